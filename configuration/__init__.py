@@ -1,0 +1,1 @@
+"""What a model is: one configuration_<family>.py a family."""

@@ -1,0 +1,36 @@
+"""fused_rnn: recurrent cells that mix their state (LSTM, GRU, Elman, sLSTM) in fused kernels."""
+
+from .cells import CELLS
+from .dispatch import BACKEND
+from .functional import (
+    gru,
+    gru_step,
+    linear,
+    lstm,
+    lstm_step,
+    recurrent,
+    recurrent_step,
+    rnn,
+    rnn_step,
+    slstm,
+    slstm_step,
+)
+
+if BACKEND is not None:
+    from . import autograd  # noqa: F401  (registers fakes and gradients of the binary's ops)
+
+__all__ = [
+    "BACKEND",
+    "CELLS",
+    "gru",
+    "gru_step",
+    "linear",
+    "lstm",
+    "lstm_step",
+    "recurrent",
+    "recurrent_step",
+    "rnn",
+    "rnn_step",
+    "slstm",
+    "slstm_step",
+]

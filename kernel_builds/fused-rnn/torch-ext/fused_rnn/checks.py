@@ -1,0 +1,147 @@
+"""The door: every argument is checked here, once, with its name, what it was and what it must be.
+
+Shapes, dtypes and devices are static, so a compiled graph carries no trace of these checks. Values
+(the order of cu_seqlens, the range of lengths) are checked on the CPU always, on CUDA only under
+FLASHCELL_CHECK=1, because reading them there would make the host wait.
+"""
+
+import os
+from typing import Optional, Sequence, Tuple
+
+import torch
+
+from .cells import CELLS, Cell
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def find_cell(name: str) -> Cell:
+    if name not in CELLS:
+        raise ValueError(f"cell is {name!r}, but must be one of {', '.join(CELLS)}")
+    return CELLS[name]
+
+
+def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} is {value!r}, but must be one of {', '.join(choices)}")
+
+
+def check_tensor(name: str, value: object, device: Optional[torch.device] = None) -> torch.Tensor:
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name} is a {type(value).__name__}, but must be a tensor")
+    if device is not None and value.device != device:
+        raise ValueError(f"{name} is on {value.device}, but must be on {device}, where x is")
+    return value
+
+
+def check_floating(name: str, value: torch.Tensor) -> None:
+    if value.dtype not in DTYPES:
+        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+        raise TypeError(f"{name} has dtype {value.dtype}, but must be one of {allowed}")
+
+
+def check_shape(name: str, value: torch.Tensor, shape: Tuple[int, ...], letters: str) -> None:
+    if tuple(value.shape) != shape:
+        raise ValueError(
+            f"{name} has shape {list(value.shape)}, but must be {letters} = {list(shape)}"
+        )
+
+
+def check_mask(name: str, mask: Optional[torch.Tensor], x: torch.Tensor) -> None:
+    if mask is None:
+        return
+    check_tensor(name, mask, x.device)
+    if mask.dtype != torch.bool:
+        raise TypeError(f"{name} has dtype {mask.dtype}, but must be bool")
+    check_shape(name, mask, tuple(x.shape[:2]), "[B, T]")
+
+
+def check_integers(name: str, value: Optional[torch.Tensor], x: torch.Tensor) -> None:
+    if value is None:
+        return
+    check_tensor(name, value, x.device)
+    if value.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name} has dtype {value.dtype}, but must be int32 or int64")
+    if value.dim() != 1:
+        raise ValueError(f"{name} has shape {list(value.shape)}, but must have one dimension")
+
+
+def check_parameters(cell: Cell, x, weight, bias) -> None:
+    G, N, D = x.shape[-3:]
+    check_tensor("weight", weight, x.device)
+    check_floating("weight", weight)
+    check_shape("weight", weight, (G, N, D, D), "[G, N, D, D]")
+    if bias is not None:
+        check_tensor("bias", bias, x.device)
+        check_floating("bias", bias)
+        check_shape("bias", bias, (cell.bias_rows, N, D), "[R, N, D]")
+
+
+def check_state(cell: Cell, state, shape: Tuple[int, ...], letters: str, x: torch.Tensor) -> None:
+    if state is None:
+        return
+    if not isinstance(state, (tuple, list)) or len(state) != cell.states:
+        had = f"{len(state)} tensors" if isinstance(state, (tuple, list)) else type(state).__name__
+        raise ValueError(f"state is {had}, but {cell.name} needs a tuple of {cell.states} tensors")
+    for k, s in enumerate(state):
+        check_tensor(f"state[{k}]", s, x.device)
+        check_floating(f"state[{k}]", s)
+        check_shape(f"state[{k}]", s, shape, letters)
+
+
+def check_x(cell: Cell, x: torch.Tensor, letters: str, dims: int) -> None:
+    check_tensor("x", x)
+    check_floating("x", x)
+    if x.dim() != dims or x.shape[-3] != cell.gates:
+        raise ValueError(
+            f"x has shape {list(x.shape)}, but must be {letters} with G = {cell.gates} for {cell.name}"
+        )
+
+
+def check_sequence(
+    cell: Cell, x, weight, bias, state, reset, hold, lengths, cu_seqlens, grad_clip
+) -> None:
+    """Raises TypeError or ValueError for what a sequence op cannot take."""
+    check_x(cell, x, "[B, T, G, N, D]", 5)
+    check_parameters(cell, x, weight, bias)
+    check_mask("reset", reset, x)
+    check_mask("hold", hold, x)
+    check_integers("lengths", lengths, x)
+    check_integers("cu_seqlens", cu_seqlens, x)
+    B, _, _, N, D = x.shape
+    sequences, letters = B, "[B, N, D]"
+    if cu_seqlens is not None:
+        if lengths is not None:
+            raise ValueError("lengths and cu_seqlens are both given, but only one may be")
+        if B != 1:
+            raise ValueError(f"x has batch {B}, but must have batch 1 when cu_seqlens is given")
+        if len(cu_seqlens) == 0:
+            raise ValueError(
+                "cu_seqlens is empty, but must hold S + 1 offsets, the first of them 0"
+            )
+        sequences, letters = len(cu_seqlens) - 1, "[S, N, D]"
+    if lengths is not None:
+        check_shape("lengths", lengths, (B,), "[B]")
+    check_state(cell, state, (sequences, N, D), letters, x)
+    if grad_clip is not None and not grad_clip >= 0:
+        raise ValueError(f"grad_clip is {grad_clip}, but must be None or a number >= 0")
+
+
+def check_values(x: torch.Tensor, lengths, cu_seqlens) -> None:
+    """What only the values tell; the CPU binary repeats this, the reference relies on it."""
+    if torch.compiler.is_compiling():
+        return
+    if x.device.type != "cpu" and os.environ.get("FLASHCELL_CHECK") != "1":
+        return
+    T = x.shape[1]
+    if lengths is not None and bool(((lengths < 0) | (lengths > T)).any()):
+        raise ValueError(
+            f"lengths is {lengths.tolist()}, but every length must be in 0..T = 0..{T}"
+        )
+    if cu_seqlens is not None:
+        ordered = bool((cu_seqlens[1:] >= cu_seqlens[:-1]).all())
+        if not ordered or int(cu_seqlens[0]) != 0 or int(cu_seqlens[-1]) != T:
+            raise ValueError(
+                f"cu_seqlens is {cu_seqlens.tolist()}, but must start at 0, never decrease, "
+                f"and end at T = {T}"
+            )

@@ -1,0 +1,37 @@
+"""Which backend runs a call: one pure function of static facts, so torch.compile traces through it."""
+
+from importlib.util import find_spec
+from typing import Optional
+
+# The build writes _ops.py into binary variants only; the wheel and torch-universal have none.
+if find_spec(__package__ + "._ops") is not None:
+    from ._ops import BACKEND, ops
+else:
+    BACKEND, ops = None, None
+
+BACKENDS = ("auto", "cuda", "cpu", "reference")
+
+
+def select_backend(requested: str, device_type: str, binary: Optional[str]) -> str:
+    """The backend for tensors on `device_type`, given the `binary` this package holds, if any.
+
+    "auto" takes the binary where it fits the device and the reference elsewhere. A backend asked
+    for by name is used or refused, never replaced.
+    """
+    if requested not in BACKENDS:
+        raise ValueError(f"backend is {requested!r}, but must be one of {', '.join(BACKENDS)}")
+    if requested == "auto":
+        return binary if binary is not None and binary == device_type else "reference"
+    if requested == "reference":
+        return requested
+    if requested != device_type:
+        raise ValueError(
+            f"backend is {requested!r}, but the tensors are on {device_type!r}: "
+            "move them, or ask for 'auto'"
+        )
+    if requested != binary:
+        raise RuntimeError(
+            f"backend {requested!r} was asked for, but this copy of fused_rnn holds "
+            f"{'no binary' if binary is None else f'the {binary!r} binary'}"
+        )
+    return requested

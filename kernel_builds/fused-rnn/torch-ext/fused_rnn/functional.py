@@ -1,0 +1,225 @@
+"""The public functions. Shapes: B batch, T time, G gates, N heads, D head width, K states.
+
+Every sequence function takes, besides what its docstring says,
+
+    x           [B, T, G, N, D]  pre-activations from the input, bf16, fp16, fp32 or fp64; any strides
+    weight      [G, N, D, D]     recurrent weight, weight[g, n, j, k] from unit k to gate g of unit j:
+                                 torch's weight_hh viewed as (G, 1, D, D) fits with one head
+    bias        [R, N, D]        R rows, None for zero
+    state       K tensors [B, N, D], None for the empty state (zeros); differentiable
+    reset       [B, T] bool      the state is emptied *before* a marked step (document boundaries)
+    hold        [B, T] bool      at a marked step the state passes through and h is 0 (padding)
+    lengths     [B] int          sugar for hold past each row's length
+    cu_seqlens  [S + 1] int      documents packed into one row: x is [1, total, G, N, D], states are
+                                 [S, N, D], document s is x[0, cu_seqlens[s]:cu_seqlens[s + 1]]
+    grad_clip   float            clips, element by element, the gradient that reaches h through the
+                                 recurrent product to [-grad_clip, grad_clip]; 0 cuts it
+    precision   "highest"|"tf32" fp32 products on tensor cores; the CPU always computes "highest"
+    save        "gates"|"recompute"  keep the gates for the backward, or run the forward again there
+    backend     "auto"|"cuda"|"cpu"|"reference"  one asked for by name is used or refused
+
+and returns ``(h, state)``: h [B, T, N, D] in x's dtype and the K last states in fp32 (fp64 for
+fp64), unrounded. Sums are in fp32 (fp64); h is rounded to x's dtype only as an operand of the
+recurrent product. Weights in another dtype than x are cast inside, their gradients come back in
+their own. Wrong arguments raise TypeError or ValueError naming the argument, what it was and what
+it must be; a backend that is not here raises RuntimeError.
+"""
+
+from typing import Tuple
+
+import torch
+
+from . import reference
+from .checks import (
+    check_choice,
+    check_floating,
+    check_parameters,
+    check_sequence,
+    check_state,
+    check_tensor,
+    check_values,
+    check_x,
+    find_cell,
+)
+from .dispatch import BACKEND, ops, select_backend
+
+State = Tuple[torch.Tensor, ...]
+Result = Tuple[torch.Tensor, State]
+
+
+def lstm(
+    x, weight, bias=None, state=None, *, reset=None, hold=None, lengths=None, cu_seqlens=None,
+    grad_clip=None, precision="highest", save="gates", backend="auto",
+) -> Result:  # fmt: skip
+    """Long short-term memory (Hochreiter & Schmidhuber 1997 with forget gate), as torch.nn.LSTM.
+
+        i, f, o = sigmoid(x + R h + b)    g = tanh(x_g + R_g h + b_g)
+        c' = f c + i g                    h' = o tanh(c')
+
+    Gates i, f, g, o; states (h, c); bias 4 rows. Arguments and errors: see the module.
+    """
+    return recurrent(
+        "lstm", x, weight, bias, state, reset=reset, hold=hold, lengths=lengths,
+        cu_seqlens=cu_seqlens, grad_clip=grad_clip, precision=precision, save=save, backend=backend,
+    )  # fmt: skip
+
+
+def gru(
+    x, weight, bias=None, state=None, *, reset=None, hold=None, lengths=None, cu_seqlens=None,
+    grad_clip=None, precision="highest", save="gates", backend="auto",
+) -> Result:  # fmt: skip
+    """Gated recurrent unit (arXiv 1406.1078v1, reset after the product), as torch.nn.GRU.
+
+        r, z = sigmoid(x + R h + b)       n = tanh(x_n + b_nx + r (R_n h + b_nh))
+        h' = (1 - z) n + z h
+
+    Gates r, z, n; states (h,); bias 4 rows r, z, n_x, n_h. Arguments and errors: see the module.
+    """
+    return recurrent(
+        "gru", x, weight, bias, state, reset=reset, hold=hold, lengths=lengths,
+        cu_seqlens=cu_seqlens, grad_clip=grad_clip, precision=precision, save=save, backend=backend,
+    )  # fmt: skip
+
+
+def rnn(
+    x, weight, bias=None, state=None, *, nonlinearity="tanh", reset=None, hold=None, lengths=None,
+    cu_seqlens=None, grad_clip=None, precision="highest", save="gates", backend="auto",
+) -> Result:  # fmt: skip
+    """Elman's network (1990), as torch.nn.RNN:  h' = act(x + R h + b), act tanh or relu.
+
+    One gate; states (h,); bias 1 row. Arguments and errors: see the module.
+    """
+    check_choice("nonlinearity", nonlinearity, ("tanh", "relu"))
+    return recurrent(
+        f"rnn_{nonlinearity}", x, weight, bias, state, reset=reset, hold=hold, lengths=lengths,
+        cu_seqlens=cu_seqlens, grad_clip=grad_clip, precision=precision, save=save, backend=backend,
+    )  # fmt: skip
+
+
+def slstm(
+    x, weight, bias=None, state=None, *, reset=None, hold=None, lengths=None, cu_seqlens=None,
+    grad_clip=None, precision="highest", save="gates", backend="auto",
+) -> Result:  # fmt: skip
+    """sLSTM (xLSTM, arXiv 2405.04517; FlashRNN, arXiv 2412.07752, eq. 12-15), exponential input gate.
+
+        lf = logsigmoid(f) + m            m' = i where n = 0, else max(i, lf)
+        c' = e^(lf-m') c + e^(i-m') tanh(z)
+        n' = e^(lf-m') n + e^(i-m')       h' = sigmoid(o) c' / n'
+
+    Gates i, f, z, o (pre-activations x + R h + b); states (h, c, n, m); bias 4 rows. A unit with
+    n = 0 is empty: the terms of its old state are 0. m carries no gradient, and the gradients of
+    c and n are taken at fixed m. Arguments and errors: see the module.
+    """
+    return recurrent(
+        "slstm", x, weight, bias, state, reset=reset, hold=hold, lengths=lengths,
+        cu_seqlens=cu_seqlens, grad_clip=grad_clip, precision=precision, save=save, backend=backend,
+    )  # fmt: skip
+
+
+def lstm_step(x, weight, bias=None, state=None, *, backend="auto") -> Result:
+    """One step of `lstm`: x [B, 4, N, D] -> h [B, N, D], (h, c)."""
+    return recurrent_step("lstm", x, weight, bias, state, backend=backend)
+
+
+def gru_step(x, weight, bias=None, state=None, *, backend="auto") -> Result:
+    """One step of `gru`: x [B, 3, N, D] -> h [B, N, D], (h,)."""
+    return recurrent_step("gru", x, weight, bias, state, backend=backend)
+
+
+def rnn_step(x, weight, bias=None, state=None, *, nonlinearity="tanh", backend="auto") -> Result:
+    """One step of `rnn`: x [B, 1, N, D] -> h [B, N, D], (h,)."""
+    check_choice("nonlinearity", nonlinearity, ("tanh", "relu"))
+    return recurrent_step(f"rnn_{nonlinearity}", x, weight, bias, state, backend=backend)
+
+
+def slstm_step(x, weight, bias=None, state=None, *, backend="auto") -> Result:
+    """One step of `slstm`: x [B, 4, N, D] -> h [B, N, D], (h, c, n, m)."""
+    return recurrent_step("slstm", x, weight, bias, state, backend=backend)
+
+
+def recurrent(
+    cell: str, x, weight, bias=None, state=None, *, reset=None, hold=None, lengths=None,
+    cu_seqlens=None, grad_clip=None, precision="highest", save="gates", backend="auto",
+) -> Result:  # fmt: skip
+    """Runs the cell named `cell`, one of `CELLS`: what lstm, gru, rnn and slstm call."""
+    spec = find_cell(cell)
+    check_sequence(spec, x, weight, bias, state, reset, hold, lengths, cu_seqlens, grad_clip)
+    check_choice("precision", precision, ("highest", "tf32"))
+    check_choice("save", save, ("gates", "recompute"))
+    chosen = select_backend(backend, x.device.type, BACKEND)
+    weight, bias, state = _cast(x, weight, bias, state)
+    masks = (reset, hold, lengths, cu_seqlens)
+    if chosen == "reference":
+        check_values(x, lengths, cu_seqlens)
+        h, last = _reference(spec, x, weight, bias, state, *masks, grad_clip)
+    else:
+        inputs = (x, weight, bias, state)
+        keep = save == "gates" and torch.is_grad_enabled() and _any_requires_grad(inputs)
+        fwd = getattr(ops, f"{cell}_fwd")
+        h, last, _, _ = fwd(*inputs, *masks, grad_clip, keep)
+    return h, _unstack(spec, last)
+
+
+def recurrent_step(cell: str, x, weight, bias=None, state=None, *, backend="auto") -> Result:
+    """One step of the cell named `cell`: x [B, G, N, D], states [B, N, D] -> h [B, N, D], states."""
+    spec = find_cell(cell)
+    check_x(spec, x, "[B, G, N, D]", 4)
+    check_parameters(spec, x, weight, bias)
+    check_state(spec, state, (x.shape[0], *x.shape[-2:]), "[B, N, D]", x)
+    h, state = recurrent(cell, x.unsqueeze(1), weight, bias, state, backend=backend)
+    return h.squeeze(1), state
+
+
+def linear(x, weight, bias=None, *, backend="auto") -> torch.Tensor:
+    """y = x weight^T + bias:  x [..., I], weight [O, I], bias [O] -> y [..., O], as F.linear.
+
+    The input projection of a cell through our own GEMM on the CPU, where torch's fp32 and fp16
+    products can be several times slower; torch's own elsewhere.
+    """
+    check_tensor("x", x)
+    check_floating("x", x)
+    check_tensor("weight", weight, x.device)
+    if weight.dim() != 2 or x.dim() < 1 or weight.shape[1] != x.shape[-1]:
+        raise ValueError(
+            f"weight has shape {list(weight.shape)}, but must be [O, I] with I = x.shape[-1]; "
+            f"x has shape {list(x.shape)}"
+        )
+    if bias is not None:
+        check_tensor("bias", bias, x.device)
+        if tuple(bias.shape) != (weight.shape[0],):
+            raise ValueError(f"bias has shape {list(bias.shape)}, but must be [{weight.shape[0]}]")
+    weight = weight.to(x.dtype)
+    bias = None if bias is None else bias.to(x.dtype)
+    if select_backend(backend, x.device.type, BACKEND) == "cpu":
+        return ops.linear_fwd(x, weight, bias)
+    return torch.nn.functional.linear(x, weight, bias)
+
+
+def _any_requires_grad(tensors) -> bool:
+    return any(t is not None and t.requires_grad for t in tensors)
+
+
+def _cast(x, weight, bias, state):
+    """weight in x's dtype (the operand), bias and the stacked states [K, S, N, D] in the state's."""
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    bias = None if bias is None else bias.to(dtype)
+    state = None if state is None else torch.stack([s.to(dtype) for s in state])
+    return weight.to(x.dtype), bias, state
+
+
+def _unstack(spec, last) -> State:
+    states = last.unbind(0)
+    carried = spec.states - spec.detached_states
+    return states[:carried] + tuple(s.detach() for s in states[carried:])
+
+
+def _reference(spec, x, weight, bias, state, reset, hold, lengths, cu_seqlens, grad_clip):
+    """Lowers lengths and cu_seqlens to hold, and runs the loop."""
+    if cu_seqlens is None:
+        if lengths is not None:
+            past = torch.arange(x.shape[1], device=x.device) >= lengths[:, None]
+            hold = past if hold is None else hold | past
+        return reference.sequence(spec, x, weight, bias, state, reset, hold, grad_clip)
+    padded = reference.documents(x, cu_seqlens, reset, hold)
+    h, last = reference.sequence(spec, padded.x, weight, bias, state, *padded.masks, grad_clip)
+    return padded.unpack(h), last
