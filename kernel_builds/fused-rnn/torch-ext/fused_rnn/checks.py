@@ -128,7 +128,7 @@ def check_sequence(
 
 
 def check_values(x: torch.Tensor, lengths, cu_seqlens) -> None:
-    """What only the values tell; the CPU binary repeats this, the reference relies on it."""
+    """What only the values tell. The CPU binary checks it again, for compiled graphs."""
     if torch.compiler.is_compiling():
         return
     if x.device.type != "cpu" and os.environ.get("FLASHCELL_CHECK") != "1":

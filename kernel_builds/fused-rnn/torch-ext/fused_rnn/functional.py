@@ -144,13 +144,13 @@ def recurrent(
     """Runs the cell named `cell`, one of `CELLS`: what lstm, gru, rnn and slstm call."""
     spec = find_cell(cell)
     check_sequence(spec, x, weight, bias, state, reset, hold, lengths, cu_seqlens, grad_clip)
+    check_values(x, lengths, cu_seqlens)
     check_choice("precision", precision, ("highest", "tf32"))
     check_choice("save", save, ("gates", "recompute"))
     chosen = select_backend(backend, x.device.type, BACKEND)
     weight, bias, state = _cast(x, weight, bias, state)
     masks = (reset, hold, lengths, cu_seqlens)
     if chosen == "reference":
-        check_values(x, lengths, cu_seqlens)
         h, last = _reference(spec, x, weight, bias, state, *masks, grad_clip)
     else:
         inputs = (x, weight, bias, state)

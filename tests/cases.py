@@ -1,0 +1,107 @@
+"""The one generator of problems: shapes that break kernels, and every option of the op contract."""
+
+from dataclasses import dataclass, field, replace
+
+import torch
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call. `options` names what is switched on: state reset hold lengths cu clip nobias strided."""
+
+    B: int
+    T: int
+    N: int
+    D: int
+    options: tuple = field(default=())
+
+    def __str__(self) -> str:
+        return "-".join([f"B{self.B}T{self.T}N{self.N}D{self.D}", *self.options])
+
+
+ODD = Case(3, 7, 2, 5, ("state",))
+SHAPES = [
+    ODD,
+    Case(1, 1, 1, 1),
+    Case(2, 1, 3, 16, ("state",)),
+    Case(1, 9, 1, 33, ("state",)),
+    Case(17, 5, 1, 48, ("state",)),
+    Case(4, 12, 4, 64),
+    Case(2, 3, 1, 300, ("state",)),
+    Case(1, 3, 1, 520, ("state",)),
+    Case(20, 4, 1, 130, ("state",)),
+]
+OPTIONS = [
+    ("nobias",),
+    ("state", "reset"),
+    ("state", "hold"),
+    ("state", "reset", "hold"),
+    ("state", "lengths"),
+    ("state", "lengths", "reset", "hold"),
+    ("state", "cu"),
+    ("state", "cu", "reset", "hold"),
+    ("state", "clip"),
+    ("state", "cut"),
+    ("state", "strided"),
+]
+EMPTY = [
+    Case(0, 4, 2, 8),
+    Case(2, 0, 2, 8, ("state",)),
+    Case(2, 3, 0, 8),
+    Case(1, 0, 1, 4, ("cu0",)),
+]
+CASES = [*SHAPES, *(replace(Case(5, 11, 2, 24), options=o) for o in OPTIONS)]
+
+
+def generator(case: Case) -> torch.Generator:
+    return torch.Generator().manual_seed(sum(map(ord, str(case))))
+
+
+def make(cell, case: Case, dtype: torch.dtype) -> dict:
+    """Arguments of `recurrent(cell.name, **arguments)`: values drawn in float64, then rounded."""
+    g = generator(case)
+    B, T, N, D = case.B, case.T, case.N, case.D
+    has = case.options
+    sequences = B
+    call = {}
+    if "cu" in has:
+        sequences, T, B = B, B * T, 1
+        cuts = torch.sort(torch.randint(0, T + 1, (sequences - 1,), generator=g)).values
+        cuts[0] = 0  # an empty first document
+        call["cu_seqlens"] = torch.tensor([0, *cuts.tolist(), T], dtype=torch.int32)
+    if "cu0" in has:
+        sequences, call["cu_seqlens"] = 0, torch.zeros(1, dtype=torch.int64)
+    G = cell.gates
+    x = torch.randn(B, T, G, N, D, generator=g, dtype=torch.float64)
+    if "strided" in has:  # a slice of a wider projection, batch and time swapped in memory
+        wide = torch.randn(T, B, G, N, D + 3, generator=g, dtype=torch.float64).to(dtype)
+        x = wide.transpose(0, 1)[..., :D]
+    call["x"] = x.to(dtype)
+    scale = D**-0.5 if D else 1.0
+    call["weight"] = (scale * torch.randn(G, N, D, D, generator=g, dtype=torch.float64)).to(dtype)
+    if "nobias" not in has:
+        bias = torch.randn(cell.bias_rows, N, D, generator=g, dtype=torch.float64)
+        call["bias"] = bias.to(dtype)
+    if "state" in has:
+        state_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+        state = torch.randn(cell.states, sequences, N, D, generator=g, dtype=torch.float64)
+        if cell.name == "slstm":
+            state[2] = state[2].abs() + 0.5  # n > 0, but for one empty unit
+            state[1:3, :1, :1, :1] = 0.0
+        call["state"] = tuple(state.to(state_dtype))
+    for name in ("reset", "hold"):
+        if name in has:
+            call[name] = torch.rand(B, T, generator=g) < 0.25
+    if "lengths" in has:
+        call["lengths"] = torch.randint(0, T + 1, (B,), generator=g)
+    if "clip" in has:
+        call["grad_clip"] = 0.05
+    if "cut" in has:
+        call["grad_clip"] = 0.0
+    return call
+
+
+def upcast(call: dict) -> dict:
+    """The same call in float64."""
+    widen = lambda v: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v
+    return {k: tuple(map(widen, v)) if k == "state" else widen(v) for k, v in call.items()}

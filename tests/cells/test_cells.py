@@ -1,0 +1,18 @@
+"""The cell structs alone: finite differences, compiled with g++ and nothing else."""
+
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_gradients_against_finite_differences(tmp_path):
+    binary = tmp_path / "gradcheck"
+    include = ROOT / "kernel_builds/fused-rnn/csrc"
+    source = Path(__file__).with_name("gradcheck.cpp")
+    subprocess.run(["g++", "-std=c++20", "-O1", f"-I{include}", source, "-o", binary], check=True)
+    done = subprocess.run([binary], capture_output=True, text=True)
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout
+    for name in ("lstm", "gru", "rnn_tanh", "rnn_relu", "slstm"):
+        assert name in done.stdout

@@ -1,0 +1,60 @@
+"""The one place that says what "equal" means.
+
+Exactness is judged against float64. A kernel may be as far from it as the torch reference in the
+same dtype is, times two (sums are taken in another order), plus half a unit of the output's dtype.
+Nothing here is loosened by hand: the bound moves with the reference's own error.
+"""
+
+import torch
+
+EPS = {
+    torch.bfloat16: 2.0**-8,
+    torch.float16: 2.0**-11,
+    torch.float32: 2.0**-24,
+    torch.float64: 2.0**-53,
+}
+
+
+def rms(x: torch.Tensor) -> float:
+    return float(x.detach().double().pow(2).mean().sqrt()) if x.numel() else 0.0
+
+
+def worst(got: torch.Tensor, want: torch.Tensor) -> str:
+    """Where two tensors differ most, and by what."""
+    gap = (got.double() - want.double()).abs().nan_to_num(nan=float("inf"))
+    index = torch.unravel_index(gap.argmax(), gap.shape)
+    at = tuple(int(i) for i in index)
+    return f"worst at {at}: got {got[at].item():.9g}, want {want[at].item():.9g}"
+
+
+def assert_as_accurate(name: str, got, exact, peer, factor: float = 2.0) -> None:
+    """`got` is as close to the float64 `exact` as the same-dtype `peer` is, times `factor`."""
+    assert got.shape == exact.shape, f"{name}: shape {list(got.shape)}, want {list(exact.shape)}"
+    if got.numel() == 0:
+        return
+    scale = rms(exact)
+    error, allowed = rms(got - exact), factor * rms(peer - exact) + 0.5 * EPS[got.dtype] * scale
+    if not error <= allowed:  # also false for NaN
+        raise AssertionError(
+            f"{name} {got.dtype}: rms error {error:.3g} > {allowed:.3g} "
+            f"(rms value {scale:.3g}); {worst(got, exact)}"
+        )
+
+
+def assert_close(name: str, got, want, tolerance: float) -> None:
+    """rms(got - want) <= tolerance * rms(want); the caller says where `tolerance` comes from."""
+    assert got.shape == want.shape, f"{name}: shape {list(got.shape)}, want {list(want.shape)}"
+    if got.numel() and not rms(got.double() - want.double()) <= tolerance * rms(want):
+        error = rms(got.double() - want.double()) / max(rms(want), 1e-300)
+        raise AssertionError(
+            f"{name}: relative rms error {error:.3g} > {tolerance:.3g}; {worst(got, want)}"
+        )
+
+
+def assert_bitwise(name: str, got, want) -> None:
+    assert got.dtype == want.dtype, f"{name}: dtype {got.dtype}, want {want.dtype}"
+    assert got.shape == want.shape, f"{name}: shape {list(got.shape)}, want {list(want.shape)}"
+    same = (got == want) | (got.isnan() & want.isnan())
+    assert bool(same.all()), (
+        f"{name}: {int((~same).sum())} of {same.numel()} differ; {worst(got, want)}"
+    )

@@ -1,0 +1,63 @@
+"""The recipe "add a cell" is true: a fifth cell is its header, its reference, and its name in a list.
+
+The minimal gated unit joins a copy of the kernel, the copy is built, and the whole op contract
+runs on it in a process of its own.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+CELLS = ROOT / "tests/cells"
+CONTRACT = ["test_sequence.py", "test_contract.py", "test_registration.py"]
+
+
+def test_the_cell_is_small():
+    lines = sum(len((CELLS / f).read_text().strip().splitlines()) for f in ("mgu.h", "mgu.py.txt"))
+    assert lines <= 60
+
+
+@pytest.mark.slow
+def test_mgu_passes_the_op_contract(tmp_path):
+    ignore = shutil.ignore_patterns("build", "__pycache__")
+    for folder in ("kernel_builds", "modeling", "configuration", "scripts", "tests"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=ignore)
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    kernel = tmp_path / "kernel_builds/fused-rnn"
+    shutil.copy(CELLS / "mgu.h", kernel / "csrc/cells/mgu.h")
+    listed = kernel / "csrc/cells/all.h"
+    text = listed.read_text().replace('#include "lstm.h"', '#include "lstm.h"\n#include "mgu.h"')
+    listed.write_text(re.sub(r"CellList<Lstm, ", "CellList<Lstm, Mgu, ", text))
+    with open(kernel / "torch-ext/fused_rnn/cells.py", "a") as cells:
+        cells.write((CELLS / "mgu.py.txt").read_text())
+
+    env = {**os.environ, "MAX_JOBS": "2"}
+    env.pop("FLASHCELL_TEST_KERNEL", None)
+    run = lambda *command: subprocess.run(
+        [sys.executable, *command], cwd=tmp_path, env=env, capture_output=True, text=True
+    )
+    # the copy's package, not the installed one, is what `flashcell` means in that process
+    (tmp_path / "conftest.py").write_text(
+        "import importlib.util, sys\n"
+        "from pathlib import Path\n"
+        "import flashcell\n"
+        "folder = Path(__file__).parent / 'kernel_builds/fused-rnn/torch-ext/fused_rnn'\n"
+        "name = 'flashcell.kernels.fused_rnn'\n"
+        "spec = importlib.util.spec_from_file_location(name, folder / '__init__.py')\n"
+        "import flashcell.kernels\n"
+        "module = importlib.util.module_from_spec(spec)\n"
+        "sys.modules[name] = flashcell.kernels.fused_rnn = module\n"
+        "spec.loader.exec_module(module)\n"
+    )
+    files = [f"tests/ops/{name}" for name in CONTRACT]
+    done = run("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files, "-k", "mgu")
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert passed, done.stdout[-500:]
+    assert int(passed[1]) >= 100, f"only {passed[1]} tests ran on the fifth cell"

@@ -1,0 +1,41 @@
+"""Every instruction set the binary holds gives the reference's values; asking for a missing one fails."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parents[1]
+FLAGS = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+NEEDS = {"baseline": (), "avx2": ("avx2", "fma", "f16c"), "avx512": ("avx512bw", "avx512_bf16")}
+SUBSET = "B5T11 or B17 or D300 or D520 or B3T7"
+
+
+def run(isa, *arguments):
+    env = {**os.environ, "FLASHCELL_CPU_ISA": isa}
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *arguments]
+    return subprocess.run(command, cwd=TESTS.parent, env=env, capture_output=True, text=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("isa", NEEDS)
+def test_values(isa, fused_rnn):
+    if not all(flag in FLAGS for flag in NEEDS[isa]):
+        pytest.skip(f"this CPU has no {isa}")
+    result = run(isa, "tests/ops/test_sequence.py", "-k", SUBSET)
+    assert result.returncode == 0, result.stdout[-3000:]
+    assert "passed" in result.stdout
+
+
+def test_unknown_isa_is_refused(fused_rnn):
+    code = "import torch, kernels, sys; from pathlib import Path; k = kernels.get_local_kernel(Path(sys.argv[1]), backend='cpu'); k.lstm(torch.randn(1,1,4,1,4), torch.randn(4,1,4,4))"
+    path = Path(fused_rnn.__file__).parents[2]
+    env = {**os.environ, "FLASHCELL_CPU_ISA": "avx1024"}
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(path)], env=env, capture_output=True, text=True
+    )
+    assert done.returncode != 0
+    assert "FLASHCELL_CPU_ISA" in done.stderr
+    assert "avx1024" in done.stderr

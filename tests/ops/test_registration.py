@@ -1,0 +1,89 @@
+"""An op is registered fully: schema, fake, gradient; and the *compiled* object gives the values."""
+
+import pytest
+import torch
+
+from cases import Case, make
+from flashcell.kernels.fused_rnn import CELLS
+
+
+@pytest.fixture(params=CELLS)
+def name(request):
+    return request.param
+
+
+def arguments(cell, options, requires_grad=True):
+    call = make(cell, Case(2, 4, 2, 8, options), torch.float32)
+    x, weight, bias = (call[k].requires_grad_(requires_grad) for k in ("x", "weight", "bias"))
+    state = torch.stack(call["state"]).requires_grad_(requires_grad) if "state" in call else None
+    masks = [call.get(k) for k in ("reset", "hold", "lengths", "cu_seqlens", "grad_clip")]
+    return [x, weight, bias, state, *masks]
+
+
+@pytest.mark.parametrize("save", [True, False])
+@pytest.mark.parametrize(
+    "options", [("state", "reset", "hold", "clip"), ("state", "lengths"), ("state", "cu"), ()]
+)
+def test_opcheck(fused_rnn, name, options, save):
+    ops = fused_rnn.dispatch.ops
+    torch.library.opcheck(
+        getattr(ops, f"{name}_fwd").default, (*arguments(CELLS[name], options), save)
+    )
+
+
+def test_opcheck_linear(fused_rnn):
+    ops = fused_rnn.dispatch.ops
+    x, w, b = (torch.randn(*s, requires_grad=True) for s in ((3, 2, 8), (5, 8), (5,)))
+    torch.library.opcheck(ops.linear_fwd.default, (x, w, b))
+    torch.library.opcheck(ops.linear_fwd.default, (x, w, None))
+
+
+@pytest.mark.parametrize("name", ["lstm", "gru"])
+def test_gradcheck(fused_rnn, name):
+    call = make(CELLS[name], Case(2, 3, 2, 3, ("state", "reset", "hold")), torch.float64)
+    tensors = [call[k].requires_grad_() for k in ("x", "weight", "bias")]
+    state = [s.requires_grad_() for s in call["state"]]
+    masks = {k: call[k] for k in ("reset", "hold")}
+
+    def outputs(x, weight, bias, *state):
+        h, last = fused_rnn.recurrent(name, x, weight, bias, state, **masks)
+        return (h, *last)
+
+    assert torch.autograd.gradcheck(outputs, (*tensors, *state))
+
+
+@pytest.mark.parametrize("save", ["gates", "recompute"])
+def test_compiled_object(fused_rnn, name, save):
+    """fullgraph, forward and backward: the same bits as eager."""
+    call = make(CELLS[name], Case(2, 5, 2, 8, ("state", "reset")), torch.float32)
+    call["x"].requires_grad_()
+    call["weight"].requires_grad_()
+
+    def model(x, weight):
+        rest = {k: v for k, v in call.items() if k not in ("x", "weight")}
+        h, last = fused_rnn.recurrent(name, x * 2, weight, **rest, save=save)
+        return h + last[0][:, None]
+
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    results = []
+    for function in (model, compiled):
+        out = function(call["x"], call["weight"])
+        results.append([out, *torch.autograd.grad(out.sum(), [call["x"], call["weight"]])])
+    for eager, traced in zip(*results, strict=True):
+        assert torch.equal(eager, traced)
+
+
+def test_compiled_by_inductor(fused_rnn):
+    call = make(CELLS["lstm"], Case(2, 5, 1, 8), torch.float32)
+    compiled = torch.compile(lambda x: fused_rnn.lstm(x, call["weight"])[0].sum(), fullgraph=True)
+    expected = fused_rnn.lstm(call["x"], call["weight"])[0].sum()
+    torch.testing.assert_close(compiled(call["x"]), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_double_backward_says_it_is_not_there(fused_rnn):
+    call = make(CELLS["lstm"], Case(1, 2, 1, 4), torch.float32)
+    x = call["x"].requires_grad_()
+    h = fused_rnn.lstm(x, call["weight"])[0]
+    (dx,) = torch.autograd.grad(h.sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="lstm_bwd"):
+        dx.sum().backward()
