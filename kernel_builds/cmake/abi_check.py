@@ -1,0 +1,150 @@
+"""May this library be published? Checks one unstripped .so; prints and counts what is wrong.
+
+The symbols it imports must exist on every manylinux_2_28 system, in Python's limited API 3.9, and
+in torch's stable ABI at the floor; it may depend on torch and CUDA alone, must not look for
+libraries in the builder's directories, and exports its module's entry point only. A CUDA library
+holds machine code for the archs it is said to hold.
+
+    abi_check.py LIBRARY --stable-abi 2.10 --torch-include DIR [--archs 9.0a,10.0+PTX]
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import struct
+import subprocess
+from pathlib import Path
+
+PYTHON_ABI = "3.9"
+MANYLINUX = "manylinux_2_28"
+SYMBOL_LIMITS = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11), "GCC": (7, 0, 0)}
+LIBRARIES = ["torch", "torch_cpu", r"stdc\+\+", "gcc_s", "m", "c", "pthread", "dl"]
+CUDA_LIBRARIES = ["torch_cuda", "cudart"]
+# Imports without a version come from Python, torch's C shim or the CUDA runtime. Any other one is
+# code that was never linked: a source missing from build.toml.
+UNVERSIONED = re.compile(r"_?Py[A-Z_]\w*|aoti_\w+|torch_\w+|(__)?cuda[A-Z]\w*")
+TORCH_INTERNAL = ("c10::", "at::", "torch::", "caffe2::")
+FATBIN_MAGIC = 0xBA55ED50
+FATBIN_PTX, FATBIN_ELF = 1, 2
+FATBIN_FLAG_A, FATBIN_FLAG_F = 1 << 20, 1 << 21  # sm_90a, sm_100f; found by comparing nvcc's output
+
+
+def problems(
+    library: Path, stable_abi: str, torch_include: Path, archs: tuple[str, ...] = ()
+) -> list[str]:
+    """One sentence for every violation; `archs` of a CUDA library, () for a CPU one."""
+    found = []
+    if ".symtab" not in _run("readelf", "--wide", "--sections", library):
+        return ["it is stripped, but the Python API can only be checked before that"]
+    from kernel_abi_check import ObjectFile
+
+    file = ObjectFile(library)
+    found += [f"Python limited API {PYTHON_ABI}: {v!r}" for v in file.check_python_abi(PYTHON_ABI)]
+    found += [f"{MANYLINUX}: {v!r}" for v in file.check_manylinux(MANYLINUX)]
+    found += _imports(library, newer_shims(torch_include, stable_abi), stable_abi)
+    exports = [line.split()[-1] for line in _nm("--defined-only", library)]
+    found += [f"exports {s}, but only PyInit_* may be" for s in exports if s[:7] != "PyInit_"]
+    if not exports:
+        found.append("exports no PyInit_*: REGISTER_EXTENSION is missing")
+    dynamic = _run("readelf", "--wide", "--dynamic", library)
+    found += [f"has {tag}" for tag in re.findall(r"\((RPATH|RUNPATH)\)", dynamic)]
+    allowed = "|".join(LIBRARIES + (CUDA_LIBRARIES if archs else []))
+    allowed = re.compile(rf"(lib({allowed})|ld-linux[-\w]*)\.so[.\d]*")
+    for name in re.findall(r"\(NEEDED\).*\[(.+?)\]", dynamic):
+        if not allowed.fullmatch(name):
+            found.append(f"needs {name}, which is not torch, CUDA's runtime, libc or libstdc++")
+    if archs and (held := cuda_archs(library)) != set(archs):
+        found.append(f"holds code for {sorted(held)}, but must for {sorted(archs)}")
+    return found
+
+
+def newer_shims(torch_include: Path, floor: str) -> set[str]:
+    """Functions of torch's stable C shim that versions older than `floor` + 1 lack."""
+    floor_version = tuple(map(int, floor.split(".")))
+    newer, version = set(), (0, 0)
+    for header in ("torch/csrc/stable/c/shim.h", "torch/csrc/inductor/aoti_torch/c/shim.h"):
+        for line in (torch_include / header).read_text().splitlines():
+            if match := re.match(r"#if TORCH_FEATURE_VERSION >= TORCH_VERSION_(\d+)_(\d+)", line):
+                version = (int(match[1]), int(match[2]))
+            elif line.startswith("#endif // TORCH_FEATURE_VERSION"):
+                version = (0, 0)
+            elif version > floor_version:
+                newer |= set(re.findall(r"\b((?:aoti_)?torch_\w+)\(", line))
+    return newer
+
+
+def cuda_archs(library: Path) -> set[str]:
+    """The archs in the library's fat binaries: '9.0a' for machine code, '10.0+PTX' with PTX too."""
+    sections = _run("readelf", "--wide", "--section-headers", library)
+    match = re.search(r"\.nv_fatbin\s+\w+\s+\w+\s+(\w+)\s+(\w+)", sections)
+    if match is None:
+        return set()
+    start, size = int(match[1], 16), int(match[2], 16)
+    data = library.read_bytes()[start : start + size]
+    code, ptx, at = set(), set(), 0
+    while at + 16 <= len(data):
+        magic, _, header, length = struct.unpack_from("<IHHQ", data, at)
+        if magic != FATBIN_MAGIC:
+            at += 8  # padding between the fat binaries of two translation units
+            continue
+        entry, end = at + header, at + header + length
+        while entry < end:
+            kind, _, header, length = struct.unpack_from("<HHIQ", data, entry)
+            arch = _arch(data, entry)
+            {FATBIN_PTX: ptx, FATBIN_ELF: code}.get(kind, set()).add(arch)
+            entry += header + length
+        at = end
+    return {f"{arch}+PTX" for arch in ptx} | (code - ptx)
+
+
+def _arch(data: bytes, entry: int) -> str:
+    number = struct.unpack_from("<I", data, entry + 28)[0]
+    flags = struct.unpack_from("<Q", data, entry + 40)[0]
+    suffix = "a" if flags & FATBIN_FLAG_A else "f" if flags & FATBIN_FLAG_F else ""
+    return f"{number // 10}.{number % 10}{suffix}"
+
+
+def _imports(library: Path, newer: set[str], stable_abi: str) -> list[str]:
+    found = []
+    for line in _nm("--undefined-only", library):
+        kind, symbol = line.split()[-2:]
+        name, _, version = symbol.partition("@")
+        plain = _run("c++filt", name).strip()
+        if match := re.fullmatch(r"@?([A-Z]+)_([\d.]+)", version):
+            limit = SYMBOL_LIMITS.get(match[1])
+            if limit and tuple(map(int, match[2].split("."))) > limit:
+                found.append(f"{MANYLINUX}: imports {plain} at {match[1]}_{match[2]}")
+        elif plain.startswith(TORCH_INTERNAL):
+            found.append(f"torch stable ABI: imports {plain}")
+        elif name in newer:
+            found.append(f"torch stable ABI {stable_abi}: {name} is newer")
+        elif kind == "U" and not UNVERSIONED.fullmatch(name):
+            found.append(f"imports {plain}, which nothing provides: is its source in build.toml?")
+    return found
+
+
+def _nm(which: str, library: Path) -> list[str]:
+    return _run("nm", "--dynamic", which, library).splitlines()
+
+
+def _run(*command: str | Path) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("library", type=Path)
+    parser.add_argument("--stable-abi", required=True)
+    parser.add_argument("--torch-include", type=Path, required=True)
+    parser.add_argument("--archs", default="")
+    args = parser.parse_args()
+    archs = tuple(filter(None, args.archs.split(",")))
+    found = problems(args.library, args.stable_abi, args.torch_include, archs)
+    for sentence in found:
+        print(f"error: {args.library.name} {sentence}")
+    raise SystemExit(len(found) > 0)
+
+
+if __name__ == "__main__":
+    main()

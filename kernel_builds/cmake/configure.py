@@ -1,0 +1,60 @@
+"""Writes build.toml as CMake, for CMakeLists.txt to include.
+
+configure.py KERNEL_DIR --backend cpu|cuda [--archs 9.0a,10.0+PTX --cuda 13.0] OUTPUT
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from archs import default_archs, gencode, parse_archs
+from build_toml import BACKENDS, BuildError, Kernel, read_kernel
+
+
+def cmake_text(kernel: Kernel, backend: str, archs: tuple[str, ...], cuda: str) -> str:
+    """The kernel for CMakeLists.txt: ids, and one kernel_component() call for each component."""
+    quote = lambda words: " ".join(f'"{w}"' for w in words)
+    lines = [
+        f"set(KERNEL_ID {kernel.id(backend)})",
+        f"set(KERNEL_VARIANT {kernel.variant(backend, cuda)})",
+        f"set(KERNEL_ARCHS {quote([','.join(archs)])})",
+        f"set(KERNEL_STABLE_ABI {kernel.stable_abi[backend]})",
+        f"set(KERNEL_FILES {quote(kernel.files())})",
+    ]
+    for component in kernel.components_for(backend):
+        own = component.archs_for(archs)
+        if component.backend == "cuda" and not own:
+            lines.append(f'message(STATUS "{component.name}: for none of the archs, left out")')
+            continue
+        lines.append(
+            f"kernel_component({component.name}"
+            f"\n  SOURCES {quote(kernel.root / s for s in component.sources)}"
+            f"\n  INCLUDE {quote(kernel.root / i for i in component.include)}"
+            f"\n  CXX_FLAGS {quote(component.cxx_flags)}"
+            f"\n  CUDA_FLAGS {quote([*component.cuda_flags, *gencode(own)])})"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("kernel", type=Path)
+    parser.add_argument("--backend", choices=BACKENDS, required=True)
+    parser.add_argument("--archs", default="")
+    parser.add_argument("--cuda", default="", help="the toolkit's version, 13.0")
+    parser.add_argument("output", type=Path)
+    args = parser.parse_args()
+    try:
+        kernel = read_kernel(args.kernel)
+        kernel.check_backend(args.backend)
+        archs = ()
+        if args.backend == "cuda":
+            archs = parse_archs(args.archs) if args.archs else default_archs(kernel)
+        args.output.write_text(cmake_text(kernel, args.backend, archs, args.cuda))
+    except BuildError as error:
+        raise SystemExit(f"error: {error}") from None
+
+
+if __name__ == "__main__":
+    main()

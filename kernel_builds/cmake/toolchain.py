@@ -1,0 +1,172 @@
+"""Finds what a build runs: cmake, ninja, g++, torch's headers and, for CUDA, an nvcc."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+from build_toml import BuildError
+
+CMAKE_MIN = (3, 24)
+GXX_MIN = (11,)
+# The compiler fetched where there is none: NVIDIA's wheels, together one CUDA toolkit.
+WHEEL_CUDA = "13.0"
+CUDA_WHEELS = (
+    "nvidia-cuda-nvcc==13.0.88",
+    "nvidia-cuda-crt==13.0.88",
+    "nvidia-nvvm==13.0.88",
+    "nvidia-cuda-runtime==13.0.96",
+    "nvidia-cuda-cccl==13.0.85",
+)
+
+
+@dataclass(frozen=True)
+class Nvcc:
+    path: Path
+    version: str  # "13.0"
+
+    def check_archs(self, archs: tuple[str, ...]) -> None:
+        """Whether this compiler knows them; its own error message names a flag, not the arch."""
+        known = set(re.findall(r"sm_(\w+)", _output(self.path, "--list-gpu-code")))
+        for arch in archs:
+            number = arch.removesuffix("+PTX").replace(".", "")
+            if number.rstrip("af") not in known:
+                raise BuildError(
+                    f"CUDA arch {arch} is unknown to nvcc {self.version} ({self.path}), "
+                    f"which compiles for {', '.join(sorted(known, key=int))}"
+                )
+
+
+def find_cmake() -> Path:
+    path = _find("cmake", "pip install 'cmake>=3.24'")
+    version = _version(_output(path, "--version"))
+    if version < CMAKE_MIN:
+        raise BuildError(f"{path} has version {_dotted(version)}, but must have 3.24 or later")
+    return path
+
+
+def find_ninja() -> Path:
+    return _find("ninja", "pip install ninja")
+
+
+def find_gxx() -> Path:
+    """$CXX, or g++; the ABI checks know GCC's libraries only."""
+    path = _find(os.environ.get("CXX") or "g++", "your system's package g++ (build-essential)")
+    version = _version(_output(path, "-dumpfullversion", "-dumpversion"))
+    if version < GXX_MIN:
+        raise BuildError(f"{path} has version {_dotted(version)}, but must have 11 or later")
+    for tool in ("nm", "readelf", "strip", "c++filt"):
+        _find(tool, "your system's package binutils")
+    return path
+
+
+def check_torch(python: Path, floor: str) -> None:
+    """`python`'s torch is not older than the stable ABI built for. Does not import torch."""
+    code = "import importlib.metadata as m; print(m.version('torch'))"
+    try:
+        version = _output(python, "-c", code).strip()
+    except (OSError, subprocess.CalledProcessError):
+        raise BuildError(
+            f"{python} has no torch, but a build needs its headers: "
+            "install it there, or name another Python with --python"
+        ) from None
+    if _version(version)[:2] < _version(floor):
+        raise BuildError(f"{python} has torch {version}, but the build needs {floor} or later")
+
+
+def check_helpers() -> None:
+    """What the helpers themselves import, before minutes are spent compiling."""
+    for module, wheel in (("kernels", "kernels"), ("kernel_abi_check", "kernel-abi-check==0.14.1")):
+        try:
+            __import__(module)
+        except ImportError:
+            raise BuildError(f"{sys.executable} has no {module}: pip install {wheel}") from None
+
+
+def find_nvcc(home: Path, choice: str = "auto", install: bool = True) -> Nvcc:
+    """nvcc at the path `choice`; or "auto": the machine's, else the pinned wheels'; or "wheels"."""
+    if choice not in ("auto", "wheels"):
+        if not Path(choice).is_file():
+            raise BuildError(f"--nvcc is {choice!r}, but there is no such file")
+        return _nvcc(Path(choice))
+    if choice == "auto" and (path := machine_nvcc()) is not None:
+        return _nvcc(path)
+    root = home / f"cuda-{WHEEL_CUDA}"
+    path = root / "nvidia" / "cu13" / "bin" / "nvcc"
+    if not path.is_file():
+        if not install:
+            raise BuildError(
+                "nvcc is not on this machine (PATH, $CUDA_HOME, /usr/local/cuda), and --here "
+                "installs nothing: leave --here out to fetch NVIDIA's compiler wheels"
+            )
+        _install_wheels(root)
+    return _nvcc(path)
+
+
+def cuda_version(home: Path, choice: str) -> str:
+    """The version that find_nvcc would find, without installing anything."""
+    if choice == "wheels" or (choice == "auto" and machine_nvcc() is None):
+        return WHEEL_CUDA
+    return find_nvcc(home, choice, install=False).version
+
+
+def machine_nvcc() -> Path | None:
+    homes = [os.environ.get("CUDA_HOME"), "/usr/local/cuda"]
+    folders = [os.environ.get("PATH", os.defpath), *(f"{h}/bin" for h in homes if h)]
+    found = shutil.which("nvcc", path=os.pathsep.join(folders))
+    return Path(found) if found else None
+
+
+def _nvcc(path: Path) -> Nvcc:
+    match = re.search(r"release (\d+\.\d+)", _output(path, "--version"))
+    if match is None:
+        raise BuildError(f"{path} is not NVIDIA's nvcc: --version names no release")
+    return Nvcc(path, match[1])
+
+
+def _install_wheels(root: Path) -> None:
+    """pip's wheels in a folder of their own, made to look like an installed toolkit."""
+    partial = root.with_name(root.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    print(f"fetching nvcc {WHEEL_CUDA} (NVIDIA's wheels, about 110 MB) to {root}", flush=True)
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", partial]
+    try:
+        subprocess.run([*pip, *CUDA_WHEELS], check=True)
+    except subprocess.CalledProcessError:
+        raise BuildError(
+            f"pip could not install {', '.join(CUDA_WHEELS)} (see above): "
+            "without a network, put an nvcc on PATH or name one with --nvcc"
+        ) from None
+    toolkit = partial / "nvidia" / "cu13"
+    (toolkit / "lib64").symlink_to("lib")
+    (toolkit / "lib" / "libcudart.so").symlink_to("libcudart.so.13")
+    shutil.rmtree(root, ignore_errors=True)
+    partial.rename(root)
+
+
+def _find(program: str, remedy: str) -> Path:
+    """On PATH, or beside the running Python, where pip puts programs."""
+    folders = [sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)]
+    found = shutil.which(program, path=os.pathsep.join(folders))
+    if found is None:
+        raise BuildError(f"{program} is not on this machine, but building needs it: {remedy}")
+    return Path(found)
+
+
+def _output(*command: str | Path) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def _version(text: str) -> tuple[int, ...]:
+    match = re.search(r"\d+(\.\d+)*", text)
+    return tuple(map(int, match[0].split("."))) if match else (0,)
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
