@@ -1,0 +1,159 @@
+"""What scripts/bench_ops times of fused_rnn: the cases, both sides of each, and what they cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from flashcell.kernels import fused_rnn as reference
+
+CELLS = reference.CELLS
+TORCH_MODULES = {
+    "lstm": (torch.nn.LSTM, {}),
+    "gru": (torch.nn.GRU, {}),
+    "rnn_tanh": (torch.nn.RNN, {"nonlinearity": "tanh"}),
+    "rnn_relu": (torch.nn.RNN, {"nonlinearity": "relu"}),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line of the table: what runs, against whom, and the ratio it must reach."""
+
+    name: str
+    cell: str
+    batch: int
+    steps: int
+    heads: int
+    width: int
+    dtype: str
+    peer: str  # "torch": torch.nn, one module per head; "reference": our loop in torch
+    required: float | None = None
+
+    @property
+    def passes(self) -> tuple[str, ...]:
+        return ("forward", "train") if self.steps > 1 else ("step",)
+
+
+CASES = [
+    Case("lstm-b16", "lstm", 16, 256, 1, 768, "float32", "torch", 0.95),
+    Case("gru-b16", "gru", 16, 256, 1, 768, "float32", "torch", 1.7),
+    Case("lstm-b1", "lstm", 1, 256, 1, 768, "float32", "torch", 1.0),
+    Case("gru-b1", "gru", 1, 256, 1, 768, "float32", "torch", 1.7),
+    Case("lstm-heads", "lstm", 16, 256, 12, 64, "float32", "torch", 3.0),
+    Case("lstm-heads-reference", "lstm", 16, 256, 12, 64, "float32", "reference", 20.0),
+    Case("lstm-step", "lstm", 1, 1, 1, 768, "float32", "torch", 2.0),
+    Case("gru-step", "gru", 1, 1, 1, 768, "float32", "torch", 2.0),
+    Case("lstm-bf16", "lstm", 16, 256, 1, 768, "bfloat16", "torch", 1.0),
+    Case("gru-bf16", "gru", 16, 256, 1, 768, "bfloat16", "torch"),
+    Case("lstm-fp16", "lstm", 16, 256, 1, 768, "float16", "torch"),
+    Case("lstm-fp64", "lstm", 16, 256, 1, 768, "float64", "torch"),
+    Case("rnn-b16", "rnn_tanh", 16, 256, 1, 768, "float32", "torch"),
+    Case("slstm-heads", "slstm", 16, 256, 12, 64, "float32", "reference"),
+    Case("slstm-heads-bf16", "slstm", 16, 256, 12, 64, "bfloat16", "reference"),
+]
+
+
+def has_torch_peer(case: Case) -> bool:
+    return case.cell in TORCH_MODULES
+
+
+def parameters(case: Case) -> dict[str, torch.Tensor]:
+    """x [B, T, I], w_ih [G, N, D, I], w_hh [G, N, D, D], bias [R, N, D], state [K, B, N, D], dh."""
+    spec, inputs = CELLS[case.cell], case.heads * case.width
+    B, T, N, D, G = case.batch, case.steps, case.heads, case.width, spec.gates
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
+        values = torch.randn(shape, generator=generator) * scale
+        return values.to(getattr(torch, case.dtype))
+
+    return {
+        "x": normal(B, T, inputs),
+        "w_ih": normal(G, N, D, inputs, scale=inputs**-0.5),
+        "w_hh": normal(G, N, D, D, scale=0.5 * D**-0.5),
+        "bias": normal(spec.bias_rows, N, D, scale=0.1),
+        "state": normal(spec.states, B, N, D, scale=0.5),
+        "dh": normal(B, T, inputs),
+    }
+
+
+class Ours:
+    """Projection and cell of a fused_rnn module: the binary, or the torch reference."""
+
+    def __init__(self, case: Case, p: dict[str, torch.Tensor], kernel):
+        self.case, self.kernel, self.state = case, kernel, tuple(p["state"])
+        self.leaves = [p[k].clone().requires_grad_() for k in ("x", "w_ih", "w_hh", "bias")]
+
+    def __call__(self) -> torch.Tensor:
+        x, w_ih, w_hh, bias = self.leaves
+        gates = self.kernel.linear(x, w_ih.flatten(0, 2)).unflatten(-1, w_ih.shape[:3])
+        if self.case.steps == 1:
+            h, _ = self.kernel.recurrent_step(self.case.cell, gates[:, 0], w_hh, bias, self.state)
+            return h.flatten(1).unsqueeze(1)
+        return self.kernel.recurrent(self.case.cell, gates, w_hh, bias)[0].flatten(2)
+
+    def gradients(self, grads) -> list[torch.Tensor]:
+        return list(grads)
+
+
+class Torch:
+    """torch.nn's module with the same parameters, one module for each head."""
+
+    def __init__(self, case: Case, p: dict[str, torch.Tensor]):
+        self.case, self.x = case, p["x"].clone().requires_grad_()
+        module, options = TORCH_MODULES[case.cell]
+        inputs, D, dtype = p["x"].shape[-1], case.width, p["x"].dtype
+        self.heads = [
+            module(inputs, D, batch_first=True, dtype=dtype, **options) for _ in range(case.heads)
+        ]
+        G = p["w_ih"].shape[0]
+        for n, head in enumerate(self.heads):
+            bias = p["bias"][:, n].flatten()
+            with torch.no_grad():
+                head.weight_ih_l0.copy_(p["w_ih"][:, n].flatten(0, 1))
+                head.weight_hh_l0.copy_(p["w_hh"][:, n].flatten(0, 1))
+                head.bias_ih_l0.copy_(bias[: G * D])
+                head.bias_hh_l0.zero_()[(G - 1) * D :] += bias[G * D :] if len(bias) > G * D else 0
+        self.leaves = [self.x, *(q for head in self.heads for q in head.parameters())]
+        states = tuple(s[None, :, 0].contiguous() for s in p["state"])
+        self.state = () if case.steps > 1 else (states if len(states) > 1 else states[0],)
+
+    def __call__(self) -> torch.Tensor:
+        outputs = [head(self.x, *self.state)[0] for head in self.heads]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
+
+    def gradients(self, grads) -> list[torch.Tensor]:
+        """In Ours's order and shapes: dx, dw_ih, dw_hh, dbias."""
+        dx, *rest = grads
+        G, D = len(rest[0]) // self.case.width, self.case.width
+        w_ih, w_hh, b_ih, b_hh = (
+            torch.stack([g.view(G, D, *g.shape[1:]) for g in rest[k::4]], 1) for k in range(4)
+        )
+        rows = CELLS[self.case.cell].bias_rows
+        return [dx, w_ih, w_hh, torch.cat([b_ih, b_hh[-1:]])[:rows]]
+
+
+def peer_of(case: Case, p: dict[str, torch.Tensor], kind: str):
+    return Torch(case, p) if kind == "torch" else Ours(case, p, reference)
+
+
+def work(case: Case, which: str, rate: float, bandwidth: Callable) -> tuple[float, float]:
+    """GFLOP, and the floor in ms at `rate` GFLOP/s and `bandwidth(size)` GB/s.
+
+    A walk through time takes its arithmetic, or reading the recurrent weight once a step if that is
+    longer. Training walks twice, and has the projection's and one recurrent product besides.
+    """
+    G, I, rows = CELLS[case.cell].gates, case.heads * case.width, case.batch * case.steps
+    project, recur = 2e-9 * rows * G * I * I, 2e-9 * rows * G * I * case.width
+    weight = G * I * case.width * getattr(torch, case.dtype).itemsize
+    if which == "step":  # one row: both weights are read once
+        weight *= 1 + I // case.width
+        walk = max((project + recur) / rate * 1e3, weight / bandwidth(weight) * 1e-6)
+        return project + recur, walk
+    walk = max(recur / rate * 1e3, case.steps * weight / bandwidth(weight) * 1e-6)
+    if which == "train":
+        return 3 * (project + recur), (3 * project + recur) / rate * 1e3 + 2 * walk
+    return project + recur, project / rate * 1e3 + walk
