@@ -5,7 +5,9 @@ from typing import Optional
 
 # The build writes _ops.py into binary variants only; the wheel and torch-universal have none.
 if find_spec(__package__ + "._ops") is not None:
-    from ._ops import BACKEND, ops
+    from . import _ops
+
+    BACKEND, ops = _ops.BACKEND, _ops.ops
 else:
     BACKEND, ops = None, None
 
