@@ -1,0 +1,168 @@
+"""scripts/check_repo holds for this tree, and finds what is planted in a copy of it."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+HEADER = "kernel_builds/fused-rnn/csrc/cells/lstm.h"
+CELLS = "kernel_builds/fused-rnn/torch-ext/fused_rnn/cells.py"
+FUNCTIONS = "kernel_builds/fused-rnn/torch-ext/fused_rnn/functional.py"
+
+
+def check(root: Path, *options: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-B", root / "scripts/check_repo", *options]
+    return subprocess.run(command, capture_output=True, text=True, cwd=root)
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory) -> Path:
+    """A copy of what git has or would add; small enough to read in a second."""
+    root = tmp_path_factory.mktemp("tree")
+    listing = ["git", "-C", ROOT, "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(listing, capture_output=True, check=True, text=True).stdout.split("\0")
+    for name in filter(None, names):
+        source, copy = ROOT / name, root / name
+        if source.is_file():
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_bytes(source.read_bytes())
+            copy.chmod(source.stat().st_mode)
+    subprocess.run(["git", "-C", root, "init", "-q"], check=True)
+    return root
+
+
+def test_the_tree_holds(tree):
+    done = check(tree, "--fast")
+    assert done.returncode == 0, done.stderr
+
+
+def replaced(old: str, new: str):
+    def change(text: str) -> str:
+        assert old in text
+        return text.replace(old, new)
+
+    return change
+
+
+def appended(new: str):
+    return lambda text: text + new
+
+
+def created(new: str):
+    return lambda text: new
+
+
+PLANTED = {
+    "source that is not there": (
+        "kernel_builds/fused-rnn/build.toml",
+        replaced('"csrc/ops.cpp"', '"csrc/ops.cpp", "csrc/gone.cpp"'),
+        "sources: kernel_builds/fused-rnn/csrc/gone.cpp: listed",
+    ),
+    "source that nothing reaches": (
+        "kernel_builds/fused-rnn/csrc/cpu/lost.h",
+        created("#pragma once\n"),
+        "sources: kernel_builds/fused-rnn/csrc/cpu/lost.h: build.toml does not list it",
+    ),
+    "version of the package": (
+        "pyproject.toml",
+        replaced('version = "0.1.0"', 'version = "0.1.1"'),
+        "versions: CHANGELOG.md: version 0.1.0, but pyproject.toml says 0.1.1",
+    ),
+    "version in the citation": (
+        "CITATION.cff",
+        replaced("version: 0.1.0", "version: 0.2.0"),
+        "versions: CITATION.cff: version 0.2.0",
+    ),
+    "version of a kernel": (
+        "kernel_builds/fused-rnn/build.toml",
+        replaced("version = 1", "version = 2"),
+        "versions: modeling/kernels_lock.py: fused-rnn is flashcell/fused-rnn version 1",
+    ),
+    "kernel API without a changelog": (
+        "CHANGELOG.md",
+        replaced("Kernel API v1", "Kernel interface"),
+        "versions: CHANGELOG.md: has no 'Kernel API v1'",
+    ),
+    "long cell": (HEADER, appended("// more\n" * 60), f"sizes: {HEADER}: "),
+    "long reference": (
+        CELLS,
+        appended("\n\ndef lengthy():\n" + "    pass\n" * 30),
+        f"sizes: {CELLS}: lengthy has 31 lines",
+    ),
+    "long module": (FUNCTIONS, appended("# more\n" * 200), f"sizes: {FUNCTIONS}: "),
+    "long README": ("README.md", appended("more\n" * 200), "sizes: README.md: "),
+    "path of a machine": (
+        "CONTRIBUTING.md",
+        appended("see " + "/".join(["", "home", "ada", "notes"]) + "\n"),
+        "a path of somebody's machine",
+    ),
+    "registry host": (
+        "constraints.txt",
+        appended("# https://" + "pypi" + ".example.org/simple\n"),
+        "a package registry's host",
+    ),
+    "swallowed failure": (
+        "tests/repo/test_planted.py",
+        created("try:\n    1 / 0\nexcept Exception:\n    " + "pass\n"),
+        "banned: tests/repo/test_planted.py:3: ",
+    ),
+    "large file": ("model_cards/large.bin", created("0" * 12_000_001), "sizes: model_cards/large"),
+    "verb without a docstring": (
+        "scripts/planted",
+        created("#!/usr/bin/env python3\nprint(1)\n"),
+        "docstrings: scripts/planted: has no docstring",
+    ),
+    "public function without a docstring": (
+        FUNCTIONS,
+        replaced('    """One step of `lstm`: x [B, 4, N, D] -> h [B, N, D], (h, c)."""\n', ""),
+        f"docstrings: {FUNCTIONS}: lstm_step is public, but has no docstring",
+    ),
+    "broken link": (
+        "README.md",
+        appended("[map](docs/nowhere.md)\n"),
+        "links: README.md: links to docs/nowhere.md",
+    ),
+    "script that is not there": (
+        "CONTRIBUTING.md",
+        appended("run scripts/fly now\n"),
+        "links: CONTRIBUTING.md: names scripts/fly",
+    ),
+    "number typed by hand": (
+        "README.md",
+        replaced("<!-- accuracy:begin -->\n", "<!-- accuracy:begin -->\n| fp8 | 0 | 0 |\n"),
+        "tables: README.md: error: README.md's tables are not those of scripts/results",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_it_finds(tree, name):
+    file, change, expected = PLANTED[name]
+    path = tree / file
+    before = path.read_text() if path.exists() else None
+    path.write_text(change(before or ""))
+    try:
+        done = check(tree, "--fast")
+    finally:
+        path.unlink() if before is None else path.write_text(before)
+    assert done.returncode == 1
+    assert expected in done.stderr
+
+
+def test_it_runs_the_readme(tree):
+    """A block that fails, and a verb whose --help does."""
+    readme, verb = tree / "README.md", tree / "scripts/planted"
+    before = readme.read_text()
+    readme.write_text(f"{before}\n```python\nraise SystemExit('planted')\n```\n")
+    verb.write_text('#!/usr/bin/env python3\n"""Fails."""\nraise SystemExit(3)\n')
+    verb.chmod(0o755)
+    try:
+        done = check(tree)
+    finally:
+        readme.write_text(before)
+        verb.unlink()
+    assert "help_texts: scripts/planted: --help exits 3" in done.stderr
+    assert "planted" in done.stderr.partition("readme: README.md: python block")[2]
+    assert done.stderr.strip().endswith("3 violations")  # the third: it is not a documented verb
