@@ -17,7 +17,6 @@ except ImportError:  # Python 3.10
     import tomli as tomllib
 
 SHARED = Path(__file__).resolve().parent
-EDITION = 5
 BACKENDS = ("cpu", "cuda")
 CPU_ARCH = "x86_64"
 HASH_DIGITS = 10
@@ -135,7 +134,6 @@ def read_kernel(root: Path) -> Kernel:
         raise BuildError(f"{file} is rejected by kernels' own parser: {error}") from None
     table = tomllib.loads(file.read_text())
     general, torch = table["general"], table.get("torch")
-    _expect(general.get("edition") == EDITION, file, "general.edition", general.get("edition"), "5")
     backends = tuple(general["backends"])
     wrong = [b for b in backends if b not in BACKENDS]
     _expect(not wrong, file, "general.backends", backends, f"some of {', '.join(BACKENDS)}")

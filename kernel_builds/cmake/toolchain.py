@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shutil
@@ -82,11 +83,13 @@ def check_torch(python: Path, floor: str) -> None:
 
 def check_helpers() -> None:
     """What the helpers themselves import, before minutes are spent compiling."""
-    for module, wheel in (("kernels", "kernels"), ("kernel_abi_check", "kernel-abi-check==0.14.1")):
-        try:
-            __import__(module)
-        except ImportError:
-            raise BuildError(f"{sys.executable} has no {module}: pip install {wheel}") from None
+    wheels = {"kernels": "kernels", "kernel_abi_check": "kernel-abi-check", "jinja2": "jinja2"}
+    for module, wheel in wheels.items():
+        if importlib.util.find_spec(module) is None:
+            raise BuildError(
+                f"{sys.executable} has no {module}, but builds need it: "
+                f"pip install -c constraints.txt {wheel}"
+            )
 
 
 def find_nvcc(home: Path, choice: str = "auto", install: bool = True) -> Nvcc:
