@@ -1,0 +1,13 @@
+"""The published kernels that flashcell runs. Written by scripts/publish_kernels."""
+
+LOCK = {
+    "format": 1,
+    "kernels": {
+        "fused-rnn": {
+            "repo": "flashcell/fused-rnn",
+            "version": 1,
+            "revision": None,
+            "variants": {},
+        },
+    },
+}

@@ -1,0 +1,245 @@
+#!/usr/bin/env python3
+"""A Hugging Face Hub for kernel repositories on 127.0.0.1, for scripts/demo and tests/hub.
+
+    scripts/local_hub.py --root DIRECTORY [--port 0] [--log FILE]
+
+prints its URL (port 0: a free one) and serves until it is interrupted. What huggingface_hub and
+kernels ask of a Hub to create, fill, list and download kernel repositories is here; everything else
+is 404. There are no users and no tokens, and every file travels inside its commit (no LFS).
+"""
+
+import argparse
+import hashlib
+import json
+import re
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import parse_qs, unquote, urlsplit
+
+from _hub_store import NotFound, Store
+
+REPO = r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)"
+
+
+@dataclass
+class Faults:
+    """What tests break: how often, or with what, downloads of paths with an ending go wrong."""
+
+    cut: dict[str, int] = field(default_factory=dict)  # half the bytes come, all were announced
+    shorten: dict[str, int] = field(default_factory=dict)  # half a file, and nothing says so
+    tampered: dict[str, bytes] = field(default_factory=dict)  # other content
+    delay: float = 0.0  # seconds before each
+
+    def apply(self, method: str, path: str, content: bytes) -> tuple[bytes, int]:
+        """The content to announce, and how many of its bytes to send."""
+        for ending, other in self.tampered.items():
+            content = other if path.endswith(ending) else content
+        if method == "GET":
+            time.sleep(self.delay)
+        if self._counts(self.shorten, method, path):
+            content = content[: len(content) // 2]
+        cut = method == "GET" and self._counts(self.cut, method, path)
+        return content, len(content) // (2 if cut else 1)
+
+    def _counts(self, fault: dict[str, int], method: str, path: str) -> bool:
+        ending = next((e for e, times in fault.items() if times and path.endswith(e)), None)
+        if ending is not None and method == "GET":
+            fault[ending] -= 1
+        return ending is not None
+
+
+class LocalHub:
+    """The server, in a thread of this process."""
+
+    def __init__(self, root: Path, port: int = 0, log: Path | None = None):
+        self.store, self.faults, self.log = Store(Path(root)), Faults(), log
+        self.requests: list[str] = []  # "METHOD path status"
+        self.port = port
+        self.lock = threading.Lock()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> "LocalHub":
+        handler = type("BoundHandler", (Handler,), {"hub": self})
+        self._server = ThreadingHTTPServer(("127.0.0.1", self.port), handler)
+        self.port = self._server.server_address[1]
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        return self
+
+    def stop(self) -> None:
+        """Connections are refused from now on; start() comes back at the same URL."""
+        self._server.shutdown()
+        self._server.server_close()
+
+    def note(self, line: str) -> None:
+        with self.lock:
+            self.requests.append(line)
+            if self.log:
+                with open(self.log, "a") as file:
+                    file.write(line + "\n")
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    hub: LocalHub
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        self._route(
+            (rf"/kernels/{REPO}/resolve/([^/]+)/(.+)", self.file),
+            (rf"/api/kernels/{REPO}/refs", self.refs),
+            (rf"/api/kernels/{REPO}(?:/revision/([^/]+))?", self.info),
+            (rf"/api/kernels/{REPO}/tree/([^/]+)(?:/(.*))?", self.tree),
+            (r"/api/organizations/([^/]+)/overview", self.organization),
+        )
+
+    def do_POST(self) -> None:
+        self._route(
+            (r"/api/repos/create", self.create_repo),
+            (r"/api/validate-yaml", lambda: self.reply({"errors": [], "warnings": []})),
+            (rf"/api/kernels/{REPO}/branch/([^/]+)", self.create_branch),
+            (rf"/api/kernels/{REPO}/preupload/([^/]+)", self.preupload),
+            (rf"/api/kernels/{REPO}/commit/([^/]+)", self.commit),
+        )
+
+    def file(self, repo: str, revision: str, path: str) -> None:
+        state = self.hub.store.load(repo)
+        commit = self.hub.store.resolve(state, revision)
+        entry = state["commits"][commit]["files"].get(path)
+        if entry is None:
+            raise NotFound("EntryNotFound", f"there is no {path} at {revision}")
+        content, sent = self.hub.faults.apply(self.command, path, self.hub.store.get(entry))
+        self.reply(content, sent=sent, ETag=f'"{entry["oid"]}"', X_Repo_Commit=commit)
+
+    def refs(self, repo: str) -> None:
+        branches = self.hub.store.load(repo)["branches"].items()
+        rows = [{"name": n, "ref": f"refs/heads/{n}", "targetCommit": c} for n, c in branches]
+        self.reply({"branches": rows, "converts": [], "tags": [], "pullRequests": []})
+
+    def info(self, repo: str, revision: str | None) -> None:
+        commit = self.hub.store.resolve(self.hub.store.load(repo), revision or "main")
+        org = repo.split("/")[0]
+        flags = {"private": False, "gated": False, "downloads": 0, "likes": 0}
+        self.reply({"id": repo, "author": org, "sha": commit, **flags})
+
+    def tree(self, repo: str, revision: str, folder: str | None) -> None:
+        state = self.hub.store.load(repo)
+        files = state["commits"][self.hub.store.resolve(state, revision)]["files"]
+        prefix = folder.rstrip("/") + "/" if folder else ""
+        recursive = self.query.get("recursive", ["false"])[0].lower() in ("true", "1")
+        rows = {}
+        for path, entry in sorted(files.items()):
+            parts = path.removeprefix(prefix).split("/")
+            if not path.startswith(prefix):
+                continue
+            for depth in range(1, len(parts) if recursive else min(2, len(parts))):
+                name = prefix + "/".join(parts[:depth])
+                oid = hashlib.sha1(name.encode()).hexdigest()
+                rows[name] = {"type": "directory", "path": name, "size": 0, "oid": oid}
+            if recursive or len(parts) == 1:
+                size_and_oid = {"size": entry["size"], "oid": entry["oid"]}
+                rows[path] = {"type": "file", "path": path, **size_and_oid}
+        if prefix and not rows:
+            raise NotFound("EntryNotFound", f"there is no {folder} at {revision}")
+        self.reply(list(rows.values()))
+
+    def organization(self, name: str) -> None:
+        trust = {"trustedKernelPublisher": True}  # kernels.get_kernel asks
+        self.reply({"name": name, "fullname": name, "avatarUrl": "", **trust})
+
+    def create_repo(self) -> None:
+        request = json.loads(self.body)
+        repo = f"{request.get('organization') or 'local'}/{request['name']}"
+        if request.get("type") != "kernel" or not re.fullmatch(REPO, repo):
+            return self.fail(400, "BadRequest", f"no kernel repository: {repo}")
+        answer = {"url": f"{self.hub.url}/kernels/{repo}", "name": repo, "id": repo}
+        with self.hub.store.lock:
+            if self.hub.store.exists(repo):
+                return self.reply({"error": "it exists", **answer}, status=409)
+            self.hub.store.create(repo)
+        self.reply(answer)
+
+    def create_branch(self, repo: str, branch: str) -> None:
+        start = json.loads(self.body or b"{}").get("startingPoint", "main")
+        if not self.hub.store.branch(repo, branch, start):
+            return self.fail(409, "RefExists", f"{branch} exists")
+        self.reply({})
+
+    def preupload(self, repo: str, revision: str) -> None:
+        mode = {"uploadMode": "regular", "shouldIgnore": False}  # never LFS
+        files = [{"path": f["path"], "oid": None, **mode} for f in json.loads(self.body)["files"]]
+        self.reply({"files": files})
+
+    def commit(self, repo: str, branch: str) -> None:
+        changes = [json.loads(line) for line in self.body.splitlines() if line.strip()]
+        commit = self.hub.store.commit(repo, branch, changes)
+        url = f"{self.hub.url}/kernels/{repo}/commit/{commit}"
+        self.reply({"success": True, "commitOid": commit, "commitUrl": url, "hookOutput": ""})
+
+    def reply(
+        self, content: object, status: int = 200, sent: int | None = None, **headers: str
+    ) -> None:
+        body = content if isinstance(content, bytes) else json.dumps(content).encode()
+        self.hub.note(f"{self.command} {unquote(urlsplit(self.path).path)} {status}")
+        self.send_response(status)
+        for name, value in {**headers, "Content-Length": str(len(body))}.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body[:sent])
+            self.close_connection |= sent not in (None, len(body))
+
+    def fail(self, status: int, code: str, message: str) -> None:
+        self.reply({"error": message}, status, X_Error_Code=code, X_Error_Message=message)
+
+    def log_message(self, *args: object) -> None:
+        pass  # reply() notes every request
+
+    def _route(self, *routes: tuple[str, Callable[..., None]]) -> None:
+        url = urlsplit(self.path)
+        self.query, self.body = parse_qs(url.query), self._read_body()
+        for pattern, answer in routes:
+            if match := re.fullmatch(pattern, url.path):
+                try:
+                    return answer(*(group and unquote(group) for group in match.groups()))
+                except NotFound as error:
+                    return self.fail(404, error.code, str(error))
+                except (KeyError, ValueError) as error:
+                    return self.fail(400, "BadRequest", repr(error))
+        self.fail(404, "NotFound", f"nothing here: {url.path}")
+
+    def _read_body(self) -> bytes:
+        if self.headers.get("Transfer-Encoding", "").lower() != "chunked":
+            return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        body = b""
+        while size := int(self.rfile.readline().split(b";")[0], 16):
+            body += self.rfile.read(size)
+            self.rfile.readline()
+        self.rfile.readline()
+        return body
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--root", type=Path, required=True, help="where repositories are kept")
+    parser.add_argument("--port", type=int, default=0, help="0 (the default) takes a free one")
+    parser.add_argument("--log", type=Path, help="file to append every request to")
+    args = parser.parse_args()
+    hub = LocalHub(args.root, args.port, args.log).start()
+    print(hub.url, flush=True)
+    try:
+        threading.Event().wait()
+    except KeyboardInterrupt:
+        hub.stop()
+
+
+if __name__ == "__main__":
+    main()
