@@ -1,0 +1,39 @@
+// r, z = sigmoid(x + r)         n = tanh(x_n + r (weight_n h + b_nh))      (torch.nn.GRU)
+// h' = (1 - z) n + z h
+#pragma once
+#include "cell_math.h"
+
+namespace flashcell {
+
+struct Gru {
+  static constexpr const char* kName = "gru";
+  enum Gate { R, Z, N, kGates };
+  enum State { H, kStates };
+  enum Saved { SR, SZ, SN, SP, SH, kSaved };  // SP = weight_n h + b_nh; SH is the previous h
+  static constexpr int kBias = kGates + 1;    // the last row is b_nh, inside r[N]
+  static constexpr int kGradStates = kStates;
+  static constexpr bool kSplitGrad = true;  // dr[N] differs from dx[N]
+
+  template <typename V>
+  static FN void forward(const V (&x)[kGates], const V (&r)[kGates], const V (&s)[kStates],
+                         V (&next)[kStates], V (&saved)[kSaved]) {
+    const V reset = sigmoid(x[R] + r[R]), z = sigmoid(x[Z] + r[Z]);
+    const V n = tanh(x[N] + reset * r[N]);
+    next[H] = n + z * (s[H] - n);
+    saved[SR] = reset, saved[SZ] = z, saved[SN] = n, saved[SP] = r[N], saved[SH] = s[H];
+  }
+
+  // d_state: gradient of next on entry; on return that of s, less the recurrent term weight^T dr.
+  template <typename V>
+  static FN void backward(const V (&saved)[kSaved], V (&d_state)[kStates], V (&dx)[kGates],
+                          V (&dr)[kGates]) {
+    const V reset = saved[SR], z = saved[SZ], n = saved[SN], dh = d_state[H];
+    dx[N] = dh * (V(1) - z) * d_tanh(n);
+    dx[R] = dx[N] * saved[SP] * d_sigmoid(reset);
+    dx[Z] = dh * (saved[SH] - n) * d_sigmoid(z);
+    dr[R] = dx[R], dr[Z] = dx[Z], dr[N] = dx[N] * reset;
+    d_state[H] = dh * z;
+  }
+};
+
+}  // namespace flashcell

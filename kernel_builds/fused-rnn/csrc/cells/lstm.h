@@ -1,0 +1,43 @@
+// i, f, o = sigmoid(x + r)      g = tanh(x + r)          (torch.nn.LSTM; bias is inside x)
+// c' = f c + i g                h' = o tanh(c')
+#pragma once
+#include "cell_math.h"
+
+namespace flashcell {
+
+struct Lstm {
+  static constexpr const char* kName = "lstm";
+  enum Gate { I, F, G, O, kGates };
+  enum State { H, C, kStates };
+  enum Saved { SI, SF, SG, SO, SC, kSaved };  // SC is the previous c
+  static constexpr int kBias = kGates;
+  static constexpr int kGradStates = kStates;
+  static constexpr bool kSplitGrad = false;  // dr equals dx
+
+  template <typename V>
+  static FN void forward(const V (&x)[kGates], const V (&r)[kGates], const V (&s)[kStates],
+                         V (&next)[kStates], V (&saved)[kSaved]) {
+    const V i = sigmoid(x[I] + r[I]), f = sigmoid(x[F] + r[F]), o = sigmoid(x[O] + r[O]);
+    const V g = tanh(x[G] + r[G]);
+    next[C] = f * s[C] + i * g;
+    next[H] = o * tanh(next[C]);
+    saved[SI] = i, saved[SF] = f, saved[SG] = g, saved[SO] = o, saved[SC] = s[C];
+  }
+
+  // d_state: gradient of next on entry; on return that of s, less the recurrent term weight^T dr.
+  template <typename V>
+  static FN void backward(const V (&saved)[kSaved], V (&d_state)[kStates], V (&dx)[kGates],
+                          V (&dr)[kGates]) {
+    const V i = saved[SI], f = saved[SF], g = saved[SG], o = saved[SO], c = saved[SC];
+    const V tc = tanh(f * c + i * g);
+    const V dc = d_state[C] + d_state[H] * o * d_tanh(tc);
+    dx[I] = dc * g * d_sigmoid(i);
+    dx[F] = dc * c * d_sigmoid(f);
+    dx[G] = dc * i * d_tanh(g);
+    dx[O] = d_state[H] * tc * d_sigmoid(o);
+    for (int k = 0; k < kGates; ++k) dr[k] = dx[k];
+    d_state[H] = V(0), d_state[C] = dc * f;
+  }
+};
+
+}  // namespace flashcell

@@ -1,0 +1,192 @@
+// The backward time loop, last step first. Step t completes the gradient that reaches h_t through
+// the recurrent product of step t + 1 (dr of all units, double-buffered by parity), then runs the
+// cell's backward on the same units. The carried gradient lives in `dstate`, unrounded.
+#pragma once
+#include "walk.h"
+
+namespace flashcell::FLASHCELL_ISA {
+
+template <typename Cell, typename IO>
+struct Backward {
+  using T = State<IO>;
+  using V = Vec<T>;
+  using E = Element<IO>;
+  static constexpr int kGates = Cell::kGates, kStates = Cell::kStates, kSaved = Cell::kSaved;
+  static constexpr int kVectors = kMaxVectors, kPanelUnits = kVectors * V::kWidth;
+  static constexpr int kStride = kPanelUnits;
+
+  const BackwardParams& p;
+  const Host& host;
+  const int64_t gate_depth = padded_depth<IO>(p.D), depth = kGates * gate_depth;
+  const int64_t panels = (p.D + kPanelUnits - 1) / kPanelUnits;
+  const int64_t groups = (p.S + kRowGroup - 1) / kRowGroup;
+  const Plan plan;
+  Scratch<E> weights;   // [N][panels][depth / kDepth][kVectors][width][kDepth], depth = (gate, to)
+  Scratch<E> operands;  // [2][S][N][G][gate_depth]
+  Scratch<T> partial;   // [groups][R][N][D]
+
+  Backward(const BackwardParams& params, const Host& h)
+      : p(params),
+        host(h),
+        plan(make_plan(p.S, p.N, kGates * p.D * p.D * sizeof(E), kGates * p.D * p.D, h.threads)),
+        weights(h, p.N * panels * depth * kStride),
+        operands(h, 2 * p.S * p.N * depth),
+        partial(h, groups * Cell::kBias * p.N * p.D) {}
+
+  E* operand(int64_t t, int64_t s, int64_t head) const {
+    return operands + (((t & 1) * p.S + s) * p.N + head) * depth;
+  }
+  T* state(int k, int64_t s, int64_t head) const {
+    return (T*)p.dstate + ((k * p.S + p.sequences[s].index) * p.N + head) * p.D;
+  }
+  int lanes(int64_t unit) const {
+    return p.D - unit >= V::kWidth ? V::kWidth : p.D > unit ? int(p.D - unit) : 0;
+  }
+  bool reset(const Sequence& s, int64_t t) const { return Walk{p, host}.reset(s, t); }
+  bool hold(const Sequence& s, int64_t t) const { return Walk{p, host}.hold(s, t); }
+
+  void run() {
+    prepare();
+    Walk{p, host}.run(plan, panels, true,
+                      [&](int64_t head, int64_t panel, int64_t t, int64_t begin, int64_t end) {
+                        for (; begin < end; begin += kChunk) {
+                          step(head, panel, t, begin, end < begin + kChunk ? end : begin + kChunk);
+                        }
+                      });
+    parallel_for(host, p.S, [&](int64_t s) {
+      const Sequence& sequence = p.sequences[s];
+      for (int64_t i = 0; i < sequence.padding; ++i) {
+        clear(sequence.row + sequence.length + i, 0, p.N * p.D);
+      }
+    });
+    parallel_for(host, Cell::kBias * p.N, [&](int64_t i) {
+      T* out = (T*)p.dbias + i * p.D;
+      memset(out, 0, p.D * sizeof(T));
+      for (int64_t group = 0; group < groups; ++group) {
+        const T* in = partial + (group * Cell::kBias * p.N + i) * p.D;
+        for (int64_t d = 0; d < p.D; ++d) out[d] += in[d];
+      }
+    });
+  }
+
+  void prepare() {
+    const int64_t one = p.S * p.N * p.D;
+    const int64_t carried = p.dlast ? Cell::kGradStates * one : 0;
+    if (carried) memcpy(p.dstate, p.dlast, carried * sizeof(T));
+    memset((T*)p.dstate + carried, 0, (kStates * one - carried) * sizeof(T));
+    parallel_for(host, 2 * p.S * p.N,
+                 [&](int64_t i) { memset(operands + i * depth, 0, depth * sizeof(E)); });
+    parallel_for(host, groups, [&](int64_t i) {
+      const int64_t count = Cell::kBias * p.N * p.D;
+      memset(partial + i * count, 0, count * sizeof(T));
+    });
+    parallel_for(host, p.N * panels, [&](int64_t i) {
+      for (int v = 0; v < kVectors * kGates; ++v) {
+        const int64_t gate = v / kVectors, head = i / panels;
+        const int64_t unit = i % panels * kPanelUnits + v % kVectors * V::kWidth;
+        pack_vector<IO>(weights + (i * depth + gate * gate_depth) * kStride +
+                            v % kVectors * V::kWidth * Product<IO>::kDepth,
+                        kVectors, (const IO*)p.weight + (gate * p.N + head) * p.D * p.D + unit, p.D,
+                        1, p.D, lanes(unit));
+      }
+    });
+  }
+
+  void step(int64_t head, int64_t panel, int64_t t, int64_t begin, int64_t end) const {
+    const E* rows[kChunk];
+    int count = 0;
+    for (int64_t s = begin; s < end; ++s) {
+      const Sequence& sequence = p.sequences[s];
+      if (t + 1 >= sequence.length || reset(sequence, t + 1) || hold(sequence, t + 1)) continue;
+      rows[count++] = operand(t + 1, s, head);
+    }
+    alignas(kVectorBytes) T products[kChunk * kStride];
+    panel_product<IO, kVectors>(rows, count, 0, depth,
+                                weights + (head * panels + panel) * depth * kStride, products);
+    for (int u = 0; u < kVectors; ++u) {
+      const int64_t unit = panel * kPanelUnits + u * V::kWidth;
+      const T* product = products + u * V::kWidth;
+      if (lanes(unit) == V::kWidth) {
+        cells<true>(head, unit, t, begin, end, product);
+      } else if (lanes(unit) > 0) {
+        cells<false>(head, unit, t, begin, end, product);
+      }
+    }
+  }
+
+  template <bool Whole>
+  void cells(int64_t head, int64_t unit, int64_t t, int64_t begin, int64_t end,
+             const T* product) const {
+    const int n = lanes(unit);
+    const int64_t at = head * p.D + unit, ND = p.N * p.D;
+    V d_bias[Cell::kBias];
+    for (int64_t s = begin; s < end; ++s) {
+      if (s % kRowGroup == 0) {
+        for (int g = 0; g < Cell::kBias; ++g) d_bias[g] = V(0);
+      }
+      const Sequence& sequence = p.sequences[s];
+      V d[kStates];
+      for (int k = 0; k < kStates; ++k) d[k] = load_part<Whole>(state(k, s, head) + unit, n);
+      if (t + 1 < sequence.length) {
+        if (reset(sequence, t + 1)) {
+          for (int k = 0; k < kStates; ++k) d[k] = V(0);
+        } else if (!hold(sequence, t + 1)) {
+          d[0] += clip(load(product));
+          product += kStride;
+        }
+      }
+      if (t >= 0 && hold(sequence, t)) {
+        clear(sequence.row + t, at, n);
+      } else if (t >= 0) {
+        cell<Whole>(sequence.row + t, at, n, d, operand(t, s, head) + unit, d_bias);
+      }
+      for (int k = 0; k < kStates; ++k) store_part<Whole>(state(k, s, head) + unit, d[k], n);
+      if (t >= 0 && (s % kRowGroup == kRowGroup - 1 || s == end - 1)) {
+        T* to = partial + s / kRowGroup * Cell::kBias * ND + at;
+        for (int g = 0; g < Cell::kBias; ++g, to += ND) {
+          store_part<Whole>(to, load_part<Whole>(to, n) + d_bias[g], n);
+        }
+      }
+    }
+  }
+
+  template <bool Whole>
+  FN void cell(int64_t row, int64_t at, int n, V (&d)[kStates], E* dr_operand,
+               V (&d_bias)[Cell::kBias]) const {
+    const int64_t ND = p.N * p.D;
+    V saved[kSaved], dx[kGates], dr[kGates];
+    const T* from = (const T*)p.saved + row * kSaved * ND + at;
+    for (int v = 0; v < kSaved; ++v) saved[v] = load_part<Whole>(from + v * ND, n);
+    d[0] += load_part<Whole>((const IO*)p.dh + row * ND + at, n);
+    Cell::backward(saved, d, dx, dr);
+    for (int g = 0; g < kGates; ++g) {
+      const int64_t to = (row * kGates + g) * ND + at;
+      store_part<Whole>((IO*)p.dx + to, dx[g], n);
+      if (Cell::kSplitGrad) store_part<Whole>((IO*)p.dr + to, dr[g], n);
+      d_bias[g] += dx[g];
+      if (Whole) {
+        store_operand<IO>(dr_operand + g * gate_depth, dr[g]);
+      } else {
+        E rounded[V::kWidth];
+        store_operand<IO>(rounded, dr[g]);
+        memcpy(dr_operand + g * gate_depth, rounded, n * sizeof(E));
+      }
+    }
+    if (Cell::kBias > kGates) d_bias[Cell::kBias - 1] += dr[kGates - 1];
+  }
+
+  FN V clip(V v) const {  // NaN compares false and stays
+    const V bound = V(T(p.grad_clip));
+    return select(bound < v, bound, select(v < -bound, -bound, v));
+  }
+
+  void clear(int64_t row, int64_t at, int64_t n) const {
+    const int64_t ND = p.N * p.D;
+    for (int g = 0; g < kGates; ++g) {
+      memset((IO*)p.dx + (row * kGates + g) * ND + at, 0, n * sizeof(IO));
+      if (p.dr) memset((IO*)p.dr + (row * kGates + g) * ND + at, 0, n * sizeof(IO));
+    }
+  }
+};
+
+}  // namespace flashcell::FLASHCELL_ISA

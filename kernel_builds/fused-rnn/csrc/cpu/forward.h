@@ -1,0 +1,193 @@
+// The forward time loop: product of a block of units for every gate, then the cell on the same
+// units while the product is in cache. The carried state lives in `last`, unrounded; the operand of
+// the product is double-buffered by the parity of t, because other units still read the old one.
+#pragma once
+#include "dot.h"
+#include "walk.h"
+
+namespace flashcell::FLASHCELL_ISA {
+
+template <typename Cell, typename IO>
+struct Forward {
+  using T = State<IO>;
+  using V = Vec<T>;
+  using E = Element<IO>;
+  static constexpr int kGates = Cell::kGates, kStates = Cell::kStates, kSaved = Cell::kSaved;
+  static constexpr int kUnits = kGates == 1 ? kMaxVectors : 1;  // unit vectors of a panel
+  static constexpr int kVectors = kGates * kUnits, kStride = kVectors * V::kWidth;
+  static constexpr int kPanelUnits = kUnits * V::kWidth;
+
+  const ForwardParams& p;
+  const Host& host;
+  const int64_t depth = padded_depth<IO>(p.D);
+  const int64_t panels = (p.D + kPanelUnits - 1) / kPanelUnits;
+  const bool packed;
+  const Plan plan;
+  Scratch<E> weights;   // [N][panels][depth / kDepth][kVectors][width][kDepth]
+  Scratch<E> operands;  // [2][S][N][depth]
+  Scratch<E> zeros;     // [depth]
+
+  static int64_t longest(const ForwardParams& p) { return p.S ? p.sequences[0].length : 0; }
+
+  Forward(const ForwardParams& params, const Host& h)
+      : p(params),
+        host(h),
+        packed(longest(params) > 1),
+        plan(make_plan(p.S, p.N, kGates * p.D * p.D * sizeof(E), kGates * p.D * p.D, h.threads)),
+        weights(h, packed ? p.N * panels * depth * kStride : 0),
+        operands(h, 2 * p.S * p.N * depth),
+        zeros(h, depth) {}
+
+  E* operand(int64_t t, int64_t s, int64_t head) const {
+    return operands + (((t & 1) * p.S + s) * p.N + head) * depth;
+  }
+  const E* panel_weights(int64_t head, int64_t panel) const {
+    return weights + (head * panels + panel) * depth * kStride;
+  }
+  const IO* weight_rows(int64_t head, int gate) const {
+    return (const IO*)p.weight + (gate * p.N + head) * p.D * p.D;
+  }
+  T* state(int k, int64_t s, int64_t head) const {
+    return (T*)p.last + ((k * p.S + p.sequences[s].index) * p.N + head) * p.D;
+  }
+  int lanes(int64_t unit) const {
+    return p.D - unit >= V::kWidth ? V::kWidth : p.D > unit ? int(p.D - unit) : 0;
+  }
+
+  void run() {
+    prepare();
+    Walk{p, host}.run(plan, panels, false,
+                      [&](int64_t head, int64_t panel, int64_t t, int64_t begin, int64_t end) {
+                        for (; begin < end; begin += kChunk) {
+                          step(head, panel, t, begin, end < begin + kChunk ? end : begin + kChunk);
+                        }
+                      });
+    parallel_for(host, p.S, [&](int64_t s) {
+      const Sequence& sequence = p.sequences[s];
+      for (int64_t i = 0; i < sequence.padding; ++i) {
+        clear(sequence.row + sequence.length + i, 0, p.N * p.D);
+      }
+    });
+  }
+
+  void prepare() {
+    const int64_t state_count = kStates * p.S * p.N * p.D;
+    if (p.initial) memcpy(p.last, p.initial, state_count * sizeof(T));
+    if (!p.initial) memset(p.last, 0, state_count * sizeof(T));
+    memset(zeros, 0, depth * sizeof(E));
+    parallel_for(host, p.S * p.N, [&](int64_t i) {
+      const int64_t s = i / p.N, head = i % p.N;
+      memset(operand(1, s, head), 0, depth * sizeof(E));
+      E* to = operand(0, s, head);
+      memset(to, 0, depth * sizeof(E));
+      const T* h = state(0, s, head);
+      for (int64_t unit = 0; unit < p.D; unit += V::kWidth) put_operand(to + unit, h + unit, unit);
+    });
+    if (!packed) return;
+    parallel_for(host, p.N * panels, [&](int64_t i) {
+      for (int v = 0; v < kVectors; ++v) {
+        const int64_t head = i / panels, unit = i % panels * kPanelUnits + v / kGates * V::kWidth;
+        pack_vector<IO>(weights + i * depth * kStride + v * V::kWidth * Product<IO>::kDepth,
+                        kVectors, weight_rows(head, v % kGates) + unit * p.D, 1, p.D, p.D,
+                        lanes(unit));
+      }
+    });
+  }
+
+  // One vector of h, of which the last one of a row may be partial.
+  void put_operand(E* to, const T* h, int64_t unit) const {
+    E rounded[V::kWidth];
+    store_operand<IO>(rounded, load_part<false>(h, lanes(unit)));
+    memcpy(to, rounded, lanes(unit) * sizeof(E));
+  }
+
+  void step(int64_t head, int64_t panel, int64_t t, int64_t begin, int64_t end) const {
+    const E* rows[kChunk];
+    int count = 0;
+    for (int64_t s = begin; s < end; ++s) {
+      const Sequence& sequence = p.sequences[s];
+      if (hold(sequence, t)) continue;
+      rows[count++] = reset(sequence, t) ? zeros : operand(t, s, head);
+    }
+    alignas(kVectorBytes) T products[kChunk * kStride];
+    if (packed) {
+      panel_product<IO, kVectors>(rows, count, 0, depth, panel_weights(head, panel), products);
+    } else {
+      dot_panel<IO, kGates, kUnits>(rows, count, (const IO*)p.weight + head * p.D * p.D,
+                                    p.N * p.D * p.D, p.D, panel * kPanelUnits, products);
+    }
+    for (int u = 0; u < kUnits; ++u) {
+      const int64_t unit = panel * kPanelUnits + u * V::kWidth;
+      const T* product = products + u * kGates * V::kWidth;
+      if (lanes(unit) == V::kWidth) {
+        cells<true>(head, unit, t, begin, end, product);
+      } else if (lanes(unit) > 0) {
+        cells<false>(head, unit, t, begin, end, product);
+      }
+    }
+  }
+
+  bool reset(const Sequence& s, int64_t t) const { return Walk{p, host}.reset(s, t); }
+  bool hold(const Sequence& s, int64_t t) const { return Walk{p, host}.hold(s, t); }
+
+  template <bool Whole>
+  void cells(int64_t head, int64_t unit, int64_t t, int64_t begin, int64_t end,
+             const T* product) const {
+    const int n = lanes(unit);
+    const int64_t at = head * p.D + unit, ND = p.N * p.D;
+    V bias[Cell::kBias];
+    for (int g = 0; g < Cell::kBias; ++g) {
+      bias[g] = p.bias ? load_part<Whole>((const T*)p.bias + g * ND + at, n) : V(0);
+    }
+    for (int64_t s = begin; s < end; ++s) {
+      const Sequence& sequence = p.sequences[s];
+      const int64_t row = sequence.row + t;
+      V now[kStates], next[kStates], x[kGates], r[kGates], saved[kSaved];
+      for (int k = 0; k < kStates; ++k) {
+        now[k] = reset(sequence, t) ? V(0) : load_part<Whole>(state(k, s, head) + unit, n);
+      }
+      if (hold(sequence, t)) {
+        clear(row, at, n);
+        pass<Whole>(now, s, head, unit, t);
+        continue;
+      }
+      const IO* in = (const IO*)p.x + sequence.x_offset + t * p.x_time + head * p.x_head + unit;
+      for (int g = 0; g < kGates; ++g) {
+        x[g] = load_part<Whole>(in + g * p.x_gate, n) + bias[g];
+        r[g] = load(product + g * V::kWidth);
+      }
+      if (Cell::kBias > kGates) r[kGates - 1] += bias[Cell::kBias - 1];
+      product += kStride;
+      Cell::forward(x, r, now, next, saved);
+      pass<Whole>(next, s, head, unit, t);
+      store_part<Whole>((IO*)p.h + row * ND + at, next[0], n);
+      if (p.h_prev) store_part<Whole>((IO*)p.h_prev + row * ND + at, now[0], n);
+      if (p.saved) {
+        T* to = (T*)p.saved + row * kSaved * ND + at;
+        for (int v = 0; v < kSaved; ++v) store_part<Whole>(to + v * ND, saved[v], n);
+      }
+    }
+  }
+
+  template <bool Whole>
+  FN void pass(const V (&next)[kStates], int64_t s, int64_t head, int64_t unit, int64_t t) const {
+    for (int k = 0; k < kStates; ++k) {
+      store_part<Whole>(state(k, s, head) + unit, next[k], lanes(unit));
+    }
+    E* to = operand(t + 1, s, head) + unit;
+    if (Whole) return store_operand<IO>(to, next[0]);
+    put_operand(to, state(0, s, head) + unit, unit);
+  }
+
+  // A step that does not run leaves zeros: units [at, at + n) of a row of the outputs.
+  void clear(int64_t row, int64_t at, int64_t n) const {
+    const int64_t ND = p.N * p.D;
+    memset((IO*)p.h + row * ND + at, 0, n * sizeof(IO));
+    if (p.h_prev) memset((IO*)p.h_prev + row * ND + at, 0, n * sizeof(IO));
+    for (int v = 0; p.saved && v < kSaved; ++v) {
+      memset((T*)p.saved + (row * kSaved + v) * ND + at, 0, n * sizeof(T));
+    }
+  }
+};
+
+}  // namespace flashcell::FLASHCELL_ISA

@@ -1,0 +1,164 @@
+// A batch of strided matrix products for what surrounds the time loop: projections and weight
+// gradients. B is packed once, whole; every task then walks one block of rows over all panels it
+// was given, with its tile of C in the second-level cache and unrounded until the end.
+#pragma once
+#include "dot.h"
+#include "pack.h"
+#include "scratch.h"
+
+namespace flashcell::FLASHCELL_ISA {
+
+template <typename IO>
+struct Gemm {
+  using T = State<IO>;
+  using V = Vec<T>;
+  using E = Element<IO>;
+  static constexpr int kVectors = kMaxVectors, kStride = kVectors * V::kWidth;
+  static constexpr int64_t kRowBlock = 96;    // rows of a task
+  static constexpr int64_t kPanelBlock = 12;  // panels of a task: C tile 96 x 768 floats, 288 KB
+  static constexpr int64_t kDepthBlock = kPanelBlockBytes / (kStride * sizeof(E));
+  static constexpr int64_t kDotMaxRows = 4;
+
+  const GemmParams& p;
+  const Host& host;
+  const int64_t depth = padded_depth<IO>(p.K);
+  const int64_t panels = (p.N + kStride - 1) / kStride;
+
+  void run() const {
+    if (p.M == 0 || p.N == 0) return;
+    if (p.M <= kDotMaxRows && p.batch == 1 && p.a_k == 1 && p.b_k == 1) return few_rows();
+    Scratch<E> packed(host, p.batch_b * panels * depth * kStride);
+    parallel_for(host, p.batch_b * panels, [&](int64_t i) {
+      const IO* b = (const IO*)p.b + i / panels * p.b_batch;
+      for (int v = 0; v < kVectors; ++v) {
+        const int64_t n = i % panels * kStride + v * V::kWidth;
+        const int64_t left = p.N - n < V::kWidth ? p.N - n : V::kWidth;
+        pack_vector<IO>(packed + i * depth * kStride + v * V::kWidth * Product<IO>::kDepth,
+                        kVectors, b + n * p.b_n, p.b_k, p.b_n, p.K, left > 0 ? int(left) : 0);
+      }
+    });
+    const int64_t row_blocks = (p.M + kRowBlock - 1) / kRowBlock;
+    const int64_t panel_blocks = (panels + kPanelBlock - 1) / kPanelBlock;
+    const int64_t tasks = row_blocks * panel_blocks;
+    parallel_for(host, p.batch * tasks, [&](int64_t i) {
+      const int64_t batch = i / tasks, m = i % tasks / panel_blocks * kRowBlock;
+      const int64_t panel = i % panel_blocks * kPanelBlock;
+      block(batch, packed + batch % p.batch_b * panels * depth * kStride, m,
+            p.M - m < kRowBlock ? p.M - m : kRowBlock, panel,
+            panels - panel < kPanelBlock ? panels - panel : kPanelBlock);
+    });
+  }
+
+  void block(int64_t batch, const E* packed, int64_t m0, int64_t rows, int64_t panel0,
+             int64_t count) const {
+    Scratch<T> c(host, kRowBlock * count * kStride);  // [count][rows][kStride]
+    Scratch<E> copy(host, kRowBlock * (kDepthBlock + V::kWidth));
+    const IO* a = (const IO*)p.a + batch * p.a_batch + m0 * p.a_m;
+    // Rows that are operands as they lie need no copy.
+    const bool direct = sizeof(E) == sizeof(IO) && p.a_k == 1 && p.K == depth;
+    for (int64_t k = 0; k < depth || k == 0; k += kDepthBlock) {
+      const int64_t end = k + kDepthBlock < depth ? k + kDepthBlock : depth;
+      const E* pointers[kRowBlock];
+      if (!direct) copy_rows(a + k * p.a_k, rows, (end < p.K ? end : p.K) - k, copy);
+      for (int64_t m = 0; m < rows; ++m) {
+        pointers[m] = direct ? (const E*)a + m * p.a_m : copy + m * kDepthBlock - k;
+      }
+      for (int64_t i = 0; i < count; ++i) {
+        panel_product<IO, kVectors>(pointers, int(rows), k, end,
+                                    packed + (panel0 + i) * depth * kStride,
+                                    c + i * rows * kStride);
+      }
+      if (k == 0 && depth == 0) memset(c, 0, rows * count * kStride * sizeof(T));
+    }
+    for (int64_t m = 0; m < rows; ++m) {
+      for (int64_t i = 0; i < count; ++i) {
+        write(batch, m0 + m, (panel0 + i) * kStride, c + (i * rows + m) * kStride);
+      }
+    }
+  }
+
+  // [rows][kDepthBlock] elements from a's rows, or from its columns; the odd last k is 0.
+  void copy_rows(const IO* a, int64_t rows, int64_t count, E* to) const {
+    constexpr int kWidth = V::kWidth;
+    if (p.a_k == 1) {
+      for (int64_t m = 0; m < rows; ++m) {
+        for (int64_t k = 0; k < count; k += kWidth) {
+          widen(to + m * kDepthBlock + k, a + m * p.a_m + k,
+                count - k < kWidth ? int(count - k) : kWidth);
+        }
+      }
+      return;
+    }
+    E tile[kWidth][kWidth];  // [k][m]
+    for (int64_t k0 = 0; k0 < padded_depth<IO>(count); k0 += kWidth) {
+      for (int64_t m0 = 0; m0 < rows; m0 += kWidth) {
+        const int width = rows - m0 < kWidth ? int(rows - m0) : kWidth;
+        for (int k = 0; k < kWidth; ++k) {
+          if (k0 + k < count) {
+            widen(tile[k], a + (k0 + k) * p.a_k + m0, width);
+          } else {
+            memset(tile[k], 0, sizeof tile[k]);
+          }
+        }
+        for (int m = 0; m < width; ++m) {
+          E* row = to + (m0 + m) * kDepthBlock + k0;
+          for (int k = 0; k < kWidth; ++k) row[k] = tile[k][m];
+        }
+      }
+    }
+  }
+
+  void write(int64_t batch, int64_t m, int64_t n, const T* c) const {
+    IO* to = (IO*)p.c + batch * p.c_batch + m * p.c_m + n;
+    for (int v = 0; v < kVectors && n < p.N; ++v, n += V::kWidth, to += V::kWidth) {
+      const int count = p.N - n < V::kWidth ? int(p.N - n) : V::kWidth;
+      V value = load(c + v * V::kWidth);
+      if (p.bias) value += load_part<false>((const IO*)p.bias + n, count);
+      store_part<false>(to, value, count);
+    }
+  }
+
+  void few_rows() const {
+    Scratch<E> operands(host, p.M * (depth + V::kWidth));
+    const E* rows[kDotMaxRows];
+    for (int64_t m = 0; m < p.M; ++m) {
+      E* to = operands + m * (depth + V::kWidth);
+      rows[m] = to;
+      for (int64_t k = 0; k < p.K; k += V::kWidth) {
+        widen(to + k, (const IO*)p.a + m * p.a_m + k,
+              p.K - k < V::kWidth ? int(p.K - k) : V::kWidth);
+      }
+    }
+    parallel_for(host, panels, [&](int64_t panel) {
+      T c[kDotMaxRows * kStride];
+      const int64_t n = panel * kStride, left = p.N - n < kStride ? p.N - n : kStride;
+      dot_rows(rows, int(p.M), (const IO*)p.b + n * p.b_n, p.K, int(left), c, kStride);
+      for (int64_t m = 0; m < p.M; ++m) write(0, m, n, c + m * kStride);
+    });
+  }
+};
+
+// out[n] = sum_m a[m, n], in blocks of rows so that the sum does not depend on the threads and its
+// error grows with the square root of the rows.
+template <typename IO>
+void column_sum(const ColumnSumParams& p, const Host& host) {
+  using T = State<IO>;
+  using V = Vec<T>;
+  constexpr int64_t kRows = 64;
+  parallel_for(host, (p.N + V::kWidth - 1) / V::kWidth, [&](int64_t i) {
+    const int64_t n = i * V::kWidth;
+    const int count = p.N - n < V::kWidth ? int(p.N - n) : V::kWidth;
+    V total = V(0);
+    for (int64_t m0 = 0; m0 < p.M; m0 += kRows) {
+      V part = V(0);
+      for (int64_t m = m0; m < p.M && m < m0 + kRows; ++m) {
+        const IO* from = (const IO*)p.a + m * p.N + n;
+        part += count == V::kWidth ? load_io(from) : load_part<false>(from, count);
+      }
+      total += part;
+    }
+    store_part<false>((IO*)p.out + n, total, count);
+  });
+}
+
+}  // namespace flashcell::FLASHCELL_ISA

@@ -1,0 +1,128 @@
+// Memory formats: how each dtype enters and leaves a register, whole or in part.
+#pragma once
+#include "vec.h"
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
+
+namespace flashcell::FLASHCELL_ISA {
+
+struct fp16 {
+  uint16_t bits;
+};
+struct bf16 {
+  uint16_t bits;
+};
+
+template <typename IO>
+struct StateOf {  // dtype of states, biases and sums
+  using type = float;
+};
+template <>
+struct StateOf<double> {
+  using type = double;
+};
+template <typename IO>
+using State = typename StateOf<IO>::type;
+
+constexpr int kFloats = Vec<float>::kWidth;
+typedef uint32_t Word __attribute__((vector_size(kVectorBytes)));
+typedef uint16_t Short __attribute__((vector_size(kVectorBytes / 2)));
+
+FN Vec<float> load_io(const float* p) { return load(p); }
+FN Vec<double> load_io(const double* p) { return load(p); }
+FN void store_io(float* p, Vec<float> v) { store(p, v); }
+FN void store_io(double* p, Vec<double> v) { store(p, v); }
+
+FN Vec<float> load_io(const bf16* p) {
+  Short bits;
+  memcpy(&bits, p, sizeof bits);
+  return (Vec<float>::Raw)(__builtin_convertvector(bits, Word) << 16);
+}
+
+FN void store_io(bf16* p, Vec<float> v) {  // to nearest even; NaN becomes the quiet NaN 0x7fc0
+  const Word u = (Word)v.raw;
+  const Word rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
+  const Word word = (Word)select(v != v, Vec<float>((Vec<float>::Raw)(Word{} + 0x7fc0u)),
+                                 Vec<float>((Vec<float>::Raw)rounded))
+                        .raw;
+  const Short bits = __builtin_convertvector(word, Short);
+  memcpy(p, &bits, sizeof bits);
+}
+
+#if defined(__AVX512F__)
+FN Vec<float> load_io(const fp16* p) {
+  return (Vec<float>::Raw)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+}
+FN void store_io(fp16* p, Vec<float> v) {
+  _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph((__m512)v.raw, _MM_FROUND_TO_NEAREST_INT));
+}
+#elif defined(__F16C__)
+FN Vec<float> load_io(const fp16* p) {
+  return (Vec<float>::Raw)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+}
+FN void store_io(fp16* p, Vec<float> v) {
+  _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph((__m256)v.raw, _MM_FROUND_TO_NEAREST_INT));
+}
+#else
+FN float to_float(fp16 half) {
+  const uint32_t sign = (half.bits & 0x8000u) << 16, magnitude = half.bits & 0x7fffu;
+  // Move the exponent as a float, then rescale: denormals come out right, 31 means inf or NaN.
+  uint32_t u = magnitude << 13;
+  float f;
+  memcpy(&f, &u, 4);
+  f *= 0x1p112f;
+  memcpy(&u, &f, 4);
+  if (magnitude >= 0x7c00u) u = 0x7f800000u | (magnitude & 0x3ffu) << 13;
+  u |= sign;
+  memcpy(&f, &u, 4);
+  return f;
+}
+
+FN fp16 to_half(float value) {
+  uint32_t u;
+  memcpy(&u, &value, 4);
+  const uint32_t sign = u >> 16 & 0x8000u;
+  u &= 0x7fffffffu;
+  if (u > 0x7f800000u) return {uint16_t(sign | 0x7e00u)};
+  if (u >= 0x477ff000u) return {uint16_t(sign | 0x7c00u)};  // 65520 rounds to infinity
+  if (u < 0x38800000u) {  // denormal half: adding 0.5 leaves the rounded bits at the bottom
+    float f;
+    memcpy(&f, &u, 4);
+    f += 0.5f;
+    memcpy(&u, &f, 4);
+    return {uint16_t(sign | (u - 0x3f000000u))};
+  }
+  return {uint16_t(sign | (u - 0x38000000u + 0xfffu + (u >> 13 & 1u)) >> 13)};
+}
+
+FN Vec<float> load_io(const fp16* p) {
+  float lanes[kFloats];
+  for (int i = 0; i < kFloats; ++i) lanes[i] = to_float(p[i]);
+  return load(lanes);
+}
+FN void store_io(fp16* p, Vec<float> v) {
+  float lanes[kFloats];
+  store(lanes, v);
+  for (int i = 0; i < kFloats; ++i) p[i] = to_half(lanes[i]);
+}
+#endif
+
+// The first `count` lanes; the others are 0. Whole says at compile time that count is the width.
+template <bool Whole, typename IO>
+FN Vec<State<IO>> load_part(const IO* p, int count) {
+  if (Whole) return load_io(p);
+  IO lanes[Vec<State<IO>>::kWidth] = {};
+  memcpy(lanes, p, count * sizeof(IO));
+  return load_io(lanes);
+}
+
+template <bool Whole, typename IO>
+FN void store_part(IO* p, Vec<State<IO>> v, int count) {
+  if (Whole) return store_io(p, v);
+  IO lanes[Vec<State<IO>>::kWidth];
+  store_io(lanes, v);
+  memcpy(p, lanes, count * sizeof(IO));
+}
+
+}  // namespace flashcell::FLASHCELL_ISA

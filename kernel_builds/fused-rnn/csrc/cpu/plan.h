@@ -1,0 +1,34 @@
+// How the time loop meets the threads: one pure function of the shape.
+#pragma once
+#include <cstdint>
+
+namespace flashcell::FLASHCELL_ISA {
+
+// Tasks: every thread walks through time alone, with its own (head, rows) tiles; no barrier.
+// Steps: all threads share every step, each with its own units; one barrier a step, and a core
+// streams only its share of the weights.
+struct Plan {
+  bool by_task;
+  int64_t rows;  // sequences a task carries
+};
+
+constexpr int64_t kRowGroup = 8;             // sequences whose bias gradients are one partial sum
+constexpr int64_t kCacheBytes = 768 * 1024;  // weights of a head that stay beside a core
+constexpr int64_t kBarrierMultiplyAdds = 400 * 1000;  // a step this small costs less than a barrier
+
+inline __attribute__((always_inline)) Plan make_plan(int64_t S, int64_t N, int64_t weight_bytes,
+                                                     int64_t weight_count, int threads) {
+  if (threads == 1 || S == 0) return {true, S};
+  if (weight_bytes > kCacheBytes) {
+    // Splitting the rows of a head would stream its weights once per part.
+    return {N >= 4 * threads || N % threads == 0, S};
+  }
+  const int64_t groups = (S + kRowGroup - 1) / kRowGroup;
+  int64_t parts = 1;  // smallest number of row tiles that keeps the threads busy
+  while (parts < groups && N * parts < 4 * threads && (N * parts) % threads != 0) ++parts;
+  const int64_t rows = (groups + parts - 1) / parts * kRowGroup;
+  const bool busy = N * ((S + rows - 1) / rows) >= threads;
+  return {busy || S * N * weight_count < kBarrierMultiplyAdds, rows};
+}
+
+}  // namespace flashcell::FLASHCELL_ISA

@@ -1,0 +1,84 @@
+// Vec<T>: one register of T with operators. Generic GCC vectors, so one source serves every
+// instruction set; the width is the translation unit's.
+#pragma once
+#include <cstdint>
+#include <cstring>
+
+#include "../cells/cell_math.h"
+
+namespace flashcell::FLASHCELL_ISA {
+
+#if defined(__AVX512F__)
+constexpr int kVectorBytes = 64;
+#elif defined(__AVX2__)
+constexpr int kVectorBytes = 32;
+#else
+constexpr int kVectorBytes = 16;
+#endif
+
+template <typename T>
+struct Lane;
+template <>
+struct Lane<float> {
+  typedef float Raw __attribute__((vector_size(kVectorBytes)));
+  typedef int32_t Int __attribute__((vector_size(kVectorBytes)));
+};
+template <>
+struct Lane<double> {
+  typedef double Raw __attribute__((vector_size(kVectorBytes)));
+  typedef int64_t Int __attribute__((vector_size(kVectorBytes)));
+};
+
+template <typename T>
+struct Mask {
+  typename Lane<T>::Int raw;
+};
+
+template <typename T>
+struct Vec {
+  using Raw = typename Lane<T>::Raw;
+  static constexpr int kWidth = kVectorBytes / sizeof(T);
+  Raw raw;
+
+  Vec() = default;
+  FN Vec(Raw r) : raw(r) {}
+  FN Vec(T value) : raw(value - Raw{}) {}
+
+  friend FN Vec operator+(Vec a, Vec b) { return a.raw + b.raw; }
+  friend FN Vec operator-(Vec a, Vec b) { return a.raw - b.raw; }
+  friend FN Vec operator*(Vec a, Vec b) { return a.raw * b.raw; }
+  friend FN Vec operator/(Vec a, Vec b) { return a.raw / b.raw; }
+  friend FN Vec operator-(Vec a) { return -a.raw; }
+  friend FN Vec& operator+=(Vec& a, Vec b) { return a = a + b; }
+  friend FN Mask<T> operator<(Vec a, Vec b) { return {a.raw < b.raw}; }
+  friend FN Mask<T> operator<=(Vec a, Vec b) { return {a.raw <= b.raw}; }
+  friend FN Mask<T> operator==(Vec a, Vec b) { return {a.raw == b.raw}; }
+  friend FN Mask<T> operator!=(Vec a, Vec b) { return {a.raw != b.raw}; }
+  friend FN Vec select(Mask<T> take_a, Vec a, Vec b) { return take_a.raw ? a.raw : b.raw; }
+};
+
+template <typename T>
+FN Vec<T> load(const T* p) {
+  typename Vec<T>::Raw raw;
+  memcpy(&raw, p, sizeof raw);
+  return raw;
+}
+
+template <typename T>
+FN void store(T* p, Vec<T> v) {
+  memcpy(p, &v.raw, sizeof v.raw);
+}
+
+template <typename T>
+FN T sum(Vec<T> v) {  // fixed order: halves fold onto each other
+  T lanes[Vec<T>::kWidth];
+  store(lanes, v);
+#pragma GCC unroll 8
+  for (int half = Vec<T>::kWidth / 2; half > 0; half /= 2) {
+#pragma GCC unroll 16
+    for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
+  }
+  return lanes[0];
+}
+
+}  // namespace flashcell::FLASHCELL_ISA

@@ -1,0 +1,92 @@
+// exp, tanh, log1p for Vec<float> and Vec<double>, to 1-3 ulp; infinities and NaN as in libm.
+#pragma once
+#include "vec.h"
+
+namespace flashcell::FLASHCELL_ISA {
+
+template <typename T>
+struct Real;
+template <>
+struct Real<float> {
+  using Int = int32_t;
+  static constexpr int kMantissa = 23, kBias = 127;
+  static constexpr float kShifter = 0x1.8p23f;  // adding it rounds to an integer in the low bits
+  static constexpr float kLn2High = 0x1.62e4p-1f, kLn2Low = 0x1.7f7d1cp-20f;  // high * n is exact
+  static constexpr float kExpMin = -105.f, kExpMax = 89.f;  // beyond: exactly 0, infinity
+  static constexpr float kTanhMax = 10.f;                   // beyond: tanh rounds to 1
+  static constexpr int kExpTerms = 7;                       // 0.347^8 / 8! < 2^-27
+  static constexpr int kLog1pTerms = 8;                     // 9^-8 / 17 < 2^-29
+};
+template <>
+struct Real<double> {
+  using Int = int64_t;
+  static constexpr int kMantissa = 52, kBias = 1023;
+  static constexpr double kShifter = 0x1.8p52;
+  static constexpr double kLn2High = 0x1.62e42fee00000p-1, kLn2Low = 0x1.a39ef35793c76p-33;
+  static constexpr double kExpMin = -746., kExpMax = 710.;
+  static constexpr double kTanhMax = 20.;
+  static constexpr int kExpTerms = 13;    // 0.347^14 / 14! < 2^-57
+  static constexpr int kLog1pTerms = 17;  // 9^-17 / 35 < 2^-58
+};
+
+// x = n ln 2 + r, |r| <= ln 2 / 2: returns e^r - 1 and leaves n (integer-valued) behind.
+template <typename T>
+FN Vec<T> expm1_reduced(Vec<T> x, Vec<T>* n) {
+  using V = Vec<T>;
+  const V shifted = x * V(T(1.44269504088896340736)) + V(Real<T>::kShifter);
+  *n = shifted - V(Real<T>::kShifter);
+  const V r = (x - *n * V(Real<T>::kLn2High)) - *n * V(Real<T>::kLn2Low);
+  T factorial = 1;
+  T inverse[Real<T>::kExpTerms + 1];
+#pragma GCC unroll 16
+  for (int k = 1; k <= Real<T>::kExpTerms; ++k) factorial *= T(k), inverse[k] = T(1) / factorial;
+  V p = V(inverse[Real<T>::kExpTerms]);
+#pragma GCC unroll 16
+  for (int k = Real<T>::kExpTerms - 1; k >= 2; --k) p = p * r + V(inverse[k]);
+  return r + r * r * p;
+}
+
+template <typename T>
+FN Vec<T> power_of_two(Vec<T> n) {  // n integer-valued, 2^n normal
+  using Int = typename Lane<T>::Int;
+  const Int biased = (Int)(n + Vec<T>(Real<T>::kShifter + T(Real<T>::kBias))).raw;
+  return (typename Lane<T>::Raw)(biased << Real<T>::kMantissa);
+}
+
+template <typename T>
+FN Vec<T> exp(Vec<T> x) {
+  using V = Vec<T>;
+  x = select(x < V(Real<T>::kExpMin), V(Real<T>::kExpMin), x);
+  x = select(V(Real<T>::kExpMax) < x, V(Real<T>::kExpMax), x);
+  V n;
+  const V e = expm1_reduced(x, &n) + V(1);
+  // Two factors: 2^n itself may be infinite or denormal where e^x is not.
+  const V half = (n * V(T(0.5)) + V(Real<T>::kShifter)) - V(Real<T>::kShifter);
+  return e * power_of_two(half) * power_of_two(n - half);
+}
+
+// With m = e^(2|x|) - 1: tanh|x| = m / (m + 2), exact to rounding for small x as well.
+template <typename T>
+FN Vec<T> tanh(Vec<T> x) {
+  using V = Vec<T>;
+  const V magnitude = absolute(x);
+  const V y = select(V(Real<T>::kTanhMax) < magnitude, V(Real<T>::kTanhMax), magnitude) * V(2);
+  V n;
+  const V p = expm1_reduced(y, &n), scale = power_of_two(n);
+  const V m = scale * p + (scale - V(1));
+  const V t = m / (m + V(2));
+  return select(x < V(0), -t, t);
+}
+
+// log(1 + x) for x in [0, 1]: 2 atanh(s), s = x / (2 + x) <= 1/3.
+template <typename T>
+FN Vec<T> log1p(Vec<T> x) {
+  using V = Vec<T>;
+  const V s = x / (V(2) + x), z = s * s;
+  V p = V(0);
+#pragma GCC unroll 20
+  for (int k = Real<T>::kLog1pTerms; k >= 1; --k) p = (p + V(T(1) / T(2 * k + 1))) * z;
+  return V(2) * (s + s * p);
+}
+
+}  // namespace flashcell::FLASHCELL_ISA

@@ -1,0 +1,52 @@
+// What the forward and the backward pass share: rows of a step, panels of a head, both schedules.
+#pragma once
+#include "pack.h"
+#include "plan.h"
+#include "scratch.h"
+
+namespace flashcell::FLASHCELL_ISA {
+
+constexpr int kChunk = 32;  // rows whose products wait for the cell in one tile, in cache
+
+struct Walk {
+  const SequenceParams& p;
+  const Host& host;
+
+  bool reset(const Sequence& s, int64_t t) const { return p.reset && p.reset[s.row + t]; }
+  bool hold(const Sequence& s, int64_t t) const { return p.hold && p.hold[s.row + t]; }
+
+  // Sequences of [begin, end) that reach step t: a prefix, for they are sorted.
+  int64_t running(int64_t t, int64_t begin, int64_t end) const {
+    while (end > begin && p.sequences[end - 1].length <= t) --end;
+    return end;
+  }
+
+  // step(head, panel, t, begin, end) for every t of the walk; a panel is a block of units.
+  template <typename Step>
+  void run(const Plan& plan, int64_t panels, bool backward, const Step& step) const {
+    const int64_t steps = p.S ? p.sequences[0].length : 0;
+    auto at = [&](int64_t i) { return backward ? steps - 1 - i : i; };
+    // Backward has one more step, t = -1: it completes the gradient of the initial state.
+    const int64_t count = steps + (backward && steps ? 1 : 0);
+    if (plan.by_task) {
+      const int64_t tiles = plan.rows ? (p.S + plan.rows - 1) / plan.rows : 0;
+      parallel_for(host, p.N * tiles, [&](int64_t task) {
+        const int64_t head = task / tiles, begin = task % tiles * plan.rows;
+        const int64_t last = begin + plan.rows < p.S ? begin + plan.rows : p.S;
+        for (int64_t i = 0; i < count; ++i) {
+          const int64_t end = running(at(i), begin, last);
+          for (int64_t panel = 0; panel < panels; ++panel) step(head, panel, at(i), begin, end);
+        }
+      });
+      return;
+    }
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t end = running(at(i), 0, p.S);
+      parallel_for(host, p.N * panels, [&](int64_t task) {
+        step(task / panels, task % panels, at(i), int64_t(0), end);
+      });
+    }
+  }
+};
+
+}  // namespace flashcell::FLASHCELL_ISA
