@@ -9,7 +9,7 @@ Every sequence function takes, besides what its docstring says,
     state       K tensors [B, N, D], None for the empty state (zeros); differentiable
     reset       [B, T] bool      the state is emptied *before* a marked step (document boundaries)
     hold        [B, T] bool      at a marked step the state passes through and h is 0 (padding)
-    lengths     [B] int          sugar for hold past each row's length
+    lengths     [B] int          row b ends after lengths[b] steps: later marks of reset count no more
     cu_seqlens  [S + 1] int      documents packed into one row: x is [1, total, G, N, D], states are
                                  [S, N, D], document s is x[0, cu_seqlens[s]:cu_seqlens[s + 1]]
     grad_clip   float            clips, element by element, the gradient that reaches h through the
@@ -219,6 +219,7 @@ def _reference(spec, x, weight, bias, state, reset, hold, lengths, cu_seqlens, g
         if lengths is not None:
             past = torch.arange(x.shape[1], device=x.device) >= lengths[:, None]
             hold = past if hold is None else hold | past
+            reset = None if reset is None else reset & ~past
         return reference.sequence(spec, x, weight, bias, state, reset, hold, grad_clip)
     padded = reference.documents(x, cu_seqlens, reset, hold)
     h, last = reference.sequence(spec, padded.x, weight, bias, state, *padded.masks, grad_clip)

@@ -7,17 +7,25 @@ import torch
 from .cells import Cell
 
 
-class RecurrentOperand(torch.autograd.Function):
-    """h rounded to the I/O dtype, as the product takes it; its gradient is clipped, not rounded."""
+class RecurrentProduct(torch.autograd.Function):
+    """r = weight h. Operands of a product are rounded to the I/O dtype, here and in its gradients."""
 
     @staticmethod
-    def forward(ctx, h: torch.Tensor, dtype: torch.dtype, grad_clip: Optional[float]):
-        ctx.grad_clip = grad_clip
-        return h.to(dtype).to(h.dtype)
+    def forward(ctx, h, weight, dtype: torch.dtype, grad_clip: Optional[float]):
+        # h [B, N, D], weight [G, N, D, D] -> [G, B, N, D], all in the state dtype
+        operand = h.to(dtype).to(h.dtype)
+        ctx.save_for_backward(operand, weight)
+        ctx.dtype, ctx.grad_clip = dtype, grad_clip
+        return torch.einsum("bnk,gnjk->gbnj", operand, weight)
 
     @staticmethod
-    def backward(ctx, dh: torch.Tensor):
-        return dh if ctx.grad_clip is None else dh.clamp(-ctx.grad_clip, ctx.grad_clip), None, None
+    def backward(ctx, dr):
+        operand, weight = ctx.saved_tensors
+        dr = dr.to(ctx.dtype).to(dr.dtype)
+        dh = torch.einsum("gbnj,gnjk->bnk", dr, weight)
+        if ctx.grad_clip is not None:
+            dh = dh.clamp(-ctx.grad_clip, ctx.grad_clip)
+        return dh, torch.einsum("gbnj,bnk->gnjk", dr, operand), None, None
 
 
 def sequence(
@@ -42,8 +50,7 @@ def sequence(
         if reset is not None:
             cleared = reset[:, t, None, None]
             states = tuple(torch.where(cleared, 0.0, s) for s in states)
-        operand = RecurrentOperand.apply(states[0], x.dtype, grad_clip)
-        r = list(torch.einsum("bnk,gnjk->gbnj", operand, w))
+        r = list(RecurrentProduct.apply(states[0], w, x.dtype, grad_clip))
         if cell.bias_rows > G:
             r[-1] = r[-1] + bias[G]
         after = cell.step(tuple(x[:, t, g].to(dtype) + bias[g] for g in range(G)), tuple(r), states)
@@ -77,4 +84,5 @@ def documents(x: torch.Tensor, cu_seqlens: torch.Tensor, reset, hold) -> Documen
     inside = index < ends
     index = torch.where(inside, index, 0)
     held = ~inside if hold is None else ~inside | hold[0][index]
-    return Documents(x[0][index], (None if reset is None else reset[0][index], held), inside)
+    cleared = None if reset is None else reset[0][index] & inside
+    return Documents(x[0][index], (cleared, held), inside)
