@@ -1,0 +1,131 @@
+"""A kernel's whole road on this machine, and a model at its end that writes Python.
+
+    scripts/demo "def read_"         the first run makes its environment: minutes; later ones: seconds
+    scripts/demo --hub "def read_"   kernels from huggingface.co as the committed lock pins them
+
+Makes a Python environment (--here: uses the present one), builds the CPU kernels with g++,
+publishes them to a Hub that listens on 127.0.0.1 only, fetches them back by their lock with every
+digest verified, loads the checkpoint with AutoModelForCausalLM and streams a continuation of the
+prompt. Everything it makes lies in the state folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import _environment
+
+ROOT = _environment.ROOT
+MODULES = ["flashcell", "jinja2", "kernel_abi_check", "kernels", "torch", "transformers"]
+MODEL = ROOT / "model_cards" / "flash-rnn-python-4m"
+
+
+def parse_arguments() -> argparse.Namespace:
+    summary, _, manual = __doc__.partition("\n")
+    parser = argparse.ArgumentParser(
+        prog="demo",
+        description=summary,
+        epilog=manual,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("prompt", nargs="?", default="def read_", help="what the model continues")
+    add("--hub", action="store_true", help="kernels from huggingface.co: build and publish nothing")
+    add("--model", type=Path, default=MODEL, help="folder or Hub name; default: the checkpoint")
+    add("--max-new-tokens", type=int, default=200)
+    add("--temperature", type=float, default=0.7, help="0 takes the likeliest token always")
+    add("--seed", type=int, default=0)
+    _environment.add_arguments(parser)
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_arguments()
+    if not args.hub:
+        _environment.find_compiler()
+    home = _environment.enter(args, [], MODULES)
+    if args.model == MODEL and not (MODEL / "config.json").exists():
+        _environment.fail(f"{MODEL} holds no model; name one with --model")
+    os.environ["HF_HOME"] = str(home / "huggingface")
+    os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+    os.environ.pop("LOCAL_KERNELS", None)  # what is shown is the Hub's road
+    hub = None if args.hub else serve_kernels(home)
+    generate(args)
+    if hub:
+        hub.stop()
+
+
+def serve_kernels(home: Path):
+    """Builds, publishes to a Hub of our own, and leaves the loader to find lock and Hub."""
+    from local_hub import LocalHub
+
+    run("build_kernels", "--backend", "cpu", "--home", home, what="the kernels could not be built")
+    hub = LocalHub(home / "hub").start()
+    lock, published = home / "kernels_lock.py", home / "published.json"
+    os.environ |= {"FLASHCELL_LOCK": str(lock), "HF_ENDPOINT": hub.url}
+    builds = fingerprint()
+    if not (lock.exists() and published.exists() and published.read_text() == builds):
+        published.unlink(missing_ok=True)
+        options = ["--endpoint", hub.url, "--lock", lock, "--replace"]
+        run("publish_kernels", *options, what="the kernels could not be published")
+        published.write_text(builds)
+    return hub
+
+
+def fingerprint() -> str:
+    """What is built: the hash of each variant's metadata, which holds the digest of every file."""
+    found = sorted((ROOT / "kernel_builds").glob("*/build/*/metadata.json"))
+    names = {str(file): hashlib.sha256(file.read_bytes()).hexdigest() for file in found}
+    return json.dumps(names, indent=2)
+
+
+def run(script: str, *arguments: object, what: str) -> None:
+    command = [sys.executable, ROOT / "scripts" / script, *arguments]
+    if subprocess.run([str(word) for word in command]).returncode:
+        _environment.fail(f"{what} (see above)")
+
+
+def generate(args: argparse.Namespace) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer, logging
+
+    import flashcell  # noqa: F401  registers the models
+    from flashcell.kernel_loader import KernelError, kernel_info
+
+    logging.disable_progress_bar()
+    try:
+        info = kernel_info("fused-rnn", "cpu", "cpu")  # by name: nothing stands in for it silently
+    except KernelError as error:
+        _environment.fail(str(error))
+    print(f"kernel  {info}")
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    model = AutoModelForCausalLM.from_pretrained(args.model).eval()
+    model.config.backend = "cpu"
+    size = sum(p.numel() for p in model.parameters()) / 1e6
+    print(f"model   {Path(args.model).name}, {size:.1f} M parameters\n", flush=True)
+
+    torch.manual_seed(args.seed)
+    inputs = tokenizer(args.prompt, return_tensors="pt")
+    length = inputs["input_ids"].shape[1]
+    sampling = {"do_sample": False}
+    if args.temperature > 0:
+        sampling = {"do_sample": True, "temperature": args.temperature, "top_p": 0.95}
+    streamer = TextStreamer(tokenizer, skip_special_tokens=True)
+    started = time.monotonic()
+    limit = {"max_new_tokens": args.max_new_tokens}
+    output = model.generate(**inputs, **sampling, **limit, streamer=streamer)
+    seconds = time.monotonic() - started
+    count = output.shape[1] - length
+    print(f"\n{count} tokens in {seconds:.2f} s: {count / seconds:.0f} tokens/s")
+    print(f"on {torch.get_num_threads()} CPU threads, kernel from {info.source}: {info.variant}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,192 @@
+"""Where a script finds its Python: this one, or one made under the state folder. Stdlib only.
+
+The state folder (--home, $FLASHCELL_HOME or .flashcell/ in the checkout) holds the environment, the
+builds, the local Hub and the caches; nothing is written outside it, and removing it undoes all.
+"""
+
+import argparse
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+CONSTRAINTS = ROOT / "constraints.txt"
+TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+# What build_kernels needs besides the package itself; all of it comes as wheels.
+BUILD_TOOLS = ["cmake", "ninja", "kernel-abi-check", "jinja2"]
+NEEDED_BYTES = 3 * 2**30
+PASSED_ON = "FLASHCELL_ENTERED"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--home", type=Path, help="state folder; default $FLASHCELL_HOME or .flashcell/"
+    )
+    parser.add_argument(
+        "--here", action="store_true", help="use the present Python, make no environment"
+    )
+
+
+def state_folder(home: Path | None) -> Path:
+    """Settles --home, tells child processes, and keeps every cache inside it."""
+    home = (home or Path(os.environ.get("FLASHCELL_HOME") or ROOT / ".flashcell")).resolve()
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        fail(f"cannot write the state folder {home}: {error.strerror}; choose one with --home")
+    os.environ["FLASHCELL_HOME"] = str(home)
+    return home
+
+
+def enter(args: argparse.Namespace, extras: list[str], modules: list[str]) -> Path:
+    """Returns the state folder in a Python that has `modules`; makes one and restarts if need be."""
+    home = state_folder(args.home)
+    if args.here or os.environ.pop(PASSED_ON, None):
+        missing = [name for name in modules if find_spec(name) is None]
+        if missing:
+            wanted = f".[{','.join(extras)}]" if extras else "."
+            fail(
+                f"{sys.executable} has no {', '.join(missing)}. Leave out --here, or run\n"
+                f"  {sys.executable} -m pip install -c constraints.txt -e '{wanted}' "
+                f"{' '.join(BUILD_TOOLS)}"
+            )
+        # cmake, ninja and the checkers stand beside the interpreter, activated or not
+        beside = str(Path(sys.executable).parent)
+        os.environ["PATH"] = os.pathsep.join([beside, os.environ.get("PATH", "")])
+        return home
+    python = prepare(home, extras)
+    os.environ[PASSED_ON] = "1"
+    sys.stdout.flush()
+    os.execv(python, [str(python), *sys.argv])
+
+
+def prepare(home: Path, extras: list[str]) -> Path:
+    """The environment's Python, with the package, `extras` and the build tools at their pins."""
+    venv, stamp = home / "venv", home / "venv" / "flashcell.json"
+    python = venv / "bin" / "python"
+    with _locked(home):
+        made = _read(stamp)
+        wanted = {"key": _key(), "extras": sorted({*extras, *made.get("extras", [])})}
+        if made == wanted and python.exists():
+            return python
+        _check_machine(home)
+        started = time.monotonic()
+        if made.get("key", "")[:12] != wanted["key"][:12] or not python.exists():
+            print(f"making a Python environment in {venv}", flush=True)
+            _make_venv(venv)
+        stamp.unlink(missing_ok=True)
+        version = _pinned("torch")
+        print(f"installing torch {version} (CPU), transformers and the rest", flush=True)
+        torch = ["install", "-c", str(CONSTRAINTS), f"torch=={version}+cpu"]
+        log = home / "pip.log"
+        if not _pip(python, torch, log):
+            _pip(python, [*torch, "--extra-index-url", TORCH_CPU_INDEX], log, must=True)
+        package = f"{ROOT}[{','.join(wanted['extras'])}]" if wanted["extras"] else str(ROOT)
+        packages = ["install", "-c", str(CONSTRAINTS), "-e", package, *BUILD_TOOLS]
+        _pip(python, packages, log, must=True)
+        stamp.write_text(json.dumps(wanted))
+        print(f"environment ready after {time.monotonic() - started:.0f} s", flush=True)
+    return python
+
+
+def find_compiler() -> str:
+    """The C++ compiler, or the sentence that says how to get one."""
+    name = os.environ.get("CXX") or "g++"
+    if shutil.which(name) is None:
+        fail(
+            f"no C++ compiler: {name} is not on PATH. The kernels are built from source; install "
+            "it with\n  apt install g++    (Debian, Ubuntu)\n  dnf install gcc-c++    (Fedora)"
+        )
+    return name
+
+
+def fail(message: str) -> None:
+    raise SystemExit(f"{Path(sys.argv[0]).name.strip('_').removesuffix('.py')}: {message}")
+
+
+def _key() -> str:
+    """What the environment depends on: first the Python and the place, then the requirements."""
+    place = f"{sys.version_info[:2]} {sys.base_prefix} {ROOT}"
+    content = (ROOT / "pyproject.toml").read_bytes() + CONSTRAINTS.read_bytes()
+    return hashlib.sha256(place.encode()).hexdigest()[:12] + hashlib.sha256(content).hexdigest()
+
+
+def _read(stamp: Path) -> dict:
+    try:
+        return json.loads(stamp.read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+def _pinned(package: str) -> str:
+    for line in CONSTRAINTS.read_text().splitlines():
+        if line.startswith(f"{package}=="):
+            return line.partition("==")[2].strip()
+    raise AssertionError(f"constraints.txt does not pin {package}")
+
+
+def _check_machine(home: Path) -> None:
+    if sys.platform != "linux" or os.uname().machine != "x86_64":
+        fail(
+            f"this is {sys.platform} on {os.uname().machine}; the kernels are built for Linux on "
+            "x86_64. Install the package with pip: there it runs its torch reference."
+        )
+    free = shutil.disk_usage(home).free
+    if free < NEEDED_BYTES:
+        fail(
+            f"{home} has {free / 2**30:.1f} GiB free, the environment needs "
+            f"{NEEDED_BYTES / 2**30:.0f} GiB; make room or choose another folder with --home"
+        )
+
+
+def _make_venv(venv: Path) -> None:
+    if find_spec("venv") is None or find_spec("ensurepip") is None:
+        fail(
+            f"{sys.executable} comes without venv; install it with\n"
+            f"  apt install python3-venv python3-pip    (Debian, Ubuntu)"
+        )
+    command = [sys.executable, "-m", "venv", "--clear", str(venv)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode:
+        fail(f"`{' '.join(command)}` failed:\n{done.stdout.strip()}")
+
+
+def _pip(python: Path, arguments: list[str], log: Path, must: bool = False) -> bool:
+    """Runs pip into `log`; on a failure that counts, says what it said and what that means."""
+    command = [str(python), "-m", "pip", *arguments, "--no-input", "--progress-bar", "off"]
+    with open(log, "w") as output:
+        done = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT)
+    if done.returncode == 0 or not must:
+        return done.returncode == 0
+    said = log.read_text().strip()
+    reason = "see above"
+    if "No space left" in said:
+        reason = f"the disk is full: make room near {log.parent}, or choose another --home"
+    elif any(
+        word in said for word in ("Connection", "ProxyError", "Retrying", "Temporary failure")
+    ):
+        reason = "a package index could not be reached: check the network, or pip's own settings"
+    elif "No matching distribution" in said:
+        reason = f"an index lacks a package for Python {sys.version.split()[0]} on this machine"
+    tail = "\n".join(f"  {line}" for line in said.splitlines()[-12:])
+    fail(f"pip could not install the requirements ({log}):\n{tail}\n{reason}")
+
+
+@contextlib.contextmanager
+def _locked(home: Path):
+    """One process at a time makes the environment."""
+    with open(home / "environment.lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print("waiting for another command that makes the environment", flush=True)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,127 @@
+"""Writes model_cards/<name>/: the files of the Hub model repository, and a card of measured numbers."""
+
+import lzma
+import platform
+import shutil
+import string
+from pathlib import Path
+
+import torch
+from _training import held_out_loss
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+ROOT = Path(__file__).resolve().parent.parent
+TEMPLATE = ROOT / "model_cards" / "TEMPLATE.md"
+PROMPT = "def read_"
+
+
+def write_model(folder: Path, training) -> None:
+    """Weights and tokenizer, read back as a user would; the numbers are those of the files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    model = training.accelerator.unwrap_model(training.model)
+    model.save_pretrained(folder, state_dict=rounded(model))
+    training.texts.tokenizer.save_pretrained(folder)
+    training.recipe.write(folder / "recipe.yaml")
+    shutil.copyfile(training.run / "training_log.csv", folder / "training_log.csv")
+    draw_curve(training, folder / "curve.png")
+
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    loaded.config.backend = training.args.backend
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    nats = held_out_loss(loaded, training.texts.held_out_lanes, training.recipe.length)
+    facts = describe_run(training) | {
+        "held_out_loss": f"{nats:.4f}",
+        "bits_per_byte": f"{training.texts.bits_per_byte(nats):.4f}",
+        "weights_mb": f"{(folder / 'model.safetensors').stat().st_size / 1e6:.1f}",
+        "prompt": PROMPT,
+        "sample": sample(loaded, tokenizer),
+    }
+    card = string.Template(TEMPLATE.read_text()).substitute(facts)
+    (folder / "README.md").write_text(card)
+
+
+def rounded(model) -> dict[str, torch.Tensor]:
+    """Matrices in bf16, which halves the file; vectors stay. Loading gives fp32 back."""
+    state, done = model.state_dict(), {}
+    for name, tensor in state.items():
+        if tensor.ndim >= 2 and not name.endswith("bias"):
+            # a tied head stays the same tensor as the embedding, and is stored once
+            state[name] = done.setdefault(tensor.data_ptr(), tensor.to(torch.bfloat16))
+    return state
+
+
+def describe_run(training) -> dict[str, str]:
+    recipe, corpus, texts = training.recipe, training.corpus, training.texts
+    tokens = recipe.steps * recipe.batch * recipe.length
+    model = training.accelerator.unwrap_model(training.model)
+    packed = lzma.compress("".join(texts.held_out_texts).encode(), preset=9 | lzma.PRESET_EXTREME)
+    return {
+        "name": recipe.name,
+        "recipe": f"scripts/recipes/{training.args.recipe.name}",
+        "model_type": model.config.model_type,
+        "parameters": f"{sum(p.numel() for p in model.parameters()):,}",
+        "architecture": ", ".join(
+            f"{key} {value}" for key, value in recipe.model.items() if key != "model_type"
+        ),
+        "vocab_size": str(len(texts.tokenizer)),
+        "python": corpus.python,
+        "sha256": corpus.sha256,
+        "files": str(sum(texts.files)),
+        "held_out_files": str(texts.files[1]),
+        "held_out_in": str(recipe.held_out_in),
+        "training_bytes": f"{texts.bytes[0]:,}",
+        "held_out_bytes": f"{texts.bytes[1]:,}",
+        "training_tokens": f"{texts.tokens:,}",
+        "seen_tokens": f"{tokens:,}",
+        "epochs": f"{tokens / texts.tokens:.1f}",
+        "steps": f"{recipe.steps:,}",
+        "batch": str(recipe.batch),
+        "length": str(recipe.length),
+        "precision": {"no": "fp32", "bf16": "bf16 autocast, fp32 weights"}[recipe.precision],
+        "minutes": f"{training.progress['seconds'] / 60:.0f}",
+        "threads": str(torch.get_num_threads()),
+        "torch": torch.__version__,
+        "machine": f"{platform.system()} {platform.machine()}",
+        "xz_bits_per_byte": f"{8 * len(packed) / texts.bytes[1]:.2f}",
+    }
+
+
+@torch.no_grad()
+def sample(model, tokenizer) -> str:
+    """What the card shows: drawn once, with a fixed seed, not chosen."""
+    torch.manual_seed(0)
+    inputs = tokenizer(PROMPT, return_tensors="pt")
+    settings = {"do_sample": True, "temperature": 0.7, "top_p": 0.95, "max_new_tokens": 160}
+    output = model.generate(**inputs, **settings)
+    return tokenizer.decode(output[0], skip_special_tokens=True)
+
+
+def draw_curve(training, path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = training.log.rows()
+    held_out = [row for row in rows if row["held_out_bits_per_byte"]]
+    scale = training.texts.bits_per_byte(1.0)  # nats per token to bits per byte
+    figure, axes = pyplot.subplots(figsize=(7, 4), dpi=110)
+    axes.plot(
+        [int(row["tokens"]) / 1e6 for row in rows],
+        [float(row["train_loss"]) * scale for row in rows],
+        color="0.65",
+        label="training",
+    )
+    axes.plot(
+        [int(row["tokens"]) / 1e6 for row in held_out],
+        [float(row["held_out_bits_per_byte"]) for row in held_out],
+        color="C0",
+        marker=".",
+        label="held out",
+    )
+    axes.set(xlabel="tokens seen (millions)", ylabel="bits per byte", title=training.recipe.name)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Software": None})
+    pyplot.close(figure)

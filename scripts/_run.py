@@ -1,0 +1,83 @@
+"""The folder of a training run: what it began with, its checkpoints and its curve."""
+
+import csv
+import json
+import os
+import shutil
+from pathlib import Path
+
+import torch
+
+COLUMNS = ["step", "tokens", "learning_rate", "train_loss", "gradient_norm"]
+COLUMNS += ["held_out_loss", "held_out_bits_per_byte", "seconds"]
+
+
+def open_run(folder: Path, identity: dict, resume: bool, restart: bool) -> Path:
+    """A new run, or one that began with the same `identity`: with another it would be another run."""
+    if restart or Checkpoints(folder / "checkpoints").latest() is None:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        (folder / "identity.json").write_text(json.dumps(identity, indent=2))
+        return folder
+    if not resume:
+        raise ValueError(f"{folder} exists: --resume goes on with it, --restart begins again")
+    began = json.loads((folder / "identity.json").read_text())
+    for name in sorted({*began, *identity}):
+        if began.get(name) != identity.get(name):
+            raise ValueError(
+                f"{folder} began with {name} = {began.get(name)}, now it is {identity.get(name)}: "
+                "resume it as it began, or begin again with --restart"
+            )
+    return folder
+
+
+class Checkpoints:
+    """Complete states of a run. One is there wholly or not at all: it is written beside its place
+    and renamed into it, and the one before goes only then."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def latest(self) -> Path | None:
+        found = [path for path in self.folder.glob("step-*") if path.name[5:].isdigit()]
+        return max(found, default=None)
+
+    def save(self, accelerator, progress: dict) -> None:
+        target = self.folder / f"step-{progress['step']:08d}"
+        staging = self.folder / f"unfinished-{os.getpid()}"
+        shutil.rmtree(staging, ignore_errors=True)
+        accelerator.save_state(str(staging))  # model, optimizer, scheduler, RNG
+        torch.save(progress, staging / "progress.pt")
+        shutil.rmtree(target, ignore_errors=True)
+        os.rename(staging, target)
+        for old in self.folder.iterdir():
+            if old != target:
+                shutil.rmtree(old, ignore_errors=True)
+
+    def load(self, accelerator) -> dict:
+        latest = self.latest()
+        accelerator.load_state(str(latest))
+        # our own file: it holds the carried cache, which is an object
+        return torch.load(latest / "progress.pt", weights_only=False)
+
+
+class Log:
+    """The curve as CSV. After a kill, rows beyond the checkpoint are taken back."""
+
+    def __init__(self, path: Path, step: int):
+        self.path = path
+        rows = [row for row in self.rows() if int(row["step"]) <= step]
+        self._write([dict(zip(COLUMNS, COLUMNS, strict=True)), *rows], "w")
+
+    def rows(self) -> list[dict]:
+        if not self.path.exists():
+            return []
+        with open(self.path, newline="") as file:
+            return list(csv.DictReader(file))
+
+    def append(self, **row) -> None:
+        self._write([row], "a")
+
+    def _write(self, rows: list[dict], mode: str) -> None:
+        with open(self.path, mode, newline="") as file:
+            csv.DictWriter(file, COLUMNS, restval="", lineterminator="\n").writerows(rows)

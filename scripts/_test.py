@@ -1,0 +1,126 @@
+"""Checks everything: style, types, structure, then builds the kernels and runs the tests.
+
+    scripts/test                 all of it
+    scripts/test --fast          without the tests marked slow: what CI runs on every change
+    scripts/test -- -k lstm -x   arguments after -- go to pytest
+
+Makes its own environment (--here: uses the present one). Every step runs, whatever came before; the
+exit status is 0 only if all of them passed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import _environment
+
+ROOT = _environment.ROOT
+MODULES = ["flashcell", "jinja2", "kernel_abi_check", "kernels", "accelerate", "matplotlib", "peft"]
+MODULES += ["pytest", "xdist", "ruff", "mypy", "codespell_lib"]
+Step = tuple[str, list]
+
+
+def parse_arguments() -> argparse.Namespace:
+    summary, _, manual = __doc__.partition("\n")
+    parser = argparse.ArgumentParser(
+        prog="test",
+        description=summary,
+        epilog=manual,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--fast", action="store_true", help="leave out the tests marked slow")
+    add(
+        "--lint", action="store_true", help="the checks that read files only; build and run nothing"
+    )
+    add("--jobs", type=int, default=2, help="pytest processes")
+    add("pytest", nargs="*", help="arguments for pytest, after --")
+    _environment.add_arguments(parser)
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_arguments()
+    if not args.lint:
+        _environment.find_compiler()
+    started = time.monotonic()
+    home = _environment.enter(args, ["dev", "train"], MODULES)
+    os.environ["HF_HOME"] = str(home / "huggingface")
+    os.environ["RUFF_CACHE_DIR"] = str(home / "ruff")
+    steps = lint_steps() if args.lint else [*lint_steps(), *build_steps(home), tests(args, home)]
+    failed = [name for name, command in steps if not passes(name, command)]
+    spent = f"{(time.monotonic() - started) / 60:.1f} minutes"
+    if failed:
+        raise SystemExit(f"scripts/test: FAILED after {spent}: {', '.join(failed)}")
+    print(f"scripts/test: all {len(steps)} steps passed in {spent}")
+
+
+def lint_steps() -> list[Step]:
+    scripts = ROOT / "scripts"
+    return [
+        ("ruff check", tool("ruff", "check", ".")),
+        ("ruff format", tool("ruff", "format", "--check", ".")),
+        ("clang-format", ["clang-format", "--dry-run", "--Werror", *native_sources()]),
+        ("codespell", ["codespell", *tracked()]),
+        ("types", [sys.executable, scripts / "check_types"]),
+        ("structure", [sys.executable, scripts / "check_repo", "--fast"]),
+    ]
+
+
+def build_steps(home: Path) -> list[Step]:
+    build = [sys.executable, ROOT / "scripts" / "build_kernels", "--here", "--home", home]
+    steps: list[Step] = [("build", build)]
+    cuda = sorted({f.parts[1] for f in map(Path, tracked()) if is_shipped_cuda(f)})
+    if cuda:  # one arch, to see that it compiles: nothing here can run it
+        options = ["--backend", "cuda", "--archs", "9.0a", "--out", home / "cuda", "--home", home]
+        steps.append(("build cuda", [*build[:2], *options, "--kernel", *cuda]))
+    steps.append(("repository", [sys.executable, ROOT / "scripts" / "check_repo"]))
+    return steps
+
+
+def tests(args: argparse.Namespace, home: Path) -> Step:
+    command = tool("pytest", "-n", str(args.jobs), "--dist", "worksteal", "--durations=10")
+    command += ["-o", f"cache_dir={home / 'pytest'}"]
+    if args.fast:
+        command += ["-m", "not slow"]
+    return "tests", [*command, *args.pytest]
+
+
+def is_shipped_cuda(file: Path) -> bool:
+    return file.parts[0] == "kernel_builds" and file.suffix in (".cu", ".cuh")
+
+
+def native_sources() -> list[str]:
+    endings = (".h", ".cpp", ".cu", ".cuh")
+    return [name for name in tracked() if name.endswith(endings)]
+
+
+def tracked() -> list[str]:
+    """The files git has or would add."""
+    command = ["git", "-C", ROOT, "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        _environment.fail(f"{ROOT} is no git checkout: {done.stderr.strip()}")
+    return sorted(name for name in set(done.stdout.split("\0")) if name and (ROOT / name).is_file())
+
+
+def tool(module: str, *arguments: str) -> list:
+    return [sys.executable, "-m", module, *arguments]
+
+
+def passes(name: str, command: list) -> bool:
+    print(f"\n== {name}", flush=True)
+    started = time.monotonic()
+    done = subprocess.run([str(word) for word in command], cwd=ROOT)
+    verdict = "passed" if done.returncode == 0 else f"FAILED (exit status {done.returncode})"
+    print(f"== {name}: {verdict}, {time.monotonic() - started:.0f} s", flush=True)
+    return done.returncode == 0
+
+
+if __name__ == "__main__":
+    main()
