@@ -1,1 +1,5 @@
 """What a model is: one configuration_<family>.py a family."""
+
+from .configuration_flash_rnn import FlashRNNConfig
+
+__all__ = ["FlashRNNConfig"]
