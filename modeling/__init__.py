@@ -3,4 +3,32 @@
 Importing this package registers its model families with the transformers Auto classes.
 """
 
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+)
+
+from .configuration import FlashRNNConfig
+from .modeling_flash_rnn import (
+    FlashRNNForCausalLM,
+    FlashRNNForSequenceClassification,
+    FlashRNNModel,
+    FlashRNNPreTrainedModel,
+)
+
 __version__ = "0.1.0"
+
+__all__ = [
+    "FlashRNNConfig",
+    "FlashRNNForCausalLM",
+    "FlashRNNForSequenceClassification",
+    "FlashRNNModel",
+    "FlashRNNPreTrainedModel",
+]
+
+AutoConfig.register("flash_rnn", FlashRNNConfig)
+AutoModel.register(FlashRNNConfig, FlashRNNModel)
+AutoModelForCausalLM.register(FlashRNNConfig, FlashRNNForCausalLM)
+AutoModelForSequenceClassification.register(FlashRNNConfig, FlashRNNForSequenceClassification)

@@ -1,0 +1,131 @@
+"""Recurrent states inside transformers' DynamicCache and StaticCache.
+
+Both build one layer per entry of `config.layer_types`; "recurrent_state" names ours. The states are
+kept in the dtype the kernel returns them in, fp32 whatever the model's dtype, and detached: a
+forward call that continues from a cache begins a new graph, which is truncated backpropagation
+through time.
+"""
+
+from typing import Any
+
+import torch
+from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING, CacheLayerMixin
+
+States = tuple[torch.Tensor, ...]  # K tensors [B, N, D]
+
+
+class RecurrentStateLayer(CacheLayerMixin):
+    """The states of one layer after the tokens seen so far, for DynamicCache.
+
+    Each update replaces the tensors, so what a backward pass still needs is never overwritten.
+    """
+
+    _layer_type = "recurrent_state"  # registers this class for DynamicCache
+    is_compileable = True  # the shapes never change
+    supports_early_init = False  # how many states there are is the cell's business
+
+    def __init__(self, **kwargs: Any):
+        super().__init__()
+        self.states: States | None = None
+        self.length: int | torch.Tensor = 0
+
+    def get_states(self) -> States | None:
+        """The states to continue from, None at the start."""
+        return self.states
+
+    def update_states(self, states: States, num_new_tokens: int) -> None:
+        self.states = tuple(s.detach() for s in states)
+        self.length += num_new_tokens
+        self.is_initialized = True
+
+    def reset(self) -> None:
+        self.states, self.length, self.is_initialized = None, 0, False
+
+    def map_states(self, change) -> None:
+        if self.states is not None:
+            self.states = tuple(change(s) for s in self.states)
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        self.map_states(lambda s: s.index_select(0, beam_idx.to(s.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.map_states(lambda s: s.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self.map_states(lambda s: s[indices])
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if tokens_to_remove != 0:
+            raise RuntimeError(
+                f"tokens_to_remove is {tokens_to_remove}, but must be 0: "
+                "a recurrent state cannot forget the tokens it has seen"
+            )
+
+    @property
+    def batch_size(self) -> int:
+        return -1 if self.states is None else self.states[0].shape[0]
+
+    def get_seq_length(self) -> int | torch.Tensor:
+        return self.length
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int | torch.Tensor, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def offload(self) -> None:
+        """Nothing to gain: the states are a few rows per sequence."""
+
+    def prefetch(self) -> None:
+        """See offload."""
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError("a recurrent layer has no keys and values: use update_states")
+
+    def update(self, *args: Any, **kwargs: Any):
+        raise NotImplementedError("a recurrent layer has no keys and values: use update_states")
+
+
+class StaticRecurrentStateLayer(RecurrentStateLayer):
+    """The same for StaticCache and compiled decoding: buffers that never move.
+
+    The length is a tensor, because an int would be compiled in and every token would recompile.
+    """
+
+    _layer_type = None  # keeps the parent registered for DynamicCache
+
+    def __init__(self, max_cache_len: int | None = None, **kwargs: Any):
+        super().__init__()
+        self.length = torch.zeros((), dtype=torch.long)
+
+    def get_states(self) -> States | None:
+        if self.states is None or not torch.is_grad_enabled():
+            return self.states
+        return tuple(s.clone() for s in self.states)  # update_states overwrites the buffers
+
+    def update_states(self, states: States, num_new_tokens: int) -> None:
+        if self.states is None:
+            self.states = tuple(torch.zeros_like(s.detach()) for s in states)
+            self.length = self.length.to(states[0].device)
+            self.is_initialized = True
+            if not torch.compiler.is_compiling():
+                for buffer in (*self.states, self.length):
+                    torch._dynamo.mark_static_address(buffer)
+        for buffer, s in zip(self.states, states, strict=True):
+            buffer.copy_(s.detach())
+        self.length.add_(num_new_tokens)
+
+    def reset(self) -> None:
+        for buffer in (*(self.states or ()), self.length):
+            buffer.zero_()
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        for buffer in self.states or ():
+            buffer.copy_(buffer.index_select(0, beam_idx.to(buffer.device)))
+
+    def get_seq_length(self) -> int | torch.Tensor:
+        return self.length if torch.compiler.is_compiling() else int(self.length)
+
+
+STATIC_LAYER_TYPE_MAPPING["recurrent_state"] = StaticRecurrentStateLayer
