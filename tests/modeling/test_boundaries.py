@@ -1,0 +1,149 @@
+"""Padding changes nothing, and packed documents do not see each other."""
+
+import pytest
+import torch
+
+from flashcell.layers import find_boundaries
+from numerics import EPS, assert_close
+
+# The same sums in fp32, taken for other batch sizes: a few roundings a step, which the gates damp
+# instead of piling up. Observed: at most 6 units.
+SAME = 16 * EPS[torch.float32]
+
+
+def run(model, ids, **kwargs):
+    with torch.no_grad():
+        return model(input_ids=ids, use_cache=True, **kwargs)
+
+
+def states(outputs) -> torch.Tensor:
+    return torch.stack(
+        [torch.stack(layer.get_states()) for layer in outputs.past_key_values.layers]
+    )
+
+
+PADDINGS = {
+    "left": ([0, 0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1, 1]),
+    "right": ([1, 1, 1, 1, 1, 0, 0, 0], [1, 1, 0, 0, 0, 0, 0, 0]),
+    "between": ([1, 1, 0, 0, 1, 1, 0, 1], [0, 1, 1, 0, 1, 1, 1, 0]),
+    "nothing but padding": ([0, 0, 0, 0, 0, 0, 0, 0], [1, 1, 1, 1, 1, 1, 1, 1]),
+}
+
+
+@pytest.mark.parametrize("where", PADDINGS)
+@pytest.mark.parametrize("positions", [False, True], ids=["mask", "mask+positions"])
+def test_padded_batch_is_each_row_alone(every_cell, make_model, tokens, where, positions):
+    model, ids, mask = make_model(**every_cell), tokens(2, 8), torch.tensor(PADDINGS[where])
+    kwargs = {"attention_mask": mask}
+    if positions:  # as generate makes them: 0 at padding
+        kwargs["position_ids"] = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 0)
+    batch = run(model, ids, **kwargs)
+    for row, real in enumerate(mask.bool()):
+        if not real.any():
+            assert not states(batch)[:, :, row].any(), "padding wrote to the state"
+            continue
+        alone = run(model, ids[row : row + 1, real])
+        assert_close("logits", batch.logits[row, real], alone.logits[0], SAME)
+        assert_close("states", states(batch)[:, :, row], states(alone)[:, :, 0], SAME)
+
+
+LENGTHS = [3, 1, 5]
+STARTS = torch.tensor([0, 3, 4, 9], dtype=torch.int32)
+NUMBERS = torch.tensor([[0, 0, 0, 1, 2, 2, 2, 2, 2]])
+POSITIONS = torch.tensor([[0, 1, 2, 0, 0, 1, 2, 3, 4]])
+PACKED = {
+    "position_ids": {"position_ids": POSITIONS},
+    "cu_seq_lens_q": {"cu_seq_lens_q": STARTS},
+    "seq_idx": {"seq_idx": NUMBERS.int()},
+    "the collator's": {
+        "position_ids": POSITIONS,
+        "seq_idx": NUMBERS.int(),
+        "cu_seq_lens_q": STARTS,
+        "cu_seq_lens_k": STARTS,
+        "max_length_q": 5,
+        "max_length_k": 5,
+    },
+}
+
+
+@pytest.mark.parametrize("how", PACKED)
+def test_packed_documents_are_separate_documents(every_cell, make_model, tokens, how):
+    model, ids = make_model(**every_cell), tokens(1, 9)
+    packed = run(model, ids, **PACKED[how])
+    parts = [run(model, part) for part in ids.split(LENGTHS, dim=1)]
+    assert_close("logits", packed.logits, torch.cat([p.logits for p in parts], 1), SAME)
+    assert_close("states", states(packed), states(parts[-1]), SAME)
+
+
+@pytest.mark.parametrize("how", ["position_ids", "seq_idx"])
+def test_packed_rows_with_padding(make_model, tokens, how):
+    model, ids, pad = make_model(cell="slstm"), tokens(1, 9), tokens(2, 2)
+    rows = torch.cat([ids.expand(2, 9), pad], 1)
+    mask = torch.tensor([[1] * 9 + [0] * 2]).expand(2, -1)
+    told = {k: torch.nn.functional.pad(v, (0, 2)) for k, v in PACKED[how].items()}
+    batch, alone = run(model, rows, attention_mask=mask, **told), run(model, ids, **PACKED[how])
+    for row in range(2):
+        assert_close("logits", batch.logits[row, :9], alone.logits[0], SAME)
+        assert_close("states", states(batch)[:, :, row], states(alone)[:, :, 0], SAME)
+
+
+def test_packed_gradients_are_the_sum_over_documents(every_cell, make_model, tokens):
+    model, ids = make_model(**every_cell).double(), tokens(1, 9)
+    names = [name for name, _ in model.named_parameters()]
+
+    def gradients(*calls):
+        losses = [model(ids, **kw).logits.square().sum() for ids, kw in calls]
+        return torch.autograd.grad(sum(losses), list(model.parameters()))
+
+    separate = gradients(*((part, {}) for part in ids.split(LENGTHS, dim=1)))
+    for how in ("position_ids", "cu_seq_lens_q"):
+        packed = gradients((ids, PACKED[how]))
+        for name, got, want in zip(names, packed, separate, strict=True):
+            # float64: an identity, up to the roundings of some hundred terms of both signs
+            assert_close(f"{how} {name}", got, want, 256 * EPS[torch.float64])
+
+
+def test_a_document_may_begin_while_decoding(make_model, tokens):
+    model, ids = make_model(cell="gru"), tokens(2, 6)
+    cache = run(model, ids[:, :5]).past_key_values
+    begins = torch.tensor([[0], [5]])
+    last = run(model, ids[:, 5:], past_key_values=cache, position_ids=begins)
+    assert_close("new document", last.logits[0, 0], run(model, ids[:1, 5:]).logits[0, 0], SAME)
+    assert_close("continued", last.logits[1, 0], run(model, ids[1:]).logits[0, -1], SAME)
+
+
+WRONG = {
+    "mask rank": ({"attention_mask": torch.ones(2, 1, 4, 4)}, "attention_mask has shape"),
+    "mask batch": ({"attention_mask": torch.ones(3, 4)}, "attention_mask has shape"),
+    "mask length": ({"attention_mask": torch.ones(2, 3)}, "but must be .2, at least 4."),
+    "positions rank": ({"position_ids": torch.zeros(4)}, "position_ids has shape"),
+    "positions length": ({"position_ids": torch.zeros(1, 5)}, "but must be .2 or 1, 4."),
+    "numbers batch": ({"seq_idx": torch.zeros(3, 4)}, "seq_idx has shape"),
+    "offsets of a batch": (
+        {"cu_seq_lens": torch.tensor([0, 4])},
+        "cu_seq_lens_q has shape .2. for a batch of 2",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_wrong_shapes_are_named(what):
+    kwargs, message = WRONG[what]
+    with pytest.raises(ValueError, match=message):
+        find_boundaries(2, 4, **kwargs)
+
+
+def test_wrong_offsets_are_named(make_model, tokens):
+    for offsets in ([0, 5, 3, 9], [1, 9], [0, 8]):
+        with pytest.raises((ValueError, RuntimeError), match="cu_seqlens"):
+            run(make_model(), tokens(1, 9), cu_seq_lens_q=torch.tensor(offsets))
+
+
+def test_exactly_one_input(make_model, tokens):
+    model, ids = make_model(), tokens(1, 3)
+    embeds = model.get_input_embeddings()(ids)
+    with pytest.raises(ValueError, match="exactly one of input_ids and inputs_embeds"):
+        model(input_ids=ids, inputs_embeds=embeds)
+    with pytest.raises(ValueError, match="exactly one of input_ids and inputs_embeds"):
+        model()
+    assert torch.equal(model(inputs_embeds=embeds).logits, model(ids).logits)

@@ -1,0 +1,85 @@
+"""The cache layer by itself, and truncated backpropagation through it."""
+
+import pytest
+import torch
+from transformers import DynamicCache, StaticCache
+
+from numerics import EPS, assert_close
+
+
+def filled(config, kind: str):
+    """A cache whose layers hold two random states of a batch of 3 after 5 tokens."""
+    static = kind == "static"
+    cache = StaticCache(config, max_cache_len=16) if static else DynamicCache(config=config)
+    for layer in cache.layers:
+        layer.update_states((torch.randn(3, 2, 16), torch.randn(3, 2, 16)), 5)
+    return cache
+
+
+KINDS = ["dynamic", "static"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_batch_changes(make_config, kind):
+    changes = {
+        "reorder_cache": (torch.tensor([2, 2, 0]), lambda s: s[[2, 2, 0]]),
+        "batch_repeat_interleave": (2, lambda s: s.repeat_interleave(2, 0)),
+        "batch_select_indices": (torch.tensor([1]), lambda s: s[[1]]),
+    }
+    for name, (argument, want) in changes.items():
+        cache = filled(make_config(), kind)
+        before = [[s.clone() for s in layer.get_states()] for layer in cache.layers]
+        getattr(cache, name)(argument)
+        for layer, old in zip(cache.layers, before, strict=True):
+            for got, s in zip(layer.get_states(), old, strict=True):
+                assert torch.equal(got, want(s)), name
+        assert cache.batch_size == len(want(torch.empty(3)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_counts_and_forgets(make_config, kind):
+    cache = filled(make_config(), kind)
+    assert cache.get_seq_length() == 5
+    assert cache.get_max_length() == -1
+    assert cache.is_compileable
+    cache.crop(0)
+    with pytest.raises(RuntimeError, match="tokens_to_remove is -1, but must be 0"):
+        cache.crop(-1)
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    assert all(not s.any() for layer in cache.layers for s in layer.get_states() or ())
+    with pytest.raises(NotImplementedError, match="no keys and values"):
+        cache.update(torch.zeros(1), torch.zeros(1), 0)
+
+
+def test_static_buffers_never_move(make_config):
+    cache = filled(make_config(), "static")
+    layer = cache.layers[0]
+    addresses = lambda: [t.data_ptr() for t in (*layer.states, layer.length)]
+    before = addresses()
+    layer.update_states((torch.randn(3, 2, 16), torch.randn(3, 2, 16)), 1)
+    layer.reorder_cache(torch.tensor([1, 0, 2]))
+    layer.reset()
+    assert addresses() == before
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_truncated_backpropagation(every_cell, make_model, tokens, kind):
+    """Chunk by chunk with one cache: each chunk's gradients are those from its constant state."""
+    model, ids = make_model(**every_cell).double().train(), tokens(2, 9)
+    static = kind == "static"
+    cache = StaticCache(model.config, 9) if static else DynamicCache(config=model.config)
+    parameters, losses = list(model.parameters()), []
+    for part in ids.split(3, dim=1):
+        losses.append(model(part, past_key_values=cache, labels=part).loss)
+    together = torch.autograd.grad(sum(losses), parameters)  # after every later cache update
+
+    apart = [torch.zeros_like(p) for p in parameters]
+    for i, part in enumerate(ids.split(3, dim=1)):
+        with torch.no_grad():
+            before = model(ids[:, : 3 * i], use_cache=True).past_key_values if i else None
+        loss = model(part, past_key_values=before, labels=part).loss
+        for total, g in zip(apart, torch.autograd.grad(loss, parameters), strict=True):
+            total.add_(g)
+    for (name, _), got, want in zip(model.named_parameters(), together, apart, strict=True):
+        assert_close(name, got, want, 256 * EPS[torch.float64])

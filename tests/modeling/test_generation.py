@@ -1,0 +1,189 @@
+"""generate() with the cache is generate() without, whatever way the states travel."""
+
+import copy
+import statistics
+import time
+
+import pytest
+import torch
+from torch._dynamo import lookup_backend
+from transformers import DynamicCache, StaticCache
+from transformers.generation import CompileConfig
+from transformers.generation.streamers import BaseStreamer
+
+from numerics import EPS, assert_close
+
+SAME = 16 * EPS[torch.float32]  # see test_boundaries.py
+
+
+def greedy(model, ids, new=24, **kwargs):
+    if ids is not None:  # otherwise generate takes every token 0 of a prompt for padding
+        kwargs.setdefault("attention_mask", torch.ones_like(ids))
+    return model.generate(ids, max_new_tokens=new, do_sample=False, pad_token_id=0, **kwargs)
+
+
+def test_cached_generation_is_uncached_generation(every_cell, make_model, tokens):
+    model, ids = make_model(**every_cell), tokens(3, 7)
+    cached, uncached = greedy(model, ids), greedy(model, ids, use_cache=False)
+    assert torch.equal(cached, uncached)
+    assert len(cached[:, 7:].unique()) > 5, "a text of one token proves nothing"
+
+
+def test_every_prefix_may_be_cached(every_cell, make_model, tokens):
+    model, ids = make_model(**every_cell), tokens(2, 11)
+    with torch.no_grad():
+        whole = model(ids).logits
+        for chunk in (1, 2, 4, 10):
+            cache, parts = DynamicCache(config=model.config), []
+            for part in ids.split(chunk, dim=1):
+                parts.append(model(part, past_key_values=cache).logits)
+            assert_close(f"chunks of {chunk}", torch.cat(parts, 1), whole, SAME)
+            assert cache.get_seq_length() == 11
+
+
+def test_bf16_logits(every_cell, make_model, tokens):
+    """bf16 with a cache is as far from fp32 as bf16 without one, and both as near as bf16 can be.
+
+    Each of about ten roundings a block to 8 bits moves the residual stream by 2^-9 of its size at
+    most, at random: sqrt(20) * 2^-9 is 0.9 %. The bound is three times that.
+    """
+    model, ids = make_model(**every_cell), tokens(4, 24)
+    with torch.no_grad():
+        exact = model(ids).logits
+        model = model.to(torch.bfloat16)
+        whole, cache, parts = model(ids).logits, DynamicCache(config=model.config), []
+        for part in ids.split(1, dim=1):
+            parts.append(model(part, past_key_values=cache).logits)
+    assert whole.dtype == torch.bfloat16
+    assert all(s.dtype == torch.float32 for layer in cache.layers for s in layer.get_states())
+    bound = 3 * 20**0.5 * EPS[torch.bfloat16] / 2
+    assert_close("whole", whole, exact, bound)
+    assert_close("cached", torch.cat(parts, 1), exact, bound)
+
+
+def test_left_padded_batch_is_each_prompt_alone(every_cell, make_model, tokens):
+    model, lengths = make_model(**every_cell), (2, 5, 9)
+    prompts = [tokens(1, n) for n in lengths]
+    ids = torch.cat([torch.nn.functional.pad(p, (9 - p.shape[1], 0)) for p in prompts])
+    mask = torch.tensor([[0] * (9 - n) + [1] * n for n in lengths])
+    alone = torch.cat([greedy(model, p)[:, p.shape[1] :] for p in prompts])
+    for kwargs in ({}, {"use_cache": False}, {"prefill_chunk_size": 1}, {"prefill_chunk_size": 4}):
+        assert torch.equal(greedy(model, ids, attention_mask=mask, **kwargs)[:, 9:], alone), kwargs
+
+
+def test_beam_search(every_cell, make_model, tokens):
+    model, ids = make_model(**every_cell), tokens(2, 5)
+    beams = {"num_beams": 3, "num_return_sequences": 2, "new": 10}
+    uncached = greedy(model, ids, use_cache=False, **beams)
+    assert torch.equal(greedy(model, ids, **beams), uncached)
+    assert torch.equal(greedy(model, ids, cache_implementation="static", **beams), uncached)
+
+
+def test_chunked_prefill(every_cell, make_model, tokens):
+    model, ids = make_model(**every_cell), tokens(2, 13)
+    for size in (1, 4, 13, 20):
+        assert torch.equal(greedy(model, ids, prefill_chunk_size=size), greedy(model, ids)), size
+
+
+def test_conversation_continues_from_the_returned_cache(every_cell, make_model, tokens):
+    model, first, second = make_model(**every_cell), tokens(2, 5), tokens(2, 4)
+    turn = greedy(model, first, new=6, return_dict_in_generate=True)
+    text = torch.cat([turn.sequences, second], 1)
+    want = greedy(model, text, new=6)
+    unread = text[:, turn.past_key_values.get_seq_length() :]
+    for ids in (text, unread):
+        cache = copy.deepcopy(turn.past_key_values)  # one prompt's cache may serve many times
+        mask = torch.ones_like(text)
+        got = greedy(model, ids, new=6, past_key_values=cache, attention_mask=mask)
+        assert torch.equal(got[:, -6:], want[:, -6:]), f"{ids.shape[1]} tokens passed"
+        assert cache.get_seq_length() == text.shape[1] + 6 - 1
+    with pytest.raises(ValueError, match="the cache already holds 10 tokens"):
+        greedy(model, second, past_key_values=turn.past_key_values)
+
+
+def test_generation_from_embeddings(make_model, tokens):
+    model, ids = make_model(cell="gru"), tokens(2, 6)
+    embeds = model.get_input_embeddings()(ids)
+    assert torch.equal(greedy(model, None, inputs_embeds=embeds), greedy(model, ids)[:, 6:])
+
+
+def test_logits_to_keep(make_model, tokens):
+    model, ids = make_model(), tokens(2, 6)
+    whole = model(ids).logits
+    assert_close("last two", model(ids, logits_to_keep=2).logits, whole[:, -2:], SAME)
+    chosen = torch.tensor([0, 4])
+    assert_close("chosen", model(ids, logits_to_keep=chosen).logits, whole[:, chosen], SAME)
+
+
+def test_assisted_decoding_is_refused(make_model, tokens):
+    with pytest.raises(ValueError, match="stateful"):
+        greedy(make_model(), tokens(1, 4), prompt_lookup_num_tokens=2)
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["plain", "left-padded"])
+def test_static_cache_decodes_in_one_graph(make_model, tokens, padded):
+    """Two generate calls with different prompts: one graph, whole, compiled once."""
+    model, graphs = make_model(cell="lstm"), []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return lookup_backend("aot_eager")(graph, inputs)
+
+    compile_config = CompileConfig(fullgraph=True, mode=None, backend=backend)
+    compile_config._compile_all_devices = True  # transformers compiles on accelerators by itself
+    torch._dynamo.reset()
+    for length in (4, 7):
+        ids, mask = tokens(2, length), torch.ones(2, length, dtype=torch.long)
+        if padded:
+            mask[0, :2] = 0
+        got = greedy(
+            model, ids, new=12, attention_mask=mask, cache_implementation="static",
+            compile_config=compile_config,
+        )  # fmt: skip
+        assert torch.equal(got, greedy(model, ids, new=12, attention_mask=mask, use_cache=False))
+    assert len(graphs) == 1
+
+
+class Clock(BaseStreamer):
+    """Notes when generate hands out each token."""
+
+    def __init__(self):
+        self.times: list[float] = []
+
+    def put(self, value):
+        self.times.append(time.process_time())  # its own work, whoever else uses the machine
+
+    def end(self):
+        pass
+
+
+@pytest.mark.slow
+def test_a_token_costs_the_same_after_ten_thousand(make_model, tokens):
+    """The median of a thousand tokens at the end against that at the start.
+
+    Attention over 10,000 cached tokens would cost this model several times its step. The bound
+    leaves room for what transformers itself copies per token (the growing input_ids), and for noise.
+    """
+    model, clock = make_model(num_hidden_layers=1), Clock()
+    cache = DynamicCache(config=model.config)
+    greedy(model, tokens(1, 10), new=10_000, past_key_values=cache, streamer=clock)
+    spent = [b - a for a, b in zip(clock.times, clock.times[1:], strict=False)]
+    assert len(spent) == 10_000
+    early, late = statistics.median(spent[10:1010]), statistics.median(spent[-1000:])
+    assert late < 1.5 * early, f"{early * 1e6:.0f} us a token at 10, {late * 1e6:.0f} at 10,000"
+    states = cache.layers[0].get_states()
+    assert [s.untyped_storage().nbytes() for s in states] == [2 * 32 * 4] * 2
+    assert cache.get_seq_length() == 10_009
+
+
+def test_static_cache_is_the_dynamic_one(every_cell, make_model, tokens):
+    model, ids = make_model(**every_cell), tokens(2, 6)
+    caches = DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=8)
+    for cache in caches:
+        with torch.no_grad():
+            model(ids[:, :4], past_key_values=cache)
+            model(ids[:, 4:], past_key_values=cache)
+        assert cache.get_seq_length() == 6
+    for dynamic, static in zip(*(c.layers for c in caches), strict=True):
+        for got, want in zip(static.get_states(), dynamic.get_states(), strict=True):
+            assert torch.equal(got, want)

@@ -1,0 +1,199 @@
+"""Training as everybody does it: Trainer, LoRA, checkpointing, compilation, classification."""
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
+
+import flashcell
+from numerics import EPS, assert_bitwise, assert_close
+
+SAME = 16 * EPS[torch.float32]  # see test_boundaries.py
+
+
+def gradients(model, **inputs) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    model(**inputs).loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def fit(model, ids, steps=30, lr=0.01) -> list[float]:
+    """The losses of a few steps of AdamW on one batch."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer, losses = torch.optim.AdamW(trained, lr=lr), []
+    for _ in range(steps):
+        loss = model(input_ids=ids, labels=ids).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_default_config_trains(every_cell, tokens):
+    """Nothing set but the sizes; use_cache is on, which must not get in the way."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_heads": 2}
+    config = flashcell.FlashRNNConfig(vocab_size=61, **sizes, **every_cell)
+    model = flashcell.FlashRNNForCausalLM(config).train()
+    losses = fit(model, tokens(2, 12))
+    assert losses[-1] < 0.5 * losses[0]
+    assert all(p.grad.isfinite().all() and p.grad.any() for p in model.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_trains_under_autocast_and_in_bf16(make_model, tokens, dtype):
+    """fp32 weights beside 16-bit activations, and everything in 16 bits."""
+    ids, model = tokens(2, 8), make_model(cell="lstm").train()
+    with torch.autocast("cpu", dtype):
+        mixed = gradients(model, input_ids=ids, labels=ids)
+    assert {g.dtype for g in mixed.values()} == {torch.float32}
+    pure = gradients(model.to(dtype), input_ids=ids, labels=ids)
+    assert {g.dtype for g in pure.values()} == {dtype}
+    assert all(g.isfinite().all() for g in (*mixed.values(), *pure.values()))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_changes_nothing(every_cell, make_model, tokens, reentrant):
+    model, ids = make_model(**every_cell).train(), tokens(2, 9)
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1, 0, 0]])
+    inputs = {"input_ids": ids, "labels": ids, "attention_mask": mask}
+    plain = gradients(model, **inputs)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    for name, got in gradients(model, **inputs).items():
+        assert_bitwise(name, got, plain[name])
+
+
+def test_checkpointing_refuses_a_cache(make_model, tokens):
+    model, ids = make_model().train(), tokens(1, 4)
+    cache = model(ids).past_key_values
+    model.gradient_checkpointing_enable()
+    with pytest.raises(ValueError, match="past_key_values is given, but must be None"):
+        model(ids, past_key_values=cache)
+
+
+def test_grad_clip_reaches_the_cell(make_model, tokens):
+    ids = tokens(2, 9)
+    model = make_model(grad_clip=0.0)
+    cut = gradients(model, input_ids=ids, labels=ids)
+    model.config.grad_clip = None
+    free = gradients(model, input_ids=ids, labels=ids)
+    name = "model.layers.1.mixer.recurrent_weight"
+    assert (cut[name] - free[name]).norm() > 0.01 * free[name].norm()
+
+
+def test_loss_is_averaged_over_the_items_the_trainer_counts(make_model, tokens):
+    model, ids = make_model(), tokens(2, 9)
+    loss = model(ids, labels=ids).loss
+    counted = model(ids, labels=ids, num_items_in_batch=torch.tensor(32)).loss
+    assert_close("loss", counted * 2, loss, SAME)
+    logits = model(ids).logits[:, :-1].flatten(0, 1)
+    want = torch.nn.functional.cross_entropy(logits, ids[:, 1:].flatten())
+    assert_close("shifted inside", loss, want, SAME)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_trainer(make_model, tokens, tmp_path, packed):
+    torch.manual_seed(1)
+    model = make_model(pad_token_id=0)
+    texts = [{"input_ids": tokens(n).tolist()} for n in (5, 9, 3, 7)]
+    if not packed:
+        texts = [{"input_ids": ids, "labels": ids} for ids in tokens(4, 9).tolist()]
+    collator = DataCollatorWithFlattening(return_seq_idx=True, return_flash_attn_kwargs=True)
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    trainer = Trainer(
+        model,
+        TrainingArguments(
+            tmp_path, max_steps=2, per_device_train_batch_size=2, report_to=[], use_cpu=True,
+            logging_steps=1, learning_rate=0.01, remove_unused_columns=not packed,
+            gradient_checkpointing=not packed, disable_tqdm=True,
+        ),
+        train_dataset=texts,
+        data_collator=collator if packed else None,
+    )  # fmt: skip
+    trainer.train()
+    assert all((p != before[n]).any() for n, p in model.named_parameters())
+    assert torch.isfinite(torch.tensor([e["loss"] for e in trainer.state.log_history[:2]])).all()
+
+
+def test_lora_on_all_linear_layers(every_cell, make_model, tokens):
+    peft = pytest.importorskip("peft")
+    model, ids = make_model(**every_cell), tokens(2, 12)
+    frozen = {n: p.detach().clone() for n, p in model.named_parameters()}
+    lora = peft.LoraConfig(target_modules="all-linear", r=4, task_type="CAUSAL_LM")
+    adapted = peft.get_peft_model(model, lora).train()
+    names = [n for n, p in adapted.named_parameters() if p.requires_grad]
+    targets = {n.split(".lora_")[0].rsplit(".", 1)[1] for n in names}
+    assert targets == {"in_proj", "gate_proj", "up_proj", "down_proj"}
+    losses = fit(adapted, ids, lr=0.03)
+    assert losses[-1] < 0.7 * losses[0]
+    assert all(p.grad.any() for n, p in adapted.named_parameters() if p.requires_grad)
+    merged = adapted.merge_and_unload()
+    mixer = "model.layers.0.mixer."
+    assert torch.equal(
+        merged.get_parameter(mixer + "recurrent_weight"), frozen[mixer + "recurrent_weight"]
+    )
+    assert not torch.equal(
+        merged.get_parameter(mixer + "in_proj.weight"), frozen[mixer + "in_proj.weight"]
+    )
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiled_whole(make_model, tokens, backend):
+    """The compiled object itself, one graph, forward and backward, with padding and documents."""
+    model, ids = make_model(cell="lstm", num_hidden_layers=1).train(), tokens(2, 5)
+    mask = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 0]])
+    inputs = {
+        "input_ids": ids,
+        "labels": ids,
+        "attention_mask": mask,
+        "position_ids": torch.tensor([[0, 0, 1, 0, 1]]),
+        "use_cache": False,
+    }
+    want = gradients(model, **inputs)
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend(backend)
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    assert_close("loss", compiled(**inputs).loss, model(**inputs).loss, SAME)
+    model.zero_grad()
+    compiled(**inputs).loss.backward()
+    for name, p in model.named_parameters():
+        assert_close(name, p.grad, want[name], 4 * SAME)  # fused sums: another order in backward
+    assert counter.frame_count == 1
+
+
+def test_output_hidden_states(make_model, tokens):
+    model, ids = make_model(), tokens(2, 6)
+    outputs = model(ids, output_hidden_states=True)
+    assert len(outputs.hidden_states) == 3
+    assert torch.equal(outputs.hidden_states[0], model.get_input_embeddings()(ids))
+    assert torch.equal(model.lm_head(outputs.hidden_states[-1]), outputs.logits)
+    assert model(ids, return_dict=False)[0].shape == (2, 6, 61)
+
+
+def test_sequence_classification(every_cell, make_config, tokens):
+    """The class is read off the last token that is not padding, on either side."""
+    config = make_config(**every_cell, num_labels=3, pad_token_id=0)
+    model, text = flashcell.FlashRNNForSequenceClassification(config).eval(), tokens(1, 5).clamp(1)
+    alone = model(text).logits
+    for pad in ((3, 0), (0, 3)):
+        ids = torch.nn.functional.pad(text, pad)
+        logits = model(ids, attention_mask=(ids != 0).long()).logits
+        assert_close(f"padding {pad}", logits, alone, SAME)
+    labels = torch.tensor([0, 2])
+    loss = model(tokens(2, 6).clamp(1), labels=labels).loss
+    loss.backward()
+    assert model.score.weight.grad.any()
+    assert model.model.layers[0].mixer.recurrent_weight.grad.any()
+
+
+def test_sharding_plan_names_modules(make_model):
+    model = make_model()
+    assert set(model._fsdp_plan) == {
+        "lm_head",
+        "model.embed_tokens",
+        "model.layers.*",
+        "model.norm",
+    }
+    for name in model._fsdp_plan:
+        model.get_submodule(name.removesuffix(".*"))
+    assert type(model.model.layers[0]).__name__ in model._no_split_modules
