@@ -21,11 +21,12 @@ def run(function, name, call, dh, dlast, **options):
     carried = reference.CELLS[name].states - reference.CELLS[name].detached_states
     sources = {k: call[k] for k in ("x", "weight", "bias") if k in call}
     sources.update({f"state[{k}]": s for k, s in enumerate(call.get("state", ())[:carried])})
-    outputs = [h, *last[:carried]]
+    outputs = [(h, dh), *zip(last[:carried], dlast, strict=False)]
+    outputs = [(y, dy.to(y.dtype)) for y, dy in outputs if y.requires_grad]  # T = 0: h is constant
     grads = torch.autograd.grad(
-        outputs,
+        [y for y, _ in outputs],
         list(sources.values()),
-        [dh.to(h.dtype), *(d.to(s.dtype) for d, s in zip(dlast, last, strict=False))],
+        [dy for _, dy in outputs],
         materialize_grads=True,
     )
     named = {"h": h, **{f"last[{k}]": s for k, s in enumerate(last)}}

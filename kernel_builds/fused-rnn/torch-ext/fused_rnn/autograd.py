@@ -76,8 +76,19 @@ def register(cell: Cell) -> None:
             *(None,) * 6,
         )
 
-    name = add_op_namespace_prefix(f"{cell.name}_fwd")
-    torch.library.register_autograd(name, backward, setup_context=setup_context)
+    torch.library.register_autograd(
+        add_op_namespace_prefix(f"{cell.name}_fwd"), backward, setup_context=setup_context
+    )
+    torch.library.register_autograd(
+        add_op_namespace_prefix(f"{cell.name}_bwd"), _no_second_derivative
+    )
+
+
+def _no_second_derivative(ctx, *grads):
+    raise RuntimeError(
+        "fused_rnn has no second derivatives in its kernels: pass backend='reference', "
+        "which autograd differentiates any number of times"
+    )
 
 
 @torch.library.register_fake(add_op_namespace_prefix("recurrent_dweight"))
@@ -111,5 +122,7 @@ def _linear_backward(ctx, dy):
 torch.library.register_autograd(
     add_op_namespace_prefix("linear_fwd"), _linear_backward, setup_context=_linear_setup_context
 )
+for _op in ("linear_bwd", "recurrent_dweight"):
+    torch.library.register_autograd(add_op_namespace_prefix(_op), _no_second_derivative)
 for _cell in CELLS.values():
     register(_cell)
