@@ -24,14 +24,14 @@ import threading
 import types
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import constants, snapshot_download
-from huggingface_hub.errors import LocalEntryNotFoundError
+from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from huggingface_hub.utils import WeakFileLock
 
 from .kernel_variants import choose_variant, explain
@@ -138,7 +138,10 @@ def _load(name: str, device_type: str, backend: str) -> tuple[Any, KernelInfo]:
 def _reference(name: str) -> Any:
     from .kernels import fused_rnn
 
-    return {"fused-rnn": fused_rnn}[name]
+    references = {"fused-rnn": fused_rnn}
+    if name not in references:
+        raise KernelError(f"{name} has no torch reference in this package")
+    return references[name]
 
 
 def _from_disk(name: str, repo: str, device_type: str) -> tuple[Any, KernelInfo] | None:
@@ -202,9 +205,11 @@ def _fetch(repo: str, revision: str, variant: str, files: dict[str, str]) -> Pat
         complete = all((path / file).exists() for file in files)
         return (path, differences(path, files)) if complete else (None, [])
 
-    path, wrong = cached()  # without the guard: a warm cache may be read-only
+    path, wrong = cached()  # without a lock: a warm cache may be read-only
     if path is None or wrong:
         with _explained(f"{repo}@{revision} is not in the cache and cannot be fetched"):
+            if path is None:
+                _ask_for(repo, revision, f"build/{variant}/metadata.json")
             locks.mkdir(parents=True, exist_ok=True)
             with WeakFileLock(locks / f"{revision}-{variant}.lock"):
                 path, wrong = cached()  # another process may have come first
@@ -220,6 +225,13 @@ def _fetch(repo: str, revision: str, variant: str, files: dict[str, str]) -> Pat
             "damaged here, delete that directory and try again; if not, ask who published it"
         )
     return path
+
+
+def _ask_for(repo: str, revision: str, file: str) -> None:
+    """Raises at once if there is no Hub. snapshot_download would try for half a minute, and here
+    the processes would do so one after the other. An answer, even a bad one, is left to it."""
+    with suppress(HfHubHTTPError):
+        get_hf_file_metadata(hf_hub_url(repo, file, repo_type="kernel", revision=revision))
 
 
 def _import(path: Path, identifier: str, device_type: str, files: dict[str, str] | None) -> Any:

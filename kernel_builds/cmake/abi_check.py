@@ -31,17 +31,24 @@ FATBIN_FLAG_A, FATBIN_FLAG_F = 1 << 20, 1 << 21  # sm_90a, sm_100f; found by com
 
 
 def problems(
-    library: Path, stable_abi: str, torch_include: Path, archs: tuple[str, ...] = ()
+    library: Path,
+    stable_abi: str,
+    torch_include: Path,
+    archs: tuple[str, ...] = (),
+    stripped: bool = False,
 ) -> list[str]:
-    """One sentence for every violation; `archs` of a CUDA library, () for a CPU one."""
+    """One sentence for every violation; `archs` of a CUDA library, () for a CPU one. A `stripped`
+    one was checked whole when it was built; what its dynamic symbols say is checked again."""
     found = []
-    if ".symtab" not in _run("readelf", "--wide", "--sections", library):
-        return ["it is stripped, but the Python API can only be checked before that"]
-    from kernel_abi_check import ObjectFile
+    if not stripped:
+        if ".symtab" not in _run("readelf", "--wide", "--sections", library):
+            return ["it is stripped, but the Python API can only be checked before that"]
+        from kernel_abi_check import ObjectFile
 
-    file = ObjectFile(library)
-    found += [f"Python limited API {PYTHON_ABI}: {v!r}" for v in file.check_python_abi(PYTHON_ABI)]
-    found += [f"{MANYLINUX}: {v!r}" for v in file.check_manylinux(MANYLINUX)]
+        file = ObjectFile(library)
+        violations = file.check_python_abi(PYTHON_ABI)
+        found += [f"Python limited API {PYTHON_ABI}: {v!r}" for v in violations]
+        found += [f"{MANYLINUX}: {v!r}" for v in file.check_manylinux(MANYLINUX)]
     found += _imports(library, newer_shims(torch_include, stable_abi), stable_abi)
     exports = [line.split()[-1] for line in _nm("--defined-only", library)]
     found += [f"exports {s}, but only PyInit_* may be" for s in exports if s[:7] != "PyInit_"]

@@ -1,0 +1,76 @@
+"""Processes that load the kernel, step by step, and write what came of it as JSON.
+
+Reads requests from stdin, one JSON object a line, forks for each and prints the pid: torch is
+imported once for all; huggingface_hub, kernels and the loader start anew in every process.
+
+A request is {"environment": variables, "path": for sys.path, "steps": [step, ...], "out": FILE}, a
+step {"device": "cpu", "backend": "auto", "run": Python to execute first, "compile": a backend of
+torch.compile}, of which every part may be left out.
+"""
+
+import json
+import os
+import signal
+import sys
+import traceback
+import warnings
+from pathlib import Path
+
+import torch
+import torch._dynamo
+
+
+def take(step: dict) -> dict:
+    exec(step.get("run", ""), {})
+    arguments = ("fused-rnn", step.get("device", "cpu"), step.get("backend", "auto"))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            outcome = load(arguments, step.get("compile"))
+        except Exception as error:
+            outcome = {"error": type(error).__name__, "message": str(error)}
+    outcome["warnings"] = [str(w.message) for w in caught if "fused-rnn" in str(w.message)]
+    return outcome
+
+
+def load(arguments: tuple, compiler: str | None) -> dict:
+    from flat import kernel_loader
+
+    call = lambda x: kernel_loader.load_kernel(*arguments).lstm(x)
+    outcome = {}
+    if compiler is not None:
+        compiled = torch.compile(call, fullgraph=True, backend=compiler)
+        outcome["value"] = compiled(torch.ones(1)).item()
+    module = kernel_loader.load_kernel(*arguments)
+    info = kernel_loader.kernel_info(*arguments)
+    if info.source != "reference":  # the toy's lstm doubles its input
+        outcome.setdefault("value", call(torch.ones(1)).item())
+    return outcome | {"source": info.source, "file": module.__file__, "info": str(info)}
+
+
+def answer(request: dict) -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.environ.update(request["environment"])
+    sys.path.insert(0, request["path"])
+    try:
+        result = json.dumps([take(step) for step in request["steps"]])
+    except BaseException:
+        result = json.dumps(traceback.format_exc())
+    out = Path(request["out"])
+    out.with_suffix(".new").write_text(result)
+    out.with_suffix(".new").replace(out)
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def main() -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # finished processes are nobody's zombies
+    for line in sys.stdin:
+        pid = os.fork()
+        if pid == 0:
+            answer(json.loads(line))
+        print(pid, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,259 @@
+"""Kernels come from the Hub whole and as locked, or the loader says what is wrong."""
+
+import importlib.util
+import os
+import py_compile
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.hub
+AUTO, CPU = {"backend": "auto"}, {"backend": "cpu"}
+
+
+def test_fetches_once_then_needs_no_hub(chain):
+    (first,) = chain.load()
+    assert (first["source"], first["value"], first["warnings"]) == ("hub", 2.0, [])
+    assert first["file"] == str(chain.cached / "__init__.py")
+    chain.hub.requests.clear()
+    assert chain.load(AUTO) == [first]
+    assert chain.hub.requests == []
+    chain.hub.stop()
+    try:
+        assert chain.load(CPU, HF_HUB_OFFLINE=1) == [first]
+    finally:
+        chain.hub.start()
+
+
+def test_people_without_flashcell_load_it_too(chain):
+    run = "import kernels; toy = kernels.get_kernel('flashcell/fused-rnn', version=1)\n"
+    (outcome,) = chain.load({"run": run + "assert toy.lstm(3) == 6"})
+    assert outcome["source"] == "hub"
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_loads_while_dynamo_traces(chain, backend):
+    (outcome,) = chain.load({"compile": backend})
+    assert (outcome["source"], outcome["value"]) == ("hub", 2.0)
+
+
+def test_eight_processes_share_a_cold_cache(chain):
+    running = [chain.start(CPU) for _ in range(8)]
+    outcomes = [process.finish()[0] for process in running]
+    assert [outcome.get("source") for outcome in outcomes] == ["hub"] * 8, outcomes
+    assert len(chain.downloads()) == len(set(chain.downloads())), "a file was sent twice"
+
+
+def test_eight_processes_survive_a_truncated_download(chain):
+    chain.hub.faults.shorten["cells.py"] = 1
+    running = [chain.start(CPU) for _ in range(8)]
+    outcomes = [process.finish()[0] for process in running]
+    assert [outcome.get("source") for outcome in outcomes] == ["hub"] * 8, outcomes
+
+
+@pytest.mark.parametrize("fault", ["cut", "shorten"])
+def test_truncated_download_is_repeated(chain, fault):
+    getattr(chain.hub.faults, fault)["cells.py"] = 1
+    (outcome,) = chain.load(CPU)
+    assert outcome["source"] == "hub"
+    assert chain.downloads().count("cells.py") == 2
+
+
+def test_download_that_stays_truncated_is_refused(chain):
+    chain.hub.faults.shorten["cells.py"] = 99
+    assert_corrupt(chain.load(AUTO, CPU), "cells.py has sha256")
+    assert chain.downloads().count("cells.py") == 2
+
+
+def test_interrupted_download_is_taken_up(chain):
+    chain.hub.faults.delay = 1.0
+    process = chain.start(CPU)
+    deadline = time.monotonic() + 60
+    while not any(r.startswith("GET /api/kernels") for r in chain.hub.requests):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    time.sleep(0.3)
+    os.kill(process.pid, signal.SIGKILL)
+    assert not process.out.exists()
+    chain.hub.faults.delay = 0.0
+    assert chain.load(CPU)[0]["source"] == "hub"
+
+
+def test_tampered_on_the_hub_is_refused(chain, tmp_path):
+    chain.hub.faults.tampered["cells.py"] = spy(tmp_path).encode()
+    outcomes = chain.load(AUTO, CPU)
+    assert_corrupt(outcomes, "cells.py has sha256", "expected", "was not imported")
+    assert not (tmp_path / "imported").exists()
+
+
+def test_tampered_in_the_cache_is_refused(chain, tmp_path):
+    chain.load()
+    chain.hub.requests.clear()
+    cells, extra = chain.cached / "cells.py", chain.cached / "cells"
+    text, blob = cells.read_text(), cells.resolve()
+
+    blob.write_text(spy(tmp_path) + text)
+    assert_corrupt(chain.load(AUTO, CPU), f"{chain.cached} ", "cells.py has sha256")
+    blob.write_text(text)
+
+    extra.mkdir()
+    (extra / "__init__.py").write_text(spy(tmp_path) + text)  # Python would prefer the package
+    assert_corrupt(chain.load(AUTO), "cells/__init__.py is not in the lock")
+    extra.rename(tmp_path / "cells")
+    extra.symlink_to(tmp_path / "cells")
+    assert_corrupt(chain.load(AUTO), "cells is not in the lock")
+    extra.unlink()
+
+    assert chain.load()[0]["source"] == "hub"
+    assert not (tmp_path / "imported").exists()
+    assert chain.hub.requests == []  # what was wrong here was not hidden by a download
+
+
+def test_bytecode_in_the_cache_is_not_read(chain, tmp_path):
+    chain.load()
+    evil = tmp_path / "evil.py"
+    evil.write_text("def lstm(x):\n    return 3 * x\n")
+    mode = py_compile.PycInvalidationMode.UNCHECKED_HASH
+    file = importlib.util.cache_from_source(str(chain.cached / "cells.py"))
+    py_compile.compile(str(evil), file, doraise=True, invalidation_mode=mode)
+    assert chain.load()[0]["value"] == 2.0
+
+
+def test_missing_file_is_fetched_again(chain):
+    chain.load()
+    (chain.cached / "cells.py").unlink()
+    assert chain.load()[0]["source"] == "hub"
+
+
+def test_no_hub_and_no_cache(chain):
+    chain.hub.stop()
+    try:
+        auto, again, explicit, reference = chain.load(AUTO, AUTO, CPU, {"backend": "reference"})
+        (offline,) = chain.load(CPU, HF_HUB_OFFLINE=1)
+    finally:
+        chain.hub.start()
+    assert [auto["source"], again["source"], reference["source"]] == ["reference"] * 3
+    (warning,) = auto["warnings"] + again["warnings"] + reference["warnings"]
+    assert "runs as the torch reference" in warning
+    assert "not in the cache and cannot be fetched" in warning
+    assert "Connection refused" in warning
+    assert "not in the cache" in auto["info"]
+    for outcome in (explicit, offline):
+        assert outcome["error"] == "KernelUnavailable"
+        assert "not in the cache and cannot be fetched" in outcome["message"]
+
+
+def test_revision_is_not_on_the_hub(chain):
+    chain.edit_lock(revision="0" * 40)
+    auto, explicit = chain.load(AUTO, CPU)
+    assert auto["source"] == "reference"
+    assert explicit["error"] == "KernelUnavailable"
+    assert "RevisionNotFound" in explicit["message"]
+
+
+def test_unpublished(chain):
+    chain.edit_lock(revision=None, variants={})
+    auto, explicit = chain.load(AUTO, CPU)
+    assert auto["source"] == "reference"
+    assert ["unpublished" in warning for warning in auto["warnings"]] == [True]
+    assert explicit["error"] == "KernelUnavailable"
+    assert "LOCAL_KERNELS=flashcell/fused-rnn=" in explicit["message"]
+    assert chain.hub.requests == []
+
+
+def test_no_variant_for_this_machine(chain):
+    entry = {
+        "id": "_toy",
+        "archs": [],
+        "files": {"__init__.py": "0" * 64, "metadata.json": "0" * 64},
+    }
+    names = ["torch-stable-abi299-cpu-x86_64-linux", "torch-stable-abi210-cpu-aarch64-linux"]
+    names += ["torch-stable-abi210-cu130-x86_64-linux", "torch-universal"]
+    chain.edit_lock(variants=dict.fromkeys(names, entry))
+    auto, explicit, mps = chain.load(AUTO, CPU, {"device": "mps"})
+    assert auto["source"] == mps["source"] == "reference"
+    (warning,) = auto["warnings"]
+    assert explicit["error"] == "KernelUnavailable"
+    for text in (warning, explicit["message"]):
+        assert "this machine needs cpu on linux" in text
+        assert "abi299-cpu-x86_64-linux (for torch >= 2.99)" in text
+        assert "cpu-aarch64-linux (for linux aarch64)" in text
+        assert "cu130-x86_64-linux (for cuda)" in text
+        assert "torch-universal (not a build on torch's stable ABI)" in text
+    assert chain.hub.requests == []
+
+
+def test_arguments_that_cannot_be(chain):
+    wrong, elsewhere = chain.load({"backend": "triton"}, {"backend": "cuda"})
+    assert wrong["error"] == elsewhere["error"] == "ValueError"
+    assert "must be one of auto, cuda, cpu, reference" in wrong["message"]
+    assert "backend is 'cuda', but the tensors are on 'cpu'" in elsewhere["message"]
+
+
+def test_lock_of_another_build(chain):
+    entry = lock_entry(chain)
+    chain.edit_lock(variants={chain.variant: entry | {"id": "_other_kernel"}})
+    assert_corrupt(chain.load(AUTO, CPU), "metadata.json has id", "expected '_other_kernel'")
+    files = dict(entry["files"])
+    files["__init__.py"], files["cells.py"] = files["cells.py"], files["__init__.py"]
+    chain.edit_lock(variants={chain.variant: entry | {"files": files}})
+    assert_corrupt(chain.load(AUTO), "__init__.py has sha256")
+    chain.edit_lock(variants={chain.variant: entry | {"files": files | {"more.py": "0" * 64}}})
+    assert_corrupt(chain.load(CPU), "more.py is missing")
+
+
+def test_lock_that_is_none(chain):
+    outcomes = chain.load(AUTO, CPU, FLASHCELL_LOCK=chain.folder / "absent.py")
+    assert [o["error"] for o in outcomes] == ["LockError"] * 2
+    assert "absent.py cannot be read: No such file or directory" in outcomes[0]["message"]
+
+
+def test_local_kernels_win(chain, project):
+    path = project.root / "build" / chain.variant
+    (path / "cells.py").write_text("def lstm(x):\n    return 5 * x\n")  # digests are not checked
+    for root in (project.root, project.root / "build", path):
+        (outcome,) = chain.load(
+            CPU, LOCAL_KERNELS=f"other/kernel=/nowhere:flashcell/fused-rnn={root}"
+        )
+        assert (outcome["source"], outcome["value"]) == ("local", 5.0)
+    assert chain.hub.requests == []
+
+
+def test_local_kernels_do_not_fall_back(chain, project, tmp_path):
+    wish = "LOCAL_KERNELS"
+    (absent,) = chain.load(AUTO, **{wish: f"flashcell/fused-rnn={tmp_path / 'nothing'}"})
+    assert absent["error"] == "KernelError"
+    assert "no variant at all" in absent["message"]
+    (malformed,) = chain.load(AUTO, **{wish: "/a/path"})
+    assert "LOCAL_KERNELS has '/a/path', but must be" in malformed["message"]
+    (project.root / "build" / chain.variant / "cells.py").write_text("raise OSError('broken')")
+    (broken,) = chain.load(AUTO, **{wish: f"flashcell/fused-rnn={project.root}"})
+    assert broken["error"] == "KernelError"
+    assert "cannot be imported (OSError: broken)" in broken["message"]
+
+
+def test_same_kernel_imported_from_elsewhere(chain, project):
+    path = project.root / "build" / chain.variant
+    run = f"from pathlib import Path; import kernels; kernels.get_local_kernel(Path({str(path)!r}))"
+    (same,) = chain.load(CPU | {"run": run})
+    assert (same["source"], same["value"]) == ("hub", 2.0)
+    (path / "cells.py").write_text("def lstm(x):\n    return 5 * x\n")
+    assert_corrupt(chain.load(CPU | {"run": run}), "was imported from", "cells.py has sha256")
+
+
+def lock_entry(chain) -> dict:
+    from flashcell.lock_format import read_lock
+
+    return read_lock(chain.folder / "lock.py")["kernels"]["fused-rnn"]["variants"][chain.variant]
+
+
+def spy(folder: Path) -> str:
+    return f"open({str(folder / 'imported')!r}, 'w')\n"
+
+
+def assert_corrupt(outcomes: list[dict], *words: str) -> None:
+    for outcome in outcomes:
+        assert outcome.get("error") == "KernelCorrupt", outcome
+        assert all(word in outcome["message"] for word in words), outcome["message"]

@@ -1,0 +1,192 @@
+"""scripts/publish_kernels publishes what was built and reviewed, once, and locks it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from flashcell.lock_format import read_lock
+
+pytestmark = pytest.mark.hub
+
+
+@pytest.fixture
+def hub(local_hub, tmp_path):
+    hub = local_hub.LocalHub(tmp_path / "store").start()
+    yield hub
+    hub.stop()
+
+
+@pytest.fixture
+def publish(project, hub, tmp_path, monkeypatch):
+    """Publishes the project to the Hub; gives the lock's entry."""
+
+    def run(*arguments: object) -> dict:
+        lock = tmp_path / "lock.py"
+        project.publish(monkeypatch, "--endpoint", hub.url, "--lock", lock, *arguments)
+        return read_lock(lock)["kernels"]["fused-rnn"]
+
+    return run
+
+
+def refusal(run, *arguments: object) -> str:
+    with pytest.raises(SystemExit) as caught:
+        run(*arguments)
+    return str(caught.value)
+
+
+def change_source(project) -> None:
+    (project.root / "torch-ext/fused_rnn/cells.py").write_text("def lstm(x):\n    return 7 * x\n")
+
+
+def test_publishes_and_locks(publish, project, hub):
+    locked = publish()
+    state = hub.store.load("flashcell/fused-rnn")
+    assert state["branches"]["v1"] == locked["revision"]
+    files = state["commits"][locked["revision"]]["files"]
+    (name,) = locked["variants"]
+    variant = locked["variants"][name]
+    published = {p: f["sha256"] for p, f in files.items() if p.startswith(f"build/{name}/")}
+    assert published == {f"build/{name}/{p}": sha256 for p, sha256 in variant["files"].items()}
+    assert variant["id"] == project.script.read_kernel(project.root).id("cpu")
+    assert any(path.startswith("build/torch-universal/") for path in files)
+    assert "README.md" not in files
+    main = state["commits"][state["branches"]["main"]]["files"]
+    assert hub.store.get(main["README.md"]) == b"a card"
+
+
+def test_same_content_again_changes_nothing(publish, project, hub):
+    first = publish()
+    cache = project.root / "build/torch-universal/__pycache__"
+    cache.mkdir()
+    (cache / "cells.cpython-311.pyc").touch()
+    hub.requests.clear()
+    assert publish() == first
+    assert not any("/commit/" in request for request in hub.requests)
+
+
+def test_unchanged_version_with_other_content(publish, project, hub):
+    first = publish()
+    change_source(project)
+    project.build()
+    message = refusal(publish)
+    assert "v1 is published" in message
+    assert "raise general.version" in message
+    assert hub.store.load("flashcell/fused-rnn")["branches"]["v1"] == first["revision"]
+
+    second = publish("--replace")
+    state = hub.store.load("flashcell/fused-rnn")
+    files = state["commits"][second["revision"]]["files"]
+    assert second["revision"] != first["revision"]
+    assert sum(path.endswith(".so") for path in files) == 1  # the first build's is gone
+    assert first["revision"] in state["commits"]  # but whoever pinned it still has it
+
+
+def test_new_version(publish, project, hub):
+    first = publish()
+    toml = project.root / "build.toml"
+    toml.write_text(toml.read_text().replace("version = 1", "version = 2"))
+    assert "metadata.json has version 1, but the sources give 2" in refusal(publish)
+    project.build()
+    second = publish()
+    branches = hub.store.load("flashcell/fused-rnn")["branches"]
+    assert (branches["v1"], branches["v2"]) == (first["revision"], second["revision"])
+
+
+def test_variant_from_another_machine_stays(publish, project):
+    here = project.root / "build/torch-stable-abi210-cpu-x86_64-linux"
+    there = here.with_name("torch-stable-abi210-cpu-aarch64-linux")
+    here.rename(there)
+    publish()
+    there.rename(project.root / there.name)
+    project.build()
+    assert sorted(publish()["variants"]) == [there.name, here.name]
+
+
+def test_build_of_other_sources(publish, project):
+    change_source(project)
+    message = refusal(publish)
+    assert "metadata.json has id" in message
+    assert "run scripts/build_kernels again" in message
+
+
+def test_missing_build(publish, project):
+    build = project.root / "build"
+    build.rename(project.root / "elsewhere")
+    assert "holds no binary variant: run scripts/build_kernels first" in refusal(publish)
+
+
+def test_files_are_not_what_metadata_says(publish, project, hub):
+    variant = project.root / "build/torch-stable-abi210-cpu-x86_64-linux"
+    (variant / "cells.py").write_text("")
+    (variant / "notes.txt").touch()
+    assert "cells.py, notes.txt is not what metadata.json says" in refusal(publish)
+    assert hub.requests == []
+
+
+def test_kernel_dependencies(publish, project):
+    file = project.root / "build/torch-stable-abi210-cpu-x86_64-linux/metadata.json"
+    depends = {"kernel-depends": [{"repo-id": "a/b", "version": 1}]}
+    file.write_text(json.dumps(json.loads(file.read_text()) | depends))
+    assert "has kernel-depends, which the lock does not pin" in refusal(publish)
+
+
+def test_abi_check(publish, project, hub):
+    project.build(source='__attribute__((visibility("default"))) int too_much;\n')
+    message = refusal(publish)
+    assert "fails the ABI check" in message
+    assert "exports too_much, but only PyInit_* may be" in message
+    assert hub.requests == []
+
+
+def test_dirty_tree(publish_kernels, project, tmp_path, monkeypatch):
+    checkout = tmp_path / "checkout"
+    checkout.mkdir()
+    git = lambda *arguments: subprocess.run(["git", "-C", checkout, *arguments], check=True)
+    git("init", "--quiet")
+    (checkout / "change").touch()
+    monkeypatch.setattr(publish_kernels, "ROOT", checkout)
+    elsewhere = ["--endpoint", "https://hub.invalid", "--lock", tmp_path / "lock.py"]
+    publish = lambda *arguments: project.publish(monkeypatch, *elsewhere, *arguments)
+    assert "1 uncommitted changes (?? change, ...), but must be clean" in refusal(publish)
+    assert "--replace is for a Hub on this machine" in refusal(publish, "--replace")
+    assert not (tmp_path / "lock.py").exists()
+
+
+def test_committed_lock_never_names_a_local_hub(project, hub, monkeypatch):
+    monkeypatch.delenv("FLASHCELL_LOCK", raising=False)
+    message = refusal(lambda: project.publish(monkeypatch, "--endpoint", hub.url))
+    assert "kernels_lock.py is for everybody: name another file with --lock" in message
+    assert hub.requests == []
+
+
+def test_broken_lock_is_kept(publish, tmp_path):
+    (tmp_path / "lock.py").write_text("LOCK = {}")
+    assert "lock.py: LOCK is" in refusal(publish)
+    assert (tmp_path / "lock.py").read_text() == "LOCK = {}"
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "local"),
+    [
+        ("http://127.0.0.1:80", True),
+        ("http://localhost:1", True),
+        ("http://[::1]:1", True),
+        ("https://huggingface.co", False),
+        ("http://127.0.0.1.example.com", False),
+        ("http://192.168.0.1", False),
+    ],
+)
+def test_loopback(publish_kernels, endpoint, local):
+    assert publish_kernels.is_loopback(endpoint) == local
+
+
+def test_local_hub_command(tmp_path):
+    script = Path(__file__).resolve().parents[2] / "scripts/local_hub.py"
+    command = [sys.executable, script, "--root", tmp_path / "store"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        url = process.stdout.readline().strip()
+        process.terminate()
+    assert url.startswith("http://127.0.0.1:")
