@@ -7,7 +7,7 @@ from flashcell.layers import find_boundaries
 from numerics import EPS, assert_close
 
 # The same sums in fp32, taken for other batch sizes: a few roundings a step, which the gates damp
-# instead of piling up. Observed: at most 6 units.
+# instead of piling up. Observed: at most 10 units.
 SAME = 16 * EPS[torch.float32]
 
 
@@ -100,7 +100,7 @@ def test_packed_gradients_are_the_sum_over_documents(every_cell, make_model, tok
         packed = gradients((ids, PACKED[how]))
         for name, got, want in zip(names, packed, separate, strict=True):
             # float64: an identity, up to the roundings of some hundred terms of both signs
-            assert_close(f"{how} {name}", got, want, 256 * EPS[torch.float64])
+            assert_close(f"{how} {name}", got, want, 32 * EPS[torch.float64])
 
 
 def test_a_document_may_begin_while_decoding(make_model, tokens):

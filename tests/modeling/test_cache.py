@@ -82,4 +82,4 @@ def test_truncated_backpropagation(every_cell, make_model, tokens, kind):
         for total, g in zip(apart, torch.autograd.grad(loss, parameters), strict=True):
             total.add_(g)
     for (name, _), got, want in zip(model.named_parameters(), together, apart, strict=True):
-        assert_close(name, got, want, 256 * EPS[torch.float64])
+        assert_close(name, got, want, 32 * EPS[torch.float64])  # as test_boundaries.py

@@ -1,0 +1,103 @@
+"""An exported model repository needs torch and transformers, and nothing of ours."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from flashcell.kernels.fused_rnn import CELLS
+
+ROOT = Path(__file__).resolve().parents[2]
+ALONE = """
+import sys
+
+sys.path.append(sys.argv[2])
+import torch
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True).eval()
+assert type(model).__module__.startswith("transformers_modules."), type(model).__module__
+ids = torch.arange(12).view(2, 6)
+mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6])
+out = model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False, pad_token_id=0)
+model(ids, labels=ids).loss.backward()
+assert model.model.layers[0].mixer.recurrent_weight.grad.any()
+for auto in (AutoModel, AutoModelForSequenceClassification):
+    auto.from_pretrained(sys.argv[1], trust_remote_code=True)
+assert not {"flashcell", *sys.argv[3:]} & set(sys.modules)
+print(out.tolist())
+"""
+
+
+def export(*arguments):
+    command = [sys.executable, ROOT / "scripts/export_model", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def packages_without(folder: Path, missing: tuple) -> Path:
+    """The installed packages but some, as links; an editable flashcell needs site, which is off."""
+    folder.mkdir()
+    for place in {Path(p) for p in sys.path if p.endswith("-packages")}:
+        for entry in place.iterdir():
+            if not entry.name.lower().startswith(("flashcell", *missing)):
+                (folder / entry.name).symlink_to(entry)
+    return folder
+
+
+def generated_alone(repo: Path, home: Path, missing: tuple) -> list:
+    packages = packages_without(home / "packages", missing)
+    environment = {**os.environ, "HF_HOME": str(home), "HF_HUB_OFFLINE": "1", "PYTHONPATH": ""}
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", ALONE, repo, packages, *missing],
+        capture_output=True, text=True, env=environment, cwd=home,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("missing", [(), ("kernels",)], ids=["kernels here", "kernels missing"])
+def test_loads_where_flashcell_is_not(make_model, tmp_path, missing):
+    model = make_model(cell="slstm", tie_word_embeddings=bool(missing))
+    model.save_pretrained(tmp_path / "checkpoint")
+    done = export(tmp_path / "checkpoint", tmp_path / "repo")
+    assert done.returncode == 0, done.stderr
+    ids, mask = torch.arange(12).view(2, 6), torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6])
+    want = model.generate(
+        ids, attention_mask=mask, max_new_tokens=8, do_sample=False, pad_token_id=0
+    )
+    assert generated_alone(tmp_path / "repo", tmp_path, missing) == want.tolist()
+    card = (tmp_path / "repo/README.md").read_text()
+    assert "trust_remote_code=True" in card
+    assert "slstm" in card
+
+
+def test_the_code_is_flat_and_whole(make_model, tmp_path):
+    make_model().save_pretrained(tmp_path / "checkpoint")
+    lock = tmp_path / "lock.py"
+    lock.write_text("LOCK = {'another': 'lock'}\n")
+    (tmp_path / "checkpoint/README.md").write_text("my card")
+    for _ in range(2):  # an earlier export may be replaced
+        assert export(tmp_path / "checkpoint", tmp_path / "repo", "--lock", lock).returncode == 0
+    files = {path.name for path in (tmp_path / "repo").iterdir()}
+    assert {"modeling_flash_rnn.py", "configuration_flash_rnn.py", "kernel_loader.py"} <= files
+    assert {"fused_rnn.py", "fused_rnn_reference.py", "fused_rnn_cells.py"} <= files
+    assert not any(name.endswith("_ops.py") or "autograd" in name for name in files)
+    assert (tmp_path / "repo/kernels_lock.py").read_text() == lock.read_text()
+    assert (tmp_path / "repo/README.md").read_text() == "my card"
+    cells = (tmp_path / "repo/fused_rnn_cells.py").read_text()
+    assert all(f"def {name}(" in cells for name in CELLS)
+
+
+def test_refusals(make_model, tmp_path):
+    model, checkpoint = make_model(), tmp_path / "checkpoint"
+    assert "has no config.json" in export(tmp_path, tmp_path / "repo").stderr
+    model.config.save_pretrained(checkpoint)
+    assert "has no *.safetensors" in export(checkpoint, tmp_path / "repo").stderr
+    model.save_pretrained(checkpoint)
+    assert "exists and is not an earlier export" in export(checkpoint, ROOT / "tests").stderr
+    (checkpoint / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    assert "model_type is 'llama', but must be" in export(checkpoint, tmp_path / "repo").stderr
