@@ -2,11 +2,10 @@
 
 import csv
 import json
+import logging
 import os
 import shutil
 from pathlib import Path
-
-import torch
 
 COLUMNS = ["step", "tokens", "learning_rate", "train_loss", "gradient_norm"]
 COLUMNS += ["held_out_loss", "held_out_bits_per_byte", "seconds"]
@@ -37,12 +36,16 @@ class Checkpoints:
 
     def __init__(self, folder: Path):
         self.folder = folder
+        # a tied head is stored once and loads as it was: no reason to warn with every checkpoint
+        logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)
 
     def latest(self) -> Path | None:
         found = [path for path in self.folder.glob("step-*") if path.name[5:].isdigit()]
         return max(found, default=None)
 
     def save(self, accelerator, progress: dict) -> None:
+        import torch
+
         target = self.folder / f"step-{progress['step']:08d}"
         staging = self.folder / f"unfinished-{os.getpid()}"
         shutil.rmtree(staging, ignore_errors=True)
@@ -55,6 +58,8 @@ class Checkpoints:
                 shutil.rmtree(old, ignore_errors=True)
 
     def load(self, accelerator) -> dict:
+        import torch
+
         latest = self.latest()
         accelerator.load_state(str(latest))
         # our own file: it holds the carried cache, which is an object

@@ -1,0 +1,136 @@
+"""The first two commands of the README say what is missing, on a machine that lacks it."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import _environment  # noqa: E402
+
+
+@pytest.fixture
+def machine(tmp_path):
+    """Runs a script with a PATH of chosen programs and an empty state folder."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+
+    def run(script: str, *arguments: str, have: tuple[str, ...] = ()):
+        for name in ("sh", "env", *have):
+            target = sys.executable if name == "python3" else shutil.which(name)
+            (programs / name).symlink_to(target)
+        environment = {"PATH": str(programs), "FLASHCELL_HOME": str(tmp_path / "home")}
+        command = [ROOT / "scripts" / script, *arguments]
+        return subprocess.run(command, env=environment, capture_output=True, text=True)
+
+    run.programs, run.home = programs, tmp_path / "home"
+    return run
+
+
+@pytest.mark.parametrize("script", ["demo", "test"])
+def test_without_python(machine, script):
+    done = machine(script)
+    assert done.returncode == 1
+    assert f"{script}: Python 3.10 or newer is needed; none was found on PATH." in done.stderr
+
+
+@pytest.mark.parametrize("script", ["demo", "test"])
+def test_with_an_old_python(machine, script):
+    old = machine.programs / "python3"
+    old.write_text('#!/bin/sh\ncase "$2" in *print*) echo 3.8;; *) exit 1;; esac\n')
+    old.chmod(0o755)
+    done = machine(script)
+    assert done.returncode == 1
+    assert "Python 3.10 or newer is needed; python3 is 3.8;" in done.stderr
+
+
+@pytest.mark.parametrize("script", ["demo", "test"])
+def test_without_a_compiler(machine, script):
+    done = machine(script, have=("python3",))
+    assert done.returncode == 1
+    assert f"{script}: no C++ compiler: g++ is not on PATH." in done.stderr
+    assert "apt install g++" in done.stderr
+    assert not machine.home.exists()  # said before anything is made or downloaded
+
+
+def test_here_names_what_the_present_python_lacks(machine, tmp_path):
+    done = machine("demo", "--here", have=("g++",))
+    assert done.returncode == 1  # no Python yet
+    bare = machine.programs / "python3"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')  # without site-packages
+    bare.chmod(0o755)
+    done = subprocess.run(
+        [ROOT / "scripts/demo", "--here"],
+        env={"PATH": str(machine.programs), "FLASHCELL_HOME": str(tmp_path / "home")},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert "has no flashcell" in done.stderr
+    assert "-m pip install -c constraints.txt -e '.'" in done.stderr
+
+
+def test_a_state_folder_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    done = subprocess.run(
+        [ROOT / "scripts/demo", "--home", tmp_path / "file"],
+        env={**os.environ, "PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert f"cannot write the state folder {tmp_path}/file" in done.stderr
+
+
+def test_a_full_disk_is_said_before_anything_is_installed(monkeypatch, tmp_path):
+    usage = shutil.disk_usage(tmp_path)._replace(free=10**9)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(SystemExit, match=r"has 0\.9 GiB free, the environment needs 3 GiB"):
+        _environment.prepare(tmp_path, [])
+
+
+@pytest.mark.parametrize(
+    ("said", "meaning"),
+    [
+        ("ERROR: [Errno 28] No space left on device", "the disk is full"),
+        ("WARNING: Retrying after connection broken", "a package index could not be reached"),
+        ("ERROR: No matching distribution found for torch", "an index lacks a package for Python"),
+    ],
+)
+def test_a_failed_pip_is_quoted_and_explained(tmp_path, said, meaning):
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\necho "{said}"\nexit 1\n')
+    python.chmod(0o755)
+    with pytest.raises(SystemExit, match=meaning) as error:
+        _environment._pip(python, ["install", "torch"], tmp_path / "pip.log", must=True)
+    assert said in str(error.value)
+
+
+def test_an_environment_is_made_once_and_again_when_the_pins_change(monkeypatch, tmp_path):
+    made = []
+    (tmp_path / "venv/bin").mkdir(parents=True)
+
+    def make_venv(venv):
+        made.append("venv")
+        (venv / "bin/python").touch()
+
+    monkeypatch.setattr(_environment, "_make_venv", make_venv)
+    monkeypatch.setattr(_environment, "_pip", lambda *_, **__: made.append("pip") or True)
+    for extras, steps in (
+        ([], ["venv", "pip", "pip"]),
+        ([], []),
+        (["dev"], ["pip", "pip"]),  # what is there is kept and added to
+        ([], []),
+    ):
+        made.clear()
+        assert _environment.prepare(tmp_path, extras) == tmp_path / "venv/bin/python"
+        assert made == steps, extras
+    monkeypatch.setattr(_environment, "_key", lambda: "another place, other pins")
+    made.clear()
+    _environment.prepare(tmp_path, [])
+    assert made == ["venv", "pip", "pip"]

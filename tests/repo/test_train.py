@@ -1,0 +1,197 @@
+"""scripts/train: killed and resumed it is the same run; what goes wrong is said."""
+
+import csv
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+RECIPE = {
+    "name": "tiny",
+    "model": {
+        "model_type": "flash_rnn",
+        "cell": "lstm",
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_heads": 2,
+        "tie_word_embeddings": True,
+    },
+    "vocab_size": 300,
+    "python": "3.11.7",
+    "corpus_sha256": "another",
+    "held_out_in": 4,
+    "seed": 1,
+    "batch": 4,
+    "length": 8,
+    "steps": 40,
+    "warmup": 5,
+    "learning_rate": 3e-3,
+    "final_learning_rate": 3e-4,
+    "weight_decay": 0.1,
+    "clip": 1.0,
+    "precision": "bf16",
+    "log_every": 1,
+    "evaluate_every": 10,
+    "checkpoint_every": 7,
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    from _corpus import Corpus, save_corpus
+
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(RECIPE))
+    texts = [f"def f{i}(x):\n    return x * {i % 7} + {i}\n" * (1 + i % 3) for i in range(24)]
+    corpus = Corpus(tuple((f"{i}.py", t.encode()) for i, t in enumerate(texts)), "3.11.7")
+    save_corpus(corpus, tmp_path / "corpus.zip")
+    (tmp_path / "sha256").write_text(corpus.sha256)
+    return tmp_path
+
+
+def command(folder: Path, home: str, *arguments: str) -> list:
+    places = ["--corpus", folder / "corpus.zip", "--home", folder / home, "--threads", "2"]
+    run = [sys.executable, ROOT / "scripts/train", folder / "tiny.yaml", "--here", *places]
+    return [*run, "--output", folder / home / "card", *arguments]
+
+
+def train(folder: Path, home: str, *arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run(command(folder, home, *arguments), capture_output=True, text=True)
+
+
+def curve(home: Path) -> list[dict]:
+    with open(home / "runs/tiny/training_log.csv", newline="") as file:
+        return [{k: v for k, v in row.items() if k != "seconds"} for row in csv.DictReader(file)]
+
+
+@pytest.mark.slow
+def test_killed_and_resumed_it_takes_the_same_steps_bit_for_bit(folder, fused_rnn):
+    done = train(folder, "whole", "--any-corpus")
+    assert done.returncode == 0, done.stderr
+    log = folder / "broken/runs/tiny/training_log.csv"
+    with open(folder / "output", "w") as output:
+        started = command(folder, "broken", "--any-corpus")
+        process = subprocess.Popen(started, stdout=output, stderr=subprocess.STDOUT)
+        while process.poll() is None and (not log.exists() or log.read_text().count("\n") < 18):
+            time.sleep(0.005)
+        process.send_signal(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL, (folder / "output").read_text()
+    done = train(folder, "broken", "--any-corpus", "--resume", "--max-minutes", "0.0001")
+    assert "go on with --resume" in done.stdout, done.stderr
+    assert not (folder / "broken/card").exists()
+    done = train(folder, "broken", "--any-corpus", "--resume")
+    assert done.returncode == 0, done.stderr
+
+    whole, broken = folder / "whole", folder / "broken"
+    assert len(curve(whole)) == 40
+    assert curve(whole) == curve(broken)
+    for name in ("model.safetensors", "tokenizer.json", "config.json"):
+        assert (whole / "card" / name).read_bytes() == (broken / "card" / name).read_bytes()
+
+    card = (whole / "card/README.md").read_text()
+    assert (folder / "sha256").read_text() in card
+    assert float(curve(whole)[-1]["train_loss"]) < float(curve(whole)[0]["train_loss"])
+    config = json.loads((whole / "card/config.json").read_text())
+    assert config["dtype"] == "float32"
+    done = train(folder, "whole", "--any-corpus", "--resume", "--set", "seed=2")
+    assert done.returncode == 1
+    assert "began with recipe" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "accept other numbers\n  with --any-corpus"),
+        (["--set", "speed=3"], "--set speed=3: a recipe has name, model"),
+        (["--set", "batch=0"], "batch is 0, but must be at least 1"),
+        (["--set", "steps=many"], "steps is 'many', but must be int"),
+        (["--corpus", "/nowhere.zip"], "No such file or directory: '/nowhere.zip'"),
+    ],
+)
+def test_wrong_arguments_are_named(folder, arguments, message):
+    done = train(folder, "home", *arguments)
+    assert done.returncode == 1
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+class TestGuard:
+    """What names the layer when a loss or a gradient is not finite."""
+
+    @pytest.fixture
+    def step(self):
+        import numpy as np
+        from _training import first_non_finite
+
+        from flashcell import FlashRNNConfig, FlashRNNForCausalLM
+
+        sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_heads": 1}
+        config = FlashRNNConfig(vocab_size=16, backend="reference", **sizes)
+        model = FlashRNNForCausalLM(config)
+        tokens = np.arange(8).reshape(2, 4)
+        chunk = (tokens, tokens * 0 + np.arange(4), tokens)
+        return model, lambda: first_non_finite(model, chunk, None)
+
+    def test_names_a_parameter(self, step):
+        model, guard = step
+        model.model.layers[1].mlp.up_proj.weight.data[0, 0] = float("nan")
+        assert guard() == (
+            "the parameter model.layers.1.mlp.up_proj.weight is not finite before the step"
+        )
+
+    def test_names_the_first_layer_whose_output_is_not_finite(self, step):
+        model, guard = step
+        model.model.layers[0].mlp.up_proj.weight.data.fill_(3e38)
+        assert "the output of model.layers.0.mlp" in guard()
+
+    def test_names_a_layer_in_the_backward(self, step):
+        model, guard = step
+
+        class Poison(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                return x.clone()
+
+            @staticmethod
+            def backward(ctx, gradient):
+                return gradient * float("inf")
+
+        mixer = model.model.layers[1].mixer
+        forward = mixer.forward
+        mixer.forward = lambda *args, **kwargs: Poison.apply(forward(*args, **kwargs))
+        assert "the gradient through model.layers.1.mixer" in guard()
+
+    def test_a_finite_step_is_finite(self, step):
+        assert step[1]() == "the step is finite when it runs again"
+
+
+def test_weight_decay_is_for_matrices_only():
+    from _recipe import Recipe
+    from _training import make_optimizer
+
+    from flashcell import FlashRNNConfig, FlashRNNForCausalLM
+
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_heads": 2}
+    model = FlashRNNForCausalLM(FlashRNNConfig(vocab_size=16, **sizes))
+    optimizer, schedule = make_optimizer(model, Recipe(**RECIPE))
+    decayed = {id(p) for p in optimizer.param_groups[0]["params"]}
+    assert optimizer.param_groups[1]["weight_decay"] == 0
+    for name, parameter in model.named_parameters():
+        assert (id(parameter) in decayed) == ("norm" not in name and "bias" not in name), name
+    rates = []
+    for _ in range(RECIPE["steps"]):
+        rates.append(schedule.get_last_lr()[0])
+        optimizer.step()
+        schedule.step()
+    assert rates[0] == pytest.approx(3e-3 / 5)
+    assert max(rates) == pytest.approx(3e-3)
+    assert rates[-1] == pytest.approx(3e-4, rel=0.05)
