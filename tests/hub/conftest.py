@@ -174,7 +174,6 @@ class Chain:
         variables = {
             "HF_HOME": str(self.folder / "cache"),
             "HF_ENDPOINT": self.hub.url,
-            "HF_HUB_DISABLE_TELEMETRY": "1",
             "HF_HUB_DISABLE_PROGRESS_BARS": "1",
             "FLASHCELL_LOCK": str(self.folder / "lock.py"),
         }

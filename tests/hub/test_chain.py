@@ -47,6 +47,8 @@ def test_real_kernel(fused_rnn, local_hub, tmp_path):
         ).stdout
     )
     try:
+        build = [ROOT / "scripts/build_kernels", "--here", "--kernel", "fused-rnn"]
+        run(*build)  # the CPU variant is there; this adds torch-universal
         publish = [ROOT / "scripts/publish_kernels", "--kernel", "fused-rnn", "--lock", lock]
         assert "lock.py pins" in run(*publish, "--endpoint", hub.url)
         user = {k: v for k, v in os.environ.items() if k != "LOCAL_KERNELS"}
