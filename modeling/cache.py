@@ -6,6 +6,7 @@ forward call that continues from a cache begins a new graph, which is truncated 
 through time.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,14 +21,14 @@ class RecurrentStateLayer(CacheLayerMixin):
     Each update replaces the tensors, so what a backward pass still needs is never overwritten.
     """
 
-    _layer_type = "recurrent_state"  # registers this class for DynamicCache
+    _layer_type: str | None = "recurrent_state"  # registers this class for DynamicCache
     is_compileable = True  # the shapes never change
     supports_early_init = False  # how many states there are is the cell's business
 
     def __init__(self, **kwargs: Any):
         super().__init__()
         self.states: States | None = None
-        self.length: int | torch.Tensor = 0
+        self.length = 0
 
     def get_states(self) -> States | None:
         """The states to continue from, None at the start."""
@@ -41,7 +42,7 @@ class RecurrentStateLayer(CacheLayerMixin):
     def reset(self) -> None:
         self.states, self.length, self.is_initialized = None, 0, False
 
-    def map_states(self, change) -> None:
+    def map_states(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         if self.states is not None:
             self.states = tuple(change(s) for s in self.states)
 
@@ -83,7 +84,7 @@ class RecurrentStateLayer(CacheLayerMixin):
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError("a recurrent layer has no keys and values: use update_states")
 
-    def update(self, *args: Any, **kwargs: Any):
+    def update(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         raise NotImplementedError("a recurrent layer has no keys and values: use update_states")
 
 
@@ -97,7 +98,7 @@ class StaticRecurrentStateLayer(RecurrentStateLayer):
 
     def __init__(self, max_cache_len: int | None = None, **kwargs: Any):
         super().__init__()
-        self.length = torch.zeros((), dtype=torch.long)
+        self.counter = torch.zeros((), dtype=torch.long)
 
     def get_states(self) -> States | None:
         if self.states is None or not torch.is_grad_enabled():
@@ -107,17 +108,17 @@ class StaticRecurrentStateLayer(RecurrentStateLayer):
     def update_states(self, states: States, num_new_tokens: int) -> None:
         if self.states is None:
             self.states = tuple(torch.zeros_like(s.detach()) for s in states)
-            self.length = self.length.to(states[0].device)
+            self.counter = self.counter.to(states[0].device)
             self.is_initialized = True
             if not torch.compiler.is_compiling():
-                for buffer in (*self.states, self.length):
+                for buffer in (*self.states, self.counter):
                     torch._dynamo.mark_static_address(buffer)
         for buffer, s in zip(self.states, states, strict=True):
             buffer.copy_(s.detach())
-        self.length.add_(num_new_tokens)
+        self.counter.add_(num_new_tokens)
 
     def reset(self) -> None:
-        for buffer in (*(self.states or ()), self.length):
+        for buffer in (*(self.states or ()), self.counter):
             buffer.zero_()
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
@@ -125,7 +126,7 @@ class StaticRecurrentStateLayer(RecurrentStateLayer):
             buffer.copy_(buffer.index_select(0, beam_idx.to(buffer.device)))
 
     def get_seq_length(self) -> int | torch.Tensor:
-        return self.length if torch.compiler.is_compiling() else int(self.length)
+        return self.counter if torch.compiler.is_compiling() else int(self.counter)
 
 
 STATIC_LAYER_TYPE_MAPPING["recurrent_state"] = StaticRecurrentStateLayer

@@ -153,8 +153,10 @@ class FlashRNNModel(FlashRNNPreTrainedModel):
             )
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
+        batch, length, _ = inputs_embeds.shape
         boundaries = find_boundaries(
-            *inputs_embeds.shape[:2],
+            batch,
+            length,
             attention_mask,
             position_ids,
             kwargs.get("cu_seq_lens_q"),
@@ -249,7 +251,9 @@ class FlashRNNForCausalLM(FlashRNNPreTrainedModel, GenerationMixin):
         return inputs
 
     @staticmethod
-    def create_masks_for_generate(attention_mask: torch.Tensor | None = None, **kwargs: Any):
+    def create_masks_for_generate(
+        attention_mask: torch.Tensor | None = None, **kwargs: Any
+    ) -> torch.Tensor | None:
         """Padding is all a recurrence has to know."""
         return attention_mask
 
@@ -258,8 +262,8 @@ class FlashRNNForSequenceClassification(GenericForSequenceClassification, FlashR
     """Classifies by the state after each row's last token that is not padding."""
 
     def __init__(self, config: FlashRNNConfig):
-        # not the generic __init__, which looks AutoModel up: as remote code we are not registered
-        FlashRNNPreTrainedModel.__init__(self, config)
+        # past the generic __init__, which asks AutoModel: remote code is not registered there
+        super(GenericForSequenceClassification, self).__init__(config)
         self.num_labels = config.num_labels
         self.model = FlashRNNModel(config)
         self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)

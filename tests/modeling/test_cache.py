@@ -55,7 +55,7 @@ def test_counts_and_forgets(make_config, kind):
 def test_static_buffers_never_move(make_config):
     cache = filled(make_config(), "static")
     layer = cache.layers[0]
-    addresses = lambda: [t.data_ptr() for t in (*layer.states, layer.length)]
+    addresses = lambda: [t.data_ptr() for t in (*layer.states, layer.counter)]
     before = addresses()
     layer.update_states((torch.randn(3, 2, 16), torch.randn(3, 2, 16)), 1)
     layer.reorder_cache(torch.tensor([1, 0, 2]))

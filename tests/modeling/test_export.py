@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers.dynamic_module_utils import get_imports
 
 from flashcell.kernels.fused_rnn import CELLS
 
@@ -88,6 +89,9 @@ def test_the_code_is_flat_and_whole(make_model, tmp_path):
     assert not any(name.endswith("_ops.py") or "autograd" in name for name in files)
     assert (tmp_path / "repo/kernels_lock.py").read_text() == lock.read_text()
     assert (tmp_path / "repo/README.md").read_text() == "my card"
+    for path in (tmp_path / "repo").glob("*.py"):  # transformers refuses code that needs more
+        needed = set(get_imports(path)) - sys.stdlib_module_names
+        assert needed <= {"torch", "transformers", "huggingface_hub"}, path.name
     cells = (tmp_path / "repo/fused_rnn_cells.py").read_text()
     assert all(f"def {name}(" in cells for name in CELLS)
 
