@@ -1,6 +1,7 @@
 """What a training step is made of: model, optimizer, losses, and the guard against NaN."""
 
 import copy
+import ctypes
 import math
 import warnings
 
@@ -11,6 +12,16 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import flashcell  # noqa: F401  registers the model families
+
+
+def keep_memory() -> None:
+    """Tells glibc to keep large freed blocks. It gives them back to the system by default, which
+    then clears the pages of every activation again at every step: a third of the time on a CPU."""
+    library = ctypes.CDLL(None)
+    if hasattr(library, "mallopt"):
+        trim_threshold, mmap_threshold = -1, -3  # malloc.h
+        library.mallopt(mmap_threshold, 2**30)
+        library.mallopt(trim_threshold, 2**31 - 1)
 
 
 def make_model(recipe: Recipe, tokenizer, backend: str) -> nn.Module:
