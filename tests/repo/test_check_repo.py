@@ -80,6 +80,11 @@ PLANTED = {
         replaced("version = 1", "version = 2"),
         "versions: modeling/kernels_lock.py: fused-rnn is flashcell/fused-rnn version 1",
     ),
+    "version in the index of kernels": (
+        "kernel_builds/README.md",
+        replaced("`flashcell/fused-rnn` | 1 |", "`flashcell/fused-rnn` | 2 |"),
+        "versions: kernel_builds/README.md: has no line with `flashcell/fused-rnn` | 1 |",
+    ),
     "kernel API without a changelog": (
         "CHANGELOG.md",
         replaced("Kernel API v1", "Kernel interface"),
@@ -151,11 +156,12 @@ def test_it_finds(tree, name):
     assert expected in done.stderr
 
 
+@pytest.mark.slow
 def test_it_runs_the_readme(tree):
     """A block that fails, and a verb whose --help does."""
     readme, verb = tree / "README.md", tree / "scripts/planted"
     before = readme.read_text()
-    readme.write_text(f"{before}\n```python\nraise SystemExit('planted')\n```\n")
+    readme.write_text(f"```python\nraise SystemExit('planted')\n```\n{before}")
     verb.write_text('#!/usr/bin/env python3\n"""Fails."""\nraise SystemExit(3)\n')
     verb.chmod(0o755)
     try:
