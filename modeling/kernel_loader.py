@@ -197,28 +197,32 @@ def _fetch(repo: str, revision: str, variant: str, files: dict[str, str]) -> Pat
         )
         return Path(folder, "build", variant)
 
-    def cached() -> tuple[Path | None, list[str]]:
+    def cached() -> tuple[Path, list[str]] | None:
         try:
             path = snapshot(local_files_only=True)
         except LocalEntryNotFoundError:
-            return None, []
+            return None
         complete = all((path / file).exists() for file in files)
-        return (path, differences(path, files)) if complete else (None, [])
+        return (path, differences(path, files)) if complete else None
 
-    path, wrong = cached()  # without a lock: a warm cache may be read-only
-    if path is None or wrong:
+    def downloaded() -> tuple[Path, list[str]]:
+        # A file that was cut short raises if the client notices, else it differs: once more, all.
+        with suppress(Exception):
+            path = snapshot()
+            if not differences(path, files):
+                return path, []
+        path = snapshot(force_download=True)
+        return path, differences(path, files)
+
+    found = cached()  # without a lock: a warm cache may be read-only
+    if found is None or found[1]:
         with _explained(f"{repo}@{revision} is not in the cache and cannot be fetched"):
-            if path is None:
+            if found is None:
                 _ask_for(repo, revision, f"build/{variant}/metadata.json")
             locks.mkdir(parents=True, exist_ok=True)
             with WeakFileLock(locks / f"{revision}-{variant}.lock"):
-                path, wrong = cached()  # another process may have come first
-                if path is None:
-                    path = snapshot()
-                    wrong = differences(path, files)
-                    if wrong:  # cut short on the way, perhaps: once more, all of it
-                        path = snapshot(force_download=True)
-                        wrong = differences(path, files)
+                found = cached() or downloaded()  # another process may have come first
+    path, wrong = found
     if wrong:
         raise KernelCorrupt(
             f"{path} is not what the lock pins and was not imported: {'; '.join(wrong)}. If it was "

@@ -30,6 +30,7 @@ class Faults:
     """What tests break: how often, or with what, downloads of paths with an ending go wrong."""
 
     cut: dict[str, int] = field(default_factory=dict)  # half the bytes come, all were announced
+    clip: dict[str, int] = field(default_factory=dict)  # half a file, though HEAD announced all
     shorten: dict[str, int] = field(default_factory=dict)  # half a file, and nothing says so
     tampered: dict[str, bytes] = field(default_factory=dict)  # other content
     delay: float = 0.0  # seconds before each
@@ -40,7 +41,8 @@ class Faults:
             content = other if path.endswith(ending) else content
         if method == "GET":
             time.sleep(self.delay)
-        if self._counts(self.shorten, method, path):
+        clipped = method == "GET" and self._counts(self.clip, method, path)
+        if clipped or self._counts(self.shorten, method, path):
             content = content[: len(content) // 2]
         cut = method == "GET" and self._counts(self.cut, method, path)
         return content, len(content) // (2 if cut else 1)

@@ -53,7 +53,7 @@ def test_eight_processes_survive_a_truncated_download(chain):
     assert [outcome.get("source") for outcome in outcomes] == ["hub"] * 8, outcomes
 
 
-@pytest.mark.parametrize("fault", ["cut", "shorten"])
+@pytest.mark.parametrize("fault", ["cut", "clip", "shorten"])
 def test_truncated_download_is_repeated(chain, fault):
     getattr(chain.hub.faults, fault)["cells.py"] = 1
     (outcome,) = chain.load(CPU)
