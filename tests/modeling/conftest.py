@@ -1,4 +1,10 @@
-"""Small models with large weights: every gate moves, and a wrong state shows in the logits."""
+"""Small models with large weights: every gate moves, and a wrong state shows in the logits.
+
+They run the CPU binary of this tree, or whatever LOCAL_KERNELS names.
+"""
+
+import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -41,6 +47,14 @@ def tokens():
         return torch.randint(0, 61, shape)
 
     return draw
+
+
+@pytest.fixture(autouse=True)
+def binary(request, monkeypatch):
+    """The kernel as a developer's model finds it."""
+    if "LOCAL_KERNELS" not in os.environ:
+        variant = Path(request.getfixturevalue("fused_rnn").__file__).parent
+        monkeypatch.setenv("LOCAL_KERNELS", f"flashcell/fused-rnn={variant}")
 
 
 @pytest.fixture(scope="session", autouse=True)
