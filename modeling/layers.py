@@ -75,14 +75,13 @@ class RecurrentMixer(nn.Module):
     def __init__(self, config: Any, layer_idx: int):
         super().__init__()
         self.config, self.layer_idx = config, layer_idx
-        cell = CELLS[config.kernel_cell]
-        self.num_gates = cell.gates
-        heads, width = config.num_heads, config.head_dim
+        self.cell, heads, width = config.kernel_cell, config.num_heads, config.head_dim
+        self.num_gates = CELLS[self.cell].gates
         self.in_proj = nn.Linear(
             config.hidden_size, self.num_gates * config.hidden_size, bias=False
         )
         self.recurrent_weight = nn.Parameter(torch.empty(self.num_gates, heads, width, width))
-        self.gate_bias = nn.Parameter(torch.empty(cell.bias_rows, heads, width))
+        self.gate_bias = nn.Parameter(torch.empty(CELLS[self.cell].bias_rows, heads, width))
 
     def forward(
         self,
@@ -91,17 +90,16 @@ class RecurrentMixer(nn.Module):
         boundaries: Boundaries = NO_BOUNDARIES,
     ) -> torch.Tensor:  # [B, T, H]
         B, T, H = hidden_states.shape
-        x = self.in_proj(hidden_states).view(B, T, self.num_gates, -1, self.config.head_dim)
+        x = self.in_proj(hidden_states).view(B, T, self.num_gates, *self.gate_bias.shape[1:])
         kernel = load_kernel("fused-rnn", x.device.type, self.config.backend)
-        cell = (self.config.kernel_cell, x, self.recurrent_weight, self.gate_bias)
+        weights = self.recurrent_weight, self.gate_bias
         packed = boundaries.cu_seqlens is not None  # every document begins here, none continues
         state = None if cache is None or packed else cache.get_states()
         if T == 1 and all(b is None for b in boundaries):
-            h, state = kernel.recurrent_step(cell[0], x[:, 0], *cell[2:], state)
+            h, state = kernel.recurrent_step(self.cell, x[:, 0], *weights, state)
         else:
-            h, state = kernel.recurrent(
-                *cell, state, **boundaries._asdict(), grad_clip=self.config.grad_clip
-            )
+            options = {**boundaries._asdict(), "grad_clip": self.config.grad_clip}
+            h, state = kernel.recurrent(self.cell, x, *weights, state, **options)
         if cache is not None:
             cache.update_states(tuple(s[-1:] for s in state) if packed else state, T)
         return h.reshape(B, T, H)
