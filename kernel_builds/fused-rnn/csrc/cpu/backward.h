@@ -156,8 +156,12 @@ struct Backward {
     const int64_t ND = p.N * p.D;
     V saved[kSaved], dx[kGates], dr[kGates];
     const T* from = (const T*)p.saved + row * kSaved * ND + at;
-    for (int v = 0; v < kSaved; ++v) saved[v] = load_part<Whole>(from + v * ND, n);
+    for (int v = 0; v < kSaved; ++v) {
+      saved[v] = load_part<Whole>(from + v * ND, n);
+      __builtin_prefetch(from + (v - kSaved) * ND);  // the step before
+    }
     d[0] += load_part<Whole>((const IO*)p.dh + row * ND + at, n);
+    __builtin_prefetch((const IO*)p.dh + (row - 1) * ND + at);
     Cell::backward(saved, d, dx, dr);
     for (int g = 0; g < kGates; ++g) {
       const int64_t to = (row * kGates + g) * ND + at;

@@ -154,6 +154,7 @@ struct Forward {
       const IO* in = (const IO*)p.x + sequence.x_offset + t * p.x_time + head * p.x_head + unit;
       for (int g = 0; g < kGates; ++g) {
         x[g] = load_part<Whole>(in + g * p.x_gate, n) + bias[g];
+        __builtin_prefetch(in + g * p.x_gate + p.x_time);
         r[g] = load(product + g * V::kWidth);
       }
       if (Cell::kBias > kGates) r[kGates - 1] += bias[Cell::kBias - 1];

@@ -112,10 +112,18 @@ struct Gemm {
     IO* to = (IO*)p.c + batch * p.c_batch + m * p.c_m + n;
     for (int v = 0; v < kVectors && n < p.N; ++v, n += V::kWidth, to += V::kWidth) {
       const int count = p.N - n < V::kWidth ? int(p.N - n) : V::kWidth;
-      V value = load(c + v * V::kWidth);
-      if (p.bias) value += load_part<false>((const IO*)p.bias + n, count);
-      store_part<false>(to, value, count);
+      if (count == V::kWidth) {
+        write_vector<true>(to, n, c + v * V::kWidth, count);
+      } else {
+        write_vector<false>(to, n, c + v * V::kWidth, count);
+      }
     }
+  }
+
+  template <bool Whole>
+  FN void write_vector(IO* to, int64_t n, const T* c, int count) const {
+    const V bias = p.bias ? load_part<Whole>((const IO*)p.bias + n, count) : V(0);
+    store_part<Whole>(to, load(c) + bias, count);
   }
 
   void few_rows() const {

@@ -72,6 +72,9 @@ constexpr int kMaxVectors = 4;
 template <int NV>
 constexpr int kMaxRows = kVectorBytes == 64 ? (NV == 4 ? 6 : 8) : (NV == 4 ? 3 : 4);
 
+// Panels beyond the second-level cache arrive this far ahead: hardware prefetch stops at page ends.
+constexpr int kPrefetchBytes = 4096;
+
 template <typename IO, int NV, int MR>
 __attribute__((noinline)) void microkernel(const Element<IO>* const* rows, int64_t k_begin,
                                            int64_t k_end, const Element<IO>* panel, State<IO>* c) {
@@ -92,7 +95,10 @@ __attribute__((noinline)) void microkernel(const Element<IO>* const* rows, int64
   for (int64_t k = k_begin; k < k_end; k += P::kDepth, b += kStride * P::kDepth) {
     decltype(P::load_columns(b)) columns[NV];
 #pragma GCC unroll 4
-    for (int v = 0; v < NV; ++v) columns[v] = P::load_columns(b + v * V::kWidth * P::kDepth);
+    for (int v = 0; v < NV; ++v) {
+      columns[v] = P::load_columns(b + v * V::kWidth * P::kDepth);
+      __builtin_prefetch((const char*)(b + v * V::kWidth * P::kDepth) + kPrefetchBytes);
+    }
 #pragma GCC unroll 8
     for (int m = 0; m < MR; ++m) {
       const auto value = P::broadcast(a[m] + k);
@@ -120,7 +126,7 @@ FN void microkernel_rows(int rows_now, const Element<IO>* const* rows, int64_t k
 
 // Row tiles of nearly equal height; every one reads the same k block of the panel while it is in
 // the first-level cache. The result of a row does not depend on the rows beside it.
-constexpr int64_t kPanelBlockBytes = 32 * 1024;
+constexpr int64_t kPanelBlockBytes = 24 * 1024;
 
 template <typename IO, int NV>
 void panel_product(const Element<IO>* const* rows, int count, int64_t k_begin, int64_t k_end,
