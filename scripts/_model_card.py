@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from _training import held_out_loss
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, logging
 
 ROOT = Path(__file__).resolve().parent.parent
 TEMPLATE = ROOT / "model_cards" / "TEMPLATE.md"
@@ -18,8 +18,10 @@ PROMPT = "def read_"
 def write_model(folder: Path, training) -> None:
     """Weights and tokenizer, read back as a user would; the numbers are those of the files."""
     folder.mkdir(parents=True, exist_ok=True)
+    logging.disable_progress_bar()
     model = training.accelerator.unwrap_model(training.model)
     model.save_pretrained(folder, state_dict=rounded(model))
+    (folder / "model.safetensors").chmod(0o644)  # written for its owner only
     training.texts.tokenizer.save_pretrained(folder)
     training.recipe.write(folder / "recipe.yaml")
     shutil.copyfile(training.run / "training_log.csv", folder / "training_log.csv")
