@@ -21,7 +21,8 @@ bool check() {
     for (double& v : up) v = uniform(-1, 1);
     if (stabilised) in[2 * G + 2] = uniform(0.5, 2), up[3] = 0;
     double fixed_m = 0;
-    // loss = <up, next>; with a stabiliser, c' and n' are rescaled to the m' of the unperturbed point
+    // loss = <up, next>; with a stabiliser, c' and n' are rescaled to the m' of the unperturbed
+    // point
     auto loss = [&](const double* v) {
       double x[G], r[G], s[K], next[K], saved[V];
       for (int g = 0; g < G; ++g) x[g] = v[g], r[g] = v[G + g];

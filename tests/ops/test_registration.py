@@ -87,7 +87,7 @@ def test_double_backward_is_refused(fused_rnn, name):
     x = call["x"].requires_grad_()
     h, _ = fused_rnn.recurrent(name, x, call["weight"])
     (dx,) = torch.autograd.grad(h.sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="second derivatives.*backend='reference'"):
+    with pytest.raises(RuntimeError, match=r"second derivatives.*backend='reference'"):
         dx.sum().backward()
     h, _ = fused_rnn.recurrent(name, x, call["weight"], backend="reference")
     (dx,) = torch.autograd.grad(h.pow(2).sum(), x, create_graph=True)
