@@ -54,7 +54,6 @@ def main() -> None:
     if args.model == MODEL and not (MODEL / "config.json").exists():
         _environment.fail(f"{MODEL} holds no model; name one with --model")
     os.environ["HF_HOME"] = str(home / "huggingface")
-    os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
     os.environ.pop("LOCAL_KERNELS", None)  # what is shown is the Hub's road
     hub = None if args.hub else serve_kernels(home)
     generate(args)
