@@ -42,6 +42,9 @@ def parse_arguments() -> argparse.Namespace:
     add("--max-new-tokens", type=int, default=200)
     add("--temperature", type=float, default=0.7, help="0 takes the likeliest token always")
     add("--seed", type=int, default=0)
+    # One sequence of a small model: a second thread halves nothing (790 tokens/s with one), and on a
+    # busy machine the two wait for each other (17 tokens/s).
+    add("--threads", type=int, default=1, help="for generation; larger models want more")
     _environment.add_arguments(parser)
     return parser.parse_args()
 
@@ -56,7 +59,7 @@ def main() -> None:
     os.environ["HF_HOME"] = str(home / "huggingface")
     os.environ.pop("LOCAL_KERNELS", None)  # what is shown is the Hub's road
     hub = None if args.hub else serve_kernels(home)
-    generate(args)
+    generate(args, hub)
     if hub:
         hub.stop()
 
@@ -91,7 +94,15 @@ def run(script: str, *arguments: object, what: str) -> None:
         _environment.fail(f"{what} (see above)")
 
 
-def generate(args: argparse.Namespace) -> None:
+def origin(hub) -> str:
+    """Where the files came from just now."""
+    if hub is None:
+        return "from huggingface.co or its cache"
+    fetched = any("/resolve/" in line and ".so" in line for line in hub.requests)
+    return f"fetched from {hub.url}" if fetched else f"cached, published on {hub.url}"
+
+
+def generate(args: argparse.Namespace, hub) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer, logging
 
@@ -103,13 +114,15 @@ def generate(args: argparse.Namespace) -> None:
         info = kernel_info("fused-rnn", "cpu", "cpu")  # by name: nothing stands in for it silently
     except KernelError as error:
         _environment.fail(str(error))
-    print(f"kernel  {info}")
+    print(f"kernel  {info.repo}@{info.revision[:12]}, {origin(hub)}, every digest as locked")
+    print(f"        {info.path}")
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     model = AutoModelForCausalLM.from_pretrained(args.model).eval()
     model.config.backend = "cpu"
     size = sum(p.numel() for p in model.parameters()) / 1e6
     print(f"model   {Path(args.model).name}, {size:.1f} M parameters\n", flush=True)
 
+    torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
     inputs = tokenizer(args.prompt, return_tensors="pt")
     length = inputs["input_ids"].shape[1]
@@ -123,7 +136,7 @@ def generate(args: argparse.Namespace) -> None:
     seconds = time.monotonic() - started
     count = output.shape[1] - length
     print(f"\n{count} tokens in {seconds:.2f} s: {count / seconds:.0f} tokens/s")
-    print(f"on {torch.get_num_threads()} CPU threads, kernel from {info.source}: {info.variant}")
+    print(f"{args.threads} CPU thread(s), kernel from the {info.source}: {info.variant}")
 
 
 if __name__ == "__main__":
