@@ -43,6 +43,7 @@ CASES = [
     Case("lstm-b1", "lstm", 1, 256, 1, 768, "float32", "torch", 1.0),
     Case("gru-b1", "gru", 1, 256, 1, 768, "float32", "torch", 1.7),
     Case("lstm-heads", "lstm", 16, 256, 12, 64, "float32", "torch", 3.0),
+    Case("gru-heads", "gru", 16, 256, 12, 64, "float32", "torch", 3.0),
     Case("lstm-heads-reference", "lstm", 16, 256, 12, 64, "float32", "reference", 20.0),
     Case("lstm-step", "lstm", 1, 1, 1, 768, "float32", "torch", 2.0),
     Case("gru-step", "gru", 1, 1, 1, 768, "float32", "torch", 2.0),
