@@ -54,8 +54,9 @@ def main() -> None:
     if not args.hub:
         _environment.find_compiler()
     home = _environment.enter(args, [], MODULES)
-    if args.model == MODEL and not (MODEL / "config.json").exists():
-        _environment.fail(f"{MODEL} holds no model; name one with --model")
+    here = args.model.is_absolute() or args.model.exists()  # anything else is a name on the Hub
+    if here and not (args.model / "config.json").exists():
+        _environment.fail(f"{args.model} holds no model (config.json); name one with --model")
     os.environ["HF_HOME"] = str(home / "huggingface")
     os.environ.pop("LOCAL_KERNELS", None)  # what is shown is the Hub's road
     hub = None if args.hub else serve_kernels(home)
@@ -68,7 +69,7 @@ def serve_kernels(home: Path):
     """Builds, publishes to a Hub of our own, and leaves the loader to find lock and Hub."""
     from local_hub import LocalHub
 
-    run("build_kernels", "--backend", "cpu", "--home", home, what="the kernels could not be built")
+    run("build_kernels", "--home", home, what="the kernels could not be built")
     hub = LocalHub(home / "hub").start()
     lock, published = home / "kernels_lock.py", home / "published.json"
     os.environ |= {"FLASHCELL_LOCK": str(lock), "HF_ENDPOINT": hub.url}
