@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "cpu/params.h"
+#include "cpu/host.h"
 
 namespace flashcell {
 
@@ -90,7 +90,9 @@ inline const void* pointer(const OptionalTensor& tensor) {
 }
 
 inline Tensor new_tensor(const Tensor& like, const Shape& shape, ScalarType dtype) {
-  return torch::stable::new_empty(like, shape, dtype);
+  Tensor tensor = torch::stable::new_empty(like, shape, dtype);
+  prefer_huge_pages(tensor.mutable_data_ptr(), tensor.numel() * tensor.element_size());
+  return tensor;
 }
 
 inline Shape read_integers(const Tensor& tensor, const char* name, int64_t count) {

@@ -3,7 +3,6 @@
 // the documents of cu_seqlens. Every cell of cells/all.h gets <cell>_fwd and <cell>_bwd.
 #include "cells/all.h"
 #include "checks.h"
-#include "cpu/host.h"
 #include "registration.h"
 
 #include <torch/csrc/stable/library.h>

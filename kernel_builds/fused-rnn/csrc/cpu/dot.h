@@ -37,6 +37,7 @@ __attribute__((noinline)) void dot_tile(const IO* const* weights, const Element<
   for (; k + kStep <= depth; k += kStep) {
 #pragma GCC unroll 4
     for (int j = 0; j < kDotRows; ++j) {
+      __builtin_prefetch(weights[j] + kDotRows * depth + k);  // the rows after these
 #pragma GCC unroll 4
       for (int m = 0; m < M; ++m) acc[m][j] = dot_step<IO>(acc[m][j], weights[j] + k, rows[m] + k);
     }

@@ -133,6 +133,7 @@ struct Forward {
   template <bool Whole>
   void cells(int64_t head, int64_t unit, int64_t t, int64_t begin, int64_t end,
              const T* product) const {
+    const ForwardParams p = this->p;  // a copy no store can alias: its members stay in registers
     const int n = lanes(unit);
     const int64_t at = head * p.D + unit, ND = p.N * p.D;
     V bias[Cell::kBias];

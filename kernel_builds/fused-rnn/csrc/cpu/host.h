@@ -18,14 +18,21 @@ inline void run_parallel(int64_t count, void (*body)(void*, int64_t, int64_t), v
                               [=](int64_t begin, int64_t end) { body(context, begin, end); });
 }
 
-// Large buffers ask for huge pages: packed weights are streamed every step, and a fresh mapping
-// otherwise costs one fault per 4 KB.
+// Asks for huge pages inside [pointer, pointer + bytes): a fresh mapping otherwise costs one fault
+// per 4 KB at its first write. Only a hint: it may fail harmlessly.
+inline void prefer_huge_pages(void* pointer, int64_t bytes) {
+  constexpr uintptr_t kHugePage = 2 << 20;
+  const uintptr_t begin = ((uintptr_t)pointer + kHugePage - 1) / kHugePage * kHugePage;
+  const uintptr_t end = ((uintptr_t)pointer + bytes) / kHugePage * kHugePage;
+  if (begin < end) madvise((void*)begin, end - begin, MADV_HUGEPAGE);
+}
+
 inline void* allocate(int64_t bytes) {
   constexpr int64_t kHugePage = 2 << 20;
   const int64_t alignment = bytes >= kHugePage ? kHugePage : 64;
   void* pointer = std::aligned_alloc(alignment, (bytes + alignment - 1) / alignment * alignment);
   if (pointer == nullptr) throw std::bad_alloc();
-  if (bytes >= kHugePage) madvise(pointer, bytes, MADV_HUGEPAGE);  // a hint: may fail harmlessly
+  prefer_huge_pages(pointer, bytes);
   return pointer;
 }
 

@@ -69,16 +69,27 @@ FN void store(T* p, Vec<T> v) {
   memcpy(p, &v.raw, sizeof v.raw);
 }
 
-template <typename T>
-FN T sum(Vec<T> v) {  // fixed order: halves fold onto each other
-  T lanes[Vec<T>::kWidth];
-  store(lanes, v);
-#pragma GCC unroll 8
-  for (int half = Vec<T>::kWidth / 2; half > 0; half /= 2) {
-#pragma GCC unroll 16
-    for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
+// Sum of the lanes in a fixed order: halves fold onto each other.
+template <typename Raw>
+FN auto fold_halves(Raw raw) {
+  using T = decltype(raw[0] + 0);
+  constexpr int kHalf = sizeof(Raw) / 2;
+  if constexpr (kHalf == sizeof(T)) {
+    return raw[0] + raw[1];
+  } else {
+    typedef T Half __attribute__((vector_size(kHalf)));
+    struct {
+      Half low, high;
+    } halves;
+    static_assert(sizeof halves == sizeof raw);
+    memcpy(&halves, &raw, sizeof raw);
+    return fold_halves(halves.low + halves.high);
   }
-  return lanes[0];
+}
+
+template <typename T>
+FN T sum(Vec<T> v) {
+  return fold_halves(v.raw);
 }
 
 }  // namespace flashcell::FLASHCELL_ISA

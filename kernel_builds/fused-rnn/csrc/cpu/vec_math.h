@@ -53,6 +53,20 @@ FN Vec<T> power_of_two(Vec<T> n) {  // n integer-valued, 2^n normal
   return (typename Lane<T>::Raw)(biased << Real<T>::kMantissa);
 }
 
+// e 2^n for any integer-valued n.
+template <typename T>
+FN Vec<T> scale_by_power_of_two(Vec<T> e, Vec<T> n) {
+  // Two factors: 2^n itself may be infinite or denormal where the product is not.
+  const Vec<T> half = (n * Vec<T>(T(0.5)) + Vec<T>(Real<T>::kShifter)) - Vec<T>(Real<T>::kShifter);
+  return e * power_of_two(half) * power_of_two(n - half);
+}
+#if defined(__AVX512F__)
+template <>
+FN Vec<float> scale_by_power_of_two(Vec<float> e, Vec<float> n) {
+  return (Vec<float>::Raw)_mm512_scalef_ps((__m512)e.raw, (__m512)n.raw);
+}
+#endif
+
 template <typename T>
 FN Vec<T> exp(Vec<T> x) {
   using V = Vec<T>;
@@ -60,9 +74,7 @@ FN Vec<T> exp(Vec<T> x) {
   x = select(V(Real<T>::kExpMax) < x, V(Real<T>::kExpMax), x);
   V n;
   const V e = expm1_reduced(x, &n) + V(1);
-  // Two factors: 2^n itself may be infinite or denormal where e^x is not.
-  const V half = (n * V(T(0.5)) + V(Real<T>::kShifter)) - V(Real<T>::kShifter);
-  return e * power_of_two(half) * power_of_two(n - half);
+  return scale_by_power_of_two(e, n);
 }
 
 // With m = e^(2|x|) - 1: tanh|x| = m / (m + 2), exact to rounding for small x as well.

@@ -147,17 +147,8 @@ def recurrent(
     check_values(x, lengths, cu_seqlens)
     check_choice("precision", precision, ("highest", "tf32"))
     check_choice("save", save, ("gates", "recompute"))
-    chosen = select_backend(backend, x.device.type, BACKEND)
-    weight, bias, state = _cast(x, weight, bias, state)
     masks = (reset, hold, lengths, cu_seqlens)
-    if chosen == "reference":
-        h, last = _reference(spec, x, weight, bias, state, *masks, grad_clip)
-    else:
-        inputs = (x, weight, bias, state)
-        keep = save == "gates" and torch.is_grad_enabled() and _any_requires_grad(inputs)
-        fwd = getattr(ops, f"{cell}_fwd")
-        h, last, _, _ = fwd(*inputs, *masks, grad_clip, keep)
-    return h, _unstack(spec, last)
+    return _run(spec, x, weight, bias, state, masks, grad_clip, save, backend)
 
 
 def recurrent_step(cell: str, x, weight, bias=None, state=None, *, backend="auto") -> Result:
@@ -166,7 +157,9 @@ def recurrent_step(cell: str, x, weight, bias=None, state=None, *, backend="auto
     check_x(spec, x, "[B, G, N, D]", 4)
     check_parameters(spec, x, weight, bias)
     check_state(spec, state, (x.shape[0], *x.shape[-2:]), "[B, N, D]", x)
-    h, state = recurrent(cell, x.unsqueeze(1), weight, bias, state, backend=backend)
+    no_masks = (None, None, None, None)
+    x = x.unsqueeze(1)
+    h, state = _run(spec, x, weight, bias, state, no_masks, None, "gates", backend)
     return h.squeeze(1), state
 
 
@@ -195,16 +188,27 @@ def linear(x, weight, bias=None, *, backend="auto") -> torch.Tensor:
     return torch.nn.functional.linear(x, weight, bias)
 
 
-def _any_requires_grad(tensors) -> bool:
-    return any(t is not None and t.requires_grad for t in tensors)
+def _run(spec, x, weight, bias, state, masks, grad_clip, save, backend) -> Result:
+    """Every argument is checked; masks are reset, hold, lengths, cu_seqlens."""
+    chosen = select_backend(backend, x.device.type, BACKEND)
+    inputs = _cast(x, weight, bias, state)
+    if chosen == "reference":
+        h, last = _reference(spec, *inputs, *masks, grad_clip)
+    else:
+        grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
+        fwd = getattr(ops, f"{spec.name}_fwd")
+        h, last, _, _ = fwd(*inputs, *masks, grad_clip, grad and save == "gates")
+    return h, _unstack(spec, last)
 
 
 def _cast(x, weight, bias, state):
     """weight in x's dtype (the operand), bias and the stacked states [K, S, N, D] in the state's."""
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     bias = None if bias is None else bias.to(dtype)
-    state = None if state is None else torch.stack([s.to(dtype) for s in state])
-    return weight.to(x.dtype), bias, state
+    if state is not None:
+        state = [s.to(dtype) for s in state]
+        state = torch.stack(state) if len(state) > 1 else state[0].unsqueeze(0)
+    return x, weight.to(x.dtype), bias, state
 
 
 def _unstack(spec, last) -> State:
