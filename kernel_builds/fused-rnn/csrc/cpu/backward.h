@@ -16,7 +16,7 @@ struct Backward {
   static constexpr int kStride = kPanelUnits;
 
   const BackwardParams& p;
-  const Host& host;
+  const Host host;
   const int64_t gate_depth = padded_depth<IO>(p.D), depth = kGates * gate_depth;
   const int64_t panels = (p.D + kPanelUnits - 1) / kPanelUnits;
   const int64_t groups = (p.S + kRowGroup - 1) / kRowGroup;
@@ -27,11 +27,11 @@ struct Backward {
 
   Backward(const BackwardParams& params, const Host& h)
       : p(params),
-        host(h),
-        plan(make_plan(p.S, p.N, kGates * p.D * p.D * sizeof(E), kGates * p.D * p.D, h.threads)),
-        weights(h, p.N * panels * depth * kStride),
-        operands(h, 2 * p.S * p.N * depth),
-        partial(h, groups * Cell::kBias * p.N * p.D) {}
+        host(fitting(h, total_steps(p) * p.N * kGates * p.D * p.D)),
+        plan(make_plan(p.S, p.N, kGates * p.D * p.D * sizeof(E), kGates * p.D * p.D, host.threads)),
+        weights(host, p.N * panels * depth * kStride),
+        operands(host, 2 * p.S * p.N * depth),
+        partial(host, groups * Cell::kBias * p.N * p.D) {}
 
   E* operand(int64_t t, int64_t s, int64_t head) const {
     return operands + (((t & 1) * p.S + s) * p.N + head) * depth;

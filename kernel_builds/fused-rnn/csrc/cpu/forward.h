@@ -18,7 +18,7 @@ struct Forward {
   static constexpr int kPanelUnits = kUnits * V::kWidth;
 
   const ForwardParams& p;
-  const Host& host;
+  const Host host;
   const int64_t depth = padded_depth<IO>(p.D);
   const int64_t panels = (p.D + kPanelUnits - 1) / kPanelUnits;
   const bool packed;
@@ -31,12 +31,12 @@ struct Forward {
 
   Forward(const ForwardParams& params, const Host& h)
       : p(params),
-        host(h),
+        host(fitting(h, total_steps(p) * p.N * kGates * p.D * p.D)),
         packed(longest(params) > 1),
-        plan(make_plan(p.S, p.N, kGates * p.D * p.D * sizeof(E), kGates * p.D * p.D, h.threads)),
-        weights(h, packed ? p.N * panels * depth * kStride : 0),
-        operands(h, 2 * p.S * p.N * depth),
-        zeros(h, depth) {}
+        plan(make_plan(p.S, p.N, kGates * p.D * p.D * sizeof(E), kGates * p.D * p.D, host.threads)),
+        weights(host, packed ? p.N * panels * depth * kStride : 0),
+        operands(host, 2 * p.S * p.N * depth),
+        zeros(host, depth) {}
 
   E* operand(int64_t t, int64_t s, int64_t head) const {
     return operands + (((t & 1) * p.S + s) * p.N + head) * depth;

@@ -4,6 +4,7 @@
 #pragma once
 #include "dot.h"
 #include "pack.h"
+#include "plan.h"
 #include "scratch.h"
 
 namespace flashcell::FLASHCELL_ISA {
@@ -20,7 +21,8 @@ struct Gemm {
   static constexpr int64_t kDotMaxRows = 4;
 
   const GemmParams& p;
-  const Host& host;
+  const Host& caller;
+  const Host host = fitting(caller, p.batch * p.M * p.N * p.K);
   const int64_t depth = padded_depth<IO>(p.K);
   const int64_t panels = (p.N + kStride - 1) / kStride;
 

@@ -8,6 +8,13 @@ namespace flashcell::FLASHCELL_ISA {
 
 constexpr int kChunk = 32;  // rows whose products wait for the cell in one tile, in cache
 
+// Rows of all sequences together, for the size of a call.
+FN int64_t total_steps(const SequenceParams& p) {
+  int64_t steps = 0;
+  for (int64_t s = 0; s < p.S; ++s) steps += p.sequences[s].length;
+  return steps;
+}
+
 struct Walk {
   const SequenceParams& p;
   const Host& host;
