@@ -19,7 +19,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 CONSTRAINTS = ROOT / "constraints.txt"
-TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 # What build_kernels needs besides the package itself; all of it comes as wheels.
 BUILD_TOOLS = ["cmake", "ninja", "kernel-abi-check", "jinja2"]
 NEEDED_BYTES = 3 * 2**30
@@ -85,10 +84,16 @@ def prepare(home: Path, extras: list[str]) -> Path:
         stamp.unlink(missing_ok=True)
         version = _pinned("torch")
         print(f"installing torch {version} (CPU), transformers and the rest", flush=True)
-        torch = ["install", "-c", str(CONSTRAINTS), f"torch=={version}+cpu"]
+        torch = ["install", "-c", str(CONSTRAINTS), f"torch=={version}"]
         log = home / "pip.log"
-        if not _pip(python, torch, log):
-            _pip(python, [*torch, "--extra-index-url", TORCH_CPU_INDEX], log, must=True)
+        if not _pip(python, [*torch[:-1], f"{torch[-1]}+cpu"], log):
+            print(
+                f"no CPU build of torch {version} on pip's index: taking the default build, which "
+                "may bring gigabytes of CUDA\n(to avoid that, set PIP_EXTRA_INDEX_URL to PyTorch's "
+                "index of CPU builds)",
+                flush=True,
+            )
+            _pip(python, torch, log, must=True)
         package = f"{ROOT}[{','.join(wanted['extras'])}]" if wanted["extras"] else str(ROOT)
         packages = ["install", "-c", str(CONSTRAINTS), "-e", package, *BUILD_TOOLS]
         _pip(python, packages, log, must=True)
