@@ -22,9 +22,11 @@ struct Gemm {
 
   const GemmParams& p;
   const Host& caller;
-  const Host host = fitting(caller, p.batch * p.M * p.N * p.K);
+  const Host host = fitting(caller, multiply_adds());
   const int64_t depth = padded_depth<IO>(p.K);
   const int64_t panels = (p.N + kStride - 1) / kStride;
+
+  int64_t multiply_adds() const { return p.batch * p.M * p.N * p.K; }
 
   void run() const {
     if (p.M == 0 || p.N == 0) return;

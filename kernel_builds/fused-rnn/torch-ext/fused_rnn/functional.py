@@ -193,7 +193,7 @@ def _run(spec, x, weight, bias, state, masks, grad_clip, save, backend) -> Resul
     chosen = select_backend(backend, x.device.type, BACKEND)
     inputs = _cast(x, weight, bias, state)
     if chosen == "reference":
-        h, last = _reference(spec, *inputs, *masks, grad_clip)
+        h, last = _reference(spec, inputs, masks, grad_clip)
     else:
         grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
         fwd = getattr(ops, f"{spec.name}_fwd")
@@ -217,8 +217,10 @@ def _unstack(spec, last) -> State:
     return states[:carried] + tuple(s.detach() for s in states[carried:])
 
 
-def _reference(spec, x, weight, bias, state, reset, hold, lengths, cu_seqlens, grad_clip):
+def _reference(spec, inputs, masks, grad_clip):
     """Lowers lengths and cu_seqlens to hold, and runs the loop."""
+    x, weight, bias, state = inputs
+    reset, hold, lengths, cu_seqlens = masks
     if cu_seqlens is None:
         if lengths is not None:
             past = torch.arange(x.shape[1], device=x.device) >= lengths[:, None]
