@@ -1,8 +1,14 @@
-"""The one generator of problems: shapes that break kernels, and every option of the op contract."""
+"""The one generator of problems: shapes that break kernels, and every option of the op contract.
 
+FLASHCELL_TEST_DEVICE=cuda runs the tests of the ops there.
+"""
+
+import os
 from dataclasses import dataclass, field, replace
 
 import torch
+
+DEVICE = os.environ.get("FLASHCELL_TEST_DEVICE", "cpu")
 
 
 @dataclass(frozen=True)
@@ -54,11 +60,18 @@ CASES = [*SHAPES, *(replace(Case(5, 11, 2, 24), options=o) for o in OPTIONS)]
 
 
 def generator(case: Case) -> torch.Generator:
-    return torch.Generator().manual_seed(sum(map(ord, str(case))))
+    return torch.Generator("cpu").manual_seed(sum(map(ord, str(case))))
 
 
 def make(cell, case: Case, dtype: torch.dtype) -> dict:
     """Arguments of `recurrent(cell.name, **arguments)`: values drawn in float64, then rounded."""
+    with torch.device("cpu"):
+        call = _draw(cell, case, dtype)
+    place = lambda v: v.to(DEVICE) if isinstance(v, torch.Tensor) else v
+    return {k: tuple(map(place, v)) if k == "state" else place(v) for k, v in call.items()}
+
+
+def _draw(cell, case: Case, dtype: torch.dtype) -> dict:
     g = generator(case)
     B, T, N, D = case.B, case.T, case.N, case.D
     has = case.options

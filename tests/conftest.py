@@ -8,12 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from cases import DEVICE
+
 ROOT = Path(__file__).resolve().parents[1]
+torch.set_default_device(DEVICE)
 
 
 @pytest.fixture(scope="session")
 def fused_rnn():
-    """The CPU binary, built from this tree if it is not up to date, loaded as the Hub's would be."""
+    """The binary for DEVICE, built from this tree if it is not up to date, loaded as the Hub's would
+    be."""
     from kernels import get_local_kernel
 
     path = os.environ.get(
@@ -21,9 +25,9 @@ def fused_rnn():
     )  # a finished build, to try it under another torch
     if path is None:
         build = [sys.executable, ROOT / "scripts/build_kernels", "--here"]
-        subprocess.run([*build, "--kernel", "fused-rnn", "--backend", "cpu"], check=True)
+        subprocess.run([*build, "--kernel", "fused-rnn", "--backend", DEVICE], check=True)
         path = ROOT / "kernel_builds/fused-rnn"
-    return get_local_kernel(Path(path), backend="cpu")
+    return get_local_kernel(Path(path), backend=DEVICE)
 
 
 @pytest.fixture(autouse=True)

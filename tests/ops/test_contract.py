@@ -6,7 +6,7 @@ import pytest
 import torch
 from test_sequence import run, upstream
 
-from cases import Case, make
+from cases import DEVICE, Case, make
 from flashcell.kernels.fused_rnn import CELLS
 from numerics import assert_bitwise, assert_close
 
@@ -53,6 +53,7 @@ def test_state_is_carried_unrounded(fused_rnn):
         assert_bitwise("state", s, given)
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="about the CPU's threads")
 def test_deterministic_and_independent_of_threads(fused_rnn, name):
     for case in (CASE, Case(20, 4, 3, 70), Case(1, 6, 1, 300)):
         call = make(CELLS[name], case, torch.float32)
@@ -142,6 +143,7 @@ def test_documents_equal_separate_sequences(fused_rnn, name):
             assert_close(f"state[{k}] of {s}", last[k][s : s + 1], end[k], SAME_SUMS[torch.float32])
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="torch's own elsewhere")
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16, torch.float64], ids=lambda d: str(d)[6:])
 @pytest.mark.parametrize("shape", [(5, 7, 33, 65), (1, 1, 300, 70), (2, 3, 0, 4), (0, 2, 8, 8)])
 def test_linear(fused_rnn, shape, dtype):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cases import Case, make
+from cases import DEVICE, Case, make
 from flashcell.kernels.fused_rnn import CELLS
 
 
@@ -17,7 +17,7 @@ def arguments(cell, options, requires_grad=True):
     x, weight, bias = (call[k].requires_grad_(requires_grad) for k in ("x", "weight", "bias"))
     state = torch.stack(call["state"]).requires_grad_(requires_grad) if "state" in call else None
     masks = [call.get(k) for k in ("reset", "hold", "lengths", "cu_seqlens", "grad_clip")]
-    return [x, weight, bias, state, *masks]
+    return [x, weight, bias, state, *masks, False]
 
 
 @pytest.mark.parametrize("save", [True, False])
@@ -31,6 +31,7 @@ def test_opcheck(fused_rnn, name, options, save):
     )
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="torch's own elsewhere")
 def test_opcheck_linear(fused_rnn):
     ops = fused_rnn.dispatch.ops
     x, w, b = (torch.randn(*s, requires_grad=True) for s in ((3, 2, 8), (5, 8), (5,)))
@@ -38,6 +39,7 @@ def test_opcheck_linear(fused_rnn):
     torch.library.opcheck(ops.linear_fwd.default, (x, w, None))
 
 
+@pytest.mark.skipif(DEVICE != "cpu", reason="fp64 is the CPU's")
 @pytest.mark.parametrize("name", ["lstm", "gru"])
 def test_gradcheck(fused_rnn, name):
     call = make(CELLS[name], Case(2, 3, 2, 3, ("state", "reset", "hold")), torch.float64)

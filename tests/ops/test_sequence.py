@@ -3,12 +3,14 @@
 import pytest
 import torch
 
-from cases import CASES, EMPTY, make, upcast
+from cases import CASES, DEVICE, EMPTY, make, upcast
 from flashcell.kernels import fused_rnn as reference
 from numerics import assert_as_accurate
 
 CELLS = reference.CELLS
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+if DEVICE == "cuda":
+    DTYPES.remove(torch.float64)  # the reference's
 pytestmark = pytest.mark.usefixtures("poisoned")
 
 
@@ -48,7 +50,7 @@ def upstream(name, call, dtype):
 def test_kernel_is_as_exact_as_the_reference(fused_rnn, name, case, dtype):
     call = make(CELLS[name], case, dtype)
     dh, dlast = upstream(name, call, dtype)
-    got = run(fused_rnn.recurrent, name, call, dh, dlast, backend="cpu")
+    got = run(fused_rnn.recurrent, name, call, dh, dlast, backend=DEVICE)
     peer = run(reference.recurrent, name, call, dh, dlast)
     exact = run(reference.recurrent, name, upcast(call), dh, dlast)
     assert got.keys() == exact.keys()
@@ -62,7 +64,7 @@ def test_empty_sizes(fused_rnn, name, case):
     """B, T, N or the number of documents may be 0: shapes are right, states pass through."""
     call = make(CELLS[name], case, torch.float32)
     dh, dlast = upstream(name, call, torch.float32)
-    got = run(fused_rnn.recurrent, name, call, dh, dlast, backend="cpu")
+    got = run(fused_rnn.recurrent, name, call, dh, dlast, backend=DEVICE)
     want = run(reference.recurrent, name, call, dh, dlast)
     for key in want:
         torch.testing.assert_close(got[key], want[key], rtol=0, atol=0)

@@ -2,8 +2,12 @@
 // B batch, T time, N heads, D head width; G gates, K states, R bias rows, V saved values; S = B, or
 // the documents of cu_seqlens. Every cell of cells/all.h gets <cell>_fwd and <cell>_bwd.
 #include "cells/all.h"
-#include "checks.h"
 #include "registration.h"
+#if defined(CUDA_KERNEL)
+#include "cuda/call.h"
+#else
+#include "cpu/linear.h"
+#endif
 
 #include <torch/csrc/stable/library.h>
 
@@ -15,64 +19,56 @@ namespace flashcell {
 // x [B,T,G,N,D] strided · weight [G,N,D,D] · bias [R,N,D], state [K,S,N,D] in the state dtype ·
 // reset, hold [B,T] bool · lengths [B] · cu_seqlens [S+1]
 // -> h [B,T,N,D] · last [K,S,N,D] · saved [B,T,V,N,D], h_prev [B,T,N,D] (both [0] unless `save`)
-// grad_clip is for the autograd formula: the forward does not read it.
+// grad_clip is for the autograd formula: the forward does not read it. tf32 is about fp32 on CUDA.
 constexpr const char* kForwardSchema =
     "_fwd(Tensor x, Tensor weight, Tensor? bias, Tensor? state, Tensor? reset, Tensor? hold, "
-    "Tensor? lengths, Tensor? cu_seqlens, float? grad_clip, bool save) "
+    "Tensor? lengths, Tensor? cu_seqlens, float? grad_clip, bool tf32, bool save) "
     "-> (Tensor h, Tensor last, Tensor saved, Tensor h_prev)";
 
 // dh [B,T,N,D] · dlast [K,S,N,D]
 // -> dx [B,T,G,N,D] · dr [B,T,G,N,D] ([0] where it equals dx) · dbias [R,N,D] · dstate [K,S,N,D]
 constexpr const char* kBackwardSchema =
     "_bwd(Tensor dh, Tensor? dlast, Tensor saved, Tensor h_prev, Tensor weight, Tensor? reset, "
-    "Tensor? hold, Tensor? lengths, Tensor? cu_seqlens, float? grad_clip) "
+    "Tensor? hold, Tensor? lengths, Tensor? cu_seqlens, float? grad_clip, bool tf32) "
     "-> (Tensor dx, Tensor dr, Tensor dbias, Tensor dstate)";
-
-#if defined(CPU_KERNEL)
-
-template <typename Cell, typename... Cells>
-constexpr int cell_index(CellList<Cells...>) {
-  int index = 0, found = -1;
-  ((found = std::is_same_v<Cell, Cells> ? index : found, ++index), ...);
-  return found;
-}
 
 template <typename Cell>
 std::tuple<Tensor, Tensor, Tensor, Tensor> forward(Tensor x, Tensor weight, OptionalTensor bias,
                                                    OptionalTensor state, OptionalTensor reset,
                                                    OptionalTensor hold, OptionalTensor lengths,
                                                    OptionalTensor cu_seqlens,
-                                                   std::optional<double> /*grad_clip*/, bool save) {
+                                                   std::optional<double> /*grad_clip*/, bool tf32,
+                                                   bool save) {
   check_rank(x, "x", 5, "[B, T, G, N, D]");
   const int64_t B = x.size(0), T = x.size(1), N = x.size(3), D = x.size(4);
   check_shape(x, "x", {B, T, Cell::kGates, N, D});
   const Dtype dtype = io_dtype(x, "x");
   const ScalarType io = x.scalar_type(), unrounded = state_dtype(x);
-  if (x.stride(4) != 1 && D > 1) x = torch::stable::contiguous(x);
+  x = input(x);
   weight = operand(weight, "weight", {Cell::kGates, N, D, D}, io);
   bias = operand(bias, "bias", {Cell::kBias, N, D}, unrounded);
   reset = operand(reset, "reset", {B, T}, ScalarType::Bool);
   hold = operand(hold, "hold", {B, T}, ScalarType::Bool);
-  const auto list = sequences(B, T, lengths, cu_seqlens, x.stride(0), x.stride(1));
+  const auto list = sequences(x, B, T, lengths, cu_seqlens, x.stride(0), x.stride(1));
   const int64_t S = list.size();
   state = operand(state, "state", {Cell::kStates, S, N, D}, unrounded);
 
   Tensor h = new_tensor(x, {B, T, N, D}, io);
   Tensor last = new_tensor(x, {Cell::kStates, S, N, D}, unrounded);
-  Tensor saved = new_tensor(x, save ? Shape{B, T, Cell::kSaved, N, D} : Shape{0}, unrounded);
+  Tensor saved = new_tensor(x, save ? Shape{B, T, Cell::kSaved, N, D} : Shape{0}, saved_dtype(x));
   Tensor h_prev = new_tensor(x, save ? Shape{B, T, N, D} : Shape{0}, io);
   if (N * D > 0) {
     ForwardParams params{};
-    params.S = S, params.N = N, params.D = D;
+    params.S = S, params.N = N, params.D = D, params.T = T;
     params.sequences = list.data();
     params.reset = (const uint8_t*)pointer(reset), params.hold = (const uint8_t*)pointer(hold);
     params.weight = weight.const_data_ptr(), params.x = x.const_data_ptr();
-    params.x_time = x.stride(1), params.x_gate = x.stride(2), params.x_head = x.stride(3);
+    params.x_batch = x.stride(0), params.x_time = x.stride(1), params.x_gate = x.stride(2), params.x_head = x.stride(3);
     params.bias = pointer(bias), params.initial = pointer(state);
     params.h = h.mutable_data_ptr(), params.last = last.mutable_data_ptr();
     params.saved = save ? saved.mutable_data_ptr() : nullptr;
     params.h_prev = save ? h_prev.mutable_data_ptr() : nullptr;
-    backend().forward(cell_index<Cell>(AllCells()), dtype, params, host());
+    run<Cell>(params, dtype, tf32, x);
   }
   return {h, last, saved, h_prev};
 }
@@ -83,18 +79,18 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(Tensor dh, OptionalTensor dl
                                                     OptionalTensor reset, OptionalTensor hold,
                                                     OptionalTensor lengths,
                                                     OptionalTensor cu_seqlens,
-                                                    std::optional<double> grad_clip) {
+                                                    std::optional<double> grad_clip, bool tf32) {
   check_rank(dh, "dh", 4, "[B, T, N, D]");
   const int64_t B = dh.size(0), T = dh.size(1), N = dh.size(2), D = dh.size(3);
   const Dtype dtype = io_dtype(dh, "dh");
   const ScalarType io = dh.scalar_type(), unrounded = state_dtype(dh);
   dh = dense(dh);
   check_shape(h_prev, "h_prev", {B, T, N, D});
-  saved = operand(saved, "saved", {B, T, Cell::kSaved, N, D}, unrounded);
+  saved = operand(saved, "saved", {B, T, Cell::kSaved, N, D}, saved_dtype(dh));
   weight = operand(weight, "weight", {Cell::kGates, N, D, D}, io);
   reset = operand(reset, "reset", {B, T}, ScalarType::Bool);
   hold = operand(hold, "hold", {B, T}, ScalarType::Bool);
-  const auto list = sequences(B, T, lengths, cu_seqlens, 0, 0);
+  const auto list = sequences(dh, B, T, lengths, cu_seqlens, 0, 0);
   const int64_t S = list.size();
   dlast = operand(dlast, "dlast", {Cell::kStates, S, N, D}, unrounded);
   STD_TORCH_CHECK(!grad_clip || *grad_clip >= 0, "grad_clip must not be negative, got ",
@@ -106,7 +102,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(Tensor dh, OptionalTensor dl
   Tensor dstate = new_tensor(dh, {Cell::kStates, S, N, D}, unrounded);
   if (N * D > 0) {
     BackwardParams params{};
-    params.S = S, params.N = N, params.D = D;
+    params.S = S, params.N = N, params.D = D, params.T = T;
     params.sequences = list.data();
     params.reset = (const uint8_t*)pointer(reset), params.hold = (const uint8_t*)pointer(hold);
     params.weight = weight.const_data_ptr();
@@ -116,79 +112,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(Tensor dh, OptionalTensor dl
     params.dx = dx.mutable_data_ptr();
     params.dr = Cell::kSplitGrad ? dr.mutable_data_ptr() : nullptr;
     params.dbias = dbias.mutable_data_ptr(), params.dstate = dstate.mutable_data_ptr();
-    backend().backward(cell_index<Cell>(AllCells()), dtype, params, host());
+    run<Cell>(params, dtype, tf32, dh);
   }
   return {dx, dr, dbias, dstate};
-}
-
-int64_t rows_of(const Tensor& x) {
-  int64_t rows = 1;
-  for (int64_t i = 0; i + 1 < x.dim(); ++i) rows *= x.size(i);
-  return rows;
-}
-
-// y[..., m] = sum_k weight[m, k] x[..., k] + bias[m]
-Tensor linear_fwd(Tensor x, Tensor weight, OptionalTensor bias) {
-  const Dtype dtype = io_dtype(x, "x");
-  check_rank(weight, "weight", 2, "[M, K]");
-  STD_TORCH_CHECK(x.dim() > 0, "x must be [..., K], got a scalar");
-  const int64_t M = weight.size(0), K = weight.size(1), rows = rows_of(x);
-  Shape shape = shape_of(x);
-  shape.back() = K;
-  x = operand(x, "x", shape, x.scalar_type());
-  weight = operand(weight, "weight", {M, K}, x.scalar_type());
-  bias = operand(bias, "bias", {M}, x.scalar_type());
-  shape.back() = M;
-  Tensor y = new_tensor(x, shape, x.scalar_type());
-  backend().gemm(dtype,
-                 {rows, M, K, 1, 1, x.const_data_ptr(), 0, K, 1, weight.const_data_ptr(), 0, 1, K,
-                  y.mutable_data_ptr(), 0, M, pointer(bias)},
-                 host());
-  return y;
-}
-
-// dx = dy weight · dweight = dy^T x · dbias = sum of dy (or [0]), all in the dtype of x
-std::tuple<Tensor, Tensor, Tensor> linear_bwd(Tensor dy, Tensor x, Tensor weight, bool has_bias) {
-  const Dtype dtype = io_dtype(x, "x");
-  const ScalarType io = x.scalar_type();
-  check_rank(weight, "weight", 2, "[M, K]");
-  STD_TORCH_CHECK(x.dim() > 0, "x must be [..., K], got a scalar");
-  const int64_t M = weight.size(0), K = weight.size(1), rows = rows_of(x);
-  Shape x_shape = shape_of(x), y_shape = x_shape;
-  x_shape.back() = K, y_shape.back() = M;
-  x = operand(x, "x", x_shape, io);
-  dy = operand(dy, "dy", y_shape, io);
-  weight = operand(weight, "weight", {M, K}, io);
-  Tensor dx = new_tensor(x, x_shape, io), dweight = new_tensor(x, {M, K}, io);
-  Tensor dbias = new_tensor(x, {has_bias ? M : 0}, io);
-  backend().gemm(dtype,
-                 {rows, K, M, 1, 1, dy.const_data_ptr(), 0, M, 1, weight.const_data_ptr(), 0, K, 1,
-                  dx.mutable_data_ptr(), 0, K, nullptr},
-                 host());
-  backend().gemm(dtype,
-                 {M, K, rows, 1, 1, dy.const_data_ptr(), 0, 1, M, x.const_data_ptr(), 0, K, 1,
-                  dweight.mutable_data_ptr(), 0, K, nullptr},
-                 host());
-  if (has_bias) {
-    backend().column_sum(dtype, {rows, M, dy.const_data_ptr(), dbias.mutable_data_ptr()}, host());
-  }
-  return {dx, dweight, dbias};
-}
-
-// dweight[g, n, j, k] = sum_bt dr[b, t, g, n, j] h_prev[b, t, n, k]
-Tensor recurrent_dweight(Tensor dr, Tensor h_prev) {
-  const Dtype dtype = io_dtype(dr, "dr");
-  check_rank(dr, "dr", 5, "[B, T, G, N, D]");
-  const int64_t B = dr.size(0), T = dr.size(1), G = dr.size(2), N = dr.size(3), D = dr.size(4);
-  dr = dense(dr);
-  h_prev = operand(h_prev, "h_prev", {B, T, N, D}, dr.scalar_type());
-  Tensor dweight = new_tensor(dr, {G, N, D, D}, dr.scalar_type());
-  backend().gemm(
-      dtype,
-      {D, D, B * T, G * N, N, dr.const_data_ptr(), D, 1, G * N * D, h_prev.const_data_ptr(), D,
-       N * D, 1, dweight.mutable_data_ptr(), D * D, D, nullptr},
-      host());
-  return dweight;
 }
 
 template <typename... Cells>
@@ -196,8 +122,6 @@ void implement(torch::stable::detail::StableLibrary& ops, CellList<Cells...>) {
   (ops.impl((std::string(Cells::kName) + "_fwd").c_str(), TORCH_BOX(&forward<Cells>)), ...);
   (ops.impl((std::string(Cells::kName) + "_bwd").c_str(), TORCH_BOX(&backward<Cells>)), ...);
 }
-
-#endif  // CPU_KERNEL
 
 template <typename... Cells>
 void define(torch::stable::detail::StableLibrary& ops, CellList<Cells...>) {
@@ -213,10 +137,15 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
   ops.def(
       "linear_bwd(Tensor dy, Tensor x, Tensor weight, bool has_bias) "
       "-> (Tensor dx, Tensor dweight, Tensor dbias)");
-  ops.def("recurrent_dweight(Tensor dr, Tensor h_prev) -> Tensor");
+  ops.def("recurrent_dweight(Tensor dr, Tensor h_prev, bool tf32) -> Tensor");
 }
 
-#if defined(CPU_KERNEL)
+#if defined(CUDA_KERNEL)
+STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CUDA, ops) {
+  flashcell::implement(ops, flashcell::AllCells());
+  ops.impl("recurrent_dweight", TORCH_BOX(&flashcell::recurrent_dweight));
+}
+#else
 STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CPU, ops) {
   flashcell::implement(ops, flashcell::AllCells());
   ops.impl("linear_fwd", TORCH_BOX(&flashcell::linear_fwd));

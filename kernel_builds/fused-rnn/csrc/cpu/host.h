@@ -9,7 +9,7 @@
 #include <cstring>
 #include <new>
 
-#include "params.h"
+#include "engine.h"
 
 namespace flashcell {
 

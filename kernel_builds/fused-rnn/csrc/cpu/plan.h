@@ -1,6 +1,6 @@
 // How the time loop meets the threads: one pure function of the shape.
 #pragma once
-#include "params.h"
+#include "engine.h"
 
 namespace flashcell::FLASHCELL_ISA {
 

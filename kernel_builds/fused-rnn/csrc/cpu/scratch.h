@@ -1,6 +1,6 @@
 // Scratch memory that returns itself, and parallel_for over a callable.
 #pragma once
-#include "params.h"
+#include "engine.h"
 
 namespace flashcell::FLASHCELL_ISA {
 

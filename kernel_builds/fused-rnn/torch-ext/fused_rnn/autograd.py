@@ -10,6 +10,9 @@ from ._ops import add_op_namespace_prefix, ops
 from .cells import CELLS, Cell
 
 
+WIDEST_OWN_DWEIGHT = 256
+
+
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
@@ -18,7 +21,7 @@ def register(cell: Cell) -> None:
     fwd, bwd = getattr(ops, f"{cell.name}_fwd"), getattr(ops, f"{cell.name}_bwd")
 
     @torch.library.register_fake(add_op_namespace_prefix(f"{cell.name}_fwd"))
-    def _(x, weight, bias, state, reset, hold, lengths, cu_seqlens, grad_clip, save):
+    def _(x, weight, bias, state, reset, hold, lengths, cu_seqlens, grad_clip, tf32, save):
         B, T, _, N, D = x.shape
         S = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
         dtype = state_dtype(x.dtype)
@@ -26,12 +29,12 @@ def register(cell: Cell) -> None:
         return (
             x.new_empty(B, T, N, D),
             x.new_empty(cell.states, S, N, D, dtype=dtype),
-            x.new_empty(saved, dtype=dtype),
+            x.new_empty(saved, dtype=x.dtype if x.device.type == "cuda" else dtype),
             x.new_empty((B, T, N, D) if save else (0,)),
         )
 
     @torch.library.register_fake(add_op_namespace_prefix(f"{cell.name}_bwd"))
-    def _(dh, dlast, saved, h_prev, weight, reset, hold, lengths, cu_seqlens, grad_clip):
+    def _(dh, dlast, saved, h_prev, weight, reset, hold, lengths, cu_seqlens, grad_clip, tf32):
         B, T, N, D = dh.shape
         S = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
         dtype = state_dtype(dh.dtype)
@@ -44,10 +47,10 @@ def register(cell: Cell) -> None:
         )
 
     def setup_context(ctx, inputs, output):
-        x, weight, bias, state, *masks, grad_clip, save = inputs
-        ctx.grad_clip, ctx.save, ctx.has = grad_clip, save, (bias is not None, state is not None)
+        x, weight, bias, state, *masks, ctx.grad_clip, ctx.tf32, ctx.save = inputs
+        ctx.has = bias is not None, state is not None
         ctx.set_materialize_grads(False)
-        kept = output[2:] if save else (x, bias, state)
+        kept = output[2:] if ctx.save else (x, bias, state)
         ctx.save_for_backward(weight, *masks, *kept)
 
     def backward(ctx, dh, dlast, _dsaved, _dh_prev):
@@ -57,23 +60,24 @@ def register(cell: Cell) -> None:
         else:
             x, bias, state = kept
             masks = (reset, hold, lengths, cu_seqlens)
-            _, _, saved, h_prev = fwd(x, weight, bias, state, *masks, ctx.grad_clip, True)
+            options = ctx.grad_clip, ctx.tf32, True
+            _, _, saved, h_prev = fwd(x, weight, bias, state, *masks, *options)
         if dh is None:
             dh = torch.zeros_like(h_prev)
         dx, dr, dbias, dstate = bwd(
-            dh, dlast, saved, h_prev, weight, reset, hold, lengths, cu_seqlens, ctx.grad_clip
-        )
+            dh, dlast, saved, h_prev, weight, reset, hold, lengths, cu_seqlens, ctx.grad_clip, ctx.tf32
+        )  # fmt: skip
         needs = ctx.needs_input_grad
         dweight = None
         if needs[1]:
-            dweight = ops.recurrent_dweight(dr if dr.dim() == 5 else dx, h_prev)
+            dweight = recurrent_dweight(dr if dr.dim() == 5 else dx, h_prev, ctx.tf32)
         has_bias, has_state = ctx.has
         return (
             dx if needs[0] else None,
             dweight,
             dbias if has_bias else None,
             dstate if has_state else None,
-            *(None,) * 6,
+            *(None,) * 7,
         )
 
     torch.library.register_autograd(
@@ -84,6 +88,17 @@ def register(cell: Cell) -> None:
     )
 
 
+def recurrent_dweight(dr: torch.Tensor, h_prev: torch.Tensor, tf32: bool) -> torch.Tensor:
+    """[G, N, D, D] = sum over b, t of dr[b, t, g, n, j] h_prev[b, t, n, k].
+
+    Wide heads on CUDA are one large product a head, which cuBLAS does best; narrow ones are tall and
+    thin, and have a kernel of their own.
+    """
+    if dr.device.type == "cuda" and dr.shape[-1] > WIDEST_OWN_DWEIGHT:
+        return torch.einsum("btgnj,btnk->gnjk", dr, h_prev)
+    return ops.recurrent_dweight(dr, h_prev, tf32)
+
+
 def _no_second_derivative(ctx, *grads):
     raise RuntimeError(
         "fused_rnn has no second derivatives in its kernels: pass backend='reference', "
@@ -92,7 +107,7 @@ def _no_second_derivative(ctx, *grads):
 
 
 @torch.library.register_fake(add_op_namespace_prefix("recurrent_dweight"))
-def _(dr, h_prev):
+def _(dr, h_prev, tf32):
     _, _, G, N, D = dr.shape
     return dr.new_empty(G, N, D, D)
 

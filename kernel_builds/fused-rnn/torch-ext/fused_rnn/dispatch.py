@@ -3,6 +3,8 @@
 from importlib.util import find_spec
 from typing import Optional
 
+import torch
+
 # The build writes _ops.py into binary variants only; the wheel and torch-universal have none.
 if find_spec(__package__ + "._ops") is not None:
     from . import _ops
@@ -14,16 +16,19 @@ else:
 BACKENDS = ("auto", "cuda", "cpu", "reference")
 
 
-def select_backend(requested: str, device_type: str, binary: Optional[str]) -> str:
+def select_backend(
+    requested: str, device_type: str, binary: Optional[str], dtype: Optional[torch.dtype] = None
+) -> str:
     """The backend for tensors on `device_type`, given the `binary` this package holds, if any.
 
-    "auto" takes the binary where it fits the device and the reference elsewhere. A backend asked
-    for by name is used or refused, never replaced.
+    "auto" takes the binary where it fits the device and the reference elsewhere, which is where fp64
+    on CUDA goes. A backend asked for by name is used or refused, never replaced.
     """
     if requested not in BACKENDS:
         raise ValueError(f"backend is {requested!r}, but must be one of {', '.join(BACKENDS)}")
+    fits = not (device_type == "cuda" and dtype == torch.float64)
     if requested == "auto":
-        return binary if binary is not None and binary == device_type else "reference"
+        return binary if binary is not None and binary == device_type and fits else "reference"
     if requested == "reference":
         return requested
     if requested != device_type:
@@ -35,5 +40,10 @@ def select_backend(requested: str, device_type: str, binary: Optional[str]) -> s
         raise RuntimeError(
             f"backend {requested!r} was asked for, but this copy of fused_rnn holds "
             f"{'no binary' if binary is None else f'the {binary!r} binary'}"
+        )
+    if not fits:
+        raise ValueError(
+            "x has dtype torch.float64, but backend 'cuda' computes bfloat16, float16 and float32: "
+            "ask for 'reference', or for the CPU"
         )
     return requested

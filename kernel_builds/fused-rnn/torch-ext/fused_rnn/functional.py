@@ -148,7 +148,8 @@ def recurrent(
     check_choice("precision", precision, ("highest", "tf32"))
     check_choice("save", save, ("gates", "recompute"))
     masks = (reset, hold, lengths, cu_seqlens)
-    return _run(spec, x, weight, bias, state, masks, grad_clip, save, backend)
+    options = grad_clip, precision == "tf32", save
+    return _run(spec, x, weight, bias, state, masks, options, backend)
 
 
 def recurrent_step(cell: str, x, weight, bias=None, state=None, *, backend="auto") -> Result:
@@ -159,7 +160,7 @@ def recurrent_step(cell: str, x, weight, bias=None, state=None, *, backend="auto
     check_state(spec, state, (x.shape[0], *x.shape[-2:]), "[B, N, D]", x)
     no_masks = (None, None, None, None)
     x = x.unsqueeze(1)
-    h, state = _run(spec, x, weight, bias, state, no_masks, None, "gates", backend)
+    h, state = _run(spec, x, weight, bias, state, no_masks, (None, False, "gates"), backend)
     return h.squeeze(1), state
 
 
@@ -188,16 +189,17 @@ def linear(x, weight, bias=None, *, backend="auto") -> torch.Tensor:
     return torch.nn.functional.linear(x, weight, bias)
 
 
-def _run(spec, x, weight, bias, state, masks, grad_clip, save, backend) -> Result:
+def _run(spec, x, weight, bias, state, masks, options, backend) -> Result:
     """Every argument is checked; masks are reset, hold, lengths, cu_seqlens."""
-    chosen = select_backend(backend, x.device.type, BACKEND)
+    chosen = select_backend(backend, x.device.type, BACKEND, x.dtype)
+    grad_clip, tf32, save = options
     inputs = _cast(x, weight, bias, state)
     if chosen == "reference":
         h, last = _reference(spec, inputs, masks, grad_clip)
     else:
         grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
         fwd = getattr(ops, f"{spec.name}_fwd")
-        h, last, _, _ = fwd(*inputs, *masks, grad_clip, grad and save == "gates")
+        h, last, _, _ = fwd(*inputs, *masks, grad_clip, tf32, grad and save == "gates")
     return h, _unstack(spec, last)
 
 

@@ -1,0 +1,54 @@
+// What the CPU engine offers ops.cpp, and what it asks of its host. The parameters of the sequence ops
+// are the ones of every engine: ../params.h.
+#pragma once
+#include "../params.h"
+
+namespace flashcell {
+
+// What the engine asks of its host.
+struct Host {
+  void (*parallel)(int64_t count, void (*body)(void* context, int64_t begin, int64_t end),
+                   void* context);
+  void* (*allocate)(int64_t bytes);  // 64-byte aligned, uninitialised; throws, never null
+  void (*release)(void* pointer);
+  int threads;
+};
+
+// For every i < batch: c_i[m, n] = sum_k a_i[m, k] b_{i mod batch_b}[k, n] (+ bias[n]).
+struct GemmParams {
+  int64_t M, N, K, batch, batch_b;
+  const void* a;  // io; strides in elements
+  int64_t a_batch, a_m, a_k;
+  const void* b;  // io; one of b_k, b_n is 1
+  int64_t b_batch, b_k, b_n;
+  void* c;  // io; rows of N contiguous elements
+  int64_t c_batch, c_m;
+  const void* bias;  // [N] io, or null
+};
+
+struct ColumnSumParams {  // out[n] = sum_m a[m, n]
+  int64_t M, N;
+  const void* a;  // [M, N] io
+  void* out;      // [N] io
+};
+
+// One instruction set's build of the engine; cell = position in AllCells.
+struct Backend {
+  const char* name;
+  void (*forward)(int cell, Dtype, const ForwardParams&, const Host&);
+  void (*backward)(int cell, Dtype, const BackwardParams&, const Host&);
+  void (*gemm)(Dtype, const GemmParams&, const Host&);
+  void (*column_sum)(Dtype, const ColumnSumParams&, const Host&);
+};
+
+namespace baseline {
+extern const Backend kBackend;
+}
+namespace avx2 {
+extern const Backend kBackend;
+}
+namespace avx512 {
+extern const Backend kBackend;
+}
+
+}  // namespace flashcell

@@ -1,0 +1,54 @@
+// What ops.cpp (torch) hands to an engine (no torch), on the CPU and on CUDA: plain structs.
+// S sequences, T time, N heads, D head width, G gates, R bias rows, K states, V saved values.
+// io = the dtype of x; state = float, or double when io is double.
+#pragma once
+#include <cstdint>
+
+namespace flashcell {
+
+enum class Dtype { kFloat, kDouble, kHalf, kBFloat16 };
+
+// One batch row, or one document of a packed row. The engine gets them longest first.
+struct Sequence {
+  int64_t index;     // s: row of the [K, S, N, D] state tensors
+  int64_t row;       // b * T + t of the first step: row of every [B, T, ...] tensor but x
+  int64_t x_offset;  // the same step in x, in elements
+  int64_t length;    // steps that run
+  int64_t padding;   // rows after them, which only pass the state through
+};
+
+struct SequenceParams {
+  int64_t S, N, D, T;
+  const Sequence* sequences;  // [S]; null on CUDA when sequence s is all of row s
+  const uint8_t* reset;       // [B, T] or null: states become 0 before the step
+  const uint8_t* hold;        // [B, T] or null: the step passes the states through
+  const void* weight;         // [G, N, D, D] io: gate, head, to, from
+};
+
+struct ForwardParams : SequenceParams {
+  const void* x;    // [B, T, G, N, D] io, strided
+  int64_t x_batch;  // strides of x in elements; the last one is 1
+  int64_t x_time;
+  int64_t x_gate;
+  int64_t x_head;
+  const void* bias;     // [R, N, D] state, or null
+  const void* initial;  // [K, S, N, D] state, or null for 0
+  void* h;              // [B, T, N, D] io
+  void* last;           // [K, S, N, D] state
+  void* saved;          // [B, T, V, N, D] state (CUDA: io), or null
+  void* h_prev;         // [B, T, N, D] io, or null: the operand of the recurrent product
+};
+
+struct BackwardParams : SequenceParams {
+  const void* dh;        // [B, T, N, D] io
+  const void* dlast;     // [K, S, N, D] state, or null for 0
+  const void* saved;     // [B, T, V, N, D] state (CUDA: io)
+  double grad_clip;      // bound on the elements of weight^T dr; infinity for none
+  void* dx;              // [B, T, G, N, D] io
+  void* dr;              // [B, T, G, N, D] io, or null where it equals dx
+  void* dbias;           // [R, N, D] state
+  void* dbias_partial;   // CUDA: [tiles of 8 sequences][R, N, D] state
+  void* dstate;          // [K, S, N, D] state
+};
+
+}  // namespace flashcell
