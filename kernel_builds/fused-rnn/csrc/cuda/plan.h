@@ -1,0 +1,26 @@
+// Which engine runs a call: one pure function of sizes and of the GPU. Every limit stands beside
+// what set it; a width the tuned engines do not take goes to the step engine.
+#pragma once
+#include <cstdint>
+
+#include "chip_plan.h"
+
+namespace flashcell::cuda {
+
+struct Problem {
+  int64_t S, T, N, D;
+  int gates;
+  int io_bytes;  // 2 or 4
+  bool tf32;
+  bool aligned;  // x can be read 16 bytes at a time
+};
+
+constexpr Engine select_engine(const Problem& p, const Device& device) {
+  const bool whole_vectors = p.D % (16 / p.io_bytes) == 0 && p.aligned;
+  const bool tensor_cores = p.io_bytes == 2 || p.tf32;
+  if (p.T <= 1 || !whole_vectors || !tensor_cores) return Engine::kStep;
+  if (p.D <= (p.io_bytes == 4 ? 64 : 128)) return Engine::kBlock;
+  return chip::fits_every_cell(p.gates, p.io_bytes, p.D, device) ? Engine::kChip : Engine::kStep;
+}
+
+}  // namespace flashcell::cuda

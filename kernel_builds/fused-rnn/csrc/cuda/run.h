@@ -1,0 +1,38 @@
+// What ops.cpp calls: the door to CUDA, without its headers.
+#pragma once
+#include "engine.h"
+
+namespace flashcell::cuda {
+
+Device describe(int index);
+
+// Runs the engine that launch.engine names; T may be 0.
+template <typename Cell>
+int64_t forward_scratch(const ForwardParams&, Dtype, const Launch&);
+template <typename Cell>
+void forward(const ForwardParams&, Dtype, const Launch&);
+template <typename Cell>
+int64_t backward_scratch(const BackwardParams&, Dtype, const Launch&);
+template <typename Cell>
+void backward(const BackwardParams&, Dtype, const Launch&);
+
+// The table of a batch's rows (lengths) or documents (cu_seqlens), longest first. Values out of
+// range are clamped: nothing is read or written out of bounds.
+void sequence_table(Sequence* table, int64_t S, int64_t T, const void* values, bool is_int32,
+                    bool is_cu_seqlens, int64_t x_batch, int64_t x_time, cudaStream_t stream);
+
+// out[i] = sum over the tiles, in order, of partial[tile][i]
+void reduce_bias(const float* partial, int64_t tiles, int64_t count, float* out,
+                 cudaStream_t stream);
+
+struct DweightParams {
+  int64_t rows, G, N, D;  // rows = B T
+  const void* dr;         // [rows, G, N, D] io
+  const void* h_prev;     // [rows, N, D] io
+  void* dweight;          // [G, N, D, D] io
+  void* scratch;          // dweight_scratch bytes
+};
+int64_t dweight_scratch(const DweightParams&, Dtype, const Launch&);
+void recurrent_dweight(const DweightParams&, Dtype, const Launch&);
+
+}  // namespace flashcell::cuda

@@ -1,0 +1,227 @@
+// The products of a step in fp32 arithmetic: exact fp32, widths of no whole vectors, and the few
+// sequences that would leave a tensor core idle.
+#pragma once
+#include "step_tile.cuh"
+
+namespace flashcell::cuda {
+
+// Exact fp32 keeps an exact cell.
+template <typename IO>
+using DotValue = std::conditional_t<sizeof(IO) == 4, float, typename Lane<IO>::Value>;
+
+// What a lane loads of a row at once: a vector, or one element where rows are not aligned.
+template <typename IO, bool kVectors>
+struct Piece {
+  static constexpr int kCount = kVectors ? Lane<IO>::kVector : 1;
+  static constexpr int kFloats = kVectors ? 4 : 1, kParts = kCount / kFloats;
+  Vector vector = {};
+
+  DEVICE void load(const IO* from) {
+    if constexpr (kVectors) {
+      vector = load_vector(from);
+    } else {
+      vector.word[0] = __float_as_uint(to_float(*from));
+    }
+  }
+  DEVICE void load(const void* row, int64_t at, bool states) {
+    if constexpr (kVectors) {
+      vector = load_operand<IO>(row, at, states);
+    } else {
+      vector.word[0] = __float_as_uint(load_element<IO>(row, at, states));
+    }
+  }
+  // Elements [kFloats part, kFloats (part + 1)).
+  DEVICE void floats(int part, float (&to)[kFloats]) const {
+    if constexpr (sizeof(IO) == 4 || !kVectors) {
+#pragma unroll
+      for (int i = 0; i < kFloats; ++i) to[i] = __uint_as_float(vector.word[i]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float2 pair = Pair<IO>{vector.word[2 * part + i]}.floats();
+        to[2 * i] = pair.x, to[2 * i + 1] = pair.y;
+      }
+    }
+  }
+};
+
+// Sums every value over the lanes of a warp: lane l gets the total of values[l % kCount]. At every
+// exchange a lane gives half of its values away.
+template <int kCount, int kSize>
+DEVICE float sum_over_lanes(float (&values)[kSize]) {
+  if constexpr (kCount == 1) {
+#pragma unroll
+    for (int offset = kSize; offset < 32; offset *= 2) {
+      values[0] += __shfl_xor_sync(~0u, values[0], offset);
+    }
+    return values[0];
+  } else {
+    constexpr int kHalf = kCount / 2;
+    const bool upper = threadIdx.x & kHalf;
+#pragma unroll
+    for (int i = 0; i < kHalf; ++i) {
+      const float keep = upper ? values[i + kHalf] : values[i];
+      const float give = upper ? values[i] : values[i + kHalf];
+      values[i] = keep + __shfl_xor_sync(~0u, give, kHalf);
+    }
+    return sum_over_lanes<kHalf>(values);
+  }
+}
+
+// r[gate, unit] = weight[gate, unit, :] h. A warp multiplies one unit's row of every gate, its
+// lanes side by side along the row.
+template <int kGates, typename IO, int kWidth, bool kVectors>
+struct ForwardDot : Partials<kGates, kWidth, kWidth == 1 ? 4 : 8, 1> {
+  using Base = Partials<kGates, kWidth, kWidth == 1 ? 4 : 8, 1>;
+  using Value = DotValue<IO>;
+  using Row = Piece<IO, kVectors>;
+  static constexpr int kThreads = 32 * Base::kUnits;
+  static constexpr int kLoads = 4, kSlots = 32 * kLoads;  // pieces of a row at once
+  static constexpr int kCount = Row::kCount, kChunk = kSlots * kCount;
+  static constexpr int kQuantum = 1;
+  // Lanes read up to four floats of the operand at once, side by side: [column][part][slot].
+  static constexpr int kFloats = Row::kFloats, kParts = Row::kParts;
+  struct alignas(4 * kFloats) Floats {
+    float v[kFloats];
+  };
+  static constexpr int kStageBytes = kWidth * kChunk * sizeof(float);
+  static constexpr int kSharedBytes =
+      kStageBytes > Base::kPartialBytes ? kStageBytes : Base::kPartialBytes;
+  static constexpr int kGateSlots = kGates == 3 ? 4 : kGates;  // a power of two
+
+  static DEVICE void run(const Task& task) {
+    const int lane = threadIdx.x % 32, unit = threadIdx.x / 32;
+    const bool inside = task.unit + unit < task.D;
+    const IO* weight = static_cast<const IO*>(task.weight) + int64_t(task.unit + unit) * task.D;
+    float sums[kWidth * kGateSlots] = {};
+    for (int from = 0; from < task.D; from += kChunk) {
+      Row rows[kLoads][kGates];
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) {
+        const int depth = from + (i * 32 + lane) * kCount;
+#pragma unroll
+        for (int g = 0; g < kGates; ++g) {
+          if (inside && depth < task.D) rows[i][g].load(weight + g * task.weight_gate + depth);
+        }
+      }
+      if (from > 0) __syncthreads();
+      stage(task, from);
+      __syncthreads();
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) {
+        if (from + i * 32 * kCount < task.D) {
+          multiply(sums, task.columns, rows[i], i * 32 + lane);
+        }
+      }
+    }
+    const float sum = sum_over_lanes<kWidth * kGateSlots>(sums);
+    __syncthreads();  // the sums take the place of the operand
+    const int gate = lane % kGateSlots, column = lane / kGateSlots;
+    if (gate < kGates && column < kWidth) *Base::at(0, gate, column, unit) = sum;
+  }
+
+  static DEVICE void stage(const Task& task, int from) {
+    Floats* staged = reinterpret_cast<Floats*>(step_shared);
+#pragma unroll 4
+    for (int i = threadIdx.x; i < task.columns * kSlots; i += kThreads) {
+      const int column = i / kSlots, slot = i % kSlots, depth = from + slot * kCount;
+      const void* row = task.rows[column];
+      Row piece;
+      if (row != nullptr && depth < task.D) piece.load(row, depth, task.states);
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+        Floats floats;
+        piece.floats(part, floats.v);
+        staged[(column * kParts + part) * kSlots + slot] = floats;
+      }
+    }
+  }
+
+  static DEVICE void multiply(float (&sums)[kWidth * kGateSlots], int columns,
+                              const Row (&rows)[kGates], int slot) {
+    const Floats* staged = reinterpret_cast<const Floats*>(step_shared);
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      float weights[kGates][kFloats];
+#pragma unroll
+      for (int g = 0; g < kGates; ++g) rows[g].floats(part, weights[g]);
+#pragma unroll
+      for (int column = 0; column < kWidth; ++column) {
+        if (column < columns) {
+          const Floats h = staged[(column * kParts + part) * kSlots + slot];
+#pragma unroll
+          for (int v = 0; v < kFloats; ++v) {
+#pragma unroll
+            for (int g = 0; g < kGates; ++g) {
+              sums[column * kGateSlots + g] += weights[g][v] * h.v[v];
+            }
+          }
+        }
+      }
+    }
+  }
+};
+
+// sum over gates and j of weight[gate, j, unit] dr[gate, j], with the depth in (gate, j) order. A
+// lane has one unit, the warps take turns along the depth.
+template <int, typename IO, int kWidth>
+struct BackwardDot : Partials<1, kWidth, 32, 16> {
+  using Base = Partials<1, kWidth, 32, 16>;
+  using Value = DotValue<IO>;
+  static constexpr int kThreads = 32 * Base::kSlices;
+  static constexpr int kLoads = 8, kChunk = kLoads * Base::kSlices, kQuantum = Base::kSlices;
+  static constexpr int kSharedBytes = Base::kPartialBytes;
+  static_assert(kChunk * kWidth * sizeof(float) <= Base::kPartialBytes);
+
+  static DEVICE void run(const Task& task) {
+    const int lane = threadIdx.x % 32, slice = threadIdx.x / 32;
+    const IO* weight = static_cast<const IO*>(task.weight) + task.unit + lane;
+    const bool inside = task.unit + lane < task.D;
+    const float4* staged = reinterpret_cast<const float4*>(step_shared);
+    float sums[kWidth] = {};
+    int gate = (task.begin + slice) / task.D, j = (task.begin + slice) % task.D;
+    for (int from = task.begin; from < task.end; from += kChunk) {
+      float rows[kLoads];
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) {
+        const bool wanted = inside && from + i * Base::kSlices + slice < task.end;
+        rows[i] = wanted ? to_float(weight[gate * task.weight_gate + int64_t(j) * task.D]) : 0.0f;
+        for (j += Base::kSlices; j >= task.D; j -= task.D) ++gate;
+      }
+      if (from > task.begin) __syncthreads();
+      stage(task, from);
+      __syncthreads();
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) {
+#pragma unroll
+        for (int c = 0; c < kWidth; c += 4) {
+          if (c < task.columns) {
+            const float4 dr = staged[((i * Base::kSlices + slice) * kWidth + c) / 4];
+            sums[c] += rows[i] * dr.x, sums[c + 1] += rows[i] * dr.y;
+            sums[c + 2] += rows[i] * dr.z, sums[c + 3] += rows[i] * dr.w;
+          }
+        }
+      }
+    }
+    __syncthreads();
+#pragma unroll
+    for (int c = 0; c < kWidth; ++c) *Base::at(slice, 0, c, lane) = sums[c];
+  }
+
+  // Elements [from, from + kChunk) of every column: a row of columns for each, zeros past the end.
+  static DEVICE void stage(const Task& task, int from) {
+    float* staged = reinterpret_cast<float*>(step_shared);
+    for (int i = threadIdx.x; i < kWidth * kChunk; i += kThreads) {
+      const int column = i / kChunk, depth = from + i % kChunk;
+      const void* row = task.rows[column];
+      float value = 0;
+      if (row != nullptr && depth < task.end) {
+        const int gate = depth / task.D;
+        value = load_element<IO>(row, gate * task.operand_gate + (depth - gate * task.D), false);
+      }
+      staged[i % kChunk * kWidth + column] = value;
+    }
+  }
+};
+
+}  // namespace flashcell::cuda

@@ -1,0 +1,5 @@
+#include "step.cuh"
+
+namespace flashcell::cuda {
+FLASHCELL_INSTANTIATE(step, Gru)
+}  // namespace flashcell::cuda

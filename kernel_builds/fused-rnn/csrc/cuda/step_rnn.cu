@@ -1,0 +1,6 @@
+#include "step.cuh"
+
+namespace flashcell::cuda {
+FLASHCELL_INSTANTIATE(step, RnnTanh)
+FLASHCELL_INSTANTIATE(step, RnnRelu)
+}  // namespace flashcell::cuda
