@@ -17,15 +17,24 @@ from .modeling_flash_rnn import (
     FlashRNNModel,
     FlashRNNPreTrainedModel,
 )
+from .rnn import GRU, LSTM, RNN, GRUCell, LSTMCell, RNNCell
+from .rnn_replace import replace
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "GRU",
+    "LSTM",
+    "RNN",
     "FlashRNNConfig",
     "FlashRNNForCausalLM",
     "FlashRNNForSequenceClassification",
     "FlashRNNModel",
     "FlashRNNPreTrainedModel",
+    "GRUCell",
+    "LSTMCell",
+    "RNNCell",
+    "replace",
 ]
 
 AutoConfig.register("flash_rnn", FlashRNNConfig)

@@ -1,5 +1,6 @@
 """fused_rnn: recurrent cells that mix their state (LSTM, GRU, Elman, sLSTM) in fused kernels."""
 
+from . import layers  # where `kernels` looks for torch.nn's modules
 from .cells import CELLS
 from .dispatch import BACKEND
 from .functional import (
@@ -24,6 +25,7 @@ __all__ = [
     "CELLS",
     "gru",
     "gru_step",
+    "layers",
     "linear",
     "lstm",
     "lstm_step",

@@ -1,0 +1,185 @@
+"""torch.nn's forward arguments to the engine of stack.py, and its results back.
+
+`module` has the attributes and the check functions of a torch.nn.LSTM, GRU, RNN or cell, `kernel`
+the functions that stack.py names. Nothing else of flashcell is needed here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+from .stack import Engine, Layout, choose_chunk, make_heads, project, put_rows, unpack
+
+
+def run_sequence(module: Any, kernel: Any, input: Any, hx: Any = None) -> Any:
+    """Forward of a torch.nn.LSTM, GRU or RNN: -> output, h_n or (h_n, c_n)."""
+    if not torch.compiler.is_compiling():
+        module._update_flat_weights()  # check_input reads them
+    if isinstance(input, PackedSequence):
+        return _run_packed(module, kernel, input, hx)
+    _check_sequence_dimensions(module, input, hx)
+    batched, time = input.dim() == 3, 1 if module.batch_first else 0
+    if not batched:
+        input = input.unsqueeze(1 - time)
+        hx = _each(hx, lambda s: s.unsqueeze(1))
+    _check_sizes(module, input, hx, None)
+    if input.shape[time] == 0:
+        raise RuntimeError("Expected sequence length to be larger than 0 in RNN")
+    x = input if module.batch_first else input.transpose(0, 1)
+    y, last = _run(module, kernel, x, hx, Layout())
+    y = y if module.batch_first else y.transpose(0, 1).contiguous()
+    if not batched:
+        y, last = y.squeeze(1 - time), _each(last, lambda s: s.squeeze(1))
+    return y, last
+
+
+def _run_packed(module: Any, kernel: Any, input: PackedSequence, hx: Any) -> Any:
+    data, batch_sizes, sorted_indices, unsorted_indices = input
+    if hx is not None:
+        hx = module.permute_hidden(hx, sorted_indices)
+    _check_sizes(module, data, hx, batch_sizes)
+    packed = unpack(batch_sizes, data.device)
+    x = put_rows(data.unsqueeze(0), packed.to_documents)
+    y, last = _run(module, kernel, x, hx, packed.layout)
+    y = put_rows(y, packed.to_packed).squeeze(0)
+    output = PackedSequence(y, batch_sizes, sorted_indices, unsorted_indices)
+    return output, module.permute_hidden(last, unsorted_indices)
+
+
+def _run(module: Any, kernel: Any, x: Tensor, hx: Any, layout: Layout) -> tuple[Tensor, Any]:
+    """x [B, T, I] -> [B, T, directions * P], and torch's states [layers * directions, B, ...]."""
+    dtype, without_autocast = _autocast(x)
+    with without_autocast:
+        cell, options = module.mode.lower(), {"precision": _precision(x)}
+        engine = Engine(kernel, cell, layout, options)
+        N = 2 if module.bidirectional else 1
+        weights = module.all_weights
+        layers = [
+            make_heads(kernel.CELLS[cell], weights[at : at + N], module.bias)
+            for at in range(0, N * module.num_layers, N)
+        ]
+        x, states, firsts = x.to(dtype), None, None
+        if hx is not None:
+            parts = zip(*(s.split(N) for s in _tuple(hx)))
+            entered = [engine.enter(h, s, dtype) for h, s in zip(layers, parts)]
+            states = [state for state, _ in entered]
+            firsts = [first for _, first in entered] if module.proj_size > 0 else None
+        dropout = module.dropout if module.training else 0.0
+        documents = layout.cu_seqlens is not None
+        sizes = x.shape[1], module.hidden_size
+        chunk = choose_chunk(x.device.type, len(layers), N, dropout, documents, *sizes)
+        if chunk > 0:
+            y, lasts = engine.run_wavefront(layers, x, states, firsts, chunk)
+        else:
+            y, lasts = engine.run_layers(layers, x, states, firsts, dropout)
+        left = [engine.leave(h, s) for h, s in zip(layers, lasts)]
+        last = tuple(torch.cat(parts).to(dtype) for parts in zip(*left))
+    return y, last if len(last) > 1 else last[0]
+
+
+def run_cell(module: Any, kernel: Any, cell: str, input: Tensor, hx: Any = None) -> Any:
+    """Forward of a torch.nn.LSTMCell, GRUCell or RNNCell: -> h' or (h', c')."""
+    states = _tuple(hx)
+    _check_cell_dimensions(f"{cell.partition('_')[0].upper()}Cell", input, states)
+    batched = input.dim() == 2
+    if not batched:
+        input, states = input.unsqueeze(0), tuple(s.unsqueeze(0) for s in states)
+    _check_cell_sizes(module, input, states)
+    dtype, without_autocast = _autocast(input)
+    with without_autocast:
+        engine = Engine(kernel, cell, Layout(), {})
+        names = ("weight_ih", "weight_hh", *(("bias_ih", "bias_hh") if module.bias else ()))
+        parameters = [getattr(module, name) for name in names]
+        heads = make_heads(kernel.CELLS[cell], [parameters], module.bias)
+        gates = project(kernel, input.to(dtype)[None, :, None], heads.w_ih)
+        state = tuple(s.unsqueeze(1) for s in states) if states else None
+        h, (_, *others) = engine.advance(heads, gates, state)
+        last = (h[0, :, 0], *(s[:, 0].to(dtype) for s in others))
+    last = last if batched else tuple(s.squeeze(0) for s in last)
+    return last if len(last) > 1 else last[0]
+
+
+def _autocast(x: Tensor) -> tuple[torch.dtype, AbstractContextManager]:
+    """The dtype to compute in, and a context without autocast: products of states stay fp32."""
+    kind = x.device.type
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return x.dtype, nullcontext()
+    dtype = x.dtype if x.dtype == torch.float64 else torch.get_autocast_dtype(kind)
+    return dtype, torch.autocast(kind, enabled=False)
+
+
+def _precision(x: Tensor) -> str:
+    switch = torch.backends.cudnn.rnn  # replaced by an object with properties when it is imported
+    tf32 = x.device.type == "cuda" and switch.fp32_precision == "tf32"  # type: ignore[attr-defined]
+    return "tf32" if tf32 else "highest"
+
+
+def _tuple(hx: Any) -> tuple[Tensor, ...]:
+    if hx is None:
+        return ()
+    return (hx,) if isinstance(hx, Tensor) else tuple(hx)
+
+
+def _each(hx: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """`change` of a state or of each state of a tuple, None for None."""
+    if hx is None or isinstance(hx, Tensor):
+        return None if hx is None else change(hx)
+    return tuple(map(change, hx))
+
+
+# The checks that torch.nn makes in its forwards and its operators, in its words.
+
+
+def _check_sequence_dimensions(module: Any, input: Tensor, hx: Any) -> None:
+    wanted = input.dim()
+    if wanted not in (2, 3):
+        kind, _, elman = module.mode.partition("_")
+        had = f"{wanted}D tensor" if elman else f"{wanted}D"
+        raise ValueError(f"{kind}: Expected input to be 2D or 3D, got {had} instead")
+    found = [s.dim() for s in _tuple(hx)]
+    if any(dim != wanted for dim in found):
+        batched = "batched" if wanted == 3 else "unbatched"
+        names, had = "hx", f"{found[0]}-D tensor"
+        if len(found) > 1:
+            names, had = "hx and cx", f"({', '.join(f'{dim}-D' for dim in found)}) tensors"
+        raise RuntimeError(
+            f"For {batched} {wanted}-D input, {names} should also be {wanted}-D but got {had}"
+        )
+
+
+def _check_sizes(module: Any, input: Tensor, hx: Any, batch_sizes: Tensor | None) -> None:
+    if hx is None:
+        module.check_input(input, batch_sizes)
+    else:
+        module.check_forward_args(input, hx, batch_sizes)
+
+
+def _check_cell_dimensions(kind: str, input: Tensor, states: tuple[Tensor, ...]) -> None:
+    names = ["hidden"] if len(states) == 1 else [f"hx[{k}]" for k in range(len(states))]
+    for name, value in zip(["input", *names], (input, *states)):
+        if value.dim() not in (1, 2):
+            had = f"got {value.dim()}D instead"
+            raise ValueError(f"{kind}: Expected {name} to be 1D or 2D, {had}")
+
+
+def _check_cell_sizes(module: Any, input: Tensor, states: tuple[Tensor, ...]) -> None:
+    B, I = input.shape
+    if module.input_size != I:
+        had = f"got {I} expected {module.input_size}"
+        raise RuntimeError(f"input has inconsistent input_size: {had}")
+    for k, s in enumerate(states):
+        if s.shape[0] != B:
+            had = f"doesn't match hidden{k} batch size {s.shape[0]}"
+            raise RuntimeError(f"Input batch size {B} {had}")
+        if s.shape[1] != module.hidden_size:
+            had = f"got {s.shape[1]}, expected {module.hidden_size}"
+            raise RuntimeError(f"hidden{k} has inconsistent hidden_size: {had}")
+    dtype = module.weight_ih.dtype
+    if input.dtype != dtype and not torch._C._is_any_autocast_enabled():
+        raise RuntimeError(f"input has dtype {input.dtype}, but must have the weights', {dtype}")

@@ -1,0 +1,278 @@
+"""How a torch.nn LSTM, GRU or RNN runs on the functions of a kernel's module, here `kernel`:
+`recurrent`, `recurrent_step`, `linear`, and the sizes in `CELLS`.
+
+A *head* is one recurrence with its own input. The directions of a layer are the two heads of one
+call, the second one's input flipped in time; in a wavefront, the layers at work are the heads:
+
+    wave            0   1   2   3   4          layer l takes chunk k of the time at wave k + l:
+    layer 0         0   1   2                  what it reads, layer l - 1 wrote one wave before
+    layer 1             0   1   2
+    layer 2                 0   1   2
+
+Shapes: B batch, T time, I input width, G gates, N heads, D hidden width, P output width (proj_size,
+or D), K states. Documents of a PackedSequence lie in one row: then B is 1, and states have S rows.
+
+With proj_size the recurrence stays in the hidden space: R h_p = R (W_hr h) = (R W_hr) h, so R W_hr
+is the recurrent weight and W_hr is applied to all outputs at once. An initial h_p has no h that it
+comes from: the first step reads R h_p as part of its input, and h begins empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+States = tuple[Tensor, ...]  # K tensors [B, N, D], as the kernels have them
+
+# Where a wavefront pays: not yet measured. It costs (layers - 1) waves of latency and a call a wave.
+WAVE_DEVICES = ("cuda",)
+WAVE_CHUNK = 64  # steps
+WAVE_MIN_CHUNKS = 4
+WAVE_MAX_WIDTH = 1024  # above it, one layer fills the chip
+
+# Where the kernel's own product is faster than torch's batched one.
+LINEAR_DEVICES = ("cpu",)
+
+
+def choose_chunk(
+    device_type: str, layers: int, heads: int, dropout: float, packed: bool, T: int, D: int
+) -> int:
+    """Steps in a chunk of the wavefront, or 0 for the layers one after the other.
+
+    Chunks are stretched to leave fewer steps over than there are chunks.
+    """
+    possible = layers > 1 and heads == 1 and dropout == 0 and not packed
+    if not possible or device_type not in WAVE_DEVICES or D > WAVE_MAX_WIDTH:
+        return 0
+    return T // round(T / WAVE_CHUNK) if T >= WAVE_MIN_CHUNKS * WAVE_CHUNK else 0
+
+
+class Heads(NamedTuple):
+    """Parameters of recurrences that run side by side."""
+
+    w_ih: Tensor  # [N, G * D, I]
+    w_hh: Tensor  # [G, N, D, D]
+    bias: Tensor | None  # [R, N, D]
+    w_hr: Tensor | None  # [N, P, D]
+    w_h0: Tensor | None  # [N, G * D, P]: torch's w_hh where there is a w_hr
+
+
+def make_heads(spec: Any, parameters: Sequence[Sequence[Tensor]], bias: bool) -> Heads:
+    """`parameters[n]` are torch's of head n: w_ih, w_hh, then b_ih, b_hh if `bias`, then any w_hr."""
+    G = spec.gates
+    w_ih, w_hh, *rest = [_stack(list(same)) for same in map(list, zip(*parameters))]
+    w_hr = rest[-1] if len(rest) % 2 else None
+    w_h0 = None if w_hr is None else w_hh
+    if w_hr is not None:
+        w_hh = torch.bmm(w_hh, w_hr)
+    D = w_hh.shape[1] // G
+    split = lambda w: w.view(len(w), G, D, *w.shape[2:]).transpose(0, 1)  # [N, G * D, ...]
+    rows = None
+    if bias:  # summed in the states' dtype, in which the kernel adds them
+        wide = torch.promote_types(rest[0].dtype, torch.float32)
+        b_ih, b_hh = (split(b.to(wide)) for b in rest[:2])
+        both = 2 * G - spec.bias_rows  # what follows is added to the recurrent product by itself
+        rows = b_ih + b_hh
+        if both < G:
+            rows = torch.cat((rows[:both], b_ih[both:], b_hh[both:]))
+    return Heads(w_ih, split(w_hh), rows, w_hr, w_h0)
+
+
+def join(layers: list[Heads], dtype: torch.dtype) -> Heads:
+    """Layers as heads of one call; w_ih without the first, which reads another width."""
+
+    biases = [heads.bias for heads in layers if heads.bias is not None]
+    w_hrs = [heads.w_hr for heads in layers if heads.w_hr is not None]
+    return Heads(
+        torch.cat([heads.w_ih for heads in layers[1:]]).to(dtype),
+        torch.cat([heads.w_hh for heads in layers], 1).to(dtype),
+        torch.cat(biases, 1) if biases else None,
+        torch.cat(w_hrs).to(dtype) if w_hrs else None,
+        None,
+    )
+
+
+def take(heads: Heads, low: int, high: int) -> Heads:
+    _, w_hh, bias, w_hr, _ = heads
+    bias = None if bias is None else bias[:, low:high]
+    w_hr = None if w_hr is None else w_hr[low:high]
+    return heads._replace(w_hh=w_hh[:, low:high], bias=bias, w_hr=w_hr)
+
+
+class Layout(NamedTuple):
+    """Where sequences lie in x [B, T, ...]: each in its row, or as documents in one."""
+
+    cu_seqlens: Tensor | None = None  # [S + 1]
+    backwards: Tensor | None = None  # [T]: the place of each step when its document runs backwards
+
+    def flip(self, x: Tensor) -> Tensor:
+        return x.flip(1) if self.backwards is None else put_rows(x, self.backwards)
+
+    def first(self) -> tuple[Any, ...]:
+        """Index of the first steps in [N, B, T, ...]."""
+        if self.cu_seqlens is None:
+            return slice(None), slice(None), 0
+        return slice(None), 0, self.cu_seqlens[:-1]
+
+
+class Packed(NamedTuple):
+    """How the rows of a PackedSequence, all first steps first, become documents, and back."""
+
+    layout: Layout
+    to_documents: Tensor  # [total]
+    to_packed: Tensor  # [total]
+
+
+def unpack(batch_sizes: Tensor, device: torch.device) -> Packed:
+    """All indices are computed on the CPU, where batch_sizes is, and moved at once: the host never
+    waits for the device. PackedSequences have no empty documents."""
+    cpu = batch_sizes.device
+    steps = torch.arange(len(batch_sizes), device=cpu).repeat_interleave(batch_sizes)
+    total = len(steps)
+    rows = torch.arange(total, device=cpu)
+    begins = batch_sizes.cumsum(0) - batch_sizes
+    documents = rows - begins.repeat_interleave(batch_sizes)  # the one each packed row belongs to
+    lengths = documents.bincount()
+    cu_seqlens = F.pad(lengths.cumsum(0), (1, 0))
+    to_documents = cu_seqlens[documents] + steps
+    to_packed = torch.empty_like(rows).index_copy_(0, to_documents, rows)
+    backwards = (cu_seqlens[:-1] + cu_seqlens[1:] - 1).repeat_interleave(lengths) - rows
+    indices = torch.cat((to_documents, to_packed, backwards, cu_seqlens))
+    if device.type == "cuda":
+        indices = indices.pin_memory()
+    parts = indices.to(device, non_blocking=True).split((total, total, total, len(cu_seqlens)))
+    return Packed(Layout(parts[3], parts[2]), parts[0], parts[1])
+
+
+def put_rows(x: Tensor, places: Tensor) -> Tensor:
+    """y[:, places] = x, a permutation: written, not gathered, because then the gradient gathers."""
+    return torch.empty_like(x).index_copy_(1, places, x)
+
+
+def _stack(tensors: list[Tensor]) -> Tensor:
+    return tensors[0].unsqueeze(0) if len(tensors) == 1 else torch.stack(tensors)
+
+
+def project(kernel: Any, x: Tensor, weight: Tensor) -> Tensor:
+    """Head by head, x [N, ..., I] times weight [N, O, I] -> [N, ..., O]."""
+    if len(weight) == 1:
+        x, w = x[0], weight[0]
+        if x.dim() == 3 and x.transpose(0, 1).is_contiguous():  # time first in memory stays so
+            return kernel.linear(x.transpose(0, 1), w).transpose(0, 1).unsqueeze(0)
+        return kernel.linear(x, w).unsqueeze(0)
+    if x.device.type in LINEAR_DEVICES:
+        pairs = zip(x.unbind(), weight.unbind())
+        return torch.stack([kernel.linear(*pair) for pair in pairs])
+    y = torch.bmm(x.flatten(1, -2), weight.to(x.dtype).mT)
+    return y.view(*x.shape[:-1], y.shape[-1])
+
+
+class Engine(NamedTuple):
+    """What all layers have in common."""
+
+    kernel: Any
+    cell: str
+    layout: Layout
+    options: dict[str, Any]
+
+    def advance(self, heads: Heads, gates: Tensor, state: States | None) -> tuple[Tensor, States]:
+        """gates [N, B, T, G * D] -> the outputs [N, B, T, P], the last states."""
+        G = self.kernel.CELLS[self.cell].gates
+        x = gates.view(*gates.shape[:-1], G, gates.shape[-1] // G)
+        x = x.permute(1, 2, 3, 0, 4)  # [B, T, G, N, D]
+        weights = heads.w_hh, heads.bias
+        if x.shape[1] == 1 and self.layout.cu_seqlens is None:
+            h, state = self.kernel.recurrent_step(self.cell, x[:, 0], *weights, state)
+            h = h.unsqueeze(1)
+        else:
+            options = {**self.options, "cu_seqlens": self.layout.cu_seqlens}
+            h, state = self.kernel.recurrent(self.cell, x, *weights, state, **options)
+        return self.outputs(heads, h.permute(2, 0, 1, 3)), state
+
+    def outputs(self, heads: Heads, h: Tensor) -> Tensor:  # [N, ..., D] -> [N, ..., P]
+        return h if heads.w_hr is None else project(self.kernel, h, heads.w_hr)
+
+    def enter(self, heads: Heads, hx: States, dtype: torch.dtype) -> tuple[States, Tensor | None]:
+        """torch's states of one layer, each [N, B, ...] -> the kernel's, and with projections what
+        the first steps' gates [N, B, G * D] read of them."""
+        state = tuple(s.transpose(0, 1) for s in hx)
+        if heads.w_h0 is None:
+            return state, None
+        first = project(self.kernel, hx[0].to(dtype), heads.w_h0)
+        return (torch.zeros_like(state[1]), *state[1:]), first
+
+    def leave(self, heads: Heads, state: States) -> States:  # the way back
+        h, *others = (s.transpose(0, 1) for s in state)
+        return self.outputs(heads, h), *others
+
+    def run_layers(
+        self,
+        layers: list[Heads],
+        x: Tensor,  # [B, T, I]
+        states: list[States] | None,
+        firsts: list[Tensor | None] | None,  # as `enter` gives them
+        dropout: float,
+    ) -> tuple[Tensor, list[States]]:  # [B, T, N * P]
+        """One layer after the other."""
+        lasts = []
+        for number, heads in enumerate(layers):
+            if number > 0 and dropout > 0:
+                x = F.dropout(x, dropout)
+            two = len(heads.w_ih) == 2
+            xs = torch.stack((x, self.layout.flip(x))) if two else x.unsqueeze(0)
+            gates = project(self.kernel, xs, heads.w_ih)
+            first = firsts[number] if firsts else None
+            if first is not None:
+                gates[self.layout.first()] += first
+            y, last = self.advance(heads, gates, states[number] if states else None)
+            x = torch.cat((y[0], self.layout.flip(y[1])), -1) if two else y[0]
+            lasts.append(last)
+        return x, lasts
+
+    def run_wavefront(
+        self,
+        layers: list[Heads],
+        x: Tensor,
+        states: list[States] | None,
+        firsts: list[Tensor | None] | None,
+        chunk: int,
+    ) -> tuple[Tensor, list[States]]:
+        """The same in waves: a call a wave instead of one a layer, each `chunk` steps long."""
+        (B, T, _), L = x.shape, len(layers)
+        rest = T % chunk
+        if rest == 0 and firsts is not None:
+            rest = chunk  # of all waves, none begins with a projected state
+        outputs = []
+        if rest > 0:
+            y, states = self.run_layers(layers, x[:, :rest], states, firsts, 0.0)
+            outputs.append(y)
+        gates = project(self.kernel, x[None, :, rest:], layers[0].w_ih).split(chunk, 2)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        if states is None:
+            spec, D = self.kernel.CELLS[self.cell], layers[0].w_hh.shape[-1]
+            states = [(x.new_zeros(B, 1, D, dtype=wide),) * spec.states] * L
+        # Gradients of weights are summed over the waves in the weights' dtype: 16 bits double their
+        # error (0.0031 to 0.0066 for an LSTM's w_hh over 16 chunks in bf16).
+        together = join(layers, wide if torch.is_grad_enabled() else x.dtype)
+
+        low, waves = 0, len(gates) + L - 1  # layers low <= l < high work in this wave
+        y, state, lasts = x[None, :, :0], tuple(s[:, :0] for s in states[0]), []
+        for wave in range(waves):
+            parts = [gates[wave]] if wave < len(gates) else []
+            below = y[: L - 1 - low]  # of the wave before, without the last layer's
+            if wave > 0 and len(below) > 0:
+                parts.append(project(self.kernel, below, together.w_ih[low : low + len(below)]))
+            if wave < L:  # one begins
+                state = tuple(torch.cat(pair, 1) for pair in zip(state, states[wave]))
+            if wave >= len(gates):  # one is done
+                lasts.append(tuple(s[:, :1] for s in state))
+                state, low = tuple(s[:, 1:] for s in state), low + 1
+            high = min(wave + 1, L)
+            y, state = self.advance(take(together, low, high), torch.cat(parts), state)
+            if high == L:
+                outputs.append(y[-1])
+        return torch.cat(outputs, 1), [*lasts, state]

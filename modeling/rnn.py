@@ -1,0 +1,127 @@
+"""Drop-in modules for torch.nn's recurrent ones, on the fused-rnn kernels.
+
+Each is a subclass of the torch.nn module of its name, so parameters, their initialisation, state
+dicts, isinstance and repr are torch's. They differ in `forward`, and in one keyword more:
+
+    backend   "auto"|"cuda"|"cpu"|"reference", see kernel_loader.py
+
+Sequence modules, h0 and c0 as torch.nn documents them (`nn.LSTM`, `nn.GRU`, `nn.RNN`):
+
+    input     [T, B, I], [B, T, I] with batch_first, [T, I], or a PackedSequence
+    output    the same kind with width directions * (proj_size or hidden_size)
+    h_n       [layers * directions, B, proj_size or hidden_size], for the LSTM (h_n, c_n)
+
+dtypes: bf16, fp16, fp32, fp64; outputs and states come in the input's, under torch.autocast in
+autocast's, as cuDNN has it (torch.nn on the CPU leaves some in fp32: the GRU's, packed ones, a
+projected LSTM's c_n). Between the steps states are fp32 (fp64). An initial state may have another
+dtype than the input. Products of fp32 recurrences on CUDA follow `torch.backends.cudnn.rnn.fp32_precision`, which
+`torch.backends.cudnn.allow_tf32` sets too.
+
+Errors are torch.nn's: RuntimeError and ValueError for shapes and dtypes that do not fit the module.
+
+What differs: dropout draws other numbers from the same seed; outputs are contiguous with and
+without batch_first; there are no second derivatives (except with backend="reference") and no
+torch.jit.script. torch.compile breaks the graph at every module that is an nn.LSTM, nn.GRU or
+nn.RNN, these too; with torch._dynamo.config.allow_rnn = True these compile with fullgraph=True.
+torch.export takes them as they are.
+"""
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.rnn import RNNBase, RNNCellBase
+from torch.nn.utils.rnn import PackedSequence
+
+from .kernel_loader import BACKENDS, load_kernel
+from .kernels.fused_rnn.forward import run_cell, run_sequence
+
+
+def check_backend(backend: str) -> str:
+    if backend not in BACKENDS:
+        raise ValueError(f"backend is {backend!r}, but must be one of {', '.join(BACKENDS)}")
+    return backend
+
+
+class _Sequence(RNNBase):
+    backend = "auto"  # on the class too: pickles of torch.nn's modules have none
+
+    def __init__(self, *args: Any, backend: str = "auto", **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.backend = check_backend(backend)
+
+    def flatten_parameters(self) -> None:
+        """Nothing to do: the kernels read every parameter where it is."""
+
+    def forward(self, input: Any, hx: Any = None) -> Any:
+        """As torch.nn's: input, hx -> output, h_n or (h_n, c_n)."""
+        device = (input.data if isinstance(input, PackedSequence) else input).device
+        return run_sequence(self, load_kernel("fused-rnn", device.type, self.backend), input, hx)
+
+
+class LSTM(_Sequence, nn.LSTM):
+    """Long short-term memory in place of torch.nn.LSTM (Hochreiter & Schmidhuber 1997, forget gate).
+
+        i, f, o = sigmoid(W x + b + R h + b')    g = tanh(W_g x + b_g + R_g h + b'_g)
+        c' = f c + i g                           h' = o tanh(c'), with proj_size h' = W_hr o tanh(c')
+
+    LSTM(input_size, hidden_size, num_layers=1, bias=True, batch_first=False, dropout=0.0,
+    bidirectional=False, proj_size=0, device=None, dtype=None, *, backend="auto"); forward(input,
+    (h_0, c_0)=None) -> output, (h_n, c_n). Shapes, dtypes and errors: see the module.
+    """
+
+
+class GRU(_Sequence, nn.GRU):
+    """Gated recurrent unit in place of torch.nn.GRU (arXiv 1406.1078v1, reset after the product).
+
+        r, z = sigmoid(W x + b + R h + b')       n = tanh(W_n x + b_n + r (R_n h + b'_n))
+        h' = (1 - z) n + z h
+
+    GRU(input_size, hidden_size, num_layers=1, bias=True, batch_first=False, dropout=0.0,
+    bidirectional=False, device=None, dtype=None, *, backend="auto"); forward(input, h_0=None) ->
+    output, h_n. Shapes, dtypes and errors: see the module.
+    """
+
+
+class RNN(_Sequence, nn.RNN):
+    """Elman's network (1990) in place of torch.nn.RNN:  h' = act(W x + b + R h + b'), act tanh or relu.
+
+    RNN(input_size, hidden_size, num_layers=1, nonlinearity="tanh", bias=True, batch_first=False,
+    dropout=0.0, bidirectional=False, device=None, dtype=None, *, backend="auto"); forward(input,
+    h_0=None) -> output, h_n. Shapes, dtypes and errors: see the module.
+    """
+
+
+class _Cell(RNNCellBase):
+    kernel_cell: str
+    backend = "auto"
+
+    def __init__(self, *args: Any, backend: str = "auto", **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.backend = check_backend(backend)
+
+    def forward(self, input: Tensor, hx: Any = None) -> Any:
+        """As torch.nn's: input [B, I] or [I], states [B, D] or [D] -> h' or (h', c')."""
+        kernel = load_kernel("fused-rnn", input.device.type, self.backend)
+        return run_cell(self, kernel, self.kernel_cell, input, hx)
+
+
+class LSTMCell(_Cell, nn.LSTMCell):
+    """One step of `LSTM`, in place of torch.nn.LSTMCell: input, (h, c)=None -> h', c'."""
+
+    kernel_cell = "lstm"
+
+
+class GRUCell(_Cell, nn.GRUCell):
+    """One step of `GRU`, in place of torch.nn.GRUCell: input, h=None -> h'."""
+
+    kernel_cell = "gru"
+
+
+class RNNCell(_Cell, nn.RNNCell):
+    """One step of `RNN`, in place of torch.nn.RNNCell: input, h=None -> h'."""
+
+    @property
+    def kernel_cell(self) -> str:  # type: ignore[override]
+        if self.nonlinearity not in ("tanh", "relu"):
+            raise RuntimeError(f"Unknown nonlinearity: {self.nonlinearity}")
+        return f"rnn_{self.nonlinearity}"
