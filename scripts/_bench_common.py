@@ -1,0 +1,73 @@
+"""What bench_ops needs for every device: where things are, where a number came from, where it goes."""
+
+import csv
+import datetime
+import platform
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+PROJECT = ROOT / "kernel_builds" / "fused-rnn"
+RESULTS = ROOT / "scripts" / "results"
+sys.path.insert(0, str(PROJECT / "benchmarks"))
+Row = dict[str, Any]
+
+
+def output_of(*command: str) -> str | None:
+    """What a program prints, or None where it fails or is not there."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()
+
+
+def device_name(device: str) -> str:
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    cpuinfo = Path("/proc/cpuinfo")
+    found = cpuinfo.exists() and re.search(r"model name\s*:\s*(.+)", cpuinfo.read_text())
+    return found.group(1).strip() if found else platform.processor() or platform.machine()
+
+
+def commit() -> str | None:
+    """HEAD, marked where what is timed is not what it has; None outside git."""
+    git = ("git", "-C", str(ROOT))
+    head = output_of(*git, "rev-parse", "--short=10", "HEAD")
+    scripts = map(str, Path(__file__).parent.glob("*bench_*"))
+    dirty = output_of(*git, "status", "--porcelain", "--", str(PROJECT), *scripts)
+    return head and head + ("+dirty" if dirty else "")
+
+
+def provenance(device: str, kernel: Any, named: str | None) -> dict[str, str]:
+    stamp = {"device": device_name(device)}
+    if device == "cuda":
+        query = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        stamp["driver"] = (output_of(*query) or "unknown").partition("\n")[0]
+        stamp["cudnn"] = str(torch.backends.cudnn.version())
+    ops = kernel.dispatch.ops
+    return stamp | {
+        "torch": torch.__version__.split("+")[0],
+        "kernel": "reference" if ops is None else ops.name,
+        "commit": named or commit() or "unknown",
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def append(rows: list[Row], folder: Path, kind: str = "") -> Path:
+    """To folder/<device>[-<kind>].csv; its header is written first where there is no file."""
+    name = re.sub(r"[^a-z0-9]+", "-", f"{rows[0]['device']} {kind}".lower()).strip("-")
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.csv"
+    fresh = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        if fresh:
+            writer.writeheader()
+        writer.writerows(rows)
+    return path

@@ -1,0 +1,137 @@
+"""bench_ops --device cpu: ours and torch on the same threads, taken in turns inside one run."""
+
+import argparse
+import gc
+import statistics
+import time
+from functools import cache
+from typing import Any
+
+import torch
+from _bench_common import Row
+
+from cases import CASES, Case, Ours, has_torch_peer, parameters, peer_of, work
+
+# Largest relative error (Frobenius norm, against float64 on the same inputs) of an output or
+# gradient that we still time: the units of each dtype, times the growth of T = 256 steps. The
+# tests hold the strict bounds; this gate keeps a wrong kernel out of the tables.
+GATE = {"float64": 1e-13, "float32": 1e-5, "float16": 5e-3, "bfloat16": 3e-2}
+
+
+def run(side, which: str, dh: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """h, and after "train" the gradients of side.leaves: what is timed."""
+    if which != "train":
+        with torch.no_grad():
+            return (side(),)
+    h = side()
+    return h, *torch.autograd.grad(h, side.leaves, dh)
+
+
+def errors(case: Case, which: str, p, sides) -> list[float]:
+    """Each side's worst relative error, over h and the gradients, against float64."""
+
+    def values(side, dh: torch.Tensor) -> list[torch.Tensor]:
+        h, *gradients = run(side, which, dh)
+        return [h, *side.gradients(gradients)] if gradients else [h]
+
+    wide = {k: v.double() for k, v in p.items()}
+    exact = peer_of(case, wide, "torch" if has_torch_peer(case) else "reference")
+    expected = values(exact, wide["dh"])
+    gap = lambda got, want: ((got.double() - want).norm() / want.norm()).item()
+    return [max(map(gap, values(side, p["dh"]), expected)) for side in sides]
+
+
+def milliseconds(call, repeats: int) -> float:
+    start = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    return (time.perf_counter() - start) / repeats * 1e3
+
+
+def alternate(ours, peer, budget: float) -> tuple[list[float], list[float]]:
+    """Samples of both, taken in turns for about `budget` seconds, at least 5 ms a sample."""
+    repeats = [max(1, round(5 / max(milliseconds(f, 3), 1e-3))) for f in (ours, peer)]
+    samples: tuple[list[float], list[float]] = ([], [])
+    end = time.perf_counter() + budget
+    gc.disable()
+    while len(samples[0]) < 5 or (time.perf_counter() < end and len(samples[0]) < 101):
+        order = (0, 1) if len(samples[0]) % 2 == 0 else (1, 0)
+        for side in order:
+            samples[side].append(milliseconds((ours, peer)[side], repeats[side]))
+    gc.enable()
+    return samples
+
+
+@cache
+def product_rate(dtype: str, kernel) -> float:
+    """GFLOP/s of the better of torch's and our matrix product."""
+    M, K, N = 1024, 1024, 2048
+    a, b = (torch.randn(n, K).to(getattr(torch, dtype)) for n in (M, N))
+    calls = (lambda: kernel.linear(a, b), lambda: torch.nn.functional.linear(a, b))
+    return 2e-6 * M * K * N / min(milliseconds(f, 1) for f in calls for _ in range(20))
+
+
+@cache
+def copy_bandwidth(size: int) -> float:
+    """GB/s, read plus written, of a copy whose two buffers together have `size` bytes."""
+    a = torch.ones(max(size // 8, 1024))
+    b, repeats = torch.empty_like(a), max(1, 2**26 // size)
+    return 8e-6 * a.numel() / min(milliseconds(lambda: b.copy_(a), repeats) for _ in range(7))
+
+
+def measure(case: Case, which: str, kernel, budget: float) -> Row:
+    """One row of the results."""
+    p = parameters(case)
+    ours, peer = Ours(case, p, kernel), peer_of(case, p, case.peer)
+    error, peer_error = errors(case, which, p, (ours, peer))
+    if not error <= GATE[case.dtype]:
+        raise SystemExit(
+            f"error: {case.name} {which}: relative error {error:.2g} against float64, but "
+            f"{case.dtype} must be within {GATE[case.dtype]:.0e}: a wrong result is not timed"
+        )
+    sides = (lambda: run(ours, which, p["dh"])), (lambda: run(peer, which, p["dh"]))
+    mine, theirs = alternate(*sides, budget)
+    p20, p50, p80 = statistics.quantiles(mine, n=10, method="inclusive")[1:8:3]
+    gflop, floor = work(case, which, product_rate(case.dtype, kernel), copy_bandwidth)
+    values = {
+        "p20_ms": p20,
+        "p50_ms": p50,
+        "p80_ms": p80,
+        "gflops": gflop / p50 * 1e3,
+        "floor_fraction": floor / p50,
+        "peer_p50_ms": statistics.median(theirs),
+        "ratio": statistics.median(b / a for a, b in zip(mine, theirs, strict=True)),
+        "error": error,
+        "peer_error": peer_error,
+    }
+    row = {"case": case.name, "op": case.cell, "pass": which, "dtype": case.dtype}
+    row |= {"B": case.batch, "T": case.steps, "N": case.heads, "D": case.width, "peer": case.peer}
+    row |= {"threads": torch.get_num_threads(), "samples": len(mine)}
+    row |= {key: f"{value:.4g}" for key, value in values.items()}
+    return row | {"required": case.required or ""}
+
+
+def run_cases(
+    args: argparse.Namespace, kernel: Any, stamp: dict[str, str], names: list[str]
+) -> tuple[list[Row], str]:
+    """The rows, and what is below its ratio, if any."""
+    rows, missed = [], []
+    print("{device}, torch {torch}, {commit}, {kernel}, ".format(**stamp), end="")
+    print(f"{args.threads} threads")
+    print(f"{'case':22}{'pass':9}{'p50 ms':>9}{'peer ms':>9}{'GFLOP/s':>9}{'floor':>7}", end="")
+    print(f"{'error':>9}{'ratio':>8}  required")
+    for case in CASES:
+        for which in case.passes if case.name in names else ():
+            row = measure(case, which, kernel, args.seconds or 4.0)
+            verdict = "information" if case.required is None else f"{case.required}x holds"
+            if case.required is not None and float(row["ratio"]) < case.required:
+                verdict = f"{case.required}x MISSED"
+                missed.append(f"{case.name} {which}")
+            print(
+                f"{case.name:22}{which:9}{row['p50_ms']:>9}{row['peer_p50_ms']:>9}"
+                f"{row['gflops']:>9}{float(row['floor_fraction']):>7.0%}{row['error']:>9}"
+                f"{float(row['ratio']):>7.2f}x  {verdict}",
+                flush=True,
+            )
+            rows.append({**row, **stamp})
+    return rows, f"below the required ratio: {', '.join(missed)}" if missed else ""

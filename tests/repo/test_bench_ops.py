@@ -1,0 +1,152 @@
+"""bench_ops --device cuda where there is no GPU: cases, gate, limits, rows, tables, ncu's log."""
+
+import importlib.machinery
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from flashcell.kernels import fused_rnn as reference
+
+ROOT = Path(__file__).resolve().parents[2]
+STAMP = {"device": "NVIDIA H200", "driver": "1", "torch": "2", "commit": "c", "date": "2026-01-01"}
+
+
+@pytest.fixture
+def bench(monkeypatch):
+    """The modules of bench_ops, and torch's switches as they were."""
+    folders = (ROOT / "scripts", ROOT / "kernel_builds/fused-rnn/benchmarks")
+    monkeypatch.setattr(sys, "path", [*map(str, folders), *sys.path])
+    places = torch.backends.cuda.matmul, torch.backends.cudnn.rnn
+    before = [place.fp32_precision for place in places]
+    import _bench_common
+    import _bench_cuda
+    import _bench_roofline
+    import _bench_timing
+    import cases_cuda
+    import floor_cuda
+
+    yield SimpleNamespace(
+        common=_bench_common, cuda=_bench_cuda, roofline=_bench_roofline, cases=cases_cuda,
+        floor=floor_cuda, Sample=_bench_timing.Sample,
+    )  # fmt: skip
+    for place, precision in zip(places, before, strict=True):
+        place.fp32_precision = precision
+
+
+def run_tool(*arguments: str) -> subprocess.CompletedProcess:
+    command = (sys.executable, str(ROOT / "scripts/bench_ops"), "--device", "cuda", *arguments)
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+
+
+@pytest.mark.slow
+def test_every_form_runs_dry():
+    names = ("lstm-12x64", "lstm-1x768-linear", "*-b1-step", "*-b1-linear-step", "*-packed")
+    done = run_tool("--dry-run", "--case", *names)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("  ours") == 5
+    assert done.stdout.count("  cudnn-bf16") == 3
+    assert "NOT TIMED" not in done.stdout
+
+
+def test_a_name_that_fits_nothing_lists_the_cases():
+    done = run_tool("--dry-run", "--case", "nothing*")
+    assert done.returncode == 2
+    assert "lstm-12x64-b32" in done.stderr
+
+
+def test_must_has_every_row_of_the_table(bench):
+    cases = bench.cases.select(["must"], ["*"])
+    limited = [case for case in cases if case.limits != (None, None)]
+    assert len(limited) == 22
+    assert all(case.limits[1] for case in limited if case.form != "step")
+    every = bench.cases.select(["must", "flashrnn"], ["*"])
+    both = next(case for case in every if case.name == "lstm-12x64-b32")
+    assert both.limits == (0.4, 1.0)
+    assert both.peers == ("flashrnn", "sdpa")
+
+
+def fake_bench(bench, monkeypatch, milliseconds):
+    """A bench on the CPU in which everything takes so long; cases are cut to run there."""
+    sample = bench.Sample(milliseconds, milliseconds, milliseconds, 7, 0.1, 1.0)
+
+    def time_calls(call, *_):
+        call(0)
+        return sample
+
+    monkeypatch.setattr(bench.cuda, "time_calls", time_calls)
+    return bench.cuda.Bench(reference, "cpu")
+
+
+def tiny(bench, **changes):
+    sizes = {"batch": 2, "steps": 4, "heads": 2, "width": 16}
+    return bench.cases.Case(**{"name": "lstm-2x16", "cell": "lstm", **sizes, **changes})
+
+
+def test_rows_limits_and_table(bench, monkeypatch, tmp_path, capsys):
+    runner = fake_bench(bench, monkeypatch, 0.5)
+    case = tiny(bench, peers=("loop", "sdpa"), limits=(0.4, 1.0))
+    rows = []
+    problem = bench.cuda.run_cases([case], ["loop", "sdpa"], runner, STAMP, rows.extend)
+    assert [(row["side"], row["pass"]) for row in rows] == [
+        (side, which) for side in ("ours", "loop", "sdpa") for which in case.passes
+    ]
+    assert problem.splitlines()[1:] == ["lstm-2x16 forward: 0.5 > 0.4 ms"]
+    assert "forward <= 0.4 MISSED  train <= 1 holds" in capsys.readouterr().out
+    ours = rows[1]
+    assert float(ours["us_step"]) == 125
+    assert 0 < float(ours["error_h"]) < 3.5e-3
+    path = bench.common.append(rows, tmp_path)
+    assert path.name == "nvidia-h200.csv"
+    assert len(bench.common.append(rows, tmp_path).read_text().splitlines()) == 1 + 2 * len(rows)
+    loader = importlib.machinery.SourceFileLoader("plot_bench", str(ROOT / "scripts/plot_bench"))
+    plot = importlib.util.module_from_spec(importlib.util.spec_from_loader("plot_bench", loader))
+    loader.exec_module(plot)
+    assert "| lstm | 2, 4, 2 x 16 | bf16 | 0.5 ms" in plot.cuda_table(path)
+    assert "| **0.4** | loop 1.00x |" in plot.cuda_table(path)
+
+
+def test_a_wrong_kernel_is_not_timed(bench, monkeypatch, capsys):
+    def recurrent(cell, x, weight, bias, **options):
+        h, state = reference.recurrent(cell, x, weight, bias, **options)
+        return h * 1.02, state
+
+    runner = fake_bench(bench, monkeypatch, 0.5)
+    runner.kernel, runner.backend = SimpleNamespace(recurrent=recurrent), "auto"
+    rows = []
+    problem = bench.cuda.run_cases([tiny(bench)], [], runner, STAMP, rows.extend)
+    assert rows == []
+    assert "of h, 0.02" in problem
+    assert "NOT TIMED" in capsys.readouterr().out
+
+
+def test_floors_grow_with_the_problem(bench):
+    def floor(heads, width, batch):
+        return bench.floor.step_seconds(bench.floor.Walk(4, heads, width, batch, 1, "bfloat16"))
+
+    chain = [floor(24, 32, 16), floor(12, 64, 16), floor(6, 128, 16), floor(3, 256, 16)]
+    chain += [floor(1, 768, b) for b in (16, 64, 128)] + [floor(1, 2048, 16)]
+    assert chain == sorted(chain)
+    assert 0.1e-6 < chain[0] < 0.15e-6
+    assert 2.5e-6 < chain[-1] < 3.7e-6
+
+
+def test_ncu_log(bench):
+    metrics = {"dram__bytes.sum": "1,000", "lts__t_bytes.sum": "4000", "tensor.avg": "25",
+               "sm__cycles_elapsed.avg": "100", "gpu__time_duration.sum": "2,000"}  # fmt: skip
+    line = lambda cells: ",".join(f'"{cell}"' for cell in cells) + "\n"
+    text = "==PROF== noise\n" + line(["ID", "Kernel Name", *metrics]) + line(["", "", *"u" * 5])
+    phases = list(bench.roofline.phases())
+    for _ in phases:
+        text += line(["0", "walk", *metrics.values()]) * 2
+        text += line(["1", "spin_kernel(long)", *metrics.values()])
+    found = bench.roofline.read_log(text, "tensor")
+    assert len(found) == len(phases)
+    rows = bench.roofline.make_rows(found, STAMP)
+    assert {row["kernels"] for row in rows} == {2}
+    assert {row["us"] for row in rows} == {"4"}
+    assert {row["tensor_share"] for row in rows} == {"0.25"}
