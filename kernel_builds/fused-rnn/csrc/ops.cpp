@@ -63,7 +63,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> forward(Tensor x, Tensor weight, Opti
     params.sequences = list.data();
     params.reset = (const uint8_t*)pointer(reset), params.hold = (const uint8_t*)pointer(hold);
     params.weight = weight.const_data_ptr(), params.x = x.const_data_ptr();
-    params.x_batch = x.stride(0), params.x_time = x.stride(1), params.x_gate = x.stride(2), params.x_head = x.stride(3);
+    params.x_batch = x.stride(0), params.x_time = x.stride(1), params.x_gate = x.stride(2),
+    params.x_head = x.stride(3);
     params.bias = pointer(bias), params.initial = pointer(state);
     params.h = h.mutable_data_ptr(), params.last = last.mutable_data_ptr();
     params.saved = save ? saved.mutable_data_ptr() : nullptr;

@@ -40,15 +40,15 @@ struct ForwardParams : SequenceParams {
 };
 
 struct BackwardParams : SequenceParams {
-  const void* dh;        // [B, T, N, D] io
-  const void* dlast;     // [K, S, N, D] state, or null for 0
-  const void* saved;     // [B, T, V, N, D] state (CUDA: io)
-  double grad_clip;      // bound on the elements of weight^T dr; infinity for none
-  void* dx;              // [B, T, G, N, D] io
-  void* dr;              // [B, T, G, N, D] io, or null where it equals dx
-  void* dbias;           // [R, N, D] state
-  void* dbias_partial;   // CUDA: [tiles of 8 sequences][R, N, D] state
-  void* dstate;          // [K, S, N, D] state
+  const void* dh;       // [B, T, N, D] io
+  const void* dlast;    // [K, S, N, D] state, or null for 0
+  const void* saved;    // [B, T, V, N, D] state (CUDA: io)
+  double grad_clip;     // bound on the elements of weight^T dr; infinity for none
+  void* dx;             // [B, T, G, N, D] io
+  void* dr;             // [B, T, G, N, D] io, or null where it equals dx
+  void* dbias;          // [R, N, D] state
+  void* dbias_partial;  // CUDA: [tiles of sequences][R, N, D] state
+  void* dstate;         // [K, S, N, D] state
 };
 
 }  // namespace flashcell

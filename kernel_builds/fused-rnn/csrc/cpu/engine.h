@@ -1,5 +1,5 @@
-// What the CPU engine offers ops.cpp, and what it asks of its host. The parameters of the sequence ops
-// are the ones of every engine: ../params.h.
+// What the CPU engine offers ops.cpp, and what it asks of its host. The parameters of the sequence
+// ops are the ones of every engine: ../params.h.
 #pragma once
 #include "../params.h"
 

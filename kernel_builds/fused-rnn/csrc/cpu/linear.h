@@ -31,7 +31,8 @@ inline Tensor linear_fwd(Tensor x, Tensor weight, OptionalTensor bias) {
 }
 
 // dx = dy weight · dweight = dy^T x · dbias = sum of dy (or [0]), all in the dtype of x
-inline std::tuple<Tensor, Tensor, Tensor> linear_bwd(Tensor dy, Tensor x, Tensor weight, bool has_bias) {
+inline std::tuple<Tensor, Tensor, Tensor> linear_bwd(Tensor dy, Tensor x, Tensor weight,
+                                                     bool has_bias) {
   const Dtype dtype = io_dtype(x, "x");
   const ScalarType io = x.scalar_type();
   check_rank(weight, "weight", 2, "[M, K]");

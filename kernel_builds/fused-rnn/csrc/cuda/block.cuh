@@ -1,14 +1,15 @@
-// One thread block, one head, eight sequences, all of time: the head's weight stays in registers, so
-// a step moves nothing but its own x and h. No two blocks ever wait for each other.
+// One thread block, one head, eight sequences, all of time: the head's weight stays in registers,
+// so a step moves nothing but its own x and h. No two blocks ever wait for each other.
 //
-// Lane 4 r + q of a warp has every gate of its units for columns 2 q and 2 q + 1, so what the cell
-// needs meets in one lane and states never leave registers. Between two steps the operand (h forward,
-// dr backward) crosses shared memory and one barrier; whatever is not on the way from one operand to
-// the next happens in the shadow of the next step's products.
+// Lane 4 r + q of a warp has every gate of its units for columns 2 q and 2 q + 1 (of tiles of four
+// sequences, for 2 q only: the odd columns are empty), so what the cell needs meets in one lane and
+// states never leave registers. Between two steps the operand (h forward, dr backward) crosses
+// shared memory and one barrier; whatever is not on the way from one operand to the next happens in
+// the shadow of the next step's products.
 //
-// What a step costs at least, lstm of width 64: the way through shared memory (80 clocks), 64 matrix
-// instructions on 4 tensor cores of 6.5 clocks each (104) and 5 x 512 non-linearities, 16 a clock
-// (160, half of it in the shadow of the rest): about 0.15 us at 1.9 GHz.
+// What a step costs at least, lstm of width 64: the way through shared memory (80 clocks), 64
+// matrix instructions on 4 tensor cores of 6.5 clocks each (104) and 5 x 512 non-linearities, 16 a
+// clock (160, half of it in the shadow of the rest): about 0.15 us at 1.9 GHz.
 #pragma once
 #include "block_pipeline.cuh"
 #include "engine.h"
@@ -20,10 +21,19 @@ namespace flashcell::cuda {
 template <typename IO>
 constexpr int kBlockWidth = sizeof(IO) == 4 ? 64 : 128;
 
-// kWidth: D rounded up. kRagged: sequences may differ in length, and steps may reset or hold.
+// The sequence of a column of the tile that starts at `first`; p.S, an empty one, where there is
+// none.
+template <int kOwn>
+DEVICE int64_t sequence_of(const SequenceParams& p, int64_t first, int column) {
+  if (kOwn == 1 && column % 2 == 1) return p.S;
+  return min(p.S, first + (kOwn == 1 ? column / 2 : column));
+}
+
+// kWidth: D rounded up. kOwn: columns of a lane. kRagged: sequences may differ in length, and steps
+// may reset or hold.
 //
 // Forward, a warp owns 8 units: rows r and r + 8 of a tile of the weight are two gates of unit r.
-template <typename Cell_, typename IO_, int kWidth, bool kRagged>
+template <typename Cell_, typename IO_, int kWidth, int kOwn, bool kRagged>
 struct BlockForward {
   using Cell = Cell_;
   using IO = IO_;
@@ -31,8 +41,8 @@ struct BlockForward {
   static constexpr int G = Cell::kGates, K = Cell::kStates, R = Cell::kBias, kKept = Cell::kSaved;
   static constexpr int kThreads = kWidth * 4, kRow = kWidth + Lane<IO>::kVector;
   static constexpr int kSteps = kWidth / (2 * Lane<IO>::kVector);  // of the matrix instruction
-  static constexpr int kTiles = (G + 1) / 2;
-  using Inputs = Pipeline<IO, kWidth, G, kThreads>;
+  static constexpr int kTiles = (G + 1) / 2, kOperandBytes = kColumns * kRow * sizeof(IO);
+  using Inputs = Pipeline<IO, kWidth, G, kThreads, 1>;
   using Outputs = Outbox<IO, kWidth, kKept + 2, kThreads>;  // h, h_prev, saved values
 
   struct Shared {
@@ -45,15 +55,15 @@ struct BlockForward {
     const int lane = threadIdx.x % 32, q = lane % 4, D = int(p.D);
     const int warp_unit = threadIdx.x / 32 * 8, unit = warp_unit + lane / 4;
     const bool in_head = unit < D;
-    const int64_t head = blockIdx.x % p.N, first = blockIdx.x / p.N * kColumns;
+    const int64_t head = blockIdx.x % p.N, first = blockIdx.x / p.N * (4 * kOwn);
     const int64_t ND = p.N * p.D, at = head * p.D + unit;
-    const int steps = kRagged ? longest(p, first) : int(p.T);
+    const int steps = kRagged ? longest(p, first, 4 * kOwn) : int(keep(uint32_t(p.T)));
 
-    const Column source(p, first + Inputs::column(), p.x_batch);
-    Inputs inputs(shared.inputs, source.length, D, 0, 1,
+    const Column source(p, sequence_of<kOwn>(p, first, Inputs::column()), p.x_batch);
+    Inputs inputs(shared.inputs, warp_unit, source.length, D, 0, 1,
                   (const IO*)p.x + source.x_offset + head * p.x_head, p.x_gate, p.x_time);
     Outputs outputs(
-        shared.outputs, source.length, D,
+        shared.outputs, warp_unit, source.length, D,
         [&](int row) -> IO* {
           if (row == 0) return (IO*)p.h + source.row * ND + head * p.D;
           if (p.saved == nullptr) return nullptr;
@@ -90,31 +100,42 @@ struct BlockForward {
       }
       if (R > G) x_bias = row(G - 1);
     }
-    V state[2][K];  // of the two columns
+    V state[kOwn][K];
 #pragma unroll
-    for (int c = 0; c < 2; ++c) {
-      const Column column(p, first + 2 * q + c);
-      const bool given = p.initial != nullptr && in_head && first + 2 * q + c < p.S;
+    for (int c = 0; c < kOwn; ++c) {
+      const int64_t s = sequence_of<kOwn>(p, first, 2 * q + c);
+      const Column column(p, s);
+      const bool given = p.initial != nullptr && in_head && s < p.S;
 #pragma unroll
       for (int k = 0; k < K; ++k) {
         const int64_t from = (k * p.S + column.index) * ND + at;
         state[c][k] = given ? ((const float*)p.initial)[from] : 0.0f;
       }
     }
-    const Marks<kRagged> marks[2] = {{p, first + 2 * q}, {p, first + 2 * q + 1}};
+    const Marks<kRagged> marks[2] = {{p, sequence_of<kOwn>(p, first, 2 * q)},
+                                     {p, sequence_of<kOwn>(p, first, 2 * q + 1)}};
 
+    // A value of the lane's columns in io; an odd column that is empty holds 0.
+    const auto both = [&](auto value) {
+      return ColumnPair<IO>::of(value(0), kOwn == 2 ? value(kOwn - 1) : 0);
+    };
+    const uint32_t read =
+        keep(shared_address(&shared.operand[0][lane % 8][lane / 8 * Lane<IO>::kVector]));
+    const uint32_t write = keep(shared_address(&shared.operand[0][0][warp_unit]) +
+                                tile_offset<IO, kRow>() * sizeof(IO));
+    const bool saves = keep(p.saved != nullptr);
     bool runs[2];
     ColumnPair<IO> before;  // h as the step sees it
     const auto enter = [&](int t) {
 #pragma unroll
-      for (int c = 0; c < 2; ++c) {
+      for (int c = 0; c < kOwn; ++c) {
         if (marks[c].resets(p, t)) {
           for (int k = 0; k < K; ++k) state[c][k] = V(0);
         }
         runs[c] = marks[c].runs(p, t);
       }
-      before = ColumnPair<IO>::of(to_float(state[0][0]), to_float(state[1][0]));
-      store_operand(&shared.operand[t & 1][0][warp_unit], kRow, before, in_head);
+      before = both([&](int c) { return to_float(state[c][0]); });
+      store_operand<kRow>(write + (t & 1) * kOperandBytes, before, in_head);
     };
     enter(0);
     inputs.wait();
@@ -122,20 +143,20 @@ struct BlockForward {
 
     ColumnPair<IO> out[kKept + 2];  // of the step before
     const auto put = [&](int t) {
-      store_tile(outputs.at(t, 0, warp_unit), kRow, out[0]);
-      if (p.saved == nullptr) return;
+      outputs.put(t, 0, out[0]);
+      if (!saves) return;
 #pragma unroll
-      for (int i = 1; i < kKept + 2; ++i) store_tile(outputs.at(t, i, warp_unit), kRow, out[i]);
+      for (int i = 1; i < kKept + 2; ++i) outputs.put(t, i, out[i]);
     };
     for (int t = 0; t < steps; ++t) {
       ColumnPair<IO> x[G];
-      load_tiles(x, kRow, [&](int g) { return inputs.at(t, g, warp_unit); });
+      inputs.load(x, t);
       float sums[kTiles][4];
-      const IO* rows = &shared.operand[t & 1][lane % 8][lane / 8 * Lane<IO>::kVector];
+      const uint32_t rows = read + (t & 1) * kOperandBytes;
 #pragma unroll
       for (int i = 0; i < kSteps; i += 2) {
         uint32_t b[4];
-        load_vectors(b, rows + 2 * i * Lane<IO>::kVector);
+        load_vectors(b, rows + i * 32);
 #pragma unroll
         for (int m = 0; m < kTiles; ++m) {
           mma<IO>(sums[m], a[m][i], b[0], b[1], i == 0 ? start[m] : sums[m]);
@@ -147,9 +168,9 @@ struct BlockForward {
       if (t > 0) put(t - 1);
       inputs.start(t + Inputs::kStages - 1);
 
-      V next[2][K], saved[2][kKept];
+      V next[kOwn][K], saved[kOwn][kKept];
 #pragma unroll
-      for (int c = 0; c < 2; ++c) {
+      for (int c = 0; c < kOwn; ++c) {
         V in[G], r[G];
 #pragma unroll
         for (int g = 0; g < G; ++g) {
@@ -160,14 +181,18 @@ struct BlockForward {
         Cell::forward(in, r, state[c], next[c], saved[c]);
         for (int k = 0; k < K; ++k) state[c][k] = select(runs[c], next[c][k], state[c][k]);
       }
-      const auto masked = [&](float first, float second) {
-        return ColumnPair<IO>::of(runs[0] ? first : 0, runs[1] ? second : 0);
+      const auto masked = [&](auto value) {
+        return both([&](int c) { return runs[c] ? value(c) : 0.0f; });
       };
-      out[0] = masked(to_float(next[0][0]), to_float(next[1][0]));
-      out[1] = kRagged ? masked(before.floats().x, before.floats().y) : before;
+      out[0] = masked([&](int c) { return to_float(next[c][0]); });
+      out[1] = before;
+      if (kRagged) {
+        const float2 h = before.floats();
+        out[1] = masked([&](int c) { return c ? h.y : h.x; });
+      }
 #pragma unroll
       for (int v = 0; v < kKept; ++v) {
-        out[2 + v] = masked(to_float(saved[0][v]), to_float(saved[1][v]));
+        out[2 + v] = masked([&](int c) { return to_float(saved[c][v]); });
       }
       enter(t + 1);
       inputs.wait();
@@ -177,12 +202,13 @@ struct BlockForward {
     if (steps > 0) put(steps - 1);
     __syncthreads();
     if (steps > 0) outputs.send(steps - 1);
-    if (kRagged) outputs.clear(source.length - steps, source.padding, D);
+    if (kRagged) outputs.clear(source.length - steps, source.padding);
 
 #pragma unroll
-    for (int c = 0; c < 2; ++c) {
-      if (!in_head || first + 2 * q + c >= p.S) continue;
-      const Column column(p, first + 2 * q + c);
+    for (int c = 0; c < kOwn; ++c) {
+      const int64_t s = sequence_of<kOwn>(p, first, 2 * q + c);
+      if (!in_head || s >= p.S) continue;
+      const Column column(p, s);
       for (int k = 0; k < K; ++k) {
         ((float*)p.last)[(k * p.S + column.index) * ND + at] = to_float(state[c][k]);
       }
@@ -190,9 +216,9 @@ struct BlockForward {
   }
 };
 
-// Backward, a warp owns 16 units: rows r and r + 8 of a tile of the transposed weight are units r and
-// r + 8, the depth is (gate, unit).
-template <typename Cell_, typename IO_, int kWidth, bool kRagged>
+// Backward, a warp owns 16 units: rows r and r + 8 of a tile of the transposed weight are units r
+// and r + 8, the depth is (gate, unit).
+template <typename Cell_, typename IO_, int kWidth, int kOwn, bool kRagged>
 struct BlockBackward {
   using Cell = Cell_;
   using IO = IO_;
@@ -200,7 +226,8 @@ struct BlockBackward {
   static constexpr int G = Cell::kGates, K = Cell::kStates, R = Cell::kBias, kKept = Cell::kSaved;
   static constexpr int kThreads = kWidth * 2, kRow = G * kWidth + Lane<IO>::kVector;
   static constexpr int kSteps = G * kWidth / (2 * Lane<IO>::kVector), kChains = 4;
-  using Inputs = Pipeline<IO, kWidth, kKept + 1, kThreads>;  // saved values, and dh
+  static constexpr int kOperandBytes = kColumns * kRow * sizeof(IO);
+  using Inputs = Pipeline<IO, kWidth, kKept + 1, kThreads, 2>;  // saved values, and dh
   using Outputs = Outbox<IO, kWidth, Cell::kSplitGrad ? 2 * G : G, kThreads>;  // dx, and dr
 
   struct Shared {
@@ -213,17 +240,17 @@ struct BlockBackward {
     const int lane = threadIdx.x % 32, q = lane % 4, D = int(p.D);
     const int warp_unit = threadIdx.x / 32 * 16, unit = warp_unit + lane / 4;
     const bool in_head[2] = {unit < D, unit + 8 < D};
-    const int64_t head = blockIdx.x % p.N, tile = blockIdx.x / p.N, first = tile * kColumns;
+    const int64_t head = blockIdx.x % p.N, tile = blockIdx.x / p.N, first = tile * (4 * kOwn);
     const int64_t ND = p.N * p.D, at = head * p.D + unit;
-    const int steps = kRagged ? longest(p, first) : int(p.T);
+    const int steps = kRagged ? longest(p, first, 4 * kOwn) : int(keep(uint32_t(p.T)));
     const float bound = float(p.grad_clip);
 
-    const Column source(p, first + Inputs::column());
-    Inputs inputs(shared.inputs, source.length, D, steps - 1, -1,
+    const Column source(p, sequence_of<kOwn>(p, first, Inputs::column()));
+    Inputs inputs(shared.inputs, warp_unit, source.length, D, steps - 1, -1,
                   (const IO*)p.saved + source.row * kKept * ND + head * p.D, ND, kKept * ND,
                   (const IO*)p.dh + source.row * ND + head * p.D, ND);
     Outputs outputs(
-        shared.outputs, source.length, D,
+        shared.outputs, warp_unit, source.length, D,
         [&](int row) {
           const int64_t from = ((source.row + steps - 1) * G + row % G) * ND + head * p.D;
           return (IO*)(row < G ? p.dx : p.dr) + from;
@@ -248,12 +275,13 @@ struct BlockBackward {
       }
     }
     float d_bias[R][2] = {};
-    V d[2][2][K];  // [column][unit]
-    bool exists[2];
+    V d[kOwn][2][K];  // [column][unit]
+    bool exists[kOwn];
 #pragma unroll
-    for (int c = 0; c < 2; ++c) {
-      const Column column(p, first + 2 * q + c);
-      exists[c] = first + 2 * q + c < p.S;
+    for (int c = 0; c < kOwn; ++c) {
+      const int64_t s = sequence_of<kOwn>(p, first, 2 * q + c);
+      const Column column(p, s);
+      exists[c] = s < p.S;
 #pragma unroll
       for (int k = 0; k < K; ++k) {
         const bool given = p.dlast != nullptr && k < Cell::kGradStates && exists[c];
@@ -261,19 +289,24 @@ struct BlockBackward {
         for (int u = 0; u < 2; ++u) d[c][u][k] = given && in_head[u] ? from[8 * u] : 0.0f;
       }
     }
-    const Marks<kRagged> marks[2] = {{p, first + 2 * q}, {p, first + 2 * q + 1}};
+    const Marks<kRagged> marks[2] = {{p, sequence_of<kOwn>(p, first, 2 * q)},
+                                     {p, sequence_of<kOwn>(p, first, 2 * q + 1)}};
     for (int i = threadIdx.x; i < 2 * kColumns * kRow; i += kThreads) {
       (&shared.operand[0][0][0])[i] = from_float<IO>(0);
     }
     inputs.wait();
     __syncthreads();
 
+    const uint32_t read =
+        keep(shared_address(&shared.operand[0][lane % 8][lane / 8 * Lane<IO>::kVector]));
+    const uint32_t write = keep(shared_address(&shared.operand[0][0][warp_unit]) +
+                                tile_offset<IO, kRow>() * sizeof(IO));
     const auto multiply = [&](int t, float (&sums)[kChains][4]) {  // weight^T dr of step t
-      const IO* rows = &shared.operand[t & 1][lane % 8][lane / 8 * Lane<IO>::kVector];
+      const uint32_t rows = read + (t & 1) * kOperandBytes;
 #pragma unroll
       for (int i = 0; i < kSteps; i += 2) {
         uint32_t b[4];
-        load_vectors(b, rows + 2 * i * Lane<IO>::kVector);
+        load_vectors(b, rows + i * 32);
         mma<IO>(sums[i % kChains], a[i], b[0], b[1]);
         mma<IO>(sums[i % kChains + 1], a[i + 1], b[2], b[3]);
       }
@@ -281,7 +314,7 @@ struct BlockBackward {
     // The gradient that reaches the states before step t through it.
     const auto enter = [&](int t, const float (&sums)[kChains][4]) {
 #pragma unroll
-      for (int c = 0; c < 2; ++c) {
+      for (int c = 0; c < kOwn; ++c) {
         const bool cleared = marks[c].resets(p, t), flows = !cleared && marks[c].runs(p, t);
 #pragma unroll
         for (int u = 0; u < 2; ++u) {
@@ -295,8 +328,7 @@ struct BlockBackward {
 
     for (int t = steps - 1; t >= 0; --t) {
       ColumnPair<IO> in[2 * (kKept + 1)];  // [row][unit]
-      load_tiles(in, Inputs::kRow,
-                 [&](int i) { return inputs.at(t, i / 2, warp_unit + i % 2 * 8); });
+      inputs.load(in, t);
       float sums[kChains][4] = {};
       multiply(t + 1, sums);
       if (t + 1 < steps) outputs.send(t + 1);
@@ -306,9 +338,9 @@ struct BlockBackward {
       const bool runs[2] = {marks[0].runs(p, t), marks[1].runs(p, t)};
 #pragma unroll
       for (int u = 0; u < 2; ++u) {
-        V dx[2][G], dr[2][G];
+        V dx[kOwn][G], dr[kOwn][G];
 #pragma unroll
-        for (int c = 0; c < 2; ++c) {
+        for (int c = 0; c < kOwn; ++c) {
           const auto value = [&](int row) {
             const float2 both = in[2 * row + u].floats();
             return V(c ? both.y : both.x);
@@ -324,20 +356,17 @@ struct BlockBackward {
           for (int g = 0; g < G; ++g) d_bias[g][u] += counts ? to_float(dx[c][g]) : 0.0f;
           if constexpr (R > G) d_bias[R - 1][u] += counts ? to_float(dr[c][G - 1]) : 0.0f;
         }
-        const auto masked = [&](V first, V second) {
-          return ColumnPair<IO>::of(runs[0] ? to_float(first) : 0, runs[1] ? to_float(second) : 0);
+        const auto masked = [&](const V(&values)[kOwn][G], int g) {
+          return ColumnPair<IO>::of(runs[0] ? to_float(values[0][g]) : 0,
+                                    kOwn == 2 && runs[1] ? to_float(values[kOwn - 1][g]) : 0);
         };
 #pragma unroll
         for (int g = 0; g < G; ++g) {
-          const int from = warp_unit + 8 * u;
-          const ColumnPair<IO> dr_pair = masked(dr[0][g], dr[1][g]);
-          store_operand(&shared.operand[t & 1][0][g * kWidth + from], kRow, dr_pair, in_head[u]);
-          if constexpr (Cell::kSplitGrad) {
-            store_tile(outputs.at(t, g, from), Outputs::kRow, masked(dx[0][g], dx[1][g]));
-            store_tile(outputs.at(t, G + g, from), Outputs::kRow, dr_pair);
-          } else {
-            store_tile(outputs.at(t, g, from), Outputs::kRow, dr_pair);
-          }
+          const ColumnPair<IO> dr_pair = masked(dr, g);
+          const int at = (g * kWidth + u * 8) * int(sizeof(IO));
+          store_operand<kRow>(write + (t & 1) * kOperandBytes + at, dr_pair, in_head[u]);
+          outputs.put(t, g, Cell::kSplitGrad ? masked(dx, g) : dr_pair, u);
+          if constexpr (Cell::kSplitGrad) outputs.put(t, G + g, dr_pair, u);
         }
       }
       inputs.wait();
@@ -350,12 +379,12 @@ struct BlockBackward {
       outputs.send(0);
     }
     // The outbox stands before step 0: going on would be downwards.
-    if (kRagged) outputs.clear(-(source.length + source.padding), source.padding, D);
+    if (kRagged) outputs.clear(-(source.length + source.padding), source.padding);
 
 #pragma unroll
-    for (int c = 0; c < 2; ++c) {
+    for (int c = 0; c < kOwn; ++c) {
       if (!exists[c]) continue;
-      const Column column(p, first + 2 * q + c);
+      const Column column(p, sequence_of<kOwn>(p, first, 2 * q + c));
       for (int k = 0; k < K; ++k) {
         float* to = (float*)p.dstate + (k * p.S + column.index) * ND + at;
         for (int u = 0; u < 2; ++u) {
@@ -364,7 +393,7 @@ struct BlockBackward {
       }
     }
 #pragma unroll
-    for (int g = 0; g < R; ++g) {  // a lane has summed its two columns; now the four lanes of a row
+    for (int g = 0; g < R; ++g) {  // a lane has summed its columns; now the four lanes of a row
       float* to = (float*)p.dbias_partial + (tile * R + g) * ND + at;
 #pragma unroll
       for (int u = 0; u < 2; ++u) {
@@ -387,7 +416,7 @@ void launch_block(const Params& p, const Launch& launch) {
   constexpr int bytes = sizeof(typename Engine::Shared);
   const auto kernel = block_kernel<Engine, Params>;
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
-  const int64_t tiles = (p.S + kColumns - 1) / kColumns;
+  const int64_t tiles = (p.S + launch.tile - 1) / launch.tile;
   kernel<<<unsigned(tiles * p.N), Engine::kThreads, bytes, launch.stream>>>(p);
   check(cudaGetLastError());
 }
@@ -396,12 +425,16 @@ inline bool is_ragged(const SequenceParams& p) {
   return p.sequences != nullptr || p.reset != nullptr || p.hold != nullptr;
 }
 
-template <template <typename, typename, int, bool> typename Engine, typename Cell, typename IO,
+template <template <typename, typename, int, int, bool> typename Engine, typename Cell, typename IO,
           typename Params>
-void launch_width(const Params& p, const Launch& launch) {
+void select_block(const Params& p, const Launch& launch) {
+  const auto with_tile = [&]<int kWidth, int kOwn>() {
+    if (is_ragged(p)) return launch_block<Engine<Cell, IO, kWidth, kOwn, true>>(p, launch);
+    launch_block<Engine<Cell, IO, kWidth, kOwn, false>>(p, launch);
+  };
   const auto with_width = [&]<int kWidth>() {
-    if (is_ragged(p)) return launch_block<Engine<Cell, IO, kWidth, true>>(p, launch);
-    launch_block<Engine<Cell, IO, kWidth, false>>(p, launch);
+    if (launch.tile == 4) return with_tile.template operator()<kWidth, 1>();
+    with_tile.template operator()<kWidth, 2>();
   };
   if (p.D <= 32) return with_width.template operator()<32>();
   if (p.D <= 64) return with_width.template operator()<64>();
@@ -410,12 +443,12 @@ void launch_width(const Params& p, const Launch& launch) {
 
 template <typename Cell, typename IO>
 void forward_block(const ForwardParams& p, const Launch& launch) {
-  launch_width<BlockForward, Cell, IO>(p, launch);
+  select_block<BlockForward, Cell, IO>(p, launch);
 }
 
 template <typename Cell, typename IO>
 void backward_block(const BackwardParams& p, const Launch& launch) {
-  launch_width<BlockBackward, Cell, IO>(p, launch);
+  select_block<BlockBackward, Cell, IO>(p, launch);
 }
 
 }  // namespace flashcell::cuda

@@ -1,14 +1,15 @@
-// Inputs of the steps to come, on their way from global to shared memory: a ring of stages, each the
-// kRows rows of one step of eight columns. A step every 0.2 us against a memory latency of up to
-// 1 us make eight stages, where they fit.
+// Inputs of the steps to come, on their way from global to shared memory: a ring of stages, each
+// the kRows rows of one step of eight columns. A step every 0.2 us against a memory latency of up
+// to 1 us make eight stages, where they fit.
 #pragma once
 #include "sequence.cuh"
 
 namespace flashcell::cuda {
 
-// Inputs of the steps to come, on their way from global memory: a ring of stages, each the kRows rows
-// of one step. A step every 0.2 us and a memory latency of up to 1 us make eight stages, if they fit.
-template <typename IO, int kWidth, int kRows, int kThreads>
+// Inputs of the steps to come, on their way from global memory: a ring of stages, each the kRows
+// rows of one step. A step every 0.2 us and a memory latency of up to 1 us make eight stages, if
+// they fit.
+template <typename IO, int kWidth, int kRows, int kThreads, int kSplit>
 struct Pipeline {
   static constexpr int kVectors = kWidth / Lane<IO>::kVector;  // of a row
   static constexpr int kRow = kWidth + Lane<IO>::kVector;      // padded: columns in other banks
@@ -24,23 +25,32 @@ struct Pipeline {
   static DEVICE int column() { return threadIdx.x / kVectors % kColumns; }
   static DEVICE int vector() { return threadIdx.x % kVectors; }
 
-  Shared& shared;
-  const IO* source;  // row `first` of the next step of the thread's column
+  static constexpr int kRowBytes = kColumns * kRow * sizeof(IO);
+
+  uint32_t tiles, slot;   // in stage 0: the lane's part of a tile, the vector this thread copies
+  const IO* source;       // row `first` of the next step of the thread's column
   const IO* last_source;  // row kRows - 1 lies elsewhere, or null
-  int64_t row_stride, step_stride, last_step_stride;
+  int row_stride, step_stride, last_step_stride;  // is_aligned() bounds them
   int length;  // steps that exist; none for vectors past the head
   int first;   // the thread copies rows first, first + kRowsAtOnce, ...
 
-  // Steps go upwards (direction 1, from 0) or downwards (-1, from `from`).
-  DEVICE Pipeline(Shared& shared, int length, int D, int from, int direction, const IO* source,
-                  int64_t row_stride, int64_t time_stride, const IO* last_source = nullptr,
-                  int64_t last_time_stride = 0)
-      : shared(shared),
-        row_stride(row_stride * kRowsAtOnce),
-        step_stride(direction * time_stride),
-        last_step_stride(direction * last_time_stride),
+  // `unit`: where the warp's tiles start. kSplit: neighbouring tiles of a row, 8 units apart. Steps
+  // go upwards (direction 1, from 0) or downwards (-1, from `from`).
+  DEVICE Pipeline(Shared& shared, int unit, int length, int D, int from, int direction,
+                  const IO* source, int64_t row_stride, int64_t time_stride,
+                  const IO* last_source = nullptr, int64_t last_time_stride = 0)
+      : row_stride(int(row_stride) * kRowsAtOnce),
+        step_stride(direction * int(time_stride)),
+        last_step_stride(direction * int(last_time_stride)),
         length(vector() * Lane<IO>::kVector < D ? length : 0),
         first(threadIdx.x / (kColumns * kVectors)) {
+    // A lane of an instruction for four tiles names its own: row, and in the backward half of 16
+    // units.
+    const int tile = sizeof(IO) == 2 ? threadIdx.x % 32 / 8 : 0;
+    const int row = tile / kSplit, half = tile % kSplit;
+    tiles = keep(shared_address(&shared.rows[0][0][0][unit + half * 8]) + row * kRowBytes +
+                 tile_offset<IO, kRow>() * sizeof(IO));
+    slot = keep(shared_address(&shared.rows[0][first][column()][vector() * Lane<IO>::kVector]));
     this->source = source + from * time_stride + first * row_stride + vector() * Lane<IO>::kVector;
     this->last_source = nullptr;
     if (last_source != nullptr) {
@@ -49,17 +59,17 @@ struct Pipeline {
     for (int i = 0; i < kStages - 1; ++i) start(from + i * direction);
   }
 
-  // Sends for step t, the one after the last call's. Every call is one group, whether it copies or not.
+  // Sends for step t, the one after the last call's. Every call is one group, whether it copies or
+  // not.
   DEVICE void start(int t) {
     if (unsigned(t) < unsigned(length)) {
-      IO* to = &shared.rows[unsigned(t) % kStages][first][column()][vector() * Lane<IO>::kVector];
+      const uint32_t to = slot + unsigned(t) % kStages * kStageBytes;
       const IO* from = source;
 #pragma unroll
       for (int row = 0; row < kRows; row += kRowsAtOnce) {
         const bool is_last = row + kRowsAtOnce >= kRows && first + row == kRows - 1;
         if (row + kRowsAtOnce <= kRows || first + row < kRows) {
-          copy_async(to + row * kColumns * kRow,
-                     is_last && last_source != nullptr ? last_source : from);
+          copy_async(to + row * kRowBytes, is_last && last_source != nullptr ? last_source : from);
         }
         from += row_stride;
       }
@@ -71,8 +81,14 @@ struct Pipeline {
   // Until the copies of the next step are there, of this thread: a barrier makes it all threads.
   DEVICE void wait() { copy_wait<kStages - 2>(); }
 
-  DEVICE const IO* at(int t, int row, int unit) const {  // column 0
-    return &shared.rows[unsigned(t) % kStages][row][0][unit];
+  // The warp's tiles of step t: row by row, kSplit of each. The rows end at kRows: what an
+  // instruction for four tiles reads beyond is not used, and lies inside the next stage, or the
+  // outbox.
+  template <int kCount>
+  DEVICE void load(ColumnPair<IO> (&values)[kCount], int t) const {
+    load_tiles<kRow>(values, tiles + unsigned(t) % kStages * kStageBytes, [](int i) {
+      return i / kSplit * kRowBytes + i % kSplit * 8 * int(sizeof(IO));
+    });
   }
 };
 
@@ -87,50 +103,61 @@ struct Outbox {
     IO rows[2][kRows][kColumns][kRow];
   };
 
-  // A thread always sends the same vector of the same column (the one it copies for the Pipeline), of
-  // rows first, first + kRowsAtOnce, ...
+  // A thread always sends the same vector of the same column (the one it copies for the Pipeline),
+  // of rows first, first + kRowsAtOnce, ...
   static DEVICE int column() { return threadIdx.x / kVectors % kColumns; }
   static DEVICE int vector() { return threadIdx.x % kVectors; }
   static DEVICE int first() { return threadIdx.x / (kColumns * kVectors); }
 
-  Shared& shared;
-  IO* to[kPasses];          // of the next step, or null
-  int64_t stride[kPasses];  // from a step to the next
-  int length;
+  static constexpr int kRowBytes = kColumns * kRow * sizeof(IO), kBytes = kRows * kRowBytes;
 
-  // `target(row)` is where a row of the first step to send starts, `step(row)` its stride.
+  uint32_t tiles, slot;  // of even steps: the lane's part of a tile, the vector this thread sends
+  IO* to[kPasses];       // of the next step
+  int stride[kPasses];   // from a step to the next
+  int length[kPasses];   // steps to send; none for vectors past the head, or without a target
+
+  // `unit`: where the warp's tiles start. `target(row)` is where a row of the first step to send
+  // starts, or null, `step(row)` its stride.
   template <typename Target, typename Step>
-  DEVICE Outbox(Shared& shared, int length, int D, Target target, Step step)
-      : shared(shared), length(vector() * Lane<IO>::kVector < D ? length : 0) {
+  DEVICE Outbox(Shared& shared, int unit, int length, int D, Target target, Step step) {
+    tiles =
+        keep(shared_address(&shared.rows[0][0][0][unit]) + tile_offset<IO, kRow>() * sizeof(IO));
+    slot = keep(shared_address(&shared.rows[0][first()][column()][vector() * Lane<IO>::kVector]));
 #pragma unroll
     for (int i = 0; i < kPasses; ++i) {
       const int row = first() + i * kRowsAtOnce;
-      IO* start = row < kRows ? target(row) : nullptr;
-      to[i] = start == nullptr ? nullptr : start + vector() * Lane<IO>::kVector;
-      stride[i] = start == nullptr ? 0 : step(row);
+      IO* start = row < kRows && vector() * Lane<IO>::kVector < D ? target(row) : nullptr;
+      to[i] = start + vector() * Lane<IO>::kVector;
+      stride[i] = start == nullptr ? 0 : int(step(row));
+      this->length[i] = start == nullptr ? 0 : length;
     }
   }
 
-  DEVICE IO* at(int t, int row, int unit) { return &shared.rows[t & 1][row][0][unit]; }
+  // The warp's tile of a row of step t, `half` 8 units further.
+  DEVICE void put(int t, int row, const ColumnPair<IO>& value, int half = 0) {
+    const int at = (t & 1) * kBytes + row * kRowBytes + half * 8 * int(sizeof(IO));
+    store_tile<kRow>(tiles + at, value);
+  }
 
   // Sends step t, of which a barrier has made all values visible.
   DEVICE void send(int t) {
 #pragma unroll
     for (int i = 0; i < kPasses; ++i) {
-      if (unsigned(t) < unsigned(length) && to[i] != nullptr) {
-        const int row = first() + i * kRowsAtOnce;
-        *reinterpret_cast<uint4*>(to[i]) = *reinterpret_cast<const uint4*>(
-            &shared.rows[t & 1][row][column()][vector() * Lane<IO>::kVector]);
+      if (unsigned(t) < unsigned(length[i])) {
+        uint4 v;
+        asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                     : "r"(slot + (t & 1) * kBytes + i * kRowsAtOnce * kRowBytes));
+        *reinterpret_cast<uint4*>(to[i]) = v;
       }
       to[i] += stride[i];
     }
   }
 
   // Zeros for `count` steps from `step` on, counted from where the next one would go.
-  DEVICE void clear(int64_t step, int count, int D) {
-    if (vector() * Lane<IO>::kVector >= D) return;
+  DEVICE void clear(int64_t step, int count) {
     for (int i = 0; i < kPasses; ++i) {
-      for (int64_t n = step; to[i] != nullptr && n < step + count; ++n) {
+      for (int64_t n = step; stride[i] != 0 && n < step + count; ++n) {
         *reinterpret_cast<uint4*>(to[i] + n * stride[i]) = uint4{};
       }
     }

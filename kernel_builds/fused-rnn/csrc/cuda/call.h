@@ -22,7 +22,9 @@ inline ScalarType saved_dtype(const Tensor& x) { return x.scalar_type(); }
 inline bool is_aligned(const Tensor& x) {  // every row of D elements starts at 16 bytes
   const int64_t vector = 16 / x.element_size();
   bool aligned = x.stride(4) == 1 && reinterpret_cast<uintptr_t>(x.const_data_ptr()) % 16 == 0;
-  for (int i = 0; i < 4; ++i) aligned &= x.size(i) <= 1 || x.stride(i) % vector == 0;
+  for (int i = 0; i < 4; ++i) {  // and 32 bits hold the way to the next
+    aligned &= x.size(i) <= 1 || (x.stride(i) % vector == 0 && x.stride(i) < int64_t(1) << 28);
+  }
   return aligned;
 }
 
@@ -85,12 +87,13 @@ inline cuda::Engine engine_for(const cuda::Problem& problem, const cuda::Device&
   const std::string_view name = wanted;
   STD_TORCH_CHECK(name == "block" || name == "chip" || name == "step", "FLASHCELL_CUDA_ENGINE is ",
                   wanted, ", but must be block, chip or step");
-  const Engine asked = name == "block" ? Engine::kBlock
+  const Engine asked = name == "block"  ? Engine::kBlock
                        : name == "chip" ? Engine::kChip
                                         : Engine::kStep;
-  const bool runs = asked == Engine::kStep || asked == chosen ||
-                    (asked == Engine::kChip && chosen == Engine::kBlock &&
-                     cuda::chip::fits_every_cell(problem.gates, problem.io_bytes, problem.D, device));
+  const bool runs =
+      asked == Engine::kStep || asked == chosen ||
+      (asked == Engine::kChip && chosen == Engine::kBlock &&
+       cuda::chip::fits_every_cell(problem.gates, problem.io_bytes, problem.D, device));
   STD_TORCH_CHECK(runs, "FLASHCELL_CUDA_ENGINE=", wanted, " does not run a head of width ",
                   problem.D, " here");
   return asked;
@@ -106,8 +109,10 @@ cuda::Launch prepare(const SequenceParams& p, Dtype dtype, bool tf32, bool align
   launch.stream = current_stream(like);
   launch.tf32 = tf32;
   const int io_bytes = dtype == Dtype::kFloat ? 4 : 2;
-  launch.engine = engine_for({p.S, p.T, p.N, p.D, Cell::kGates, io_bytes, tf32, aligned},
-                             launch.device);
+  const cuda::Problem problem{p.S, p.T, p.N, p.D, Cell::kGates, io_bytes, tf32, aligned};
+  launch.engine = engine_for(problem, launch.device);
+  const bool is_block = launch.engine == cuda::Engine::kBlock;
+  launch.tile = is_block ? cuda::block_tile(problem, launch.device) : 8;
   return launch;
 }
 
@@ -125,7 +130,7 @@ template <typename Cell>
 void run(BackwardParams p, Dtype dtype, bool tf32, const Tensor& dh) {
   const torch::stable::accelerator::DeviceGuard guard(dh.get_device_index());
   cuda::Launch launch = prepare<Cell>(p, dtype, tf32, true, dh);
-  const int64_t tiles = (p.S + 7) / 8;
+  const int64_t tiles = (p.S + launch.tile - 1) / launch.tile;
   const Tensor partial = new_tensor(dh, {tiles, Cell::kBias, p.N, p.D}, ScalarType::Float);
   p.dbias_partial = partial.mutable_data_ptr();
   const int64_t bytes = cuda::backward_scratch<Cell>(p, dtype, launch);
@@ -146,11 +151,17 @@ inline Tensor recurrent_dweight(Tensor dr, Tensor h_prev, bool tf32) {
   h_prev = operand(h_prev, "h_prev", {B, T, N, D}, dr.scalar_type());
   Tensor dweight = new_tensor(dr, {G, N, D, D}, dr.scalar_type());
   const torch::stable::accelerator::DeviceGuard guard(dr.get_device_index());
-  const cuda::Launch launch{cuda::describe(dr.get_device_index()), current_stream(dr), tf32,
-                            cuda::Engine::kStep, nullptr};
-  cuda::DweightParams p{B * T, G, N, D, dr.const_data_ptr(), h_prev.const_data_ptr(),
-                        dweight.mutable_data_ptr(), nullptr};
-  const Tensor scratch = new_tensor(dr, {cuda::dweight_scratch(p, dtype, launch)}, ScalarType::Byte);
+  const cuda::Launch launch{cuda::describe(dr.get_device_index()),
+                            current_stream(dr),
+                            tf32,
+                            cuda::Engine::kStep,
+                            8,
+                            nullptr};
+  cuda::DweightParams p{
+      B * T,  G, N, D, dr.const_data_ptr(), h_prev.const_data_ptr(), dweight.mutable_data_ptr(),
+      nullptr};
+  const Tensor scratch =
+      new_tensor(dr, {cuda::dweight_scratch(p, dtype, launch)}, ScalarType::Byte);
   p.scratch = scratch.mutable_data_ptr();
   cuda::recurrent_dweight(p, dtype, launch);
   return dweight;

@@ -20,6 +20,7 @@ struct Launch {
   cudaStream_t stream;
   bool tf32;      // fp32 products may round their operands to tf32
   Engine engine;  // that was chosen
+  int tile;       // sequences that share a row of dbias_partial: 8, or 4
   void* scratch;  // as many bytes as forward_scratch, backward_scratch asked for
 };
 
@@ -29,8 +30,8 @@ void forward_block(const ForwardParams&, const Launch&);
 template <typename Cell, typename IO>
 void backward_block(const BackwardParams&, const Launch&);
 
-// All thread blocks of the GPU run at once; each keeps 16 units of a head and exchanges h (backward:
-// dr) through L2 after every step.
+// All thread blocks of the GPU run at once; each keeps 16 units of a head and exchanges h
+// (backward: dr) through L2 after every step.
 template <typename Cell, typename IO>
 void forward_chip(const ForwardParams&, const Launch&);
 template <typename Cell, typename IO>

@@ -14,10 +14,10 @@ inline void check(cudaError_t status) {
 }
 
 // Both directions of an engine for a cell, in every I/O type.
-#define FLASHCELL_INSTANTIATE(engine, Cell)                                       \
-  template void forward_##engine<Cell, bf16>(const ForwardParams&, const Launch&);  \
-  template void forward_##engine<Cell, fp16>(const ForwardParams&, const Launch&);  \
-  template void forward_##engine<Cell, float>(const ForwardParams&, const Launch&); \
+#define FLASHCELL_INSTANTIATE(engine, Cell)                                          \
+  template void forward_##engine<Cell, bf16>(const ForwardParams&, const Launch&);   \
+  template void forward_##engine<Cell, fp16>(const ForwardParams&, const Launch&);   \
+  template void forward_##engine<Cell, float>(const ForwardParams&, const Launch&);  \
   template void backward_##engine<Cell, bf16>(const BackwardParams&, const Launch&); \
   template void backward_##engine<Cell, fp16>(const BackwardParams&, const Launch&); \
   template void backward_##engine<Cell, float>(const BackwardParams&, const Launch&);

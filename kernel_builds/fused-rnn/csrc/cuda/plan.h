@@ -15,6 +15,13 @@ struct Problem {
   bool aligned;  // x can be read 16 bytes at a time
 };
 
+// Sequences of a thread block of the block engine. Of the matrix instruction's eight columns half
+// stay empty when that gives more processors something to do: the cell takes longer than the
+// products.
+constexpr int block_tile(const Problem& p, const Device& device) {
+  return p.N * ((p.S + 3) / 4) <= device.processors ? 4 : 8;
+}
+
 constexpr Engine select_engine(const Problem& p, const Device& device) {
   const bool whole_vectors = p.D % (16 / p.io_bytes) == 0 && p.aligned;
   const bool tensor_cores = p.io_bytes == 2 || p.tf32;

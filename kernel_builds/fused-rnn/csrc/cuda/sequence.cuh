@@ -56,9 +56,9 @@ struct Marks<true> {
 };
 
 // Steps of the longest of the tile's sequences; every thread calls it.
-DEVICE int longest(const SequenceParams& p, int64_t first) {
+DEVICE int longest(const SequenceParams& p, int64_t first, int sequences) {
   int length = 0;
-  for (int64_t s = first; s < first + kColumns && s < p.S; ++s) {
+  for (int64_t s = first; s < first + sequences && s < p.S; ++s) {
     length = max(length, Column(p, s).length);
   }
   return length;

@@ -1,4 +1,5 @@
-// 16-byte vectors, 32-bit words, and the matrix instruction on them, for bf16, fp16 and fp32 (tf32).
+// 16-byte vectors, 32-bit words, and the matrix instruction on them, for bf16, fp16 and fp32
+// (tf32).
 //
 // A product here is D[16 rows, 8 columns] += A[16, depth] B[depth, 8]: rows are units or gates of a
 // weight, columns are sequences. The depth goes in steps of two vectors: lane l = 4 r + q holds
@@ -83,11 +84,10 @@ DEVICE uint32_t operand(uint32_t word) {
 template <typename IO>
 DEVICE void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
                 const float (&c)[4]) {
-#define FLASHCELL_MMA(shape)                                                               \
-  asm("mma.sync.aligned." shape                                                            \
-      " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};"                         \
-      : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])                                     \
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]), \
+#define FLASHCELL_MMA(shape)                                                                 \
+  asm("mma.sync.aligned." shape " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};" \
+      : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])                                       \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]),  \
         "f"(c[2]), "f"(c[3]))
   if constexpr (sizeof(IO) == 4) {
     FLASHCELL_MMA("m16n8k8.row.col.f32.tf32.tf32.f32");
@@ -104,19 +104,26 @@ DEVICE void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1)
   mma<IO>(d, a, b0, b1, d);
 }
 
+// Keeps a value in its register: the compiler would compute it anew in every step.
+DEVICE uint32_t keep(uint32_t value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
 DEVICE uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// Words of four vectors of eight rows: lane l names row l % 8 of vector l / 8, and gets word l % 4 of
-// row l / 4 of each vector.
-DEVICE void load_vectors(uint32_t (&words)[4], const void* shared_row) {
+// Words of four vectors of eight rows: lane l names row l % 8 of vector l / 8, and gets word l % 4
+// of row l / 4 of each vector.
+DEVICE void load_vectors(uint32_t (&words)[4], uint32_t row_address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-               : "r"(shared_address(shared_row)));
+               : "r"(row_address));
 }
 
-// Unit r of columns 2 q and 2 q + 1, in lane 4 r + q: a piece of d of the matrix instruction, in io.
+// Unit r of columns 2 q and 2 q + 1, in lane 4 r + q: a piece of d of the matrix instruction, in
+// io.
 template <typename IO>
 struct ColumnPair {
   Pair<IO> pair;
@@ -124,65 +131,78 @@ struct ColumnPair {
   DEVICE float2 floats() const { return pair.floats(); }
 };
 
-// kCount tiles of 8 columns, `stride` apart, by 8 neighbouring units; tile(i) is where tile i starts.
-// In 16 bits four tiles are one instruction, transposed on their way.
-template <int kCount, typename IO, typename Tile>
-DEVICE void load_tiles(ColumnPair<IO> (&values)[kCount], int stride, Tile tile) {
+// Tiles in shared memory: 8 columns, kStride elements apart, by 8 neighbouring units. In 16 bits
+// four tiles are loaded by one instruction and stored by one each, transposed on their way; then
+// lane l names column l % 8 of tile l / 8. In fp32 a lane names its own first element.
+template <typename IO, int kStride>
+DEVICE int tile_offset() {  // what a lane adds to the place of a tile, in elements
   const int lane = threadIdx.x % 32;
-  if constexpr (sizeof(IO) == 4) {
+  return sizeof(IO) == 2 ? lane % 8 * kStride : lane % 4 * 2 * kStride + lane / 4;
+}
+
+// place(i): bytes from `address` to tile i. `address` contains the lane's tile_offset and, in 16
+// bits, the way from the first of four tiles to the lane's.
+template <int kStride, int kCount, typename IO, typename Place>
+DEVICE void load_tiles(ColumnPair<IO> (&values)[kCount], uint32_t address, Place place) {
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      const IO* from = tile(i) + lane % 4 * 2 * stride + lane / 4;
-      values[i] = ColumnPair<IO>::of(from[0], from[stride]);
-    }
-  } else {
-#pragma unroll
-    for (int i = 0; i < kCount; i += 4) {
-      const int own = i + lane / 8 < kCount ? i + lane / 8 : i;
+  for (int i = 0; i < kCount; i += 4) {
+    if constexpr (sizeof(IO) == 2) {
       uint32_t words[4];
       asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                    : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-                   : "r"(shared_address(tile(own) + lane % 8 * stride)));
+                   : "r"(address + place(i)));
 #pragma unroll
       for (int j = 0; j < 4 && i + j < kCount; ++j) values[i + j].pair.word[0] = words[j];
+    } else {
+#pragma unroll
+      for (int j = i; j < i + 4 && j < kCount; ++j) {
+        float first, second;
+        asm volatile("ld.shared.f32 %0, [%1];" : "=f"(first) : "r"(address + place(j)));
+        asm volatile("ld.shared.f32 %0, [%1];"
+                     : "=f"(second)
+                     : "r"(address + place(j) + kStride * 4));
+        values[j] = ColumnPair<IO>::of(first, second);
+      }
     }
   }
 }
 
-template <typename IO>
-DEVICE void store_tile(IO* tile, int stride, const ColumnPair<IO>& value) {
-  const int lane = threadIdx.x % 32;
+template <int kStride, typename IO>
+DEVICE void store_tile(uint32_t address, const ColumnPair<IO>& value) {
+  if constexpr (sizeof(IO) == 4) {
+    asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(value.pair.word[0]) : "memory");
+    asm volatile("st.shared.b32 [%0], %1;" ::"r"(address + kStride * 4), "r"(value.pair.word[1])
+                 : "memory");
+  } else {
 #if __CUDA_ARCH__ >= 900
-  if constexpr (sizeof(IO) == 2) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [%0], {%1};" ::"r"(
-                     shared_address(tile + lane % 8 * stride)),
+    asm volatile("stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [%0], {%1};" ::"r"(address),
                  "r"(value.pair.word[0])
                  : "memory");
-    return;
-  }
+#else
+    // The lane's own place, from that of the column it names.
+    const int lane = threadIdx.x % 32;
+    const uint32_t to = address + (lane % 4 * 2 - lane % 8) * kStride * 2 + lane / 4 * 2;
+    asm volatile("st.shared.b16 [%0], %1;" ::"r"(to), "h"(uint16_t(value.pair.word[0])) : "memory");
+    asm volatile("st.shared.b16 [%0], %1;" ::"r"(to + kStride * 2),
+                 "h"(uint16_t(value.pair.word[0] >> 16))
+                 : "memory");
 #endif
-  IO* to = tile + lane % 4 * 2 * stride + lane / 4;
-  if constexpr (sizeof(IO) == 4) {
-    to[0] = __uint_as_float(value.pair.word[0]);
-    to[stride] = __uint_as_float(value.pair.word[1]);
-  } else {
-    *reinterpret_cast<uint16_t*>(to) = uint16_t(value.pair.word[0]);
-    *reinterpret_cast<uint16_t*>(to + stride) = uint16_t(value.pair.word[0] >> 16);
   }
 }
 
 // As an operand of the matrix instruction; 0 outside the head, where it is anything.
-template <typename IO>
-DEVICE void store_operand(IO* tile, int stride, ColumnPair<IO> value, bool in_head) {
+template <int kStride, typename IO>
+DEVICE void store_operand(uint32_t address, ColumnPair<IO> value, bool in_head) {
   for (uint32_t& word : value.pair.word) word = in_head ? operand<IO>(word) : 0;
-  store_tile(tile, stride, value);
+  store_tile<kStride>(address, value);
 }
 
 // A 16-byte copy from global to shared memory behind the thread's back.
+DEVICE void copy_async(uint32_t shared, const void* global) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
+}
 DEVICE void copy_async(void* shared, const void* global) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)),
-               "l"(global)
-               : "memory");
+  copy_async(shared_address(shared), global);
 }
 DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int kPending>
