@@ -6,6 +6,11 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence
+
+import flashcell
+from cases import DEVICE
+from flashcell.kernels.fused_rnn import stack
+from numerics import assert_as_accurate, assert_bitwise, assert_close
 from torch_twins import (
     EXACT,
     SAME,
@@ -16,11 +21,6 @@ from torch_twins import (
     make_inputs,
     make_twins,
 )
-
-import flashcell
-from cases import DEVICE
-from flashcell.kernels.fused_rnn import stack
-from numerics import assert_as_accurate, assert_bitwise, assert_close
 
 BACKENDS = ["auto", "reference"]
 LENGTHS = [2, 5, 1, 5]

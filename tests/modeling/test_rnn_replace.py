@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
-from torch_twins import CELLS, EXACT, SAME, SEQUENCES, assert_same, flatten, make_inputs, make_twins
 
 import flashcell
+from torch_twins import CELLS, EXACT, SAME, SEQUENCES, assert_same, flatten, make_inputs, make_twins
 
 
 def outputs(module, *args) -> dict:

@@ -9,11 +9,11 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from torch_twins import CELLS, EXACT, SAME, SEQUENCES, assert_same, flatten, make_twins
 
 import flashcell
 from cases import DEVICE
 from numerics import EPS, assert_as_accurate
+from torch_twins import CELLS, EXACT, SAME, SEQUENCES, assert_same, flatten, make_twins
 
 # The database's inputs reach 9: 1 - tanh^2 there has few digits left. Observed in float64 over 6
 # seeds: median 4.5 units, worst 210; moving torch's own parameters by a rounding does as much.

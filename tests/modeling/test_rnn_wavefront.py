@@ -4,10 +4,10 @@ from itertools import product
 
 import pytest
 import torch
-from torch_twins import EXACT, SAME, SEQUENCES, assert_same, compute, make_inputs, make_twins
 
 from flashcell.kernels.fused_rnn import stack
 from numerics import assert_bitwise, rms
+from torch_twins import EXACT, SAME, SEQUENCES, assert_same, compute, make_inputs, make_twins
 
 
 @pytest.fixture

@@ -104,25 +104,50 @@ def test_cuda_graph(fused_rnn, name, case):
             assert_bitwise(key, captured[key], eager[key])
 
 
-@pytest.mark.parametrize(("engine", "case"), [("block", BLOCK[3]), ("chip", CHIP[6])], ids=str)
-def test_in_company(fused_rnn, monkeypatch, engine, case):
-    """Other streams keep the GPU busy: no call hangs, and every one gives the same bits."""
+@pytest.mark.parametrize("pass_", ["forward", "backward"])
+@pytest.mark.parametrize(
+    ("engine", "case"),
+    [("block", Case(8, 4, 2, 64)), ("chip", Case(8, 4, 1, 768)), ("step", Case(8, 2, 1, 72))],
+    ids=str,
+)
+def test_in_company(fused_rnn, monkeypatch, engine, case, pass_):
+    """Other streams keep the GPU busy: of 10,000 launches none hangs, and all give the same bits."""
     monkeypatch.setenv("FLASHCELL_CUDA_ENGINE", engine)
     call = make(CELLS["lstm"], case, torch.bfloat16)
-    dh, dlast = upstream("lstm", call, torch.bfloat16)
-    alone = run(fused_rnn.recurrent, "lstm", call, dh, dlast)
-    noise, streams = torch.randn(4096, 4096), [torch.cuda.Stream() for _ in range(3)]
-    for _ in range(200):
-        for stream in streams[:2]:
-            with torch.cuda.stream(stream):
-                noise @ noise
-        with torch.cuda.stream(streams[2]):
-            h, _ = fused_rnn.lstm(**call)
-        got = run(fused_rnn.recurrent, "lstm", call, dh, dlast)
-        streams[2].synchronize()
-        assert_bitwise("h", h, alone["h"])
-        for key in alone:
-            assert_bitwise(key, got[key], alone[key])
+    x = call["x"].requires_grad_(pass_ == "backward")
+    h, _ = fused_rnn.lstm(**call)
+    dh = torch.randn_like(h)
+    once = lambda: (
+        torch.autograd.grad(h, x, dh, retain_graph=True)[0]
+        if pass_ == "backward"
+        else fused_rnn.lstm(**call)[0]
+    )
+    alone, differ = once(), torch.zeros((), dtype=torch.int64)
+    noise, streams = torch.randn(2048, 2048), [torch.cuda.Stream() for _ in range(2)]
+    for n in range(10_000):
+        if n % 20 == 0:
+            for stream in streams:
+                with torch.cuda.stream(stream):
+                    noise @ noise
+        differ += (once() != alone).any()
+    torch.cuda.synchronize()
+    assert differ == 0
+
+
+@pytest.mark.parametrize("precision", ["highest", "tf32", None])
+@pytest.mark.parametrize(
+    "case", [Case(3, 3, 2, D, MASKS) for D in (16, 40, 72, 136)] + [Case(5, 2, 2, 13)], ids=str
+)
+def test_tiny(fused_rnn, monkeypatch, name, case, precision):
+    """Every kernel once, small enough for compute-sanitizer: see CONTRIBUTING.md."""
+    dtype = torch.bfloat16 if precision is None else torch.float32
+    for engine in ("step", ""):
+        monkeypatch.setenv("FLASHCELL_CUDA_ENGINE", engine)
+        got, _, exact = compare(
+            fused_rnn, name, case, dtype, **({"precision": precision} if precision else {})
+        )
+        assert_close("h", got["h"].double(), exact["h"], 1.5e-2 if precision is None else 2e-3)
+        assert all(torch.isfinite(v).all() for v in got.values())
 
 
 def test_no_drift(fused_rnn):
@@ -140,5 +165,5 @@ def test_fp64_is_the_references(fused_rnn):
     call = make(CELLS["lstm"], BLOCK[0], torch.float64)
     h, _ = fused_rnn.lstm(**call)
     assert_bitwise("h", h, reference.lstm(**call)[0])
-    with pytest.raises(ValueError, match="torch.float64"):
+    with pytest.raises(ValueError, match=r"torch\.float64"):
         fused_rnn.lstm(**call, backend="cuda")

@@ -9,7 +9,6 @@ import torch
 from ._ops import add_op_namespace_prefix, ops
 from .cells import CELLS, Cell
 
-
 WIDEST_OWN_DWEIGHT = 256
 
 

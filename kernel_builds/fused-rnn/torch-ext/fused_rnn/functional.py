@@ -208,9 +208,24 @@ def _cast(x, weight, bias, state):
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     bias = None if bias is None else bias.to(dtype)
     if state is not None:
-        state = [s.to(dtype) for s in state]
-        state = torch.stack(state) if len(state) > 1 else state[0].unsqueeze(0)
+        state = _stack([s.to(dtype) for s in state])
     return x, weight.to(x.dtype), bias, state
+
+
+def _stack(states) -> torch.Tensor:
+    """[K, S, N, D]; without a copy where the states are what `_unstack` made, as between two steps."""
+    first = states[0]
+    if len(states) == 1:
+        return first.unsqueeze(0)
+    if not torch.compiler.is_compiling() and not any(s.requires_grad for s in states):
+        follows = [
+            s.is_contiguous() and s.data_ptr() == first.data_ptr() + k * first.numel() * 4
+            for k, s in enumerate(states)
+        ]
+        same = [s.untyped_storage().data_ptr() for s in states]
+        if all(follows) and first.element_size() == 4 and len(set(same)) == 1:
+            return first.as_strided((len(states), *first.shape), (first.numel(), *first.stride()))
+    return torch.stack(states)
 
 
 def _unstack(spec, last) -> State:
