@@ -3,8 +3,8 @@
     scripts/demo "def read_"         the first run makes its environment: minutes; later ones: seconds
     scripts/demo --hub "def read_"   kernels from huggingface.co as the committed lock pins them
 
-Makes a Python environment (--here: uses the present one), builds the CPU kernels with g++,
-publishes them to a Hub that listens on 127.0.0.1 only, fetches them back by their lock with every
+Makes a Python environment (--here: uses the present one), builds the kernels (with g++ for the CPU,
+with nvcc for a GPU that torch can use), publishes them to a Hub that listens on 127.0.0.1 only, fetches them back by their lock with every
 digest verified, loads the checkpoint with AutoModelForCausalLM and streams a continuation of the
 prompt. Everything it makes lies in the state folder.
 """
@@ -104,6 +104,7 @@ def origin(hub) -> str:
 
 
 def generate(args: argparse.Namespace, hub) -> None:
+    """On the GPU where torch has one, else on the CPU."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer, logging
 
@@ -111,21 +112,24 @@ def generate(args: argparse.Namespace, hub) -> None:
     from flashcell.kernel_loader import KernelError, kernel_info
 
     logging.disable_progress_bar()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        info = kernel_info("fused-rnn", "cpu", "cpu")  # by name: nothing stands in for it silently
+        info = kernel_info(
+            "fused-rnn", device, device
+        )  # by name: nothing stands in for it silently
     except KernelError as error:
         _environment.fail(str(error))
     print(f"kernel  {info.repo}@{info.revision[:12]}, {origin(hub)}, every digest as locked")
     print(f"        {info.path}")
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    model = AutoModelForCausalLM.from_pretrained(args.model).eval()
-    model.config.backend = "cpu"
+    model = AutoModelForCausalLM.from_pretrained(args.model).eval().to(device)
+    model.config.backend = device
     size = sum(p.numel() for p in model.parameters()) / 1e6
     print(f"model   {Path(args.model).name}, {size:.1f} M parameters\n", flush=True)
 
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
-    inputs = tokenizer(args.prompt, return_tensors="pt")
+    inputs = tokenizer(args.prompt, return_tensors="pt").to(device)
     length = inputs["input_ids"].shape[1]
     sampling = {"do_sample": False}
     if args.temperature > 0:
@@ -137,7 +141,8 @@ def generate(args: argparse.Namespace, hub) -> None:
     seconds = time.monotonic() - started
     count = output.shape[1] - length
     print(f"\n{count} tokens in {seconds:.2f} s: {count / seconds:.0f} tokens/s")
-    print(f"{args.threads} CPU thread(s), kernel from the {info.source}: {info.variant}")
+    place = f"{args.threads} CPU thread(s)" if device == "cpu" else torch.cuda.get_device_name()
+    print(f"{place}, kernel from the {info.source}: {info.variant}")
 
 
 if __name__ == "__main__":

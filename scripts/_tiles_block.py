@@ -1,0 +1,113 @@
+"""The block engine's limits as an integer constraint problem (its table stands in _tiles_model)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from _tiles_model import Builder
+from ortools.sat.python import cp_model
+
+from flashcell.kernels.fused_rnn import plan
+from flashcell.kernels.fused_rnn.cells import CELLS, Cell
+
+WIDTHS = (32, 64, 128, 256)
+# Registers of a lane besides weights before ptxas has said: states, gates, addresses.
+WORKING = {"forward": 48, "backward": 88}
+STAGES, LATENCY_STAGES = range(2, 13), 8  # of the ring; 1 us of memory behind steps of 0.15 us
+RING_BYTES = 61440  # beyond it the ring has few_stages
+
+
+@dataclass(frozen=True)
+class Case:
+    """A cell's pass at a compiled width, on a device."""
+
+    cell: Cell
+    element: int
+    direction: str
+    width: int
+    device: plan.Device
+    working: int | None = None  # measured
+
+    def threads(self) -> int:
+        return self.width * (4 if self.direction == "forward" else 2)
+
+    def held(self) -> int:
+        """Words of weight in a lane: four for each matrix instruction of a step."""
+        steps = self.width * self.element // 32
+        forward = self.direction == "forward"
+        return 4 * steps * (-(-self.cell.gates // 2) if forward else self.cell.gates)
+
+    def registers(self) -> int:
+        working = WORKING[self.direction] if self.working is None else self.working
+        return self.held() + working
+
+    def row_bytes(self) -> int:
+        """A row of the width for eight columns, padded by a vector."""
+        return (self.width + plan.VECTOR // self.element) * self.element * plan.COLUMNS
+
+    def rows(self) -> tuple[int, int]:
+        """Rows of a step: read into the ring, written through the outbox."""
+        c = self.cell
+        if self.direction == "forward":
+            return c.gates, c.saved + 2
+        return c.saved + 1, c.gates * (2 if c.bias_rows > c.gates else 1)
+
+    def operand_bytes(self) -> int:
+        width = self.width * (1 if self.direction == "forward" else self.cell.gates)
+        return 2 * (width + plan.VECTOR // self.element) * self.element * plan.COLUMNS
+
+
+@dataclass
+class Solution:
+    values: dict[str, int]
+    fits: list[bool]
+
+
+def solve(cases: list[Case], pins: dict[str, int], must_fit: bool = False) -> Solution | None:
+    """Stages of the ring for all cases at once, and which cases fit: as many as can be, then stages."""
+    b = Builder()
+    m = b.model
+    stages, few = (b.choice(n, STAGES, pins.get(n)) for n in ("stages", "few_stages"))
+    for name, variable in (("stages", stages), ("few_stages", few)):
+        if name not in pins:
+            m.add(variable <= LATENCY_STAGES)
+    if not {"stages", "few_stages"} <= set(pins):
+        m.add(few <= stages)
+    fits = []
+    for case in cases:
+        fit = m.new_bool_var(f"fits{len(fits)}")
+        fits.append(fit)
+        inputs, outputs = case.rows()
+        stage, row = inputs * case.row_bytes(), case.row_bytes()
+        many = b.model.new_bool_var("")
+        ring = pins.get("ring_bytes", RING_BYTES)
+        m.add(stage * stages <= ring).only_enforce_if(many)
+        m.add(stage * stages > ring).only_enforce_if(~many)
+        used = b.new(12)
+        m.add(used == stages).only_enforce_if(many)
+        m.add(used == few).only_enforce_if(~many)
+        memory = case.operand_bytes() + stage * used + 2 * outputs * row
+        m.add(memory <= case.device.shared_bytes).only_enforce_if(fit)
+        lanes = min(plan.THREAD_REGISTERS, plan.BLOCK_REGISTERS // case.threads() // 8 * 8)
+        if case.threads() > plan.BLOCK_THREADS or case.registers() > lanes:
+            m.add(fit == 0)
+        if must_fit:
+            m.add(fit == 1)
+    m.maximize(100 * sum(fits) + 2 * few + stages)
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers = 1
+    if solver.solve(m) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        return None
+    values = {v.name: solver.value(v) for v in (stages, few)}
+    return Solution(values, [bool(solver.value(fit)) for fit in fits])
+
+
+def cases_of(
+    name: str, element: int, width: int, device: plan.Device, working: dict[str, int]
+) -> list[Case]:
+    """Both passes of a cell at a compiled width; `working` by kernel name, as measured."""
+    found = []
+    for direction in ("forward", "backward"):
+        kernel = f"block-{direction}-{name}-{8 * element}-{width}"
+        found.append(Case(CELLS[name], element, direction, width, device, working.get(kernel)))
+    return found

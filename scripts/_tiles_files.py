@@ -1,0 +1,142 @@
+"""The files that scripts/plan_tiles writes: data, the header of the build, Python's copy, a page."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterable
+from pathlib import Path
+
+from _tiles_ptxas import Measured
+
+Constants = dict[str, dict[str, int]]  # engine -> name -> value
+CHIP_NAMES = {
+    "units": "of a thread block: the height of the matrix instruction",
+    "warps": "of a thread block; they split the depth of the product",
+    "tiles": "of eight sequences that a group alternates between, at most",
+    "stages": "of the input ring",
+    "held": "registers of a lane that keep weight",
+    "chunks": "of the depth times row tiles, that the product is unrolled for",
+    "blocks": "of the depth, at most: their words are on their way to a lane",
+}
+BLOCK_NAMES = {
+    "row_bytes": "of the widest head",
+    "stages": "of the input ring, where they take no more than ring_bytes",
+    "few_stages": "of a longer ring",
+    "ring_bytes": "beyond which the ring has few_stages",
+}
+NAMES = {"chip": CHIP_NAMES, "block": BLOCK_NAMES}
+
+
+def camel(engine: str, name: str) -> str:
+    """chip, ring_bytes -> kChipRingBytes"""
+    return "k" + "".join(word.capitalize() for word in (engine, *name.split("_")))
+
+
+def toml_text(constants: Constants) -> str:
+    lines = ["# Solved by scripts/plan_tiles from pins.toml and registers.csv: do not edit."]
+    for engine, names in NAMES.items():
+        lines += ["", f"[{engine}]"]
+        lines += [f"{name} = {constants[engine][name]}  # {why}" for name, why in names.items()]
+    return "\n".join(lines) + "\n"
+
+
+def header_text(constants: Constants) -> str:
+    lines = [
+        "// Tiles of the engines. Written by scripts/plan_tiles from tiles/tiles.toml: do not edit.",
+        "#pragma once",
+        "",
+        "namespace flashcell::cuda::tiles {",
+        "",
+    ]
+    for engine, names in NAMES.items():
+        for name, why in names.items():
+            value = f"constexpr int {camel(engine, name)} = {constants[engine][name]};"
+            lines.append(f"{value}  // {why}")
+        lines.append("")
+    lines.append("}  // namespace flashcell::cuda::tiles")
+    return "\n".join(lines) + "\n"
+
+
+def python_text(constants: Constants, measured: Measured) -> str:
+    lines = [
+        '"""Tiles of the CUDA engines. Written by scripts/plan_tiles; reasons: tiles/pins.toml."""',
+        "",
+        "from typing import Dict",
+        "",
+    ]
+    for engine, names in NAMES.items():
+        entries = ", ".join(f'"{name}": {constants[engine][name]}' for name in names)
+        lines.append(f"{engine.upper()} = {{{entries}}}")
+    lines += [
+        "",
+        "# Registers of a lane as ptxas reports them, the most of a kernel's instantiations: a row for",
+        "# an engine, a direction and a cell; dtype bits, compiled width (0: any) and registers.",
+        "_TABLE = {",
+    ]
+    for arch in sorted({arch for arch, _ in measured}):
+        rows: dict[str, list[str]] = {}
+        for (of_arch, kernel), (registers, _) in sorted(measured.items()):
+            if of_arch == arch:
+                engine, direction, cell, bits, *width = kernel.split("-")
+                entry = f"{bits}-{width[0] if width else 0}:{registers}"
+                rows.setdefault(f"{engine}-{direction}-{cell}", []).append(entry)
+        lines.append(f"    {arch}: {{")
+        lines += [f'        "{name}": "{" ".join(r)}",' for name, r in sorted(rows.items())]
+        lines.append("    },")
+    lines += [
+        "}",
+        "",
+        "REGISTERS: Dict[int, Dict[str, int]] = {}  # arch -> kernel -> registers",
+        "for _arch, _kernels in _TABLE.items():",
+        "    REGISTERS[_arch] = {",
+        '        f"{name}-{entry.split(\':\')[0]}".replace("-0", ""): int(entry.split(":")[1])',
+        "        for name, entries in _kernels.items()",
+        "        for entry in entries.split()",
+        "    }",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def csv_text(rows: list[dict[str, object]]) -> str:
+    out = io.StringIO()
+    writer = csv.DictWriter(out, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return out.getvalue()
+
+
+def measured_steps(results: Path) -> dict[tuple[str, str, int], str]:
+    """(cell, dtype, width) -> 'forward / backward us a step (heads, batch)', batch 16 before others."""
+    if not results.is_file():
+        return {}
+    times: dict[tuple[str, str, int], dict[tuple[int, int], dict[str, str]]] = {}
+    with results.open(newline="") as file:
+        for row in csv.DictReader(file):
+            if row["side"] != "ours" or row["form"] != "op" or row["pass"] == "step":
+                continue
+            shapes = times.setdefault((row["op"], row["dtype"], int(row["D"])), {})
+            shapes.setdefault((int(row["B"]), int(row["N"])), {})[row["pass"]] = row["us_step"]
+    found = {}
+    for key, shapes in times.items():
+        (batch, heads), passes = min(shapes.items(), key=lambda s: (s[0][0] != 16, s[0]))
+        both = " / ".join(passes.get(which) or "-" for which in ("forward", "train"))
+        found[key] = f"{both} ({heads} heads, batch {batch})"
+    return found
+
+
+def table(header: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
+    header = list(header)
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines) + "\n"
+
+
+def spaced(widths: list[int], step: int) -> str:
+    """1280, 1312, 1344, 1440 by 32 -> '1280–1344, 1440'."""
+    runs: list[list[int]] = []
+    for width in widths:
+        if runs and width - runs[-1][-1] == step:
+            runs[-1].append(width)
+        else:
+            runs.append([width])
+    return ", ".join(f"{r[0]}–{r[-1]}" if len(r) > 2 else ", ".join(map(str, r)) for r in runs)

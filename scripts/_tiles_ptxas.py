@@ -1,0 +1,111 @@
+"""What ptxas says of the engines: registers and spills of every instantiation, per arch.
+
+It compiles block_*.cu and chip_*.cu as the build does, with -Xptxas -v, or reads the log of a build
+that did, and keeps the worst instantiation of each kernel.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+import re
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+ENTRY = re.compile(r"Compiling entry function '(\S+)' for 'sm_(\d+)")
+PROPERTIES = re.compile(r"Function properties for (\S+)")
+SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
+REGISTERS = re.compile(r"Used (\d+) registers")
+BLOCK = re.compile(r"Block(Forward|Backward)I(.+?)(f|6__half|13__nv_bfloat16)Li(\d+)E")
+CHIP = re.compile(r"(Forward|Backward)PassI(.+?)(f|6__half|13__nv_bfloat16)EE")
+CELLS = {"Lstm": "lstm", "Gru": "gru", "Slstm": "slstm", "Tanh": "rnn_tanh", "Relu": "rnn_relu"}
+COLUMNS = ("arch", "kernel", "registers", "spill_bytes")
+Measured = dict[tuple[int, str], tuple[int, int]]  # (arch, kernel) -> registers, bytes spilt
+
+
+class Kernel(NamedTuple):
+    """Kernels whose tiles are the same, whatever else they are instantiated for."""
+
+    engine: str
+    direction: str
+    cell: str
+    bits: int
+    width: int  # compiled for; 0 where the kernel takes any
+
+    def __str__(self) -> str:
+        name = f"{self.engine}-{self.direction}-{self.cell}-{self.bits}"
+        return f"{name}-{self.width}" if self.width else name
+
+
+def kernel_of(symbol: str) -> Kernel | None:
+    """The kernel that a mangled name instantiates, None if it is none of an engine."""
+    found = BLOCK.search(symbol) or CHIP.search(symbol)
+    if found is None:
+        return None
+    cell = next((name for word, name in CELLS.items() if re.search(rf"\d{word}", found[2])), None)
+    if cell is None:
+        return None
+    width = int(found[4]) if found.re is BLOCK else 0
+    engine = "block" if found.re is BLOCK else "chip"
+    return Kernel(engine, found[1].lower(), cell, 32 if found[3] == "f" else 16, width)
+
+
+def parse(log: str) -> Measured:
+    """The worst of every kernel in a compiler's output."""
+    worst: Measured = {}
+    symbol, arch, described, spilt = "", 0, "", 0
+    for line in log.splitlines():
+        if found := ENTRY.search(line):
+            symbol, arch, spilt = found[1], int(found[2]), 0
+        elif found := PROPERTIES.search(line):
+            described = found[1]
+        elif (found := SPILLS.search(line)) and described == symbol:
+            spilt = max(int(found[1]), int(found[2]))
+        elif (found := REGISTERS.search(line)) and (kernel := kernel_of(symbol)):
+            before = worst.get((arch, str(kernel)), (0, 0))
+            worst[arch, str(kernel)] = (max(before[0], int(found[1])), max(before[1], spilt))
+            symbol = ""
+    return worst
+
+
+def compile_engines(
+    nvcc: Path, csrc: Path, header: str, gencode: list[str], work: Path, engines: list[str]
+) -> Measured:
+    """Compiles a copy of `csrc` whose tiles.h is `header`; raises if a source does not compile."""
+    shutil.rmtree(work, ignore_errors=True)
+    shutil.copytree(csrc, work / "csrc")
+    (work / "csrc/cuda/tiles.h").write_text(header)
+    sources = [s for e in engines for s in sorted((work / "csrc/cuda").glob(f"{e}_*.cu"))]
+
+    def run(source: Path) -> str:
+        command = [str(nvcc), "-std=c++20", "-O3", "-fatbin", *gencode, "-Xptxas", "-v"]
+        out = ["-o", str(source.with_suffix(".fatbin"))]
+        done = subprocess.run([*command, str(source), *out], capture_output=True, text=True)
+        if done.returncode:
+            raise SystemExit(f"error: {source.name} does not compile:\n{done.stderr[-3000:]}")
+        return done.stdout + done.stderr
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return parse("".join(pool.map(run, sources)))
+
+
+def read(path: Path) -> Measured:
+    """registers.csv, empty if there is none."""
+    if not path.is_file():
+        return {}
+    with path.open(newline="") as file:
+        return {
+            (int(row["arch"]), row["kernel"]): (int(row["registers"]), int(row["spill_bytes"]))
+            for row in csv.DictReader(file)
+        }
+
+
+def write(path: Path, measured: Measured) -> None:
+    """One row for each kernel and arch, sorted."""
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(COLUMNS)
+        writer.writerows((*key, *value) for key, value in sorted(measured.items()))
