@@ -22,7 +22,8 @@ def undocumented(name: str) -> Iterator[str]:
         if node is None:
             yield f"{name}: __all__ has {public}, which {where} does not define"
         elif not isinstance(node, ast.Assign | ast.AnnAssign):
-            generated = any("auto_docstring" in ast.dump(d) for d in node.decorator_list)
+            decorators = getattr(node, "decorator_list", ())
+            generated = any("auto_docstring" in ast.dump(d) for d in decorators)
             if not (ast.get_docstring(node) or generated):
                 yield f"{where}: {public} is public, but has no docstring"
 
@@ -42,8 +43,11 @@ def definition(name: str, public: str) -> tuple[str, ast.AST | None]:
             return name, node
     for node in nodes:
         if isinstance(node, ast.ImportFrom) and public in [a.asname or a.name for a in node.names]:
-            module = (node.module or "").replace(".", "/")
-            for base in (f"{name.rsplit('/', 1)[0]}/{module}", module):
+            folder = name.rsplit("/", 1)[0]
+            if node.module is None:  # from . import a_module
+                return f"{folder}/{public}.py", parse(f"{folder}/{public}.py")
+            module = node.module.replace(".", "/")
+            for base in (f"{folder}/{module}", module):
                 for file in (f"{base}.py", f"{base}/__init__.py"):
                     if file != name and (ROOT / file).is_file():
                         return definition(file, public)

@@ -16,7 +16,9 @@ struct Pipeline {
   static constexpr int kRowsAtOnce = kThreads / (kColumns * kVectors);
   static constexpr int kStageBytes = kRows * kColumns * kRow * sizeof(IO);
   static constexpr int kBudget = 60 * 1024;  // with the rest, 99 KB: what sm_86 and sm_89 have
-  static constexpr int kStages = kStageBytes * 8 <= kBudget ? 8 : kStageBytes * 4 <= kBudget ? 4 : 3;
+  static constexpr int kStages = kStageBytes * 8 <= kBudget   ? 8
+                                 : kStageBytes * 4 <= kBudget ? 4
+                                                              : 3;
 
   struct Shared {
     IO rows[kStages][kRows][kColumns][kRow];
