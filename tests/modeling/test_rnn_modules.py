@@ -22,6 +22,8 @@ from torch_twins import (
     make_twins,
 )
 
+pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="test_rnn_cuda.py is about the GPU")
+
 BACKENDS = ["auto", "reference"]
 LENGTHS = [2, 5, 1, 5]
 

@@ -10,7 +10,10 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
 import flashcell
+from cases import DEVICE
 from torch_twins import CELLS, EXACT, SAME, SEQUENCES, assert_same, flatten, make_inputs, make_twins
+
+pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="test_rnn_cuda.py is about the GPU")
 
 
 def outputs(module, *args) -> dict:

@@ -15,6 +15,8 @@ from cases import DEVICE
 from numerics import EPS, assert_as_accurate
 from torch_twins import CELLS, EXACT, SAME, SEQUENCES, assert_same, flatten, make_twins
 
+pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="test_rnn_cuda.py is about the GPU")
+
 # The database's inputs reach 9: 1 - tanh^2 there has few digits left. Observed in float64 over 6
 # seeds: median 4.5 units, worst 210; moving torch's own parameters by a rounding does as much.
 SATURATED = 512 * EPS[EXACT]

@@ -5,9 +5,12 @@ from itertools import product
 import pytest
 import torch
 
+from cases import DEVICE
 from flashcell.kernels.fused_rnn import stack
 from numerics import assert_bitwise, rms
 from torch_twins import EXACT, SAME, SEQUENCES, assert_same, compute, make_inputs, make_twins
+
+pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="test_rnn_cuda.py is about the GPU")
 
 
 @pytest.fixture
