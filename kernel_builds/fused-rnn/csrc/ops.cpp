@@ -46,7 +46,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> forward(Tensor x, Tensor weight, Opti
   const ScalarType io = x.scalar_type(), unrounded = state_dtype(x);
   x = input(x);
   weight = operand(weight, "weight", {Cell::kGates, N, D, D}, io);
-  bias = operand(bias, "bias", {Cell::kBias, N, D}, unrounded);
+  const bool bias_is_io = bias && takes_bias_in(io, T) && bias->scalar_type() == io;
+  bias = operand(bias, "bias", {Cell::kBias, N, D}, bias_is_io ? io : unrounded);
   reset = operand(reset, "reset", {B, T}, ScalarType::Bool);
   hold = operand(hold, "hold", {B, T}, ScalarType::Bool);
   const auto list = sequences(x, B, T, lengths, cu_seqlens, x.stride(0), x.stride(1));
@@ -65,7 +66,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> forward(Tensor x, Tensor weight, Opti
     params.weight = weight.const_data_ptr(), params.x = x.const_data_ptr();
     params.x_batch = x.stride(0), params.x_time = x.stride(1), params.x_gate = x.stride(2),
     params.x_head = x.stride(3);
-    params.bias = pointer(bias), params.initial = pointer(state);
+    params.bias = pointer(bias), params.bias_is_io = bias_is_io, params.initial = pointer(state);
     params.h = h.mutable_data_ptr(), params.last = last.mutable_data_ptr();
     params.saved = save ? saved.mutable_data_ptr() : nullptr;
     params.h_prev = save ? h_prev.mutable_data_ptr() : nullptr;

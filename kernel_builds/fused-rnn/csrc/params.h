@@ -31,7 +31,8 @@ struct ForwardParams : SequenceParams {
   int64_t x_time;
   int64_t x_gate;
   int64_t x_head;
-  const void* bias;     // [R, N, D] state, or null
+  const void* bias;  // [R, N, D] state, or null; io if bias_is_io, which the step engine takes
+  bool bias_is_io;
   const void* initial;  // [K, S, N, D] state, or null for 0
   void* h;              // [B, T, N, D] io
   void* last;           // [K, S, N, D] state

@@ -16,6 +16,8 @@ inline Tensor new_tensor(const Tensor& like, const Shape& shape, ScalarType dtyp
 
 inline ScalarType saved_dtype(const Tensor& x) { return state_dtype(x); }
 
+inline bool takes_bias_in(ScalarType, int64_t) { return false; }
+
 inline Tensor input(const Tensor& x) {  // x as the engine reads it
   return x.stride(4) != 1 && x.size(4) > 1 ? torch::stable::contiguous(x) : x;
 }

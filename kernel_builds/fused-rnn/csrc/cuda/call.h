@@ -17,6 +17,9 @@ inline Tensor new_tensor(const Tensor& like, const Shape& shape, ScalarType dtyp
   return torch::stable::new_empty(like, shape, dtype);
 }
 
+// A decoding step of a 16-bit model: no launch to widen its bias first.
+inline bool takes_bias_in(ScalarType io, int64_t T) { return T == 1 && io != ScalarType::Float; }
+
 inline ScalarType saved_dtype(const Tensor& x) { return x.scalar_type(); }
 
 inline bool is_aligned(const Tensor& x) {  // every row of D elements starts at 16 bytes

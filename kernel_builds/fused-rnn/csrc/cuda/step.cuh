@@ -24,20 +24,20 @@ inline bool aligned_to_vectors(const void* pointer) {
 // fills the GPU.
 template <typename Product>
 struct StepGrid {
-  int64_t blocks;
-  int ranks = 1, share;
+  int64_t units, sequences;  // tiles
+  int rank_bits = 0, share;
 
-  StepGrid(const SequenceParams& p, int64_t depth, bool clusters, const Device& device) {
-    const int64_t tiles = (p.D + Product::kUnits - 1) / Product::kUnits * p.N *
-                          ((p.S + Product::kSequences - 1) / Product::kSequences);
+  StepGrid(const SequenceParams& p, int64_t depth, bool clusters, const Device& device)
+      : units((p.D + Product::kUnits - 1) / Product::kUnits),
+        sequences((p.S + Product::kSequences - 1) / Product::kSequences) {
+    const int64_t tiles = units * p.N * sequences;
     const int64_t steps = (depth + Product::kQuantum - 1) / Product::kQuantum;
-    const int64_t least = Product::kSlices;  // a step for every warp of every rank
-    while (clusters && ranks < 8 && tiles * ranks * 2 <= device.processors &&
-           steps >= 2 * ranks * least) {
-      ranks *= 2;
+    const int64_t least = Product::kDeep;  // a step for every warp of every rank
+    while (clusters && rank_bits < 3 && (tiles << rank_bits) * 2 <= device.processors &&
+           steps >= (2 * least) << rank_bits) {
+      ++rank_bits;
     }
-    blocks = tiles * ranks;
-    share = int((steps + ranks - 1) / ranks * Product::kQuantum);
+    share = int((steps + (1 << rank_bits) - 1) >> rank_bits) * Product::kQuantum;
   }
 };
 
@@ -46,27 +46,43 @@ template <typename Product, typename Params>
 void run_steps(void (*kernel)(Params, Step), const Params& p, int64_t depth, int64_t first,
                int64_t count, int direction, void* operand, const Launch& launch) {
   if (p.S == 0 || p.N == 0 || p.D == 0) return;
-  // Only code compiled for clusters knows how to use them, whatever the GPU.
+  // Only code compiled for them knows how to use clusters and how to wait for the launch before,
+  // whatever the GPU.
   cudaFuncAttributes attributes;
   check(cudaFuncGetAttributes(&attributes, kernel));
-  const bool clusters = launch.device.arch >= 90 && attributes.ptxVersion >= 90;
-  const StepGrid<Product> grid(p, depth, clusters && Product::kSlices > 1, launch.device);
+  const bool hopper = launch.device.arch >= 90 && attributes.ptxVersion >= 90;
+  const StepGrid<Product> grid(p, depth, hopper && Product::kDeep > 1, launch.device);
   if (Product::kSharedBytes > 48 * 1024) {
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                Product::kSharedBytes));
   }
-  cudaLaunchAttribute cluster;
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim = {unsigned(grid.ranks), 1, 1};
+  cudaLaunchAttribute chosen[2];
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(unsigned(grid.blocks));
+  config.gridDim =
+      dim3(unsigned(grid.sequences) << grid.rank_bits, unsigned(grid.units), unsigned(p.N));
   config.blockDim = dim3(Product::kThreads);
   config.dynamicSmemBytes = Product::kSharedBytes;
   config.stream = launch.stream;
-  config.attrs = &cluster;
-  config.numAttrs = grid.ranks > 1 ? 1 : 0;
+  config.attrs = chosen;
+  if (grid.rank_bits > 0) {
+    cudaLaunchAttribute& cluster = chosen[config.numAttrs++];
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim = {1u << grid.rank_bits, 1, 1};
+  }
   for (int64_t i = 0; i < count; ++i) {
-    const Step step{int(first + i * direction), grid.ranks, grid.share, operand};
+    if (i == 1 && hopper) {  // all but the first follow a step
+      cudaLaunchAttribute& overlap = chosen[config.numAttrs++];
+      overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+      overlap.val.programmaticStreamSerializationAllowed = 1;
+    }
+    const Step step{int(first + i * direction),
+                    grid.rank_bits,
+                    grid.share,
+                    int(p.N),
+                    int(p.D),
+                    int(p.N * p.D),
+                    p.S * p.N * p.D,
+                    operand};
     check(cudaLaunchKernelEx(&config, kernel, p, step));
   }
 }
@@ -91,7 +107,8 @@ void forward_step(const ForwardParams& p, const Launch& launch) {
   const bool vectors = p.D % Lane<IO>::kVector == 0 && aligned_to_vectors(p.weight) &&
                        aligned_to_vectors(p.initial) && aligned_to_vectors(launch.scratch);
   const bool matrix = vectors && (sizeof(IO) == 2 || launch.tf32) && p.S >= kMatrixSequences;
-  if (matrix && p.S <= 16) {
+  // Wide tiles read less but are fewer: small heads would leave processors idle.
+  if (matrix && (p.S <= 16 || p.D <= 128)) {
     forward_steps<Cell, IO, ForwardMatrix<kGates, IO, 2>>(p, launch);
   } else if (matrix) {
     forward_steps<Cell, IO, ForwardMatrix<kGates, IO, 8>>(p, launch);

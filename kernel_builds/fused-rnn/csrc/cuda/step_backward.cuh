@@ -5,157 +5,198 @@
 
 namespace flashcell::cuda {
 
-// Unit `at` (head * D + unit) of sequence s. All it needs but the product is loaded on
-// construction.
+enum BackwardMark : unsigned {
+  kRunsBack = 1,
+  kZerosBack = 2,
+  kCarriesBack = 4,
+  kJoins = 8,
+  kFromLast = 16,
+  kClears = 32
+};
+
+// The step of a column.
+DEVICE Place backward_place(const BackwardParams& p, int t, const Column& column, bool present) {
+  Place place = {};
+  place.row = column.row + t, place.index = int(column.index);
+  if (!present) return place;
+  const bool carries = t < column.length, held = column.holds(p, t);
+  const bool clears = column.resets(p, t + 1);
+  const bool padded = !carries && t >= 0 && t < column.length + column.padding;
+  if (column.runs(t) && !held) place.marks |= kRunsBack;
+  if (held || padded) place.marks |= kZerosBack;
+  if (carries) place.marks |= kCarriesBack;
+  if (column.runs(t + 1) && !clears && !column.holds(p, t + 1)) place.marks |= kJoins;
+  if (t == column.length - 1) place.marks |= kFromLast;
+  if (clears) place.marks |= kClears;
+  return place;
+}
+
+// A unit of a sequence. All it needs but the product is loaded ahead of it.
 template <typename Cell, typename IO, typename V>
 class BackwardCell {
  public:
-  DEVICE BackwardCell(const BackwardParams& p, const Step& step, int64_t s, int64_t at)
-      : column_(p, s), at_(at) {
-    const int64_t ND = p.N * p.D;
-    const int t = step.t;
-    carries_ = s < p.S && t < column_.length;
-    padded_ = s < p.S && !carries_ && t >= 0 && t < column_.length + column_.padding;
-    runs_ = column_.runs(t), held_ = column_.holds(p, t);
-    joins_ = column_.runs(t + 1) && !column_.resets(p, t + 1) && !column_.holds(p, t + 1);
-    const bool starts = t == column_.length - 1;
-    const void* from = starts ? p.dlast : p.dstate;
-    if (!carries_ || column_.resets(p, t + 1)) from = nullptr;
+  DEVICE void load(bool inside, const BackwardParams& p, const Step& step, const Place& place,
+                   int at) {
+    const void* states = place.marks & kFromLast ? p.dlast : p.dstate;
+    const bool starts =
+        inside && place.marks & kCarriesBack && !(place.marks & kClears) && states != nullptr;
+    const float* from = static_cast<const float*>(states) + int64_t(place.index) * step.ND + at;
 #pragma unroll
     for (int k = 0; k < Cell::kStates; ++k) {
-      const int64_t i = (k * p.S + column_.index) * ND + at;
-      const bool present = from != nullptr && k < Cell::kGradStates;
-      d_[k] = V(present ? static_cast<const float*>(from)[i] : 0.0f);
+      d_[k] = load_float(starts && k < Cell::kGradStates, from + k * step.SND);
     }
-    if (!runs_ || held_) return;
-    const int64_t row = column_.row + t;
-    dh_ = V(to_float(static_cast<const IO*>(p.dh)[row * ND + at]));
-    const IO* saved = static_cast<const IO*>(p.saved) + row * Cell::kSaved * ND + at;
+    const bool runs = inside && place.marks & kRunsBack;
+    dh_ = load_io(runs, static_cast<const IO*>(p.dh) + place.row * step.ND + at);
+    const IO* saved = static_cast<const IO*>(p.saved) + place.row * Cell::kSaved * step.ND + at;
 #pragma unroll
-    for (int v = 0; v < Cell::kSaved; ++v) saved_[v] = V(to_float(saved[v * ND]));
+    for (int v = 0; v < Cell::kSaved; ++v) saved_[v] = load_io(runs, saved + int64_t(v) * step.ND);
   }
 
   // Also the part of this cell in the gradient of every row of the bias.
-  DEVICE void finish(const BackwardParams& p, const Step& step, float product,
-                     float (&dbias)[Cell::kBias]) {
-    const int64_t ND = p.N * p.D, to = (column_.row + step.t) * Cell::kGates * ND + at_;
+  DEVICE void finish(const BackwardParams& p, const Step& step, const Place& place, int at,
+                     float product, float (&dbias)[Cell::kBias]) const {
+    IO* dx = static_cast<IO*>(p.dx) + place.row * Cell::kGates * step.ND + at;
+    IO* dr = static_cast<IO*>(p.dr) + place.row * Cell::kGates * step.ND + at;
 #pragma unroll
     for (int row = 0; row < Cell::kBias; ++row) dbias[row] = 0;
-    if (held_ || padded_) {
+    if (place.marks & kZerosBack) {
       for (int g = 0; g < Cell::kGates; ++g) {
-        static_cast<IO*>(p.dx)[to + g * ND] = from_float<IO>(0);
-        if (p.dr) static_cast<IO*>(p.dr)[to + g * ND] = from_float<IO>(0);
+        dx[int64_t(g) * step.ND] = from_float<IO>(0);
+        if (p.dr) dr[int64_t(g) * step.ND] = from_float<IO>(0);
       }
     }
-    if (!carries_) return;
-    if (joins_) d_[0] += V(clip(product, float(p.grad_clip)));
-    if (runs_ && !held_) {
-      V dx[Cell::kGates], dr[Cell::kGates];
-      d_[0] += dh_;
-      Cell::backward(saved_, d_, dx, dr);
+    if (!(place.marks & kCarriesBack)) return;
+    V d[Cell::kStates];
+#pragma unroll
+    for (int k = 0; k < Cell::kStates; ++k) d[k] = V(d_[k]);
+    if (place.marks & kJoins) d[0] += V(clip(product, float(p.grad_clip)));
+    if (place.marks & kRunsBack) {
+      V saved[Cell::kSaved], dxs[Cell::kGates], drs[Cell::kGates];
+#pragma unroll
+      for (int v = 0; v < Cell::kSaved; ++v) saved[v] = V(to_float(saved_[v]));
+      d[0] += V(to_float(dh_));
+      Cell::backward(saved, d, dxs, drs);
 #pragma unroll
       for (int g = 0; g < Cell::kGates; ++g) {
-        dbias[g] = to_float(dx[g]);
-        static_cast<IO*>(p.dx)[to + g * ND] = from_float<IO>(dbias[g]);
-        if (Cell::kSplitGrad) {
-          static_cast<IO*>(p.dr)[to + g * ND] = from_float<IO>(to_float(dr[g]));
-        }
+        dbias[g] = to_float(dxs[g]);
+        dx[int64_t(g) * step.ND] = from_float<IO>(dbias[g]);
+        if (Cell::kSplitGrad) dr[int64_t(g) * step.ND] = from_float<IO>(to_float(drs[g]));
       }
-      if (Cell::kBias > Cell::kGates) dbias[Cell::kBias - 1] = to_float(dr[Cell::kGates - 1]);
+      if (Cell::kBias > Cell::kGates) dbias[Cell::kBias - 1] = to_float(drs[Cell::kGates - 1]);
     }
-    float* dstate = static_cast<float*>(p.dstate) + column_.index * ND + at_;
+    float* dstate = static_cast<float*>(p.dstate) + int64_t(place.index) * step.ND + at;
 #pragma unroll
-    for (int k = 0; k < Cell::kStates; ++k) dstate[k * p.S * ND] = to_float(d_[k]);
+    for (int k = 0; k < Cell::kStates; ++k) dstate[k * step.SND] = to_float(d[k]);
   }
 
  private:
-  Column column_;
-  int64_t at_;
-  bool carries_, padded_, runs_, held_, joins_;
-  V d_[Cell::kStates], saved_[Cell::kSaved], dh_;
+  float d_[Cell::kStates];
+  IO saved_[Cell::kSaved], dh_;
 };
 
 // Adds what the cells of a rank left in the place of its partial sums, sequences in their order.
 template <typename Cell, typename Product>
-DEVICE void add_dbias(const BackwardParams& p, const Step& step, const Tile& tile, int units,
-                      int sequences) {
-  const int tiles = (sequences + kColumns - 1) / kColumns, unit = tile.rank * units;
-  const int64_t ND = p.N * p.D;
-  for (int i = threadIdx.x; i < units * tiles * Cell::kBias; i += Product::kThreads) {
-    const int64_t at = tile.unit + unit + i % units;
-    const int row = i / units % Cell::kBias, first = i / units / Cell::kBias * kColumns;
-    if (at >= p.D) continue;
+DEVICE void add_dbias(const BackwardParams& p, const Step& step, const Tile<Product>& tile,
+                      int bits, int sequences) {
+  const int tiles = (sequences + kColumns - 1) / kColumns, unit = tile.rank << bits;
+  for (int i = threadIdx.x; i < (tiles * Cell::kBias) << bits; i += Product::kThreads) {
+    const int of = unit + (i & ((1 << bits) - 1)), at = tile.unit + of;
+    const int row = (i >> bits) % Cell::kBias, first = (i >> bits) / Cell::kBias * kColumns;
+    if (at >= step.D) continue;
     float* to = static_cast<float*>(p.dbias_partial) +
-                ((tile.first + first) / kColumns * Cell::kBias + row) * ND + tile.head * p.D + at;
+                ((tile.first + first) / kColumns * Cell::kBias + row) * step.ND +
+                tile.head * step.D + at;
     float sum = step.t == p.T - 1 ? 0.0f : *to;
     for (int c = first; c < sequences && c < first + kColumns; ++c) {
-      sum += *Product::at(row, 0, c, unit + i % units);
+      sum += *Product::at(row, 0, c, of);
     }
     *to = sum;
   }
 }
 
 template <typename Cell, typename IO, typename Product>
-__global__ void __launch_bounds__(Product::kThreads, 1) backward_step_kernel(
-    const __grid_constant__ BackwardParams p, const Step step) {
-  __shared__ const void* rows[Product::kSequences];
-  const Tile tile(p, step.ranks, Product::kUnits, Product::kSequences);
-  const int64_t ND = p.N * p.D;
-  bool runs = false, listed = step.t == p.T - 1;
-  if (threadIdx.x < Product::kSequences) {
+__global__ void __launch_bounds__(Product::kThreads, Product::kResident) backward_step_kernel(
+    const __grid_constant__ BackwardParams p, const __grid_constant__ Step step) {
+  constexpr int kSequences = Product::kSequences;
+  __shared__ Places<kSequences> places;
+  const Tile<Product> tile(step);
+  const bool first_step = step.t == p.T - 1;
+
+  Task task;
+  task.weight = static_cast<const IO*>(p.weight) + int64_t(tile.head) * step.D * step.D;
+  task.weight_gate = int64_t(step.ND) * step.D, task.operand_gate = step.ND;
+  task.D = step.D, task.unit = tile.unit;
+  task.begin = tile.rank * step.share;
+  task.end = min(task.begin + step.share, Cell::kGates * step.D);
+  if (!Column(p, tile.first).runs(step.t + 1)) task.end = task.begin;  // the longest of the tile
+  task.places = places.place, task.states = false;
+  typename Product::Weights weights;
+
+  bool runs = false, listed = first_step;
+  if (threadIdx.x < kSequences) {
     const int64_t s = tile.first + threadIdx.x;
     const Column column(p, s);
+    Place place = backward_place(p, step.t, column, s < p.S);
     runs = column.runs(step.t + 1);
     listed |= s < p.S && (step.t < 0 || step.t < column.length + column.padding);
-    const bool joins = runs && !column.resets(p, step.t + 1) && !column.holds(p, step.t + 1);
-    const IO* dr = static_cast<const IO*>(Cell::kSplitGrad ? p.dr : p.dx);
-    rows[threadIdx.x] =
-        joins ? dr + (column.row + step.t + 1) * Cell::kGates * ND + tile.head * p.D : nullptr;
+    if (place.marks & kJoins) {
+      const IO* dr = static_cast<const IO*>(Cell::kSplitGrad ? p.dr : p.dx);
+      place.operand = dr + (place.row + 1) * Cell::kGates * step.ND + tile.head * step.D;
+    }
+    places.place[threadIdx.x] = place;
   }
-  const int running = __syncthreads_count(runs);  // the first of the tile: longest first
-  if (!__syncthreads_or(listed)) return;
+  places.count(runs, listed);
+  weights.load(task);  // after the places, which would wait for these loads
+  __syncthreads();
+  const int total = places.total();
+  wait_for_previous();
+  start_next();
+  if (total < 1 << 16) return;
+  task.columns = total & 0xffff;
 
-  const int units = Product::kUnits / step.ranks, unit = tile.rank * units;
+  const int ranks = 1 << step.rank_bits;
+  const int bits = Product::kUnitBits - step.rank_bits, unit = tile.rank << bits;
   const int64_t left = p.S - tile.first;
-  const int sequences = left < Product::kSequences ? int(left) : Product::kSequences;
-  const int cells = units * sequences;
-  const auto start = [&](int i) {
-    const int64_t at = tile.unit + unit + i % units;
-    const bool inside = i < cells && at < p.D;
-    return BackwardCell<Cell, IO, typename Product::Value>(
-        p, step, inside ? tile.first + i / units : p.S, tile.head * p.D + (inside ? at : 0));
+  const int sequences = left < kSequences ? int(left) : kSequences;
+  const int cells = sequences << bits;
+  BackwardCell<Cell, IO, typename Product::Value> ahead[Product::kCells];
+  const auto load = [&](int i, auto& cell) {
+    const int of = tile.unit + unit + (i & ((1 << bits) - 1));
+    const bool inside = i < cells && of < step.D;
+    cell.load(inside, p, step, places.place[inside ? i >> bits : 0], tile.head * step.D + of);
   };
-  auto cell = start(threadIdx.x);  // its loads take their time during the product
-
-  if (running > 0) {
-    Task task;
-    task.weight = static_cast<const IO*>(p.weight) + tile.head * p.D * p.D;
-    task.weight_gate = ND * p.D, task.operand_gate = ND;
-    task.D = int(p.D), task.unit = int(tile.unit);
-    task.begin = tile.rank * step.share;
-    task.end = min(task.begin + step.share, Cell::kGates * task.D);
-    task.columns = running, task.rows = rows, task.states = false;
-    Product::run(task);
-    meet(step.ranks);
-  }
-  for (int i = threadIdx.x; i < cells; i += Product::kThreads) {
-    if (i != threadIdx.x) cell = start(i);
-    if (tile.unit + unit + i % units >= p.D) continue;
+  const auto finish = [&](int i, const auto& cell) {
+    const int of = unit + (i & ((1 << bits) - 1)), column = i >> bits;
+    if (i >= cells || tile.unit + of >= step.D) return;
     float product[1] = {}, dbias[Cell::kBias];
-    if (i / units < running) Product::sum(product, step.ranks, i / units, unit + i % units);
-    cell.finish(p, step, product[0], dbias);
+    if (column < task.columns) Product::sum(product, ranks, column, of - unit, bits);
+    cell.finish(p, step, places.place[column], tile.head * step.D + tile.unit + of, product[0],
+                dbias);
     // Nobody else reads the partial sums of this cell in this block.
     static_assert(Cell::kBias <= Product::kSlices);
 #pragma unroll
-    for (int row = 0; row < Cell::kBias; ++row) {
-      *Product::at(row, 0, i / units, unit + i % units) = dbias[row];
-    }
+    for (int row = 0; row < Cell::kBias; ++row) *Product::at(row, 0, column, of) = dbias[row];
+  };
+#pragma unroll
+  for (int j = 0; j < Product::kCells; ++j) load(threadIdx.x + j * Product::kThreads, ahead[j]);
+
+  if (task.columns > 0) {
+    Product::run(task, weights);
+    meet(ranks);
+    if (ranks > 1) Product::gather(ranks, task.columns, unit, bits);
+  }
+#pragma unroll
+  for (int j = 0; j < Product::kCells; ++j) finish(threadIdx.x + j * Product::kThreads, ahead[j]);
+#pragma unroll 1
+  for (int i = threadIdx.x + Product::kCells * Product::kThreads; i < cells;
+       i += Product::kThreads) {
+    load(i, ahead[0]), finish(i, ahead[0]);
   }
   __syncthreads();
   if (p.dbias_partial != nullptr && (step.t >= 0 || p.T == 0)) {
-    add_dbias<Cell, Product>(p, step, tile, units, sequences);
+    add_dbias<Cell, Product>(p, step, tile, bits, sequences);
   }
-  if (running > 0) leave(step.ranks);
+  if (task.columns > 0) leave(ranks);
 }
 
 }  // namespace flashcell::cuda

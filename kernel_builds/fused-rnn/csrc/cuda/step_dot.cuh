@@ -16,18 +16,26 @@ struct Piece {
   static constexpr int kFloats = kVectors ? 4 : 1, kParts = kCount / kFloats;
   Vector vector = {};
 
-  DEVICE void load(const IO* from) {
+  // Zeros where nothing is wanted.
+  DEVICE void load(bool wanted, const IO* from) {
     if constexpr (kVectors) {
-      vector = load_vector(from);
+      vector = load_weights(wanted, from);
     } else {
-      vector.word[0] = __float_as_uint(to_float(*from));
+      vector.word[0] = wanted ? __float_as_uint(to_float(*from)) : 0;
     }
   }
-  DEVICE void load(const void* row, int64_t at, bool states) {
-    if constexpr (kVectors) {
-      vector = load_operand<IO>(row, at, states);
+  DEVICE void load(bool wanted, const void* row, int64_t at, bool states) {
+    if constexpr (!kVectors) {
+      vector.word[0] = wanted ? __float_as_uint(load_element<IO>(row, at, states)) : 0;
+    } else if (sizeof(IO) == 4 || !states) {
+      vector = load_vector(wanted, static_cast<const IO*>(row) + at);
     } else {
-      vector.word[0] = __float_as_uint(load_element<IO>(row, at, states));
+      Vector halves[kCount / 4];
+#pragma unroll
+      for (int i = 0; i < kCount / 4; ++i) {
+        halves[i] = load_vector(wanted, static_cast<const float*>(row) + at + 4 * i);
+      }
+      vector = round_states<IO>(halves);
     }
   }
   // Elements [kFloats part, kFloats (part + 1)).
@@ -75,6 +83,8 @@ struct ForwardDot : Partials<kGates, kWidth, kWidth == 1 ? 4 : 8, 1> {
   using Base = Partials<kGates, kWidth, kWidth == 1 ? 4 : 8, 1>;
   using Value = DotValue<IO>;
   using Row = Piece<IO, kVectors>;
+  static constexpr int kDeep = 1;  // warps along the depth
+  static constexpr int kResident = kWidth == 1 && sizeof(IO) == 2 ? 4 : 1, kCells = 1;
   static constexpr int kThreads = 32 * Base::kUnits;
   static constexpr int kLoads = 4, kSlots = 32 * kLoads;  // pieces of a row at once
   static constexpr int kCount = Row::kCount, kChunk = kSlots * kCount;
@@ -89,35 +99,71 @@ struct ForwardDot : Partials<kGates, kWidth, kWidth == 1 ? 4 : 8, 1> {
       kStageBytes > Base::kPartialBytes ? kStageBytes : Base::kPartialBytes;
   static constexpr int kGateSlots = kGates == 3 ? 4 : kGates;  // a power of two
 
-  static DEVICE void run(const Task& task) {
-    const int lane = threadIdx.x % 32, unit = threadIdx.x / 32;
-    const bool inside = task.unit + unit < task.D;
-    const IO* weight = static_cast<const IO*>(task.weight) + int64_t(task.unit + unit) * task.D;
-    float sums[kWidth * kGateSlots] = {};
-    for (int from = 0; from < task.D; from += kChunk) {
-      Row rows[kLoads][kGates];
+  struct Weights {  // of a chunk
+    Row rows[kLoads][kGates];
+
+    DEVICE void load(const Task& task) {
 #pragma unroll
-      for (int i = 0; i < kLoads; ++i) {
-        const int depth = from + (i * 32 + lane) * kCount;
+      for (int i = 0; i < kLoads; ++i) load(task, 0, i);
+    }
+    DEVICE void load(const Task& task, int from, int i) {
+      const int unit = task.unit + threadIdx.x / 32;
+      const int depth = from + (i * 32 + threadIdx.x % 32) * kCount;
+      const IO* at = static_cast<const IO*>(task.weight) + int64_t(unit) * task.D + depth;
 #pragma unroll
-        for (int g = 0; g < kGates; ++g) {
-          if (inside && depth < task.D) rows[i][g].load(weight + g * task.weight_gate + depth);
-        }
+      for (int g = 0; g < kGates; ++g) {
+        rows[i][g].load(unit < task.D && depth < task.end, at + g * task.weight_gate);
       }
-      if (from > 0) __syncthreads();
-      stage(task, from);
-      __syncthreads();
+    }
+  };
+
+  static DEVICE void run(const Task& task, Weights& weights) {
+    const int lane = threadIdx.x % 32, unit = threadIdx.x / 32;
+    float sums[kWidth * kGateSlots] = {};
+    for (int from = 0; from < task.end; from += kChunk) {
+      Row own[kLoads];  // the operand of a single column is not shared: a lane needs little of it
+      if constexpr (kWidth == 1) {
+        const void* row = task.places[0].operand;
+#pragma unroll
+        for (int i = 0; i < kLoads; ++i) {
+          const int depth = from + (i * 32 + lane) * kCount;
+          own[i].load(row != nullptr && depth < task.end, row, depth, task.states);
+        }
+      } else {
+        if (from > 0) __syncthreads();
+        stage(task, from);
+        __syncthreads();
+      }
 #pragma unroll
       for (int i = 0; i < kLoads; ++i) {
-        if (from + i * 32 * kCount < task.D) {
-          multiply(sums, task.columns, rows[i], i * 32 + lane);
+        if (from + i * 32 * kCount >= task.end) break;
+        if constexpr (kWidth == 1) {
+          multiply(sums, own[i], weights.rows[i]);
+        } else {
+          multiply(sums, task.columns, weights.rows[i], i * 32 + lane);
         }
+        if (from + kChunk < task.end) weights.load(task, from + kChunk, i);
       }
     }
     const float sum = sum_over_lanes<kWidth * kGateSlots>(sums);
-    __syncthreads();  // the sums take the place of the operand
+    if (kWidth > 1) __syncthreads();  // the sums take the place of the operand
     const int gate = lane % kGateSlots, column = lane / kGateSlots;
     if (gate < kGates && column < kWidth) *Base::at(0, gate, column, unit) = sum;
+  }
+
+  static DEVICE void multiply(float (&sums)[kWidth * kGateSlots], const Row& h,
+                              const Row (&rows)[kGates]) {
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      float values[kFloats], weights[kFloats];
+      h.floats(part, values);
+#pragma unroll
+      for (int g = 0; g < kGates; ++g) {
+        rows[g].floats(part, weights);
+#pragma unroll
+        for (int v = 0; v < kFloats; ++v) sums[g] += weights[v] * values[v];
+      }
+    }
   }
 
   static DEVICE void stage(const Task& task, int from) {
@@ -125,9 +171,9 @@ struct ForwardDot : Partials<kGates, kWidth, kWidth == 1 ? 4 : 8, 1> {
 #pragma unroll 4
     for (int i = threadIdx.x; i < task.columns * kSlots; i += kThreads) {
       const int column = i / kSlots, slot = i % kSlots, depth = from + slot * kCount;
-      const void* row = task.rows[column];
+      const void* row = task.places[column].operand;
       Row piece;
-      if (row != nullptr && depth < task.D) piece.load(row, depth, task.states);
+      piece.load(row != nullptr && depth < task.end, row, depth, task.states);
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
         Floats floats;
@@ -168,12 +214,18 @@ template <int, typename IO, int kWidth>
 struct BackwardDot : Partials<1, kWidth, 32, 16> {
   using Base = Partials<1, kWidth, 32, 16>;
   using Value = DotValue<IO>;
+  static constexpr int kDeep = Base::kSlices;  // warps along the depth
+  static constexpr int kResident = 1, kCells = 1;
   static constexpr int kThreads = 32 * Base::kSlices;
   static constexpr int kLoads = 8, kChunk = kLoads * Base::kSlices, kQuantum = Base::kSlices;
   static constexpr int kSharedBytes = Base::kPartialBytes;
   static_assert(kChunk * kWidth * sizeof(float) <= Base::kPartialBytes);
 
-  static DEVICE void run(const Task& task) {
+  struct Weights {
+    DEVICE void load(const Task&) {}
+  };
+
+  static DEVICE void run(const Task& task, const Weights&) {
     const int lane = threadIdx.x % 32, slice = threadIdx.x / 32;
     const IO* weight = static_cast<const IO*>(task.weight) + task.unit + lane;
     const bool inside = task.unit + lane < task.D;
@@ -213,7 +265,7 @@ struct BackwardDot : Partials<1, kWidth, 32, 16> {
     float* staged = reinterpret_cast<float*>(step_shared);
     for (int i = threadIdx.x; i < kWidth * kChunk; i += kThreads) {
       const int column = i / kChunk, depth = from + i % kChunk;
-      const void* row = task.rows[column];
+      const void* row = task.places[column].operand;
       float value = 0;
       if (row != nullptr && depth < task.end) {
         const int gate = depth / task.D;

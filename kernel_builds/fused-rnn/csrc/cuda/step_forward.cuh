@@ -5,140 +5,179 @@
 
 namespace flashcell::cuda {
 
-// Unit `at` (head * D + unit) of sequence s. All it needs but the product is loaded on
-// construction.
+enum ForwardMark : unsigned { kRuns = 1, kZeros = 2, kCarries = 4, kStarts = 8 };
+
+// The step of column s, in thread s.
+DEVICE Place forward_place(const ForwardParams& p, const Step& step, const Column& column) {
+  Place place = {};
+  const bool runs = column.runs(step.t), held = column.holds(p, step.t);
+  const bool carries = runs || (step.t == 0 && column.length == 0);
+  place.row = column.row + step.t, place.index = int(column.index);
+  place.x = column.x_offset + step.t * p.x_time;
+  if (runs && !held) place.marks |= kRuns;
+  if (held || (!runs && step.t < column.length + column.padding)) place.marks |= kZeros;
+  if (carries) place.marks |= kCarries;
+  if (carries && !column.resets(p, step.t)) place.marks |= kStarts;
+  return place;
+}
+
+// A unit of a sequence. All it needs but the product is loaded ahead of it.
 template <typename Cell, typename IO, typename V>
 class ForwardCell {
  public:
-  DEVICE ForwardCell(const ForwardParams& p, const Step& step, int64_t s, int64_t at)
-      : column_(p, s, p.x_batch), s_(s), at_(at) {
-    const int64_t ND = p.N * p.D;
-    runs_ = column_.runs(step.t), held_ = column_.holds(p, step.t);
-    padded_ = !runs_ && step.t < column_.length + column_.padding;
-    carries_ = runs_ || (step.t == 0 && column_.length == 0);
-    const void* from = step.t > 0 ? p.last : p.initial;
-    if (!carries_ || column_.resets(p, step.t)) from = nullptr;
+  DEVICE void load(bool inside, const ForwardParams& p, const Step& step, const Place& place,
+                   int head, int unit) {
+    const int at = head * step.D + unit;
+    const float* from = static_cast<const float*>(step.t > 0 ? p.last : p.initial);
+    const bool starts = inside && place.marks & kStarts && from != nullptr;
+    from += int64_t(place.index) * step.ND + at;
 #pragma unroll
-    for (int k = 0; k < Cell::kStates; ++k) {
-      const int64_t i = (k * p.S + column_.index) * ND + at;
-      state_[k] = V(from != nullptr ? static_cast<const float*>(from)[i] : 0.0f);
+    for (int k = 0; k < Cell::kStates; ++k) state_[k] = load_float(starts, from + k * step.SND);
+    const bool biased = inside && p.bias != nullptr;
+#pragma unroll
+    for (int row = 0; row < Cell::kBias; ++row) {  // whichever is not asked for is 0
+      const int64_t from = int64_t(row) * step.ND + at;
+      const float* wide = static_cast<const float*>(p.bias) + from;
+      const IO* narrow = static_cast<const IO*>(p.bias) + from;
+      bias_[row] = load_float(biased && !p.bias_is_io, wide) +
+                   to_float(load_io(biased && p.bias_is_io, narrow));
     }
-    const float* bias = static_cast<const float*>(p.bias);
+    const bool runs = inside && place.marks & kRuns;
+    const IO* x = static_cast<const IO*>(p.x) + place.x + head * p.x_head + unit;
 #pragma unroll
-    for (int row = 0; row < Cell::kBias; ++row) {
-      bias_[row] = V(bias != nullptr ? bias[row * ND + at] : 0.0f);
-    }
-    if (!runs_ || held_) return;
-    const int64_t head = at / p.D;
-    const IO* x = static_cast<const IO*>(p.x) + column_.x_offset + step.t * p.x_time +
-                  head * p.x_head + (at - head * p.D);
-#pragma unroll
-    for (int g = 0; g < Cell::kGates; ++g) x_[g] = V(to_float(x[g * p.x_gate]));
+    for (int g = 0; g < Cell::kGates; ++g) x_[g] = load_io(runs, x + g * p.x_gate);
   }
 
-  DEVICE void finish(const ForwardParams& p, const Step& step,
-                     const float (&product)[Cell::kGates]) {
-    const int64_t ND = p.N * p.D, row = column_.row + step.t;
-    IO* h = static_cast<IO*>(p.h) + row * ND + at_;
-    IO* h_prev = p.h_prev ? static_cast<IO*>(p.h_prev) + row * ND + at_ : nullptr;
-    IO* saved = p.saved ? static_cast<IO*>(p.saved) + row * Cell::kSaved * ND + at_ : nullptr;
-    if (held_ || padded_) {  // a step that does not run leaves zeros
+  // Sequence s.
+  DEVICE void finish(const ForwardParams& p, const Step& step, const Place& place, int64_t s,
+                     int at, const float (&product)[Cell::kGates]) const {
+    V state[Cell::kStates];
+#pragma unroll
+    for (int k = 0; k < Cell::kStates; ++k) state[k] = V(state_[k]);
+    const int64_t to = place.row * step.ND + at;
+    IO* h = static_cast<IO*>(p.h) + to;
+    IO* h_prev = static_cast<IO*>(p.h_prev) + to;
+    IO* saved = static_cast<IO*>(p.saved) + place.row * Cell::kSaved * step.ND + at;
+    if (place.marks & kRuns) {
+      V x[Cell::kGates], r[Cell::kGates], next[Cell::kStates], values[Cell::kSaved];
+#pragma unroll
+      for (int g = 0; g < Cell::kGates; ++g) {
+        x[g] = V(to_float(x_[g])) + V(bias_[g]), r[g] = V(product[g]);
+      }
+      if (Cell::kBias > Cell::kGates) r[Cell::kGates - 1] += V(bias_[Cell::kBias - 1]);
+      Cell::forward(x, r, state, next, values);
+      *h = from_float<IO>(to_float(next[0]));
+      if (p.h_prev) *h_prev = from_float<IO>(state_[0]);
+      if (p.saved) {
+#pragma unroll
+        for (int v = 0; v < Cell::kSaved; ++v) {
+          saved[int64_t(v) * step.ND] = from_float<IO>(to_float(values[v]));
+        }
+      }
+#pragma unroll
+      for (int k = 0; k < Cell::kStates; ++k) state[k] = next[k];
+    } else if (place.marks & kZeros) {  // a step that does not run leaves zeros
       *h = from_float<IO>(0);
-      if (h_prev) *h_prev = from_float<IO>(0);
-      for (int v = 0; saved && v < Cell::kSaved; ++v) saved[v * ND] = from_float<IO>(0);
-      return carry(p, step, state_);
+      if (p.h_prev) *h_prev = from_float<IO>(0);
+      for (int v = 0; p.saved && v < Cell::kSaved; ++v) {
+        saved[int64_t(v) * step.ND] = from_float<IO>(0);
+      }
     }
-    if (!runs_) return carry(p, step, state_);
-    V x[Cell::kGates], r[Cell::kGates], next[Cell::kStates], values[Cell::kSaved];
+    if (!(place.marks & kCarries)) return;
+    float* last = static_cast<float*>(p.last) + int64_t(place.index) * step.ND + at;
 #pragma unroll
-    for (int g = 0; g < Cell::kGates; ++g) x[g] = x_[g] + bias_[g], r[g] = V(product[g]);
-    if (Cell::kBias > Cell::kGates) r[Cell::kGates - 1] += bias_[Cell::kBias - 1];
-    Cell::forward(x, r, state_, next, values);
-    *h = from_float<IO>(to_float(next[0]));
-    if (h_prev) *h_prev = from_float<IO>(to_float(state_[0]));
-    if (saved) {
-#pragma unroll
-      for (int v = 0; v < Cell::kSaved; ++v) saved[v * ND] = from_float<IO>(to_float(values[v]));
-    }
-    carry(p, step, next);
-  }
-
- private:
-  DEVICE void carry(const ForwardParams& p, const Step& step, const V (&state)[Cell::kStates]) {
-    if (!carries_) return;
-    const int64_t ND = p.N * p.D;
-    float* last = static_cast<float*>(p.last) + column_.index * ND + at_;
-#pragma unroll
-    for (int k = 0; k < Cell::kStates; ++k) last[k * p.S * ND] = to_float(state[k]);
+    for (int k = 0; k < Cell::kStates; ++k) last[k * step.SND] = to_float(state[k]);
     if (step.operand == nullptr) return;
-    static_cast<IO*>(step.operand)[((step.t + 1) % 2 * p.S + s_) * ND + at_] =
+    static_cast<IO*>(step.operand)[((step.t + 1) % 2 * p.S + s) * step.ND + at] =
         from_float<IO>(to_float(state[0]));
   }
 
-  Column column_;
-  int64_t s_, at_;
-  bool runs_, held_, padded_, carries_;
-  V state_[Cell::kStates], bias_[Cell::kBias], x_[Cell::kGates];
+ private:
+  float state_[Cell::kStates], bias_[Cell::kBias];
+  IO x_[Cell::kGates];
 };
 
 template <typename Cell, typename IO, typename Product>
-__global__ void __launch_bounds__(Product::kThreads, 1) forward_step_kernel(
-    const __grid_constant__ ForwardParams p, const Step step) {
-  __shared__ const void* rows[Product::kSequences];
-  const Tile tile(p, step.ranks, Product::kUnits, Product::kSequences);
-  const int64_t ND = p.N * p.D;
+__global__ void __launch_bounds__(Product::kThreads, Product::kResident) forward_step_kernel(
+    const __grid_constant__ ForwardParams p, const __grid_constant__ Step step) {
+  constexpr int kSequences = Product::kSequences;
+  __shared__ Places<kSequences> places;
+  const Tile<Product> tile(step);
   const bool from_states = step.t == 0;
+
+  Task task;
+  task.weight = static_cast<const IO*>(p.weight) + int64_t(tile.head) * step.D * step.D;
+  task.weight_gate = int64_t(step.ND) * step.D, task.operand_gate = 0;
+  task.D = step.D, task.unit = tile.unit;
+  task.begin = tile.rank * step.share, task.end = min(task.begin + step.share, step.D);
+  if (!Column(p, tile.first).runs(step.t)) task.end = task.begin;  // the longest of the tile
+  task.places = places.place, task.states = from_states;
+  typename Product::Weights weights;
+
   bool runs = false, listed = false;
-  if (threadIdx.x < Product::kSequences) {
+  if (threadIdx.x < kSequences) {
     const int64_t s = tile.first + threadIdx.x;
-    const Column column(p, s);
+    const Column column(p, s, p.x_batch);
+    Place place = forward_place(p, step, column);
     runs = column.runs(step.t);
     listed = s < p.S && (step.t == 0 || step.t < column.length + column.padding);
-    const void* row = nullptr;
-    if (runs && !column.resets(p, step.t) && !column.holds(p, step.t)) {
-      const int64_t at = tile.head * p.D;
+    if (s >= p.S) place.marks = 0;
+    if (place.marks & kRuns && place.marks & kStarts) {
+      const int at = tile.head * step.D;
       if (!from_states) {
-        row = static_cast<const IO*>(step.operand) + (step.t % 2 * p.S + s) * ND + at;
+        place.operand =
+            static_cast<const IO*>(step.operand) + (step.t % 2 * p.S + s) * step.ND + at;
       } else if (p.initial != nullptr) {
-        row = static_cast<const float*>(p.initial) + column.index * ND + at;
+        place.operand = static_cast<const float*>(p.initial) + int64_t(place.index) * step.ND + at;
       }
     }
-    rows[threadIdx.x] = row;
+    places.place[threadIdx.x] = place;
   }
-  const int running = __syncthreads_count(runs);  // the first of the tile: longest first
-  if (!__syncthreads_or(listed)) return;
+  places.count(runs, listed);
+  weights.load(task);  // after the places, which would wait for these loads
+  __syncthreads();
+  const int total = places.total();
+  wait_for_previous();
+  start_next();
+  if (total < 1 << 16) return;
+  task.columns = total & 0xffff;
 
   // The cells of a rank: its part of the units, of every sequence. Neighbours in a row are
   // neighbouring threads.
-  const int units = Product::kUnits / step.ranks, unit = tile.rank * units;
+  const int ranks = 1 << step.rank_bits;
+  const int bits = Product::kUnitBits - step.rank_bits, unit = tile.rank << bits;
   const int64_t left = p.S - tile.first;
-  const int cells = units * (left < Product::kSequences ? int(left) : Product::kSequences);
-  const auto start = [&](int i) {
-    const int64_t at = tile.unit + unit + i % units;
-    const bool inside = i < cells && at < p.D;
-    return ForwardCell<Cell, IO, typename Product::Value>(
-        p, step, inside ? tile.first + i / units : p.S, tile.head * p.D + (inside ? at : 0));
+  const int cells = (left < kSequences ? int(left) : kSequences) << bits;
+  ForwardCell<Cell, IO, typename Product::Value> ahead[Product::kCells];
+  const auto load = [&](int i, auto& cell) {
+    const int of = tile.unit + unit + (i & ((1 << bits) - 1));
+    const bool inside = i < cells && of < step.D;
+    cell.load(inside, p, step, places.place[inside ? i >> bits : 0], tile.head, of);
   };
-  auto cell = start(threadIdx.x);  // its loads take their time during the product
-
-  if (running > 0) {
-    Task task;
-    task.weight = static_cast<const IO*>(p.weight) + tile.head * p.D * p.D;
-    task.weight_gate = ND * p.D, task.operand_gate = 0;
-    task.D = int(p.D), task.unit = int(tile.unit);
-    task.begin = tile.rank * step.share, task.end = min(task.begin + step.share, task.D);
-    task.columns = running, task.rows = rows, task.states = from_states;
-    Product::run(task);
-    meet(step.ranks);
-  }
-  for (int i = threadIdx.x; i < cells; i += Product::kThreads) {
-    if (i != threadIdx.x) cell = start(i);
-    if (tile.unit + unit + i % units >= p.D) continue;
+  const auto finish = [&](int i, const auto& cell) {
+    const int of = unit + (i & ((1 << bits) - 1)), column = i >> bits;
+    if (i >= cells || tile.unit + of >= step.D) return;
     float product[Cell::kGates] = {};
-    if (i / units < running) Product::sum(product, step.ranks, i / units, unit + i % units);
-    cell.finish(p, step, product);
+    if (column < task.columns) Product::sum(product, ranks, column, of - unit, bits);
+    cell.finish(p, step, places.place[column], tile.first + column,
+                tile.head * step.D + tile.unit + of, product);
+  };
+#pragma unroll
+  for (int j = 0; j < Product::kCells; ++j) load(threadIdx.x + j * Product::kThreads, ahead[j]);
+
+  if (task.columns > 0) {
+    Product::run(task, weights);
+    meet(ranks);
+    if (ranks > 1) Product::gather(ranks, task.columns, unit, bits);
   }
-  if (running > 0) leave(step.ranks);
+#pragma unroll
+  for (int j = 0; j < Product::kCells; ++j) finish(threadIdx.x + j * Product::kThreads, ahead[j]);
+#pragma unroll 1
+  for (int i = threadIdx.x + Product::kCells * Product::kThreads; i < cells;
+       i += Product::kThreads) {
+    load(i, ahead[0]), finish(i, ahead[0]);
+  }
+  if (task.columns > 0) leave(ranks);
 }
 
 }  // namespace flashcell::cuda

@@ -7,80 +7,130 @@
 
 namespace flashcell::cuda {
 
-// Vectors [from, from + kChunk) of the operand of every column, to rows of kPitch vectors.
-template <typename IO, int kChunk, int kPitch, int kThreads>
+// Loads of weights are never conditional, for then each would be waited for before the next starts:
+// what lies outside becomes the last inside, which nobody uses.
+DEVICE int within(int index, int end, int count) { return max(min(index, end - count), 0); }
+
+// Vectors [from, from + kChunk) of the operand of every column, to rows of kPitch vectors. All
+// loads of a thread are on their way before the first is waited for.
+template <typename IO, int kMost, int kChunk, int kPitch, int kThreads, bool kStates>
 DEVICE void stage_operand(const Task& task, int from) {
-  constexpr int kVector = Lane<IO>::kVector;
+  constexpr int kVector = Lane<IO>::kVector, kLanes = 16, kLoads = kChunk / kLanes;
+  constexpr int kStep = kThreads / kLanes, kPasses = (kMost + kStep - 1) / kStep;
+  constexpr int kParts = kStates ? kVector / 4 : 1;  // loads of a vector: states are fp32
+  constexpr int kAtOnce = kLoads * kParts < 16 ? 16 / (kLoads * kParts) : 1;
+  constexpr int kGroup = kAtOnce < kPasses ? kAtOnce : kPasses;
+  static_assert(kChunk % kLanes == 0);
+  const int lane = threadIdx.x % kLanes, first = threadIdx.x / kLanes;
   const int columns = (task.columns + kColumns - 1) / kColumns * kColumns;
-#pragma unroll 4
-  for (int i = threadIdx.x; i < columns * kChunk; i += kThreads) {
-    const int column = i / kChunk, v = i % kChunk;
-    const int depth = (from + v) * kVector;
-    const void* row = task.rows[column];
-    Vector value = {};
-    if (row != nullptr && depth < task.end) {
-      int64_t at = depth;
-      if (task.operand_gate != 0) {
-        const int gate = depth / task.D;
-        at = gate * task.operand_gate + (depth - gate * task.D);
+  bool inside[kLoads];
+  int64_t at[kLoads];
+#pragma unroll
+  for (int j = 0; j < kLoads; ++j) {
+    const int depth = (from + j * kLanes + lane) * kVector;
+    inside[j] = depth < task.end, at[j] = depth;
+    if (task.operand_gate != 0) {
+      const int gate = depth / task.D;
+      at[j] = gate * task.operand_gate + (depth - gate * task.D);
+    }
+  }
+  for (int start = 0; start < kPasses * kStep; start += kGroup * kStep) {
+    Vector values[kGroup][kLoads][kParts];
+#pragma unroll
+    for (int i = 0; i < kGroup; ++i) {
+      const int column = start + i * kStep + first;
+      const void* row = column < columns ? task.places[column].operand : nullptr;
+#pragma unroll
+      for (int j = 0; j < kLoads; ++j) {
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) {
+          const char* bytes = static_cast<const char*>(row) + at[j] * (kStates ? 4 : sizeof(IO));
+          values[i][j][part] =
+              load_vector(row != nullptr && inside[j], bytes + part * sizeof(Vector));
+        }
       }
-      value = load_operand<IO>(row, at, task.states);
     }
 #pragma unroll
-    for (int w = 0; w < 4; ++w) value.word[w] = operand<IO>(value.word[w]);
-    step_shared[column * kPitch + v] = value;
+    for (int i = 0; i < kGroup; ++i) {
+      const int column = start + i * kStep + first;
+      if (column >= columns) break;
+#pragma unroll
+      for (int j = 0; j < kLoads; ++j) {
+        Vector value = values[i][j][0];
+        if constexpr (kStates) value = round_states<IO>(values[i][j]);
+#pragma unroll
+        for (int w = 0; w < 4; ++w) value.word[w] = operand<IO>(value.word[w]);
+        step_shared[column * kPitch + j * kLanes + lane] = value;
+      }
+    }
   }
 }
 
 // r[gate, unit] = weight[gate, unit, :] h. A warp multiplies 32 units of one gate; with the vectors
 // 4 i + q of its rows, the four lanes of a row read 64 neighbouring bytes.
 template <int kGates, typename IO, int kTiles>
-struct ForwardMatrix : Partials<kGates, 8 * kTiles, 32, kGates == 1 ? 4 : 2> {
-  using Base = Partials<kGates, 8 * kTiles, 32, kGates == 1 ? 4 : 2>;
+struct ForwardMatrix : Partials<kGates, 8 * kTiles, 32, kGates == 1 ? 4 : 1> {
+  using Base = Partials<kGates, 8 * kTiles, 32, kGates == 1 ? 4 : 1>;
+  static constexpr int kDeep = kGates == 1 ? 4 : 2;  // warps along the depth
+  static constexpr int kResident = 1, kCells = 2;
   using Value = typename Lane<IO>::Value;
   static constexpr int kVector = Lane<IO>::kVector, kQuantum = 4 * kVector;
-  static constexpr int kThreads = 32 * kGates * Base::kSlices;
+  static constexpr int kThreads = 32 * kGates * kDeep;
   static constexpr int kSteps = 4;  // a warp's loads at once, of four vectors a row
-  static constexpr int kChunk = kSteps * Base::kSlices * 4, kPitch = kChunk + 4;
+  static constexpr int kChunk = kSteps * kDeep * 4, kPitch = kChunk + 4;
   static constexpr int kStageBytes = Base::kSequences * kPitch * sizeof(Vector);
   static constexpr int kSharedBytes =
       kStageBytes > Base::kPartialBytes ? kStageBytes : Base::kPartialBytes;
 
-  static DEVICE void run(const Task& task) {
+  struct Weights {  // of a chunk, in the registers of the lanes that multiply them
+    Vector vector[kSteps][2][2];
+
+    DEVICE void load(const Task& task) {
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) load(task, task.begin / kVector, i);
+    }
+    DEVICE void load(const Task& task, int from, int i) {
+      const int gate = threadIdx.x / 32 % kGates, slice = threadIdx.x / (32 * kGates);
+      const int row = task.unit + threadIdx.x % 32 / 4;
+      const int depth = (from + (i * kDeep + slice) * 4 + threadIdx.x % 4) * kVector;
+      const IO* at = static_cast<const IO*>(task.weight) + gate * task.weight_gate +
+                     within(depth, task.end, kVector);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        vector[i][j / 2][j % 2] =
+            load_weights(at + int64_t(within(row + 8 * j, task.D, 1)) * task.D);
+      }
+    }
+  };
+
+  static DEVICE void run(const Task& task, Weights& weights) {
     const int lane = threadIdx.x % 32, r = lane / 4, q = lane % 4;
     const int gate = threadIdx.x / 32 % kGates, slice = threadIdx.x / (32 * kGates);
-    const IO* weight = static_cast<const IO*>(task.weight) + gate * task.weight_gate +
-                       int64_t(task.unit + r) * task.D;
     float sums[2][kTiles][4] = {};
     for (int from = task.begin / kVector; from * kVector < task.end; from += kChunk) {
-      Vector a[kSteps][2][2];
-#pragma unroll
-      for (int i = 0; i < kSteps; ++i) {
-        const int depth = (from + (i * Base::kSlices + slice) * 4 + q) * kVector;
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const bool inside = depth < task.end && task.unit + r + 8 * j < task.D;
-          a[i][j / 2][j % 2] =
-              inside ? load_vector(weight + int64_t(8 * j) * task.D + depth) : Vector{};
-        }
-      }
       if (from * kVector > task.begin) __syncthreads();
-      stage_operand<IO, kChunk, kPitch, kThreads>(task, from);
+      if (task.states) {
+        stage_operand<IO, Base::kSequences, kChunk, kPitch, kThreads, true>(task, from);
+      } else {
+        stage_operand<IO, Base::kSequences, kChunk, kPitch, kThreads, false>(task, from);
+      }
       __syncthreads();
 #pragma unroll
       for (int i = 0; i < kSteps; ++i) {
-        const int step = i * Base::kSlices + slice;
+        const int step = i * kDeep + slice;
         if ((from + step * 4) * kVector >= task.end) break;
-        uint32_t rows[2][2]
-                     [4];  // of the tiles, by half of the vector: as the instruction wants them
+        const bool inside = (from + step * 4 + q) * kVector < task.end;
+        uint32_t rows[2][2][4];  // of the tiles, by half of the vector, for the instruction
 #pragma unroll
         for (int m = 0; m < 2; ++m) {
 #pragma unroll
           for (int w = 0; w < 4; ++w) {
-            rows[m][w / 2][w % 2 * 2] = operand<IO>(a[i][m][0].word[w]);
-            rows[m][w / 2][w % 2 * 2 + 1] = operand<IO>(a[i][m][1].word[w]);
+            rows[m][w / 2][w % 2 * 2] = operand<IO>(inside ? weights.vector[i][m][0].word[w] : 0);
+            rows[m][w / 2][w % 2 * 2 + 1] =
+                operand<IO>(inside ? weights.vector[i][m][1].word[w] : 0);
           }
         }
+        if ((from + kChunk) * kVector < task.end) weights.load(task, from + kChunk, i);
 #pragma unroll
         for (int n = 0; n < kTiles; ++n) {
           if (n * 8 >= task.columns) break;
@@ -94,12 +144,25 @@ struct ForwardMatrix : Partials<kGates, 8 * kTiles, 32, kGates == 1 ? 4 : 2> {
       }
     }
     __syncthreads();  // the partial sums take the place of the operand
+    const auto place = [&](int n, int i) {
+      return Base::at(kDeep == 2 ? 0 : slice, gate, n * 8 + 2 * q + i % 2, i / 2 * 8 + r);
+    };
+    const auto gives = [&](int n) { return kDeep != 2 || n / (kTiles / 2) != slice; };
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
+      if (n * 8 >= task.columns) break;
+      if (!gives(n)) continue;
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        *Base::at(slice, gate, n * 8 + 2 * q + i % 2, i / 2 * 8 + r) = sums[i / 4][n][i % 4];
-      }
+      for (int i = 0; i < 8; ++i) *place(n, i) = sums[i / 4][n][i % 4];
+    }
+    if (kDeep != 2) return;
+    __syncthreads();  // two warps of a gate: each adds its own sums to half of the other's
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+      if (n * 8 >= task.columns) break;
+      if (gives(n)) continue;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) *place(n, i) += sums[i / 4][n][i % 4];
     }
   }
 };
@@ -110,6 +173,8 @@ struct ForwardMatrix : Partials<kGates, 8 * kTiles, 32, kGates == 1 ? 4 : 2> {
 template <int, typename IO, int kTiles>
 struct BackwardMatrix : Partials<1, 8 * kTiles, 8 * Lane<IO>::kVector, 8> {
   using Base = Partials<1, 8 * kTiles, 8 * Lane<IO>::kVector, 8>;
+  static constexpr int kDeep = Base::kSlices;  // warps along the depth
+  static constexpr int kResident = 1, kCells = 2;
   using Value = typename Lane<IO>::Value;
   static constexpr int kVector = Lane<IO>::kVector, kQuantum = 4 * kVector;
   static constexpr int kThreads = 32 * Base::kSlices;
@@ -119,32 +184,45 @@ struct BackwardMatrix : Partials<1, 8 * kTiles, 8 * Lane<IO>::kVector, 8> {
   static constexpr int kSharedBytes =
       kStageBytes > Base::kPartialBytes ? kStageBytes : Base::kPartialBytes;
 
-  static DEVICE void run(const Task& task) {
+  struct Weights {
+    Vector vector[kSteps][kVector];
+
+    DEVICE void load(const Task& task) {
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) load(task, task.begin / kVector, i);
+    }
+    DEVICE void load(const Task& task, int from, int i) {
+      const int r = threadIdx.x % 32 / 4, q = threadIdx.x % 4, slice = threadIdx.x / 32;
+      const int depth = (from + (i * Base::kSlices + slice) * 4 + q) * kVector;
+      const int row = within(depth, task.end, kVector), gate = row / task.D;
+      const IO* rows = static_cast<const IO*>(task.weight) + gate * task.weight_gate +
+                       int64_t(row - gate * task.D) * task.D +
+                       within(task.unit + r * kVector, task.D, kVector);
+#pragma unroll
+      for (int e = 0; e < kVector; ++e) {
+        vector[i][e] = load_weights(rows + e * int64_t(task.D));
+      }
+    }
+  };
+
+  static DEVICE void run(const Task& task, Weights& weights) {
     const int lane = threadIdx.x % 32, r = lane / 4, q = lane % 4, slice = threadIdx.x / 32;
-    const IO* weight = static_cast<const IO*>(task.weight) + task.unit + r * kVector;
-    const bool inside = task.unit + r * kVector < task.D;
     float sums[kRowTiles][kTiles][4] = {};
     for (int from = task.begin / kVector; from * kVector < task.end; from += kChunk) {
-      Vector a[kSteps][kVector];
-#pragma unroll
-      for (int i = 0; i < kSteps; ++i) {
-        const int depth = (from + (i * Base::kSlices + slice) * 4 + q) * kVector;
-        const int gate = depth / task.D;
-        const IO* rows = weight + gate * task.weight_gate + int64_t(depth - gate * task.D) * task.D;
-#pragma unroll
-        for (int e = 0; e < kVector; ++e) {
-          a[i][e] = inside && depth < task.end ? load_vector(rows + int64_t(e) * task.D) : Vector{};
-        }
-      }
       if (from * kVector > task.begin) __syncthreads();
-      stage_operand<IO, kChunk, kPitch, kThreads>(task, from);
+      stage_operand<IO, Base::kSequences, kChunk, kPitch, kThreads, false>(task, from);
       __syncthreads();
 #pragma unroll
       for (int i = 0; i < kSteps; ++i) {
         const int step = i * Base::kSlices + slice;
         if ((from + step * 4) * kVector >= task.end) break;
         uint32_t rows[kRowTiles][2][4];
-        transpose(rows, a[i]);
+        transpose(rows, weights.vector[i]);
+        if ((from + step * 4 + q) * kVector >= task.end) {
+#pragma unroll
+          for (int m = 0; m < kRowTiles * 8; ++m) rows[m / 8][m / 4 % 2][m % 4] = 0;
+        }
+        if ((from + kChunk) * kVector < task.end) weights.load(task, from + kChunk, i);
 #pragma unroll
         for (int n = 0; n < kTiles; ++n) {
           if (n * 8 >= task.columns) break;

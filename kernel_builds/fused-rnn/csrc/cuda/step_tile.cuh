@@ -1,8 +1,6 @@
 // What both directions of the step engine share: which part of a step a thread block computes, and
 // how partial sums of a product meet, in one thread block or across a cluster of them.
 #pragma once
-#include <cooperative_groups.h>
-
 #include "engine.h"
 #include "sequence.cuh"
 
@@ -10,35 +8,80 @@ namespace flashcell::cuda {
 
 struct Step {  // what a launch knows besides the parameters
   int t;
-  int ranks;      // blocks of a cluster: each takes a part of the depth of the product
+  int rank_bits;  // log2 of the blocks of a cluster: each takes a part of the depth of the product
   int share;      // that part, in elements
+  int N, D, ND;
+  int64_t SND;
   void* operand;  // forward, T > 1: [2, S, N, D] io
 };
 
-// `units` units of a head for `columns` sequences: one cluster. Blocks of a cluster are neighbours.
+// `kUnits` units of a head for `kSequences` sequences: one cluster. Its blocks are neighbours.
+template <typename Product>
 struct Tile {
-  int rank;
-  int64_t unit, head, first;  // first sequence
+  int rank, unit, head;
+  int64_t first;  // first sequence
 
-  DEVICE Tile(const SequenceParams& p, int ranks, int units, int columns) {
-    const unsigned tiles = (unsigned(p.D) + units - 1) / units, heads = unsigned(p.N);
-    unsigned index = blockIdx.x;
-    rank = index % ranks, index /= ranks;
-    unit = index % tiles * units, index /= tiles;
-    head = index % heads, first = int64_t(index / heads) * columns;
+  DEVICE explicit Tile(const Step& step) {
+    rank = blockIdx.x & ((1 << step.rank_bits) - 1);
+    first = int64_t(blockIdx.x >> step.rank_bits) * Product::kSequences;
+    unit = blockIdx.y * Product::kUnits, head = blockIdx.z;
   }
 };
 
+// What a step means for a column, found out once for all of its units.
+struct Place {
+  const void* operand;  // of the product, null for zeros
+  int64_t row, x;       // the step in rows of outputs; in elements of x
+  int index;            // in the state tensors
+  unsigned marks;
+};
+
+// The columns of a tile and how many of them need a product, in shared memory: the first ones, for
+// the longest come first.
+template <int kSequences>
+struct Places {
+  static constexpr int kWarps = (kSequences + 31) / 32;
+  Place place[kSequences];
+  int counts[kWarps];
+
+  // Every thread calls it; a barrier must follow.
+  DEVICE void count(bool runs, bool listed) {
+    if (threadIdx.x / 32 >= kWarps) return;
+    const int running = __popc(__ballot_sync(~0u, runs));
+    const bool any = __any_sync(~0u, listed);
+    if (threadIdx.x % 32 == 0) counts[threadIdx.x / 32] = running | (any ? 1 << 16 : 0);
+  }
+  DEVICE int total() const {  // above the first 16 bits: whether any is listed
+    int sum = 0;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) sum += counts[w];
+    return sum;
+  }
+};
+
+// Launches of a chain overlap: once all blocks of this one are past the wait, those of the next
+// start, load their weights and wait for the end of this one.
+DEVICE void start_next() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+DEVICE void wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // The product of a tile, as its warps see it.
 struct Task {
-  const void* weight;       // of the head, gate 0
-  int64_t weight_gate;      // elements from one gate to the next
-  int64_t operand_gate;     // backward: the same in a row of the operand
-  int D, unit;              // width, first unit
-  int begin, end;           // of the depth
-  int columns;              // that run; those after them need no product
-  const void* const* rows;  // shared: the operand of each column, null for zeros
-  bool states;              // the operand is fp32 states, to be rounded to io
+  const void* weight;    // of the head, gate 0
+  int64_t weight_gate;   // elements from one gate to the next
+  int64_t operand_gate;  // backward: the same in a row of the operand
+  int D, unit;           // width, first unit
+  int begin, end;        // of the depth
+  int columns;           // that run; those after them need no product
+  const Place* places;   // shared: of each column
+  bool states;           // the operand is fp32 states, to be rounded to io
 };
 
 struct alignas(16) Vector {
@@ -47,25 +90,62 @@ struct alignas(16) Vector {
 
 extern __shared__ Vector step_shared[];
 
-template <typename T>
-DEVICE Vector load_vector(const T* from) {
-  const uint4 v = __ldg(reinterpret_cast<const uint4*>(from));
+// Loads, or zeros where nothing is wanted. As one instruction each, for the compiler would move
+// what a conditional load brings, and so wait for every load before it starts the next. Weights
+// alone stay as they are while launches overlap, and take the read-only path.
+#define FLASHCELL_LOAD_VECTOR(path, wanted, from)                              \
+  Vector v;                                                                    \
+  asm volatile(                                                                \
+      "{.reg .pred p;\n setp.ne.b32 p, %5, 0;\n"                               \
+      " mov.b32 %0, 0;\n mov.b32 %1, 0;\n mov.b32 %2, 0;\n mov.b32 %3, 0;\n"   \
+      " @p ld.global" path ".v4.b32 {%0, %1, %2, %3}, [%4];}"                  \
+      : "=&r"(v.word[0]), "=&r"(v.word[1]), "=&r"(v.word[2]), "=&r"(v.word[3]) \
+      : "l"(from), "r"(int(wanted)));                                          \
+  return v
+DEVICE Vector load_weights(bool wanted, const void* from) {
+  FLASHCELL_LOAD_VECTOR(".nc", wanted, from);
+}
+DEVICE Vector load_vector(bool wanted, const void* from) {
+  FLASHCELL_LOAD_VECTOR("", wanted, from);
+}
+#undef FLASHCELL_LOAD_VECTOR
+DEVICE Vector load_weights(const void* from) {
+  const uint4 v = __ldg(static_cast<const uint4*>(from));
   return {v.x, v.y, v.z, v.w};
 }
+DEVICE float load_float(bool wanted, const float* from) {
+  float v;
+  asm volatile(
+      "{.reg .pred p;\n setp.ne.b32 p, %2, 0;\n mov.b32 %0, 0;\n @p ld.global.b32 %0, [%1];}"
+      : "=&f"(v)
+      : "l"(from), "r"(int(wanted)));
+  return v;
+}
 
-// Elements [at, at + kVector) of an operand.
 template <typename IO>
-DEVICE Vector load_operand(const void* row, int64_t at, bool states) {
-  if (sizeof(IO) == 4 || !states) return load_vector(static_cast<const IO*>(row) + at);
-  const Vector lo = load_vector(static_cast<const float*>(row) + at);
-  const Vector hi = load_vector(static_cast<const float*>(row) + at + 4);
-  Vector v;
+DEVICE IO load_io(bool wanted, const IO* from) {
+  if constexpr (sizeof(IO) == 4) {
+    return load_float(wanted, from);
+  } else {
+    uint16_t v;
+    asm volatile(
+        "{.reg .pred p;\n setp.ne.b32 p, %2, 0;\n mov.b16 %0, 0;\n @p ld.global.b16 %0, [%1];}"
+        : "=&h"(v)
+        : "l"(from), "r"(int(wanted)));
+    return reinterpret_cast<const IO&>(v);
+  }
+}
+
+// A vector of io from that many states.
+template <typename IO>
+DEVICE Vector round_states(const Vector (&states)[Lane<IO>::kVector / 4]) {
+  Vector v = states[0];
+  if constexpr (sizeof(IO) == 2) {
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    v.word[i] =
-        Pair<IO>::of(__uint_as_float(lo.word[2 * i]), __uint_as_float(lo.word[2 * i + 1])).word[0];
-    v.word[2 + i] =
-        Pair<IO>::of(__uint_as_float(hi.word[2 * i]), __uint_as_float(hi.word[2 * i + 1])).word[0];
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t* pair = states[i / 2].word + i % 2 * 2;
+      v.word[i] = Pair<IO>::of(__uint_as_float(pair[0]), __uint_as_float(pair[1])).word[0];
+    }
   }
   return v;
 }
@@ -77,13 +157,20 @@ DEVICE float load_element(const void* row, int64_t at, bool states) {
   return to_float(from_float<IO>(static_cast<const float*>(row)[at]));
 }
 
-// The same address in another block of the cluster.
-DEVICE const float* peer(const float* shared, [[maybe_unused]] int rank) {
+// Four floats at the same address in another block of the cluster.
+DEVICE float4 load_peer([[maybe_unused]] const float* shared, [[maybe_unused]] int rank) {
+  float4 v = {};
 #if __CUDA_ARCH__ >= 900
-  return cooperative_groups::this_cluster().map_shared_rank(shared, rank);
-#else
-  return shared;
+  uint32_t address;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
+               : "=r"(address)
+               : "r"(shared_address(shared)), "r"(rank));
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "r"(address)
+               : "memory");
 #endif
+  return v;
 }
 
 // Every block of the cluster sees what all wrote to shared memory.
@@ -94,12 +181,16 @@ DEVICE void meet(int ranks) {
 #endif
 }
 
-// No block leaves while others may read its shared memory. All reads have returned by now, for
-// what was stored depends on them, so nothing needs to be released: that would wait for the stores.
+// No block leaves while others may read its shared memory: a block has read, and all have. What was
+// read has arrived, so nothing needs to be released: that would wait for stores.
+DEVICE void done_with_peers([[maybe_unused]] int ranks) {
+#if __CUDA_ARCH__ >= 900
+  if (ranks > 1) asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+#endif
+}
 DEVICE void leave([[maybe_unused]] int ranks) {
 #if __CUDA_ARCH__ >= 900
-  if (ranks == 1) return;
-  asm volatile("barrier.cluster.arrive.relaxed;\n barrier.cluster.wait;" ::: "memory");
+  if (ranks > 1) asm volatile("barrier.cluster.wait;" ::: "memory");
 #endif
 }
 
@@ -109,23 +200,60 @@ template <int kRowsOf, int kColumnsOf, int kUnitsOf, int kSlicesOf>
 struct Partials {
   static constexpr int kRows = kRowsOf, kSequences = kColumnsOf, kUnits = kUnitsOf;
   static constexpr int kSlices = kSlicesOf, kPitch = kUnits + 4;
-  static constexpr int kPartialBytes = kSlices * kRows * kSequences * kPitch * sizeof(float);
+  static constexpr int kUnitBits = kUnits == 4    ? 2
+                                   : kUnits == 8  ? 3
+                                   : kUnits == 16 ? 4
+                                   : kUnits == 32 ? 5
+                                                  : 6;
+  static_assert(kUnits == 1 << kUnitBits);
+  static constexpr int kPartials = kSlices * kRows * kSequences * kPitch;
+  // The totals of a rank's own units follow: half of all, or less.
+  static constexpr int kPartialBytes =
+      (kPartials + kRows * kSequences * kUnits / 2) * sizeof(float);
 
   static DEVICE float* at(int slice, int row, int column, int unit) {
     float* partials = reinterpret_cast<float*>(step_shared);
     return partials + ((slice * kRows + row) * kSequences + column) * kPitch + unit;
   }
 
-  // In the order of the depth, whoever asks.
-  static DEVICE void sum(float (&total)[kRows], int ranks, int column, int unit) {
+  // Adds up what the blocks of a cluster have of 2^bits units from `unit` on.
+  static DEVICE void gather(int ranks, int columns, int unit, int bits) {
+    float* totals = reinterpret_cast<float*>(step_shared) + kPartials;
+    const int quads = 1 << (bits - 2);
+#pragma unroll 1
+    for (int i = threadIdx.x; i < kRows * columns * quads; i += blockDim.x) {
+      const int row = i / quads / columns, column = i / quads - row * columns;
+      const float* from = at(0, row, column, unit + i % quads * 4);
+      float4 total = {};
+#pragma unroll 4
+      for (int rank = 0; rank < ranks; ++rank) {
+#pragma unroll
+        for (int slice = 0; slice < kSlices; ++slice) {
+          const float4 part = load_peer(from + slice * (kRows * kSequences * kPitch), rank);
+          total.x += part.x, total.y += part.y, total.z += part.z, total.w += part.w;
+        }
+      }
+      reinterpret_cast<float4*>(totals)[(row * kSequences + column) * quads + i % quads] = total;
+    }
+    __syncthreads();
+    done_with_peers(ranks);
+  }
+
+  // In the order of the depth, whoever asks. `of` counts from the first unit of the rank.
+  static DEVICE void sum(float (&total)[kRows], int ranks, int column, int of, int bits) {
 #pragma unroll
     for (int row = 0; row < kRows; ++row) total[row] = 0;
-    for (int rank = 0; rank < ranks; ++rank) {
-      const float* from = at(0, 0, column, unit);
-      if (ranks > 1) from = peer(from, rank);
+    if (ranks > 1) {
+      const float* totals = reinterpret_cast<const float*>(step_shared) + kPartials;
 #pragma unroll
-      for (int i = 0; i < kSlices * kRows; ++i) total[i % kRows] += from[i * kSequences * kPitch];
+      for (int row = 0; row < kRows; ++row) {
+        total[row] = totals[((row * kSequences + column) << bits) + of];
+      }
+      return;
     }
+    const float* from = at(0, 0, column, of);
+#pragma unroll
+    for (int i = 0; i < kSlices * kRows; ++i) total[i % kRows] += from[i * kSequences * kPitch];
   }
 };
 
