@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from _tiles_model import Builder
+from _tiles_ptxas import Measured
 from ortools.sat.python import cp_model
 
 from flashcell.kernels.fused_rnn import plan
@@ -13,7 +14,7 @@ from flashcell.kernels.fused_rnn.cells import CELLS, Cell
 WIDTHS = (32, 64, 128, 256)
 # Registers of a lane besides weights before ptxas has said: states, gates, addresses.
 WORKING = {"forward": 48, "backward": 88}
-STAGES, LATENCY_STAGES = range(2, 13), 8  # of the ring; 1 us of memory behind steps of 0.15 us
+STAGES = range(2, 9)  # of the ring, with one being read: 1 us of memory behind steps of 0.15 us
 RING_BYTES = 61440  # beyond it the ring has few_stages
 
 
@@ -67,25 +68,24 @@ def solve(cases: list[Case], pins: dict[str, int], must_fit: bool = False) -> So
     """Stages of the ring for all cases at once, and which cases fit: as many as can be, then stages."""
     b = Builder()
     m = b.model
-    stages, few = (b.choice(n, STAGES, pins.get(n)) for n in ("stages", "few_stages"))
-    for name, variable in (("stages", stages), ("few_stages", few)):
-        if name not in pins:
-            m.add(variable <= LATENCY_STAGES)
-    if not {"stages", "few_stages"} <= set(pins):
-        m.add(few <= stages)
-    fits = []
+    names = ("stages", "few_stages", "least_stages")
+    stages, few, least = (b.choice(n, STAGES, pins.get(n)) for n in names)
+    fits, depths = [], []
     for case in cases:
         fit = m.new_bool_var(f"fits{len(fits)}")
         fits.append(fit)
         inputs, outputs = case.rows()
         stage, row = inputs * case.row_bytes(), case.row_bytes()
-        many = b.model.new_bool_var("")
+        many, some = m.new_bool_var(""), m.new_bool_var("")
         ring = pins.get("ring_bytes", RING_BYTES)
-        m.add(stage * stages <= ring).only_enforce_if(many)
-        m.add(stage * stages > ring).only_enforce_if(~many)
-        used = b.new(12)
+        for holds, count in ((many, stages), (some, few)):
+            m.add(stage * count <= ring).only_enforce_if(holds)
+            m.add(stage * count > ring).only_enforce_if(~holds)
+        used = b.new(max(STAGES))
         m.add(used == stages).only_enforce_if(many)
-        m.add(used == few).only_enforce_if(~many)
+        m.add(used == few).only_enforce_if([~many, some])
+        m.add(used == least).only_enforce_if([~many, ~some])
+        depths.append(used)
         memory = case.operand_bytes() + stage * used + 2 * outputs * row
         m.add(memory <= case.device.shared_bytes).only_enforce_if(fit)
         lanes = min(plan.THREAD_REGISTERS, plan.BLOCK_REGISTERS // case.threads() // 8 * 8)
@@ -93,12 +93,13 @@ def solve(cases: list[Case], pins: dict[str, int], must_fit: bool = False) -> So
             m.add(fit == 0)
         if must_fit:
             m.add(fit == 1)
-    m.maximize(100 * sum(fits) + 2 * few + stages)
+    # Every case that fits, then stages of every ring; what is left over is as small as can be.
+    m.maximize(10**4 * sum(fits) + 10 * sum(depths) - stages - few - least)
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
     if solver.solve(m) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return None
-    values = {v.name: solver.value(v) for v in (stages, few)}
+    values = {v.name: solver.value(v) for v in (stages, few, least)}
     return Solution(values, [bool(solver.value(fit)) for fit in fits])
 
 
@@ -110,4 +111,16 @@ def cases_of(
     for direction in ("forward", "backward"):
         kernel = f"block-{direction}-{name}-{8 * element}-{width}"
         found.append(Case(CELLS[name], element, direction, width, device, working.get(kernel)))
+    return found
+
+
+def measured_working(arch: int, measured: Measured) -> dict[str, int]:
+    """kernel -> registers besides the weight; a spilt word counts as one."""
+    found = {}
+    for (of_arch, kernel), (registers, spilt, _) in measured.items():
+        engine, direction, name, bits, *width = kernel.split("-")
+        if of_arch == arch and engine == "block":
+            size = (int(bits) // 8, direction, int(width[0]))
+            case = Case(CELLS[name], *size, plan.DEVICES[0])
+            found[kernel] = registers + -(-spilt // 4) - case.held()
     return found

@@ -21,9 +21,10 @@ CHIP_NAMES = {
 }
 BLOCK_NAMES = {
     "row_bytes": "of the widest head",
-    "stages": "of the input ring, where they take no more than ring_bytes",
-    "few_stages": "of a longer ring",
-    "ring_bytes": "beyond which the ring has few_stages",
+    "stages": "of the input ring, where ring_bytes hold them",
+    "few_stages": "where they do not, but hold these",
+    "least_stages": "where they hold neither",
+    "ring_bytes": "of inputs; with operand and outbox what any arch has",
 }
 NAMES = {"chip": CHIP_NAMES, "block": BLOCK_NAMES}
 
@@ -50,9 +51,9 @@ def header_text(constants: Constants) -> str:
         "",
     ]
     for engine, names in NAMES.items():
-        for name, why in names.items():
-            value = f"constexpr int {camel(engine, name)} = {constants[engine][name]};"
-            lines.append(f"{value}  // {why}")
+        values = {n: f"constexpr int {camel(engine, n)} = {constants[engine][n]};" for n in names}
+        width = max(map(len, values.values()))
+        lines += [f"{values[name]:{width}}  // {why}" for name, why in names.items()]
         lines.append("")
     lines.append("}  // namespace flashcell::cuda::tiles")
     return "\n".join(lines) + "\n"
@@ -76,7 +77,7 @@ def python_text(constants: Constants, measured: Measured) -> str:
     ]
     for arch in sorted({arch for arch, _ in measured}):
         rows: dict[str, list[str]] = {}
-        for (of_arch, kernel), (registers, _) in sorted(measured.items()):
+        for (of_arch, kernel), (registers, *_) in sorted(measured.items()):
             if of_arch == arch:
                 engine, direction, cell, bits, *width = kernel.split("-")
                 entry = f"{bits}-{width[0] if width else 0}:{registers}"

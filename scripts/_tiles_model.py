@@ -6,12 +6,12 @@ binary needs. Symbols: D width, e bytes of an element, r row tiles of 16 units, 
 16, w warps. All divisions round up unless said.
 
   whole-chip engine                                        what a thread block holds, in bytes
-    blocks  = D / units        <= processors                 partials 2 w r u 8 20 4
+    blocks  = D / units        <= processors                 partials 2 w u 8 4 floats(r)
     depth   = D e / 64 w       <= 16                         ring     stages inputs 8 units e
     chunks  = depth p;  chunks r u <= unrolled               carried  tiles (states + sums) 8 units 4
     spilt   = max(0, chunks - floor(held / 8 r u))           weight   spilt r u 1024 w
-    held + working <= min(255, 65536 / 32 w)                 their sum <= shared memory of a block
-    inputs 8 units e / 16 <= 32 w,  16 units <= 32 w       a thread copies one vector, runs one unit
+    weights + working <= min(255, 65536 / 32 w)              their sum <= shared memory of a block
+    inputs 8 units e / 16 <= 32 w,  8 units <= 128         a thread copies one vector, runs one unit
 
   block engine, compiled for widths W in 32, 64, 128, ..
     threads = 4 W forward (8 units a warp), 2 W backward (16)      <= 1024
@@ -44,9 +44,8 @@ DOMAINS = {
     "warps": (4, 8, 16),
     "tiles": range(1, 17),
     "stages": range(3, 13),
-    "held": range(0, 249, 16),
+    "held": range(0, 225, 16),
 }
-BLOCK_DOMAINS = {"stages": range(2, 9), "few_stages": range(2, 9)}
 
 
 @dataclass(frozen=True)
@@ -97,10 +96,12 @@ class Builder:
 def solve(cases: list[Case], pins: dict[str, int], must_fit: bool = True) -> Solution | None:
     """The whole-chip engine's tiles for all cases at once; None if nothing satisfies them.
 
-    Units and warps multiply everything, so they are branched on here: a second becomes a minute else.
+    Units, warps and held multiply or divide everything, so they are branched on here: seconds become
+    minutes else.
     """
-    choices = [[pins[n]] if n in pins else list(DOMAINS[n]) for n in ("units", "warps")]
-    branches = [{**pins, "units": u, "warps": w} for u, w in itertools.product(*choices)]
+    names = ("units", "warps", "held")
+    choices = [[pins[n]] if n in pins else list(DOMAINS[n]) for n in names]
+    branches = [{**pins, **dict(zip(names, c, strict=True))} for c in itertools.product(*choices)]
     found = [s for branch in branches if (s := _solve(cases, branch, pins, must_fit))]
     return min(found, key=lambda s: s.objective, default=None)
 
@@ -114,7 +115,7 @@ def _solve(
         b.choice(name, domain, branch.get(name)) for name, domain in DOMAINS.items()
     )
     u = b.quotient(units, 16, up=False, least=1)
-    m.add(16 * units <= 32 * warps)
+    m.add(8 * units <= 32 * plan.CELL_WARPS)  # a thread for each unit and column
     share = b.quotient(plan.BLOCK_REGISTERS, 32 * warps, up=False)  # registers of a lane
     chunks_most = pins.get("chunks", plan.CHIP["chunks"])
     costs, fits = [], []
@@ -131,20 +132,21 @@ def _solve(
         limit(blocks <= case.device.processors)
         limit(depth <= pins.get("blocks", plan.CHIP["blocks"]))
         limit(s.panels * s.row_tiles * b.product(depth, u) <= chunks_most)
-        limit(held + case.working <= plan.THREAD_REGISTERS)
-        limit(held + case.working <= share)
+        kept = b.quotient(held, 8 * r, up=False)  # chunks
+        lane = 8 * s.row_tiles * b.product(kept, u) + case.working
+        limit(lane <= plan.THREAD_REGISTERS)
+        limit(lane <= share)
         limit(s.inputs * plan.COLUMNS * units * s.element <= plan.VECTOR * 32 * warps)
         spilt = b.new(10**4)
-        m.add_max_equality(spilt, [0, s.panels * depth - b.quotient(held, 8 * r, up=False)])
+        m.add_max_equality(spilt, [0, s.panels * depth - kept])
         rows = s.row_tiles * b.product(u, warps)  # row tiles, over the warps
         weight = b.product(spilt, rows)
         limit(
-            2 * plan.COLUMNS * plan.PARTIAL_ROW * 4 * rows
+            2 * plan.COLUMNS * 4 * plan.column_floats(s.row_tiles) * b.product(u, warps)
             + s.inputs * plan.COLUMNS * s.element * b.product(stages, units)
             + (s.states + s.sums) * plan.COLUMNS * 4 * b.product(tiles, units)
-            + tiles * (plan.COLUMNS * plan.COLUMN_BYTES + 4)
-            + (8 * stages + 16)
-            + (s.row_tiles + 1) * 4 * units
+            + tiles * (plan.COLUMNS * plan.COLUMN_BYTES + 4 + 4 * plan.CELL_WARPS)
+            + 64
             + 1024 * weight
             <= case.device.shared_bytes
         )

@@ -20,10 +20,11 @@ PROPERTIES = re.compile(r"Function properties for (\S+)")
 SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 REGISTERS = re.compile(r"Used (\d+) registers")
 BLOCK = re.compile(r"Block(Forward|Backward)I(.+?)(f|6__half|13__nv_bfloat16)Li(\d+)E")
-CHIP = re.compile(r"(Forward|Backward)PassI(.+?)(f|6__half|13__nv_bfloat16)EE")
+CHIP = re.compile(r"(Forward|Backward)PassI(.+?)(f|6__half|13__nv_bfloat16)(?:Li\d+)?E")
 CELLS = {"Lstm": "lstm", "Gru": "gru", "Slstm": "slstm", "Tanh": "rnn_tanh", "Relu": "rnn_relu"}
-COLUMNS = ("arch", "kernel", "registers", "spill_bytes")
-Measured = dict[tuple[int, str], tuple[int, int]]  # (arch, kernel) -> registers, bytes spilt
+COLUMNS = ("arch", "kernel", "registers", "spill_bytes", "held")
+# (arch, kernel) -> registers, bytes spilt, and `held` of the chip engine's tiles at that time
+Measured = dict[tuple[int, str], tuple[int, int, int]]
 
 
 class Kernel(NamedTuple):
@@ -53,8 +54,8 @@ def kernel_of(symbol: str) -> Kernel | None:
     return Kernel(engine, found[1].lower(), cell, 32 if found[3] == "f" else 16, width)
 
 
-def parse(log: str) -> Measured:
-    """The worst of every kernel in a compiler's output."""
+def parse(log: str, held: int) -> Measured:
+    """The worst of every kernel in the output of a compiler whose tiles said `held`."""
     worst: Measured = {}
     symbol, arch, described, spilt = "", 0, "", 0
     for line in log.splitlines():
@@ -65,20 +66,21 @@ def parse(log: str) -> Measured:
         elif (found := SPILLS.search(line)) and described == symbol:
             spilt = max(int(found[1]), int(found[2]))
         elif (found := REGISTERS.search(line)) and (kernel := kernel_of(symbol)):
-            before = worst.get((arch, str(kernel)), (0, 0))
-            worst[arch, str(kernel)] = (max(before[0], int(found[1])), max(before[1], spilt))
+            before = worst.get((arch, str(kernel)), (0, 0, held))
+            registers = max(before[0], int(found[1]))
+            worst[arch, str(kernel)] = (registers, max(before[1], spilt), held)
             symbol = ""
     return worst
 
 
 def compile_engines(
-    nvcc: Path, csrc: Path, header: str, gencode: list[str], work: Path, engines: list[str]
+    nvcc: Path, csrc: Path, header: str, held: int, gencode: list[str], work: Path
 ) -> Measured:
     """Compiles a copy of `csrc` whose tiles.h is `header`; raises if a source does not compile."""
     shutil.rmtree(work, ignore_errors=True)
     shutil.copytree(csrc, work / "csrc")
     (work / "csrc/cuda/tiles.h").write_text(header)
-    sources = [s for e in engines for s in sorted((work / "csrc/cuda").glob(f"{e}_*.cu"))]
+    sources = [s for e in ("block", "chip") for s in sorted((work / "csrc/cuda").glob(f"{e}_*.cu"))]
 
     def run(source: Path) -> str:
         command = [str(nvcc), "-std=c++20", "-O3", "-fatbin", *gencode, "-Xptxas", "-v"]
@@ -89,7 +91,7 @@ def compile_engines(
         return done.stdout + done.stderr
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return parse("".join(pool.map(run, sources)))
+        return parse("".join(pool.map(run, sources)), held)
 
 
 def read(path: Path) -> Measured:
@@ -98,7 +100,7 @@ def read(path: Path) -> Measured:
         return {}
     with path.open(newline="") as file:
         return {
-            (int(row["arch"]), row["kernel"]): (int(row["registers"]), int(row["spill_bytes"]))
+            (int(row["arch"]), row["kernel"]): tuple(int(row[name]) for name in COLUMNS[2:])  # type: ignore[misc]
             for row in csv.DictReader(file)
         }
 

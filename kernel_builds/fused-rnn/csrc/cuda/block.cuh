@@ -20,7 +20,7 @@ namespace flashcell::cuda {
 
 // The widest head: registers hold 4 gates x 128 x 128 in 16 bits, 4 x 64 x 64 in 32.
 template <typename IO>
-constexpr int kBlockWidth = sizeof(IO) == 4 ? 64 : 128;
+constexpr int kBlockWidth = tiles::kBlockRowBytes / sizeof(IO);
 
 template <typename Engine, typename Params>
 __global__ void __launch_bounds__(Engine::kThreads) block_kernel(const __grid_constant__ Params p) {

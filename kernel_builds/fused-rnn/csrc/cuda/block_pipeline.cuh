@@ -3,6 +3,7 @@
 // to 1 us make eight stages, where they fit.
 #pragma once
 #include "sequence.cuh"
+#include "tiles.h"
 
 namespace flashcell::cuda {
 
@@ -15,10 +16,11 @@ struct Pipeline {
   static constexpr int kRow = kWidth + Lane<IO>::kVector;      // padded: columns in other banks
   static constexpr int kRowsAtOnce = kThreads / (kColumns * kVectors);
   static constexpr int kStageBytes = kRows * kColumns * kRow * sizeof(IO);
-  static constexpr int kBudget = 60 * 1024;  // with the rest, 99 KB: what sm_86 and sm_89 have
-  static constexpr int kStages = kStageBytes * 8 <= kBudget   ? 8
-                                 : kStageBytes * 4 <= kBudget ? 4
-                                                              : 3;
+  // With the rest they take 99 KB at most: what sm_86 and sm_89 have.
+  static constexpr int kStages =
+      kStageBytes * tiles::kBlockStages <= tiles::kBlockRingBytes      ? tiles::kBlockStages
+      : kStageBytes * tiles::kBlockFewStages <= tiles::kBlockRingBytes ? tiles::kBlockFewStages
+                                                                       : tiles::kBlockLeastStages;
 
   struct Shared {
     IO rows[kStages][kRows][kColumns][kRow];
@@ -30,7 +32,8 @@ struct Pipeline {
 
   static constexpr int kRowBytes = kColumns * kRow * sizeof(IO);
 
-  uint32_t tiles, slot;   // in stage 0: the lane's part of a tile, the vector this thread copies
+  uint32_t lane_tiles,
+      slot;               // in stage 0: the lane's part of a tile, the vector this thread copies
   const IO* source;       // row `first` of the next step of the thread's column
   const IO* last_source;  // row kRows - 1 lies elsewhere, or null
   int row_stride, step_stride, last_step_stride;  // is_aligned() bounds them
@@ -51,8 +54,8 @@ struct Pipeline {
     // units.
     const int tile = sizeof(IO) == 2 ? threadIdx.x % 32 / 8 : 0;
     const int row = tile / kSplit, half = tile % kSplit;
-    tiles = keep(shared_address(&shared.rows[0][0][0][unit + half * 8]) + row * kRowBytes +
-                 tile_offset<IO, kRow>() * sizeof(IO));
+    lane_tiles = keep(shared_address(&shared.rows[0][0][0][unit + half * 8]) + row * kRowBytes +
+                      tile_offset<IO, kRow>() * sizeof(IO));
     slot = keep(shared_address(&shared.rows[0][first][column()][vector() * Lane<IO>::kVector]));
     this->source = source + from * time_stride + first * row_stride + vector() * Lane<IO>::kVector;
     this->last_source = nullptr;
@@ -89,7 +92,7 @@ struct Pipeline {
   // outbox.
   template <int kCount>
   DEVICE void load(ColumnPair<IO> (&values)[kCount], int t) const {
-    load_tiles<kRow>(values, tiles + unsigned(t) % kStages * kStageBytes, [](int i) {
+    load_tiles<kRow>(values, lane_tiles + unsigned(t) % kStages * kStageBytes, [](int i) {
       return i / kSplit * kRowBytes + i % kSplit * 8 * int(sizeof(IO));
     });
   }
@@ -114,10 +117,11 @@ struct Outbox {
 
   static constexpr int kRowBytes = kColumns * kRow * sizeof(IO), kBytes = kRows * kRowBytes;
 
-  uint32_t tiles, slot;  // of even steps: the lane's part of a tile, the vector this thread sends
-  IO* to[kPasses];       // of the next step
-  int stride[kPasses];   // from a step to the next
-  int length[kPasses];   // steps to send; none for vectors past the head, or without a target
+  uint32_t lane_tiles,
+      slot;             // of even steps: the lane's part of a tile, the vector this thread sends
+  IO* to[kPasses];      // of the next step
+  int stride[kPasses];  // from a step to the next
+  int length[kPasses];  // steps to send; none for vectors past the head, or without a target
 
   // `unit`: where the warp's tiles start. `target(row)` is where a row of the first step to send
   // starts, or null, `step(row)` its stride.
@@ -139,7 +143,7 @@ struct Outbox {
   // The warp's tile of a row of step t, `half` 8 units further.
   DEVICE void put(int t, int row, const ColumnPair<IO>& value, int half = 0) {
     const int at = (t & 1) * kBytes + row * kRowBytes + half * 8 * int(sizeof(IO));
-    store_tile<kRow>(tiles + at, value);
+    store_tile<kRow>(lane_tiles + at, value);
   }
 
   // Sends step t, of which a barrier has made all values visible.

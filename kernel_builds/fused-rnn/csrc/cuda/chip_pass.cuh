@@ -14,10 +14,23 @@ struct Operand {  // what a column multiplies at a step
   int step;  // whose row of the medium it is, when kPolls
 };
 
-struct Spot {       // the unit of a sequence that a thread runs the cell of, at one step
-  int64_t row, at;  // of the [B T] rows, of the unit in [N, D]
+struct Spot {      // the unit of a sequence that a thread runs the cell of, at one step
+  unsigned row;    // of the [B T] rows: 2^32 of them would be half a terabyte
+  unsigned width;  // N D
+  int64_t at;      // of the unit in [N, D]
   unsigned flags;
   bool writes;
+};
+
+// A column as an engine without masks sees it: no step resets, none holds.
+template <bool kMarked>
+struct Steps {
+  const Column& column;
+  const SequenceParams& p;
+
+  DEVICE bool runs(int t) const { return column.runs(t); }
+  DEVICE bool resets(int t) const { return kMarked && column.resets(p, t); }
+  DEVICE bool holds(int t) const { return kMarked && column.holds(p, t); }
 };
 
 // Values of a block's 16 units for 8 columns stand 128 apart: inputs as [column][unit], the states
@@ -31,7 +44,8 @@ struct ForwardPass {
   using Params = ForwardParams;
   using Value = typename Lane<IO>::Value;
   static constexpr bool kDescends = false;
-  static constexpr int kRows = Cell::kGates, kBias = Cell::kBias;
+  static constexpr int kRows = Cell::kGates, kBias = Cell::kBias, kPanels = 1, kSplit = 1;
+  static constexpr int kGates = 1;  // of a row of the medium
   static constexpr Shape kShape = forward_shape(kRows, Cell::kStates, sizeof(IO));
 
   FN static IO* medium(const Params& p) { return static_cast<IO*>(p.h); }
@@ -43,14 +57,14 @@ struct ForwardPass {
   }
 
   // A held step passes the operand on; its own row of h is 0.
-  DEVICE static Operand operand(const Params& p, const Column& column, int t) {
-    if (!column.runs(t)) return {0, 0};
-    const unsigned flags =
-        kRuns | (column.resets(p, t) ? kResets : 0) | (column.holds(p, t) ? kHolds : 0);
+  template <bool kMarked>
+  DEVICE static Operand operand(const Params& p, const Steps<kMarked>& steps, int t) {
+    if (!steps.runs(t)) return {0, 0};
+    const unsigned flags = kRuns | (steps.resets(t) ? kResets : 0) | (steps.holds(t) ? kHolds : 0);
     if (flags != kRuns) return {flags, 0};
     int step = t - 1;
-    while (column.holds(p, step) && !column.resets(p, step)) --step;
-    if (column.holds(p, step)) return {flags, 0};
+    while (steps.holds(step) && !steps.resets(step)) --step;
+    if (steps.holds(step)) return {flags, 0};
     if (step >= 0) return {flags | kPolls, step};
     return {flags | (p.initial != nullptr ? kInitial : 0), 0};
   }
@@ -72,32 +86,45 @@ struct ForwardPass {
     static_cast<float*>(p.last)[k * p.S * p.N * p.D + to] = value;
   }
 
-  DEVICE static void cell(const Params& p, const Spot& spot, const float (&product)[kRows],
-                          const IO* inputs, const float* bias, float* states, float*) {
-    const bool resets = spot.flags & kResets, holds = spot.flags & kHolds;
-    Value x[kRows], r[kRows], now[Cell::kStates], next[Cell::kStates], saved[Cell::kSaved];
+  struct Unit {  // what a thread knows of its unit before the product
+    Value x[kRows], now[Cell::kStates];
+  };
+  // `bias` are the thread's kBias values.
+  DEVICE static Unit prepare(const Params&, const Spot& spot, const IO* inputs,
+                             const float (&bias)[kBias], const float* states) {
+    Unit unit;
 #pragma unroll
-    for (int g = 0; g < kRows; ++g) {
-      x[g] = to_float(inputs[g * kPlane]) + bias[g * kUnits];
-      r[g] = product[g];
+    for (int g = 0; g < kRows; ++g) unit.x[g] = to_float(inputs[g * kPlane]) + bias[g];
+#pragma unroll
+    for (int k = 0; k < Cell::kStates; ++k) {
+      unit.now[k] = spot.flags & kResets ? 0.0f : states[k * kPlane];
     }
-    if (kBias > kRows) r[kRows - 1] += bias[(kBias - 1) * kUnits];
-#pragma unroll
-    for (int k = 0; k < Cell::kStates; ++k) now[k] = resets ? 0.0f : states[k * kPlane];
-    Cell::forward(x, r, now, next, saved);
+    return unit;
+  }
 
-    const int64_t ND = p.N * p.D;
+  DEVICE static void cell(const Params& p, const Spot& spot, const Unit& unit, const float* product,
+                          const float (&bias)[kBias], float* states) {
+    const bool holds = spot.flags & kHolds, multiplied = spot.flags & (kPolls | kInitial);
+    const auto& now = unit.now;
+    Value r[kRows], next[Cell::kStates], saved[Cell::kSaved];
+#pragma unroll
+    for (int g = 0; g < kRows; ++g) r[g] = multiplied ? product[g] : 0.0f;
+    if (kBias > kRows) r[kRows - 1] += bias[kBias - 1];
+    Cell::forward(unit.x, r, now, next, saved);
+
+    const unsigned ND = spot.width;
+    const int64_t to_row = int64_t(uint64_t(spot.row) * ND) + spot.at;
     const float h[1] = {holds ? 0.0f : to_float(next[0])};
-    publish<IO>(medium(p) + spot.row * ND + spot.at, 0, h, spot.writes);
+    publish<IO>(medium(p) + to_row, 0, h, spot.writes);
     if (!spot.writes) return;
 #pragma unroll
     for (int k = 0; k < Cell::kStates; ++k) states[k * kPlane] = to_float(holds ? now[k] : next[k]);
     if (p.h_prev != nullptr) {
       const float value = holds ? 0.0f : to_float(now[0]);
-      static_cast<IO*>(p.h_prev)[spot.row * ND + spot.at] = from_float<IO>(value);
+      static_cast<IO*>(p.h_prev)[to_row] = from_float<IO>(value);
     }
     if (p.saved != nullptr) {
-      IO* to = static_cast<IO*>(p.saved) + spot.row * Cell::kSaved * ND + spot.at;
+      IO* to = static_cast<IO*>(p.saved) + uint64_t(spot.row) * (Cell::kSaved * ND) + spot.at;
 #pragma unroll
       for (int v = 0; v < Cell::kSaved; ++v, to += ND) {
         *to = from_float<IO>(holds ? 0.0f : to_float(saved[v]));
@@ -114,20 +141,21 @@ struct ForwardPass {
   }
 };
 
-template <typename C, typename T>
+// kSplit thread blocks, a cluster, may share the work on their units: each multiplies all of them
+// by some of the gates, and so reads less of dr.
+template <typename C, typename T, int kBlocks = 1>
 struct BackwardPass {
   using Cell = C;
   using IO = T;
   using Params = BackwardParams;
   using Value = typename Lane<IO>::Value;
   static constexpr bool kDescends = true;
-  static constexpr int kRows = 1, kGates = Cell::kGates, kBias = Cell::kBias;
+  static constexpr int kGates = Cell::kGates, kBias = Cell::kBias;
+  static constexpr int kSplit = kBlocks, kRows = kSplit, kPanels = kGates / kSplit;
   static constexpr Shape kShape =
-      backward_shape(kGates, Cell::kStates, Cell::kSaved, kBias, sizeof(IO));
+      backward_shape(kGates, Cell::kStates, Cell::kSaved, kBias, sizeof(IO), kSplit);
 
-  FN static IO* medium(const Params& p) {
-    return static_cast<IO*>(Cell::kSplitGrad ? p.dr : p.dx);
-  }
+  FN static IO* medium(const Params& p) { return static_cast<IO*>(Cell::kSplitGrad ? p.dr : p.dx); }
 
   // kVector elements of row `unit` of the transposed product, from (gate, depth) on.
   DEVICE static uint4 weight(const Params& p, int head, int, int gate, int unit, int depth) {
@@ -142,11 +170,12 @@ struct BackwardPass {
     return column.vector;
   }
 
-  DEVICE static Operand operand(const Params& p, const Column& column, int t) {
-    unsigned flags = (column.runs(t) ? kRuns : 0) | (column.holds(p, t) ? kHolds : 0);
-    if (column.resets(p, t + 1)) {
+  template <bool kMarked>
+  DEVICE static Operand operand(const Params&, const Steps<kMarked>& steps, int t) {
+    unsigned flags = (steps.runs(t) ? kRuns : 0) | (steps.holds(t) ? kHolds : 0);
+    if (steps.resets(t + 1)) {
       flags |= kResets;
-    } else if (column.runs(t + 1) && !column.holds(p, t + 1)) {
+    } else if (steps.runs(t + 1) && !steps.holds(t + 1)) {
       flags |= kPolls;
     }
     return {flags, t + 1};
@@ -168,27 +197,41 @@ struct BackwardPass {
     static_cast<float*>(p.dstate)[k * p.S * p.N * p.D + to] = k < Cell::kGradStates ? value : 0.0f;
   }
 
-  DEVICE static void cell(const Params& p, const Spot& spot, const float (&product)[1],
-                          const IO* inputs, const float*, float* states, float* sums) {
-    Value d[Cell::kStates], dx[kGates], dr[kGates], saved[Cell::kSaved];
-    const bool steps = (spot.flags & (kRuns | kHolds)) == kRuns;
+  struct Unit {  // what a thread knows of its unit before the product
+    Value d[Cell::kStates], saved[Cell::kSaved], dh;
+  };
+  DEVICE static Unit prepare(const Params&, const Spot& spot, const IO* inputs,
+                             const float (&)[kBias], const float* states) {
+    Unit unit;
 #pragma unroll
     for (int k = 0; k < Cell::kStates; ++k) {
-      d[k] = spot.flags & kResets ? 0.0f : states[k * kPlane];
+      unit.d[k] = spot.flags & kResets ? 0.0f : states[k * kPlane];
     }
+#pragma unroll
+    for (int v = 0; v < Cell::kSaved; ++v) unit.saved[v] = to_float(inputs[v * kPlane]);
+    unit.dh = to_float(inputs[Cell::kSaved * kPlane]);
+    return unit;
+  }
+
+  // The sums of the bias gradient stand behind the states.
+  DEVICE static void cell(const Params& p, const Spot& spot, const Unit& unit, const float* product,
+                          const float (&)[kBias], float* states) {
+    Value d[Cell::kStates], dx[kGates], dr[kGates];
+    float* sums = states + Cell::kStates * kPlane;
+    const bool steps = (spot.flags & (kRuns | kHolds)) == kRuns;
+#pragma unroll
+    for (int k = 0; k < Cell::kStates; ++k) d[k] = unit.d[k];
     if (spot.flags & kPolls) d[0] += clip(product[0], float(p.grad_clip));
     if (steps) {
-#pragma unroll
-      for (int v = 0; v < Cell::kSaved; ++v) saved[v] = to_float(inputs[v * kPlane]);
-      d[0] += to_float(inputs[Cell::kSaved * kPlane]);
-      Cell::backward(saved, d, dx, dr);
+      d[0] += unit.dh;
+      Cell::backward(unit.saved, d, dx, dr);
     }
 
-    const int64_t ND = p.N * p.D;
+    const unsigned ND = spot.width;
     float rounded[kGates];
 #pragma unroll
     for (int g = 0; g < kGates; ++g) rounded[g] = steps ? to_float(dr[g]) : 0.0f;
-    const int64_t to = spot.row * kGates * ND + spot.at;
+    const int64_t to = int64_t(uint64_t(spot.row) * (kGates * ND)) + spot.at;
     publish<IO>(medium(p) + to, ND, rounded, spot.writes);
 #pragma unroll
     for (int k = 0; k < Cell::kStates; ++k) states[k * kPlane] = to_float(d[k]);

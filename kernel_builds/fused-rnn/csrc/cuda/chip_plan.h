@@ -2,15 +2,18 @@
 // the shape, for the planner, the launch and the kernel alike.
 #pragma once
 #include "engine.h"
+#include "tiles.h"
 
 namespace flashcell::cuda::chip {
 
-constexpr int kWarps = 8, kThreads = 32 * kWarps;
-constexpr int kUnits = 16;       // of a thread block: the height of the matrix instruction
+constexpr int kWarps = tiles::kChipWarps, kProducts = 32 * kWarps;  // the threads of the product
+constexpr int kCellWarps = 4, kCells = 32 * kCellWarps;  // a thread for each unit and column
+constexpr int kUnits =
+    tiles::kChipUnits;           // of a thread block: the height of the matrix instruction
 constexpr int kChunkBytes = 64;  // of the depth a warp takes at a time: four lanes, a vector each
-constexpr int kTiles = 8;        // a group alternates between: more than hides an exchange
-constexpr int kStages = 6;       // of the input ring
-constexpr int kPartialRow = 20;  // 16 units, padded: both sides of the reduction hit 32 banks
+constexpr int kTiles =
+    tiles::kChipTiles;  // a group alternates between: more than hides an exchange
+constexpr int kStages = tiles::kChipStages;  // of the input ring
 constexpr int kColumnBytes = 32;
 
 // One pass of one cell. A product is row_tiles * 16 rows by panels * D deep.
@@ -19,23 +22,43 @@ struct Shape {
   int inputs;  // rows of 16 units a step reads: x, or saved and dh
   int states, sums;
   int element;  // bytes
+  int split;    // thread blocks that share a product
 };
 
 constexpr Shape forward_shape(int gates, int states, int element) {
-  return {gates, 1, gates, states, 0, element};
+  return {gates, 1, gates, states, 0, element, 1};
 }
-constexpr Shape backward_shape(int gates, int states, int saved, int bias_rows, int element) {
-  return {1, gates, saved + 1, states, bias_rows, element};
+constexpr Shape backward_shape(int gates, int states, int saved, int bias_rows, int element,
+                               int split = 1) {
+  return {split, gates / split, saved + 1, states, bias_rows, element, split};
 }
 
 // Chunks whose weights stay in 128 registers a lane: the rest is read from shared memory at every
 // step. A block of the depth is one chunk of every panel for every warp; the kernel is unrolled for
 // max_blocks of them.
-constexpr int held_chunks(const Shape& s) { return 16 / s.row_tiles; }
+constexpr int held_chunks(const Shape& s) { return tiles::kChipHeld / 8 / s.row_tiles; }
 constexpr int max_blocks(const Shape& s) {
-  const int by_memory = 36 / (s.row_tiles * s.panels);
-  return by_memory < 16 ? by_memory : 16;
+  const int by_memory = tiles::kChipChunks / (s.row_tiles * s.panels);
+  return by_memory < tiles::kChipBlocks ? by_memory : tiles::kChipBlocks;
 }
+
+// Chunks of operands on their way to a lane: as many as divide them all and registers are left for.
+constexpr int chunks_ahead(const Shape& s, int blocks, bool marked) {
+  const int chunks = blocks * s.panels;
+  const int most = chunks * s.row_tiles <= 12 ? 12 : marked || s.row_tiles == 3 ? 4 : 8;
+  int ahead = chunks < most ? chunks : most;
+  while (chunks % ahead != 0) --ahead;
+  return ahead;
+}
+
+// Twice the warps run the cell when weights and operands leave them the registers.
+constexpr int cell_halves(const Shape& s, int blocks, bool marked) {
+  const int weights = 8 * blocks * s.panels * s.row_tiles;
+  return weights + 4 * chunks_ahead(s, blocks, marked) <= 108 ? 2 : 1;
+}
+
+// A kernel is made for so many blocks of the depth, or for up to so many: those look.
+constexpr bool is_exact(int blocks, bool marked) { return !marked && (blocks <= 4 || blocks == 8); }
 
 constexpr int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -43,19 +66,31 @@ constexpr int64_t blocks_of_depth(const Shape& s, int64_t D) {
   return divide_up(D * s.element, kWarps * kChunkBytes);
 }
 
+// Sums of all row tiles for a unit and column stand together: a slot. A column of 16 slots is
+// padded so that both sides of the reduction hit all banks.
+constexpr int slot_floats(int row_tiles) { return row_tiles == 3 ? 4 : row_tiles; }
+constexpr int column_slots(int row_tiles) {
+  return slot_floats(row_tiles) == 4 ? kUnits + 1 : kUnits + 4 / slot_floats(row_tiles);
+}
+
 constexpr int64_t shared_bytes(const Shape& s, int64_t D) {
-  const int64_t partials = 2 * kWarps * s.row_tiles * 8 * kPartialRow * 4;
+  const int64_t partials =
+      2 * kWarps * 8 * column_slots(s.row_tiles) * slot_floats(s.row_tiles) * 4;
   const int64_t ring = kStages * s.inputs * 8 * kUnits * s.element;
   const int64_t carried = kTiles * (s.states + s.sums) * 8 * kUnits * 4;
-  const int64_t columns = kTiles * (8 * kColumnBytes + 4) + 8 * kStages + 16,
-                bias = (s.row_tiles + 1) * kUnits * 4;
+  const int64_t columns = kTiles * (8 * kColumnBytes + 4 + 4 * kCellWarps) + 64;
+  const int64_t inbox = s.split > 1 ? 4 * s.split * 8 * kUnits * 4 : 0;
   const int64_t spilt = blocks_of_depth(s, D) * s.panels - held_chunks(s);
-  return partials + ring + carried + columns + bias +
-         (spilt > 0 ? spilt : 0) * s.row_tiles * 2 * 16 * kThreads;
+  return partials + ring + carried + columns + inbox +
+         (spilt > 0 ? spilt : 0) * s.row_tiles * 2 * 16 * kProducts;
+}
+
+constexpr int64_t thread_blocks(const Shape& s, int64_t D) {  // of a group: whole clusters
+  return divide_up(D, kUnits * s.split) * s.split;
 }
 
 constexpr bool fits(const Shape& s, int64_t D, const Device& device) {
-  return D * s.element % 16 == 0 && divide_up(D, kUnits) <= device.processors &&
+  return D * s.element % 16 == 0 && thread_blocks(s, D) <= device.processors &&
          blocks_of_depth(s, D) <= max_blocks(s) && shared_bytes(s, D) <= device.shared_bytes;
 }
 

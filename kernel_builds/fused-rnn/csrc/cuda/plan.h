@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "chip_plan.h"
+#include "tiles.h"
 
 namespace flashcell::cuda {
 
@@ -26,7 +27,7 @@ constexpr Engine select_engine(const Problem& p, const Device& device) {
   const bool whole_vectors = p.D % (16 / p.io_bytes) == 0 && p.aligned;
   const bool tensor_cores = p.io_bytes == 2 || p.tf32;
   if (p.T <= 1 || !whole_vectors || !tensor_cores) return Engine::kStep;
-  if (p.D <= (p.io_bytes == 4 ? 64 : 128)) return Engine::kBlock;
+  if (p.D * p.io_bytes <= tiles::kBlockRowBytes) return Engine::kBlock;
   return chip::fits_every_cell(p.gates, p.io_bytes, p.D, device) ? Engine::kChip : Engine::kStep;
 }
 

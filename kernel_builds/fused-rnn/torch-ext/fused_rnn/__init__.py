@@ -16,6 +16,7 @@ from .functional import (
     slstm,
     slstm_step,
 )
+from .plan import explain_plan
 
 if BACKEND is not None:
     from . import autograd  # noqa: F401  (registers fakes and gradients of the binary's ops)
@@ -23,6 +24,7 @@ if BACKEND is not None:
 __all__ = [
     "BACKEND",
     "CELLS",
+    "explain_plan",
     "gru",
     "gru_step",
     "layers",

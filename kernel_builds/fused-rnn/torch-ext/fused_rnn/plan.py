@@ -1,0 +1,300 @@
+"""Which CUDA engine runs a call, with which tiles, and which limit decided: csrc/cuda/plan.h in Python.
+
+Sizes: S sequences, T steps, N heads of width D, G gates, e bytes of an element. Pure functions of
+sizes and of the GPU; nothing here touches a device. The constants are those the binary is built
+from (csrc/cuda/tiles.h and tiles.py, both written by scripts/plan_tiles).
+"""
+
+from typing import Dict, List, NamedTuple, Optional, Tuple
+
+from .cells import CELLS, Cell
+from .tiles import BLOCK, CHIP, REGISTERS
+
+LANES, COLUMNS, VECTOR = 32, 8, 16  # of a warp; sequences of a matrix instruction; bytes of a load
+CHUNK_BYTES = 64  # of the depth: a vector for each of the four lanes of a row
+COLUMN_BYTES, CELL_WARPS = 32, 4  # struct Column; warps that run the cell of a tile
+THREAD_REGISTERS, BLOCK_REGISTERS, BLOCK_THREADS = 255, 65536, 1024
+
+
+class Device(NamedTuple):
+    """What the plan needs to know of a GPU."""
+
+    name: str
+    arch: int  # 90 for compute capability 9.0
+    processors: int
+    shared_bytes: int  # a thread block may ask for
+
+
+DEVICES = (  # the first of an arch stands for it
+    Device("A100", 80, 108, 166912),
+    Device("A40", 86, 84, 101376),
+    Device("RTX 3090", 86, 82, 101376),
+    Device("L40S", 89, 142, 101376),
+    Device("RTX 4090", 89, 128, 101376),
+    Device("H200", 90, 132, 232448),
+    Device("H100", 90, 132, 232448),
+    Device("B200", 100, 148, 232448),
+    Device("RTX 5090", 120, 170, 101376),
+)
+
+
+class Limit(NamedTuple):
+    """used <= limit, or the engine cannot run."""
+
+    name: str
+    used: int
+    limit: int
+    unit: str
+
+    @property
+    def holds(self) -> bool:
+        return self.used <= self.limit
+
+    def __str__(self) -> str:
+        relation = "of" if self.holds else "but at most"
+        return f"{self.name}: {self.used} {relation} {self.limit} {self.unit}"
+
+
+class Shape(NamedTuple):
+    """One pass of a cell: a product of row_tiles * 16 rows for 16 units, panels * D deep."""
+
+    row_tiles: int
+    panels: int
+    inputs: int  # rows of 16 units that a step reads: x, or saved and dh
+    states: int
+    sums: int
+    element: int  # bytes
+
+
+class Problem(NamedTuple):
+    """A call, as csrc/cuda/plan.h sees it."""
+
+    S: int
+    T: int
+    N: int
+    D: int
+    gates: int
+    io_bytes: int
+    tf32: bool = False
+    aligned: bool = True
+
+
+def forward_shape(gates: int, states: int, element: int) -> Shape:
+    """Every gate of 16 units, D deep."""
+    return Shape(gates, 1, gates, states, 0, element)
+
+
+def backward_shape(gates: int, states: int, saved: int, bias_rows: int, element: int) -> Shape:
+    """16 units of the transposed weight, G D deep."""
+    return Shape(1, gates, saved + 1, states, bias_rows, element)
+
+
+def _divide_up(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def held_chunks(s: Shape) -> int:
+    """Chunks whose weights stay in registers: two matrix instructions of four words for a tile."""
+    return CHIP["held"] // 8 // s.row_tiles
+
+
+def max_blocks(s: Shape) -> int:
+    """Blocks of the depth that the kernel is unrolled for."""
+    return min(CHIP["blocks"], CHIP["chunks"] // (s.row_tiles * s.panels))
+
+
+def blocks_of_depth(s: Shape, D: int) -> int:
+    """A block of the depth is one chunk of every panel for every warp."""
+    return _divide_up(D * s.element, CHIP["warps"] * CHUNK_BYTES)
+
+
+def column_floats(row_tiles: int) -> int:
+    """Partial sums of 16 units of a column: a slot of all row tiles for each, padded to all banks."""
+    slot = 4 if row_tiles == 3 else row_tiles
+    return slot * (17 if slot == 4 else 16 + 4 // slot)
+
+
+def chip_shared_bytes(s: Shape, D: int) -> int:
+    """Shared memory of a thread block of the whole-chip engine, in bytes."""
+    units, tiles, stages, warps = (CHIP[k] for k in ("units", "tiles", "stages", "warps"))
+    partials = 2 * warps * COLUMNS * column_floats(s.row_tiles) * 4
+    ring = stages * s.inputs * COLUMNS * units * s.element
+    carried = tiles * (s.states + s.sums) * COLUMNS * units * 4
+    columns = tiles * (COLUMNS * COLUMN_BYTES + 4 + 4 * CELL_WARPS) + 64
+    spilt = max(0, blocks_of_depth(s, D) * s.panels - held_chunks(s))
+    return partials + ring + carried + columns + spilt * s.row_tiles * 2 * 16 * LANES * warps
+
+
+def chip_limits(s: Shape, D: int, device: Device, direction: str = "") -> List[Limit]:
+    """What a head of width D asks of the whole-chip engine in one pass."""
+    return [
+        Limit("row in whole vectors, bytes over", D * s.element % VECTOR, 0, "bytes"),
+        Limit("thread blocks at once", _divide_up(D, CHIP["units"]), device.processors,
+              "processors"),
+        Limit(f"{direction} depth unrolled".strip(), blocks_of_depth(s, D), max_blocks(s),
+              "blocks of depth"),
+        Limit(f"{direction} shared memory".strip(), chip_shared_bytes(s, D), device.shared_bytes,
+              "bytes"),
+    ]  # fmt: skip
+
+
+def chip_limits_of_every_cell(gates: int, element: int, D: int, device: Device) -> List[Limit]:
+    """Both passes: no cell has more than 4 states and bias rows and 7 saved values."""
+    forward, backward = forward_shape(gates, 4, element), backward_shape(gates, 4, 7, 4, element)
+    both = chip_limits(forward, D, device, "forward") + chip_limits(backward, D, device, "backward")
+    return list(dict.fromkeys(both))
+
+
+def block_width(D: int, element: int) -> int:
+    """The width that the block engine is compiled for: 32, 64 or 128."""
+    return next(w for w in (32, 64, 128, 256, D) if w >= D)
+
+
+def block_shared_bytes(cell: Cell, D: int, element: int, direction: str) -> int:
+    """Shared memory of a thread block of the block engine: operand, ring of inputs, outbox."""
+    width, vector = block_width(D, element), VECTOR // element
+    row = (width + vector) * element * COLUMNS
+    if direction == "forward":
+        operand, inputs, outputs = 2 * row, cell.gates, cell.saved + 2
+    else:
+        operand = 2 * (cell.gates * width + vector) * element * COLUMNS
+        split = cell.bias_rows > cell.gates  # dr differs from dx
+        inputs, outputs = cell.saved + 1, cell.gates * (2 if split else 1)
+    return operand + block_stages(inputs * row) * inputs * row + 2 * outputs * row
+
+
+def block_stages(stage_bytes: int) -> int:
+    """Steps of the inputs' ring."""
+    for stages in (BLOCK["stages"], BLOCK["few_stages"]):
+        if stage_bytes * stages <= BLOCK["ring_bytes"]:
+            return stages
+    return BLOCK["least_stages"]
+
+
+def block_tile(p: Problem, device: Device) -> int:
+    """Sequences of a thread block of the block engine."""
+    return 4 if p.N * _divide_up(p.S, 4) <= device.processors else 8
+
+
+def select_engine(p: Problem, device: Device) -> Tuple[str, List[Limit]]:
+    """The engine ("block", "chip" or "step"), and the limits that kept faster ones from the call."""
+    matrix = p.io_bytes == 2 or p.tf32
+    general = [
+        Limit("steps less than two", int(p.T <= 1), 0, ""),
+        Limit("row in whole vectors, bytes over", p.D * p.io_bytes % VECTOR, 0, "bytes"),
+        Limit("x not aligned to 16 bytes", int(not p.aligned), 0, ""),
+        Limit("exact fp32, which no matrix instruction has", int(not matrix), 0, ""),
+    ]
+    broken = [limit for limit in general if not limit.holds]
+    if broken:
+        return "step", broken
+    fits_block = Limit("row of the weight in registers", p.D * p.io_bytes, BLOCK["row_bytes"],
+                       "bytes")  # fmt: skip
+    if fits_block.holds:
+        return "block", []
+    limits = chip_limits_of_every_cell(p.gates, p.io_bytes, p.D, device)
+    broken = [limit for limit in limits if not limit.holds]
+    return ("step", [fits_block, *broken]) if broken else ("chip", [fits_block])
+
+
+def find_device(arch: object) -> Device:
+    """'sm_90a', '9.0a', 90 or a GPU's name ('H200', 'NVIDIA A40') -> the device."""
+    text = str(arch).strip()
+    digits = text.lower().replace("sm_", "").replace("+ptx", "").replace(".", "").rstrip("af")
+    for device in DEVICES:
+        if digits == str(device.arch) or device.name.lower() in text.lower():
+            return device
+    known = sorted({f"sm_{d.arch}" for d in DEVICES}) + [d.name for d in DEVICES]
+    raise ValueError(f"arch is {arch!r}, but must be one of {', '.join(known)}")
+
+
+class Plan(NamedTuple):
+    """A call's engine, its tiles and what they take; prints as a few lines."""
+
+    engine: str
+    device: Device
+    what: str
+    tiles: Dict[str, str]
+    limits: List[Limit]  # of the engine chosen
+    refused: List[Limit]  # that kept faster engines from it
+
+    @property
+    def binding(self) -> Optional[Limit]:
+        """The limit with the least room."""
+        return max(self.limits, key=lambda x: x.used / max(1, x.limit), default=None)
+
+    def __repr__(self) -> str:
+        lines = [f"{self.what} on {self.device.name} (sm_{self.device.arch}): {self.engine} engine"]
+        lines += [f"  {name}: {value}" for name, value in self.tiles.items()]
+        lines += [f"  not {limit}" for limit in self.refused]
+        lines += [f"  {limit}" for limit in self.limits]
+        if self.binding is not None:
+            lines.append(f"  binding: {self.binding.name}")
+        return "\n".join(lines)
+
+
+def _registers(device: Device, kernel: str) -> str:
+    used = REGISTERS.get(device.arch, {}).get(kernel)
+    return "not measured" if used is None else f"{used} a lane"
+
+
+def explain_plan(
+    cell: str,
+    heads: int,
+    width: int,
+    batch: int,
+    dtype: object,
+    arch: object,
+    steps: int = 1024,
+    precision: str = "highest",
+) -> Plan:
+    """What runs `cell` on x[batch, steps, G, heads, width]: engine, tiles, grid, memory, and why.
+
+    ``dtype`` is torch's or its name; ``arch`` an arch or a GPU's name. Shows itself when printed.
+    """
+    name = str(dtype).replace("torch.", "")
+    sizes = {"bfloat16": 2, "float16": 2, "float32": 4}
+    if cell not in CELLS or name not in sizes:
+        raise ValueError(
+            f"cell is {cell!r} and dtype {name!r}, but they must be one of {', '.join(CELLS)} "
+            f"and of {', '.join(sizes)}"
+        )
+    sizes_of, element, device = CELLS[cell], sizes[name], find_device(arch)
+    p = Problem(batch, steps, heads, width, sizes_of.gates, element, precision == "tf32")
+    engine, refused = select_engine(p, device)
+    tiles: Dict[str, str] = {}
+    limits: List[Limit] = []
+    if engine == "block":
+        tile, padded = block_tile(p, device), block_width(width, element)
+        tiles["grid"] = f"{heads * _divide_up(batch, tile)} thread blocks, {tile} sequences each"
+        tiles["width compiled"] = str(padded)
+        for direction, per_unit in (("forward", 4), ("backward", 2)):
+            tiles[f"threads {direction}"] = str(padded * per_unit)
+            used = block_shared_bytes(sizes_of, width, element, direction)
+            limits.append(Limit(f"{direction} shared memory", used, device.shared_bytes, "bytes"))
+            kernel = f"block-{direction}-{cell}-{8 * element}-{padded}"
+            tiles[f"registers {direction}"] = _registers(device, kernel)
+    elif engine == "chip":
+        members, count = _divide_up(width, CHIP["units"]), _divide_up(batch, COLUMNS)
+        launches = _divide_up(heads, device.processors // members)
+        at_once = _divide_up(heads, launches)
+        groups = min(max(device.processors // (at_once * members), 1), count)
+        tiles["grid"] = (
+            f"{at_once} heads x {groups} groups x {members} thread blocks, {launches} launches"
+        )
+        tiles["tiles of a group"] = f"{_divide_up(count, groups)} of {COLUMNS} sequences"
+        tiles["units, warps of the product"] = f"{CHIP['units']}, {CHIP['warps']}"
+        forward = forward_shape(sizes_of.gates, sizes_of.states, element)
+        backward = backward_shape(
+            sizes_of.gates, sizes_of.states, sizes_of.saved, sizes_of.bias_rows, element
+        )
+        for direction, shape in (("forward", forward), ("backward", backward)):
+            chunks = blocks_of_depth(shape, width) * shape.panels
+            held = min(chunks, held_chunks(shape))
+            tiles[f"chunks {direction}"] = f"{held} in registers, {chunks - held} in shared memory"
+            limits += chip_limits(shape, width, device, direction)[1:]
+            kernel = f"chip-{direction}-{cell}-{8 * element}"
+            tiles[f"registers {direction}"] = _registers(device, kernel)
+        limits = list(dict.fromkeys(limits))
+    what = f"{cell} {heads}x{width}, batch {batch}, {steps} steps, {name}"
+    return Plan(engine, device, what, tiles, limits, refused)
