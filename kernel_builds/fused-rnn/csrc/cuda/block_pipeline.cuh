@@ -32,8 +32,8 @@ struct Pipeline {
 
   static constexpr int kRowBytes = kColumns * kRow * sizeof(IO);
 
-  uint32_t lane_tiles,
-      slot;               // in stage 0: the lane's part of a tile, the vector this thread copies
+  uint32_t lane_tiles;    // in stage 0: the lane's part of a tile
+  uint32_t slot;          // and the vector this thread copies
   const IO* source;       // row `first` of the next step of the thread's column
   const IO* last_source;  // row kRows - 1 lies elsewhere, or null
   int row_stride, step_stride, last_step_stride;  // is_aligned() bounds them
@@ -117,8 +117,8 @@ struct Outbox {
 
   static constexpr int kRowBytes = kColumns * kRow * sizeof(IO), kBytes = kRows * kRowBytes;
 
-  uint32_t lane_tiles,
-      slot;             // of even steps: the lane's part of a tile, the vector this thread sends
+  uint32_t lane_tiles;  // of even steps: the lane's part of a tile
+  uint32_t slot;        // and the vector this thread sends
   IO* to[kPasses];      // of the next step
   int stride[kPasses];  // from a step to the next
   int length[kPasses];  // steps to send; none for vectors past the head, or without a target
@@ -127,7 +127,7 @@ struct Outbox {
   // starts, or null, `step(row)` its stride.
   template <typename Target, typename Step>
   DEVICE Outbox(Shared& shared, int unit, int length, int D, Target target, Step step) {
-    tiles =
+    lane_tiles =
         keep(shared_address(&shared.rows[0][0][0][unit]) + tile_offset<IO, kRow>() * sizeof(IO));
     slot = keep(shared_address(&shared.rows[0][first()][column()][vector() * Lane<IO>::kVector]));
 #pragma unroll
