@@ -83,7 +83,7 @@ def parameters(case: Case, device: str, seed: int = 0) -> dict[str, torch.Tensor
     if case.form in ("linear", "linear-step"):
         p["w_ih"] = normal(G, N, D, inputs, scale=inputs**-0.5)
     if case.form.endswith("step"):
-        p["state"] = normal(spec.states, B, N, D, scale=0.5)
+        p["state"] = normal(spec.states, B, N, D, scale=0.5).float()  # as the step before left it
         if case.cell == "slstm":
             p["state"][2] = p["state"][2].abs() + 0.5  # n > 0
     return p
