@@ -28,6 +28,7 @@ def waves(monkeypatch):
         monkeypatch.setattr(stack, "WAVE_DEVICES", ("cpu", "cuda") if chunk else ())
         monkeypatch.setattr(stack, "WAVE_CHUNK", chunk)
         monkeypatch.setattr(stack, "WAVE_MIN_CHUNKS", 1)
+        monkeypatch.setattr(stack, "WAVE_MIN_WIDTH", 1)
         return ran
 
     return enable
@@ -74,16 +75,24 @@ def test_gradients_in_16_bits_lose_nothing(kind, waves):
 
 
 def test_when_it_runs():
-    choose = lambda device="cuda", layers=4, heads=1, dropout=0.0, packed=False, T=1024, D=768: (
-        stack.choose_chunk(device, layers, heads, dropout, packed, T, D)
-    )
-    assert choose() == 64
-    never = {"device": "cpu", "layers": 1, "heads": 2, "dropout": 0.1, "packed": True, "T": 255}
+    usual = {"device_type": "cuda", "layers": 4, "heads": 1, "dropout": 0.0, "packed": False}
+    usual |= {"T": 1024, "D": 512}
+    choose = lambda **changed: stack.choose_chunk(**{**usual, **changed})
+    assert choose() == choose(trains=True) == choose(D=768) == 128
+    never = {
+        "device_type": "cpu",
+        "layers": 1,
+        "heads": 2,
+        "dropout": 0.1,
+        "packed": True,
+        "T": 511,
+    }
     for name, value in {**never, "D": 1025}.items():
         assert choose(**{name: value}) == 0, name
-    for T in range(256, 2000):
+    assert choose(D=128) == choose(D=768, trains=True) == 0
+    for T in range(512, 3000):
         chunk = choose(T=T)
-        assert 56 <= chunk <= 72
+        assert 112 <= chunk <= 144
         assert T % chunk < T // chunk
 
 

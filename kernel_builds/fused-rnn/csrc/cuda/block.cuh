@@ -46,9 +46,9 @@ inline bool is_ragged(const SequenceParams& p) {
 template <template <typename, typename, int, int, bool> typename Engine, typename Cell, typename IO,
           typename Params>
 void select_block(const Params& p, const Launch& launch) {
-  const auto with_tile = [&]<int kWidth, int kOwn>() {
-    if (is_ragged(p)) return launch_block<Engine<Cell, IO, kWidth, kOwn, true>>(p, launch);
-    launch_block<Engine<Cell, IO, kWidth, kOwn, false>>(p, launch);
+  const auto with_tile = [&]<int kWidth, int kPerLane>() {
+    if (is_ragged(p)) return launch_block<Engine<Cell, IO, kWidth, kPerLane, true>>(p, launch);
+    launch_block<Engine<Cell, IO, kWidth, kPerLane, false>>(p, launch);
   };
   const auto with_width = [&]<int kWidth>() {
     if (launch.tile == 4) return with_tile.template operator()<kWidth, 1>();

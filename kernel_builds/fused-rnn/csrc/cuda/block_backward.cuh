@@ -6,7 +6,7 @@ namespace flashcell::cuda {
 
 // Backward, a warp owns 16 units: rows r and r + 8 of a tile of the transposed weight are units r
 // and r + 8, the depth is (gate, unit).
-template <typename Cell_, typename IO_, int kWidth, int kOwn, bool kRagged>
+template <typename Cell_, typename IO_, int kWidth, int kPerLane, bool kRagged>
 struct BlockBackward {
   using Cell = Cell_;
   using IO = IO_;
@@ -28,12 +28,12 @@ struct BlockBackward {
     const int lane = threadIdx.x % 32, q = lane % 4, D = int(p.D);
     const int warp_unit = threadIdx.x / 32 * 16, unit = warp_unit + lane / 4;
     const bool in_head[2] = {unit < D, unit + 8 < D};
-    const int64_t head = blockIdx.x % p.N, tile = blockIdx.x / p.N, first = tile * (4 * kOwn);
+    const int64_t head = blockIdx.x % p.N, tile = blockIdx.x / p.N, first = tile * (4 * kPerLane);
     const int64_t ND = p.N * p.D, at = head * p.D + unit;
-    const int steps = kRagged ? longest(p, first, 4 * kOwn) : int(keep(uint32_t(p.T)));
+    const int steps = kRagged ? longest(p, first, 4 * kPerLane) : int(keep(uint32_t(p.T)));
     const float bound = float(p.grad_clip);
 
-    const Column source(p, sequence_of<kOwn>(p, first, Inputs::column()));
+    const Column source(p, sequence_of<kPerLane>(p, first, Inputs::column()));
     Inputs inputs(shared.inputs, warp_unit, source.length, D, steps - 1, -1,
                   (const IO*)p.saved + source.row * kKept * ND + head * p.D, ND, kKept * ND,
                   (const IO*)p.dh + source.row * ND + head * p.D, ND);
@@ -63,11 +63,11 @@ struct BlockBackward {
       }
     }
     float d_bias[R][2] = {};
-    V d[kOwn][2][K];  // [column][unit]
-    bool exists[kOwn];
+    V d[kPerLane][2][K];  // [column][unit]
+    bool exists[kPerLane];
 #pragma unroll
-    for (int c = 0; c < kOwn; ++c) {
-      const int64_t s = sequence_of<kOwn>(p, first, 2 * q + c);
+    for (int c = 0; c < kPerLane; ++c) {
+      const int64_t s = sequence_of<kPerLane>(p, first, 2 * q + c);
       const Column column(p, s);
       exists[c] = s < p.S;
 #pragma unroll
@@ -77,8 +77,8 @@ struct BlockBackward {
         for (int u = 0; u < 2; ++u) d[c][u][k] = given && in_head[u] ? from[8 * u] : 0.0f;
       }
     }
-    const Marks<kRagged> marks[2] = {{p, sequence_of<kOwn>(p, first, 2 * q)},
-                                     {p, sequence_of<kOwn>(p, first, 2 * q + 1)}};
+    const Marks<kRagged> marks[2] = {{p, sequence_of<kPerLane>(p, first, 2 * q)},
+                                     {p, sequence_of<kPerLane>(p, first, 2 * q + 1)}};
     for (int i = threadIdx.x; i < 2 * kColumns * kRow; i += kThreads) {
       (&shared.operand[0][0][0])[i] = from_float<IO>(0);
     }
@@ -102,7 +102,7 @@ struct BlockBackward {
     // The gradient that reaches the states before step t through it.
     const auto enter = [&](int t, const float (&sums)[kChains][4]) {
 #pragma unroll
-      for (int c = 0; c < kOwn; ++c) {
+      for (int c = 0; c < kPerLane; ++c) {
         const bool cleared = marks[c].resets(p, t), flows = !cleared && marks[c].runs(p, t);
 #pragma unroll
         for (int u = 0; u < 2; ++u) {
@@ -126,9 +126,9 @@ struct BlockBackward {
       const bool runs[2] = {marks[0].runs(p, t), marks[1].runs(p, t)};
 #pragma unroll
       for (int u = 0; u < 2; ++u) {
-        V dx[kOwn][G], dr[kOwn][G];
+        V dx[kPerLane][G], dr[kPerLane][G];
 #pragma unroll
-        for (int c = 0; c < kOwn; ++c) {
+        for (int c = 0; c < kPerLane; ++c) {
           const auto value = [&](int row) {
             const float2 both = in[2 * row + u].floats();
             return V(c ? both.y : both.x);
@@ -144,9 +144,10 @@ struct BlockBackward {
           for (int g = 0; g < G; ++g) d_bias[g][u] += counts ? to_float(dx[c][g]) : 0.0f;
           if constexpr (R > G) d_bias[R - 1][u] += counts ? to_float(dr[c][G - 1]) : 0.0f;
         }
-        const auto masked = [&](const V(&values)[kOwn][G], int g) {
-          return ColumnPair<IO>::of(runs[0] ? to_float(values[0][g]) : 0,
-                                    kOwn == 2 && runs[1] ? to_float(values[kOwn - 1][g]) : 0);
+        const auto masked = [&](const V(&values)[kPerLane][G], int g) {
+          return ColumnPair<IO>::of(
+              runs[0] ? to_float(values[0][g]) : 0,
+              kPerLane == 2 && runs[1] ? to_float(values[kPerLane - 1][g]) : 0);
         };
 #pragma unroll
         for (int g = 0; g < G; ++g) {
@@ -170,9 +171,9 @@ struct BlockBackward {
     if (kRagged) outputs.clear(-(source.length + source.padding), source.padding);
 
 #pragma unroll
-    for (int c = 0; c < kOwn; ++c) {
+    for (int c = 0; c < kPerLane; ++c) {
       if (!exists[c]) continue;
-      const Column column(p, sequence_of<kOwn>(p, first, 2 * q + c));
+      const Column column(p, sequence_of<kPerLane>(p, first, 2 * q + c));
       for (int k = 0; k < K; ++k) {
         float* to = (float*)p.dstate + (k * p.S + column.index) * ND + at;
         for (int u = 0; u < 2; ++u) {

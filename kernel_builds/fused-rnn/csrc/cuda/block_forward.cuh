@@ -6,17 +6,17 @@ namespace flashcell::cuda {
 
 // The sequence of a column of the tile that starts at `first`; p.S, an empty one, where there is
 // none.
-template <int kOwn>
+template <int kPerLane>
 DEVICE int64_t sequence_of(const SequenceParams& p, int64_t first, int column) {
-  if (kOwn == 1 && column % 2 == 1) return p.S;
-  return min(p.S, first + (kOwn == 1 ? column / 2 : column));
+  if (kPerLane == 1 && column % 2 == 1) return p.S;
+  return min(p.S, first + (kPerLane == 1 ? column / 2 : column));
 }
 
-// kWidth: D rounded up. kOwn: columns of a lane. kRagged: sequences may differ in length, and steps
-// may reset or hold.
+// kWidth: D rounded up. kPerLane: columns of a lane. kRagged: sequences may differ in length, and
+// steps may reset or hold.
 //
 // Forward, a warp owns 8 units: rows r and r + 8 of a tile of the weight are two gates of unit r.
-template <typename Cell_, typename IO_, int kWidth, int kOwn, bool kRagged>
+template <typename Cell_, typename IO_, int kWidth, int kPerLane, bool kRagged>
 struct BlockForward {
   using Cell = Cell_;
   using IO = IO_;
@@ -38,11 +38,11 @@ struct BlockForward {
     const int lane = threadIdx.x % 32, q = lane % 4, D = int(p.D);
     const int warp_unit = threadIdx.x / 32 * 8, unit = warp_unit + lane / 4;
     const bool in_head = unit < D;
-    const int64_t head = blockIdx.x % p.N, first = blockIdx.x / p.N * (4 * kOwn);
+    const int64_t head = blockIdx.x % p.N, first = blockIdx.x / p.N * (4 * kPerLane);
     const int64_t ND = p.N * p.D, at = head * p.D + unit;
-    const int steps = kRagged ? longest(p, first, 4 * kOwn) : int(keep(uint32_t(p.T)));
+    const int steps = kRagged ? longest(p, first, 4 * kPerLane) : int(keep(uint32_t(p.T)));
 
-    const Column source(p, sequence_of<kOwn>(p, first, Inputs::column()), p.x_batch);
+    const Column source(p, sequence_of<kPerLane>(p, first, Inputs::column()), p.x_batch);
     Inputs inputs(shared.inputs, warp_unit, source.length, D, 0, 1,
                   (const IO*)p.x + source.x_offset + head * p.x_head, p.x_gate, p.x_time);
     Outputs outputs(
@@ -83,10 +83,10 @@ struct BlockForward {
       }
       if (R > G) x_bias = row(G - 1);
     }
-    V state[kOwn][K];
+    V state[kPerLane][K];
 #pragma unroll
-    for (int c = 0; c < kOwn; ++c) {
-      const int64_t s = sequence_of<kOwn>(p, first, 2 * q + c);
+    for (int c = 0; c < kPerLane; ++c) {
+      const int64_t s = sequence_of<kPerLane>(p, first, 2 * q + c);
       const Column column(p, s);
       const bool given = p.initial != nullptr && in_head && s < p.S;
 #pragma unroll
@@ -95,12 +95,12 @@ struct BlockForward {
         state[c][k] = given ? ((const float*)p.initial)[from] : 0.0f;
       }
     }
-    const Marks<kRagged> marks[2] = {{p, sequence_of<kOwn>(p, first, 2 * q)},
-                                     {p, sequence_of<kOwn>(p, first, 2 * q + 1)}};
+    const Marks<kRagged> marks[2] = {{p, sequence_of<kPerLane>(p, first, 2 * q)},
+                                     {p, sequence_of<kPerLane>(p, first, 2 * q + 1)}};
 
     // A value of the lane's columns in io; an odd column that is empty holds 0.
     const auto both = [&](auto value) {
-      return ColumnPair<IO>::of(value(0), kOwn == 2 ? value(kOwn - 1) : 0);
+      return ColumnPair<IO>::of(value(0), kPerLane == 2 ? value(kPerLane - 1) : 0);
     };
     const uint32_t read =
         keep(shared_address(&shared.operand[0][lane % 8][lane / 8 * Lane<IO>::kVector]));
@@ -111,7 +111,7 @@ struct BlockForward {
     ColumnPair<IO> before;  // h as the step sees it
     const auto enter = [&](int t) {
 #pragma unroll
-      for (int c = 0; c < kOwn; ++c) {
+      for (int c = 0; c < kPerLane; ++c) {
         if (marks[c].resets(p, t)) {
           for (int k = 0; k < K; ++k) state[c][k] = V(0);
         }
@@ -151,9 +151,9 @@ struct BlockForward {
       if (t > 0) put(t - 1);
       inputs.start(t + Inputs::kStages - 1);
 
-      V next[kOwn][K], saved[kOwn][kKept];
+      V next[kPerLane][K], saved[kPerLane][kKept];
 #pragma unroll
-      for (int c = 0; c < kOwn; ++c) {
+      for (int c = 0; c < kPerLane; ++c) {
         V in[G], r[G];
 #pragma unroll
         for (int g = 0; g < G; ++g) {
@@ -188,8 +188,8 @@ struct BlockForward {
     if (kRagged) outputs.clear(source.length - steps, source.padding);
 
 #pragma unroll
-    for (int c = 0; c < kOwn; ++c) {
-      const int64_t s = sequence_of<kOwn>(p, first, 2 * q + c);
+    for (int c = 0; c < kPerLane; ++c) {
+      const int64_t s = sequence_of<kPerLane>(p, first, 2 * q + c);
       if (!in_head || s >= p.S) continue;
       const Column column(p, s);
       for (int k = 0; k < K; ++k) {

@@ -72,7 +72,8 @@ def _run(module: Any, kernel: Any, x: Tensor, hx: Any, layout: Layout) -> tuple[
             firsts = [first for _, first in entered] if module.proj_size > 0 else None
         dropout = module.dropout if module.training else 0.0
         documents = layout.cu_seqlens is not None
-        sizes = x.shape[1], module.hidden_size
+        trains = torch.is_grad_enabled() and (x.requires_grad or weights[0][0].requires_grad)
+        sizes = x.shape[1], module.hidden_size, trains
         chunk = choose_chunk(x.device.type, len(layers), N, dropout, documents, *sizes)
         if chunk > 0:
             y, lasts = engine.run_wavefront(layers, x, states, firsts, chunk)
