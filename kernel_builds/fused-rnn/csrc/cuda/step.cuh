@@ -69,13 +69,14 @@ void run_steps(void (*kernel)(Params, Step), const Params& p, int64_t depth, int
     cluster.id = cudaLaunchAttributeClusterDimension;
     cluster.val.clusterDim = {1u << grid.rank_bits, 1, 1};
   }
+  if (hopper) {
+    cudaLaunchAttribute& overlap = chosen[config.numAttrs++];
+    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    overlap.val.programmaticStreamSerializationAllowed = 1;
+  }
   for (int64_t i = 0; i < count; ++i) {
-    if (i == 1 && hopper) {  // all but the first follow a step
-      cudaLaunchAttribute& overlap = chosen[config.numAttrs++];
-      overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-      overlap.val.programmaticStreamSerializationAllowed = 1;
-    }
     const Step step{int(first + i * direction),
+                    i > 0,
                     grid.rank_bits,
                     grid.share,
                     int(p.N),

@@ -1,7 +1,7 @@
 // One backward step of a tile: the product with dr of the step after completes the gradient of the
 // states, then the cell. Gradients live in `dstate`, unrounded, from launch to launch.
 #pragma once
-#include "step_tile.cuh"
+#include "step_flow.cuh"
 
 namespace flashcell::cuda {
 
@@ -36,7 +36,8 @@ template <typename Cell, typename IO, typename V>
 class BackwardCell {
  public:
   DEVICE void load(bool inside, const BackwardParams& p, const Step& step, const Place& place,
-                   int at) {
+                   int head, int unit) {
+    const int at = head * step.D + unit;
     const void* states = place.marks & kFromLast ? p.dlast : p.dstate;
     const bool starts =
         inside && place.marks & kCarriesBack && !(place.marks & kClears) && states != nullptr;
@@ -96,9 +97,9 @@ class BackwardCell {
 
 // Adds what the cells of a rank left in the place of its partial sums, sequences in their order.
 template <typename Cell, typename Product>
-DEVICE void add_dbias(const BackwardParams& p, const Step& step, const Tile<Product>& tile,
-                      int bits, int sequences) {
-  const int tiles = (sequences + kColumns - 1) / kColumns, unit = tile.rank << bits;
+DEVICE void add_dbias(const BackwardParams& p, const Step& step, const Tile<Product>& tile) {
+  const int bits = tile.bits, unit = tile.rank << bits, sequences = tile.sequences(p);
+  const int tiles = (sequences + kColumns - 1) / kColumns;
   for (int i = threadIdx.x; i < (tiles * Cell::kBias) << bits; i += Product::kThreads) {
     const int of = unit + (i & ((1 << bits) - 1)), at = tile.unit + of;
     const int row = (i >> bits) % Cell::kBias, first = (i >> bits) / Cell::kBias * kColumns;
@@ -117,86 +118,47 @@ DEVICE void add_dbias(const BackwardParams& p, const Step& step, const Tile<Prod
 template <typename Cell, typename IO, typename Product>
 __global__ void __launch_bounds__(Product::kThreads, Product::kResident) backward_step_kernel(
     const __grid_constant__ BackwardParams p, const __grid_constant__ Step step) {
-  constexpr int kSequences = Product::kSequences;
-  __shared__ Places<kSequences> places;
+  __shared__ Places<Product::kSequences> places;
   const Tile<Product> tile(step);
-  const bool first_step = step.t == p.T - 1;
 
   Task task;
   task.weight = static_cast<const IO*>(p.weight) + int64_t(tile.head) * step.D * step.D;
   task.weight_gate = int64_t(step.ND) * step.D, task.operand_gate = step.ND;
-  task.D = step.D, task.unit = tile.unit;
+  task.D = step.D, task.unit = tile.unit, task.states = false;
   task.begin = tile.rank * step.share;
   task.end = min(task.begin + step.share, Cell::kGates * step.D);
-  if (!Column(p, tile.first).runs(step.t + 1)) task.end = task.begin;  // the longest of the tile
-  task.places = places.place, task.states = false;
   typename Product::Weights weights;
-
-  bool runs = false, listed = first_step;
-  if (threadIdx.x < kSequences) {
-    const int64_t s = tile.first + threadIdx.x;
+  const auto find = [&](int64_t s, bool& runs, bool& listed) {
     const Column column(p, s);
     Place place = backward_place(p, step.t, column, s < p.S);
     runs = column.runs(step.t + 1);
-    listed |= s < p.S && (step.t < 0 || step.t < column.length + column.padding);
+    listed =
+        step.t == p.T - 1 || (s < p.S && (step.t < 0 || step.t < column.length + column.padding));
     if (place.marks & kJoins) {
       const IO* dr = static_cast<const IO*>(Cell::kSplitGrad ? p.dr : p.dx);
       place.operand = dr + (place.row + 1) * Cell::kGates * step.ND + tile.head * step.D;
     }
-    places.place[threadIdx.x] = place;
-  }
-  places.count(runs, listed);
-  weights.load(task);  // after the places, which would wait for these loads
-  __syncthreads();
-  const int total = places.total();
-  wait_for_previous();
-  start_next();
-  if (total < 1 << 16) return;
-  task.columns = total & 0xffff;
-
-  const int ranks = 1 << step.rank_bits;
-  const int bits = Product::kUnitBits - step.rank_bits, unit = tile.rank << bits;
-  const int64_t left = p.S - tile.first;
-  const int sequences = left < kSequences ? int(left) : kSequences;
-  const int cells = sequences << bits;
-  BackwardCell<Cell, IO, typename Product::Value> ahead[Product::kCells];
-  const auto load = [&](int i, auto& cell) {
-    const int of = tile.unit + unit + (i & ((1 << bits) - 1));
-    const bool inside = i < cells && of < step.D;
-    cell.load(inside, p, step, places.place[inside ? i >> bits : 0], tile.head * step.D + of);
+    return place;
   };
-  const auto finish = [&](int i, const auto& cell) {
-    const int of = unit + (i & ((1 << bits) - 1)), column = i >> bits;
-    if (i >= cells || tile.unit + of >= step.D) return;
-    float product[1] = {}, dbias[Cell::kBias];
-    if (column < task.columns) Product::sum(product, ranks, column, of - unit, bits);
-    cell.finish(p, step, places.place[column], tile.head * step.D + tile.unit + of, product[0],
-                dbias);
+  if (!begin<Product>(task, weights, places, p, step, tile.first, step.t + 1, find)) return;
+
+  using ThisCell = BackwardCell<Cell, IO, typename Product::Value>;
+  static_assert(Cell::kBias <= Product::kSlices);
+  multiply_and_finish<Product, ThisCell>(
+      task, weights, p, step, tile,
+      [&](const ThisCell& cell, int column, int of, const float (&product)[1]) {
+        float dbias[Cell::kBias];
+        cell.finish(p, step, places.place[column], tile.head * step.D + tile.unit + of, product[0],
+                    dbias);
     // Nobody else reads the partial sums of this cell in this block.
-    static_assert(Cell::kBias <= Product::kSlices);
 #pragma unroll
-    for (int row = 0; row < Cell::kBias; ++row) *Product::at(row, 0, column, of) = dbias[row];
-  };
-#pragma unroll
-  for (int j = 0; j < Product::kCells; ++j) load(threadIdx.x + j * Product::kThreads, ahead[j]);
-
-  if (task.columns > 0) {
-    Product::run(task, weights);
-    meet(ranks);
-    if (ranks > 1) Product::gather(ranks, task.columns, unit, bits);
-  }
-#pragma unroll
-  for (int j = 0; j < Product::kCells; ++j) finish(threadIdx.x + j * Product::kThreads, ahead[j]);
-#pragma unroll 1
-  for (int i = threadIdx.x + Product::kCells * Product::kThreads; i < cells;
-       i += Product::kThreads) {
-    load(i, ahead[0]), finish(i, ahead[0]);
-  }
+        for (int row = 0; row < Cell::kBias; ++row) *Product::at(row, 0, column, of) = dbias[row];
+      });
   __syncthreads();
   if (p.dbias_partial != nullptr && (step.t >= 0 || p.T == 0)) {
-    add_dbias<Cell, Product>(p, step, tile, bits, sequences);
+    add_dbias<Cell, Product>(p, step, tile);
   }
-  if (task.columns > 0) leave(ranks);
+  if (task.columns > 0) leave(1 << step.rank_bits);
 }
 
 }  // namespace flashcell::cuda

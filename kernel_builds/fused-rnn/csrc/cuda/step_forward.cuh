@@ -1,7 +1,7 @@
 // One forward step of a tile: the product with the states of the step before, then the cell. States
 // live in `last`, unrounded, from launch to launch.
 #pragma once
-#include "step_tile.cuh"
+#include "step_flow.cuh"
 
 namespace flashcell::cuda {
 
@@ -37,10 +37,9 @@ class ForwardCell {
 #pragma unroll
     for (int row = 0; row < Cell::kBias; ++row) {  // whichever is not asked for is 0
       const int64_t from = int64_t(row) * step.ND + at;
-      const float* wide = static_cast<const float*>(p.bias) + from;
-      const IO* narrow = static_cast<const IO*>(p.bias) + from;
-      bias_[row] = load_float(biased && !p.bias_is_io, wide) +
-                   to_float(load_io(biased && p.bias_is_io, narrow));
+      wide_bias_[row] =
+          load_float(biased && !p.bias_is_io, static_cast<const float*>(p.bias) + from);
+      bias_[row] = load_io(biased && p.bias_is_io, static_cast<const IO*>(p.bias) + from);
     }
     const bool runs = inside && place.marks & kRuns;
     const IO* x = static_cast<const IO*>(p.x) + place.x + head * p.x_head + unit;
@@ -62,9 +61,9 @@ class ForwardCell {
       V x[Cell::kGates], r[Cell::kGates], next[Cell::kStates], values[Cell::kSaved];
 #pragma unroll
       for (int g = 0; g < Cell::kGates; ++g) {
-        x[g] = V(to_float(x_[g])) + V(bias_[g]), r[g] = V(product[g]);
+        x[g] = V(to_float(x_[g])) + V(bias(g)), r[g] = V(product[g]);
       }
-      if (Cell::kBias > Cell::kGates) r[Cell::kGates - 1] += V(bias_[Cell::kBias - 1]);
+      if (Cell::kBias > Cell::kGates) r[Cell::kGates - 1] += V(bias(Cell::kBias - 1));
       Cell::forward(x, r, state, next, values);
       *h = from_float<IO>(to_float(next[0]));
       if (p.h_prev) *h_prev = from_float<IO>(state_[0]);
@@ -93,30 +92,28 @@ class ForwardCell {
   }
 
  private:
-  float state_[Cell::kStates], bias_[Cell::kBias];
-  IO x_[Cell::kGates];
+  // Added here, for whoever adds must wait for both.
+  DEVICE float bias(int row) const { return wide_bias_[row] + to_float(bias_[row]); }
+
+  float state_[Cell::kStates], wide_bias_[Cell::kBias];
+  IO x_[Cell::kGates], bias_[Cell::kBias];
 };
 
 template <typename Cell, typename IO, typename Product>
 __global__ void __launch_bounds__(Product::kThreads, Product::kResident) forward_step_kernel(
     const __grid_constant__ ForwardParams p, const __grid_constant__ Step step) {
-  constexpr int kSequences = Product::kSequences;
-  __shared__ Places<kSequences> places;
+  __shared__ Places<Product::kSequences> places;
   const Tile<Product> tile(step);
   const bool from_states = step.t == 0;
 
   Task task;
   task.weight = static_cast<const IO*>(p.weight) + int64_t(tile.head) * step.D * step.D;
   task.weight_gate = int64_t(step.ND) * step.D, task.operand_gate = 0;
-  task.D = step.D, task.unit = tile.unit;
+  task.D = step.D, task.unit = tile.unit, task.states = from_states;
   task.begin = tile.rank * step.share, task.end = min(task.begin + step.share, step.D);
-  if (!Column(p, tile.first).runs(step.t)) task.end = task.begin;  // the longest of the tile
-  task.places = places.place, task.states = from_states;
+  if (!step.follows) prefetch_weights<IO, Product>(task);
   typename Product::Weights weights;
-
-  bool runs = false, listed = false;
-  if (threadIdx.x < kSequences) {
-    const int64_t s = tile.first + threadIdx.x;
+  const auto find = [&](int64_t s, bool& runs, bool& listed) {
     const Column column(p, s, p.x_batch);
     Place place = forward_place(p, step, column);
     runs = column.runs(step.t);
@@ -131,53 +128,18 @@ __global__ void __launch_bounds__(Product::kThreads, Product::kResident) forward
         place.operand = static_cast<const float*>(p.initial) + int64_t(place.index) * step.ND + at;
       }
     }
-    places.place[threadIdx.x] = place;
-  }
-  places.count(runs, listed);
-  weights.load(task);  // after the places, which would wait for these loads
-  __syncthreads();
-  const int total = places.total();
-  wait_for_previous();
-  start_next();
-  if (total < 1 << 16) return;
-  task.columns = total & 0xffff;
-
-  // The cells of a rank: its part of the units, of every sequence. Neighbours in a row are
-  // neighbouring threads.
-  const int ranks = 1 << step.rank_bits;
-  const int bits = Product::kUnitBits - step.rank_bits, unit = tile.rank << bits;
-  const int64_t left = p.S - tile.first;
-  const int cells = (left < kSequences ? int(left) : kSequences) << bits;
-  ForwardCell<Cell, IO, typename Product::Value> ahead[Product::kCells];
-  const auto load = [&](int i, auto& cell) {
-    const int of = tile.unit + unit + (i & ((1 << bits) - 1));
-    const bool inside = i < cells && of < step.D;
-    cell.load(inside, p, step, places.place[inside ? i >> bits : 0], tile.head, of);
+    return place;
   };
-  const auto finish = [&](int i, const auto& cell) {
-    const int of = unit + (i & ((1 << bits) - 1)), column = i >> bits;
-    if (i >= cells || tile.unit + of >= step.D) return;
-    float product[Cell::kGates] = {};
-    if (column < task.columns) Product::sum(product, ranks, column, of - unit, bits);
-    cell.finish(p, step, places.place[column], tile.first + column,
-                tile.head * step.D + tile.unit + of, product);
-  };
-#pragma unroll
-  for (int j = 0; j < Product::kCells; ++j) load(threadIdx.x + j * Product::kThreads, ahead[j]);
+  if (!begin<Product>(task, weights, places, p, step, tile.first, step.t, find)) return;
 
-  if (task.columns > 0) {
-    Product::run(task, weights);
-    meet(ranks);
-    if (ranks > 1) Product::gather(ranks, task.columns, unit, bits);
-  }
-#pragma unroll
-  for (int j = 0; j < Product::kCells; ++j) finish(threadIdx.x + j * Product::kThreads, ahead[j]);
-#pragma unroll 1
-  for (int i = threadIdx.x + Product::kCells * Product::kThreads; i < cells;
-       i += Product::kThreads) {
-    load(i, ahead[0]), finish(i, ahead[0]);
-  }
-  if (task.columns > 0) leave(ranks);
+  using ThisCell = ForwardCell<Cell, IO, typename Product::Value>;
+  multiply_and_finish<Product, ThisCell>(
+      task, weights, p, step, tile,
+      [&](const ThisCell& cell, int column, int of, const float (&product)[Cell::kGates]) {
+        cell.finish(p, step, places.place[column], tile.first + column,
+                    tile.head * step.D + tile.unit + of, product);
+      });
+  if (task.columns > 0) leave(1 << step.rank_bits);
 }
 
 }  // namespace flashcell::cuda

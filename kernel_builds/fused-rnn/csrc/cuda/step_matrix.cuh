@@ -66,6 +66,32 @@ DEVICE void stage_operand(const Task& task, int from) {
   }
 }
 
+// sums[m][n] += rows[m] times the lane's vector `b` of tile n. The columns are asked for once in
+// four tiles, that their reads overlap; what stands in the columns after the last reaches nobody.
+template <typename IO, int kRowTiles, int kTiles>
+DEVICE void multiply(float (&sums)[kRowTiles][kTiles][4], const uint32_t (&rows)[kRowTiles][2][4],
+                     const Vector* b, int pitch, int columns) {
+  constexpr int kGroup = kTiles < 4 ? kTiles : 4;
+#pragma unroll
+  for (int first = 0; first < kTiles; first += kGroup) {
+    if (first * kColumns >= columns) break;
+    Vector vectors[kGroup];
+#pragma unroll
+    for (int n = 0; n < kGroup; ++n) vectors[n] = b[(first + n) * kColumns * pitch];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int n = 0; n < kGroup; ++n) {
+#pragma unroll
+        for (int m = 0; m < kRowTiles; ++m) {
+          mma<IO>(sums[m][first + n], rows[m][half], vectors[n].word[2 * half],
+                  vectors[n].word[2 * half + 1]);
+        }
+      }
+    }
+  }
+}
+
 // r[gate, unit] = weight[gate, unit, :] h. A warp multiplies 32 units of one gate; with the vectors
 // 4 i + q of its rows, the four lanes of a row read 64 neighbouring bytes.
 template <int kGates, typename IO, int kTiles>
@@ -131,16 +157,7 @@ struct ForwardMatrix : Partials<kGates, 8 * kTiles, 32, kGates == 1 ? 4 : 1> {
           }
         }
         if ((from + kChunk) * kVector < task.end) weights.load(task, from + kChunk, i);
-#pragma unroll
-        for (int n = 0; n < kTiles; ++n) {
-          if (n * 8 >= task.columns) break;
-          const Vector b = step_shared[(n * 8 + r) * kPitch + step * 4 + q];
-#pragma unroll
-          for (int m = 0; m < 2; ++m) {
-            mma<IO>(sums[m][n], rows[m][0], b.word[0], b.word[1]);
-            mma<IO>(sums[m][n], rows[m][1], b.word[2], b.word[3]);
-          }
-        }
+        multiply<IO>(sums, rows, step_shared + r * kPitch + step * 4 + q, kPitch, task.columns);
       }
     }
     __syncthreads();  // the partial sums take the place of the operand
@@ -223,16 +240,7 @@ struct BackwardMatrix : Partials<1, 8 * kTiles, 8 * Lane<IO>::kVector, 8> {
           for (int m = 0; m < kRowTiles * 8; ++m) rows[m / 8][m / 4 % 2][m % 4] = 0;
         }
         if ((from + kChunk) * kVector < task.end) weights.load(task, from + kChunk, i);
-#pragma unroll
-        for (int n = 0; n < kTiles; ++n) {
-          if (n * 8 >= task.columns) break;
-          const Vector b = step_shared[(n * 8 + r) * kPitch + step * 4 + q];
-#pragma unroll
-          for (int m = 0; m < kRowTiles; ++m) {
-            mma<IO>(sums[m][n], rows[m][0], b.word[0], b.word[1]);
-            mma<IO>(sums[m][n], rows[m][1], b.word[2], b.word[3]);
-          }
-        }
+        multiply<IO>(sums, rows, step_shared + r * kPitch + step * 4 + q, kPitch, task.columns);
       }
     }
     __syncthreads();
@@ -240,10 +248,10 @@ struct BackwardMatrix : Partials<1, 8 * kTiles, 8 * Lane<IO>::kVector, 8> {
     for (int n = 0; n < kTiles; ++n) {
 #pragma unroll
       for (int column = 0; column < 2; ++column) {
-        float* to = Base::at(slice, 0, n * 8 + 2 * q + column, r * kVector);
 #pragma unroll
         for (int m = 0; m < kRowTiles; m += 2) {
-          *reinterpret_cast<float4*>(to + 2 * m) =
+          float* to = Base::at(slice, 0, n * 8 + 2 * q + column, r * kVector + 2 * m);
+          *reinterpret_cast<float4*>(to) =
               make_float4(sums[m][n][column], sums[m][n][2 + column], sums[m + 1][n][column],
                           sums[m + 1][n][2 + column]);
         }

@@ -1,6 +1,8 @@
 // What both directions of the step engine share: which part of a step a thread block computes, and
 // how partial sums of a product meet, in one thread block or across a cluster of them.
 #pragma once
+#include <bit>
+
 #include "engine.h"
 #include "sequence.cuh"
 
@@ -8,6 +10,7 @@ namespace flashcell::cuda {
 
 struct Step {  // what a launch knows besides the parameters
   int t;
+  bool follows;   // another launch of the same call
   int rank_bits;  // log2 of the blocks of a cluster: each takes a part of the depth of the product
   int share;      // that part, in elements
   int N, D, ND;
@@ -19,12 +22,16 @@ struct Step {  // what a launch knows besides the parameters
 template <typename Product>
 struct Tile {
   int rank, unit, head;
+  int bits;       // log2 of the units of a rank
   int64_t first;  // first sequence
 
   DEVICE explicit Tile(const Step& step) {
-    rank = blockIdx.x & ((1 << step.rank_bits) - 1);
+    rank = blockIdx.x & ((1 << step.rank_bits) - 1), bits = Product::kUnitBits - step.rank_bits;
     first = int64_t(blockIdx.x >> step.rank_bits) * Product::kSequences;
     unit = blockIdx.y * Product::kUnits, head = blockIdx.z;
+  }
+  DEVICE int sequences(const SequenceParams& p) const {
+    return int(min(p.S - first, int64_t(Product::kSequences)));
   }
 };
 
@@ -59,8 +66,8 @@ struct Places {
   }
 };
 
-// Launches of a chain overlap: once all blocks of this one are past the wait, those of the next
-// start, load their weights and wait for the end of this one.
+// Launches overlap: once all blocks of this one are past the wait, those of the next start, load
+// what nobody writes and wait for the end of this one.
 DEVICE void start_next() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");
@@ -194,46 +201,76 @@ DEVICE void leave([[maybe_unused]] int ranks) {
 #endif
 }
 
-// Partial sums in shared memory, [slice][row][column][unit], rows being the gates (forward) or one.
-// Four units of padding let the lanes of an accumulator store to 32 banks.
+// Partial sums in shared memory, [slice][row][four units][column][unit of four], rows being the
+// gates (forward) or one: what a rank reads of another is contiguous, or the way between them would
+// be slow. Four floats of padding let the lanes of an accumulator store to 32 banks.
 template <int kRowsOf, int kColumnsOf, int kUnitsOf, int kSlicesOf>
 struct Partials {
   static constexpr int kRows = kRowsOf, kSequences = kColumnsOf, kUnits = kUnitsOf;
-  static constexpr int kSlices = kSlicesOf, kPitch = kUnits + 4;
-  static constexpr int kUnitBits = kUnits == 4    ? 2
-                                   : kUnits == 8  ? 3
-                                   : kUnits == 16 ? 4
-                                   : kUnits == 32 ? 5
-                                                  : 6;
+  static constexpr int kSlices = kSlicesOf, kQuadPitch = 4 * kSequences + 4;
+  static constexpr int kRowPitch = kUnits / 4 * kQuadPitch, kSlicePitch = kRows * kRowPitch;
+  static constexpr int kUnitBits = std::countr_zero(unsigned(kUnits));
   static_assert(kUnits == 1 << kUnitBits);
-  static constexpr int kPartials = kSlices * kRows * kSequences * kPitch;
-  // The totals of a rank's own units follow: half of all, or less.
-  static constexpr int kPartialBytes =
-      (kPartials + kRows * kSequences * kUnits / 2) * sizeof(float);
+  static constexpr int kPartials = kSlices * kSlicePitch;
+  // The totals of a rank's own units follow, laid out alike: half of all, or less.
+  static constexpr int kPartialBytes = (kPartials + kSlicePitch / 2) * sizeof(float);
 
   static DEVICE float* at(int slice, int row, int column, int unit) {
     float* partials = reinterpret_cast<float*>(step_shared);
-    return partials + ((slice * kRows + row) * kSequences + column) * kPitch + unit;
+    return partials + slice * kSlicePitch + row * kRowPitch + offset(column, unit);
+  }
+  static DEVICE float* total_at(int row, int column, int unit, int bits) {
+    float* totals = reinterpret_cast<float*>(step_shared) + kPartials;
+    return totals + (row << (bits - 2)) * kQuadPitch + offset(column, unit);
+  }
+  static DEVICE int offset(int column, int unit) {
+    return unit / 4 * kQuadPitch + column * 4 + unit % 4;
   }
 
-  // Adds up what the blocks of a cluster have of 2^bits units from `unit` on.
+  // Adds up what the blocks of a cluster have of 2^bits units from `unit` on. A thread's loads of
+  // two places, four parts each, are on their way before the first is waited for.
   static DEVICE void gather(int ranks, int columns, int unit, int bits) {
-    float* totals = reinterpret_cast<float*>(step_shared) + kPartials;
-    const int quads = 1 << (bits - 2);
+    constexpr int kPlaces = 2, kParts = 4;
+    const int quads = bits - 2, count = kRows * kSequences << quads, parts = ranks * kSlices;
 #pragma unroll 1
-    for (int i = threadIdx.x; i < kRows * columns * quads; i += blockDim.x) {
-      const int row = i / quads / columns, column = i / quads - row * columns;
-      const float* from = at(0, row, column, unit + i % quads * 4);
-      float4 total = {};
-#pragma unroll 4
-      for (int rank = 0; rank < ranks; ++rank) {
+    for (int start = threadIdx.x; start < count; start += kPlaces * blockDim.x) {
+      float4 sums[kPlaces] = {};
+      int row[kPlaces], quad[kPlaces], column[kPlaces];
+      bool inside[kPlaces];
 #pragma unroll
-        for (int slice = 0; slice < kSlices; ++slice) {
-          const float4 part = load_peer(from + slice * (kRows * kSequences * kPitch), rank);
-          total.x += part.x, total.y += part.y, total.z += part.z, total.w += part.w;
+      for (int j = 0; j < kPlaces; ++j) {
+        const int i = start + j * int(blockDim.x), of = min(i, count - 1) / kSequences;
+        row[j] = of >> quads, quad[j] = of & ((1 << quads) - 1);
+        inside[j] = i < count && i % kSequences < columns;
+        column[j] = inside[j] ? i % kSequences : 0;
+      }
+#pragma unroll 1
+      for (int first = 0; first < parts; first += kParts) {
+        float4 values[kPlaces][kParts];
+#pragma unroll
+        for (int j = 0; j < kPlaces; ++j) {
+          const float* from = at(0, row[j], column[j], unit + quad[j] * 4);
+#pragma unroll
+          for (int k = 0; k < kParts; ++k) {
+            const int part = min(first + k, parts - 1);
+            values[j][k] = load_peer(from + part % kSlices * kSlicePitch, part / kSlices);
+          }
+        }
+#pragma unroll
+        for (int j = 0; j < kPlaces; ++j) {
+#pragma unroll
+          for (int k = 0; k < kParts; ++k) {
+            if (first + k >= parts) break;
+            sums[j].x += values[j][k].x, sums[j].y += values[j][k].y;
+            sums[j].z += values[j][k].z, sums[j].w += values[j][k].w;
+          }
         }
       }
-      reinterpret_cast<float4*>(totals)[(row * kSequences + column) * quads + i % quads] = total;
+#pragma unroll
+      for (int j = 0; j < kPlaces; ++j) {
+        if (!inside[j]) continue;
+        *reinterpret_cast<float4*>(total_at(row[j], column[j], quad[j] * 4, bits)) = sums[j];
+      }
     }
     __syncthreads();
     done_with_peers(ranks);
@@ -242,18 +279,14 @@ struct Partials {
   // In the order of the depth, whoever asks. `of` counts from the first unit of the rank.
   static DEVICE void sum(float (&total)[kRows], int ranks, int column, int of, int bits) {
 #pragma unroll
-    for (int row = 0; row < kRows; ++row) total[row] = 0;
-    if (ranks > 1) {
-      const float* totals = reinterpret_cast<const float*>(step_shared) + kPartials;
-#pragma unroll
-      for (int row = 0; row < kRows; ++row) {
-        total[row] = totals[((row * kSequences + column) << bits) + of];
-      }
-      return;
+    for (int row = 0; row < kRows; ++row) {
+      total[row] = ranks > 1 ? *total_at(row, column, of, bits) : 0;
     }
-    const float* from = at(0, 0, column, of);
+    if (ranks > 1) return;
 #pragma unroll
-    for (int i = 0; i < kSlices * kRows; ++i) total[i % kRows] += from[i * kSequences * kPitch];
+    for (int i = 0; i < kSlices * kRows; ++i) {
+      total[i % kRows] += *at(i / kRows, i % kRows, column, of);
+    }
   }
 };
 
