@@ -70,21 +70,14 @@ inline std::vector<Sequence> sequences(const Tensor& /*like*/, int64_t B, int64_
   return list;
 }
 
-template <typename Cell, typename... Cells>
-constexpr int cell_index(CellList<Cells...>) {
-  int index = 0, found = -1;
-  ((found = std::is_same_v<Cell, Cells> ? index : found, ++index), ...);
-  return found;
-}
-
 template <typename Cell>
 void run(const ForwardParams& params, Dtype dtype, bool /*tf32*/, const Tensor& /*like*/) {
-  backend().forward(cell_index<Cell>(AllCells()), dtype, params, host());
+  backend().forward(AllCells::index_of<Cell>(), dtype, params, host());
 }
 
 template <typename Cell>
 void run(const BackwardParams& params, Dtype dtype, bool /*tf32*/, const Tensor& /*like*/) {
-  backend().backward(cell_index<Cell>(AllCells()), dtype, params, host());
+  backend().backward(AllCells::index_of<Cell>(), dtype, params, host());
 }
 
 }  // namespace flashcell

@@ -1,32 +1,25 @@
 // The backward of the block engine: see block.cuh.
 #pragma once
-#include "block_forward.cuh"
+#include "block_pipeline.cuh"
 
 namespace flashcell::cuda {
 
 // Backward, a warp owns 16 units: rows r and r + 8 of a tile of the transposed weight are units r
 // and r + 8, the depth is (gate, unit).
 template <typename Cell_, typename IO_, int kWidth, int kPerLane, bool kRagged>
-struct BlockBackward {
-  using Cell = Cell_;
-  using IO = IO_;
-  using V = typename Lane<IO>::Value;
-  static constexpr int G = Cell::kGates, K = Cell::kStates, R = Cell::kBias, kKept = Cell::kSaved;
-  static constexpr int kThreads = kWidth * 2, kRow = G * kWidth + Lane<IO>::kVector;
-  static constexpr int kSteps = G * kWidth / (2 * Lane<IO>::kVector), kChains = 4;
-  static constexpr int kOperandBytes = kColumns * kRow * sizeof(IO);
+struct BlockBackward : BlockSizes<Cell_, IO_, kWidth, 16, Cell_::kGates * kWidth> {
+  using Sizes = BlockSizes<Cell_, IO_, kWidth, 16, Cell_::kGates * kWidth>;
+  using Sizes::G, Sizes::K, Sizes::R, Sizes::kKept;
+  using Sizes::kOperandBytes, Sizes::kRow, Sizes::kSteps, Sizes::kThreads;
+  using typename Sizes::Cell, typename Sizes::IO, typename Sizes::V;
+  static constexpr int kChains = 4;
   using Inputs = Pipeline<IO, kWidth, kKept + 1, kThreads, 2>;  // saved values, and dh
   using Outputs = Outbox<IO, kWidth, Cell::kSplitGrad ? 2 * G : G, kThreads>;  // dx, and dr
-
-  struct Shared {
-    IO operand[2][kColumns][kRow];  // dr of a step, by the parity of the step
-    typename Inputs::Shared inputs;
-    typename Outputs::Shared outputs;
-  };
+  using Shared = typename Sizes::template Memory<Inputs, Outputs>;  // the operand: dr of a step
 
   static DEVICE void run(const BackwardParams& p, Shared& shared) {
     const int lane = threadIdx.x % 32, q = lane % 4, D = int(p.D);
-    const int warp_unit = threadIdx.x / 32 * 16, unit = warp_unit + lane / 4;
+    const int warp_unit = threadIdx.x / 32 * Sizes::kUnits, unit = warp_unit + lane / 4;
     const bool in_head[2] = {unit < D, unit + 8 < D};
     const int64_t head = blockIdx.x % p.N, tile = blockIdx.x / p.N, first = tile * (4 * kPerLane);
     const int64_t ND = p.N * p.D, at = head * p.D + unit;

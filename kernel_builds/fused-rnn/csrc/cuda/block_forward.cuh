@@ -4,39 +4,24 @@
 
 namespace flashcell::cuda {
 
-// The sequence of a column of the tile that starts at `first`; p.S, an empty one, where there is
-// none.
-template <int kPerLane>
-DEVICE int64_t sequence_of(const SequenceParams& p, int64_t first, int column) {
-  if (kPerLane == 1 && column % 2 == 1) return p.S;
-  return min(p.S, first + (kPerLane == 1 ? column / 2 : column));
-}
-
 // kWidth: D rounded up. kPerLane: columns of a lane. kRagged: sequences may differ in length, and
 // steps may reset or hold.
 //
 // Forward, a warp owns 8 units: rows r and r + 8 of a tile of the weight are two gates of unit r.
 template <typename Cell_, typename IO_, int kWidth, int kPerLane, bool kRagged>
-struct BlockForward {
-  using Cell = Cell_;
-  using IO = IO_;
-  using V = typename Lane<IO>::Value;
-  static constexpr int G = Cell::kGates, K = Cell::kStates, R = Cell::kBias, kKept = Cell::kSaved;
-  static constexpr int kThreads = kWidth * 4, kRow = kWidth + Lane<IO>::kVector;
-  static constexpr int kSteps = kWidth / (2 * Lane<IO>::kVector);  // of the matrix instruction
-  static constexpr int kTiles = (G + 1) / 2, kOperandBytes = kColumns * kRow * sizeof(IO);
+struct BlockForward : BlockSizes<Cell_, IO_, kWidth, 8, kWidth> {
+  using Sizes = BlockSizes<Cell_, IO_, kWidth, 8, kWidth>;
+  using Sizes::G, Sizes::K, Sizes::R, Sizes::kKept;
+  using Sizes::kOperandBytes, Sizes::kRow, Sizes::kSteps, Sizes::kThreads;
+  using typename Sizes::Cell, typename Sizes::IO, typename Sizes::V;
+  static constexpr int kTiles = (G + 1) / 2;
   using Inputs = Pipeline<IO, kWidth, G, kThreads, 1>;
-  using Outputs = Outbox<IO, kWidth, kKept + 2, kThreads>;  // h, h_prev, saved values
-
-  struct Shared {
-    IO operand[2][kColumns][kRow];  // h before a step, by the parity of the step
-    typename Inputs::Shared inputs;
-    typename Outputs::Shared outputs;
-  };
+  using Outputs = Outbox<IO, kWidth, kKept + 2, kThreads>;          // h, h_prev, saved values
+  using Shared = typename Sizes::template Memory<Inputs, Outputs>;  // the operand: h before a step
 
   static DEVICE void run(const ForwardParams& p, Shared& shared) {
     const int lane = threadIdx.x % 32, q = lane % 4, D = int(p.D);
-    const int warp_unit = threadIdx.x / 32 * 8, unit = warp_unit + lane / 4;
+    const int warp_unit = threadIdx.x / 32 * Sizes::kUnits, unit = warp_unit + lane / 4;
     const bool in_head = unit < D;
     const int64_t head = blockIdx.x % p.N, first = blockIdx.x / p.N * (4 * kPerLane);
     const int64_t ND = p.N * p.D, at = head * p.D + unit;

@@ -1,11 +1,38 @@
-// Inputs of the steps to come, on their way from global to shared memory: a ring of stages, each
-// the kRows rows of one step of eight columns. A step every 0.2 us against a memory latency of up
-// to 1 us make eight stages, where they fit.
+// What both directions of the block engine are made of: their sizes, and the ways in and out.
 #pragma once
 #include "sequence.cuh"
 #include "tiles.h"
 
 namespace flashcell::cuda {
+
+// The sequence of a column of the tile that starts at `first`; p.S, an empty one, where there is
+// none. kPerLane: columns of a lane.
+template <int kPerLane>
+DEVICE int64_t sequence_of(const SequenceParams& p, int64_t first, int column) {
+  if (kPerLane == 1 && column % 2 == 1) return p.S;
+  return min(p.S, first + (kPerLane == 1 ? column / 2 : column));
+}
+
+// Sizes of a direction that multiplies along `kDepth`, with `kUnitsOf` units in a warp. kWidth: D
+// rounded up.
+template <typename Cell_, typename IO_, int kWidth, int kUnitsOf, int kDepth>
+struct BlockSizes {
+  using Cell = Cell_;
+  using IO = IO_;
+  using V = typename Lane<IO>::Value;
+  static constexpr int G = Cell::kGates, K = Cell::kStates, R = Cell::kBias, kKept = Cell::kSaved;
+  static constexpr int kUnits = kUnitsOf, kThreads = 32 * kWidth / kUnits;
+  static constexpr int kRow = kDepth + Lane<IO>::kVector;          // padded: columns in other banks
+  static constexpr int kSteps = kDepth / (2 * Lane<IO>::kVector);  // of the matrix instruction
+  static constexpr int kOperandBytes = kColumns * kRow * sizeof(IO);
+
+  template <typename Inputs, typename Outputs>
+  struct Memory {
+    IO operand[2][kColumns][kRow];  // of the product of a step, by the parity of the step
+    typename Inputs::Shared inputs;
+    typename Outputs::Shared outputs;
+  };
+};
 
 // Inputs of the steps to come, on their way from global memory: a ring of stages, each the kRows
 // rows of one step. A step every 0.2 us and a memory latency of up to 1 us make eight stages, if

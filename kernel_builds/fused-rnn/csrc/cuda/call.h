@@ -123,23 +123,20 @@ template <typename Cell>
 void run(const ForwardParams& p, Dtype dtype, bool tf32, const Tensor& x) {
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   cuda::Launch launch = prepare<Cell>(p, dtype, tf32, is_aligned(x), x);
-  const int64_t bytes = cuda::forward_scratch<Cell>(p, dtype, launch);
+  const int64_t bytes = cuda::forward_scratch(p, dtype, launch);
   const Tensor scratch = new_tensor(x, {bytes}, ScalarType::Byte);
   launch.scratch = scratch.mutable_data_ptr();
-  cuda::forward<Cell>(p, dtype, launch);
+  cuda::forward(AllCells::index_of<Cell>(), p, dtype, launch);
 }
 
 template <typename Cell>
 void run(BackwardParams p, Dtype dtype, bool tf32, const Tensor& dh) {
   const torch::stable::accelerator::DeviceGuard guard(dh.get_device_index());
-  cuda::Launch launch = prepare<Cell>(p, dtype, tf32, true, dh);
+  const cuda::Launch launch = prepare<Cell>(p, dtype, tf32, true, dh);
   const int64_t tiles = (p.S + launch.tile - 1) / launch.tile;
   const Tensor partial = new_tensor(dh, {tiles, Cell::kBias, p.N, p.D}, ScalarType::Float);
   p.dbias_partial = partial.mutable_data_ptr();
-  const int64_t bytes = cuda::backward_scratch<Cell>(p, dtype, launch);
-  const Tensor scratch = new_tensor(dh, {bytes}, ScalarType::Byte);
-  launch.scratch = scratch.mutable_data_ptr();
-  cuda::backward<Cell>(p, dtype, launch);
+  cuda::backward(AllCells::index_of<Cell>(), p, dtype, launch);
   cuda::reduce_bias(static_cast<const float*>(p.dbias_partial), tiles, Cell::kBias * p.N * p.D,
                     static_cast<float*>(p.dbias), launch.stream);
 }

@@ -21,7 +21,7 @@ struct Launch {
   bool tf32;      // fp32 products may round their operands to tf32
   Engine engine;  // that was chosen
   int tile;       // sequences that share a row of dbias_partial: 8, or 4
-  void* scratch;  // as many bytes as forward_scratch, backward_scratch asked for
+  void* scratch;  // forward: as many bytes as forward_scratch asked for
 };
 
 // One thread block runs whole sequences of a head: the weight of the head fits its registers.

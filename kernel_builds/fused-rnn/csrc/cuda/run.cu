@@ -1,6 +1,7 @@
-// From a cell's name, an I/O dtype and the chosen engine to the function that runs it.
+// From a cell, an I/O dtype and the chosen engine to the function that runs it.
 #include <cuda_runtime.h>
 
+#include "../cells/all.h"
 #include "launch.h"
 #include "run.h"
 #include "step_scratch.h"
@@ -21,28 +22,37 @@ template <typename Function>
 static void with_io(Dtype dtype, Function function) {
   switch (dtype) {
     case Dtype::kBFloat16:
-      return function(bf16());
+      return function.template operator()<bf16>();
     case Dtype::kHalf:
-      return function(fp16());
+      return function.template operator()<fp16>();
     case Dtype::kFloat:
-      return function(float());
+      return function.template operator()<float>();
     case Dtype::kDouble:
       break;
   }
   throw std::invalid_argument("fused_rnn: no CUDA engine for float64");
 }
 
-static int io_bytes(Dtype dtype) { return dtype == Dtype::kFloat ? 4 : 2; }
-
-template <typename Cell>
-int64_t forward_scratch(const ForwardParams& p, Dtype dtype, const Launch& launch) {
-  return launch.engine == Engine::kStep ? step_forward_scratch(p, io_bytes(dtype)) : 0;
+template <typename... Cells, typename Function>
+static void with_cell(CellList<Cells...>, int cell, Function function) {
+  int index = 0;
+  ((index++ == cell ? function.template operator()<Cells>() : void()), ...);
 }
 
-template <typename Cell>
-void forward(const ForwardParams& p, Dtype dtype, const Launch& launch) {
-  with_io(dtype, [&](auto io) {
-    using IO = decltype(io);
+// `function` of the cell and the I/O type.
+template <typename Function>
+static void with_types(int cell, Dtype dtype, Function function) {
+  with_cell(AllCells(), cell, [&]<typename Cell>() {
+    with_io(dtype, [&]<typename IO>() { function.template operator()<Cell, IO>(); });
+  });
+}
+
+int64_t forward_scratch(const ForwardParams& p, Dtype dtype, const Launch& launch) {
+  return launch.engine == Engine::kStep ? step_scratch(p, dtype == Dtype::kFloat ? 4 : 2) : 0;
+}
+
+void forward(int cell, const ForwardParams& p, Dtype dtype, const Launch& launch) {
+  with_types(cell, dtype, [&]<typename Cell, typename IO>() {
     switch (launch.engine) {
       case Engine::kBlock:
         return forward_block<Cell, IO>(p, launch);
@@ -54,16 +64,8 @@ void forward(const ForwardParams& p, Dtype dtype, const Launch& launch) {
   });
 }
 
-template <typename Cell>
-int64_t backward_scratch(const BackwardParams& p, Dtype dtype, const Launch& launch) {
-  if (launch.engine != Engine::kStep) return 0;
-  return step_backward_scratch(p, Cell::kGates, io_bytes(dtype));
-}
-
-template <typename Cell>
-void backward(const BackwardParams& p, Dtype dtype, const Launch& launch) {
-  with_io(dtype, [&](auto io) {
-    using IO = decltype(io);
+void backward(int cell, const BackwardParams& p, Dtype dtype, const Launch& launch) {
+  with_types(cell, dtype, [&]<typename Cell, typename IO>() {
     switch (launch.engine) {
       case Engine::kBlock:
         return backward_block<Cell, IO>(p, launch);
@@ -74,15 +76,5 @@ void backward(const BackwardParams& p, Dtype dtype, const Launch& launch) {
     }
   });
 }
-
-template <typename... Cells>
-static void instantiate(CellList<Cells...>) {
-  // Taking the addresses makes every template above a symbol of this file.
-  static const void* volatile used[] = {
-      (const void*)&forward<Cells>..., (const void*)&backward<Cells>...,
-      (const void*)&forward_scratch<Cells>..., (const void*)&backward_scratch<Cells>...};
-  (void)used;
-}
-void instantiate_all() { instantiate(AllCells()); }
 
 }  // namespace flashcell::cuda

@@ -6,15 +6,10 @@ namespace flashcell::cuda {
 
 Device describe(int index);
 
-// Runs the engine that launch.engine names; T may be 0.
-template <typename Cell>
+// Runs the engine that launch.engine names; cell = position in AllCells. T may be 0.
 int64_t forward_scratch(const ForwardParams&, Dtype, const Launch&);
-template <typename Cell>
-void forward(const ForwardParams&, Dtype, const Launch&);
-template <typename Cell>
-int64_t backward_scratch(const BackwardParams&, Dtype, const Launch&);
-template <typename Cell>
-void backward(const BackwardParams&, Dtype, const Launch&);
+void forward(int cell, const ForwardParams&, Dtype, const Launch&);
+void backward(int cell, const BackwardParams&, Dtype, const Launch&);
 
 // The table of a batch's rows (lengths) or documents (cu_seqlens), longest first. Values out of
 // range are clamped: nothing is read or written out of bounds.

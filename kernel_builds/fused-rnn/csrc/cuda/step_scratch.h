@@ -4,15 +4,10 @@
 
 namespace flashcell::cuda {
 
-// The operand of the product, [2, S, N, D] io: the state h, rounded, by the parity of the step. A
-// single step reads it from `initial`.
-inline int64_t step_forward_scratch(const ForwardParams& p, int io_bytes) {
+// Forward, the operand of the product, [2, S, N, D] io: the state h, rounded, by the parity of the
+// step. A single step reads it from `initial`; backward it is dr, an output.
+inline int64_t step_scratch(const ForwardParams& p, int io_bytes) {
   return p.T > 1 ? 2 * p.S * p.N * p.D * io_bytes : 0;
-}
-
-// The operand is dr itself, an output.
-inline int64_t step_backward_scratch(const BackwardParams&, int /*gates*/, int /*io_bytes*/) {
-  return 0;
 }
 
 }  // namespace flashcell::cuda
