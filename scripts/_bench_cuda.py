@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from _bench_common import Row
 from _bench_timing import Sample, copies_beyond_l2, time_calls, time_graph
-from cases_cuda import Case, parameters, work
+from bench_case import Case
+from cases_cuda import parameters, passes, work
 from peers import make_peer
 from sides_cuda import Side, Unavailable, make_exact, make_ours, make_steps
 
@@ -60,7 +61,7 @@ class Bench:
         tf32 = "tf32" if case.dtype == "tf32" else "ieee"
         torch.backends.cuda.matmul.fp32_precision = tf32
         torch.backends.cudnn.rnn.fp32_precision = tf32
-        step = case.form.endswith("step")
+        step = case.is_step
         errors = self.check_step(case, "ours") if step else self.check(case)
         rows, best = [], {}
         for name in ["ours", *(peer for peer in case.peers if peer in peers)]:
@@ -139,7 +140,7 @@ class Bench:
         count = 1 if self.tiny else copies_beyond_l2(x.nbytes + dh.nbytes)
         sets = [(x.clone().detach().requires_grad_(), dh.clone()) for _ in range(count)]
         samples = {}
-        for which in case.passes:
+        for which in passes(case):
             side.train(which != "inference")
             call = lambda k, which=which: run(side, which, *sets[k % count])
             samples[which] = time_calls(call, self.device, self.budget)

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from _bench_common import Row
 from _bench_cuda import GATE
-from cases_cuda import Case, parameters
+from bench_case import Case
+from cases_cuda import parameters
 from peers import FlashRNN
 from sides_cuda import Ours, Unavailable
 

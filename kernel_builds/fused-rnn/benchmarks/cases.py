@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
+from bench_case import Case
 
 from flashcell.kernels import fused_rnn as reference
 
@@ -18,43 +19,38 @@ TORCH_MODULES = {
 }
 
 
-@dataclass(frozen=True)
-class Case:
-    """One line of the table: what runs, against whom, and the ratio it must reach."""
-
-    name: str
-    cell: str
-    batch: int
-    steps: int
-    heads: int
-    width: int
-    dtype: str
-    peer: str  # "torch": torch.nn, one module per head; "reference": our loop in torch
-    required: float | None = None
-
-    @property
-    def passes(self) -> tuple[str, ...]:
-        return ("forward", "train") if self.steps > 1 else ("step",)
+def _case(name: str, cell: str, shape: str, dtype: str, peer: str, required=None) -> Case:
+    """shape: "b16 t256 1x768"."""
+    batch, steps, heads, width = map(int, re.findall(r"\d+", shape))
+    form = "linear" if steps > 1 else "linear-step"
+    return Case(
+        name, cell, batch, steps, heads, width, form, dtype, peers=(peer,), required=required
+    )
 
 
 CASES = [
-    Case("lstm-b16", "lstm", 16, 256, 1, 768, "float32", "torch", 0.95),
-    Case("gru-b16", "gru", 16, 256, 1, 768, "float32", "torch", 1.7),
-    Case("lstm-b1", "lstm", 1, 256, 1, 768, "float32", "torch", 1.0),
-    Case("gru-b1", "gru", 1, 256, 1, 768, "float32", "torch", 1.7),
-    Case("lstm-heads", "lstm", 16, 256, 12, 64, "float32", "torch", 3.0),
-    Case("gru-heads", "gru", 16, 256, 12, 64, "float32", "torch", 3.0),
-    Case("lstm-heads-reference", "lstm", 16, 256, 12, 64, "float32", "reference", 20.0),
-    Case("lstm-step", "lstm", 1, 1, 1, 768, "float32", "torch", 2.0),
-    Case("gru-step", "gru", 1, 1, 1, 768, "float32", "torch", 2.0),
-    Case("lstm-bf16", "lstm", 16, 256, 1, 768, "bfloat16", "torch", 1.0),
-    Case("gru-bf16", "gru", 16, 256, 1, 768, "bfloat16", "torch"),
-    Case("lstm-fp16", "lstm", 16, 256, 1, 768, "float16", "torch"),
-    Case("lstm-fp64", "lstm", 16, 256, 1, 768, "float64", "torch"),
-    Case("rnn-b16", "rnn_tanh", 16, 256, 1, 768, "float32", "torch"),
-    Case("slstm-heads", "slstm", 16, 256, 12, 64, "float32", "reference"),
-    Case("slstm-heads-bf16", "slstm", 16, 256, 12, 64, "bfloat16", "reference"),
+    _case("lstm-b16", "lstm", "b16 t256 1x768", "float32", "torch", 0.95),
+    _case("gru-b16", "gru", "b16 t256 1x768", "float32", "torch", 1.7),
+    _case("lstm-b1", "lstm", "b1 t256 1x768", "float32", "torch", 1.0),
+    _case("gru-b1", "gru", "b1 t256 1x768", "float32", "torch", 1.7),
+    _case("lstm-heads", "lstm", "b16 t256 12x64", "float32", "torch", 3.0),
+    _case("gru-heads", "gru", "b16 t256 12x64", "float32", "torch", 3.0),
+    _case("lstm-heads-reference", "lstm", "b16 t256 12x64", "float32", "reference", 20.0),
+    _case("lstm-step", "lstm", "b1 t1 1x768", "float32", "torch", 2.0),
+    _case("gru-step", "gru", "b1 t1 1x768", "float32", "torch", 2.0),
+    _case("lstm-bf16", "lstm", "b16 t256 1x768", "bfloat16", "torch", 1.0),
+    _case("gru-bf16", "gru", "b16 t256 1x768", "bfloat16", "torch"),
+    _case("lstm-fp16", "lstm", "b16 t256 1x768", "float16", "torch"),
+    _case("lstm-fp64", "lstm", "b16 t256 1x768", "float64", "torch"),
+    _case("rnn-b16", "rnn_tanh", "b16 t256 1x768", "float32", "torch"),
+    _case("slstm-heads", "slstm", "b16 t256 12x64", "float32", "reference"),
+    _case("slstm-heads-bf16", "slstm", "b16 t256 12x64", "bfloat16", "reference"),
 ]
+
+
+def passes(case: Case) -> tuple[str, ...]:
+    """A "forward" keeps nothing; "train" is forward, backward, all gradients."""
+    return ("step",) if case.is_step else ("forward", "train")
 
 
 def has_torch_peer(case: Case) -> bool:
@@ -63,13 +59,13 @@ def has_torch_peer(case: Case) -> bool:
 
 def parameters(case: Case) -> dict[str, torch.Tensor]:
     """x [B, T, I], w_ih [G, N, D, I], w_hh [G, N, D, D], bias [R, N, D], state [K, B, N, D], dh."""
-    spec, inputs = CELLS[case.cell], case.heads * case.width
+    spec, inputs = CELLS[case.cell], case.inputs
     B, T, N, D, G = case.batch, case.steps, case.heads, case.width, spec.gates
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
         values = torch.randn(shape, generator=generator) * scale
-        return values.to(getattr(torch, case.dtype))
+        return values.to(case.torch_dtype)
 
     return {
         "x": normal(B, T, inputs),
@@ -147,9 +143,9 @@ def work(case: Case, which: str, rate: float, bandwidth: Callable) -> tuple[floa
     A walk through time takes its arithmetic, or reading the recurrent weight once a step if that is
     longer. Training walks twice, and has the projection's and one recurrent product besides.
     """
-    G, I, rows = CELLS[case.cell].gates, case.heads * case.width, case.batch * case.steps
+    G, I, rows = CELLS[case.cell].gates, case.inputs, case.batch * case.steps
     project, recur = 2e-9 * rows * G * I * I, 2e-9 * rows * G * I * case.width
-    weight = G * I * case.width * getattr(torch, case.dtype).itemsize
+    weight = G * I * case.width * case.torch_dtype.itemsize
     if which == "step":  # one row: both weights are read once
         weight *= 1 + I // case.width
         walk = max((project + recur) / rate * 1e3, weight / bandwidth(weight) * 1e-6)

@@ -3,61 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fnmatch import fnmatchcase
 
 import torch
+from bench_case import Case
 from floor_cuda import Walk, floor_seconds
 
 from flashcell.kernels import fused_rnn as reference
 
 CELLS = reference.CELLS
-TORCH_DTYPES = {"tf32": torch.float32}
 
 
-@dataclass(frozen=True)
-class Case:
-    """What runs, beside whom, and in how many milliseconds it must."""
-
-    name: str
-    cell: str
-    batch: int
-    steps: int
-    heads: int
-    width: int
-    # "op": x comes projected; "linear": F.linear before the op; "module": flashcell's modules;
-    # "step": one decoding step, x projected; "linear-step": the projection inside
-    form: str = "op"
-    dtype: str = "bfloat16"  # or float16, float32, tf32: fp32 with tf32 products
-    peers: tuple[str, ...] = ()  # of peers.PEERS
-    limits: tuple[float | None, float | None] = (None, None)  # ms: forward or step, train
-    save: str = "gates"
-    layers: int = 1
-    directions: int = 1
-    packed: bool = False  # lengths from T/2 to T
-
-    @property
-    def passes(self) -> tuple[str, ...]:
-        """A "forward" keeps what the backward needs; "train" is forward, backward, all gradients."""
-        return ("step",) if self.form.endswith("step") else ("inference", "forward", "train")
-
-    def limit(self, which: str) -> float | None:
-        if which == "inference":
-            return None
-        return self.limits[which == "train"]
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        return TORCH_DTYPES.get(self.dtype) or getattr(torch, self.dtype)
-
-    @property
-    def inputs(self) -> int:  # I: width of x, where x is not projected
-        return self.heads * self.width
-
-    def short(self, steps: int, batch: int | None = None) -> Case:
-        return replace(
-            self, steps=min(steps, self.steps), batch=min(batch or self.batch, self.batch)
-        )
+def passes(case: Case) -> tuple[str, ...]:
+    """A "forward" keeps what the backward needs; "train" is forward, backward, all gradients."""
+    return ("step",) if case.is_step else ("inference", "forward", "train")
 
 
 def parameters(case: Case, device: str, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -82,7 +42,7 @@ def parameters(case: Case, device: str, seed: int = 0) -> dict[str, torch.Tensor
     p["bias"] = normal(spec.bias_rows, N, D, scale=0.1)
     if case.form in ("linear", "linear-step"):
         p["w_ih"] = normal(G, N, D, inputs, scale=inputs**-0.5)
-    if case.form.endswith("step"):
+    if case.is_step:
         p["state"] = normal(spec.states, B, N, D, scale=0.5).float()  # as the step before left it
         if case.cell == "slstm":
             p["state"][2] = p["state"][2].abs() + 0.5  # n > 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from cases_cuda import Case
+from bench_case import Case
 from sides_cuda import CUDNN, Module, Parameters, Side, Unavailable, leaf
 from torch import Tensor
 from torch.nn import functional as F
