@@ -11,7 +11,8 @@ Every sequence function takes, besides what its docstring says,
     hold        [B, T] bool      at a marked step the state passes through and h is 0 (padding)
     lengths     [B] int          row b ends after lengths[b] steps: later marks of reset count no more
     cu_seqlens  [S + 1] int      documents packed into one row: x is [1, total, G, N, D], states are
-                                 [S, N, D], document s is x[0, cu_seqlens[s]:cu_seqlens[s + 1]]
+                                 [S, N, D], document s is x[0, cu_seqlens[s]:cu_seqlens[s + 1]]:
+                                 offsets from 0 to total that never decrease
     grad_clip   float            clips, element by element, the gradient that reaches h through the
                                  recurrent product to [-grad_clip, grad_clip]; 0 cuts it
     precision   "highest"|"tf32" fp32 products on tensor cores; the CPU always computes "highest"
@@ -22,7 +23,11 @@ and returns ``(h, state)``: h [B, T, N, D] in x's dtype and the K last states in
 fp64), unrounded. Sums are in fp32 (fp64); h is rounded to x's dtype only as an operand of the
 recurrent product. Weights in another dtype than x are cast inside, their gradients come back in
 their own. Wrong arguments raise TypeError or ValueError naming the argument, what it was and what
-it must be; a backend that is not here raises RuntimeError.
+it must be; a backend that is not here raises RuntimeError. What only the values of lengths and
+cu_seqlens tell (their range and order) is checked on the CPU. On CUDA, where reading them would wait
+for the GPU, it is checked if FLASHCELL_CHECK=1 is set, and not in a compiled graph: without the check,
+lengths are clamped to 0..T, and what cu_seqlens gives is undefined, though nothing is read or written
+outside the tensors.
 """
 
 from typing import Tuple
