@@ -71,32 +71,21 @@ def python_text(constants: Constants, measured: Measured) -> str:
         lines.append(f"{engine.upper()} = {{{entries}}}")
     lines += [
         "",
-        "# Registers of a lane as ptxas reports them, the most of a kernel's instantiations: a row for",
-        "# an engine, a direction and a cell; dtype bits, compiled width (0: any) and registers.",
-        "_TABLE = {",
+        "# Registers of a lane as ptxas reports them, the most of a kernel's instantiations: arch ->",
+        "# engine, direction and cell -> dtype bits, the width it is compiled for (if one), registers.",
+        "REGISTERS: Dict[int, Dict[str, str]] = {",
     ]
     for arch in sorted({arch for arch, _ in measured}):
         rows: dict[str, list[str]] = {}
         for (of_arch, kernel), (registers, *_) in sorted(measured.items()):
             if of_arch == arch:
-                engine, direction, cell, bits, *width = kernel.split("-")
-                entry = f"{bits}-{width[0] if width else 0}:{registers}"
+                engine, direction, cell, *size = kernel.split("-")
+                entry = f"{'-'.join(size)}:{registers}"
                 rows.setdefault(f"{engine}-{direction}-{cell}", []).append(entry)
         lines.append(f"    {arch}: {{")
         lines += [f'        "{name}": "{" ".join(r)}",' for name, r in sorted(rows.items())]
         lines.append("    },")
-    lines += [
-        "}",
-        "",
-        "REGISTERS: Dict[int, Dict[str, int]] = {}  # arch -> kernel -> registers",
-        "for _arch, _kernels in _TABLE.items():",
-        "    REGISTERS[_arch] = {",
-        '        f"{name}-{entry.split(\':\')[0]}".replace("-0", ""): int(entry.split(":")[1])',
-        "        for name, entries in _kernels.items()",
-        "        for entry in entries.split()",
-        "    }",
-    ]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, "}"]) + "\n"
 
 
 def csv_text(rows: list[dict[str, object]]) -> str:

@@ -233,8 +233,9 @@ class Plan(NamedTuple):
         return "\n".join(lines)
 
 
-def _registers(device: Device, kernel: str) -> str:
-    used = REGISTERS.get(device.arch, {}).get(kernel)
+def _registers(device: Device, kernel: str, size: str) -> str:
+    measured = REGISTERS.get(device.arch, {}).get(kernel, "").split()
+    used = dict(entry.split(":") for entry in measured).get(size)
     return "not measured" if used is None else f"{used} a lane"
 
 
@@ -272,8 +273,8 @@ def explain_plan(
             tiles[f"threads {direction}"] = str(padded * per_unit)
             used = block_shared_bytes(sizes_of, width, element, direction)
             limits.append(Limit(f"{direction} shared memory", used, device.shared_bytes, "bytes"))
-            kernel = f"block-{direction}-{cell}-{8 * element}-{padded}"
-            tiles[f"registers {direction}"] = _registers(device, kernel)
+            registers = _registers(device, f"block-{direction}-{cell}", f"{8 * element}-{padded}")
+            tiles[f"registers {direction}"] = registers
     elif engine == "chip":
         members, count = _divide_up(width, CHIP["units"]), _divide_up(batch, COLUMNS)
         launches = _divide_up(heads, device.processors // members)
@@ -293,8 +294,8 @@ def explain_plan(
             held = min(chunks, held_chunks(shape))
             tiles[f"chunks {direction}"] = f"{held} in registers, {chunks - held} in shared memory"
             limits += chip_limits(shape, width, device, direction)[1:]
-            kernel = f"chip-{direction}-{cell}-{8 * element}"
-            tiles[f"registers {direction}"] = _registers(device, kernel)
+            registers = _registers(device, f"chip-{direction}-{cell}", str(8 * element))
+            tiles[f"registers {direction}"] = registers
         limits = list(dict.fromkeys(limits))
     what = f"{cell} {heads}x{width}, batch {batch}, {steps} steps, {name}"
     return Plan(engine, device, what, tiles, limits, refused)
