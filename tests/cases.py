@@ -63,11 +63,14 @@ def generator(case: Case) -> torch.Generator:
     return torch.Generator("cpu").manual_seed(sum(map(ord, str(case))))
 
 
-def make(cell, case: Case, dtype: torch.dtype) -> dict:
+def make(cell, case: Case, dtype: torch.dtype, device: str = DEVICE) -> dict:
     """Arguments of `recurrent(cell.name, **arguments)`: values drawn in float64, then rounded."""
     with torch.device("cpu"):
-        call = _draw(cell, case, dtype)
-    place = lambda v: v.to(DEVICE) if isinstance(v, torch.Tensor) else v
+        return to_device(_draw(cell, case, dtype), device)
+
+
+def to_device(call: dict, device: str) -> dict:
+    place = lambda v: v.to(device) if isinstance(v, torch.Tensor) else v
     return {k: tuple(map(place, v)) if k == "state" else place(v) for k, v in call.items()}
 
 
