@@ -10,6 +10,12 @@ CELL = reference.CELLS["lstm"]
 B, T, N, D = 2, 4, 2, 8
 
 
+@pytest.fixture(autouse=True)
+def checked(monkeypatch):
+    """On CUDA values are read, which waits for the GPU, only if asked for."""
+    monkeypatch.setenv("FLASHCELL_CHECK", "1")
+
+
 def base(options=("state",)):
     return make(CELL, Case(B, T, N, D, options), torch.float32)
 

@@ -234,9 +234,8 @@ class Plan(NamedTuple):
 
 
 def _registers(device: Device, kernel: str, size: str) -> str:
-    measured = REGISTERS.get(device.arch, {}).get(kernel, "").split()
-    used = dict(entry.split(":") for entry in measured).get(size)
-    return "not measured" if used is None else f"{used} a lane"
+    row = dict(entry.split(":") for entry in REGISTERS.get(device.arch, {}).get(kernel, "").split())
+    return f"{row[size]} a lane" if size in row else "not measured"
 
 
 def explain_plan(
@@ -273,8 +272,8 @@ def explain_plan(
             tiles[f"threads {direction}"] = str(padded * per_unit)
             used = block_shared_bytes(sizes_of, width, element, direction)
             limits.append(Limit(f"{direction} shared memory", used, device.shared_bytes, "bytes"))
-            registers = _registers(device, f"block-{direction}-{cell}", f"{8 * element}-{padded}")
-            tiles[f"registers {direction}"] = registers
+            kernel, size = f"block-{direction}-{cell}", f"{8 * element}-{padded}"
+            tiles[f"registers {direction}"] = _registers(device, kernel, size)
     elif engine == "chip":
         members, count = _divide_up(width, CHIP["units"]), _divide_up(batch, COLUMNS)
         launches = _divide_up(heads, device.processors // members)
@@ -294,8 +293,8 @@ def explain_plan(
             held = min(chunks, held_chunks(shape))
             tiles[f"chunks {direction}"] = f"{held} in registers, {chunks - held} in shared memory"
             limits += chip_limits(shape, width, device, direction)[1:]
-            registers = _registers(device, f"chip-{direction}-{cell}", str(8 * element))
-            tiles[f"registers {direction}"] = registers
+            kernel = f"chip-{direction}-{cell}"
+            tiles[f"registers {direction}"] = _registers(device, kernel, str(8 * element))
         limits = list(dict.fromkeys(limits))
     what = f"{cell} {heads}x{width}, batch {batch}, {steps} steps, {name}"
     return Plan(engine, device, what, tiles, limits, refused)
