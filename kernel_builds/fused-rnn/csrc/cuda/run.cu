@@ -36,6 +36,8 @@ static int io_bytes(Dtype dtype) { return dtype == Dtype::kFloat ? 4 : 2; }
 
 template <typename Cell>
 int64_t forward_scratch(const ForwardParams& p, Dtype dtype, const Launch& launch) {
+  const int64_t initial = p.initial != nullptr ? p.S * p.N * p.D * io_bytes(dtype) : 0;
+  if (launch.engine == Engine::kChip) return initial;
   return launch.engine == Engine::kStep ? step_forward_scratch(p, io_bytes(dtype)) : 0;
 }
 
