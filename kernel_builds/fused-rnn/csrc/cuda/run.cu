@@ -46,6 +46,9 @@ void forward(const ForwardParams& p, Dtype dtype, const Launch& launch) {
     switch (launch.engine) {
       case Engine::kBlock:
         return forward_block<Cell, IO>(p, launch);
+      case Engine::kCluster:
+        if constexpr (sizeof(IO) == 2) return forward_cluster<Cell, IO>(p, launch);
+        break;
       case Engine::kChip:
         return forward_chip<Cell, IO>(p, launch);
       case Engine::kStep:
@@ -67,6 +70,9 @@ void backward(const BackwardParams& p, Dtype dtype, const Launch& launch) {
     switch (launch.engine) {
       case Engine::kBlock:
         return backward_block<Cell, IO>(p, launch);
+      case Engine::kCluster:
+        if constexpr (sizeof(IO) == 2) return backward_cluster<Cell, IO>(p, launch);
+        break;
       case Engine::kChip:
         return backward_chip<Cell, IO>(p, launch);
       case Engine::kStep:
