@@ -34,6 +34,7 @@ CHIP = [
     Case(40, 8, 1, 768, ("state",)),
     Case(2, 6, 1, 1024, ("state",)),
 ]
+CLUSTER = [case for case in CHIP if case.D <= 512]
 HUGE = [Case(2, 4, 1, 2048, ("state",)), Case(2, 3, 1, 2104, ("state",)), Case(2, 3, 1, 2688, ())]
 DTYPES = [torch.bfloat16, torch.float16]
 
@@ -55,7 +56,10 @@ def compare(fused_rnn, name, case, dtype, **options):
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
 @pytest.mark.parametrize(
     ("engine", "case"),
-    [("block", c) for c in BLOCK] + [("chip", c) for c in [BLOCK[3], BLOCK[4], *CHIP]],
+    [("block", c) for c in BLOCK]
+    + [(engine, c) for engine in ("cluster", "chip") for c in [BLOCK[3], BLOCK[4]]]
+    + [("cluster", c) for c in CLUSTER]
+    + [("chip", c) for c in CHIP],
     ids=str,
 )
 def test_engine_is_as_exact_as_the_reference(fused_rnn, monkeypatch, name, engine, case, dtype):
