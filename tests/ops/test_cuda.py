@@ -45,6 +45,11 @@ TINY = {
         Case(9, 3, 1, 160, ("state",)),
         *(Case(2, 2, 1, D, ("state",)) for D in (264, 520, 1048)),
     ],
+    "cluster": [
+        Case(3, 3, 1, 136, MASKS),
+        Case(9, 3, 1, 160, ("state",)),
+        *(Case(2, 2, 1, D, ("state",)) for D in (264, 392, 512)),
+    ],
     "step": [
         Case(1, 1, 1, 16, ("state",)),
         Case(3, 3, 2, 40, MASKS),
@@ -53,6 +58,7 @@ TINY = {
         Case(5, 2, 2, 13, ("state",)),
     ],
 }
+CLUSTER = [case for case in CHIP if case.D <= 512]
 HUGE = [Case(2, 4, 1, 2048, ("state",)), Case(2, 3, 1, 2104, ("state",)), Case(2, 3, 1, 2688, ())]
 DTYPES = [torch.bfloat16, torch.float16]
 
@@ -74,7 +80,10 @@ def compare(fused_rnn, name, case, dtype, change=dict, **options):
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
 @pytest.mark.parametrize(
     ("engine", "case"),
-    [("block", c) for c in BLOCK] + [("chip", c) for c in [BLOCK[3], BLOCK[4], *CHIP]],
+    [("block", c) for c in BLOCK]
+    + [(engine, c) for engine in ("cluster", "chip") for c in [BLOCK[3], BLOCK[4]]]
+    + [("cluster", c) for c in CLUSTER]
+    + [("chip", c) for c in CHIP],
     ids=str,
 )
 def test_engine_is_as_exact_as_the_reference(fused_rnn, monkeypatch, name, engine, case, dtype):

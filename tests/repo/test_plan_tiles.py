@@ -39,13 +39,14 @@ int main() {
   Problem p{};
   Device d{};
   int tf32, aligned;
-  const char* names[] = {"block", "chip", "step"};
+  const char* names[] = {"block", "cluster", "chip", "step"};
   while (std::scanf("%ld %ld %ld %ld %d %d %d %d %d %d %d", &p.S, &p.T, &p.N, &p.D, &p.gates,
                     &p.io_bytes, &tf32, &aligned, &d.arch, &d.processors, &d.shared_bytes) == 11) {
     p.tf32 = tf32, p.aligned = aligned;
     const auto forward = chip::forward_shape(p.gates, 4, p.io_bytes);
     const auto backward = chip::backward_shape(p.gates, 4, 7, 4, p.io_bytes);
-    std::printf("%s %d %ld %ld\n", names[int(select_engine(p, d))], block_tile(p, d),
+    const Engine engine = select_engine(p, d);
+    std::printf("%s %d %ld %ld\n", names[int(engine)], tile_of(engine, p, d),
                 long(chip::shared_bytes(forward, p.D)), long(chip::shared_bytes(backward, p.D)));
   }
 }
@@ -53,7 +54,28 @@ int main() {
 
 
 def problems():
-    widths = (1, 7, 8, 32, 60, 64, 65, 72, 128, 136, 512, 768, 1024, 1312, 1408, 2048, 2112, 2304)
+    widths = (
+        1,
+        7,
+        8,
+        32,
+        60,
+        64,
+        65,
+        72,
+        128,
+        136,
+        256,
+        320,
+        512,
+        768,
+        1024,
+        1312,
+        1408,
+        2048,
+        2112,
+        2304,
+    )
     some = itertools.product(widths, (1, 3, 4), (2, 4), (True, False), plan.DEVICES)
     for i, (D, gates, element, tf32, device) in enumerate(some):
         S, N, T, aligned = (1, 16, 130)[i % 3], (1, 12, 48)[i // 3 % 3], 1 + i % 5, i % 7 > 0
@@ -74,10 +96,12 @@ def test_plan_is_the_binarys(tmp_path):
             plan.forward_shape(p.gates, 4, p.io_bytes),
             plan.backward_shape(p.gates, 4, 7, 4, p.io_bytes),
         )
-        ours = [plan.select_engine(p, device)[0], plan.block_tile(p, device)]
+        engine = plan.select_engine(p, device)[0]
+        tile = {"block": plan.block_tile, "cluster": plan.cluster_tile}.get(engine, lambda *_: 8)
+        ours = [engine, tile(p, device)]
         ours += [plan.chip_shared_bytes(shape, p.D) for shape in shapes]
         assert " ".join(map(str, ours)) == answer, (p, device)
-    assert {plan.select_engine(p, d)[0] for p, d in asked} == {"block", "chip", "step"}
+    assert {plan.select_engine(p, d)[0] for p, d in asked} == {"block", "cluster", "chip", "step"}
 
 
 def test_explain_plan_names_engine_and_binding_limit():

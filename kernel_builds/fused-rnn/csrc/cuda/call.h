@@ -81,22 +81,26 @@ inline SequenceTable sequences(const Tensor& like, int64_t B, int64_t T,
   return {S, table};
 }
 
-// FLASHCELL_CUDA_ENGINE=block|chip|step asks for one by name.
+// FLASHCELL_CUDA_ENGINE=block|cluster|chip|step asks for one by name.
 inline cuda::Engine engine_for(const cuda::Problem& problem, const cuda::Device& device) {
   using cuda::Engine;
   const char* wanted = std::getenv("FLASHCELL_CUDA_ENGINE");
   const Engine chosen = cuda::select_engine(problem, device);
   if (wanted == nullptr || *wanted == 0) return chosen;
   const std::string_view name = wanted;
-  STD_TORCH_CHECK(name == "block" || name == "chip" || name == "step", "FLASHCELL_CUDA_ENGINE is ",
-                  wanted, ", but must be block, chip or step");
-  const Engine asked = name == "block"  ? Engine::kBlock
-                       : name == "chip" ? Engine::kChip
-                                        : Engine::kStep;
-  const bool runs =
-      asked == Engine::kStep || asked == chosen ||
-      (asked == Engine::kChip && chosen == Engine::kBlock &&
-       cuda::chip::fits_every_cell(problem.gates, problem.io_bytes, problem.D, device));
+  STD_TORCH_CHECK(name == "block" || name == "cluster" || name == "chip" || name == "step",
+                  "FLASHCELL_CUDA_ENGINE is ", wanted,
+                  ", but must be block, cluster, chip or step");
+  const Engine asked = name == "block"     ? Engine::kBlock
+                       : name == "cluster" ? Engine::kCluster
+                       : name == "chip"    ? Engine::kChip
+                                           : Engine::kStep;
+  const int64_t D = problem.D;
+  const bool fits =
+      (asked == Engine::kCluster && cuda::cluster::fits(D, problem.io_bytes, device)) ||
+      (asked == Engine::kChip &&
+       cuda::chip::fits_every_cell(problem.gates, problem.io_bytes, D, device));
+  const bool runs = asked == Engine::kStep || asked == chosen || (chosen != Engine::kStep && fits);
   STD_TORCH_CHECK(runs, "FLASHCELL_CUDA_ENGINE=", wanted, " does not run a head of width ",
                   problem.D, " here");
   return asked;
@@ -114,8 +118,7 @@ cuda::Launch prepare(const SequenceParams& p, Dtype dtype, bool tf32, bool align
   const int io_bytes = dtype == Dtype::kFloat ? 4 : 2;
   const cuda::Problem problem{p.S, p.T, p.N, p.D, Cell::kGates, io_bytes, tf32, aligned};
   launch.engine = engine_for(problem, launch.device);
-  const bool is_block = launch.engine == cuda::Engine::kBlock;
-  launch.tile = is_block ? cuda::block_tile(problem, launch.device) : 8;
+  launch.tile = cuda::tile_of(launch.engine, problem, launch.device);
   return launch;
 }
 

@@ -1,5 +1,6 @@
 // A thread block of the whole-chip engine: what its warps share and how they hand work over.
 #pragma once
+#include "barriers.cuh"
 #include "chip_pass.cuh"
 
 namespace flashcell::cuda::chip {
@@ -50,59 +51,6 @@ struct alignas(16) Shared {  // and behind it the weight that is not in register
 // Named barriers. The product warps arrive at kFilled + i when the partial sums i are complete, the
 // cell warps wait for them there.
 constexpr int kFilled = 1, kCellsOnly = 3, kRound = 4;
-
-template <int kCount>
-DEVICE void barrier_arrive(int id) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(id), "n"(kCount) : "memory");
-}
-template <int kCount>
-DEVICE void barrier_wait(int id) {
-  asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(kCount) : "memory");
-}
-
-DEVICE void mbarrier_init(uint64_t& barrier, int count) {
-  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(&barrier)), "r"(count)
-               : "memory");
-}
-DEVICE void mbarrier_arrive(uint64_t& barrier) {
-  asm volatile("{\n .reg .b64 state;\n mbarrier.arrive.shared.b64 state, [%0];\n}" ::"r"(
-                   shared_address(&barrier))
-               : "memory");
-}
-DEVICE void mbarrier_wait(uint64_t& barrier, unsigned parity) {
-  asm volatile(
-      "{\n .reg .pred done;\nwait:\n"
-      " mbarrier.test_wait.parity.shared.b64 done, [%0], %1;\n @!done bra wait;\n}" ::"r"(
-          shared_address(&barrier)),
-      "r"(parity)
-      : "memory");
-}
-
-// Blocks of a cluster: a store into the shared memory of another, counted by a barrier there.
-DEVICE void mbarrier_expect(uint64_t& barrier, int bytes) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(&barrier)),
-               "r"(bytes)
-               : "memory");
-#endif
-}
-DEVICE void send(float& to, uint64_t& barrier, int rank, float value) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile(
-      "{\n .reg .b32 there, counter;\n"
-      " mapa.shared::cluster.u32 there, %0, %2;\n mapa.shared::cluster.u32 counter, %1, %2;\n"
-      " st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [there], %3, [counter];\n}" ::"r"(
-          shared_address(&to)),
-      "r"(shared_address(&barrier)), "r"(rank), "r"(__float_as_uint(value))
-      : "memory");
-#endif
-}
-DEVICE void cluster_barrier() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
-                   : "memory");
-#endif
-}
 
 // What both kinds of warps know: which part of which head the block works on, and when.
 template <typename Pass>

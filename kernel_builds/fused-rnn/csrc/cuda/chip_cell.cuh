@@ -173,7 +173,8 @@ struct Cells : Block<Pass> {
       if (to == rank) {
         own = sums[to];
       } else {
-        send(inbox[rank][place()], received, to, sums[to]);
+        send(address_in(shared_address(&inbox[rank][place()]), to),
+             address_in(shared_address(&received), to), __float_as_uint(sums[to]));
       }
     }
     mbarrier_wait(received, own_item / 2 % 2);

@@ -7,7 +7,7 @@ using cudaStream_t = struct CUstream_st*;  // as CUDA declares it: ops.cpp needs
 
 namespace flashcell::cuda {
 
-enum class Engine { kBlock, kChip, kStep };
+enum class Engine { kBlock, kCluster, kChip, kStep };
 
 struct Device {  // what the plan needs to know of a GPU
   int arch;      // 90 for compute capability 9.0
@@ -29,6 +29,13 @@ template <typename Cell, typename IO>
 void forward_block(const ForwardParams&, const Launch&);
 template <typename Cell, typename IO>
 void backward_block(const BackwardParams&, const Launch&);
+
+// A cluster of thread blocks runs whole sequences of a head: each keeps the weight of 32 units and
+// sends to the others after every step. 16-bit I/O only.
+template <typename Cell, typename IO>
+void forward_cluster(const ForwardParams&, const Launch&);
+template <typename Cell, typename IO>
+void backward_cluster(const BackwardParams&, const Launch&);
 
 // All thread blocks of the GPU run at once; each keeps 16 units of a head and exchanges h
 // (backward: dr) through L2 after every step.

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "chip_plan.h"
+#include "cluster_plan.h"
 #include "tiles.h"
 
 namespace flashcell::cuda {
@@ -23,11 +24,20 @@ constexpr int block_tile(const Problem& p, const Device& device) {
   return p.N * ((p.S + 3) / 4) <= device.processors ? 4 : 8;
 }
 
+// Sequences that share a row of dbias_partial.
+constexpr int tile_of(Engine engine, const Problem& p, const Device& device) {
+  if (engine == Engine::kBlock) return block_tile(p, device);
+  return engine == Engine::kCluster ? cluster::tile(p.S, p.N, p.D, device) : 8;
+}
+
 constexpr Engine select_engine(const Problem& p, const Device& device) {
   const bool whole_vectors = p.D % (16 / p.io_bytes) == 0 && p.aligned;
   const bool tensor_cores = p.io_bytes == 2 || p.tf32;
   if (p.T <= 1 || !whole_vectors || !tensor_cores) return Engine::kStep;
   if (p.D * p.io_bytes <= tiles::kBlockRowBytes) return Engine::kBlock;
+  if (cluster::fits(p.D, p.io_bytes, device) && cluster::is_fastest(p.S, p.N, p.D, device)) {
+    return Engine::kCluster;
+  }
   return chip::fits_every_cell(p.gates, p.io_bytes, p.D, device) ? Engine::kChip : Engine::kStep;
 }
 

@@ -59,6 +59,9 @@ void forward(int cell, const ForwardParams& p, Dtype dtype, const Launch& launch
     switch (launch.engine) {
       case Engine::kBlock:
         return forward_block<Cell, IO>(p, launch);
+      case Engine::kCluster:
+        if constexpr (sizeof(IO) == 2) return forward_cluster<Cell, IO>(p, launch);
+        break;
       case Engine::kChip:
         return forward_chip<Cell, IO>(p, launch);
       case Engine::kStep:
@@ -72,6 +75,9 @@ void backward(int cell, const BackwardParams& p, Dtype dtype, const Launch& laun
     switch (launch.engine) {
       case Engine::kBlock:
         return backward_block<Cell, IO>(p, launch);
+      case Engine::kCluster:
+        if constexpr (sizeof(IO) == 2) return backward_cluster<Cell, IO>(p, launch);
+        break;
       case Engine::kChip:
         return backward_chip<Cell, IO>(p, launch);
       case Engine::kStep:

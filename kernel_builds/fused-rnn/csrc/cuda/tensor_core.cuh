@@ -121,6 +121,12 @@ DEVICE void load_vectors(uint32_t (&words)[4], uint32_t row_address) {
                : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
                : "r"(row_address));
 }
+// The same of vectors whose rows are the depth and whose elements are the columns.
+DEVICE void load_transposed(uint32_t (&words)[4], uint32_t row_address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+               : "r"(row_address));
+}
 
 // Unit r of columns 2 q and 2 q + 1, in lane 4 r + q: a piece of d of the matrix instruction, in
 // io.
@@ -148,9 +154,7 @@ DEVICE void load_tiles(ColumnPair<IO> (&values)[kCount], uint32_t address, Place
   for (int i = 0; i < kCount; i += 4) {
     if constexpr (sizeof(IO) == 2) {
       uint32_t words[4];
-      asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-                   : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-                   : "r"(address + place(i)));
+      load_transposed(words, address + place(i));
 #pragma unroll
       for (int j = 0; j < 4 && i + j < kCount; ++j) values[i + j].pair.word[0] = words[j];
     } else {

@@ -12,6 +12,7 @@ from .tiles import BLOCK, CHIP, REGISTERS
 
 LANES, COLUMNS, VECTOR = 32, 8, 16  # of a warp; sequences of a matrix instruction; bytes of a load
 CHUNK_BYTES = 64  # of the depth: a vector for each of the four lanes of a row
+CLUSTER_UNITS = 32  # of a thread block of the cluster engine
 COLUMN_BYTES, CELL_WARPS = 32, 4  # struct Column; warps that run the cell of a tile
 THREAD_REGISTERS, BLOCK_REGISTERS, BLOCK_THREADS = 255, 65536, 1024
 
@@ -177,7 +178,7 @@ def block_tile(p: Problem, device: Device) -> int:
 
 
 def select_engine(p: Problem, device: Device) -> Tuple[str, List[Limit]]:
-    """The engine ("block", "chip" or "step"), and the limits that kept faster ones from the call."""
+    """The engine ("block", "cluster", "chip" or "step"), and what kept faster ones from the call."""
     matrix = p.io_bytes == 2 or p.tf32
     general = [
         Limit("steps less than two", int(p.T <= 1), 0, ""),
@@ -192,9 +193,57 @@ def select_engine(p: Problem, device: Device) -> Tuple[str, List[Limit]]:
                        "bytes")  # fmt: skip
     if fits_block.holds:
         return "block", []
+    broken = [limit for limit in cluster_limits(p, device) if not limit.holds]
+    if not broken:
+        return "cluster", [fits_block]
+    refused = [fits_block, *broken]
     limits = chip_limits_of_every_cell(p.gates, p.io_bytes, p.D, device)
     broken = [limit for limit in limits if not limit.holds]
-    return ("step", [fits_block, *broken]) if broken else ("chip", [fits_block])
+    return ("step", [*refused, *broken]) if broken else ("chip", refused)
+
+
+def cluster_members(D: int) -> int:
+    """Thread blocks of a cluster."""
+    return _divide_up(D, CLUSTER_UNITS)
+
+
+def clusters_at_once(D: int, device: Device) -> int:
+    """A block to a processor, a cluster to a part of the GPU of 16 to 18 processors."""
+    return device.processors // 18 * (16 // cluster_members(D))
+
+
+def cluster_limits(p: Problem, device: Device) -> List[Limit]:
+    """What a call asks of the cluster engine, less what every engine with matrices asks."""
+    most = 0 if device.arch < 90 else 16 if device.arch < 120 else 8
+    limits = [
+        Limit("bytes of an element", p.io_bytes, 2, "bytes"),
+        Limit("thread blocks of a cluster", cluster_members(p.D), most, "blocks"),
+    ]
+    if p.D > 256 and limits[1].holds:
+        wanted = p.N * _divide_up(p.S, COLUMNS)
+        limits.append(Limit("clusters at once", wanted, clusters_at_once(p.D, device), "clusters"))
+    return limits
+
+
+def cluster_tile(p: Problem, device: Device) -> int:
+    """Sequences of a cluster."""
+    by_four, by_eight = p.N * _divide_up(p.S, 4), p.N * _divide_up(p.S, 8)
+    return 4 if by_four <= clusters_at_once(p.D, device) or by_four == by_eight else 8
+
+
+def cluster_shared_bytes(cell: Cell, D: int, tile: int, direction: str) -> int:
+    """Shared memory of a thread block of the cluster engine: exchange, ring of inputs, outbox."""
+    depth, row = 256 if D <= 256 else 512, (CLUSTER_UNITS + 8) * 2 * COLUMNS
+    if direction == "forward":
+        partials = 4 * _divide_up(cell.gates, 2) * LANES * 16 if depth > 256 else 0
+        exchange = 2 * depth * tile * 2 + partials
+        inputs, outputs = cell.gates, cell.saved + 2
+    else:
+        parts = 2 * (depth // CLUSTER_UNITS) * CLUSTER_UNITS * tile * 4
+        exchange = parts + 2 * cell.gates * CLUSTER_UNITS * COLUMNS * 2
+        split = cell.bias_rows > cell.gates  # dr differs from dx
+        inputs, outputs = cell.saved + 1, cell.gates * (2 if split else 1)
+    return exchange + 16 + block_stages(inputs * row) * inputs * row + 2 * outputs * row
 
 
 def find_device(arch: object) -> Device:
@@ -274,6 +323,17 @@ def explain_plan(
             limits.append(Limit(f"{direction} shared memory", used, device.shared_bytes, "bytes"))
             kernel, size = f"block-{direction}-{cell}", f"{8 * element}-{padded}"
             tiles[f"registers {direction}"] = _registers(device, kernel, size)
+    elif engine == "cluster":
+        tile, members = cluster_tile(p, device), cluster_members(width)
+        tiles["grid"] = (
+            f"{heads * _divide_up(batch, tile)} clusters of {members} thread blocks, "
+            f"{tile} sequences each"
+        )
+        tiles["units of a block"] = str(CLUSTER_UNITS)
+        limits += cluster_limits(p, device)[1:]
+        for direction in ("forward", "backward"):
+            used = cluster_shared_bytes(sizes_of, width, tile, direction)
+            limits.append(Limit(f"{direction} shared memory", used, device.shared_bytes, "bytes"))
     elif engine == "chip":
         members, count = _divide_up(width, CHIP["units"]), _divide_up(batch, COLUMNS)
         launches = _divide_up(heads, device.processors // members)

@@ -1,0 +1,297 @@
+// The forward of the cluster engine: see cluster.cuh.
+#pragma once
+#include "barriers.cuh"
+#include "block_forward.cuh"
+#include "cluster_plan.h"
+
+namespace flashcell::cuda {
+
+// kDepth: D rounded up. kPerLane, kRagged: as in the block engine.
+template <typename Cell_, typename IO_, int kDepth, int kPerLane, bool kRagged>
+struct ClusterForward {
+  using Cell = Cell_;
+  using IO = IO_;
+  using V = typename Lane<IO>::Value;
+  static constexpr int G = Cell::kGates, K = Cell::kStates, R = Cell::kBias, kKept = Cell::kSaved;
+  static constexpr int kUnits = cluster::kUnits, kCells = 32 * cluster::kCellWarps;
+  static constexpr int kMembers = kDepth / kUnits;
+  // Beyond 256 a second warp for every eight units takes the other half of the depth.
+  static constexpr int kParts = kDepth > 256 ? 2 : 1, kThreads = kParts * kCells;
+  static constexpr int kSteps = kDepth / 16 / kParts, kTiles = (G + 1) / 2, kChains = 2;
+  static constexpr int kGroupBytes = 64 * kPerLane;  // eight units of the tile's sequences
+  static constexpr int kOperandBytes = kDepth / 8 * kGroupBytes;
+  using Inputs = Pipeline<IO, kUnits, G, kCells, 1>;
+  using Outputs = Outbox<IO, kUnits, kKept + 2, kCells>;  // h, h_prev, saved values
+  using Sums = float[kTiles][4];
+
+  struct Shared {
+    // h before a step, by the parity of the step. Of eight sequences [unit][column]; of four
+    // [unit / 8][column][unit % 8].
+    alignas(16) uint8_t operand[2][kOperandBytes];
+    float4 partials[kParts - 1][cluster::kCellWarps][kTiles][32];
+    uint64_t received[2];
+    typename Inputs::Shared inputs;
+    typename Outputs::Shared outputs;
+  };
+
+  // Both halves of the product.
+  struct Product {
+    uint32_t a[kTiles][kSteps][4];
+    uint32_t read;
+    Shared& shared;
+
+    DEVICE Product(const ForwardParams& p, Shared& shared, int64_t head, int unit, int part)
+        : shared(shared) {
+      const int lane = threadIdx.x % 32, q = lane % 4, D = int(p.D);
+#pragma unroll
+      for (int m = 0; m < kTiles; ++m) {
+#pragma unroll
+        for (int i = 0; i < kSteps; ++i) {
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            const int g = 2 * m + j % 2, from = ((part * kSteps + i) * 2 + j / 2) * 8 + q * 2;
+            const IO* row = (const IO*)p.weight + ((g * p.N + head) * p.D + unit) * p.D;
+            const bool inside = g < G && unit < D && from < D;
+            a[m][i][j] = keep(inside ? *(const uint32_t*)(row + from) : 0);
+          }
+        }
+      }
+      const int of_lane = kPerLane == 2 ? lane * 16 : lane / 8 * kGroupBytes + lane % 8 / 2 * 16;
+      read = keep(shared_address(shared.operand[0]) + part * kSteps * 2 * kGroupBytes + of_lane);
+    }
+
+    // Waits for h of the whole head.
+    DEVICE void run(int t, Sums& sums, Sums& start) const {
+      float chain[kTiles][4] = {};
+      const uint32_t rows = read + (t & 1) * kOperandBytes;
+      mbarrier_wait(shared.received[t & 1], t >> 1 & 1);
+#pragma unroll
+      for (int i = 0; i < kSteps; i += 2) {
+        uint32_t b[4];
+        if constexpr (kPerLane == 2) {
+          load_transposed(b, rows + i * 2 * kGroupBytes);
+        } else {
+          load_vectors(b, rows + i * 2 * kGroupBytes);
+        }
+#pragma unroll
+        for (int m = 0; m < kTiles; ++m) {
+          mma<IO>(sums[m], a[m][i], b[0], b[1], i == 0 ? start[m] : sums[m]);
+        }
+#pragma unroll
+        for (int m = 0; m < kTiles; ++m) mma<IO>(chain[m], a[m][i + 1], b[2], b[3]);
+      }
+#pragma unroll
+      for (int m = 0; m < kTiles; ++m) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) sums[m][e] += chain[m][e];
+      }
+    }
+  };
+
+  static DEVICE void run(const ForwardParams& p, Shared& shared) {
+    const int lane = threadIdx.x % 32, members = cluster_size(), rank = cluster_rank();
+    const int64_t group = blockIdx.x / members, head = group % p.N;
+    const int64_t first = group / p.N * (4 * kPerLane);
+    const int warp = threadIdx.x / 32 % cluster::kCellWarps, part = threadIdx.x / kCells;
+    const int first_unit = rank * kUnits, unit = first_unit + warp * 8 + lane / 4;
+    const int steps = kRagged ? longest(p, first, 4 * kPerLane) : int(keep(uint32_t(p.T)));
+    const int bytes = members * (kUnits / 8) * kGroupBytes;
+
+    for (int i = threadIdx.x; i < 2 * kOperandBytes / 16; i += kThreads) {
+      reinterpret_cast<uint4*>(shared.operand)[i] = uint4{};
+    }
+    if (threadIdx.x < 2) {
+      mbarrier_init(shared.received[threadIdx.x], 1);
+      mbarrier_expect(shared.received[threadIdx.x], bytes);
+    }
+    const Product product(p, shared, head, unit, part);
+    cluster_barrier();
+    if (part == 0) {
+      run_cell(p, shared, product, head, first, first_unit, warp, members, rank, steps, bytes);
+    } else if constexpr (kParts > 1) {
+      for (int t = 0; t < steps; ++t) {
+        Sums sums, zero = {};
+        product.run(t, sums, zero);
+#pragma unroll
+        for (int m = 0; m < kTiles; ++m) {
+          shared.partials[0][warp][m][lane] = {sums[m][0], sums[m][1], sums[m][2], sums[m][3]};
+        }
+        barrier_arrive<64>(2 + warp);
+      }
+    }
+    cluster_barrier();  // nobody sends to a block that has left
+  }
+
+  static DEVICE void run_cell(const ForwardParams& p, Shared& shared, const Product& product,
+                              int64_t head, int64_t first, int first_unit, int warp, int members,
+                              int rank, int steps, int bytes) {
+    const int lane = threadIdx.x % 32, q = lane % 4, D = int(p.D);
+    const int unit = first_unit + warp * 8 + lane / 4;
+    const bool in_head = unit < D;
+    const int64_t ND = p.N * p.D, at = head * p.D + unit, to = head * p.D + first_unit;
+
+    const Column source(p, sequence_of<kPerLane>(p, first, Inputs::column()), p.x_batch);
+    Inputs inputs(shared.inputs, warp * 8, source.length, D - first_unit, 0, 1,
+                  (const IO*)p.x + source.x_offset + head * p.x_head + first_unit, p.x_gate,
+                  p.x_time);
+    Outputs outputs(
+        shared.outputs, warp * 8, source.length, D - first_unit,
+        [&](int row) -> IO* {
+          if (row == 0) return (IO*)p.h + source.row * ND + to;
+          if (p.saved == nullptr) return nullptr;
+          if (row == 1) return (IO*)p.h_prev + source.row * ND + to;
+          return (IO*)p.saved + (source.row * kKept + row - 2) * ND + to;
+        },
+        [&](int row) { return row < 2 ? ND : kKept * ND; });
+
+    // The sums start from the bias. Of a cell with a row more, that row is the last gate's, and the
+    // row before it is added to x.
+    Sums start = {};
+    float x_bias = 0;
+    if (p.bias != nullptr && in_head) {
+      const auto row = [&](int g) { return ((const float*)p.bias)[g * ND + at]; };
+#pragma unroll
+      for (int g = 0; g < G; ++g) {
+        const float value = row(R > G && g == G - 1 ? R - 1 : g);
+        start[g / 2][g % 2 * 2] = start[g / 2][g % 2 * 2 + 1] = value;
+      }
+      if (R > G) x_bias = row(G - 1);
+    }
+    V state[kPerLane][K];
+#pragma unroll
+    for (int c = 0; c < kPerLane; ++c) {
+      const int64_t s = sequence_of<kPerLane>(p, first, 2 * q + c);
+      const Column column(p, s);
+      const bool given = p.initial != nullptr && in_head && s < p.S;
+#pragma unroll
+      for (int k = 0; k < K; ++k) {
+        const int64_t from = (k * p.S + column.index) * ND + at;
+        state[c][k] = given ? ((const float*)p.initial)[from] : 0.0f;
+      }
+    }
+    const Marks<kRagged> marks[2] = {{p, sequence_of<kPerLane>(p, first, 2 * q)},
+                                     {p, sequence_of<kPerLane>(p, first, 2 * q + 1)}};
+
+    // A value of the lane's columns in io; an odd column that is empty holds 0.
+    const auto both = [&](auto value) {
+      return ColumnPair<IO>::of(value(0), kPerLane == 2 ? value(kPerLane - 1) : 0);
+    };
+    // Of four sequences, lanes of neighbouring units share a word, and each sends it to half of the
+    // members. Everyone begins with another member.
+    constexpr int kTargets = kMembers * kPerLane / 2;
+    const int odd = kPerLane == 1 ? lane / 4 % 2 : 0;
+    uint32_t there[kTargets];
+#pragma unroll
+    for (int i = 0; i < kTargets; ++i) {
+      const int j = kPerLane == 1 ? 2 * i + odd : i;
+      there[i] = address_in(shared_address(&shared), (rank + j) % members);
+    }
+    const uint32_t base = shared_address(&shared);
+    const uint32_t place =
+        keep(shared_address(shared.operand[0]) - base + (rank * kUnits / 8 + warp) * kGroupBytes +
+             (kPerLane == 2 ? lane * 4 : q * 16 + lane / 8 * 4));
+    const uint32_t counter = keep(shared_address(&shared.received[0]) - base);
+    const auto send_all = [&](int t, uint32_t own) {
+      uint32_t word = in_head ? own : 0;
+      if constexpr (kPerLane == 1) {
+        const uint32_t other = __shfl_xor_sync(~0u, word, 4);
+        word = odd ? __byte_perm(other, word, 0x5410) : __byte_perm(word, other, 0x5410);
+      }
+      const uint32_t to = place + (t & 1) * kOperandBytes, counts = counter + (t & 1) * 8;
+#pragma unroll
+      for (int i = 0; i < kTargets; ++i) {
+        const int j = kPerLane == 1 ? 2 * i + odd : i;
+        if (j < members) send(there[i] + to, there[i] + counts, word);
+      }
+    };
+
+    const bool saves = keep(p.saved != nullptr);
+    bool runs[2];
+    ColumnPair<IO> before;  // h as the step sees it
+    const auto enter = [&](int t) {
+#pragma unroll
+      for (int c = 0; c < kPerLane; ++c) {
+        if (marks[c].resets(p, t)) {
+          for (int k = 0; k < K; ++k) state[c][k] = V(0);
+        }
+        runs[c] = marks[c].runs(p, t);
+      }
+      before = both([&](int c) { return to_float(state[c][0]); });
+      if (t < steps) send_all(t, before.pair.word[0]);
+    };
+    enter(0);
+    inputs.wait();
+    barrier_wait<kCells>(1);
+
+    for (int t = 0; t < steps; ++t) {
+      ColumnPair<IO> x[G];
+      inputs.load(x, t);
+      Sums sums;
+      product.run(t, sums, start);
+      // Who sends for step t + 2 has received all of step t + 1, and so knows that every warp is
+      // through with the operand of step t: two buffers suffice.
+      if (threadIdx.x == 0) mbarrier_expect(shared.received[t & 1], bytes);
+      if constexpr (kParts > 1) {
+        barrier_wait<64>(2 + warp);
+#pragma unroll
+        for (int m = 0; m < kTiles; ++m) {
+          const float4 other = shared.partials[0][warp][m][lane];
+          sums[m][0] += other.x, sums[m][1] += other.y;
+          sums[m][2] += other.z, sums[m][3] += other.w;
+        }
+      }
+
+      V next[kPerLane][K], saved[kPerLane][kKept];
+#pragma unroll
+      for (int c = 0; c < kPerLane; ++c) {
+        V in[G], r[G];
+#pragma unroll
+        for (int g = 0; g < G; ++g) {
+          in[g] = c ? x[g].floats().y : x[g].floats().x;
+          r[g] = sums[g / 2][g % 2 * 2 + c];
+        }
+        if constexpr (R > G) in[G - 1] += V(x_bias);
+        Cell::forward(in, r, state[c], next[c], saved[c]);
+        for (int k = 0; k < K; ++k) state[c][k] = select(runs[c], next[c][k], state[c][k]);
+      }
+      const auto masked = [&](auto value) {
+        return both([&](int c) { return runs[c] ? value(c) : 0.0f; });
+      };
+      ColumnPair<IO> out[kKept + 2];
+      out[0] = masked([&](int c) { return to_float(next[c][0]); });
+      out[1] = before;
+      if (kRagged) {
+        const float2 h = before.floats();
+        out[1] = masked([&](int c) { return c ? h.y : h.x; });
+      }
+#pragma unroll
+      for (int v = 0; v < kKept; ++v) {
+        out[2 + v] = masked([&](int c) { return to_float(saved[c][v]); });
+      }
+      enter(t + 1);
+      // The rest of the step passes behind the exchange.
+      outputs.put(t, 0, out[0]);
+      if (saves) {
+#pragma unroll
+        for (int i = 1; i < kKept + 2; ++i) outputs.put(t, i, out[i]);
+      }
+      inputs.start(t + Inputs::kStages - 1);
+      inputs.wait();
+      barrier_wait<kCells>(1);
+      outputs.send(t);
+    }
+    if (kRagged) outputs.clear(source.length - steps, source.padding);
+
+#pragma unroll
+    for (int c = 0; c < kPerLane; ++c) {
+      const int64_t s = sequence_of<kPerLane>(p, first, 2 * q + c);
+      if (!in_head || s >= p.S) continue;
+      const Column column(p, s);
+      for (int k = 0; k < K; ++k) {
+        ((float*)p.last)[(k * p.S + column.index) * ND + at] = to_float(state[c][k]);
+      }
+    }
+  }
+};
+
+}  // namespace flashcell::cuda

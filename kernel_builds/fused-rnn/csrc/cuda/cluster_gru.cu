@@ -1,0 +1,5 @@
+#include "cluster.cuh"
+
+namespace flashcell::cuda {
+FLASHCELL_INSTANTIATE_16(cluster, Gru)
+}  // namespace flashcell::cuda

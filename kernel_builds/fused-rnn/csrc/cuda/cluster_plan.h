@@ -1,0 +1,45 @@
+// Which heads the cluster engine takes, and how: pure functions of the shape, for the planner and
+// the launch.
+#pragma once
+#include "engine.h"
+
+namespace flashcell::cuda::cluster {
+
+constexpr int kUnits = 32;     // of a thread block
+constexpr int kCellWarps = 4;  // eight units each
+
+constexpr int64_t members(int64_t D) { return (D + kUnits - 1) / kUnits; }
+
+// Eight blocks make a cluster on every GPU that has them, sixteen on those we know to allow it.
+constexpr int most_members(const Device& device) {
+  return device.arch < 90 ? 0 : device.arch < 120 ? 16 : 8;
+}
+
+constexpr bool fits(int64_t D, int io_bytes, const Device& device) {
+  return io_bytes == 2 && D % 8 == 0 && members(D) <= most_members(device);
+}
+
+// Clusters that run at once, a block to a processor. A cluster stays within a part of the GPU that
+// has 16 to 18 processors (an H200: 7 clusters of 16, 15 of 8).
+constexpr int64_t at_once(int64_t D, const Device& device) {
+  return device.processors / 18 * (16 / members(D));
+}
+
+// Sequences of a cluster. With four, half of the matrix instruction's columns stay empty, but a
+// step sends half as much, and the cell of a lane is one instead of two: 3x256 lstm, 16 sequences,
+// 0.45 and 0.72 ms instead of 0.50 and 0.84.
+constexpr int tile(int64_t S, int64_t N, int64_t D, const Device& device) {
+  const int64_t by_four = N * ((S + 3) / 4), by_eight = N * ((S + 7) / 8);
+  return by_four <= at_once(D, device) || by_four == by_eight ? 4 : 8;
+}
+
+// Up to 256 units it is faster than the chip engine for every batch (lstm 3x256, forward and
+// backward, ms: 16 sequences 0.45 + 0.72 against 1.23 + 1.77, 64 0.78 + 1.09 against 3.21 + 3.64).
+// Wider ones take all registers of a processor and most processors next to theirs: as long as the
+// clusters run at once (1x512: 16 sequences 0.76 + 1.02 against 1.40 + 1.73, 64, which are eight
+// clusters, 1.65 + 3.14 against 1.90 + 1.84).
+constexpr bool is_fastest(int64_t S, int64_t N, int64_t D, const Device& device) {
+  return D <= 256 || N * ((S + 7) / 8) <= at_once(D, device);
+}
+
+}  // namespace flashcell::cuda::cluster

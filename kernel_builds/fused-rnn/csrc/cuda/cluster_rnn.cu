@@ -1,0 +1,6 @@
+#include "cluster.cuh"
+
+namespace flashcell::cuda {
+FLASHCELL_INSTANTIATE_16(cluster, RnnTanh)
+FLASHCELL_INSTANTIATE_16(cluster, RnnRelu)
+}  // namespace flashcell::cuda
