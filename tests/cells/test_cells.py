@@ -8,9 +8,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_gradients_against_finite_differences(tmp_path):
     binary = tmp_path / "gradcheck"
-    include = ROOT / "kernel_builds/fused-rnn/csrc"
+    include = [ROOT / "kernel_builds" / folder for folder in ("cmake/include", "fused-rnn/csrc")]
     source = Path(__file__).with_name("gradcheck.cpp")
-    subprocess.run(["g++", "-std=c++20", "-O1", f"-I{include}", source, "-o", binary], check=True)
+    command = ["g++", "-std=c++20", "-O1", *(f"-I{i}" for i in include), source, "-o", binary]
+    subprocess.run(command, check=True)
     done = subprocess.run([binary], capture_output=True, text=True)
     print(done.stdout)
     assert done.returncode == 0, done.stdout
