@@ -21,20 +21,19 @@ are steps where they do not (then `chunk` or mode "sequential" serve better). Th
 For a fused kernel of an own diagonal cell see this kernel's README.
 """
 
-from typing import Any, Callable, NamedTuple, Optional, Tuple, Union
+from typing import Any, Callable, NamedTuple, Optional, Tuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from .checks import check_choice, check_floating, check_shape, check_tensor
+from .checks import check_choice, check_shape, check_tensor
 from .iteration import Options, finish, iterate, shift, shoot, walk
-from .reference import state_dtype
-from .structures import STRUCTURES, Structure, choose_mode, find_structure, solve_linear
+from .problem import Inputs, Problem, check_count, check_state, check_x
+from .structures import STRUCTURES, choose_mode, find_structure, solve_linear
 
 MODES = ("auto", "scan", "torch", "sequential")
 MAX_ITERS = 24  # beyond it, what is left is faster one step after another
-Inputs = Union[Tensor, Tuple[Tensor, ...]]
 
 
 class SolveInfo(NamedTuple):
@@ -46,7 +45,7 @@ class SolveInfo(NamedTuple):
     residual: float  # the largest one when the iteration stopped; 0 for "sequential"
     residuals: Tuple[float, ...]  # of the guess and after every iteration
     converged: bool  # False: steps had to be run one after another
-    finished: int  # how many
+    finished: int  # how many; 0 for "sequential"
 
 
 NOTHING = SolveInfo("sequential", "auto", 0, 0.0, (), True, 0)
@@ -76,7 +75,7 @@ def solve(
                  a state. Default: torch.func.vjp of the cell, 1, n or m times (as through a chunk)
     guess        [B, T, *S]; default f(0, x)
     chunk        C > 1 is multiple shooting: the unknowns are every C-th state, the cell runs C steps
-                 between them, fewer iterations are needed; C >= T is the plain loop
+                 between them, fewer iterations are needed
     tol          the iteration stops when |r| <= tol max(1, |h|) everywhere; default 4 eps. 24
                  iterations at most unless max_iters says otherwise
     bounds       (low, high), numbers or tensors that h's elements are known to stay between: keeps
@@ -87,8 +86,8 @@ def solve(
 
     Returns (h [B, T, *S] in the dtype of the first floating x, last [B, *S] in the state's dtype), and
     with return_info a `SolveInfo`. Steps before the first unconverged one do not depend on it, so
-    they are right; from there the cell is run step by step: what is returned always satisfies the
-    recurrence, NaN where it has NaN. Gradients are those at the solution, no iteration is recorded;
+    they are right; from there the cell is run step by step: what is returned satisfies the recurrence
+    to tol everywhere, NaN where it has NaN. Gradients are those at the solution, no iteration is recorded;
     there are no second ones. The host waits for the device once an iteration. Wrong arguments raise
     TypeError or ValueError naming the argument, what it was and what it must be.
     """
@@ -100,10 +99,10 @@ def solve(
     check_choice("structure", structure, ("auto", *STRUCTURES))
     if jacobian_fn is not None and structure == "auto":
         raise ValueError("structure is 'auto', but must be named when jacobian_fn is given")
-    xs, dtype = _check_x(x)
-    h0 = _check_state(xs[0], h0, state_shape, dtype)
-    _check_count("chunk", chunk, 1)
-    _check_count("max_iters", max_iters, 0)
+    xs, dtype = check_x(x)
+    h0 = check_state(xs[0], h0, state_shape, dtype)
+    check_count("chunk", chunk, 1)
+    check_count("max_iters", max_iters, 0)
     if tol is not None and not tol >= 0:
         raise ValueError(f"tol is {tol}, but must be None or a number >= 0")
     B, T = xs[0].shape[:2]
@@ -112,14 +111,15 @@ def solve(
         check_shape("guess", guess, (B, T, *h0.shape[1:]), "[B, T, *S]")
         guess = guess.detach().to(dtype)
     if bounds is not None:
-        bounds = tuple(torch.as_tensor(v, dtype=dtype, device=h0.device) for v in bounds)
-    problem = _Problem(cell, h0, xs, params, not isinstance(x, tuple), jacobian_fn)
+        low, high = (torch.as_tensor(v, dtype=dtype, device=h0.device) for v in bounds)
+        bounds = low, high
+    problem = Problem(cell, h0, xs, params, not isinstance(x, tuple), jacobian_fn)
     with torch.autocast(h0.device.type, enabled=False):
         if h0.numel() * T == 0:
             h, info = h0.new_zeros(B, T, *h0.shape[1:]), NOTHING._replace(structure=structure)
         elif mode == "sequential":
             h = walk(problem.step, h0, problem.xs)
-            info = NOTHING._replace(structure=structure, finished=T)
+            info = NOTHING._replace(structure=structure)
         else:
             tol = 4 * torch.finfo(dtype).eps if tol is None else tol
             options = Options(tol, MAX_ITERS if max_iters is None else max_iters, bounds)
@@ -129,40 +129,7 @@ def solve(
     return (h, last, info) if return_info else (h, last)
 
 
-class _Problem:
-    """The cell on rows, whatever of x and params it was given: everything in the state's dtype."""
-
-    def __init__(self, cell, h0, xs, params, single, jacobian_fn):
-        cast = lambda v: v.to(h0.dtype) if isinstance(v, Tensor) and v.is_floating_point() else v
-        self.cell, self.h0, self.jacobian_fn = cell, h0, jacobian_fn
-        self.xs, self.params = tuple(map(cast, xs)), tuple(map(cast, params))
-        self.single = single
-
-    def arguments(self, h, xs):
-        return (h, xs[0] if self.single else xs, *self.params)
-
-    def step(self, h: Tensor, xs: Tuple[Tensor, ...]) -> Tensor:
-        """[N, *S] -> [N, *S]."""
-        after = self.cell(*self.arguments(h, xs))
-        check_tensor("cell(...)", after, h.device)
-        check_shape("cell(...)", after, tuple(h.shape), "[N, *S]")
-        if after.dtype != h.dtype:
-            raise TypeError(f"cell(...) has dtype {after.dtype}, but must be {h.dtype} as h is")
-        return after
-
-    def linearize(self, structure: Structure, h: Tensor, xs: Tuple[Tensor, ...], step=None):
-        """f at rows h, and J there."""
-        after, pulled = torch.func.vjp(lambda s: (step or self.step)(s, xs), h)
-        pull = lambda v: pulled(v)[0]
-        if self.jacobian_fn is None or step is not None:
-            return after, structure.jacobian(pull, h), pull
-        jacobian = self.jacobian_fn(*self.arguments(h, xs))
-        wanted = tuple(structure.jacobian(torch.zeros_like, h[:1]).shape[1:])
-        check_shape("jacobian_fn(...)", jacobian, (len(h), *wanted), f"{structure.name} J")
-        return after, jacobian, pull
-
-
-def _parallel(problem: _Problem, wanted: str, mode: str, guess, chunk: int, options: Options):
+def _parallel(problem: Problem, wanted: str, mode: str, guess, chunk: int, options: Options):
     """h [B, T, *S] and the report; differentiable once."""
     h0, xs = problem.h0.detach(), tuple(v.detach() for v in problem.xs)
     B, T = xs[0].shape[:2]
@@ -212,42 +179,6 @@ class Adjoint(torch.autograd.Function):
         later = ctx.structure.transpose(jacobian)[:, 1:]
         a = torch.cat([later, torch.zeros_like(jacobian[:, :1])], 1)
         return ctx.linear(a, dh.contiguous(), True), None, None, None, None
-
-
-def _check_x(x: Inputs):
-    """x as a tuple, and the state's dtype."""
-    xs = x if isinstance(x, tuple) else (x,)
-    if not xs:
-        raise ValueError("x is an empty tuple, but must have at least one tensor")
-    for k, v in enumerate(xs):
-        name = f"x[{k}]" if isinstance(x, tuple) else "x"
-        check_tensor(name, v, xs[0].device if k else None)
-        if v.dim() < 2 or v.shape[:2] != xs[0].shape[:2]:
-            raise ValueError(f"{name} has shape {list(v.shape)}, but must be [B, T, ...]")
-        if v.is_floating_point():
-            check_floating(name, v)
-    floating = next((v.dtype for v in xs if v.is_floating_point()), torch.float32)
-    return xs, state_dtype(floating)
-
-
-def _check_state(x: Tensor, h0, state_shape, dtype: torch.dtype) -> Tensor:
-    """h0 [B, *S] in the state's dtype."""
-    if h0 is None:
-        if state_shape is None:
-            raise ValueError("h0 and state_shape are both None, but one must say what a state is")
-        return torch.zeros(len(x), *state_shape, dtype=dtype, device=x.device)
-    check_tensor("h0", h0, x.device)
-    check_floating("h0", h0)
-    shape = h0.shape[1:] if state_shape is None else state_shape
-    check_shape("h0", h0, (len(x), *shape), "[B, *S]")
-    if h0.dim() < 2:
-        raise ValueError(f"h0 has shape {list(h0.shape)}, but must be [B, *S], S not empty")
-    return h0.to(dtype)
-
-
-def _check_count(name: str, value: Any, least: int) -> None:
-    if value is not None and not (isinstance(value, int) and value >= least):
-        raise ValueError(f"{name} is {value!r}, but must be an int >= {least}")
 
 
 class ParallelRNN(nn.Module):

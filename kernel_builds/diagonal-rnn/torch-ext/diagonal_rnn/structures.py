@@ -5,7 +5,7 @@ transpose. Everything else (Newton's linear solve, the adjoint) follows from the
 `register_structure` adds one under a name that `solve(structure=name)` then takes.
 """
 
-from typing import Any, Callable, Dict, NamedTuple, Optional
+from typing import Any, Callable, Dict, NamedTuple, Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -111,10 +111,10 @@ def solve_linear(structure: Structure, a: Tensor, b: Tensor, reverse: bool, mode
 PROBES = 256
 
 
-def find_structure(evaluate: Any, h: Tensor, xs: Any, wanted: str) -> Structure:
+def find_structure(jacobian: Any, h: Tensor, xs: Any, wanted: str) -> Structure:
     """The structure named `wanted`, or for "auto" the narrowest that fits; ValueError if it does not.
 
-    evaluate(structure, h, xs) gives the Jacobians and the pull at rows h [N, *S], xs. At up to 256 of
+    jacobian(structure, h, xs) gives the Jacobians and the pull at rows h [N, *S], xs. At up to 256 of
     the rows one unit vector each (zeros outside the structure must be zeros exactly) and one vector of
     signs (every entry counts, to half the digits) are pulled both ways.
     """
@@ -128,7 +128,7 @@ def find_structure(evaluate: Any, h: Tensor, xs: Any, wanted: str) -> Structure:
     vectors = unit.view_as(h), signs.to(h).view_as(h)
     narrow = ("diagonal", "block") if h.dim() > 2 or m <= WIDEST_BLOCK else ("diagonal",)
     for name in narrow if wanted == "auto" else (wanted,):
-        if _fits(STRUCTURES[name], *evaluate(STRUCTURES[name], h, xs), vectors):
+        if _fits(STRUCTURES[name], jacobian(STRUCTURES[name], h, xs), vectors):
             return STRUCTURES[name]
     if wanted == "auto":
         return STRUCTURES["dense"]
@@ -138,8 +138,8 @@ def find_structure(evaluate: Any, h: Tensor, xs: Any, wanted: str) -> Structure:
     )
 
 
-def _fits(structure: Structure, a: Tensor, pull: Pull, vectors) -> bool:
-    unit, _ = vectors
+def _fits(structure: Structure, found: Tuple[Tensor, Pull], vectors: Tuple[Tensor, Tensor]) -> bool:
+    (a, pull), (unit, _) = found, vectors
     outside = structure.apply(structure.transpose(torch.ones_like(a)), unit) == 0
     if bool((outside & (pull(unit) != 0)).any()):  # also where it is NaN
         return False
