@@ -54,4 +54,4 @@ def scan(
         at = a[:, t].to(dtype)
         h = (at * h if a.dim() == b.dim() else (at * h.unsqueeze(-2)).sum(-1)) + b[:, t].to(dtype)
         outputs[t] = h.to(b.dtype)
-    return torch.stack(outputs, 1) if outputs else torch.zeros_like(b)
+    return torch.stack(outputs, 1) if outputs else b.clone()
