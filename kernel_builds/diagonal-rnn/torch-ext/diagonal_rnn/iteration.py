@@ -125,9 +125,9 @@ def finish(step: Step, h0: Tensor, xs: Rows, done: Iterated) -> Tensor:
 
 
 def walk(step: Step, h0: Tensor, xs: Rows) -> Tensor:
-    """The plain loop, T >= 1."""
+    """The plain loop."""
     states, h = [], h0
     for t in range(xs[0].shape[1]):
         h = step(h, tuple(x[:, t] for x in xs))
         states.append(h)
-    return torch.stack(states, 1)
+    return torch.stack(states, 1) if states else h0.new_zeros(len(h0), 0, *h0.shape[1:])

@@ -25,7 +25,6 @@ from typing import Any, Callable, NamedTuple, Optional, Tuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from .checks import check_choice, check_shape, check_tensor
 from .iteration import Options, finish, iterate, shift, shoot, walk
@@ -115,9 +114,7 @@ def solve(
         bounds = low, high
     problem = Problem(cell, h0, xs, params, not isinstance(x, tuple), jacobian_fn)
     with torch.autocast(h0.device.type, enabled=False):
-        if h0.numel() * T == 0:
-            h, info = h0.new_zeros(B, T, *h0.shape[1:]), NOTHING._replace(structure=structure)
-        elif mode == "sequential":
+        if mode == "sequential" or h0.numel() * T == 0:
             h = walk(problem.step, h0, problem.xs)
             info = NOTHING._replace(structure=structure)
         else:
@@ -168,17 +165,32 @@ class Adjoint(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, after, h, jacobian, structure, linear):
-        ctx.save_for_backward(jacobian)
+        ctx.save_for_backward(after, jacobian)
         ctx.structure, ctx.linear = structure, linear
         return h.view_as(h)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dh):
-        (jacobian,) = ctx.saved_tensors
-        later = ctx.structure.transpose(jacobian)[:, 1:]
-        a = torch.cat([later, torch.zeros_like(jacobian[:, :1])], 1)
-        return ctx.linear(a, dh.contiguous(), True), None, None, None, None
+        after, jacobian = ctx.saved_tensors
+        with torch.no_grad():
+            later = ctx.structure.transpose(jacobian)[:, 1:]
+            a = torch.cat([later, torch.zeros_like(jacobian[:, :1])], 1)
+            g = ctx.linear(a, dh.contiguous(), True)
+        # dh often depends on nothing; g depends on the states, so a second derivative must meet this.
+        return NoSecondDerivative.apply(g, after), None, None, None, None
+
+
+class NoSecondDerivative(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, g, after):
+        return g.view_as(g)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        raise RuntimeError(
+            "solve has second derivatives only with mode='sequential', which autograd differentiates "
+            "any number of times"
+        )
 
 
 class ParallelRNN(nn.Module):

@@ -118,13 +118,14 @@ def find_structure(jacobian: Any, h: Tensor, xs: Any, wanted: str) -> Structure:
     the rows one unit vector each (zeros outside the structure must be zeros exactly) and one vector of
     signs (every entry counts, to half the digits) are pulled both ways.
     """
-    rows = torch.linspace(0, len(h) - 1, PROBES, device=h.device).round().long()
-    h, xs = h[rows], tuple(x[rows] for x in xs)
     m = h[0].numel()
-    unit = torch.zeros(PROBES, m, dtype=h.dtype, device=h.device)
-    at = torch.arange(PROBES, device=h.device) * max(1, m // PROBES) % m
+    count = min(PROBES, max(16, m))
+    rows = torch.linspace(0, len(h) - 1, count, device=h.device).round().long()
+    h, xs = h[rows], tuple(x[rows] for x in xs)
+    unit = torch.zeros(count, m, dtype=h.dtype, device=h.device)
+    at = torch.arange(count, device=h.device) * max(1, m // count) % m
     unit.scatter_(1, at[:, None], 1.0)
-    signs = torch.randn(PROBES, m, generator=torch.Generator().manual_seed(0), device="cpu").sign()
+    signs = torch.randn(count, m, generator=torch.Generator().manual_seed(0), device="cpu").sign()
     vectors = unit.view_as(h), signs.to(h).view_as(h)
     narrow = ("diagonal", "block") if h.dim() > 2 or m <= WIDEST_BLOCK else ("diagonal",)
     for name in narrow if wanted == "auto" else (wanted,):
@@ -140,8 +141,9 @@ def find_structure(jacobian: Any, h: Tensor, xs: Any, wanted: str) -> Structure:
 
 def _fits(structure: Structure, found: Tuple[Tensor, Pull], vectors: Tuple[Tensor, Tensor]) -> bool:
     (a, pull), (unit, _) = found, vectors
-    outside = structure.apply(structure.transpose(torch.ones_like(a)), unit) == 0
-    if bool((outside & (pull(unit) != 0)).any()):  # also where it is NaN
+    full = torch.full_like(a, 1 + 1j if a.is_complex() else 1)
+    outside = structure.apply(structure.transpose(full), unit) == 0
+    if bool((outside & (pull(unit).nan_to_num(0.0) != 0)).any()):  # NaN x says nothing
         return False
     for v in vectors:
         want, got = pull(v), structure.apply(structure.transpose(a), v)
