@@ -137,12 +137,15 @@ def _load(name: str, device_type: str, backend: str) -> tuple[Any, KernelInfo]:
 
 
 def _reference(name: str) -> Any:
-    from .kernels import fused_rnn
+    if name == "fused-rnn":
+        from .kernels import fused_rnn
 
-    references = {"fused-rnn": fused_rnn}
-    if name not in references:
-        raise KernelError(f"{name} has no torch reference in this package")
-    return references[name]
+        return fused_rnn
+    if name == "diagonal-rnn":
+        from .kernels import diagonal_rnn
+
+        return diagonal_rnn
+    raise KernelError(f"{name} has no torch reference in this package")
 
 
 def _from_disk(name: str, repo: str, device_type: str) -> tuple[Any, KernelInfo] | None:

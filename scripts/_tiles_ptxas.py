@@ -22,6 +22,7 @@ REGISTERS = re.compile(r"Used (\d+) registers")
 BLOCK = re.compile(r"Block(Forward|Backward)I(.+?)(f|6__half|13__nv_bfloat16)Li(\d+)E")
 CHIP = re.compile(r"(Forward|Backward)PassI(.+?)(f|6__half|13__nv_bfloat16)(?:Li\d+)?E")
 CELLS = {"Lstm": "lstm", "Gru": "gru", "Slstm": "slstm", "Tanh": "rnn_tanh", "Relu": "rnn_relu"}
+SHARED = Path(__file__).resolve().parent.parent / "kernel_builds/cmake/include"
 COLUMNS = ("arch", "kernel", "registers", "spill_bytes", "held")
 # (arch, kernel) -> registers, bytes spilt, and `held` of the chip engine's tiles at that time
 Measured = dict[tuple[int, str], tuple[int, int, int]]
@@ -84,6 +85,7 @@ def compile_engines(
 
     def run(source: Path) -> str:
         command = [str(nvcc), "-std=c++20", "-O3", "-fatbin", *gencode, "-Xptxas", "-v"]
+        command.append(f"-I{SHARED}")
         out = ["-o", str(source.with_suffix(".fatbin"))]
         done = subprocess.run([*command, str(source), *out], capture_output=True, text=True)
         if done.returncode:

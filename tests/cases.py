@@ -69,30 +69,19 @@ def make(cell, case: Case, dtype: torch.dtype, device: str = DEVICE) -> dict:
         return to_device(_draw(cell, case, dtype), device)
 
 
-def to_device(call: dict, device: str) -> dict:
+def to_device(call: dict, device: str = DEVICE) -> dict:
     place = lambda v: v.to(device) if isinstance(v, torch.Tensor) else v
     return {k: tuple(map(place, v)) if k == "state" else place(v) for k, v in call.items()}
 
 
 def _draw(cell, case: Case, dtype: torch.dtype) -> dict:
     g = generator(case)
-    B, T, N, D = case.B, case.T, case.N, case.D
+    N, D = case.N, case.D
     has = case.options
-    sequences = B
     call = {}
-    if "cu" in has:
-        sequences, T, B = B, B * T, 1
-        cuts = torch.sort(torch.randint(0, T + 1, (sequences - 1,), generator=g)).values
-        cuts[0] = 0  # an empty first document
-        call["cu_seqlens"] = torch.tensor([0, *cuts.tolist(), T], dtype=torch.int32)
-    if "cu0" in has:
-        sequences, call["cu_seqlens"] = 0, torch.zeros(1, dtype=torch.int64)
+    B, T, sequences = draw_rows(call, case, g)
     G = cell.gates
-    x = torch.randn(B, T, G, N, D, generator=g, dtype=torch.float64)
-    if "strided" in has:  # a slice of a wider projection, batch and time swapped in memory
-        wide = torch.randn(T, B, G, N, D + 3, generator=g, dtype=torch.float64).to(dtype)
-        x = wide.transpose(0, 1)[..., :D]
-    call["x"] = x.to(dtype)
+    call["x"] = draw_x(case, g, (B, T, G, N, D), dtype)
     scale = D**-0.5 if D else 1.0
     call["weight"] = (scale * torch.randn(G, N, D, D, generator=g, dtype=torch.float64)).to(dtype)
     if "nobias" not in has:
@@ -105,16 +94,43 @@ def _draw(cell, case: Case, dtype: torch.dtype) -> dict:
             state[2] = state[2].abs() + 0.5  # n > 0, but for one empty unit
             state[1:3, :1, :1, :1] = 0.0
         call["state"] = tuple(state.to(state_dtype))
-    for name in ("reset", "hold"):
-        if name in has:
-            call[name] = torch.rand(B, T, generator=g) < 0.25
-    if "lengths" in has:
-        call["lengths"] = torch.randint(0, T + 1, (B,), generator=g)
+    draw_masks(call, case, g, B, T)
     if "clip" in has:
         call["grad_clip"] = 0.05
     if "cut" in has:
         call["grad_clip"] = 0.0
     return call
+
+
+def draw_rows(call: dict, case: Case, g: torch.Generator) -> tuple[int, int, int]:
+    """B, T of x and the number of sequences; with "cu" all of them in one row."""
+    if "cu0" in case.options:
+        call["cu_seqlens"] = torch.zeros(1, dtype=torch.int64)
+        return case.B, case.T, 0
+    if "cu" not in case.options:
+        return case.B, case.T, case.B
+    T = case.B * case.T
+    cuts = torch.sort(torch.randint(0, T + 1, (case.B - 1,), generator=g)).values
+    cuts[0] = 0  # an empty first document
+    call["cu_seqlens"] = torch.tensor([0, *cuts.tolist(), T], dtype=torch.int32)
+    return 1, T, case.B
+
+
+def draw_x(case: Case, g: torch.Generator, shape: tuple, dtype: torch.dtype) -> torch.Tensor:
+    x = torch.randn(shape, generator=g, dtype=torch.float64)
+    if "strided" in case.options:  # a slice of a wider projection, batch and time swapped in memory
+        B, T, *middle, D = shape
+        wide = torch.randn(T, B, *middle, D + 3, generator=g, dtype=torch.float64).to(dtype)
+        x = wide.transpose(0, 1)[..., :D]
+    return x.to(dtype)
+
+
+def draw_masks(call: dict, case: Case, g: torch.Generator, B: int, T: int) -> None:
+    for name in ("reset", "hold"):
+        if name in case.options:
+            call[name] = torch.rand(B, T, generator=g) < 0.25
+    if "lengths" in case.options:
+        call["lengths"] = torch.randint(0, T + 1, (B,), generator=g)
 
 
 def upcast(call: dict) -> dict:

@@ -147,7 +147,7 @@ def test_linear(door):
 
 
 def test_backend_by_name_is_never_replaced():
-    with pytest.raises(RuntimeError, match="this copy of fused_rnn holds no binary"):
+    with pytest.raises(RuntimeError, match="this copy of the kernel holds no binary"):
         reference.lstm(**base(), backend="cpu")
 
 

@@ -14,6 +14,7 @@ from flashcell.kernels.fused_rnn.cells import CELLS
 
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "kernel_builds/fused-rnn/csrc/cuda"
+SHARED = ROOT / "kernel_builds/cmake/include"
 TILES = ROOT / "kernel_builds/fused-rnn/tiles"
 
 
@@ -84,8 +85,8 @@ def problems():
 
 def test_plan_is_the_binarys(tmp_path):
     (tmp_path / "plan.cpp").write_text(PROGRAM)
-    command = ["g++", "-std=c++20", f"-I{CSRC}", tmp_path / "plan.cpp", "-o", tmp_path / "plan"]
-    subprocess.run(command, check=True)
+    command = ["g++", "-std=c++20", f"-I{CSRC}", f"-I{SHARED}", tmp_path / "plan.cpp"]
+    subprocess.run([*command, "-o", tmp_path / "plan"], check=True)
     asked = list(problems())
     text = "\n".join(" ".join(str(int(v)) for v in (*p, *d[1:])) for p, d in asked)
     done = subprocess.run([tmp_path / "plan"], input=text, capture_output=True, text=True)

@@ -2,20 +2,9 @@
 // S sequences, T time, N heads, D head width, G gates, R bias rows, K states, V saved values.
 // io = the dtype of x; state = float, or double when io is double.
 #pragma once
-#include <cstdint>
+#include "sequence.h"
 
 namespace flashcell {
-
-enum class Dtype { kFloat, kDouble, kHalf, kBFloat16 };
-
-// One batch row, or one document of a packed row. The engine gets them longest first.
-struct Sequence {
-  int64_t index;     // s: row of the [K, S, N, D] state tensors
-  int64_t row;       // b * T + t of the first step: row of every [B, T, ...] tensor but x
-  int64_t x_offset;  // the same step in x, in elements
-  int64_t length;    // steps that run
-  int64_t padding;   // rows after them, which only pass the state through
-};
 
 struct SequenceParams {
   int64_t S, N, D, T;

@@ -1,26 +1,12 @@
 // Every cell the extension builds: a new one needs its header and its name here.
 #pragma once
-#include <type_traits>
-
+#include "cell_list.h"
 #include "gru.h"
 #include "lstm.h"
 #include "rnn.h"
 #include "slstm.h"
 
 namespace flashcell {
-
-template <typename... Cells>
-struct CellList {
-  static constexpr int kCount = sizeof...(Cells);
-
-  // Where a cell stands in the list: how engines behind a door of their own know it.
-  template <typename Cell>
-  static constexpr int index_of() {
-    int index = 0, found = -1;
-    ((found = std::is_same_v<Cell, Cells> ? index : found, ++index), ...);
-    return found;
-  }
-};
 
 using AllCells = CellList<Lstm, Gru, RnnTanh, RnnRelu, Slstm>;
 

@@ -1,18 +1,10 @@
-// What the CPU engine offers ops.cpp, and what it asks of its host. The parameters of the sequence
-// ops are the ones of every engine: ../params.h.
+// What the CPU engine offers ops.cpp. The parameters of the sequence ops are the ones of every
+// engine: ../params.h.
 #pragma once
 #include "../params.h"
+#include "host.h"
 
 namespace flashcell {
-
-// What the engine asks of its host.
-struct Host {
-  void (*parallel)(int64_t count, void (*body)(void* context, int64_t begin, int64_t end),
-                   void* context);
-  void* (*allocate)(int64_t bytes);  // 64-byte aligned, uninitialised; throws, never null
-  void (*release)(void* pointer);
-  int threads;
-};
 
 // For every i < batch: c_i[m, n] = sum_k a_i[m, k] b_{i mod batch_b}[k, n] (+ bias[n]).
 struct GemmParams {

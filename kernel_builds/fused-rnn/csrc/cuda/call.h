@@ -7,7 +7,7 @@
 #include <string_view>
 
 #include "../cells/all.h"
-#include "../checks.h"
+#include "checks.h"
 #include "plan.h"
 #include "run.h"
 

@@ -1,4 +1,6 @@
-"""The door: every argument is checked here, once, with its name, what it was and what it must be.
+"""Checks of single arguments: an error says its name, what it was and what it must be.
+
+The kernels share this file; what a cell's arguments are together stands in arguments.py.
 
 Shapes, dtypes and devices are static, so a compiled graph carries no trace of these checks. Values
 (the order of cu_seqlens, the range of lengths) are checked on the CPU always, on CUDA only under
@@ -66,17 +68,6 @@ def check_integers(name: str, value: Optional[torch.Tensor], x: torch.Tensor) ->
         raise ValueError(f"{name} has shape {list(value.shape)}, but must have one dimension")
 
 
-def check_parameters(cell: Cell, x, weight, bias) -> None:
-    G, N, D = x.shape[-3:]
-    check_tensor("weight", weight, x.device)
-    check_floating("weight", weight)
-    check_shape("weight", weight, (G, N, D, D), "[G, N, D, D]")
-    if bias is not None:
-        check_tensor("bias", bias, x.device)
-        check_floating("bias", bias)
-        check_shape("bias", bias, (cell.bias_rows, N, D), "[R, N, D]")
-
-
 def check_state(cell: Cell, state, shape: Tuple[int, ...], letters: str, x: torch.Tensor) -> None:
     if state is None:
         return
@@ -89,42 +80,24 @@ def check_state(cell: Cell, state, shape: Tuple[int, ...], letters: str, x: torc
         check_shape(f"state[{k}]", s, shape, letters)
 
 
-def check_x(cell: Cell, x: torch.Tensor, letters: str, dims: int) -> None:
-    check_tensor("x", x)
-    check_floating("x", x)
-    if x.dim() != dims or x.shape[-3] != cell.gates:
-        raise ValueError(
-            f"x has shape {list(x.shape)}, but must be {letters} with G = {cell.gates} for {cell.name}"
-        )
-
-
-def check_sequence(
-    cell: Cell, x, weight, bias, state, reset, hold, lengths, cu_seqlens, grad_clip
-) -> None:
-    """Raises TypeError or ValueError for what a sequence op cannot take."""
-    check_x(cell, x, "[B, T, G, N, D]", 5)
-    check_parameters(cell, x, weight, bias)
+def check_masks(x: torch.Tensor, reset, hold, lengths, cu_seqlens) -> int:
+    """The options of every sequence op; returns the number of sequences, S."""
     check_mask("reset", reset, x)
     check_mask("hold", hold, x)
     check_integers("lengths", lengths, x)
     check_integers("cu_seqlens", cu_seqlens, x)
-    B, _, _, N, D = x.shape
-    sequences, letters = B, "[B, N, D]"
-    if cu_seqlens is not None:
-        if lengths is not None:
-            raise ValueError("lengths and cu_seqlens are both given, but only one may be")
-        if B != 1:
-            raise ValueError(f"x has batch {B}, but must have batch 1 when cu_seqlens is given")
-        if len(cu_seqlens) == 0:
-            raise ValueError(
-                "cu_seqlens is empty, but must hold S + 1 offsets, the first of them 0"
-            )
-        sequences, letters = len(cu_seqlens) - 1, "[S, N, D]"
-    if lengths is not None:
+    B = x.shape[0]
+    if lengths is not None and cu_seqlens is None:
         check_shape("lengths", lengths, (B,), "[B]")
-    check_state(cell, state, (sequences, N, D), letters, x)
-    if grad_clip is not None and not grad_clip >= 0:
-        raise ValueError(f"grad_clip is {grad_clip}, but must be None or a number >= 0")
+    if cu_seqlens is None:
+        return B
+    if lengths is not None:
+        raise ValueError("lengths and cu_seqlens are both given, but only one may be")
+    if B != 1:
+        raise ValueError(f"x has batch {B}, but must have batch 1 when cu_seqlens is given")
+    if len(cu_seqlens) == 0:
+        raise ValueError("cu_seqlens is empty, but must hold S + 1 offsets, the first of them 0")
+    return len(cu_seqlens) - 1
 
 
 def check_values(x: torch.Tensor, lengths, cu_seqlens) -> None:

@@ -1,4 +1,7 @@
-"""Which backend runs a call: one pure function of static facts, so torch.compile traces through it."""
+"""Which backend runs a call: one pure function of static facts, so torch.compile traces through it.
+
+The kernels share this file.
+"""
 
 from importlib.util import find_spec
 from typing import Optional
@@ -38,7 +41,7 @@ def select_backend(
         )
     if requested != binary:
         raise RuntimeError(
-            f"backend {requested!r} was asked for, but this copy of fused_rnn holds "
+            f"backend {requested!r} was asked for, but this copy of the kernel holds "
             f"{'no binary' if binary is None else f'the {binary!r} binary'}"
         )
     if not fits:

@@ -35,18 +35,10 @@ from typing import Tuple
 import torch
 
 from . import reference
-from .checks import (
-    check_choice,
-    check_floating,
-    check_parameters,
-    check_sequence,
-    check_state,
-    check_tensor,
-    check_values,
-    check_x,
-    find_cell,
-)
+from .arguments import check_parameters, check_sequence, check_x
+from .checks import check_choice, check_floating, check_state, check_tensor, check_values, find_cell
 from .dispatch import BACKEND, ops, select_backend
+from .sequences import lower_masks, stack_states
 
 State = Tuple[torch.Tensor, ...]
 Result = Tuple[torch.Tensor, State]
@@ -215,24 +207,8 @@ def _cast(x, weight, bias, state):
     if bias is not None and not (narrow and bias.dtype == x.dtype):
         bias = bias.to(dtype)
     if state is not None:
-        state = _stack([s.to(dtype) for s in state])
+        state = stack_states([s.to(dtype) for s in state])
     return x, weight.to(x.dtype), bias, state
-
-
-def _stack(states) -> torch.Tensor:
-    """[K, S, N, D]; without a copy where the states are what `_unstack` made, as between two steps."""
-    first = states[0]
-    if len(states) == 1:
-        return first.unsqueeze(0)
-    if not torch.compiler.is_compiling() and not any(s.requires_grad for s in states):
-        follows = [
-            s.is_contiguous() and s.data_ptr() == first.data_ptr() + k * first.numel() * 4
-            for k, s in enumerate(states)
-        ]
-        same = [s.untyped_storage().data_ptr() for s in states]
-        if all(follows) and first.element_size() == 4 and len(set(same)) == 1:
-            return first.as_strided((len(states), *first.shape), (first.numel(), *first.stride()))
-    return torch.stack(states)
 
 
 def _unstack(spec, last) -> State:
@@ -244,13 +220,8 @@ def _unstack(spec, last) -> State:
 def _reference(spec, inputs, masks, grad_clip):
     """Lowers lengths and cu_seqlens to hold, and runs the loop."""
     x, weight, bias, state = inputs
-    reset, hold, lengths, cu_seqlens = masks
-    if cu_seqlens is None:
-        if lengths is not None:
-            past = torch.arange(x.shape[1], device=x.device) >= lengths[:, None]
-            hold = past if hold is None else hold | past
-            reset = None if reset is None else reset & ~past
-        return reference.sequence(spec, x, weight, bias, state, reset, hold, grad_clip)
-    padded = reference.documents(x, cu_seqlens, reset, hold)
-    h, last = reference.sequence(spec, padded.x, weight, bias, state, *padded.masks, grad_clip)
-    return padded.unpack(h), last
+    lowered = lower_masks(x, *masks)
+    h, last = reference.sequence(
+        spec, lowered.x, weight, bias, state, lowered.reset, lowered.hold, grad_clip
+    )
+    return lowered.unpack(h), last

@@ -1,6 +1,6 @@
 """The recurrence as a plain loop over time, in torch, differentiable by autograd."""
 
-from typing import NamedTuple, Optional, Tuple
+from typing import Optional, Tuple
 
 import torch
 
@@ -63,26 +63,3 @@ def sequence(
         outputs.append(h.to(x.dtype))
     h = torch.stack(outputs, 1) if outputs else x.new_zeros(B, 0, N, D)
     return h, torch.stack(states)
-
-
-class Documents(NamedTuple):
-    """One row of packed documents as a padded batch; places past a document's end are held."""
-
-    x: torch.Tensor  # [S, L, G, N, D]
-    masks: Tuple[Optional[torch.Tensor], torch.Tensor]  # reset, hold [S, L]
-    inside: torch.Tensor  # [S, L] places that are steps, in the order of the row
-
-    def unpack(self, h: torch.Tensor) -> torch.Tensor:  # [S, L, N, D] -> [1, T, N, D]
-        return h[self.inside].unsqueeze(0)
-
-
-def documents(x: torch.Tensor, cu_seqlens: torch.Tensor, reset, hold) -> Documents:
-    """Document s is x[0, cu_seqlens[s] : cu_seqlens[s + 1]]; reset and hold are [1, T] or None."""
-    starts, ends = cu_seqlens[:-1, None].long(), cu_seqlens[1:, None].long()
-    longest = int((ends - starts).max()) if len(starts) else 0
-    index = starts + torch.arange(longest, device=x.device)  # [S, L] row of x[0]
-    inside = index < ends
-    index = torch.where(inside, index, 0)
-    held = ~inside if hold is None else ~inside | hold[0][index]
-    cleared = None if reset is None else reset[0][index] & inside
-    return Documents(x[0][index], (cleared, held), inside)

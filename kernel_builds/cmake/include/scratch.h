@@ -1,6 +1,6 @@
 // Scratch memory that returns itself, and parallel_for over a callable.
 #pragma once
-#include "engine.h"
+#include "host.h"
 
 namespace flashcell::FLASHCELL_ISA {
 

@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "params.h"
+#include "sequence.h"
 
 namespace flashcell {
 

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "../cells/cell_math.h"
+#include "cell_math.h"
 
 namespace flashcell::FLASHCELL_ISA {
 

@@ -1,0 +1,20 @@
+// A kernel's cells as a list of types.
+#pragma once
+#include <type_traits>
+
+namespace flashcell {
+
+template <typename... Cells>
+struct CellList {
+  static constexpr int kCount = sizeof...(Cells);
+
+  // Where a cell stands in the list: how engines behind a door of their own know it.
+  template <typename Cell>
+  static constexpr int index_of() {
+    int index = 0, found = -1;
+    ((found = std::is_same_v<Cell, Cells> ? index : found, ++index), ...);
+    return found;
+  }
+};
+
+}  // namespace flashcell

@@ -1,0 +1,127 @@
+// What a CPU engine needs of torch and of the machine: threads, memory, the instruction set, and
+// the list of sequences. Included by ops.cpp only; compiled for the oldest machine.
+#pragma once
+#include <sys/mman.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+#include <vector>
+
+#include "checks.h"
+#include "host.h"
+
+namespace flashcell {
+
+inline void run_parallel(int64_t count, void (*body)(void*, int64_t, int64_t), void* context) {
+  torch::stable::parallel_for(0, count, 1,
+                              [=](int64_t begin, int64_t end) { body(context, begin, end); });
+}
+
+// Asks for huge pages inside [pointer, pointer + bytes): a fresh mapping otherwise costs one fault
+// per 4 KB at its first write. Only a hint: it may fail harmlessly.
+inline void prefer_huge_pages(void* pointer, int64_t bytes) {
+  constexpr uintptr_t kHugePage = 2 << 20;
+  const uintptr_t begin = ((uintptr_t)pointer + kHugePage - 1) / kHugePage * kHugePage;
+  const uintptr_t end = ((uintptr_t)pointer + bytes) / kHugePage * kHugePage;
+  if (begin < end) madvise((void*)begin, end - begin, MADV_HUGEPAGE);
+}
+
+inline void* allocate(int64_t bytes) {
+  constexpr int64_t kHugePage = 2 << 20;
+  const int64_t alignment = bytes >= kHugePage ? kHugePage : 64;
+  void* pointer = std::aligned_alloc(alignment, (bytes + alignment - 1) / alignment * alignment);
+  if (pointer == nullptr) throw std::bad_alloc();
+  prefer_huge_pages(pointer, bytes);
+  return pointer;
+}
+
+inline Host host() {
+  return {run_parallel, allocate, std::free, int(torch::stable::get_num_threads())};
+}
+
+inline Tensor new_tensor(const Tensor& like, const Shape& shape, ScalarType dtype) {
+  Tensor tensor = torch::stable::new_empty(like, shape, dtype);
+  prefer_huge_pages(tensor.mutable_data_ptr(), tensor.numel() * tensor.element_size());
+  return tensor;
+}
+
+inline Shape read_integers(const Tensor& tensor, const char* name, int64_t count) {
+  check_rank(tensor, name, 1, "one-dimensional");
+  STD_TORCH_CHECK(count < 0 || tensor.size(0) == count, name, " must have ", count,
+                  " entries, got ", tensor.size(0));
+  const bool is_int = tensor.scalar_type() == ScalarType::Int;
+  STD_TORCH_CHECK(is_int || tensor.scalar_type() == ScalarType::Long, name,
+                  " must be int32 or int64, got ",
+                  torch::headeronly::toString(tensor.scalar_type()));
+  const Tensor values = dense(tensor);
+  Shape result(values.numel());
+  for (size_t i = 0; i < result.size(); ++i) {
+    result[i] = is_int ? values.const_data_ptr<int32_t>()[i] : values.const_data_ptr<int64_t>()[i];
+  }
+  return result;
+}
+
+// Rows, documents and padded rows become one list of sequences, longest first.
+inline std::vector<Sequence> sequences(const Tensor& /*like*/, int64_t B, int64_t T,
+                                       const OptionalTensor& lengths,
+                                       const OptionalTensor& cu_seqlens, int64_t x_batch,
+                                       int64_t x_time) {
+  std::vector<Sequence> list;
+  if (cu_seqlens) {
+    STD_TORCH_CHECK(!lengths, "lengths and cu_seqlens exclude each other");
+    STD_TORCH_CHECK(B == 1, "cu_seqlens needs x of shape [1, total, ...], got batch ", B);
+    const Shape at = read_integers(*cu_seqlens, "cu_seqlens", -1);
+    STD_TORCH_CHECK(!at.empty() && at.front() == 0, "cu_seqlens must start with 0");
+    STD_TORCH_CHECK(at.back() == T, "cu_seqlens must end with the total length ", T, ", got ",
+                    at.back());
+    for (size_t s = 0; s + 1 < at.size(); ++s) {
+      STD_TORCH_CHECK(at[s] <= at[s + 1], "cu_seqlens must not decrease, got ", at[s], " before ",
+                      at[s + 1]);
+      list.push_back({int64_t(s), at[s], at[s] * x_time, at[s + 1] - at[s], 0});
+    }
+  } else {
+    Shape steps(B, T);
+    if (lengths) steps = read_integers(*lengths, "lengths", B);
+    for (int64_t b = 0; b < B; ++b) {
+      STD_TORCH_CHECK(0 <= steps[b] && steps[b] <= T, "lengths must be in 0..", T, ", got ",
+                      steps[b], " at ", b);
+      list.push_back({b, b * T, b * x_batch, steps[b], T - steps[b]});
+    }
+  }
+  std::stable_sort(list.begin(), list.end(),
+                   [](const Sequence& a, const Sequence& b) { return a.length > b.length; });
+  return list;
+}
+
+enum class Isa { kBaseline, kAvx2, kAvx512 };
+
+// The widest engine this CPU runs; FLASHCELL_CPU_ISA=baseline|avx2|avx512 asks for one by name.
+inline Isa select_isa() {
+  __builtin_cpu_init();
+  const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                        __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2") &&
+                        __builtin_cpu_supports("f16c") && __builtin_cpu_supports("lzcnt");
+  const bool has_avx512 =
+      has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512cd") &&
+      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bf16");
+  const char* wanted = std::getenv("FLASHCELL_CPU_ISA");
+  if (wanted == nullptr || *wanted == 0) {
+    return has_avx512 ? Isa::kAvx512 : has_avx2 ? Isa::kAvx2 : Isa::kBaseline;
+  }
+  if (!std::strcmp(wanted, "baseline")) return Isa::kBaseline;
+  if (!std::strcmp(wanted, "avx2")) {
+    STD_TORCH_CHECK(has_avx2, "FLASHCELL_CPU_ISA=avx2: this CPU lacks AVX2, FMA or F16C");
+    return Isa::kAvx2;
+  }
+  STD_TORCH_CHECK(!std::strcmp(wanted, "avx512"), "FLASHCELL_CPU_ISA=", wanted,
+                  ": must be baseline, avx2 or avx512");
+  STD_TORCH_CHECK(has_avx512, "FLASHCELL_CPU_ISA=avx512: this CPU lacks AVX-512 or AVX512-BF16");
+  return Isa::kAvx512;
+}
+
+}  // namespace flashcell

@@ -1,0 +1,64 @@
+"""The door: what x, the weights and the states must be together; a and b of a scan."""
+
+import torch
+
+from .cells import Cell
+from .checks import (
+    check_choice,
+    check_floating,
+    check_masks,
+    check_shape,
+    check_state,
+    check_tensor,
+)
+
+METHODS = ("auto", "walk", "shoot", "newton")
+WIDEST_BLOCK = 4
+
+
+def check_x(cell: Cell, x: torch.Tensor, letters: str, dims: int) -> None:
+    check_tensor("x", x)
+    check_floating("x", x)
+    if x.dim() != dims or x.shape[-2] != cell.gates:
+        raise ValueError(f"x has shape {list(x.shape)}, but must be {letters} for {cell.name}")
+
+
+def check_rows(name: str, value, rows: int, x: torch.Tensor) -> None:
+    check_tensor(name, value, x.device)
+    check_floating(name, value)
+    check_shape(name, value, (rows, x.shape[-1]), f"[{rows}, D]")
+
+
+def check_sequence(cell: Cell, x, state, reset, hold, lengths, cu_seqlens) -> None:
+    """Raises TypeError or ValueError for what a sequence op cannot take."""
+    sequences = check_masks(x, reset, hold, lengths, cu_seqlens)
+    letters = "[B, D]" if cu_seqlens is None else "[S, D]"
+    check_state(cell, state, (sequences, x.shape[-1]), letters, x)
+
+
+def check_method(method, tol, max_iters) -> None:
+    check_choice("method", method, METHODS)
+    if tol is not None and not tol >= 0:
+        raise ValueError(f"tol is {tol}, but must be None or a number >= 0")
+    if max_iters is not None and not (isinstance(max_iters, int) and max_iters >= 0):
+        raise ValueError(f"max_iters is {max_iters!r}, but must be None or an int >= 0")
+
+
+def check_scan(a, b, h0, block: bool) -> None:
+    check_tensor("b", b)
+    check_floating("b", b)
+    if b.dim() != 3 + block:
+        letters = "[B, T, D, n]" if block else "[B, T, D]"
+        raise ValueError(f"b has shape {list(b.shape)}, but must be {letters}")
+    if block and not 1 <= b.shape[-1] <= WIDEST_BLOCK:
+        raise ValueError(f"b has blocks of {b.shape[-1]}, but n must be in 1..{WIDEST_BLOCK}")
+    check_tensor("a", a, b.device)
+    check_floating("a", a)
+    shape, letters = tuple(b.shape), "[B, T, D]"
+    if block:
+        shape, letters = (*shape, shape[-1]), "[B, T, D, n, n]"
+    check_shape("a", a, shape, letters)
+    if h0 is not None:
+        check_tensor("h0", h0, b.device)
+        check_floating("h0", h0)
+        check_shape("h0", h0, (b.shape[0], *b.shape[2:]), "b without T")

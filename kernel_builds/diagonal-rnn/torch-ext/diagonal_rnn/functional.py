@@ -1,0 +1,202 @@
+"""The public functions. Shapes: B batch, T time, D channels, K states, S sequences.
+
+Every cell takes, besides what its docstring says,
+
+    x           [B, T, 3, D]  pre-activations from the input, bf16, fp16, fp32 or fp64; any strides
+    state       K tensors [B, D], None for the empty state (zeros); differentiable
+    reset       [B, T] bool   the state is emptied *before* a marked step (document boundaries)
+    hold        [B, T] bool   at a marked step the state passes through and h is 0 (padding)
+    lengths     [B] int       row b ends after lengths[b] steps: later marks of reset count no more
+    cu_seqlens  [S + 1] int   documents packed into one row: x is [1, total, 3, D], states are
+                              [S, D], document s is x[0, cu_seqlens[s]:cu_seqlens[s + 1]]
+    method      "walk"        step by step, exact
+                "shoot", "newton"  parallel in time: iterated until the residual is at most `tol` or
+                              `max_iters` are done, then finished exactly; CUDA and the reference
+                "auto"        whichever is faster for this shape on this device
+    tol, max_iters            None for the method's own
+    return_info               a third result, `Info`: what the method did
+    backend     "auto"|"cuda"|"cpu"|"reference"  one asked for by name is used or refused
+
+and returns ``(h, state)``: h [B, T, D] in x's dtype and the K last states in fp32 (fp64 for fp64),
+unrounded. All arithmetic is in that dtype too, weights included: gradients come back in the dtype
+of what they belong to. Wrong arguments raise TypeError or ValueError naming the argument, what it
+was and what it must be; a backend that is not here raises RuntimeError.
+"""
+
+from typing import NamedTuple, Tuple
+
+import torch
+
+from . import reference
+from .arguments import check_method, check_rows, check_scan, check_sequence, check_x
+from .cells import CELLS
+from .checks import check_state, check_values
+from .dispatch import BACKEND, ops, select_backend
+from .sequences import lower_masks, stack_states
+
+State = Tuple[torch.Tensor, ...]
+Result = Tuple[torch.Tensor, State]
+NO_MASKS = (None, None, None, None)
+
+
+class Info(NamedTuple):
+    """What a method did; nothing here waits for the device."""
+
+    method: str
+    iterations: torch.Tensor  # [] int32
+    residual: torch.Tensor  # [] the largest one when the parallel part stopped; 0 for a walk
+    finished: torch.Tensor  # [] int32, steps that were run one after another to finish
+
+
+def flash_gru(
+    x, a, state=None, *, reset=None, hold=None, lengths=None, cu_seqlens=None, method="auto",
+    tol=None, max_iters=None, return_info=False, backend="auto",
+) -> Result:  # fmt: skip
+    """Gated recurrent unit with a diagonal recurrence (arXiv 2510.21450): a [3, D].
+
+        z, r = sigmoid(a h + x)           c = tanh(a_c (h r) + x_c)
+        h' = (1 - z) h + z c
+
+    Rows z, r, c; states (h,). z opens the update, the opposite of torch's. Arguments and errors:
+    see the module.
+    """
+    spec = CELLS["flash_gru"]
+    check_x(spec, x, "[B, T, 3, D]", 4)
+    check_rows("a", a, 3, x)
+    masks = (reset, hold, lengths, cu_seqlens)
+    return _sequence(
+        spec, x, _rows(x, a), state, masks, (method, tol, max_iters), return_info, backend
+    )
+
+
+def flash_lstm(
+    x, a, p, state=None, *, reset=None, hold=None, lengths=None, cu_seqlens=None, method="auto",
+    tol=None, max_iters=None, return_info=False, backend="auto",
+) -> Result:  # fmt: skip
+    """Long short-term memory with a diagonal recurrence (arXiv 2510.21450): a [3, D], p [2, D].
+
+        f = sigmoid(a_f h + p_f c + x_f)      z = tanh(a_z h + x_z)
+        c' = f c + (1 - f) z
+        o = sigmoid(a_o h + p_o c' + x_o)     h' = o tanh(c')
+
+    Rows f, o, z; peepholes f, o; states (h, c). Arguments and errors: see the module.
+    """
+    spec = CELLS["flash_lstm"]
+    check_x(spec, x, "[B, T, 3, D]", 4)
+    check_rows("a", a, 3, x)
+    check_rows("p", p, 2, x)
+    masks, weight = (reset, hold, lengths, cu_seqlens), _rows(x, a, p)
+    return _sequence(spec, x, weight, state, masks, (method, tol, max_iters), return_info, backend)
+
+
+def flash_gru_step(x, a, state=None, *, backend="auto") -> Result:
+    """One step of `flash_gru`: x [B, 3, D] -> h [B, D], (h,)."""
+    spec = CELLS["flash_gru"]
+    check_x(spec, x, "[B, 3, D]", 3)
+    check_rows("a", a, 3, x)
+    return _step(spec, x, _rows(x, a), state, backend)
+
+
+def flash_lstm_step(x, a, p, state=None, *, backend="auto") -> Result:
+    """One step of `flash_lstm`: x [B, 3, D] -> h [B, D], (h, c)."""
+    spec = CELLS["flash_lstm"]
+    check_x(spec, x, "[B, 3, D]", 3)
+    check_rows("a", a, 3, x)
+    check_rows("p", p, 2, x)
+    return _step(spec, x, _rows(x, a, p), state, backend)
+
+
+def linear_scan(a, b, h0=None, *, reverse=False, backend="auto") -> torch.Tensor:
+    """h_t = a_t h_{t-1} + b_t, or with `reverse` h_t = a_t h_{t+1} + b_t; elementwise.
+
+    a, b [B, T, D], h0 [B, D] or None for zeros -> h [B, T, D] in b's dtype. The sum is in fp32 (fp64
+    for fp64); with a and b in two dtypes both are read in the wider one.
+    """
+    check_scan(a, b, h0, block=False)
+    return _scan("scan_fwd", a, b, h0, reverse, backend)
+
+
+def block_scan(a, b, h0=None, *, reverse=False, backend="auto") -> torch.Tensor:
+    """`linear_scan` of n x n blocks: a [B, T, D, n, n], b [B, T, D, n], h0 [B, D, n], n <= 4."""
+    check_scan(a, b, h0, block=True)
+    return _scan("block_scan_fwd", a, b, h0, reverse, backend)
+
+
+def _rows(x: torch.Tensor, *parts: torch.Tensor) -> torch.Tensor:
+    """The weight [P, D] as the engines read it."""
+    dtype = reference.state_dtype(x.dtype)
+    return parts[0].to(dtype) if len(parts) == 1 else torch.cat([p.to(dtype) for p in parts])
+
+
+def _sequence(spec, x, weight, state, masks, options, return_info, backend):
+    check_sequence(spec, x, state, *masks)
+    check_method(*options)
+    check_values(x, *masks[2:])
+    h, last, method, report = _run(spec, x, weight, state, masks, options, backend)
+    if not return_info:
+        return h, last
+    done, residual, finished = report.detach().unbind()
+    return h, last, Info(method, done.to(torch.int32), residual, finished.to(torch.int32))
+
+
+def _step(spec, x, weight, state, backend) -> Result:
+    check_state(spec, state, (x.shape[0], x.shape[-1]), "[B, D]", x)
+    options = "walk", None, None
+    h, last, _, _ = _run(spec, x.unsqueeze(1), weight, state, NO_MASKS, options, backend)
+    return h.squeeze(1), last
+
+
+def _run(spec, x, weight, state, masks, options, backend):
+    """Every argument is checked; masks are reset, hold, lengths, cu_seqlens."""
+    chosen = select_backend(backend, x.device.type, BACKEND, x.dtype)
+    requested, tol, max_iters = options
+    method = select_method(requested, chosen)
+    tol, max_iters = -1.0 if tol is None else tol, -1 if max_iters is None else max_iters
+    if state is not None:
+        state = stack_states([s.to(weight.dtype) for s in state])
+    if chosen == "reference":
+        h, last, report = _reference(spec, x, weight, state, masks, (method, tol, max_iters))
+    else:
+        given = (x, weight, state)
+        save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given)
+        fwd = getattr(ops, f"{spec.name}_fwd")
+        h, last, _, report = fwd(x, weight, state, *masks, method, tol, max_iters, save)
+    return h, last.unbind(0), method, report
+
+
+def select_method(requested: str, backend: str) -> str:
+    """The method that runs: a pure function of static facts."""
+    if requested == "auto":
+        return "walk"
+    if requested != "walk" and backend == "cpu":
+        raise ValueError(
+            f"method is {requested!r}, but on the CPU it must be 'walk' or 'auto': the methods that "
+            "are parallel in time run on CUDA, and with backend='reference'"
+        )
+    return requested
+
+
+def _reference(spec, x, weight, state, masks, options):
+    """h, last and [iterations, residual, finished], from a batch with reset and hold alone."""
+    lowered = lower_masks(x, *masks)
+    given = spec, lowered.x, weight, state, lowered.reset, lowered.hold
+    if options[0] == "walk":
+        h, last = reference.sequence(*given)
+        report = torch.zeros(3, device=x.device)
+    else:
+        from . import newton
+
+        h, last, report = newton.sequence(*given, *options)
+    return lowered.unpack(h), last, report
+
+
+def _scan(op, a, b, h0, reverse, backend) -> torch.Tensor:
+    chosen = select_backend(backend, b.device.type, BACKEND, b.dtype)
+    if a.dtype != b.dtype:
+        wide = torch.promote_types(a.dtype, b.dtype)
+        h = _scan(op, a.to(wide), b.to(wide), h0, reverse, backend)
+        return h.to(b.dtype)
+    h0 = None if h0 is None else h0.to(reference.state_dtype(b.dtype))
+    if chosen == "reference":
+        return reference.scan(a, b, h0, reverse)
+    return getattr(ops, op)(a, b, h0, reverse)

@@ -1,0 +1,57 @@
+"""The recurrences as plain loops over time, in torch, differentiable by autograd."""
+
+from typing import Optional, Tuple
+
+import torch
+
+from .cells import Cell
+
+
+def state_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def sequence(
+    cell: Cell,
+    x: torch.Tensor,  # [B, T, G, D]
+    weight: torch.Tensor,  # [P, D]
+    state: Optional[torch.Tensor],  # [K, B, D]
+    reset: Optional[torch.Tensor],  # [B, T]
+    hold: Optional[torch.Tensor],  # [B, T]
+) -> Tuple[torch.Tensor, torch.Tensor]:  # h [B, T, D], last [K, B, D]
+    """Runs `cell` along T; states and arithmetic in the state dtype."""
+    B, _, _, D = x.shape
+    dtype = state_dtype(x.dtype)
+    w = weight.to(dtype).unbind()
+    states = tuple(x.new_zeros(cell.states, B, D, dtype=dtype) if state is None else state)
+    outputs = []
+    for t, row in enumerate(x.unbind(1)):  # unbind: its gradient is one stack, not T sums
+        if reset is not None:
+            states = tuple(torch.where(reset[:, t, None], 0.0, s) for s in states)
+        after = cell.step(row.to(dtype).unbind(1), w, states)
+        h = after[0]
+        if hold is not None:
+            held = hold[:, t, None]
+            after = tuple(torch.where(held, s, a) for s, a in zip(states, after))
+            h = torch.where(held, 0.0, h)
+        states = after
+        outputs.append(h.to(x.dtype))
+    h = torch.stack(outputs, 1) if outputs else x.new_zeros(B, 0, D)
+    return h, torch.stack(states)
+
+
+def scan(
+    a: torch.Tensor,  # [B, T, D] or [B, T, D, n, n]
+    b: torch.Tensor,  # [B, T, D] or [B, T, D, n]
+    h0: Optional[torch.Tensor],  # b without T
+    reverse: bool,
+) -> torch.Tensor:  # as b
+    """h_t = a_t h_{t-1} + b_t in the state dtype, rounded to b's at the end."""
+    dtype, T = state_dtype(b.dtype), b.shape[1]
+    h = b.new_zeros(b.shape[:1] + b.shape[2:], dtype=dtype) if h0 is None else h0
+    rows, outputs = list(zip(a.unbind(1), b.unbind(1))), [b] * T
+    for t in reversed(range(T)) if reverse else range(T):
+        at, bt = (row.to(dtype) for row in rows[t])
+        h = (at * h if at.dim() == bt.dim() else (at * h.unsqueeze(-2)).sum(-1)) + bt
+        outputs[t] = h.to(b.dtype)
+    return torch.stack(outputs, 1) if outputs else b.clone()

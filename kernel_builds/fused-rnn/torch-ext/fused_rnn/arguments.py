@@ -1,0 +1,39 @@
+"""The door of the cells: what x, weight, bias and the states must be together."""
+
+import torch
+
+from .cells import Cell
+from .checks import check_floating, check_masks, check_shape, check_state, check_tensor
+
+
+def check_x(cell: Cell, x: torch.Tensor, letters: str, dims: int) -> None:
+    check_tensor("x", x)
+    check_floating("x", x)
+    if x.dim() != dims or x.shape[-3] != cell.gates:
+        raise ValueError(
+            f"x has shape {list(x.shape)}, but must be {letters} with G = {cell.gates} for {cell.name}"
+        )
+
+
+def check_parameters(cell: Cell, x, weight, bias) -> None:
+    G, N, D = x.shape[-3:]
+    check_tensor("weight", weight, x.device)
+    check_floating("weight", weight)
+    check_shape("weight", weight, (G, N, D, D), "[G, N, D, D]")
+    if bias is not None:
+        check_tensor("bias", bias, x.device)
+        check_floating("bias", bias)
+        check_shape("bias", bias, (cell.bias_rows, N, D), "[R, N, D]")
+
+
+def check_sequence(
+    cell: Cell, x, weight, bias, state, reset, hold, lengths, cu_seqlens, grad_clip
+) -> None:
+    """Raises TypeError or ValueError for what a sequence op cannot take."""
+    check_x(cell, x, "[B, T, G, N, D]", 5)
+    check_parameters(cell, x, weight, bias)
+    sequences = check_masks(x, reset, hold, lengths, cu_seqlens)
+    letters = "[B, N, D]" if cu_seqlens is None else "[S, N, D]"
+    check_state(cell, state, (sequences, *x.shape[-2:]), letters, x)
+    if grad_clip is not None and not grad_clip >= 0:
+        raise ValueError(f"grad_clip is {grad_clip}, but must be None or a number >= 0")

@@ -1,0 +1,57 @@
+"""What the kernels share around their loops: rows, documents and padding as one batch; states as one."""
+
+from typing import NamedTuple, Optional
+
+import torch
+
+
+class Lowered(NamedTuple):
+    """A batch of sequences whose masks are reset and hold alone."""
+
+    x: torch.Tensor  # [S, L, ...]
+    reset: Optional[torch.Tensor]  # [S, L]
+    hold: Optional[torch.Tensor]  # [S, L]
+    inside: Optional[torch.Tensor]  # [S, L] places that are steps of a packed row, in its order
+
+    def unpack(self, h: torch.Tensor) -> torch.Tensor:
+        """h [S, L, ...] in the layout that x came in."""
+        return h if self.inside is None else h[self.inside].unsqueeze(0)
+
+
+def lower_masks(x: torch.Tensor, reset, hold, lengths, cu_seqlens) -> Lowered:
+    """lengths and cu_seqlens as hold; x is [B, T, ...]."""
+    if cu_seqlens is not None:
+        return _documents(x, cu_seqlens, reset, hold)
+    if lengths is not None:
+        past = torch.arange(x.shape[1], device=x.device) >= lengths[:, None]
+        hold = past if hold is None else hold | past
+        reset = None if reset is None else reset & ~past
+    return Lowered(x, reset, hold, None)
+
+
+def _documents(x: torch.Tensor, cu_seqlens: torch.Tensor, reset, hold) -> Lowered:
+    """Document s is x[0, cu_seqlens[s] : cu_seqlens[s + 1]]; places past its end are held."""
+    starts, ends = cu_seqlens[:-1, None].long(), cu_seqlens[1:, None].long()
+    longest = int((ends - starts).max()) if len(starts) else 0
+    index = starts + torch.arange(longest, device=x.device)  # [S, L] row of x[0]
+    inside = index < ends
+    index = torch.where(inside, index, 0)
+    held = ~inside if hold is None else ~inside | hold[0][index]
+    cleared = None if reset is None else reset[0][index] & inside
+    return Lowered(x[0][index], cleared, held, inside)
+
+
+def stack_states(states) -> torch.Tensor:
+    """[K, S, N, D]; without a copy where they are an op's last states, as between two steps."""
+    first = states[0]
+    if len(states) == 1:
+        return first.unsqueeze(0)
+    if not torch.compiler.is_compiling() and not any(s.requires_grad for s in states):
+        follows = [
+            s.is_contiguous() and s.data_ptr() == first.data_ptr() + k * first.numel() * 4
+            for k, s in enumerate(states)
+        ]
+        same = [s.untyped_storage().data_ptr() for s in states]
+        if all(follows) and first.element_size() == 4 and len(set(same)) == 1:
+            return first.as_strided((len(states), *first.shape), (first.numel(), *first.stride()))
+    return torch.stack(states)

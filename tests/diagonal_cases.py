@@ -1,0 +1,54 @@
+"""Problems for diagonal-rnn, from the generator of cases.py: a case's heads are 1, its D channels."""
+
+from dataclasses import replace
+
+import torch
+
+from cases import OPTIONS, Case, draw_masks, draw_rows, draw_x, generator, to_device
+
+SHAPES = [
+    Case(3, 7, 1, 5, ("state",)),
+    Case(1, 1, 1, 1),
+    Case(2, 1, 1, 16, ("state",)),
+    Case(1, 9, 1, 33, ("state",)),
+    Case(17, 5, 1, 48, ("state",)),
+    Case(4, 12, 1, 64),
+    Case(2, 19, 1, 131, ("state",)),
+    Case(1, 3, 1, 520, ("state",)),
+]
+EMPTY = [
+    Case(0, 4, 1, 8),
+    Case(2, 0, 1, 8, ("state",)),
+    Case(2, 3, 1, 0),
+    Case(1, 0, 1, 4, ("cu0",)),
+]
+# a gradient clip and a bias are not this kernel's
+MASKED = [o for o in OPTIONS if not {"nobias", "clip", "cut"} & set(o)]
+CASES = [*SHAPES, *(replace(Case(5, 11, 1, 40), options=o) for o in MASKED)]
+WEIGHTS = ("a", "p")
+
+
+def make(cell, case: Case, dtype: torch.dtype) -> dict:
+    """Arguments of the function named `cell.name`: values drawn in float64, then rounded."""
+    g, call = generator(case), {}
+    with torch.device("cpu"):
+        B, T, sequences = draw_rows(call, case, g)
+        call["x"] = draw_x(case, g, (B, T, cell.gates, case.D), dtype)
+        weight = torch.randn(cell.weights, case.D, generator=g, dtype=torch.float64)
+        parts = (0.7 * weight).to(dtype).split([3, cell.weights - 3])
+        call |= {name: part for name, part in zip(WEIGHTS, parts, strict=True) if len(part)}
+        if "state" in case.options:
+            state_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+            state = torch.randn(cell.states, sequences, case.D, generator=g, dtype=torch.float64)
+            call["state"] = tuple((0.7 * state).to(state_dtype))
+        draw_masks(call, case, g, B, T)
+    return to_device(call)
+
+
+def leaves(call: dict) -> dict:
+    """The call with fresh differentiable tensors, and they by name."""
+    leaf = lambda t: t.detach().requires_grad_()
+    fresh = {k: leaf(call[k]) for k in ("x", *WEIGHTS) if k in call}
+    state = tuple(map(leaf, call.get("state", ())))
+    named = fresh | {f"state[{k}]": s for k, s in enumerate(state)}
+    return {**call, **fresh, **({"state": state} if state else {})}, named
