@@ -12,6 +12,8 @@ from cases import DEVICE
 
 ROOT = Path(__file__).resolve().parents[1]
 torch.set_default_device(DEVICE)
+if DEVICE != "cpu":
+    torch.set_num_threads(1)  # the GPU is what is tested, by many processes at a time
 
 
 def load_built(name: str, finished: str | None):

@@ -78,9 +78,10 @@ struct Pipeline {
         length(vector() * Lane<IO>::kVector < D ? length : 0),
         first(threadIdx.x / (kColumns * kVectors)) {
     // A lane of an instruction for four tiles names its own: row, and in the backward half of 16
-    // units.
+    // units. Where there are fewer than four, the last row stands in for the others.
+    static_assert(kRows * kSplit < 4 || kRows * kSplit % 4 == 0 || sizeof(IO) == 4);
     const int tile = sizeof(IO) == 2 ? threadIdx.x % 32 / 8 : 0;
-    const int row = tile / kSplit, half = tile % kSplit;
+    const int row = min(tile / kSplit, kRows - 1), half = tile % kSplit;
     lane_tiles = keep(shared_address(&shared.rows[0][0][0][unit + half * 8]) + row * kRowBytes +
                       tile_offset<IO, kRow>() * sizeof(IO));
     slot = keep(shared_address(&shared.rows[0][first][column()][vector() * Lane<IO>::kVector]));
@@ -114,9 +115,7 @@ struct Pipeline {
   // Until the copies of the next step are there, of this thread: a barrier makes it all threads.
   DEVICE void wait() { copy_wait<kStages - 2>(); }
 
-  // The warp's tiles of step t: row by row, kSplit of each. The rows end at kRows: what an
-  // instruction for four tiles reads beyond is not used, and lies inside the next stage, or the
-  // outbox.
+  // The warp's tiles of step t: row by row, kSplit of each.
   template <int kCount>
   DEVICE void load(ColumnPair<IO> (&values)[kCount], int t) const {
     load_tiles<kRow>(values, lane_tiles + unsigned(t) % kStages * kStageBytes, [](int i) {
