@@ -79,7 +79,7 @@ struct Pipeline {
         first(threadIdx.x / (kColumns * kVectors)) {
     // A lane of an instruction for four tiles names its own: row, and in the backward half of 16
     // units. Where there are fewer than four, the last row stands in for the others.
-    static_assert(kRows * kSplit < 4 || kRows * kSplit % 4 == 0 || sizeof(IO) == 4);
+    static_assert(kRows * kSplit < 4 || kRows * kSplit % 2 == 0 || sizeof(IO) == 4);
     const int tile = sizeof(IO) == 2 ? threadIdx.x % 32 / 8 : 0;
     const int row = min(tile / kSplit, kRows - 1), half = tile % kSplit;
     lane_tiles = keep(shared_address(&shared.rows[0][0][0][unit + half * 8]) + row * kRowBytes +

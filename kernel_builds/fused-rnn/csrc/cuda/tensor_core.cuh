@@ -11,6 +11,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
+#include <cstdint>
 
 #include "approx.cuh"
 
@@ -154,7 +155,13 @@ DEVICE void load_tiles(ColumnPair<IO> (&values)[kCount], uint32_t address, Place
   for (int i = 0; i < kCount; i += 4) {
     if constexpr (sizeof(IO) == 2) {
       uint32_t words[4];
-      load_transposed(words, address + place(i));
+      if (kCount - i > 2) {
+        load_transposed(words, address + place(i));
+      } else {  // the other half would lie beyond the last tile
+        asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
+                     : "=r"(words[0]), "=r"(words[1])
+                     : "r"(address + place(i)));
+      }
 #pragma unroll
       for (int j = 0; j < 4 && i + j < kCount; ++j) values[i + j].pair.word[0] = words[j];
     } else {
