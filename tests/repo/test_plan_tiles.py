@@ -54,28 +54,8 @@ int main() {
 
 
 def problems():
-    widths = (
-        1,
-        7,
-        8,
-        32,
-        60,
-        64,
-        65,
-        72,
-        128,
-        136,
-        256,
-        320,
-        512,
-        768,
-        1024,
-        1312,
-        1408,
-        2048,
-        2112,
-        2304,
-    )
+    widths = (1, 7, 8, 32, 60, 64, 65, 72, 128, 136, 256, 320, 512)
+    widths += (768, 1024, 1312, 1408, 2048, 2112, 2304)
     some = itertools.product(widths, (1, 3, 4), (2, 4), (True, False), plan.DEVICES)
     for i, (D, gates, element, tf32, device) in enumerate(some):
         S, N, T, aligned = (1, 16, 130)[i % 3], (1, 12, 48)[i // 3 % 3], 1 + i % 5, i % 7 > 0
