@@ -11,6 +11,7 @@ import pytest
 
 from flashcell.kernels.fused_rnn import plan
 from flashcell.kernels.fused_rnn.cells import CELLS
+from flashcell.kernels.fused_rnn.explain import explain_plan
 
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "kernel_builds/fused-rnn/csrc/cuda"
@@ -85,20 +86,23 @@ def test_plan_is_the_binarys(tmp_path):
 
 
 def test_explain_plan_names_engine_and_binding_limit():
-    shown = str(plan.explain_plan("lstm", 1, 768, 16, "bfloat16", "sm_90a"))
+    shown = str(explain_plan("lstm", 1, 768, 16, "bfloat16", "sm_90a"))
     assert "lstm 1x768, batch 16, 1024 steps, bfloat16 on H200 (sm_90): chip engine" in shown
     assert "1 heads x 2 groups x 48 thread blocks, 1 launches" in shown
     assert "binding: thread blocks at once" in shown
-    assert plan.explain_plan("lstm", 12, 64, 16, "torch.bfloat16", "H100").engine == "block"
-    wide = plan.explain_plan("lstm", 1, 2688, 16, "float16", 90)
+    assert explain_plan("lstm", 12, 64, 16, "torch.bfloat16", "H100").engine == "block"
+    wide = explain_plan("lstm", 1, 2688, 16, "float16", 90)
     assert (wide.engine, wide.refused[-1].unit) == ("step", "bytes")
-    assert wide.refused[1] == plan.Limit("thread blocks at once", 168, 132, "processors")
-    exact = plan.explain_plan("gru", 1, 64, 16, "float32", "9.0a")
+    assert plan.Limit("thread blocks at once", 168, 132, "processors") in wide.refused
+    assert explain_plan("lstm", 3, 256, 16, "bfloat16", "H200").engine == "cluster"
+    full = explain_plan("lstm", 1, 512, 64, "bfloat16", "H200")
+    assert (full.engine, full.refused[-1].name) == ("chip", "clusters at once")
+    exact = explain_plan("gru", 1, 64, 16, "float32", "9.0a")
     assert "exact fp32" in exact.refused[0].name
     with pytest.raises(ValueError, match="arch is 'sm_70', but must be one of"):
         plan.find_device("sm_70")
     with pytest.raises(ValueError, match="cell is 'lstmp'"):
-        plan.explain_plan("lstmp", 1, 64, 16, "bfloat16", 90)
+        explain_plan("lstmp", 1, 64, 16, "bfloat16", 90)
 
 
 def test_block_engine_fits_every_arch():
