@@ -9,6 +9,7 @@ from _tiles_files import measured_steps, spaced, table
 from _tiles_ptxas import Measured
 
 from flashcell.kernels.fused_rnn import plan
+from flashcell.kernels.fused_rnn.explain import explain_plan
 
 SHOWN = 90  # the arch whose plans and times the page has; plans.csv has them all
 INTRODUCTION = """# Tiles of the CUDA engines
@@ -38,7 +39,7 @@ def own_widths(device: plan.Device, cell: str, dtype: str) -> tuple[int, plan.Li
     """The widest head of the whole-chip engine, and what keeps the next one from it."""
     step, widest, reason = 16 // {"bfloat16": 2, "float32": 4}[dtype], 0, None
     for width in range(step, 4096, step):
-        build = plan.explain_plan(cell, 1, width, 16, dtype, device.name, precision="tf32")
+        build = explain_plan(cell, 1, width, 16, dtype, device.name, precision="tf32")
         if build.engine == "step":
             reason = build.refused[-1]
             break

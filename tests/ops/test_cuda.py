@@ -144,7 +144,12 @@ def test_cuda_graph(fused_rnn, name, case):
 @pytest.mark.parametrize("pass_", ["forward", "backward"])
 @pytest.mark.parametrize(
     ("engine", "case"),
-    [("block", Case(8, 4, 2, 64)), ("chip", Case(8, 4, 1, 768)), ("step", Case(8, 2, 1, 72))],
+    [
+        ("block", Case(8, 4, 2, 64)),
+        ("cluster", Case(8, 4, 3, 256)),
+        ("chip", Case(8, 4, 1, 768)),
+        ("step", Case(8, 2, 1, 72)),
+    ],
     ids=str,
 )
 def test_in_company(fused_rnn, monkeypatch, engine, case, pass_):

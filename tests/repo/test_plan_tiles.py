@@ -11,6 +11,7 @@ import pytest
 
 from flashcell.kernels.fused_rnn import plan
 from flashcell.kernels.fused_rnn.cells import CELLS
+from flashcell.kernels.fused_rnn.explain import explain_plan
 
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "kernel_builds/fused-rnn/csrc/cuda"
@@ -55,28 +56,8 @@ int main() {
 
 
 def problems():
-    widths = (
-        1,
-        7,
-        8,
-        32,
-        60,
-        64,
-        65,
-        72,
-        128,
-        136,
-        256,
-        320,
-        512,
-        768,
-        1024,
-        1312,
-        1408,
-        2048,
-        2112,
-        2304,
-    )
+    widths = (1, 7, 8, 32, 60, 64, 65, 72, 128, 136, 256, 320, 512)
+    widths += (768, 1024, 1312, 1408, 2048, 2112, 2304)
     some = itertools.product(widths, (1, 3, 4), (2, 4), (True, False), plan.DEVICES)
     for i, (D, gates, element, tf32, device) in enumerate(some):
         S, N, T, aligned = (1, 16, 130)[i % 3], (1, 12, 48)[i // 3 % 3], 1 + i % 5, i % 7 > 0
@@ -106,20 +87,23 @@ def test_plan_is_the_binarys(tmp_path):
 
 
 def test_explain_plan_names_engine_and_binding_limit():
-    shown = str(plan.explain_plan("lstm", 1, 768, 16, "bfloat16", "sm_90a"))
+    shown = str(explain_plan("lstm", 1, 768, 16, "bfloat16", "sm_90a"))
     assert "lstm 1x768, batch 16, 1024 steps, bfloat16 on H200 (sm_90): chip engine" in shown
     assert "1 heads x 2 groups x 48 thread blocks, 1 launches" in shown
     assert "binding: thread blocks at once" in shown
-    assert plan.explain_plan("lstm", 12, 64, 16, "torch.bfloat16", "H100").engine == "block"
-    wide = plan.explain_plan("lstm", 1, 2688, 16, "float16", 90)
+    assert explain_plan("lstm", 12, 64, 16, "torch.bfloat16", "H100").engine == "block"
+    wide = explain_plan("lstm", 1, 2688, 16, "float16", 90)
     assert (wide.engine, wide.refused[-1].unit) == ("step", "bytes")
-    assert wide.refused[1] == plan.Limit("thread blocks at once", 168, 132, "processors")
-    exact = plan.explain_plan("gru", 1, 64, 16, "float32", "9.0a")
+    assert plan.Limit("thread blocks at once", 168, 132, "processors") in wide.refused
+    assert explain_plan("lstm", 3, 256, 16, "bfloat16", "H200").engine == "cluster"
+    full = explain_plan("lstm", 1, 512, 64, "bfloat16", "H200")
+    assert (full.engine, full.refused[-1].name) == ("chip", "clusters at once")
+    exact = explain_plan("gru", 1, 64, 16, "float32", "9.0a")
     assert "exact fp32" in exact.refused[0].name
     with pytest.raises(ValueError, match="arch is 'sm_70', but must be one of"):
         plan.find_device("sm_70")
     with pytest.raises(ValueError, match="cell is 'lstmp'"):
-        plan.explain_plan("lstmp", 1, 64, 16, "bfloat16", 90)
+        explain_plan("lstmp", 1, 64, 16, "bfloat16", 90)
 
 
 def test_block_engine_fits_every_arch():

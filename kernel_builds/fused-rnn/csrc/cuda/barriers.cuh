@@ -81,12 +81,12 @@ DEVICE void send(uint32_t to, uint32_t barrier, uint32_t word) {
       : "memory");
 #endif
 }
-DEVICE void send(uint32_t to, uint32_t barrier, const float (&values)[4]) {
+DEVICE void send(uint32_t to, uint32_t barrier, const uint32_t (&words)[4]) {
 #if __CUDA_ARCH__ >= 900
   asm volatile(
-      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, "
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, "
       "[%5];" ::"r"(to),
-      "f"(values[0]), "f"(values[1]), "f"(values[2]), "f"(values[3]), "r"(barrier)
+      "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3]), "r"(barrier)
       : "memory");
 #endif
 }

@@ -85,18 +85,18 @@ struct ClusterBackward {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         if (warp + i * kWarps >= members) break;
-        const auto& low = sums[2 * i];
-        const auto& high = sums[2 * i + 1];
         if constexpr (kPerLane == 1) {
-          float v[4] = {low[0], low[2], high[0], high[2]};
+          const auto& low = sums[2 * i];
+          const auto& high = sums[2 * i + 1];
+          uint32_t v[4] = {bits(low[0]), bits(low[2]), bits(high[0]), bits(high[2])};
           exchange_if(lane & 8, v[0], v[1]), exchange_if(lane & 8, v[2], v[3]);
           exchange_if(lane & 16, v[0], v[2]), exchange_if(lane & 16, v[1], v[3]);
           send(there[i] + to, there[i] + counts, v);
         } else {
 #pragma unroll
           for (int pair = 0; pair < 2; ++pair) {
-            float v[4];
-            for (int e = 0; e < 4; ++e) v[e] = pair == 0 ? low[e] : high[e];
+            uint32_t v[4];
+            for (int e = 0; e < 4; ++e) v[e] = bits(sums[2 * i + pair][e]);
             exchange_if(lane & 8, v[0], v[2]), exchange_if(lane & 8, v[1], v[3]);
             send(there[i] + to + pair * 512, there[i] + counts, v);
           }
@@ -104,8 +104,9 @@ struct ClusterBackward {
       }
     }
 
-    static DEVICE void exchange_if(bool wanted, float& a, float& b) {
-      const float first = wanted ? b : a;
+    static DEVICE uint32_t bits(float value) { return __float_as_uint(value); }
+    static DEVICE void exchange_if(bool wanted, uint32_t& a, uint32_t& b) {
+      const uint32_t first = wanted ? b : a;
       b = wanted ? a : b;
       a = first;
     }
@@ -116,9 +117,11 @@ struct ClusterBackward {
     const int64_t group = blockIdx.x / members, head = group % p.N, tile = group / p.N;
     const int steps =
         kRagged ? longest(p, tile * (4 * kPerLane), 4 * kPerLane) : int(keep(uint32_t(p.T)));
-    if (threadIdx.x < 2) {
-      mbarrier_init(shared.received[threadIdx.x], 1);
-      mbarrier_expect(shared.received[threadIdx.x], members * kPartBytes);
+    if (threadIdx.x == 0) {
+      for (uint64_t& barrier : shared.received) {
+        mbarrier_init(barrier, 1);
+        mbarrier_expect(barrier, members * kPartBytes);
+      }
     }
     const Product product(p, shared, head, rank, members);
     cluster_barrier();
@@ -178,7 +181,7 @@ struct ClusterBackward {
         shared_address(shared.inbox[0][0]) + lane * 16 +
         (kPerLane == 1 ? (warp ^ lane / 8) * 4 : warp / 2 * 512 + ((warp ^ lane / 8) & 1) * 8));
     // The gradient that reaches the states before step t through it.
-    const auto enter = [&](int t) {
+    const auto enter = [&](int t, const Asked<kRagged>& asked) {
       float sum[2] = {};
       if (t < steps) {
         mbarrier_wait(shared.received[t & 1], (steps - 1 - t) >> 1 & 1);
@@ -197,18 +200,19 @@ struct ClusterBackward {
       }
 #pragma unroll
       for (int c = 0; c < kPerLane; ++c) {
-        const bool cleared = marks[c].resets(p, t), flows = !cleared && marks[c].runs(p, t);
+        const bool cleared = asked.resets[c], flows = !cleared && asked.runs[c];
         for (int k = 0; k < K; ++k) d[c][k] = cleared ? V(0) : d[c][k];
         d[c][0] = flows && t < steps ? d[c][0] + V(clip(sum[c], bound)) : d[c][0];
       }
     };
 
+    Asked<kRagged> asked(marks, p, steps);
     for (int t = steps - 1; t >= 0; --t) {
       ColumnPair<IO> in[kKept + 1];
       inputs.load(in, t);
-      enter(t + 1);
-
-      const bool runs[2] = {marks[0].runs(p, t), marks[1].runs(p, t)};
+      const Asked<kRagged> now(marks, p, t);
+      enter(t + 1, asked);
+      asked = now;
       V dx[kPerLane][G], dr[kPerLane][G];
 #pragma unroll
       for (int c = 0; c < kPerLane; ++c) {
@@ -221,11 +225,12 @@ struct ClusterBackward {
         for (int k = 0; k < K; ++k) after[k] = d[c][k];
         after[0] += value(kKept);
         Cell::backward(kept, after, dx[c], dr[c]);
-        for (int k = 0; k < K; ++k) d[c][k] = select(runs[c], after[k], d[c][k]);
+        for (int k = 0; k < K; ++k) d[c][k] = select(now.runs[c], after[k], d[c][k]);
       }
       const auto masked = [&](const V(&values)[kPerLane][G], int g) {
-        return ColumnPair<IO>::of(runs[0] ? to_float(values[0][g]) : 0,
-                                  kPerLane == 2 && runs[1] ? to_float(values[kPerLane - 1][g]) : 0);
+        return ColumnPair<IO>::of(
+            now.runs[0] ? to_float(values[0][g]) : 0,
+            kPerLane == 2 && now.runs[1] ? to_float(values[kPerLane - 1][g]) : 0);
       };
       ColumnPair<IO> dr_pair[G];
 #pragma unroll
@@ -249,7 +254,7 @@ struct ClusterBackward {
 #pragma unroll
       for (int c = 0; c < kPerLane; ++c) {
         // An empty column of a tile holds anything, NaN too: it must not reach the sum.
-        const bool counts = runs[c] && exists[c];
+        const bool counts = now.runs[c] && exists[c];
         for (int g = 0; g < G; ++g) d_bias[g] += counts ? to_float(dx[c][g]) : 0.0f;
         if constexpr (R > G) d_bias[R - 1] += counts ? to_float(dr[c][G - 1]) : 0.0f;
       }
@@ -257,7 +262,7 @@ struct ClusterBackward {
     if (steps > 0) {
       barrier_wait<kCells>(2);
       outputs.send(0);
-      enter(0);
+      enter(0, asked);
     }
     // The outbox stands before step 0: going on would be downwards.
     if (kRagged) outputs.clear(-(source.length + source.padding), source.padding);

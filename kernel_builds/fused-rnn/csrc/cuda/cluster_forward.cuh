@@ -6,6 +6,17 @@
 
 namespace flashcell::cuda {
 
+// What is asked of a lane's columns in a step, looked up before the exchange is waited for.
+template <bool kRagged>
+struct Asked {
+  bool runs[2], resets[2];
+
+  DEVICE Asked(const Marks<kRagged> (&marks)[2], const SequenceParams& p, int t) {
+#pragma unroll
+    for (int c = 0; c < 2; ++c) runs[c] = marks[c].runs(p, t), resets[c] = marks[c].resets(p, t);
+  }
+};
+
 // kDepth: D rounded up. kPerLane, kRagged: as in the block engine.
 template <typename Cell_, typename IO_, int kDepth, int kPerLane, bool kRagged>
 struct ClusterForward {
@@ -100,9 +111,11 @@ struct ClusterForward {
     for (int i = threadIdx.x; i < 2 * kOperandBytes / 16; i += kThreads) {
       reinterpret_cast<uint4*>(shared.operand)[i] = uint4{};
     }
-    if (threadIdx.x < 2) {
-      mbarrier_init(shared.received[threadIdx.x], 1);
-      mbarrier_expect(shared.received[threadIdx.x], bytes);
+    if (threadIdx.x == 0) {
+      for (uint64_t& barrier : shared.received) {
+        mbarrier_init(barrier, 1);
+        mbarrier_expect(barrier, bytes);
+      }
     }
     const Product product(p, shared, head, unit, part);
     cluster_barrier();
@@ -176,56 +189,58 @@ struct ClusterForward {
     const auto both = [&](auto value) {
       return ColumnPair<IO>::of(value(0), kPerLane == 2 ? value(kPerLane - 1) : 0);
     };
-    // Of four sequences, lanes of neighbouring units share a word, and each sends it to half of the
-    // members. Everyone begins with another member.
-    constexpr int kTargets = kMembers * kPerLane / 2;
-    const int odd = kPerLane == 1 ? lane / 4 % 2 : 0;
+    // A warp's part of the operand is 4 kPerLane rows of 16 bytes. Each lane gathers one from four
+    // lanes, and sends it to its share of the members.
+    constexpr int kSenders = 8 / kPerLane, kTargets = kMembers / kSenders;  // of a row
+    const int row = kPerLane == 2 ? lane / 4 : q, sender = kPerLane == 2 ? q : lane / 4;
+    const uint32_t base = shared_address(&shared);
+    const uint32_t place = keep(shared_address(shared.operand[0]) - base +
+                                (rank * kUnits / 8 + warp) * kGroupBytes + row * 16);
+    const uint32_t counter = keep(shared_address(&shared.received[0]) - base);
     uint32_t there[kTargets];
 #pragma unroll
     for (int i = 0; i < kTargets; ++i) {
-      const int j = kPerLane == 1 ? 2 * i + odd : i;
-      there[i] = address_in(shared_address(&shared), (rank + j) % members);
+      there[i] = address_in(base, min(sender + i * kSenders, members - 1));
     }
-    const uint32_t base = shared_address(&shared);
-    const uint32_t place =
-        keep(shared_address(shared.operand[0]) - base + (rank * kUnits / 8 + warp) * kGroupBytes +
-             (kPerLane == 2 ? lane * 4 : q * 16 + lane / 8 * 4));
-    const uint32_t counter = keep(shared_address(&shared.received[0]) - base);
-    const auto send_all = [&](int t, uint32_t own) {
-      uint32_t word = in_head ? own : 0;
-      if constexpr (kPerLane == 1) {
+    const auto send_all = [&](int t, uint32_t word) {
+      if (!in_head) word = 0;
+      if constexpr (kPerLane == 1) {  // neighbouring units share a word
         const uint32_t other = __shfl_xor_sync(~0u, word, 4);
-        word = odd ? __byte_perm(other, word, 0x5410) : __byte_perm(word, other, 0x5410);
+        word = lane & 4 ? __byte_perm(other, word, 0x5410) : __byte_perm(word, other, 0x5410);
+      }
+      uint32_t words[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        words[i] = __shfl_sync(~0u, word, kPerLane == 2 ? lane / 4 * 4 + i : i * 8 + q);
       }
       const uint32_t to = place + (t & 1) * kOperandBytes, counts = counter + (t & 1) * 8;
 #pragma unroll
       for (int i = 0; i < kTargets; ++i) {
-        const int j = kPerLane == 1 ? 2 * i + odd : i;
-        if (j < members) send(there[i] + to, there[i] + counts, word);
+        if (sender + i * kSenders < members) send(there[i] + to, there[i] + counts, words);
       }
     };
 
     const bool saves = keep(p.saved != nullptr);
-    bool runs[2];
     ColumnPair<IO> before;  // h as the step sees it
-    const auto enter = [&](int t) {
+    const auto enter = [&](int t, const Asked<kRagged>& asked) {
 #pragma unroll
       for (int c = 0; c < kPerLane; ++c) {
-        if (marks[c].resets(p, t)) {
+        if (asked.resets[c]) {
           for (int k = 0; k < K; ++k) state[c][k] = V(0);
         }
-        runs[c] = marks[c].runs(p, t);
       }
       before = both([&](int c) { return to_float(state[c][0]); });
       if (t < steps) send_all(t, before.pair.word[0]);
     };
-    enter(0);
+    Asked<kRagged> now(marks, p, 0);
+    enter(0, now);
     inputs.wait();
     barrier_wait<kCells>(1);
 
     for (int t = 0; t < steps; ++t) {
       ColumnPair<IO> x[G];
       inputs.load(x, t);
+      const Asked<kRagged> after(marks, p, t + 1);
       Sums sums;
       product.run(t, sums, start);
       // Who sends for step t + 2 has received all of step t + 1, and so knows that every warp is
@@ -252,10 +267,10 @@ struct ClusterForward {
         }
         if constexpr (R > G) in[G - 1] += V(x_bias);
         Cell::forward(in, r, state[c], next[c], saved[c]);
-        for (int k = 0; k < K; ++k) state[c][k] = select(runs[c], next[c][k], state[c][k]);
+        for (int k = 0; k < K; ++k) state[c][k] = select(now.runs[c], next[c][k], state[c][k]);
       }
       const auto masked = [&](auto value) {
-        return both([&](int c) { return runs[c] ? value(c) : 0.0f; });
+        return both([&](int c) { return now.runs[c] ? value(c) : 0.0f; });
       };
       ColumnPair<IO> out[kKept + 2];
       out[0] = masked([&](int c) { return to_float(next[c][0]); });
@@ -268,7 +283,8 @@ struct ClusterForward {
       for (int v = 0; v < kKept; ++v) {
         out[2 + v] = masked([&](int c) { return to_float(saved[c][v]); });
       }
-      enter(t + 1);
+      enter(t + 1, after);
+      now = after;
       // The rest of the step passes behind the exchange.
       outputs.put(t, 0, out[0]);
       if (saves) {

@@ -27,16 +27,16 @@ constexpr int64_t at_once(int64_t D, const Device& device) {
 
 // Sequences of a cluster. With four, half of the matrix instruction's columns stay empty, but a
 // step sends half as much, and the cell of a lane is one instead of two: 3x256 lstm, 16 sequences,
-// 0.45 and 0.72 ms instead of 0.50 and 0.84.
+// 0.43 and 0.72 ms instead of 0.50 and 0.84.
 constexpr int tile(int64_t S, int64_t N, int64_t D, const Device& device) {
   const int64_t by_four = N * ((S + 3) / 4), by_eight = N * ((S + 7) / 8);
   return by_four <= at_once(D, device) || by_four == by_eight ? 4 : 8;
 }
 
 // Up to 256 units it is faster than the chip engine for every batch (lstm 3x256, forward and
-// backward, ms: 16 sequences 0.45 + 0.72 against 1.23 + 1.77, 64 0.78 + 1.09 against 3.21 + 3.64).
+// backward, ms: 16 sequences 0.43 + 0.72 against 1.23 + 1.77, 64 0.80 + 1.08 against 3.21 + 3.64).
 // Wider ones take all registers of a processor and most processors next to theirs: as long as the
-// clusters run at once (1x512: 16 sequences 0.76 + 1.02 against 1.40 + 1.73, 64, which are eight
+// clusters run at once (1x512: 16 sequences 0.71 + 1.02 against 1.40 + 1.73, 64, which are eight
 // clusters, 1.65 + 3.14 against 1.90 + 1.84).
 constexpr bool is_fastest(int64_t S, int64_t N, int64_t D, const Device& device) {
   return D <= 256 || N * ((S + 7) / 8) <= at_once(D, device);

@@ -3,6 +3,7 @@
 from . import layers  # where `kernels` looks for torch.nn's modules
 from .cells import CELLS
 from .dispatch import BACKEND
+from .explain import explain_plan
 from .functional import (
     gru,
     gru_step,
@@ -16,7 +17,6 @@ from .functional import (
     slstm,
     slstm_step,
 )
-from .plan import explain_plan
 
 if BACKEND is not None:
     from . import autograd  # noqa: F401  (registers fakes and gradients of the binary's ops)

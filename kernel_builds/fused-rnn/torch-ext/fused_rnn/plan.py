@@ -5,10 +5,10 @@ sizes and of the GPU; nothing here touches a device. The constants are those the
 from (csrc/cuda/tiles.h and tiles.py, both written by scripts/plan_tiles).
 """
 
-from typing import Dict, List, NamedTuple, Optional, Tuple
+from typing import List, NamedTuple, Tuple
 
-from .cells import CELLS, Cell
-from .tiles import BLOCK, CHIP, REGISTERS
+from .cells import Cell
+from .tiles import BLOCK, CHIP
 
 LANES, COLUMNS, VECTOR = 32, 8, 16  # of a warp; sequences of a matrix instruction; bytes of a load
 CHUNK_BYTES = 64  # of the depth: a vector for each of the four lanes of a row
@@ -90,7 +90,7 @@ def backward_shape(gates: int, states: int, saved: int, bias_rows: int, element:
     return Shape(1, gates, saved + 1, states, bias_rows, element)
 
 
-def _divide_up(a: int, b: int) -> int:
+def divide_up(a: int, b: int) -> int:
     return -(-a // b)
 
 
@@ -106,7 +106,7 @@ def max_blocks(s: Shape) -> int:
 
 def blocks_of_depth(s: Shape, D: int) -> int:
     """A block of the depth is one chunk of every panel for every warp."""
-    return _divide_up(D * s.element, CHIP["warps"] * CHUNK_BYTES)
+    return divide_up(D * s.element, CHIP["warps"] * CHUNK_BYTES)
 
 
 def column_floats(row_tiles: int) -> int:
@@ -130,7 +130,7 @@ def chip_limits(s: Shape, D: int, device: Device, direction: str = "") -> List[L
     """What a head of width D asks of the whole-chip engine in one pass."""
     return [
         Limit("row in whole vectors, bytes over", D * s.element % VECTOR, 0, "bytes"),
-        Limit("thread blocks at once", _divide_up(D, CHIP["units"]), device.processors,
+        Limit("thread blocks at once", divide_up(D, CHIP["units"]), device.processors,
               "processors"),
         Limit(f"{direction} depth unrolled".strip(), blocks_of_depth(s, D), max_blocks(s),
               "blocks of depth"),
@@ -174,7 +174,7 @@ def block_stages(stage_bytes: int) -> int:
 
 def block_tile(p: Problem, device: Device) -> int:
     """Sequences of a thread block of the block engine."""
-    return 4 if p.N * _divide_up(p.S, 4) <= device.processors else 8
+    return 4 if p.N * divide_up(p.S, 4) <= device.processors else 8
 
 
 def select_engine(p: Problem, device: Device) -> Tuple[str, List[Limit]]:
@@ -204,7 +204,7 @@ def select_engine(p: Problem, device: Device) -> Tuple[str, List[Limit]]:
 
 def cluster_members(D: int) -> int:
     """Thread blocks of a cluster."""
-    return _divide_up(D, CLUSTER_UNITS)
+    return divide_up(D, CLUSTER_UNITS)
 
 
 def clusters_at_once(D: int, device: Device) -> int:
@@ -220,14 +220,14 @@ def cluster_limits(p: Problem, device: Device) -> List[Limit]:
         Limit("thread blocks of a cluster", cluster_members(p.D), most, "blocks"),
     ]
     if p.D > 256 and limits[1].holds:
-        wanted = p.N * _divide_up(p.S, COLUMNS)
+        wanted = p.N * divide_up(p.S, COLUMNS)
         limits.append(Limit("clusters at once", wanted, clusters_at_once(p.D, device), "clusters"))
     return limits
 
 
 def cluster_tile(p: Problem, device: Device) -> int:
     """Sequences of a cluster."""
-    by_four, by_eight = p.N * _divide_up(p.S, 4), p.N * _divide_up(p.S, 8)
+    by_four, by_eight = p.N * divide_up(p.S, 4), p.N * divide_up(p.S, 8)
     return 4 if by_four <= clusters_at_once(p.D, device) or by_four == by_eight else 8
 
 
@@ -235,7 +235,7 @@ def cluster_shared_bytes(cell: Cell, D: int, tile: int, direction: str) -> int:
     """Shared memory of a thread block of the cluster engine: exchange, ring of inputs, outbox."""
     depth, row = 256 if D <= 256 else 512, (CLUSTER_UNITS + 8) * 2 * COLUMNS
     if direction == "forward":
-        partials = 4 * _divide_up(cell.gates, 2) * LANES * 16 if depth > 256 else 0
+        partials = 4 * divide_up(cell.gates, 2) * LANES * 16 if depth > 256 else 0
         exchange = 2 * depth * tile * 2 + partials
         inputs, outputs = cell.gates, cell.saved + 2
     else:
@@ -255,106 +255,3 @@ def find_device(arch: object) -> Device:
             return device
     known = sorted({f"sm_{d.arch}" for d in DEVICES}) + [d.name for d in DEVICES]
     raise ValueError(f"arch is {arch!r}, but must be one of {', '.join(known)}")
-
-
-class Plan(NamedTuple):
-    """A call's engine, its tiles and what they take; prints as a few lines."""
-
-    engine: str
-    device: Device
-    what: str
-    tiles: Dict[str, str]
-    limits: List[Limit]  # of the engine chosen
-    refused: List[Limit]  # that kept faster engines from it
-
-    @property
-    def binding(self) -> Optional[Limit]:
-        """The limit with the least room."""
-        return max(self.limits, key=lambda x: x.used / max(1, x.limit), default=None)
-
-    def __repr__(self) -> str:
-        lines = [f"{self.what} on {self.device.name} (sm_{self.device.arch}): {self.engine} engine"]
-        lines += [f"  {name}: {value}" for name, value in self.tiles.items()]
-        lines += [f"  not {limit}" for limit in self.refused]
-        lines += [f"  {limit}" for limit in self.limits]
-        if self.binding is not None:
-            lines.append(f"  binding: {self.binding.name}")
-        return "\n".join(lines)
-
-
-def _registers(device: Device, kernel: str, size: str) -> str:
-    row = dict(entry.split(":") for entry in REGISTERS.get(device.arch, {}).get(kernel, "").split())
-    return f"{row[size]} a lane" if size in row else "not measured"
-
-
-def explain_plan(
-    cell: str,
-    heads: int,
-    width: int,
-    batch: int,
-    dtype: object,
-    arch: object,
-    steps: int = 1024,
-    precision: str = "highest",
-) -> Plan:
-    """What runs `cell` on x[batch, steps, G, heads, width]: engine, tiles, grid, memory, and why.
-
-    ``dtype`` is torch's or its name; ``arch`` an arch or a GPU's name. Shows itself when printed.
-    """
-    name = str(dtype).replace("torch.", "")
-    sizes = {"bfloat16": 2, "float16": 2, "float32": 4}
-    if cell not in CELLS or name not in sizes:
-        raise ValueError(
-            f"cell is {cell!r} and dtype {name!r}, but they must be one of {', '.join(CELLS)} "
-            f"and of {', '.join(sizes)}"
-        )
-    sizes_of, element, device = CELLS[cell], sizes[name], find_device(arch)
-    p = Problem(batch, steps, heads, width, sizes_of.gates, element, precision == "tf32")
-    engine, refused = select_engine(p, device)
-    tiles: Dict[str, str] = {}
-    limits: List[Limit] = []
-    if engine == "block":
-        tile, padded = block_tile(p, device), block_width(width, element)
-        tiles["grid"] = f"{heads * _divide_up(batch, tile)} thread blocks, {tile} sequences each"
-        tiles["width compiled"] = str(padded)
-        for direction, per_unit in (("forward", 4), ("backward", 2)):
-            tiles[f"threads {direction}"] = str(padded * per_unit)
-            used = block_shared_bytes(sizes_of, width, element, direction)
-            limits.append(Limit(f"{direction} shared memory", used, device.shared_bytes, "bytes"))
-            kernel, size = f"block-{direction}-{cell}", f"{8 * element}-{padded}"
-            tiles[f"registers {direction}"] = _registers(device, kernel, size)
-    elif engine == "cluster":
-        tile, members = cluster_tile(p, device), cluster_members(width)
-        tiles["grid"] = (
-            f"{heads * _divide_up(batch, tile)} clusters of {members} thread blocks, "
-            f"{tile} sequences each"
-        )
-        tiles["units of a block"] = str(CLUSTER_UNITS)
-        limits += cluster_limits(p, device)[1:]
-        for direction in ("forward", "backward"):
-            used = cluster_shared_bytes(sizes_of, width, tile, direction)
-            limits.append(Limit(f"{direction} shared memory", used, device.shared_bytes, "bytes"))
-    elif engine == "chip":
-        members, count = _divide_up(width, CHIP["units"]), _divide_up(batch, COLUMNS)
-        launches = _divide_up(heads, device.processors // members)
-        at_once = _divide_up(heads, launches)
-        groups = min(max(device.processors // (at_once * members), 1), count)
-        tiles["grid"] = (
-            f"{at_once} heads x {groups} groups x {members} thread blocks, {launches} launches"
-        )
-        tiles["tiles of a group"] = f"{_divide_up(count, groups)} of {COLUMNS} sequences"
-        tiles["units, warps of the product"] = f"{CHIP['units']}, {CHIP['warps']}"
-        forward = forward_shape(sizes_of.gates, sizes_of.states, element)
-        backward = backward_shape(
-            sizes_of.gates, sizes_of.states, sizes_of.saved, sizes_of.bias_rows, element
-        )
-        for direction, shape in (("forward", forward), ("backward", backward)):
-            chunks = blocks_of_depth(shape, width) * shape.panels
-            held = min(chunks, held_chunks(shape))
-            tiles[f"chunks {direction}"] = f"{held} in registers, {chunks - held} in shared memory"
-            limits += chip_limits(shape, width, device, direction)[1:]
-            kernel = f"chip-{direction}-{cell}"
-            tiles[f"registers {direction}"] = _registers(device, kernel, str(8 * element))
-        limits = list(dict.fromkeys(limits))
-    what = f"{cell} {heads}x{width}, batch {batch}, {steps} steps, {name}"
-    return Plan(engine, device, what, tiles, limits, refused)

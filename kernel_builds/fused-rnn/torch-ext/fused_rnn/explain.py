@@ -1,0 +1,131 @@
+"""What runs a call on CUDA, in words: the engine of plan.py, its grid and memory, and what decided."""
+
+from typing import Dict, List, NamedTuple, Optional
+
+from .cells import CELLS
+from .plan import (
+    CLUSTER_UNITS,
+    COLUMNS,
+    Device,
+    Limit,
+    Problem,
+    backward_shape,
+    block_shared_bytes,
+    block_tile,
+    block_width,
+    blocks_of_depth,
+    chip_limits,
+    cluster_limits,
+    cluster_members,
+    cluster_shared_bytes,
+    cluster_tile,
+    divide_up,
+    find_device,
+    forward_shape,
+    held_chunks,
+    select_engine,
+)
+from .tiles import CHIP, REGISTERS
+
+
+class Plan(NamedTuple):
+    """A call's engine, its tiles and what they take; prints as a few lines."""
+
+    engine: str
+    device: Device
+    what: str
+    tiles: Dict[str, str]
+    limits: List[Limit]  # of the engine chosen
+    refused: List[Limit]  # that kept faster engines from it
+
+    @property
+    def binding(self) -> Optional[Limit]:
+        """The limit with the least room."""
+        return max(self.limits, key=lambda x: x.used / max(1, x.limit), default=None)
+
+    def __repr__(self) -> str:
+        lines = [f"{self.what} on {self.device.name} (sm_{self.device.arch}): {self.engine} engine"]
+        lines += [f"  {name}: {value}" for name, value in self.tiles.items()]
+        lines += [f"  not {limit}" for limit in self.refused]
+        lines += [f"  {limit}" for limit in self.limits]
+        if self.binding is not None:
+            lines.append(f"  binding: {self.binding.name}")
+        return "\n".join(lines)
+
+
+def _registers(device: Device, kernel: str, size: str) -> str:
+    row = dict(entry.split(":") for entry in REGISTERS.get(device.arch, {}).get(kernel, "").split())
+    return f"{row[size]} a lane" if size in row else "not measured"
+
+
+def explain_plan(
+    cell: str,
+    heads: int,
+    width: int,
+    batch: int,
+    dtype: object,
+    arch: object,
+    steps: int = 1024,
+    precision: str = "highest",
+) -> Plan:
+    """What runs `cell` on x[batch, steps, G, heads, width]: engine, tiles, grid, memory, and why.
+
+    ``dtype`` is torch's or its name; ``arch`` an arch or a GPU's name. Shows itself when printed.
+    """
+    name = str(dtype).replace("torch.", "")
+    sizes = {"bfloat16": 2, "float16": 2, "float32": 4}
+    if cell not in CELLS or name not in sizes:
+        raise ValueError(
+            f"cell is {cell!r} and dtype {name!r}, but they must be one of {', '.join(CELLS)} "
+            f"and of {', '.join(sizes)}"
+        )
+    sizes_of, element, device = CELLS[cell], sizes[name], find_device(arch)
+    p = Problem(batch, steps, heads, width, sizes_of.gates, element, precision == "tf32")
+    engine, refused = select_engine(p, device)
+    tiles: Dict[str, str] = {}
+    limits: List[Limit] = []
+    if engine == "block":
+        tile, padded = block_tile(p, device), block_width(width, element)
+        tiles["grid"] = f"{heads * divide_up(batch, tile)} thread blocks, {tile} sequences each"
+        tiles["width compiled"] = str(padded)
+        for direction, per_unit in (("forward", 4), ("backward", 2)):
+            tiles[f"threads {direction}"] = str(padded * per_unit)
+            used = block_shared_bytes(sizes_of, width, element, direction)
+            limits.append(Limit(f"{direction} shared memory", used, device.shared_bytes, "bytes"))
+            kernel, size = f"block-{direction}-{cell}", f"{8 * element}-{padded}"
+            tiles[f"registers {direction}"] = _registers(device, kernel, size)
+    elif engine == "cluster":
+        tile, members = cluster_tile(p, device), cluster_members(width)
+        tiles["grid"] = (
+            f"{heads * divide_up(batch, tile)} clusters of {members} thread blocks, "
+            f"{tile} sequences each"
+        )
+        tiles["units of a block"] = str(CLUSTER_UNITS)
+        limits += cluster_limits(p, device)[1:]
+        for direction in ("forward", "backward"):
+            used = cluster_shared_bytes(sizes_of, width, tile, direction)
+            limits.append(Limit(f"{direction} shared memory", used, device.shared_bytes, "bytes"))
+    elif engine == "chip":
+        members, count = divide_up(width, CHIP["units"]), divide_up(batch, COLUMNS)
+        launches = divide_up(heads, device.processors // members)
+        at_once = divide_up(heads, launches)
+        groups = min(max(device.processors // (at_once * members), 1), count)
+        tiles["grid"] = (
+            f"{at_once} heads x {groups} groups x {members} thread blocks, {launches} launches"
+        )
+        tiles["tiles of a group"] = f"{divide_up(count, groups)} of {COLUMNS} sequences"
+        tiles["units, warps of the product"] = f"{CHIP['units']}, {CHIP['warps']}"
+        forward = forward_shape(sizes_of.gates, sizes_of.states, element)
+        backward = backward_shape(
+            sizes_of.gates, sizes_of.states, sizes_of.saved, sizes_of.bias_rows, element
+        )
+        for direction, shape in (("forward", forward), ("backward", backward)):
+            chunks = blocks_of_depth(shape, width) * shape.panels
+            held = min(chunks, held_chunks(shape))
+            tiles[f"chunks {direction}"] = f"{held} in registers, {chunks - held} in shared memory"
+            limits += chip_limits(shape, width, device, direction)[1:]
+            kernel = f"chip-{direction}-{cell}"
+            tiles[f"registers {direction}"] = _registers(device, kernel, str(8 * element))
+        limits = list(dict.fromkeys(limits))
+    what = f"{cell} {heads}x{width}, batch {batch}, {steps} steps, {name}"
+    return Plan(engine, device, what, tiles, limits, refused)
