@@ -102,10 +102,8 @@ def test_every_option_is_the_walk(cell, method, case):
     for how in ("walk", method):
         call, named = leaves(make(cell, replace(case, D=min(case.D, 40)), torch.float64))
         h, last = getattr(kernel, cell.name)(**call, method=how, backend="reference")
-        generator = torch.Generator().manual_seed(1)
-        loss = sum(
-            (v * torch.randn(v.shape, generator=generator, dtype=v.dtype)).sum() for v in (h, *last)
-        )
+        torch.manual_seed(1)
+        loss = sum((v * torch.randn_like(v)).sum() for v in (h, *last))
         names = ["h", *(f"last[{k}]" for k in range(len(last))), *(f"d {name}" for name in named)]
         grads = [torch.zeros(())] * len(named)
         if loss.requires_grad:
@@ -127,3 +125,16 @@ def test_16_bits(cell, method, dtype):
     assert last[0].dtype == torch.float32
     assert (h == want).float().mean() > 0.99
     assert (last[0] - ends[0]).abs().max() < 1e-6
+
+
+@CELLS
+@METHODS
+def test_nan_stays_in_its_channel(cell, method):
+    x, weight = torch.randn(2, 200, 3, 8), torch.rand(cell.weights, 8) - 0.5
+    x[1, 150, 1, 3], x[0, 90, 0, 5] = float("nan"), float("inf")
+    h, last, _ = run(cell, x, weight, method)
+    want, ends, _ = run(cell, x, weight)
+    for got, exact in ((h, want), (last[0], ends[0])):
+        assert torch.equal(got.isnan(), exact.isnan())
+        assert (got - exact).nan_to_num(0.0).abs().max() < 2e-6
+    assert want.isnan().any()

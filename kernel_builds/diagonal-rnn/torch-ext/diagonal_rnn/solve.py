@@ -48,9 +48,10 @@ class SolveInfo(NamedTuple):
 
 
 NOTHING = SolveInfo("sequential", "auto", 0, 0.0, (), True, 0)
-OPTIONS = {"structure", "jacobian_fn", "params", "chunk", "tol", "max_iters", "bounds", "mode"}
+OPTIONS = {"structure", "jacobian_fn", "chunk", "tol", "max_iters", "bounds", "mode"}
 
 
+@torch.compiler.disable
 def solve(
     cell: Callable[..., Tensor], x: Inputs, h0: Optional[Tensor] = None, params: Tuple = (), *,
     state_shape: Optional[Tuple[int, ...]] = None, structure: str = "auto",
@@ -86,9 +87,10 @@ def solve(
     Returns (h [B, T, *S] in the dtype of the first floating x, last [B, *S] in the state's dtype), and
     with return_info a `SolveInfo`. Steps before the first unconverged one do not depend on it, so
     they are right; from there the cell is run step by step: what is returned satisfies the recurrence
-    to tol everywhere, NaN where it has NaN. Gradients are those at the solution, no iteration is recorded;
-    there are no second ones. The host waits for the device once an iteration. Wrong arguments raise
-    TypeError or ValueError naming the argument, what it was and what it must be.
+    to tol everywhere, NaN where it has NaN. Gradients are those at the solution, no iteration is
+    recorded; there are no second ones. The host waits for the device once an iteration, and
+    torch.compile breaks its graph here. Wrong arguments raise TypeError or ValueError naming the
+    argument, what it was and what it must be.
     """
     if mode == "fused":
         raise ValueError(
