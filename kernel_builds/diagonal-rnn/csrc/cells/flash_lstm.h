@@ -14,8 +14,7 @@ struct FlashLstm {
   template <typename V>
   struct Gates {
     V f, z, c, o, t;                               // c = c', t = tanh(c')
-    // Slopes along the pre-activations of f, z and o, and of h along c', o's share included.
-    V c_along_f, c_along_z, h_along_o, h_along_c;
+    V c_along_f, c_along_z, h_along_o, h_along_c;  // slopes; the last with o's share
     FN Gates(const V (&x)[kGates], const V (&w)[kWeights], const V (&s)[kStates]) {
       f = sigmoid(w[AF] * s[H] + w[PF] * s[C] + x[F]), z = tanh(w[AZ] * s[H] + x[Z]);
       c = z + f * (s[C] - z);
