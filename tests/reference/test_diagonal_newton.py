@@ -31,6 +31,7 @@ REGIMES = {
     "within .5, wide gates": (lambda *shape: torch.rand(*shape) - 0.5, 3.0, 0.0),
     "within .9": (lambda *shape: 1.8 * torch.rand(*shape) - 0.9, 2.0, 0.0),
     "slow to forget": (lambda *shape: torch.rand(*shape) - 0.5, 1.0, -4.0),
+    "slower": (lambda *shape: torch.rand(*shape) - 0.5, 1.0, -7.0),
     "unclipped": (lambda *shape: 2 * torch.randn(*shape), 1.0, 0.0),
 }
 
@@ -56,7 +57,7 @@ def test_error_in_every_weight_regime(cell, method, regime):
     if regime != "unclipped":
         assert info.finished == 0
         assert info.residual < 5e-7
-        assert info.iterations <= 6  # observed: at most 5
+        assert info.iterations <= 7  # observed: at most 6
 
 
 def parity(cell, bits, gain):
@@ -85,12 +86,12 @@ def test_parity(cell, method, max_iters, gain):
     assert (h - loop).abs().max() < 2e-6
     for got, want in zip(last, ends, strict=True):
         assert (got - want).abs().max() < 2e-6
-    if method == "newton" and max_iters == 3:
+    if max_iters == 3:
         assert info.residual > 1e-5
-        assert info.finished > 50
+        assert info.finished > 40
     else:  # the bounds of the states keep the iterates where the cell contracts
         assert info.finished == 0
-        assert info.iterations <= 6
+        assert info.iterations <= 7
 
 
 @CELLS
