@@ -1,4 +1,7 @@
-"""What solve cannot take is refused by the name of the argument."""
+"""What solve cannot take is refused by the name of the argument, and its example runs."""
+
+import doctest
+import sys
 
 import pytest
 import torch
@@ -57,3 +60,10 @@ def test_wrong_arguments_are_named(what):
         kernel.solve(**{**call, "params": (torch.ones(2, D),), **changed})
     with pytest.raises(TypeError, match="option 'modus', but must be one of"):
         kernel.ParallelRNN(cell, (D,), modus="scan")
+
+
+def test_the_documented_example():
+    module = sys.modules[kernel.solve.__module__]
+    failed, tried = doctest.testmod(module)
+    assert tried == 5
+    assert failed == 0

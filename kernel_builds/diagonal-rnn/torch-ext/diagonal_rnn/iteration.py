@@ -3,7 +3,7 @@
 Here f(h [N, *S], xs of rows [N, ...]) is a step of any cell; unknowns are states [B, T, *S].
 """
 
-from typing import Any, Callable, NamedTuple, Tuple
+from typing import Any, Callable, List, NamedTuple, Tuple
 
 import torch
 from torch import Tensor
@@ -48,7 +48,8 @@ def iterate(
     steps adds up a thousand residuals, and only the correction, which is made, knows of that.
     """
     B, T = guess.shape[:2]
-    rows, h, residuals, right = tuple(x.flatten(0, 1) for x in xs), guess, [], 0
+    rows, h, right = tuple(x.flatten(0, 1) for x in xs), guess, 0
+    residuals: List[float] = []
     reach = max(torch.finfo(h.dtype).eps ** 0.5, options.tol)
     while len(residuals) < options.max_iters and right < T:
         after, jacobian = linearize(shift(h0, h), rows)
