@@ -31,6 +31,7 @@ REGIMES = {
     "within .5, wide gates": (lambda *shape: torch.rand(*shape) - 0.5, 3.0, 0.0),
     "within .9": (lambda *shape: 1.8 * torch.rand(*shape) - 0.9, 2.0, 0.0),
     "slow to forget": (lambda *shape: torch.rand(*shape) - 0.5, 1.0, -4.0),
+    "slower": (lambda *shape: torch.rand(*shape) - 0.5, 1.0, -7.0),
     "unclipped": (lambda *shape: 2 * torch.randn(*shape), 1.0, 0.0),
 }
 
@@ -56,7 +57,7 @@ def test_error_in_every_weight_regime(cell, method, regime):
     if regime != "unclipped":
         assert info.finished == 0
         assert info.residual < 5e-7
-        assert info.iterations <= 6  # observed: at most 5
+        assert info.iterations <= 7  # observed: at most 6
 
 
 def parity(cell, bits, gain):
@@ -85,12 +86,12 @@ def test_parity(cell, method, max_iters, gain):
     assert (h - loop).abs().max() < 2e-6
     for got, want in zip(last, ends, strict=True):
         assert (got - want).abs().max() < 2e-6
-    if method == "newton" and max_iters == 3:
+    if max_iters == 3:
         assert info.residual > 1e-5
-        assert info.finished > 50
+        assert info.finished > 40
     else:  # the bounds of the states keep the iterates where the cell contracts
         assert info.finished == 0
-        assert info.iterations <= 6
+        assert info.iterations <= 7
 
 
 @CELLS
@@ -102,10 +103,8 @@ def test_every_option_is_the_walk(cell, method, case):
     for how in ("walk", method):
         call, named = leaves(make(cell, replace(case, D=min(case.D, 40)), torch.float64))
         h, last = getattr(kernel, cell.name)(**call, method=how, backend="reference")
-        generator = torch.Generator().manual_seed(1)
-        loss = sum(
-            (v * torch.randn(v.shape, generator=generator, dtype=v.dtype)).sum() for v in (h, *last)
-        )
+        torch.manual_seed(1)
+        loss = sum((v * torch.randn_like(v)).sum() for v in (h, *last))
         names = ["h", *(f"last[{k}]" for k in range(len(last))), *(f"d {name}" for name in named)]
         grads = [torch.zeros(())] * len(named)
         if loss.requires_grad:
@@ -127,3 +126,16 @@ def test_16_bits(cell, method, dtype):
     assert last[0].dtype == torch.float32
     assert (h == want).float().mean() > 0.99
     assert (last[0] - ends[0]).abs().max() < 1e-6
+
+
+@CELLS
+@METHODS
+def test_nan_stays_in_its_channel(cell, method):
+    x, weight = torch.randn(2, 200, 3, 8), torch.rand(cell.weights, 8) - 0.5
+    x[1, 150, 1, 3], x[0, 90, 0, 5] = float("nan"), float("inf")
+    h, last, _ = run(cell, x, weight, method)
+    want, ends, _ = run(cell, x, weight)
+    for got, exact in ((h, want), (last[0], ends[0])):
+        assert torch.equal(got.isnan(), exact.isnan())
+        assert (got - exact).nan_to_num(0.0).abs().max() < 2e-6
+    assert want.isnan().any()

@@ -13,9 +13,8 @@ struct FlashLstm {
 
   template <typename V>
   struct Gates {
-    V f, z, c, o, t;         // c = c', t = tanh(c')
-    V c_along_f, c_along_z;  // gradients with respect to the pre-activations,
-    V h_along_o, h_along_c;  // of h' along c' with o's share
+    V f, z, c, o, t;                               // c = c', t = tanh(c')
+    V c_along_f, c_along_z, h_along_o, h_along_c;  // slopes; the last with o's share
     FN Gates(const V (&x)[kGates], const V (&w)[kWeights], const V (&s)[kStates]) {
       f = sigmoid(w[AF] * s[H] + w[PF] * s[C] + x[F]), z = tanh(w[AZ] * s[H] + x[Z]);
       c = z + f * (s[C] - z);
@@ -23,10 +22,8 @@ struct FlashLstm {
       c_along_f = (s[C] - z) * d_sigmoid(f), c_along_z = (V(1) - f) * d_tanh(z);
       h_along_o = t * d_sigmoid(o), h_along_c = o * d_tanh(t) + h_along_o * w[PO];
     }
-    FN V c_along_state_h(const V (&w)[kWeights]) const {
-      return c_along_f * w[AF] + c_along_z * w[AZ];
-    }
-    FN V c_along_state_c(const V (&w)[kWeights]) const { return f + c_along_f * w[PF]; }
+    FN V along_h(const V (&w)[kWeights]) const { return c_along_f * w[AF] + c_along_z * w[AZ]; }
+    FN V along_c(const V (&w)[kWeights]) const { return f + c_along_f * w[PF]; }
   };
 
   template <typename V>
@@ -42,7 +39,7 @@ struct FlashLstm {
                           V (&next)[kStates], V (&jacobian)[kStates][kStates]) {
     const Gates<V> g(x, w, s);
     next[H] = g.o * g.t, next[C] = g.c;
-    jacobian[C][H] = g.c_along_state_h(w), jacobian[C][C] = g.c_along_state_c(w);
+    jacobian[C][H] = g.along_h(w), jacobian[C][C] = g.along_c(w);
     jacobian[H][H] = g.h_along_c * jacobian[C][H] + g.h_along_o * w[AO];
     jacobian[H][C] = g.h_along_c * jacobian[C][C];
   }
@@ -56,8 +53,8 @@ struct FlashLstm {
     dx[F] = dc * g.c_along_f, dx[Z] = dc * g.c_along_z, dx[O] = d_state[H] * g.h_along_o;
     dw[AF] += dx[F] * s[H], dw[AO] += dx[O] * s[H], dw[AZ] += dx[Z] * s[H];
     dw[PF] += dx[F] * s[C], dw[PO] += dx[O] * g.c;
-    d_state[H] = dc * g.c_along_state_h(w) + dx[O] * w[AO];
-    d_state[C] = dc * g.c_along_state_c(w);
+    d_state[H] = dc * g.along_h(w) + dx[O] * w[AO];
+    d_state[C] = dc * g.along_c(w);
   }
 };
 

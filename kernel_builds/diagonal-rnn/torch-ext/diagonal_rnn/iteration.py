@@ -3,7 +3,7 @@
 Here f(h [N, *S], xs of rows [N, ...]) is a step of any cell; unknowns are states [B, T, *S].
 """
 
-from typing import Any, Callable, NamedTuple, Tuple
+from typing import Any, Callable, List, NamedTuple, Tuple
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ class Iterated(NamedTuple):
     h: Tensor  # [B, T, *S]
     right: int  # steps from the start that satisfy the recurrence
     converged: bool
-    residuals: Tuple[float, ...]  # of the guess and after every iteration
+    residuals: Tuple[float, ...]  # before every iteration: the first is the guess's
 
 
 def shift(h0: Tensor, h: Tensor) -> Tensor:
@@ -43,23 +43,27 @@ def iterate(
 ) -> Iterated:
     """Newton's method. By causality every iteration makes at least one more step right.
 
-    Returns f at the last iterate, which is right one step further than the iterate was.
+    A step is right when its residual is at most tol and its correction small enough for the square
+    of it to vanish in roundings. The residual alone does not do: a cell that remembers a thousand
+    steps adds up a thousand residuals, and only the correction, which is made, knows of that.
     """
     B, T = guess.shape[:2]
-    rows, h, residuals = tuple(x.flatten(0, 1) for x in xs), guess, []
-    for done in range(options.max_iters + 1):
+    rows, h, right = tuple(x.flatten(0, 1) for x in xs), guess, 0
+    residuals: List[float] = []
+    reach = max(torch.finfo(h.dtype).eps ** 0.5, options.tol)
+    while len(residuals) < options.max_iters and right < T:
         after, jacobian = linearize(shift(h0, h), rows)
         after, jacobian = after.unflatten(0, (B, T)), jacobian.unflatten(0, (B, T))
-        r = after - h
-        good = (r.abs() <= options.tol * h.abs().clamp(min=1)).flatten(2).all(2).all(0)  # not NaN
+        r, size = after - h, h.abs().clamp(min=1)
+        d = solve_linear(jacobian, r)
+        good = (r.abs() <= options.tol * size) & (d.abs() <= reach * size)  # not NaN
+        count = good.flatten(2).all(2).all(0).long().cumprod(0).sum()
         largest = r.abs().nan_to_num(float("inf")).max()
-        right = good.long().cumprod(0).sum()
-        residual, count = torch.stack([largest.double(), right.double()]).tolist()  # waits once
+        residual, known = torch.stack([largest.double(), count.double()]).tolist()  # waits once
         residuals.append(residual)
-        if count == T or done == options.max_iters:
-            break
-        h = _limit(h + solve_linear(jacobian, r), after, guess, options.bounds)
-    return Iterated(after, min(int(count) + 1, T), count == T, tuple(residuals))
+        right = int(known)
+        h = _limit(h + d, after, guess, options.bounds)
+    return Iterated(h, right, right == T, tuple(residuals))
 
 
 def _limit(h: Tensor, after: Tensor, guess: Tensor, bounds: Any) -> Tensor:
@@ -105,7 +109,8 @@ def shoot(
         h = step(h, tuple(x[:, :, c].flatten(0, 1) for x in chunks))
         states.append(h.unflatten(0, (B, W)))
     inner = torch.stack(states, 2).flatten(1, 2)[:, :T]
-    return Iterated(inner, min(ends.right * C, T), ends.converged, ends.residuals)
+    right = min((ends.right + 1) * C, T)  # the first chunk that is not right begins right
+    return Iterated(inner, right, ends.converged, ends.residuals)
 
 
 def _where(mask: Tensor, yes: Tensor, no: Tensor) -> Tensor:
@@ -116,7 +121,7 @@ def finish(step: Step, h0: Tensor, xs: Rows, done: Iterated) -> Tensor:
     """The steps that are not right yet, one after another."""
     if done.right == done.h.shape[1]:
         return done.h
-    h = done.h[:, done.right - 1]
+    h = done.h[:, done.right - 1] if done.right else h0
     rest = []
     for t in range(done.right, done.h.shape[1]):
         h = step(h, tuple(x[:, t] for x in xs))

@@ -1,5 +1,6 @@
 """The input projection of a diagonal cell: the only place where channels mix."""
 
+import math
 from typing import Optional
 
 import torch
@@ -32,8 +33,9 @@ def headwise_linear(x: Tensor, weight: Tensor, bias: Optional[Tensor] = None) ->
         check_shape("bias", bias, (G, N * J), "[G, N J]")
     if N == 1:
         flat = None if bias is None else bias.flatten()
-        return F.linear(x, weight.view(G * J, I), flat).unflatten(-1, (G, J))
-    heads = x.reshape(-1, N, I).transpose(0, 1)  # [N, M, I], no copy
+        return F.linear(x, weight.view(G * J, I), flat).view(*x.shape[:-1], G, J)
+    M = math.prod(x.shape[:-1])
+    heads = x.reshape(M, N, I).transpose(0, 1)  # [N, M, I], no copy
     y = torch.bmm(heads, weight.view(N, G * J, I).transpose(1, 2))  # [N, M, G J]
-    y = y.unflatten(-1, (G, J)).permute(1, 2, 0, 3).reshape(*x.shape[:-1], G, N * J)
+    y = y.view(N, M, G, J).permute(1, 2, 0, 3).reshape(*x.shape[:-1], G, N * J)
     return y if bias is None else y + bias.to(y.dtype)

@@ -5,7 +5,7 @@ The states of h_t = f(h_{t-1}, x_t) solve T equations. From a guess h, one itera
     r_t = f(h_{t-1}, x_t) - h_t        J_t = df/dh at (h_{t-1}, x_t)       of all steps at once
     d_t = J_t d_{t-1} + r_t            h_t <- h_t + d_t                    one linear scan
 
-until |r| is at roundings, and what had not got there is run step by step. A cell of three lines:
+until r is at roundings, and what does not get there is run step by step. A cell of three lines:
 
     >>> def cell(h, x, w):                      # h [N, 8], x [N, 2, 8]: N rows, none sees another
     ...     z = torch.sigmoid(w[0] * h + x[:, 0])
@@ -41,16 +41,17 @@ class SolveInfo(NamedTuple):
     mode: str  # "scan", "torch" or "sequential"
     structure: str  # of the Jacobian: the one found by "auto"
     iterations: int
-    residual: float  # the largest one when the iteration stopped; 0 for "sequential"
-    residuals: Tuple[float, ...]  # of the guess and after every iteration
+    residual: float  # the largest one before the last iteration; 0 for "sequential"
+    residuals: Tuple[float, ...]  # before every iteration: the first is the guess's
     converged: bool  # False: steps had to be run one after another
     finished: int  # how many; 0 for "sequential"
 
 
 NOTHING = SolveInfo("sequential", "auto", 0, 0.0, (), True, 0)
-OPTIONS = {"structure", "jacobian_fn", "params", "chunk", "tol", "max_iters", "bounds", "mode"}
+OPTIONS = {"structure", "jacobian_fn", "chunk", "tol", "max_iters", "bounds", "mode"}
 
 
+@torch.compiler.disable
 def solve(
     cell: Callable[..., Tensor], x: Inputs, h0: Optional[Tensor] = None, params: Tuple = (), *,
     state_shape: Optional[Tuple[int, ...]] = None, structure: str = "auto",
@@ -75,8 +76,9 @@ def solve(
     guess        [B, T, *S]; default f(0, x)
     chunk        C > 1 is multiple shooting: the unknowns are every C-th state, the cell runs C steps
                  between them, fewer iterations are needed
-    tol          the iteration stops when |r| <= tol max(1, |h|) everywhere; default 4 eps. 24
-                 iterations at most unless max_iters says otherwise
+    tol          the iteration stops when everywhere |r| <= tol max(1, |h|), default 4 eps, and |d| is
+                 at most the root of eps, which the last correction squares
+    max_iters    default 24; 0 is the plain loop
     bounds       (low, high), numbers or tensors that h's elements are known to stay between: keeps
                  an iteration that overshoots from overflowing
     mode         "scan" solves the linear system in this package's binary, "torch" in torch, "auto" in
@@ -86,9 +88,10 @@ def solve(
     Returns (h [B, T, *S] in the dtype of the first floating x, last [B, *S] in the state's dtype), and
     with return_info a `SolveInfo`. Steps before the first unconverged one do not depend on it, so
     they are right; from there the cell is run step by step: what is returned satisfies the recurrence
-    to tol everywhere, NaN where it has NaN. Gradients are those at the solution, no iteration is recorded;
-    there are no second ones. The host waits for the device once an iteration. Wrong arguments raise
-    TypeError or ValueError naming the argument, what it was and what it must be.
+    to tol everywhere, NaN where it has NaN. Gradients are those at the solution, no iteration is
+    recorded; there are no second ones. The host waits for the device once an iteration, and
+    torch.compile breaks its graph here. Wrong arguments raise TypeError or ValueError naming the
+    argument, what it was and what it must be.
     """
     if mode == "fused":
         raise ValueError(
@@ -144,7 +147,8 @@ def _parallel(problem: Problem, wanted: str, mode: str, guess, chunk: int, optio
             through = lambda step, h, v: problem.linearize(structure, h, v, step)[:2]
             done = shoot(problem.step, through, linear, h0, xs, guess, chunk, options)
         h = finish(problem.step, h0, xs, done)
-    counts = len(done.residuals) - 1, done.residuals[-1], done.residuals
+    largest = done.residuals[-1] if done.residuals else float("inf")
+    counts = len(done.residuals), largest, done.residuals
     info = SolveInfo(mode, structure.name, *counts, done.converged, T - done.right)
     if not torch.is_grad_enabled():
         return h, info

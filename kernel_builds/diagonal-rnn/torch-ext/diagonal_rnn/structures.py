@@ -120,12 +120,13 @@ def find_structure(jacobian: Any, h: Tensor, xs: Any, wanted: str) -> Structure:
     """
     m = h[0].numel()
     count = min(PROBES, max(16, m))
-    rows = torch.linspace(0, len(h) - 1, count, device=h.device).round().long()
+    rows = torch.arange(count, device=h.device) * (len(h) - 1) // (count - 1)
     h, xs = h[rows], tuple(x[rows] for x in xs)
     unit = torch.zeros(count, m, dtype=h.dtype, device=h.device)
     at = torch.arange(count, device=h.device) * max(1, m // count) % m
     unit.scatter_(1, at[:, None], 1.0)
-    signs = torch.randn(count, m, generator=torch.Generator().manual_seed(0), device="cpu").sign()
+    fixed = torch.Generator("cpu").manual_seed(0)
+    signs = torch.randn(count, m, generator=fixed, device="cpu").sign()
     vectors = unit.view_as(h), signs.to(h).view_as(h)
     narrow = ("diagonal", "block") if h.dim() > 2 or m <= WIDEST_BLOCK else ("diagonal",)
     for name in narrow if wanted == "auto" else (wanted,):
