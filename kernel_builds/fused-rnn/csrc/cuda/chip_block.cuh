@@ -10,7 +10,6 @@ struct Range {  // of a launch
   int groups, members;  // groups of a head, thread blocks of a group
   int depth_blocks;     // of the product
   unsigned panel;       // elements of the medium from a gate to the next: N D
-  const void* initial;  // [S, N, D] io: the first operand, which counts as polled
 };
 
 struct Walk {  // through the steps; within a step through the tiles of the round
@@ -32,8 +31,7 @@ template <typename Pass>
 struct alignas(16) Shared {  // and behind it the weight that is not in registers
   using IO = typename Pass::IO;
   static constexpr Shape kShape = Pass::kShape;
-  static constexpr int kColumnSlots = column_slots(kShape.row_tiles), kColumns = tile_columns(kShape);
-  static constexpr int kTiles = tiles_at_once(kShape), kPlane = Pass::kPlane;
+  static constexpr int kColumnSlots = column_slots(kShape.row_tiles);
   using Sums = Slot<slot_floats(kShape.row_tiles)>;
 
   Sums partials[2][kWarps][kColumns * kColumnSlots];
@@ -41,25 +39,22 @@ struct alignas(16) Shared {  // and behind it the weight that is not in register
   float carried[kTiles][kShape.states + kShape.sums][kPlane];
   Column columns[kTiles][kColumns];
   int lengths[kTiles];
-  int published[kTiles][cell_warps(kShape)];  // the step that a warp of the cell has done last
+  int published[kTiles][kCellWarps];  // the step that a warp of the cell has done last
   uint64_t emptied[2];  // of the partial sums: a barrier of the cell warps for the product warps
   uint64_t received[2]
                    [2];  // [half of the cell warps][buffer]: barriers of the blocks of the cluster
-  float inbox[2 / kShape.wide][2][kShape.split > 1 ? kShape.split : 0][kPlane];
+  float inbox[2][2][kShape.split > 1 ? kShape.split : 0][kPlane];
 };
 
 // Named barriers. The product warps arrive at kFilled + i when the partial sums i are complete, the
 // cell warps wait for them there.
-constexpr int kFilled = 1, kCellsOnly = 3, kRound = 4;
+constexpr int kFilled = 1, kCellsOnly = 3;
 
 // What both kinds of warps know: which part of which head the block works on, and when.
 template <typename Pass>
 struct Block {
   using Params = typename Pass::Params;
   using IO = typename Pass::IO;
-  static constexpr int kColumns = tile_columns(Pass::kShape), kTiles = tiles_at_once(Pass::kShape);
-  static constexpr int kCellWarps = cell_warps(Pass::kShape);  // that work on a tile
-  static constexpr int kCells = 32 * kCellWarps;
 
   const Params& p;
   const Range& range;
@@ -81,7 +76,7 @@ struct Block {
 
   DEVICE static int lane() { return int(threadIdx.x % 32); }
 
-  // round(first tile, tiles): a group takes every range.groups-th tile, some of them a round.
+  // round(first tile, tiles): a group takes every range.groups-th tile, at most kTiles a round.
   template <typename Round>
   DEVICE void rounds(const Round& round) const {
     const int groups = range.groups, group = blockIdx.x / range.members % groups;

@@ -12,7 +12,6 @@ struct Cells : Block<Pass> {
   using Block<Pass>::head, Block<Pass>::first_unit, Block<Pass>::lane;
   static constexpr Shape kShape = Pass::kShape;
   static constexpr int kGates = Pass::kGates, kStates = kShape.states, kSplit = Pass::kSplit;
-  using Block<Pass>::kCells, Block<Pass>::kCellWarps, Block<Pass>::kColumns;
   static constexpr int kAll = kHalves * kCells;
   static constexpr int kVector = Lane<IO>::kVector, kUnitVectors = kUnits / kVector;
 
@@ -27,7 +26,7 @@ struct Cells : Block<Pass> {
   DEVICE int place() const { return thread() % kCells; }
   DEVICE int warp() const { return place() / 32; }
   DEVICE int column() const { return column(lane() / 16); }
-  DEVICE int column(int half) const { return warp() + half * kCellWarps; }
+  DEVICE int column(int half) const { return warp() + half * 4; }
   DEVICE int unit() const { return first_unit + lane() % 16; }
   DEVICE int64_t at() const { return int64_t(head) * D + unit(); }  // in [N, D]
   DEVICE int64_t sequence(int tile, int c) const {
@@ -49,9 +48,9 @@ struct Cells : Block<Pass> {
   DEVICE void run() {
     this->rounds([&](int first, int count) {
       first_tile = first, tiles = count;
-      barrier_wait<kProducts + kAll>(kRound);  // the round before is over
+      __syncthreads();  // the round before is over
       begin_round();
-      barrier_wait<kProducts + kAll>(kRound);
+      __syncthreads();
       run_round();
       barrier_wait<kAll>(kCellsOnly);
       end_round();
@@ -194,16 +193,14 @@ struct Cells : Block<Pass> {
         Pass::last_state(p, k, to, shared.carried[tile][k][place()]);
       }
     }
-    if constexpr (Pass::kDescends) {  // a row of dbias_partial for eight sequences
-      for (int i = thread(); i < tiles * Pass::kWide * kShape.sums * kUnits; i += kAll) {
-        const int u = i % kUnits, row = i / kUnits % kShape.sums;
-        const int eighth = i / kUnits / kShape.sums, first = eighth % Pass::kWide * 8;
-        const int tile = eighth / Pass::kWide;
+    if constexpr (Pass::kDescends) {
+      for (int i = thread(); i < tiles * kShape.sums * kUnits; i += kAll) {
+        const int u = i % kUnits, row = i / kUnits % kShape.sums, tile = i / kUnits / kShape.sums;
         const float* of_unit = &shared.carried[tile][kStates + row][u];
         float sum = 0.0f;
-        for (int c = first; c < first + 8; ++c) sum += of_unit[c % kCellWarps * 32 + c / kCellWarps * 16];
-        const int64_t to = (sequence(tile, first) / 8 * kShape.sums + row) * p.N + head;
-        if (first_unit + u < D && sequence(tile, first) < p.S) {
+        for (int c = 0; c < kColumns; ++c) sum += of_unit[c % 4 * 32 + c / 4 * 16];
+        const int64_t to = (sequence(tile, 0) / kColumns * kShape.sums + row) * p.N + head;
+        if (first_unit + u < D) {
           static_cast<float*>(p.dbias_partial)[to * D + first_unit + u] = sum;
         }
       }

@@ -48,10 +48,7 @@ static void with_types(int cell, Dtype dtype, Function function) {
 }
 
 int64_t forward_scratch(const ForwardParams& p, Dtype dtype, const Launch& launch) {
-  const int io_bytes = dtype == Dtype::kFloat ? 4 : 2;
-  const int64_t initial = p.initial != nullptr ? p.S * p.N * p.D * io_bytes : 0;
-  if (launch.engine == Engine::kChip) return initial;
-  return launch.engine == Engine::kStep ? step_scratch(p, io_bytes) : 0;
+  return launch.engine == Engine::kStep ? step_scratch(p, dtype == Dtype::kFloat ? 4 : 2) : 0;
 }
 
 void forward(int cell, const ForwardParams& p, Dtype dtype, const Launch& launch) {
