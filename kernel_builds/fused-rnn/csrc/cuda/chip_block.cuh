@@ -48,7 +48,7 @@ struct alignas(16) Shared {  // and behind it the weight that is not in register
 
 // Named barriers. The product warps arrive at kFilled + i when the partial sums i are complete, the
 // cell warps wait for them there.
-constexpr int kFilled = 1, kCellsOnly = 3;
+constexpr int kFilled = 1, kCellsOnly = 3, kRound = 4;
 
 // What both kinds of warps know: which part of which head the block works on, and when.
 template <typename Pass>

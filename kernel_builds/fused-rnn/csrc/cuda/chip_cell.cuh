@@ -12,11 +12,11 @@ struct Cells : Block<Pass> {
   using Block<Pass>::head, Block<Pass>::first_unit, Block<Pass>::lane;
   static constexpr Shape kShape = Pass::kShape;
   static constexpr int kGates = Pass::kGates, kStates = kShape.states, kSplit = Pass::kSplit;
-  static constexpr int kAll = kHalves * kCells;
+  static constexpr int kAll = kHalves * kCells, kRing = kStages / kHalves;
   static constexpr int kVector = Lane<IO>::kVector, kUnitVectors = kUnits / kVector;
 
   int first_tile = 0, tiles = 0;
-  unsigned item = 0, own_item = 0;  // steps of tiles done, and those of the thread's half
+  unsigned item = 0, own_item = 0;  // steps done by the thread's half, and sums exchanged
   float bias[Pass::kBias];
 
   // With two halves one runs the cell of tiles 0, 2, .., the other of 1, 3, ..
@@ -48,9 +48,9 @@ struct Cells : Block<Pass> {
   DEVICE void run() {
     this->rounds([&](int first, int count) {
       first_tile = first, tiles = count;
-      __syncthreads();  // the round before is over
+      barrier_wait<kProducts + kAll>(kRound);  // the round before is over
       begin_round();
-      __syncthreads();
+      barrier_wait<kProducts + kAll>(kRound);
       run_round();
       barrier_wait<kAll>(kCellsOnly);
       end_round();
@@ -87,32 +87,39 @@ struct Cells : Block<Pass> {
     *const_cast<volatile int*>(&shared.published[walk.tile][warp()]) = walk.t;
   }
 
+  // From `walk` on, the first step of a tile that the thread's half has.
+  DEVICE Walk own(Walk walk, int end) const {
+    while (walk.t != end && !has_cell(walk.tile)) walk = this->following(walk, tiles, end);
+    return walk;
+  }
+  DEVICE Walk next(const Walk& walk, int end) const {
+    return own(this->following(walk, tiles, end), end);
+  }
+
+  // Each half has its part of the ring: with tiles of uneven lengths one is far ahead of the other.
   DEVICE void run_round() {
-    const int end = this->end(tiles);
-    Walk at = this->start(tiles), ahead = at;
-    for (int stage = 0; stage < kStages - 2; ++stage) {
-      copy(stage, ahead, end);
-      ahead = this->following(ahead, tiles, end);
+    const int end = this->end(tiles), ring = kHalves == 2 ? half() * kRing : 0;
+    Walk at = own(this->start(tiles), end), ahead = at;
+    for (int stage = 0; stage < kRing - 1; ++stage) {
+      copy(ring + stage, ahead, end);
+      ahead = next(ahead, end);
     }
-    for (int stage = 0; at.t != end; stage = stage + 1 == kStages ? 0 : stage + 1) {
-      copy_wait<kStages - 3>();
+    for (int stage = 0; at.t != end; stage = stage + 1 == kRing ? 0 : stage + 1) {
+      copy_wait<kRing - 2>();
       __syncwarp();
-      if (has_cell(at.tile)) {
-        step(at, stage);
-        if (lane() == 0) note(at);
-      }
+      step(at, ring + stage);
+      if (lane() == 0) note(at);
       ++item;
-      const int free = stage + kStages - 2;
-      copy(free < kStages ? free : free - kStages, ahead, end);
-      ahead = this->following(ahead, tiles, end);
-      at = this->following(at, tiles, end);
+      copy(ring + (stage == 0 ? kRing : stage) - 1, ahead, end);
+      ahead = next(ahead, end);
+      at = next(at, end);
     }
   }
 
   // The inputs of a step to the ring, and its line of the medium to L2: a warp's own columns.
   DEVICE void copy(int stage, const Walk& walk, int end) {
     constexpr int kCopies = kShape.inputs * 2 * kUnitVectors;
-    if (walk.t != end && has_cell(walk.tile)) {
+    if (walk.t != end) {
       const auto& columns = shared.columns[walk.tile];
 #pragma unroll
       for (int first = 0; first < kCopies; first += 32) {

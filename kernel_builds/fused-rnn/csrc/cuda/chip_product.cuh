@@ -20,6 +20,7 @@ struct Product : Block<Pass> {
   static constexpr int kHolds = held_chunks(kShape), kHeld = kChunks < kHolds ? kChunks : kHolds;
   static constexpr int kChains = kRows >= 3 ? 1 : kRows == 2 ? 2 : 4;  // mma has a latency
   static constexpr int kHalves = cell_halves(kShape, kBlocks, kMarked);
+  static constexpr int kEveryone = kProducts + kHalves * kCells;
   static constexpr bool kExact = is_exact(kBlocks, kMarked);
 
   struct Look {  // at the operand of the lane's column
@@ -45,8 +46,8 @@ struct Product : Block<Pass> {
   DEVICE void run() {
     load_weight();
     this->rounds([&](int, int tiles) {
-      __syncthreads();  // the round before is over
-      __syncthreads();
+      barrier_wait<kEveryone>(kRound);  // the round before is over
+      barrier_wait<kEveryone>(kRound);
       run_round(tiles);
     });
   }
