@@ -35,8 +35,7 @@ DEVICE void leave_registers() {
 template <typename Pass, int kBlocks, bool kMarked>
 constexpr int kHalves = cell_halves(Pass::kShape, kBlocks, kMarked);
 template <typename Pass, int kBlocks, bool kMarked>
-constexpr int kThreads =
-    kProducts + kHalves<Pass, kBlocks, kMarked> * cell_threads(Pass::kShape);
+constexpr int kThreads = kProducts + kHalves<Pass, kBlocks, kMarked> * kCells;
 
 template <typename Pass, int kBlocks, bool kMarked, typename Params = typename Pass::Params>
 __global__ void __launch_bounds__(kThreads<Pass, kBlocks, kMarked>, 1) chip_kernel(
@@ -45,14 +44,14 @@ __global__ void __launch_bounds__(kThreads<Pass, kBlocks, kMarked>, 1) chip_kern
   constexpr int kCellHalves = kHalves<Pass, kBlocks, kMarked>;
   constexpr bool kWide = Pass::kWide > 1;
   const Block<Pass> block(p, range, memory);
-  if (threadIdx.x < 2) mbarrier_init(block.shared.emptied[threadIdx.x], Block<Pass>::kCellWarps);
+  if (threadIdx.x < 2) mbarrier_init(block.shared.emptied[threadIdx.x], kCellWarps);
   if (threadIdx.x < 4) mbarrier_init(block.shared.received[threadIdx.x / 2][threadIdx.x % 2], 1);
   if constexpr (Pass::kSplit > 1) cluster_barrier();
   if (threadIdx.x < kProducts) {
-    take_registers<kWide ? 184 : kCellHalves == 2 ? 160 : 208>();
+    take_registers<kWide ? 176 : kCellHalves == 2 ? 160 : 208>();
     Product<Pass, kBlocks, kMarked>(block).run();
   } else {
-    leave_registers<kWide ? 72 : kCellHalves == 2 ? 96 : 88>();
+    leave_registers<kWide ? 80 : kCellHalves == 2 ? 96 : 88>();
     Cells<Pass, kCellHalves, kMarked>(block).run();
   }
   if constexpr (Pass::kSplit > 1) cluster_barrier();  // nobody sends to a block that has left
@@ -88,7 +87,8 @@ bool run(const typename Pass::Params& p, const Launch& launch) {
   const int64_t members = thread_blocks(Pass::kShape, p.D);
   if (tiles * members * p.N == 0) return true;
   const bool marked = p.reset != nullptr || p.hold != nullptr;
-  if (Pass::kWide > 1 && (marked || !takes_wide_tiles(p.S, p.N, p.D, launch.device))) return false;
+  if (Pass::kWide > 1 && (marked || !takes_wide_tiles(Pass::kShape, p.S, p.N, p.D, launch.device)))
+    return false;
   if (!fits(Pass::kShape, p.D, launch.device)) return false;
   if (Pass::kSplit > 1 && launch.device.arch < 90) return false;
 

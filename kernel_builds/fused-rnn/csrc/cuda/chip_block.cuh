@@ -15,6 +15,10 @@ struct Range {  // of a launch
 struct Walk {  // through the steps; within a step through the tiles of the round
   int t, tile;
 };
+struct Route {
+  int tiles, begin, end;  // steps from begin to before end
+  bool even;              // every tile has the same number of them
+};
 
 template <int kFloats>
 struct alignas(4 * kFloats) Slot {
@@ -31,7 +35,8 @@ template <typename Pass>
 struct alignas(16) Shared {  // and behind it the weight that is not in registers
   using IO = typename Pass::IO;
   static constexpr Shape kShape = Pass::kShape;
-  static constexpr int kColumnSlots = column_slots(kShape.row_tiles), kColumns = tile_columns(kShape);
+  static constexpr int kColumnSlots = column_slots(kShape.row_tiles),
+                       kColumns = tile_columns(kShape);
   static constexpr int kTiles = tiles_at_once(kShape), kPlane = Pass::kPlane;
   using Sums = Slot<slot_floats(kShape.row_tiles)>;
 
@@ -40,11 +45,11 @@ struct alignas(16) Shared {  // and behind it the weight that is not in register
   float carried[kTiles][kShape.states + kShape.sums][kPlane];
   Column columns[kTiles][kColumns];
   int lengths[kTiles];
-  int published[kTiles][cell_warps(kShape)];  // the step that a warp of the cell has done last
+  int published[kTiles][kCellWarps];  // the step that a warp of the cell has done last
   uint64_t emptied[2];  // of the partial sums: a barrier of the cell warps for the product warps
   uint64_t received[2]
                    [2];  // [half of the cell warps][buffer]: barriers of the blocks of the cluster
-  float inbox[2 / kShape.wide][2][kShape.split > 1 ? kShape.split : 0][kPlane];
+  float inbox[2][2][kShape.split > 1 ? kShape.split : 0][kPlane];
 };
 
 // Named barriers. The product warps arrive at kFilled + i when the partial sums i are complete, the
@@ -64,10 +69,14 @@ DEVICE void mbarrier_init(uint64_t& barrier, int count) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(&barrier)), "r"(count)
                : "memory");
 }
-DEVICE void mbarrier_arrive(uint64_t& barrier) {
-  asm volatile("{\n .reg .b64 state;\n mbarrier.arrive.shared.b64 state, [%0];\n}" ::"r"(
-                   shared_address(&barrier))
-               : "memory");
+// After what the values come from, and before what is made of them.
+DEVICE void mbarrier_arrive(uint64_t& barrier, bool arrives, float& a, float& b) {
+  asm volatile(
+      "{\n .reg .pred p;\n .reg .b64 state;\n setp.ne.b32 p, %3, 0;\n"
+      " @p mbarrier.arrive.shared.b64 state, [%2];\n}"
+      : "+f"(a), "+f"(b)
+      : "r"(shared_address(&barrier)), "r"(int(arrives))
+      : "memory");
 }
 DEVICE void mbarrier_wait(uint64_t& barrier, unsigned parity) {
   asm volatile(
@@ -110,8 +119,6 @@ struct Block {
   using Params = typename Pass::Params;
   using IO = typename Pass::IO;
   static constexpr int kColumns = tile_columns(Pass::kShape), kTiles = tiles_at_once(Pass::kShape);
-  static constexpr int kCellWarps = cell_warps(Pass::kShape);  // that work on a tile
-  static constexpr int kCells = 32 * kCellWarps;
 
   const Params& p;
   const Range& range;
@@ -146,19 +153,19 @@ struct Block {
     }
   }
 
-  DEVICE int longest(int tiles) const {
-    int length = 0;
-    for (int tile = 0; tile < tiles; ++tile) length = max(length, shared.lengths[tile]);
-    return length;
+  // The steps of a round.
+  DEVICE Route route(int tiles) const {
+    int longest = 0;
+    bool even = true;
+    for (int tile = 0; tile < tiles; ++tile) longest = max(longest, shared.lengths[tile]);
+    for (int tile = 0; tile < tiles; ++tile) even &= longest == shared.lengths[tile];
+    return {tiles, Pass::kDescends ? longest - 1 : 0, Pass::kDescends ? -2 : longest, even};
   }
-  DEVICE Walk start(int tiles) const {
-    return following({Pass::kDescends ? longest(tiles) - 1 : 0, -1}, tiles, end(tiles));
-  }
-  DEVICE int end(int tiles) const { return Pass::kDescends ? -2 : longest(tiles); }
-  DEVICE Walk following(Walk walk, int tiles, int end) const {
-    while (walk.t != end) {
-      if (++walk.tile == tiles) walk.tile = 0, walk.t += Pass::kDescends ? -1 : 1;
-      if (walk.t == end || walk.t < shared.lengths[walk.tile]) break;
+  DEVICE Walk first(const Route& route) const { return following({route.begin, -1}, route); }
+  DEVICE Walk following(Walk walk, const Route& route) const {
+    while (walk.t != route.end) {
+      if (++walk.tile == route.tiles) walk.tile = 0, walk.t += Pass::kDescends ? -1 : 1;
+      if (walk.t == route.end || route.even || walk.t < shared.lengths[walk.tile]) break;
     }
     return walk;
   }

@@ -71,9 +71,12 @@ struct ForwardPass {
     return {flags | (p.initial != nullptr ? kInitial : 0), 0};
   }
 
-  DEVICE static const IO* input(const Params& p, const Column& column, int head, int row, int t) {
-    return static_cast<const IO*>(p.x) + column.x_offset + t * p.x_time + row * p.x_gate +
-           head * p.x_head;
+  // Where row `row` of the inputs begins, and from there a step of a sequence.
+  DEVICE static const IO* inputs(const Params& p, int head, int row) {
+    return static_cast<const IO*>(p.x) + row * p.x_gate + head * p.x_head;
+  }
+  DEVICE static int64_t input(const Params& p, const Column& column, int, int t) {
+    return column.x_offset + int64_t(t) * int(p.x_time);
   }
 
   // `to` is [K, S, N, D] less K.
@@ -181,12 +184,13 @@ struct BackwardPass {
     return {flags, t + 1};
   }
 
-  DEVICE static const IO* input(const Params& p, const Column& column, int head, int row, int t) {
-    const int64_t step = column.row + t, width = p.N * p.D;
-    const IO* from = row < Cell::kSaved
-                         ? static_cast<const IO*>(p.saved) + (step * Cell::kSaved + row) * width
-                         : static_cast<const IO*>(p.dh) + step * width;
-    return from + head * p.D;
+  DEVICE static const IO* inputs(const Params& p, int head, int row) {
+    const IO* saved = static_cast<const IO*>(p.saved) + row * p.N * p.D;
+    return (row < Cell::kSaved ? saved : static_cast<const IO*>(p.dh)) + head * p.D;
+  }
+  DEVICE static int64_t input(const Params& p, const Column& column, int row, int t) {
+    const unsigned width = unsigned(p.N * p.D) * (row < Cell::kSaved ? Cell::kSaved : 1);
+    return int64_t(uint64_t(unsigned(column.row) + t) * width);
   }
 
   DEVICE static float first_state(const Params& p, int k, int64_t to) {

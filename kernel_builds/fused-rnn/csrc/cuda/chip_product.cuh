@@ -20,31 +20,32 @@ struct Product : Block<Pass> {
   static constexpr int kHolds = held_chunks(kShape), kHeld = kChunks < kHolds ? kChunks : kHolds;
   static constexpr int kWide = Pass::kWide;
   static constexpr int kChains = kRows * kWide >= 3 ? 1 : 4 / (kRows * kWide);  // mma has a latency
-  // Chunks looked at together, and tiles a group alternates between without asking ahead: chosen by
+  // Chunks asked for together, and tiles a group alternates between without asking ahead: chosen by
   // measurement.
-  static constexpr int kVote = kWide > 1 ? 1 : kAhead, kPatience = 2;
+  static constexpr int kRefill = kWide > 1 ? 1 : kAhead, kPatience = 2;
   static constexpr int kHalves = cell_halves(kShape, kBlocks, kMarked);
   static constexpr bool kExact = is_exact(kBlocks, kMarked);
-  using Block<Pass>::kCells, Block<Pass>::kCellWarps;
   static constexpr int kAll = kProducts + kHalves * kCells;
 
-  struct Look {  // at the operands of the lane's columns
-    const IO* from[kWide];
-    int polled[kWide];  // blocks
+  static_assert(kWide == 1 || !kMarked);
+  struct Look {           // at the operands of the lane's columns
+    unsigned row[kWide];  // of the medium, or of the initial states
+    int polled[kWide];    // blocks
+    int t;
+    bool starts;  // from the initial states: without masks, where t is 0
   };
 
   uint32_t weight[kHeld][kRows][2][4];  // [chunk][row tile][mma step]
   uint32_t words[kAhead][kWide][4];
-  const IO* operands;     // of the lane in row 0
-  unsigned parities = 0;  // of the uses of the buffers of partial sums
+  const unsigned operands;  // of the lane in a row of the medium
+  unsigned parities = 0;    // of the uses of the buffers of partial sums
 
   DEVICE int warp() const { return int(threadIdx.x / 32); }
   DEVICE int depth() const { return (warp() * 4 + lane() % 4) * kVector; }
   DEVICE bool present(int chunk) const { return kExact || chunk / kPanels < range.depth_blocks; }
 
   DEVICE Product(const Block<Pass>& block)
-      : Block<Pass>(block),
-        operands(Pass::medium(p) + (this->first_panel() * p.N + head) * D + depth()) {}
+      : Block<Pass>(block), operands(unsigned((this->first_panel() * p.N + head) * D) + depth()) {}
 
   DEVICE void run() {
     load_weight();
@@ -90,37 +91,37 @@ struct Product : Block<Pass> {
   }
 
   DEVICE void run_round(int tiles) {
-    const int end = this->end(tiles);
+    const Route route = this->route(tiles);
     const bool eager = tiles > kPatience;
-    Walk at = this->start(tiles);
-    Look now = look(at, end);
+    Walk at = this->first(route);
+    Look now = look(at, route.end);
 #pragma unroll
     for (int i = 0; i < kAhead * kWide; ++i) {
-      uint32_t(&zero)[4] = words[i / kWide][i % kWide];
+      uint32_t (&zero)[4] = words[i / kWide][i % kWide];
       zero[0] = zero[1] = zero[2] = zero[3] = 0;
     }
     ask<kAhead>(0, 0, now);
-    while (at.t != end) {
+    while (at.t != route.end) {
       float sums[kWide][kChains][kRows][4] = {};
       const int tile = at.tile;
       Look next = now;
-      const auto go_on = [&] { at = this->following(at, tiles, end), next = look(at, end); };
+      const auto go_on = [&] { at = this->following(at, route), next = look(at, route.end); };
 #pragma unroll
-      for (int first = 0; first < kChunks; first += kVote) {
+      for (int first = 0; first < kChunks; first += kRefill) {
         const int free = first % kAhead, refill = first + kAhead;
-        await(free, first, now);
+        if (free == 0) await(first, now);
         multiply(sums, free, first);
         if (refill < kChunks) {
-          ask<kVote>(free, refill, now);
+          ask<kRefill>(free, refill, now);
         } else if (eager) {
           if (refill == kChunks) go_on();
-          ask<kVote>(free, refill - kChunks, next);
+          ask<kRefill>(free, refill - kChunks, next);
         }
       }
       hand_over(sums, tile);
       if (!eager) {
         go_on();
-        if (at.t != end) wait_for_ours(at);
+        if (at.t != route.end) wait_for_ours(at);
         ask<kAhead>(0, 0, next);
       }
       now = next;
@@ -139,24 +140,26 @@ struct Product : Block<Pass> {
   DEVICE Look look(const Walk& walk, int end) const {
     Look look{};
     if (walk.t == end) return look;
+    look.t = walk.t;
 #pragma unroll
     for (int side = 0; side < kWide; ++side) {
       const Column& column = shared.columns[walk.tile][lane() / 4 + 8 * side];
       const Operand operand = Pass::template operand<kMarked>(p, {column, p}, walk.t);
       const int blocks = (max(D - depth(), 0) + kBlockDepth - 1) / kBlockDepth;
-      const unsigned row = unsigned(column.row) + operand.step;
-      look.from[side] = operands + uint64_t(row) * (Pass::kGates * range.panel);
-      if (!Pass::kDescends && operand.flags & kInitial) {
-        const IO* initial = static_cast<const IO*>(range.initial);
-        look.from[side] = initial + (column.index * p.N + head) * D + depth();
-      }
+      const bool starts = !Pass::kDescends && operand.flags & kInitial;
+      look.row[side] = unsigned(starts ? column.index : column.row + operand.step);
+      if (kMarked) look.starts = starts;
       look.polled[side] = operand.flags & (kPolls | kInitial) ? blocks : 0;
     }
     return look;
   }
 
-  DEVICE const IO* address(int chunk, const IO* from) const {
-    return from + uint64_t(chunk % kPanels) * range.panel + chunk / kPanels * kBlockDepth;
+  DEVICE const IO* address(int chunk, const Look& look, int side) const {
+    const IO* from = Pass::medium(p);
+    if (!Pass::kDescends && (kMarked ? look.starts : look.t == 0))
+      from = static_cast<const IO*>(range.initial);
+    return from + operands + uint64_t(look.row[side]) * (Pass::kGates * range.panel) +
+           uint64_t(chunk % kPanels) * range.panel + chunk / kPanels * kBlockDepth;
   }
 
   // For kCount chunks from `chunk` on, into the words of `slot` and those behind it.
@@ -166,24 +169,22 @@ struct Product : Block<Pass> {
     for (int i = 0; i < kCount * kWide; ++i) {
       const int c = chunk + i / kWide, side = i % kWide;
       if (!present(c)) continue;
-      request(words[slot + i / kWide][side], address(c, look.from[side]),
+      request(words[slot + i / kWide][side], address(c, look, side),
               c / kPanels < look.polled[side]);
     }
   }
 
-  // What is late is asked for again, all at once.
-  DEVICE void await(int slot, int chunk, const Look& look) {
+  // What is late of kAhead chunks is asked for again, all at once.
+  DEVICE void await(int first, const Look& look) {
     for (;;) {
       bool late = false;
 #pragma unroll
-      for (int i = 0; i < kVote * kWide; ++i) {
-        late |= unwritten(words[slot + i / kWide][i % kWide]);
-      }
+      for (int i = 0; i < kAhead * kWide; ++i) late |= unwritten(words[i / kWide][i % kWide]);
       if (!__any_sync(~0u, late)) return;
 #pragma unroll
-      for (int i = 0; i < kVote * kWide; ++i) {
-        uint32_t(&of_chunk)[4] = words[slot + i / kWide][i % kWide];
-        request(of_chunk, address(chunk + i / kWide, look.from[i % kWide]), unwritten(of_chunk));
+      for (int i = 0; i < kAhead * kWide; ++i) {
+        uint32_t (&of_chunk)[4] = words[i / kWide][i % kWide];
+        request(of_chunk, address(first + i / kWide, look, i % kWide), unwritten(of_chunk));
       }
     }
   }
@@ -192,7 +193,7 @@ struct Product : Block<Pass> {
 
   DEVICE void multiply(ItemSums& sums, int slot, int first) {
 #pragma unroll
-    for (int i = 0; i < 2 * kVote; ++i) {
+    for (int i = 0; i < 2 * kRefill; ++i) {
       const int chunk = first + i / 2, j = i % 2;
       uint32_t low[kWide], high[kWide];
 #pragma unroll
