@@ -45,8 +45,10 @@ int main() {
     p.tf32 = tf32, p.aligned = aligned;
     const auto forward = chip::forward_shape(p.gates, 4, p.io_bytes);
     const auto backward = chip::backward_shape(p.gates, 4, 7, 4, p.io_bytes);
-    std::printf("%s %d %ld %ld\n", names[int(select_engine(p, d))], block_tile(p, d),
-                long(chip::shared_bytes(forward, p.D)), long(chip::shared_bytes(backward, p.D)));
+    std::printf("%s %d %ld %ld %d %d\n", names[int(select_engine(p, d))], block_tile(p, d),
+                long(chip::shared_bytes(forward, p.D)), long(chip::shared_bytes(backward, p.D)),
+                chip::takes_wide_tiles(forward, p.S, p.N, p.D, d),
+                chip::takes_wide_tiles(backward, p.S, p.N, p.D, d));
   }
 }
 """
@@ -76,6 +78,7 @@ def test_plan_is_the_binarys(tmp_path):
         )
         ours = [plan.select_engine(p, device)[0], plan.block_tile(p, device)]
         ours += [plan.chip_shared_bytes(shape, p.D) for shape in shapes]
+        ours += [int(plan.takes_wide_tiles(p.S, p.N, p.D, device, b)) for b in (False, True)]
         assert " ".join(map(str, ours)) == answer, (p, device)
     assert {plan.select_engine(p, d)[0] for p, d in asked} == {"block", "chip", "step"}
 

@@ -145,6 +145,12 @@ def chip_limits_of_every_cell(gates: int, element: int, D: int, device: Device) 
     return list(dict.fromkeys(both))
 
 
+def takes_wide_tiles(S: int, N: int, D: int, device: Device, backward: bool) -> bool:
+    """Tiles of sixteen sequences, where the kernels that have them can run the head."""
+    groups = max(1, device.processors // (N * _divide_up(D, CHIP["units"])))
+    return device.arch == 90 and _divide_up(S, COLUMNS) > (4 if backward else 3) * groups
+
+
 def block_width(D: int, element: int) -> int:
     """The width that the block engine is compiled for: 32, 64 or 128."""
     return next(w for w in (32, 64, 128, 256, D) if w >= D)
@@ -283,6 +289,10 @@ def explain_plan(
             f"{at_once} heads x {groups} groups x {members} thread blocks, {launches} launches"
         )
         tiles["tiles of a group"] = f"{_divide_up(count, groups)} of {COLUMNS} sequences"
+        if takes_wide_tiles(batch, heads, width, device, backward=False):
+            tiles["tiles of a group"] += (
+                ", two at a time where registers allow and no step is masked"
+            )
         tiles["units, warps of the product"] = f"{CHIP['units']}, {CHIP['warps']}"
         forward = forward_shape(sizes_of.gates, sizes_of.states, element)
         backward = backward_shape(
