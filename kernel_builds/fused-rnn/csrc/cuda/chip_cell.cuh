@@ -36,9 +36,9 @@ struct Cells : Block<Pass> {
 
   // With two halves one runs the cell of tiles 0, 2, .., the other of 1, 3, ..
   DEVICE int thread() const { return int(threadIdx.x) - kProducts; }
-  DEVICE int half() const { return thread() / kCells; }
+  DEVICE int half() const { return int((threadIdx.x - kProducts) / kCells); }
   DEVICE bool has_cell(int tile) const { return kHalves == 1 || tile % 2 == half(); }
-  DEVICE int place() const { return thread() % kCells; }
+  DEVICE int place() const { return int((threadIdx.x - kProducts) % kCells); }
   DEVICE int warp() const { return place() / 32; }
   DEVICE int column() const { return column(lane() / 16); }
   DEVICE int column(int half) const { return warp() + half * 4; }
@@ -263,7 +263,8 @@ struct Cells : Block<Pass> {
       }
     }
     if constexpr (Pass::kDescends) {  // a row of dbias_partial for eight sequences
-      for (int i = thread(); i < tiles * kWide * kShape.sums * kUnits; i += kAll) {
+      for (unsigned i = threadIdx.x - kProducts; i < tiles * kWide * kShape.sums * kUnits;
+           i += kAll) {
         const int u = i % kUnits, row = i / kUnits % kShape.sums;
         const int eighth = i / kUnits / kShape.sums, side = eighth % kWide, tile = eighth / kWide;
         const float* of_unit = &shared.carried[tile][kStates + row][u + side * kCells];
