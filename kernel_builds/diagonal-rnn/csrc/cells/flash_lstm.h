@@ -53,8 +53,7 @@ struct FlashLstm {
     dx[F] = dc * g.c_along_f, dx[Z] = dc * g.c_along_z, dx[O] = d_state[H] * g.h_along_o;
     dw[AF] += dx[F] * s[H], dw[AO] += dx[O] * s[H], dw[AZ] += dx[Z] * s[H];
     dw[PF] += dx[F] * s[C], dw[PO] += dx[O] * g.c;
-    d_state[H] = dc * g.along_h(w) + dx[O] * w[AO];
-    d_state[C] = dc * g.along_c(w);
+    d_state[H] = dc * g.along_h(w) + dx[O] * w[AO], d_state[C] = dc * g.along_c(w);
   }
 };
 
