@@ -104,6 +104,7 @@ __global__ void __launch_bounds__(32 * kWarps, 2) scan_kernel(const __grid_const
                                                               const Scan scan) {
   using T = Tile<Element, kWarps, kSteps>;
   constexpr int K = T::K, kN = T::kN, kMap = T::kMap, P = Element::kSums;
+  static_assert(sizeof(typename T::Shared) <= 99 << 10, "a block may have 99 KB on every arch");
   if (scan.wanted != nullptr && *scan.wanted == 0) return;
   extern __shared__ __align__(16) unsigned char memory[];
   auto& shared = *reinterpret_cast<typename T::Shared*>(memory);
