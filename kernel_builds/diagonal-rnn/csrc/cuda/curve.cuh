@@ -1,5 +1,6 @@
 // The non-linearities in two or three instructions. Both are an affine function of one core:
-//   sigmoid(x) = kSigmoid0 + kSigmoid1 core(kSigmoidIn x),  tanh(x) = kTanh0 + kTanh1 core(kTanhIn x)
+//   sigmoid(x) = kSigmoid0 + kSigmoid1 core(kSigmoidIn x),  tanh(x) = kTanh0 + kTanh1 core(kTanhIn
+//   x)
 // so that the scales fold into weights ahead of the walk, and the affine parts into the
 // multiply-adds around it. NaN stays NaN; infinities give the limits.
 #pragma once

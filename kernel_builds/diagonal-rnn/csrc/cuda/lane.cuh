@@ -15,7 +15,8 @@ namespace flashcell::cuda {
 using bf16 = __nv_bfloat16;
 using fp16 = __half;
 
-constexpr int alignment_of(int bytes) {  // the widest that every element of an array has
+__host__ __device__ constexpr int alignment_of(
+    int bytes) {  // the widest that every element of an array has
   return bytes % 16 == 0 ? 16 : bytes % 8 == 0 ? 8 : bytes % 4 == 0 ? 4 : 2;
 }
 
@@ -55,16 +56,34 @@ DEVICE Word<IO, kN> narrow(const float (&x)[kN]) {
   return word;
 }
 
-// Copies a word to shared memory, without waiting for it; 2 bytes are too few for that.
+// The values of a word.
+template <typename IO, int kN>
+DEVICE void widen(const Word<IO, kN>& word, float (&x)[kN]) {
+  if constexpr (kN == 2 && std::is_same_v<IO, bf16>) {
+    const uint32_t bits = *reinterpret_cast<const uint32_t*>(&word);
+    x[0] = __uint_as_float(bits << 16), x[1] = __uint_as_float(bits & 0xffff0000u);
+  } else {
+#pragma unroll
+    for (int n = 0; n < kN; ++n) x[n] = to_float(word.value[n]);
+  }
+}
+
+// Copies a word to shared memory, without waiting for it; 2 bytes at a time are too few for that.
 template <int kBytes>
 DEVICE void copy_async(void* shared, const void* global) {
-  if constexpr (kBytes == 2) {
-    *static_cast<uint16_t*>(shared) = *static_cast<const uint16_t*>(global);
-  } else {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(
-                     uint32_t(__cvta_generic_to_shared(shared))),
-                 "l"(global), "n"(kBytes)
-                 : "memory");
+  constexpr int kPiece = alignment_of(kBytes);
+#pragma unroll
+  for (int i = 0; i < kBytes; i += kPiece) {
+    char* to = static_cast<char*>(shared) + i;
+    const char* from = static_cast<const char*>(global) + i;
+    if constexpr (kPiece == 2) {
+      *reinterpret_cast<uint16_t*>(to) = *reinterpret_cast<const uint16_t*>(from);
+    } else {
+      asm volatile(
+          "cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(uint32_t(__cvta_generic_to_shared(to))),
+          "l"(from), "n"(kPiece)
+          : "memory");
+    }
   }
 }
 DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }

@@ -1,140 +1,168 @@
 // The linear recurrences as elements of a scan: carry' = A carry + b, one map for each step. A walk
 // (walk.cuh) and a scan (scan.cuh) run any of them. An element is one sequence and kN channels:
-//   load(i)                         the words of step i, in the order of the walk
-//   map(raw, i, mark, A, b)         the map of step i
+//   first(r), bytes(r)              row r of step 0 and the way to the next step, in walking order
+//   needs(r, i)                     whether step i has row r
+//   map(raw, i, mark, A, b)         the map of step i, from its rows
 //   advance(raw, i, mark, carry)    stores the step's results and takes the carry over it
 //   begin, end, pad, sums           the first and last carry, unused rows, sums over the steps
+// A thread past the last channel does what the last one does.
 #pragma once
 #include "curve.cuh"
 #include "sequence.cuh"
 
 namespace flashcell::cuda {
 
+// carry = A carry + b
+template <int K>
+DEVICE void apply(const float (&A)[K][K], const float (&b)[K], float (&carry)[K]) {
+  float next[K];
+#pragma unroll
+  for (int i = 0; i < K; ++i) {
+    next[i] = b[i];
+#pragma unroll
+    for (int j = 0; j < K; ++j) next[i] = fmaf(A[i][j], carry[j], next[i]);
+  }
+#pragma unroll
+  for (int i = 0; i < K; ++i) carry[i] = next[i];
+}
+
+// (A, b) = (A2, b2) after (A, b)
+template <int K>
+DEVICE void compose(const float (&A2)[K][K], const float (&b2)[K], float (&A)[K][K],
+                    float (&b)[K]) {
+#pragma unroll
+  for (int j = 0; j < K; ++j) {
+    float column[K];
+#pragma unroll
+    for (int i = 0; i < K; ++i) {
+      column[i] = 0;
+#pragma unroll
+      for (int k = 0; k < K; ++k) column[i] = fmaf(A2[i][k], A[k][j], column[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < K; ++i) A[i][j] = column[i];
+  }
+  apply(A2, b2, b);
+}
+
 struct Mark {  // what is asked of a step
   bool reset, hold;
 };
 
-// h_t = a_t h_{t-1} + b_t, a an n x n block of every channel.
-template <typename IO, int kNOf, int n>
-struct ScanForward {
-  using Params = ScanForwardParams;
+// What both directions of h_t = a_t h_{t-1} + b_t share, a an n x n block of every channel. A word
+// is a row of the block, or of neighbouring scalars.
+template <typename ParamsOf, typename IOOf, int kNOf, int n>
+struct BlockScan {
+  using Params = ParamsOf;
+  using IO = IOOf;
   using Word = cuda::Word<IO, kNOf * n>;
-  static constexpr int kN = kNOf, kStates = n, kSums = 0, kRows = 2;
-  static constexpr bool kMasked = false, kReverse = false;
-  struct Raw {
-    cuda::Word<IO, kN * n * n> a;
-    Word b;
-  };
-  const Params& p;
-  const bool stored;
-  const int64_t s, d;
-  const int steps, padding = 0;
+  static constexpr int kN = kNOf, kStates = n, kSums = 0;
+  static constexpr bool kMasked = false;
+  static_assert(n == 1 || kN == 1);
 
-  DEVICE ScanForward(const Params& params, int64_t row, int64_t channel)
-      : p(params), stored(channel < params.D), s(row), d(stored ? channel : params.D - kN),
-        steps(int(params.T)) {}
+  const Params* p;
+  int64_t d, row;  // first channel; the sequence's first row, in channels
+  int steps, padding = 0, step;
+  bool backwards;  // time runs against the walk
 
-  DEVICE int64_t place(int i) const {  // of the n values of step i
-    const int64_t t = p.reverse ? steps - 1 - i : i;
-    return ((s * p.T + t) * p.D + d) * n;
+  DEVICE BlockScan(const Params& params, int64_t s, int64_t channel, bool reversed)
+      : p(&params),
+        d(channel < params.D ? channel : params.D - kN),
+        row(s * params.D + d),
+        steps(int(params.T)),
+        step(int(params.D) * n * int(sizeof(IO))),
+        backwards(reversed) {
+    first_place = (s * params.T + (reversed && steps > 0 ? steps - 1 : 0)) * params.D + d;
   }
-  DEVICE static bool has(int, int) { return true; }
-  DEVICE const Word* at(int r, int i) const {  // n = 1 only
-    return reinterpret_cast<const Word*>(static_cast<const IO*>(r == 0 ? p.a : p.b) + place(i));
+  int64_t first_place;  // of step 0, in channels
+
+  DEVICE int64_t place(int i) const {
+    return first_place + (backwards ? -int64_t(i) : int64_t(i)) * p->D;
   }
-  DEVICE Raw load(int i) const {
-    const int64_t from = place(i);
-    return {*reinterpret_cast<const decltype(Raw::a)*>(static_cast<const IO*>(p.a) + from * n),
-            *reinterpret_cast<const Word*>(static_cast<const IO*>(p.b) + from)};
+  DEVICE const void* values(const void* of, int i) const {
+    return static_cast<const IO*>(of) + place(i) * n;
   }
-  DEVICE static Raw from_rows(const Word (&row)[2]) {
-    if constexpr (n == 1) return {row[0], row[1]};
-    return {};
+  DEVICE const void* block_row(const void* of, int r) const {
+    return static_cast<const IO*>(of) + (place(0) * n + r) * n;
+  }
+  DEVICE int bytes_of(bool block) const { return (backwards ? -step : step) * (block ? n : 1); }
+  DEVICE float initial(const void* h0, int c) const {
+    return h0 == nullptr ? 0 : static_cast<const float*>(h0)[row * n + c];
   }
   DEVICE Mark mark(int) const { return {}; }
+  DEVICE void pad(int, int) const {}
+};
+
+template <typename IO, int kNOf, int n>
+struct ScanForward : BlockScan<ScanForwardParams, IO, kNOf, n> {
+  using Base = BlockScan<ScanForwardParams, IO, kNOf, n>;
+  using Base::kN, Base::p, Base::place;
+  using typename Base::Params, typename Base::Word;
+  static constexpr int kRows = n + 1;  // of a, then b
+  using Raw = Word[kRows];
+
+  DEVICE ScanForward(const Params& params, int64_t s, int64_t channel)
+      : Base(params, s, channel, params.reverse) {}
+  DEVICE const void* first(int r) const {
+    return r < n ? this->block_row(p->a, r) : this->values(p->b, 0);
+  }
+  DEVICE int bytes(int r) const { return this->bytes_of(r < n); }
+  DEVICE bool needs(int, int) const { return true; }
 
   DEVICE void map(const Raw& raw, int, Mark, float (&A)[kN][n][n], float (&b)[kN][n]) const {
 #pragma unroll
     for (int c = 0; c < kN; ++c) {
 #pragma unroll
       for (int j = 0; j < n; ++j) {
-        b[c][j] = to_float(raw.b.value[c * n + j]);
+        b[c][j] = to_float(raw[n].value[c * n + j]);
 #pragma unroll
-        for (int k = 0; k < n; ++k) A[c][j][k] = to_float(raw.a.value[(c * n + j) * n + k]);
+        for (int k = 0; k < n; ++k) A[c][j][k] = to_float(raw[j].value[c * n + k]);
       }
     }
   }
-  DEVICE void advance(const Raw& raw, int i, Mark, float (&carry)[kN][n]) {
-    float out[kN * n];
+  DEVICE void advance(const Raw& raw, int i, Mark mark, float (&carry)[kN][n]) {
+    float A[kN][n][n], b[kN][n], out[kN * n];
+    map(raw, i, mark, A, b);
 #pragma unroll
     for (int c = 0; c < kN; ++c) {
 #pragma unroll
       for (int j = 0; j < n; ++j) {
-        float sum = to_float(raw.b.value[c * n + j]);
+        float sum = b[c][j];
 #pragma unroll
-        for (int k = 0; k < n; ++k) {
-          sum = fmaf(to_float(raw.a.value[(c * n + j) * n + k]), carry[c][k], sum);
-        }
+        for (int k = 0; k < n; ++k) sum = fmaf(A[c][j][k], carry[c][k], sum);
         out[c * n + j] = sum;
       }
     }
 #pragma unroll
     for (int c = 0; c < kN * n; ++c) carry[c / n][c % n] = out[c];
-    if (stored) *reinterpret_cast<Word*>(static_cast<IO*>(p.h) + place(i)) = narrow<IO>(out);
+    *reinterpret_cast<Word*>(static_cast<IO*>(p->h) + place(i) * n) = narrow<IO>(out);
   }
   DEVICE void begin(float (&carry)[kN][n]) const {
-    const float* from = static_cast<const float*>(p.h0) + (s * p.D + d) * n;
 #pragma unroll
-    for (int c = 0; c < kN * n; ++c) carry[c / n][c % n] = p.h0 == nullptr ? 0 : from[c];
+    for (int c = 0; c < kN * n; ++c) carry[c / n][c % n] = this->initial(p->h0, c);
   }
   DEVICE void end(const float (&)[kN][n]) const {}
-  DEVICE void pad(int, int) const {}
 };
 
 // Its gradient. The carry is what a step hands to the one before it in the recurrence:
 // carry' = a^T g with g = dh + carry = db, and da = g h_prev^T.
 template <typename IO, int kNOf, int n>
-struct ScanBackward {
-  using Params = ScanBackwardParams;
-  using Word = cuda::Word<IO, kNOf * n>;
-  static constexpr int kN = kNOf, kStates = n, kSums = 0, kRows = 3;
-  static constexpr bool kMasked = false, kReverse = true;
-  struct Raw {
-    cuda::Word<IO, kN * n * n> a;
-    Word dh, h;
-  };
-  const Params& p;
-  const bool stored;
-  const int64_t s, d;
-  const int steps, padding = 0;
+struct ScanBackward : BlockScan<ScanBackwardParams, IO, kNOf, n> {
+  using Base = BlockScan<ScanBackwardParams, IO, kNOf, n>;
+  using Base::kN, Base::p, Base::place, Base::steps;
+  using typename Base::Params, typename Base::Word;
+  static constexpr int kRows = n + 2;  // of a, then dh, then h of the step before
+  using Raw = Word[kRows];
 
-  DEVICE ScanBackward(const Params& params, int64_t row, int64_t channel)
-      : p(params), stored(channel < params.D), s(row), d(stored ? channel : params.D - kN),
-        steps(int(params.T)) {}
-
-  DEVICE int64_t place(int i) const {
-    const int64_t t = p.reverse ? i : steps - 1 - i;
-    return ((s * p.T + t) * p.D + d) * n;
+  DEVICE ScanBackward(const Params& params, int64_t s, int64_t channel)
+      : Base(params, s, channel, !params.reverse) {}
+  DEVICE const void* first(int r) const {
+    return r < n    ? this->block_row(p->a, r)
+           : r == n ? this->values(p->dh, 0)
+                    : this->values(p->h, 1);
   }
-  DEVICE bool has(int r, int i) const { return r < 2 || i + 1 < steps; }
-  DEVICE const Word* at(int r, int i) const {  // n = 1 only
-    const void* of = r == 0 ? p.a : r == 1 ? p.dh : p.h;
-    return reinterpret_cast<const Word*>(static_cast<const IO*>(of) + place(r == 2 ? i + 1 : i));
-  }
-  DEVICE Raw load(int i) const {
-    const int64_t from = place(i);
-    Raw raw{*reinterpret_cast<const decltype(Raw::a)*>(static_cast<const IO*>(p.a) + from * n),
-            *reinterpret_cast<const Word*>(static_cast<const IO*>(p.dh) + from), {}};
-    if (i + 1 < steps) {
-      raw.h = *reinterpret_cast<const Word*>(static_cast<const IO*>(p.h) + place(i + 1));
-    }
-    return raw;
-  }
-  DEVICE static Raw from_rows(const Word (&row)[3]) {
-    if constexpr (n == 1) return {row[0], row[1], row[2]};
-    return {};
-  }
-  DEVICE Mark mark(int) const { return {}; }
+  DEVICE int bytes(int r) const { return this->bytes_of(r < n); }
+  DEVICE bool needs(int r, int i) const { return r <= n || i + 1 < steps; }
 
   DEVICE void map(const Raw& raw, int, Mark, float (&A)[kN][n][n], float (&b)[kN][n]) const {
 #pragma unroll
@@ -144,53 +172,47 @@ struct ScanBackward {
         b[c][j] = 0;
 #pragma unroll
         for (int k = 0; k < n; ++k) {
-          A[c][j][k] = to_float(raw.a.value[(c * n + k) * n + j]);
-          b[c][j] = fmaf(A[c][j][k], to_float(raw.dh.value[c * n + k]), b[c][j]);
+          A[c][j][k] = to_float(raw[k].value[c * n + j]);
+          b[c][j] = fmaf(A[c][j][k], to_float(raw[n].value[c * n + k]), b[c][j]);
         }
       }
     }
   }
   DEVICE void advance(const Raw& raw, int i, Mark, float (&carry)[kN][n]) {
-    float g[kN * n], da[kN * n * n];
+    float g[kN * n], da[n][kN * n];
 #pragma unroll
-    for (int c = 0; c < kN; ++c) {
+    for (int c = 0; c < kN * n; ++c) {
+      g[c] = to_float(raw[n].value[c]) + carry[c / n][c % n];
+      carry[c / n][c % n] = 0;
+    }
 #pragma unroll
-      for (int j = 0; j < n; ++j) {
-        g[c * n + j] = to_float(raw.dh.value[c * n + j]) + carry[c][j];
-        carry[c][j] = 0;
-      }
+    for (int c = 0; c < kN * n; ++c) {
+      const float h = to_float(raw[n + 1].value[c]);
+      const float before = i + 1 == steps ? this->initial(p->h0, c) : h;
 #pragma unroll
-      for (int j = 0; j < n; ++j) {
-        float before = to_float(raw.h.value[c * n + j]);
-        if (i + 1 == steps) {
-          const float* h0 = static_cast<const float*>(p.h0);
-          before = h0 == nullptr ? 0 : h0[(s * p.D + d + c) * n + j];
-        }
-#pragma unroll
-        for (int k = 0; k < n; ++k) {
-          const float a = to_float(raw.a.value[(c * n + k) * n + j]);
-          carry[c][j] = fmaf(a, g[c * n + k], carry[c][j]);
-          da[(c * n + k) * n + j] = g[c * n + k] * before;
-        }
+      for (int k = 0; k < n; ++k) {
+        const float g_k = g[c / n * n + k];
+        carry[c / n][c % n] = fmaf(to_float(raw[k].value[c]), g_k, carry[c / n][c % n]);
+        da[k][c] = g_k * before;
       }
     }
-    if (!stored) return;
-    const int64_t to = place(i);
-    *reinterpret_cast<Word*>(static_cast<IO*>(p.db) + to) = narrow<IO>(g);
-    *reinterpret_cast<decltype(Raw::a)*>(static_cast<IO*>(p.da) + to * n) = narrow<IO>(da);
+    const int64_t to = place(i) * n;
+    *reinterpret_cast<Word*>(static_cast<IO*>(p->db) + to) = narrow<IO>(g);
+#pragma unroll
+    for (int k = 0; k < n; ++k) {
+      *reinterpret_cast<Word*>(static_cast<IO*>(p->da) + (to + k) * n) = narrow<IO>(da[k]);
+    }
   }
   DEVICE void begin(float (&carry)[kN][n]) const {
 #pragma unroll
     for (int c = 0; c < kN * n; ++c) carry[c / n][c % n] = 0;
   }
   DEVICE void end(const float (&carry)[kN][n]) const {
-    float* to = static_cast<float*>(p.dh0) + (s * p.D + d) * n;
 #pragma unroll
     for (int c = 0; c < kN * n; ++c) {
-      if (stored) to[c] = carry[c / n][c % n];
+      static_cast<float*>(p->dh0)[this->row * n + c] = carry[c / n][c % n];
     }
   }
-  DEVICE void pad(int, int) const {}
 };
 
 }  // namespace flashcell::cuda

@@ -7,54 +7,64 @@
 
 namespace flashcell::cuda {
 
-// Rows of a step: Source::kRows words, row r of step i at source.at(r, i) if it has(r, i).
-template <typename Source, int kStepsOf, int kGroupsOf, int kThreads>
+// Words of kRows rows; kGroups groups of kSteps steps.
+template <typename WordOf, int kRowsOf, int kStepsOf, int kGroupsOf, int kThreads>
 class Ring {
  public:
-  using Word = typename Source::Word;
-  static constexpr int kSteps = kStepsOf, kGroups = kGroupsOf, kRows = Source::kRows;
-  static constexpr int kBytes = kGroups * kSteps * kRows * kThreads * int(sizeof(Word));
+  using Word = WordOf;
+  static constexpr int kSteps = kStepsOf, kGroups = kGroupsOf, kRows = kRowsOf;
+  static constexpr int kGroup = kSteps * kRows * kThreads;
+  static constexpr int kBytes = kGroups * kGroup * int(sizeof(Word));
 
-  DEVICE Ring(Word* shared) : column_(shared + threadIdx.x) {}
+  DEVICE Ring(unsigned char* shared) : column_(reinterpret_cast<Word*>(shared) + threadIdx.x) {}
 
-  DEVICE void start(const Source& source, int begin, int end) {
-    next_ = begin, end_ = end, fill_ = take_ = 0;
+  // Steps of `bytes` from each other in each row.
+  DEVICE void start(const void* const (&first)[kRows], const int (&bytes)[kRows], int count) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      from_[r] = static_cast<const char*>(first[r]), bytes_[r] = bytes[r];
+    }
+    left_ = count, fill_ = take_ = 0;
 #pragma unroll 1
-    for (int g = 0; g < kGroups - 1; ++g) request(source);
+    for (int g = 0; g < kGroups - 1; ++g) request();
   }
 
-  // The next group of steps: row r of its step k is group[(k * kRows + r) * kThreads].
-  DEVICE const Word* take(const Source& source) {
-    request(source);
+  // The words of the next group, one group ahead of their use: reading them takes its time too.
+  DEVICE void take(Word (&words)[kSteps][kRows]) {
+    request();
     wait_copies<kGroups - 1>();
     const Word* group = column_ + take_ * kGroup;
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) words[k][r] = group[(k * kRows + r) * kThreads];
+    }
     take_ = take_ + 1 == kGroups ? 0 : take_ + 1;
-    return group;
   }
 
  private:
-  static constexpr int kGroup = kSteps * kRows * kThreads;
   Word* column_;
-  int next_, end_, fill_, take_;
+  const char* from_[kRows];
+  int bytes_[kRows], left_, fill_, take_;
 
-  DEVICE void request(const Source& source) {
+  DEVICE void request() {
     Word* to = column_ + fill_ * kGroup;
-    if (next_ + kSteps <= end_) {
+    if (left_ >= kSteps) {
 #pragma unroll
-      for (int k = 0; k < kSteps; ++k) request_step(source, next_ + k, to + k * kRows * kThreads);
+      for (int k = 0; k < kSteps; ++k) copy_step(k, to);
     } else {
 #pragma unroll 1
-      for (int k = 0; next_ + k < end_; ++k) {
-        request_step(source, next_ + k, to + k * kRows * kThreads);
-      }
+      for (int k = 0; k < left_; ++k) copy_step(k, to);
     }
     commit_copies();
-    next_ += kSteps, fill_ = fill_ + 1 == kGroups ? 0 : fill_ + 1;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) from_[r] += int64_t(bytes_[r]) * kSteps;
+    left_ -= kSteps, fill_ = fill_ + 1 == kGroups ? 0 : fill_ + 1;
   }
-  DEVICE static void request_step(const Source& source, int i, Word* to) {
+  DEVICE void copy_step(int k, Word* to) const {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      if (source.has(r, i)) copy_async<sizeof(Word)>(to + r * kThreads, source.at(r, i));
+      copy_async<sizeof(Word)>(to + (k * kRows + r) * kThreads, from_[r] + int64_t(bytes_[r]) * k);
     }
   }
 };

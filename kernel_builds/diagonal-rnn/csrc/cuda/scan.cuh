@@ -1,28 +1,29 @@
 // Any linear recurrence (linear.cuh) in one pass over its data, however few channels it has. A tile
-// is 32 kN channels and kWarps kSteps steps: every warp takes consecutive steps and holds them in
-// registers, composes their maps, and tells the others through shared memory. Tiles tell each other
-// through L2: a tile publishes its map, then works out its first carry from what the tiles before
-// it published. It composes them always in the same order, whoever came first, so that results do
-// not depend on timing: from the carry into its group of tiles, map by map.
+// is 32 kN channels and kWarps kSteps steps: every warp takes consecutive steps, composes their
+// maps and tells the others through shared memory. Tiles tell each other through L2: a tile
+// publishes its map, then works out its first carry from what the tiles before it published, from
+// the carry into its group of tiles on. It composes them always in the same order, whoever came
+// first, so that results do not depend on timing.
 //
 // What is published is its own flag: the host fills the words with a NaN that is never written.
-// Tiles are numbered in the order in which blocks start, so a tile only waits for running ones.
+// Blocks draw tiles by ticket, so a tile only waits for tiles that some block is at. The rows of
+// the tile a block draws next are on their way while it works on the one before.
 #pragma once
 #include "linear.cuh"
 
 namespace flashcell::cuda {
 
-constexpr int kTileGroup = 32;  // tiles between two published carries
 constexpr uint32_t kUnwritten = 0xffffffffu;
 
 struct Scan {
-  int tiles;           // of the longest sequence
-  int groups_of_row;   // of 32 kN channels
-  int64_t columns;     // sequences x groups_of_row
+  int tiles;          // of the longest sequence
+  int groups_of_row;  // of 32 kN channels
+  int64_t columns;    // sequences x groups_of_row
   uint32_t* ticket;
-  float* maps;      // [S, tiles, K K + K, D]
-  float* carries;   // [S, groups of tiles, K, D]
-  float* partial;   // [S, tiles, P, D] sums over a tile
+  float* maps;        // [S, tiles, K K + K, D]
+  float* carries;     // [S, groups of tiles, K, D]
+  float* partial;     // [S, tiles, P, D] sums over a tile
+  const int* wanted;  // null, or where 0 stands when the scan need not run
 };
 
 DEVICE void publish(float* to, float value) {  // no NaN of ours is the flag
@@ -34,229 +35,256 @@ DEVICE float peek(const float* from) {
   asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(bits) : "l"(from) : "memory");
   return __uint_as_float(bits);
 }
-DEVICE float settled(float value, const float* from) {  // value was peeked
-  while (__float_as_uint(value) == kUnwritten) value = peek(from);
-  return value;
-}
-
-// carry = A carry + b
-template <int K>
-DEVICE void apply(const float (&A)[K][K], const float (&b)[K], float (&carry)[K]) {
-  float next[K];
-#pragma unroll
-  for (int i = 0; i < K; ++i) {
-    next[i] = b[i];
-#pragma unroll
-    for (int j = 0; j < K; ++j) next[i] = fmaf(A[i][j], carry[j], next[i]);
-  }
-#pragma unroll
-  for (int i = 0; i < K; ++i) carry[i] = next[i];
-}
-
-// (A, b) = (A2, b2) after (A, b)
-template <int K>
-DEVICE void compose(const float (&A2)[K][K], const float (&b2)[K], float (&A)[K][K],
-                    float (&b)[K]) {
-#pragma unroll
-  for (int j = 0; j < K; ++j) {
-    float column[K];
-#pragma unroll
-    for (int i = 0; i < K; ++i) {
-      column[i] = 0;
-#pragma unroll
-      for (int k = 0; k < K; ++k) column[i] = fmaf(A2[i][k], A[k][j], column[i]);
-    }
-#pragma unroll
-    for (int i = 0; i < K; ++i) A[i][j] = column[i];
-  }
-  apply(A2, b2, b);
-}
 
 template <typename Element, int kWarpsOf, int kStepsOf>
 struct Tile {
+  using Word = typename Element::Word;
   static constexpr int kWarps = kWarpsOf, kSteps = kStepsOf, kLength = kWarps * kSteps;
-  static constexpr int K = Element::kStates, kN = Element::kN, kWords = K * K + K;
-  static constexpr int kChannels = 32 * kN;
-  // Maps of the warps, then their first carries, then their sums.
-  static constexpr int kRows = kWords > Element::kSums ? kWords : Element::kSums;
+  static constexpr int K = Element::kStates, kN = Element::kN, kMap = K * K + K;
+  static constexpr int kChannels = 32 * kN, kThreads = 32 * kWarps, kRows = Element::kRows;
+  // Tiles between two published carries: their maps lie in shared memory together.
+  static constexpr int kGroup = K <= 2 ? 16 : K == 3 ? 8 : 4;
+
   struct Shared {
-    float rows[kWarps][kRows][kChannels];
+    Word rows[2][kSteps][kRows][kThreads];  // every thread's own steps, of this tile and the next
+    float warp_map[kWarps][kMap][kChannels];
+    float tile_map[kGroup][kMap][kChannels];  // of the tiles before it in its group
+    float carry[K][kChannels];                // into the group
+    float sums[Element::kSums > 0 ? kWarps : 1][Element::kSums > 0 ? Element::kSums : 1][kChannels];
     uint32_t ticket;
   };
 
-  // Row r of map or carry `index` of what a column published.
-  static DEVICE float* row(float* of, int64_t index, int rows, int r, int64_t D, int64_t d) {
-    return of + (index * rows + r) * D + d;
-  }
+  struct Place {  // of a ticket
+    int tile;
+    int64_t s, channel;
+    DEVICE Place(const Scan& scan, uint32_t ticket) {
+      const int64_t column = ticket % scan.columns;
+      tile = int(ticket / scan.columns), s = column / scan.groups_of_row;
+      channel = column % scan.groups_of_row * kChannels;
+    }
+  };
 
-  // The carry into tile `tile`, from all tiles before it.
-  static DEVICE void look_back(const Element& e, const Scan& scan, int64_t s, int tile,
-                               float (&carry)[kN][K]) {
-    const int64_t D = e.p.D;
-    const int group = tile / kTileGroup, groups = (scan.tiles + kTileGroup - 1) / kTileGroup;
-    if (group == 0) {
-      e.begin(carry);
-    } else {
+  static DEVICE void request(const Element& e, int first, Word (&to)[kSteps][kRows][kThreads]) {
+    const bool whole = first + kSteps < e.steps;
 #pragma unroll
-      for (int c = 0; c < kN * K; ++c) {
-        const float* from = row(scan.carries, s * groups + group, K, c % K, D, e.d) + c / K;
-        carry[c / K][c % K] = settled(peek(from), from);
+    for (int r = 0; r < kRows; ++r) {
+      const char* from = static_cast<const char*>(e.first(r)) + int64_t(first) * e.bytes(r);
+#pragma unroll
+      for (int k = 0; k < kSteps; ++k) {
+        if (whole || (first + k < e.steps && e.needs(r, first + k))) {
+          copy_async<sizeof(Word)>(&to[k][r][threadIdx.x], from + int64_t(k) * e.bytes(r));
+        }
       }
     }
-    constexpr int kBatch = kWords * kN <= 4 ? 8 : kWords * kN <= 12 ? 2 : 1;
-    for (int first = group * kTileGroup; first < tile; first += kBatch) {
-      float words[kBatch][kN][kWords];
+  }
+
+  static DEVICE void put(float (*rows)[kChannels], const float (&A)[kN][K][K],
+                         const float (&b)[kN][K]) {
+    const int lane = threadIdx.x % 32;
 #pragma unroll
-      for (int k = 0; k < kBatch; ++k) {
+    for (int c = 0; c < kN; ++c) {
 #pragma unroll
-        for (int r = 0; r < kWords; ++r) {
-#pragma unroll
-          for (int c = 0; c < kN; ++c) {
-            const float* from = row(scan.maps, s * scan.tiles + first + k, kWords, r, D, e.d) + c;
-            words[k][c][r] = first + k < tile ? peek(from) : 0;
-          }
-        }
+      for (int r = 0; r < kMap; ++r) {
+        rows[r][lane * kN + c] = r < K * K ? A[c][r / K % K][r % K] : b[c][r % K];
       }
+    }
+  }
+  static DEVICE void get(const float (*rows)[kChannels], int c, float (&A)[K][K], float (&b)[K]) {
+    const int lane = threadIdx.x % 32;
 #pragma unroll
-      for (int k = 0; k < kBatch; ++k) {
-        if (first + k >= tile) break;
-#pragma unroll
-        for (int c = 0; c < kN; ++c) {
-          float A[K][K], b[K];
-#pragma unroll
-          for (int r = 0; r < kWords; ++r) {
-            const float* from = row(scan.maps, s * scan.tiles + first + k, kWords, r, D, e.d) + c;
-            (r < K * K ? A[r / K % K][r % K] : b[r % K]) = settled(words[k][c][r], from);
-          }
-          apply(A, b, carry[c]);
-        }
-      }
+    for (int r = 0; r < kMap; ++r) {
+      (r < K * K ? A[r / K % K][r % K] : b[r % K]) = rows[r][lane * kN + c];
     }
   }
 };
 
 template <typename Element, int kWarps, int kSteps>
-__global__ void __launch_bounds__(32 * kWarps)
-    scan_kernel(const __grid_constant__ typename Element::Params p, const Scan scan) {
+__global__ void __launch_bounds__(32 * kWarps, 2) scan_kernel(const __grid_constant__
+                                                              typename Element::Params p,
+                                                              const Scan scan) {
   using T = Tile<Element, kWarps, kSteps>;
-  constexpr int K = T::K, kN = T::kN, kWords = T::kWords;
-  __shared__ typename T::Shared shared;
-  if (threadIdx.x == 0) shared.ticket = atomicAdd(scan.ticket, 1u) + 1;  // from kUnwritten on
-  __syncthreads();
-  const int tile = int(shared.ticket / scan.columns);
-  const int64_t column = shared.ticket % scan.columns, s = column / scan.groups_of_row;
+  constexpr int K = T::K, kN = T::kN, kMap = T::kMap, P = Element::kSums;
+  static_assert(sizeof(typename T::Shared) <= 99 << 10, "a block may have 99 KB on every arch");
+  if (scan.wanted != nullptr && *scan.wanted == 0) return;
+  extern __shared__ __align__(16) unsigned char memory[];
+  auto& shared = *reinterpret_cast<typename T::Shared*>(memory);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  Element e(p, s, (column % scan.groups_of_row * 32 + lane) * kN);
-  const int begin = tile * T::kLength;
-  const int first = begin + warp * kSteps;
-
-  typename Element::Raw raw[kSteps];
-  Mark mark[kSteps];
-  float A[kN][K][K], b[kN][K];
-#pragma unroll
-  for (int k = 0; k < kSteps; ++k) {
-    if (first + k < e.steps) raw[k] = e.load(first + k), mark[k] = e.mark(first + k);
-  }
-#pragma unroll
-  for (int c = 0; c < kN * K * K; ++c) A[c / (K * K)][c / K % K][c % K] = c / K % K == c % K;
-#pragma unroll
-  for (int c = 0; c < kN * K; ++c) b[c / K][c % K] = 0;
-#pragma unroll
-  for (int k = 0; k < kSteps; ++k) {
-    if (first + k >= e.steps) break;
-    float step_A[kN][K][K], step_b[kN][K];
-    e.map(raw[k], first + k, mark[k], step_A, step_b);
-#pragma unroll
-    for (int c = 0; c < kN; ++c) compose(step_A[c], step_b[c], A[c], b[c]);
-  }
-#pragma unroll
-  for (int c = 0; c < kN; ++c) {
-#pragma unroll
-    for (int r = 0; r < kWords; ++r) {
-      shared.rows[warp][r][lane * kN + c] = r < K * K ? A[c][r / K % K][r % K] : b[c][r % K];
-    }
-  }
+  const uint32_t tickets = uint32_t(scan.columns * scan.tiles);
+  constexpr int kGroup = T::kGroup;
+  const int groups = (scan.tiles + kGroup - 1) / kGroup;
+  auto draw = [&] {
+    if (threadIdx.x == 0) shared.ticket = atomicAdd(scan.ticket, 1u) + 1;  // from kUnwritten on
+  };
+  draw();
   __syncthreads();
+  typename T::Place place(scan, shared.ticket);
+  uint32_t ticket = shared.ticket;
+  Element e(p, place.s, place.channel + lane * kN);
+  if (ticket < tickets) T::request(e, place.tile * T::kLength + warp * kSteps, shared.rows[0]);
+  commit_copies();
+  __syncthreads();
+  draw();
 
-  if (warp == 0 && (begin < e.steps || tile == 0)) {
-    auto map_of = [&](int w, int c, float (&A)[K][K], float (&b)[K]) {
+  for (int stage = 0; ticket < tickets; stage ^= 1) {
+    __syncthreads();
+    const uint32_t next_ticket = shared.ticket;
+    const typename T::Place next_place(scan, next_ticket < tickets ? next_ticket : ticket);
+    Element next(p, next_place.s, next_place.channel + lane * kN);
+    if (next_ticket < tickets) {
+      T::request(next, next_place.tile * T::kLength + warp * kSteps, shared.rows[stage ^ 1]);
+    }
+    commit_copies();
+    wait_copies<1>();
+
+    const int tile = place.tile, begin = tile * T::kLength, first = begin + warp * kSteps;
+    const int group = tile / kGroup, in_group = tile % kGroup;
+    float A[kN][K][K], b[kN][K];
 #pragma unroll
-      for (int r = 0; r < kWords; ++r) {
-        (r < K * K ? A[r / K % K][r % K] : b[r % K]) = shared.rows[w][r][lane * kN + c];
-      }
-    };
-    const bool is_last = begin + T::kLength >= e.steps;
-    if (!is_last) {  // the map of the tile, for those that come after it
+    for (int c = 0; c < kN * K * K; ++c) A[c / (K * K)][c / K % K][c % K] = c / K % K == c % K;
+#pragma unroll
+    for (int c = 0; c < kN * K; ++c) b[c / K][c % K] = 0;
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+      if (first + k >= e.steps) break;
+      typename Element::Raw raw;
+#pragma unroll
+      for (int r = 0; r < T::kRows; ++r) raw[r] = shared.rows[stage][k][r][threadIdx.x];
+      float step_A[kN][K][K], step_b[kN][K];
+      e.map(raw, first + k, e.mark(first + k), step_A, step_b);
+#pragma unroll
+      for (int c = 0; c < kN; ++c) compose(step_A[c], step_b[c], A[c], b[c]);
+    }
+    T::put(shared.warp_map[warp], A, b);
+    __syncthreads();
+
+    const bool runs = begin < e.steps || tile == 0, is_last = begin + T::kLength >= e.steps;
+    if (runs && warp == 0 && !is_last) {  // the map of the tile, for those that come after it
 #pragma unroll
       for (int w = 1; w < kWarps; ++w) {
 #pragma unroll
         for (int c = 0; c < kN; ++c) {
           float next_A[K][K], next_b[K];
-          map_of(w, c, next_A, next_b);
+          T::get(shared.warp_map[w], c, next_A, next_b);
           compose(next_A, next_b, A[c], b[c]);
         }
       }
 #pragma unroll
       for (int c = 0; c < kN; ++c) {
 #pragma unroll
-        for (int r = 0; r < kWords; ++r) {
-          float* to = T::row(scan.maps, s * scan.tiles + tile, kWords, r, p.D, e.d) + c;
-          if (e.stored) publish(to, r < K * K ? A[c][r / K % K][r % K] : b[c][r % K]);
+        for (int r = 0; r < kMap; ++r) {
+          const int64_t at = ((place.s * scan.tiles + tile) * kMap + r) * p.D + e.d + c;
+          publish(scan.maps + at, r < K * K ? A[c][r / K % K][r % K] : b[c][r % K]);
         }
       }
     }
+    // What came before: the other warps fetch a map each, and the last one the carry as well.
+    for (int t = kWarps - 1 - warp; runs && t < in_group; t += kWarps) {
+      const float* from =
+          scan.maps + ((place.s * scan.tiles + group * kGroup + t) * kMap) * p.D + e.d;
+      float words[kMap][kN];
+      bool missing = true;
+      while (missing) {
+        missing = false;
+#pragma unroll
+        for (int r = 0; r < kMap; ++r) {
+#pragma unroll
+          for (int c = 0; c < kN; ++c) {
+            words[r][c] = peek(from + r * p.D + c);
+            missing |= __float_as_uint(words[r][c]) == kUnwritten;
+          }
+        }
+      }
+#pragma unroll
+      for (int r = 0; r < kMap; ++r) {
+#pragma unroll
+        for (int c = 0; c < kN; ++c) shared.tile_map[t][r][lane * kN + c] = words[r][c];
+      }
+    }
     float carry[kN][K];
-    T::look_back(e, scan, s, tile, carry);
+    if (runs && warp == kWarps / 2) {
+      if (group == 0) {
+        e.begin(carry);
+      } else {
 #pragma unroll
-    for (int w = 0; w < kWarps; ++w) {
-#pragma unroll
-      for (int c = 0; c < kN; ++c) {
-        float next_A[K][K], next_b[K];
-        map_of(w, c, next_A, next_b);
-#pragma unroll
-        for (int i = 0; i < K; ++i) shared.rows[w][i][lane * kN + c] = carry[c][i];
-        apply(next_A, next_b, carry[c]);
+        for (int c = 0; c < kN * K; ++c) {
+          const float* from =
+              scan.carries + ((place.s * groups + group) * K + c % K) * p.D + e.d + c / K;
+          do carry[c / K][c % K] = peek(from);
+          while (__float_as_uint(carry[c / K][c % K]) == kUnwritten);
+        }
       }
+#pragma unroll
+      for (int c = 0; c < kN * K; ++c) shared.carry[c % K][lane * kN + c / K] = carry[c / K][c % K];
     }
-    if (is_last) {
-      e.end(carry);
-    } else if ((tile + 1) % kTileGroup == 0) {
-      const int groups = (scan.tiles + kTileGroup - 1) / kTileGroup;
-#pragma unroll
-      for (int c = 0; c < kN * K; ++c) {
-        const int64_t index = s * groups + (tile + 1) / kTileGroup;
-        float* to = T::row(scan.carries, index, K, c % K, p.D, e.d) + c / K;
-        if (e.stored) publish(to, carry[c / K][c % K]);
-      }
-    }
-  }
-  __syncthreads();
-
-  float carry[kN][K];
-#pragma unroll
-  for (int c = 0; c < kN * K; ++c) carry[c / K][c % K] = shared.rows[warp][c % K][lane * kN + c / K];
-#pragma unroll
-  for (int k = 0; k < kSteps; ++k) {
-    if (first + k < e.steps) e.advance(raw[k], first + k, mark[k], carry);
-  }
-  e.pad(max(first, e.steps), min(first + kSteps, e.steps + e.padding));
-
-  if constexpr (Element::kSums > 0) {
-    constexpr int P = Element::kSums;
     __syncthreads();
+    draw();
+
+    if (runs) {
 #pragma unroll
-    for (int c = 0; c < kN * P; ++c) shared.rows[warp][c % P][lane * kN + c / P] = e.sums[c / P][c % P];
-    __syncthreads();
-    const int64_t first_channel = column % scan.groups_of_row * T::kChannels;
-    for (int i = threadIdx.x; i < P * T::kChannels; i += 32 * kWarps) {
-      const int q = i / T::kChannels, channel = i % T::kChannels;
-      float sum = 0;
+      for (int c = 0; c < kN * K; ++c) carry[c / K][c % K] = shared.carry[c % K][lane * kN + c / K];
+#pragma unroll 1
+      for (int t = 0; t < in_group; ++t) {
 #pragma unroll
-      for (int w = 0; w < kWarps; ++w) sum += shared.rows[w][q][channel];
-      if (first_channel + channel < p.D) {
-        scan.partial[((s * scan.tiles + tile) * P + q) * p.D + first_channel + channel] = sum;
+        for (int c = 0; c < kN; ++c) {
+          T::get(shared.tile_map[t], c, A[c], b[c]);
+          apply(A[c], b[c], carry[c]);
+        }
+      }
+#pragma unroll 1
+      for (int w = 0; w < warp; ++w) {
+#pragma unroll
+        for (int c = 0; c < kN; ++c) {
+          T::get(shared.warp_map[w], c, A[c], b[c]);
+          apply(A[c], b[c], carry[c]);
+        }
+      }
+      if (warp == kWarps - 1 && (is_last || in_group == kGroup - 1)) {
+        float after[kN][K];
+#pragma unroll
+        for (int c = 0; c < kN; ++c) {
+#pragma unroll
+          for (int i = 0; i < K; ++i) after[c][i] = carry[c][i];
+          T::get(shared.warp_map[warp], c, A[c], b[c]);
+          apply(A[c], b[c], after[c]);
+        }
+        if (is_last) {
+          e.end(after);
+        } else {
+#pragma unroll
+          for (int c = 0; c < kN * K; ++c) {
+            publish(scan.carries + ((place.s * groups + group + 1) * K + c % K) * p.D + e.d + c / K,
+                    after[c / K][c % K]);
+          }
+        }
+      }
+#pragma unroll
+      for (int k = 0; k < kSteps; ++k) {
+        if (first + k >= e.steps) break;
+        typename Element::Raw raw;
+#pragma unroll
+        for (int r = 0; r < T::kRows; ++r) raw[r] = shared.rows[stage][k][r][threadIdx.x];
+        e.advance(raw, first + k, e.mark(first + k), carry);
       }
     }
+    e.pad(max(first, e.steps), min(first + kSteps, e.steps + e.padding));
+
+    if constexpr (P > 0) {
+#pragma unroll
+      for (int c = 0; c < kN * P; ++c)
+        shared.sums[warp][c % P][lane * kN + c / P] = e.sums[c / P][c % P];
+      __syncthreads();
+      for (int i = threadIdx.x; i < P * T::kChannels; i += T::kThreads) {
+        const int q = i / T::kChannels, channel = i % T::kChannels;
+        float sum = 0;
+#pragma unroll
+        for (int w = 0; w < kWarps; ++w) sum += shared.sums[w][q][channel];
+        if (place.channel + channel < p.D) {
+          scan.partial[((place.s * scan.tiles + tile) * P + q) * p.D + place.channel + channel] =
+              sum;
+        }
+      }
+    }
+    e = next, place = next_place, ticket = next_ticket;
   }
 }
 

@@ -1,10 +1,11 @@
 // Parallel in time: chunks of the sequence are walked at once, each from a state it works out for
-// itself. These cells forget, so a walk that begins some steps before the chunk from any state comes
-// to the right one: the burn-in runs with its tangent, the factor by which an error of its first
-// state has shrunk, and starts over from twice as far while that is not small enough. Then a second
-// kernel compares: where a chunk does not start at what the chunk before it ended with, all chunks
-// are walked again from boundaries that Newton's method predicts, and whatever is still open is
-// walked from step to step. So the result is the walk's, to tol at the boundaries, for every cell.
+// itself. These cells forget, so a walk that begins some steps before the chunk from any state
+// comes to the right one: the burn-in runs with its tangent, the factor by which an error of its
+// first state has shrunk, and starts over from twice as far while that is not small enough. Then a
+// second kernel compares: where a chunk does not start at what the chunk before it ended with, all
+// chunks are walked again from boundaries that Newton's method predicts, and whatever is still open
+// is walked from step to step. So the result is the walk's, to tol at the boundaries, for every
+// cell.
 #pragma once
 #include "track.cuh"
 
@@ -13,9 +14,9 @@ namespace flashcell::cuda {
 struct Shoot {
   int chunk, chunks;  // steps of a chunk, chunks of the longest sequence
   int burn_in, longest_burn_in;
-  int passes;          // of Newton's method, before what is open is walked
-  int blocks_of_row;   // of the first kernel
-  int groups_of_row;   // of the second
+  int passes;         // of Newton's method, before what is open is walked
+  int blocks_of_row;  // of the first kernel
+  int groups_of_row;  // of the second
   float tol;
   float *start, *end;  // [S, chunks, K, D]: the states a chunk was walked from, and came to
   float* slope;        // [S, chunks, K K, D]: of the end along the start
@@ -43,7 +44,6 @@ struct Boundary {
   }
   static DEVICE void keep(float* rows_of, const ForwardParams& p, const Shoot& shoot, int64_t s,
                           int w, const Track& track) {
-    if (!track.stored()) return;
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
 #pragma unroll
@@ -55,8 +55,9 @@ struct Boundary {
 };
 
 template <typename Track>
-__global__ void __launch_bounds__(Track::kThreads)
-    shoot_kernel(const __grid_constant__ ForwardParams p, const Shoot shoot) {
+__global__ void __launch_bounds__(Track::kThreads) shoot_kernel(const
+                                                                __grid_constant__ ForwardParams p,
+                                                                const Shoot shoot) {
   using Edge = Boundary<Track>;
   extern __shared__ __align__(16) unsigned char shared[];
   allow_next_kernel();
@@ -69,7 +70,7 @@ __global__ void __launch_bounds__(Track::kThreads)
   if (blockIdx.x == 0 && threadIdx.x < 3) p.report[threadIdx.x] = threadIdx.x == 0;
   if (first > 0 && first >= column.length + column.padding) return;
 
-  Track track(p, column, d, reinterpret_cast<typename Track::Words*>(shared));
+  Track track(p, column, d, shared);
   const int end = min(first + shoot.chunk, column.length);
   if (first < end || first == 0) {
     for (int back = shoot.burn_in;; back *= 2) {
@@ -111,8 +112,9 @@ __global__ void __launch_bounds__(Track::kThreads)
 
 // One block for 32 kN channels of a sequence; lanes are channels, warps share the chunks.
 template <typename Track>
-__global__ void __launch_bounds__(Track::kThreads)
-    settle_kernel(const __grid_constant__ ForwardParams p, const Shoot shoot) {
+__global__ void __launch_bounds__(Track::kThreads) settle_kernel(const
+                                                                 __grid_constant__ ForwardParams p,
+                                                                 const Shoot shoot) {
   using Edge = Boundary<Track>;
   constexpr int kStates = Track::kStates, kN = Track::kN, kWarps = Track::kThreads / 32;
   extern __shared__ __align__(16) unsigned char shared[];
@@ -121,7 +123,7 @@ __global__ void __launch_bounds__(Track::kThreads)
   const Column column(p, s);
   const int chunks = (column.length + shoot.chunk - 1) / shoot.chunk;
   const int64_t d = int64_t(blockIdx.x % shoot.groups_of_row * 32 + lane) * kN;
-  Track track(p, column, d, reinterpret_cast<typename Track::Words*>(shared));
+  Track track(p, column, d, shared);
   wait_for_last_kernel();
 
   auto row = [&](float* of, int w, int rows, int i) {
@@ -165,7 +167,7 @@ __global__ void __launch_bounds__(Track::kThreads)
     track.template walk<kSlope, true>(first, end);
     track.drain();
     Edge::keep(shoot.end, p, shoot, s, w, track);
-    if (kSlope && track.stored()) {
+    if constexpr (kSlope) {
 #pragma unroll
       for (int n = 0; n < kN; ++n) {
 #pragma unroll
@@ -200,7 +202,7 @@ __global__ void __launch_bounds__(Track::kThreads)
             to = to > bound ? bound : to < -bound ? -bound : to;
             float* start = row(shoot.start, w, kStates, i) + n;
             next[i] = to - *start;
-            if (track.stored()) *start = to;
+            *start = to;
           }
 #pragma unroll
           for (int i = 0; i < kStates; ++i) moved[n][i] = next[i];
@@ -231,7 +233,7 @@ __global__ void __launch_bounds__(Track::kThreads)
 #pragma unroll
       for (int n = 0; n < kN; ++n) {
         const float end = row(shoot.end, w - 1, kStates, i)[n];
-        if (track.stored()) row(shoot.start, w, kStates, i)[n] = end;
+        row(shoot.start, w, kStates, i)[n] = end;
       }
     }
     __syncwarp();

@@ -6,7 +6,7 @@
 
 namespace flashcell::cuda {
 
-template <typename CellOf, typename IOOf, int kNOf, bool kMaskedOf, int kThreadsOf>
+template <typename CellOf, typename IOOf, int kNOf, bool kMaskedOf, int kThreadsOf, int kGroups = 4>
 class Track {
  public:
   using Cell = CellOf;
@@ -16,33 +16,19 @@ class Track {
   static constexpr bool kMasked = kMaskedOf;
   using Words = Word<IO, kN>;
 
-  struct Source {
-    using Word = Words;
-    static constexpr int kRows = kGates;
-    const IO* row[kGates];  // of step 0
-    int stride;
-    DEVICE static bool has(int, int) { return true; }
-    DEVICE const Word* at(int r, int i) const {
-      return reinterpret_cast<const Word*>(row[r] + int64_t(i) * stride);
-    }
-  };
-  // 32 steps ahead: a walk of one warp per scheduler takes 24 ns a step, and memory 700 ns.
-  using Steps = Ring<Source, 8, 4, kThreads>;
+  // 24 to 32 steps ahead: a walk of one warp per scheduler may take 30 ns a step, memory 700 ns.
+  using Steps = Ring<Words, kGates, 8, kGroups, kThreads>;
   static constexpr int kSteps = Steps::kSteps;
 
   float state[kN][kStates];
   float tangent[kN][kStates][kStates];
 
-  // Channels from d; a thread past the last one walks with its neighbour and stores nothing.
-  DEVICE Track(const ForwardParams& p, const Column& column, int64_t d, Words* shared)
-      : p_(p), column_(column), stored_(d < p.D), d_(d < p.D ? d : p.D - kN), ring_(shared),
-        marks_(p, column) {
-    const IO* x = static_cast<const IO*>(p.x) + column.x_offset + d_;
-#pragma unroll
-    for (int g = 0; g < kGates; ++g) source_.row[g] = x + g * p.x_gate;
-    source_.stride = int(p.x_time);
+  // Channels from d; a thread past the last one does what the last one does.
+  DEVICE Track(const ForwardParams& p, const Column& column, int64_t d, unsigned char* shared)
+      : p_(p), column_(column), d_(d < p.D ? d : p.D - kN), ring_(shared), marks_(p, column) {
+    x_ = static_cast<const IO*>(p.x) + column.x_offset + d_;
     h_ = static_cast<IO*>(p.h) + column.row * p.D + d_;
-    saved_ = p.saved == nullptr ? nullptr : static_cast<IO*>(p.saved) + column.row * p.V * p.D + d_;
+    saved_ = static_cast<IO*>(p.saved) + column.row * p.V * p.D + d_;
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
       float w[Cell::kWeights];
@@ -54,7 +40,6 @@ class Track {
     }
   }
 
-  DEVICE bool stored() const { return stored_; }
   DEVICE int64_t channel() const { return d_; }
 
   // The K states of these channels in a [K, S, D] tensor.
@@ -71,7 +56,6 @@ class Track {
     }
   }
   DEVICE void end_sequence() const {
-    if (!stored_) return;
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
 #pragma unroll
@@ -81,7 +65,15 @@ class Track {
 
   // Steps [begin, end) will be asked for, in order.
   DEVICE void prefetch(int begin, int end) {
-    ring_.start(source_, begin, end);
+    const void* first[kGates];
+    int bytes[kGates];
+#pragma unroll
+    for (int g = 0; g < kGates; ++g) {
+      first[g] = x_ + begin * p_.x_time + g * p_.x_gate;
+      bytes[g] = int(p_.x_time) * int(sizeof(IO));
+    }
+    ring_.start(first, bytes, end - begin);
+    ring_.take(ahead_);
     marks_.start(begin);
   }
   DEVICE void drain() const { wait_copies<0>(); }
@@ -89,19 +81,22 @@ class Track {
   // Walks [begin, end); only the end of what is prefetched may be no multiple of kSteps.
   template <bool kTangent, bool kStore>
   DEVICE void walk(int begin, int end) {
+    IO* h = h_ + begin * p_.D;
+    IO* saved = saved_ + begin * p_.V * p_.D;
     int t = begin;
+#pragma unroll 2
     for (; t + kSteps <= end; t += kSteps) {
-      const Words* group = ring_.take(source_);
-      marks_.take(t + kSteps);
+      Words now[kSteps][kGates];
+      take(now, t);
 #pragma unroll
-      for (int k = 0; k < kSteps; ++k) step<kTangent, kStore>(t + k, k, group);
+      for (int k = 0; k < kSteps; ++k) step<kTangent, kStore>(k, now[k], h, saved);
     }
     if (t < end) {
-      const Words* group = ring_.take(source_);
-      marks_.take(t + kSteps);
+      Words now[kSteps][kGates];
+      take(now, t);
 #pragma unroll
       for (int k = 0; k < kSteps; ++k) {
-        if (t + k < end) step<kTangent, kStore>(t + k, k, group);
+        if (t + k < end) step<kTangent, kStore>(k, now[k], h, saved);
       }
     }
   }
@@ -109,9 +104,9 @@ class Track {
   // Outputs of the steps [begin, end) past the sequence's end.
   DEVICE void pad(int begin, int end) const {
     const Words zero = {};
-    for (int t = begin; stored_ && t < end; ++t) {
+    for (int64_t t = begin; t < end; ++t) {
       store(h_ + t * p_.D, zero);
-      for (int64_t v = 0; saved_ != nullptr && v < p_.V; ++v) {
+      for (int64_t v = 0; p_.saved != nullptr && v < p_.V; ++v) {
         store(saved_ + (t * p_.V + v) * p_.D, zero);
       }
     }
@@ -120,21 +115,29 @@ class Track {
  private:
   const ForwardParams& p_;
   const Column& column_;
-  const bool stored_;
   const int64_t d_;
-  Source source_;
+  const IO* x_;
   Steps ring_;
+  Words ahead_[kSteps][kGates];
   Marks<kMasked, false, kSteps> marks_;
   IO *h_, *saved_;
   Chain<Cell, kIsCoarse<IO>> chain_[kN];
 
   static DEVICE void store(IO* to, const Words& words) { *reinterpret_cast<Words*>(to) = words; }
 
-  template <bool kTangent, bool kStore>
-  DEVICE void step(int t, int k, const Words* group) {
-    Words words[kGates];
+  DEVICE void take(Words (&now)[kSteps][kGates], int t) {
 #pragma unroll
-    for (int g = 0; g < kGates; ++g) words[g] = group[(k * kGates + g) * kThreads];
+    for (int k = 0; k < kSteps; ++k) {
+#pragma unroll
+      for (int g = 0; g < kGates; ++g) now[k][g] = ahead_[k][g];
+    }
+    ring_.take(ahead_);
+    marks_.take(t + kSteps);
+  }
+
+  // Step k of its group; h and saved are its rows, and move on.
+  template <bool kTangent, bool kStore>
+  DEVICE void step(int k, const Words (&words)[kGates], IO*& h, IO*& saved) {
     if (marks_.reset(k)) {
 #pragma unroll
       for (int n = 0; n < kN; ++n) {
@@ -148,21 +151,27 @@ class Track {
     }
     const bool held = marks_.hold(k);
     if (!held) {
+      float rows[kGates][kN];
+#pragma unroll
+      for (int g = 0; g < kGates; ++g) widen(words[g], rows[g]);
 #pragma unroll
       for (int n = 0; n < kN; ++n) {
         float x[kGates];
 #pragma unroll
-        for (int g = 0; g < kGates; ++g) x[g] = to_float(words[g].value[n]);
+        for (int g = 0; g < kGates; ++g) x[g] = rows[g][n];
         chain_[n].template step<kTangent>(x, state[n], tangent[n]);
       }
     }
-    if (kStore && stored_) {
-      store(h_ + t * p_.D, held ? Words{} : row(0));
-      if (saved_ != nullptr) {  // what h does not hold: the states beside it, or h's own
-        IO* to = saved_ + t * p_.V * p_.D;
+    if constexpr (kStore) {
+      store(h, held ? Words{} : row(0));
+      h += p_.D;
+      if (kMasked || kStates > 1) {  // what h does not hold: the states beside it, or h's own
+        if (p_.saved != nullptr) {
 #pragma unroll
-        for (int i = 1; i < kStates; ++i) store(to + (i - 1) * p_.D, row(i));
-        if (kMasked && p_.V == kStates) store(to + (kStates - 1) * p_.D, row(0));
+          for (int i = 1; i < kStates; ++i) store(saved + (i - 1) * p_.D, row(i));
+          if (kMasked && p_.V == kStates) store(saved + (kStates - 1) * p_.D, row(0));
+          saved += p_.V * p_.D;
+        }
       }
     }
   }
