@@ -8,6 +8,7 @@ import torch
 from cases import Case
 from diagonal_cases import leaves, make
 from flashcell.kernels import diagonal_rnn as reference
+from flashcell.kernels.diagonal_rnn.functional import select_method
 from numerics import assert_close
 
 CELLS = reference.CELLS
@@ -96,3 +97,17 @@ def test_scans(n, reverse):
         assert_close(f"h[{t}]", h[:, t], want, 1e-14)
     tensors = [v.requires_grad_() for v in (a, b, h0)]
     assert torch.autograd.gradcheck(lambda *v: scan(*v, reverse=reverse), tensors)
+
+
+@pytest.mark.parametrize(
+    ("backend", "words", "steps", "method"),
+    [
+        ("cuda", 32, 4096, "shoot"),
+        ("cuda", 16384, 4096, "walk"),
+        ("cuda", 32, 64, "walk"),
+        ("cpu", 32, 4096, "walk"),
+        ("reference", 32, 4096, "walk"),
+    ],
+)
+def test_auto_goes_parallel_in_time_where_few_channels_are_long(backend, words, steps, method):
+    assert select_method("auto", backend, words, steps) == method
