@@ -46,14 +46,15 @@ def sequence(
         bias = x.new_zeros(cell.bias_rows, N, D, dtype=dtype)
     states = tuple(x.new_zeros(cell.states, B, N, D, dtype=dtype) if state is None else state)
     outputs = []
-    for t in range(T):
+    for t, row in enumerate(x.unbind(1)):  # unbind: its gradient is one stack, not T sums
         if reset is not None:
             cleared = reset[:, t, None, None]
             states = tuple(torch.where(cleared, 0.0, s) for s in states)
         r = list(RecurrentProduct.apply(states[0], w, x.dtype, grad_clip))
         if cell.bias_rows > G:
             r[-1] = r[-1] + bias[G]
-        after = cell.step(tuple(x[:, t, g].to(dtype) + bias[g] for g in range(G)), tuple(r), states)
+        gates = row.to(dtype).unbind(1)
+        after = cell.step(tuple(gates[g] + bias[g] for g in range(G)), tuple(r), states)
         h = after[0]
         if hold is not None:
             held = hold[:, t, None, None]
