@@ -92,7 +92,7 @@ def tests(args: argparse.Namespace, home: Path) -> Step:
 
 
 def is_shipped_cuda(file: Path) -> bool:
-    return file.parts[0] == "kernel_builds" and file.suffix in (".cu", ".cuh")
+    return file.parts[0] == "kernel_builds" and file.suffix == ".cu"
 
 
 def native_sources() -> list[str]:
