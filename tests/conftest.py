@@ -14,20 +14,31 @@ ROOT = Path(__file__).resolve().parents[1]
 torch.set_default_device(DEVICE)
 
 
-@pytest.fixture(scope="session")
-def fused_rnn():
-    """The binary for DEVICE, built from this tree if it is not up to date, loaded as the Hub's would
-    be."""
+def load_built(name: str, finished: str | None):
+    """The binary for DEVICE, loaded as the Hub's would be: the `finished` build, or one from this
+    tree, built if it is not up to date."""
     from kernels import get_local_kernel
 
-    path = os.environ.get(
-        "FLASHCELL_TEST_KERNEL"
-    )  # a finished build, to try it under another torch
-    if path is None:
+    if finished is None:
         build = [sys.executable, ROOT / "scripts/build_kernels", "--here"]
-        subprocess.run([*build, "--kernel", "fused-rnn", "--backend", DEVICE], check=True)
-        path = ROOT / "kernel_builds/fused-rnn"
-    return get_local_kernel(Path(path), backend=DEVICE)
+        subprocess.run([*build, "--kernel", name, "--backend", DEVICE], check=True)
+    return get_local_kernel(Path(finished or ROOT / "kernel_builds" / name), backend=DEVICE)
+
+
+@pytest.fixture(scope="session")
+def fused_rnn():
+    """FLASHCELL_TEST_KERNEL names a finished build, to try it under another torch."""
+    return load_built("fused-rnn", os.environ.get("FLASHCELL_TEST_KERNEL"))
+
+
+@pytest.fixture(scope="session")
+def diagonal_rnn():
+    return load_built("diagonal-rnn", os.environ.get("FLASHCELL_TEST_DIAGONAL_KERNEL"))
+
+
+@pytest.fixture(scope="session")
+def tfla():
+    return load_built("tfla", os.environ.get("FLASHCELL_TEST_TFLA_KERNEL"))
 
 
 @pytest.fixture(autouse=True)

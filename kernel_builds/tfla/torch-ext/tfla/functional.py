@@ -42,7 +42,7 @@ from .arguments import (
 )
 from .cells import Cell, pick_cell
 from .checks import check_values
-from .dispatch import BACKEND, select_backend
+from .dispatch import BACKEND, ops, select_backend
 from .reference import Options, state_dtype
 from .sequences import lower_masks
 
@@ -100,14 +100,18 @@ def mlstm_step(
     if inplace:
         _check_inplace(q, k, v, i, f, state)
     chosen = select_backend(backend, k.device.type, BACKEND, q.dtype)
-    q, k, v, i, f = (t.unsqueeze(1) for t in (q, k, v, i, f))
-    h, last = run(chosen, q, k, v, i, f, state, (None,) * 4, options, 1)
-    h = finish(h.squeeze(1), q.dtype, out_gate, norm, norm_weight, norm_eps)
-    if inplace:
-        for old, new in zip(state, last):
-            old.copy_(new)
-        last = tuple(state)
-    return h, last
+    io = q.dtype
+    if chosen == "reference" or _wants_grad(q, k, v, i, f, *(state or ())):
+        q, k, v, i, f = (t.unsqueeze(1) for t in (q, k, v, i, f))
+        h, last = run(chosen, q, k, v, i, f, state, (None,) * 4, options, 1)
+        h = h.squeeze(1)
+        if inplace:
+            for old, new in zip(state, last):
+                old.copy_(new)
+            last = tuple(state)
+    else:
+        h, last = _run_step(q, k, v, i, f, state, options, inplace)
+    return finish(h, io, out_gate, norm, norm_weight, norm_eps), last
 
 
 def run(chosen: str, q, k, v, i, f, state, masks, options: Options, chunk_size) -> Result:
@@ -122,7 +126,26 @@ def run(chosen: str, q, k, v, i, f, state, masks, options: Options, chunk_size) 
             carried = reference.empty_state(options.cell, k, v)
         h, last = reference.chunkwise(q, k, v, i, f, rows.reset, rows.hold, carried, options, size)
         return rows.unpack(h), pack(last)
-    raise NotImplementedError
+    C, n, m = reference.State(None, None, None) if carried is None else carried
+    exponential, normalized = options.cell.exponential, options.cell.normalized
+    h, C, n, m = ops.mlstm_fwd(
+        q, k, v, i, f, C, n, m, *masks, exponential, normalized, options.eps,
+        options.normalizer_grad, chunk_size or CHUNK_SIZE,
+    )  # fmt: skip
+    n, m = n if normalized else None, m if exponential else None
+    return h, pack(reference.State(C, n, m))
+
+
+def _run_step(q, k, v, i, f, state, options: Options, inplace: bool) -> Result:
+    cell = options.cell
+    q, k, v, i, f, carried = cast(cell, q, k, v, i, f, state)
+    C, n, m = reference.State(None, None, None) if carried is None else carried
+    given = (q, k, v, i, f, C, n, m, cell.exponential, cell.normalized, options.eps)
+    if inplace:
+        return ops.mlstm_step_(*given), tuple(state)
+    h, C, n, m = ops.mlstm_step(*given)
+    n, m = n if cell.normalized else None, m if cell.exponential else None
+    return h, pack(reference.State(C, n, m))
 
 
 def cast(cell: Cell, q, k, v, i, f, state):
@@ -149,13 +172,17 @@ def finish(h, dtype: torch.dtype, out_gate, norm, norm_weight, norm_eps) -> torc
     return h.to(dtype)
 
 
+def _wants_grad(*tensors: torch.Tensor) -> bool:
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+
+
 def _check_inplace(q, k, v, i, f, state) -> None:
     if state is None:
         raise ValueError("state is None, but inplace=True needs the state to write into")
     given = [("q", q), ("k", k), ("v", v), ("i", i), ("f", f)]
     given += [(f"state[{s}]", value) for s, value in enumerate(state)]
     for name, value in given:
-        if torch.is_grad_enabled() and value.requires_grad:
+        if _wants_grad(value):
             raise ValueError(f"{name} requires a gradient, but inplace=True is for decoding")
     dtype = state_dtype(q.dtype)
     for s, value in enumerate(state):

@@ -146,12 +146,17 @@ def chunk(q, k, v, log_i, log_f, reset, state: State, options: Options):
     inflow = torch.exp(start.masked_fill(~first[..., None], -INF) - shift).to(dtype)
     W = decay * torch.einsum("bthk,bjhk->btjh", q, k)
     h = torch.einsum("btjh,bjhv->bthv", W, v)
-    h = h + inflow[..., None] * torch.einsum("bthk,bhkv->bthv", q, C)
-    keep, add = inflow[:, -1], decay[:, -1, ..., None] * k
-    if cell.normalized:
-        h = divide(h, W.sum(2) + inflow * torch.einsum("bthk,bhk->bth", q, n), shift, options)
-        n = keep[..., None] * n + add.sum(1)
-    C = keep[..., None, None] * C + torch.einsum("bjhk,bjhv->bhkv", add, v)
+    gone = ~first[..., None]  # the state: after a reset not even its NaN counts
+    q_C = torch.einsum("bthk,bhkv->bthv", q, C).masked_fill(gone[..., None], 0.0)
+    h = h + inflow[..., None] * q_C
+    keep, add, gone = inflow[:, -1], decay[:, -1, ..., None] * k, gone[:, -1]
+    if n is not None:
+        q_n = torch.einsum("bthk,bhk->bth", q, n).masked_fill(~first[..., None], 0.0)
+        h = divide(h, W.sum(2) + inflow * q_n, shift, options)
+        n = keep[..., None] * n.masked_fill(gone[..., None], 0.0) + add.sum(1)
+    C = keep[..., None, None] * C.masked_fill(gone[..., None, None], 0.0) + torch.einsum(
+        "bjhk,bjhv->bhkv", add, v
+    )
     return h, State(C, n, after[:, -1] if cell.exponential else None)
 
 
