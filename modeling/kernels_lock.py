@@ -9,5 +9,11 @@ LOCK = {
             "revision": None,
             "variants": {},
         },
+        "tfla": {
+            "repo": "flashcell/tfla",
+            "version": 1,
+            "revision": None,
+            "variants": {},
+        },
     },
 }

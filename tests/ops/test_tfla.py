@@ -32,8 +32,10 @@ def run(kernel, call, upstream, **options):
     pairs = [
         (y, dy.to(y.dtype)) for y, dy in zip(outputs, upstream, strict=True) if y.requires_grad
     ]
-    ys, dys = zip(*pairs, strict=True)
-    grads = torch.autograd.grad(ys, list(sources.values()), dys, materialize_grads=True)
+    ys, dys = [y for y, _ in pairs], [dy for _, dy in pairs]
+    grads = [torch.zeros_like(source) for source in sources.values()]
+    if ys:
+        grads = torch.autograd.grad(ys, list(sources.values()), dys, materialize_grads=True)
     named = {"h": h, **{f"last[{k}]": s for k, s in enumerate(unscaled(last))}}
     named.update({f"d{k}": g for k, g in zip(sources, grads, strict=True)})
     return {k: v.detach() for k, v in named.items()}
@@ -47,11 +49,11 @@ def upstream(call, dtype):
 
 # How far from float64, relative to the size of the tensor, beside four times the reference's own error
 # in that dtype (which tells how much a divisor cancels). fp64: worst seen 1.8e-13. df is a difference
-# of two sums. bf16 rounds weights, states and their gradients to bf16 as operands of products.
+# of two sums, and behind a norm so is the gradient of n. bf16 rounds weights, states and their gradients to bf16 as operands of products.
 ROUNDINGS = {
     torch.float64: (1e-12, {}),
-    torch.float32: (3e-6, {"df": 1e-5}),
-    torch.float16: (2e-3, {}),
+    torch.float32: (1e-5, {}),
+    torch.float16: (2e-3, {"dstate[1]": 1e-2}),
     torch.bfloat16: (6e-3, {"df": 2.5e-2, "dstate[1]": 4e-2}),
 }
 

@@ -133,7 +133,7 @@ struct Backward {
   void advance(const Head<IO>& x, Buffers& b, int64_t c) const {
     const int64_t row = x.row(c), steps = x.steps(c);
     b.gates.scan(p, row, x.head, steps);
-    M::pack(b.values, x.at(p.v, row), p.v.time, 1, steps, p.V);
+    M::pack(b.values, x.at(p.v, row), p.v.time, steps, p.V);
     b.state.update(T(b.gates.keep), x.at(p.k, row), p.k.time, b.gates.outflow,
                    p.normalized ? b.gates.outflow : nullptr, steps, b.values, b.left, b.pitch);
   }
@@ -192,11 +192,11 @@ struct Backward {
   }
 
   void pack(const Head<IO>& x, Buffers& b, int64_t row, int64_t steps) const {
-    M::pack(b.keys_t, x.at(p.k, row), 1, p.k.time, p.K, steps);
-    M::pack(b.keys, x.at(p.k, row), p.k.time, 1, steps, p.K);
-    M::pack(b.values_t, x.at(p.v, row), 1, p.v.time, p.V, steps);
-    M::pack(b.queries, x.at(p.q, row), p.q.time, 1, steps, p.K);
-    M::pack(b.outputs, x.at(dh, row), dh.time, 1, steps, p.V);
+    M::pack_rows(b.keys_t, x.at(p.k, row), p.k.time, p.K, steps);
+    M::pack(b.keys, x.at(p.k, row), p.k.time, steps, p.K);
+    M::pack_rows(b.values_t, x.at(p.v, row), p.v.time, p.V, steps);
+    M::pack(b.queries, x.at(p.q, row), p.q.time, steps, p.K);
+    M::pack(b.outputs, x.at(dh, row), dh.time, steps, p.V);
     if (b.state.any) M::pack_transposed(b.state_t, b.state.C, p.K, p.V);
   }
 

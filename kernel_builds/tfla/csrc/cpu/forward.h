@@ -51,9 +51,9 @@ struct Forward {
     for (int64_t c = 0; c < x.chunks(); ++c) {
       const int64_t row = x.row(c), steps = x.steps(c);
       b.gates.scan(p, row, x.head, steps);
-      M::pack(b.values, x.at(p.v, row), p.v.time, 1, steps, p.V);
+      M::pack(b.values, x.at(p.v, row), p.v.time, steps, p.V);
       if (p.q.data) {
-        M::pack(b.keys, x.at(p.k, row), 1, p.k.time, p.K, steps);
+        M::pack_rows(b.keys, x.at(p.k, row), p.k.time, p.K, steps);
         const E* state = b.carry.any ? M::pack_tile(b.state, b.carry.C, p.K, p.V) : nullptr;
         for (int64_t r = 0; r < steps; r += kTile) tile(x, b, row, steps, r, state);
       }

@@ -38,16 +38,35 @@ struct Matrix {
     if (c < width) body(c, int(width - c), std_false());
   }
 
-  // B[k, n] = from[k k_stride + n n_stride], one of the strides 1.
-  static void pack(E* to, const IO* from, int64_t k_stride, int64_t n_stride, int64_t depth,
-                   int64_t width) {
+  // B[k, n] = from[k stride + n].
+  static void pack(E* to, const IO* from, int64_t stride, int64_t depth, int64_t width) {
     for (int64_t panel = 0; panel < panels(width); ++panel) {
       for (int v = 0; v < kMaxVectors; ++v) {
         const int64_t n = panel * kStride + v * kWidth;
         const int64_t left = width - n < kWidth ? width - n : kWidth;
         pack_vector<IO>(to + panel * padded(depth) * kStride + v * kWidth * kDepth, kMaxVectors,
-                        from + (left > 0 ? n * n_stride : 0), k_stride, n_stride, depth,
-                        left > 0 ? int(left) : 0);
+                        from + (left > 0 ? n : 0), stride, 1, depth, left > 0 ? int(left) : 0);
+      }
+    }
+  }
+
+  // The same of rows that lie along k: B[k, n] = from[k + n stride]. What a product takes at once
+  // of one column, kDepth elements, is one lane of a vector.
+  static void pack_rows(E* to, const IO* from, int64_t stride, int64_t depth, int64_t width) {
+    constexpr int64_t kStep = kWidth * kDepth;
+    for (int64_t n = 0; n < panels(width) * kStride; n += kWidth) {
+      E* column = to + n / kStride * padded(depth) * kStride + n % kStride * kDepth;
+      const int64_t columns = width - n < kWidth ? width - n : kWidth;
+      for (int64_t k = 0; k < depth; k += kStep) {
+        const int left = depth - k < kStep ? int(depth - k) : int(kStep);
+        V block[kWidth];
+        for (int r = 0; r < kWidth; ++r) {
+          block[r] = r < columns ? load_lanes(from + (n + r) * stride + k, left) : V(0);
+        }
+        transpose(block);
+        for (int i = 0; i * kDepth < left; ++i) {
+          memcpy(column + (k + i * kDepth) * kStride, &block[i].raw, sizeof block[i].raw);
+        }
       }
     }
   }
@@ -183,11 +202,38 @@ struct Matrix {
 
   // block[c][r] = from[r stride + c] for r < rows, else 0.
   FN static void transpose(const T* from, int64_t stride, int rows, V* block) {
-    T lanes[kWidth][kWidth];
-    for (int r = 0; r < kWidth; ++r) {
-      for (int c = 0; c < kWidth; ++c) lanes[c][r] = r < rows ? from[r * stride + c] : T(0);
+    for (int r = 0; r < kWidth; ++r) block[r] = r < rows ? load(from + r * stride) : V(0);
+    transpose(block);
+  }
+
+  // In place, by swapping ever larger blocks off the diagonal.
+  FN static void transpose(V* block) {
+#pragma GCC unroll 4
+    for (int size = 1; size < kWidth; size *= 2) {
+      typename Lane<T>::Int low, high;
+      for (int lane = 0; lane < kWidth; ++lane) {
+        low[lane] = lane & size ? lane - size + kWidth : lane;
+        high[lane] = lane & size ? lane + kWidth : lane + size;
+      }
+#pragma GCC unroll 16
+      for (int r = 0; r < kWidth; ++r) {
+        if (r & size) continue;
+        const auto a = block[r].raw, b = block[r + size].raw;
+        block[r] = __builtin_shuffle(a, b, low);
+        block[r + size] = __builtin_shuffle(a, b, high);
+      }
     }
-    for (int c = 0; c < kWidth; ++c) block[c] = load(lanes[c]);
+  }
+
+  // `count` elements as they lie in memory, or widened; zeros after them.
+  FN static V load_lanes(const IO* from, int count) {
+    if constexpr (sizeof(E) == sizeof(IO)) {
+      typename V::Raw raw{};
+      memcpy(&raw, from, count * sizeof(IO));
+      return raw;
+    } else {
+      return count == kWidth ? load_io(from) : load_part<false>(from, count);
+    }
   }
 
   // kDepth rows of a vector of columns, interleaved.

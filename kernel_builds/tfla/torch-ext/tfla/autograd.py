@@ -58,6 +58,8 @@ def _setup_context(ctx, inputs, output):
 
 def _backward(ctx, dh, dC, dn, _dm):
     *tensors, last_C, last_n = ctx.saved_tensors
+    if tensors[0] is None:  # only the state was asked for, and h is empty
+        dh = None
     grads = ops.mlstm_bwd(dh, dC, dn, last_C, last_n, *tensors, *ctx.options)
     wanted = ctx.needs_input_grad[:7]
     given = [g if want else None for g, want in zip(grads, wanted)]

@@ -48,7 +48,7 @@ from .sequences import lower_masks
 
 State = Tuple[torch.Tensor, ...]
 Result = Tuple[torch.Tensor, State]
-CHUNK_SIZE = 64  # of the CPU and the reference, where the caller names none; see README, Cost model
+CHUNK_SIZE = 64  # of the CPU and the reference; README, Chunk size, has what was measured
 
 
 def mlstm(
