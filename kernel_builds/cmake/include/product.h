@@ -42,6 +42,17 @@ struct Product<bf16> {
 template <typename IO>
 using Element = typename Product<IO>::Element;
 
+// Two rows of columns as the pairs that the hardware multiplies.
+FN void store_pairs(bf16* to, Word first, Word second) {
+  const Word pairs = first | second << 16;
+  memcpy(to, &pairs, sizeof pairs);
+}
+FN Word columns_of(const bf16* p) {
+  Short bits;
+  memcpy(&bits, p, sizeof bits);
+  return __builtin_convertvector(bits, Word);
+}
+
 FN void store_element(float* p, Vec<float> v) { store(p, v); }
 FN void store_element(double* p, Vec<double> v) { store(p, v); }
 FN void store_element(bf16* p, Vec<float> v) { store_io(p, v); }

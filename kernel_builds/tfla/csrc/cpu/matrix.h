@@ -241,11 +241,7 @@ struct Matrix {
     if constexpr (kDepth == 1) {
       store_element(to, rows[0]);
     } else {
-      E lanes[kDepth][kWidth];
-      for (int d = 0; d < kDepth; ++d) store_element(lanes[d], rows[d]);
-      for (int n = 0; n < kWidth; ++n) {
-        for (int d = 0; d < kDepth; ++d) to[n * kDepth + d] = lanes[d][n];
-      }
+      store_pairs(to, to_bf16(rows[0]), to_bf16(rows[1]));
     }
   }
 };

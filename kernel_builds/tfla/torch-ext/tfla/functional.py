@@ -48,7 +48,11 @@ from .sequences import lower_masks
 
 State = Tuple[torch.Tensor, ...]
 Result = Tuple[torch.Tensor, State]
-CHUNK_SIZE = 64  # of the CPU and the reference; README, Chunk size, has what was measured
+
+
+def default_chunk(dtype: torch.dtype) -> int:
+    """On the CPU, and in the reference; the kernel's README, Chunk size, has what was measured."""
+    return 128 if dtype.itemsize == 2 else 64
 
 
 def mlstm(
@@ -118,9 +122,10 @@ def run(chosen: str, q, k, v, i, f, state, masks, options: Options, chunk_size) 
     """Every argument is checked; masks are reset, hold, lengths, cu_seqlens. q None asks for the state
     alone. h is not rounded yet where the reference runs."""
     q, k, v, i, f, carried = cast(options.cell, q, k, v, i, f, state)
+    size = chunk_size or default_chunk(k.dtype)
     if chosen == "reference":
         lowered = [lower_masks(t, *masks) for t in (k if q is None else q, k, v, i, f)]
-        rows, size = lowered[0], chunk_size or CHUNK_SIZE
+        rows = lowered[0]
         q, k, v, i, f = (one.x for one in lowered)
         if carried is None:
             carried = reference.empty_state(options.cell, k, v)
@@ -130,7 +135,7 @@ def run(chosen: str, q, k, v, i, f, state, masks, options: Options, chunk_size) 
     exponential, normalized = options.cell.exponential, options.cell.normalized
     h, C, n, m = ops.mlstm_fwd(
         q, k, v, i, f, C, n, m, *masks, exponential, normalized, options.eps,
-        options.normalizer_grad, chunk_size or CHUNK_SIZE,
+        options.normalizer_grad, size,
     )  # fmt: skip
     n, m = n if normalized else None, m if exponential else None
     return h, pack(reference.State(C, n, m))
