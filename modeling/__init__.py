@@ -11,6 +11,7 @@ from transformers import (
 )
 
 from .configuration import FlashRNNConfig
+from .flash_rnn_layers import FlashGRU, FlashLSTM
 from .modeling_flash_rnn import (
     FlashRNNForCausalLM,
     FlashRNNForSequenceClassification,
@@ -26,6 +27,8 @@ __all__ = [
     "GRU",
     "LSTM",
     "RNN",
+    "FlashGRU",
+    "FlashLSTM",
     "FlashRNNConfig",
     "FlashRNNForCausalLM",
     "FlashRNNForSequenceClassification",

@@ -3,6 +3,12 @@
 LOCK = {
     "format": 1,
     "kernels": {
+        "diagonal-rnn": {
+            "repo": "flashcell/diagonal-rnn",
+            "version": 1,
+            "revision": None,
+            "variants": {},
+        },
         "fused-rnn": {
             "repo": "flashcell/fused-rnn",
             "version": 1,

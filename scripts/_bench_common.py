@@ -2,20 +2,37 @@
 
 import csv
 import datetime
+import importlib.util
 import platform
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-PROJECT = ROOT / "kernel_builds" / "fused-rnn"
+KERNELS = {
+    p.parents[1].name: p.parents[1] for p in ROOT.glob("kernel_builds/*/benchmarks/cases.py")
+}
+PROJECT = KERNELS["fused-rnn"]
 RESULTS = ROOT / "scripts" / "results"
 sys.path.insert(0, str(PROJECT / "benchmarks"))
 Row = dict[str, Any]
+
+
+def cases_of(kernel: str) -> ModuleType:
+    """A kernel project's benchmarks/cases.py: what is timed of it on the CPU."""
+    path = KERNELS[kernel] / "benchmarks/cases.py"
+    spec = importlib.util.spec_from_file_location(f"cases_of_{kernel.replace('-', '_')}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
 
 
 def output_of(*command: str) -> str | None:
@@ -40,7 +57,7 @@ def commit() -> str | None:
     git = ("git", "-C", str(ROOT))
     head = output_of(*git, "rev-parse", "--short=10", "HEAD")
     scripts = map(str, Path(__file__).parent.glob("*bench_*"))
-    dirty = output_of(*git, "status", "--porcelain", "--", str(PROJECT), *scripts)
+    dirty = output_of(*git, "status", "--porcelain", "--", *map(str, KERNELS.values()), *scripts)
     return head and head + ("+dirty" if dirty else "")
 
 

@@ -5,12 +5,11 @@ import gc
 import statistics
 import time
 from functools import cache
+from types import ModuleType
 from typing import Any
 
 import torch
 from _bench_common import Row
-
-from cases import CASES, Case, Ours, has_torch_peer, parameters, peer_of, work
 
 # Largest relative error (Frobenius norm, against float64 on the same inputs) of an output or
 # gradient that we still time: the units of each dtype, times the growth of T = 256 steps. The
@@ -27,7 +26,7 @@ def run(side, which: str, dh: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return h, *torch.autograd.grad(h, side.leaves, dh)
 
 
-def errors(case: Case, which: str, p, sides) -> list[float]:
+def errors(cases: ModuleType, case: Any, which: str, p, sides) -> list[float]:
     """Each side's worst relative error, over h and the gradients, against float64."""
 
     def values(side, dh: torch.Tensor) -> list[torch.Tensor]:
@@ -35,7 +34,7 @@ def errors(case: Case, which: str, p, sides) -> list[float]:
         return [h, *side.gradients(gradients)] if gradients else [h]
 
     wide = {k: v.double() for k, v in p.items()}
-    exact = peer_of(case, wide, "torch" if has_torch_peer(case) else "reference")
+    exact = cases.peer_of(case, wide, "torch" if cases.has_torch_peer(case) else "reference")
     expected = values(exact, wide["dh"])
     gap = lambda got, want: ((got.double() - want).norm() / want.norm()).item()
     return [max(map(gap, values(side, p["dh"]), expected)) for side in sides]
@@ -79,11 +78,11 @@ def copy_bandwidth(size: int) -> float:
     return 8e-6 * a.numel() / min(milliseconds(lambda: b.copy_(a), repeats) for _ in range(7))
 
 
-def measure(case: Case, which: str, kernel, budget: float) -> Row:
-    """One row of the results."""
-    p = parameters(case)
-    ours, peer = Ours(case, p, kernel), peer_of(case, p, case.peer)
-    error, peer_error = errors(case, which, p, (ours, peer))
+def measure(cases: ModuleType, case: Any, which: str, kernel, budget: float) -> Row:
+    """One row of the results; `cases` is the kernel project's benchmarks/cases.py."""
+    p = cases.parameters(case)
+    ours, peer = cases.Ours(case, p, kernel), cases.peer_of(case, p, case.peer)
+    error, peer_error = errors(cases, case, which, p, (ours, peer))
     if not error <= GATE[case.dtype]:
         raise SystemExit(
             f"error: {case.name} {which}: relative error {error:.2g} against float64, but "
@@ -92,7 +91,8 @@ def measure(case: Case, which: str, kernel, budget: float) -> Row:
     sides = (lambda: run(ours, which, p["dh"])), (lambda: run(peer, which, p["dh"]))
     mine, theirs = alternate(*sides, budget)
     p20, p50, p80 = statistics.quantiles(mine, n=10, method="inclusive")[1:8:3]
-    gflop, floor = work(case, which, product_rate(case.dtype, kernel), copy_bandwidth)
+    rate = lambda: product_rate(case.dtype, kernel)
+    gflop, floor = cases.work(case, which, rate, copy_bandwidth)
     values = {
         "p20_ms": p20,
         "p50_ms": p50,
@@ -112,7 +112,11 @@ def measure(case: Case, which: str, kernel, budget: float) -> Row:
 
 
 def run_cases(
-    args: argparse.Namespace, kernel: Any, stamp: dict[str, str], names: list[str]
+    args: argparse.Namespace,
+    cases: ModuleType,
+    kernel: Any,
+    stamp: dict[str, str],
+    names: list[str],
 ) -> tuple[list[Row], str]:
     """The rows, and what is below its ratio, if any."""
     rows, missed = [], []
@@ -120,9 +124,9 @@ def run_cases(
     print(f"{args.threads} threads")
     print(f"{'case':22}{'pass':9}{'p50 ms':>9}{'peer ms':>9}{'GFLOP/s':>9}{'floor':>7}", end="")
     print(f"{'error':>9}{'ratio':>8}  required")
-    for case in CASES:
+    for case in cases.CASES:
         for which in case.passes if case.name in names else ():
-            row = measure(case, which, kernel, args.seconds or 4.0)
+            row = measure(cases, case, which, kernel, args.seconds or 4.0)
             verdict = "information" if case.required is None else f"{case.required}x holds"
             if case.required is not None and float(row["ratio"]) < case.required:
                 verdict = f"{case.required}x MISSED"

@@ -3,17 +3,23 @@
 import subprocess
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+import pytest
+
+BUILDS = Path(__file__).resolve().parents[2] / "kernel_builds"
+PROGRAMS = {
+    "gradcheck.cpp": ("fused-rnn", ("lstm", "gru", "rnn_tanh", "rnn_relu", "slstm")),
+    "diagonal_gradcheck.cpp": ("diagonal-rnn", ("flash_gru", "flash_lstm")),
+}
 
 
-def test_gradients_against_finite_differences(tmp_path):
-    binary = tmp_path / "gradcheck"
-    include = [ROOT / "kernel_builds" / folder for folder in ("cmake/include", "fused-rnn/csrc")]
-    source = Path(__file__).with_name("gradcheck.cpp")
-    command = ["g++", "-std=c++20", "-O1", *(f"-I{i}" for i in include), source, "-o", binary]
-    subprocess.run(command, check=True)
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_gradients_against_finite_differences(tmp_path, program):
+    kernel, cells = PROGRAMS[program]
+    binary, source = tmp_path / "gradcheck", Path(__file__).with_name(program)
+    include = [f"-I{BUILDS / folder}" for folder in ("cmake/include", f"{kernel}/csrc")]
+    subprocess.run(["g++", "-std=c++20", "-O1", *include, source, "-o", binary], check=True)
     done = subprocess.run([binary], capture_output=True, text=True)
     print(done.stdout)
     assert done.returncode == 0, done.stdout
-    for name in ("lstm", "gru", "rnn_tanh", "rnn_relu", "slstm"):
+    for name in cells:
         assert name in done.stdout

@@ -1,4 +1,4 @@
-"""The real fused-rnn, from its build over the Hub into a process that compiles with it."""
+"""The real kernels, from their builds over the Hub into a process that compiles with them."""
 
 import os
 import subprocess
@@ -11,48 +11,99 @@ pytestmark = pytest.mark.hub
 ROOT = Path(__file__).resolve().parents[2]
 # The kernel is loaded while Dynamo traces, by the first call of the compiled function.
 USE = """
+import sys
 import torch
 from flashcell.kernel_loader import kernel_info, load_kernel
-from flashcell.kernels import fused_rnn as reference
+import flashcell.kernels.diagonal_rnn, flashcell.kernels.fused_rnn
 
-def inputs():
-    torch.manual_seed(0)
-    shapes = (2, 7, 4, 3, 8), (4, 3, 8, 8), (4, 3, 8)
-    return [torch.randn(shape).mul(0.5).requires_grad_() for shape in shapes]
+name, function, shapes = sys.argv[1], sys.argv[2], eval(sys.argv[3])
+reference = getattr(flashcell.kernels, name.replace("-", "_"))
 
 def gradients(function):
-    x, weight, bias = inputs()
-    h, (_, c) = function(x, weight, bias)
+    torch.manual_seed(0)
+    inputs = [torch.randn(shape).mul(0.5).requires_grad_() for shape in shapes]
+    h, (_, c) = function(*inputs)
     (h.sum() + c.sum()).backward()
-    return [h.detach(), c.detach(), x.grad, weight.grad, bias.grad]
+    return [h.detach(), c.detach(), *(tensor.grad for tensor in inputs)]
 
-expected = gradients(reference.lstm)
+expected = gradients(getattr(reference, function))
 for backend in ("eager", "aot_eager"):
     torch._dynamo.reset()
-    call = lambda x, *rest: load_kernel("fused-rnn", x.device.type).lstm(x, *rest)
+    call = lambda *inputs: getattr(load_kernel(name, inputs[0].device.type), function)(*inputs)
     torch.testing.assert_close(gradients(torch.compile(call, fullgraph=True, backend=backend)), expected)
-module = load_kernel("fused-rnn", "cpu", "cpu")
-torch.testing.assert_close(gradients(module.lstm), expected)
+module = load_kernel(name, "cpu", "cpu")
+torch.testing.assert_close(gradients(getattr(module, function)), expected)
 assert module.BACKEND == "cpu"
-print(kernel_info("fused-rnn").source)
+print(kernel_info(name).source)
 """
+KERNELS = {
+    "fused-rnn": ("lstm", "(2, 7, 4, 3, 8), (4, 3, 8, 8), (4, 3, 8)"),
+    "diagonal-rnn": ("flash_lstm", "(2, 7, 3, 8), (3, 8), (2, 8)"),
+}
+
+
+def run(*command, **more) -> str:
+    return subprocess.run(
+        [sys.executable, *command], check=True, capture_output=True, text=True, **more
+    ).stdout
 
 
 @pytest.mark.slow
-def test_real_kernel(fused_rnn, local_hub, tmp_path):
+@pytest.mark.parametrize("name", KERNELS)
+def test_real_kernel(request, name, local_hub, tmp_path):
+    request.getfixturevalue(name.replace("-", "_"))  # is built
     hub, lock = local_hub.LocalHub(tmp_path / "store").start(), tmp_path / "lock.py"
-    run = lambda *command, **more: (
-        subprocess.run(
-            [sys.executable, *command], check=True, capture_output=True, text=True, **more
-        ).stdout
-    )
     try:
-        build = [ROOT / "scripts/build_kernels", "--here", "--kernel", "fused-rnn"]
+        build = [ROOT / "scripts/build_kernels", "--here", "--kernel", name]
         run(*build)  # the CPU variant is there; this adds torch-universal
-        publish = [ROOT / "scripts/publish_kernels", "--kernel", "fused-rnn", "--lock", lock]
+        publish = [ROOT / "scripts/publish_kernels", "--kernel", name, "--lock", lock]
         assert "lock.py pins" in run(*publish, "--endpoint", hub.url)
         user = {k: v for k, v in os.environ.items() if k != "LOCAL_KERNELS"}
         user |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path), "FLASHCELL_LOCK": str(lock)}
-        assert run("-c", USE, env=user) == "hub\n"
+        assert run("-c", USE, name, *KERNELS[name], env=user) == "hub\n"
     finally:
         hub.stop()
+
+
+def test_a_second_kernel_from_disk(diagonal_rnn):
+    variant = Path(diagonal_rnn.__file__).parent
+    assert not any(path.is_symlink() for path in variant.rglob("*"))  # whole without its sibling
+    env = {**os.environ, "LOCAL_KERNELS": f"flashcell/diagonal-rnn={variant}"}
+    name = "diagonal-rnn"
+    assert run("-c", USE, name, *KERNELS[name], env=env) == "local\n"
+
+
+def test_a_second_kernel_that_is_unpublished(tmp_path):
+    """auto falls back to its own reference with a warning; by name it does not."""
+    code = """
+import warnings
+from flashcell.kernel_loader import KernelUnavailable, load_kernel
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    module = load_kernel("diagonal-rnn", "cpu")
+print(module.__name__, [str(w.message) for w in caught if "diagonal-rnn" in str(w.message)])
+try:
+    load_kernel("diagonal-rnn", "cpu", "cpu")
+except KernelUnavailable as error:
+    print(error)
+"""
+    unset = ("LOCAL_KERNELS", "FLASHCELL_LOCK")
+    first, second = run(
+        "-c", code, env={k: v for k, v in os.environ.items() if k not in unset}
+    ).splitlines()
+    assert first.startswith("flashcell.kernels.diagonal_rnn ['diagonal-rnn runs as the torch")
+    assert "flashcell/diagonal-rnn is unpublished" in first
+    assert "flashcell/diagonal-rnn is unpublished" in second
+
+
+def test_universal_variant_is_whole(tmp_path):
+    """The package alone, without binary, imported from a directory of its own."""
+    build = [ROOT / "scripts/build_kernels", "--here", "--backend", "universal", "--out", tmp_path]
+    run(*build, "--kernel", "diagonal-rnn")
+    code = "import sys, torch; sys.path.insert(0, sys.argv[1])\n"
+    code += "k = __import__(sys.argv[2]); h, _ = k.flash_gru(torch.ones(1, 2, 3, 4), torch.ones(3, 4))\n"
+    code += "print(k.BACKEND, tuple(h.shape))"
+    package = tmp_path / "diagonal-rnn/torch-universal"
+    (tmp_path / "site").mkdir()
+    package.rename(tmp_path / "site/universal_diagonal")
+    assert run("-c", code, tmp_path / "site", "universal_diagonal") == "None (1, 2, 4)\n"

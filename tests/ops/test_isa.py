@@ -10,7 +10,12 @@ import pytest
 TESTS = Path(__file__).parents[1]
 FLAGS = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
 NEEDS = {"baseline": (), "avx2": ("avx2", "fma", "f16c"), "avx512": ("avx512bw", "avx512_bf16")}
-SUBSET = "B5T11 or B17 or D300 or D520 or B3T7"
+SUBSET = "B3T37 or B2T131 or test_step or B5T11 or B17 or D300 or D520 or B3T7 or test_values"
+FILES = {
+    "fused_rnn": ["tests/ops/test_sequence.py"],
+    "tfla": ["tests/ops/test_tfla.py"],
+    "diagonal_rnn": ["tests/ops/test_diagonal.py", "tests/ops/test_diagonal_scan.py"],
+}
 
 
 def run(isa, *arguments):
@@ -20,11 +25,13 @@ def run(isa, *arguments):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kernel", FILES)
 @pytest.mark.parametrize("isa", NEEDS)
-def test_values(isa, fused_rnn):
+def test_values(isa, kernel, request):
+    request.getfixturevalue(kernel)  # is built
     if not all(flag in FLAGS for flag in NEEDS[isa]):
         pytest.skip(f"this CPU has no {isa}")
-    result = run(isa, "tests/ops/test_sequence.py", "-k", SUBSET)
+    result = run(isa, *FILES[kernel], "-k", SUBSET)
     assert result.returncode == 0, result.stdout[-3000:]
     assert "passed" in result.stdout
 

@@ -141,12 +141,15 @@ def peer_of(case: Case, p: dict[str, torch.Tensor], kind: str):
     return Torch(case, p) if kind == "torch" else Ours(case, p, reference)
 
 
-def work(case: Case, which: str, rate: float, bandwidth: Callable) -> tuple[float, float]:
-    """GFLOP, and the floor in ms at `rate` GFLOP/s and `bandwidth(size)` GB/s.
+def work(
+    case: Case, which: str, product_rate: Callable, bandwidth: Callable
+) -> tuple[float, float]:
+    """GFLOP, and the floor in ms at `product_rate()` GFLOP/s and `bandwidth(size)` GB/s.
 
     A walk through time takes its arithmetic, or reading the recurrent weight once a step if that is
     longer. Training walks twice, and has the projection's and one recurrent product besides.
     """
+    rate = product_rate()
     G, I, rows = CELLS[case.cell].gates, case.heads * case.width, case.batch * case.steps
     project, recur = 2e-9 * rows * G * I * I, 2e-9 * rows * G * I * case.width
     weight = G * I * case.width * getattr(torch, case.dtype).itemsize

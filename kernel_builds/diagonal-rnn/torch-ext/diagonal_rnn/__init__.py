@@ -11,6 +11,9 @@ from .functional import (
     flash_lstm_step,
     linear_scan,
 )
+from .projection import headwise_linear
+from .solve import ParallelRNN, SolveInfo, solve
+from .structures import Structure, register_structure
 
 if BACKEND is not None:
     from . import autograd  # noqa: F401  (registers fakes and gradients of the binary's ops)
@@ -19,10 +22,16 @@ __all__ = [
     "BACKEND",
     "CELLS",
     "Info",
+    "ParallelRNN",
+    "SolveInfo",
+    "Structure",
     "block_scan",
     "flash_gru",
     "flash_gru_step",
     "flash_lstm",
     "flash_lstm_step",
+    "headwise_linear",
     "linear_scan",
+    "register_structure",
+    "solve",
 ]

@@ -20,15 +20,15 @@ def sequence(
     hold: Optional[torch.Tensor],  # [B, T]
 ) -> Tuple[torch.Tensor, torch.Tensor]:  # h [B, T, D], last [K, B, D]
     """Runs `cell` along T; states and arithmetic in the state dtype."""
-    B, T, G, D = x.shape
+    B, _, _, D = x.shape
     dtype = state_dtype(x.dtype)
     w = weight.to(dtype).unbind()
     states = tuple(x.new_zeros(cell.states, B, D, dtype=dtype) if state is None else state)
     outputs = []
-    for t in range(T):
+    for t, row in enumerate(x.unbind(1)):  # unbind: its gradient is one stack, not T sums
         if reset is not None:
             states = tuple(torch.where(reset[:, t, None], 0.0, s) for s in states)
-        after = cell.step(tuple(x[:, t, g].to(dtype) for g in range(G)), w, states)
+        after = cell.step(row.to(dtype).unbind(1), w, states)
         h = after[0]
         if hold is not None:
             held = hold[:, t, None]
@@ -49,9 +49,9 @@ def scan(
     """h_t = a_t h_{t-1} + b_t in the state dtype, rounded to b's at the end."""
     dtype, T = state_dtype(b.dtype), b.shape[1]
     h = b.new_zeros(b.shape[:1] + b.shape[2:], dtype=dtype) if h0 is None else h0
-    outputs = [b] * T
+    rows, outputs = list(zip(a.unbind(1), b.unbind(1))), [b] * T
     for t in reversed(range(T)) if reverse else range(T):
-        at = a[:, t].to(dtype)
-        h = (at * h if a.dim() == b.dim() else (at * h.unsqueeze(-2)).sum(-1)) + b[:, t].to(dtype)
+        at, bt = (row.to(dtype) for row in rows[t])
+        h = (at * h if at.dim() == bt.dim() else (at * h.unsqueeze(-2)).sum(-1)) + bt
         outputs[t] = h.to(b.dtype)
-    return torch.stack(outputs, 1) if outputs else torch.zeros_like(b)
+    return torch.stack(outputs, 1) if outputs else b.clone()

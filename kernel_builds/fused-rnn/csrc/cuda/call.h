@@ -1,21 +1,14 @@
 // How ops.cpp runs a sequence op on CUDA. cpu/call.h has the same functions.
 #pragma once
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
-#include <torch/csrc/stable/accelerator.h>
-
 #include <cstdlib>
 #include <string_view>
 
 #include "../cells/all.h"
-#include "checks.h"
 #include "plan.h"
 #include "run.h"
+#include "torch_cuda.h"
 
 namespace flashcell {
-
-inline Tensor new_tensor(const Tensor& like, const Shape& shape, ScalarType dtype) {
-  return torch::stable::new_empty(like, shape, dtype);
-}
 
 // A decoding step of a 16-bit model: no launch to widen its bias first.
 inline bool takes_bias_in(ScalarType io, int64_t T) { return T == 1 && io != ScalarType::Float; }
@@ -37,48 +30,6 @@ inline Tensor input(const Tensor& x) {
   const bool could_align = x.size(1) > 1 && x.size(4) % (16 / x.element_size()) == 0;
   const bool last_is_dense = x.stride(4) == 1 || x.size(4) <= 1;
   return last_is_dense && (is_aligned(x) || !could_align) ? x : torch::stable::contiguous(x);
-}
-
-inline cudaStream_t current_stream(const Tensor& like) {
-  void* stream = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(like.get_device_index(), &stream));
-  return static_cast<cudaStream_t>(stream);
-}
-
-// The table of sequences, made on the device: the host never waits for lengths or offsets.
-struct SequenceTable {
-  int64_t count;
-  OptionalTensor table;  // [S] Sequence, or none where every row is one sequence
-  int64_t size() const { return count; }
-  const Sequence* data() const {
-    return table ? static_cast<const Sequence*>(table->const_data_ptr()) : nullptr;
-  }
-};
-
-inline SequenceTable sequences(const Tensor& like, int64_t B, int64_t T,
-                               const OptionalTensor& lengths, const OptionalTensor& cu_seqlens,
-                               int64_t x_batch, int64_t x_time) {
-  if (!lengths && !cu_seqlens) return {B, std::nullopt};
-  STD_TORCH_CHECK(!lengths || !cu_seqlens, "lengths and cu_seqlens exclude each other");
-  const char* name = lengths ? "lengths" : "cu_seqlens";
-  const Tensor values = dense(lengths ? *lengths : *cu_seqlens);
-  check_rank(values, name, 1, "one-dimensional");
-  const bool is_int = values.scalar_type() == ScalarType::Int;
-  STD_TORCH_CHECK(is_int || values.scalar_type() == ScalarType::Long, name,
-                  " must be int32 or int64, got ",
-                  torch::headeronly::toString(values.scalar_type()));
-  if (lengths) check_shape(values, name, {B});
-  if (cu_seqlens) {
-    STD_TORCH_CHECK(B == 1, "cu_seqlens needs x of shape [1, total, ...], got batch ", B);
-    STD_TORCH_CHECK(values.numel() > 0, "cu_seqlens must start with 0");
-  }
-  const int64_t S = lengths ? B : values.numel() - 1;
-  Tensor table = new_tensor(like, {S * int64_t(sizeof(Sequence))}, ScalarType::Byte);
-  const torch::stable::accelerator::DeviceGuard guard(like.get_device_index());
-  cuda::sequence_table(static_cast<Sequence*>(table.mutable_data_ptr()), S, T,
-                       values.const_data_ptr(), is_int, bool(cu_seqlens), x_batch, x_time,
-                       current_stream(like));
-  return {S, table};
 }
 
 // FLASHCELL_CUDA_ENGINE=block|chip|step asks for one by name.

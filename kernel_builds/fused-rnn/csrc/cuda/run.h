@@ -16,11 +16,6 @@ int64_t backward_scratch(const BackwardParams&, Dtype, const Launch&);
 template <typename Cell>
 void backward(const BackwardParams&, Dtype, const Launch&);
 
-// The table of a batch's rows (lengths) or documents (cu_seqlens), longest first. Values out of
-// range are clamped: nothing is read or written out of bounds.
-void sequence_table(Sequence* table, int64_t S, int64_t T, const void* values, bool is_int32,
-                    bool is_cu_seqlens, int64_t x_batch, int64_t x_time, cudaStream_t stream);
-
 // out[i] = sum over the tiles, in order, of partial[tile][i]
 void reduce_bias(const float* partial, int64_t tiles, int64_t count, float* out,
                  cudaStream_t stream);

@@ -131,7 +131,7 @@ def run(chosen: str, q, k, v, i, f, state, masks, options: Options, chunk_size) 
             carried = reference.empty_state(options.cell, k, v)
         h, last = reference.chunkwise(q, k, v, i, f, rows.reset, rows.hold, carried, options, size)
         return rows.unpack(h), pack(last)
-    C, n, m = reference.State(None, None, None) if carried is None else carried
+    C, n, m = (None, None, None) if carried is None else carried
     exponential, normalized = options.cell.exponential, options.cell.normalized
     h, C, n, m = ops.mlstm_fwd(
         q, k, v, i, f, C, n, m, *masks, exponential, normalized, options.eps,
@@ -144,7 +144,7 @@ def run(chosen: str, q, k, v, i, f, state, masks, options: Options, chunk_size) 
 def _run_step(q, k, v, i, f, state, options: Options, inplace: bool) -> Result:
     cell = options.cell
     q, k, v, i, f, carried = cast(cell, q, k, v, i, f, state)
-    C, n, m = reference.State(None, None, None) if carried is None else carried
+    C, n, m = (None, None, None) if carried is None else carried
     given = (q, k, v, i, f, C, n, m, cell.exponential, cell.normalized, options.eps)
     if inplace:
         return ops.mlstm_step_(*given), tuple(state)

@@ -1,0 +1,117 @@
+// The backward walk: gates are computed again from x and the saved states. The carried gradient
+// lives in `dstate`; every sequence sums its own dweight, and they are added in order.
+#pragma once
+#include "walk.h"
+
+namespace flashcell::FLASHCELL_ISA {
+
+template <typename Cell, typename IO>
+struct Backward {
+  using T = State<IO>;
+  using V = Vec<T>;
+  static constexpr int kGates = Cell::kGates, kStates = Cell::kStates, kWeights = Cell::kWeights;
+
+  const BackwardParams& p;
+  const Host& host;
+  const Walk walk{p, host};
+  Scratch<T> partial;  // [S][P][D]
+  Scratch<T> zeros;    // [D]: a state that was reset or never given
+
+  Backward(const BackwardParams& params, const Host& h)
+      : p(params), host(h), partial(h, p.S * kWeights * p.D), zeros(h, p.D) {
+    fill_zero(zeros.data, 0, p.D);
+  }
+
+  T* d_state(int k, const Sequence& s) const { return (T*)p.dstate + (k * p.S + s.index) * p.D; }
+  T* dweight(int q, const Sequence& s) const { return partial + (s.index * kWeights + q) * p.D; }
+  IO* dx(int64_t row, int g) const { return (IO*)p.dx + (row * kGates + g) * p.D; }
+
+  // State k after the step in `row`, as the forward saved it.
+  const IO* kept(int k, int64_t row) const {
+    if (k == 0 && p.hold == nullptr) return (const IO*)p.h + row * p.D;
+    return (const IO*)p.saved + (row * p.V + (k == 0 ? kStates - 1 : k - 1)) * p.D;
+  }
+
+  void run() {
+    walk.run([&](const Block& block) { sequence(block); });
+    for (int64_t i = 0; i < kWeights * p.D; ++i) {
+      T sum = 0;
+      for (int64_t s = 0; s < p.S; ++s) sum += partial[s * kWeights * p.D + i];
+      ((T*)p.dweight)[i] = sum;
+    }
+  }
+
+  void sequence(const Block& block) const {
+    const auto& [s, begin, end] = block;
+    for (int q = 0; q < kWeights; ++q) fill_zero(dweight(q, s), begin, end);
+    for (int k = 0; k < kStates; ++k) {
+      const T* from = (const T*)p.dlast + (k * p.S + s.index) * p.D;
+      if (p.dlast == nullptr)
+        fill_zero(d_state(k, s), begin, end);
+      else
+        memcpy(d_state(k, s) + begin, from + begin, (end - begin) * sizeof(T));
+    }
+    for (int64_t row = s.row + s.length; row < s.row + s.length + s.padding; ++row) {
+      for (int g = 0; g < kGates; ++g) fill_zero(dx(row, g), begin, end);
+    }
+    for (int64_t t = s.length - 1; t >= 0; --t) {
+      if (walk.hold(s, t)) {
+        for (int g = 0; g < kGates; ++g) fill_zero(dx(s.row + t, g), begin, end);
+      } else {
+        step(block, t);
+      }
+      if (walk.reset(s, t)) {
+        for (int k = 0; k < kStates; ++k) fill_zero(d_state(k, s), begin, end);
+      }
+    }
+  }
+
+  void step(const Block& block, int64_t t) const {
+    const Sequence& s = block.s;
+    if (t > 0 && !walk.reset(s, t)) {
+      const IO* before[kStates];
+      for (int k = 0; k < kStates; ++k) before[k] = kept(k, s.row + t - 1);
+      return step_from(before, block, t);
+    }
+    const T* before[kStates];
+    const bool empty = p.initial == nullptr || walk.reset(s, t);
+    for (int k = 0; k < kStates; ++k) {
+      before[k] = empty ? zeros.data : (const T*)p.initial + (k * p.S + s.index) * p.D;
+    }
+    step_from(before, block, t);
+  }
+
+  template <typename From>
+  void step_from(const From* const (&before)[kStates], const Block& block, int64_t t) const {
+    const Sequence& s = block.s;
+    const IO* x_row = (const IO*)p.x + s.x_offset + t * p.x_time;
+    const IO* dh = (const IO*)p.dh + (s.row + t) * p.D;
+    for_vectors<T>(block.begin, block.end,
+                   [&](int64_t c, int lanes, auto whole) __attribute__((always_inline)) {
+                     constexpr bool kWhole = decltype(whole)::value;
+                     V x[kGates], w[kWeights], state[kStates], d[kStates], dx_row[kGates],
+                         dw[kWeights];
+                     for (int g = 0; g < kGates; ++g)
+                       x[g] = load_part<kWhole>(x_row + g * p.x_gate + c, lanes);
+                     for (int q = 0; q < kWeights; ++q) {
+                       w[q] = load_part<kWhole>((const T*)p.weight + q * p.D + c, lanes);
+                       dw[q] = load_part<kWhole>(dweight(q, s) + c, lanes);
+                     }
+                     for (int k = 0; k < kStates; ++k) {
+                       state[k] = load_part<kWhole>(before[k] + c, lanes);
+                       d[k] = load_part<kWhole>(d_state(k, s) + c, lanes);
+                     }
+                     d[0] += load_part<kWhole>(dh + c, lanes);
+                     Cell::backward(x, w, state, d, dx_row, dw);
+                     for (int g = 0; g < kGates; ++g) {
+                       store_part<kWhole>(dx(s.row + t, g) + c, dx_row[g], lanes);
+                     }
+                     for (int q = 0; q < kWeights; ++q)
+                       store_part<kWhole>(dweight(q, s) + c, dw[q], lanes);
+                     for (int k = 0; k < kStates; ++k)
+                       store_part<kWhole>(d_state(k, s) + c, d[k], lanes);
+                   });
+  }
+};
+
+}  // namespace flashcell::FLASHCELL_ISA

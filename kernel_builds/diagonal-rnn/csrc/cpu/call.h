@@ -1,0 +1,42 @@
+// How ops.cpp runs an op on the CPU. cuda/call.h has the same functions.
+#pragma once
+#include "engine.h"
+#include "torch_host.h"
+
+namespace flashcell {
+
+inline Tensor input(const Tensor& x) {  // x as the engine reads it
+  return x.stride(3) != 1 && x.size(3) > 1 ? torch::stable::contiguous(x) : x;
+}
+
+inline const Backend& backend() {
+  static const Backend* const engines[] = {&baseline::kBackend, &avx2::kBackend, &avx512::kBackend};
+  static const Backend& chosen = *engines[int(select_isa())];
+  return chosen;
+}
+
+inline void check_method(const SequenceParams& params) {
+  STD_TORCH_CHECK(params.method == Method::kWalk, "method must be walk on the CPU");
+}
+
+template <typename Cell>
+void run(const ForwardParams& params, Dtype dtype, const Tensor& /*like*/) {
+  check_method(params);
+  backend().forward(cell_index<Cell>(AllCells()), dtype, params, host());
+}
+
+template <typename Cell>
+void run(const BackwardParams& params, Dtype dtype, const Tensor& /*like*/) {
+  check_method(params);
+  backend().backward(cell_index<Cell>(AllCells()), dtype, params, host());
+}
+
+inline void run(const ScanForwardParams& params, Dtype dtype, const Tensor& /*like*/) {
+  backend().scan_forward(dtype, params, host());
+}
+
+inline void run(const ScanBackwardParams& params, Dtype dtype, const Tensor& /*like*/) {
+  backend().scan_backward(dtype, params, host());
+}
+
+}  // namespace flashcell

@@ -1,0 +1,72 @@
+// How ops.cpp runs an op on CUDA. cpu/call.h has the same functions.
+#pragma once
+#include "../cells/all.h"
+#include "run.h"
+#include "torch_cuda.h"
+
+namespace flashcell {
+
+// x as the engine reads it: rows of neighbouring channels, and 31 bits for the bytes of a step.
+inline Tensor input(const Tensor& x) {
+  const bool dense_row = x.stride(3) == 1 || x.size(3) <= 1;
+  return dense_row && x.stride(1) < int64_t(1) << 28 ? x : torch::stable::contiguous(x);
+}
+
+inline bool is_even(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 4 == 0; }
+
+inline cuda::Launch prepare(Dtype dtype, bool paired, const Tensor& like) {
+  STD_TORCH_CHECK(dtype != Dtype::kDouble, "x must be float32, float16 or bfloat16 on CUDA, got ",
+                  torch::headeronly::toString(like.scalar_type()));
+  return {cuda::describe(like.get_device_index()), current_stream(like), dtype,
+          paired && dtype != Dtype::kFloat, nullptr};
+}
+
+inline cuda::Launch prepare(const SequenceParams& p, Dtype dtype, const Tensor& like) {
+  const bool even = p.D % 2 == 0 && p.x_batch % 2 == 0 && p.x_time % 2 == 0 && p.x_gate % 2 == 0;
+  return prepare(dtype, even && is_even(p.x), like);
+}
+
+inline Tensor scratch(const Tensor& like, int64_t bytes) {
+  return new_tensor(like, {bytes}, ScalarType::Byte);
+}
+
+template <typename Cell>
+void run(const ForwardParams& p, Dtype dtype, const Tensor& x) {
+  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+  cuda::Launch launch = prepare(p, dtype, x);
+  if (p.S * p.D == 0) return cuda::set_zero(p.report, 3 * sizeof(float), launch.stream);
+  const Tensor memory = scratch(x, cuda::Engine<Cell>::forward_scratch(p, launch));
+  launch.scratch = memory.mutable_data_ptr();
+  cuda::Engine<Cell>::forward(p, launch);
+}
+
+template <typename Cell>
+void run(const BackwardParams& p, Dtype dtype, const Tensor& x) {
+  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+  cuda::Launch launch = prepare(p, dtype, x);
+  if (p.S * p.D == 0) {
+    return cuda::set_zero(p.dweight, Cell::kWeights * p.D * sizeof(float), launch.stream);
+  }
+  const Tensor memory = scratch(x, cuda::Engine<Cell>::backward_scratch(p, launch));
+  launch.scratch = memory.mutable_data_ptr();
+  cuda::Engine<Cell>::backward(p, launch);
+}
+
+template <typename Params>
+void run_scan(const Params& p, Dtype dtype, const Tensor& like,
+              void (*engine)(const Params&, const cuda::Launch&)) {
+  const torch::stable::accelerator::DeviceGuard guard(like.get_device_index());
+  if (p.B * p.D == 0) return;
+  cuda::Launch launch = prepare(dtype, p.D % 2 == 0 && p.n == 1, like);
+  const Tensor memory = scratch(like, cuda::scan_scratch(p, launch));
+  launch.scratch = memory.mutable_data_ptr();
+  engine(p, launch);
+}
+inline void run(const ScanForwardParams& p, Dtype dtype, const Tensor& like) {
+  run_scan(p, dtype, like, &cuda::scan_forward);
+}
+inline void run(const ScanBackwardParams& p, Dtype dtype, const Tensor& like) {
+  run_scan(p, dtype, like, &cuda::scan_backward);
+}
+
+}  // namespace flashcell

@@ -1,0 +1,36 @@
+// What the engines offer to run.cu: one function for each direction, instantiated for every cell in
+// a source file of its own. Nothing here waits for the device or allocates; errors throw.
+#pragma once
+#include "../params.h"
+
+using cudaStream_t = struct CUstream_st*;  // as CUDA declares it: ops.cpp needs no CUDA headers
+
+namespace flashcell::cuda {
+
+struct Device {  // what the plan needs to know of a GPU
+  int arch;      // 90 for compute capability 9.0
+  int processors;
+};
+
+struct Launch {
+  Device device;
+  cudaStream_t stream;
+  Dtype dtype;
+  bool paired;    // 16-bit channels can be taken two at a time
+  void* scratch;  // as many bytes as the function was asked for
+};
+
+template <typename Cell>
+struct Engine {
+  static int64_t forward_scratch(const ForwardParams&, const Launch&);
+  static void forward(const ForwardParams&, const Launch&);
+  static int64_t backward_scratch(const BackwardParams&, const Launch&);
+  static void backward(const BackwardParams&, const Launch&);
+};
+
+int64_t scan_scratch(const ScanForwardParams&, const Launch&);
+int64_t scan_scratch(const ScanBackwardParams&, const Launch&);
+void scan_forward(const ScanForwardParams&, const Launch&);
+void scan_backward(const ScanBackwardParams&, const Launch&);
+
+}  // namespace flashcell::cuda

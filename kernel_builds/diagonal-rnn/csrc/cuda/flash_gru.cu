@@ -1,0 +1,5 @@
+#include "launch_cell.cuh"
+
+namespace flashcell::cuda {
+template struct Engine<FlashGru>;
+}  // namespace flashcell::cuda

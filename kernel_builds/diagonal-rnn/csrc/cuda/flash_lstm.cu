@@ -1,0 +1,5 @@
+#include "launch_cell.cuh"
+
+namespace flashcell::cuda {
+template struct Engine<FlashLstm>;
+}  // namespace flashcell::cuda

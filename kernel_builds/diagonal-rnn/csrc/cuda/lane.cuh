@@ -1,0 +1,95 @@
+// What a thread holds of a row: one channel, two neighbouring ones of 16 bits as one word, or the
+// block of a channel.
+#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <type_traits>
+
+#define DEVICE __device__ __forceinline__
+
+namespace flashcell::cuda {
+
+using bf16 = __nv_bfloat16;
+using fp16 = __half;
+
+__host__ __device__ constexpr int alignment_of(
+    int bytes) {  // the widest that every element of an array has
+  return bytes % 16 == 0 ? 16 : bytes % 8 == 0 ? 8 : bytes % 4 == 0 ? 4 : 2;
+}
+
+template <typename IO, int kN>
+struct alignas(alignment_of(sizeof(IO) * kN)) Word {
+  IO value[kN];
+};
+
+DEVICE float to_float(float x) { return x; }
+DEVICE float to_float(bf16 x) { return __bfloat162float(x); }
+DEVICE float to_float(fp16 x) { return __half2float(x); }
+
+template <typename IO>
+DEVICE IO from_float(float x) {
+  if constexpr (std::is_same_v<IO, float>) {
+    return x;
+  } else if constexpr (std::is_same_v<IO, bf16>) {
+    return __float2bfloat16_rn(x);
+  } else {
+    return __float2half_rn(x);
+  }
+}
+
+template <typename IO, int kN>
+DEVICE Word<IO, kN> narrow(const float (&x)[kN]) {
+  Word<IO, kN> word;
+  if constexpr (kN == 2 && std::is_same_v<IO, bf16>) {  // one instruction for both
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(x[0], x[1]);
+    word.value[0] = pair.x, word.value[1] = pair.y;
+  } else if constexpr (kN == 2 && std::is_same_v<IO, fp16>) {
+    const __half2 pair = __floats2half2_rn(x[0], x[1]);
+    word.value[0] = pair.x, word.value[1] = pair.y;
+  } else {
+#pragma unroll
+    for (int n = 0; n < kN; ++n) word.value[n] = from_float<IO>(x[n]);
+  }
+  return word;
+}
+
+// The values of a word.
+template <typename IO, int kN>
+DEVICE void widen(const Word<IO, kN>& word, float (&x)[kN]) {
+  if constexpr (kN == 2 && std::is_same_v<IO, bf16>) {
+    const uint32_t bits = *reinterpret_cast<const uint32_t*>(&word);
+    x[0] = __uint_as_float(bits << 16), x[1] = __uint_as_float(bits & 0xffff0000u);
+  } else {
+#pragma unroll
+    for (int n = 0; n < kN; ++n) x[n] = to_float(word.value[n]);
+  }
+}
+
+// Copies a word to shared memory, without waiting for it; 2 bytes at a time are too few for that.
+template <int kBytes>
+DEVICE void copy_async(void* shared, const void* global) {
+  constexpr int kPiece = alignment_of(kBytes);
+#pragma unroll
+  for (int i = 0; i < kBytes; i += kPiece) {
+    char* to = static_cast<char*>(shared) + i;
+    const char* from = static_cast<const char*>(global) + i;
+    if constexpr (kPiece == 2) {
+      *reinterpret_cast<uint16_t*>(to) = *reinterpret_cast<const uint16_t*>(from);
+    } else {
+      asm volatile(
+          "cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(uint32_t(__cvta_generic_to_shared(to))),
+          "l"(from), "n"(kPiece)
+          : "memory");
+    }
+  }
+}
+DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int kLeft>  // groups that may still be under way
+DEVICE void wait_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
+}
+
+}  // namespace flashcell::cuda

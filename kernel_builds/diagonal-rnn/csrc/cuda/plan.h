@@ -1,0 +1,50 @@
+// Which kernel runs a call, and how it is cut: pure functions of sizes. Every limit stands beside
+// the measurement that set it (one H200, fp32 unless said; the README has the tables).
+#pragma once
+#include <cstdint>
+
+namespace flashcell::cuda {
+
+// Threads of a walk. A row of 128 threads keeps neighbouring channels at one time, which memory
+// likes: GRU forward of 32,768 channels 0.279 ms, with 64 threads 0.298. Narrow rows take a warp.
+constexpr int kWalkThreads = 128, kNarrowThreads = 32;
+constexpr int walk_threads(int64_t words) {
+  return words % kWalkThreads == 0 || words > 4 * kWalkThreads ? kWalkThreads : kNarrowThreads;
+}
+
+// How shoot cuts time. Chunks enough for two warps on each scheduler of the chip: 1x131072x1024
+// takes 0.614 ms in chunks of 4096, 0.636 in chunks of 1024, whose burn-ins are a sixteenth of the
+// work. A chunk of fewer than 32 steps only adds burn-ins: 1x4096x32 takes 12.3 us with 32, 15.8
+// with 16.
+constexpr int64_t kShootThreads = 32768;
+constexpr int kShortestChunk = 32;
+constexpr int chunk_steps(int64_t T, int64_t words) {
+  const int64_t chunks = words > 0 && words < kShootThreads ? kShootThreads / words : 1;
+  const int64_t steps = (T + chunks - 1) / chunks;
+  return int((steps < kShortestChunk ? kShortestChunk : steps) + 7) / 8 * 8;
+}
+// The first burn-in is long enough for gates of a few units (1x4096x32: none starts over from 48,
+// some do from 32), the last as long as pays: past it, settling is Newton's method's.
+constexpr int kBurnIn = 48, kLongestBurnIn = 1536;
+constexpr double kTolerance = 5e-7, kTolerance16 = 1e-5;  // 4 roundings of 1, 1/400 of one in bf16
+constexpr int kShootPasses = 3, kNewtonIterations = 16;
+
+// How a linear recurrence runs: every channel alone, tiles that tell each other, or chunks that
+// work out their first carry (the backward of cells only).
+enum class Way { kWalk, kScan, kReach };
+
+// The backward walks when there are threads enough to hide memory's latency: GRU of 8x2048x4096
+// 0.62 ms, as a scan 0.92, but 1x4096x8192 0.52 against 0.44. Chunks, which compute every gate once
+// where the scan does twice, have to be long against their burn-in.
+constexpr int64_t kWalkWords = 12288;
+constexpr int kReachChunk = 1024;
+constexpr Way backward_way(int64_t T, int64_t words) {
+  if (words >= kWalkWords) return Way::kWalk;
+  return chunk_steps(T, words) >= kReachChunk ? Way::kReach : Way::kScan;
+}
+
+// linear_scan: 1x65536x1024 0.30 ms as a scan, 1.8 as a walk; 8x2048x4096 0.30 against 0.22.
+constexpr int64_t kScanWalkWords = 16384;
+constexpr Way scan_way(int64_t words) { return words >= kScanWalkWords ? Way::kWalk : Way::kScan; }
+
+}  // namespace flashcell::cuda

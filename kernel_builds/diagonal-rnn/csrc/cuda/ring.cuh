@@ -1,0 +1,72 @@
+// The steps ahead of a thread: its own column of a ring in shared memory, filled by asynchronous
+// copies. A register ring would not do: the hardware waits for loads in a handful of groups, so the
+// oldest of them cannot be taken before younger ones have come. No thread reads another's column,
+// so nothing synchronises.
+#pragma once
+#include "lane.cuh"
+
+namespace flashcell::cuda {
+
+// Words of kRows rows; kGroups groups of kSteps steps.
+template <typename WordOf, int kRowsOf, int kStepsOf, int kGroupsOf, int kThreads>
+class Ring {
+ public:
+  using Word = WordOf;
+  static constexpr int kSteps = kStepsOf, kGroups = kGroupsOf, kRows = kRowsOf;
+  static constexpr int kGroup = kSteps * kRows * kThreads;
+  static constexpr int kBytes = kGroups * kGroup * int(sizeof(Word));
+
+  DEVICE Ring(unsigned char* shared) : column_(reinterpret_cast<Word*>(shared) + threadIdx.x) {}
+
+  // Steps of `bytes` from each other in each row.
+  DEVICE void start(const void* const (&first)[kRows], const int (&bytes)[kRows], int count) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      from_[r] = static_cast<const char*>(first[r]), bytes_[r] = bytes[r];
+    }
+    left_ = count, fill_ = take_ = 0;
+#pragma unroll 1
+    for (int g = 0; g < kGroups - 1; ++g) request();
+  }
+
+  // The words of the next group, one group ahead of their use: reading them takes its time too.
+  DEVICE void take(Word (&words)[kSteps][kRows]) {
+    request();
+    wait_copies<kGroups - 1>();
+    const Word* group = column_ + take_ * kGroup;
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) words[k][r] = group[(k * kRows + r) * kThreads];
+    }
+    take_ = take_ + 1 == kGroups ? 0 : take_ + 1;
+  }
+
+ private:
+  Word* column_;
+  const char* from_[kRows];
+  int bytes_[kRows], left_, fill_, take_;
+
+  DEVICE void request() {
+    Word* to = column_ + fill_ * kGroup;
+    if (left_ >= kSteps) {
+#pragma unroll
+      for (int k = 0; k < kSteps; ++k) copy_step(k, to);
+    } else {
+#pragma unroll 1
+      for (int k = 0; k < left_; ++k) copy_step(k, to);
+    }
+    commit_copies();
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) from_[r] += int64_t(bytes_[r]) * kSteps;
+    left_ -= kSteps, fill_ = fill_ + 1 == kGroups ? 0 : fill_ + 1;
+  }
+  DEVICE void copy_step(int k, Word* to) const {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      copy_async<sizeof(Word)>(to + (k * kRows + r) * kThreads, from_[r] + int64_t(bytes_[r]) * k);
+    }
+  }
+};
+
+}  // namespace flashcell::cuda

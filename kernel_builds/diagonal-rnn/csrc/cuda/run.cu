@@ -1,0 +1,26 @@
+// What ops.cpp needs of CUDA beside the engines.
+#include "launch.h"
+#include "run.h"
+#include "sequence_table.cuh"
+
+namespace flashcell::cuda {
+
+Device describe(int index) {
+  int major, minor, processors;
+  check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, index));
+  check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, index));
+  check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, index));
+  return {major * 10 + minor, processors};
+}
+
+void sequence_table(Sequence* table, int64_t S, int64_t T, const void* values, bool is_int32,
+                    bool is_cu_seqlens, int64_t x_batch, int64_t x_time, cudaStream_t stream) {
+  launch_sequence_table(table, S, T, values, is_int32, is_cu_seqlens, x_batch, x_time, stream);
+  check(cudaGetLastError());
+}
+
+void set_zero(void* to, int64_t bytes, cudaStream_t stream) {
+  check(cudaMemsetAsync(to, 0, size_t(bytes), stream));
+}
+
+}  // namespace flashcell::cuda

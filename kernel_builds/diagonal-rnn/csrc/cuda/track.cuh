@@ -1,0 +1,187 @@
+// A thread's walk forward through time: one sequence, kN channels, states in registers.
+#pragma once
+#include "chain.cuh"
+#include "ring.cuh"
+#include "sequence.cuh"
+
+namespace flashcell::cuda {
+
+template <typename CellOf, typename IOOf, int kNOf, bool kMaskedOf, int kThreadsOf, int kGroups = 4>
+class Track {
+ public:
+  using Cell = CellOf;
+  using IO = IOOf;
+  static constexpr int kN = kNOf, kThreads = kThreadsOf;
+  static constexpr int kStates = Cell::kStates, kGates = Cell::kGates;
+  static constexpr bool kMasked = kMaskedOf;
+  using Words = Word<IO, kN>;
+
+  // 24 to 32 steps ahead: a walk of one warp per scheduler may take 30 ns a step, memory 700 ns.
+  using Steps = Ring<Words, kGates, 8, kGroups, kThreads>;
+  static constexpr int kSteps = Steps::kSteps;
+
+  float state[kN][kStates];
+  float tangent[kN][kStates][kStates];
+
+  // Channels from d; a thread past the last one does what the last one does.
+  DEVICE Track(const ForwardParams& p, const Column& column, int64_t d, unsigned char* shared)
+      : p_(p), column_(column), d_(d < p.D ? d : p.D - kN), ring_(shared), marks_(p, column) {
+    x_ = static_cast<const IO*>(p.x) + column.x_offset + d_;
+    h_ = static_cast<IO*>(p.h) + column.row * p.D + d_;
+    saved_ = static_cast<IO*>(p.saved) + column.row * p.V * p.D + d_;
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+      float w[Cell::kWeights];
+#pragma unroll
+      for (int q = 0; q < Cell::kWeights; ++q) {
+        w[q] = static_cast<const float*>(p.weight)[q * p.D + d_ + n];
+      }
+      chain_[n] = Chain<Cell, kIsCoarse<IO>>(w);
+    }
+  }
+
+  DEVICE int64_t channel() const { return d_; }
+
+  // The K states of these channels in a [K, S, D] tensor.
+  DEVICE int64_t place(int k) const { return (k * p_.S + column_.index) * p_.D + d_; }
+
+  DEVICE void begin_sequence() {
+    const float* initial = static_cast<const float*>(p_.initial);
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+#pragma unroll
+      for (int k = 0; k < kStates; ++k) {
+        state[n][k] = initial == nullptr ? 0 : initial[place(k) + n];
+      }
+    }
+  }
+  DEVICE void end_sequence() const {
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+#pragma unroll
+      for (int k = 0; k < kStates; ++k) static_cast<float*>(p_.last)[place(k) + n] = state[n][k];
+    }
+  }
+
+  // Steps [begin, end) will be asked for, in order.
+  DEVICE void prefetch(int begin, int end) {
+    const void* first[kGates];
+    int bytes[kGates];
+#pragma unroll
+    for (int g = 0; g < kGates; ++g) {
+      first[g] = x_ + begin * p_.x_time + g * p_.x_gate;
+      bytes[g] = int(p_.x_time) * int(sizeof(IO));
+    }
+    ring_.start(first, bytes, end - begin);
+    ring_.take(ahead_);
+    marks_.start(begin);
+  }
+  DEVICE void drain() const { wait_copies<0>(); }
+
+  // Walks [begin, end); only the end of what is prefetched may be no multiple of kSteps.
+  template <bool kTangent, bool kStore>
+  DEVICE void walk(int begin, int end) {
+    IO* h = h_ + begin * p_.D;
+    IO* saved = saved_ + begin * p_.V * p_.D;
+    int t = begin;
+#pragma unroll 2
+    for (; t + kSteps <= end; t += kSteps) {
+      Words now[kSteps][kGates];
+      take(now, t);
+#pragma unroll
+      for (int k = 0; k < kSteps; ++k) step<kTangent, kStore>(k, now[k], h, saved);
+    }
+    if (t < end) {
+      Words now[kSteps][kGates];
+      take(now, t);
+#pragma unroll
+      for (int k = 0; k < kSteps; ++k) {
+        if (t + k < end) step<kTangent, kStore>(k, now[k], h, saved);
+      }
+    }
+  }
+
+  // Outputs of the steps [begin, end) past the sequence's end.
+  DEVICE void pad(int begin, int end) const {
+    const Words zero = {};
+    for (int64_t t = begin; t < end; ++t) {
+      store(h_ + t * p_.D, zero);
+      for (int64_t v = 0; p_.saved != nullptr && v < p_.V; ++v) {
+        store(saved_ + (t * p_.V + v) * p_.D, zero);
+      }
+    }
+  }
+
+ private:
+  const ForwardParams& p_;
+  const Column& column_;
+  const int64_t d_;
+  const IO* x_;
+  Steps ring_;
+  Words ahead_[kSteps][kGates];
+  Marks<kMasked, false, kSteps> marks_;
+  IO *h_, *saved_;
+  Chain<Cell, kIsCoarse<IO>> chain_[kN];
+
+  static DEVICE void store(IO* to, const Words& words) { *reinterpret_cast<Words*>(to) = words; }
+
+  DEVICE void take(Words (&now)[kSteps][kGates], int t) {
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+#pragma unroll
+      for (int g = 0; g < kGates; ++g) now[k][g] = ahead_[k][g];
+    }
+    ring_.take(ahead_);
+    marks_.take(t + kSteps);
+  }
+
+  // Step k of its group; h and saved are its rows, and move on.
+  template <bool kTangent, bool kStore>
+  DEVICE void step(int k, const Words (&words)[kGates], IO*& h, IO*& saved) {
+    if (marks_.reset(k)) {
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+#pragma unroll
+        for (int i = 0; i < kStates; ++i) {
+          state[n][i] = 0;
+#pragma unroll
+          for (int j = 0; j < kStates; ++j) tangent[n][i][j] = 0;
+        }
+      }
+    }
+    const bool held = marks_.hold(k);
+    if (!held) {
+      float rows[kGates][kN];
+#pragma unroll
+      for (int g = 0; g < kGates; ++g) widen(words[g], rows[g]);
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+        float x[kGates];
+#pragma unroll
+        for (int g = 0; g < kGates; ++g) x[g] = rows[g][n];
+        chain_[n].template step<kTangent>(x, state[n], tangent[n]);
+      }
+    }
+    if constexpr (kStore) {
+      store(h, held ? Words{} : row(0));
+      h += p_.D;
+      if (kMasked || kStates > 1) {  // what h does not hold: the states beside it, or h's own
+        if (p_.saved != nullptr) {
+#pragma unroll
+          for (int i = 1; i < kStates; ++i) store(saved + (i - 1) * p_.D, row(i));
+          if (kMasked && p_.V == kStates) store(saved + (kStates - 1) * p_.D, row(0));
+          saved += p_.V * p_.D;
+        }
+      }
+    }
+  }
+
+  DEVICE Words row(int i) const {
+    float values[kN];
+#pragma unroll
+    for (int n = 0; n < kN; ++n) values[n] = state[n][i];
+    return narrow<IO>(values);
+  }
+};
+
+}  // namespace flashcell::cuda

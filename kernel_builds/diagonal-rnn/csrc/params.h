@@ -1,0 +1,66 @@
+// What ops.cpp (torch) hands to an engine (no torch), on the CPU and on CUDA: plain structs.
+// S sequences, T time, D channels, G gates, P weight rows, K states, V saved states.
+// io = the dtype of x; state = float, or double when io is double.
+#pragma once
+#include "sequence.h"
+
+namespace flashcell {
+
+enum class Method { kWalk, kShoot, kNewton };
+
+struct SequenceParams {
+  int64_t S, D, T;
+  const Sequence* sequences;  // [S]; null on CUDA when sequence s is all of row s
+  const uint8_t* reset;       // [B, T] or null: states become 0 before the step
+  const uint8_t* hold;        // [B, T] or null: the step passes the states through
+  const void* x;              // [B, T, G, D] io, strided
+  int64_t x_batch;            // strides of x in elements; the last one is 1
+  int64_t x_time;
+  int64_t x_gate;
+  const void* weight;   // [P, D] state
+  const void* initial;  // [K, S, D] state, or null for 0
+  int64_t V;            // K - 1 states beside h, and with `hold` h's own, which h does not hold
+  Method method;
+};
+
+struct ForwardParams : SequenceParams {
+  void* h;        // [B, T, D] io
+  void* last;     // [K, S, D] state
+  void* saved;    // [B, T, V, D] io, or null
+  float* report;  // [3]: iterations, residual, finished steps
+  double tol;     // of the methods that iterate; negative for their own
+  int64_t max_iters;
+};
+
+struct BackwardParams : SequenceParams {
+  const void* dh;     // [B, T, D] io
+  const void* dlast;  // [K, S, D] state, or null for 0
+  const void* h;      // [B, T, D] io
+  const void* saved;  // [B, T, V, D] io
+  void* dx;           // [B, T, G, D] io
+  void* dweight;      // [P, D] state
+  void* dstate;       // [K, S, D] state
+};
+
+// h_t = a_t h_{t-1} + b_t, with `reverse` h_t = a_t h_{t+1} + b_t; blocks of n x n, all contiguous.
+struct ScanParams {
+  int64_t B, T, D, n;
+  bool reverse;
+  const void* a;   // [B, T, D, n, n] io
+  const void* h0;  // [B, D, n] state, or null for 0
+};
+
+struct ScanForwardParams : ScanParams {
+  const void* b;  // [B, T, D, n] io
+  void* h;        // [B, T, D, n] io
+};
+
+struct ScanBackwardParams : ScanParams {
+  const void* dh;  // [B, T, D, n] io
+  const void* h;   // [B, T, D, n] io
+  void* da;        // [B, T, D, n, n] io
+  void* db;        // [B, T, D, n] io
+  void* dh0;       // [B, D, n] state
+};
+
+}  // namespace flashcell

@@ -1,0 +1,100 @@
+"""Fake implementations and gradients of the ops, for every cell in one loop.
+
+A backward needs x, h and what the forward saved beside h; a forward op run with ``save=False`` is
+differentiable all the same, because its backward then runs it once more.
+"""
+
+import torch
+
+from ._ops import add_op_namespace_prefix, ops
+from .cells import CELLS, Cell
+from .reference import state_dtype
+
+
+def register(cell: Cell) -> None:
+    fwd, bwd = getattr(ops, f"{cell.name}_fwd"), getattr(ops, f"{cell.name}_bwd")
+
+    @torch.library.register_fake(add_op_namespace_prefix(f"{cell.name}_fwd"))
+    def _(x, weight, state, reset, hold, lengths, cu_seqlens, method, tol, max_iters, save):
+        B, T, _, D = x.shape
+        S = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        kept = cell.states - 1 + (hold is not None)
+        return (
+            x.new_empty(B, T, D),
+            x.new_empty(cell.states, S, D, dtype=state_dtype(x.dtype)),
+            x.new_empty((B, T, kept, D) if save else (0,)),
+            x.new_empty(3, dtype=torch.float32),
+        )
+
+    @torch.library.register_fake(add_op_namespace_prefix(f"{cell.name}_bwd"))
+    def _(dh, dlast, x, weight, h, saved, state, reset, hold, lengths, cu_seqlens, method):
+        B, _, _, D = x.shape
+        S = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        return (
+            x.new_empty(x.shape),
+            weight.new_empty(weight.shape),
+            weight.new_empty(cell.states, S, D),
+        )
+
+    def setup_context(ctx, inputs, output):
+        *tensors, ctx.method, ctx.tol, ctx.max_iters, ctx.save = inputs
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors, *(output[0:3:2] if ctx.save else ()))
+
+    def backward(ctx, dh, dlast, _dsaved, _dreport):
+        tensors, kept = ctx.saved_tensors[:7], ctx.saved_tensors[7:]
+        x, weight, state, *masks = tensors
+        if not ctx.save:
+            h, _, saved, _ = fwd(*tensors, ctx.method, ctx.tol, ctx.max_iters, True)
+            kept = h, saved
+        dh = torch.zeros_like(kept[0]) if dh is None else dh
+        dx, dweight, dstate = bwd(dh, dlast, x, weight, *kept, state, *masks, ctx.method)
+        return dx, dweight, None if state is None else dstate, *(None,) * 8
+
+    torch.library.register_autograd(
+        add_op_namespace_prefix(f"{cell.name}_fwd"), backward, setup_context=setup_context
+    )
+    torch.library.register_autograd(
+        add_op_namespace_prefix(f"{cell.name}_bwd"), _no_second_derivative
+    )
+
+
+def register_scan(name: str) -> None:
+    bwd = getattr(ops, f"{name}_bwd")
+
+    @torch.library.register_fake(add_op_namespace_prefix(f"{name}_fwd"))
+    def _(a, b, h0, reverse):
+        return b.new_empty(b.shape)
+
+    @torch.library.register_fake(add_op_namespace_prefix(f"{name}_bwd"))
+    def _(dh, a, h, h0, reverse):
+        first = h.shape[:1] + h.shape[2:]
+        dh0 = h.new_empty(first, dtype=state_dtype(h.dtype))
+        return a.new_empty(a.shape), h.new_empty(h.shape), dh0
+
+    def setup_context(ctx, inputs, output):
+        a, _, h0, ctx.reverse = inputs
+        ctx.save_for_backward(a, output, h0)
+
+    def backward(ctx, dh):
+        a, h, h0 = ctx.saved_tensors
+        da, db, dh0 = bwd(dh, a, h, h0, ctx.reverse)
+        return da, db, None if h0 is None else dh0, None
+
+    torch.library.register_autograd(
+        add_op_namespace_prefix(f"{name}_fwd"), backward, setup_context=setup_context
+    )
+    torch.library.register_autograd(add_op_namespace_prefix(f"{name}_bwd"), _no_second_derivative)
+
+
+def _no_second_derivative(ctx, *grads):
+    raise RuntimeError(
+        "diagonal_rnn has no second derivatives in its kernels: pass backend='reference', "
+        "which autograd differentiates any number of times"
+    )
+
+
+for _cell in CELLS.values():
+    register(_cell)
+for _scan in ("scan", "block_scan"):
+    register_scan(_scan)

@@ -1,0 +1,59 @@
+"""flash_gru and flash_lstm parallel in time in torch: what method="shoot" and "newton" compute on
+backend="reference", and the published level "pure torch".
+
+All points at once ("newton") or the ends of chunks ("shoot") through `solve`: its iteration, its residual
+check and its exact finish.
+"""
+
+from typing import Optional, Tuple
+
+import torch
+from torch import Tensor
+
+from .cells import Cell
+from .solve import solve
+
+CHUNK = (
+    64  # steps between two unknowns of "shoot": contractive cells then need one or two iterations
+)
+
+
+def sequence(
+    cell: Cell,
+    x: Tensor,  # [B, T, G, D]
+    weight: Tensor,  # [P, D] in the state dtype
+    state: Optional[Tensor],  # [K, B, D] in the state dtype
+    reset: Optional[Tensor],  # [B, T]
+    hold: Optional[Tensor],  # [B, T]
+    method: str,  # "newton" or "shoot"
+    tol: Optional[float],  # None or negative for solve's own, and so is max_iters
+    max_iters: Optional[int],
+) -> Tuple[Tensor, Tensor, Tensor]:  # h [B, T, D], last [K, B, D], report [3]
+    """As reference.sequence, and a report: iterations, largest residual, steps of the finish."""
+    B, T, _, D = x.shape
+    nothing = torch.zeros(B, T, dtype=torch.bool, device=x.device)
+    reset = nothing if reset is None else reset
+    held = nothing if hold is None else hold
+    if state is None:
+        state = weight.new_zeros(cell.states, B, D)
+
+    def step(s: Tensor, given: Tuple[Tensor, Tensor, Tensor], w: Tensor) -> Tensor:  # s [N, D, K]
+        x, reset, held = given
+        s = torch.where(reset[:, None, None], 0.0, s)
+        after = torch.stack(cell.step(x.unbind(1), w.unbind(), s.unbind(-1)), -1)
+        return torch.where(held[:, None, None], s, after)
+
+    h0 = state.movedim(0, -1)
+    # h' and c' lie between the old state and a tanh
+    limit = h0.detach().abs().clamp(min=1).unsqueeze(1)
+    states, last, info = solve(
+        step, (x.to(weight.dtype), reset, held), h0, (weight,),
+        structure="diagonal" if cell.states == 1 else "block",
+        chunk=1 if method == "newton" else CHUNK,
+        tol=None if tol is None or tol < 0 else tol,
+        max_iters=None if max_iters is None or max_iters < 0 else max_iters,
+        bounds=(-limit, limit), mode="torch", return_info=True,
+    )  # fmt: skip
+    h = states[..., 0].masked_fill(held[..., None], 0.0).to(x.dtype)
+    report = [float(info.iterations), info.residual, float(info.finished)]
+    return h, last.movedim(-1, 0), torch.tensor(report, device=x.device)

@@ -1,0 +1,81 @@
+"""The door of `solve`, and what is behind it: a user's cell on rows, its residuals and Jacobians."""
+
+from typing import Any, Tuple, Union
+
+import torch
+from torch import Tensor
+
+from .checks import check_floating, check_shape, check_tensor
+from .reference import state_dtype
+from .structures import Structure
+
+Inputs = Union[Tensor, Tuple[Tensor, ...]]
+
+
+def check_x(x: Inputs):
+    """x as a tuple, and the state's dtype."""
+    xs = x if isinstance(x, tuple) else (x,)
+    if not xs:
+        raise ValueError("x is an empty tuple, but must have at least one tensor")
+    for k, v in enumerate(xs):
+        name = f"x[{k}]" if isinstance(x, tuple) else "x"
+        check_tensor(name, v, xs[0].device if k else None)
+        if v.dim() < 2 or v.shape[:2] != xs[0].shape[:2]:
+            raise ValueError(f"{name} has shape {list(v.shape)}, but must be [B, T, ...]")
+        if v.is_floating_point():
+            check_floating(name, v)
+    floating = next((v.dtype for v in xs if v.is_floating_point()), torch.float32)
+    return xs, state_dtype(floating)
+
+
+def check_state(x: Tensor, h0, state_shape, dtype: torch.dtype) -> Tensor:
+    """h0 [B, *S] in the state's dtype."""
+    if h0 is None:
+        if state_shape is None:
+            raise ValueError("h0 and state_shape are both None, but one must say what a state is")
+        return torch.zeros(len(x), *state_shape, dtype=dtype, device=x.device)
+    check_tensor("h0", h0, x.device)
+    check_floating("h0", h0)
+    shape = h0.shape[1:] if state_shape is None else state_shape
+    check_shape("h0", h0, (len(x), *shape), "[B, *S]")
+    if h0.dim() < 2:
+        raise ValueError(f"h0 has shape {list(h0.shape)}, but must be [B, *S], S not empty")
+    return h0.to(dtype)
+
+
+def check_count(name: str, value: Any, least: int) -> None:
+    if value is not None and not (isinstance(value, int) and value >= least):
+        raise ValueError(f"{name} is {value!r}, but must be an int >= {least}")
+
+
+class Problem:
+    """The cell on rows, whatever of x and params it was given: everything in the state's dtype."""
+
+    def __init__(self, cell: Any, h0: Tensor, xs, params, single: bool, jacobian_fn: Any):
+        cast = lambda v: v.to(h0.dtype) if isinstance(v, Tensor) and v.is_floating_point() else v
+        self.cell, self.h0, self.jacobian_fn = cell, h0, jacobian_fn
+        self.xs, self.params = tuple(map(cast, xs)), tuple(map(cast, params))
+        self.single = single
+
+    def arguments(self, h, xs):
+        return (h, xs[0] if self.single else xs, *self.params)
+
+    def step(self, h: Tensor, xs: Tuple[Tensor, ...]) -> Tensor:
+        """[N, *S] -> [N, *S]."""
+        after = self.cell(*self.arguments(h, xs))
+        check_tensor("cell(...)", after, h.device)
+        check_shape("cell(...)", after, tuple(h.shape), "[N, *S]")
+        if after.dtype != h.dtype:
+            raise TypeError(f"cell(...) has dtype {after.dtype}, but must be {h.dtype} as h is")
+        return after
+
+    def linearize(self, structure: Structure, h: Tensor, xs: Tuple[Tensor, ...], step=None):
+        """f at rows h, and J there; `step` is what stands for the cell, as many steps of it do."""
+        after, pulled = torch.func.vjp(lambda s: (step or self.step)(s, xs), h)[:2]
+        pull = lambda v: pulled(v)[0]
+        if self.jacobian_fn is None or step is not None:
+            return after, structure.jacobian(pull, h), pull
+        jacobian = self.jacobian_fn(*self.arguments(h, xs))
+        wanted = tuple(structure.jacobian(torch.zeros_like, h[:1]).shape[1:])
+        check_shape("jacobian_fn(...)", jacobian, (len(h), *wanted), f"{structure.name} J")
+        return after, jacobian, pull

@@ -1,0 +1,193 @@
+"""FlashGRU and FlashLSTM: recurrent layers whose channels do not mix over time (ParaRNN,
+arXiv 2510.21450), on the diagonal-rnn kernel.
+
+Both are an input projection, [B, T, input_size] -> gates, and a cell:
+
+    input_size, hidden_size
+    num_heads      head n of the projection maps slice n of the input to slice n of the channels
+    bias           of the projection
+    max_recurrent  bound of every |a| and |p|, as published 0.5; None for no bound
+    method         "auto"|"walk"|"shoot"|"newton", backend "auto"|"cuda"|"cpu"|"reference": see the
+                   kernel's functions
+
+    forward(x [B, T, input_size], state=None, *, reset=None, hold=None, lengths=None,
+            cu_seqlens=None) -> h [B, T, hidden_size], state
+    step(x [B, input_size], state=None) -> h [B, hidden_size], state
+
+state: a tuple of [B, hidden_size] ([S, hidden_size] for S packed documents), fp32 (fp64 for fp64),
+None for zeros. reset and hold [B, T] bool, lengths [B] and cu_seqlens [S + 1] int: the kernel's own
+arguments (document boundaries, padding). dtypes bf16, fp16, fp32, fp64; h comes in the projection's,
+so under torch.autocast in autocast's. Wrong arguments raise TypeError or ValueError naming the
+argument, what it was and what it must be.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .kernel_loader import load_kernel
+from .rnn import check_backend
+
+State = tuple[Tensor, ...]
+METHODS = ("auto", "walk", "shoot", "newton")
+
+
+class HeadwiseLinear(nn.Module):
+    """N heads side by side: y[..., g, n J + j] = sum over i of weight[n, g, j, i] x[..., n I + i] + bias.
+
+    weight [N, G, J, I] with N I = input_size, N J = hidden_size; bias [G, hidden_size]. Tools that look
+    for nn.Linear (LoRA, quantisation) do not see it. Kaiming-uniform weight, zero bias.
+    """
+
+    def __init__(
+        self, input_size: int, hidden_size: int, gates: int, num_heads: int = 1, bias: bool = True,
+        device: Any = None, dtype: torch.dtype | None = None,
+    ):  # fmt: skip
+        super().__init__()
+        for name, size in (("input_size", input_size), ("hidden_size", hidden_size)):
+            if num_heads < 1 or size < 1 or size % num_heads:
+                raise ValueError(
+                    f"{name} is {size}, but must be a multiple of num_heads = {num_heads}"
+                )
+        self.input_size, self.hidden_size = input_size, hidden_size
+        self.gates, self.num_heads = gates, num_heads
+        widths = hidden_size // num_heads, input_size // num_heads
+        self.weight = nn.Parameter(
+            torch.empty(num_heads, gates, *widths, device=device, dtype=dtype)
+        )
+        self.bias = None
+        if bias:
+            self.bias = nn.Parameter(torch.empty(gates, hidden_size, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        bound = math.sqrt(6 / self.weight.shape[-1])  # He et al. 2015, fan-in of one head
+        nn.init.uniform_(self.weight, -bound, bound)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor, backend: str = "auto") -> Tensor:  # [..., I] -> [..., G, D]
+        kernel = load_kernel("diagonal-rnn", x.device.type, backend)
+        return kernel.headwise_linear(x, self.weight, self.bias)
+
+    def extra_repr(self) -> str:
+        sizes = f"{self.input_size}, {self.hidden_size}, gates={self.gates}"
+        return f"{sizes}, num_heads={self.num_heads}, bias={self.bias is not None}"
+
+
+class Bound(torch.autograd.Function):
+    """Clamps to [-m, m]. Beyond the bound only gradients that lead back pass, so that no weight is
+    caught there: what clipping the parameters after every update does, without touching them."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, m: float) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.m = m
+        return rows.clamp(-m, m)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        (rows,) = ctx.saved_tensors
+        return torch.where((rows.abs() > ctx.m) & (rows * grad < 0), 0.0, grad), None
+
+
+class _FlashLayer(nn.Module):
+    kernel_cell: str
+    peepholes: int  # rows of p
+
+    def __init__(
+        self, input_size: int, hidden_size: int, num_heads: int = 1, bias: bool = True,
+        max_recurrent: float | None = 0.5, method: str = "auto", backend: str = "auto",
+        device: Any = None, dtype: torch.dtype | None = None,
+    ):  # fmt: skip
+        super().__init__()
+        if max_recurrent is not None and not max_recurrent > 0:
+            raise ValueError(f"max_recurrent is {max_recurrent}, but must be None or a number > 0")
+        if method not in METHODS:
+            raise ValueError(f"method is {method!r}, but must be one of {', '.join(METHODS)}")
+        factory = {"device": device, "dtype": dtype}
+        self.input_size, self.hidden_size = input_size, hidden_size
+        self.max_recurrent, self.method, self.backend = (
+            max_recurrent,
+            method,
+            check_backend(backend),
+        )
+        self.in_proj = HeadwiseLinear(input_size, hidden_size, 3, num_heads, bias, **factory)
+        self.a = nn.Parameter(torch.empty(3, hidden_size, **factory))
+        if self.peepholes:
+            self.p = nn.Parameter(torch.empty(self.peepholes, hidden_size, **factory))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """As published: a and p normal with deviation 1 / sqrt(hidden_size), cut off at three of it."""
+        self.in_proj.reset_parameters()
+        deviation = 1 / math.sqrt(self.hidden_size)
+        for rows in self._rows():
+            nn.init.trunc_normal_(rows, 0.0, deviation, -3 * deviation, 3 * deviation)
+
+    def forward(
+        self, x: Tensor, state: State | None = None, *, reset: Tensor | None = None,
+        hold: Tensor | None = None, lengths: Tensor | None = None, cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, State]:  # fmt: skip
+        """x [B, T, input_size] -> h [B, T, hidden_size], state; see the module."""
+        self._check(x, "[B, T, {}]", 3)
+        cell = getattr(self._kernel(x), self.kernel_cell)
+        masks = {"reset": reset, "hold": hold, "lengths": lengths, "cu_seqlens": cu_seqlens}
+        options = {"method": self.method, "backend": self.backend}
+        return cell(self.in_proj(x, self.backend), *self._weights(), state, **masks, **options)
+
+    def step(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
+        """One step: x [B, input_size] -> h [B, hidden_size], state."""
+        self._check(x, "[B, {}]", 2)
+        cell = getattr(self._kernel(x), f"{self.kernel_cell}_step")
+        return cell(self.in_proj(x, self.backend), *self._weights(), state, backend=self.backend)
+
+    def _kernel(self, x: Tensor) -> Any:
+        return load_kernel("diagonal-rnn", x.device.type, self.backend)
+
+    def _rows(self) -> tuple[nn.Parameter, ...]:
+        return (self.a, self.p) if self.peepholes else (self.a,)
+
+    def _weights(self) -> list[Tensor]:
+        m = self.max_recurrent
+        return [rows if m is None else Bound.apply(rows, m) for rows in self._rows()]
+
+    def _check(self, x: Tensor, letters: str, dims: int) -> None:
+        if x.dim() != dims or x.shape[-1] != self.input_size:
+            wanted = letters.format(self.input_size)
+            raise ValueError(f"x has shape {list(x.shape)}, but must be {wanted}")
+
+    def extra_repr(self) -> str:
+        return f"max_recurrent={self.max_recurrent}, method={self.method!r}"
+
+
+class FlashGRU(_FlashLayer):
+    """Gated recurrent unit with a diagonal recurrence, parameters in_proj and a [3, hidden_size].
+
+        u = in_proj(x)    z, r = sigmoid(a h + u)    c = tanh(a_c (h r) + u_c)
+        h' = (1 - z) h + z c                         state (h,)
+
+    FlashGRU(input_size, hidden_size, num_heads=1, bias=True, max_recurrent=0.5, method="auto",
+    backend="auto", device=None, dtype=None). Arguments, shapes, dtypes, errors: see the module.
+    """
+
+    kernel_cell = "flash_gru"
+    peepholes = 0
+
+
+class FlashLSTM(_FlashLayer):
+    """Long short-term memory with a diagonal recurrence, one gate for input and forgetting, and
+    peepholes: parameters in_proj, a [3, hidden_size] and p [2, hidden_size].
+
+        u = in_proj(x)    f = sigmoid(a_f h + p_f c + u_f)     z = tanh(a_z h + u_z)
+        c' = f c + (1 - f) z
+        o = sigmoid(a_o h + p_o c' + u_o)                      h' = o tanh(c'), state (h, c)
+
+    FlashLSTM(input_size, hidden_size, num_heads=1, bias=True, max_recurrent=0.5, method="auto",
+    backend="auto", device=None, dtype=None). Arguments, shapes, dtypes, errors: see the module.
+    """
+
+    kernel_cell = "flash_lstm"
+    peepholes = 2

@@ -1,0 +1,221 @@
+"""diagonal-rnn: bad input says what is wrong; the ops are registered fully, and compile."""
+
+import pytest
+import torch
+
+from cases import DEVICE, Case
+from diagonal_cases import WEIGHTS, leaves, make
+from flashcell.kernels import diagonal_rnn as reference
+
+CELLS = reference.CELLS
+B, T, D = 2, 4, 8
+
+
+def base(name="flash_lstm"):
+    return make(CELLS[name], Case(B, T, 1, D, ("state",)), torch.float32)
+
+
+def changed(**arguments):
+    call = base()
+    call.update({k: v(call) if callable(v) else v for k, v in arguments.items()})
+    return call
+
+
+def packed(**arguments):
+    """One row of six steps."""
+    return changed(x=torch.randn(1, 6, 3, D), **arguments)
+
+
+def ints(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+TABLE = {  # id: (arguments, error, what it says)
+    "x-list": (changed(x=[1.0]), TypeError, "x is a list, but must be a tensor"),
+    "x-rank": (
+        changed(x=lambda c: c["x"][0]),
+        ValueError,
+        r"x has shape \[4, 3, 8\], but must be \[B, T, 3, D\] for flash_lstm",
+    ),
+    "x-gates": (changed(x=lambda c: c["x"][:, :, :2]), ValueError, r"must be \[B, T, 3, D\]"),
+    "x-int": (changed(x=lambda c: c["x"].int()), TypeError, "x has dtype torch.int32"),
+    "a-none": (changed(a=None), TypeError, "a is a NoneType"),
+    "a-shape": (
+        changed(a=torch.randn(2, D)),
+        ValueError,
+        r"a has shape \[2, 8\], but must be \[3, D\]",
+    ),
+    "a-int": (changed(a=torch.ones(3, D).long()), TypeError, "a has dtype torch.int64"),
+    "a-device": (changed(a=torch.randn(3, D, device="meta")), ValueError, "a is on meta"),
+    "p-shape": (changed(p=torch.randn(3, D)), ValueError, r"must be \[2, D\] = \[2, 8\]"),
+    "state-tensor": (changed(state=torch.zeros(B, D)), ValueError, "needs a tuple of 2 tensors"),
+    "state-shape": (
+        changed(state=lambda c: tuple(s[:1] for s in c["state"])),
+        ValueError,
+        r"state\[0\] has shape \[1, 8\], but must be \[B, D\] = \[2, 8\]",
+    ),
+    "state-int": (
+        changed(state=lambda c: tuple(s.int() for s in c["state"])),
+        TypeError,
+        r"state\[0\] has dtype torch.int32",
+    ),
+    "reset-shape": (
+        changed(reset=torch.zeros(T, B).bool()),
+        ValueError,
+        r"reset has shape \[4, 2\]",
+    ),
+    "hold-float": (changed(hold=torch.zeros(B, T)), TypeError, "hold has dtype torch.float32"),
+    "lengths-long": (changed(lengths=ints(1, 5)), ValueError, "lengths.*0..*4"),
+    "lengths-count": (changed(lengths=ints(1)), ValueError, r"lengths has shape \[1\]"),
+    "cu-batch": (changed(cu_seqlens=ints(0, 4)), ValueError, "x has batch 2"),
+    "cu-order": (packed(cu_seqlens=ints(0, 7, 6)), ValueError, "must start at 0"),
+    "cu-states": (packed(cu_seqlens=ints(0, 6)), ValueError, r"\[S, D\] = \[1, 8\]"),
+    "cu-lengths": (packed(cu_seqlens=ints(0, 6), lengths=ints(6)), ValueError, "only one may be"),
+    "method": (
+        changed(method="deer"),
+        ValueError,
+        "method is 'deer', but must be one of auto, walk",
+    ),
+    "tol": (changed(tol=-1.0), ValueError, "tol is -1.0, but must be None or a number >= 0"),
+    "max_iters": (
+        changed(max_iters=1.5),
+        ValueError,
+        "max_iters is 1.5, but must be None or an int",
+    ),
+    "backend": (changed(backend="gpu"), ValueError, "backend is 'gpu', but must be one of"),
+    "backend-cuda": (changed(backend="cuda"), ValueError, "but the tensors are on 'cpu'"),
+}
+
+
+@pytest.fixture(params=["kernel", "reference"])
+def door(request):
+    """Both doors give the same errors: the Hub's binary and the torch reference."""
+    return request.getfixturevalue("diagonal_rnn") if request.param == "kernel" else reference
+
+
+@pytest.fixture(params=CELLS)
+def name(request):
+    return request.param
+
+
+@pytest.mark.parametrize("row", TABLE)
+def test_sequence(door, row):
+    call, error, message = TABLE[row]
+    with pytest.raises(error, match=message):
+        door.flash_lstm(**call)
+
+
+def test_step(door):
+    call = base()
+    x, a, p = call["x"], call["a"], call["p"]
+    with pytest.raises(ValueError, match=r"x has shape \[2, 4, 3, 8\], but must be \[B, 3, D\]"):
+        door.flash_lstm_step(x, a, p)
+    with pytest.raises(ValueError, match=r"state\[0\] has shape \[1, 8\]"):
+        door.flash_gru_step(x[:, 0], a, (call["state"][0][:1],))
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="about the CPU")
+@pytest.mark.parametrize("method", ["shoot", "newton"])
+def test_methods_parallel_in_time_say_where_they_run(diagonal_rnn, method):
+    with pytest.raises(ValueError, match=rf"method is '{method}', .* on CUDA, and with backend="):
+        diagonal_rnn.flash_lstm(**base(), method=method)
+
+
+def test_backend_by_name_is_never_replaced():
+    with pytest.raises(RuntimeError, match="this copy of the kernel holds no binary"):
+        reference.flash_lstm(**base(), backend="cpu")
+
+
+def op_arguments(name, options, requires_grad=True):
+    call, _ = leaves(make(CELLS[name], Case(2, 4, 1, 8, options), torch.float32))
+    weight = (
+        torch.cat([call[k] for k in WEIGHTS if k in call]).detach().requires_grad_(requires_grad)
+    )
+    state = torch.stack(call["state"]).detach().requires_grad_() if "state" in call else None
+    masks = [call.get(k) for k in ("reset", "hold", "lengths", "cu_seqlens")]
+    return [call["x"], weight, state, *masks, "walk", -1.0, -1]
+
+
+@pytest.mark.parametrize("save", [True, False])
+@pytest.mark.parametrize(
+    "options", [("state", "reset", "hold"), ("state", "lengths"), ("state", "cu"), ()]
+)
+def test_opcheck(diagonal_rnn, name, options, save):
+    op = getattr(diagonal_rnn.dispatch.ops, f"{name}_fwd").default
+    torch.library.opcheck(op, (*op_arguments(name, options), save))
+
+
+@pytest.mark.parametrize("op", ["scan_fwd", "block_scan_fwd"])
+def test_opcheck_scan(diagonal_rnn, op):
+    block = () if op == "scan_fwd" else (2,)
+    leaf = lambda *shape: torch.rand(*shape, *block, requires_grad=True)
+    a, b, h0 = leaf(2, 3, 4, *block), leaf(2, 3, 4), leaf(2, 4)
+    for given in (h0, None):
+        torch.library.opcheck(getattr(diagonal_rnn.dispatch.ops, op).default, (a, b, given, True))
+
+
+def test_ops_called_directly_are_safe(diagonal_rnn, name):
+    """torch.ops is a door too: wrong shapes raise there instead of reading out of bounds."""
+    fwd = getattr(diagonal_rnn.dispatch.ops, f"{name}_fwd")
+    x, weight, *rest = op_arguments(name, ())
+    for bad_x, bad_weight in ((x[0], weight), (x, weight[:, :1]), (x[:, :, :2], weight)):
+        with pytest.raises(RuntimeError, match=r"x|weight"):
+            fwd(bad_x, bad_weight, *rest, False)
+    with pytest.raises(RuntimeError, match="weight must have dtype"):
+        fwd(x, weight.double(), *rest, False)
+    with pytest.raises(RuntimeError, match="method must be"):
+        fwd(x, weight, *rest[:-3], "jump", -1.0, -1, False)
+    with pytest.raises(RuntimeError, match="lengths must be in"):
+        fwd(x, weight, None, None, None, ints(1, 9), None, *rest[-3:], False)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="fp64 is the CPU's")
+def test_gradcheck(diagonal_rnn, name):
+    """The hold rows are the only ones that read the state from `saved`."""
+    options = ("state", "reset", "hold")
+    call, sources = leaves(make(CELLS[name], Case(2, 5, 1, 3, options), torch.float64))
+
+    def outputs(*_):
+        h, last = getattr(diagonal_rnn, name)(**call)
+        return (h, *last)
+
+    assert torch.autograd.gradcheck(outputs, tuple(sources.values()))
+
+
+def test_compiled_object(diagonal_rnn, name):
+    """fullgraph, forward and backward: the same bits as eager."""
+    torch._dynamo.reset()
+    call, sources = leaves(make(CELLS[name], Case(2, 5, 1, 8, ("state", "reset")), torch.float32))
+    x, a = sources["x"], sources["a"]
+
+    def model(x, a):
+        h, last = getattr(diagonal_rnn, name)(**{**call, "x": x * 2, "a": a})
+        scanned = diagonal_rnn.linear_scan(torch.sigmoid(h), h, last[0])
+        return h + scanned
+
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    results = []
+    for function in (model, compiled):
+        out = function(x, a)
+        results.append([out, *torch.autograd.grad(out.sum(), [x, a])])
+    for eager, traced in zip(*results, strict=True):
+        assert torch.equal(eager, traced)
+
+
+@pytest.mark.slow
+def test_compiled_by_inductor(diagonal_rnn):
+    call = base()
+    compiled = torch.compile(
+        lambda x: diagonal_rnn.flash_lstm(**{**call, "x": x})[0].sum(), fullgraph=True
+    )
+    expected = diagonal_rnn.flash_lstm(**call)[0].sum()
+    torch.testing.assert_close(compiled(call["x"]), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_double_backward_is_refused(diagonal_rnn, name):
+    """No second derivatives in the kernels: an error that says where they are."""
+    call, sources = leaves(base(name))
+    h, _ = getattr(diagonal_rnn, name)(**call)
+    (dx,) = torch.autograd.grad(h.sum(), sources["x"], create_graph=True)
+    with pytest.raises(RuntimeError, match=r"second derivatives.*backend='reference'"):
+        dx.sum().backward()

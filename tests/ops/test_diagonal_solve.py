@@ -1,0 +1,64 @@
+"""solve through the binary's scans: mode "scan", which "auto" takes where there is a binary."""
+
+import pytest
+import torch
+
+from cases import DEVICE
+from flashcell.kernels import diagonal_rnn as reference
+from numerics import assert_close
+
+D = 5
+
+
+def diagonal(h, x, w):
+    z = torch.sigmoid(w[0] * h + x[:, 0])
+    return z * h + (1 - z) * torch.tanh(w[1] * h + x[:, 1])
+
+
+def pairs(h, x, w):  # S = [D, 2]
+    f = torch.sigmoid(w[0] * h[..., 0] + x[:, 0])
+    c = f * h[..., 1] + (1 - f) * torch.tanh(w[1] * h[..., 0] + x[:, 1])
+    return torch.stack([torch.tanh(c), c], -1)
+
+
+def dense(h, x, w):
+    return torch.tanh(0.3 * h.sum(-1, keepdim=True) * w[0] + x[:, 0])
+
+
+CELLS = {diagonal: (D,), pairs: (D, 2)}
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.__name__)
+@pytest.mark.parametrize("chunk", [1, 8])
+def test_equals_the_loop(diagonal_rnn, cell, chunk):
+    dtype = torch.float64 if DEVICE == "cpu" else torch.float32
+    tolerance = 1e-13 if DEVICE == "cpu" else 1e-5
+    x, h0 = torch.randn(3, 50, 2, D, dtype=dtype), torch.randn(3, *CELLS[cell], dtype=dtype)
+    given = [t.requires_grad_() for t in (x, h0, torch.rand(2, D, dtype=dtype) - 0.5)]
+    results = []
+    for mode in ("auto", "scan", "torch", "sequential"):
+        h, last, info = diagonal_rnn.solve(
+            cell, *given[:2], given[2:], chunk=chunk, mode=mode, return_info=True
+        )
+        assert info.mode == ("scan" if mode == "auto" else mode)
+        loss = h.square().sum() + last.sum()
+        results.append([h, last, *torch.autograd.grad(loss, given)])
+    *others, loop = results
+    for result in others:
+        names = ("h", "last", "dx", "dh0", "dw")
+        for name, got, want in zip(names, result, loop, strict=True):
+            assert_close(name, got, want, tolerance)
+
+
+def test_structures_without_a_scan(diagonal_rnn):
+    x, w = torch.randn(2, 9, 2, D), torch.randn(2, D)
+    options = {"params": (w,), "state_shape": (D,), "return_info": True}
+    assert diagonal_rnn.solve(dense, x, **options)[2].mode == "torch"
+    with pytest.raises(ValueError, match="mode is 'scan', but structure 'dense' of states"):
+        diagonal_rnn.solve(dense, x, mode="scan", **options)
+
+
+def test_the_reference_has_no_scan():
+    x = torch.randn(2, 9, 2, D)
+    with pytest.raises(RuntimeError, match=f"backend '{DEVICE}' was asked for, but this copy"):
+        reference.solve(diagonal, x, params=(x[0, 0],), state_shape=(D,), mode="scan")
