@@ -20,9 +20,7 @@ struct Scratch {
 template <typename Body>
 void parallel_ranges(const Host& host, int64_t count, const Body& body) {
   if (count == 0) return;
-  auto run = [](void* context, int64_t begin, int64_t end) {
-    (*(const Body*)context)(begin, end);
-  };
+  auto run = [](void* context, int64_t begin, int64_t end) { (*(const Body*)context)(begin, end); };
   host.parallel(count, run, (void*)&body);
 }
 
