@@ -10,20 +10,21 @@ from mlstm_cases import Case, make
 from numerics import assert_close
 
 
+# Relative to float64. The exponential gate's gradients can be one row whose divisor nearly cancels,
+# which bf16 operands move more: worst seen dq 6e-3, dk 6.2e-3, di 5.6e-3, dv 3.1e-3; else 3e-3, df 4.3e-3.
+BOUNDS = {
+    "exp": {"h": 4e-3, "dq": 8e-3, "dk": 8e-3, "dv": 4e-3, "di": 8e-3, "df": 1e-2},
+    "sigmoid": {"h": 3e-3, "dq": 3e-3, "dk": 3e-3, "dv": 3e-3, "di": 4e-3, "df": 1e-2},
+}
+
+
 @pytest.mark.parametrize("size", [64, 128, 256, 512])
 @pytest.mark.parametrize(("i", "f"), [(-10.0, 3.0), (0.0, 3.0), (0.0, 12.0), (10.0, 6.0)])
 @pytest.mark.parametrize("cell", ["exp", "sigmoid"])
 def test_bf16_at_a_models_width(tfla, cell, i, f, size):
-    """Relative to float64: h, dq, dk, dv 3e-3, di 4e-3, df 1e-2 (worst seen 2.9e-3, 3e-3, 4.3e-3).
-
-    The exponential gate's dq and dk may be one row whose divisor nearly cancels: worst seen 6e-3.
-    """
     call = make(cell, Case(1, 512, 1, 128, 256, (), size, i, f), torch.bfloat16)
     given = [torch.randn(call["v"].shape).bfloat16(), torch.zeros(1, 1, 128, 256)]
     given += [torch.zeros(1, 1, 128)] * (cell == "exp")
     got, exact = run(tfla, call, given), run(reference, upcast(call), given)
-    for key in ("h", "dq", "dk", "dv", "di", "df"):
-        bound = {"di": 4e-3, "df": 1e-2}.get(key, 3e-3)
-        if key in ("dq", "dk") and cell == "exp":
-            bound = 8e-3
+    for key, bound in BOUNDS[cell].items():
         assert_close(key, got[key].double(), exact[key], bound)
