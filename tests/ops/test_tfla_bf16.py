@@ -9,7 +9,6 @@ from flashcell.kernels import tfla as reference
 from mlstm_cases import Case, make
 from numerics import assert_close
 
-
 # Relative to float64. The exponential gate's gradients can be one row whose divisor nearly cancels,
 # which bf16 operands move more: worst seen dq 6e-3, dk 6.2e-3, di 5.6e-3, dv 3.1e-3; else 3e-3, df 4.3e-3.
 BOUNDS = {
