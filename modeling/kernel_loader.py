@@ -145,6 +145,10 @@ def _reference(name: str) -> Any:
         from .kernels import diagonal_rnn
 
         return diagonal_rnn
+    if name == "tfla":
+        from .kernels import tfla
+
+        return tfla
     raise KernelError(f"{name} has no torch reference in this package")
 
 

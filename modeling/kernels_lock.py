@@ -15,5 +15,11 @@ LOCK = {
             "revision": None,
             "variants": {},
         },
+        "tfla": {
+            "repo": "flashcell/tfla",
+            "version": 1,
+            "revision": None,
+            "variants": {},
+        },
     },
 }

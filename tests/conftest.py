@@ -38,6 +38,11 @@ def diagonal_rnn():
     return load_built("diagonal-rnn", os.environ.get("FLASHCELL_TEST_DIAGONAL_KERNEL"))
 
 
+@pytest.fixture(scope="session")
+def tfla():
+    return load_built("tfla", os.environ.get("FLASHCELL_TEST_TFLA_KERNEL"))
+
+
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(0)

@@ -10,9 +10,10 @@ import pytest
 TESTS = Path(__file__).parents[1]
 FLAGS = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
 NEEDS = {"baseline": (), "avx2": ("avx2", "fma", "f16c"), "avx512": ("avx512bw", "avx512_bf16")}
-SUBSET = "B5T11 or B17 or D300 or D520 or B3T7 or test_values"
+SUBSET = "B3T37 or B2T131 or test_step or B5T11 or B17 or D300 or D520 or B3T7 or test_values"
 FILES = {
     "fused_rnn": ["tests/ops/test_sequence.py"],
+    "tfla": ["tests/ops/test_tfla.py"],
     "diagonal_rnn": ["tests/ops/test_diagonal.py", "tests/ops/test_diagonal_scan.py"],
 }
 

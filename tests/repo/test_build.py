@@ -187,7 +187,7 @@ def test_archs():
 
 
 BAD_ARGUMENTS = {
-    "kernel": (["--kernel", "none"], "is 'none', but must be one of diagonal-rnn, fused-rnn"),
+    "kernel": (["--kernel", "none"], "is 'none', but must be one of diagonal-rnn, fused-rnn, tfla"),
     "arch": (["--backend", "cuda", "--archs", "sm_90"], "CUDA arch is 'sm_90', but must be a"),
     "no archs": (["--backend", "cuda", "--archs", ";"], "must name at least one"),
     "archs on cpu": (["--archs", "9.0a"], "only the cuda backend has archs"),

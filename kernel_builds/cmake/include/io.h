@@ -40,13 +40,16 @@ FN Vec<float> load_io(const bf16* p) {
   return (Vec<float>::Raw)(__builtin_convertvector(bits, Word) << 16);
 }
 
-FN void store_io(bf16* p, Vec<float> v) {  // to nearest even; NaN becomes the quiet NaN 0x7fc0
+FN Word to_bf16(Vec<float> v) {  // to nearest even; NaN becomes the quiet NaN 0x7fc0
   const Word u = (Word)v.raw;
   const Word rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
-  const Word word = (Word)select(v != v, Vec<float>((Vec<float>::Raw)(Word{} + 0x7fc0u)),
-                                 Vec<float>((Vec<float>::Raw)rounded))
-                        .raw;
-  const Short bits = __builtin_convertvector(word, Short);
+  return (Word)select(v != v, Vec<float>((Vec<float>::Raw)(Word{} + 0x7fc0u)),
+                      Vec<float>((Vec<float>::Raw)rounded))
+      .raw;
+}
+
+FN void store_io(bf16* p, Vec<float> v) {
+  const Short bits = __builtin_convertvector(to_bf16(v), Short);
   memcpy(p, &bits, sizeof bits);
 }
 

@@ -1,6 +1,7 @@
 // How the time loop meets the threads: one pure function of the shape.
 #pragma once
 #include "engine.h"
+#include "scratch.h"
 
 namespace flashcell::FLASHCELL_ISA {
 
@@ -14,18 +15,6 @@ struct Plan {
 
 constexpr int64_t kRowGroup = 8;             // sequences whose bias gradients are one partial sum
 constexpr int64_t kCacheBytes = 768 * 1024;  // weights of a head that stay beside a core
-constexpr int64_t kBarrierMultiplyAdds = 400 * 1000;  // a step this small costs less than a barrier
-
-// Runs on the calling thread. A call smaller than a barrier gains nothing from a second thread, and
-// where another process holds that thread's core it would wait a time slice for it (a decoding step
-// of 2 heads of 128 beside two busy processes: 53 us on average, 311 us with the barrier).
-inline __attribute__((always_inline)) Host fitting(const Host& host, int64_t multiply_adds) {
-  if (multiply_adds >= kBarrierMultiplyAdds) return host;
-  return {[](int64_t count, void (*body)(void*, int64_t, int64_t), void* context) {
-            body(context, 0, count);
-          },
-          host.allocate, host.release, 1};
-}
 
 inline __attribute__((always_inline)) Plan make_plan(int64_t S, int64_t N, int64_t weight_bytes,
                                                      int64_t weight_count, int threads) {

@@ -34,9 +34,7 @@ void pack_vector(Element<IO>* to, int panel_vectors, const IO* from, int64_t k_s
         for (int d = 0; d < kDepth && k + d < depth; ++d) {
           widen(rows[d], source + d * k_stride, columns);
         }
-        for (int n = 0; n < kWidth; ++n) {
-          for (int d = 0; d < kDepth; ++d) to[n * kDepth + d] = rows[d][n];
-        }
+        store_pairs(to, columns_of(rows[0]), columns_of(rows[1]));
       }
     }
     return;

@@ -1,7 +1,8 @@
 // The matrix product: operand formats, and the microkernel that keeps a tile of C in registers.
 //
-// C[m, col] += sum_k rows[m][k] B[k, col] over one panel: NV vectors of columns. A panel stores
-// B as [k / kDepth][NV][width][kDepth], so that the kernel streams it once, front to back.
+// C[m, col] = sum_k rows[m][k] B[k, col] over one panel: NV vectors of columns; added to C where
+// k_begin > 0 or `add` says so. A panel stores B as [k / kDepth][NV][width][kDepth], so that the
+// kernel streams it once, front to back.
 #pragma once
 #include "io.h"
 
@@ -41,6 +42,17 @@ struct Product<bf16> {
 template <typename IO>
 using Element = typename Product<IO>::Element;
 
+// Two rows of columns as the pairs that the hardware multiplies.
+FN void store_pairs(bf16* to, Word first, Word second) {
+  const Word pairs = first | second << 16;
+  memcpy(to, &pairs, sizeof pairs);
+}
+FN Word columns_of(const bf16* p) {
+  Short bits;
+  memcpy(&bits, p, sizeof bits);
+  return __builtin_convertvector(bits, Word);
+}
+
 FN void store_element(float* p, Vec<float> v) { store(p, v); }
 FN void store_element(double* p, Vec<double> v) { store(p, v); }
 FN void store_element(bf16* p, Vec<float> v) { store_io(p, v); }
@@ -77,7 +89,8 @@ constexpr int kPrefetchBytes = 4096;
 
 template <typename IO, int NV, int MR>
 __attribute__((noinline)) void microkernel(const Element<IO>* const* rows, int64_t k_begin,
-                                           int64_t k_end, const Element<IO>* panel, State<IO>* c) {
+                                           int64_t k_end, const Element<IO>* panel, State<IO>* c,
+                                           bool add) {
   using P = Product<IO>;
   using V = Vec<State<IO>>;
   constexpr int kStride = NV * V::kWidth;
@@ -88,7 +101,7 @@ __attribute__((noinline)) void microkernel(const Element<IO>* const* rows, int64
     a[m] = rows[m];
 #pragma GCC unroll 4
     for (int v = 0; v < NV; ++v) {
-      acc[m][v] = k_begin == 0 ? V(0) : load(c + m * kStride + v * V::kWidth);
+      acc[m][v] = add ? load(c + m * kStride + v * V::kWidth) : V(0);
     }
   }
   const Element<IO>* b = panel + k_begin * kStride;
@@ -115,13 +128,13 @@ __attribute__((noinline)) void microkernel(const Element<IO>* const* rows, int64
 
 template <typename IO, int NV, int MR>
 FN void microkernel_rows(int rows_now, const Element<IO>* const* rows, int64_t k_begin,
-                         int64_t k_end, const Element<IO>* panel, State<IO>* c) {
+                         int64_t k_end, const Element<IO>* panel, State<IO>* c, bool add) {
   if constexpr (MR > 1) {
     if (rows_now < MR) {
-      return microkernel_rows<IO, NV, MR - 1>(rows_now, rows, k_begin, k_end, panel, c);
+      return microkernel_rows<IO, NV, MR - 1>(rows_now, rows, k_begin, k_end, panel, c, add);
     }
   }
-  microkernel<IO, NV, MR>(rows, k_begin, k_end, panel, c);
+  microkernel<IO, NV, MR>(rows, k_begin, k_end, panel, c, add);
 }
 
 // Row tiles of nearly equal height; every one reads the same k block of the panel while it is in
@@ -130,7 +143,7 @@ constexpr int64_t kPanelBlockBytes = 24 * 1024;
 
 template <typename IO, int NV>
 void panel_product(const Element<IO>* const* rows, int count, int64_t k_begin, int64_t k_end,
-                   const Element<IO>* panel, State<IO>* c) {
+                   const Element<IO>* panel, State<IO>* c, bool add = false) {
   constexpr int kRows = kMaxRows<NV>, kStride = NV * Vec<State<IO>>::kWidth;
   // A multiple of kDepth: a pair of bf16 must not straddle two blocks.
   constexpr int64_t kBlock = kPanelBlockBytes / (kStride * sizeof(Element<IO>)) / 16 * 16;
@@ -141,7 +154,7 @@ void panel_product(const Element<IO>* const* rows, int count, int64_t k_begin, i
     for (int tile = 0; tile < tiles; ++tile) {
       const int first = tile * count / tiles, next = (tile + 1) * count / tiles;
       microkernel_rows<IO, NV, kRows>(next - first, rows + first, k, end, panel,
-                                      c + first * kStride);
+                                      c + first * kStride, add || k > 0);
     }
   }
 }

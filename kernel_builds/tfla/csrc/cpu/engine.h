@@ -1,0 +1,26 @@
+// What the CPU engine offers ops.cpp. Its parameters are the ones of every engine: ../params.h.
+#pragma once
+#include "../params.h"
+#include "host.h"
+
+namespace flashcell {
+
+// One instruction set's build of the engine.
+struct Backend {
+  const char* name;
+  void (*forward)(Dtype, const ForwardParams&, const Host&);
+  void (*backward)(Dtype, const BackwardParams&, const Host&);
+  void (*step)(Dtype, const StepParams&, const Host&);
+};
+
+namespace baseline {
+extern const Backend kBackend;
+}
+namespace avx2 {
+extern const Backend kBackend;
+}
+namespace avx512 {
+extern const Backend kBackend;
+}
+
+}  // namespace flashcell

@@ -1,0 +1,135 @@
+// The forward pass: inside a chunk two products with the decay between them, one with the state
+// before it, and one that makes the state after it.
+#pragma once
+#include "head.h"
+
+namespace flashcell::FLASHCELL_ISA {
+
+template <typename IO>
+struct Forward {
+  using M = Matrix<IO>;
+  using T = State<IO>;
+  using V = Vec<T>;
+  using E = Element<IO>;
+
+  ForwardParams p;
+  const Host& caller;
+  const Host host;
+
+  Forward(const ForwardParams& params, const Host& h)
+      : p(fit_chunk(params)), caller(h), host(fitting(h, multiply_adds<IO>(p))) {}
+
+  struct Buffers {
+    int64_t pitch;  // of rows of a chunk's steps
+    Gates<T> gates;
+    Carry<IO> carry;
+    Scratch<E> keys, values, state, left, copies;
+    Scratch<T> scores, sums;
+    Buffers(const Host& host, const MlstmParams& p)
+        : pitch((p.chunk + 63) / 64 * 64),
+          gates(host, p.chunk),
+          carry(host, p.K, p.V),
+          keys(host, M::packed_size(p.K, p.chunk)),
+          values(host, M::packed_size(p.chunk, p.V)),
+          state(host, M::packed_size(p.K, p.V)),
+          left(host, (p.K > kTile ? p.K : kTile) * pitch),
+          copies(host, kTile * p.K),
+          scores(host, M::tile_size(kTile, p.chunk)),
+          sums(host, M::tile_size(kTile, p.V)) {}
+  };
+
+  void run() {
+    parallel_ranges(host, p.S * p.H, [&](int64_t begin, int64_t end) {
+      Buffers b(caller, p);
+      for_heads(p, begin, end, [&](const Sequence& s, int64_t head) { sequence({p, s, head}, b); });
+    });
+  }
+
+  void sequence(const Head<IO>& x, Buffers& b) const {
+    b.carry.load_from(p.C ? x.part(p.C, p.K * p.V) : nullptr, p.n ? x.part(p.n, p.K) : nullptr);
+    b.gates.m = p.m ? *x.part(p.m, 1) : 0;
+    for (int64_t c = 0; c < x.chunks(); ++c) {
+      const int64_t row = x.row(c), steps = x.steps(c);
+      b.gates.scan(p, row, x.head, steps);
+      M::pack(b.values, x.at(p.v, row), p.v.time, steps, p.V);
+      if (p.q.data) {
+        M::pack_rows(b.keys, x.at(p.k, row), p.k.time, p.K, steps);
+        const E* state = b.carry.any ? M::pack_tile(b.state, b.carry.C, p.K, p.V) : nullptr;
+        for (int64_t r = 0; r < steps; r += kTile) tile(x, b, row, steps, r, state);
+      }
+      b.carry.update(T(b.gates.keep), x.at(p.k, row), p.k.time, b.gates.outflow,
+                     p.normalized ? b.gates.outflow : nullptr, steps, b.values, b.left, b.pitch);
+    }
+    b.carry.store_to(x.part(p.last_C, p.K * p.V), p.last_n ? x.part(p.last_n, p.K) : nullptr);
+    if (p.last_m) *x.part(p.last_m, 1) = T(b.gates.m);
+    if (p.q.data == nullptr) return;
+    for (int64_t row = s_end(x.s); row < s_end(x.s) + x.s.padding; ++row) {
+      memset(x.template out<IO>(p.h, row, p.V), 0, p.V * sizeof(IO));
+    }
+  }
+
+  static int64_t s_end(const Sequence& s) { return s.row + s.length; }
+
+  // Rows [first, first + kTile) of a chunk of `steps` from row `row` on.
+  void tile(const Head<IO>& x, Buffers& b, int64_t row, int64_t steps, int64_t first,
+            const E* state) const {
+    const int64_t count = steps - first < kTile ? steps - first : kTile, end = first + count;
+    const int64_t begin = b.gates.start[first] / M::kStride * M::kStride;  // keys nobody sees
+    const E* queries[kTile];
+    M::rows(queries, b.copies, x.at(p.q, row + first), p.q.time, count, p.K);
+    const int64_t skipped = begin / M::kStride;
+    M::product(queries, count, 0, p.K, b.keys + skipped * M::padded(p.K) * M::kStride, p.K,
+               b.scores + skipped * count * M::kStride, count, end - begin, false);
+    T scale[kTile];
+    const E* weights[kTile];
+    for (int64_t r = 0; r < count; ++r) {
+      weights[r] = b.left + r * b.pitch;
+      scale[r] = weigh(x, b, row, first + r, r, count, begin, end);
+    }
+    if (state) {
+      M::product(queries, count, 0, p.K, state, p.K, b.sums, count, p.V, false);
+      for (int64_t r = 0; r < count; ++r) {
+        const T inflow = b.gates.inflow[first + r] * T(query_scale(p));
+        M::for_columns(p.V, [&](int64_t c, int, auto) __attribute__((always_inline)) {
+          T* at = b.sums + M::at(count, r, c);
+          store(at, inflow == 0 ? V(0) : load(at) * V(inflow));
+        });
+      }
+    } else {
+      memset(b.sums, 0, M::tile_size(count, p.V) * sizeof(T));
+    }
+    M::product(weights, count, begin, M::padded(end), b.values, steps, b.sums, count, p.V, true);
+    for (int64_t r = 0; r < count; ++r) {
+      IO* h = x.template out<IO>(p.h, row + first + r, p.V);
+      M::for_columns(p.V, [&](int64_t c, int lanes, auto whole) __attribute__((always_inline)) {
+        store_part<decltype(whole)::value>(h + c, load(b.sums + M::at(count, r, c)) * V(scale[r]),
+                                           lanes);
+      });
+    }
+  }
+
+  // Row t's weights of the steps [begin, end), as left operand; returns 1 over the divisor.
+  T weigh(const Head<IO>& x, Buffers& b, int64_t row, int64_t t, int64_t r, int64_t count,
+          int64_t begin, int64_t end) const {
+    const Gates<T>& g = b.gates;
+    const T scale = T(query_scale(p));
+    E* to = b.left + r * b.pitch;
+    V total(0);
+    int64_t j = begin;
+    for (; j <= t; j += M::kWidth) {
+      const V score = load(b.scores + M::at(count, r, j));
+      const V weight = seen(g, t, j, pair_decay(g, t, j) * V(scale) * score);
+      total += weight;
+      store_element(to + j, weight);
+    }
+    for (; j < M::padded(end); j += M::kWidth) store_element(to + j, V(0));
+    if (!p.normalized) return T(1);
+    T denominator = sum(total);
+    if (b.carry.any && g.inflow[t] != 0) {
+      denominator += g.inflow[t] * scale * dot(x.at(p.q, row + t), b.carry.n, p.K);
+    }
+    return T(1) / divisor(denominator, g.floor[t], p.eps);
+  }
+};
+
+}  // namespace flashcell::FLASHCELL_ISA

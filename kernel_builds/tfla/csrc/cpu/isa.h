@@ -1,0 +1,43 @@
+// One instruction set's build of the whole engine: includes everything into its namespace, named
+// by FLASHCELL_ISA, and fills its Backend. Nothing here may use torch or the C++ library: code they
+// would emit with this unit's flags could be merged into units that run on older machines.
+#pragma once
+#include "backward.h"
+#include "engine.h"
+#include "for_cell.h"
+#include "forward.h"
+#include "step.h"
+
+namespace flashcell::FLASHCELL_ISA {
+
+template <typename IO>
+struct RunForward {
+  static void run(const ForwardParams& params, const Host& host) {
+    Forward<IO>(params, host).run();
+  }
+};
+template <typename IO>
+struct RunBackward {
+  static void run(const BackwardParams& params, const Host& host) {
+    Backward<IO>(params, host).run();
+  }
+};
+template <typename IO>
+struct RunStep {
+  static void run(const StepParams& params, const Host& host) { Step<IO>{params, host}.run(); }
+};
+
+const Backend kBackend = {
+    kIsaName,
+    [](Dtype dtype, const ForwardParams& params, const Host& host) {
+      for_dtype<RunForward>(dtype, params, host);
+    },
+    [](Dtype dtype, const BackwardParams& params, const Host& host) {
+      for_dtype<RunBackward>(dtype, params, host);
+    },
+    [](Dtype dtype, const StepParams& params, const Host& host) {
+      for_dtype<RunStep>(dtype, params, host);
+    },
+};
+
+}  // namespace flashcell::FLASHCELL_ISA

@@ -1,0 +1,249 @@
+// The matrices of a chunk. A tile holds sums: [panels][rows][kStride] in the state dtype, which is
+// what the microkernel reads and writes. A packed matrix is its right operand:
+// [panels][depth][kStride].
+#pragma once
+#include "../params.h"
+#include "pack.h"
+#include "scratch.h"
+
+namespace flashcell::FLASHCELL_ISA {
+
+constexpr int64_t kTile = 64;  // rows of a tile of a chunk
+
+template <typename IO>
+struct Matrix {
+  using T = State<IO>;
+  using V = Vec<T>;
+  using E = Element<IO>;
+  static constexpr int kWidth = V::kWidth, kStride = kMaxVectors * kWidth;
+  static constexpr int kDepth = Product<IO>::kDepth;
+
+  static int64_t panels(int64_t width) { return (width + kStride - 1) / kStride; }
+  static int64_t padded(int64_t depth) { return padded_depth<IO>(depth); }
+  static int64_t tile_size(int64_t rows, int64_t width) { return panels(width) * rows * kStride; }
+  static int64_t packed_size(int64_t depth, int64_t width) {
+    return panels(width) * padded(depth) * kStride;
+  }
+
+  // Column c of row r in a tile of `rows` rows.
+  FN static int64_t at(int64_t rows, int64_t r, int64_t c) {
+    return (c / kStride * rows + r) * kStride + c % kStride;
+  }
+
+  // body(column, lanes, whole) for every vector of `width` columns.
+  template <typename Body>
+  FN static void for_columns(int64_t width, const Body& body) {
+    int64_t c = 0;
+    for (; c + kWidth <= width; c += kWidth) body(c, kWidth, std_true());
+    if (c < width) body(c, int(width - c), std_false());
+  }
+
+  // B[k, n] = from[k stride + n].
+  static void pack(E* to, const IO* from, int64_t stride, int64_t depth, int64_t width) {
+    for (int64_t panel = 0; panel < panels(width); ++panel) {
+      for (int v = 0; v < kMaxVectors; ++v) {
+        const int64_t n = panel * kStride + v * kWidth;
+        const int64_t left = width - n < kWidth ? width - n : kWidth;
+        pack_vector<IO>(to + panel * padded(depth) * kStride + v * kWidth * kDepth, kMaxVectors,
+                        from + (left > 0 ? n : 0), stride, 1, depth, left > 0 ? int(left) : 0);
+      }
+    }
+  }
+
+  // The same of rows that lie along k: B[k, n] = from[k + n stride]. What a product takes at once
+  // of one column, kDepth elements, is one lane of a vector.
+  static void pack_rows(E* to, const IO* from, int64_t stride, int64_t depth, int64_t width) {
+    constexpr int64_t kStep = kWidth * kDepth;
+    for (int64_t n = 0; n < panels(width) * kStride; n += kWidth) {
+      E* column = to + n / kStride * padded(depth) * kStride + n % kStride * kDepth;
+      const int64_t columns = width - n < kWidth ? width - n : kWidth;
+      for (int64_t k = 0; k < depth; k += kStep) {
+        const int left = depth - k < kStep ? int(depth - k) : int(kStep);
+        V block[kWidth];
+        for (int r = 0; r < kWidth; ++r) {
+          block[r] = r < columns ? load_lanes(from + (n + r) * stride + k, left) : V(0);
+        }
+        transpose(block);
+        for (int i = 0; i * kDepth < left; ++i) {
+          memcpy(column + (k + i * kDepth) * kStride, &block[i].raw, sizeof block[i].raw);
+        }
+      }
+    }
+  }
+
+  // A tile as right operand: itself, where elements are what sums are.
+  static const E* pack_tile(E* to, const T* tile, int64_t depth, int64_t width) {
+    if constexpr (kDepth == 1) {
+      return tile;
+    } else {
+      const int64_t vectors = panels(width) * kMaxVectors;
+      for (int64_t i = 0; i < vectors; ++i) {
+        const int64_t panel = i / kMaxVectors * depth * kStride, v = i % kMaxVectors * kWidth;
+        for (int64_t k = 0; k < depth; k += kDepth) {
+          V rows[kDepth];
+          for (int d = 0; d < kDepth; ++d) rows[d] = load(tile + panel + (k + d) * kStride + v);
+          store_depth(to + panel + k * kStride + v * kDepth, rows);
+        }
+      }
+      return to;
+    }
+  }
+
+  // The transpose of a tile [rows, width] as right operand: depth `width`, `rows` columns. Both are
+  // multiples of 8, of which a vector may be two.
+  static void pack_transposed(E* to, const T* tile, int64_t rows, int64_t width) {
+    for (int64_t n = 0; n < panels(rows) * kStride; n += kWidth) {
+      E* column = to + n / kStride * width * kStride + n % kStride * kDepth;
+      const int count = n < rows ? (rows - n < kWidth ? int(rows - n) : kWidth) : 0;
+      for (int64_t k = 0; k < width; k += kWidth) {
+        V block[kWidth];
+        transpose(tile + at(rows, n, k), kStride, count, block);
+        for (int d = 0; d < kWidth && k + d < width; d += kDepth) {
+          store_depth(column + (k + d) * kStride, block + d);
+        }
+      }
+    }
+  }
+
+  // to[c][t] = from[t][c] scale[t] as left operand: rows of `pitch` elements, zeros from `count` on
+  // to a vector's end.
+  static void transpose_rows(E* to, int64_t pitch, const IO* from, int64_t stride, const T* scale,
+                             int64_t count, int64_t width) {
+    for_columns(width, [&](int64_t c, int lanes, auto whole) __attribute__((always_inline)) {
+      for (int64_t t0 = 0; t0 < count; t0 += kWidth) {
+        T rows[kWidth * kWidth];
+        const int now = count - t0 < kWidth ? int(count - t0) : kWidth;
+        for (int t = 0; t < now; ++t) {
+          store(rows + t * kWidth,
+                load_part<decltype(whole)::value>(from + (t0 + t) * stride + c, lanes) *
+                    V(scale[t0 + t]));
+        }
+        V block[kWidth];
+        transpose(rows, kWidth, now, block);
+        for (int i = 0; i < lanes; ++i) store_element(to + (c + i) * pitch + t0, block[i]);
+      }
+    });
+  }
+
+  // to[c] += sum over t of from[t][c] scale[t]
+  static void add_rows(T* to, const IO* from, int64_t stride, const T* scale, int64_t count,
+                       int64_t width) {
+    for_columns(width, [&](int64_t c, int lanes, auto whole) __attribute__((always_inline)) {
+      V total = load(to + c);
+      for (int64_t t = 0; t < count; ++t) {
+        total += load_part<decltype(whole)::value>(from + t * stride + c, lanes) * V(scale[t]);
+      }
+      store(to + c, total);
+    });
+  }
+
+  // to[c][r] = tile[r][c] as left operand, for columns [begin, end) of a tile of `rows` rows.
+  static void transpose_tile(E* to, int64_t pitch, const T* tile, int64_t rows, int64_t begin,
+                             int64_t end) {
+    for (int64_t c = begin / kWidth * kWidth; c < end; c += kWidth) {
+      for (int64_t r = 0; r < rows; r += kWidth) {
+        V block[kWidth];
+        transpose(tile + at(rows, r, c), kStride, rows - r < kWidth ? int(rows - r) : kWidth,
+                  block);
+        for (int i = 0; i < kWidth && c + i < end; ++i) {
+          store_element(to + (c + i) * pitch + r, block[i]);
+        }
+      }
+    }
+  }
+
+  // Rows as left operands: in place where elements are what memory holds, else widened copies.
+  static void rows(const E** pointers, E* copies, const IO* from, int64_t stride, int64_t count,
+                   int64_t width) {
+    for (int64_t r = 0; r < count; ++r) {
+      if constexpr (sizeof(E) == sizeof(IO)) {
+        pointers[r] = (const E*)(from + r * stride);
+      } else {
+        E* to = copies + r * width;
+        for_columns(width, [&](int64_t c, int lanes, auto whole) __attribute__((always_inline)) {
+          store_part<decltype(whole)::value>(
+              to + c, load_part<decltype(whole)::value>(from + r * stride + c, lanes), lanes);
+        });
+        pointers[r] = to;
+      }
+    }
+  }
+
+  // tile (+)= rows[count, k_begin..k_end) packed[k_begin..k_end), `width` columns; count <= kTile.
+  // The packed matrix has `depth` rows, the tile `tile_rows` from `tile` on.
+  static void product(const E* const* rows, int64_t count, int64_t k_begin, int64_t k_end,
+                      const E* packed, int64_t depth, T* tile, int64_t tile_rows, int64_t width,
+                      bool add) {
+    for (int64_t panel = 0; panel < panels(width); ++panel) {
+      panel_product<IO, kMaxVectors>(rows, int(count), k_begin, k_end,
+                                     packed + panel * padded(depth) * kStride,
+                                     tile + panel * tile_rows * kStride, add);
+    }
+  }
+
+  // The same for any number of rows, `pitch` elements apart from `left` on, over the whole depth.
+  static void product(const E* left, int64_t pitch, int64_t count, const E* packed, int64_t depth,
+                      T* tile, int64_t width, bool add) {
+    for (int64_t r0 = 0; r0 < count; r0 += kTile) {
+      const E* rows[kTile];
+      const int64_t now = count - r0 < kTile ? count - r0 : kTile;
+      for (int64_t r = 0; r < now; ++r) rows[r] = left + (r0 + r) * pitch;
+      product(rows, now, 0, padded(depth), packed, depth, tile + r0 * kStride, count, width, add);
+    }
+  }
+
+ private:
+  struct std_true {
+    static constexpr bool value = true;
+  };
+  struct std_false {
+    static constexpr bool value = false;
+  };
+
+  // block[c][r] = from[r stride + c] for r < rows, else 0.
+  FN static void transpose(const T* from, int64_t stride, int rows, V* block) {
+    for (int r = 0; r < kWidth; ++r) block[r] = r < rows ? load(from + r * stride) : V(0);
+    transpose(block);
+  }
+
+  // In place, by swapping ever larger blocks off the diagonal.
+  FN static void transpose(V* block) {
+#pragma GCC unroll 4
+    for (int size = 1; size < kWidth; size *= 2) {
+      typename Lane<T>::Int low, high;
+      for (int lane = 0; lane < kWidth; ++lane) {
+        low[lane] = lane & size ? lane - size + kWidth : lane;
+        high[lane] = lane & size ? lane + kWidth : lane + size;
+      }
+#pragma GCC unroll 16
+      for (int r = 0; r < kWidth; ++r) {
+        if (r & size) continue;
+        const auto a = block[r].raw, b = block[r + size].raw;
+        block[r] = __builtin_shuffle(a, b, low);
+        block[r + size] = __builtin_shuffle(a, b, high);
+      }
+    }
+  }
+
+  // `count` elements as they lie in memory, or widened; zeros after them.
+  FN static V load_lanes(const IO* from, int count) {
+    if constexpr (sizeof(E) == sizeof(IO)) {
+      typename V::Raw raw{};
+      memcpy(&raw, from, count * sizeof(IO));
+      return raw;
+    } else {
+      return count == kWidth ? load_io(from) : load_part<false>(from, count);
+    }
+  }
+
+  // kDepth rows of a vector of columns, interleaved.
+  FN static void store_depth(E* to, const V* rows) {
+    if constexpr (kDepth == 1) {
+      store_element(to, rows[0]);
+    } else {
+      store_pairs(to, to_bf16(rows[0]), to_bf16(rows[1]));
+    }
+  }
+};
+
+}  // namespace flashcell::FLASHCELL_ISA

@@ -1,0 +1,252 @@
+// The torch operators: check, allocate, fill a params struct, run the engine.
+// B batch, T time, H heads, K width of a key, V of a value; S = B, or the documents of cu_seqlens.
+#include "params.h"
+#include "registration.h"
+#if defined(CUDA_KERNEL)
+#include "cuda/call.h"
+#else
+#include "cpu/call.h"
+#endif
+
+#include <torch/csrc/stable/library.h>
+
+#include <tuple>
+
+namespace flashcell {
+
+// q, k [B,T,H,K], v [B,T,H,V] strided · i, f [B,T,H], C [S,H,K,V], n [S,H,K], m [S,H] in the state
+// dtype · reset, hold [B,T] bool · lengths [B] · cu_seqlens [S+1]. q None asks for the state alone;
+// n and m are [0] where the cell has none.
+#define FLASHCELL_INPUTS                                                                          \
+  "Tensor? q, Tensor k, Tensor v, Tensor i, Tensor f, Tensor? C, Tensor? n, Tensor? m, Tensor? "  \
+  "reset, Tensor? hold, Tensor? lengths, Tensor? cu_seqlens, bool exponential, bool normalized, " \
+  "float eps, bool normalizer_grad, int chunk_size"
+constexpr const char* kForwardSchema =
+    "mlstm_fwd(" FLASHCELL_INPUTS ") -> (Tensor h, Tensor C, Tensor n, Tensor m)";
+constexpr const char* kBackwardSchema =
+    "mlstm_bwd(Tensor? dh, Tensor? dC, Tensor? dn, Tensor last_C, Tensor last_n, " FLASHCELL_INPUTS
+    ") -> (Tensor dq, Tensor dk, Tensor dv, Tensor di, Tensor df, Tensor dC, Tensor dn)";
+#undef FLASHCELL_INPUTS
+// The same without T.
+constexpr const char* kStepSchema =
+    "mlstm_step(Tensor q, Tensor k, Tensor v, Tensor i, Tensor f, Tensor? C, Tensor? n, Tensor? m, "
+    "bool exponential, bool normalized, float eps) -> (Tensor h, Tensor C, Tensor n, Tensor m)";
+constexpr const char* kStepInPlaceSchema =
+    "mlstm_step_(Tensor q, Tensor k, Tensor v, Tensor i, Tensor f, Tensor(a!) C, Tensor(b!)? n, "
+    "Tensor(c!)? m, bool exponential, bool normalized, float eps) -> Tensor";
+constexpr int64_t kWidest = 1024;
+
+inline void check_width(const Tensor& tensor, const char* name) {
+  const int64_t width = tensor.size(tensor.dim() - 1);
+  STD_TORCH_CHECK(width % 8 == 0 && 0 < width && width <= kWidest, name,
+                  " must have a width that is a multiple of 8 up to ", kWidest, ", got ", width);
+}
+
+// Every width of a row in place; the others may have any stride.
+inline Tensor row_major(const Tensor& x) {
+  return x.stride(x.dim() - 1) == 1 ? x : torch::stable::contiguous(x);
+}
+
+// [B, T, H, width], [B, T, H], or either without T.
+inline Strided strided(const Tensor& x, bool has_time) {
+  return {x.const_data_ptr(), x.stride(0), has_time ? x.stride(1) : 0, x.stride(has_time ? 2 : 1)};
+}
+
+// What both directions and the step have: checked, with the tensors that params point into.
+struct Inputs {
+  int64_t B, T, H, K, V, S;
+  bool has_time;
+  Dtype dtype;
+  ScalarType io, unrounded;
+  OptionalTensor q;
+  Tensor k, v, i, f;
+  OptionalTensor C, n, m, reset, hold;
+  std::vector<Sequence> list;
+  CellOptions cell;
+
+  Inputs(const OptionalTensor& given_q, const Tensor& given_k, const Tensor& given_v,
+         const Tensor& given_i, const Tensor& given_f, bool time, CellOptions options)
+      : has_time(time), k(given_k), v(given_v), i(given_i), f(given_f), cell(options) {
+    const int64_t rank = time ? 4 : 3;
+    check_rank(k, "k", rank, time ? "[B, T, H, K]" : "[B, H, K]");
+    check_rank(v, "v", rank, time ? "[B, T, H, V]" : "[B, H, V]");
+    check_width(k, "k"), check_width(v, "v");
+    dtype = io_dtype(k, "k"), io = k.scalar_type(), unrounded = state_dtype(k);
+    B = k.size(0), T = time ? k.size(1) : 1, H = k.size(rank - 2);
+    K = k.size(rank - 1), V = v.size(rank - 1), S = B;
+    Shape rows = shape_of(k);
+    rows.pop_back();
+    for (const auto& [gate, name] : {std::pair(&i, "i"), std::pair(&f, "f")}) {
+      check_shape(*gate, name, rows);
+      check_dtype(*gate, name, unrounded);
+    }
+    Shape values = rows;
+    values.push_back(V);
+    check_shape(v, "v", values);
+    check_dtype(v, "v", io);
+    if (given_q) {
+      check_shape(*given_q, "q", shape_of(k));
+      check_dtype(*given_q, "q", io);
+      q = row_major(*given_q);
+    }
+    k = row_major(k), v = row_major(v);
+    STD_TORCH_CHECK(cell.eps >= 0, "eps must not be negative, got ", cell.eps);
+    STD_TORCH_CHECK(cell.normalized || !cell.exponential,
+                    "exponential must not be without normalized");
+  }
+
+  void take_masks(const OptionalTensor& given_reset, const OptionalTensor& given_hold,
+                  const OptionalTensor& lengths, const OptionalTensor& cu_seqlens) {
+    reset = operand(given_reset, "reset", {B, T}, ScalarType::Bool);
+    hold = operand(given_hold, "hold", {B, T}, ScalarType::Bool);
+    list = sequences(k, B, T, lengths, cu_seqlens, 0, 0);
+    S = list.size();
+  }
+
+  void take_state(const OptionalTensor& given_C, const OptionalTensor& given_n,
+                  const OptionalTensor& given_m) {
+    C = operand(given_C, "C", {S, H, K, V}, unrounded);
+    n = cell.normalized ? operand(given_n, "n", {S, H, K}, unrounded) : std::nullopt;
+    m = cell.exponential ? operand(given_m, "m", {S, H}, unrounded) : std::nullopt;
+  }
+
+  Tensor state(Shape shape, bool has) const {
+    return new_tensor(k, has ? shape : Shape{0}, unrounded);
+  }
+  Tensor new_C() const { return state({S, H, K, V}, true); }
+  Tensor new_n() const { return state({S, H, K}, cell.normalized); }
+  Tensor new_m() const { return state({S, H}, cell.exponential); }
+
+  template <typename Params>
+  void fill(Params& p) const {
+    (CellOptions&)p = cell;
+    p.H = H, p.K = K, p.V = V;
+    if (q) p.q = strided(*q, has_time);
+    p.k = strided(k, has_time), p.v = strided(v, has_time);
+    p.i = strided(i, has_time), p.f = strided(f, has_time);
+    p.C = pointer(C), p.n = pointer(n), p.m = pointer(m);
+  }
+  void fill_sequence(MlstmParams& p, int64_t chunk_size) const {
+    STD_TORCH_CHECK(chunk_size >= 1, "chunk_size must be at least 1, got ", chunk_size);
+    fill(p);
+    p.S = S, p.T = T, p.chunk = chunk_size;
+    p.sequences = list.data();
+    p.reset = (const uint8_t*)pointer(reset), p.hold = (const uint8_t*)pointer(hold);
+  }
+};
+
+inline void* writable(Tensor& tensor, bool has) {
+  return has ? tensor.mutable_data_ptr() : nullptr;
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> forward(OptionalTensor q, Tensor k, Tensor v, Tensor i,
+                                                   Tensor f, OptionalTensor C, OptionalTensor n,
+                                                   OptionalTensor m, OptionalTensor reset,
+                                                   OptionalTensor hold, OptionalTensor lengths,
+                                                   OptionalTensor cu_seqlens, bool exponential,
+                                                   bool normalized, double eps,
+                                                   bool normalizer_grad, int64_t chunk_size) {
+  Inputs in(q, k, v, i, f, true, {exponential, normalized, normalizer_grad, eps});
+  in.take_masks(reset, hold, lengths, cu_seqlens);
+  in.take_state(C, n, m);
+  Tensor h = new_tensor(k, q ? Shape{in.B, in.T, in.H, in.V} : Shape{0}, in.io);
+  Tensor last_C = in.new_C(), last_n = in.new_n(), last_m = in.new_m();
+  ForwardParams params{};
+  in.fill_sequence(params, chunk_size);
+  params.h = h.mutable_data_ptr();
+  params.last_C = last_C.mutable_data_ptr(), params.last_n = writable(last_n, normalized);
+  params.last_m = writable(last_m, exponential);
+  run(params, in.dtype, k);
+  return {h, last_C, last_n, last_m};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
+    OptionalTensor dh, OptionalTensor dC, OptionalTensor dn, Tensor last_C, Tensor last_n,
+    OptionalTensor q, Tensor k, Tensor v, Tensor i, Tensor f, OptionalTensor C, OptionalTensor n,
+    OptionalTensor m, OptionalTensor reset, OptionalTensor hold, OptionalTensor lengths,
+    OptionalTensor cu_seqlens, bool exponential, bool normalized, double eps, bool normalizer_grad,
+    int64_t chunk_size) {
+  Inputs in(q, k, v, i, f, true, {exponential, normalized, normalizer_grad, eps});
+  in.take_masks(reset, hold, lengths, cu_seqlens);
+  in.take_state(C, n, m);
+  const auto [B, T, H, K, V, S] = std::tuple(in.B, in.T, in.H, in.K, in.V, in.S);
+  dh = operand(dh, "dh", {B, T, H, V}, in.io);
+  dC = operand(dC, "dC", {S, H, K, V}, in.unrounded);
+  dn = normalized ? operand(dn, "dn", {S, H, K}, in.unrounded) : std::nullopt;
+  last_C = operand(last_C, "last_C", {S, H, K, V}, in.unrounded);
+  last_n = operand(last_n, "last_n", normalized ? Shape{S, H, K} : Shape{0}, in.unrounded);
+  Tensor dq = new_tensor(k, q ? Shape{B, T, H, K} : Shape{0}, in.io);
+  Tensor dk = new_tensor(k, {B, T, H, K}, in.io), dv = new_tensor(k, {B, T, H, V}, in.io);
+  Tensor di = in.state({B, T, H}, true), df = in.state({B, T, H}, true);
+  Tensor first_C = in.new_C(), first_n = in.new_n();
+  BackwardParams params{};
+  in.fill_sequence(params, chunk_size);
+  params.dh = pointer(dh), params.dlast_C = pointer(dC), params.dlast_n = pointer(dn);
+  params.last_C = last_C.const_data_ptr();
+  params.last_n = normalized ? last_n.const_data_ptr() : nullptr;
+  params.dq = writable(dq, q.has_value());
+  params.dk = dk.mutable_data_ptr(), params.dv = dv.mutable_data_ptr();
+  params.di = di.mutable_data_ptr(), params.df = df.mutable_data_ptr();
+  params.dC = first_C.mutable_data_ptr(), params.dn = writable(first_n, normalized);
+  run(params, in.dtype, k);
+  return {dq, dk, dv, di, df, first_C, first_n};
+}
+
+inline Tensor run_step(Inputs& in, Tensor& next_C, void* next_n, void* next_m) {
+  Tensor h = new_tensor(in.k, {in.B, in.H, in.V}, in.io);
+  StepParams params{};
+  in.fill(params);
+  params.B = in.B;
+  params.next_C = next_C.mutable_data_ptr(), params.next_n = next_n, params.next_m = next_m;
+  params.h = h.mutable_data_ptr();
+  run(params, in.dtype, in.k);
+  return h;
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> step(Tensor q, Tensor k, Tensor v, Tensor i, Tensor f,
+                                                OptionalTensor C, OptionalTensor n,
+                                                OptionalTensor m, bool exponential, bool normalized,
+                                                double eps) {
+  Inputs in(q, k, v, i, f, false, {exponential, normalized, true, eps});
+  in.take_state(C, n, m);
+  Tensor next_C = in.new_C(), next_n = in.new_n(), next_m = in.new_m();
+  Tensor h = run_step(in, next_C, writable(next_n, normalized), writable(next_m, exponential));
+  return {h, next_C, next_n, next_m};
+}
+
+Tensor step_in_place(Tensor q, Tensor k, Tensor v, Tensor i, Tensor f, Tensor C, OptionalTensor n,
+                     OptionalTensor m, bool exponential, bool normalized, double eps) {
+  Inputs in(q, k, v, i, f, false, {exponential, normalized, true, eps});
+  STD_TORCH_CHECK(n.has_value() == normalized && m.has_value() == exponential,
+                  "n and m must be given where the cell has them, and only there");
+  for (const Tensor* state : {&C, n ? &*n : nullptr, m ? &*m : nullptr}) {
+    STD_TORCH_CHECK(state == nullptr || state->is_contiguous(),
+                    "C, n and m must be contiguous to be written in place");
+  }
+  in.take_state(C, n, m);
+  return run_step(in, C, n ? n->mutable_data_ptr() : nullptr, m ? m->mutable_data_ptr() : nullptr);
+}
+
+void implement(torch::stable::detail::StableLibrary& ops) {
+  ops.impl("mlstm_fwd", TORCH_BOX(&forward));
+  ops.impl("mlstm_bwd", TORCH_BOX(&backward));
+  ops.impl("mlstm_step", TORCH_BOX(&step));
+  ops.impl("mlstm_step_", TORCH_BOX(&step_in_place));
+}
+
+}  // namespace flashcell
+
+STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
+  ops.def(flashcell::kForwardSchema);
+  ops.def(flashcell::kBackwardSchema);
+  ops.def(flashcell::kStepSchema);
+  ops.def(flashcell::kStepInPlaceSchema);
+}
+
+#if defined(CUDA_KERNEL)
+STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CUDA, ops) { flashcell::implement(ops); }
+#else
+STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CPU, ops) { flashcell::implement(ops); }
+#endif
+
+REGISTER_EXTENSION(TORCH_EXTENSION_NAME)

@@ -1,0 +1,56 @@
+// What ops.cpp (torch) hands to an engine (no torch), on the CPU and on CUDA: plain structs.
+// S sequences, T time, H heads, K width of a key, V of a value. io = the dtype of k; state = float,
+// or double when io is double.
+#pragma once
+#include "sequence.h"
+
+namespace flashcell {
+
+struct Strided {  // [B, T, H, width], or [B, T, H] for a gate; strides in elements, the last one is
+                  // 1
+  const void* data;
+  int64_t batch, time, head;
+};
+
+struct CellOptions {
+  bool exponential;      // e^i with the running maximum m; else sigmoid(i)
+  bool normalized;       // h is divided by max(|n q|, e^-m) + eps
+  bool normalizer_grad;  // the gradient goes through that divisor
+  double eps;
+};
+
+struct MlstmParams : CellOptions {
+  int64_t S, T, H, K, V, chunk;
+  const Sequence* sequences;  // [S]
+  const uint8_t* reset;       // [B, T] or null: the state becomes empty before the step
+  const uint8_t* hold;        // [B, T] or null: the state passes the step, whose h is 0
+  Strided q;                  // io; data is null where the state alone is asked for
+  Strided k, v;               // io
+  Strided i, f;               // state
+  const void *C, *n, *m;      // [S, H, K, V], [S, H, K], [S, H] state, or null for 0
+};
+
+struct ForwardParams : MlstmParams {
+  void* h;                         // [B, T, H, V] io
+  void *last_C, *last_n, *last_m;  // as C, n, m; n and m null where the cell has none
+};
+
+struct BackwardParams : MlstmParams {
+  const void* dh;                 // [B, T, H, V] io, or null for 0
+  const void *dlast_C, *dlast_n;  // state, or null for 0
+  const void *last_C, *last_n;    // the forward's
+  void *dq, *dk, *dv;             // [B, T, H, .] io
+  void *di, *df;                  // [B, T, H] state
+  void *dC, *dn;                  // of the initial state
+};
+
+// One step. The states after it are written to next_*, which may be where the old ones are.
+struct StepParams : CellOptions {
+  int64_t B, H, K, V;
+  Strided q, k, v, i, f;  // time is not used
+  const void *C, *n, *m;
+  void *next_C, *next_n, *next_m;
+  void* h;  // [B, H, V] io
+};
+
+}  // namespace flashcell

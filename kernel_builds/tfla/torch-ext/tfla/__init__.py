@@ -1,0 +1,20 @@
+"""tfla: mLSTM with exponential and sigmoid input gate, chunkwise, as in Tiled Flash Linear Attention."""
+
+from .cells import CELLS
+from .context import Transfer, mlstm_carry, mlstm_compose, mlstm_transfer
+from .dispatch import BACKEND
+from .functional import mlstm, mlstm_step
+
+if BACKEND is not None:
+    from . import autograd  # noqa: F401  (registers fakes and gradients of the binary's ops)
+
+__all__ = [
+    "BACKEND",
+    "CELLS",
+    "Transfer",
+    "mlstm",
+    "mlstm_carry",
+    "mlstm_compose",
+    "mlstm_step",
+    "mlstm_transfer",
+]

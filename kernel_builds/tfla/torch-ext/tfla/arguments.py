@@ -1,0 +1,95 @@
+"""The door: what q, k, v, the gates, the state and the epilogue must be together."""
+
+from typing import List, Tuple
+
+import torch
+
+from .cells import INPUT_GATES, Cell
+from .checks import check_choice, check_floating, check_masks, check_shape, check_tensor
+
+WIDEST = 1024
+NORMS = ("layer", "rms")
+
+
+def check_tensors(named, like: torch.Tensor, shape, letters: str) -> None:
+    for name, value in named:
+        check_tensor(name, value, like.device)
+        check_floating(name, value)
+        check_shape(name, value, shape, letters)
+
+
+def check_width(name: str, letter: str, width: int) -> None:
+    if width % 8 or not 0 < width <= WIDEST:
+        raise ValueError(
+            f"{name} has {letter} = {width}, but it must be a multiple of 8 up to {WIDEST}"
+        )
+
+
+def check_key(name: str, value, letters: str, dims: int) -> None:
+    check_tensor(name, value)
+    check_floating(name, value)
+    if value.dim() != dims:
+        raise ValueError(f"{name} has shape {list(value.shape)}, but must be {letters}")
+    check_width(name, "K", value.shape[-1])
+
+
+def check_inputs(k, v, i, f, letters: str, dims: int) -> None:
+    """k [..., H, K], v [..., H, V], i and f [..., H]; `letters` are those of "..."."""
+    check_key("k", k, f"[{letters}, H, K]", dims)
+    check_tensor("v", v, k.device)
+    if v.dim() != dims:
+        raise ValueError(f"v has shape {list(v.shape)}, but must be [{letters}, H, V]")
+    rows = tuple(k.shape[:-1])
+    check_tensors([("v", v)], k, (*rows, v.shape[-1]), f"[{letters}, H, V]")
+    check_width("v", "V", v.shape[-1])
+    check_tensors([("i", i), ("f", f)], k, rows, f"[{letters}, H]")
+
+
+def check_query(q, k: torch.Tensor, letters: str) -> None:
+    check_tensors([("q", q)], k, tuple(k.shape), f"[{letters}, H, K]")
+
+
+def check_gate(input_gate, normalize, eps) -> None:
+    check_choice("input_gate", input_gate, INPUT_GATES)
+    if normalize is not None:
+        check_choice("normalize", normalize, ("floor",))
+    if not eps >= 0:
+        raise ValueError(f"eps is {eps}, but must be a number >= 0")
+
+
+def check_chunk_size(chunk_size) -> None:
+    if chunk_size is not None and not (isinstance(chunk_size, int) and chunk_size >= 1):
+        raise ValueError(f"chunk_size is {chunk_size!r}, but must be None or an int >= 1")
+
+
+def check_state(cell: Cell, state, sequences: int, letter: str, k, v) -> None:
+    if state is None:
+        return
+    if not isinstance(state, (tuple, list)) or len(state) != cell.states:
+        had = f"{len(state)} tensors" if isinstance(state, (tuple, list)) else type(state).__name__
+        raise ValueError(f"state is {had}, but {cell.name} needs a tuple of {cell.states} tensors")
+    H, K, V = k.shape[-2], k.shape[-1], v.shape[-1]
+    sizes: List[Tuple[Tuple[int, ...], str]] = [((K, V), ", K, V")]
+    sizes += [((K,), ", K")] * cell.normalized + [((), "")] * cell.exponential
+    for s, (value, (size, letters)) in enumerate(zip(state, sizes)):
+        shape = (sequences, H, *size)
+        check_tensors([(f"state[{s}]", value)], k, shape, f"[{letter}, H{letters}]")
+
+
+def check_epilogue(v, out_gate, norm, norm_weight, norm_eps) -> None:
+    if norm is not None:
+        check_choice("norm", norm, NORMS)
+    if out_gate is not None:
+        check_tensors([("out_gate", out_gate)], v, tuple(v.shape), "v's shape")
+    if norm_weight is not None:
+        if norm is None:
+            raise ValueError("norm_weight is given, but norm is None: it must be layer or rms")
+        check_tensors([("norm_weight", norm_weight)], v, tuple(v.shape[-2:]), "[H, V]")
+    if not norm_eps >= 0:
+        raise ValueError(f"norm_eps is {norm_eps}, but must be a number >= 0")
+
+
+def check_sequences(k, reset, hold, lengths, cu_seqlens):
+    """The number of sequences, and its letter in messages."""
+    count = check_masks(k, reset, hold, lengths, cu_seqlens)
+    return count, "B" if cu_seqlens is None else "S"

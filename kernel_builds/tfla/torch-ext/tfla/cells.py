@@ -1,0 +1,24 @@
+"""The input gates as data: what the door and the engines must know of each."""
+
+from typing import Dict, NamedTuple
+
+
+class Cell(NamedTuple):
+    name: str
+    exponential: bool  # e^i with the running maximum m; else sigmoid(i), and m is 0
+    normalized: bool  # h is divided by max(|q n|, e^-m) + eps
+    states: int  # C, then n where normalized, then m where exponential
+
+
+CELLS: Dict[str, Cell] = {
+    "exp": Cell("input_gate 'exp'", True, True, 3),
+    "sigmoid": Cell("input_gate 'sigmoid'", False, False, 1),
+    "sigmoid floor": Cell("input_gate 'sigmoid' with normalize='floor'", False, True, 2),
+}
+INPUT_GATES = ("exp", "sigmoid")
+
+
+def pick_cell(input_gate: str, normalize) -> Cell:
+    """`normalize` is None or "floor"; the exponential gate is always normalised."""
+    floor = normalize is not None and input_gate == "sigmoid"
+    return CELLS["sigmoid floor" if floor else input_gate]

@@ -1,0 +1,198 @@
+"""The public functions. Shapes: B batch, T time, H heads, K width of a key, V width of a value.
+
+    q, k        [B, T, H, K]   queries and keys, bf16, fp16, fp32 or fp64; any strides; q is scaled
+                               by K^-1/2 inside; K and V are multiples of 8 up to 1024
+    v           [B, T, H, V]   values; k and v are cast to q's dtype
+    i, f        [B, T, H]      pre-activations of the input and forget gate, any floating dtype
+    state       (C [B, H, K, V], n [B, H, K], m [B, H]) for the exponential gate, (C,) for the
+                sigmoid one, (C, n) for the sigmoid one with normalize="floor"; None for the empty
+                state, which is zeros; differentiable, but for m
+    reset       [B, T] bool    the state is emptied *before* a marked step (document boundaries)
+    hold        [B, T] bool    at a marked step the state passes through and h is 0 (padding)
+    lengths     [B] int        row b ends after lengths[b] steps: later marks of reset count no more
+    cu_seqlens  [S + 1] int    documents packed into one row: q is [1, total, H, K], states have S
+                               rows, document s is q[0, cu_seqlens[s]:cu_seqlens[s + 1]]
+    chunk_size  int            steps whose products are taken together; changes roundings, and
+                               speed; None for the backend's own
+    eps         float          added to the divisor in the stabilised scale (xLSTM-7B: 1e-6)
+    normalize   None|"floor"   "floor" divides the sigmoid gate's h by max(|n q|, 1) + eps as well
+    normalizer_grad            False leaves the gradient through the divisor out, as published
+    out_gate    [B, T, H, V]   pre-activations: h is multiplied by their sigmoid, after the norm
+    norm        None|"layer"|"rms"  of every head's h on its own, with norm_weight [H, V], norm_eps
+    backend     "auto"|"cuda"|"cpu"|"reference"  one asked for by name is used or refused
+
+States and sums are in fp32 (fp64 for fp64), and the returned state is unrounded. Wrong arguments
+raise TypeError or ValueError naming the argument, what it was and what it must be; a backend that is
+not here raises RuntimeError.
+"""
+
+from typing import Tuple
+
+import torch
+
+from . import reference
+from .arguments import (
+    check_chunk_size,
+    check_epilogue,
+    check_gate,
+    check_inputs,
+    check_query,
+    check_sequences,
+    check_state,
+)
+from .cells import Cell, pick_cell
+from .checks import check_values
+from .dispatch import BACKEND, ops, select_backend
+from .reference import Options, state_dtype
+from .sequences import lower_masks
+
+State = Tuple[torch.Tensor, ...]
+Result = Tuple[torch.Tensor, State]
+
+
+def default_chunk(dtype: torch.dtype) -> int:
+    """On the CPU, and in the reference; the kernel's README, Chunk size, has what was measured."""
+    return 128 if dtype.itemsize == 2 else 64
+
+
+def mlstm(
+    q, k, v, i, f, state=None, *, input_gate="exp", reset=None, hold=None, lengths=None,
+    cu_seqlens=None, chunk_size=None, eps=0.0, normalize=None, normalizer_grad=True, out_gate=None,
+    norm=None, norm_weight=None, norm_eps=1e-6, backend="auto",
+) -> Result:  # fmt: skip
+    """mLSTM (xLSTM, arXiv 2405.04517) in chunks (arXiv 2503.14376) -> h [B, T, H, V], state.
+
+        m' = max(lf + m, i)        C' = e^(lf + m - m') C + e^(i - m') k v^T     n' likewise of k
+        h' = C'^T q / (max(|n' q|, e^-m') + eps)                          lf = logsigmoid(f)
+
+    input_gate="sigmoid": C' = sigmoid(f) C + sigmoid(i) k v^T, h' = C'^T q, no n and no m. The
+    gradient is exact, also through the divisor, unless normalizer_grad says otherwise; m carries
+    none, and the gradients of C and n are taken at fixed m. Arguments and errors: see the module.
+    """
+    check_inputs(k, v, i, f, "B, T", 4)
+    check_query(q, k, "B, T")
+    check_gate(input_gate, normalize, eps)
+    check_chunk_size(chunk_size)
+    check_epilogue(v, out_gate, norm, norm_weight, norm_eps)
+    cell = pick_cell(input_gate, normalize)
+    sequences, letter = check_sequences(k, reset, hold, lengths, cu_seqlens)
+    check_state(cell, state, sequences, letter, k, v)
+    check_values(k, lengths, cu_seqlens)
+    chosen = select_backend(backend, k.device.type, BACKEND, q.dtype)
+    options = Options(cell, float(eps), bool(normalizer_grad))
+    masks = (reset, hold, lengths, cu_seqlens)
+    h, last = run(chosen, q, k, v, i, f, state, masks, options, chunk_size)
+    return finish(h, q.dtype, out_gate, norm, norm_weight, norm_eps), last
+
+
+def mlstm_step(
+    q, k, v, i, f, state=None, *, input_gate="exp", eps=0.0, normalize=None, out_gate=None,
+    norm=None, norm_weight=None, norm_eps=1e-6, inplace=False, backend="auto",
+) -> Result:  # fmt: skip
+    """One step of `mlstm`: q, k [B, H, K], v [B, H, V], i, f [B, H] -> h [B, H, V], state.
+
+    inplace=True writes the next state over the given one, which must be contiguous, in the state
+    dtype, and free of gradients, and returns the same tensors.
+    """
+    check_inputs(k, v, i, f, "B", 3)
+    check_query(q, k, "B")
+    check_gate(input_gate, normalize, eps)
+    check_epilogue(v, out_gate, norm, norm_weight, norm_eps)
+    cell = pick_cell(input_gate, normalize)
+    check_state(cell, state, k.shape[0], "B", k, v)
+    options = Options(cell, float(eps), True)
+    if inplace:
+        _check_inplace(q, k, v, i, f, state)
+    chosen = select_backend(backend, k.device.type, BACKEND, q.dtype)
+    io = q.dtype
+    if chosen == "reference" or _wants_grad(q, k, v, i, f, *(state or ())):
+        q, k, v, i, f = (t.unsqueeze(1) for t in (q, k, v, i, f))
+        h, last = run(chosen, q, k, v, i, f, state, (None,) * 4, options, 1)
+        h = h.squeeze(1)
+        if inplace:
+            for old, new in zip(state, last):
+                old.copy_(new)
+            last = tuple(state)
+    else:
+        h, last = _run_step(q, k, v, i, f, state, options, inplace)
+    return finish(h, io, out_gate, norm, norm_weight, norm_eps), last
+
+
+def run(chosen: str, q, k, v, i, f, state, masks, options: Options, chunk_size) -> Result:
+    """Every argument is checked; masks are reset, hold, lengths, cu_seqlens. q None asks for the state
+    alone. h is not rounded yet where the reference runs."""
+    q, k, v, i, f, carried = cast(options.cell, q, k, v, i, f, state)
+    size = chunk_size or default_chunk(k.dtype)
+    if chosen == "reference":
+        lowered = [lower_masks(t, *masks) for t in (k if q is None else q, k, v, i, f)]
+        rows = lowered[0]
+        q, k, v, i, f = (one.x for one in lowered)
+        if carried is None:
+            carried = reference.empty_state(options.cell, k, v)
+        h, last = reference.chunkwise(q, k, v, i, f, rows.reset, rows.hold, carried, options, size)
+        return rows.unpack(h), pack(last)
+    C, n, m = (None, None, None) if carried is None else carried
+    exponential, normalized = options.cell.exponential, options.cell.normalized
+    h, C, n, m = ops.mlstm_fwd(
+        q, k, v, i, f, C, n, m, *masks, exponential, normalized, options.eps,
+        options.normalizer_grad, size,
+    )  # fmt: skip
+    n, m = n if normalized else None, m if exponential else None
+    return h, pack(reference.State(C, n, m))
+
+
+def _run_step(q, k, v, i, f, state, options: Options, inplace: bool) -> Result:
+    cell = options.cell
+    q, k, v, i, f, carried = cast(cell, q, k, v, i, f, state)
+    C, n, m = (None, None, None) if carried is None else carried
+    given = (q, k, v, i, f, C, n, m, cell.exponential, cell.normalized, options.eps)
+    if inplace:
+        return ops.mlstm_step_(*given), tuple(state)
+    h, C, n, m = ops.mlstm_step(*given)
+    n, m = n if cell.normalized else None, m if cell.exponential else None
+    return h, pack(reference.State(C, n, m))
+
+
+def cast(cell: Cell, q, k, v, i, f, state):
+    """Operands in q's dtype, gates and states in the state dtype."""
+    io = k.dtype if q is None else q.dtype
+    dtype = state_dtype(io)
+    if state is not None:
+        C, *others = [s.to(dtype) for s in state]
+        n = others[0] if cell.normalized else None
+        state = reference.State(C, n, others[-1].detach() if cell.exponential else None)
+    return q, k.to(io), v.to(io), i.to(dtype), f.to(dtype), state
+
+
+def pack(state: reference.State) -> State:
+    """The states a cell has, m without a gradient."""
+    m = None if state.m is None else state.m.detach()
+    return tuple(s for s in (state.C, state.n, m) if s is not None)
+
+
+def finish(h, dtype: torch.dtype, out_gate, norm, norm_weight, norm_eps) -> torch.Tensor:
+    if norm is not None or out_gate is not None:
+        wide = h.to(state_dtype(dtype))
+        h = reference.epilogue(wide, out_gate, norm, norm_weight, norm_eps)
+    return h.to(dtype)
+
+
+def _wants_grad(*tensors: torch.Tensor) -> bool:
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+
+
+def _check_inplace(q, k, v, i, f, state) -> None:
+    if state is None:
+        raise ValueError("state is None, but inplace=True needs the state to write into")
+    given = [("q", q), ("k", k), ("v", v), ("i", i), ("f", f)]
+    given += [(f"state[{s}]", value) for s, value in enumerate(state)]
+    for name, value in given:
+        if _wants_grad(value):
+            raise ValueError(f"{name} requires a gradient, but inplace=True is for decoding")
+    dtype = state_dtype(q.dtype)
+    for s, value in enumerate(state):
+        if value.dtype != dtype or not value.is_contiguous():
+            had = value.dtype if value.dtype != dtype else "strided"
+            raise ValueError(
+                f"state[{s}] is {had}, but must be {dtype} and contiguous when inplace=True"
+            )

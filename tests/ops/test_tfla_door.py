@@ -1,0 +1,237 @@
+"""tfla: bad input says what is wrong; the ops are registered fully, and compile."""
+
+import pytest
+import torch
+
+from cases import DEVICE
+from flashcell.kernels import tfla as reference
+from mlstm_cases import CELLS, Case, leaves, make, names
+
+B, T, H, K, V = 2, 4, 2, 8, 16
+OPTIONS = [("state", "reset", "hold"), ("state", "lengths"), ("state", "cu"), ()]
+
+
+def base(cell="exp"):
+    return make(cell, Case(B, T, H, K, V, ("state",), None), torch.float32)
+
+
+def changed(**arguments):
+    call = base()
+    call.update({k: v(call) if callable(v) else v for k, v in arguments.items()})
+    return call
+
+
+def ints(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+TABLE = {  # id: (arguments, error, what it says)
+    "q-list": (changed(q=[1.0]), TypeError, "q is a list, but must be a tensor"),
+    "k-rank": (
+        changed(k=lambda c: c["k"][0]),
+        ValueError,
+        r"k has shape \[4, 2, 8\], but must be \[B, T, H, K\]",
+    ),
+    "q-shape": (
+        changed(q=lambda c: c["q"][:, :2]),
+        ValueError,
+        r"q has shape \[2, 2, 2, 8\], but must be \[B, T, H, K\] = \[2, 4, 2, 8\]",
+    ),
+    "v-heads": (changed(v=lambda c: c["v"][:, :, :1]), ValueError, r"must be \[B, T, H, V\]"),
+    "k-int": (changed(k=lambda c: c["k"].int()), TypeError, "k has dtype torch.int32"),
+    "width": (
+        changed(q=torch.randn(B, T, H, 12), k=torch.randn(B, T, H, 12)),
+        ValueError,
+        "k has K = 12, but it must be a multiple of 8 up to 1024",
+    ),
+    "wide": (changed(v=torch.randn(B, T, H, 1032)), ValueError, "v has V = 1032"),
+    "i-shape": (changed(i=torch.randn(B, T)), ValueError, r"must be \[B, T, H\] = \[2, 4, 2\]"),
+    "f-device": (changed(f=torch.randn(B, T, H, device="meta")), ValueError, "f is on meta"),
+    "gate": (
+        changed(input_gate="tanh"),
+        ValueError,
+        "input_gate is 'tanh', but must be one of exp",
+    ),
+    "normalize": (changed(normalize="max"), ValueError, "normalize is 'max'"),
+    "eps": (changed(eps=-1.0), ValueError, "eps is -1.0, but must be a number >= 0"),
+    "chunk": (
+        changed(chunk_size=0),
+        ValueError,
+        "chunk_size is 0, but must be None or an int >= 1",
+    ),
+    "state-count": (
+        changed(state=lambda c: c["state"][:2]),
+        ValueError,
+        "state is 2 tensors, but input_gate 'exp' needs a tuple of 3 tensors",
+    ),
+    "state-sigmoid": (changed(input_gate="sigmoid"), ValueError, "needs a tuple of 1 tensors"),
+    "state-shape": (
+        changed(state=lambda c: (c["state"][0][:1], *c["state"][1:])),
+        ValueError,
+        r"state\[0\] has shape \[1, 2, 8, 16\], but must be \[B, H, K, V\] = \[2, 2, 8, 16\]",
+    ),
+    "reset-shape": (
+        changed(reset=torch.zeros(T, B).bool()),
+        ValueError,
+        r"reset has shape \[4, 2\]",
+    ),
+    "hold-float": (changed(hold=torch.zeros(B, T)), TypeError, "hold has dtype torch.float32"),
+    "lengths-long": (changed(lengths=ints(1, 5)), ValueError, "lengths.*0..*4"),
+    "cu-batch": (changed(cu_seqlens=ints(0, 4)), ValueError, "x has batch 2"),
+    "norm": (changed(norm="batch"), ValueError, "norm is 'batch', but must be one of layer, rms"),
+    "norm-weight": (
+        changed(norm="rms", norm_weight=torch.ones(V)),
+        ValueError,
+        r"norm_weight has shape \[16\], but must be \[H, V\] = \[2, 16\]",
+    ),
+    "norm-none": (changed(norm_weight=torch.ones(H, V)), ValueError, "norm is None"),
+    "out-gate": (changed(out_gate=torch.ones(B, T, H, K)), ValueError, "out_gate has shape"),
+    "backend": (changed(backend="gpu"), ValueError, "backend is 'gpu', but must be one of"),
+    "backend-cuda": (changed(backend="cuda"), ValueError, "but the tensors are on 'cpu'"),
+}
+
+
+@pytest.fixture(params=["kernel", "reference"])
+def door(request):
+    """Both doors give the same errors: the Hub's binary and the torch reference."""
+    return request.getfixturevalue("tfla") if request.param == "kernel" else reference
+
+
+@pytest.fixture(params=CELLS)
+def cell(request):
+    return request.param
+
+
+@pytest.mark.parametrize("row", TABLE)
+def test_sequence(door, row):
+    call, error, message = TABLE[row]
+    with pytest.raises(error, match=message):
+        door.mlstm(**call)
+
+
+def step_call():
+    call = base()
+    del call["chunk_size"]
+    return {**call, **{k: call[k][:, 0] for k in ("q", "k", "v", "i", "f")}}
+
+
+def test_step(door):
+    call = step_call()
+    with pytest.raises(ValueError, match=r"k has shape \[2, 4, 2, 8\], but must be \[B, H, K\]"):
+        door.mlstm_step(**{**call, "k": base()["k"]})
+    with pytest.raises(ValueError, match="state is None, but inplace=True needs"):
+        door.mlstm_step(**{**call, "state": None}, inplace=True)
+    C, *rest = call["state"]
+    with pytest.raises(ValueError, match=r"state\[0\] is strided, but must be torch.float32 and"):
+        door.mlstm_step(**{**call, "state": (C.mT.contiguous().mT, *rest)}, inplace=True)
+    with pytest.raises(ValueError, match="v requires a gradient, but inplace=True is for decoding"):
+        door.mlstm_step(**{**call, "v": call["v"].clone().requires_grad_()}, inplace=True)
+
+
+def test_backend_by_name_is_never_replaced():
+    with pytest.raises(RuntimeError, match="this copy of the kernel holds no binary"):
+        reference.mlstm(**base(), backend="cpu")
+
+
+def op_arguments(cell, options):
+    call, _ = leaves(make(cell, Case(B, T, H, K, V, options), torch.float32))
+    state = list(call.get("state", ()))
+    spec = reference.CELLS[cell]
+    C = state.pop(0) if state else None
+    n = state.pop(0) if state and spec.normalized else None
+    m = state.pop(0) if state else None
+    masks = [call.get(k) for k in ("reset", "hold", "lengths", "cu_seqlens")]
+    given = [call[k] for k in ("q", "k", "v", "i", "f")]
+    return [*given, C, n, m, *masks, spec.exponential, spec.normalized, 0.0, True, 3]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_opcheck(tfla, cell, options):
+    given = op_arguments(cell, options)
+    op = tfla.dispatch.ops.mlstm_fwd.default
+    torch.library.opcheck(op, given)
+    torch.library.opcheck(op, [None, *given[1:]])  # the state alone
+
+
+def test_opcheck_step(tfla, cell):
+    given = op_arguments(cell, ("state",))
+    tensors = [t.detach()[:, 0] for t in given[:5]]
+    state = [None if t is None else t.detach() for t in given[5:8]]
+    torch.library.opcheck(tfla.dispatch.ops.mlstm_step.default, [*tensors, *state, *given[12:15]])
+    torch.library.opcheck(tfla.dispatch.ops.mlstm_step_.default, [*tensors, *state, *given[12:15]])
+
+
+def test_ops_called_directly_are_safe(tfla):
+    """torch.ops is a door too: wrong shapes raise there instead of reading out of bounds."""
+    q, k, v, i, f, *rest = (
+        t.detach() if torch.is_tensor(t) else t for t in op_arguments("exp", ())
+    )
+    fwd = tfla.dispatch.ops.mlstm_fwd
+    for bad in (
+        (q[0], k, v, i, f),
+        (q, k[..., :4], v, i, f),
+        (q, k, v[:, :2], i, f),
+        (q, k, v, i, f[:1]),
+    ):
+        with pytest.raises(RuntimeError, match="must"):
+            fwd(*bad, *rest)
+    with pytest.raises(RuntimeError, match="i must have dtype"):
+        fwd(q, k, v, i.double(), f, *rest)
+    with pytest.raises(RuntimeError, match="chunk_size must be at least 1"):
+        fwd(q, k, v, i, f, *rest[:-1], 0)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="fp64 is the CPU's")
+@pytest.mark.parametrize("options", [("state", "reset", "hold"), ("state", "cu"), ("eps", "layer")])
+def test_gradcheck(tfla, cell, options):
+    if "eps" in options and cell == "exp":
+        pytest.skip("with eps the choice of m is part of the equation, and m carries no gradient")
+    call, sources = leaves(make(cell, Case(2, 5, 1, 8, 8, options, 3, f=1.0), torch.float64))
+
+    def outputs(*_):
+        h, last = tfla.mlstm(**call)
+        if len(last) < 3:
+            return (h, *last)
+        scale = torch.exp(last[2])
+        return h, last[0] * scale[..., None, None], last[1] * scale[..., None]
+
+    assert torch.autograd.gradcheck(outputs, tuple(sources.values()), fast_mode=True)
+
+
+def test_compiled_object(tfla, cell):
+    """fullgraph, forward and backward, and a step in place: the same bits as eager."""
+    torch._dynamo.reset()
+    case = Case(2, 9, 2, 16, 8, ("state", "reset", "layer"), 4)
+    call, sources = leaves(make(cell, case, torch.float32))
+    q, v = sources["q"], sources["v"]
+
+    def model(q, v):
+        h, last = tfla.mlstm(**{**call, "q": q * 2, "v": v})
+        return h * last[0].sum()
+
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    results = []
+    for function in (model, compiled):
+        out = function(q, v)
+        results.append([out, *torch.autograd.grad(out.sum(), [q, v])])
+    for eager, traced in zip(*results, strict=True):
+        torch.testing.assert_close(eager, traced, rtol=1e-6, atol=1e-6)
+
+    step = {k: call[k].detach()[:, 0] for k in ("q", "k", "v", "i", "f")}
+    decode = lambda state: tfla.mlstm_step(**step, **names(cell), state=state, inplace=True)[0]
+    states = [tuple(s.detach().clone() for s in call["state"]) for _ in range(2)]
+    with torch.no_grad():
+        eager = decode(states[0])
+        traced = torch.compile(decode, fullgraph=True, backend="aot_eager")(states[1])
+    assert torch.equal(eager, traced)
+    for a, b in zip(*states, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_double_backward_is_refused(tfla):
+    """No second derivatives in the kernels: an error that says where they are."""
+    call, sources = leaves(base())
+    h, _ = tfla.mlstm(**call)
+    (dq,) = torch.autograd.grad(h.sum(), sources["q"], create_graph=True)
+    with pytest.raises(RuntimeError, match=r"second derivatives.*backend='reference'"):
+        dq.sum().backward()
