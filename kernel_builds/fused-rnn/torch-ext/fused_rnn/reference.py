@@ -39,7 +39,7 @@ def sequence(
     grad_clip: Optional[float],
 ) -> Tuple[torch.Tensor, torch.Tensor]:  # h [B, T, N, D], last [K, B, N, D]
     """Runs `cell` along T. Every 16-bit operand is widened, so sums are in the state dtype."""
-    B, T, G, N, D = x.shape
+    B, _, G, N, D = x.shape
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     w = weight.to(dtype)
     if bias is None:
