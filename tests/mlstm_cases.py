@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from cases import draw_masks, draw_rows, draw_x, generator, place
+from cases import draw_masks, draw_rows, draw_x, generator, to_device
 
 CELLS = ("exp", "sigmoid", "sigmoid floor")
 INPUTS = ("q", "k", "v", "i", "f", "out_gate", "norm_weight")
@@ -103,7 +103,7 @@ def make(cell: str, case: Case, dtype: torch.dtype) -> dict:
     if "published" in has:
         call["normalizer_grad"] = False
     call["chunk_size"] = case.chunk
-    return place(call)
+    return to_device(call)
 
 
 def leaves(call: dict) -> tuple[dict, dict]:
