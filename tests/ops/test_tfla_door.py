@@ -199,7 +199,7 @@ def test_gradcheck(tfla, cell, options):
 
 
 def test_compiled_object(tfla, cell):
-    """fullgraph, forward and backward, and a step in place: the same bits as eager."""
+    """fullgraph, forward and backward, and a step in place: what eager gives."""
     torch._dynamo.reset()
     case = Case(2, 9, 2, 16, 8, ("state", "reset", "layer"), 4)
     call, sources = leaves(make(cell, case, torch.float32))
