@@ -70,7 +70,6 @@ def error_of(case: Case, side: str, call: Callable, p: dict) -> float:
     got = call()[0]
     if side == "accelerated-scan":
         got = got.transpose(1, 2)
-    got = getattr(call, "dx", lambda dx: dx)(got)
     T = min(LOOP, case.steps)
     got = got[:, :T] if case.which == "forward" else got[:, case.steps - T :]
     return gap(got[..., :: max(1, case.width // 64)], judge(case, p, case.which))
