@@ -37,7 +37,8 @@ class Case:
     @property
     def name(self) -> str:
         short = {"float32": "fp32", "bfloat16": "bf16"}[self.dtype]
-        return f"{self.op}-{self.form}-{self.batch}x{self.steps}x{self.width}-{short}"
+        kind = "methods" if "shoot" in self.sides else self.form
+        return f"{self.op}-{kind}-{self.batch}x{self.steps}x{self.width}-{short}"
 
     @property
     def is_scan(self) -> bool:
