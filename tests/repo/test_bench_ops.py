@@ -13,7 +13,14 @@ import torch
 from flashcell.kernels import fused_rnn as reference
 
 ROOT = Path(__file__).resolve().parents[2]
-STAMP = {"device": "NVIDIA H200", "driver": "1", "torch": "2", "commit": "c", "date": "2026-01-01"}
+STAMP = {
+    "device": "NVIDIA H200",
+    "driver": "1",
+    "torch": "2",
+    "commit": "c",
+    "date": "2026-01-01",
+    "kernel": "_fused_rnn_cuda_0",
+}
 
 
 @pytest.fixture
