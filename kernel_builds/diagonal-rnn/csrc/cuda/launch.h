@@ -27,6 +27,9 @@ void launch(void (*kernel)(Params...), const Grid& grid, const Args&... args) {
   if (grid.shared_bytes > 48 << 10) {  // what a kernel has without asking
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                grid.shared_bytes));
+    // Else it may keep room for one block where two fit: 8x2048x4160 then takes two waves.
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                               cudaSharedmemCarveoutMaxShared));
   }
   cudaLaunchAttribute early{};
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
