@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from flashcell.layers import find_boundaries
+from flashcell.boundaries import find_boundaries
 from numerics import EPS, assert_close
 
 # The same sums in fp32, taken for other batch sizes: a few roundings a step, which the gates damp

@@ -44,7 +44,8 @@ def packages_without(folder: Path, missing: tuple) -> Path:
     folder.mkdir()
     for place in {Path(p) for p in sys.path if p.endswith("-packages")}:
         for entry in place.iterdir():
-            if not entry.name.lower().startswith(("flashcell", *missing)):
+            ours = entry.name.lower().startswith(("flashcell", "__editable__", *missing))
+            if not ours and not (folder / entry.name).exists():
                 (folder / entry.name).symlink_to(entry)
     return folder
 

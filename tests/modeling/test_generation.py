@@ -114,9 +114,16 @@ def test_logits_to_keep(make_model, tokens):
     assert_close("chosen", model(ids, logits_to_keep=chosen).logits, whole[:, chosen], SAME)
 
 
-def test_assisted_decoding_is_refused(make_model, tokens):
-    with pytest.raises(ValueError, match="stateful"):
-        greedy(make_model(), tokens(1, 4), prompt_lookup_num_tokens=2)
+@pytest.mark.parametrize(
+    ("what", "options"),
+    [
+        ("assisted generation", {"prompt_lookup_num_tokens": 2}),
+        ("contrastive search", {"penalty_alpha": 0.6, "top_k": 4}),
+    ],
+)
+def test_what_takes_tokens_back_is_refused(make_model, tokens, what, options):
+    with pytest.raises(ValueError, match=f"{what} is asked for, but .* not taken back"):
+        greedy(make_model(), tokens(1, 4), **options)
 
 
 @pytest.mark.parametrize("padded", [False, True], ids=["plain", "left-padded"])
