@@ -5,13 +5,16 @@ They are small with large weights, so that every gate moves and a wrong state sh
 
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 import flashcell
+from cases import DEVICE
 
 VOCABULARY = 61
+cpu_only = pytest.mark.skipif(DEVICE != "cpu", reason="says nothing about the device")
 
 
 class Case(NamedTuple):

@@ -9,7 +9,8 @@ from torch._dynamo import lookup_backend
 from transformers import PreTrainedTokenizerFast, TextIteratorStreamer, pipeline
 from transformers.generation import CompileConfig
 
-from model_cases import VOCABULARY
+from cases import DEVICE
+from model_cases import VOCABULARY, cpu_only
 from numerics import EPS, assert_close
 
 TEXTS = ["w3 w5 w7", "w11", "w13 w17 w19 w23 w29"]
@@ -28,7 +29,7 @@ def tokenizer():
 
 def test_pipeline_in_batches(case, make_model, tokenizer):
     """Texts of different lengths in one batch: each result is the text's alone."""
-    generate = pipeline("text-generation", make_model(case), tokenizer=tokenizer, device="cpu")
+    generate = pipeline("text-generation", make_model(case), tokenizer=tokenizer, device=DEVICE)
     options = {**GREEDY, "return_full_text": False}
     alone = [generate(text, **options)[0]["generated_text"] for text in TEXTS]
     batch = [r[0]["generated_text"] for r in generate(TEXTS, batch_size=3, **options)]
@@ -37,7 +38,7 @@ def test_pipeline_in_batches(case, make_model, tokenizer):
 
 
 def test_streamer(case, make_model, tokenizer):
-    model, inputs = make_model(case), tokenizer(TEXTS[:1], return_tensors="pt")
+    model, inputs = make_model(case), tokenizer(TEXTS[:1], return_tensors="pt").to(DEVICE)
     streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
     options = {**inputs, **GREEDY, "streamer": streamer}
     thread = threading.Thread(target=model.generate, kwargs=options)
@@ -73,6 +74,7 @@ def test_static_cache_decodes_in_one_graph(case, make_model, tokens, padded):
     assert len(graphs) == 1
 
 
+@cpu_only
 def test_8_bit_linear_layers(case, make_model, tokens):
     """Tools that replace every nn.Linear find them, and what they replace is what runs.
 

@@ -12,8 +12,9 @@ from transformers import AutoModelForCausalLM
 from transformers.dynamic_module_utils import get_imports
 
 from flashcell.kernels.fused_rnn import CELLS
-from model_cases import CASES, kinds
+from model_cases import CASES, cpu_only, kinds
 
+pytestmark = cpu_only
 ROOT = Path(__file__).resolve().parents[2]
 ALONE = """
 import json, sys

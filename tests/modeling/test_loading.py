@@ -14,7 +14,7 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
-from model_cases import CASES, blocks
+from model_cases import CASES, blocks, cpu_only
 
 HEADS = {
     "ForCausalLM": AutoModelForCausalLM,
@@ -84,6 +84,7 @@ def test_run_time_fields_are_never_saved(case, make_model, tokens, tmp_path):
         assert all(getattr(model.config, name) == value for name, value in path.items())
 
 
+@cpu_only
 def test_spread_over_devices(case, make_model, tokens, tmp_path):
     """In shards, half of the blocks on the disk; none is split; a conversation goes through."""
     model, ids = make_model(case), tokens(2, 5)

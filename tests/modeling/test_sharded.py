@@ -9,14 +9,13 @@ from pathlib import Path
 import pytest
 from transformers.distributed import DistributedConfig
 
-from model_cases import kinds
+from model_cases import cpu_only, kinds
 
-pytestmark = pytest.mark.skipif(
-    "fsdp_size" not in {field.name for field in fields(DistributedConfig)},
-    reason="this transformers shards through accelerate alone",
-)
+can_shard = "fsdp_size" in {field.name for field in fields(DistributedConfig)}
 
 
+@cpu_only
+@pytest.mark.skipif(not can_shard, reason="this transformers shards through accelerate alone")
 def test_sharded_models_are_whole_ones(make_model, tmp_path):
     for case in kinds():
         make_model(case, vocab_size=64).save_pretrained(tmp_path / case)

@@ -5,7 +5,8 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
-from model_cases import CASES, kinds
+from cases import DEVICE
+from model_cases import CASES, cpu_only, kinds
 from numerics import EPS, assert_bitwise, assert_close
 
 SAME = 16 * EPS[torch.float32]  # see test_boundaries.py
@@ -42,7 +43,7 @@ def test_default_config_trains(case, make_config, make_model, tokens):
 def test_trains_under_autocast_and_in_bf16(case, make_model, tokens, dtype):
     """fp32 weights beside 16-bit activations, and everything in 16 bits."""
     ids, model = tokens(2, 8), make_model(case).train()
-    with torch.autocast("cpu", dtype):
+    with torch.autocast(DEVICE, dtype):
         mixed = gradients(model, input_ids=ids, labels=ids)
     assert {g.dtype for g in mixed.values()} == {torch.float32}
     pure = gradients(model.to(dtype), input_ids=ids, labels=ids)
@@ -90,6 +91,7 @@ def test_loss_is_averaged_over_the_items_the_trainer_counts(case, make_model, to
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@cpu_only  # Trainer draws its batches on the default device
 def test_trainer(case, make_model, tokens, tmp_path, packed):
     torch.manual_seed(1)
     model = make_model(case, pad_token_id=0)
