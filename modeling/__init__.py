@@ -8,6 +8,7 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
 )
 
 from .configuration import FlashRNNConfig
@@ -15,6 +16,7 @@ from .flash_rnn_layers import FlashGRU, FlashLSTM
 from .modeling_flash_rnn import (
     FlashRNNForCausalLM,
     FlashRNNForSequenceClassification,
+    FlashRNNForTokenClassification,
     FlashRNNModel,
     FlashRNNPreTrainedModel,
 )
@@ -32,6 +34,7 @@ __all__ = [
     "FlashRNNConfig",
     "FlashRNNForCausalLM",
     "FlashRNNForSequenceClassification",
+    "FlashRNNForTokenClassification",
     "FlashRNNModel",
     "FlashRNNPreTrainedModel",
     "GRUCell",
@@ -44,3 +47,4 @@ AutoConfig.register("flash_rnn", FlashRNNConfig)
 AutoModel.register(FlashRNNConfig, FlashRNNModel)
 AutoModelForCausalLM.register(FlashRNNConfig, FlashRNNForCausalLM)
 AutoModelForSequenceClassification.register(FlashRNNConfig, FlashRNNForSequenceClassification)
+AutoModelForTokenClassification.register(FlashRNNConfig, FlashRNNForTokenClassification)
