@@ -20,7 +20,7 @@ struct CellOptions {
 };
 
 struct MlstmParams : CellOptions {
-  int64_t S, T, H, K, V, chunk;
+  int64_t B, S, T, H, K, V, chunk;
   const Sequence* sequences;  // [S]
   const uint8_t* reset;       // [B, T] or null: the state becomes empty before the step
   const uint8_t* hold;        // [B, T] or null: the state passes the step, whose h is 0
