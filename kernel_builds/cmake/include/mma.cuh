@@ -131,6 +131,12 @@ DEVICE void copy_async_or_zero(uint32_t shared, const void* global, bool copy) {
                "r"(copy ? 16 : 0)
                : "memory");
 }
+// One float, or 0.
+DEVICE void copy_word_or_zero(float* shared, const float* global, bool copy) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(shared)),
+               "l"(global), "r"(copy ? 4 : 0)
+               : "memory");
+}
 DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int kPending>
 DEVICE void copy_wait() {
