@@ -258,12 +258,12 @@ Rows prepare_rows(const MlstmParams& p, void* scratch, float* last_m, cudaStream
   const int64_t slots = rows.chunks.slots();
   if (p.sequences) {
     check(cudaMemsetAsync(layout.table, 0, slots * sizeof(Chunk), stream));
-    launch(list_kernel, p.S, 256, 0, stream, rows.chunks, layout.table);
+    launch(list_kernel, {p.S, 256, 0, stream}, rows.chunks, layout.table);
   }
   const int64_t blocks = (slots * rows.chunks.tiles() * p.H + kWarps - 1) / kWarps;
-  launch(tile_kernel, blocks, 32 * kWarps, 0, stream, p, rows, layout.scratch);
-  launch(m_kernel, p.S * p.H, 32, 0, stream, p, rows, layout.scratch, last_m);
-  launch(row_kernel, blocks, 32 * kWarps, 0, stream, p, rows, layout.scratch);
+  launch(tile_kernel, {blocks, 32 * kWarps, 0, stream}, p, rows, layout.scratch);
+  launch(m_kernel, {p.S * p.H, 32, 0, stream}, p, rows, layout.scratch, last_m);
+  launch(row_kernel, {blocks, 32 * kWarps, 0, stream}, p, rows, layout.scratch);
   return rows;
 }
 

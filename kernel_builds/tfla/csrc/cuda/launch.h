@@ -14,16 +14,29 @@ inline void check(cudaError_t status) {
   throw std::runtime_error(std::string("tfla: CUDA: ") + cudaGetErrorString(status));
 }
 
+struct Grid {
+  int64_t blocks;
+  int threads, shared_bytes;
+  cudaStream_t stream;
+  bool early = false;  // starts before the kernel ahead of it has ended, and waits for it inside
+};
+
 template <typename... Params, typename... Args>
-void launch(void (*kernel)(Params...), int64_t blocks, int threads, int shared_bytes,
-            cudaStream_t stream, const Args&... args) {
-  if (blocks == 0) return;
-  if (blocks > INT32_MAX) throw std::invalid_argument("tfla: too many rows");
-  if (shared_bytes > 48 << 10) {  // what a kernel has without asking
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes));
+void launch(void (*kernel)(Params...), const Grid& grid, const Args&... args) {
+  if (grid.blocks == 0) return;
+  if (grid.blocks > INT32_MAX) throw std::invalid_argument("tfla: too many rows");
+  if (grid.shared_bytes > 48 << 10) {  // what a kernel has without asking
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                               grid.shared_bytes));
   }
-  kernel<<<unsigned(blocks), unsigned(threads), unsigned(shared_bytes), stream>>>(Params(args)...);
-  check(cudaGetLastError());
+  cudaLaunchAttribute early{};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = unsigned(grid.blocks), config.blockDim = unsigned(grid.threads);
+  config.dynamicSmemBytes = size_t(grid.shared_bytes), config.stream = grid.stream;
+  config.attrs = &early, config.numAttrs = grid.early ? 1 : 0;
+  check(cudaLaunchKernelEx(&config, kernel, Params(args)...));
 }
 
 // Hands out arrays one after another; without memory it only counts the bytes.

@@ -324,17 +324,19 @@ void run_states(const StateParams& p, int processors, void* scratch, cudaStream_
   Segments segments = take_segments(p, processors, arrays);
   const int64_t tiles = (p.K + 127) / 128 * ((p.V + 127) / 128), heads = p.rows.chunks.S * p.H;
   const int bytes = sizeof(typename Walk::Shared);
+  const auto walk = [&](int64_t count) {
+    launch(states_kernel<IO, kReverse>, {heads * tiles * count, Walk::kThreads, bytes, stream}, p,
+           segments);
+  };
   if (segments.count > 1) {
     segments.first_pass = true;
-    launch(states_kernel<IO, kReverse>, heads * tiles * (segments.count - 1), Walk::kThreads, bytes,
-           stream, p, segments);
-    const int64_t each = kJoinThreads * kJoinElements;
-    launch(join_kernel<kReverse>, heads * ((p.K * p.V + p.K + each - 1) / each), kJoinThreads, 0,
-           stream, p, segments);
+    walk(segments.count - 1);
     segments.first_pass = false;
+    const int64_t each = kJoinThreads * kJoinElements;
+    launch(join_kernel<kReverse>,
+           {heads * ((p.K * p.V + p.K + each - 1) / each), kJoinThreads, 0, stream}, p, segments);
   }
-  launch(states_kernel<IO, kReverse>, heads * tiles * segments.count, Walk::kThreads, bytes, stream,
-         p, segments);
+  walk(segments.count);
 }
 
 }  // namespace flashcell::cuda
