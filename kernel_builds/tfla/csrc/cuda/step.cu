@@ -15,34 +15,48 @@ constexpr int kColumns = 32;                    // of C in a thread block: 128 b
 constexpr int kLanes = kColumns / 4;            // of a row
 constexpr int kRowsAtOnce = kThreads / kLanes;  // 32
 constexpr int kUnroll = 8;                      // rows of a thread in flight
-constexpr double kShut = -1000, kNever = -1e30;
+constexpr float kShut = -1000, kNever = -1e30f;
 
 struct Factors {  // of a head
   float keep, add, scale;
 };
 
-DEVICE double log_sigmoid(double x) { return fmin(x, 0.0) - log1p(exp(-fabs(x))); }
+DEVICE float log_sigmoid(float x) { return fminf(x, 0.0f) - log1pf(expf(-fabsf(x))); }
 
 template <typename X>
 DEVICE const X* at(const Strided& x, int64_t b, int64_t h) {
   return static_cast<const X*>(x.data) + b * x.batch + h * x.head;
 }
 
+// What was launched before this kernel has ended; what is launched after it may start.
+DEVICE void wait_for_earlier() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+DEVICE void let_later_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 template <typename IO>
 __global__ void __launch_bounds__(kThreads) factors_kernel(const StepParams p, Factors* factors) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;");
-#endif
+  wait_for_earlier();
+  let_later_start();
   __shared__ float parts[kWarps];
   const int64_t state = blockIdx.x, b = state / p.H, h = state % p.H;
-  const double i = *at<float>(p.i, b, h);
-  const double log_f = fmax(log_sigmoid(*at<float>(p.f, b, h)), kShut);
-  double m = 0, keep = exp(log_f), add = exp(log_sigmoid(i));
-  if (p.exponential) {
-    const double before = p.m ? double(static_cast<const float*>(p.m)[state]) : 0.0;
-    const double log_i = fmax(i, kNever), carried = log_f + before;
-    m = float(fmax(carried, log_i));
-    keep = before < kNever ? 0.0 : exp(carried - m), add = exp(log_i - m);
+  const float i = *at<float>(p.i, b, h);
+  const float log_f = fmaxf(log_sigmoid(*at<float>(p.f, b, h)), kShut);
+  float m = 0, keep = expf(log_f), add;
+  if (p.exponential) {  // m is rounded, and the factors make up for it
+    const float before = p.m ? static_cast<const float*>(p.m)[state] : 0.0f, log_i = fmaxf(i, kNever);
+    const double carried = double(log_f) + double(before);
+    m = float(fmax(carried, double(log_i)));
+    keep = before < kNever ? 0.0f : expf(float(carried - double(m)));
+    add = expf(float(double(log_i) - double(m)));
+  } else {
+    add = expf(log_sigmoid(i));
   }
   const float query_scale = rsqrtf(float(p.K));
   float scale = query_scale;
@@ -51,9 +65,9 @@ __global__ void __launch_bounds__(kThreads) factors_kernel(const StepParams p, F
     const float* n = p.n ? static_cast<const float*>(p.n) + state * p.K : nullptr;
     float* next = static_cast<float*>(p.next_n) + state * p.K;
     float sum = 0;
-    for (int64_t c = threadIdx.x; c < p.K; c += kThreads) {
-      const float carried = n != nullptr && keep != 0 ? float(keep) * n[c] : 0.0f;
-      const float value = carried + float(add) * to_float(k[c]);
+    for (int c = threadIdx.x; c < p.K; c += kThreads) {
+      const float old = n != nullptr ? n[c] : 0.0f;
+      const float value = (keep != 0 ? keep * old : 0.0f) + add * to_float(k[c]);
       next[c] = value;
       sum += value * to_float(q[c]);
     }
@@ -63,60 +77,63 @@ __global__ void __launch_bounds__(kThreads) factors_kernel(const StepParams p, F
     __syncthreads();
     sum = 0;
     for (int w = 0; w < kWarps; ++w) sum += parts[w];
-    scale /= fmaxf(fabsf(sum * query_scale), float(exp(-m))) + float(p.eps);
+    scale /= fmaxf(fabsf(sum * query_scale), expf(-m)) + float(p.eps);
   }
   if (threadIdx.x != 0) return;
-  if (p.next_m != nullptr) static_cast<float*>(p.next_m)[state] = float(m);
-  factors[state] = {float(keep), float(add), scale};
+  if (p.next_m != nullptr) static_cast<float*>(p.next_m)[state] = m;
+  factors[state] = {keep, add, scale};
 }
 
 template <typename IO>
-__global__ void __launch_bounds__(kThreads) step_kernel(const StepParams p,
-                                                        const Factors* factors) {
+__global__ void __launch_bounds__(kThreads, 4) step_kernel(const StepParams p,
+                                                           const Factors* factors) {
+  extern __shared__ float2 rows[];  // [K] key and query
   __shared__ float4 parts[kWarps][kLanes];
-  const int64_t tiles = (p.V + kColumns - 1) / kColumns, state = blockIdx.x / tiles;
-  const int64_t b = state / p.H, h = state % p.H;
+  const int tiles = int(p.V + kColumns - 1) / kColumns, K = int(p.K), V = int(p.V);
+  const int64_t state = blockIdx.x / tiles, b = state / p.H, h = state % p.H;
   const int lane = threadIdx.x % kLanes, first = threadIdx.x / kLanes;
-  const int64_t column = blockIdx.x % tiles * kColumns + 4 * lane;
-  const bool inside = column < p.V;
-  const float* C = p.C ? static_cast<const float*>(p.C) + state * p.K * p.V + column : nullptr;
-  float* next = static_cast<float*>(p.next_C) + state * p.K * p.V + column;
-  const IO *k = at<IO>(p.k, b, h), *q = at<IO>(p.q, b, h), *v = at<IO>(p.v, b, h) + column;
-  float value[4] = {};
+  const int column = int(blockIdx.x) % tiles * kColumns + 4 * lane;
+  const bool inside = column < V;
+  const float* C = p.C ? static_cast<const float*>(p.C) + state * K * V + column : nullptr;
+  float* next = static_cast<float*>(p.next_C) + state * K * V + column;
+  let_later_start();
+  float4 old[kUnroll];
+  const auto load = [&](int row) {
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const int r = row + u * kRowsAtOnce;
+      const bool exists = inside && r < K && C != nullptr;
+      old[u] = exists ? __ldcs(reinterpret_cast<const float4*>(C + r * V)) : float4{};
+    }
+  };
+  load(first);
+  float value[4] = {}, sum[4] = {};
 #pragma unroll
   for (int e = 0; e < 4; ++e) {
-    if (inside) value[e] = to_float(v[e]);
+    if (inside) value[e] = to_float(at<IO>(p.v, b, h)[column + e]);
   }
-  float sum[4] = {};
-  Factors f{};
-  for (int64_t row = first; row < p.K; row += kUnroll * kRowsAtOnce) {
-    float4 old[kUnroll];
-    float key[kUnroll], query[kUnroll];
+  for (int r = threadIdx.x; r < K; r += kThreads) {
+    rows[r] = {to_float(at<IO>(p.k, b, h)[r]), to_float(at<IO>(p.q, b, h)[r])};
+  }
+  __syncthreads();
+  wait_for_earlier();
+  const Factors f = factors[state];
+#pragma unroll
+  for (float& v : value) v *= f.add;
+  for (int row = first; row < K; row += kUnroll * kRowsAtOnce) {
+    if (row != first) load(row);
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
-      const int64_t r = row + u * kRowsAtOnce;
-      const bool exists = inside && r < p.K;
-      old[u] = exists && C != nullptr ? reinterpret_cast<const float4&>(C[r * p.V]) : float4{};
-      key[u] = exists ? to_float(k[r]) : 0.0f, query[u] = exists ? to_float(q[r]) : 0.0f;
-    }
-    if (row == first) {
-#if __CUDA_ARCH__ >= 900
-      asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-      f = factors[state];
-    }
-#pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      const int64_t r = row + u * kRowsAtOnce;
+      const int r = row + u * kRowsAtOnce;
+      if (!inside || r >= K) continue;
+      const float2 key_query = rows[r];
       float x[4] = {old[u].x, old[u].y, old[u].z, old[u].w};
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        x[e] = (f.keep == 0 ? 0.0f : f.keep * x[e]) + f.add * key[u] * value[e];
-        sum[e] += query[u] * x[e];
+        x[e] = (f.keep == 0 ? 0.0f : f.keep * x[e]) + key_query.x * value[e];
+        sum[e] += key_query.y * x[e];
       }
-      if (inside && r < p.K) {
-        reinterpret_cast<float4&>(next[r * p.V]) = make_float4(x[0], x[1], x[2], x[3]);
-      }
+      __stcs(reinterpret_cast<float4*>(next + r * V), make_float4(x[0], x[1], x[2], x[3]));
     }
   }
 #pragma unroll
@@ -134,7 +151,7 @@ __global__ void __launch_bounds__(kThreads) step_kernel(const StepParams p,
     const float4 part = parts[w][lane];
     total.x += part.x, total.y += part.y, total.z += part.z, total.w += part.w;
   }
-  IO* out = static_cast<IO*>(p.h) + state * p.V + column;
+  IO* out = static_cast<IO*>(p.h) + state * V + column;
   const float sums[4] = {total.x, total.y, total.z, total.w};
 #pragma unroll
   for (int e = 0; e < 4; ++e) out[e] = from_float<IO>(sums[e] * f.scale);
@@ -148,9 +165,10 @@ template <typename IO>
 void run_step(const StepParams& p, void* scratch, cudaStream_t stream) {
   Factors* factors = static_cast<Factors*>(scratch);
   const int64_t states = p.B * p.H;
-  launch(factors_kernel<IO>, {states, kThreads, 0, stream}, p, factors);
-  launch(step_kernel<IO>, {states * ((p.V + kColumns - 1) / kColumns), kThreads, 0, stream, true},
-         p, factors);
+  launch(factors_kernel<IO>, {states, kThreads, 0, stream, true}, p, factors);
+  const int64_t tiles = (p.V + kColumns - 1) / kColumns;
+  launch(step_kernel<IO>,
+         {states * tiles, kThreads, int(p.K * int64_t(sizeof(float2))), stream, true}, p, factors);
 }
 template void run_step<bf16>(const StepParams&, void*, cudaStream_t);
 template void run_step<fp16>(const StepParams&, void*, cudaStream_t);
