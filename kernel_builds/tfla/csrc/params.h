@@ -39,6 +39,7 @@ struct BackwardParams : MlstmParams {
   const void* dh;                 // [B, T, H, V] io, or null for 0
   const void *dlast_C, *dlast_n;  // state, or null for 0
   const void *last_C, *last_n;    // the forward's
+  const void *h, *total;          // the forward's
   void *dq, *dk, *dv;             // [B, T, H, .] io
   void *di, *df;                  // [B, T, H] state
   void *dC, *dn;                  // of the initial state
