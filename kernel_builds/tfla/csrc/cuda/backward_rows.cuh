@@ -1,4 +1,5 @@
-// What the backward pass needs of every row beside the gates: the divisor, and the gradient through it.
+// What the backward pass needs of every row beside the gates: the divisor, and the gradient through
+// it.
 #pragma once
 #include "backward.h"
 #include "mma.cuh"
@@ -11,24 +12,20 @@ DEVICE float row_dot(const IO* x, const IO* y, int64_t width) {
   constexpr int kPiece = 16 / sizeof(IO);
   float sum = 0;
   for (int64_t at = threadIdx.x % 32 * kPiece; at < width; at += 32 * kPiece) {
-    const uint4 a = reinterpret_cast<const uint4&>(x[at]), b = reinterpret_cast<const uint4&>(y[at]);
-#pragma unroll
-    for (int i = 0; i < kPiece / 2; ++i) {
-      const float2 u = reinterpret_cast<const Pair<IO>*>(&a)[i].floats();
-      const float2 v = reinterpret_cast<const Pair<IO>*>(&b)[i].floats();
-      sum = fmaf(u.x, v.x, fmaf(u.y, v.y, sum));
-    }
+    sum += piece_dot<IO>(reinterpret_cast<const uint4&>(x[at]),
+                         reinterpret_cast<const uint4&>(y[at]));
   }
 #pragma unroll
   for (int mask = 1; mask < 32; mask *= 2) sum += __shfl_xor_sync(~0u, sum, mask);
   return sum;
 }
 
-// A thread block for a chunk of a head, a warp for a row. delta_t = -(dh_t h_t) / N_t, with the sign
-// of the denominator; h is the rounded one, whose errors are as small in the sum as those of its terms.
+// A thread block for a chunk of a head, a warp for a row. delta_t = -(dh_t h_t) / N_t, with the
+// sign of the denominator; h is the rounded one, whose errors are as small in the sum as those of
+// its terms.
 template <typename IO>
-__global__ void __launch_bounds__(256)
-    row_gradients(const BackwardParams p, const BackwardTerms terms) {
+__global__ void __launch_bounds__(256) row_gradients(const BackwardParams p,
+                                                     const BackwardTerms terms) {
   const int head = int(blockIdx.x % p.H);
   const Chunk chunk = terms.rows.chunks.at(blockIdx.x / p.H);
   for (int step = threadIdx.x / 32; step < chunk.steps; step += 8) {

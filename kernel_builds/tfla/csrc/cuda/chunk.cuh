@@ -1,0 +1,411 @@
+// Products of one chunk of one head, of a thread block: of all pairs of rows (q k, or dh v), which
+// are weighed in registers to a triangle E of tiles in shared memory, and of rows with a state and
+// of E with rows (C q + E v, and the like). Loads run a stage ahead.
+#pragma once
+#include "rows.cuh"
+#include "tile.cuh"
+
+namespace flashcell::cuda {
+
+template <typename IO>
+struct Matrix {  // row-major, in global memory; beyond its rows and columns are zeros
+  const IO* data;
+  int64_t stride;
+  int rows, columns;
+};
+
+template <typename IO, int kTiles>
+struct ChunkProducts {
+  static constexpr int kThreads = 256, kRows = kTile * kTiles, kStrips = 2 * kTiles;
+  static constexpr int kColumns = 2 * kPanel<IO>;   // of an output at a time
+  static constexpr int kBlocks = kColumns / 4 / 8;  // of 8 columns, of a warp
+  static constexpr int kStages = 2;
+  static constexpr int kSlot =
+      kTile * kColumns * int(sizeof(IO));  // what one matrix takes at least
+  static constexpr int kPairBytes = Tile<IO, kTile>::bytes(kTile);
+  static constexpr int kRowBytes = kRows * kPanelBytes, kStage = kTiles * kSlot;
+  static_assert(2 * kRowBytes <= kStage);
+
+  using RowTile = Tile<IO, kRows>;          // rows of the chunk, one panel of depth
+  using PairTile = Tile<IO, kTile>;         // of E
+  using InnerTile = Tile<IO, kTile>;        // 64 rows, kColumns of them
+  using StateRows = Tile<IO, kColumns>;     // kColumns rows of a state, one panel of depth
+  using StateDepth = Tile<IO, kPanel<IO>>;  // one panel's rows of a state, kColumns of them
+
+  struct Output {
+    Matrix<IO> rows, state, inner;
+    int depth, blocks;  // steps through the state, blocks of columns
+  };
+  struct Shared {
+    alignas(1024) char ring[kStages * kStage];
+    char triangle[kTiles * (kTiles + 1) / 2][kPairBytes];
+    float2 u[kRows], w[kRows];
+    float past[kRows], future[kRows], inflow[kRows], outflow[kRows];
+    int start[kRows];
+    Matrix<IO> left, right;  // of the products of pairs
+    Output outputs[2];
+  };
+
+  const MlstmParams& p;
+  const Rows& rows;
+  Shared& shared;
+  const Chunk chunk;
+  const int64_t slot;
+  const int head;
+  const int group, part, quad, lane_row;  // of the warp: strips 2 i + group, columns; of the lane
+  const bool has_inner;                   // products of pairs, and of E
+  int pair_steps = 0, outputs = 1, stage = 0;
+
+  DEVICE ChunkProducts(const MlstmParams& params, const Rows& of_gates, Shared& memory,
+                       int64_t slot, int head, bool has_inner)
+      : p(params),
+        rows(of_gates),
+        shared(memory),
+        chunk(of_gates.chunks.at(slot)),
+        slot(slot),
+        head(head),
+        group(warp() / 4),
+        part(warp() % 4),
+        quad(threadIdx.x % 4),
+        lane_row(threadIdx.x % 32 / 4),
+        has_inner(has_inner) {}
+
+  DEVICE static int warp() { return __shfl_sync(~0u, int(threadIdx.x / 32), 0); }
+
+  // ---- Loads: a stage ahead of the products. ----
+
+  DEVICE Matrix<IO> matrix(const Strided& x, int64_t width) const {
+    const int64_t b = chunk.row / p.T, t = chunk.row % p.T;
+    return {static_cast<const IO*>(x.data) + b * x.batch + t * x.time + head * x.head, x.time,
+            chunk.steps, int(width)};
+  }
+  DEVICE Matrix<IO> state(const void* states) const {
+    const int64_t size = p.K * p.V;
+    return {static_cast<const IO*>(states) + rows.slot(head, slot) * size, p.V, int(p.K), int(p.V)};
+  }
+
+  template <int kWidth, typename To>
+  DEVICE static void load(To to, const Matrix<IO>& from, int row, int column) {
+    copy_tile<kThreads, kWidth>(to, from.data + row * from.stride + column, from.stride,
+                                from.rows - row, from.columns - column);
+  }
+
+  // Stage `index` of all that this thread block reads.
+  template <bool kByDepth>
+  DEVICE void issue(int index) const {
+    const uint32_t to = shared_address(shared.ring) + index % kStages * kStage;
+    if (index < pair_steps) {
+      load<kPanel<IO>>(RowTile{to}, shared.left, 0, index * kPanel<IO>);
+      load<kPanel<IO>>(RowTile{to + kRowBytes}, shared.right, 0, index * kPanel<IO>);
+    } else {
+      index -= pair_steps;
+      const int first = (shared.outputs[0].depth + has_inner) * shared.outputs[0].blocks;
+      const bool second = index >= first;
+      if (second) index -= first;
+      const Output& output = shared.outputs[second];
+      const int steps = output.depth + has_inner;
+      if (int(second) < outputs && index < steps * output.blocks) {
+        const int column = index / steps * kColumns, depth = index % steps;
+        if (depth < output.depth) {
+          load<kPanel<IO>>(RowTile{to}, output.rows, 0, depth * kPanel<IO>);
+          if constexpr (kByDepth) {
+            load<kColumns>(StateDepth{to + kRowBytes}, output.state, depth * kPanel<IO>, column);
+          } else {
+            load<kPanel<IO>>(StateRows{to + kRowBytes}, output.state, column, depth * kPanel<IO>);
+          }
+        } else {
+#pragma unroll
+          for (int j = 0; j < kTiles; ++j) {
+            load<kColumns>(InnerTile{to + j * kSlot}, output.inner, j * kTile, column);
+          }
+        }
+      }
+    }
+    copy_commit();
+  }
+
+  template <bool kByDepth>
+  DEVICE void begin() const {
+#pragma unroll
+    for (int i = 0; i < kStages - 1; ++i) issue<kByDepth>(i);
+  }
+  template <bool kByDepth>
+  DEVICE uint32_t next() {
+    copy_wait<kStages - 2>();
+    __syncthreads();
+    issue<kByDepth>(stage + kStages - 1);
+    return shared_address(shared.ring) + stage++ % kStages * kStage;
+  }
+
+  // ---- Products: straight-line code, so that loads of operands run ahead. ----
+
+  // Strip i of the warp: 16 rows of tile i / 2, in its first or second half. The groups have
+  // neighbouring strips, so that each has half of any triangle.
+  DEVICE int strip_row(int i) const { return i * 32 + group * 16; }
+  // Of a tile of pairs the warp takes 8 columns of the first half and 8 of the second. Above the
+  // diagonal is the second half of a diagonal tile for the strips of its first half.
+  DEVICE int pair_column(int half) const { return half * 32 + part * 8; }
+  static constexpr DEVICE bool is_above(int i, int j, int half) {
+    return j == i / 2 && half > i % 2;
+  }
+
+  using PairSums = Sums<kTiles * (kTiles + 1), 2>;  // strip i's of tile j at of_pair(i, j)
+  static constexpr DEVICE int of_pair(int i, int j) { return (i / 2 + i % 2) * (i / 2 + 1) + j; }
+
+  template <bool kByDepth>
+  DEVICE void multiply_pairs(PairSums& sums) {
+    const int second_half = threadIdx.x % 32 / 16 * 24;  // lanes of the second eight columns
+    for (int s = 0; s < pair_steps; ++s) {
+      const uint32_t rows = next<kByDepth>();
+      const Left<Lies::kAlong, IO, kRows> left(RowTile{rows}, group * 16, 0);
+      const Right<Lies::kAlong, IO, kRows> right(RowTile{rows + kRowBytes},
+                                                 part * 8 + second_half, 0);
+#pragma unroll
+      for (int k = 0; k < kPanel<IO> / kDepth<IO>; ++k) {
+        uint32_t b[kTiles][4];
+#pragma unroll
+        for (int j = 0; j < kTiles; ++j) right.load(b[j], j * 4, k);
+#pragma unroll
+        for (int i = 0; i < kStrips; ++i) {
+          uint32_t a[4];
+          left.load(a, 2 * i, k);
+#pragma unroll
+          for (int j = 0; j <= i / 2; ++j) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+              if (is_above(i, j, half)) continue;
+              multiply_piece<IO>(sums[of_pair(i, j)][half], a, b[j][2 * half], b[j][2 * half + 1]);
+            }
+          }
+        }
+      }
+    }
+  }
+
+  DEVICE PairTile pair_tile(int row, int column) const {
+    return {shared_address(shared.triangle[row * (row + 1) / 2 + column])};
+  }
+
+  // Rows that do not exist take and give nothing.
+  DEVICE void load_row_terms() const {
+    const int row = threadIdx.x;
+    if (row >= kRows) return;
+    const bool exists = row < chunk.steps;
+    const int64_t at = rows.row(head, chunk) + (exists ? row : 0);
+    const auto or_zero = [&](const float* x) { return exists ? x[at] : 0.f; };
+    shared.u[row] = rows.u[at], shared.w[row] = rows.w[at];
+    shared.past[row] = or_zero(rows.past), shared.future[row] = or_zero(rows.future);
+    shared.inflow[row] = or_zero(rows.inflow), shared.outflow[row] = or_zero(rows.outflow);
+    shared.start[row] = exists ? rows.start[chunk.row + row] : kRows;
+  }
+
+  // E = decay_tj value_of(t)(sums), where t sees j; all of it is written that is read. body(strip,
+  // down, e) sees what the lane has of a row.
+  template <typename ValueOf, typename Body>
+  DEVICE void weigh(const PairSums& sums, const ValueOf& value_of, const Body& body) const {
+    const float* decays = rows.tile_decay + rows.slot(head, slot) * rows.chunks.tiles();
+    float decay[kTiles];
+    float2 future[kTiles][2];
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j) {
+      decay[j] = j > 0 && j * kTile < chunk.steps ? decays[j] : 0.f;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float* at = &shared.future[j * kTile + pair_column(half) + 2 * quad];
+        future[j][half] = reinterpret_cast<const float2&>(*at);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kStrips; ++i) {
+#pragma unroll
+      for (int down = 0; down < 2; ++down) {
+        const int t = strip_row(i) + lane_row + 8 * down, row = t % kTile, start = shared.start[t];
+        const float2 u = shared.u[t];
+        const auto value = value_of(t);
+        const auto sum = [&](int j, int half, int e) {
+          return value(sums[of_pair(i, j)][half][2 * down + e]);
+        };
+        const auto put = [&](int j, int half, float first, float second) {
+          store_pair(pair_tile(i / 2, j), row, pair_column(half) + 2 * quad, first, second);
+          body(i, down, first + second);
+        };
+        float past = shared.past[t];
+#pragma unroll
+        for (int j = i / 2 - 1; j >= 0; --j) {
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            const float2 f = future[j][half];
+            put(j, half, past * f.x * sum(j, half, 0), past * f.y * sum(j, half, 1));
+          }
+          past *= decay[j];
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          if (is_above(i, i / 2, half)) continue;
+          const int column = pair_column(half) + 2 * quad;
+          float e[2];
+#pragma unroll
+          for (int c = 0; c < 2; ++c) {
+            const float2 w = shared.w[i / 2 * kTile + column + c];
+            const float decay = exp2_approx((u.x + w.x) + (u.y + w.y));
+            const bool seen = start <= column + c && column + c <= row;
+            e[c] = seen ? decay * sum(i / 2, half, c) : 0.f;
+          }
+          put(i / 2, half, e[0], e[1]);
+        }
+      }
+    }
+  }
+  DEVICE static float exp2_approx(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+  }
+
+  using OutputSums = Sums<kStrips, kBlocks>;
+
+  // also(i, a, k) sees the left words of strip i, step k.
+  template <bool kByDepth, typename Also>
+  DEVICE void multiply_state(OutputSums& sums, uint32_t rows, const Also& also) const {
+    const Left<Lies::kAlong, IO, kRows> left(RowTile{rows}, group * 16, 0);
+    const auto state = [&] {
+      if constexpr (kByDepth) {
+        return Right<Lies::kAcross, IO, kPanel<IO>>(StateDepth{rows + kRowBytes}, 0,
+                                                    part * (kColumns / 4));
+      } else {
+        return Right<Lies::kAlong, IO, kColumns>(StateRows{rows + kRowBytes}, part * (kColumns / 4),
+                                                 0);
+      }
+    }();
+#pragma unroll
+    for (int k = 0; k < kPanel<IO> / kDepth<IO>; ++k) {
+      uint32_t b[kBlocks / 2][4];
+#pragma unroll
+      for (int c = 0; c < kBlocks / 2; ++c) state.load(b[c], c, k);
+#pragma unroll
+      for (int i = 0; i < kStrips; ++i) {
+        uint32_t a[4];
+        left.load(a, 2 * i, k);
+        multiply_strip(sums[i], a, b);
+        also(i, a, k);
+      }
+    }
+  }
+  template <bool kByDepth>
+  DEVICE void multiply_state(OutputSums& sums, uint32_t rows) const {
+    multiply_state<kByDepth>(sums, rows, [](int, const uint32_t (&)[4], int) {});
+  }
+
+  DEVICE static void multiply_strip(float (&sums)[kBlocks][4], const uint32_t (&a)[4],
+                                    const uint32_t (&b)[kBlocks / 2][4]) {
+#pragma unroll
+    for (int c = 0; c < kBlocks; ++c) {
+      multiply_piece<IO>(sums[c], a, b[c / 2][c % 2 * 2], b[c / 2][c % 2 * 2 + 1]);
+    }
+  }
+
+  // sums += E inner, or E^T inner; of diagonal tiles what is not above the diagonal.
+  template <bool kTransposed>
+  DEVICE void multiply_triangle(OutputSums& sums, uint32_t inner) const {
+    constexpr Lies kLies = kTransposed ? Lies::kAcross : Lies::kAlong;
+    using Strip = Left<kLies, IO, kTile>;
+    const auto strip = [&](int half) {
+      const int row = half * 32 + group * 16;
+      return Strip(pair_tile(0, 0), kTransposed ? 0 : row, kTransposed ? row : 0);
+    };
+    const Strip strips[2] = {strip(0), strip(1)};
+    const Right<Lies::kAcross, IO, kTile> right(InnerTile{inner}, 0, part * (kColumns / 4));
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j) {
+#pragma unroll
+      for (int k = 0; k < kTile / kDepth<IO>; ++k) {
+        const int half = k * kDepth<IO> / 32;  // of the tile's depth
+        uint32_t b[kBlocks / 2][4];
+        auto inner_tile = right;
+        inner_tile.lane += j * kSlot;
+#pragma unroll
+        for (int c = 0; c < kBlocks / 2; ++c) inner_tile.load(b[c], c, k);
+#pragma unroll
+        for (int i = 0; i < kStrips; ++i) {
+          const int ahead = (i / 2 - j) * 2 + i % 2 - half;  // halves of tiles
+          if (kTransposed ? ahead > 0 : ahead < 0) continue;
+          const int row = kTransposed ? j : i / 2, column = kTransposed ? i / 2 : j;
+          Strip left = strips[i % 2];
+          left.lane += (row * (row + 1) / 2 + column) * kPairBytes;
+          uint32_t a[4];
+          left.load(a, 0, k);
+          multiply_strip(sums[i], a, b);
+        }
+      }
+    }
+  }
+
+  // ---- Outputs. ----
+
+  // body(strip, half, row, whether the row exists), for the lane's rows.
+  template <typename Body>
+  DEVICE void for_rows(const Body& body) const {
+#pragma unroll
+    for (int i = 0; i < kStrips; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = strip_row(i) + lane_row + 8 * half;
+        body(i, half, row, row < chunk.steps);
+      }
+    }
+  }
+
+  struct Factors {
+    float outer, gain, add;
+  };
+
+  // sums = outer (gain sums + add vector), row by row; 0 where outer is 0, whatever the state holds.
+  template <typename FactorsOf>
+  DEVICE void scale(OutputSums& sums, const float* vector, int first, int width,
+                    const FactorsOf& factors_of) const {
+    float added[kBlocks][2];
+#pragma unroll
+    for (int c = 0; c < kBlocks; ++c) {
+      const int column = first + 8 * c + 2 * quad;
+      const bool has = vector && column < width;
+      added[c][0] = has ? vector[column] : 0.f, added[c][1] = has ? vector[column + 1] : 0.f;
+    }
+    for_rows([&](int i, int half, int row, bool) {
+      const Factors f = factors_of(row);
+#pragma unroll
+      for (int c = 0; c < kBlocks; ++c) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          float& sum = sums[i][c][2 * half + e];
+          sum = f.outer == 0 ? 0.f : f.outer * fmaf(f.gain, sum, f.add * added[c][e]);
+        }
+      }
+    });
+  }
+
+  DEVICE void store(const OutputSums& sums, void* to, int first, int width) const {
+    IO* rows = static_cast<IO*>(to) + (chunk.row * p.H + head) * width + first;
+    for_rows([&](int i, int half, int row, bool exists) {
+      float low[4] = {}, high[4] = {};  // fp32 has half as many columns
+#pragma unroll
+      for (int c = 0; c < kBlocks; ++c) {
+        low[c] = sums[i][c][2 * half], high[c] = sums[i][c][2 * half + 1];
+      }
+      const int own = width - first < 8 * kBlocks ? width - first : 8 * kBlocks;
+      store_row<IO>(rows + row * p.H * width, low, high, exists, own);
+    });
+  }
+
+  // Rows of padding are 0.
+  template <typename X>
+  DEVICE void clear_padding(void* to, int64_t width) const {
+    X* rows = static_cast<X*>(to) + (chunk.row * p.H + head) * width;
+    for (int row = chunk.steps; row < chunk.rows; ++row) {
+      for (int64_t i = threadIdx.x; i < width; i += kThreads) rows[row * p.H * width + i] = X(0.f);
+    }
+  }
+
+  static DEVICE int parts(int64_t width, int size) { return int((width + size - 1) / size); }
+};
+
+}  // namespace flashcell::cuda
