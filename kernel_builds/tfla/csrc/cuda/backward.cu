@@ -1,0 +1,99 @@
+// The backward pass: the rows of the gates and the states again, what the divisor does to rows, the
+// gradients of the states against time, and then every chunk on its own.
+#include <cmath>
+
+#include "backward_chunk.cuh"
+#include "backward_rows.cuh"
+#include "launch.h"
+#include "run.h"
+#include "states.h"
+
+namespace flashcell::cuda {
+
+namespace {
+
+struct Scratch {
+  BackwardTerms terms{};
+  void *rows, *walk;
+  int64_t bytes;
+
+  Scratch(const BackwardParams& p, int io_bytes, const Device& device, void* memory) {
+    Arrays arrays(memory);
+    const Chunks chunks = chunks_of(p);
+    const int64_t values = p.H * chunks.rows, slots = p.H * chunks.slots();
+    const int64_t divided = p.normalized ? values : 0, of_n = p.normalized ? slots * p.K : 0;
+    StateParams states{};
+    states.rows.chunks = chunks, states.H = p.H, states.K = p.K, states.V = p.V;
+    rows = arrays.take<char>(rows_scratch(p));
+    walk = arrays.take<char>(states_scratch(states, device.processors));
+    terms.C = arrays.take<char>(slots * p.K * p.V * io_bytes);
+    terms.dC = arrays.take<char>(slots * p.K * p.V * io_bytes);
+    terms.weight = arrays.take<float>(values), terms.n_weight = arrays.take<float>(divided);
+    terms.inverse = arrays.take<float>(divided), terms.delta = arrays.take<float>(divided);
+    terms.n = arrays.take<float>(of_n), terms.dn = arrays.take<float>(of_n);
+    bytes = arrays.bytes();
+    if (!p.normalized) {
+      terms.n_weight = terms.inverse = terms.delta = terms.n = terms.dn = nullptr;
+    }
+    terms.scale = 1 / std::sqrt(float(p.K));
+  }
+};
+
+template <typename IO, int kTiles>
+void run_chunks(const BackwardParams& p, const BackwardTerms& terms, cudaStream_t stream) {
+  using Gradients = ChunkGradients<IO, kTiles>;
+  const int bytes = sizeof(typename Gradients::Shared);
+  const int64_t blocks = terms.rows.chunks.slots() * p.H * 2;
+  launch(chunk_gradients<IO, kTiles>, {blocks, Gradients::kThreads, bytes, stream}, p, terms);
+}
+
+}  // namespace
+
+int64_t backward_scratch(const BackwardParams& p, int io_bytes, const Device& device) {
+  return Scratch(p, io_bytes, device, nullptr).bytes;
+}
+
+template <typename IO>
+void run_backward(const BackwardParams& p, const Device& device, void* memory,
+                  cudaStream_t stream) {
+  Scratch scratch(p, sizeof(IO), device, memory);
+  BackwardTerms& terms = scratch.terms;
+  terms.rows = prepare_rows(p, scratch.rows, nullptr, stream);
+  const bool has_h = p.dh != nullptr;
+
+  StateParams states{};
+  states.rows = terms.rows, states.H = p.H, states.K = p.K, states.V = p.V;
+  states.left = p.k, states.right = p.v;
+  states.weight = terms.rows.outflow;
+  states.n_weight = p.normalized ? terms.rows.outflow : nullptr;
+  states.first = static_cast<const float*>(p.C), states.first_n = static_cast<const float*>(p.n);
+  states.states = terms.C, states.n = terms.n;
+  run_states<IO, false>(states, device.processors, scratch.walk, stream);
+
+  if (has_h) {
+    const int64_t blocks = terms.rows.chunks.slots() * p.H;
+    launch(row_gradients<IO>, {blocks, 256, 0, stream}, p, terms);
+    states.left = p.q, states.right = {p.dh, p.T * p.H * p.V, p.H * p.V, p.V};
+  } else {  // nothing is added to dC: k and v with weights of 0
+    const int64_t bytes = p.H * terms.rows.chunks.rows * sizeof(float);
+    check(cudaMemsetAsync(terms.weight, 0, bytes, stream));
+    if (p.normalized) check(cudaMemsetAsync(terms.n_weight, 0, bytes, stream));
+  }
+  states.weight = terms.weight, states.n_weight = terms.n_weight;
+  states.first = static_cast<const float*>(p.dlast_C);
+  states.first_n = static_cast<const float*>(p.dlast_n);
+  states.last = static_cast<float*>(p.dC), states.last_n = static_cast<float*>(p.dn);
+  states.states = terms.dC, states.n = terms.dn;
+  run_states<IO, true>(states, device.processors, scratch.walk, stream);
+
+  if constexpr (sizeof(IO) == 2) {
+    if (terms.rows.chunks.length > 2 * kTile) return run_chunks<IO, 4>(p, terms, stream);
+  }
+  run_chunks<IO, 2>(p, terms, stream);
+}
+
+template void run_backward<bf16>(const BackwardParams&, const Device&, void*, cudaStream_t);
+template void run_backward<fp16>(const BackwardParams&, const Device&, void*, cudaStream_t);
+template void run_backward<float>(const BackwardParams&, const Device&, void*, cudaStream_t);
+
+}  // namespace flashcell::cuda
