@@ -6,12 +6,12 @@ namespace flashcell::cuda {
 
 struct BackwardTerms {
   Rows rows;
-  float scale;                   // K^-1/2
-  float *inverse, *delta;        // [H, rows] scale / N and scale delta; null: scale, and 0
-  float *weight, *n_weight;      // [H, rows] of q_t in dC and in dn: inflow times them
-  const void *C, *dC;            // [H, slots, K, V] io: before the chunk, and the gradient after it
-  const float *n, *dn;           // [H, slots, K], or null
-  const float* anchors;          // [H, slots, anchor_parts], which add up to <C, dC> + <n, dn> after it
+  float scale;               // K^-1/2
+  float *inverse, *delta;    // [H, rows] scale / N and scale delta; null: scale, and 0
+  float *weight, *n_weight;  // [H, rows] of q_t in dC and in dn: inflow times them
+  const void *C, *dC;        // [H, slots, K, V] io: before the chunk, and the gradient after it
+  const float *n, *dn;       // [H, slots, K], or null
+  const float* anchors;      // [H, slots, anchor_parts], which add up to <C, dC> + <n, dn> after it
   int anchor_parts;
 
   // Of its sequence.

@@ -373,4 +373,13 @@ struct ChunkProducts {
   static DEVICE int parts(int64_t width, int size) { return int((width + size - 1) / size); }
 };
 
+// Steps of the longest chunk whose thread blocks fit in `shared_bytes`, which are this and at most
+// 16 KB.
+inline int longest_chunk(int io_bytes, int shared_bytes) {
+  const auto bytes = [&](int tiles) {
+    return (2 * tiles * 256 + tiles * (tiles + 1) / 2 * 64 * io_bytes) * 64 + (16 << 10);
+  };
+  return bytes(4) <= shared_bytes ? 4 * kTile : bytes(2) <= shared_bytes ? 2 * kTile : kTile;
+}
+
 }  // namespace flashcell::cuda
