@@ -32,6 +32,7 @@ struct MlstmParams : CellOptions {
 
 struct ForwardParams : MlstmParams {
   void* h;                         // [B, T, H, V] io
+  void* total;                     // [B, T, H] state: n q of every step, null where there is no n
   void *last_C, *last_n, *last_m;  // as C, n, m; n and m null where the cell has none
 };
 

@@ -2,22 +2,23 @@
 // gradients of the states against time, and then every chunk on its own.
 #include <cmath>
 
+#include "backward.h"
 #include "backward_chunk.cuh"
 #include "backward_rows.cuh"
 #include "launch.h"
-#include "run.h"
 #include "states.h"
 
 namespace flashcell::cuda {
 
 namespace {
 
-struct Scratch {
+template <typename IO>
+struct Plan {
   BackwardTerms terms{};
-  void *rows, *walk;
+  void *rows, *segments;
   int64_t bytes;
 
-  Scratch(const BackwardParams& p, int io_bytes, const Device& device, void* memory) {
+  Plan(const BackwardParams& p, const Device& device, void* memory) {
     Arrays arrays(memory);
     const Chunks chunks = chunks_of(p);
     const int64_t values = p.H * chunks.rows, slots = p.H * chunks.slots();
@@ -25,9 +26,8 @@ struct Scratch {
     StateParams states{};
     states.rows.chunks = chunks, states.H = p.H, states.K = p.K, states.V = p.V;
     rows = arrays.take<char>(rows_scratch(p));
-    walk = arrays.take<char>(states_scratch(states, device.processors));
-    terms.C = arrays.take<char>(slots * p.K * p.V * io_bytes);
-    terms.dC = arrays.take<char>(slots * p.K * p.V * io_bytes);
+    segments = arrays.take<char>(states_scratch(states, device.processors));
+    terms.C = arrays.take<IO>(slots * p.K * p.V), terms.dC = arrays.take<IO>(slots * p.K * p.V);
     terms.weight = arrays.take<float>(values), terms.n_weight = arrays.take<float>(divided);
     terms.inverse = arrays.take<float>(divided), terms.delta = arrays.take<float>(divided);
     terms.n = arrays.take<float>(of_n), terms.dn = arrays.take<float>(of_n);
@@ -43,22 +43,24 @@ template <typename IO, int kTiles>
 void run_chunks(const BackwardParams& p, const BackwardTerms& terms, cudaStream_t stream) {
   using Gradients = ChunkGradients<IO, kTiles>;
   const int bytes = sizeof(typename Gradients::Shared);
+  static_assert(sizeof(typename Gradients::Shared) <= 227 << 10);
   const int64_t blocks = terms.rows.chunks.slots() * p.H * 2;
   launch(chunk_gradients<IO, kTiles>, {blocks, Gradients::kThreads, bytes, stream}, p, terms);
 }
 
 }  // namespace
 
-int64_t backward_scratch(const BackwardParams& p, int io_bytes, const Device& device) {
-  return Scratch(p, io_bytes, device, nullptr).bytes;
+template <typename IO>
+int64_t backward_scratch(const BackwardParams& p, const Device& device) {
+  return Plan<IO>(p, device, nullptr).bytes;
 }
 
 template <typename IO>
 void run_backward(const BackwardParams& p, const Device& device, void* memory,
                   cudaStream_t stream) {
-  Scratch scratch(p, sizeof(IO), device, memory);
-  BackwardTerms& terms = scratch.terms;
-  terms.rows = prepare_rows(p, scratch.rows, nullptr, stream);
+  Plan<IO> plan(p, device, memory);
+  BackwardTerms& terms = plan.terms;
+  terms.rows = prepare_rows(p, plan.rows, nullptr, stream);
   const bool has_h = p.dh != nullptr;
 
   StateParams states{};
@@ -68,7 +70,7 @@ void run_backward(const BackwardParams& p, const Device& device, void* memory,
   states.n_weight = p.normalized ? terms.rows.outflow : nullptr;
   states.first = static_cast<const float*>(p.C), states.first_n = static_cast<const float*>(p.n);
   states.states = terms.C, states.n = terms.n;
-  run_states<IO, false>(states, device.processors, scratch.walk, stream);
+  run_states<IO, false>(states, device.processors, plan.segments, stream);
 
   if (has_h) {
     const int64_t blocks = terms.rows.chunks.slots() * p.H;
@@ -84,14 +86,21 @@ void run_backward(const BackwardParams& p, const Device& device, void* memory,
   states.first_n = static_cast<const float*>(p.dlast_n);
   states.last = static_cast<float*>(p.dC), states.last_n = static_cast<float*>(p.dn);
   states.states = terms.dC, states.n = terms.dn;
-  run_states<IO, true>(states, device.processors, scratch.walk, stream);
+  run_states<IO, true>(states, device.processors, plan.segments, stream);
 
-  if constexpr (sizeof(IO) == 2) {
-    if (terms.rows.chunks.length > 2 * kTile) return run_chunks<IO, 4>(p, terms, stream);
+  switch (terms.rows.chunks.tiles()) {
+    case 1:
+      return run_chunks<IO, 1>(p, terms, stream);
+    case 2:
+      return run_chunks<IO, 2>(p, terms, stream);
+    default:
+      if constexpr (sizeof(IO) == 2) return run_chunks<IO, 4>(p, terms, stream);
   }
-  run_chunks<IO, 2>(p, terms, stream);
 }
 
+template int64_t backward_scratch<bf16>(const BackwardParams&, const Device&);
+template int64_t backward_scratch<fp16>(const BackwardParams&, const Device&);
+template int64_t backward_scratch<float>(const BackwardParams&, const Device&);
 template void run_backward<bf16>(const BackwardParams&, const Device&, void*, cudaStream_t);
 template void run_backward<fp16>(const BackwardParams&, const Device&, void*, cudaStream_t);
 template void run_backward<float>(const BackwardParams&, const Device&, void*, cudaStream_t);

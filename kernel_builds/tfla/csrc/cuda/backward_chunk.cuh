@@ -7,7 +7,7 @@
 //
 // README, Backward, has the symbols. Factors of rows are applied to sums, in fp32.
 #pragma once
-#include "backward.h"
+#include "backward_terms.cuh"
 #include "chunk.cuh"
 
 namespace flashcell::cuda {
@@ -21,9 +21,9 @@ struct ChunkGradients : ChunkProducts<IO, kTiles> {
   using typename Base::Factors, typename Base::Output, typename Base::OutputSums,
       typename Base::PairSums;
   struct Shared : Base::Shared {
-    float2 of_row[kRows];     // inverse and delta
-    float flow[2][4][kRows];  // what a row takes in, and what it gives, by warps
-    float anchor[8];          // <C, dC> + <n, dn> after the chunk, by warps
+    float2 of_row[kRows];  // inverse and delta
+    float in[kRows];       // q dq
+    float anchor[8];       // <C, dC> + <n, dn> after the chunk, by warps
   };
 
   const BackwardParams& p;
@@ -65,10 +65,9 @@ struct ChunkGradients : ChunkProducts<IO, kTiles> {
     this->weigh(pairs, value_of, [](int, int, float) {});
   }
 
-  // The warp's part of the rows' products with those of x: added to flow, by the lanes that own it.
-  // Sums of what does not exist are 0.
-  DEVICE void add_flow(float (&flow)[4][kRows], const OutputSums& sums, const Matrix<IO>& x,
-                       int first) const {
+  // The warp's part of the rows' products with those of x, in by_part: set or added to by the lane
+  // that owns it. Sums of what does not exist are 0.
+  DEVICE void add_flow(const OutputSums& sums, const Matrix<IO>& x, int first, bool is_first) const {
     int columns[kBlocks];
 #pragma unroll
     for (int c = 0; c < kBlocks; ++c) {
@@ -85,8 +84,15 @@ struct ChunkGradients : ChunkProducts<IO, kTiles> {
       }
 #pragma unroll
       for (int mask = 1; mask < 4; mask *= 2) total += __shfl_xor_sync(~0u, total, mask);
-      if (quad == 0) flow[part][row] += total;
+      float& flow = shared.by_part[part][row];
+      if (quad == 0) flow = is_first ? total : flow + total;
     });
+  }
+  DEVICE float flow(int row) const {
+    float sum = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sum += shared.by_part[i][row];
+    return sum;
   }
   DEVICE static float2 load_pair(const IO* from) {
     if constexpr (sizeof(IO) == 4) {
@@ -98,7 +104,7 @@ struct ChunkGradients : ChunkProducts<IO, kTiles> {
 
   template <bool kTransposed, bool kByDepth, typename FactorsOf>
   DEVICE void run(int index, const float* vector, const FactorsOf& factors_of, void* to, int width,
-                  const Matrix<IO>* x, int flow) {
+                  const Matrix<IO>* x) {
     const int depth = shared.outputs[index].depth, blocks = shared.outputs[index].blocks;
     for (int block = 0; block < blocks; ++block) {
       const int first = block * kColumns + part * (kColumns / 4);
@@ -110,7 +116,7 @@ struct ChunkGradients : ChunkProducts<IO, kTiles> {
       if (has_h)
         this->template multiply_triangle<kTransposed>(sums, this->template next<kByDepth>());
       this->store(sums, to, first, width);
-      if (x) add_flow(shared.flow[flow], sums, *x, first);
+      if (x) add_flow(sums, *x, first, block == 0);
     }
   }
 
@@ -137,7 +143,7 @@ struct ChunkGradients : ChunkProducts<IO, kTiles> {
     if (has_h) triangle<true>();
     run<true, true>(
         0, nullptr, [&](int row) { return Factors{shared.outflow[row], 1, 0}; }, p.dv, int(p.V),
-        nullptr, 0);
+        nullptr);
   }
 
   DEVICE void keys() {
@@ -155,7 +161,6 @@ struct ChunkGradients : ChunkProducts<IO, kTiles> {
       dq.depth = has_before() ? depth : 0, dk.depth = has_after() ? depth : 0;
       dq.blocks = p.dq ? parts(p.K, kColumns) : 0, dk.blocks = parts(p.K, kColumns);
     }
-    for (int i = threadIdx.x; i < 2 * 4 * kRows; i += kThreads) (&shared.flow[0][0][0])[i] = 0;
     __syncthreads();
     this->template begin<false>();
     load_terms(has_h && terms.delta != nullptr);
@@ -168,11 +173,14 @@ struct ChunkGradients : ChunkProducts<IO, kTiles> {
           const float2 of_row = shared.of_row[row];
           return Factors{shared.inflow[row], of_row.x, of_row.y};
         },
-        p.dq, int(p.K), has_h ? &shared.outputs[1].inner : nullptr, 0);
+        p.dq, int(p.K), has_h ? &shared.outputs[1].inner : nullptr);
+    __syncthreads();
+    if (threadIdx.x < kRows) shared.in[threadIdx.x] = has_h ? flow(threadIdx.x) : 0.f;
+    __syncthreads();
     run<true, false>(
         1, terms.dn ? terms.dn + states : nullptr,
         [&](int row) { return Factors{shared.outflow[row], 1, 1}; }, p.dk, int(p.K),
-        &shared.outputs[0].inner, 1);
+        &shared.outputs[0].inner);
     __syncthreads();
     if (threadIdx.x < 32) gates();
   }
@@ -219,10 +227,9 @@ struct ChunkGradients : ChunkProducts<IO, kTiles> {
       const int t = last - lane;
       const bool exists = t < chunk.steps;
       const int64_t row = chunk.row + t;
-      float in = 0, out = 0;
-      for (int i = 0; i < 4; ++i) in += shared.flow[0][i][t], out += shared.flow[1][i][t];
+      const float out = flow(t);
       bool stopped = exists && p.reset && p.reset[row];  // nothing crosses a reset
-      float total = exists && !stopped ? in - out : 0.f;
+      float total = exists && !stopped ? shared.in[t] - out : 0.f;
 #pragma unroll
       for (int by = 1; by < 32; by *= 2) {
         const float later = __shfl_up_sync(~0u, total, by);

@@ -1,7 +1,7 @@
 // What the backward pass needs of every row beside the gates: the divisor, and the gradient through
 // it.
 #pragma once
-#include "backward.h"
+#include "backward_terms.cuh"
 #include "mma.cuh"
 
 namespace flashcell::cuda {

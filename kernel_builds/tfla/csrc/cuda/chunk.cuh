@@ -23,8 +23,9 @@ struct ChunkProducts {
   static constexpr int kSlot =
       kTile * kColumns * int(sizeof(IO));  // what one matrix takes at least
   static constexpr int kPairBytes = Tile<IO, kTile>::bytes(kTile);
-  static constexpr int kRowBytes = kRows * kPanelBytes, kStage = kTiles * kSlot;
-  static_assert(2 * kRowBytes <= kStage);
+  static constexpr int kRowBytes = kRows * kPanelBytes;
+  static constexpr int kStage = kTiles == 1 ? kRowBytes + kSlot : kTiles * kSlot;
+  static_assert(2 * kRowBytes <= kStage && kRowBytes + kSlot <= kStage);
 
   using RowTile = Tile<IO, kRows>;          // rows of the chunk, one panel of depth
   using PairTile = Tile<IO, kTile>;         // of E
@@ -39,7 +40,12 @@ struct ChunkProducts {
   struct Shared {
     alignas(1024) char ring[kStages * kStage];
     char triangle[kTiles * (kTiles + 1) / 2][kPairBytes];
-    float2 u[kRows], w[kRows];
+    union {
+      struct {
+        float2 u[kRows], w[kRows];
+      };
+      float by_part[4][kRows];  // sums of rows, by warps, once the pairs are weighed
+    };
     float past[kRows], future[kRows], inflow[kRows], outflow[kRows];
     int start[kRows];
     Matrix<IO> left, right;  // of the products of pairs
@@ -407,5 +413,14 @@ struct ChunkProducts {
 
   static DEVICE int parts(int64_t width, int size) { return int((width + size - 1) / size); }
 };
+
+// Steps of the longest chunk whose thread blocks fit in `shared_bytes`, which are this and at most
+// 16 KB.
+inline int longest_chunk(int io_bytes, int shared_bytes) {
+  const auto bytes = [&](int tiles) {
+    return (2 * tiles * 256 + tiles * (tiles + 1) / 2 * 64 * io_bytes) * 64 + (16 << 10);
+  };
+  return bytes(4) <= shared_bytes ? 4 * kTile : bytes(2) <= shared_bytes ? 2 * kTile : kTile;
+}
 
 }  // namespace flashcell::cuda

@@ -230,7 +230,7 @@ struct Layout {
 
   Layout(const MlstmParams& p, void* memory) {
     Arrays arrays(memory);
-    rows.chunks = {p.sequences, nullptr, p.S, p.T, p.B * p.T, chunk_length(p)};
+    rows.chunks = chunks_of(p);
     const int64_t slots = rows.chunks.slots(), tiles = slots * rows.chunks.tiles();
     const int64_t values = p.H * rows.chunks.rows;
     table = arrays.take<Chunk>(p.sequences ? slots : 0);

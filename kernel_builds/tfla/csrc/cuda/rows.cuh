@@ -76,11 +76,12 @@ struct Rows {
   DEVICE int64_t slot(int head, int64_t slot) const { return head * chunks.slots() + slot; }
 };
 
-// The chunk length that a call gets.
-inline int chunk_length(const MlstmParams& p) {
+// The chunks of a call; the table is not made yet. p.chunk is rounded up to tiles.
+inline Chunks chunks_of(const MlstmParams& p) {
   const int64_t longest = p.T < kLongestChunk ? p.T : kLongestChunk;
   const int64_t asked = p.chunk < longest ? p.chunk : longest;
-  return asked < kTile ? kTile : int(asked + kTile - 1) / kTile * kTile;
+  const int length = asked < kTile ? kTile : int(asked + kTile - 1) / kTile * kTile;
+  return {p.sequences, nullptr, p.S, p.T, p.B * p.T, length};
 }
 
 // Bytes of scratch that prepare_rows takes, and what it makes of them.

@@ -7,29 +7,24 @@ using cudaStream_t = struct CUstream_st*;  // as CUDA declares it: ops.cpp needs
 
 namespace flashcell::cuda {
 
-struct Device {
-  int arch;  // 90 for compute capability 9.0
-  int processors;
+struct Device {  // what the plans need to know of a GPU
+  int arch;      // 90 for compute capability 9.0
+  int processors, shared_bytes;
 };
 Device describe(int index);
 
-struct Call {
+struct Launch {
   Device device;
   Dtype dtype;  // not kDouble
   cudaStream_t stream;
   void* scratch;  // as many bytes as the function was asked for
 };
 
-int64_t scratch_bytes(const ForwardParams&, const Call&);
-int64_t scratch_bytes(const BackwardParams&, const Call&);
-int64_t scratch_bytes(const StepParams&, const Call&);
-void run(const ForwardParams&, const Call&);
-void run(const BackwardParams&, const Call&);
-void run(const StepParams&, const Call&);
-
-// The engines, one for every I/O type.
-int64_t step_scratch(const StepParams& p);
-template <typename IO>
-void run_step(const StepParams& p, void* scratch, cudaStream_t stream);
+int64_t scratch_bytes(const ForwardParams&, const Launch&);
+int64_t scratch_bytes(const BackwardParams&, const Launch&);
+int64_t scratch_bytes(const StepParams&, const Launch&);
+void run(const ForwardParams&, const Launch&);
+void run(const BackwardParams&, const Launch&);
+void run(const StepParams&, const Launch&);
 
 }  // namespace flashcell::cuda

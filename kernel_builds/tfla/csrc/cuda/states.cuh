@@ -166,7 +166,7 @@ struct StateWalk {
   }
   // To the states between chunks.
   DEVICE void write_chunk(int64_t slot) const {
-    const int64_t at = slot * p.H + head;
+    const int64_t at = p.rows.slot(int(head), slot);
     IO* C = static_cast<IO*>(p.states) + at * p.K * p.V;
     const int first = first_column();
     for_rows([&](int i, int half, int k) {
@@ -206,13 +206,8 @@ struct StateWalk {
       if (d * kDepth<IO> >= rows) break;
       const DepthScale<IO> weight(shared.weight[slot] + d * kDepth<IO>);
       const DepthScale<IO> n_weight(shared.n_weight[slot] + d * kDepth<IO>);
-      // Columns 0 and 1 of a right operand are n's weights and what 16 bits leave of them.
-      const int r = threadIdx.x % 32 / 4;
-      const auto of_n = [&](int i) {
-        return r == 0 ? n_weight.word[i][0] : sizeof(IO) == 2 && r == 1 ? n_weight.word[i][1] : 0;
-      };
       multiply<IO>(sums, left, right, d, [&](uint32_t (&words)[4], int i, int) {
-        if (has_n) multiply_piece<IO>(n[i][0], words, of_n(0), of_n(1));
+        if (has_n) multiply_piece<IO>(n[i][0], words, n_weight.column(0), n_weight.column(1));
         weight(words);
       });
     }

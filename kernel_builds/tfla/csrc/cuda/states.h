@@ -11,8 +11,8 @@ struct StateParams {
   const float *weight, *n_weight;  // [H, rows]; n_weight null where nothing has an n
   const float *first, *first_n;    // [S, H, K, V], [S, H, K], or null for 0
   float *last, *last_n;            // likewise, or null
-  void* states;                    // [slots, H, K, V] io: before every chunk, or null
-  float* n;                        // [slots, H, K], or null with n_weight
+  void* states;                    // [H, slots, K, V] io: before every chunk, or null
+  float* n;                        // [H, slots, K], or null with n_weight
 };
 
 // Segments of a sequence that run side by side, from states that a first pass works out.

@@ -4,7 +4,7 @@
 // needs what the first made of n and m. It starts while the first runs, and waits after its loads.
 #include "launch.h"
 #include "mma.cuh"
-#include "run.h"
+#include "step.h"
 
 namespace flashcell::cuda {
 
@@ -50,7 +50,8 @@ __global__ void __launch_bounds__(kThreads) factors_kernel(const StepParams p, F
   const float log_f = fmaxf(log_sigmoid(*at<float>(p.f, b, h)), kShut);
   float m = 0, keep = expf(log_f), add;
   if (p.exponential) {  // m is rounded, and the factors make up for it
-    const float before = p.m ? static_cast<const float*>(p.m)[state] : 0.0f, log_i = fmaxf(i, kNever);
+    const float before = p.m ? static_cast<const float*>(p.m)[state] : 0.0f,
+                log_i = fmaxf(i, kNever);
     const double carried = double(log_f) + double(before);
     m = float(fmax(carried, double(log_i)));
     keep = before < kNever ? 0.0f : expf(float(carried - double(m)));

@@ -163,21 +163,28 @@ template <typename IO>
 struct DepthScale {
   uint32_t word[2][2];  // of the nearer and the farther depth: hi and lo, or the fp32 factor
 
-  // factors: of the first depth of the step, in shared memory.
-  DEVICE explicit DepthScale(const float* factors) {
+  // factors: of the first depth of the step, of which `count` exist.
+  DEVICE explicit DepthScale(const float* factors, int count = kDepth<IO>) {
     const int q = threadIdx.x % 4;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       if constexpr (sizeof(IO) == 4) {
-        word[i][0] = __float_as_uint(factors[q + 4 * i]);
+        word[i][0] = q + 4 * i < count ? __float_as_uint(factors[q + 4 * i]) : 0;
       } else {
-        const float2 x = reinterpret_cast<const float2*>(factors)[q + 4 * i];
+        const float2 zero{};
+        const float2 x =
+            2 * q + 8 * i < count ? reinterpret_cast<const float2*>(factors)[q + 4 * i] : zero;
         const Pair<IO> hi = Pair<IO>::of(x.x, x.y);
         const float2 back = hi.floats();
         word[i][0] = hi.word[0];
         word[i][1] = Pair<IO>::of(x.x - back.x, x.y - back.y).word[0];
       }
     }
+  }
+  // The factors as right operand: columns 0 and 1 are they and what 16 bits leave of them.
+  DEVICE uint32_t column(int i) const {
+    const int r = threadIdx.x % 32 / 4;
+    return r == 0 ? word[i][0] : sizeof(IO) == 2 && r == 1 ? word[i][1] : 0;
   }
   DEVICE void operator()(uint32_t (&words)[4]) const {
 #pragma unroll
