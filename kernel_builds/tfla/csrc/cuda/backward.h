@@ -1,5 +1,6 @@
 // What the kernels of the backward pass hand to each other. Slots are those of Chunks.
 #pragma once
+#include "mma.cuh"
 #include "rows.cuh"
 
 namespace flashcell::cuda {
@@ -9,10 +10,8 @@ struct BackwardTerms {
   float scale;               // K^-1/2
   float *inverse, *delta;    // [H, rows] scale / N and scale delta; null: scale, and 0
   float *weight, *n_weight;  // [H, rows] of q_t in dC and in dn: inflow times them
-  const void *C, *dC;        // [H, slots, K, V] io: before the chunk, and the gradient after it
-  const float *n, *dn;       // [H, slots, K], or null
-  const float* anchors;      // [H, slots, anchor_parts], which add up to <C, dC> + <n, dn> after it
-  int anchor_parts;
+  void *C, *dC;              // [H, slots, K, V] io: before the chunk, and the gradient after it
+  float *n, *dn;             // [H, slots, K], or null
 
   // Of its sequence.
   DEVICE bool is_last(int64_t slot) const {
@@ -20,15 +19,19 @@ struct BackwardTerms {
     const Chunk next = rows.chunks.at(slot + 1);
     return next.number == 0 || next.steps == 0;
   }
-  // In every lane of a warp.
-  DEVICE float anchor(int head, int64_t slot) const {
-    const float* parts = anchors + rows.slot(head, slot) * anchor_parts;
-    float sum = 0;
-    for (int i = threadIdx.x % 32; i < anchor_parts; i += 32) sum += parts[i];
-#pragma unroll
-    for (int mask = 1; mask < 32; mask *= 2) sum += __shfl_xor_sync(~0u, sum, mask);
-    return sum;
-  }
 };
+
+// <x, y> of 16 bytes each.
+template <typename IO>
+DEVICE float piece_dot(const uint4& x, const uint4& y) {
+  float sum = 0;
+#pragma unroll
+  for (int i = 0; i < 8 / int(sizeof(IO)); ++i) {
+    const float2 a = reinterpret_cast<const Pair<IO>*>(&x)[i].floats();
+    const float2 b = reinterpret_cast<const Pair<IO>*>(&y)[i].floats();
+    sum = fmaf(a.x, b.x, fmaf(a.y, b.y, sum));
+  }
+  return sum;
+}
 
 }  // namespace flashcell::cuda

@@ -23,6 +23,7 @@ struct ChunkGradients : ChunkProducts<IO, kTiles> {
   struct Shared : Base::Shared {
     float2 of_row[kRows];     // inverse and delta
     float flow[2][4][kRows];  // what a row takes in, and what it gives, by warps
+    float anchor[8];          // <C, dC> + <n, dn> after the chunk, by warps
   };
 
   const BackwardParams& p;
@@ -41,38 +42,44 @@ struct ChunkGradients : ChunkProducts<IO, kTiles> {
   DEVICE Matrix<IO> dh() const {
     return this->matrix({p.dh, p.T * p.H * p.V, p.H * p.V, p.V}, p.V);
   }
-  DEVICE float inverse(int row) const {
-    return terms.inverse ? terms.inverse[rows.row(head, chunk) + row] : terms.scale;
+  DEVICE void load_terms(bool has_delta) const {
+    this->load_row_terms();
+    const int row = threadIdx.x;
+    if (row >= kRows) return;
+    const bool exists = row < chunk.steps;
+    const int64_t at = rows.row(head, chunk) + (exists ? row : 0);
+    const float inverse = terms.inverse ? terms.inverse[at] : terms.scale;
+    shared.of_row[row] = {exists ? inverse : 0.f, exists && has_delta ? terms.delta[at] : 0.f};
   }
 
   // E = decay_tj (inverse_t sums + delta_t), where t sees j.
   template <bool kByDepth>
-  DEVICE void triangle(bool has_delta) {
-    this->load_row_terms();
-    const int row = threadIdx.x;
-    if (row < kRows) {
-      const bool exists = row < chunk.steps;
-      shared.of_row[row] = {exists ? inverse(row) : 0.f,
-                            exists && has_delta ? terms.delta[rows.row(head, chunk) + row] : 0.f};
-    }
+  DEVICE void triangle() {
     PairSums pairs;
     clear(pairs);
     this->template multiply_pairs<kByDepth>(pairs);
-    this->weigh(
-        pairs, [&](int t, float sum) { return fmaf(shared.of_row[t].x, sum, shared.of_row[t].y); },
-        [](int, int, float) {});
+    const auto value_of = [&](int t) {
+      const float2 of_row = shared.of_row[t];
+      return [of_row](float sum) { return fmaf(of_row.x, sum, of_row.y); };
+    };
+    this->weigh(pairs, value_of, [](int, int, float) {});
   }
 
   // The warp's part of the rows' products with those of x: added to flow, by the lanes that own it.
+  // Sums of what does not exist are 0.
   DEVICE void add_flow(float (&flow)[4][kRows], const OutputSums& sums, const Matrix<IO>& x,
                        int first) const {
+    int columns[kBlocks];
+#pragma unroll
+    for (int c = 0; c < kBlocks; ++c) {
+      columns[c] = (first + 8 * c < x.columns ? first + 8 * c : 0) + 2 * quad;
+    }
     this->for_rows([&](int i, int half, int row, bool exists) {
-      const IO* from = x.data + row * x.stride + first + 2 * quad;
+      const IO* from = x.data + (exists ? row : 0) * x.stride;
       float total = 0;
 #pragma unroll
       for (int c = 0; c < kBlocks; ++c) {
-        if (!exists || first + 8 * c >= x.columns) break;
-        const float2 pair = load_pair(from + 8 * c);
+        const float2 pair = load_pair(from + columns[c]);
         total = fmaf(sums[i][c][2 * half], pair.x, total);
         total = fmaf(sums[i][c][2 * half + 1], pair.y, total);
       }
@@ -107,7 +114,7 @@ struct ChunkGradients : ChunkProducts<IO, kTiles> {
     }
   }
 
-  DEVICE bool has_before() const { return has_h && (chunk.number > 0 || p.C || p.n); }
+  DEVICE bool has_before() const { return has_h && (chunk.number > 0 || p.C); }
   DEVICE bool has_after() const {
     return chunk.steps && (!terms.is_last(slot) || p.dlast_C || p.dlast_n);
   }
@@ -126,11 +133,11 @@ struct ChunkGradients : ChunkProducts<IO, kTiles> {
     }
     __syncthreads();
     this->template begin<true>();
-    if (has_h) triangle<true>(false);
-    const float* outflow = rows.outflow + rows.row(head, chunk);
+    load_terms(false);
+    if (has_h) triangle<true>();
     run<true, true>(
-        0, nullptr, [&](int row) { return Factors{outflow[row], 1, 0}; }, p.dv, int(p.V), nullptr,
-        0);
+        0, nullptr, [&](int row) { return Factors{shared.outflow[row], 1, 0}; }, p.dv, int(p.V),
+        nullptr, 0);
   }
 
   DEVICE void keys() {
@@ -151,27 +158,64 @@ struct ChunkGradients : ChunkProducts<IO, kTiles> {
     for (int i = threadIdx.x; i < 2 * 4 * kRows; i += kThreads) (&shared.flow[0][0][0])[i] = 0;
     __syncthreads();
     this->template begin<false>();
-    if (has_h) triangle<false>(terms.delta != nullptr);
-    const int64_t first = rows.row(head, chunk), states = rows.slot(head, slot) * p.K;
+    load_terms(has_h && terms.delta != nullptr);
+    add_anchor();
+    if (has_h) triangle<false>();
+    const int64_t states = rows.slot(head, slot) * p.K;
     run<false, false>(
         0, terms.n ? terms.n + states : nullptr,
         [&](int row) {
-          const float delta = terms.delta ? terms.delta[first + row] : 0.f;
-          return Factors{rows.inflow[first + row], inverse(row), delta};
+          const float2 of_row = shared.of_row[row];
+          return Factors{shared.inflow[row], of_row.x, of_row.y};
         },
         p.dq, int(p.K), has_h ? &shared.outputs[1].inner : nullptr, 0);
     run<true, false>(
         1, terms.dn ? terms.dn + states : nullptr,
-        [&](int row) { return Factors{rows.outflow[first + row], 1, 1}; }, p.dk, int(p.K),
+        [&](int row) { return Factors{shared.outflow[row], 1, 1}; }, p.dk, int(p.K),
         &shared.outputs[0].inner, 1);
     __syncthreads();
     if (threadIdx.x < 32) gates();
   }
 
+  template <typename X>
+  DEVICE static float dot(const X* x, const X* y, int64_t count) {
+    constexpr int kPiece = 16 / sizeof(X);
+    float sum = 0;
+#pragma unroll 4
+    for (int64_t at = threadIdx.x * kPiece; at < count; at += kThreads * kPiece) {
+      sum += piece_dot<X>(reinterpret_cast<const uint4&>(x[at]),
+                          reinterpret_cast<const uint4&>(y[at]));
+    }
+    return sum;
+  }
+
+  // <C, dC> + <n, dn> after the chunk: the sum of all that crosses its end.
+  DEVICE void add_anchor() const {
+    float sum = 0;
+    const int64_t size = p.K * p.V, here = rows.slot(head, slot);
+    if (!terms.is_last(slot)) {
+      sum = dot(static_cast<const IO*>(terms.C) + (here + 1) * size,
+                static_cast<const IO*>(terms.dC) + here * size, size);
+      if (terms.n) sum += dot(terms.n + (here + 1) * p.K, terms.dn + here * p.K, p.K);
+    } else {
+      const int64_t state = chunk.sequence * p.H + head;
+      const auto add = [&](const void* x, const void* dx, int64_t width) {
+        if (x == nullptr || dx == nullptr) return;
+        sum += dot(static_cast<const float*>(x) + state * width,
+                   static_cast<const float*>(dx) + state * width, width);
+      };
+      add(p.last_C, p.dlast_C, size), add(p.last_n, p.dlast_n, p.K);
+    }
+#pragma unroll
+    for (int mask = 1; mask < 32; mask *= 2) sum += __shfl_xor_sync(~0u, sum, mask);
+    if (threadIdx.x % 32 == 0) shared.anchor[threadIdx.x / 32] = sum;
+  }
+
   // di and df: what flows out of step j, and what crosses step t. Later steps are in lower lanes.
   DEVICE void gates() const {
     const int lane = threadIdx.x;
-    float crossing = has_after() ? terms.anchor(head, slot) : 0.f;
+    float crossing = 0;
+    for (const float part : shared.anchor) crossing += part;
     for (int last = (chunk.steps - 1) / 32 * 32 + 31; last > 0; last -= 32) {
       const int t = last - lane;
       const bool exists = t < chunk.steps;

@@ -12,14 +12,8 @@ DEVICE float row_dot(const IO* x, const IO* y, int64_t width) {
   constexpr int kPiece = 16 / sizeof(IO);
   float sum = 0;
   for (int64_t at = threadIdx.x % 32 * kPiece; at < width; at += 32 * kPiece) {
-    const uint4 a = reinterpret_cast<const uint4&>(x[at]),
-                b = reinterpret_cast<const uint4&>(y[at]);
-#pragma unroll
-    for (int i = 0; i < kPiece / 2; ++i) {
-      const float2 u = reinterpret_cast<const Pair<IO>*>(&a)[i].floats();
-      const float2 v = reinterpret_cast<const Pair<IO>*>(&b)[i].floats();
-      sum = fmaf(u.x, v.x, fmaf(u.y, v.y, sum));
-    }
+    sum +=
+        piece_dot<IO>(reinterpret_cast<const uint4&>(x[at]), reinterpret_cast<const uint4&>(y[at]));
   }
 #pragma unroll
   for (int mask = 1; mask < 32; mask *= 2) sum += __shfl_xor_sync(~0u, sum, mask);

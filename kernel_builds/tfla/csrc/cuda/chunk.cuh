@@ -22,6 +22,7 @@ struct ChunkProducts {
   static constexpr int kStages = 2;
   static constexpr int kSlot =
       kTile * kColumns * int(sizeof(IO));  // what one matrix takes at least
+  static constexpr int kPairBytes = Tile<IO, kTile>::bytes(kTile);
   static constexpr int kRowBytes = kRows * kPanelBytes, kStage = kTiles * kSlot;
   static_assert(2 * kRowBytes <= kStage);
 
@@ -37,9 +38,9 @@ struct ChunkProducts {
   };
   struct Shared {
     alignas(1024) char ring[kStages * kStage];
-    char triangle[kTiles * (kTiles + 1) / 2][PairTile::bytes(kTile)];
+    char triangle[kTiles * (kTiles + 1) / 2][kPairBytes];
     float2 u[kRows], w[kRows];
-    float past[kRows], future[kRows];
+    float past[kRows], future[kRows], inflow[kRows], outflow[kRows];
     int start[kRows];
     Matrix<IO> left, right;  // of the products of pairs
     Output outputs[2];
@@ -63,11 +64,13 @@ struct ChunkProducts {
         chunk(of_gates.chunks.at(slot)),
         slot(slot),
         head(head),
-        group(threadIdx.x / 128),
-        part(threadIdx.x / 32 % 4),
+        group(warp() / 4),
+        part(warp() % 4),
         quad(threadIdx.x % 4),
         lane_row(threadIdx.x % 32 / 4),
         has_inner(has_inner) {}
+
+  DEVICE static int warp() { return __shfl_sync(~0u, int(threadIdx.x / 32), 0); }
 
   // ---- Loads: a stage ahead of the products. ----
 
@@ -134,42 +137,45 @@ struct ChunkProducts {
     return shared_address(shared.ring) + stage++ % kStages * kStage;
   }
 
-  // ---- Products. ----
+  // ---- Products: straight-line code, so that loads of operands run ahead. ----
 
-  // Strip i of the warp: 16 rows, number sub(i) of tile i / 2. Neighbouring strips are of different
-  // groups, so that each has half of any triangle.
-  DEVICE int sub(int i) const { return i % 2 * 2 + group; }
-  DEVICE int strip_row(int i) const { return i / 2 * kTile + sub(i) * 16; }
-  DEVICE bool is_empty(int i) const { return strip_row(i) >= chunk.steps; }
-  // Of a tile of pairs the warp takes 16 columns, in every column of tiles others: an equal share
-  // of the diagonal ones.
-  DEVICE int block_of(int j) const { return (part + j) % 4; }
-  DEVICE bool is_above(int i, int j) const { return j == i / 2 && block_of(j) > sub(i); }
+  // Strip i of the warp: 16 rows of tile i / 2, in its first or second half. The groups have
+  // neighbouring strips, so that each has half of any triangle.
+  DEVICE int strip_row(int i) const { return i * 32 + group * 16; }
+  // Of a tile of pairs the warp takes 8 columns of the first half and 8 of the second. Above the
+  // diagonal is the second half of a diagonal tile for the strips of its first half.
+  DEVICE int pair_column(int half) const { return half * 32 + part * 8; }
+  static constexpr DEVICE bool is_above(int i, int j, int half) {
+    return j == i / 2 && half > i % 2;
+  }
 
   using PairSums = Sums<kTiles*(kTiles + 1), 2>;  // strip i's of tile j at of_pair(i, j)
   static constexpr DEVICE int of_pair(int i, int j) { return (i / 2 + i % 2) * (i / 2 + 1) + j; }
 
   template <bool kByDepth>
   DEVICE void multiply_pairs(PairSums& sums) {
+    const int second_half = threadIdx.x % 32 / 16 * 24;  // lanes of the second eight columns
     for (int s = 0; s < pair_steps; ++s) {
       const uint32_t rows = next<kByDepth>();
       const Left<Lies::kAlong, IO, kRows> left(RowTile{rows}, group * 16, 0);
-      const Right<Lies::kAlong, IO, kRows> right(RowTile{rows + kRowBytes}, 0, 0);
+      const Right<Lies::kAlong, IO, kRows> right(RowTile{rows + kRowBytes}, part * 8 + second_half,
+                                                 0);
 #pragma unroll
       for (int k = 0; k < kPanel<IO> / kDepth<IO>; ++k) {
         uint32_t b[kTiles][4];
 #pragma unroll
-        for (int j = 0; j < kTiles; ++j) right.load(b[j], j * 4 + block_of(j), k);
+        for (int j = 0; j < kTiles; ++j) right.load(b[j], j * 4, k);
 #pragma unroll
         for (int i = 0; i < kStrips; ++i) {
-          if (is_empty(i)) break;
           uint32_t a[4];
           left.load(a, 2 * i, k);
 #pragma unroll
           for (int j = 0; j <= i / 2; ++j) {
-            if (is_above(i, j)) continue;
-            multiply_piece<IO>(sums[of_pair(i, j)][0], a, b[j][0], b[j][1]);
-            multiply_piece<IO>(sums[of_pair(i, j)][1], a, b[j][2], b[j][3]);
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+              if (is_above(i, j, half)) continue;
+              multiply_piece<IO>(sums[of_pair(i, j)][half], a, b[j][2 * half], b[j][2 * half + 1]);
+            }
           }
         }
       }
@@ -180,58 +186,80 @@ struct ChunkProducts {
     return {shared_address(shared.triangle[row * (row + 1) / 2 + column])};
   }
 
+  // Rows that do not exist take and give nothing.
   DEVICE void load_row_terms() const {
     const int row = threadIdx.x;
     if (row >= kRows) return;
-    const int64_t at = rows.row(head, chunk) + row;
     const bool exists = row < chunk.steps;
-    shared.u[row] = exists ? rows.u[at] : float2{0, 0};
-    shared.w[row] = exists ? rows.w[at] : float2{0, 0};
-    shared.past[row] = exists ? rows.past[at] : 0.f;
-    shared.future[row] = exists ? rows.future[at] : 0.f;
+    const int64_t at = rows.row(head, chunk) + (exists ? row : 0);
+    const auto or_zero = [&](const float* x) { return exists ? x[at] : 0.f; };
+    shared.u[row] = rows.u[at], shared.w[row] = rows.w[at];
+    shared.past[row] = or_zero(rows.past), shared.future[row] = or_zero(rows.future);
+    shared.inflow[row] = or_zero(rows.inflow), shared.outflow[row] = or_zero(rows.outflow);
     shared.start[row] = exists ? rows.start[chunk.row + row] : kRows;
   }
 
-  // E = decay_tj value(t, sums), where t sees j; body(strip, half, e) sees what a lane has of a
-  // row.
-  template <typename Value, typename Body>
-  DEVICE void weigh(const PairSums& sums, const Value& value, const Body& body) const {
+  // E = decay_tj value_of(t)(sums), where t sees j; all of it is written that is read. body(strip,
+  // down, e) sees what the lane has of a row.
+  template <typename ValueOf, typename Body>
+  DEVICE void weigh(const PairSums& sums, const ValueOf& value_of, const Body& body) const {
     const float* decays = rows.tile_decay + rows.slot(head, slot) * rows.chunks.tiles();
+    float decay[kTiles];
+    float2 future[kTiles][2];
 #pragma unroll
     for (int j = 0; j < kTiles; ++j) {
-      float between = 1;  // decay of the tiles between j and i / 2
+      decay[j] = j > 0 && j * kTile < chunk.steps ? decays[j] : 0.f;
 #pragma unroll
-      for (int i = 2 * j; i < kStrips; ++i) {
-        if (is_empty(i)) break;
-        if (i % 2 == 0 && i / 2 > j + 1) between *= decays[i / 2 - 1];
-        if (is_above(i, j)) continue;
+      for (int half = 0; half < 2; ++half) {
+        const float* at = &shared.future[j * kTile + pair_column(half) + 2 * quad];
+        future[j][half] = reinterpret_cast<const float2&>(*at);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kStrips; ++i) {
+#pragma unroll
+      for (int down = 0; down < 2; ++down) {
+        const int t = strip_row(i) + lane_row + 8 * down, row = t % kTile, start = shared.start[t];
+        const float2 u = shared.u[t];
+        const auto value = value_of(t);
+        const auto sum = [&](int j, int half, int e) {
+          return value(sums[of_pair(i, j)][half][2 * down + e]);
+        };
+        const auto put = [&](int j, int half, float first, float second) {
+          store_pair(pair_tile(i / 2, j), row, pair_column(half) + 2 * quad, first, second);
+          body(i, down, first + second);
+        };
+        float past = shared.past[t];
+#pragma unroll
+        for (int j = i / 2 - 1; j >= 0; --j) {
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            const float2 f = future[j][half];
+            put(j, half, past * f.x * sum(j, half, 0), past * f.y * sum(j, half, 1));
+          }
+          past *= decay[j];
+        }
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const int row = sub(i) * 16 + lane_row + 8 * half, t = i / 2 * kTile + row;
-          const float2 u = shared.u[t];
-          const float past = shared.past[t] * between;
-          const int start = shared.start[t];
+          if (is_above(i, i / 2, half)) continue;
+          const int column = pair_column(half) + 2 * quad;
+          float e[2];
 #pragma unroll
-          for (int block = 0; block < 2; ++block) {
-            const int column = block_of(j) * 16 + block * 8 + 2 * quad;
-            float e[2];
-#pragma unroll
-            for (int c = 0; c < 2; ++c) {
-              const float x = value(t, sums[of_pair(i, j)][block][2 * half + c]);
-              if (i / 2 == j) {
-                const float2 w = shared.w[j * kTile + column + c];
-                const bool seen = start <= column + c && column + c <= row;
-                e[c] = seen ? exp2f((u.x + w.x) + (u.y + w.y)) * x : 0.f;
-              } else {
-                e[c] = past * shared.future[j * kTile + column + c] * x;
-              }
-            }
-            store_pair(pair_tile(i / 2, j), row, column, e[0], e[1]);
-            body(i, half, e[0] + e[1]);
+          for (int c = 0; c < 2; ++c) {
+            const float2 w = shared.w[i / 2 * kTile + column + c];
+            const float decay = exp2_approx((u.x + w.x) + (u.y + w.y));
+            const bool seen = start <= column + c && column + c <= row;
+            e[c] = seen ? decay * sum(i / 2, half, c) : 0.f;
           }
+          put(i / 2, half, e[0], e[1]);
         }
       }
     }
+  }
+  DEVICE static float exp2_approx(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
   }
 
   using OutputSums = Sums<kStrips, kBlocks>;
@@ -256,7 +284,6 @@ struct ChunkProducts {
       for (int c = 0; c < kBlocks / 2; ++c) state.load(b[c], c, k);
 #pragma unroll
       for (int i = 0; i < kStrips; ++i) {
-        if (is_empty(i)) break;
         uint32_t a[4];
         left.load(a, 2 * i, k);
         multiply_strip(sums[i], a, b);
@@ -277,30 +304,36 @@ struct ChunkProducts {
     }
   }
 
-  // sums += E inner, or E^T inner. What E does not have is neither written nor read.
+  // sums += E inner, or E^T inner; of diagonal tiles what is not above the diagonal.
   template <bool kTransposed>
   DEVICE void multiply_triangle(OutputSums& sums, uint32_t inner) const {
-#pragma unroll 1
-    for (int j = 0; j < kTiles && j * kTile < chunk.steps; ++j) {
-      const Right<Lies::kAcross, IO, kTile> right(InnerTile{inner + j * kSlot}, 0,
-                                                  part * (kColumns / 4));
+    constexpr Lies kLies = kTransposed ? Lies::kAcross : Lies::kAlong;
+    using Strip = Left<kLies, IO, kTile>;
+    const auto strip = [&](int half) {
+      const int row = half * 32 + group * 16;
+      return Strip(pair_tile(0, 0), kTransposed ? 0 : row, kTransposed ? row : 0);
+    };
+    const Strip strips[2] = {strip(0), strip(1)};
+    const Right<Lies::kAcross, IO, kTile> right(InnerTile{inner}, 0, part * (kColumns / 4));
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j) {
 #pragma unroll
       for (int k = 0; k < kTile / kDepth<IO>; ++k) {
-        const int block = k * kDepth<IO> / 16;  // of 16 rows of depth
-        if (j * kTile + 16 * block >= chunk.steps) break;
+        const int half = k * kDepth<IO> / 32;  // of the tile's depth
         uint32_t b[kBlocks / 2][4];
+        auto inner_tile = right;
+        inner_tile.lane += j * kSlot;
 #pragma unroll
-        for (int c = 0; c < kBlocks / 2; ++c) right.load(b[c], c, k);
+        for (int c = 0; c < kBlocks / 2; ++c) inner_tile.load(b[c], c, k);
 #pragma unroll
         for (int i = 0; i < kStrips; ++i) {
-          const int ahead = (i / 2 - j) * 4 + sub(i) - block;  // by so many strips is t after j
-          if (is_empty(i) || (kTransposed ? ahead > 0 : ahead < 0)) continue;
+          const int ahead = (i / 2 - j) * 2 + i % 2 - half;  // halves of tiles
+          if (kTransposed ? ahead > 0 : ahead < 0) continue;
+          const int row = kTransposed ? j : i / 2, column = kTransposed ? i / 2 : j;
+          Strip left = strips[i % 2];
+          left.lane += (row * (row + 1) / 2 + column) * kPairBytes;
           uint32_t a[4];
-          if constexpr (kTransposed) {
-            Left<Lies::kAcross, IO, kTile>(pair_tile(j, i / 2), 0, sub(i) * 16).load(a, 0, k);
-          } else {
-            Left<Lies::kAlong, IO, kTile>(pair_tile(i / 2, j), sub(i) * 16, 0).load(a, 0, k);
-          }
+          left.load(a, 0, k);
           multiply_strip(sums[i], a, b);
         }
       }
@@ -314,7 +347,6 @@ struct ChunkProducts {
   DEVICE void for_rows(const Body& body) const {
 #pragma unroll
     for (int i = 0; i < kStrips; ++i) {
-      if (is_empty(i)) break;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int row = strip_row(i) + lane_row + 8 * half;
@@ -332,17 +364,21 @@ struct ChunkProducts {
   template <typename FactorsOf>
   DEVICE void scale(OutputSums& sums, const float* vector, int first, int width,
                     const FactorsOf& factors_of) const {
-    for_rows([&](int i, int half, int row, bool exists) {
-      const Factors f = exists ? factors_of(row) : Factors{};
+    float added[kBlocks][2];
+#pragma unroll
+    for (int c = 0; c < kBlocks; ++c) {
+      const int column = first + 8 * c + 2 * quad;
+      const bool has = vector && column < width;
+      added[c][0] = has ? vector[column] : 0.f, added[c][1] = has ? vector[column + 1] : 0.f;
+    }
+    for_rows([&](int i, int half, int row, bool) {
+      const Factors f = factors_of(row);
 #pragma unroll
       for (int c = 0; c < kBlocks; ++c) {
-        const int column = first + 8 * c + 2 * quad;
-        const bool has_vector = vector && column < width;
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           float& sum = sums[i][c][2 * half + e];
-          const float added = has_vector ? f.add * vector[column + e] : 0.f;
-          sum = f.outer == 0 ? 0.f : f.outer * fmaf(f.gain, sum, added);
+          sum = f.outer == 0 ? 0.f : f.outer * fmaf(f.gain, sum, f.add * added[c][e]);
         }
       }
     });
