@@ -191,7 +191,8 @@ struct ChunkGradients : ChunkProducts<IO, kTiles> {
     float sum = 0;
 #pragma unroll 4
     for (int64_t at = threadIdx.x * kPiece; at < count; at += kThreads * kPiece) {
-      sum += piece_dot<X>(reinterpret_cast<const uint4&>(x[at]), reinterpret_cast<const uint4&>(y[at]));
+      sum += piece_dot<X>(reinterpret_cast<const uint4&>(x[at]),
+                          reinterpret_cast<const uint4&>(y[at]));
     }
     return sum;
   }

@@ -12,8 +12,8 @@ DEVICE float row_dot(const IO* x, const IO* y, int64_t width) {
   constexpr int kPiece = 16 / sizeof(IO);
   float sum = 0;
   for (int64_t at = threadIdx.x % 32 * kPiece; at < width; at += 32 * kPiece) {
-    sum += piece_dot<IO>(reinterpret_cast<const uint4&>(x[at]),
-                         reinterpret_cast<const uint4&>(y[at]));
+    sum +=
+        piece_dot<IO>(reinterpret_cast<const uint4&>(x[at]), reinterpret_cast<const uint4&>(y[at]));
   }
 #pragma unroll
   for (int mask = 1; mask < 32; mask *= 2) sum += __shfl_xor_sync(~0u, sum, mask);

@@ -155,7 +155,7 @@ struct ChunkProducts {
     return j == i / 2 && half > i % 2;
   }
 
-  using PairSums = Sums<kTiles * (kTiles + 1), 2>;  // strip i's of tile j at of_pair(i, j)
+  using PairSums = Sums<kTiles*(kTiles + 1), 2>;  // strip i's of tile j at of_pair(i, j)
   static constexpr DEVICE int of_pair(int i, int j) { return (i / 2 + i % 2) * (i / 2 + 1) + j; }
 
   template <bool kByDepth>
@@ -164,8 +164,8 @@ struct ChunkProducts {
     for (int s = 0; s < pair_steps; ++s) {
       const uint32_t rows = next<kByDepth>();
       const Left<Lies::kAlong, IO, kRows> left(RowTile{rows}, group * 16, 0);
-      const Right<Lies::kAlong, IO, kRows> right(RowTile{rows + kRowBytes},
-                                                 part * 8 + second_half, 0);
+      const Right<Lies::kAlong, IO, kRows> right(RowTile{rows + kRowBytes}, part * 8 + second_half,
+                                                 0);
 #pragma unroll
       for (int k = 0; k < kPanel<IO> / kDepth<IO>; ++k) {
         uint32_t b[kTiles][4];
@@ -365,7 +365,8 @@ struct ChunkProducts {
     float outer, gain, add;
   };
 
-  // sums = outer (gain sums + add vector), row by row; 0 where outer is 0, whatever the state holds.
+  // sums = outer (gain sums + add vector), row by row; 0 where outer is 0, whatever the state
+  // holds.
   template <typename FactorsOf>
   DEVICE void scale(OutputSums& sums, const float* vector, int first, int width,
                     const FactorsOf& factors_of) const {

@@ -39,7 +39,7 @@ struct ChunkOutputs : ChunkProducts<IO, kTiles> {
     this->template multiply_pairs<true>(pairs);
     float sums[kStrips][2] = {};
     this->weigh(
-        pairs, [&](int, float sum) { return terms.scale * sum; },
+        pairs, [&](int) { return [this](float sum) { return terms.scale * sum; }; },
         [&](int i, int half, float weights) { sums[i][half] += weights; });
     if (!p.normalized) return;
     this->for_rows([&](int i, int half, int row, bool) {
@@ -50,9 +50,7 @@ struct ChunkOutputs : ChunkProducts<IO, kTiles> {
     });
   }
 
-  DEVICE float inflow(int row) const {
-    return rows.inflow[rows.row(head, chunk) + row] * terms.scale;
-  }
+  DEVICE float inflow(int row) const { return shared.inflow[row] * terms.scale; }
 
   // sums = s (q C); with_n: and s (q n), in which a warp has every fourth strip.
   DEVICE void multiply_before(OutputSums& sums, int depth, bool with_n) {
@@ -70,8 +68,8 @@ struct ChunkOutputs : ChunkProducts<IO, kTiles> {
     }
     this->scale(sums, nullptr, 0, 0, [&](int row) { return Factors{inflow(row), 1, 0}; });
     if (!with_n) return;
-    this->for_rows([&](int i, int half, int row, bool exists) {
-      if (i % 4 != part || quad != 0 || !exists) return;
+    this->for_rows([&](int i, int half, int row, bool) {
+      if (i % 4 != part || quad != 0) return;
       const float s = inflow(row);
       shared.from_n[row] =
           s == 0 ? 0.f : s * (q_n[i / 4][0][2 * half] + q_n[i / 4][0][2 * half + 1]);
@@ -80,6 +78,7 @@ struct ChunkOutputs : ChunkProducts<IO, kTiles> {
 
   // 1 / N; the row's total goes to the caller, once.
   DEVICE float inverse(int row, bool tell) const {
+    if (row >= chunk.steps) return 0;
     float total = shared.from_n[row];
 #pragma unroll
     for (int w = 0; w < 4; ++w) total += shared.sums[w][row];
