@@ -23,7 +23,7 @@ struct ChunkGradients : ChunkProducts<IO, kTiles> {
   struct Shared : Base::Shared {
     float2 of_row[kRows];  // inverse and delta
     float in[kRows];       // q dq
-    float anchor[8];       // <C, dC> + <n, dn> after the chunk, by warps
+    float anchor[kThreads / 32];       // <C, dC> + <n, dn> after the chunk, by warps
   };
 
   const BackwardParams& p;
@@ -257,7 +257,8 @@ struct ChunkGradients : ChunkProducts<IO, kTiles> {
 
 // In the order of blocks: chunk, head, and dq dk before dv, so that both read their rows at a time.
 template <typename IO, int kTiles>
-__global__ void __launch_bounds__(256, kTiles == 2 && sizeof(IO) == 2 ? 2 : 1) chunk_gradients(
+__global__ void __launch_bounds__(ChunkGradients<IO, kTiles>::kThreads,
+                                  kTiles == 2 && sizeof(IO) == 2 ? 2 : 1) chunk_gradients(
     const BackwardParams p, const BackwardTerms terms) {
   using Gradients = ChunkGradients<IO, kTiles>;
   extern __shared__ __align__(1024) char memory[];

@@ -16,7 +16,10 @@ struct Matrix {  // row-major, in global memory; beyond its rows and columns are
 
 template <typename IO, int kTiles>
 struct ChunkProducts {
-  static constexpr int kThreads = 256, kRows = kTile * kTiles, kStrips = 2 * kTiles;
+  // Warps are groups of four: a group has every kGroups-th strip of 16 rows, each of its warps a
+  // quarter of the columns.
+  static constexpr int kGroups = kTiles == 4 ? 4 : 2, kThreads = 128 * kGroups;
+  static constexpr int kRows = kTile * kTiles, kStrips = kRows / 16 / kGroups;
   static constexpr int kColumns = 2 * kPanel<IO>;   // of an output at a time
   static constexpr int kBlocks = kColumns / 4 / 8;  // of 8 columns, of a warp
   static constexpr int kStages = 2;
@@ -58,7 +61,7 @@ struct ChunkProducts {
   const Chunk chunk;
   const int64_t slot;
   const int head;
-  const int group, part, quad, lane_row;  // of the warp: strips 2 i + group, columns; of the lane
+  const int group, part, quad, lane_row;  // of the warp, and of the lane
   const bool has_inner;                   // products of pairs, and of E
   int pair_steps = 0, outputs = 1, stage = 0;
 
@@ -145,18 +148,24 @@ struct ChunkProducts {
 
   // ---- Products: straight-line code, so that loads of operands run ahead. ----
 
-  // Strip i of the warp: 16 rows of tile i / 2, in its first or second half. The groups have
-  // neighbouring strips, so that each has half of any triangle.
-  DEVICE int strip_row(int i) const { return i * 32 + group * 16; }
-  // Of a tile of pairs the warp takes 8 columns of the first half and 8 of the second. Above the
-  // diagonal is the second half of a diagonal tile for the strips of its first half.
+  // Strip i of the warp, in tile tile_of(i). Neighbouring strips are of different groups, so that
+  // each has an equal part of any triangle.
+  DEVICE int strip_row(int i) const { return (i * kGroups + group) * 16; }
+  static constexpr DEVICE int tile_of(int i) { return i * kGroups / 4; }
+  // Of a tile of pairs the warp takes 8 columns of the first half and 8 of the second.
   DEVICE int pair_column(int half) const { return half * 32 + part * 8; }
-  static constexpr DEVICE bool is_above(int i, int j, int half) {
-    return j == i / 2 && half > i % 2;
+  // Whether half `column` of tile j is above the diagonal for the whole of strip i, as far as is
+  // known here: two groups have strips of one half of a tile, four of both.
+  static constexpr DEVICE bool is_above(int i, int j, int column) {
+    return j == tile_of(i) && kGroups == 2 && column > i % 2;
   }
 
-  using PairSums = Sums<kTiles*(kTiles + 1), 2>;  // strip i's of tile j at of_pair(i, j)
-  static constexpr DEVICE int of_pair(int i, int j) { return (i / 2 + i % 2) * (i / 2 + 1) + j; }
+  // Strip i's sums of tile j are at of_pair(i, j).
+  using PairSums = Sums<kTiles*(kTiles + 1) / kGroups * 2, 2>;
+  static constexpr DEVICE int of_pair(int i, int j) {
+    const int tile = tile_of(i), strips = 4 / kGroups;
+    return tile * (tile + 1) / 2 * strips + i % strips * (tile + 1) + j;
+  }
 
   template <bool kByDepth>
   DEVICE void multiply_pairs(PairSums& sums) {
@@ -174,9 +183,9 @@ struct ChunkProducts {
 #pragma unroll
         for (int i = 0; i < kStrips; ++i) {
           uint32_t a[4];
-          left.load(a, 2 * i, k);
+          left.load(a, kGroups * i, k);
 #pragma unroll
-          for (int j = 0; j <= i / 2; ++j) {
+          for (int j = 0; j <= tile_of(i); ++j) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
               if (is_above(i, j, half)) continue;
@@ -232,12 +241,12 @@ struct ChunkProducts {
           return value(sums[of_pair(i, j)][half][2 * down + e]);
         };
         const auto put = [&](int j, int half, float first, float second) {
-          store_pair(pair_tile(i / 2, j), row, pair_column(half) + 2 * quad, first, second);
+          store_pair(pair_tile(tile_of(i), j), row, pair_column(half) + 2 * quad, first, second);
           body(i, down, first + second);
         };
         float past = shared.past[t];
 #pragma unroll
-        for (int j = i / 2 - 1; j >= 0; --j) {
+        for (int j = tile_of(i) - 1; j >= 0; --j) {
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
             const float2 f = future[j][half];
@@ -247,17 +256,17 @@ struct ChunkProducts {
         }
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          if (is_above(i, i / 2, half)) continue;
+          if (is_above(i, tile_of(i), half)) continue;
           const int column = pair_column(half) + 2 * quad;
           float e[2];
 #pragma unroll
           for (int c = 0; c < 2; ++c) {
-            const float2 w = shared.w[i / 2 * kTile + column + c];
+            const float2 w = shared.w[tile_of(i) * kTile + column + c];
             const float decay = exp2_approx((u.x + w.x) + (u.y + w.y));
             const bool seen = start <= column + c && column + c <= row;
-            e[c] = seen ? decay * sum(i / 2, half, c) : 0.f;
+            e[c] = seen ? decay * sum(tile_of(i), half, c) : 0.f;
           }
-          put(i / 2, half, e[0], e[1]);
+          put(tile_of(i), half, e[0], e[1]);
         }
       }
     }
@@ -291,7 +300,7 @@ struct ChunkProducts {
 #pragma unroll
       for (int i = 0; i < kStrips; ++i) {
         uint32_t a[4];
-        left.load(a, 2 * i, k);
+        left.load(a, kGroups * i, k);
         multiply_strip(sums[i], a, b);
         also(i, a, k);
       }
@@ -315,11 +324,11 @@ struct ChunkProducts {
   DEVICE void multiply_triangle(OutputSums& sums, uint32_t inner) const {
     constexpr Lies kLies = kTransposed ? Lies::kAcross : Lies::kAlong;
     using Strip = Left<kLies, IO, kTile>;
-    const auto strip = [&](int half) {
-      const int row = half * 32 + group * 16;
+    const auto strip = [&](int i) {
+      const int row = i * 32 + group * 16;  // of the tile; four groups have no second one
       return Strip(pair_tile(0, 0), kTransposed ? 0 : row, kTransposed ? row : 0);
     };
-    const Strip strips[2] = {strip(0), strip(1)};
+    const Strip strips[2] = {strip(0), strip(kGroups == 2)};
     const Right<Lies::kAcross, IO, kTile> right(InnerTile{inner}, 0, part * (kColumns / 4));
 #pragma unroll
     for (int j = 0; j < kTiles; ++j) {
@@ -333,10 +342,11 @@ struct ChunkProducts {
         for (int c = 0; c < kBlocks / 2; ++c) inner_tile.load(b[c], c, k);
 #pragma unroll
         for (int i = 0; i < kStrips; ++i) {
-          const int ahead = (i / 2 - j) * 2 + i % 2 - half;  // halves of tiles
-          if (kTransposed ? ahead > 0 : ahead < 0) continue;
-          const int row = kTransposed ? j : i / 2, column = kTransposed ? i / 2 : j;
-          Strip left = strips[i % 2];
+          const int row = kTransposed ? j : tile_of(i), column = kTransposed ? tile_of(i) : j;
+          const int first = kGroups == 2 ? i % 2 : 0, last = kGroups == 2 ? i % 2 : 1;  // halves
+          const bool above = kTransposed ? half < first : half > last;
+          if (row < column || (row == column && above)) continue;
+          Strip left = strips[i % (4 / kGroups)];
           left.lane += (row * (row + 1) / 2 + column) * kPairBytes;
           uint32_t a[4];
           left.load(a, 0, k);
