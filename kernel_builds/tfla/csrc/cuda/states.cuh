@@ -230,7 +230,8 @@ struct StateWalk {
     int stage = 0;
     for (; chunk < end; ++chunk) {
       const int64_t slot = p.rows.chunks.first_slot(sequence) + number(chunk);
-      const bool empty = starts && chunk == 0 && p.first == nullptr;  // nobody reads it
+      const bool given = p.first != nullptr || p.first_n != nullptr;
+      const bool empty = starts && chunk == 0 && !given;  // nobody reads it
       if (!segments.first_pass && p.states != nullptr && !empty) write_chunk(slot);
       scale(p.rows.keep[p.rows.slot(int(head), slot)]);
       const int count = int(steps(chunk));
