@@ -118,6 +118,38 @@ DEVICE void load_transposed(uint32_t (&words)[4], uint32_t row_address) {
                : "r"(row_address));
 }
 
+DEVICE uint32_t load_word(uint32_t shared) {
+  uint32_t word;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(shared));
+  return word;
+}
+DEVICE void store_words(uint32_t shared, uint32_t word) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(shared), "r"(word) : "memory");
+}
+DEVICE void store_words(uint32_t shared, uint32_t first, uint32_t second) {
+  asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(shared), "r"(first), "r"(second)
+               : "memory");
+}
+
+// Both elements of a word of 16-bit ones: a b + c, rounded once.
+template <typename IO>
+DEVICE uint32_t multiply_add(uint32_t a, uint32_t b, uint32_t c) {
+  static_assert(sizeof(IO) == 2);
+  uint32_t d;
+  if constexpr (std::is_same_v<IO, bf16>) {
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  } else {
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  }
+  return d;
+}
+
+DEVICE float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // A 16-byte copy from global to shared memory behind the thread's back.
 DEVICE void copy_async(uint32_t shared, const void* global) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");

@@ -271,11 +271,6 @@ struct ChunkProducts {
       }
     }
   }
-  DEVICE static float exp2_approx(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-  }
 
   using OutputSums = Sums<kStrips, kBlocks>;
 

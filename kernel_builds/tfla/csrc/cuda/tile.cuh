@@ -88,9 +88,7 @@ struct Operand {
       for (int i = 0; i < 4; ++i) {
         const int down = kSide == Side::kLeft ? i / 2 : i % 2;   // four steps of the depth further
         const int right = kSide == Side::kLeft ? i % 2 : i / 2;  // eight rows of the product
-        asm volatile("ld.shared.b32 %0, [%1];"
-                     : "=r"(words[i])
-                     : "r"((at ^ right * 32 ^ down * 16) + (rows + down * 4) * kPanelBytes));
+        words[i] = load_word((at ^ right * 32 ^ down * 16) + (rows + down * 4) * kPanelBytes);
       }
     } else if constexpr (kAlong) {
       load_vectors(words, at + rows * kPanelBytes);
@@ -192,16 +190,9 @@ struct DepthScale {
       const uint32_t (&by)[2] = word[i / 2];
       if constexpr (sizeof(IO) == 4) {
         words[i] = __float_as_uint(__uint_as_float(words[i]) * __uint_as_float(by[0]));
-      } else if constexpr (std::is_same_v<IO, bf16>) {
-        uint32_t low;
-        asm("fma.rn.bf16x2 %0, %1, %2, %3;"
-            : "=r"(low)
-            : "r"(words[i]), "r"(by[1]), "r"(0x80008000));
-        asm("fma.rn.bf16x2 %0, %0, %1, %2;" : "+r"(words[i]) : "r"(by[0]), "r"(low));
       } else {
-        uint32_t low;
-        asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(low) : "r"(words[i]), "r"(by[1]));
-        asm("fma.rn.f16x2 %0, %0, %1, %2;" : "+r"(words[i]) : "r"(by[0]), "r"(low));
+        constexpr uint32_t kMinusZero = 0x80008000;
+        words[i] = multiply_add<IO>(words[i], by[0], multiply_add<IO>(words[i], by[1], kMinusZero));
       }
     }
   }
@@ -215,10 +206,9 @@ DEVICE void store_pair(Tile<IO, kRows> tile, int row, int column, float first, f
   const uint32_t to = tile.piece(row, column / kPiece) + column % kPiece * int(sizeof(IO));
   const Pair<IO> pair = Pair<IO>::of(first, second);
   if constexpr (sizeof(IO) == 4) {
-    asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(to), "r"(pair.word[0]), "r"(pair.word[1])
-                 : "memory");
+    store_words(to, pair.word[0], pair.word[1]);
   } else {
-    asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(pair.word[0]) : "memory");
+    store_words(to, pair.word[0]);
   }
 }
 
