@@ -21,9 +21,9 @@ struct ChunkGradients : ChunkProducts<IO, kTiles> {
   using typename Base::Factors, typename Base::Output, typename Base::OutputSums,
       typename Base::PairSums;
   struct Shared : Base::Shared {
-    float2 of_row[kRows];  // inverse and delta
-    float in[kRows];       // q dq
-    float anchor[kThreads / 32];       // <C, dC> + <n, dn> after the chunk, by warps
+    float2 of_row[kRows];         // inverse and delta
+    float in[kRows];              // q dq
+    float anchor[kThreads / 32];  // <C, dC> + <n, dn> after the chunk, by warps
   };
 
   const BackwardParams& p;
@@ -67,7 +67,8 @@ struct ChunkGradients : ChunkProducts<IO, kTiles> {
 
   // The warp's part of the rows' products with those of x, in by_part: set or added to by the lane
   // that owns it. Sums of what does not exist are 0.
-  DEVICE void add_flow(const OutputSums& sums, const Matrix<IO>& x, int first, bool is_first) const {
+  DEVICE void add_flow(const OutputSums& sums, const Matrix<IO>& x, int first,
+                       bool is_first) const {
     int columns[kBlocks];
 #pragma unroll
     for (int c = 0; c < kBlocks; ++c) {
@@ -257,9 +258,9 @@ struct ChunkGradients : ChunkProducts<IO, kTiles> {
 
 // In the order of blocks: chunk, head, and dq dk before dv, so that both read their rows at a time.
 template <typename IO, int kTiles>
-__global__ void __launch_bounds__(ChunkGradients<IO, kTiles>::kThreads,
-                                  kTiles == 2 && sizeof(IO) == 2 ? 2 : 1) chunk_gradients(
-    const BackwardParams p, const BackwardTerms terms) {
+__global__ void
+    __launch_bounds__(ChunkGradients<IO, kTiles>::kThreads, kTiles == 2 && sizeof(IO) == 2 ? 2 : 1)
+    chunk_gradients(const BackwardParams p, const BackwardTerms terms) {
   using Gradients = ChunkGradients<IO, kTiles>;
   extern __shared__ __align__(1024) char memory[];
   const int64_t block = blockIdx.x / 2;
