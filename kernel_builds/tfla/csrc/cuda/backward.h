@@ -7,6 +7,7 @@ namespace flashcell::cuda {
 template <typename IO>
 int64_t backward_scratch(const BackwardParams& p, const Device& device);
 template <typename IO>
-void run_backward(const BackwardParams& p, const Device& device, void* scratch, cudaStream_t stream);
+void run_backward(const BackwardParams& p, const Device& device, void* scratch,
+                  cudaStream_t stream);
 
 }  // namespace flashcell::cuda

@@ -119,9 +119,9 @@ struct ChunkOutputs : ChunkProducts<IO, kTiles> {
 };
 
 template <typename IO, int kTiles>
-__global__ void __launch_bounds__(ChunkOutputs<IO, kTiles>::kThreads,
-                                  kTiles == 2 && sizeof(IO) == 2 ? 2 : 1) chunk_outputs(
-    const ForwardParams p, const ForwardTerms terms) {
+__global__ void
+    __launch_bounds__(ChunkOutputs<IO, kTiles>::kThreads, kTiles == 2 && sizeof(IO) == 2 ? 2 : 1)
+    chunk_outputs(const ForwardParams p, const ForwardTerms terms) {
   using Outputs = ChunkOutputs<IO, kTiles>;
   extern __shared__ __align__(1024) char memory[];
   Outputs(p, terms, *reinterpret_cast<typename Outputs::Shared*>(memory), blockIdx.x / p.H,
