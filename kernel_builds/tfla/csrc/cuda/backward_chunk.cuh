@@ -186,37 +186,26 @@ struct ChunkGradients : ChunkProducts<IO, kTiles> {
     if (threadIdx.x < 32) gates();
   }
 
-  template <typename X>
-  DEVICE static float dot(const X* x, const X* y, int64_t count) {
-    constexpr int kPiece = 16 / sizeof(X);
-    float sum = 0;
-#pragma unroll 4
-    for (int64_t at = threadIdx.x * kPiece; at < count; at += kThreads * kPiece) {
-      sum += piece_dot<X>(reinterpret_cast<const uint4&>(x[at]),
-                          reinterpret_cast<const uint4&>(y[at]));
-    }
-    return sum;
-  }
-
-  // <C, dC> + <n, dn> after the chunk: the sum of all that crosses its end.
+  // <C, dC> + <n, dn> after the chunk: the sum of all that crosses its end. dC as the products have
+  // it, rounded: what flows in and out is of the same.
   DEVICE void add_anchor() const {
+    const int64_t size = p.K * p.V, here = rows.slot(head, slot),
+                  state = chunk.sequence * p.H + head;
+    const IO *C = static_cast<const IO*>(terms.C),
+             *dC = static_cast<const IO*>(terms.dC) + here * size;
+    const float *last_C = static_cast<const float*>(p.last_C), *dn = terms.dn + here * p.K;
     float sum = 0;
-    const int64_t size = p.K * p.V, here = rows.slot(head, slot);
+    const auto add = [&](const auto* x, const auto* dx, int64_t width) {
+      sum += part_of_dot<kThreads>(x, dx, width, threadIdx.x);
+    };
     if (!terms.is_last(slot)) {
-      sum = dot(static_cast<const IO*>(terms.C) + (here + 1) * size,
-                static_cast<const IO*>(terms.dC) + here * size, size);
-      if (terms.n) sum += dot(terms.n + (here + 1) * p.K, terms.dn + here * p.K, p.K);
-    } else {
-      const int64_t state = chunk.sequence * p.H + head;
-      const auto add = [&](const void* x, const void* dx, int64_t width) {
-        if (x == nullptr || dx == nullptr) return;
-        sum += dot(static_cast<const float*>(x) + state * width,
-                   static_cast<const float*>(dx) + state * width, width);
-      };
-      add(p.last_C, p.dlast_C, size), add(p.last_n, p.dlast_n, p.K);
+      add(C + (here + 1) * size, dC, size);
+      if (terms.n) add(terms.n + (here + 1) * p.K, dn, p.K);
+    } else if (has_after()) {
+      add(last_C + state * size, dC, size);
+      if (terms.n) add(static_cast<const float*>(p.last_n) + state * p.K, dn, p.K);
     }
-#pragma unroll
-    for (int mask = 1; mask < 32; mask *= 2) sum += __shfl_xor_sync(~0u, sum, mask);
+    sum = warp_sum(sum);
     if (threadIdx.x % 32 == 0) shared.anchor[threadIdx.x / 32] = sum;
   }
 

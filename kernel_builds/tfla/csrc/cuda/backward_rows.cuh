@@ -6,20 +6,6 @@
 
 namespace flashcell::cuda {
 
-// <x, y> of `width` elements, a multiple of 8, in every lane of a warp.
-template <typename IO>
-DEVICE float row_dot(const IO* x, const IO* y, int64_t width) {
-  constexpr int kPiece = 16 / sizeof(IO);
-  float sum = 0;
-  for (int64_t at = threadIdx.x % 32 * kPiece; at < width; at += 32 * kPiece) {
-    sum +=
-        piece_dot<IO>(reinterpret_cast<const uint4&>(x[at]), reinterpret_cast<const uint4&>(y[at]));
-  }
-#pragma unroll
-  for (int mask = 1; mask < 32; mask *= 2) sum += __shfl_xor_sync(~0u, sum, mask);
-  return sum;
-}
-
 // A thread block for a chunk of a head, a warp for a row. delta_t = -(dh_t h_t) / N_t, with the
 // sign of the denominator; h is the rounded one, whose errors are as small in the sum as those of
 // its terms.
@@ -37,8 +23,9 @@ __global__ void __launch_bounds__(256) row_gradients(const BackwardParams p,
       const float size = fabsf(total);
       inverse = terms.scale / (fmaxf(size, floor) + float(p.eps));
       if (p.normalizer_grad && size > floor) {
-        const float dot = row_dot(static_cast<const IO*>(p.dh) + row * p.V,
-                                  static_cast<const IO*>(p.h) + row * p.V, p.V);
+        const IO* dh = static_cast<const IO*>(p.dh) + row * p.V;
+        const IO* h = static_cast<const IO*>(p.h) + row * p.V;
+        const float dot = warp_sum(part_of_dot<32>(dh, h, p.V, threadIdx.x % 32));
         delta = -copysignf(dot * inverse, dot * inverse * total);
       }
     }

@@ -21,17 +21,32 @@ struct BackwardTerms {
   }
 };
 
-// <x, y> of 16 bytes each.
 template <typename IO>
-DEVICE float piece_dot(const uint4& x, const uint4& y) {
+DEVICE float4 load_four(const IO* from) {
+  if constexpr (sizeof(IO) == 4) {
+    return reinterpret_cast<const float4&>(*from);
+  } else {
+    const uint2 words = reinterpret_cast<const uint2&>(*from);
+    const float2 low = Pair<IO>{words.x}.floats(), high = Pair<IO>{words.y}.floats();
+    return {low.x, low.y, high.x, high.y};
+  }
+}
+
+// A thread's part of <x, y>, of `count` elements, a multiple of four.
+template <int kThreads, typename X, typename Y>
+DEVICE float part_of_dot(const X* x, const Y* y, int64_t count, int thread) {
   float sum = 0;
-#pragma unroll
-  for (int i = 0; i < 8 / int(sizeof(IO)); ++i) {
-    const float2 a = reinterpret_cast<const Pair<IO>*>(&x)[i].floats();
-    const float2 b = reinterpret_cast<const Pair<IO>*>(&y)[i].floats();
-    sum = fmaf(a.x, b.x, fmaf(a.y, b.y, sum));
+#pragma unroll 8
+  for (int64_t i = thread * 4; i < count; i += kThreads * 4) {
+    const float4 a = load_four(x + i), b = load_four(y + i);
+    sum = fmaf(a.x, b.x, fmaf(a.y, b.y, fmaf(a.z, b.z, fmaf(a.w, b.w, sum))));
   }
   return sum;
+}
+DEVICE float warp_sum(float x) {
+#pragma unroll
+  for (int mask = 1; mask < 32; mask *= 2) x += __shfl_xor_sync(~0u, x, mask);
+  return x;
 }
 
 }  // namespace flashcell::cuda

@@ -23,8 +23,7 @@ struct ChunkProducts {
   static constexpr int kColumns = 2 * kPanel<IO>;   // of an output at a time
   static constexpr int kBlocks = kColumns / 4 / 8;  // of 8 columns, of a warp
   static constexpr int kStages = 2;
-  static constexpr int kSlot =
-      kTile * kColumns * int(sizeof(IO));  // what one matrix takes at least
+  static constexpr int kSlot = kTile * kColumns * int(sizeof(IO));  // of a state, or a tile's rows
   static constexpr int kPairBytes = Tile<IO, kTile>::bytes(kTile);
   static constexpr int kRowBytes = kRows * kPanelBytes;
   static constexpr int kStage = kTiles == 1 ? kRowBytes + kSlot : kTiles * kSlot;
@@ -32,7 +31,7 @@ struct ChunkProducts {
 
   using RowTile = Tile<IO, kRows>;          // rows of the chunk, one panel of depth
   using PairTile = Tile<IO, kTile>;         // of E
-  using InnerTile = Tile<IO, kTile>;        // 64 rows, kColumns of them
+  using InnerTile = Tile<IO, kRows>;        // rows of the chunk, kColumns of them
   using StateRows = Tile<IO, kColumns>;     // kColumns rows of a state, one panel of depth
   using StateDepth = Tile<IO, kPanel<IO>>;  // one panel's rows of a state, kColumns of them
 
@@ -63,7 +62,10 @@ struct ChunkProducts {
   const int head;
   const int group, part, quad, lane_row;  // of the warp, and of the lane
   const bool has_inner;                   // products of pairs, and of E
-  int pair_steps = 0, outputs = 1, stage = 0;
+  int pair_steps = 0, outputs = 1, stage = 0, loads = 0;
+  struct {
+    int output, block, depth;
+  } ahead{};  // what is loaded next, after the pairs' rows
 
   DEVICE ChunkProducts(const MlstmParams& params, const Rows& of_gates, Shared& memory,
                        int64_t slot, int head, bool has_inner)
@@ -99,50 +101,51 @@ struct ChunkProducts {
                                 from.rows - row, from.columns - column);
   }
 
-  // Stage `index` of all that this thread block reads.
+  // The next stage of all that this thread block reads.
   template <bool kByDepth>
-  DEVICE void issue(int index) const {
-    const uint32_t to = shared_address(shared.ring) + index % kStages * kStage;
-    if (index < pair_steps) {
-      load<kPanel<IO>>(RowTile{to}, shared.left, 0, index * kPanel<IO>);
-      load<kPanel<IO>>(RowTile{to + kRowBytes}, shared.right, 0, index * kPanel<IO>);
-    } else {
-      index -= pair_steps;
-      const int first = (shared.outputs[0].depth + has_inner) * shared.outputs[0].blocks;
-      const bool second = index >= first;
-      if (second) index -= first;
-      const Output& output = shared.outputs[second];
-      const int steps = output.depth + has_inner;
-      if (int(second) < outputs && index < steps * output.blocks) {
-        const int column = index / steps * kColumns, depth = index % steps;
-        if (depth < output.depth) {
-          load<kPanel<IO>>(RowTile{to}, output.rows, 0, depth * kPanel<IO>);
-          if constexpr (kByDepth) {
-            load<kColumns>(StateDepth{to + kRowBytes}, output.state, depth * kPanel<IO>, column);
-          } else {
-            load<kPanel<IO>>(StateRows{to + kRowBytes}, output.state, column, depth * kPanel<IO>);
-          }
+  DEVICE void issue() {
+    const uint32_t to = shared_address(shared.ring) + loads % kStages * kStage;
+    if (loads < pair_steps) {
+      load<kPanel<IO>>(RowTile{to}, shared.left, 0, loads * kPanel<IO>);
+      load<kPanel<IO>>(RowTile{to + kRowBytes}, shared.right, 0, loads * kPanel<IO>);
+    } else if (ahead.output < outputs) {
+      const Output& output = shared.outputs[ahead.output];
+      const int column = ahead.block * kColumns, depth = ahead.depth * kPanel<IO>;
+      if (ahead.depth == output.depth) {
+        load<kColumns>(InnerTile{to}, output.inner, 0, column);
+      } else {
+        load<kPanel<IO>>(RowTile{to}, output.rows, 0, depth);
+        if constexpr (kByDepth) {
+          load<kColumns>(StateDepth{to + kRowBytes}, output.state, depth, column);
         } else {
-#pragma unroll
-          for (int j = 0; j < kTiles; ++j) {
-            load<kColumns>(InnerTile{to + j * kSlot}, output.inner, j * kTile, column);
-          }
+          load<kPanel<IO>>(StateRows{to + kRowBytes}, output.state, column, depth);
         }
       }
+      if (++ahead.depth == output.depth + has_inner) ahead.depth = 0, ++ahead.block;
+      skip_outputs();
     }
+    ++loads;
     copy_commit();
+  }
+  // Those that are loaded, and those that nothing is loaded for.
+  DEVICE void skip_outputs() {
+    for (; ahead.output < outputs; ++ahead.output, ahead.block = 0) {
+      const Output& output = shared.outputs[ahead.output];
+      if (ahead.block < output.blocks && output.depth + has_inner > 0) return;
+    }
   }
 
   template <bool kByDepth>
-  DEVICE void begin() const {
+  DEVICE void begin() {
+    skip_outputs();
 #pragma unroll
-    for (int i = 0; i < kStages - 1; ++i) issue<kByDepth>(i);
+    for (int i = 0; i < kStages - 1; ++i) issue<kByDepth>();
   }
   template <bool kByDepth>
   DEVICE uint32_t next() {
     copy_wait<kStages - 2>();
     __syncthreads();
-    issue<kByDepth>(stage + kStages - 1);
+    issue<kByDepth>();
     return shared_address(shared.ring) + stage++ % kStages * kStage;
   }
 
@@ -324,17 +327,15 @@ struct ChunkProducts {
       return Strip(pair_tile(0, 0), kTransposed ? 0 : row, kTransposed ? row : 0);
     };
     const Strip strips[2] = {strip(0), strip(kGroups == 2)};
-    const Right<Lies::kAcross, IO, kTile> right(InnerTile{inner}, 0, part * (kColumns / 4));
+    const Right<Lies::kAcross, IO, kRows> right(InnerTile{inner}, 0, part * (kColumns / 4));
 #pragma unroll
     for (int j = 0; j < kTiles; ++j) {
 #pragma unroll
       for (int k = 0; k < kTile / kDepth<IO>; ++k) {
         const int half = k * kDepth<IO> / 32;  // of the tile's depth
         uint32_t b[kBlocks / 2][4];
-        auto inner_tile = right;
-        inner_tile.lane += j * kSlot;
 #pragma unroll
-        for (int c = 0; c < kBlocks / 2; ++c) inner_tile.load(b[c], c, k);
+        for (int c = 0; c < kBlocks / 2; ++c) right.load(b[c], c, j * (kTile / kDepth<IO>)+k);
 #pragma unroll
         for (int i = 0; i < kStrips; ++i) {
           const int row = kTransposed ? j : tile_of(i), column = kTransposed ? tile_of(i) : j;
