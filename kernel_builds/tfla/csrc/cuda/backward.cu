@@ -43,7 +43,7 @@ template <typename IO, int kTiles>
 void run_chunks(const BackwardParams& p, const BackwardTerms& terms, cudaStream_t stream) {
   using Gradients = ChunkGradients<IO, kTiles>;
   const int bytes = sizeof(typename Gradients::Shared);
-  static_assert(sizeof(typename Gradients::Shared) <= 227 << 10);
+  static_assert(sizeof(typename Gradients::Shared) <= chunk_bytes(kTiles, sizeof(IO)));
   const int64_t blocks = terms.rows.chunks.slots() * p.H * 2;
   launch(chunk_gradients<IO, kTiles>, {blocks, Gradients::kThreads, bytes, stream}, p, terms);
 }
