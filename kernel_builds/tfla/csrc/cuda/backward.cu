@@ -43,7 +43,7 @@ template <typename IO, int kTiles>
 void run_chunks(const BackwardParams& p, const BackwardTerms& terms, cudaStream_t stream) {
   using Gradients = ChunkGradients<IO, kTiles>;
   const int bytes = sizeof(typename Gradients::Shared);
-  static_assert(sizeof(typename Gradients::Shared) <= 227 << 10);
+  static_assert(sizeof(typename Gradients::Shared) <= chunk_bytes(kTiles, sizeof(IO)));
   const int64_t blocks = terms.rows.chunks.slots() * p.H * 2;
   launch(chunk_gradients<IO, kTiles>, {blocks, Gradients::kThreads, bytes, stream}, p, terms);
 }
@@ -61,7 +61,6 @@ void run_backward(const BackwardParams& p, const Device& device, void* memory,
   Plan<IO> plan(p, device, memory);
   BackwardTerms& terms = plan.terms;
   terms.rows = prepare_rows(p, plan.rows, nullptr, stream);
-  const bool has_h = p.dh != nullptr;
 
   StateParams states{};
   states.rows = terms.rows, states.H = p.H, states.K = p.K, states.V = p.V;
@@ -72,7 +71,7 @@ void run_backward(const BackwardParams& p, const Device& device, void* memory,
   states.states = terms.C, states.n = terms.n;
   run_states<IO, false>(states, device.processors, plan.segments, stream);
 
-  if (has_h) {
+  if (has_h(p)) {
     const int64_t blocks = terms.rows.chunks.slots() * p.H;
     launch(row_gradients<IO>, {blocks, 256, 0, stream}, p, terms);
     states.left = p.q, states.right = {p.dh, p.T * p.H * p.V, p.H * p.V, p.V};
@@ -95,6 +94,7 @@ void run_backward(const BackwardParams& p, const Device& device, void* memory,
       return run_chunks<IO, 2>(p, terms, stream);
     default:
       if constexpr (sizeof(IO) == 2) return run_chunks<IO, 4>(p, terms, stream);
+      throw std::invalid_argument("tfla: chunks of fp32 have at most 128 steps");
   }
 }
 

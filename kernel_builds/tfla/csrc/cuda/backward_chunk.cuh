@@ -33,11 +33,11 @@ struct ChunkGradients : ChunkProducts<IO, kTiles> {
 
   DEVICE ChunkGradients(const BackwardParams& params, const BackwardTerms& t, Shared& memory,
                         int64_t slot, int head)
-      : Base(params, t.rows, memory, slot, head, params.dh != nullptr),
+      : Base(params, t.rows, memory, slot, head, cuda::has_h(params)),
         p(params),
         terms(t),
         shared(memory),
-        has_h(params.dh != nullptr) {}
+        has_h(cuda::has_h(params)) {}
 
   DEVICE Matrix<IO> dh() const {
     return this->matrix({p.dh, p.T * p.H * p.V, p.H * p.V, p.V}, p.V);

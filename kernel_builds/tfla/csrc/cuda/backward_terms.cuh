@@ -21,6 +21,11 @@ struct BackwardTerms {
   }
 };
 
+// A gradient arrives at h.
+__host__ DEVICE bool has_h(const BackwardParams& p) {
+  return p.dh != nullptr && p.q.data != nullptr;
+}
+
 template <typename IO>
 DEVICE float4 load_four(const IO* from) {
   if constexpr (sizeof(IO) == 4) {

@@ -37,6 +37,7 @@ struct Plan {
 template <typename IO, int kTiles>
 void launch_outputs(const ForwardParams& p, const ForwardTerms& terms, cudaStream_t stream) {
   using Outputs = ChunkOutputs<IO, kTiles>;
+  static_assert(sizeof(typename Outputs::Shared) <= chunk_bytes(kTiles, sizeof(IO)));
   launch(chunk_outputs<IO, kTiles>,
          {terms.rows.chunks.slots() * p.H, Outputs::kThreads, int(sizeof(typename Outputs::Shared)),
           stream},

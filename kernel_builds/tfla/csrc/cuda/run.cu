@@ -2,7 +2,7 @@
 #include <cuda_runtime.h>
 
 #include "backward.h"
-#include "chunk.cuh"
+#include "chunk_loads.cuh"
 #include "forward.h"
 #include "launch.h"
 #include "run.h"
