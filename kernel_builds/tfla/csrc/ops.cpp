@@ -11,6 +11,7 @@
 #include <torch/csrc/stable/library.h>
 
 #include <tuple>
+#include <utility>
 
 namespace flashcell {
 
@@ -58,7 +59,8 @@ struct Inputs {
   OptionalTensor q;
   Tensor k, v, i, f;
   OptionalTensor C, n, m, reset, hold;
-  std::vector<Sequence> list;
+  using List = decltype(sequences(std::declval<const Tensor&>(), 0, 0, {}, {}, 0, 0));
+  List list{};
   CellOptions cell;
 
   Inputs(const OptionalTensor& given_q, const Tensor& given_k, const Tensor& given_v,

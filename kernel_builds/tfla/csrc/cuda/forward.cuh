@@ -20,8 +20,7 @@ struct ChunkOutputs : ChunkProducts<IO, kTiles> {
   using typename Base::Factors, typename Base::Output, typename Base::OutputSums,
       typename Base::PairSums;
   struct Shared : Base::Shared {
-    float sums[4][kRows];  // of a row's weights, by warps
-    float from_n[kRows];   // s (q n)
+    float from_n[kRows];  // s (q n)
   };
 
   const ForwardParams& p;
@@ -42,11 +41,12 @@ struct ChunkOutputs : ChunkProducts<IO, kTiles> {
         pairs, [&](int) { return [this](float sum) { return terms.scale * sum; }; },
         [&](int i, int half, float weights) { sums[i][half] += weights; });
     if (!p.normalized) return;
+    __syncthreads();  // by_part lies where weigh read
     this->for_rows([&](int i, int half, int row, bool) {
       float sum = sums[i][half];
 #pragma unroll
       for (int mask = 1; mask < 4; mask *= 2) sum += __shfl_xor_sync(~0u, sum, mask);
-      if (quad == 0) shared.sums[part][row] = sum, shared.from_n[row] = 0;
+      if (quad == 0) shared.by_part[part][row] = sum, shared.from_n[row] = 0;
     });
   }
 
@@ -81,7 +81,7 @@ struct ChunkOutputs : ChunkProducts<IO, kTiles> {
     if (row >= chunk.steps) return 0;
     float total = shared.from_n[row];
 #pragma unroll
-    for (int w = 0; w < 4; ++w) total += shared.sums[w][row];
+    for (int w = 0; w < 4; ++w) total += shared.by_part[w][row];
     if (tell) static_cast<float*>(p.total)[(chunk.row + row) * p.H + head] = total;
     return 1 / (fmaxf(fabsf(total), rows.floor[rows.row(head, chunk) + row]) + float(p.eps));
   }
