@@ -150,7 +150,8 @@ struct ChunkLoads {
 // Bytes of shared memory that a thread block may take: the ring, the triangle, and a little a row.
 constexpr int chunk_bytes(int tiles, int io_bytes) {
   const int ring = tiles == 1 ? 24 << 10 : tiles * (16 << 10);
-  return 2 * ring + tiles * (tiles + 1) / 2 * kTile * kTile * io_bytes + tiles * (4 << 10);
+  const int triangle = tiles * (tiles + 1) / 2 * kTile * kTile * io_bytes;
+  return 2 * ring + triangle + (2 << 10) + tiles * (4 << 10);
 }
 // Steps of the longest chunk that fits in `shared_bytes`.
 inline int longest_chunk(int io_bytes, int shared_bytes) {

@@ -63,7 +63,7 @@ struct ChunkOutputs : ChunkProducts<IO, kTiles> {
         const int first = s * kPanel<IO> + k * kDepth<IO>;
         if (!with_n || i % 4 != part || first >= p.K) return;
         const DepthScale<IO> values(n + first, int(p.K) - first);
-        multiply_piece<IO>(q_n[i / 4][0], a, values.column(0), values.column(1));
+        values.multiply(q_n[i / 4][0], a);
       });
     }
     this->scale(sums, nullptr, 0, 0, [&](int row) { return Factors{inflow(row), 1, 0}; });

@@ -207,7 +207,7 @@ struct StateWalk {
       const DepthScale<IO> weight(shared.weight[slot] + d * kDepth<IO>);
       const DepthScale<IO> n_weight(shared.n_weight[slot] + d * kDepth<IO>);
       multiply<IO>(sums, left, right, d, [&](uint32_t (&words)[4], int i, int) {
-        if (has_n) multiply_piece<IO>(n[i][0], words, n_weight.column(0), n_weight.column(1));
+        if (has_n) n_weight.multiply(n[i][0], words);
         weight(words);
       });
     }

@@ -159,7 +159,8 @@ DEVICE void multiply(Sums<kM, kN>& sums, const L& left, const R& right, int dept
 // that counts.
 template <typename IO>
 struct DepthScale {
-  uint32_t word[2][2];  // of the nearer and the farther depth: hi and lo, or the fp32 factor
+  // Of the nearer and the farther depth: hi, lo and what is left of them, or the fp32 factor.
+  uint32_t word[2][3];
 
   // factors: of the first depth of the step, of which `count` exist.
   DEVICE explicit DepthScale(const float* factors, int count = kDepth<IO>) {
@@ -175,19 +176,28 @@ struct DepthScale {
         const Pair<IO> hi = Pair<IO>::of(x.x, x.y);
         const float2 back = hi.floats();
         word[i][0] = hi.word[0];
-        word[i][1] = Pair<IO>::of(x.x - back.x, x.y - back.y).word[0];
+        const float2 low = {x.x - back.x, x.y - back.y};
+        const Pair<IO> lo = Pair<IO>::of(low.x, low.y);
+        word[i][1] = lo.word[0];
+        const float2 left = lo.floats();
+        word[i][2] = Pair<IO>::of(low.x - left.x, low.y - left.y).word[0];
       }
     }
   }
-  // The factors as right operand: columns 0 and 1 are they and what 16 bits leave of them.
-  DEVICE uint32_t column(int i) const {
+  // sums, of which columns 0 and 1 add up, += left times the factors, as exact as fp32.
+  DEVICE void multiply(float (&sums)[4], const uint32_t (&left)[4]) const {
     const int r = threadIdx.x % 32 / 4;
-    return r == 0 ? word[i][0] : sizeof(IO) == 2 && r == 1 ? word[i][1] : 0;
+    const auto column = [&](int i, int piece) { return r == 0 ? word[i][piece] : 0; };
+    multiply_piece<IO>(sums, left, column(0, 0), column(1, 0));
+    if constexpr (sizeof(IO) == 2) {
+      const auto rests = [&](int i) { return r == 0 ? word[i][1] : r == 1 ? word[i][2] : 0; };
+      multiply_piece<IO>(sums, left, rests(0), rests(1));
+    }
   }
   DEVICE void operator()(uint32_t (&words)[4]) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const uint32_t (&by)[2] = word[i / 2];
+      const uint32_t (&by)[3] = word[i / 2];
       if constexpr (sizeof(IO) == 4) {
         words[i] = __float_as_uint(__uint_as_float(words[i]) * __uint_as_float(by[0]));
       } else {
