@@ -253,47 +253,6 @@ def test_nan_stays_in_its_head_and_after_its_chunk(tfla, cell):
         assert torch.equal(h[~ill], clean[~ill])
 
 
-def test_rows_at_any_address(tfla, cell):
-    """Bit for bit: rows of 16-bit elements that start at 2 bytes, or whose strides are odd."""
-    call = make(cell, SMALL, torch.bfloat16)
-    want, _ = tfla.mlstm(**call)
-    for name in ("q", "k", "v"):
-        x = call[name]
-        wide = torch.zeros(*x.shape[:3], x.shape[3] + 1, dtype=x.dtype)
-        wide[..., 1:] = x
-        call[name] = wide[..., 1:]
-    assert_bitwise("h", tfla.mlstm(**call)[0], want)
-
-
-@pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU")
-def test_a_graph_replays_what_ran(tfla, cell):
-    """Forward, backward and a step in place in one CUDA graph: nothing waits for the device."""
-    call, sources = leaves(make(cell, SMALL, torch.bfloat16))
-    step = {k: call[k].detach()[:, 0] for k in SEQUENCE[:5]}
-    first = tuple(s.detach().clone() for s in call["state"])
-    state = tuple(s.clone() for s in first)
-
-    def work():
-        for own, given in zip(state, first, strict=True):
-            own.copy_(given)
-        h, _ = tfla.mlstm(**call)
-        grads = torch.autograd.grad(h.float().sum(), list(sources.values()), materialize_grads=True)
-        with torch.no_grad():
-            one, _ = tfla.mlstm_step(**step, **names(cell), state=state, inplace=True)
-        return [h.detach(), *grads, one, *state]
-
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        want = [t.clone() for t in work()]
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = work()
-    graph.replay()
-    for number, (a, b) in enumerate(zip(got, want, strict=True)):
-        assert_bitwise(f"output {number}", a, b)
-
-
 def test_gates_and_state_in_another_dtype(tfla, cell):
     """As under autocast: fp32 gates beside bf16 activations; gradients in their own dtype."""
     call = make(cell, SMALL, torch.bfloat16)
