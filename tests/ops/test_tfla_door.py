@@ -163,6 +163,16 @@ def test_opcheck_step(tfla, cell):
     torch.library.opcheck(tfla.dispatch.ops.mlstm_step_.default, [*tensors, *state, *given[12:15]])
 
 
+def test_total_is_what_divides_h(tfla, cell):
+    given = [t.detach() if torch.is_tensor(t) else t for t in op_arguments(cell, ("state",))]
+    _, _, n, _, total = tfla.dispatch.ops.mlstm_fwd(*given)
+    if not reference.CELLS[cell].normalized:
+        assert total.numel() == 0
+        return
+    want = (n * given[0][:, -1]).sum(-1) * K**-0.5
+    torch.testing.assert_close(total[:, -1], want, rtol=1e-5, atol=1e-6)
+
+
 def test_ops_called_directly_are_safe(tfla):
     """torch.ops is a door too: wrong shapes raise there instead of reading out of bounds."""
     q, k, v, i, f, *rest = (
