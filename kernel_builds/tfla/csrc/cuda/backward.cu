@@ -25,6 +25,7 @@ struct Plan {
     const int64_t divided = p.normalized ? values : 0, of_n = p.normalized ? slots * p.K : 0;
     StateParams states{};
     states.rows.chunks = chunks, states.H = p.H, states.K = p.K, states.V = p.V;
+    states.normalized = p.normalized;
     rows = arrays.take<char>(rows_scratch(p));
     segments = arrays.take<char>(states_scratch(states, device.processors));
     terms.C = arrays.take<IO>(slots * p.K * p.V), terms.dC = arrays.take<IO>(slots * p.K * p.V);
@@ -64,9 +65,10 @@ void run_backward(const BackwardParams& p, const Device& device, void* memory,
 
   StateParams states{};
   states.rows = terms.rows, states.H = p.H, states.K = p.K, states.V = p.V;
+  states.normalized = p.normalized;
   states.left = p.k, states.right = p.v;
   states.weight = terms.rows.outflow;
-  states.n_weight = p.normalized ? terms.rows.outflow : nullptr;
+  states.n_weight = terms.rows.outflow;
   states.first = static_cast<const float*>(p.C), states.first_n = static_cast<const float*>(p.n);
   states.states = terms.C, states.n = terms.n;
   run_states<IO, false>(states, device.processors, plan.segments, stream);

@@ -18,7 +18,7 @@ struct Plan {
     Arrays arrays(scratch);
     rows = arrays.take<char>(rows_scratch(p));
     states.rows.chunks = chunks_of(p);
-    states.H = p.H, states.K = p.K, states.V = p.V;
+    states.H = p.H, states.K = p.K, states.V = p.V, states.normalized = p.normalized;
     states.left = p.k, states.right = p.v;
     states.first = static_cast<const float*>(p.C), states.first_n = static_cast<const float*>(p.n);
     states.last = static_cast<float*>(p.last_C), states.last_n = static_cast<float*>(p.last_n);
@@ -57,7 +57,7 @@ void run_forward(const ForwardParams& p, const Device& device, void* scratch, cu
   const Rows rows = prepare_rows(p, plan.rows, static_cast<float*>(p.last_m), stream);
   plan.states.rows = plan.terms.rows = rows;
   plan.states.weight = rows.outflow;
-  plan.states.n_weight = p.normalized ? rows.outflow : nullptr;
+  plan.states.n_weight = rows.outflow;
   run_states<IO, false>(plan.states, device.processors, plan.segments, stream);
   if (p.q.data == nullptr) return;
   switch (rows.chunks.tiles()) {

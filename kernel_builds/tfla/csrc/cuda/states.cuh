@@ -62,7 +62,7 @@ struct StateWalk {
     begin = chunk = ahead = Segments::begin(chunks, segment, segments.count);
     end = Segments::begin(chunks, segment + 1, segments.count);
     ahead_step = 0;
-    has_n = p.n_weight != nullptr && column + n0() == 0;
+    has_n = p.normalized && column + n0() == 0;
   }
 
   // The warp's part.
@@ -98,7 +98,7 @@ struct StateWalk {
       const int i = threadIdx.x % kSteps;
       const bool of_n = threadIdx.x >= kSteps;
       const float* from = of_n ? p.n_weight : p.weight;
-      if (threadIdx.x < 2 * kSteps && from != nullptr) {
+      if (threadIdx.x < 2 * kSteps && (p.normalized || !of_n)) {
         const bool exists = i < rows;
         from += head * p.rows.chunks.rows + sequence.row + step;
         copy_word_or_zero(of_n ? &shared.n_weight[slot][i] : &shared.weight[slot][i],
@@ -285,7 +285,7 @@ __global__ void __launch_bounds__(kJoinThreads) join_kernel(const StateParams p,
   for (int e = 0; e < kJoinElements; ++e) {
     const int64_t i = (blockIdx.x % parts * kJoinElements + e) * kJoinThreads + threadIdx.x;
     const bool of_n = i >= size;
-    if (of_n && (p.n_weight == nullptr || i >= size + p.K)) continue;
+    if (of_n && (!p.normalized || i >= size + p.K)) continue;
     const int64_t width = of_n ? p.K : size, at = of_n ? i - size : i;
     const float* first = of_n ? p.first_n : p.first;
     float* starts = of_n ? segments.n : segments.C;

@@ -8,11 +8,12 @@ struct StateParams {
   Rows rows;
   int64_t H, K, V;
   Strided left, right;             // io: k and v, or q and dh
-  const float *weight, *n_weight;  // [H, rows]; n_weight null where nothing has an n
+  bool normalized;                 // there is an n
+  const float *weight, *n_weight;  // [H, rows] of left in C, and in n
   const float *first, *first_n;    // [S, H, K, V], [S, H, K], or null for 0
   float *last, *last_n;            // likewise, or null
   void* states;                    // [H, slots, K, V] io: before every chunk, or null
-  float* n;                        // [H, slots, K], or null with n_weight
+  float* n;                        // [H, slots, K]
 };
 
 // Segments of a sequence that run side by side, from states that a first pass works out.
