@@ -2,8 +2,9 @@
 // dq and dk. Both take products of all pairs of rows (q k, or dh v), weigh them in registers to a
 // triangle E of tiles in shared memory (W/N, or dS), and multiply that:
 //
-//   dv = a (k dC) + E^T dh       dq = s (dh C^T / N + delta n) + E k       dk = a (v dC^T + dn) +
-//   E^T q
+//   dv = a (k dC) + E^T dh
+//   dq = s (dh C^T / N + delta n) + E k
+//   dk = a (v dC^T + dn) + E^T q
 //
 // README, Backward, has the symbols. Factors of rows are applied to sums, in fp32.
 #pragma once
@@ -15,9 +16,9 @@ namespace flashcell::cuda {
 template <typename IO, int kTiles>
 struct ChunkGradients : ChunkProducts<IO, kTiles> {
   using Base = ChunkProducts<IO, kTiles>;
-  using Base::chunk, Base::group, Base::head, Base::kBlocks, Base::kColumns, Base::kRows,
-      Base::kThreads, Base::outputs, Base::pair_steps, Base::part, Base::parts, Base::quad,
-      Base::rows, Base::slot;
+  using Base::chunk, Base::group, Base::has_inner, Base::head, Base::kBlocks, Base::kColumns,
+      Base::kRows, Base::kThreads, Base::outputs, Base::pair_steps, Base::part, Base::parts,
+      Base::quad, Base::rows, Base::slot;
   using typename Base::Factors, typename Base::Output, typename Base::OutputSums,
       typename Base::PairSums;
   struct Shared : Base::Shared {
@@ -29,15 +30,13 @@ struct ChunkGradients : ChunkProducts<IO, kTiles> {
   const BackwardParams& p;
   const BackwardTerms& terms;
   Shared& shared;
-  const bool has_h;
 
   DEVICE ChunkGradients(const BackwardParams& params, const BackwardTerms& t, Shared& memory,
                         int64_t slot, int head)
-      : Base(params, t.rows, memory, slot, head, cuda::has_h(params)),
+      : Base(params, t.rows, memory, slot, head, has_h(params)),
         p(params),
         terms(t),
-        shared(memory),
-        has_h(cuda::has_h(params)) {}
+        shared(memory) {}
 
   DEVICE Matrix<IO> dh() const {
     return this->matrix({p.dh, p.T * p.H * p.V, p.H * p.V, p.V}, p.V);
@@ -111,17 +110,19 @@ struct ChunkGradients : ChunkProducts<IO, kTiles> {
       const int first = block * kColumns + part * (kColumns / 4);
       OutputSums sums;
       clear(sums);
-      for (int s = 0; s < depth; ++s)
+      for (int s = 0; s < depth; ++s) {
         this->template multiply_state<kByDepth>(sums, this->template next<kByDepth>());
+      }
       if (depth) this->scale(sums, vector, first, width, factors_of);
-      if (has_h)
+      if (has_inner) {
         this->template multiply_triangle<kTransposed>(sums, this->template next<kByDepth>());
+      }
       this->store(sums, to, first, width);
       if (x) add_flow(sums, *x, first, block == 0);
     }
   }
 
-  DEVICE bool has_before() const { return has_h && (chunk.number > 0 || p.C); }
+  DEVICE bool has_before() const { return has_inner && (chunk.number > 0 || p.C); }
   DEVICE bool has_after() const {
     return chunk.steps && (!terms.is_last(slot) || p.dlast_C || p.dlast_n);
   }
@@ -130,18 +131,18 @@ struct ChunkGradients : ChunkProducts<IO, kTiles> {
     this->template clear_padding<IO>(p.dv, p.V);
     if (chunk.steps == 0) return;
     const int depth = parts(p.K, kPanel<IO>);
-    pair_steps = has_h ? depth : 0;
+    pair_steps = has_inner ? depth : 0;
     if (threadIdx.x == 0) {
       Output& output = shared.outputs[0];
       shared.right = output.rows = this->matrix(p.k, p.K);
-      if (has_h) shared.left = this->matrix(p.q, p.K), output.inner = dh();
+      if (has_inner) shared.left = this->matrix(p.q, p.K), output.inner = dh();
       output.state = this->state(terms.dC);
       output.depth = has_after() ? depth : 0, output.blocks = parts(p.V, kColumns);
     }
     __syncthreads();
     this->template begin<true>();
     load_terms(false);
-    if (has_h) triangle<true>();
+    if (has_inner) triangle<true>();
     run<true, true>(
         0, nullptr, [&](int row) { return Factors{shared.outflow[row], 1, 0}; }, p.dv, int(p.V),
         nullptr);
@@ -153,20 +154,20 @@ struct ChunkGradients : ChunkProducts<IO, kTiles> {
     this->template clear_padding<float>(p.di, 1), this->template clear_padding<float>(p.df, 1);
     if (chunk.steps == 0) return;
     const int depth = parts(p.V, kPanel<IO>);
-    pair_steps = has_h ? depth : 0, outputs = 2;
+    pair_steps = has_inner ? depth : 0, outputs = 2;
     if (threadIdx.x == 0) {
       Output &dq = shared.outputs[0], &dk = shared.outputs[1];
       shared.right = dk.rows = this->matrix(p.v, p.V), dq.inner = this->matrix(p.k, p.K);
-      if (has_h) shared.left = dq.rows = dh(), dk.inner = this->matrix(p.q, p.K);
+      if (has_inner) shared.left = dq.rows = dh(), dk.inner = this->matrix(p.q, p.K);
       dq.state = this->state(terms.C), dk.state = this->state(terms.dC);
       dq.depth = has_before() ? depth : 0, dk.depth = has_after() ? depth : 0;
       dq.blocks = p.dq ? parts(p.K, kColumns) : 0, dk.blocks = parts(p.K, kColumns);
     }
     __syncthreads();
     this->template begin<false>();
-    load_terms(has_h && terms.delta != nullptr);
+    load_terms(has_inner && terms.delta != nullptr);
     add_anchor();
-    if (has_h) triangle<false>();
+    if (has_inner) triangle<false>();
     const int64_t states = rows.slot(head, slot) * p.K;
     run<false, false>(
         0, terms.n ? terms.n + states : nullptr,
@@ -174,9 +175,9 @@ struct ChunkGradients : ChunkProducts<IO, kTiles> {
           const float2 of_row = shared.of_row[row];
           return Factors{shared.inflow[row], of_row.x, of_row.y};
         },
-        p.dq, int(p.K), has_h ? &shared.outputs[1].inner : nullptr);
+        p.dq, int(p.K), has_inner ? &shared.outputs[1].inner : nullptr);
     __syncthreads();
-    if (threadIdx.x < kRows) shared.in[threadIdx.x] = has_h ? flow(threadIdx.x) : 0.f;
+    if (threadIdx.x < kRows) shared.in[threadIdx.x] = has_inner ? flow(threadIdx.x) : 0.f;
     __syncthreads();
     run<true, false>(
         1, terms.dn ? terms.dn + states : nullptr,
