@@ -144,9 +144,8 @@ struct ChunkProducts : ChunkLoads<IO, kTiles> {
 
   using OutputSums = Sums<kStrips, kBlocks>;
 
-  // also(i, a, k) sees the left words of strip i, step k.
-  template <bool kByDepth, typename Also>
-  DEVICE void multiply_state(OutputSums& sums, uint32_t rows, const Also& also) const {
+  template <bool kByDepth>
+  DEVICE void multiply_state(OutputSums& sums, uint32_t rows) const {
     const Left<Lies::kAlong, IO, kRows> left(RowTile{rows}, group * 16, 0);
     const auto state = [&] {
       if constexpr (kByDepth) {
@@ -167,15 +166,9 @@ struct ChunkProducts : ChunkLoads<IO, kTiles> {
         uint32_t a[4];
         left.load(a, kGroups * i, k);
         multiply_strip(sums[i], a, b);
-        also(i, a, k);
       }
     }
   }
-  template <bool kByDepth>
-  DEVICE void multiply_state(OutputSums& sums, uint32_t rows) const {
-    multiply_state<kByDepth>(sums, rows, [](int, const uint32_t (&)[4], int) {});
-  }
-
   DEVICE static void multiply_strip(float (&sums)[kBlocks][4], const uint32_t (&a)[4],
                                     const uint32_t (&b)[kBlocks / 2][4]) {
 #pragma unroll

@@ -52,28 +52,39 @@ struct ChunkOutputs : ChunkProducts<IO, kTiles> {
 
   DEVICE float inflow(int row) const { return shared.inflow[row] * terms.scale; }
 
-  // sums = s (q C); with_n: and s (q n), in which a warp has every fourth strip.
+  // q n of one stage, for the warp's own strip: straight-line code, so that it does not hold up the
+  // products beside it.
+  DEVICE void multiply_n(float (&sums)[4], uint32_t stage, const float* n, int count) const {
+    const Left<Lies::kAlong, IO, kRows> left({stage}, this->strip_row(part), 0);
+#pragma unroll
+    for (int k = 0; k < kPanel<IO> / kDepth<IO>; ++k) {
+      uint32_t a[4];
+      left.load(a, 0, k);
+      const int first = k * kDepth<IO>;
+      DepthScale<IO>(n + first, count - first).multiply(sums, a);
+    }
+  }
+
+  // sums = s (q C); with_n: and s (q n), in which every warp of a group has a strip.
   DEVICE void multiply_before(OutputSums& sums, int depth, bool with_n) {
-    Sums<(kStrips + 3) / 4, 1> q_n;
-    clear(q_n);
-    const float* n = with_n ? terms.n + rows.slot(head, slot) * p.K : nullptr;
+    static_assert(kStrips <= 4);
+    const bool has_strip = with_n && part < kStrips;
+    const float* n = has_strip ? terms.n + rows.slot(head, slot) * p.K : nullptr;
+    float q_n[4] = {};
     for (int s = 0; s < depth; ++s) {
       const uint32_t stage = this->template next<true>();
-      this->template multiply_state<true>(sums, stage, [&](int i, const uint32_t (&a)[4], int k) {
-        const int first = s * kPanel<IO> + k * kDepth<IO>;
-        if (!with_n || i % 4 != part || first >= p.K) return;
-        const DepthScale<IO> values(n + first, int(p.K) - first);
-        values.multiply(q_n[i / 4][0], a);
-      });
+      this->template multiply_state<true>(sums, stage);
+      const int first = s * kPanel<IO>;
+      if (has_strip) multiply_n(q_n, stage, n + first, int(p.K) - first);
     }
     this->scale(sums, nullptr, 0, 0, [&](int row) { return Factors{inflow(row), 1, 0}; });
-    if (!with_n) return;
-    this->for_rows([&](int i, int half, int row, bool) {
-      if (i % 4 != part || quad != 0) return;
+    if (!has_strip || quad != 0) return;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = this->strip_row(part) + lane_row + 8 * half;
       const float s = inflow(row);
-      shared.from_n[row] =
-          s == 0 ? 0.f : s * (q_n[i / 4][0][2 * half] + q_n[i / 4][0][2 * half + 1]);
-    });
+      shared.from_n[row] = s == 0 ? 0.f : s * (q_n[2 * half] + q_n[2 * half + 1]);
+    }
   }
 
   // 1 / N; the row's total goes to the caller, once.
