@@ -8,6 +8,7 @@ from flashcell.kernels import tfla as reference
 from mlstm_cases import CELLS, Case, leaves, make, names
 
 B, T, H, K, V = 2, 4, 2, 8, 16
+OTHER = "cuda" if DEVICE == "cpu" else "cpu"
 OPTIONS = [("state", "reset", "hold"), ("state", "lengths"), ("state", "cu"), ()]
 
 
@@ -87,7 +88,7 @@ TABLE = {  # id: (arguments, error, what it says)
     "norm-none": (changed(norm_weight=torch.ones(H, V)), ValueError, "norm is None"),
     "out-gate": (changed(out_gate=torch.ones(B, T, H, K)), ValueError, "out_gate has shape"),
     "backend": (changed(backend="gpu"), ValueError, "backend is 'gpu', but must be one of"),
-    "backend-cuda": (changed(backend="cuda"), ValueError, "but the tensors are on 'cpu'"),
+    "backend-other": (changed(backend=OTHER), ValueError, f"but the tensors are on {DEVICE!r}"),
 }
 
 
@@ -103,7 +104,8 @@ def cell(request):
 
 
 @pytest.mark.parametrize("row", TABLE)
-def test_sequence(door, row):
+def test_sequence(door, row, monkeypatch):
+    monkeypatch.setenv("FLASHCELL_CHECK", "1")  # values too, on CUDA
     call, error, message = TABLE[row]
     with pytest.raises(error, match=message):
         door.mlstm(**call)
@@ -130,7 +132,7 @@ def test_step(door):
 
 def test_backend_by_name_is_never_replaced():
     with pytest.raises(RuntimeError, match="this copy of the kernel holds no binary"):
-        reference.mlstm(**base(), backend="cpu")
+        reference.mlstm(**base(), backend=DEVICE)
 
 
 def op_arguments(cell, options):
@@ -159,6 +161,16 @@ def test_opcheck_step(tfla, cell):
     state = [None if t is None else t.detach() for t in given[5:8]]
     torch.library.opcheck(tfla.dispatch.ops.mlstm_step.default, [*tensors, *state, *given[12:15]])
     torch.library.opcheck(tfla.dispatch.ops.mlstm_step_.default, [*tensors, *state, *given[12:15]])
+
+
+def test_total_is_what_divides_h(tfla, cell):
+    given = [t.detach() if torch.is_tensor(t) else t for t in op_arguments(cell, ("state",))]
+    _, _, n, _, total = tfla.dispatch.ops.mlstm_fwd(*given)
+    if not reference.CELLS[cell].normalized:
+        assert total.numel() == 0
+        return
+    want = (n * given[0][:, -1]).sum(-1) * K**-0.5
+    torch.testing.assert_close(total[:, -1], want, rtol=1e-5, atol=1e-6)
 
 
 def test_ops_called_directly_are_safe(tfla):

@@ -11,20 +11,23 @@
 #include <torch/csrc/stable/library.h>
 
 #include <tuple>
+#include <utility>
 
 namespace flashcell {
 
 // q, k [B,T,H,K], v [B,T,H,V] strided · i, f [B,T,H], C [S,H,K,V], n [S,H,K], m [S,H] in the state
 // dtype · reset, hold [B,T] bool · lengths [B] · cu_seqlens [S+1]. q None asks for the state alone;
-// n and m are [0] where the cell has none.
+// n and m are [0] where the cell has none. total [B,T,H]: n q of every step, whose size the divisor
+// is; [0] where there is none. The backward needs h where the gradient goes through the divisor.
 #define FLASHCELL_INPUTS                                                                          \
   "Tensor? q, Tensor k, Tensor v, Tensor i, Tensor f, Tensor? C, Tensor? n, Tensor? m, Tensor? "  \
   "reset, Tensor? hold, Tensor? lengths, Tensor? cu_seqlens, bool exponential, bool normalized, " \
   "float eps, bool normalizer_grad, int chunk_size"
 constexpr const char* kForwardSchema =
-    "mlstm_fwd(" FLASHCELL_INPUTS ") -> (Tensor h, Tensor C, Tensor n, Tensor m)";
+    "mlstm_fwd(" FLASHCELL_INPUTS ") -> (Tensor h, Tensor C, Tensor n, Tensor m, Tensor total)";
 constexpr const char* kBackwardSchema =
-    "mlstm_bwd(Tensor? dh, Tensor? dC, Tensor? dn, Tensor last_C, Tensor last_n, " FLASHCELL_INPUTS
+    "mlstm_bwd(Tensor? dh, Tensor? dC, Tensor? dn, Tensor last_C, Tensor last_n, Tensor? h, Tensor "
+    "total, " FLASHCELL_INPUTS
     ") -> (Tensor dq, Tensor dk, Tensor dv, Tensor di, Tensor df, Tensor dC, Tensor dn)";
 #undef FLASHCELL_INPUTS
 // The same without T.
@@ -42,11 +45,6 @@ inline void check_width(const Tensor& tensor, const char* name) {
                   " must have a width that is a multiple of 8 up to ", kWidest, ", got ", width);
 }
 
-// Every width of a row in place; the others may have any stride.
-inline Tensor row_major(const Tensor& x) {
-  return x.stride(x.dim() - 1) == 1 ? x : torch::stable::contiguous(x);
-}
-
 // [B, T, H, width], [B, T, H], or either without T.
 inline Strided strided(const Tensor& x, bool has_time) {
   return {x.const_data_ptr(), x.stride(0), has_time ? x.stride(1) : 0, x.stride(has_time ? 2 : 1)};
@@ -61,7 +59,8 @@ struct Inputs {
   OptionalTensor q;
   Tensor k, v, i, f;
   OptionalTensor C, n, m, reset, hold;
-  std::vector<Sequence> list;
+  using List = decltype(sequences(std::declval<const Tensor&>(), 0, 0, {}, {}, 0, 0));
+  List list{};
   CellOptions cell;
 
   Inputs(const OptionalTensor& given_q, const Tensor& given_k, const Tensor& given_v,
@@ -87,9 +86,9 @@ struct Inputs {
     if (given_q) {
       check_shape(*given_q, "q", shape_of(k));
       check_dtype(*given_q, "q", io);
-      q = row_major(*given_q);
+      q = input(*given_q);
     }
-    k = row_major(k), v = row_major(v);
+    k = input(k), v = input(v);
     STD_TORCH_CHECK(cell.eps >= 0, "eps must not be negative, got ", cell.eps);
     STD_TORCH_CHECK(cell.normalized || !cell.exponential,
                     "exponential must not be without normalized");
@@ -116,6 +115,7 @@ struct Inputs {
   Tensor new_C() const { return state({S, H, K, V}, true); }
   Tensor new_n() const { return state({S, H, K}, cell.normalized); }
   Tensor new_m() const { return state({S, H}, cell.exponential); }
+  Shape total_shape() const { return cell.normalized && q ? Shape{B, T, H} : Shape{0}; }
 
   template <typename Params>
   void fill(Params& p) const {
@@ -129,7 +129,7 @@ struct Inputs {
   void fill_sequence(MlstmParams& p, int64_t chunk_size) const {
     STD_TORCH_CHECK(chunk_size >= 1, "chunk_size must be at least 1, got ", chunk_size);
     fill(p);
-    p.S = S, p.T = T, p.chunk = chunk_size;
+    p.B = B, p.S = S, p.T = T, p.chunk = chunk_size;
     p.sequences = list.data();
     p.reset = (const uint8_t*)pointer(reset), p.hold = (const uint8_t*)pointer(hold);
   }
@@ -139,33 +139,32 @@ inline void* writable(Tensor& tensor, bool has) {
   return has ? tensor.mutable_data_ptr() : nullptr;
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> forward(OptionalTensor q, Tensor k, Tensor v, Tensor i,
-                                                   Tensor f, OptionalTensor C, OptionalTensor n,
-                                                   OptionalTensor m, OptionalTensor reset,
-                                                   OptionalTensor hold, OptionalTensor lengths,
-                                                   OptionalTensor cu_seqlens, bool exponential,
-                                                   bool normalized, double eps,
-                                                   bool normalizer_grad, int64_t chunk_size) {
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward(
+    OptionalTensor q, Tensor k, Tensor v, Tensor i, Tensor f, OptionalTensor C, OptionalTensor n,
+    OptionalTensor m, OptionalTensor reset, OptionalTensor hold, OptionalTensor lengths,
+    OptionalTensor cu_seqlens, bool exponential, bool normalized, double eps, bool normalizer_grad,
+    int64_t chunk_size) {
   Inputs in(q, k, v, i, f, true, {exponential, normalized, normalizer_grad, eps});
   in.take_masks(reset, hold, lengths, cu_seqlens);
   in.take_state(C, n, m);
   Tensor h = new_tensor(k, q ? Shape{in.B, in.T, in.H, in.V} : Shape{0}, in.io);
   Tensor last_C = in.new_C(), last_n = in.new_n(), last_m = in.new_m();
+  Tensor total = in.state(in.total_shape(), true);
   ForwardParams params{};
   in.fill_sequence(params, chunk_size);
-  params.h = h.mutable_data_ptr();
+  params.h = h.mutable_data_ptr(), params.total = writable(total, normalized && q.has_value());
   params.last_C = last_C.mutable_data_ptr(), params.last_n = writable(last_n, normalized);
   params.last_m = writable(last_m, exponential);
   run(params, in.dtype, k);
-  return {h, last_C, last_n, last_m};
+  return {h, last_C, last_n, last_m, total};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     OptionalTensor dh, OptionalTensor dC, OptionalTensor dn, Tensor last_C, Tensor last_n,
-    OptionalTensor q, Tensor k, Tensor v, Tensor i, Tensor f, OptionalTensor C, OptionalTensor n,
-    OptionalTensor m, OptionalTensor reset, OptionalTensor hold, OptionalTensor lengths,
-    OptionalTensor cu_seqlens, bool exponential, bool normalized, double eps, bool normalizer_grad,
-    int64_t chunk_size) {
+    OptionalTensor h, Tensor total, OptionalTensor q, Tensor k, Tensor v, Tensor i, Tensor f,
+    OptionalTensor C, OptionalTensor n, OptionalTensor m, OptionalTensor reset, OptionalTensor hold,
+    OptionalTensor lengths, OptionalTensor cu_seqlens, bool exponential, bool normalized,
+    double eps, bool normalizer_grad, int64_t chunk_size) {
   Inputs in(q, k, v, i, f, true, {exponential, normalized, normalizer_grad, eps});
   in.take_masks(reset, hold, lengths, cu_seqlens);
   in.take_state(C, n, m);
@@ -175,15 +174,20 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   dn = normalized ? operand(dn, "dn", {S, H, K}, in.unrounded) : std::nullopt;
   last_C = operand(last_C, "last_C", {S, H, K, V}, in.unrounded);
   last_n = operand(last_n, "last_n", normalized ? Shape{S, H, K} : Shape{0}, in.unrounded);
+  h = operand(h, "h", {B, T, H, V}, in.io);
+  total = operand(total, "total", in.total_shape(), in.unrounded);
+  STD_TORCH_CHECK(h || !(dh && normalized && normalizer_grad),
+                  "h must be given where the gradient goes through the divisor");
   Tensor dq = new_tensor(k, q ? Shape{B, T, H, K} : Shape{0}, in.io);
   Tensor dk = new_tensor(k, {B, T, H, K}, in.io), dv = new_tensor(k, {B, T, H, V}, in.io);
   Tensor di = in.state({B, T, H}, true), df = in.state({B, T, H}, true);
   Tensor first_C = in.new_C(), first_n = in.new_n();
   BackwardParams params{};
   in.fill_sequence(params, chunk_size);
-  params.dh = pointer(dh), params.dlast_C = pointer(dC), params.dlast_n = pointer(dn);
+  params.dh = q ? pointer(dh) : nullptr, params.dlast_C = pointer(dC), params.dlast_n = pointer(dn);
   params.last_C = last_C.const_data_ptr();
   params.last_n = normalized ? last_n.const_data_ptr() : nullptr;
+  params.h = pointer(h), params.total = normalized ? total.const_data_ptr() : nullptr;
   params.dq = writable(dq, q.has_value());
   params.dk = dk.mutable_data_ptr(), params.dv = dv.mutable_data_ptr();
   params.di = di.mutable_data_ptr(), params.df = df.mutable_data_ptr();

@@ -20,7 +20,7 @@ struct CellOptions {
 };
 
 struct MlstmParams : CellOptions {
-  int64_t S, T, H, K, V, chunk;
+  int64_t B, S, T, H, K, V, chunk;
   const Sequence* sequences;  // [S]
   const uint8_t* reset;       // [B, T] or null: the state becomes empty before the step
   const uint8_t* hold;        // [B, T] or null: the state passes the step, whose h is 0
@@ -32,6 +32,7 @@ struct MlstmParams : CellOptions {
 
 struct ForwardParams : MlstmParams {
   void* h;                         // [B, T, H, V] io
+  void* total;                     // [B, T, H] state: n q of every step, null where there is no n
   void *last_C, *last_n, *last_m;  // as C, n, m; n and m null where the cell has none
 };
 
@@ -39,6 +40,7 @@ struct BackwardParams : MlstmParams {
   const void* dh;                 // [B, T, H, V] io, or null for 0
   const void *dlast_C, *dlast_n;  // state, or null for 0
   const void *last_C, *last_n;    // the forward's
+  const void *h, *total;          // the forward's
   void *dq, *dk, *dv;             // [B, T, H, .] io
   void *di, *df;                  // [B, T, H] state
   void *dC, *dn;                  // of the initial state

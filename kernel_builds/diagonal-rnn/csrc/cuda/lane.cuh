@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#define DEVICE __device__ __forceinline__
+#include "device.cuh"
 
 namespace flashcell::cuda {
 

@@ -4,6 +4,7 @@
 // of h against fp64 stands in the README. Exact fp32 computes in float.
 #pragma once
 #include "../cells/all.h"
+#include "device.cuh"
 
 namespace flashcell {
 
@@ -24,8 +25,6 @@ struct Approx {
   friend FN bool operator!=(Approx a, Approx b) { return a.v != b.v; }
   friend FN Approx select(bool take_a, Approx a, Approx b) { return take_a ? a : b; }
 };
-
-#define DEVICE __device__ __forceinline__
 
 template <bool kCoarse>
 DEVICE Approx<kCoarse> operator/(Approx<kCoarse> a, Approx<kCoarse> b) {

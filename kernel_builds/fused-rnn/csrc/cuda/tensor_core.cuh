@@ -1,24 +1,10 @@
-// 16-byte vectors, 32-bit words, and the matrix instruction on them, for bf16, fp16 and fp32
-// (tf32).
-//
-// A product here is D[16 rows, 8 columns] += A[16, depth] B[depth, 8]: rows are units or gates of a
-// weight, columns are sequences. The depth goes in steps of two vectors: lane l = 4 r + q holds
-//   a = {row r word q of vector 2i, row r + 8 same, row r word q of vector 2i + 1, row r + 8 same}
-//   b = {column r word q of vector 2i, column r word q of vector 2i + 1}
-//   d = {(r, 2q), (r, 2q + 1), (r + 8, 2q), (r + 8, 2q + 1)}
-// in every dtype: the instructions of PTX agree once vectors are 16 bytes.
+// What cells on tensor cores have beside the matrix instruction: their scalars, and tiles of units
+// by columns. Rows of a product are units or gates of a weight, columns are sequences.
 #pragma once
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#include <cuda_runtime.h>
-#include <cstdint>
-
 #include "approx.cuh"
+#include "mma.cuh"
 
 namespace flashcell::cuda {
-
-using bf16 = __nv_bfloat16;
-using fp16 = __half;
 
 template <typename IO>
 struct Lane {  // what 32 bits and 16 bytes hold, and the scalar the cell computes in
@@ -28,105 +14,9 @@ struct Lane {  // what 32 bits and 16 bytes hold, and the scalar the cell comput
 
 constexpr int kColumns = 8;  // sequences of a tile: the width of the matrix instruction
 
-DEVICE float to_float(float x) { return x; }
-DEVICE float to_float(bf16 x) { return __bfloat162float(x); }
-DEVICE float to_float(fp16 x) { return __half2float(x); }
 template <bool kCoarse>
 DEVICE float to_float(Approx<kCoarse> x) {
   return x.v;
-}
-
-template <typename IO>
-DEVICE IO from_float(float x) {
-  if constexpr (sizeof(IO) == 4) {
-    return x;
-  } else if constexpr (std::is_same_v<IO, bf16>) {
-    return __float2bfloat16_rn(x);
-  } else {
-    return __float2half_rn(x);
-  }
-}
-
-// Two neighbouring elements: one word in 16 bits, two in fp32.
-template <typename IO>
-struct Pair {
-  uint32_t word[2 / Lane<IO>::kWord];
-
-  DEVICE static Pair of(float lo, float hi) {
-    Pair pair;
-    if constexpr (sizeof(IO) == 4) {
-      pair.word[0] = __float_as_uint(lo), pair.word[1] = __float_as_uint(hi);
-    } else if constexpr (std::is_same_v<IO, bf16>) {
-      asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair.word[0]) : "f"(hi), "f"(lo));
-    } else {
-      asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair.word[0]) : "f"(hi), "f"(lo));
-    }
-    return pair;
-  }
-  DEVICE float2 floats() const {
-    if constexpr (sizeof(IO) == 4) {
-      return {__uint_as_float(word[0]), __uint_as_float(word[1])};
-    } else if constexpr (std::is_same_v<IO, bf16>) {
-      return {__uint_as_float(word[0] << 16), __uint_as_float(word[0] & 0xffff0000u)};
-    } else {
-      return __half22float2(reinterpret_cast<const __half2&>(word[0]));
-    }
-  }
-};
-
-// fp32 operands of the matrix instruction are rounded to tf32 here: the hardware would truncate.
-template <typename IO>
-DEVICE uint32_t operand(uint32_t word) {
-  if constexpr (sizeof(IO) == 4) asm("cvt.rna.tf32.f32 %0, %0;" : "+r"(word));
-  return word;
-}
-
-// d = a b + c
-template <typename IO>
-DEVICE void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
-                const float (&c)[4]) {
-#define FLASHCELL_MMA(shape)                                                                 \
-  asm("mma.sync.aligned." shape " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%11,%12,%13};" \
-      : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])                                       \
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]),  \
-        "f"(c[2]), "f"(c[3]))
-  if constexpr (sizeof(IO) == 4) {
-    FLASHCELL_MMA("m16n8k8.row.col.f32.tf32.tf32.f32");
-  } else if constexpr (std::is_same_v<IO, bf16>) {
-    FLASHCELL_MMA("m16n8k16.row.col.f32.bf16.bf16.f32");
-  } else {
-    FLASHCELL_MMA("m16n8k16.row.col.f32.f16.f16.f32");
-  }
-#undef FLASHCELL_MMA
-}
-
-template <typename IO>
-DEVICE void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  mma<IO>(d, a, b0, b1, d);
-}
-
-// Keeps a value in its register: the compiler would compute it anew in every step.
-DEVICE uint32_t keep(uint32_t value) {
-  asm volatile("" : "+r"(value));
-  return value;
-}
-
-DEVICE uint32_t shared_address(const void* pointer) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
-
-// Words of four vectors of eight rows: lane l names row l % 8 of vector l / 8, and gets word l % 4
-// of row l / 4 of each vector.
-DEVICE void load_vectors(uint32_t (&words)[4], uint32_t row_address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-               : "r"(row_address));
-}
-// The same of vectors whose rows are the depth and whose elements are the columns.
-DEVICE void load_transposed(uint32_t (&words)[4], uint32_t row_address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-               : "r"(row_address));
 }
 
 // Unit r of columns 2 q and 2 q + 1, in lane 4 r + q: a piece of d of the matrix instruction, in
@@ -206,19 +96,6 @@ template <int kStride, typename IO>
 DEVICE void store_operand(uint32_t address, ColumnPair<IO> value, bool in_head) {
   for (uint32_t& word : value.pair.word) word = in_head ? operand<IO>(word) : 0;
   store_tile<kStride>(address, value);
-}
-
-// A 16-byte copy from global to shared memory behind the thread's back.
-DEVICE void copy_async(uint32_t shared, const void* global) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
-}
-DEVICE void copy_async(void* shared, const void* global) {
-  copy_async(shared_address(shared), global);
-}
-DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int kPending>
-DEVICE void copy_wait() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
 }  // namespace flashcell::cuda

@@ -11,6 +11,11 @@ inline const Backend& backend() {
   return chosen;
 }
 
+// x as the engine reads it: every width of a row in place; the others may have any stride.
+inline Tensor input(const Tensor& x) {
+  return x.stride(x.dim() - 1) == 1 ? x : torch::stable::contiguous(x);
+}
+
 inline void run(const ForwardParams& params, Dtype dtype, const Tensor& /*like*/) {
   backend().forward(dtype, params, host());
 }

@@ -65,6 +65,7 @@ struct Forward {
     if (p.q.data == nullptr) return;
     for (int64_t row = s_end(x.s); row < s_end(x.s) + x.s.padding; ++row) {
       memset(x.template out<IO>(p.h, row, p.V), 0, p.V * sizeof(IO));
+      if (p.total) *x.template out<T>(p.total, row, 1) = 0;
     }
   }
 
@@ -128,6 +129,7 @@ struct Forward {
     if (b.carry.any && g.inflow[t] != 0) {
       denominator += g.inflow[t] * scale * dot(x.at(p.q, row + t), b.carry.n, p.K);
     }
+    *x.template out<T>(p.total, row + t, 1) = denominator;
     return T(1) / divisor(denominator, g.floor[t], p.eps);
   }
 };

@@ -1,7 +1,7 @@
 """Fake implementations and gradients of the ops.
 
-The backward computes the chunks' states again, so the forward keeps its inputs and the last state
-alone. mlstm_step_ is for decoding and has no gradient.
+The backward computes the chunks' states again, so the forward keeps its inputs, the last state, and
+what divides h: h itself and `total`, one number for every row of a head. mlstm_step_ is for decoding and has no gradient.
 """
 
 import torch
@@ -28,12 +28,13 @@ def _(
     normalizer_grad, chunk_size,
 ):  # fmt: skip
     h = k.new_empty(v.shape if q is not None else (0,))
-    return (h, *_states(k, v, cu_seqlens, exponential, normalized))
+    total = i.new_empty(i.shape if normalized and q is not None else (0,))
+    return (h, *_states(k, v, cu_seqlens, exponential, normalized), total)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("mlstm_bwd"))
 def _(
-    dh, dC, dn, last_C, last_n, q, k, v, i, f, C, n, m, reset, hold, lengths, cu_seqlens,
+    dh, dC, dn, last_C, last_n, h, total, q, k, v, i, f, C, n, m, reset, hold, lengths, cu_seqlens,
     exponential, normalized, eps, normalizer_grad, chunk_size,
 ):  # fmt: skip
     dq = k.new_empty(k.shape if q is not None else (0,))
@@ -52,15 +53,18 @@ def _(
 
 def _setup_context(ctx, inputs, output):
     tensors, ctx.options = inputs[:12], inputs[12:]
+    _, normalized, _, normalizer_grad, _ = ctx.options
+    h, last_C, last_n, _, total = output
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors, output[1], output[2])
+    through_divisor = normalized and normalizer_grad and tensors[0] is not None
+    ctx.save_for_backward(*tensors, last_C, last_n, h if through_divisor else None, total)
 
 
-def _backward(ctx, dh, dC, dn, _dm):
-    *tensors, last_C, last_n = ctx.saved_tensors
+def _backward(ctx, dh, dC, dn, _dm, _dtotal):
+    *tensors, last_C, last_n, h, total = ctx.saved_tensors
     if tensors[0] is None:  # only the state was asked for, and h is empty
         dh = None
-    grads = ops.mlstm_bwd(dh, dC, dn, last_C, last_n, *tensors, *ctx.options)
+    grads = ops.mlstm_bwd(dh, dC, dn, last_C, last_n, h, total, *tensors, *ctx.options)
     wanted = ctx.needs_input_grad[:7]
     given = [g if want else None for g, want in zip(grads, wanted)]
     return *given, *(None,) * 10

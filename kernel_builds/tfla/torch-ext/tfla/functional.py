@@ -50,8 +50,12 @@ State = Tuple[torch.Tensor, ...]
 Result = Tuple[torch.Tensor, State]
 
 
-def default_chunk(dtype: torch.dtype) -> int:
-    """On the CPU, and in the reference; the kernel's README, Chunk size, has what was measured."""
+def default_chunk(dtype: torch.dtype, device_type: str) -> int:
+    """The kernel's README, Chunk size, has what was measured: on an H200, bf16, 16 heads of 128 and
+    256, 65,536 tokens, gates and states take 0.66 ms with 64, 0.53 with 128 and 0.46 with 256. fp32
+    has room for 128 in shared memory. A GPU with less takes the longest chunk that fits."""
+    if device_type == "cuda":
+        return 256 if dtype.itemsize == 2 else 128
     return 128 if dtype.itemsize == 2 else 64
 
 
@@ -122,7 +126,7 @@ def run(chosen: str, q, k, v, i, f, state, masks, options: Options, chunk_size) 
     """Every argument is checked; masks are reset, hold, lengths, cu_seqlens. q None asks for the state
     alone. h is not rounded yet where the reference runs."""
     q, k, v, i, f, carried = cast(options.cell, q, k, v, i, f, state)
-    size = chunk_size or default_chunk(k.dtype)
+    size = chunk_size or default_chunk(k.dtype, k.device.type)
     if chosen == "reference":
         lowered = [lower_masks(t, *masks) for t in (k if q is None else q, k, v, i, f)]
         rows = lowered[0]
@@ -133,7 +137,7 @@ def run(chosen: str, q, k, v, i, f, state, masks, options: Options, chunk_size) 
         return rows.unpack(h), pack(last)
     C, n, m = (None, None, None) if carried is None else carried
     exponential, normalized = options.cell.exponential, options.cell.normalized
-    h, C, n, m = ops.mlstm_fwd(
+    h, C, n, m, _ = ops.mlstm_fwd(
         q, k, v, i, f, C, n, m, *masks, exponential, normalized, options.eps,
         options.normalizer_grad, size,
     )  # fmt: skip

@@ -1,0 +1,110 @@
+// The backward pass: the rows of the gates and the states again, what the divisor does to rows, the
+// gradients of the states against time, and then every chunk on its own.
+#include <cmath>
+
+#include "backward.h"
+#include "backward_chunk.cuh"
+#include "backward_rows.cuh"
+#include "launch.h"
+#include "states.h"
+
+namespace flashcell::cuda {
+
+namespace {
+
+template <typename IO>
+struct Plan {
+  BackwardTerms terms{};
+  void *rows, *segments;
+  int64_t bytes;
+
+  Plan(const BackwardParams& p, const Device& device, void* memory) {
+    Arrays arrays(memory);
+    const Chunks chunks = chunks_of(p);
+    const int64_t values = p.H * chunks.rows, slots = p.H * chunks.slots();
+    const int64_t divided = p.normalized ? values : 0, of_n = p.normalized ? slots * p.K : 0;
+    StateParams states{};
+    states.rows.chunks = chunks, states.H = p.H, states.K = p.K, states.V = p.V;
+    states.normalized = p.normalized;
+    rows = arrays.take<char>(rows_scratch(p));
+    segments = arrays.take<char>(states_scratch(states, device.processors));
+    terms.C = arrays.take<IO>(slots * p.K * p.V), terms.dC = arrays.take<IO>(slots * p.K * p.V);
+    terms.weight = arrays.take<float>(values), terms.n_weight = arrays.take<float>(divided);
+    terms.inverse = arrays.take<float>(divided), terms.delta = arrays.take<float>(divided);
+    terms.n = arrays.take<float>(of_n), terms.dn = arrays.take<float>(of_n);
+    bytes = arrays.bytes();
+    if (!p.normalized) {
+      terms.n_weight = terms.inverse = terms.delta = terms.n = terms.dn = nullptr;
+    }
+    terms.scale = 1 / std::sqrt(float(p.K));
+  }
+};
+
+template <typename IO, int kTiles>
+void run_chunks(const BackwardParams& p, const BackwardTerms& terms, cudaStream_t stream) {
+  using Gradients = ChunkGradients<IO, kTiles>;
+  const int bytes = sizeof(typename Gradients::Shared);
+  static_assert(sizeof(typename Gradients::Shared) <= chunk_bytes(kTiles, sizeof(IO)));
+  const int64_t blocks = terms.rows.chunks.slots() * p.H * 2;
+  launch(chunk_gradients<IO, kTiles>, {blocks, Gradients::kThreads, bytes, stream}, p, terms);
+}
+
+}  // namespace
+
+template <typename IO>
+int64_t backward_scratch(const BackwardParams& p, const Device& device) {
+  return Plan<IO>(p, device, nullptr).bytes;
+}
+
+template <typename IO>
+void run_backward(const BackwardParams& p, const Device& device, void* memory,
+                  cudaStream_t stream) {
+  Plan<IO> plan(p, device, memory);
+  BackwardTerms& terms = plan.terms;
+  terms.rows = prepare_rows(p, plan.rows, nullptr, stream);
+
+  StateParams states{};
+  states.rows = terms.rows, states.H = p.H, states.K = p.K, states.V = p.V;
+  states.normalized = p.normalized;
+  states.left = p.k, states.right = p.v;
+  states.weight = terms.rows.outflow;
+  states.n_weight = terms.rows.outflow;
+  states.first = static_cast<const float*>(p.C), states.first_n = static_cast<const float*>(p.n);
+  states.states = terms.C, states.n = terms.n;
+  run_states<IO, false>(states, device.processors, plan.segments, stream);
+
+  if (has_h(p)) {
+    const int64_t blocks = terms.rows.chunks.slots() * p.H;
+    launch(row_gradients<IO>, {blocks, 256, 0, stream}, p, terms);
+    states.left = p.q, states.right = {p.dh, p.T * p.H * p.V, p.H * p.V, p.V};
+  } else {  // nothing is added to dC: k and v with weights of 0
+    const int64_t bytes = p.H * terms.rows.chunks.rows * sizeof(float);
+    check(cudaMemsetAsync(terms.weight, 0, bytes, stream));
+    if (p.normalized) check(cudaMemsetAsync(terms.n_weight, 0, bytes, stream));
+  }
+  states.weight = terms.weight, states.n_weight = terms.n_weight;
+  states.first = static_cast<const float*>(p.dlast_C);
+  states.first_n = static_cast<const float*>(p.dlast_n);
+  states.last = static_cast<float*>(p.dC), states.last_n = static_cast<float*>(p.dn);
+  states.states = terms.dC, states.n = terms.dn;
+  run_states<IO, true>(states, device.processors, plan.segments, stream);
+
+  switch (terms.rows.chunks.tiles()) {
+    case 1:
+      return run_chunks<IO, 1>(p, terms, stream);
+    case 2:
+      return run_chunks<IO, 2>(p, terms, stream);
+    default:
+      if constexpr (sizeof(IO) == 2) return run_chunks<IO, 4>(p, terms, stream);
+      throw std::invalid_argument("tfla: chunks of fp32 have at most 128 steps");
+  }
+}
+
+template int64_t backward_scratch<bf16>(const BackwardParams&, const Device&);
+template int64_t backward_scratch<fp16>(const BackwardParams&, const Device&);
+template int64_t backward_scratch<float>(const BackwardParams&, const Device&);
+template void run_backward<bf16>(const BackwardParams&, const Device&, void*, cudaStream_t);
+template void run_backward<fp16>(const BackwardParams&, const Device&, void*, cudaStream_t);
+template void run_backward<float>(const BackwardParams&, const Device&, void*, cudaStream_t);
+
+}  // namespace flashcell::cuda

@@ -1,0 +1,162 @@
+// What a thread block reads of one chunk of one head, and its shared memory. Loads run a stage
+// ahead of the products.
+#pragma once
+#include "rows.cuh"
+#include "tile.cuh"
+
+namespace flashcell::cuda {
+
+template <typename IO>
+struct Matrix {  // row-major, in global memory; beyond its rows and columns are zeros
+  const IO* data;
+  int64_t stride;
+  int rows, columns;
+};
+
+template <typename IO, int kTiles>
+struct ChunkLoads {
+  // Warps are groups of four: a group has every kGroups-th strip of 16 rows, each of its warps a
+  // quarter of the columns.
+  static constexpr int kGroups = kTiles == 4 ? 4 : 2, kThreads = 128 * kGroups;
+  static constexpr int kRows = kTile * kTiles, kStrips = kRows / 16 / kGroups;
+  static constexpr int kColumns = 2 * kPanel<IO>;   // of an output at a time
+  static constexpr int kBlocks = kColumns / 4 / 8;  // of 8 columns, of a warp
+  static constexpr int kStages = 2;
+  static constexpr int kSlot = kTile * kColumns * int(sizeof(IO));  // of a state, or a tile's rows
+  static constexpr int kPairBytes = Tile<IO, kTile>::bytes(kTile);
+  static constexpr int kRowBytes = kRows * kPanelBytes;
+  static constexpr int kStage = kTiles == 1 ? kRowBytes + kSlot : kTiles * kSlot;
+  static_assert(2 * kRowBytes <= kStage && kRowBytes + kSlot <= kStage);
+
+  using RowTile = Tile<IO, kRows>;          // rows of the chunk, one panel of depth
+  using PairTile = Tile<IO, kTile>;         // of E
+  using InnerTile = Tile<IO, kRows>;        // rows of the chunk, kColumns of them
+  using StateRows = Tile<IO, kColumns>;     // kColumns rows of a state, one panel of depth
+  using StateDepth = Tile<IO, kPanel<IO>>;  // one panel's rows of a state, kColumns of them
+
+  struct Output {
+    Matrix<IO> rows, state, inner;
+    int depth, blocks;  // steps through the state, blocks of columns
+  };
+  struct Shared {
+    alignas(1024) char ring[kStages * kStage];
+    char triangle[kTiles * (kTiles + 1) / 2][kPairBytes];
+    union {
+      struct {
+        float2 u[kRows], w[kRows];
+      };
+      float by_part[4][kRows];  // sums of rows, by warps, once the pairs are weighed
+    };
+    float past[kRows], future[kRows], inflow[kRows], outflow[kRows];
+    int start[kRows];
+    Matrix<IO> left, right;  // of the products of pairs
+    Output outputs[2];
+  };
+
+  const MlstmParams& p;
+  const Rows& rows;
+  Shared& shared;
+  const Chunk chunk;
+  const int64_t slot;
+  const int head;
+  const int group, part, quad, lane_row;  // of the warp, and of the lane
+  const bool has_inner;                   // products of pairs, and of E
+  int pair_steps = 0, outputs = 1, stage = 0, loads = 0;
+  struct {
+    int output, block, depth;
+  } ahead{};  // what is loaded next, after the pairs' rows
+
+  DEVICE ChunkLoads(const MlstmParams& params, const Rows& of_gates, Shared& memory, int64_t slot,
+                    int head, bool has_inner)
+      : p(params),
+        rows(of_gates),
+        shared(memory),
+        chunk(of_gates.chunks.at(slot)),
+        slot(slot),
+        head(head),
+        group(warp() / 4),
+        part(warp() % 4),
+        quad(threadIdx.x % 4),
+        lane_row(threadIdx.x % 32 / 4),
+        has_inner(has_inner) {}
+
+  DEVICE static int warp() { return __shfl_sync(~0u, int(threadIdx.x / 32), 0); }
+
+  DEVICE Matrix<IO> matrix(const Strided& x, int64_t width) const {
+    const int64_t b = chunk.row / p.T, t = chunk.row % p.T;
+    return {static_cast<const IO*>(x.data) + b * x.batch + t * x.time + head * x.head, x.time,
+            chunk.steps, int(width)};
+  }
+  DEVICE Matrix<IO> state(const void* states) const {
+    const int64_t size = p.K * p.V;
+    return {static_cast<const IO*>(states) + rows.slot(head, slot) * size, p.V, int(p.K), int(p.V)};
+  }
+
+  template <int kWidth, typename To>
+  DEVICE static void load(To to, const Matrix<IO>& from, int row, int column) {
+    copy_tile<kThreads, kWidth>(to, from.data + row * from.stride + column, from.stride,
+                                from.rows - row, from.columns - column);
+  }
+
+  // The next stage of all that this thread block reads.
+  template <bool kByDepth>
+  DEVICE void issue() {
+    const uint32_t to = shared_address(shared.ring) + loads % kStages * kStage;
+    if (loads < pair_steps) {
+      load<kPanel<IO>>(RowTile{to}, shared.left, 0, loads * kPanel<IO>);
+      load<kPanel<IO>>(RowTile{to + kRowBytes}, shared.right, 0, loads * kPanel<IO>);
+    } else if (ahead.output < outputs) {
+      const Output& output = shared.outputs[ahead.output];
+      const int column = ahead.block * kColumns, depth = ahead.depth * kPanel<IO>;
+      if (ahead.depth == output.depth) {
+        load<kColumns>(InnerTile{to}, output.inner, 0, column);
+      } else {
+        load<kPanel<IO>>(RowTile{to}, output.rows, 0, depth);
+        if constexpr (kByDepth) {
+          load<kColumns>(StateDepth{to + kRowBytes}, output.state, depth, column);
+        } else {
+          load<kPanel<IO>>(StateRows{to + kRowBytes}, output.state, column, depth);
+        }
+      }
+      if (++ahead.depth == output.depth + has_inner) ahead.depth = 0, ++ahead.block;
+      skip_outputs();
+    }
+    ++loads;
+    copy_commit();
+  }
+  // Those that are loaded, and those that nothing is loaded for.
+  DEVICE void skip_outputs() {
+    for (; ahead.output < outputs; ++ahead.output, ahead.block = 0) {
+      const Output& output = shared.outputs[ahead.output];
+      if (ahead.block < output.blocks && output.depth + has_inner > 0) return;
+    }
+  }
+
+  template <bool kByDepth>
+  DEVICE void begin() {
+    skip_outputs();
+#pragma unroll
+    for (int i = 0; i < kStages - 1; ++i) issue<kByDepth>();
+  }
+  template <bool kByDepth>
+  DEVICE uint32_t next() {
+    copy_wait<kStages - 2>();
+    __syncthreads();
+    issue<kByDepth>();
+    return shared_address(shared.ring) + stage++ % kStages * kStage;
+  }
+};
+
+// Bytes of shared memory that a thread block may take: the ring, the triangle, and a little a row.
+constexpr int chunk_bytes(int tiles, int io_bytes) {
+  const int ring = tiles == 1 ? 24 << 10 : tiles * (16 << 10);
+  const int triangle = tiles * (tiles + 1) / 2 * kTile * kTile * io_bytes;
+  return 2 * ring + triangle + (2 << 10) + tiles * (4 << 10);
+}
+// Steps of the longest chunk that fits in `shared_bytes`.
+inline int longest_chunk(int io_bytes, int shared_bytes) {
+  const auto fits = [&](int tiles) { return chunk_bytes(tiles, io_bytes) <= shared_bytes; };
+  return kTile * (fits(4) ? 4 : fits(2) ? 2 : 1);
+}
+
+}  // namespace flashcell::cuda

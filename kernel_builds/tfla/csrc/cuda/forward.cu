@@ -1,0 +1,80 @@
+// The forward pass: gates, states between chunks, h of every chunk.
+#include "forward.cuh"
+#include "forward.h"
+#include "states.h"
+
+namespace flashcell::cuda {
+
+namespace {
+
+template <typename IO>
+struct Plan {
+  StateParams states{};
+  ForwardTerms terms{};
+  void *rows, *segments;
+  int64_t bytes;
+
+  Plan(const ForwardParams& p, const Device& device, void* scratch) {
+    Arrays arrays(scratch);
+    rows = arrays.take<char>(rows_scratch(p));
+    states.rows.chunks = chunks_of(p);
+    states.H = p.H, states.K = p.K, states.V = p.V, states.normalized = p.normalized;
+    states.left = p.k, states.right = p.v;
+    states.first = static_cast<const float*>(p.C), states.first_n = static_cast<const float*>(p.n);
+    states.last = static_cast<float*>(p.last_C), states.last_n = static_cast<float*>(p.last_n);
+    if (p.q.data != nullptr) {
+      const int64_t slots = states.rows.chunks.slots() * p.H;
+      IO* C = arrays.take<IO>(slots * p.K * p.V);
+      float* n = p.normalized ? arrays.take<float>(slots * p.K) : nullptr;
+      states.states = C, states.n = n;
+      terms = {{}, 1 / sqrtf(float(p.K)), C, n};
+    }
+    segments = arrays.take<char>(states_scratch(states, device.processors));
+    bytes = arrays.bytes();
+  }
+};
+
+template <typename IO, int kTiles>
+void launch_outputs(const ForwardParams& p, const ForwardTerms& terms, cudaStream_t stream) {
+  using Outputs = ChunkOutputs<IO, kTiles>;
+  static_assert(sizeof(typename Outputs::Shared) <= chunk_bytes(kTiles, sizeof(IO)));
+  launch(chunk_outputs<IO, kTiles>,
+         {terms.rows.chunks.slots() * p.H, Outputs::kThreads, int(sizeof(typename Outputs::Shared)),
+          stream},
+         p, terms);
+}
+
+}  // namespace
+
+template <typename IO>
+int64_t forward_scratch(const ForwardParams& p, const Device& device) {
+  return Plan<IO>(p, device, nullptr).bytes;
+}
+
+template <typename IO>
+void run_forward(const ForwardParams& p, const Device& device, void* scratch, cudaStream_t stream) {
+  Plan<IO> plan(p, device, scratch);
+  const Rows rows = prepare_rows(p, plan.rows, static_cast<float*>(p.last_m), stream);
+  plan.states.rows = plan.terms.rows = rows;
+  plan.states.weight = rows.outflow;
+  plan.states.n_weight = rows.outflow;
+  run_states<IO, false>(plan.states, device.processors, plan.segments, stream);
+  if (p.q.data == nullptr) return;
+  switch (rows.chunks.tiles()) {
+    case 1:
+      return launch_outputs<IO, 1>(p, plan.terms, stream);
+    case 2:
+      return launch_outputs<IO, 2>(p, plan.terms, stream);
+    default:
+      if constexpr (sizeof(IO) == 2) return launch_outputs<IO, 4>(p, plan.terms, stream);
+  }
+}
+
+template int64_t forward_scratch<bf16>(const ForwardParams&, const Device&);
+template int64_t forward_scratch<fp16>(const ForwardParams&, const Device&);
+template int64_t forward_scratch<float>(const ForwardParams&, const Device&);
+template void run_forward<bf16>(const ForwardParams&, const Device&, void*, cudaStream_t);
+template void run_forward<fp16>(const ForwardParams&, const Device&, void*, cudaStream_t);
+template void run_forward<float>(const ForwardParams&, const Device&, void*, cudaStream_t);
+
+}  // namespace flashcell::cuda

@@ -1,0 +1,85 @@
+// From the dtype of a call to the functions that run it.
+#include <cuda_runtime.h>
+
+#include "backward.h"
+#include "chunk_loads.cuh"
+#include "forward.h"
+#include "launch.h"
+#include "run.h"
+#include "sequence_table.cuh"
+#include "step.h"
+
+namespace flashcell::cuda {
+
+Device describe(int index) {
+  const auto read = [index](cudaDeviceAttr attribute) {
+    int value;
+    check(cudaDeviceGetAttribute(&value, attribute, index));
+    return value;
+  };
+  return {read(cudaDevAttrComputeCapabilityMajor) * 10 + read(cudaDevAttrComputeCapabilityMinor),
+          read(cudaDevAttrMultiProcessorCount), read(cudaDevAttrMaxSharedMemoryPerBlockOptin)};
+}
+
+void sequence_table(Sequence* table, int64_t S, int64_t T, const void* values, bool is_int32,
+                    bool is_cu_seqlens, int64_t x_batch, int64_t x_time, cudaStream_t stream) {
+  launch_sequence_table(table, S, T, values, is_int32, is_cu_seqlens, x_batch, x_time, stream);
+  check(cudaGetLastError());
+}
+
+namespace {
+
+template <typename Function>
+auto with_io(Dtype dtype, const Function& function) {
+  switch (dtype) {
+    case Dtype::kBFloat16:
+      return function.template operator()<bf16>();
+    case Dtype::kHalf:
+      return function.template operator()<fp16>();
+    case Dtype::kFloat:
+      return function.template operator()<float>();
+    case Dtype::kDouble:
+      break;
+  }
+  throw std::invalid_argument("tfla: no CUDA engine for float64");
+}
+
+// Chunks no longer than the shared memory of a thread block holds: 256 steps on sm_90 and sm_100,
+// 128 on sm_80, and 64 of fp32 where there are 99 KB.
+template <typename Params>
+Params fit_chunk(Params p, const Launch& launch) {
+  const int io_bytes = launch.dtype == Dtype::kFloat ? 4 : 2;
+  const int tiles = longest_chunk(io_bytes, launch.device.shared_bytes);
+  if (p.chunk > tiles) p.chunk = tiles;
+  return p;
+}
+
+}  // namespace
+
+int64_t scratch_bytes(const ForwardParams& p, const Launch& launch) {
+  return with_io(launch.dtype, [&]<typename IO>() {
+    return forward_scratch<IO>(fit_chunk(p, launch), launch.device);
+  });
+}
+int64_t scratch_bytes(const BackwardParams& p, const Launch& launch) {
+  return with_io(launch.dtype, [&]<typename IO>() {
+    return backward_scratch<IO>(fit_chunk(p, launch), launch.device);
+  });
+}
+int64_t scratch_bytes(const StepParams& p, const Launch&) { return step_scratch(p); }
+
+void run(const ForwardParams& p, const Launch& launch) {
+  with_io(launch.dtype, [&]<typename IO>() {
+    run_forward<IO>(fit_chunk(p, launch), launch.device, launch.scratch, launch.stream);
+  });
+}
+void run(const BackwardParams& p, const Launch& launch) {
+  with_io(launch.dtype, [&]<typename IO>() {
+    run_backward<IO>(fit_chunk(p, launch), launch.device, launch.scratch, launch.stream);
+  });
+}
+void run(const StepParams& p, const Launch& launch) {
+  with_io(launch.dtype, [&]<typename IO>() { run_step<IO>(p, launch.scratch, launch.stream); });
+}
+
+}  // namespace flashcell::cuda

@@ -1,0 +1,30 @@
+// What call.h asks of the CUDA engine. Nothing here waits for the device or allocates; errors
+// throw.
+#pragma once
+#include "../params.h"
+
+using cudaStream_t = struct CUstream_st*;  // as CUDA declares it: ops.cpp needs no CUDA headers
+
+namespace flashcell::cuda {
+
+struct Device {  // what the plans need to know of a GPU
+  int arch;      // 90 for compute capability 9.0
+  int processors, shared_bytes;
+};
+Device describe(int index);
+
+struct Launch {
+  Device device;
+  Dtype dtype;  // not kDouble
+  cudaStream_t stream;
+  void* scratch;  // as many bytes as the function was asked for
+};
+
+int64_t scratch_bytes(const ForwardParams&, const Launch&);
+int64_t scratch_bytes(const BackwardParams&, const Launch&);
+int64_t scratch_bytes(const StepParams&, const Launch&);
+void run(const ForwardParams&, const Launch&);
+void run(const BackwardParams&, const Launch&);
+void run(const StepParams&, const Launch&);
+
+}  // namespace flashcell::cuda

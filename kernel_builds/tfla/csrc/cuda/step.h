@@ -1,0 +1,11 @@
+// The step on CUDA, of one I/O type.
+#pragma once
+#include "run.h"
+
+namespace flashcell::cuda {
+
+int64_t step_scratch(const StepParams& p);
+template <typename IO>
+void run_step(const StepParams& p, void* scratch, cudaStream_t stream);
+
+}  // namespace flashcell::cuda
