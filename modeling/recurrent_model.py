@@ -35,6 +35,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from .boundaries import NO_BOUNDARIES, Boundaries, find_boundaries
 from .cache import RecurrentStateLayer
+from .decode import DecodeEngine
 
 ROLLED_BACK = {
     GenerationMode.ASSISTED_GENERATION: "assisted generation",
@@ -164,7 +165,12 @@ class RecurrentForCausalLM(GenerationMixin):
         super().__init__(config)
         setattr(self, self.base_model_prefix, self.backbone_class(config))
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.decoder = DecodeEngine()
         self.post_init()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:  # .to, .half, .cuda
+        self.decoder.release()
+        return super()._apply(fn, recurse)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:  # [..., H] -> [..., V]
         return self.lm_head(hidden_states)
@@ -182,6 +188,11 @@ class RecurrentForCausalLM(GenerationMixin):
         logits_to_keep: int | torch.Tensor = 0,  # the last so many, or these positions; 0 = all
         **kwargs: Unpack[TransformersKwargs],
     ) -> CausalLMOutputWithPast:
+        others = {"attention_mask": attention_mask, "position_ids": position_ids, "labels": labels}
+        others.update(inputs_embeds=inputs_embeds, logits_to_keep=logits_to_keep, **kwargs)
+        logits = self.decoder.step(self, input_ids, past_key_values, others)
+        if logits is not None:
+            return CausalLMOutputWithPast(logits=logits, past_key_values=past_key_values)
         outputs = getattr(self, self.base_model_prefix)(
             input_ids=input_ids,
             attention_mask=attention_mask,
