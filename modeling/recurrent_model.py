@@ -41,6 +41,7 @@ ROLLED_BACK = {
     GenerationMode.ASSISTED_GENERATION: "assisted generation",
     GenerationMode.CONTRASTIVE_SEARCH: "contrastive search",
 }
+PROMPT_ONLY = ("attention_mask", "position_ids", "token_type_ids", "labels")
 
 
 def make_norm(kind: str, width: int, eps: float) -> nn.Module:
@@ -224,7 +225,7 @@ class RecurrentForCausalLM(GenerationMixin):
         is_first_iteration: bool | None = False,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """The base class's, less what costs time: a decoded token is no padding and begins nothing.
+        """The base class's, but a decoded token is no padding and begins nothing, which saves most of it.
 
         In a batch, rows that have ended go on reading padding until the last one ends: continue
         such a conversation from its text, not from the returned cache.
@@ -235,16 +236,16 @@ class RecurrentForCausalLM(GenerationMixin):
                 f"input_ids has {input_ids.shape[1]}: pass the whole text, or the new tokens and "
                 "an attention_mask over the whole text"
             )
-        inputs = super().prepare_inputs_for_generation(
+        if next_sequence_length == 1 and not is_first_iteration:
+            token = input_ids[:, -1:].to(self.device).clone(memory_format=torch.contiguous_format)
+            return {"input_ids": token, **{k: v for k, v in kwargs.items() if k not in PROMPT_ONLY}}
+        return super().prepare_inputs_for_generation(
             input_ids,
             next_sequence_length=next_sequence_length,
             inputs_embeds=inputs_embeds,
             is_first_iteration=is_first_iteration,
             **kwargs,
         )
-        if next_sequence_length == 1 and not is_first_iteration:
-            inputs["attention_mask"] = inputs["position_ids"] = None
-        return inputs
 
     @staticmethod
     def create_masks_for_generate(

@@ -13,20 +13,8 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from decode_cases import CHANGES, greedy, without_engine
 from flashcell import decode
-
-
-def greedy(model, ids, new=12, **kwargs):
-    kwargs = {"attention_mask": torch.ones_like(ids), "do_sample": False, **kwargs}
-    return model.generate(ids, max_new_tokens=new, pad_token_id=0, **kwargs)
-
-
-def without_engine(model, work):
-    model.decoder.mode = "eager"
-    try:
-        return work()
-    finally:
-        model.decoder.mode = "auto"
 
 
 @pytest.fixture
@@ -192,25 +180,6 @@ def test_modes(make_model, tokens):
         model.decoder.mode = "graph"
         with pytest.raises(RuntimeError, match='mode is "graph", but cpu has no graphs'):
             greedy(model, tokens(1, 3))
-
-
-CHANGES = {
-    "data": lambda m: setattr(m.lm_head.weight, "data", m.lm_head.weight.data.clone()),
-    "parameter": lambda m: setattr(
-        m.lm_head, "weight", torch.nn.Parameter(m.lm_head.weight.detach().clone())
-    ),
-    "module": lambda m: setattr(m.model.layers[0], "mlp", copy.deepcopy(m.model.layers[0].mlp)),
-    "adapter": lambda m: setattr(
-        m.model.layers[0], "mlp", torch.nn.Sequential(m.model.layers[0].mlp)
-    ),
-    "hook": lambda m: m.model.layers[1].mixer.register_forward_hook(lambda *_: None),
-    "pre-hook": lambda m: m.model.norm.register_forward_pre_hook(lambda *_: None),
-    "submodule moved": lambda m: m.model.layers[0].bfloat16(),
-    "backend": lambda m: setattr(m.config, "backend", "reference"),
-    "assigned": lambda m: m.load_state_dict(
-        {k: v.clone() for k, v in m.state_dict().items()}, assign=True
-    ),
-}
 
 
 @pytest.mark.parametrize("change", CHANGES)
