@@ -12,11 +12,12 @@ On devices without graphs the same code calls the model where it would replay th
 """
 
 import logging
+import operator
 import threading
 import weakref
 from collections import OrderedDict
+from collections.abc import Iterable
 from contextlib import nullcontext
-from itertools import chain
 from typing import Any
 
 import torch
@@ -31,8 +32,13 @@ MODES = ("auto", "graph", "eager")
 logger = logging.getLogger(__name__)
 
 
-def _describe(states: dict[str, States]) -> Any:
-    return {name: [(s.shape, s.dtype, s.device) for s in group] for name, group in states.items()}
+def _groups(layers: Iterable[RecurrentStateLayer]) -> list[States]:
+    return [group for layer in layers for group in layer.states.values()]
+
+
+def _describe(layers: Iterable[RecurrentStateLayer]) -> list[Any]:
+    names = [name for layer in layers for name in layer.states]
+    return [names, [(s.shape, s.dtype, s.device) for group in _groups(layers) for s in group]]
 
 
 class Refused(RuntimeError):
@@ -46,7 +52,6 @@ class StepLayer(StaticRecurrentStateLayer):
         super().__init__()
         self.states = {name: _buffers_like(group) for name, group in layer.states.items()}
         self.changed: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.owner: Any = lambda: None  # weak: the cache layer whose states these are
 
     def update_states(self, num_new_tokens: int, **states: States) -> None:
         for name, group in states.items():
@@ -60,50 +65,52 @@ class StepLayer(StaticRecurrentStateLayer):
         changed, self.changed = self.changed, []
         return changed
 
-    def fits(self, layer: RecurrentStateLayer) -> bool:
-        return self._holds(layer) or _describe(layer.states) == _describe(self.states)
-
-    def bind(self, layer: RecurrentStateLayer) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Makes the buffers `layer`'s states; returns what has to be copied into them."""
-        if self._holds(layer):
-            return []
-        last = self.owner()
-        if last is not None and self._holds(last):
-            last.map_states(torch.clone)
-        copies = [
-            (buffer, s)
-            for name, group in self.states.items()
-            for buffer, s in zip(group, layer.states[name], strict=True)
-        ]
-        layer.states = dict(self.states)
-        self.owner = weakref.ref(layer)
-        return copies
-
-    def _holds(self, layer: RecurrentStateLayer) -> bool:
-        """Whatever else happens to a cache (a prompt, a reordering) gives it other tensors."""
-        return layer is self.owner() and all(
-            layer.states.get(name) is group for name, group in self.states.items()
-        )
-
 
 class Recording:
     """A model's step for one batch size: its input, its states, and how to run it."""
 
     def __init__(self, layers: list[RecurrentStateLayer], tokens: torch.Tensor):
         self.layers = [StepLayer(layer) for layer in layers]
+        self.groups = _groups(self.layers)
         self.cache = Cache(layers=self.layers)
         self.tokens = torch.zeros_like(tokens)
+        self.owners: list[Any] = []  # weak: the cache layers whose states the buffers are
         self.graph: Any = None
         self.logits: torch.Tensor | None = None
 
+    def fits(self, layers: list[RecurrentStateLayer]) -> bool:
+        return self.holds(layers) or _describe(layers) == _describe(self.layers)
+
+    def holds(self, layers: list[RecurrentStateLayer]) -> bool:
+        """Whatever else happens to a cache (a prompt, a reordering) gives it other tensors."""
+        if [owner() for owner in self.owners] != layers:
+            return False
+        return all(map(operator.is_, _groups(layers), self.groups))
+
+    def bind(self, layers: list[RecurrentStateLayer]) -> States:
+        """Makes the buffers the states of `layers`; returns the tensors they had."""
+        own = set(map(id, self.groups))
+        for layer in filter(None, (owner() for owner in self.owners)):  # the cache decoded so far
+            for name, group in layer.states.items():
+                if id(group) in own:
+                    layer.states[name] = tuple(s.clone() for s in group)
+        states = [s for group in _groups(layers) for s in group]
+        torch._foreach_copy_([s for group in self.groups for s in group], states)
+        for own, layer in zip(self.layers, layers, strict=True):
+            layer.states = {name: own.states[name] for name in layer.states}
+        self.owners = [weakref.ref(layer) for layer in layers]
+        return tuple(states)
+
     def forward(self, model: nn.Module) -> torch.Tensor:
         output = model.forward(self.tokens, past_key_values=self.cache, return_dict=True)
-        _copy([pair for layer in self.layers for pair in layer.take_changed()])
+        changed = [pair for layer in self.layers for pair in layer.take_changed()]
+        if changed:
+            torch._foreach_copy_(*map(list, zip(*changed, strict=True)))
         return output.logits
 
-    def record(self, model: nn.Module, pool: Any) -> None:
+    def record(self, model: nn.Module, pool: Any, stream: Any) -> None:
         """Runs the step once, so that everything lazy has happened, then captures it."""
-        current, stream = torch.cuda.current_stream(), torch.cuda.Stream()
+        current = torch.cuda.current_stream()
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
             self.forward(model)
@@ -131,9 +138,11 @@ class Snapshot:
     def __init__(self, model: nn.Module, device: torch.device):
         modules = list(model.modules())
         self.config = model.config
-        self.weights = [t for m in modules for t in (m._parameters, m._buffers) if t]
-        self.children = [m._modules for m in modules if m._modules]
-        self.hooks = [h for m in modules[1:] for h in (m._forward_hooks, m._forward_pre_hooks)]
+        tables = [t for m in modules for t in (m._parameters, m._buffers)]
+        self.weights = [(t, name) for t in tables for name, w in t.items() if w is not None]
+        self.children = [(m._modules, name) for m in modules for name in m._modules]
+        self.sizes = [m._modules for m in modules]
+        self.sizes += [h for m in modules[1:] for h in (m._forward_hooks, m._forward_pre_hooks)]
         self.deaths = [weakref.ref(m, self._forget) for m in modules[1:]]
         self.refusal = next((r for m in modules[1:] if (r := _why_not(m))), None)
         if any(t.device != device for t in (*model.parameters(), *model.buffers())):
@@ -142,18 +151,21 @@ class Snapshot:
         self.before = self._look()
 
     def holds(self) -> bool:
-        return self.before is not None and self._look() == self.before
+        try:
+            return self.before is not None and self._look() == self.before
+        except KeyError:  # a weight or a module is no longer there
+            return False
 
-    def _look(self) -> tuple[Any, ...]:
+    def _look(self) -> tuple[Any, ...]:  # of every token: a microsecond for a dozen weights
         return (
-            [w.data_ptr() for table in self.weights for w in table.values() if w is not None],
-            list(map(id, chain.from_iterable(map(dict.values, self.children)))),
-            list(map(len, self.hooks)),
+            [table[name].data_ptr() for table, name in self.weights],
+            [id(table[name]) for table, name in self.children],
+            list(map(len, self.sizes)),
             self.config.backend,
         )
 
     def _forget(self, _: Any) -> None:
-        self.before, self.weights, self.children, self.hooks = None, [], [], []
+        self.before, self.weights, self.children, self.sizes = None, [], [], []
 
 
 class DecodeEngine:
@@ -170,7 +182,9 @@ class DecodeEngine:
         self._recordings: OrderedDict[Any, Recording] = OrderedDict()
         self._snapshot: Snapshot | None = None
         self._pool: Any = None
-        self._stream: Any = None
+        self._capturing: Any = None  # one stream: cuBLAS keeps a workspace for every stream it saw
+        self._stream: Any = None  # where the last replay was put
+        self._streams = False  # whether there have been several
         self._one_thread = threading.RLock()
 
     def __reduce__(self) -> Any:  # copies and pickles of a model record anew
@@ -189,6 +203,8 @@ class DecodeEngine:
     def release(self) -> None:
         """Gives back the memory of every recording. Caches keep their states."""
         with self._one_thread:
+            if self._stream is not None:
+                self._stream.synchronize()
             self._recordings.clear()
             self._snapshot = self._pool = None
 
@@ -222,8 +238,11 @@ class DecodeEngine:
                 self._check_model(model, tokens.device)
                 self._follow_stream()
             recording = self._find(model, tokens, cache)
-            pairs = zip(recording.layers, cache.layers, strict=True)
-            _copy([pair for own, layer in pairs for pair in own.bind(layer)])
+            if not recording.holds(cache.layers):
+                states = recording.bind(cache.layers)
+                if self._streams:  # they may be another stream's, to which they go back now
+                    for s in states:
+                        s.record_stream(self._stream)
             logits = recording.run(model, tokens)
         for layer in cache.layers:
             layer.length += 1
@@ -241,12 +260,13 @@ class DecodeEngine:
         stream = torch.cuda.current_stream()
         if self._stream is not None and stream != self._stream:
             stream.wait_stream(self._stream)
+            self._streams = True
         self._stream = stream
 
     def _find(self, model: nn.Module, tokens: torch.Tensor, cache: Cache) -> Recording:
         key = (tokens.shape[0], tokens.device)
         found = self._recordings.pop(key, None)
-        if found is None or not all(map(StepLayer.fits, found.layers, cache.layers)):
+        if found is None or not found.fits(cache.layers):
             found = self._record(model, tokens, cache)
         self._recordings[key] = found
         while len(self._recordings) > KEPT:
@@ -262,10 +282,12 @@ class DecodeEngine:
         if not tokens.is_cuda:
             recording.forward(model)  # a step that changes the states' dtype is refused here
             return recording
+        if self._capturing is None or self._capturing.device != tokens.device:
+            self._capturing = torch.cuda.Stream()
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         try:
-            recording.record(model, self._pool)
+            recording.record(model, self._pool, self._capturing)
         except Refused:
             raise
         except RuntimeError as error:  # a module of the user's that waits for the GPU, for example
@@ -325,9 +347,3 @@ def _buffers_like(group: States) -> States:
     if len({(s.shape, s.dtype) for s in group}) == 1:
         return group[0].new_zeros((len(group), *group[0].shape)).unbind(0)
     return tuple(torch.zeros_like(s, memory_format=torch.contiguous_format) for s in group)
-
-
-def _copy(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    if pairs:
-        buffers, states = zip(*pairs, strict=True)
-        torch._foreach_copy_(list(buffers), list(states))

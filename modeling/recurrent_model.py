@@ -247,6 +247,16 @@ class RecurrentForCausalLM(GenerationMixin):
             **kwargs,
         )
 
+    def _update_model_kwargs_for_generation(
+        self, outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> dict[str, Any]:
+        """With a cache, mask and positions have done their work and need not grow."""
+        if outputs.get("past_key_values") is None:
+            return super()._update_model_kwargs_for_generation(
+                outputs, model_kwargs, *args, **kwargs
+            )
+        return {**model_kwargs, "past_key_values": outputs.past_key_values}
+
     @staticmethod
     def create_masks_for_generate(
         attention_mask: torch.Tensor | None = None, **kwargs: Any

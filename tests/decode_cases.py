@@ -29,7 +29,7 @@ CHANGES = {
     ),
     "hook": lambda m: m.model.layers[1].mixer.register_forward_hook(lambda *_: None),
     "pre-hook": lambda m: m.model.norm.register_forward_pre_hook(lambda *_: None),
-    "submodule moved": lambda m: m.model.layers[0].bfloat16(),
+    "submodule moved": lambda m: m.model.layers[0]._apply(torch.clone),
     "backend": lambda m: setattr(m.config, "backend", "reference"),
     "assigned": lambda m: m.load_state_dict(
         {k: v.clone() for k, v in m.state_dict().items()}, assign=True

@@ -166,7 +166,7 @@ def test_steps_that_are_left_to_the_model(make_model, tokens, steps, reason):
 
 def test_autocast_is_left_to_the_model(make_model, tokens, steps):
     model = make_model()
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(model.device.type, torch.bfloat16):
         greedy(model, tokens(1, 3))
     assert "autocast is on" in model.decoder.reason
     assert not steps
