@@ -89,10 +89,10 @@ class Recording:
 
     def bind(self, layers: list[RecurrentStateLayer]) -> States:
         """Makes the buffers the states of `layers`; returns the tensors they had."""
-        own = set(map(id, self.groups))
+        mine = set(map(id, self.groups))
         for layer in filter(None, (owner() for owner in self.owners)):  # the cache decoded so far
             for name, group in layer.states.items():
-                if id(group) in own:
+                if id(group) in mine:
                     layer.states[name] = tuple(s.clone() for s in group)
         states = [s for group in _groups(layers) for s in group]
         torch._foreach_copy_([s for group in self.groups for s in group], states)
@@ -139,8 +139,10 @@ class Snapshot:
         modules = list(model.modules())
         self.config = model.config
         tables = [t for m in modules for t in (m._parameters, m._buffers)]
-        self.weights = [(t, name) for t in tables for name, w in t.items() if w is not None]
-        self.children = [(m._modules, name) for m in modules for name in m._modules]
+        weights = [(t, name) for t in tables for name, w in t.items() if w is not None]
+        self.weights = tuple(zip(*weights, strict=True))
+        children = [(m._modules, name) for m in modules for name in m._modules]
+        self.children = tuple(zip(*children, strict=True))
         self.sizes = [m._modules for m in modules]
         self.sizes += [h for m in modules[1:] for h in (m._forward_hooks, m._forward_pre_hooks)]
         self.deaths = [weakref.ref(m, self._forget) for m in modules[1:]]
@@ -156,16 +158,16 @@ class Snapshot:
         except KeyError:  # a weight or a module is no longer there
             return False
 
-    def _look(self) -> tuple[Any, ...]:  # of every token: a microsecond for a dozen weights
+    def _look(self) -> tuple[Any, ...]:  # before every token, so in C: 10 us for 100 weights
         return (
-            [table[name].data_ptr() for table, name in self.weights],
-            [id(table[name]) for table, name in self.children],
+            list(map(torch.Tensor.data_ptr, map(operator.getitem, *self.weights))),
+            list(map(id, map(operator.getitem, *self.children))),
             list(map(len, self.sizes)),
             self.config.backend,
         )
 
     def _forget(self, _: Any) -> None:
-        self.before, self.weights, self.children, self.sizes = None, [], [], []
+        self.before, self.weights, self.children, self.sizes = None, (), (), []
 
 
 class DecodeEngine:
