@@ -37,6 +37,7 @@ from .boundaries import NO_BOUNDARIES, Boundaries, find_boundaries
 from .cache import RecurrentStateLayer
 from .causal_conv import CausalConv1d
 from .decode import DecodeEngine
+from .state_file import load_state, save_state
 
 ROLLED_BACK = {
     GenerationMode.ASSISTED_GENERATION: "assisted generation",
@@ -175,6 +176,8 @@ class RecurrentForCausalLM(GenerationMixin):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.decoder = DecodeEngine()
         self.post_init()
+
+    save_state, load_state = save_state, load_state
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:  # .to, .half, .cuda
         self.decoder.release()
