@@ -22,6 +22,7 @@ from .modeling_flash_rnn import (
 )
 from .rnn import GRU, LSTM, RNN, GRUCell, LSTMCell, RNNCell
 from .rnn_replace import replace
+from .serving import Batcher, Completion, Request, generate_many
 
 __version__ = "0.1.0"
 
@@ -29,6 +30,8 @@ __all__ = [
     "GRU",
     "LSTM",
     "RNN",
+    "Batcher",
+    "Completion",
     "FlashGRU",
     "FlashLSTM",
     "FlashRNNConfig",
@@ -40,6 +43,8 @@ __all__ = [
     "GRUCell",
     "LSTMCell",
     "RNNCell",
+    "Request",
+    "generate_many",
     "replace",
 ]
 

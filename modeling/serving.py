@@ -1,0 +1,378 @@
+"""Many prompts at once: continuous batching for recurrent models.
+
+A sequence's state is a few rows that never grow, so a batch is a fixed number of slots. A finished
+sequence leaves its slot at once and the next one's state is written there; meanwhile new prompts
+are read, several at a time and piece by piece, in lanes beside the slots.
+
+What guarantees that requests do not disturb each other: every call of the model has one of three
+shapes, [slots, 1] for decoding and [lanes, width] for the pieces of a prompt, and how a prompt is
+cut depends on its own length alone. So the same kernels run for a request whatever stands beside
+it, and none of them mixes rows: what the other rows hold never matters. Nor does it matter, to the
+last bit, which slot a request gets: on a GPU every row runs the same instructions; on the CPU this
+needs layer widths that are multiples of 64, and `slots` that the threads share in fours, because
+torch rounds differently where its vectors end and where a thread is left with one row.
+
+`model.generate` runs products of other shapes, whose sums are taken in another order: its logits
+are the same to rounding, its tokens unless two are as likely to rounding.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+from transformers.generation import (
+    LogitsProcessorList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+WIDTHS = (256, 32)  # tokens of a piece: long prompts go fast, short ones waste little
+
+
+@dataclass
+class Request:
+    """One prompt and what to do with it.
+
+    Args:
+        prompt: token ids, a list or a tensor of one dimension.
+        max_new_tokens: at least 1.
+        eos_token_id: token or tokens that end the text, None for the model's generation_config's.
+        do_sample: draw from the distribution, with a generator of this request's own.
+        temperature, top_k, top_p: as in generate, in this order, each None for off.
+        seed: of the generator; the same tokens as generate after torch.manual_seed(seed) on the CPU.
+            None: another one every time.
+        logits_processor: applied before all of these, as generate's: (ids [1, n], scores [1, V]).
+        max_time: seconds from the moment the prompt begins to be read.
+        on_token: called with every token as it comes.
+    """
+
+    prompt: Sequence[int] | torch.Tensor
+    max_new_tokens: int = 20
+    eos_token_id: int | Sequence[int] | None = None
+    do_sample: bool = False
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    logits_processor: LogitsProcessorList | None = None
+    max_time: float | None = None
+    on_token: Callable[[int], Any] | None = None
+
+
+@dataclass
+class Completion:
+    """A request's end. `reason` is "stop" (an end token, which is the last of `tokens`), "length",
+    "time", "cancelled" or "error", with the exception in `error`."""
+
+    index: int  # of the request, in the order of submission
+    tokens: list[int]  # new ones only
+    reason: str
+    error: Exception | None = None
+
+
+def generate_many(
+    model: Any,
+    requests: Iterable[Request | Sequence[int] | torch.Tensor],
+    *,
+    slots: int = 32,
+    lanes: int = 4,
+    max_prompt_tokens: int | None = None,
+    **defaults: Any,
+) -> "Batcher":
+    """Runs all requests; iterate over the result for a `Completion` of each, as they end.
+
+        for done in flashcell.generate_many(model, prompts, max_new_tokens=100):
+            print(done.index, done.reason, done.tokens)
+
+    Args:
+        model: a recurrent causal language model, in eval mode.
+        requests: `Request`s, or prompts, which become requests with `defaults`. Read as needed: an
+            endless generator is fine.
+        slots: sequences that are decoded together; memory is theirs and does not grow.
+        lanes: prompts that are read together.
+        max_prompt_tokens: longer prompts end with an error.
+
+    A request that is wrong, or whose logits_processor or on_token raises, ends with `error` set, and
+    the others go on. The result's `cancel(index)` ends a request with the tokens it has.
+    """
+    batcher = Batcher(model, slots=slots, lanes=lanes, max_prompt_tokens=max_prompt_tokens)
+    batcher.source = (r if isinstance(r, Request) else Request(r, **defaults) for r in requests)
+    return batcher
+
+
+class Batcher(Iterator[Completion]):
+    """The engine under `generate_many`. A server calls `submit`, `cancel` and `step` itself;
+    `submit` and `cancel` may be called from other threads."""
+
+    def __init__(
+        self, model: Any, slots: int = 32, lanes: int = 4, max_prompt_tokens: int | None = None
+    ):
+        kinds = set(getattr(model.config, "layer_types", None) or ["attention"])
+        if kinds != {"recurrent_state"}:
+            raise TypeError(
+                f"model has layers of {', '.join(sorted(kinds))}, but must be purely recurrent"
+            )
+        if model.training:
+            raise ValueError("model is in training mode, but must be in eval mode")
+        for name, value in (("slots", slots), ("lanes", lanes)):
+            if value < 1:
+                raise ValueError(f"{name} is {value}, but must be at least 1")
+        self.model, self.max_prompt_tokens = model, max_prompt_tokens
+        self.source: Iterator[Request] = iter(())
+        self.slots: list[_Running | None] = [None] * slots
+        self.lanes: list[_Running | None] = [None] * lanes
+        self.reading = DynamicCache(config=model.config)  # of the lanes
+        self.decoding = DynamicCache(config=model.config)  # of the slots
+        self._submitted = 0
+        self._waiting: deque[tuple[int, Request]] = deque()
+        self._cancelled: set[int] = set()
+        self._mailbox = threading.RLock()  # over these three
+        self._finished: deque[Completion] = deque()
+
+    def submit(self, request: Request) -> int:
+        """Puts a request at the end of the queue; returns its index."""
+        with self._mailbox:
+            index, self._submitted = self._submitted, self._submitted + 1
+            self._waiting.append((index, request))
+        return index
+
+    def cancel(self, index: int) -> None:
+        """Ends a request at the next step. One that has ended is left alone."""
+        with self._mailbox:
+            self._cancelled.add(index)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._waiting) or any(self.slots) or any(self.lanes)
+
+    def __next__(self) -> Completion:
+        while not self._finished:
+            if not self.busy and not self._pull():
+                raise StopIteration
+            self._finished.extend(self.step())
+        return self._finished.popleft()
+
+    @torch.no_grad()
+    def step(self) -> list[Completion]:
+        """One piece of the prompts being read, one token for the sequences being decoded; returns
+        what has ended."""
+        self._ended: list[Completion] = []
+        with self._mailbox:
+            self._end_cancelled()
+            self._fill_lanes()
+        if any(s is not None and s.pieces for s in self.lanes):
+            self._read()
+        self._fill_slots()
+        if any(self.slots):
+            self._decode()
+        return self._ended
+
+    def _pull(self) -> bool:
+        request = next(self.source, None)
+        if request is not None:
+            self.submit(request)
+        return request is not None
+
+    def _end_cancelled(self) -> None:
+        for running in (*self.slots, *self.lanes):
+            if running is not None and running.index in self._cancelled:
+                self._end(running, "cancelled")
+        for index, _ in self._waiting:
+            if index in self._cancelled:
+                self._ended.append(Completion(index, [], "cancelled"))
+        self._waiting = deque(e for e in self._waiting if e[0] not in self._cancelled)
+        self._cancelled = {i for i in self._cancelled if i >= self._submitted}  # not read yet
+
+    def _fill_lanes(self) -> None:
+        for row in (row for row, running in enumerate(self.lanes) if running is None):
+            while self.lanes[row] is None and (self._waiting or self._pull()):
+                index, request = self._waiting.popleft()
+                if index in self._cancelled:
+                    self._ended.append(Completion(index, [], "cancelled"))
+                    continue
+                try:
+                    self.lanes[row] = _Running(index, request, self.model, self.max_prompt_tokens)
+                except Exception as error:  # the request is wrong, which is no one else's business
+                    self._ended.append(Completion(index, [], "error", error))
+
+    def _read(self) -> None:
+        """One piece of every lane whose next piece is as wide as the oldest one's."""
+        width = min((s for s in self.lanes if s is not None and s.pieces), key=_index).pieces[0]
+        ids = torch.zeros(len(self.lanes), width, dtype=torch.long)
+        mask, positions = torch.zeros_like(ids), torch.ones_like(ids)
+        last = {}
+        for row, running in enumerate(self.lanes):
+            if running is None or not running.pieces or running.pieces[0] != width:
+                continue  # all padding: its state waits
+            begins, piece = running.next_piece()
+            ids[row, width - len(piece) :] = piece
+            mask[row, width - len(piece) :] = 1
+            if begins:
+                positions[row, width - len(piece)] = 0  # forgets who was in the lane before
+            if not running.pieces:
+                last[row] = running
+        device = self.model.device
+        logits = self.model(
+            input_ids=ids.to(device), attention_mask=mask.to(device),
+            position_ids=positions.to(device), past_key_values=self.reading, logits_to_keep=1,
+        ).logits  # fmt: skip
+        self._choose(last, logits)
+
+    def _fill_slots(self) -> None:
+        """Moves the sequences whose prompts are read, as far as there are slots."""
+        free = deque(row for row, running in enumerate(self.slots) if running is None)
+        moves = []
+        for lane, running in enumerate(self.lanes):
+            if running is not None and not running.pieces and free:
+                slot = free.popleft()
+                self.slots[slot], self.lanes[lane] = running, None
+                moves.append((slot, lane))
+        if not moves:
+            return
+        to, origin = [], []
+        for ours, theirs in zip(self.decoding.layers, self.reading.layers, strict=True):
+            if not ours.states:
+                ours.update_states(0, **{n: self._empty(g) for n, g in theirs.states.items()})
+            for name, group in theirs.states.items():
+                for new, s in zip(ours.states[name], group, strict=True):
+                    to += [new[slot] for slot, _ in moves]
+                    origin += [s[lane] for _, lane in moves]
+        torch._foreach_copy_(to, origin)
+
+    def _empty(self, group: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        return tuple(s.new_zeros(len(self.slots), *s.shape[1:]) for s in group)
+
+    def _decode(self) -> None:
+        tokens = [[0 if running is None else running.tokens[-1]] for running in self.slots]
+        ids = torch.tensor(tokens, device=self.model.device)
+        logits = self.model(input_ids=ids, past_key_values=self.decoding, use_cache=True).logits
+        self._choose({row: s for row, s in enumerate(self.slots) if s is not None}, logits)
+
+    def _choose(self, rows: "dict[int, _Running]", logits: torch.Tensor) -> None:
+        """The next token of each of `rows`, given logits [rows, 1, V] of all."""
+        if not rows:
+            return
+        scores = logits[:, -1].float()
+        best = scores.argmax(-1)
+        finite = scores.gather(1, best[:, None]).isfinite()[:, 0]  # NaN would be the greatest
+        table = torch.stack([best, finite.long()], 1).tolist()
+        for row, running in rows.items():
+            try:
+                reason = running.take(*table[row], scores[row : row + 1])
+            except Exception as error:  # whatever a request's own functions raise
+                self._end(running, "error", error)
+            else:
+                if reason is not None:
+                    self._end(running, reason)
+
+    def _end(self, running: "_Running", reason: str, error: Exception | None = None) -> None:
+        for places in (self.slots, self.lanes):
+            if running in places:
+                places[places.index(running)] = None
+        self._ended.append(Completion(running.index, running.tokens, reason, error))
+
+
+def _index(running: "_Running") -> int:
+    return running.index
+
+
+@dataclass(eq=False)
+class _Running:
+    """A request at work: checked, cut into pieces, with its own sampler."""
+
+    index: int
+    request: Request
+    model: Any
+    max_prompt_tokens: int | None
+    tokens: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        request = self.request
+        self.prompt = torch.as_tensor(request.prompt, dtype=torch.long, device="cpu")
+        self._check()
+        self.pieces = cut(len(self.prompt))
+        self.begun = False
+        self.started = time.monotonic()
+        end = request.eos_token_id
+        if end is None:
+            end = self.model.generation_config.eos_token_id
+        self.ends = set() if end is None else {end} if isinstance(end, int) else set(end)
+        self.processors = LogitsProcessorList(request.logits_processor or [])
+        if request.do_sample:
+            self.processors += _warpers(request)
+            self.generator = torch.Generator(self.model.device)
+            if request.seed is None:
+                self.generator.seed()
+            else:
+                self.generator.manual_seed(request.seed)
+
+    def _check(self) -> None:
+        prompt, vocabulary = self.prompt, self.model.config.vocab_size
+        if prompt.dim() != 1 or not len(prompt):
+            raise ValueError(f"prompt has shape {list(prompt.shape)}, but must be [n] with n >= 1")
+        if self.max_prompt_tokens is not None and len(prompt) > self.max_prompt_tokens:
+            raise ValueError(
+                f"prompt has {len(prompt)} tokens, but may have {self.max_prompt_tokens}"
+            )
+        low, high = int(prompt.min()), int(prompt.max())
+        if low < 0 or high >= vocabulary:
+            raise ValueError(
+                f"prompt has token {low if low < 0 else high}, but must be in 0..{vocabulary - 1}"
+            )
+        if self.request.max_new_tokens < 1:
+            raise ValueError(
+                f"max_new_tokens is {self.request.max_new_tokens}, but must be at least 1"
+            )
+
+    def next_piece(self) -> tuple[bool, torch.Tensor]:
+        """Whether it is the first, and its tokens, fewer than its width only then."""
+        begins, self.begun = not self.begun, True
+        width = self.pieces.pop(0)
+        end = len(self.prompt) - sum(self.pieces)
+        return begins, self.prompt[max(end - width, 0) : end]
+
+    def take(self, best: int, finite: int, scores: torch.Tensor) -> str | None:
+        """Chooses a token from scores [1, V]; returns why it was the last one, or None."""
+        if not finite:
+            raise FloatingPointError("the logits are not finite")
+        token = best
+        if self.processors or self.request.do_sample:
+            text = [self.prompt, torch.tensor(self.tokens, dtype=torch.long)]
+            scores = self.processors(torch.cat(text)[None].to(scores.device), scores.clone())
+            token = int(self._draw(scores) if self.request.do_sample else scores.argmax(-1))
+        self.tokens.append(token)
+        if self.request.on_token is not None:
+            self.request.on_token(token)
+        if token in self.ends:
+            return "stop"
+        if len(self.tokens) >= self.request.max_new_tokens:
+            return "length"
+        limit = self.request.max_time
+        return "time" if limit is not None and time.monotonic() - self.started > limit else None
+
+    def _draw(self, scores: torch.Tensor) -> torch.Tensor:
+        return torch.multinomial(scores.softmax(-1), 1, generator=self.generator)
+
+
+def cut(length: int) -> list[int]:
+    """Widths of the pieces of a prompt; only the first is not full, and is padded on the left."""
+    wide, narrow = WIDTHS
+    rest = length % wide
+    return [narrow] * -(-rest // narrow) + [wide] * (length // wide)
+
+
+def _warpers(request: Request) -> LogitsProcessorList:
+    warpers = LogitsProcessorList()
+    if request.temperature is not None:
+        warpers.append(TemperatureLogitsWarper(request.temperature))
+    if request.top_k is not None:
+        warpers.append(TopKLogitsWarper(request.top_k))
+    if request.top_p is not None:
+        warpers.append(TopPLogitsWarper(request.top_p))
+    return warpers
