@@ -139,7 +139,12 @@ class Snapshot:
         modules = list(model.modules())
         self.config = model.config
         tables = [t for m in modules for t in (m._parameters, m._buffers)]
-        weights = [(t, name) for t in tables for name, w in t.items() if w is not None]
+        weights = [
+            (t, name)
+            for t in tables
+            for name, w in t.items()
+            if type(getattr(w, "data", w)) is torch.Tensor
+        ]
         self.weights = tuple(zip(*weights, strict=True))
         children = [(m._modules, name) for m in modules for name in m._modules]
         self.children = tuple(zip(*children, strict=True))
@@ -147,8 +152,11 @@ class Snapshot:
         self.sizes += [h for m in modules[1:] for h in (m._forward_hooks, m._forward_pre_hooks)]
         self.deaths = [weakref.ref(m, self._forget) for m in modules[1:]]
         self.refusal = next((r for m in modules[1:] if (r := _why_not(m))), None)
-        if any(t.device != device for t in (*model.parameters(), *model.buffers())):
-            self.refusal = f"not every weight is on {device}, where the tokens are"
+        for t in (*model.parameters(), *model.buffers()):
+            if t.device != device:
+                self.refusal = f"not every weight is on {device}, where the tokens are"
+            elif type(t.data) is not torch.Tensor:
+                self.refusal = f"a weight is a {type(t.data).__name__}, which has no one place"
         self.before: Any = None
         self.before = self._look()
 

@@ -163,12 +163,50 @@ class RecurrentModel:
         )
 
 
-class RecurrentForCausalLM(GenerationMixin):
-    """A language model: the base model and a head; `backbone_class` is the family's base model."""
+def cut_prompt(
+    input_ids: torch.Tensor | None,
+    inputs_embeds: torch.Tensor | None,
+    position_ids: torch.Tensor | None,
+    attention_mask: torch.Tensor | None,
+    tokens: int,
+    rest: dict[str, Any],
+) -> list[tuple[torch.Tensor | None, ...]]:
+    """The same arguments for pieces of at most `tokens` tokens, in multiples of 256 a row.
 
+    A prompt stays whole while gradients are recorded, where its documents are given by number or
+    offset, and where every layer's output is asked for.
+    """
+    whole = (input_ids, inputs_embeds, position_ids, attention_mask)
+    given = input_ids if inputs_embeds is None else inputs_embeds
+    others = any(v is not None and v is not False for k, v in rest.items() if k != "use_cache")
+    if given is None or others or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return [whole]
+    B, T = given.shape[:2]
+    size = max(tokens // max(B, 1) // 256, 1) * 256
+    if size >= T:
+        return [whole]
+    if attention_mask is not None:
+        attention_mask = attention_mask[:, -T:]
+    whole = (input_ids, inputs_embeds, position_ids, attention_mask)
+    return [
+        tuple(None if t is None else t[:, start : start + size] for t in whole)
+        for start in range(0, T, size)
+    ]
+
+
+class RecurrentForCausalLM(GenerationMixin):
+    """A language model: the base model and a head; `backbone_class` is the family's base model.
+
+    decoder        the DecodeEngine
+    prompt_tokens  a prompt of more tokens, over all rows, is read into the cache piece by piece, so
+                   that it needs the memory of so many
+    """
+
+    prompt_tokens = 32768
     backbone_class: ClassVar[Any]
     _tied_weights_keys: ClassVar = {"lm_head.weight": "model.embed_tokens.weight"}
     _fsdp_plan: ClassVar = {"lm_head": "keep_full_weight"}
+    _tp_plan: ClassVar = {"lm_head": "colwise_gather_output"}
 
     def __init__(self, config: Any):
         super().__init__(config)
@@ -204,15 +242,20 @@ class RecurrentForCausalLM(GenerationMixin):
         logits = self.decoder.step(self, input_ids, past_key_values, others)
         if logits is not None:
             return CausalLMOutputWithPast(logits=logits, past_key_values=past_key_values)
-        outputs = getattr(self, self.base_model_prefix)(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            **kwargs,
-        )
+        backbone, rest = getattr(self, self.base_model_prefix), dict(kwargs, use_cache=use_cache)
+        pieces = [(input_ids, inputs_embeds, position_ids, attention_mask)]
+        last = isinstance(logits_to_keep, int) and logits_to_keep == 1 and labels is None
+        if last and past_key_values is not None:
+            pieces = cut_prompt(*pieces[0], self.prompt_tokens, rest)
+        for ids, embeds, positions, mask in pieces:  # only the last one's outputs are asked for
+            outputs = backbone(
+                input_ids=ids,
+                attention_mask=mask,
+                position_ids=positions,
+                past_key_values=past_key_values,
+                inputs_embeds=embeds,
+                **rest,
+            )
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.compute_logits(outputs.last_hidden_state[:, keep])
         loss = None

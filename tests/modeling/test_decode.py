@@ -39,8 +39,8 @@ GENERATE = {
 
 
 @pytest.mark.parametrize("kind", GENERATE)
-def test_generate_is_the_same_with_the_engine(every_cell, make_model, tokens, steps, kind):
-    model, ids = make_model(**every_cell), tokens(2, 5)
+def test_generate_is_the_same_with_the_engine(case, make_model, tokens, steps, kind):
+    model, ids = make_model(case), tokens(2, 5)
     mask = torch.ones_like(ids)
     mask[0, :2] = 0
 
@@ -55,8 +55,8 @@ def test_generate_is_the_same_with_the_engine(every_cell, make_model, tokens, st
     assert len(steps) == 11
 
 
-def test_caches_of_one_batch_size_do_not_disturb_each_other(every_cell, make_model, tokens):
-    model, texts = make_model(**every_cell), tokens(2, 2, 9)
+def test_caches_of_one_batch_size_do_not_disturb_each_other(case, make_model, tokens):
+    model, texts = make_model(case), tokens(2, 2, 9)
 
     def decode_in_turns():
         caches = [DynamicCache(config=model.config) for _ in texts]

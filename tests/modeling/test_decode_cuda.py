@@ -24,8 +24,8 @@ def replayed(model) -> bool:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("batch", [1, 3, 64])
-def test_replays_are_the_steps(every_cell, make_model, tokens, dtype, batch):
-    model, ids = make_model(**every_cell).to(dtype), tokens(batch, 5)
+def test_replays_are_the_steps(case, make_model, tokens, dtype, batch):
+    model, ids = make_model(case).to(dtype), tokens(batch, 5)
     model.decoder.mode = "graph"
     got = greedy(model, ids, new=40)
     assert replayed(model)

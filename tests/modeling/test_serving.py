@@ -33,8 +33,8 @@ def test_cut():
         assert pieces[0] == WIDTHS[1] or sum(pieces) == length
 
 
-def test_greedy_is_generate(every_cell, make_model, tokens):
-    model = make_model(**every_cell)
+def test_greedy_is_generate(case, make_model, tokens):
+    model = make_model(case)
     prompts = [tokens(n) for n in LENGTHS]
     limits = [3 + 5 * i for i in range(len(prompts))]
     requests = [Request(p, max_new_tokens=n) for p, n in zip(prompts, limits, strict=True)]
@@ -88,10 +88,10 @@ class Record:
         return scores
 
 
-def test_neighbours_do_not_change_a_bit(every_cell, make_model, tokens):
+def test_neighbours_do_not_change_a_bit(case, make_model, tokens):
     """In other company, another slot and another lane: the same logits, bit by bit."""
     widths = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 64}
-    model, prompt = make_model(**every_cell, **widths), tokens(70)
+    model, prompt = make_model(case, **widths), tokens(70)
 
     def scores(before: int, after: int) -> torch.Tensor:
         record = Record()

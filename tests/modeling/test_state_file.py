@@ -33,7 +33,7 @@ def talk(make_model, tokens):
 
 
 def test_another_process_goes_on(make_model, tokens, tmp_path):
-    model, ids = make_model(cell="slstm"), tokens(2, 5)
+    model, ids = make_model("slstm"), tokens(2, 5)
     want = greedy(model, ids, new=20)
     cache = DynamicCache(config=model.config)
     text = greedy(model, ids, new=8, past_key_values=cache)
@@ -46,7 +46,7 @@ def test_another_process_goes_on(make_model, tokens, tmp_path):
 
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
 def test_states_come_back_bit_by_bit(make_model, tokens, tmp_path, kind):
-    model = make_model(cell="slstm").bfloat16()
+    model = make_model("slstm").bfloat16()
     static = StaticCache(config=model.config, max_cache_len=8)
     cache = static if kind == "static" else DynamicCache(config=model.config)
     with torch.no_grad():
@@ -92,7 +92,7 @@ def test_what_is_no_state_of_the_model(talk, make_model, tmp_path):
         "cell.0 is \\[2, 2, 16\\] torch.float32, but must be \\[2, 4, 8\\]": make_model(
             num_heads=4
         ),
-        "without \\[\\], but with \\['layers.0.cell.1'": make_model(cell="gru"),
+        "without \\[\\], but with \\['layers.0.cell.1'": make_model("gru"),
         "without \\['layers.2.cell.0'": make_model(num_hidden_layers=3),
         "torch.float32, but must be .* torch.float64": make_model().double(),
     }
