@@ -10,7 +10,7 @@ from torch._dynamo import lookup_backend
 from transformers import DynamicCache, StaticCache
 from transformers.generation import CompileConfig
 
-from model_cases import state_tensors
+from model_cases import blocks, state_tensors
 from numerics import EPS, assert_close
 
 SAME = 16 * EPS[torch.float32]  # see test_boundaries.py
