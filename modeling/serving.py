@@ -4,9 +4,9 @@ A sequence's state is a few rows that never grow, so a batch is a fixed number o
 sequence leaves its slot at once and the next one's state is written there; meanwhile new prompts
 are read, several at a time and piece by piece, in lanes beside the slots.
 
-What guarantees that requests do not disturb each other: every call of the model has one of three
-shapes, [slots, 1] for decoding and [lanes, width] for the pieces of a prompt, and how a prompt is
-cut depends on its own length alone. So the same kernels run for a request whatever stands beside
+What guarantees that requests do not disturb each other: every call of the model has one of two
+shapes, [slots, 1] for decoding and [lanes, piece] for a piece of a prompt, and how a prompt is cut
+depends on its own length alone. So the same kernels run for a request whatever stands beside
 it, and none of them mixes rows: what the other rows hold never matters. Nor does it matter, to the
 last bit, which slot a request gets: on a GPU every row runs the same instructions; on the CPU this
 needs layer widths that are multiples of 64, and `slots` that the threads share in fours, because
@@ -31,8 +31,6 @@ from transformers.generation import (
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
-
-WIDTHS = (256, 32)  # tokens of a piece: long prompts go fast, short ones waste little
 
 
 @dataclass
@@ -81,7 +79,8 @@ def generate_many(
     requests: Iterable[Request | Sequence[int] | torch.Tensor],
     *,
     slots: int = 32,
-    lanes: int = 4,
+    lanes: int = 8,
+    piece: int = 64,
     max_prompt_tokens: int | None = None,
     **defaults: Any,
 ) -> "Batcher":
@@ -96,12 +95,13 @@ def generate_many(
             endless generator is fine.
         slots: sequences that are decoded together; memory is theirs and does not grow.
         lanes: prompts that are read together.
+        piece: tokens of each that are read in one call.
         max_prompt_tokens: longer prompts end with an error.
 
     A request that is wrong, or whose logits_processor or on_token raises, ends with `error` set, and
     the others go on. The result's `cancel(index)` ends a request with the tokens it has.
     """
-    batcher = Batcher(model, slots=slots, lanes=lanes, max_prompt_tokens=max_prompt_tokens)
+    batcher = Batcher(model, slots, lanes, piece, max_prompt_tokens)
     batcher.source = (r if isinstance(r, Request) else Request(r, **defaults) for r in requests)
     return batcher
 
@@ -111,8 +111,9 @@ class Batcher(Iterator[Completion]):
     `submit` and `cancel` may be called from other threads."""
 
     def __init__(
-        self, model: Any, slots: int = 32, lanes: int = 4, max_prompt_tokens: int | None = None
-    ):
+        self, model: Any, slots: int = 32, lanes: int = 8, piece: int = 64,
+        max_prompt_tokens: int | None = None,
+    ):  # fmt: skip
         kinds = set(getattr(model.config, "layer_types", None) or ["attention"])
         if kinds != {"recurrent_state"}:
             raise TypeError(
@@ -120,10 +121,10 @@ class Batcher(Iterator[Completion]):
             )
         if model.training:
             raise ValueError("model is in training mode, but must be in eval mode")
-        for name, value in (("slots", slots), ("lanes", lanes)):
-            if value < 1:
-                raise ValueError(f"{name} is {value}, but must be at least 1")
-        self.model, self.max_prompt_tokens = model, max_prompt_tokens
+        for name, value, least in (("slots", slots, 1), ("lanes", lanes, 1), ("piece", piece, 2)):
+            if value < least:
+                raise ValueError(f"{name} is {value}, but must be at least {least}")
+        self.model, self.piece, self.max_prompt_tokens = model, piece, max_prompt_tokens
         self.source: Iterator[Request] = iter(())
         self.slots: list[_Running | None] = [None] * slots
         self.lanes: list[_Running | None] = [None] * lanes
@@ -166,7 +167,7 @@ class Batcher(Iterator[Completion]):
         with self._mailbox:
             self._end_cancelled()
             self._fill_lanes()
-        if any(s is not None and s.pieces for s in self.lanes):
+        if self._worth_reading():
             self._read()
         self._fill_slots()
         if any(self.slots):
@@ -201,21 +202,26 @@ class Batcher(Iterator[Completion]):
                 except Exception as error:  # the request is wrong, which is no one else's business
                     self._ended.append(Completion(index, [], "error", error))
 
+    def _worth_reading(self) -> bool:
+        """A lane that has nothing to read costs as much as another: wait for company while some
+        sequence stands ready for the next free slot."""
+        reading = [s for s in self.lanes if s is not None and s.unread]
+        ready = [s for s in self.lanes if s is not None and not s.unread]
+        return bool(reading) and (not ready or 4 * len(reading) >= 3 * len(self.lanes))
+
     def _read(self) -> None:
-        """One piece of every lane whose next piece is as wide as the oldest one's."""
-        width = min((s for s in self.lanes if s is not None and s.pieces), key=_index).pieces[0]
-        ids = torch.zeros(len(self.lanes), width, dtype=torch.long)
+        ids = torch.zeros(len(self.lanes), self.piece, dtype=torch.long)
         mask, positions = torch.zeros_like(ids), torch.ones_like(ids)
         last = {}
         for row, running in enumerate(self.lanes):
-            if running is None or not running.pieces or running.pieces[0] != width:
+            if running is None or not running.unread:
                 continue  # all padding: its state waits
-            begins, piece = running.next_piece()
-            ids[row, width - len(piece) :] = piece
-            mask[row, width - len(piece) :] = 1
-            if begins:
-                positions[row, width - len(piece)] = 0  # forgets who was in the lane before
-            if not running.pieces:
+            start = self.piece - running.next_size(self.piece)
+            if running.unread == len(running.prompt):
+                positions[row, start] = 0  # forgets who was in the lane before
+            ids[row, start:] = running.read(self.piece - start)
+            mask[row, start:] = 1
+            if not running.unread:
                 last[row] = running
         device = self.model.device
         logits = self.model(
@@ -229,7 +235,7 @@ class Batcher(Iterator[Completion]):
         free = deque(row for row, running in enumerate(self.slots) if running is None)
         moves = []
         for lane, running in enumerate(self.lanes):
-            if running is not None and not running.pieces and free:
+            if running is not None and not running.unread and free:
                 slot = free.popleft()
                 self.slots[slot], self.lanes[lane] = running, None
                 moves.append((slot, lane))
@@ -278,10 +284,6 @@ class Batcher(Iterator[Completion]):
         self._ended.append(Completion(running.index, running.tokens, reason, error))
 
 
-def _index(running: "_Running") -> int:
-    return running.index
-
-
 @dataclass(eq=False)
 class _Running:
     """A request at work: checked, cut into pieces, with its own sampler."""
@@ -296,8 +298,7 @@ class _Running:
         request = self.request
         self.prompt = torch.as_tensor(request.prompt, dtype=torch.long, device="cpu")
         self._check()
-        self.pieces = cut(len(self.prompt))
-        self.begun = False
+        self.unread = len(self.prompt)
         self.started = time.monotonic()
         end = request.eos_token_id
         if end is None:
@@ -330,12 +331,14 @@ class _Running:
                 f"max_new_tokens is {self.request.max_new_tokens}, but must be at least 1"
             )
 
-    def next_piece(self) -> tuple[bool, torch.Tensor]:
-        """Whether it is the first, and its tokens, fewer than its width only then."""
-        begins, self.begun = not self.begun, True
-        width = self.pieces.pop(0)
-        end = len(self.prompt) - sum(self.pieces)
-        return begins, self.prompt[max(end - width, 0) : end]
+    def next_size(self, piece: int) -> int:
+        """Only the first piece is not full."""
+        return (self.unread - 1) % piece + 1
+
+    def read(self, size: int) -> torch.Tensor:
+        start = len(self.prompt) - self.unread
+        self.unread -= size
+        return self.prompt[start : start + size]
 
     def take(self, best: int, finite: int, scores: torch.Tensor) -> str | None:
         """Chooses a token from scores [1, V]; returns why it was the last one, or None."""
@@ -358,13 +361,6 @@ class _Running:
 
     def _draw(self, scores: torch.Tensor) -> torch.Tensor:
         return torch.multinomial(scores.softmax(-1), 1, generator=self.generator)
-
-
-def cut(length: int) -> list[int]:
-    """Widths of the pieces of a prompt; only the first is not full, and is padded on the left."""
-    wide, narrow = WIDTHS
-    rest = length % wide
-    return [narrow] * -(-rest // narrow) + [wide] * (length // wide)
 
 
 def _warpers(request: Request) -> LogitsProcessorList:

@@ -8,10 +8,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessorList
 
 import flashcell
 from decode_cases import greedy
-from flashcell.serving import WIDTHS, Batcher, Request, cut, generate_many
-from model_cases import CASES
+from flashcell.serving import Batcher, Request, generate_many
+from model_cases import CASES, state_tensors
 
-LENGTHS = (1, 2, 31, 32, 33, 200, 256, 257, 290, 5)
+LENGTHS = (1, 2, 63, 64, 65, 200, 256, 257, 290, 5)
 
 
 def collect(results) -> dict[int, list[int]]:
@@ -27,19 +27,12 @@ def alone(model, prompt, **kwargs) -> list[int]:
     return out[0, len(prompt) :].tolist()
 
 
-def test_cut():
-    for length in range(1, 3 * WIDTHS[0]):
-        pieces = cut(length)
-        assert 0 <= sum(pieces) - length < pieces[0]
-        assert pieces[0] == WIDTHS[1] or sum(pieces) == length
-
-
 def test_greedy_is_generate(case, make_model, tokens):
     model = make_model(case)
     prompts = [tokens(n) for n in LENGTHS]
     limits = [3 + 5 * i for i in range(len(prompts))]
     requests = [Request(p, max_new_tokens=n) for p, n in zip(prompts, limits, strict=True)]
-    got = collect(generate_many(model, requests, slots=3, lanes=2))
+    got = collect(generate_many(model, requests, slots=3, lanes=2, piece=64))
     assert len(got) == len(prompts)
     for i, prompt in enumerate(prompts):
         assert got[i] == alone(model, prompt, new=limits[i]), i
@@ -199,8 +192,8 @@ def test_memory_does_not_grow(make_model, tokens):
         many.submit(Request(tokens(1 + 13 * i), 1 + i))
     while many.busy:
         many.step()
-        caches = (many.reading, many.decoding)
-        sizes.add(sum(s.nbytes for c in caches for layer in c.layers for g in layer.states.values() for s in g))  # fmt: skip
+        states = state_tensors(many.reading) + state_tensors(many.decoding)
+        sizes.add(sum(s.nbytes for s in states))
     state = 2 * 32 * 4 * 2  # h and c of 32 units in fp32, two layers
     assert max(sizes) == (3 + 2) * state
 
@@ -219,6 +212,8 @@ def test_what_it_does_not_take(make_model):
     model = make_model()
     with pytest.raises(ValueError, match="slots is 0, but must be at least 1"):
         generate_many(model, [], slots=0)
+    with pytest.raises(ValueError, match="piece is 1, but must be at least 2"):
+        generate_many(model, [], piece=1)
     with pytest.raises(ValueError, match="model is in training mode"):
         generate_many(model.train(), [])
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 8}
@@ -226,3 +221,23 @@ def test_what_it_does_not_take(make_model):
     with pytest.raises(TypeError, match=r"model has layers of .*, but must be purely recurrent"):
         flashcell.generate_many(llama.eval(), [])
     assert list(generate_many(model.eval(), [])) == []
+
+
+@pytest.mark.slow
+def test_a_thousand_requests(make_model):
+    """Prompts of 8 to 2,048 tokens, outputs of 1 to 1,024, log-uniform: each as generate alone."""
+    model = make_model(num_hidden_layers=1)
+
+    def log_uniform(low: int, high: int) -> list[int]:
+        return (low * (high / low) ** torch.rand(1000, device="cpu")).long().tolist()
+
+    prompts = [torch.randint(0, 61, (n,)) for n in log_uniform(8, 2048)]
+    limits = log_uniform(1, 1024)
+    requests = [Request(p, n) for p, n in zip(prompts, limits, strict=True)]
+    many, sizes, got = generate_many(model, requests), set(), {}
+    for done in many:
+        got[done.index] = done.tokens
+        sizes.add(sum(s.nbytes for s in state_tensors(many.decoding)))
+    assert len(sizes) == 1
+    wrong = [i for i in range(1000) if got[i] != alone(model, prompts[i], new=limits[i])]
+    assert not wrong
