@@ -73,3 +73,11 @@ def state_tensors(cache: Any) -> list[torch.Tensor]:
 def blocks(model: nn.Module) -> nn.ModuleList:
     backbone = getattr(model, model.base_model_prefix, model)
     return getattr(backbone, backbone._blocks)
+
+
+def kinds() -> list[str]:
+    """A case for each set of weights' names: what is saved, exported and sharded in the same way."""
+    with torch.device("meta"):
+        return list(
+            {frozenset(case.model().state_dict()): name for name, case in CASES.items()}.values()
+        )

@@ -5,7 +5,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
-from model_cases import CASES
+from model_cases import CASES, kinds
 from numerics import EPS, assert_bitwise, assert_close
 
 SAME = 16 * EPS[torch.float32]  # see test_boundaries.py
@@ -30,9 +30,9 @@ def fit(model, ids, steps=30, lr=0.01) -> list[float]:
     return losses
 
 
-def test_default_config_trains(case, make_model, tokens):
+def test_default_config_trains(case, make_config, make_model, tokens):
     """Nothing set but the sizes; use_cache is on, which must not get in the way."""
-    model = make_model(case, initializer_range=None).train()
+    model = make_model(case, initializer_range=type(make_config(case)).initializer_range).train()
     losses = fit(model, tokens(2, 12))
     assert losses[-1] < 0.5 * losses[0]
     assert all(p.grad.isfinite().all() and p.grad.any() for p in model.parameters())
@@ -61,25 +61,12 @@ def test_gradient_checkpointing_changes_nothing(case, make_model, tokens, reentr
         assert_bitwise(name, got, plain[name])
 
 
-def test_checkpointing_refuses_a_cache(make_model, tokens):
-    model, ids = make_model().train(), tokens(1, 4)
+def test_checkpointing_refuses_a_cache(case, make_model, tokens):
+    model, ids = make_model(case).train(), tokens(1, 4)
     cache = model(ids).past_key_values
     model.gradient_checkpointing_enable()
     with pytest.raises(ValueError, match="past_key_values is given, but must be None"):
         model(ids, past_key_values=cache)
-
-
-def test_binary_and_reference_make_the_same_model(case, make_model, tokens):
-    """float64: two orders of the same sums, in the loss and every gradient, padding included."""
-    model, ids = make_model(case).double(), tokens(2, 9)
-    mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1, 0, 0]])
-    inputs = {"input_ids": ids, "labels": ids, "attention_mask": mask}
-    model.config.backend = "cpu"
-    binary, loss = gradients(model, **inputs), model(**inputs).loss
-    model.config.backend = "reference"
-    assert_close("loss", loss, model(**inputs).loss, 32 * EPS[torch.float64])
-    for name, want in gradients(model, **inputs).items():
-        assert_close(name, binary[name], want, 32 * EPS[torch.float64])
 
 
 def test_grad_clip_reaches_the_cell(make_model, tokens):
@@ -92,8 +79,8 @@ def test_grad_clip_reaches_the_cell(make_model, tokens):
     assert (cut[name] - free[name]).norm() > 0.01 * free[name].norm()
 
 
-def test_loss_is_averaged_over_the_items_the_trainer_counts(make_model, tokens):
-    model, ids = make_model(), tokens(2, 9)
+def test_loss_is_averaged_over_the_items_the_trainer_counts(case, make_model, tokens):
+    model, ids = make_model(case), tokens(2, 9)
     loss = model(ids, labels=ids).loss
     counted = model(ids, labels=ids, num_items_in_batch=torch.tensor(32)).loss
     assert_close("loss", counted * 2, loss, SAME)
@@ -103,9 +90,9 @@ def test_loss_is_averaged_over_the_items_the_trainer_counts(make_model, tokens):
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-def test_trainer(make_model, tokens, tmp_path, packed):
+def test_trainer(case, make_model, tokens, tmp_path, packed):
     torch.manual_seed(1)
-    model = make_model(pad_token_id=0)
+    model = make_model(case, pad_token_id=0)
     texts = [{"input_ids": tokens(n).tolist()} for n in (5, 9, 3, 7)]
     if not packed:
         texts = [{"input_ids": ids, "labels": ids} for ids in tokens(4, 9).tolist()]
@@ -144,10 +131,14 @@ def test_lora_on_all_linear_layers(case, make_model, tokens):
         assert changed == (name.removesuffix(".weight") in layers), name
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_compiled_whole(make_model, tokens, backend):
+COMPILED = [(case, "aot_eager") for case in CASES]
+COMPILED += [pytest.param(case, "inductor", marks=pytest.mark.slow) for case in kinds()]
+
+
+@pytest.mark.parametrize(("case", "backend"), COMPILED)
+def test_compiled_whole(case, make_model, tokens, backend):
     """The compiled object itself, one graph, forward and backward, with padding and documents."""
-    model, ids = make_model("lstm", num_hidden_layers=1).train(), tokens(2, 5)
+    model, ids = make_model(case, num_hidden_layers=1).train(), tokens(2, 5)
     mask = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 0]])
     inputs = {
         "input_ids": ids,
@@ -166,15 +157,6 @@ def test_compiled_whole(make_model, tokens, backend):
     for name, p in model.named_parameters():
         assert_close(name, p.grad, want[name], 4 * SAME)  # fused sums: another order in backward
     assert counter.frame_count == 1
-
-
-def test_output_hidden_states(make_model, tokens):
-    model, ids = make_model(), tokens(2, 6)
-    outputs = model(ids, output_hidden_states=True)
-    assert len(outputs.hidden_states) == 3
-    assert torch.equal(outputs.hidden_states[0], model.get_input_embeddings()(ids))
-    assert torch.equal(model.lm_head(outputs.hidden_states[-1]), outputs.logits)
-    assert model(ids, return_dict=False)[0].shape == (2, 6, 61)
 
 
 def test_sequence_classification(case, make_model, tokens):
@@ -204,16 +186,3 @@ def test_token_classification(case, make_model, tokens):
     loss = model(ids, labels=torch.randint(0, 3, (2, 6))).loss
     loss.backward()
     assert all(p.grad.any() for p in model.parameters())
-
-
-def test_sharding_plan_names_modules(make_model):
-    model = make_model()
-    assert set(model._fsdp_plan) == {
-        "lm_head",
-        "model.embed_tokens",
-        "model.layers.*",
-        "model.norm",
-    }
-    for name in model._fsdp_plan:
-        model.get_submodule(name.removesuffix(".*"))
-    assert type(model.model.layers[0]).__name__ in model._no_split_modules
