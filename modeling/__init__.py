@@ -20,9 +20,10 @@ from .modeling_flash_rnn import (
     FlashRNNModel,
     FlashRNNPreTrainedModel,
 )
+from .requests import Completion, Request
 from .rnn import GRU, LSTM, RNN, GRUCell, LSTMCell, RNNCell
 from .rnn_replace import replace
-from .serving import Batcher, Completion, Request, generate_many
+from .serving import Batcher, generate_many
 
 __version__ = "0.1.0"
 

@@ -19,9 +19,8 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
-from transformers.generation.configuration_utils import GenerationMode
 from transformers.modeling_layers import (
     GenericForSequenceClassification,
     GenericForTokenClassification,
@@ -37,13 +36,7 @@ from .boundaries import NO_BOUNDARIES, Boundaries, find_boundaries
 from .cache import RecurrentStateLayer
 from .causal_conv import CausalConv1d
 from .decode import DecodeEngine
-from .state_file import load_state, save_state
-
-ROLLED_BACK = {
-    GenerationMode.ASSISTED_GENERATION: "assisted generation",
-    GenerationMode.CONTRASTIVE_SEARCH: "contrastive search",
-}
-PROMPT_ONLY = ("attention_mask", "position_ids", "token_type_ids", "labels")
+from .generation import RecurrentGeneration, cut_prompt
 
 
 def make_norm(kind: str, width: int, eps: float) -> nn.Module:
@@ -163,38 +156,7 @@ class RecurrentModel:
         )
 
 
-def cut_prompt(
-    input_ids: torch.Tensor | None,
-    inputs_embeds: torch.Tensor | None,
-    position_ids: torch.Tensor | None,
-    attention_mask: torch.Tensor | None,
-    tokens: int,
-    rest: dict[str, Any],
-) -> list[tuple[torch.Tensor | None, ...]]:
-    """The same arguments for pieces of at most `tokens` tokens, in multiples of 256 a row.
-
-    A prompt stays whole while gradients are recorded, where its documents are given by number or
-    offset, and where every layer's output is asked for.
-    """
-    whole = (input_ids, inputs_embeds, position_ids, attention_mask)
-    given = input_ids if inputs_embeds is None else inputs_embeds
-    others = any(v is not None and v is not False for k, v in rest.items() if k != "use_cache")
-    if given is None or others or torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return [whole]
-    B, T = given.shape[:2]
-    size = max(tokens // max(B, 1) // 256, 1) * 256
-    if size >= T:
-        return [whole]
-    if attention_mask is not None:
-        attention_mask = attention_mask[:, -T:]
-    whole = (input_ids, inputs_embeds, position_ids, attention_mask)
-    return [
-        tuple(None if t is None else t[:, start : start + size] for t in whole)
-        for start in range(0, T, size)
-    ]
-
-
-class RecurrentForCausalLM(GenerationMixin):
+class RecurrentForCausalLM(RecurrentGeneration):
     """A language model: the base model and a head; `backbone_class` is the family's base model.
 
     decoder        the DecodeEngine
@@ -214,8 +176,6 @@ class RecurrentForCausalLM(GenerationMixin):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.decoder = DecodeEngine()
         self.post_init()
-
-    save_state, load_state = save_state, load_state
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:  # .to, .half, .cuda
         self.decoder.release()
@@ -237,16 +197,20 @@ class RecurrentForCausalLM(GenerationMixin):
         logits_to_keep: int | torch.Tensor = 0,  # the last so many, or these positions; 0 = all
         **kwargs: Unpack[TransformersKwargs],
     ) -> CausalLMOutputWithPast:
-        others = {"attention_mask": attention_mask, "position_ids": position_ids, "labels": labels}
+        others: dict[str, Any] = {
+            "attention_mask": attention_mask,
+            "position_ids": position_ids,
+            "labels": labels,
+        }
         others.update(inputs_embeds=inputs_embeds, logits_to_keep=logits_to_keep, **kwargs)
         logits = self.decoder.step(self, input_ids, past_key_values, others)
         if logits is not None:
             return CausalLMOutputWithPast(logits=logits, past_key_values=past_key_values)
         backbone, rest = getattr(self, self.base_model_prefix), dict(kwargs, use_cache=use_cache)
-        pieces = [(input_ids, inputs_embeds, position_ids, attention_mask)]
+        pieces: list[Any] = [(input_ids, inputs_embeds, position_ids, attention_mask)]
         last = isinstance(logits_to_keep, int) and logits_to_keep == 1 and labels is None
         if last and past_key_values is not None:
-            pieces = cut_prompt(*pieces[0], self.prompt_tokens, rest)
+            pieces = cut_prompt(*pieces[0], tokens=self.prompt_tokens, rest=rest)
         for ids, embeds, positions, mask in pieces:  # only the last one's outputs are asked for
             outputs = backbone(
                 input_ids=ids,
@@ -269,62 +233,6 @@ class RecurrentForCausalLM(GenerationMixin):
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
         )
-
-    def prepare_inputs_for_generation(
-        self,
-        input_ids: torch.LongTensor,
-        next_sequence_length: int | None = None,
-        inputs_embeds: torch.FloatTensor | None = None,  # generate looks for it here
-        is_first_iteration: bool | None = False,
-        **kwargs: Any,
-    ) -> dict[str, Any]:
-        """The base class's, but a decoded token is no padding and begins nothing, which saves most of it.
-
-        In a batch, rows that have ended go on reading padding until the last one ends: continue
-        such a conversation from its text, not from the returned cache.
-        """
-        if next_sequence_length is not None and next_sequence_length < 1:
-            raise ValueError(
-                f"the cache already holds {input_ids.shape[1] - next_sequence_length} tokens, but "
-                f"input_ids has {input_ids.shape[1]}: pass the whole text, or the new tokens and "
-                "an attention_mask over the whole text"
-            )
-        if next_sequence_length == 1 and not is_first_iteration:
-            token = input_ids[:, -1:].to(self.device).clone(memory_format=torch.contiguous_format)
-            return {"input_ids": token, **{k: v for k, v in kwargs.items() if k not in PROMPT_ONLY}}
-        return super().prepare_inputs_for_generation(
-            input_ids,
-            next_sequence_length=next_sequence_length,
-            inputs_embeds=inputs_embeds,
-            is_first_iteration=is_first_iteration,
-            **kwargs,
-        )
-
-    def _update_model_kwargs_for_generation(
-        self, outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
-    ) -> dict[str, Any]:
-        """With a cache, mask and positions have done their work and need not grow."""
-        if outputs.get("past_key_values") is None:
-            return super()._update_model_kwargs_for_generation(
-                outputs, model_kwargs, *args, **kwargs
-            )
-        return {**model_kwargs, "past_key_values": outputs.past_key_values}
-
-    @staticmethod
-    def create_masks_for_generate(
-        attention_mask: torch.Tensor | None = None, **kwargs: Any
-    ) -> torch.Tensor | None:
-        """Padding is all a recurrence has to know."""
-        return attention_mask
-
-    def _get_deprecated_gen_repo(self, generation_mode: Any, *args: Any, **kwargs: Any) -> Any:
-        """The first that generate asks about the mode."""
-        if generation_mode in ROLLED_BACK:
-            raise ValueError(
-                f"{ROLLED_BACK[generation_mode]} is asked for, but {type(self).__name__} cannot do "
-                "it: it tries tokens and takes them back, and a recurrent state is not taken back"
-            )
-        return super()._get_deprecated_gen_repo(generation_mode, *args, **kwargs)
 
 
 class RecurrentForSequenceClassification(GenericForSequenceClassification):

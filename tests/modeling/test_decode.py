@@ -14,19 +14,19 @@ import torch
 from transformers import DynamicCache
 
 from decode_cases import CHANGES, greedy, without_engine
-from flashcell import decode
+from flashcell import decode, recording
 
 
 @pytest.fixture
 def steps(monkeypatch):
     """The batch sizes of the steps that the engine ran."""
-    sizes, run = [], decode.Recording.run
+    sizes, run = [], recording.Recording.run
 
     def counted(self, model, tokens):
         sizes.append(len(tokens))
         return run(self, model, tokens)
 
-    monkeypatch.setattr(decode.Recording, "run", counted)
+    monkeypatch.setattr(recording.Recording, "run", counted)
     return sizes
 
 
@@ -185,7 +185,7 @@ def test_modes(make_model, tokens):
 @pytest.mark.parametrize("change", CHANGES)
 def test_changes_that_a_graph_would_miss_are_seen(make_model, change):
     model = make_model()
-    snapshot = decode.Snapshot(model, model.device)
+    snapshot = recording.Snapshot(model, model.device)
     assert snapshot.refusal is None
     assert snapshot.holds()
     with torch.no_grad():
@@ -197,18 +197,18 @@ def test_changes_that_a_graph_would_miss_are_seen(make_model, change):
 
 def test_what_a_graph_cannot_have(make_model):
     model = make_model()
-    assert decode.Snapshot(model, torch.device("meta")).refusal == (
+    assert recording.Snapshot(model, torch.device("meta")).refusal == (
         "not every weight is on meta, where the tokens are"
     )
     model.model.layers[0].register_forward_hook(lambda *_: None)
-    assert decode.Snapshot(model, model.device).refusal == "FlashRNNBlock has hooks"
+    assert recording.Snapshot(model, model.device).refusal == "FlashRNNBlock has hooks"
     model = make_model()
     model.model.norm._hf_hook = object()
-    assert "accelerate moves" in decode.Snapshot(model, model.device).refusal
+    assert "accelerate moves" in recording.Snapshot(model, model.device).refusal
 
 
 def test_hooks_of_output_hidden_states_are_idle(make_model, tokens):
     model = make_model()
     model(tokens(1, 3), output_hidden_states=True)
     assert model.model.layers[0]._forward_hooks, "transformers leaves none behind: drop this test"
-    assert decode.Snapshot(model, model.device).refusal is None
+    assert recording.Snapshot(model, model.device).refusal is None

@@ -8,7 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessorList
 
 import flashcell
 from decode_cases import greedy
-from flashcell.serving import Batcher, Request, generate_many
+from flashcell import Batcher, Request, generate_many
 from model_cases import CASES, state_tensors
 
 LENGTHS = (1, 2, 63, 64, 65, 200, 256, 257, 290, 5)
