@@ -131,7 +131,10 @@ class Running:
         return "time" if limit is not None and time.monotonic() - self.started > limit else None
 
     def _draw(self, scores: torch.Tensor) -> torch.Tensor:
-        return torch.multinomial(scores.softmax(-1), 1, generator=self.generator)
+        probabilities = scores.softmax(-1)
+        if not probabilities.isfinite().all():  # multinomial would take the whole GPU down
+            raise ValueError("logits_processor left no token with a finite score")
+        return torch.multinomial(probabilities, 1, generator=self.generator)
 
 
 def _warpers(request: Request) -> LogitsProcessorList:

@@ -166,15 +166,29 @@ def test_errors_stay_with_their_request(make_model, tokens):
         assert results[2 * i + 1].tokens == want
 
 
-def test_logits_that_are_not_finite(make_model, tokens):
-    model = make_model()
+@pytest.mark.parametrize("slots", [1, 2])
+def test_logits_that_are_not_finite(case, make_model, slots):
+    """Nor do they stay behind in the lane and the slot."""
+    model = make_model(case)
     with torch.no_grad():
-        model.model.embed_tokens.weight[7] = float("nan")
+        model.get_input_embeddings().weight[7] = float("nan")
     good = torch.tensor([1, 2, 3])
-    results = {c.index: c for c in generate_many(model, [[1, 7, 3], good, good], 
-                                                 max_new_tokens=9, slots=2)}  # fmt: skip
+    ends_wrong = Request(
+        good, 9, do_sample=True, logits_processor=LogitsProcessorList([leave_nothing_after(4)])
+    )
+    requests = [Request([1, 7, 3], 9), Request(good, 9), ends_wrong, Request(good, 9)]
+    results = {c.index: c for c in generate_many(model, requests, slots=slots, lanes=slots)}
     assert isinstance(results[0].error, FloatingPointError)
-    assert results[1].tokens == results[2].tokens == alone(model, good, new=9)
+    assert isinstance(results[2].error, ValueError)
+    assert len(results[2].tokens) == 4
+    assert results[1].tokens == results[3].tokens == alone(model, good, new=9)
+
+
+def leave_nothing_after(tokens: int):
+    def processor(ids, scores):
+        return scores if ids.shape[1] < 3 + tokens else scores.fill_(float("-inf"))
+
+    return processor
 
 
 def test_time_limit(make_model, tokens):
