@@ -11,8 +11,15 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
-from .configuration import FlashRNNConfig
+from .configuration import FlashMLSTMConfig, FlashRNNConfig
 from .flash_rnn_layers import FlashGRU, FlashLSTM
+from .modeling_flash_mlstm import (
+    FlashMLSTMForCausalLM,
+    FlashMLSTMForSequenceClassification,
+    FlashMLSTMForTokenClassification,
+    FlashMLSTMModel,
+    FlashMLSTMPreTrainedModel,
+)
 from .modeling_flash_rnn import (
     FlashRNNForCausalLM,
     FlashRNNForSequenceClassification,
@@ -31,6 +38,12 @@ __all__ = [
     "RNN",
     "FlashGRU",
     "FlashLSTM",
+    "FlashMLSTMConfig",
+    "FlashMLSTMForCausalLM",
+    "FlashMLSTMForSequenceClassification",
+    "FlashMLSTMForTokenClassification",
+    "FlashMLSTMModel",
+    "FlashMLSTMPreTrainedModel",
     "FlashRNNConfig",
     "FlashRNNForCausalLM",
     "FlashRNNForSequenceClassification",
@@ -48,3 +61,9 @@ AutoModel.register(FlashRNNConfig, FlashRNNModel)
 AutoModelForCausalLM.register(FlashRNNConfig, FlashRNNForCausalLM)
 AutoModelForSequenceClassification.register(FlashRNNConfig, FlashRNNForSequenceClassification)
 AutoModelForTokenClassification.register(FlashRNNConfig, FlashRNNForTokenClassification)
+
+AutoConfig.register("flash_mlstm", FlashMLSTMConfig)
+AutoModel.register(FlashMLSTMConfig, FlashMLSTMModel)
+AutoModelForCausalLM.register(FlashMLSTMConfig, FlashMLSTMForCausalLM)
+AutoModelForSequenceClassification.register(FlashMLSTMConfig, FlashMLSTMForSequenceClassification)
+AutoModelForTokenClassification.register(FlashMLSTMConfig, FlashMLSTMForTokenClassification)

@@ -1,0 +1,64 @@
+"""What the mixers of flash_mlstm and flash_xlstm share: the call of the mLSTM, and the norm of a head."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from .boundaries import Boundaries
+from .cache import RecurrentStateLayer, StaticRecurrentStateLayer
+from .kernel_loader import load_kernel
+
+State = tuple[torch.Tensor, ...]
+
+
+class HeadNorm(nn.Module):
+    """The norm, "layer" (without bias) or "rms", of every head's D values for themselves; weight [N D].
+
+    The mLSTM kernel norms by itself: there this is the place of the weight. forward: h [..., N, D] ->
+    [..., N D] in h's dtype.
+    """
+
+    def __init__(self, width: int, eps: float, kind: str = "layer"):
+        super().__init__()
+        self.eps, self.kind = eps, kind
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        norm = F.layer_norm if self.kind == "layer" else F.rms_norm
+        return norm(h, h.shape[-1:], eps=self.eps).flatten(-2) * self.weight.to(h.dtype)
+
+
+def run_mlstm(
+    config: Any,
+    operands: tuple[torch.Tensor, ...],  # q, k [B, T, H, K], v [B, T, H, V], i, f [B, T, H]
+    norm: HeadNorm,
+    cache: RecurrentStateLayer | None,
+    boundaries: Boundaries,
+    out_gate: torch.Tensor | None = None,  # [B, T, H, V]
+    **options: Any,  # of the kernel's mlstm and mlstm_step
+) -> tuple[torch.Tensor, State]:
+    """h [B, T, H V], normed and gated, and the states to keep; see the kernel's mlstm.
+
+    A token that is decoded into a static cache changes its states where they lie.
+    """
+    q = operands[0]
+    B, T, heads, _ = q.shape
+    options.update(
+        norm=norm.kind, norm_weight=norm.weight.view(heads, -1), norm_eps=norm.eps,
+        backend=config.backend,
+    )  # fmt: skip
+    kernel = load_kernel("tfla", q.device.type, config.backend)
+    state = None if cache is None else boundaries.first(cache.get_states())
+    if T == 1 and boundaries.none:
+        buffers = isinstance(cache, StaticRecurrentStateLayer) and not torch.is_grad_enabled()
+        gate = None if out_gate is None else out_gate[:, 0]
+        h, state = kernel.mlstm_step(
+            *(x[:, 0] for x in operands), state,
+            out_gate=gate, inplace=buffers and state is not None, **options,
+        )  # fmt: skip
+    else:
+        options.update(boundaries._asdict(), chunk_size=config.chunk_size)
+        h, state = kernel.mlstm(*operands, state, out_gate=out_gate, **options)
+    return h.reshape(B, T, -1), boundaries.last(state)
