@@ -11,12 +11,13 @@ Both are an input projection, [B, T, input_size] -> gates, and a cell:
                    kernel's functions
 
     forward(x [B, T, input_size], state=None, *, reset=None, hold=None, lengths=None,
-            cu_seqlens=None) -> h [B, T, hidden_size], state
-    step(x [B, input_size], state=None) -> h [B, hidden_size], state
+            cu_seqlens=None, **path) -> h [B, T, hidden_size], state
+    step(x [B, input_size], state=None, *, backend=None) -> h [B, hidden_size], state
 
 state: a tuple of [B, hidden_size] ([S, hidden_size] for S packed documents), fp32 (fp64 for fp64),
 None for zeros. reset and hold [B, T] bool, lengths [B] and cu_seqlens [S + 1] int: the kernel's own
-arguments (document boundaries, padding). dtypes bf16, fp16, fp32, fp64; h comes in the projection's,
+arguments (document boundaries, padding). path: method, tol, max_iters and backend of this call instead of
+the layer's. dtypes bf16, fp16, fp32, fp64; h comes in the projection's,
 so under torch.autocast in autocast's. Wrong arguments raise TypeError or ValueError naming the
 argument, what it was and what it must be.
 """
@@ -27,8 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .kernel_loader import load_kernel
-from .rnn import check_backend
+from .kernel_loader import check_backend, load_kernel
 
 State = tuple[Tensor, ...]
 METHODS = ("auto", "walk", "shoot", "newton")
@@ -130,22 +130,26 @@ class _FlashLayer(nn.Module):
     def forward(
         self, x: Tensor, state: State | None = None, *, reset: Tensor | None = None,
         hold: Tensor | None = None, lengths: Tensor | None = None, cu_seqlens: Tensor | None = None,
+        **path: Any,
     ) -> tuple[Tensor, State]:  # fmt: skip
         """x [B, T, input_size] -> h [B, T, hidden_size], state; see the module."""
         self._check(x, "[B, T, {}]", 3)
-        cell = getattr(self._kernel(x), self.kernel_cell)
+        path = {"method": self.method, "backend": self.backend, **path}
+        kernel = load_kernel("diagonal-rnn", x.device.type, path["backend"])
         masks = {"reset": reset, "hold": hold, "lengths": lengths, "cu_seqlens": cu_seqlens}
-        options = {"method": self.method, "backend": self.backend}
-        return cell(self.in_proj(x, self.backend), *self._weights(), state, **masks, **options)
+        u = self.in_proj(x, path["backend"])
+        return getattr(kernel, self.kernel_cell)(u, *self._weights(), state, **masks, **path)
 
-    def step(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
+    def step(
+        self, x: Tensor, state: State | None = None, *, backend: str | None = None
+    ) -> tuple[Tensor, State]:
         """One step: x [B, input_size] -> h [B, hidden_size], state."""
         self._check(x, "[B, {}]", 2)
-        cell = getattr(self._kernel(x), f"{self.kernel_cell}_step")
-        return cell(self.in_proj(x, self.backend), *self._weights(), state, backend=self.backend)
-
-    def _kernel(self, x: Tensor) -> Any:
-        return load_kernel("diagonal-rnn", x.device.type, self.backend)
+        backend = backend or self.backend
+        cell = getattr(
+            load_kernel("diagonal-rnn", x.device.type, backend), f"{self.kernel_cell}_step"
+        )
+        return cell(self.in_proj(x, backend), *self._weights(), state, backend=backend)
 
     def _rows(self) -> tuple[nn.Parameter, ...]:
         return (self.a, self.p) if self.peepholes else (self.a,)

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import initialization as init
 
 from .boundaries import NO_BOUNDARIES, Boundaries
 from .cache import RecurrentStateLayer
@@ -29,6 +30,30 @@ class RecurrentMixer(nn.Module):
         self.recurrent_weight = nn.Parameter(torch.empty(self.num_gates, heads, width, width))
         self.gate_bias = nn.Parameter(torch.empty(CELLS[self.cell].bias_rows, heads, width))
 
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Recurrent matrices are orthogonal in every head and gate (Saxe et al. 2014).
+
+        A state is kept at the start: the LSTM's forget gate has bias 1 (Jozefowicz et al. 2015), so
+        has the GRU's update gate; sLSTM's forget biases fall from 5 to -7 within a head by a power
+        law whose exponent grows with depth (xLSTM, arXiv 2405.04517, in its published code).
+        """
+        weight, bias = self.recurrent_weight, self.gate_bias
+        if weight.device.type == "meta":
+            return
+        matrices = torch.empty_like(weight, dtype=torch.float32)
+        for matrix in matrices.flatten(0, 1):
+            nn.init.orthogonal_(matrix)
+        biases = torch.zeros_like(bias)
+        if self.cell in ("lstm", "gru"):
+            biases[1] = 1.0
+        elif self.cell == "slstm":
+            depth = self.layer_idx / max(self.config.num_hidden_layers - 1, 1)
+            unit = torch.linspace(0, 1, bias.shape[-1], device=bias.device)
+            biases[1] = 5.0 - 12.0 * unit ** (0.3 + 1.3 * depth)
+        init.copy_(weight, matrices)
+        init.copy_(bias, biases)
+
     def forward(
         self,
         hidden_states: torch.Tensor,  # [B, T, H]
@@ -43,7 +68,11 @@ class RecurrentMixer(nn.Module):
         if T == 1 and boundaries.none:
             h, state = kernel.recurrent_step(self.cell, x[:, 0], *weights, state)
         else:
-            options = {**boundaries._asdict(), "grad_clip": self.config.grad_clip}
+            options = {
+                **boundaries._asdict(),
+                "grad_clip": self.config.grad_clip,
+                "save": self.config.save,
+            }
             h, state = kernel.recurrent(self.cell, x, *weights, state, **options)
         if cache is not None:
             cache.update_states(T, cell=boundaries.last(state))

@@ -1,6 +1,7 @@
 """flash_rnn: a Llama-style language model whose mixer is a recurrent cell.
 
-Block: x + cell(norm(x)), then x + mlp(norm(x)); the cell has no output projection, and there are no
+Block: x + mixer(norm(x)), then x + mlp(norm(x)); the mixer is a cell with an input projection
+(layers.py), or what was published around a diagonal cell (diagonal_mixer.py). There are no
 positions: order is what the state carries.
 """
 
@@ -14,6 +15,7 @@ from transformers import initialization as init
 from .boundaries import Boundaries
 from .cache import RecurrentStateLayer
 from .configuration.configuration_flash_rnn import FlashRNNConfig
+from .diagonal_mixer import DiagonalMixer
 from .layers import RecurrentMixer
 from .recurrent_model import (
     RecurrentBlock,
@@ -32,7 +34,7 @@ class FlashRNNBlock(RecurrentBlock):
         super().__init__(layer_idx)
         width = config.hidden_size
         self.mixer_norm = make_norm(config.norm, width, config.norm_eps)
-        self.mixer = RecurrentMixer(config, layer_idx)
+        self.mixer = (DiagonalMixer if config.is_diagonal else RecurrentMixer)(config, layer_idx)
         self.mlp_norm = make_norm(config.norm, width, config.norm_eps)
         self.mlp = SwiGLU(width, config.intermediate_size)
 
@@ -52,30 +54,26 @@ class FlashRNNPreTrainedModel(RecurrentPreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Recurrent matrices are orthogonal in every head and gate (Saxe et al. 2014).
-
-        A state is kept at the start: the LSTM's forget gate has bias 1 (Jozefowicz et al. 2015), so
-        has the GRU's update gate; sLSTM's forget biases fall from 5 to -7 within a head by a power
-        law whose exponent grows with depth (xLSTM, arXiv 2405.04517, in its published code).
-        """
         super()._init_weights(module)
-        if not isinstance(module, RecurrentMixer):
+        if isinstance(module, RecurrentMixer | DiagonalMixer):
+            module.init_weights()
+        if not self.config.is_diagonal or self.config.initializer_range is not None:
             return
-        weight, bias, cell = module.recurrent_weight, module.gate_bias, self.config.cell
-        if weight.device.type == "meta":
-            return
-        matrices = torch.empty_like(weight, dtype=torch.float32)
-        for matrix in matrices.flatten(0, 1):
-            nn.init.orthogonal_(matrix)
-        biases = torch.zeros_like(bias)
-        if cell in ("lstm", "gru"):
-            biases[1] = 1.0
-        elif cell == "slstm":
-            depth = module.layer_idx / max(self.config.num_hidden_layers - 1, 1)
-            unit = torch.linspace(0, 1, bias.shape[-1], device=bias.device)
-            biases[1] = 5.0 - 12.0 * unit ** (0.3 + 1.3 * depth)
-        init.copy_(weight, matrices)
-        init.copy_(bias, biases)
+        if isinstance(module, nn.Linear | nn.Embedding):  # open_lm's, which was used there
+            truncated_normal(module.weight, module.weight.shape[1] ** -0.5)
+        elif isinstance(module, DiagonalMixer):
+            shrink_with_depth(module.out_proj, module.layer_idx)
+        elif isinstance(module, FlashRNNBlock):
+            shrink_with_depth(module.mlp.down_proj, module.layer_idx)
+
+
+def shrink_with_depth(back: nn.Linear, layer_idx: int) -> None:
+    """A projection back to the residual stream, which grows with every block before it."""
+    truncated_normal(back.weight, (back.in_features * 2 * (layer_idx + 1)) ** -0.5)
+
+
+def truncated_normal(weight: torch.Tensor, deviation: float) -> None:
+    init.trunc_normal_(weight, 0.0, deviation, -3 * deviation, 3 * deviation)
 
 
 class FlashRNNModel(RecurrentModel, FlashRNNPreTrainedModel):

@@ -35,6 +35,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from .boundaries import NO_BOUNDARIES, Boundaries, find_boundaries
 from .cache import RecurrentStateLayer
+from .causal_conv import CausalConv1d
 
 ROLLED_BACK = {
     GenerationMode.ASSISTED_GENERATION: "assisted generation",
@@ -96,6 +97,12 @@ class RecurrentPreTrainedModel(PreTrainedModel):
     _is_stateful = True
     _can_compile_fullgraph = True
     _can_record_outputs: ClassVar = {"hidden_states": RecurrentBlock}
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, CausalConv1d):
+            module.reset_parameters()  # torch's: transformers' draws from initializer_range
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
