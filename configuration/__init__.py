@@ -2,5 +2,6 @@
 
 from .configuration_flash_mlstm import FlashMLSTMConfig
 from .configuration_flash_rnn import FlashRNNConfig
+from .configuration_flash_xlstm import FlashXLSTMConfig
 
-__all__ = ["FlashMLSTMConfig", "FlashRNNConfig"]
+__all__ = ["FlashMLSTMConfig", "FlashRNNConfig", "FlashXLSTMConfig"]

@@ -11,7 +11,7 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
-from .configuration import FlashMLSTMConfig, FlashRNNConfig
+from .configuration import FlashMLSTMConfig, FlashRNNConfig, FlashXLSTMConfig
 from .flash_rnn_layers import FlashGRU, FlashLSTM
 from .modeling_flash_mlstm import (
     FlashMLSTMForCausalLM,
@@ -26,6 +26,13 @@ from .modeling_flash_rnn import (
     FlashRNNForTokenClassification,
     FlashRNNModel,
     FlashRNNPreTrainedModel,
+)
+from .modeling_flash_xlstm import (
+    FlashXLSTMForCausalLM,
+    FlashXLSTMForSequenceClassification,
+    FlashXLSTMForTokenClassification,
+    FlashXLSTMModel,
+    FlashXLSTMPreTrainedModel,
 )
 from .rnn import GRU, LSTM, RNN, GRUCell, LSTMCell, RNNCell
 from .rnn_replace import replace
@@ -50,6 +57,12 @@ __all__ = [
     "FlashRNNForTokenClassification",
     "FlashRNNModel",
     "FlashRNNPreTrainedModel",
+    "FlashXLSTMConfig",
+    "FlashXLSTMForCausalLM",
+    "FlashXLSTMForSequenceClassification",
+    "FlashXLSTMForTokenClassification",
+    "FlashXLSTMModel",
+    "FlashXLSTMPreTrainedModel",
     "GRUCell",
     "LSTMCell",
     "RNNCell",
@@ -67,3 +80,9 @@ AutoModel.register(FlashMLSTMConfig, FlashMLSTMModel)
 AutoModelForCausalLM.register(FlashMLSTMConfig, FlashMLSTMForCausalLM)
 AutoModelForSequenceClassification.register(FlashMLSTMConfig, FlashMLSTMForSequenceClassification)
 AutoModelForTokenClassification.register(FlashMLSTMConfig, FlashMLSTMForTokenClassification)
+
+AutoConfig.register("flash_xlstm", FlashXLSTMConfig)
+AutoModel.register(FlashXLSTMConfig, FlashXLSTMModel)
+AutoModelForCausalLM.register(FlashXLSTMConfig, FlashXLSTMForCausalLM)
+AutoModelForSequenceClassification.register(FlashXLSTMConfig, FlashXLSTMForSequenceClassification)
+AutoModelForTokenClassification.register(FlashXLSTMConfig, FlashXLSTMForTokenClassification)
