@@ -11,6 +11,7 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
+from .accelerated_xlstm import accelerate
 from .configuration import FlashMLSTMConfig, FlashRNNConfig, FlashXLSTMConfig
 from .flash_rnn_layers import FlashGRU, FlashLSTM
 from .modeling_flash_mlstm import (
@@ -66,6 +67,7 @@ __all__ = [
     "GRUCell",
     "LSTMCell",
     "RNNCell",
+    "accelerate",
     "replace",
 ]
 
