@@ -1,16 +1,45 @@
-"""What the mixers of flash_mlstm and flash_xlstm share: the call of the mLSTM, and the norm of a head."""
+"""What flash_mlstm and flash_xlstm share: the call of the mLSTM, and layers by how they begin."""
 
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import initialization as init
 
 from .boundaries import Boundaries
 from .cache import RecurrentStateLayer, StaticRecurrentStateLayer
 from .kernel_loader import load_kernel
 
 State = tuple[torch.Tensor, ...]
+
+
+# transformers initialises code from outside module by module, and passes over those without parameters
+# of their own: how a layer begins is the layer's class.
+
+
+class GateLinear(nn.Linear):
+    """Pre-activations of gates: they begin independent of the token, weights 0, biases `start`."""
+
+    def __init__(self, inputs: int, start: torch.Tensor):
+        super().__init__(inputs, len(start))
+        self.start = start.tolist()
+
+    def begin(self) -> None:
+        init.zeros_(self.weight)
+        init.copy_(self.bias, torch.tensor(self.start))
+
+
+class ResidualLinear(nn.Linear):
+    """What adds to the residual stream begins smaller: deviation 2 / (L sqrt(fan)), L blocks (Wang and
+    Komatsuzaki 2021)."""
+
+    def __init__(self, inputs: int, outputs: int, std: float):
+        super().__init__(inputs, outputs, bias=False)
+        self.std = std
+
+    def begin(self) -> None:
+        init.normal_(self.weight, std=self.std)
 
 
 class HeadNorm(nn.Module):
@@ -24,6 +53,9 @@ class HeadNorm(nn.Module):
         super().__init__()
         self.eps, self.kind = eps, kind
         self.weight = nn.Parameter(torch.ones(width))
+
+    def begin(self) -> None:
+        init.ones_(self.weight)
 
     def forward(self, h: torch.Tensor) -> torch.Tensor:
         norm = F.layer_norm if self.kind == "layer" else F.rms_norm

@@ -23,7 +23,7 @@ from transformers import initialization as init
 from .boundaries import NO_BOUNDARIES, Boundaries
 from .cache import RecurrentStateLayer
 from .configuration.configuration_flash_mlstm import FlashMLSTMConfig
-from .mlstm import HeadNorm, run_mlstm
+from .mlstm import GateLinear, HeadNorm, ResidualLinear, run_mlstm
 from .recurrent_model import (
     RecurrentBlock,
     RecurrentForCausalLM,
@@ -46,6 +46,11 @@ def linear(inputs: int, outputs: int) -> nn.Linear:
     return nn.Linear(inputs, outputs, bias=False)
 
 
+def residual(config: FlashMLSTMConfig, inputs: int) -> ResidualLinear:
+    std = 2 / (config.num_hidden_layers * math.sqrt(inputs))
+    return ResidualLinear(inputs, config.hidden_size, std)
+
+
 class FlashMLSTMMixer(nn.Module):
     """out_proj(sigmoid(o) norm(mlstm(q, k, v, i, f))), every operand a projection of the input."""
 
@@ -55,17 +60,19 @@ class FlashMLSTMMixer(nn.Module):
         width, qk, v, heads = (
             config.hidden_size, config.qk_dim, config.v_dim, config.num_heads
         )  # fmt: skip
+        forget = torch.linspace(*FORGET_GATE_BIAS, heads, device="cpu")
+        enter = torch.full_like(forget, config.input_gate_bias_init)
         if config.weight_mode == "fused":
             self.qkv_opreact = linear(width, 2 * qk + 2 * v)
-            self.ifgate_preact = nn.Linear(width, 2 * heads)
+            self.ifgate_preact = GateLinear(width, torch.cat([enter, forget]))
         else:
             self.q, self.k = linear(width, qk), linear(width, qk)
             self.v, self.ogate_preact = linear(width, v), linear(width, v)
             if config.learnable_input_gate:
-                self.igate_preact = nn.Linear(width, heads)
-            self.fgate_preact = nn.Linear(width, heads)
+                self.igate_preact = GateLinear(width, enter)
+            self.fgate_preact = GateLinear(width, forget)
         self.multihead_norm = HeadNorm(v, config.norm_eps, config.head_norm)
-        self.out_proj = linear(v, width)
+        self.out_proj = residual(config, v)
 
     def forward(
         self,
@@ -112,7 +119,7 @@ class FlashMLSTMFeedForward(nn.Module):
             self.proj_up_gate_z = linear(width, 2 * inner)
         else:
             self.proj_up_gate, self.proj_up = linear(width, inner), linear(width, inner)
-        self.proj_down = linear(inner, width)
+        self.proj_down = residual(config, inner)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # [B, T, H] -> [B, T, H]
         if self.fused:
@@ -150,35 +157,15 @@ class FlashMLSTMPreTrainedModel(RecurrentPreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """As published: normal with deviation sqrt(2 / 5H) (Nguyen and Salazar 2019), and 2 / (L
-        sqrt(inputs)) for what adds to the residual stream (Wang and Komatsuzaki 2021), L blocks.
-        Gates begin independent of the token: weights 0, input gates at `input_gate_bias_init`,
-        forget gates from 3 to 6.
+        """As published: normal with deviation sqrt(2 / 5H) (Nguyen and Salazar 2019), and smaller for
+        what adds to the residual stream; input gates at `input_gate_bias_init`, forget gates from 3
+        to 6, whatever the token.
         """
         super()._init_weights(module)
-        config = self.config
-        small = math.sqrt(2 / (5 * config.hidden_size))
-        if isinstance(module, nn.Linear | nn.Embedding):
-            init.normal_(module.weight, std=small)
-        elif isinstance(module, HeadNorm):
-            init.ones_(module.weight)
-        elif isinstance(module, FlashMLSTMFeedForward):
-            self._init_residual(module.proj_down)
-        elif isinstance(module, FlashMLSTMMixer):
-            self._init_residual(module.out_proj)
-            forget = torch.linspace(*FORGET_GATE_BIAS, config.num_heads)
-            enter = torch.full_like(forget, config.input_gate_bias_init)
-            gates = {"igate_preact": enter, "fgate_preact": forget}
-            gates["ifgate_preact"] = torch.cat([enter, forget])
-            for name, bias in gates.items():
-                gate = getattr(module, name, None)
-                if gate is not None:
-                    init.zeros_(gate.weight)
-                    init.copy_(gate.bias, bias)
-
-    def _init_residual(self, linear: nn.Linear) -> None:
-        std = 2 / (self.config.num_hidden_layers * math.sqrt(linear.in_features))
-        init.normal_(linear.weight, std=std)
+        if isinstance(module, GateLinear | ResidualLinear | HeadNorm):
+            module.begin()
+        elif isinstance(module, nn.Linear | nn.Embedding):
+            init.normal_(module.weight, std=math.sqrt(2 / (5 * self.config.hidden_size)))
 
     @classmethod
     def from_pretrained(cls, *args: Any, key_mapping: dict | None = None, **kwargs: Any) -> Any:

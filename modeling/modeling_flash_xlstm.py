@@ -18,7 +18,7 @@ from .cache import RecurrentStateLayer
 from .causal_conv import CausalConv1d
 from .configuration.configuration_flash_xlstm import FlashXLSTMConfig
 from .headwise_linear import HeadwiseLinear
-from .mlstm import HeadNorm
+from .mlstm import GateLinear, HeadNorm, ResidualLinear
 from .recurrent_model import (
     RecurrentBlock,
     RecurrentForCausalLM,
@@ -43,7 +43,7 @@ class FlashXLSTMBlock(RecurrentBlock):
         if config.is_slstm(layer_idx):
             self.mixer: nn.Module = SLSTMMixer(config, layer_idx)
             self.mlp_norm = make_norm("layer", width, config.norm_eps)
-            self.mlp = GeGLU(width, config.intermediate_size)
+            self.mlp = GeGLU(config)
         else:
             self.mixer = XLSTMMixer(config)
 
@@ -65,39 +65,20 @@ class FlashXLSTMPreTrainedModel(RecurrentPreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """As the package does: normal with deviation sqrt(2 / 5H), and 2 / (L sqrt(H)) for what adds to
-        the residual stream, L blocks. The mLSTM's gates begin independent of the token, input
-        gates near 0, forget gates from 3 to 6; the sLSTM's without recurrence, and its forget
-        gates fall from 5 to -7 within a head by a power law whose exponent grows with depth.
+        """As the package does: normal with deviation sqrt(2 / 5H) (Nguyen and Salazar 2019), smaller for
+        what adds to the residual stream. An mLSTM's gates are independent of the token, input gates
+        near 0, forget gates from 3 to 6; an sLSTM's begin without recurrence (see the mixers).
         """
         super()._init_weights(module)
         config = self.config
-        small = math.sqrt(2 / (5 * config.hidden_size))
-        residual = 2 / (config.num_hidden_layers * math.sqrt(config.hidden_size))
-        if isinstance(module, nn.Linear | nn.Embedding | HeadwiseLinear):
-            init.normal_(module.weight, std=small)
+        if isinstance(module, GateLinear | ResidualLinear | HeadNorm | XLSTMMixer | SLSTMMixer):
+            module.begin()
+        elif isinstance(module, nn.Linear | nn.Embedding | HeadwiseLinear):
+            init.normal_(module.weight, std=math.sqrt(2 / (5 * config.hidden_size)))
         elif isinstance(module, CausalConv1d):
             bound = 1 / math.sqrt(config.conv_kernel_size)
             init.uniform_(module.weight, -bound, bound)
             init.uniform_(module.bias, -bound, bound)
-        elif isinstance(module, HeadNorm):
-            init.ones_(module.weight)
-        elif isinstance(module, GeGLU):
-            init.normal_(module.proj_down.weight, std=residual)
-        elif isinstance(module, XLSTMMixer):
-            init.ones_(module.skip)
-            init.normal_(module.proj_down.weight, std=residual)
-            init.zeros_(module.igate.weight)
-            init.normal_(module.igate.bias, std=0.1)
-            init.zeros_(module.fgate.weight)
-            init.copy_(module.fgate.bias, torch.linspace(3.0, 6.0, config.num_heads))
-        elif isinstance(module, SLSTMMixer):
-            depth = module.layer_idx / max(config.num_hidden_layers - 1, 1)
-            unit = torch.linspace(0, 1, module.gate_bias.shape[-1])
-            biases = torch.zeros(module.gate_bias.shape)
-            biases[1] = 5.0 - 12.0 * unit ** (0.3 + 1.3 * depth)
-            init.zeros_(module.recurrent_weight)
-            init.copy_(module.gate_bias, biases)
 
 
 class FlashXLSTMModel(RecurrentModel, FlashXLSTMPreTrainedModel):

@@ -6,20 +6,35 @@ model's dtype. They are small (qkv_block_size or a head's width per channel); to
 LoRA, name them in PEFT's `modules_to_save`: qk_proj, v_proj, if_proj, zo_proj.
 """
 
+import math
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import initialization as init
 
 from .boundaries import NO_BOUNDARIES, Boundaries
 from .cache import RecurrentStateLayer
 from .causal_conv import CausalConv1d
 from .headwise_linear import HeadwiseLinear
 from .kernel_loader import load_kernel
-from .mlstm import HeadNorm, run_mlstm
+from .mlstm import GateLinear, HeadNorm, ResidualLinear, run_mlstm
 
 SLSTM_GATES = 4  # i, f, z, o
+
+
+class InputGate(GateLinear):
+    """Of an mLSTM in the package: near 0, but not the same in every head."""
+
+    def begin(self) -> None:
+        super().begin()
+        init.normal_(self.bias, std=0.1)
+
+
+def residual(config: Any, inputs: int) -> ResidualLinear:
+    std = 2 / (config.num_hidden_layers * math.sqrt(config.hidden_size))
+    return ResidualLinear(inputs, config.hidden_size, std)
 
 
 def convolve(
@@ -49,10 +64,14 @@ class XLSTMMixer(nn.Module):
         self.conv = CausalConv1d(width, config.conv_kernel_size)
         self.qk_proj = HeadwiseLinear(width, width, 2, blocks, bias=False)
         self.v_proj = HeadwiseLinear(width, width, 1, blocks, bias=False)
-        self.igate, self.fgate = nn.Linear(3 * width, heads), nn.Linear(3 * width, heads)
+        self.igate = InputGate(3 * width, torch.zeros(heads, device="cpu"))
+        self.fgate = GateLinear(3 * width, torch.linspace(3.0, 6.0, heads, device="cpu"))
         self.head_norm = HeadNorm(width, config.norm_eps)
         self.skip = nn.Parameter(torch.ones(width))
-        self.proj_down = nn.Linear(width, config.hidden_size, bias=False)
+        self.proj_down = residual(config, width)
+
+    def begin(self) -> None:
+        init.ones_(self.skip)
 
     def forward(
         self,
@@ -94,6 +113,16 @@ class SLSTMMixer(nn.Module):
         self.gate_bias = nn.Parameter(torch.zeros(SLSTM_GATES, heads, head))
         self.head_norm = HeadNorm(width, config.norm_eps)
 
+    def begin(self) -> None:
+        """Without recurrence. Forget gates fall from 5 to -7 within a head by a power law whose
+        exponent grows with depth, so that deeper blocks remember longer.
+        """
+        depth = self.layer_idx / max(self.config.num_hidden_layers - 1, 1)
+        biases = torch.zeros(self.gate_bias.shape)
+        biases[1] = 5.0 - 12.0 * torch.linspace(0, 1, biases.shape[-1]) ** (0.3 + 1.3 * depth)
+        init.zeros_(self.recurrent_weight)
+        init.copy_(self.gate_bias, biases)
+
     def forward(
         self,
         hidden_states: torch.Tensor,  # [B, T, H]
@@ -120,10 +149,11 @@ class SLSTMMixer(nn.Module):
 class GeGLU(nn.Module):
     """down(gelu(gate) * up)   with (gate, up) = proj_up(x) (arXiv 2002.05202)."""
 
-    def __init__(self, width: int, inner: int):
+    def __init__(self, config: Any):
         super().__init__()
-        self.proj_up = nn.Linear(width, 2 * inner, bias=False)
-        self.proj_down = nn.Linear(inner, width, bias=False)
+        inner = config.intermediate_size
+        self.proj_up = nn.Linear(config.hidden_size, 2 * inner, bias=False)
+        self.proj_down = residual(config, inner)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # [..., H] -> [..., H]
         gate, up = self.proj_up(x).chunk(2, dim=-1)
