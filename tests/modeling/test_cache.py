@@ -75,9 +75,9 @@ def test_static_buffers_never_move(make_config):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_truncated_backpropagation(every_cell, make_model, tokens, kind):
+def test_truncated_backpropagation(case, make_model, tokens, kind):
     """Chunk by chunk with one cache: each chunk's gradients are those from its constant state."""
-    model, ids = make_model(**every_cell).double().train(), tokens(2, 9)
+    model, ids = make_model(case).double().train(), tokens(2, 9)
     static = kind == "static"
     cache = StaticCache(model.config, 9) if static else DynamicCache(config=model.config)
     parameters, losses = list(model.parameters()), []
