@@ -205,12 +205,14 @@ class FlashMLSTMForSequenceClassification(
 ):
     """Classifies by the state after each row's last token that is not padding."""
 
+    base_model_prefix = "backbone"  # past the generic class, whose name for it is "model"
     backbone_class = FlashMLSTMModel
 
 
 class FlashMLSTMForTokenClassification(RecurrentForTokenClassification, FlashMLSTMPreTrainedModel):
     """Classifies every token by the state after it."""
 
+    base_model_prefix = "backbone"  # past the generic class, whose name for it is "model"
     backbone_class = FlashMLSTMModel
 
 

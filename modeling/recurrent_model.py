@@ -104,10 +104,6 @@ class RecurrentPreTrainedModel(PreTrainedModel):
         if isinstance(module, CausalConv1d):
             module.reset_parameters()  # torch's: transformers' draws from initializer_range
 
-    @classmethod
-    def _supports_default_dynamic_cache(cls) -> bool:
-        return True  # transformers would judge by the name of the class
-
 
 class RecurrentModel:
     """The forward pass of a base model: embeddings, blocks, norm."""
@@ -172,6 +168,10 @@ class RecurrentForCausalLM(GenerationMixin):
         setattr(self, self.base_model_prefix, self.backbone_class(config))
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return True  # GenerationMixin, a base of this class, would judge by the name: no "xlstm"
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:  # [..., H] -> [..., V]
         return self.lm_head(hidden_states)

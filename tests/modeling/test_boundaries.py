@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from flashcell.boundaries import find_boundaries
-from model_cases import state_tensors
+from model_cases import CASES, state_tensors
 from numerics import EPS, assert_close
 
 # The same sums in fp32, taken for other batch sizes: a few roundings a step, which the gates damp
@@ -103,7 +103,9 @@ def test_packed_gradients_are_the_sum_over_documents(case, make_model, tokens):
         for name, got, want in zip(names, packed, separate, strict=True):
             # float64: an identity, up to the roundings of some hundred terms of both signs;
             # observed: at most 37 units
-            assert_close(f"{how} {name}", got, want, 64 * EPS[torch.float64])
+            assert_close(
+                f"{how} {name}", got, want, 64 * EPS[torch.float64] * CASES[case].cancelled
+            )
 
 
 def test_a_document_may_begin_while_decoding(make_model, tokens):

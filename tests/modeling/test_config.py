@@ -84,13 +84,13 @@ def test_save_and_load(case, make_model, tokens, tmp_path, tied, dtype):
     loaded, report = AutoModelForCausalLM.from_pretrained(
         tmp_path, dtype="auto", output_loading_info=True
     )
-    assert type(loaded) is FlashRNNForCausalLM
+    assert type(loaded) is type(model)
     assert not any(report[k] for k in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert loaded.dtype == dtype
     assert torch.equal(loaded(ids).logits, model(ids).logits)
-    head, embeddings = loaded.lm_head.weight, loaded.model.embed_tokens.weight
+    head, embeddings = loaded.lm_head.weight, loaded.get_input_embeddings().weight
     assert (head is embeddings) == tied
-    assert type(AutoModel.from_pretrained(tmp_path)) is flashcell.FlashRNNModel
+    assert type(AutoModel.from_pretrained(tmp_path)) is type(model.base_model)
     classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=3)
     for name, want in model.base_model.state_dict().items():
         assert torch.equal(classifier.base_model.state_dict()[name], want.float()), name

@@ -79,7 +79,7 @@ def test_binary_and_reference_make_the_same_model(case, make_model, tokens):
     model.config.backend = "reference"
     assert_close("loss", loss, model(**inputs).loss, 32 * EPS[torch.float64])
     for name, want in gradients(model, **inputs).items():
-        assert_close(name, binary[name], want, 32 * EPS[torch.float64])
+        assert_close(name, binary[name], want, 32 * EPS[torch.float64] * CASES[case].cancelled)
 
 
 def test_grad_clip_reaches_the_cell(make_model, tokens):
