@@ -64,8 +64,9 @@ def generated_alone(repo: Path, home: Path, missing: tuple) -> list:
 
 
 @pytest.mark.parametrize("missing", [(), ("kernels",)], ids=["kernels here", "kernels missing"])
-def test_loads_where_flashcell_is_not(make_model, tmp_path, missing):
-    model = make_model("slstm", tie_word_embeddings=bool(missing))
+@pytest.mark.parametrize("family", ["slstm", "flash_mlstm", "flash_xlstm"])
+def test_loads_where_flashcell_is_not(make_model, tmp_path, family, missing):
+    model = make_model(family, tie_word_embeddings=bool(missing))
     model.config.backend = "reference" if missing else "auto"
     model.save_pretrained(tmp_path / "checkpoint")
     done = export(tmp_path / "checkpoint", tmp_path / "repo")
@@ -77,7 +78,7 @@ def test_loads_where_flashcell_is_not(make_model, tmp_path, missing):
     assert generated_alone(tmp_path / "repo", tmp_path, missing) == want.tolist()
     card = (tmp_path / "repo/README.md").read_text()
     assert "trust_remote_code=True" in card
-    assert "slstm" in card
+    assert family in card
 
 
 def test_the_code_is_flat_and_whole(make_model, tmp_path):
