@@ -93,7 +93,7 @@ class FlashMLSTMConfig(RecurrentConfig):
     weight_mode: Literal["single", "fused"] = "single"
     chunk_size: int | None = None
 
-    def __post_init__(self, **kwargs: Any):
+    def __post_init__(self, **kwargs: Any) -> None:
         for name, only in THEIR_CHOICES.items():
             given = kwargs.pop(name, only)
             if given != only:

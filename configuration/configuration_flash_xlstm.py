@@ -53,7 +53,7 @@ class FlashXLSTMConfig(RecurrentConfig):
     eps: float = 1e-6
     chunk_size: int | None = None
 
-    def __post_init__(self, **kwargs: Any):
+    def __post_init__(self, **kwargs: Any) -> None:
         if self.slstm_num_heads is None:
             self.slstm_num_heads = self.num_heads
         if self.inner_size is None:
@@ -81,21 +81,17 @@ class FlashXLSTMConfig(RecurrentConfig):
             )
 
     def validate_heads(self):
-        if self.has_mlstm and self.inner_size % (8 * self.num_heads):
-            raise ValueError(
-                f"num_heads is {self.num_heads}, but 8 num_heads must divide "
-                f"inner_size = {self.inner_size}"
-            )
-        if self.has_mlstm and self.inner_size % self.qkv_block_size:
-            raise ValueError(
-                f"qkv_block_size is {self.qkv_block_size}, but must divide "
-                f"inner_size = {self.inner_size}"
-            )
-        if self.has_slstm and self.hidden_size % self.slstm_num_heads:
-            raise ValueError(
-                f"slstm_num_heads is {self.slstm_num_heads}, but must divide "
-                f"hidden_size = {self.hidden_size}"
-            )
+        if self.has_mlstm:
+            self._require_divides("num_heads", "inner_size", 8)
+            self._require_divides("qkv_block_size", "inner_size")
+        if self.has_slstm:
+            self._require_divides("slstm_num_heads", "hidden_size")
+
+    def _require_divides(self, name: str, width: str, times: int = 1) -> None:
+        count, whole = getattr(self, name), getattr(self, width)
+        if whole % (times * count):
+            times_it = f"{times} {name}" if times > 1 else "it"
+            raise ValueError(f"{name} is {count}, but {times_it} must divide {width} = {whole}")
 
     def is_slstm(self, layer_idx: int) -> bool:
         return self.slstm_at == "all" or layer_idx in (self.slstm_at or ())

@@ -22,14 +22,16 @@ class TflaBackend(nn.Module):
         super().__init__()
         self.config, self.backend = config, backend
 
-    def forward(self, *args: torch.Tensor, **kwargs: torch.Tensor) -> tuple[torch.Tensor, tuple]:
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, tuple]:
         given = dict(zip(ORDER, args, strict=False))
         given.update((NAMES.get(name, name), value) for name, value in kwargs.items())
         q, k, v, i, f = (given[name].transpose(1, 2) for name in ORDER[:5])  # views [B, T, N, ...]
-        C, n, m = (given.get(name) for name in ORDER[5:])
-        state = None if C is None else (C, n, m.squeeze(-1))
-        if state is not None and torch.is_grad_enabled():
-            state = tuple(s.clone() for s in state)  # the model writes the next ones over them
+        state: tuple | None = None
+        if given.get("c_initial") is not None:
+            C, n, m = (given[name] for name in ORDER[5:])
+            state = C, n, m.squeeze(-1)
+            if torch.is_grad_enabled():
+                state = tuple(s.clone() for s in state)  # the model writes the next ones over them
         kernel = load_kernel("tfla", q.device.type, self.backend)
         options = {"eps": self.config.eps, "backend": self.backend}
         if q.shape[1] == 1:
@@ -63,7 +65,7 @@ def accelerate(model: nn.Module, *, backend: str = "auto") -> nn.Module:
     backend and for a model without an mLSTM that it knows. Calling it again changes the backend.
     """
     check_backend(backend)
-    found = [
+    found: list[Any] = [
         layer
         for layer in model.modules()
         if type(getattr(layer, "mlstm_backend", None)).__name__ in (*THEIRS, TflaBackend.__name__)

@@ -49,7 +49,8 @@ GATES = 4
 
 def split_blocks(state_dict: Weights) -> tuple[Weights, list[Weights]]:
     """What is outside of the blocks, and each block's own weights by their last names."""
-    outside, blocks = {}, {}
+    outside: Weights = {}
+    blocks: dict[int, Weights] = {}
     for name, weight in state_dict.items():
         found = BLOCK.match(name)
         if found is None:

@@ -221,9 +221,9 @@ BAD = {
     "heads": ({"num_heads": 5}, "num_heads is 5, but 8 num_heads must divide inner_size = 1536"),
     "slstm heads": (
         {"slstm_at": "all", "slstm_num_heads": 5},
-        "slstm_num_heads is 5, but must divide hidden_size = 768",
+        "slstm_num_heads is 5, but it must divide hidden_size = 768",
     ),
-    "blocks": ({"qkv_block_size": 7}, "qkv_block_size is 7, but must divide inner_size = 1536"),
+    "blocks": ({"qkv_block_size": 7}, "qkv_block_size is 7, but it must divide inner_size = 1536"),
     "conv": ({"conv_kernel_size": 1}, "conv_kernel_size is 1, but must be at least 2"),
     "eps": ({"eps": -1.0}, "eps is -1.0, but must be a finite number >= 0"),
     "chunk": ({"chunk_size": 0}, "chunk_size is 0, but must be None or at least 1"),
