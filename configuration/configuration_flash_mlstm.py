@@ -55,6 +55,21 @@ class FlashMLSTMConfig(RecurrentConfig):
         "embedding_dim": "hidden_size",
         "num_blocks": "num_hidden_layers",
     }
+    base_model_fsdp_plan: ClassVar[dict[Any, str]] = {
+        "embeddings": "free_full_weight",
+        "blocks.*": "free_full_weight",
+        "out_norm": "keep_full_weight",
+    }
+    # The mLSTM itself is computed on every rank: it has no weights but its norm's.
+    base_model_tp_plan: ClassVar[dict[str, Any] | None] = {
+        **{f"blocks.*.mlstm_layer.{name}": "colwise_gather_output"
+           for name in ("q", "k", "v", "ogate_preact", "qkv_opreact")},
+        "blocks.*.mlstm_layer.out_proj": "rowwise_split_input",
+        "blocks.*.ffn.proj_up_gate": "colwise",
+        "blocks.*.ffn.proj_up": "colwise",
+        "blocks.*.ffn.proj_up_gate_z": "packed_colwise",
+        "blocks.*.ffn.proj_down": "rowwise",
+    }  # fmt: skip
     run_time_fields: ClassVar[tuple[str, ...]] = ("backend", "chunk_size")
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         **{
