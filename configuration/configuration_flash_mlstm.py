@@ -60,16 +60,6 @@ class FlashMLSTMConfig(RecurrentConfig):
         "blocks.*": "free_full_weight",
         "out_norm": "keep_full_weight",
     }
-    # The mLSTM itself is computed on every rank: it has no weights but its norm's.
-    base_model_tp_plan: ClassVar[dict[str, Any] | None] = {
-        **{f"blocks.*.mlstm_layer.{name}": "colwise_gather_output"
-           for name in ("q", "k", "v", "ogate_preact", "qkv_opreact")},
-        "blocks.*.mlstm_layer.out_proj": "rowwise_split_input",
-        "blocks.*.ffn.proj_up_gate": "colwise",
-        "blocks.*.ffn.proj_up": "colwise",
-        "blocks.*.ffn.proj_up_gate_z": "packed_colwise",
-        "blocks.*.ffn.proj_down": "rowwise",
-    }  # fmt: skip
     run_time_fields: ClassVar[tuple[str, ...]] = ("backend", "chunk_size")
     presets: ClassVar[dict[str, dict[str, Any]]] = {
         **{
@@ -153,6 +143,21 @@ class FlashMLSTMConfig(RecurrentConfig):
             raise ValueError(
                 "weight_mode is 'fused', but must be 'single': the input gate is fixed"
             )
+
+    @property
+    def base_model_tp_plan(self) -> dict[str, str]:  # type: ignore[override]
+        """Every matrix is split. The mLSTM, which has none, is computed on every rank."""
+        if self.weight_mode == "fused":
+            wide, up = ["qkv_opreact"], {"proj_up_gate_z": "packed_colwise"}
+        else:
+            wide = ["q", "k", "v", "ogate_preact"]
+            up = {"proj_up_gate": "colwise", "proj_up": "colwise"}
+        mixer = dict.fromkeys(wide, "colwise_gather_output") | {"out_proj": "rowwise_split_input"}
+        ffn = {**up, "proj_down": "rowwise"}
+        return {
+            **{f"blocks.*.mlstm_layer.{name}": style for name, style in mixer.items()},
+            **{f"blocks.*.ffn.{name}": style for name, style in ffn.items()},
+        }
 
     @property
     def qk_dim(self) -> int:

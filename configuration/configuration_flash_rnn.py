@@ -59,6 +59,12 @@ class FlashRNNConfig(RecurrentConfig):
     model_type = "flash_rnn"
     run_time_fields: ClassVar = ("backend", "save", "method", "tol", "max_iters")
     presets: ClassVar = published_presets()
+    # The MLPs are split. A cell's gates lie one after the other, which columns would not respect.
+    base_model_tp_plan: ClassVar = {
+        "layers.*.mlp.gate_proj": "colwise",
+        "layers.*.mlp.up_proj": "colwise",
+        "layers.*.mlp.down_proj": "rowwise",
+    }
 
     vocab_size: int = 50257
     hidden_size: int = 768

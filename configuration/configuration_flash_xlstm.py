@@ -97,6 +97,18 @@ class FlashXLSTMConfig(RecurrentConfig):
         return self.slstm_at == "all" or layer_idx in (self.slstm_at or ())
 
     @property
+    def base_model_tp_plan(self) -> dict[str, str]:  # type: ignore[override]
+        """Dense matrices are split. The cells, and what is block-diagonal, are on every rank."""
+        plan: dict[str, str] = {}
+        if self.has_mlstm:
+            plan["layers.*.mixer.proj_up"] = "colwise_gather_output"
+            plan["layers.*.mixer.proj_down"] = "rowwise_split_input"
+        if self.has_slstm:
+            plan["layers.*.mlp.proj_up"] = "packed_colwise"
+            plan["layers.*.mlp.proj_down"] = "rowwise"
+        return plan
+
+    @property
     def has_slstm(self) -> bool:
         return any(self.is_slstm(i) for i in range(self.num_hidden_layers))
 

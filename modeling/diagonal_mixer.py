@@ -59,14 +59,8 @@ class DiagonalMixer(nn.Module):
         x, gate = self.in_proj(hidden_states).chunk(2, -1)
         x, window = self.conv(x, None if window is None else window[0], boundaries)
         x = nn.functional.silu(x)
-        if T == 1 and boundaries.none:
-            h, state = self.cell.step(x[:, 0], state, backend=config.backend)
-            h = h[:, None]
-        else:
-            path = {
-                name: getattr(config, name) for name in ("method", "tol", "max_iters", "backend")
-            }
-            h, state = self.cell(x, state, **boundaries._asdict(), **path)
+        path = {name: getattr(config, name) for name in ("method", "tol", "max_iters", "backend")}
+        h, state = self.cell(x, state, **boundaries._asdict(), **path)
         if cache is not None:
             cache.update_states(T, cell=boundaries.last(state), conv=(window,))
         return self.out_proj(self.norm(h + self.skip * x, gate))

@@ -93,10 +93,13 @@ class _FlashLayer(nn.Module):
         """x [B, T, input_size] -> h [B, T, hidden_size], state; see the module."""
         self._check(x, "[B, T, {}]", 3)
         path = {"method": self.method, "backend": self.backend, **path}
-        kernel = load_kernel("diagonal-rnn", x.device.type, path["backend"])
         masks = {"reset": reset, "hold": hold, "lengths": lengths, "cu_seqlens": cu_seqlens}
+        if x.shape[1] == 1 and all(mask is None for mask in masks.values()):
+            h, state = self.step(x[:, 0], state, backend=path["backend"])
+            return h[:, None], state
+        cell = self._kernel(x, self.kernel_cell, path["backend"])
         u = self.in_proj(x)
-        return getattr(kernel, self.kernel_cell)(u, *self._weights(), state, **masks, **path)
+        return cell(u, *self._weights(), state, **masks, **path)
 
     def step(
         self, x: Tensor, state: State | None = None, *, backend: str | None = None
@@ -104,10 +107,11 @@ class _FlashLayer(nn.Module):
         """One step: x [B, input_size] -> h [B, hidden_size], state."""
         self._check(x, "[B, {}]", 2)
         backend = backend or self.backend
-        cell = getattr(
-            load_kernel("diagonal-rnn", x.device.type, backend), f"{self.kernel_cell}_step"
-        )
+        cell = self._kernel(x, f"{self.kernel_cell}_step", backend)
         return cell(self.in_proj(x), *self._weights(), state, backend=backend)
+
+    def _kernel(self, x: Tensor, name: str, backend: str) -> Any:
+        return getattr(load_kernel("diagonal-rnn", x.device.type, backend), name)
 
     def _rows(self) -> tuple[nn.Parameter, ...]:
         return (self.a, self.p) if self.peepholes else (self.a,)

@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from transformers import initialization as init
 
@@ -43,23 +42,22 @@ class ResidualLinear(nn.Linear):
 
 
 class HeadNorm(nn.Module):
-    """The norm, "layer" (without bias) or "rms", of every head's D values for themselves; weight [N D].
+    """The norm, "layer" (without bias) or "rms", of every head's D values for themselves: its weight.
 
-    The mLSTM kernel norms by itself: there this is the place of the weight. forward: h [..., N, D] ->
-    [..., N D] in h's dtype.
+    What computes h norms it as well. forward() -> the weight [N, D], of the parameter [N D]: through
+    forward, because that is where hooks bring a weight that lies elsewhere.
     """
 
-    def __init__(self, width: int, eps: float, kind: str = "layer"):
+    def __init__(self, heads: int, width: int, eps: float, kind: str = "layer"):
         super().__init__()
-        self.eps, self.kind = eps, kind
+        self.heads, self.eps, self.kind = heads, eps, kind
         self.weight = nn.Parameter(torch.ones(width))
 
     def begin(self) -> None:
         init.ones_(self.weight)
 
-    def forward(self, h: torch.Tensor) -> torch.Tensor:
-        norm = F.layer_norm if self.kind == "layer" else F.rms_norm
-        return norm(h, h.shape[-1:], eps=self.eps).flatten(-2) * self.weight.to(h.dtype)
+    def forward(self) -> torch.Tensor:
+        return self.weight.view(self.heads, -1)
 
 
 def run_mlstm(
@@ -76,9 +74,9 @@ def run_mlstm(
     A token that is decoded into a static cache changes its states where they lie.
     """
     q = operands[0]
-    B, T, heads, _ = q.shape
+    B, T = q.shape[:2]
     options.update(
-        norm=norm.kind, norm_weight=norm.weight.view(heads, -1), norm_eps=norm.eps,
+        norm=norm.kind, norm_weight=norm(), norm_eps=norm.eps,
         backend=config.backend,
     )  # fmt: skip
     kernel = load_kernel("tfla", q.device.type, config.backend)

@@ -71,7 +71,7 @@ class FlashMLSTMMixer(nn.Module):
             if config.learnable_input_gate:
                 self.igate_preact = GateLinear(width, enter)
             self.fgate_preact = GateLinear(width, forget)
-        self.multihead_norm = HeadNorm(v, config.norm_eps, config.head_norm)
+        self.multihead_norm = HeadNorm(heads, v, config.norm_eps, config.head_norm)
         self.out_proj = residual(config, v)
 
     def forward(

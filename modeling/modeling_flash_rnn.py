@@ -5,7 +5,7 @@ Block: x + mixer(norm(x)), then x + mlp(norm(x)); the mixer is a cell with an in
 positions: order is what the state carries.
 """
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -37,6 +37,10 @@ class FlashRNNBlock(RecurrentBlock):
         self.mixer = (DiagonalMixer if config.is_diagonal else RecurrentMixer)(config, layer_idx)
         self.mlp_norm = make_norm(config.norm, width, config.norm_eps)
         self.mlp = SwiGLU(width, config.intermediate_size)
+        if config.is_diagonal:
+            back: Any
+            for back in (self.mixer.out_proj, self.mlp.down_proj):
+                back.blocks = layer_idx + 1  # how many write to the residual stream: see below
 
     def run(
         self, hidden_states: torch.Tensor, cache: RecurrentStateLayer | None, boundaries: Boundaries
@@ -60,20 +64,9 @@ class FlashRNNPreTrainedModel(RecurrentPreTrainedModel):
         if not self.config.is_diagonal or self.config.initializer_range is not None:
             return
         if isinstance(module, nn.Linear | nn.Embedding):  # open_lm's, which was used there
-            truncated_normal(module.weight, module.weight.shape[1] ** -0.5)
-        elif isinstance(module, DiagonalMixer):
-            shrink_with_depth(module.out_proj, module.layer_idx)
-        elif isinstance(module, FlashRNNBlock):
-            shrink_with_depth(module.mlp.down_proj, module.layer_idx)
-
-
-def shrink_with_depth(back: nn.Linear, layer_idx: int) -> None:
-    """A projection back to the residual stream, which grows with every block before it."""
-    truncated_normal(back.weight, (back.in_features * 2 * (layer_idx + 1)) ** -0.5)
-
-
-def truncated_normal(weight: torch.Tensor, deviation: float) -> None:
-    init.trunc_normal_(weight, 0.0, deviation, -3 * deviation, 3 * deviation)
+            blocks = getattr(module, "blocks", 0.5)
+            deviation = (module.weight.shape[1] * 2 * blocks) ** -0.5
+            init.trunc_normal_(module.weight, 0.0, deviation, -3 * deviation, 3 * deviation)
 
 
 class FlashRNNModel(RecurrentModel, FlashRNNPreTrainedModel):

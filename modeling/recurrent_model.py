@@ -162,6 +162,7 @@ class RecurrentForCausalLM(GenerationMixin):
     backbone_class: ClassVar[Any]
     _tied_weights_keys: ClassVar = {"lm_head.weight": "model.embed_tokens.weight"}
     _fsdp_plan: ClassVar = {"lm_head": "keep_full_weight"}
+    _tp_plan: ClassVar = {"lm_head": "colwise_gather_output"}
 
     def __init__(self, config: Any):
         super().__init__(config)

@@ -66,7 +66,7 @@ class XLSTMMixer(nn.Module):
         self.v_proj = HeadwiseLinear(width, width, 1, blocks, bias=False)
         self.igate = InputGate(3 * width, torch.zeros(heads, device="cpu"))
         self.fgate = GateLinear(3 * width, torch.linspace(3.0, 6.0, heads, device="cpu"))
-        self.head_norm = HeadNorm(width, config.norm_eps)
+        self.head_norm = HeadNorm(heads, width, config.norm_eps)
         self.skip = nn.Parameter(torch.ones(width))
         self.proj_down = residual(config, width)
 
@@ -111,7 +111,7 @@ class SLSTMMixer(nn.Module):
         head = width // heads
         self.recurrent_weight = nn.Parameter(torch.zeros(SLSTM_GATES, heads, head, head))
         self.gate_bias = nn.Parameter(torch.zeros(SLSTM_GATES, heads, head))
-        self.head_norm = HeadNorm(width, config.norm_eps)
+        self.head_norm = HeadNorm(heads, width, config.norm_eps)
 
     def begin(self) -> None:
         """Without recurrence. Forget gates fall from 5 to -7 within a head by a power law whose
@@ -143,7 +143,8 @@ class SLSTMMixer(nn.Module):
             h, state = kernel.slstm(x, *weights, state, backend=backend, **boundaries._asdict())
         if cache is not None:
             cache.update_states(T, cell=boundaries.last(state), conv=window)
-        return self.head_norm(h)
+        h = F.layer_norm(h, h.shape[-1:], eps=self.config.norm_eps)
+        return (h * self.head_norm().to(h.dtype)).flatten(-2)
 
 
 class GeGLU(nn.Module):
