@@ -8,29 +8,41 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 from transformers.dynamic_module_utils import get_imports
 
 from flashcell.kernels.fused_rnn import CELLS
+from model_cases import CASES, kinds
 
 ROOT = Path(__file__).resolve().parents[2]
 ALONE = """
-import sys
+import json, sys
+from pathlib import Path
 
 sys.path.append(sys.argv[2])
 import torch
-from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
 
-model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True).eval()
-assert type(model).__module__.startswith("transformers_modules."), type(model).__module__
 ids = torch.arange(12).view(2, 6)
 mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6])
-out = model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False, pad_token_id=0)
-model(ids, labels=ids).loss.backward()
-assert all(p.grad.any() for p in model.parameters())
-for auto in (AutoModel, AutoModelForSequenceClassification):
-    auto.from_pretrained(sys.argv[1], trust_remote_code=True)
+texts = {}
+for repo in Path(sys.argv[1]).iterdir():
+    model = AutoModelForCausalLM.from_pretrained(repo, trust_remote_code=True).eval()
+    assert type(model).__module__.startswith("transformers_modules."), type(model).__module__
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    texts[repo.name] = model.generate(ids, attention_mask=mask, **options).tolist()
+    model(ids, labels=ids).loss.backward()
+    assert all(p.grad.any() for p in model.parameters())
+    heads = AutoModelForSequenceClassification, AutoModelForTokenClassification
+    for auto in (AutoModel, *heads):
+        auto.from_pretrained(repo, trust_remote_code=True)
 assert not {"flashcell", *sys.argv[3:]} & set(sys.modules)
-print(out.tolist())
+print(json.dumps(texts))
 """
 
 
@@ -50,13 +62,13 @@ def packages_without(folder: Path, missing: tuple) -> Path:
     return folder
 
 
-def generated_alone(repo: Path, home: Path, missing: tuple) -> list:
+def generated_alone(repos: Path, home: Path, missing: tuple) -> dict[str, list]:
     packages = packages_without(home / "packages", missing)
     environment = {**os.environ, "HF_HOME": str(home), "HF_HUB_OFFLINE": "1", "PYTHONPATH": ""}
     if "kernels" in missing:  # which a kernel named by hand insists on
         environment.pop("LOCAL_KERNELS", None)
     done = subprocess.run(
-        [sys.executable, "-S", "-c", ALONE, repo, packages, *missing],
+        [sys.executable, "-S", "-c", ALONE, repos, packages, *missing],
         capture_output=True, text=True, env=environment, cwd=home,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
@@ -64,21 +76,23 @@ def generated_alone(repo: Path, home: Path, missing: tuple) -> list:
 
 
 @pytest.mark.parametrize("missing", [(), ("kernels",)], ids=["kernels here", "kernels missing"])
-@pytest.mark.parametrize("family", ["slstm", "flash_mlstm", "flash_xlstm"])
-def test_loads_where_flashcell_is_not(make_model, tmp_path, family, missing):
-    model = make_model(family, tie_word_embeddings=bool(missing))
-    model.config.backend = "reference" if missing else "auto"
-    model.save_pretrained(tmp_path / "checkpoint")
-    done = export(tmp_path / "checkpoint", tmp_path / "repo")
-    assert done.returncode == 0, done.stderr
+def test_loads_where_flashcell_is_not(make_model, tmp_path, missing):
     ids, mask = torch.arange(12).view(2, 6), torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6])
-    want = model.generate(
-        ids, attention_mask=mask, max_new_tokens=8, do_sample=False, pad_token_id=0
-    )
-    assert generated_alone(tmp_path / "repo", tmp_path, missing) == want.tolist()
-    card = (tmp_path / "repo/README.md").read_text()
-    assert "trust_remote_code=True" in card
-    assert family in card
+    options = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    want = {}
+    for case in CASES if missing else kinds():  # the reference of every cell, once
+        model = make_model(case, tie_word_embeddings=bool(missing))
+        model.config.backend = "reference" if missing else "auto"
+        model.save_pretrained(tmp_path / "checkpoints" / case)
+        done = export(tmp_path / "checkpoints" / case, tmp_path / "repos" / case)
+        assert done.returncode == 0, done.stderr
+        want[case] = model.generate(ids, **options).tolist()
+        card = (tmp_path / "repos" / case / "README.md").read_text()
+        assert "trust_remote_code=True" in card
+        assert model.config.model_type in card
+    assert generated_alone(tmp_path / "repos", tmp_path, missing) == want
+    repo = next((tmp_path / "repos").iterdir())  # and with flashcell, without that code
+    assert type(AutoModelForCausalLM.from_pretrained(repo)).__module__.startswith("flashcell.")
 
 
 def test_the_code_is_flat_and_whole(make_model, tmp_path):

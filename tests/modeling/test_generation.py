@@ -6,9 +6,7 @@ import time
 
 import pytest
 import torch
-from torch._dynamo import lookup_backend
 from transformers import DynamicCache, StaticCache
-from transformers.generation import CompileConfig
 
 from model_cases import CASES, state_tensors
 from numerics import EPS, assert_close
@@ -101,12 +99,6 @@ def test_conversation_continues_from_the_returned_cache(case, make_model, tokens
         greedy(model, second, past_key_values=turn.past_key_values)
 
 
-def test_generation_from_embeddings(make_model, tokens):
-    model, ids = make_model("gru"), tokens(2, 6)
-    embeds = model.get_input_embeddings()(ids)
-    assert torch.equal(greedy(model, None, inputs_embeds=embeds), greedy(model, ids)[:, 6:])
-
-
 def test_logits_to_keep(make_model, tokens):
     model, ids = make_model(), tokens(2, 6)
     whole = model(ids).logits
@@ -125,30 +117,6 @@ def test_logits_to_keep(make_model, tokens):
 def test_what_takes_tokens_back_is_refused(make_model, tokens, what, options):
     with pytest.raises(ValueError, match=f"{what} is asked for, but .* not taken back"):
         greedy(make_model(), tokens(1, 4), **options)
-
-
-@pytest.mark.parametrize("padded", [False, True], ids=["plain", "left-padded"])
-def test_static_cache_decodes_in_one_graph(make_model, tokens, padded):
-    """Two generate calls with different prompts: one graph, whole, compiled once."""
-    model, graphs = make_model("lstm"), []
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return lookup_backend("aot_eager")(graph, inputs)
-
-    compile_config = CompileConfig(fullgraph=True, mode=None, backend=backend)
-    compile_config._compile_all_devices = True  # transformers compiles on accelerators by itself
-    torch._dynamo.reset()
-    for length in (4, 7):
-        ids, mask = tokens(2, length), torch.ones(2, length, dtype=torch.long)
-        if padded:
-            mask[0, :2] = 0
-        got = greedy(
-            model, ids, new=12, attention_mask=mask, cache_implementation="static",
-            compile_config=compile_config,
-        )  # fmt: skip
-        assert torch.equal(got, greedy(model, ids, new=12, attention_mask=mask, use_cache=False))
-    assert len(graphs) == 1
 
 
 def test_a_token_costs_the_same_after_ten_thousand(make_model, tokens):

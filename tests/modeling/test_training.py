@@ -155,15 +155,6 @@ def test_compiled_whole(make_model, tokens, backend):
     assert counter.frame_count == 1
 
 
-def test_output_hidden_states(make_model, tokens):
-    model, ids = make_model(), tokens(2, 6)
-    outputs = model(ids, output_hidden_states=True)
-    assert len(outputs.hidden_states) == 3
-    assert torch.equal(outputs.hidden_states[0], model.get_input_embeddings()(ids))
-    assert torch.equal(model.lm_head(outputs.hidden_states[-1]), outputs.logits)
-    assert model(ids, return_dict=False)[0].shape == (2, 6, 61)
-
-
 def test_sequence_classification(case, make_model, tokens):
     """The class is read off the last token that is not padding, on either side."""
     model = make_model(case, "ForSequenceClassification", num_labels=3, pad_token_id=0)
@@ -191,16 +182,3 @@ def test_token_classification(case, make_model, tokens):
     loss = model(ids, labels=torch.randint(0, 3, (2, 6))).loss
     loss.backward()
     assert all(p.grad.any() for p in model.parameters())
-
-
-def test_sharding_plan_names_modules(make_model):
-    model = make_model()
-    assert set(model._fsdp_plan) == {
-        "lm_head",
-        "model.embed_tokens",
-        "model.layers.*",
-        "model.norm",
-    }
-    for name in model._fsdp_plan:
-        model.get_submodule(name.removesuffix(".*"))
-    assert type(model.model.layers[0]).__name__ in model._no_split_modules
