@@ -60,6 +60,10 @@ class HeadNorm(nn.Module):
         return self.weight.view(self.heads, -1)
 
 
+def split_heads(x: torch.Tensor, heads: int) -> torch.Tensor:  # [..., N D] -> [..., N, D]
+    return x.view(*x.shape[:-1], heads, -1)  # unflatten is opaque to Dynamo under a device context
+
+
 def run_mlstm(
     config: Any,
     operands: tuple[torch.Tensor, ...],  # q, k [B, T, H, K], v [B, T, H, V], i, f [B, T, H]

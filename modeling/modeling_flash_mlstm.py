@@ -23,7 +23,7 @@ from transformers import initialization as init
 from .boundaries import NO_BOUNDARIES, Boundaries
 from .cache import RecurrentStateLayer
 from .configuration.configuration_flash_mlstm import FlashMLSTMConfig
-from .mlstm import GateLinear, HeadNorm, ResidualLinear, run_mlstm
+from .mlstm import GateLinear, HeadNorm, ResidualLinear, run_mlstm, split_heads
 from .recurrent_model import (
     RecurrentBlock,
     RecurrentForCausalLM,
@@ -82,7 +82,7 @@ class FlashMLSTMMixer(nn.Module):
     ) -> torch.Tensor:  # [B, T, H]
         config = self.config
         *operands, i, f = self.project(hidden_states)
-        q, k, v, o = (x.unflatten(-1, (config.num_heads, -1)) for x in operands)
+        q, k, v, o = (split_heads(x, config.num_heads) for x in operands)
         i, f = soft_cap(i, config.gate_soft_cap), soft_cap(f, config.gate_soft_cap)
         h, state = run_mlstm(
             config, (q, k, v, i, f), self.multihead_norm, cache, boundaries, o,

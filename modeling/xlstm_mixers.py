@@ -19,7 +19,7 @@ from .cache import RecurrentStateLayer
 from .causal_conv import CausalConv1d
 from .headwise_linear import HeadwiseLinear
 from .kernel_loader import load_kernel
-from .mlstm import GateLinear, HeadNorm, ResidualLinear, run_mlstm
+from .mlstm import GateLinear, HeadNorm, ResidualLinear, run_mlstm, split_heads
 
 SLSTM_GATES = 4  # i, f, z, o
 
@@ -85,7 +85,7 @@ class XLSTMMixer(nn.Module):
         q, k = self.qk_proj(u).unbind(-2)
         v = self.v_proj(x).squeeze(-2)
         qkv = torch.cat([q, k, v], dim=-1)
-        heads = [part.unflatten(-1, (config.num_heads, -1)) for part in (q, k, v)]
+        heads = [split_heads(part, config.num_heads) for part in (q, k, v)]
         operands = (*heads, self.igate(qkv), self.fgate(qkv))
         h, state = run_mlstm(
             config, operands, self.head_norm, cache, boundaries, eps=config.eps
@@ -132,7 +132,7 @@ class SLSTMMixer(nn.Module):
         backend, T = self.config.backend, hidden_states.shape[1]
         u, window = convolve(self.conv, hidden_states, cache, boundaries)
         gates = [self.if_proj(u), self.zo_proj(hidden_states)]
-        x = torch.cat(gates, dim=-2).unflatten(-1, self.gate_bias.shape[1:])  # [B, T, 4, N, D]
+        x = split_heads(torch.cat(gates, dim=-2), self.gate_bias.shape[1])  # [B, T, 4, N, D]
         kernel = load_kernel("fused-rnn", x.device.type, backend)
         weights = self.recurrent_weight, self.gate_bias
         state = None if cache is None else boundaries.first(cache.get_states())
@@ -144,7 +144,7 @@ class SLSTMMixer(nn.Module):
         if cache is not None:
             cache.update_states(T, cell=boundaries.last(state), conv=window)
         h = F.layer_norm(h, h.shape[-1:], eps=self.config.norm_eps)
-        return (h * self.head_norm().to(h.dtype)).flatten(-2)
+        return (h * self.head_norm().to(h.dtype)).reshape(hidden_states.shape)
 
 
 class GeGLU(nn.Module):

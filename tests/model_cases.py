@@ -80,10 +80,10 @@ def flash_mlstm(**options: Any) -> Case:
 
 
 def flash_xlstm(**options: Any) -> Case:
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_heads": 2, "norm_eps": 0.1}
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_heads": 2, "norm_eps": 0.01}
     projections = {"proj_up", "proj_down", "igate", "fgate"}
     paths = REFERENCE, {"chunk_size": 3}
-    return Case("FlashXLSTM", {**sizes, **options}, projections, paths, 0.15, cancelled=2)
+    return Case("FlashXLSTM", {**sizes, **options}, projections, paths, 0.25, cancelled=2)
 
 
 CASES = {
