@@ -80,8 +80,8 @@ def test_packed_documents_are_separate_documents(case, make_model, tokens, how):
 
 
 @pytest.mark.parametrize("how", ["position_ids", "seq_idx"])
-def test_packed_rows_with_padding(make_model, tokens, how):
-    model, ids, pad = make_model("slstm"), tokens(1, 9), tokens(2, 2)
+def test_packed_rows_with_padding(case, make_model, tokens, how):
+    model, ids, pad = make_model(case), tokens(1, 9), tokens(2, 2)
     rows = torch.cat([ids.expand(2, 9), pad], 1)
     mask = torch.tensor([[1] * 9 + [0] * 2]).expand(2, -1)
     told = {k: torch.nn.functional.pad(v, (0, 2)) for k, v in PACKED[how].items()}
@@ -109,8 +109,8 @@ def test_packed_gradients_are_the_sum_over_documents(case, make_model, tokens):
             assert_close(f"{how} {name}", got, want, bound)
 
 
-def test_a_document_may_begin_while_decoding(make_model, tokens):
-    model, ids = make_model("gru"), tokens(2, 6)
+def test_a_document_may_begin_while_decoding(case, make_model, tokens):
+    model, ids = make_model(case), tokens(2, 6)
     cache = run(model, ids[:, :5]).past_key_values
     begins = torch.tensor([[0], [5]])
     last = run(model, ids[:, 5:], past_key_values=cache, position_ids=begins)

@@ -39,22 +39,23 @@ def test_every_prefix_may_be_cached(case, make_model, tokens):
             assert cache.get_seq_length() == 11
 
 
-def test_bf16_logits(case, make_model, tokens):
-    """bf16 with a cache is as far from fp32 as bf16 without one, and both as near as bf16 can be.
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_logits(case, make_model, tokens, dtype):
+    """With a cache they are as far from fp32 as without one, and both as near as 16 bits can be.
 
-    Each of about ten roundings a block to 8 bits moves the residual stream by 2^-9 of its size at
+    In bf16 each of about ten roundings a block to 8 bits moves the residual stream by 2^-9 of its size at
     most, at random: sqrt(20) * 2^-9 is 0.9 %. The bound is three times that.
     """
     model, ids = make_model(case), tokens(4, 24)
     with torch.no_grad():
         exact = model(ids).logits
-        model = model.to(torch.bfloat16)
+        model = model.to(dtype)
         whole, cache, parts = model(ids).logits, DynamicCache(config=model.config), []
         for part in ids.split(1, dim=1):
             parts.append(model(part, past_key_values=cache).logits)
-    assert whole.dtype == (CASES[case].logits or torch.bfloat16)
+    assert whole.dtype == (CASES[case].logits or dtype)
     assert all(s.dtype == torch.float32 for layer in cache.layers for s in layer.get_states())
-    bound = 3 * 20**0.5 * EPS[torch.bfloat16] / 2
+    bound = 3 * 20**0.5 * EPS[dtype] / 2
     assert_close("whole", whole, exact, bound)
     assert_close("cached", torch.cat(parts, 1), exact, bound)
 
@@ -99,8 +100,8 @@ def test_conversation_continues_from_the_returned_cache(case, make_model, tokens
         greedy(model, second, past_key_values=turn.past_key_values)
 
 
-def test_logits_to_keep(make_model, tokens):
-    model, ids = make_model(), tokens(2, 6)
+def test_logits_to_keep(case, make_model, tokens):
+    model, ids = make_model(case), tokens(2, 6)
     whole = model(ids).logits
     assert_close("last two", model(ids, logits_to_keep=2).logits, whole[:, -2:], SAME)
     chosen = torch.tensor([0, 4])
@@ -114,9 +115,9 @@ def test_logits_to_keep(make_model, tokens):
         ("contrastive search", {"penalty_alpha": 0.6, "top_k": 4}),
     ],
 )
-def test_what_takes_tokens_back_is_refused(make_model, tokens, what, options):
+def test_what_takes_tokens_back_is_refused(case, make_model, tokens, what, options):
     with pytest.raises(ValueError, match=f"{what} is asked for, but .* not taken back"):
-        greedy(make_model(), tokens(1, 4), **options)
+        greedy(make_model(case), tokens(1, 4), **options)
 
 
 def test_a_token_costs_the_same_after_ten_thousand(make_model, tokens):

@@ -5,7 +5,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
-from model_cases import CASES
+from model_cases import CASES, kinds
 from numerics import EPS, assert_bitwise, assert_close
 
 SAME = 16 * EPS[torch.float32]  # see test_boundaries.py
@@ -30,9 +30,9 @@ def fit(model, ids, steps=30, lr=0.01) -> list[float]:
     return losses
 
 
-def test_default_config_trains(case, make_model, tokens):
+def test_default_config_trains(case, make_config, make_model, tokens):
     """Nothing set but the sizes; use_cache is on, which must not get in the way."""
-    model = make_model(case, initializer_range=None).train()
+    model = make_model(case, initializer_range=type(make_config(case)).initializer_range).train()
     losses = fit(model, tokens(2, 12))
     assert losses[-1] < 0.5 * losses[0]
     assert all(p.grad.isfinite().all() and p.grad.any() for p in model.parameters())
@@ -61,8 +61,8 @@ def test_gradient_checkpointing_changes_nothing(case, make_model, tokens, reentr
         assert_bitwise(name, got, plain[name])
 
 
-def test_checkpointing_refuses_a_cache(make_model, tokens):
-    model, ids = make_model().train(), tokens(1, 4)
+def test_checkpointing_refuses_a_cache(case, make_model, tokens):
+    model, ids = make_model(case).train(), tokens(1, 4)
     cache = model(ids).past_key_values
     model.gradient_checkpointing_enable()
     with pytest.raises(ValueError, match="past_key_values is given, but must be None"):
@@ -79,8 +79,8 @@ def test_grad_clip_reaches_the_cell(make_model, tokens):
     assert (cut[name] - free[name]).norm() > 0.01 * free[name].norm()
 
 
-def test_loss_is_averaged_over_the_items_the_trainer_counts(make_model, tokens):
-    model, ids = make_model(), tokens(2, 9)
+def test_loss_is_averaged_over_the_items_the_trainer_counts(case, make_model, tokens):
+    model, ids = make_model(case), tokens(2, 9)
     loss = model(ids, labels=ids).loss
     counted = model(ids, labels=ids, num_items_in_batch=torch.tensor(32)).loss
     assert_close("loss", counted * 2, loss, SAME)
@@ -90,9 +90,9 @@ def test_loss_is_averaged_over_the_items_the_trainer_counts(make_model, tokens):
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-def test_trainer(make_model, tokens, tmp_path, packed):
+def test_trainer(case, make_model, tokens, tmp_path, packed):
     torch.manual_seed(1)
-    model = make_model(pad_token_id=0)
+    model = make_model(case, pad_token_id=0)
     texts = [{"input_ids": tokens(n).tolist()} for n in (5, 9, 3, 7)]
     if not packed:
         texts = [{"input_ids": ids, "labels": ids} for ids in tokens(4, 9).tolist()]
@@ -131,10 +131,14 @@ def test_lora_on_all_linear_layers(case, make_model, tokens):
         assert changed == (name.removesuffix(".weight") in layers), name
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_compiled_whole(make_model, tokens, backend):
+COMPILED = [(case, "aot_eager") for case in CASES]
+COMPILED += [pytest.param(case, "inductor", marks=pytest.mark.slow) for case in kinds()]
+
+
+@pytest.mark.parametrize(("case", "backend"), COMPILED)
+def test_compiled_whole(case, make_model, tokens, backend):
     """The compiled object itself, one graph, forward and backward, with padding and documents."""
-    model, ids = make_model("lstm", num_hidden_layers=1).train(), tokens(2, 5)
+    model, ids = make_model(case, num_hidden_layers=1).train(), tokens(2, 5)
     mask = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 0]])
     inputs = {
         "input_ids": ids,
