@@ -100,10 +100,6 @@ class RecurrentPreTrainedModel(PreTrainedModel):
         if isinstance(module, CausalConv1d):
             module.reset_parameters()  # torch's: transformers' draws from initializer_range
 
-    @classmethod
-    def _supports_default_dynamic_cache(cls) -> bool:
-        return True  # transformers would judge by the name of the class
-
 
 class RecurrentModel:
     """The forward pass of a base model: embeddings, blocks, norm."""
@@ -180,6 +176,10 @@ class RecurrentForCausalLM(RecurrentGeneration):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:  # .to, .half, .cuda
         self.decoder.release()
         return super()._apply(fn, recurse)
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return True  # GenerationMixin, a base of this class, would judge by the name: no "xlstm"
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:  # [..., H] -> [..., V]
         return self.lm_head(hidden_states)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from flashcell.boundaries import find_boundaries
-from model_cases import state_tensors
+from model_cases import CASES, state_tensors
 from numerics import EPS, assert_close
 
 # The same sums in fp32, taken for other batch sizes: a few roundings a step, which the gates damp
@@ -20,6 +20,8 @@ def run(model, ids, **kwargs):
 def assert_same_states(got, want, row: int = 0) -> None:
     """Row `row` of the one's cache is the other's only row."""
     for g, w in zip(*(state_tensors(o.past_key_values) for o in (got, want)), strict=True):
+        if w[0].numel() < 8:  # m of a few heads, a logarithm: its error is that of e^m
+            g, w = g.exp(), w.exp()
         assert_close("state", g[row], w[0], SAME)
 
 
@@ -103,7 +105,8 @@ def test_packed_gradients_are_the_sum_over_documents(case, make_model, tokens):
         for name, got, want in zip(names, packed, separate, strict=True):
             # float64: an identity, up to the roundings of some hundred terms of both signs;
             # observed: at most 73 units
-            assert_close(f"{how} {name}", got, want, 128 * EPS[torch.float64])
+            bound = 128 * EPS[torch.float64] * CASES[case].cancelled
+            assert_close(f"{how} {name}", got, want, bound)
 
 
 def test_a_document_may_begin_while_decoding(case, make_model, tokens):
