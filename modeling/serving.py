@@ -164,24 +164,32 @@ class Batcher(Iterator[Completion]):
 
     def _read(self) -> None:
         ids = torch.zeros(len(self.lanes), self.piece, dtype=torch.long)
-        mask, positions = torch.zeros_like(ids), torch.ones_like(ids)
-        last = {}
+        mask = torch.zeros_like(ids)
+        begin, last = [], {}
         for row, running in enumerate(self.lanes):
             if running is None or not running.unread:
                 continue  # all padding: its state waits
             start = self.piece - running.next_size(self.piece)
             if running.unread == len(running.prompt):
-                positions[row, start] = 0  # forgets who was in the lane before
+                begin.append(row)
             ids[row, start:] = running.read(self.piece - start)
             mask[row, start:] = 1
             if not running.unread:
                 last[row] = running
+        self._empty_lanes(begin)
         device = self.model.device
         logits = self.model(
             input_ids=ids.to(device), attention_mask=mask.to(device),
-            position_ids=positions.to(device), past_key_values=self.reading, logits_to_keep=1,
+            past_key_values=self.reading, logits_to_keep=1,
         ).logits  # fmt: skip
         self._choose(last, logits)
+
+    def _empty_lanes(self, rows: list[int]) -> None:
+        """Zeros, and no reset, which some layers multiply with: NaN would stay."""
+        groups = (g for layer in self.reading.layers for g in layer.states.values())
+        old = [s[row] for group in groups for s in group for row in rows]
+        if old:
+            torch._foreach_zero_(old)
 
     def _fill_slots(self) -> None:
         """Moves the sequences whose prompts are read, as far as there are slots."""
