@@ -40,7 +40,9 @@ class FlashRNNBlock(RecurrentBlock):
         if config.is_diagonal:
             back: Any
             for back in (self.mixer.out_proj, self.mlp.down_proj):
-                back.blocks = layer_idx + 1  # how many write to the residual stream: see below
+                back.blocks = (
+                    layer_idx + 1
+                )  # so many write to the residual stream; see _init_weights
 
     def run(
         self, hidden_states: torch.Tensor, cache: RecurrentStateLayer | None, boundaries: Boundaries
@@ -64,8 +66,10 @@ class FlashRNNPreTrainedModel(RecurrentPreTrainedModel):
         if not self.config.is_diagonal or self.config.initializer_range is not None:
             return
         if isinstance(module, nn.Linear | nn.Embedding):  # open_lm's, which was used there
-            blocks = getattr(module, "blocks", 0.5)
-            deviation = (module.weight.shape[1] * 2 * blocks) ** -0.5
+            deviation = module.weight.shape[1] ** -0.5
+            blocks = getattr(module, "blocks", None)
+            if blocks is not None:
+                deviation *= (2 * blocks) ** -0.5
             init.trunc_normal_(module.weight, 0.0, deviation, -3 * deviation, 3 * deviation)
 
 

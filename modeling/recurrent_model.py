@@ -122,6 +122,13 @@ class RecurrentModel:
         use_cache: bool | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPast:
+        """input_ids or inputs_embeds -> last_hidden_state [B, T, H], past_key_values.
+
+        With `use_cache`, or a cache given, `past_key_values` is a DynamicCache or StaticCache of
+        states to continue from, cut off from the graph. Documents packed into one row are told
+        apart by position_ids, or by the keywords seq_idx [B or 1, T] or cu_seq_lens_q [S + 1].
+        ValueError names an argument whose shape does not fit.
+        """
         if (input_ids is None) == (inputs_embeds is None):
             given = "neither is" if input_ids is None else "both are"
             raise ValueError(
@@ -190,6 +197,8 @@ class RecurrentForCausalLM(GenerationMixin):
         logits_to_keep: int | torch.Tensor = 0,  # the last so many, or these positions; 0 = all
         **kwargs: Unpack[TransformersKwargs],
     ) -> CausalLMOutputWithPast:
+        """As the base model, and logits [B, T or fewer, V]; with `labels` the mean loss, divided by
+        num_items_in_batch if that is passed, as Trainer does."""
         outputs = getattr(self, self.base_model_prefix)(
             input_ids=input_ids,
             attention_mask=attention_mask,

@@ -52,3 +52,39 @@ def leaves(call: dict) -> dict:
     state = tuple(map(leaf, call.get("state", ())))
     named = fresh | {f"state[{k}]": s for k, s in enumerate(state)}
     return {**call, **fresh, **({"state": state} if state else {})}, named
+
+
+# How far weights and inputs reach, and the bias of the gate that forgets
+REGIMES = {
+    "initial": (lambda *shape: torch.randn(*shape) / shape[-1] ** 0.5, 1.0, 0.0),
+    "within .5": (lambda *shape: torch.rand(*shape) - 0.5, 1.0, 0.0),
+    "within .5, wide gates": (lambda *shape: torch.rand(*shape) - 0.5, 3.0, 0.0),
+    "within .9": (lambda *shape: 1.8 * torch.rand(*shape) - 0.9, 2.0, 0.0),
+    "slow to forget": (lambda *shape: torch.rand(*shape) - 0.5, 1.0, -4.0),
+    "slower": (lambda *shape: torch.rand(*shape) - 0.5, 1.0, -7.0),
+    "unclipped": (lambda *shape: 2 * torch.randn(*shape), 1.0, 0.0),
+}
+
+
+def draw_regime(cell, regime: str, B: int, T: int, D: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [B, T, 3, D] and the weight [P, D] of one of REGIMES."""
+    draw, reach, bias = REGIMES[regime]
+    weight, x = draw(cell.weights, D), reach * torch.randn(B, T, 3, D)
+    x[:, :, 0] += bias if cell.name == "flash_gru" else -bias
+    return x, weight
+
+
+def split(cell, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Rows [P, D] as the arguments a, p."""
+    return (weight[:3], weight[3:]) if cell.weights > 3 else (weight,)
+
+
+def parity(cell, bits: torch.Tensor, gain: float):
+    """A 1 turns the state's sign over, a 0 keeps it: x, weight [P, D], state."""
+    on = torch.where(bits, 20.0, -20.0)
+    zero, full = torch.zeros_like(on), torch.full_like(on, 20.0)
+    weight = torch.zeros(cell.weights, bits.shape[-1])
+    weight[2] = -gain
+    rows = (on, full, zero) if cell.name == "flash_gru" else (-on, full, zero)
+    states = [torch.ones(len(bits), bits.shape[-1]) for _ in range(cell.states)]
+    return torch.stack(rows, 2), weight, tuple(states)

@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from cases import DEVICE
+
+pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="about the CPU")
 TESTS = Path(__file__).parents[1]
 FLAGS = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
 NEEDS = {"baseline": (), "avx2": ("avx2", "fma", "f16c"), "avx512": ("avx512bw", "avx512_bf16")}

@@ -5,17 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from diagonal_cases import CASES, EMPTY, leaves, make
+from diagonal_cases import CASES, EMPTY, REGIMES, draw_regime, leaves, make, parity, split
 from flashcell.kernels import diagonal_rnn as kernel
 from numerics import assert_close
 
 CELLS = pytest.mark.parametrize("cell", list(kernel.CELLS.values()), ids=lambda cell: cell.name)
 METHODS = pytest.mark.parametrize("method", ["newton", "shoot"])
-
-
-def split(cell, weight):
-    """Rows [P, D] as the arguments a, p."""
-    return (weight[:3], weight[3:]) if cell.weights > 3 else (weight,)
 
 
 def run(cell, x, weight, method="walk", **options):
@@ -24,26 +19,12 @@ def run(cell, x, weight, method="walk", **options):
     return getattr(kernel, cell.name)(*given, **options)
 
 
-# How far weights and inputs reach, and the bias of the gate that forgets
-REGIMES = {
-    "initial": (lambda *shape: torch.randn(*shape) / shape[-1] ** 0.5, 1.0, 0.0),
-    "within .5": (lambda *shape: torch.rand(*shape) - 0.5, 1.0, 0.0),
-    "within .5, wide gates": (lambda *shape: torch.rand(*shape) - 0.5, 3.0, 0.0),
-    "within .9": (lambda *shape: 1.8 * torch.rand(*shape) - 0.9, 2.0, 0.0),
-    "slow to forget": (lambda *shape: torch.rand(*shape) - 0.5, 1.0, -4.0),
-    "slower": (lambda *shape: torch.rand(*shape) - 0.5, 1.0, -7.0),
-    "unclipped": (lambda *shape: 2 * torch.randn(*shape), 1.0, 0.0),
-}
-
-
 @CELLS
 @METHODS
 @pytest.mark.parametrize("regime", REGIMES)
 def test_error_in_every_weight_regime(cell, method, regime):
     """fp32 within 2e-6 of a float64 loop; unclipped, where roundings grow, as far as the fp32 loop."""
-    draw, reach, bias = REGIMES[regime]
-    weight, x = draw(cell.weights, 32), reach * torch.randn(2, 300, 3, 32)
-    x[:, :, 0] += bias if cell.name == "flash_gru" else -bias
+    x, weight = draw_regime(cell, regime, 2, 300, 32)
     h, last, info = run(cell, x, weight, method)
     exact, ends, _ = run(cell, x.double(), weight)
     loop, _, plain = run(cell, x, weight)
@@ -58,17 +39,6 @@ def test_error_in_every_weight_regime(cell, method, regime):
         assert info.finished == 0
         assert info.residual < 5e-7
         assert info.iterations <= 7  # observed: at most 6
-
-
-def parity(cell, bits, gain):
-    """A 1 turns the state's sign over, a 0 keeps it: x, weight, state."""
-    on = torch.where(bits, 20.0, -20.0)
-    zero, full = torch.zeros_like(on), torch.full_like(on, 20.0)
-    weight = torch.zeros(cell.weights, bits.shape[-1])
-    weight[2] = -gain
-    rows = (on, full, zero) if cell.name == "flash_gru" else (-on, full, zero)
-    states = [torch.ones(len(bits), bits.shape[-1]) for _ in range(cell.states)]
-    return torch.stack(rows, 2), weight, tuple(states)
 
 
 @CELLS

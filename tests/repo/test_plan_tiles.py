@@ -48,8 +48,10 @@ int main() {
     const auto forward = chip::forward_shape(p.gates, 4, p.io_bytes);
     const auto backward = chip::backward_shape(p.gates, 4, 7, 4, p.io_bytes);
     const Engine engine = select_engine(p, d);
-    std::printf("%s %d %ld %ld\n", names[int(engine)], tile_of(engine, p, d),
-                long(chip::shared_bytes(forward, p.D)), long(chip::shared_bytes(backward, p.D)));
+    std::printf("%s %d %ld %ld %d %d\n", names[int(engine)], tile_of(engine, p, d),
+                long(chip::shared_bytes(forward, p.D)), long(chip::shared_bytes(backward, p.D)),
+                chip::takes_wide_tiles(forward, p.S, p.N, p.D, d),
+                chip::takes_wide_tiles(backward, p.S, p.N, p.D, d));
   }
 }
 """
@@ -82,6 +84,7 @@ def test_plan_is_the_binarys(tmp_path):
         tile = {"block": plan.block_tile, "cluster": plan.cluster_tile}.get(engine, lambda *_: 8)
         ours = [engine, tile(p, device)]
         ours += [plan.chip_shared_bytes(shape, p.D) for shape in shapes]
+        ours += [int(plan.takes_wide_tiles(p.S, p.N, p.D, device, b)) for b in (False, True)]
         assert " ".join(map(str, ours)) == answer, (p, device)
     assert {plan.select_engine(p, d)[0] for p, d in asked} == {"block", "cluster", "chip", "step"}
 

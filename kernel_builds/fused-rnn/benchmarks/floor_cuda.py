@@ -25,8 +25,10 @@ MMA_CHAIN = 13.8e-9  # s, one m16n8k16 that needs the one before
 MMA_ISSUE = 3.4e-9  # s, one m16n8k16 of many on one of the SM's four tensor cores
 WARPS = 8  # that share the depth of a product
 CELL = 33e-9 + 2 * 8.6e-9 + 38.8e-9  # s, sigmoid, tanh twice, st.shared + barrier + ldmatrix
-EXCHANGE = 0.35e-6  # s, an all-gather of h: 0.60 us for 8 KB, 1.10 for 24, 2.19 for 64 ...
-EXCHANGE_BYTE = 0.030e-6 / 1024  # ... which is this much a byte
+EXCHANGE = 0.25e-6  # s, a word from one SM to another through L2, one way: 0.18 to 0.35 us ...
+EXCHANGE_BYTE = 1 / 112e9  # s, ... and h of the whole head into an SM: 64 bytes a clock
+CLUSTER_EXCHANGE = 0.19e-6  # s, a release and an acquire between the blocks of a cluster
+CLUSTER_BLOCKS = 16
 
 
 class Walk(NamedTuple):
@@ -49,18 +51,26 @@ def step_seconds(walk: Walk) -> float:
     weight = walk.gates * walk.width**2 * walk.itemsize
     blocks = ceil(weight / SM_WEIGHT)  # at least, to hold one head's weight
     tiles = walk.heads * ceil(walk.batch / 8)
+    if blocks == 1 and walk.width <= 128:
+        return work_seconds(walk, 1, ceil(tiles / SMS))
     groups = max(1, min(tiles, SMS // blocks))
-    columns = ceil(tiles / groups)  # tiles of 8 that a group computes
-    if walk.width > 128:
-        blocks = max(blocks, SMS // groups)
+    columns = ceil(tiles / groups)
+    rows = min(8 * columns, walk.batch)
+    chip = work_seconds(walk, max(blocks, SMS // groups), columns)
+    chip += EXCHANGE + walk.width * rows * walk.itemsize * EXCHANGE_BYTE
+    if blocks > CLUSTER_BLOCKS:
+        return chip
+    clusters = SMS // CLUSTER_BLOCKS
+    cluster = work_seconds(walk, CLUSTER_BLOCKS, ceil(tiles / clusters)) + CLUSTER_EXCHANGE
+    return min(chip, cluster)
+
+
+def work_seconds(walk: Walk, blocks: int, columns: int) -> float:
+    """Product and cell of a step, by so many SMs for so many tiles of eight sequences."""
     scale = walk.itemsize / 2  # tf32's m16n8k8 is half of a tile of 16 bit at the same cost
     products = walk.gates * walk.width**2 / 256 * columns / blocks * scale
     depth = walk.width / 16 * scale / (WARPS if blocks > 1 else 1)
-    seconds = max(products / 4 * MMA_ISSUE, depth * MMA_CHAIN) + CELL
-    if blocks > 1:
-        rows = min(8 * columns, walk.batch)
-        seconds += EXCHANGE + walk.width * rows * walk.itemsize * EXCHANGE_BYTE
-    return seconds
+    return max(products / 4 * MMA_ISSUE, depth * MMA_CHAIN) + CELL
 
 
 def floor_seconds(walk: Walk, walks: int, bytes_moved: float, flops: float) -> float:

@@ -134,7 +134,7 @@ struct Adjoint {
     }
     IO* to = dx_row(time(i));
 #pragma unroll
-    for (int g = 0; g < kGates; ++g) *reinterpret_cast<Word*>(to + g * p->D) = narrow<IO>(out[g]);
+    for (int g = 0; g < kGates; ++g) store_away(to + g * p->D, narrow<IO>(out[g]));
   }
 
   DEVICE IO* dx_row(int t) const {

@@ -12,18 +12,17 @@ inline Tensor input(const Tensor& x) {
   return dense_row && x.stride(1) < int64_t(1) << 28 ? x : torch::stable::contiguous(x);
 }
 
-inline bool is_even(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 4 == 0; }
-
-inline cuda::Launch prepare(Dtype dtype, bool paired, const Tensor& like) {
+inline cuda::Launch prepare(Dtype dtype, int together, const Tensor& like) {
   STD_TORCH_CHECK(dtype != Dtype::kDouble, "x must be float32, float16 or bfloat16 on CUDA, got ",
                   torch::headeronly::toString(like.scalar_type()));
-  return {cuda::describe(like.get_device_index()), current_stream(like), dtype,
-          paired && dtype != Dtype::kFloat, nullptr};
+  return {cuda::describe(like.get_device_index()), current_stream(like), dtype, together, nullptr};
 }
 
+// Pairs, if they never lie across the words they are read in; all operands but x are aligned.
 inline cuda::Launch prepare(const SequenceParams& p, Dtype dtype, const Tensor& like) {
   const bool even = p.D % 2 == 0 && p.x_batch % 2 == 0 && p.x_time % 2 == 0 && p.x_gate % 2 == 0;
-  return prepare(dtype, even && is_even(p.x), like);
+  const int bytes = dtype == Dtype::kFloat ? 8 : 4;
+  return prepare(dtype, even && uintptr_t(p.x) % bytes == 0 ? 2 : 1, like);
 }
 
 inline Tensor scratch(const Tensor& like, int64_t bytes) {
@@ -57,7 +56,8 @@ void run_scan(const Params& p, Dtype dtype, const Tensor& like,
               void (*engine)(const Params&, const cuda::Launch&)) {
   const torch::stable::accelerator::DeviceGuard guard(like.get_device_index());
   if (p.B * p.D == 0) return;
-  cuda::Launch launch = prepare(dtype, p.D % 2 == 0 && p.n == 1, like);
+  const int together = p.n > 1 || p.D % 2 != 0 ? 1 : p.D % 4 != 0 ? 2 : 4;
+  cuda::Launch launch = prepare(dtype, together, like);
   const Tensor memory = scratch(like, cuda::scan_scratch(p, launch));
   launch.scratch = memory.mutable_data_ptr();
   engine(p, launch);

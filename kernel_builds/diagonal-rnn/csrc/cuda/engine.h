@@ -16,7 +16,7 @@ struct Launch {
   Device device;
   cudaStream_t stream;
   Dtype dtype;
-  bool paired;    // 16-bit channels can be taken two at a time
+  int together;   // neighbouring channels that can be one word: 1, 2 or 4
   void* scratch;  // as many bytes as the function was asked for
 };
 

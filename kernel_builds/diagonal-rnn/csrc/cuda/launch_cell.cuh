@@ -8,10 +8,10 @@
 namespace flashcell::cuda {
 
 // The instantiation for a call: I/O type, channels of a word, masks. Odd rows of 16 bits are rare:
-// they take the general kernels.
-template <typename Function>
+// they take the general kernels. Two fp32 channels at a time are for walks of many channels alone.
+template <bool kWalks, typename Function>
 void for_lanes(const SequenceParams& p, const Launch& to, Function function) {
-  const bool masked = p.reset != nullptr || p.hold != nullptr;
+  const bool masked = p.reset != nullptr || p.hold != nullptr, paired = to.together >= 2;
   auto with = [&](auto io, auto channels) {
     if (masked || (sizeof(io) == 2 && decltype(channels)::value == 1)) {
       function(io, channels, std::true_type());
@@ -23,30 +23,27 @@ void for_lanes(const SequenceParams& p, const Launch& to, Function function) {
   using Two = std::integral_constant<int, 2>;
   switch (to.dtype) {
     case Dtype::kFloat:
+      if constexpr (kWalks) {
+        if (paired && p.S * p.D >= kPairedChannels) return with(float(), Two());
+      }
       return with(float(), One());
     case Dtype::kBFloat16:
-      return to.paired ? with(bf16(), Two()) : with(bf16(), One());
+      return paired ? with(bf16(), Two()) : with(bf16(), One());
     case Dtype::kHalf:
-      return to.paired ? with(fp16(), Two()) : with(fp16(), One());
+      return paired ? with(fp16(), Two()) : with(fp16(), One());
     case Dtype::kDouble:
       break;
   }
   throw std::invalid_argument("diagonal_rnn: no CUDA engine for float64");
 }
 
-inline int64_t words_of_row(const SequenceParams& p, const Launch& to) {
-  return to.paired ? p.D / 2 : p.D;
-}
-
 template <typename Cell>
 int64_t Engine<Cell>::forward_scratch(const ForwardParams& p, const Launch& to) {
   if (p.method != Method::kShoot) return 0;
-  const int chunk = chunk_steps(p.T, p.S * words_of_row(p, to));
+  const int chunk = chunk_steps(p.T, p.S * words_of_row(p.D, to));
   const int64_t chunks = (p.T + chunk - 1) / chunk, K = Cell::kStates;
   return p.S * (chunks > 0 ? chunks : 1) * (2 * K + K * K) * p.D * int64_t(sizeof(float));
 }
-
-static int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 template <typename Track>
 void run_walk(const ForwardParams& p, const Launch& to) {
@@ -61,7 +58,7 @@ void run_shoot(const ForwardParams& p, const Launch& to) {
   using Shooter = Track<Cell, IO, kN, kMasked, 32>;
   using Settler = Track<Cell, IO, kN, kMasked, 256>;
   Shoot shoot{};
-  shoot.chunk = chunk_steps(p.T, p.S * words_of_row(p, to));
+  shoot.chunk = chunk_steps(p.T, p.S * words_of_row(p.D, to));
   shoot.chunks = p.T > 0 ? int(ceil_div(p.T, shoot.chunk)) : 1;
   shoot.burn_in = kBurnIn, shoot.longest_burn_in = kLongestBurnIn;
   shoot.passes = p.max_iters < 0 ? kShootPasses : int(p.max_iters);
@@ -91,15 +88,22 @@ void run_newton(const ForwardParams& p, const Launch& to) {
 
 template <typename Cell>
 void Engine<Cell>::forward(const ForwardParams& p, const Launch& to) {
-  for_lanes(p, to, [&](auto io, auto channels, auto masked) {
+  if (p.method == Method::kWalk) {
+    return for_lanes<true>(p, to, [&](auto io, auto channels, auto masked) {
+      using IO = decltype(io);
+      constexpr int kN = decltype(channels)::value;
+      constexpr bool kMasked = decltype(masked)::value;
+      if (walk_threads(ceil_div(p.D, kN)) == kWalkThreads)
+        run_walk<Track<Cell, IO, kN, kMasked, kWalkThreads>>(p, to);
+      else
+        run_walk<Track<Cell, IO, kN, kMasked, kNarrowThreads>>(p, to);
+    });
+  }
+  for_lanes<false>(p, to, [&](auto io, auto channels, auto masked) {
     using IO = decltype(io);
-    constexpr int kN = decltype(channels)::value;
     constexpr bool kMasked = decltype(masked)::value;
-    const bool wide = walk_threads(words_of_row(p, to)) == kWalkThreads;
-    if (p.method == Method::kShoot) return run_shoot<Cell, IO, kN, kMasked>(p, to);
     if (p.method == Method::kNewton) return run_newton<Cell, IO, kMasked>(p, to);
-    if (wide) return run_walk<Track<Cell, IO, kN, kMasked, kWalkThreads>>(p, to);
-    return run_walk<Track<Cell, IO, kN, kMasked, kNarrowThreads>>(p, to);
+    run_shoot<Cell, IO, decltype(channels)::value, kMasked>(p, to);
   });
 }
 
@@ -111,26 +115,34 @@ constexpr int kTileSteps = Cell::kStates == 1 ? 8
                            : kN == 1          ? 6
                                               : 4;
 
-template <typename Cell, typename IO, int kN, bool kMasked>
-using Backwards = Linear<Adjoint<Cell, IO, kN, kMasked>, 4, 4, kTileSteps<Cell, kN>>;
+// function(run, way), where `run` is how the backward of a call goes.
+template <typename Cell, typename Function>
+void for_way(const BackwardParams& p, const Launch& to, Function function) {
+  const Way way = backward_way(p.T, p.S * words_of_row(p.D, to));
+  if (way == Way::kWalk) {
+    return for_lanes<true>(p, to, [&](auto io, auto channels, auto masked) {
+      using E = Adjoint<Cell, decltype(io), decltype(channels)::value, decltype(masked)::value>;
+      function(Walk<E, kWalkThreads, 4, 4>(), way);
+    });
+  }
+  for_lanes<false>(p, to, [&](auto io, auto channels, auto masked) {
+    constexpr int kN = decltype(channels)::value;
+    using E = Adjoint<Cell, decltype(io), kN, decltype(masked)::value>;
+    function(Parallel<E, 4, 4, kTileSteps<Cell, kN>>(), way);
+  });
+}
 
 template <typename Cell>
 int64_t Engine<Cell>::backward_scratch(const BackwardParams& p, const Launch& to) {
   int64_t bytes = 0;
-  for_lanes(p, to, [&](auto io, auto channels, auto masked) {
-    using Run = Backwards<Cell, decltype(io), decltype(channels)::value, decltype(masked)::value>;
-    bytes = Run::scratch(p.S, p.T, p.D, backward_way(p.T, p.S * words_of_row(p, to)));
-  });
+  for_way<Cell>(p, to, [&](auto run, Way way) { bytes = run.scratch(p.S, p.T, p.D, way); });
   return bytes;
 }
 
 template <typename Cell>
 void Engine<Cell>::backward(const BackwardParams& p, const Launch& to) {
-  for_lanes(p, to, [&](auto io, auto channels, auto masked) {
-    using Run = Backwards<Cell, decltype(io), decltype(channels)::value, decltype(masked)::value>;
-    const Way way = backward_way(p.T, p.S * words_of_row(p, to));
-    Run::run(p, p.S, way, to, static_cast<float*>(p.dweight));
-  });
+  for_way<Cell>(
+      p, to, [&](auto run, Way way) { run.run(p, p.S, way, to, static_cast<float*>(p.dweight)); });
 }
 
 }  // namespace flashcell::cuda

@@ -1,4 +1,4 @@
-// How a linear recurrence is run: walk or scan, their scratch, and the sums at the end.
+// How a linear recurrence is run, each way: its scratch, its kernels, and the sums at the end.
 #pragma once
 #include "engine.h"
 #include "launch.h"
@@ -8,6 +8,8 @@
 #include "walk.cuh"
 
 namespace flashcell::cuda {
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 constexpr int kSumWarps = 8;
 
@@ -41,9 +43,47 @@ static __global__ void __launch_bounds__(32 * kSumWarps) sum_kernel(Partial part
   out[i] = sum;
 }
 
-// S sequences of D channels and T steps.
-template <typename Element, int kWalkSteps, int kWalkGroups, int kScanSteps>
-struct Linear {
+// The rows that walks or tiles left, added up.
+template <typename Element>
+void add_up(Partial partial, Partial redone, const int* is_redone, int64_t D, float* sums,
+            const Launch& to) {
+  if constexpr (Element::kSums > 0) {
+    const int64_t count = Element::kSums * D;
+    launch(sum_kernel, {ceil_div(count, 32), 32 * kSumWarps, 0, to.stream}, partial, redone,
+           is_redone, count, sums);
+  }
+}
+
+// Every channel alone: S sequences of D channels.
+template <typename Element, int kWideThreads, int kSteps, int kGroups>
+struct Walk {
+  using Params = typename Element::Params;
+
+  static int64_t scratch(int64_t S, int64_t, int64_t D, Way) {
+    return S * Element::kSums * D * int64_t(sizeof(float));
+  }
+  static void run(const Params& p, int64_t S, Way, const Launch& to, float* sums) {
+    if (walk_threads(ceil_div(p.D, Element::kN)) == kWalkThreads)
+      walk<kWideThreads>(p, S, to);
+    else
+      walk<kNarrowThreads>(p, S, to);
+    add_up<Element>({static_cast<const float*>(to.scratch), S}, {}, nullptr, p.D, sums, to);
+  }
+
+ private:
+  template <int kThreads>
+  static void walk(const Params& p, int64_t S, const Launch& to) {
+    using Track = LinearTrack<Element, kThreads, kSteps, kGroups>;
+    const int64_t blocks_of_row = ceil_div(p.D, kThreads * Element::kN);
+    launch(linear_walk_kernel<Track>,
+           {S * blocks_of_row, kThreads, Track::Steps::kBytes, to.stream}, p, int(blocks_of_row),
+           static_cast<float*>(to.scratch));
+  }
+};
+
+// Parallel in time: tiles that tell each other, or chunks that work out their first carry.
+template <typename Element, int kReachSteps, int kReachGroups, int kScanSteps>
+struct Parallel {
   using Params = typename Element::Params;
   using T = Tile<Element, 8, kScanSteps>;
   static constexpr int kN = Element::kN, P = Element::kSums;
@@ -51,23 +91,23 @@ struct Linear {
 
   static Scan scan_of(int64_t S, int64_t steps, int64_t D, void* scratch) {
     Scan scan{};
-    scan.tiles = steps > 0 ? int((steps + T::kLength - 1) / T::kLength) : 1;
-    scan.groups_of_row = int((D + T::kChannels - 1) / T::kChannels);
+    scan.tiles = steps > 0 ? int(ceil_div(steps, T::kLength)) : 1;
+    scan.groups_of_row = int(ceil_div(D, T::kChannels));
     scan.columns = S * scan.groups_of_row;
     scan.ticket = static_cast<uint32_t*>(scratch);
     scan.maps = static_cast<float*>(scratch) + kTicketWords;
     scan.carries = scan.maps + S * scan.tiles * T::kMap * D;
-    scan.partial = scan.carries + S * ((scan.tiles + T::kGroup - 1) / T::kGroup) * T::K * D;
+    scan.partial = scan.carries + S * ceil_div(scan.tiles, T::kGroup) * T::K * D;
     return scan;
   }
   // What the chunks need lies behind what the scan needs, should it run after all.
   static Reach reach_of(int64_t S, int64_t steps, int64_t D, const Scan& scan) {
     Reach reach{};
-    const int64_t words = (D + kN - 1) / kN, rows_of_scan = S * scan.tiles;
+    const int64_t words = ceil_div(D, kN), rows_of_scan = S * scan.tiles;
     reach.chunk = chunk_steps(steps, S * words);
-    reach.chunks = steps > 0 ? int((steps + reach.chunk - 1) / reach.chunk) : 1;
+    reach.chunks = steps > 0 ? int(ceil_div(steps, reach.chunk)) : 1;
     reach.burn_in = kBurnIn, reach.longest_burn_in = kLongestBurnIn;
-    reach.blocks_of_row = int((words + 31) / 32);
+    reach.blocks_of_row = int(ceil_div(words, 32));
     const int64_t rows = S * reach.chunks;
     reach.start = scan.partial + rows_of_scan * P * D, reach.end = reach.start + rows * T::K * D;
     reach.largest = reach.end + rows * T::K * D, reach.partial = reach.largest + rows * D;
@@ -75,40 +115,28 @@ struct Linear {
     return reach;
   }
   static int64_t scratch(int64_t S, int64_t steps, int64_t D, Way way) {
-    if (way == Way::kWalk) return S * P * D * int64_t(sizeof(float));
     const Scan scan = scan_of(S, steps, D, nullptr);
     if (way == Way::kScan) return int64_t(uintptr_t(scan.partial + S * scan.tiles * P * D));
     return int64_t(uintptr_t(reach_of(S, steps, D, scan).open + 1));
   }
 
   static void run(const Params& p, int64_t S, Way way, const Launch& to, float* sums) {
-    const int64_t words = (p.D + kN - 1) / kN;
-    Partial partial{static_cast<const float*>(to.scratch), S}, redone{};
+    Scan scan = scan_of(S, p.T, p.D, to.scratch);
+    Partial partial{scan.partial, S * scan.tiles}, redone{};
     const int* open = nullptr;
-    if (way == Way::kWalk) {
-      if (walk_threads(words) == kWalkThreads)
-        walk<kWalkThreads>(p, S, to);
-      else
-        walk<kNarrowThreads>(p, S, to);
-    } else {
-      Scan scan = scan_of(S, p.T, p.D, to.scratch);
-      partial = {scan.partial, S * scan.tiles};
-      if constexpr (P > 0) {
-        if (way == Way::kReach) {
-          const Reach reach = reach_of(S, p.T, p.D, scan);
-          chunks(p, S, reach, to);
-          open = scan.wanted = reach.open;
-          redone = partial, partial = {reach.partial, S * reach.chunks};
-        }
-      }
-      tiles(p, scan, to);
-    }
     if constexpr (P > 0) {
-      launch(sum_kernel, {(P * p.D + 31) / 32, 32 * kSumWarps, 0, to.stream}, partial, redone, open,
-             P * p.D, sums);
+      if (way == Way::kReach) {
+        const Reach reach = reach_of(S, p.T, p.D, scan);
+        chunks(p, S, reach, to);
+        open = scan.wanted = reach.open;
+        redone = partial, partial = {reach.partial, S * reach.chunks};
+      }
     }
+    tiles(p, scan, to);
+    add_up<Element>(partial, redone, open, p.D, sums, to);
   }
 
+ private:
   static void tiles(const Params& p, const Scan& scan, const Launch& to) {
     const int64_t published =
         reinterpret_cast<char*>(scan.partial) - static_cast<char*>(to.scratch);
@@ -121,21 +149,12 @@ struct Linear {
   }
 
   static void chunks(const Params& p, int64_t S, const Reach& reach, const Launch& to) {
-    using Track = LinearTrack<Element, 32, kWalkSteps, kWalkGroups>;
+    using Track = LinearTrack<Element, 32, kReachSteps, kReachGroups>;
     const int64_t rows = S * reach.chunks;
     launch(reach_kernel<Track>, {rows * reach.blocks_of_row, 32, Track::Steps::kBytes, to.stream},
            p, reach);
-    launch(agree_kernel<T::K>, {(rows * p.D + 255) / 256, 256, 0, to.stream},
+    launch(agree_kernel<T::K>, {ceil_div(rows * p.D, 256), 256, 0, to.stream},
            static_cast<const SequenceParams&>(p), reach);
-  }
-
-  template <int kThreads>
-  static void walk(const Params& p, int64_t S, const Launch& to) {
-    using Track = LinearTrack<Element, kThreads, kWalkSteps, kWalkGroups>;
-    const int64_t words = (p.D + kN - 1) / kN, blocks_of_row = (words + kThreads - 1) / kThreads;
-    launch(linear_walk_kernel<Track>,
-           {S * blocks_of_row, kThreads, Track::Steps::kBytes, to.stream}, p, int(blocks_of_row),
-           static_cast<float*>(to.scratch));
   }
 };
 

@@ -99,6 +99,7 @@ struct ScanForward : BlockScan<ScanForwardParams, IO, kNOf, n> {
   using Base::kN, Base::p, Base::place;
   using typename Base::Params, typename Base::Word;
   static constexpr int kRows = n + 1;  // of a, then b
+  static constexpr bool kIsForward = true;
   using Raw = Word[kRows];
 
   DEVICE ScanForward(const Params& params, int64_t s, int64_t channel)
@@ -135,7 +136,7 @@ struct ScanForward : BlockScan<ScanForwardParams, IO, kNOf, n> {
     }
 #pragma unroll
     for (int c = 0; c < kN * n; ++c) carry[c / n][c % n] = out[c];
-    *reinterpret_cast<Word*>(static_cast<IO*>(p->h) + place(i) * n) = narrow<IO>(out);
+    store_away(static_cast<IO*>(p->h) + place(i) * n, narrow<IO>(out));
   }
   DEVICE void begin(float (&carry)[kN][n]) const {
 #pragma unroll
@@ -152,6 +153,7 @@ struct ScanBackward : BlockScan<ScanBackwardParams, IO, kNOf, n> {
   using Base::kN, Base::p, Base::place, Base::steps;
   using typename Base::Params, typename Base::Word;
   static constexpr int kRows = n + 2;  // of a, then dh, then h of the step before
+  static constexpr bool kIsForward = false;
   using Raw = Word[kRows];
 
   DEVICE ScanBackward(const Params& params, int64_t s, int64_t channel)
@@ -197,10 +199,10 @@ struct ScanBackward : BlockScan<ScanBackwardParams, IO, kNOf, n> {
       }
     }
     const int64_t to = place(i) * n;
-    *reinterpret_cast<Word*>(static_cast<IO*>(p->db) + to) = narrow<IO>(g);
+    store_away(static_cast<IO*>(p->db) + to, narrow<IO>(g));
 #pragma unroll
     for (int k = 0; k < n; ++k) {
-      *reinterpret_cast<Word*>(static_cast<IO*>(p->da) + (to + k) * n) = narrow<IO>(da[k]);
+      store_away(static_cast<IO*>(p->da) + (to + k) * n, narrow<IO>(da[k]));
     }
   }
   DEVICE void begin(float (&carry)[kN][n]) const {

@@ -1,7 +1,7 @@
 // Which kernel runs a call, and how it is cut: pure functions of sizes. Every limit stands beside
 // the measurement that set it (one H200, fp32 unless said; the README has the tables).
 #pragma once
-#include <cstdint>
+#include "engine.h"
 
 namespace flashcell::cuda {
 
@@ -10,6 +10,15 @@ namespace flashcell::cuda {
 constexpr int kWalkThreads = 128, kNarrowThreads = 32;
 constexpr int walk_threads(int64_t words) {
   return words % kWalkThreads == 0 || words > 4 * kWalkThreads ? kWalkThreads : kNarrowThreads;
+}
+
+// fp32 channels of a thread of a walk: two, whose copies are twice as long, where threads enough
+// are left (8x2048x4096: GRU forward 0.257 ms for 0.279 with one, backward 0.545 for 0.617).
+constexpr int64_t kPairedChannels = 24576;
+
+// Threads of which each takes one fp32 channel or two of 16 bits of a row.
+inline int64_t words_of_row(int64_t D, const Launch& to) {
+  return to.dtype != Dtype::kFloat && to.together >= 2 ? D / 2 : D;
 }
 
 // How shoot cuts time. Chunks enough for two warps on each scheduler of the chip: 1x131072x1024
@@ -34,10 +43,11 @@ constexpr int kShootPasses = 3, kNewtonIterations = 16;
 enum class Way { kWalk, kScan, kReach };
 
 // The backward walks when there are threads enough to hide memory's latency: GRU of 8x2048x4096
-// 0.62 ms, as a scan 0.92, but 1x4096x8192 0.52 against 0.44. Chunks, which compute every gate once
-// where the scan does twice, have to be long against their burn-in.
+// 0.62 ms, as a scan 0.92, but 1x4096x8192 0.52 against 0.44 and, in chunks of 1024, 0.30. Chunks
+// compute every gate once where the scan does twice; they have to be long against their burn-in:
+// 1x131072x1024 1.22 ms in chunks and 1.81 as a scan, 1x16384x128 0.054 (chunks of 256) and 0.056.
 constexpr int64_t kWalkWords = 12288;
-constexpr int kReachChunk = 1024;
+constexpr int kReachChunk = 256;
 constexpr Way backward_way(int64_t T, int64_t words) {
   if (words >= kWalkWords) return Way::kWalk;
   return chunk_steps(T, words) >= kReachChunk ? Way::kReach : Way::kScan;

@@ -6,14 +6,23 @@
 
 namespace flashcell::cuda {
 
+// The first channel of a thread. One past the last does what another thread does, bit for bit; not
+// all of them what the last one does: with three warps of a block at one address, the backward of
+// 8x2048x4160 took 1.0 ms, that of 8x2048x4096 0.55.
+template <typename Track>
+DEVICE int64_t channel_of_thread(int64_t D, int blocks_of_row) {
+  const int64_t block = blockIdx.x % blocks_of_row;
+  const int64_t d = (block * Track::kThreads + threadIdx.x) * Track::kN;
+  return d < D ? d : d % D;
+}
+
 template <typename Track>
 __global__ void __launch_bounds__(Track::kThreads) walk_kernel(const
                                                                __grid_constant__ ForwardParams p,
                                                                int blocks_of_row) {
   extern __shared__ __align__(16) unsigned char shared[];
   const Column column(p, blockIdx.x / blocks_of_row);
-  const int64_t d = int64_t(blockIdx.x % blocks_of_row * Track::kThreads + threadIdx.x) * Track::kN;
-  Track track(p, column, d, shared);
+  Track track(p, column, channel_of_thread<Track>(p.D, blocks_of_row), shared);
   if (blockIdx.x == 0 && threadIdx.x < 3) p.report[threadIdx.x] = 0;
   track.begin_sequence();
   track.prefetch(0, column.length);
@@ -30,8 +39,7 @@ __global__ void __launch_bounds__(Track::kThreads) linear_walk_kernel(const __gr
                                                                       float* partial) {
   extern __shared__ __align__(16) unsigned char shared[];
   const int64_t s = blockIdx.x / blocks_of_row;
-  const int64_t d = int64_t(blockIdx.x % blocks_of_row * Track::kThreads + threadIdx.x) * Track::kN;
-  Track track(p, s, d, shared);
+  Track track(p, s, channel_of_thread<Track>(p.D, blocks_of_row), shared);
   track.e.begin(track.carry);
   track.prefetch(0, track.e.steps);
   track.walk(0, track.e.steps);

@@ -113,7 +113,11 @@ struct Pipeline {
   }
 
   // Until the copies of the next step are there, of this thread: a barrier makes it all threads.
-  DEVICE void wait() { copy_wait<kStages - 2>(); }
+  // kBehind: calls of start() that this step makes after its wait.
+  template <int kBehind = 0>
+  DEVICE void wait() {
+    copy_wait<kStages - 2 - kBehind>();
+  }
 
   // The warp's tiles of step t: row by row, kSplit of each.
   template <int kCount>

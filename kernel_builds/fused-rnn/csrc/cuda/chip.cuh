@@ -42,15 +42,16 @@ __global__ void __launch_bounds__(kThreads<Pass, kBlocks, kMarked>, 1) chip_kern
     const __grid_constant__ Params p, const __grid_constant__ Range range) {
   extern __shared__ __align__(16) unsigned char memory[];
   constexpr int kCellHalves = kHalves<Pass, kBlocks, kMarked>;
+  constexpr bool kWide = Pass::kWide > 1;
   const Block<Pass> block(p, range, memory);
   if (threadIdx.x < 2) mbarrier_init(block.shared.emptied[threadIdx.x], kCellWarps);
   if (threadIdx.x < 4) mbarrier_init(block.shared.received[threadIdx.x / 2][threadIdx.x % 2], 1);
   if constexpr (Pass::kSplit > 1) cluster_barrier();
   if (threadIdx.x < kProducts) {
-    take_registers<kCellHalves == 2 ? 160 : 208>();
+    take_registers<kWide ? 176 : kCellHalves == 2 ? 160 : 208>();
     Product<Pass, kBlocks, kMarked>(block).run();
   } else {
-    leave_registers<kCellHalves == 2 ? 96 : 88>();
+    leave_registers<kWide ? 80 : kCellHalves == 2 ? 96 : 88>();
     Cells<Pass, kCellHalves, kMarked>(block).run();
   }
   if constexpr (Pass::kSplit > 1) cluster_barrier();  // nobody sends to a block that has left
@@ -67,7 +68,7 @@ template <typename Pass, bool kMarked, int kBlocks = kMarked ? 4 : 1>
 Kernel<Pass> kernel_for(int blocks) {
   constexpr int kMost = max_blocks(Pass::kShape);
   constexpr int kNext = kBlocks < 4 ? kBlocks + 1 : kBlocks < 8 ? 8 : kMost;
-  static_assert(kMost > 8);
+  static_assert(kMost > 8 || kMost == 4);
   if constexpr (kBlocks < kMost) {
     if (blocks > kBlocks || (is_exact(kBlocks, kMarked) && blocks < kBlocks)) {
       return kernel_for<Pass, kMarked, kNext>(blocks);
@@ -82,16 +83,22 @@ bool run(const typename Pass::Params& p, const Launch& launch) {
   using IO = typename Pass::IO;
   static_assert(sizeof(Column) == kColumnBytes);
   static_assert(sizeof(Shared<Pass>) <= shared_bytes(Pass::kShape, 0));
-  const int64_t tiles = divide_up(p.S, kColumns), members = thread_blocks(Pass::kShape, p.D);
+  const int64_t tiles = divide_up(p.S, tile_columns(Pass::kShape));
+  const int64_t members = thread_blocks(Pass::kShape, p.D);
   if (tiles * members * p.N == 0) return true;
+  const bool marked = p.reset != nullptr || p.hold != nullptr;
+  if (Pass::kWide > 1 && (marked || !takes_wide_tiles(Pass::kShape, p.S, p.N, p.D, launch.device)))
+    return false;
   if (!fits(Pass::kShape, p.D, launch.device)) return false;
   if (Pass::kSplit > 1 && launch.device.arch < 90) return false;
 
   const int processors = launch.device.processors;
   const int bytes = int(shared_bytes(Pass::kShape, p.D));
   const int blocks = int(blocks_of_depth(Pass::kShape, p.D));
-  const bool marked = p.reset != nullptr || p.hold != nullptr;
-  const auto kernel = marked ? kernel_for<Pass, true>(blocks) : kernel_for<Pass, false>(blocks);
+  auto kernel = kernel_for<Pass, false>(blocks);
+  if constexpr (Pass::kWide == 1) {
+    if (marked) kernel = kernel_for<Pass, true>(blocks);
+  }
   check(cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
   cudaLaunchAttribute attributes[2];
   attributes[0].id = cudaLaunchAttributeCooperative, attributes[0].val.cooperative = 1;
@@ -122,11 +129,21 @@ bool run(const typename Pass::Params& p, const Launch& launch) {
         p, Pass::medium(p), Pass::kGates * p.N * p.D);
     check(cudaGetLastError());
   }
+  const void* initial = nullptr;
+  if constexpr (!Pass::kDescends) {
+    const int64_t pairs = p.S * p.N * p.D / 2;
+    if (p.initial != nullptr) {
+      initial = launch.scratch;
+      round_kernel<IO><<<unsigned(divide_up(pairs, 256)), 256, 0, launch.stream>>>(
+          static_cast<const float*>(p.initial), static_cast<IO*>(launch.scratch), pairs);
+      check(cudaGetLastError());
+    }
+  }
   const int64_t launches = divide_up(p.N, together / members), heads = divide_up(p.N, launches);
   for (int64_t head = 0; head < p.N; head += heads) {
     const int64_t count = std::min(heads, p.N - head);
     const int64_t groups = std::clamp<int64_t>(together / (count * members), 1, tiles);
-    const Range range{int(head), int(groups), int(members), blocks, unsigned(p.N * p.D)};
+    const Range range{int(head), int(groups), int(members), blocks, unsigned(p.N * p.D), initial};
     config.gridDim = unsigned(count * groups * members);
     check(cudaLaunchKernelEx(&config, kernel.function, p, range));
   }
@@ -142,13 +159,16 @@ inline void refuse(int64_t D) {
 
 template <typename Cell, typename IO>
 void forward_chip(const ForwardParams& p, const Launch& launch) {
-  if (!chip::run<chip::ForwardPass<Cell, IO>>(p, launch)) chip::refuse(p.D);
+  using namespace chip;
+  if (run<ForwardPass<Cell, IO, 2>>(p, launch)) return;
+  if (!run<ForwardPass<Cell, IO>>(p, launch)) refuse(p.D);
 }
 
 template <typename Cell, typename IO>
 void backward_chip(const BackwardParams& p, const Launch& launch) {
   using namespace chip;
   constexpr int kGates = Cell::kGates;
+  if (run<BackwardPass<Cell, IO, kGates, 2>>(p, launch)) return;
   if constexpr (kGates > 1) {
     if (run<BackwardPass<Cell, IO, kGates>>(p, launch)) return;
   }

@@ -10,10 +10,15 @@ struct Range {  // of a launch
   int groups, members;  // groups of a head, thread blocks of a group
   int depth_blocks;     // of the product
   unsigned panel;       // elements of the medium from a gate to the next: N D
+  const void* initial;  // [S, N, D] io: the first operand, which counts as polled
 };
 
 struct Walk {  // through the steps; within a step through the tiles of the round
   int t, tile;
+};
+struct Route {
+  int tiles, begin, end;  // steps from begin to before end
+  bool even;              // every tile has the same number of them
 };
 
 template <int kFloats>
@@ -31,7 +36,9 @@ template <typename Pass>
 struct alignas(16) Shared {  // and behind it the weight that is not in registers
   using IO = typename Pass::IO;
   static constexpr Shape kShape = Pass::kShape;
-  static constexpr int kColumnSlots = column_slots(kShape.row_tiles);
+  static constexpr int kColumnSlots = column_slots(kShape.row_tiles),
+                       kColumns = tile_columns(kShape);
+  static constexpr int kTiles = tiles_at_once(kShape), kPlane = Pass::kPlane;
   using Sums = Slot<slot_floats(kShape.row_tiles)>;
 
   Sums partials[2][kWarps][kColumns * kColumnSlots];
@@ -50,11 +57,22 @@ struct alignas(16) Shared {  // and behind it the weight that is not in register
 // cell warps wait for them there.
 constexpr int kFilled = 1, kCellsOnly = 3, kRound = 4;
 
+// After what the values come from, and before what is made of them.
+DEVICE void mbarrier_arrive(uint64_t& barrier, bool arrives, float& a, float& b) {
+  asm volatile(
+      "{\n .reg .pred p;\n .reg .b64 state;\n setp.ne.b32 p, %3, 0;\n"
+      " @p mbarrier.arrive.shared.b64 state, [%2];\n}"
+      : "+f"(a), "+f"(b)
+      : "r"(shared_address(&barrier)), "r"(int(arrives))
+      : "memory");
+}
+
 // What both kinds of warps know: which part of which head the block works on, and when.
 template <typename Pass>
 struct Block {
   using Params = typename Pass::Params;
   using IO = typename Pass::IO;
+  static constexpr int kColumns = tile_columns(Pass::kShape), kTiles = tiles_at_once(Pass::kShape);
 
   const Params& p;
   const Range& range;
@@ -76,7 +94,7 @@ struct Block {
 
   DEVICE static int lane() { return int(threadIdx.x % 32); }
 
-  // round(first tile, tiles): a group takes every range.groups-th tile, at most kTiles a round.
+  // round(first tile, tiles): a group takes every range.groups-th tile, some of them a round.
   template <typename Round>
   DEVICE void rounds(const Round& round) const {
     const int groups = range.groups, group = blockIdx.x / range.members % groups;
@@ -89,19 +107,19 @@ struct Block {
     }
   }
 
-  DEVICE int longest(int tiles) const {
-    int length = 0;
-    for (int tile = 0; tile < tiles; ++tile) length = max(length, shared.lengths[tile]);
-    return length;
+  // The steps of a round.
+  DEVICE Route route(int tiles) const {
+    int longest = 0;
+    bool even = true;
+    for (int tile = 0; tile < tiles; ++tile) longest = max(longest, shared.lengths[tile]);
+    for (int tile = 0; tile < tiles; ++tile) even &= longest == shared.lengths[tile];
+    return {tiles, Pass::kDescends ? longest - 1 : 0, Pass::kDescends ? -2 : longest, even};
   }
-  DEVICE Walk start(int tiles) const {
-    return following({Pass::kDescends ? longest(tiles) - 1 : 0, -1}, tiles, end(tiles));
-  }
-  DEVICE int end(int tiles) const { return Pass::kDescends ? -2 : longest(tiles); }
-  DEVICE Walk following(Walk walk, int tiles, int end) const {
-    while (walk.t != end) {
-      if (++walk.tile == tiles) walk.tile = 0, walk.t += Pass::kDescends ? -1 : 1;
-      if (walk.t == end || walk.t < shared.lengths[walk.tile]) break;
+  DEVICE Walk first(const Route& route) const { return following({route.begin, -1}, route); }
+  DEVICE Walk following(Walk walk, const Route& route) const {
+    while (walk.t != route.end) {
+      if (++walk.tile == route.tiles) walk.tile = 0, walk.t += Pass::kDescends ? -1 : 1;
+      if (walk.t == route.end || route.even || walk.t < shared.lengths[walk.tile]) break;
     }
     return walk;
   }

@@ -12,18 +12,33 @@ struct Cells : Block<Pass> {
   using Block<Pass>::head, Block<Pass>::first_unit, Block<Pass>::lane;
   static constexpr Shape kShape = Pass::kShape;
   static constexpr int kGates = Pass::kGates, kStates = kShape.states, kSplit = Pass::kSplit;
+  using Block<Pass>::kColumns;
+  static constexpr int kWide = Pass::kWide;  // columns of a thread, eight apart
+  static constexpr bool kPreparesLate = kWide > 1 && Pass::kDescends;  // for want of registers
   static constexpr int kAll = kHalves * kCells, kRing = kStages / kHalves;
   static constexpr int kVector = Lane<IO>::kVector, kUnitVectors = kUnits / kVector;
 
   int first_tile = 0, tiles = 0;
-  unsigned item = 0, own_item = 0;  // steps done by the thread's half, and sums exchanged
+  unsigned item = 0;  // steps of tiles that the half has done
   float bias[Pass::kBias];
+
+  // Rows that a warp copies at a time, in vectors of its columns.
+  static constexpr int kCopiedRows = 32 / (2 * kWide * kUnitVectors);
+  static constexpr int kCopies = int(divide_up(kShape.inputs, kCopiedRows));
+  const IO* sources[kCopies];
+  const IO* line;  // of the medium
+
+  DEVICE int copied_part() const { return lane() % kUnitVectors * kVector; }
+  DEVICE int copied_column() const {
+    return column(lane() / kUnitVectors % 2) + lane() / (2 * kUnitVectors) % kWide * 8;
+  }
+  DEVICE int copied_row() const { return lane() / (2 * kWide * kUnitVectors); }
 
   // With two halves one runs the cell of tiles 0, 2, .., the other of 1, 3, ..
   DEVICE int thread() const { return int(threadIdx.x) - kProducts; }
-  DEVICE int half() const { return thread() / kCells; }
+  DEVICE int half() const { return int((threadIdx.x - kProducts) / kCells); }
   DEVICE bool has_cell(int tile) const { return kHalves == 1 || tile % 2 == half(); }
-  DEVICE int place() const { return thread() % kCells; }
+  DEVICE int place() const { return int((threadIdx.x - kProducts) % kCells); }
   DEVICE int warp() const { return place() / 32; }
   DEVICE int column() const { return column(lane() / 16); }
   DEVICE int column(int half) const { return warp() + half * 4; }
@@ -34,6 +49,12 @@ struct Cells : Block<Pass> {
   }
 
   DEVICE Cells(const Block<Pass>& block) : Block<Pass>(block) {
+    const int part = first_unit + copied_part();
+    line = Pass::medium(p) + copied_row() * range.panel + head * D + part;
+#pragma unroll
+    for (int i = 0; i < kCopies; ++i) {
+      sources[i] = Pass::inputs(p, head, copied_row() + i * kCopiedRows) + part;
+    }
 #pragma unroll
     for (int row = 0; row < Pass::kBias; ++row) {
       bias[row] = 0.0f;
@@ -67,12 +88,17 @@ struct Cells : Block<Pass> {
     barrier_wait<kAll>(kCellsOnly);
     for (int tile = 0; tile < tiles; ++tile) {
       if (!has_cell(tile)) continue;
-      const bool exists = unit() < D && sequence(tile, column()) < p.S;
-      const int64_t from = shared.columns[tile][column()].index * p.N * D + at();
 #pragma unroll
-      for (int k = 0; k < kStates + kShape.sums; ++k) {
-        const bool is_state = exists && k < kStates;
-        shared.carried[tile][k][place()] = is_state ? Pass::first_state(p, k, from) : 0.0f;
+      for (int side = 0; side < kWide; ++side) {
+        const int c = column() + 8 * side;
+        const bool exists = unit() < D && sequence(tile, c) < p.S;
+        const int64_t from = shared.columns[tile][c].index * p.N * D + at();
+#pragma unroll
+        for (int k = 0; k < kStates + kShape.sums; ++k) {
+          const bool is_state = exists && k < kStates;
+          const float first = is_state ? Pass::first_state(p, k, from) : 0.0f;
+          shared.carried[tile][k][place() + side * kCells] = first;
+        }
       }
     }
     if (thread() < tiles) {
@@ -87,127 +113,167 @@ struct Cells : Block<Pass> {
     *const_cast<volatile int*>(&shared.published[walk.tile][warp()]) = walk.t;
   }
 
-  // From `walk` on, the first step of a tile that the thread's half has.
-  DEVICE Walk own(Walk walk, int end) const {
-    while (walk.t != end && !has_cell(walk.tile)) walk = this->following(walk, tiles, end);
+  // The half's next tile.
+  DEVICE Walk own(Walk walk, const Route& route) const {
+    while (walk.t != route.end && !has_cell(walk.tile)) walk = this->following(walk, route);
     return walk;
   }
-  DEVICE Walk next(const Walk& walk, int end) const {
-    return own(this->following(walk, tiles, end), end);
-  }
 
-  // Each half has its part of the ring: with tiles of uneven lengths one is far ahead of the other.
+  // Each half has its part of the ring: neither waits for the other.
   DEVICE void run_round() {
-    const int end = this->end(tiles), ring = kHalves == 2 ? half() * kRing : 0;
-    Walk at = own(this->start(tiles), end), ahead = at;
+    const Route route = this->route(tiles);
+    Walk at = own(this->first(route), route), ahead = at;
     for (int stage = 0; stage < kRing - 1; ++stage) {
-      copy(ring + stage, ahead, end);
-      ahead = next(ahead, end);
+      copy(stage, ahead, route);
+      ahead = own(this->following(ahead, route), route);
     }
-    for (int stage = 0; at.t != end; stage = stage + 1 == kRing ? 0 : stage + 1) {
+    for (int stage = 0; at.t != route.end; stage = stage + 1 == kRing ? 0 : stage + 1) {
       copy_wait<kRing - 2>();
       __syncwarp();
-      step(at, ring + stage);
+      step(at, stage);
       if (lane() == 0) note(at);
       ++item;
-      copy(ring + (stage == 0 ? kRing : stage) - 1, ahead, end);
-      ahead = next(ahead, end);
-      at = next(at, end);
+      copy(stage == 0 ? kRing - 1 : stage - 1, ahead, route);
+      ahead = own(this->following(ahead, route), route);
+      at = own(this->following(at, route), route);
     }
   }
 
-  // The inputs of a step to the ring, and its line of the medium to L2: a warp's own columns.
-  DEVICE void copy(int stage, const Walk& walk, int end) {
-    constexpr int kCopies = kShape.inputs * 2 * kUnitVectors;
-    if (walk.t != end) {
-      const auto& columns = shared.columns[walk.tile];
+  // The inputs of a step to the ring, and its line of the medium to L2: a warp's own columns. A
+  // lane copies the same vector of the same rows in every step.
+  DEVICE void copy(int stage, const Walk& walk, const Route& route) {
+    if (walk.t != route.end) {
+      const int c = copied_column(), part = copied_part();
+      const Column& column = shared.columns[walk.tile][c];
+      if (column.runs(walk.t) && first_unit + part < D) {
 #pragma unroll
-      for (int first = 0; first < kCopies; first += 32) {
-        const int i = first + lane(), part = i % kUnitVectors * kVector;
-        const int c = column(i / kUnitVectors % 2), row = i / kUnitVectors / 2;
-        if (i < kCopies && first_unit + part < D && columns[c].runs(walk.t)) {
-          copy_async(&shared.inputs[stage][row][c][part],
-                     Pass::input(p, columns[c], head, row, walk.t) + first_unit + part);
+        for (int i = 0; i < kCopies; ++i) {
+          const int row = copied_row() + i * kCopiedRows;
+          if (row < kShape.inputs) {
+            copy_async(&shared.inputs[half() * kRing + stage][row][c][part],
+                       sources[i] + Pass::input(p, column, row, walk.t));
+          }
+          if (part == 0 && row < kGates) {
+            const uint64_t to = (unsigned(column.row) + walk.t) * kGates + i * kCopiedRows;
+            prefetch_l2(line + to * range.panel);
+          }
         }
-      }
-      const Column& to = columns[column(lane() % 2)];
-      if (lane() < 2 * kGates && first_unit < D && to.runs(walk.t)) {
-        const unsigned panel = (unsigned(to.row) + walk.t) * kGates + lane() / 2;
-        prefetch_l2(Pass::medium(p) + uint64_t(panel) * range.panel + head * D + first_unit);
       }
     }
     copy_commit();
   }
 
   DEVICE void step(const Walk& walk, int stage) {
-    const Column& column = shared.columns[walk.tile][this->column()];
-    const Operand operand = Pass::template operand<kMarked>(p, {column, p}, walk.t);
-    const Spot spot{unsigned(column.row) + walk.t, range.panel, at(), operand.flags,
-                    unit() < D && (operand.flags & kRuns)};
+    Spot spots[kWide];
+    typename Pass::Unit units[kWide];
     float* states = &shared.carried[walk.tile][0][place()];
-    const IO* inputs = &shared.inputs[stage][0][this->column()][lane() % 16];
-    const auto prepared = Pass::prepare(p, spot, inputs, bias, states);
+#pragma unroll
+    for (int side = 0; side < kWide; ++side) {
+      const int c = column() + 8 * side;
+      const Column& column = shared.columns[walk.tile][c];
+      const Operand operand = Pass::template operand<kMarked>(p, {column, p}, walk.t);
+      spots[side] = {unsigned(column.row) + walk.t, range.panel, at(), operand.flags,
+                     unit() < D && (operand.flags & kRuns)};
+    }
+    const auto prepare = [&](int side) {
+      const IO* inputs =
+          &shared.inputs[half() * kRing + stage][0][column() + 8 * side][lane() % 16];
+      units[side] = Pass::prepare(p, spots[side], inputs, bias, states + side * kCells);
+    };
+#pragma unroll
+    for (int side = 0; side < kWide && !kPreparesLate; ++side) prepare(side);
 
     const int buffer = kHalves == 2 ? half() : item % 2;
     barrier_wait<kProducts + kCells>(kFilled + buffer);
-    const int slot = this->column() * Shared<Pass>::kColumnSlots + lane() % 16;
-    typename Shared<Pass>::Sums sums[kWarps];
+    typename Shared<Pass>::Sums sums[kWide];
 #pragma unroll
-    for (int w = 0; w < kWarps; ++w) sums[w] = shared.partials[buffer][w][slot];
+    for (int side = 0; side < kWide; ++side) {
+      sums[side] = sum(shared.partials[buffer], column() + 8 * side);
+    }
+    __syncwarp();
+    // The arithmetic waits for it: the compiler would let the product wait for the arithmetic.
+    float& last = sums[kWide - 1].sum[kShape.row_tiles - 1];
+    mbarrier_arrive(shared.emptied[buffer], lane() == 0, sums[0].sum[0], last);
+    if constexpr (kSplit > 1) exchange(sums);
+#pragma unroll
+    for (int side = 0; side < kWide; ++side) {
+      if (kPreparesLate) prepare(side);
+      Pass::cell(p, spots[side], units[side], sums[side].sum, bias, states + side * kCells);
+    }
+  }
+
+  template <typename Partials>
+  DEVICE typename Shared<Pass>::Sums sum(const Partials& partials, int column) const {
+    typename Shared<Pass>::Sums sums[kWarps];
+    const int slot = column * Shared<Pass>::kColumnSlots + lane() % 16;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) sums[w] = partials[w][slot];
 #pragma unroll
     for (int half = kWarps / 2; half > 0; half /= 2) {
 #pragma unroll
       for (int w = 0; w < half; ++w) sums[w] = sums[w] + sums[w + half];
     }
-    __syncwarp();
-    if (lane() == 0) mbarrier_arrive(shared.emptied[buffer]);
-    if constexpr (kSplit > 1) exchange(sums[0].sum);
-    Pass::cell(p, spot, prepared, sums[0].sum, bias, states);
+    return sums[0];
   }
 
   // Sums of the units of every block of the cluster go there; ours are added in the order of
   // blocks. Who sends for the second next step has received all of the next one, and so knows that
   // the inbox of this step is read.
-  DEVICE void exchange(float* sums) {
-    const int buffer = own_item % 2, rank = this->rank();
+  template <typename Sums>
+  DEVICE void exchange(Sums (&sums)[kWide]) {
+    const int buffer = item % 2, rank = this->rank();
     uint64_t& received = shared.received[half()][buffer];
     auto& inbox = shared.inbox[half()][buffer];
-    if (place() == 0) mbarrier_expect(received, (kSplit - 1) * kCells * 4);
-    float own = 0.0f;
+    if (place() == 0) mbarrier_expect(received, (kSplit - 1) * kWide * kCells * 4);
+    float own[kWide];
 #pragma unroll
     for (int to = 0; to < kSplit; ++to) {
-      if (to == rank) {
-        own = sums[to];
-      } else {
-        send(address_in(shared_address(&inbox[rank][place()]), to),
-             address_in(shared_address(&received), to), __float_as_uint(sums[to]));
+#pragma unroll
+      for (int side = 0; side < kWide; ++side) {
+        if (to == rank) {
+          own[side] = sums[side].sum[to];
+        } else {
+          send(address_in(shared_address(&inbox[rank][place() + side * kCells]), to),
+               address_in(shared_address(&received), to), __float_as_uint(sums[side].sum[to]));
+        }
       }
     }
-    mbarrier_wait(received, own_item / 2 % 2);
-    float sum = 0.0f;
+    mbarrier_wait(received, item / 2 % 2);
 #pragma unroll
-    for (int from = 0; from < kSplit; ++from) sum += from == rank ? own : inbox[from][place()];
-    sums[0] = sum;
-    ++own_item;
+    for (int side = 0; side < kWide; ++side) {
+      float sum = 0.0f;
+#pragma unroll
+      for (int from = 0; from < kSplit; ++from) {
+        sum += from == rank ? own[side] : inbox[from][place() + side * kCells];
+      }
+      sums[side].sum[0] = sum;
+    }
   }
 
   DEVICE void end_round() {
     for (int tile = 0; tile < tiles; ++tile) {
-      if (!has_cell(tile) || unit() >= D || sequence(tile, column()) >= p.S) continue;
-      const int64_t to = shared.columns[tile][column()].index * p.N * D + at();
 #pragma unroll
-      for (int k = 0; k < kStates; ++k) {
-        Pass::last_state(p, k, to, shared.carried[tile][k][place()]);
+      for (int side = 0; side < kWide; ++side) {
+        const int c = column() + 8 * side;
+        if (!has_cell(tile) || unit() >= D || sequence(tile, c) >= p.S) continue;
+        const int64_t to = shared.columns[tile][c].index * p.N * D + at();
+#pragma unroll
+        for (int k = 0; k < kStates; ++k) {
+          Pass::last_state(p, k, to, shared.carried[tile][k][place() + side * kCells]);
+        }
       }
     }
-    if constexpr (Pass::kDescends) {
-      for (int i = thread(); i < tiles * kShape.sums * kUnits; i += kAll) {
-        const int u = i % kUnits, row = i / kUnits % kShape.sums, tile = i / kUnits / kShape.sums;
-        const float* of_unit = &shared.carried[tile][kStates + row][u];
+    if constexpr (Pass::kDescends) {  // a row of dbias_partial for eight sequences
+      for (unsigned i = threadIdx.x - kProducts; i < tiles * kWide * kShape.sums * kUnits;
+           i += kAll) {
+        const int u = i % kUnits, row = i / kUnits % kShape.sums;
+        const int eighth = i / kUnits / kShape.sums, side = eighth % kWide, tile = eighth / kWide;
+        const float* of_unit = &shared.carried[tile][kStates + row][u + side * kCells];
         float sum = 0.0f;
-        for (int c = 0; c < kColumns; ++c) sum += of_unit[c % 4 * 32 + c / 4 * 16];
-        const int64_t to = (sequence(tile, 0) / kColumns * kShape.sums + row) * p.N + head;
-        if (first_unit + u < D) {
+        for (int c = 0; c < 8; ++c) sum += of_unit[c % 4 * 32 + c / 4 * 16];
+        const int64_t first = sequence(tile, 8 * side);
+        const int64_t to = (first / 8 * kShape.sums + row) * p.N + head;
+        if (first_unit + u < D && first < p.S) {
           static_cast<float*>(p.dbias_partial)[to * D + first_unit + u] = sum;
         }
       }

@@ -33,11 +33,12 @@ struct Steps {
   DEVICE bool holds(int t) const { return kMarked && column.holds(p, t); }
 };
 
-// Values of a block's 16 units for 8 columns stand 128 apart: inputs as [column][unit], the states
-// in the order of the cell threads.
-constexpr int kPlane = kUnits * kColumns;
+// Values of a block's 16 units for the columns of a tile stand kPlane apart: inputs as
+// [column][unit], the states in the order of the cell threads.
+constexpr int plane(const Shape& s) { return kUnits * tile_columns(s); }
 
-template <typename C, typename T>
+// kSides matrix instructions side by side make the tiles 8 or 16 sequences wide.
+template <typename C, typename T, int kSides = 1>
 struct ForwardPass {
   using Cell = C;
   using IO = T;
@@ -46,7 +47,8 @@ struct ForwardPass {
   static constexpr bool kDescends = false;
   static constexpr int kRows = Cell::kGates, kBias = Cell::kBias, kPanels = 1, kSplit = 1;
   static constexpr int kGates = 1;  // of a row of the medium
-  static constexpr Shape kShape = forward_shape(kRows, Cell::kStates, sizeof(IO));
+  static constexpr Shape kShape = forward_shape(kRows, Cell::kStates, sizeof(IO), kSides);
+  static constexpr int kWide = kSides, kPlane = plane(kShape);
 
   FN static IO* medium(const Params& p) { return static_cast<IO*>(p.h); }
 
@@ -69,18 +71,18 @@ struct ForwardPass {
     return {flags | (p.initial != nullptr ? kInitial : 0), 0};
   }
 
-  DEVICE static const float* initial(const Params& p) {
-    return static_cast<const float*>(p.initial);
+  // Where row `row` of the inputs begins, and from there a step of a sequence.
+  DEVICE static const IO* inputs(const Params& p, int head, int row) {
+    return static_cast<const IO*>(p.x) + row * p.x_gate + head * p.x_head;
   }
-
-  DEVICE static const IO* input(const Params& p, const Column& column, int head, int row, int t) {
-    return static_cast<const IO*>(p.x) + column.x_offset + t * p.x_time + row * p.x_gate +
-           head * p.x_head;
+  DEVICE static int64_t input(const Params& p, const Column& column, int, int t) {
+    return column.x_offset + int64_t(t) * int(p.x_time);
   }
 
   // `to` is [K, S, N, D] less K.
   DEVICE static float first_state(const Params& p, int k, int64_t to) {
-    return p.initial != nullptr ? initial(p)[k * p.S * p.N * p.D + to] : 0.0f;
+    const float* initial = static_cast<const float*>(p.initial);
+    return initial != nullptr ? initial[k * p.S * p.N * p.D + to] : 0.0f;
   }
   DEVICE static void last_state(const Params& p, int k, int64_t to, float value) {
     static_cast<float*>(p.last)[k * p.S * p.N * p.D + to] = value;
@@ -143,7 +145,7 @@ struct ForwardPass {
 
 // kSplit thread blocks, a cluster, may share the work on their units: each multiplies all of them
 // by some of the gates, and so reads less of dr.
-template <typename C, typename T, int kBlocks = 1>
+template <typename C, typename T, int kBlocks = 1, int kSides = 1>
 struct BackwardPass {
   using Cell = C;
   using IO = T;
@@ -153,7 +155,8 @@ struct BackwardPass {
   static constexpr int kGates = Cell::kGates, kBias = Cell::kBias;
   static constexpr int kSplit = kBlocks, kRows = kSplit, kPanels = kGates / kSplit;
   static constexpr Shape kShape =
-      backward_shape(kGates, Cell::kStates, Cell::kSaved, kBias, sizeof(IO), kSplit);
+      backward_shape(kGates, Cell::kStates, Cell::kSaved, kBias, sizeof(IO), kSplit, kSides);
+  static constexpr int kWide = kSides, kPlane = plane(kShape);
 
   FN static IO* medium(const Params& p) { return static_cast<IO*>(Cell::kSplitGrad ? p.dr : p.dx); }
 
@@ -181,12 +184,13 @@ struct BackwardPass {
     return {flags, t + 1};
   }
 
-  DEVICE static const IO* input(const Params& p, const Column& column, int head, int row, int t) {
-    const int64_t step = column.row + t, width = p.N * p.D;
-    const IO* from = row < Cell::kSaved
-                         ? static_cast<const IO*>(p.saved) + (step * Cell::kSaved + row) * width
-                         : static_cast<const IO*>(p.dh) + step * width;
-    return from + head * p.D;
+  DEVICE static const IO* inputs(const Params& p, int head, int row) {
+    const IO* saved = static_cast<const IO*>(p.saved) + row * p.N * p.D;
+    return (row < Cell::kSaved ? saved : static_cast<const IO*>(p.dh)) + head * p.D;
+  }
+  DEVICE static int64_t input(const Params& p, const Column& column, int row, int t) {
+    const unsigned width = unsigned(p.N * p.D) * (row < Cell::kSaved ? Cell::kSaved : 1);
+    return int64_t(uint64_t(unsigned(column.row) + t) * width);
   }
 
   DEVICE static float first_state(const Params& p, int k, int64_t to) {

@@ -18,36 +18,40 @@ struct Product : Block<Pass> {
   static constexpr int kBlockDepth = kWarps * 4 * kVector;  // one chunk for every warp
   static constexpr int kChunks = kBlocks * kPanels, kAhead = chunks_ahead(kShape, kBlocks, kMarked);
   static constexpr int kHolds = held_chunks(kShape), kHeld = kChunks < kHolds ? kChunks : kHolds;
-  static constexpr int kChains = kRows >= 3 ? 1 : kRows == 2 ? 2 : 4;  // mma has a latency
+  static constexpr int kWide = Pass::kWide;
+  static constexpr int kChains = kRows * kWide >= 3 ? 1 : 4 / (kRows * kWide);  // mma has a latency
+  // Chunks asked for together, and tiles a group alternates between without asking ahead: chosen by
+  // measurement.
+  static constexpr int kRefill = kWide > 1 ? 1 : kAhead, kPatience = 2;
   static constexpr int kHalves = cell_halves(kShape, kBlocks, kMarked);
-  static constexpr int kEveryone = kProducts + kHalves * kCells;
   static constexpr bool kExact = is_exact(kBlocks, kMarked);
+  static constexpr int kAll = kProducts + kHalves * kCells;
 
-  struct Look {  // at the operand of the lane's column
-    const IO* from;
-    int polled;            // blocks
-    const float* initial;  // null when no column of the warp starts from one
-    bool starts;           // this column does
+  static_assert(kWide == 1 || !kMarked);
+  struct Look {           // at the operands of the lane's columns
+    unsigned row[kWide];  // of the medium, or of the initial states
+    int polled[kWide];    // blocks
+    int t;
+    bool starts;  // from the initial states: without masks, where t is 0
   };
 
   uint32_t weight[kHeld][kRows][2][4];  // [chunk][row tile][mma step]
-  uint32_t words[kAhead][4];
-  const IO* operands;     // of the lane in row 0
-  unsigned parities = 0;  // of the uses of the buffers of partial sums
+  uint32_t words[kAhead][kWide][4];
+  const unsigned operands;  // of the lane in a row of the medium
+  unsigned parities = 0;    // of the uses of the buffers of partial sums
 
   DEVICE int warp() const { return int(threadIdx.x / 32); }
   DEVICE int depth() const { return (warp() * 4 + lane() % 4) * kVector; }
   DEVICE bool present(int chunk) const { return kExact || chunk / kPanels < range.depth_blocks; }
 
   DEVICE Product(const Block<Pass>& block)
-      : Block<Pass>(block),
-        operands(Pass::medium(p) + (this->first_panel() * p.N + head) * D + depth()) {}
+      : Block<Pass>(block), operands(unsigned((this->first_panel() * p.N + head) * D) + depth()) {}
 
   DEVICE void run() {
     load_weight();
     this->rounds([&](int, int tiles) {
-      barrier_wait<kEveryone>(kRound);  // the round before is over
-      barrier_wait<kEveryone>(kRound);
+      barrier_wait<kAll>(kRound);  // the round before is over
+      barrier_wait<kAll>(kRound);
       run_round(tiles);
     });
   }
@@ -87,35 +91,40 @@ struct Product : Block<Pass> {
   }
 
   DEVICE void run_round(int tiles) {
-    const int end = this->end(tiles);
-    const bool patient = tiles <= 2;
-    Walk at = this->start(tiles);
-    Look now = look(at, end);
+    const Route route = this->route(tiles);
+    const bool eager = tiles > kPatience;
+    Walk at = this->first(route);
+    Look now = look(at, route.end);
 #pragma unroll
-    for (int chunk = 0; chunk < kAhead; ++chunk) {
-      words[chunk][0] = words[chunk][1] = words[chunk][2] = words[chunk][3] = 0;
+    for (int i = 0; i < kAhead * kWide; ++i) {
+      uint32_t (&zero)[4] = words[i / kWide][i % kWide];
+      zero[0] = zero[1] = zero[2] = zero[3] = 0;
     }
-    ask(0, now);
-    while (at.t != end) {
-      float sums[kChains][kRows][4] = {};
-#pragma unroll
-      for (int first = 0; first < kChunks; first += kAhead) {
-        await(first, now);
-        multiply(sums, first);
-        if (first + kAhead < kChunks) ask(first + kAhead, now);
-      }
-      const auto go_on = [&] { at = this->following(at, tiles, end), now = look(at, end); };
+    ask<kAhead>(0, 0, now);
+    while (at.t != route.end) {
+      float sums[kWide][kChains][kRows][4] = {};
       const int tile = at.tile;
-      if (!patient) {
-        go_on();
-        ask(0, now);
+      Look next = now;
+      const auto go_on = [&] { at = this->following(at, route), next = look(at, route.end); };
+#pragma unroll
+      for (int first = 0; first < kChunks; first += kRefill) {
+        const int free = first % kAhead, refill = first + kAhead;
+        if (free == 0) await(first, now);
+        multiply(sums, free, first);
+        if (refill < kChunks) {
+          ask<kRefill>(free, refill, now);
+        } else if (eager) {
+          if (refill == kChunks) go_on();
+          ask<kRefill>(free, refill - kChunks, next);
+        }
       }
       hand_over(sums, tile);
-      if (patient) {
+      if (!eager) {
         go_on();
-        if (at.t != end) wait_for_ours(at);
-        ask(0, now);
+        if (at.t != route.end) wait_for_ours(at);
+        ask<kAhead>(0, 0, next);
       }
+      now = next;
     }
   }
 
@@ -129,104 +138,107 @@ struct Product : Block<Pass> {
   }
 
   DEVICE Look look(const Walk& walk, int end) const {
-    if (walk.t == end) return {operands, 0, nullptr, false};
-    const Column& column = shared.columns[walk.tile][lane() / 4];
-    const Operand operand = Pass::template operand<kMarked>(p, {column, p}, walk.t);
-    const unsigned row = unsigned(column.row) + operand.step;
-    const int blocks = (max(D - depth(), 0) + kBlockDepth - 1) / kBlockDepth;
-    Look look{operands + uint64_t(row) * (Pass::kGates * range.panel),
-              operand.flags & kPolls ? blocks : 0, nullptr, bool(operand.flags & kInitial)};
-    if constexpr (!Pass::kDescends) {
-      if (p.initial != nullptr && (kMarked || walk.t == 0) && __any_sync(~0u, look.starts)) {
-        look.initial = Pass::initial(p) + (column.index * p.N + head) * D + depth();
-      }
+    Look look{};
+    if (walk.t == end) return look;
+    look.t = walk.t;
+#pragma unroll
+    for (int side = 0; side < kWide; ++side) {
+      const Column& column = shared.columns[walk.tile][lane() / 4 + 8 * side];
+      const Operand operand = Pass::template operand<kMarked>(p, {column, p}, walk.t);
+      const int blocks = (max(D - depth(), 0) + kBlockDepth - 1) / kBlockDepth;
+      const bool starts = !Pass::kDescends && operand.flags & kInitial;
+      look.row[side] = unsigned(starts ? column.index : column.row + operand.step);
+      if (kMarked) look.starts = starts;
+      look.polled[side] = operand.flags & (kPolls | kInitial) ? blocks : 0;
     }
     return look;
   }
 
-  DEVICE const IO* address(int chunk, const Look& look) const {
-    return look.from + uint64_t(chunk % kPanels) * range.panel + chunk / kPanels * kBlockDepth;
+  DEVICE const IO* address(int chunk, const Look& look, int side) const {
+    const IO* from = Pass::medium(p);
+    if (!Pass::kDescends && (kMarked ? look.starts : look.t == 0))
+      from = static_cast<const IO*>(range.initial);
+    return from + operands + uint64_t(look.row[side]) * (Pass::kGates * range.panel) +
+           uint64_t(chunk % kPanels) * range.panel + chunk / kPanels * kBlockDepth;
   }
 
-  // For kAhead chunks from the first on.
-  DEVICE void ask(int first, const Look& look) {
+  // For kCount chunks from `chunk` on, into the words of `slot` and those behind it.
+  template <int kCount>
+  DEVICE void ask(int slot, int chunk, const Look& look) {
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-      const int chunk = first + i;
-      if (present(chunk)) request(words[i], address(chunk, look), chunk / kPanels < look.polled);
-    }
-    if constexpr (!Pass::kDescends) {
-      if (look.initial == nullptr) return;
-#pragma unroll
-      for (int i = 0; i < kAhead; ++i) {
-        const int from = (first + i) * kBlockDepth;
-        if (look.starts && depth() + from < D) convert(words[i], look.initial + from);
-      }
+    for (int i = 0; i < kCount * kWide; ++i) {
+      const int c = chunk + i / kWide, side = i % kWide;
+      if (!present(c)) continue;
+      request(words[slot + i / kWide][side], address(c, look, side),
+              c / kPanels < look.polled[side]);
     }
   }
 
-  // What is late is asked for again, all at once.
+  // What is late of kAhead chunks is asked for again, all at once.
   DEVICE void await(int first, const Look& look) {
     for (;;) {
       bool late = false;
 #pragma unroll
-      for (int i = 0; i < kAhead; ++i) late |= unwritten(words[i]);
+      for (int i = 0; i < kAhead * kWide; ++i) late |= unwritten(words[i / kWide][i % kWide]);
       if (!__any_sync(~0u, late)) return;
 #pragma unroll
-      for (int i = 0; i < kAhead; ++i) {
-        request(words[i], address(first + i, look), unwritten(words[i]));
+      for (int i = 0; i < kAhead * kWide; ++i) {
+        uint32_t (&of_chunk)[4] = words[i / kWide][i % kWide];
+        request(of_chunk, address(first + i / kWide, look, i % kWide), unwritten(of_chunk));
       }
     }
   }
 
-  DEVICE static void convert(uint32_t (&words)[4], const float* from) {
-    constexpr int kWord = Lane<IO>::kWord;
-#pragma unroll
-    for (int i = 0; i < kVector; i += 2) {
-      const auto pair = Pair<IO>::of(from[i], from[i + 1]);
-#pragma unroll
-      for (int w = 0; w < 2 / kWord; ++w) {
-        words[i / kWord + w] = min(pair.word[w], kUnwritten - 1);
-      }
-    }
-  }
+  using ItemSums = float[kWide][kChains][kRows][4];
 
-  DEVICE void multiply(float (&sums)[kChains][kRows][4], int first) {
+  DEVICE void multiply(ItemSums& sums, int slot, int first) {
 #pragma unroll
-    for (int i = 0; i < 2 * kAhead; ++i) {
+    for (int i = 0; i < 2 * kRefill; ++i) {
       const int chunk = first + i / 2, j = i % 2;
-      const uint32_t low = operand<IO>(words[i / 2][2 * j]);
-      const uint32_t high = operand<IO>(words[i / 2][2 * j + 1]);
+      uint32_t low[kWide], high[kWide];
+#pragma unroll
+      for (int side = 0; side < kWide; ++side) {
+        low[side] = operand<IO>(words[slot + i / 2][side][2 * j]);
+        high[side] = operand<IO>(words[slot + i / 2][side][2 * j + 1]);
+      }
       if (!present(chunk)) continue;
 #pragma unroll
       for (int m = 0; m < kRows; ++m) {
-        float (&sum)[4] = sums[i % kChains][m];
-        if (chunk < kHeld) {
-          mma<IO>(sum, weight[min(chunk, kHeld - 1)][m][j], low, high);
-        } else {
-          const uint4 a = shared_weight(chunk, m, j);
-          mma<IO>(sum, {a.x, a.y, a.z, a.w}, low, high);
+        uint32_t a[4];
+        if (chunk >= kHeld) {
+          const uint4 of_chunk = shared_weight(chunk, m, j);
+          a[0] = of_chunk.x, a[1] = of_chunk.y, a[2] = of_chunk.z, a[3] = of_chunk.w;
+        }
+#pragma unroll
+        for (int side = 0; side < kWide; ++side) {
+          float (&sum)[4] = sums[side][i % kChains][m];
+          if (chunk < kHeld) {
+            mma<IO>(sum, weight[min(chunk, kHeld - 1)][m][j], low[side], high[side]);
+          } else {
+            mma<IO>(sum, a, low[side], high[side]);
+          }
         }
       }
     }
   }
 
   // With two halves of cell warps each has its buffer.
-  DEVICE void hand_over(const float (&sums)[kChains][kRows][4], int tile) {
+  DEVICE void hand_over(const ItemSums& sums, int tile) {
     using Sums = typename Shared<Pass>::Sums;
     const int buffer = kHalves == 2 ? tile % 2 : parities >> 2 & 1, r = lane() / 4, q = lane() % 4;
     Sums* to = &shared.partials[buffer][warp()][2 * q * Shared<Pass>::kColumnSlots + r];
     mbarrier_wait(shared.emptied[buffer], ~parities >> buffer & 1);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
+    for (int i = 0; i < 4 * kWide; ++i) {
+      const int side = i / 4, row = i / 2 % 2 * 8, column = i % 2 + 8 * side;
       Sums slot{};
 #pragma unroll
       for (int m = 0; m < kRows; ++m) {
-        slot.sum[m] = sums[0][m][i];
+        slot.sum[m] = sums[side][0][m][i % 4];
 #pragma unroll
-        for (int chain = 1; chain < kChains; ++chain) slot.sum[m] += sums[chain][m][i];
+        for (int chain = 1; chain < kChains; ++chain) slot.sum[m] += sums[side][chain][m][i % 4];
       }
-      to[i % 2 * Shared<Pass>::kColumnSlots + i / 2 * 8] = slot;
+      to[column * Shared<Pass>::kColumnSlots + row] = slot;
     }
     barrier_arrive<kProducts + kCells>(kFilled + buffer);
     parities ^= 4 | 1 << buffer;

@@ -240,7 +240,7 @@ struct ClusterBackward {
         const uint32_t to = write + (t & 1) * kOperandBytes + g * (kUnits * 16);
         asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(word) : "memory");
       }
-      inputs.wait();
+      inputs.template wait<1>();
       barrier_wait<kThreads>(1);
       product.run(t);
       // The rest of the step passes behind the exchange.

@@ -23,6 +23,16 @@ __global__ void __launch_bounds__(256) fill_kernel(const SequenceParams p, IO* m
   }
 }
 
+// The first operand as a reader polls it: [count] io of the state h.
+template <typename IO>
+__global__ void __launch_bounds__(256) round_kernel(const float* from, IO* to, int64_t pairs) {
+  const int64_t i = blockIdx.x * int64_t(256) + threadIdx.x;
+  if (i >= pairs) return;
+  auto pair = Pair<IO>::of(from[2 * i], from[2 * i + 1]);
+  for (uint32_t& word : pair.word) word = min(word, kUnwritten - 1);
+  reinterpret_cast<Pair<IO>*>(to)[i] = pair;
+}
+
 // Overwrites the words when wanted; relaxed loads of gpu scope pass the L1 cache by.
 DEVICE void request(uint32_t (&words)[4], const void* from, bool wanted) {
   asm volatile(

@@ -48,7 +48,10 @@ static void with_types(int cell, Dtype dtype, Function function) {
 }
 
 int64_t forward_scratch(const ForwardParams& p, Dtype dtype, const Launch& launch) {
-  return launch.engine == Engine::kStep ? step_scratch(p, dtype == Dtype::kFloat ? 4 : 2) : 0;
+  const int io_bytes = dtype == Dtype::kFloat ? 4 : 2;
+  if (launch.engine == Engine::kStep) return step_scratch(p, io_bytes);
+  const bool rounds = launch.engine == Engine::kChip && p.initial != nullptr;
+  return rounds ? p.S * p.N * p.D * io_bytes : 0;  // the first operand
 }
 
 void forward(int cell, const ForwardParams& p, Dtype dtype, const Launch& launch) {

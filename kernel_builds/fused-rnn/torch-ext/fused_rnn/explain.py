@@ -24,6 +24,7 @@ from .plan import (
     forward_shape,
     held_chunks,
     select_engine,
+    takes_wide_tiles,
 )
 from .tiles import CHIP, REGISTERS
 
@@ -114,6 +115,10 @@ def explain_plan(
             f"{at_once} heads x {groups} groups x {members} thread blocks, {launches} launches"
         )
         tiles["tiles of a group"] = f"{divide_up(count, groups)} of {COLUMNS} sequences"
+        if takes_wide_tiles(batch, heads, width, device, backward=False):
+            tiles["tiles of a group"] += (
+                ", two at a time where registers allow and no step is masked"
+            )
         tiles["units, warps of the product"] = f"{CHIP['units']}, {CHIP['warps']}"
         forward = forward_shape(sizes_of.gates, sizes_of.states, element)
         backward = backward_shape(

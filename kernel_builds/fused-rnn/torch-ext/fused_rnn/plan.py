@@ -146,6 +146,12 @@ def chip_limits_of_every_cell(gates: int, element: int, D: int, device: Device) 
     return list(dict.fromkeys(both))
 
 
+def takes_wide_tiles(S: int, N: int, D: int, device: Device, backward: bool) -> bool:
+    """Tiles of sixteen sequences, where the chip kernels that have them can run the head."""
+    groups = max(1, device.processors // (N * divide_up(D, CHIP["units"])))
+    return device.arch == 90 and divide_up(S, COLUMNS) > (4 if backward else 3) * groups
+
+
 def block_width(D: int, element: int) -> int:
     """The width that the block engine is compiled for: 32, 64 or 128."""
     return next(w for w in (32, 64, 128, 256, D) if w >= D)

@@ -1,0 +1,214 @@
+"""What bench_ops --suite pararnn times of diagonal_rnn on a GPU: cases, both sides, and what they move."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from flashcell import FlashGRU, FlashLSTM
+from flashcell.kernels import diagonal_rnn as reference
+from flashcell.kernels.diagonal_rnn.functional import select_method
+
+CELLS = reference.CELLS
+LAYERS = {"flash_gru": FlashGRU, "flash_lstm": FlashLSTM}
+NO_MASKS = (None,) * 4
+
+
+class Unavailable(Exception):
+    """This side cannot run this case here."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row: an op, or with form "layer" the projection and the cell; the most ms it may take."""
+
+    op: str
+    which: str  # "forward" keeps what the backward needs; "backward"; "train" is both
+    batch: int
+    steps: int
+    width: int
+    dtype: str
+    limit: float | None = None
+    form: str = "op"
+    sides: tuple[str, ...] = ("auto",)
+
+    @property
+    def name(self) -> str:
+        short = {"float32": "fp32", "bfloat16": "bf16"}[self.dtype]
+        kind = "methods" if "shoot" in self.sides else self.form
+        return f"{self.op}-{kind}-{self.batch}x{self.steps}x{self.width}-{short}"
+
+    @property
+    def is_scan(self) -> bool:
+        return self.op == "linear_scan"
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
+
+
+PEER, SCAN_PEER = ("auto", "pararnn-torch"), ("auto", "accelerated-scan")
+METHODS = ("auto", "walk", "shoot", "newton")
+MUST = [
+    Case(f"flash_{cell}", which, *shape, dtype, limit, sides=PEER if shape[0] == 8 else ("auto",))
+    for shape in ((8, 2048, 4096), (32, 2048, 1024))
+    for cell, which, limits in (
+        ("gru", "forward", (0.31, 0.17)),
+        ("gru", "backward", (0.50, 0.34)),
+        ("lstm", "forward", (0.38, 0.22)),
+        ("lstm", "backward", (0.64, 0.40)),
+    )
+    for dtype, limit in zip(("float32", "bfloat16"), limits, strict=True)
+]
+MUST += [
+    Case(f"flash_{cell}", "train", 8, 2048, 4096, "bfloat16", limit, "layer")
+    for cell, limit in (("gru", 3.2), ("lstm", 3.6))
+]
+MUST += [
+    Case("flash_gru", "forward", 1, 131072, 1024, "float32", 1.6, sides=PEER),
+    Case("flash_gru", "forward", 1, 131072, 1024, "bfloat16", 1.4),
+    Case("flash_gru", "backward", 1, 131072, 1024, "float32", 1.4),
+    Case("flash_lstm", "forward", 1, 131072, 1024, "float32", 4.5),
+    Case("flash_lstm", "backward", 1, 131072, 1024, "float32"),
+]
+SCANS = [
+    Case("linear_scan", which, *shape, dtype, sides=SCAN_PEER)
+    for shape in ((8, 2048, 4096), (32, 2048, 1024), (1, 65536, 1024), (1, 4096, 512))
+    for dtype in ("float32", "bfloat16")
+    for which in ("forward", "backward")
+]
+SWEEP = [
+    Case("flash_gru", "forward", 1, 4096, D, "float32", sides=(*METHODS, "pararnn-torch"))
+    for D in (32, 128, 512, 2048, 8192, 32768)
+]
+CROSSOVER = [
+    Case(cell, "forward", 1, T, D, "float32", sides=METHODS)
+    for cell, lengths in (("flash_gru", (512, 2048, 16384, 131072)), ("flash_lstm", (2048, 16384)))
+    for T in lengths
+    for D in (128, 1024, 4096, 16384, 65536)
+    if T * D <= 2**27
+]
+
+
+def bytes_moved(case: Case) -> int:
+    """Read and written once: the floor at the speed of a copy. A layer's projection is not in it."""
+    if case.is_scan:
+        words = 3 if case.which == "forward" else 5
+    else:
+        spec = CELLS[case.op]
+        kept, gates = spec.states - 1, spec.gates
+        forward, backward = gates + 1 + kept, 2 * gates + 2 + kept
+        words = {"forward": forward, "backward": backward, "train": forward + backward}[case.which]
+    return words * case.batch * case.steps * case.width * case.torch_dtype.itemsize
+
+
+def draw(case: Case, device: str = "cuda") -> dict[str, torch.Tensor]:
+    """x [B, T, 3, D] and weight [P, D] within the published 0.5, or a and b of a scan; dh."""
+    g = torch.Generator(device).manual_seed(0)
+    B, T, D = case.batch, case.steps, case.width
+    normal = lambda *s: torch.randn(s, generator=g, device=device, dtype=case.torch_dtype)
+    if case.form == "layer":
+        return {"x": normal(B, T, D), "dh": normal(B, T, D)}
+    if case.is_scan:
+        a = torch.rand(B, T, D, generator=g, device=device, dtype=case.torch_dtype)
+        return {"a": a, "b": normal(B, T, D), "dh": normal(B, T, D)}
+    spec = CELLS[case.op]
+    weight = torch.rand(spec.weights, D, generator=g, device=device) - 0.5
+    return {"x": normal(B, T, spec.gates, D), "weight": weight, "dh": normal(B, T, D)}
+
+
+def ours(case: Case, p: dict, kernel, method: str) -> Callable[[], tuple]:
+    """The op that autograd would call: (h, saved) or (dx, dweight) of one call."""
+    ops = kernel.dispatch.ops
+    if case.form == "layer":
+        return layer(case, p)
+    if case.is_scan:
+        if case.which == "forward":
+            return lambda: (ops.scan_fwd(p["a"], p["b"], None, False),)
+        h = ops.scan_fwd(p["a"], p["b"], None, False)
+        return lambda: ops.scan_bwd(p["dh"], p["a"], h, None, False)[1::-1]
+    words = case.batch * case.width * case.torch_dtype.itemsize // 4
+    method = select_method(method, "cuda", words, case.steps)
+    fwd, bwd = (getattr(ops, f"{case.op}_{end}") for end in ("fwd", "bwd"))
+    forward = lambda: fwd(p["x"], p["weight"], None, *NO_MASKS, method, -1.0, -1, True)
+    if case.which == "forward":
+        return lambda: forward()[0:3:2]
+    h, _, saved, _ = forward()
+    p["h"], p["saved"] = h, saved
+    given = p["dh"], None, p["x"], p["weight"], h, saved, None, *NO_MASKS, "walk"
+    return lambda: bwd(*given)[:2]
+
+
+def layer(case: Case, p: dict) -> Callable[[], tuple]:
+    """The whole layer of ParaRNN: a projection of four heads, and the cell; forward and backward."""
+    module = LAYERS[case.op](case.width, case.width, num_heads=4, backend="cuda")
+    module = module.to("cuda", case.torch_dtype)
+    x = p["x"].requires_grad_()
+    leaves = [x, *module.parameters()]
+
+    def call():
+        with torch.enable_grad():
+            h, _ = module(x)
+            return torch.autograd.grad(h, leaves, p["dh"])
+
+    return call
+
+
+def pararnn_torch(case: Case, p: dict) -> Callable[[], tuple]:
+    """pararnn-torch (PyPI, imported as `pararnn`): its fused Newton kernels, 3 iterations, no projection.
+
+    Its gradient is never without the projection's, so there is no backward to compare.
+    """
+    if case.which != "forward":
+        raise Unavailable("its gradient includes a projection")
+    try:
+        from pararnn import ParaGRU, ParaLSTM
+        from pararnn.solvers.newton import compile_safe_config, newton_apply
+    except ImportError as error:
+        raise Unavailable(f"pararnn cannot be imported: {error}") from None
+    gru = case.op == "flash_gru"
+    cell = (ParaGRU if gru else ParaLSTM)(1, case.width, dtype=case.torch_dtype).cuda()
+    cell.W_x = torch.nn.Identity()
+    names = ("a_z", "a_r", "a_n") if gru else ("a_f", "a_o", "a_z", "c_f", "c_o")
+    order = [0, 1, 2] if gru else [0, 2, 1]  # of the gates in x: f, z, o
+    with torch.no_grad():
+        for k, name in enumerate(names):
+            getattr(cell, name).copy_(p["weight"][k])
+    x = p["x"][:, :, order].flatten(2).contiguous()
+    config = compile_safe_config(scan_backend="fused")
+
+    def forward():
+        h = newton_apply(cell, x, config)
+        return (h if h.dim() == 3 else h[..., -1, :],)
+
+    return forward
+
+
+def accelerated_scan(case: Case, p: dict) -> Callable[[], tuple]:
+    """accelerated-scan (PyPI): its Triton kernel, in its own layout, time innermost."""
+    try:
+        from accelerated_scan.scalar import scan
+    except ImportError as error:
+        raise Unavailable(f"accelerated_scan cannot be imported: {error}") from None
+    a, b, dh = (p[k].transpose(1, 2).contiguous() for k in ("a", "b", "dh"))
+    if case.which == "forward":
+        return lambda: (scan(a, b),)
+    leaves = [a.requires_grad_(), b.requires_grad_()]
+    with torch.enable_grad():
+        h = scan(*leaves)
+
+    def backward():
+        with torch.enable_grad():
+            da, db = torch.autograd.grad(h, leaves, dh, retain_graph=True)
+        return db, da
+
+    return backward
+
+
+PEERS = {"pararnn-torch": pararnn_torch, "accelerated-scan": accelerated_scan}
+
+
+def make(case: Case, side: str, p: dict, kernel) -> Callable[[], tuple]:
+    return PEERS[side](case, p) if side in PEERS else ours(case, p, kernel, side)

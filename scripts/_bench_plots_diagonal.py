@@ -1,0 +1,71 @@
+"""plot_bench --plots: the figures of diagonal-rnn from the rows of bench_ops --suite pararnn."""
+
+from pathlib import Path
+
+from _bench_plots import plt, save
+from _bench_tables_diagonal import Sides, studies
+
+METHODS = {"ours": "auto", "walk": "walk", "shoot": "shoot", "newton": "newton"}
+METHODS |= {"pararnn-torch": "pararnn-torch"}
+
+
+def draw_crossover(path: Path, cases: Sides) -> None:
+    """Time over channels, one panel a length, every method: where the walk overtakes."""
+    lines: dict[int, dict[str, dict[int, float]]] = {}
+    for sides in cases.values():
+        row = sides.get("ours", {}).get("forward")
+        if row is None or row["op"] != "flash_gru" or "shoot" not in sides:
+            continue
+        panel = lines.setdefault(int(row["T"]), {})
+        panel.setdefault("floor", {})[int(row["D"])] = float(row["floor_ms"])
+        for side, passes in sides.items():
+            panel.setdefault(side, {})[int(row["D"])] = float(passes["forward"]["p50_ms"])
+    lines = {T: panel for T, panel in lines.items() if len(panel["ours"]) > 1}
+    if not lines:
+        return
+    figure, axes = plt.subplots(
+        1, len(lines), figsize=(2.4 * len(lines) + 1, 3), sharey=True, squeeze=False
+    )
+    for (T, panel), ax in zip(sorted(lines.items()), axes[0], strict=True):
+        for side, points in panel.items():
+            style = {"color": "0.6", "linestyle": ":"} if side == "floor" else {"marker": "o"}
+            if side == "ours":
+                style |= {"color": "k", "linewidth": 2.5, "alpha": 0.35}
+            label = METHODS.get(side, side)
+            ax.plot(*zip(*sorted(points.items()), strict=True), label=label, markersize=3, **style)
+        ax.set(xscale="log", yscale="log", xlabel="channels", title=f"T = {T}", xlim=(20, 1e5))
+        if "pararnn-torch" in panel:
+            ax.legend(fontsize=5)
+    axes[0][0].set_ylabel("flash_gru forward, fp32, ms")
+    save(figure, path.with_name(f"{path.stem}-diagonal-crossover.svg"))
+
+
+def draw_lengths(path: Path) -> None:
+    figure, axes = plt.subplots(1, 2, figsize=(7.5, 3), sharey=True)
+    for which, title, ax in zip(
+        ("length-forward-ms", "length-train-ms"),
+        ("forward", "forward + backward"),
+        axes,
+        strict=True,
+    ):
+        rows = studies(path, which)
+        for side in dict.fromkeys(row["side"] for row in rows):
+            points = [(int(r["T"]), float(r["value"])) for r in rows if r["side"] == side]
+            ax.plot(*zip(*points, strict=True), label=side, marker="o", markersize=3)
+        ax.set(xscale="log", yscale="log", xlabel="length", ylabel="ms", title=title)
+    axes[0].legend()
+    save(figure, path.with_name(f"{path.stem}-lengths.svg"))
+
+
+def draw_residuals(path: Path) -> None:
+    rows = studies(path, "residual")
+    lengths = sorted({int(row["T"]) for row in rows})
+    figure, axes = plt.subplots(1, len(lengths), figsize=(2.6 * len(lengths) + 1, 3), sharey=True)
+    for T, ax in zip(lengths, axes, strict=True):
+        for regime in dict.fromkeys(row["regime"] for row in rows):
+            values = [float(r["value"]) for r in rows if r["regime"] == regime and int(r["T"]) == T]
+            ax.plot(range(1, len(values) + 1), values, label=regime, marker="o", markersize=2)
+        ax.set(yscale="log", xlabel="Newton iteration", title=f"T = {T}", ylim=(1e-8, 10))
+    axes[0].set_ylabel("largest residual before it")
+    axes[-1].legend(fontsize=5)
+    save(figure, path.with_name(f"{path.stem}-residuals.svg"))

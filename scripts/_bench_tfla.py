@@ -1,0 +1,183 @@
+"""bench_ops --suite tfla: mLSTM on a GPU. Every side in one run, after ours was found right.
+
+"forward" keeps what the backward needs, "train" is forward and the gradients of all inputs, between
+CUDA events. A step runs as a CUDA graph of many, each with a state of its own that is not in the L2.
+The error is against float64 on the case's first steps; of sides that compute something else (other
+linear attention, softmax) there is none.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import suite_cuda as suite
+import torch
+from _bench_common import Row
+from _bench_timing import Sample, copies_beyond_l2, time_calls, time_graph
+from suite_cuda import LEAVES, Case, Side, Unavailable
+
+from flashcell.kernels import tfla as reference
+
+JUDGED = 512  # steps, of one sequence
+GATE = {"h": 3e-3, "q": 3e-3, "k": 3e-3, "v": 3e-3, "i": 4e-3, "f": 1e-2}  # relative errors
+LONGEST_PASS = 1.3  # of the time of the same tokens in sequences of 8192
+
+
+class Wrong(Exception):
+    """The values are not those of float64: not timed."""
+
+
+def gap(got: torch.Tensor, want: torch.Tensor) -> float:
+    return ((got.double() - want).norm() / want.norm()).item()
+
+
+def leaves_of(side: Side, p: dict) -> tuple[dict, torch.Tensor]:
+    p = side.native(p)
+    dh = p.pop("dh")
+    return {n: t.detach().requires_grad_(t.is_floating_point()) for n, t in p.items()}, dh
+
+
+def judge(case: Case, side: Side, ours: bool) -> dict[str, float]:
+    """Relative errors of h, and for ours of every gradient."""
+    short = Case(
+        case.gate, case.heads, case.key, case.value, 1, min(JUDGED, case.steps), case.chunk
+    )
+    p = suite.draw(short)
+    inputs, dh = leaves_of(side, p)
+    h = side.call(inputs)
+    wide = {n: p[n].double().requires_grad_() for n in LEAVES}
+    exact, _ = reference.mlstm(
+        *(wide[n] for n in LEAVES), input_gate=case.gate, backend="reference"
+    )
+    errors = {"h": gap(side.h(h), exact)}
+    if ours:
+        got = torch.autograd.grad(h, [inputs[n] for n in LEAVES], dh)
+        want = torch.autograd.grad(exact, list(wide.values()), p["dh"].double())
+        errors |= {n: gap(a, b) for n, a, b in zip(LEAVES, got, want, strict=True)}
+        over = {n: e for n, e in errors.items() if not e <= GATE[n]}
+        if over:
+            raise Wrong(f"errors {over}, but {GATE} is allowed")
+    return errors
+
+
+def time_passes(side: Side, p: dict, budget: float) -> dict[str, Sample]:
+    inputs, dh = leaves_of(side, p)
+    wanted = [t for t in inputs.values() if t.requires_grad]
+
+    def train(k: int) -> Any:
+        return torch.autograd.grad(side.call(inputs), wanted, dh, allow_unused=True)
+
+    samples = {"forward": time_calls(lambda k: side.call(inputs), "cuda", budget)}
+    try:
+        samples["train"] = time_calls(train, "cuda", budget)
+    except Exception as reason:  # a peer may have no backward here; its forward counts
+        print(f"  train of the next side: {first_line(reason)}")
+    return samples
+
+
+def first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:90]
+
+
+def measure(case: Case, kernel: Any, peers: Iterable[str], budget: float) -> list[Row]:
+    """Rows of ours and of every peer that runs here; prints them."""
+    print(f"{case.name} ({case.of})", flush=True)
+    rows: list[Row] = []
+    best: dict[str, Sample] = {}
+    p = None if case.steps == 1 else suite.draw(case)
+    for name in ("ours", *(side for side in case.sides if side in peers)):
+        try:
+            samples, errors = run_side(case, name, kernel, p, budget)
+        except Unavailable as reason:
+            print(f"  {name:19} {reason}", flush=True)
+            continue
+        except Exception as reason:  # a peer that breaks is no reason to lose ours
+            if name == "ours":
+                raise
+            torch.cuda.empty_cache()
+            print(f"  {name:19} {first_line(reason)}", flush=True)
+            continue
+        best = best or samples
+        for which, sample in samples.items():
+            rows.append(row(case, name, which, sample, best.get(which, sample), errors))
+            print_row(case, name, which, sample, errors)
+    return rows
+
+
+def run_side(
+    case: Case, name: str, kernel: Any, p: dict | None, budget: float
+) -> tuple[dict[str, Sample], dict[str, float]]:
+    if p is None:
+        count = copies_beyond_l2(4 * case.batch * case.heads * case.key * case.value)
+        steps = [suite.STEP_SIDES[name](case, kernel) for _ in range(max(2, count))]
+        with torch.no_grad():
+            return {"step": time_graph(steps, "cuda")}, {}
+    side = suite.make(case, name, kernel)
+    errors = judge(case, side, name == "ours") if side.exact else {}
+    return time_passes(side, p, budget), errors
+
+
+def print_row(case: Case, name: str, which: str, sample: Sample, errors: dict) -> None:
+    limit = case.limit(which) if name == "ours" else None
+    text = f"  {name:19} {which:8} {sample.p50:8.4g} ms"
+    text += f"  {suite.floor_ms(case, which) / sample.p50:4.0%} of floor"
+    if which != "step":
+        text += f"  peak {sample.peak / 1024:.2f} GiB  "
+        text += " ".join(f"{n} {e:.1e}" for n, e in errors.items())
+    if limit:
+        text += f"  <= {limit} {'holds' if sample.p50 <= limit else 'MISSED'}"
+    print(text, flush=True)
+
+
+def row(
+    case: Case, side: str, which: str, sample: Sample, ours: Sample, errors: dict[str, float]
+) -> Row:
+    row: Row = {"case": case.name, "op": "mlstm", "form": case.of, "pass": which, "side": side}
+    row |= {"dtype": "bfloat16", "B": case.batch, "T": case.steps, "N": case.heads}
+    row |= {"D": case.value, "layers": 1, "directions": 1, "samples": sample.count}
+    floor = suite.floor_ms(case, which)
+    gradients = [e for n, e in errors.items() if n != "h"]
+    values = {"p20_ms": sample.p20, "p50_ms": sample.p50, "p80_ms": sample.p80}
+    values |= {"host_ms": sample.host, "peak_mib": sample.peak}
+    values |= {"us_step": sample.p50 * 1e3 / case.steps, "tflops": math.nan, "gbps": math.nan}
+    values |= {"floor_ms": floor, "ratio": sample.p50 / ours.p50}
+    values |= {"error_h": errors.get("h", math.nan), "error_grad": max(gradients, default=math.nan)}
+    row |= {k: "" if math.isnan(v) else f"{v:.4g}" for k, v in values.items()}
+    return row | {"limit_ms": (case.limit(which) or "") if side == "ours" else ""}
+
+
+def uneven(lengths: dict[int, dict[str, float]]) -> list[str]:
+    """The lengths whose tokens take too long beside those of 8192."""
+    base = lengths.get(8192, {})
+    return [
+        f"T {T} {which}: {ms:.4g} ms, more than {LONGEST_PASS} of {base[which]:.4g}"
+        for T, times in lengths.items()
+        for which, ms in times.items()
+        if which in base and ms > LONGEST_PASS * base[which]
+    ]
+
+
+def run_suite(
+    takes: Callable[[Case], bool], kernel: Any, peers: Iterable[str], stamp: dict, budget: float,
+    save: Callable[[list[Row]], Any],
+) -> str:  # fmt: skip
+    """All cases that `takes` takes; returns what is over its limit."""
+    problems: list[str] = []
+    lengths: dict[int, dict[str, float]] = {}
+    for case in filter(takes, suite.CASES):
+        try:
+            rows = measure(case, kernel, peers, budget)
+        except Exception as error:  # the other cases are worth their time on the GPU
+            problems.append(f"{case.name}: {first_line(error)}")
+            print(problems[-1], flush=True)
+            continue
+        save([row | stamp for row in rows])
+        for r in (r for r in rows if r["side"] == "ours"):
+            ms = float(r["p50_ms"])
+            if case.of == "lengths":
+                lengths.setdefault(case.steps, {})[r["pass"]] = ms
+            if r["limit_ms"] and ms > r["limit_ms"]:
+                problems.append(f"{case.name} {r['pass']}: {ms} > {r['limit_ms']} ms")
+        torch.cuda.empty_cache()
+    problems += uneven(lengths)
+    return "\n".join(["not as it must be:", *problems]) if problems else ""
