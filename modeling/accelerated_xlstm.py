@@ -46,10 +46,10 @@ class TflaBackend(nn.Module):
 def accelerate(model: nn.Module, *, backend: str = "auto") -> nn.Module:
     """Makes every mLSTM in `model`, transformers' xLSTM, run on flashcell's kernel.
 
-    Weights, state dict, configuration and outputs stay what they were, to rounding; training and
-    decoding become faster, and work where transformers' own code does not: a training step
-    with the default configuration (whose cache it overwrites in place), in bf16, and over a number of
-    tokens that is no multiple of chunk_size. The gradient also passes through the normaliser.
+    Weights, state dict, configuration and outputs stay what they were, to rounding. Training also
+    works where transformers' own code does not: with the default configuration (whose cache it
+    overwrites in place), in bf16, and in mode "train" over a number of tokens that is no multiple of
+    chunk_size. The gradient also passes through the normaliser.
 
     What lies outside of the mLSTM stays as it is in transformers 5.17 to 5.22:
 

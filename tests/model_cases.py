@@ -96,7 +96,7 @@ CASES = {
     "flash_lstm": flash_rnn(cell="flash_lstm"),
     "flash_mlstm": flash_mlstm(),
     "flash_mlstm-sigmoid": flash_mlstm(input_gate="sigmoid", weight_mode="fused"),
-    "flash_xlstm": flash_xlstm(slstm_at=[1]),
+    "flash_xlstm": flash_xlstm(slstm_at=[0]),
 }
 
 
