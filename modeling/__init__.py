@@ -11,8 +11,16 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
-from .configuration import FlashRNNConfig
+from .accelerated_xlstm import accelerate
+from .configuration import FlashMLSTMConfig, FlashRNNConfig, FlashXLSTMConfig
 from .flash_rnn_layers import FlashGRU, FlashLSTM
+from .modeling_flash_mlstm import (
+    FlashMLSTMForCausalLM,
+    FlashMLSTMForSequenceClassification,
+    FlashMLSTMForTokenClassification,
+    FlashMLSTMModel,
+    FlashMLSTMPreTrainedModel,
+)
 from .modeling_flash_rnn import (
     FlashRNNForCausalLM,
     FlashRNNForSequenceClassification,
@@ -20,8 +28,17 @@ from .modeling_flash_rnn import (
     FlashRNNModel,
     FlashRNNPreTrainedModel,
 )
+from .modeling_flash_xlstm import (
+    FlashXLSTMForCausalLM,
+    FlashXLSTMForSequenceClassification,
+    FlashXLSTMForTokenClassification,
+    FlashXLSTMModel,
+    FlashXLSTMPreTrainedModel,
+)
+from .requests import Completion, Request
 from .rnn import GRU, LSTM, RNN, GRUCell, LSTMCell, RNNCell
 from .rnn_replace import replace
+from .serving import Batcher, generate_many
 
 __version__ = "0.1.0"
 
@@ -29,17 +46,34 @@ __all__ = [
     "GRU",
     "LSTM",
     "RNN",
+    "Batcher",
+    "Completion",
     "FlashGRU",
     "FlashLSTM",
+    "FlashMLSTMConfig",
+    "FlashMLSTMForCausalLM",
+    "FlashMLSTMForSequenceClassification",
+    "FlashMLSTMForTokenClassification",
+    "FlashMLSTMModel",
+    "FlashMLSTMPreTrainedModel",
     "FlashRNNConfig",
     "FlashRNNForCausalLM",
     "FlashRNNForSequenceClassification",
     "FlashRNNForTokenClassification",
     "FlashRNNModel",
     "FlashRNNPreTrainedModel",
+    "FlashXLSTMConfig",
+    "FlashXLSTMForCausalLM",
+    "FlashXLSTMForSequenceClassification",
+    "FlashXLSTMForTokenClassification",
+    "FlashXLSTMModel",
+    "FlashXLSTMPreTrainedModel",
     "GRUCell",
     "LSTMCell",
     "RNNCell",
+    "Request",
+    "accelerate",
+    "generate_many",
     "replace",
 ]
 
@@ -48,3 +82,15 @@ AutoModel.register(FlashRNNConfig, FlashRNNModel)
 AutoModelForCausalLM.register(FlashRNNConfig, FlashRNNForCausalLM)
 AutoModelForSequenceClassification.register(FlashRNNConfig, FlashRNNForSequenceClassification)
 AutoModelForTokenClassification.register(FlashRNNConfig, FlashRNNForTokenClassification)
+
+AutoConfig.register("flash_mlstm", FlashMLSTMConfig)
+AutoModel.register(FlashMLSTMConfig, FlashMLSTMModel)
+AutoModelForCausalLM.register(FlashMLSTMConfig, FlashMLSTMForCausalLM)
+AutoModelForSequenceClassification.register(FlashMLSTMConfig, FlashMLSTMForSequenceClassification)
+AutoModelForTokenClassification.register(FlashMLSTMConfig, FlashMLSTMForTokenClassification)
+
+AutoConfig.register("flash_xlstm", FlashXLSTMConfig)
+AutoModel.register(FlashXLSTMConfig, FlashXLSTMModel)
+AutoModelForCausalLM.register(FlashXLSTMConfig, FlashXLSTMForCausalLM)
+AutoModelForSequenceClassification.register(FlashXLSTMConfig, FlashXLSTMForSequenceClassification)
+AutoModelForTokenClassification.register(FlashXLSTMConfig, FlashXLSTMForTokenClassification)

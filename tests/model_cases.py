@@ -22,6 +22,11 @@ class Case(NamedTuple):
     options: dict[str, Any]  # of the configuration, besides those of all
     projections: set[str]  # names of the linear layers that LoRA's "all-linear" adapts
     paths: tuple[dict[str, Any], ...]  # ways to run it that must not change the model
+    stir: float = 0.0  # added to weights, for families without an initializer_range
+    logits: torch.dtype | None = None  # None for the model's
+    # More roundings in float64's gradients: a norm follows the mLSTM, so what scales a head's output
+    # changes little, and most of a gate's gradient cancels. Observed 1.4.
+    cancelled: int = 1
 
     def config(self, **changes: Any) -> PreTrainedConfig:
         options = {"vocab_size": VOCABULARY, **self.options, **changes}
@@ -34,6 +39,8 @@ class Case(NamedTuple):
             for name, parameter in model.named_parameters():
                 if name.endswith("bias"):
                     parameter.add_(torch.randn_like(parameter))
+                elif "initializer_range" not in changes:
+                    parameter.add_(self.stir * torch.randn_like(parameter))
         return model
 
 
@@ -57,6 +64,31 @@ def flash_rnn(**options: Any) -> Case:
     return Case("FlashRNN", {**SIZES, "initializer_range": 0.3, **options}, projections, paths)
 
 
+def flash_mlstm(**options: Any) -> Case:
+    wide = {"q", "k", "v", "ogate_preact", "igate_preact", "fgate_preact"}
+    wide |= {"proj_up_gate", "proj_up"}
+    if options.get("weight_mode") == "fused":
+        wide = {"qkv_opreact", "ifgate_preact", "proj_up_gate_z"}
+    projections = wide | {"out_proj", "proj_down"}
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_heads": 2,
+        "norm_eps": 0.1,
+    }  # no norm of next to nothing
+    paths = REFERENCE, {"chunk_size": 3}
+    return Case(
+        "FlashMLSTM", {**sizes, **options}, projections, paths, 0.15, torch.float32, cancelled=2
+    )
+
+
+def flash_xlstm(**options: Any) -> Case:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_heads": 2, "norm_eps": 0.01}
+    projections = {"proj_up", "proj_down", "igate", "fgate"}
+    paths = REFERENCE, {"chunk_size": 3}
+    return Case("FlashXLSTM", {**sizes, **options}, projections, paths, 0.25, cancelled=2)
+
+
 CASES = {
     "lstm": flash_rnn(cell="lstm"),
     "gru": flash_rnn(cell="gru"),
@@ -65,6 +97,9 @@ CASES = {
     "slstm": flash_rnn(cell="slstm"),
     "flash_gru": flash_rnn(cell="flash_gru"),
     "flash_lstm": flash_rnn(cell="flash_lstm"),
+    "flash_mlstm": flash_mlstm(),
+    "flash_mlstm-sigmoid": flash_mlstm(input_gate="sigmoid", weight_mode="fused"),
+    "flash_xlstm": flash_xlstm(slstm_at=[0]),
 }
 
 

@@ -39,7 +39,9 @@ def test_every_way_is_the_same_model(case, make_model, tokens):
         before = {name: getattr(model.config, name) for name in path}
         choose(model, path)
         for name, got in results(model, ids).items():
-            assert_close(f"{path} {name}", got, want[name], 64 * EPS[torch.float64])
+            assert_close(
+                f"{path} {name}", got, want[name], 64 * EPS[torch.float64] * CASES[case].cancelled
+            )
         assert torch.equal(model.generate(ids[:1], **options), text), path
         choose(model, before)
     assert model.config.to_dict() == default
