@@ -35,8 +35,10 @@ from .modeling_flash_xlstm import (
     FlashXLSTMModel,
     FlashXLSTMPreTrainedModel,
 )
+from .requests import Completion, Request
 from .rnn import GRU, LSTM, RNN, GRUCell, LSTMCell, RNNCell
 from .rnn_replace import replace
+from .serving import Batcher, generate_many
 
 __version__ = "0.1.0"
 
@@ -44,6 +46,8 @@ __all__ = [
     "GRU",
     "LSTM",
     "RNN",
+    "Batcher",
+    "Completion",
     "FlashGRU",
     "FlashLSTM",
     "FlashMLSTMConfig",
@@ -67,7 +71,9 @@ __all__ = [
     "GRUCell",
     "LSTMCell",
     "RNNCell",
+    "Request",
     "accelerate",
+    "generate_many",
     "replace",
 ]
 

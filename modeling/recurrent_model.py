@@ -19,9 +19,8 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
-from transformers.generation.configuration_utils import GenerationMode
 from transformers.modeling_layers import (
     GenericForSequenceClassification,
     GenericForTokenClassification,
@@ -36,11 +35,8 @@ from transformers.utils.output_capturing import capture_outputs
 from .boundaries import NO_BOUNDARIES, Boundaries, find_boundaries
 from .cache import RecurrentStateLayer
 from .causal_conv import CausalConv1d
-
-ROLLED_BACK = {
-    GenerationMode.ASSISTED_GENERATION: "assisted generation",
-    GenerationMode.CONTRASTIVE_SEARCH: "contrastive search",
-}
+from .decode import DecodeEngine
+from .generation import RecurrentGeneration, cut_prompt
 
 
 def make_norm(kind: str, width: int, eps: float) -> nn.Module:
@@ -163,9 +159,15 @@ class RecurrentModel:
         )
 
 
-class RecurrentForCausalLM(GenerationMixin):
-    """A language model: the base model and a head; `backbone_class` is the family's base model."""
+class RecurrentForCausalLM(RecurrentGeneration):
+    """A language model: the base model and a head; `backbone_class` is the family's base model.
 
+    decoder        the DecodeEngine
+    prompt_tokens  a prompt of more tokens, over all rows, is read into the cache piece by piece, so
+                   that it needs the memory of so many
+    """
+
+    prompt_tokens = 32768
     backbone_class: ClassVar[Any]
     _tied_weights_keys: ClassVar = {"lm_head.weight": "model.embed_tokens.weight"}
     _fsdp_plan: ClassVar = {"lm_head": "keep_full_weight"}
@@ -175,11 +177,16 @@ class RecurrentForCausalLM(GenerationMixin):
         super().__init__(config)
         setattr(self, self.base_model_prefix, self.backbone_class(config))
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.decoder = DecodeEngine()
         self.post_init()
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
         return True  # GenerationMixin, a base of this class, would judge by the name: no "xlstm"
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:  # .to, .half, .cuda
+        self.decoder.release()
+        return super()._apply(fn, recurse)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:  # [..., H] -> [..., V]
         return self.lm_head(hidden_states)
@@ -199,15 +206,29 @@ class RecurrentForCausalLM(GenerationMixin):
     ) -> CausalLMOutputWithPast:
         """As the base model, and logits [B, T or fewer, V]; with `labels` the mean loss, divided by
         num_items_in_batch if that is passed, as Trainer does."""
-        outputs = getattr(self, self.base_model_prefix)(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            **kwargs,
-        )
+        others: dict[str, Any] = {
+            "attention_mask": attention_mask,
+            "position_ids": position_ids,
+            "labels": labels,
+        }
+        others.update(inputs_embeds=inputs_embeds, logits_to_keep=logits_to_keep, **kwargs)
+        logits = self.decoder.step(self, input_ids, past_key_values, others)
+        if logits is not None:
+            return CausalLMOutputWithPast(logits=logits, past_key_values=past_key_values)
+        backbone, rest = getattr(self, self.base_model_prefix), dict(kwargs, use_cache=use_cache)
+        pieces: list[Any] = [(input_ids, inputs_embeds, position_ids, attention_mask)]
+        last = isinstance(logits_to_keep, int) and logits_to_keep == 1 and labels is None
+        if last and past_key_values is not None:
+            pieces = cut_prompt(*pieces[0], tokens=self.prompt_tokens, rest=rest)
+        for ids, embeds, positions, mask in pieces:  # only the last one's outputs are asked for
+            outputs = backbone(
+                input_ids=ids,
+                attention_mask=mask,
+                position_ids=positions,
+                past_key_values=past_key_values,
+                inputs_embeds=embeds,
+                **rest,
+            )
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.compute_logits(outputs.last_hidden_state[:, keep])
         loss = None
@@ -221,52 +242,6 @@ class RecurrentForCausalLM(GenerationMixin):
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
         )
-
-    def prepare_inputs_for_generation(
-        self,
-        input_ids: torch.LongTensor,
-        next_sequence_length: int | None = None,
-        inputs_embeds: torch.FloatTensor | None = None,  # generate looks for it here
-        is_first_iteration: bool | None = False,
-        **kwargs: Any,
-    ) -> dict[str, Any]:
-        """The base class's, less what costs time: a decoded token is no padding and begins nothing.
-
-        In a batch, rows that have ended go on reading padding until the last one ends: continue
-        such a conversation from its text, not from the returned cache.
-        """
-        if next_sequence_length is not None and next_sequence_length < 1:
-            raise ValueError(
-                f"the cache already holds {input_ids.shape[1] - next_sequence_length} tokens, but "
-                f"input_ids has {input_ids.shape[1]}: pass the whole text, or the new tokens and "
-                "an attention_mask over the whole text"
-            )
-        inputs = super().prepare_inputs_for_generation(
-            input_ids,
-            next_sequence_length=next_sequence_length,
-            inputs_embeds=inputs_embeds,
-            is_first_iteration=is_first_iteration,
-            **kwargs,
-        )
-        if next_sequence_length == 1 and not is_first_iteration:
-            inputs["attention_mask"] = inputs["position_ids"] = None
-        return inputs
-
-    @staticmethod
-    def create_masks_for_generate(
-        attention_mask: torch.Tensor | None = None, **kwargs: Any
-    ) -> torch.Tensor | None:
-        """Padding is all a recurrence has to know."""
-        return attention_mask
-
-    def _get_deprecated_gen_repo(self, generation_mode: Any, *args: Any, **kwargs: Any) -> Any:
-        """The first that generate asks about the mode."""
-        if generation_mode in ROLLED_BACK:
-            raise ValueError(
-                f"{ROLLED_BACK[generation_mode]} is asked for, but {type(self).__name__} cannot do "
-                "it: it tries tokens and takes them back, and a recurrent state is not taken back"
-            )
-        return super()._get_deprecated_gen_repo(generation_mode, *args, **kwargs)
 
 
 class RecurrentForSequenceClassification(GenericForSequenceClassification):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import DynamicCache, StaticCache
 
-from model_cases import CASES, state_tensors
+from model_cases import CASES, blocks, state_tensors
 from numerics import EPS, assert_close
 
 SAME = 16 * EPS[torch.float32]  # see test_boundaries.py
@@ -82,6 +82,30 @@ def test_chunked_prefill(case, make_model, tokens):
     model, ids = make_model(case), tokens(2, 13)
     for size in (1, 4, 13, 20):
         assert torch.equal(greedy(model, ids, prefill_chunk_size=size), greedy(model, ids)), size
+
+
+def test_long_prompts_are_read_in_pieces(case, make_model, tokens, monkeypatch):
+    model, ids, lengths = make_model(case), tokens(2, 600), []
+    mask = torch.ones_like(ids)
+    mask[0, :300] = mask[1, 500:510] = 0
+    block = type(blocks(model)[0])
+    run = block.run
+
+    def counted(self, hidden_states, *arguments):
+        lengths.append(hidden_states.shape[1])
+        return run(self, hidden_states, *arguments)
+
+    monkeypatch.setattr(block, "run", counted)
+    want = greedy(model, ids, attention_mask=mask)
+    assert max(lengths) == 600
+    del lengths[:]
+    model.prompt_tokens = 513
+    assert torch.equal(greedy(model, ids, attention_mask=mask), want)
+    assert max(lengths) == 256
+    embeds = model.get_input_embeddings()(ids)
+    assert torch.equal(
+        greedy(model, None, inputs_embeds=embeds, attention_mask=mask), want[:, 600:]
+    )
 
 
 def test_conversation_continues_from_the_returned_cache(case, make_model, tokens):

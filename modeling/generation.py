@@ -1,0 +1,109 @@
+"""What `generate` asks of a recurrent model, and what it is spared."""
+
+from typing import Any
+
+import torch
+from transformers import GenerationMixin
+from transformers.generation.configuration_utils import GenerationMode
+
+from .state_file import load_state, save_state
+
+ROLLED_BACK = {
+    GenerationMode.ASSISTED_GENERATION: "assisted generation",
+    GenerationMode.CONTRASTIVE_SEARCH: "contrastive search",
+}
+PROMPT_ONLY = ("attention_mask", "position_ids", "token_type_ids", "labels")
+
+
+def cut_prompt(
+    input_ids: torch.Tensor | None,
+    inputs_embeds: torch.Tensor | None,
+    position_ids: torch.Tensor | None,
+    attention_mask: torch.Tensor | None,
+    *,
+    tokens: int,
+    rest: dict[str, Any],
+) -> list[tuple[torch.Tensor | None, ...]]:
+    """The same arguments for pieces of at most `tokens` tokens, in multiples of 256 a row.
+
+    A prompt stays whole while gradients are recorded, where its documents are given by number or
+    offset, and where every layer's output is asked for.
+    """
+    whole = (input_ids, inputs_embeds, position_ids, attention_mask)
+    given = input_ids if inputs_embeds is None else inputs_embeds
+    others = any(v is not None and v is not False for k, v in rest.items() if k != "use_cache")
+    if given is None or others or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return [whole]
+    B, T = given.shape[:2]
+    size = max(tokens // max(B, 1) // 256, 1) * 256
+    if size >= T:
+        return [whole]
+    if attention_mask is not None:
+        attention_mask = attention_mask[:, -T:]
+    whole = (input_ids, inputs_embeds, position_ids, attention_mask)
+    return [
+        tuple(None if t is None else t[:, start : start + size] for t in whole)
+        for start in range(0, T, size)
+    ]
+
+
+class RecurrentGeneration(GenerationMixin):
+    """Generation from states that never grow, and these on disk: see state_file.py."""
+
+    save_state, load_state = save_state, load_state
+
+    def prepare_inputs_for_generation(
+        self,
+        input_ids: torch.LongTensor,
+        next_sequence_length: int | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,  # generate looks for it here
+        is_first_iteration: bool | None = False,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """The base class's, but a decoded token is no padding and begins nothing, which saves most of it.
+
+        In a batch, rows that have ended go on reading padding until the last one ends: continue
+        such a conversation from its text, not from the returned cache.
+        """
+        if next_sequence_length is not None and next_sequence_length < 1:
+            raise ValueError(
+                f"the cache already holds {input_ids.shape[1] - next_sequence_length} tokens, but "
+                f"input_ids has {input_ids.shape[1]}: pass the whole text, or the new tokens and "
+                "an attention_mask over the whole text"
+            )
+        if next_sequence_length == 1 and not is_first_iteration:
+            token = input_ids[:, -1:].to(self.device).clone(memory_format=torch.contiguous_format)
+            return {"input_ids": token, **{k: v for k, v in kwargs.items() if k not in PROMPT_ONLY}}
+        return super().prepare_inputs_for_generation(
+            input_ids,
+            next_sequence_length=next_sequence_length,
+            inputs_embeds=inputs_embeds,
+            is_first_iteration=is_first_iteration,
+            **kwargs,
+        )
+
+    def _update_model_kwargs_for_generation(
+        self, outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> dict[str, Any]:
+        """With a cache, mask and positions have done their work and need not grow."""
+        if outputs.get("past_key_values") is None:
+            return super()._update_model_kwargs_for_generation(
+                outputs, model_kwargs, *args, **kwargs
+            )
+        return {**model_kwargs, "past_key_values": outputs.past_key_values}
+
+    @staticmethod
+    def create_masks_for_generate(
+        attention_mask: torch.Tensor | None = None, **kwargs: Any
+    ) -> torch.Tensor | None:
+        """Padding is all a recurrence has to know."""
+        return attention_mask
+
+    def _get_deprecated_gen_repo(self, generation_mode: Any, *args: Any, **kwargs: Any) -> Any:
+        """The first that generate asks about the mode."""
+        if generation_mode in ROLLED_BACK:
+            raise ValueError(
+                f"{ROLLED_BACK[generation_mode]} is asked for, but {type(self).__name__} cannot do "
+                "it: it tries tokens and takes them back, and a recurrent state is not taken back"
+            )
+        return super()._get_deprecated_gen_repo(generation_mode, *args, **kwargs)

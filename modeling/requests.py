@@ -1,0 +1,148 @@
+"""One of many requests: what is asked, what becomes of it, and its state while it runs."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers.generation import (
+    LogitsProcessorList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+
+@dataclass
+class Request:
+    """One prompt and what to do with it.
+
+    Args:
+        prompt: token ids, a list or a tensor of one dimension.
+        max_new_tokens: at least 1.
+        eos_token_id: token or tokens that end the text, None for the model's generation_config's.
+        do_sample: draw from the distribution, with a generator of this request's own.
+        temperature, top_k, top_p: as in generate, in this order, each None for off.
+        seed: of the generator; the same tokens as generate after torch.manual_seed(seed) on the CPU.
+            None: another one every time.
+        logits_processor: applied before all of these, as generate's: (ids [1, n], scores [1, V]).
+        max_time: seconds from the moment the prompt begins to be read.
+        on_token: called with every token as it comes.
+    """
+
+    prompt: Sequence[int] | torch.Tensor
+    max_new_tokens: int = 20
+    eos_token_id: int | Sequence[int] | None = None
+    do_sample: bool = False
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    logits_processor: LogitsProcessorList | None = None
+    max_time: float | None = None
+    on_token: Callable[[int], Any] | None = None
+
+
+@dataclass
+class Completion:
+    """A request's end. `reason` is "stop" (an end token, which is the last of `tokens`), "length",
+    "time", "cancelled" or "error", with the exception in `error`."""
+
+    index: int  # of the request, in the order of submission
+    tokens: list[int]  # new ones only
+    reason: str
+    error: Exception | None = None
+
+
+@dataclass(eq=False)
+class Running:
+    """A request at work: checked, cut into pieces, with its own sampler."""
+
+    index: int
+    request: Request
+    model: Any
+    max_prompt_tokens: int | None
+    tokens: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        request = self.request
+        self.prompt = torch.as_tensor(request.prompt, dtype=torch.long, device="cpu")
+        self._check()
+        self.unread = len(self.prompt)
+        self.started = time.monotonic()
+        end = request.eos_token_id
+        if end is None:
+            end = self.model.generation_config.eos_token_id
+        self.ends = set() if end is None else {end} if isinstance(end, int) else set(end)
+        self.processors = LogitsProcessorList(request.logits_processor or [])
+        if request.do_sample:
+            self.processors += _warpers(request)
+            self.generator = torch.Generator(self.model.device)
+            if request.seed is None:
+                self.generator.seed()
+            else:
+                self.generator.manual_seed(request.seed)
+
+    def _check(self) -> None:
+        prompt, vocabulary = self.prompt, self.model.config.vocab_size
+        if prompt.dim() != 1 or not len(prompt):
+            raise ValueError(f"prompt has shape {list(prompt.shape)}, but must be [n] with n >= 1")
+        if self.max_prompt_tokens is not None and len(prompt) > self.max_prompt_tokens:
+            raise ValueError(
+                f"prompt has {len(prompt)} tokens, but may have {self.max_prompt_tokens}"
+            )
+        low, high = int(prompt.min()), int(prompt.max())
+        if low < 0 or high >= vocabulary:
+            raise ValueError(
+                f"prompt has token {low if low < 0 else high}, but must be in 0..{vocabulary - 1}"
+            )
+        if self.request.max_new_tokens < 1:
+            raise ValueError(
+                f"max_new_tokens is {self.request.max_new_tokens}, but must be at least 1"
+            )
+
+    def next_size(self, piece: int) -> int:
+        """Only the first piece is not full."""
+        return (self.unread - 1) % piece + 1
+
+    def read(self, size: int) -> torch.Tensor:
+        start = len(self.prompt) - self.unread
+        self.unread -= size
+        return self.prompt[start : start + size]
+
+    def take(self, best: int, finite: bool, scores: torch.Tensor) -> str | None:
+        """Chooses a token from scores [1, V]; returns why it was the last one, or None."""
+        if not finite:
+            raise FloatingPointError("the logits are not finite")
+        token = best
+        if self.processors or self.request.do_sample:
+            text = [self.prompt, torch.tensor(self.tokens, dtype=torch.long)]
+            scores = self.processors(torch.cat(text)[None].to(scores.device), scores.clone())
+            token = int(self._draw(scores) if self.request.do_sample else scores.argmax(-1))
+        self.tokens.append(token)
+        if self.request.on_token is not None:
+            self.request.on_token(token)
+        if token in self.ends:
+            return "stop"
+        if len(self.tokens) >= self.request.max_new_tokens:
+            return "length"
+        limit = self.request.max_time
+        return "time" if limit is not None and time.monotonic() - self.started > limit else None
+
+    def _draw(self, scores: torch.Tensor) -> torch.Tensor:
+        probabilities = scores.softmax(-1)
+        if not probabilities.isfinite().all():  # multinomial would take the whole GPU down
+            raise ValueError("logits_processor left no token with a finite score")
+        return torch.multinomial(probabilities, 1, generator=self.generator)
+
+
+def _warpers(request: Request) -> LogitsProcessorList:
+    warpers = LogitsProcessorList()
+    if request.temperature is not None:
+        warpers.append(TemperatureLogitsWarper(request.temperature))
+    if request.top_k is not None:
+        warpers.append(TopKLogitsWarper(request.top_k))
+    if request.top_p is not None:
+        warpers.append(TopPLogitsWarper(request.top_p))
+    return warpers

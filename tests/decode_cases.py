@@ -1,0 +1,37 @@
+"""Ways to decode, and changes to a model that a recorded step would not notice by itself."""
+
+import copy
+
+import torch
+
+
+def greedy(model, ids, new=12, **kwargs):
+    kwargs = {"attention_mask": torch.ones_like(ids), "do_sample": False, **kwargs}
+    return model.generate(ids, max_new_tokens=new, pad_token_id=0, **kwargs)
+
+
+def without_engine(model, work):
+    model.decoder.mode = "eager"
+    try:
+        return work()
+    finally:
+        model.decoder.mode = "auto"
+
+
+CHANGES = {
+    "data": lambda m: setattr(m.lm_head.weight, "data", m.lm_head.weight.data.clone()),
+    "parameter": lambda m: setattr(
+        m.lm_head, "weight", torch.nn.Parameter(m.lm_head.weight.detach().clone())
+    ),
+    "module": lambda m: setattr(m.model.layers[0], "mlp", copy.deepcopy(m.model.layers[0].mlp)),
+    "adapter": lambda m: setattr(
+        m.model.layers[0], "mlp", torch.nn.Sequential(m.model.layers[0].mlp)
+    ),
+    "hook": lambda m: m.model.layers[1].mixer.register_forward_hook(lambda *_: None),
+    "pre-hook": lambda m: m.model.norm.register_forward_pre_hook(lambda *_: None),
+    "submodule moved": lambda m: m.model.layers[0]._apply(torch.clone),
+    "backend": lambda m: setattr(m.config, "backend", "reference"),
+    "assigned": lambda m: m.load_state_dict(
+        {k: v.clone() for k, v in m.state_dict().items()}, assign=True
+    ),
+}

@@ -1,0 +1,128 @@
+"""The recorded step as a CUDA graph: what it may not miss, and what it may not cost.
+
+test_decode.py runs on the GPU too, and compares every way to generate there.
+"""
+
+import gc
+import threading
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from cases import DEVICE
+from decode_cases import CHANGES, greedy, without_engine
+
+pytestmark = pytest.mark.skipif(DEVICE != "cuda", reason="needs FLASHCELL_TEST_DEVICE=cuda")
+
+
+def replayed(model) -> bool:
+    return model.decoder.reason is None and all(
+        r.graph is not None for r in model.decoder._recordings.values()
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("batch", [1, 3, 64])
+def test_replays_are_the_steps(case, make_model, tokens, dtype, batch):
+    model, ids = make_model(case).to(dtype), tokens(batch, 5)
+    model.decoder.mode = "graph"
+    got = greedy(model, ids, new=40)
+    assert replayed(model)
+    assert torch.equal(got, without_engine(model, lambda: greedy(model, ids, new=40)))
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_model_is_recorded_anew(make_model, tokens, change):
+    """The first steps with the old model, the rest with the new, in one conversation."""
+
+    def conversation(mode):
+        torch.manual_seed(0)
+        model = make_model()
+        model.decoder.mode = mode
+        ids, logits, cache = tokens(2, 6), [], DynamicCache(config=model.config)
+        with torch.no_grad():
+            for t in range(6):
+                if t == 4:
+                    CHANGES[change](model)
+                    for p in model.parameters():
+                        p.add_(0.125)
+                logits.append(model(ids[:, t : t + 1], past_key_values=cache).logits)
+        return torch.stack(logits).float()
+
+    assert torch.equal(conversation("auto"), conversation("eager"))
+
+
+def test_adapters_are_not_recorded(make_model, tokens):
+    peft = pytest.importorskip("peft")
+    model, ids = make_model(), tokens(2, 5)
+    plain = greedy(model, ids)
+    assert replayed(model)
+    config = peft.LoraConfig(target_modules="all-linear", init_lora_weights=False, r=4)
+    tuned = peft.get_peft_model(model, config).eval()
+    want = without_engine(model, lambda: greedy(tuned, ids))
+    assert torch.equal(greedy(tuned, ids), want)
+    assert "adapter" in model.decoder.reason
+    with tuned.disable_adapter():
+        assert torch.equal(greedy(tuned, ids), plain)
+    merged = tuned.merge_and_unload()
+    got = greedy(merged, ids)
+    assert replayed(model)
+    assert torch.equal(got, without_engine(model, lambda: greedy(merged, ids)))
+
+
+def test_memory_is_bounded_and_given_back(make_model, tokens):
+    model = make_model(hidden_size=256, num_heads=1, vocab_size=4096)
+    greedy(model, tokens(1, 4))
+    model.decoder.release()
+
+    def used():
+        gc.collect()
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved()
+
+    before, peaks = used(), []
+    for batch in range(1, 25):
+        greedy(model, tokens(batch, 4))
+        peaks.append(used() - before)
+    assert max(peaks[12:]) <= 1.5 * max(peaks[:12]), peaks
+    model.decoder.release()
+    assert used() <= before
+
+
+def test_other_threads_and_streams(make_model, tokens):
+    model, prompts = make_model(), [tokens(2, n) for n in (3, 4, 5, 6)]
+    want, got = [greedy(model, p, new=60) for p in prompts], [None] * len(prompts)
+    model.decoder.release()  # so that one of them records while the others compute
+
+    def run(i):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            got[i] = greedy(model, prompts[i], new=60)
+            torch.cuda.current_stream().synchronize()
+
+    torch.cuda.synchronize()
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(prompts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(map(torch.equal, got, want))
+
+
+def test_what_cannot_be_captured_says_so(make_model, tokens):
+    class Waits(torch.nn.Module):
+        def forward(self, x):
+            return x * float(x.isfinite().all())
+
+    model, ids = make_model(), tokens(2, 4)
+    want = greedy(model, ids)
+    norm = model.model.norm
+    model.model.norm = torch.nn.Sequential(norm, Waits())
+    assert torch.equal(greedy(model, ids), want)
+    assert model.decoder.reason.startswith("capturing the step failed")
+    model.decoder.mode = "graph"
+    with pytest.raises(RuntimeError, match='mode is "graph", but capturing the step failed'):
+        greedy(model, ids)
+    model.model.norm = norm
+    assert torch.equal(greedy(model, ids), want)
+    assert replayed(model)

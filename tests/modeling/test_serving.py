@@ -1,0 +1,257 @@
+"""Every request gets what it would have got alone."""
+
+import itertools
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessorList
+
+import flashcell
+from decode_cases import greedy
+from flashcell import Batcher, Request, generate_many
+from model_cases import CASES, state_tensors
+
+LENGTHS = (1, 2, 63, 64, 65, 200, 256, 257, 290, 5)
+
+
+def collect(results) -> dict[int, list[int]]:
+    done = {}
+    for completion in results:
+        assert completion.error is None
+        done[completion.index] = completion.tokens
+    return done
+
+
+def alone(model, prompt, **kwargs) -> list[int]:
+    out = greedy(model, prompt[None], **kwargs)
+    return out[0, len(prompt) :].tolist()
+
+
+def test_greedy_is_generate(case, make_model, tokens):
+    model = make_model(case)
+    prompts = [tokens(n) for n in LENGTHS]
+    limits = [3 + 5 * i for i in range(len(prompts))]
+    requests = [Request(p, max_new_tokens=n) for p, n in zip(prompts, limits, strict=True)]
+    got = collect(generate_many(model, requests, slots=3, lanes=2, piece=64))
+    assert len(got) == len(prompts)
+    for i, prompt in enumerate(prompts):
+        assert got[i] == alone(model, prompt, new=limits[i]), i
+
+
+def test_end_tokens(make_model, tokens):
+    model = make_model()
+    prompts = [tokens(n) for n in (4, 7, 30)]
+    texts = [alone(model, p, new=30) for p in prompts]
+    model.generation_config.eos_token_id = texts[0][3]
+    results = {c.index: c for c in generate_many(model, prompts, max_new_tokens=30, slots=2)}
+    for i, text in enumerate(texts):
+        end = model.generation_config.eos_token_id
+        want = text[: text.index(end) + 1] if end in text else text
+        assert results[i].tokens == want
+        assert results[i].reason == ("stop" if end in text else "length")
+    other = {c.index: c.tokens for c in generate_many(
+        model, [Request(prompts[1], 30, eos_token_id=[texts[1][5], 1000])]
+    )}  # fmt: skip
+    assert other[0] == texts[1][: texts[1].index(texts[1][5]) + 1]
+
+
+def test_sampling_has_a_generator_a_request(make_model, tokens):
+    model = make_model()
+    prompts = [tokens(n) for n in (3, 40, 9)]
+    options = {"do_sample": True, "temperature": 0.8, "top_k": 20, "top_p": 0.9}
+    requests = [Request(p, 12, seed=i, **options) for i, p in enumerate(prompts)]
+    got = collect(generate_many(model, requests, slots=2))
+    for i, prompt in enumerate(prompts):
+        if prompt.device.type == "cpu":  # elsewhere a batch of one draws other numbers
+            torch.manual_seed(i)
+            assert got[i] == alone(model, prompt, new=12, **options)
+    assert got == collect(generate_many(model, requests, slots=2))
+    unseeded = [Request(prompts[0], 12, do_sample=True) for _ in range(3)]
+    texts = collect(generate_many(model, unseeded, slots=2)).values()
+    assert len({tuple(t) for t in texts}) > 1
+
+
+class Record:
+    """Keeps the scores that a request's tokens were chosen from."""
+
+    def __init__(self):
+        self.scores = []
+
+    def __call__(self, ids, scores):
+        self.scores.append(scores.clone())
+        return scores
+
+
+def test_neighbours_do_not_change_a_bit(case, make_model, tokens):
+    """In other company, another slot and another lane: the same logits, bit by bit."""
+    widths = {"hidden_size": 64, "vocab_size": 64}
+    if "intermediate_size" in CASES[case].options:
+        widths["intermediate_size"] = 128
+    model, prompt = make_model(case, **widths), tokens(70)
+
+    def scores(before: int, after: int) -> torch.Tensor:
+        record = Record()
+        others = [Request(tokens(1 + 37 * i % 90), 1 + 11 * i % 17) for i in range(before + after)]
+        mine = Request(prompt, 20, logits_processor=LogitsProcessorList([record]))
+        collect(generate_many(model, [*others[:before], mine, *others[before:]], slots=4, lanes=2))
+        return torch.cat(record.scores)
+
+    want = scores(0, 0)
+    for before, after in ((1, 0), (2, 5), (7, 3)):
+        assert torch.equal(scores(before, after), want)
+
+
+def test_completion_order_and_lazy_requests(make_model, tokens):
+    model, read = make_model(), []
+
+    def endless():
+        for i in itertools.count():
+            read.append(i)
+            yield Request(tokens(4), max_new_tokens=50 if i == 0 else 2)
+
+    many = generate_many(model, endless(), slots=3, lanes=2)
+    first = [next(many).index for _ in range(8)]
+    assert 0 not in first, "the long one does not hold up the short ones"
+    assert max(read) < 8 + 3 + 2 + 2
+
+
+def test_cancel(make_model, tokens):
+    model, prompts = make_model(), [tokens(n) for n in (5, 6, 300, 8, 9)]
+    want = alone(model, prompts[1], new=20)
+    many, came = Batcher(model, slots=2, lanes=1), []
+
+    def cancel_others(token):
+        came.append(token)
+        if len(came) == 10:
+            for index in (0, 2, 4, 77):  # decoding, being read or waiting, waiting, none
+                many.cancel(index)
+
+    for i, prompt in enumerate(prompts):
+        many.submit(Request(prompt, 20, on_token=cancel_others if i == 1 else None))
+    results = {c.index: c for c in many}
+    assert {i: c.reason for i, c in results.items()} == {
+        0: "cancelled", 1: "length", 2: "cancelled", 3: "length", 4: "cancelled"
+    }  # fmt: skip
+    assert results[1].tokens == want == came
+    assert results[0].tokens == alone(model, prompts[0], new=20)[: len(results[0].tokens)]
+    assert 5 < len(results[0].tokens) < 20
+    assert results[3].tokens == alone(model, prompts[3], new=20)
+
+
+def test_errors_stay_with_their_request(make_model, tokens):
+    model, good = make_model(), tokens(6)
+    want = alone(model, good, new=8)
+
+    def fails(*_):
+        raise KeyError("mine")
+
+    wrong = {
+        "prompt has shape \\[0\\]": Request([]),
+        "prompt has shape \\[1, 6\\]": Request(good[None]),
+        "prompt has token 61, but must be in 0..60": Request([1, 61]),
+        "prompt has token -1": Request([-1, 3]),
+        "max_new_tokens is 0": Request(good, 0),
+        "prompt has 65 tokens, but may have 64": Request([1] * 65),
+        "temperature": Request(good, do_sample=True, temperature=-1.0),
+        "mine": Request(good, 8, on_token=fails),
+        "'mine'": Request(good, 8, logits_processor=LogitsProcessorList([fails])),
+        "too many dimensions|str": Request("text"),
+    }
+    requests = [r for bad in wrong.values() for r in (bad, Request(good, 8))]
+    results = {c.index: c for c in generate_many(model, requests, slots=3, max_prompt_tokens=64)}
+    for i, message in enumerate(wrong):
+        assert results[2 * i].reason == "error"
+        with pytest.raises((ValueError, TypeError, KeyError), match=message):
+            raise results[2 * i].error
+        assert results[2 * i + 1].tokens == want
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_logits_that_are_not_finite(case, make_model, slots):
+    """Nor do they stay behind in the lane and the slot."""
+    model = make_model(case)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[7] = float("nan")
+    good = torch.tensor([1, 2, 3])
+    ends_wrong = Request(
+        good, 9, do_sample=True, logits_processor=LogitsProcessorList([leave_nothing_after(4)])
+    )
+    requests = [Request([1, 7, 3], 9), Request(good, 9), ends_wrong, Request(good, 9)]
+    results = {c.index: c for c in generate_many(model, requests, slots=slots, lanes=slots)}
+    assert isinstance(results[0].error, FloatingPointError)
+    assert isinstance(results[2].error, ValueError)
+    assert len(results[2].tokens) == 4
+    assert results[1].tokens == results[3].tokens == alone(model, good, new=9)
+
+
+def leave_nothing_after(tokens: int):
+    def processor(ids, scores):
+        return scores if ids.shape[1] < 3 + tokens else scores.fill_(float("-inf"))
+
+    return processor
+
+
+def test_time_limit(make_model, tokens):
+    model = make_model()
+    requests = [Request(tokens(4), 10_000, max_time=0.2), Request(tokens(4), 5)]
+    results = {c.index: c for c in generate_many(model, requests, slots=2)}
+    assert results[0].reason == "time"
+    assert results[1].reason == "length"
+
+
+def test_memory_does_not_grow(make_model, tokens):
+    model = make_model()
+    many, sizes = Batcher(model, slots=3, lanes=2), set()
+    for i in range(30):
+        many.submit(Request(tokens(1 + 13 * i), 1 + i))
+    while many.busy:
+        many.step()
+        states = state_tensors(many.reading) + state_tensors(many.decoding)
+        sizes.add(sum(s.nbytes for s in states))
+    state = 2 * 32 * 4 * 2  # h and c of 32 units in fp32, two layers
+    assert max(sizes) == (3 + 2) * state
+
+
+def test_slots_stay_full(make_model, tokens, monkeypatch):
+    """32 texts of which one in eight is long: padded batches of four would take 8 times the long."""
+    model, calls = make_model(), []
+    decode = Batcher._decode
+    monkeypatch.setattr(Batcher, "_decode", lambda self: (calls.append(1), decode(self)))
+    requests = [Request(tokens(4), 60 if i % 8 == 0 else 4) for i in range(32)]
+    collect(generate_many(model, requests, slots=4, lanes=4))
+    assert len(calls) < 2.5 * (4 * 60 + 28 * 4) / 4  # 8 * 60 padded
+
+
+def test_what_it_does_not_take(make_model):
+    model = make_model()
+    with pytest.raises(ValueError, match="slots is 0, but must be at least 1"):
+        generate_many(model, [], slots=0)
+    with pytest.raises(ValueError, match="piece is 1, but must be at least 2"):
+        generate_many(model, [], piece=1)
+    with pytest.raises(ValueError, match="model is in training mode"):
+        generate_many(model.train(), [])
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 8}
+    llama = LlamaForCausalLM(LlamaConfig(num_attention_heads=1, num_key_value_heads=1, **sizes))
+    with pytest.raises(TypeError, match=r"model has layers of .*, but must be purely recurrent"):
+        flashcell.generate_many(llama.eval(), [])
+    assert list(generate_many(model.eval(), [])) == []
+
+
+@pytest.mark.slow
+def test_a_thousand_requests(make_model):
+    """Prompts of 8 to 2,048 tokens, outputs of 1 to 1,024, log-uniform: each as generate alone."""
+    model = make_model(num_hidden_layers=1)
+
+    def log_uniform(low: int, high: int) -> list[int]:
+        return (low * (high / low) ** torch.rand(1000, device="cpu")).long().tolist()
+
+    prompts = [torch.randint(0, 61, (n,)) for n in log_uniform(8, 2048)]
+    limits = log_uniform(1, 1024)
+    requests = [Request(p, n) for p, n in zip(prompts, limits, strict=True)]
+    many, sizes, got = generate_many(model, requests), set(), {}
+    for done in many:
+        got[done.index] = done.tokens
+        sizes.add(sum(s.nbytes for s in state_tensors(many.decoding)))
+    assert len(sizes) == 1
+    wrong = [i for i in range(1000) if got[i] != alone(model, prompts[i], new=limits[i])]
+    assert not wrong

@@ -1,0 +1,129 @@
+"""A conversation that was saved goes on as if it had not been."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import DynamicCache, StaticCache
+
+from decode_cases import greedy
+from flashcell.state_file import FORMAT
+
+CONTINUE = """
+import sys, torch, flashcell
+folder, new = sys.argv[1:]
+model = flashcell.FlashRNNForCausalLM.from_pretrained(folder)
+text = torch.load(f"{folder}/text.pt")
+cache = model.load_state(f"{folder}/talk.safetensors")
+out = model.generate(text, attention_mask=torch.ones_like(text), past_key_values=cache,
+                     max_new_tokens=int(new), do_sample=False, pad_token_id=0)
+torch.save(out, f"{folder}/continued.pt")
+"""
+
+
+@pytest.fixture
+def talk(make_model, tokens):
+    model = make_model()
+    with torch.no_grad():
+        return model, model(tokens(2, 7)).past_key_values
+
+
+def test_another_process_goes_on(make_model, tokens, tmp_path):
+    model, ids = make_model("slstm"), tokens(2, 5)
+    want = greedy(model, ids, new=20)
+    cache = DynamicCache(config=model.config)
+    text = greedy(model, ids, new=8, past_key_values=cache)
+    model.save_pretrained(tmp_path)
+    model.save_state(cache, tmp_path / "talk.safetensors")
+    torch.save(text.cpu(), tmp_path / "text.pt")
+    subprocess.run([sys.executable, "-c", CONTINUE, tmp_path, "12"], check=True)
+    assert torch.equal(torch.load(tmp_path / "continued.pt"), want.cpu())
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_states_come_back_bit_by_bit(make_model, tokens, tmp_path, kind):
+    model = make_model("slstm").bfloat16()
+    static = StaticCache(config=model.config, max_cache_len=8)
+    cache = static if kind == "static" else DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(tokens(3, 6), past_key_values=cache)
+        model(tokens(3, 1), past_key_values=cache)
+    model.save_state(cache, tmp_path / "state")
+    loaded = model.load_state(tmp_path / "state")
+    assert loaded.get_seq_length() == 7
+    for old, new in zip(cache.layers, loaded.layers, strict=True):
+        assert old.states.keys() == new.states.keys()
+        for name in old.states:
+            assert all(map(torch.equal, old.states[name], new.states[name]))
+
+
+def test_a_file_is_whole_or_not_there(talk, tmp_path, monkeypatch):
+    model, cache = talk
+    path = tmp_path / "talk.safetensors"
+    model.save_state(cache, path)
+    before = path.read_bytes()
+    cache.reorder_cache(torch.tensor([1, 0]))
+
+    def crash(*_):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, "replace", crash)
+    with pytest.raises(OSError, match="disk full"):
+        model.save_state(cache, path)
+    assert path.read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+def test_what_is_no_state_of_the_model(talk, make_model, tmp_path):
+    model, cache = talk
+    path = tmp_path / "talk.safetensors"
+    with pytest.raises(ValueError, match="cache is empty"):
+        model.save_state(DynamicCache(config=model.config), path)
+    llama = DynamicCache()
+    llama.update(torch.zeros(1, 1, 1, 4), torch.zeros(1, 1, 1, 4), 0)
+    with pytest.raises(TypeError, match="cache has a DynamicLayer"):
+        model.save_state(llama, path)
+    model.save_state(cache, path)
+    others = {
+        "cell.0 is \\[2, 2, 16\\] torch.float32, but must be \\[2, 4, 8\\]": make_model(
+            num_heads=4
+        ),
+        "without \\[\\], but with \\['layers.0.cell.1'": make_model("gru"),
+        "without \\['layers.2.cell.0'": make_model(num_hidden_layers=3),
+        "torch.float32, but must be .* torch.float64": make_model().double(),
+    }
+    for message, other in others.items():
+        with pytest.raises(ValueError, match=message):
+            other.load_state(path)
+        with pytest.raises(ValueError, match=message):
+            other.save_state(cache, path)
+
+
+def test_what_is_no_state_file(talk, tmp_path):
+    model, cache = talk
+    path = tmp_path / "talk.safetensors"
+    model.save_state(cache, path)
+    tensors, good = load_file(path), {**FORMAT, "model_type": "flash_rnn", "tokens": "7"}
+    changes = {
+        "model_type is 'llama', but must be 'flash_rnn'": {"model_type": "llama"},
+        "version is '2', but must be '1'": {"version": "2"},
+        "tokens is '0', but must be a number of at least 1": {"tokens": "0"},
+        "tokens is 'many'": {"tokens": "many"},
+    }
+    for message, change in changes.items():
+        save_file(tensors, path, {**good, **change})
+        with pytest.raises(ValueError, match=message):
+            model.load_state(path)
+    save_file(tensors, path)
+    with pytest.raises(ValueError, match="format is None"):
+        model.load_state(path)
+    save_file(tensors, path, good)
+    path.write_bytes(path.read_bytes()[:-8])
+    with pytest.raises(ValueError, match="must be a saved state"):
+        model.load_state(path)
+    with pytest.raises(FileNotFoundError):
+        model.load_state(Path(tmp_path, "none"))
