@@ -46,6 +46,8 @@ def convolve(
     """silu(conv(x)), and the window to keep."""
     past = None if cache is None else boundaries.first(cache.get_states("conv"))
     y, window = conv(x, None if past is None else past[0], boundaries)
+    if boundaries.hold is not None:  # a product weighs padding with 0, which does not stop a NaN
+        y = y.masked_fill(boundaries.hold[..., None], 0.0)
     return F.silu(y), (window,)
 
 

@@ -39,7 +39,7 @@ class Case(NamedTuple):
             for name, parameter in model.named_parameters():
                 if name.endswith("bias"):
                     parameter.add_(torch.randn_like(parameter))
-                elif "initializer_range" not in changes:
+                elif self.stir and "initializer_range" not in changes:
                     parameter.add_(self.stir * torch.randn_like(parameter))
         return model
 

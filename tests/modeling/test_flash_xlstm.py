@@ -213,6 +213,24 @@ def test_block_diagonal_projections_beside_lora(tokens):
     assert all(p.grad is not None for n, p in model.named_parameters() if "modules_to_save" in n)
 
 
+def test_a_spoilt_past_ends_with_its_document(tokens):
+    """NaN states stay behind, also where padding lies between them and the new document."""
+    config = FlashXLSTMConfig(hidden_size=32, num_hidden_layers=2, slstm_at=[1], vocab_size=61)
+    model, ids = FlashXLSTMForCausalLM(config).eval(), tokens(1, 4)
+    mask, begins = torch.tensor([[1, 1, 1, 0, 1, 1, 1]]), torch.tensor([[0, 0, 1, 2]])
+    with torch.no_grad():
+        cache = model(ids[:, :3], use_cache=True).past_key_values
+        for layer in cache.layers:
+            layer.map_states(lambda s: torch.full_like(s, float("nan")))
+        options = {"attention_mask": mask, "position_ids": begins}
+        got = model(ids, past_key_values=cache, **options).logits
+        want = model(ids[:, 1:]).logits
+        assert_close("logits", got[:, 1:], want, 16 * EPS[torch.float32])
+        got = model(ids[:, :1], past_key_values=cache).logits
+        want = model(torch.cat([ids[:, 1:], ids[:, :1]], 1)).logits[:, -1:]
+        assert_close("the next token's", got, want, 16 * EPS[torch.float32])
+
+
 BAD = {
     "sizes": ({"num_heads": 0}, "num_heads is 0, but must be at least 1"),
     "position": ({"slstm_at": [24]}, "slstm_at is .24., but must be 'all', or indices .* 0 to 23"),
