@@ -130,7 +130,8 @@ class TestGuard:
     @pytest.fixture
     def step(self):
         import numpy as np
-        from _training import first_non_finite
+        from _guard import first_non_finite
+        from _training import chunk_loss
 
         from flashcell import FlashRNNConfig, FlashRNNForCausalLM
 
@@ -139,7 +140,7 @@ class TestGuard:
         model = FlashRNNForCausalLM(config)
         tokens = np.arange(8).reshape(2, 4)
         chunk = (tokens, tokens * 0 + np.arange(4), tokens)
-        return model, lambda: first_non_finite(model, chunk, None)
+        return model, lambda: first_non_finite(model, lambda: chunk_loss(model, chunk, None)[0])
 
     def test_names_a_parameter(self, step):
         model, guard = step
