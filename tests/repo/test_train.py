@@ -10,49 +10,19 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
+sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "tests/repo")]
 
-RECIPE = {
-    "name": "tiny",
-    "model": {
-        "model_type": "flash_rnn",
-        "cell": "lstm",
-        "hidden_size": 32,
-        "intermediate_size": 32,
-        "num_hidden_layers": 2,
-        "num_heads": 2,
-        "tie_word_embeddings": True,
-    },
-    "vocab_size": 300,
-    "python": "3.11.7",
-    "corpus_sha256": "another",
-    "held_out_in": 4,
-    "seed": 1,
-    "batch": 4,
-    "length": 8,
-    "steps": 40,
-    "warmup": 5,
-    "learning_rate": 3e-3,
-    "final_learning_rate": 3e-4,
-    "weight_decay": 0.1,
-    "clip": 1.0,
-    "precision": "bf16",
-    "log_every": 1,
-    "evaluate_every": 10,
-    "checkpoint_every": 7,
-}
+from train_cases import RECIPE, TEXTS, write_recipe  # noqa: E402
 
 
 @pytest.fixture
 def folder(tmp_path):
     from _corpus import Corpus, save_corpus
 
-    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(RECIPE))
-    texts = [f"def f{i}(x):\n    return x * {i % 7} + {i}\n" * (1 + i % 3) for i in range(24)]
-    corpus = Corpus(tuple((f"{i}.py", t.encode()) for i, t in enumerate(texts)), "3.11.7")
+    write_recipe(tmp_path / "tiny.yaml")
+    corpus = Corpus(tuple((f"{i}.py", t.encode()) for i, t in enumerate(TEXTS)), "3.11.7")
     save_corpus(corpus, tmp_path / "corpus.zip")
     (tmp_path / "sha256").write_text(corpus.sha256)
     return tmp_path
