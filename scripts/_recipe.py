@@ -63,7 +63,7 @@ class Recipe:
                     f"--set {override}: a recipe has {', '.join(names)}, model.<key>, data.<key>"
                 )
             target = values.setdefault(folder, {}) if folder else values
-            target[key] = yaml.safe_load(value)
+            target[key] = parse(value)
         needed = {
             entry.name
             for entry in fields(cls)
@@ -102,6 +102,15 @@ class Recipe:
 
     def write(self, path: Path) -> None:
         path.write_text(yaml.safe_dump(asdict(self), sort_keys=False))
+
+
+def parse(value: str) -> Any:
+    """YAML, and numbers it takes for words, such as 1e-3."""
+    loaded = yaml.safe_load(value)
+    try:
+        return float(loaded) if isinstance(loaded, str) else loaded
+    except ValueError:
+        return loaded
 
 
 def choose_variant(path: Path, values: dict, variant: str | None) -> dict:

@@ -5,6 +5,7 @@ import math
 
 import torch
 from _recipe import Recipe
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from torch.nn.functional import cross_entropy
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
@@ -42,7 +43,10 @@ def make_config(recipe: Recipe, tokenizer=None, backend: str = "auto"):
     make = CONFIG_MAPPING[kind]
     if preset is not None and not hasattr(make, "preset"):
         raise ValueError(f"model.preset is {preset!r}, but {kind} has no presets: leave it out")
-    config = make(**values) if preset is None else make.preset(preset, **values)
+    try:
+        config = make(**values) if preset is None else make.preset(preset, **values)
+    except StrictDataclassError as error:
+        raise ValueError(f"model: {error}") from error
     carries = set(getattr(config, "layer_types", None) or ()) == {"recurrent_state"}
     if recipe.carry and not carries:
         raise ValueError(f"carry is true, but must be false: {kind} has no state of a fixed size")
