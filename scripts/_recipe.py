@@ -72,6 +72,8 @@ class Recipe:
         wrong = (set(values) - set(names)) | (needed - set(values))
         if wrong:
             raise ValueError(f"{path}: missing or unknown {', '.join(sorted(wrong))}")
+        if values["precision"] is False:
+            values["precision"] = "no"  # which is what YAML makes of it
         for name in values:
             kind: Any = names[name]
             accepted = (int, float) if kind is float else kind
@@ -85,6 +87,8 @@ class Recipe:
         for name in POSITIVE:
             if getattr(self, name) < 1:
                 raise ValueError(f"{path}: {name} is {getattr(self, name)}, but must be at least 1")
+        if self.precision not in ("no", "bf16"):
+            raise ValueError(f"{path}: precision is {self.precision!r}, but must be 'no' or 'bf16'")
         if bool(self.data) == bool(self.corpus_sha256):
             raise ValueError(f"{path}: exactly one of data and corpus_sha256 must be given")
         if self.warmup + self.cooldown > self.steps:

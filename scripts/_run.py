@@ -74,7 +74,7 @@ class Checkpoints:
         accelerator.load_state(str(latest))
         # our own file: it holds the carried cache, which is an object
         own = latest / f"progress-{accelerator.process_index}.pt"
-        return torch.load(own, weights_only=False, map_location="cpu")
+        return torch.load(own, weights_only=False)
 
 
 class Log:

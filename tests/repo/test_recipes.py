@@ -139,6 +139,7 @@ def test_embeddings_are_spared_where_the_recipe_says_so():
         ({"warmup": 39, "cooldown": 2}, "warmup + cooldown is 41, but must be at most steps = 40"),
         ({"isolate": False}, "carry is true, but must be false unless isolate is true"),
         ({"gradient_checkpointing": True}, "carry is true, but must be false under gradient_check"),
+        ({"precision": "fp8"}, "precision is 'fp8', but must be 'no' or 'bf16'"),
         ({"betas": 0.9}, "betas is 0.9, but must be list"),
     ],
 )
@@ -160,6 +161,20 @@ def test_what_cannot_be_is_refused(tmp_path, changes, message):
 def test_a_model_that_cannot_be_is_refused(tmp_path, model, message):
     with pytest.raises(ValueError, match=message):
         make_config(Recipe(**text_recipe(tmp_path, model=model)))
+
+
+def test_values_are_what_they_look_like(tmp_path):
+    words = [
+        "precision=no",
+        "learning_rate=1e-4",
+        "model.cell=gru",
+        "data.path=json",
+        "carry=false",
+    ]
+    path = write_recipe(tmp_path / "tiny.yaml", **text_recipe(tmp_path))
+    recipe = Recipe.read(path, words)
+    assert (recipe.precision, recipe.learning_rate, recipe.carry) == ("no", 1e-4, False)
+    assert (recipe.model["cell"], recipe.data["path"]) == ("gru", "json")
 
 
 def test_a_variant_must_be_named():

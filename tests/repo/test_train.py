@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -92,6 +93,25 @@ def test_wrong_arguments_are_named(folder, arguments, message):
     assert done.returncode == 1
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_a_run_that_explodes_says_where_and_keeps_its_checkpoint(folder):
+    changes = [
+        "--set",
+        "learning_rate=1e36",
+        "--set",
+        "checkpoint_every=1",
+        "--set",
+        "precision=no",
+    ]
+    done = train(folder, "home", "--any-corpus", "--backend", "reference", *changes)
+    assert done.returncode == 1
+    assert re.search(
+        r"train: step \d+: loss \S+, gradient norm \S+: the \w+ .*model\.", done.stderr
+    )
+    assert "Traceback" not in done.stderr
+    assert list((folder / "home/runs/tiny/checkpoints").glob("step-*"))
 
 
 class TestGuard:
