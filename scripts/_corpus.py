@@ -206,17 +206,18 @@ def _positions(is_start: np.ndarray) -> np.ndarray:
 class Texts:
     """A corpus as a run sees it: tokenizer, training chunks, held-out lanes."""
 
-    def __init__(self, corpus: Corpus, held_out_in: int, vocab_size: int, folder: Path):
+    def __init__(self, corpus: Corpus, recipe, folder: Path, rank: int = 0, world: int = 1):
         """The tokenizer is kept in `folder`, and taken from there when the run is resumed."""
         from transformers import AutoTokenizer
 
-        training, held_out = corpus.split(held_out_in)
+        self.recipe, self.rank, self.world = recipe, rank, world
+        training, held_out = corpus.split(recipe.held_out_in)
         if not training or not held_out:
             raise ValueError(
                 f"{len(training)} training and {len(held_out)} held-out files: too few"
             )
         if not (folder / "tokenizer_config.json").exists():
-            train_tokenizer(training, vocab_size).save_pretrained(folder)
+            train_tokenizer(training, recipe.vocab_size).save_pretrained(folder)
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self.files = len(training), len(held_out)
         self.bytes = sum(len(t.encode()) for t in training), sum(len(t.encode()) for t in held_out)
@@ -233,12 +234,25 @@ class Texts:
         predictions = int((self.held_out_lanes.targets != -100).sum())
         return nats_per_token / math.log(2) * predictions / self.bytes[1]
 
-    def training_chunk(self, step: int, recipe) -> tuple[tuple[np.ndarray, ...], bool]:
+    def describe(self) -> str:
+        return f"{self.tokens / 1e6:.2f} M training tokens"
+
+    def training_chunk(self, step: int) -> tuple[tuple[np.ndarray, ...], bool]:
         """What step number `step` reads, and whether an epoch begins there. A function of the step
         alone: a resumed run needs no position."""
+        recipe = self.recipe
         steps_an_epoch = max(1, (self.tokens - 1) // recipe.batch // recipe.length)
         epoch, index = divmod(step, steps_an_epoch)
         if self._epoch is None or self._epoch[0] != epoch:
             seed = f"{recipe.seed} {epoch}"
             self._epoch = epoch, training_lanes(self.documents, recipe.batch, seed)
-        return self._epoch[1].chunk(index, recipe.length), index == 0
+        chunk = self._epoch[1].chunk(index, recipe.length)
+        rows = recipe.batch // self.world
+        mine = slice(self.rank * rows, (self.rank + 1) * rows)
+        return tuple(part[mine] for part in chunk), index == 0
+
+    def state(self) -> None:
+        """See training_chunk."""
+
+    def load(self, state: None) -> None:
+        """See training_chunk."""

@@ -15,23 +15,28 @@ TEMPLATE = ROOT / "model_cards" / "TEMPLATE.md"
 PROMPT = "def read_"
 
 
-def write_model(folder: Path, training) -> None:
-    """Weights and tokenizer, read back as a user would; the numbers are those of the files."""
+def save_model(folder: Path, training, state: dict[str, torch.Tensor]) -> None:
+    """Weights (`state`), tokenizer, recipe and curve, as a user loads and reads them."""
     folder.mkdir(parents=True, exist_ok=True)
     logging.disable_progress_bar()
-    model = training.accelerator.unwrap_model(training.model)
-    model.save_pretrained(folder, state_dict=rounded(model))
-    (folder / "model.safetensors").chmod(0o644)  # written for its owner only
+    training.unwrapped.save_pretrained(folder, state_dict=state)
+    for file in folder.glob("*.safetensors"):
+        file.chmod(0o644)  # written for its owner only
     training.texts.tokenizer.save_pretrained(folder)
     training.recipe.write(folder / "recipe.yaml")
     shutil.copyfile(training.run / "training_log.csv", folder / "training_log.csv")
+
+
+def write_model(folder: Path, training, corpus, state: dict[str, torch.Tensor]) -> None:
+    """Weights and tokenizer, read back as a user would; the numbers are those of the files."""
+    save_model(folder, training, rounded(state))
     draw_curve(training, folder / "curve.png")
 
     loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     loaded.config.backend = training.args.backend
     tokenizer = AutoTokenizer.from_pretrained(folder)
     nats = held_out_loss(loaded, training.texts.held_out_lanes, training.recipe.length)
-    facts = describe_run(training) | {
+    facts = describe_run(training, corpus) | {
         "held_out_loss": f"{nats:.4f}",
         "bits_per_byte": f"{training.texts.bits_per_byte(nats):.4f}",
         "weights_mb": f"{(folder / 'model.safetensors').stat().st_size / 1e6:.1f}",
@@ -42,20 +47,20 @@ def write_model(folder: Path, training) -> None:
     (folder / "README.md").write_text(card)
 
 
-def rounded(model) -> dict[str, torch.Tensor]:
+def rounded(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Matrices in bf16, which halves the file; vectors stay. Loading gives fp32 back."""
-    state, done = model.state_dict(), {}
-    for name, tensor in state.items():
+    state, done = dict(state), {}
+    for name, tensor in list(state.items()):
         if tensor.ndim >= 2 and not name.endswith("bias"):
             # a tied head stays the same tensor as the embedding, and is stored once
             state[name] = done.setdefault(tensor.data_ptr(), tensor.to(torch.bfloat16))
     return state
 
 
-def describe_run(training) -> dict[str, str]:
-    recipe, corpus, texts = training.recipe, training.corpus, training.texts
+def describe_run(training, corpus) -> dict[str, str]:
+    recipe, texts = training.recipe, training.texts
     tokens = recipe.steps * recipe.batch * recipe.length
-    model = training.accelerator.unwrap_model(training.model)
+    model = training.unwrapped
     packed = lzma.compress("".join(texts.held_out_texts).encode(), preset=9 | lzma.PRESET_EXTREME)
     return {
         "name": recipe.name,

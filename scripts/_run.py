@@ -44,18 +44,28 @@ class Checkpoints:
         return max(found, default=None)
 
     def save(self, accelerator, progress: dict) -> None:
+        """Called by all processes: each adds what it alone knows."""
         import torch
 
         target = self.folder / f"step-{progress['step']:08d}"
-        staging = self.folder / f"unfinished-{os.getpid()}"
-        shutil.rmtree(staging, ignore_errors=True)
-        accelerator.save_state(str(staging))  # model, optimizer, scheduler, RNG
-        torch.save(progress, staging / "progress.pt")
-        shutil.rmtree(target, ignore_errors=True)
-        os.rename(staging, target)
-        for old in self.folder.iterdir():
-            if old != target:
-                shutil.rmtree(old, ignore_errors=True)
+        staging = self.folder / "unfinished"
+        main = accelerator.is_main_process
+        if main:
+            shutil.rmtree(staging, ignore_errors=True)
+        accelerator.wait_for_everyone()
+        accelerator.save_state(str(staging))  # model (safetensors), optimizer, scheduler, RNG
+        torch.save(progress, staging / f"progress-{accelerator.process_index}.pt")
+        accelerator.wait_for_everyone()
+        if main and not target.exists():
+            for path in staging.rglob("*"):  # a crash of the machine must not leave empty files
+                if path.is_file():
+                    with open(path, "rb+") as file:
+                        os.fsync(file.fileno())
+            os.rename(staging, target)
+            for old in self.folder.iterdir():
+                if old != target:
+                    shutil.rmtree(old, ignore_errors=True)
+        accelerator.wait_for_everyone()
 
     def load(self, accelerator) -> dict:
         import torch
@@ -63,26 +73,31 @@ class Checkpoints:
         latest = self.latest()
         accelerator.load_state(str(latest))
         # our own file: it holds the carried cache, which is an object
-        return torch.load(latest / "progress.pt", weights_only=False)
+        own = latest / f"progress-{accelerator.process_index}.pt"
+        return torch.load(own, weights_only=False)
 
 
 class Log:
     """The curve as CSV. After a kill, rows beyond the checkpoint are taken back."""
 
-    def __init__(self, path: Path, step: int):
-        self.path = path
+    def __init__(self, path: Path, step: int, columns: list[str] = COLUMNS):
+        self.path, self.columns = path, columns
         rows = [row for row in self.rows() if int(row["step"]) <= step]
-        self._write([dict(zip(COLUMNS, COLUMNS, strict=True)), *rows], "w")
+        staging = path.with_suffix(".new")
+        with open(staging, "w", newline="") as file:
+            writer = csv.DictWriter(file, columns, restval="", lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
+        os.replace(staging, path)
 
     def rows(self) -> list[dict]:
         if not self.path.exists():
             return []
         with open(self.path, newline="") as file:
-            return list(csv.DictReader(file))
+            whole = [line for line in file if line.endswith("\n")]  # not one cut off by a kill
+        return list(csv.DictReader(whole))
 
-    def append(self, **row) -> None:
-        self._write([row], "a")
-
-    def _write(self, rows: list[dict], mode: str) -> None:
-        with open(self.path, mode, newline="") as file:
-            csv.DictWriter(file, COLUMNS, restval="", lineterminator="\n").writerows(rows)
+    def append(self, *rows: dict) -> None:
+        with open(self.path, "a", newline="") as file:
+            writer = csv.DictWriter(file, self.columns, restval="", lineterminator="\n")
+            writer.writerows(rows)

@@ -1,15 +1,14 @@
-"""What a training step is made of: model, optimizer, losses, and the guard against NaN."""
+"""What a training step is made of: model, optimizer, schedule, losses."""
 
-import copy
 import ctypes
 import math
-import warnings
 
 import torch
 from _recipe import Recipe
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from torch.nn.functional import cross_entropy
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import flashcell  # noqa: F401  registers the model families
 
@@ -24,100 +23,148 @@ def keep_memory() -> None:
         library.mallopt(trim_threshold, 2**31 - 1)
 
 
-def make_model(recipe: Recipe, tokenizer, backend: str) -> nn.Module:
+def make_config(recipe: Recipe, tokenizer=None, backend: str = "auto"):
+    """The recipe's model; a tokenizer that was trained for it may have fewer tokens than allowed."""
+    values = dict(recipe.model, vocab_size=recipe.vocab_size)
+    if tokenizer is not None:
+        if not recipe.tokenizer:
+            values["vocab_size"] = len(tokenizer)
+        elif len(tokenizer) > recipe.vocab_size:
+            raise ValueError(
+                f"vocab_size is {recipe.vocab_size}, but must be at least {len(tokenizer)}, the "
+                f"tokens of {recipe.tokenizer}"
+            )
+        values |= {f"{name}_token_id": tokenizer.bos_token_id for name in ("bos", "eos", "pad")}
+    kind, preset = values.pop("model_type", None), values.pop("preset", None)
+    if kind not in CONFIG_MAPPING:
+        raise ValueError(
+            f"model.model_type is {kind!r}, but must be a type that transformers knows"
+        )
+    make = CONFIG_MAPPING[kind]
+    if preset is not None and not hasattr(make, "preset"):
+        raise ValueError(f"model.preset is {preset!r}, but {kind} has no presets: leave it out")
+    try:
+        config = make(**values) if preset is None else make.preset(preset, **values)
+    except StrictDataclassError as error:
+        raise ValueError(f"model: {error}") from error
+    carries = set(getattr(config, "layer_types", None) or ()) == {"recurrent_state"}
+    if recipe.carry and not carries:
+        raise ValueError(f"carry is true, but must be false: {kind} has no state of a fixed size")
+    if carries:
+        config.backend = backend
+    return config
+
+
+def make_model(recipe: Recipe, tokenizer, backend: str, device: str = "cpu") -> nn.Module:
+    config = make_config(recipe, tokenizer, backend)
     torch.manual_seed(recipe.seed)
-    special = {f"{name}_token_id": tokenizer.bos_token_id for name in ("bos", "eos", "pad")}
-    config = AutoConfig.for_model(**recipe.model, vocab_size=len(tokenizer), **special)
-    config.backend = backend
-    return AutoModelForCausalLM.from_config(config)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config)
+    if recipe.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+def is_decayed(name: str, parameter: nn.Parameter, embeddings: set[str]) -> bool:
+    """Matrices are, and a recurrent weight is some; biases of any shape are none. The embedding is
+    a matrix, unless the recipe says otherwise."""
+    return parameter.ndim >= 2 and not name.endswith("bias") and name not in embeddings
 
 
 def make_optimizer(model: nn.Module, recipe: Recipe):
-    """AdamW that decays matrices only (a recurrent weight is some; biases of any shape are none),
-    and a linear warm-up into half a cosine."""
+    """AdamW and its schedule. `detached_decay` makes the decay of a step weight_decay times the
+    schedule's factor, instead of times the learning rate (Loshchilov and Hutter 2019, in their
+    paper's own form)."""
+    spared = set()
+    if not recipe.decay_embeddings:
+        table = model.get_input_embeddings().weight
+        spared = {name for name, parameter in model.named_parameters() if parameter is table}
     sides: tuple[list, list] = ([], [])
     for name, parameter in model.named_parameters():
-        sides[parameter.ndim >= 2 and not name.endswith("bias")].append(parameter)
+        sides[is_decayed(name, parameter, spared)].append(parameter)
+    decay = recipe.weight_decay / (recipe.learning_rate if recipe.detached_decay else 1.0)
     groups = [
-        {"params": sides[1], "weight_decay": recipe.weight_decay},
+        {"params": sides[1], "weight_decay": decay},
         {"params": sides[0], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=(0.9, 0.95), eps=1e-8)
+    optimizer = torch.optim.AdamW(
+        groups, lr=recipe.learning_rate, betas=tuple(recipe.betas), eps=recipe.eps
+    )
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, schedule(recipe))
+
+
+def schedule(recipe: Recipe):
+    """step -> factor of the learning rate: linear warm-up, half a cosine to the final rate, and over
+    the last `cooldown` steps on from there linearly to 0."""
     last = recipe.final_learning_rate / recipe.learning_rate
+    end = recipe.steps - recipe.cooldown
 
     def factor(step: int) -> float:
         if step < recipe.warmup:
             return (step + 1) / recipe.warmup
-        done = (step - recipe.warmup) / max(1, recipe.steps - recipe.warmup)
+        if step >= end and recipe.cooldown:
+            return last * max(0.0, (recipe.steps - step) / recipe.cooldown)
+        done = (step - recipe.warmup) / max(1, end - recipe.warmup)
         return last + (1 - last) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
 
-    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    return factor
 
 
-def chunk_loss(model: nn.Module, chunk, carried, reduction: str = "mean"):
-    """Loss of one chunk of the lanes, and the states after it; nothing flows back into `carried`."""
+def chunk_loss(
+    model: nn.Module, chunk, carried, reduction: str = "mean",
+    carry: bool = True, isolate: bool = True, z_loss: float = 0.0,
+):  # fmt: skip
+    """Loss of one chunk of rows, and the states after it; nothing flows back into `carried`."""
     tokens, positions, targets = (torch.from_numpy(part) for part in chunk)
     device = next(model.parameters()).device
-    output = model(
-        input_ids=tokens.to(device),
-        position_ids=positions.to(device),
-        past_key_values=carried,
-        use_cache=True,
-    )
+    inputs = {"input_ids": tokens.to(device), "use_cache": carry}
+    if isolate:
+        inputs["position_ids"] = positions.to(device)
+    if carry:
+        inputs["past_key_values"] = carried
+    output = model(**inputs)
     logits = output.logits.flatten(0, 1).float()
     loss = cross_entropy(logits, targets.to(device).flatten(), reduction=reduction)
-    return loss, output.past_key_values
+    if z_loss:
+        loss = loss + z_loss * logits.logsumexp(-1).square().mean()
+    return loss, output.past_key_values if carry else None
 
 
 @torch.no_grad()
-def held_out_loss(model: nn.Module, lanes, length: int) -> float:
+def held_out_loss(
+    model: nn.Module, lanes, length: int, carry: bool = True, isolate: bool = True
+) -> float:
     """Mean loss in nats over every token of the held-out documents and the end of each."""
     was_training = model.training
     model.eval()
     total, carried = 0.0, None
     for index in range(lanes.chunks(length)):
-        loss, carried = chunk_loss(model, lanes.chunk(index, length), carried, "sum")
+        chunk = lanes.chunk(index, length)
+        loss, carried = chunk_loss(model, chunk, carried, "sum", carry, isolate)
         total += loss.item()
     model.train(was_training)
     return total / int((lanes.targets != -100).sum())
 
 
-def first_non_finite(model: nn.Module, chunk, carried) -> str:
-    """Runs a step that went wrong again and names where: the layer, and forward or backward."""
-    for name, parameter in model.named_parameters():
-        if not parameter.isfinite().all():
-            return f"the parameter {name} is not finite before the step"
-    found: list[str] = []
-    handles = []
-
-    def finite(values) -> bool:
-        values = values if isinstance(values, (tuple, list)) else (values,)
-        return all(v.isfinite().all() for v in values if isinstance(v, torch.Tensor))
-
-    for name, module in model.named_modules():
-        if name == "":
-            continue
-
-        def forward(module, inputs, output, name=name):
-            if not finite(output):
-                found.append(f"the output of {name} ({type(module).__name__}) is not finite")
-
-        def backward(module, grad_input, grad_output, name=name):
-            if finite(grad_output) and not finite(grad_input):
-                found.append(f"the gradient through {name} ({type(module).__name__}) is not finite")
-
-        handles.append(module.register_forward_hook(forward))
-        handles.append(module.register_full_backward_hook(backward))
-    model.zero_grad(set_to_none=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # some modules return no tensor, and have no such gradient
-        loss, _ = chunk_loss(model, chunk, copy.deepcopy(carried))
-        if not found:
-            loss.backward()
-    for handle in handles:
-        handle.remove()
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None and not parameter.grad.isfinite().all():
-            found.append(f"the gradient of {name} is not finite")
-    model.zero_grad(set_to_none=True)
-    return found[0] if found else "the step is finite when it runs again"
+@torch.no_grad()
+def check_isolation(model: nn.Module) -> None:
+    """Refuses a model that lets a document see the one before it, whatever its position_ids say:
+    two rows that differ in the first document only must agree about the second, bit for bit."""
+    device = next(model.parameters()).device
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]], device=device)
+    was_training = model.training
+    model.eval()
+    second = [
+        model(
+            input_ids=torch.tensor([[*first, 5, 6, 7, 8]], device=device),
+            position_ids=positions,
+            use_cache=False,
+        ).logits[:, 4:]
+        for first in ([1, 2, 3, 4], [9, 8, 7, 6])
+    ]
+    model.train(was_training)
+    if not torch.equal(*second):
+        raise ValueError(
+            f"isolate is true, but must be false: {model.config.model_type} lets documents of a row "
+            "see each other"
+        )

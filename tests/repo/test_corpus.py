@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from _corpus import (  # noqa: E402
     training_lanes,
 )
 
+RECIPE = SimpleNamespace(held_out_in=4, vocab_size=300)
 DOCUMENTS = [np.array([0, *range(10 * i + 1, 10 * i + 1 + n)]) for i, n in enumerate((5, 2, 9, 4))]
 
 
@@ -96,7 +98,7 @@ def test_held_out_lanes_predict_every_token_once_and_the_end_of_each_file():
 def test_tokenizer_is_lossless_and_reproducible(tmp_path):
     texts = [f"def f{i}(x):\n\tif x:\n        return '{chr(200 + i)}' * {i}\r\n" for i in range(30)]
     corpus = Corpus(tuple((f"{i}.py", t.encode()) for i, t in enumerate(texts)), "3")
-    runs = [Texts(corpus, 4, 300, tmp_path / name) for name in "ab"]
+    runs = [Texts(corpus, RECIPE, tmp_path / name) for name in "ab"]
     assert (tmp_path / "a/tokenizer.json").read_bytes() == (
         tmp_path / "b/tokenizer.json"
     ).read_bytes()

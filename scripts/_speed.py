@@ -1,0 +1,32 @@
+"""How fast training is, in units of what the device can do."""
+
+import time
+
+import torch
+from torch import nn
+
+
+def flops_per_token(model: nn.Module) -> int:
+    """Floating-point operations of a training step per token: two a weight forward, four backward.
+    The embedding is looked up, which costs nothing, unless it is the head as well. What a cell, a
+    scan or attention does without weights is not counted."""
+    table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    weights = sum(p.numel() for p in model.parameters() if p is not table)
+    return 6 * (weights + (head.numel() if head is table else 0))
+
+
+@torch.no_grad()
+def matmul_rate(device: torch.device, precision: str) -> float:
+    """Operations a second of this device's own square matrix product, the best of a few: what
+    "tokens/s" is compared with. Not the data sheet's number, which no product reaches."""
+    size, times = (8192, 10) if device.type == "cuda" else (768, 3)
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        a = torch.randn(size, size, device=device, dtype=dtype)
+    best = float("inf")
+    for _ in range(times):
+        started = time.perf_counter()
+        product = a @ a
+        product[0, 0].item()  # waits
+        best = min(best, time.perf_counter() - started)
+    return 2 * size**3 / best
