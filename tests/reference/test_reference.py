@@ -122,3 +122,17 @@ def test_grad_clip_is_elementwise_on_the_recurrent_term(clip):
     h.sum().backward()
     raw = torch.einsum("njk,bnj->bnk", call["weight"][0], (1 - h[:, 0] ** 2).detach())
     assert_close("dh0", h0.grad, raw.clamp(-clip, clip), 1e-14)
+
+
+def test_autocast_does_not_reach_the_loop():
+    """Its products stay in the states' dtype, and their gradients."""
+    call = make(reference.CELLS["lstm"], Case(2, 5, 2, 8, ("state",)), torch.float32)
+    leaves = [call["x"].requires_grad_(), call["weight"].requires_grad_()]
+    plain, _ = reference.lstm(**call)
+    with torch.autocast("cpu", torch.bfloat16):
+        h, _ = reference.lstm(**call)
+    assert torch.equal(h, plain)
+    for got, want in zip(
+        torch.autograd.grad(h.sum(), leaves), torch.autograd.grad(plain.sum(), leaves), strict=True
+    ):
+        assert torch.equal(got, want)

@@ -133,7 +133,10 @@ def run(chosen: str, q, k, v, i, f, state, masks, options: Options, chunk_size) 
         q, k, v, i, f = (one.x for one in lowered)
         if carried is None:
             carried = reference.empty_state(options.cell, k, v)
-        h, last = reference.chunkwise(q, k, v, i, f, rows.reset, rows.hold, carried, options, size)
+        with torch.autocast(k.device.type, enabled=False):  # its sums are in the states' dtype
+            h, last = reference.chunkwise(
+                q, k, v, i, f, rows.reset, rows.hold, carried, options, size
+            )
         return rows.unpack(h), pack(last)
     C, n, m = (None, None, None) if carried is None else carried
     exponential, normalized = options.cell.exponential, options.cell.normalized
