@@ -3,11 +3,34 @@
 from typing import Any, ClassVar, Literal
 
 from huggingface_hub.dataclasses import strict
-from transformers import PreTrainedConfig
+
+from .recurrent_config import RecurrentConfig
+
+DIAGONAL = ("flash_gru", "flash_lstm")
+SIZES = {  # name: layers, heads, width, MLP's width (arXiv 2510.21450, its table 3)
+    "400m": (24, 4, 1024, 2816),
+    "1b": (24, 4, 2048, 5632),
+    "3b": (32, 2, 2560, 6912),
+    "7b": (32, 4, 4096, 11008),
+}
+
+
+def published_presets() -> dict[str, dict[str, Any]]:
+    presets: dict[str, dict[str, Any]] = {}
+    for cell in ("lstm", "slstm"):  # arXiv 2412.07752
+        presets[f"{cell}_165m"] = {"cell": cell, "num_heads": 12, "norm": "layer"}
+        presets[f"{cell}_165m_1head"] = {"cell": cell, "num_heads": 1, "norm": "layer"}
+    for cell in DIAGONAL:
+        for name, (layers, heads, width, inner) in SIZES.items():
+            presets[f"{cell}_{name}"] = {
+                "cell": cell, "vocab_size": 50432, "num_hidden_layers": layers, "num_heads": heads,
+                "hidden_size": width, "intermediate_size": inner, "norm_eps": 1e-5,
+            }  # fmt: skip
+    return presets
 
 
 @strict
-class FlashRNNConfig(PreTrainedConfig):
+class FlashRNNConfig(RecurrentConfig):
     """What a flash_rnn model is. The defaults are FlashRNN's 165M language model (arXiv 2412.07752).
 
     Args:
@@ -15,83 +38,97 @@ class FlashRNNConfig(PreTrainedConfig):
         hidden_size: width of the residual stream, and of the cell's state over all heads.
         intermediate_size: inner width of the SwiGLU MLP.
         num_hidden_layers: number of blocks, each a cell and an MLP.
-        num_heads: the cell's recurrent matrices are block-diagonal with this many blocks.
-        cell: "lstm", "gru", "rnn" (Elman) or "slstm".
+        num_heads: the cell's matrices are block-diagonal with this many blocks: the recurrent ones,
+            or the input projection of "flash_gru" and "flash_lstm".
+        cell: "lstm", "gru", "rnn" (Elman), "slstm", or with a diagonal recurrence "flash_gru" or
+            "flash_lstm", whose mixer has a convolution, a gate and an output projection of its own.
         nonlinearity: of the "rnn" cell: "tanh" or "relu". Other cells have no choice: leave "tanh".
         norm: "rms" or "layer" (without bias), before each cell, each MLP and the head.
         norm_eps: added to the variance in every norm.
-        initializer_range: standard deviation of embeddings and projections at the start.
+        initializer_range: standard deviation of embeddings and projections at the start. None for
+            what was published with the cell: 0.02; for the diagonal ones fan-in^-1/2, cut off at
+            three times that, and less with depth in the projections back to the residual stream.
         grad_clip: bound of each element of the gradient through the recurrent product; 0 cuts it.
-        tie_word_embeddings: whether the head uses the embedding's weight.
-        use_cache: whether a forward call returns the states to continue from.
-        pad_token_id, bos_token_id, eos_token_id: as in every transformers configuration.
-        backend: "auto", "cuda", "cpu" or "reference". A choice at run time, not part of the model:
-            it is never saved.
+        conv_kernel: width of the causal convolution before a diagonal cell.
+        max_recurrent: bound of a diagonal cell's recurrent weights and peepholes; None for none.
+        save: "gates" or "recompute": what the other cells keep for the backward pass. At run time.
+        method, tol, max_iters: "auto", "walk", "shoot" or "newton": how a diagonal cell runs over
+            time, see the kernel's flash_gru. At run time.
     """
 
     model_type = "flash_rnn"
-    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
+    run_time_fields: ClassVar = ("backend", "save", "method", "tol", "max_iters")
+    presets: ClassVar = published_presets()
+    # The MLPs are split. A cell's gates lie one after the other, which columns would not respect.
+    base_model_tp_plan: ClassVar = {
+        "layers.*.mlp.gate_proj": "colwise",
+        "layers.*.mlp.up_proj": "colwise",
+        "layers.*.mlp.down_proj": "rowwise",
+    }
 
     vocab_size: int = 50257
     hidden_size: int = 768
     intermediate_size: int = 2048
     num_hidden_layers: int = 12
     num_heads: int = 12
-    cell: Literal["lstm", "gru", "rnn", "slstm"] = "lstm"
+    cell: Literal["lstm", "gru", "rnn", "slstm", "flash_gru", "flash_lstm"] = "lstm"
     nonlinearity: Literal["tanh", "relu"] = "tanh"
     norm: Literal["rms", "layer"] = "rms"
     norm_eps: float = 1e-6
-    initializer_range: float = 0.02
+    initializer_range: float | None = None
     grad_clip: float | None = None
-    tie_word_embeddings: bool = False
-    use_cache: bool = True
-    pad_token_id: int | None = None
-    bos_token_id: int | None = None
-    eos_token_id: int | list[int] | None = None
-    backend: Literal["auto", "cuda", "cpu", "reference"] = "auto"
+    conv_kernel: int = 4
+    max_recurrent: float | None = 0.5
+    save: Literal["gates", "recompute"] = "gates"
+    method: Literal["auto", "walk", "shoot", "newton"] = "auto"
+    tol: float | None = None
+    max_iters: int | None = None
 
     def validate_architecture(self):
-        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_heads")
-        for name in sizes:
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}, but must be at least 1")
+        self.require_sizes(
+            "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_heads"
+        )
         if self.hidden_size % self.num_heads:
             raise ValueError(
                 f"num_heads is {self.num_heads}, but must divide hidden_size = {self.hidden_size}"
             )
 
     def validate_numbers(self):
-        for name in ("norm_eps", "initializer_range"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise ValueError(
-                    f"{name} is {getattr(self, name)}, but must be a positive, finite number"
-                )
+        self.require_positive("norm_eps")
+        for name in ("initializer_range", "max_recurrent", "tol"):
+            if getattr(self, name) is not None:
+                self.require_positive(name)
+        if self.max_iters is not None and self.max_iters < 1:
+            raise ValueError(f"max_iters is {self.max_iters}, but must be None or at least 1")
+        if self.conv_kernel < 2:
+            raise ValueError(f"conv_kernel is {self.conv_kernel}, but must be at least 2")
         if self.grad_clip is not None and not self.grad_clip >= 0:
             raise ValueError(f"grad_clip is {self.grad_clip}, but must be None or a number >= 0")
-        if self.nonlinearity != "tanh" and self.cell != "rnn":
+
+    def validate_choices(self):
+        """An option of another cell would do nothing, so it is refused."""
+        self._only("nonlinearity", "tanh", ("rnn",))
+        for name, default in (("grad_clip", None), ("save", "gates")):
+            self._only(name, default, ("lstm", "gru", "rnn", "slstm"))
+        for name, default in (("method", "auto"), ("tol", None), ("max_iters", None)):
+            self._only(name, default, DIAGONAL)
+
+    def _only(self, name: str, default: Any, cells: tuple[str, ...]) -> None:
+        if getattr(self, name) != default and self.cell not in cells:
             raise ValueError(
-                f"nonlinearity is {self.nonlinearity!r}, but must be 'tanh' unless cell is 'rnn'; "
-                f"cell is {self.cell!r}"
+                f"{name} is {getattr(self, name)!r}, but must be {default!r} unless cell is "
+                f"{' or '.join(map(repr, cells))}; cell is {self.cell!r}"
             )
-
-    def validate_layer_type(self):
-        """The base class knows only its own layer types; ours is registered by our cache."""
-
-    @property
-    def layer_types(self) -> list[str]:
-        """One cache layer per entry: how DynamicCache and StaticCache find ours."""
-        return ["recurrent_state"] * self.num_hidden_layers
 
     @property
     def head_dim(self) -> int:
         return self.hidden_size // self.num_heads
 
     @property
-    def kernel_cell(self) -> str:
-        """The cell's name among the kernel's."""
-        return f"rnn_{self.nonlinearity}" if self.cell == "rnn" else self.cell
+    def is_diagonal(self) -> bool:
+        return self.cell in DIAGONAL
 
-    def to_dict(self) -> dict[str, Any]:
-        output = super().to_dict()
-        output.pop("backend", None)
-        return output
+    @property
+    def kernel_cell(self) -> str:
+        """The cell's name among its kernel's."""
+        return f"rnn_{self.nonlinearity}" if self.cell == "rnn" else self.cell

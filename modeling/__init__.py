@@ -8,15 +8,32 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
 )
 
-from .configuration import FlashRNNConfig
+from .accelerated_xlstm import accelerate
+from .configuration import FlashMLSTMConfig, FlashRNNConfig, FlashXLSTMConfig
 from .flash_rnn_layers import FlashGRU, FlashLSTM
+from .modeling_flash_mlstm import (
+    FlashMLSTMForCausalLM,
+    FlashMLSTMForSequenceClassification,
+    FlashMLSTMForTokenClassification,
+    FlashMLSTMModel,
+    FlashMLSTMPreTrainedModel,
+)
 from .modeling_flash_rnn import (
     FlashRNNForCausalLM,
     FlashRNNForSequenceClassification,
+    FlashRNNForTokenClassification,
     FlashRNNModel,
     FlashRNNPreTrainedModel,
+)
+from .modeling_flash_xlstm import (
+    FlashXLSTMForCausalLM,
+    FlashXLSTMForSequenceClassification,
+    FlashXLSTMForTokenClassification,
+    FlashXLSTMModel,
+    FlashXLSTMPreTrainedModel,
 )
 from .rnn import GRU, LSTM, RNN, GRUCell, LSTMCell, RNNCell
 from .rnn_replace import replace
@@ -29,14 +46,28 @@ __all__ = [
     "RNN",
     "FlashGRU",
     "FlashLSTM",
+    "FlashMLSTMConfig",
+    "FlashMLSTMForCausalLM",
+    "FlashMLSTMForSequenceClassification",
+    "FlashMLSTMForTokenClassification",
+    "FlashMLSTMModel",
+    "FlashMLSTMPreTrainedModel",
     "FlashRNNConfig",
     "FlashRNNForCausalLM",
     "FlashRNNForSequenceClassification",
+    "FlashRNNForTokenClassification",
     "FlashRNNModel",
     "FlashRNNPreTrainedModel",
+    "FlashXLSTMConfig",
+    "FlashXLSTMForCausalLM",
+    "FlashXLSTMForSequenceClassification",
+    "FlashXLSTMForTokenClassification",
+    "FlashXLSTMModel",
+    "FlashXLSTMPreTrainedModel",
     "GRUCell",
     "LSTMCell",
     "RNNCell",
+    "accelerate",
     "replace",
 ]
 
@@ -44,3 +75,16 @@ AutoConfig.register("flash_rnn", FlashRNNConfig)
 AutoModel.register(FlashRNNConfig, FlashRNNModel)
 AutoModelForCausalLM.register(FlashRNNConfig, FlashRNNForCausalLM)
 AutoModelForSequenceClassification.register(FlashRNNConfig, FlashRNNForSequenceClassification)
+AutoModelForTokenClassification.register(FlashRNNConfig, FlashRNNForTokenClassification)
+
+AutoConfig.register("flash_mlstm", FlashMLSTMConfig)
+AutoModel.register(FlashMLSTMConfig, FlashMLSTMModel)
+AutoModelForCausalLM.register(FlashMLSTMConfig, FlashMLSTMForCausalLM)
+AutoModelForSequenceClassification.register(FlashMLSTMConfig, FlashMLSTMForSequenceClassification)
+AutoModelForTokenClassification.register(FlashMLSTMConfig, FlashMLSTMForTokenClassification)
+
+AutoConfig.register("flash_xlstm", FlashXLSTMConfig)
+AutoModel.register(FlashXLSTMConfig, FlashXLSTMModel)
+AutoModelForCausalLM.register(FlashXLSTMConfig, FlashXLSTMForCausalLM)
+AutoModelForSequenceClassification.register(FlashXLSTMConfig, FlashXLSTMForSequenceClassification)
+AutoModelForTokenClassification.register(FlashXLSTMConfig, FlashXLSTMForTokenClassification)

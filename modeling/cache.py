@@ -1,9 +1,11 @@
 """Recurrent states inside transformers' DynamicCache and StaticCache.
 
-Both build one layer per entry of `config.layer_types`; "recurrent_state" names ours. The states are
-kept in the dtype the kernel returns them in, fp32 whatever the model's dtype, and detached: a
-forward call that continues from a cache begins a new graph, which is truncated backpropagation
-through time.
+Both build one layer per entry of `config.layer_types`; "recurrent_state" names ours. A layer keeps
+any number of named groups of states, such as {"cell": (h, c), "conv": (window,)} or
+{"cell": (C, n, m)}, whose shapes have nothing in common but the batch, which is their first
+dimension. The empty state is zeros for all of them. They are kept in the dtype they come in (a
+cell's fp32 whatever the model's dtype), and detached: a forward call that continues from a cache
+begins a new graph, which is truncated backpropagation through time.
 """
 
 from collections.abc import Callable
@@ -12,7 +14,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING, CacheLayerMixin
 
-States = tuple[torch.Tensor, ...]  # K tensors [B, N, D]
+States = tuple[torch.Tensor, ...]  # each [B, ...]
 
 
 class RecurrentStateLayer(CacheLayerMixin):
@@ -23,28 +25,30 @@ class RecurrentStateLayer(CacheLayerMixin):
 
     _layer_type: str | None = "recurrent_state"  # registers this class for DynamicCache
     is_compileable = True  # the shapes never change
-    supports_early_init = False  # how many states there are is the cell's business
+    supports_early_init = False  # which states there are is the mixer's business
 
     def __init__(self, **kwargs: Any):
         super().__init__()
-        self.states: States | None = None
+        self.states: dict[str, States] = {}
         self.length = 0
 
-    def get_states(self) -> States | None:
+    def get_states(self, name: str = "cell") -> States | None:
         """The states to continue from, None at the start."""
-        return self.states
+        return self.states.get(name)
 
-    def update_states(self, states: States, num_new_tokens: int) -> None:
-        self.states = tuple(s.detach() for s in states)
+    def update_states(self, num_new_tokens: int, **states: States) -> None:
+        """Every group of the layer at once, after `num_new_tokens` more tokens."""
+        for name, group in states.items():
+            self.states[name] = tuple(s.detach() for s in group)
         self.length += num_new_tokens
         self.is_initialized = True
 
     def reset(self) -> None:
-        self.states, self.length, self.is_initialized = None, 0, False
+        self.states, self.length, self.is_initialized = {}, 0, False
 
     def map_states(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        if self.states is not None:
-            self.states = tuple(change(s) for s in self.states)
+        for name, group in self.states.items():
+            self.states[name] = tuple(change(s) for s in group)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         self.map_states(lambda s: s.index_select(0, beam_idx.to(s.device)))
@@ -64,7 +68,7 @@ class RecurrentStateLayer(CacheLayerMixin):
 
     @property
     def batch_size(self) -> int:
-        return -1 if self.states is None else self.states[0].shape[0]
+        return next((group[0].shape[0] for group in self.states.values()), -1)
 
     def get_seq_length(self) -> int | torch.Tensor:
         return self.length
@@ -91,7 +95,9 @@ class RecurrentStateLayer(CacheLayerMixin):
 class StaticRecurrentStateLayer(RecurrentStateLayer):
     """The same for StaticCache and compiled decoding: buffers that never move.
 
-    The length is a tensor, because an int would be compiled in and every token would recompile.
+    A step may write its states into the buffers that `get_states` gave it (never while gradients
+    are recorded: then they are copies) and pass them back. The length is a tensor, because an int
+    would be compiled in and every token would recompile.
     """
 
     _layer_type = None  # keeps the parent registered for DynamicCache
@@ -100,30 +106,37 @@ class StaticRecurrentStateLayer(RecurrentStateLayer):
         super().__init__()
         self.counter = torch.zeros((), dtype=torch.long)
 
-    def get_states(self) -> States | None:
-        if self.states is None or not torch.is_grad_enabled():
-            return self.states
-        return tuple(s.clone() for s in self.states)  # update_states overwrites the buffers
+    def get_states(self, name: str = "cell") -> States | None:
+        group = self.states.get(name)
+        if group is None or not torch.is_grad_enabled():
+            return group
+        return tuple(s.clone() for s in group)  # update_states overwrites the buffers
 
-    def update_states(self, states: States, num_new_tokens: int) -> None:
-        if self.states is None:
-            self.states = tuple(torch.zeros_like(s.detach()) for s in states)
-            self.counter = self.counter.to(states[0].device)
-            self.is_initialized = True
-            if not torch.compiler.is_compiling():
-                for buffer in (*self.states, self.counter):
-                    torch._dynamo.mark_static_address(buffer)
-        for buffer, s in zip(self.states, states, strict=True):
-            buffer.copy_(s.detach())
+    def update_states(self, num_new_tokens: int, **states: States) -> None:
+        for name, group in states.items():
+            if name not in self.states:
+                self._allocate(name, group)
+            for buffer, s in zip(self.states[name], group, strict=True):
+                if s is not buffer:
+                    buffer.copy_(s.detach())
         self.counter.add_(num_new_tokens)
 
+    def _allocate(self, name: str, group: States) -> None:
+        self.states[name] = tuple(torch.zeros_like(s.detach()) for s in group)
+        self.counter = self.counter.to(group[0].device)
+        self.is_initialized = True
+        if not torch.compiler.is_compiling():
+            for buffer in (*self.states[name], self.counter):
+                torch._dynamo.mark_static_address(buffer)
+
     def reset(self) -> None:
-        for buffer in (*(self.states or ()), self.counter):
+        for buffer in (*(s for group in self.states.values() for s in group), self.counter):
             buffer.zero_()
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        for buffer in self.states or ():
-            buffer.copy_(buffer.index_select(0, beam_idx.to(buffer.device)))
+        for group in self.states.values():
+            for buffer in group:
+                buffer.copy_(buffer.index_select(0, beam_idx.to(buffer.device)))
 
     def get_seq_length(self) -> int | torch.Tensor:
         return self.counter if torch.compiler.is_compiling() else int(self.counter)

@@ -11,12 +11,13 @@ Both are an input projection, [B, T, input_size] -> gates, and a cell:
                    kernel's functions
 
     forward(x [B, T, input_size], state=None, *, reset=None, hold=None, lengths=None,
-            cu_seqlens=None) -> h [B, T, hidden_size], state
-    step(x [B, input_size], state=None) -> h [B, hidden_size], state
+            cu_seqlens=None, **path) -> h [B, T, hidden_size], state
+    step(x [B, input_size], state=None, *, backend=None) -> h [B, hidden_size], state
 
 state: a tuple of [B, hidden_size] ([S, hidden_size] for S packed documents), fp32 (fp64 for fp64),
 None for zeros. reset and hold [B, T] bool, lengths [B] and cu_seqlens [S + 1] int: the kernel's own
-arguments (document boundaries, padding). dtypes bf16, fp16, fp32, fp64; h comes in the projection's,
+arguments (document boundaries, padding). path: method, tol, max_iters and backend of this call instead of
+the layer's. dtypes bf16, fp16, fp32, fp64; h comes in the projection's,
 so under torch.autocast in autocast's. Wrong arguments raise TypeError or ValueError naming the
 argument, what it was and what it must be.
 """
@@ -27,54 +28,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .kernel_loader import load_kernel
-from .rnn import check_backend
+from .headwise_linear import HeadwiseLinear
+from .kernel_loader import check_backend, load_kernel
 
 State = tuple[Tensor, ...]
 METHODS = ("auto", "walk", "shoot", "newton")
-
-
-class HeadwiseLinear(nn.Module):
-    """N heads side by side: y[..., g, n J + j] = sum over i of weight[n, g, j, i] x[..., n I + i] + bias.
-
-    weight [N, G, J, I] with N I = input_size, N J = hidden_size; bias [G, hidden_size]. Tools that look
-    for nn.Linear (LoRA, quantisation) do not see it. Kaiming-uniform weight, zero bias.
-    """
-
-    def __init__(
-        self, input_size: int, hidden_size: int, gates: int, num_heads: int = 1, bias: bool = True,
-        device: Any = None, dtype: torch.dtype | None = None,
-    ):  # fmt: skip
-        super().__init__()
-        for name, size in (("input_size", input_size), ("hidden_size", hidden_size)):
-            if num_heads < 1 or size < 1 or size % num_heads:
-                raise ValueError(
-                    f"{name} is {size}, but must be a multiple of num_heads = {num_heads}"
-                )
-        self.input_size, self.hidden_size = input_size, hidden_size
-        self.gates, self.num_heads = gates, num_heads
-        widths = hidden_size // num_heads, input_size // num_heads
-        self.weight = nn.Parameter(
-            torch.empty(num_heads, gates, *widths, device=device, dtype=dtype)
-        )
-        self.bias = None
-        if bias:
-            self.bias = nn.Parameter(torch.empty(gates, hidden_size, device=device, dtype=dtype))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        bound = math.sqrt(6 / self.weight.shape[-1])  # He et al. 2015, fan-in of one head
-        nn.init.uniform_(self.weight, -bound, bound)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
-
-    def forward(self, x: Tensor, backend: str = "auto") -> Tensor:  # [..., I] -> [..., G, D]
-        kernel = load_kernel("diagonal-rnn", x.device.type, backend)
-        return kernel.headwise_linear(x, self.weight, self.bias)
-
-    def extra_repr(self) -> str:
-        sizes = f"{self.input_size}, {self.hidden_size}, gates={self.gates}"
-        return f"{sizes}, num_heads={self.num_heads}, bias={self.bias is not None}"
 
 
 class Bound(torch.autograd.Function):
@@ -130,22 +88,30 @@ class _FlashLayer(nn.Module):
     def forward(
         self, x: Tensor, state: State | None = None, *, reset: Tensor | None = None,
         hold: Tensor | None = None, lengths: Tensor | None = None, cu_seqlens: Tensor | None = None,
+        **path: Any,
     ) -> tuple[Tensor, State]:  # fmt: skip
         """x [B, T, input_size] -> h [B, T, hidden_size], state; see the module."""
         self._check(x, "[B, T, {}]", 3)
-        cell = getattr(self._kernel(x), self.kernel_cell)
+        path = {"method": self.method, "backend": self.backend, **path}
         masks = {"reset": reset, "hold": hold, "lengths": lengths, "cu_seqlens": cu_seqlens}
-        options = {"method": self.method, "backend": self.backend}
-        return cell(self.in_proj(x, self.backend), *self._weights(), state, **masks, **options)
+        if x.shape[1] == 1 and all(mask is None for mask in masks.values()):
+            h, state = self.step(x[:, 0], state, backend=path["backend"])
+            return h[:, None], state
+        cell = self._kernel(x, self.kernel_cell, path["backend"])
+        u = self.in_proj(x)
+        return cell(u, *self._weights(), state, **masks, **path)
 
-    def step(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
+    def step(
+        self, x: Tensor, state: State | None = None, *, backend: str | None = None
+    ) -> tuple[Tensor, State]:
         """One step: x [B, input_size] -> h [B, hidden_size], state."""
         self._check(x, "[B, {}]", 2)
-        cell = getattr(self._kernel(x), f"{self.kernel_cell}_step")
-        return cell(self.in_proj(x, self.backend), *self._weights(), state, backend=self.backend)
+        backend = backend or self.backend
+        cell = self._kernel(x, f"{self.kernel_cell}_step", backend)
+        return cell(self.in_proj(x), *self._weights(), state, backend=backend)
 
-    def _kernel(self, x: Tensor) -> Any:
-        return load_kernel("diagonal-rnn", x.device.type, self.backend)
+    def _kernel(self, x: Tensor, name: str, backend: str) -> Any:
+        return getattr(load_kernel("diagonal-rnn", x.device.type, backend), name)
 
     def _rows(self) -> tuple[nn.Parameter, ...]:
         return (self.a, self.p) if self.peepholes else (self.a,)

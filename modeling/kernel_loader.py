@@ -44,6 +44,12 @@ BACKENDS = ("auto", "cuda", "cpu", "reference")
 logger = logging.getLogger(__name__)
 
 
+def check_backend(backend: str) -> str:
+    if backend not in BACKENDS:
+        raise ValueError(f"backend is {backend!r}, but must be one of {', '.join(BACKENDS)}")
+    return backend
+
+
 class KernelError(RuntimeError):
     """A kernel could not be loaded."""
 
@@ -111,8 +117,7 @@ def _load_once(name: str, device_type: str, backend: str) -> str:
 
 
 def _load(name: str, device_type: str, backend: str) -> tuple[Any, KernelInfo]:
-    if backend not in BACKENDS:
-        raise ValueError(f"backend is {backend!r}, but must be one of {', '.join(BACKENDS)}")
+    check_backend(backend)
     if backend not in ("auto", "reference", device_type):
         raise ValueError(f"backend is {backend!r}, but the tensors are on {device_type!r}")
     path = os.environ.get("FLASHCELL_LOCK")

@@ -32,14 +32,8 @@ from torch import Tensor, nn
 from torch.nn.modules.rnn import RNNBase, RNNCellBase
 from torch.nn.utils.rnn import PackedSequence
 
-from .kernel_loader import BACKENDS, load_kernel
+from .kernel_loader import check_backend, load_kernel
 from .kernels.fused_rnn.forward import run_cell, run_sequence
-
-
-def check_backend(backend: str) -> str:
-    if backend not in BACKENDS:
-        raise ValueError(f"backend is {backend!r}, but must be one of {', '.join(BACKENDS)}")
-    return backend
 
 
 class _Sequence(RNNBase):

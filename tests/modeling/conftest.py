@@ -1,42 +1,34 @@
-"""Small models with large weights: every gate moves, and a wrong state shows in the logits.
-
-They run the CPU binary of this tree, or whatever LOCAL_KERNELS names.
-"""
+"""The models of model_cases.py, on the CPU binaries of this tree or whatever LOCAL_KERNELS names."""
 
 import os
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import PreTrainedConfig, PreTrainedModel
 
-import flashcell
+from model_cases import CASES, VOCABULARY
 
-CELLS = [("lstm", "tanh"), ("gru", "tanh"), ("rnn", "tanh"), ("rnn", "relu"), ("slstm", "tanh")]
+KERNELS = {"fused-rnn": "fused_rnn", "diagonal-rnn": "diagonal_rnn", "tfla": "tfla"}
 
 
-@pytest.fixture(params=CELLS, ids=lambda p: p[0] + ("-relu" if p[1] == "relu" else ""))
-def every_cell(request) -> dict:
-    return {"cell": request.param[0], "nonlinearity": request.param[1]}
+@pytest.fixture(params=CASES)
+def case(request) -> str:
+    return request.param
 
 
 @pytest.fixture
 def make_config():
-    def make(**changes) -> flashcell.FlashRNNConfig:
-        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_heads": 2}
-        defaults = {"vocab_size": 61, "initializer_range": 0.3, **sizes}
-        return flashcell.FlashRNNConfig(**{**defaults, **changes})
+    def make(case: str = "lstm", **changes) -> PreTrainedConfig:
+        return CASES[case].config(**changes)
 
     return make
 
 
 @pytest.fixture
-def make_model(make_config):
-    def make(**changes) -> flashcell.FlashRNNForCausalLM:
-        model = flashcell.FlashRNNForCausalLM(make_config(**changes)).eval()
-        with torch.no_grad():
-            for layer in model.model.layers:  # biases that padding cannot hide behind
-                layer.mixer.gate_bias.add_(torch.randn_like(layer.mixer.gate_bias))
-        return model
+def make_model():
+    def make(case: str = "lstm", head: str = "ForCausalLM", **changes) -> PreTrainedModel:
+        return CASES[case].model(head, **changes)
 
     return make
 
@@ -44,17 +36,18 @@ def make_model(make_config):
 @pytest.fixture
 def tokens():
     def draw(*shape: int) -> torch.Tensor:
-        return torch.randint(0, 61, shape)
+        return torch.randint(0, VOCABULARY, shape)
 
     return draw
 
 
 @pytest.fixture(autouse=True)
-def binary(request, monkeypatch):
-    """The kernel as a developer's model finds it."""
+def binaries(request, monkeypatch):
+    """The kernels as a developer's model finds them."""
     if "LOCAL_KERNELS" not in os.environ:
-        variant = Path(request.getfixturevalue("fused_rnn").__file__).parent
-        monkeypatch.setenv("LOCAL_KERNELS", f"flashcell/fused-rnn={variant}")
+        built = {k: request.getfixturevalue(fixture).__file__ for k, fixture in KERNELS.items()}
+        entries = [f"flashcell/{kernel}={Path(file).parent}" for kernel, file in built.items()]
+        monkeypatch.setenv("LOCAL_KERNELS", ":".join(entries))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,9 +1,7 @@
 """FlashGRU and FlashLSTM: the kernel's cells behind the published projection, initialisation and bound."""
 
 import math
-import os
 import pickle
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,15 +16,6 @@ from numerics import assert_as_accurate, assert_bitwise, assert_close
 LAYERS = {"flash_gru": flashcell.FlashGRU, "flash_lstm": flashcell.FlashLSTM}
 KINDS = pytest.mark.parametrize("kind", LAYERS)
 B, T, I, D = 3, 11, 12, 20
-
-
-@pytest.fixture(autouse=True)
-def diagonal_binary(request, binary, monkeypatch):
-    """The kernel as a developer's layer finds it."""
-    if "diagonal-rnn" not in os.environ["LOCAL_KERNELS"]:
-        variant = Path(request.getfixturevalue("diagonal_rnn").__file__).parent
-        both = f"{os.environ['LOCAL_KERNELS']}:flashcell/diagonal-rnn={variant}"
-        monkeypatch.setenv("LOCAL_KERNELS", both)
 
 
 def make(kind, **options):

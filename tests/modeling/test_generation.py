@@ -10,6 +10,7 @@ from torch._dynamo import lookup_backend
 from transformers import DynamicCache, StaticCache
 from transformers.generation import CompileConfig
 
+from model_cases import CASES, state_tensors
 from numerics import EPS, assert_close
 
 SAME = 16 * EPS[torch.float32]  # see test_boundaries.py
@@ -21,15 +22,15 @@ def greedy(model, ids, new=24, **kwargs):
     return model.generate(ids, max_new_tokens=new, do_sample=False, pad_token_id=0, **kwargs)
 
 
-def test_cached_generation_is_uncached_generation(every_cell, make_model, tokens):
-    model, ids = make_model(**every_cell), tokens(3, 7)
+def test_cached_generation_is_uncached_generation(case, make_model, tokens):
+    model, ids = make_model(case), tokens(3, 7)
     cached, uncached = greedy(model, ids), greedy(model, ids, use_cache=False)
     assert torch.equal(cached, uncached)
     assert len(cached[:, 7:].unique()) > 5, "a text of one token proves nothing"
 
 
-def test_every_prefix_may_be_cached(every_cell, make_model, tokens):
-    model, ids = make_model(**every_cell), tokens(2, 11)
+def test_every_prefix_may_be_cached(case, make_model, tokens):
+    model, ids = make_model(case), tokens(2, 11)
     with torch.no_grad():
         whole = model(ids).logits
         for chunk in (1, 2, 4, 10):
@@ -40,28 +41,28 @@ def test_every_prefix_may_be_cached(every_cell, make_model, tokens):
             assert cache.get_seq_length() == 11
 
 
-def test_bf16_logits(every_cell, make_model, tokens):
+def test_bf16_logits(case, make_model, tokens):
     """bf16 with a cache is as far from fp32 as bf16 without one, and both as near as bf16 can be.
 
     Each of about ten roundings a block to 8 bits moves the residual stream by 2^-9 of its size at
     most, at random: sqrt(20) * 2^-9 is 0.9 %. The bound is three times that.
     """
-    model, ids = make_model(**every_cell), tokens(4, 24)
+    model, ids = make_model(case), tokens(4, 24)
     with torch.no_grad():
         exact = model(ids).logits
         model = model.to(torch.bfloat16)
         whole, cache, parts = model(ids).logits, DynamicCache(config=model.config), []
         for part in ids.split(1, dim=1):
             parts.append(model(part, past_key_values=cache).logits)
-    assert whole.dtype == torch.bfloat16
+    assert whole.dtype == (CASES[case].logits or torch.bfloat16)
     assert all(s.dtype == torch.float32 for layer in cache.layers for s in layer.get_states())
     bound = 3 * 20**0.5 * EPS[torch.bfloat16] / 2
     assert_close("whole", whole, exact, bound)
     assert_close("cached", torch.cat(parts, 1), exact, bound)
 
 
-def test_left_padded_batch_is_each_prompt_alone(every_cell, make_model, tokens):
-    model, lengths = make_model(**every_cell), (2, 5, 9)
+def test_left_padded_batch_is_each_prompt_alone(case, make_model, tokens):
+    model, lengths = make_model(case), (2, 5, 9)
     prompts = [tokens(1, n) for n in lengths]
     ids = torch.cat([torch.nn.functional.pad(p, (9 - p.shape[1], 0)) for p in prompts])
     mask = torch.tensor([[0] * (9 - n) + [1] * n for n in lengths])
@@ -70,22 +71,22 @@ def test_left_padded_batch_is_each_prompt_alone(every_cell, make_model, tokens):
         assert torch.equal(greedy(model, ids, attention_mask=mask, **kwargs)[:, 9:], alone), kwargs
 
 
-def test_beam_search(every_cell, make_model, tokens):
-    model, ids = make_model(**every_cell), tokens(2, 5)
+def test_beam_search(case, make_model, tokens):
+    model, ids = make_model(case), tokens(2, 5)
     beams = {"num_beams": 3, "num_return_sequences": 2, "new": 10}
     uncached = greedy(model, ids, use_cache=False, **beams)
     assert torch.equal(greedy(model, ids, **beams), uncached)
     assert torch.equal(greedy(model, ids, cache_implementation="static", **beams), uncached)
 
 
-def test_chunked_prefill(every_cell, make_model, tokens):
-    model, ids = make_model(**every_cell), tokens(2, 13)
+def test_chunked_prefill(case, make_model, tokens):
+    model, ids = make_model(case), tokens(2, 13)
     for size in (1, 4, 13, 20):
         assert torch.equal(greedy(model, ids, prefill_chunk_size=size), greedy(model, ids)), size
 
 
-def test_conversation_continues_from_the_returned_cache(every_cell, make_model, tokens):
-    model, first, second = make_model(**every_cell), tokens(2, 5), tokens(2, 4)
+def test_conversation_continues_from_the_returned_cache(case, make_model, tokens):
+    model, first, second = make_model(case), tokens(2, 5), tokens(2, 4)
     turn = greedy(model, first, new=6, return_dict_in_generate=True)
     text = torch.cat([turn.sequences, second], 1)
     want = greedy(model, text, new=6)
@@ -101,7 +102,7 @@ def test_conversation_continues_from_the_returned_cache(every_cell, make_model, 
 
 
 def test_generation_from_embeddings(make_model, tokens):
-    model, ids = make_model(cell="gru"), tokens(2, 6)
+    model, ids = make_model("gru"), tokens(2, 6)
     embeds = model.get_input_embeddings()(ids)
     assert torch.equal(greedy(model, None, inputs_embeds=embeds), greedy(model, ids)[:, 6:])
 
@@ -114,15 +115,22 @@ def test_logits_to_keep(make_model, tokens):
     assert_close("chosen", model(ids, logits_to_keep=chosen).logits, whole[:, chosen], SAME)
 
 
-def test_assisted_decoding_is_refused(make_model, tokens):
-    with pytest.raises(ValueError, match="stateful"):
-        greedy(make_model(), tokens(1, 4), prompt_lookup_num_tokens=2)
+@pytest.mark.parametrize(
+    ("what", "options"),
+    [
+        ("assisted generation", {"prompt_lookup_num_tokens": 2}),
+        ("contrastive search", {"penalty_alpha": 0.6, "top_k": 4}),
+    ],
+)
+def test_what_takes_tokens_back_is_refused(make_model, tokens, what, options):
+    with pytest.raises(ValueError, match=f"{what} is asked for, but .* not taken back"):
+        greedy(make_model(), tokens(1, 4), **options)
 
 
 @pytest.mark.parametrize("padded", [False, True], ids=["plain", "left-padded"])
 def test_static_cache_decodes_in_one_graph(make_model, tokens, padded):
     """Two generate calls with different prompts: one graph, whole, compiled once."""
-    model, graphs = make_model(cell="lstm"), []
+    model, graphs = make_model("lstm"), []
 
     def backend(graph, inputs):
         graphs.append(graph)
@@ -162,19 +170,18 @@ def test_a_token_costs_the_same_after_ten_thousand(make_model, tokens):
                 spent[n].append(time.perf_counter() - start)
     early, late = (statistics.median(times) for times in spent.values())
     assert late < 1.25 * early, f"{early * 1e6:.0f} us a token at 10, {late * 1e6:.0f} at 10,000"
-    states = caches[10_000].layers[0].get_states()
+    states = state_tensors(caches[10_000])
     assert [s.untyped_storage().nbytes() for s in states] == [2 * 32 * 4] * 2
     assert caches[10_000].get_seq_length() == 10_400
 
 
-def test_static_cache_is_the_dynamic_one(every_cell, make_model, tokens):
-    model, ids = make_model(**every_cell), tokens(2, 6)
+def test_static_cache_is_the_dynamic_one(case, make_model, tokens):
+    model, ids = make_model(case), tokens(2, 6)
     caches = DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=8)
     for cache in caches:
         with torch.no_grad():
             model(ids[:, :4], past_key_values=cache)
             model(ids[:, 4:], past_key_values=cache)
         assert cache.get_seq_length() == 6
-    for dynamic, static in zip(*(c.layers for c in caches), strict=True):
-        for got, want in zip(static.get_states(), dynamic.get_states(), strict=True):
-            assert torch.equal(got, want)
+    for want, got in zip(*map(state_tensors, caches), strict=True):
+        assert torch.equal(got, want)

@@ -5,7 +5,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
-import flashcell
+from model_cases import CASES
 from numerics import EPS, assert_bitwise, assert_close
 
 SAME = 16 * EPS[torch.float32]  # see test_boundaries.py
@@ -30,20 +30,18 @@ def fit(model, ids, steps=30, lr=0.01) -> list[float]:
     return losses
 
 
-def test_default_config_trains(every_cell, tokens):
+def test_default_config_trains(case, make_model, tokens):
     """Nothing set but the sizes; use_cache is on, which must not get in the way."""
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_heads": 2}
-    config = flashcell.FlashRNNConfig(vocab_size=61, **sizes, **every_cell)
-    model = flashcell.FlashRNNForCausalLM(config).train()
+    model = make_model(case, initializer_range=None).train()
     losses = fit(model, tokens(2, 12))
     assert losses[-1] < 0.5 * losses[0]
     assert all(p.grad.isfinite().all() and p.grad.any() for p in model.parameters())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_trains_under_autocast_and_in_bf16(make_model, tokens, dtype):
+def test_trains_under_autocast_and_in_bf16(case, make_model, tokens, dtype):
     """fp32 weights beside 16-bit activations, and everything in 16 bits."""
-    ids, model = tokens(2, 8), make_model(cell="lstm").train()
+    ids, model = tokens(2, 8), make_model(case).train()
     with torch.autocast("cpu", dtype):
         mixed = gradients(model, input_ids=ids, labels=ids)
     assert {g.dtype for g in mixed.values()} == {torch.float32}
@@ -53,8 +51,8 @@ def test_trains_under_autocast_and_in_bf16(make_model, tokens, dtype):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_gradient_checkpointing_changes_nothing(every_cell, make_model, tokens, reentrant):
-    model, ids = make_model(**every_cell).train(), tokens(2, 9)
+def test_gradient_checkpointing_changes_nothing(case, make_model, tokens, reentrant):
+    model, ids = make_model(case).train(), tokens(2, 9)
     mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1, 0, 0]])
     inputs = {"input_ids": ids, "labels": ids, "attention_mask": mask}
     plain = gradients(model, **inputs)
@@ -69,19 +67,6 @@ def test_checkpointing_refuses_a_cache(make_model, tokens):
     model.gradient_checkpointing_enable()
     with pytest.raises(ValueError, match="past_key_values is given, but must be None"):
         model(ids, past_key_values=cache)
-
-
-def test_binary_and_reference_make_the_same_model(every_cell, make_model, tokens):
-    """float64: two orders of the same sums, in the loss and every gradient, padding included."""
-    model, ids = make_model(**every_cell).double(), tokens(2, 9)
-    mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1, 0, 0]])
-    inputs = {"input_ids": ids, "labels": ids, "attention_mask": mask}
-    model.config.backend = "cpu"
-    binary, loss = gradients(model, **inputs), model(**inputs).loss
-    model.config.backend = "reference"
-    assert_close("loss", loss, model(**inputs).loss, 32 * EPS[torch.float64])
-    for name, want in gradients(model, **inputs).items():
-        assert_close(name, binary[name], want, 32 * EPS[torch.float64])
 
 
 def test_grad_clip_reaches_the_cell(make_model, tokens):
@@ -128,32 +113,28 @@ def test_trainer(make_model, tokens, tmp_path, packed):
     assert torch.isfinite(torch.tensor([e["loss"] for e in trainer.state.log_history[:2]])).all()
 
 
-def test_lora_on_all_linear_layers(every_cell, make_model, tokens):
+def test_lora_on_all_linear_layers(case, make_model, tokens):
     peft = pytest.importorskip("peft")
-    model, ids = make_model(**every_cell), tokens(2, 12)
+    model, ids = make_model(case), tokens(2, 12)
     frozen = {n: p.detach().clone() for n, p in model.named_parameters()}
     lora = peft.LoraConfig(target_modules="all-linear", r=4, task_type="CAUSAL_LM")
     adapted = peft.get_peft_model(model, lora).train()
     names = [n for n, p in adapted.named_parameters() if p.requires_grad]
-    targets = {n.split(".lora_")[0].rsplit(".", 1)[1] for n in names}
-    assert targets == {"in_proj", "gate_proj", "up_proj", "down_proj"}
+    layers = {n.split(".lora_")[0].removeprefix("base_model.model.") for n in names}
+    assert {layer.rsplit(".", 1)[1] for layer in layers} == CASES[case].projections
     losses = fit(adapted, ids, lr=0.03)
     assert losses[-1] < 0.7 * losses[0]
     assert all(p.grad.any() for n, p in adapted.named_parameters() if p.requires_grad)
     merged = adapted.merge_and_unload()
-    mixer = "model.layers.0.mixer."
-    assert torch.equal(
-        merged.get_parameter(mixer + "recurrent_weight"), frozen[mixer + "recurrent_weight"]
-    )
-    assert not torch.equal(
-        merged.get_parameter(mixer + "in_proj.weight"), frozen[mixer + "in_proj.weight"]
-    )
+    for name, before in frozen.items():
+        changed = not torch.equal(merged.get_parameter(name), before)
+        assert changed == (name.removesuffix(".weight") in layers), name
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiled_whole(make_model, tokens, backend):
     """The compiled object itself, one graph, forward and backward, with padding and documents."""
-    model, ids = make_model(cell="lstm", num_hidden_layers=1).train(), tokens(2, 5)
+    model, ids = make_model("lstm", num_hidden_layers=1).train(), tokens(2, 5)
     mask = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 0]])
     inputs = {
         "input_ids": ids,
@@ -183,10 +164,10 @@ def test_output_hidden_states(make_model, tokens):
     assert model(ids, return_dict=False)[0].shape == (2, 6, 61)
 
 
-def test_sequence_classification(every_cell, make_config, tokens):
+def test_sequence_classification(case, make_model, tokens):
     """The class is read off the last token that is not padding, on either side."""
-    config = make_config(**every_cell, num_labels=3, pad_token_id=0)
-    model, text = flashcell.FlashRNNForSequenceClassification(config).eval(), tokens(1, 5).clamp(1)
+    model = make_model(case, "ForSequenceClassification", num_labels=3, pad_token_id=0)
+    text = tokens(1, 5).clamp(1)
     alone = model(text).logits
     for pad in ((3, 0), (0, 3)):
         ids = torch.nn.functional.pad(text, pad)
@@ -195,8 +176,21 @@ def test_sequence_classification(every_cell, make_config, tokens):
     labels = torch.tensor([0, 2])
     loss = model(tokens(2, 6).clamp(1), labels=labels).loss
     loss.backward()
-    assert model.score.weight.grad.any()
-    assert model.model.layers[0].mixer.recurrent_weight.grad.any()
+    assert all(p.grad.any() for p in model.parameters())
+
+
+def test_token_classification(case, make_model, tokens):
+    """Every token by the state after it: what comes later, and padding, changes nothing."""
+    model, ids = make_model(case, "ForTokenClassification", num_labels=3), tokens(2, 6)
+    whole = model(ids).logits
+    assert whole.shape == (2, 6, 3)
+    assert_close("a prefix", model(ids[:, :4]).logits, whole[:, :4], SAME)
+    mask = torch.tensor([[0] * 2 + [1] * 6]).expand(2, -1)
+    padded = model(torch.nn.functional.pad(ids, (2, 0)), attention_mask=mask).logits
+    assert_close("padded", padded[:, 2:], whole, SAME)
+    loss = model(ids, labels=torch.randint(0, 3, (2, 6))).loss
+    loss.backward()
+    assert all(p.grad.any() for p in model.parameters())
 
 
 def test_sharding_plan_names_modules(make_model):

@@ -42,7 +42,8 @@ def register(cell: Cell) -> None:
         ctx.save_for_backward(*tensors, *(output[0:3:2] if ctx.save else ()))
 
     def backward(ctx, dh, dlast, _dsaved, _dreport):
-        tensors, kept = ctx.saved_tensors[:7], ctx.saved_tensors[7:]
+        everything = ctx.saved_tensors  # read once: checkpointing gives them once
+        tensors, kept = everything[:7], everything[7:]
         x, weight, state, *masks = tensors
         if not ctx.save:
             h, _, saved, _ = fwd(*tensors, ctx.method, ctx.tol, ctx.max_iters, True)

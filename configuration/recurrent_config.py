@@ -1,0 +1,65 @@
+"""What the configurations of all families share."""
+
+from typing import Any, ClassVar, Literal
+
+from huggingface_hub.dataclasses import strict
+from transformers import PreTrainedConfig
+
+
+@strict
+class RecurrentConfig(PreTrainedConfig):
+    """The tokens, the head and the cache of a recurrent model, and how it is run.
+
+    Args:
+        tie_word_embeddings: whether the head uses the embedding's weight.
+        use_cache: whether a forward call returns the states to continue from.
+        pad_token_id, bos_token_id, eos_token_id: as in every transformers configuration.
+        backend: "auto", "cuda", "cpu" or "reference": who computes the recurrence.
+
+    `backend`, and what else `run_time_fields` names, are choices at run time, not part of the
+    model: they are never saved. A model trained by one path generates by another.
+    """
+
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
+    run_time_fields: ClassVar[tuple[str, ...]] = ("backend",)
+    presets: ClassVar[dict[str, dict[str, Any]]] = {}
+
+    tie_word_embeddings: bool = False
+    use_cache: bool = True
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    backend: Literal["auto", "cuda", "cpu", "reference"] = "auto"
+
+    @classmethod
+    def preset(cls, name: str, **changes: Any) -> Any:
+        """The published configuration of that name, with `changes`."""
+        if name not in cls.presets:
+            raise ValueError(f"preset is {name!r}, but must be one of {', '.join(cls.presets)}")
+        return cls(**{**cls.presets[name], **changes})
+
+    def validate_layer_type(self):
+        """The base class knows only its own layer types; ours is registered by our cache."""
+
+    @property
+    def layer_types(self) -> list[str]:
+        """One cache layer per entry: how DynamicCache and StaticCache find ours."""
+        return ["recurrent_state"] * self.num_hidden_layers
+
+    def to_dict(self) -> dict[str, Any]:
+        output = super().to_dict()
+        for name in self.run_time_fields:
+            output.pop(name, None)
+        return output
+
+    def require_sizes(self, *names: str) -> None:
+        for name in names:
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, but must be at least 1")
+
+    def require_positive(self, *names: str) -> None:
+        for name in names:
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}, but must be a positive, finite number"
+                )

@@ -1,0 +1,73 @@
+"""Where sequences begin and end: transformers' ways to say so, in the kernels' terms."""
+
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+
+class Boundaries(NamedTuple):
+    """Where sequences begin and where there is no sequence: the kernels' own arguments."""
+
+    reset: torch.Tensor | None = None  # [B, T] bool: the state is emptied before this token
+    hold: torch.Tensor | None = None  # [B, T] bool: padding, the state passes through
+    cu_seqlens: torch.Tensor | None = None  # [S + 1] int: offsets of the documents of one row
+
+    @property
+    def none(self) -> bool:
+        return self.reset is None and self.hold is None and self.cu_seqlens is None
+
+    def first(self, states: tuple | None) -> tuple | None:
+        """The states to continue from: with offsets every document begins here, none continues."""
+        return states if self.cu_seqlens is None else None
+
+    def last(self, states: tuple) -> tuple:
+        """The states to keep: with offsets, those of the last document."""
+        return states if self.cu_seqlens is None else tuple(s[-1:] for s in states)
+
+
+NO_BOUNDARIES = Boundaries()
+
+
+def find_boundaries(
+    batch: int,
+    length: int,
+    attention_mask: torch.Tensor | None = None,  # [B, >= T], 0 = padding; the last T columns count
+    position_ids: torch.Tensor | None = None,  # [B or 1, T], 0 = first token of a document
+    cu_seq_lens: torch.Tensor | None = None,  # [S + 1]
+    seq_idx: torch.Tensor | None = None,  # [B or 1, T], number of a token's document
+) -> Boundaries:
+    """Translates transformers' ways to say "padding" and "another document".
+
+    Offsets say it all, so they win over `position_ids` and `seq_idx`, which are joined. Position 0
+    of a padding token means nothing.
+    """
+    hold = reset = None
+    if attention_mask is not None:
+        if attention_mask.dim() != 2 or len(attention_mask) != batch:
+            raise _shape_error("attention_mask", attention_mask, f"[{batch}, at least {length}]")
+        if attention_mask.shape[1] < length:
+            raise _shape_error("attention_mask", attention_mask, f"[{batch}, at least {length}]")
+        hold = attention_mask[:, attention_mask.shape[1] - length :] == 0
+    if cu_seq_lens is not None:
+        if cu_seq_lens.dim() != 1 or batch != 1:
+            had = f"cu_seq_lens_q has shape {list(cu_seq_lens.shape)} for a batch of {batch}"
+            raise ValueError(f"{had}, but must have one dimension and the batch must be 1")
+        return Boundaries(hold=hold, cu_seqlens=cu_seq_lens)
+    for name, ids in (("position_ids", position_ids), ("seq_idx", seq_idx)):
+        if ids is None:
+            continue
+        if ids.dim() != 2 or ids.shape[0] not in (1, batch) or ids.shape[1] != length:
+            raise _shape_error(name, ids, f"[{batch} or 1, {length}]")
+        first = ids == 0
+        if name == "seq_idx":
+            first = nn.functional.pad(ids[:, 1:] != ids[:, :-1], (1, 0))
+        first = first.expand(batch, length)
+        reset = first if reset is None else reset | first
+    if reset is not None and hold is not None:
+        reset = reset & ~hold
+    return Boundaries(reset, hold)
+
+
+def _shape_error(name: str, value: torch.Tensor, wanted: str) -> ValueError:
+    return ValueError(f"{name} has shape {list(value.shape)}, but must be {wanted}")

@@ -1,0 +1,88 @@
+"""A depthwise convolution over the last few tokens of the own document, as Mamba has it."""
+
+import torch
+from torch import nn
+
+from .boundaries import NO_BOUNDARIES, Boundaries
+
+
+class CausalConv1d(nn.Conv1d):
+    """y_t[d] = bias[d] + sum over j < K of weight[d, 0, K - 1 - j] x_(t - j)[d]
+
+    where x_(t - j) is the j-th token before t of the same document, padding not counted, and 0
+    before the document's first. weight [D, 1, K] and bias [D] are nn.Conv1d's, K = kernel_size.
+
+    forward(x [B, T, D], window=None, boundaries) -> y [B, T, D], window [B, K - 1, D]
+
+    `window` is the last K - 1 tokens of the document that goes on, zeros where it has fewer; None
+    at a document's beginning. y at padding means nothing.
+    """
+
+    def __init__(self, channels: int, kernel_size: int = 4, bias: bool = True):
+        if kernel_size < 2:
+            raise ValueError(f"kernel_size is {kernel_size}, but must be at least 2")
+        super().__init__(channels, channels, kernel_size, groups=channels, bias=bias)
+        self.past = kernel_size - 1
+
+    def forward(  # type: ignore[override]
+        self,
+        x: torch.Tensor,
+        window: torch.Tensor | None = None,
+        boundaries: Boundaries = NO_BOUNDARIES,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if window is None:
+            window = x.new_zeros(x.shape[0], self.past, x.shape[2])
+        seen = torch.cat([window.to(x.dtype), x], 1)  # [B, K - 1 + T, D]
+        if boundaries.none:
+            return super().forward(seen.mT).mT, seen[:, x.shape[1] :]
+        lags, window = self._lags(seen, boundaries)
+        exact = torch.promote_types(x.dtype, torch.float32)
+        weight = self.weight[:, 0].to(exact)
+        y = x * weight[:, self.past]
+        for j, lag in enumerate(lags, 1):
+            y = y + lag * weight[:, self.past - j]
+        return (y if self.bias is None else y + self.bias).to(x.dtype), window
+
+    def _lags(
+        self, seen: torch.Tensor, boundaries: Boundaries
+    ) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """The 1, .. K - 1 tokens before each, [B, T, D]; and those before one after the last."""
+        past, (B, total, _) = self.past, seen.shape
+        document = number_documents(boundaries, B, total - past, past, seen.device)
+        wanted = document[:, past:]  # [B, T + 1]
+        source = torch.arange(past, total + 1, device=seen.device).expand(B, -1)
+        rows = torch.arange(B, device=seen.device)[:, None]
+        lags = []
+        for j in range(1, past + 1):
+            if boundaries.hold is None:
+                here = slice(past - j, total + 1 - j)
+                lag, known = seen[:, here], document[:, here]
+            else:
+                source = previous_token(boundaries.hold, past).gather(1, source)
+                lag, known = seen[rows, source], document.gather(1, source)
+            lags.append(lag.masked_fill((known != wanted)[..., None], 0))
+        window = [lag[:, -1] for lag in reversed(lags)]
+        return [lag[:, :-1] for lag in lags], torch.stack(window, 1)
+
+
+def previous_token(hold: torch.Tensor, past: int) -> torch.Tensor:
+    """[B, past + T + 1]: where the last token before each is, after a window of `past` tokens."""
+    real = nn.functional.pad(~hold, (past, 0), value=True)
+    at = torch.arange(real.shape[1], device=hold.device)
+    last = torch.where(real, at, -1).cummax(1).values
+    return nn.functional.pad(last, (1, 0), value=-1)
+
+
+def number_documents(
+    boundaries: Boundaries, B: int, T: int, past: int, device: torch.device
+) -> torch.Tensor:
+    """[B, past + T + 1]: whose document a window's tokens, the tokens and the next one belong to."""
+    if boundaries.cu_seqlens is not None:  # nothing before continues: -1
+        ends = boundaries.cu_seqlens[1:].to(device)
+        at = torch.arange(T, dtype=ends.dtype, device=device)
+        number = torch.searchsorted(ends, at, right=True)[None]
+        number = nn.functional.pad(number, (past, 0), value=-1)
+        return nn.functional.pad(number, (0, 1), value=len(ends) - 1)
+    if boundaries.reset is None:
+        return torch.zeros(B, past + T + 1, dtype=torch.long, device=device)
+    return nn.functional.pad(boundaries.reset.long(), (past, 1)).cumsum(1)

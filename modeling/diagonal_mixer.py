@@ -1,0 +1,66 @@
+"""The mixer around a diagonal cell, as published with FlashGRU and FlashLSTM (arXiv 2510.21450)."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import initialization as init
+
+from .boundaries import NO_BOUNDARIES, Boundaries
+from .cache import RecurrentStateLayer
+from .causal_conv import CausalConv1d
+from .flash_rnn_layers import FlashGRU, FlashLSTM
+
+CELLS: dict[str, Any] = {"flash_gru": FlashGRU, "flash_lstm": FlashLSTM}
+
+
+class GatedRMSNorm(nn.RMSNorm):
+    """RMSNorm(x silu(gate)) (Mamba2, arXiv 2405.21060): the gate first, then the norm."""
+
+    def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(x * nn.functional.silu(gate))
+
+
+class DiagonalMixer(nn.Module):
+    """y = W_out norm(h + D x, g)   with h = cell(x), x = silu(conv(x')), (x', g) = W_in u
+
+    u, y [B, T, H]; the convolution is causal and depthwise, the skip D [H] is learned. The cell's
+    input projection is block-diagonal (`HeadwiseLinear`): tools that look for nn.Linear (LoRA,
+    quantisation, sharding) see W_in and W_out, and leave the cell as it is.
+    """
+
+    def __init__(self, config: Any, layer_idx: int):
+        super().__init__()
+        self.config, self.layer_idx, width = config, layer_idx, config.hidden_size
+        self.in_proj = nn.Linear(width, 2 * width, bias=False)
+        self.conv = CausalConv1d(width, config.conv_kernel)
+        self.cell = CELLS[config.cell](
+            width, width, config.num_heads, max_recurrent=config.max_recurrent
+        )
+        self.skip = nn.Parameter(torch.ones(width))
+        self.norm = GatedRMSNorm(width, config.norm_eps)
+        self.out_proj = nn.Linear(width, width, bias=False)
+
+    def init_weights(self) -> None:
+        self.cell.reset_parameters()
+        init.ones_(self.skip)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,  # [B, T, H]
+        cache: RecurrentStateLayer | None = None,
+        boundaries: Boundaries = NO_BOUNDARIES,
+    ) -> torch.Tensor:  # [B, T, H]
+        T, config = hidden_states.shape[1], self.config
+        state = window = None
+        if cache is not None:
+            state = boundaries.first(cache.get_states("cell"))
+            window = boundaries.first(cache.get_states("conv"))
+        x, gate = self.in_proj(hidden_states).chunk(2, -1)
+        x, window = self.conv(x, None if window is None else window[0], boundaries)
+        x = nn.functional.silu(x)
+        path = {name: getattr(config, name) for name in ("method", "tol", "max_iters", "backend")}
+        h, state = self.cell(x, state, **boundaries._asdict(), **path)
+        if cache is not None:
+            cache.update_states(T, cell=boundaries.last(state), conv=(window,))
+        return self.out_proj(self.norm(h + self.skip * x, gate))

@@ -1,0 +1,94 @@
+"""What flash_mlstm and flash_xlstm share: the call of the mLSTM, and layers by how they begin."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import initialization as init
+
+from .boundaries import Boundaries
+from .cache import RecurrentStateLayer, StaticRecurrentStateLayer
+from .kernel_loader import load_kernel
+
+State = tuple[torch.Tensor, ...]
+
+
+# transformers initialises code from outside module by module, and passes over those without parameters
+# of their own: how a layer begins is the layer's class.
+
+
+class GateLinear(nn.Linear):
+    """Pre-activations of gates: they begin independent of the token, weights 0, biases `start`."""
+
+    def __init__(self, inputs: int, start: torch.Tensor):
+        super().__init__(inputs, len(start))
+        self.start = start.tolist()
+
+    def begin(self) -> None:
+        init.zeros_(self.weight)
+        init.copy_(self.bias, torch.tensor(self.start))
+
+
+class ResidualLinear(nn.Linear):
+    """What adds to the residual stream begins smaller: deviation 2 / (L sqrt(fan)), L blocks (Wang and
+    Komatsuzaki 2021)."""
+
+    def __init__(self, inputs: int, outputs: int, std: float):
+        super().__init__(inputs, outputs, bias=False)
+        self.std = std
+
+    def begin(self) -> None:
+        init.normal_(self.weight, std=self.std)
+
+
+class HeadNorm(nn.Module):
+    """The norm, "layer" (without bias) or "rms", of every head's D values for themselves: its weight.
+
+    What computes h norms it as well. forward() -> the weight [N, D], of the parameter [N D]: through
+    forward, because that is where hooks bring a weight that lies elsewhere.
+    """
+
+    def __init__(self, heads: int, width: int, eps: float, kind: str = "layer"):
+        super().__init__()
+        self.heads, self.eps, self.kind = heads, eps, kind
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def begin(self) -> None:
+        init.ones_(self.weight)
+
+    def forward(self) -> torch.Tensor:
+        return self.weight.view(self.heads, -1)
+
+
+def run_mlstm(
+    config: Any,
+    operands: tuple[torch.Tensor, ...],  # q, k [B, T, H, K], v [B, T, H, V], i, f [B, T, H]
+    norm: HeadNorm,
+    cache: RecurrentStateLayer | None,
+    boundaries: Boundaries,
+    out_gate: torch.Tensor | None = None,  # [B, T, H, V]
+    **options: Any,  # of the kernel's mlstm and mlstm_step
+) -> tuple[torch.Tensor, State]:
+    """h [B, T, H V], normed and gated, and the states to keep; see the kernel's mlstm.
+
+    A token that is decoded into a static cache changes its states where they lie.
+    """
+    q = operands[0]
+    B, T = q.shape[:2]
+    options.update(
+        norm=norm.kind, norm_weight=norm(), norm_eps=norm.eps,
+        backend=config.backend,
+    )  # fmt: skip
+    kernel = load_kernel("tfla", q.device.type, config.backend)
+    state = None if cache is None else boundaries.first(cache.get_states())
+    if T == 1 and boundaries.none:
+        buffers = isinstance(cache, StaticRecurrentStateLayer) and not torch.is_grad_enabled()
+        gate = None if out_gate is None else out_gate[:, 0]
+        h, state = kernel.mlstm_step(
+            *(x[:, 0] for x in operands), state,
+            out_gate=gate, inplace=buffers and state is not None, **options,
+        )  # fmt: skip
+    else:
+        options.update(boundaries._asdict(), chunk_size=config.chunk_size)
+        h, state = kernel.mlstm(*operands, state, out_gate=out_gate, **options)
+    return h.reshape(B, T, -1), boundaries.last(state)

@@ -1,0 +1,225 @@
+"""flash_mlstm: the language model of xLSTM-7B (arXiv 2503.13427) and of Tiled Flash Linear Attention
+(arXiv 2503.14376), on the tfla kernel.
+
+Block: x + mlstm(norm(x)), then x + mlp(norm(x)). The mLSTM's input and forget gates and the logits
+are soft-capped; a head's output goes through a norm of its own and the output gate.
+
+The weights have NX-AI/xLSTM-7b's names, so
+
+    FlashMLSTMForCausalLM.from_pretrained("NX-AI/xLSTM-7b", dtype="bfloat16", device_map="auto")
+
+loads it as it is, and what `save_pretrained` writes is loaded by transformers' own xLSTM. NX-AI's
+package calls the embedding differently (`embedding.weight`): that is read too.
+"""
+
+import math
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from transformers import GenerationMixin
+from transformers import initialization as init
+
+from .boundaries import NO_BOUNDARIES, Boundaries
+from .cache import RecurrentStateLayer
+from .configuration.configuration_flash_mlstm import FlashMLSTMConfig
+from .mlstm import GateLinear, HeadNorm, ResidualLinear, run_mlstm
+from .recurrent_model import (
+    RecurrentBlock,
+    RecurrentForCausalLM,
+    RecurrentForSequenceClassification,
+    RecurrentForTokenClassification,
+    RecurrentModel,
+    RecurrentPreTrainedModel,
+)
+
+NX_AI_NAMES = {r"^embedding\.weight$": "backbone.embeddings.weight"}
+FORGET_GATE_BIAS = 3.0, 6.0  # at the start, from the first head to the last
+
+
+def soft_cap(x: torch.Tensor, cap: float) -> torch.Tensor:
+    """cap tanh(x / cap), at least in fp32."""
+    return cap * torch.tanh(x.to(torch.promote_types(x.dtype, torch.float32)) / cap)
+
+
+def linear(inputs: int, outputs: int) -> nn.Linear:
+    return nn.Linear(inputs, outputs, bias=False)
+
+
+def residual(config: FlashMLSTMConfig, inputs: int) -> ResidualLinear:
+    std = 2 / (config.num_hidden_layers * math.sqrt(inputs))
+    return ResidualLinear(inputs, config.hidden_size, std)
+
+
+class FlashMLSTMMixer(nn.Module):
+    """out_proj(sigmoid(o) norm(mlstm(q, k, v, i, f))), every operand a projection of the input."""
+
+    def __init__(self, config: FlashMLSTMConfig):
+        super().__init__()
+        self.config = config
+        width, qk, v, heads = (
+            config.hidden_size, config.qk_dim, config.v_dim, config.num_heads
+        )  # fmt: skip
+        forget = torch.linspace(*FORGET_GATE_BIAS, heads, device="cpu")
+        enter = torch.full_like(forget, config.input_gate_bias_init)
+        if config.weight_mode == "fused":
+            self.qkv_opreact = linear(width, 2 * qk + 2 * v)
+            self.ifgate_preact = GateLinear(width, torch.cat([enter, forget]))
+        else:
+            self.q, self.k = linear(width, qk), linear(width, qk)
+            self.v, self.ogate_preact = linear(width, v), linear(width, v)
+            if config.learnable_input_gate:
+                self.igate_preact = GateLinear(width, enter)
+            self.fgate_preact = GateLinear(width, forget)
+        self.multihead_norm = HeadNorm(heads, v, config.norm_eps, config.head_norm)
+        self.out_proj = residual(config, v)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,  # [B, T, H]
+        cache: RecurrentStateLayer | None = None,
+        boundaries: Boundaries = NO_BOUNDARIES,
+    ) -> torch.Tensor:  # [B, T, H]
+        config = self.config
+        *operands, i, f = self.project(hidden_states)
+        q, k, v, o = (x.unflatten(-1, (config.num_heads, -1)) for x in operands)
+        i, f = soft_cap(i, config.gate_soft_cap), soft_cap(f, config.gate_soft_cap)
+        h, state = run_mlstm(
+            config, (q, k, v, i, f), self.multihead_norm, cache, boundaries, o,
+            input_gate=config.input_gate, eps=config.eps if config.input_gate == "exp" else 0.0,
+        )  # fmt: skip
+        if cache is not None:
+            cache.update_states(hidden_states.shape[1], cell=state)
+        return self.out_proj(h)
+
+    def project(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """q, k [B, T, qk_dim], v, o [B, T, v_dim], i, f [B, T, heads]: all pre-activations."""
+        qk, v = self.config.qk_dim, self.config.v_dim
+        if self.config.weight_mode == "fused":
+            return [
+                *self.qkv_opreact(x).split([qk, qk, v, v], dim=-1),
+                *self.ifgate_preact(x).chunk(2, dim=-1),
+            ]
+        f = self.fgate_preact(x)
+        if self.config.learnable_input_gate:
+            i = self.igate_preact(x)
+        else:
+            i = torch.full_like(f, self.config.input_gate_bias_init)
+        return [self.q(x), self.k(x), self.v(x), self.ogate_preact(x), i, f]
+
+
+class FlashMLSTMFeedForward(nn.Module):
+    """SwiGLU (arXiv 2002.05202) by NX-AI's names."""
+
+    def __init__(self, config: FlashMLSTMConfig):
+        super().__init__()
+        width, inner = config.hidden_size, config.intermediate_size
+        self.fused = config.weight_mode == "fused"
+        if self.fused:
+            self.proj_up_gate_z = linear(width, 2 * inner)
+        else:
+            self.proj_up_gate, self.proj_up = linear(width, inner), linear(width, inner)
+        self.proj_down = residual(config, inner)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # [B, T, H] -> [B, T, H]
+        if self.fused:
+            gate, up = self.proj_up_gate_z(x).chunk(2, dim=-1)
+        else:
+            gate, up = self.proj_up_gate(x), self.proj_up(x)
+        return self.proj_down(nn.functional.silu(gate) * up)
+
+
+class FlashMLSTMBlock(RecurrentBlock):
+    def __init__(self, config: FlashMLSTMConfig, layer_idx: int):
+        super().__init__(layer_idx)
+        self.norm_mlstm = nn.RMSNorm(config.hidden_size, config.norm_eps)
+        self.mlstm_layer = FlashMLSTMMixer(config)
+        self.norm_ffn = nn.RMSNorm(config.hidden_size, config.norm_eps)
+        self.ffn = FlashMLSTMFeedForward(config)
+
+    def run(
+        self, hidden_states: torch.Tensor, cache: RecurrentStateLayer | None, boundaries: Boundaries
+    ) -> torch.Tensor:  # [B, T, H]
+        mixed = self.mlstm_layer(self.norm_mlstm(hidden_states), cache, boundaries)
+        hidden_states = hidden_states + mixed
+        return hidden_states + self.ffn(self.norm_ffn(hidden_states))
+
+
+class FlashMLSTMPreTrainedModel(RecurrentPreTrainedModel):
+    """The names, and the weights of every flash_mlstm model at the start."""
+
+    config: FlashMLSTMConfig
+    base_model_prefix = "backbone"
+    _input_embed_layer = "embeddings"
+    _blocks = "blocks"
+    _last_norm = "out_norm"
+    _no_split_modules: ClassVar = ["FlashMLSTMBlock"]
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """As published: normal with deviation sqrt(2 / 5H) (Nguyen and Salazar 2019), and smaller for
+        what adds to the residual stream; input gates at `input_gate_bias_init`, forget gates from 3
+        to 6, whatever the token.
+        """
+        super()._init_weights(module)
+        if isinstance(module, GateLinear | ResidualLinear | HeadNorm):
+            module.begin()
+        elif isinstance(module, nn.Linear | nn.Embedding):
+            init.normal_(module.weight, std=math.sqrt(2 / (5 * self.config.hidden_size)))
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, key_mapping: dict | None = None, **kwargs: Any) -> Any:
+        """transformers' own, which reads the names of NX-AI's package besides transformers'."""
+        return super().from_pretrained(*args, key_mapping=key_mapping or NX_AI_NAMES, **kwargs)
+
+    def save_pretrained(self, *args: Any, save_original_format: bool = False, **kwargs: Any) -> Any:
+        """transformers' own, which would write the names a checkpoint was read by."""
+        return super().save_pretrained(*args, save_original_format=save_original_format, **kwargs)
+
+
+class FlashMLSTMModel(RecurrentModel, FlashMLSTMPreTrainedModel):
+    """The base model: token ids or embeddings in, hidden states [B, T, H] out."""
+
+    def __init__(self, config: FlashMLSTMConfig):
+        super().__init__(config)
+        self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.blocks = nn.ModuleList(
+            [FlashMLSTMBlock(config, i) for i in range(config.num_hidden_layers)]
+        )
+        self.out_norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
+        self.post_init()
+
+
+class FlashMLSTMForCausalLM(RecurrentForCausalLM, FlashMLSTMPreTrainedModel, GenerationMixin):
+    """flash_mlstm as a language model; its logits are soft-capped, and fp32 at least."""
+
+    backbone_class = FlashMLSTMModel
+    _tied_weights_keys: ClassVar = {"lm_head.weight": "backbone.embeddings.weight"}
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:  # [..., H] -> [..., V]
+        return soft_cap(self.lm_head(hidden_states), self.config.output_logit_soft_cap)
+
+
+class FlashMLSTMForSequenceClassification(
+    RecurrentForSequenceClassification, FlashMLSTMPreTrainedModel
+):
+    """Classifies by the state after each row's last token that is not padding."""
+
+    base_model_prefix = "backbone"  # past the generic class, whose name for it is "model"
+    backbone_class = FlashMLSTMModel
+
+
+class FlashMLSTMForTokenClassification(RecurrentForTokenClassification, FlashMLSTMPreTrainedModel):
+    """Classifies every token by the state after it."""
+
+    base_model_prefix = "backbone"  # past the generic class, whose name for it is "model"
+    backbone_class = FlashMLSTMModel
+
+
+__all__ = [
+    "FlashMLSTMForCausalLM",
+    "FlashMLSTMForSequenceClassification",
+    "FlashMLSTMForTokenClassification",
+    "FlashMLSTMModel",
+    "FlashMLSTMPreTrainedModel",
+]

@@ -1,0 +1,288 @@
+"""What all recurrent families share: the loop over blocks, the heads, and what `generate` asks.
+
+A family `<F>` is a configuration (configuration/recurrent_config.py), blocks and a few lines each of
+
+    class <F>Block(RecurrentBlock)                                 `run`: one block over [B, T, H]
+    class <F>PreTrainedModel(RecurrentPreTrainedModel)             config, names, `_init_weights`
+    class <F>Model(RecurrentModel, <F>PreTrainedModel)             __init__: embeddings, blocks, norm
+    class <F>ForCausalLM(RecurrentForCausalLM, <F>PreTrainedModel, GenerationMixin)  `backbone_class`
+    class <F>ForSequenceClassification(RecurrentForSequenceClassification, ...)  the same
+    class <F>ForTokenClassification(RecurrentForTokenClassification, ...)        the same
+
+(transformers wants to see GenerationMixin among the bases themselves).
+
+Padding (left, right or between) and packed documents need no care from the caller beyond
+`attention_mask`, and `position_ids`, `cu_seq_lens_q` or `seq_idx`.
+"""
+
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.generation.configuration_utils import GenerationMode
+from transformers.modeling_layers import (
+    GenericForSequenceClassification,
+    GenericForTokenClassification,
+    GradientCheckpointingLayer,
+)
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.processing_utils import Unpack
+from transformers.utils import TransformersKwargs, can_return_tuple
+from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.output_capturing import capture_outputs
+
+from .boundaries import NO_BOUNDARIES, Boundaries, find_boundaries
+from .cache import RecurrentStateLayer
+from .causal_conv import CausalConv1d
+
+ROLLED_BACK = {
+    GenerationMode.ASSISTED_GENERATION: "assisted generation",
+    GenerationMode.CONTRASTIVE_SEARCH: "contrastive search",
+}
+
+
+def make_norm(kind: str, width: int, eps: float) -> nn.Module:
+    """ "rms" or "layer", which has no bias."""
+    return nn.RMSNorm(width, eps) if kind == "rms" else nn.LayerNorm(width, eps, bias=False)
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) * up(x)) (arXiv 2002.05202)."""
+
+    def __init__(self, width: int, inner: int):
+        super().__init__()
+        self.gate_proj = nn.Linear(width, inner, bias=False)
+        self.up_proj = nn.Linear(width, inner, bias=False)
+        self.down_proj = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # [..., H] -> [..., H]
+        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class RecurrentBlock(GradientCheckpointingLayer):
+    """One block; a family writes `run`."""
+
+    def __init__(self, layer_idx: int):
+        super().__init__()
+        self.layer_idx = layer_idx
+
+    # hidden_states is positional for checkpointing and for output_hidden_states; the cache goes by
+    # its keyword, which checkpointing knows to take away: a second run must not update it again.
+    def forward(
+        self,
+        hidden_states: torch.Tensor,  # [B, T, H]
+        past_key_values: Cache | None = None,
+        boundaries: Boundaries = NO_BOUNDARIES,
+    ) -> torch.Tensor:  # [B, T, H]
+        cache = None if past_key_values is None else past_key_values.layers[self.layer_idx]
+        return self.run(hidden_states, cache, boundaries)
+
+    def run(
+        self, hidden_states: torch.Tensor, cache: RecurrentStateLayer | None, boundaries: Boundaries
+    ) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class RecurrentPreTrainedModel(PreTrainedModel):
+    """A family adds `config`, `_no_split_modules`, `_init_weights` and, where they differ, the names."""
+
+    base_model_prefix = "model"
+    _input_embed_layer = "embed_tokens"
+    _blocks = "layers"
+    _last_norm = "norm"
+    supports_gradient_checkpointing = True
+    _skip_keys_device_placement: ClassVar = ["past_key_values"]
+    _is_stateful = True
+    _can_compile_fullgraph = True
+    _can_record_outputs: ClassVar = {"hidden_states": RecurrentBlock}
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, CausalConv1d):
+            module.reset_parameters()  # torch's: transformers' draws from initializer_range
+
+
+class RecurrentModel:
+    """The forward pass of a base model: embeddings, blocks, norm."""
+
+    gradient_checkpointing = False
+
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self: Any,  # a mixin of PreTrainedModel
+        input_ids: torch.LongTensor | None = None,  # [B, T]
+        attention_mask: torch.Tensor | None = None,  # [B, >= T], 0 = padding
+        position_ids: torch.LongTensor | None = None,  # [B or 1, T], 0 = a document begins
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,  # [B, T, H]
+        use_cache: bool | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> BaseModelOutputWithPast:
+        if (input_ids is None) == (inputs_embeds is None):
+            given = "neither is" if input_ids is None else "both are"
+            raise ValueError(
+                f"exactly one of input_ids and inputs_embeds must be given, but {given}"
+            )
+        if inputs_embeds is None:
+            inputs_embeds = self.get_input_embeddings()(input_ids)
+        if past_key_values is not None and self.gradient_checkpointing and self.training:
+            raise ValueError(
+                "past_key_values is given, but must be None under gradient checkpointing, which "
+                "runs every block twice"
+            )
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache(config=self.config)
+        batch, length, _ = inputs_embeds.shape
+        boundaries = find_boundaries(
+            batch,
+            length,
+            attention_mask,
+            position_ids,
+            kwargs.get("cu_seq_lens_q"),
+            kwargs.get("seq_idx"),
+        )
+        hidden_states = inputs_embeds
+        for block in getattr(self, self._blocks):
+            hidden_states = block(
+                hidden_states, past_key_values=past_key_values, boundaries=boundaries
+            )
+        return BaseModelOutputWithPast(
+            last_hidden_state=getattr(self, self._last_norm)(hidden_states),
+            past_key_values=past_key_values,
+        )
+
+
+class RecurrentForCausalLM(GenerationMixin):
+    """A language model: the base model and a head; `backbone_class` is the family's base model."""
+
+    backbone_class: ClassVar[Any]
+    _tied_weights_keys: ClassVar = {"lm_head.weight": "model.embed_tokens.weight"}
+    _fsdp_plan: ClassVar = {"lm_head": "keep_full_weight"}
+    _tp_plan: ClassVar = {"lm_head": "colwise_gather_output"}
+
+    def __init__(self, config: Any):
+        super().__init__(config)
+        setattr(self, self.base_model_prefix, self.backbone_class(config))
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return True  # GenerationMixin, a base of this class, would judge by the name: no "xlstm"
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:  # [..., H] -> [..., V]
+        return self.lm_head(hidden_states)
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,  # [B, T]
+        attention_mask: torch.Tensor | None = None,  # [B, >= T], 0 = padding
+        position_ids: torch.LongTensor | None = None,  # [B or 1, T], 0 = a document begins
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,  # [B, T, H]
+        labels: torch.LongTensor | None = None,  # [B, T], shifted inside; -100 = no loss
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,  # the last so many, or these positions; 0 = all
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> CausalLMOutputWithPast:
+        outputs = getattr(self, self.base_model_prefix)(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.compute_logits(outputs.last_hidden_state[:, keep])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(
+                logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs
+            )
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+        )
+
+    def prepare_inputs_for_generation(
+        self,
+        input_ids: torch.LongTensor,
+        next_sequence_length: int | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,  # generate looks for it here
+        is_first_iteration: bool | None = False,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """The base class's, less what costs time: a decoded token is no padding and begins nothing.
+
+        In a batch, rows that have ended go on reading padding until the last one ends: continue
+        such a conversation from its text, not from the returned cache.
+        """
+        if next_sequence_length is not None and next_sequence_length < 1:
+            raise ValueError(
+                f"the cache already holds {input_ids.shape[1] - next_sequence_length} tokens, but "
+                f"input_ids has {input_ids.shape[1]}: pass the whole text, or the new tokens and "
+                "an attention_mask over the whole text"
+            )
+        inputs = super().prepare_inputs_for_generation(
+            input_ids,
+            next_sequence_length=next_sequence_length,
+            inputs_embeds=inputs_embeds,
+            is_first_iteration=is_first_iteration,
+            **kwargs,
+        )
+        if next_sequence_length == 1 and not is_first_iteration:
+            inputs["attention_mask"] = inputs["position_ids"] = None
+        return inputs
+
+    @staticmethod
+    def create_masks_for_generate(
+        attention_mask: torch.Tensor | None = None, **kwargs: Any
+    ) -> torch.Tensor | None:
+        """Padding is all a recurrence has to know."""
+        return attention_mask
+
+    def _get_deprecated_gen_repo(self, generation_mode: Any, *args: Any, **kwargs: Any) -> Any:
+        """The first that generate asks about the mode."""
+        if generation_mode in ROLLED_BACK:
+            raise ValueError(
+                f"{ROLLED_BACK[generation_mode]} is asked for, but {type(self).__name__} cannot do "
+                "it: it tries tokens and takes them back, and a recurrent state is not taken back"
+            )
+        return super()._get_deprecated_gen_repo(generation_mode, *args, **kwargs)
+
+
+class RecurrentForSequenceClassification(GenericForSequenceClassification):
+    """Classifies by the state after each row's last token that is not padding."""
+
+    backbone_class: ClassVar[Any]
+
+    def __init__(self, config: Any):
+        # past the generic __init__, which asks AutoModel: remote code is not registered there
+        super(GenericForSequenceClassification, self).__init__(config)
+        self.num_labels = config.num_labels
+        setattr(self, self.base_model_prefix, self.backbone_class(config))
+        self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
+        self.post_init()
+
+
+class RecurrentForTokenClassification(GenericForTokenClassification):
+    """Classifies every token by the state after it."""
+
+    backbone_class: ClassVar[Any]
+
+    def __init__(self, config: Any):
+        super(GenericForTokenClassification, self).__init__(config)  # as above
+        self.num_labels = config.num_labels
+        setattr(self, self.base_model_prefix, self.backbone_class(config))
+        self.dropout = nn.Dropout(getattr(config, "classifier_dropout", 0.0))
+        self.score = nn.Linear(config.hidden_size, config.num_labels)
+        self.post_init()

@@ -1,0 +1,161 @@
+"""The mixers of flash_xlstm (xLSTM, arXiv 2405.04517, in the form of the `xlstm` package).
+
+Dense projections are nn.Linear. Block-diagonal ones are `HeadwiseLinear`, which tools that look for
+nn.Linear do not see: LoRA on "all-linear" adds nothing to them, quantisation leaves them in the
+model's dtype. They are small (qkv_block_size or a head's width per channel); to train them beside
+LoRA, name them in PEFT's `modules_to_save`: qk_proj, v_proj, if_proj, zo_proj.
+"""
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import initialization as init
+
+from .boundaries import NO_BOUNDARIES, Boundaries
+from .cache import RecurrentStateLayer
+from .causal_conv import CausalConv1d
+from .headwise_linear import HeadwiseLinear
+from .kernel_loader import load_kernel
+from .mlstm import GateLinear, HeadNorm, ResidualLinear, run_mlstm
+
+SLSTM_GATES = 4  # i, f, z, o
+
+
+class InputGate(GateLinear):
+    """Of an mLSTM in the package: near 0, but not the same in every head."""
+
+    def begin(self) -> None:
+        super().begin()
+        init.normal_(self.bias, std=0.1)
+
+
+def residual(config: Any, inputs: int) -> ResidualLinear:
+    std = 2 / (config.num_hidden_layers * math.sqrt(config.hidden_size))
+    return ResidualLinear(inputs, config.hidden_size, std)
+
+
+def convolve(
+    conv: CausalConv1d,
+    x: torch.Tensor,
+    cache: RecurrentStateLayer | None,
+    boundaries: Boundaries,
+) -> tuple[torch.Tensor, tuple[torch.Tensor]]:
+    """silu(conv(x)), and the window to keep."""
+    past = None if cache is None else boundaries.first(cache.get_states("conv"))
+    y, window = conv(x, None if past is None else past[0], boundaries)
+    return F.silu(y), (window,)
+
+
+class XLSTMMixer(nn.Module):
+    """y = W_down ((norm(mlstm(q, k, v, i, f)) + skip u) silu(z))   with (x, z) = W_up s
+
+    u = silu(conv(x));  q, k of u and v of x by block-diagonal projections;  i, f = W (q, k, v) + b.
+    s, y [B, T, H]; inside the width is `inner_size`.
+    """
+
+    def __init__(self, config: Any):
+        super().__init__()
+        self.config, width, heads = config, config.inner_size, config.num_heads
+        blocks = width // config.qkv_block_size
+        self.proj_up = nn.Linear(config.hidden_size, 2 * width, bias=False)
+        self.conv = CausalConv1d(width, config.conv_kernel_size)
+        self.qk_proj = HeadwiseLinear(width, width, 2, blocks, bias=False)
+        self.v_proj = HeadwiseLinear(width, width, 1, blocks, bias=False)
+        self.igate = InputGate(3 * width, torch.zeros(heads, device="cpu"))
+        self.fgate = GateLinear(3 * width, torch.linspace(3.0, 6.0, heads, device="cpu"))
+        self.head_norm = HeadNorm(heads, width, config.norm_eps)
+        self.skip = nn.Parameter(torch.ones(width))
+        self.proj_down = residual(config, width)
+
+    def begin(self) -> None:
+        init.ones_(self.skip)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,  # [B, T, H]
+        cache: RecurrentStateLayer | None = None,
+        boundaries: Boundaries = NO_BOUNDARIES,
+    ) -> torch.Tensor:  # [B, T, H]
+        config = self.config
+        x, z = self.proj_up(hidden_states).chunk(2, dim=-1)
+        u, window = convolve(self.conv, x, cache, boundaries)
+        q, k = self.qk_proj(u).unbind(-2)
+        v = self.v_proj(x).squeeze(-2)
+        qkv = torch.cat([q, k, v], dim=-1)
+        heads = [part.unflatten(-1, (config.num_heads, -1)) for part in (q, k, v)]
+        operands = (*heads, self.igate(qkv), self.fgate(qkv))
+        h, state = run_mlstm(
+            config, operands, self.head_norm, cache, boundaries, eps=config.eps
+        )  # fmt: skip
+        if cache is not None:
+            cache.update_states(x.shape[1], cell=state, conv=window)
+        return self.proj_down((h + self.skip * u) * F.silu(z))
+
+
+class SLSTMMixer(nn.Module):
+    """y = norm(slstm(i, f, z, o))   with i, f of silu(conv(x)) and z, o of x, head by head
+
+    x, y [B, T, H]. The recurrent weight [4, N, D, D] and the bias [4, N, D] are the kernel's.
+    """
+
+    def __init__(self, config: Any, layer_idx: int):
+        super().__init__()
+        self.config, self.layer_idx = config, layer_idx
+        width, heads = config.hidden_size, config.slstm_num_heads
+        self.conv = CausalConv1d(width, config.conv_kernel_size)
+        self.if_proj = HeadwiseLinear(width, width, 2, heads, bias=False)
+        self.zo_proj = HeadwiseLinear(width, width, 2, heads, bias=False)
+        head = width // heads
+        self.recurrent_weight = nn.Parameter(torch.zeros(SLSTM_GATES, heads, head, head))
+        self.gate_bias = nn.Parameter(torch.zeros(SLSTM_GATES, heads, head))
+        self.head_norm = HeadNorm(heads, width, config.norm_eps)
+
+    def begin(self) -> None:
+        """Without recurrence. Forget gates fall from 5 to -7 within a head by a power law whose
+        exponent grows with depth, so that deeper blocks remember longer.
+        """
+        depth = self.layer_idx / max(self.config.num_hidden_layers - 1, 1)
+        biases = torch.zeros(self.gate_bias.shape)
+        biases[1] = 5.0 - 12.0 * torch.linspace(0, 1, biases.shape[-1]) ** (0.3 + 1.3 * depth)
+        init.zeros_(self.recurrent_weight)
+        init.copy_(self.gate_bias, biases)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,  # [B, T, H]
+        cache: RecurrentStateLayer | None = None,
+        boundaries: Boundaries = NO_BOUNDARIES,
+    ) -> torch.Tensor:  # [B, T, H]
+        backend, T = self.config.backend, hidden_states.shape[1]
+        u, window = convolve(self.conv, hidden_states, cache, boundaries)
+        gates = [self.if_proj(u), self.zo_proj(hidden_states)]
+        x = torch.cat(gates, dim=-2).unflatten(-1, self.gate_bias.shape[1:])  # [B, T, 4, N, D]
+        kernel = load_kernel("fused-rnn", x.device.type, backend)
+        weights = self.recurrent_weight, self.gate_bias
+        state = None if cache is None else boundaries.first(cache.get_states())
+        if T == 1 and boundaries.none:
+            h, state = kernel.slstm_step(x[:, 0], *weights, state, backend=backend)
+            h = h[:, None]
+        else:
+            h, state = kernel.slstm(x, *weights, state, backend=backend, **boundaries._asdict())
+        if cache is not None:
+            cache.update_states(T, cell=boundaries.last(state), conv=window)
+        h = F.layer_norm(h, h.shape[-1:], eps=self.config.norm_eps)
+        return (h * self.head_norm().to(h.dtype)).flatten(-2)
+
+
+class GeGLU(nn.Module):
+    """down(gelu(gate) * up)   with (gate, up) = proj_up(x) (arXiv 2002.05202)."""
+
+    def __init__(self, config: Any):
+        super().__init__()
+        inner = config.intermediate_size
+        self.proj_up = nn.Linear(config.hidden_size, 2 * inner, bias=False)
+        self.proj_down = residual(config, inner)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # [..., H] -> [..., H]
+        gate, up = self.proj_up(x).chunk(2, dim=-1)
+        return self.proj_down(F.gelu(gate) * up)

@@ -1,0 +1,31 @@
+"""FSDP and tensor parallelism as transformers runs them: two processes on the CPU."""
+
+import os
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from transformers.distributed import DistributedConfig
+
+from model_cases import CASES
+
+pytestmark = pytest.mark.skipif(
+    "fsdp_size" not in {field.name for field in fields(DistributedConfig)},
+    reason="this transformers shards through accelerate alone",
+)
+
+
+def test_sharded_models_are_whole_ones(make_model, tmp_path):
+    models = {case: make_model(case, vocab_size=64) for case in CASES}
+    kinds = {frozenset(model.state_dict()): case for case, model in models.items()}
+    for case in kinds.values():  # what has the same weights is sharded the same way
+        models[case].save_pretrained(tmp_path / case)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    worker = Path(__file__).with_name("sharded_worker.py")
+    done = subprocess.run(
+        [*launch, worker, tmp_path], capture_output=True, text=True,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
