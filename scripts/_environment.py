@@ -102,6 +102,17 @@ def prepare(home: Path, extras: list[str]) -> Path:
     return python
 
 
+def use_built_kernels(device: str) -> None:
+    """Kernels from this checkout's sources; what $LOCAL_KERNELS names already stays."""
+    if "LOCAL_KERNELS" in os.environ:
+        return
+    command = [sys.executable, ROOT / "scripts/build_kernels", "--backend", device]
+    if subprocess.run(command).returncode:
+        fail("the kernels could not be built (see above)")
+    folders = sorted(file.parent for file in (ROOT / "kernel_builds").glob("*/build.toml"))
+    os.environ["LOCAL_KERNELS"] = ":".join(f"flashcell/{f.name}={f}" for f in folders)
+
+
 def find_compiler() -> str:
     """The C++ compiler, or the sentence that says how to get one."""
     name = os.environ.get("CXX") or "g++"

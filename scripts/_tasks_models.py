@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from _tasks_data import Task
+from _tasks_results import NAMES
 from torch import Tensor, nn
 from transformers import GPT2Config, LlamaConfig, Mamba2Config
 from transformers.models.gpt2.modeling_gpt2 import GPT2MLP, GPT2Attention
@@ -23,9 +24,8 @@ from flashcell.mlstm import GateLinear
 from flashcell.modeling_flash_mlstm import FlashMLSTMMixer
 
 WIDTH, HEADS, EPS = 64, 4, 1e-5
-DENSE = {"lstm": "LSTM", "gru": "GRU", "rnn": "Elman", "slstm": "sLSTM"}
-DIAGONAL = {"flash_gru": "FlashGRU", "flash_lstm": "FlashLSTM"}
-NAMES = {**DENSE, **DIAGONAL, "mlstm": "mLSTM", "mamba2": "Mamba2", "transformer": "Transformer"}
+DENSE = ("rnn", "gru", "lstm", "slstm")
+DIAGONAL: dict[str, Any] = {"flash_gru": FlashGRU, "flash_lstm": FlashLSTM}
 
 
 class TaskModel(nn.Module):
@@ -63,8 +63,8 @@ def make_mixer(task: Task, name: str, backend: str) -> nn.Module:
         recurrent.init_weights()
         return recurrent
     if name in DIAGONAL and not task.full_block:
-        cell = {"flash_gru": FlashGRU, "flash_lstm": FlashLSTM}[name]
-        return cell(WIDTH, WIDTH, HEADS, max_recurrent=task.max_recurrent, backend=backend)
+        bound = task.max_recurrent
+        return DIAGONAL[name](WIDTH, WIDTH, HEADS, max_recurrent=bound, backend=backend)
     if name in DIAGONAL:
         bound = {"max_recurrent": task.max_recurrent, "norm_eps": EPS}
         return DiagonalMixer(FlashRNNConfig(cell=name, backend=backend, **bound, **sizes), 0)

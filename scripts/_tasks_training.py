@@ -60,12 +60,12 @@ class RowAdamW:
         return self.rows
 
 
-def rate_factor(task: Task, step: int, steps: int) -> float:
+def rate_factor(task: Task, step: int) -> float:
     """Linear warm-up, then half a cosine down to `task.last_rate`."""
-    warmup = task.warmup * steps
+    warmup = task.warmup * task.steps
     if step < warmup:
         return (step + 1) / warmup
-    done = (step - warmup) / max(1, steps - warmup)
+    done = (step - warmup) / max(1, task.steps - warmup)
     return task.last_rate + (1 - task.last_rate) * 0.5 * (1 + np.cos(np.pi * done))
 
 
@@ -92,10 +92,8 @@ def accuracies(stack: Stack, rows: Rows) -> Tensor:
 class Trainer:
     """Runs of one model on one task, all of them at once; each leaves the stack when it is over."""
 
-    def __init__(
-        self, task: Task, name: str, runs: list[Run], steps: int, device: str, backend: str
-    ):
-        self.task, self.steps, self.device = task, steps, device
+    def __init__(self, task: Task, name: str, runs: list[Run], device: str, backend: str):
+        self.task, self.device = task, device
         self.runs, self.live = runs, list(runs)
         models = [TaskModel(task, name, run.seed, backend).to(device) for run in runs]
         self.stack = Stack(models)
@@ -108,10 +106,10 @@ class Trainer:
         """Until every seed is solved at some learning rate, or the steps are over. A run is solved when
         two checks in a row find a validation accuracy of at least `solved`."""
         started, step = time.monotonic(), 0
-        while self.live and step < self.steps:
+        while self.live and step < self.task.steps:
             loss = self.step(step)
             step += 1
-            if step % check_every and step < self.steps:
+            if step % check_every and step < self.task.steps:
                 continue
             accuracy = accuracies(self.stack, self.validation).tolist()
             for run, value, right in zip(self.live, loss.tolist(), accuracy, strict=True):
@@ -127,10 +125,10 @@ class Trainer:
                 for run, right in zip(self.live, accuracy, strict=True)
             )
             print(f"{step:>7} {spent:6.0f} s  seed:rate loss accuracy  {said}", flush=True)
-            over = self.solved_rate() or step == self.steps
+            over = self.solved_rate() or step == self.task.steps
             for run in self.live if over else []:
                 if run.status == "running":
-                    run.status = "limit" if step == self.steps else "stopped"
+                    run.status = "limit" if step == self.task.steps else "stopped"
             self.end()
         return self.runs
 
@@ -141,7 +139,7 @@ class Trainer:
         )
         loss = losses(self.stack, tokens, targets)
         loss.sum().backward()  # a model's parameters are in one of the terms
-        self.optimizer.step(rate_factor(self.task, step, self.steps))
+        self.optimizer.step(rate_factor(self.task, step))
         return loss.detach()
 
     def solved_rate(self) -> float | None:
