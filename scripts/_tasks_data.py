@@ -124,7 +124,7 @@ class Task:
     weight_decay: float = 1e-6
 
     def rows(self, split: str, seed: int, part: int, count: int) -> Rows:
-        """The rows that (split, seed, part) names; the same on every machine."""
+        """The rows that (split, seed, part) names, wherever numpy draws the same from a seed."""
         splits = ("train", "validation", "test")
         if split not in splits:
             raise ValueError(f"split is {split!r}, but must be one of {', '.join(splits)}")
