@@ -27,13 +27,15 @@ def run(
 ) -> list[Row]:
     """Every task of the plan in turn. A recurrent model has no longest text: `max_length` is ours,
     and what is longer loses its beginning, as it would with a Transformer of that context."""
-    if all(task in local_tasks() for task, _ in plan):
+    only_ours = all(task in local_tasks() for task, _ in plan)
+    if only_ours:  # read by the libraries when they are imported
         os.environ["HF_DATASETS_OFFLINE"] = os.environ["HF_HUB_OFFLINE"] = "1"
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
-    manager = TaskManager(include_path=str(LOCAL_TASKS))
+    # lm-eval's own are thousands of files, which are read to know their names
+    manager = TaskManager(include_path=str(LOCAL_TASKS), include_defaults=not only_ours)
     unknown = [task for task, _ in plan if not manager.match_tasks([task])]
     if unknown:
         raise ValueError(f"--tasks has {', '.join(unknown)}, but lm-eval has no such task")
