@@ -2,6 +2,7 @@
 
 import math
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -151,18 +152,35 @@ def test_the_published_suite():
     assert len(SUITES["pararnn"]) == 10
 
 
+def evaluate(*arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, ROOT / "scripts/evaluate", *arguments, "--here", "--threads", "1"]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
 @pytest.mark.slow
-def test_the_card_says_what_is_measured(fused_rnn):
+def test_the_card_says_what_is_measured():
     """Bits per byte of the shipped checkpoint on all of its held-out text."""
-    try:
-        texts = held_out_texts(str(CHECKPOINT), None)
-    except ValueError as error:
-        pytest.skip(f"another standard library than the card's: {error}")
-    model, tokenizer = load(str(CHECKPOINT), DEVICE, "reference")
+    done = evaluate("perplexity", str(CHECKPOINT), "--held-out")
+    if "but must be that of Python" in done.stderr:
+        pytest.skip("another standard library than the card's")
+    assert done.returncode == 0, done.stderr
     card = (CHECKPOINT / "README.md").read_text()
     stated = re.search(r"bits per byte \| \*\*([\d.]+)\*\* \(([\d.]+) nats per token", card)
-    found = score(model, tokenizer, texts, 256)
-    assert (f"{found.bits_per_byte:.4f}", f"{found.per_token:.4f}") == stated.groups()
+    assert f"bits per byte   {stated[1]}\n" in done.stdout
+    assert f"nats per token  {stated[2]}\n" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["tasks"], "exactly one of --suite and --tasks must be given"),
+        (["perplexity"], "one of the arguments --text --held-out is required"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments, message):
+    done = evaluate(arguments[0], str(CHECKPOINT), *arguments[1:])
+    assert done.returncode == 2
+    assert message in done.stderr
 
 
 @pytest.mark.slow
