@@ -174,6 +174,8 @@ def test_the_card_says_what_is_measured():
     ("arguments", "message"),
     [
         (["tasks"], "exactly one of --suite and --tasks must be given"),
+        (["tasks", "--suite", "pararnn", "--shots", "3"], "--shots is 3, but must be left out"),
+        (["lengths", "--text", "x", "--corpus", "y"], "--corpus is y, but must be left out unless"),
         (["perplexity"], "one of the arguments --text --held-out is required"),
     ],
 )
