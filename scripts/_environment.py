@@ -102,6 +102,21 @@ def prepare(home: Path, extras: list[str]) -> Path:
     return python
 
 
+def use_built_kernels(device: str, names: list[str] | None = None, build: bool = True) -> None:
+    """Kernels (all, or these) from this checkout's sources; what $LOCAL_KERNELS names already stays.
+    With `build` false another process has built them."""
+    if "LOCAL_KERNELS" in os.environ:
+        return
+    if names is None:
+        names = sorted(file.parent.name for file in (ROOT / "kernel_builds").glob("*/build.toml"))
+    for name in names if build else ():
+        command = [ROOT / "scripts/build_kernels", "--kernel", name, "--backend", device]
+        if subprocess.run([sys.executable, *command]).returncode:
+            fail(f"the kernel {name} could not be built (see above)")
+    named = [f"flashcell/{name}={ROOT / 'kernel_builds' / name}" for name in names]
+    os.environ["LOCAL_KERNELS"] = ":".join(named)
+
+
 def find_compiler() -> str:
     """The C++ compiler, or the sentence that says how to get one."""
     name = os.environ.get("CXX") or "g++"

@@ -1,0 +1,131 @@
+"""How well a model predicts text: of every token, given all of its document before it."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import yaml
+from _corpus import Lanes, collect_standard_library, held_out_lanes, load_corpus
+from _training import chunk_loss
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import flashcell  # noqa: F401  registers the model families
+
+
+@dataclass(frozen=True)
+class Score:
+    """Nats over `predictions` tokens, the end of each document among them, and the text's bytes."""
+
+    nats: float
+    predictions: int
+    bytes: int
+
+    @property
+    def per_token(self) -> float:
+        return self.nats / self.predictions
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.per_token)
+
+    @property
+    def bits_per_byte(self) -> float:
+        return self.nats / math.log(2) / self.bytes
+
+
+def load(name: str, device: str, backend: str):
+    """A checkpoint of one of our families, in fp32, and its tokenizer."""
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).to(device).eval()
+    if set(getattr(model.config, "layer_types", None) or ()) != {"recurrent_state"}:
+        raise ValueError(
+            f"{name} is a {model.config.model_type}, but must be of one of flashcell's families: "
+            "text is read in pieces, and the state carried from one to the next"
+        )
+    model.config.backend = backend
+    return model, tokenizer
+
+
+def read_texts(paths: list[Path]) -> list[str]:
+    """A document for each file, and for each file of a folder, in the order of their names."""
+    files = [f for p in paths for f in (sorted(p.rglob("*")) if p.is_dir() else [p])]
+    texts = [file.read_text(encoding="utf-8") for file in files if not file.is_dir()]
+    if not any(texts):
+        raise ValueError(f"--text is {' '.join(map(str, paths))}, but must hold text")
+    return [text for text in texts if text]
+
+
+def held_out_texts(model: str, corpus_file: Path | None) -> list[str]:
+    """What the checkpoint's recipe.yaml held out of the corpus it was trained on."""
+    path = Path(model) / "recipe.yaml"
+    if not path.is_file():
+        raise ValueError(f"{model} has no recipe.yaml that says what was held out: use --text")
+    recipe = yaml.safe_load(path.read_text())
+    corpus = load_corpus(corpus_file) if corpus_file else collect_standard_library()
+    if corpus.sha256 != recipe.get("corpus_sha256"):
+        raise ValueError(
+            f"the corpus is the standard library of Python {corpus.python}, sha256 {corpus.sha256}, "
+            f"but must be that of Python {recipe.get('python')}, {recipe.get('corpus_sha256')}: run "
+            "it with that Python, or name a corpus that scripts/train --prepare-corpus wrote there"
+        )
+    return corpus.split(recipe["held_out_in"])[1]
+
+
+def documents(tokenizer, texts: list[str]) -> list[np.ndarray]:
+    """Tokens of each text behind the token that begins a document."""
+    begin = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    if begin is None:
+        raise ValueError("the tokenizer has neither bos_token nor eos_token, but must have one")
+    found = []
+    for text, ids in zip(
+        texts, tokenizer(texts, add_special_tokens=False)["input_ids"], strict=True
+    ):
+        if tokenizer.decode(ids, clean_up_tokenization_spaces=False) != text:
+            raise ValueError(
+                "the tokenizer loses characters of the text, but must keep all: what is not "
+                f"predicted would not count; the text begins {text[:40]!r}"
+            )
+        found.append(np.array([begin, *ids]))
+    return found
+
+
+def lay_out(tokenizer, texts: list[str]) -> Lanes:
+    """Whole documents side by side; the last prediction of each is its end."""
+    end = tokenizer.bos_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
+    return held_out_lanes(documents(tokenizer, texts), end)
+
+
+@torch.no_grad()
+def token_losses(model, lanes: Lanes, length: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """For `length` tokens of every lane at a time: positions in their documents, and nats."""
+    carried = None
+    for index in range(lanes.chunks(length)):
+        chunk = lanes.chunk(index, length)
+        nats, carried = chunk_loss(model, chunk, carried, "none")
+        asked = (chunk[2] != -100).flatten()
+        yield chunk[1].flatten()[asked], nats.double().cpu().numpy()[asked]
+
+
+def score(model, tokenizer, texts: list[str], length: int) -> Score:
+    parts = [nats for _, nats in token_losses(model, lay_out(tokenizer, texts), length)]
+    nats = np.concatenate(parts)
+    return Score(float(nats.sum()), len(nats), sum(len(text.encode()) for text in texts))
+
+
+def by_position(
+    model, tokenizer, texts: list[str], length: int
+) -> list[tuple[int, int, int, float]]:
+    """Rows (first, last, tokens, nats a token), a row for the positions 2^k - 1 to 2^(k+1) - 2: does
+    the model go on making use of a longer past, or does it fall apart beyond its training length?"""
+    counts, sums = np.zeros(64), np.zeros(64)
+    for positions, nats in token_losses(model, lay_out(tokenizer, texts), length):
+        octave = np.log2(positions + 1).astype(int)
+        counts += np.bincount(octave, minlength=64)
+        sums += np.bincount(octave, nats, minlength=64)
+    return [
+        (2**k - 1, 2 ** (k + 1) - 2, int(counts[k]), sums[k] / counts[k])
+        for k in np.flatnonzero(counts)
+    ]

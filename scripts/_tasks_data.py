@@ -1,0 +1,163 @@
+"""The synthetic tasks: what a model reads and what it must say, drawn from a seed.
+
+A generator takes (rng, count, lengths) and gives tokens and targets, int64 [count, T] with T the
+longest length. A target is the token to say at that position, IGNORED where none is asked; what
+stands after the last target of a row is 0 and cannot matter to a causal model.
+
+Sources: keep-nth, parity, MQAR and k-hop are those of arXiv 2510.21450, appendix C.2 (P), parity
+with extrapolation that of arXiv 2412.07752, appendix K (F). What a paper leaves open is said beside.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+IGNORED = -100
+Rows = tuple[np.ndarray, np.ndarray]  # tokens, targets [count, T]
+Lengths = tuple[int, int]  # the shortest and the longest row
+Generator = Callable[[np.random.Generator, int, Lengths], Rows]
+
+
+def keep_nth(rng: np.random.Generator, count: int, lengths: Lengths, V: int, n: int) -> Rows:
+    """x uniform in [0, V); at the last position say x_n (n from 1)."""
+    x, last = _uniform(rng, count, lengths, V)
+    if lengths[0] < n:
+        raise ValueError(f"the shortest length is {lengths[0]}, but must be at least n = {n}")
+    return x, _at(last, x.shape, x[:, n - 1])
+
+
+def parity(rng: np.random.Generator, count: int, lengths: Lengths) -> Rows:
+    """x uniform bits; at the last position say sum(x) mod 2."""
+    x, last = _uniform(rng, count, lengths, 2)
+    return x, _at(last, x.shape, x.sum(1) % 2)
+
+
+def mqar(rng: np.random.Generator, count: int, lengths: Lengths, V: int, pairs: int) -> Rows:
+    """Key-value pairs, then noise with each key once more; there, say its value.
+
+    P names "key-value pairs, then noise interwoven with the keys" and kappa = 2; the rest is
+    Zoology's (arXiv 2312.04927): keys in [1, V/2) and values in [V/2, V), each once; position
+    2 pairs + 2 g holds a query, the gaps g drawn without replacement with P(g) ~ (g + 1)^(a - 1),
+    a = 0.01; noise uniform in [0, V). kappa is read as the number of pairs.
+    """
+    T, head, half = lengths[1], 2 * pairs, V // 2
+    if lengths[0] != T or 2 * head > T:
+        raise ValueError(f"lengths are {lengths}, but must be one length of at least {2 * head}")
+    x = rng.integers(0, V, (count, T))
+    keys = 1 + _distinct(rng, count, pairs, np.zeros(half - 1))
+    values = half + _distinct(rng, count, pairs, np.zeros(V - half))
+    gaps = np.arange((T - head) // 2)
+    at = head + 2 * _distinct(rng, count, pairs, (0.01 - 1) * np.log(gaps + 1))
+    x[:, 0:head:2], x[:, 1:head:2] = keys, values
+    np.put_along_axis(x, at, keys, 1)
+    y = np.full((count, T), IGNORED)
+    np.put_along_axis(y, at, values, 1)
+    return x, y
+
+
+def k_hop(rng: np.random.Generator, count: int, lengths: Lengths, V: int, k: int) -> Rows:
+    """x uniform in [0, V); at every position say where k hops lead (find_k of arXiv 2402.09268).
+
+    A hop goes from position i to the one right after the last occurrence of x_i before i, and the
+    answer is the token there. Where a hop finds no occurrence nothing is asked: the published
+    parameter counts leave no room for a token that says so.
+    """
+    x, last = _uniform(rng, count, lengths, V)
+    rows, T = np.arange(count), x.shape[1]
+    seen, hop = np.full((count, V), -1), np.empty_like(x)
+    for i in range(T):
+        before = seen[rows, x[:, i]]
+        hop[:, i] = np.where(before >= 0, before + 1, -1)
+        seen[rows, x[:, i]] = i
+    at = np.broadcast_to(np.arange(T), x.shape)
+    for _ in range(k):
+        at = np.where(at >= 0, np.take_along_axis(hop, at.clip(0), 1), -1)
+    at = np.where(np.arange(T) <= last[:, None], at, -1)
+    return x, np.where(at >= 0, np.take_along_axis(x, at.clip(0), 1), IGNORED)
+
+
+def _uniform(
+    rng: np.random.Generator, count: int, lengths: Lengths, V: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens [count, T], 0 after each row's end, and the last position of each row, [count]."""
+    last = rng.integers(lengths[0], lengths[1] + 1, count) - 1
+    x = rng.integers(0, V, (count, lengths[1]))
+    return np.where(np.arange(lengths[1]) <= last[:, None], x, 0), last
+
+
+def _at(last: np.ndarray, shape: tuple[int, ...], answer: np.ndarray) -> np.ndarray:
+    y = np.full(shape, IGNORED)
+    y[np.arange(len(last)), last] = answer
+    return y
+
+
+def _distinct(
+    rng: np.random.Generator, count: int, amount: int, log_weight: np.ndarray
+) -> np.ndarray:
+    """[count, amount] different indices a row, drawn one by one in proportion to exp(log_weight):
+    the largest of log_weight + Gumbel noise."""
+    noisy = log_weight + rng.gumbel(size=(count, len(log_weight)))
+    return np.argsort(-noisy, 1)[:, :amount]
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task, the model that P tests on it, and how it was trained; one optimiser step a batch."""
+
+    generate: Generator
+    vocabulary: int
+    lengths: Lengths = (100, 100)
+    test_lengths: Lengths = (100, 100)
+    training_rows: int | None = 10_000  # drawn once; None for new rows at every step
+    test_rows: int = 100_000
+    full_block: bool = True  # the whole mixer of P's language model, or its recurrent cell alone
+    norms: bool = True  # around the mixer
+    positions: bool = False  # sinusoids are added to the embeddings
+    max_recurrent: float | None = 0.9  # bound of FlashGRU's and FlashLSTM's a and p
+    steps: int = 1_875_000  # 3000 epochs of 625 batches
+    batch: int = 16
+    learning_rates: tuple[float, ...] = (5e-4,)
+    warmup: float = 0.0  # of all steps, linear
+    last_rate: float = 0.0  # in units of the learning rate: where half a cosine ends
+    weight_decay: float = 1e-6
+
+    def rows(self, split: str, seed: int, part: int, count: int) -> Rows:
+        """The rows that (split, seed, part) names, wherever numpy draws the same from a seed."""
+        splits = ("train", "validation", "test")
+        if split not in splits:
+            raise ValueError(f"split is {split!r}, but must be one of {', '.join(splits)}")
+        rng = np.random.default_rng([splits.index(split), seed, part])
+        return self.generate(rng, count, self.lengths if split == "train" else self.test_lengths)
+
+    def training_batch(self, seed: int, step: int, kept: dict[int, Rows]) -> Rows:
+        """What step number `step` reads. `kept` remembers a seed's training set and the order of
+        its epoch; without one, every step draws new rows."""
+        if self.training_rows is None:
+            return self.rows("train", seed, step, self.batch)
+        if seed not in kept:
+            kept[seed] = self.rows("train", seed, 0, self.training_rows)
+        epoch, index = divmod(step, self.training_rows // self.batch)
+        order = np.random.default_rng([seed, epoch]).permutation(self.training_rows)
+        chosen = order[index * self.batch : (index + 1) * self.batch]
+        return kept[seed][0][chosen], kept[seed][1][chosen]
+
+
+TASKS = {
+    # F says: lengths up to 40, tested on 40 to 256, each uniform. Its model is not published; here it
+    # is P's single layer. F names neither weight decay nor norms of gradients: there is none.
+    "parity-extrapolation": Task(
+        parity, 2, (1, 40), (40, 256), None, 8192, full_block=False, max_recurrent=None,
+        steps=100_000, batch=256, learning_rates=(1e-2, 1e-3, 1e-4), warmup=0.1, last_rate=0.1,
+        weight_decay=0.0,
+    ),
+    # P's counts are those without norms for keep-nth, and with them for parity.
+    "keep-5th": Task(
+        partial(keep_nth, V=128, n=5), 128, full_block=False, norms=False, positions=True
+    ),
+    "parity": Task(parity, 2, full_block=False, max_recurrent=None),
+    "mqar": Task(partial(mqar, V=128, pairs=2), 128),
+    "1-hop": Task(partial(k_hop, V=10, k=1), 10),
+    "2-hop": Task(partial(k_hop, V=5, k=2), 5),
+}  # fmt: skip

@@ -1,0 +1,146 @@
+"""Several models of one kind as one: seeds and learning rates side by side in the same kernel calls.
+
+A recurrent kernel runs heads, or channels, that do not see each other. S models of N heads each are
+therefore one call with S N heads, as long as a single one on a GPU that one of them leaves idle.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from _tasks_models import EPS, TaskModel
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+from torch.nn.functional import conv1d, embedding, rms_norm, silu
+
+from flashcell.diagonal_mixer import DiagonalMixer
+from flashcell.flash_rnn_layers import Bound, FlashGRU, FlashLSTM
+from flashcell.kernel_loader import load_kernel
+from flashcell.layers import RecurrentMixer
+from flashcell.modeling_flash_mlstm import FlashMLSTMMixer, soft_cap
+
+Named = dict[str, Tensor]  # name -> [S, *the parameter's shape]
+
+
+class Stack:
+    """S models of one class and shape; row s of `flat` [S, P] holds all parameters of model s.
+
+    stack(tokens [S, B, T]) -> logits [B, T, S, V]: every model reads its own tokens.
+    """
+
+    def __init__(self, models: Sequence[TaskModel]):
+        self.model = models[0]
+        self.shapes = {name: p.shape for name, p in self.model.named_parameters()}
+        rows = [torch.cat([p.detach().flatten() for p in m.parameters()]) for m in models]
+        self.flat = torch.stack(rows).requires_grad_()
+        self.mix = STACKED.get(type(self.model.mixer), mix_each)
+
+    def __len__(self) -> int:
+        return len(self.flat)
+
+    def named(self) -> Named:
+        sizes = [shape.numel() for shape in self.shapes.values()]
+        parts = self.flat.split(sizes, 1)
+        return {
+            name: part.unflatten(1, shape)
+            for (name, shape), part in zip(self.shapes.items(), parts, strict=True)
+        }
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        p, model = self.named(), self.model
+        table, V = p["embed.weight"], p["embed.weight"].shape[1]
+        offset = V * torch.arange(len(tokens), device=tokens.device)
+        x = embedding(tokens.permute(1, 2, 0) + offset, table.flatten(0, 1))  # [B, T, S, 64]
+        if len(model.positions):
+            x = x + model.positions[: x.shape[1], None]
+        x = norm(x, p.get("in_norm.weight"))
+        x = self.mix(model.mixer, below(p, "mixer"), x)
+        x = norm(x, p.get("out_norm.weight"))
+        return linear(x, p["head.weight"], p.get("head.bias"))
+
+
+def below(p: Named, prefix: str) -> Named:
+    return {n.removeprefix(f"{prefix}."): t for n, t in p.items() if n.startswith(f"{prefix}.")}
+
+
+def norm(x: Tensor, weight: Tensor | None) -> Tensor:
+    return x if weight is None else rms_norm(x, x.shape[-1:], None, EPS) * weight
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [B, T, S, I], weight [S, O, I], bias [S, O] -> [B, T, S, O]."""
+    y = torch.einsum("btsi,soi->btso", x, weight)
+    return y if bias is None else y + bias
+
+
+def side_by_side(x: Tensor) -> Tensor:
+    """[S, R, C, ...] -> [R, S C, ...]: what lies before the heads stays before them."""
+    return x.transpose(0, 1).flatten(1, 2)
+
+
+def mix_dense(mixer: RecurrentMixer, p: Named, x: Tensor) -> Tensor:
+    G, N, D = mixer.num_gates, *mixer.gate_bias.shape[1:]
+    gates = linear(x, p["in_proj.weight"]).unflatten(-1, (G, N, D))  # [B, T, S, G, N, D]
+    gates = gates.transpose(2, 3).flatten(3, 4)
+    weights = side_by_side(p["recurrent_weight"]), side_by_side(p["gate_bias"])
+    kernel = load_kernel("fused-rnn", x.device.type, mixer.config.backend)
+    h, _ = kernel.recurrent(mixer.cell, gates, *weights, None)  # [B, T, S N, D]
+    return h.reshape(x.shape)
+
+
+def mix_diagonal(cell: FlashGRU | FlashLSTM, p: Named, x: Tensor) -> Tensor:
+    kernel = load_kernel("diagonal-rnn", x.device.type, cell.backend)
+    u = kernel.headwise_linear(
+        x.flatten(2), p["in_proj.weight"].flatten(0, 1), side_by_side(p["in_proj.bias"])
+    )
+    rows = [side_by_side(p[name]) for name in ("a", "p") if name in p]
+    if cell.max_recurrent is not None:
+        rows = [Bound.apply(row, cell.max_recurrent) for row in rows]
+    h, _ = getattr(kernel, cell.kernel_cell)(u, *rows, backend=cell.backend)
+    return h.view(x.shape)
+
+
+def mix_diagonal_block(mixer: DiagonalMixer, p: Named, x: Tensor) -> Tensor:
+    x, gate = linear(x, p["in_proj.weight"]).chunk(2, -1)
+    seen = nn.functional.pad(x.flatten(2).mT, (mixer.conv.past, 0))
+    weight, bias = p["conv.weight"].flatten(0, 1), p["conv.bias"].flatten()
+    x = silu(conv1d(seen, weight, bias, groups=len(bias)).mT.unflatten(2, x.shape[2:]))
+    h = mix_diagonal(mixer.cell, below(p, "cell"), x.contiguous())
+    return linear(norm((h + p["skip"] * x) * silu(gate), p["norm.weight"]), p["out_proj.weight"])
+
+
+def mix_mlstm(mixer: FlashMLSTMMixer, p: Named, x: Tensor) -> Tensor:
+    config = mixer.config
+
+    def heads(name: str) -> Tensor:  # [B, T, S H, width of a head]
+        y = linear(x, p[f"{name}.weight"], p.get(f"{name}.bias"))
+        return y.unflatten(-1, (config.num_heads, -1)).flatten(2, 3)
+
+    q, k, v, o = (heads(name) for name in ("q", "k", "v", "ogate_preact"))
+    gates = (heads(name)[..., 0] for name in ("igate_preact", "fgate_preact"))
+    i, f = (soft_cap(gate, config.gate_soft_cap) for gate in gates)
+    weight = p["multihead_norm.weight"].reshape(v.shape[2:])
+    kernel = load_kernel("tfla", x.device.type, config.backend)
+    h, _ = kernel.mlstm(
+        q, k, v, i, f, input_gate=config.input_gate, eps=config.eps, out_gate=o,
+        norm=config.head_norm, norm_weight=weight, norm_eps=config.norm_eps, backend=config.backend,
+    )  # fmt: skip
+    return linear(h.reshape(x.shape), p["out_proj.weight"])
+
+
+def mix_each(mixer: nn.Module, p: Named, x: Tensor) -> Tensor:
+    """Mixers of torch operations alone."""
+    buffers = dict(mixer.named_buffers())
+
+    def one(parameters: Named, x: Tensor) -> Tensor:
+        return functional_call(mixer, {**parameters, **buffers}, (x,))
+
+    return vmap(one, (0, 2), 2)(p, x)
+
+
+STACKED: dict[type, Callable] = {
+    RecurrentMixer: mix_dense,
+    FlashGRU: mix_diagonal,
+    FlashLSTM: mix_diagonal,
+    DiagonalMixer: mix_diagonal_block,
+    FlashMLSTMMixer: mix_mlstm,
+}
