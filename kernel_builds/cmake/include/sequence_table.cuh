@@ -63,9 +63,11 @@ inline void launch_sequence_table(Sequence* table, int64_t S, int64_t T, const v
                                   bool is_int32, bool is_cu_seqlens, int64_t x_batch,
                                   int64_t x_time, cudaStream_t stream) {
   if (S == 0) return;
-  const unsigned blocks = unsigned((S + kTableThreads - 1) / kTableThreads);
-  table_kernel<<<blocks, kTableThreads, 0, stream>>>(
-      table, S, Steps{values, is_int32, is_cu_seqlens, T}, x_batch, x_time);
+  cudaLaunchConfig_t config{};
+  config.gridDim = unsigned((S + kTableThreads - 1) / kTableThreads);
+  config.blockDim = kTableThreads, config.stream = stream;
+  cudaLaunchKernelEx(&config, table_kernel, table, S, Steps{values, is_int32, is_cu_seqlens, T},
+                     x_batch, x_time);
 }
 
 }  // namespace flashcell::cuda

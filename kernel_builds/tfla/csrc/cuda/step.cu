@@ -8,6 +8,8 @@
 
 namespace flashcell::cuda {
 
+extern __shared__ __align__(16) char memory[];
+
 namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
@@ -88,7 +90,7 @@ __global__ void __launch_bounds__(kThreads) factors_kernel(const StepParams p, F
 template <typename IO>
 __global__ void __launch_bounds__(kThreads, 4) step_kernel(const StepParams p,
                                                            const Factors* factors) {
-  extern __shared__ float2 rows[];  // [K] key and query
+  float2* rows = reinterpret_cast<float2*>(memory);  // [K] key and query
   __shared__ float4 parts[kWarps][kLanes];
   const int tiles = int(p.V + kColumns - 1) / kColumns, K = int(p.K), V = int(p.V);
   const int64_t state = blockIdx.x / tiles, b = state / p.H, h = state % p.H;

@@ -1,0 +1,144 @@
+"""Builds a kernel project's CUDA backend for the CPU, where README.md's emulator runs it.
+
+    python tests/emulator/emulate.py KERNEL_DIR OUT [--sanitize]
+
+makes OUT/build/<variant>, which `kernels.get_local_kernel(OUT, backend="cpu")` loads: the sources of
+build.toml's cuda components as they are, by g++, with the headers of include/ before the kernels'.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import dataclasses
+import fcntl
+import hashlib
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+HERE = Path(__file__).resolve().parent
+SUPPORTED = (platform.system(), platform.machine()) == ("Linux", "x86_64")
+sys.path.append(str(HERE.parents[1] / "kernel_builds/cmake"))
+
+import variant  # noqa: E402
+from build_toml import SHARED, BuildError, Kernel, read_kernel  # noqa: E402
+
+TORCH = Path(torch.__file__).parent
+INCLUDE = [f"-I{HERE / 'include'}", f"-I{SHARED / 'include'}"]
+INCLUDE += ["-isystem", str(TORCH / "include")]
+# -fno-strict-aliasing: CUDA code reads vectors through reinterpret_cast, which nvcc allows.
+# -fno-extern-tls-init: `extern __shared__` needs no constructor.
+FLAGS = ["-std=c++20", "-O1", "-g1", "-fPIC", "-fvisibility=hidden", "-fno-strict-aliasing"]
+FLAGS += ["-fno-extern-tls-init", "-DCUDA_KERNEL", "-DUSE_CUDA"]
+SANITIZE = ["-fsanitize=address", "-fno-omit-frame-pointer"]
+
+
+class Emulated(Kernel):
+    """Its ops have a namespace of their own, so that it loads beside the CPU's binary."""
+
+    def id(self, backend: str) -> str:
+        return f"_{self.python_name}_emulated_{self.content_hash()}"
+
+
+def build(project: Path, out: Path, sanitize: bool = False) -> Path:
+    """`out`, with the emulated variant of the kernel project; left alone if it is up to date."""
+    _check_machine()
+    read = read_kernel(project)
+    read.check_backend("cuda")
+    kernel = Emulated(**{f.name: getattr(read, f.name) for f in dataclasses.fields(read)})
+    out.mkdir(parents=True, exist_ok=True)
+    flags = [*FLAGS, *SANITIZE] if sanitize else FLAGS
+    stamp = _stamp(kernel, flags)
+    with (out / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not _is_built(out, stamp):
+            with tempfile.TemporaryDirectory() as objects:
+                library = _compile(kernel, flags, Path(objects))
+                variant.assemble(kernel, "cpu", kernel.variant("cpu"), out / "build", library)
+            (out / "stamp").write_text(stamp)
+    return out
+
+
+def build_program(source: Path, program: Path) -> Path:
+    """A program of one source and no torch."""
+    _check_machine()
+    sources = ["-x", "c++", str(source), str(HERE / "machine.cpp")]
+    _run([_compiler(), *FLAGS, *INCLUDE[:2], *sources, "-o", str(program)])
+    return program
+
+
+def _check_machine() -> None:
+    if not SUPPORTED:
+        raise BuildError("the emulator switches stacks as Linux x86_64 does, and runs there only")
+
+
+def _is_built(out: Path, stamp: str) -> bool:
+    return (out / "stamp").is_file() and (out / "stamp").read_text() == stamp
+
+
+def _stamp(kernel: Kernel, flags: list[str]) -> str:
+    """Of all that decides the binary: the kernel, the emulator, the compiler, torch's headers."""
+    compiler = subprocess.run([_compiler(), "--version"], capture_output=True, check=True).stdout
+    digest = hashlib.sha256(compiler)
+    digest.update("\n".join([kernel.id("cpu"), torch.__version__, str(TORCH), *flags]).encode())
+    for file in sorted(HERE.rglob("*.[chp]*")):
+        if file.is_file() and file.suffix != ".pyc":
+            digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def _compile(kernel: Kernel, flags: list[str], objects: Path) -> Path:
+    major, minor = map(int, kernel.stable_abi["cuda"].split("."))
+    flags = [*flags, f"-DTORCH_EXTENSION_NAME={kernel.id('cpu')}"]
+    flags += [f"-DTORCH_TARGET_VERSION={major << 56 | minor << 48:#x}"]
+    sources = [HERE / "machine.cpp", HERE / "torch_shims.cpp"]
+    include = list(INCLUDE)
+    for component in kernel.components_for("cuda"):
+        sources += [kernel.root / source for source in component.sources]
+        include += [f"-I{kernel.root / folder}" for folder in component.include]
+
+    def compiled(source: Path) -> Path:
+        target = objects / f"{source.name}.o"
+        command = [_compiler(), *flags, *include, "-x", "c++", "-c", source, "-o", target]
+        _run([str(word) for word in command])
+        return target
+
+    with concurrent.futures.ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        parts = list(pool.map(compiled, sources))
+    library = objects / "library.so"
+    # -Bsymbolic: torch_shims.cpp answers, not the functions of these names in torch.
+    link = [_compiler(), *flags, "-shared", "-Wl,-Bsymbolic", *map(str, parts)]
+    _run([*link, f"-L{TORCH / 'lib'}", "-ltorch_cpu", "-o", str(library)])
+    return library
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise BuildError(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
+
+
+def _compiler() -> str:
+    return os.environ.get("CXX", "g++")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("kernel", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--sanitize", action="store_true", help="with AddressSanitizer")
+    args = parser.parse_args()
+    try:
+        print(build(args.kernel, args.out.resolve(), args.sanitize))
+    except BuildError as error:
+        raise SystemExit(f"error: {error}") from None
+
+
+if __name__ == "__main__":
+    main()

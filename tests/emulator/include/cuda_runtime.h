@@ -1,0 +1,181 @@
+// What the kernels use of CUDA: its words, types, functions of a thread, and runtime.
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+
+#include "machine.h"
+
+#define __global__
+#define __device__
+#define __host__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __align__(bytes) __attribute__((aligned(bytes)))
+#define __shared__ thread_local  // machine.cpp, Storage
+
+using std::isinf;
+using std::isnan;
+
+struct float2 {
+  float x, y;
+};
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
+struct double2 {
+  double x, y;
+};
+struct uint2 {
+  unsigned x, y;
+};
+struct alignas(16) uint4 {
+  unsigned x, y, z, w;
+};
+inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+
+// ---- Of a thread ----
+
+inline const emulator::Index &threadIdx = emulator::machine.thread,
+                             &blockIdx = emulator::machine.block,
+                             &blockDim = emulator::machine.block_size;
+
+inline uint32_t __float_as_uint(float x) {
+  uint32_t word;
+  std::memcpy(&word, &x, sizeof x);
+  return word;
+}
+inline float __uint_as_float(uint32_t word) {
+  float x;
+  std::memcpy(&x, &word, sizeof x);
+  return x;
+}
+inline int __clz(int x) { return x ? __builtin_clz(unsigned(x)) : 32; }
+inline float rsqrtf(float x) { return 1 / std::sqrt(x); }
+inline float __fdividef(float a, float b) { return a / b; }
+template <typename T>
+T __ldcs(const T* from) {
+  return *from;
+}
+template <typename T>
+void __stcs(T* to, const T& value) {
+  *to = value;
+}
+
+inline void __syncthreads() { emulator::barrier(); }
+
+namespace emulator {
+
+// Each lane's x of lane `from`; its own where there is none.
+template <typename T>
+T shuffle(unsigned mask, T x, int from) {
+  static_assert(sizeof(T) <= 8);
+  if (mask != ~0u) fail("a shuffle of some lanes only, which is not emulated");
+  uint32_t given[3] = {}, answer[2];
+  std::memcpy(given, &x, sizeof x);
+  given[2] = uint32_t(from >= 0 && from < kWarpSize ? from : machine.lane());
+  collective(given, answer, [](Warp& warp) {
+    for (int lane = 0; lane < kWarpSize; ++lane) {
+      std::memcpy(warp.answer[lane], warp.given[warp.given[lane][2]], 8);
+    }
+  });
+  std::memcpy(&x, answer, sizeof x);
+  return x;
+}
+
+}  // namespace emulator
+
+template <typename T>
+T __shfl_sync(unsigned mask, T x, int lane) {
+  return emulator::shuffle(mask, x, lane % emulator::kWarpSize);
+}
+template <typename T>
+T __shfl_xor_sync(unsigned mask, T x, int by) {
+  return emulator::shuffle(mask, x, emulator::machine.lane() ^ by);
+}
+template <typename T>
+T __shfl_up_sync(unsigned mask, T x, int by) {
+  return emulator::shuffle(mask, x, emulator::machine.lane() - by);
+}
+template <typename T>
+T __shfl_down_sync(unsigned mask, T x, int by) {
+  return emulator::shuffle(mask, x, emulator::machine.lane() + by);
+}
+inline void __syncwarp(unsigned mask = ~0u) { emulator::shuffle(mask, 0, 0); }
+inline unsigned __ballot_sync(unsigned mask, bool x) {
+  unsigned ballot = 0;
+  for (int lane = 0; lane < emulator::kWarpSize; ++lane) {
+    ballot |= unsigned(emulator::shuffle(mask, int(x), lane)) << lane;
+  }
+  return ballot;
+}
+
+// ---- The runtime ----
+
+enum cudaError_t { cudaSuccess, cudaErrorInvalidValue };
+inline cudaError_t cudaGetLastError() { return cudaSuccess; }
+inline const char* cudaGetErrorString(cudaError_t status) {
+  return status == cudaSuccess ? "no error" : "invalid argument";
+}
+
+using cudaStream_t = struct CUstream_st*;
+struct dim3 {
+  unsigned x = 1, y = 1, z = 1;
+  dim3() = default;
+  dim3(unsigned count) : x(count) {}  // NOLINT: as CUDA's
+};
+enum cudaLaunchAttributeID { cudaLaunchAttributeProgrammaticStreamSerialization };
+struct cudaLaunchAttribute {
+  cudaLaunchAttributeID id;
+  struct {
+    int programmaticStreamSerializationAllowed;
+  } val;
+};
+struct cudaLaunchConfig_t {
+  dim3 gridDim, blockDim;
+  size_t dynamicSmemBytes;
+  cudaStream_t stream;
+  cudaLaunchAttribute* attrs;
+  unsigned numAttrs;
+};
+// Grids run one after another, whatever the attributes allow.
+template <typename... Params, typename... Args>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Params...),
+                               Args&&... args) {
+  std::tuple<std::decay_t<Params>...> params(std::forward<Args>(args)...);
+  emulator::launch(reinterpret_cast<const void*>(kernel), config->gridDim.x, config->blockDim.x,
+                   config->dynamicSmemBytes, [&] { std::apply(kernel, params); });
+  return cudaSuccess;
+}
+
+enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
+template <typename Function>
+cudaError_t cudaFuncSetAttribute(Function* kernel, cudaFuncAttribute, int bytes) {
+  const bool fits = emulator::allow_shared(reinterpret_cast<const void*>(kernel), bytes);
+  return fits ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+inline cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t) {
+  std::memset(to, value, bytes);
+  return cudaSuccess;
+}
+
+enum cudaDeviceAttr {
+  cudaDevAttrComputeCapabilityMajor,
+  cudaDevAttrComputeCapabilityMinor,
+  cudaDevAttrMultiProcessorCount,
+  cudaDevAttrMaxSharedMemoryPerBlockOptin
+};
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  const emulator::Options options = emulator::read_options();
+  const int values[] = {9, 0, options.processors, options.shared_bytes};
+  *value = values[attribute];
+  return cudaSuccess;
+}

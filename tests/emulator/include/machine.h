@@ -1,0 +1,110 @@
+// What runs an emulated kernel: a fiber for every CUDA thread of a block, block after block.
+//
+// A fiber runs until it waits: at a barrier of the block, or in a collective of its warp (a
+// shuffle, ldmatrix, mma), whose answers the last lane to arrive works out for all 32. README.md
+// says what this models and what it does not.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <vector>
+
+namespace emulator {
+
+constexpr int kWarpSize = 32;
+
+// FLASHCELL_EMULATOR, read at every launch: words from `backwards` (threads and blocks run last
+// first), `early` (a copy lands when it is issued, not when it is waited for), `processors=<count>`
+// and `shared=<KB of a block>`.
+struct Options {
+  bool backwards = false, early = false;
+  int processors = 132, shared_bytes = 227 << 10;  // an H200's
+};
+Options read_options();
+
+struct Index {
+  unsigned x = 0, y = 0, z = 0;
+};
+
+struct Copy {  // cp.async: `bytes` zeros without a source
+  uint32_t to;
+  const void* from;
+  int bytes;
+};
+
+struct Thread {
+  char* stack = nullptr;
+  void* stack_pointer = nullptr;
+  bool alive = false;
+  std::vector<Copy> issued;               // since the last commit
+  std::deque<std::vector<Copy>> pending;  // committed groups, oldest first
+};
+
+struct Warp {
+  int arrived = 0;
+  uint64_t generation = 0;        // counts what the warp has done together
+  const void* kind = nullptr;     // of the collective that lanes wait in
+  uint32_t given[kWarpSize][10];  // by lane; mma gives most
+  uint32_t answer[kWarpSize][4];
+};
+
+struct Machine {
+  Options options;
+  Index thread, block, block_size;
+  std::vector<Thread> threads;
+  std::vector<Warp> warps;
+  std::function<void()> body;  // the kernel and its arguments
+  char* shared = nullptr;      // dynamic shared memory of the block
+  uint32_t shared_bytes = 0;
+  void* main_stack = nullptr;
+  unsigned alive = 0, at_barrier = 0;
+  uint64_t barriers = 0, idle = 0;  // switches since anything happened
+  const char* failure = nullptr;
+
+  int lane() const { return int(thread.x % kWarpSize); }
+  Warp& warp() { return warps[thread.x / kWarpSize]; }
+};
+extern Machine machine;
+
+// Runs the kernel, or throws what it did wrong.
+void launch(const void* kernel, unsigned blocks, unsigned threads, size_t shared_bytes,
+            std::function<void()> body);
+// Dynamic shared memory that a kernel may ask for beyond 48 KB; false where there is not so much.
+bool allow_shared(const void* kernel, int bytes);
+
+// ---- What threads do ----
+
+[[noreturn]] void fail(const char* what);  // ends the launch
+void yield();                              // to the next thread that is alive
+void barrier();                            // of the threads that have not returned
+char* shared_at(uint32_t address, int bytes);
+void issue_copy(const Copy& copy);
+void commit_copies();
+void wait_copies(int pending);
+
+template <typename Compute>
+inline constexpr char kKind = 0;
+
+// Every lane gives words; compute(warp) fills the answers of all.
+template <int kGiven, int kAnswers, typename Compute>
+void collective(const uint32_t (&given)[kGiven], uint32_t (&answer)[kAnswers], Compute compute) {
+  Warp& warp = machine.warp();
+  if (machine.block_size.x % kWarpSize) fail("a collective of a warp that is not whole");
+  if (warp.arrived == 0) warp.kind = &kKind<Compute>;
+  if (warp.kind != &kKind<Compute>) fail("lanes of a warp are in different collectives");
+  static_assert(kGiven <= 10 && kAnswers <= 4);
+  const int lane = machine.lane();
+  std::memcpy(warp.given[lane], given, sizeof given);
+  machine.idle = 0;
+  if (++warp.arrived == kWarpSize) {
+    compute(warp);
+    warp.arrived = 0, ++warp.generation;
+  } else {
+    for (const uint64_t here = warp.generation; warp.generation == here;) yield();
+  }
+  std::memcpy(answer, warp.answer[lane], sizeof answer);
+}
+
+}  // namespace emulator

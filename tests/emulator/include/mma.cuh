@@ -1,0 +1,175 @@
+// The functions of cmake/include/mma.cuh, where PTX is: that file has what they do, and the layouts
+// of operands, which PTX ISA 8 (mma.m16n8k16, mma.m16n8k8, ldmatrix, cp.async) gives by lane.
+#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include "device.cuh"
+
+namespace flashcell::cuda {
+
+using bf16 = __nv_bfloat16;
+using fp16 = __half;
+
+template <typename IO>
+float to_float(IO x) {
+  return float(x);
+}
+template <typename IO>
+IO from_float(float x) {
+  return IO(x);
+}
+
+// Element `e` of a word of IO.
+template <typename IO>
+float element(uint32_t word, int e) {
+  if constexpr (sizeof(IO) == 4) {
+    return __uint_as_float(word);
+  } else {
+    const uint16_t bits = uint16_t(word >> (16 * e));
+    IO x;
+    std::memcpy(&x, &bits, sizeof x);
+    return float(x);
+  }
+}
+
+template <typename IO>
+struct Pair {
+  uint32_t word[sizeof(IO) / 2];
+
+  static Pair of(float low, float high) {
+    const IO both[2] = {IO(low), IO(high)};
+    Pair pair;
+    std::memcpy(pair.word, both, sizeof both);
+    return pair;
+  }
+  float2 floats() const {
+    return {element<IO>(word[0], 0), element<IO>(word[sizeof(IO) / 2 - 1], 1)};
+  }
+};
+
+// tf32 has 10 bits of mantissa; cvt.rna rounds halves away from zero.
+template <typename IO>
+uint32_t operand(uint32_t word) {
+  return sizeof(IO) == 4 ? (word + 0x1000) & ~0x1fffu : word;
+}
+
+template <typename IO>
+void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, const float (&c)[4]) {
+  uint32_t given[10] = {a[0], a[1], a[2], a[3], b0, b1}, answer[4];
+  std::memcpy(given + 6, c, sizeof c);
+  emulator::collective(given, answer, [](emulator::Warp& warp) {
+    constexpr int kElements = 4 / sizeof(IO), kDepth = 8 * kElements;
+    // Without cvt.rna an operand would be cut off.
+    const auto value = [](uint32_t word, int e) {
+      return element<IO>(sizeof(IO) == 4 ? word & ~0x1fffu : word, e);
+    };
+    float left[16][kDepth], right[kDepth][8];
+    for (int lane = 0; lane < 32; ++lane) {
+      const uint32_t* words = warp.given[lane];
+      const int r = lane / 4, q = lane % 4;
+      for (int e = 0; e < kElements; ++e) {
+        for (int half = 0; half < 2; ++half) {
+          const int k = half * kDepth / 2 + q * kElements + e;
+          left[r][k] = value(words[2 * half], e), left[r + 8][k] = value(words[2 * half + 1], e);
+          right[k][r] = value(words[4 + half], e);
+        }
+      }
+    }
+    for (int lane = 0; lane < 32; ++lane) {
+      for (int i = 0; i < 4; ++i) {
+        float sum = __uint_as_float(warp.given[lane][6 + i]);
+        const int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
+        for (int k = 0; k < kDepth; ++k) sum += left[row][k] * right[k][column];
+        warp.answer[lane][i] = __float_as_uint(sum);
+      }
+    }
+  });
+  std::memcpy(d, answer, sizeof d);
+}
+template <typename IO>
+void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  mma<IO>(d, a, b0, b1, d);
+}
+
+inline uint32_t keep(uint32_t value) { return value; }
+
+// Of dynamic shared memory: offsets in it.
+inline uint32_t shared_address(const void* pointer) {
+  const intptr_t offset = static_cast<const char*>(pointer) - emulator::machine.shared;
+  if (offset < 0 || offset > intptr_t(emulator::machine.shared_bytes)) {
+    emulator::fail("an address that is not in dynamic shared memory");
+  }
+  return uint32_t(offset);
+}
+
+template <bool kTransposed>
+void load_matrices(uint32_t (&words)[4], uint32_t row_address) {
+  const uint32_t given[1] = {row_address};
+  emulator::collective(given, words, [](emulator::Warp& warp) {
+    for (int i = 0; i < 4; ++i) {
+      uint16_t x[8][8];
+      for (int r = 0; r < 8; ++r) {
+        std::memcpy(x[r], emulator::shared_at(warp.given[8 * i + r][0], 16), 16);
+      }
+      for (int lane = 0; lane < 32; ++lane) {
+        const int r = lane / 4, c = lane % 4 * 2;
+        const uint16_t low = kTransposed ? x[c][r] : x[r][c];
+        const uint16_t high = kTransposed ? x[c + 1][r] : x[r][c + 1];
+        warp.answer[lane][i] = low | uint32_t(high) << 16;
+      }
+    }
+  });
+}
+inline void load_vectors(uint32_t (&words)[4], uint32_t row_address) {
+  load_matrices<false>(words, row_address);
+}
+inline void load_transposed(uint32_t (&words)[4], uint32_t row_address) {
+  load_matrices<true>(words, row_address);
+}
+
+inline uint32_t load_word(uint32_t shared) {
+  uint32_t word;
+  std::memcpy(&word, emulator::shared_at(shared, 4), 4);
+  return word;
+}
+inline void store_words(uint32_t shared, uint32_t word) {
+  std::memcpy(emulator::shared_at(shared, 4), &word, 4);
+}
+inline void store_words(uint32_t shared, uint32_t first, uint32_t second) {
+  const uint32_t words[2] = {first, second};
+  std::memcpy(emulator::shared_at(shared, 8), words, 8);
+}
+
+template <typename IO>
+uint32_t multiply_add(uint32_t a, uint32_t b, uint32_t c) {
+  static_assert(sizeof(IO) == 2);
+  const auto one = [&](int e) {  // fp32 holds a product of two 16-bit ones; fma rounds once more
+    return std::fma(double(element<IO>(a, e)), double(element<IO>(b, e)),
+                    double(element<IO>(c, e)));
+  };
+  return Pair<IO>::of(float(one(0)), float(one(1))).word[0];
+}
+
+inline float exp2_approx(float x) { return std::exp2(x); }
+
+inline void copy_async(uint32_t shared, const void* global) {
+  emulator::issue_copy({shared, global, 16});
+}
+inline void copy_async(void* shared, const void* global) {
+  copy_async(shared_address(shared), global);
+}
+inline void copy_async_or_zero(uint32_t shared, const void* global, bool copy) {
+  emulator::issue_copy({shared, copy ? global : nullptr, 16});
+}
+inline void copy_word_or_zero(float* shared, const float* global, bool copy) {
+  emulator::issue_copy({shared_address(shared), copy ? global : nullptr, 4});
+}
+inline void copy_commit() { emulator::commit_copies(); }
+template <int kPending>
+void copy_wait() {
+  emulator::wait_copies(kPending);
+}
+
+}  // namespace flashcell::cuda

@@ -1,0 +1,273 @@
+// The fibers and shared memory.
+#include "machine.h"
+
+#include <link.h>
+#include <sys/mman.h>
+
+#include <cstdlib>
+#include <map>
+#include <mutex>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#else
+#define ASAN_POISON_MEMORY_REGION(address, bytes) (void(address), void(bytes))
+#define ASAN_UNPOISON_MEMORY_REGION(address, bytes) (void(address), void(bytes))
+#endif
+
+namespace flashcell::cuda {
+constexpr int kMostShared = 227 << 10;
+// What a kernel names by `extern __shared__ char memory[]`.
+alignas(1024) thread_local char memory[kMostShared];
+}  // namespace flashcell::cuda
+
+// Saves what a function must keep on the stack, which it leaves at *from, and takes up `to`.
+extern "C" void emulator_switch(void** from, void* to);
+asm(R"(
+.text
+.type emulator_switch, @function
+emulator_switch:
+  push %rbp
+  push %rbx
+  push %r12
+  push %r13
+  push %r14
+  push %r15
+  mov %rsp, (%rdi)
+  mov %rsi, %rsp
+  pop %r15
+  pop %r14
+  pop %r13
+  pop %r12
+  pop %rbx
+  pop %rbp
+  ret
+.size emulator_switch, . - emulator_switch
+)");
+
+namespace emulator {
+
+Machine machine;
+
+namespace {
+
+constexpr size_t kStack = 256 << 10, kGuard = 4 << 10;
+constexpr int kSharedUnasked = 48 << 10, kMostThreads = 1024;
+
+std::mutex one_at_a_time;
+std::map<const void*, int> allowed;  // bytes of dynamic shared memory, by kernel
+
+// All shared memory is this library's thread-local storage: `__shared__` is `thread_local`, which
+// fits an extern array and a variable of a function alike, and leaves both in one block.
+struct Storage {
+  char* data = nullptr;
+  size_t bytes = 0;
+};
+Storage find_storage() {
+  Storage storage;
+  const auto visit = [](dl_phdr_info* library, size_t, void* found) {
+    const char *base = reinterpret_cast<char*>(library->dlpi_addr), *own = (char*)&machine;
+    bool is_own = false;
+    size_t bytes = 0;
+    for (int i = 0; i < library->dlpi_phnum; ++i) {
+      const auto& part = library->dlpi_phdr[i];
+      const char* begin = base + part.p_vaddr;
+      is_own |= part.p_type == PT_LOAD && begin <= own && own < begin + part.p_memsz;
+      if (part.p_type == PT_TLS) bytes = part.p_memsz;
+    }
+    if (is_own) *static_cast<Storage*>(found) = {static_cast<char*>(library->dlpi_tls_data), bytes};
+    return int(is_own);
+  };
+  flashcell::cuda::memory[0] = 0;  // a thread has none before it asks for it
+  dl_iterate_phdr(visit, &storage);
+  if (storage.data == nullptr) throw std::runtime_error("emulator: found no thread-local storage");
+  return storage;
+}
+
+// NaN in every type, and an index far out of range: what nobody wrote shows up.
+void poison(const Storage& storage) {
+  char* memory = flashcell::cuda::memory;
+  ASAN_UNPOISON_MEMORY_REGION(memory, flashcell::cuda::kMostShared);
+  std::memset(storage.data, 0xff, storage.bytes);
+  ASAN_POISON_MEMORY_REGION(memory + machine.shared_bytes,
+                            flashcell::cuda::kMostShared - machine.shared_bytes);
+}
+
+void run_on(unsigned thread, void** from) {
+  machine.thread.x = thread;
+  emulator_switch(from, machine.threads[thread].stack_pointer);
+}
+
+__attribute__((no_sanitize_address)) void run_thread() {
+  machine.body();
+  machine.threads[machine.thread.x].alive = false;
+  machine.idle = 0;
+  if (--machine.alive && machine.at_barrier == machine.alive) {  // who returns is not waited for
+    machine.at_barrier = 0, ++machine.barriers;
+  }
+  void* never_again;
+  if (machine.alive == 0) emulator_switch(&never_again, machine.main_stack);
+  yield();
+  std::abort();
+}
+
+char* new_stack() {
+  void* stack = mmap(nullptr, kStack, PROT_READ | PROT_WRITE,
+                     MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (stack == MAP_FAILED || mprotect(stack, kGuard, PROT_NONE)) throw std::bad_alloc();
+  return static_cast<char*>(stack);
+}
+
+void start(Thread& thread) {
+  if (thread.stack == nullptr) thread.stack = new_stack();
+  thread.alive = true, thread.issued.clear(), thread.pending.clear();
+  void** top = reinterpret_cast<void**>(thread.stack + kStack);
+  *--top = nullptr;  // a call leaves the stack 8 bytes off a multiple of 16
+  *--top = reinterpret_cast<void*>(&run_thread);
+  for (int kept = 0; kept < 6; ++kept) *--top = nullptr;
+  thread.stack_pointer = top;
+}
+
+void run_block(unsigned block, const Storage& storage) {
+  poison(storage);
+  machine.block.x = block, machine.alive = unsigned(machine.threads.size());
+  machine.at_barrier = 0, machine.idle = 0;
+  machine.warps.assign((machine.threads.size() + kWarpSize - 1) / kWarpSize, Warp{});
+  for (Thread& thread : machine.threads) start(thread);
+  run_on(machine.options.backwards ? machine.alive - 1 : 0, &machine.main_stack);
+}
+
+std::string failure() {
+  return std::string("emulator: ") + machine.failure + " (block " +
+         std::to_string(machine.block.x) + ", thread " + std::to_string(machine.thread.x) + ")";
+}
+
+void land(const Copy& copy) {
+  char* to = shared_at(copy.to, copy.bytes);
+  if (copy.from) {
+    std::memcpy(to, copy.from, copy.bytes);
+  } else {
+    std::memset(to, 0, copy.bytes);
+  }
+}
+
+}  // namespace
+
+Options read_options() {
+  const char* text = std::getenv("FLASHCELL_EMULATOR");
+  std::istringstream words(text ? text : "");
+  Options options;
+  for (std::string word; words >> word;) {
+    const size_t equals = word.find('=');
+    const std::string name = word.substr(0, equals);
+    const int value = equals == word.npos ? 0 : std::atoi(word.c_str() + equals + 1);
+    if (word == "backwards") {
+      options.backwards = true;
+    } else if (word == "early") {
+      options.early = true;
+    } else if (name == "processors" && value > 0) {
+      options.processors = value;
+    } else if (name == "shared" && 48 <= value && value << 10 <= flashcell::cuda::kMostShared) {
+      options.shared_bytes = value << 10;
+    } else {
+      throw std::invalid_argument("FLASHCELL_EMULATOR has the word '" + word +
+                                  "', but knows backwards, early, processors=<count>, shared=<KB>");
+    }
+  }
+  return options;
+}
+
+bool allow_shared(const void* kernel, int bytes) {
+  const std::lock_guard lock(one_at_a_time);
+  if (bytes > read_options().shared_bytes) return false;
+  allowed[kernel] = bytes;
+  return true;
+}
+
+void launch(const void* kernel, unsigned blocks, unsigned threads, size_t shared_bytes,
+            std::function<void()> body) {
+  const std::lock_guard lock(one_at_a_time);
+  machine.options = read_options();
+  const int most = allowed.count(kernel) ? allowed[kernel] : kSharedUnasked;
+  if (threads == 0 || threads > kMostThreads || shared_bytes > size_t(most)) {
+    throw std::runtime_error("emulator: " + std::to_string(threads) + " threads and " +
+                             std::to_string(shared_bytes) +
+                             " bytes of shared memory, but at most " +
+                             std::to_string(kMostThreads) + " and " + std::to_string(most));
+  }
+  const Storage storage = find_storage();
+  machine.shared = flashcell::cuda::memory, machine.shared_bytes = uint32_t(shared_bytes);
+  machine.body = std::move(body), machine.block_size = {threads, 1, 1};
+  machine.failure = nullptr;
+  for (size_t t = threads; t < machine.threads.size(); ++t)
+    munmap(machine.threads[t].stack, kStack);
+  machine.threads.resize(threads);
+  for (unsigned b = 0; b < blocks && machine.failure == nullptr; ++b) {
+    run_block(machine.options.backwards ? blocks - 1 - b : b, storage);
+  }
+  ASAN_UNPOISON_MEMORY_REGION(machine.shared, flashcell::cuda::kMostShared);
+  machine.body = nullptr;
+  if (machine.failure == nullptr) return;
+  for (Thread& thread : machine.threads) {  // frames that nothing will leave
+    ASAN_UNPOISON_MEMORY_REGION(thread.stack + kGuard, kStack - kGuard);
+  }
+  throw std::runtime_error(failure());
+}
+
+void fail(const char* what) {
+  machine.failure = what;
+  void* never_again;
+  emulator_switch(&never_again, machine.main_stack);
+  std::abort();
+}
+
+void yield() {
+  const unsigned count = unsigned(machine.threads.size()), self = machine.thread.x;
+  if (++machine.idle > 2 * count) fail("threads wait for others that never come");
+  unsigned next = self;
+  do {
+    next = (machine.options.backwards ? next + count - 1 : next + 1) % count;
+  } while (!machine.threads[next].alive && next != self);
+  if (next != self) run_on(next, &machine.threads[self].stack_pointer);
+}
+
+void barrier() {
+  machine.idle = 0;
+  const uint64_t here = machine.barriers;
+  if (++machine.at_barrier == machine.alive) {
+    machine.at_barrier = 0, ++machine.barriers;
+  } else {
+    while (machine.barriers == here) yield();
+  }
+}
+
+char* shared_at(uint32_t address, int bytes) {
+  if (uint64_t(address) + bytes > machine.shared_bytes) fail("shared memory: out of range");
+  if (address % bytes) fail("shared memory: misaligned address");
+  return machine.shared + address;
+}
+
+// Between issue and wait a copy may be read and land at any time: here at one end or the other.
+void issue_copy(const Copy& copy) {
+  char* to = shared_at(copy.to, copy.bytes);
+  if (reinterpret_cast<uintptr_t>(copy.from) % copy.bytes) fail("copy from a misaligned address");
+  if (machine.options.early) return land(copy);
+  std::memset(to, 0xff, copy.bytes);
+  machine.threads[machine.thread.x].issued.push_back(copy);
+}
+void commit_copies() {
+  Thread& thread = machine.threads[machine.thread.x];
+  thread.pending.push_back(std::move(thread.issued));
+  thread.issued.clear();
+}
+void wait_copies(int pending) {
+  auto& groups = machine.threads[machine.thread.x].pending;
+  for (; int(groups.size()) > pending; groups.pop_front()) {
+    for (const Copy& copy : groups.front()) land(copy);
+  }
+}
+
+}  // namespace emulator

@@ -1,0 +1,185 @@
+"""tfla's CUDA kernels where there is no GPU: run by tests/emulator, judged as the CPU's engine is.
+
+Every call runs twice, with threads, blocks and copies first in one order and then in the other: both
+results are the same, bit for bit.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import test_tfla as judge
+import test_tfla_bf16
+import test_tfla_cuda
+import torch
+
+import emulate
+from cases import DEVICE, upcast
+from flashcell.kernels import tfla as reference
+from mlstm_cases import CASES, Case, make
+from numerics import assert_bitwise, assert_close
+
+ROOT = Path(__file__).resolve().parents[2]
+SANITIZE = "FLASHCELL_EMULATOR_SANITIZE"
+ORDERS = ("", "backwards early", "backwards", "early")
+DTYPES = [torch.bfloat16, torch.float32]
+# Odd lengths, widths that fill no tile, chunks of each length, and every option.
+FAST = [case for case in CASES if case.T <= 45 and max(case.K, case.V) < 1024]
+FAST += [
+    Case(2, 131, 1, 40, 136, ("state",), 64),
+    Case(1, 130, 1, 136, 24, ("state", "reset"), 128),
+    Case(1, 300, 1, 16, 8, ("state",), 256),
+    Case(1, 200, 2, 32, 32, ("state",), 64, 10.0, -2.0),
+]
+pytestmark = [
+    pytest.mark.skipif(not emulate.SUPPORTED, reason="the emulator needs Linux on x86_64"),
+    pytest.mark.skipif(DEVICE != "cpu", reason="there is a GPU to run the kernels"),
+    pytest.mark.usefixtures("poisoned", "no_float64"),
+]
+
+
+@pytest.fixture(scope="session")
+def tfla():
+    from kernels import get_local_kernel
+
+    sanitize = SANITIZE in os.environ
+    home = Path(os.environ.get("FLASHCELL_HOME") or ROOT / ".flashcell").resolve()
+    out = home / "emulated" / ("tfla-sanitized" if sanitize else "tfla")
+    emulate.build(ROOT / "kernel_builds/tfla", out, sanitize)
+    return get_local_kernel(out, backend="cpu")
+
+
+@pytest.fixture(params=["exp", "sigmoid"])
+def cell(request):
+    return request.param
+
+
+@pytest.fixture
+def no_float64(monkeypatch):
+    """The judge's tests in the widest dtype that CUDA has, as on a GPU."""
+    monkeypatch.setattr(judge, "EXACT", torch.float32)
+    monkeypatch.setattr(judge, "DOUBLE", False)
+
+
+@pytest.fixture
+def order(monkeypatch):
+    return lambda words: monkeypatch.setenv("FLASHCELL_EMULATOR", words)
+
+
+def run_orders(tfla, order, call, given, orders=ORDERS[:2], device=""):
+    """The first order's results; the others' are the same."""
+    results = []
+    for words in orders:
+        order(f"{words} {device}")
+        results.append(judge.run(tfla, call, given, backend="cpu"))
+    for words, other in zip(orders[1:], results[1:], strict=True):
+        for key, value in other.items():
+            assert_bitwise(f"{key}, {words}", value, results[0][key])
+    return results[0]
+
+
+def judge_case(tfla, order, cell, case, dtype, **options):
+    call = make(cell, case, dtype)
+    given = judge.upstream(call, dtype)
+    got = run_orders(tfla, order, call, given, **options)
+    peer, exact = judge.run(reference, call, given), judge.run(reference, upcast(call), given)
+    assert got.keys() == exact.keys()
+    for key in exact:
+        name = f"{cell} {case} {key}"
+        judge.assert_near(name, key, got[key], exact[key], peer[key], dtype, case.T == 1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=judge.short)
+@pytest.mark.parametrize("case", FAST, ids=str)
+def test_as_exact_as_the_reference_in_any_order(tfla, order, cell, case, dtype):
+    judge_case(tfla, order, cell, case, dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16], ids=judge.short)
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("cell", ["exp", "sigmoid", "sigmoid floor"])
+def test_every_case_in_every_order(tfla, order, cell, case, dtype):
+    judge_case(tfla, order, cell, case, dtype, orders=ORDERS)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=judge.short)
+def test_a_smaller_gpu_has_shorter_chunks(tfla, order, cell, dtype):
+    """99 KB of shared memory, as sm_86 and sm_120 have."""
+    judge_case(
+        tfla, order, cell, Case(1, 300, 1, 24, 16, ("state",), 256), dtype, device="shared=99"
+    )
+
+
+def test_segments_join(tfla, order):
+    """A sequence long enough to be cut for the states' walk: not by one processor, in two by many."""
+    call = make("exp", Case(1, 1100, 2, 16, 8, ("state",), 64, f=6.0), torch.float32)
+    given = judge.upstream(call, torch.float32)
+    exact = judge.run(reference, upcast(call), given)
+    for processors, orders in ((1, ORDERS[:1]), (132, ORDERS[:2])):
+        device = f"processors={processors}"
+        got = run_orders(tfla, order, call, given, orders=orders, device=device)
+        for key in exact:
+            assert_close(f"{key}, {device}", got[key].double(), exact[key], 4e-5)
+
+
+@pytest.mark.parametrize("words", ORDERS[:2])
+@pytest.mark.parametrize("dtype", DTYPES, ids=judge.short)
+def test_step(tfla, order, cell, dtype, words):
+    order(words)
+    judge.test_step(tfla, cell, dtype)
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        judge.test_documents_equal_separate_sequences,
+        judge.test_held_steps_keep_the_state_unrounded,
+        judge.test_inputs_are_left_alone,
+        judge.test_nan_stays_in_its_head_and_after_its_chunk,
+        judge.test_shards_compose,
+        test_tfla_cuda.test_rows_at_any_address,
+    ],
+    ids=lambda test: test.__name__,
+)
+def test_as_the_judge_says(tfla, order, cell, test):
+    order("backwards")
+    test(tfla, cell)
+
+
+@pytest.mark.parametrize("t", [0, 17, 39])
+def test_reset(tfla, cell, t):
+    judge.test_reset_at_every_position(tfla, cell, t)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [64, 128, 256])
+def test_bf16_at_a_models_width(tfla, cell, size):
+    test_tfla_bf16.test_bf16_at_a_models_width(tfla, cell, 0.0, 3.0, size)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(SANITIZE in os.environ, reason="is what runs")
+def test_nothing_is_read_or_written_out_of_bounds():
+    """The fast comparisons under AddressSanitizer, which must be in the process from its start."""
+    found = subprocess.run(
+        ["g++", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True
+    )
+    env = {**os.environ, SANITIZE: "1", "LD_PRELOAD": found.stdout.strip()}
+    env["ASAN_OPTIONS"] = "detect_leaks=0"
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "not slow",
+    ]
+    done = subprocess.run([*command, __file__], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "passed" in done.stdout
