@@ -184,6 +184,22 @@ def test_reset_at_every_position(tfla, cell, t):
         assert_close("state", got, exact, 1e-6)
 
 
+@pytest.mark.parametrize("t", [0, 70, 200])
+def test_reset_ends_a_state_that_is_nan(tfla, cell, t):
+    """All of it, m too, whether the reset is in a chunk's first tile or a later one."""
+    call = make(cell, Case(1, 300, 1, 16, 16, ("state",), 256), torch.float32)
+    call["state"] = tuple(torch.full_like(s, float("nan")) for s in call["state"])
+    reset = torch.zeros(1, 300, dtype=torch.bool)
+    reset[0, t] = True
+    h, last = tfla.mlstm(**call, reset=reset)
+    part = {k: call[k][:, t:] for k in SEQUENCE[:5]}
+    want, end = tfla.mlstm(**{**call, **part, "state": None})
+    assert h[:, :t].isnan().all()
+    assert_close("h", h[:, t:], want, 1e-6)
+    for got, exact in zip(unscaled(last), unscaled(end), strict=True):
+        assert_close("state", got, exact, 1e-6)
+
+
 def test_documents_equal_separate_sequences(tfla, cell):
     """Bit for bit: a document's chunks begin where it begins."""
     call = make(cell, Case(4, 21, 2, 24, 16, ("state", "cu")), torch.float32)
