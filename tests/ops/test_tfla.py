@@ -269,6 +269,19 @@ def test_nan_stays_in_its_head_and_after_its_chunk(tfla, cell):
         assert torch.equal(h[~ill], clean[~ill])
 
 
+@pytest.mark.parametrize("gate", ["i", "f"])
+def test_a_gate_that_is_nan_spoils_the_state(tfla, cell, gate):
+    call = make(cell, Case(2, 1, 3, 16, 16, ("state",)), torch.float32)
+    call[gate][1, 0, 2] = float("nan")
+    call.pop("chunk_size")
+    h, last = tfla.mlstm(**call)
+    step, next_state = tfla.mlstm_step(**{**call, **{k: call[k][:, 0] for k in SEQUENCE[:5]}})
+    for x in (h[:, 0], last[0], step, next_state[0]):
+        ill = x.isnan().flatten(2)
+        assert ill[1, 2].all()
+        assert ill.sum() == ill[1, 2].sum()
+
+
 def test_gates_and_state_in_another_dtype(tfla, cell):
     """As under autocast: fp32 gates beside bf16 activations; gradients in their own dtype."""
     call = make(cell, SMALL, torch.bfloat16)
