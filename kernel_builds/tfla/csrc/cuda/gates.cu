@@ -96,6 +96,8 @@ struct GateScratch {
   float2* m;          // [H, slots, tiles] before and after it
 };
 
+DEVICE bool has_reset(const double2& transfer) { return transfer.x == -INFINITY; }
+
 __global__ void __launch_bounds__(256) list_kernel(const Chunks chunks, Chunk* table) {
   const Sequence s = chunks.list[blockIdx.x];
   const int64_t count = (s.length + s.padding + chunks.length - 1) / chunks.length;
@@ -130,7 +132,7 @@ __global__ void __launch_bounds__(32) m_kernel(const MlstmParams p, const Rows r
   const int64_t end = begin + each < count ? begin + each : count;
   const auto tile = [&](int64_t t) -> Transfer {
     const double2 x = scratch.transfer[from + t];
-    return {x.x, x.y, false};
+    return {x.x, x.y, has_reset(x)};
   };
   Transfer own{0, -INFINITY, false};
   for (int64_t t = begin; t < end; ++t) own = join(own, tile(t));
@@ -148,12 +150,21 @@ __global__ void __launch_bounds__(32) m_kernel(const MlstmParams p, const Rows r
   if (lane == 31 && last_m != nullptr) last_m[state] = float(m);
 }
 
-// The decay of a whole tile.
-DEVICE float tile_decay(const GateScratch& scratch, int64_t index) {
-  const float2 m = scratch.m[index];
-  if (m.x < float(kNever)) return 0;
-  return power(scratch.transfer[index].x + m.x - shift(m.y));
-}
+// The decay of tiles, one after another. What is NaN before a reset ends there.
+struct Decay {
+  float all = 1;
+  bool reset = false;  // in one of them
+
+  DEVICE void join(const GateScratch& scratch, int64_t index) {
+    const double2 transfer = scratch.transfer[index];
+    const float2 m = scratch.m[index];
+    if (has_reset(transfer)) {
+      all = isnan(m.y) ? m.y : 0.0f, reset = true;
+    } else {
+      all *= m.x < float(kNever) ? 0.0f : power(transfer.x + m.x - shift(m.y));
+    }
+  }
+};
 
 __global__ void __launch_bounds__(32 * kWarps) row_kernel(const MlstmParams p, const Rows rows,
                                                           const GateScratch scratch) {
@@ -180,20 +191,22 @@ __global__ void __launch_bounds__(32 * kWarps) row_kernel(const MlstmParams p, c
   };
   const int last = last_reset(near, far);
 
-  // Decays of the tiles before and after this one in its chunk.
+  // Decays of this tile, and of those before and after it in its chunk.
   const int64_t index = place.index(rows);
-  float before = 1, after = 1;
+  Decay before, own, after;
   for (int t = 0; t * kTile < chunk.steps; ++t) {
-    if (t == place.tile) continue;
-    (t < place.tile ? before : after) *= tile_decay(scratch, index - place.tile + t);
-  }
-  const float decay = tile_decay(scratch, index);
-  if (lane == 0) {
-    rows.tile_decay[index] = decay;
-    if (place.tile == 0) rows.keep[rows.slot(place.head, place.slot)] = decay * after;
+    (t < place.tile ? before : t == place.tile ? own : after).join(scratch, index - place.tile + t);
   }
 
-  const float2 m = scratch.m[index];  // at the tile's ends
+  // m at the tile's ends. If it is NaN, `past` of all that is lost says so; `future` and the tile's
+  // decay must not: products would take that past a reset, where they have 0 NaN.
+  const float2 m = scratch.m[index];
+  if (lane == 0) {
+    rows.tile_decay[index] = isnan(own.all) ? 0.0f : own.all;
+    if (place.tile == 0) {
+      rows.keep[rows.slot(place.head, place.slot)] = after.reset ? after.all : own.all * after.all;
+    }
+  }
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int step = 2 * lane + i;
@@ -206,14 +219,15 @@ __global__ void __launch_bounds__(32 * kWarps) row_kernel(const MlstmParams p, c
       scale = shift(float(sums[i].cut || carried < sums[i].m ? sums[i].m : carried));
     }
     const bool seen = !now.held && !sums[i].cut && !(m.x < float(kNever));
-    const bool left = !now.held && step >= last;
+    const bool left = !now.held && step >= last && !isnan(m.y);
     const float past = seen ? power(carried - scale) : 0.0f;
     const float future = left ? power(end - sums[i].decay + now.log_i - shift(m.y)) : 0.0f;
     const int64_t row = rows.row(place.head, chunk) + first + step;
     rows.u[row] = split(now.held ? -INFINITY : sums[i].decay - scale);
     rows.w[row] = split(now.held ? -INFINITY : now.log_i - sums[i].decay);
     rows.past[row] = past, rows.future[row] = future;
-    rows.inflow[row] = past * before, rows.outflow[row] = future * after;
+    rows.inflow[row] = seen ? past * before.all : 0.0f;
+    rows.outflow[row] = after.reset ? 0.0f : future * after.all;
     rows.floor[row] = now.held ? 1.0f : power(-scale);
     if (place.head == 0) {
       rows.start[chunk.row + first + step] =

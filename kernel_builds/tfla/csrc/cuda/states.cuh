@@ -276,7 +276,9 @@ __global__ void __launch_bounds__(kJoinThreads) join_kernel(const StateParams p,
     float product = 1;
     for (int64_t c = Segments::begin(chunks, threadIdx.x, segments.count); c < end; ++c) {
       const int64_t number = kReverse ? chunks - 1 - c : c;
-      product *= p.rows.keep[p.rows.slot(int(head), p.rows.chunks.first_slot(s) + number)];
+      const int64_t slot = p.rows.chunks.first_slot(s) + number;
+      const float keep = p.rows.keep[p.rows.slot(int(head), slot)];
+      product = keep == 0 ? 0.0f : product * keep;  // NaN ends there
     }
     decay[threadIdx.x] = product;
   }

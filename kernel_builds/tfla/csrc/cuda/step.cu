@@ -24,6 +24,7 @@ struct Factors {  // of a head
 };
 
 DEVICE float log_sigmoid(float x) { return fminf(x, 0.0f) - log1pf(expf(-fabsf(x))); }
+DEVICE float at_least(float least, float x) { return x < least ? least : x; }  // NaN stays
 
 template <typename X>
 DEVICE const X* at(const Strided& x, int64_t b, int64_t h) {
@@ -49,13 +50,13 @@ __global__ void __launch_bounds__(kThreads) factors_kernel(const StepParams p, F
   __shared__ float parts[kWarps];
   const int64_t state = blockIdx.x, b = state / p.H, h = state % p.H;
   const float i = *at<float>(p.i, b, h);
-  const float log_f = fmaxf(log_sigmoid(*at<float>(p.f, b, h)), kShut);
+  const float log_f = at_least(kShut, log_sigmoid(*at<float>(p.f, b, h)));
   float m = 0, keep = expf(log_f), add;
   if (p.exponential) {  // m is rounded, and the factors make up for it
     const float before = p.m ? static_cast<const float*>(p.m)[state] : 0.0f,
-                log_i = fmaxf(i, kNever);
+                log_i = at_least(kNever, i);
     const double carried = double(log_f) + double(before);
-    m = float(fmax(carried, double(log_i)));
+    m = float(carried < double(log_i) ? double(log_i) : carried);
     keep = before < kNever ? 0.0f : expf(float(carried - double(m)));
     add = expf(float(double(log_i) - double(m)));
   } else {
