@@ -143,3 +143,19 @@ class StaticRecurrentStateLayer(RecurrentStateLayer):
 
 
 STATIC_LAYER_TYPE_MAPPING["recurrent_state"] = StaticRecurrentStateLayer
+
+
+def check_cache(cache: Any, layers: int, batch: int) -> None:
+    """ValueError unless `cache` is one of ours, for so many layers, and empty or of this batch."""
+    kinds = [type(layer) for layer in getattr(cache, "layers", ())]
+    if len(kinds) != layers or not all(issubclass(kind, RecurrentStateLayer) for kind in kinds):
+        names = ", ".join(sorted({kind.__name__ for kind in kinds})) or "no kind"
+        raise ValueError(
+            f"past_key_values is a {type(cache).__name__} with {len(kinds)} layers of {names}, but "
+            f"must have {layers} with recurrent states, as DynamicCache(config=model.config) has"
+        )
+    held = cache.layers[0].batch_size
+    if held not in (-1, batch):
+        raise ValueError(
+            f"past_key_values holds the states of {held} rows, but must hold {batch}, the batch's"
+        )

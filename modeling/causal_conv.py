@@ -33,7 +33,7 @@ class CausalConv1d(nn.Conv1d):
         if window is None:
             window = x.new_zeros(x.shape[0], self.past, x.shape[2])
         seen = torch.cat([window.to(x.dtype), x], 1)  # [B, K - 1 + T, D]
-        if boundaries.none:
+        if boundaries.none and x.shape[1]:  # torch's needs a token
             return super().forward(seen.mT).mT, seen[:, x.shape[1] :]
         lags, window = self._lags(seen, boundaries)
         exact = torch.promote_types(x.dtype, torch.float32)

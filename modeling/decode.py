@@ -165,7 +165,8 @@ def _decodes(input_ids: torch.Tensor | None, cache: Any) -> bool:
     transformers' static one, which it decodes by torch.compile."""
     if input_ids is None or input_ids.dim() != 2 or input_ids.shape[1] != 1 or cache is None:
         return False
-    return all(type(layer) is RecurrentStateLayer and layer.states for layer in cache.layers)
+    layers = getattr(cache, "layers", ())
+    return bool(layers) and all(type(l) is RecurrentStateLayer and l.states for l in layers)
 
 
 def _why_not_now(

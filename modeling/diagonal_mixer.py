@@ -42,7 +42,7 @@ class DiagonalMixer(nn.Module):
         self.out_proj = nn.Linear(width, width, bias=False)
 
     def init_weights(self) -> None:
-        self.cell.reset_parameters()
+        """Of its own weights: the layers inside are asked for themselves, see mlstm.py."""
         init.ones_(self.skip)
 
     def forward(

@@ -81,6 +81,10 @@ class _FlashLayer(nn.Module):
     def reset_parameters(self) -> None:
         """As published: a and p normal with deviation 1 / sqrt(hidden_size), cut off at three of it."""
         self.in_proj.reset_parameters()
+        self.reset_rows()
+
+    def reset_rows(self) -> None:
+        """a and p alone."""
         deviation = 1 / math.sqrt(self.hidden_size)
         for rows in self._rows():
             nn.init.trunc_normal_(rows, 0.0, deviation, -3 * deviation, 3 * deviation)

@@ -61,7 +61,10 @@ class HeadNorm(nn.Module):
 
 
 def split_heads(x: torch.Tensor, heads: int) -> torch.Tensor:  # [..., N D] -> [..., N, D]
-    return x.view(*x.shape[:-1], heads, -1)  # unflatten is opaque to Dynamo under a device context
+    width = x.shape[-1] // heads  # -1 would not do for no tokens
+    return x.view(
+        *x.shape[:-1], heads, width
+    )  # unflatten is opaque to Dynamo under a device context
 
 
 def run_mlstm(
@@ -78,21 +81,21 @@ def run_mlstm(
     A token that is decoded into a static cache changes its states where they lie.
     """
     q = operands[0]
-    B, T = q.shape[:2]
     options.update(
         norm=norm.kind, norm_weight=norm(), norm_eps=norm.eps,
         backend=config.backend,
     )  # fmt: skip
     kernel = load_kernel("tfla", q.device.type, config.backend)
     state = None if cache is None else boundaries.first(cache.get_states())
-    if T == 1 and boundaries.none:
+    if q.shape[1] == 1 and boundaries.none:
         buffers = isinstance(cache, StaticRecurrentStateLayer) and not torch.is_grad_enabled()
         gate = None if out_gate is None else out_gate[:, 0]
         h, state = kernel.mlstm_step(
             *(x[:, 0] for x in operands), state,
             out_gate=gate, inplace=buffers and state is not None, **options,
         )  # fmt: skip
+        h = h[:, None]
     else:
         options.update(boundaries._asdict(), chunk_size=config.chunk_size)
         h, state = kernel.mlstm(*operands, state, out_gate=out_gate, **options)
-    return h.reshape(B, T, -1), boundaries.last(state)
+    return h.flatten(-2), boundaries.last(state)

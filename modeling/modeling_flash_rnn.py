@@ -16,6 +16,8 @@ from .boundaries import Boundaries
 from .cache import RecurrentStateLayer
 from .configuration.configuration_flash_rnn import FlashRNNConfig
 from .diagonal_mixer import DiagonalMixer
+from .flash_rnn_layers import FlashGRU, FlashLSTM
+from .headwise_linear import HeadwiseLinear
 from .layers import RecurrentMixer
 from .recurrent_model import (
     RecurrentBlock,
@@ -63,6 +65,10 @@ class FlashRNNPreTrainedModel(RecurrentPreTrainedModel):
         super()._init_weights(module)
         if isinstance(module, RecurrentMixer | DiagonalMixer):
             module.init_weights()
+        elif isinstance(module, FlashGRU | FlashLSTM):
+            module.reset_rows()
+        elif isinstance(module, HeadwiseLinear):
+            module.reset_parameters()
         if not self.config.is_diagonal or self.config.initializer_range is not None:
             return
         if isinstance(module, nn.Linear | nn.Embedding):  # open_lm's, which was used there

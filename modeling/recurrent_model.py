@@ -33,7 +33,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from .boundaries import NO_BOUNDARIES, Boundaries, find_boundaries
-from .cache import RecurrentStateLayer
+from .cache import RecurrentStateLayer, check_cache
 from .causal_conv import CausalConv1d
 from .decode import DecodeEngine
 from .generation import RecurrentGeneration, cut_prompt
@@ -139,7 +139,14 @@ class RecurrentModel:
             )
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
+        if inputs_embeds.dim() != 3:
+            shape = list(inputs_embeds.shape if input_ids is None else input_ids.shape)
+            name = "inputs_embeds" if input_ids is None else "input_ids"
+            wanted = "[B, T, H]" if input_ids is None else "[B, T]"
+            raise ValueError(f"{name} has shape {shape}, but must be {wanted}")
         batch, length, _ = inputs_embeds.shape
+        if past_key_values is not None:
+            check_cache(past_key_values, self.config.num_hidden_layers, batch)
         boundaries = find_boundaries(
             batch,
             length,

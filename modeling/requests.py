@@ -67,14 +67,14 @@ class Running:
 
     def __post_init__(self) -> None:
         request = self.request
-        self.prompt = torch.as_tensor(request.prompt, dtype=torch.long, device="cpu")
+        self.prompt = token_ids("prompt", request.prompt)
         self._check()
         self.unread = len(self.prompt)
         self.started = time.monotonic()
         end = request.eos_token_id
         if end is None:
             end = self.model.generation_config.eos_token_id
-        self.ends = set() if end is None else {end} if isinstance(end, int) else set(end)
+        self.ends = set() if end is None else set(token_ids("eos_token_id", end).view(-1).tolist())
         self.processors = LogitsProcessorList(request.logits_processor or [])
         if request.do_sample:
             self.processors += _warpers(request)
@@ -97,10 +97,9 @@ class Running:
             raise ValueError(
                 f"prompt has token {low if low < 0 else high}, but must be in 0..{vocabulary - 1}"
             )
-        if self.request.max_new_tokens < 1:
-            raise ValueError(
-                f"max_new_tokens is {self.request.max_new_tokens}, but must be at least 1"
-            )
+        most = self.request.max_new_tokens
+        if not isinstance(most, int) or most < 1:
+            raise ValueError(f"max_new_tokens is {most!r}, but must be an integer of at least 1")
 
     def next_size(self, piece: int) -> int:
         """Only the first piece is not full."""
@@ -135,6 +134,17 @@ class Running:
         if not probabilities.isfinite().all():  # multinomial would take the whole GPU down
             raise ValueError("logits_processor left no token with a finite score")
         return torch.multinomial(probabilities, 1, generator=self.generator)
+
+
+def token_ids(name: str, value: Any) -> torch.Tensor:
+    """An int64 tensor on the CPU; what holds anything but integers is refused, not rounded."""
+    try:
+        ids = torch.as_tensor(value, device="cpu")
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"{name} is {value!r:.60}, but must be token ids: {error}") from None
+    if ids.numel() and (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool):
+        raise TypeError(f"{name} is {value!r:.60}, but must be token ids, which are integers")
+    return ids.long()
 
 
 def _warpers(request: Request) -> LogitsProcessorList:

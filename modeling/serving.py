@@ -75,8 +75,8 @@ class Batcher(Iterator[Completion]):
         if model.training:
             raise ValueError("model is in training mode, but must be in eval mode")
         for name, value, least in (("slots", slots, 1), ("lanes", lanes, 1), ("piece", piece, 2)):
-            if value < least:
-                raise ValueError(f"{name} is {value}, but must be at least {least}")
+            if not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} is {value!r}, but must be an integer of at least {least}")
         self.model, self.piece, self.max_prompt_tokens = model, piece, max_prompt_tokens
         self.source: Iterator[Request] = iter(())
         self.slots: list[Running | None] = [None] * slots

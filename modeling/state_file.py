@@ -32,6 +32,8 @@ def save_state(model: Any, cache: Cache, path: str | os.PathLike) -> None:
     The file is complete or not there: it is written beside `path` and renamed. TypeError or
     ValueError for a cache that is not a recurrent model's, is empty or is another model's.
     """
+    if not isinstance(cache, Cache):
+        raise TypeError(f"cache is a {type(cache).__name__}, but must be a Cache")
     for layer in cache.layers:
         if not isinstance(layer, RecurrentStateLayer):
             raise TypeError(

@@ -30,11 +30,13 @@ FOR_TOKENIZER = 20_000  # documents that a tokenizer is trained on
 
 
 def local_text(path: Path) -> dict:
-    """The `data` of a recipe for a text file or a folder of them, a document each."""
+    """The `data` of a recipe for a folder of text files, a document each, or for the paragraphs of one
+    file."""
     files = sorted(str(f) for f in path.rglob("*") if f.is_file()) if path.is_dir() else [str(path)]
     if not files or not path.exists():
         raise ValueError(f"--text is {path}, but must be a file or a folder with files")
-    return {"path": "text", "data_files": files, "sample_by": "document"}
+    by = "document" if path.is_dir() else "paragraph"
+    return {"path": "text", "data_files": files, "sample_by": by}
 
 
 def is_held_out(text: str, one_in: int) -> bool:
@@ -74,12 +76,12 @@ class Documents:
     def __iter__(self):
         one_in = 0 if self.held_out_split else self.recipe.held_out_in
         while True:
-            empty = True
+            empty = not self.state["at"]  # else resumed, perhaps after the last one
             for text in self._stream() if self.streams else self._table():
                 if text.strip() and not is_held_out(text, one_in):
                     empty = False
                     yield text
-            if empty and not self.state["at"]:
+            if empty:
                 raise ValueError(f"data has no training document for process {self.rank}")
             self.state = {"epoch": self.state["epoch"] + 1, "at": 0, "stream": None}
 

@@ -11,6 +11,8 @@ from typing import Any
 import yaml
 
 POSITIVE = ("log_every", "evaluate_every", "checkpoint_every", "batch", "length", "steps")
+POSITIVE += ("vocab_size",)
+NOT_NEGATIVE = ("warmup", "cooldown", "micro_batch", "held_out_in", "final_learning_rate")
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class Recipe:
 
     @classmethod
     def read(cls, path: Path, overrides: list[str], variant: str | None = None) -> "Recipe":
-        values = choose_variant(path, yaml.safe_load(path.read_text()), variant)
+        values = choose_variant(path, load(path), variant)
         names = {entry.name: entry.type for entry in fields(cls)}
         for override in overrides:
             name, _, value = override.partition("=")
@@ -84,9 +86,16 @@ class Recipe:
         return recipe
 
     def check(self, path: Path) -> None:
+        if self.name in ("", ".", "..") or Path(self.name).name != self.name:
+            raise ValueError(f"{path}: name is {self.name!r}, but must be that of a folder")
         for name in POSITIVE:
             if getattr(self, name) < 1:
                 raise ValueError(f"{path}: {name} is {getattr(self, name)}, but must be at least 1")
+        for name in NOT_NEGATIVE:
+            if getattr(self, name) < 0:
+                raise ValueError(f"{path}: {name} is {getattr(self, name)}, but must be at least 0")
+        if not self.learning_rate > 0:
+            raise ValueError(f"{path}: learning_rate is {self.learning_rate}, but must be above 0")
         if self.precision not in ("no", "bf16"):
             raise ValueError(f"{path}: precision is {self.precision!r}, but must be 'no' or 'bf16'")
         if bool(self.data) == bool(self.corpus_sha256):
@@ -106,6 +115,16 @@ class Recipe:
 
     def write(self, path: Path) -> None:
         path.write_text(yaml.safe_dump(asdict(self), sort_keys=False))
+
+
+def load(path: Path) -> dict:
+    try:
+        values = yaml.safe_load(path.read_text())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: {error}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} is {values!r:.40}, but must be a recipe: names and values")
+    return values
 
 
 def parse(value: str) -> Any:
@@ -135,4 +154,4 @@ def choose_variant(path: Path, values: dict, variant: str | None) -> dict:
 
 def variants(path: Path) -> list[str | None]:
     """What --variant accepts for a file; [None] if it holds one recipe."""
-    return list(yaml.safe_load(path.read_text()).get("variants", {})) or [None]
+    return list(load(path).get("variants", {})) or [None]

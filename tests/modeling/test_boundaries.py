@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from flashcell.boundaries import find_boundaries
-from model_cases import CASES, state_tensors
+from model_cases import CASES, VOCABULARY, state_tensors
 from numerics import EPS, assert_close
 
 # The same sums in fp32, taken for other batch sizes: a few roundings a step, which the gates damp
@@ -154,3 +154,22 @@ def test_exactly_one_input(make_model, tokens):
     with pytest.raises(ValueError, match="exactly one of input_ids and inputs_embeds"):
         model()
     assert torch.equal(model(inputs_embeds=embeds).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize("name", ["input_ids", "inputs_embeds"])
+def test_wrong_inputs_are_named(make_model, tokens, name):
+    with pytest.raises(ValueError, match=rf"{name} has shape \[3\], but must be \[B, T"):
+        make_model()(**{name: tokens(3)})
+
+
+def test_no_tokens_and_no_rows(case, make_model, tokens):
+    model, ids = make_model(case), tokens(2, 5)
+    assert run(model, ids[:0]).logits.shape == (0, 5, VOCABULARY)
+    for past in ({}, {"past_key_values": run(model, ids).past_key_values}):
+        nothing = run(model, ids[:, :0], **past)
+        assert nothing.logits.shape == (2, 0, VOCABULARY)
+        got = run(model, ids, past_key_values=nothing.past_key_values).logits
+        want = (
+            run(model, torch.cat([ids, ids], 1)).logits[:, 5:] if past else run(model, ids).logits
+        )
+        assert_close("after no tokens", got, want, SAME)

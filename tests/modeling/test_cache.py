@@ -97,3 +97,18 @@ def test_truncated_backpropagation(case, make_model, tokens, kind):
         assert_close(
             name, got, want, 32 * EPS[torch.float64] * CASES[case].cancelled
         )  # as test_boundaries.py
+
+
+@pytest.mark.parametrize("length", [1, 4])
+def test_a_cache_that_does_not_fit_is_named(case, make_config, make_model, tokens, length):
+    model, ids = make_model(case), tokens(3, length)
+    fewer = DynamicCache(config=make_config(case, num_hidden_layers=1))
+    with torch.no_grad():
+        two_rows = model(tokens(2, 3), use_cache=True).past_key_values
+        for cache, message in (
+            (DynamicCache(), "past_key_values is a DynamicCache with 0 layers .* must have 2"),
+            (fewer, "past_key_values is a DynamicCache with 1 layers .* must have 2"),
+            (two_rows, "past_key_values holds the states of 2 rows, but must hold 3"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                model(ids, past_key_values=cache)

@@ -15,7 +15,7 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
-from model_cases import CASES, blocks, cpu_only
+from model_cases import CASES, blocks, cpu_only, kinds
 
 HEADS = {
     "ForCausalLM": AutoModelForCausalLM,
@@ -68,6 +68,19 @@ def test_missing_weights_begin_as_new_ones(case, make_model, tmp_path):
         same = torch.equal(parameter, model.get_parameter(name))
         constant = bool((parameter == parameter.flatten()[0]).all())  # norms
         assert same == (name in saved) or constant, name
+
+
+@pytest.mark.parametrize("kind", kinds())
+def test_any_one_missing_weight_begins(kind, make_model, tmp_path, poisoned):
+    """Also where a module has its other weights: transformers asks every module by itself."""
+    model = make_model(kind, num_hidden_layers=1)
+    weights = model.state_dict()
+    for name in weights:
+        rest = {n: w for n, w in weights.items() if n != name}
+        model.save_pretrained(tmp_path, state_dict=rest)
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+        assert loaded[name].isfinite().all(), name
+        assert all(torch.equal(loaded[n], w) for n, w in rest.items()), name
 
 
 def test_run_time_fields_are_never_saved(case, make_model, tokens, tmp_path):

@@ -49,10 +49,10 @@ def test_end_tokens(make_model, tokens):
         want = text[: text.index(end) + 1] if end in text else text
         assert results[i].tokens == want
         assert results[i].reason == ("stop" if end in text else "length")
-    other = {c.index: c.tokens for c in generate_many(
-        model, [Request(prompts[1], 30, eos_token_id=[texts[1][5], 1000])]
-    )}  # fmt: skip
-    assert other[0] == texts[1][: texts[1].index(texts[1][5]) + 1]
+    ends = [texts[1][5], 1000]
+    for given in (ends, torch.tensor(ends)):
+        (other,) = generate_many(model, [Request(prompts[1], 30, eos_token_id=given)])
+        assert other.tokens == texts[1][: texts[1].index(texts[1][5]) + 1]
 
 
 def test_sampling_has_a_generator_a_request(make_model, tokens):
@@ -155,7 +155,11 @@ def test_errors_stay_with_their_request(make_model, tokens):
         "temperature": Request(good, do_sample=True, temperature=-1.0),
         "mine": Request(good, 8, on_token=fails),
         "'mine'": Request(good, 8, logits_processor=LogitsProcessorList([fails])),
-        "too many dimensions|str": Request("text"),
+        "prompt is 'text', but must be token ids": Request("text"),
+        "prompt is None, but must be token ids": Request(None),
+        "prompt is \\[1.5, 2.0\\], but must be token ids, which are int": Request([1.5, 2.0]),
+        "max_new_tokens is 2.5, but must be an integer": Request(good, 2.5),
+        "eos_token_id is '5', but must be token ids": Request(good, eos_token_id="5"),
     }
     requests = [r for bad in wrong.values() for r in (bad, Request(good, 8))]
     results = {c.index: c for c in generate_many(model, requests, slots=3, max_prompt_tokens=64)}
@@ -230,10 +234,12 @@ def test_slots_stay_full(make_model, tokens, monkeypatch):
 
 def test_what_it_does_not_take(make_model):
     model = make_model()
-    with pytest.raises(ValueError, match="slots is 0, but must be at least 1"):
+    with pytest.raises(ValueError, match="slots is 0, but must be an integer of at least 1"):
         generate_many(model, [], slots=0)
-    with pytest.raises(ValueError, match="piece is 1, but must be at least 2"):
+    with pytest.raises(ValueError, match="piece is 1, but must be an integer of at least 2"):
         generate_many(model, [], piece=1)
+    with pytest.raises(ValueError, match=r"lanes is 2\.5, but must be an integer"):
+        generate_many(model, [], lanes=2.5)
     with pytest.raises(ValueError, match="model is in training mode"):
         generate_many(model.train(), [])
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 8}

@@ -87,6 +87,8 @@ def test_what_is_no_state_of_the_model(talk, make_model, tmp_path):
     llama.update(torch.zeros(1, 1, 1, 4), torch.zeros(1, 1, 1, 4), 0)
     with pytest.raises(TypeError, match="cache has a DynamicLayer"):
         model.save_state(llama, path)
+    with pytest.raises(TypeError, match="cache is a str, but must be a Cache"):
+        model.save_state("talk", cache)
     model.save_state(cache, path)
     others = {
         "cell.0 is \\[2, 2, 16\\] torch.float32, but must be \\[2, 4, 8\\]": make_model(

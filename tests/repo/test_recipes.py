@@ -135,6 +135,11 @@ def test_embeddings_are_spared_where_the_recipe_says_so():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"name": ""}, "name is '', but must be that of a folder"),
+        ({"name": "../runs"}, "name is '../runs', but must be that of a folder"),
+        ({"vocab_size": 0}, "vocab_size is 0, but must be at least 1"),
+        ({"warmup": -1}, "warmup is -1, but must be at least 0"),
+        ({"learning_rate": 0}, "learning_rate is 0, but must be above 0"),
         ({"data": {"path": "text"}}, "exactly one of data and corpus_sha256 must be given"),
         ({"warmup": 39, "cooldown": 2}, "warmup + cooldown is 41, but must be at most steps = 40"),
         ({"isolate": False}, "carry is true, but must be false unless isolate is true"),
@@ -147,6 +152,14 @@ def test_what_cannot_be_is_refused(tmp_path, changes, message):
     with pytest.raises(ValueError, match=r"^[^\n]*yaml: ") as caught:
         Recipe.read(write_recipe(tmp_path / "tiny.yaml", **changes), [])
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["", "- 1", "a: [1"])
+def test_what_is_no_recipe_is_refused(tmp_path, text):
+    path = tmp_path / "tiny.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"tiny\.yaml"):
+        Recipe.read(path, [])
 
 
 @pytest.mark.parametrize(

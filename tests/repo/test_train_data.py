@@ -2,6 +2,7 @@
 
 import itertools
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -97,6 +98,34 @@ def test_the_state_is_that_of_the_last_chunk_taken(recipe, tmp_path):
     again = DatasetTexts(recipe, tmp_path / "tokenizer")
     again.load(state)
     assert all((a == b).all() for a, b in zip(want, again.training_chunk(5)[0], strict=True))
+
+
+def test_text_that_is_all_held_out_is_named(recipe):
+    documents = Documents(replace(recipe, held_out_in=1))
+    assert documents.held_out()
+    with pytest.raises(ValueError, match="data has no training document for process 0"):
+        next(iter(documents))
+
+
+def test_an_epoch_may_end_where_a_run_is_resumed(recipe):
+    documents = Documents(recipe)
+    count = sum(1 for _ in TEXTS) - len(documents.held_out())
+    list(itertools.islice(documents, count))
+    again = Documents(recipe)
+    again.state = documents.state
+    assert next(iter(again)) == next(iter(documents))
+
+
+def test_paragraphs_of_a_file_are_documents(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "text.txt").write_text("\n\n".join(TEXTS))
+    data = local_text(tmp_path / "text.txt")
+    recipe = Recipe(**text_recipe(tmp_path, carry=False, data=data))
+    documents = Documents(recipe)
+    held_out = documents.held_out()
+    assert held_out
+    epoch = list(itertools.islice(documents, len(TEXTS) - len(held_out)))
+    assert sorted(t.strip() for t in (*epoch, *held_out)) == sorted(t.strip() for t in TEXTS)
 
 
 def test_an_error_of_the_thread_is_shown(recipe, tmp_path):
