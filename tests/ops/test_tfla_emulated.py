@@ -13,6 +13,7 @@ import pytest
 import test_tfla as judge
 import test_tfla_bf16
 import test_tfla_cuda
+import test_tfla_nan
 import torch
 
 import emulate
@@ -138,7 +139,7 @@ def test_step(tfla, order, cell, dtype, words):
         judge.test_documents_equal_separate_sequences,
         judge.test_held_steps_keep_the_state_unrounded,
         judge.test_inputs_are_left_alone,
-        judge.test_nan_stays_in_its_head_and_after_its_chunk,
+        test_tfla_nan.test_nan_stays_in_its_head_and_after_its_chunk,
         judge.test_shards_compose,
         test_tfla_cuda.test_rows_at_any_address,
     ],
@@ -152,6 +153,7 @@ def test_as_the_judge_says(tfla, order, cell, test):
 @pytest.mark.parametrize("t", [0, 17, 39])
 def test_reset(tfla, cell, t):
     judge.test_reset_at_every_position(tfla, cell, t)
+    test_tfla_nan.test_reset_ends_a_state_that_is_nan(tfla, cell, t)
 
 
 @pytest.mark.slow
