@@ -145,13 +145,18 @@ class StaticRecurrentStateLayer(RecurrentStateLayer):
 STATIC_LAYER_TYPE_MAPPING["recurrent_state"] = StaticRecurrentStateLayer
 
 
+def is_recurrent(layer: Any) -> bool:
+    """Not by its class: of several repositories' code in one process, one registered its own."""
+    return hasattr(layer, "update_states")
+
+
 def check_cache(cache: Any, layers: int, batch: int) -> None:
     """ValueError unless `cache` is one of ours, for so many layers, and empty or of this batch."""
-    kinds = [type(layer) for layer in getattr(cache, "layers", ())]
-    if len(kinds) != layers or not all(issubclass(kind, RecurrentStateLayer) for kind in kinds):
-        names = ", ".join(sorted({kind.__name__ for kind in kinds})) or "no kind"
+    own = getattr(cache, "layers", ())
+    if len(own) != layers or not all(map(is_recurrent, own)):
+        names = ", ".join(sorted({type(layer).__name__ for layer in own})) or "no kind"
         raise ValueError(
-            f"past_key_values is a {type(cache).__name__} with {len(kinds)} layers of {names}, but "
+            f"past_key_values is a {type(cache).__name__} with {len(own)} layers of {names}, but "
             f"must have {layers} with recurrent states, as DynamicCache(config=model.config) has"
         )
     held = cache.layers[0].batch_size

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
-from .cache import RecurrentStateLayer
+from .cache import RecurrentStateLayer, is_recurrent
 from .recording import Recording, Refused, Snapshot
 
 KEPT = 4  # recordings, each for one batch size; the least recently used goes
@@ -166,7 +166,10 @@ def _decodes(input_ids: torch.Tensor | None, cache: Any) -> bool:
     if input_ids is None or input_ids.dim() != 2 or input_ids.shape[1] != 1 or cache is None:
         return False
     layers = getattr(cache, "layers", ())
-    return bool(layers) and all(type(l) is RecurrentStateLayer and l.states for l in layers)
+    kind = RecurrentStateLayer._layer_type  # only of DynamicCache's; see is_recurrent
+    return bool(layers) and all(
+        is_recurrent(layer) and layer._layer_type == kind and layer.states for layer in layers
+    )
 
 
 def _why_not_now(

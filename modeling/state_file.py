@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers.cache_utils import Cache, DynamicCache
 
-from .cache import RecurrentStateLayer
+from .cache import is_recurrent
 
 FORMAT = {"format": "flashcell.state", "version": "1"}
 
@@ -35,7 +35,7 @@ def save_state(model: Any, cache: Cache, path: str | os.PathLike) -> None:
     if not isinstance(cache, Cache):
         raise TypeError(f"cache is a {type(cache).__name__}, but must be a Cache")
     for layer in cache.layers:
-        if not isinstance(layer, RecurrentStateLayer):
+        if not is_recurrent(layer):
             raise TypeError(
                 f"cache has a {type(layer).__name__}, but every layer must be a RecurrentStateLayer"
             )

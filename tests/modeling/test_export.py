@@ -31,17 +31,24 @@ from transformers import (
 
 ids = torch.arange(12).view(2, 6)
 mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6])
-texts = {}
+options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+texts, models = {}, {}
 for repo in Path(sys.argv[1]).iterdir():
     model = AutoModelForCausalLM.from_pretrained(repo, trust_remote_code=True).eval()
     assert type(model).__module__.startswith("transformers_modules."), type(model).__module__
-    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
     texts[repo.name] = model.generate(ids, attention_mask=mask, **options).tolist()
     model(ids, labels=ids).loss.backward()
     assert all(p.grad.any() for p in model.parameters())
     heads = AutoModelForSequenceClassification, AutoModelForTokenClassification
     for auto in (AutoModel, *heads):
         auto.from_pretrained(repo, trust_remote_code=True)
+    models[repo.name] = model
+with torch.no_grad():
+    for name, model in models.items():  # DynamicCache makes the layers of one of these repositories
+        assert model.generate(ids, attention_mask=mask, **options).tolist() == texts[name], name
+        assert model.decoder.reason in (None, f"{model.device.type} has no graphs"), name
+        model.save_state(model(ids).past_key_values, "state")
+        assert model.load_state("state").get_seq_length() == 6
 assert not {"flashcell", *sys.argv[3:]} & set(sys.modules)
 print(json.dumps(texts))
 """
@@ -123,5 +130,9 @@ def test_refusals(make_model, tmp_path):
     assert "has no *.safetensors" in export(checkpoint, tmp_path / "repo").stderr
     model.save_pretrained(checkpoint)
     assert "exists and is not an earlier export" in export(checkpoint, ROOT / "tests").stderr
+    exported = tmp_path / "exported"
+    assert export(checkpoint, exported).returncode == 0
+    assert "but must be another folder" in export(exported, exported).stderr
+    assert (exported / "model.safetensors").is_file()
     (checkpoint / "config.json").write_text(json.dumps({"model_type": "llama"}))
     assert "model_type is 'llama', but must be" in export(checkpoint, tmp_path / "repo").stderr
