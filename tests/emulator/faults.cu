@@ -38,7 +38,11 @@ __global__ void kernel(const float* x, float* out, Fault fault) {
   }
   __syncthreads();
   doubled[t] = 2 * rows[t];
-  if (fault != kNoBarrier) __syncthreads();
+  if (fault == kNoBarrier) {
+    __syncwarp();  // does not do for one
+  } else {
+    __syncthreads();
+  }
   const uint32_t a[4] = {};
   float d[4] = {};
   float sum = doubled[t ^ 32];

@@ -110,7 +110,7 @@ __attribute__((no_sanitize_address)) void run_thread() {
   }
   void* never_again;
   if (machine.alive == 0) emulator_switch(&never_again, machine.main_stack);
-  yield();
+  yield_to_block();
   std::abort();
 }
 
@@ -200,7 +200,7 @@ void launch(const void* kernel, unsigned blocks, unsigned threads, size_t shared
   }
   const Storage storage = find_storage();
   machine.shared = flashcell::cuda::memory, machine.shared_bytes = uint32_t(shared_bytes);
-  machine.body = std::move(body), machine.block_size = {threads, 1, 1};
+  machine.body = std::move(body), machine.block_size = {threads};
   machine.failure = nullptr;
   for (size_t t = threads; t < machine.threads.size(); ++t)
     munmap(machine.threads[t].stack, kStack);
@@ -224,15 +224,16 @@ void fail(const char* what) {
   std::abort();
 }
 
-void yield() {
-  const unsigned count = unsigned(machine.threads.size()), self = machine.thread.x;
-  if (++machine.idle > 2 * count) fail("threads wait for others that never come");
+void yield(unsigned first, unsigned count) {
+  const unsigned self = machine.thread.x;
+  if (++machine.idle > 2 * machine.threads.size()) fail("threads wait for others that never come");
   unsigned next = self;
   do {
-    next = (machine.options.backwards ? next + count - 1 : next + 1) % count;
+    next = first + (next - first + (machine.options.backwards ? count - 1 : 1)) % count;
   } while (!machine.threads[next].alive && next != self);
   if (next != self) run_on(next, &machine.threads[self].stack_pointer);
 }
+void yield_to_block() { yield(0, unsigned(machine.threads.size())); }
 
 void barrier() {
   machine.idle = 0;
@@ -240,7 +241,7 @@ void barrier() {
   if (++machine.at_barrier == machine.alive) {
     machine.at_barrier = 0, ++machine.barriers;
   } else {
-    while (machine.barriers == here) yield();
+    while (machine.barriers == here) yield_to_block();
   }
 }
 

@@ -19,7 +19,6 @@
 #define __shared__ thread_local  // machine.cpp, Storage
 
 using std::isinf;
-using std::isnan;
 
 struct float2 {
   float x, y;
@@ -59,7 +58,6 @@ inline float __uint_as_float(uint32_t word) {
 }
 inline int __clz(int x) { return x ? __builtin_clz(unsigned(x)) : 32; }
 inline float rsqrtf(float x) { return 1 / std::sqrt(x); }
-inline float __fdividef(float a, float b) { return a / b; }
 template <typename T>
 T __ldcs(const T* from) {
   return *from;
@@ -104,10 +102,6 @@ template <typename T>
 T __shfl_up_sync(unsigned mask, T x, int by) {
   return emulator::shuffle(mask, x, emulator::machine.lane() - by);
 }
-template <typename T>
-T __shfl_down_sync(unsigned mask, T x, int by) {
-  return emulator::shuffle(mask, x, emulator::machine.lane() + by);
-}
 inline void __syncwarp(unsigned mask = ~0u) { emulator::shuffle(mask, 0, 0); }
 inline unsigned __ballot_sync(unsigned mask, bool x) {
   unsigned ballot = 0;
@@ -126,10 +120,10 @@ inline const char* cudaGetErrorString(cudaError_t status) {
 }
 
 using cudaStream_t = struct CUstream_st*;
-struct dim3 {
-  unsigned x = 1, y = 1, z = 1;
+struct dim3 {  // of one dimension only
+  unsigned x = 1;
   dim3() = default;
-  dim3(unsigned count) : x(count) {}  // NOLINT: as CUDA's
+  dim3(unsigned count) : x(count) {}
 };
 enum cudaLaunchAttributeID { cudaLaunchAttributeProgrammaticStreamSerialization };
 struct cudaLaunchAttribute {

@@ -1,8 +1,9 @@
 // What runs an emulated kernel: a fiber for every CUDA thread of a block, block after block.
 //
 // A fiber runs until it waits: at a barrier of the block, or in a collective of its warp (a
-// shuffle, ldmatrix, mma), whose answers the last lane to arrive works out for all 32. README.md
-// says what this models and what it does not.
+// shuffle, ldmatrix, mma), whose answers the last lane to arrive works out for all 32. A warp runs
+// from barrier to barrier before the next one starts: in lockstep, a collective would do for a
+// barrier that is missing. README.md says what this models and what it does not.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -24,8 +25,8 @@ struct Options {
 };
 Options read_options();
 
-struct Index {
-  unsigned x = 0, y = 0, z = 0;
+struct Index {  // of one dimension only
+  unsigned x = 0;
 };
 
 struct Copy {  // cp.async: `bytes` zeros without a source
@@ -77,8 +78,10 @@ bool allow_shared(const void* kernel, int bytes);
 // ---- What threads do ----
 
 [[noreturn]] void fail(const char* what);  // ends the launch
-void yield();                              // to the next thread that is alive
-void barrier();                            // of the threads that have not returned
+// To the next living one of `count` threads.
+void yield(unsigned first, unsigned count);
+void yield_to_block();
+void barrier();  // of the threads that have not returned
 char* shared_at(uint32_t address, int bytes);
 void issue_copy(const Copy& copy);
 void commit_copies();
@@ -102,7 +105,9 @@ void collective(const uint32_t (&given)[kGiven], uint32_t (&answer)[kAnswers], C
     compute(warp);
     warp.arrived = 0, ++warp.generation;
   } else {
-    for (const uint64_t here = warp.generation; warp.generation == here;) yield();
+    // Only the warp's own: it runs ahead of the others as far as barriers let it.
+    const unsigned first = machine.thread.x - lane;
+    for (const uint64_t here = warp.generation; warp.generation == here;) yield(first, kWarpSize);
   }
   std::memcpy(answer, warp.answer[lane], sizeof answer);
 }
