@@ -184,22 +184,6 @@ def test_reset_at_every_position(tfla, cell, t):
         assert_close("state", got, exact, 1e-6)
 
 
-@pytest.mark.parametrize("t", [0, 70, 200])
-def test_reset_ends_a_state_that_is_nan(tfla, cell, t):
-    """All of it, m too, whether the reset is in a chunk's first tile or a later one."""
-    call = make(cell, Case(1, 300, 1, 16, 16, ("state",), 256), torch.float32)
-    call["state"] = tuple(torch.full_like(s, float("nan")) for s in call["state"])
-    reset = torch.zeros(1, 300, dtype=torch.bool)
-    reset[0, t] = True
-    h, last = tfla.mlstm(**call, reset=reset)
-    part = {k: call[k][:, t:] for k in SEQUENCE[:5]}
-    want, end = tfla.mlstm(**{**call, **part, "state": None})
-    assert h[:, :t].isnan().all()
-    assert_close("h", h[:, t:], want, 1e-6)
-    for got, exact in zip(unscaled(last), unscaled(end), strict=True):
-        assert_close("state", got, exact, 1e-6)
-
-
 def test_documents_equal_separate_sequences(tfla, cell):
     """Bit for bit: a document's chunks begin where it begins."""
     call = make(cell, Case(4, 21, 2, 24, 16, ("state", "cu")), torch.float32)
@@ -254,32 +238,6 @@ def test_inputs_are_left_alone(tfla, cell):
     copies = [t.clone() for t in each(call)]
     run(tfla, call, given)
     assert all(map(torch.equal, each(call), copies))
-
-
-def test_nan_stays_in_its_head_and_after_its_chunk(tfla, cell):
-    call = make(cell, Case(2, 70, 3, 16, 16, ("state",), 16), torch.float32)
-    clean, _ = tfla.mlstm(**call)
-    for name in ("k", "v"):
-        sick = call[name].clone()
-        sick[1, 40, 2] = float("nan")
-        h, _ = tfla.mlstm(**{**call, name: sick})
-        ill = torch.zeros(2, 70, 3, dtype=torch.bool)
-        ill[1, 32:, 2] = True  # a product multiplies what is masked by 0
-        assert h[1, 40:, 2].isnan().all(), name
-        assert torch.equal(h[~ill], clean[~ill])
-
-
-@pytest.mark.parametrize("gate", ["i", "f"])
-def test_a_gate_that_is_nan_spoils_the_state(tfla, cell, gate):
-    call = make(cell, Case(2, 1, 3, 16, 16, ("state",)), torch.float32)
-    call[gate][1, 0, 2] = float("nan")
-    call.pop("chunk_size")
-    h, last = tfla.mlstm(**call)
-    step, next_state = tfla.mlstm_step(**{**call, **{k: call[k][:, 0] for k in SEQUENCE[:5]}})
-    for x in (h[:, 0], last[0], step, next_state[0]):
-        ill = x.isnan().flatten(2)
-        assert ill[1, 2].all()
-        assert ill.sum() == ill[1, 2].sum()
 
 
 def test_gates_and_state_in_another_dtype(tfla, cell):
