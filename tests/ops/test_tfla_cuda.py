@@ -28,6 +28,17 @@ def test_rows_at_any_address(tfla, cell):
     assert_bitwise("h", tfla.mlstm(**call)[0], want)
 
 
+def test_a_state_in_place_at_any_address(tfla, cell):
+    call = make(cell, SMALL, torch.bfloat16)
+    step = {k: call[k][:, 0] for k in SEQUENCE[:5]} | names(cell)
+    want, last = tfla.mlstm_step(**step, state=call["state"])
+    state = tuple(torch.zeros(s.numel() + 1)[1:].view_as(s).copy_(s) for s in call["state"])
+    got, _ = tfla.mlstm_step(**step, state=state, inplace=True)
+    assert_bitwise("h", got, want)
+    for own, other in zip(state, last, strict=True):
+        assert_bitwise("state", own, other)
+
+
 @pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU")
 def test_a_graph_replays_what_ran(tfla, cell):
     """Forward, backward and a step in place in one CUDA graph: nothing waits for the device."""

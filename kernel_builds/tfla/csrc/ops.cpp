@@ -228,7 +228,11 @@ Tensor step_in_place(Tensor q, Tensor k, Tensor v, Tensor i, Tensor f, Tensor C,
                     "C, n and m must be contiguous to be written in place");
   }
   in.take_state(C, n, m);
-  return run_step(in, C, n ? n->mutable_data_ptr() : nullptr, m ? m->mutable_data_ptr() : nullptr);
+  Tensor next_C = *in.C;  // C, or a copy at an address that the engine can use
+  const Tensor h = run_step(in, next_C, n ? n->mutable_data_ptr() : nullptr,
+                            m ? m->mutable_data_ptr() : nullptr);
+  if (next_C.const_data_ptr() != C.const_data_ptr()) torch::stable::copy_(C, next_C);
+  return h;
 }
 
 void implement(torch::stable::detail::StableLibrary& ops) {

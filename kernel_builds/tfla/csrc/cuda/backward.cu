@@ -77,7 +77,7 @@ void run_backward(const BackwardParams& p, const Device& device, void* memory,
     const int64_t blocks = terms.rows.chunks.slots() * p.H;
     launch(row_gradients<IO>, {blocks, 256, 0, stream}, p, terms);
     states.left = p.q, states.right = {p.dh, p.T * p.H * p.V, p.H * p.V, p.V};
-  } else {  // nothing is added to dC: k and v with weights of 0
+  } else if (terms.rows.chunks.rows > 0) {  // nothing is added to dC: k and v with weights of 0
     const int64_t bytes = p.H * terms.rows.chunks.rows * sizeof(float);
     check(cudaMemsetAsync(terms.weight, 0, bytes, stream));
     if (p.normalized) check(cudaMemsetAsync(terms.n_weight, 0, bytes, stream));

@@ -122,7 +122,7 @@ struct ChunkGradients : ChunkProducts<IO, kTiles> {
     }
   }
 
-  DEVICE bool has_before() const { return has_inner && (chunk.number > 0 || p.C); }
+  DEVICE bool has_before() const { return has_inner && (chunk.number > 0 || p.C || p.n); }
   DEVICE bool has_after() const {
     return chunk.steps && (!terms.is_last(slot) || p.dlast_C || p.dlast_n);
   }

@@ -79,7 +79,8 @@ void run(const BackwardParams& p, const Launch& launch) {
   });
 }
 void run(const StepParams& p, const Launch& launch) {
-  with_io(launch.dtype, [&]<typename IO>() { run_step<IO>(p, launch.scratch, launch.stream); });
+  with_io(launch.dtype,
+          [&]<typename IO>() { run_step<IO>(p, launch.device, launch.scratch, launch.stream); });
 }
 
 }  // namespace flashcell::cuda

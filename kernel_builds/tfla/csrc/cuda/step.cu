@@ -166,16 +166,17 @@ __global__ void __launch_bounds__(kThreads, 4) step_kernel(const StepParams p,
 int64_t step_scratch(const StepParams& p) { return p.B * p.H * int64_t(sizeof(Factors)); }
 
 template <typename IO>
-void run_step(const StepParams& p, void* scratch, cudaStream_t stream) {
+void run_step(const StepParams& p, const Device& device, void* scratch, cudaStream_t stream) {
+  const bool early = device.arch >= 90;  // else nothing in the kernels would wait
   Factors* factors = static_cast<Factors*>(scratch);
   const int64_t states = p.B * p.H;
-  launch(factors_kernel<IO>, {states, kThreads, 0, stream, true}, p, factors);
+  launch(factors_kernel<IO>, {states, kThreads, 0, stream, early}, p, factors);
   const int64_t tiles = (p.V + kColumns - 1) / kColumns;
   launch(step_kernel<IO>,
-         {states * tiles, kThreads, int(p.K * int64_t(sizeof(float2))), stream, true}, p, factors);
+         {states * tiles, kThreads, int(p.K * int64_t(sizeof(float2))), stream, early}, p, factors);
 }
-template void run_step<bf16>(const StepParams&, void*, cudaStream_t);
-template void run_step<fp16>(const StepParams&, void*, cudaStream_t);
-template void run_step<float>(const StepParams&, void*, cudaStream_t);
+template void run_step<bf16>(const StepParams&, const Device&, void*, cudaStream_t);
+template void run_step<fp16>(const StepParams&, const Device&, void*, cudaStream_t);
+template void run_step<float>(const StepParams&, const Device&, void*, cudaStream_t);
 
 }  // namespace flashcell::cuda

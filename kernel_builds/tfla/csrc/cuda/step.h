@@ -6,6 +6,6 @@ namespace flashcell::cuda {
 
 int64_t step_scratch(const StepParams& p);
 template <typename IO>
-void run_step(const StepParams& p, void* scratch, cudaStream_t stream);
+void run_step(const StepParams& p, const Device& device, void* scratch, cudaStream_t stream);
 
 }  // namespace flashcell::cuda
