@@ -19,6 +19,7 @@
 #define __shared__ thread_local  // machine.cpp, Storage
 
 using std::isinf;
+using std::isnan;
 
 struct float2 {
   float x, y;
