@@ -33,6 +33,7 @@ CHIP = [
     Case(1, 40, 1, 512, ()),
     Case(40, 8, 1, 768, ("state",)),
     Case(2, 6, 1, 1024, ("state",)),
+    Case(150, 5, 1, 768, ("state", "lengths")),  # tiles of sixteen sequences both ways
 ]
 # Small enough for compute-sanitizer; of every engine, together each of its kernels. Of the block
 # engine: width compiled for, marks or none, four or eight columns; of the chip engine: depth; of the
