@@ -2,8 +2,9 @@
 
 A case is a recipe of scripts/recipes/ at its local batch: micro-steps forward and backward in bf16
 autocast over fp32 parameters, clipping, AdamW, as scripts/train takes them. Both sides get the same
-tokens, loss and optimizer, and torch.compile either both or neither. The Transformer is transformers'
-Llama with nothing but flash attention allowed. A row is one document, so that nothing is masked.
+tokens, loss and optimizer, and their blocks go through torch.compile either on both or on neither.
+The Transformer is transformers' Llama with nothing but flash attention allowed. A row is one
+document, so that nothing is masked.
 
 Times are of the wall clock from one finished step to the next, so a GPU that waits for the host
 shows. "layer" cases are one block of that width, between an embedding and a head of 256 tokens.
@@ -26,6 +27,7 @@ from _bench_profile import profile_step
 from _recipe import Recipe
 from _speed import flops_per_token
 from _training import make_model, make_optimizer, training_loss
+from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flashcell.kernel_loader import load_kernel
@@ -112,7 +114,9 @@ CASES = {case.name: case for case in _cases()}
 
 
 def choose(patterns: list[str]) -> list[Case]:
-    return [case for name, case in CASES.items() if any(fnmatch(name, p) for p in patterns)]
+    """In the order of the patterns, each once."""
+    names = dict.fromkeys(n for pattern in patterns for n in CASES if fnmatch(n, pattern))
+    return [CASES[name] for name in names]
 
 
 def unknown(patterns: list[str]) -> str | None:
@@ -124,7 +128,7 @@ def unknown(patterns: list[str]) -> str | None:
 
 
 def make_step(
-    model: torch.nn.Module, recipe: Recipe, micro_steps: int, device: str
+    model: nn.Module, recipe: Recipe, micro_steps: int, device: str
 ) -> Callable[[], float]:
     """One step on random tokens, as _loop.Training takes it; it returns seconds on the host."""
     generator = numpy.random.default_rng(0)
@@ -145,7 +149,7 @@ def make_step(
             with torch.autocast(device, torch.bfloat16):
                 loss, _ = training_loss(model, chunk, None, **options)
             (loss / micro_steps).backward()
-        norm = torch.nn.utils.clip_grad_norm_(parameters, recipe.clip)
+        norm = nn.utils.clip_grad_norm_(parameters, recipe.clip)
         enqueued = time.perf_counter() - start
         if not (loss.isfinite() and norm.isfinite()):
             raise FloatingPointError(f"loss {loss.item()}, gradient norm {norm.item()}")
@@ -163,7 +167,9 @@ def measure(side: Side, device: str, backend: str, steps: int, compiled: bool, l
     model = make_model(recipe, None, backend, device)
     parameters, flops = sum(p.numel() for p in model.parameters()), flops_per_token(model)
     if compiled:
-        model.compile()
+        blocks = next(m for m in model.base_model.children() if isinstance(m, nn.ModuleList))
+        for block in blocks:
+            block.compile()
     step = make_step(model, recipe, side.micro_steps, device)
     cuda = device == "cuda"
     only_flash = sdpa_kernel(SDPBackend.FLASH_ATTENTION) if cuda else nullcontext()
@@ -240,7 +246,7 @@ def add_arguments(parser: Any) -> None:
     """Of --training, beside those of every benchmark."""
     add = parser.add_argument_group("training").add_argument
     add("--steps", type=int, default=STEPS, help="how many to time")
-    add("--compile", action="store_true", help="torch.compile both sides")
+    add("--compile", action="store_true", help="torch.compile every block, of both sides")
     add("--profile", action="store_true", help="print where a step's time goes")
     add("--append", action="store_true", help="keep the rows")
     add("--results", type=Path, default=RESULTS, help="folder of the CSV")

@@ -5,9 +5,10 @@ repository's own Python sources, rows of one piece of text each. On a GPU the st
 so that the reference, a loop over time in torch, takes seconds.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from _loss import add_loss
@@ -46,65 +47,80 @@ def nudge(model: nn.Module, seed: int) -> None:
         weight.mul_(1 + sign * torch.finfo(weight.dtype).eps)
 
 
-def train(side: Side, batches: Tensor) -> Tensor:
-    """The losses [steps] of one side."""
-    device = batches.device.type
-    torch.backends.cudnn.rnn.fp32_precision = "tf32" if side.tf32 else "ieee"
-    torch.manual_seed(0)
-    model = side.make().train()
-    if side.nudge:
-        nudge(model, side.nudge)
-    add_loss(model)
-    model.to(device)
-    cuda = device == "cuda"
-    optimizer = torch.optim.AdamW(
-        [p for p in model.parameters() if p.requires_grad], lr=LEARNING_RATE, fused=cuda,
-        capturable=cuda,
-    )  # fmt: skip
-    rows = batches[0].clone()
+class Run:
+    """One side in training: `take` a step on rows [B, T + 1], and there are the losses so far.
 
-    def step() -> Tensor:
-        optimizer.zero_grad()
-        with torch.autocast(device, torch.bfloat16, enabled=side.bf16):
-            loss, _ = model(input_ids=rows[:, :-1], targets=rows[:, 1:], use_cache=False)
+    On a GPU the steps of several runs go side by side, each on a stream of its own.
+    """
+
+    def __init__(self, side: Side, rows: Tensor):
+        self.side, self.rows, device = side, rows.clone(), rows.device.type
+        torch.backends.cudnn.rnn.fp32_precision = "tf32" if side.tf32 else "ieee"
+        torch.manual_seed(0)
+        self.model = side.make().train()
+        if side.nudge:
+            nudge(self.model, side.nudge)
+        add_loss(self.model)
+        self.model.to(device)
+        cuda = device == "cuda"
+        weights = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(weights, lr=LEARNING_RATE, fused=cuda, capturable=cuda)
+        self._losses: list[Tensor] = []
+        self.stream: Any = torch.cuda.Stream() if cuda else None
+        self.replay = self._record() if cuda else self._step
+
+    def take(self, rows: Tensor) -> None:
+        with torch.cuda.stream(self.stream):  # None: does nothing
+            self.rows.copy_(rows)
+            self._losses.append(self.replay().clone())
+
+    def losses(self) -> Tensor:
+        if self.stream is not None:
+            self.stream.synchronize()
+        return torch.stack(self._losses).double().cpu()
+
+    def _step(self) -> Tensor:
+        self.optimizer.zero_grad()
+        with torch.autocast(self.rows.device.type, torch.bfloat16, enabled=self.side.bf16):
+            loss, _ = self.model(
+                input_ids=self.rows[:, :-1], targets=self.rows[:, 1:], use_cache=False
+            )
         loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        optimizer.step()
+        nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
+        self.optimizer.step()
         return loss.detach()
 
-    if cuda:
-        step = record(step, model, optimizer)
-    losses = []
-    for batch in batches:
-        rows.copy_(batch)
-        losses.append(step().clone())
-    return torch.stack(losses).double().cpu()
+    def _record(self) -> Callable[[], Tensor]:
+        """The step as a CUDA graph; model and optimizer are as they were."""
+        before = {name: value.clone() for name, value in self.model.state_dict().items()}
+        torch.cuda.synchronize()
+        with torch.cuda.stream(self.stream):  # everything lazy happens here
+            self._step()
+        torch.cuda.synchronize()
+        self.model.load_state_dict(before)
+        for state in self.optimizer.state.values():
+            for value in state.values():
+                value.zero_()
+        self.optimizer.zero_grad()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=self.stream):
+            loss = self._step()
+        torch.cuda.synchronize()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return loss
+
+        return replay
 
 
-def record(
-    step: Callable[[], Tensor], model: nn.Module, optimizer: torch.optim.Optimizer
-) -> Callable[[], Tensor]:
-    """`step` as a CUDA graph; model and optimizer are as they were."""
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):  # everything lazy happens here
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    model.load_state_dict(before)
-    for state in optimizer.state.values():
-        for value in state.values():
-            value.zero_()
-    optimizer.zero_grad()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        loss = step()
-
-    def replay() -> Tensor:
-        graph.replay()
-        return loss
-
-    return replay
+def train(sides: Iterable[Side], batches: Tensor) -> Iterator[Tensor]:
+    """The losses [steps] of every side."""
+    runs = [Run(side, batches[0]) for side in sides]
+    for rows in batches:
+        for run in runs:
+            run.take(rows)
+    return (run.losses() for run in runs)
 
 
 def distance(a: Tensor, b: Tensor) -> float:
