@@ -14,7 +14,7 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
@@ -127,29 +127,33 @@ def unknown(patterns: list[str]) -> str | None:
     return None
 
 
-def make_step(
-    model: nn.Module, recipe: Recipe, micro_steps: int, device: str
-) -> Callable[[], float]:
-    """One step on random tokens, as _loop.Training takes it; it returns seconds on the host."""
+def draw_chunk(recipe: Recipe) -> tuple[numpy.ndarray, ...]:
+    """Random tokens and their targets; no positions, as nothing is isolated."""
     generator = numpy.random.default_rng(0)
-    shape = (recipe.batch, recipe.length + 1)
-    tokens = generator.integers(0, recipe.vocab_size, shape)
-    chunk = (
-        tokens[:, :-1].copy(),
-        numpy.zeros(0),
-        tokens[:, 1:].copy(),
-    )  # no positions: not isolated
-    optimizer, schedule = make_optimizer(model, recipe)
+    tokens = generator.integers(0, recipe.vocab_size, (recipe.batch, recipe.length + 1))
+    return tokens[:, :-1].copy(), numpy.zeros(0), tokens[:, 1:].copy()
+
+
+def make_step(
+    model: nn.Module, recipe: Recipe, micro_steps: int, device: str,
+    around: Callable[[bool], AbstractContextManager] = lambda last: nullcontext(),
+) -> Callable[[], float]:  # fmt: skip
+    """One step on random tokens, as _loop.Training takes it; it returns seconds on the host.
+    `around` the last micro-step, and around the others, is what a parallel model asks for."""
+    chunk = draw_chunk(recipe)
+    optimizer, schedule = make_optimizer(getattr(model, "module", model), recipe)
     parameters = list(model.parameters())
     options = {"carry": False, "isolate": False, "z_loss": recipe.z_loss}
 
     def step() -> float:
         start = time.perf_counter()
-        for _ in range(micro_steps):
-            with torch.autocast(device, torch.bfloat16):
-                loss, _ = training_loss(model, chunk, None, **options)
-            (loss / micro_steps).backward()
+        for k in range(micro_steps):
+            with around(k == micro_steps - 1):
+                with torch.autocast(device, torch.bfloat16):
+                    loss, _ = training_loss(model, chunk, None, **options)
+                (loss / micro_steps).backward()
         norm = nn.utils.clip_grad_norm_(parameters, recipe.clip)
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         enqueued = time.perf_counter() - start
         if not (loss.isfinite() and norm.isfinite()):
             raise FloatingPointError(f"loss {loss.item()}, gradient norm {norm.item()}")
