@@ -10,8 +10,8 @@ import torch
 from _bench_common import commit
 
 WINDOW = 10  # steps whose mean is one point
-COLUMNS = ["study", "family", "precision", "side", "step", "loss", "device", "torch", "commit"]
-COLUMNS += ["date"]
+COLUMNS = ["study", "family", "precision", "side", "B", "T", "step", "loss", "device", "torch"]
+COLUMNS += ["commit", "date"]
 Key = tuple[str, str]  # precision, side
 
 

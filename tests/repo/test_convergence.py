@@ -80,7 +80,7 @@ def test_the_verdict_is_by_the_noise(command, capsys):
 
 
 def test_a_study_replaces_its_own_rows_and_is_drawn(tmp_path):
-    stamp = {"device": "Some GPU", "commit": "c"}
+    stamp = {"device": "Some GPU", "commit": "c", "B": 16, "T": 32}
     curves = {("kernel", False): torch.arange(20.0), ("reference", True): torch.ones(20)}
     for family in ("lstm", "gru", "lstm"):
         path = results.append(tmp_path, "kernels", family, curves, stamp)
