@@ -13,6 +13,7 @@ import pytest
 import test_tfla as judge
 import test_tfla_bf16
 import test_tfla_cuda
+import test_tfla_epilogue
 import test_tfla_nan
 import torch
 
@@ -26,10 +27,8 @@ ROOT = Path(__file__).resolve().parents[2]
 SANITIZE = "FLASHCELL_EMULATOR_SANITIZE"
 ORDERS = ("", "backwards early", "backwards", "early")
 DTYPES = [torch.bfloat16, torch.float32]
-# Odd lengths, widths that fill no tile, chunks of each length, and every option but norms, which
-# torch computes.
+# Odd lengths, widths that fill no tile, chunks of each length, and every option.
 FAST = [case for case in CASES if case.T <= 45 and max(case.K, case.V) < 1024]
-FAST = [case for case in FAST if not {"layer", "rms"} & {*case.options}]
 FAST += [
     Case(2, 131, 1, 40, 136, ("state",), 64),
     Case(1, 130, 1, 136, 24, ("state", "reset"), 128),
@@ -133,6 +132,24 @@ def test_segments_join(tfla, order):
 def test_step(tfla, order, cell, dtype, words):
     order(words)
     judge.test_step(tfla, cell, dtype)
+
+
+@pytest.mark.parametrize("words", ORDERS[:2])
+@pytest.mark.parametrize("size", test_tfla_epilogue.SIZES, ids=str)
+@pytest.mark.parametrize("parts", test_tfla_epilogue.PARTS, ids="-".join)
+def test_epilogue(tfla, order, parts, size, words):
+    order(words)
+    for dtype in DTYPES:
+        test_tfla_epilogue.test_as_exact_as_the_reference(tfla, parts, size, dtype)
+
+
+@pytest.mark.parametrize("words", ORDERS[:2])
+@pytest.mark.parametrize("parts", test_tfla_epilogue.PARTS, ids="-".join)
+@pytest.mark.parametrize("V", test_tfla_epilogue.WIDTHS)
+def test_epilogue_of_a_step(tfla, cell, order, parts, V, words):
+    order(words)
+    for dtype in DTYPES:
+        test_tfla_epilogue.test_step(tfla, parts, cell, dtype, V)
 
 
 @pytest.mark.parametrize(
