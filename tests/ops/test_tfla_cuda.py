@@ -42,6 +42,21 @@ def test_a_state_in_place_at_any_address(tfla, cell):
         assert_bitwise("state", own, other)
 
 
+@pytest.mark.skipif(DEVICE != "cuda", reason="the CPU's op refuses them")
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=short)
+def test_offsets_that_decrease(tfla, dtype):
+    """Nobody sees them on CUDA unless FLASHCELL_CHECK is set: such a document is an empty one."""
+    call = make("exp", Case(1, 700, 2, 16, 24, (), 64), torch.float32)
+    tensors = [call[k] for k in SEQUENCE[:5]] + [None] * 6
+    options = (True, True, 0.0, True, 64)
+    results = []
+    for offsets in ([0, 500, 30, 600, -9, 9999], [0, 500, 500, 600, 600, 700]):
+        cu_seqlens = torch.tensor(offsets, dtype=dtype)
+        results.append(tfla.dispatch.ops.mlstm_fwd(*tensors, cu_seqlens, *options))
+    for number, (got, want) in enumerate(zip(*results, strict=True)):
+        assert_bitwise(f"output {number}", got, want)
+
+
 @pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU")
 def test_a_graph_replays_what_ran(tfla, cell):
     """Forward, backward and a step in place in one CUDA graph: nothing waits for the device."""

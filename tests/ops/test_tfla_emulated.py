@@ -169,6 +169,10 @@ def test_as_the_judge_says(tfla, order, cell, test):
     test(tfla, cell)
 
 
+def test_offsets_that_decrease(tfla):
+    test_tfla_cuda.test_offsets_that_decrease(tfla, torch.int32)
+
+
 @pytest.mark.parametrize("t", [0, 17, 39])
 def test_reset(tfla, cell, t):
     judge.test_reset_at_every_position(tfla, cell, t)
