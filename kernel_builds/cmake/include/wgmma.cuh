@@ -13,6 +13,11 @@
 
 #include "mma.cuh"
 
+// Kernels have no body where their instructions do not exist: nobody launches them there.
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
+#define FLASHCELL_WGMMA_CODE 1
+#endif
+
 namespace flashcell::cuda {
 
 enum class Major { kDepth, kWidth };
@@ -49,6 +54,14 @@ DEVICE void pin(float (&sums)[kN][4]) {
   for (int j = 0; j < kN; ++j) {
 #pragma unroll
     for (int e = 0; e < 4; ++e) asm volatile("" : "+f"(sums[j][e])::"memory");
+  }
+}
+template <int kN>
+DEVICE void clear(float (&sums)[kN][4]) {
+#pragma unroll
+  for (int j = 0; j < kN; ++j) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) sums[j][e] = 0;
   }
 }
 template <int kN>
