@@ -55,8 +55,8 @@ void launch_wgmma(const ForwardParams& p, const ForwardTerms& terms, const Devic
   // Thread blocks of a round have all parts of a chunk.
   const int64_t at_once = device.processors / parts.in_chunk * parts.in_chunk;
   launch(outputs_wgmma<IO, kColumns>,
-         {at_once > 0 && at_once < count ? at_once : count, kRingThreads, layout.bytes, stream}, p, terms,
-         device.shared_bytes);
+         {at_once > 0 && at_once < count ? at_once : count, kRingThreads, layout.bytes, stream}, p,
+         terms, device.shared_bytes);
 }
 
 }  // namespace

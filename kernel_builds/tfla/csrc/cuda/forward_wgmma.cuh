@@ -33,19 +33,22 @@ struct OutputParts {
     by_column = int((V + kColumns - 1) / kColumns);
     in_chunk = (length + 127) / 128 * by_column;
   }
-  __host__ DEVICE int64_t count(const Chunks& chunks) const { return chunks.slots() * heads * in_chunk; }
+  __host__ DEVICE int64_t count(const Chunks& chunks) const {
+    return chunks.slots() * heads * in_chunk;
+  }
   // Part `index` of all. Parts of a chunk cost more the later their rows are, and blocks of threads
   // take every `stride`-th: they turn, so that each gets all kinds.
   DEVICE OutputPart at(const Chunks& chunks, int64_t index, int64_t stride) const {
     const int64_t unit = index / in_chunk, slot = unit / heads;
     const int part = int((index + index / stride) % in_chunk);
-    return {chunks.at(slot), slot, int(unit % heads), part / by_column * 128, part % by_column * kColumns};
+    return {chunks.at(slot), slot, int(unit % heads), part / by_column * 128,
+            part % by_column * kColumns};
   }
 };
 
 template <typename IO, int kColumns>
 struct OutputWgmma {
-  static constexpr int kInFlight = 3, kDeep = 128;           // of K, in a slot of k
+  static constexpr int kInFlight = 3, kDeep = 128;             // of K, in a slot of k
   static constexpr int kSlotRows = kSlotBytes / 2 / kColumns;  // of v, or of C's depth
   static constexpr int kBlocks = kColumns / 8, kPairs = kTile / 8;
   using QTile = Tile<IO, 2 * kTile>;
@@ -66,7 +69,8 @@ struct OutputWgmma {
       n = panels * QTile::kStride;
       slots = n + panels * kNBytes;
       slots = (slots + 1023) / 1024 * 1024;
-      count = (shared_bytes - slots - Slot::kBytes) / int(kSlotBytes + sizeof(Terms) + Slot::kBytes);
+      count =
+          (shared_bytes - slots - Slot::kBytes) / int(kSlotBytes + sizeof(Terms) + Slot::kBytes);
       terms = slots + count * kSlotBytes;
       barriers = terms + count * int(sizeof(Terms));
       bytes = barriers + (count + 1) * Slot::kBytes;
@@ -83,16 +87,20 @@ struct OutputWgmma {
   int round = 0;       // parts with steps so far
   OutputPart part;
 
-  DEVICE OutputWgmma(const ForwardParams& params, const ForwardTerms& t, int shared_bytes, char* shared)
+  DEVICE OutputWgmma(const ForwardParams& params, const ForwardTerms& t, int shared_bytes,
+                     char* shared)
       : p(params),
         terms(t),
         parts(p.H, p.V, t.rows.chunks.length),
         layout(p.K, shared_bytes),
         memory(shared),
-        ring(shared_address(shared + layout.slots), shared_address(shared + layout.barriers), layout.count),
+        ring(shared_address(shared + layout.slots), shared_address(shared + layout.barriers),
+             layout.count),
         consumer(warpgroup() - 1) {}
 
-  DEVICE Slot q_slot() const { return {shared_address(memory + layout.barriers) + layout.count * Slot::kBytes}; }
+  DEVICE Slot q_slot() const {
+    return {shared_address(memory + layout.barriers) + layout.count * Slot::kBytes};
+  }
   DEVICE QTile q_tile() const { return {shared_address(memory)}; }
   DEVICE uint32_t n_tile() const { return shared_address(memory + layout.n); }
   DEVICE Terms& slot_terms(const Ring<kSlotBytes>& at) const {
@@ -199,7 +207,9 @@ struct OutputWgmma {
         }
 #pragma unroll 1
         for (int i = 0; i < kTile / kSlotRows; ++i) {
-          fill(landing, [&](uint32_t to) { load<kColumns>(SlotTile{to}, v, row + i * kSlotRows, part.column); });
+          fill(landing, [&](uint32_t to) {
+            load<kColumns>(SlotTile{to}, v, row + i * kSlotRows, part.column);
+          });
         }
       }
     });
@@ -212,7 +222,8 @@ struct OutputWgmma {
     const int i = threadIdx.x, left = part.chunk.steps - row;
     const bool has_w = i < 2 * left, has_future = i < left;
     copy_word_or_zero(&to.w[0].x + i, &rows.w[at].x + (has_w ? i : 0), has_w);
-    if (i < kTile) copy_word_or_zero(&to.future[i], &rows.future[at] + (has_future ? i : 0), has_future);
+    if (i < kTile)
+      copy_word_or_zero(&to.future[i], &rows.future[at] + (has_future ? i : 0), has_future);
   }
 
   // ---- A consumer ----
@@ -226,7 +237,9 @@ struct OutputWgmma {
 
   DEVICE int own_tile() const { return part.row / kTile + consumer; }
   // Of the lane's two rows, in the tile.
-  DEVICE static int tile_row(int down) { return threadIdx.x % kWarpgroup / 32 * 16 + threadIdx.x % 32 / 4 + 8 * down; }
+  DEVICE static int tile_row(int down) {
+    return threadIdx.x % kWarpgroup / 32 * 16 + threadIdx.x % 32 / 4 + 8 * down;
+  }
   DEVICE int row(int down) const { return own_tile() * kTile + tile_row(down); }
 
   DEVICE RowTerms row_terms() const {
@@ -481,8 +494,9 @@ struct OutputWgmma {
 };
 
 template <typename IO, int kColumns>
-__global__ void __launch_bounds__(kRingThreads, 1)
-    outputs_wgmma(const ForwardParams p, const ForwardTerms terms, int shared_bytes) {
+__global__ void __launch_bounds__(kRingThreads, 1) outputs_wgmma(const ForwardParams p,
+                                                                 const ForwardTerms terms,
+                                                                 int shared_bytes) {
 #if FLASHCELL_WGMMA_CODE
   extern __shared__ __align__(1024) char memory[];
   OutputWgmma<IO, kColumns>(p, terms, shared_bytes, memory).run();

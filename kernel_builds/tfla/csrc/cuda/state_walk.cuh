@@ -189,7 +189,8 @@ struct StateSums {
       for (int j = 0; j < kBlocks; j += 4) {
         float low[4], high[4];
 #pragma unroll
-        for (int c = 0; c < 4; ++c) low[c] = C[i][j + c][2 * half], high[c] = C[i][j + c][2 * half + 1];
+        for (int c = 0; c < 4; ++c)
+          low[c] = C[i][j + c][2 * half], high[c] = C[i][j + c][2 * half + 1];
         const int v = column + 8 * j;
         store_row<IO>(to + k * p.V + v, low, high, k < p.K, int(p.V) - v);
       }

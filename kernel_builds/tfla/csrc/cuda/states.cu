@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(kJoinThreads) join_kernel(const StateParams p,
 // How the states are cut among thread blocks.
 struct StatePlan {
   bool wgmma;
-  int rows, columns;  // of a thread block
+  int rows, columns;   // of a thread block
   int blocks_at_once;  // on the GPU
 
   StatePlan(const StateParams& p, const Device& device, int io_bytes)
@@ -78,17 +78,21 @@ Segments take_segments(const StateParams& p, const StatePlan& plan, Arrays& arra
 }
 
 template <typename IO, bool kReverse>
-void launch_walk(const StateParams& p, const StatePlan& plan, const Segments& segments, cudaStream_t stream) {
+void launch_walk(const StateParams& p, const StatePlan& plan, const Segments& segments,
+                 cudaStream_t stream) {
   const int64_t blocks = plan.blocks(p) * (segments.count - segments.first_pass);
   const auto walk = [&]<typename Walk>(auto kernel) {
-    launch(kernel, {blocks, Walk::kThreads, int(sizeof(typename Walk::Shared)), stream}, p, segments);
+    launch(kernel, {blocks, Walk::kThreads, int(sizeof(typename Walk::Shared)), stream}, p,
+           segments);
   };
   if constexpr (sizeof(IO) == 2) {
     if (plan.wgmma) {
       if (plan.columns == 128) {
-        return walk.template operator()<StateWgmma<IO, kReverse, 128>>(states_wgmma<IO, kReverse, 128>);
+        return walk.template operator()<StateWgmma<IO, kReverse, 128>>(
+            states_wgmma<IO, kReverse, 128>);
       }
-      return walk.template operator()<StateWgmma<IO, kReverse, 256>>(states_wgmma<IO, kReverse, 256>);
+      return walk.template operator()<StateWgmma<IO, kReverse, 256>>(
+          states_wgmma<IO, kReverse, 256>);
     }
   }
   walk.template operator()<StateWalk<IO, kReverse>>(states_kernel<IO, kReverse>);

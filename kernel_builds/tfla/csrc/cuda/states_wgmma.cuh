@@ -39,10 +39,10 @@ struct StateWgmma {
         const Slot slot = ring.slot();
         slot.wait_empty(ring.round);
         Stage& to = shared.stages[ring.index];
-        place.template copy<kWarpgroup>(
-            Rows{shared_address(to.left)}, Rows{shared_address(to.right)},
-            shared.weight[ring.index], shared.n_weight[ring.index], place.first_step(chunk) + step,
-            count - step);
+        place.template copy<kWarpgroup>(Rows{shared_address(to.left)},
+                                        Rows{shared_address(to.right)}, shared.weight[ring.index],
+                                        shared.n_weight[ring.index], place.first_step(chunk) + step,
+                                        count - step);
         landing.add(slot);
         ring.advance();
       }
@@ -60,7 +60,8 @@ struct StateWgmma {
 #pragma unroll
     for (int d = 0; d < kSteps / 16; ++d) {
       left.load(words[d], warp % 4, d);
-      if (sums.has_n) DepthScale<IO>(shared.n_weight[ring.index] + d * 16).multiply(sums.n[0][0], words[d]);
+      if (sums.has_n)
+        DepthScale<IO>(shared.n_weight[ring.index] + d * 16).multiply(sums.n[0][0], words[d]);
       DepthScale<IO>(shared.weight[ring.index] + d * 16)(words[d]);
     }
   }
@@ -81,7 +82,8 @@ struct StateWgmma {
 #pragma unroll
         for (int i = 0; i < kSteps / 4; ++i) words[i / 4][i % 4] = next[i / 4][i % 4];
         wgmma_fence(sums.C[0], words);
-        const SharedOperand<Major::kWidth> right(shared_address(shared.stages[ring.index].right), Rows::kStride);
+        const SharedOperand<Major::kWidth> right(shared_address(shared.stages[ring.index].right),
+                                                 Rows::kStride);
 #pragma unroll
         for (int d = 0; d < kSteps / 16; ++d) wgmma<IO>(sums.C[0], words[d], right.step(d));
         wgmma_commit();
