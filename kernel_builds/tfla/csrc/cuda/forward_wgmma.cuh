@@ -145,7 +145,7 @@ struct OutputWgmma {
   template <typename Body>
   DEVICE void fill(Landing<kInFlight>& landing, const Body& body) {
     const Slot slot = ring.slot();
-    slot.wait_empty(ring.round);
+    landing.wait_empty(slot, ring.round);
     body(ring.address());
     landing.add(slot);
     ring.advance();
@@ -161,7 +161,7 @@ struct OutputWgmma {
       const int k = i * kWarpgroup + threadIdx.x;
       n[i] = with_n && k < p.K ? from[k] : 0.f;
     }
-    q_slot().wait_empty(round);
+    landing.wait_empty(q_slot(), round);
     const Source q = source(p.q, p.K);
     for (int panel = 0; panel < pieces(p.K, kDeep) * (kDeep / 64); ++panel) {
       load<64>(QTile{q_tile().address + panel * QTile::kStride}, q, part.row, panel * 64);
@@ -188,7 +188,6 @@ struct OutputWgmma {
     Landing<kInFlight> landing;
     for_parts([&] {
       if (!part.has_steps()) return;
-      load_q(landing);
       if (has_before()) {
         const int64_t at = terms.rows.slot(part.head, part.slot) * p.K * p.V;
         const Source C{static_cast<const IO*>(terms.C) + at, p.V, int(p.K), int(p.V)};
@@ -196,6 +195,7 @@ struct OutputWgmma {
           fill(landing, [&](uint32_t to) { load<kColumns>(SlotTile{to}, C, depth, part.column); });
         }
       }
+      load_q(landing);  // after what can be loaded while the part before still needs its q
       const Source k = source(p.k, p.K), v = source(p.v, p.V);
       for (int tile = 0; tile < tiles(); ++tile) {
         const int row = tile * kTile;

@@ -25,7 +25,6 @@ struct Slot {
     barrier_init(empty(), kConsumers * kWarpgroup / 32);
   }
   DEVICE void wait_full(int round) const { barrier_wait(full, round); }
-  DEVICE void wait_empty(int round) const { barrier_wait(empty(), round - 1); }
   // Of a consumer: its warp will not read the slot any more.
   DEVICE void release() const {
     __syncwarp();
@@ -52,12 +51,18 @@ struct Ring {
   }
 };
 
-// The producer's copies in flight, of kInFlight slots: each is told full when it has landed. A ring
-// has two slots more at least.
+// The producer's copies in flight, to kInFlight slots at most: each is told full when it has landed.
 template <int kInFlight>
 struct Landing {
   uint32_t full[kInFlight] = {};
 
+  // Until consumers have left the slot. They may wait for what is in flight.
+  DEVICE void wait_empty(Slot slot, int round) {
+    const bool is_empty = barrier_is_over(slot.empty(), round - 1);
+    if (__ballot_sync(~0u, is_empty) == ~0u) return;
+    finish();
+    barrier_wait(slot.empty(), round - 1);
+  }
   // After the copies to a slot.
   DEVICE void add(Slot slot) {
     copy_commit();
@@ -70,14 +75,15 @@ struct Landing {
   DEVICE void finish() {
     copy_wait<0>();
 #pragma unroll
-    for (int i = 0; i < kInFlight; ++i) tell(full[i]);
+    for (int i = 0; i < kInFlight; ++i) tell(full[i]), full[i] = 0;
   }
 
  private:
   DEVICE static void tell(uint32_t barrier) {
+    if (barrier == 0) return;
     fence_for_wgmma();
     __syncwarp();
-    if (barrier && threadIdx.x % 32 == 0) barrier_arrive(barrier);
+    if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
   }
 };
 

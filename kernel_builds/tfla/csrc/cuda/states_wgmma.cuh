@@ -37,7 +37,7 @@ struct StateWgmma {
       const int count = int(place.steps(chunk));
       for (int step = 0; step < count; step += kSteps) {
         const Slot slot = ring.slot();
-        slot.wait_empty(ring.round);
+        landing.wait_empty(slot, ring.round);
         Stage& to = shared.stages[ring.index];
         place.template copy<kWarpgroup>(Rows{shared_address(to.left)},
                                         Rows{shared_address(to.right)}, shared.weight[ring.index],
@@ -75,12 +75,9 @@ struct StateWgmma {
       for (int left = int(place.steps(chunk)); left > 0; left -= kSteps) {
         const Slot slot = ring.slot();
         slot.wait_full(ring.round);
-        Words next;
-        load(next, sums, warp);  // while the stage before is multiplied
-        wgmma_wait<0>(sums.C[0], words);
+        wgmma_wait<0>(sums.C[0], words);  // reads the words until then, which nobody else knows
         if (running.full) running.release();
-#pragma unroll
-        for (int i = 0; i < kSteps / 4; ++i) words[i / 4][i % 4] = next[i / 4][i % 4];
+        load(words, sums, warp);
         wgmma_fence(sums.C[0], words);
         const SharedOperand<Major::kWidth> right(shared_address(shared.stages[ring.index].right),
                                                  Rows::kStride);
