@@ -31,6 +31,7 @@ from .recurrent_model import (
     RecurrentForTokenClassification,
     RecurrentModel,
     RecurrentPreTrainedModel,
+    cast_once,
 )
 
 NX_AI_NAMES = {r"^embedding\.weight$": "backbone.embeddings.weight"}
@@ -122,6 +123,7 @@ class FlashMLSTMFeedForward(nn.Module):
         self.proj_down = residual(config, inner)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # [B, T, H] -> [B, T, H]
+        x = cast_once(x)
         if self.fused:
             gate, up = self.proj_up_gate_z(x).chunk(2, dim=-1)
         else:
