@@ -29,12 +29,13 @@ ORDERS = ("", "backwards early", "backwards", "early")
 DTYPES = [torch.bfloat16, torch.float32]
 # Odd lengths, widths that fill no tile, chunks of each length, and every option.
 FAST = [case for case in CASES if case.T <= 45 and max(case.K, case.V) < 1024]
-FAST += [
+TILES = [
     Case(2, 131, 1, 40, 136, ("state",), 64),
     Case(1, 130, 1, 136, 24, ("state", "reset"), 128),
     Case(1, 300, 1, 16, 8, ("state",), 256),
     Case(1, 200, 2, 32, 32, ("state",), 64, 10.0, -2.0),
 ]
+FAST += TILES
 pytestmark = [
     pytest.mark.skipif(not emulate.SUPPORTED, reason="the emulator needs Linux on x86_64"),
     pytest.mark.skipif(DEVICE != "cpu", reason="there is a GPU to run the kernels"),
@@ -113,6 +114,18 @@ def test_a_smaller_gpu_has_shorter_chunks(tfla, order, cell, dtype):
     judge_case(
         tfla, order, cell, Case(1, 300, 1, 24, 16, ("state",), 256), dtype, device="shared=99"
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=judge.short)
+@pytest.mark.parametrize("case", TILES, ids=str)
+def test_without_wgmma(tfla, order, cell, case, dtype):
+    judge_case(tfla, order, cell, case, dtype, device="arch=80")
+
+
+@pytest.mark.parametrize("processors", [1, 3])
+def test_few_processors_take_many_parts_each(tfla, order, cell, processors):
+    case = Case(2, 300, 2, 136, 264, ("state", "reset"), 256)
+    judge_case(tfla, order, cell, case, torch.bfloat16, device=f"processors={processors}")
 
 
 def test_segments_join(tfla, order):
