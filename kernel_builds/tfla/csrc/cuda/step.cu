@@ -45,9 +45,13 @@ DEVICE void fetch([[maybe_unused]] const void* from, [[maybe_unused]] int bytes)
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 #endif
 }
-DEVICE void fetch_line([[maybe_unused]] const void* from) {
+template <typename X>
+DEVICE void fetch_row([[maybe_unused]] const X* row, [[maybe_unused]] int count) {  // by a warp
 #if __CUDA_ARCH__ >= 900
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
+  constexpr int kLine = 128 / int(sizeof(X));
+  for (int c = int(threadIdx.x) * kLine; c < count; c += 32 * kLine) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(row + c));
+  }
 #endif
 }
 
@@ -56,7 +60,7 @@ DEVICE void fetch_line([[maybe_unused]] const void* from) {
 template <typename IO>
 __global__ void __launch_bounds__(32) head_kernel(const StepParams p, Head* heads, int parts,
                                                   int bytes) {
-  constexpr int kLine = 128, kUnroll = 8;
+  constexpr int kUnroll = 8;
   const int state = int(blockIdx.x) / parts, part = int(blockIdx.x) % parts, lane = threadIdx.x;
   const int b = state / int(p.H), h = state % int(p.H), K = int(p.K);
   const int64_t first = int64_t(state) * K;
@@ -69,15 +73,14 @@ __global__ void __launch_bounds__(32) head_kernel(const StepParams p, Head* head
     fetch(C + int64_t(part) * bytes, bytes);
   }
   if (part == 0) {
-    if (lane == 0) {
-      fetch_line(i), fetch_line(f);
-      if (m != nullptr) fetch_line(m);
-    }
-    if (p.normalized) {
-      for (int c = lane * (kLine / int(sizeof(IO))); c < K; c += kLine * 32 / int(sizeof(IO))) {
-        fetch_line(k + c), fetch_line(q + c);
-      }
-      for (int c = lane * (kLine / 4); n != nullptr && c < K; c += kLine * 8) fetch_line(n + c);
+    const int V = int(p.V);
+    fetch_row(i, 1), fetch_row(f, 1);
+    if (m != nullptr) fetch_row(m, 1);
+    if (p.normalized) fetch_row(k, K), fetch_row(q, K);
+    if (n != nullptr) fetch_row(n, K);
+    if (p.epilogue.out_gate.data != nullptr) fetch_row(gate_row<IO>(p.epilogue, b, 0, h), V);
+    if (p.epilogue.weight != nullptr) {
+      fetch_row(static_cast<const float*>(p.epilogue.weight) + h * V, V);
     }
   }
   wait_for_earlier();
@@ -216,10 +219,12 @@ __global__ void __launch_bounds__(kThreads, kBlocks) step_kernel(const StepParam
   __syncthreads();
   if (!is_last) return;
   __threadfence();
-  Row<kThreads, 4, 1> row;  // up to 1024 columns
+  Row<kThreads, 4, 1> row, weight, gate;  // up to 1024 columns
   static_assert(kThreads >= 256);
   row.load(unrounded + int64_t(state) * V, V);
-  finish_row<IO>(p.epilogue, row, gate_row<IO>(p.epilogue, b, 0, h), h, V);
+  weight.load_weight(p.epilogue, h, V);
+  if (p.epilogue.out_gate.data != nullptr) gate.load(gate_row<IO>(p.epilogue, b, 0, h), V);
+  finish_row<IO>(p.epilogue, row, weight, gate, V);
   row.store(out, V);
 }
 
