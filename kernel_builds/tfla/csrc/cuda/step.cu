@@ -145,7 +145,7 @@ DEVICE bool is_last_of(int blocks, int* done) {
   __syncthreads();
   if (threadIdx.x == 0) is_last = atomicAdd(done, 1) == blocks - 1;
   __syncthreads();
-  __threadfence();
+  if (is_last) __threadfence();
   return is_last;
 }
 
