@@ -147,21 +147,19 @@ def test_step(tfla, order, cell, dtype, words):
     judge.test_step(tfla, cell, dtype)
 
 
-@pytest.mark.parametrize("words", ORDERS[:2])
 @pytest.mark.parametrize("size", test_tfla_epilogue.SIZES, ids=str)
 @pytest.mark.parametrize("parts", test_tfla_epilogue.PARTS, ids="-".join)
-def test_epilogue(tfla, order, parts, size, words):
-    order(words)
-    for dtype in DTYPES:
+def test_epilogue(tfla, order, parts, size):
+    for words, dtype in zip(ORDERS[:2], DTYPES, strict=True):
+        order(words)
         test_tfla_epilogue.test_as_exact_as_the_reference(tfla, parts, size, dtype)
 
 
-@pytest.mark.parametrize("words", ORDERS[:2])
-@pytest.mark.parametrize("parts", test_tfla_epilogue.PARTS, ids="-".join)
+@pytest.mark.parametrize("parts", [test_tfla_epilogue.PARTS[k] for k in (0, 3, 5)], ids="-".join)
 @pytest.mark.parametrize("V", test_tfla_epilogue.WIDTHS)
-def test_epilogue_of_a_step(tfla, cell, order, parts, V, words):
-    order(words)
-    for dtype in DTYPES:
+def test_epilogue_of_a_step(tfla, cell, order, parts, V):
+    for words, dtype in zip(ORDERS[:2], DTYPES, strict=True):
+        order(words)
         test_tfla_epilogue.test_step(tfla, parts, cell, dtype, V)
 
 
