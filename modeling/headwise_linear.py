@@ -6,7 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .kernels.diagonal_rnn.projection import headwise_linear  # torch alone, whatever the backend
+from .kernels.diagonal_rnn.projection import (  # torch alone, whatever the backend
+    headwise_linear,
+    headwise_product,
+)
 
 
 class HeadwiseLinear(nn.Module):
@@ -50,6 +53,10 @@ class HeadwiseLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:  # [..., I] -> [..., G, D]
         return headwise_linear(x, self.weight, self.bias)
+
+    def product(self, x: Tensor) -> Tensor:  # [..., I] -> [N, ..., G, J]
+        """Without the bias, heads outermost: no copy brings them together."""
+        return headwise_product(x, self.weight)
 
     def extra_repr(self) -> str:
         sizes = f"{self.input_size}, {self.hidden_size}, gates={self.gates}"

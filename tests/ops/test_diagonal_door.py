@@ -40,6 +40,21 @@ TABLE = {  # id: (arguments, error, what it says)
     ),
     "x-gates": (changed(x=lambda c: c["x"][:, :, :2]), ValueError, r"must be \[B, T, 3, D\]"),
     "x-int": (changed(x=lambda c: c["x"].int()), TypeError, "x has dtype torch.int32"),
+    "x-heads": (
+        changed(x=torch.randn(0, B, T, 3, D)),
+        ValueError,
+        r"or in N > 0 heads \[N, B, T, 3, D / N\]",
+    ),
+    "a-heads": (
+        changed(x=torch.randn(2, B, T, 3, D)),
+        ValueError,
+        r"a has shape \[3, 8\], but must be \[3, D\] = \[3, 16\]",
+    ),
+    "bias-shape": (
+        changed(bias=torch.randn(1, D)),
+        ValueError,
+        r"bias has shape \[1, 8\], but must be \[3, D\]",
+    ),
     "a-none": (changed(a=None), TypeError, "a is a NoneType"),
     "a-shape": (
         changed(a=torch.randn(2, D)),
@@ -110,8 +125,10 @@ def test_sequence(door, row, monkeypatch):
 def test_step(door):
     call = base()
     x, a, p = call["x"], call["a"], call["p"]
-    with pytest.raises(ValueError, match=r"x has shape \[2, 4, 3, 8\], but must be \[B, 3, D\]"):
-        door.flash_lstm_step(x, a, p)
+    with pytest.raises(ValueError, match=r"x has shape \[4, 8\], but must be \[B, 3, D\]"):
+        door.flash_lstm_step(x[0, :, 0], a, p)
+    with pytest.raises(ValueError, match=r"a has shape \[3, 8\], but must be \[3, D\] = \[3, 16\]"):
+        door.flash_lstm_step(x, a, p)  # two heads of eight channels
     with pytest.raises(ValueError, match=r"state\[0\] has shape \[1, 8\]"):
         door.flash_gru_step(x[:, 0], a, (call["state"][0][:1],))
 

@@ -1,5 +1,7 @@
 // What ops.cpp (torch) hands to an engine (no torch), on the CPU and on CUDA: plain structs.
-// S sequences, T time, D channels, G gates, P weight rows, K states, V saved states.
+// S sequences, T time, D channels, G gates, P weight rows, K states, V saved states. x is
+// [B, T, G, D], or with its channels in heads of J [D / J, B, T, G, J], as a batched product leaves
+// it; dx has the layout of x, dense.
 // io = the dtype of x; state = float, or double when io is double.
 #pragma once
 #include "sequence.h"
@@ -13,11 +15,14 @@ struct SequenceParams {
   const Sequence* sequences;  // [S]; null on CUDA when sequence s is all of row s
   const uint8_t* reset;       // [B, T] or null: states become 0 before the step
   const uint8_t* hold;        // [B, T] or null: the step passes the states through
-  const void* x;              // [B, T, G, D] io, strided
-  int64_t x_batch;            // strides of x in elements; the last one is 1
+  const void* x;              // io, strided
+  int64_t x_head;             // strides of x in elements; the last one is 1
+  int64_t x_batch;
   int64_t x_time;
   int64_t x_gate;
+  int64_t J;            // channels of a head; D where x has none
   const void* weight;   // [P, D] state
+  const void* bias;     // [G, D] state, added to x, or null; it follows the weight
   const void* initial;  // [K, S, D] state, or null for 0
   int64_t V;            // K - 1 states beside h, and with `hold` h's own, which h does not hold
   Method method;
@@ -37,8 +42,9 @@ struct BackwardParams : SequenceParams {
   const void* dlast;  // [K, S, D] state, or null for 0
   const void* h;      // [B, T, D] io
   const void* saved;  // [B, T, V, D] io
-  void* dx;           // [B, T, G, D] io
-  void* dweight;      // [P, D] state
+  void* dx;           // io, as x
+  int64_t dx_head;    // elements of a head of it
+  void* dweight;      // [P, D] state, then with a bias its [G, D]
   void* dstate;       // [K, S, D] state
 };
 

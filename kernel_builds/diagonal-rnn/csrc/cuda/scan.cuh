@@ -47,10 +47,15 @@ struct Tile {
 
   struct Shared {
     Word rows[2][kSteps][kRows][kThreads];  // every thread's own steps, of this tile and the next
-    float warp_map[kWarps][kMap][kChannels];
-    float tile_map[kGroup][kMap][kChannels];  // of the tiles before it in its group
-    float carry[K][kChannels];                // into the group
-    float sums[Element::kSums > 0 ? kWarps : 1][Element::kSums > 0 ? Element::kSums : 1][kChannels];
+    union {
+      struct {
+        float warp_map[kWarps][kMap][kChannels];
+        float tile_map[kGroup][kMap][kChannels];  // of the tiles before it in its group
+      };
+      float sums[Element::kSums > 0 ? kWarps : 1][Element::kSums > 0 ? Element::kSums : 1]
+                [kChannels];  // when no map is needed any more
+    };
+    float carry[K][kChannels];  // into the group
     uint32_t ticket;
   };
 
@@ -140,9 +145,7 @@ __global__ void __launch_bounds__(32 * kWarps, 2) scan_kernel(const __grid_const
     const int group = tile / kGroup, in_group = tile % kGroup;
     float A[kN][K][K], b[kN][K];
 #pragma unroll
-    for (int c = 0; c < kN * K * K; ++c) A[c / (K * K)][c / K % K][c % K] = c / K % K == c % K;
-#pragma unroll
-    for (int c = 0; c < kN * K; ++c) b[c / K][c % K] = 0;
+    for (int c = 0; c < kN; ++c) identity(A[c], b[c]);
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
       if (first + k >= e.steps) break;
@@ -269,6 +272,7 @@ __global__ void __launch_bounds__(32 * kWarps, 2) scan_kernel(const __grid_const
     e.pad(max(first, e.steps), min(first + kSteps, e.steps + e.padding));
 
     if constexpr (P > 0) {
+      __syncthreads();
 #pragma unroll
       for (int c = 0; c < kN * P; ++c)
         shared.sums[warp][c % P][lane * kN + c / P] = e.sums[c / P][c % P];

@@ -11,7 +11,7 @@ from .functional import (
     flash_lstm_step,
     linear_scan,
 )
-from .projection import headwise_linear
+from .projection import headwise_linear, headwise_product
 from .solve import ParallelRNN, SolveInfo, solve
 from .structures import Structure, register_structure
 
@@ -31,6 +31,7 @@ __all__ = [
     "flash_lstm",
     "flash_lstm_step",
     "headwise_linear",
+    "headwise_product",
     "linear_scan",
     "register_structure",
     "solve",

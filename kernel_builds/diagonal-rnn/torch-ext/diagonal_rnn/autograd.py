@@ -6,7 +6,8 @@ differentiable all the same, because its backward then runs it once more.
 
 import torch
 
-from ._ops import add_op_namespace_prefix, ops
+from ._ops import BACKEND, add_op_namespace_prefix, ops
+from .arguments import sizes
 from .cells import CELLS, Cell
 from .reference import state_dtype
 
@@ -16,7 +17,7 @@ def register(cell: Cell) -> None:
 
     @torch.library.register_fake(add_op_namespace_prefix(f"{cell.name}_fwd"))
     def _(x, weight, state, reset, hold, lengths, cu_seqlens, method, tol, max_iters, save):
-        B, T, _, D = x.shape
+        B, T, D = sizes(x)
         S = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
         kept = cell.states - 1 + (hold is not None)
         return (
@@ -28,7 +29,7 @@ def register(cell: Cell) -> None:
 
     @torch.library.register_fake(add_op_namespace_prefix(f"{cell.name}_bwd"))
     def _(dh, dlast, x, weight, h, saved, state, reset, hold, lengths, cu_seqlens, method):
-        B, _, _, D = x.shape
+        B, _, D = sizes(x)
         S = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
         return (
             x.new_empty(x.shape),
