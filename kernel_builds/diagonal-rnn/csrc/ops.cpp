@@ -4,7 +4,7 @@
 #include "cells/all.h"
 #include "registration.h"
 #if defined(CUDA_KERNEL)
-#include "cuda/call.h"
+#include "cuda/conv_ops.h"
 #else
 #include "cpu/call.h"
 #endif
@@ -225,11 +225,15 @@ void define(torch::stable::detail::StableLibrary& ops, CellList<Cells...>) {
 
 STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
   flashcell::define(ops, flashcell::AllCells());
+#if defined(CUDA_KERNEL)
+  flashcell::define_conv(ops);
+#endif
 }
 
 #if defined(CUDA_KERNEL)
 STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CUDA, ops) {
   flashcell::implement(ops, flashcell::AllCells());
+  flashcell::implement_conv(ops);
 }
 #else
 STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CPU, ops) {

@@ -69,4 +69,26 @@ struct ScanBackwardParams : ScanParams {
   void* dh0;       // [B, D, n] state
 };
 
+// u_t = weight[taps] + sum over j < taps of weight[taps - 1 - j] x_(t - j), y = silu(u) or u.
+struct ConvParams {
+  int64_t B, T, D, taps;
+  const void* x;  // [B, T, D] io, strided; the last stride is 1
+  int64_t x_batch, x_time;
+  const void* weight;    // [taps + 1, D] state, the bias last
+  const void* window;    // [B, taps - 1, D] io: the steps before the first, or null for 0
+  const uint8_t* reset;  // [B, T] or null: what is before the step counts no more
+  bool silu;
+};
+
+struct ConvForwardParams : ConvParams {
+  void* y;  // [B, T, D] io
+};
+
+struct ConvBackwardParams : ConvParams {
+  const void* dy;  // [B, T, D] io
+  void* dx;        // [B, T, D] io
+  void* dweight;   // [taps + 1, D] state
+  void* dwindow;   // [B, taps - 1, D] io
+};
+
 }  // namespace flashcell

@@ -1,6 +1,7 @@
 """diagonal_rnn: recurrent cells whose channels do not mix (FlashGRU, FlashLSTM), and linear scans."""
 
 from .cells import CELLS
+from .conv import causal_conv
 from .dispatch import BACKEND
 from .functional import (
     Info,
@@ -26,6 +27,7 @@ __all__ = [
     "SolveInfo",
     "Structure",
     "block_scan",
+    "causal_conv",
     "flash_gru",
     "flash_gru_step",
     "flash_lstm",

@@ -89,6 +89,37 @@ def register_scan(name: str) -> None:
     torch.library.register_autograd(add_op_namespace_prefix(f"{name}_bwd"), _no_second_derivative)
 
 
+def register_conv() -> None:
+    fwd = add_op_namespace_prefix("causal_conv_fwd")
+
+    @torch.library.register_fake(fwd)
+    def _(x, weight, window, reset, silu):
+        return x.new_empty(x.shape)
+
+    @torch.library.register_fake(add_op_namespace_prefix("causal_conv_bwd"))
+    def _(dy, x, weight, window, reset, silu):
+        B, _, D = x.shape
+        return (
+            x.new_empty(x.shape),
+            weight.new_empty(weight.shape),
+            x.new_empty(B, weight.shape[0] - 2, D),
+        )
+
+    def setup_context(ctx, inputs, output):
+        *tensors, ctx.silu = inputs
+        ctx.save_for_backward(*tensors)
+
+    def backward(ctx, dy):
+        x, weight, window, reset = ctx.saved_tensors
+        dx, dweight, dwindow = ops.causal_conv_bwd(dy, x, weight, window, reset, ctx.silu)
+        return dx, dweight, None if window is None else dwindow, None, None
+
+    torch.library.register_autograd(fwd, backward, setup_context=setup_context)
+    torch.library.register_autograd(
+        add_op_namespace_prefix("causal_conv_bwd"), _no_second_derivative
+    )
+
+
 def _no_second_derivative(ctx, *grads):
     raise RuntimeError(
         "diagonal_rnn has no second derivatives in its kernels: pass backend='reference', "
@@ -100,3 +131,5 @@ for _cell in CELLS.values():
     register(_cell)
 for _scan in ("scan", "block_scan"):
     register_scan(_scan)
+if BACKEND == "cuda":
+    register_conv()
