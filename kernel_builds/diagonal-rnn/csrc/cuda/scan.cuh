@@ -83,6 +83,26 @@ struct Tile {
     }
   }
 
+  // body(k, raw) for the steps from `first` that there are. Without a condition at every step, the
+  // rows of many are read ahead.
+  template <typename Body>
+  static DEVICE void for_steps(const Element& e, int first,
+                               const Word (&rows)[kSteps][kRows][kThreads], Body body) {
+    auto step = [&](int k) {
+      typename Element::Raw raw;
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) raw[r] = rows[k][r][threadIdx.x];
+      body(k, raw);
+    };
+    if (first + kSteps <= e.steps) {
+#pragma unroll
+      for (int k = 0; k < kSteps; ++k) step(k);
+    } else {
+#pragma unroll 1
+      for (int k = 0; first + k < e.steps; ++k) step(k);
+    }
+  }
+
   static DEVICE void put(float (*rows)[kChannels], const float (&A)[kN][K][K],
                          const float (&b)[kN][K]) {
     const int lane = threadIdx.x % 32;
@@ -146,17 +166,12 @@ __global__ void __launch_bounds__(32 * kWarps, 2) scan_kernel(const __grid_const
     float A[kN][K][K], b[kN][K];
 #pragma unroll
     for (int c = 0; c < kN; ++c) identity(A[c], b[c]);
-#pragma unroll
-    for (int k = 0; k < kSteps; ++k) {
-      if (first + k >= e.steps) break;
-      typename Element::Raw raw;
-#pragma unroll
-      for (int r = 0; r < T::kRows; ++r) raw[r] = shared.rows[stage][k][r][threadIdx.x];
+    T::for_steps(e, first, shared.rows[stage], [&](int k, const typename Element::Raw& raw) {
       float step_A[kN][K][K], step_b[kN][K];
       e.map(raw, first + k, e.mark(first + k), step_A, step_b);
 #pragma unroll
       for (int c = 0; c < kN; ++c) compose(step_A[c], step_b[c], A[c], b[c]);
-    }
+    });
     T::put(shared.warp_map[warp], A, b);
     __syncthreads();
 
@@ -260,14 +275,9 @@ __global__ void __launch_bounds__(32 * kWarps, 2) scan_kernel(const __grid_const
           }
         }
       }
-#pragma unroll
-      for (int k = 0; k < kSteps; ++k) {
-        if (first + k >= e.steps) break;
-        typename Element::Raw raw;
-#pragma unroll
-        for (int r = 0; r < T::kRows; ++r) raw[r] = shared.rows[stage][k][r][threadIdx.x];
+      T::for_steps(e, first, shared.rows[stage], [&](int k, const typename Element::Raw& raw) {
         e.advance(raw, first + k, e.mark(first + k), carry);
-      }
+      });
     }
     e.pad(max(first, e.steps), min(first + kSteps, e.steps + e.padding));
 
