@@ -19,7 +19,7 @@ class CausalConv1d(nn.Conv1d):
 
     `window` is the last K - 1 tokens of the document that goes on, zeros where it has fewer; None
     at a document's beginning. y at padding means nothing. backend "auto", "cuda" or "cpu" takes
-    diagonal-rnn's kernel where it has one: on CUDA, for K from 2 to 4, without padding.
+    diagonal-rnn's kernel where it has one: on CUDA, for K = 4, without padding.
     """
 
     def __init__(self, channels: int, kernel_size: int = 4, bias: bool = True):
@@ -36,8 +36,8 @@ class CausalConv1d(nn.Conv1d):
         silu: bool = False,
         backend: str = "reference",
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        long = x.shape[1] >= self.past and self.past < 4 and boundaries.hold is None
-        if backend != "reference" and x.is_cuda and long:
+        fits = x.is_cuda and self.past == 3 and x.shape[1] >= self.past
+        if backend != "reference" and fits and boundaries.hold is None:
             return self._run_kernel(x, window, boundaries, silu, backend)
         y, window = self._run_torch(x, window, boundaries)
         return nn.functional.silu(y) if silu else y, window

@@ -69,13 +69,14 @@ struct ScanBackwardParams : ScanParams {
   void* dh0;       // [B, D, n] state
 };
 
-// u_t = weight[taps] + sum over j < taps of weight[taps - 1 - j] x_(t - j), y = silu(u) or u.
+// u_t = weight[4] + sum over j < 4 of weight[3 - j] x_(t - j), y = silu(u) or u.
 struct ConvParams {
-  int64_t B, T, D, taps;
+  static constexpr int kTaps = 4;
+  int64_t B, T, D;
   const void* x;  // [B, T, D] io, strided; the last stride is 1
   int64_t x_batch, x_time;
-  const void* weight;    // [taps + 1, D] state, the bias last
-  const void* window;    // [B, taps - 1, D] io: the steps before the first, or null for 0
+  const void* weight;    // [5, D] state, the bias last
+  const void* window;    // [B, 3, D] io: the steps before the first, or null for 0
   const uint8_t* reset;  // [B, T] or null: what is before the step counts no more
   bool silu;
 };
@@ -87,8 +88,8 @@ struct ConvForwardParams : ConvParams {
 struct ConvBackwardParams : ConvParams {
   const void* dy;  // [B, T, D] io
   void* dx;        // [B, T, D] io
-  void* dweight;   // [taps + 1, D] state
-  void* dwindow;   // [B, taps - 1, D] io
+  void* dweight;   // [5, D] state
+  void* dwindow;   // [B, 3, D] io
 };
 
 }  // namespace flashcell

@@ -1,27 +1,35 @@
 // The causal depthwise convolution ahead of a cell, with the silu that follows it. A thread has
-// neighbouring channels and a chunk of time, whose rows it reads once; the steps before the chunk
-// are read again. No thread waits for another.
+// neighbouring channels and a chunk of time, whose rows it reads once, a group ahead of their use;
+// the steps before the chunk are read again. No thread waits for another.
 #include "curve.cuh"
 #include "launch_linear.cuh"
 
 namespace flashcell::cuda {
 
-constexpr int kConvThreads = 128, kConvSteps = 64;
-constexpr int kConvAhead = 8;  // steps whose rows are asked for together
+constexpr int kConvThreads = 128, kConvSteps = 64, kTaps = ConvParams::kTaps, kPast = kTaps - 1;
 
-// What both directions hold: kN channels from d, their weights, and the taps before a step.
-template <typename IO, int kN, int kTaps>
+struct Chunk {  // of a thread: channels from d, steps [begin, end) of row b
+  int64_t b, d, begin, end;
+  DEVICE Chunk(const ConvParams& p, int chunks, int n)
+      : b(blockIdx.x / chunks),
+        d((int64_t(blockIdx.y) * kConvThreads + threadIdx.x) * n),
+        begin(int64_t(blockIdx.x % chunks) * kConvSteps),
+        end(begin + kConvSteps < p.T ? begin + kConvSteps : p.T) {}
+};
+
+// What both directions hold: kN channels, their weights, and the taps before a step.
+template <typename IO, int kN, bool kResets>
 struct Taps {
   using Words = Word<IO, kN>;
-  static constexpr int kPast = kTaps - 1;
 
   const ConvParams& p;
+  const IO* x_row;
   int64_t b, d;
   float weight[kTaps][kN], bias[kN];  // weight[j] of the step j before
   float past[kPast][kN];              // past[j]: the step j + 1 before, 0 in another document
 
-  DEVICE Taps(const ConvParams& params, int64_t row, int64_t channel)
-      : p(params), b(row), d(channel) {
+  DEVICE Taps(const ConvParams& params, const Chunk& chunk) : p(params), b(chunk.b), d(chunk.d) {
+    x_row = static_cast<const IO*>(p.x) + b * p.x_batch + d;
     const float* rows = static_cast<const float*>(p.weight) + d;
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
@@ -29,35 +37,26 @@ struct Taps {
       for (int j = 0; j < kTaps; ++j) weight[j][n] = rows[(kPast - j) * p.D + n];
       bias[n] = rows[kTaps * p.D + n];
     }
-  }
-
-  // x at step t >= 0, or 0 past the end.
-  DEVICE Words load(int64_t t) const {
-    const IO* from = static_cast<const IO*>(p.x) + b * p.x_batch + t * p.x_time + d;
-    return t < p.T ? *reinterpret_cast<const Words*>(from) : Words{};
-  }
-
-  // The taps of step t; steps before the first are the window's, or 0.
-  DEVICE void start(int64_t t) {
     clear();
 #pragma unroll
     for (int j = kPast; j > 0; --j) {
-      Words words = {};
-      if (t >= j) {
-        words = load(t - j);
-      } else if (p.window != nullptr) {
-        const IO* from = static_cast<const IO*>(p.window) + (b * kPast + kPast + t - j) * p.D + d;
-        words = *reinterpret_cast<const Words*>(from);
+      const int64_t t = chunk.begin - j;
+      Words words = load(x_row, p.x_time, t);
+      if (t < 0 && p.window != nullptr) {
+        words = load(static_cast<const IO*>(p.window) + b * kPast * p.D + d, p.D, kPast + t);
       }
       float x[kN];
       widen(words, x);
-      if (reset(t - j)) clear();
+      if (t >= 0 && reset(t)) clear();
       shift(x);
     }
   }
-  DEVICE bool reset(int64_t t) const {
-    return p.reset != nullptr && t >= 0 && p.reset[b * p.T + t];
+
+  // Row t of a sequence, or 0 outside.
+  DEVICE Words load(const IO* from, int64_t step, int64_t t) const {
+    return 0 <= t && t < p.T ? *reinterpret_cast<const Words*>(from + t * step) : Words{};
   }
+  DEVICE bool reset(int64_t t) const { return kResets && t < p.T && p.reset[b * p.T + t]; }
   DEVICE void clear() {
 #pragma unroll
     for (int j = 0; j < kPast * kN; ++j) past[j / kN][j % kN] = 0;
@@ -70,93 +69,95 @@ struct Taps {
       past[0][n] = x[n];
     }
   }
-  DEVICE float at(int n, float x) const {
-    float sum = fmaf(weight[0][n], x, bias[n]);
+  DEVICE float sum(int n, float x) const {
+    float u = fmaf(weight[0][n], x, bias[n]);
 #pragma unroll
-    for (int j = 0; j < kPast; ++j) sum = fmaf(weight[j + 1][n], past[j][n], sum);
-    return sum;
+    for (int j = 0; j < kPast; ++j) u = fmaf(weight[j + 1][n], past[j][n], u);
+    return u;
   }
 };
 
-struct Chunk {  // of a thread: channels from d, steps [begin, end) of row b
-  int64_t b, d, begin, end;
-  DEVICE Chunk(const ConvParams& p, int chunks, int n)
-      : b(blockIdx.x / chunks),
-        d((int64_t(blockIdx.y) * kConvThreads + threadIdx.x) * n),
-        begin(int64_t(blockIdx.x % chunks) * kConvSteps),
-        end(begin + kConvSteps < p.T ? begin + kConvSteps : p.T) {}
-};
-
-template <typename IO, int kN, int kTaps>
+template <typename IO, int kN, bool kSilu, bool kResets>
 __global__ void __launch_bounds__(kConvThreads) conv_kernel(const
                                                             __grid_constant__ ConvForwardParams p,
                                                             int chunks) {
+  using Words = Word<IO, kN>;
+  constexpr int kAhead = 8;
   const Chunk chunk(p, chunks, kN);
   if (chunk.d >= p.D) return;
-  Taps<IO, kN, kTaps> taps(p, chunk.b, chunk.d);
-  taps.start(chunk.begin);
+  Taps<IO, kN, kResets> taps(p, chunk);
   IO* y_row = static_cast<IO*>(p.y) + chunk.b * p.T * p.D + chunk.d;
-  for (int64_t from = chunk.begin; from < chunk.end; from += kConvAhead) {
-    Word<IO, kN> words[kConvAhead];
+  Words next[kAhead];
+  auto request = [&](int64_t from) {
 #pragma unroll
-    for (int k = 0; k < kConvAhead; ++k) words[k] = taps.load(from + k);
+    for (int k = 0; k < kAhead; ++k) next[k] = taps.load(taps.x_row, p.x_time, from + k);
+  };
+  request(chunk.begin);
+  for (int64_t from = chunk.begin; from < chunk.end; from += kAhead) {
+    Words now[kAhead];
 #pragma unroll
-    for (int k = 0; k < kConvAhead; ++k) {
-      const int64_t t = from + k;
-      if (t >= chunk.end) break;
+    for (int k = 0; k < kAhead; ++k) now[k] = next[k];
+    if (from + kAhead < chunk.end) request(from + kAhead);
+#pragma unroll
+    for (int k = 0; k < kAhead; ++k) {
       float x[kN], y[kN];
-      widen(words[k], x);
-      if (taps.reset(t)) taps.clear();
+      widen(now[k], x);
+      if (taps.reset(from + k)) taps.clear();
 #pragma unroll
       for (int n = 0; n < kN; ++n) {
-        y[n] = taps.at(n, x[n]);
-        if (p.silu) y[n] *= sigmoid(Real<false>(y[n])).v;
+        y[n] = taps.sum(n, x[n]);
+        if (kSilu) y[n] *= sigmoid(Real<false>(y[n])).v;
       }
       taps.shift(x);
-      *reinterpret_cast<Word<IO, kN>*>(y_row + t * p.D) = narrow<IO>(y);
+      if (from + k < chunk.end) {
+        *reinterpret_cast<Words*>(y_row + (from + k) * p.D) = narrow<IO>(y);
+      }
     }
   }
 }
 
 // dx_s = sum over j of weight[j] du_(s + j), where du is the gradient of the sum ahead of the silu,
-// for the steps [begin, end) and, in the first chunk, for the window. The sums of a chunk for the
-// weight go to partial [B, chunks, kTaps + 1, D].
-template <typename IO, int kN, int kTaps>
+// for the steps [begin, end) and, in the first chunk, for the window. What a chunk sums for the
+// weight goes to partial [B, chunks, kTaps + 1, D].
+template <typename IO, int kN, bool kSilu, bool kResets>
 __global__ void __launch_bounds__(kConvThreads) conv_backward_kernel(
     const __grid_constant__ ConvBackwardParams p, int chunks, float* partial) {
   using Words = Word<IO, kN>;
-  constexpr int kPast = kTaps - 1;
+  constexpr int kAhead = 4;
   const Chunk chunk(p, chunks, kN);
   if (chunk.d >= p.D) return;
-  Taps<IO, kN, kTaps> taps(p, chunk.b, chunk.d);
-  taps.start(chunk.begin);
+  Taps<IO, kN, kResets> taps(p, chunk);
   const IO* dy_row = static_cast<const IO*>(p.dy) + chunk.b * p.T * p.D + chunk.d;
   IO* dx_row = static_cast<IO*>(p.dx) + chunk.b * p.T * p.D + chunk.d;
   IO* dwindow_row = static_cast<IO*>(p.dwindow) + chunk.b * kPast * p.D + chunk.d;
   float open[kPast][kN] = {};  // what has come for the steps t - 1, t - 2, ...
   float sums[kTaps + 1][kN] = {};
-  for (int64_t from = chunk.begin; from < chunk.end + kPast; from += kConvAhead) {
-    Words x_words[kConvAhead], dy_words[kConvAhead];
+  int reach = kPast;  // steps back that belong to the document of step t
+  Words next_x[kAhead], next_dy[kAhead];
+  auto request = [&](int64_t from) {
 #pragma unroll
-    for (int k = 0; k < kConvAhead; ++k) {
-      const int64_t t = from + k;
-      x_words[k] = dy_words[k] = Words{};
-      if (t >= chunk.end + kPast) continue;
-      x_words[k] = taps.load(t);
-      if (t < p.T) dy_words[k] = *reinterpret_cast<const Words*>(dy_row + t * p.D);
+    for (int k = 0; k < kAhead; ++k) {
+      next_x[k] = taps.load(taps.x_row, p.x_time, from + k);
+      next_dy[k] = taps.load(dy_row, p.D, from + k);
     }
+  };
+  request(chunk.begin);
+  for (int64_t from = chunk.begin; from < chunk.end + kPast; from += kAhead) {
+    Words now_x[kAhead], now_dy[kAhead];
 #pragma unroll
-    for (int k = 0; k < kConvAhead; ++k) {
+    for (int k = 0; k < kAhead; ++k) now_x[k] = next_x[k], now_dy[k] = next_dy[k];
+    if (from + kAhead < chunk.end + kPast) request(from + kAhead);
+#pragma unroll
+    for (int k = 0; k < kAhead; ++k) {
       const int64_t t = from + k, s = t - kPast;
-      if (t >= chunk.end + kPast) break;
       float x[kN], du[kN], dx[kN];
-      widen(x_words[k], x), widen(dy_words[k], du);
-      const bool cut = t < p.T && taps.reset(t);
-      if (cut) taps.clear();
+      widen(now_x[k], x), widen(now_dy[k], du);
+      reach = min(reach + 1, kPast);
+      if (taps.reset(t)) taps.clear(), reach = 0;
 #pragma unroll
       for (int n = 0; n < kN; ++n) {
-        if (p.silu) {
-          const float u = taps.at(n, x[n]), share = sigmoid(Real<false>(u)).v;
+        if (kSilu) {
+          const float u = taps.sum(n, x[n]), share = sigmoid(Real<false>(u)).v;
           du[n] *= share * fmaf(u, 1 - share, 1);
         }
         const float counted = t < chunk.end ? du[n] : 0;
@@ -166,16 +167,16 @@ __global__ void __launch_bounds__(kConvThreads) conv_backward_kernel(
           sums[kPast - 1 - j][n] = fmaf(counted, taps.past[j][n], sums[kPast - 1 - j][n]);
         }
         sums[kTaps][n] += counted;
-        const float back = cut ? 0 : du[n];
-        dx[n] = fmaf(taps.weight[kPast][n], back, open[kPast - 1][n]);
+        auto back = [&](int j) { return !kResets || j <= reach ? du[n] : 0; };
+        dx[n] = fmaf(taps.weight[kPast][n], back(kPast), open[kPast - 1][n]);
 #pragma unroll
         for (int j = kPast - 1; j > 0; --j) {
-          open[j][n] = fmaf(taps.weight[j][n], back, open[j - 1][n]);
+          open[j][n] = fmaf(taps.weight[j][n], back(j), open[j - 1][n]);
         }
         open[0][n] = taps.weight[0][n] * du[n];
       }
       taps.shift(x);
-      if (s >= chunk.begin) {
+      if (chunk.begin <= s && s < chunk.end) {
         *reinterpret_cast<Words*>(dx_row + s * p.D) = narrow<IO>(dx);
       } else if (s < 0) {
         *reinterpret_cast<Words*>(dwindow_row + (kPast + s) * p.D) = narrow<IO>(dx);
@@ -189,19 +190,15 @@ __global__ void __launch_bounds__(kConvThreads) conv_backward_kernel(
   }
 }
 
-// function(io, channels of a thread, taps)
+// function(io, channels of a thread, silu, resets)
 template <typename Function>
 static void for_conv(const ConvParams& p, const Launch& to, Function function) {
   auto with = [&](auto io, auto channels) {
-    switch (p.taps) {
-      case 2:
-        return function(io, channels, std::integral_constant<int, 2>());
-      case 3:
-        return function(io, channels, std::integral_constant<int, 3>());
-      case 4:
-        return function(io, channels, std::integral_constant<int, 4>());
-    }
-    throw std::invalid_argument("diagonal_rnn: a convolution has 2 to 4 taps");
+    auto resets = [&](auto silu) {
+      p.reset != nullptr ? function(io, channels, silu, std::true_type())
+                         : function(io, channels, silu, std::false_type());
+    };
+    p.silu ? resets(std::true_type()) : resets(std::false_type());
   };
   auto wide = [&](auto io) {
     constexpr int kWide = 8 / sizeof(io);
@@ -224,28 +221,28 @@ static void for_conv(const ConvParams& p, const Launch& to, Function function) {
 static int chunks_of(const ConvParams& p) { return int(ceil_div(p.T, kConvSteps)); }
 
 void conv_forward(const ConvForwardParams& p, const Launch& to) {
-  for_conv(p, to, [&](auto io, auto channels, auto taps) {
+  for_conv(p, to, [&](auto io, auto channels, auto silu, auto resets) {
     constexpr int kN = decltype(channels)::value;
     const int64_t columns = ceil_div(p.D, kConvThreads * kN);
-    launch(conv_kernel<decltype(io), kN, decltype(taps)::value>,
+    launch(conv_kernel<decltype(io), kN, decltype(silu)::value, decltype(resets)::value>,
            {p.B * chunks_of(p), kConvThreads, 0, to.stream, false, columns}, p, chunks_of(p));
   });
 }
 
 int64_t conv_scratch(const ConvBackwardParams& p) {
-  return p.B * chunks_of(p) * (p.taps + 1) * p.D * int64_t(sizeof(float));
+  return p.B * chunks_of(p) * (kTaps + 1) * p.D * int64_t(sizeof(float));
 }
 
 void conv_backward(const ConvBackwardParams& p, const Launch& to) {
   float* partial = static_cast<float*>(to.scratch);
-  for_conv(p, to, [&](auto io, auto channels, auto taps) {
+  for_conv(p, to, [&](auto io, auto channels, auto silu, auto resets) {
     constexpr int kN = decltype(channels)::value;
     const int64_t columns = ceil_div(p.D, kConvThreads * kN);
-    launch(conv_backward_kernel<decltype(io), kN, decltype(taps)::value>,
+    launch(conv_backward_kernel<decltype(io), kN, decltype(silu)::value, decltype(resets)::value>,
            {p.B * chunks_of(p), kConvThreads, 0, to.stream, false, columns}, p, chunks_of(p),
            partial);
   });
-  const int64_t width = (p.taps + 1) * p.D;
+  const int64_t width = (kTaps + 1) * p.D;
   launch(sum_kernel, {ceil_div(width, 32), 32 * kSumWarps, 0, to.stream},
          Partial{partial, p.B * chunks_of(p)}, Partial{}, static_cast<const int*>(nullptr), width,
          width, static_cast<float*>(p.dweight));

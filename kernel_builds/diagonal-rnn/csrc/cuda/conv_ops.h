@@ -8,8 +8,8 @@
 
 namespace flashcell {
 
-// x [B,T,D] strided · weight [K+1,D] in the state dtype, the bias last · window [B,K-1,D] ·
-// reset [B,T] bool · silu: of the sum -> y [B,T,D]; K in 2..4
+// x [B,T,D] strided · weight [5,D] in the state dtype: 4 taps, the bias last · window [B,3,D] ·
+// reset [B,T] bool · silu: of the sum -> y [B,T,D]
 constexpr const char* kConvForwardSchema =
     "causal_conv_fwd(Tensor x, Tensor weight, Tensor? window, Tensor? reset, bool silu) -> Tensor";
 constexpr const char* kConvBackwardSchema =
@@ -20,19 +20,17 @@ constexpr const char* kConvBackwardSchema =
 struct ConvArguments {
   Tensor x, weight;
   OptionalTensor window, reset;
-  int64_t B, T, D, taps;
+  int64_t B, T, D;
   cuda::Launch launch;
 
   ConvArguments(const Tensor& given, const Tensor& given_weight, const OptionalTensor& given_window,
                 const OptionalTensor& given_reset)
       : x(given), weight(given_weight) {
     check_rank(x, "x", 3, "[B, T, D]");
-    check_rank(weight, "weight", 2, "[K + 1, D]");
     if (x.stride(2) != 1) x = torch::stable::contiguous(x);
-    B = x.size(0), T = x.size(1), D = x.size(2), taps = weight.size(0) - 1;
-    STD_TORCH_CHECK(2 <= taps && taps <= 4, "weight must have 3 to 5 rows, got ", taps + 1);
-    weight = operand(given_weight, "weight", {taps + 1, D}, state_dtype(x));
-    window = operand(given_window, "window", {B, taps - 1, D}, x.scalar_type());
+    B = x.size(0), T = x.size(1), D = x.size(2);
+    weight = operand(given_weight, "weight", {ConvParams::kTaps + 1, D}, state_dtype(x));
+    window = operand(given_window, "window", {B, ConvParams::kTaps - 1, D}, x.scalar_type());
     reset = operand(given_reset, "reset", {B, T}, ScalarType::Bool);
     const Dtype dtype = io_dtype(x, "x");
     const int wide = dtype == Dtype::kFloat ? 2 : 4;
@@ -42,7 +40,7 @@ struct ConvArguments {
   }
 
   void fill(ConvParams& p, bool silu) const {
-    p.B = B, p.T = T, p.D = D, p.taps = taps, p.silu = silu;
+    p.B = B, p.T = T, p.D = D, p.silu = silu;
     p.x = x.const_data_ptr(), p.x_batch = x.stride(0), p.x_time = x.stride(1);
     p.weight = weight.const_data_ptr(), p.window = pointer(window);
     p.reset = (const uint8_t*)pointer(reset);
@@ -69,7 +67,7 @@ inline std::tuple<Tensor, Tensor, Tensor> conv_backward(Tensor dy, Tensor x, Ten
   dy = operand(dy, "dy", shape_of(x), x.scalar_type());
   Tensor dx = new_tensor(x, shape_of(x), x.scalar_type());
   Tensor dweight = new_tensor(x, shape_of(weight), weight.scalar_type());
-  Tensor dwindow = new_tensor(x, {given.B, given.taps - 1, given.D}, x.scalar_type());
+  Tensor dwindow = new_tensor(x, {given.B, ConvParams::kTaps - 1, given.D}, x.scalar_type());
   ConvBackwardParams params{};
   given.fill(params, silu);
   params.dy = dy.const_data_ptr(), params.dx = dx.mutable_data_ptr();

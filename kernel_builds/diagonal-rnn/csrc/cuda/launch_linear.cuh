@@ -82,8 +82,9 @@ struct Walk {
   }
 };
 
-// Parallel in time: tiles that tell each other, or chunks that work out their first carry.
-template <typename Element, int kReachSteps, int kReachGroups, int kScanSteps>
+// Parallel in time: tiles that tell each other, kResident blocks of an SM at a time, or chunks that
+// work out their first carry.
+template <typename Element, int kReachSteps, int kReachGroups, int kScanSteps, int kResident = 2>
 struct Parallel {
   using Params = typename Element::Params;
   using T = Tile<Element, 8, kScanSteps>;
@@ -142,8 +143,8 @@ struct Parallel {
     const int64_t published =
         reinterpret_cast<char*>(scan.partial) - static_cast<char*>(to.scratch);
     check(cudaMemsetAsync(to.scratch, 0xff, size_t(published), to.stream));
-    const int64_t tiles = scan.columns * scan.tiles, resident = 2 * to.device.processors;
-    launch(scan_kernel<Element, 8, kScanSteps>,
+    const int64_t tiles = scan.columns * scan.tiles, resident = kResident * to.device.processors;
+    launch(scan_kernel<Element, 8, kScanSteps, kResident>,
            {tiles < resident ? tiles : resident, T::kThreads, int(sizeof(typename T::Shared)),
             to.stream},
            p, scan);

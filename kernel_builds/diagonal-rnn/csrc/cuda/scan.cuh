@@ -123,10 +123,10 @@ struct Tile {
   }
 };
 
-template <typename Element, int kWarps, int kSteps>
-__global__ void __launch_bounds__(32 * kWarps, 2) scan_kernel(const __grid_constant__
-                                                              typename Element::Params p,
-                                                              const Scan scan) {
+template <typename Element, int kWarps, int kSteps, int kResident>
+__global__ void __launch_bounds__(32 * kWarps, kResident) scan_kernel(const __grid_constant__
+                                                                      typename Element::Params p,
+                                                                      const Scan scan) {
   using T = Tile<Element, kWarps, kSteps>;
   constexpr int K = T::K, kN = T::kN, kMap = T::kMap, P = Element::kSums;
   static_assert(sizeof(typename T::Shared) <= 99 << 10, "a block may have 99 KB on every arch");

@@ -10,7 +10,7 @@ from .checks import check_floating, check_mask, check_shape, check_tensor
 from .dispatch import BACKEND, ops, select_backend
 from .reference import state_dtype
 
-TAPS = (2, 3, 4)  # that the CUDA kernel has
+TAPS = 4  # that the CUDA kernel has
 
 
 def causal_conv(
@@ -22,7 +22,7 @@ def causal_conv(
     x [B, T, D], weight [D, K], bias [D] or None, window [B, K - 1, D] the steps before the first
     (zeros if None) -> y [B, T, D] in x's dtype, bf16, fp16, fp32 or fp64. reset [B, T] bool: nothing
     before a marked step counts from it on. Sums are in fp32 (fp64 for fp64). `backend` is "auto",
-    "cuda" (K from 2 to 4) or "reference", torch's own convolution. Differentiable. Wrong arguments
+    "cuda" (K = 4) or "reference", torch's own convolution. Differentiable. Wrong arguments
     raise TypeError or ValueError naming the argument, what it was and what it must be.
     """
     check_tensor("x", x)
@@ -44,14 +44,14 @@ def causal_conv(
     if backend == "cpu":
         raise ValueError("backend is 'cpu', but the convolution has 'auto', 'cuda' and 'reference'")
     chosen = select_backend(backend, x.device.type, BACKEND, x.dtype)
-    if chosen == "cuda" and past + 1 in TAPS:
+    if chosen == "cuda" and past + 1 == TAPS:
         dtype = state_dtype(x.dtype)
         last = weight.new_zeros(1, D) if bias is None else bias[None].to(weight.dtype)
         rows = torch.cat([weight.mT, last]).to(dtype)
         window = None if window is None else window.to(x.dtype)
         return ops.causal_conv_fwd(x, rows, window, reset, silu)
     if backend == "cuda":
-        raise ValueError(f"weight has {past + 1} taps, but backend 'cuda' must have 2 to 4")
+        raise ValueError(f"weight has {past + 1} taps, but backend 'cuda' must have {TAPS}")
     return _reference(x, weight, bias, window, reset, silu)
 
 
