@@ -102,7 +102,7 @@ class _FlashLayer(nn.Module):
             h, state = self.step(x[:, 0], state, backend=path["backend"])
             return h[:, None], state
         cell = self._kernel(x, self.kernel_cell, path["backend"])
-        u, bias = self.in_proj.product(x), self.in_proj.bias
+        u, bias = self.in_proj(x, apart=True)
         return cell(u, *self._weights(), state, bias=bias, **masks, **path)
 
     def step(
@@ -112,7 +112,7 @@ class _FlashLayer(nn.Module):
         self._check(x, "[B, {}]", 2)
         backend = backend or self.backend
         cell = self._kernel(x, f"{self.kernel_cell}_step", backend)
-        u, bias = self.in_proj.product(x), self.in_proj.bias
+        u, bias = self.in_proj(x, apart=True)
         return cell(u, *self._weights(), state, bias=bias, backend=backend)
 
     def _kernel(self, x: Tensor, name: str, backend: str) -> Any:

@@ -16,8 +16,9 @@ class HeadwiseLinear(nn.Module):
     """N heads side by side: y[..., g, n J + j] = sum over i of weight[n, g, j, i] x[..., n I + i] + bias.
 
     weight [N, G, J, I] with N I = input_size, N J = hidden_size; bias [G, hidden_size]. x in any floating
-    dtype torch.matmul takes, [..., input_size] -> y [..., G, hidden_size]. Kaiming-uniform weight,
-    zero bias.
+    dtype torch.matmul takes, [..., input_size] -> y [..., G, hidden_size], or with `apart` what a
+    diagonal cell reads without a copy: the product [N, ..., G, J], and the bias beside it.
+    Kaiming-uniform weight, zero bias.
 
     Tools that look for nn.Linear do not see it. LoRA on "all-linear" adds nothing to it: name it in
     PEFT's `modules_to_save` to train it whole. Quantisation (bitsandbytes, torchao) leaves it in
@@ -51,12 +52,10 @@ class HeadwiseLinear(nn.Module):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
-    def forward(self, x: Tensor) -> Tensor:  # [..., I] -> [..., G, D]
+    def forward(self, x: Tensor, apart: bool = False) -> Any:
+        if apart:  # through the module's call, for whoever moves its parameters around it
+            return headwise_product(x, self.weight), self.bias
         return headwise_linear(x, self.weight, self.bias)
-
-    def product(self, x: Tensor) -> Tensor:  # [..., I] -> [N, ..., G, J]
-        """Without the bias, heads outermost: no copy brings them together."""
-        return headwise_product(x, self.weight)
 
     def extra_repr(self) -> str:
         sizes = f"{self.input_size}, {self.hidden_size}, gates={self.gates}"
