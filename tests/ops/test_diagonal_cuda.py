@@ -251,6 +251,7 @@ def test_gradients_that_do_not_fade_go_back_as_a_scan(diagonal_rnn):
     [
         *[((2, 5000, 40), n) for n in (None, 2, 3, 4)],
         ((1, 3000, 33), None),
+        ((1, 1100, 16000), None),  # so many steps that the backward's tiles are longer
         ((9, 41, 3700), None),
         ((9, 23, 3701), None),
         ((9, 23, 3702), None),

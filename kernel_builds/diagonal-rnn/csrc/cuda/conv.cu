@@ -43,7 +43,8 @@ struct Taps {
       const int64_t t = chunk.begin - j;
       Words words = load(x_row, p.x_time, t);
       if (t < 0 && p.window != nullptr) {
-        words = load(static_cast<const IO*>(p.window) + b * kPast * p.D + d, p.D, kPast + t);
+        const IO* row = static_cast<const IO*>(p.window) + (b * kPast + kPast + t) * p.D + d;
+        words = *reinterpret_cast<const Words*>(row);
       }
       float x[kN];
       widen(words, x);
