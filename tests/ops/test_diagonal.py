@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from cases import DEVICE, Case, upcast
-from diagonal_cases import CASES, EMPTY, WEIGHTS, in_heads, leaves, make
+from diagonal_cases import CASES, EMPTY, WEIGHTS, leaves, make
 from flashcell.kernels import diagonal_rnn as reference
-from numerics import EPS, assert_as_accurate, assert_bitwise, assert_close
+from numerics import assert_as_accurate, assert_bitwise, assert_close
 
 CELLS = reference.CELLS
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -63,36 +63,6 @@ def test_kernel_is_as_exact_as_the_reference(diagonal_rnn, name, case, dtype):
         terms = case.B * case.T if of_all_steps else case.T if is_gradient else 1
         rounded = (dtype, is_gradient) if is_gradient or DEVICE == "cuda" else None
         assert_as_accurate(f"{name} {case} {key}", got[key], exact[key], peer[key], terms, rounded)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=short)
-@pytest.mark.parametrize(
-    ("case", "heads"),
-    [
-        (Case(3, 9, 1, 40, ("bias", "state", "reset", "hold")), 5),
-        (Case(3, 9, 1, 33, ("bias", "lengths")), 3),
-        (Case(4, 6, 1, 24, ("state", "cu")), 24),
-        (Case(2, 5, 1, 2100), 2),
-    ],
-    ids=str,
-)
-def test_heads_are_read_where_they_lie(diagonal_rnn, name, case, heads, dtype):
-    """The same bits as with the heads side by side, dense or not; the gradient of x in its layout."""
-    call = make(CELLS[name], case, dtype)
-    upper = upstream(name, call, dtype)
-    want = run(getattr(diagonal_rnn, name), call, *upper)
-    want["dx"] = in_heads(want["dx"], heads)
-    for dense in (True, False):
-        x = in_heads(call["x"], heads, dense)
-        got = run(getattr(diagonal_rnn, name), {**call, "x": x}, *upper)
-        for key in want:
-            assert_bitwise(key, got[key], want[key])
-    peer = run(getattr(reference, name), {**call, "x": x}, *upper)
-    assert_close("h", peer["h"], want["h"], 4 * EPS[dtype])
-    first = {k: call.get(k) for k in ("a", "p", "bias") if k in call}
-    step = getattr(diagonal_rnn, f"{name}_step")
-    together, _ = step(call["x"][:, 0], **first)
-    assert_bitwise("step", step(x[:, :, 0], **first)[0], together)
 
 
 @pytest.mark.parametrize("case", EMPTY, ids=str)
