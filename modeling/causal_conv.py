@@ -48,7 +48,7 @@ class CausalConv1d(nn.Conv1d):
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         kernel = load_kernel("diagonal-rnn", x.device.type, backend)
         reset, (B, T, _) = boundaries.reset, x.shape
-        last = x[:, T - self.past :]
+        last = x[:, T - self.past :].clone()  # a cache must not keep all of x
         if not boundaries.none:
             document = number_documents(boundaries, B, T, 0, x.device)
             if reset is None:
@@ -67,7 +67,7 @@ class CausalConv1d(nn.Conv1d):
             window = x.new_zeros(x.shape[0], self.past, x.shape[2])
         seen = torch.cat([window.to(x.dtype), x], 1)  # [B, K - 1 + T, D]
         if boundaries.none and x.shape[1]:  # torch's needs a token
-            return super().forward(seen.mT).mT, seen[:, x.shape[1] :]
+            return super().forward(seen.mT).mT, seen[:, x.shape[1] :].clone()
         lags, window = self._lags(seen, boundaries)
         exact = torch.promote_types(x.dtype, torch.float32)
         weight = self.weight[:, 0].to(exact)
