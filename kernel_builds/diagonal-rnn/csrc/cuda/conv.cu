@@ -8,12 +8,17 @@ namespace flashcell::cuda {
 
 constexpr int kConvThreads = 128, kConvSteps = 64, kTaps = ConvParams::kTaps, kPast = kTaps - 1;
 
-struct Chunk {  // of a thread: channels from d, steps [begin, end) of row b
-  int64_t b, d, begin, end;
-  DEVICE Chunk(const ConvParams& p, int chunks, int n)
-      : b(blockIdx.x / chunks),
-        d((int64_t(blockIdx.y) * kConvThreads + threadIdx.x) * n),
-        begin(int64_t(blockIdx.x % chunks) * kConvSteps),
+struct Cut {  // of a sequence: chunks of time, and blocks that share a chunk's channels
+  int chunks, columns;
+};
+
+struct Chunk {                    // of a thread: channels from d, steps [begin, end) of row b
+  int64_t row, b, d, begin, end;  // row: of all chunks of all sequences
+  DEVICE Chunk(const ConvParams& p, const Cut& cut, int n)
+      : row(blockIdx.x / cut.columns),
+        b(row / cut.chunks),
+        d((int64_t(blockIdx.x % cut.columns) * kConvThreads + threadIdx.x) * n),
+        begin(row % cut.chunks * kConvSteps),
         end(begin + kConvSteps < p.T ? begin + kConvSteps : p.T) {}
 };
 
@@ -81,10 +86,10 @@ struct Taps {
 template <typename IO, int kN, bool kSilu, bool kResets>
 __global__ void __launch_bounds__(kConvThreads) conv_kernel(const
                                                             __grid_constant__ ConvForwardParams p,
-                                                            int chunks) {
+                                                            const Cut cut) {
   using Words = Word<IO, kN>;
   constexpr int kAhead = 8;
-  const Chunk chunk(p, chunks, kN);
+  const Chunk chunk(p, cut, kN);
   if (chunk.d >= p.D) return;
   Taps<IO, kN, kResets> taps(p, chunk);
   IO* y_row = static_cast<IO*>(p.y) + chunk.b * p.T * p.D + chunk.d;
@@ -122,10 +127,10 @@ __global__ void __launch_bounds__(kConvThreads) conv_kernel(const
 // weight goes to partial [B, chunks, kTaps + 1, D].
 template <typename IO, int kN, bool kSilu, bool kResets>
 __global__ void __launch_bounds__(kConvThreads) conv_backward_kernel(
-    const __grid_constant__ ConvBackwardParams p, int chunks, float* partial) {
+    const __grid_constant__ ConvBackwardParams p, const Cut cut, float* partial) {
   using Words = Word<IO, kN>;
   constexpr int kAhead = 4;
-  const Chunk chunk(p, chunks, kN);
+  const Chunk chunk(p, cut, kN);
   if (chunk.d >= p.D) return;
   Taps<IO, kN, kResets> taps(p, chunk);
   const IO* dy_row = static_cast<const IO*>(p.dy) + chunk.b * p.T * p.D + chunk.d;
@@ -186,7 +191,7 @@ __global__ void __launch_bounds__(kConvThreads) conv_backward_kernel(
   }
 #pragma unroll
   for (int i = 0; i < (kTaps + 1) * kN; ++i) {
-    const int64_t row = int64_t(blockIdx.x) * (kTaps + 1) + i / kN;
+    const int64_t row = chunk.row * (kTaps + 1) + i / kN;
     partial[row * p.D + chunk.d + i % kN] = sums[i / kN][i % kN];
   }
 }
@@ -219,34 +224,36 @@ static void for_conv(const ConvParams& p, const Launch& to, Function function) {
   throw std::invalid_argument("diagonal_rnn: no CUDA engine for float64");
 }
 
-static int chunks_of(const ConvParams& p) { return int(ceil_div(p.T, kConvSteps)); }
+static Cut cut_of(const ConvParams& p, int channels) {
+  return {int(ceil_div(p.T, kConvSteps)), int(ceil_div(p.D, kConvThreads * channels))};
+}
+static int64_t rows_of(const ConvParams& p) { return p.B * cut_of(p, 1).chunks; }
 
 void conv_forward(const ConvForwardParams& p, const Launch& to) {
   for_conv(p, to, [&](auto io, auto channels, auto silu, auto resets) {
     constexpr int kN = decltype(channels)::value;
-    const int64_t columns = ceil_div(p.D, kConvThreads * kN);
+    const Cut cut = cut_of(p, kN);
     launch(conv_kernel<decltype(io), kN, decltype(silu)::value, decltype(resets)::value>,
-           {p.B * chunks_of(p), kConvThreads, 0, to.stream, false, columns}, p, chunks_of(p));
+           {rows_of(p) * cut.columns, kConvThreads, 0, to.stream}, p, cut);
   });
 }
 
 int64_t conv_scratch(const ConvBackwardParams& p) {
-  return p.B * chunks_of(p) * (kTaps + 1) * p.D * int64_t(sizeof(float));
+  return rows_of(p) * (kTaps + 1) * p.D * int64_t(sizeof(float));
 }
 
 void conv_backward(const ConvBackwardParams& p, const Launch& to) {
   float* partial = static_cast<float*>(to.scratch);
   for_conv(p, to, [&](auto io, auto channels, auto silu, auto resets) {
     constexpr int kN = decltype(channels)::value;
-    const int64_t columns = ceil_div(p.D, kConvThreads * kN);
+    const Cut cut = cut_of(p, kN);
     launch(conv_backward_kernel<decltype(io), kN, decltype(silu)::value, decltype(resets)::value>,
-           {p.B * chunks_of(p), kConvThreads, 0, to.stream, false, columns}, p, chunks_of(p),
-           partial);
+           {rows_of(p) * cut.columns, kConvThreads, 0, to.stream}, p, cut, partial);
   });
   const int64_t width = (kTaps + 1) * p.D;
   launch(sum_kernel, {ceil_div(width, 32), 32 * kSumWarps, 0, to.stream},
-         Partial{partial, p.B * chunks_of(p)}, Partial{}, static_cast<const int*>(nullptr), width,
-         width, static_cast<float*>(p.dweight));
+         Partial{partial, rows_of(p)}, Partial{}, static_cast<const int*>(nullptr), width, width,
+         static_cast<float*>(p.dweight));
 }
 
 }  // namespace flashcell::cuda
