@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cases import DEVICE, Case
-from diagonal_cases import WEIGHTS, leaves, make
+from diagonal_cases import WEIGHTS, in_heads, leaves, make
 from flashcell.kernels import diagonal_rnn as reference
 
 CELLS = reference.CELLS
@@ -148,16 +148,20 @@ def test_backend_by_name_is_never_replaced():
 def op_arguments(name, options, requires_grad=True):
     call, _ = leaves(make(CELLS[name], Case(2, 4, 1, 8, options), torch.float32))
     weight = (
-        torch.cat([call[k] for k in WEIGHTS if k in call]).detach().requires_grad_(requires_grad)
+        torch.cat([call[k] for k in (*WEIGHTS, "bias") if k in call])
+        .detach()
+        .requires_grad_(requires_grad)
     )
+    x = in_heads(call["x"].detach(), 2).requires_grad_() if "heads" in options else call["x"]
     state = torch.stack(call["state"]).detach().requires_grad_() if "state" in call else None
     masks = [call.get(k) for k in ("reset", "hold", "lengths", "cu_seqlens")]
-    return [call["x"], weight, state, *masks, "walk", -1.0, -1]
+    return [x, weight, state, *masks, "walk", -1.0, -1]
 
 
 @pytest.mark.parametrize("save", [True, False])
 @pytest.mark.parametrize(
-    "options", [("state", "reset", "hold"), ("state", "lengths"), ("state", "cu"), ()]
+    "options",
+    [("state", "reset", "hold"), ("state", "lengths"), ("state", "cu"), (), ("bias", "heads")],
 )
 def test_opcheck(diagonal_rnn, name, options, save):
     op = getattr(diagonal_rnn.dispatch.ops, f"{name}_fwd").default
