@@ -4,6 +4,7 @@
 #include "registration.h"
 #if defined(CUDA_KERNEL)
 #include "cuda/call.h"
+#include "linear_step_op.h"
 #else
 #include "cpu/call.h"
 #endif
@@ -240,6 +241,9 @@ void implement(torch::stable::detail::StableLibrary& ops) {
   ops.impl("mlstm_bwd", TORCH_BOX(&backward));
   ops.impl("mlstm_step", TORCH_BOX(&step));
   ops.impl("mlstm_step_", TORCH_BOX(&step_in_place));
+#if defined(CUDA_KERNEL)
+  ops.impl("linear_step", TORCH_BOX(&linear_step));
+#endif
 }
 
 }  // namespace flashcell
@@ -249,6 +253,9 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
   ops.def(flashcell::kBackwardSchema);
   ops.def(flashcell::kStepSchema);
   ops.def(flashcell::kStepInPlaceSchema);
+#if defined(CUDA_KERNEL)
+  ops.def(flashcell::kLinearStepSchema);
+#endif
 }
 
 #if defined(CUDA_KERNEL)

@@ -55,4 +55,28 @@ struct StepParams : CellOptions {
   void* h;  // [B, H, V] io
 };
 
+// One token's linear layers, of up to kLinears matrices with the same input, io = the dtype of x.
+constexpr int kLinears = 8;
+
+struct Linear {
+  const void* weight;    // [rows, K] io
+  const void* bias;      // [rows] io or null
+  void* out;             // [B, rows], rows out_stride elements apart
+  int64_t rows, out_stride;
+  bool capped;           // out is fp32, bounded by cap; else out is io
+};
+
+struct LinearStepParams {
+  int64_t B, K;
+  const void* x;         // [B, K], x_stride elements from row to row
+  int64_t x_stride;
+  const void* norm;      // [K] io: x is divided by its root mean square and multiplied by it; or null
+  double eps, cap;       // cap 0: no bound
+  const void* residual;  // [B, rows] io, added to the one matrix's output; or null
+  int64_t residual_stride;
+  bool gated;            // two matrices, one output: silu(first) * second
+  int count;
+  Linear linears[kLinears];
+};
+
 }  // namespace flashcell

@@ -5,6 +5,7 @@
 #include "chunk_loads.cuh"
 #include "forward.h"
 #include "launch.h"
+#include "linear_step.h"
 #include "run.h"
 #include "sequence_table.cuh"
 #include "step.h"
@@ -67,6 +68,7 @@ int64_t scratch_bytes(const BackwardParams& p, const Launch& launch) {
   });
 }
 int64_t scratch_bytes(const StepParams& p, const Launch&) { return step_scratch(p); }
+int64_t scratch_bytes(const LinearStepParams&, const Launch&) { return 0; }
 
 void run(const ForwardParams& p, const Launch& launch) {
   with_io(launch.dtype, [&]<typename IO>() {
@@ -81,6 +83,13 @@ void run(const BackwardParams& p, const Launch& launch) {
 void run(const StepParams& p, const Launch& launch) {
   with_io(launch.dtype,
           [&]<typename IO>() { run_step<IO>(p, launch.device, launch.scratch, launch.stream); });
+}
+void run(const LinearStepParams& p, const Launch& launch) {
+  if (launch.dtype == Dtype::kHalf) {
+    run_linear_step<fp16>(p, launch.device, launch.stream);
+  } else {
+    run_linear_step<bf16>(p, launch.device, launch.stream);
+  }
 }
 
 }  // namespace flashcell::cuda

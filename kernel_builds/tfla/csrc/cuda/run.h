@@ -23,8 +23,10 @@ struct Launch {
 int64_t scratch_bytes(const ForwardParams&, const Launch&);
 int64_t scratch_bytes(const BackwardParams&, const Launch&);
 int64_t scratch_bytes(const StepParams&, const Launch&);
+int64_t scratch_bytes(const LinearStepParams&, const Launch&);
 void run(const ForwardParams&, const Launch&);
 void run(const BackwardParams&, const Launch&);
 void run(const StepParams&, const Launch&);
+void run(const LinearStepParams&, const Launch&);
 
 }  // namespace flashcell::cuda

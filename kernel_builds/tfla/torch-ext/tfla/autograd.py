@@ -6,7 +6,7 @@ what divides h: h itself and `total`, one number for every row of a head. mlstm_
 
 import torch
 
-from ._ops import add_op_namespace_prefix, ops
+from ._ops import BACKEND, add_op_namespace_prefix, ops
 from .reference import state_dtype
 
 
@@ -83,6 +83,17 @@ def _(q, k, v, i, f, C, n, m, exponential, normalized, eps):
 @torch.library.register_fake(add_op_namespace_prefix("mlstm_step_"))
 def _(q, k, v, i, f, C, n, m, exponential, normalized, eps):
     return k.new_empty(v.shape)
+
+
+if BACKEND == "cuda":
+
+    @torch.library.register_fake(add_op_namespace_prefix("linear_step"))
+    def _(x, weights, biases, capped, cap, norm, eps, residual, gated):
+        rows = [w.shape[0] for w in weights]
+        plain = len(rows) - capped
+        out = rows[0] if gated else sum(rows[:plain])
+        bounded = x.new_empty(x.shape[0], sum(rows[plain:]), dtype=torch.float32)
+        return x.new_empty(x.shape[0], out), bounded
 
 
 def _no_second_derivative(ctx, *grads):
