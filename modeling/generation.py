@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from transformers import GenerationMixin
 from transformers.generation.configuration_utils import GenerationMode
+from transformers.generation.stopping_criteria import MaxLengthCriteria
+from transformers.generation.utils import DeferredStopCheck
 
 from .state_file import load_state, save_state
 
@@ -91,6 +93,62 @@ class RecurrentGeneration(GenerationMixin):
                 outputs, model_kwargs, *args, **kwargs
             )
         return {**model_kwargs, "past_key_values": outputs.past_key_values}
+
+    def _sample(
+        self,
+        input_ids: torch.LongTensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        synced_gpus: bool = False,
+        streamer: Any = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        """The base class's, which asks the GPU after every token whether all rows have ended, and leaves
+        it idle until the next one is on its way. Here the answer is read a token late, and what was
+        computed meanwhile is dropped: where nobody sees it, in a cache, a score, or the generator.
+        """
+        cache = model_kwargs.get("past_key_values")
+        ends = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
+        seen = generation_config.return_dict_in_generate or synced_gpus or not input_ids.is_cuda
+        seen = (
+            seen or getattr(cache, "_is_user_defined", False) or not model_kwargs.get("use_cache")
+        )
+        others = {type(criterion) for criterion in stopping_criteria} - {MaxLengthCriteria}
+        draws = generation_config.do_sample
+        if seen or cache is None or (draws and others) or self.decoder.mode == "eager":
+            return super()._sample(
+                input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus,
+                streamer, **model_kwargs,
+            )  # fmt: skip
+        pad, unfinished = generation_config._pad_token_tensor, torch.ones_like(input_ids[:, 0])
+        with torch.device("cpu"):  # what it pins
+            check = DeferredStopCheck(
+                input_ids, stopping_criteria.max_length, None, False, streamer
+            )
+        outputs = self._prefill(input_ids, generation_config, model_kwargs)
+        while True:
+            model_kwargs = self._update_model_kwargs_for_generation(outputs, model_kwargs)
+            logits = outputs.logits[:, -1].to(copy=True, dtype=torch.float32)
+            scores = logits_processor(input_ids, logits)
+            if draws:
+                tokens = torch.multinomial(scores.softmax(-1), num_samples=1)[:, 0]
+            else:
+                tokens = scores.argmax(-1)
+            if ends:
+                tokens = tokens * unfinished + pad * (1 - unfinished)
+            input_ids = torch.cat([input_ids, tokens[:, None]], dim=-1)
+            unfinished = unfinished & ~stopping_criteria(input_ids, None)
+            if check(unfinished, tokens, input_ids.shape[1]):
+                break
+            inputs = self.prepare_inputs_for_generation(
+                input_ids, next_sequence_length=1, **model_kwargs
+            )
+            outputs = self(**inputs, return_dict=True)
+        late = check.finish()
+        if streamer is not None:
+            streamer.end()
+        return input_ids[:, : input_ids.shape[1] - late]
 
     @staticmethod
     def create_masks_for_generate(
