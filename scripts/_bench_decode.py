@@ -11,11 +11,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from _bench_common import Row
+from _bench_common import Row, append, provenance
 from _bench_plots import BANDWIDTH, RATE
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 import flashcell
+from flashcell.kernel_loader import load_kernel
 
 PROMPT = 16
 PIECE = 4096  # tokens a peer reads at once
@@ -180,3 +181,27 @@ def show(rows: list[Row], say: Callable[[str], Any] = print) -> None:
         else:
             text += f"{row['ms_step']:.1f} ms, then {row['ms_token']:.3f} ms a token"
         say(f"{text}, {row['fraction']:.0%} of the floor, peak {row['peak_gib']:.1f} GiB")
+
+
+def add_arguments(parser: Any) -> None:
+    """Besides --append, --results and --commit, which --training has too."""
+    add = parser.add_argument_group("decode and prefill").add_argument
+    add("--batch", type=int, nargs="+", default=[1, 8, 64], help="of --decode")
+    add("--lengths", type=int, nargs="+", default=[100, 32768, 99900], help="of --prefill")
+    add("--kernel", default="tfla", help="whose build the rows name")
+
+
+def run(arguments: Any) -> None:
+    for name in arguments.decode or arguments.prefill:
+        model = make_model(name, torch.bfloat16, "cuda")
+        if arguments.decode:
+            rows = [decode_row(name, model, batch, arguments.tokens) for batch in arguments.batch]
+        else:
+            rows = prefill_rows(name, model, arguments.lengths)
+        show(rows)
+        if arguments.append:
+            kernel = load_kernel(arguments.kernel, "cuda", arguments.backend)
+            stamp = provenance("cuda", kernel, arguments.commit)
+            append([row | stamp for row in rows], arguments.results, "decode")
+        del model
+        torch.cuda.empty_cache()
