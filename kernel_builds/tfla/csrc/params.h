@@ -52,6 +52,7 @@ struct Epilogue {
   double eps;
   Strided out_gate;    // io; data is null for no gate
   const void* weight;  // [H, V] state, or null for 1
+  bool weight_is_io;   // it is io: on CUDA
 
   bool any() const { return norm || out_gate.data != nullptr; }
 };
@@ -83,22 +84,22 @@ struct StepParams : CellOptions {
 constexpr int kLinears = 8;
 
 struct Linear {
-  const void* weight;    // [rows, K] io
-  const void* bias;      // [rows] io or null
-  void* out;             // [B, rows], rows out_stride elements apart
+  const void* weight;  // [rows, K] io
+  const void* bias;    // [rows] io or null
+  void* out;           // [B, rows], rows out_stride elements apart
   int64_t rows, out_stride;
-  bool capped;           // out is fp32, bounded by cap; else out is io
+  bool capped;  // out is fp32, bounded by cap; else out is io
 };
 
 struct LinearStepParams {
   int64_t B, K;
-  const void* x;         // [B, K], x_stride elements from row to row
+  const void* x;  // [B, K], x_stride elements from row to row
   int64_t x_stride;
-  const void* norm;      // [K] io: x is divided by its root mean square and multiplied by it; or null
-  double eps, cap;       // cap 0: no bound
+  const void* norm;  // [K] io: x is divided by its root mean square and multiplied by it; or null
+  double eps, cap;   // cap 0: no bound
   const void* residual;  // [B, rows] io, added to the one matrix's output; or null
   int64_t residual_stride;
-  bool gated;            // two matrices, one output: silu(first) * second
+  bool gated;  // two matrices, one output: silu(first) * second
   int count;
   Linear linears[kLinears];
 };

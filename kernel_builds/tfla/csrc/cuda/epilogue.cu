@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(kThreads) backward_kernel(const EpilogueBackwa
   const bool gated = p.out_gate.data != nullptr;
   using Row = WarpRow<kCount>;
   Row weight, dweight{};
-  weight.load_weight(p, head, V);
+  weight.template load_weight<IO>(p, head, V);
   for (int row = first + warp; row < last; row += kWarps) {
     const int64_t at = (int64_t(row) * H + head) * V;
     Row z, d, gate;

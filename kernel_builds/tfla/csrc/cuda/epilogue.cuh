@@ -98,8 +98,11 @@ struct Row {
     return inverse;
   }
 
+  template <typename IO>
   DEVICE void load_weight(const Epilogue& p, int head, int V) {
-    if (p.weight != nullptr) {
+    if (p.weight_is_io) {
+      load(static_cast<const IO*>(p.weight) + int64_t(head) * V, V);
+    } else if (p.weight != nullptr) {
       load(static_cast<const float*>(p.weight) + int64_t(head) * V, V);
     } else {
 #pragma unroll
@@ -124,7 +127,7 @@ DEVICE const IO* gate_row(const Epilogue& p, int b, int t, int head) {
 template <typename IO, typename Row>
 DEVICE void finish_row(const Epilogue& p, Row& row, const IO* gate, int head, int V) {
   Row weight, open;
-  weight.load_weight(p, head, V);
+  weight.template load_weight<IO>(p, head, V);
   if (p.out_gate.data != nullptr) open.load(gate, V);
   row.normalize(p, V);
 #pragma unroll
