@@ -137,7 +137,7 @@ class RecurrentGeneration(GenerationMixin):
                 tokens = scores.argmax(-1)
             if ends:
                 tokens = tokens * unfinished + pad * (1 - unfinished)
-            input_ids = torch.cat([input_ids, tokens[:, None]], dim=-1)
+            input_ids = torch.cat([input_ids, tokens[:, None]], dim=-1)  # type: ignore[assignment]
             unfinished = unfinished & ~stopping_criteria(input_ids, None)
             if check(unfinished, tokens, input_ids.shape[1]):
                 break

@@ -104,7 +104,7 @@ class FlashMLSTMMixer(nn.Module):
         return h
 
     @property
-    def projections(self) -> tuple[list[nn.Module], list[nn.Module]]:
+    def projections(self) -> tuple[list[nn.Linear], list[nn.Linear]]:
         """The modules whose outputs are, side by side, q, k, v, o, and those of i and f."""
         if self.config.weight_mode == "fused":
             return [self.qkv_opreact], [self.ifgate_preact]
@@ -141,7 +141,7 @@ class FlashMLSTMFeedForward(nn.Module):
         self.proj_down = residual(config, inner)
 
     @property
-    def projections(self) -> list[nn.Module]:
+    def projections(self) -> list[nn.Linear]:
         return [self.proj_up_gate_z] if self.fused else [self.proj_up_gate, self.proj_up]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # [B, T, H] -> [B, T, H]

@@ -95,7 +95,7 @@ def _(
 if BACKEND == "cuda":
 
     @torch.library.register_fake(add_op_namespace_prefix("linear_step"))
-    def _(x, weights, biases, capped, cap, norm, eps, residual, gated):
+    def _fake_linear_step(x, weights, biases, capped, cap, norm, eps, residual, gated):
         rows = [w.shape[0] for w in weights]
         plain = len(rows) - capped
         out = rows[0] if gated else sum(rows[:plain])

@@ -199,7 +199,7 @@ def finish(chosen: str, h, dtype: torch.dtype, out_gate, norm, norm_weight, norm
 
 
 def lower_epilogue(
-    dtype: torch.dtype, out_gate, norm, norm_weight, norm_eps, as_it_is: bool = False
+    dtype: torch.dtype, out_gate, norm, norm_weight, norm_eps, *, as_it_is: bool = False
 ):  # fmt: skip
     """What the ops take for it; the step on CUDA a weight in h's dtype too, because a cast would be a
     launch a token."""

@@ -1,6 +1,6 @@
 """A decoded token's linear layers: what reads the same x in one launch, its norm and its sum within."""
 
-from typing import Sequence, Tuple
+from typing import Any, List, Sequence, Tuple
 
 import torch
 
@@ -59,7 +59,7 @@ def _check(x, weights: Sequence, biases: Sequence, norm_weight, residual) -> lis
     if len(biases) > len(weights):
         raise ValueError(f"biases are {len(biases)}, but must be at most one for each weight")
     rows = [w.shape[0] for w in weights]
-    named = [
+    named: List[Tuple[str, Any, Tuple[int, ...], str]] = [
         (f"weights[{i}]", w, (n, x.shape[1]), "[N, K]")
         for i, (w, n) in enumerate(zip(weights, rows))
     ]
