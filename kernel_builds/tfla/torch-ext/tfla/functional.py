@@ -23,7 +23,8 @@
                                [H, V], any floating dtype, None for 1
     backend     "auto"|"cuda"|"cpu"|"reference"  one asked for by name is used or refused
 
-States and sums are in fp32 (fp64 for fp64), and the returned state is unrounded. Wrong arguments
+States and sums are in fp32 (fp64 for fp64), and the returned state is unrounded. In fp16 on CUDA a
+state between chunks must stay below 65504: it is an fp16 operand there. Wrong arguments
 raise TypeError or ValueError naming the argument, what it was and what it must be; a backend that is
 not here raises RuntimeError.
 """
