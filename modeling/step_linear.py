@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.functional import linear, rms_norm, silu
+from torch.nn.functional import linear
 
 from .kernel_loader import load_kernel
 from .mlstm import GateLinear, ResidualLinear
@@ -36,7 +36,7 @@ def find_step_linear(x: torch.Tensor, backend: str, modules: list[nn.Module]) ->
     kernel = load_kernel("tfla", "cuda", backend)
     if kernel.BACKEND != "cuda":
         return None
-    return kernel.linear_step if x.shape[0] <= ROWS else many_rows(kernel.linear_step)
+    return kernel.linear_step if x.shape[0] <= ROWS else many_rows(kernel)
 
 
 def is_plain(module: nn.Module, x: torch.Tensor) -> bool:
@@ -73,9 +73,9 @@ def packed(weights: list[torch.Tensor]) -> list[torch.Tensor]:
     return [together]
 
 
-def many_rows(linear_step: StepLinear) -> StepLinear:
-    """The same of products: a batch that fills their tiles. Gates are left to linear_step, which a
-    product of a few columns would keep waiting."""
+def many_rows(kernel: Any) -> StepLinear:
+    """The same of cuBLAS's products, for a batch that fills their tiles, and the kernel's norms (with
+    the gates, which a product of a few columns would keep waiting) and SwiGLU."""
 
     def run(
         x: torch.Tensor, weights: list[torch.Tensor], biases: Any = (), *, capped: int = 0,
@@ -84,13 +84,11 @@ def many_rows(linear_step: StepLinear) -> StepLinear:
     ) -> tuple[torch.Tensor, ...]:  # fmt: skip
         plain, gates = weights[: len(weights) - capped], weights[len(weights) - capped :]
         bounded: tuple[torch.Tensor, ...] = ()
-        if gates:
-            bounded = linear_step(
-                x, gates, biases, capped=capped, cap=cap, norm_weight=norm_weight,
-                norm_eps=norm_eps,
-            )  # fmt: skip
         if norm_weight is not None:
-            x = rms_norm(x, x.shape[-1:], norm_weight, norm_eps)
+            x, *others = kernel.norm_step(x, norm_weight, norm_eps, gates, biases, cap=cap)
+            bounded = tuple(others)
+        elif gates:
+            bounded = kernel.linear_step(x, gates, biases, capped=capped, cap=cap)
         if residual is not None:  # addmm copies it first, and picks slower products
             return (linear(x, plain[0]).add_(residual),)
         matrices = packed(plain)
@@ -98,7 +96,7 @@ def many_rows(linear_step: StepLinear) -> StepLinear:
         if len(matrices) < len(plain):
             outputs = list(outputs[0].split([len(w) for w in plain], -1))
         if gated:
-            return (silu(outputs[0]).mul_(outputs[1]),)
+            return (kernel.gate_step(*outputs),)
         return *outputs, *bounded
 
     return run

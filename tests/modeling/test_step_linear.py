@@ -38,7 +38,7 @@ def taken(monkeypatch):
         if x.shape[1] != 1 or torch.is_grad_enabled() or not all(is_plain(m, x) for m in modules):
             return None
         steps.append(len(modules))
-        return reference.linear_step if x.shape[0] <= ROWS else many_rows(reference.linear_step)
+        return reference.linear_step if x.shape[0] <= ROWS else many_rows(reference)
 
     monkeypatch.setattr(family, "find_step_linear", find)
     return steps

@@ -258,3 +258,27 @@ def test_linear_step(tfla, order, dtype, B, K, rows):
         got += results[0][1].split([w.shape[1] for w in want[count:]], 1) if call[3] else []
         for y, exact in zip(got, want, strict=True):
             assert_close("linear_step", y, exact, 1.5 * EPS[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("B", "K"), [(1, 8), (5, 1096), (2, 8200)])
+def test_between_products(tfla, order, dtype, B, K):
+    """norm_step with gates, and gate_step of two halves of one tensor."""
+    ops = tfla.dispatch.ops
+    x, scale, bias = (torch.randn(*shape).to(dtype) for shape in ((B, K), (K,), (19,)))
+    weights = [(torch.randn(n, K) * K**-0.5).to(dtype) for n in (8, 19)]
+    results = []
+    for words in ORDERS[:2]:
+        order(words)
+        results.append([*ops.norm_step(x, scale, 0.1, weights, [bias], 3.0), ops.gate_step(x, x)])
+    for one, other in zip(*results, strict=True):
+        assert_bitwise("the other order", other, one)
+    y, bounded, _ = results[0]
+    want = reference.norm_step(x.double(), scale.double(), 0.1)[0]
+    assert_close("norm", y, want, 1.5 * EPS[dtype])
+    wide = [w.double() for w in weights]
+    gates = reference.linear_step(y.double(), wide, [bias.double()], capped=2, cap=3.0)
+    assert_close("gates", bounded, torch.cat(gates, 1), 16 * EPS[torch.float32])
+    halves = torch.randn(B, 2 * K).to(dtype).chunk(2, -1)
+    want = reference.gate_step(*(h.double() for h in halves))
+    assert_close("gate", ops.gate_step(*halves), want, 1.5 * EPS[dtype])

@@ -74,6 +74,28 @@ def test_sum_and_gate(tfla, dtype, B):
     check("gate", y, gated, [x, gate, up, scale])
 
 
+@pytest.mark.parametrize("K", [8, 1096, 8200])
+@pytest.mark.parametrize("B", [1, 40])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_norm_and_gates(tfla, dtype, B, K):
+    x, weights = make(dtype, B, K, [8, 17])
+    scale, bias = normal(K, dtype=dtype), normal(17, dtype=dtype)
+    y, first, second = tfla.norm_step(x, scale, 0.1, weights, [bias], cap=3.0)
+    check("norm", y, lambda x, w: normed(x, w, 0.1), [x, scale])
+    bound = lambda y: 3 * torch.tanh(y / 3)
+    for got, tensors in ((first, [y, weights[0]]), (second, [y, weights[1], bias])):
+        want = bound(tensors[0].double() @ tensors[1].double().mT + (tensors[2:] or [0])[0])
+        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=2e-6)
+    assert_bitwise("alone", tfla.norm_step(x, scale, 0.1)[0], y)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gate_of_halves(tfla, dtype):
+    """Two halves of one output, as a packed product leaves them."""
+    gate, up = normal(5, 2 * 136, dtype=dtype).chunk(2, -1)
+    check("gate", tfla.gate_step(gate, up), lambda g, u: silu(g) * u, [gate, up])
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rows_do_not_see_each_other(tfla, dtype):
     """Nor their number what is computed: bit for bit, also where others are not finite."""

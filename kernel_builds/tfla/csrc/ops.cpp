@@ -4,7 +4,7 @@
 #include "registration.h"
 #if defined(CUDA_KERNEL)
 #include "cuda/call.h"
-#include "linear_step_op.h"
+#include "linear_ops.h"
 #else
 #include "cpu/call.h"
 #endif
@@ -351,6 +351,8 @@ void implement(torch::stable::detail::StableLibrary& ops) {
   ops.impl("mlstm_step_", TORCH_BOX(&step_in_place));
 #if defined(CUDA_KERNEL)
   ops.impl("linear_step", TORCH_BOX(&linear_step));
+  ops.impl("norm_step", TORCH_BOX(&norm_step));
+  ops.impl("gate_step", TORCH_BOX(&gate_step));
 #endif
   ops.impl("mlstm_epilogue", TORCH_BOX(&epilogue));
   ops.impl("mlstm_epilogue_bwd", TORCH_BOX(&epilogue_backward));
@@ -365,6 +367,8 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
   ops.def(flashcell::kStepInPlaceSchema);
 #if defined(CUDA_KERNEL)
   ops.def(flashcell::kLinearStepSchema);
+  ops.def(flashcell::kNormStepSchema);
+  ops.def(flashcell::kGateStepSchema);
 #endif
   ops.def(flashcell::kEpilogueSchema);
   ops.def(flashcell::kEpilogueBackwardSchema);

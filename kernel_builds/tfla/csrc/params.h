@@ -104,4 +104,23 @@ struct LinearStepParams {
   Linear linears[kLinears];
 };
 
+// The same norm alone, and few rows of matrices that read it: all fp32, bounded by cap.
+struct NormStepParams {
+  int64_t B, K;
+  const void* x;
+  int64_t x_stride;
+  const void* norm;
+  double eps, cap;
+  void* out;  // [B, K] io
+  int count;
+  Linear linears[kLinears];
+};
+
+struct GateStepParams {  // out = silu(gate) * up, [B, N] io
+  int64_t B, N;
+  const void *gate, *up;
+  int64_t gate_stride, up_stride;
+  void* out;
+};
+
 }  // namespace flashcell

@@ -8,6 +8,7 @@
 // are its right operand, most of whose columns stay empty; nobody needs them.
 //
 // A norm costs nothing: its weight multiplies x on the way, its factor the sums at the end.
+#include "early.cuh"
 #include "launch.h"
 #include "linear_step.h"
 #include "mma.cuh"
@@ -29,17 +30,6 @@ constexpr int kLanes = kDepth / 8;  // of a row, when it is copied
 constexpr int kRowsAtOnce = 32 / kLanes;
 constexpr int kColumns = 8;  // of the matrix instruction: rows of x
 constexpr int kSums = kRows * kColumns;
-
-DEVICE void wait_for_earlier() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-DEVICE void let_later_start() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
 
 DEVICE int smaller(int a, int b) { return a < b ? a : b; }
 DEVICE float silu(float x) { return x / (1 + expf(-x)); }

@@ -102,6 +102,15 @@ if BACKEND == "cuda":
         bounded = x.new_empty(x.shape[0], sum(rows[plain:]), dtype=torch.float32)
         return x.new_empty(x.shape[0], out), bounded
 
+    @torch.library.register_fake(add_op_namespace_prefix("norm_step"))
+    def _fake_norm_step(x, norm, eps, weights, biases, cap):
+        width = sum(w.shape[0] for w in weights)
+        return x.new_empty(x.shape), x.new_empty(x.shape[0], width, dtype=torch.float32)
+
+    @torch.library.register_fake(add_op_namespace_prefix("gate_step"))
+    def _fake_gate_step(gate, up):
+        return gate.new_empty(gate.shape)
+
 
 @torch.library.register_fake(add_op_namespace_prefix("mlstm_epilogue"))
 def _(h, out_gate, norm_weight, norm, centered, norm_eps):
