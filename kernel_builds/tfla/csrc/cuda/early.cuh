@@ -1,5 +1,8 @@
-// Launches that overlap: a kernel that starts while the one ahead of it ends (launch.h, Grid::early).
+// Launches that overlap: a kernel that starts while the one ahead of it ends (launch.h,
+// Grid::early).
 #pragma once
+#include <cuda_runtime.h>
+
 #include "device.cuh"
 
 namespace flashcell::cuda {
