@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from transformers import GenerationMixin
+from transformers import DynamicCache, GenerationMixin
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 from transformers.generation.utils import DeferredStopCheck
@@ -109,19 +109,21 @@ class RecurrentGeneration(GenerationMixin):
         computed meanwhile is dropped: where nobody sees it, in a cache, a score, or the generator.
         """
         cache = model_kwargs.get("past_key_values")
-        ends = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
-        seen = generation_config.return_dict_in_generate or synced_gpus or not input_ids.is_cuda
-        seen = (
-            seen or getattr(cache, "_is_user_defined", False) or not model_kwargs.get("use_cache")
+        seen = generation_config.return_dict_in_generate or getattr(
+            cache, "_is_user_defined", False
         )
+        own = isinstance(cache, DynamicCache) and model_kwargs.get("use_cache")
+        ends = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
         others = {type(criterion) for criterion in stopping_criteria} - {MaxLengthCriteria}
         draws = generation_config.do_sample
-        if seen or cache is None or (draws and others) or self.decoder.mode == "eager":
+        decoded = own and input_ids.is_cuda and not synced_gpus and self.decoder.mode != "eager"
+        if not decoded or seen or (draws and others):
             return super()._sample(
                 input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus,
                 streamer, **model_kwargs,
             )  # fmt: skip
-        pad, unfinished = generation_config._pad_token_tensor, torch.ones_like(input_ids[:, 0])
+        pad = generation_config._pad_token_tensor
+        unfinished = torch.ones(len(input_ids), dtype=torch.long, device=input_ids.device)
         with torch.device("cpu"):  # what it pins
             check = DeferredStopCheck(
                 input_ids, stopping_criteria.max_length, None, False, streamer

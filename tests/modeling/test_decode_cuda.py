@@ -153,6 +153,11 @@ def test_the_end_is_found_a_token_late_and_unseen(make_model, tokens, new):
             want = without_engine(model, lambda: greedy(model, ids, streamer=ears[1], **options))  # noqa: B023
             assert torch.equal(got, want)
             assert ears[0] is None or ears[0].heard == ears[1].heard
+    embeds = {"inputs_embeds": model.get_input_embeddings()(ids).detach(), "max_new_tokens": new}
+    text = model.generate(**embeds, do_sample=False, pad_token_id=0)
+    again = without_engine(model, lambda: model.generate(**embeds, do_sample=False, pad_token_id=0))
+    assert torch.equal(text, again)
+    text = greedy(model, ids, new=30)
     state = torch.get_rng_state(), torch.cuda.get_rng_state()
     drawn = []
     for mode in ("auto", "eager"):
