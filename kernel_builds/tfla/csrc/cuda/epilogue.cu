@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const EpilogueParams 
   };
   load(rows.begin);
   Row weight;
-  weight.load_weight(p, rows.head, V);
+  weight.template load_weight<IO>(p, rows.head, V);
   for (int row = rows.begin; row < rows.end; row += kWarps) {
     Row y, gate;
     y.unpack(raw_h), gate.unpack(raw_gate);
@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(kThreads) backward_kernel(const EpilogueBackwa
   };
   load(rows.begin);
   Row weight, dweight{};
-  weight.load_weight(p, rows.head, V);
+  weight.template load_weight<IO>(p, rows.head, V);
   for (int row = rows.begin; row < rows.end; row += kWarps) {
     const int64_t at = place(p, row, rows.head);
     Row z, d, gate;

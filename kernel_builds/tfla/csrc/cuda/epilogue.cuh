@@ -107,8 +107,11 @@ struct Row {
     return inverse;
   }
 
+  template <typename IO>
   DEVICE void load_weight(const Epilogue& p, int head, int V) {
-    if (p.weight != nullptr) {
+    if (p.weight_is_io) {
+      load(static_cast<const IO*>(p.weight) + int64_t(head) * V, V);
+    } else if (p.weight != nullptr) {
       load(static_cast<const float*>(p.weight) + int64_t(head) * V, V);
     } else {
 #pragma unroll

@@ -2,6 +2,7 @@
 //
 // Two kernels, so that a state can be written where it stood: in the second every thread block
 // needs what the first made of n and m. It starts while the first runs, and waits after its loads.
+#include "early.cuh"
 #include "epilogue.cuh"
 #include "launch.h"
 #include "step.h"
@@ -32,18 +33,6 @@ DEVICE float at_least(float least, float x) { return x < least ? least : x; }  /
 template <typename X>
 DEVICE const X* at(const Strided& x, int b, int h) {
   return static_cast<const X*>(x.data) + b * x.batch + h * x.head;
-}
-
-// What was launched before this kernel has ended; what is launched after it may start.
-DEVICE void wait_for_earlier() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-DEVICE void let_later_start() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
 }
 
 // Into the L2, where a kernel that still runs may yet write: only a load has to wait for it.
@@ -154,7 +143,7 @@ DEVICE void finish_head(const Epilogue& p, const float* from, IO* to, int b, int
   Row<kThreads, 4, 1> row, weight, gate;
   static_assert(kThreads * 4 >= 1024);  // the widest
   row.load(from, V);
-  weight.load_weight(p, h, V);
+  weight.template load_weight<IO>(p, h, V);
   if (p.out_gate.data != nullptr) gate.load(gate_row<IO>(p, b, 0, h), V);
   finish_row<IO>(p, row, weight, gate, V);
   row.store(to, V);

@@ -162,7 +162,7 @@ def _run_step(q, k, v, i, f, state, options: Options, epilogue, inplace: bool) -
     cell = options.cell
     q, k, v, i, f, carried = cast(cell, q, k, v, i, f, state)
     C, n, m = (None, None, None) if carried is None else carried
-    out_gate, weight, *norm = lower_epilogue(q.dtype, *epilogue)
+    out_gate, weight, *norm = lower_epilogue(q.dtype, *epilogue, as_it_is=BACKEND == "cuda")
     tensors = (q, k, v, i, f, C, n, m, out_gate, weight)
     rest = (cell.exponential, cell.normalized, options.eps, *norm)
     if inplace:
@@ -199,10 +199,15 @@ def finish(chosen: str, h, dtype: torch.dtype, out_gate, norm, norm_weight, norm
     return reference.epilogue(h, out_gate, norm, norm_weight, norm_eps).to(dtype)
 
 
-def lower_epilogue(dtype: torch.dtype, out_gate, norm, norm_weight, norm_eps):
-    """What the ops take for it."""
+def lower_epilogue(
+    dtype: torch.dtype, out_gate, norm, norm_weight, norm_eps, *, as_it_is: bool = False
+):  # fmt: skip
+    """What the ops take for it; the step on CUDA a weight in h's dtype too, because a cast would be a
+    launch a token."""
     out_gate = None if out_gate is None else out_gate.to(dtype)
-    weight = None if norm_weight is None else norm_weight.to(state_dtype(dtype))
+    weight = norm_weight
+    if weight is not None and not (as_it_is and weight.dtype == dtype):
+        weight = weight.to(state_dtype(dtype))
     return out_gate, weight, norm is not None, norm == "layer", float(norm_eps)
 
 
