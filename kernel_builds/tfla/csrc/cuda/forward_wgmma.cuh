@@ -48,7 +48,7 @@ struct OutputParts {
 
 template <typename IO, int kColumns>
 struct OutputWgmma {
-  static constexpr int kInFlight = 5, kDeep = 128;             // of K, in a slot of k
+  static constexpr int kDeep = 128;                            // of K, in a slot of k
   static constexpr int kSlotRows = kSlotBytes / 2 / kColumns;  // of v, or of C's depth
   static constexpr int kBlocks = kColumns / 8, kPairs = kTile / 8;
   using QTile = Tile<IO, 2 * kTile>;
@@ -144,15 +144,15 @@ struct OutputWgmma {
 
   // body(address) fills the next slot.
   template <typename Body>
-  DEVICE void fill(Landing<kInFlight>& landing, const Body& body) {
+  DEVICE void fill(const Body& body) {
     const Slot slot = ring.slot();
-    landing.wait_empty(slot, ring.round);
+    slot.wait_empty(ring.round);
     body(ring.address());
-    landing.add(slot);
+    slot.fill();
     ring.advance();
   }
 
-  DEVICE void load_q(Landing<kInFlight>& landing) const {
+  DEVICE void load_q() const {
     constexpr int kMost = kWidestKey / kWarpgroup;
     const bool with_n = p.normalized && has_before();
     const float* from = terms.n + terms.rows.slot(part.head, part.slot) * p.K;
@@ -162,7 +162,7 @@ struct OutputWgmma {
       const int k = i * kWarpgroup + threadIdx.x;
       n[i] = with_n && k < p.K ? from[k] : 0.f;
     }
-    landing.wait_empty(q_slot(), round);
+    q_slot().wait_empty(round);
     const Source q = source(p.q, p.K);
     for (int panel = 0; panel < pieces(p.K, kDeep) * (kDeep / 64); ++panel) {
       load<64>(QTile{q_tile().address + panel * QTile::kStride}, q, part.row, panel * 64);
@@ -171,7 +171,8 @@ struct OutputWgmma {
     for (int i = 0; i < kMost; ++i) {
       if (i * kWarpgroup < p.K) store_n(i * kWarpgroup + threadIdx.x, n[i]);
     }
-    landing.add(q_slot());
+    q_slot().fill();
+    barrier_arrive(q_slot().full);  // for n, which is stored
   }
   // n in three pieces, which add up to it: rows 0 to 2 of eight.
   DEVICE void store_n(int k, float n) const {
@@ -186,35 +187,33 @@ struct OutputWgmma {
   }
 
   DEVICE void produce() {
-    Landing<kInFlight> landing;
     for_parts([&] {
       if (!part.has_steps()) return;
       if (has_before()) {
         const int64_t at = terms.rows.slot(part.head, part.slot) * p.K * p.V;
         const Source C{static_cast<const IO*>(terms.C) + at, p.V, int(p.K), int(p.V)};
         for (int depth = 0; depth < p.K; depth += kSlotRows) {
-          fill(landing, [&](uint32_t to) { load<kColumns>(SlotTile{to}, C, depth, part.column); });
+          fill([&](uint32_t to) { load<kColumns>(SlotTile{to}, C, depth, part.column); });
         }
       }
-      load_q(landing);  // after what can be loaded while the part before still needs its q
+      load_q();  // after what can be loaded while the part before still needs its q
       const Source k = source(p.k, p.K), v = source(p.v, p.V);
       for (int tile = 0; tile < tiles(); ++tile) {
         const int row = tile * kTile;
         for (int depth = 0; depth < p.K; depth += kDeep) {
-          fill(landing, [&](uint32_t to) {
+          fill([&](uint32_t to) {
             load<kDeep>(KTile{to}, k, row, depth);
             if (depth == 0) load_terms(row);
           });
         }
 #pragma unroll 1
         for (int i = 0; i < kTile / kSlotRows; ++i) {
-          fill(landing, [&](uint32_t to) {
+          fill([&](uint32_t to) {
             load<kColumns>(SlotTile{to}, v, row + i * kSlotRows, part.column);
           });
         }
       }
     });
-    landing.finish();
   }
   DEVICE void load_terms(int row) const {
     const Rows& rows = terms.rows;
@@ -251,8 +250,8 @@ struct OutputWgmma {
       const bool exists = row(down) < part.chunk.steps;
       const int64_t at = rows.row(part.head, part.chunk) + (exists ? row(down) : 0);
       r.u[down] = rows.u[at], r.floor[down] = rows.floor[at];
-      r.past[down] = exists ? rows.past[at] * terms.scale : 0.f;
-      r.inflow[down] = exists ? rows.inflow[at] * terms.scale : 0.f;
+      r.past[down] = exists ? rows.past[at] : 0.f;
+      r.inflow[down] = exists ? rows.inflow[at] : 0.f;
       r.start[down] = exists ? rows.start[part.chunk.row + row(down)] : kTile;
       r.sum[down] = 0;
     }
@@ -304,7 +303,7 @@ struct OutputWgmma {
     running.release();
 #pragma unroll
     for (int down = 0; down < 2; ++down) {
-      const float s = r.inflow[down];
+      const float s = r.inflow[down] * terms.scale;
 #pragma unroll
       for (int j = 0; j < kBlocks; ++j) {
 #pragma unroll
@@ -347,7 +346,7 @@ struct OutputWgmma {
   DEVICE void weigh(Weights& weights, const Pairs& pairs, const Terms& columns, int tile,
                     RowTerms& r, const float (&decay)[kMostTiles]) const {
     const int own = own_tile(), q = threadIdx.x % 4;
-    float between = 1;
+    float between = terms.scale;
 #pragma unroll
     for (int j = 1; j < kMostTiles; ++j) between *= tile < j && j < own ? decay[j] : 1.f;
     const auto put = [&](int j, int down, float first, float second) {
@@ -482,7 +481,7 @@ struct OutputWgmma {
   }
 
   DEVICE void run() {
-    if (threadIdx.x == 0) ring.init(), q_slot().init(), barrier_init_fence();
+    if (threadIdx.x == 0) ring.init(), q_slot().init(2 * kWarpgroup), barrier_init_fence();
     __syncthreads();
     if (warpgroup() == 0) {
       leave_registers<kProducerRegisters>();
