@@ -13,6 +13,7 @@ import pytest
 import test_tfla as judge
 import test_tfla_bf16
 import test_tfla_cuda
+import test_tfla_epilogue
 import test_tfla_nan
 import torch
 
@@ -26,10 +27,8 @@ ROOT = Path(__file__).resolve().parents[2]
 SANITIZE = "FLASHCELL_EMULATOR_SANITIZE"
 ORDERS = ("", "backwards early", "backwards", "early")
 DTYPES = [torch.bfloat16, torch.float32]
-# Odd lengths, widths that fill no tile, chunks of each length, and every option but norms, which
-# torch computes.
+# Odd lengths, widths that fill no tile, chunks of each length, and every option.
 FAST = [case for case in CASES if case.T <= 45 and max(case.K, case.V) < 1024]
-FAST = [case for case in FAST if not {"layer", "rms"} & {*case.options}]
 TILES = [
     Case(2, 131, 1, 40, 136, ("state",), 64),
     Case(1, 130, 1, 136, 24, ("state", "reset"), 128),
@@ -148,6 +147,24 @@ def test_step(tfla, order, cell, dtype, words):
     judge.test_step(tfla, cell, dtype)
 
 
+@pytest.mark.parametrize("words", ORDERS[:2])
+@pytest.mark.parametrize("size", test_tfla_epilogue.SIZES, ids=str)
+@pytest.mark.parametrize("parts", test_tfla_epilogue.PARTS, ids="-".join)
+def test_epilogue(tfla, order, parts, size, words):
+    order(words)
+    for dtype in DTYPES:
+        test_tfla_epilogue.test_as_exact_as_the_reference(tfla, parts, size, dtype)
+
+
+@pytest.mark.parametrize("words", ORDERS[:2])
+@pytest.mark.parametrize("parts", test_tfla_epilogue.PARTS, ids="-".join)
+@pytest.mark.parametrize("V", test_tfla_epilogue.WIDTHS)
+def test_epilogue_of_a_step(tfla, cell, order, parts, V, words):
+    order(words)
+    for dtype in DTYPES:
+        test_tfla_epilogue.test_step(tfla, parts, cell, dtype, V)
+
+
 @pytest.mark.parametrize(
     "test",
     [
@@ -163,6 +180,10 @@ def test_step(tfla, order, cell, dtype, words):
 def test_as_the_judge_says(tfla, order, cell, test):
     order("backwards")
     test(tfla, cell)
+
+
+def test_offsets_that_decrease(tfla):
+    test_tfla_cuda.test_offsets_that_decrease(tfla, torch.int32)
 
 
 @pytest.mark.parametrize("t", [0, 17, 39])
