@@ -132,7 +132,8 @@ struct OutputWgmma {
     int rows, columns;
   };
   DEVICE Source source(const Strided& x, int64_t width) const {
-    const int64_t b = part.chunk.row / p.T, t = part.chunk.row % p.T;
+    const unsigned row = unsigned(part.chunk.row), b = row / unsigned(p.T),
+                   t = row - b * unsigned(p.T);
     return {static_cast<const IO*>(x.data) + b * x.batch + t * x.time + part.head * x.head, x.time,
             part.chunk.steps, int(width)};
   }
