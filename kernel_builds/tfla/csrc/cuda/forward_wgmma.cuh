@@ -86,7 +86,6 @@ struct OutputWgmma {
   const int consumer;  // which of them, in the same for all its threads as the compiler sees it
   int round = 0;       // parts with steps so far
   OutputPart part;
-  unsigned index = 0, turn = 0;  // of the part; how many came before it here
 
   DEVICE OutputWgmma(const ForwardParams& params, const ForwardTerms& t, int shared_bytes,
                      char* shared)
@@ -114,20 +113,15 @@ struct OutputWgmma {
   }
   static DEVICE int pieces(int64_t width, int size) { return int((width + size - 1) / size); }
 
-  // Through the parts of this thread block: false after the last one.
-  DEVICE bool start() {
-    index = blockIdx.x;
-    return take();
-  }
-  DEVICE bool advance() {
-    if (part.has_steps()) ++round;
-    index += gridDim.x, ++turn;
-    return take();
-  }
-  DEVICE bool take() {
-    const bool exists = index < parts.count(terms.rows.chunks);
-    if (exists) part = parts.at(terms.rows.chunks, index, turn);
-    return exists;
+  template <typename Body>
+  DEVICE void for_parts(const Body& body) {
+    const unsigned count = unsigned(parts.count(terms.rows.chunks));
+    unsigned turn = 0;
+    for (unsigned index = blockIdx.x; index < count; index += gridDim.x) {
+      part = parts.at(terms.rows.chunks, index, turn++);
+      body();
+      if (part.has_steps()) ++round;
+    }
   }
 
   // ---- The producer ----
@@ -194,8 +188,8 @@ struct OutputWgmma {
   }
 
   DEVICE void produce() {
-    for (bool more = start(); more; more = advance()) {
-      if (!part.has_steps()) continue;
+    for_parts([&] {
+      if (!part.has_steps()) return;
       if (has_before()) {
         const int64_t at = terms.rows.slot(part.head, part.slot) * p.K * p.V;
         const Source C{static_cast<const IO*>(terms.C) + at, p.V, int(p.K), int(p.V)};
@@ -220,7 +214,7 @@ struct OutputWgmma {
           });
         }
       }
-    }
+    });
   }
   DEVICE void load_terms(int row) const {
     const Rows& rows = terms.rows;
@@ -236,11 +230,10 @@ struct OutputWgmma {
   // ---- A consumer ----
 
   using Outputs = float[kBlocks][4];
-  struct RowTerms {  // of the lane's two rows, and the decays of tiles
+  struct RowTerms {  // of the lane's two rows
     float2 u[2];
     float past[2], inflow[2], floor[2], sum[2];
     int start[2];
-    float decay[kMostTiles];
   };
 
   DEVICE int own_tile() const { return part.row / kTile + consumer; }
@@ -252,20 +245,16 @@ struct OutputWgmma {
 
   DEVICE RowTerms row_terms() const {
     const Rows& rows = terms.rows;
-    RowTerms r{};
+    RowTerms r;
 #pragma unroll
     for (int down = 0; down < 2; ++down) {
-      r.start[down] = kTile;
-      if (row(down) >= part.chunk.steps) continue;
-      const int64_t at = rows.row(part.head, part.chunk) + row(down);
+      const bool exists = row(down) < part.chunk.steps;
+      const int64_t at = rows.row(part.head, part.chunk) + (exists ? row(down) : 0);
       r.u[down] = rows.u[at], r.floor[down] = rows.floor[at];
-      r.past[down] = rows.past[at], r.inflow[down] = rows.inflow[at];
-      r.start[down] = rows.start[part.chunk.row + row(down)];
-    }
-    const float* decay = rows.tile_decay + rows.slot(part.head, part.slot) * rows.chunks.tiles();
-#pragma unroll
-    for (int j = 1; j < kMostTiles; ++j) {
-      if (j < own_tile() && part.has_steps()) r.decay[j] = decay[j];
+      r.past[down] = exists ? rows.past[at] : 0.f;
+      r.inflow[down] = exists ? rows.inflow[at] : 0.f;
+      r.start[down] = exists ? rows.start[part.chunk.row + row(down)] : kTile;
+      r.sum[down] = 0;
     }
     return r;
   }
@@ -356,12 +345,12 @@ struct OutputWgmma {
   using Weights = uint32_t[kTile / 16][4];
 
   DEVICE void weigh(Weights& weights, const Pairs& pairs, const Terms& columns, int tile,
-                    RowTerms& r) const {
+                    RowTerms& r, const float (&decay)[kMostTiles]) const {
     const int own = own_tile(), q = threadIdx.x % 4;
     const float scale = terms.scale;
     float between = scale;
 #pragma unroll
-    for (int j = 1; j < kMostTiles; ++j) between *= tile < j && j < own ? r.decay[j] : 1.f;
+    for (int j = 1; j < kMostTiles; ++j) between *= tile < j && j < own ? decay[j] : 1.f;
     const auto put = [&](int j, int down, float first, float second) {
       r.sum[down] += first + second;
       weights[j / 2][j % 2 * 2 + down] = Pair<IO>::of(first, second).word[0];
@@ -424,28 +413,22 @@ struct OutputWgmma {
     running.release();
   }
 
-  // Rows of padding are 0, whatever the sums are.
-  DEVICE void store(Outputs& sums, const float (&inverse)[2], const OutputPart& to) const {
-    const int first = to.row + consumer * kTile;
-    if (first + kTile > to.chunk.steps) {
-#pragma unroll
-      for (int i = 0; i < kBlocks * 4; ++i) {
-        if (first + tile_row(i % 4 / 2) >= to.chunk.steps) sums[i / 4][i % 4] = 0;
-      }
-    }
+  DEVICE void store(const Outputs& sums, const float (&inverse)[2]) const {
+    const Chunk& chunk = part.chunk;
 #pragma unroll
     for (int down = 0; down < 2; ++down) {
-      const int t = first + tile_row(down);
-      IO* h = static_cast<IO*>(p.h) + ((to.chunk.row + t) * p.H + to.head) * p.V + to.column;
+      const int t = row(down);
+      const bool has_steps = t < chunk.steps;
+      IO* to = static_cast<IO*>(p.h) + ((chunk.row + t) * p.H + part.head) * p.V + part.column;
 #pragma unroll
       for (int j = 0; j < kBlocks; j += 4) {
         float low[4], high[4];
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
-          low[c] = inverse[down] * sums[j + c][2 * down];
-          high[c] = inverse[down] * sums[j + c][2 * down + 1];
+          low[c] = has_steps ? inverse[down] * sums[j + c][2 * down] : 0.f;
+          high[c] = has_steps ? inverse[down] * sums[j + c][2 * down + 1] : 0.f;
         }
-        store_row<IO>(h + 8 * j, low, high, t < to.chunk.rows, int(p.V) - to.column - 8 * j);
+        store_row<IO>(to + 8 * j, low, high, t < chunk.rows, int(p.V) - part.column - 8 * j);
       }
     }
   }
@@ -466,38 +449,39 @@ struct OutputWgmma {
     }
   }
 
-  DEVICE void multiply(Outputs& sums, RowTerms& r) {
-    const int own = own_tile(), last = own < tiles() ? own : tiles() - 1;
-    q_slot().wait_full(round);
-    if (has_before()) multiply_before(sums, r);
-    for (int tile = 0; tile <= last; ++tile) {
-      const Ring<kSlotBytes> first = ring;  // whose terms are the tile's
-      Pairs pairs;
-      multiply_pairs(pairs);
-      if (tile == last) q_slot().release();
-      Weights weights;
-      weigh(weights, pairs, slot_terms(first), tile, r);
-      release_from(first);
-      multiply_values(sums, weights);
-    }
-    for (int tile = last + 1; tile < tiles(); ++tile) skip_tile();
-  }
-
   DEVICE void consume() {
-    RowTerms r{};
-    bool more = start();
-    if (more) r = row_terms();
-    while (more) {
+    for_parts([&] {
       Outputs sums;
       clear(sums);
-      if (part.has_steps()) multiply(sums, r);
+      RowTerms r{};
+      if (part.has_steps()) {
+        r = row_terms();
+        float decay[kMostTiles];
+        const int own = own_tile();
+#pragma unroll
+        for (int j = 1; j < kMostTiles; ++j) {
+          const int64_t at = terms.rows.slot(part.head, part.slot) * terms.rows.chunks.tiles();
+          decay[j] = j < own ? terms.rows.tile_decay[at + j] : 1.f;
+        }
+        q_slot().wait_full(round);
+        if (has_before()) multiply_before(sums, r);
+        const int last = own < tiles() ? own : tiles() - 1;
+        for (int tile = 0; tile <= last; ++tile) {
+          const Ring<kSlotBytes> first = ring;  // whose terms are the tile's
+          Pairs pairs;
+          multiply_pairs(pairs);
+          if (tile == last) q_slot().release();
+          Weights weights;
+          weigh(weights, pairs, slot_terms(first), tile, r, decay);
+          release_from(first);
+          multiply_values(sums, weights);
+        }
+        for (int tile = last + 1; tile < tiles(); ++tile) skip_tile();
+      }
       float inverse[2] = {1, 1};
       if (p.normalized) divide(r, inverse);
-      const OutputPart done = part;
-      more = advance();
-      if (more) r = row_terms();  // on their way while the rows are stored
-      store(sums, inverse, done);
-    }
+      store(sums, inverse);
+    });
   }
 
   DEVICE void run() {
