@@ -90,7 +90,7 @@ BROKEN = {  # behaviour -> the incumbent's failure
     beam_search: (ValueError, "the cache cannot be reordered"),
     continuation: (AttributeError, "is_compileable"),
     training_by_default: (RuntimeError, "modified by an inplace operation"),
-    training_in_bf16: (RuntimeError, "same dtype"),
+    training_in_bf16: (RuntimeError, "same dtype|scalar type"),
     fp32_states_in_bf16: (AssertionError, "bfloat16"),
     tied_embeddings: (AssertionError, "another matrix"),
     logits_to_keep: (AssertionError, "6 positions"),
