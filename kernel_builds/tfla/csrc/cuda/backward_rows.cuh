@@ -30,11 +30,8 @@ __global__ void __launch_bounds__(256) row_gradients(const BackwardParams p,
       }
     }
     if (threadIdx.x % 32 == 0) {
-      terms.weight[at] = inflow * inverse;
-      if (p.normalized) {
-        terms.inverse[at] = inverse, terms.delta[at] = delta;
-        terms.n_weight[at] = inflow * delta;
-      }
+      terms.weight[at] = inflow * inverse, terms.inverse[at] = inverse;
+      if (p.normalized) terms.delta[at] = delta, terms.n_weight[at] = inflow * delta;
     }
   }
 }

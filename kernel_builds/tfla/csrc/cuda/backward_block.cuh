@@ -1,0 +1,341 @@
+// dq, dk and dv of 128 rows of a chunk of a head, on Hopper: products of row_block.cuh,
+//
+//   dq = s (dh C^T / N + delta n) + dS k       rows t; dS = decay (dh v^T / N + delta)
+//   dk = a (v dC^T + dn) + dS^T q              rows j
+//   dv = a (k dC) + (W / N)^T dh               rows j; W = decay (q k^T)
+//
+// by persistent blocks that walk through items: chunk, head, what of it. in_t = q dq and
+// out_j = k dk go to gate_gradients, from unrounded sums.
+#pragma once
+#include <algorithm>
+
+#include "backward_terms.cuh"
+#include "row_block.cuh"
+
+namespace flashcell::cuda {
+
+enum class Gradient { kQuery, kKey, kValue };
+
+struct BlockItem {
+  Chunk chunk;
+  int64_t slot;
+  int head, row, column;
+  Gradient gradient;
+};
+
+template <typename IO, int kKeyBlocks, int kValueBlocks>
+struct BlockGradients {
+  static constexpr int kProducer = 2;  // the third warpgroup
+  static constexpr int kThreads = 3 * kWarpgroup, kConsumerWarps = 8;
+
+  struct Shared {
+    RowTerms rows;
+    RingBarriers barriers;
+    float anchor[kConsumerWarps];
+  };
+  static constexpr int panels(const BackwardParams& p) {
+    return int((std::max(p.K, p.V) + kPanel<IO> - 1) / kPanel<IO>);
+  }
+  // Slots that fit beside the left rows.
+  static constexpr int slots(const BackwardParams& p, int shared_bytes) {
+    const int left = shared_bytes - int(sizeof(Shared)) - panels(p) * kSlotBytes;
+    return std::min(left / kSlotBytes, kMostSlots);
+  }
+
+  const BackwardParams& p;
+  const BackwardTerms& terms;
+  Shared& shared;
+
+  // ---- Items. Those of a chunk and head are neighbours, because they read the same rows. ----
+
+  __host__ DEVICE static int64_t value_items(const BackwardParams& p) {
+    const int width = kValueBlocks * kBlockColumns;
+    return (p.V + width - 1) / width;
+  }
+  __host__ DEVICE static int items_of_chunk(const BackwardParams& p, int tiles) {
+    return (tiles + 1) / 2 * (2 + int(value_items(p)));
+  }
+  DEVICE BlockItem item(int64_t index) const {
+    const int count = items_of_chunk(p, terms.rows.chunks.tiles());
+    const int64_t chunk = index / count;
+    // The items of a chunk differ in length: every round gives a block another kind.
+    const int round = int(chunk * count / gridDim.x % count);
+    const int kind = (int(index % count) + round) % count, kinds = 2 + int(value_items(p));
+    const int which = kind % kinds;
+    BlockItem item;
+    item.slot = chunk / p.H, item.head = int(chunk % p.H);
+    item.chunk = terms.rows.chunks.at(item.slot);
+    item.row = kind / kinds * kBlockRows;
+    item.gradient = which == 0   ? Gradient::kQuery
+                    : which == 1 ? Gradient::kKey
+                                 : Gradient::kValue;
+    item.column = which < 2 ? 0 : (which - 2) * kValueBlocks * kBlockColumns;
+    return item;
+  }
+
+  DEVICE Matrix<IO> matrix(const BlockItem& item, const Strided& x, int64_t width) const {
+    const int64_t b = item.chunk.row / p.T, t = item.chunk.row % p.T;
+    return {static_cast<const IO*>(x.data) + b * x.batch + t * x.time + item.head * x.head, x.time,
+            item.chunk.steps, int(width)};
+  }
+  DEVICE Matrix<IO> dh(const BlockItem& item) const {
+    return matrix(item, {p.dh, p.T * p.H * p.V, p.H * p.V, p.V}, p.V);
+  }
+  DEVICE Matrix<IO> state(const BlockItem& item, const void* states) const {
+    const int64_t at = terms.rows.slot(item.head, item.slot) * p.K * p.V;
+    return {static_cast<const IO*>(states) + at, p.V, int(p.K), int(p.V)};
+  }
+  DEVICE RowBlock<IO> block(const BlockItem& item) const {
+    const Matrix<IO> q = matrix(item, p.q, p.K), k = matrix(item, p.k, p.K);
+    const Matrix<IO> v = matrix(item, p.v, p.V), given = dh(item);
+    const int tiles = (item.chunk.steps + kTile - 1) / kTile, tile = item.row / kTile;
+    const bool after = has_after(item);
+    const auto panels = [](int64_t width) { return int((width + kPanel<IO> - 1) / kPanel<IO>); };
+    switch (item.gradient) {
+      case Gradient::kQuery:
+        return {given,
+                state(item, terms.C),
+                v,
+                k,
+                item.row,
+                0,
+                panels(p.V),
+                0,
+                min(tile + 2, tiles),
+                item.chunk.number > 0 || p.C || p.n};
+      case Gradient::kKey:
+        return {v, state(item, terms.dC), given, q, item.row, 0, panels(p.V), tile, tiles, after};
+      default:
+        return {k,    state(item, terms.dC), q,    given, item.row, item.column, panels(p.K),
+                tile, tiles,                 after};
+    }
+  }
+  DEVICE bool has_after(const BlockItem& item) const {
+    return !terms.is_last(item.slot) || p.dlast_C || p.dlast_n;
+  }
+
+  // ---- The producer ----
+
+  // Lands with the first panel of rows.
+  DEVICE void copy_terms(const BlockItem& item) const {
+    const Rows& rows = terms.rows;
+    const bool seeing = item.gradient == Gradient::kQuery;
+    const bool divided = item.gradient != Gradient::kValue && terms.delta;
+    const int64_t first = rows.row(item.head, item.chunk);
+    const float* gain = seeing ? rows.inflow : rows.outflow;
+    RowTerms& to = shared.rows;
+    const auto copy_pair = [](float2& to, const float2* from, bool exists) {
+      copy_word_or_zero(&to.x, &from->x, exists), copy_word_or_zero(&to.y, &from->y, exists);
+    };
+#pragma unroll 1
+    for (int row = threadIdx.x % kWarpgroup; row < kLongestChunk; row += kWarpgroup) {
+      const bool exists = row < item.chunk.steps;
+      const int64_t at = first + (exists ? row : 0);
+      copy_pair(to.u[row], rows.u + at, exists), copy_pair(to.w[row], rows.w + at, exists);
+      copy_word_or_zero(&to.past[row], rows.past + at, exists);
+      copy_word_or_zero(&to.future[row], rows.future + at, exists);
+      copy_word_or_zero(&to.gain[row], gain + at, exists);
+      copy_word_or_zero(&to.inverse[row], terms.inverse + at, exists);
+      copy_word_or_zero(&to.delta[row], divided ? terms.delta + at : terms.inverse, divided && exists);
+      const int* start = rows.start + item.chunk.row + (exists ? row : 0);
+      copy_word_or_zero(reinterpret_cast<float*>(&to.start[row]),
+                        reinterpret_cast<const float*>(start), exists);
+      const float* vector = seeing ? terms.n : terms.dn;
+      const bool has = vector && item.gradient != Gradient::kValue && row < p.K;
+      const int64_t state = rows.slot(item.head, item.slot) * p.K;
+      copy_word_or_zero(&to.vector[row], has ? vector + state + row : terms.inverse, has);
+    }
+    const int tile = threadIdx.x % kWarpgroup;
+    if (tile < kMostTiles) {
+      const bool exists = tile * kTile < item.chunk.steps;
+      const float* decays = rows.tile_decay + rows.slot(item.head, item.slot) * rows.chunks.tiles();
+      copy_word_or_zero(&to.decay[tile], decays + (exists ? tile : 0), exists);
+    }
+  }
+  DEVICE void produce(const RingPlace& place, int64_t items) const {
+    RingProducer<IO> ring(place);
+    for (int64_t index = blockIdx.x; index < items; index += gridDim.x) {
+      const BlockItem at = item(index);
+      if (at.row >= at.chunk.steps) continue;
+      ring.begin_rows();
+      copy_terms(at);
+      const RowBlock<IO> of = block(at);
+      if (at.gradient == Gradient::kValue) {
+        fill_block<Major::kWidth>(ring, of, kValueBlocks);
+      } else {
+        fill_block<Major::kDepth>(ring, of, kKeyBlocks);
+      }
+      ring.end_item();
+    }
+    ring.flush();
+  }
+
+  // ---- The consumers ----
+
+  // Rows of padding are 0.
+  template <int kBlocks, typename Products>
+  DEVICE void store(const BlockItem& item, const Products& products,
+                    const typename Products::Sums& sums, void* to, int64_t width) const {
+    IO* rows = static_cast<IO*>(to) + (item.chunk.row * p.H + item.head) * width + item.column;
+    const int own = int(width) - item.column;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = products.row(half);
+      const bool runs = row < item.chunk.steps;
+#pragma unroll
+      for (int j = 0; j < kBlocks * kBlockColumns / 8; j += 4) {
+        float low[4], high[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float(&sum)[4] = sums[j / 16][j % 16 + i];
+          low[i] = runs ? sum[2 * half] : 0.f, high[i] = runs ? sum[2 * half + 1] : 0.f;
+        }
+        const int rest = own - 8 * j < 32 ? own - 8 * j : 32;
+        store_row<IO>(rows + row * p.H * width + 8 * j, low, high, row < item.chunk.rows, rest);
+      }
+    }
+  }
+  // Rows' products with those of x.
+  template <typename Products>
+  DEVICE void store_flow(const BlockItem& item, const Products& products,
+                         const typename Products::Sums& sums, const Matrix<IO>& x,
+                         float* to) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = products.row(half);
+      const bool runs = row < x.rows;
+      const IO* from = x.data + (runs ? row : 0) * x.stride;
+      float total = 0;
+#pragma unroll
+      for (int j = 0; j < kKeyBlocks * kBlockColumns / 8; ++j) {
+        const int column = 8 * j < x.columns ? 8 * j : 0;  // sums of what does not exist are 0
+        const float2 pair =
+            reinterpret_cast<const Pair<IO>&>(from[column + 2 * products.quad]).floats();
+        const float(&sum)[4] = sums[j / 16][j % 16];
+        total = fmaf(sum[2 * half], pair.x, total), total = fmaf(sum[2 * half + 1], pair.y, total);
+      }
+#pragma unroll
+      for (int mask = 1; mask < 4; mask *= 2) total += __shfl_xor_sync(~0u, total, mask);
+      if (products.quad == 0 && runs) to[terms.rows.row(item.head, item.chunk) + row] = total;
+    }
+  }
+
+  struct Factors {
+    float outer, gain, add;
+  };
+
+  template <Gradient kGradient>
+  DEVICE void consume(RingConsumer& ring, const BlockItem& item) const {
+    constexpr bool kQuery = kGradient == Gradient::kQuery, kValue = kGradient == Gradient::kValue;
+    constexpr int kBlocks = kValue ? kValueBlocks : kKeyBlocks;
+    constexpr Major kState = kValue ? Major::kWidth : Major::kDepth;
+    constexpr RowsAre kRowsAre = kQuery ? RowsAre::kSeeing : RowsAre::kSeen;
+    using Products = RowProducts<IO, kBlocks>;
+    const RowBlock<IO> of = block(item);
+    Products products(ring, shared.rows, of, item.chunk.steps);
+    if (kQuery && item.row == 0 && item.chunk.steps > 0) add_anchor(item);
+    typename Products::Sums sums;
+#pragma unroll
+    for (int c = 0; c < kBlocks; ++c) clear_block(sums[c]);
+    if (item.row < item.chunk.steps) {
+      if (of.has_state) {
+        products.template multiply_state<kState>(sums);
+        products.scale(sums, [&](int row) {
+          const float gain = shared.rows.gain[row];
+          return kQuery ? Factors{gain, shared.rows.inverse[row], shared.rows.delta[row]}
+                        : Factors{gain, 1, kValue ? 0.f : 1.f};
+        });
+      } else {
+        ring.wait_rows(0);
+        for (int d = 1; d < of.panels; ++d) ring.wait_rows(d);
+      }
+      products.template multiply_tiles<kRowsAre>(sums, [](int, float) {});
+    }
+    if constexpr (kValue) {
+      store<kBlocks>(item, products, sums, p.dv, p.V);
+    } else {
+      store<kBlocks>(item, products, sums, kQuery ? p.dq : p.dk, p.K);
+      const Matrix<IO> x = kQuery ? matrix(item, p.q, p.K) : matrix(item, p.k, p.K);
+      store_flow(item, products, sums, x, kQuery ? terms.in : terms.out);
+    }
+  }
+  DEVICE static void clear_block(float (&sums)[kBlockColumns / 8][4]) {
+#pragma unroll
+    for (int i = 0; i < kBlockColumns / 2; ++i) sums[i / 4][i % 4] = 0;
+  }
+
+  // <C, dC> + <n, dn> after the chunk, of dC as the products have it, rounded.
+  DEVICE void add_anchor(const BlockItem& item) const {
+    constexpr int kConsumers = 2 * kWarpgroup;
+    const int64_t size = p.K * p.V, here = terms.rows.slot(item.head, item.slot),
+                  last = item.chunk.sequence * p.H + item.head;
+    const IO *C = static_cast<const IO*>(terms.C),
+             *dC = static_cast<const IO*>(terms.dC) + here * size;
+    float sum = 0;
+    const auto add = [&](const auto* x, const auto* dx, int64_t width) {
+      sum += part_of_dot<kConsumers>(x, dx, width, threadIdx.x);
+    };
+    if (!terms.is_last(item.slot)) {
+      add(C + (here + 1) * size, dC, size);
+      if (terms.n) add(terms.n + (here + 1) * p.K, terms.dn + here * p.K, p.K);
+    } else if (has_after(item)) {
+      add(static_cast<const float*>(p.last_C) + last * size, dC, size);
+      if (terms.n) {
+        add(static_cast<const float*>(p.last_n) + last * p.K, terms.dn + here * p.K, p.K);
+      }
+    }
+    sum = warp_sum(sum);
+    sync_threads(1, kConsumers);  // an earlier item's sums have been read
+    if (threadIdx.x % 32 == 0) shared.anchor[threadIdx.x / 32] = sum;
+    sync_threads(1, kConsumers);
+    if (threadIdx.x > 0) return;
+    float total = 0;
+#pragma unroll
+    for (int warp = 0; warp < kConsumerWarps; ++warp) total += shared.anchor[warp];
+    terms.anchor[here] = total;
+  }
+
+  DEVICE void consume(const RingPlace& place, int64_t items) const {
+    RingConsumer ring(place);
+    for (int64_t index = blockIdx.x; index < items; index += gridDim.x) {
+      const BlockItem at = item(index);
+      if (at.row >= at.chunk.rows) continue;
+      switch (at.gradient) {
+        case Gradient::kQuery:
+          consume<Gradient::kQuery>(ring, at);
+          break;
+        case Gradient::kKey:
+          consume<Gradient::kKey>(ring, at);
+          break;
+        default:
+          consume<Gradient::kValue>(ring, at);
+      }
+    }
+  }
+};
+
+template <typename IO, int kKeyBlocks, int kValueBlocks>
+__global__ void __launch_bounds__(3 * kWarpgroup, 1)
+    block_gradients(const BackwardParams p, const BackwardTerms terms, int64_t items, int slots,
+                    int panels) {
+#if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  using Gradients = BlockGradients<IO, kKeyBlocks, kValueBlocks>;
+  extern __shared__ __align__(1024) char memory[];
+  const int rows = slots * kSlotBytes, rest = rows + panels * kSlotBytes;
+  auto& shared = *reinterpret_cast<typename Gradients::Shared*>(memory + rest);
+  const Gradients gradients{p, terms, shared};
+  if (threadIdx.x == 0) shared.barriers.init(kWarpgroup, Gradients::kConsumerWarps);
+  __syncthreads();
+  const uint32_t base = shared_address(memory);
+  const RingPlace place{base, base + rows, shared.barriers, slots};
+  if (threadIdx.x / kWarpgroup == Gradients::kProducer) {
+    leave_registers<56>();
+    gradients.produce(place, items);
+  } else {
+    take_registers<224>();
+    gradients.consume(place, items);
+  }
+#endif
+}
+
+}  // namespace flashcell::cuda
