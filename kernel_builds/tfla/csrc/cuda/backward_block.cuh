@@ -33,8 +33,8 @@ struct BlockGradients {
     RingBarriers barriers;
     float anchor[kConsumerWarps];
   };
-  static constexpr int panels(const BackwardParams& p) {
-    return int((std::max(p.K, p.V) + kPanel<IO> - 1) / kPanel<IO>);
+  static constexpr int panels(const BackwardParams& p) {  // of left rows, in pairs
+    return int((std::max(p.K, p.V) + 2 * kPanel<IO> - 1) / (2 * kPanel<IO>)) * 2;
   }
   // Slots that fit beside the left rows.
   static constexpr int slots(const BackwardParams& p, int shared_bytes) {
@@ -85,29 +85,26 @@ struct BlockGradients {
     const int64_t at = terms.rows.slot(item.head, item.slot) * p.K * p.V;
     return {static_cast<const IO*>(states) + at, p.V, int(p.K), int(p.V)};
   }
-  DEVICE RowBlock<IO> block(const BlockItem& item) const {
+  DEVICE RowBlock block(const BlockItem& item) const {
+    const int tiles = (item.chunk.steps + kTile - 1) / kTile, tile = item.row / kTile;
+    const auto panels = [](int64_t width) { return int((width + kPanel<IO> - 1) / kPanel<IO>); };
+    if (item.gradient == Gradient::kQuery) {
+      const bool before = item.chunk.number > 0 || p.C || p.n;
+      return {item.row, 0, panels(p.V), 0, min(tile + 2, tiles), before};
+    }
+    const int depth = item.gradient == Gradient::kKey ? panels(p.V) : panels(p.K);
+    return {item.row, item.column, depth, tile, tiles, has_after(item)};
+  }
+  DEVICE RowInputs<IO> inputs(const BlockItem& item) const {
     const Matrix<IO> q = matrix(item, p.q, p.K), k = matrix(item, p.k, p.K);
     const Matrix<IO> v = matrix(item, p.v, p.V), given = dh(item);
-    const int tiles = (item.chunk.steps + kTile - 1) / kTile, tile = item.row / kTile;
-    const bool after = has_after(item);
-    const auto panels = [](int64_t width) { return int((width + kPanel<IO> - 1) / kPanel<IO>); };
     switch (item.gradient) {
       case Gradient::kQuery:
-        return {given,
-                state(item, terms.C),
-                v,
-                k,
-                item.row,
-                0,
-                panels(p.V),
-                0,
-                min(tile + 2, tiles),
-                item.chunk.number > 0 || p.C || p.n};
+        return {given, state(item, terms.C), v, k};
       case Gradient::kKey:
-        return {v, state(item, terms.dC), given, q, item.row, 0, panels(p.V), tile, tiles, after};
+        return {v, state(item, terms.dC), given, q};
       default:
-        return {k,    state(item, terms.dC), q,    given, item.row, item.column, panels(p.K),
-                tile, tiles,                 after};
+        return {k, state(item, terms.dC), q, given};
     }
   }
   DEVICE bool has_after(const BlockItem& item) const {
@@ -159,11 +156,11 @@ struct BlockGradients {
       if (at.row >= at.chunk.steps) continue;
       ring.begin_rows();
       copy_terms(at);
-      const RowBlock<IO> of = block(at);
+      const RowBlock of = block(at);
       if (at.gradient == Gradient::kValue) {
-        fill_block<Major::kWidth>(ring, of, kValueBlocks);
+        fill_block<Major::kWidth>(ring, of, inputs(at), kValueBlocks);
       } else {
-        fill_block<Major::kDepth>(ring, of, kKeyBlocks);
+        fill_block<Major::kDepth>(ring, of, inputs(at), kKeyBlocks);
       }
       ring.end_item();
     }
@@ -231,7 +228,7 @@ struct BlockGradients {
     constexpr Major kState = kValue ? Major::kWidth : Major::kDepth;
     constexpr RowsAre kRowsAre = kQuery ? RowsAre::kSeeing : RowsAre::kSeen;
     using Products = RowProducts<IO, kBlocks>;
-    const RowBlock<IO> of = block(item);
+    const RowBlock of = block(item);
     Products products(ring, shared.rows, of, item.chunk.steps);
     if (kQuery && item.row == 0 && item.chunk.steps > 0) add_anchor(item);
     typename Products::Sums sums;

@@ -12,13 +12,15 @@ namespace flashcell::cuda {
 
 constexpr int kBlockRows = 2 * kTile, kBlockColumns = 128;
 
-template <typename IO>
 struct RowBlock {
-  Matrix<IO> left, state, right, inner;
-  int row, column;     // the first of the output
-  int panels;          // of depth of left, state and right
-  int first, end;      // tiles of right and inner
+  int row, column;  // the first of the output
+  int panels;       // of depth of left, state and right
+  int first, end;   // tiles of right and inner
   bool has_state;
+};
+template <typename IO>
+struct RowInputs {
+  Matrix<IO> left, state, right, inner;
 };
 
 // What depends on the gates, row by row of the chunk; 0 for rows that do not exist.
@@ -33,26 +35,27 @@ struct RowTerms {
 };
 
 template <Major kState, typename IO>
-DEVICE void fill_block(RingProducer<IO>& ring, const RowBlock<IO>& block, int column_blocks) {
-  for (int d = 0; d < block.panels; ++d) {
-    ring.fill_rows(block.left, block.row, d);
-    if (!block.has_state) continue;
+DEVICE void fill_block(RingProducer<IO>& ring, const RowBlock& block, const RowInputs<IO>& from,
+                       int column_blocks) {
+  for (int d = 0; d < (block.panels + 1) / 2 * 2; ++d) {
+    ring.fill_rows(from.left, block.row, d);
+    if (!block.has_state || d == block.panels) continue;
     const int depth = d * kPanel<IO>;
     for (int c = 0; c < column_blocks; ++c) {
       const int column = block.column + c * kBlockColumns;
       if constexpr (kState == Major::kDepth) {
-        ring.template fill_slot<Second::kBelow>(block.state, column, depth);
+        ring.template fill_slot<Second::kBelow>(from.state, column, depth);
       } else {
-        ring.template fill_slot<Second::kBeside>(block.state, depth, column);
+        ring.template fill_slot<Second::kBeside>(from.state, depth, column);
       }
     }
   }
   for (int tile = block.first; tile < block.end; ++tile) {
     for (int d = 0; d < block.panels; d += 2) {
-      ring.template fill_slot<Second::kBeside>(block.right, tile * kTile, d * kPanel<IO>);
+      ring.template fill_slot<Second::kBeside>(from.right, tile * kTile, d * kPanel<IO>);
     }
     for (int c = 0; c < column_blocks; ++c) {
-      ring.template fill_slot<Second::kBeside>(block.inner, tile * kTile,
+      ring.template fill_slot<Second::kBeside>(from.inner, tile * kTile,
                                                block.column + c * kBlockColumns);
     }
   }
@@ -70,11 +73,11 @@ struct RowProducts {
 
   RingConsumer& ring;
   const RowTerms& terms;
-  const RowBlock<IO>& block;
+  const RowBlock& block;
   const int steps;             // of the chunk
   const int group, warp, lane_row, quad;  // warpgroup, warp in it; of the lane
 
-  DEVICE RowProducts(RingConsumer& place, const RowTerms& of_rows, const RowBlock<IO>& of_block,
+  DEVICE RowProducts(RingConsumer& place, const RowTerms& of_rows, const RowBlock& of_block,
                      int chunk_steps)
       : ring(place),
         terms(of_rows),
@@ -103,57 +106,68 @@ struct RowProducts {
     wgmma_fence();
   }
 
+  // The compiler keeps products apart from each other unless loops run at least once, sums are
+  // cleared instead of not read, and every wait at a barrier has a fence behind it.
+
   template <Major kState>
   DEVICE void multiply_state(Sums& sums) {
     fence(sums);
-    for (int d = 0; d < block.panels; ++d) {
+    int d = 0;
+    do {
       ring.wait_rows(d);
       const auto rows = left(d);
 #pragma unroll
       for (int c = 0; c < kBlocks; ++c) {
         const SharedOperand<kState> state(ring.next(), kGranule);
+        wgmma_fence();
 #pragma unroll
         for (int k = 0; k < 4; ++k) wgmma<IO>(sums[c], rows.step(k), state.step(k));
         ring.issued();
       }
-    }
+    } while (++d < block.panels);
     ring.drain();
     pin_all(sums);
   }
 
+  // An odd number of panels has zeros beside the last one, in both.
   DEVICE void multiply_pairs(Pairs& pairs) {
+    clear(pairs);
     wgmma_fence(pairs);
-    for (int d = 0; d < block.panels; d += 2) {
+    int d = 0;
+    do {
       const uint32_t slot = ring.next();
+      wgmma_fence();
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        if (d + half == block.panels) break;
         const auto rows = left(d + half);
         const SharedOperand<Major::kDepth> right(slot + half * kGranule);
 #pragma unroll
-        for (int k = 0; k < 4; ++k) {
-          wgmma<IO>(pairs, rows.step(k), right.step(k), d + half + k > 0);
-        }
+        for (int k = 0; k < 4; ++k) wgmma<IO>(pairs, rows.step(k), right.step(k));
       }
       ring.issued();
-    }
+      d += 2;
+    } while (d < block.panels);
+  }
+  DEVICE static void clear(Pairs& pairs) {
+#pragma unroll
+    for (int i = 0; i < kTile / 2; ++i) pairs[i / 4][i % 4] = 0;
   }
 
   DEVICE void multiply_inner(Sums& sums, Words& words) {
-    pin(words);
-    fence(sums);
+    pin_all(sums);
+    wgmma_fence(words);
 #pragma unroll
     for (int c = 0; c < kBlocks; ++c) {
       const SharedOperand<Major::kWidth> inner(ring.next(), kGranule);
-      wgmma_fence(sums[c], words);
+      wgmma_fence();
 #pragma unroll
       for (int k = 0; k < 4; ++k) wgmma<IO>(sums[c], words[k], inner.step(k));
       ring.issued();
     }
   }
 
-  // E = decay (inverse pairs + delta), where t sees j, rounded as a left operand. seen(half, e)
-  // gets what the lane has of a row, unrounded.
+  // E = decay (inverse pairs + delta), where t sees j, as a left operand. body(half, e) gets what
+  // the lane has of a row, unrounded.
   template <RowsAre kRowsAre, typename Body>
   DEVICE void weigh(const Pairs& pairs, Words& words, int other, const Body& body) const {
     if (other == tile()) {
@@ -193,17 +207,14 @@ struct RowProducts {
       }
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float x = pairs[j][2 * half], y = pairs[j][2 * half + 1];
-        float first, second;
+        float x = pairs[j][2 * half], y = pairs[j][2 * half + 1];
         if constexpr (kSeeing) {
-          first = by.x * fmaf(gain[half], x, add[half]);
-          second = by.y * fmaf(gain[half], y, add[half]);
+          x = by.x * fmaf(gain[half], x, add[half]), y = by.y * fmaf(gain[half], y, add[half]);
         } else {
-          first = gain[half] * by.x * fmaf(inverse.x, x, delta.x);
-          second = gain[half] * by.y * fmaf(inverse.y, y, delta.y);
+          x = gain[half] * by.x * fmaf(inverse.x, x, delta.x);
+          y = gain[half] * by.y * fmaf(inverse.y, y, delta.y);
         }
-        put(words, j, half, first, second);
-        body(half, first + second);
+        put(words, j, half, x, y, body);
       }
     }
   }
@@ -252,56 +263,62 @@ struct RowProducts {
           const bool counts = from <= seen && seen <= t && first + t < steps;
           e[c] = counts ? decay * fmaf(by, pairs[j][2 * half + c], add) : 0.f;
         }
-        put(words, j, half, e[0], e[1]);
-        body(half, e[0] + e[1]);
+        put(words, j, half, e[0], e[1], body);
       }
     }
   }
   // Columns 8 j + 2 quad, + 1 of a row of E.
-  DEVICE static void put(Words& words, int j, int half, float first, float second) {
+  template <typename Body>
+  DEVICE static void put(Words& words, int j, int half, float first, float second,
+                         const Body& body) {
     words[j / 2][j % 2 * 2 + half] = Pair<IO>::of(first, second).word[0];
+    body(half, first + second);
   }
 
-  // sums += E inner, tile by tile. Nothing of terms or left rows is read after it.
+  // sums += E inner, tile by tile. Ends the left rows: nothing of them or of terms is read
+  // afterwards.
   template <RowsAre kRowsAre, typename Body>
   DEVICE void multiply_tiles(Sums& sums, const Body& body) {
+    constexpr bool kSeeing = kRowsAre == RowsAre::kSeeing;
+    const int rights = (block.panels + 1) / 2;  // slots
+    const int first = kSeeing ? block.first : max(block.first, tile());
+    const int end = kSeeing ? min(block.end, tile() + 1) : block.end;
+    if (!exists()) {
+      ring.skip((block.end - block.first) * (rights + kBlocks));
+      ring.end_rows();
+      return;
+    }
+    // The other warpgroup has at most one tile more: before these, or after.
+    if (first > block.first) ring.skip(rights + kBlocks);
+    Pairs pairs;
     Words words;
-    for (int other = block.first; other < block.end; ++other) {
-      const bool counts =
-          exists() && (kRowsAre == RowsAre::kSeeing ? other <= tile() : other >= tile());
-      if (!counts) {
-        ring.skip((block.panels + 1) / 2 + kBlocks);
-        continue;
-      }
-      Pairs pairs;
+    int other = first;
+    do {
       multiply_pairs(pairs);
       ring.drain(pairs);
       weigh<kRowsAre>(pairs, words, other, body);
+      if (other + 1 == end) ring.end_rows();
       multiply_inner(sums, words);
       ring.drain(words);
       pin_all(sums);
-    }
-    ring.end_rows();
+    } while (++other < end);
+    if (end < block.end) ring.skip(rights + kBlocks);
   }
 
   // sums = outer (gain sums + add vector), row by row; 0 where outer is 0, whatever the state
   // holds.
   template <typename FactorsOf>
   DEVICE void scale(Sums& sums, const FactorsOf& factors_of) const {
+    const auto first = factors_of(row(0)), second = factors_of(row(1));
+    const auto apply = [](float& sum, const auto& by, float added) {
+      sum = by.outer == 0 ? 0.f : by.outer * fmaf(by.gain, sum, by.add * added);
+    };
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const auto f = factors_of(row(half));
-#pragma unroll
-      for (int c = 0; c < kBlocks; ++c) {
-#pragma unroll
-        for (int j = 0; j < kBlockColumns / 8; ++j) {
-          const float2 added = reinterpret_cast<const float2&>(
-              terms.vector[c * kBlockColumns + 8 * j + 2 * quad]);
-          float &x = sums[c][j][2 * half], &y = sums[c][j][2 * half + 1];
-          x = f.outer == 0 ? 0.f : f.outer * fmaf(f.gain, x, f.add * added.x);
-          y = f.outer == 0 ? 0.f : f.outer * fmaf(f.gain, y, f.add * added.y);
-        }
-      }
+    for (int j = 0; j < kBlocks * kBlockColumns / 8; ++j) {
+      const float2 added = reinterpret_cast<const float2&>(terms.vector[8 * j + 2 * quad]);
+      float(&sum)[4] = sums[j / 16][j % 16];
+      apply(sum[0], first, added.x), apply(sum[1], first, added.y);
+      apply(sum[2], second, added.x), apply(sum[3], second, added.y);
     }
   }
 };
