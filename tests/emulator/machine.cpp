@@ -124,6 +124,7 @@ char* new_stack() {
 void start(Thread& thread) {
   if (thread.stack == nullptr) thread.stack = new_stack();
   thread.alive = true, thread.issued.clear(), thread.pending.clear();
+  thread.products.clear(), thread.running.clear();
   void** top = reinterpret_cast<void**>(thread.stack + kStack);
   *--top = nullptr;  // a call leaves the stack 8 bytes off a multiple of 16
   *--top = reinterpret_cast<void*>(&run_thread);
@@ -135,6 +136,7 @@ void run_block(unsigned block, const Storage& storage) {
   poison(storage);
   machine.block.x = block, machine.alive = unsigned(machine.threads.size());
   machine.at_barrier = 0, machine.idle = 0;
+  for (auto& own : machine.named) own = {};
   machine.warps.assign((machine.threads.size() + kWarpSize - 1) / kWarpSize, Warp{});
   for (Thread& thread : machine.threads) start(thread);
   run_on(machine.options.backwards ? machine.alive - 1 : 0, &machine.main_stack);
@@ -200,7 +202,7 @@ void launch(const void* kernel, unsigned blocks, unsigned threads, size_t shared
   }
   const Storage storage = find_storage();
   machine.shared = flashcell::cuda::memory, machine.shared_bytes = uint32_t(shared_bytes);
-  machine.body = std::move(body), machine.block_size = {threads};
+  machine.body = std::move(body), machine.block_size = {threads}, machine.grid_size = {blocks};
   machine.failure = nullptr;
   for (size_t t = threads; t < machine.threads.size(); ++t)
     munmap(machine.threads[t].stack, kStack);
@@ -245,6 +247,17 @@ void barrier() {
   }
 }
 
+void barrier(int name, unsigned threads) {
+  machine.idle = 0;
+  auto& own = machine.named[name];
+  const uint64_t here = own.generation;
+  if (++own.arrived == threads) {
+    own.arrived = 0, ++own.generation;
+  } else {
+    while (own.generation == here) yield_to_block();
+  }
+}
+
 char* shared_at(uint32_t address, int bytes) {
   if (uint64_t(address) + bytes > machine.shared_bytes) fail("shared memory: out of range");
   if (address % bytes) fail("shared memory: misaligned address");
@@ -268,6 +281,24 @@ void wait_copies(int pending) {
   auto& groups = machine.threads[machine.thread.x].pending;
   for (; int(groups.size()) > pending; groups.pop_front()) {
     for (const Copy& copy : groups.front()) land(copy);
+  }
+}
+
+void issue_product(std::function<void()> product) {
+  if (machine.options.early) return product();
+  machine.threads[machine.thread.x].products.push_back(std::move(product));
+}
+void commit_products() {
+  Thread& thread = machine.threads[machine.thread.x];
+  thread.running.push_back(std::move(thread.products));
+  thread.products.clear();
+}
+void wait_products(int pending) {
+  Thread& thread = machine.threads[machine.thread.x];
+  while (int(thread.running.size()) > pending) {
+    const auto group = std::move(thread.running.front());
+    thread.running.pop_front();
+    for (const auto& product : group) product();
   }
 }
 

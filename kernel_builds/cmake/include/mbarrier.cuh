@@ -16,6 +16,16 @@ DEVICE void barrier_init_fence() {
 DEVICE void barrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
+DEVICE bool barrier_is_over(uint32_t barrier, int phase) {
+  uint32_t over;
+  asm volatile(
+      "{\n.reg .pred over;\nmbarrier.test_wait.parity.shared.b64 over, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, over;\n}"
+      : "=r"(over)
+      : "r"(barrier), "r"(phase & 1)
+      : "memory");
+  return over;
+}
 // Until phase `phase` is over: no earlier than the last one but one.
 DEVICE void barrier_wait(uint32_t barrier, int phase) {
   asm volatile(

@@ -1,46 +1,20 @@
 // Hopper's matrix instruction: a warpgroup (128 threads, from a multiple of 128) multiplies 64 rows
 // by up to 256 columns, in 16-bit types with fp32 sums. sm_90a only.
 //
-// Operands in shared memory are panels of 64 elements (128 bytes) a row, swizzled: 16-byte piece c
-// of row r lies at piece c ^ (r % 8), and a panel starts at a multiple of 1024 bytes. The rows of a
-// panel are those of the product (of its columns, for the right operand), 64 of the depth in each:
-// Major::kDepth; or the depth, 64 rows of the product in each: Major::kWidth.
-//
 // Lane 4 r + q of warp w of the warpgroup holds, of rows 16 w + r (e < 2) and 16 w + r + 8, columns
 // 8 j + 2 q + e % 2: sums[j][e]. A left operand in registers lies as mma.cuh says.
 #pragma once
 #include <type_traits>
 
 #include "mma.cuh"
+#include "shared_operand.cuh"
+
+// Kernels have no body where their instructions do not exist: nobody launches them there.
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
+#define FLASHCELL_WGMMA_CODE 1
+#endif
 
 namespace flashcell::cuda {
-
-enum class Major { kDepth, kWidth };
-
-constexpr int kWarpgroup = 128;
-
-// 16 of the depth of an operand, by whatever the instruction's shape asks for of the other.
-// `panel_stride`: bytes from panel to panel, read where the width takes several.
-template <Major kMajor>
-struct SharedOperand {
-  uint64_t bits;
-
-  DEVICE explicit SharedOperand(uint32_t address, int panel_stride = 0) {
-    const uint64_t leading = kMajor == Major::kWidth ? panel_stride / 16 : 1;
-    bits = address / 16 | leading << 16 | uint64_t(1024 / 16) << 32 | uint64_t(1) << 62;
-  }
-  // The next steps of 16: four of them are a panel's 128 bytes where the depth lies along rows.
-  DEVICE SharedOperand step(int steps) const {
-    SharedOperand other = *this;
-    other.bits += steps * (kMajor == Major::kWidth ? 16 * 128 : 32) / 16;
-    return other;
-  }
-  DEVICE SharedOperand at(int bytes) const {
-    SharedOperand other = *this;
-    other.bits += bytes / 16;
-    return other;
-  }
-};
 
 // The compiler moves no use of these registers across.
 template <int kN>
@@ -112,9 +86,6 @@ DEVICE void wgmma_wait(Registers&... registers) {
       product(n, "f16", __VA_ARGS__);         \
     }                                         \
   }
-
-template <int kColumns>
-constexpr bool kHasWgmma = kColumns == 8 || kColumns == 64 || kColumns == 128 || kColumns == 256;
 
 // sums += left right, over a depth of 16; without `add` what the sums were does not count. Runs on
 // after the call: until wgmma_wait nobody reads or writes sums, left words or shared memory here.

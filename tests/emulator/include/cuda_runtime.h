@@ -45,7 +45,8 @@ inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return
 
 inline const emulator::Index &threadIdx = emulator::machine.thread,
                              &blockIdx = emulator::machine.block,
-                             &blockDim = emulator::machine.block_size;
+                             &blockDim = emulator::machine.block_size,
+                             &gridDim = emulator::machine.grid_size;
 
 inline uint32_t __float_as_uint(float x) {
   uint32_t word;

@@ -39,8 +39,10 @@ struct Thread {
   char* stack = nullptr;
   void* stack_pointer = nullptr;
   bool alive = false;
-  std::vector<Copy> issued;               // since the last commit
-  std::deque<std::vector<Copy>> pending;  // committed groups, oldest first
+  std::vector<Copy> issued;                     // since the last commit
+  std::deque<std::vector<Copy>> pending;        // committed groups, oldest first
+  std::vector<std::function<void()>> products;  // wgmma: likewise
+  std::deque<std::vector<std::function<void()>>> running;
 };
 
 struct Warp {
@@ -53,7 +55,7 @@ struct Warp {
 
 struct Machine {
   Options options;
-  Index thread, block, block_size;
+  Index thread, block, block_size, grid_size;
   std::vector<Thread> threads;
   std::vector<Warp> warps;
   std::function<void()> body;  // the kernel and its arguments
@@ -62,6 +64,10 @@ struct Machine {
   void* main_stack = nullptr;
   unsigned alive = 0, at_barrier = 0;
   uint64_t barriers = 0, idle = 0;  // switches since anything happened
+  struct {
+    unsigned arrived = 0;
+    uint64_t generation = 0;
+  } named[16];  // barriers of some threads
   const char* failure = nullptr;
 
   int lane() const { return int(thread.x % kWarpSize); }
@@ -82,10 +88,14 @@ bool allow_shared(const void* kernel, int bytes);
 void yield(unsigned first, unsigned count);
 void yield_to_block();
 void barrier();  // of the threads that have not returned
+void barrier(int name, unsigned threads);
 char* shared_at(uint32_t address, int bytes);
 void issue_copy(const Copy& copy);
 void commit_copies();
 void wait_copies(int pending);
+void issue_product(std::function<void()> product);
+void commit_products();
+void wait_products(int pending);
 
 template <typename Compute>
 inline constexpr char kKind = 0;

@@ -39,7 +39,7 @@ struct Plan {
     states.rows.chunks = chunks, states.H = p.H, states.K = p.K, states.V = p.V;
     states.normalized = p.normalized;
     rows = arrays.take<char>(rows_scratch(p));
-    segments = arrays.take<char>(states_scratch(states, device.processors));
+    segments = arrays.take<char>(states_scratch<IO>(states, device));
     terms.C = arrays.take<IO>(slots * p.K * p.V), terms.dC = arrays.take<IO>(slots * p.K * p.V);
     terms.weight = arrays.take<float>(values), terms.n_weight = arrays.take<float>(divided);
     terms.inverse = arrays.take<float>(values), terms.delta = arrays.take<float>(divided);
@@ -109,7 +109,7 @@ void run_backward(const BackwardParams& p, const Device& device, void* memory,
   states.n_weight = terms.rows.outflow;
   states.first = static_cast<const float*>(p.C), states.first_n = static_cast<const float*>(p.n);
   states.states = terms.C, states.n = terms.n;
-  run_states<IO, false>(states, device.processors, plan.segments, stream);
+  run_states<IO, false>(states, device, plan.segments, stream);
 
   if (has_h(p)) {
     const int64_t blocks = terms.rows.chunks.slots() * p.H;
@@ -125,7 +125,7 @@ void run_backward(const BackwardParams& p, const Device& device, void* memory,
   states.first_n = static_cast<const float*>(p.dlast_n);
   states.last = static_cast<float*>(p.dC), states.last_n = static_cast<float*>(p.dn);
   states.states = terms.dC, states.n = terms.dn;
-  run_states<IO, true>(states, device.processors, plan.segments, stream);
+  run_states<IO, true>(states, device, plan.segments, stream);
 
   if constexpr (sizeof(IO) == 2) {
     if (plan.in_blocks) return run_blocks<IO>(p, terms, device, stream);

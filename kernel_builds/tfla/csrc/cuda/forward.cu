@@ -1,6 +1,7 @@
 // The forward pass: gates, states between chunks, h of every chunk.
 #include "forward.cuh"
 #include "forward.h"
+#include "forward_wgmma.cuh"
 #include "states.h"
 
 namespace flashcell::cuda {
@@ -29,7 +30,7 @@ struct Plan {
       states.states = C, states.n = n;
       terms = {{}, 1 / sqrtf(float(p.K)), C, n};
     }
-    segments = arrays.take<char>(states_scratch(states, device.processors));
+    segments = arrays.take<char>(states_scratch<IO>(states, device));
     bytes = arrays.bytes();
   }
 };
@@ -42,6 +43,20 @@ void launch_outputs(const ForwardParams& p, const ForwardTerms& terms, cudaStrea
          {terms.rows.chunks.slots() * p.H, Outputs::kThreads, int(sizeof(typename Outputs::Shared)),
           stream},
          p, terms);
+}
+
+template <typename IO, int kColumns>
+void launch_wgmma(const ForwardParams& p, const ForwardTerms& terms, const Device& device,
+                  cudaStream_t stream) {
+  using Outputs = OutputWgmma<IO, kColumns>;
+  const typename Outputs::Layout layout(p.K, device.shared_bytes);
+  const OutputParts<kColumns> parts(p.H, p.V, terms.rows.chunks.length);
+  const int64_t count = parts.count(terms.rows.chunks);
+  // Thread blocks of a round have all parts of a chunk.
+  const int64_t at_once = device.processors / parts.in_chunk * parts.in_chunk;
+  launch(outputs_wgmma<IO, kColumns>,
+         {at_once > 0 && at_once < count ? at_once : count, kRingThreads, layout.bytes, stream}, p,
+         terms, device.shared_bytes);
 }
 
 }  // namespace
@@ -58,8 +73,14 @@ void run_forward(const ForwardParams& p, const Device& device, void* scratch, cu
   plan.states.rows = plan.terms.rows = rows;
   plan.states.weight = rows.outflow;
   plan.states.n_weight = rows.outflow;
-  run_states<IO, false>(plan.states, device.processors, plan.segments, stream);
+  run_states<IO, false>(plan.states, device, plan.segments, stream);
   if (p.q.data == nullptr) return;
+  if constexpr (sizeof(IO) == 2) {
+    if (has_wgmma(device, sizeof(IO)) && p.K <= kWidestKey) {
+      return p.V > 128 ? launch_wgmma<IO, 256>(p, plan.terms, device, stream)
+                       : launch_wgmma<IO, 128>(p, plan.terms, device, stream);
+    }
+  }
   switch (rows.chunks.tiles()) {
     case 1:
       return launch_outputs<IO, 1>(p, plan.terms, stream);

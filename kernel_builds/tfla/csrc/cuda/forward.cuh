@@ -2,15 +2,9 @@
 // divided yet. README, Equations.
 #pragma once
 #include "chunk.cuh"
+#include "forward_terms.cuh"
 
 namespace flashcell::cuda {
-
-struct ForwardTerms {
-  Rows rows;
-  float scale;     // K^-1/2
-  const void* C;   // [H, slots, K, V] io, before the chunk
-  const float* n;  // [H, slots, K], or null
-};
 
 template <typename IO, int kTiles>
 struct ChunkOutputs : ChunkProducts<IO, kTiles> {

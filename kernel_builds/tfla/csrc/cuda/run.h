@@ -13,6 +13,11 @@ struct Device {  // what the plans need to know of a GPU
 };
 Device describe(int index);
 
+// Whether the kernels of ring.cuh run: they are compiled for sm_90a alone, and multiply 16 bits.
+constexpr bool has_wgmma(const Device& device, int io_bytes) {
+  return device.arch == 90 && device.shared_bytes >= 227 << 10 && io_bytes == 2;
+}
+
 struct Launch {
   Device device;
   Dtype dtype;  // not kDouble

@@ -1,6 +1,7 @@
 // The states between chunks, and their gradients: C <- keep C + sum_j weight_j left_j right_j^T.
 #pragma once
 #include "rows.cuh"
+#include "run.h"
 
 namespace flashcell::cuda {
 
@@ -17,9 +18,10 @@ struct StateParams {
 };
 
 // Segments of a sequence that run side by side, from states that a first pass works out.
-int64_t states_scratch(const StateParams& p, int processors);
+template <typename IO>
+int64_t states_scratch(const StateParams& p, const Device& device);
 // Chunks in the order of time, or against it: then `states` holds what is after a chunk.
 template <typename IO, bool kReverse>
-void run_states(const StateParams& p, int processors, void* scratch, cudaStream_t stream);
+void run_states(const StateParams& p, const Device& device, void* scratch, cudaStream_t stream);
 
 }  // namespace flashcell::cuda

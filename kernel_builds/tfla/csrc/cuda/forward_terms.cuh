@@ -1,0 +1,14 @@
+// What the kernels of h read beside the caller's arrays.
+#pragma once
+#include "rows.cuh"
+
+namespace flashcell::cuda {
+
+struct ForwardTerms {
+  Rows rows;
+  float scale;     // K^-1/2
+  const void* C;   // [H, slots, K, V] io, before the chunk
+  const float* n;  // [H, slots, K], or null
+};
+
+}  // namespace flashcell::cuda

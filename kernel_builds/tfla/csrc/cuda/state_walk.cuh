@@ -1,0 +1,215 @@
+// States between chunks: the part of a head's state that a thread block has in registers, and the
+// walk through the chunks of a segment of its sequence.
+#pragma once
+#include "states.h"
+#include "tile.cuh"
+
+namespace flashcell::cuda {
+
+// Segments of every sequence run side by side, from states that a first pass works out.
+struct Segments {
+  int count;        // of a sequence
+  float *C, *n;     // [count, S, H, K, V], [count, S, H, K]: where segments start; 0 is not used
+  bool first_pass;  // from zero, and only to the start of the next segment
+
+  DEVICE static int64_t begin(int64_t chunks, int segment, int count) {
+    return chunks * segment / count;
+  }
+};
+
+// A thread block's part: kRows by kColumns of the state of one head, over one segment.
+template <bool kReverse, int kRows, int kColumns>
+struct StatePlace {
+  const StateParams& p;
+  int segment, row, column;  // of C: the first
+  int64_t head, state;       // of x; in [S, H]
+  Sequence sequence;
+  int64_t begin, end;  // chunks, in the order of the walk
+
+  DEVICE StatePlace(const StateParams& params, const Segments& segments) : p(params) {
+    int64_t block = blockIdx.x;
+    const auto take = [&](int64_t count) {
+      const int64_t index = block % count;
+      block /= count;
+      return index;
+    };
+    column = int(take((p.V + kColumns - 1) / kColumns)) * kColumns;
+    row = int(take((p.K + kRows - 1) / kRows)) * kRows;
+    head = take(p.H);
+    segment = int(take(segments.count - segments.first_pass));
+    sequence = p.rows.chunks.sequence(block);
+    state = sequence.index * p.H + head;
+    const int64_t chunks = p.rows.chunks.count(sequence);
+    begin = Segments::begin(chunks, segment, segments.count);
+    end = Segments::begin(chunks, segment + 1, segments.count);
+  }
+
+  DEVICE int64_t number(int64_t walked) const {
+    return kReverse ? p.rows.chunks.count(sequence) - 1 - walked : walked;
+  }
+  DEVICE int64_t slot(int64_t walked) const {
+    return p.rows.chunks.first_slot(sequence) + number(walked);
+  }
+  DEVICE int64_t first_step(int64_t walked) const { return number(walked) * p.rows.chunks.length; }
+  DEVICE int64_t steps(int64_t walked) const {
+    const int64_t left = sequence.length - first_step(walked);
+    return left < p.rows.chunks.length ? left : p.rows.chunks.length;
+  }
+
+  // Stage by stage: copies `rows` steps from `step` of the sequence on, which may be more than the
+  // stage has, to left [kSteps, kRows] and right [kSteps, kColumns] and to their weights.
+  template <int kThreads, typename IO, int kSteps>
+  DEVICE void copy(Tile<IO, kSteps> left, Tile<IO, kSteps> right, float* weight, float* n_weight,
+                   int64_t step, int rows) const {
+    copy_tile<kThreads, kRows>(left, rows_of<IO>(p.left, step) + row, p.left.time, rows,
+                               int(p.K) - row);
+    copy_tile<kThreads, kColumns>(right, rows_of<IO>(p.right, step) + column, p.right.time, rows,
+                                  int(p.V) - column);
+    static_assert(kThreads >= 2 * kSteps);
+    const int i = threadIdx.x % kSteps;
+    const bool of_n = threadIdx.x >= kSteps;
+    const float* from = of_n ? p.n_weight : p.weight;
+    if (threadIdx.x < 2 * kSteps && (p.normalized || !of_n)) {
+      const bool exists = i < rows;
+      from += head * p.rows.chunks.rows + sequence.row + step;
+      copy_word_or_zero(of_n ? &n_weight[i] : &weight[i], from + (exists ? i : 0), exists);
+    }
+  }
+
+ private:
+  template <typename IO>
+  DEVICE const IO* rows_of(const Strided& x, int64_t step) const {
+    const int64_t T = p.rows.chunks.T, t = sequence.row % T + step;
+    return static_cast<const IO*>(x.data) + sequence.row / T * x.batch + t * x.time + head * x.head;
+  }
+};
+
+// A warp's part of it: kStrips of 16 rows from `row` on, kBlocks of 8 columns from `column` on.
+template <typename IO, int kStrips, int kBlocks>
+struct StateSums {
+  const StateParams& p;
+  const int row, column;
+  const bool has_n;
+  Sums<kStrips, kBlocks> C;
+  Sums<kStrips, 1> n;  // columns 0 and 1 add up
+
+  DEVICE StateSums(const StateParams& params, int first_row, int first_column)
+      : p(params),
+        row(first_row),
+        column(first_column),
+        has_n(params.normalized && first_column == 0) {}
+
+  // Writes the state between chunks before each of them, and add(chunk) adds what it does.
+  template <typename Place, typename Add>
+  DEVICE void walk(const Place& place, const Segments& segments, const Add& add) {
+    const bool starts = place.segment == 0, ends = place.segment == segments.count - 1;
+    const int64_t size = p.rows.chunks.S * p.H, C_size = p.K * p.V, state = place.state;
+    const auto start = [&](int s) { return s * size + state; };
+    if (segments.first_pass) {
+      read(nullptr, nullptr);
+    } else if (starts) {
+      read(p.first ? p.first + state * C_size : nullptr,
+           p.first_n ? p.first_n + state * p.K : nullptr);
+    } else {
+      read(segments.C + start(place.segment) * C_size,
+           has_n ? segments.n + start(place.segment) * p.K : nullptr);
+    }
+    for (int64_t chunk = place.begin; chunk < place.end; ++chunk) {
+      const int64_t at = p.rows.slot(int(place.head), place.slot(chunk));
+      const bool given = p.first != nullptr || p.first_n != nullptr;
+      const bool empty = starts && chunk == 0 && !given;  // nobody reads it
+      if (!segments.first_pass && p.states != nullptr && !empty) write_chunk(at);
+      scale(p.rows.keep[at]);
+      add(chunk);
+    }
+    if (segments.first_pass) {
+      const int64_t next = start(place.segment + 1);
+      write(segments.C + next * C_size, segments.n + next * p.K);
+    } else if (ends) {
+      write(p.last ? p.last + state * C_size : nullptr,
+            p.last_n ? p.last_n + state * p.K : nullptr);
+    }
+  }
+
+ private:
+  // body(i, half, k) for the rows of the lane, whose columns are column + 8 j + 2 q + (0, 1).
+  template <typename Body>
+  DEVICE void for_rows(const Body& body) const {
+#pragma unroll
+    for (int i = 0; i < kStrips; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        body(i, half, row + i * 16 + half * 8 + int(threadIdx.x) % 32 / 4);
+      }
+    }
+  }
+
+  // From, and to, fp32 [K, V] and [K].
+  DEVICE void read(const float* from, const float* from_n) {
+    clear(C), clear(n);
+    const int q = threadIdx.x % 4;
+    for_rows([&](int i, int half, int k) {
+      if (k >= p.K) return;
+#pragma unroll
+      for (int j = 0; j < kBlocks; ++j) {
+        const int v = column + 8 * j + 2 * q;
+        if (from != nullptr && v < p.V) {
+          const float2 pair = reinterpret_cast<const float2&>(from[k * p.V + v]);
+          C[i][j][2 * half] = pair.x, C[i][j][2 * half + 1] = pair.y;
+        }
+      }
+      if (from_n != nullptr && q == 0) n[i][0][2 * half] = from_n[k];
+    });
+  }
+  DEVICE void write(float* to, float* to_n) const {
+    const int q = threadIdx.x % 4;
+    for_rows([&](int i, int half, int k) {
+      if (k >= p.K) return;
+#pragma unroll
+      for (int j = 0; j < kBlocks; ++j) {
+        const int v = column + 8 * j + 2 * q;
+        if (to != nullptr && v < p.V) {
+          reinterpret_cast<float2&>(to[k * p.V + v]) =
+              make_float2(C[i][j][2 * half], C[i][j][2 * half + 1]);
+        }
+      }
+      write_n(to_n, i, half, k);
+    });
+  }
+  DEVICE void write_n(float* to, int i, int half, int k) const {
+    if (to != nullptr && has_n && k < p.K && threadIdx.x % 4 == 0) {
+      to[k] = n[i][0][2 * half] + n[i][0][2 * half + 1];
+    }
+  }
+  // To the states between chunks.
+  DEVICE void write_chunk(int64_t at) const {
+    IO* to = static_cast<IO*>(p.states) + at * p.K * p.V;
+    for_rows([&](int i, int half, int k) {
+#pragma unroll
+      for (int j = 0; j < kBlocks; j += 4) {
+        float low[4], high[4];
+#pragma unroll
+        for (int c = 0; c < 4; ++c)
+          low[c] = C[i][j + c][2 * half], high[c] = C[i][j + c][2 * half + 1];
+        const int v = column + 8 * j;
+        store_row<IO>(to + k * p.V + v, low, high, k < p.K, int(p.V) - v);
+      }
+      write_n(p.n + at * p.K, i, half, k);
+    });
+  }
+
+  DEVICE void scale(float keep) {
+    const auto by = [keep](float& x) { x = keep == 0 ? 0.0f : x * keep; };  // NaN ends there
+#pragma unroll
+    for (int i = 0; i < kStrips; ++i) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+#pragma unroll
+        for (int j = 0; j < kBlocks; ++j) by(C[i][j][e]);
+        by(n[i][0][e]);
+      }
+    }
+  }
+};
+
+}  // namespace flashcell::cuda
