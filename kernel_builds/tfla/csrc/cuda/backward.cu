@@ -19,8 +19,7 @@ constexpr int kWidestKey = 2 * kBlockColumns, kWidestValue = kMostPanels * 64;
 // Whether there is a gradient at h, and wgmma can have it.
 template <typename IO>
 bool has_blocks(const BackwardParams& p, const Device& device) {
-  return device.arch == 90 && sizeof(IO) == 2 && has_h(p) && p.K <= kWidestKey &&
-         p.V <= kWidestValue;
+  return has_wgmma(device, sizeof(IO)) && has_h(p) && p.K <= kWidestKey && p.V <= kWidestValue;
 }
 
 template <typename IO>
@@ -69,13 +68,14 @@ void run_blocks(const BackwardParams& p, const BackwardTerms& terms, const Devic
                 cudaStream_t stream) {
   using Gradients = BlockGradients<IO, kKeyBlocks, kValueBlocks>;
   const Chunks& chunks = terms.rows.chunks;
-  const int panels = Gradients::panels(p), slots = Gradients::slots(p, device.shared_bytes);
-  const int bytes = (slots + panels) * kSlotBytes + int(sizeof(typename Gradients::Shared));
+  const int slots = Gradients::slots(p, device.shared_bytes);
+  const int panels = Gradients::panels(std::max(p.K, p.V));
+  const int bytes = Gradients::bytes(p, device.shared_bytes);
   const int64_t pairs = chunks.slots() * p.H;
   const int64_t items = pairs * Gradients::items_of_chunk(p, chunks.tiles());
   const int64_t blocks = std::min<int64_t>(items, device.processors);
   launch(block_gradients<IO, kKeyBlocks, kValueBlocks>,
-         {blocks, Gradients::kThreads, bytes, stream}, p, terms, items, slots, panels);
+         {blocks, kRingThreads, bytes, stream}, p, terms, items, slots, panels);
   const int64_t gate_blocks = (pairs + kGateWarps - 1) / kGateWarps;
   launch(gate_gradients, {gate_blocks, 32 * kGateWarps, 0, stream}, p, terms);
 }

@@ -16,6 +16,8 @@ namespace flashcell::cuda {
 
 enum class Gradient { kQuery, kKey, kValue };
 
+constexpr int kMostSlots = 12;
+
 struct BlockItem {
   Chunk chunk;
   int64_t slot;
@@ -25,26 +27,45 @@ struct BlockItem {
 
 template <typename IO, int kKeyBlocks, int kValueBlocks>
 struct BlockGradients {
-  static constexpr int kProducer = 2;  // the third warpgroup
-  static constexpr int kThreads = 3 * kWarpgroup, kConsumerWarps = 8;
+  static constexpr int kConsumerThreads = kConsumers * kWarpgroup;
 
-  struct Shared {
+  struct Shared {  // behind the ring's slots and the left rows
     RowTerms rows;
-    RingBarriers barriers;
-    float anchor[kConsumerWarps];
+    float anchor[kConsumerThreads / 32];
+    char barriers[(kMostSlots + kMostPanels) * Slot::kBytes];
   };
-  static constexpr int panels(const BackwardParams& p) {  // of left rows, in pairs
-    return int((std::max(p.K, p.V) + 2 * kPanel<IO> - 1) / (2 * kPanel<IO>)) * 2;
+  __host__ DEVICE static int panels(int64_t width) { return int((width + kPanel<IO> - 1) / kPanel<IO>); }
+  // Slots of the ring: what fits.
+  static int slots(const BackwardParams& p, int shared_bytes) {
+    const int left = panels(std::max(p.K, p.V)) * kSlotBytes + int(sizeof(Shared));
+    return std::min((shared_bytes - left) / kSlotBytes, kMostSlots);
   }
-  // Slots that fit beside the left rows.
-  static constexpr int slots(const BackwardParams& p, int shared_bytes) {
-    const int left = shared_bytes - int(sizeof(Shared)) - panels(p) * kSlotBytes;
-    return std::min(left / kSlotBytes, kMostSlots);
+  static int bytes(const BackwardParams& p, int shared_bytes) {
+    const int left = panels(std::max(p.K, p.V));
+    return (slots(p, shared_bytes) + left) * kSlotBytes + int(sizeof(Shared));
   }
 
   const BackwardParams& p;
   const BackwardTerms& terms;
+  const BlockRing ring;
+  const LeftRows left;
   Shared& shared;
+
+  DEVICE BlockGradients(const BackwardParams& params, const BackwardTerms& t, int slots, int panels,
+                        char* memory)
+      : p(params),
+        terms(t),
+        ring(shared_address(memory), barriers(memory, slots, panels), slots),
+        left{shared_address(memory) + slots * kSlotBytes,
+             ring.barriers + slots * Slot::kBytes, panels},
+        shared(shared_behind(memory, slots, panels)) {}
+
+  DEVICE static Shared& shared_behind(char* memory, int slots, int panels) {
+    return *reinterpret_cast<Shared*>(memory + (slots + panels) * kSlotBytes);
+  }
+  DEVICE static uint32_t barriers(char* memory, int slots, int panels) {
+    return shared_address(shared_behind(memory, slots, panels).barriers);
+  }
 
   // ---- Items. Those of a chunk and head are neighbours, because they read the same rows. ----
 
@@ -87,10 +108,9 @@ struct BlockGradients {
   }
   DEVICE RowBlock block(const BlockItem& item) const {
     const int tiles = (item.chunk.steps + kTile - 1) / kTile, tile = item.row / kTile;
-    const auto panels = [](int64_t width) { return int((width + kPanel<IO> - 1) / kPanel<IO>); };
     if (item.gradient == Gradient::kQuery) {
       const bool before = item.chunk.number > 0 || p.C || p.n;
-      return {item.row, 0, panels(p.V), 0, min(tile + 2, tiles), before};
+      return {item.row, 0, panels(p.V), 0, tile + 2 < tiles ? tile + 2 : tiles, before};
     }
     const int depth = item.gradient == Gradient::kKey ? panels(p.V) : panels(p.K);
     return {item.row, item.column, depth, tile, tiles, has_after(item)};
@@ -149,22 +169,20 @@ struct BlockGradients {
       copy_word_or_zero(&to.decay[tile], decays + (exists ? tile : 0), exists);
     }
   }
-  DEVICE void produce(const RingPlace& place, int64_t items) const {
-    RingProducer<IO> ring(place);
+  DEVICE void produce(int64_t items) const {
+    BlockProducer<IO> producer{ring, left};
     for (int64_t index = blockIdx.x; index < items; index += gridDim.x) {
       const BlockItem at = item(index);
       if (at.row >= at.chunk.steps) continue;
-      ring.begin_rows();
-      copy_terms(at);
       const RowBlock of = block(at);
+      const auto terms_too = [&] { copy_terms(at); };
       if (at.gradient == Gradient::kValue) {
-        fill_block<Major::kWidth>(ring, of, inputs(at), kValueBlocks);
+        producer.template fill<Major::kWidth>(of, inputs(at), kValueBlocks, terms_too);
       } else {
-        fill_block<Major::kDepth>(ring, of, inputs(at), kKeyBlocks);
+        producer.template fill<Major::kDepth>(of, inputs(at), kKeyBlocks, terms_too);
       }
-      ring.end_item();
     }
-    ring.flush();
+    producer.landing.finish();
   }
 
   // ---- The consumers ----
@@ -222,18 +240,18 @@ struct BlockGradients {
   };
 
   template <Gradient kGradient>
-  DEVICE void consume(RingConsumer& ring, const BlockItem& item) const {
+  DEVICE void consume(BlockRing& place, const LeftRows& rows, const BlockItem& item) const {
     constexpr bool kQuery = kGradient == Gradient::kQuery, kValue = kGradient == Gradient::kValue;
     constexpr int kBlocks = kValue ? kValueBlocks : kKeyBlocks;
     constexpr Major kState = kValue ? Major::kWidth : Major::kDepth;
     constexpr RowsAre kRowsAre = kQuery ? RowsAre::kSeeing : RowsAre::kSeen;
     using Products = RowProducts<IO, kBlocks>;
     const RowBlock of = block(item);
-    Products products(ring, shared.rows, of, item.chunk.steps);
+    Products products(place, rows, shared.rows, of, item.chunk.steps);
     if (kQuery && item.row == 0 && item.chunk.steps > 0) add_anchor(item);
     typename Products::Sums sums;
 #pragma unroll
-    for (int c = 0; c < kBlocks; ++c) clear_block(sums[c]);
+    for (int c = 0; c < kBlocks; ++c) clear(sums[c]);
     if (item.row < item.chunk.steps) {
       if (of.has_state) {
         products.template multiply_state<kState>(sums);
@@ -243,8 +261,7 @@ struct BlockGradients {
                         : Factors{gain, 1, kValue ? 0.f : 1.f};
         });
       } else {
-        ring.wait_rows(0);
-        for (int d = 1; d < of.panels; ++d) ring.wait_rows(d);
+        products.wait_left();
       }
       products.template multiply_tiles<kRowsAre>(sums, [](int, float) {});
     }
@@ -256,21 +273,16 @@ struct BlockGradients {
       store_flow(item, products, sums, x, kQuery ? terms.in : terms.out);
     }
   }
-  DEVICE static void clear_block(float (&sums)[kBlockColumns / 8][4]) {
-#pragma unroll
-    for (int i = 0; i < kBlockColumns / 2; ++i) sums[i / 4][i % 4] = 0;
-  }
-
   // <C, dC> + <n, dn> after the chunk, of dC as the products have it, rounded.
   DEVICE void add_anchor(const BlockItem& item) const {
-    constexpr int kConsumers = 2 * kWarpgroup;
+    const int thread = threadIdx.x - kWarpgroup;  // of the consumers
     const int64_t size = p.K * p.V, here = terms.rows.slot(item.head, item.slot),
                   last = item.chunk.sequence * p.H + item.head;
     const IO *C = static_cast<const IO*>(terms.C),
              *dC = static_cast<const IO*>(terms.dC) + here * size;
     float sum = 0;
     const auto add = [&](const auto* x, const auto* dx, int64_t width) {
-      sum += part_of_dot<kConsumers>(x, dx, width, threadIdx.x);
+      sum += part_of_dot<kConsumerThreads>(x, dx, width, thread);
     };
     if (!terms.is_last(item.slot)) {
       add(C + (here + 1) * size, dC, size);
@@ -282,56 +294,59 @@ struct BlockGradients {
       }
     }
     sum = warp_sum(sum);
-    sync_threads(1, kConsumers);  // an earlier item's sums have been read
-    if (threadIdx.x % 32 == 0) shared.anchor[threadIdx.x / 32] = sum;
-    sync_threads(1, kConsumers);
-    if (threadIdx.x > 0) return;
+    sync_threads(1, kConsumerThreads);  // an earlier item's sums have been read
+    if (thread % 32 == 0) shared.anchor[thread / 32] = sum;
+    sync_threads(1, kConsumerThreads);
+    if (thread > 0) return;
     float total = 0;
-#pragma unroll
-    for (int warp = 0; warp < kConsumerWarps; ++warp) total += shared.anchor[warp];
+    for (const float part : shared.anchor) total += part;
     terms.anchor[here] = total;
   }
 
-  DEVICE void consume(const RingPlace& place, int64_t items) const {
-    RingConsumer ring(place);
+  DEVICE void consume(int64_t items) const {
+    BlockRing place = ring;
+    LeftRows rows = left;
     for (int64_t index = blockIdx.x; index < items; index += gridDim.x) {
       const BlockItem at = item(index);
       if (at.row >= at.chunk.rows) continue;
       switch (at.gradient) {
         case Gradient::kQuery:
-          consume<Gradient::kQuery>(ring, at);
+          consume<Gradient::kQuery>(place, rows, at);
           break;
         case Gradient::kKey:
-          consume<Gradient::kKey>(ring, at);
+          consume<Gradient::kKey>(place, rows, at);
           break;
         default:
-          consume<Gradient::kValue>(ring, at);
+          consume<Gradient::kValue>(place, rows, at);
       }
+      if (at.row < at.chunk.steps) ++rows.round;
+    }
+  }
+
+  DEVICE void run(int64_t items) const {
+    if (threadIdx.x == 0) {
+      ring.init();
+      for (int panel = 0; panel < left.count; ++panel) left.slot(panel).init();
+      barrier_init_fence();
+    }
+    __syncthreads();
+    if (warpgroup() == 0) {
+      leave_registers<kProducerRegisters>();
+      produce(items);
+    } else {
+      take_registers<kConsumerRegisters>();
+      consume(items);
     }
   }
 };
 
 template <typename IO, int kKeyBlocks, int kValueBlocks>
-__global__ void __launch_bounds__(3 * kWarpgroup, 1)
+__global__ void __launch_bounds__(kRingThreads, 1)
     block_gradients(const BackwardParams p, const BackwardTerms terms, int64_t items, int slots,
                     int panels) {
-#if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  using Gradients = BlockGradients<IO, kKeyBlocks, kValueBlocks>;
+#if FLASHCELL_WGMMA_CODE
   extern __shared__ __align__(1024) char memory[];
-  const int rows = slots * kSlotBytes, rest = rows + panels * kSlotBytes;
-  auto& shared = *reinterpret_cast<typename Gradients::Shared*>(memory + rest);
-  const Gradients gradients{p, terms, shared};
-  if (threadIdx.x == 0) shared.barriers.init(kWarpgroup, Gradients::kConsumerWarps);
-  __syncthreads();
-  const uint32_t base = shared_address(memory);
-  const RingPlace place{base, base + rows, shared.barriers, slots};
-  if (threadIdx.x / kWarpgroup == Gradients::kProducer) {
-    leave_registers<56>();
-    gradients.produce(place, items);
-  } else {
-    take_registers<224>();
-    gradients.consume(place, items);
-  }
+  BlockGradients<IO, kKeyBlocks, kValueBlocks>(p, terms, slots, panels, memory).run(items);
 #endif
 }
 

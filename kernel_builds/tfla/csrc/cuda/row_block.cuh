@@ -6,11 +6,16 @@
 // A consumer warpgroup has 64 rows, by 128 kBlocks columns. E never leaves its registers: it is the
 // left operand of the second product as it comes out of the first.
 #pragma once
-#include "row_ring.cuh"
+#include "chunk_loads.cuh"
+#include "ring.cuh"
 
 namespace flashcell::cuda {
 
 constexpr int kBlockRows = 2 * kTile, kBlockColumns = 128;
+// A slot is two tiles of 64 rows of one panel, or 128 rows of one.
+constexpr int kGranule = kTile * kPanelBytes, kSlotBytes = 2 * kGranule;
+constexpr int kMostPanels = 8;  // of left rows, which stay as long as their block
+using BlockRing = Ring<kSlotBytes>;
 
 struct RowBlock {
   int row, column;  // the first of the output
@@ -34,32 +39,88 @@ struct RowTerms {
   float decay[kMostTiles];
 };
 
-template <Major kState, typename IO>
-DEVICE void fill_block(RingProducer<IO>& ring, const RowBlock& block, const RowInputs<IO>& from,
-                       int column_blocks) {
-  for (int d = 0; d < (block.panels + 1) / 2 * 2; ++d) {
-    ring.fill_rows(from.left, block.row, d);
-    if (!block.has_state || d == block.panels) continue;
-    const int depth = d * kPanel<IO>;
-    for (int c = 0; c < column_blocks; ++c) {
-      const int column = block.column + c * kBlockColumns;
-      if constexpr (kState == Major::kDepth) {
-        ring.template fill_slot<Second::kBelow>(from.state, column, depth);
-      } else {
-        ring.template fill_slot<Second::kBeside>(from.state, depth, column);
+// Left rows, panel by panel, in slots of their own. Every block takes all of them once, so that
+// they count alike; those beyond its panels stay as they are.
+struct LeftRows {
+  uint32_t memory, barriers;
+  int count, round = 0;  // of panels; blocks so far
+
+  DEVICE uint32_t address(int panel) const { return memory + panel * kSlotBytes; }
+  DEVICE Slot slot(int panel) const { return {barriers + panel * Slot::kBytes}; }
+};
+
+// The producer's thread.
+template <typename IO>
+struct BlockProducer {
+  BlockRing ring;
+  LeftRows left;
+  Landing<3> landing{};
+
+  // Where the second tile of a slot lies in the matrix.
+  enum class Second { kBelow, kBeside };
+
+  template <Second kSecond>
+  DEVICE static void copy(uint32_t to, const Matrix<IO>& from, int row, int column) {
+    const int thread = threadIdx.x % kWarpgroup, piece = thread % 8, first = thread / 8;
+    to += first * kPanelBytes + (piece ^ first % 8) * 16;
+#pragma unroll
+    for (int i = 0; i < 2 * kTile; i += kWarpgroup / 8) {
+      const bool below = kSecond == Second::kBelow;
+      const int r = row + first + (below ? i : i % kTile);
+      const int c = column + 8 * piece + (below ? 0 : i / kTile * kPanel<IO>);
+      const bool exists = r < from.rows && c < from.columns;
+      const IO* source = exists ? from.data + r * from.stride + c : from.data;
+      copy_async_or_zero(to + i * kPanelBytes, source, exists);
+    }
+  }
+  template <Second kSecond>
+  DEVICE void fill_slot(const Matrix<IO>& from, int row, int column) {
+    landing.wait_empty(ring.slot(), ring.round);
+    copy<kSecond>(ring.address(), from, row, column);
+    landing.add(ring.slot());
+    ring.advance();
+  }
+  // also() copies what lands with the first of the left rows.
+  template <typename Also>
+  DEVICE void fill_left(const RowBlock& block, const Matrix<IO>& from, int panel,
+                        const Also& also) {
+    landing.wait_empty(left.slot(panel), left.round);
+    if (panel == 0) also();
+    if (panel < block.panels) {
+      copy<Second::kBelow>(left.address(panel), from, block.row, panel * kPanel<IO>);
+    }
+    landing.add(left.slot(panel));
+  }
+  template <Major kState>
+  DEVICE void fill_state(const RowBlock& block, const Matrix<IO>& from, int panel, int column) {
+    if constexpr (kState == Major::kDepth) {
+      fill_slot<Second::kBelow>(from, column, panel * kPanel<IO>);
+    } else {
+      fill_slot<Second::kBeside>(from, panel * kPanel<IO>, column);
+    }
+  }
+  // What the consumers multiply, in their order.
+  template <Major kState, typename Also>
+  DEVICE void fill(const RowBlock& block, const RowInputs<IO>& from, int column_blocks,
+                   const Also& also) {
+    for (int panel = 0; panel < left.count; ++panel) {
+      fill_left(block, from.left, panel, also);
+      if (!block.has_state || panel >= block.panels) continue;
+      for (int c = 0; c < column_blocks; ++c) {
+        fill_state<kState>(block, from.state, panel, block.column + c * kBlockColumns);
       }
     }
-  }
-  for (int tile = block.first; tile < block.end; ++tile) {
-    for (int d = 0; d < block.panels; d += 2) {
-      ring.template fill_slot<Second::kBeside>(from.right, tile * kTile, d * kPanel<IO>);
+    for (int tile = block.first; tile < block.end; ++tile) {
+      for (int panel = 0; panel < block.panels; panel += 2) {
+        fill_slot<Second::kBeside>(from.right, tile * kTile, panel * kPanel<IO>);
+      }
+      for (int c = 0; c < column_blocks; ++c) {
+        fill_slot<Second::kBeside>(from.inner, tile * kTile, block.column + c * kBlockColumns);
+      }
     }
-    for (int c = 0; c < column_blocks; ++c) {
-      ring.template fill_slot<Second::kBeside>(from.inner, tile * kTile,
-                                               block.column + c * kBlockColumns);
-    }
+    ++left.round;
   }
-}
+};
 
 // Whose rows the rows of the block are: those of t, which see, or those of j, which are seen.
 enum class RowsAre { kSeeing, kSeen };
@@ -71,19 +132,22 @@ struct RowProducts {
   using Pairs = float[kTile / 8][4];
   using Words = uint32_t[kTile / 16][4];
 
-  RingConsumer& ring;
+  BlockRing& ring;
+  const LeftRows& lefts;
   const RowTerms& terms;
   const RowBlock& block;
   const int steps;             // of the chunk
-  const int group, warp, lane_row, quad;  // warpgroup, warp in it; of the lane
+  const int group, warp, lane_row, quad;  // consumer, warp in it; of the lane
+  Slot running{};                         // what products read
 
-  DEVICE RowProducts(RingConsumer& place, const RowTerms& of_rows, const RowBlock& of_block,
-                     int chunk_steps)
+  DEVICE RowProducts(BlockRing& place, const LeftRows& left_rows, const RowTerms& of_rows,
+                     const RowBlock& of_block, int chunk_steps)
       : ring(place),
+        lefts(left_rows),
         terms(of_rows),
         block(of_block),
         steps(chunk_steps),
-        group(__shfl_sync(~0u, int(threadIdx.x / kWarpgroup), 0)),
+        group(warpgroup() - 1),
         warp(threadIdx.x / 32 % 4),
         lane_row(threadIdx.x % 32 / 4),
         quad(threadIdx.x % 4) {}
@@ -94,16 +158,53 @@ struct RowProducts {
   DEVICE int row(int half) const { return tile() * kTile + row_in_tile(half); }
 
   DEVICE SharedOperand<Major::kDepth> left(int panel) const {
-    return SharedOperand<Major::kDepth>(ring.rows + panel * kSlotBytes + group * kGranule);
+    return SharedOperand<Major::kDepth>(lefts.address(panel) + group * kGranule);
+  }
+  DEVICE void wait_left() const {
+    for (int panel = 0; panel < block.panels; ++panel) lefts.slot(panel).wait_full(lefts.round);
+  }
+  DEVICE void release_left() const {
+    for (int panel = 0; panel < lefts.count; ++panel) lefts.slot(panel).release();
   }
 
-  DEVICE static void pin_all(Sums& sums) {
-#pragma unroll
-    for (int c = 0; c < kBlocks; ++c) pin(sums[c]);
+  // The address of the next slot, once it is full.
+  DEVICE uint32_t next() const {
+    ring.slot().wait_full(ring.round);
+    return ring.address();
   }
-  DEVICE static void fence(Sums& sums) {
-    pin_all(sums);
-    wgmma_fence();
+  // What has been issued reads the slot; the one before it is free as soon as its products are
+  // done.
+  DEVICE void issued() {
+    wgmma_commit();
+    wgmma_wait<1>();
+    if (running.full) running.release();
+    running = ring.slot();
+    ring.advance();
+  }
+  DEVICE void drain() {
+    wgmma_wait<0>();
+    if (running.full) running.release();
+    running.full = 0;
+  }
+  // Slots that are for the other warpgroup alone.
+  DEVICE void skip(int slots) {
+    for (int i = 0; i < slots; ++i) {
+      next();
+      ring.slot().release();
+      ring.advance();
+    }
+  }
+
+  template <typename... Registers>
+  DEVICE static void fence(Sums& sums, Registers&... registers) {
+#pragma unroll
+    for (int c = 0; c < kBlocks; ++c) wgmma_fence(sums[c], registers...);
+  }
+  template <typename... Registers>
+  DEVICE void drain(Sums& sums, Registers&... registers) {
+#pragma unroll
+    for (int c = 0; c < kBlocks; ++c) wgmma_wait<0>(sums[c], registers...);
+    drain();
   }
 
   // The compiler keeps products apart from each other unless loops run at least once, sums are
@@ -114,55 +215,48 @@ struct RowProducts {
     fence(sums);
     int d = 0;
     do {
-      ring.wait_rows(d);
+      lefts.slot(d).wait_full(lefts.round);
       const auto rows = left(d);
 #pragma unroll
       for (int c = 0; c < kBlocks; ++c) {
-        const SharedOperand<kState> state(ring.next(), kGranule);
+        const SharedOperand<kState> state(next(), kGranule);
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < 4; ++k) wgmma<IO>(sums[c], rows.step(k), state.step(k));
-        ring.issued();
+        issued();
       }
     } while (++d < block.panels);
-    ring.drain();
-    pin_all(sums);
+    drain(sums);
   }
 
-  // An odd number of panels has zeros beside the last one, in both.
   DEVICE void multiply_pairs(Pairs& pairs) {
     clear(pairs);
     wgmma_fence(pairs);
     int d = 0;
     do {
-      const uint32_t slot = ring.next();
+      const uint32_t slot = next();
       wgmma_fence();
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const auto rows = left(d + half);
-        const SharedOperand<Major::kDepth> right(slot + half * kGranule);
-#pragma unroll
-        for (int k = 0; k < 4; ++k) wgmma<IO>(pairs, rows.step(k), right.step(k));
-      }
-      ring.issued();
+      multiply_panel(pairs, d, slot);
+      if (d + 1 < block.panels) multiply_panel(pairs, d + 1, slot + kGranule);
+      issued();
       d += 2;
     } while (d < block.panels);
   }
-  DEVICE static void clear(Pairs& pairs) {
+  DEVICE void multiply_panel(Pairs& pairs, int panel, uint32_t address) const {
+    const SharedOperand<Major::kDepth> rows = left(panel), right(address);
 #pragma unroll
-    for (int i = 0; i < kTile / 2; ++i) pairs[i / 4][i % 4] = 0;
+    for (int k = 0; k < 4; ++k) wgmma<IO>(pairs, rows.step(k), right.step(k));
   }
 
   DEVICE void multiply_inner(Sums& sums, Words& words) {
-    pin_all(sums);
-    wgmma_fence(words);
+    fence(sums, words);
 #pragma unroll
     for (int c = 0; c < kBlocks; ++c) {
-      const SharedOperand<Major::kWidth> inner(ring.next(), kGranule);
+      const SharedOperand<Major::kWidth> inner(next(), kGranule);
       wgmma_fence();
 #pragma unroll
       for (int k = 0; k < 4; ++k) wgmma<IO>(sums[c], words[k], inner.step(k));
-      ring.issued();
+      issued();
     }
   }
 
@@ -242,11 +336,11 @@ struct RowProducts {
           reinterpret_cast<const float4&>(kSeeing ? terms.w[column] : terms.u[column]);
       const float2 other[2] = {{both.x, both.y}, {both.z, both.w}};
       float2 inverses, deltas;
-      int2 starts;
+      int starts[2];
       if constexpr (!kSeeing) {
         inverses = reinterpret_cast<const float2&>(terms.inverse[column]);
         deltas = reinterpret_cast<const float2&>(terms.delta[column]);
-        starts = reinterpret_cast<const int2&>(terms.start[column]);
+        starts[0] = terms.start[column], starts[1] = terms.start[column + 1];
       }
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -255,7 +349,7 @@ struct RowProducts {
         for (int c = 0; c < 2; ++c) {
           const int r = row_in_tile(half), s = in_tile + c;
           const int t = kSeeing ? r : s, seen = kSeeing ? s : r;
-          const int from = kSeeing ? start[half] : c ? starts.y : starts.x;
+          const int from = kSeeing ? start[half] : starts[c];
           const float by = kSeeing ? inverse[half] : c ? inverses.y : inverses.x;
           const float add = kSeeing ? delta[half] : c ? deltas.y : deltas.x;
           const float decay =
@@ -281,28 +375,28 @@ struct RowProducts {
   DEVICE void multiply_tiles(Sums& sums, const Body& body) {
     constexpr bool kSeeing = kRowsAre == RowsAre::kSeeing;
     const int rights = (block.panels + 1) / 2;  // slots
-    const int first = kSeeing ? block.first : max(block.first, tile());
-    const int end = kSeeing ? min(block.end, tile() + 1) : block.end;
+    const int first = kSeeing || tile() < block.first ? block.first : tile();
+    const int end = kSeeing && tile() + 1 < block.end ? tile() + 1 : block.end;
     if (!exists()) {
-      ring.skip((block.end - block.first) * (rights + kBlocks));
-      ring.end_rows();
+      skip((block.end - block.first) * (rights + kBlocks));
+      release_left();
       return;
     }
     // The other warpgroup has at most one tile more: before these, or after.
-    if (first > block.first) ring.skip(rights + kBlocks);
+    if (first > block.first) skip(rights + kBlocks);
     Pairs pairs;
     Words words;
     int other = first;
     do {
       multiply_pairs(pairs);
-      ring.drain(pairs);
+      wgmma_wait<0>(pairs);
+      drain();
       weigh<kRowsAre>(pairs, words, other, body);
-      if (other + 1 == end) ring.end_rows();
+      if (other + 1 == end) release_left();
       multiply_inner(sums, words);
-      ring.drain(words);
-      pin_all(sums);
+      drain(sums, words);
     } while (++other < end);
-    if (end < block.end) ring.skip(rights + kBlocks);
+    if (end < block.end) skip(rights + kBlocks);
   }
 
   // sums = outer (gain sums + add vector), row by row; 0 where outer is 0, whatever the state
