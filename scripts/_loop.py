@@ -14,11 +14,11 @@ from _run import Checkpoints, Log
 from _speed import flops_per_token, matmul_rate
 from _training import (
     check_isolation,
-    chunk_loss,
     held_out_loss,
     keep_memory,
     make_model,
     make_optimizer,
+    training_loss,
 )
 from tqdm import tqdm
 
@@ -154,7 +154,7 @@ class Training:
     def loss(self, model, piece, carried):
         recipe = self.recipe
         options = {"carry": recipe.carry, "isolate": recipe.isolate, "z_loss": recipe.z_loss}
-        return chunk_loss(model, piece, carried, **options)
+        return training_loss(model, piece, carried, **options)
 
     def cause(self, pieces, carried) -> str:
         sharded = self.accelerator.is_fsdp2

@@ -4,6 +4,7 @@ import ctypes
 import math
 
 import torch
+from _loss import add_loss
 from _recipe import Recipe
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
@@ -62,6 +63,7 @@ def make_model(recipe: Recipe, tokenizer, backend: str, device: str = "cpu") -> 
         model = AutoModelForCausalLM.from_config(config)
     if recipe.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
+    add_loss(model)
     return model
 
 
@@ -88,8 +90,9 @@ def make_optimizer(model: nn.Module, recipe: Recipe):
         {"params": sides[0], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(
-        groups, lr=recipe.learning_rate, betas=tuple(recipe.betas), eps=recipe.eps
-    )
+        groups, lr=recipe.learning_rate, betas=tuple(recipe.betas), eps=recipe.eps,
+        fused=next(model.parameters()).is_cuda,
+    )  # fmt: skip
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, schedule(recipe))
 
 
@@ -110,11 +113,8 @@ def schedule(recipe: Recipe):
     return factor
 
 
-def chunk_loss(
-    model: nn.Module, chunk, carried, reduction: str = "mean",
-    carry: bool = True, isolate: bool = True, z_loss: float = 0.0,
-):  # fmt: skip
-    """Loss of one chunk of rows, and the states after it; nothing flows back into `carried`."""
+def model_inputs(model: nn.Module, chunk, carried, carry: bool, isolate: bool):
+    """What the model is called with for one chunk of rows, and the chunk's targets."""
     tokens, positions, targets = (torch.from_numpy(part) for part in chunk)
     device = next(model.parameters()).device
     inputs = {"input_ids": tokens.to(device), "use_cache": carry}
@@ -122,11 +122,27 @@ def chunk_loss(
         inputs["position_ids"] = positions.to(device)
     if carry:
         inputs["past_key_values"] = carried
+    return inputs, targets.to(device)
+
+
+def training_loss(
+    model: nn.Module, chunk, carried, carry: bool = True, isolate: bool = True, z_loss: float = 0.0
+):
+    """Mean loss of one chunk of rows by a model of make_model, and the states after it; nothing flows
+    back into `carried`."""
+    inputs, targets = model_inputs(model, chunk, carried, carry, isolate)
+    return model(**inputs, targets=targets, z_loss=z_loss)
+
+
+def chunk_loss(
+    model: nn.Module, chunk, carried, reduction: str = "mean",
+    carry: bool = True, isolate: bool = True,
+):  # fmt: skip
+    """Loss of one chunk of rows by any model, and the states after it."""
+    inputs, targets = model_inputs(model, chunk, carried, carry, isolate)
     output = model(**inputs)
     logits = output.logits.flatten(0, 1).float()
-    loss = cross_entropy(logits, targets.to(device).flatten(), reduction=reduction)
-    if z_loss:
-        loss = loss + z_loss * logits.logsumexp(-1).square().mean()
+    loss = cross_entropy(logits, targets.flatten(), reduction=reduction)
     return loss, output.past_key_values if carry else None
 
 

@@ -170,13 +170,16 @@ Options read_options() {
       options.backwards = true;
     } else if (word == "early") {
       options.early = true;
+    } else if (name == "arch" && value > 0) {
+      options.arch = value;
     } else if (name == "processors" && value > 0) {
       options.processors = value;
     } else if (name == "shared" && 48 <= value && value << 10 <= flashcell::cuda::kMostShared) {
       options.shared_bytes = value << 10;
     } else {
       throw std::invalid_argument("FLASHCELL_EMULATOR has the word '" + word +
-                                  "', but knows backwards, early, processors=<count>, shared=<KB>");
+                                  "', but knows backwards, early, arch=<number>, processors=<count>, "
+                                  "shared=<KB>");
     }
   }
   return options;

@@ -24,6 +24,11 @@ def faults(tmp_path_factory):
     return build_program(HERE / "faults.cu", tmp_path_factory.mktemp("emulator") / "faults")
 
 
+@pytest.fixture(scope="module")
+def wgmma(tmp_path_factory):
+    return build_program(HERE / "products.cu", tmp_path_factory.mktemp("emulator") / "products")
+
+
 def run(program, options):
     done = subprocess.run(
         [program], env={"FLASHCELL_EMULATOR": options}, capture_output=True, text=True, check=True
@@ -44,3 +49,14 @@ def test_every_fault_is_seen(faults, order, copies):
 
 def test_an_unknown_option_is_refused(faults):
     assert "'sideways', but knows backwards, early" in run(faults, "sideways")["none"]
+
+
+@pytest.mark.parametrize("products", ["", "early"], ids=["late", "early"])
+@pytest.mark.parametrize("order", ["", "backwards"], ids=["forwards", "backwards"])
+def test_wgmma_multiplies_every_kind_of_operand(wgmma, order, products):
+    said = run(wgmma, f"{order} {products}")
+    # What ran at once hides that nobody waited, and that an operand is gone: why both are run.
+    assert said.pop("no wait") == said.pop("overwritten") == ("right" if products else "wrong")
+    assert said.pop("never arrives").startswith("emulator: threads wait for others that never come")
+    assert len(said) == 2 * 6 * 4  # types, operands, widths
+    assert {*said.values()} == {"right"}, said

@@ -14,7 +14,7 @@ USE = """
 import sys
 import torch
 from flashcell.kernel_loader import kernel_info, load_kernel
-import flashcell.kernels.diagonal_rnn, flashcell.kernels.fused_rnn
+import flashcell.kernels.diagonal_rnn, flashcell.kernels.fused_rnn, flashcell.kernels.tfla
 
 name, function, shapes = sys.argv[1], sys.argv[2], eval(sys.argv[3])
 reference = getattr(flashcell.kernels, name.replace("-", "_"))
@@ -22,7 +22,7 @@ reference = getattr(flashcell.kernels, name.replace("-", "_"))
 def gradients(function):
     torch.manual_seed(0)
     inputs = [torch.randn(shape).mul(0.5).requires_grad_() for shape in shapes]
-    h, (_, c) = function(*inputs)
+    h, (_, c, *_) = function(*inputs)
     (h.sum() + c.sum()).backward()
     return [h.detach(), c.detach(), *(tensor.grad for tensor in inputs)]
 
@@ -39,6 +39,7 @@ print(kernel_info(name).source)
 KERNELS = {
     "fused-rnn": ("lstm", "(2, 7, 4, 3, 8), (4, 3, 8, 8), (4, 3, 8)"),
     "diagonal-rnn": ("flash_lstm", "(2, 7, 3, 8), (3, 8), (2, 8)"),
+    "tfla": ("mlstm", "(2, 7, 3, 8), (2, 7, 3, 8), (2, 7, 3, 16), (2, 7, 3), (2, 7, 3)"),
 }
 
 
@@ -48,8 +49,12 @@ def run(*command, **more) -> str:
     ).stdout
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", KERNELS)
+# Of the real kernels one goes the whole way on every change.
+ALWAYS = "tfla"
+MARKED = [pytest.param(k, marks=() if k == ALWAYS else pytest.mark.slow) for k in KERNELS]
+
+
+@pytest.mark.parametrize("name", MARKED)
 def test_real_kernel(request, name, local_hub, tmp_path):
     request.getfixturevalue(name.replace("-", "_"))  # is built
     hub, lock = local_hub.LocalHub(tmp_path / "store").start(), tmp_path / "lock.py"

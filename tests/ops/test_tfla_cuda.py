@@ -1,17 +1,20 @@
 """tfla: what CUDA asks of memory and of the stream."""
 
+from dataclasses import replace
+
 import pytest
 import torch
-from test_tfla import SEQUENCE, SMALL
+from test_tfla import DTYPES, SEQUENCE, SMALL, assert_near, run, short, upstream
 
-from cases import DEVICE
-from mlstm_cases import CELLS, leaves, make, names
+from cases import DEVICE, to_device, upcast
+from flashcell.kernels import tfla as reference
+from mlstm_cases import CELLS, Case, leaves, make, names, unscaled
 from numerics import assert_bitwise
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
 
-@pytest.fixture(params=CELLS)
+@pytest.fixture(params=CELLS, ids=lambda cell: cell.replace(" ", "_"))
 def cell(request):
     return request.param
 
@@ -37,6 +40,21 @@ def test_a_state_in_place_at_any_address(tfla, cell):
     assert_bitwise("h", got, want)
     for own, other in zip(state, last, strict=True):
         assert_bitwise("state", own, other)
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="the CPU's op refuses them")
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=short)
+def test_offsets_that_decrease(tfla, dtype):
+    """Nobody sees them on CUDA unless FLASHCELL_CHECK is set: such a document is an empty one."""
+    call = make("exp", Case(1, 700, 2, 16, 24, (), 64), torch.float32)
+    tensors = [call[k] for k in SEQUENCE[:5]] + [None] * 6
+    options = (True, True, 0.0, True, 64)
+    results = []
+    for offsets in ([0, 500, 30, 600, -9, 9999], [0, 500, 500, 600, 600, 700]):
+        cu_seqlens = torch.tensor(offsets, dtype=dtype)
+        results.append(tfla.dispatch.ops.mlstm_fwd(*tensors, cu_seqlens, *options))
+    for number, (got, want) in enumerate(zip(*results, strict=True)):
+        assert_bitwise(f"output {number}", got, want)
 
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU")
@@ -66,3 +84,74 @@ def test_a_graph_replays_what_ran(tfla, cell):
     graph.replay()
     for number, (a, b) in enumerate(zip(got, want, strict=True)):
         assert_bitwise(f"output {number}", a, b)
+
+
+MASKS = ("state", "reset", "hold")
+# Widths that fill no tile and no line of memory, chunks of each length, documents of one step.
+SEQUENCES = [
+    Case(2, 1, 3, 16, 24),
+    Case(3, 37, 2, 24, 40, MASKS),
+    Case(1, 131, 1, 80, 96, (*MASKS, "lengths"), 64),
+    Case(1, 150, 1, 40, 136, ("state", "reset", "rms"), 128),
+    Case(5, 60, 1, 96, 24, ("state", "ones"), 256),
+    Case(2, 33, 1, 24, 40, ("state", "strided", "layer"), 16),
+]
+STEPS = [
+    Case(1, 1, 1, 8, 8),
+    Case(3, 1, 2, 24, 40, ("state", "layer")),
+    Case(2, 1, 3, 96, 80, ("state", "rms")),
+    Case(2, 1, 1, 264, 520, ("state",)),
+]
+
+
+def draw_tiny(cell, case, dtype):
+    if "ones" not in case.options:
+        return make(cell, case, dtype)
+    call = make(cell, replace(case, options=("state", "cu")), dtype)
+    T = case.B * case.T
+    call["cu_seqlens"] = torch.tensor([0, 1, T // 2, T // 2 + 1, T - 1, T], dtype=torch.int32)
+    return call
+
+
+def run_states(kernel, call, _, **options):
+    given = ("k", "v", "i", "f", "reset", "hold", "lengths", "cu_seqlens", "chunk_size")
+    given = {k: call[k] for k in (*given, "input_gate", "normalize") if k in call}
+    last = kernel.mlstm_transfer(**given, **options)
+    return {f"last[{k}]": s for k, s in enumerate(unscaled([s for s in last[:3] if s is not None]))}
+
+
+def run_forward(kernel, call, _, **options):
+    h, last = kernel.mlstm(**call, **options)
+    return {"h": h, **{f"last[{k}]": s for k, s in enumerate(unscaled(last))}}
+
+
+def run_step(kernel, call, _, **options):
+    call = {k: v[:, 0] if k in SEQUENCE else v for k, v in call.items() if k != "chunk_size"}
+    h, last = kernel.mlstm_step(**call, **options)
+    return {"h": h, **{f"last[{k}]": s for k, s in enumerate(unscaled(last))}}
+
+
+ENGINES = {
+    "states": (run_states, SEQUENCES),
+    "forward": (run_forward, SEQUENCES),
+    "backward": (run, SEQUENCES),
+    "step": (run_step, STEPS),
+}
+TINY = [(engine, case) for engine, (_, cases) in ENGINES.items() for case in cases]
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="the CPU's engine is judged by test_tfla.py")
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+@pytest.mark.parametrize(("engine", "case"), TINY, ids=str)
+def test_tiny(tfla, cell, engine, case, dtype):
+    """Every kernel once, and nothing else on the GPU: scripts/check_cuda runs this."""
+    function, _ = ENGINES[engine]
+    with torch.device("cpu"):
+        call = to_device(draw_tiny(cell, case, dtype), "cpu")
+        given = upstream(call, dtype)
+        peer, exact = (function(reference, c, given) for c in (call, upcast(call)))
+    got = function(tfla, to_device(call), [dy.to(DEVICE) for dy in given], backend=DEVICE)
+    assert got.keys() == exact.keys()
+    for key in exact:
+        name = f"{cell} {engine} {case} {key}"
+        assert_near(name, key, got[key].cpu(), exact[key], peer[key], dtype, case.T == 1)

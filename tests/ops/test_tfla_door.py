@@ -86,7 +86,13 @@ TABLE = {  # id: (arguments, error, what it says)
         r"norm_weight has shape \[16\], but must be \[H, V\] = \[2, 16\]",
     ),
     "norm-none": (changed(norm_weight=torch.ones(H, V)), ValueError, "norm is None"),
+    "norm-eps": (changed(norm="rms", norm_eps=-1.0), ValueError, "norm_eps is -1.0, but must be"),
     "out-gate": (changed(out_gate=torch.ones(B, T, H, K)), ValueError, "out_gate has shape"),
+    "out-gate-bool": (
+        changed(out_gate=torch.ones(B, T, H, V).bool()),
+        TypeError,
+        "out_gate has dtype torch.bool",
+    ),
     "backend": (changed(backend="gpu"), ValueError, "backend is 'gpu', but must be one of"),
     "backend-other": (changed(backend=OTHER), ValueError, f"but the tensors are on {DEVICE!r}"),
 }
@@ -128,6 +134,11 @@ def test_step(door):
         door.mlstm_step(**{**call, "state": (C.mT.contiguous().mT, *rest)}, inplace=True)
     with pytest.raises(ValueError, match="v requires a gradient, but inplace=True is for decoding"):
         door.mlstm_step(**{**call, "v": call["v"].clone().requires_grad_()}, inplace=True)
+    gate = torch.ones(B, H, V, requires_grad=True)
+    with pytest.raises(ValueError, match="out_gate requires a gradient, but inplace=True"):
+        door.mlstm_step(**call, out_gate=gate, inplace=True)
+    with pytest.raises(ValueError, match=r"out_gate has shape \[2, 1, 2, 16\]"):
+        door.mlstm_step(**call, out_gate=gate.detach()[:, None])
 
 
 def test_backend_by_name_is_never_replaced():
@@ -159,8 +170,11 @@ def test_opcheck_step(tfla, cell):
     given = op_arguments(cell, ("state",))
     tensors = [t.detach()[:, 0] for t in given[:5]]
     state = [None if t is None else t.detach() for t in given[5:8]]
-    torch.library.opcheck(tfla.dispatch.ops.mlstm_step.default, [*tensors, *state, *given[12:15]])
-    torch.library.opcheck(tfla.dispatch.ops.mlstm_step_.default, [*tensors, *state, *given[12:15]])
+    out_gate, weight = torch.randn(B, H, V), torch.ones(H, V)
+    for epilogue in ((None, None), (out_gate, None), (out_gate, weight)):
+        norm = (epilogue[1] is not None, False, 1e-6)
+        for op in (tfla.dispatch.ops.mlstm_step, tfla.dispatch.ops.mlstm_step_):
+            torch.library.opcheck(op.default, [*tensors, *state, *epilogue, *given[12:15], *norm])
 
 
 def test_total_is_what_divides_h(tfla, cell):

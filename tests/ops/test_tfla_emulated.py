@@ -13,6 +13,7 @@ import pytest
 import test_tfla as judge
 import test_tfla_bf16
 import test_tfla_cuda
+import test_tfla_epilogue
 import test_tfla_nan
 import torch
 
@@ -26,16 +27,15 @@ ROOT = Path(__file__).resolve().parents[2]
 SANITIZE = "FLASHCELL_EMULATOR_SANITIZE"
 ORDERS = ("", "backwards early", "backwards", "early")
 DTYPES = [torch.bfloat16, torch.float32]
-# Odd lengths, widths that fill no tile, chunks of each length, and every option but norms, which
-# torch computes.
+# Odd lengths, widths that fill no tile, chunks of each length, and every option.
 FAST = [case for case in CASES if case.T <= 45 and max(case.K, case.V) < 1024]
-FAST = [case for case in FAST if not {"layer", "rms"} & {*case.options}]
-FAST += [
+TILES = [
     Case(2, 131, 1, 40, 136, ("state",), 64),
     Case(1, 130, 1, 136, 24, ("state", "reset"), 128),
     Case(1, 300, 1, 16, 8, ("state",), 256),
     Case(1, 200, 2, 32, 32, ("state",), 64, 10.0, -2.0),
 ]
+FAST += TILES
 pytestmark = [
     pytest.mark.skipif(not emulate.SUPPORTED, reason="the emulator needs Linux on x86_64"),
     pytest.mark.skipif(DEVICE != "cpu", reason="there is a GPU to run the kernels"),
@@ -116,6 +116,18 @@ def test_a_smaller_gpu_has_shorter_chunks(tfla, order, cell, dtype):
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=judge.short)
+@pytest.mark.parametrize("case", TILES, ids=str)
+def test_without_wgmma(tfla, order, cell, case, dtype):
+    judge_case(tfla, order, cell, case, dtype, device="arch=80")
+
+
+@pytest.mark.parametrize("processors", [1, 3])
+def test_few_processors_take_many_parts_each(tfla, order, cell, processors):
+    case = Case(2, 300, 2, 136, 264, ("state", "reset"), 256)
+    judge_case(tfla, order, cell, case, torch.bfloat16, device=f"processors={processors}")
+
+
 def test_segments_join(tfla, order):
     """A sequence long enough to be cut for the states' walk: not by one processor, in two by many."""
     call = make("exp", Case(1, 1100, 2, 16, 8, ("state",), 64, f=6.0), torch.float32)
@@ -135,6 +147,24 @@ def test_step(tfla, order, cell, dtype, words):
     judge.test_step(tfla, cell, dtype)
 
 
+@pytest.mark.parametrize("words", ORDERS[:2])
+@pytest.mark.parametrize("size", test_tfla_epilogue.SIZES, ids=str)
+@pytest.mark.parametrize("parts", test_tfla_epilogue.PARTS, ids="-".join)
+def test_epilogue(tfla, order, parts, size, words):
+    order(words)
+    for dtype in DTYPES:
+        test_tfla_epilogue.test_as_exact_as_the_reference(tfla, parts, size, dtype)
+
+
+@pytest.mark.parametrize("words", ORDERS[:2])
+@pytest.mark.parametrize("parts", test_tfla_epilogue.PARTS, ids="-".join)
+@pytest.mark.parametrize("V", test_tfla_epilogue.WIDTHS)
+def test_epilogue_of_a_step(tfla, cell, order, parts, V, words):
+    order(words)
+    for dtype in DTYPES:
+        test_tfla_epilogue.test_step(tfla, parts, cell, dtype, V)
+
+
 @pytest.mark.parametrize(
     "test",
     [
@@ -150,6 +180,10 @@ def test_step(tfla, order, cell, dtype, words):
 def test_as_the_judge_says(tfla, order, cell, test):
     order("backwards")
     test(tfla, cell)
+
+
+def test_offsets_that_decrease(tfla):
+    test_tfla_cuda.test_offsets_that_decrease(tfla, torch.int32)
 
 
 @pytest.mark.parametrize("t", [0, 17, 39])

@@ -170,14 +170,3 @@ def test_a_model_that_leaks_is_refused():
     config = AutoConfig.for_model("mamba2", **SMALL, **sizes)
     with pytest.raises(ValueError, match="isolate is true, but must be false: mamba2 lets"):
         check_isolation(AutoModelForCausalLM.from_config(config))
-
-
-def test_z_loss_is_the_square_of_the_log_of_the_sum():
-    config = AutoConfig.for_model("llama", **SMALL, **ISOLATED["llama"])
-    model, tokens = AutoModelForCausalLM.from_config(config), np.arange(8)[None]
-    chunk = tokens, tokens, tokens
-    plain, _ = chunk_loss(model, chunk, None, carry=False)
-    penalised, _ = chunk_loss(model, chunk, None, carry=False, z_loss=0.5)
-    logits = model(torch.from_numpy(tokens)).logits
-    want = 0.5 * logits.exp().sum(-1).log().square().mean()
-    torch.testing.assert_close(penalised - plain, want)

@@ -11,47 +11,56 @@ constexpr int kTableThreads = 256;
 namespace {
 
 // The caller's lengths or offsets. The host never sees them, so they are not checked but clamped:
-// whatever they are, no sequence leaves its row.
+// whatever they are, no sequence leaves its row, and no two documents share a step.
 struct Steps {
   const void* values;
   bool is_int32, is_cu_seqlens;
-  int64_t T;
+  int64_t S, T;
 
   __device__ int64_t value(int64_t i) const {
     const int64_t v =
         is_int32 ? static_cast<const int32_t*>(values)[i] : static_cast<const int64_t*>(values)[i];
     return v < 0 ? 0 : v > T ? T : v;
   }
-  __device__ int64_t length(int64_t s) const {
-    if (!is_cu_seqlens) return value(s);
-    const int64_t length = value(s + 1) - value(s);
-    return length < 0 ? 0 : length;
+
+  // body(sequence, start, length) for all of them, in order, by every thread of a block. A document
+  // starts no earlier than the one before it ended.
+  template <typename Body>
+  __device__ void for_each(const Body& body) const {
+    __shared__ int64_t ends[kTableThreads];
+    int64_t start = is_cu_seqlens ? value(0) : 0;
+    for (int64_t first = 0; first < S; first += kTableThreads) {
+      __syncthreads();
+      const int64_t own = first + threadIdx.x;
+      if (own < S) ends[threadIdx.x] = value(is_cu_seqlens ? own + 1 : own);
+      __syncthreads();
+      const int count = S - first < kTableThreads ? int(S - first) : kTableThreads;
+      for (int i = 0; i < count; ++i) {
+        const int64_t end = ends[i] < start ? start : ends[i];
+        body(first + i, start, end - start);
+        if (is_cu_seqlens) start = end;
+      }
+    }
   }
 };
 
 }  // namespace
 
 // A sequence's place is the number of longer ones, and of equal ones before it.
-static __global__ void __launch_bounds__(kTableThreads) table_kernel(Sequence* table, int64_t S,
+static __global__ void __launch_bounds__(kTableThreads) table_kernel(Sequence* table,
                                                                      const Steps steps,
                                                                      int64_t x_batch,
                                                                      int64_t x_time) {
-  __shared__ int64_t lengths[kTableThreads];
   const int64_t s = blockIdx.x * int64_t(kTableThreads) + threadIdx.x;
-  const int64_t length = s < S ? steps.length(s) : 0;
-  int64_t place = 0;
-  for (int64_t first = 0; first < S; first += kTableThreads) {
-    __syncthreads();
-    lengths[threadIdx.x] = first + threadIdx.x < S ? steps.length(first + threadIdx.x) : 0;
-    __syncthreads();
-    const int count = S - first < kTableThreads ? int(S - first) : kTableThreads;
-    for (int i = 0; i < count; ++i) {
-      place += lengths[i] > length || (lengths[i] == length && first + i < s);
-    }
-  }
-  if (s >= S) return;
+  int64_t start = 0, length = 0, place = 0;
+  steps.for_each([&](int64_t i, int64_t first, int64_t count) {
+    if (i == s) start = first, length = count;
+  });
+  steps.for_each([&](int64_t i, int64_t, int64_t count) {
+    place += count > length || (count == length && i < s);
+  });
+  if (s >= steps.S) return;
   if (steps.is_cu_seqlens) {
-    const int64_t start = steps.value(s);
     table[place] = {s, start, start * x_time, length, 0};
   } else {
     table[place] = {s, s * steps.T, s * x_batch, length, steps.T - length};
@@ -66,7 +75,7 @@ inline void launch_sequence_table(Sequence* table, int64_t S, int64_t T, const v
   cudaLaunchConfig_t config{};
   config.gridDim = unsigned((S + kTableThreads - 1) / kTableThreads);
   config.blockDim = kTableThreads, config.stream = stream;
-  cudaLaunchKernelEx(&config, table_kernel, table, S, Steps{values, is_int32, is_cu_seqlens, T},
+  cudaLaunchKernelEx(&config, table_kernel, table, Steps{values, is_int32, is_cu_seqlens, S, T},
                      x_batch, x_time);
 }
 

@@ -30,13 +30,27 @@ constexpr const char* kBackwardSchema =
     "total, " FLASHCELL_INPUTS
     ") -> (Tensor dq, Tensor dk, Tensor dv, Tensor di, Tensor df, Tensor dC, Tensor dn)";
 #undef FLASHCELL_INPUTS
+// h, dy [B,T,H,V] · out_gate as h, strided · norm_weight [H,V] in the state dtype. Gradients of
+// what is not there are [0].
+#define FLASHCELL_EPILOGUE "bool norm, bool centered, float norm_eps"
+constexpr const char* kEpilogueSchema =
+    "mlstm_epilogue(Tensor h, Tensor? out_gate, Tensor? norm_weight, " FLASHCELL_EPILOGUE
+    ") -> Tensor";
+constexpr const char* kEpilogueBackwardSchema =
+    "mlstm_epilogue_bwd(Tensor dy, Tensor h, Tensor? out_gate, Tensor? "
+    "norm_weight, " FLASHCELL_EPILOGUE ") -> (Tensor dh, Tensor dout_gate, Tensor dnorm_weight)";
 // The same without T.
+#define FLASHCELL_STEP_OPTIONS                                                       \
+  "Tensor? out_gate, Tensor? norm_weight, bool exponential, bool normalized, float " \
+  "eps, " FLASHCELL_EPILOGUE
 constexpr const char* kStepSchema =
-    "mlstm_step(Tensor q, Tensor k, Tensor v, Tensor i, Tensor f, Tensor? C, Tensor? n, Tensor? m, "
-    "bool exponential, bool normalized, float eps) -> (Tensor h, Tensor C, Tensor n, Tensor m)";
+    "mlstm_step(Tensor q, Tensor k, Tensor v, Tensor i, Tensor f, Tensor? C, Tensor? n, Tensor? "
+    "m, " FLASHCELL_STEP_OPTIONS ") -> (Tensor h, Tensor C, Tensor n, Tensor m)";
 constexpr const char* kStepInPlaceSchema =
     "mlstm_step_(Tensor q, Tensor k, Tensor v, Tensor i, Tensor f, Tensor(a!) C, Tensor(b!)? n, "
-    "Tensor(c!)? m, bool exponential, bool normalized, float eps) -> Tensor";
+    "Tensor(c!)? m, " FLASHCELL_STEP_OPTIONS ") -> Tensor";
+#undef FLASHCELL_STEP_OPTIONS
+#undef FLASHCELL_EPILOGUE
 constexpr int64_t kWidest = 1024;
 
 inline void check_width(const Tensor& tensor, const char* name) {
@@ -196,11 +210,87 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   return {dq, dk, dv, di, df, first_C, first_n};
 }
 
-inline Tensor run_step(Inputs& in, Tensor& next_C, void* next_n, void* next_m) {
+// norm, weight and output gate of an h of this shape: checked, with the tensors it points into.
+struct EpilogueInputs {
+  OptionalTensor gate, weight;
+  Epilogue params{};
+
+  EpilogueInputs(const Shape& h, ScalarType io, ScalarType unrounded,
+                 const OptionalTensor& out_gate, const OptionalTensor& norm_weight, bool norm,
+                 bool centered, double eps) {
+    const size_t rank = h.size();
+    if (out_gate) {
+      check_shape(*out_gate, "out_gate", h);
+      check_dtype(*out_gate, "out_gate", io);
+      gate = input(*out_gate);
+      params.out_gate = strided(*gate, rank == 4);
+    }
+    weight = operand(norm_weight, "norm_weight", {h[rank - 2], h[rank - 1]}, unrounded);
+    STD_TORCH_CHECK(norm || !(weight || centered),
+                    "norm must be true where there is a norm_weight, or centered is");
+    STD_TORCH_CHECK(eps >= 0, "norm_eps must not be negative, got ", eps);
+    params.norm = norm, params.centered = centered, params.eps = eps;
+    params.weight = pointer(weight);
+  }
+
+  template <typename Params>
+  void fill(Params& p, const Tensor& h) const {
+    (Epilogue&)p = params;
+    p.B = h.size(0), p.T = h.size(1), p.H = h.size(2), p.V = h.size(3);
+    p.h = h.const_data_ptr();
+  }
+};
+
+// h as the epilogue reads it.
+inline Tensor check_h(const Tensor& h) {
+  check_rank(h, "h", 4, "[B, T, H, V]");
+  check_width(h, "h");
+  return dense(h);
+}
+
+Tensor epilogue(Tensor given_h, OptionalTensor out_gate, OptionalTensor norm_weight, bool norm,
+                bool centered, double eps) {
+  const Tensor h = check_h(given_h);
+  const Dtype dtype = io_dtype(h, "h");
+  const EpilogueInputs in(shape_of(h), h.scalar_type(), state_dtype(h), out_gate, norm_weight, norm,
+                          centered, eps);
+  Tensor y = new_tensor(h, shape_of(h), h.scalar_type());
+  EpilogueParams params{};
+  in.fill(params, h);
+  params.y = y.mutable_data_ptr();
+  run(params, dtype, h);
+  return y;
+}
+
+std::tuple<Tensor, Tensor, Tensor> epilogue_backward(Tensor given_dy, Tensor given_h,
+                                                     OptionalTensor out_gate,
+                                                     OptionalTensor norm_weight, bool norm,
+                                                     bool centered, double eps) {
+  const Tensor h = check_h(given_h);
+  const Dtype dtype = io_dtype(h, "h");
+  const Shape shape = shape_of(h);
+  const ScalarType io = h.scalar_type();
+  const EpilogueInputs in(shape, io, state_dtype(h), out_gate, norm_weight, norm, centered, eps);
+  const Tensor dy = operand(given_dy, "dy", shape, io);
+  Tensor dh = new_tensor(h, shape, io);
+  Tensor dgate = new_tensor(h, in.gate ? shape : Shape{0}, io);
+  Tensor dweight =
+      new_tensor(h, in.weight ? Shape{h.size(2), h.size(3)} : Shape{0}, state_dtype(h));
+  EpilogueBackwardParams params{};
+  in.fill(params, h);
+  params.dy = dy.const_data_ptr(), params.dh = dh.mutable_data_ptr();
+  params.dout_gate = writable(dgate, in.gate.has_value());
+  params.dweight = writable(dweight, in.weight.has_value());
+  run(params, dtype, h);
+  return {dh, dgate, dweight};
+}
+
+inline Tensor run_step(Inputs& in, const EpilogueInputs& epilogue, Tensor& next_C, void* next_n,
+                       void* next_m) {
   Tensor h = new_tensor(in.k, {in.B, in.H, in.V}, in.io);
   StepParams params{};
   in.fill(params);
-  params.B = in.B;
+  params.B = in.B, params.epilogue = epilogue.params;
   params.next_C = next_C.mutable_data_ptr(), params.next_n = next_n, params.next_m = next_m;
   params.h = h.mutable_data_ptr();
   run(params, in.dtype, in.k);
@@ -209,17 +299,24 @@ inline Tensor run_step(Inputs& in, Tensor& next_C, void* next_n, void* next_m) {
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> step(Tensor q, Tensor k, Tensor v, Tensor i, Tensor f,
                                                 OptionalTensor C, OptionalTensor n,
-                                                OptionalTensor m, bool exponential, bool normalized,
-                                                double eps) {
+                                                OptionalTensor m, OptionalTensor out_gate,
+                                                OptionalTensor norm_weight, bool exponential,
+                                                bool normalized, double eps, bool norm,
+                                                bool centered, double norm_eps) {
   Inputs in(q, k, v, i, f, false, {exponential, normalized, true, eps});
   in.take_state(C, n, m);
+  const EpilogueInputs epilogue(shape_of(v), in.io, in.unrounded, out_gate, norm_weight, norm,
+                                centered, norm_eps);
   Tensor next_C = in.new_C(), next_n = in.new_n(), next_m = in.new_m();
-  Tensor h = run_step(in, next_C, writable(next_n, normalized), writable(next_m, exponential));
+  Tensor h =
+      run_step(in, epilogue, next_C, writable(next_n, normalized), writable(next_m, exponential));
   return {h, next_C, next_n, next_m};
 }
 
 Tensor step_in_place(Tensor q, Tensor k, Tensor v, Tensor i, Tensor f, Tensor C, OptionalTensor n,
-                     OptionalTensor m, bool exponential, bool normalized, double eps) {
+                     OptionalTensor m, OptionalTensor out_gate, OptionalTensor norm_weight,
+                     bool exponential, bool normalized, double eps, bool norm, bool centered,
+                     double norm_eps) {
   Inputs in(q, k, v, i, f, false, {exponential, normalized, true, eps});
   STD_TORCH_CHECK(n.has_value() == normalized && m.has_value() == exponential,
                   "n and m must be given where the cell has them, and only there");
@@ -228,8 +325,10 @@ Tensor step_in_place(Tensor q, Tensor k, Tensor v, Tensor i, Tensor f, Tensor C,
                     "C, n and m must be contiguous to be written in place");
   }
   in.take_state(C, n, m);
+  const EpilogueInputs epilogue(shape_of(v), in.io, in.unrounded, out_gate, norm_weight, norm,
+                                centered, norm_eps);
   Tensor next_C = *in.C;  // C, or a copy at an address that the engine can use
-  const Tensor h = run_step(in, next_C, n ? n->mutable_data_ptr() : nullptr,
+  const Tensor h = run_step(in, epilogue, next_C, n ? n->mutable_data_ptr() : nullptr,
                             m ? m->mutable_data_ptr() : nullptr);
   if (next_C.const_data_ptr() != C.const_data_ptr()) torch::stable::copy_(C, next_C);
   return h;
@@ -240,6 +339,8 @@ void implement(torch::stable::detail::StableLibrary& ops) {
   ops.impl("mlstm_bwd", TORCH_BOX(&backward));
   ops.impl("mlstm_step", TORCH_BOX(&step));
   ops.impl("mlstm_step_", TORCH_BOX(&step_in_place));
+  ops.impl("mlstm_epilogue", TORCH_BOX(&epilogue));
+  ops.impl("mlstm_epilogue_bwd", TORCH_BOX(&epilogue_backward));
 }
 
 }  // namespace flashcell
@@ -249,6 +350,8 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
   ops.def(flashcell::kBackwardSchema);
   ops.def(flashcell::kStepSchema);
   ops.def(flashcell::kStepInPlaceSchema);
+  ops.def(flashcell::kEpilogueSchema);
+  ops.def(flashcell::kEpilogueBackwardSchema);
 }
 
 #if defined(CUDA_KERNEL)

@@ -46,13 +46,37 @@ struct BackwardParams : MlstmParams {
   void *dC, *dn;                  // of the initial state
 };
 
+// sigmoid(out_gate) norm(h) weight of every head on its own: the README, Epilogue.
+struct Epilogue {
+  bool norm, centered;  // h over the root of its mean square; after its mean was taken away
+  double eps;
+  Strided out_gate;    // io; data is null for no gate
+  const void* weight;  // [H, V] state, or null for 1
+
+  bool any() const { return norm || out_gate.data != nullptr; }
+};
+
+struct EpilogueParams : Epilogue {
+  int64_t B, T, H, V;
+  const void* h;  // [B, T, H, V] io
+  void* y;        // the same
+};
+
+struct EpilogueBackwardParams : Epilogue {
+  int64_t B, T, H, V;
+  const void *dy, *h;    // [B, T, H, V] io
+  void *dh, *dout_gate;  // the same; dout_gate null where there is no gate
+  void* dweight;         // [H, V] state, or null
+};
+
 // One step. The states after it are written to next_*, which may be where the old ones are.
 struct StepParams : CellOptions {
   int64_t B, H, K, V;
   Strided q, k, v, i, f;  // time is not used
   const void *C, *n, *m;
   void *next_C, *next_n, *next_m;
-  void* h;  // [B, H, V] io
+  Epilogue epilogue;
+  void* h;  // [B, H, V] io, after the epilogue
 };
 
 }  // namespace flashcell

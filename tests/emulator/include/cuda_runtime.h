@@ -65,9 +65,21 @@ T __ldcs(const T* from) {
   return *from;
 }
 template <typename T>
+T __ldcg(const T* from) {
+  return *from;
+}
+template <typename T>
 void __stcs(T* to, const T& value) {
   *to = value;
 }
+
+// Threads change places only where they wait, and see what others wrote at once.
+inline int atomicAdd(int* at, int value) {
+  const int before = *at;
+  *at += value;
+  return before;
+}
+inline void __threadfence() {}
 
 inline void __syncthreads() { emulator::barrier(); }
 
@@ -171,7 +183,7 @@ enum cudaDeviceAttr {
 };
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
   const emulator::Options options = emulator::read_options();
-  const int values[] = {9, 0, options.processors, options.shared_bytes};
+  const int values[] = {options.arch / 10, options.arch % 10, options.processors, options.shared_bytes};
   *value = values[attribute];
   return cudaSuccess;
 }

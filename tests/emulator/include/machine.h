@@ -17,11 +17,11 @@ namespace emulator {
 constexpr int kWarpSize = 32;
 
 // FLASHCELL_EMULATOR, read at every launch: words from `backwards` (threads and blocks run last
-// first), `early` (a copy lands when it is issued, not when it is waited for), `processors=<count>`
-// and `shared=<KB of a block>`.
+// first), `early` (a copy lands when it is issued, not when it is waited for), `arch=<90 for 9.0>`,
+// `processors=<count>` and `shared=<KB of a block>`.
 struct Options {
   bool backwards = false, early = false;
-  int processors = 132, shared_bytes = 227 << 10;  // an H200's
+  int arch = 90, processors = 132, shared_bytes = 227 << 10;  // an H200's
 };
 Options read_options();
 

@@ -28,4 +28,12 @@ inline void run(const StepParams& params, Dtype dtype, const Tensor& /*like*/) {
   backend().step(dtype, params, host());
 }
 
+inline void run(const EpilogueParams& params, Dtype dtype, const Tensor& /*like*/) {
+  backend().epilogue(dtype, params, host());
+}
+
+inline void run(const EpilogueBackwardParams& params, Dtype dtype, const Tensor& /*like*/) {
+  backend().epilogue_backward(dtype, params, host());
+}
+
 }  // namespace flashcell

@@ -26,6 +26,15 @@ template <typename IO>
 struct RunStep {
   static void run(const StepParams& params, const Host& host) { Step<IO>{params, host}.run(); }
 };
+template <typename IO>
+struct RunEpilogue {
+  static void run(const EpilogueParams& params, const Host& host) {
+    EpilogueForward<IO>{{params, host}}.run();
+  }
+  static void run(const EpilogueBackwardParams& params, const Host& host) {
+    EpilogueBackward<IO>{{params, host}}.run();
+  }
+};
 
 const Backend kBackend = {
     kIsaName,
@@ -37,6 +46,12 @@ const Backend kBackend = {
     },
     [](Dtype dtype, const StepParams& params, const Host& host) {
       for_dtype<RunStep>(dtype, params, host);
+    },
+    [](Dtype dtype, const EpilogueParams& params, const Host& host) {
+      for_dtype<RunEpilogue>(dtype, params, host);
+    },
+    [](Dtype dtype, const EpilogueBackwardParams& params, const Host& host) {
+      for_dtype<RunEpilogue>(dtype, params, host);
     },
 };
 

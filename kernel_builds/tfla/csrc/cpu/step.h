@@ -1,5 +1,6 @@
 // One step: the state is read once and written once.
 #pragma once
+#include "epilogue.h"
 #include "head.h"
 
 namespace flashcell::FLASHCELL_ISA {
@@ -56,10 +57,9 @@ struct Step {
       }
       scale = T(1) / divisor(denominator, T(exp(Vec<double>(-m)).raw[0]), p.eps);
     }
-    IO* out = (IO*)p.h + i * p.V;
-    M::for_columns(p.V, [&](int64_t c, int lanes, auto whole) __attribute__((always_inline)) {
-      store_part<decltype(whole)::value>(out + c, load(sums + c) * V(scale), lanes);
-    });
+    for (int64_t c = 0; c < p.V; c += M::kWidth) store(sums + c, load(sums + c) * V(scale));
+    const IO* gate = p.epilogue.out_gate.data ? at<IO>(p.epilogue.out_gate, b, h) : nullptr;
+    HeadEpilogue<IO>(p.epilogue, h, p.V).forward(sums, gate, (IO*)p.h + i * p.V);
   }
 
   // In vectors, whose functions are ours: libm's are not on every machine.

@@ -52,7 +52,8 @@ void launch_wgmma(const ForwardParams& p, const ForwardTerms& terms, const Devic
   const typename Outputs::Layout layout(p.K, device.shared_bytes);
   const OutputParts<kColumns> parts(p.H, p.V, terms.rows.chunks.length);
   const int64_t count = parts.count(terms.rows.chunks);
-  // Thread blocks of a round have all parts of a chunk.
+  if (count > INT32_MAX) throw std::invalid_argument("tfla: too many rows");
+  // Thread blocks that run together have all parts of a chunk.
   const int64_t at_once = device.processors / parts.in_chunk * parts.in_chunk;
   launch(outputs_wgmma<IO, kColumns>,
          {at_once > 0 && at_once < count ? at_once : count, kRingThreads, layout.bytes, stream}, p,

@@ -24,31 +24,31 @@ struct OutputPart {
   DEVICE bool has_steps() const { return row < chunk.steps; }
 };
 
+// Numbered; those of a chunk are neighbours, which read the same rows at the same time.
 template <int kColumns>
 struct OutputParts {
-  int64_t heads, V;
-  int in_chunk, by_column;
+  unsigned heads, by_column, in_chunk;
 
-  __host__ DEVICE OutputParts(int64_t H, int64_t V, int length) : heads(H), V(V) {
-    by_column = int((V + kColumns - 1) / kColumns);
-    in_chunk = (length + 127) / 128 * by_column;
-  }
+  __host__ DEVICE OutputParts(int64_t H, int64_t V, int length)
+      : heads(unsigned(H)),
+        by_column(unsigned((V + kColumns - 1) / kColumns)),
+        in_chunk((length + 127) / 128 * by_column) {}
+
   __host__ DEVICE int64_t count(const Chunks& chunks) const {
     return chunks.slots() * heads * in_chunk;
   }
-  // Part `index` of all. Parts of a chunk cost more the later their rows are, and blocks of threads
-  // take every `stride`-th: they turn, so that each gets all kinds.
-  DEVICE OutputPart at(const Chunks& chunks, int64_t index, int64_t stride) const {
-    const int64_t unit = index / in_chunk, slot = unit / heads;
-    const int part = int((index + index / stride) % in_chunk);
-    return {chunks.at(slot), slot, int(unit % heads), part / by_column * 128,
-            part % by_column * kColumns};
+  // Later rows of a chunk cost more: a thread block that takes every so many parts, in multiples of
+  // a chunk's, gets another kind at every turn.
+  DEVICE OutputPart at(const Chunks& chunks, unsigned index, unsigned turn) const {
+    const unsigned unit = index / in_chunk, slot = unit / heads, part = (index + turn) % in_chunk;
+    return {chunks.at(slot), slot, int(unit % heads), int(part / by_column * 128),
+            int(part % by_column * kColumns)};
   }
 };
 
 template <typename IO, int kColumns>
 struct OutputWgmma {
-  static constexpr int kInFlight = 3, kDeep = 128;             // of K, in a slot of k
+  static constexpr int kInFlight = 5, kDeep = 128;             // of K, in a slot of k
   static constexpr int kSlotRows = kSlotBytes / 2 / kColumns;  // of v, or of C's depth
   static constexpr int kBlocks = kColumns / 8, kPairs = kTile / 8;
   using QTile = Tile<IO, 2 * kTile>;
@@ -115,9 +115,10 @@ struct OutputWgmma {
 
   template <typename Body>
   DEVICE void for_parts(const Body& body) {
-    const int64_t count = parts.count(terms.rows.chunks);
-    for (int64_t index = blockIdx.x; index < count; index += gridDim.x) {
-      part = parts.at(terms.rows.chunks, index, gridDim.x);
+    const unsigned count = unsigned(parts.count(terms.rows.chunks));
+    unsigned turn = 0;
+    for (unsigned index = blockIdx.x; index < count; index += gridDim.x) {
+      part = parts.at(terms.rows.chunks, index, turn++);
       body();
       if (part.has_steps()) ++round;
     }

@@ -3,6 +3,7 @@
 
 #include "backward.h"
 #include "chunk_loads.cuh"
+#include "epilogue.h"
 #include "forward.h"
 #include "launch.h"
 #include "run.h"
@@ -67,6 +68,10 @@ int64_t scratch_bytes(const BackwardParams& p, const Launch& launch) {
   });
 }
 int64_t scratch_bytes(const StepParams& p, const Launch&) { return step_scratch(p); }
+int64_t scratch_bytes(const EpilogueParams&, const Launch&) { return 0; }
+int64_t scratch_bytes(const EpilogueBackwardParams& p, const Launch&) {
+  return epilogue_scratch(p);
+}
 
 void run(const ForwardParams& p, const Launch& launch) {
   with_io(launch.dtype, [&]<typename IO>() {
@@ -81,6 +86,12 @@ void run(const BackwardParams& p, const Launch& launch) {
 void run(const StepParams& p, const Launch& launch) {
   with_io(launch.dtype,
           [&]<typename IO>() { run_step<IO>(p, launch.device, launch.scratch, launch.stream); });
+}
+void run(const EpilogueParams& p, const Launch& launch) {
+  with_io(launch.dtype, [&]<typename IO>() { run_epilogue<IO>(p, launch.stream); });
+}
+void run(const EpilogueBackwardParams& p, const Launch& launch) {
+  with_io(launch.dtype, [&]<typename IO>() { run_epilogue<IO>(p, launch.scratch, launch.stream); });
 }
 
 }  // namespace flashcell::cuda

@@ -2,8 +2,8 @@
 //
 // Two kernels, so that a state can be written where it stood: in the second every thread block
 // needs what the first made of n and m. It starts while the first runs, and waits after its loads.
+#include "epilogue.cuh"
 #include "launch.h"
-#include "mma.cuh"
 #include "step.h"
 
 namespace flashcell::cuda {
@@ -12,22 +12,18 @@ extern __shared__ __align__(16) char memory[];
 
 namespace {
 
-constexpr int kThreads = 256, kWarps = kThreads / 32;
-constexpr int kColumns = 32;                    // of C in a thread block: 128 bytes of a row
-constexpr int kLanes = kColumns / 4;            // of a row
-constexpr int kRowsAtOnce = kThreads / kLanes;  // 32
-constexpr int kUnroll = 8;                      // rows of a thread in flight
 constexpr float kShut = -1000, kNever = -1e30f;
 
-struct Factors {  // of a head
+struct Head {  // what the first kernel tells the second
   float keep, add, scale;
+  int done;  // of the second's thread blocks
 };
 
 DEVICE float log_sigmoid(float x) { return fminf(x, 0.0f) - log1pf(expf(-fabsf(x))); }
 DEVICE float at_least(float least, float x) { return x < least ? least : x; }  // NaN stays
 
 template <typename X>
-DEVICE const X* at(const Strided& x, int64_t b, int64_t h) {
+DEVICE const X* at(const Strided& x, int b, int h) {
   return static_cast<const X*>(x.data) + b * x.batch + h * x.head;
 }
 
@@ -43,64 +39,115 @@ DEVICE void let_later_start() {
 #endif
 }
 
+// Into the L2, where a kernel that still runs may yet write: only a load has to wait for it.
+DEVICE void fetch([[maybe_unused]] const void* from, [[maybe_unused]] int bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+#endif
+}
+DEVICE void fetch_line([[maybe_unused]] const void* from) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
+#endif
+}
+
+// n, m and the factors of a head, by a warp. Of `parts` thread blocks of a head the others fetch
+// `bytes` of C each, as the first does.
 template <typename IO>
-__global__ void __launch_bounds__(kThreads) factors_kernel(const StepParams p, Factors* factors) {
+__global__ void __launch_bounds__(32) head_kernel(const StepParams p, Head* heads, int parts,
+                                                  int bytes) {
+  constexpr int kLine = 128, kUnroll = 8;
+  const int state = int(blockIdx.x) / parts, part = int(blockIdx.x) % parts, lane = threadIdx.x;
+  const int b = state / int(p.H), h = state % int(p.H), K = int(p.K);
+  const int64_t first = int64_t(state) * K;
+  const float *i = at<float>(p.i, b, h), *f = at<float>(p.f, b, h);
+  const float* m = p.m ? static_cast<const float*>(p.m) + state : nullptr;
+  const float* n = p.n ? static_cast<const float*>(p.n) + first : nullptr;
+  const IO *k = at<IO>(p.k, b, h), *q = at<IO>(p.q, b, h);
+  if (bytes > 0 && lane == 0) {
+    const char* C = static_cast<const char*>(p.C) + first * p.V * int64_t(sizeof(float));
+    fetch(C + int64_t(part) * bytes, bytes);
+  }
+  if (part == 0) {
+    if (lane == 0) {
+      fetch_line(i), fetch_line(f);
+      if (m != nullptr) fetch_line(m);
+    }
+    if (p.normalized) {
+      for (int c = lane * (kLine / int(sizeof(IO))); c < K; c += kLine * 32 / int(sizeof(IO))) {
+        fetch_line(k + c), fetch_line(q + c);
+      }
+      for (int c = lane * (kLine / 4); n != nullptr && c < K; c += kLine * 8) fetch_line(n + c);
+    }
+  }
   wait_for_earlier();
   let_later_start();
-  __shared__ float parts[kWarps];
-  const int64_t state = blockIdx.x, b = state / p.H, h = state % p.H;
-  const float i = *at<float>(p.i, b, h);
-  const float log_f = at_least(kShut, log_sigmoid(*at<float>(p.f, b, h)));
-  float m = 0, keep = expf(log_f), add;
+  if (part != 0) return;
+  float key[kUnroll], query[kUnroll], old[kUnroll];
+  const auto load = [&](int begin) {
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const int c = begin + lane + 32 * u;
+      const bool exists = p.normalized && c < K;
+      key[u] = exists ? to_float(k[c]) : 0.0f, query[u] = exists ? to_float(q[c]) : 0.0f;
+      old[u] = exists && n != nullptr ? n[c] : 0.0f;
+    }
+  };
+  load(0);
+  const float log_f = at_least(kShut, log_sigmoid(*f));
+  float after = 0, keep, add;
   if (p.exponential) {  // m is rounded, and the factors make up for it
-    const float before = p.m ? static_cast<const float*>(p.m)[state] : 0.0f,
-                log_i = at_least(kNever, i);
+    const float before = m != nullptr ? *m : 0.0f, log_i = at_least(kNever, *i);
     const double carried = double(log_f) + double(before);
-    m = float(carried < double(log_i) ? double(log_i) : carried);
-    keep = before < kNever ? 0.0f : expf(float(carried - double(m)));
-    add = expf(float(double(log_i) - double(m)));
+    after = float(carried < double(log_i) ? double(log_i) : carried);
+    keep = before < kNever ? 0.0f : expf(float(carried - double(after)));
+    add = expf(float(double(log_i) - double(after)));
   } else {
-    add = expf(log_sigmoid(i));
+    keep = expf(log_f), add = expf(log_sigmoid(*i));
   }
-  const float query_scale = rsqrtf(float(p.K));
+  const float query_scale = rsqrtf(float(K));
   float scale = query_scale;
   if (p.normalized) {
-    const IO *k = at<IO>(p.k, b, h), *q = at<IO>(p.q, b, h);
-    const float* n = p.n ? static_cast<const float*>(p.n) + state * p.K : nullptr;
-    float* next = static_cast<float*>(p.next_n) + state * p.K;
     float sum = 0;
-    for (int c = threadIdx.x; c < p.K; c += kThreads) {
-      const float old = n != nullptr ? n[c] : 0.0f;
-      const float value = (keep != 0 ? keep * old : 0.0f) + add * to_float(k[c]);
-      next[c] = value;
-      sum += value * to_float(q[c]);
+    for (int begin = 0; begin < K; begin += 32 * kUnroll) {
+      if (begin != 0) load(begin);
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        const int c = begin + lane + 32 * u;
+        const float value = (keep != 0 ? keep * old[u] : 0.0f) + add * key[u];
+        if (c < K) static_cast<float*>(p.next_n)[first + c] = value;
+        sum += value * query[u];
+      }
     }
 #pragma unroll
     for (int mask = 16; mask > 0; mask /= 2) sum += __shfl_xor_sync(~0u, sum, mask);
-    if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = sum;
-    __syncthreads();
-    sum = 0;
-    for (int w = 0; w < kWarps; ++w) sum += parts[w];
-    scale /= fmaxf(fabsf(sum * query_scale), expf(-m)) + float(p.eps);
+    scale /= fmaxf(fabsf(sum * query_scale), expf(-after)) + float(p.eps);
   }
-  if (threadIdx.x != 0) return;
-  if (p.next_m != nullptr) static_cast<float*>(p.next_m)[state] = m;
-  factors[state] = {keep, add, scale};
+  if (lane != 0) return;
+  if (p.next_m != nullptr) static_cast<float*>(p.next_m)[state] = after;
+  heads[state] = {keep, add, scale, 0};
 }
 
-template <typename IO>
-__global__ void __launch_bounds__(kThreads, 4) step_kernel(const StepParams p,
-                                                           const Factors* factors) {
+// C and h of a head's 4 kLanes columns. `unrounded` is h where an epilogue follows: that is done by
+// the last of a head's thread blocks.
+template <typename IO, int kLanes, int kThreads, int kUnroll, int kBlocks>
+__global__ void __launch_bounds__(kThreads, kBlocks) step_kernel(const StepParams p, Head* heads,
+                                                                 float* unrounded) {
+  constexpr int kWarps = kThreads / 32, kRowsAtOnce = kThreads / kLanes;
+  using Four = Row<kLanes, 4, 1>;
   float2* rows = reinterpret_cast<float2*>(memory);  // [K] key and query
   __shared__ float4 parts[kWarps][kLanes];
-  const int tiles = int(p.V + kColumns - 1) / kColumns, K = int(p.K), V = int(p.V);
-  const int64_t state = blockIdx.x / tiles, b = state / p.H, h = state % p.H;
-  const int lane = threadIdx.x % kLanes, first = threadIdx.x / kLanes;
-  const int column = int(blockIdx.x) % tiles * kColumns + 4 * lane;
+  const int K = int(p.K), V = int(p.V), tiles = (V + 4 * kLanes - 1) / (4 * kLanes);
+  const int state = int(blockIdx.x) / tiles, tile = int(blockIdx.x) % tiles * 4 * kLanes;
+  const int b = state / int(p.H), h = state % int(p.H);
+  const int first = int(threadIdx.x) / kLanes, column = tile + Four::column(0);
   const bool inside = column < V;
-  const float* C = p.C ? static_cast<const float*>(p.C) + state * K * V + column : nullptr;
-  float* next = static_cast<float*>(p.next_C) + state * K * V + column;
+  const float* C = static_cast<const float*>(p.C);
+  if (C != nullptr) C += int64_t(state) * K * V + column;
+  float* next = static_cast<float*>(p.next_C) + int64_t(state) * K * V + column;
   let_later_start();
+  Four value;
+  value.load(at<IO>(p.v, b, h) + tile, V - tile);
   float4 old[kUnroll];
   const auto load = [&](int row) {
 #pragma unroll
@@ -111,19 +158,15 @@ __global__ void __launch_bounds__(kThreads, 4) step_kernel(const StepParams p,
     }
   };
   load(first);
-  float value[4] = {}, sum[4] = {};
-#pragma unroll
-  for (int e = 0; e < 4; ++e) {
-    if (inside) value[e] = to_float(at<IO>(p.v, b, h)[column + e]);
-  }
   for (int r = threadIdx.x; r < K; r += kThreads) {
     rows[r] = {to_float(at<IO>(p.k, b, h)[r]), to_float(at<IO>(p.q, b, h)[r])};
   }
   __syncthreads();
   wait_for_earlier();
-  const Factors f = factors[state];
+  const float keep = heads[state].keep, add = heads[state].add;
 #pragma unroll
-  for (float& v : value) v *= f.add;
+  for (float& v : value.x) v *= add;
+  float sum[4] = {};
   for (int row = first; row < K; row += kUnroll * kRowsAtOnce) {
     if (row != first) load(row);
 #pragma unroll
@@ -134,7 +177,7 @@ __global__ void __launch_bounds__(kThreads, 4) step_kernel(const StepParams p,
       float x[4] = {old[u].x, old[u].y, old[u].z, old[u].w};
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        x[e] = (f.keep == 0 ? 0.0f : f.keep * x[e]) + key_query.x * value[e];
+        x[e] = (keep == 0 ? 0.0f : keep * x[e]) + key_query.x * value.x[e];
         sum[e] += key_query.y * x[e];
       }
       __stcs(reinterpret_cast<float4*>(next + r * V), make_float4(x[0], x[1], x[2], x[3]));
@@ -146,34 +189,66 @@ __global__ void __launch_bounds__(kThreads, 4) step_kernel(const StepParams p,
     for (int mask = kLanes; mask < 32; mask *= 2) sum[e] += __shfl_xor_sync(~0u, sum[e], mask);
   }
   if (threadIdx.x % 32 < kLanes) {
-    parts[threadIdx.x / 32][lane] = make_float4(sum[0], sum[1], sum[2], sum[3]);
+    parts[threadIdx.x / 32][threadIdx.x % kLanes] = make_float4(sum[0], sum[1], sum[2], sum[3]);
   }
   __syncthreads();
-  if (threadIdx.x >= kLanes || !inside) return;
-  float4 total{};
-  for (int w = 0; w < kWarps; ++w) {
-    const float4 part = parts[w][lane];
-    total.x += part.x, total.y += part.y, total.z += part.z, total.w += part.w;
-  }
-  IO* out = static_cast<IO*>(p.h) + state * V + column;
-  const float sums[4] = {total.x, total.y, total.z, total.w};
+  IO* out = static_cast<IO*>(p.h) + int64_t(state) * V;
+  if (threadIdx.x < kLanes) {
+    Four total{};
+    for (int w = 0; w < kWarps; ++w) {
+      const float4 part = parts[w][threadIdx.x];
+      total.x[0] += part.x, total.x[1] += part.y, total.x[2] += part.z, total.x[3] += part.w;
+    }
+    const float scale = heads[state].scale;
 #pragma unroll
-  for (int e = 0; e < 4; ++e) out[e] = from_float<IO>(sums[e] * f.scale);
+    for (float& x : total.x) x *= scale;
+    if (unrounded == nullptr) {
+      total.store(out + tile, V - tile);
+    } else {
+      total.store(unrounded + int64_t(state) * V + tile, V - tile);
+      __threadfence();
+    }
+  }
+  if (unrounded == nullptr) return;
+  __shared__ bool is_last;
+  __syncthreads();
+  if (threadIdx.x == 0) is_last = atomicAdd(&heads[state].done, 1) == tiles - 1;
+  __syncthreads();
+  if (!is_last) return;
+  __threadfence();
+  Row<kThreads, 4, 1> row;  // up to 1024 columns
+  static_assert(kThreads >= 256);
+  row.load(unrounded + int64_t(state) * V, V);
+  finish_row<IO>(p.epilogue, row, gate_row<IO>(p.epilogue, b, 0, h), h, V);
+  row.store(out, V);
+}
+
+Head* take_heads(const StepParams& p, Arrays& arrays, float** unrounded) {
+  Head* heads = arrays.take<Head>(p.B * p.H);
+  *unrounded = p.epilogue.any() ? arrays.take<float>(p.B * p.H * p.V) : nullptr;
+  return heads;
 }
 
 }  // namespace
 
-int64_t step_scratch(const StepParams& p) { return p.B * p.H * int64_t(sizeof(Factors)); }
+int64_t step_scratch(const StepParams& p) {
+  Arrays arrays(nullptr);
+  float* unrounded;
+  take_heads(p, arrays, &unrounded);
+  return arrays.bytes();
+}
 
 template <typename IO>
 void run_step(const StepParams& p, const Device& device, void* scratch, cudaStream_t stream) {
   const bool early = device.arch >= 90;  // else nothing in the kernels would wait
-  Factors* factors = static_cast<Factors*>(scratch);
+  Arrays arrays(scratch);
+  float* unrounded;
+  Head* heads = take_heads(p, arrays, &unrounded);
   const int64_t states = p.B * p.H;
-  launch(factors_kernel<IO>, {states, kThreads, 0, stream, early}, p, factors);
-  const int64_t tiles = (p.V + kColumns - 1) / kColumns;
-  launch(step_kernel<IO>,
-         {states * tiles, kThreads, int(p.K * int64_t(sizeof(float2))), stream, early}, p, factors);
+  launch(head_kernel<IO>, {states, 32, 0, stream, early}, p, heads, 1, 0);
+  const int shared = int(p.K * int64_t(sizeof(float2)));
+  launch(step_kernel<IO, 8, 256, 8, 4>, {states * ((p.V + 31) / 32), 256, shared, stream, early}, p,
+         heads, unrounded);
 }
 template void run_step<bf16>(const StepParams&, const Device&, void*, cudaStream_t);
 template void run_step<fp16>(const StepParams&, const Device&, void*, cudaStream_t);

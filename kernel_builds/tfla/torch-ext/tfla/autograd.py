@@ -1,7 +1,8 @@
 """Fake implementations and gradients of the ops.
 
 The backward computes the chunks' states again, so the forward keeps its inputs, the last state, and
-what divides h: h itself and `total`, one number for every row of a head. mlstm_step_ is for decoding and has no gradient.
+what divides h: h itself and `total`, one number for every row of a head. The epilogue keeps the same h
+and its own inputs. mlstm_step_ is for decoding and has no gradient.
 """
 
 import torch
@@ -76,13 +77,47 @@ torch.library.register_autograd(
 
 
 @torch.library.register_fake(add_op_namespace_prefix("mlstm_step"))
-def _(q, k, v, i, f, C, n, m, exponential, normalized, eps):
+def _(
+    q, k, v, i, f, C, n, m, out_gate, norm_weight, exponential, normalized, eps, norm, centered,
+    norm_eps,
+):  # fmt: skip
     return (k.new_empty(v.shape), *_states(k, v, None, exponential, normalized))
 
 
 @torch.library.register_fake(add_op_namespace_prefix("mlstm_step_"))
-def _(q, k, v, i, f, C, n, m, exponential, normalized, eps):
+def _(
+    q, k, v, i, f, C, n, m, out_gate, norm_weight, exponential, normalized, eps, norm, centered,
+    norm_eps,
+):  # fmt: skip
     return k.new_empty(v.shape)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("mlstm_epilogue"))
+def _(h, out_gate, norm_weight, norm, centered, norm_eps):
+    return h.new_empty(h.shape)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("mlstm_epilogue_bwd"))
+def _(dy, h, out_gate, norm_weight, norm, centered, norm_eps):
+    shape = lambda given: (0,) if given is None else given.shape
+    dweight = h.new_empty(shape(norm_weight), dtype=state_dtype(h.dtype))
+    return h.new_empty(h.shape), h.new_empty(shape(out_gate)), dweight
+
+
+def _setup_epilogue(ctx, inputs, output):
+    ctx.save_for_backward(*inputs[:3])  # h as it was before: nothing is kept of the norm
+    ctx.options = inputs[3:]
+
+
+def _backward_epilogue(ctx, dy):
+    grads = ops.mlstm_epilogue_bwd(dy, *ctx.saved_tensors, *ctx.options)
+    given = [g if want else None for g, want in zip(grads, ctx.needs_input_grad)]
+    return *given, None, None, None
+
+
+torch.library.register_autograd(
+    add_op_namespace_prefix("mlstm_epilogue"), _backward_epilogue, setup_context=_setup_epilogue
+)
 
 
 def _no_second_derivative(ctx, *grads):
@@ -92,4 +127,5 @@ def _no_second_derivative(ctx, *grads):
     )
 
 
-torch.library.register_autograd(add_op_namespace_prefix("mlstm_bwd"), _no_second_derivative)
+for backward in ("mlstm_bwd", "mlstm_epilogue_bwd"):
+    torch.library.register_autograd(add_op_namespace_prefix(backward), _no_second_derivative)

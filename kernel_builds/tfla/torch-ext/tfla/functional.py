@@ -2,7 +2,7 @@
 
     q, k        [B, T, H, K]   queries and keys, bf16, fp16, fp32 or fp64; any strides; q is scaled
                                by K^-1/2 inside; K and V are multiples of 8 up to 1024
-    v           [B, T, H, V]   values; k and v are cast to q's dtype
+    v           [B, T, H, V]   values; k, v and out_gate are cast to q's dtype
     i, f        [B, T, H]      pre-activations of the input and forget gate, any floating dtype
     state       (C [B, H, K, V], n [B, H, K], m [B, H]) for the exponential gate, (C,) for the
                 sigmoid one, (C, n) for the sigmoid one with normalize="floor"; None for the empty
@@ -18,7 +18,9 @@
     normalize   None|"floor"   "floor" divides the sigmoid gate's h by max(|n q|, 1) + eps as well
     normalizer_grad            False leaves the gradient through the divisor out, as published
     out_gate    [B, T, H, V]   pre-activations: h is multiplied by their sigmoid, after the norm
-    norm        None|"layer"|"rms"  of every head's h on its own, with norm_weight [H, V], norm_eps
+    norm        None|"layer"|"rms"  of every head's h on its own: h over the root of its mean square
+                               plus norm_eps, "layer" takes its mean away first; times norm_weight
+                               [H, V], any floating dtype, None for 1
     backend     "auto"|"cuda"|"cpu"|"reference"  one asked for by name is used or refused
 
 States and sums are in fp32 (fp64 for fp64), and the returned state is unrounded. Wrong arguments
@@ -26,7 +28,7 @@ raise TypeError or ValueError naming the argument, what it was and what it must 
 not here raises RuntimeError.
 """
 
-from typing import Tuple
+from typing import Optional, Tuple
 
 import torch
 
@@ -68,6 +70,7 @@ def mlstm(
 
         m' = max(lf + m, i)        C' = e^(lf + m - m') C + e^(i - m') k v^T     n' likewise of k
         h' = C'^T q / (max(|n' q|, e^-m') + eps)                          lf = logsigmoid(f)
+        y = sigmoid(out_gate) norm(h') norm_weight                what is returned, where asked for
 
     input_gate="sigmoid": C' = sigmoid(f) C + sigmoid(i) k v^T, h' = C'^T q, no n and no m. The
     gradient is exact, also through the divisor, unless normalizer_grad says otherwise; m carries
@@ -86,7 +89,7 @@ def mlstm(
     options = Options(cell, float(eps), bool(normalizer_grad))
     masks = (reset, hold, lengths, cu_seqlens)
     h, last = run(chosen, q, k, v, i, f, state, masks, options, chunk_size)
-    return finish(h, q.dtype, out_gate, norm, norm_weight, norm_eps), last
+    return finish(chosen, h, q.dtype, out_gate, norm, norm_weight, norm_eps), last
 
 
 def mlstm_step(
@@ -106,20 +109,23 @@ def mlstm_step(
     check_state(cell, state, k.shape[0], "B", k, v)
     options = Options(cell, float(eps), True)
     if inplace:
-        _check_inplace(q, k, v, i, f, state)
+        _check_inplace(q, k, v, i, f, state, out_gate, norm_weight)
     chosen = select_backend(backend, k.device.type, BACKEND, q.dtype)
-    io = q.dtype
-    if chosen == "reference" or _wants_grad(q, k, v, i, f, *(state or ())):
-        q, k, v, i, f = (t.unsqueeze(1) for t in (q, k, v, i, f))
-        h, last = run(chosen, q, k, v, i, f, state, (None,) * 4, options, 1)
-        h = h.squeeze(1)
-        if inplace:
-            for old, new in zip(state, last):
-                old.copy_(new)
-            last = tuple(state)
-    else:
-        h, last = _run_step(q, k, v, i, f, state, options, inplace)
-    return finish(h, io, out_gate, norm, norm_weight, norm_eps), last
+    epilogue = (out_gate, norm, norm_weight, norm_eps)
+    if chosen != "reference" and not _wants_grad(
+        q, k, v, i, f, *(state or ()), out_gate, norm_weight
+    ):
+        return _run_step(q, k, v, i, f, state, options, epilogue, inplace)
+    q, k, v, i, f = (t.unsqueeze(1) for t in (q, k, v, i, f))
+    h, last = run(chosen, q, k, v, i, f, state, (None,) * 4, options, 1)
+    if out_gate is not None:
+        out_gate = out_gate.unsqueeze(1)
+    h = finish(chosen, h, q.dtype, out_gate, norm, norm_weight, norm_eps).squeeze(1)
+    if inplace:
+        for old, new in zip(state, last):
+            old.copy_(new)
+        last = tuple(state)
+    return h, last
 
 
 def run(chosen: str, q, k, v, i, f, state, masks, options: Options, chunk_size) -> Result:
@@ -148,14 +154,16 @@ def run(chosen: str, q, k, v, i, f, state, masks, options: Options, chunk_size) 
     return h, pack(reference.State(C, n, m))
 
 
-def _run_step(q, k, v, i, f, state, options: Options, inplace: bool) -> Result:
+def _run_step(q, k, v, i, f, state, options: Options, epilogue, inplace: bool) -> Result:
     cell = options.cell
     q, k, v, i, f, carried = cast(cell, q, k, v, i, f, state)
     C, n, m = (None, None, None) if carried is None else carried
-    given = (q, k, v, i, f, C, n, m, cell.exponential, cell.normalized, options.eps)
+    out_gate, weight, *norm = lower_epilogue(q.dtype, *epilogue)
+    tensors = (q, k, v, i, f, C, n, m, out_gate, weight)
+    rest = (cell.exponential, cell.normalized, options.eps, *norm)
     if inplace:
-        return ops.mlstm_step_(*given), tuple(state)
-    h, C, n, m = ops.mlstm_step(*given)
+        return ops.mlstm_step_(*tensors, *rest), tuple(state)
+    h, C, n, m = ops.mlstm_step(*tensors, *rest)
     n, m = n if cell.normalized else None, m if cell.exponential else None
     return h, pack(reference.State(C, n, m))
 
@@ -177,21 +185,32 @@ def pack(state: reference.State) -> State:
     return tuple(s for s in (state.C, state.n, m) if s is not None)
 
 
-def finish(h, dtype: torch.dtype, out_gate, norm, norm_weight, norm_eps) -> torch.Tensor:
-    if norm is not None or out_gate is not None:
-        wide = h.to(state_dtype(dtype))
-        h = reference.epilogue(wide, out_gate, norm, norm_weight, norm_eps)
-    return h.to(dtype)
+def finish(chosen: str, h, dtype: torch.dtype, out_gate, norm, norm_weight, norm_eps):
+    """The epilogue of h [B, T, H, V], rounded to `dtype`. The reference's h is not rounded before."""
+    if norm is None and out_gate is None:
+        return h.to(dtype)
+    if chosen != "reference":
+        given = lower_epilogue(dtype, out_gate, norm, norm_weight, norm_eps)
+        return ops.mlstm_epilogue(h, *given)
+    return reference.epilogue(h, out_gate, norm, norm_weight, norm_eps).to(dtype)
 
 
-def _wants_grad(*tensors: torch.Tensor) -> bool:
-    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+def lower_epilogue(dtype: torch.dtype, out_gate, norm, norm_weight, norm_eps):
+    """What the ops take for it."""
+    out_gate = None if out_gate is None else out_gate.to(dtype)
+    weight = None if norm_weight is None else norm_weight.to(state_dtype(dtype))
+    return out_gate, weight, norm is not None, norm == "layer", float(norm_eps)
 
 
-def _check_inplace(q, k, v, i, f, state) -> None:
+def _wants_grad(*tensors: Optional[torch.Tensor]) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def _check_inplace(q, k, v, i, f, state, out_gate, norm_weight) -> None:
     if state is None:
         raise ValueError("state is None, but inplace=True needs the state to write into")
     given = [("q", q), ("k", k), ("v", v), ("i", i), ("f", f)]
+    given += [("out_gate", out_gate), ("norm_weight", norm_weight)]
     given += [(f"state[{s}]", value) for s, value in enumerate(state)]
     for name, value in given:
         if _wants_grad(value):

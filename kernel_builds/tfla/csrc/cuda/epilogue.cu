@@ -1,0 +1,156 @@
+// Norm, weight and output gate of every head of every row, and their gradients: one kernel there
+// and one back, a warp for a row, bound by memory.
+#include "epilogue.cuh"
+#include "epilogue.h"
+#include "launch.h"
+
+namespace flashcell::cuda {
+
+extern __shared__ __align__(16) char memory[];
+
+namespace {
+
+constexpr int kWarps = 8, kThreads = 32 * kWarps;  // of a thread block
+constexpr int kBlockRows = 128;  // whose gradients of the weight a thread block adds up
+constexpr int kVector = 8;       // all widths are multiples of it
+template <int kCount>
+using WarpRow = Row<32, kVector, kCount>;
+
+template <typename IO, int kCount>
+__global__ void __launch_bounds__(kThreads) forward_kernel(const EpilogueParams p) {
+  const int H = int(p.H), V = int(p.V), T = int(p.T);
+  const int index = int(blockIdx.x) * kWarps + int(threadIdx.x) / 32;
+  if (index >= p.B * T * H) return;
+  const int row = index / H, head = index % H;
+  WarpRow<kCount> y;
+  y.load(static_cast<const IO*>(p.h) + int64_t(index) * V, V);
+  finish_row<IO>(p, y, gate_row<IO>(p, row / T, row % T, head), head, V);
+  y.store(static_cast<IO*>(p.y) + int64_t(index) * V, V);
+}
+
+// With z = norm(h) and s = sigmoid(out_gate): dgate = dy z weight s (1 - s), dweight = sum dy s z,
+// d = dy s weight, dh = (d - mean(d) - z mean(d z)) / root, the first mean where h is centered.
+// A thread block has a head of kBlockRows rows, whose dweight goes to its row of parts[blocks][V].
+template <typename IO, int kCount>
+__global__ void __launch_bounds__(kThreads) backward_kernel(const EpilogueBackwardParams p,
+                                                            float* parts) {
+  const int H = int(p.H), V = int(p.V), T = int(p.T), rows = int(p.B * p.T);
+  const int head = int(blockIdx.x) % H, warp = int(threadIdx.x) / 32;
+  const int first = int(blockIdx.x) / H * kBlockRows;
+  const int last = first + kBlockRows < rows ? first + kBlockRows : rows;
+  const bool gated = p.out_gate.data != nullptr;
+  using Row = WarpRow<kCount>;
+  Row weight, dweight{};
+  weight.load_weight(p, head, V);
+  for (int row = first + warp; row < last; row += kWarps) {
+    const int64_t at = (int64_t(row) * H + head) * V;
+    Row z, d, gate;
+    z.load(static_cast<const IO*>(p.h) + at, V);
+    d.load(static_cast<const IO*>(p.dy) + at, V);
+    if (gated) gate.load(gate_row<IO>(p, row / T, row % T, head), V);
+    const float inverse = z.normalize(p, V);
+    if (gated) {
+#pragma unroll
+      for (int i = 0; i < Row::kSize; ++i) {
+        const float open = sigmoid<IO>(gate.x[i]), dz = d.x[i] * open;
+        gate.x[i] = dz * (1 - open) * z.x[i] * weight.x[i];
+        d.x[i] = dz;
+      }
+      gate.store(static_cast<IO*>(p.dout_gate) + at, V);
+    }
+#pragma unroll
+    for (int i = 0; i < Row::kSize; ++i) {
+      dweight.x[i] += d.x[i] * z.x[i];
+      d.x[i] *= weight.x[i];
+    }
+    if (p.norm) {
+      const float along = Row::total([&](int i) { return d.x[i] * z.x[i]; }) / float(V);
+      const float mean = p.centered ? Row::total([&](int i) { return d.x[i]; }) / float(V) : 0.0f;
+#pragma unroll
+      for (int i = 0; i < Row::kSize; ++i) d.x[i] = (d.x[i] - mean - z.x[i] * along) * inverse;
+    }
+    d.store(static_cast<IO*>(p.dh) + at, V);
+  }
+  if (parts == nullptr) return;
+  float* sums = reinterpret_cast<float*>(memory);  // [kWarps][V]
+  dweight.store(sums + warp * V, V);
+  __syncthreads();
+  for (int column = threadIdx.x; column < V; column += kThreads) {
+    float sum = 0;
+    for (int w = 0; w < kWarps; ++w) sum += sums[w * V + column];
+    parts[int64_t(blockIdx.x) * V + column] = sum;
+  }
+}
+
+// to[columns] = the sum of parts[blocks][columns], always in the same order.
+__global__ void __launch_bounds__(kThreads) sum_blocks(const float* parts, float* to, int blocks,
+                                                       int columns) {
+  __shared__ float sums[kWarps][32];
+  const int lane = int(threadIdx.x) % 32, warp = int(threadIdx.x) / 32;
+  const int column = int(blockIdx.x) * 32 + lane;
+  float sum = 0;
+  if (column < columns) {
+#pragma unroll 8
+    for (int b = warp; b < blocks; b += kWarps) sum += parts[int64_t(b) * columns + column];
+  }
+  sums[warp][lane] = sum;
+  __syncthreads();
+  if (warp != 0 || column >= columns) return;
+  for (int w = 1; w < kWarps; ++w) sum += sums[w][lane];
+  to[column] = sum;
+}
+
+// Calls body with the number of vectors that a lane has of a row, rounded up to a power of two.
+template <typename Body>
+void with_count(int64_t V, const Body& body) {
+  const int64_t vectors = V / kVector;
+  if (vectors <= 32) return body.template operator()<1>();
+  if (vectors <= 64) return body.template operator()<2>();
+  return body.template operator()<4>();
+}
+
+int64_t blocks_of(const EpilogueBackwardParams& p) {
+  return (p.B * p.T + kBlockRows - 1) / kBlockRows;
+}
+
+template <typename Params>
+void check_rows(const Params& p) {
+  if (p.B * p.T * p.H > INT32_MAX - kThreads) throw std::invalid_argument("tfla: too many rows");
+}
+
+}  // namespace
+
+template <typename IO>
+void run_epilogue(const EpilogueParams& p, cudaStream_t stream) {
+  check_rows(p);
+  with_count(p.V, [&]<int kCount>() {
+    const int64_t blocks = (p.B * p.T * p.H + kWarps - 1) / kWarps;
+    launch(forward_kernel<IO, kCount>, {blocks, kThreads, 0, stream}, p);
+  });
+}
+
+int64_t epilogue_scratch(const EpilogueBackwardParams& p) {
+  return p.dweight != nullptr ? blocks_of(p) * p.H * p.V * int64_t(sizeof(float)) : 0;
+}
+
+template <typename IO>
+void run_epilogue(const EpilogueBackwardParams& p, void* scratch, cudaStream_t stream) {
+  check_rows(p);
+  float* parts = p.dweight != nullptr ? static_cast<float*>(scratch) : nullptr;
+  const int shared = parts != nullptr ? int(kWarps * p.V * int64_t(sizeof(float))) : 0;
+  with_count(p.V, [&]<int kCount>() {
+    launch(backward_kernel<IO, kCount>, {blocks_of(p) * p.H, kThreads, shared, stream}, p, parts);
+  });
+  if (parts == nullptr) return;
+  launch(sum_blocks, {(p.H * p.V + 31) / 32, kThreads, 0, stream}, parts,
+         static_cast<float*>(p.dweight), int(blocks_of(p)), int(p.H * p.V));
+}
+
+template void run_epilogue<bf16>(const EpilogueParams&, cudaStream_t);
+template void run_epilogue<fp16>(const EpilogueParams&, cudaStream_t);
+template void run_epilogue<float>(const EpilogueParams&, cudaStream_t);
+template void run_epilogue<bf16>(const EpilogueBackwardParams&, void*, cudaStream_t);
+template void run_epilogue<fp16>(const EpilogueBackwardParams&, void*, cudaStream_t);
+template void run_epilogue<float>(const EpilogueBackwardParams&, void*, cudaStream_t);
+
+}  // namespace flashcell::cuda

@@ -1,0 +1,137 @@
+// Norm, weight and output gate of a row of h, in the registers of a warp or of a thread block.
+#pragma once
+#include "../params.h"
+#include "mma.cuh"
+
+namespace flashcell::cuda {
+
+// What a thread of kThreads has of a row: kCount times kVector neighbouring columns. What lies
+// behind the row is 0.
+template <int kThreads, int kVector, int kCount>
+struct Row {
+  static constexpr int kSize = kCount * kVector, kWarps = kThreads / 32;
+  float x[kSize];
+
+  DEVICE static int column(int vector) {
+    return (int(threadIdx.x) % kThreads + kThreads * vector) * kVector;
+  }
+
+  template <typename X>
+  struct Vector {
+    using Word = std::conditional_t<kVector * sizeof(X) == 8, uint2, uint4>;
+    static constexpr int kWords = kVector * sizeof(X) / sizeof(Word);
+    union {
+      Word words[kWords];
+      Pair<X> pairs[kVector / 2];
+    };
+    DEVICE Vector() : words{} {}
+  };
+
+  // From the L2: other thread blocks may have written it.
+  template <typename X>
+  DEVICE void load(const X* row, int V) {
+    using From = Vector<X>;
+#pragma unroll
+    for (int v = 0; v < kCount; ++v) {
+      From vector;
+      if (column(v) < V) {
+        const auto* words = reinterpret_cast<const typename From::Word*>(row + column(v));
+#pragma unroll
+        for (int w = 0; w < From::kWords; ++w) vector.words[w] = __ldcg(words + w);
+      }
+#pragma unroll
+      for (int e = 0; e < kVector; e += 2) {
+        const float2 two = vector.pairs[e / 2].floats();
+        x[v * kVector + e] = two.x, x[v * kVector + e + 1] = two.y;
+      }
+    }
+  }
+
+  template <typename X>
+  DEVICE void store(X* row, int V) const {
+    using To = Vector<X>;
+#pragma unroll
+    for (int v = 0; v < kCount; ++v) {
+      To vector;
+#pragma unroll
+      for (int e = 0; e < kVector; e += 2) {
+        vector.pairs[e / 2] = Pair<X>::of(x[v * kVector + e], x[v * kVector + e + 1]);
+      }
+      if (column(v) >= V) continue;
+      auto* words = reinterpret_cast<typename To::Word*>(row + column(v));
+#pragma unroll
+      for (int w = 0; w < To::kWords; ++w) words[w] = vector.words[w];
+    }
+  }
+
+  // term(i) over the row: the same in every thread.
+  template <typename Term>
+  DEVICE static float total(const Term& term) {
+    float sum = 0;
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) sum += term(i);
+#pragma unroll
+    for (int mask = 1; mask < 32; mask *= 2) sum += __shfl_xor_sync(~0u, sum, mask);
+    if constexpr (kWarps > 1) {
+      __shared__ float sums[kWarps];
+      __syncthreads();  // the last total has been read
+      if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
+      __syncthreads();
+      sum = 0;
+      for (int w = 0; w < kWarps; ++w) sum += sums[w];
+    }
+    return sum;
+  }
+
+  // Over the root of the mean square, which is returned inverted; centered first if asked for.
+  DEVICE float normalize(const Epilogue& p, int V) {
+    if (!p.norm) return 1;
+    if (p.centered) {
+      const float mean = total([&](int i) { return x[i]; }) / float(V);
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) x[i] = column(i / kVector) < V ? x[i] - mean : 0.0f;
+    }
+    const float squares = total([&](int i) { return x[i] * x[i]; });
+    const float inverse = 1 / sqrtf(squares / float(V) + float(p.eps));
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) x[i] *= inverse;
+    return inverse;
+  }
+
+  DEVICE void load_weight(const Epilogue& p, int head, int V) {
+    if (p.weight != nullptr) {
+      load(static_cast<const float*>(p.weight) + int64_t(head) * V, V);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kSize; ++i) x[i] = 1;
+    }
+  }
+};
+
+template <typename IO>
+DEVICE float sigmoid(float x) {
+  constexpr float kLog2e = 1.44269504f;
+  return 1 / (1 + (sizeof(IO) == 4 ? expf(-x) : exp2_approx(-kLog2e * x)));
+}
+
+template <typename IO>
+DEVICE const IO* gate_row(const Epilogue& p, int b, int t, int head) {
+  const Strided& gate = p.out_gate;
+  return static_cast<const IO*>(gate.data) + b * gate.batch + t * gate.time + head * gate.head;
+}
+
+// y, where `row` is a row's h. `gate` is not read where there is none.
+template <typename IO, typename Row>
+DEVICE void finish_row(const Epilogue& p, Row& row, const IO* gate, int head, int V) {
+  Row weight, open;
+  weight.load_weight(p, head, V);
+  if (p.out_gate.data != nullptr) open.load(gate, V);
+  row.normalize(p, V);
+#pragma unroll
+  for (int i = 0; i < Row::kSize; ++i) row.x[i] *= weight.x[i];
+  if (p.out_gate.data == nullptr) return;
+#pragma unroll
+  for (int i = 0; i < Row::kSize; ++i) row.x[i] *= sigmoid<IO>(open.x[i]);
+}
+
+}  // namespace flashcell::cuda

@@ -1,0 +1,236 @@
+"""One long sequence on several devices: each has a part of the tokens and the whole model.
+
+    context = ContextParallel(model)                # after torch.distributed.init_process_group
+    tokens, targets = context.split(tokens), context.split(targets)       # [B, T] -> [B, T / ranks]
+    output = context(input_ids=tokens, targets=targets)
+    output.loss.backward()                          # the loss of this part; see below for gradients
+
+What crosses from a device to the next is every layer's state, forwards, and its gradient, backwards:
+outputs and gradients are those of one call over the whole sequence, for every family and cell, the
+window of a convolution included. Nothing is computed twice. A device works on a layer as soon as the
+one before it has that layer's state, so all are a wave through layers and devices: with the time
+t of a layer's recurrence, R devices end (R - 1) t after a Rth of the time of one, whatever the number
+of layers.
+
+The targets are the tokens that follow, shifted before they are split (-100 counts for nothing). A
+part's loss is the mean over its targets, and its backward pass gives the parameters' gradients
+through this device's tokens: DistributedDataParallel around the model, or an all-reduce, averages
+them over the devices, which is the gradient of the mean over the whole sequence where all parts have
+the same number of targets. As with micro-batches, a FlashGRU's or FlashLSTM's `max_recurrent` judges
+each part's gradient by itself.
+
+Documents packed into the sequence are told apart by position_ids [B, T], split like the tokens, and
+padding by attention_mask [B, T], split likewise. cu_seq_lens_q and gradient checkpointing are
+refused: one forgets what came before, the other runs a layer twice.
+
+With accelerate, which puts DistributedDataParallel around the model:
+
+    model, optimizer = accelerator.prepare(model, optimizer)
+    context = ContextParallel(model)
+    for tokens in batches:                          # the same [B, T + 1] on every device
+        inputs, targets = (context.split(x) for x in (tokens[:, :-1], tokens[:, 1:]))
+        with accelerator.autocast():
+            loss = context(input_ids=inputs, targets=targets).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from .cache import RecurrentStateLayer, States
+
+Layout = dict[str, list[tuple[torch.Size, torch.dtype]]]  # of a layer's states, by group
+
+
+class Wire:
+    """The ranks before and after this one, and messages to them: tensors of one dtype, flat."""
+
+    def __init__(self, group: Any):
+        self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
+        self.sent: list[tuple[Any, Tensor]] = []  # a buffer lives until it has been read
+
+    def peer(self, step: int) -> int:
+        """The global rank of the one `step` further."""
+        rank = self.rank + step
+        return rank if self.group is None else dist.get_global_rank(self.group, rank)
+
+    def send(self, tensors: Any, step: int) -> None:
+        flat = torch.cat([t.detach().flatten().to(flat_dtype(tensors)) for t in tensors])
+        self.sent.append((dist.isend(flat, self.peer(step), self.group), flat))
+
+    def receive(
+        self, layout: list[tuple[torch.Size, torch.dtype]], step: int, device: Any
+    ) -> States:
+        sizes = [shape.numel() for shape, _ in layout]
+        wide = flat_dtype([torch.empty(0, dtype=dtype) for _, dtype in layout])
+        flat = torch.empty(sum(sizes), dtype=wide, device=device)
+        dist.recv(flat, self.peer(step), self.group)
+        parts = zip(flat.split(sizes), layout, strict=True)
+        return tuple(part.view(shape).to(dtype) for part, (shape, dtype) in parts)
+
+    def drain(self) -> None:
+        for work, _ in self.sent:
+            work.wait()
+        self.sent = []
+
+    def __del__(self) -> None:  # gloo takes back what nobody waits for
+        self.drain()
+
+
+def flat_dtype(tensors: Any) -> torch.dtype:
+    """Wide enough for all: fp32, or fp64 if there is one."""
+    return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+
+
+class Take(torch.autograd.Function):
+    """The previous rank's states; their gradient goes back to it."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, wire: Wire, layout: list) -> States:
+        ctx.wire = wire
+        return wire.receive(layout, -1, anchor.device)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:  # type: ignore[override]
+        ctx.wire.send(grads, -1)
+        return None, None, None
+
+
+class Give(torch.autograd.Function):
+    """Sends states on -> 0; where its gradient is asked for, theirs comes from the next rank."""
+
+    @staticmethod
+    def forward(ctx: Any, wire: Wire, *states: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.wire, ctx.layout = wire, [(s.shape, s.dtype) for s in states]
+        ctx.device = states[0].device
+        wire.send(states, 1)
+        return torch.zeros((), device=ctx.device)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return None, *ctx.wire.receive(ctx.layout, 1, ctx.device)
+
+
+class ContextLayer(RecurrentStateLayer):
+    """One layer's states: those to continue from come from the rank before, the last go on."""
+
+    _layer_type = None  # keeps the parent registered for DynamicCache
+
+    def __init__(self, context: "ContextParallel", index: int, batch: int, device: torch.device):
+        super().__init__()
+        self.context, self.key, self.device = context, (index, batch), device
+
+    def get_states(self, name: str = "cell") -> States | None:
+        if self.context.wire.rank == 0:
+            return None  # the sequence begins here
+        if not self.states:
+            layout = self.context.layout_before(self.key, self.device)
+            anchor = torch.zeros((), device=self.device, requires_grad=True)
+            flat = [one for group in layout.values() for one in group]
+            taken = iter(Take.apply(anchor, self.context.wire, flat))
+            self.states = {name: tuple(next(taken) for _ in g) for name, g in layout.items()}
+        return self.states[name]
+
+    def update_states(self, num_new_tokens: int, **states: States) -> None:
+        wire = self.context.wire
+        if wire.rank < wire.size - 1:
+            layout = {name: [(s.shape, s.dtype) for s in g] for name, g in states.items()}
+            self.context.tell_layout(self.key, layout, self.device)
+            flat = [s for group in states.values() for s in group]
+            self.context.given.append(Give.apply(wire, *flat))
+        self.states = {}  # nothing continues from here on this rank
+
+
+class ContextParallel:
+    """A model whose sequence is split over the ranks of a group, in their order; see the module.
+
+    model   of one of our families, or one of them wrapped by DistributedDataParallel or FSDP2
+    group   a torch.distributed process group; None for all ranks
+
+    Calls must be the same ones on every rank, with the same batch size and gradients either on or
+    off everywhere. ValueError names an argument that does not fit.
+    """
+
+    def __init__(self, model: nn.Module, group: Any = None):
+        inner: Any = getattr(model, "module", model)
+        kinds = set(getattr(inner.config, "layer_types", None) or ())
+        if kinds != {"recurrent_state"}:
+            raise ValueError(
+                f"model is a {type(inner).__name__} with layers of {sorted(kinds)}, but must have "
+                "recurrent states and nothing else"
+            )
+        if any(getattr(m, "gradient_checkpointing", False) for m in inner.modules()):
+            raise ValueError(
+                "model checkpoints gradients, but must not: every layer would run twice"
+            )
+        self.model, self.config, self.wire = model, inner.config, Wire(group)
+        self.given: list[Tensor] = []
+        self._layouts: dict[tuple[int, tuple[int, int]], Layout] = {}
+
+    def split(self, x: Tensor, dim: int = 1) -> Tensor:
+        """This rank's part of x, one of equal ones along `dim`; ValueError if there are none."""
+        if x.shape[dim] % self.wire.size:
+            raise ValueError(
+                f"x has {x.shape[dim]} steps in dimension {dim}, but must have a multiple of "
+                f"{self.wire.size}, the number of ranks"
+            )
+        return x.chunk(self.wire.size, dim)[self.wire.rank].contiguous()
+
+    def __call__(self, input_ids: Tensor, targets: Tensor | None = None, **inputs: Any) -> Any:
+        """The model's output for this rank's part; with `targets` [B, T / ranks] its `loss`."""
+        for name in ("cu_seq_lens_q", "past_key_values", "labels"):
+            if inputs.get(name) is not None:
+                instead = "targets" if name == "labels" else "position_ids"
+                raise ValueError(f"{name} is given, but must be None here: use {instead}")
+        if targets is not None:  # shifted already
+            inputs.update(labels=targets, shift_labels=targets)
+        cache = self.begin(input_ids)
+        output = self.model(input_ids=input_ids, past_key_values=cache, use_cache=True, **inputs)
+        if targets is not None:
+            output.loss = self.join(output.loss)
+        else:
+            output.logits = self.join(output.logits)
+        output.past_key_values = None
+        return output
+
+    def begin(self, input_ids: Tensor) -> Cache:
+        """The past_key_values of one call of the model by other ways than this class's own; what is
+        made of the output then goes through `join` before its backward pass."""
+        if self.given and torch.is_grad_enabled():
+            raise RuntimeError(
+                "the states of the last call were given on, but no loss of it went through join: "
+                "their gradients would be missing"
+            )
+        self.wire.drain()
+        self.given, rows = [], len(input_ids)
+        layers = range(self.config.num_hidden_layers)
+        return Cache(layers=[ContextLayer(self, i, rows, input_ids.device) for i in layers])
+
+    def join(self, value: Tensor) -> Tensor:
+        """`value`, whose backward pass goes through the states that were given on as well."""
+        given, self.given = self.given, []
+        return value + torch.stack(given).sum().to(value.dtype) if given else value
+
+    def layout_before(self, key: tuple[int, int], device: torch.device) -> Layout:
+        """What the previous rank sends for a layer: it says so once for every batch size."""
+        if (-1, key) not in self._layouts:
+            said: list[Any] = [None]
+            dist.recv_object_list(said, self.wire.peer(-1), self.wire.group, device)
+            self._layouts[-1, key] = said[0]
+        return self._layouts[-1, key]
+
+    def tell_layout(self, key: tuple[int, int], layout: Layout, device: torch.device) -> None:
+        told = self._layouts.setdefault((1, key), layout)
+        if told is layout:
+            dist.send_object_list([layout], self.wire.peer(1), self.wire.group, device)
+        elif told != layout:
+            raise RuntimeError(
+                f"the states of layer {key[0]} were {told}, but are {layout}: the next rank waits "
+                "for the former; use another ContextParallel for another precision"
+            )

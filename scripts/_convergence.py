@@ -1,0 +1,128 @@
+"""Loss curves of small models that differ in one thing, for scripts/convergence.
+
+A curve is the loss of every step of AdamW on the same batches, from the same weights: bytes of this
+repository's own Python sources, rows of one piece of text each. On a GPU the step is one CUDA graph,
+so that the reference, a loop over time in torch, takes seconds.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from _loss import add_loss
+from torch import Tensor, nn
+
+ROOT = Path(__file__).resolve().parent.parent
+VOCABULARY = 256
+LEARNING_RATE, CLIP = 2e-3, 1.0
+
+
+@dataclass(frozen=True)
+class Side:
+    """One curve: a model, the precision of its products, and what moves its first weights."""
+
+    name: str
+    make: Callable[[], nn.Module]
+    bf16: bool = False
+    nudge: int = 0  # seed of one unit in the last place of every weight, up or down; 0: none
+    tf32: bool = False  # in torch.nn's recurrent modules, where torch has it by default
+
+
+def draw_batches(steps: int, batch: int, length: int, device: str) -> Tensor:
+    """[steps, B, T + 1]: windows of the sources, the same wherever they are drawn."""
+    files = sorted([*ROOT.glob("modeling/*.py"), *ROOT.glob("kernel_builds/*/torch-ext/*/*.py")])
+    text = torch.frombuffer(bytearray(b"".join(f.read_bytes() for f in files)), dtype=torch.uint8)
+    generator = torch.Generator().manual_seed(0)
+    starts = torch.randint(len(text) - length - 1, (steps, batch, 1), generator=generator)
+    return text[starts + torch.arange(length + 1)].long().to(device)
+
+
+@torch.no_grad()
+def nudge(model: nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for weight in model.parameters():
+        sign = torch.randint(2, weight.shape, generator=generator) * 2 - 1
+        weight.mul_(1 + sign * torch.finfo(weight.dtype).eps)
+
+
+class Run:
+    """One side in training: `take` a step on rows [B, T + 1], and there are the losses so far.
+
+    On a GPU the steps of several runs go side by side, each on a stream of its own.
+    """
+
+    def __init__(self, side: Side, rows: Tensor):
+        self.side, self.rows, device = side, rows.clone(), rows.device.type
+        torch.backends.cudnn.rnn.fp32_precision = "tf32" if side.tf32 else "ieee"
+        torch.manual_seed(0)
+        self.model = side.make().train()
+        if side.nudge:
+            nudge(self.model, side.nudge)
+        add_loss(self.model)
+        self.model.to(device)
+        cuda = device == "cuda"
+        weights = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(weights, lr=LEARNING_RATE, fused=cuda, capturable=cuda)
+        self._losses: list[Tensor] = []
+        self.stream: Any = torch.cuda.Stream() if cuda else None
+        self.replay = self._record() if cuda else self._step
+
+    def take(self, rows: Tensor) -> None:
+        with torch.cuda.stream(self.stream):  # None: does nothing
+            self.rows.copy_(rows)
+            self._losses.append(self.replay().clone())
+
+    def losses(self) -> Tensor:
+        if self.stream is not None:
+            self.stream.synchronize()
+        return torch.stack(self._losses).double().cpu()
+
+    def _step(self) -> Tensor:
+        self.optimizer.zero_grad()
+        with torch.autocast(self.rows.device.type, torch.bfloat16, enabled=self.side.bf16):
+            loss, _ = self.model(
+                input_ids=self.rows[:, :-1], targets=self.rows[:, 1:], use_cache=False
+            )
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
+        self.optimizer.step()
+        return loss.detach()
+
+    def _record(self) -> Callable[[], Tensor]:
+        """The step as a CUDA graph; model and optimizer are as they were."""
+        before = {name: value.clone() for name, value in self.model.state_dict().items()}
+        torch.cuda.synchronize()
+        with torch.cuda.stream(self.stream):  # everything lazy happens here
+            self._step()
+        torch.cuda.synchronize()
+        self.model.load_state_dict(before)
+        for state in self.optimizer.state.values():
+            for value in state.values():
+                value.zero_()
+        self.optimizer.zero_grad()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=self.stream):
+            loss = self._step()
+        torch.cuda.synchronize()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return loss
+
+        return replay
+
+
+def train(sides: Iterable[Side], batches: Tensor) -> Iterator[Tensor]:
+    """The losses [steps] of every side."""
+    runs = [Run(side, batches[0]) for side in sides]
+    for rows in batches:
+        for run in runs:
+            run.take(rows)
+    return (run.losses() for run in runs)
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    """Root of the mean square, over the steps, of the difference of two curves."""
+    return (a - b).square().mean().sqrt().item()

@@ -1,0 +1,90 @@
+"""Loss curves as they are kept, and their picture, for scripts/convergence."""
+
+import csv
+import datetime
+import re
+from collections import defaultdict
+from pathlib import Path
+
+import torch
+from _bench_common import commit
+
+WINDOW = 10  # steps whose mean is one point
+COLUMNS = ["study", "family", "precision", "side", "step", "loss", "device", "torch", "commit"]
+COLUMNS += ["date"]
+Key = tuple[str, str]  # precision, side
+
+
+def append(folder: Path, study: str, family: str, curves: dict, stamp: dict) -> Path:
+    """To <device>-convergence.csv, in the place of what it has of this study and family."""
+    name = re.sub(r"[^a-z0-9]+", "-", stamp["device"].lower()).strip("-")
+    path = folder / f"{name}-convergence.csv"
+    rows = [r for r in read(path) if (r["study"], r["family"]) != (study, family)]
+    stamp = stamp | {"torch": torch.__version__.split("+")[0]}
+    stamp |= {"commit": stamp["commit"] or commit(), "date": datetime.date.today().isoformat()}
+    for (side, bf16), curve in curves.items():
+        head = {"study": study, "family": family, "side": side}
+        head["precision"] = "bf16" if bf16 else "fp32"
+        for end in range(WINDOW, len(curve) + 1, WINDOW):
+            loss = curve[end - WINDOW : end].mean().item()
+            rows.append(head | {"step": end, "loss": f"{loss:.7g}"} | stamp)
+    folder.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def plot(folder: Path) -> None:
+    """Beside every CSV a picture a study: <device>-convergence-<study>.svg."""
+    for path in sorted(folder.glob("*-convergence.csv")):
+        studies: dict[str, dict[str, dict[Key, list[tuple[int, float]]]]] = defaultdict(dict)
+        for row in read(path):
+            curves = studies[row["study"]].setdefault(row["family"], {})
+            point = int(row["step"]), float(row["loss"])
+            curves.setdefault((row["precision"], row["side"]), []).append(point)
+        for study, families in studies.items():
+            draw(path.with_name(f"{path.stem}-{study}.svg"), families)
+
+
+def draw(path: Path, families: dict[str, dict[Key, list[tuple[int, float]]]]) -> None:
+    """Above the losses; below, how far each is from the first of its precision."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams |= {"svg.hashsalt": "flashcell", "svg.fonttype": "none", "font.size": 8}
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(
+        2, len(families), figsize=(max(2.1 * len(families), 7), 4.6), squeeze=False, sharex=True
+    )
+    for column, (family, curves) in zip(axes.T, families.items(), strict=True):
+        names = list(dict.fromkeys(side for _, side in curves))
+        colors = {name: f"C{k}" for k, name in enumerate(names)}
+        firsts: dict[str, list[float]] = {}
+        for (precision, side), points in curves.items():
+            steps, losses = map(list, zip(*points, strict=True))
+            first = firsts.setdefault(precision, losses)
+            style = {"color": colors[side], "linestyle": ":" if precision == "bf16" else "-"}
+            style |= {"linewidth": 1.0, "label": f"{side} {precision}"}
+            column[0].plot(steps, losses, **style)
+            if losses is not first:
+                gaps = [abs(a - b) for a, b in zip(losses, first, strict=True)]
+                column[1].semilogy(steps, gaps, **style)
+        column[0].set_title(family)
+        column[1].set_xlabel("step")
+    axes[0, 0].set_ylabel("loss, nats a byte")
+    axes[1, 0].set_ylabel("distance from the first")
+    handles, labels = axes[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="lower center", ncols=5, frameon=False)
+    figure.tight_layout(rect=(0, 0.06 + 0.03 * (len(labels) // 5), 1, 1))
+    figure.savefig(path, metadata={"Date": None})
+    pyplot.close(figure)

@@ -1,0 +1,94 @@
+"""What scripts/convergence compares: models and sides."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from _convergence import VOCABULARY, Side
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import flashcell
+
+NUDGES = (1, 2, 3)
+SMALL = {"vocab_size": VOCABULARY, "hidden_size": 128, "num_hidden_layers": 2}
+FUSED = {"model_type": "flash_rnn", "intermediate_size": 256, "num_heads": 2}
+FAMILIES: dict[str, dict[str, Any]] = {
+    **{cell: {**FUSED, "cell": cell} for cell in ("lstm", "gru", "rnn", "slstm")},
+    **{cell: {**FUSED, "cell": cell} for cell in ("flash_gru", "flash_lstm")},
+    "mlstm-exp": {"model_type": "flash_mlstm", "num_heads": 2},
+    "mlstm-sigmoid": {"model_type": "flash_mlstm", "num_heads": 2, "input_gate": "sigmoid"},
+    "xlstm": {"model_type": "flash_xlstm", "num_heads": 2, "slstm_at": [1]},
+}
+
+
+def make_model(values: dict[str, Any], backend: str) -> nn.Module:
+    config = AutoConfig.for_model(**SMALL | values, backend=backend)
+    return AutoModelForCausalLM.from_config(config)
+
+
+def kernel_sides(family: str, kernel: str) -> Iterator[Side]:
+    """The kernel and the reference, in fp32 and bf16; kernels from weights one rounding away."""
+    make = partial(make_model, FAMILIES[family])
+    for bf16 in (False, True):
+        yield Side("kernel", partial(make, kernel), bf16)
+        yield Side("reference", partial(make, "reference"), bf16)
+        for seed in NUDGES:
+            yield Side(f"nudged-{seed}", partial(make, kernel), bf16, seed)
+
+
+class TorchMixer(nn.Module):
+    """torch.nn.LSTM in the place of a RecurrentMixer, from the mixer's own weights.
+
+    both_biases  nn.LSTM adds two, b_ih + b_hh: train both, or leave b_hh at 0
+    own_start    begin as nn.LSTM does, uniform within 1 / sqrt(D)
+    """
+
+    def __init__(self, mixer: nn.Module, both_biases: bool, own_start: bool, own_kernel: bool):
+        super().__init__()
+        width = mixer.gate_bias[0].numel()
+        module = flashcell.LSTM if own_kernel else nn.LSTM
+        self.lstm = module(mixer.in_proj.in_features, width, batch_first=True)
+        if not own_start:
+            with torch.no_grad():
+                self.lstm.weight_ih_l0.copy_(mixer.in_proj.weight)
+                self.lstm.weight_hh_l0.copy_(mixer.recurrent_weight.view(-1, width))
+                self.lstm.bias_ih_l0.copy_(mixer.gate_bias.flatten())
+                self.lstm.bias_hh_l0.zero_()
+        self.lstm.bias_hh_l0.requires_grad_(both_biases)
+
+    def forward(self, hidden_states: torch.Tensor, *_: Any) -> torch.Tensor:
+        return self.lstm(hidden_states)[0]
+
+
+def with_torch(kernel: str, **options: bool) -> nn.Module:
+    model = make_model({**FUSED, **WIDE, "cell": "lstm", "num_heads": 1}, kernel)
+    for block in model.model.layers:
+        block.mixer = TorchMixer(block.mixer, **options)
+    return model
+
+
+WIDE = {"hidden_size": 256, "intermediate_size": 512}
+TORCH_SIDES: dict[str, dict[str, bool]] = {
+    "nn.LSTM, one bias": {"both_biases": False, "own_start": False, "own_kernel": False},
+    "nn.LSTM": {"both_biases": True, "own_start": False, "own_kernel": False},
+    "nn.LSTM, its start": {"both_biases": True, "own_start": True, "own_kernel": False},
+    "flashcell.LSTM": {"both_biases": True, "own_start": False, "own_kernel": True},
+    "flashcell.LSTM, its start": {"both_biases": True, "own_start": True, "own_kernel": True},
+}
+
+
+def torch_sides(kernel: str) -> Iterator[Side]:
+    """flash_rnn's LSTM, and in its place nn.LSTM step by step nearer to how it is used by itself."""
+    native: Callable[[], nn.Module] = partial(
+        make_model, {**FUSED, **WIDE, "cell": "lstm", "num_heads": 1}, kernel
+    )
+    for bf16 in (False, True):
+        yield Side("flash_rnn", native, bf16)
+        for seed in NUDGES[:1]:
+            yield Side(f"nudged-{seed}", native, bf16, seed)
+        for name, options in TORCH_SIDES.items():
+            yield Side(name, partial(with_torch, kernel, **options), bf16)
+    one_bias = partial(with_torch, kernel, **TORCH_SIDES["nn.LSTM, one bias"])
+    yield Side("nn.LSTM, one bias, TF32", one_bias, tf32=True)

@@ -1,0 +1,100 @@
+"""The loss of a language model without its logits: they exist for a few thousand tokens at a time.
+
+At 65,536 tokens and a vocabulary of 50,432 the logits, their logarithms and gradients are 40 GB. Here
+the head, the loss and the gradients of both are taken together, chunk by chunk, so a step is left with
+the gradients of the hidden states and of the head's weight, and no product is computed twice.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+IGNORED = -100
+CHUNK = 2**28  # logits at a time, at most: 1 GiB in fp32
+TILE = 128  # products with 50,257 columns instead of 50,304 take five times as long on an H200
+NOWHERE = -1e9  # logit of a column that only fills the tile: its probability is 0
+
+
+class HeadLoss(torch.autograd.Function):
+    """Mean over the targets [N] that are not IGNORED of -log softmax(l)[target] + z_loss lse(l)^2 with
+    l = cap tanh(W x / cap) (without cap l = W x), x [N, H], W [V, H] -> a number, at least fp32.
+
+    Products are in autocast's dtype where it is on, all else at least in fp32. At a token, of l:
+    r (softmax(l) - onehot / s) with s = 1 + 2 z_loss lse(l), r = s / N; r multiplies rows of x and of
+    its gradient, never one of l.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, cap: float | None, z_loss: float
+    ) -> Tensor:
+        kind = x.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        exact = torch.promote_types(dtype, torch.float32)
+        with torch.autocast(kind, enabled=False):
+            vocabulary = len(weight)
+            operand = weight.new_zeros(-(-vocabulary // TILE) * TILE, x.shape[1], dtype=dtype)
+            operand[:vocabulary] = weight
+            counted = targets != IGNORED
+            share = counted.to(exact) / counted.sum()
+            ctx.save_for_backward(dx := torch.empty_like(x), dw := torch.zeros_like(weight))
+            loss = share.new_zeros(())
+            rows = 1 << max(0, (CHUNK // vocabulary).bit_length() - 1)
+            for part in (slice(at, at + rows) for at in range(0, len(x), rows)):
+                own = x[part].to(dtype)
+                logits = (own @ operand.mT).to(exact)
+                if cap is not None:
+                    logits = logits.div_(cap).tanh_().mul_(cap)
+                logits[:, vocabulary:] = NOWHERE
+                losses, g, r = chunk(logits, targets[part], share[part], cap, z_loss, dtype)
+                loss += losses
+                dx[part] = r * (g @ operand)
+                dw += (g.mT @ (r * own).to(dtype))[:vocabulary]
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        dx, dw = ctx.saved_tensors
+        return dx * grad, dw * grad, None, None, None
+
+
+def chunk(
+    logits: Tensor, targets: Tensor, share: Tensor, cap: float | None, z_loss: float,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The part of the loss, and in `dtype` the logits' gradient (before the cap) but for the factors
+    r [.., 1] of its rows."""
+    targets = targets.clamp_min(0)[:, None]
+    logs = logits.log_softmax(-1)
+    at_target = logs.gather(-1, targets)
+    lse = logits[:, :1] - logs[:, :1]
+    losses = (z_loss * lse.square() - at_target)[:, 0] @ share
+    s = 1 + 2 * z_loss * lse
+    g = torch.exp(logs, out=torch.empty_like(logs, dtype=dtype))
+    g.scatter_(-1, targets, (at_target.exp() - 1 / s).to(dtype))
+    if cap is not None:
+        g.mul_(1 - (logits / cap).square_())
+    return losses, g, share[:, None] * s
+
+
+def add_loss(model: nn.Module) -> None:
+    """Makes model(..., targets=[B, T], z_loss=0.0) return (the mean loss, the cache), without logits.
+
+    It is the model's own forward that learns this, so that what wraps a model (DDP, FSDP2, autocast)
+    sees an ordinary call, and names in checkpoints stay.
+    """
+    plain: Callable[..., Any] = model.forward
+    cap = getattr(model.config, "output_logit_soft_cap", None)
+
+    def forward(*arguments: Any, targets: Tensor | None = None, z_loss: float = 0.0, **rest: Any):
+        if targets is None:
+            return plain(*arguments, **rest)
+        output = model.base_model(*arguments, **rest)
+        hidden = output.last_hidden_state.flatten(0, 1)
+        weight = model.get_output_embeddings().weight
+        loss = HeadLoss.apply(hidden, weight, targets.flatten(), cap, z_loss)
+        return loss, output.past_key_values
+
+    model.forward = forward

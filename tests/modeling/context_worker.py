@@ -1,0 +1,120 @@
+"""One of several processes of test_context_parallel.py: a sequence split over them has the logits, the
+loss and the gradients of the whole one."""
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoModelForCausalLM
+
+import flashcell  # noqa: F401  (registers the families)
+from flashcell.context_parallel import ContextParallel
+
+BATCH, PART = 2, 5
+# Relative, in fp64: sums in another order. Observed 1.7e-14; transformers' own loss, which is fp32
+# whatever the logits are, has 2.1e-7.
+BOUNDS = {"logits": 6e-14, "loss": 6e-7}
+
+
+def gradients(model, value) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    value.backward()
+    return {f"d {name}": p.grad.clone() for name, p in model.named_parameters()}
+
+
+def whole(model, way, inputs, targets) -> dict[str, torch.Tensor]:
+    if way == "loss":
+        loss = model(**inputs, labels=targets, shift_labels=targets).loss
+        return gradients(model, loss) | {"loss": loss.detach()}
+    logits = model(**inputs).logits
+    loss = cross_entropy(logits.flatten(0, 1), targets.flatten())
+    return gradients(model, loss) | {"loss": loss.detach(), "logits": logits.detach()}
+
+
+def split(model, way, inputs, targets, context) -> dict[str, torch.Tensor]:
+    """The same from every rank's part: means over the ranks, and the logits side by side."""
+    inputs = {name: context.split(value) for name, value in inputs.items()}
+    targets, ranks, found = context.split(targets), dist.get_world_size(), {}
+    if way == "loss":
+        loss = context(**inputs, targets=targets).loss
+    else:
+        logits = context(**inputs).logits
+        loss = cross_entropy(logits.flatten(0, 1), targets.flatten())
+        parts = [torch.empty_like(logits) for _ in range(ranks)]
+        dist.all_gather(parts, logits.detach())
+        found["logits"] = torch.cat(parts, 1)
+    means = gradients(model, loss) | {"loss": loss.detach().clone()}
+    for value in means.values():
+        dist.all_reduce(value)
+        value /= ranks
+    return found | means
+
+
+def check(checkpoint: Path, tokens: torch.Tensor) -> None:
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float64)
+    context = ContextParallel(model)
+    inputs, targets = {"input_ids": tokens[:, :-1]}, tokens[:, 1:].contiguous()
+    length = targets.shape[1]
+    packed = torch.stack([torch.arange(length) % n for n in (4, 7)])  # documents over the borders
+    padded = torch.ones(BATCH, length, dtype=torch.long)
+    padded[0, :7], padded[1, 3:8] = 0, 0  # the whole of a part among it
+    for extra in ({}, {"position_ids": packed}, {"attention_mask": padded}):
+        for way, bound in BOUNDS.items():
+            want = whole(model, way, inputs | extra, targets)
+            for what, got in split(model, way, inputs | extra, targets, context).items():
+                error = (got - want[what]).norm() / want[what].norm()
+                where = f"{checkpoint.name} {[*extra]} {way}: {what}: relative error {error:.2g}"
+                assert error <= bound, where
+                print(where)
+
+
+def check_wrapped(checkpoint: Path, tokens: torch.Tensor) -> None:
+    """DistributedDataParallel around the model leaves the whole sequence's gradients everywhere."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float64)
+    targets = tokens[:, 1:].contiguous()
+    want = whole(model, "loss", {"input_ids": tokens[:, :-1]}, targets)
+    context = ContextParallel(DistributedDataParallel(model))
+    inputs = context.split(tokens[:, :-1])
+    got = gradients(model, context(input_ids=inputs, targets=context.split(targets)).loss)
+    for what, value in got.items():
+        error = (value - want[what]).norm() / want[what].norm()
+        assert error <= BOUNDS["loss"], f"wrapped: {what}: relative error {error:.2g}"
+
+
+def check_guards(checkpoint: Path, tokens: torch.Tensor) -> None:
+    """Gradients that would be missing are an error on the rank that misses them."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    context = ContextParallel(model)
+    part = context.split(tokens[:, :-1])
+    model(input_ids=part, past_key_values=context.begin(part), use_cache=True)
+    try:
+        context.begin(part)
+        refused = False
+    except RuntimeError as error:
+        refused = "no loss of it went through join" in str(error)
+    assert refused == (context.wire.rank < context.wire.size - 1)
+    context.join(torch.zeros(()))
+    with torch.no_grad():  # nothing flows back: nothing is missed
+        for _ in range(2):
+            model(input_ids=part, past_key_values=context.begin(part), use_cache=True)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    tokens = torch.randint(2, 60, (BATCH, PART * dist.get_world_size() + 1))
+    checkpoints = sorted(Path(sys.argv[1]).iterdir())
+    for checkpoint in checkpoints:
+        check(checkpoint, tokens)
+    check_wrapped(checkpoints[0], tokens)
+    check_guards(checkpoints[0], tokens)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""The training loss without logits, against cross_entropy on them."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import flashcell  # noqa: F401  registers the families
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import _loss  # noqa: E402
+from _loss import HeadLoss, add_loss  # noqa: E402
+
+TOKENS, WIDTH, VOCABULARY = 23, 8, 50
+
+
+def draw() -> tuple[torch.Tensor, ...]:
+    torch.manual_seed(0)
+    x = torch.randn(TOKENS, WIDTH, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(VOCABULARY, WIDTH, dtype=torch.float64, requires_grad=True)
+    targets = torch.randint(VOCABULARY, (TOKENS,))
+    targets[[3, 11, 22]] = -100
+    return x, weight, targets
+
+
+def plain_loss(x, weight, targets, cap, z_loss):
+    logits = x @ weight.mT
+    if cap is not None:
+        logits = cap * torch.tanh(logits / cap)
+    squares = logits.logsumexp(-1).square()[targets != -100]
+    return cross_entropy(logits, targets) + z_loss * squares.mean()
+
+
+@pytest.mark.parametrize("chunk", [2**28, 7 * VOCABULARY, 1])
+@pytest.mark.parametrize("z_loss", [0.0, 0.3])
+@pytest.mark.parametrize("cap", [None, 3.0])
+def test_loss_and_gradients(monkeypatch, cap, z_loss, chunk):
+    monkeypatch.setattr(_loss, "CHUNK", chunk)
+    x, weight, targets = draw()
+    got = HeadLoss.apply(x, weight, targets, cap, z_loss)
+    want = plain_loss(x, weight, targets, cap, z_loss)
+    torch.testing.assert_close(got, want, rtol=1e-14, atol=0)
+    grads = torch.autograd.grad(2 * got, [x, weight]), torch.autograd.grad(2 * want, [x, weight])
+    for ours, theirs in zip(*grads, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("cap", [None, 3.0])
+def test_bf16_is_as_exact_as_cross_entropy_on_bf16_logits(cap):
+    """Both round the logits and their gradients: neither may be much further from float64."""
+    x, weight, targets = draw()
+    exact = torch.autograd.grad(plain_loss(x, weight, targets, cap, 0.1), [x, weight])
+    half = [t.detach().float().requires_grad_() for t in (x, weight)]
+    errors = []
+    for loss in (HeadLoss.apply, lambda *rest: plain_loss_in_fp32(*rest)):
+        with torch.autocast("cpu", torch.bfloat16):
+            value = loss(*half, targets, cap, 0.1)
+        grads = torch.autograd.grad(value, half)
+        assert [g.dtype for g in grads] == [torch.float32] * 2
+        errors.append(
+            [((a - b).norm() / b.norm()).item() for a, b in zip(grads, exact, strict=True)]
+        )
+    for ours, theirs in zip(*errors, strict=True):
+        assert ours < 1.3 * theirs
+
+
+def plain_loss_in_fp32(x, weight, targets, cap, z_loss):
+    logits = (x @ weight.mT).float()
+    if cap is not None:
+        logits = cap * torch.tanh(logits / cap)
+    return (
+        cross_entropy(logits, targets)
+        + z_loss * logits.logsumexp(-1)[targets != -100].square().mean()
+    )
+
+
+SMALL = {"vocab_size": 16, "hidden_size": 16, "num_hidden_layers": 2}
+MODELS = {
+    "flash_rnn": {"num_heads": 2, "intermediate_size": 16, "backend": "reference"},
+    "flash_mlstm": {"num_heads": 2, "qk_dim_factor": 1.0, "backend": "reference"},
+    "llama": {"num_attention_heads": 2, "intermediate_size": 16},
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_model_learns_to_return_its_loss(kind):
+    """The soft cap of flash_mlstm included; without targets it stays as it was."""
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SMALL, **MODELS[kind]))
+    with torch.no_grad():
+        model.lm_head.weight.mul_(300)  # far enough for the cap of 30 to matter
+    tokens, names = torch.arange(8)[None], set(model.state_dict())
+    logits = model(tokens).logits
+    want = cross_entropy(logits[0], tokens[0]) + 0.5 * logits.logsumexp(-1).square().mean()
+    add_loss(model)
+    loss, cache = model(tokens, targets=tokens, z_loss=0.5, use_cache=True)
+    torch.testing.assert_close(loss, want)
+    torch.testing.assert_close(model(tokens).logits, logits, rtol=0, atol=0)
+    assert cache is not None
+    assert set(model.state_dict()) == names
