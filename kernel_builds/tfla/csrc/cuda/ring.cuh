@@ -24,7 +24,12 @@ struct Slot {
     barrier_init(full, kWarpgroup / 32);
     barrier_init(empty(), kConsumers * kWarpgroup / 32);
   }
-  DEVICE void wait_full(int round) const { barrier_wait(full, round); }
+  // Of a consumer. The fence is here and not with the producer, where it would wait for all copies
+  // that are under way.
+  DEVICE void wait_full(int round) const {
+    barrier_wait(full, round);
+    fence_for_wgmma();
+  }
   // Of a consumer: its warp will not read the slot any more.
   DEVICE void release() const {
     __syncwarp();
@@ -81,7 +86,6 @@ struct Landing {
  private:
   DEVICE static void tell(uint32_t barrier) {
     if (barrier == 0) return;
-    fence_for_wgmma();
     __syncwarp();
     if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
   }
