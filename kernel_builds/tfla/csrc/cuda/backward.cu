@@ -46,7 +46,6 @@ struct Plan {
     in_blocks = has_blocks<IO>(p, device);
     if (in_blocks) {
       terms.in = arrays.take<float>(values), terms.out = arrays.take<float>(values);
-      terms.anchor = arrays.take<float>(slots);
     }
     bytes = arrays.bytes();
     if (!p.normalized) terms.n_weight = terms.delta = terms.n = terms.dn = nullptr;
@@ -71,13 +70,10 @@ void run_blocks(const BackwardParams& p, const BackwardTerms& terms, const Devic
   const int slots = Gradients::slots(p, device.shared_bytes);
   const int panels = Gradients::panels(std::max(p.K, p.V));
   const int bytes = Gradients::bytes(p, device.shared_bytes);
-  const int64_t pairs = chunks.slots() * p.H;
-  const int64_t items = pairs * Gradients::items_of_chunk(p, chunks.tiles());
-  const int64_t blocks = std::min<int64_t>(items, device.processors);
+  const GradientBlocks blocks = Gradients::share(p, chunks.tiles(), device.processors);
   launch(block_gradients<IO, kKeyBlocks, kValueBlocks>,
-         {blocks, kRingThreads, bytes, stream}, p, terms, items, slots, panels);
-  const int64_t gate_blocks = (pairs + kGateWarps - 1) / kGateWarps;
-  launch(gate_gradients, {gate_blocks, 32 * kGateWarps, 0, stream}, p, terms);
+         {blocks.total(), kRingThreads, bytes, stream}, p, terms, blocks, slots, panels);
+  launch(gate_gradients<IO>, {chunks.slots() * p.H, kGateThreads, 0, stream}, p, terms);
 }
 template <typename IO>
 void run_blocks(const BackwardParams& p, const BackwardTerms& terms, const Device& device,

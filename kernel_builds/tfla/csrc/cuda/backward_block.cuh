@@ -4,8 +4,8 @@
 //   dk = a (v dC^T + dn) + dS^T q              rows j
 //   dv = a (k dC) + (W / N)^T dh               rows j; W = decay (q k^T)
 //
-// by persistent blocks that walk through items: chunk, head, what of it. in_t = q dq and
-// out_j = k dk go to gate_gradients, from unrounded sums.
+// by persistent blocks, each with one of the three for good, so that its code stays in the
+// instruction cache. in_t = q dq and out_j = k dk go to gate_gradients, from unrounded sums.
 #pragma once
 #include <algorithm>
 
@@ -15,6 +15,14 @@
 namespace flashcell::cuda {
 
 enum class Gradient { kQuery, kKey, kValue };
+constexpr int kGradients = 3;
+
+// How many thread blocks have which gradient.
+struct GradientBlocks {
+  int count[kGradients];
+
+  __host__ DEVICE int total() const { return count[0] + count[1] + count[2]; }
+};
 
 constexpr int kMostSlots = 12;
 
@@ -27,11 +35,8 @@ struct BlockItem {
 
 template <typename IO, int kKeyBlocks, int kValueBlocks>
 struct BlockGradients {
-  static constexpr int kConsumerThreads = kConsumers * kWarpgroup;
-
   struct Shared {  // behind the ring's slots and the left rows
     RowTerms rows;
-    float anchor[kConsumerThreads / 32];
     char barriers[(kMostSlots + kMostPanels) * Slot::kBytes];
   };
   __host__ DEVICE static int panels(int64_t width) { return int((width + kPanel<IO> - 1) / kPanel<IO>); }
@@ -67,35 +72,43 @@ struct BlockGradients {
     return shared_address(shared_behind(memory, slots, panels).barriers);
   }
 
-  // ---- Items. Those of a chunk and head are neighbours, because they read the same rows. ----
+  // ---- Items: 128 rows of a chunk and head, and up to 128 kBlocks columns. ----
 
-  __host__ DEVICE static int64_t value_items(const BackwardParams& p) {
-    const int width = kValueBlocks * kBlockColumns;
-    return (p.V + width - 1) / width;
+  __host__ DEVICE static int value_items(const BackwardParams& p) {
+    constexpr int kWidth = kValueBlocks * kBlockColumns;
+    return (int(p.V) + kWidth - 1) / kWidth;
   }
-  __host__ DEVICE static int items_of_chunk(const BackwardParams& p, int tiles) {
-    return (tiles + 1) / 2 * (2 + int(value_items(p)));
+  // In proportion to the products.
+  static GradientBlocks share(const BackwardParams& p, int tiles, int processors) {
+    const double pairs = 32. * tiles * (tiles + 1), state = double(p.K * p.V * tiles);
+    const double keys = pairs * double(p.K + p.V) + state;
+    const double values = pairs * double(p.K * value_items(p) + p.V) + state;
+    const int each = std::max(1, int(processors * keys / (2 * keys + values) + 0.5));
+    return {each, each, std::max(1, processors - 2 * each)};
   }
-  DEVICE BlockItem item(int64_t index) const {
-    const int count = items_of_chunk(p, terms.rows.chunks.tiles());
-    const int64_t chunk = index / count;
-    // The items of a chunk differ in length: every round gives a block another kind.
-    const int round = int(chunk * count / gridDim.x % count);
-    const int kind = (int(index % count) + round) % count, kinds = 2 + int(value_items(p));
-    const int which = kind % kinds;
-    BlockItem item;
-    item.slot = chunk / p.H, item.head = int(chunk % p.H);
-    item.chunk = terms.rows.chunks.at(item.slot);
-    item.row = kind / kinds * kBlockRows;
-    item.gradient = which == 0   ? Gradient::kQuery
-                    : which == 1 ? Gradient::kKey
-                                 : Gradient::kValue;
-    item.column = which < 2 ? 0 : (which - 2) * kValueBlocks * kBlockColumns;
-    return item;
+
+  template <typename Body>
+  DEVICE void for_items(Gradient gradient, int first, int stride, const Body& body) const {
+    const int columns = gradient == Gradient::kValue ? value_items(p) : 1;
+    const int count = (terms.rows.chunks.tiles() + 1) / 2 * columns;  // of a chunk and head
+    const int heads = int(p.H), items = int(terms.rows.chunks.slots()) * heads * count;
+    for (int index = first; index < items; index += stride) {
+      const int chunk = index / count;
+      // Later rows of dq have more to see, of dk and dv less: every round a block has others.
+      const int part = (index + chunk * count / stride) % count;
+      BlockItem item;
+      item.slot = chunk / heads, item.head = chunk % heads;
+      item.chunk = terms.rows.chunks.at(item.slot);
+      item.row = part / columns * kBlockRows;
+      item.column = part % columns * kValueBlocks * kBlockColumns;
+      item.gradient = gradient;
+      body(item);
+    }
   }
 
   DEVICE Matrix<IO> matrix(const BlockItem& item, const Strided& x, int64_t width) const {
-    const int64_t b = item.chunk.row / p.T, t = item.chunk.row % p.T;
+    const unsigned b = unsigned(item.chunk.row) / unsigned(p.T);
+    const unsigned t = unsigned(item.chunk.row) % unsigned(p.T);
     return {static_cast<const IO*>(x.data) + b * x.batch + t * x.time + item.head * x.head, x.time,
             item.chunk.steps, int(width)};
   }
@@ -134,54 +147,48 @@ struct BlockGradients {
   // ---- The producer ----
 
   // Lands with the first panel of rows.
+  template <Gradient kGradient>
   DEVICE void copy_terms(const BlockItem& item) const {
+    constexpr bool kQuery = kGradient == Gradient::kQuery, kValue = kGradient == Gradient::kValue;
     const Rows& rows = terms.rows;
-    const bool seeing = item.gradient == Gradient::kQuery;
-    const bool divided = item.gradient != Gradient::kValue && terms.delta;
-    const int64_t first = rows.row(item.head, item.chunk);
-    const float* gain = seeing ? rows.inflow : rows.outflow;
     RowTerms& to = shared.rows;
-    const auto copy_pair = [](float2& to, const float2* from, bool exists) {
-      copy_word_or_zero(&to.x, &from->x, exists), copy_word_or_zero(&to.y, &from->y, exists);
-    };
-#pragma unroll 1
-    for (int row = threadIdx.x % kWarpgroup; row < kLongestChunk; row += kWarpgroup) {
-      const bool exists = row < item.chunk.steps;
-      const int64_t at = first + (exists ? row : 0);
-      copy_pair(to.u[row], rows.u + at, exists), copy_pair(to.w[row], rows.w + at, exists);
+    const int steps = item.chunk.steps, thread = threadIdx.x;
+    const int64_t slot = rows.slot(item.head, item.slot), state = slot * p.K;
+    const float* vector = kQuery ? terms.n : terms.dn;
+#pragma unroll
+    for (int row = thread; row < kLongestChunk; row += kWarpgroup) {
+      const bool exists = row < steps;
+      const int64_t at = rows.row(item.head, item.chunk) + row;
+      copy_word_or_zero(&to.u[row].x, &rows.u[at].x, exists);
+      copy_word_or_zero(&to.u[row].y, &rows.u[at].y, exists);
+      copy_word_or_zero(&to.w[row].x, &rows.w[at].x, exists);
+      copy_word_or_zero(&to.w[row].y, &rows.w[at].y, exists);
       copy_word_or_zero(&to.past[row], rows.past + at, exists);
       copy_word_or_zero(&to.future[row], rows.future + at, exists);
-      copy_word_or_zero(&to.gain[row], gain + at, exists);
+      copy_word_or_zero(&to.gain[row], (kQuery ? rows.inflow : rows.outflow) + at, exists);
       copy_word_or_zero(&to.inverse[row], terms.inverse + at, exists);
-      copy_word_or_zero(&to.delta[row], divided ? terms.delta + at : terms.inverse, divided && exists);
-      const int* start = rows.start + item.chunk.row + (exists ? row : 0);
+      copy_word_or_zero(&to.delta[row], terms.delta + at, exists && !kValue && terms.delta);
+      const int* start = rows.start + item.chunk.row + row;
       copy_word_or_zero(reinterpret_cast<float*>(&to.start[row]),
                         reinterpret_cast<const float*>(start), exists);
-      const float* vector = seeing ? terms.n : terms.dn;
-      const bool has = vector && item.gradient != Gradient::kValue && row < p.K;
-      const int64_t state = rows.slot(item.head, item.slot) * p.K;
-      copy_word_or_zero(&to.vector[row], has ? vector + state + row : terms.inverse, has);
+      copy_word_or_zero(&to.vector[row], vector + state + row, !kValue && vector && row < p.K);
     }
-    const int tile = threadIdx.x % kWarpgroup;
-    if (tile < kMostTiles) {
-      const bool exists = tile * kTile < item.chunk.steps;
-      const float* decays = rows.tile_decay + rows.slot(item.head, item.slot) * rows.chunks.tiles();
-      copy_word_or_zero(&to.decay[tile], decays + (exists ? tile : 0), exists);
+    if (thread < kMostTiles) {
+      const int tiles = rows.chunks.tiles();
+      copy_word_or_zero(&to.decay[thread], rows.tile_decay + slot * tiles + thread,
+                        thread * kTile < steps);
     }
   }
-  DEVICE void produce(int64_t items) const {
+  template <Gradient kGradient>
+  DEVICE void produce(int first, int stride) const {
+    constexpr bool kValue = kGradient == Gradient::kValue;
     BlockProducer<IO> producer{ring, left};
-    for (int64_t index = blockIdx.x; index < items; index += gridDim.x) {
-      const BlockItem at = item(index);
-      if (at.row >= at.chunk.steps) continue;
-      const RowBlock of = block(at);
-      const auto terms_too = [&] { copy_terms(at); };
-      if (at.gradient == Gradient::kValue) {
-        producer.template fill<Major::kWidth>(of, inputs(at), kValueBlocks, terms_too);
-      } else {
-        producer.template fill<Major::kDepth>(of, inputs(at), kKeyBlocks, terms_too);
-      }
-    }
+    for_items(kGradient, first, stride, [&](const BlockItem& item) {
+      if (item.row >= item.chunk.steps) return;
+      producer.template fill<kValue ? Major::kWidth : Major::kDepth>(
+          block(item), inputs(item), kValue ? kValueBlocks : kKeyBlocks,
+          [&] { copy_terms<kGradient>(item); });
+    });
     producer.landing.finish();
   }
 
@@ -248,17 +255,16 @@ struct BlockGradients {
     using Products = RowProducts<IO, kBlocks>;
     const RowBlock of = block(item);
     Products products(place, rows, shared.rows, of, item.chunk.steps);
-    if (kQuery && item.row == 0 && item.chunk.steps > 0) add_anchor(item);
     typename Products::Sums sums;
 #pragma unroll
     for (int c = 0; c < kBlocks; ++c) clear(sums[c]);
     if (item.row < item.chunk.steps) {
       if (of.has_state) {
         products.template multiply_state<kState>(sums);
-        products.scale(sums, [&](int row) {
+        products.template scale<!kValue>(sums, [&](int row) {
           const float gain = shared.rows.gain[row];
           return kQuery ? Factors{gain, shared.rows.inverse[row], shared.rows.delta[row]}
-                        : Factors{gain, 1, kValue ? 0.f : 1.f};
+                        : Factors{gain, 1, 1};
         });
       } else {
         products.wait_left();
@@ -273,80 +279,53 @@ struct BlockGradients {
       store_flow(item, products, sums, x, kQuery ? terms.in : terms.out);
     }
   }
-  // <C, dC> + <n, dn> after the chunk, of dC as the products have it, rounded.
-  DEVICE void add_anchor(const BlockItem& item) const {
-    const int thread = threadIdx.x - kWarpgroup;  // of the consumers
-    const int64_t size = p.K * p.V, here = terms.rows.slot(item.head, item.slot),
-                  last = item.chunk.sequence * p.H + item.head;
-    const IO *C = static_cast<const IO*>(terms.C),
-             *dC = static_cast<const IO*>(terms.dC) + here * size;
-    float sum = 0;
-    const auto add = [&](const auto* x, const auto* dx, int64_t width) {
-      sum += part_of_dot<kConsumerThreads>(x, dx, width, thread);
-    };
-    if (!terms.is_last(item.slot)) {
-      add(C + (here + 1) * size, dC, size);
-      if (terms.n) add(terms.n + (here + 1) * p.K, terms.dn + here * p.K, p.K);
-    } else if (has_after(item)) {
-      add(static_cast<const float*>(p.last_C) + last * size, dC, size);
-      if (terms.n) {
-        add(static_cast<const float*>(p.last_n) + last * p.K, terms.dn + here * p.K, p.K);
-      }
-    }
-    sum = warp_sum(sum);
-    sync_threads(1, kConsumerThreads);  // an earlier item's sums have been read
-    if (thread % 32 == 0) shared.anchor[thread / 32] = sum;
-    sync_threads(1, kConsumerThreads);
-    if (thread > 0) return;
-    float total = 0;
-    for (const float part : shared.anchor) total += part;
-    terms.anchor[here] = total;
-  }
-
-  DEVICE void consume(int64_t items) const {
+  template <Gradient kGradient>
+  DEVICE void consume(int first, int stride) const {
     BlockRing place = ring;
     LeftRows rows = left;
-    for (int64_t index = blockIdx.x; index < items; index += gridDim.x) {
-      const BlockItem at = item(index);
-      if (at.row >= at.chunk.rows) continue;
-      switch (at.gradient) {
-        case Gradient::kQuery:
-          consume<Gradient::kQuery>(place, rows, at);
-          break;
-        case Gradient::kKey:
-          consume<Gradient::kKey>(place, rows, at);
-          break;
-        default:
-          consume<Gradient::kValue>(place, rows, at);
-      }
-      if (at.row < at.chunk.steps) ++rows.round;
-    }
+    for_items(kGradient, first, stride, [&](const BlockItem& item) {
+      if (item.row >= item.chunk.rows) return;
+      consume<kGradient>(place, rows, item);
+      if (item.row < item.chunk.steps) ++rows.round;
+    });
   }
 
-  DEVICE void run(int64_t items) const {
+  template <Gradient kGradient>
+  DEVICE void run(int first, int stride) const {
+    if (warpgroup() == 0) {
+      leave_registers<kProducerRegisters>();
+      produce<kGradient>(first, stride);
+    } else {
+      take_registers<kConsumerRegisters>();
+      consume<kGradient>(first, stride);
+    }
+  }
+  DEVICE void run(const GradientBlocks& blocks) const {
     if (threadIdx.x == 0) {
       ring.init();
       for (int panel = 0; panel < left.count; ++panel) left.slot(panel).init();
       barrier_init_fence();
     }
     __syncthreads();
-    if (warpgroup() == 0) {
-      leave_registers<kProducerRegisters>();
-      produce(items);
+    const int block = int(blockIdx.x), keys = block - blocks.count[0];
+    const int values = keys - blocks.count[1];
+    if (keys < 0) {
+      run<Gradient::kQuery>(block, blocks.count[0]);
+    } else if (values < 0) {
+      run<Gradient::kKey>(keys, blocks.count[1]);
     } else {
-      take_registers<kConsumerRegisters>();
-      consume(items);
+      run<Gradient::kValue>(values, blocks.count[2]);
     }
   }
 };
 
 template <typename IO, int kKeyBlocks, int kValueBlocks>
 __global__ void __launch_bounds__(kRingThreads, 1)
-    block_gradients(const BackwardParams p, const BackwardTerms terms, int64_t items, int slots,
-                    int panels) {
+    block_gradients(const BackwardParams p, const BackwardTerms terms, GradientBlocks blocks,
+                    int slots, int panels) {
 #if FLASHCELL_WGMMA_CODE
   extern __shared__ __align__(1024) char memory[];
-  BlockGradients<IO, kKeyBlocks, kValueBlocks>(p, terms, slots, panels, memory).run(items);
+  BlockGradients<IO, kKeyBlocks, kValueBlocks>(p, terms, slots, panels, memory).run(blocks);
 #endif
 }
 

@@ -13,7 +13,6 @@ struct BackwardTerms {
   void *C, *dC;              // [H, slots, K, V] io: before the chunk, and the gradient after it
   float *n, *dn;             // [H, slots, K], or null
   float *in, *out;           // [H, rows] q dq and k dk, where blocks of rows work them out
-  float* anchor;             // [H, slots] <C, dC> + <n, dn> after the chunk, likewise
 
   // Of its sequence.
   DEVICE bool is_last(int64_t slot) const {

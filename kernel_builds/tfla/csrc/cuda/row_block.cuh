@@ -59,18 +59,26 @@ struct BlockProducer {
   // Where the second tile of a slot lies in the matrix.
   enum class Second { kBelow, kBeside };
 
+  // Few instructions, because a warp that copies has only itself to hide what they wait for.
   template <Second kSecond>
   DEVICE static void copy(uint32_t to, const Matrix<IO>& from, int row, int column) {
-    const int thread = threadIdx.x % kWarpgroup, piece = thread % 8, first = thread / 8;
+    constexpr bool kBelow = kSecond == Second::kBelow;
+    constexpr int kAtOnce = kWarpgroup / 8;  // rows
+    const int piece = threadIdx.x % 8, first = threadIdx.x / 8;
     to += first * kPanelBytes + (piece ^ first % 8) * 16;
+    row += first, column += 8 * piece;
+    const IO* source = from.data + row * from.stride + column;
+    const int64_t step = kAtOnce * from.stride;
 #pragma unroll
-    for (int i = 0; i < 2 * kTile; i += kWarpgroup / 8) {
-      const bool below = kSecond == Second::kBelow;
-      const int r = row + first + (below ? i : i % kTile);
-      const int c = column + 8 * piece + (below ? 0 : i / kTile * kPanel<IO>);
-      const bool exists = r < from.rows && c < from.columns;
-      const IO* source = exists ? from.data + r * from.stride + c : from.data;
-      copy_async_or_zero(to + i * kPanelBytes, source, exists);
+    for (int tile = 0; tile < 2; ++tile) {
+      const bool inside = column + (kBelow ? 0 : tile * kPanel<IO>) < from.columns;
+      const int rows = inside ? from.rows - row - (kBelow ? tile * kTile : 0) : 0;
+      const IO* at = source + (kBelow ? tile * (kTile / kAtOnce) * step : tile * kPanel<IO>);
+#pragma unroll
+      for (int i = 0; i < kTile / kAtOnce; ++i) {
+        copy_async_or_zero(to + tile * kGranule + i * kAtOnce * kPanelBytes, at + i * step,
+                           i * kAtOnce < rows);
+      }
     }
   }
   template <Second kSecond>
@@ -80,12 +88,8 @@ struct BlockProducer {
     landing.add(ring.slot());
     ring.advance();
   }
-  // also() copies what lands with the first of the left rows.
-  template <typename Also>
-  DEVICE void fill_left(const RowBlock& block, const Matrix<IO>& from, int panel,
-                        const Also& also) {
+  DEVICE void fill_left(const RowBlock& block, const Matrix<IO>& from, int panel) {
     landing.wait_empty(left.slot(panel), left.round);
-    if (panel == 0) also();
     if (panel < block.panels) {
       copy<Second::kBelow>(left.address(panel), from, block.row, panel * kPanel<IO>);
     }
@@ -99,12 +103,14 @@ struct BlockProducer {
       fill_slot<Second::kBeside>(from, panel * kPanel<IO>, column);
     }
   }
-  // What the consumers multiply, in their order.
+  // What the consumers multiply, in their order; also() copies what lands with the first panel.
   template <Major kState, typename Also>
   DEVICE void fill(const RowBlock& block, const RowInputs<IO>& from, int column_blocks,
                    const Also& also) {
+    landing.wait_empty(left.slot(0), left.round);
+    also();
     for (int panel = 0; panel < left.count; ++panel) {
-      fill_left(block, from.left, panel, also);
+      fill_left(block, from.left, panel);
       if (!block.has_state || panel >= block.panels) continue;
       for (int c = 0; c < column_blocks; ++c) {
         fill_state<kState>(block, from.state, panel, block.column + c * kBlockColumns);
@@ -325,7 +331,7 @@ struct RowProducts {
       own[half] = kSeeing ? terms.u[r] : terms.w[r];
       if constexpr (kSeeing) {
         inverse[half] = terms.inverse[r], delta[half] = terms.delta[r];
-        start[half] = terms.start[r];
+        start[half] = r < steps ? terms.start[r] : kTile;
       }
     }
     const int first = tile() * kTile;
@@ -340,7 +346,8 @@ struct RowProducts {
       if constexpr (!kSeeing) {
         inverses = reinterpret_cast<const float2&>(terms.inverse[column]);
         deltas = reinterpret_cast<const float2&>(terms.delta[column]);
-        starts[0] = terms.start[column], starts[1] = terms.start[column + 1];
+        starts[0] = column < steps ? terms.start[column] : kTile;
+        starts[1] = column + 1 < steps ? terms.start[column + 1] : kTile;
       }
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -354,7 +361,7 @@ struct RowProducts {
           const float add = kSeeing ? delta[half] : c ? deltas.y : deltas.x;
           const float decay =
               exp2_approx((own[half].x + other[c].x) + (own[half].y + other[c].y));
-          const bool counts = from <= seen && seen <= t && first + t < steps;
+          const bool counts = from <= seen && seen <= t;
           e[c] = counts ? decay * fmaf(by, pairs[j][2 * half + c], add) : 0.f;
         }
         put(words, j, half, e[0], e[1], body);
@@ -399,17 +406,19 @@ struct RowProducts {
     if (end < block.end) skip(rights + kBlocks);
   }
 
-  // sums = outer (gain sums + add vector), row by row; 0 where outer is 0, whatever the state
-  // holds.
-  template <typename FactorsOf>
+  // sums = outer (gain sums + add vector), row by row, or outer sums; 0 where outer is 0, whatever
+  // the state holds.
+  template <bool kWithVector, typename FactorsOf>
   DEVICE void scale(Sums& sums, const FactorsOf& factors_of) const {
     const auto first = factors_of(row(0)), second = factors_of(row(1));
     const auto apply = [](float& sum, const auto& by, float added) {
-      sum = by.outer == 0 ? 0.f : by.outer * fmaf(by.gain, sum, by.add * added);
+      const float inner = kWithVector ? fmaf(by.gain, sum, by.add * added) : sum;
+      sum = by.outer == 0 ? 0.f : by.outer * inner;
     };
 #pragma unroll
     for (int j = 0; j < kBlocks * kBlockColumns / 8; ++j) {
-      const float2 added = reinterpret_cast<const float2&>(terms.vector[8 * j + 2 * quad]);
+      float2 added{};
+      if (kWithVector) added = reinterpret_cast<const float2&>(terms.vector[8 * j + 2 * quad]);
       float(&sum)[4] = sums[j / 16][j % 16];
       apply(sum[0], first, added.x), apply(sum[1], first, added.y);
       apply(sum[2], second, added.x), apply(sum[3], second, added.y);

@@ -39,10 +39,15 @@ struct Chunks {
   int64_t S, T, rows;
   int length;  // L
 
-  __host__ DEVICE int64_t per_row() const { return (T + length - 1) / length; }
-  __host__ DEVICE int64_t slots() const { return list ? rows / length + S : S * per_row(); }
+  __host__ DEVICE int64_t per_row() const { return in_chunks(T + length - 1); }
+  __host__ DEVICE int64_t slots() const { return list ? in_chunks(rows) + S : S * per_row(); }
   DEVICE int64_t first_slot(const Sequence& s) const {
-    return list ? s.row / length + s.index : s.index * per_row();
+    return list ? in_chunks(s.row) + s.index : s.index * per_row();
+  }
+  // Whole chunks in `count` steps. A tensor of more than 2^32 of them fits on no GPU, and 64 bits
+  // take ten times as long to divide.
+  __host__ DEVICE int64_t in_chunks(int64_t count) const {
+    return unsigned(count) / unsigned(length);
   }
   DEVICE Sequence sequence(int64_t s) const { return list ? list[s] : Sequence{s, s * T, 0, T, 0}; }
   DEVICE static Chunk part(const Sequence& s, int64_t number, int length) {
@@ -54,7 +59,9 @@ struct Chunks {
     return {s.row + first, clip(s.length), clip(s.length + s.padding), int(s.index), int(number)};
   }
   DEVICE Chunk at(int64_t slot) const {
-    return table ? table[slot] : part(sequence(slot / per_row()), slot % per_row(), length);
+    if (table) return table[slot];
+    const unsigned count = unsigned(per_row()), index = unsigned(slot);
+    return part(sequence(index / count), index % count, length);
   }
   __host__ DEVICE int tiles() const { return length / kTile; }
   DEVICE int64_t count(const Sequence& s) const {  // chunks with steps
