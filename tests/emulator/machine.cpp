@@ -137,6 +137,7 @@ void run_block(unsigned block, const Storage& storage) {
   machine.block.x = block, machine.alive = unsigned(machine.threads.size());
   machine.at_barrier = 0, machine.idle = 0;
   for (auto& own : machine.named) own = {};
+  machine.landings.clear();
   machine.warps.assign((machine.threads.size() + kWarpSize - 1) / kWarpSize, Warp{});
   for (Thread& thread : machine.threads) start(thread);
   run_on(machine.options.backwards ? machine.alive - 1 : 0, &machine.main_stack);
@@ -177,9 +178,10 @@ Options read_options() {
     } else if (name == "shared" && 48 <= value && value << 10 <= flashcell::cuda::kMostShared) {
       options.shared_bytes = value << 10;
     } else {
-      throw std::invalid_argument("FLASHCELL_EMULATOR has the word '" + word +
-                                  "', but knows backwards, early, arch=<number>, processors=<count>, "
-                                  "shared=<KB>");
+      throw std::invalid_argument(
+          "FLASHCELL_EMULATOR has the word '" + word +
+          "', but knows backwards, early, arch=<number>, processors=<count>, "
+          "shared=<KB>");
     }
   }
   return options;
@@ -285,6 +287,22 @@ void wait_copies(int pending) {
   for (; int(groups.size()) > pending; groups.pop_front()) {
     for (const Copy& copy : groups.front()) land(copy);
   }
+}
+
+void arrive_after_copies(std::function<void()> arrive) {
+  std::vector<Copy>& issued = machine.threads[machine.thread.x].issued;
+  machine.landings.push_back([copies = std::move(issued), arrive] {
+    for (const Copy& copy : copies) land(copy);
+    arrive();
+  });
+  issued.clear();
+}
+bool land_oldest() {
+  if (machine.landings.empty()) return false;
+  const auto landing = std::move(machine.landings.front());
+  machine.landings.pop_front();
+  landing();
+  return true;
 }
 
 void issue_product(std::function<void()> product) {

@@ -16,15 +16,9 @@ DEVICE void barrier_init_fence() {
 DEVICE void barrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-DEVICE bool barrier_is_over(uint32_t barrier, int phase) {
-  uint32_t over;
-  asm volatile(
-      "{\n.reg .pred over;\nmbarrier.test_wait.parity.shared.b64 over, [%1], %2;\n"
-      "selp.u32 %0, 1, 0, over;\n}"
-      : "=r"(over)
-      : "r"(barrier), "r"(phase & 1)
-      : "memory");
-  return over;
+// Arrives once this thread's copies so far have landed; it goes on at once. `arrivals` counts it.
+DEVICE void barrier_arrive_after_copies(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
 }
 // Until phase `phase` is over: no earlier than the last one but one.
 DEVICE void barrier_wait(uint32_t barrier, int phase) {
@@ -36,8 +30,8 @@ DEVICE void barrier_wait(uint32_t barrier, int phase) {
       : "memory");
 }
 
-// What this thread wrote to shared memory, by stores or by copies it has waited for, is there for
-// wgmma, once a barrier says so to its threads.
+// What is in shared memory as this thread sees it, its own stores and what barriers have told it of,
+// is there for the wgmma that follows. A thread whose copies are in flight would wait for them here.
 DEVICE void fence_for_wgmma() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // A barrier of `threads` threads, whole warps; 0 is __syncthreads.

@@ -99,6 +99,10 @@ DEVICE uint32_t keep(uint32_t value) {
   asm volatile("" : "+r"(value));
   return value;
 }
+DEVICE float keep(float value) {
+  asm volatile("" : "+f"(value));
+  return value;
+}
 
 DEVICE uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));

@@ -58,8 +58,9 @@ struct Machine {
   Index thread, block, block_size, grid_size;
   std::vector<Thread> threads;
   std::vector<Warp> warps;
-  std::function<void()> body;  // the kernel and its arguments
-  char* shared = nullptr;      // dynamic shared memory of the block
+  std::function<void()> body;                  // the kernel and its arguments
+  std::deque<std::function<void()>> landings;  // of copies that a barrier waits for
+  char* shared = nullptr;                      // dynamic shared memory of the block
   uint32_t shared_bytes = 0;
   void* main_stack = nullptr;
   unsigned alive = 0, at_barrier = 0;
@@ -93,6 +94,10 @@ char* shared_at(uint32_t address, int bytes);
 void issue_copy(const Copy& copy);
 void commit_copies();
 void wait_copies(int pending);
+// The thread's copies since the last commit, and what follows their landing; then runs the oldest
+// such, of any thread, and says whether there was one.
+void arrive_after_copies(std::function<void()> arrive);
+bool land_oldest();
 void issue_product(std::function<void()> product);
 void commit_products();
 void wait_products(int pending);

@@ -21,11 +21,14 @@ inline void barrier_arrive(uint32_t barrier) {
   emulator::machine.idle = 0;
   if (++b.arrived == b.expects) b.arrived = 0, ++b.phase;
 }
-inline bool barrier_is_over(uint32_t barrier, int phase) {
-  return (mbarrier_at(barrier).phase & 1) != (unsigned(phase) & 1);
+inline void barrier_arrive_after_copies(uint32_t barrier) {
+  emulator::arrive_after_copies([barrier] { barrier_arrive(barrier); });
 }
+// Copies land when somebody waits for them, and has waited for everything else.
 inline void barrier_wait(uint32_t barrier, int phase) {
-  while (!barrier_is_over(barrier, phase)) emulator::yield_to_block();
+  while ((mbarrier_at(barrier).phase & 1) == (unsigned(phase) & 1)) {
+    if (!emulator::land_oldest()) emulator::yield_to_block();
+  }
 }
 
 inline void fence_for_wgmma() {}

@@ -48,7 +48,7 @@ struct OutputParts {
 
 template <typename IO, int kColumns>
 struct OutputWgmma {
-  static constexpr int kInFlight = 5, kDeep = 128;             // of K, in a slot of k
+  static constexpr int kDeep = 128;                            // of K, in a slot of k
   static constexpr int kSlotRows = kSlotBytes / 2 / kColumns;  // of v, or of C's depth
   static constexpr int kBlocks = kColumns / 8, kPairs = kTile / 8;
   using QTile = Tile<IO, 2 * kTile>;
@@ -86,6 +86,7 @@ struct OutputWgmma {
   const int consumer;  // which of them, in the same for all its threads as the compiler sees it
   int round = 0;       // parts with steps so far
   OutputPart part;
+  unsigned index = 0, turn = 0;  // of the part; how many came before it here
 
   DEVICE OutputWgmma(const ForwardParams& params, const ForwardTerms& t, int shared_bytes,
                      char* shared)
@@ -113,15 +114,20 @@ struct OutputWgmma {
   }
   static DEVICE int pieces(int64_t width, int size) { return int((width + size - 1) / size); }
 
-  template <typename Body>
-  DEVICE void for_parts(const Body& body) {
-    const unsigned count = unsigned(parts.count(terms.rows.chunks));
-    unsigned turn = 0;
-    for (unsigned index = blockIdx.x; index < count; index += gridDim.x) {
-      part = parts.at(terms.rows.chunks, index, turn++);
-      body();
-      if (part.has_steps()) ++round;
-    }
+  // Through the parts of this thread block: false after the last one.
+  DEVICE bool start() {
+    index = blockIdx.x;
+    return take();
+  }
+  DEVICE bool advance() {
+    if (part.has_steps()) ++round;
+    index += gridDim.x, ++turn;
+    return take();
+  }
+  DEVICE bool take() {
+    const bool exists = index < parts.count(terms.rows.chunks);
+    if (exists) part = parts.at(terms.rows.chunks, index, turn);
+    return exists;
   }
 
   // ---- The producer ----
@@ -132,7 +138,8 @@ struct OutputWgmma {
     int rows, columns;
   };
   DEVICE Source source(const Strided& x, int64_t width) const {
-    const int64_t b = part.chunk.row / p.T, t = part.chunk.row % p.T;
+    const unsigned row = unsigned(part.chunk.row), b = row / unsigned(p.T),
+                   t = row - b * unsigned(p.T);
     return {static_cast<const IO*>(x.data) + b * x.batch + t * x.time + part.head * x.head, x.time,
             part.chunk.steps, int(width)};
   }
@@ -144,15 +151,15 @@ struct OutputWgmma {
 
   // body(address) fills the next slot.
   template <typename Body>
-  DEVICE void fill(Landing<kInFlight>& landing, const Body& body) {
+  DEVICE void fill(const Body& body) {
     const Slot slot = ring.slot();
-    landing.wait_empty(slot, ring.round);
+    slot.wait_empty(ring.round);
     body(ring.address());
-    landing.add(slot);
+    slot.fill();
     ring.advance();
   }
 
-  DEVICE void load_q(Landing<kInFlight>& landing) const {
+  DEVICE void load_q() const {
     constexpr int kMost = kWidestKey / kWarpgroup;
     const bool with_n = p.normalized && has_before();
     const float* from = terms.n + terms.rows.slot(part.head, part.slot) * p.K;
@@ -162,7 +169,7 @@ struct OutputWgmma {
       const int k = i * kWarpgroup + threadIdx.x;
       n[i] = with_n && k < p.K ? from[k] : 0.f;
     }
-    landing.wait_empty(q_slot(), round);
+    q_slot().wait_empty(round);
     const Source q = source(p.q, p.K);
     for (int panel = 0; panel < pieces(p.K, kDeep) * (kDeep / 64); ++panel) {
       load<64>(QTile{q_tile().address + panel * QTile::kStride}, q, part.row, panel * 64);
@@ -171,7 +178,8 @@ struct OutputWgmma {
     for (int i = 0; i < kMost; ++i) {
       if (i * kWarpgroup < p.K) store_n(i * kWarpgroup + threadIdx.x, n[i]);
     }
-    landing.add(q_slot());
+    q_slot().fill();
+    barrier_arrive(q_slot().full);  // for n, which is stored
   }
   // n in three pieces, which add up to it: rows 0 to 2 of eight.
   DEVICE void store_n(int k, float n) const {
@@ -186,35 +194,33 @@ struct OutputWgmma {
   }
 
   DEVICE void produce() {
-    Landing<kInFlight> landing;
-    for_parts([&] {
-      if (!part.has_steps()) return;
+    for (bool more = start(); more; more = advance()) {
+      if (!part.has_steps()) continue;
       if (has_before()) {
         const int64_t at = terms.rows.slot(part.head, part.slot) * p.K * p.V;
         const Source C{static_cast<const IO*>(terms.C) + at, p.V, int(p.K), int(p.V)};
         for (int depth = 0; depth < p.K; depth += kSlotRows) {
-          fill(landing, [&](uint32_t to) { load<kColumns>(SlotTile{to}, C, depth, part.column); });
+          fill([&](uint32_t to) { load<kColumns>(SlotTile{to}, C, depth, part.column); });
         }
       }
-      load_q(landing);  // after what can be loaded while the part before still needs its q
+      load_q();  // after what can be loaded while the part before still needs its q
       const Source k = source(p.k, p.K), v = source(p.v, p.V);
       for (int tile = 0; tile < tiles(); ++tile) {
         const int row = tile * kTile;
         for (int depth = 0; depth < p.K; depth += kDeep) {
-          fill(landing, [&](uint32_t to) {
+          fill([&](uint32_t to) {
             load<kDeep>(KTile{to}, k, row, depth);
             if (depth == 0) load_terms(row);
           });
         }
 #pragma unroll 1
         for (int i = 0; i < kTile / kSlotRows; ++i) {
-          fill(landing, [&](uint32_t to) {
+          fill([&](uint32_t to) {
             load<kColumns>(SlotTile{to}, v, row + i * kSlotRows, part.column);
           });
         }
       }
-    });
-    landing.finish();
+    }
   }
   DEVICE void load_terms(int row) const {
     const Rows& rows = terms.rows;
@@ -230,10 +236,11 @@ struct OutputWgmma {
   // ---- A consumer ----
 
   using Outputs = float[kBlocks][4];
-  struct RowTerms {  // of the lane's two rows
+  struct RowTerms {  // of the lane's two rows, and the decays of tiles
     float2 u[2];
     float past[2], inflow[2], floor[2], sum[2];
     int start[2];
+    float decay[kMostTiles];
   };
 
   DEVICE int own_tile() const { return part.row / kTile + consumer; }
@@ -245,16 +252,20 @@ struct OutputWgmma {
 
   DEVICE RowTerms row_terms() const {
     const Rows& rows = terms.rows;
-    RowTerms r;
+    RowTerms r{};
 #pragma unroll
     for (int down = 0; down < 2; ++down) {
-      const bool exists = row(down) < part.chunk.steps;
-      const int64_t at = rows.row(part.head, part.chunk) + (exists ? row(down) : 0);
+      r.start[down] = kTile;
+      if (row(down) >= part.chunk.steps) continue;
+      const int64_t at = rows.row(part.head, part.chunk) + row(down);
       r.u[down] = rows.u[at], r.floor[down] = rows.floor[at];
-      r.past[down] = exists ? rows.past[at] * terms.scale : 0.f;
-      r.inflow[down] = exists ? rows.inflow[at] * terms.scale : 0.f;
-      r.start[down] = exists ? rows.start[part.chunk.row + row(down)] : kTile;
-      r.sum[down] = 0;
+      r.past[down] = rows.past[at], r.inflow[down] = rows.inflow[at];
+      r.start[down] = rows.start[part.chunk.row + row(down)];
+    }
+    const float* decay = rows.tile_decay + rows.slot(part.head, part.slot) * rows.chunks.tiles();
+#pragma unroll
+    for (int j = 1; j < kMostTiles; ++j) {
+      if (j < own_tile() && part.has_steps()) r.decay[j] = decay[j];
     }
     return r;
   }
@@ -304,7 +315,7 @@ struct OutputWgmma {
     running.release();
 #pragma unroll
     for (int down = 0; down < 2; ++down) {
-      const float s = r.inflow[down];
+      const float s = r.inflow[down] * terms.scale;
 #pragma unroll
       for (int j = 0; j < kBlocks; ++j) {
 #pragma unroll
@@ -345,11 +356,12 @@ struct OutputWgmma {
   using Weights = uint32_t[kTile / 16][4];
 
   DEVICE void weigh(Weights& weights, const Pairs& pairs, const Terms& columns, int tile,
-                    RowTerms& r, const float (&decay)[kMostTiles]) const {
+                    RowTerms& r) const {
     const int own = own_tile(), q = threadIdx.x % 4;
-    float between = 1;
+    const float scale = terms.scale;
+    float between = scale;
 #pragma unroll
-    for (int j = 1; j < kMostTiles; ++j) between *= tile < j && j < own ? decay[j] : 1.f;
+    for (int j = 1; j < kMostTiles; ++j) between *= tile < j && j < own ? r.decay[j] : 1.f;
     const auto put = [&](int j, int down, float first, float second) {
       r.sum[down] += first + second;
       weights[j / 2][j % 2 * 2 + down] = Pair<IO>::of(first, second).word[0];
@@ -373,9 +385,11 @@ struct OutputWgmma {
 #pragma unroll
         for (int down = 0; down < 2; ++down) {
           const float2 u = r.u[down];
+          // Unseen ones as well: conditions around each exponential would run one after another.
           const auto weight = [&](int c, float whole, float rest, float pair) {
+            const float decay = keep(exp2_approx((u.x + whole) + (u.y + rest)));
             const bool seen = r.start[down] <= c && c <= tile_row(down);
-            return seen ? exp2_approx((u.x + whole) + (u.y + rest)) * (terms.scale * pair) : 0.f;
+            return seen ? decay * (scale * pair) : 0.f;
           };
           put(j, down, weight(column, w.x, w.y, pairs[j][2 * down]),
               weight(column + 1, w.z, w.w, pairs[j][2 * down + 1]));
@@ -410,22 +424,28 @@ struct OutputWgmma {
     running.release();
   }
 
-  DEVICE void store(const Outputs& sums, const float (&inverse)[2]) const {
-    const Chunk& chunk = part.chunk;
+  // Rows of padding are 0, whatever the sums are.
+  DEVICE void store(Outputs& sums, const float (&inverse)[2], const OutputPart& to) const {
+    const int first = to.row + consumer * kTile;
+    if (first + kTile > to.chunk.steps) {
+#pragma unroll
+      for (int i = 0; i < kBlocks * 4; ++i) {
+        if (first + tile_row(i % 4 / 2) >= to.chunk.steps) sums[i / 4][i % 4] = 0;
+      }
+    }
 #pragma unroll
     for (int down = 0; down < 2; ++down) {
-      const int t = row(down);
-      const bool has_steps = t < chunk.steps;
-      IO* to = static_cast<IO*>(p.h) + ((chunk.row + t) * p.H + part.head) * p.V + part.column;
+      const int t = first + tile_row(down);
+      IO* h = static_cast<IO*>(p.h) + ((to.chunk.row + t) * p.H + to.head) * p.V + to.column;
 #pragma unroll
       for (int j = 0; j < kBlocks; j += 4) {
         float low[4], high[4];
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
-          low[c] = has_steps ? inverse[down] * sums[j + c][2 * down] : 0.f;
-          high[c] = has_steps ? inverse[down] * sums[j + c][2 * down + 1] : 0.f;
+          low[c] = inverse[down] * sums[j + c][2 * down];
+          high[c] = inverse[down] * sums[j + c][2 * down + 1];
         }
-        store_row<IO>(to + 8 * j, low, high, t < chunk.rows, int(p.V) - part.column - 8 * j);
+        store_row<IO>(h + 8 * j, low, high, t < to.chunk.rows, int(p.V) - to.column - 8 * j);
       }
     }
   }
@@ -446,43 +466,42 @@ struct OutputWgmma {
     }
   }
 
+  DEVICE void multiply(Outputs& sums, RowTerms& r) {
+    const int own = own_tile(), last = own < tiles() ? own : tiles() - 1;
+    q_slot().wait_full(round);
+    if (has_before()) multiply_before(sums, r);
+    for (int tile = 0; tile <= last; ++tile) {
+      const Ring<kSlotBytes> first = ring;  // whose terms are the tile's
+      Pairs pairs;
+      multiply_pairs(pairs);
+      if (tile == last) q_slot().release();
+      Weights weights;
+      weigh(weights, pairs, slot_terms(first), tile, r);
+      release_from(first);
+      multiply_values(sums, weights);
+    }
+    for (int tile = last + 1; tile < tiles(); ++tile) skip_tile();
+  }
+
   DEVICE void consume() {
-    for_parts([&] {
+    RowTerms r{};
+    bool more = start();
+    if (more) r = row_terms();
+    while (more) {
       Outputs sums;
       clear(sums);
-      RowTerms r{};
-      if (part.has_steps()) {
-        r = row_terms();
-        float decay[kMostTiles];
-        const int own = own_tile();
-#pragma unroll
-        for (int j = 1; j < kMostTiles; ++j) {
-          const int64_t at = terms.rows.slot(part.head, part.slot) * terms.rows.chunks.tiles();
-          decay[j] = j < own ? terms.rows.tile_decay[at + j] : 1.f;
-        }
-        q_slot().wait_full(round);
-        if (has_before()) multiply_before(sums, r);
-        const int last = own < tiles() ? own : tiles() - 1;
-        for (int tile = 0; tile <= last; ++tile) {
-          const Ring<kSlotBytes> first = ring;  // whose terms are the tile's
-          Pairs pairs;
-          multiply_pairs(pairs);
-          if (tile == last) q_slot().release();
-          Weights weights;
-          weigh(weights, pairs, slot_terms(first), tile, r, decay);
-          release_from(first);
-          multiply_values(sums, weights);
-        }
-        for (int tile = last + 1; tile < tiles(); ++tile) skip_tile();
-      }
+      if (part.has_steps()) multiply(sums, r);
       float inverse[2] = {1, 1};
       if (p.normalized) divide(r, inverse);
-      store(sums, inverse);
-    });
+      const OutputPart done = part;
+      more = advance();
+      if (more) r = row_terms();  // on their way while the rows are stored
+      store(sums, inverse, done);
+    }
   }
 
   DEVICE void run() {
-    if (threadIdx.x == 0) ring.init(), q_slot().init(), barrier_init_fence();
+    if (threadIdx.x == 0) ring.init(), q_slot().init(2 * kWarpgroup), barrier_init_fence();
     __syncthreads();
     if (warpgroup() == 0) {
       leave_registers<kProducerRegisters>();

@@ -13,24 +13,25 @@ constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
 // Which warpgroup the thread is of: the compiler sees that it is one for all threads of a warp.
 DEVICE int warpgroup() { return __shfl_sync(~0u, int(threadIdx.x) / kWarpgroup, 0); }
 
-// Two barriers: a slot is full when the producer's warps have arrived, empty when all consumers'
-// have. `round` counts how often it was used before.
+// Two barriers: a slot is full when the copies of all the producer's threads have landed, empty
+// when all consumers' warps have left it. `round` counts how often it was used before.
 struct Slot {
   uint32_t full;
   DEVICE uint32_t empty() const { return full + 8; }
   static constexpr int kBytes = 16;
 
-  DEVICE void init() const {
-    barrier_init(full, kWarpgroup / 32);
+  DEVICE void init(int arrivals = kWarpgroup) const {
+    barrier_init(full, arrivals);
     barrier_init(empty(), kConsumers * kWarpgroup / 32);
   }
-  // Of a consumer. The fence is here and not with the producer, where it would wait for all copies
-  // that are under way.
+  // Of the producer: until it may copy to the slot; and after it has begun to.
+  DEVICE void wait_empty(int round) const { barrier_wait(empty(), round - 1); }
+  DEVICE void fill() const { barrier_arrive_after_copies(full); }
+  // Of a consumer: until it may read the slot, by wgmma too; and when its warp will not any more.
   DEVICE void wait_full(int round) const {
     barrier_wait(full, round);
     fence_for_wgmma();
   }
-  // Of a consumer: its warp will not read the slot any more.
   DEVICE void release() const {
     __syncwarp();
     if (threadIdx.x % 32 == 0) barrier_arrive(empty());
@@ -53,41 +54,6 @@ struct Ring {
   DEVICE uint32_t address() const { return memory + index * kBytes; }
   DEVICE void advance() {
     if (++index == count) index = 0, ++round;
-  }
-};
-
-// The producer's copies in flight, to kInFlight slots at most: each is told full when it has landed.
-template <int kInFlight>
-struct Landing {
-  uint32_t full[kInFlight] = {};
-
-  // Until consumers have left the slot. They may wait for what is in flight.
-  DEVICE void wait_empty(Slot slot, int round) {
-    const bool is_empty = barrier_is_over(slot.empty(), round - 1);
-    if (__ballot_sync(~0u, is_empty) == ~0u) return;
-    finish();
-    barrier_wait(slot.empty(), round - 1);
-  }
-  // After the copies to a slot.
-  DEVICE void add(Slot slot) {
-    copy_commit();
-    copy_wait<kInFlight>();
-    tell(full[0]);
-#pragma unroll
-    for (int i = 1; i < kInFlight; ++i) full[i - 1] = full[i];
-    full[kInFlight - 1] = slot.full;
-  }
-  DEVICE void finish() {
-    copy_wait<0>();
-#pragma unroll
-    for (int i = 0; i < kInFlight; ++i) tell(full[i]), full[i] = 0;
-  }
-
- private:
-  DEVICE static void tell(uint32_t barrier) {
-    if (barrier == 0) return;
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
   }
 };
 

@@ -37,17 +37,13 @@ struct Chunks {
   const Sequence* list;  // [S] longest first, or null: every row of x is a sequence
   const Chunk* table;    // [slots], null with list
   int64_t S, T, rows;
-  int length;  // L
+  int length;             // L
+  int64_t of_a_row, all;  // chunks: divided once, on the host
 
-  __host__ DEVICE int64_t per_row() const { return in_chunks(T + length - 1); }
-  __host__ DEVICE int64_t slots() const { return list ? in_chunks(rows) + S : S * per_row(); }
+  __host__ DEVICE int64_t per_row() const { return of_a_row; }
+  __host__ DEVICE int64_t slots() const { return all; }
   DEVICE int64_t first_slot(const Sequence& s) const {
-    return list ? in_chunks(s.row) + s.index : s.index * per_row();
-  }
-  // Whole chunks in `count` steps. A tensor of more than 2^32 of them fits on no GPU, and 64 bits
-  // take ten times as long to divide.
-  __host__ DEVICE int64_t in_chunks(int64_t count) const {
-    return unsigned(count) / unsigned(length);
+    return list ? s.row / length + s.index : s.index * per_row();
   }
   DEVICE Sequence sequence(int64_t s) const { return list ? list[s] : Sequence{s, s * T, 0, T, 0}; }
   DEVICE static Chunk part(const Sequence& s, int64_t number, int length) {
@@ -60,8 +56,8 @@ struct Chunks {
   }
   DEVICE Chunk at(int64_t slot) const {
     if (table) return table[slot];
-    const unsigned count = unsigned(per_row()), index = unsigned(slot);
-    return part(sequence(index / count), index % count, length);
+    const unsigned s = unsigned(slot) / unsigned(per_row());  // slots are less than 2^31
+    return part(sequence(s), slot - s * per_row(), length);
   }
   __host__ DEVICE int tiles() const { return length / kTile; }
   DEVICE int64_t count(const Sequence& s) const {  // chunks with steps
@@ -88,7 +84,10 @@ inline Chunks chunks_of(const MlstmParams& p) {
   const int64_t longest = p.T < kLongestChunk ? p.T : kLongestChunk;
   const int64_t asked = p.chunk < longest ? p.chunk : longest;
   const int length = asked < kTile ? kTile : int(asked + kTile - 1) / kTile * kTile;
-  return {p.sequences, nullptr, p.S, p.T, p.B * p.T, length};
+  const int64_t rows = p.B * p.T, of_a_row = (p.T + length - 1) / length;
+  const int64_t all = p.sequences ? rows / length + p.S : p.S * of_a_row;
+  if (rows > INT32_MAX) throw std::invalid_argument("tfla: too many rows");
+  return {p.sequences, nullptr, p.S, p.T, rows, length, of_a_row, all};
 }
 
 // Bytes of scratch that prepare_rows takes, and what it makes of them.

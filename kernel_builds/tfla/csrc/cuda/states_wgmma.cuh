@@ -9,7 +9,7 @@ namespace flashcell::cuda {
 template <typename IO, bool kReverse, int kColumns>
 struct StateWgmma {
   static constexpr int kThreads = kRingThreads;
-  static constexpr int kSteps = 64, kRows = kConsumers * 64, kSlots = 4, kInFlight = 2;
+  static constexpr int kSteps = 64, kRows = kConsumers * 64, kSlots = 4;
   using Place = StatePlace<kReverse, kRows, kColumns>;
   using Rows = Tile<IO, kSteps>;
   struct Stage {
@@ -32,22 +32,20 @@ struct StateWgmma {
         ring(shared_address(memory.stages), shared_address(memory.barriers), kSlots) {}
 
   DEVICE void produce() {
-    Landing<kInFlight> landing;
     for (int64_t chunk = place.begin; chunk < place.end; ++chunk) {
       const int count = int(place.steps(chunk));
       for (int step = 0; step < count; step += kSteps) {
         const Slot slot = ring.slot();
-        landing.wait_empty(slot, ring.round);
+        slot.wait_empty(ring.round);
         Stage& to = shared.stages[ring.index];
         place.template copy<kWarpgroup>(Rows{shared_address(to.left)},
                                         Rows{shared_address(to.right)}, shared.weight[ring.index],
                                         shared.n_weight[ring.index], place.first_step(chunk) + step,
                                         count - step);
-        landing.add(slot);
+        slot.fill();
         ring.advance();
       }
     }
-    landing.finish();
   }
 
   using Words = uint32_t[kSteps / 16][4];

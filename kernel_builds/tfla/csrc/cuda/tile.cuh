@@ -44,12 +44,23 @@ DEVICE void copy_tile(Tile<IO, kRows> to, const IO* from, int64_t stride, int ro
   constexpr int kRowsAtOnce = kThreads / kPieces;
   static_assert(kThreads % kPieces == 0 && kRows % kRowsAtOnce == 0 && kColumns % kPanel<IO> == 0);
   const int piece = threadIdx.x % kPieces, first = threadIdx.x / kPieces;
-  const bool inside = piece * kPiece < columns;
   const IO* source = from + first * stride + piece * kPiece;
+  // Rows at once are a power of two: a row's swizzle is the first row's and its own.
+  const uint32_t start = to.piece(first, piece);
+  const auto at = [&](int row) { return (start ^ swizzle<IO>(row) * 16) + row * kPanelBytes; };
+  if (rows >= kRows && columns >= kColumns) {
 #pragma unroll
+    for (int row = 0; row < kRows; row += kRowsAtOnce) {
+      copy_async(at(row), source);
+      source += kRowsAtOnce * stride;
+    }
+    return;
+  }
+  const bool inside = piece * kPiece < columns;
+#pragma unroll 1
   for (int row = 0; row < kRows; row += kRowsAtOnce) {
     const bool exists = inside && first + row < rows;
-    copy_async_or_zero(to.piece(first + row, piece), exists ? source : from, exists);
+    copy_async_or_zero(at(row), exists ? source : from, exists);
     source += kRowsAtOnce * stride;
   }
 }
