@@ -39,7 +39,9 @@ struct BlockGradients {
     RowTerms rows;
     char barriers[(kMostSlots + kMostPanels) * Slot::kBytes];
   };
-  __host__ DEVICE static int panels(int64_t width) { return int((width + kPanel<IO> - 1) / kPanel<IO>); }
+  __host__ DEVICE static int panels(int64_t width) {
+    return int((width + kPanel<IO> - 1) / kPanel<IO>);
+  }
   // Slots of the ring: what fits.
   static int slots(const BackwardParams& p, int shared_bytes) {
     const int left = panels(std::max(p.K, p.V)) * kSlotBytes + int(sizeof(Shared));
@@ -61,8 +63,8 @@ struct BlockGradients {
       : p(params),
         terms(t),
         ring(shared_address(memory), barriers(memory, slots, panels), slots),
-        left{shared_address(memory) + slots * kSlotBytes,
-             ring.barriers + slots * Slot::kBytes, panels},
+        left{shared_address(memory) + slots * kSlotBytes, ring.barriers + slots * Slot::kBytes,
+             panels},
         shared(shared_behind(memory, slots, panels)) {}
 
   DEVICE static Shared& shared_behind(char* memory, int slots, int panels) {
@@ -185,11 +187,10 @@ struct BlockGradients {
     BlockProducer<IO> producer{ring, left};
     for_items(kGradient, first, stride, [&](const BlockItem& item) {
       if (item.row >= item.chunk.steps) return;
-      producer.template fill<kValue ? Major::kWidth : Major::kDepth>(
-          block(item), inputs(item), kValue ? kValueBlocks : kKeyBlocks,
-          [&] { copy_terms<kGradient>(item); });
+      producer.template fill<kValue ? Major::kWidth : Major::kDepth,
+                             kValue ? kValueBlocks : kKeyBlocks>(
+          block(item), inputs(item), [&] { copy_terms<kGradient>(item); });
     });
-    producer.landing.finish();
   }
 
   // ---- The consumers ----
@@ -209,7 +210,7 @@ struct BlockGradients {
         float low[4], high[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const float(&sum)[4] = sums[j / 16][j % 16 + i];
+          const float (&sum)[4] = sums[j / 16][j % 16 + i];
           low[i] = runs ? sum[2 * half] : 0.f, high[i] = runs ? sum[2 * half + 1] : 0.f;
         }
         const int rest = own - 8 * j < 32 ? own - 8 * j : 32;
@@ -222,23 +223,41 @@ struct BlockGradients {
   DEVICE void store_flow(const BlockItem& item, const Products& products,
                          const typename Products::Sums& sums, const Matrix<IO>& x,
                          float* to) const {
+    constexpr int kPairs = kBlockColumns / 8;
+    float total[2] = {};
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = products.row(half);
-      const bool runs = row < x.rows;
-      const IO* from = x.data + (runs ? row : 0) * x.stride;
-      float total = 0;
+    for (int block = 0; block < kKeyBlocks; ++block) {
+      Pair<IO> pairs[2][kPairs];  // all on their way before the first is used
 #pragma unroll
-      for (int j = 0; j < kKeyBlocks * kBlockColumns / 8; ++j) {
-        const int column = 8 * j < x.columns ? 8 * j : 0;  // sums of what does not exist are 0
-        const float2 pair =
-            reinterpret_cast<const Pair<IO>&>(from[column + 2 * products.quad]).floats();
-        const float(&sum)[4] = sums[j / 16][j % 16];
-        total = fmaf(sum[2 * half], pair.x, total), total = fmaf(sum[2 * half + 1], pair.y, total);
+      for (int half = 0; half < 2; ++half) {
+        const int row = products.row(half);
+        const IO* from = x.data + (row < x.rows ? row : 0) * x.stride + 2 * products.quad;
+#pragma unroll
+        for (int j = 0; j < kPairs; ++j) {
+          const int column = block * kBlockColumns + 8 * j;  // sums of what does not exist are 0
+          const IO* at = from + (column < x.columns ? column : 0);
+          pairs[half][j] = reinterpret_cast<const Pair<IO>&>(*at);
+        }
       }
 #pragma unroll
-      for (int mask = 1; mask < 4; mask *= 2) total += __shfl_xor_sync(~0u, total, mask);
-      if (products.quad == 0 && runs) to[terms.rows.row(item.head, item.chunk) + row] = total;
+      for (int i = 0; i < 2 * kPairs; ++i) {
+        const int half = i / kPairs, j = i % kPairs;
+        const float2 pair = pairs[half][j].floats();
+        const float (&sum)[4] = sums[block][j];
+        total[half] = fmaf(sum[2 * half], pair.x, total[half]);
+        total[half] = fmaf(sum[2 * half + 1], pair.y, total[half]);
+      }
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int mask = 1; mask < 4; mask *= 2) {
+        total[half] += __shfl_xor_sync(~0u, total[half], mask);
+      }
+      const int row = products.row(half);
+      if (products.quad == 0 && row < x.rows) {
+        to[terms.rows.row(item.head, item.chunk) + row] = total[half];
+      }
     }
   }
 
@@ -320,9 +339,10 @@ struct BlockGradients {
 };
 
 template <typename IO, int kKeyBlocks, int kValueBlocks>
-__global__ void __launch_bounds__(kRingThreads, 1)
-    block_gradients(const BackwardParams p, const BackwardTerms terms, GradientBlocks blocks,
-                    int slots, int panels) {
+__global__ void __launch_bounds__(kRingThreads, 1) block_gradients(const BackwardParams p,
+                                                                   const BackwardTerms terms,
+                                                                   GradientBlocks blocks, int slots,
+                                                                   int panels) {
 #if FLASHCELL_WGMMA_CODE
   extern __shared__ __align__(1024) char memory[];
   BlockGradients<IO, kKeyBlocks, kValueBlocks>(p, terms, slots, panels, memory).run(blocks);

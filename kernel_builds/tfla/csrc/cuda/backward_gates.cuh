@@ -30,8 +30,8 @@ DEVICE float part_of_crossing(const BackwardParams& p, const BackwardTerms& term
 }
 
 template <typename IO>
-__global__ void __launch_bounds__(kGateThreads)
-    gate_gradients(const BackwardParams p, const BackwardTerms terms) {
+__global__ void __launch_bounds__(kGateThreads) gate_gradients(const BackwardParams p,
+                                                               const BackwardTerms terms) {
   __shared__ float crossings[kGateThreads / 32];
   const int64_t slot = blockIdx.x / unsigned(p.H);
   const int head = int(blockIdx.x % unsigned(p.H)), lane = threadIdx.x % 32;

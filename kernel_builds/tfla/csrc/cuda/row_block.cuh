@@ -54,7 +54,6 @@ template <typename IO>
 struct BlockProducer {
   BlockRing ring;
   LeftRows left;
-  Landing<3> landing{};
 
   // Where the second tile of a slot lies in the matrix.
   enum class Second { kBelow, kBeside };
@@ -63,64 +62,76 @@ struct BlockProducer {
   template <Second kSecond>
   DEVICE static void copy(uint32_t to, const Matrix<IO>& from, int row, int column) {
     constexpr bool kBelow = kSecond == Second::kBelow;
-    constexpr int kAtOnce = kWarpgroup / 8;  // rows
+    constexpr int kAtOnce = kWarpgroup / 8, kTimes = kTile / kAtOnce;  // rows
     const int piece = threadIdx.x % 8, first = threadIdx.x / 8;
+    const bool whole = row + (kBelow ? 2 : 1) * kTile <= from.rows &&
+                       column + (kBelow ? 1 : 2) * kPanel<IO> <= from.columns;
     to += first * kPanelBytes + (piece ^ first % 8) * 16;
     row += first, column += 8 * piece;
     const IO* source = from.data + row * from.stride + column;
     const int64_t step = kAtOnce * from.stride;
+    if (whole) {
 #pragma unroll
-    for (int tile = 0; tile < 2; ++tile) {
-      const bool inside = column + (kBelow ? 0 : tile * kPanel<IO>) < from.columns;
-      const int rows = inside ? from.rows - row - (kBelow ? tile * kTile : 0) : 0;
-      const IO* at = source + (kBelow ? tile * (kTile / kAtOnce) * step : tile * kPanel<IO>);
-#pragma unroll
-      for (int i = 0; i < kTile / kAtOnce; ++i) {
-        copy_async_or_zero(to + tile * kGranule + i * kAtOnce * kPanelBytes, at + i * step,
-                           i * kAtOnce < rows);
+      for (int i = 0; i < 2 * kTimes; ++i) {
+        const bool second = !kBelow && i >= kTimes;
+        copy_async(to + i * kAtOnce * kPanelBytes, source + (second ? kPanel<IO> : 0));
+        source += !kBelow && i == kTimes - 1 ? -(kTimes - 1) * step : step;
       }
+      return;
+    }
+#pragma unroll 1
+    for (int i = 0; i < 2 * kTimes; ++i) {
+      const int r = row + (kBelow ? i : i % kTimes) * kAtOnce;
+      const int c = column + (kBelow ? 0 : i / kTimes * kPanel<IO>);
+      const bool exists = r < from.rows && c < from.columns;
+      const IO* at = from.data + r * from.stride + c;
+      copy_async_or_zero(to + i * kAtOnce * kPanelBytes, exists ? at : from.data, exists);
     }
   }
   template <Second kSecond>
   DEVICE void fill_slot(const Matrix<IO>& from, int row, int column) {
-    landing.wait_empty(ring.slot(), ring.round);
+    ring.slot().wait_empty(ring.round);
     copy<kSecond>(ring.address(), from, row, column);
-    landing.add(ring.slot());
+    ring.slot().fill();
     ring.advance();
   }
-  DEVICE void fill_left(const RowBlock& block, const Matrix<IO>& from, int panel) {
-    landing.wait_empty(left.slot(panel), left.round);
-    if (panel < block.panels) {
-      copy<Second::kBelow>(left.address(panel), from, block.row, panel * kPanel<IO>);
-    }
-    landing.add(left.slot(panel));
-  }
+  // Slots [first, end) of the state, column blocks of one panel of depth after the other.
   template <Major kState>
-  DEVICE void fill_state(const RowBlock& block, const Matrix<IO>& from, int panel, int column) {
-    if constexpr (kState == Major::kDepth) {
-      fill_slot<Second::kBelow>(from, column, panel * kPanel<IO>);
-    } else {
-      fill_slot<Second::kBeside>(from, panel * kPanel<IO>, column);
-    }
-  }
-  // What the consumers multiply, in their order; also() copies what lands with the first panel.
-  template <Major kState, typename Also>
-  DEVICE void fill(const RowBlock& block, const RowInputs<IO>& from, int column_blocks,
-                   const Also& also) {
-    landing.wait_empty(left.slot(0), left.round);
-    also();
-    for (int panel = 0; panel < left.count; ++panel) {
-      fill_left(block, from.left, panel);
-      if (!block.has_state || panel >= block.panels) continue;
-      for (int c = 0; c < column_blocks; ++c) {
-        fill_state<kState>(block, from.state, panel, block.column + c * kBlockColumns);
+  DEVICE void fill_state(const RowBlock& block, const Matrix<IO>& from, int column_blocks,
+                         int first, int end) {
+    for (int i = first; i < end; ++i) {
+      const int depth = i / column_blocks * kPanel<IO>;
+      const int column = block.column + i % column_blocks * kBlockColumns;
+      if constexpr (kState == Major::kDepth) {
+        fill_slot<Second::kBelow>(from, column, depth);
+      } else {
+        fill_slot<Second::kBeside>(from, depth, column);
       }
     }
+  }
+  // What the consumers multiply, in their order; but as much of the state as the ring holds is on
+  // its way while they still have the left rows of the block before. also() copies what is there
+  // with the first panel.
+  template <Major kState, int kBlocks, typename Also>
+  DEVICE void fill(const RowBlock& block, const RowInputs<IO>& from, const Also& also) {
+    const int states = block.has_state ? block.panels * kBlocks : 0;
+    const int ahead = states < ring.count ? states : ring.count;
+    fill_state<kState>(block, from.state, kBlocks, 0, ahead);
+    left.slot(0).wait_empty(left.round);
+    also();
+    for (int panel = 0; panel < left.count; ++panel) {
+      left.slot(panel).wait_empty(left.round);
+      if (panel < block.panels) {
+        copy<Second::kBelow>(left.address(panel), from.left, block.row, panel * kPanel<IO>);
+      }
+      left.slot(panel).fill();
+    }
+    fill_state<kState>(block, from.state, kBlocks, ahead, states);
     for (int tile = block.first; tile < block.end; ++tile) {
       for (int panel = 0; panel < block.panels; panel += 2) {
         fill_slot<Second::kBeside>(from.right, tile * kTile, panel * kPanel<IO>);
       }
-      for (int c = 0; c < column_blocks; ++c) {
+      for (int c = 0; c < kBlocks; ++c) {
         fill_slot<Second::kBeside>(from.inner, tile * kTile, block.column + c * kBlockColumns);
       }
     }
@@ -142,7 +153,7 @@ struct RowProducts {
   const LeftRows& lefts;
   const RowTerms& terms;
   const RowBlock& block;
-  const int steps;             // of the chunk
+  const int steps;                        // of the chunk
   const int group, warp, lane_row, quad;  // consumer, warp in it; of the lane
   Slot running{};                         // what products read
 
@@ -169,8 +180,9 @@ struct RowProducts {
   DEVICE void wait_left() const {
     for (int panel = 0; panel < block.panels; ++panel) lefts.slot(panel).wait_full(lefts.round);
   }
-  DEVICE void release_left() const {
-    for (int panel = 0; panel < lefts.count; ++panel) lefts.slot(panel).release();
+  // Terms are there as long as panel 0.
+  DEVICE void release_left(int first, int end) const {
+    for (int panel = first; panel < end; ++panel) lefts.slot(panel).release();
   }
 
   // The address of the next slot, once it is full.
@@ -359,8 +371,7 @@ struct RowProducts {
           const int from = kSeeing ? start[half] : starts[c];
           const float by = kSeeing ? inverse[half] : c ? inverses.y : inverses.x;
           const float add = kSeeing ? delta[half] : c ? deltas.y : deltas.x;
-          const float decay =
-              exp2_approx((own[half].x + other[c].x) + (own[half].y + other[c].y));
+          const float decay = exp2_approx((own[half].x + other[c].x) + (own[half].y + other[c].y));
           const bool counts = from <= seen && seen <= t;
           e[c] = counts ? decay * fmaf(by, pairs[j][2 * half + c], add) : 0.f;
         }
@@ -386,7 +397,7 @@ struct RowProducts {
     const int end = kSeeing && tile() + 1 < block.end ? tile() + 1 : block.end;
     if (!exists()) {
       skip((block.end - block.first) * (rights + kBlocks));
-      release_left();
+      release_left(0, lefts.count);
       return;
     }
     // The other warpgroup has at most one tile more: before these, or after.
@@ -398,8 +409,9 @@ struct RowProducts {
       multiply_pairs(pairs);
       wgmma_wait<0>(pairs);
       drain();
+      if (other + 1 == end) release_left(1, lefts.count);
       weigh<kRowsAre>(pairs, words, other, body);
-      if (other + 1 == end) release_left();
+      if (other + 1 == end) release_left(0, 1);
       multiply_inner(sums, words);
       drain(sums, words);
     } while (++other < end);
@@ -419,7 +431,7 @@ struct RowProducts {
     for (int j = 0; j < kBlocks * kBlockColumns / 8; ++j) {
       float2 added{};
       if (kWithVector) added = reinterpret_cast<const float2&>(terms.vector[8 * j + 2 * quad]);
-      float(&sum)[4] = sums[j / 16][j % 16];
+      float (&sum)[4] = sums[j / 16][j % 16];
       apply(sum[0], first, added.x), apply(sum[1], first, added.y);
       apply(sum[2], second, added.x), apply(sum[3], second, added.y);
     }
