@@ -30,6 +30,7 @@ import variant  # noqa: E402
 from build_toml import SHARED, BuildError, Kernel, read_kernel  # noqa: E402
 
 TORCH = Path(torch.__file__).parent
+MACHINE = [HERE / "machine.cpp", HERE / "async.cpp"]
 INCLUDE = [f"-I{HERE / 'include'}", f"-I{SHARED / 'include'}"]
 INCLUDE += ["-isystem", str(TORCH / "include")]
 # -fno-strict-aliasing: CUDA code reads vectors through reinterpret_cast, which nvcc allows.
@@ -68,7 +69,7 @@ def build(project: Path, out: Path, sanitize: bool = False) -> Path:
 def build_program(source: Path, program: Path) -> Path:
     """A program of one source and no torch."""
     _check_machine()
-    sources = ["-x", "c++", str(source), str(HERE / "machine.cpp")]
+    sources = ["-x", "c++", str(source), *map(str, MACHINE)]
     _run([_compiler(), *FLAGS, *INCLUDE[:2], *sources, "-o", str(program)])
     return program
 
@@ -97,7 +98,7 @@ def _compile(kernel: Kernel, flags: list[str], objects: Path) -> Path:
     major, minor = map(int, kernel.stable_abi["cuda"].split("."))
     flags = [*flags, f"-DTORCH_EXTENSION_NAME={kernel.id('cpu')}"]
     flags += [f"-DTORCH_TARGET_VERSION={major << 56 | minor << 48:#x}"]
-    sources = [HERE / "machine.cpp", HERE / "torch_shims.cpp"]
+    sources = [*MACHINE, HERE / "torch_shims.cpp"]
     include = list(INCLUDE)
     for component in kernel.components_for("cuda"):
         sources += [kernel.root / source for source in component.sources]
