@@ -94,16 +94,8 @@ def test_kernel_is_as_exact_as_the_reference(tfla, cell, case, dtype):
     assert got.keys() == exact.keys()
     lost = moved(call, given, exact) if dtype == torch.float32 else {}
     for key in exact:
-        assert_near(
-            f"{cell} {case} {key}",
-            key,
-            got[key],
-            exact[key],
-            peer[key],
-            dtype,
-            case.T == 1,
-            lost.get(key, 0.0),
-        )
+        args = (got[key], exact[key], peer[key], dtype, case.T == 1, lost.get(key, 0.0))
+        assert_near(f"{cell} {case} {key}", key, *args)
 
 
 @pytest.mark.parametrize("case", EMPTY, ids=str)
