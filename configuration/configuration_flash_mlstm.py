@@ -110,6 +110,7 @@ class FlashMLSTMConfig(RecurrentConfig):
             self.chunk_size = None  # theirs is that of their kernel
         for name in theirs:
             del kwargs[name]
+        self.base_model_tp_plan = self._split()  # type: ignore[misc]  # a tied head adds to it
         super().__post_init__(**kwargs)
 
     def validate_architecture(self):
@@ -144,8 +145,7 @@ class FlashMLSTMConfig(RecurrentConfig):
                 "weight_mode is 'fused', but must be 'single': the input gate is fixed"
             )
 
-    @property
-    def base_model_tp_plan(self) -> dict[str, str]:  # type: ignore[override]
+    def _split(self) -> dict[str, str]:
         """Every matrix is split. The mLSTM, which has none, is computed on every rank."""
         if self.weight_mode == "fused":
             wide, up = ["qkv_opreact"], {"proj_up_gate_z": "packed_colwise"}

@@ -60,6 +60,7 @@ class FlashXLSTMConfig(RecurrentConfig):
             self.inner_size = round_up(2 * self.hidden_size, 64)
         if self.intermediate_size is None:
             self.intermediate_size = round_up(1.3 * self.hidden_size, 64)
+        self.base_model_tp_plan = self._split()  # type: ignore[misc]  # a tied head adds to it
         super().__post_init__(**kwargs)
 
     def validate_architecture(self):
@@ -96,8 +97,7 @@ class FlashXLSTMConfig(RecurrentConfig):
     def is_slstm(self, layer_idx: int) -> bool:
         return self.slstm_at == "all" or layer_idx in (self.slstm_at or ())
 
-    @property
-    def base_model_tp_plan(self) -> dict[str, str]:  # type: ignore[override]
+    def _split(self) -> dict[str, str]:
         """Dense matrices are split. The cells, and what is block-diagonal, are on every rank."""
         plan: dict[str, str] = {}
         if self.has_mlstm:

@@ -4,6 +4,8 @@ import torch
 from torch import nn
 
 from .boundaries import NO_BOUNDARIES, Boundaries
+from .cache import RecurrentStateLayer
+from .kernel_loader import load_kernel
 
 
 class CausalConv1d(nn.Conv1d):
@@ -12,10 +14,12 @@ class CausalConv1d(nn.Conv1d):
     where x_(t - j) is the j-th token before t of the same document, padding not counted, and 0
     before the document's first. weight [D, 1, K] and bias [D] are nn.Conv1d's, K = kernel_size.
 
-    forward(x [B, T, D], window=None, boundaries) -> y [B, T, D], window [B, K - 1, D]
+    forward(x [B, T, D], window=None, boundaries, silu=False, backend="reference")
+        -> y [B, T, D], or silu(y);  window [B, K - 1, D]
 
     `window` is the last K - 1 tokens of the document that goes on, zeros where it has fewer; None
-    at a document's beginning. y at padding means nothing.
+    at a document's beginning. y at padding means nothing. backend "auto", "cuda" or "cpu" takes
+    diagonal-rnn's kernel where it has one: on CUDA, for K = 4, without padding.
     """
 
     def __init__(self, channels: int, kernel_size: int = 4, bias: bool = True):
@@ -29,12 +33,41 @@ class CausalConv1d(nn.Conv1d):
         x: torch.Tensor,
         window: torch.Tensor | None = None,
         boundaries: Boundaries = NO_BOUNDARIES,
+        silu: bool = False,
+        backend: str = "reference",
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        fits = x.is_cuda and self.past == 3 and x.shape[1] >= self.past
+        if backend != "reference" and fits and boundaries.hold is None:
+            return self._run_kernel(x, window, boundaries, silu, backend)
+        y, window = self._run_torch(x, window, boundaries)
+        return nn.functional.silu(y) if silu else y, window
+
+    def _run_kernel(
+        self, x: torch.Tensor, window: torch.Tensor | None, boundaries: Boundaries, silu: bool,
+        backend: str,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        kernel = load_kernel("diagonal-rnn", x.device.type, backend)
+        reset, (B, T, _) = boundaries.reset, x.shape
+        last = x[:, T - self.past :].clone()  # a cache must not keep all of x
+        if not boundaries.none:
+            document = number_documents(boundaries, B, T, 0, x.device)
+            if reset is None:
+                reset = nn.functional.pad(document[:, 1:-1] != document[:, :-2], (1, 0), value=True)
+            same = document[:, T - self.past : T] == document[:, T:]
+            last = last.masked_fill(~same[..., None], 0)
+        y = kernel.causal_conv(
+            x, self.weight[:, 0], self.bias, window, reset=reset, silu=silu, backend=backend
+        )
+        return y, last
+
+    def _run_torch(
+        self, x: torch.Tensor, window: torch.Tensor | None, boundaries: Boundaries
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if window is None:
             window = x.new_zeros(x.shape[0], self.past, x.shape[2])
         seen = torch.cat([window.to(x.dtype), x], 1)  # [B, K - 1 + T, D]
         if boundaries.none and x.shape[1]:  # torch's needs a token
-            return super().forward(seen.mT).mT, seen[:, x.shape[1] :]
+            return super().forward(seen.mT).mT, seen[:, x.shape[1] :].clone()
         lags, window = self._lags(seen, boundaries)
         exact = torch.promote_types(x.dtype, torch.float32)
         weight = self.weight[:, 0].to(exact)
@@ -63,6 +96,21 @@ class CausalConv1d(nn.Conv1d):
             lags.append(lag.masked_fill((known != wanted)[..., None], 0))
         window = [lag[:, -1] for lag in reversed(lags)]
         return [lag[:, :-1] for lag in lags], torch.stack(window, 1)
+
+
+def convolve(
+    conv: CausalConv1d,
+    x: torch.Tensor,  # [B, T, D]
+    cache: RecurrentStateLayer | None,
+    boundaries: Boundaries,
+    backend: str = "reference",
+) -> tuple[torch.Tensor, tuple[torch.Tensor]]:
+    """silu(conv(x)) of a mixer, after the window that its cache has, and the window to keep."""
+    past = None if cache is None else boundaries.first(cache.get_states("conv"))
+    y, window = conv(x, None if past is None else past[0], boundaries, True, backend)
+    if boundaries.hold is not None:  # a product weighs padding with 0, which does not stop a NaN
+        y = y.masked_fill(boundaries.hold[..., None], 0.0)
+    return y, (window,)
 
 
 def previous_token(hold: torch.Tensor, past: int) -> torch.Tensor:

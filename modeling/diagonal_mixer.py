@@ -8,17 +8,23 @@ from transformers import initialization as init
 
 from .boundaries import NO_BOUNDARIES, Boundaries
 from .cache import RecurrentStateLayer
-from .causal_conv import CausalConv1d
+from .causal_conv import CausalConv1d, convolve
 from .flash_rnn_layers import FlashGRU, FlashLSTM
 
 CELLS: dict[str, Any] = {"flash_gru": FlashGRU, "flash_lstm": FlashLSTM}
 
 
 class GatedRMSNorm(nn.RMSNorm):
-    """RMSNorm(x silu(gate)) (Mamba2, arXiv 2405.21060): the gate first, then the norm."""
+    """RMSNorm(x silu(gate)) (Mamba2, arXiv 2405.21060): the gate first, then the norm.
+
+    In x's dtype, under autocast too, which would move twice the bytes: the sum of squares is in fp32.
+    """
 
     def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return super().forward(x * nn.functional.silu(gate))
+        x = x * nn.functional.silu(gate)
+        with torch.autocast(x.device.type, enabled=False):
+            weight = self.weight.to(x.dtype)
+            return nn.functional.rms_norm(x, self.normalized_shape, weight, self.eps)
 
 
 class DiagonalMixer(nn.Module):
@@ -52,15 +58,12 @@ class DiagonalMixer(nn.Module):
         boundaries: Boundaries = NO_BOUNDARIES,
     ) -> torch.Tensor:  # [B, T, H]
         T, config = hidden_states.shape[1], self.config
-        state = window = None
-        if cache is not None:
-            state = boundaries.first(cache.get_states("cell"))
-            window = boundaries.first(cache.get_states("conv"))
+        state = None if cache is None else boundaries.first(cache.get_states("cell"))
         x, gate = self.in_proj(hidden_states).chunk(2, -1)
-        x, window = self.conv(x, None if window is None else window[0], boundaries)
-        x = nn.functional.silu(x)
+        x, window = convolve(self.conv, x, cache, boundaries, config.backend)
         path = {name: getattr(config, name) for name in ("method", "tol", "max_iters", "backend")}
         h, state = self.cell(x, state, **boundaries._asdict(), **path)
         if cache is not None:
-            cache.update_states(T, cell=boundaries.last(state), conv=(window,))
-        return self.out_proj(self.norm(h + self.skip * x, gate))
+            cache.update_states(T, cell=boundaries.last(state), conv=window)
+        h = torch.addcmul(h, x, self.skip.to(h.dtype))  # under autocast not in fp32
+        return self.out_proj(self.norm(h, gate))

@@ -102,8 +102,8 @@ class _FlashLayer(nn.Module):
             h, state = self.step(x[:, 0], state, backend=path["backend"])
             return h[:, None], state
         cell = self._kernel(x, self.kernel_cell, path["backend"])
-        u = self.in_proj(x)
-        return cell(u, *self._weights(), state, **masks, **path)
+        u, bias = self.in_proj(x, apart=True)
+        return cell(u, *self._weights(), state, bias=bias, **masks, **path)
 
     def step(
         self, x: Tensor, state: State | None = None, *, backend: str | None = None
@@ -112,7 +112,8 @@ class _FlashLayer(nn.Module):
         self._check(x, "[B, {}]", 2)
         backend = backend or self.backend
         cell = self._kernel(x, f"{self.kernel_cell}_step", backend)
-        return cell(self.in_proj(x), *self._weights(), state, backend=backend)
+        u, bias = self.in_proj(x, apart=True)
+        return cell(u, *self._weights(), state, bias=bias, backend=backend)
 
     def _kernel(self, x: Tensor, name: str, backend: str) -> Any:
         return getattr(load_kernel("diagonal-rnn", x.device.type, backend), name)

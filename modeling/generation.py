@@ -3,8 +3,10 @@
 from typing import Any
 
 import torch
-from transformers import GenerationMixin
+from transformers import DynamicCache, GenerationMixin
 from transformers.generation.configuration_utils import GenerationMode
+from transformers.generation.stopping_criteria import MaxLengthCriteria
+from transformers.generation.utils import DeferredStopCheck
 
 from .state_file import load_state, save_state
 
@@ -91,6 +93,64 @@ class RecurrentGeneration(GenerationMixin):
                 outputs, model_kwargs, *args, **kwargs
             )
         return {**model_kwargs, "past_key_values": outputs.past_key_values}
+
+    def _sample(
+        self,
+        input_ids: torch.LongTensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        synced_gpus: bool = False,
+        streamer: Any = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        """The base class's, which asks the GPU after every token whether all rows have ended, and leaves
+        it idle until the next one is on its way. Here the answer is read a token late, and what was
+        computed meanwhile is dropped: where nobody sees it, in a cache, a score, or the generator.
+        """
+        cache = model_kwargs.get("past_key_values")
+        seen = generation_config.return_dict_in_generate or getattr(
+            cache, "_is_user_defined", False
+        )
+        own = isinstance(cache, DynamicCache) and model_kwargs.get("use_cache")
+        ends = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
+        others = {type(criterion) for criterion in stopping_criteria} - {MaxLengthCriteria}
+        draws = generation_config.do_sample
+        decoded = own and input_ids.is_cuda and not synced_gpus and self.decoder.mode != "eager"
+        if not decoded or seen or (draws and others):
+            return super()._sample(
+                input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus,
+                streamer, **model_kwargs,
+            )  # fmt: skip
+        pad = generation_config._pad_token_tensor
+        unfinished = torch.ones(len(input_ids), dtype=torch.long, device=input_ids.device)
+        with torch.device("cpu"):  # what it pins
+            check = DeferredStopCheck(
+                input_ids, stopping_criteria.max_length, None, False, streamer
+            )
+        outputs = self._prefill(input_ids, generation_config, model_kwargs)
+        while True:
+            model_kwargs = self._update_model_kwargs_for_generation(outputs, model_kwargs)
+            logits = outputs.logits[:, -1].to(copy=True, dtype=torch.float32)
+            scores = logits_processor(input_ids, logits)
+            if draws:
+                tokens = torch.multinomial(scores.softmax(-1), num_samples=1)[:, 0]
+            else:
+                tokens = scores.argmax(-1)
+            if ends:
+                tokens = tokens * unfinished + pad * (1 - unfinished)
+            input_ids = torch.cat([input_ids, tokens[:, None]], dim=-1)  # type: ignore[assignment]
+            unfinished = unfinished & ~stopping_criteria(input_ids, None)
+            if check(unfinished, tokens, input_ids.shape[1]):
+                break
+            inputs = self.prepare_inputs_for_generation(
+                input_ids, next_sequence_length=1, **model_kwargs
+            )
+            outputs = self(**inputs, return_dict=True)
+        late = check.finish()
+        if streamer is not None:
+            streamer.end()
+        return input_ids[:, : input_ids.shape[1] - late]
 
     @staticmethod
     def create_masks_for_generate(

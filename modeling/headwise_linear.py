@@ -6,15 +6,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .kernels.diagonal_rnn.projection import headwise_linear  # torch alone, whatever the backend
+from .kernels.diagonal_rnn.projection import (  # torch alone, whatever the backend
+    headwise_linear,
+    headwise_product,
+)
 
 
 class HeadwiseLinear(nn.Module):
     """N heads side by side: y[..., g, n J + j] = sum over i of weight[n, g, j, i] x[..., n I + i] + bias.
 
     weight [N, G, J, I] with N I = input_size, N J = hidden_size; bias [G, hidden_size]. x in any floating
-    dtype torch.matmul takes, [..., input_size] -> y [..., G, hidden_size]. Kaiming-uniform weight,
-    zero bias.
+    dtype torch.matmul takes, [..., input_size] -> y [..., G, hidden_size], or with `apart` what a
+    diagonal cell reads without a copy: the product [N, ..., G, J], and the bias beside it.
+    Kaiming-uniform weight, zero bias.
 
     Tools that look for nn.Linear do not see it. LoRA on "all-linear" adds nothing to it: name it in
     PEFT's `modules_to_save` to train it whole. Quantisation (bitsandbytes, torchao) leaves it in
@@ -48,7 +52,9 @@ class HeadwiseLinear(nn.Module):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
-    def forward(self, x: Tensor) -> Tensor:  # [..., I] -> [..., G, D]
+    def forward(self, x: Tensor, apart: bool = False) -> Any:
+        if apart:  # through the module's call, for whoever moves its parameters around it
+            return headwise_product(x, self.weight), self.bias
         return headwise_linear(x, self.weight, self.bias)
 
     def extra_repr(self) -> str:

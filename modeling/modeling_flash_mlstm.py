@@ -13,6 +13,7 @@ package calls the embedding differently (`embedding.weight`): that is read too.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -31,7 +32,9 @@ from .recurrent_model import (
     RecurrentForTokenClassification,
     RecurrentModel,
     RecurrentPreTrainedModel,
+    cast_once,
 )
+from .step_linear import ROWS, StepLinear, find_step_linear, norm_options
 
 NX_AI_NAMES = {r"^embedding\.weight$": "backbone.embeddings.weight"}
 FORGET_GATE_BIAS = 3.0, 6.0  # at the start, from the first head to the last
@@ -82,30 +85,47 @@ class FlashMLSTMMixer(nn.Module):
     ) -> torch.Tensor:  # [B, T, H]
         config = self.config
         *operands, i, f = self.project(hidden_states)
-        q, k, v, o = (split_heads(x, config.num_heads) for x in operands)
         i, f = soft_cap(i, config.gate_soft_cap), soft_cap(f, config.gate_soft_cap)
+        return self.out_proj(self.mix([*operands, i, f], cache, boundaries))
+
+    def mix(
+        self,
+        operands: list[torch.Tensor],  # of `project`, the gates bounded
+        cache: RecurrentStateLayer | None,
+        boundaries: Boundaries,
+    ) -> torch.Tensor:  # [B, T, v_dim]
+        config = self.config
+        q, k, v, o = (split_heads(x, config.num_heads) for x in operands[:4])
         h, state = run_mlstm(
-            config, (q, k, v, i, f), self.multihead_norm, cache, boundaries, o,
+            config, (q, k, v, *operands[4:]), self.multihead_norm, cache, boundaries, o,
             input_gate=config.input_gate, eps=config.eps if config.input_gate == "exp" else 0.0,
         )  # fmt: skip
         if cache is not None:
-            cache.update_states(hidden_states.shape[1], cell=state)
-        return self.out_proj(h)
+            cache.update_states(q.shape[1], cell=state)
+        return h
+
+    @property
+    def projections(self) -> tuple[list[nn.Linear], list[nn.Linear]]:
+        """The modules whose outputs are, side by side, q, k, v, o, and those of i and f."""
+        if self.config.weight_mode == "fused":
+            return [self.qkv_opreact], [self.ifgate_preact]
+        gates = [self.igate_preact] if self.config.learnable_input_gate else []
+        return [self.q, self.k, self.v, self.ogate_preact], [*gates, self.fgate_preact]
 
     def project(self, x: torch.Tensor) -> list[torch.Tensor]:
         """q, k [B, T, qk_dim], v, o [B, T, v_dim], i, f [B, T, heads]: all pre-activations."""
+        wide, gates = self.projections
+        return self.divide([m(x) for m in (*wide, *gates)])
+
+    def divide(self, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The same of what the modules of `projections` gave."""
         qk, v = self.config.qk_dim, self.config.v_dim
         if self.config.weight_mode == "fused":
-            return [
-                *self.qkv_opreact(x).split([qk, qk, v, v], dim=-1),
-                *self.ifgate_preact(x).chunk(2, dim=-1),
-            ]
-        f = self.fgate_preact(x)
+            return [*outputs[0].split([qk, qk, v, v], dim=-1), *outputs[1].chunk(2, dim=-1)]
         if self.config.learnable_input_gate:
-            i = self.igate_preact(x)
-        else:
-            i = torch.full_like(f, self.config.input_gate_bias_init)
-        return [self.q(x), self.k(x), self.v(x), self.ogate_preact(x), i, f]
+            return list(outputs)
+        *operands, f = outputs
+        return [*operands, torch.full_like(f, self.config.input_gate_bias_init), f]
 
 
 class FlashMLSTMFeedForward(nn.Module):
@@ -121,7 +141,12 @@ class FlashMLSTMFeedForward(nn.Module):
             self.proj_up_gate, self.proj_up = linear(width, inner), linear(width, inner)
         self.proj_down = residual(config, inner)
 
+    @property
+    def projections(self) -> list[nn.Linear]:
+        return [self.proj_up_gate_z] if self.fused else [self.proj_up_gate, self.proj_up]
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # [B, T, H] -> [B, T, H]
+        x = cast_once(x)
         if self.fused:
             gate, up = self.proj_up_gate_z(x).chunk(2, dim=-1)
         else:
@@ -140,9 +165,38 @@ class FlashMLSTMBlock(RecurrentBlock):
     def run(
         self, hidden_states: torch.Tensor, cache: RecurrentStateLayer | None, boundaries: Boundaries
     ) -> torch.Tensor:  # [B, T, H]
+        step_linear = self.find_step_linear(hidden_states, boundaries)
+        if step_linear is not None:
+            return self.step(step_linear, hidden_states[:, 0], cache)[:, None]
         mixed = self.mlstm_layer(self.norm_mlstm(hidden_states), cache, boundaries)
         hidden_states = hidden_states + mixed
         return hidden_states + self.ffn(self.norm_ffn(hidden_states))
+
+    def find_step_linear(self, x: torch.Tensor, boundaries: Boundaries) -> StepLinear | None:
+        mixer, ffn, config = self.mlstm_layer, self.ffn, self.mlstm_layer.config
+        if x.shape[1] != 1 or not boundaries.none or not config.learnable_input_gate:
+            return None
+        wide, gates = mixer.projections
+        modules = [*wide, *gates, mixer.out_proj, *ffn.projections, ffn.proj_down]
+        return find_step_linear(x, config.backend, [*modules, self.norm_mlstm, self.norm_ffn])
+
+    def step(
+        self, step_linear: StepLinear, x: torch.Tensor, cache: RecurrentStateLayer | None
+    ) -> torch.Tensor:  # [B, H]
+        """`run` of one token a row, in as few launches as there are dependences."""
+        mixer, ffn, config = self.mlstm_layer, self.ffn, self.mlstm_layer.config
+        wide, gates = mixer.projections
+        outputs = step_linear(
+            x, [m.weight for m in (*wide, *gates)], [m.bias for m in gates], capped=len(gates),
+            cap=config.gate_soft_cap, **norm_options(self.norm_mlstm),
+        )  # fmt: skip
+        operands = [y[:, None] for y in mixer.divide(outputs)]
+        h = mixer.mix(operands, cache, NO_BOUNDARIES)
+        x = step_linear(h[:, 0], [mixer.out_proj.weight], residual=x)[0]
+        pair = [m.weight for m in ffn.projections]
+        pair = list(pair[0].chunk(2)) if ffn.fused else pair
+        inner = step_linear(x, pair, gated=True, **norm_options(self.norm_ffn))[0]
+        return step_linear(inner, [ffn.proj_down.weight], residual=x)[0]
 
 
 class FlashMLSTMPreTrainedModel(RecurrentPreTrainedModel):
@@ -197,7 +251,14 @@ class FlashMLSTMForCausalLM(RecurrentForCausalLM, FlashMLSTMPreTrainedModel, Gen
     _tied_weights_keys: ClassVar = {"lm_head.weight": "backbone.embeddings.weight"}
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:  # [..., H] -> [..., V]
-        return soft_cap(self.lm_head(hidden_states), self.config.output_logit_soft_cap)
+        config, head = self.config, self.lm_head
+        step_linear = None
+        if hidden_states.dim() == 3 and len(hidden_states) <= ROWS:
+            step_linear = find_step_linear(hidden_states, config.backend, [head])
+        if step_linear is not None:
+            options = {"capped": 1, "cap": config.output_logit_soft_cap}
+            return step_linear(hidden_states[:, 0], [head.weight], **options)[0][:, None]
+        return soft_cap(head(hidden_states), config.output_logit_soft_cap)
 
 
 class FlashMLSTMForSequenceClassification(

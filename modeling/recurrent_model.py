@@ -44,6 +44,15 @@ def make_norm(kind: str, width: int, eps: float) -> nn.Module:
     return nn.RMSNorm(width, eps) if kind == "rms" else nn.LayerNorm(width, eps, bias=False)
 
 
+def cast_once(x: torch.Tensor) -> torch.Tensor:
+    """x as autocast would hand it to each of several projections: one copy instead of one each, which
+    their backward passes keep, and one sum of their gradients in that dtype."""
+    kind = x.device.type
+    if x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
+        return x
+    return x.to(torch.get_autocast_dtype(kind))
+
+
 class SwiGLU(nn.Module):
     """down(silu(gate(x)) * up(x)) (arXiv 2002.05202)."""
 
@@ -54,6 +63,7 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(inner, width, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # [..., H] -> [..., H]
+        x = cast_once(x)
         return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
 
 

@@ -116,7 +116,7 @@ class Running:
             raise FloatingPointError("the logits are not finite")
         token = best
         if self.processors or self.request.do_sample:
-            text = [self.prompt, torch.tensor(self.tokens, dtype=torch.long)]
+            text = [self.prompt, torch.tensor(self.tokens, dtype=torch.long, device="cpu")]
             scores = self.processors(torch.cat(text)[None].to(scores.device), scores.clone())
             token = int(self._draw(scores) if self.request.do_sample else scores.argmax(-1))
         self.tokens.append(token)

@@ -163,7 +163,7 @@ class Batcher(Iterator[Completion]):
         return bool(reading) and (not ready or 4 * len(reading) >= 3 * len(self.lanes))
 
     def _read(self) -> None:
-        ids = torch.zeros(len(self.lanes), self.piece, dtype=torch.long)
+        ids = torch.zeros(len(self.lanes), self.piece, dtype=torch.long, device="cpu")
         mask = torch.zeros_like(ids)
         begin, last = [], {}
         for row, running in enumerate(self.lanes):

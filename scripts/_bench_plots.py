@@ -125,6 +125,21 @@ def draw_roofline(path: Path) -> None:
     save(figure, path.with_suffix(".svg"))
 
 
+def draw_decode(path: Path) -> None:
+    """Tokens/s of one sequence after so many tokens."""
+    with path.open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["what"] == "prefill"]
+    figure, ax = plt.subplots(figsize=(5, 3.5))
+    for model in dict.fromkeys(row["model"] for row in rows):
+        points = {
+            int(r["position"]): 1e3 / float(r["ms_token"]) for r in rows if r["model"] == model
+        }
+        ax.plot(*zip(*sorted(points.items()), strict=True), marker="o", markersize=3, label=model)
+    ax.set(xscale="log", yscale="log", xlabel="tokens before", ylabel="tokens/s")
+    ax.legend(fontsize=6)
+    save(figure, path.with_suffix(".svg"))
+
+
 def draw_all(
     results: Path, read_sides: Callable[[Path], dict], results_with: Callable[[str], Iterable[Path]]
 ) -> None:
@@ -135,3 +150,5 @@ def draw_all(
         draw_errors(path)
     for path in results_with("flop_per_dram_byte"):
         draw_roofline(path)
+    for path in results_with("tokens_per_s"):
+        draw_decode(path)

@@ -55,6 +55,33 @@ def run_static(model, load: Load, slots: int) -> None:
         )  # fmt: skip
 
 
+def compare_alone(model, requests: int, slots: int, checked: int) -> bool:
+    """Whether the first `checked` requests get the tokens they get when nobody is beside them."""
+    if not checked:
+        return True
+    load = draw_load(requests, model.config.vocab_size)
+    all_of_them = [
+        flashcell.Request(prompt, output)
+        for prompt, output in zip(load.prompts, load.outputs, strict=True)
+    ][: max(checked, slots)]
+    together = {c.index: c.tokens for c in flashcell.generate_many(model, all_of_them, slots=slots)}
+    wrong = [
+        i
+        for i, request in enumerate(all_of_them[:checked])
+        if next(flashcell.generate_many(model, [request], slots=slots)).tokens != together[i]
+    ]
+    tokens = sum(load.outputs[:checked])
+    print(f"{checked - len(wrong)} of {checked} requests, {tokens} tokens, are the same alone")
+    return not wrong
+
+
+def peak_bytes(model) -> float:
+    """The most so far: of the device's memory, or the process's."""
+    if model.device.type == "cuda":
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
 def compare(model, requests: int, slots: int) -> float:
     """Prints both; returns how many times faster continuous batching is.
 
@@ -65,14 +92,14 @@ def compare(model, requests: int, slots: int) -> float:
     print(f"{requests} requests, {read} prompt tokens, {written} new ones, {slots} at a time")
     for name, run in (("continuous", run_continuous), ("static", run_static)):
         run(model, Load(load.prompts[:4], [2] * 4), slots)  # everything lazy
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        before = peak_bytes(model)
         start, busy = time.perf_counter(), time.process_time()
         run(model, load, slots)
         if model.device.type == "cuda":
             torch.cuda.synchronize()
         wall = time.perf_counter() - start
         seconds[name] = time.process_time() - busy if model.device.type == "cpu" else wall
-        grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+        grown = (peak_bytes(model) - before) / 2**20
         rate = written / seconds[name]
         times = f"{wall:.1f} s, of them {seconds[name]:.1f} at work, {rate:.0f} tokens/s of these"
         print(f"{name:>10}: {times}, peak memory +{grown:.0f} MB", flush=True)

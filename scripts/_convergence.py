@@ -43,8 +43,9 @@ def draw_batches(steps: int, batch: int, length: int, device: str) -> Tensor:
 def nudge(model: nn.Module, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for weight in model.parameters():
-        sign = torch.randint(2, weight.shape, generator=generator) * 2 - 1
-        weight.mul_(1 + sign * torch.finfo(weight.dtype).eps)
+        up = torch.randint(2, weight.shape, generator=generator).bool()
+        towards = torch.where(up, torch.inf, -torch.inf).to(weight.dtype)
+        weight.copy_(torch.nextafter(weight, towards))
 
 
 class Run:

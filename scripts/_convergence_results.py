@@ -10,8 +10,8 @@ import torch
 from _bench_common import commit
 
 WINDOW = 10  # steps whose mean is one point
-COLUMNS = ["study", "family", "precision", "side", "step", "loss", "device", "torch", "commit"]
-COLUMNS += ["date"]
+COLUMNS = ["comparison", "family", "precision", "side", "B", "T", "step", "loss", "device", "torch"]
+COLUMNS += ["commit", "date"]
 Key = tuple[str, str]  # precision, side
 
 
@@ -19,11 +19,11 @@ def append(folder: Path, study: str, family: str, curves: dict, stamp: dict) -> 
     """To <device>-convergence.csv, in the place of what it has of this study and family."""
     name = re.sub(r"[^a-z0-9]+", "-", stamp["device"].lower()).strip("-")
     path = folder / f"{name}-convergence.csv"
-    rows = [r for r in read(path) if (r["study"], r["family"]) != (study, family)]
+    rows = [r for r in read(path) if (r["comparison"], r["family"]) != (study, family)]
     stamp = stamp | {"torch": torch.__version__.split("+")[0]}
     stamp |= {"commit": stamp["commit"] or commit(), "date": datetime.date.today().isoformat()}
     for (side, bf16), curve in curves.items():
-        head = {"study": study, "family": family, "side": side}
+        head = {"comparison": study, "family": family, "side": side}
         head["precision"] = "bf16" if bf16 else "fp32"
         for end in range(WINDOW, len(curve) + 1, WINDOW):
             loss = curve[end - WINDOW : end].mean().item()
@@ -48,7 +48,7 @@ def plot(folder: Path) -> None:
     for path in sorted(folder.glob("*-convergence.csv")):
         studies: dict[str, dict[str, dict[Key, list[tuple[int, float]]]]] = defaultdict(dict)
         for row in read(path):
-            curves = studies[row["study"]].setdefault(row["family"], {})
+            curves = studies[row["comparison"]].setdefault(row["family"], {})
             point = int(row["step"]), float(row["loss"])
             curves.setdefault((row["precision"], row["side"]), []).append(point)
         for study, families in studies.items():

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 IGNORED = -100
 CHUNK = 2**28  # logits at a time, at most: 1 GiB in fp32
-TILE = 128  # products with 50,257 columns instead of 50,304 take five times as long on an H200
+TILE = 128  # columns: the products of a head with 50,257 took 126 of a step's 276 ms on an H200
 NOWHERE = -1e9  # logit of a column that only fills the tile: its probability is 0
 
 

@@ -24,7 +24,8 @@ EMPTY = [
 ]
 # a gradient clip and a bias are not this kernel's
 MASKED = [o for o in OPTIONS if not {"nobias", "clip", "cut"} & set(o)]
-CASES = [*SHAPES, *(replace(Case(5, 11, 1, 40), options=o) for o in MASKED)]
+BIASED = [("bias",), ("bias", "state", "reset", "hold"), ("bias", "state", "lengths")]
+CASES = [*SHAPES, *(replace(Case(5, 11, 1, 40), options=o) for o in [*MASKED, *BIASED])]
 WEIGHTS = ("a", "p")
 
 
@@ -37,6 +38,9 @@ def make(cell, case: Case, dtype: torch.dtype) -> dict:
         weight = torch.randn(cell.weights, case.D, generator=g, dtype=torch.float64)
         parts = (0.7 * weight).to(dtype).split([3, cell.weights - 3])
         call |= {name: part for name, part in zip(WEIGHTS, parts, strict=True) if len(part)}
+        if "bias" in case.options:
+            bias = torch.randn(cell.gates, case.D, generator=g, dtype=torch.float64)
+            call["bias"] = (0.7 * bias).to(dtype)
         if "state" in case.options:
             state_dtype = torch.float64 if dtype == torch.float64 else torch.float32
             state = torch.randn(cell.states, sequences, case.D, generator=g, dtype=torch.float64)
@@ -45,10 +49,16 @@ def make(cell, case: Case, dtype: torch.dtype) -> dict:
     return to_device(call)
 
 
+def in_heads(x: torch.Tensor, heads: int, dense: bool = True) -> torch.Tensor:
+    """x [B, T, G, D] as [N, B, T, G, D / N]."""
+    x = x.unflatten(-1, (heads, -1)).movedim(-2, 0)
+    return x.contiguous() if dense else x
+
+
 def leaves(call: dict) -> dict:
     """The call with fresh differentiable tensors, and they by name."""
     leaf = lambda t: t.detach().requires_grad_()
-    fresh = {k: leaf(call[k]) for k in ("x", *WEIGHTS) if k in call}
+    fresh = {k: leaf(call[k]) for k in ("x", *WEIGHTS, "bias") if k in call}
     state = tuple(map(leaf, call.get("state", ())))
     named = fresh | {f"state[{k}]": s for k, s in enumerate(state)}
     return {**call, **fresh, **({"state": state} if state else {})}, named

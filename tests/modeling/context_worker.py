@@ -6,12 +6,16 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM
 
 import flashcell  # noqa: F401  (registers the families)
 from flashcell.context_parallel import ContextParallel
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from model_cases import blocks
 
 BATCH, PART = 2, 5
 # Relative, in fp64: sums in another order. Observed 1.7e-14; transformers' own loss, which is fp32
@@ -71,17 +75,25 @@ def check(checkpoint: Path, tokens: torch.Tensor) -> None:
                 print(where)
 
 
+def shard(model: torch.nn.Module) -> torch.nn.Module:
+    for block in blocks(model):
+        fully_shard(block)
+    return fully_shard(model)
+
+
 def check_wrapped(checkpoint: Path, tokens: torch.Tensor) -> None:
-    """DistributedDataParallel around the model leaves the whole sequence's gradients everywhere."""
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float64)
+    """DistributedDataParallel and FSDP2 leave the whole sequence's gradients everywhere."""
     targets = tokens[:, 1:].contiguous()
-    want = whole(model, "loss", {"input_ids": tokens[:, :-1]}, targets)
-    context = ContextParallel(DistributedDataParallel(model))
-    inputs = context.split(tokens[:, :-1])
-    got = gradients(model, context(input_ids=inputs, targets=context.split(targets)).loss)
-    for what, value in got.items():
-        error = (value - want[what]).norm() / want[what].norm()
-        assert error <= BOUNDS["loss"], f"wrapped: {what}: relative error {error:.2g}"
+    for wrap in (DistributedDataParallel, shard):
+        model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float64)
+        want = whole(model, "loss", {"input_ids": tokens[:, :-1]}, targets)
+        context = ContextParallel(wrap(model))
+        inputs = context.split(tokens[:, :-1])
+        got = gradients(model, context(input_ids=inputs, targets=context.split(targets)).loss)
+        for what, value in got.items():
+            value = value.full_tensor() if hasattr(value, "full_tensor") else value
+            error = (value - want[what]).norm() / want[what].norm()
+            assert error <= BOUNDS["loss"], f"{wrap.__name__}: {what}: relative error {error:.2g}"
 
 
 def check_guards(checkpoint: Path, tokens: torch.Tensor) -> None:

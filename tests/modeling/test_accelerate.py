@@ -72,7 +72,7 @@ def test_same_weights_and_gradients(theirs, ours, tokens):
 
 TRAINING = {
     "as configured": ({}, torch.float32, "modified by an inplace operation"),
-    "bf16": ({"use_cache": False}, torch.bfloat16, "dtype"),
+    "bf16": ({"use_cache": False}, torch.bfloat16, "dtype|scalar type"),
     "bf16 as configured": ({}, torch.bfloat16, "modified by an inplace operation"),
 }
 

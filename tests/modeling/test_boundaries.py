@@ -3,13 +3,15 @@
 import pytest
 import torch
 
+from cases import DEVICE
 from flashcell.boundaries import find_boundaries
 from model_cases import CASES, VOCABULARY, state_tensors
 from numerics import EPS, assert_close
 
 # The same sums in fp32, taken for other batch sizes: a few roundings a step, which the gates damp
 # instead of piling up. Observed: at most 10 units.
-SAME = 16 * EPS[torch.float32]
+# The mLSTM on a GPU leaves 2^-22 of a product out, 4 units; observed: 18.
+SAME = (16 if DEVICE == "cpu" else 24) * EPS[torch.float32]
 
 
 def run(model, ids, **kwargs):
@@ -95,6 +97,9 @@ def test_packed_rows_with_padding(case, make_model, tokens, how):
 def test_packed_gradients_are_the_sum_over_documents(case, make_model, tokens):
     model, ids = make_model(case).double(), tokens(1, 9)
     names = [name for name, _ in model.named_parameters()]
+    for layer in model.modules():
+        if hasattr(layer, "max_recurrent"):  # beyond it only one sign of a gradient passes
+            layer.max_recurrent = None
 
     def gradients(*calls):
         losses = [model(ids, **kw).logits.square().sum() for ids, kw in calls]
@@ -140,7 +145,8 @@ def test_wrong_shapes_are_named(what):
         find_boundaries(2, 4, **kwargs)
 
 
-def test_wrong_offsets_are_named(make_model, tokens):
+def test_wrong_offsets_are_named(make_model, tokens, monkeypatch):
+    monkeypatch.setenv("FLASHCELL_CHECK", "1")  # values on a GPU are looked at on request
     for offsets in ([0, 5, 3, 9], [1, 9], [0, 8]):
         with pytest.raises((ValueError, RuntimeError), match="cu_seqlens"):
             run(make_model(), tokens(1, 9), cu_seq_lens_q=torch.tensor(offsets))

@@ -9,6 +9,7 @@ import threading
 import pytest
 import torch
 from transformers import DynamicCache
+from transformers.generation.streamers import BaseStreamer
 
 from cases import DEVICE
 from decode_cases import CHANGES, greedy, without_engine
@@ -126,3 +127,43 @@ def test_what_cannot_be_captured_says_so(make_model, tokens):
     model.model.norm = norm
     assert torch.equal(greedy(model, ids), want)
     assert replayed(model)
+
+
+class Listener(BaseStreamer):
+    def __init__(self):
+        self.heard = []
+
+    def put(self, value):
+        self.heard += value.flatten().tolist()
+
+    def end(self):
+        self.heard.append(None)
+
+
+@pytest.mark.parametrize("new", [1, 2, 30])
+def test_the_end_is_found_a_token_late_and_unseen(make_model, tokens, new):
+    """What generate returns and streams is what it does where it asks after every token."""
+    model = make_model()
+    for ids in (tokens(1, 5), tokens(4, 5)):
+        text = without_engine(model, lambda ids=ids: greedy(model, ids, new=30))
+        for end in (None, int(text[0, 12]), [int(t) for t in text[:, 9]]):
+            options = {"new": new, "eos_token_id": end}
+            ears = [Listener(), Listener()] if len(ids) == 1 else [None, None]
+            got = greedy(model, ids, streamer=ears[0], **options)
+            want = without_engine(model, lambda: greedy(model, ids, streamer=ears[1], **options))  # noqa: B023
+            assert torch.equal(got, want)
+            assert ears[0] is None or ears[0].heard == ears[1].heard
+    embeds = {"inputs_embeds": model.get_input_embeddings()(ids).detach(), "max_new_tokens": new}
+    text = model.generate(**embeds, do_sample=False, pad_token_id=0)
+    again = without_engine(model, lambda: model.generate(**embeds, do_sample=False, pad_token_id=0))
+    assert torch.equal(text, again)
+    text = greedy(model, ids, new=30)
+    state = torch.get_rng_state(), torch.cuda.get_rng_state()
+    drawn = []
+    for mode in ("auto", "eager"):
+        torch.set_rng_state(state[0])
+        torch.cuda.set_rng_state(state[1])
+        model.decoder.mode = mode
+        sample = {"do_sample": True, "eos_token_id": int(text[0, 12])}
+        drawn.append([greedy(model, ids, new=20, **sample), greedy(model, ids, new=20, **sample)])
+    assert all(map(torch.equal, *drawn))

@@ -8,7 +8,9 @@ import torch
 from torch import nn
 
 import flashcell
+from cases import DEVICE
 from flashcell.flash_rnn_layers import Bound, HeadwiseLinear
+from flashcell.headwise_linear import headwise_product
 from flashcell.kernel_loader import kernel_info
 from flashcell.kernels import diagonal_rnn as reference
 from numerics import assert_as_accurate, assert_bitwise, assert_close
@@ -103,7 +105,7 @@ def test_steps_are_the_sequence(kind):
 def test_autocast(kind):
     """Parameters in fp32, activations in bf16, gradients in fp32."""
     layer = make(kind, dtype=torch.float32)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(DEVICE, torch.bfloat16):
         h, state = layer(torch.randn(B, T, I))
     assert (h.dtype, state[0].dtype) == (torch.bfloat16, torch.float32)
     h.float().sum().backward()
@@ -120,17 +122,21 @@ def test_methods(kind):
         layer.method, layer.backend = method, "reference"
         assert (layer(x)[0] - walk).abs().max() < 2e-6
         layer.backend = "auto"
+        if DEVICE != "cpu":
+            assert (layer(x)[0] - walk).abs().max() < 2e-6
+            continue
         with pytest.raises(ValueError, match=f"method is '{method}', but on the CPU it must be"):
             layer(x)
 
 
 @KINDS
 def test_the_binary_runs(kind):
-    layer = make(kind)
-    assert kernel_info("diagonal-rnn").source == "local"
+    dtype = torch.float64 if DEVICE == "cpu" else torch.float32  # where a binary has it
+    layer = make(kind, dtype=dtype)
+    assert kernel_info("diagonal-rnn", DEVICE).source == "local"
     torch._dynamo.reset()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    x = torch.randn(B, T, I, dtype=torch.float64)
+    x = torch.randn(B, T, I, dtype=dtype)
     assert_bitwise("h", compiled(x)[0].detach(), layer(x)[0].detach())
 
 
@@ -183,8 +189,28 @@ def test_headwise_linear(heads, bias):
     want = torch.stack([x @ block.T for block in blocks], -2)
     want = want + layer.bias if bias else want
     assert_close("y", layer(x), want, 1e-14)
+    product, beside = layer(x, apart=True)
+    assert beside is layer.bias
+    together = product.movedim(0, -2).flatten(-2)
+    assert_close("product", together if beside is None else together + beside, want, 1e-14)
     assert layer(x[:0]).shape == (0, 4, 5, 2, 9)
     assert layer(x[0, 0, 0]).shape == (2, 9)
+
+
+def test_headwise_product():
+    """Its gradients, and theirs; both in the layouts of what they belong to; traced whole."""
+    x = torch.randn(2, 5, 12, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(3, 2, 6, 4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(headwise_product, (x, weight))
+    assert torch.autograd.gradgradcheck(headwise_product, (x, weight))
+    dy = torch.randn(3, 2, 5, 2, 6, dtype=torch.float64)
+    grads = torch.autograd.grad(headwise_product(x, weight), (x, weight), dy)
+    assert all(grad.is_contiguous() for grad in grads)
+    compiled = torch.compile(headwise_product, fullgraph=True, backend="aot_eager")
+    for got, want in zip(
+        torch.autograd.grad(compiled(x, weight), (x, weight), dy), grads, strict=True
+    ):
+        assert_close("gradient", got, want, 1e-14)
 
 
 @KINDS

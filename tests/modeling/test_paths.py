@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from model_cases import CASES
+from model_cases import CASES, cpu_only
 from numerics import EPS, assert_close
 
 MASK = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1, 0, 0]])
@@ -47,6 +47,7 @@ def test_every_way_is_the_same_model(case, make_model, tokens):
     assert model.config.to_dict() == default
 
 
+@cpu_only
 @pytest.mark.parametrize("cell", ["flash_gru", "flash_lstm"])
 @pytest.mark.parametrize("method", ["newton", "shoot"])
 def test_method_reaches_the_kernel(make_model, tokens, cell, method):

@@ -10,18 +10,19 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import DynamicCache, StaticCache
 
+from cases import DEVICE
 from decode_cases import greedy
 from flashcell.state_file import FORMAT
 
 CONTINUE = """
 import sys, torch, flashcell
-folder, new = sys.argv[1:]
-model = flashcell.FlashRNNForCausalLM.from_pretrained(folder)
-text = torch.load(f"{folder}/text.pt")
+folder, new, device = sys.argv[1:]
+model = flashcell.FlashRNNForCausalLM.from_pretrained(folder).to(device)
+text = torch.load(f"{folder}/text.pt").to(model.device)
 cache = model.load_state(f"{folder}/talk.safetensors")
 out = model.generate(text, attention_mask=torch.ones_like(text), past_key_values=cache,
                      max_new_tokens=int(new), do_sample=False, pad_token_id=0)
-torch.save(out, f"{folder}/continued.pt")
+torch.save(out.cpu(), f"{folder}/continued.pt")
 """
 
 
@@ -40,7 +41,7 @@ def test_another_process_goes_on(make_model, tokens, tmp_path):
     model.save_pretrained(tmp_path)
     model.save_state(cache, tmp_path / "talk.safetensors")
     torch.save(text.cpu(), tmp_path / "text.pt")
-    subprocess.run([sys.executable, "-c", CONTINUE, tmp_path, "12"], check=True)
+    subprocess.run([sys.executable, "-c", CONTINUE, tmp_path, "12", DEVICE], check=True)
     assert torch.equal(torch.load(tmp_path / "continued.pt"), want.cpu())
 
 

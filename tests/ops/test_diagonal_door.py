@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cases import DEVICE, Case
-from diagonal_cases import WEIGHTS, leaves, make
+from diagonal_cases import WEIGHTS, in_heads, leaves, make
 from flashcell.kernels import diagonal_rnn as reference
 
 CELLS = reference.CELLS
@@ -40,6 +40,21 @@ TABLE = {  # id: (arguments, error, what it says)
     ),
     "x-gates": (changed(x=lambda c: c["x"][:, :, :2]), ValueError, r"must be \[B, T, 3, D\]"),
     "x-int": (changed(x=lambda c: c["x"].int()), TypeError, "x has dtype torch.int32"),
+    "x-heads": (
+        changed(x=torch.randn(0, B, T, 3, D)),
+        ValueError,
+        r"or in N > 0 heads \[N, B, T, 3, D / N\]",
+    ),
+    "a-heads": (
+        changed(x=torch.randn(2, B, T, 3, D)),
+        ValueError,
+        r"a has shape \[3, 8\], but must be \[3, D\] = \[3, 16\]",
+    ),
+    "bias-shape": (
+        changed(bias=torch.randn(1, D)),
+        ValueError,
+        r"bias has shape \[1, 8\], but must be \[3, D\]",
+    ),
     "a-none": (changed(a=None), TypeError, "a is a NoneType"),
     "a-shape": (
         changed(a=torch.randn(2, D)),
@@ -110,8 +125,10 @@ def test_sequence(door, row, monkeypatch):
 def test_step(door):
     call = base()
     x, a, p = call["x"], call["a"], call["p"]
-    with pytest.raises(ValueError, match=r"x has shape \[2, 4, 3, 8\], but must be \[B, 3, D\]"):
-        door.flash_lstm_step(x, a, p)
+    with pytest.raises(ValueError, match=r"x has shape \[4, 8\], but must be \[B, 3, D\]"):
+        door.flash_lstm_step(x[0, :, 0], a, p)
+    with pytest.raises(ValueError, match=r"a has shape \[3, 8\], but must be \[3, D\] = \[3, 16\]"):
+        door.flash_lstm_step(x, a, p)  # two heads of eight channels
     with pytest.raises(ValueError, match=r"state\[0\] has shape \[1, 8\]"):
         door.flash_gru_step(x[:, 0], a, (call["state"][0][:1],))
 
@@ -131,16 +148,20 @@ def test_backend_by_name_is_never_replaced():
 def op_arguments(name, options, requires_grad=True):
     call, _ = leaves(make(CELLS[name], Case(2, 4, 1, 8, options), torch.float32))
     weight = (
-        torch.cat([call[k] for k in WEIGHTS if k in call]).detach().requires_grad_(requires_grad)
+        torch.cat([call[k] for k in (*WEIGHTS, "bias") if k in call])
+        .detach()
+        .requires_grad_(requires_grad)
     )
+    x = in_heads(call["x"].detach(), 2).requires_grad_() if "heads" in options else call["x"]
     state = torch.stack(call["state"]).detach().requires_grad_() if "state" in call else None
     masks = [call.get(k) for k in ("reset", "hold", "lengths", "cu_seqlens")]
-    return [call["x"], weight, state, *masks, "walk", -1.0, -1]
+    return [x, weight, state, *masks, "walk", -1.0, -1]
 
 
 @pytest.mark.parametrize("save", [True, False])
 @pytest.mark.parametrize(
-    "options", [("state", "reset", "hold"), ("state", "lengths"), ("state", "cu"), ()]
+    "options",
+    [("state", "reset", "hold"), ("state", "lengths"), ("state", "cu"), (), ("bias", "heads")],
 )
 def test_opcheck(diagonal_rnn, name, options, save):
     op = getattr(diagonal_rnn.dispatch.ops, f"{name}_fwd").default

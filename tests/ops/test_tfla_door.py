@@ -38,6 +38,8 @@ TABLE = {  # id: (arguments, error, what it says)
         ValueError,
         r"q has shape \[2, 2, 2, 8\], but must be \[B, T, H, K\] = \[2, 4, 2, 8\]",
     ),
+    "v-float": (changed(v=0.5), TypeError, "v is a float, but must be a tensor"),
+    "i-int": (changed(i=lambda c: c["i"].int()), TypeError, "i has dtype torch.int32"),
     "v-heads": (changed(v=lambda c: c["v"][:, :, :1]), ValueError, r"must be \[B, T, H, V\]"),
     "k-int": (changed(k=lambda c: c["k"].int()), TypeError, "k has dtype torch.int32"),
     "width": (
@@ -55,6 +57,13 @@ TABLE = {  # id: (arguments, error, what it says)
     ),
     "normalize": (changed(normalize="max"), ValueError, "normalize is 'max'"),
     "eps": (changed(eps=-1.0), ValueError, "eps is -1.0, but must be a number >= 0"),
+    "eps-text": (changed(eps="1e-6"), TypeError, "eps is a str, but must be a number"),
+    "normalizer-grad": (
+        changed(normalizer_grad=None),
+        TypeError,
+        "normalizer_grad is a NoneType, but must be True or False",
+    ),
+    "chunk-flag": (changed(chunk_size=True), ValueError, "chunk_size is True, but must be None or"),
     "chunk": (
         changed(chunk_size=0),
         ValueError,
@@ -77,6 +86,17 @@ TABLE = {  # id: (arguments, error, what it says)
         r"reset has shape \[4, 2\]",
     ),
     "hold-float": (changed(hold=torch.zeros(B, T)), TypeError, "hold has dtype torch.float32"),
+    "lengths-float": (changed(lengths=torch.ones(B)), TypeError, "lengths has dtype torch.float32"),
+    "lengths-shape": (
+        changed(lengths=ints(1)),
+        ValueError,
+        r"lengths has shape \[1\], but must be",
+    ),
+    "cu-and-lengths": (
+        changed(lengths=ints(1, 2), cu_seqlens=ints(0, 4)),
+        ValueError,
+        "lengths and cu_seqlens are both given",
+    ),
     "lengths-long": (changed(lengths=ints(1, 5)), ValueError, "lengths.*0..*4"),
     "cu-batch": (changed(cu_seqlens=ints(0, 4)), ValueError, "x has batch 2"),
     "norm": (changed(norm="batch"), ValueError, "norm is 'batch', but must be one of layer, rms"),
@@ -88,6 +108,12 @@ TABLE = {  # id: (arguments, error, what it says)
     "norm-none": (changed(norm_weight=torch.ones(H, V)), ValueError, "norm is None"),
     "norm-eps": (changed(norm="rms", norm_eps=-1.0), ValueError, "norm_eps is -1.0, but must be"),
     "out-gate": (changed(out_gate=torch.ones(B, T, H, K)), ValueError, "out_gate has shape"),
+    "norm-eps-text": (changed(norm="rms", norm_eps="1"), TypeError, "norm_eps is a str, but must"),
+    "norm-weight-list": (
+        changed(norm="rms", norm_weight=[1.0]),
+        TypeError,
+        "norm_weight is a list",
+    ),
     "out-gate-bool": (
         changed(out_gate=torch.ones(B, T, H, V).bool()),
         TypeError,
@@ -134,6 +160,8 @@ def test_step(door):
         door.mlstm_step(**{**call, "state": (C.mT.contiguous().mT, *rest)}, inplace=True)
     with pytest.raises(ValueError, match="v requires a gradient, but inplace=True is for decoding"):
         door.mlstm_step(**{**call, "v": call["v"].clone().requires_grad_()}, inplace=True)
+    with pytest.raises(TypeError, match="inplace is a int, but must be True or False"):
+        door.mlstm_step(**call, inplace=1)
     gate = torch.ones(B, H, V, requires_grad=True)
     with pytest.raises(ValueError, match="out_gate requires a gradient, but inplace=True"):
         door.mlstm_step(**call, out_gate=gate, inplace=True)

@@ -147,6 +147,12 @@ def test_step(tfla, parts, cell, dtype, V):
     peer, _ = reference.mlstm_step(**step)
     exact, _ = reference.mlstm_step(**wide)
     assert_as_accurate(f"{cell} {parts}", h, exact, peer, 24)
+    if "weight" in parts:  # one rounded to h's dtype is read as it is
+        rounded = step["norm_weight"].to(dtype)
+        same, want = (
+            tfla.mlstm_step(**{**step, "norm_weight": w})[0] for w in (rounded, rounded.float())
+        )
+        assert_bitwise("rounded weight", same, want)
     own = tuple(s.clone() for s in step["state"])
     same, _ = tfla.mlstm_step(**{**step, "state": own}, inplace=True)
     assert_bitwise("in place", same, h)

@@ -4,7 +4,7 @@
 #include "cells/all.h"
 #include "registration.h"
 #if defined(CUDA_KERNEL)
-#include "cuda/call.h"
+#include "cuda/conv_ops.h"
 #else
 #include "cpu/call.h"
 #endif
@@ -16,7 +16,8 @@
 
 namespace flashcell {
 
-// x [B,T,G,D] strided · weight [P,D], state [K,S,D] in the state dtype · reset, hold [B,T] bool ·
+// x [B,T,G,D] or, in N heads, [N,B,T,G,D/N], strided · weight [P,D], with a bias of x [P+G,D], and
+// state [K,S,D] in the state dtype · reset, hold [B,T] bool ·
 // lengths [B] · cu_seqlens [S+1] · method walk, shoot or newton · tol, max_iters < 0: its own
 // -> h [B,T,D] · last [K,S,D] · saved [B,T,V,D] ([0] unless `save`): the states after each step
 // that h does not hold, those beside h, then with `hold` h itself · report [3]: iterations,
@@ -26,7 +27,7 @@ constexpr const char* kForwardSchema =
     "Tensor? cu_seqlens, str method, float tol, int max_iters, bool save) "
     "-> (Tensor h, Tensor last, Tensor saved, Tensor report)";
 
-// dh [B,T,D] · dlast [K,S,D] -> dx [B,T,G,D] · dweight [P,D] · dstate [K,S,D]
+// dh [B,T,D] · dlast [K,S,D] -> dx as x · dweight as weight · dstate [K,S,D]
 constexpr const char* kBackwardSchema =
     "_bwd(Tensor dh, Tensor? dlast, Tensor x, Tensor weight, Tensor h, Tensor saved, "
     "Tensor? state, Tensor? reset, Tensor? hold, Tensor? lengths, Tensor? cu_seqlens, str method) "
@@ -50,11 +51,13 @@ inline Method method_of(const std::string& name) {
 // The arguments that both directions have, checked; its tensors live as long as the params.
 template <typename Cell>
 struct Arguments {
-  int64_t B, T, D, S;
   Dtype dtype;
   ScalarType io, unrounded;
   Tensor x, weight;
   OptionalTensor state, reset, hold;
+  int batch;  // dimension of x: 1 where its heads come first
+  int64_t B, T, J, D, S;
+  bool has_bias;
   decltype(sequences(x, 0, 0, OptionalTensor(), OptionalTensor(), 0, 0)) list;
 
   Arguments(const Tensor& given_x, const Tensor& given_weight, const OptionalTensor& given_state,
@@ -62,18 +65,27 @@ struct Arguments {
             const OptionalTensor& lengths, const OptionalTensor& cu_seqlens)
       : x(checked(given_x)),
         weight(given_weight),
-        list(sequences(x, x.size(0), x.size(1), lengths, cu_seqlens, x.stride(0), x.stride(1))) {
-    B = x.size(0), T = x.size(1), D = x.size(3), S = list.size();
-    dtype = io_dtype(x, "x"), io = x.scalar_type(), unrounded = state_dtype(x);
-    weight = operand(given_weight, "weight", {Cell::kWeights, D}, unrounded);
+        batch(int(x.dim()) - 4),
+        B(x.size(batch)),
+        T(x.size(batch + 1)),
+        J(x.size(batch + 3)),
+        D(batch == 0 ? J : x.size(0) * J),
+        list(sequences(x, B, T, lengths, cu_seqlens, x.stride(batch), x.stride(batch + 1))) {
+    S = list.size(), dtype = io_dtype(x, "x"), io = x.scalar_type(), unrounded = state_dtype(x);
+    const int64_t rows_with_bias = int64_t(Cell::kWeights) + Cell::kGates;
+    has_bias = weight.dim() == 2 && weight.size(0) == rows_with_bias;
+    const int64_t rows = has_bias ? rows_with_bias : int64_t(Cell::kWeights);
+    weight = operand(given_weight, "weight", {rows, D}, unrounded);
     state = operand(given_state, "state", {Cell::kStates, S, D}, unrounded);
     reset = operand(given_reset, "reset", {B, T}, ScalarType::Bool);
     hold = operand(given_hold, "hold", {B, T}, ScalarType::Bool);
   }
 
   static Tensor checked(const Tensor& x) {
-    check_rank(x, "x", 4, "[B, T, G, D]");
-    check_shape(x, "x", {x.size(0), x.size(1), Cell::kGates, x.size(3)});
+    if (x.dim() != 5) check_rank(x, "x", 4, "[B, T, G, D] or [N, B, T, G, D / N]");
+    Shape shape = shape_of(x);
+    shape[shape.size() - 2] = Cell::kGates;
+    check_shape(x, "x", shape);
     io_dtype(x, "x");
     return input(x);
   }
@@ -85,8 +97,11 @@ struct Arguments {
     p.sequences = list.data();
     p.reset = (const uint8_t*)pointer(reset), p.hold = (const uint8_t*)pointer(hold);
     p.x = x.const_data_ptr();
-    p.x_batch = x.stride(0), p.x_time = x.stride(1), p.x_gate = x.stride(2);
+    p.x_head = batch == 0 ? 0 : x.stride(0), p.J = J;
+    p.x_batch = x.stride(batch), p.x_time = x.stride(batch + 1), p.x_gate = x.stride(batch + 2);
     p.weight = weight.const_data_ptr(), p.initial = pointer(state);
+    const int64_t bias = Cell::kWeights * D * weight.element_size();
+    p.bias = has_bias ? static_cast<const char*>(p.weight) + bias : nullptr;
   }
 };
 
@@ -125,14 +140,15 @@ std::tuple<Tensor, Tensor, Tensor> backward(Tensor dh, OptionalTensor dlast, Ten
   dlast = operand(dlast, "dlast", {Cell::kStates, S, D}, given.unrounded);
   h = operand(h, "h", {B, T, D}, given.io);
   saved = operand(saved, "saved", {B, T, given.saved_states(), D}, given.io);
-  Tensor dx = new_tensor(x, {B, T, Cell::kGates, D}, given.io);
-  Tensor dweight = new_tensor(x, {Cell::kWeights, D}, given.unrounded);
+  Tensor dx = new_tensor(x, shape_of(x), given.io);
+  Tensor dweight = new_tensor(x, shape_of(given.weight), given.unrounded);
   Tensor dstate = new_tensor(x, {Cell::kStates, S, D}, given.unrounded);
   BackwardParams params{};
   given.fill(params, method);
   params.dh = dh.const_data_ptr(), params.dlast = pointer(dlast);
   params.h = h.const_data_ptr(), params.saved = saved.const_data_ptr();
-  params.dx = dx.mutable_data_ptr(), params.dweight = dweight.mutable_data_ptr();
+  params.dx = dx.mutable_data_ptr(), params.dx_head = B * T * Cell::kGates * given.J;
+  params.dweight = dweight.mutable_data_ptr();
   params.dstate = dstate.mutable_data_ptr();
   run<Cell>(params, given.dtype, x);
   return {dx, dweight, dstate};
@@ -209,11 +225,15 @@ void define(torch::stable::detail::StableLibrary& ops, CellList<Cells...>) {
 
 STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
   flashcell::define(ops, flashcell::AllCells());
+#if defined(CUDA_KERNEL)
+  flashcell::define_conv(ops);
+#endif
 }
 
 #if defined(CUDA_KERNEL)
 STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CUDA, ops) {
   flashcell::implement(ops, flashcell::AllCells());
+  flashcell::implement_conv(ops);
 }
 #else
 STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CPU, ops) {

@@ -1,5 +1,7 @@
 // What ops.cpp (torch) hands to an engine (no torch), on the CPU and on CUDA: plain structs.
-// S sequences, T time, D channels, G gates, P weight rows, K states, V saved states.
+// S sequences, T time, D channels, G gates, P weight rows, K states, V saved states. x is
+// [B, T, G, D], or with its channels in heads of J [D / J, B, T, G, J], as a batched product leaves
+// it; dx has the layout of x, dense.
 // io = the dtype of x; state = float, or double when io is double.
 #pragma once
 #include "sequence.h"
@@ -13,11 +15,14 @@ struct SequenceParams {
   const Sequence* sequences;  // [S]; null on CUDA when sequence s is all of row s
   const uint8_t* reset;       // [B, T] or null: states become 0 before the step
   const uint8_t* hold;        // [B, T] or null: the step passes the states through
-  const void* x;              // [B, T, G, D] io, strided
-  int64_t x_batch;            // strides of x in elements; the last one is 1
+  const void* x;              // io, strided
+  int64_t x_head;             // strides of x in elements; the last one is 1
+  int64_t x_batch;
   int64_t x_time;
   int64_t x_gate;
+  int64_t J;            // channels of a head; D where x has none
   const void* weight;   // [P, D] state
+  const void* bias;     // [G, D] state, added to x, or null; it follows the weight
   const void* initial;  // [K, S, D] state, or null for 0
   int64_t V;            // K - 1 states beside h, and with `hold` h's own, which h does not hold
   Method method;
@@ -37,8 +42,9 @@ struct BackwardParams : SequenceParams {
   const void* dlast;  // [K, S, D] state, or null for 0
   const void* h;      // [B, T, D] io
   const void* saved;  // [B, T, V, D] io
-  void* dx;           // [B, T, G, D] io
-  void* dweight;      // [P, D] state
+  void* dx;           // io, as x
+  int64_t dx_head;    // elements of a head of it
+  void* dweight;      // [P, D] state, then with a bias its [G, D]
   void* dstate;       // [K, S, D] state
 };
 
@@ -61,6 +67,29 @@ struct ScanBackwardParams : ScanParams {
   void* da;        // [B, T, D, n, n] io
   void* db;        // [B, T, D, n] io
   void* dh0;       // [B, D, n] state
+};
+
+// u_t = weight[4] + sum over j < 4 of weight[3 - j] x_(t - j), y = silu(u) or u.
+struct ConvParams {
+  static constexpr int kTaps = 4;
+  int64_t B, T, D;
+  const void* x;  // [B, T, D] io, strided; the last stride is 1
+  int64_t x_batch, x_time;
+  const void* weight;    // [5, D] state, the bias last
+  const void* window;    // [B, 3, D] io: the steps before the first, or null for 0
+  const uint8_t* reset;  // [B, T] or null: what is before the step counts no more
+  bool silu;
+};
+
+struct ConvForwardParams : ConvParams {
+  void* y;  // [B, T, D] io
+};
+
+struct ConvBackwardParams : ConvParams {
+  const void* dy;  // [B, T, D] io
+  void* dx;        // [B, T, D] io
+  void* dweight;   // [5, D] state
+  void* dwindow;   // [B, 3, D] io
 };
 
 }  // namespace flashcell

@@ -4,6 +4,7 @@
 #include "registration.h"
 #if defined(CUDA_KERNEL)
 #include "cuda/call.h"
+#include "linear_ops.h"
 #else
 #include "cpu/call.h"
 #endif
@@ -30,8 +31,8 @@ constexpr const char* kBackwardSchema =
     "total, " FLASHCELL_INPUTS
     ") -> (Tensor dq, Tensor dk, Tensor dv, Tensor di, Tensor df, Tensor dC, Tensor dn)";
 #undef FLASHCELL_INPUTS
-// h, dy [B,T,H,V] · out_gate as h, strided · norm_weight [H,V] in the state dtype. Gradients of
-// what is not there are [0].
+// h, dy [B,T,H,V] · out_gate as h, strided · norm_weight [H,V] in the state dtype, on CUDA also in
+// h's. Gradients of what is not there are [0].
 #define FLASHCELL_EPILOGUE "bool norm, bool centered, float norm_eps"
 constexpr const char* kEpilogueSchema =
     "mlstm_epilogue(Tensor h, Tensor? out_gate, Tensor? norm_weight, " FLASHCELL_EPILOGUE
@@ -211,6 +212,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
 }
 
 // norm, weight and output gate of an h of this shape: checked, with the tensors it points into.
+#if defined(CUDA_KERNEL)
+constexpr bool kReadsRoundedWeight = true;
+#else
+constexpr bool kReadsRoundedWeight = false;
+#endif
+
 struct EpilogueInputs {
   OptionalTensor gate, weight;
   Epilogue params{};
@@ -225,7 +232,10 @@ struct EpilogueInputs {
       gate = input(*out_gate);
       params.out_gate = strided(*gate, rank == 4);
     }
-    weight = operand(norm_weight, "norm_weight", {h[rank - 2], h[rank - 1]}, unrounded);
+    const bool rounded = kReadsRoundedWeight && norm_weight && norm_weight->scalar_type() == io;
+    params.weight_is_io = rounded && io != unrounded;
+    weight = operand(norm_weight, "norm_weight", {h[rank - 2], h[rank - 1]},
+                     params.weight_is_io ? io : unrounded);
     STD_TORCH_CHECK(norm || !(weight || centered),
                     "norm must be true where there is a norm_weight, or centered is");
     STD_TORCH_CHECK(eps >= 0, "norm_eps must not be negative, got ", eps);
@@ -339,6 +349,11 @@ void implement(torch::stable::detail::StableLibrary& ops) {
   ops.impl("mlstm_bwd", TORCH_BOX(&backward));
   ops.impl("mlstm_step", TORCH_BOX(&step));
   ops.impl("mlstm_step_", TORCH_BOX(&step_in_place));
+#if defined(CUDA_KERNEL)
+  ops.impl("linear_step", TORCH_BOX(&linear_step));
+  ops.impl("norm_step", TORCH_BOX(&norm_step));
+  ops.impl("gate_step", TORCH_BOX(&gate_step));
+#endif
   ops.impl("mlstm_epilogue", TORCH_BOX(&epilogue));
   ops.impl("mlstm_epilogue_bwd", TORCH_BOX(&epilogue_backward));
 }
@@ -350,6 +365,11 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
   ops.def(flashcell::kBackwardSchema);
   ops.def(flashcell::kStepSchema);
   ops.def(flashcell::kStepInPlaceSchema);
+#if defined(CUDA_KERNEL)
+  ops.def(flashcell::kLinearStepSchema);
+  ops.def(flashcell::kNormStepSchema);
+  ops.def(flashcell::kGateStepSchema);
+#endif
   ops.def(flashcell::kEpilogueSchema);
   ops.def(flashcell::kEpilogueBackwardSchema);
 }

@@ -52,6 +52,7 @@ struct Epilogue {
   double eps;
   Strided out_gate;    // io; data is null for no gate
   const void* weight;  // [H, V] state, or null for 1
+  bool weight_is_io;   // it is io: on CUDA
 
   bool any() const { return norm || out_gate.data != nullptr; }
 };
@@ -77,6 +78,49 @@ struct StepParams : CellOptions {
   void *next_C, *next_n, *next_m;
   Epilogue epilogue;
   void* h;  // [B, H, V] io, after the epilogue
+};
+
+// One token's linear layers, of up to kLinears matrices with the same input, io = the dtype of x.
+constexpr int kLinears = 8;
+
+struct Linear {
+  const void* weight;  // [rows, K] io
+  const void* bias;    // [rows] io or null
+  void* out;           // [B, rows], rows out_stride elements apart
+  int64_t rows, out_stride;
+  bool capped;  // out is fp32, bounded by cap; else out is io
+};
+
+struct LinearStepParams {
+  int64_t B, K;
+  const void* x;  // [B, K], x_stride elements from row to row
+  int64_t x_stride;
+  const void* norm;  // [K] io: x is divided by its root mean square and multiplied by it; or null
+  double eps, cap;   // cap 0: no bound
+  const void* residual;  // [B, rows] io, added to the one matrix's output; or null
+  int64_t residual_stride;
+  bool gated;  // two matrices, one output: silu(first) * second
+  int count;
+  Linear linears[kLinears];
+};
+
+// The same norm alone, and few rows of matrices that read it: all fp32, bounded by cap.
+struct NormStepParams {
+  int64_t B, K;
+  const void* x;
+  int64_t x_stride;
+  const void* norm;
+  double eps, cap;
+  void* out;  // [B, K] io
+  int count;
+  Linear linears[kLinears];
+};
+
+struct GateStepParams {  // out = silu(gate) * up, [B, N] io
+  int64_t B, N;
+  const void *gate, *up;
+  int64_t gate_stride, up_stride;
+  void* out;
 };
 
 }  // namespace flashcell

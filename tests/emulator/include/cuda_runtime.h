@@ -15,6 +15,7 @@
 #define __host__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+#define __grid_constant__
 #define __align__(bytes) __attribute__((aligned(bytes)))
 #define __shared__ thread_local  // machine.cpp, Storage
 

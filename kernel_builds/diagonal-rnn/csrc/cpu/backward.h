@@ -14,17 +14,24 @@ struct Backward {
   const BackwardParams& p;
   const Host& host;
   const Walk walk{p, host};
-  Scratch<T> partial;  // [S][P][D]
+  const int64_t rows;  // of dweight: the weight's, and the bias's if there is one
+  Scratch<T> partial;  // [S][rows][D]
   Scratch<T> zeros;    // [D]: a state that was reset or never given
 
   Backward(const BackwardParams& params, const Host& h)
-      : p(params), host(h), partial(h, p.S * kWeights * p.D), zeros(h, p.D) {
+      : p(params),
+        host(h),
+        rows(kWeights + (p.bias ? kGates : 0)),
+        partial(h, p.S * rows * p.D),
+        zeros(h, p.D) {
     fill_zero(zeros.data, 0, p.D);
   }
 
   T* d_state(int k, const Sequence& s) const { return (T*)p.dstate + (k * p.S + s.index) * p.D; }
-  T* dweight(int q, const Sequence& s) const { return partial + (s.index * kWeights + q) * p.D; }
-  IO* dx(int64_t row, int g) const { return (IO*)p.dx + (row * kGates + g) * p.D; }
+  T* dweight(int q, const Sequence& s) const { return partial + (s.index * rows + q) * p.D; }
+  IO* dx(const Block& block, int64_t row, int g) const {
+    return (IO*)p.dx + block.head * (p.dx_head - p.J) + (row * kGates + g) * p.J;
+  }
 
   // State k after the step in `row`, as the forward saved it.
   const IO* kept(int k, int64_t row) const {
@@ -34,16 +41,16 @@ struct Backward {
 
   void run() {
     walk.run([&](const Block& block) { sequence(block); });
-    for (int64_t i = 0; i < kWeights * p.D; ++i) {
+    for (int64_t i = 0; i < rows * p.D; ++i) {
       T sum = 0;
-      for (int64_t s = 0; s < p.S; ++s) sum += partial[s * kWeights * p.D + i];
+      for (int64_t s = 0; s < p.S; ++s) sum += partial[s * rows * p.D + i];
       ((T*)p.dweight)[i] = sum;
     }
   }
 
   void sequence(const Block& block) const {
-    const auto& [s, begin, end] = block;
-    for (int q = 0; q < kWeights; ++q) fill_zero(dweight(q, s), begin, end);
+    const auto& [s, begin, end, head] = block;
+    for (int q = 0; q < rows; ++q) fill_zero(dweight(q, s), begin, end);
     for (int k = 0; k < kStates; ++k) {
       const T* from = (const T*)p.dlast + (k * p.S + s.index) * p.D;
       if (p.dlast == nullptr)
@@ -52,11 +59,11 @@ struct Backward {
         memcpy(d_state(k, s) + begin, from + begin, (end - begin) * sizeof(T));
     }
     for (int64_t row = s.row + s.length; row < s.row + s.length + s.padding; ++row) {
-      for (int g = 0; g < kGates; ++g) fill_zero(dx(row, g), begin, end);
+      for (int g = 0; g < kGates; ++g) fill_zero(dx(block, row, g), begin, end);
     }
     for (int64_t t = s.length - 1; t >= 0; --t) {
       if (walk.hold(s, t)) {
-        for (int g = 0; g < kGates; ++g) fill_zero(dx(s.row + t, g), begin, end);
+        for (int g = 0; g < kGates; ++g) fill_zero(dx(block, s.row + t, g), begin, end);
       } else {
         step(block, t);
       }
@@ -84,15 +91,18 @@ struct Backward {
   template <typename From>
   void step_from(const From* const (&before)[kStates], const Block& block, int64_t t) const {
     const Sequence& s = block.s;
-    const IO* x_row = (const IO*)p.x + s.x_offset + t * p.x_time;
+    const IO* x_row = (const IO*)p.x + s.x_offset + t * p.x_time + block.head * (p.x_head - p.J);
+    const T* bias = (const T*)p.bias;
     const IO* dh = (const IO*)p.dh + (s.row + t) * p.D;
     for_vectors<T>(block.begin, block.end,
                    [&](int64_t c, int lanes, auto whole) __attribute__((always_inline)) {
                      constexpr bool kWhole = decltype(whole)::value;
                      V x[kGates], w[kWeights], state[kStates], d[kStates], dx_row[kGates],
                          dw[kWeights];
-                     for (int g = 0; g < kGates; ++g)
+                     for (int g = 0; g < kGates; ++g) {
                        x[g] = load_part<kWhole>(x_row + g * p.x_gate + c, lanes);
+                       if (bias) x[g] += load_part<kWhole>(bias + g * p.D + c, lanes);
+                     }
                      for (int q = 0; q < kWeights; ++q) {
                        w[q] = load_part<kWhole>((const T*)p.weight + q * p.D + c, lanes);
                        dw[q] = load_part<kWhole>(dweight(q, s) + c, lanes);
@@ -104,7 +114,10 @@ struct Backward {
                      d[0] += load_part<kWhole>(dh + c, lanes);
                      Cell::backward(x, w, state, d, dx_row, dw);
                      for (int g = 0; g < kGates; ++g) {
-                       store_part<kWhole>(dx(s.row + t, g) + c, dx_row[g], lanes);
+                       store_part<kWhole>(dx(block, s.row + t, g) + c, dx_row[g], lanes);
+                       if (!bias) continue;
+                       T* sum = dweight(kWeights + g, s) + c;
+                       store_part<kWhole>(sum, load_part<kWhole>(sum, lanes) + dx_row[g], lanes);
                      }
                      for (int q = 0; q < kWeights; ++q)
                        store_part<kWhole>(dweight(q, s) + c, dw[q], lanes);

@@ -6,7 +6,8 @@
 namespace flashcell {
 
 inline Tensor input(const Tensor& x) {  // x as the engine reads it
-  return x.stride(3) != 1 && x.size(3) > 1 ? torch::stable::contiguous(x) : x;
+  const int64_t row = x.dim() - 1;
+  return x.stride(row) != 1 && x.size(row) > 1 ? torch::stable::contiguous(x) : x;
 }
 
 inline const Backend& backend() {

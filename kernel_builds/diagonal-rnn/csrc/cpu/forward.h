@@ -26,7 +26,7 @@ struct Forward {
   }
 
   void sequence(const Block& block) const {
-    const auto& [s, begin, end] = block;
+    const auto& [s, begin, end, head] = block;
     start(block);
     for (int64_t t = 0; t < s.length; ++t) {
       if (walk.reset(s, t)) {
@@ -46,7 +46,7 @@ struct Forward {
   }
 
   void start(const Block& block) const {
-    const auto& [s, begin, end] = block;
+    const auto& [s, begin, end, head] = block;
     for (int k = 0; k < kStates; ++k) {
       T* to = state(k, s);
       const T* from = (const T*)p.initial + (k * p.S + s.index) * p.D;
@@ -59,13 +59,16 @@ struct Forward {
 
   void step(const Block& block, int64_t t) const {
     const Sequence& s = block.s;
-    const IO* x_row = (const IO*)p.x + s.x_offset + t * p.x_time;
+    const IO* x_row = (const IO*)p.x + s.x_offset + t * p.x_time + block.head * (p.x_head - p.J);
+    const T* bias = (const T*)p.bias;
     for_vectors<T>(block.begin, block.end,
                    [&](int64_t c, int lanes, auto whole) __attribute__((always_inline)) {
                      constexpr bool kWhole = decltype(whole)::value;
                      V x[kGates], w[kWeights], before[kStates], after[kStates];
-                     for (int g = 0; g < kGates; ++g)
+                     for (int g = 0; g < kGates; ++g) {
                        x[g] = load_part<kWhole>(x_row + g * p.x_gate + c, lanes);
+                       if (bias) x[g] += load_part<kWhole>(bias + g * p.D + c, lanes);
+                     }
                      for (int q = 0; q < kWeights; ++q) {
                        w[q] = load_part<kWhole>((const T*)p.weight + q * p.D + c, lanes);
                      }
@@ -80,7 +83,7 @@ struct Forward {
 
   // The states after step t that h does not hold: row v is state v + 1, the one past them state 0.
   void save(const Block& block, int64_t t) const {
-    const auto& [s, begin, end] = block;
+    const auto& [s, begin, end, head] = block;
     for (int64_t v = 0; v < p.V; ++v) {
       const T* from = state(v + 1 < kStates ? v + 1 : 0, s);
       IO* to = saved(s.row + t, v);

@@ -19,7 +19,8 @@ struct Constant {
 
 struct Block {
   const Sequence& s;
-  int64_t begin, end;  // channels
+  int64_t begin, end;  // channels, of one head
+  int64_t head;
 };
 
 struct Walk {
@@ -36,14 +37,18 @@ struct Walk {
     for (int64_t i = 0; i < p.S; ++i) steps += p.sequences[i].length + p.sequences[i].padding;
     const int64_t useful = steps * p.D / kFewSteps + 1;
     const int64_t threads = useful < host.threads ? useful : host.threads;
+    const int64_t heads = p.D > 0 ? p.D / p.J : 0;
     int64_t width = kWidest;
-    while (width > kNarrowest && p.S * ((p.D + width - 1) / width) < 4 * threads) width /= 2;
-    const int64_t blocks = (p.D + width - 1) / width, tasks = p.S * blocks;
+    const auto blocks_of_head = [&] { return (p.J + width - 1) / width; };
+    while (width > kNarrowest && p.S * heads * blocks_of_head() < 4 * threads) width /= 2;
+    const int64_t blocks = heads * blocks_of_head(), tasks = p.S * blocks;
     const int64_t workers = threads < tasks ? threads : tasks;
     parallel_for(host, workers, [&](int64_t worker) {  // in turns: the longest come first
       for (int64_t i = worker; i < tasks; i += workers) {
-        const int64_t begin = i % blocks * width;
-        body(Block{p.sequences[i / blocks], begin, begin + width < p.D ? begin + width : p.D});
+        const int64_t head = i % blocks / blocks_of_head(), last = (head + 1) * p.J;
+        const int64_t begin = head * p.J + i % blocks_of_head() * width;
+        body(Block{p.sequences[i / blocks], begin, begin + width < last ? begin + width : last,
+                   head});
       }
     });
   }

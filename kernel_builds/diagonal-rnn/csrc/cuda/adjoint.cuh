@@ -13,29 +13,38 @@ struct Adjoint {
   using Word = cuda::Word<IO, kNOf>;
   using V = Real<kIsCoarse<IO>>;
   static constexpr int kN = kNOf, kStates = Cell::kStates, kGates = Cell::kGates;
-  static constexpr int kSums = Cell::kWeights, kRows = kGates + kStates + 1;
+  static constexpr int kWeights = Cell::kWeights, kRows = kGates + kStates + 1;
+  static constexpr int kSums = kWeights + kGates;  // the gradients of the weight, then of a bias
   static constexpr bool kMasked = kMaskedOf;
   using Raw = Word[kRows];  // x, the states before the step, dh
 
   const Params* p;
   int64_t index, row, x_row, d;
   int steps, padding;
-  float weight[kN][kSums], sums[kN][kSums];
+  IO* dx;  // of the first step
+  float weight[kN][kWeights], bias[kN][kGates], sums[kN][kSums];
 
   DEVICE Adjoint(const Params& params, int64_t s, int64_t channel)
       : p(&params), d(channel < params.D ? channel : params.D - kN) {
     const Column column(params, s);
-    index = column.index, row = column.row, x_row = column.x_offset;
+    index = column.index, row = column.row, x_row = column.x_offset + to_head(params, d);
     steps = column.length, padding = column.padding;
 #pragma unroll
     for (int c = 0; c < kN; ++c) {
 #pragma unroll
-      for (int q = 0; q < kSums; ++q) {
+      for (int q = 0; q < kWeights; ++q) {
         weight[c][q] = static_cast<const float*>(params.weight)[q * params.D + d + c];
-        sums[c][q] = 0;
       }
+#pragma unroll
+      for (int q = 0; q < kSums; ++q) sums[c][q] = 0;
     }
+    load_bias(params, d, bias);
+    const int64_t head = int(d) / int(p->J) * (p->dx_head - p->J);
+    dx = static_cast<IO*>(p->dx) + head + row * kGates * p->J + d;
   }
+
+  // Rows of the sums that are wanted.
+  static int64_t sum_rows(const Params& p) { return p.bias == nullptr ? kWeights : kSums; }
 
   DEVICE int time(int i) const { return steps - 1 - i; }
   // After a step, h holds state 0 unless the step was held; saved holds the others, then state 0.
@@ -63,14 +72,14 @@ struct Adjoint {
   }
 
   struct Step {
-    V x[kGates], w[kSums], s[kStates];
+    V x[kGates], w[kWeights], s[kStates];
   };
   DEVICE Step step(const float (&rows)[kRows][kN], int i, Mark mark, int c) const {
     Step step;
 #pragma unroll
-    for (int g = 0; g < kGates; ++g) step.x[g] = rows[g][c];
+    for (int g = 0; g < kGates; ++g) step.x[g] = rows[g][c] + bias[c][g];
 #pragma unroll
-    for (int q = 0; q < kSums; ++q) step.w[q] = weight[c][q];
+    for (int q = 0; q < kWeights; ++q) step.w[q] = weight[c][q];
 #pragma unroll
     for (int k = 0; k < kStates; ++k) {
       float before = rows[kGates + k][c];
@@ -112,11 +121,11 @@ struct Adjoint {
 #pragma unroll
     for (int c = 0; c < kN; ++c) {
       const Step at = step(rows, i, mark, c);
-      V d_state[kStates], dx[kGates], dw[kSums];
+      V d_state[kStates], dx[kGates], dw[kWeights];
 #pragma unroll
       for (int k = 0; k < kStates; ++k) d_state[k] = carry[c][k];
 #pragma unroll
-      for (int q = 0; q < kSums; ++q) dw[q] = sums[c][q];
+      for (int q = 0; q < kWeights; ++q) dw[q] = sums[c][q];
       d_state[0] += V(rows[kRows - 1][c]);
       Cell::backward(at.x, at.w, at.s, d_state, dx, dw);
 #pragma unroll
@@ -125,7 +134,9 @@ struct Adjoint {
 #pragma unroll
         for (int k = 0; k < kStates; ++k) carry[c][k] = d_state[k].v;
 #pragma unroll
-        for (int q = 0; q < kSums; ++q) sums[c][q] = dw[q].v;
+        for (int q = 0; q < kWeights; ++q) sums[c][q] = dw[q].v;
+#pragma unroll
+        for (int g = 0; g < kGates; ++g) sums[c][kWeights + g] += dx[g].v;
       }
       if (mark.reset) {
 #pragma unroll
@@ -134,12 +145,10 @@ struct Adjoint {
     }
     IO* to = dx_row(time(i));
 #pragma unroll
-    for (int g = 0; g < kGates; ++g) store_away(to + g * p->D, narrow<IO>(out[g]));
+    for (int g = 0; g < kGates; ++g) store_away(to + g * p->J, narrow<IO>(out[g]));
   }
 
-  DEVICE IO* dx_row(int t) const {
-    return static_cast<IO*>(p->dx) + row * kGates * p->D + d + int64_t(t) * (kGates * int(p->D));
-  }
+  DEVICE IO* dx_row(int t) const { return dx + int64_t(t) * (kGates * int(p->J)); }
   DEVICE int64_t place(int k) const { return (k * p->S + index) * p->D + d; }
   DEVICE void begin(float (&carry)[kN][kStates]) const {
     const float* dlast = static_cast<const float*>(p->dlast);
@@ -160,7 +169,7 @@ struct Adjoint {
   DEVICE void pad(int begin, int end) const {
     for (int t = begin; t < end; ++t) {
 #pragma unroll
-      for (int g = 0; g < kGates; ++g) *reinterpret_cast<Word*>(dx_row(t) + g * p->D) = Word{};
+      for (int g = 0; g < kGates; ++g) *reinterpret_cast<Word*>(dx_row(t) + g * p->J) = Word{};
     }
   }
 };

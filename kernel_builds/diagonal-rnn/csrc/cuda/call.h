@@ -8,8 +8,9 @@ namespace flashcell {
 
 // x as the engine reads it: rows of neighbouring channels, and 31 bits for the bytes of a step.
 inline Tensor input(const Tensor& x) {
-  const bool dense_row = x.stride(3) == 1 || x.size(3) <= 1;
-  return dense_row && x.stride(1) < int64_t(1) << 28 ? x : torch::stable::contiguous(x);
+  const int64_t row = x.dim() - 1, time = x.dim() - 3;
+  const bool dense_row = x.stride(row) == 1 || x.size(row) <= 1;
+  return dense_row && x.stride(time) < int64_t(1) << 28 ? x : torch::stable::contiguous(x);
 }
 
 inline cuda::Launch prepare(Dtype dtype, int together, const Tensor& like) {
@@ -20,7 +21,8 @@ inline cuda::Launch prepare(Dtype dtype, int together, const Tensor& like) {
 
 // Pairs, if they never lie across the words they are read in; all operands but x are aligned.
 inline cuda::Launch prepare(const SequenceParams& p, Dtype dtype, const Tensor& like) {
-  const bool even = p.D % 2 == 0 && p.x_batch % 2 == 0 && p.x_time % 2 == 0 && p.x_gate % 2 == 0;
+  const bool even = p.J % 2 == 0 && p.x_head % 2 == 0 && p.x_batch % 2 == 0 && p.x_time % 2 == 0 &&
+                    p.x_gate % 2 == 0;
   const int bytes = dtype == Dtype::kFloat ? 8 : 4;
   return prepare(dtype, even && uintptr_t(p.x) % bytes == 0 ? 2 : 1, like);
 }
@@ -44,7 +46,8 @@ void run(const BackwardParams& p, Dtype dtype, const Tensor& x) {
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   cuda::Launch launch = prepare(p, dtype, x);
   if (p.S * p.D == 0) {
-    return cuda::set_zero(p.dweight, Cell::kWeights * p.D * sizeof(float), launch.stream);
+    const int64_t rows = int64_t(Cell::kWeights) + (p.bias == nullptr ? 0 : Cell::kGates);
+    return cuda::set_zero(p.dweight, rows * p.D * sizeof(float), launch.stream);
   }
   const Tensor memory = scratch(x, cuda::Engine<Cell>::backward_scratch(p, launch));
   launch.scratch = memory.mutable_data_ptr();

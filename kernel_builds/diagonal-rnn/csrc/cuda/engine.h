@@ -33,4 +33,8 @@ int64_t scan_scratch(const ScanBackwardParams&, const Launch&);
 void scan_forward(const ScanForwardParams&, const Launch&);
 void scan_backward(const ScanBackwardParams&, const Launch&);
 
+int64_t conv_scratch(const ConvBackwardParams&);
+void conv_forward(const ConvForwardParams&, const Launch&);
+void conv_backward(const ConvBackwardParams&, const Launch&);
+
 }  // namespace flashcell::cuda

@@ -18,11 +18,12 @@ struct Partial {  // rows of sums that blocks left behind
   int64_t rows;
 };
 
-// out[i] = sum over rows of partial[row][i], in a fixed order; warps share the rows. The rows are
-// `redone` where there is such a flag and it stands.
+// out[i] = sum over rows of partial[row][i], i < count <= width of a row, in a fixed order; warps
+// share the rows. The rows are `redone` where there is such a flag and it stands.
 static __global__ void __launch_bounds__(32 * kSumWarps) sum_kernel(Partial partial, Partial redone,
                                                                     const int* is_redone,
-                                                                    int64_t count, float* out) {
+                                                                    int64_t width, int64_t count,
+                                                                    float* out) {
   __shared__ float sums[kSumWarps][32];
   if (is_redone != nullptr && *is_redone != 0) partial = redone;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -31,7 +32,7 @@ static __global__ void __launch_bounds__(32 * kSumWarps) sum_kernel(Partial part
   if (i < count) {
 #pragma unroll 8
     for (int64_t row = warp; row < partial.rows; row += kSumWarps) {
-      sum += partial.sums[row * count + i];
+      sum += partial.sums[row * width + i];
     }
   }
   sums[warp][lane] = sum;
@@ -45,12 +46,12 @@ static __global__ void __launch_bounds__(32 * kSumWarps) sum_kernel(Partial part
 
 // The rows that walks or tiles left, added up.
 template <typename Element>
-void add_up(Partial partial, Partial redone, const int* is_redone, int64_t D, float* sums,
-            const Launch& to) {
+void add_up(const typename Element::Params& p, Partial partial, Partial redone,
+            const int* is_redone, float* sums, const Launch& to) {
   if constexpr (Element::kSums > 0) {
-    const int64_t count = Element::kSums * D;
+    const int64_t count = Element::sum_rows(p) * p.D;
     launch(sum_kernel, {ceil_div(count, 32), 32 * kSumWarps, 0, to.stream}, partial, redone,
-           is_redone, count, sums);
+           is_redone, Element::kSums * p.D, count, sums);
   }
 }
 
@@ -67,7 +68,7 @@ struct Walk {
       walk<kWideThreads>(p, S, to);
     else
       walk<kNarrowThreads>(p, S, to);
-    add_up<Element>({static_cast<const float*>(to.scratch), S}, {}, nullptr, p.D, sums, to);
+    add_up<Element>(p, {static_cast<const float*>(to.scratch), S}, {}, nullptr, sums, to);
   }
 
  private:
@@ -81,8 +82,9 @@ struct Walk {
   }
 };
 
-// Parallel in time: tiles that tell each other, or chunks that work out their first carry.
-template <typename Element, int kReachSteps, int kReachGroups, int kScanSteps>
+// Parallel in time: tiles that tell each other, kResident blocks of an SM at a time, or chunks that
+// work out their first carry.
+template <typename Element, int kReachSteps, int kReachGroups, int kScanSteps, int kResident = 2>
 struct Parallel {
   using Params = typename Element::Params;
   using T = Tile<Element, 8, kScanSteps>;
@@ -133,7 +135,7 @@ struct Parallel {
       }
     }
     tiles(p, scan, to);
-    add_up<Element>(partial, redone, open, p.D, sums, to);
+    add_up<Element>(p, partial, redone, open, sums, to);
   }
 
  private:
@@ -141,8 +143,8 @@ struct Parallel {
     const int64_t published =
         reinterpret_cast<char*>(scan.partial) - static_cast<char*>(to.scratch);
     check(cudaMemsetAsync(to.scratch, 0xff, size_t(published), to.stream));
-    const int64_t tiles = scan.columns * scan.tiles, resident = 2 * to.device.processors;
-    launch(scan_kernel<Element, 8, kScanSteps>,
+    const int64_t tiles = scan.columns * scan.tiles, resident = kResident * to.device.processors;
+    launch(scan_kernel<Element, 8, kScanSteps, kResident>,
            {tiles < resident ? tiles : resident, T::kThreads, int(sizeof(typename T::Shared)),
             to.stream},
            p, scan);

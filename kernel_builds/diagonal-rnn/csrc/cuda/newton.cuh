@@ -22,12 +22,13 @@ __global__ void __launch_bounds__(32 * kWarps) newton_kernel(const
   int64_t d = int64_t(blockIdx.x % groups_of_row) * 32 + lane;
   const bool stored = d < p.D;
   if (!stored) d = p.D - 1;
-  const IO* x_row = static_cast<const IO*>(p.x) + column.x_offset + d;
+  const IO* x_row = static_cast<const IO*>(p.x) + column.x_offset + to_head(p, d) + d;
   IO* h_row = static_cast<IO*>(p.h) + column.row * p.D + d;
   IO* saved_row = static_cast<IO*>(p.saved) + column.row * p.V * p.D + d;
 
   V w[P];
-  float plain[P], carry[K];
+  float plain[P], carry[K], bias[1][kGates];
+  load_bias(p, d, bias);
 #pragma unroll
   for (int q = 0; q < P; ++q) w[q] = plain[q] = static_cast<const float*>(p.weight)[q * p.D + d];
   const Chain<Cell, kIsCoarse<IO>> chain(plain);
@@ -51,7 +52,7 @@ __global__ void __launch_bounds__(32 * kWarps) newton_kernel(const
       if (kMasked && runs && p.reset != nullptr && p.reset[column.row + t]) resets |= 1u << k;
 #pragma unroll
       for (int g = 0; g < kGates; ++g) {
-        x[k][g] = runs ? to_float(x_row[int64_t(t) * p.x_time + g * p.x_gate]) : 0;
+        x[k][g] = runs ? to_float(x_row[int64_t(t) * p.x_time + g * p.x_gate]) + bias[0][g] : 0;
       }
     }
     // One step: the next states, and their slope along the states before.

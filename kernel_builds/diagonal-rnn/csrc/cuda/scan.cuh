@@ -47,10 +47,15 @@ struct Tile {
 
   struct Shared {
     Word rows[2][kSteps][kRows][kThreads];  // every thread's own steps, of this tile and the next
-    float warp_map[kWarps][kMap][kChannels];
-    float tile_map[kGroup][kMap][kChannels];  // of the tiles before it in its group
-    float carry[K][kChannels];                // into the group
-    float sums[Element::kSums > 0 ? kWarps : 1][Element::kSums > 0 ? Element::kSums : 1][kChannels];
+    union {
+      struct {
+        float warp_map[kWarps][kMap][kChannels];
+        float tile_map[kGroup][kMap][kChannels];  // of the tiles before it in its group
+      };
+      float sums[Element::kSums > 0 ? kWarps : 1][Element::kSums > 0 ? Element::kSums : 1]
+                [kChannels];  // when no map is needed any more
+    };
+    float carry[K][kChannels];  // into the group
     uint32_t ticket;
   };
 
@@ -78,6 +83,26 @@ struct Tile {
     }
   }
 
+  // body(k, raw) for the steps from `first` that there are. Without a condition at every step, the
+  // rows of many are read ahead.
+  template <typename Body>
+  static DEVICE void for_steps(const Element& e, int first,
+                               const Word (&rows)[kSteps][kRows][kThreads], Body body) {
+    auto step = [&](int k) {
+      typename Element::Raw raw;
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) raw[r] = rows[k][r][threadIdx.x];
+      body(k, raw);
+    };
+    if (first + kSteps <= e.steps) {
+#pragma unroll
+      for (int k = 0; k < kSteps; ++k) step(k);
+    } else {
+#pragma unroll 1
+      for (int k = 0; first + k < e.steps; ++k) step(k);
+    }
+  }
+
   static DEVICE void put(float (*rows)[kChannels], const float (&A)[kN][K][K],
                          const float (&b)[kN][K]) {
     const int lane = threadIdx.x % 32;
@@ -98,10 +123,10 @@ struct Tile {
   }
 };
 
-template <typename Element, int kWarps, int kSteps>
-__global__ void __launch_bounds__(32 * kWarps, 2) scan_kernel(const __grid_constant__
-                                                              typename Element::Params p,
-                                                              const Scan scan) {
+template <typename Element, int kWarps, int kSteps, int kResident>
+__global__ void __launch_bounds__(32 * kWarps, kResident) scan_kernel(const __grid_constant__
+                                                                      typename Element::Params p,
+                                                                      const Scan scan) {
   using T = Tile<Element, kWarps, kSteps>;
   constexpr int K = T::K, kN = T::kN, kMap = T::kMap, P = Element::kSums;
   static_assert(sizeof(typename T::Shared) <= 99 << 10, "a block may have 99 KB on every arch");
@@ -140,20 +165,13 @@ __global__ void __launch_bounds__(32 * kWarps, 2) scan_kernel(const __grid_const
     const int group = tile / kGroup, in_group = tile % kGroup;
     float A[kN][K][K], b[kN][K];
 #pragma unroll
-    for (int c = 0; c < kN * K * K; ++c) A[c / (K * K)][c / K % K][c % K] = c / K % K == c % K;
-#pragma unroll
-    for (int c = 0; c < kN * K; ++c) b[c / K][c % K] = 0;
-#pragma unroll
-    for (int k = 0; k < kSteps; ++k) {
-      if (first + k >= e.steps) break;
-      typename Element::Raw raw;
-#pragma unroll
-      for (int r = 0; r < T::kRows; ++r) raw[r] = shared.rows[stage][k][r][threadIdx.x];
+    for (int c = 0; c < kN; ++c) identity(A[c], b[c]);
+    T::for_steps(e, first, shared.rows[stage], [&](int k, const typename Element::Raw& raw) {
       float step_A[kN][K][K], step_b[kN][K];
       e.map(raw, first + k, e.mark(first + k), step_A, step_b);
 #pragma unroll
       for (int c = 0; c < kN; ++c) compose(step_A[c], step_b[c], A[c], b[c]);
-    }
+    });
     T::put(shared.warp_map[warp], A, b);
     __syncthreads();
 
@@ -257,18 +275,14 @@ __global__ void __launch_bounds__(32 * kWarps, 2) scan_kernel(const __grid_const
           }
         }
       }
-#pragma unroll
-      for (int k = 0; k < kSteps; ++k) {
-        if (first + k >= e.steps) break;
-        typename Element::Raw raw;
-#pragma unroll
-        for (int r = 0; r < T::kRows; ++r) raw[r] = shared.rows[stage][k][r][threadIdx.x];
+      T::for_steps(e, first, shared.rows[stage], [&](int k, const typename Element::Raw& raw) {
         e.advance(raw, first + k, e.mark(first + k), carry);
-      }
+      });
     }
     e.pad(max(first, e.steps), min(first + kSteps, e.steps + e.padding));
 
     if constexpr (P > 0) {
+      __syncthreads();
 #pragma unroll
       for (int c = 0; c < kN * P; ++c)
         shared.sums[warp][c % P][lane * kN + c / P] = e.sums[c / P][c % P];

@@ -21,6 +21,21 @@ struct Column {
   }
 };
 
+// From where channel d of the first head would lie in x to where channel d lies.
+DEVICE int64_t to_head(const SequenceParams& p, int64_t d) {
+  return int(d) / int(p.J) * (p.x_head - p.J);
+}
+
+// The bias of kN channels from d, or zeros.
+template <int kGates, int kN>
+DEVICE void load_bias(const SequenceParams& p, int64_t d, float (&bias)[kN][kGates]) {
+#pragma unroll
+  for (int i = 0; i < kN * kGates; ++i) {
+    const float* row = static_cast<const float*>(p.bias) + i % kGates * p.D;
+    bias[i / kGates][i % kGates] = p.bias == nullptr ? 0 : row[d + i / kGates];
+  }
+}
+
 // reset and hold of a group of steps. They are the same for every channel, so each lane of a warp
 // loads one mark, a group ahead. Time runs backwards if kReverse: step i is at t = length - 1 - i.
 template <bool kMasked, bool kReverse, int kSteps>

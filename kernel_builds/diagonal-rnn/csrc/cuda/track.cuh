@@ -26,7 +26,7 @@ class Track {
   // Channels from d; a thread past the last one does what the last one does.
   DEVICE Track(const ForwardParams& p, const Column& column, int64_t d, unsigned char* shared)
       : p_(p), column_(column), d_(d < p.D ? d : p.D - kN), ring_(shared), marks_(p, column) {
-    x_ = static_cast<const IO*>(p.x) + column.x_offset + d_;
+    x_ = static_cast<const IO*>(p.x) + column.x_offset + to_head(p, d_) + d_;
     h_ = static_cast<IO*>(p.h) + column.row * p.D + d_;
     saved_ = static_cast<IO*>(p.saved) + column.row * p.V * p.D + d_;
 #pragma unroll
@@ -38,6 +38,7 @@ class Track {
       }
       chain_[n] = Chain<Cell, kIsCoarse<IO>>(w);
     }
+    load_bias(p, d_, bias_);
   }
 
   DEVICE int64_t channel() const { return d_; }
@@ -122,6 +123,7 @@ class Track {
   Marks<kMasked, false, kSteps> marks_;
   IO *h_, *saved_;
   Chain<Cell, kIsCoarse<IO>> chain_[kN];
+  float bias_[kN][kGates];
 
   static DEVICE void store(IO* to, const Words& words) { *reinterpret_cast<Words*>(to) = words; }
 
@@ -158,7 +160,7 @@ class Track {
       for (int n = 0; n < kN; ++n) {
         float x[kGates];
 #pragma unroll
-        for (int g = 0; g < kGates; ++g) x[g] = rows[g][n];
+        for (int g = 0; g < kGates; ++g) x[g] = rows[g][n] + bias_[n][g];
         chain_[n].template step<kTangent>(x, state[n], tangent[n]);
       }
     }

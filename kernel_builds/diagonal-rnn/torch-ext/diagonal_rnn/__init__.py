@@ -1,6 +1,7 @@
 """diagonal_rnn: recurrent cells whose channels do not mix (FlashGRU, FlashLSTM), and linear scans."""
 
 from .cells import CELLS
+from .conv import causal_conv
 from .dispatch import BACKEND
 from .functional import (
     Info,
@@ -11,7 +12,7 @@ from .functional import (
     flash_lstm_step,
     linear_scan,
 )
-from .projection import headwise_linear
+from .projection import headwise_linear, headwise_product
 from .solve import ParallelRNN, SolveInfo, solve
 from .structures import Structure, register_structure
 
@@ -26,11 +27,13 @@ __all__ = [
     "SolveInfo",
     "Structure",
     "block_scan",
+    "causal_conv",
     "flash_gru",
     "flash_gru_step",
     "flash_lstm",
     "flash_lstm_step",
     "headwise_linear",
+    "headwise_product",
     "linear_scan",
     "register_structure",
     "solve",

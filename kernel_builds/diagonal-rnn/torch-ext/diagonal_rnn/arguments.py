@@ -1,5 +1,7 @@
 """The door: what x, the weights and the states must be together; a and b of a scan."""
 
+from typing import Tuple
+
 import torch
 
 from .cells import Cell
@@ -10,30 +12,43 @@ from .checks import (
     check_shape,
     check_state,
     check_tensor,
+    check_values,
 )
 
 METHODS = ("auto", "walk", "shoot", "newton")
 WIDEST_BLOCK = 4
 
 
+def sizes(x: torch.Tensor) -> Tuple[int, int, int]:
+    """B, T, D of x [B, T, G, D], or in N heads [N, B, T, G, D / N]."""
+    B, T, _, D = x.shape[-4:]
+    return B, T, D if x.dim() == 4 else D * x.shape[0]
+
+
 def check_x(cell: Cell, x: torch.Tensor, letters: str, dims: int) -> None:
     check_tensor("x", x)
     check_floating("x", x)
-    if x.dim() != dims or x.shape[-2] != cell.gates:
-        raise ValueError(f"x has shape {list(x.shape)}, but must be {letters} for {cell.name}")
+    in_heads = x.dim() == dims + 1 and x.shape[0] > 0
+    if not (x.dim() == dims or in_heads) or x.shape[-2] != cell.gates:
+        raise ValueError(
+            f"x has shape {list(x.shape)}, but must be [{letters}, 3, D] for {cell.name}, or in N > 0 "
+            f"heads [N, {letters}, 3, D / N]"
+        )
 
 
-def check_rows(name: str, value, rows: int, x: torch.Tensor) -> None:
+def check_rows(name: str, value, rows: int, D: int, x: torch.Tensor) -> None:
     check_tensor(name, value, x.device)
     check_floating(name, value)
-    check_shape(name, value, (rows, x.shape[-1]), f"[{rows}, D]")
+    check_shape(name, value, (rows, D), f"[{rows}, D]")
 
 
 def check_sequence(cell: Cell, x, state, reset, hold, lengths, cu_seqlens) -> None:
     """Raises TypeError or ValueError for what a sequence op cannot take."""
-    sequences = check_masks(x, reset, hold, lengths, cu_seqlens)
+    rows = x if x.dim() == 4 else x[0]
+    sequences = check_masks(rows, reset, hold, lengths, cu_seqlens)
     letters = "[B, D]" if cu_seqlens is None else "[S, D]"
-    check_state(cell, state, (sequences, x.shape[-1]), letters, x)
+    check_state(cell, state, (sequences, sizes(x)[2]), letters, x)
+    check_values(rows, lengths, cu_seqlens)
 
 
 def check_method(method, tol, max_iters) -> None:

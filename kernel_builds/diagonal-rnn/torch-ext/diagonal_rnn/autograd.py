@@ -6,7 +6,8 @@ differentiable all the same, because its backward then runs it once more.
 
 import torch
 
-from ._ops import add_op_namespace_prefix, ops
+from ._ops import BACKEND, add_op_namespace_prefix, ops
+from .arguments import sizes
 from .cells import CELLS, Cell
 from .reference import state_dtype
 
@@ -16,7 +17,7 @@ def register(cell: Cell) -> None:
 
     @torch.library.register_fake(add_op_namespace_prefix(f"{cell.name}_fwd"))
     def _(x, weight, state, reset, hold, lengths, cu_seqlens, method, tol, max_iters, save):
-        B, T, _, D = x.shape
+        B, T, D = sizes(x)
         S = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
         kept = cell.states - 1 + (hold is not None)
         return (
@@ -28,7 +29,7 @@ def register(cell: Cell) -> None:
 
     @torch.library.register_fake(add_op_namespace_prefix(f"{cell.name}_bwd"))
     def _(dh, dlast, x, weight, h, saved, state, reset, hold, lengths, cu_seqlens, method):
-        B, _, _, D = x.shape
+        B, _, D = sizes(x)
         S = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
         return (
             x.new_empty(x.shape),
@@ -88,6 +89,37 @@ def register_scan(name: str) -> None:
     torch.library.register_autograd(add_op_namespace_prefix(f"{name}_bwd"), _no_second_derivative)
 
 
+def register_conv() -> None:
+    fwd = add_op_namespace_prefix("causal_conv_fwd")
+
+    @torch.library.register_fake(fwd)
+    def _(x, weight, window, reset, silu):
+        return x.new_empty(x.shape)
+
+    @torch.library.register_fake(add_op_namespace_prefix("causal_conv_bwd"))
+    def _(dy, x, weight, window, reset, silu):
+        B, _, D = x.shape
+        return (
+            x.new_empty(x.shape),
+            weight.new_empty(weight.shape),
+            x.new_empty(B, weight.shape[0] - 2, D),
+        )
+
+    def setup_context(ctx, inputs, output):
+        *tensors, ctx.silu = inputs
+        ctx.save_for_backward(*tensors)
+
+    def backward(ctx, dy):
+        x, weight, window, reset = ctx.saved_tensors
+        dx, dweight, dwindow = ops.causal_conv_bwd(dy, x, weight, window, reset, ctx.silu)
+        return dx, dweight, None if window is None else dwindow, None, None
+
+    torch.library.register_autograd(fwd, backward, setup_context=setup_context)
+    torch.library.register_autograd(
+        add_op_namespace_prefix("causal_conv_bwd"), _no_second_derivative
+    )
+
+
 def _no_second_derivative(ctx, *grads):
     raise RuntimeError(
         "diagonal_rnn has no second derivatives in its kernels: pass backend='reference', "
@@ -99,3 +131,5 @@ for _cell in CELLS.values():
     register(_cell)
 for _scan in ("scan", "block_scan"):
     register_scan(_scan)
+if BACKEND == "cuda":
+    register_conv()

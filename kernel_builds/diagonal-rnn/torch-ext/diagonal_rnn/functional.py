@@ -2,7 +2,10 @@
 
 Every cell takes, besides what its docstring says,
 
-    x           [B, T, 3, D]  pre-activations from the input, bf16, fp16, fp32 or fp64; any strides
+    x           [B, T, 3, D]  pre-activations from the input, bf16, fp16, fp32 or fp64; any strides.
+                Or [N, B, T, 3, D / N], the channels in N heads, as `headwise_product` leaves them:
+                on CUDA and the CPU that costs no copy
+    bias        [3, D]        is added to x, or None
     state       K tensors [B, D], None for the empty state (zeros); differentiable
     reset       [B, T] bool   the state is emptied *before* a marked step (document boundaries)
     hold        [B, T] bool   at a marked step the state passes through and h is 0 (padding)
@@ -28,9 +31,9 @@ from typing import NamedTuple, Tuple
 import torch
 
 from . import reference
-from .arguments import check_method, check_rows, check_scan, check_sequence, check_x
+from .arguments import check_method, check_rows, check_scan, check_sequence, check_x, sizes
 from .cells import CELLS
-from .checks import check_state, check_values
+from .checks import check_state
 from .dispatch import BACKEND, ops, select_backend
 from .sequences import lower_masks, stack_states
 
@@ -49,8 +52,8 @@ class Info(NamedTuple):
 
 
 def flash_gru(
-    x, a, state=None, *, reset=None, hold=None, lengths=None, cu_seqlens=None, method="auto",
-    tol=None, max_iters=None, return_info=False, backend="auto",
+    x, a, state=None, *, bias=None, reset=None, hold=None, lengths=None, cu_seqlens=None,
+    method="auto", tol=None, max_iters=None, return_info=False, backend="auto",
 ) -> Result:  # fmt: skip
     """Gated recurrent unit with a diagonal recurrence (arXiv 2510.21450): a [3, D].
 
@@ -61,17 +64,14 @@ def flash_gru(
     see the module.
     """
     spec = CELLS["flash_gru"]
-    check_x(spec, x, "[B, T, 3, D]", 4)
-    check_rows("a", a, 3, x)
-    masks = (reset, hold, lengths, cu_seqlens)
-    return _sequence(
-        spec, x, _rows(x, a), state, masks, (method, tol, max_iters), return_info, backend
-    )
+    check_x(spec, x, "B, T", 4)
+    masks, weight = (reset, hold, lengths, cu_seqlens), _rows(x, sizes(x)[2], a, None, bias)
+    return _sequence(spec, x, weight, state, masks, (method, tol, max_iters), return_info, backend)
 
 
 def flash_lstm(
-    x, a, p, state=None, *, reset=None, hold=None, lengths=None, cu_seqlens=None, method="auto",
-    tol=None, max_iters=None, return_info=False, backend="auto",
+    x, a, p, state=None, *, bias=None, reset=None, hold=None, lengths=None, cu_seqlens=None,
+    method="auto", tol=None, max_iters=None, return_info=False, backend="auto",
 ) -> Result:  # fmt: skip
     """Long short-term memory with a diagonal recurrence (arXiv 2510.21450): a [3, D], p [2, D].
 
@@ -82,28 +82,25 @@ def flash_lstm(
     Rows f, o, z; peepholes f, o; states (h, c). Arguments and errors: see the module.
     """
     spec = CELLS["flash_lstm"]
-    check_x(spec, x, "[B, T, 3, D]", 4)
-    check_rows("a", a, 3, x)
-    check_rows("p", p, 2, x)
-    masks, weight = (reset, hold, lengths, cu_seqlens), _rows(x, a, p)
+    check_x(spec, x, "B, T", 4)
+    masks, weight = (reset, hold, lengths, cu_seqlens), _rows(x, sizes(x)[2], a, p, bias)
     return _sequence(spec, x, weight, state, masks, (method, tol, max_iters), return_info, backend)
 
 
-def flash_gru_step(x, a, state=None, *, backend="auto") -> Result:
-    """One step of `flash_gru`: x [B, 3, D] -> h [B, D], (h,)."""
+def flash_gru_step(x, a, state=None, *, bias=None, backend="auto") -> Result:
+    """One step of `flash_gru`: x [B, 3, D] or [N, B, 3, D / N] -> h [B, D], (h,)."""
     spec = CELLS["flash_gru"]
-    check_x(spec, x, "[B, 3, D]", 3)
-    check_rows("a", a, 3, x)
-    return _step(spec, x, _rows(x, a), state, backend)
+    check_x(spec, x, "B", 3)
+    x = x.unsqueeze(-3)
+    return _step(spec, x, _rows(x, sizes(x)[2], a, None, bias), state, backend)
 
 
-def flash_lstm_step(x, a, p, state=None, *, backend="auto") -> Result:
-    """One step of `flash_lstm`: x [B, 3, D] -> h [B, D], (h, c)."""
+def flash_lstm_step(x, a, p, state=None, *, bias=None, backend="auto") -> Result:
+    """One step of `flash_lstm`: x [B, 3, D] or [N, B, 3, D / N] -> h [B, D], (h, c)."""
     spec = CELLS["flash_lstm"]
-    check_x(spec, x, "[B, 3, D]", 3)
-    check_rows("a", a, 3, x)
-    check_rows("p", p, 2, x)
-    return _step(spec, x, _rows(x, a, p), state, backend)
+    check_x(spec, x, "B", 3)
+    x = x.unsqueeze(-3)
+    return _step(spec, x, _rows(x, sizes(x)[2], a, p, bias), state, backend)
 
 
 def linear_scan(a, b, h0=None, *, reverse=False, backend="auto") -> torch.Tensor:
@@ -122,16 +119,21 @@ def block_scan(a, b, h0=None, *, reverse=False, backend="auto") -> torch.Tensor:
     return _scan("block_scan_fwd", a, b, h0, reverse, backend)
 
 
-def _rows(x: torch.Tensor, *parts: torch.Tensor) -> torch.Tensor:
-    """The weight [P, D] as the engines read it."""
+def _rows(x: torch.Tensor, D: int, a, p, bias) -> torch.Tensor:
+    """The weight [P, D], and the rows of a bias after it, as the engines read them."""
+    check_rows("a", a, 3, D, x)
+    parts = [a]
+    for name, value, rows in (("p", p, 2), ("bias", bias, 3)):
+        if value is not None:
+            check_rows(name, value, rows, D, x)
+            parts.append(value)
     dtype = reference.state_dtype(x.dtype)
-    return parts[0].to(dtype) if len(parts) == 1 else torch.cat([p.to(dtype) for p in parts])
+    return parts[0].to(dtype) if len(parts) == 1 else torch.cat([part.to(dtype) for part in parts])
 
 
 def _sequence(spec, x, weight, state, masks, options, return_info, backend):
     check_sequence(spec, x, state, *masks)
     check_method(*options)
-    check_values(x, *masks[2:])
     h, last, method, report = _run(spec, x, weight, state, masks, options, backend)
     if not return_info:
         return h, last
@@ -140,9 +142,10 @@ def _sequence(spec, x, weight, state, masks, options, return_info, backend):
 
 
 def _step(spec, x, weight, state, backend) -> Result:
-    check_state(spec, state, (x.shape[0], x.shape[-1]), "[B, D]", x)
+    B, _, D = sizes(x)
+    check_state(spec, state, (B, D), "[B, D]", x)
     options = "walk", None, None
-    h, last, _, _ = _run(spec, x.unsqueeze(1), weight, state, NO_MASKS, options, backend)
+    h, last, _, _ = _run(spec, x, weight, state, NO_MASKS, options, backend)
     return h.squeeze(1), last
 
 
@@ -150,10 +153,9 @@ def _run(spec, x, weight, state, masks, options, backend):
     """Every argument is checked; masks are reset, hold, lengths, cu_seqlens."""
     chosen = select_backend(backend, x.device.type, BACKEND, x.dtype)
     requested, tol, max_iters = options
-    cu_seqlens = masks[-1]
-    sequences = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    words = sequences * x.shape[-1] * x.element_size() // 4
-    method = select_method(requested, chosen, words, x.shape[1])
+    cu_seqlens, (B, T, D) = masks[-1], sizes(x)
+    sequences = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    method = select_method(requested, chosen, sequences * D * x.element_size() // 4, T)
     tol, max_iters = -1.0 if tol is None else tol, -1 if max_iters is None else max_iters
     if state is not None:
         state = stack_states([s.to(weight.dtype) for s in state])
@@ -188,6 +190,11 @@ def select_method(requested: str, backend: str, words: int, steps: int) -> str:
 
 def _reference(spec, x, weight, state, masks, options):
     """h, last and [iterations, residual, finished], from a batch with reset and hold alone."""
+    dtype, weight, bias = x.dtype, weight[: spec.weights], weight[spec.weights :]
+    if x.dim() == 5:
+        x = x.permute(1, 2, 3, 0, 4).flatten(3)
+    if len(bias):
+        x = x.to(weight.dtype) + bias
     lowered = lower_masks(x, *masks)
     given = spec, lowered.x, weight, state, lowered.reset, lowered.hold
     if options[0] == "walk":
@@ -197,7 +204,7 @@ def _reference(spec, x, weight, state, masks, options):
         from . import newton
 
         h, last, report = newton.sequence(*given, *options)
-    return lowered.unpack(h), last, report
+    return lowered.unpack(h).to(dtype), last, report
 
 
 def _scan(op, a, b, h0, reverse, backend) -> torch.Tensor:

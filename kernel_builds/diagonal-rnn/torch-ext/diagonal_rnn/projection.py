@@ -1,7 +1,7 @@
 """The input projection of a diagonal cell: the only place where channels mix."""
 
 import math
-from typing import Optional
+from typing import Any, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -19,15 +19,7 @@ def headwise_linear(x: Tensor, weight: Tensor, bias: Optional[Tensor] = None) ->
     flash_gru and flash_lstm read. With one head it is F.linear; with more one batched product, and
     one copy that brings the heads together. dtypes as in torch.matmul; differentiable.
     """
-    check_tensor("x", x)
-    check_floating("x", x)
-    check_tensor("weight", weight, x.device)
-    if weight.dim() != 4 or x.dim() < 1 or x.shape[-1] != weight.shape[0] * weight.shape[3]:
-        raise ValueError(
-            f"weight has shape {list(weight.shape)}, but must be [N, G, J, I] with N I = x.shape[-1]; "
-            f"x has shape {list(x.shape)}"
-        )
-    N, G, J, I = weight.shape
+    N, G, J, I = _check(x, weight)
     if bias is not None:
         check_tensor("bias", bias, x.device)
         check_shape("bias", bias, (G, N * J), "[G, N J]")
@@ -39,3 +31,62 @@ def headwise_linear(x: Tensor, weight: Tensor, bias: Optional[Tensor] = None) ->
     y = torch.bmm(heads, weight.view(N, G * J, I).transpose(1, 2))  # [N, M, G J]
     y = y.view(N, M, G, J).permute(1, 2, 0, 3).reshape(*x.shape[:-1], G, N * J)
     return y if bias is None else y + bias.to(y.dtype)
+
+
+def headwise_product(x: Tensor, weight: Tensor) -> Tensor:
+    """`headwise_linear` without a bias and with its heads outermost: y [N, ..., G, J].
+
+    flash_gru and flash_lstm read that too. It is the batched product alone: x and the gradient of y
+    are read, and the gradients of x and weight written, where they lie.
+    """
+    N, G, J, I = _check(x, weight)
+    device = x.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        x, weight = x.to(dtype), weight.to(dtype)
+    rows = x.reshape(math.prod(x.shape[:-1]), N, I)
+    given = rows, weight.view(N, G * J, I)
+    # Products into views are not traced; the compiler plans its own layouts.
+    product = _multiply if torch.compiler.is_compiling() else _HeadwiseProduct.apply
+    return product(*given).view(N, *x.shape[:-1], G, J)
+
+
+def _multiply(rows: Tensor, weight: Tensor) -> Tensor:  # [M, N, I], [N, K, I] -> [N, M, K]
+    return torch.bmm(rows.transpose(0, 1), weight.transpose(1, 2))
+
+
+class _HeadwiseProduct(torch.autograd.Function):
+    """_multiply, whose gradients come in the layouts of rows and weight."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(rows, weight)
+        return _multiply(rows, weight)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tuple[Optional[Tensor], Optional[Tensor]]:  # type: ignore[override]
+        rows, weight = ctx.saved_tensors
+        drows = dweight = None
+        if ctx.needs_input_grad[0]:
+            if torch.is_grad_enabled():  # to be differentiated again
+                drows = torch.bmm(dy, weight).transpose(0, 1)
+            else:
+                drows = rows.new_empty(rows.shape)
+                torch.bmm(dy, weight, out=drows.transpose(0, 1))
+        if ctx.needs_input_grad[1]:
+            dweight = torch.bmm(dy.transpose(1, 2), rows.transpose(0, 1))
+        return drows, dweight
+
+
+def _check(x: Tensor, weight: Tensor) -> Tuple[int, int, int, int]:
+    """N, G, J, I."""
+    check_tensor("x", x)
+    check_floating("x", x)
+    check_tensor("weight", weight, x.device)
+    if weight.dim() != 4 or x.dim() < 1 or x.shape[-1] != weight.shape[0] * weight.shape[3]:
+        raise ValueError(
+            f"weight has shape {list(weight.shape)}, but must be [N, G, J, I] with N I = x.shape[-1]; "
+            f"x has shape {list(x.shape)}"
+        )
+    N, G, J, I = weight.shape
+    return N, G, J, I

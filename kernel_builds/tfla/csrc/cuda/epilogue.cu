@@ -16,38 +16,78 @@ constexpr int kVector = 8;       // all widths are multiples of it
 template <int kCount>
 using WarpRow = Row<32, kVector, kCount>;
 
+// The rows of a thread block: a head of kBlockRows steps, a warp's kWarps apart.
+struct Rows {
+  int head, begin, end;  // end: of the block
+
+  template <typename Params>
+  DEVICE explicit Rows(const Params& p) {
+    const int rows = int(p.B * p.T), first = int(blockIdx.x / p.H) * kBlockRows;
+    head = int(blockIdx.x % p.H), begin = first + int(threadIdx.x) / 32;
+    end = first + kBlockRows < rows ? first + kBlockRows : rows;
+  }
+};
+
+template <typename Params>
+DEVICE int64_t place(const Params& p, int row, int head) {
+  return (int64_t(row) * p.H + head) * p.V;
+}
+template <typename IO, typename Params>
+DEVICE const IO* gate_at(const Params& p, int row, int head) {
+  return gate_row<IO>(p, row / int(p.T), row % int(p.T), head);
+}
+
+// The next row is on its way while one is worked on, in both kernels.
 template <typename IO, int kCount>
 __global__ void __launch_bounds__(kThreads) forward_kernel(const EpilogueParams p) {
-  const int H = int(p.H), V = int(p.V), T = int(p.T);
-  const int index = int(blockIdx.x) * kWarps + int(threadIdx.x) / 32;
-  if (index >= p.B * T * H) return;
-  const int row = index / H, head = index % H;
-  WarpRow<kCount> y;
-  y.load(static_cast<const IO*>(p.h) + int64_t(index) * V, V);
-  finish_row<IO>(p, y, gate_row<IO>(p, row / T, row % T, head), head, V);
-  y.store(static_cast<IO*>(p.y) + int64_t(index) * V, V);
+  using Row = WarpRow<kCount>;
+  const Rows rows(p);
+  const int V = int(p.V);
+  const bool gated = p.out_gate.data != nullptr;
+  typename Row::template Raw<IO> raw_h{}, raw_gate{};
+  const auto load = [&](int row) {
+    if (row >= rows.end) return;
+    raw_h.load(static_cast<const IO*>(p.h) + place(p, row, rows.head), V);
+    if (gated) raw_gate.load(gate_at<IO>(p, row, rows.head), V);
+  };
+  load(rows.begin);
+  Row weight;
+  weight.template load_weight<IO>(p, rows.head, V);
+  for (int row = rows.begin; row < rows.end; row += kWarps) {
+    Row y, gate;
+    y.unpack(raw_h), gate.unpack(raw_gate);
+    load(row + kWarps);
+    finish_row<IO>(p, y, weight, gate, V);
+    y.store(static_cast<IO*>(p.y) + place(p, row, rows.head), V);
+  }
 }
 
 // With z = norm(h) and s = sigmoid(out_gate): dgate = dy z weight s (1 - s), dweight = sum dy s z,
 // d = dy s weight, dh = (d - mean(d) - z mean(d z)) / root, the first mean where h is centered.
-// A thread block has a head of kBlockRows rows, whose dweight goes to its row of parts[blocks][V].
+// dweight of a thread block goes to its row of parts[blocks][V].
 template <typename IO, int kCount>
 __global__ void __launch_bounds__(kThreads) backward_kernel(const EpilogueBackwardParams p,
                                                             float* parts) {
-  const int H = int(p.H), V = int(p.V), T = int(p.T), rows = int(p.B * p.T);
-  const int head = int(blockIdx.x) % H, warp = int(threadIdx.x) / 32;
-  const int first = int(blockIdx.x) / H * kBlockRows;
-  const int last = first + kBlockRows < rows ? first + kBlockRows : rows;
-  const bool gated = p.out_gate.data != nullptr;
   using Row = WarpRow<kCount>;
+  const Rows rows(p);
+  const int V = int(p.V);
+  const bool gated = p.out_gate.data != nullptr;
+  typename Row::template Raw<IO> raw_h{}, raw_dy{}, raw_gate{};
+  const auto load = [&](int row) {
+    if (row >= rows.end) return;
+    const int64_t at = place(p, row, rows.head);
+    raw_h.load(static_cast<const IO*>(p.h) + at, V);
+    raw_dy.load(static_cast<const IO*>(p.dy) + at, V);
+    if (gated) raw_gate.load(gate_at<IO>(p, row, rows.head), V);
+  };
+  load(rows.begin);
   Row weight, dweight{};
-  weight.load_weight(p, head, V);
-  for (int row = first + warp; row < last; row += kWarps) {
-    const int64_t at = (int64_t(row) * H + head) * V;
+  weight.template load_weight<IO>(p, rows.head, V);
+  for (int row = rows.begin; row < rows.end; row += kWarps) {
+    const int64_t at = place(p, row, rows.head);
     Row z, d, gate;
-    z.load(static_cast<const IO*>(p.h) + at, V);
-    d.load(static_cast<const IO*>(p.dy) + at, V);
-    if (gated) gate.load(gate_row<IO>(p, row / T, row % T, head), V);
+    z.unpack(raw_h), d.unpack(raw_dy), gate.unpack(raw_gate);
+    load(row + kWarps);
     const float inverse = z.normalize(p, V);
     if (gated) {
 #pragma unroll
@@ -73,7 +113,7 @@ __global__ void __launch_bounds__(kThreads) backward_kernel(const EpilogueBackwa
   }
   if (parts == nullptr) return;
   float* sums = reinterpret_cast<float*>(memory);  // [kWarps][V]
-  dweight.store(sums + warp * V, V);
+  dweight.store(sums + int(threadIdx.x) / 32 * V, V);
   __syncthreads();
   for (int column = threadIdx.x; column < V; column += kThreads) {
     float sum = 0;
@@ -109,23 +149,18 @@ void with_count(int64_t V, const Body& body) {
   return body.template operator()<4>();
 }
 
-int64_t blocks_of(const EpilogueBackwardParams& p) {
-  return (p.B * p.T + kBlockRows - 1) / kBlockRows;
-}
-
 template <typename Params>
-void check_rows(const Params& p) {
-  if (p.B * p.T * p.H > INT32_MAX - kThreads) throw std::invalid_argument("tfla: too many rows");
+int64_t blocks_of(const Params& p) {  // of rows
+  if (p.B * p.T > INT32_MAX - kBlockRows) throw std::invalid_argument("tfla: too many rows");
+  return (p.B * p.T + kBlockRows - 1) / kBlockRows;
 }
 
 }  // namespace
 
 template <typename IO>
 void run_epilogue(const EpilogueParams& p, cudaStream_t stream) {
-  check_rows(p);
   with_count(p.V, [&]<int kCount>() {
-    const int64_t blocks = (p.B * p.T * p.H + kWarps - 1) / kWarps;
-    launch(forward_kernel<IO, kCount>, {blocks, kThreads, 0, stream}, p);
+    launch(forward_kernel<IO, kCount>, {blocks_of(p) * p.H, kThreads, 0, stream}, p);
   });
 }
 
@@ -135,7 +170,6 @@ int64_t epilogue_scratch(const EpilogueBackwardParams& p) {
 
 template <typename IO>
 void run_epilogue(const EpilogueBackwardParams& p, void* scratch, cudaStream_t stream) {
-  check_rows(p);
   float* parts = p.dweight != nullptr ? static_cast<float*>(scratch) : nullptr;
   const int shared = parts != nullptr ? int(kWarps * p.V * int64_t(sizeof(float))) : 0;
   with_count(p.V, [&]<int kCount>() {

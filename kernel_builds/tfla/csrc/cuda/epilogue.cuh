@@ -16,43 +16,52 @@ struct Row {
     return (int(threadIdx.x) % kThreads + kThreads * vector) * kVector;
   }
 
+  // The columns as they lie in memory.
   template <typename X>
-  struct Vector {
+  struct Raw {
     using Word = std::conditional_t<kVector * sizeof(X) == 8, uint2, uint4>;
     static constexpr int kWords = kVector * sizeof(X) / sizeof(Word);
-    union {
+    union Vector {
       Word words[kWords];
       Pair<X> pairs[kVector / 2];
     };
-    DEVICE Vector() : words{} {}
+    Vector vectors[kCount];
+
+    // From the L2: other thread blocks may have written it.
+    DEVICE void load(const X* row, int V) {
+#pragma unroll
+      for (int v = 0; v < kCount; ++v) {
+        const Word* words = reinterpret_cast<const Word*>(row + column(v));
+#pragma unroll
+        for (int w = 0; w < kWords; ++w) {
+          vectors[v].words[w] = column(v) < V ? __ldcg(words + w) : Word{};
+        }
+      }
+    }
   };
 
-  // From the L2: other thread blocks may have written it.
   template <typename X>
-  DEVICE void load(const X* row, int V) {
-    using From = Vector<X>;
+  DEVICE void unpack(const Raw<X>& raw) {
 #pragma unroll
-    for (int v = 0; v < kCount; ++v) {
-      From vector;
-      if (column(v) < V) {
-        const auto* words = reinterpret_cast<const typename From::Word*>(row + column(v));
-#pragma unroll
-        for (int w = 0; w < From::kWords; ++w) vector.words[w] = __ldcg(words + w);
-      }
-#pragma unroll
-      for (int e = 0; e < kVector; e += 2) {
-        const float2 two = vector.pairs[e / 2].floats();
-        x[v * kVector + e] = two.x, x[v * kVector + e + 1] = two.y;
-      }
+    for (int i = 0; i < kSize; i += 2) {
+      const float2 two = raw.vectors[i / kVector].pairs[i % kVector / 2].floats();
+      x[i] = two.x, x[i + 1] = two.y;
     }
   }
 
   template <typename X>
+  DEVICE void load(const X* row, int V) {
+    Raw<X> raw;
+    raw.load(row, V);
+    unpack(raw);
+  }
+
+  template <typename X>
   DEVICE void store(X* row, int V) const {
-    using To = Vector<X>;
+    using To = Raw<X>;
 #pragma unroll
     for (int v = 0; v < kCount; ++v) {
-      To vector;
+      typename To::Vector vector;
 #pragma unroll
       for (int e = 0; e < kVector; e += 2) {
         vector.pairs[e / 2] = Pair<X>::of(x[v * kVector + e], x[v * kVector + e + 1]);
@@ -98,8 +107,11 @@ struct Row {
     return inverse;
   }
 
+  template <typename IO>
   DEVICE void load_weight(const Epilogue& p, int head, int V) {
-    if (p.weight != nullptr) {
+    if (p.weight_is_io) {
+      load(static_cast<const IO*>(p.weight) + int64_t(head) * V, V);
+    } else if (p.weight != nullptr) {
       load(static_cast<const float*>(p.weight) + int64_t(head) * V, V);
     } else {
 #pragma unroll
@@ -120,18 +132,15 @@ DEVICE const IO* gate_row(const Epilogue& p, int b, int t, int head) {
   return static_cast<const IO*>(gate.data) + b * gate.batch + t * gate.time + head * gate.head;
 }
 
-// y, where `row` is a row's h. `gate` is not read where there is none.
+// y, where `row` is a row's h and `gate` its pre-activations, which are not read if there are none.
 template <typename IO, typename Row>
-DEVICE void finish_row(const Epilogue& p, Row& row, const IO* gate, int head, int V) {
-  Row weight, open;
-  weight.load_weight(p, head, V);
-  if (p.out_gate.data != nullptr) open.load(gate, V);
+DEVICE void finish_row(const Epilogue& p, Row& row, const Row& weight, const Row& gate, int V) {
   row.normalize(p, V);
 #pragma unroll
   for (int i = 0; i < Row::kSize; ++i) row.x[i] *= weight.x[i];
   if (p.out_gate.data == nullptr) return;
 #pragma unroll
-  for (int i = 0; i < Row::kSize; ++i) row.x[i] *= sigmoid<IO>(open.x[i]);
+  for (int i = 0; i < Row::kSize; ++i) row.x[i] *= sigmoid<IO>(gate.x[i]);
 }
 
 }  // namespace flashcell::cuda

@@ -6,6 +6,7 @@
 #include "epilogue.h"
 #include "forward.h"
 #include "launch.h"
+#include "linear_step.h"
 #include "run.h"
 #include "sequence_table.cuh"
 #include "step.h"
@@ -45,6 +46,15 @@ auto with_io(Dtype dtype, const Function& function) {
   throw std::invalid_argument("tfla: no CUDA engine for float64");
 }
 
+template <typename Function>
+void with_16_bits(Dtype dtype, const Function& function) {
+  if (dtype == Dtype::kHalf) {
+    function.template operator()<fp16>();
+  } else {
+    function.template operator()<bf16>();
+  }
+}
+
 // Chunks no longer than the shared memory of a thread block holds: 256 steps on sm_90 and sm_100,
 // 128 on sm_80, and 64 of fp32 where there are 99 KB.
 template <typename Params>
@@ -68,6 +78,9 @@ int64_t scratch_bytes(const BackwardParams& p, const Launch& launch) {
   });
 }
 int64_t scratch_bytes(const StepParams& p, const Launch&) { return step_scratch(p); }
+int64_t scratch_bytes(const LinearStepParams&, const Launch&) { return 0; }
+int64_t scratch_bytes(const NormStepParams&, const Launch&) { return 0; }
+int64_t scratch_bytes(const GateStepParams&, const Launch&) { return 0; }
 int64_t scratch_bytes(const EpilogueParams&, const Launch&) { return 0; }
 int64_t scratch_bytes(const EpilogueBackwardParams& p, const Launch&) {
   return epilogue_scratch(p);
@@ -86,6 +99,18 @@ void run(const BackwardParams& p, const Launch& launch) {
 void run(const StepParams& p, const Launch& launch) {
   with_io(launch.dtype,
           [&]<typename IO>() { run_step<IO>(p, launch.device, launch.scratch, launch.stream); });
+}
+void run(const LinearStepParams& p, const Launch& launch) {
+  with_16_bits(launch.dtype,
+               [&]<typename IO>() { run_linear_step<IO>(p, launch.device, launch.stream); });
+}
+void run(const NormStepParams& p, const Launch& launch) {
+  with_16_bits(launch.dtype,
+               [&]<typename IO>() { run_norm_step<IO>(p, launch.device, launch.stream); });
+}
+void run(const GateStepParams& p, const Launch& launch) {
+  with_16_bits(launch.dtype,
+               [&]<typename IO>() { run_gate_step<IO>(p, launch.device, launch.stream); });
 }
 void run(const EpilogueParams& p, const Launch& launch) {
   with_io(launch.dtype, [&]<typename IO>() { run_epilogue<IO>(p, launch.stream); });

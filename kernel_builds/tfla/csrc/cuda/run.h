@@ -28,11 +28,17 @@ struct Launch {
 int64_t scratch_bytes(const ForwardParams&, const Launch&);
 int64_t scratch_bytes(const BackwardParams&, const Launch&);
 int64_t scratch_bytes(const StepParams&, const Launch&);
+int64_t scratch_bytes(const LinearStepParams&, const Launch&);
+int64_t scratch_bytes(const NormStepParams&, const Launch&);
+int64_t scratch_bytes(const GateStepParams&, const Launch&);
 int64_t scratch_bytes(const EpilogueParams&, const Launch&);
 int64_t scratch_bytes(const EpilogueBackwardParams&, const Launch&);
 void run(const ForwardParams&, const Launch&);
 void run(const BackwardParams&, const Launch&);
 void run(const StepParams&, const Launch&);
+void run(const LinearStepParams&, const Launch&);
+void run(const NormStepParams&, const Launch&);
+void run(const GateStepParams&, const Launch&);
 void run(const EpilogueParams&, const Launch&);
 void run(const EpilogueBackwardParams&, const Launch&);
 

@@ -2,6 +2,7 @@
 //
 // Two kernels, so that a state can be written where it stood: in the second every thread block
 // needs what the first made of n and m. It starts while the first runs, and waits after its loads.
+#include "early.cuh"
 #include "epilogue.cuh"
 #include "launch.h"
 #include "step.h"
@@ -12,9 +13,16 @@ extern __shared__ __align__(16) char memory[];
 
 namespace {
 
+constexpr int kThreads = 256, kWarps = kThreads / 32;
+constexpr int kLanes = 16;  // for a row of C, four columns each
+constexpr int kTileColumns = 4 * kLanes, kRowsAtOnce = kThreads / kLanes;
+constexpr int kUnroll = 16;  // rows of a thread in flight
+// Of C, what the first kernel brings into the L2 while what came before still runs, asked for by so
+// many thread blocks: of more some is gone again before it is read.
+constexpr int64_t kFetchBytes = 4 << 20, kFetchBlocks = 128;
 constexpr float kShut = -1000, kNever = -1e30f;
 
-struct Head {  // what the first kernel tells the second
+struct alignas(16) Head {  // what the first kernel tells the second
   float keep, add, scale;
   int done;  // of the second's thread blocks
 };
@@ -27,27 +35,19 @@ DEVICE const X* at(const Strided& x, int b, int h) {
   return static_cast<const X*>(x.data) + b * x.batch + h * x.head;
 }
 
-// What was launched before this kernel has ended; what is launched after it may start.
-DEVICE void wait_for_earlier() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-DEVICE void let_later_start() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-
 // Into the L2, where a kernel that still runs may yet write: only a load has to wait for it.
 DEVICE void fetch([[maybe_unused]] const void* from, [[maybe_unused]] int bytes) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 #endif
 }
-DEVICE void fetch_line([[maybe_unused]] const void* from) {
+template <typename X>
+DEVICE void fetch_row([[maybe_unused]] const X* row, [[maybe_unused]] int count) {  // by a warp
 #if __CUDA_ARCH__ >= 900
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
+  constexpr int kLine = 128 / int(sizeof(X));
+  for (int c = int(threadIdx.x) * kLine; c < count; c += 32 * kLine) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(row + c));
+  }
 #endif
 }
 
@@ -56,7 +56,7 @@ DEVICE void fetch_line([[maybe_unused]] const void* from) {
 template <typename IO>
 __global__ void __launch_bounds__(32) head_kernel(const StepParams p, Head* heads, int parts,
                                                   int bytes) {
-  constexpr int kLine = 128, kUnroll = 8;
+  constexpr int kColumns = 8;  // of a lane at once
   const int state = int(blockIdx.x) / parts, part = int(blockIdx.x) % parts, lane = threadIdx.x;
   const int b = state / int(p.H), h = state % int(p.H), K = int(p.K);
   const int64_t first = int64_t(state) * K;
@@ -69,24 +69,23 @@ __global__ void __launch_bounds__(32) head_kernel(const StepParams p, Head* head
     fetch(C + int64_t(part) * bytes, bytes);
   }
   if (part == 0) {
-    if (lane == 0) {
-      fetch_line(i), fetch_line(f);
-      if (m != nullptr) fetch_line(m);
-    }
-    if (p.normalized) {
-      for (int c = lane * (kLine / int(sizeof(IO))); c < K; c += kLine * 32 / int(sizeof(IO))) {
-        fetch_line(k + c), fetch_line(q + c);
-      }
-      for (int c = lane * (kLine / 4); n != nullptr && c < K; c += kLine * 8) fetch_line(n + c);
+    const int V = int(p.V);
+    fetch_row(i, 1), fetch_row(f, 1);
+    if (m != nullptr) fetch_row(m, 1);
+    if (p.normalized) fetch_row(k, K), fetch_row(q, K);
+    if (n != nullptr) fetch_row(n, K);
+    if (p.epilogue.out_gate.data != nullptr) fetch_row(gate_row<IO>(p.epilogue, b, 0, h), V);
+    if (p.epilogue.weight != nullptr) {
+      fetch_row(static_cast<const float*>(p.epilogue.weight) + h * V, V);
     }
   }
   wait_for_earlier();
   let_later_start();
   if (part != 0) return;
-  float key[kUnroll], query[kUnroll], old[kUnroll];
+  float key[kColumns], query[kColumns], old[kColumns];
   const auto load = [&](int begin) {
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
+    for (int u = 0; u < kColumns; ++u) {
       const int c = begin + lane + 32 * u;
       const bool exists = p.normalized && c < K;
       key[u] = exists ? to_float(k[c]) : 0.0f, query[u] = exists ? to_float(q[c]) : 0.0f;
@@ -94,25 +93,26 @@ __global__ void __launch_bounds__(32) head_kernel(const StepParams p, Head* head
     }
   };
   load(0);
-  const float log_f = at_least(kShut, log_sigmoid(*f));
+  const float input = *i, forget = *f, before = m != nullptr ? *m : 0.0f;
+  const float log_f = at_least(kShut, log_sigmoid(forget));
   float after = 0, keep, add;
   if (p.exponential) {  // m is rounded, and the factors make up for it
-    const float before = m != nullptr ? *m : 0.0f, log_i = at_least(kNever, *i);
+    const float log_i = at_least(kNever, input);
     const double carried = double(log_f) + double(before);
     after = float(carried < double(log_i) ? double(log_i) : carried);
     keep = before < kNever ? 0.0f : expf(float(carried - double(after)));
     add = expf(float(double(log_i) - double(after)));
   } else {
-    keep = expf(log_f), add = expf(log_sigmoid(*i));
+    keep = expf(log_f), add = expf(log_sigmoid(input));
   }
   const float query_scale = rsqrtf(float(K));
   float scale = query_scale;
   if (p.normalized) {
     float sum = 0;
-    for (int begin = 0; begin < K; begin += 32 * kUnroll) {
+    for (int begin = 0; begin < K; begin += 32 * kColumns) {
       if (begin != 0) load(begin);
 #pragma unroll
-      for (int u = 0; u < kUnroll; ++u) {
+      for (int u = 0; u < kColumns; ++u) {
         const int c = begin + lane + 32 * u;
         const float value = (keep != 0 ? keep * old[u] : 0.0f) + add * key[u];
         if (c < K) static_cast<float*>(p.next_n)[first + c] = value;
@@ -128,17 +128,37 @@ __global__ void __launch_bounds__(32) head_kernel(const StepParams p, Head* head
   heads[state] = {keep, add, scale, 0};
 }
 
-// C and h of a head's 4 kLanes columns. `unrounded` is h where an epilogue follows: that is done by
+// By every thread: is this the last of a head's thread blocks? Then it sees what the others wrote.
+DEVICE bool is_last_of(int blocks, int* done) {
+  __shared__ bool is_last;
+  __syncthreads();
+  if (threadIdx.x == 0) is_last = atomicAdd(done, 1) == blocks - 1;
+  __syncthreads();
+  if (is_last) __threadfence();
+  return is_last;
+}
+
+template <typename IO>
+DEVICE void finish_head(const Epilogue& p, const float* from, IO* to, int b, int h, int V) {
+  Row<kThreads, 4, 1> row, weight, gate;
+  static_assert(kThreads * 4 >= 1024);  // the widest
+  row.load(from, V);
+  weight.template load_weight<IO>(p, h, V);
+  if (p.out_gate.data != nullptr) gate.load(gate_row<IO>(p, b, 0, h), V);
+  finish_row<IO>(p, row, weight, gate, V);
+  row.store(to, V);
+}
+
+// C and h of kTileColumns of a head. `unrounded` is h where an epilogue follows: that is done by
 // the last of a head's thread blocks.
-template <typename IO, int kLanes, int kThreads, int kUnroll, int kBlocks>
-__global__ void __launch_bounds__(kThreads, kBlocks) step_kernel(const StepParams p, Head* heads,
-                                                                 float* unrounded) {
-  constexpr int kWarps = kThreads / 32, kRowsAtOnce = kThreads / kLanes;
+template <typename IO>
+__global__ void __launch_bounds__(kThreads, 2) step_kernel(const StepParams p, Head* heads,
+                                                           float* unrounded) {
   using Four = Row<kLanes, 4, 1>;
   float2* rows = reinterpret_cast<float2*>(memory);  // [K] key and query
   __shared__ float4 parts[kWarps][kLanes];
-  const int K = int(p.K), V = int(p.V), tiles = (V + 4 * kLanes - 1) / (4 * kLanes);
-  const int state = int(blockIdx.x) / tiles, tile = int(blockIdx.x) % tiles * 4 * kLanes;
+  const int K = int(p.K), V = int(p.V), tiles = (V + kTileColumns - 1) / kTileColumns;
+  const int state = int(blockIdx.x) / tiles, tile = int(blockIdx.x) % tiles * kTileColumns;
   const int b = state / int(p.H), h = state % int(p.H);
   const int first = int(threadIdx.x) / kLanes, column = tile + Four::column(0);
   const bool inside = column < V;
@@ -163,9 +183,9 @@ __global__ void __launch_bounds__(kThreads, kBlocks) step_kernel(const StepParam
   }
   __syncthreads();
   wait_for_earlier();
-  const float keep = heads[state].keep, add = heads[state].add;
+  const Head head = heads[state];
 #pragma unroll
-  for (float& v : value.x) v *= add;
+  for (float& v : value.x) v *= head.add;
   float sum[4] = {};
   for (int row = first; row < K; row += kUnroll * kRowsAtOnce) {
     if (row != first) load(row);
@@ -177,7 +197,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) step_kernel(const StepParam
       float x[4] = {old[u].x, old[u].y, old[u].z, old[u].w};
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        x[e] = (keep == 0 ? 0.0f : keep * x[e]) + key_query.x * value.x[e];
+        x[e] = (head.keep == 0 ? 0.0f : head.keep * x[e]) + key_query.x * value.x[e];
         sum[e] += key_query.y * x[e];
       }
       __stcs(reinterpret_cast<float4*>(next + r * V), make_float4(x[0], x[1], x[2], x[3]));
@@ -199,9 +219,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks) step_kernel(const StepParam
       const float4 part = parts[w][threadIdx.x];
       total.x[0] += part.x, total.x[1] += part.y, total.x[2] += part.z, total.x[3] += part.w;
     }
-    const float scale = heads[state].scale;
 #pragma unroll
-    for (float& x : total.x) x *= scale;
+    for (float& x : total.x) x *= head.scale;
     if (unrounded == nullptr) {
       total.store(out + tile, V - tile);
     } else {
@@ -209,18 +228,9 @@ __global__ void __launch_bounds__(kThreads, kBlocks) step_kernel(const StepParam
       __threadfence();
     }
   }
-  if (unrounded == nullptr) return;
-  __shared__ bool is_last;
-  __syncthreads();
-  if (threadIdx.x == 0) is_last = atomicAdd(&heads[state].done, 1) == tiles - 1;
-  __syncthreads();
-  if (!is_last) return;
-  __threadfence();
-  Row<kThreads, 4, 1> row;  // up to 1024 columns
-  static_assert(kThreads >= 256);
-  row.load(unrounded + int64_t(state) * V, V);
-  finish_row<IO>(p.epilogue, row, gate_row<IO>(p.epilogue, b, 0, h), h, V);
-  row.store(out, V);
+  if (unrounded != nullptr && is_last_of(tiles, &heads[state].done)) {
+    finish_head<IO>(p.epilogue, unrounded + int64_t(state) * V, out, b, h, V);
+  }
 }
 
 Head* take_heads(const StepParams& p, Arrays& arrays, float** unrounded) {
@@ -245,10 +255,16 @@ void run_step(const StepParams& p, const Device& device, void* scratch, cudaStre
   float* unrounded;
   Head* heads = take_heads(p, arrays, &unrounded);
   const int64_t states = p.B * p.H;
-  launch(head_kernel<IO>, {states, 32, 0, stream, early}, p, heads, 1, 0);
+  int64_t parts = 1, bytes = 0;
+  if (early && p.C != nullptr && states > 0) {
+    while (states * parts < kFetchBlocks) parts *= 2;
+    const int64_t share = kFetchBytes / (states * parts), C = p.K * p.V * int64_t(sizeof(float));
+    bytes = (share < C / parts ? share : C / parts) / 16 * 16;
+  }
+  launch(head_kernel<IO>, {states * parts, 32, 0, stream, early}, p, heads, int(parts), int(bytes));
+  const int64_t tiles = (p.V + kTileColumns - 1) / kTileColumns;
   const int shared = int(p.K * int64_t(sizeof(float2)));
-  launch(step_kernel<IO, 8, 256, 8, 4>, {states * ((p.V + 31) / 32), 256, shared, stream, early}, p,
-         heads, unrounded);
+  launch(step_kernel<IO>, {states * tiles, kThreads, shared, stream, early}, p, heads, unrounded);
 }
 template void run_step<bf16>(const StepParams&, const Device&, void*, cudaStream_t);
 template void run_step<fp16>(const StepParams&, const Device&, void*, cudaStream_t);

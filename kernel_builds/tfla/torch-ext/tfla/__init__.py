@@ -4,6 +4,7 @@ from .cells import CELLS
 from .context import Transfer, mlstm_carry, mlstm_compose, mlstm_transfer
 from .dispatch import BACKEND
 from .functional import mlstm, mlstm_step
+from .linear import gate_step, linear_step, norm_step
 
 if BACKEND is not None:
     from . import autograd  # noqa: F401  (registers fakes and gradients of the binary's ops)
@@ -12,9 +13,12 @@ __all__ = [
     "BACKEND",
     "CELLS",
     "Transfer",
+    "gate_step",
+    "linear_step",
     "mlstm",
     "mlstm_carry",
     "mlstm_compose",
     "mlstm_step",
     "mlstm_transfer",
+    "norm_step",
 ]

@@ -49,16 +49,28 @@ def check_query(q, k: torch.Tensor, letters: str) -> None:
     check_tensors([("q", q)], k, tuple(k.shape), f"[{letters}, H, K]")
 
 
+def check_number(name: str, value) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} is a {type(value).__name__}, but must be a number")
+    if not value >= 0:
+        raise ValueError(f"{name} is {value}, but must be a number >= 0")
+
+
+def check_flag(name: str, value) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} is a {type(value).__name__}, but must be True or False")
+
+
 def check_gate(input_gate, normalize, eps) -> None:
     check_choice("input_gate", input_gate, INPUT_GATES)
     if normalize is not None:
         check_choice("normalize", normalize, ("floor",))
-    if not eps >= 0:
-        raise ValueError(f"eps is {eps}, but must be a number >= 0")
+    check_number("eps", eps)
 
 
 def check_chunk_size(chunk_size) -> None:
-    if chunk_size is not None and not (isinstance(chunk_size, int) and chunk_size >= 1):
+    whole = isinstance(chunk_size, int) and not isinstance(chunk_size, bool)
+    if chunk_size is not None and not (whole and chunk_size >= 1):
         raise ValueError(f"chunk_size is {chunk_size!r}, but must be None or an int >= 1")
 
 
@@ -85,8 +97,7 @@ def check_epilogue(v, out_gate, norm, norm_weight, norm_eps) -> None:
         if norm is None:
             raise ValueError("norm_weight is given, but norm is None: it must be layer or rms")
         check_tensors([("norm_weight", norm_weight)], v, tuple(v.shape[-2:]), "[H, V]")
-    if not norm_eps >= 0:
-        raise ValueError(f"norm_eps is {norm_eps}, but must be a number >= 0")
+    check_number("norm_eps", norm_eps)
 
 
 def check_sequences(k, reset, hold, lengths, cu_seqlens):

@@ -7,7 +7,7 @@ and its own inputs. mlstm_step_ is for decoding and has no gradient.
 
 import torch
 
-from ._ops import add_op_namespace_prefix, ops
+from ._ops import BACKEND, add_op_namespace_prefix, ops
 from .reference import state_dtype
 
 
@@ -90,6 +90,26 @@ def _(
     norm_eps,
 ):  # fmt: skip
     return k.new_empty(v.shape)
+
+
+if BACKEND == "cuda":
+
+    @torch.library.register_fake(add_op_namespace_prefix("linear_step"))
+    def _fake_linear_step(x, weights, biases, capped, cap, norm, eps, residual, gated):
+        rows = [w.shape[0] for w in weights]
+        plain = len(rows) - capped
+        out = rows[0] if gated else sum(rows[:plain])
+        bounded = x.new_empty(x.shape[0], sum(rows[plain:]), dtype=torch.float32)
+        return x.new_empty(x.shape[0], out), bounded
+
+    @torch.library.register_fake(add_op_namespace_prefix("norm_step"))
+    def _fake_norm_step(x, norm, eps, weights, biases, cap):
+        width = sum(w.shape[0] for w in weights)
+        return x.new_empty(x.shape), x.new_empty(x.shape[0], width, dtype=torch.float32)
+
+    @torch.library.register_fake(add_op_namespace_prefix("gate_step"))
+    def _fake_gate_step(gate, up):
+        return gate.new_empty(gate.shape)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("mlstm_epilogue"))

@@ -23,7 +23,8 @@
                                [H, V], any floating dtype, None for 1
     backend     "auto"|"cuda"|"cpu"|"reference"  one asked for by name is used or refused
 
-States and sums are in fp32 (fp64 for fp64), and the returned state is unrounded. Wrong arguments
+States and sums are in fp32 (fp64 for fp64), and the returned state is unrounded. In fp16 on CUDA a
+state between chunks must stay below 65504: it is an fp16 operand there. Wrong arguments
 raise TypeError or ValueError naming the argument, what it was and what it must be; a backend that is
 not here raises RuntimeError.
 """
@@ -36,6 +37,7 @@ from . import reference
 from .arguments import (
     check_chunk_size,
     check_epilogue,
+    check_flag,
     check_gate,
     check_inputs,
     check_query,
@@ -80,13 +82,14 @@ def mlstm(
     check_query(q, k, "B, T")
     check_gate(input_gate, normalize, eps)
     check_chunk_size(chunk_size)
+    check_flag("normalizer_grad", normalizer_grad)
     check_epilogue(v, out_gate, norm, norm_weight, norm_eps)
     cell = pick_cell(input_gate, normalize)
     sequences, letter = check_sequences(k, reset, hold, lengths, cu_seqlens)
     check_state(cell, state, sequences, letter, k, v)
     check_values(k, lengths, cu_seqlens)
     chosen = select_backend(backend, k.device.type, BACKEND, q.dtype)
-    options = Options(cell, float(eps), bool(normalizer_grad))
+    options = Options(cell, float(eps), normalizer_grad)
     masks = (reset, hold, lengths, cu_seqlens)
     h, last = run(chosen, q, k, v, i, f, state, masks, options, chunk_size)
     return finish(chosen, h, q.dtype, out_gate, norm, norm_weight, norm_eps), last
@@ -107,6 +110,7 @@ def mlstm_step(
     check_epilogue(v, out_gate, norm, norm_weight, norm_eps)
     cell = pick_cell(input_gate, normalize)
     check_state(cell, state, k.shape[0], "B", k, v)
+    check_flag("inplace", inplace)
     options = Options(cell, float(eps), True)
     if inplace:
         _check_inplace(q, k, v, i, f, state, out_gate, norm_weight)
@@ -158,7 +162,7 @@ def _run_step(q, k, v, i, f, state, options: Options, epilogue, inplace: bool) -
     cell = options.cell
     q, k, v, i, f, carried = cast(cell, q, k, v, i, f, state)
     C, n, m = (None, None, None) if carried is None else carried
-    out_gate, weight, *norm = lower_epilogue(q.dtype, *epilogue)
+    out_gate, weight, *norm = lower_epilogue(q.dtype, *epilogue, as_it_is=BACKEND == "cuda")
     tensors = (q, k, v, i, f, C, n, m, out_gate, weight)
     rest = (cell.exponential, cell.normalized, options.eps, *norm)
     if inplace:
@@ -195,10 +199,15 @@ def finish(chosen: str, h, dtype: torch.dtype, out_gate, norm, norm_weight, norm
     return reference.epilogue(h, out_gate, norm, norm_weight, norm_eps).to(dtype)
 
 
-def lower_epilogue(dtype: torch.dtype, out_gate, norm, norm_weight, norm_eps):
-    """What the ops take for it."""
+def lower_epilogue(
+    dtype: torch.dtype, out_gate, norm, norm_weight, norm_eps, *, as_it_is: bool = False
+):  # fmt: skip
+    """What the ops take for it; the step on CUDA a weight in h's dtype too, because a cast would be a
+    launch a token."""
     out_gate = None if out_gate is None else out_gate.to(dtype)
-    weight = None if norm_weight is None else norm_weight.to(state_dtype(dtype))
+    weight = norm_weight
+    if weight is not None and not (as_it_is and weight.dtype == dtype):
+        weight = weight.to(state_dtype(dtype))
     return out_gate, weight, norm is not None, norm == "layer", float(norm_eps)
 
 

@@ -1,0 +1,72 @@
+"""The causal depthwise convolution that stands ahead of a diagonal cell in its published block."""
+
+from typing import Optional
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .checks import check_floating, check_mask, check_shape, check_tensor
+from .dispatch import BACKEND, ops, select_backend
+from .reference import state_dtype
+
+TAPS = 4  # that the CUDA kernel has
+
+
+def causal_conv(
+    x: Tensor, weight: Tensor, bias: Optional[Tensor] = None, window: Optional[Tensor] = None,
+    *, reset: Optional[Tensor] = None, silu: bool = False, backend: str = "auto",
+) -> Tensor:  # fmt: skip
+    """y_t[d] = bias[d] + sum over j < K of weight[d, K - 1 - j] x_(t - j)[d], and silu of it if asked.
+
+    x [B, T, D], weight [D, K], bias [D] or None, window [B, K - 1, D] the steps before the first
+    (zeros if None) -> y [B, T, D] in x's dtype, bf16, fp16, fp32 or fp64. reset [B, T] bool: nothing
+    before a marked step counts from it on. Sums are in fp32 (fp64 for fp64). `backend` is "auto",
+    "cuda" (K = 4) or "reference", torch's own convolution. Differentiable. Wrong arguments
+    raise TypeError or ValueError naming the argument, what it was and what it must be.
+    """
+    check_tensor("x", x)
+    check_floating("x", x)
+    if x.dim() != 3:
+        raise ValueError(f"x has shape {list(x.shape)}, but must be [B, T, D]")
+    check_tensor("weight", weight, x.device)
+    B, _, D = x.shape
+    if weight.dim() != 2 or len(weight) != D or weight.shape[1] < 1:
+        raise ValueError(f"weight has shape {list(weight.shape)}, but must be [D, K], D = {D}")
+    past = weight.shape[1] - 1
+    if bias is not None:
+        check_tensor("bias", bias, x.device)
+        check_shape("bias", bias, (D,), "[D]")
+    if window is not None:
+        check_tensor("window", window, x.device)
+        check_shape("window", window, (B, past, D), "[B, K - 1, D]")
+    check_mask("reset", reset, x)
+    if backend == "cpu":
+        raise ValueError("backend is 'cpu', but the convolution has 'auto', 'cuda' and 'reference'")
+    chosen = select_backend(backend, x.device.type, BACKEND, x.dtype)
+    if chosen == "cuda" and past + 1 == TAPS:
+        dtype = state_dtype(x.dtype)
+        last = weight.new_zeros(1, D) if bias is None else bias[None].to(weight.dtype)
+        rows = torch.cat([weight.mT, last]).to(dtype)
+        window = None if window is None else window.to(x.dtype)
+        return ops.causal_conv_fwd(x, rows, window, reset, silu)
+    if backend == "cuda":
+        raise ValueError(f"weight has {past + 1} taps, but backend 'cuda' must have {TAPS}")
+    return _reference(x, weight, bias, window, reset, silu)
+
+
+def _reference(x, weight, bias, window, reset, silu) -> Tensor:
+    exact, past = state_dtype(x.dtype), weight.shape[1] - 1
+    window = x.new_zeros(len(x), past, x.shape[2]) if window is None else window.to(x.dtype)
+    seen = torch.cat([window, x], 1)
+    document = None if reset is None else F.pad(reset.long(), (past, 0)).cumsum(1)
+    taps, T = weight.to(exact), x.shape[1]
+    y = x * taps[:, past]
+    for j in range(1, past + 1):
+        lag = seen[:, past - j : past - j + T]
+        if document is not None:
+            same = document[:, past - j : past - j + T] == document[:, past:]
+            lag = torch.where(same[..., None], lag, 0.0)
+        y = y + lag * taps[:, past - j]
+    y = y if bias is None else y + bias.to(exact)
+    return (F.silu(y) if silu else y).to(x.dtype)

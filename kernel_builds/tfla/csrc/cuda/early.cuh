@@ -1,0 +1,22 @@
+// Launches that overlap: a kernel that starts while the one ahead of it ends (launch.h,
+// Grid::early).
+#pragma once
+#include <cuda_runtime.h>
+
+#include "device.cuh"
+
+namespace flashcell::cuda {
+
+// What was launched before this kernel has ended; what is launched after it may start.
+DEVICE void wait_for_earlier() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+DEVICE void let_later_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+}  // namespace flashcell::cuda

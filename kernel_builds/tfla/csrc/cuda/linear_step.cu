@@ -1,0 +1,233 @@
+// y = W x, for few rows of x, at the speed at which W is read: once for 16 of them.
+//
+// A thread block takes tiles of 16 rows of W, its warps pieces of the depth. Every warp copies its
+// own pieces to shared memory, some 512 bytes of a row at once, and waits for nobody else: the
+// copies run ahead, across tiles, and begin before the kernel ahead has ended, because nothing in a
+// stream of steps writes weights. In which order the depth is summed is free, so a lane's operands
+// are 16 bytes of a row where the matrix instruction's layout asks for 4 times 4. The few rows of x
+// are its right operand, most of whose columns stay empty; nobody needs them.
+//
+// A norm costs nothing: its weight multiplies x on the way, its factor the sums at the end.
+#include "early.cuh"
+#include "launch.h"
+#include "linear_step.h"
+#include "mma.cuh"
+
+namespace flashcell::cuda {
+
+extern __shared__ __align__(16) char memory[];
+
+namespace {
+
+constexpr int kWarps = 8, kThreads = 32 * kWarps;
+constexpr int kRows = 16;                 // of W in a tile
+constexpr int kStep = 32, kSteps = 8;     // depth of four lanes with 16 bytes each; of a piece
+constexpr int kDepth = kStep * kSteps;    // of a piece
+constexpr int kStride = 2 * kDepth + 64;  // bytes from row to row: two rows meet no bank twice
+constexpr int kStages = 2;                // pieces of a warp in flight
+constexpr int kPieceBytes = kRows * kStride, kRingBytes = kWarps * kStages * kPieceBytes;
+constexpr int kLanes = kDepth / 8;  // of a row, when it is copied
+constexpr int kRowsAtOnce = 32 / kLanes;
+constexpr int kColumns = 8;  // of the matrix instruction: rows of x
+constexpr int kSums = kRows * kColumns;
+
+DEVICE int smaller(int a, int b) { return a < b ? a : b; }
+DEVICE float silu(float x) { return x / (1 + expf(-x)); }
+
+// word * weight, and its elements' squares added to `squares`.
+template <typename IO>
+DEVICE uint32_t weigh(uint32_t word, uint32_t weight, float& squares) {
+  const float2 x = Pair<IO>{{word}}.floats(), w = Pair<IO>{{weight}}.floats();
+  squares = fmaf(x.x, x.x, fmaf(x.y, x.y, squares));
+  return Pair<IO>::of(x.x * w.x, x.y * w.y).word[0];
+}
+
+// A tile: 16 rows of one matrix, or 8 of each of two gated ones, and up to 16 rows of x.
+struct Place {
+  int which, row, column;
+};
+
+DEVICE Place find(const LinearStepParams& p, int tile, int tiles, int columns) {
+  Place place{0, tile % tiles, tile / tiles * columns};
+  if (p.gated) {
+    place.row *= kRows / 2;
+    return place;
+  }
+  for (int own; place.row >= (own = int((p.linears[place.which].rows + kRows - 1) / kRows));) {
+    place.row -= own, ++place.which;
+  }
+  place.row *= kRows;
+  return place;
+}
+
+// Copies a warp's pieces of one tile after the other, each over the last but kStages.
+template <typename IO>
+struct Copier {
+  const LinearStepParams& p;
+  int tile, tiles, all, blocks, columns, first, pieces, piece = first, stage = 0;
+  const IO *low = nullptr, *high = nullptr;  // the matrix of the tile's first 8 rows and its last
+  int row = 0, rows = 0, next = 0;           // of them: the first, all there are, the ninth
+
+  DEVICE void find_rows() {
+    if (tile >= all) return;
+    const Place place = find(p, tile, tiles, columns);
+    const Linear& linear = p.linears[place.which];
+    low = static_cast<const IO*>(linear.weight);
+    high = p.gated ? static_cast<const IO*>(p.linears[1].weight) : low;
+    row = place.row, rows = int(linear.rows), next = p.gated ? row : row + kRows / 2;
+  }
+  DEVICE void copy(uint32_t ring) {
+    if (tile < all) {
+      const int lane = threadIdx.x % 32, at = piece * kDepth + lane % kLanes * 8;
+      const bool exists = at < p.K;
+      uint32_t to = ring + stage * kPieceBytes + lane / kLanes * kStride + lane % kLanes * 16;
+#pragma unroll
+      for (int r = 0; r < kRows; r += kRowsAtOnce, to += kRowsAtOnce * kStride) {
+        const int own = r + lane / kLanes;
+        const int from = smaller(own < kRows / 2 ? row + own : next + own - kRows / 2, rows - 1);
+        const IO* source = (own < kRows / 2 ? low : high) + from * p.K;
+        copy_async_or_zero(to, exists ? source + at : source, exists);
+      }
+      stage = stage + 1 == kStages ? 0 : stage + 1;
+      if ((piece += kWarps) >= pieces) {
+        piece = first, tile += blocks;
+        find_rows();
+      }
+    }
+    copy_commit();
+  }
+};
+
+template <typename IO, int kTiles, bool kNorm>
+__global__ void __launch_bounds__(kThreads, 1) linear_step_kernel(
+    const __grid_constant__ LinearStepParams p, int tiles, int all, int blocks) {
+  __shared__ float sums[2][kWarps][kTiles * kSums];
+  __shared__ float squares[2][kWarps][kTiles * kColumns];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4, quarter = lane % 4;
+  const int K = int(p.K), pieces = (K + kDepth - 1) / kDepth;
+  const char* ring = memory + warp * kStages * kPieceBytes;
+  const uint32_t ring_address = shared_address(ring);
+
+  Copier<IO> copier{
+      p,     warp < pieces ? int(blockIdx.x) : all, tiles, all, blocks, kTiles * kColumns, warp,
+      pieces};
+  copier.find_rows();
+  for (int s = 0; s < kStages; ++s) copier.copy(ring_address);
+  wait_for_earlier();
+  let_later_start();
+
+  int stage = 0, side = 0;
+  for (int tile = blockIdx.x; tile < all; tile += blocks, side ^= 1) {
+    const Place place = find(p, tile, tiles, kTiles * kColumns);
+    const int B = smaller(int(p.B) - place.column, kTiles * kColumns);
+    const IO* x = static_cast<const IO*>(p.x) + place.column * p.x_stride + 8 * quarter;
+    const IO* norm = static_cast<const IO*>(p.norm) + 8 * quarter;
+    float d[kTiles][4] = {}, square[kTiles] = {};
+    for (int piece = warp; piece < pieces; piece += kWarps) {
+      uint4 v[kSteps][kTiles] = {};
+#pragma unroll
+      for (int s = 0; s < kSteps; ++s) {
+        const int k = piece * kDepth + s * kStep;
+        const bool exists = k + 8 * quarter < K;
+        uint4 scale{};
+        if (kNorm && exists) scale = *reinterpret_cast<const uint4*>(norm + k);
+#pragma unroll
+        for (int t = 0; t < kTiles; ++t) {
+          const int column = t * kColumns + row;
+          uint4& word = v[s][t];
+          if (column < B && exists) {
+            word = *reinterpret_cast<const uint4*>(x + column * p.x_stride + k);
+          }
+          if constexpr (kNorm) {
+            word.x = weigh<IO>(word.x, scale.x, square[t]);
+            word.y = weigh<IO>(word.y, scale.y, square[t]);
+            word.z = weigh<IO>(word.z, scale.z, square[t]);
+            word.w = weigh<IO>(word.w, scale.w, square[t]);
+          }
+        }
+      }
+      copy_wait<kStages - 1>();
+      __syncwarp();
+      const char* from = ring + stage * kPieceBytes + row * kStride + quarter * 16;
+#pragma unroll
+      for (int s = 0; s < kSteps; ++s) {
+        const uint4 low = *reinterpret_cast<const uint4*>(from + s * 64);
+        const uint4 high = *reinterpret_cast<const uint4*>(from + s * 64 + kRows / 2 * kStride);
+#pragma unroll
+        for (int t = 0; t < kTiles; ++t) {
+          mma<IO>(d[t], {low.x, high.x, low.y, high.y}, v[s][t].x, v[s][t].y);
+          mma<IO>(d[t], {low.z, high.z, low.w, high.w}, v[s][t].z, v[s][t].w);
+        }
+      }
+      stage = stage + 1 == kStages ? 0 : stage + 1;
+      __syncwarp();
+      copier.copy(ring_address);
+    }
+#pragma unroll
+    for (int t = 0; t < kTiles; ++t) {
+      *reinterpret_cast<float4*>(&sums[side][warp][t * kSums + 4 * lane]) =
+          make_float4(d[t][0], d[t][1], d[t][2], d[t][3]);
+      if constexpr (kNorm) {
+        square[t] += __shfl_xor_sync(~0u, square[t], 1);
+        square[t] += __shfl_xor_sync(~0u, square[t], 2);
+        if (quarter == 0) squares[side][warp][t * kColumns + row] = square[t];
+      }
+    }
+    __syncthreads();
+
+    const int at = threadIdx.x;  // one output a thread: where lane at % 128 / 4 held it
+    if (at >= kTiles * kSums) continue;
+    const Linear& linear = p.linears[place.which];
+    const int element = at % 4, column = at / kSums * kColumns + at / 4 % 4 * 2 + element % 2;
+    const int r = place.row + at % kSums / 16 + (p.gated ? 0 : element / 2 * (kRows / 2));
+    if (column >= B || r >= linear.rows || (p.gated && element >= 2)) continue;
+    float value = 0, gated = 0, square_sum = 0;
+#pragma unroll
+    for (int other = 0; other < kWarps; ++other) {
+      value += sums[side][other][at];
+      if (p.gated) gated += sums[side][other][at + 2];
+      if constexpr (kNorm) square_sum += squares[side][other][column];
+    }
+    if constexpr (kNorm) {
+      const float factor = rsqrtf(square_sum / float(p.K) + float(p.eps));
+      value *= factor, gated *= factor;
+    }
+    if (linear.bias != nullptr) value += to_float(static_cast<const IO*>(linear.bias)[r]);
+    const int64_t b = place.column + column, out = b * linear.out_stride + r;
+    if (linear.capped) {
+      const float cap = float(p.cap);
+      static_cast<float*>(linear.out)[out] = cap > 0 ? cap * tanhf(value / cap) : value;
+      continue;
+    }
+    if (p.gated) value = silu(value) * gated;
+    if (p.residual != nullptr) {
+      value += to_float(static_cast<const IO*>(p.residual)[b * p.residual_stride + r]);
+    }
+    static_cast<IO*>(linear.out)[out] = from_float<IO>(value);
+  }
+}
+
+}  // namespace
+
+template <typename IO>
+void run_linear_step(const LinearStepParams& p, const Device& device, cudaStream_t stream) {
+  int64_t tiles = 0;
+  const int rows = p.gated ? kRows / 2 : kRows;
+  for (int s = 0; s < (p.gated ? 1 : p.count); ++s) tiles += (p.linears[s].rows + rows - 1) / rows;
+  // Two passes over a small matrix, which stays in the L2, rather than idle processors.
+  const int64_t wide = 2 * kColumns;
+  const bool once = p.B > kColumns && (p.B + wide - 1) / wide * tiles >= device.processors;
+  const int64_t columns = once ? wide : kColumns;
+  const int64_t all = (p.B + columns - 1) / columns * tiles;
+  const int64_t blocks = all < device.processors ? all : device.processors;
+  const Grid grid{blocks, kThreads, kRingBytes, stream, device.arch >= 90};
+  const bool norm = p.norm != nullptr;
+  const auto kernel =
+      once ? (norm ? linear_step_kernel<IO, 2, true> : linear_step_kernel<IO, 2, false>)
+           : (norm ? linear_step_kernel<IO, 1, true> : linear_step_kernel<IO, 1, false>);
+  launch(kernel, grid, p, int(tiles), int(all), int(blocks));
+}
+template void run_linear_step<bf16>(const LinearStepParams&, const Device&, cudaStream_t);
+template void run_linear_step<fp16>(const LinearStepParams&, const Device&, cudaStream_t);
+
+}  // namespace flashcell::cuda

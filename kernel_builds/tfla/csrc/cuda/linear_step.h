@@ -1,0 +1,15 @@
+// What is between two steps of a model, one token a row, on CUDA in 16 bits.
+#pragma once
+#include "run.h"
+
+namespace flashcell::cuda {
+
+template <typename IO>
+void run_linear_step(const LinearStepParams& p, const Device& device, cudaStream_t stream);
+
+template <typename IO>
+void run_norm_step(const NormStepParams& p, const Device& device, cudaStream_t stream);
+template <typename IO>
+void run_gate_step(const GateStepParams& p, const Device& device, cudaStream_t stream);
+
+}  // namespace flashcell::cuda

@@ -1,0 +1,156 @@
+// What is between two steps of a model: the layers of one token a row, in 16 bits.
+#pragma once
+#include <vector>
+
+#include "checks.h"
+#include "cuda/call.h"
+#include "params.h"
+
+namespace flashcell {
+
+// x [B, K], weights [rows, K] each, in 16 bits · biases of the last matrices · `capped`, how many
+// of the last give fp32, bounded by cap · norm [K] · residual [B, rows] of the one matrix.
+constexpr const char* kLinearStepSchema =
+    "linear_step(Tensor x, Tensor[] weights, Tensor[] biases, int capped, float cap, Tensor? norm, "
+    "float eps, Tensor? residual, bool gated) -> (Tensor out, Tensor bounded)";
+
+constexpr const char* kNormStepSchema =
+    "norm_step(Tensor x, Tensor norm, float eps, Tensor[] weights, Tensor[] biases, float cap) -> "
+    "(Tensor out, Tensor bounded)";
+constexpr const char* kGateStepSchema = "gate_step(Tensor gate, Tensor up) -> Tensor";
+
+inline Dtype check_16_bits(const Tensor& x, const char* name) {
+  const Dtype dtype = io_dtype(x, name);
+  STD_TORCH_CHECK(dtype == Dtype::kBFloat16 || dtype == Dtype::kHalf, name,
+                  " must be bfloat16 or float16, got ",
+                  torch::headeronly::toString(x.scalar_type()));
+  return dtype;
+}
+
+// The matrices of a call, `count` of them; biases belong to the last. They keep the biases alive.
+struct Matrices {
+  std::vector<Tensor> weights, biases;
+  int64_t count = int64_t(weights.size());
+
+  Linear linear(int64_t s, int64_t K, ScalarType io) {
+    const Tensor& weight = weights[s];
+    check_rank(weight, "weights", 2, "[rows, K]");
+    check_shape(weight, "weights", {weight.size(0), K});
+    check_dtype(weight, "weights", io);
+    STD_TORCH_CHECK(input(weight).const_data_ptr() == weight.const_data_ptr() &&
+                        (weight.size(0) <= 1 || weight.stride(0) == K),
+                    "weights must be contiguous and begin at 16 bytes");
+    Linear linear{};
+    linear.weight = weight.const_data_ptr(), linear.rows = weight.size(0);
+    const int64_t b = s - (count - int64_t(biases.size()));
+    if (b < 0) return linear;
+    check_shape(biases[b], "biases", {linear.rows}), check_dtype(biases[b], "biases", io);
+    biases[b] = dense(biases[b]), linear.bias = biases[b].const_data_ptr();
+    return linear;
+  }
+  void check_counts(int64_t least) const {
+    STD_TORCH_CHECK(least <= count && count <= kLinears, "weights must be ", least, " to ",
+                    kLinears, " matrices, got ", count);
+    STD_TORCH_CHECK(int64_t(biases.size()) <= count, "biases must be at most one for each of ",
+                    count, " weights, got ", biases.size());
+  }
+};
+
+inline std::tuple<Tensor, Tensor> linear_step(Tensor given_x, std::vector<Tensor> weights,
+                                              std::vector<Tensor> biases, int64_t capped,
+                                              double cap, OptionalTensor norm, double eps,
+                                              OptionalTensor residual, bool gated) {
+  Matrices given{std::move(weights), std::move(biases)};
+  given.check_counts(1);
+  const int64_t count = given.count;
+  check_rank(given_x, "x", 2, "[B, K]");
+  const Tensor x = input(given_x);
+  const ScalarType io = x.scalar_type();
+  const Dtype dtype = check_16_bits(x, "x");
+  STD_TORCH_CHECK(0 <= capped && capped <= count, "capped must be 0 to ", count, ", got ", capped);
+  STD_TORCH_CHECK(!residual || count == 1, "residual must be that of one matrix, got ", count);
+  STD_TORCH_CHECK(!gated || (count == 2 && capped == 0 && given.biases.empty()),
+                  "gated must come with two weights, no biases and nothing capped");
+  LinearStepParams p{};
+  p.B = x.size(0), p.K = x.size(1), p.x = x.const_data_ptr(), p.x_stride = x.stride(0);
+  STD_TORCH_CHECK(p.K % 8 == 0, "x must have a width that is a multiple of 8, got ", p.K);
+  norm = operand(norm, "norm", {p.K}, io);
+  p.norm = pointer(norm), p.eps = eps, p.cap = cap, p.gated = gated, p.count = int(count);
+  int64_t widths[2] = {};  // of out and of what is bounded
+  for (int64_t s = 0; s < count; ++s) {
+    Linear& linear = p.linears[s] = given.linear(s, p.K, io);
+    linear.capped = s >= count - capped;
+    widths[linear.capped] += linear.rows;
+  }
+  if (gated) {
+    check_shape(given.weights[1], "weights", shape_of(given.weights[0]));
+    widths[0] /= 2;
+  }
+  if (residual) {
+    check_shape(*residual, "residual", {p.B, widths[0]}), check_dtype(*residual, "residual", io);
+    if (residual->stride(1) != 1) residual = dense(torch::stable::contiguous(*residual));
+    p.residual = residual->const_data_ptr(), p.residual_stride = residual->stride(0);
+  }
+  Tensor out = new_tensor(x, {p.B, widths[0]}, io);
+  Tensor bounded = new_tensor(x, {p.B, widths[1]}, ScalarType::Float);
+  int64_t at[2] = {};
+  for (int64_t s = 0; s < count; ++s) {
+    Linear& linear = p.linears[s];
+    char* base = static_cast<char*>((linear.capped ? bounded : out).mutable_data_ptr());
+    linear.out = base + at[linear.capped] * (linear.capped ? 4 : 2);
+    linear.out_stride = widths[linear.capped];
+    if (!gated) at[linear.capped] += linear.rows;
+  }
+  run(p, dtype, x);
+  return {out, bounded};
+}
+
+// x [B, K] normed, and rows of matrices that read it, in fp32.
+inline std::tuple<Tensor, Tensor> norm_step(Tensor given_x, Tensor norm, double eps,
+                                            std::vector<Tensor> weights, std::vector<Tensor> biases,
+                                            double cap) {
+  Matrices given{std::move(weights), std::move(biases)};
+  given.check_counts(0);
+  check_rank(given_x, "x", 2, "[B, K]");
+  const Tensor x = input(given_x);
+  const Dtype dtype = check_16_bits(x, "x");
+  NormStepParams p{};
+  p.B = x.size(0), p.K = x.size(1), p.x = x.const_data_ptr(), p.x_stride = x.stride(0);
+  STD_TORCH_CHECK(p.K % 8 == 0, "x must have a width that is a multiple of 8, got ", p.K);
+  norm = operand(norm, "norm", {p.K}, x.scalar_type());
+  p.norm = norm.const_data_ptr(), p.eps = eps, p.cap = cap, p.count = int(given.count);
+  int64_t width = 0, at = 0;
+  for (int64_t s = 0; s < given.count; ++s) {
+    p.linears[s] = given.linear(s, p.K, x.scalar_type());
+    width += p.linears[s].rows;
+  }
+  Tensor out = new_tensor(x, {p.B, p.K}, x.scalar_type());
+  Tensor bounded = new_tensor(x, {p.B, width}, ScalarType::Float);
+  p.out = out.mutable_data_ptr();
+  for (int64_t s = 0; s < given.count; ++s) {
+    p.linears[s].out = static_cast<float*>(bounded.mutable_data_ptr()) + at;
+    p.linears[s].out_stride = width, at += p.linears[s].rows;
+  }
+  run(p, dtype, x);
+  return {out, bounded};
+}
+
+// silu(gate) * up, [B, N]
+inline Tensor gate_step(Tensor given_gate, Tensor given_up) {
+  check_rank(given_gate, "gate", 2, "[B, N]");
+  const Dtype dtype = check_16_bits(given_gate, "gate");
+  check_shape(given_up, "up", shape_of(given_gate));
+  check_dtype(given_up, "up", given_gate.scalar_type());
+  const Tensor gate = input(given_gate), up = input(given_up);
+  GateStepParams p{};
+  p.B = gate.size(0), p.N = gate.size(1);
+  STD_TORCH_CHECK(p.N % 8 == 0, "gate must have a width that is a multiple of 8, got ", p.N);
+  p.gate = gate.const_data_ptr(), p.gate_stride = gate.stride(0);
+  p.up = up.const_data_ptr(), p.up_stride = up.stride(0);
+  Tensor out = new_tensor(gate, {p.B, p.N}, gate.scalar_type());
+  p.out = out.mutable_data_ptr();
+  run(p, dtype, gate);
+  return out;
+}
+
+}  // namespace flashcell

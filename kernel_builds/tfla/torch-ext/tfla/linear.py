@@ -1,0 +1,141 @@
+"""What is between two steps of a model, one token a row: its linear layers, norms and gates in few
+launches. On CUDA in 16 bits; elsewhere torch computes it. For decoding: there is no gradient.
+"""
+
+from typing import Any, List, Sequence, Tuple
+
+import torch
+
+from .checks import check_floating, check_shape, check_tensor
+from .dispatch import BACKEND, ops, select_backend
+from .reference import state_dtype
+
+MOST = 8  # matrices of a launch
+
+
+def linear_step(
+    x, weights, biases=(), *, capped=0, cap=0.0, norm_weight=None, norm_eps=1e-6, residual=None,
+    gated=False, backend="auto",
+) -> Tuple[torch.Tensor, ...]:  # fmt: skip
+    """x [B, K], weights [N_i, K] -> a tensor [B, N_i] for each: weight_i x + bias_i.
+
+    norm_weight [K]    x is normed before: x / sqrt(mean(x^2) + norm_eps) * norm_weight
+    biases [N_i]       of the last matrices
+    capped, cap        so many of the last come in fp32, bounded: cap tanh(y / cap); cap 0: no bound
+    residual [B, N]    is added to the one matrix's output
+    gated              of two matrices: silu(weight_0 x) * (weight_1 x) [B, N] alone
+
+    At most 8 matrices, contiguous, of x's dtype; sums in fp32, rounded once. On CUDA in 16 bits every
+    weight is read once for 16 rows of x, at the memory's speed; more rows are a product for cuBLAS.
+    ValueError and TypeError name the argument.
+    """
+    tensors = _check(x, weights, biases, norm_weight, residual)
+    if not 0 <= capped <= len(weights):
+        raise ValueError(f"capped is {capped}, but must be 0 to {len(weights)}")
+    if residual is not None and len(weights) != 1:
+        raise ValueError(f"weights are {len(weights)}, but must be one where residual is given")
+    if gated and (len(weights) != 2 or biases or capped):
+        raise ValueError("gated is True, but needs two weights, no biases and nothing capped")
+    if _select(backend, "linear_step", *tensors) == "reference":
+        return _reference(x, weights, biases, capped, cap, norm_weight, norm_eps, residual, gated)
+    out, bounded = ops.linear_step(
+        x, list(weights), list(biases), capped, cap, norm_weight, norm_eps, residual, gated
+    )
+    if gated:
+        return (out,)
+    plain = len(weights) - capped
+    rows = [w.shape[0] for w in weights]
+    return *out.split(rows[:plain], -1), *(bounded.split(rows[plain:], -1) if capped else ())
+
+
+def norm_step(
+    x, norm_weight, norm_eps=1e-6, weights=(), biases=(), *, cap=0.0, backend="auto"
+) -> Tuple[torch.Tensor, ...]:  # fmt: skip
+    """x [B, K] -> y = x / sqrt(mean(x^2) + norm_eps) * norm_weight, and for each of weights [N_i, K],
+    few rows such as gates', weight_i y + bias_i [B, N_i] in fp32, bounded: cap tanh(. / cap).
+
+    Arguments otherwise as linear_step's.
+    """
+    tensors = _check(x, weights, biases, norm_weight, None, least=0)
+    if _select(backend, "norm_step", *tensors) != "reference":
+        out, bounded = ops.norm_step(x, norm_weight, norm_eps, list(weights), list(biases), cap)
+        return out, *(bounded.split([w.shape[0] for w in weights], -1) if weights else ())
+    wide = state_dtype(x.dtype)
+    out = _norm(x.to(wide), norm_weight, norm_eps).to(x.dtype)
+    rest = (len(weights), cap, None, norm_eps, None, False)
+    return out, *(_reference(out, weights, biases, *rest) if weights else ())
+
+
+def gate_step(gate, up, *, backend="auto") -> torch.Tensor:
+    """silu(gate) * up of [B, N], N a multiple of 8, rounded once."""
+    check_tensor("gate", gate)
+    check_floating("gate", gate)
+    if gate.dim() != 2 or gate.shape[1] % 8:
+        shape = list(gate.shape)
+        raise ValueError(f"gate has shape {shape}, but must be [B, N] with N a multiple of 8")
+    check_tensor("up", up, gate.device)
+    check_shape("up", up, tuple(gate.shape), "[B, N]")
+    if up.dtype != gate.dtype:
+        raise TypeError(f"up has dtype {up.dtype}, but must be {gate.dtype}, gate's")
+    if _select(backend, "gate_step", gate, up) != "reference":
+        return ops.gate_step(gate, up)
+    wide = state_dtype(gate.dtype)
+    return (torch.nn.functional.silu(gate.to(wide)) * up).to(gate.dtype)
+
+
+def _select(backend: str, name: str, x, *others) -> str:
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (x, *others)):
+        raise ValueError(f"a gradient is required, but {name} is for decoding and has none")
+    binary = BACKEND if x.dtype in (torch.bfloat16, torch.float16) and BACKEND == "cuda" else None
+    return select_backend(backend, x.device.type, binary, x.dtype)
+
+
+def _norm(x, weight, eps):
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+
+
+def _check(x, weights: Sequence, biases: Sequence, norm_weight, residual, least: int = 1) -> list:
+    check_tensor("x", x)
+    check_floating("x", x)
+    if x.dim() != 2 or x.shape[1] % 8:
+        raise ValueError(f"x has shape {list(x.shape)}, but must be [B, K] with K a multiple of 8")
+    if not least <= len(weights) <= MOST:
+        raise ValueError(f"weights are {len(weights)}, but must be {least} to {MOST} matrices")
+    if len(biases) > len(weights):
+        raise ValueError(f"biases are {len(biases)}, but must be at most one for each weight")
+    rows = [w.shape[0] for w in weights]
+    named: List[Tuple[str, Any, Tuple[int, ...], str]] = [
+        (f"weights[{i}]", w, (n, x.shape[1]), "[N, K]")
+        for i, (w, n) in enumerate(zip(weights, rows))
+    ]
+    first = len(weights) - len(biases)
+    named += [
+        (f"biases[{i}]", b, (n,), "[N]") for i, (b, n) in enumerate(zip(biases, rows[first:]))
+    ]
+    if norm_weight is not None:
+        named.append(("norm_weight", norm_weight, (x.shape[1],), "[K]"))
+    if residual is not None:
+        named.append(("residual", residual, (x.shape[0], rows[0]), "[B, N]"))
+    for name, value, shape, letters in named:
+        check_tensor(name, value, x.device)
+        check_shape(name, value, shape, letters)
+        if value.dtype != x.dtype:
+            raise TypeError(f"{name} has dtype {value.dtype}, but must be {x.dtype}, x's")
+    return [x, *(value for _, value, _, _ in named)]
+
+
+def _reference(x, weights, biases, capped, cap, norm_weight, norm_eps, residual, gated):
+    io, wide = x.dtype, state_dtype(x.dtype)
+    x = x.to(wide)
+    if norm_weight is not None:
+        x = _norm(x, norm_weight, norm_eps)
+    outs = [x @ w.to(wide).mT for w in weights]
+    for i, b in enumerate(biases, len(weights) - len(biases)):
+        outs[i] = outs[i] + b
+    if gated:
+        outs = [torch.nn.functional.silu(outs[0]) * outs[1]]
+    if residual is not None:
+        outs = [outs[0] + residual]
+    plain = len(outs) - capped
+    bounded = [cap * torch.tanh(y / cap) if cap > 0 else y for y in outs[plain:]]
+    return *(y.to(io) for y in outs[:plain]), *bounded

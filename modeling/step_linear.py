@@ -1,0 +1,102 @@
+"""The linear layers of a decoded token: what reads the same input in one launch.
+
+One token a row leaves a GPU nothing to do but read weights, so every launch between two reads is
+lost. tfla's `linear_step` takes the norm before, several matrices, and the sum or the gate behind
+them at once. It reads the modules' own weights where they lie; a module that is more than its
+weight (an adapter, a quantised or wrapped layer, one with hooks) is called instead, and with it all.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import linear
+
+from .kernel_loader import load_kernel
+from .mlstm import GateLinear, ResidualLinear
+
+ROWS = 16  # which linear_step reads the weights for once; more are a product for cuBLAS
+PLAIN = (nn.Linear, GateLinear, ResidualLinear, nn.RMSNorm)
+StepLinear = Callable[..., tuple[torch.Tensor, ...]]
+
+
+def find_step_linear(x: torch.Tensor, backend: str, modules: list[nn.Module]) -> StepLinear | None:
+    """linear_step's equal for x [B, 1, H] and the weights of `modules`, None where they are called."""
+    if not x.is_cuda or x.shape[1] != 1 or x.dtype not in (torch.bfloat16, torch.float16):
+        return None
+    if (
+        torch.is_grad_enabled()
+        or torch.compiler.is_compiling()
+        or torch.is_autocast_enabled("cuda")
+    ):
+        return None
+    if not all(is_plain(module, x) for module in modules):
+        return None
+    kernel = load_kernel("tfla", "cuda", backend)
+    if kernel.BACKEND != "cuda":
+        return None
+    return kernel.linear_step if x.shape[0] <= ROWS else many_rows(kernel)
+
+
+def is_plain(module: nn.Module, x: torch.Tensor) -> bool:
+    """Nothing but its weights, and these like x."""
+    own = type(module) in PLAIN and "forward" not in vars(module)
+    if not own or module._forward_hooks or module._forward_pre_hooks:
+        return False
+    return all(
+        type(w.data) is torch.Tensor and (w.dtype, w.device) == (x.dtype, x.device)
+        for w in module._parameters.values()
+        if w is not None
+    )
+
+
+def norm_options(norm: nn.RMSNorm) -> dict[str, Any]:
+    return {"norm_weight": norm.weight, "norm_eps": norm.eps}
+
+
+def packed(weights: list[torch.Tensor]) -> list[torch.Tensor]:
+    """One matrix of all rows, where it can be had: the weights are rows of it from now on, so that
+    nothing is held twice. A product of many columns reads it faster than several of few."""
+    first, K = weights[0], weights[0].shape[1]
+    ends = [w.data_ptr() + w.nbytes for w in weights]
+    starts = [w.data_ptr() for w in weights[1:]]
+    storages = {w.untyped_storage().data_ptr() for w in weights}
+    if starts == ends[:-1] and len(storages) == 1 and all(w.is_contiguous() for w in weights):
+        return [first.detach().as_strided((sum(map(len, weights)), K), (K, 1))]
+    capturing = first.is_cuda and torch.cuda.is_current_stream_capturing()
+    if torch.is_inference_mode_enabled() or capturing:
+        return weights
+    together = torch.cat([w.detach() for w in weights])
+    for w, part in zip(weights, together.split([len(w) for w in weights]), strict=True):
+        w.data = part
+    return [together]
+
+
+def many_rows(kernel: Any) -> StepLinear:
+    """The same of cuBLAS's products, for a batch that fills their tiles, and the kernel's norms (with
+    the gates, which a product of a few columns would keep waiting) and SwiGLU."""
+
+    def run(
+        x: torch.Tensor, weights: list[torch.Tensor], biases: Any = (), *, capped: int = 0,
+        cap: float = 0.0, norm_weight: torch.Tensor | None = None, norm_eps: float = 1e-6,
+        residual: torch.Tensor | None = None, gated: bool = False,
+    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
+        plain, gates = weights[: len(weights) - capped], weights[len(weights) - capped :]
+        bounded: tuple[torch.Tensor, ...] = ()
+        if norm_weight is not None:
+            x, *others = kernel.norm_step(x, norm_weight, norm_eps, gates, biases, cap=cap)
+            bounded = tuple(others)
+        elif gates:
+            bounded = kernel.linear_step(x, gates, biases, capped=capped, cap=cap)
+        if residual is not None:  # addmm copies it first, and picks slower products
+            return (linear(x, plain[0]).add_(residual),)
+        matrices = packed(plain)
+        outputs = [linear(x, w) for w in matrices]
+        if len(matrices) < len(plain):
+            outputs = list(outputs[0].split([len(w) for w in plain], -1))
+        if gated:
+            return (kernel.gate_step(*outputs),)
+        return *outputs, *bounded
+
+    return run

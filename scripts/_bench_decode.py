@@ -1,0 +1,207 @@
+"""Decoding of whole models with random weights, for bench_models --decode, --prefill and --growth.
+
+The floor of a token is what must come from memory for it: every weight once but the table of
+embeddings, and every state once in and once out. A row's `fraction` is the floor over what
+`generate` took, end to end on the wall clock.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from _bench_common import Row, append, provenance
+from _bench_plots import BANDWIDTH, RATE
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+
+import flashcell
+from flashcell.kernel_loader import load_kernel
+
+PROMPT = 16
+PIECE = 4096  # tokens a peer reads at once
+FAMILIES = (flashcell.FlashRNNConfig, flashcell.FlashMLSTMConfig, flashcell.FlashXLSTMConfig)
+# Of 1.41 and 1.45 billion parameters, beside flash_gru_1b's 1.42.
+PEERS: dict[str, dict[str, Any]] = {
+    "llama": {
+        "vocab_size": 50432, "hidden_size": 2048, "intermediate_size": 8192,
+        "num_hidden_layers": 18, "num_attention_heads": 16, "max_position_embeddings": 131072,
+        "attn_implementation": "sdpa",
+    },
+    "mamba2": {
+        "vocab_size": 50432, "hidden_size": 2048, "num_hidden_layers": 48, "num_heads": 64,
+        "head_dim": 64, "n_groups": 1, "state_size": 128, "tie_word_embeddings": False,
+    },
+}  # fmt: skip
+
+
+def make_config(name: str) -> Any:
+    if name in PEERS:
+        return AutoConfig.for_model(name, **PEERS[name])
+    for family in FAMILIES:
+        if name in family.presets:
+            return family.preset(name)
+    known = [*PEERS, *(preset for family in FAMILIES for preset in family.presets)]
+    raise SystemExit(f"{name} is no preset: {', '.join(known)}")
+
+
+def make_model(name: str, dtype: torch.dtype, device: str) -> Any:
+    """Random weights, drawn where they stay: a model of 7 billion takes a second."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(make_config(name), dtype=dtype)
+    model = model.to_empty(device=device).eval()
+    with torch.no_grad():
+        for path, p in model.named_parameters():
+            if p.dim() > 1:
+                p.normal_(0, 0.02)
+            else:
+                p.fill_(1.0 if "norm" in path else 0.1)
+        for module in model.modules():  # tables that are no weights, such as angles of positions
+            for key, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[key] = _again(module, key, buffer)
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def _again(module: Any, key: str, buffer: torch.Tensor) -> torch.Tensor:
+    kind = type(module)
+    if key.endswith("inv_freq"):
+        return kind(module.config).get_buffer(key).to(buffer.device)
+    raise SystemExit(f"{kind.__name__}.{key} is a buffer, but must be made anew: say how")
+
+
+def floor_seconds(model: Any) -> float:
+    """Of a token for every row, as the last `generate` decoded."""
+    table = model.get_input_embeddings().weight
+    weights = sum(p.nbytes for p in model.parameters())
+    if model.get_output_embeddings().weight is not table:
+        weights -= table.nbytes
+    recording = next(reversed(model.decoder._recordings.values()))
+    states = sum(s.nbytes for group in recording.groups for s in group)
+    return (weights + 2 * states) / BANDWIDTH
+
+
+def generate(model: Any, ids: torch.Tensor, tokens: int) -> float:
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, min_new_tokens=tokens,
+        do_sample=False, pad_token_id=0,
+    )  # fmt: skip
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def replay_seconds(model: Any) -> float:
+    """The step alone, as the last `generate` left it."""
+    graph = next(reversed(model.decoder._recordings.values())).graph
+    times = []
+    for _ in range(20):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3)
+    return statistics.median(times)
+
+
+def decode_row(name: str, model: Any, batch: int, tokens: int) -> Row:
+    ids = torch.randint(1, 1000, (batch, PROMPT), device=model.device)
+    generate(model, ids, 4)
+    torch.cuda.reset_peak_memory_stats()
+    seconds = generate(model, ids, tokens)
+    floor = floor_seconds(model) * tokens
+    return {
+        "model": name, "what": "decode", "dtype": str(model.dtype).removeprefix("torch."),
+        "batch": batch, "position": PROMPT, "tokens": tokens,
+        "tokens_per_s": batch * tokens / seconds, "ms_token": seconds / tokens * 1e3,
+        "ms_step": replay_seconds(model) * 1e3, "floor_ms": floor / tokens * 1e3,
+        "fraction": floor / seconds, "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+    }  # fmt: skip
+
+
+@torch.no_grad()
+def prefill_rows(name: str, model: Any, lengths: list[int], steps: int = 100) -> list[Row]:
+    """A prompt read into the cache, then `steps` tokens one by one."""
+    rows = []
+    for length in lengths:
+        ids = torch.randint(1, 1000, (1, length), device=model.device)
+        prefill(model, ids[:, :PIECE])  # everything lazy
+        torch.cuda.reset_peak_memory_stats()
+        cache, seconds = prefill(model, ids)
+        peak = torch.cuda.max_memory_allocated() / 2**30
+        after = step_seconds(model, cache, steps)
+        weights = sum(p.numel() for p in model.parameters())
+        floor = 2 * weights * length / RATE
+        rows.append({
+            "model": name, "what": "prefill", "dtype": str(model.dtype).removeprefix("torch."),
+            "batch": 1, "position": length, "tokens": steps, "tokens_per_s": length / seconds,
+            "ms_token": after * 1e3, "ms_step": seconds * 1e3, "floor_ms": floor * 1e3,
+            "fraction": floor / seconds, "peak_gib": peak,
+        })  # fmt: skip
+    return rows
+
+
+def cache_name(model: Any) -> str:
+    return "cache_params" if model.config.model_type == "mamba2" else "past_key_values"
+
+
+def prefill(model: Any, ids: torch.Tensor) -> tuple[Any, float]:
+    ours = hasattr(model, "decoder")
+    key = cache_name(model)
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    cache = DynamicCache(config=model.config)
+    for piece in [ids] if ours else ids.split(PIECE, 1):
+        model(piece, use_cache=True, logits_to_keep=1, **{key: cache})
+    torch.cuda.synchronize()
+    return cache, time.perf_counter() - start
+
+
+def step_seconds(model: Any, cache: Any, steps: int) -> float:
+    key = cache_name(model)
+    token, times = torch.ones(1, 1, dtype=torch.long, device=model.device), []
+    for _ in range(steps):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        model(token, use_cache=True, logits_to_keep=1, **{key: cache})
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def show(rows: list[Row], say: Callable[[str], Any] = print) -> None:
+    for row in rows:
+        text = f"{row['model']} {row['what']} B{row['batch']} at {row['position']}: "
+        if row["what"] == "decode":
+            text += f"{row['tokens_per_s']:.0f} tokens/s, {row['ms_token']:.3f} ms a token"
+            text += f" (step {row['ms_step']:.3f}, floor {row['floor_ms']:.3f})"
+        else:
+            text += f"{row['ms_step']:.1f} ms, then {row['ms_token']:.3f} ms a token"
+        say(f"{text}, {row['fraction']:.0%} of the floor, peak {row['peak_gib']:.1f} GiB")
+
+
+def add_arguments(parser: Any) -> None:
+    """Besides --append, --results and --commit, which --training has too."""
+    add = parser.add_argument_group("decode and prefill").add_argument
+    add("--batch", type=int, nargs="+", default=[1, 8, 64], help="of --decode")
+    add("--lengths", type=int, nargs="+", default=[100, 32768, 99900], help="of --prefill")
+    add("--kernel", default="tfla", help="whose build the rows name")
+
+
+def run(arguments: Any) -> None:
+    for name in arguments.decode or arguments.prefill:
+        model = make_model(name, torch.bfloat16, "cuda")
+        if arguments.decode:
+            rows = [decode_row(name, model, batch, arguments.tokens) for batch in arguments.batch]
+        else:
+            rows = prefill_rows(name, model, arguments.lengths)
+        show(rows)
+        if arguments.append:
+            kernel = load_kernel(arguments.kernel, "cuda", arguments.backend)
+            stamp = provenance("cuda", kernel, arguments.commit)
+            append([row | stamp for row in rows], arguments.results, "decode")
+        del model
+        torch.cuda.empty_cache()

@@ -1,0 +1,121 @@
+"""Tables of training from scripts/results: steps beside a Transformer's, several GPUs, loss curves."""
+
+import csv
+import math
+from collections import defaultdict
+from pathlib import Path
+
+Row = dict[str, str]
+Curve = list[float]
+
+
+def read(path: Path) -> list[Row]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def stamp(path: Path, rows: list[Row]) -> str:
+    commits = sorted({f"{row['commit']} of {row['date']}" for row in rows})
+    return (
+        f"{rows[0]['device']}, torch {rows[0]['torch']}, commit {', '.join(commits)} "
+        f"(all columns: `scripts/results/{path.name}`):\n\n"
+    )
+
+
+def training_table(path: Path) -> str:
+    """The newest run of every case; ratios beyond what was asked are bold."""
+    runs: dict[tuple[str, str], dict[str, Row]] = defaultdict(dict)
+    for row in read(path):
+        runs[row["case"], row["compiled"]][row["side"]] = row
+    text = stamp(path, [row for sides in runs.values() for row in sides.values()])
+    text += (
+        "| model | B x T | a step | the Transformer's | ratio | asked | tokens/s | TFLOP/s | "
+        "GiB, both |\n|---|---|---|---|---|---|---|---|---|\n"
+    )
+    for (case, compiled), sides in runs.items():
+        ours, theirs = sides["ours"], sides["transformer"]
+        beyond = "**" if float(ours["ratio"]) > float(ours["limit"]) else ""
+        several = f"{ours['micro_steps']} x " if ours["micro_steps"] != "1" else ""
+        text += (
+            f"| {case}{', compiled' if compiled == 'True' else ''} | "
+            f"{several}{ours['B']} x {ours['T']} | {ours['p50_ms']} ms | {theirs['p50_ms']} ms | "
+            f"{beyond}{ours['ratio']}{beyond} | {ours['limit']} | {float(ours['tokens_s']):,.0f} | "
+            f"{ours['tflops']} | {ours['peak_gib']}, {theirs['peak_gib']} |\n"
+        )
+    return text
+
+
+def parallel_table(path: Path) -> str:
+    runs: dict[tuple[str, str], Row] = {(r["case"], r["side"]): r for r in read(path)}
+    text = stamp(path, list(runs.values()))
+    text += (
+        "| model | T | on | a step | one GPU's by it | asked | gradients apart |\n"
+        "|---|---|---|---|---|---|---|\n"
+    )
+    for (case, side), row in runs.items():
+        where = "one GPU" if side == "alone" else f"{row['gpus']} GPUs, {side}"
+        asked = "" if side == "alone" else row["limit"]
+        text += (
+            f"| {case} | {row['T']} | {where} | {row['p50_ms']} ms | {row['ratio']} | {asked} | "
+        )
+        text += f"{row['gap']} |\n"
+    return text
+
+
+def curves_of(rows: list[Row]) -> dict[tuple[str, str], Curve]:
+    """Losses by precision and side."""
+    curves: dict[tuple[str, str], Curve] = defaultdict(list)
+    for row in rows:
+        curves[row["precision"], row["side"]].append(float(row["loss"]))
+    return curves
+
+
+def apart(a: Curve, b: Curve) -> str:
+    """Root of the mean square of the differences."""
+    return f"{math.sqrt(sum((x - y) ** 2 for x, y in zip(a, b, strict=True)) / len(a)):.1e}"
+
+
+def convergence_table(path: Path) -> str:
+    """Kernels against the reference, by family; then torch.nn's LSTM, side by side."""
+    groups: dict[tuple[str, str], list[Row]] = defaultdict(list)
+    for row in read(path):
+        groups[row["comparison"], row["family"]].append(row)
+    kernels = {family: rows for (study, family), rows in groups.items() if study == "kernels"}
+    text = stamp(path, [rows[0] for rows in groups.values()])
+    text += (
+        "| model | B x T, steps | last loss | kernel to reference, fp32 | noise | the same in bf16 | "
+        "noise | bf16 to fp32 |\n|---|---|---|---|---|---|---|---|\n"
+    )
+    for family, rows in kernels.items():
+        curves = curves_of(rows)
+        size = f"{rows[0]['B']} x {rows[0]['T']}, {rows[-1]['step']}"
+        line = [family, size, f"{curves['fp32', 'kernel'][-1]:.4f}"]
+        for precision in ("fp32", "bf16"):
+            kernel = curves[precision, "kernel"]
+            nudged = [c for (p, s), c in curves.items() if p == precision and s[:6] == "nudged"]
+            line.append(apart(kernel, curves[precision, "reference"]))
+            line.append(max((apart(kernel, c) for c in nudged), key=float))
+        line.append(apart(curves["bf16", "kernel"], curves["fp32", "kernel"]))
+        text += f"| {' | '.join(line)} |\n"
+    for rows in (rows for (study, _), rows in groups.items() if study == "nn-lstm"):
+        curves = curves_of(rows)
+        text += (
+            f"\n{rows[0]['B']} x {rows[0]['T']}, {rows[-1]['step']} steps:\n\n"
+            "| in the same model | last loss, fp32 | from flash_rnn | last loss, bf16 | "
+            "from flash_rnn |\n|---|---|---|---|---|\n"
+        )
+        for side in dict.fromkeys(side for _, side in curves):
+            line = [side]
+            for precision in ("fp32", "bf16"):
+                curve = curves.get((precision, side))
+                own = curves[precision, "flash_rnn"] if curve else []
+                line += [f"{curve[-1]:.4f}", apart(curve, own)] if curve else ["", ""]
+            text += f"| {' | '.join(line)} |\n"
+    return text
+
+
+TABLES = {
+    "training": (training_table, "micro_steps"),
+    "parallel": (parallel_table, "gpus"),
+    "convergence": (convergence_table, "comparison"),
+}

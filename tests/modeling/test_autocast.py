@@ -1,0 +1,50 @@
+"""Several projections of one input under autocast share its copy."""
+
+import pytest
+import torch
+from torch import nn
+
+from flashcell.modeling_flash_mlstm import FlashMLSTMConfig, FlashMLSTMFeedForward
+from flashcell.recurrent_model import SwiGLU, cast_once
+
+
+def make_mlps() -> dict[str, nn.Module]:
+    config = FlashMLSTMConfig(hidden_size=16, num_heads=1, vocab_size=16)
+    return {"flash_rnn": SwiGLU(16, 32), "flash_mlstm": FlashMLSTMFeedForward(config)}
+
+
+@pytest.mark.parametrize("family", make_mlps())
+def test_one_copy_and_the_same_values(family, monkeypatch):
+    torch.manual_seed(0)
+    leaf = torch.randn(2, 5, 16, requires_grad=True)
+    mlp, x = make_mlps()[family], leaf * 1  # autocast keeps its copies of leaves by itself
+
+    def run() -> tuple[torch.Tensor, int]:
+        kept: dict[int, torch.Tensor] = {}  # copies of x, by address; held, so that none is reused
+
+        def keep(t: torch.Tensor) -> torch.Tensor:
+            kept[t.data_ptr()] = t
+            return t
+
+        hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t)
+        with hooks, torch.autocast("cpu", torch.bfloat16):
+            y = mlp(x)
+        copies = (t for t in kept.values() if t.dtype == torch.bfloat16 and t.shape[-1] == 16)
+        return y, sum(t.numel() == x.numel() for t in copies)
+
+    y, copies = run()
+    module = type(mlp).__module__
+    monkeypatch.setattr(f"{module}.cast_once", lambda x: x)
+    each, several = run()
+    assert torch.equal(y, each)
+    assert (copies, several) == (1, 2)
+
+
+def test_what_autocast_leaves_alone_is_left_alone():
+    x = torch.randn(3)
+    assert cast_once(x) is x
+    with torch.autocast("cpu", torch.bfloat16):
+        assert cast_once(x).dtype == torch.bfloat16
+        assert cast_once(x.double()).dtype == torch.float64
+        with torch.autocast("cpu", enabled=False):
+            assert cast_once(x) is x

@@ -1,0 +1,120 @@
+"""A decoded token's linear layers in few launches: the same model, and never past a module's back."""
+
+import pytest
+import torch
+from torch import nn
+from transformers import DynamicCache
+
+from cases import DEVICE
+from flashcell import modeling_flash_mlstm as family
+from flashcell.kernels import tfla as reference
+from flashcell.step_linear import ROWS, is_plain, many_rows, packed
+from numerics import assert_close
+
+CASES = ["flash_mlstm", "flash_mlstm-sigmoid"]
+
+
+def decode(model, ids):
+    """Logits of every token, decoded one by one."""
+    cache, steps = DynamicCache(config=model.config), []
+    with torch.no_grad():
+        for token in ids.split(1, dim=1):
+            steps.append(model(token, past_key_values=cache).logits)
+    return torch.cat(steps, 1)
+
+
+def by_the_modules(monkeypatch, model, ids):
+    with monkeypatch.context() as patch:
+        patch.setattr(family, "find_step_linear", lambda *_: None)
+        return decode(model, ids)
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """The steps taken, by the reference wherever the tests run."""
+    steps = []
+
+    def find(x, backend, modules):
+        if x.shape[1] != 1 or torch.is_grad_enabled() or not all(is_plain(m, x) for m in modules):
+            return None
+        steps.append(len(modules))
+        return reference.linear_step if x.shape[0] <= ROWS else many_rows(reference)
+
+    monkeypatch.setattr(family, "find_step_linear", find)
+    return steps
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("batch", [2, ROWS + 2])
+def test_is_the_same_model(make_model, tokens, taken, monkeypatch, case, batch):
+    model, ids = make_model(case), tokens(batch, 6)
+    model.decoder.mode = "eager"
+    got = decode(model, ids)
+    assert len(taken) == 6 * (2 + (batch <= ROWS))
+    assert_close("logits", got, by_the_modules(monkeypatch, model, ids), 1e-6)
+
+
+OWN_WAYS = {
+    "hook": lambda m: m.ffn.proj_up.register_forward_hook(lambda *_: None),
+    "pre-hook": lambda m: m.norm_ffn.register_forward_pre_hook(lambda *_: None),
+    "another class": lambda m: setattr(m.ffn, "proj_down", nn.Sequential(m.ffn.proj_down)),
+    "parametrized": lambda m: nn.utils.parametrizations.weight_norm(m.mlstm_layer.out_proj),
+    "forward replaced": lambda m: setattr(m.mlstm_layer.q, "forward", m.mlstm_layer.q.forward),
+    "another dtype": lambda m: m.mlstm_layer.fgate_preact.double(),
+}
+
+
+@pytest.mark.parametrize("way", OWN_WAYS)
+def test_a_module_with_its_own_way_is_called(make_model, way):
+    model = make_model("flash_mlstm")
+    block = model.backbone.blocks[0]
+    x = torch.randn(2, 1, 32)
+    leaves = [m for m in block.modules() if next(m.children(), None) is None]
+    norm = block.mlstm_layer.multihead_norm
+    assert all(is_plain(m, x) for m in leaves if m is not norm)
+    OWN_WAYS[way](block)
+    linears = [
+        *(m for group in block.mlstm_layer.projections for m in group), *block.ffn.projections,
+        block.mlstm_layer.out_proj, block.ffn.proj_down, block.norm_mlstm, block.norm_ffn,
+    ]  # fmt: skip
+    assert not all(is_plain(m, x) for m in linears)
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="needs FLASHCELL_TEST_DEVICE=cuda")
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("batch", [1, 9, 40])
+def test_loses_nothing_in_16_bits(make_model, tokens, monkeypatch, case, batch):
+    """Against the model in fp32: no further than the modules are."""
+    sizes = {"hidden_size": 256, "num_heads": 4}
+    model, ids = make_model(case, **sizes).bfloat16(), tokens(batch, 8)
+    model.decoder.mode = "eager"
+    got, peer = decode(model, ids), by_the_modules(monkeypatch, model, ids)
+    assert not torch.equal(got, peer), "it was not taken"
+    want = decode(model.float(), ids)
+    error, allowed = (float((y.float() - want).square().mean().sqrt()) for y in (got, peer))
+    assert error <= 1.5 * allowed
+
+
+def test_packing_moves_weights_and_nothing_else(make_model, tmp_path):
+    """One storage for what is one product; the parameters, a checkpoint and gradients stay theirs."""
+    model = make_model("flash_mlstm")
+    mixer, before = model.backbone.blocks[0].mlstm_layer, {}
+    parameters = [m.weight for m in mixer.projections[0]]
+    for name, w in model.state_dict().items():
+        before[name] = w.clone()
+    (whole,) = packed(parameters)
+    assert [m.weight for m in mixer.projections[0]] == parameters
+    assert whole.shape == (sum(map(len, parameters)), 32)
+    assert packed(parameters)[0].data_ptr() == whole.data_ptr(), "packed again"
+    whole[0, 0] = before["backbone.blocks.0.mlstm_layer.q.weight"][0, 0] = 7
+    model.save_pretrained(tmp_path)
+    read = type(model).from_pretrained(tmp_path, dtype=torch.float32)
+    for name, w in read.state_dict().items():
+        assert torch.equal(w, before[name]), name
+        assert torch.equal(model.state_dict()[name], before[name]), name
+    ids = torch.arange(6).view(2, 3)
+    model(ids, labels=ids).loss.backward()
+    assert all(w.grad is not None and w.grad.shape == w.shape for w in parameters)
+    with torch.inference_mode():
+        loose = [torch.ones(2, 4), torch.ones(3, 4)]
+        assert packed(loose) == loose, "weights would become inference tensors"

@@ -1,0 +1,162 @@
+"""tfla's linear_step: the layers of a decoded token that read the same x."""
+
+import pytest
+import torch
+from torch.nn.functional import rms_norm, silu
+
+from cases import DEVICE
+from numerics import assert_as_accurate, assert_bitwise
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+DTYPES = [torch.bfloat16, torch.float16]
+ROWS = [1, 3, 8, 9, 16, 17, 40]  # of x: a tile of the matrix instruction is 8, a pass over W 16
+DEPTHS = [8, 40, 256, 1096, 4096]  # K: no piece is full, the last is not, all warps have several
+
+
+def normal(*shape, dtype, scale=1.0):
+    return (scale * torch.randn(*shape)).to(dtype)
+
+
+def make(dtype, B, K, rows):
+    x = normal(B, K, dtype=dtype)
+    return x, [normal(n, K, dtype=dtype, scale=K**-0.5) for n in rows]
+
+
+def normed(x, weight, eps):
+    return x if weight is None else rms_norm(x, x.shape[-1:], weight.to(x.dtype), eps)
+
+
+def check(name, got, compute, tensors):
+    """Against float64, allowed twice what the same in fp32 and one rounding does."""
+    exact = compute(*(t.double() for t in tensors))
+    peer = compute(*(t.float() for t in tensors)).to(got.dtype)
+    assert_as_accurate(name, got, exact, peer, on_cuda=(tensors[0].dtype, False))
+
+
+@pytest.mark.parametrize("norm", [False, True], ids=["plain", "norm"])
+@pytest.mark.parametrize("K", DEPTHS)
+@pytest.mark.parametrize("B", ROWS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_several_matrices(tfla, dtype, B, K, norm):
+    """Of widths that fill no tile; two in the io dtype, two in fp32 with a bias and a bound."""
+    x, weights = make(dtype, B, K, [24, 17, 8, 3])
+    biases = [normal(n, dtype=dtype) for n in (8, 3)]
+    scale = normal(K, dtype=dtype) if norm else None
+    outputs = tfla.linear_step(
+        x, weights, biases, capped=2, cap=3.0, norm_weight=scale, norm_eps=0.1
+    )
+    assert [y.dtype for y in outputs] == [dtype, dtype, torch.float32, torch.float32]
+    for i, (y, w) in enumerate(zip(outputs, weights, strict=True)):
+        bias = [biases[i - 2]] if i > 1 else []
+        tensors = [x, w, *bias, *([scale] if norm else [])]
+
+        def compute(x, w, *rest, bias=bias):
+            y = normed(x, rest[-1] if norm else None, 0.1) @ w.mT
+            return 3 * torch.tanh((y + rest[0]) / 3) if bias else y
+
+        rounded = y.to(dtype) if bias and norm else y  # x times the norm's weight is rounded
+        check(f"output {i}", rounded, compute, tensors)
+
+
+@pytest.mark.parametrize("B", [1, 9, 33])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sum_and_gate(tfla, dtype, B):
+    x, (up, gate) = make(dtype, B, 512, [44, 44])
+    residual, scale = normal(B, 44, dtype=dtype), normal(512, dtype=dtype)
+    (y,) = tfla.linear_step(x, [up], residual=residual)
+    check("sum", y, lambda x, w, r: r + x @ w.mT, [x, up, residual])
+    (y,) = tfla.linear_step(x, [gate, up], gated=True, norm_weight=scale)
+
+    def gated(x, gate, up, scale):
+        x = normed(x, scale, 1e-6)
+        return silu(x @ gate.mT) * (x @ up.mT)
+
+    check("gate", y, gated, [x, gate, up, scale])
+
+
+@pytest.mark.parametrize("K", [8, 1096, 8200])
+@pytest.mark.parametrize("B", [1, 40])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_norm_and_gates(tfla, dtype, B, K):
+    x, weights = make(dtype, B, K, [8, 17])
+    scale, bias = normal(K, dtype=dtype), normal(17, dtype=dtype)
+    y, first, second = tfla.norm_step(x, scale, 0.1, weights, [bias], cap=3.0)
+    check("norm", y, lambda x, w: normed(x, w, 0.1), [x, scale])
+    bound = lambda y: 3 * torch.tanh(y / 3)
+    for got, tensors in ((first, [y, weights[0]]), (second, [y, weights[1], bias])):
+        want = bound(tensors[0].double() @ tensors[1].double().mT + (tensors[2:] or [0])[0])
+        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=2e-6)
+    assert_bitwise("alone", tfla.norm_step(x, scale, 0.1)[0], y)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gate_of_halves(tfla, dtype):
+    """Two halves of one output, as a packed product leaves them."""
+    gate, up = normal(5, 2 * 136, dtype=dtype).chunk(2, -1)
+    check("gate", tfla.gate_step(gate, up), lambda g, u: silu(g) * u, [gate, up])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_do_not_see_each_other(tfla, dtype):
+    """Nor their number what is computed: bit for bit, also where others are not finite."""
+    x, (weight,) = make(dtype, 16, 1096, [40])
+    scale = normal(1096, dtype=dtype)
+    want = tfla.linear_step(x[:1], [weight], norm_weight=scale)[0]
+    for B in (8, 9, 16):
+        rows = x[:B].clone()
+        rows[1:] = float("nan")
+        assert_bitwise(
+            f"{B} rows", tfla.linear_step(rows, [weight], norm_weight=scale)[0][:1], want
+        )
+
+
+def test_rows_at_any_address(tfla):
+    x, (weight,) = make(torch.bfloat16, 3, 256, [40])
+    wide = torch.zeros(3, 257, dtype=x.dtype)
+    wide[:, 1:] = x
+    assert_bitwise(
+        "y", tfla.linear_step(wide[:, 1:], [weight])[0], tfla.linear_step(x, [weight])[0]
+    )
+    assert tfla.linear_step(x[:0], [weight])[0].shape == (0, 40)
+
+
+def test_fp32_is_torchs(tfla):
+    x, (weight,) = make(torch.float32, 3, 256, [40])
+    torch.testing.assert_close(tfla.linear_step(x, [weight])[0], x @ weight.mT)
+
+
+def test_wrong_arguments_are_named(tfla):
+    x, (w, v) = make(torch.bfloat16, 2, 64, [8, 8])
+    wrong = {
+        r"x has shape \[2, 60\]": ((x[:, :60], [w]), {}),
+        r"weights are 9, but must be 1 to 8": ((x, [w] * 9), {}),
+        r"weights\[1\] has dtype torch.float32": ((x, [w, v.float()]), {}),
+        r"weights\[0\] has shape \[8, 56\]": ((x, [w[:, :56]]), {}),
+        r"biases\[0\] has shape \[7\]": ((x, [w], [x[0, :7]]), {}),
+        r"norm_weight has shape \[8\]": ((x, [w]), {"norm_weight": x[0, :8]}),
+        r"capped is 2, but must be 0 to 1": ((x, [w]), {"capped": 2}),
+        r"must be one where residual is given": ((x, [w, v]), {"residual": x[:, :8]}),
+        r"gated is True, but needs two weights": ((x, [w]), {"gated": True}),
+        r"linear_step is for decoding": ((x, [w.clone().requires_grad_()]), {}),
+    }
+    for message, (args, kwargs) in wrong.items():
+        with pytest.raises((ValueError, TypeError), match=message):
+            tfla.linear_step(*args, **kwargs)
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU")
+def test_compiles_and_replays(tfla):
+    x, weights = make(torch.bfloat16, 2, 256, [40, 8])
+
+    def work(x):
+        return torch.cat([y.float() for y in tfla.linear_step(x, weights, capped=1)], 1)
+
+    want = work(x)
+    compiled = torch.compile(work, fullgraph=True, backend="aot_eager")
+    assert_bitwise("compiled", compiled(x), want)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = work(x)
+    for _ in range(3):
+        graph.replay()
+    assert_bitwise("replayed", got, want)

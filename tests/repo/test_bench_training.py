@@ -1,0 +1,91 @@
+"""bench_models --training on the CPU, with models of a few numbers."""
+
+import csv
+import sys
+from argparse import ArgumentParser
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import _bench_training as bench  # noqa: E402
+
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_heads": 2}
+LLAMA = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48}
+LLAMA |= {"num_attention_heads": 2}
+
+
+def shrink(side: bench.Side, model: dict) -> bench.Side:
+    return side._replace(rows=2, length=8, model=tuple(model.items()))
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Every case, ours and the Transformer's, of one size."""
+    cases = {
+        name: case._replace(
+            ours=shrink(case.ours, SMALL), transformer=shrink(case.transformer, LLAMA)
+        )
+        for name, case in bench.CASES.items()
+    }
+    monkeypatch.setattr(bench, "CASES", cases)
+    return cases
+
+
+def arguments(*words: str):
+    parser = ArgumentParser()
+    parser.add_argument("--training", nargs="+")
+    parser.set_defaults(device="cpu", backend="reference")
+    bench.add_arguments(parser)
+    return parser.parse_args([*words, "--steps", "2", "--commit", "c"])
+
+
+def test_sides_have_the_same_tokens_and_nearly_the_same_weights():
+    import torch
+    from _training import make_config
+    from transformers import AutoModelForCausalLM
+
+    for case in bench.CASES.values():
+        sizes, settings = [], []
+        for side in (case.ours, case.transformer):
+            recipe = side.recipe()
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(make_config(recipe))
+            sizes.append(sum(p.numel() for p in model.parameters()))
+            settings.append((recipe.batch, recipe.length, recipe.vocab_size, side.micro_steps))
+        one_head = 1.18 if case.name.endswith("_1head") else 1.04  # published: 190 M and 162 M
+        assert 1 / 1.04 < sizes[0] / sizes[1] < one_head, case.name
+        assert settings[0] == settings[1]
+
+
+@pytest.mark.parametrize("name", ["lstm_165m", "flash_gru_7b_layer", "flash_mlstm_400m"])
+def test_both_sides_are_measured_kept_and_judged(small, tmp_path, monkeypatch, capsys, name):
+    limits = {0.0: False, float("inf"): True}
+    for limit, within in limits.items():
+        monkeypatch.setitem(small, name, small[name]._replace(limit=limit))
+        words = ("--training", name, "--append", "--results", str(tmp_path))
+        assert bench.compare(arguments(*words)) is within
+    (path,) = tmp_path.glob("*-training.csv")
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["side"] for row in rows] == ["ours", "transformer"] * 2
+    ours, theirs, *_ = rows
+    assert float(ours["ratio"]) == pytest.approx(
+        float(ours["p50_ms"]) / float(theirs["p50_ms"]), rel=2e-3
+    )
+    assert theirs["ratio"] == ""
+    tokens = 2 * 8 * int(ours["micro_steps"])
+    rate = tokens / float(ours["p50_ms"]) * 1e3
+    assert float(ours["tokens_s"]) == pytest.approx(rate, rel=2e-3)
+    assert float(ours["p50_ms"]) <= float(ours["p95_ms"]) <= float(ours["max_ms"])
+    assert "ABOVE 0" in capsys.readouterr().out
+
+
+def test_cases_by_pattern():
+    names = [case.name for case in bench.choose(["flash_mlstm*", "lstm_165m", "flash_*"])]
+    assert names[:3] == ["flash_mlstm_400m", "flash_mlstm_7b_layer", "lstm_165m"]
+    assert len(names) == len(set(names)) == 7
+    assert bench.unknown(["lstm*"]) is None
+    assert "must fit at least one of lstm_165m, " in bench.unknown(["lstm*", "nothing"])

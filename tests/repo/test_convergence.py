@@ -1,0 +1,92 @@
+"""scripts/convergence: what its curves are, and what it says of them."""
+
+import importlib.machinery
+import importlib.util
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import _convergence_results as results  # noqa: E402
+import _convergence_studies as studies  # noqa: E402
+from _convergence import Side, distance, draw_batches, nudge, train  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def command():
+    loader = importlib.machinery.SourceFileLoader("convergence", str(ROOT / "scripts/convergence"))
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader("convergence", loader))
+    loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def batches():
+    return draw_batches(6, 2, 8, "cpu")
+
+
+def test_batches_are_text_and_always_the_same(batches):
+    assert torch.equal(batches, draw_batches(6, 2, 8, "cpu"))
+    assert batches.shape == (6, 2, 9)
+    assert {chr(byte) for byte in batches.flatten().tolist()} <= {chr(c) for c in range(9, 127)}
+
+
+def test_a_nudge_is_one_unit_in_the_last_place():
+    model = torch.nn.Linear(50, 50)
+    before = model.weight.detach().clone()
+    nudge(model, 1)
+    places = (model.weight.detach().view(torch.int32) - before.view(torch.int32)).abs()
+    assert torch.equal(places, torch.ones_like(places))
+    assert 0.4 < (model.weight > before).float().mean() < 0.6
+
+
+def test_only_what_is_said_differs(batches):
+    make = partial(studies.make_model, studies.FAMILIES["lstm"], "reference")
+    sides = [Side("a", make), Side("b", make), Side("n", make, nudge=1), Side("h", make, bf16=True)]
+    a, b, nudged, half = train(sides, batches)
+    assert torch.equal(a, b)
+    assert distance(a, nudged) < 1e-5 < distance(a, half) < 1e-2
+    assert a[-1] < a[0] - 0.5
+
+
+def test_torch_lstm_is_flash_rnns_but_for_the_second_bias_and_its_start(batches):
+    sides = {side.name: side for side in studies.torch_sides("reference") if not side.bf16}
+    curves = dict(zip(sides, train(sides.values(), batches), strict=True))
+    native, rounding = curves["flash_rnn"], distance(curves["flash_rnn"], curves["nudged-1"])
+    assert distance(native, curves["nn.LSTM, one bias"]) < 5 * rounding
+    for name in ("nn.LSTM", "nn.LSTM, its start"):
+        ours = curves[name.replace("nn.LSTM", "flashcell.LSTM")]
+        # AdamW makes steps of one size even of gradients that are next to nothing, with their sign
+        assert distance(curves[name], ours) < 0.1 * distance(curves[name], native)
+        assert distance(curves[name], native) > 100 * rounding
+
+
+def test_the_verdict_is_by_the_noise(command, capsys):
+    line = torch.linspace(5, 2, 50, dtype=torch.float64)
+    curves = {
+        ("kernel", False): line,
+        ("kernel", True): line + 0.01,
+        ("nudged-1", False): line + 1e-6,
+    }
+    for gap, within in ((2e-6, True), (4e-6, False)):
+        curves["reference", False] = line + gap
+        assert command.is_within("lstm", curves) is within
+    assert "ABOVE 3 x noise 1.00e-06; bf16 to fp32 1.00e-02" in capsys.readouterr().out
+
+
+def test_a_study_replaces_its_own_rows_and_is_drawn(tmp_path):
+    stamp = {"device": "Some GPU", "commit": "c", "B": 16, "T": 32}
+    curves = {("kernel", False): torch.arange(20.0), ("reference", True): torch.ones(20)}
+    for family in ("lstm", "gru", "lstm"):
+        path = results.append(tmp_path, "kernels", family, curves, stamp)
+    rows = results.read(path)
+    assert path.name == "some-gpu-convergence.csv"
+    assert [row["family"] for row in rows] == ["gru"] * 4 + ["lstm"] * 4
+    assert [float(row["loss"]) for row in rows[:4]] == [4.5, 14.5, 1.0, 1.0]
+    results.plot(tmp_path)
+    assert "lstm" in (tmp_path / "some-gpu-convergence-kernels.svg").read_text()
