@@ -30,8 +30,9 @@ DEVICE void barrier_wait(uint32_t barrier, int phase) {
       : "memory");
 }
 
-// What is in shared memory as this thread sees it, its own stores and what barriers have told it of,
-// is there for the wgmma that follows. A thread whose copies are in flight would wait for them here.
+// What is in shared memory as this thread sees it, its own stores and what barriers have told it
+// of, is there for the wgmma that follows. A thread whose copies are in flight would wait for them
+// here.
 DEVICE void fence_for_wgmma() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // A barrier of `threads` threads, whole warps; 0 is __syncthreads.

@@ -184,7 +184,8 @@ enum cudaDeviceAttr {
 };
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
   const emulator::Options options = emulator::read_options();
-  const int values[] = {options.arch / 10, options.arch % 10, options.processors, options.shared_bytes};
+  const int values[] = {options.arch / 10, options.arch % 10, options.processors,
+                        options.shared_bytes};
   *value = values[attribute];
   return cudaSuccess;
 }
