@@ -16,10 +16,11 @@ namespace {
 
 constexpr int kWidestKey = 2 * kBlockColumns, kWidestValue = kMostPanels * 64;
 
-// Whether there is a gradient at h, and wgmma can have it.
+// Whether wgmma is to have the gradients of chunks, and can.
 template <typename IO>
 bool has_blocks(const BackwardParams& p, const Device& device) {
-  return has_wgmma(device, sizeof(IO)) && has_h(p) && p.K <= kWidestKey && p.V <= kWidestValue;
+  return device.backward_by_rows && has_wgmma(device, sizeof(IO)) && has_h(p) &&
+         p.K <= kWidestKey && p.V <= kWidestValue;
 }
 
 template <typename IO>
