@@ -80,6 +80,30 @@ def test_offsets_are_resets():
     assert not conv(x, None, last_is_empty)[1].any()
 
 
+OFFSETS = ([0, 3, 4, T], [0, 0, 3, 3, 4, T], [0, 4, T, T], [0, T])
+
+
+@pytest.mark.parametrize("continued", [False, True])
+@pytest.mark.parametrize("kind", ["plain", "reset", *OFFSETS], ids=str)
+def test_what_the_kernel_is_asked_for(kind, continued):
+    """Boundaries as its reset, and the window to keep: with the kernel's reference, torch's values."""
+    conv = CausalConv1d(D).double()
+    packed = not isinstance(kind, str)
+    x = torch.randn(1 if packed else B, T, D, dtype=torch.float64)
+    if packed:
+        boundaries = Boundaries(cu_seqlens=torch.tensor(kind, dtype=torch.int32))
+    else:
+        boundaries = masks(kind)[0]
+    window = None
+    if continued and not packed:
+        window = torch.randn(len(x), 3, D, dtype=torch.float64)
+    for silu in (False, True):
+        got = conv._run_kernel(x, window, boundaries, silu, "reference")
+        y, after = conv._run_torch(x, window, boundaries)
+        assert_close("y", got[0], torch.nn.functional.silu(y) if silu else y, 2 * SAME)
+        assert torch.equal(got[1], after)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bits_round_once(dtype):
     conv, x = CausalConv1d(64).to(dtype), torch.randn(2, 50, 64, dtype=dtype)

@@ -143,7 +143,15 @@ bool run(const typename Pass::Params& p, const Launch& launch) {
   for (int64_t head = 0; head < p.N; head += heads) {
     const int64_t count = std::min(heads, p.N - head);
     const int64_t groups = std::clamp<int64_t>(together / (count * members), 1, tiles);
-    const Range range{int(head), int(groups), int(members), blocks, unsigned(p.N * p.D), initial};
+    const int64_t polled =
+        count * groups * members * p.D * int64_t(sizeof(IO)) * std::min<int64_t>(8, p.S);
+    const Range range{int(head),
+                      int(groups),
+                      int(members),
+                      blocks,
+                      unsigned(p.N * p.D),
+                      initial,
+                      Pass::kDescends ? 0 : pause_clocks(polled)};
     config.gridDim = unsigned(count * groups * members);
     check(cudaLaunchKernelEx(&config, kernel.function, p, range));
   }

@@ -11,6 +11,7 @@ struct Range {  // of a launch
   int depth_blocks;     // of the product
   unsigned panel;       // elements of the medium from a gate to the next: N D
   const void* initial;  // [S, N, D] io: the first operand, which counts as polled
+  unsigned pause;       // clocks between a block's part of a lone tile and asking for all parts
 };
 
 struct Walk {  // through the steps; within a step through the tiles of the round

@@ -89,6 +89,14 @@ constexpr int64_t blocks_of_depth(const Shape& s, int64_t D) {
   return divide_up(D * s.element, kWarps * kChunkBytes);
 }
 
+// From the bytes that all thread blocks poll for a step of one tile each to the clocks that a
+// forward step leaves between a block's own part and its first look at all of them. Measured in 16
+// bits: at 2.1 MB 450 to 800 clocks help; at 1.2 MB 300 to 450 help little and 150 hurt, so there
+// are none.
+constexpr unsigned pause_clocks(int64_t polled) {
+  return polled > 1'900'000 && polled < 2'200'000 ? 600 : 0;
+}
+
 // Sums of all row tiles for a unit and column stand together: a slot. A column of 16 slots is
 // padded so that both sides of the reduction hit all banks.
 constexpr int slot_floats(int row_tiles) { return row_tiles == 3 ? 4 : row_tiles; }

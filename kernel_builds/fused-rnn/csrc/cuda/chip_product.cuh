@@ -122,6 +122,7 @@ struct Product : Block<Pass> {
       if (!eager) {
         go_on();
         if (at.t != route.end) wait_for_ours(at);
+        if (!Pass::kDescends && tiles == 1 && range.pause > 0) pause();
         ask<kAhead>(0, 0, next);
       }
       now = next;
@@ -135,6 +136,13 @@ struct Product : Block<Pass> {
     while (Pass::kDescends ? step > walk.t + 1 : step < walk.t - 1) {
     }
     __syncwarp();
+  }
+
+  // Nor is all of it there at once: who asks too early asks twice, and holds up what it waits for.
+  DEVICE void pause() const {
+    const unsigned begin = unsigned(clock());
+    while (unsigned(clock()) - begin < range.pause) {
+    }
   }
 
   DEVICE Look look(const Walk& walk, int end) const {
