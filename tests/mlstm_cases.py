@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from cases import draw_masks, draw_rows, draw_x, generator, to_device
+from cases import DEVICE, draw_masks, draw_rows, draw_x, generator, to_device
 
 CELLS = ("exp", "sigmoid", "sigmoid floor")
 INPUTS = ("q", "k", "v", "i", "f", "out_gate", "norm_weight")
@@ -104,6 +104,19 @@ def make(cell: str, case: Case, dtype: torch.dtype) -> dict:
         call["normalizer_grad"] = False
     call["chunk_size"] = case.chunk
     return to_device(call)
+
+
+def normal(shape, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Normal values that are the same on every device: which divisors cancel depends on them."""
+    return torch.randn(shape, device="cpu").to(DEVICE, dtype)
+
+
+def nearby(call: dict, distance: float) -> dict:
+    """The call with every value moved by `distance`, relatively: how much does the answer move?"""
+    move = lambda x: x * (1 + distance * normal(x.shape, x.dtype))
+    names = [name for name in INPUTS if name in call]
+    state = tuple(move(s) for s in call.get("state", ()))
+    return {**call, **{k: move(call[k]) for k in names}, **({"state": state} if state else {})}
 
 
 def leaves(call: dict) -> tuple[dict, dict]:

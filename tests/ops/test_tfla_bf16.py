@@ -6,7 +6,7 @@ from test_tfla import run
 
 from cases import upcast
 from flashcell.kernels import tfla as reference
-from mlstm_cases import Case, make
+from mlstm_cases import Case, make, normal
 from numerics import assert_close
 
 # Relative to float64. The exponential gate's gradients can be one row whose divisor nearly cancels,
@@ -22,7 +22,7 @@ BOUNDS = {
 @pytest.mark.parametrize("cell", ["exp", "sigmoid"])
 def test_bf16_at_a_models_width(tfla, cell, i, f, size):
     call = make(cell, Case(1, 512, 1, 128, 256, (), size, i, f), torch.bfloat16)
-    given = [torch.randn(call["v"].shape).bfloat16(), torch.zeros(1, 1, 128, 256)]
+    given = [normal(call["v"].shape, torch.bfloat16), torch.zeros(1, 1, 128, 256)]
     given += [torch.zeros(1, 1, 128)] * (cell == "exp")
     got, exact = run(tfla, call, given), run(reference, upcast(call), given)
     for key, bound in BOUNDS[cell].items():

@@ -58,6 +58,21 @@ def test_offsets_that_decrease(tfla, dtype):
 
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=short)
+@pytest.mark.parametrize("options", [("state",), ("state", "reset", "hold"), ("state", "lengths")])
+@pytest.mark.parametrize(("K", "V"), [(128, 256), (256, 512), (40, 136), (136, 264)])
+def test_backward_by_rows(tfla, monkeypatch, cell, K, V, options, dtype):
+    """More items than thread blocks, so that each takes several."""
+    monkeypatch.setenv("FLASHCELL_TFLA_BACKWARD", "rows")
+    call = make(cell, Case(3, 700, 16, K, V, options, 256), dtype)
+    given = upstream(call, dtype)
+    got, peer = run(tfla, call, given, backend=DEVICE), run(reference, call, given)
+    exact = run(reference, upcast(call), given)
+    for key in exact:
+        assert_near(key, key, got[key], exact[key], peer[key], dtype, False)
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU")
 def test_a_graph_replays_what_ran(tfla, cell):
     """Forward, backward and a step in place in one CUDA graph: nothing waits for the device."""
     call, sources = leaves(make(cell, SMALL, torch.bfloat16))

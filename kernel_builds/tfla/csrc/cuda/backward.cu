@@ -3,7 +3,9 @@
 #include <cmath>
 
 #include "backward.h"
+#include "backward_block.cuh"
 #include "backward_chunk.cuh"
+#include "backward_gates.cuh"
 #include "backward_rows.cuh"
 #include "launch.h"
 #include "states.h"
@@ -12,11 +14,21 @@ namespace flashcell::cuda {
 
 namespace {
 
+constexpr int kWidestKey = 2 * kBlockColumns, kWidestValue = kMostPanels * 64;
+
+// Whether wgmma is to have the gradients of chunks, and can.
+template <typename IO>
+bool has_blocks(const BackwardParams& p, const Device& device) {
+  return device.backward_by_rows && has_wgmma(device, sizeof(IO)) && has_h(p) &&
+         p.K <= kWidestKey && p.V <= kWidestValue;
+}
+
 template <typename IO>
 struct Plan {
   BackwardTerms terms{};
   void *rows, *segments;
   int64_t bytes;
+  bool in_blocks;  // of rows, on Hopper
 
   Plan(const BackwardParams& p, const Device& device, void* memory) {
     Arrays arrays(memory);
@@ -30,12 +42,14 @@ struct Plan {
     segments = arrays.take<char>(states_scratch<IO>(states, device));
     terms.C = arrays.take<IO>(slots * p.K * p.V), terms.dC = arrays.take<IO>(slots * p.K * p.V);
     terms.weight = arrays.take<float>(values), terms.n_weight = arrays.take<float>(divided);
-    terms.inverse = arrays.take<float>(divided), terms.delta = arrays.take<float>(divided);
+    terms.inverse = arrays.take<float>(values), terms.delta = arrays.take<float>(divided);
     terms.n = arrays.take<float>(of_n), terms.dn = arrays.take<float>(of_n);
-    bytes = arrays.bytes();
-    if (!p.normalized) {
-      terms.n_weight = terms.inverse = terms.delta = terms.n = terms.dn = nullptr;
+    in_blocks = has_blocks<IO>(p, device);
+    if (in_blocks) {
+      terms.in = arrays.take<float>(values), terms.out = arrays.take<float>(values);
     }
+    bytes = arrays.bytes();
+    if (!p.normalized) terms.n_weight = terms.delta = terms.n = terms.dn = nullptr;
     terms.scale = 1 / std::sqrt(float(p.K));
   }
 };
@@ -47,6 +61,27 @@ void run_chunks(const BackwardParams& p, const BackwardTerms& terms, cudaStream_
   static_assert(sizeof(typename Gradients::Shared) <= chunk_bytes(kTiles, sizeof(IO)));
   const int64_t blocks = terms.rows.chunks.slots() * p.H * 2;
   launch(chunk_gradients<IO, kTiles>, {blocks, Gradients::kThreads, bytes, stream}, p, terms);
+}
+
+template <typename IO, int kKeyBlocks, int kValueBlocks>
+void run_blocks(const BackwardParams& p, const BackwardTerms& terms, const Device& device,
+                cudaStream_t stream) {
+  using Gradients = BlockGradients<IO, kKeyBlocks, kValueBlocks>;
+  const Chunks& chunks = terms.rows.chunks;
+  const int slots = Gradients::slots(p, device.shared_bytes);
+  const int panels = Gradients::panels(std::max(p.K, p.V));
+  const int bytes = Gradients::bytes(p, device.shared_bytes);
+  const GradientBlocks blocks = Gradients::share(p, chunks.tiles(), device.processors);
+  launch(block_gradients<IO, kKeyBlocks, kValueBlocks>,
+         {blocks.total(), kRingThreads, bytes, stream}, p, terms, blocks, slots, panels);
+  launch(gate_gradients<IO>, {chunks.slots() * p.H, kGateThreads, 0, stream}, p, terms);
+}
+template <typename IO>
+void run_blocks(const BackwardParams& p, const BackwardTerms& terms, const Device& device,
+                cudaStream_t stream) {
+  if (p.K > kBlockColumns) return run_blocks<IO, 2, 2>(p, terms, device, stream);
+  if (p.V > kBlockColumns) return run_blocks<IO, 1, 2>(p, terms, device, stream);
+  run_blocks<IO, 1, 1>(p, terms, device, stream);
 }
 
 }  // namespace
@@ -89,6 +124,9 @@ void run_backward(const BackwardParams& p, const Device& device, void* memory,
   states.states = terms.dC, states.n = terms.dn;
   run_states<IO, true>(states, device, plan.segments, stream);
 
+  if constexpr (sizeof(IO) == 2) {
+    if (plan.in_blocks) return run_blocks<IO>(p, terms, device, stream);
+  }
   switch (terms.rows.chunks.tiles()) {
     case 1:
       return run_chunks<IO, 1>(p, terms, stream);

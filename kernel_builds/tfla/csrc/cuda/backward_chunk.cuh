@@ -47,8 +47,8 @@ struct ChunkGradients : ChunkProducts<IO, kTiles> {
     if (row >= kRows) return;
     const bool exists = row < chunk.steps;
     const int64_t at = rows.row(head, chunk) + (exists ? row : 0);
-    const float inverse = terms.inverse ? terms.inverse[at] : terms.scale;
-    shared.of_row[row] = {exists ? inverse : 0.f, exists && has_delta ? terms.delta[at] : 0.f};
+    shared.of_row[row] = {exists ? terms.inverse[at] : 0.f,
+                          exists && has_delta ? terms.delta[at] : 0.f};
   }
 
   // E = decay_tj (inverse_t sums + delta_t), where t sees j.

@@ -8,10 +8,11 @@ namespace flashcell::cuda {
 struct BackwardTerms {
   Rows rows;
   float scale;               // K^-1/2
-  float *inverse, *delta;    // [H, rows] scale / N and scale delta; null: scale, and 0
+  float *inverse, *delta;    // [H, rows] scale / N and scale delta, or null for 0
   float *weight, *n_weight;  // [H, rows] of q_t in dC and in dn: inflow times them
   void *C, *dC;              // [H, slots, K, V] io: before the chunk, and the gradient after it
   float *n, *dn;             // [H, slots, K], or null
+  float *in, *out;           // [H, rows] q dq and k dk, where blocks of rows work them out
 
   // Of its sequence.
   DEVICE bool is_last(int64_t slot) const {

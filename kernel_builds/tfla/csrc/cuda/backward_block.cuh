@@ -1,0 +1,352 @@
+// dq, dk and dv of 128 rows of a chunk of a head, on Hopper: products of row_block.cuh,
+//
+//   dq = s (dh C^T / N + delta n) + dS k       rows t; dS = decay (dh v^T / N + delta)
+//   dk = a (v dC^T + dn) + dS^T q              rows j
+//   dv = a (k dC) + (W / N)^T dh               rows j; W = decay (q k^T)
+//
+// by persistent blocks, each with one of the three for good, so that its code stays in the
+// instruction cache. in_t = q dq and out_j = k dk go to gate_gradients, from unrounded sums.
+#pragma once
+#include <algorithm>
+
+#include "backward_terms.cuh"
+#include "row_block.cuh"
+
+namespace flashcell::cuda {
+
+enum class Gradient { kQuery, kKey, kValue };
+constexpr int kGradients = 3;
+
+// How many thread blocks have which gradient.
+struct GradientBlocks {
+  int count[kGradients];
+
+  __host__ DEVICE int total() const { return count[0] + count[1] + count[2]; }
+};
+
+constexpr int kMostSlots = 12;
+
+struct BlockItem {
+  Chunk chunk;
+  int64_t slot;
+  int head, row, column;
+  Gradient gradient;
+};
+
+template <typename IO, int kKeyBlocks, int kValueBlocks>
+struct BlockGradients {
+  struct Shared {  // behind the ring's slots and the left rows
+    RowTerms rows;
+    char barriers[(kMostSlots + kMostPanels) * Slot::kBytes];
+  };
+  __host__ DEVICE static int panels(int64_t width) {
+    return int((width + kPanel<IO> - 1) / kPanel<IO>);
+  }
+  // Slots of the ring: what fits.
+  static int slots(const BackwardParams& p, int shared_bytes) {
+    const int left = panels(std::max(p.K, p.V)) * kSlotBytes + int(sizeof(Shared));
+    return std::min((shared_bytes - left) / kSlotBytes, kMostSlots);
+  }
+  static int bytes(const BackwardParams& p, int shared_bytes) {
+    const int left = panels(std::max(p.K, p.V));
+    return (slots(p, shared_bytes) + left) * kSlotBytes + int(sizeof(Shared));
+  }
+
+  const BackwardParams& p;
+  const BackwardTerms& terms;
+  const BlockRing ring;
+  const LeftRows left;
+  Shared& shared;
+
+  DEVICE BlockGradients(const BackwardParams& params, const BackwardTerms& t, int slots, int panels,
+                        char* memory)
+      : p(params),
+        terms(t),
+        ring(shared_address(memory), barriers(memory, slots, panels), slots),
+        left{shared_address(memory) + slots * kSlotBytes, ring.barriers + slots * Slot::kBytes,
+             panels},
+        shared(shared_behind(memory, slots, panels)) {}
+
+  DEVICE static Shared& shared_behind(char* memory, int slots, int panels) {
+    return *reinterpret_cast<Shared*>(memory + (slots + panels) * kSlotBytes);
+  }
+  DEVICE static uint32_t barriers(char* memory, int slots, int panels) {
+    return shared_address(shared_behind(memory, slots, panels).barriers);
+  }
+
+  // ---- Items: 128 rows of a chunk and head, and up to 128 kBlocks columns. ----
+
+  __host__ DEVICE static int value_items(const BackwardParams& p) {
+    constexpr int kWidth = kValueBlocks * kBlockColumns;
+    return (int(p.V) + kWidth - 1) / kWidth;
+  }
+  // In proportion to the products.
+  static GradientBlocks share(const BackwardParams& p, int tiles, int processors) {
+    const double pairs = 32. * tiles * (tiles + 1), state = double(p.K * p.V * tiles);
+    const double keys = pairs * double(p.K + p.V) + state;
+    const double values = pairs * double(p.K * value_items(p) + p.V) + state;
+    const int each = std::max(1, int(processors * keys / (2 * keys + values) + 0.5));
+    return {each, each, std::max(1, processors - 2 * each)};
+  }
+
+  template <typename Body>
+  DEVICE void for_items(Gradient gradient, int first, int stride, const Body& body) const {
+    const int columns = gradient == Gradient::kValue ? value_items(p) : 1;
+    const int count = (terms.rows.chunks.tiles() + 1) / 2 * columns;  // of a chunk and head
+    const int heads = int(p.H), items = int(terms.rows.chunks.slots()) * heads * count;
+    for (int index = first; index < items; index += stride) {
+      const int chunk = index / count;
+      // Later rows of dq have more to see, of dk and dv less: every round a block has others.
+      const int part = (index + chunk * count / stride) % count;
+      BlockItem item;
+      item.slot = chunk / heads, item.head = chunk % heads;
+      item.chunk = terms.rows.chunks.at(item.slot);
+      item.row = part / columns * kBlockRows;
+      item.column = part % columns * kValueBlocks * kBlockColumns;
+      item.gradient = gradient;
+      body(item);
+    }
+  }
+
+  DEVICE Matrix<IO> matrix(const BlockItem& item, const Strided& x, int64_t width) const {
+    const unsigned b = unsigned(item.chunk.row) / unsigned(p.T);
+    const unsigned t = unsigned(item.chunk.row) % unsigned(p.T);
+    return {static_cast<const IO*>(x.data) + b * x.batch + t * x.time + item.head * x.head, x.time,
+            item.chunk.steps, int(width)};
+  }
+  DEVICE Matrix<IO> dh(const BlockItem& item) const {
+    return matrix(item, {p.dh, p.T * p.H * p.V, p.H * p.V, p.V}, p.V);
+  }
+  DEVICE Matrix<IO> state(const BlockItem& item, const void* states) const {
+    const int64_t at = terms.rows.slot(item.head, item.slot) * p.K * p.V;
+    return {static_cast<const IO*>(states) + at, p.V, int(p.K), int(p.V)};
+  }
+  DEVICE RowBlock block(const BlockItem& item) const {
+    const int tiles = (item.chunk.steps + kTile - 1) / kTile, tile = item.row / kTile;
+    if (item.gradient == Gradient::kQuery) {
+      const bool before = item.chunk.number > 0 || p.C || p.n;
+      return {item.row, 0, panels(p.V), 0, tile + 2 < tiles ? tile + 2 : tiles, before};
+    }
+    const int depth = item.gradient == Gradient::kKey ? panels(p.V) : panels(p.K);
+    return {item.row, item.column, depth, tile, tiles, has_after(item)};
+  }
+  DEVICE RowInputs<IO> inputs(const BlockItem& item) const {
+    const Matrix<IO> q = matrix(item, p.q, p.K), k = matrix(item, p.k, p.K);
+    const Matrix<IO> v = matrix(item, p.v, p.V), given = dh(item);
+    switch (item.gradient) {
+      case Gradient::kQuery:
+        return {given, state(item, terms.C), v, k};
+      case Gradient::kKey:
+        return {v, state(item, terms.dC), given, q};
+      default:
+        return {k, state(item, terms.dC), q, given};
+    }
+  }
+  DEVICE bool has_after(const BlockItem& item) const {
+    return !terms.is_last(item.slot) || p.dlast_C || p.dlast_n;
+  }
+
+  // ---- The producer ----
+
+  // Lands with the first panel of rows.
+  template <Gradient kGradient>
+  DEVICE void copy_terms(const BlockItem& item) const {
+    constexpr bool kQuery = kGradient == Gradient::kQuery, kValue = kGradient == Gradient::kValue;
+    const Rows& rows = terms.rows;
+    RowTerms& to = shared.rows;
+    const int steps = item.chunk.steps, thread = threadIdx.x;
+    const int64_t slot = rows.slot(item.head, item.slot), state = slot * p.K;
+    const float* vector = kQuery ? terms.n : terms.dn;
+#pragma unroll
+    for (int row = thread; row < kLongestChunk; row += kWarpgroup) {
+      const bool exists = row < steps;
+      const int64_t at = rows.row(item.head, item.chunk) + row;
+      copy_word_or_zero(&to.u[row].x, &rows.u[at].x, exists);
+      copy_word_or_zero(&to.u[row].y, &rows.u[at].y, exists);
+      copy_word_or_zero(&to.w[row].x, &rows.w[at].x, exists);
+      copy_word_or_zero(&to.w[row].y, &rows.w[at].y, exists);
+      copy_word_or_zero(&to.past[row], rows.past + at, exists);
+      copy_word_or_zero(&to.future[row], rows.future + at, exists);
+      copy_word_or_zero(&to.gain[row], (kQuery ? rows.inflow : rows.outflow) + at, exists);
+      copy_word_or_zero(&to.inverse[row], terms.inverse + at, exists);
+      copy_word_or_zero(&to.delta[row], terms.delta + at, exists && !kValue && terms.delta);
+      const int* start = rows.start + item.chunk.row + row;
+      copy_word_or_zero(reinterpret_cast<float*>(&to.start[row]),
+                        reinterpret_cast<const float*>(start), exists);
+      copy_word_or_zero(&to.vector[row], vector + state + row, !kValue && vector && row < p.K);
+    }
+    if (thread < kMostTiles) {
+      const int tiles = rows.chunks.tiles();
+      copy_word_or_zero(&to.decay[thread], rows.tile_decay + slot * tiles + thread,
+                        thread * kTile < steps);
+    }
+  }
+  template <Gradient kGradient>
+  DEVICE void produce(int first, int stride) const {
+    constexpr bool kValue = kGradient == Gradient::kValue;
+    BlockProducer<IO> producer{ring, left};
+    for_items(kGradient, first, stride, [&](const BlockItem& item) {
+      if (item.row >= item.chunk.steps) return;
+      producer.template fill<kValue ? Major::kWidth : Major::kDepth,
+                             kValue ? kValueBlocks : kKeyBlocks>(
+          block(item), inputs(item), [&] { copy_terms<kGradient>(item); });
+    });
+  }
+
+  // ---- The consumers ----
+
+  // Rows of padding are 0.
+  template <int kBlocks, typename Products>
+  DEVICE void store(const BlockItem& item, const Products& products,
+                    const typename Products::Sums& sums, void* to, int64_t width) const {
+    IO* rows = static_cast<IO*>(to) + (item.chunk.row * p.H + item.head) * width + item.column;
+    const int own = int(width) - item.column;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = products.row(half);
+      const bool runs = row < item.chunk.steps;
+#pragma unroll
+      for (int j = 0; j < kBlocks * kBlockColumns / 8; j += 4) {
+        float low[4], high[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float (&sum)[4] = sums[j / 16][j % 16 + i];
+          low[i] = runs ? sum[2 * half] : 0.f, high[i] = runs ? sum[2 * half + 1] : 0.f;
+        }
+        const int rest = own - 8 * j < 32 ? own - 8 * j : 32;
+        store_row<IO>(rows + row * p.H * width + 8 * j, low, high, row < item.chunk.rows, rest);
+      }
+    }
+  }
+  // Rows' products with those of x.
+  template <typename Products>
+  DEVICE void store_flow(const BlockItem& item, const Products& products,
+                         const typename Products::Sums& sums, const Matrix<IO>& x,
+                         float* to) const {
+    constexpr int kPairs = kBlockColumns / 8;
+    float total[2] = {};
+#pragma unroll
+    for (int block = 0; block < kKeyBlocks; ++block) {
+      Pair<IO> pairs[2][kPairs];  // all on their way before the first is used
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = products.row(half);
+        const IO* from = x.data + (row < x.rows ? row : 0) * x.stride + 2 * products.quad;
+#pragma unroll
+        for (int j = 0; j < kPairs; ++j) {
+          const int column = block * kBlockColumns + 8 * j;  // sums of what does not exist are 0
+          const IO* at = from + (column < x.columns ? column : 0);
+          pairs[half][j] = reinterpret_cast<const Pair<IO>&>(*at);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < 2 * kPairs; ++i) {
+        const int half = i / kPairs, j = i % kPairs;
+        const float2 pair = pairs[half][j].floats();
+        const float (&sum)[4] = sums[block][j];
+        total[half] = fmaf(sum[2 * half], pair.x, total[half]);
+        total[half] = fmaf(sum[2 * half + 1], pair.y, total[half]);
+      }
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int mask = 1; mask < 4; mask *= 2) {
+        total[half] += __shfl_xor_sync(~0u, total[half], mask);
+      }
+      const int row = products.row(half);
+      if (products.quad == 0 && row < x.rows) {
+        to[terms.rows.row(item.head, item.chunk) + row] = total[half];
+      }
+    }
+  }
+
+  struct Factors {
+    float outer, gain, add;
+  };
+
+  template <Gradient kGradient>
+  DEVICE void consume(BlockRing& place, const LeftRows& rows, const BlockItem& item) const {
+    constexpr bool kQuery = kGradient == Gradient::kQuery, kValue = kGradient == Gradient::kValue;
+    constexpr int kBlocks = kValue ? kValueBlocks : kKeyBlocks;
+    constexpr Major kState = kValue ? Major::kWidth : Major::kDepth;
+    constexpr RowsAre kRowsAre = kQuery ? RowsAre::kSeeing : RowsAre::kSeen;
+    using Products = RowProducts<IO, kBlocks>;
+    const RowBlock of = block(item);
+    Products products(place, rows, shared.rows, of, item.chunk.steps);
+    typename Products::Sums sums;
+#pragma unroll
+    for (int c = 0; c < kBlocks; ++c) clear(sums[c]);
+    if (item.row < item.chunk.steps) {
+      if (of.has_state) {
+        products.template multiply_state<kState>(sums);
+        products.template scale<!kValue>(sums, [&](int row) {
+          const float gain = shared.rows.gain[row];
+          return kQuery ? Factors{gain, shared.rows.inverse[row], shared.rows.delta[row]}
+                        : Factors{gain, 1, 1};
+        });
+      } else {
+        products.wait_left();
+      }
+      products.template multiply_tiles<kRowsAre>(sums, [](int, float) {});
+    }
+    if constexpr (kValue) {
+      store<kBlocks>(item, products, sums, p.dv, p.V);
+    } else {
+      store<kBlocks>(item, products, sums, kQuery ? p.dq : p.dk, p.K);
+      const Matrix<IO> x = kQuery ? matrix(item, p.q, p.K) : matrix(item, p.k, p.K);
+      store_flow(item, products, sums, x, kQuery ? terms.in : terms.out);
+    }
+  }
+  template <Gradient kGradient>
+  DEVICE void consume(int first, int stride) const {
+    BlockRing place = ring;
+    LeftRows rows = left;
+    for_items(kGradient, first, stride, [&](const BlockItem& item) {
+      if (item.row >= item.chunk.rows) return;
+      consume<kGradient>(place, rows, item);
+      if (item.row < item.chunk.steps) ++rows.round;
+    });
+  }
+
+  template <Gradient kGradient>
+  DEVICE void run(int first, int stride) const {
+    if (warpgroup() == 0) {
+      leave_registers<kProducerRegisters>();
+      produce<kGradient>(first, stride);
+    } else {
+      take_registers<kConsumerRegisters>();
+      consume<kGradient>(first, stride);
+    }
+  }
+  DEVICE void run(const GradientBlocks& blocks) const {
+    if (threadIdx.x == 0) {
+      ring.init();
+      for (int panel = 0; panel < left.count; ++panel) left.slot(panel).init();
+      barrier_init_fence();
+    }
+    __syncthreads();
+    const int block = int(blockIdx.x), keys = block - blocks.count[0];
+    const int values = keys - blocks.count[1];
+    if (keys < 0) {
+      run<Gradient::kQuery>(block, blocks.count[0]);
+    } else if (values < 0) {
+      run<Gradient::kKey>(keys, blocks.count[1]);
+    } else {
+      run<Gradient::kValue>(values, blocks.count[2]);
+    }
+  }
+};
+
+template <typename IO, int kKeyBlocks, int kValueBlocks>
+__global__ void __launch_bounds__(kRingThreads, 1) block_gradients(const BackwardParams p,
+                                                                   const BackwardTerms terms,
+                                                                   GradientBlocks blocks, int slots,
+                                                                   int panels) {
+#if FLASHCELL_WGMMA_CODE
+  extern __shared__ __align__(1024) char memory[];
+  BlockGradients<IO, kKeyBlocks, kValueBlocks>(p, terms, slots, panels, memory).run(blocks);
+#endif
+}
+
+}  // namespace flashcell::cuda

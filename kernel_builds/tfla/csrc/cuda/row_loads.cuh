@@ -1,0 +1,126 @@
+// What the producer of a Hopper block copies for 128 rows of an output (row_block.cuh): the rows'
+// own operand, which stays for all products, and through the ring a state and the rows of tiles.
+#pragma once
+#include "chunk_loads.cuh"
+#include "ring.cuh"
+
+namespace flashcell::cuda {
+
+constexpr int kBlockRows = 2 * kTile, kBlockColumns = 128;
+// A slot is two tiles of 64 rows of one panel, or 128 rows of one.
+constexpr int kGranule = kTile * kPanelBytes, kSlotBytes = 2 * kGranule;
+constexpr int kMostPanels = 8;  // of left rows, which stay as long as their block
+using BlockRing = Ring<kSlotBytes>;
+
+struct RowBlock {
+  int row, column;  // the first of the output
+  int panels;       // of depth of left, state and right
+  int first, end;   // tiles of right and inner
+  bool has_state;
+};
+template <typename IO>
+struct RowInputs {
+  Matrix<IO> left, state, right, inner;
+};
+
+// Left rows, panel by panel, in slots of their own. Every block takes all of them once, so that
+// they count alike; those beyond its panels stay as they are.
+struct LeftRows {
+  uint32_t memory, barriers;
+  int count, round = 0;  // of panels; blocks so far
+
+  DEVICE uint32_t address(int panel) const { return memory + panel * kSlotBytes; }
+  DEVICE Slot slot(int panel) const { return {barriers + panel * Slot::kBytes}; }
+};
+
+// The producer's thread.
+template <typename IO>
+struct BlockProducer {
+  BlockRing ring;
+  LeftRows left;
+
+  // Where the second tile of a slot lies in the matrix.
+  enum class Second { kBelow, kBeside };
+
+  // Few instructions, because a warp that copies has only itself to hide what they wait for.
+  template <Second kSecond>
+  DEVICE static void copy(uint32_t to, const Matrix<IO>& from, int row, int column) {
+    constexpr bool kBelow = kSecond == Second::kBelow;
+    constexpr int kAtOnce = kWarpgroup / 8, kTimes = kTile / kAtOnce;  // rows
+    const int piece = threadIdx.x % 8, first = threadIdx.x / 8;
+    const bool whole = row + (kBelow ? 2 : 1) * kTile <= from.rows &&
+                       column + (kBelow ? 1 : 2) * kPanel<IO> <= from.columns;
+    to += first * kPanelBytes + (piece ^ first % 8) * 16;
+    row += first, column += 8 * piece;
+    const IO* source = from.data + row * from.stride + column;
+    const int64_t step = kAtOnce * from.stride;
+    if (whole) {
+#pragma unroll
+      for (int i = 0; i < 2 * kTimes; ++i) {
+        const bool second = !kBelow && i >= kTimes;
+        copy_async(to + i * kAtOnce * kPanelBytes, source + (second ? kPanel<IO> : 0));
+        source += !kBelow && i == kTimes - 1 ? -(kTimes - 1) * step : step;
+      }
+      return;
+    }
+#pragma unroll 1
+    for (int i = 0; i < 2 * kTimes; ++i) {
+      const int r = row + (kBelow ? i : i % kTimes) * kAtOnce;
+      const int c = column + (kBelow ? 0 : i / kTimes * kPanel<IO>);
+      const bool exists = r < from.rows && c < from.columns;
+      const IO* at = from.data + r * from.stride + c;
+      copy_async_or_zero(to + i * kAtOnce * kPanelBytes, exists ? at : from.data, exists);
+    }
+  }
+  template <Second kSecond>
+  DEVICE void fill_slot(const Matrix<IO>& from, int row, int column) {
+    ring.slot().wait_empty(ring.round);
+    copy<kSecond>(ring.address(), from, row, column);
+    ring.slot().fill();
+    ring.advance();
+  }
+  // Slots [first, end) of the state, column blocks of one panel of depth after the other.
+  template <Major kState>
+  DEVICE void fill_state(const RowBlock& block, const Matrix<IO>& from, int column_blocks,
+                         int first, int end) {
+    for (int i = first; i < end; ++i) {
+      const int depth = i / column_blocks * kPanel<IO>;
+      const int column = block.column + i % column_blocks * kBlockColumns;
+      if constexpr (kState == Major::kDepth) {
+        fill_slot<Second::kBelow>(from, column, depth);
+      } else {
+        fill_slot<Second::kBeside>(from, depth, column);
+      }
+    }
+  }
+  // What the consumers multiply, in their order; but as much of the state as the ring holds is on
+  // its way while they still have the left rows of the block before. also() copies what is there
+  // with the first panel.
+  template <Major kState, int kBlocks, typename Also>
+  DEVICE void fill(const RowBlock& block, const RowInputs<IO>& from, const Also& also) {
+    const int states = block.has_state ? block.panels * kBlocks : 0;
+    const int ahead = states < ring.count ? states : ring.count;
+    fill_state<kState>(block, from.state, kBlocks, 0, ahead);
+    left.slot(0).wait_empty(left.round);
+    also();
+    for (int panel = 0; panel < left.count; ++panel) {
+      left.slot(panel).wait_empty(left.round);
+      if (panel < block.panels) {
+        copy<Second::kBelow>(left.address(panel), from.left, block.row, panel * kPanel<IO>);
+      }
+      left.slot(panel).fill();
+    }
+    fill_state<kState>(block, from.state, kBlocks, ahead, states);
+    for (int tile = block.first; tile < block.end; ++tile) {
+      for (int panel = 0; panel < block.panels; panel += 2) {
+        fill_slot<Second::kBeside>(from.right, tile * kTile, panel * kPanel<IO>);
+      }
+      for (int c = 0; c < kBlocks; ++c) {
+        fill_slot<Second::kBeside>(from.inner, tile * kTile, block.column + c * kBlockColumns);
+      }
+    }
+    ++left.round;
+  }
+};
+
+}  // namespace flashcell::cuda
