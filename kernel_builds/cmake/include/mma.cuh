@@ -99,7 +99,7 @@ DEVICE uint32_t keep(uint32_t value) {
   asm volatile("" : "+r"(value));
   return value;
 }
-DEVICE float keep(float value) {
+DEVICE float keep_float(float value) {
   asm volatile("" : "+f"(value));
   return value;
 }

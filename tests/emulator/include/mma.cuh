@@ -94,7 +94,7 @@ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
 }
 
 inline uint32_t keep(uint32_t value) { return value; }
-inline float keep(float value) { return value; }
+inline float keep_float(float value) { return value; }
 
 // Of dynamic shared memory: offsets in it.
 inline uint32_t shared_address(const void* pointer) {

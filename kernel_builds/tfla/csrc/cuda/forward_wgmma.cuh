@@ -166,7 +166,7 @@ struct OutputWgmma : OutputLoads<IO, kColumns> {
           const float2 u = r.u[down];
           // Unseen ones as well: conditions around each exponential would run one after another.
           const auto weight = [&](int c, float whole, float rest, float pair) {
-            const float decay = keep(exp2_approx((u.x + whole) + (u.y + rest)));
+            const float decay = keep_float(exp2_approx((u.x + whole) + (u.y + rest)));
             const bool seen = r.start[down] <= c && c <= tile_row(down);
             return seen ? decay * (scale * pair) : 0.f;
           };
