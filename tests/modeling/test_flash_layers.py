@@ -218,6 +218,15 @@ def test_headwise_product():
 
 
 @KINDS
+def test_autocast_leaves_float64_alone(kind):
+    layer, x = make(kind), torch.randn(B, T, I, dtype=torch.float64)
+    want, _ = layer(x)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        got, _ = layer(x)
+    assert_bitwise("h", got, want)
+
+
+@KINDS
 def test_learns_and_travels(kind):
     """It trains, and pickles and state dicts carry all of it."""
     layer = LAYERS[kind](2, 16)
