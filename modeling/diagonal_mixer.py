@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import initialization as init
+from transformers.utils.generic import maybe_autocast
 
 from .boundaries import NO_BOUNDARIES, Boundaries
 from .cache import RecurrentStateLayer
@@ -22,7 +23,7 @@ class GatedRMSNorm(nn.RMSNorm):
 
     def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         x = x * nn.functional.silu(gate)
-        with torch.autocast(x.device.type, enabled=False):
+        with maybe_autocast(x.device.type, enabled=False):
             weight = self.weight.to(x.dtype)
             return nn.functional.rms_norm(x, self.normalized_shape, weight, self.eps)
 

@@ -17,7 +17,7 @@ class HeadwiseLinear(nn.Module):
 
     weight [N, G, J, I] with N I = input_size, N J = hidden_size; bias [G, hidden_size]. x in any floating
     dtype torch.matmul takes, [..., input_size] -> y [..., G, hidden_size], or with `apart` what a
-    diagonal cell reads without a copy: the product [N, ..., G, J], and the bias beside it.
+    diagonal cell reads without a copy: the product [N, ..., G, J], and the bias beside it, fp32 (fp64).
     Kaiming-uniform weight, zero bias.
 
     Tools that look for nn.Linear do not see it. LoRA on "all-linear" adds nothing to it: name it in
@@ -54,8 +54,15 @@ class HeadwiseLinear(nn.Module):
 
     def forward(self, x: Tensor, apart: bool = False) -> Any:
         if apart:  # through the module's call, for whoever moves its parameters around it
-            return headwise_product(x, self.weight), self.bias
+            return headwise_product(x, self.weight), self._kept_bias()
         return headwise_linear(x, self.weight, self.bias)
+
+    def _kept_bias(self) -> Tensor | None:
+        """Values of its own, in the dtype that cells add it in: FSDP around this module frees the
+        parameter's as the call ends."""
+        if self.bias is None:
+            return None
+        return self.bias.to(torch.promote_types(self.bias.dtype, torch.float32), copy=True)
 
     def extra_repr(self) -> str:
         sizes = f"{self.input_size}, {self.hidden_size}, gates={self.gates}"

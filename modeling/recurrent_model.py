@@ -48,7 +48,7 @@ def cast_once(x: torch.Tensor) -> torch.Tensor:
     """x as autocast would hand it to each of several projections: one copy instead of one each, which
     their backward passes keep, and one sum of their gradients in that dtype."""
     kind = x.device.type
-    if x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
+    if x.dtype == torch.float64 or x.is_meta or not torch.is_autocast_enabled(kind):
         return x
     return x.to(torch.get_autocast_dtype(kind))
 

@@ -16,7 +16,7 @@ from transformers import initialization as init
 
 from .boundaries import NO_BOUNDARIES, Boundaries
 from .cache import RecurrentStateLayer
-from .causal_conv import CausalConv1d
+from .causal_conv import CausalConv1d, convolve
 from .headwise_linear import HeadwiseLinear
 from .kernel_loader import load_kernel
 from .mlstm import GateLinear, HeadNorm, ResidualLinear, run_mlstm, split_heads
@@ -35,20 +35,6 @@ class InputGate(GateLinear):
 def residual(config: Any, inputs: int) -> ResidualLinear:
     std = 2 / (config.num_hidden_layers * math.sqrt(config.hidden_size))
     return ResidualLinear(inputs, config.hidden_size, std)
-
-
-def convolve(
-    conv: CausalConv1d,
-    x: torch.Tensor,
-    cache: RecurrentStateLayer | None,
-    boundaries: Boundaries,
-) -> tuple[torch.Tensor, tuple[torch.Tensor]]:
-    """silu(conv(x)), and the window to keep."""
-    past = None if cache is None else boundaries.first(cache.get_states("conv"))
-    y, window = conv(x, None if past is None else past[0], boundaries)
-    if boundaries.hold is not None:  # a product weighs padding with 0, which does not stop a NaN
-        y = y.masked_fill(boundaries.hold[..., None], 0.0)
-    return F.silu(y), (window,)
 
 
 class XLSTMMixer(nn.Module):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from model_cases import CASES, cpu_only
+from model_cases import CASES, VOCABULARY, cpu_only
 from numerics import EPS, assert_close
 
 MASK = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1, 0, 0]])
@@ -45,6 +45,16 @@ def test_every_way_is_the_same_model(case, make_model, tokens):
         assert torch.equal(model.generate(ids[:1], **options), text), path
         choose(model, before)
     assert model.config.to_dict() == default
+
+
+@cpu_only
+@pytest.mark.parametrize("cell", ["flash_gru", "flash_lstm"])
+def test_shapes_alone(make_model, tokens, cell):
+    """On meta tensors, which have no autocast to ask."""
+    model, ids = make_model(cell).to("meta"), tokens(2, 5).to("meta")
+    logits = model(ids).logits
+    assert logits.is_meta
+    assert logits.shape == (2, 5, VOCABULARY)
 
 
 @cpu_only

@@ -56,17 +56,6 @@ DEVICE void identity(float (&A)[K][K], float (&b)[K]) {
   }
 }
 
-template <int K>
-DEVICE void copy(const float (&A)[K][K], const float (&b)[K], float (&to_A)[K][K],
-                 float (&to_b)[K]) {
-#pragma unroll
-  for (int i = 0; i < K; ++i) {
-    to_b[i] = b[i];
-#pragma unroll
-    for (int j = 0; j < K; ++j) to_A[i][j] = A[i][j];
-  }
-}
-
 struct Mark {  // what is asked of a step
   bool reset, hold;
 };

@@ -41,7 +41,8 @@ def headwise_product(x: Tensor, weight: Tensor) -> Tensor:
     """
     N, G, J, I = _check(x, weight)
     device = x.device.type
-    if torch.is_autocast_enabled(device):
+    # What autocast does for torch.bmm: it leaves fp64 alone, and knows no meta tensors.
+    if x.dtype != torch.float64 and not x.is_meta and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         x, weight = x.to(dtype), weight.to(dtype)
     rows = x.reshape(math.prod(x.shape[:-1]), N, I)
