@@ -24,17 +24,20 @@ def cut_prompt(
     attention_mask: torch.Tensor | None,
     *,
     tokens: int,
+    cache: Any,
     rest: dict[str, Any],
 ) -> list[tuple[torch.Tensor | None, ...]]:
     """The same arguments for pieces of at most `tokens` tokens, in multiples of 256 a row.
 
     A prompt stays whole while gradients are recorded, where its documents are given by number or
-    offset, and where every layer's output is asked for.
+    offset, where every layer's output is asked for, and where `cache` continues no call of this model.
     """
     whole = (input_ids, inputs_embeds, position_ids, attention_mask)
     given = input_ids if inputs_embeds is None else inputs_embeds
     others = any(v is not None and v is not False for k, v in rest.items() if k != "use_cache")
     if given is None or others or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return [whole]
+    if not all(getattr(layer, "goes_on", True) for layer in getattr(cache, "layers", ())):
         return [whole]
     B, T = given.shape[:2]
     size = max(tokens // max(B, 1) // 256, 1) * 256
