@@ -26,6 +26,7 @@ class RecurrentStateLayer(CacheLayerMixin):
     _layer_type: str | None = "recurrent_state"  # registers this class for DynamicCache
     is_compileable = True  # the shapes never change
     supports_early_init = False  # which states there are is the mixer's business
+    goes_on = True  # a second call continues from the states of the first
 
     def __init__(self, **kwargs: Any):
         super().__init__()

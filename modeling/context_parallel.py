@@ -121,6 +121,7 @@ class ContextLayer(RecurrentStateLayer):
     """One layer's states: those to continue from come from the rank before, the last go on."""
 
     _layer_type = None  # keeps the parent registered for DynamicCache
+    goes_on = False  # every call takes another rank's
 
     def __init__(self, context: "ContextParallel", index: int, batch: int, device: torch.device):
         super().__init__()

@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from transformers import DynamicCache, GenerationMixin
+from transformers import DynamicCache, GenerationMixin, PrefixConstrainedLogitsProcessor
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 from transformers.generation.utils import DeferredStopCheck
@@ -24,17 +24,20 @@ def cut_prompt(
     attention_mask: torch.Tensor | None,
     *,
     tokens: int,
+    cache: Any,
     rest: dict[str, Any],
 ) -> list[tuple[torch.Tensor | None, ...]]:
     """The same arguments for pieces of at most `tokens` tokens, in multiples of 256 a row.
 
     A prompt stays whole while gradients are recorded, where its documents are given by number or
-    offset, and where every layer's output is asked for.
+    offset, where every layer's output is asked for, and where `cache` continues no call of this model.
     """
     whole = (input_ids, inputs_embeds, position_ids, attention_mask)
     given = input_ids if inputs_embeds is None else inputs_embeds
     others = any(v is not None and v is not False for k, v in rest.items() if k != "use_cache")
     if given is None or others or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return [whole]
+    if not all(getattr(layer, "goes_on", True) for layer in getattr(cache, "layers", ())):
         return [whole]
     B, T = given.shape[:2]
     size = max(tokens // max(B, 1) // 256, 1) * 256
@@ -47,6 +50,13 @@ def cut_prompt(
         tuple(None if t is None else t[:, start : start + size] for t in whole)
         for start in range(0, T, size)
     ]
+
+
+def may_run_ahead(logits_processor: Any, stopping_criteria: Any) -> bool:
+    """Whether none of these is the caller's own code, which a step after the text's end would reach."""
+    steps = [*logits_processor, *stopping_criteria]
+    theirs = all(type(step).__module__.startswith("transformers.") for step in steps)
+    return theirs and not any(isinstance(s, PrefixConstrainedLogitsProcessor) for s in steps)
 
 
 class RecurrentGeneration(GenerationMixin):
@@ -104,25 +114,44 @@ class RecurrentGeneration(GenerationMixin):
         streamer: Any = None,
         **model_kwargs: Any,
     ) -> Any:
-        """The base class's, which asks the GPU after every token whether all rows have ended, and leaves
-        it idle until the next one is on its way. Here the answer is read a token late, and what was
-        computed meanwhile is dropped: where nobody sees it, in a cache, a score, or the generator.
+        """The base class's, or `_sample_ahead` where nobody sees that it is ahead: in a cache, a score,
+        the generator, or code of the caller's.
         """
         cache = model_kwargs.get("past_key_values")
         seen = generation_config.return_dict_in_generate or getattr(
             cache, "_is_user_defined", False
         )
         own = isinstance(cache, DynamicCache) and model_kwargs.get("use_cache")
-        ends = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
         others = {type(criterion) for criterion in stopping_criteria} - {MaxLengthCriteria}
-        draws = generation_config.do_sample
+        seen |= bool(generation_config.do_sample and others)
+        seen |= not may_run_ahead(logits_processor, stopping_criteria)
         decoded = own and input_ids.is_cuda and not synced_gpus and self.decoder.mode != "eager"
-        if not decoded or seen or (draws and others):
+        if not decoded or seen:
             return super()._sample(
                 input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus,
                 streamer, **model_kwargs,
             )  # fmt: skip
-        pad = generation_config._pad_token_tensor
+        with torch.cuda.device(input_ids.device):  # DeferredStopCheck's events are of its stream
+            return self._sample_ahead(
+                input_ids, logits_processor, stopping_criteria, generation_config, streamer,
+                model_kwargs,
+            )  # fmt: skip
+
+    def _sample_ahead(
+        self,
+        input_ids: torch.LongTensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        streamer: Any,
+        model_kwargs: dict[str, Any],
+    ) -> torch.Tensor:
+        """The base class's loop asks the GPU after every token whether all rows have ended, and leaves it
+        idle until the next one is on its way. Here the answer is read a token late, and what was
+        computed meanwhile is dropped.
+        """
+        draws, pad = generation_config.do_sample, generation_config._pad_token_tensor
+        ends = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
         unfinished = torch.ones(len(input_ids), dtype=torch.long, device=input_ids.device)
         with torch.device("cpu"):  # what it pins
             check = DeferredStopCheck(
@@ -131,7 +160,7 @@ class RecurrentGeneration(GenerationMixin):
         outputs = self._prefill(input_ids, generation_config, model_kwargs)
         while True:
             model_kwargs = self._update_model_kwargs_for_generation(outputs, model_kwargs)
-            logits = outputs.logits[:, -1].to(copy=True, dtype=torch.float32)
+            logits = outputs.logits[:, -1].to(input_ids.device, torch.float32, copy=True)
             scores = logits_processor(input_ids, logits)
             if draws:
                 tokens = torch.multinomial(scores.softmax(-1), num_samples=1)[:, 0]

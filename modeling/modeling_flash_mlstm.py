@@ -173,12 +173,16 @@ class FlashMLSTMBlock(RecurrentBlock):
         return hidden_states + self.ffn(self.norm_ffn(hidden_states))
 
     def find_step_linear(self, x: torch.Tensor, boundaries: Boundaries) -> StepLinear | None:
-        mixer, ffn, config = self.mlstm_layer, self.ffn, self.mlstm_layer.config
-        if x.shape[1] != 1 or not boundaries.none or not config.learnable_input_gate:
+        mixer, ffn = self.mlstm_layer, self.ffn
+        own = type(mixer) is FlashMLSTMMixer and type(ffn) is FlashMLSTMFeedForward
+        if not own or x.shape[1] != 1 or not boundaries.none:
+            return None
+        if not mixer.config.learnable_input_gate:
             return None
         wide, gates = mixer.projections
-        modules = [*wide, *gates, mixer.out_proj, *ffn.projections, ffn.proj_down]
-        return find_step_linear(x, config.backend, [*modules, self.norm_mlstm, self.norm_ffn])
+        layers = [*wide, *gates, mixer.out_proj, *ffn.projections, ffn.proj_down]
+        modules = [*layers, self.norm_mlstm, self.norm_ffn]
+        return find_step_linear(x, mixer.config.backend, modules, (mixer, ffn))
 
     def step(
         self, step_linear: StepLinear, x: torch.Tensor, cache: RecurrentStateLayer | None

@@ -236,7 +236,9 @@ class RecurrentForCausalLM(RecurrentGeneration):
         pieces: list[Any] = [(input_ids, inputs_embeds, position_ids, attention_mask)]
         last = isinstance(logits_to_keep, int) and logits_to_keep == 1 and labels is None
         if last and past_key_values is not None:
-            pieces = cut_prompt(*pieces[0], tokens=self.prompt_tokens, rest=rest)
+            pieces = cut_prompt(
+                *pieces[0], tokens=self.prompt_tokens, cache=past_key_values, rest=rest
+            )
         for ids, embeds, positions, mask in pieces:  # only the last one's outputs are asked for
             outputs = backbone(
                 input_ids=ids,

@@ -6,10 +6,11 @@ them at once. It reads the modules' own weights where they lie; a module that is
 weight (an adapter, a quantised or wrapped layer, one with hooks) is called instead, and with it all.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import linear
 
@@ -21,8 +22,11 @@ PLAIN = (nn.Linear, GateLinear, ResidualLinear, nn.RMSNorm)
 StepLinear = Callable[..., tuple[torch.Tensor, ...]]
 
 
-def find_step_linear(x: torch.Tensor, backend: str, modules: list[nn.Module]) -> StepLinear | None:
-    """linear_step's equal for x [B, 1, H] and the weights of `modules`, None where they are called."""
+def find_step_linear(
+    x: torch.Tensor, backend: str, modules: list[nn.Module], around: Sequence[nn.Module] = ()
+) -> StepLinear | None:
+    """linear_step's equal for x [B, 1, H] and the weights of `modules`, None where they are called; the
+    forward of those `around` them is passed over too."""
     if not x.is_cuda or x.shape[1] != 1 or x.dtype not in (torch.bfloat16, torch.float16):
         return None
     if (
@@ -31,7 +35,7 @@ def find_step_linear(x: torch.Tensor, backend: str, modules: list[nn.Module]) ->
         or torch.is_autocast_enabled("cuda")
     ):
         return None
-    if not all(is_plain(module, x) for module in modules):
+    if not (all(map(is_untouched, around)) and all(is_plain(module, x) for module in modules)):
         return None
     kernel = load_kernel("tfla", "cuda", backend)
     if kernel.BACKEND != "cuda":
@@ -39,16 +43,30 @@ def find_step_linear(x: torch.Tensor, backend: str, modules: list[nn.Module]) ->
     return kernel.linear_step if x.shape[0] <= ROWS else many_rows(kernel)
 
 
+def is_untouched(module: nn.Module) -> bool:
+    """Its class's forward is what a call runs."""
+    hooks = module._forward_hooks or module._forward_pre_hooks
+    return not hooks and "forward" not in vars(module)
+
+
 def is_plain(module: nn.Module, x: torch.Tensor) -> bool:
-    """Nothing but its weights, and these like x."""
-    own = type(module) in PLAIN and "forward" not in vars(module)
-    if not own or module._forward_hooks or module._forward_pre_hooks:
-        return False
-    return all(
-        type(w.data) is torch.Tensor and (w.dtype, w.device) == (x.dtype, x.device)
-        for w in module._parameters.values()
-        if w is not None
+    """Nothing but its weights, and these like x and as the kernel reads them."""
+    return (
+        type(module) in PLAIN
+        and is_untouched(module)
+        and all(
+            type(w.data) is torch.Tensor
+            and (w.dtype, w.device) == (x.dtype, x.device)
+            and (w.dim() < 2 or is_readable(w))
+            for w in module._parameters.values()
+            if w is not None
+        )
     )
+
+
+def is_readable(weight: torch.Tensor) -> bool:
+    """Rows of 8 values, 16 bytes, at a time."""
+    return weight.is_contiguous() and weight.shape[1] % 8 == 0 and weight.data_ptr() % 16 == 0
 
 
 def norm_options(norm: nn.RMSNorm) -> dict[str, Any]:
@@ -65,12 +83,19 @@ def packed(weights: list[torch.Tensor]) -> list[torch.Tensor]:
     if starts == ends[:-1] and len(storages) == 1 and all(w.is_contiguous() for w in weights):
         return [first.detach().as_strided((sum(map(len, weights)), K), (K, 1))]
     capturing = first.is_cuda and torch.cuda.is_current_stream_capturing()
-    if torch.is_inference_mode_enabled() or capturing:
+    if torch.is_inference_mode_enabled() or capturing or not all(map(is_movable, weights)):
         return weights
     together = torch.cat([w.detach() for w in weights])
     for w, part in zip(weights, together.split([len(w) for w in weights]), strict=True):
         w.data = part
     return [together]
+
+
+def is_movable(weight: torch.Tensor) -> bool:
+    """Nobody else knows the place: a part of a larger one is an optimizer's flat buffer, and among
+    several processes FSDP gathers weights into places that it keeps."""
+    several = dist.is_available() and dist.is_initialized()
+    return not several and weight.untyped_storage().nbytes() == weight.nbytes
 
 
 def many_rows(kernel: Any) -> StepLinear:

@@ -39,7 +39,7 @@ class HeadLoss(torch.autograd.Function):
             operand[:vocabulary] = weight
             counted = targets != IGNORED
             share = counted.to(exact) / counted.sum()
-            ctx.save_for_backward(dx := torch.empty_like(x), dw := torch.zeros_like(weight))
+            dx, dw = torch.empty_like(x), torch.zeros_like(weight, dtype=exact)
             loss = share.new_zeros(())
             rows = 1 << max(0, (CHUNK // vocabulary).bit_length() - 1)
             for part in (slice(at, at + rows) for at in range(0, len(x), rows)):
@@ -52,6 +52,7 @@ class HeadLoss(torch.autograd.Function):
                 loss += losses
                 dx[part] = r * (g @ operand)
                 dw += (g.mT @ (r * own).to(dtype))[:vocabulary]
+            ctx.save_for_backward(dx, dw.to(weight.dtype))
         return loss
 
     @staticmethod

@@ -114,6 +114,19 @@ def check_guards(checkpoint: Path, tokens: torch.Tensor) -> None:
             model(input_ids=part, past_key_values=context.begin(part), use_cache=True)
 
 
+@torch.no_grad()
+def check_long_part(checkpoint: Path) -> None:
+    """A part is read in one call, even one that alone would be read piece by piece."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float64)
+    context, model.prompt_tokens = ContextParallel(model), 1
+    tokens = torch.randint(2, 60, (1, 300 * dist.get_world_size()))
+    want = model(input_ids=tokens).logits[:, -1:]
+    got = context(input_ids=context.split(tokens), logits_to_keep=1).logits
+    if context.wire.rank == context.wire.size - 1:
+        error = (got - want).norm() / want.norm()
+        assert error <= BOUNDS["logits"], f"long part: relative error {error:.2g}"
+
+
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -124,6 +137,7 @@ def main() -> None:
         check(checkpoint, tokens)
     check_wrapped(checkpoints[0], tokens)
     check_guards(checkpoints[0], tokens)
+    check_long_part(checkpoints[0])
     dist.barrier()
     dist.destroy_process_group()
 

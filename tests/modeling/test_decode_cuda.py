@@ -140,6 +140,21 @@ class Listener(BaseStreamer):
         self.heard.append(None)
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_the_end_is_found_on_another_device_than_the_current(make_model, tokens):
+    model, ids, ears = (
+        make_model().to("cuda:1"),
+        tokens(1, 5).to("cuda:1"),
+        [Listener(), Listener()],
+    )
+    text = without_engine(model, lambda: greedy(model, ids, new=60))
+    options = {"new": 60, "eos_token_id": int(text[0, 30])}
+    got = greedy(model, ids, streamer=ears[0], **options)
+    want = without_engine(model, lambda: greedy(model, ids, streamer=ears[1], **options))
+    assert torch.equal(got, want)
+    assert ears[0].heard == ears[1].heard
+
+
 @pytest.mark.parametrize("new", [1, 2, 30])
 def test_the_end_is_found_a_token_late_and_unseen(make_model, tokens, new):
     """What generate returns and streams is what it does where it asks after every token."""

@@ -6,8 +6,16 @@ import time
 
 import pytest
 import torch
-from transformers import DynamicCache, StaticCache
+from transformers import (
+    DynamicCache,
+    LogitsProcessor,
+    PrefixConstrainedLogitsProcessor,
+    StaticCache,
+    TemperatureLogitsWarper,
+)
+from transformers.generation import EosTokenCriteria, MaxLengthCriteria
 
+from flashcell.generation import may_run_ahead
 from model_cases import CASES, blocks, state_tensors
 from numerics import EPS, assert_close
 
@@ -106,6 +114,16 @@ def test_long_prompts_are_read_in_pieces(case, make_model, tokens, monkeypatch):
     assert torch.equal(
         greedy(model, None, inputs_embeds=embeds, attention_mask=mask), want[:, 600:]
     )
+
+
+def test_only_code_of_transformers_is_called_after_the_end():
+    class Own(LogitsProcessor):
+        pass
+
+    end, prefix = EosTokenCriteria(1), PrefixConstrainedLogitsProcessor(lambda *_: [], 1)
+    assert may_run_ahead([TemperatureLogitsWarper(2.0)], [MaxLengthCriteria(9), end])
+    for processors, criteria in (([Own()], []), ([prefix], []), ([], [end, lambda *_: False])):
+        assert not may_run_ahead(processors, criteria)
 
 
 def test_conversation_continues_from_the_returned_cache(case, make_model, tokens):

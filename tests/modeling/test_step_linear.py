@@ -2,13 +2,14 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers import DynamicCache
 
 from cases import DEVICE
 from flashcell import modeling_flash_mlstm as family
 from flashcell.kernels import tfla as reference
-from flashcell.step_linear import ROWS, is_plain, many_rows, packed
+from flashcell.step_linear import ROWS, is_plain, is_untouched, many_rows, packed
 from numerics import assert_close
 
 CASES = ["flash_mlstm", "flash_mlstm-sigmoid"]
@@ -34,8 +35,9 @@ def taken(monkeypatch):
     """The steps taken, by the reference wherever the tests run."""
     steps = []
 
-    def find(x, backend, modules):
-        if x.shape[1] != 1 or torch.is_grad_enabled() or not all(is_plain(m, x) for m in modules):
+    def find(x, backend, modules, around=()):
+        plain = all(map(is_untouched, around)) and all(is_plain(m, x) for m in modules)
+        if x.shape[1] != 1 or torch.is_grad_enabled() or not plain:
             return None
         steps.append(len(modules))
         return reference.linear_step if x.shape[0] <= ROWS else many_rows(reference)
@@ -80,6 +82,41 @@ def test_a_module_with_its_own_way_is_called(make_model, way):
     assert not all(is_plain(m, x) for m in linears)
 
 
+AROUND = {
+    "hook": lambda b: b.mlstm_layer.register_forward_hook(lambda m, x, y: 2 * y),
+    "pre-hook": lambda b: b.ffn.register_forward_pre_hook(lambda m, x: (2 * x[0],)),
+    "forward replaced": lambda b: setattr(b.ffn, "forward", torch.zeros_like),
+    "another class": lambda b: setattr(b, "ffn", nn.Sequential(b.ffn, nn.Tanh())),
+}
+
+
+@pytest.mark.parametrize("way", AROUND)
+def test_what_is_around_the_layers_is_called_too(make_model, tokens, taken, monkeypatch, way):
+    model, ids = make_model("flash_mlstm"), tokens(2, 4)
+    model.decoder.mode, before = "eager", decode(model, ids)
+    AROUND[way](model.backbone.blocks[0])
+    del taken[:]
+    got = decode(model, ids)
+    assert len(taken) == 4 * 2, "the other block and the head"
+    assert_close("logits", got, by_the_modules(monkeypatch, model, ids), 1e-6)
+    assert not torch.allclose(got, before, atol=1e-3)
+
+
+UNREADABLE = {
+    "width": nn.Linear(12, 8),
+    "order": nn.Linear(8, 16),
+    "place": nn.Linear(16, 8),
+}
+UNREADABLE["order"].weight.data = torch.ones(8, 16).mT
+UNREADABLE["place"].weight.data = torch.ones(129)[1:].view(8, 16)
+
+
+@pytest.mark.parametrize("what", UNREADABLE)
+def test_a_weight_the_kernel_cannot_read_is_called(what):
+    assert not is_plain(UNREADABLE[what], torch.ones(1))
+    assert is_plain(nn.Linear(16, 8), torch.ones(1))
+
+
 @pytest.mark.skipif(DEVICE != "cuda", reason="needs FLASHCELL_TEST_DEVICE=cuda")
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("batch", [1, 9, 40])
@@ -118,3 +155,18 @@ def test_packing_moves_weights_and_nothing_else(make_model, tmp_path):
     with torch.inference_mode():
         loose = [torch.ones(2, 4), torch.ones(3, 4)]
         assert packed(loose) == loose, "weights would become inference tensors"
+
+
+def test_weights_whose_place_others_know_stay(tmp_path):
+    """Views of an optimizer's flat buffer; any weight where FSDP may be, which gathers them in place."""
+    flat = torch.arange(40.0)
+    weights = [flat[:16].view(4, 4), flat[20:].view(5, 4)]
+    assert packed(weights) == weights
+    assert [w.data_ptr() - flat.data_ptr() for w in weights] == [0, 80]
+    own = [torch.ones(2, 4), torch.ones(3, 4)]
+    dist.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        assert packed(own) == own
+    finally:
+        dist.destroy_process_group()
+    assert len(packed(own)) == 1

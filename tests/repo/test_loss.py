@@ -69,6 +69,21 @@ def test_bf16_is_as_exact_as_cross_entropy_on_bf16_logits(cap):
         assert ours < 1.3 * theirs
 
 
+def test_chunks_add_up_in_fp32(monkeypatch):
+    """Weights in bf16, as FSDP2 hands them out: many chunks round their gradient no more than one."""
+    x, weight, targets = (t.detach() for t in draw())
+    exact, errors = None, []
+    for dtype, chunk in ((torch.float64, 2**28), (torch.bfloat16, 2**28), (torch.bfloat16, 1)):
+        monkeypatch.setattr(_loss, "CHUNK", chunk)
+        w = weight.bfloat16().to(dtype).requires_grad_()
+        loss = HeadLoss.apply(x.bfloat16().to(dtype), w, targets, None, 0.1)
+        (grad,) = torch.autograd.grad(loss, w)
+        assert grad.dtype == dtype
+        exact = grad if exact is None else exact
+        errors.append((grad.double() - exact).norm().item())
+    assert errors[2] < 1.2 * errors[1]
+
+
 def plain_loss_in_fp32(x, weight, targets, cap, z_loss):
     logits = (x @ weight.mT).float()
     if cap is not None:
