@@ -170,6 +170,11 @@ def test_epilogue(tfla, order, parts, size):
         test_tfla_epilogue.test_as_exact_as_the_reference(tfla, parts, size, dtype)
 
 
+@pytest.mark.parametrize("rows", [(2, 0), (0, 3)], ids=str)
+def test_epilogue_without_rows(tfla, rows):
+    test_tfla_epilogue.test_no_rows_add_nothing_to_the_weight(tfla, rows)
+
+
 @pytest.mark.parametrize("parts", [test_tfla_epilogue.PARTS[k] for k in (0, 3, 5)], ids="-".join)
 @pytest.mark.parametrize("V", test_tfla_epilogue.WIDTHS)
 def test_epilogue_of_a_step(tfla, cell, order, parts, V):
