@@ -232,6 +232,7 @@ def test_nothing_is_read_or_written_out_of_bounds():
     assert "passed" in done.stdout
 
 
+@pytest.mark.parametrize("shared", [227, 99])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
     ("B", "K", "rows"),
@@ -244,9 +245,10 @@ def test_nothing_is_read_or_written_out_of_bounds():
         (40, 200, [20]),
     ],
 )
-def test_linear_step(tfla, order, dtype, B, K, rows):
+def test_linear_step(tfla, order, dtype, B, K, rows, shared):
     """Several matrices, bounded ones, the norm, the sum and the gate; on three processors, so that a
-    thread block walks through tiles, and for 16 rows of x also in one pass."""
+    thread block walks through tiles, and for 16 rows of x also in one pass; with an H200's shared
+    memory and with that of sm_86 and sm_120."""
     op = tfla.dispatch.ops.linear_step
     x, scale = torch.randn(B, K).to(dtype), torch.randn(K).to(dtype)
     plain, gates = ([(torch.randn(n, K) * K**-0.5).to(dtype) for n in ns] for ns in (rows, (8, 3)))
@@ -261,7 +263,7 @@ def test_linear_step(tfla, order, dtype, B, K, rows):
     for call in calls:
         results = []
         for words in ORDERS[:2]:
-            order(f"{words} processors=3")
+            order(f"{words} processors=3 shared={shared}")
             results.append(op(*call))
         for one, other in zip(*results, strict=True):
             assert_bitwise("the other order", other, one)
