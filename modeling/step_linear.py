@@ -45,10 +45,17 @@ def is_plain(module: nn.Module, x: torch.Tensor) -> bool:
     if not own or module._forward_hooks or module._forward_pre_hooks:
         return False
     return all(
-        type(w.data) is torch.Tensor and (w.dtype, w.device) == (x.dtype, x.device)
+        type(w.data) is torch.Tensor and (w.dtype, w.device) == (x.dtype, x.device) and is_dense(w)
         for w in module._parameters.values()
         if w is not None
     )
+
+
+def is_dense(weight: torch.Tensor) -> bool:
+    """A vector, or a matrix as the kernel reads one: row after row, all of them at 16 bytes."""
+    if weight.dim() < 2:
+        return True
+    return weight.is_contiguous() and weight.shape[1] % 8 == 0 and weight.data_ptr() % 16 == 0
 
 
 def norm_options(norm: nn.RMSNorm) -> dict[str, Any]:
