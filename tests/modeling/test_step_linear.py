@@ -62,6 +62,10 @@ OWN_WAYS = {
     "another class": lambda m: setattr(m.ffn, "proj_down", nn.Sequential(m.ffn.proj_down)),
     "parametrized": lambda m: nn.utils.parametrizations.weight_norm(m.mlstm_layer.out_proj),
     "forward replaced": lambda m: setattr(m.mlstm_layer.q, "forward", m.mlstm_layer.q.forward),
+    "columns": lambda m: setattr(
+        m.ffn.proj_down.weight, "data", m.ffn.proj_down.weight.mT.contiguous().mT
+    ),
+    "an odd width": lambda m: setattr(m.ffn, "proj_down", nn.Linear(36, 32, bias=False)),
     "another dtype": lambda m: m.mlstm_layer.fgate_preact.double(),
 }
 

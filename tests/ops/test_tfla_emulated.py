@@ -25,9 +25,7 @@ from numerics import EPS, assert_bitwise, assert_close
 
 ROOT = Path(__file__).resolve().parents[2]
 SANITIZE = "FLASHCELL_EMULATOR_SANITIZE"
-LINEAR = (
-    "x", "weights", "biases", "capped", "cap", "norm_weight", "norm_eps", "residual", "gated",
-)  # fmt: skip
+LINEAR = ["x", "weights", "biases", "capped", "cap", "norm_weight", "norm_eps", "residual", "gated"]
 ORDERS = ("", "backwards early", "backwards", "early")
 DTYPES = [torch.bfloat16, torch.float32]
 # Odd lengths, widths that fill no tile, chunks of each length, and every option.
@@ -170,6 +168,10 @@ def test_epilogue(tfla, order, parts, size):
         test_tfla_epilogue.test_as_exact_as_the_reference(tfla, parts, size, dtype)
 
 
+def test_epilogue_without_rows(tfla):
+    test_tfla_epilogue.test_no_rows_add_nothing_to_the_weight(tfla)
+
+
 @pytest.mark.parametrize("parts", [test_tfla_epilogue.PARTS[k] for k in (0, 3, 5)], ids="-".join)
 @pytest.mark.parametrize("V", test_tfla_epilogue.WIDTHS)
 def test_epilogue_of_a_step(tfla, cell, order, parts, V):
@@ -227,6 +229,7 @@ def test_nothing_is_read_or_written_out_of_bounds():
     assert "passed" in done.stdout
 
 
+@pytest.mark.parametrize("shared", [227, 99])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
     ("B", "K", "rows"),
@@ -239,9 +242,10 @@ def test_nothing_is_read_or_written_out_of_bounds():
         (40, 200, [20]),
     ],
 )
-def test_linear_step(tfla, order, dtype, B, K, rows):
+def test_linear_step(tfla, order, dtype, B, K, rows, shared):
     """Several matrices, bounded ones, the norm, the sum and the gate; on three processors, so that a
-    thread block walks through tiles, and for 16 rows of x also in one pass."""
+    thread block walks through tiles, and for 16 rows of x also in one pass; with an H200's shared
+    memory and with that of sm_86 and sm_120."""
     op = tfla.dispatch.ops.linear_step
     x, scale = torch.randn(B, K).to(dtype), torch.randn(K).to(dtype)
     plain, gates = ([(torch.randn(n, K) * K**-0.5).to(dtype) for n in ns] for ns in (rows, (8, 3)))
@@ -256,7 +260,7 @@ def test_linear_step(tfla, order, dtype, B, K, rows):
     for call in calls:
         results = []
         for words in ORDERS[:2]:
-            order(f"{words} processors=3")
+            order(f"{words} processors=3 shared={shared}")
             results.append(op(*call))
         for one, other in zip(*results, strict=True):
             assert_bitwise("the other order", other, one)

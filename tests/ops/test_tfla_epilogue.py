@@ -72,6 +72,15 @@ def test_as_exact_as_the_reference(tfla, parts, size, dtype):
         assert_as_accurate(f"{parts} {size} {key}", got[key], exact[key], peer[key], terms)
 
 
+def test_no_rows_add_nothing_to_the_weight(tfla):
+    for B, T in ((2, 0), (0, 3)):
+        weight = torch.ones(2, 8, requires_grad=True)
+        h = torch.empty(B, T, 2, 8)
+        y = tfla.functional.finish(DEVICE, h, h.dtype, None, "rms", weight, EPS)
+        (dweight,) = torch.autograd.grad(y, weight, torch.empty_like(y))
+        assert_bitwise("dnorm_weight", dweight, torch.zeros(2, 8))
+
+
 @pytest.mark.parametrize("parts", PARTS, ids="-".join)
 def test_the_same_bits_every_time(tfla, parts):
     given = draw(parts, (2, 700, 2, 136), torch.bfloat16)

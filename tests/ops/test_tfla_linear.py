@@ -132,16 +132,21 @@ def test_wrong_arguments_are_named(tfla):
         r"weights are 9, but must be 1 to 8": ((x, [w] * 9), {}),
         r"weights\[1\] has dtype torch.float32": ((x, [w, v.float()]), {}),
         r"weights\[0\] has shape \[8, 56\]": ((x, [w[:, :56]]), {}),
+        r"weights\[0\] has shape \[\]": ((x, [w[0, 0]]), {}),
+        r"weights\[1\] is a NoneType": ((x, [w, None]), {}),
         r"biases\[0\] has shape \[7\]": ((x, [w], [x[0, :7]]), {}),
         r"norm_weight has shape \[8\]": ((x, [w]), {"norm_weight": x[0, :8]}),
         r"capped is 2, but must be 0 to 1": ((x, [w]), {"capped": 2}),
         r"must be one where residual is given": ((x, [w, v]), {"residual": x[:, :8]}),
+        r"capped is 1, but must be 0": ((x, [w]), {"residual": x[:, :8], "capped": 1}),
         r"gated is True, but needs two weights": ((x, [w]), {"gated": True}),
         r"linear_step is for decoding": ((x, [w.clone().requires_grad_()]), {}),
     }
     for message, (args, kwargs) in wrong.items():
         with pytest.raises((ValueError, TypeError), match=message):
             tfla.linear_step(*args, **kwargs)
+    with pytest.raises(TypeError, match="norm_weight is a NoneType"):
+        tfla.norm_step(x, None)
 
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU")

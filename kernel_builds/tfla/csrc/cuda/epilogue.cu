@@ -170,12 +170,13 @@ int64_t epilogue_scratch(const EpilogueBackwardParams& p) {
 
 template <typename IO>
 void run_epilogue(const EpilogueBackwardParams& p, void* scratch, cudaStream_t stream) {
-  float* parts = p.dweight != nullptr ? static_cast<float*>(scratch) : nullptr;
-  const int shared = parts != nullptr ? int(kWarps * p.V * int64_t(sizeof(float))) : 0;
+  const bool weighted = p.dweight != nullptr;  // without rows too, where there is no scratch
+  float* parts = weighted ? static_cast<float*>(scratch) : nullptr;
+  const int shared = weighted ? int(kWarps * p.V * int64_t(sizeof(float))) : 0;
   with_count(p.V, [&]<int kCount>() {
     launch(backward_kernel<IO, kCount>, {blocks_of(p) * p.H, kThreads, shared, stream}, p, parts);
   });
-  if (parts == nullptr) return;
+  if (!weighted) return;
   launch(sum_blocks, {(p.H * p.V + 31) / 32, kThreads, 0, stream}, parts,
          static_cast<float*>(p.dweight), int(blocks_of(p)), int(p.H * p.V));
 }

@@ -1,7 +1,7 @@
 // y = W x, for few rows of x, at the speed at which W is read: once for 16 of them.
 //
 // A thread block takes tiles of 16 rows of W, its warps pieces of the depth. Every warp copies its
-// own pieces to shared memory, some 512 bytes of a row at once, and waits for nobody else: the
+// own pieces to shared memory, up to 512 bytes of a row at once, and waits for nobody else: the
 // copies run ahead, across tiles, and begin before the kernel ahead has ended, because nothing in a
 // stream of steps writes weights. In which order the depth is summed is free, so a lane's operands
 // are 16 bytes of a row where the matrix instruction's layout asks for 4 times 4. The few rows of x
@@ -20,16 +20,24 @@ extern __shared__ __align__(16) char memory[];
 namespace {
 
 constexpr int kWarps = 8, kThreads = 32 * kWarps;
-constexpr int kRows = 16;                 // of W in a tile
-constexpr int kStep = 32, kSteps = 8;     // depth of four lanes with 16 bytes each; of a piece
-constexpr int kDepth = kStep * kSteps;    // of a piece
-constexpr int kStride = 2 * kDepth + 64;  // bytes from row to row: two rows meet no bank twice
-constexpr int kStages = 2;                // pieces of a warp in flight
-constexpr int kPieceBytes = kRows * kStride, kRingBytes = kWarps * kStages * kPieceBytes;
-constexpr int kLanes = kDepth / 8;  // of a row, when it is copied
-constexpr int kRowsAtOnce = 32 / kLanes;
+constexpr int kRows = 16;    // of W in a tile
+constexpr int kStep = 32;    // depth of four lanes with 16 bytes each
+constexpr int kStages = 2;   // pieces of a warp in flight
 constexpr int kColumns = 8;  // of the matrix instruction: rows of x
 constexpr int kSums = kRows * kColumns;
+
+// A piece of a tile, kSteps steps of the depth.
+template <int kSteps>
+struct Piece {
+  static constexpr int kDepth = kStep * kSteps;
+  static constexpr int kStride = 2 * kDepth + 64;  // from row to row: two meet no bank twice
+  static constexpr int kBytes = kRows * kStride, kRingBytes = kWarps * kStages * kBytes;
+  static constexpr int kLanes = kDepth / 8;  // of a row, when it is copied
+  static constexpr int kRowsAtOnce = 32 / kLanes;
+};
+// 512 bytes of a row at once, or 256 where shared memory is 99 KB: sm_86, sm_89, sm_120.
+constexpr int kLongSteps = 8, kShortSteps = 4;
+constexpr int kSharedOfLong = 163 << 10, kSharedOfShort = 99 << 10;
 
 DEVICE int smaller(int a, int b) { return a < b ? a : b; }
 DEVICE float silu(float x) { return x / (1 + expf(-x)); }
@@ -61,8 +69,9 @@ DEVICE Place find(const LinearStepParams& p, int tile, int tiles, int columns) {
 }
 
 // Copies a warp's pieces of one tile after the other, each over the last but kStages.
-template <typename IO>
+template <typename IO, int kSteps>
 struct Copier {
+  using Own = Piece<kSteps>;
   const LinearStepParams& p;
   int tile, tiles, all, blocks, columns, first, pieces, piece = first, stage = 0;
   const IO *low = nullptr, *high = nullptr;  // the matrix of the tile's first 8 rows and its last
@@ -78,12 +87,13 @@ struct Copier {
   }
   DEVICE void copy(uint32_t ring) {
     if (tile < all) {
-      const int lane = threadIdx.x % 32, at = piece * kDepth + lane % kLanes * 8;
+      const int lane = threadIdx.x % 32, lane_row = lane / Own::kLanes;
+      const int vector = lane % Own::kLanes, at = piece * Own::kDepth + vector * 8;
       const bool exists = at < p.K;
-      uint32_t to = ring + stage * kPieceBytes + lane / kLanes * kStride + lane % kLanes * 16;
+      uint32_t to = ring + stage * Own::kBytes + lane_row * Own::kStride + vector * 16;
 #pragma unroll
-      for (int r = 0; r < kRows; r += kRowsAtOnce, to += kRowsAtOnce * kStride) {
-        const int own = r + lane / kLanes;
+      for (int r = 0; r < kRows; r += Own::kRowsAtOnce, to += Own::kRowsAtOnce * Own::kStride) {
+        const int own = r + lane_row;
         const int from = smaller(own < kRows / 2 ? row + own : next + own - kRows / 2, rows - 1);
         const IO* source = (own < kRows / 2 ? low : high) + from * p.K;
         copy_async_or_zero(to, exists ? source + at : source, exists);
@@ -98,17 +108,20 @@ struct Copier {
   }
 };
 
-template <typename IO, int kTiles, bool kNorm>
+template <typename IO, int kSteps, int kTiles, bool kNorm>
 __global__ void __launch_bounds__(kThreads, 1) linear_step_kernel(
     const __grid_constant__ LinearStepParams p, int tiles, int all, int blocks) {
   __shared__ float sums[2][kWarps][kTiles * kSums];
   __shared__ float squares[2][kWarps][kTiles * kColumns];
+  using Own = Piece<kSteps>;
+  static_assert(Own::kRingBytes + int(sizeof sums + sizeof squares) <=
+                (kSteps == kLongSteps ? kSharedOfLong : kSharedOfShort));
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4, quarter = lane % 4;
-  const int K = int(p.K), pieces = (K + kDepth - 1) / kDepth;
-  const char* ring = memory + warp * kStages * kPieceBytes;
+  const int K = int(p.K), pieces = (K + Own::kDepth - 1) / Own::kDepth;
+  const char* ring = memory + warp * kStages * Own::kBytes;
   const uint32_t ring_address = shared_address(ring);
 
-  Copier<IO> copier{
+  Copier<IO, kSteps> copier{
       p,     warp < pieces ? int(blockIdx.x) : all, tiles, all, blocks, kTiles * kColumns, warp,
       pieces};
   copier.find_rows();
@@ -127,7 +140,7 @@ __global__ void __launch_bounds__(kThreads, 1) linear_step_kernel(
       uint4 v[kSteps][kTiles] = {};
 #pragma unroll
       for (int s = 0; s < kSteps; ++s) {
-        const int k = piece * kDepth + s * kStep;
+        const int k = piece * Own::kDepth + s * kStep;
         const bool exists = k + 8 * quarter < K;
         uint4 scale{};
         if (kNorm && exists) scale = *reinterpret_cast<const uint4*>(norm + k);
@@ -148,11 +161,12 @@ __global__ void __launch_bounds__(kThreads, 1) linear_step_kernel(
       }
       copy_wait<kStages - 1>();
       __syncwarp();
-      const char* from = ring + stage * kPieceBytes + row * kStride + quarter * 16;
+      const char* from = ring + stage * Own::kBytes + row * Own::kStride + quarter * 16;
 #pragma unroll
       for (int s = 0; s < kSteps; ++s) {
         const uint4 low = *reinterpret_cast<const uint4*>(from + s * 64);
-        const uint4 high = *reinterpret_cast<const uint4*>(from + s * 64 + kRows / 2 * kStride);
+        const uint4 high =
+            *reinterpret_cast<const uint4*>(from + s * 64 + kRows / 2 * Own::kStride);
 #pragma unroll
         for (int t = 0; t < kTiles; ++t) {
           mma<IO>(d[t], {low.x, high.x, low.y, high.y}, v[s][t].x, v[s][t].y);
@@ -207,10 +221,8 @@ __global__ void __launch_bounds__(kThreads, 1) linear_step_kernel(
   }
 }
 
-}  // namespace
-
-template <typename IO>
-void run_linear_step(const LinearStepParams& p, const Device& device, cudaStream_t stream) {
+template <typename IO, int kSteps>
+void launch_linear_step(const LinearStepParams& p, const Device& device, cudaStream_t stream) {
   int64_t tiles = 0;
   const int rows = p.gated ? kRows / 2 : kRows;
   for (int s = 0; s < (p.gated ? 1 : p.count); ++s) tiles += (p.linears[s].rows + rows - 1) / rows;
@@ -220,12 +232,24 @@ void run_linear_step(const LinearStepParams& p, const Device& device, cudaStream
   const int64_t columns = once ? wide : kColumns;
   const int64_t all = (p.B + columns - 1) / columns * tiles;
   const int64_t blocks = all < device.processors ? all : device.processors;
-  const Grid grid{blocks, kThreads, kRingBytes, stream, device.arch >= 90};
+  const Grid grid{blocks, kThreads, Piece<kSteps>::kRingBytes, stream, device.arch >= 90};
   const bool norm = p.norm != nullptr;
-  const auto kernel =
-      once ? (norm ? linear_step_kernel<IO, 2, true> : linear_step_kernel<IO, 2, false>)
-           : (norm ? linear_step_kernel<IO, 1, true> : linear_step_kernel<IO, 1, false>);
+  const auto kernel = once ? (norm ? linear_step_kernel<IO, kSteps, 2, true>
+                                   : linear_step_kernel<IO, kSteps, 2, false>)
+                           : (norm ? linear_step_kernel<IO, kSteps, 1, true>
+                                   : linear_step_kernel<IO, kSteps, 1, false>);
   launch(kernel, grid, p, int(tiles), int(all), int(blocks));
+}
+
+}  // namespace
+
+template <typename IO>
+void run_linear_step(const LinearStepParams& p, const Device& device, cudaStream_t stream) {
+  if (device.shared_bytes >= kSharedOfLong) {
+    launch_linear_step<IO, kLongSteps>(p, device, stream);
+  } else {
+    launch_linear_step<IO, kShortSteps>(p, device, stream);
+  }
 }
 template void run_linear_step<bf16>(const LinearStepParams&, const Device&, cudaStream_t);
 template void run_linear_step<fp16>(const LinearStepParams&, const Device&, cudaStream_t);

@@ -75,7 +75,9 @@ __global__ void __launch_bounds__(32) head_kernel(const StepParams p, Head* head
     if (p.normalized) fetch_row(k, K), fetch_row(q, K);
     if (n != nullptr) fetch_row(n, K);
     if (p.epilogue.out_gate.data != nullptr) fetch_row(gate_row<IO>(p.epilogue, b, 0, h), V);
-    if (p.epilogue.weight != nullptr) {
+    if (p.epilogue.weight_is_io) {
+      fetch_row(static_cast<const IO*>(p.epilogue.weight) + h * V, V);
+    } else if (p.epilogue.weight != nullptr) {
       fetch_row(static_cast<const float*>(p.epilogue.weight) + h * V, V);
     }
   }

@@ -27,6 +27,7 @@ def linear_step(
 
     At most 8 matrices, contiguous, of x's dtype; sums in fp32, rounded once. On CUDA in 16 bits every
     weight is read once for 16 rows of x, at the memory's speed; more rows are a product for cuBLAS.
+    There it may be read before the kernel ahead on the stream has ended: that must not write it.
     ValueError and TypeError name the argument.
     """
     tensors = _check(x, weights, biases, norm_weight, residual)
@@ -34,6 +35,8 @@ def linear_step(
         raise ValueError(f"capped is {capped}, but must be 0 to {len(weights)}")
     if residual is not None and len(weights) != 1:
         raise ValueError(f"weights are {len(weights)}, but must be one where residual is given")
+    if residual is not None and capped:
+        raise ValueError(f"capped is {capped}, but must be 0 where residual is given")
     if gated and (len(weights) != 2 or biases or capped):
         raise ValueError("gated is True, but needs two weights, no biases and nothing capped")
     if _select(backend, "linear_step", *tensors) == "reference":
@@ -56,7 +59,7 @@ def norm_step(
 
     Arguments otherwise as linear_step's.
     """
-    tensors = _check(x, weights, biases, norm_weight, None, least=0)
+    tensors = _check(x, weights, biases, check_tensor("norm_weight", norm_weight), None, least=0)
     if _select(backend, "norm_step", *tensors) != "reference":
         out, bounded = ops.norm_step(x, norm_weight, norm_eps, list(weights), list(biases), cap)
         return out, *(bounded.split([w.shape[0] for w in weights], -1) if weights else ())
@@ -103,6 +106,10 @@ def _check(x, weights: Sequence, biases: Sequence, norm_weight, residual, least:
         raise ValueError(f"weights are {len(weights)}, but must be {least} to {MOST} matrices")
     if len(biases) > len(weights):
         raise ValueError(f"biases are {len(biases)}, but must be at most one for each weight")
+    for i, w in enumerate(weights):
+        check_tensor(f"weights[{i}]", w, x.device)
+        if w.dim() != 2:
+            raise ValueError(f"weights[{i}] has shape {list(w.shape)}, but must be [N, K]")
     rows = [w.shape[0] for w in weights]
     named: List[Tuple[str, Any, Tuple[int, ...], str]] = [
         (f"weights[{i}]", w, (n, x.shape[1]), "[N, K]")
