@@ -9,7 +9,7 @@
 #include "mma.cuh"
 #include "shared_operand.cuh"
 
-// Kernels have no body where their instructions do not exist: nobody launches them there.
+// Kernels have no body but a trap where their instructions do not exist.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
 #define FLASHCELL_WGMMA_CODE 1
 #endif

@@ -346,6 +346,8 @@ __global__ void __launch_bounds__(kRingThreads, 1) block_gradients(const Backwar
 #if FLASHCELL_WGMMA_CODE
   extern __shared__ __align__(1024) char memory[];
   BlockGradients<IO, kKeyBlocks, kValueBlocks>(p, terms, slots, panels, memory).run(blocks);
+#else
+  __trap();  // built for sm_90 instead of sm_90a: an error, not what memory held
 #endif
 }
 

@@ -294,6 +294,8 @@ __global__ void __launch_bounds__(kRingThreads, 1) outputs_wgmma(const ForwardPa
 #if FLASHCELL_WGMMA_CODE
   extern __shared__ __align__(1024) char memory[];
   OutputWgmma<IO, kColumns>(p, terms, shared_bytes, memory).run();
+#else
+  __trap();  // built for sm_90 instead of sm_90a: an error, not what memory held
 #endif
 }
 

@@ -110,6 +110,8 @@ __global__ void __launch_bounds__(kRingThreads, 1) states_wgmma(const StateParam
   using Walk = StateWgmma<IO, kReverse, kColumns>;
   extern __shared__ __align__(1024) char memory[];
   Walk(p, segments, *reinterpret_cast<typename Walk::Shared*>(memory)).run(p, segments);
+#else
+  __trap();  // built for sm_90 instead of sm_90a: an error, not what memory held
 #endif
 }
 
