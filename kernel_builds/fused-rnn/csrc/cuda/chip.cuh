@@ -48,10 +48,10 @@ __global__ void __launch_bounds__(kThreads<Pass, kBlocks, kMarked>, 1) chip_kern
   if (threadIdx.x < 4) mbarrier_init(block.shared.received[threadIdx.x / 2][threadIdx.x % 2], 1);
   if constexpr (Pass::kSplit > 1) cluster_barrier();
   if (threadIdx.x < kProducts) {
-    take_registers<kWide ? 176 : kCellHalves == 2 ? 160 : 208>();
+    take_registers<kWide ? 184 : kCellHalves == 2 ? 160 : 208>();
     Product<Pass, kBlocks, kMarked>(block).run();
   } else {
-    leave_registers<kWide ? 80 : kCellHalves == 2 ? 96 : 88>();
+    leave_registers<kWide ? 72 : kCellHalves == 2 ? 96 : 88>();
     Cells<Pass, kCellHalves, kMarked>(block).run();
   }
   if constexpr (Pass::kSplit > 1) cluster_barrier();  // nobody sends to a block that has left
@@ -129,11 +129,13 @@ bool run(const typename Pass::Params& p, const Launch& launch) {
         p, Pass::medium(p), Pass::kGates * p.N * p.D);
     check(cudaGetLastError());
   }
-  const void* initial = nullptr;
+  int64_t initial = 0;
   if constexpr (!Pass::kDescends) {
     const int64_t pairs = p.S * p.N * p.D / 2;
     if (p.initial != nullptr) {
-      initial = launch.scratch;
+      initial = (reinterpret_cast<intptr_t>(launch.scratch) -
+                 reinterpret_cast<intptr_t>(Pass::medium(p))) /
+                int64_t(sizeof(IO));
       round_kernel<IO><<<unsigned(divide_up(pairs, 256)), 256, 0, launch.stream>>>(
           static_cast<const float*>(p.initial), static_cast<IO*>(launch.scratch), pairs);
       check(cudaGetLastError());

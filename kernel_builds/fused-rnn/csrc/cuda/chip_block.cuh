@@ -10,8 +10,9 @@ struct Range {  // of a launch
   int groups, members;  // groups of a head, thread blocks of a group
   int depth_blocks;     // of the product
   unsigned panel;       // elements of the medium from a gate to the next: N D
-  const void* initial;  // [S, N, D] io: the first operand, which counts as polled
-  unsigned pause;       // clocks between a block's part of a lone tile and asking for all parts
+  int64_t initial;  // elements from the medium to [S, N, D] io: the first operand, which counts as
+                    // polled
+  unsigned pause;   // clocks between a block's part of a lone tile and asking for all parts
 };
 
 struct Walk {  // through the steps; within a step through the tiles of the round
@@ -49,8 +50,7 @@ struct alignas(16) Shared {  // and behind it the weight that is not in register
   int lengths[kTiles];
   int published[kTiles][kCellWarps];  // the step that a warp of the cell has done last
   uint64_t emptied[2];  // of the partial sums: a barrier of the cell warps for the product warps
-  uint64_t received[2]
-                   [2];  // [half of the cell warps][buffer]: barriers of the blocks of the cluster
+  uint64_t received[2][2];  // [half of the cell warps][buffer]: barriers of the cluster's blocks
   float inbox[2][2][kShape.split > 1 ? kShape.split : 0][kPlane];
 };
 
@@ -66,6 +66,31 @@ DEVICE void mbarrier_arrive(uint64_t& barrier, bool arrives, float& a, float& b)
       : "+f"(a), "+f"(b)
       : "r"(shared_address(&barrier)), "r"(int(arrives))
       : "memory");
+}
+
+// At addresses in shared memory, which no pointer need be made for.
+DEVICE uint4 load_shared(uint32_t address) {
+  uint4 v;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(address)
+               : "memory");
+  return v;
+}
+template <int kFloats>
+DEVICE void store_shared(uint32_t address, const Slot<kFloats>& slot) {
+  const float (&v)[kFloats] = slot.sum;
+  static_assert(kFloats == 1 || kFloats == 2 || kFloats == 4);
+  if constexpr (kFloats == 1) {
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(v[0]) : "memory");
+  } else if constexpr (kFloats == 2) {
+    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(v[0]), "f"(v[1])
+                 : "memory");
+  } else {
+    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(v[0]), "f"(v[1]),
+                 "f"(v[2]), "f"(v[3])
+                 : "memory");
+  }
 }
 
 // What both kinds of warps know: which part of which head the block works on, and when.
@@ -116,12 +141,21 @@ struct Block {
     for (int tile = 0; tile < tiles; ++tile) even &= longest == shared.lengths[tile];
     return {tiles, Pass::kDescends ? longest - 1 : 0, Pass::kDescends ? -2 : longest, even};
   }
-  DEVICE Walk first(const Route& route) const { return following({route.begin, -1}, route); }
-  DEVICE Walk following(Walk walk, const Route& route) const {
-    while (walk.t != route.end) {
-      if (++walk.tile == route.tiles) walk.tile = 0, walk.t += Pass::kDescends ? -1 : 1;
-      if (walk.t == route.end || route.even || walk.t < shared.lengths[walk.tile]) break;
-    }
+  // Through every kEvery-th tile from `lowest` on, not beyond the end: few instructions, they are
+  // in every step.
+  template <int kEvery = 1>
+  DEVICE Walk first(const Route& route, int lowest = 0) const {
+    const int begin = lowest < route.tiles ? route.begin : route.end;
+    return route.begin == route.end || begin == route.end
+               ? Walk{route.end, 0}
+               : following<kEvery>({begin, lowest - kEvery}, route, lowest);
+  }
+  template <int kEvery = 1>
+  DEVICE Walk following(Walk walk, const Route& route, int lowest = 0) const {
+    do {
+      walk.tile += kEvery;
+      if (walk.tile >= route.tiles) walk.tile = lowest, walk.t += Pass::kDescends ? -1 : 1;
+    } while (!route.even && walk.t != route.end && walk.t >= shared.lengths[walk.tile]);
     return walk;
   }
 };

@@ -21,6 +21,7 @@ struct Cells : Block<Pass> {
   int first_tile = 0, tiles = 0;
   unsigned item = 0;  // steps of tiles that the half has done
   float bias[Pass::kBias];
+  uint32_t way[kSplit];  // from an address in this block to the same in another of the cluster
 
   // Rows that a warp copies at a time, in vectors of its columns.
   static constexpr int kCopiedRows = 32 / (2 * kWide * kUnitVectors);
@@ -50,6 +51,11 @@ struct Cells : Block<Pass> {
 
   DEVICE Cells(const Block<Pass>& block) : Block<Pass>(block) {
     const int part = first_unit + copied_part();
+    if constexpr (kSplit > 1) {
+      const uint32_t here = shared_address(&shared);
+#pragma unroll
+      for (int to = 0; to < kSplit; ++to) way[to] = address_in(here, to) - here;
+    }
     line = Pass::medium(p) + copied_row() * range.panel + head * D + part;
 #pragma unroll
     for (int i = 0; i < kCopies; ++i) {
@@ -114,18 +120,18 @@ struct Cells : Block<Pass> {
   }
 
   // The half's next tile.
-  DEVICE Walk own(Walk walk, const Route& route) const {
-    while (walk.t != route.end && !has_cell(walk.tile)) walk = this->following(walk, route);
-    return walk;
+  DEVICE Walk following(const Walk& walk, const Route& route) const {
+    if (walk.t == route.end) return walk;
+    return Block<Pass>::template following<kHalves>(walk, route, kHalves == 1 ? 0 : half());
   }
 
   // Each half has its part of the ring: neither waits for the other.
   DEVICE void run_round() {
     const Route route = this->route(tiles);
-    Walk at = own(this->first(route), route), ahead = at;
+    Walk at = this->template first<kHalves>(route, kHalves == 1 ? 0 : half()), ahead = at;
     for (int stage = 0; stage < kRing - 1; ++stage) {
       copy(stage, ahead, route);
-      ahead = own(this->following(ahead, route), route);
+      ahead = following(ahead, route);
     }
     for (int stage = 0; at.t != route.end; stage = stage + 1 == kRing ? 0 : stage + 1) {
       copy_wait<kRing - 2>();
@@ -134,8 +140,8 @@ struct Cells : Block<Pass> {
       if (lane() == 0) note(at);
       ++item;
       copy(stage == 0 ? kRing - 1 : stage - 1, ahead, route);
-      ahead = own(this->following(ahead, route), route);
-      at = own(this->following(at, route), route);
+      ahead = following(ahead, route);
+      at = following(at, route);
     }
   }
 
@@ -226,6 +232,7 @@ struct Cells : Block<Pass> {
     auto& inbox = shared.inbox[half()][buffer];
     if (place() == 0) mbarrier_expect(received, (kSplit - 1) * kWide * kCells * 4);
     float own[kWide];
+    const uint32_t place_here = shared_address(&inbox[rank][place()]);
 #pragma unroll
     for (int to = 0; to < kSplit; ++to) {
 #pragma unroll
@@ -233,8 +240,8 @@ struct Cells : Block<Pass> {
         if (to == rank) {
           own[side] = sums[side].sum[to];
         } else {
-          send(address_in(shared_address(&inbox[rank][place() + side * kCells]), to),
-               address_in(shared_address(&received), to), __float_as_uint(sums[side].sum[to]));
+          send(place_here + side * kCells * 4 + way[to], shared_address(&received) + way[to],
+               __float_as_uint(sums[side].sum[to]));
         }
       }
     }

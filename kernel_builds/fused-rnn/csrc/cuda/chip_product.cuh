@@ -2,6 +2,8 @@
 // operands, straight from L2 to the matrix instruction. Operands of the next step, or of the next
 // tile, are asked for as soon as the registers of the ones before are free.
 #pragma once
+#include <cstddef>
+
 #include "chip_block.cuh"
 
 namespace flashcell::cuda::chip {
@@ -28,24 +30,30 @@ struct Product : Block<Pass> {
   static constexpr int kAll = kProducts + kHalves * kCells;
 
   static_assert(kWide == 1 || !kMarked);
-  struct Look {           // at the operands of the lane's columns
-    unsigned row[kWide];  // of the medium, or of the initial states
-    int polled[kWide];    // blocks
-    int t;
-    bool starts;  // from the initial states: without masks, where t is 0
+  struct Look {             // at the operands of the lane's columns
+    const IO* from[kWide];  // in the medium, or in the initial states
+    int polled[kWide];      // blocks
   };
 
   uint32_t weight[kHeld][kRows][2][4];  // [chunk][row tile][mma step]
   uint32_t words[kAhead][kWide][4];
-  const unsigned operands;  // of the lane in a row of the medium
-  unsigned parities = 0;    // of the uses of the buffers of partial sums
+  const IO* const medium;  // the lane's operands in its first row
+  const int blocks;        // of the depth, with operands of the lane
+  const uint32_t columns, sums_here;
+  unsigned parities = 0;  // of the uses of the buffers of partial sums
 
   DEVICE int warp() const { return int(threadIdx.x / 32); }
   DEVICE int depth() const { return (warp() * 4 + lane() % 4) * kVector; }
   DEVICE bool present(int chunk) const { return kExact || chunk / kPanels < range.depth_blocks; }
 
   DEVICE Product(const Block<Pass>& block)
-      : Block<Pass>(block), operands(unsigned((this->first_panel() * p.N + head) * D) + depth()) {}
+      : Block<Pass>(block),
+        medium(Pass::medium(p) + (this->first_panel() * p.N + head) * D + depth()),
+        blocks((max(D - depth(), 0) + kBlockDepth - 1) / kBlockDepth),
+        columns(shared_address(&shared.columns[0][lane() / 4])),
+        sums_here(shared_address(
+            &shared
+                 .partials[0][warp()][lane() % 4 * 2 * Shared<Pass>::kColumnSlots + lane() / 4])) {}
 
   DEVICE void run() {
     load_weight();
@@ -148,26 +156,35 @@ struct Product : Block<Pass> {
   DEVICE Look look(const Walk& walk, int end) const {
     Look look{};
     if (walk.t == end) return look;
-    look.t = walk.t;
 #pragma unroll
     for (int side = 0; side < kWide; ++side) {
-      const Column& column = shared.columns[walk.tile][lane() / 4 + 8 * side];
-      const Operand operand = Pass::template operand<kMarked>(p, {column, p}, walk.t);
-      const int blocks = (max(D - depth(), 0) + kBlockDepth - 1) / kBlockDepth;
-      const bool starts = !Pass::kDescends && operand.flags & kInitial;
-      look.row[side] = unsigned(starts ? column.index : column.row + operand.step);
-      if (kMarked) look.starts = starts;
-      look.polled[side] = operand.flags & (kPolls | kInitial) ? blocks : 0;
+      bool starts, polls;
+      unsigned row;
+      if constexpr (kMarked) {
+        const Column& column = shared.columns[walk.tile][lane() / 4 + 8 * side];
+        const Operand operand = Pass::template operand<kMarked>(p, {column, p}, walk.t);
+        starts = operand.flags & kInitial, polls = operand.flags & (kPolls | kInitial);
+        row = unsigned(starts ? column.index : column.row + operand.step);
+      } else {
+        const uint32_t column = columns + (walk.tile * 8 * kWide + 8 * side) * kColumnBytes;
+        const uint4 rows = load_shared(column);  // words of its index and of its row
+        const int length = int(load_word(column + offsetof(Column, length)));
+        starts = !Pass::kDescends && walk.t == 0;
+        const int step = walk.t + (Pass::kDescends ? 1 : -1);
+        polls = max(step, walk.t) < length;
+        if constexpr (!Pass::kDescends) polls &= !starts || p.initial != nullptr;
+        row = starts ? rows.x : rows.z + unsigned(step);
+      }
+      look.from[side] = medium + uint64_t(row) * (Pass::kGates * range.panel);
+      if (starts) look.from[side] += range.initial;
+      look.polled[side] = polls ? blocks : 0;
     }
     return look;
   }
 
   DEVICE const IO* address(int chunk, const Look& look, int side) const {
-    const IO* from = Pass::medium(p);
-    if (!Pass::kDescends && (kMarked ? look.starts : look.t == 0))
-      from = static_cast<const IO*>(range.initial);
-    return from + operands + uint64_t(look.row[side]) * (Pass::kGates * range.panel) +
-           uint64_t(chunk % kPanels) * range.panel + chunk / kPanels * kBlockDepth;
+    return look.from[side] + uint64_t(chunk % kPanels) * range.panel +
+           chunk / kPanels * kBlockDepth;
   }
 
   // For kCount chunks from `chunk` on, into the words of `slot` and those behind it.
@@ -197,6 +214,7 @@ struct Product : Block<Pass> {
     }
   }
 
+  using Sums = typename Shared<Pass>::Sums;
   using ItemSums = float[kWide][kChains][kRows][4];
 
   DEVICE void multiply(ItemSums& sums, int slot, int first) {
@@ -232,9 +250,9 @@ struct Product : Block<Pass> {
 
   // With two halves of cell warps each has its buffer.
   DEVICE void hand_over(const ItemSums& sums, int tile) {
-    using Sums = typename Shared<Pass>::Sums;
-    const int buffer = kHalves == 2 ? tile % 2 : parities >> 2 & 1, r = lane() / 4, q = lane() % 4;
-    Sums* to = &shared.partials[buffer][warp()][2 * q * Shared<Pass>::kColumnSlots + r];
+    constexpr int kBufferBytes = sizeof(shared.partials[0]), kSlotBytes = sizeof(Sums);
+    const int buffer = kHalves == 2 ? tile % 2 : parities >> 2 & 1;
+    const uint32_t to = sums_here + buffer * kBufferBytes;
     mbarrier_wait(shared.emptied[buffer], ~parities >> buffer & 1);
 #pragma unroll
     for (int i = 0; i < 4 * kWide; ++i) {
@@ -246,7 +264,7 @@ struct Product : Block<Pass> {
 #pragma unroll
         for (int chain = 1; chain < kChains; ++chain) slot.sum[m] += sums[side][chain][m][i % 4];
       }
-      to[column * Shared<Pass>::kColumnSlots + row] = slot;
+      store_shared(to + (column * Shared<Pass>::kColumnSlots + row) * kSlotBytes, slot);
     }
     barrier_arrive<kProducts + kCells>(kFilled + buffer);
     parities ^= 4 | 1 << buffer;
