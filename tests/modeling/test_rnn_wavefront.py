@@ -76,9 +76,10 @@ def test_gradients_in_16_bits_lose_nothing(kind, waves):
 
 def test_when_it_runs():
     usual = {"device_type": "cuda", "layers": 4, "heads": 1, "dropout": 0.0, "packed": False}
-    usual |= {"T": 1024, "D": 512}
+    usual |= {"B": 16, "T": 1024, "D": 512}
     choose = lambda **changed: stack.choose_chunk(**{**usual, **changed})
-    assert choose() == choose(trains=True) == choose(D=768) == 128
+    assert choose() == choose(trains=True) == choose(B=64) == choose(D=1024) == 128
+    assert choose(D=768) == choose(D=768, trains=True) == 512
     never = {
         "device_type": "cpu",
         "layers": 1,
@@ -89,11 +90,12 @@ def test_when_it_runs():
     }
     for name, value in {**never, "D": 1025}.items():
         assert choose(**{name: value}) == 0, name
-    assert choose(D=128) == choose(D=768, trains=True) == 0
+    assert choose(D=128) == choose(D=768, B=17) == choose(D=1024, trains=True) == 0
     for T in range(512, 3000):
         chunk = choose(T=T)
         assert 112 <= chunk <= 144
         assert T % chunk < T // chunk
+        assert T - 2 * choose(T=T, D=768) == T % 2
 
 
 @pytest.mark.parametrize("change", [{"dropout": 0.1}, {"bidirectional": True}, {"num_layers": 1}])

@@ -73,7 +73,7 @@ def _run(module: Any, kernel: Any, x: Tensor, hx: Any, layout: Layout) -> tuple[
         dropout = module.dropout if module.training else 0.0
         documents = layout.cu_seqlens is not None
         trains = torch.is_grad_enabled() and (x.requires_grad or weights[0][0].requires_grad)
-        sizes = x.shape[1], module.hidden_size, trains
+        sizes = *x.shape[:2], module.hidden_size, trains
         chunk = choose_chunk(x.device.type, len(layers), N, dropout, documents, *sizes)
         if chunk > 0:
             y, lasts = engine.run_wavefront(layers, x, states, firsts, chunk)

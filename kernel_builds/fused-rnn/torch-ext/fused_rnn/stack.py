@@ -30,13 +30,16 @@ States = tuple[Tensor, ...]  # K tensors [B, N, D], as the kernels have them
 
 # Where a wavefront pays. It costs (layers - 1) waves of latency and a call a wave, which the backward
 # pays again. H200, bf16, B 16, T 1024, 4 layers, ms, one layer after the other / chunks of 128:
-# inference 128: 2.58 / 2.80, 256: 5.12 / 2.84, 512: 5.91 / 4.06, 768: 7.31 / 6.86, 1024 (2 layers):
-# 4.83 / 4.12; forward + backward 256: 12.6 / 10.2, 512: 13.7 / 11.5, 768: 16.9 / 17.9.
+# inference 128: 2.58 / 2.80, 256: 5.12 / 2.84, 512: 5.91 / 4.06, 1024 (2 layers): 4.83 / 4.12;
+# forward + backward 256: 12.6 / 10.2, 512: 13.7 / 11.5. Of wider layers two fill the chip: 768, chunks
+# of 128 / 256 / 512, inference 6.44 / 6.89 / 6.14, forward + backward 18.4 / 17.2 / 15.1.
 WAVE_DEVICES = ("cuda",)
 WAVE_CHUNK = 128  # steps; 64 is slower throughout
 WAVE_MIN_CHUNKS = 4
 WAVE_MIN_WIDTH = 129  # narrower heads never wait for each other
-WAVE_MAX_WIDTH = {False: 1024, True: 512}  # without and with gradients: one layer fills the chip
+WAVE_MAX_WIDTH = {False: 1024, True: 768}  # without and with gradients: one layer fills the chip
+WAVE_PAIR_WIDTHS = range(513, 769)  # two layers fill the chip, in small batches: the time in halves
+WAVE_PAIR_BATCH = 16
 
 # Where the kernel's own product is faster than torch's batched one.
 LINEAR_DEVICES = ("cpu",)
@@ -48,6 +51,7 @@ def choose_chunk(
     heads: int,
     dropout: float,
     packed: bool,
+    B: int,
     T: int,
     D: int,
     trains: bool = False,
@@ -59,9 +63,11 @@ def choose_chunk(
     possible = layers > 1 and heads == 1 and dropout == 0 and not packed
     if not possible or device_type not in WAVE_DEVICES:
         return 0
-    if not WAVE_MIN_WIDTH <= D <= WAVE_MAX_WIDTH[trains]:
+    if not WAVE_MIN_WIDTH <= D <= WAVE_MAX_WIDTH[trains] or T < WAVE_MIN_CHUNKS * WAVE_CHUNK:
         return 0
-    return T // round(T / WAVE_CHUNK) if T >= WAVE_MIN_CHUNKS * WAVE_CHUNK else 0
+    if D in WAVE_PAIR_WIDTHS:
+        return T // 2 if B <= WAVE_PAIR_BATCH else 0
+    return T // round(T / WAVE_CHUNK)
 
 
 class Heads(NamedTuple):
