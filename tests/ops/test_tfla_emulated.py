@@ -276,6 +276,15 @@ def test_linear_step(tfla, order, dtype, B, K, rows, shared):
             assert_close("linear_step", y, exact, 1.5 * EPS[dtype])
 
 
+def test_linear_step_of_no_depth(tfla):
+    x, weight, bias = torch.ones(3, 0), torch.ones(24, 0), torch.randn(24)
+    x, weight, bias = (t.bfloat16() for t in (x, weight, bias))
+    for norm in (None, x[0]):
+        call = (x, [weight] * 2, [bias], 0, 0.0, norm, 1e-6, None, False)
+        out, _ = tfla.dispatch.ops.linear_step(*call)
+        assert_bitwise("out", out, torch.cat([torch.zeros_like(bias), bias]).expand(3, -1))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("B", "K"), [(1, 8), (5, 1096), (2, 8200)])
 def test_between_products(tfla, order, dtype, B, K):

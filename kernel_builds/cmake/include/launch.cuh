@@ -28,7 +28,8 @@ void launch(void (*kernel)(Params...), const Grid& grid, const Args&... args) {
   if (grid.blocks > INT32_MAX) {
     throw std::invalid_argument(std::string(kKernelName) + ": too many sequences");
   }
-  if (grid.shared_bytes > 48 << 10) {  // what a kernel has without asking
+  // A kernel has 48 KB without asking, of which its static arrays may take 16.
+  if (grid.shared_bytes > 32 << 10) {
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                grid.shared_bytes));
   }
