@@ -163,7 +163,7 @@ def test_tiny(tfla, cell, engine, case, dtype):
     function, _ = ENGINES[engine]
     with torch.device("cpu"):
         call = to_device(draw_tiny(cell, case, dtype), "cpu")
-        given = upstream(call, dtype)
+        given = [dy.cpu() for dy in upstream(call, dtype)]
         peer, exact = (function(reference, c, given) for c in (call, upcast(call)))
     got = function(tfla, to_device(call), [dy.to(DEVICE) for dy in given], backend=DEVICE)
     assert got.keys() == exact.keys()
