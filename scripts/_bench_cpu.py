@@ -67,7 +67,9 @@ def product_rate(dtype: str, kernel) -> float:
     M, K, N = 1024, 1024, 2048
     a, b = (torch.randn(n, K).to(getattr(torch, dtype)) for n in (M, N))
     products = [torch.nn.functional.linear, getattr(kernel, "linear", None)]
-    times = [milliseconds(lambda f=f: f(a, b), 1) for f in filter(callable, products) for _ in range(20)]
+    times = [
+        milliseconds(lambda f=f: f(a, b), 1) for f in filter(callable, products) for _ in range(20)
+    ]
     return 2e-6 * M * K * N / min(times)
 
 
