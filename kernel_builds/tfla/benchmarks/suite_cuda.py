@@ -34,9 +34,10 @@ class Case:
 
     @property
     def name(self) -> str:
-        chunk = f"-chunk{self.chunk}" if self.chunk else ""
         shape = f"{self.heads}x{self.key}x{self.value}-B{self.batch}T{self.steps}"
-        return f"mlstm-{self.gate}-{shape}{chunk}"
+        chunk = f"-chunk{self.chunk}" if self.chunk else ""
+        sweep = "-lengths" if self.of == "lengths" else ""  # one of them is also a case of must
+        return f"mlstm-{self.gate}-{shape}{chunk}{sweep}"
 
     @property
     def passes(self) -> tuple[str, ...]:
