@@ -1,7 +1,8 @@
-// One step: C is read once and written once, all of it in flight before the first product.
+// One step: C is read once and written once, all of a thread block's part in flight at once.
 //
-// Two kernels, so that a state can be written where it stood: in the second every thread block
-// needs what the first made of n and m. It starts while the first runs, and waits after its loads.
+// Two kernels, so that a state can be written where it stood: every thread block of the first reads
+// n and m for itself. The second is launched when all have, and writes them while C is on its way;
+// then it ends h, if there is an epilogue.
 #include "early.cuh"
 #include "epilogue.cuh"
 #include "launch.h"
@@ -14,21 +15,18 @@ extern __shared__ __align__(16) char memory[];
 namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
-constexpr int kLanes = 16;  // for a row of C, four columns each
+constexpr int kMostRows = 1024 / kThreads;  // of K, a thread
+constexpr int kLanes = 16;                  // for a row of C, four columns each
 constexpr int kTileColumns = 4 * kLanes, kRowsAtOnce = kThreads / kLanes;
 constexpr int kUnroll = 16;  // rows of a thread in flight
-// Of C, what the first kernel brings into the L2 while what came before still runs, asked for by so
-// many thread blocks: of more some is gone again before it is read.
-constexpr int64_t kFetchBytes = 4 << 20, kFetchBlocks = 128;
+// Of C, what is brought into the L2 while what came before still runs: of more some is gone again
+// before it is read.
+constexpr int64_t kFetchBytes = 4 << 20;
 constexpr float kShut = -1000, kNever = -1e30f;
 
-struct alignas(16) Head {  // what the first kernel tells the second
-  float keep, add, scale;
-  int done;  // of the second's thread blocks
-};
-
 DEVICE float log_sigmoid(float x) { return fminf(x, 0.0f) - log1pf(expf(-fabsf(x))); }
-DEVICE float at_least(float least, float x) { return x < least ? least : x; }  // NaN stays
+DEVICE float at_least(float least, float x) { return x < least ? least : x; }    // NaN stays
+DEVICE float times(float keep, float x) { return keep == 0 ? 0.0f : keep * x; }  // whatever x is
 
 template <typename X>
 DEVICE const X* at(const Strided& x, int b, int h) {
@@ -38,161 +36,139 @@ DEVICE const X* at(const Strided& x, int b, int h) {
 // Into the L2, where a kernel that still runs may yet write: only a load has to wait for it.
 DEVICE void fetch([[maybe_unused]] const void* from, [[maybe_unused]] int bytes) {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+  if (bytes > 0 && threadIdx.x == 0) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+  }
 #endif
 }
 template <typename X>
-DEVICE void fetch_row([[maybe_unused]] const X* row, [[maybe_unused]] int count) {  // by a warp
+DEVICE void fetch_row([[maybe_unused]] const X* row, [[maybe_unused]] int count) {
 #if __CUDA_ARCH__ >= 900
   constexpr int kLine = 128 / int(sizeof(X));
-  for (int c = int(threadIdx.x) * kLine; c < count; c += 32 * kLine) {
+  for (int c = int(threadIdx.x) * kLine; c < count; c += kThreads * kLine) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(row + c));
   }
 #endif
 }
 
-// n, m and the factors of a head, by a warp. Of `parts` thread blocks of a head the others fetch
-// `bytes` of C each, as the first does.
-template <typename IO>
-__global__ void __launch_bounds__(32) head_kernel(const StepParams p, Head* heads, int parts,
-                                                  int bytes) {
-  constexpr int kColumns = 8;  // of a lane at once
-  const int state = int(blockIdx.x) / parts, part = int(blockIdx.x) % parts, lane = threadIdx.x;
-  const int b = state / int(p.H), h = state % int(p.H), K = int(p.K);
-  const int64_t first = int64_t(state) * K;
-  const float *i = at<float>(p.i, b, h), *f = at<float>(p.f, b, h);
-  const float* m = p.m ? static_cast<const float*>(p.m) + state : nullptr;
-  const float* n = p.n ? static_cast<const float*>(p.n) + first : nullptr;
-  const IO *k = at<IO>(p.k, b, h), *q = at<IO>(p.q, b, h);
-  if (bytes > 0 && lane == 0) {
-    const char* C = static_cast<const char*>(p.C) + first * p.V * int64_t(sizeof(float));
-    fetch(C + int64_t(part) * bytes, bytes);
+// A head of a sequence, and where it is.
+struct Head {
+  int state, b, h;
+  const float *i, *f, *m, *n;  // m and n null for 0
+
+  DEVICE Head(const StepParams& p, int number)
+      : state(number), b(number / int(p.H)), h(number % int(p.H)) {
+    i = at<float>(p.i, b, h), f = at<float>(p.f, b, h);
+    m = p.m ? static_cast<const float*>(p.m) + state : nullptr;
+    n = p.n ? static_cast<const float*>(p.n) + state * p.K : nullptr;
   }
-  if (part == 0) {
-    const int V = int(p.V);
-    fetch_row(i, 1), fetch_row(f, 1);
-    if (m != nullptr) fetch_row(m, 1);
-    if (p.normalized) fetch_row(k, K), fetch_row(q, K);
-    if (n != nullptr) fetch_row(n, K);
-    if (p.epilogue.out_gate.data != nullptr) fetch_row(gate_row<IO>(p.epilogue, b, 0, h), V);
-    if (p.epilogue.weight_is_io) {
-      fetch_row(static_cast<const IO*>(p.epilogue.weight) + h * V, V);
-    } else if (p.epilogue.weight != nullptr) {
-      fetch_row(static_cast<const float*>(p.epilogue.weight) + h * V, V);
+};
+
+struct Gates {
+  float input, forget, m;
+
+  DEVICE explicit Gates(const Head& head)
+      : input(*head.i), forget(*head.f), m(head.m ? *head.m : 0.0f) {}
+  Gates() = default;
+};
+
+struct Factors {
+  float keep, add, m;  // of the state, of k v, and the state's scale from now on
+
+  DEVICE Factors(const StepParams& p, const Gates& gates) {
+    const float log_f = at_least(kShut, log_sigmoid(gates.forget));
+    if (!p.exponential) {
+      keep = expf(log_f), add = expf(log_sigmoid(gates.input)), m = 0;
+      return;
+    }
+    // m is rounded, and the factors make up for it
+    const float log_i = at_least(kNever, gates.input);
+    const double carried = double(log_f) + double(gates.m);
+    m = float(carried < double(log_i) ? double(log_i) : carried);
+    keep = gates.m < kNever ? 0.0f : expf(float(carried - double(m)));
+    add = expf(float(double(log_i) - double(m)));
+  }
+};
+
+// What a thread has of a head's rows.
+struct Rows {
+  float key[kMostRows], query[kMostRows], n[kMostRows];
+
+  template <typename IO>
+  DEVICE void load(const StepParams& p, const Head& head) {
+    const IO *k = at<IO>(p.k, head.b, head.h), *q = at<IO>(p.q, head.b, head.h);
+#pragma unroll
+    for (int u = 0; u < kMostRows; ++u) {
+      const int r = row(u);
+      key[u] = r < p.K ? to_float(k[r]) : 0.0f, query[u] = r < p.K ? to_float(q[r]) : 0.0f;
+      n[u] = r < p.K && head.n != nullptr ? head.n[r] : 0.0f;
     }
   }
-  wait_for_earlier();
-  let_later_start();
-  if (part != 0) return;
-  float key[kColumns], query[kColumns], old[kColumns];
-  const auto load = [&](int begin) {
-#pragma unroll
-    for (int u = 0; u < kColumns; ++u) {
-      const int c = begin + lane + 32 * u;
-      const bool exists = p.normalized && c < K;
-      key[u] = exists ? to_float(k[c]) : 0.0f, query[u] = exists ? to_float(q[c]) : 0.0f;
-      old[u] = exists && n != nullptr ? n[c] : 0.0f;
-    }
-  };
-  load(0);
-  const float input = *i, forget = *f, before = m != nullptr ? *m : 0.0f;
-  const float log_f = at_least(kShut, log_sigmoid(forget));
-  float after = 0, keep, add;
-  if (p.exponential) {  // m is rounded, and the factors make up for it
-    const float log_i = at_least(kNever, input);
-    const double carried = double(log_f) + double(before);
-    after = float(carried < double(log_i) ? double(log_i) : carried);
-    keep = before < kNever ? 0.0f : expf(float(carried - double(after)));
-    add = expf(float(double(log_i) - double(after)));
-  } else {
-    keep = expf(log_f), add = expf(log_sigmoid(input));
+  DEVICE static int row(int u) { return int(threadIdx.x) + u * kThreads; }
+  DEVICE float next_n(const Factors& factors, int u) const {
+    return times(factors.keep, n[u]) + factors.add * key[u];
   }
-  const float query_scale = rsqrtf(float(K));
-  float scale = query_scale;
-  if (p.normalized) {
-    float sum = 0;
-    for (int begin = 0; begin < K; begin += 32 * kColumns) {
-      if (begin != 0) load(begin);
-#pragma unroll
-      for (int u = 0; u < kColumns; ++u) {
-        const int c = begin + lane + 32 * u;
-        const float value = (keep != 0 ? keep * old[u] : 0.0f) + add * key[u];
-        if (c < K) static_cast<float*>(p.next_n)[first + c] = value;
-        sum += value * query[u];
-      }
-    }
-#pragma unroll
-    for (int mask = 16; mask > 0; mask /= 2) sum += __shfl_xor_sync(~0u, sum, mask);
-    scale /= fmaxf(fabsf(sum * query_scale), expf(-after)) + float(p.eps);
-  }
-  if (lane != 0) return;
-  if (p.next_m != nullptr) static_cast<float*>(p.next_m)[state] = after;
-  heads[state] = {keep, add, scale, 0};
-}
+};
 
-// By every thread: is this the last of a head's thread blocks? Then it sees what the others wrote.
-DEVICE bool is_last_of(int blocks, int* done) {
-  __shared__ bool is_last;
-  __syncthreads();
-  if (threadIdx.x == 0) is_last = atomicAdd(done, 1) == blocks - 1;
-  __syncthreads();
-  if (is_last) __threadfence();
-  return is_last;
-}
-
+// C of kTileColumns of a head, and their h: in `unrounded` where an epilogue follows.
 template <typename IO>
-DEVICE void finish_head(const Epilogue& p, const float* from, IO* to, int b, int h, int V) {
-  Row<kThreads, 4, 1> row, weight, gate;
-  static_assert(kThreads * 4 >= 1024);  // the widest
-  row.load(from, V);
-  weight.template load_weight<IO>(p, h, V);
-  if (p.out_gate.data != nullptr) gate.load(gate_row<IO>(p, b, 0, h), V);
-  finish_row<IO>(p, row, weight, gate, V);
-  row.store(to, V);
-}
-
-// C and h of kTileColumns of a head. `unrounded` is h where an epilogue follows: that is done by
-// the last of a head's thread blocks.
-template <typename IO>
-__global__ void __launch_bounds__(kThreads, 2) step_kernel(const StepParams p, Head* heads,
-                                                           float* unrounded) {
+__global__ void __launch_bounds__(kThreads, 2) step_kernel(const StepParams p, float* unrounded,
+                                                           int fetched) {
   using Four = Row<kLanes, 4, 1>;
-  float2* rows = reinterpret_cast<float2*>(memory);  // [K] key and query
+  float2* rows = reinterpret_cast<float2*>(memory);       // [K] key and query
+  float* n = reinterpret_cast<float*>(memory) + 2 * p.K;  // [K]
+  __shared__ Gates gates;
   __shared__ float4 parts[kWarps][kLanes];
+  __shared__ float n_q[kWarps];
   const int K = int(p.K), V = int(p.V), tiles = (V + kTileColumns - 1) / kTileColumns;
-  const int state = int(blockIdx.x) / tiles, tile = int(blockIdx.x) % tiles * kTileColumns;
-  const int b = state / int(p.H), h = state % int(p.H);
+  const int part = int(blockIdx.x) % tiles, tile = part * kTileColumns;
+  const Head head(p, int(blockIdx.x) / tiles);
   const int first = int(threadIdx.x) / kLanes, column = tile + Four::column(0);
   const bool inside = column < V;
-  const float* C = static_cast<const float*>(p.C);
-  if (C != nullptr) C += int64_t(state) * K * V + column;
-  float* next = static_cast<float*>(p.next_C) + int64_t(state) * K * V + column;
-  // A small state is in the L2 by now, and the next kernel may fetch its own; in a large one it
-  // would take memory's time from this one's loads (B 8: 19.1 µs so, 18.5 late; B 1: 4.3, 4.6
-  // late).
-  const bool small = p.B * p.H * p.K * p.V * int64_t(sizeof(float)) <= kFetchBytes;
-  if (small) let_later_start();
+  const IO *k = at<IO>(p.k, head.b, head.h), *q = at<IO>(p.q, head.b, head.h);
+  const IO* v = at<IO>(p.v, head.b, head.h) + tile;
+  const float* C = p.C ? static_cast<const float*>(p.C) + int64_t(head.state) * K * V : nullptr;
+  float* next = static_cast<float*>(p.next_C) + int64_t(head.state) * K * V + column;
+
+  if (C != nullptr) fetch(reinterpret_cast<const char*>(C) + int64_t(part) * fetched, fetched);
+  fetch_row(head.i, 1), fetch_row(head.f, 1), fetch_row(k, K), fetch_row(q, K), fetch_row(v, 1);
+  if (head.m != nullptr) fetch_row(head.m, 1);
+  if (head.n != nullptr) fetch_row(head.n, K);
+  wait_for_earlier();
+
+  Gates own_gates;
+  if (threadIdx.x == 0) own_gates = Gates(head);
+  Rows own;
+  own.load<IO>(p, head);
   Four value;
-  value.load(at<IO>(p.v, b, h) + tile, V - tile);
+  value.load(v, V - tile);
   float4 old[kUnroll];
   const auto load = [&](int row) {
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
       const int r = row + u * kRowsAtOnce;
       const bool exists = inside && r < K && C != nullptr;
-      old[u] = exists ? __ldcs(reinterpret_cast<const float4*>(C + r * V)) : float4{};
+      old[u] = exists ? __ldcs(reinterpret_cast<const float4*>(C + r * V + column)) : float4{};
     }
   };
   load(first);
-  for (int r = threadIdx.x; r < K; r += kThreads) {
-    rows[r] = {to_float(at<IO>(p.k, b, h)[r]), to_float(at<IO>(p.q, b, h)[r])};
+  if (threadIdx.x == 0) gates = own_gates;
+#pragma unroll
+  for (int u = 0; u < kMostRows; ++u) {
+    if (own.row(u) < K) rows[own.row(u)] = {own.key[u], own.query[u]}, n[own.row(u)] = own.n[u];
   }
   __syncthreads();
-  wait_for_earlier();
-  if (!small) let_later_start();
-  const Head head = heads[state];
+  let_later_start();  // n and m have been read: they are in shared memory
+
+  const Factors factors(p, gates);
+  float sum_n_q = 0;
 #pragma unroll
-  for (float& v : value.x) v *= head.add;
+  for (int u = 0; u < kMostRows; ++u) sum_n_q += own.next_n(factors, u) * own.query[u];
+#pragma unroll
+  for (int mask = 16; mask > 0; mask /= 2) sum_n_q += __shfl_xor_sync(~0u, sum_n_q, mask);
+  if (threadIdx.x % 32 == 0) n_q[threadIdx.x / 32] = sum_n_q;
+#pragma unroll
+  for (float& x : value.x) x *= factors.add;
   float sum[4] = {};
   for (int row = first; row < K; row += kUnroll * kRowsAtOnce) {
     if (row != first) load(row);
@@ -204,7 +180,7 @@ __global__ void __launch_bounds__(kThreads, 2) step_kernel(const StepParams p, H
       float x[4] = {old[u].x, old[u].y, old[u].z, old[u].w};
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        x[e] = (head.keep == 0 ? 0.0f : head.keep * x[e]) + key_query.x * value.x[e];
+        x[e] = times(factors.keep, x[e]) + key_query.x * value.x[e];
         sum[e] += key_query.y * x[e];
       }
       __stcs(reinterpret_cast<float4*>(next + r * V), make_float4(x[0], x[1], x[2], x[3]));
@@ -219,59 +195,85 @@ __global__ void __launch_bounds__(kThreads, 2) step_kernel(const StepParams p, H
     parts[threadIdx.x / 32][threadIdx.x % kLanes] = make_float4(sum[0], sum[1], sum[2], sum[3]);
   }
   __syncthreads();
-  IO* out = static_cast<IO*>(p.h) + int64_t(state) * V;
-  if (threadIdx.x < kLanes) {
-    Four total{};
-    for (int w = 0; w < kWarps; ++w) {
-      const float4 part = parts[w][threadIdx.x];
-      total.x[0] += part.x, total.x[1] += part.y, total.x[2] += part.z, total.x[3] += part.w;
-    }
-#pragma unroll
-    for (float& x : total.x) x *= head.scale;
-    if (unrounded == nullptr) {
-      total.store(out + tile, V - tile);
-    } else {
-      total.store(unrounded + int64_t(state) * V + tile, V - tile);
-      __threadfence();
-    }
+  if (threadIdx.x >= kLanes) return;
+  Four total{};
+  sum_n_q = 0;
+  for (int w = 0; w < kWarps; ++w) {
+    const float4 own = parts[w][threadIdx.x];
+    total.x[0] += own.x, total.x[1] += own.y, total.x[2] += own.z, total.x[3] += own.w;
+    sum_n_q += n_q[w];
   }
-  if (unrounded != nullptr && is_last_of(tiles, &heads[state].done)) {
-    finish_head<IO>(p.epilogue, unrounded + int64_t(state) * V, out, b, h, V);
+  const float query_scale = rsqrtf(float(K));
+  float scale = query_scale;
+  if (p.normalized) {
+    scale /= fmaxf(fabsf(sum_n_q * query_scale), expf(-factors.m)) + float(p.eps);
+  }
+#pragma unroll
+  for (float& x : total.x) x *= scale;
+  const int64_t out = int64_t(head.state) * V + tile;
+  if (unrounded == nullptr) {
+    total.store(static_cast<IO*>(p.h) + out, V - tile);
+  } else {
+    total.store(unrounded + out, V - tile);
   }
 }
 
-Head* take_heads(const StepParams& p, Arrays& arrays, float** unrounded) {
-  Head* heads = arrays.take<Head>(p.B * p.H);
-  *unrounded = p.epilogue.any() ? arrays.take<float>(p.B * p.H * p.V) : nullptr;
-  return heads;
+// n and m of a head, which nobody reads any more; then its epilogue.
+template <typename IO>
+__global__ void __launch_bounds__(kThreads) finish_kernel(const StepParams p,
+                                                          const float* unrounded) {
+  const Head head(p, int(blockIdx.x));
+  const int V = int(p.V);
+  let_later_start();
+  if (p.normalized) {
+    const Gates gates(head);
+    Rows own;
+    own.load<IO>(p, head);
+    const Factors factors(p, gates);
+    float* next_n = static_cast<float*>(p.next_n) + head.state * p.K;
+#pragma unroll
+    for (int u = 0; u < kMostRows; ++u) {
+      if (own.row(u) < p.K) next_n[own.row(u)] = own.next_n(factors, u);
+    }
+    __syncthreads();  // all have read m
+    if (threadIdx.x == 0 && p.next_m != nullptr) {
+      static_cast<float*>(p.next_m)[head.state] = factors.m;
+    }
+  }
+  if (unrounded == nullptr) {
+    wait_for_earlier();  // what comes later waits for this kernel alone
+    return;
+  }
+  Row<kThreads, 4, 1> row, weight, gate;
+  static_assert(kThreads * 4 >= 1024);  // the widest
+  weight.template load_weight<IO>(p.epilogue, head.h, V);
+  if (p.epilogue.out_gate.data != nullptr) {
+    gate.load(gate_row<IO>(p.epilogue, head.b, 0, head.h), V);
+  }
+  wait_for_earlier();
+  row.load(unrounded + int64_t(head.state) * V, V);
+  finish_row<IO>(p.epilogue, row, weight, gate, V);
+  row.store(static_cast<IO*>(p.h) + int64_t(head.state) * V, V);
 }
 
 }  // namespace
 
 int64_t step_scratch(const StepParams& p) {
-  Arrays arrays(nullptr);
-  float* unrounded;
-  take_heads(p, arrays, &unrounded);
-  return arrays.bytes();
+  return p.epilogue.any() ? p.B * p.H * p.V * int64_t(sizeof(float)) : 0;
 }
 
 template <typename IO>
 void run_step(const StepParams& p, const Device& device, void* scratch, cudaStream_t stream) {
   const bool early = device.arch >= 90;  // else nothing in the kernels would wait
-  Arrays arrays(scratch);
-  float* unrounded;
-  Head* heads = take_heads(p, arrays, &unrounded);
-  const int64_t states = p.B * p.H;
-  int64_t parts = 1, bytes = 0;
-  if (early && p.C != nullptr && states > 0) {
-    while (states * parts < kFetchBlocks) parts *= 2;
-    const int64_t share = kFetchBytes / (states * parts), C = p.K * p.V * int64_t(sizeof(float));
-    bytes = (share < C / parts ? share : C / parts) / 16 * 16;
-  }
-  launch(head_kernel<IO>, {states * parts, 32, 0, stream, early}, p, heads, int(parts), int(bytes));
-  const int64_t tiles = (p.V + kTileColumns - 1) / kTileColumns;
-  const int shared = int(p.K * int64_t(sizeof(float2)));
-  launch(step_kernel<IO>, {states * tiles, kThreads, shared, stream, early}, p, heads, unrounded);
+  const int64_t states = p.B * p.H, tiles = (p.V + kTileColumns - 1) / kTileColumns;
+  float* unrounded = p.epilogue.any() ? static_cast<float*>(scratch) : nullptr;
+  int64_t fetched = p.K * p.V * int64_t(sizeof(float)) / tiles;
+  if (states * tiles * fetched > kFetchBytes) fetched = kFetchBytes / (states * tiles);
+  const int shared = int(p.K * int64_t(sizeof(float2) + sizeof(float)));
+  launch(step_kernel<IO>, {states * tiles, kThreads, shared, stream, early}, p, unrounded,
+         int(fetched / 16 * 16));
+  if (!p.normalized && unrounded == nullptr) return;
+  launch(finish_kernel<IO>, {states, kThreads, 0, stream, early}, p, unrounded);
 }
 template void run_step<bf16>(const StepParams&, const Device&, void*, cudaStream_t);
 template void run_step<fp16>(const StepParams&, const Device&, void*, cudaStream_t);
