@@ -15,13 +15,12 @@ extern __shared__ __align__(16) char memory[];
 namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
-constexpr int kMostRows = 1024 / kThreads;  // of K, a thread
-constexpr int kLanes = 16;                  // for a row of C, four columns each
+constexpr int kLanes = 16;  // for a row of C, four columns each
 constexpr int kTileColumns = 4 * kLanes, kRowsAtOnce = kThreads / kLanes;
 constexpr int kUnroll = 16;  // rows of a thread in flight
 // Of C, what is brought into the L2 while what came before still runs: of more some is gone again
-// before it is read.
-constexpr int64_t kFetchBytes = 4 << 20;
+// before it is read. A thread block for every SM fetches its part.
+constexpr int64_t kFetchBytes = 6 << 20;
 constexpr float kShut = -1000, kNever = -1e30f;
 
 DEVICE float log_sigmoid(float x) { return fminf(x, 0.0f) - log1pf(expf(-fabsf(x))); }
@@ -36,146 +35,126 @@ DEVICE const X* at(const Strided& x, int b, int h) {
 // Into the L2, where a kernel that still runs may yet write: only a load has to wait for it.
 DEVICE void fetch([[maybe_unused]] const void* from, [[maybe_unused]] int bytes) {
 #if __CUDA_ARCH__ >= 900
-  if (bytes > 0 && threadIdx.x == 0) {
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-  }
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 #endif
 }
-template <typename X>
-DEVICE void fetch_row([[maybe_unused]] const X* row, [[maybe_unused]] int count) {
+// By one warp: of a row, up to 4 KB.
+DEVICE void fetch_row([[maybe_unused]] const void* row, [[maybe_unused]] int bytes) {
 #if __CUDA_ARCH__ >= 900
-  constexpr int kLine = 128 / int(sizeof(X));
-  for (int c = int(threadIdx.x) * kLine; c < count; c += kThreads * kLine) {
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(row + c));
-  }
+  const int at = int(threadIdx.x) % 32 * 128;
+  if (at >= bytes) return;
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const char*>(row) + at));
 #endif
 }
-
-// A head of a sequence, and where it is.
-struct Head {
-  int state, b, h;
-  const float *i, *f, *m, *n;  // m and n null for 0
-
-  DEVICE Head(const StepParams& p, int number)
-      : state(number), b(number / int(p.H)), h(number % int(p.H)) {
-    i = at<float>(p.i, b, h), f = at<float>(p.f, b, h);
-    m = p.m ? static_cast<const float*>(p.m) + state : nullptr;
-    n = p.n ? static_cast<const float*>(p.n) + state * p.K : nullptr;
-  }
-};
-
-struct Gates {
-  float input, forget, m;
-
-  DEVICE explicit Gates(const Head& head)
-      : input(*head.i), forget(*head.f), m(head.m ? *head.m : 0.0f) {}
-  Gates() = default;
-};
 
 struct Factors {
   float keep, add, m;  // of the state, of k v, and the state's scale from now on
+};
+DEVICE Factors find_factors(const StepParams& p, float input, float forget, float before) {
+  const float log_f = at_least(kShut, log_sigmoid(forget));
+  if (!p.exponential) return {expf(log_f), expf(log_sigmoid(input)), 0};
+  const float log_i = at_least(kNever, input);  // m is rounded, and the factors make up for it
+  const double carried = double(log_f) + double(before);
+  const float m = float(carried < double(log_i) ? double(log_i) : carried);
+  const float keep = before < kNever ? 0.0f : expf(float(carried - double(m)));
+  return {keep, expf(float(double(log_i) - double(m))), m};
+}
 
-  DEVICE Factors(const StepParams& p, const Gates& gates) {
-    const float log_f = at_least(kShut, log_sigmoid(gates.forget));
-    if (!p.exponential) {
-      keep = expf(log_f), add = expf(log_sigmoid(gates.input)), m = 0;
-      return;
+// What a head's step reads, but for C and v.
+template <typename IO>
+struct Head {
+  int state, b, h, K;
+  const IO *k, *q;
+  const float *i, *f, *m, *n;  // m and n null for 0
+
+  DEVICE Head(const StepParams& p, int number)
+      : state(number), b(number / int(p.H)), h(number % int(p.H)), K(int(p.K)) {
+    k = at<IO>(p.k, b, h), q = at<IO>(p.q, b, h);
+    i = at<float>(p.i, b, h), f = at<float>(p.f, b, h);
+    m = p.m ? static_cast<const float*>(p.m) + state : nullptr;
+    n = p.n ? static_cast<const float*>(p.n) + int64_t(state) * K : nullptr;
+  }
+  DEVICE void fetch() const {
+    const int warp = threadIdx.x / 32, io = int(sizeof(IO)), own = int(sizeof(float));
+    if (warp == 1) fetch_row(k, K * io);
+    if (warp == 2) fetch_row(q, K * io);
+    if (warp == 3 && n != nullptr) fetch_row(n, K * own);
+    if (warp == 4) fetch_row(i, own), fetch_row(f, own);
+    if (warp == 5 && m != nullptr) fetch_row(m, own);
+  }
+  DEVICE float m_before() const { return m != nullptr ? *m : 0.0f; }
+  struct Row {
+    float key, query, n;
+    DEVICE float next_n(const Factors& factors) const {
+      return times(factors.keep, n) + factors.add * key;
     }
-    // m is rounded, and the factors make up for it
-    const float log_i = at_least(kNever, gates.input);
-    const double carried = double(log_f) + double(gates.m);
-    m = float(carried < double(log_i) ? double(log_i) : carried);
-    keep = gates.m < kNever ? 0.0f : expf(float(carried - double(m)));
-    add = expf(float(double(log_i) - double(m)));
+  };
+  DEVICE Row row(int r) const {
+    if (r >= K) return {};
+    return {to_float(k[r]), to_float(q[r]), n != nullptr ? n[r] : 0.0f};
   }
 };
 
-// What a thread has of a head's rows.
-struct Rows {
-  float key[kMostRows], query[kMostRows], n[kMostRows];
-
-  template <typename IO>
-  DEVICE void load(const StepParams& p, const Head& head) {
-    const IO *k = at<IO>(p.k, head.b, head.h), *q = at<IO>(p.q, head.b, head.h);
-#pragma unroll
-    for (int u = 0; u < kMostRows; ++u) {
-      const int r = row(u);
-      key[u] = r < p.K ? to_float(k[r]) : 0.0f, query[u] = r < p.K ? to_float(q[r]) : 0.0f;
-      n[u] = r < p.K && head.n != nullptr ? head.n[r] : 0.0f;
-    }
-  }
-  DEVICE static int row(int u) { return int(threadIdx.x) + u * kThreads; }
-  DEVICE float next_n(const Factors& factors, int u) const {
-    return times(factors.keep, n[u]) + factors.add * key[u];
-  }
-};
-
-// C of kTileColumns of a head, and their h: in `unrounded` where an epilogue follows.
+// C of kTileColumns of a head, and their h: in `unrounded` where an epilogue follows. The first
+// `fetching` thread blocks, which run at once, fetch `bytes` of C each.
 template <typename IO>
 __global__ void __launch_bounds__(kThreads, 2) step_kernel(const StepParams p, float* unrounded,
-                                                           int fetched) {
+                                                           int fetching, int bytes) {
   using Four = Row<kLanes, 4, 1>;
-  float2* rows = reinterpret_cast<float2*>(memory);       // [K] key and query
-  float* n = reinterpret_cast<float*>(memory) + 2 * p.K;  // [K]
-  __shared__ Gates gates;
+  float2* rows = reinterpret_cast<float2*>(memory);  // [K] key and query
   __shared__ float4 parts[kWarps][kLanes];
   __shared__ float n_q[kWarps];
   const int K = int(p.K), V = int(p.V), tiles = (V + kTileColumns - 1) / kTileColumns;
   const int part = int(blockIdx.x) % tiles, tile = part * kTileColumns;
-  const Head head(p, int(blockIdx.x) / tiles);
+  const Head<IO> head(p, int(blockIdx.x) / tiles);
   const int first = int(threadIdx.x) / kLanes, column = tile + Four::column(0);
-  const bool inside = column < V;
-  const IO *k = at<IO>(p.k, head.b, head.h), *q = at<IO>(p.q, head.b, head.h);
-  const IO* v = at<IO>(p.v, head.b, head.h) + tile;
-  const float* C = p.C ? static_cast<const float*>(p.C) + int64_t(head.state) * K * V : nullptr;
-  float* next = static_cast<float*>(p.next_C) + int64_t(head.state) * K * V + column;
-
-  if (C != nullptr) fetch(reinterpret_cast<const char*>(C) + int64_t(part) * fetched, fetched);
-  fetch_row(head.i, 1), fetch_row(head.f, 1), fetch_row(k, K), fetch_row(q, K), fetch_row(v, 1);
-  if (head.m != nullptr) fetch_row(head.m, 1);
-  if (head.n != nullptr) fetch_row(head.n, K);
+  const int64_t all = int64_t(head.state) * K * V;
+  const float* C = p.C != nullptr ? static_cast<const float*>(p.C) + all + column : nullptr;
+  float* next = static_cast<float*>(p.next_C) + all + column;
+  const int kept_rows = column < V ? K : 0, old_rows = C != nullptr ? kept_rows : 0;
+  if (int(blockIdx.x) < fetching && threadIdx.x == 0) {
+    fetch(reinterpret_cast<const char*>(C - column) + part * bytes, bytes);
+  }
+  head.fetch();
   wait_for_earlier();
 
-  Gates own_gates;
-  if (threadIdx.x == 0) own_gates = Gates(head);
-  Rows own;
-  own.load<IO>(p, head);
+  const float input = *head.i, forget = *head.f, before = head.m_before();
+  const auto own = head.row(int(threadIdx.x));
   Four value;
-  value.load(v, V - tile);
+  value.load(at<IO>(p.v, head.b, head.h) + tile, V - tile);
   float4 old[kUnroll];
   const auto load = [&](int row) {
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
       const int r = row + u * kRowsAtOnce;
-      const bool exists = inside && r < K && C != nullptr;
-      old[u] = exists ? __ldcs(reinterpret_cast<const float4*>(C + r * V + column)) : float4{};
+      old[u] = r < old_rows ? __ldcs(reinterpret_cast<const float4*>(C + r * V)) : float4{};
     }
   };
   load(first);
-  if (threadIdx.x == 0) gates = own_gates;
-#pragma unroll
-  for (int u = 0; u < kMostRows; ++u) {
-    if (own.row(u) < K) rows[own.row(u)] = {own.key[u], own.query[u]}, n[own.row(u)] = own.n[u];
+  const Factors factors = find_factors(p, input, forget, before);
+  float sum_n_q = own.next_n(factors) * own.query;
+  if (int(threadIdx.x) < K) rows[threadIdx.x] = {own.key, own.query};
+#pragma unroll 1  // few heads are so wide
+  for (int r = int(threadIdx.x) + kThreads; r < K; r += kThreads) {
+    const auto more = head.row(r);
+    sum_n_q += more.next_n(factors) * more.query;
+    rows[r] = {more.key, more.query};
   }
-  __syncthreads();
-  let_later_start();  // n and m have been read: they are in shared memory
-
-  const Factors factors(p, gates);
-  float sum_n_q = 0;
-#pragma unroll
-  for (int u = 0; u < kMostRows; ++u) sum_n_q += own.next_n(factors, u) * own.query[u];
 #pragma unroll
   for (int mask = 16; mask > 0; mask /= 2) sum_n_q += __shfl_xor_sync(~0u, sum_n_q, mask);
   if (threadIdx.x % 32 == 0) n_q[threadIdx.x / 32] = sum_n_q;
+  __syncthreads();
+  let_later_start();  // all that is read of n and m has come, or there would be no sum
+
 #pragma unroll
   for (float& x : value.x) x *= factors.add;
   float sum[4] = {};
-  for (int row = first; row < K; row += kUnroll * kRowsAtOnce) {
+  for (int row = first; row < kept_rows; row += kUnroll * kRowsAtOnce) {
     if (row != first) load(row);
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
       const int r = row + u * kRowsAtOnce;
-      if (!inside || r >= K) continue;
+      if (r >= kept_rows) continue;
       const float2 key_query = rows[r];
       float x[4] = {old[u].x, old[u].y, old[u].z, old[u].w};
 #pragma unroll
@@ -198,6 +177,7 @@ __global__ void __launch_bounds__(kThreads, 2) step_kernel(const StepParams p, f
   if (threadIdx.x >= kLanes) return;
   Four total{};
   sum_n_q = 0;
+#pragma unroll
   for (int w = 0; w < kWarps; ++w) {
     const float4 own = parts[w][threadIdx.x];
     total.x[0] += own.x, total.x[1] += own.y, total.x[2] += own.z, total.x[3] += own.w;
@@ -222,18 +202,17 @@ __global__ void __launch_bounds__(kThreads, 2) step_kernel(const StepParams p, f
 template <typename IO>
 __global__ void __launch_bounds__(kThreads) finish_kernel(const StepParams p,
                                                           const float* unrounded) {
-  const Head head(p, int(blockIdx.x));
-  const int V = int(p.V);
+  const Head<IO> head(p, int(blockIdx.x));
   let_later_start();
   if (p.normalized) {
-    const Gates gates(head);
-    Rows own;
-    own.load<IO>(p, head);
-    const Factors factors(p, gates);
-    float* next_n = static_cast<float*>(p.next_n) + head.state * p.K;
-#pragma unroll
-    for (int u = 0; u < kMostRows; ++u) {
-      if (own.row(u) < p.K) next_n[own.row(u)] = own.next_n(factors, u);
+    const float input = *head.i, forget = *head.f, before = head.m_before();
+    const auto own = head.row(int(threadIdx.x));
+    const Factors factors = find_factors(p, input, forget, before);
+    float* next_n = static_cast<float*>(p.next_n) + int64_t(head.state) * head.K;
+    if (int(threadIdx.x) < head.K) next_n[threadIdx.x] = own.next_n(factors);
+#pragma unroll 1
+    for (int r = int(threadIdx.x) + kThreads; r < head.K; r += kThreads) {
+      next_n[r] = head.row(r).next_n(factors);
     }
     __syncthreads();  // all have read m
     if (threadIdx.x == 0 && p.next_m != nullptr) {
@@ -244,13 +223,14 @@ __global__ void __launch_bounds__(kThreads) finish_kernel(const StepParams p,
     wait_for_earlier();  // what comes later waits for this kernel alone
     return;
   }
+  const int V = int(p.V);
   Row<kThreads, 4, 1> row, weight, gate;
   static_assert(kThreads * 4 >= 1024);  // the widest
   weight.template load_weight<IO>(p.epilogue, head.h, V);
+  wait_for_earlier();
   if (p.epilogue.out_gate.data != nullptr) {
     gate.load(gate_row<IO>(p.epilogue, head.b, 0, head.h), V);
   }
-  wait_for_earlier();
   row.load(unrounded + int64_t(head.state) * V, V);
   finish_row<IO>(p.epilogue, row, weight, gate, V);
   row.store(static_cast<IO*>(p.h) + int64_t(head.state) * V, V);
@@ -267,11 +247,16 @@ void run_step(const StepParams& p, const Device& device, void* scratch, cudaStre
   const bool early = device.arch >= 90;  // else nothing in the kernels would wait
   const int64_t states = p.B * p.H, tiles = (p.V + kTileColumns - 1) / kTileColumns;
   float* unrounded = p.epilogue.any() ? static_cast<float*>(scratch) : nullptr;
-  int64_t fetched = p.K * p.V * int64_t(sizeof(float)) / tiles;
-  if (states * tiles * fetched > kFetchBytes) fetched = kFetchBytes / (states * tiles);
-  const int shared = int(p.K * int64_t(sizeof(float2) + sizeof(float)));
-  launch(step_kernel<IO>, {states * tiles, kThreads, shared, stream, early}, p, unrounded,
-         int(fetched / 16 * 16));
+  const int64_t blocks = states * tiles;
+  int64_t fetching = 0, bytes = 0;
+  if (p.C != nullptr && blocks > 0) {
+    fetching = blocks < device.processors ? blocks : device.processors;
+    bytes = p.K * p.V * int64_t(sizeof(float)) / tiles;
+    if (bytes > kFetchBytes / fetching) bytes = kFetchBytes / fetching;
+  }
+  const int shared = int(p.K * int64_t(sizeof(float2)));
+  launch(step_kernel<IO>, {blocks, kThreads, shared, stream, early}, p, unrounded, int(fetching),
+         int(bytes / 16 * 16));
   if (!p.normalized && unrounded == nullptr) return;
   launch(finish_kernel<IO>, {states, kThreads, 0, stream, early}, p, unrounded);
 }
