@@ -20,6 +20,7 @@ struct Grid {
   int threads, shared_bytes;
   cudaStream_t stream;
   bool early = false;  // starts before the kernel ahead of it has ended, and waits for it inside
+  int cluster = 1;     // thread blocks of one
 };
 
 template <typename... Params, typename... Args>
@@ -33,13 +34,22 @@ void launch(void (*kernel)(Params...), const Grid& grid, const Args&... args) {
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                grid.shared_bytes));
   }
-  cudaLaunchAttribute early{};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchAttribute attributes[2]{};
+  unsigned count = 0;
+  if (grid.early) {
+    attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[count++].val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (grid.cluster > 1) {
+    attributes[count].id = cudaLaunchAttributeClusterDimension;
+    attributes[count].val.clusterDim.x = unsigned(grid.cluster);
+    attributes[count].val.clusterDim.y = attributes[count].val.clusterDim.z = 1;
+    ++count;
+  }
   cudaLaunchConfig_t config{};
   config.gridDim = unsigned(grid.blocks), config.blockDim = unsigned(grid.threads);
   config.dynamicSmemBytes = size_t(grid.shared_bytes), config.stream = grid.stream;
-  config.attrs = &early, config.numAttrs = grid.early ? 1 : 0;
+  config.attrs = attributes, config.numAttrs = count;
   check(cudaLaunchKernelEx(&config, kernel, Params(args)...));
 }
 

@@ -1,8 +1,9 @@
 // One step: C is read once and written once, all of a thread block's part in flight at once.
 //
-// Two kernels, so that a state can be written where it stood: every thread block of the first reads
-// n and m for itself. The second is launched when all have, and writes them while C is on its way;
-// then it ends h, if there is an epilogue.
+// Every thread block reads n and m for itself, and a state can be written where it stood: so nobody
+// may write them until all have read them. A second kernel does, which is launched then, while C is
+// on its way; it also ends h, if there is an epilogue. Where all thread blocks run at once and
+// there is none, those of a head are a cluster instead, whose first one writes.
 #include "early.cuh"
 #include "epilogue.cuh"
 #include "launch.h"
@@ -15,6 +16,10 @@ extern __shared__ __align__(16) char memory[];
 namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
+constexpr int kMostCluster = 8;
+// Of a thread in step_kernel: two of its thread blocks leave room on an SM for one of
+// finish_kernel.
+constexpr int kRegisters = 112;
 constexpr int kLanes = 16;  // for a row of C, four columns each
 constexpr int kTileColumns = 4 * kLanes, kRowsAtOnce = kThreads / kLanes;
 constexpr int kUnroll = 16;  // rows of a thread in flight
@@ -44,6 +49,18 @@ DEVICE void fetch_row([[maybe_unused]] const void* row, [[maybe_unused]] int byt
   const int at = int(threadIdx.x) % 32 * 128;
   if (at >= bytes) return;
   asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const char*>(row) + at));
+#endif
+}
+
+// All thread blocks of a cluster have come so far: in two halves, with work between them.
+DEVICE void cluster_arrive() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive;" ::: "memory");
+#endif
+}
+DEVICE void cluster_wait() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.wait;" ::: "memory");
 #endif
 }
 
@@ -83,27 +100,27 @@ struct Head {
     if (warp == 5 && m != nullptr) fetch_row(m, own);
   }
   DEVICE float m_before() const { return m != nullptr ? *m : 0.0f; }
-  struct Row {
-    float key, query, n;
-    DEVICE float next_n(const Factors& factors) const {
-      return times(factors.keep, n) + factors.add * key;
+  DEVICE float n_before(int r) const { return n != nullptr && r < K ? n[r] : 0.0f; }
+  // Where nobody reads the old ones any more; `own_n` is that of the thread's first row.
+  DEVICE void write_n_and_m(const StepParams& p, const Factors& factors, float own_n) const {
+    float* next_n = static_cast<float*>(p.next_n) + int64_t(state) * K;
+#pragma unroll 1
+    for (int r = threadIdx.x; r < K; r += blockDim.x, own_n = n_before(r)) {
+      next_n[r] = times(factors.keep, own_n) + factors.add * to_float(k[r]);
     }
-  };
-  DEVICE Row row(int r) const {
-    if (r >= K) return {};
-    return {to_float(k[r]), to_float(q[r]), n != nullptr ? n[r] : 0.0f};
+    if (threadIdx.x == 0 && p.next_m != nullptr) static_cast<float*>(p.next_m)[state] = factors.m;
   }
 };
 
 // C of kTileColumns of a head, and their h: in `unrounded` where an epilogue follows. The first
 // `fetching` thread blocks, which run at once, fetch `bytes` of C each.
-template <typename IO>
-__global__ void __launch_bounds__(kThreads, 2) step_kernel(const StepParams p, float* unrounded,
-                                                           int fetching, int bytes) {
+template <typename IO, bool kCluster>
+__global__ void __maxnreg__(kRegisters) step_kernel(const StepParams p, float* unrounded,
+                                                    int fetching, int bytes) {
   using Four = Row<kLanes, 4, 1>;
   float2* rows = reinterpret_cast<float2*>(memory);  // [K] key and query
   __shared__ float4 parts[kWarps][kLanes];
-  __shared__ float n_q[kWarps];
+  __shared__ float4 read[kWarps];  // n q and k q of a warp's rows, and m
   const int K = int(p.K), V = int(p.V), tiles = (V + kTileColumns - 1) / kTileColumns;
   const int part = int(blockIdx.x) % tiles, tile = part * kTileColumns;
   const Head<IO> head(p, int(blockIdx.x) / tiles);
@@ -117,9 +134,13 @@ __global__ void __launch_bounds__(kThreads, 2) step_kernel(const StepParams p, f
   }
   head.fetch();
   wait_for_earlier();
+  if (kCluster) let_later_start();
 
   const float input = *head.i, forget = *head.f, before = head.m_before();
-  const auto own = head.row(int(threadIdx.x));
+  const bool has_row = int(threadIdx.x) < K;
+  const float key = has_row ? to_float(head.k[threadIdx.x]) : 0.0f;
+  const float query = has_row ? to_float(head.q[threadIdx.x]) : 0.0f;
+  const float n = head.n_before(int(threadIdx.x));
   Four value;
   value.load(at<IO>(p.v, head.b, head.h) + tile, V - tile);
   float4 old[kUnroll];
@@ -131,21 +152,27 @@ __global__ void __launch_bounds__(kThreads, 2) step_kernel(const StepParams p, f
     }
   };
   load(first);
-  const Factors factors = find_factors(p, input, forget, before);
-  float sum_n_q = own.next_n(factors) * own.query;
-  if (int(threadIdx.x) < K) rows[threadIdx.x] = {own.key, own.query};
+  float n_q = n * query, k_q = key * query;
+  if (has_row) rows[threadIdx.x] = {key, query};
 #pragma unroll 1  // few heads are so wide
   for (int r = int(threadIdx.x) + kThreads; r < K; r += kThreads) {
-    const auto more = head.row(r);
-    sum_n_q += more.next_n(factors) * more.query;
-    rows[r] = {more.key, more.query};
+    const float2 own = {to_float(head.k[r]), to_float(head.q[r])};
+    n_q += head.n_before(r) * own.y, k_q += own.x * own.y, rows[r] = own;
   }
 #pragma unroll
-  for (int mask = 16; mask > 0; mask /= 2) sum_n_q += __shfl_xor_sync(~0u, sum_n_q, mask);
-  if (threadIdx.x % 32 == 0) n_q[threadIdx.x / 32] = sum_n_q;
+  for (int mask = 16; mask > 0; mask /= 2) {
+    n_q += __shfl_xor_sync(~0u, n_q, mask), k_q += __shfl_xor_sync(~0u, k_q, mask);
+  }
+  // Stored, so that what was asked for has come: a warp reads m in one instruction.
+  if (threadIdx.x % 32 == 0) read[threadIdx.x / 32] = make_float4(n_q, k_q, before, 0);
   __syncthreads();
-  let_later_start();  // all that is read of n and m has come, or there would be no sum
+  if (kCluster) {
+    cluster_arrive();
+  } else {
+    let_later_start();
+  }
 
+  const Factors factors = find_factors(p, input, forget, before);
 #pragma unroll
   for (float& x : value.x) x *= factors.add;
   float sum[4] = {};
@@ -173,20 +200,25 @@ __global__ void __launch_bounds__(kThreads, 2) step_kernel(const StepParams p, f
   if (threadIdx.x % 32 < kLanes) {
     parts[threadIdx.x / 32][threadIdx.x % kLanes] = make_float4(sum[0], sum[1], sum[2], sum[3]);
   }
+  if (kCluster) {
+    cluster_wait();
+    if (part == 0) head.write_n_and_m(p, factors, n);
+  }
   __syncthreads();
   if (threadIdx.x >= kLanes) return;
   Four total{};
-  sum_n_q = 0;
+  n_q = k_q = 0;
 #pragma unroll
   for (int w = 0; w < kWarps; ++w) {
     const float4 own = parts[w][threadIdx.x];
     total.x[0] += own.x, total.x[1] += own.y, total.x[2] += own.z, total.x[3] += own.w;
-    sum_n_q += n_q[w];
+    n_q += read[w].x, k_q += read[w].y;
   }
   const float query_scale = rsqrtf(float(K));
   float scale = query_scale;
   if (p.normalized) {
-    scale /= fmaxf(fabsf(sum_n_q * query_scale), expf(-factors.m)) + float(p.eps);
+    const float total_q = times(factors.keep, n_q) + factors.add * k_q;  // of the new n
+    scale /= fmaxf(fabsf(total_q * query_scale), expf(-factors.m)) + float(p.eps);
   }
 #pragma unroll
   for (float& x : total.x) x *= scale;
@@ -205,33 +237,21 @@ __global__ void __launch_bounds__(kThreads) finish_kernel(const StepParams p,
   const Head<IO> head(p, int(blockIdx.x));
   let_later_start();
   if (p.normalized) {
-    const float input = *head.i, forget = *head.f, before = head.m_before();
-    const auto own = head.row(int(threadIdx.x));
-    const Factors factors = find_factors(p, input, forget, before);
-    float* next_n = static_cast<float*>(p.next_n) + int64_t(head.state) * head.K;
-    if (int(threadIdx.x) < head.K) next_n[threadIdx.x] = own.next_n(factors);
-#pragma unroll 1
-    for (int r = int(threadIdx.x) + kThreads; r < head.K; r += kThreads) {
-      next_n[r] = head.row(r).next_n(factors);
-    }
+    const float n = head.n_before(int(threadIdx.x));
+    const Factors factors = find_factors(p, *head.i, *head.f, head.m_before());
     __syncthreads();  // all have read m
-    if (threadIdx.x == 0 && p.next_m != nullptr) {
-      static_cast<float*>(p.next_m)[head.state] = factors.m;
-    }
+    head.write_n_and_m(p, factors, n);
   }
-  if (unrounded == nullptr) {
-    wait_for_earlier();  // what comes later waits for this kernel alone
-    return;
-  }
-  const int V = int(p.V);
+  wait_for_earlier();  // what comes later waits for this kernel alone
+  if (unrounded == nullptr) return;
   Row<kThreads, 4, 1> row, weight, gate;
-  static_assert(kThreads * 4 >= 1024);  // the widest
+  static_assert(decltype(row)::kSize * kThreads >= 1024);  // the widest
+  const int V = int(p.V);
+  row.load(unrounded + int64_t(head.state) * V, V);
   weight.template load_weight<IO>(p.epilogue, head.h, V);
-  wait_for_earlier();
   if (p.epilogue.out_gate.data != nullptr) {
     gate.load(gate_row<IO>(p.epilogue, head.b, 0, head.h), V);
   }
-  row.load(unrounded + int64_t(head.state) * V, V);
   finish_row<IO>(p.epilogue, row, weight, gate, V);
   row.store(static_cast<IO*>(p.h) + int64_t(head.state) * V, V);
 }
@@ -254,10 +274,14 @@ void run_step(const StepParams& p, const Device& device, void* scratch, cudaStre
     bytes = p.K * p.V * int64_t(sizeof(float)) / tiles;
     if (bytes > kFetchBytes / fetching) bytes = kFetchBytes / fetching;
   }
+  const bool cluster = device.clusters && p.normalized && unrounded == nullptr &&
+                       tiles <= kMostCluster && blocks <= device.processors;
   const int shared = int(p.K * int64_t(sizeof(float2)));
-  launch(step_kernel<IO>, {blocks, kThreads, shared, stream, early}, p, unrounded, int(fetching),
-         int(bytes / 16 * 16));
-  if (!p.normalized && unrounded == nullptr) return;
+  Grid grid{blocks, kThreads, shared, stream, early};
+  if (cluster) grid.cluster = int(tiles);
+  launch(cluster ? step_kernel<IO, true> : step_kernel<IO, false>, grid, p, unrounded,
+         int(fetching), int(bytes / 16 * 16));
+  if (cluster || (!p.normalized && unrounded == nullptr)) return;
   launch(finish_kernel<IO>, {states, kThreads, 0, stream, early}, p, unrounded);
 }
 template void run_step<bf16>(const StepParams&, const Device&, void*, cudaStream_t);
