@@ -86,6 +86,8 @@ def packed(weights: list[torch.Tensor]) -> list[torch.Tensor]:
     if torch.is_inference_mode_enabled() or capturing or not all(map(is_movable, weights)):
         return weights
     together = torch.cat([w.detach() for w in weights])
+    if together.is_cuda:  # the old places are given away, whatever stream they belong to
+        torch.cuda.current_stream(together.device).synchronize()
     for w, part in zip(weights, together.split([len(w) for w in weights]), strict=True):
         w.data = part
     return [together]

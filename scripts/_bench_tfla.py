@@ -7,6 +7,7 @@ linear attention, softmax) there is none.
 """
 
 import math
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -21,6 +22,8 @@ from flashcell.kernels import tfla as reference
 JUDGED = 512  # steps, of one sequence
 GATE = {"h": 3e-3, "q": 3e-3, "k": 3e-3, "v": 3e-3, "i": 4e-3, "f": 1e-2}  # relative errors
 LONGEST_PASS = 1.3  # of the time of the same tokens in sequences of 8192
+FIRST_CALL = 1.0  # seconds: the binary is loaded, and a small call and its gradient have ended
+GRAPH_STEPS = 16  # at least, so that the launch of a graph is little of its time
 
 
 class Wrong(Exception):
@@ -29,6 +32,14 @@ class Wrong(Exception):
 
 def gap(got: torch.Tensor, want: torch.Tensor) -> float:
     return ((got.double() - want).norm() / want.norm()).item()
+
+
+def first_call(kernel: Any, start: float) -> float:
+    """Seconds from `start` to the end of a first, small call and its gradient."""
+    p = suite.draw(Case("exp", 1, 64, 64, 1, 128))
+    inputs = [p[n].requires_grad_() for n in LEAVES]
+    torch.autograd.grad(kernel.mlstm(*inputs)[0], inputs, p["dh"])[0].sum().item()
+    return time.perf_counter() - start
 
 
 def leaves_of(side: Side, p: dict) -> tuple[dict, torch.Tensor]:
@@ -111,7 +122,7 @@ def run_side(
         count = copies_beyond_l2(4 * case.batch * case.heads * case.key * case.value)
         steps = [suite.STEP_SIDES[name](case, kernel) for _ in range(max(2, count))]
         with torch.no_grad():
-            return {"step": time_graph(steps, "cuda")}, {}
+            return {"step": time_graph(steps * -(-GRAPH_STEPS // len(steps)), "cuda")}, {}
     side = suite.make(case, name, kernel)
     errors = judge(case, side, name == "ours") if side.exact else {}
     return time_passes(side, p, budget), errors
@@ -139,11 +150,17 @@ def row(
     gradients = [e for n, e in errors.items() if n != "h"]
     values = {"p20_ms": sample.p20, "p50_ms": sample.p50, "p80_ms": sample.p80}
     values |= {"host_ms": sample.host, "peak_mib": sample.peak}
-    values |= {"us_step": sample.p50 * 1e3 / case.steps, "tflops": math.nan, "gbps": math.nan}
+    flops, moved = suite.work(case, which)
+    values |= {"us_step": sample.p50 * 1e3 / case.steps}
+    values |= {"tflops": flops / sample.p50 * 1e-9, "gbps": moved / sample.p50 * 1e-6}
     values |= {"floor_ms": floor, "ratio": sample.p50 / ours.p50}
     values |= {"error_h": errors.get("h", math.nan), "error_grad": max(gradients, default=math.nan)}
     row |= {k: "" if math.isnan(v) else f"{v:.4g}" for k, v in values.items()}
     return row | {"limit_ms": (case.limit(which) or "") if side == "ours" else ""}
+
+
+def gigabytes(row: Row) -> float:
+    return float(row["peak_mib"]) * 2**20 / 1e9
 
 
 def uneven(lengths: dict[int, dict[str, float]]) -> list[str]:
@@ -178,6 +195,8 @@ def run_suite(
                 lengths.setdefault(case.steps, {})[r["pass"]] = ms
             if r["limit_ms"] and ms > r["limit_ms"]:
                 problems.append(f"{case.name} {r['pass']}: {ms} > {r['limit_ms']} ms")
+            if case.memory and r["pass"] == "train" and gigabytes(r) > case.memory:
+                problems.append(f"{case.name}: {gigabytes(r):.2f} > {case.memory} GB")
         torch.cuda.empty_cache()
     problems += uneven(lengths)
     return "\n".join(["not as it must be:", *problems]) if problems else ""

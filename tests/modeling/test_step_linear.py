@@ -161,6 +161,20 @@ def test_packing_moves_weights_and_nothing_else(make_model, tmp_path):
         assert packed(loose) == loose, "weights would become inference tensors"
 
 
+@pytest.mark.skipif(DEVICE != "cuda", reason="needs FLASHCELL_TEST_DEVICE=cuda")
+def test_packing_on_another_stream_than_the_weights():
+    """The places that are given away belong to a stream that does not wait for this one."""
+    weights = [torch.ones(2**18, 8, device="cuda") for _ in range(2)]
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(10**8)
+        (whole,) = packed(weights)
+    for _ in range(8):
+        torch.full((2**18, 8), float("nan"), device="cuda")
+    torch.cuda.synchronize()
+    assert bool((whole == 1).all())
+
+
 def test_weights_whose_place_others_know_stay(tmp_path):
     """Views of an optimizer's flat buffer; any weight where FSDP may be, which gathers them in place."""
     flat = torch.arange(40.0)

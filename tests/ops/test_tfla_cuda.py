@@ -9,7 +9,7 @@ from test_tfla import DTYPES, SEQUENCE, SMALL, assert_near, run, short, upstream
 from cases import DEVICE, to_device, upcast
 from flashcell.kernels import tfla as reference
 from mlstm_cases import CELLS, Case, leaves, make, names, unscaled
-from numerics import assert_bitwise
+from numerics import assert_bitwise, assert_close
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -40,6 +40,39 @@ def test_a_state_in_place_at_any_address(tfla, cell):
     assert_bitwise("h", got, want)
     for own, other in zip(state, last, strict=True):
         assert_bitwise("state", own, other)
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="on the CPU a task has a head")
+@pytest.mark.parametrize("epilogue", [(), ("layer",)], ids=["plain", "epilogue"])
+@pytest.mark.parametrize("B", [1, 48])
+def test_a_step_in_place_of_many_thread_blocks(tfla, cell, B, epilogue):
+    """Each reads n and m for itself: more than run at once, so that the last begin when the first end."""
+    call = make(cell, Case(B, 1, 8, 256, 256, ("state", *epilogue)), torch.bfloat16)
+    call.pop("chunk_size")
+    call |= {k: call[k][:, 0] for k in SEQUENCE if k in call}
+    want, last = tfla.mlstm_step(**call)
+    exact, _ = reference.mlstm_step(**upcast(call))
+    assert_close("h", want.double(), exact, 3e-3)
+    for _ in range(20):
+        state = tuple(s.clone() for s in call["state"])
+        got, _ = tfla.mlstm_step(**{**call, "state": state}, inplace=True)
+        assert_bitwise("h", got, want)
+        for own, other in zip(state, last, strict=True):
+            assert_bitwise("state", own, other)
+
+
+@pytest.mark.skipif(
+    DEVICE != "cuda", reason="the CPU's is test_deterministic_and_independent_of_threads"
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=short)
+def test_the_same_bits_every_time(tfla, cell, dtype):
+    """Several chunks, segments of a sequence and thread blocks of one sum."""
+    call = make(cell, Case(2, 2500, 2, 128, 256, ("state", "reset", "rms"), 128), dtype)
+    given = upstream(call, dtype)
+    first, *others = (run(tfla, call, given) for _ in range(4))
+    for other in others:
+        for key, value in other.items():
+            assert_bitwise(key, value, first[key])
 
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="the CPU's op refuses them")
@@ -163,7 +196,7 @@ def test_tiny(tfla, cell, engine, case, dtype):
     function, _ = ENGINES[engine]
     with torch.device("cpu"):
         call = to_device(draw_tiny(cell, case, dtype), "cpu")
-        given = upstream(call, dtype)
+        given = [dy.cpu() for dy in upstream(call, dtype)]
         peer, exact = (function(reference, c, given) for c in (call, upcast(call)))
     got = function(tfla, to_device(call), [dy.to(DEVICE) for dy in given], backend=DEVICE)
     assert got.keys() == exact.keys()

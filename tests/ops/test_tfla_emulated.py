@@ -26,6 +26,8 @@ from numerics import EPS, assert_bitwise, assert_close
 ROOT = Path(__file__).resolve().parents[2]
 SANITIZE = "FLASHCELL_EMULATOR_SANITIZE"
 LINEAR = ["x", "weights", "biases", "capped", "cap", "norm_weight", "norm_eps", "residual", "gated"]
+LINEARS = [(1, 8, [24]), (3, 40, [24, 17]), (8, 1096, [40]), (16, 2056, [48]), (17, 256, [33])]
+LINEARS += [(40, 200, [20]), (2, 0, [24])]
 ORDERS = ("", "backwards early", "backwards", "early")
 DTYPES = [torch.bfloat16, torch.float32]
 # Odd lengths, widths that fill no tile, chunks of each length, and every option.
@@ -231,24 +233,15 @@ def test_nothing_is_read_or_written_out_of_bounds():
 
 @pytest.mark.parametrize("shared", [227, 99])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(
-    ("B", "K", "rows"),
-    [
-        (1, 8, [24]),
-        (3, 40, [24, 17]),
-        (8, 1096, [40]),
-        (16, 2056, [48]),
-        (17, 256, [33]),
-        (40, 200, [20]),
-    ],
-)
+@pytest.mark.parametrize(("B", "K", "rows"), LINEARS)
 def test_linear_step(tfla, order, dtype, B, K, rows, shared):
     """Several matrices, bounded ones, the norm, the sum and the gate; on three processors, so that a
     thread block walks through tiles, and for 16 rows of x also in one pass; with an H200's shared
     memory and with that of sm_86 and sm_120."""
     op = tfla.dispatch.ops.linear_step
     x, scale = torch.randn(B, K).to(dtype), torch.randn(K).to(dtype)
-    plain, gates = ([(torch.randn(n, K) * K**-0.5).to(dtype) for n in ns] for ns in (rows, (8, 3)))
+    draw = lambda n: (torch.randn(n, K) / (K + 1) ** 0.5).to(dtype)
+    plain, gates = ([draw(n) for n in ns] for ns in (rows, (8, 3)))
     biases = [torch.randn(n).to(dtype) for n in (8, 3)]
     residual = torch.randn(B, rows[0]).to(dtype)
     calls = [

@@ -90,6 +90,40 @@ def test_norm_and_gates(tfla, dtype, B, K):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_row_of_48_kb(tfla, dtype):
+    """As much shared memory as a kernel has without asking, but for its static arrays."""
+    x, scale = normal(2, 24_576, dtype=dtype), normal(24_576, dtype=dtype)
+    y = tfla.norm_step(x, scale, 0.1)[0]
+    check("norm", y, lambda x, w: normed(x, w, 0.1), [x, scale])
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="the reference takes any width")
+def test_a_row_that_shared_memory_cannot_hold(tfla):
+    x = torch.ones(1, 2**17, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="x has rows of 131072, but norm_step takes at most"):
+        tfla.norm_step(x, x[0])
+    assert tfla.norm_step(x[:, :64], x[0, :64])[0].shape == (1, 64), "the error is over"
+
+
+@pytest.mark.parametrize("norm", [False, True], ids=["plain", "norm"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_no_depth(tfla, dtype, norm):
+    """Sums of nothing are 0, also where there is no mean to divide by."""
+    x, weights, bias = (
+        torch.ones(3, 0, dtype=dtype),
+        torch.ones(24, 0, dtype=dtype),
+        normal(24, dtype=dtype),
+    )
+    scale = x[0] if norm else None
+    plain, biased = tfla.linear_step(x, [weights] * 2, [bias], norm_weight=scale)
+    assert_bitwise("plain", plain, torch.zeros_like(plain))
+    assert_bitwise("biased", biased, bias.expand(3, -1))
+    y, gate = tfla.norm_step(x, x[0], 1e-6, [weights], [bias])
+    assert y.shape == (3, 0)
+    assert_bitwise("gate", gate, bias.float().expand(3, -1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gate_of_halves(tfla, dtype):
     """Two halves of one output, as a packed product leaves them."""
     gate, up = normal(5, 2 * 136, dtype=dtype).chunk(2, -1)

@@ -20,6 +20,7 @@ struct Grid {
   int threads, shared_bytes;
   cudaStream_t stream;
   bool early = false;  // starts before the kernel ahead of it has ended, and waits for it inside
+  int cluster = 1;     // thread blocks of one
 };
 
 template <typename... Params, typename... Args>
@@ -28,17 +29,27 @@ void launch(void (*kernel)(Params...), const Grid& grid, const Args&... args) {
   if (grid.blocks > INT32_MAX) {
     throw std::invalid_argument(std::string(kKernelName) + ": too many sequences");
   }
-  if (grid.shared_bytes > 48 << 10) {  // what a kernel has without asking
+  // A kernel has 48 KB without asking, of which its static arrays may take 16.
+  if (grid.shared_bytes > 32 << 10) {
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                grid.shared_bytes));
   }
-  cudaLaunchAttribute early{};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchAttribute attributes[2]{};
+  unsigned count = 0;
+  if (grid.early) {
+    attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[count++].val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (grid.cluster > 1) {
+    attributes[count].id = cudaLaunchAttributeClusterDimension;
+    attributes[count].val.clusterDim.x = unsigned(grid.cluster);
+    attributes[count].val.clusterDim.y = attributes[count].val.clusterDim.z = 1;
+    ++count;
+  }
   cudaLaunchConfig_t config{};
   config.gridDim = unsigned(grid.blocks), config.blockDim = unsigned(grid.threads);
   config.dynamicSmemBytes = size_t(grid.shared_bytes), config.stream = grid.stream;
-  config.attrs = &early, config.numAttrs = grid.early ? 1 : 0;
+  config.attrs = attributes, config.numAttrs = count;
   check(cudaLaunchKernelEx(&config, kernel, Params(args)...));
 }
 

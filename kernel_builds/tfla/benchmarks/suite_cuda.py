@@ -28,14 +28,16 @@ class Case:
     steps: int  # 1: one decoding step, in place
     chunk: int | None = None
     limits: tuple[float | None, float | None] = (None, None)  # ms; of a step the first
+    memory: float | None = None  # GB that "train" may allocate beside its inputs and dh
     sides: tuple[str, ...] = ()
     of: str = "must"  # suite: must, chunks, heads, lengths
 
     @property
     def name(self) -> str:
-        chunk = f"-chunk{self.chunk}" if self.chunk else ""
         shape = f"{self.heads}x{self.key}x{self.value}-B{self.batch}T{self.steps}"
-        return f"mlstm-{self.gate}-{shape}{chunk}"
+        chunk = f"-chunk{self.chunk}" if self.chunk else ""
+        sweep = "-lengths" if self.of == "lengths" else ""  # one of them is also a case of must
+        return f"mlstm-{self.gate}-{shape}{chunk}{sweep}"
 
     @property
     def passes(self) -> tuple[str, ...]:
@@ -49,10 +51,10 @@ GATES = ("sigmoid", "exp")
 MLSTM_PEERS = ("mlstm_kernels", "mlstm_kernels-limit", "simple_gla", "gla", "lightning_attn",
                "sdpa-flash", "sdpa-cudnn", "mamba2")  # fmt: skip
 MUST = [
-    Case(gate, *shape, 8, 8192, limits=limits, sides=MLSTM_PEERS)
-    for shape, both in (
-        ((16, 128, 256), ((1.2, 3.9), (1.3, 4.2))),
-        ((8, 256, 512), ((1.7, 6.0), (1.9, 6.5))),
+    Case(gate, *shape, 8, 8192, limits=limits, memory=memory, sides=MLSTM_PEERS)
+    for shape, both, memory in (
+        ((16, 128, 256), ((1.2, 3.9), (1.3, 4.2)), 2.4),
+        ((8, 256, 512), ((1.7, 6.0), (1.9, 6.5)), None),
     )
     for gate, limits in zip(GATES, both, strict=True)
 ]
@@ -78,17 +80,23 @@ HEADS = [
 CASES = [*MUST, *STEPS, *LENGTHS, *CHUNKS, *HEADS]
 
 
-def floor_ms(case: Case, which: str) -> float:
-    """One pass over every tensor, chunks of 64: the longer of its bytes and its products."""
+def work(case: Case, which: str) -> tuple[float, float]:
+    """FLOP, in chunks of 64, and bytes of one pass over every tensor."""
     rows, K, V = case.batch * case.steps * case.heads, case.key, case.value
     if which == "step":
-        return 1e3 * rows * (2 * 4 * K * V + 2 * (2 * K + 2 * V)) / BANDWIDTH
+        return rows * 6 * K * V, rows * (2 * 4 * K * V + 2 * (2 * K + 2 * V))
     flops = 64 * (K + V) + 4 * K * V
     moved = 2 * (2 * K + 2 * V)
     if which == "train":
         flops += 64 * (3 * K + 2 * V) + 10 * K * V
         moved += 2 * (2 * K + 2 * V) + 2 * (2 * K + V)
-    return 1e3 * rows * max(flops / RATE, moved / BANDWIDTH)
+    return rows * flops, rows * moved
+
+
+def floor_ms(case: Case, which: str) -> float:
+    """What takes longer, the products or the bytes."""
+    flops, moved = work(case, which)
+    return 1e3 * max(flops / RATE, moved / BANDWIDTH)
 
 
 def draw(case: Case, device: str = "cuda", dtype=torch.bfloat16) -> dict[str, torch.Tensor]:

@@ -38,7 +38,7 @@ struct Matrices {
     check_shape(weight, "weights", {weight.size(0), K});
     check_dtype(weight, "weights", io);
     STD_TORCH_CHECK(input(weight).const_data_ptr() == weight.const_data_ptr() &&
-                        (weight.size(0) <= 1 || weight.stride(0) == K),
+                        (weight.size(0) <= 1 || K == 0 || weight.stride(0) == K),
                     "weights must be contiguous and begin at 16 bytes");
     Linear linear{};
     linear.weight = weight.const_data_ptr(), linear.rows = weight.size(0);

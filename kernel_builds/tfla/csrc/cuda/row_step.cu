@@ -120,8 +120,13 @@ __global__ void __launch_bounds__(kThreads) gate_step_kernel(const GateStepParam
 
 template <typename IO>
 void run_norm_step(const NormStepParams& p, const Device& device, cudaStream_t stream) {
+  const int64_t widest = (device.shared_bytes - kWarps * sizeof(float)) / sizeof(IO);
+  if (p.K > widest) {
+    throw std::invalid_argument("tfla: x has rows of " + std::to_string(p.K) +
+                                ", but norm_step takes at most " + std::to_string(widest) +
+                                " on this GPU");
+  }
   const int bytes = int(p.K * int64_t(sizeof(IO)));
-  if (bytes > device.shared_bytes) throw std::invalid_argument("tfla: x is too wide");
   launch(norm_step_kernel<IO>, {p.B, kThreads, bytes, stream, device.arch >= 90}, p);
 }
 template <typename IO>

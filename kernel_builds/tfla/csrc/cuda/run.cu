@@ -20,7 +20,8 @@ Device describe(int index) {
     return value;
   };
   return {read(cudaDevAttrComputeCapabilityMajor) * 10 + read(cudaDevAttrComputeCapabilityMinor),
-          read(cudaDevAttrMultiProcessorCount), read(cudaDevAttrMaxSharedMemoryPerBlockOptin)};
+          read(cudaDevAttrMultiProcessorCount), read(cudaDevAttrMaxSharedMemoryPerBlockOptin),
+          read(cudaDevAttrClusterLaunch) != 0};
 }
 
 void sequence_table(Sequence* table, int64_t S, int64_t T, const void* values, bool is_int32,

@@ -1,7 +1,9 @@
-// One step: C is read once and written once, all of it in flight before the first product.
+// One step: C is read once and written once, all of a thread block's part in flight at once.
 //
-// Two kernels, so that a state can be written where it stood: in the second every thread block
-// needs what the first made of n and m. It starts while the first runs, and waits after its loads.
+// Every thread block reads n and m for itself, and a state can be written where it stood: so nobody
+// may write them until all have read them. A second kernel does, which is launched then, while C is
+// on its way; it also ends h, if there is an epilogue. Where all thread blocks run at once and
+// there is none, those of a head are a cluster instead, whose first one writes.
 #include "early.cuh"
 #include "epilogue.cuh"
 #include "launch.h"
@@ -14,21 +16,21 @@ extern __shared__ __align__(16) char memory[];
 namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
+constexpr int kMostCluster = 8;
+// Of a thread in step_kernel: two of its thread blocks leave room on an SM for one of
+// finish_kernel.
+constexpr int kRegisters = 112;
 constexpr int kLanes = 16;  // for a row of C, four columns each
 constexpr int kTileColumns = 4 * kLanes, kRowsAtOnce = kThreads / kLanes;
 constexpr int kUnroll = 16;  // rows of a thread in flight
-// Of C, what the first kernel brings into the L2 while what came before still runs, asked for by so
-// many thread blocks: of more some is gone again before it is read.
-constexpr int64_t kFetchBytes = 4 << 20, kFetchBlocks = 128;
+// Of C, what is brought into the L2 while what came before still runs: of more some is gone again
+// before it is read. A thread block for every SM fetches its part.
+constexpr int64_t kFetchBytes = 6 << 20;
 constexpr float kShut = -1000, kNever = -1e30f;
 
-struct alignas(16) Head {  // what the first kernel tells the second
-  float keep, add, scale;
-  int done;  // of the second's thread blocks
-};
-
 DEVICE float log_sigmoid(float x) { return fminf(x, 0.0f) - log1pf(expf(-fabsf(x))); }
-DEVICE float at_least(float least, float x) { return x < least ? least : x; }  // NaN stays
+DEVICE float at_least(float least, float x) { return x < least ? least : x; }    // NaN stays
+DEVICE float times(float keep, float x) { return keep == 0 ? 0.0f : keep * x; }  // whatever x is
 
 template <typename X>
 DEVICE const X* at(const Strided& x, int b, int h) {
@@ -41,170 +43,150 @@ DEVICE void fetch([[maybe_unused]] const void* from, [[maybe_unused]] int bytes)
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 #endif
 }
-template <typename X>
-DEVICE void fetch_row([[maybe_unused]] const X* row, [[maybe_unused]] int count) {  // by a warp
+// By one warp: of a row, up to 4 KB.
+DEVICE void fetch_row([[maybe_unused]] const void* row, [[maybe_unused]] int bytes) {
 #if __CUDA_ARCH__ >= 900
-  constexpr int kLine = 128 / int(sizeof(X));
-  for (int c = int(threadIdx.x) * kLine; c < count; c += 32 * kLine) {
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(row + c));
-  }
+  const int at = int(threadIdx.x) % 32 * 128;
+  if (at >= bytes) return;
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const char*>(row) + at));
 #endif
 }
 
-// n, m and the factors of a head, by a warp. Of `parts` thread blocks of a head the others fetch
-// `bytes` of C each, as the first does.
-template <typename IO>
-__global__ void __launch_bounds__(32) head_kernel(const StepParams p, Head* heads, int parts,
-                                                  int bytes) {
-  constexpr int kColumns = 8;  // of a lane at once
-  const int state = int(blockIdx.x) / parts, part = int(blockIdx.x) % parts, lane = threadIdx.x;
-  const int b = state / int(p.H), h = state % int(p.H), K = int(p.K);
-  const int64_t first = int64_t(state) * K;
-  const float *i = at<float>(p.i, b, h), *f = at<float>(p.f, b, h);
-  const float* m = p.m ? static_cast<const float*>(p.m) + state : nullptr;
-  const float* n = p.n ? static_cast<const float*>(p.n) + first : nullptr;
-  const IO *k = at<IO>(p.k, b, h), *q = at<IO>(p.q, b, h);
-  if (bytes > 0 && lane == 0) {
-    const char* C = static_cast<const char*>(p.C) + first * p.V * int64_t(sizeof(float));
-    fetch(C + int64_t(part) * bytes, bytes);
-  }
-  if (part == 0) {
-    const int V = int(p.V);
-    fetch_row(i, 1), fetch_row(f, 1);
-    if (m != nullptr) fetch_row(m, 1);
-    if (p.normalized) fetch_row(k, K), fetch_row(q, K);
-    if (n != nullptr) fetch_row(n, K);
-    if (p.epilogue.out_gate.data != nullptr) fetch_row(gate_row<IO>(p.epilogue, b, 0, h), V);
-    if (p.epilogue.weight_is_io) {
-      fetch_row(static_cast<const IO*>(p.epilogue.weight) + h * V, V);
-    } else if (p.epilogue.weight != nullptr) {
-      fetch_row(static_cast<const float*>(p.epilogue.weight) + h * V, V);
-    }
-  }
-  wait_for_earlier();
-  let_later_start();
-  if (part != 0) return;
-  float key[kColumns], query[kColumns], old[kColumns];
-  const auto load = [&](int begin) {
-#pragma unroll
-    for (int u = 0; u < kColumns; ++u) {
-      const int c = begin + lane + 32 * u;
-      const bool exists = p.normalized && c < K;
-      key[u] = exists ? to_float(k[c]) : 0.0f, query[u] = exists ? to_float(q[c]) : 0.0f;
-      old[u] = exists && n != nullptr ? n[c] : 0.0f;
-    }
-  };
-  load(0);
-  const float input = *i, forget = *f, before = m != nullptr ? *m : 0.0f;
+// All thread blocks of a cluster have come so far: in two halves, with work between them.
+DEVICE void cluster_arrive() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive;" ::: "memory");
+#endif
+}
+DEVICE void cluster_wait() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.wait;" ::: "memory");
+#endif
+}
+
+struct Factors {
+  float keep, add, m;  // of the state, of k v, and the state's scale from now on
+};
+DEVICE Factors find_factors(const StepParams& p, float input, float forget, float before) {
   const float log_f = at_least(kShut, log_sigmoid(forget));
-  float after = 0, keep, add;
-  if (p.exponential) {  // m is rounded, and the factors make up for it
-    const float log_i = at_least(kNever, input);
-    const double carried = double(log_f) + double(before);
-    after = float(carried < double(log_i) ? double(log_i) : carried);
-    keep = before < kNever ? 0.0f : expf(float(carried - double(after)));
-    add = expf(float(double(log_i) - double(after)));
-  } else {
-    keep = expf(log_f), add = expf(log_sigmoid(input));
+  if (!p.exponential) return {expf(log_f), expf(log_sigmoid(input)), 0};
+  const float log_i = at_least(kNever, input);  // m is rounded, and the factors make up for it
+  const double carried = double(log_f) + double(before);
+  const float m = float(carried < double(log_i) ? double(log_i) : carried);
+  const float keep = before < kNever ? 0.0f : expf(float(carried - double(m)));
+  return {keep, expf(float(double(log_i) - double(m))), m};
+}
+
+// What a head's step reads, but for C and v.
+template <typename IO>
+struct Head {
+  int state, b, h, K;
+  const IO *k, *q;
+  const float *i, *f, *m, *n;  // m and n null for 0
+
+  DEVICE Head(const StepParams& p, int number)
+      : state(number), b(number / int(p.H)), h(number % int(p.H)), K(int(p.K)) {
+    k = at<IO>(p.k, b, h), q = at<IO>(p.q, b, h);
+    i = at<float>(p.i, b, h), f = at<float>(p.f, b, h);
+    m = p.m ? static_cast<const float*>(p.m) + state : nullptr;
+    n = p.n ? static_cast<const float*>(p.n) + int64_t(state) * K : nullptr;
   }
-  const float query_scale = rsqrtf(float(K));
-  float scale = query_scale;
-  if (p.normalized) {
-    float sum = 0;
-    for (int begin = 0; begin < K; begin += 32 * kColumns) {
-      if (begin != 0) load(begin);
-#pragma unroll
-      for (int u = 0; u < kColumns; ++u) {
-        const int c = begin + lane + 32 * u;
-        const float value = (keep != 0 ? keep * old[u] : 0.0f) + add * key[u];
-        if (c < K) static_cast<float*>(p.next_n)[first + c] = value;
-        sum += value * query[u];
-      }
+  DEVICE void fetch() const {
+    const int warp = threadIdx.x / 32, io = int(sizeof(IO)), own = int(sizeof(float));
+    if (warp == 1) fetch_row(k, K * io);
+    if (warp == 2) fetch_row(q, K * io);
+    if (warp == 3 && n != nullptr) fetch_row(n, K * own);
+    if (warp == 4) fetch_row(i, own), fetch_row(f, own);
+    if (warp == 5 && m != nullptr) fetch_row(m, own);
+  }
+  DEVICE float m_before() const { return m != nullptr ? *m : 0.0f; }
+  DEVICE float n_before(int r) const { return n != nullptr && r < K ? n[r] : 0.0f; }
+  // Where nobody reads the old ones any more; `own_n` is that of the thread's first row.
+  DEVICE void write_n_and_m(const StepParams& p, const Factors& factors, float own_n) const {
+    float* next_n = static_cast<float*>(p.next_n) + int64_t(state) * K;
+#pragma unroll 1
+    for (int r = threadIdx.x; r < K; r += blockDim.x, own_n = n_before(r)) {
+      next_n[r] = times(factors.keep, own_n) + factors.add * to_float(k[r]);
     }
-#pragma unroll
-    for (int mask = 16; mask > 0; mask /= 2) sum += __shfl_xor_sync(~0u, sum, mask);
-    scale /= fmaxf(fabsf(sum * query_scale), expf(-after)) + float(p.eps);
+    if (threadIdx.x == 0 && p.next_m != nullptr) static_cast<float*>(p.next_m)[state] = factors.m;
   }
-  if (lane != 0) return;
-  if (p.next_m != nullptr) static_cast<float*>(p.next_m)[state] = after;
-  heads[state] = {keep, add, scale, 0};
-}
+};
 
-// By every thread: is this the last of a head's thread blocks? Then it sees what the others wrote.
-DEVICE bool is_last_of(int blocks, int* done) {
-  __shared__ bool is_last;
-  __syncthreads();
-  if (threadIdx.x == 0) is_last = atomicAdd(done, 1) == blocks - 1;
-  __syncthreads();
-  if (is_last) __threadfence();
-  return is_last;
-}
-
-template <typename IO>
-DEVICE void finish_head(const Epilogue& p, const float* from, IO* to, int b, int h, int V) {
-  Row<kThreads, 4, 1> row, weight, gate;
-  static_assert(kThreads * 4 >= 1024);  // the widest
-  row.load(from, V);
-  weight.template load_weight<IO>(p, h, V);
-  if (p.out_gate.data != nullptr) gate.load(gate_row<IO>(p, b, 0, h), V);
-  finish_row<IO>(p, row, weight, gate, V);
-  row.store(to, V);
-}
-
-// C and h of kTileColumns of a head. `unrounded` is h where an epilogue follows: that is done by
-// the last of a head's thread blocks.
-template <typename IO>
-__global__ void __launch_bounds__(kThreads, 2) step_kernel(const StepParams p, Head* heads,
-                                                           float* unrounded) {
+// C of kTileColumns of a head, and their h: in `unrounded` where an epilogue follows. The first
+// `fetching` thread blocks, which run at once, fetch `bytes` of C each.
+template <typename IO, bool kCluster>
+__global__ void __maxnreg__(kRegisters) step_kernel(const StepParams p, float* unrounded,
+                                                    int fetching, int bytes) {
   using Four = Row<kLanes, 4, 1>;
   float2* rows = reinterpret_cast<float2*>(memory);  // [K] key and query
   __shared__ float4 parts[kWarps][kLanes];
+  __shared__ float4 read[kWarps];  // n q and k q of a warp's rows, and m
   const int K = int(p.K), V = int(p.V), tiles = (V + kTileColumns - 1) / kTileColumns;
-  const int state = int(blockIdx.x) / tiles, tile = int(blockIdx.x) % tiles * kTileColumns;
-  const int b = state / int(p.H), h = state % int(p.H);
+  const int part = int(blockIdx.x) % tiles, tile = part * kTileColumns;
+  const Head<IO> head(p, int(blockIdx.x) / tiles);
   const int first = int(threadIdx.x) / kLanes, column = tile + Four::column(0);
-  const bool inside = column < V;
-  const float* C = static_cast<const float*>(p.C);
-  if (C != nullptr) C += int64_t(state) * K * V + column;
-  float* next = static_cast<float*>(p.next_C) + int64_t(state) * K * V + column;
-  // A small state is in the L2 by now, and the next kernel may fetch its own; in a large one it
-  // would take memory's time from this one's loads (B 8: 19.1 µs so, 18.5 late; B 1: 4.3, 4.6
-  // late).
-  const bool small = p.B * p.H * p.K * p.V * int64_t(sizeof(float)) <= kFetchBytes;
-  if (small) let_later_start();
+  const int64_t all = int64_t(head.state) * K * V;
+  const float* C = p.C != nullptr ? static_cast<const float*>(p.C) + all + column : nullptr;
+  float* next = static_cast<float*>(p.next_C) + all + column;
+  const int kept_rows = column < V ? K : 0, old_rows = C != nullptr ? kept_rows : 0;
+  if (int(blockIdx.x) < fetching && threadIdx.x == 0) {
+    fetch(reinterpret_cast<const char*>(C - column) + part * bytes, bytes);
+  }
+  head.fetch();
+  wait_for_earlier();
+  if (kCluster) let_later_start();
+
+  const float input = *head.i, forget = *head.f, before = head.m_before();
+  const bool has_row = int(threadIdx.x) < K;
+  const float key = has_row ? to_float(head.k[threadIdx.x]) : 0.0f;
+  const float query = has_row ? to_float(head.q[threadIdx.x]) : 0.0f;
+  const float n = head.n_before(int(threadIdx.x));
   Four value;
-  value.load(at<IO>(p.v, b, h) + tile, V - tile);
+  value.load(at<IO>(p.v, head.b, head.h) + tile, V - tile);
   float4 old[kUnroll];
   const auto load = [&](int row) {
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
       const int r = row + u * kRowsAtOnce;
-      const bool exists = inside && r < K && C != nullptr;
-      old[u] = exists ? __ldcs(reinterpret_cast<const float4*>(C + r * V)) : float4{};
+      old[u] = r < old_rows ? __ldcs(reinterpret_cast<const float4*>(C + r * V)) : float4{};
     }
   };
   load(first);
-  for (int r = threadIdx.x; r < K; r += kThreads) {
-    rows[r] = {to_float(at<IO>(p.k, b, h)[r]), to_float(at<IO>(p.q, b, h)[r])};
+  float n_q = n * query, k_q = key * query;
+  if (has_row) rows[threadIdx.x] = {key, query};
+#pragma unroll 1  // few heads are so wide
+  for (int r = int(threadIdx.x) + kThreads; r < K; r += kThreads) {
+    const float2 own = {to_float(head.k[r]), to_float(head.q[r])};
+    n_q += head.n_before(r) * own.y, k_q += own.x * own.y, rows[r] = own;
   }
-  __syncthreads();
-  wait_for_earlier();
-  if (!small) let_later_start();
-  const Head head = heads[state];
 #pragma unroll
-  for (float& v : value.x) v *= head.add;
+  for (int mask = 16; mask > 0; mask /= 2) {
+    n_q += __shfl_xor_sync(~0u, n_q, mask), k_q += __shfl_xor_sync(~0u, k_q, mask);
+  }
+  // Stored, so that what was asked for has come: a warp reads m in one instruction.
+  if (threadIdx.x % 32 == 0) read[threadIdx.x / 32] = make_float4(n_q, k_q, before, 0);
+  __syncthreads();
+  if (kCluster) {
+    cluster_arrive();
+  } else {
+    let_later_start();
+  }
+
+  const Factors factors = find_factors(p, input, forget, before);
+#pragma unroll
+  for (float& x : value.x) x *= factors.add;
   float sum[4] = {};
-  for (int row = first; row < K; row += kUnroll * kRowsAtOnce) {
+  for (int row = first; row < kept_rows; row += kUnroll * kRowsAtOnce) {
     if (row != first) load(row);
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
       const int r = row + u * kRowsAtOnce;
-      if (!inside || r >= K) continue;
+      if (r >= kept_rows) continue;
       const float2 key_query = rows[r];
       float x[4] = {old[u].x, old[u].y, old[u].z, old[u].w};
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        x[e] = (head.keep == 0 ? 0.0f : head.keep * x[e]) + key_query.x * value.x[e];
+        x[e] = times(factors.keep, x[e]) + key_query.x * value.x[e];
         sum[e] += key_query.y * x[e];
       }
       __stcs(reinterpret_cast<float4*>(next + r * V), make_float4(x[0], x[1], x[2], x[3]));
@@ -218,60 +200,89 @@ __global__ void __launch_bounds__(kThreads, 2) step_kernel(const StepParams p, H
   if (threadIdx.x % 32 < kLanes) {
     parts[threadIdx.x / 32][threadIdx.x % kLanes] = make_float4(sum[0], sum[1], sum[2], sum[3]);
   }
-  __syncthreads();
-  IO* out = static_cast<IO*>(p.h) + int64_t(state) * V;
-  if (threadIdx.x < kLanes) {
-    Four total{};
-    for (int w = 0; w < kWarps; ++w) {
-      const float4 part = parts[w][threadIdx.x];
-      total.x[0] += part.x, total.x[1] += part.y, total.x[2] += part.z, total.x[3] += part.w;
-    }
-#pragma unroll
-    for (float& x : total.x) x *= head.scale;
-    if (unrounded == nullptr) {
-      total.store(out + tile, V - tile);
-    } else {
-      total.store(unrounded + int64_t(state) * V + tile, V - tile);
-      __threadfence();
-    }
+  if (kCluster) {
+    cluster_wait();
+    if (part == 0) head.write_n_and_m(p, factors, n);
   }
-  if (unrounded != nullptr && is_last_of(tiles, &heads[state].done)) {
-    finish_head<IO>(p.epilogue, unrounded + int64_t(state) * V, out, b, h, V);
+  __syncthreads();
+  if (threadIdx.x >= kLanes) return;
+  Four total{};
+  n_q = k_q = 0;
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) {
+    const float4 own = parts[w][threadIdx.x];
+    total.x[0] += own.x, total.x[1] += own.y, total.x[2] += own.z, total.x[3] += own.w;
+    n_q += read[w].x, k_q += read[w].y;
+  }
+  const float query_scale = rsqrtf(float(K));
+  float scale = query_scale;
+  if (p.normalized) {
+    const float total_q = times(factors.keep, n_q) + factors.add * k_q;  // of the new n
+    scale /= fmaxf(fabsf(total_q * query_scale), expf(-factors.m)) + float(p.eps);
+  }
+#pragma unroll
+  for (float& x : total.x) x *= scale;
+  const int64_t out = int64_t(head.state) * V + tile;
+  if (unrounded == nullptr) {
+    total.store(static_cast<IO*>(p.h) + out, V - tile);
+  } else {
+    total.store(unrounded + out, V - tile);
   }
 }
 
-Head* take_heads(const StepParams& p, Arrays& arrays, float** unrounded) {
-  Head* heads = arrays.take<Head>(p.B * p.H);
-  *unrounded = p.epilogue.any() ? arrays.take<float>(p.B * p.H * p.V) : nullptr;
-  return heads;
+// n and m of a head, which nobody reads any more; then its epilogue.
+template <typename IO>
+__global__ void __launch_bounds__(kThreads) finish_kernel(const StepParams p,
+                                                          const float* unrounded) {
+  const Head<IO> head(p, int(blockIdx.x));
+  let_later_start();
+  if (p.normalized) {
+    const float n = head.n_before(int(threadIdx.x));
+    const Factors factors = find_factors(p, *head.i, *head.f, head.m_before());
+    __syncthreads();  // all have read m
+    head.write_n_and_m(p, factors, n);
+  }
+  wait_for_earlier();  // what comes later waits for this kernel alone
+  if (unrounded == nullptr) return;
+  Row<kThreads, 4, 1> row, weight, gate;
+  static_assert(decltype(row)::kSize * kThreads >= 1024);  // the widest
+  const int V = int(p.V);
+  row.load(unrounded + int64_t(head.state) * V, V);
+  weight.template load_weight<IO>(p.epilogue, head.h, V);
+  if (p.epilogue.out_gate.data != nullptr) {
+    gate.load(gate_row<IO>(p.epilogue, head.b, 0, head.h), V);
+  }
+  finish_row<IO>(p.epilogue, row, weight, gate, V);
+  row.store(static_cast<IO*>(p.h) + int64_t(head.state) * V, V);
 }
 
 }  // namespace
 
 int64_t step_scratch(const StepParams& p) {
-  Arrays arrays(nullptr);
-  float* unrounded;
-  take_heads(p, arrays, &unrounded);
-  return arrays.bytes();
+  return p.epilogue.any() ? p.B * p.H * p.V * int64_t(sizeof(float)) : 0;
 }
 
 template <typename IO>
 void run_step(const StepParams& p, const Device& device, void* scratch, cudaStream_t stream) {
   const bool early = device.arch >= 90;  // else nothing in the kernels would wait
-  Arrays arrays(scratch);
-  float* unrounded;
-  Head* heads = take_heads(p, arrays, &unrounded);
-  const int64_t states = p.B * p.H;
-  int64_t parts = 1, bytes = 0;
-  if (early && p.C != nullptr && states > 0) {
-    while (states * parts < kFetchBlocks) parts *= 2;
-    const int64_t share = kFetchBytes / (states * parts), C = p.K * p.V * int64_t(sizeof(float));
-    bytes = (share < C / parts ? share : C / parts) / 16 * 16;
+  const int64_t states = p.B * p.H, tiles = (p.V + kTileColumns - 1) / kTileColumns;
+  float* unrounded = p.epilogue.any() ? static_cast<float*>(scratch) : nullptr;
+  const int64_t blocks = states * tiles;
+  int64_t fetching = 0, bytes = 0;
+  if (p.C != nullptr && blocks > 0) {
+    fetching = blocks < device.processors ? blocks : device.processors;
+    bytes = p.K * p.V * int64_t(sizeof(float)) / tiles;
+    if (bytes > kFetchBytes / fetching) bytes = kFetchBytes / fetching;
   }
-  launch(head_kernel<IO>, {states * parts, 32, 0, stream, early}, p, heads, int(parts), int(bytes));
-  const int64_t tiles = (p.V + kTileColumns - 1) / kTileColumns;
+  const bool cluster = device.clusters && p.normalized && unrounded == nullptr &&
+                       tiles <= kMostCluster && blocks <= device.processors;
   const int shared = int(p.K * int64_t(sizeof(float2)));
-  launch(step_kernel<IO>, {states * tiles, kThreads, shared, stream, early}, p, heads, unrounded);
+  Grid grid{blocks, kThreads, shared, stream, early};
+  if (cluster) grid.cluster = int(tiles);
+  launch(cluster ? step_kernel<IO, true> : step_kernel<IO, false>, grid, p, unrounded,
+         int(fetching), int(bytes / 16 * 16));
+  if (cluster || (!p.normalized && unrounded == nullptr)) return;
+  launch(finish_kernel<IO>, {states, kThreads, 0, stream, early}, p, unrounded);
 }
 template void run_step<bf16>(const StepParams&, const Device&, void*, cudaStream_t);
 template void run_step<fp16>(const StepParams&, const Device&, void*, cudaStream_t);

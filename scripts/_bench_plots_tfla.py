@@ -1,0 +1,104 @@
+"""plot_bench --plots: the figures of tfla from the rows of bench_ops --suite tfla."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from _bench_plots import BANDWIDTH, RATE, plt, save
+from _bench_tables_diagonal import Row, Sides
+
+PASSES = {"forward": "forward", "train": "forward + backward"}
+Lines = dict[str, dict[float, float]]
+
+
+def chunk_of(row: Row) -> int:
+    found = re.search(r"chunk(\d+)$", row["case"])
+    return int(found.group(1)) if found else 0
+
+
+def lines_of(
+    cases: Sides, form: str, which: str, at: Callable[[Row], int], value: str = "p50_ms",
+    label: Callable[[Row], str] = lambda row: row["side"],
+) -> Lines:  # fmt: skip
+    """label -> {place on the axis: value} of one suite's rows."""
+    lines: Lines = {}
+    for sides in cases.values():
+        for passes in sides.values():
+            row = passes.get(which)
+            if row is not None and row["form"] == form and row[value]:
+                lines.setdefault(label(row), {})[at(row)] = float(row[value])
+                if row["side"] == "ours" and value == "p50_ms":
+                    lines.setdefault("floor", {})[at(row)] = float(row["floor_ms"])
+    return lines
+
+
+def draw_lines(ax, lines: Lines, scale: float = 1.0) -> None:
+    for label, points in sorted(lines.items()):
+        style = {"color": "0.6", "linestyle": ":"} if label == "floor" else {"marker": "o"}
+        x, y = zip(*sorted(points.items()), strict=True)
+        ax.plot(x, [scale * value for value in y], label=label, markersize=3, **style)
+    ax.set(xscale="log", yscale="log")
+    ticks = sorted({x for points in lines.values() for x in points})
+    ax.set_xticks(ticks, labels=[f"{x:g}" for x in ticks], fontsize=6)
+    ax.minorticks_off()
+
+
+def draw_chunks(path: Path, cases: Sides) -> None:
+    """Time and memory of both passes over the chunk size, each shape and gate."""
+    label = lambda row: f"{row['side']} {'-'.join(row['case'].split('-')[1:3])}"
+    panels = [(which, value) for value in ("p50_ms", "peak_mib") for which in PASSES]
+    found = [lines_of(cases, "chunks", which, chunk_of, value, label) for which, value in panels]
+    if not any(found):
+        return
+    figure, axes = plt.subplots(2, 2, figsize=(8, 6), sharex=True)
+    for (which, value), lines, ax in zip(panels, found, axes.flat, strict=True):
+        time = value == "p50_ms"
+        draw_lines(ax, {k: v for k, v in lines.items() if k != "floor"}, 1 if time else 2**20 / 1e9)
+        ax.set(title=PASSES[which], ylabel="ms" if time else "GB beside the inputs")
+    for ax in axes[1]:
+        ax.set(xlabel="chunk size asked for")
+    axes[0][0].legend(fontsize=5)
+    save(figure, path.with_name(f"{path.stem}-tfla-chunks.svg"))
+
+
+def draw_sweep(path: Path, cases: Sides, form: str, column: str, words: str) -> None:
+    found = [lines_of(cases, form, which, lambda row: int(row[column])) for which in PASSES]
+    if not any(found):
+        return
+    figure, axes = plt.subplots(1, 2, figsize=(8, 3.2))
+    for which, lines, ax in zip(PASSES, found, axes, strict=True):
+        draw_lines(ax, lines)
+        ax.set(title=PASSES[which], xlabel=words, ylabel="ms")
+    axes[0].legend(fontsize=6)
+    save(figure, path.with_name(f"{path.stem}-tfla-{form}.svg"))
+
+
+def draw_roofline(path: Path, cases: Sides) -> None:
+    """What ours reaches in the cases that have a mark, under the two roofs of the device."""
+    rows = [
+        row
+        for sides in cases.values()
+        for row in sides.get("ours", {}).values()
+        if row["form"] == "must" and row["tflops"]
+    ]
+    if not rows:
+        return
+    figure, ax = plt.subplots(figsize=(6, 4))
+    knee = RATE / BANDWIDTH
+    ends = [0.5, knee, 2000]
+    ax.plot(ends, [min(x * BANDWIDTH, RATE) / 1e12 for x in ends], "k-", linewidth=1)
+    for row in rows:
+        tflops = float(row["tflops"])
+        marker = {"forward": "o", "train": "s", "step": "^"}[row["pass"]]
+        label = f"{row['case'].removeprefix('mlstm-')} {row['pass']}"
+        ax.plot(1e3 * tflops / float(row["gbps"]), tflops, marker, label=label, markersize=5)
+    ax.set(xscale="log", yscale="log", xlabel="FLOP per byte, each tensor once", ylabel="TFLOP/s")
+    ax.legend(fontsize=5)
+    save(figure, path.with_name(f"{path.stem}-tfla-roofline.svg"))
+
+
+def draw_tfla(path: Path, cases: Sides) -> None:
+    draw_chunks(path, cases)
+    draw_sweep(path, cases, "heads", "D", "width of a head, 4096 in all, B 4, T 8192")
+    draw_sweep(path, cases, "lengths", "T", "length, 65,536 tokens")
+    draw_roofline(path, cases)

@@ -1,0 +1,156 @@
+"""bench_ops --suite tfla: cases, floors, marks, and what plot_bench makes of the rows."""
+
+import csv
+import importlib
+import importlib.machinery
+import importlib.util
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from flashcell.kernels import tfla as reference
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = (ROOT / "scripts", ROOT / "kernel_builds/tfla/benchmarks")
+OWN = ("suite_cuda", "_bench_tfla")
+
+
+@pytest.fixture
+def modules(monkeypatch):
+    """suite_cuda of this kernel (others have one too), and what runs it."""
+    for folder in FOLDERS:
+        monkeypatch.syspath_prepend(str(folder))
+    yield [importlib.import_module(name) for name in OWN]
+    for name in OWN:
+        sys.modules.pop(name)
+
+
+@pytest.fixture
+def plot(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDERS[0]))
+    loader = importlib.machinery.SourceFileLoader("plot_bench", str(FOLDERS[0] / "plot_bench"))
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader("plot_bench", loader))
+    loader.exec_module(module)
+    return module
+
+
+def test_cases_and_floors(modules):
+    """Two cases of one name would hide each other's rows. Floors: notes/tfla.md, section 4."""
+    suite, _ = modules
+    names = [case.name for case in suite.CASES]
+    assert len(set(names)) == len(names)
+    floors = [
+        suite.floor_ms(suite.MUST[k], which) for k in (0, 2) for which in ("forward", "train")
+    ]
+    floors += [suite.floor_ms(case, "step") for case in suite.STEPS]
+    assert floors == pytest.approx([0.375, 1.00, 0.381, 1.33, 0.00195, 0.0156, 0.125], rel=0.005)
+    assert {case.chunk for case in suite.CHUNKS} == {64 << k for k in range(7)}
+    assert [(c.key, c.batch, c.steps) for c in suite.HEADS] == [
+        (32 << k, 4, 8192) for k in range(6)
+    ]
+
+
+def test_what_misses_its_mark_is_said(modules, monkeypatch):
+    suite, bench = modules
+    case = suite.MUST[0]
+    took = {"forward": 1.1, "train": 4.0}
+
+    def measure(case, *_):
+        row = {"side": "ours", "peak_mib": "2400"}
+        return [
+            row | {"pass": which, "p50_ms": str(ms), "limit_ms": case.limit(which)}
+            for which, ms in took.items()
+        ]
+
+    monkeypatch.setattr(bench, "measure", measure)
+    takes = lambda other: other in (case, suite.MUST[2])
+    saved = []
+    problems = bench.run_suite(takes, None, [], {}, 0.1, saved.append).splitlines()
+    assert problems[1:] == [
+        f"{case.name} train: 4.0 > 3.9 ms",
+        f"{case.name}: 2.52 > 2.4 GB",
+    ]
+    assert len(saved) == 2
+    assert bench.uneven(
+        {8192: {"forward": 1.0}, 512: {"forward": 1.31}, 64: {"forward": 1.29}}
+    ) == ["T 512 forward: 1.31 ms, more than 1.3 of 1"]
+
+
+COMMON = {"op": "mlstm", "dtype": "bfloat16", "B": 8, "T": 8192, "N": 16, "D": 256, "ratio": 1}
+COMMON |= {"device": "NVIDIA H200", "driver": "1", "torch": "2", "commit": "c", "date": "d"}
+COMMON |= {"kernel": "_tfla_cuda_0", "tflops": 100, "gbps": 1000}
+
+
+def write(path, rows):
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(COMMON | row for row in rows)
+
+
+def row(case, side, which, ms, form="must", floor=0.375, limit=""):
+    own = {"case": case, "side": side, "pass": which, "p50_ms": ms, "form": form}
+    return COMMON | own | {"floor_ms": floor, "limit_ms": limit, "peak_mib": 1000}
+
+
+def test_table_of_marks(plot, tmp_path):
+    big, step = "mlstm-exp-16x128x256-B8T8192", "mlstm-exp-8x256x512-B1T1"
+    rows = [
+        row(big, "ours", "forward", 0.75, limit=1.3),
+        row(big, "simple_gla", "forward", 1.5),
+        row(big, "mlstm_kernels", "forward", 3.0),
+        row(step, "ours", "step", 0.005, floor=0.00195, limit=0.004),
+        row(f"{big}-chunk64", "ours", "forward", 9, form="chunks"),
+    ]
+    write(tmp_path / "gpu.csv", rows)
+    table, _ = plot.TABLES["tfla-marks"]
+    lines = table(tmp_path / "gpu.csv").splitlines()[4:]
+    assert lines == [
+        "| exp, 16 heads 128/256, B 8, T 8192 | forward | 0.375 ms | 0.75 ms | 50% | 1.3 ms "
+        "| 1.05 GB | simple_gla 1.5 ms, mlstm_kernels 3 ms |",
+        "| exp, 8 heads 256/512, B 1 | a step | 1.95 us | 5 us | 39% | **4 us** |  |  |",
+    ]
+
+
+def test_figures(plot, tmp_path):
+    pytest.importorskip("matplotlib")
+    from _bench_plots_tfla import draw_tfla
+
+    rows = [
+        row(f"mlstm-exp-16x128x256-B8T8192-chunk{L}", side, which, 1 + L, form="chunks")
+        for L in (64, 256)
+        for side in ("ours", "mlstm_kernels")
+        for which in ("forward", "train")
+    ]
+    rows += [row("mlstm-exp-16x128x256-B8T8192", "ours", "forward", 1, limit=2)]
+    path = tmp_path / "gpu.csv"
+    write(path, rows)
+    draw_tfla(path, plot.read_sides(path, "tfla"))
+    assert {p.name for p in tmp_path.glob("*.svg")} == {
+        "gpu-tfla-chunks.svg",
+        "gpu-tfla-roofline.svg",
+    }
+
+
+@pytest.mark.parametrize("steps", [1, 70])
+def test_cases_of_the_cpu(monkeypatch, steps):
+    """A step is in place: its second call goes on from the first's state."""
+    monkeypatch.syspath_prepend(str(FOLDERS[0]))
+    from _bench_common import cases_of
+
+    cases = cases_of("tfla")
+    names = [case.name for case in cases.CASES]
+    assert len(set(names)) == len(names)
+    case = replace(cases.CASES[-1 if steps == 1 else 0], steps=steps, heads=2, key=16, width=24)
+    p = cases.parameters(case)
+    ours = cases.Ours(case, p, reference)
+    with torch.no_grad():
+        h, again = ours(), ours()
+    assert h.shape == (case.batch, steps, 2, 24)
+    assert torch.equal(again, h) == (steps > 1)
+    gflop, floor = cases.work(case, cases.passes(case)[0], lambda: 100.0, lambda size: 10.0)
+    assert gflop > 0
+    assert floor > 0
