@@ -11,6 +11,7 @@ from .boundaries import NO_BOUNDARIES, Boundaries
 from .cache import RecurrentStateLayer
 from .causal_conv import CausalConv1d, convolve
 from .flash_rnn_layers import FlashGRU, FlashLSTM
+from .step_linear import StepLinear, apply_norm
 
 CELLS: dict[str, Any] = {"flash_gru": FlashGRU, "flash_lstm": FlashLSTM}
 
@@ -58,13 +59,38 @@ class DiagonalMixer(nn.Module):
         cache: RecurrentStateLayer | None = None,
         boundaries: Boundaries = NO_BOUNDARIES,
     ) -> torch.Tensor:  # [B, T, H]
-        T, config = hidden_states.shape[1], self.config
+        h, gate = self.mix(self.in_proj(hidden_states), cache, boundaries)
+        return self.out_proj(self.norm(h, gate))
+
+    @property
+    def linears(self) -> list[nn.Linear]:
+        return [self.in_proj, self.out_proj]
+
+    def step(
+        self,
+        step_linear: StepLinear,
+        x: torch.Tensor,  # [B, H]
+        norm: nn.Module,
+        cache: RecurrentStateLayer | None,
+    ) -> torch.Tensor:  # [B, H]
+        """x + forward(norm(x)) of one token a row."""
+        y, options = apply_norm(norm, x)
+        pair = step_linear(y, [self.in_proj.weight], **options)[0]
+        h, gate = self.mix(pair[:, None], cache, NO_BOUNDARIES)
+        return step_linear(self.norm(h, gate)[:, 0], [self.out_proj.weight], residual=x)[0]
+
+    def mix(
+        self,
+        pair: torch.Tensor,  # [B, T, 2 H], x' and g
+        cache: RecurrentStateLayer | None,
+        boundaries: Boundaries,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # h + D x, g [B, T, H]
+        T, config = pair.shape[1], self.config
         state = None if cache is None else boundaries.first(cache.get_states("cell"))
-        x, gate = self.in_proj(hidden_states).chunk(2, -1)
+        x, gate = pair.chunk(2, -1)
         x, window = convolve(self.conv, x, cache, boundaries, config.backend)
         path = {name: getattr(config, name) for name in ("method", "tol", "max_iters", "backend")}
         h, state = self.cell(x, state, **boundaries._asdict(), **path)
         if cache is not None:
             cache.update_states(T, cell=boundaries.last(state), conv=window)
-        h = torch.addcmul(h, x, self.skip.to(h.dtype))  # under autocast not in fp32
-        return self.out_proj(self.norm(h, gate))
+        return torch.addcmul(h, x, self.skip.to(h.dtype)), gate  # under autocast not in fp32

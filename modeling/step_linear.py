@@ -73,6 +73,29 @@ def norm_options(norm: nn.RMSNorm) -> dict[str, Any]:
     return {"norm_weight": norm.weight, "norm_eps": norm.eps}
 
 
+def apply_norm(norm: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
+    """What a step linear reads for norm(x), and its options: an RMSNorm it takes on the way."""
+    return (x, norm_options(norm)) if type(norm) is nn.RMSNorm else (norm(x), {})
+
+
+def taken_along(norm: nn.Module) -> list[nn.Module]:
+    """The modules that `apply_norm` does not call."""
+    return [norm] if type(norm) is nn.RMSNorm else []
+
+
+def step_swiglu(
+    step_linear: StepLinear,
+    x: torch.Tensor,  # [B, H]
+    norm: nn.Module,
+    pair: Sequence[torch.Tensor],  # the weights of the gate and of what it gates
+    down: torch.Tensor,
+) -> torch.Tensor:  # [B, H]
+    """x + SwiGLU(norm(x)) in two launches, three where the norm is none that they take."""
+    y, options = apply_norm(norm, x)
+    inner = step_linear(y, list(pair), gated=True, **options)[0]
+    return step_linear(inner, [down], residual=x)[0]
+
+
 def packed(weights: list[torch.Tensor]) -> list[torch.Tensor]:
     """One matrix of all rows, where it can be had: the weights are rows of it from now on, so that
     nothing is held twice. A product of many columns reads it faster than several of few."""

@@ -7,12 +7,13 @@ from torch import nn
 from transformers import DynamicCache
 
 from cases import DEVICE
-from flashcell import modeling_flash_mlstm as family
+from flashcell import modeling_flash_mlstm, modeling_flash_rnn
 from flashcell.kernels import tfla as reference
 from flashcell.step_linear import ROWS, is_plain, is_untouched, many_rows, packed
 from numerics import assert_close
 
-CASES = ["flash_mlstm", "flash_mlstm-sigmoid"]
+CASES = ["flash_mlstm", "flash_mlstm-sigmoid", "lstm", "slstm", "flash_gru", "flash_lstm"]
+FAMILIES = modeling_flash_mlstm, modeling_flash_rnn
 
 
 def decode(model, ids):
@@ -26,7 +27,8 @@ def decode(model, ids):
 
 def by_the_modules(monkeypatch, model, ids):
     with monkeypatch.context() as patch:
-        patch.setattr(family, "find_step_linear", lambda *_: None)
+        for family in FAMILIES:
+            patch.setattr(family, "find_step_linear", lambda *_: None)
         return decode(model, ids)
 
 
@@ -42,7 +44,8 @@ def taken(monkeypatch):
         steps.append(len(modules))
         return reference.linear_step if x.shape[0] <= ROWS else many_rows(reference)
 
-    monkeypatch.setattr(family, "find_step_linear", find)
+    for family in FAMILIES:
+        monkeypatch.setattr(family, "find_step_linear", find)
     return steps
 
 
@@ -52,7 +55,8 @@ def test_is_the_same_model(make_model, tokens, taken, monkeypatch, case, batch):
     model, ids = make_model(case), tokens(batch, 6)
     model.decoder.mode = "eager"
     got = decode(model, ids)
-    assert len(taken) == 6 * (2 + (batch <= ROWS))
+    head = case.startswith("flash_mlstm") and batch <= ROWS
+    assert len(taken) == 6 * (model.config.num_hidden_layers + head)
     assert_close("logits", got, by_the_modules(monkeypatch, model, ids), 1e-6)
 
 
