@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from cases import DEVICE
 from flashcell.modeling_flash_mlstm import FlashMLSTMConfig, FlashMLSTMFeedForward
 from flashcell.recurrent_model import SwiGLU, cast_once
 
@@ -48,3 +49,12 @@ def test_what_autocast_leaves_alone_is_left_alone():
         assert cast_once(x.double()).dtype == torch.float64
         with torch.autocast("cpu", enabled=False):
             assert cast_once(x) is x
+
+
+def test_meta_tensors_pass_through_every_family(case, make_model):
+    """Shapes and dtypes of a model that is nowhere, under autocast: what planners of memory ask for."""
+    model = make_model(case).to("meta")
+    ids = torch.zeros(2, 3, dtype=torch.long, device="meta")
+    with torch.autocast(DEVICE, torch.bfloat16):
+        logits = model(ids).logits
+    assert (logits.device.type, logits.shape) == ("meta", (2, 3, model.config.vocab_size))
