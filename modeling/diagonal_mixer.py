@@ -8,12 +8,26 @@ from transformers import initialization as init
 from transformers.utils.generic import maybe_autocast
 
 from .boundaries import NO_BOUNDARIES, Boundaries
-from .cache import RecurrentStateLayer
+from .cache import RecurrentStateLayer, StaticRecurrentStateLayer
 from .causal_conv import CausalConv1d, convolve
 from .flash_rnn_layers import FlashGRU, FlashLSTM
-from .step_linear import StepLinear, apply_norm
+from .headwise_linear import HeadwiseLinear
+from .kernel_loader import load_kernel
+from .step_linear import StepLinear, apply_norm, has_weights_like, norm_options
 
 CELLS: dict[str, Any] = {"flash_gru": FlashGRU, "flash_lstm": FlashLSTM}
+
+
+def own_states(
+    cache: RecurrentStateLayer | None, name: str, count: int, empty: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """The states to change: a static cache's own, else copies."""
+    group = None if cache is None else cache.get_states(name)
+    if group is None:
+        return tuple(empty.clone() for _ in range(count))
+    if isinstance(cache, StaticRecurrentStateLayer) and group[0].dtype == empty.dtype:
+        return group
+    return tuple(s.to(empty.dtype, copy=True) for s in group)
 
 
 class GatedRMSNorm(nn.RMSNorm):
@@ -76,8 +90,49 @@ class DiagonalMixer(nn.Module):
         """x + forward(norm(x)) of one token a row."""
         y, options = apply_norm(norm, x)
         pair = step_linear(y, [self.in_proj.weight], **options)[0]
-        h, gate = self.mix(pair[:, None], cache, NO_BOUNDARIES)
-        return step_linear(self.norm(h, gate)[:, 0], [self.out_proj.weight], residual=x)[0]
+        kernel, options = self.find_kernel(x), {}
+        if kernel is None:
+            y = self.norm(*self.mix(pair[:, None], cache, NO_BOUNDARIES))[:, 0]
+        else:
+            y, options = self.mix_step(kernel, pair, cache), norm_options(self.norm)
+        return step_linear(y, [self.out_proj.weight], residual=x, **options)[0]
+
+    def find_kernel(self, x: torch.Tensor) -> Any:
+        """The kernel that has `mix_step` for x [B, H], None where the modules are called."""
+        if not self.is_plain(x):
+            return None
+        kernel = load_kernel("diagonal-rnn", x.device.type, self.config.backend)
+        return kernel if kernel.BACKEND == "cuda" else None
+
+    def is_plain(self, x: torch.Tensor) -> bool:
+        """Nothing but its weights between the linear layers, and these of sizes that the kernel has."""
+        cell, config = self.cell, self.config
+        kinds = {CausalConv1d: self.conv, CELLS[config.cell]: cell}
+        kinds |= {HeadwiseLinear: cell.in_proj, GatedRMSNorm: self.norm}
+        own = all(type(m) is kind and has_weights_like(m, x) for kind, m in kinds.items())
+        return (
+            own and self.skip.dtype == x.dtype and self.conv.past == 3 and config.head_dim % 2 == 0
+        )
+
+    def mix_step(
+        self,
+        kernel: Any,
+        pair: torch.Tensor,  # [B, 2 H]
+        cache: RecurrentStateLayer | None,
+    ) -> torch.Tensor:  # [B, H], ahead of the norm
+        x, gate = pair.chunk(2, -1)
+        conv, cell = self.conv, self.cell
+        (window,) = own_states(cache, "conv", 1, x.new_zeros(len(x), conv.past, x.shape[1]))
+        wide = torch.promote_types(x.dtype, torch.float32)
+        state = own_states(cache, "cell", cell.states, torch.zeros_like(x, dtype=wide))
+        x = kernel.conv_step(x, conv.weight[:, 0], conv.bias, window)
+        y = kernel.mixer_step(
+            cell.kernel_cell, x, cell.in_proj.weight, cell.in_proj.bias, cell.rows, state,
+            self.skip, gate, bound=cell.max_recurrent,
+        )  # fmt: skip
+        if cache is not None:
+            cache.update_states(1, cell=state, conv=(window,))
+        return y
 
     def mix(
         self,

@@ -51,16 +51,22 @@ def is_untouched(module: nn.Module) -> bool:
 
 def is_plain(module: nn.Module, x: torch.Tensor) -> bool:
     """Nothing but its weights, and these like x and as the kernel reads them."""
+    weights = [w for w in module._parameters.values() if w is not None]
     return (
         type(module) in PLAIN
-        and is_untouched(module)
-        and all(
-            type(w.data) is torch.Tensor
-            and (w.dtype, w.device) == (x.dtype, x.device)
-            and (w.dim() < 2 or is_readable(w))
-            for w in module._parameters.values()
-            if w is not None
-        )
+        and has_weights_like(module, x)
+        and all(w.dim() < 2 or is_readable(w) for w in weights)
+    )
+
+
+def has_weights_like(module: nn.Module, x: torch.Tensor) -> bool:
+    """A call runs its class's forward, on weights that lie beside x and in its dtype."""
+    return is_untouched(module) and all(
+        type(w.data) is torch.Tensor
+        and (w.dtype, w.device) == (x.dtype, x.device)
+        and w.is_contiguous()
+        for w in module._parameters.values()
+        if w is not None
     )
 
 

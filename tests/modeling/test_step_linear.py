@@ -8,6 +8,8 @@ from transformers import DynamicCache
 
 from cases import DEVICE
 from flashcell import modeling_flash_mlstm, modeling_flash_rnn
+from flashcell.diagonal_mixer import DiagonalMixer
+from flashcell.kernels import diagonal_rnn
 from flashcell.kernels import tfla as reference
 from flashcell.step_linear import ROWS, is_plain, is_untouched, many_rows, packed
 from numerics import assert_close
@@ -46,6 +48,8 @@ def taken(monkeypatch):
 
     for family in FAMILIES:
         monkeypatch.setattr(family, "find_step_linear", find)
+    fused = lambda mixer, x: diagonal_rnn if mixer.is_plain(x) else None
+    monkeypatch.setattr(DiagonalMixer, "find_kernel", fused)
     return steps
 
 
