@@ -28,7 +28,7 @@ def test_one_copy_and_the_same_values(family, monkeypatch):
             return t
 
         hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t)
-        with hooks, torch.autocast("cpu", torch.bfloat16):
+        with hooks, torch.autocast(DEVICE, torch.bfloat16):
             y = mlp(x)
         copies = (t for t in kept.values() if t.dtype == torch.bfloat16 and t.shape[-1] == 16)
         return y, sum(t.numel() == x.numel() for t in copies)
@@ -44,10 +44,10 @@ def test_one_copy_and_the_same_values(family, monkeypatch):
 def test_what_autocast_leaves_alone_is_left_alone():
     x = torch.randn(3)
     assert cast_once(x) is x
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(DEVICE, torch.bfloat16):
         assert cast_once(x).dtype == torch.bfloat16
         assert cast_once(x.double()).dtype == torch.float64
-        with torch.autocast("cpu", enabled=False):
+        with torch.autocast(DEVICE, enabled=False):
             assert cast_once(x) is x
 
 
