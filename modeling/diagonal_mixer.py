@@ -1,5 +1,6 @@
 """The mixer around a diagonal cell, as published with FlashGRU and FlashLSTM (arXiv 2510.21450)."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,15 +20,15 @@ CELLS: dict[str, Any] = {"flash_gru": FlashGRU, "flash_lstm": FlashLSTM}
 
 
 def own_states(
-    cache: RecurrentStateLayer | None, name: str, count: int, empty: torch.Tensor
+    cache: RecurrentStateLayer | None, name: str, empty: Callable[[], tuple[torch.Tensor, ...]]
 ) -> tuple[torch.Tensor, ...]:
     """The states to change: a static cache's own, else copies."""
     group = None if cache is None else cache.get_states(name)
     if group is None:
-        return tuple(empty.clone() for _ in range(count))
-    if isinstance(cache, StaticRecurrentStateLayer) and group[0].dtype == empty.dtype:
-        return group
-    return tuple(s.to(empty.dtype, copy=True) for s in group)
+        return empty()
+    return (
+        group if isinstance(cache, StaticRecurrentStateLayer) else tuple(s.clone() for s in group)
+    )
 
 
 class GatedRMSNorm(nn.RMSNorm):
@@ -122,9 +123,10 @@ class DiagonalMixer(nn.Module):
     ) -> torch.Tensor:  # [B, H], ahead of the norm
         x, gate = pair.chunk(2, -1)
         conv, cell = self.conv, self.cell
-        (window,) = own_states(cache, "conv", 1, x.new_zeros(len(x), conv.past, x.shape[1]))
-        wide = torch.promote_types(x.dtype, torch.float32)
-        state = own_states(cache, "cell", cell.states, torch.zeros_like(x, dtype=wide))
+        wide, past = torch.promote_types(x.dtype, torch.float32), (len(x), conv.past, x.shape[1])
+        (window,) = own_states(cache, "conv", lambda: (x.new_zeros(past),))
+        empty = lambda: tuple(torch.zeros_like(x, dtype=wide) for _ in range(cell.states))
+        state = own_states(cache, "cell", empty)
         x = kernel.conv_step(x, conv.weight[:, 0], conv.bias, window)
         y = kernel.mixer_step(
             cell.kernel_cell, x, cell.in_proj.weight, cell.in_proj.bias, cell.rows, state,
