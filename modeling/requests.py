@@ -64,6 +64,7 @@ class Running:
     model: Any
     max_prompt_tokens: int | None
     tokens: list[int] = field(default_factory=list)
+    ended: bool = False
 
     def __post_init__(self) -> None:
         request = self.request
@@ -101,6 +102,11 @@ class Running:
         if not isinstance(most, int) or most < 1:
             raise ValueError(f"max_new_tokens is {most!r}, but must be an integer of at least 1")
 
+    @property
+    def decides(self) -> bool:
+        """Whether its next token is not simply the likeliest."""
+        return bool(self.processors) or self.request.do_sample
+
     def next_size(self, piece: int) -> int:
         """Only the first piece is not full."""
         return (self.unread - 1) % piece + 1
@@ -115,7 +121,7 @@ class Running:
         if not finite:
             raise FloatingPointError("the logits are not finite")
         token = best
-        if self.processors or self.request.do_sample:
+        if self.decides:
             text = [self.prompt, torch.tensor(self.tokens, dtype=torch.long, device="cpu")]
             scores = self.processors(torch.cat(text)[None].to(scores.device), scores.clone())
             token = int(self._draw(scores) if self.request.do_sample else scores.argmax(-1))
