@@ -207,10 +207,9 @@ class RecurrentForCausalLM(RecurrentGeneration):
         return True  # GenerationMixin, a base of this class, would judge by the name: no "xlstm"
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:  # [..., H] -> [..., V]
-        step = None
-        if hidden_states.dim() == 3:
-            step = find_step_linear(hidden_states, self.config.backend, [self.lm_head])
-        if step is None:
+        one = hidden_states.dim() == 3
+        step = one and find_step_linear(hidden_states, self.config.backend, [self.lm_head])
+        if not step:
             return self.lm_head(hidden_states)
         weight, x = self.lm_head.weight, hidden_states[:, 0]
         if len(x) <= ROWS:

@@ -142,6 +142,33 @@ class Running:
         return torch.multinomial(probabilities, 1, generator=self.generator)
 
 
+@dataclass(eq=False)
+class Choice:
+    """The likeliest tokens of several rows, on their way to the CPU."""
+
+    rows: dict[int, Running]  # who waits for them
+    scores: torch.Tensor  # [rows, V]
+    best: torch.Tensor  # [rows]
+    table: torch.Tensor  # [rows, 2] on the CPU: best, and whether its score is finite
+    event: Any  # of the copy, None where it is there
+
+    @classmethod
+    def between(cls, rows: dict[int, Running], scores: torch.Tensor) -> "Choice":
+        best = scores.argmax(-1)
+        real = scores.gather(1, best[:, None]).isfinite()[:, 0]  # NaN would be the greatest
+        table, event = torch.stack([best, real.long()], 1), None
+        if table.is_cuda:
+            host = torch.empty(table.shape, dtype=table.dtype, device="cpu", pin_memory=True)
+            table, event = host.copy_(table, non_blocking=True), torch.cuda.Event()
+            event.record(torch.cuda.current_stream(scores.device))
+        return cls(rows, scores, best, table, event)
+
+    def read(self) -> list[list[int]]:
+        if self.event is not None:
+            self.event.synchronize()
+        return self.table.tolist()
+
+
 def token_ids(name: str, value: Any) -> torch.Tensor:
     """An int64 tensor on the CPU; what holds anything but integers is refused, not rounded."""
     try:

@@ -23,27 +23,15 @@ are the same to rounding, its tokens unless two are as likely to rounding.
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import DynamicCache
 
-from .requests import Completion, Request, Running
+from .requests import Choice, Completion, Request, Running
 
 PIECE = {"cuda": 256}  # tokens of a prompt at a time: a GPU waits for launches with fewer
 SHORT_PIECE = 64
-
-
-@dataclass(eq=False)
-class Choice:
-    """The likeliest tokens after a call of the model, on their way to the CPU."""
-
-    rows: dict[int, Running]  # who waits for them
-    scores: torch.Tensor  # [rows, V]
-    best: torch.Tensor  # [rows]
-    table: torch.Tensor  # [rows, 2] on the CPU: best, and whether its score is finite
-    event: Any  # of the copy, None where it is there
 
 
 def generate_many(
@@ -275,24 +263,14 @@ class Batcher(Iterator[Completion]):
         """Asks for the next token of each of `rows`, given logits [rows, 1, V] of all."""
         if not rows:
             return None
-        scores = logits[:, -1].float()
-        best = scores.argmax(-1)
-        real = scores.gather(1, best[:, None]).isfinite()[:, 0]  # NaN would be the greatest
-        table, event = torch.stack([best, real.long()], 1), None
-        if table.is_cuda:
-            host = torch.empty(table.shape, dtype=table.dtype, device="cpu", pin_memory=True)
-            table, event = host.copy_(table, non_blocking=True), torch.cuda.Event()
-            event.record()
-        self._choices.append(Choice(rows, scores, best, table, event))
+        self._choices.append(Choice.between(rows, logits[:, -1].float()))
         return self._choices[-1]
 
     def _take(self, choices: list[Choice]) -> None:
         """Hands every request its token, as soon as it is here, and empties the list."""
         while choices:
             choice = choices.pop(0)
-            if choice.event is not None:
-                choice.event.synchronize()
-            table = choice.table.tolist()
+            table = choice.read()
             for row, running in choice.rows.items():
                 if running.ended:
                     continue

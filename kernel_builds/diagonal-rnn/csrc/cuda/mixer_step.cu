@@ -70,8 +70,9 @@ __global__ void __launch_bounds__(kStepThreads) mix_step_kernel(const MixStepPar
     u[g][0] += bias[0], u[g][1] += bias[1];
   }
 #pragma unroll
-  for (int q = 0; q < P; ++q) q < 3 ? read<IO>(p.a, q * p.D + d, w[q])
-                                    : read<IO>(p.p, (q - 3) * p.D + d, w[q]);
+  for (int q = 0; q < P; ++q) {
+    read<IO>(q < 3 ? p.a : p.p, (q < 3 ? q : q - 3) * p.D + d, w[q]);
+  }
 #pragma unroll
   for (int k = 0; k < K; ++k) read<float>(p.states[k], at, s[k]);
   read<IO>(p.x, at, x), read<IO>(p.skip, d, skip), read<IO>(p.gate, b * p.gate_row + d, gate);
@@ -117,17 +118,15 @@ Grid grid_of(int64_t elements, const Launch& to) {
 }  // namespace
 
 void conv_step(const ConvStepParams& p, const Launch& to) {
-  for_io(to.dtype, [&](auto io) {
-    launch(conv_step_kernel<decltype(io)>, grid_of(p.B * p.D, to), p);
-  });
+  for_io(to.dtype,
+         [&](auto io) { launch(conv_step_kernel<decltype(io)>, grid_of(p.B * p.D, to), p); });
 }
 
 template <typename Cell>
 void mix_step(const MixStepParams& p, const Launch& to) {
   static_assert(Cell::kStates <= MixStepParams::kMostStates);
-  for_io(to.dtype, [&](auto io) {
-    launch(mix_step_kernel<Cell, decltype(io)>, grid_of(p.B * p.D, to), p);
-  });
+  for_io(to.dtype,
+         [&](auto io) { launch(mix_step_kernel<Cell, decltype(io)>, grid_of(p.B * p.D, to), p); });
 }
 template void mix_step<FlashGru>(const MixStepParams&, const Launch&);
 template void mix_step<FlashLstm>(const MixStepParams&, const Launch&);
