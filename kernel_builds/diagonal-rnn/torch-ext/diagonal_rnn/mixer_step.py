@@ -3,7 +3,7 @@ launches on CUDA, torch elsewhere. States and windows are changed where they lie
 """
 
 import math
-from typing import Optional, Tuple
+from typing import List, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,8 @@ from .checks import check_floating, check_shape, check_tensor
 from .conv import TAPS
 from .dispatch import BACKEND, ops, select_backend
 from .projection import headwise_product
+
+Named = Tuple[str, Optional[Tensor], Tuple[int, ...], str]  # name, value, shape, its letters
 
 
 def conv_step(
@@ -65,7 +67,7 @@ def mixer_step(
         raise ValueError(f"rows are {len(rows)} tensors, but must be {1 + (peepholes > 0)}")
     if len(state) != spec.states:
         raise ValueError(f"state has {len(state)} tensors, but must have {spec.states}")
-    named = [("gate", gate, (B, D), "[B, D]"), ("skip", skip, (D,), "[D]")]
+    named: List[Named] = [("gate", gate, (B, D), "[B, D]"), ("skip", skip, (D,), "[D]")]
     named += [("bias", bias, (3, D), "[3, D]"), ("rows[0]", rows[0], (3, D), "[3, D]")]
     named += [("rows[1]", p, (peepholes, D), "[2, D]") for p in rows[1:]]
     _check(x, named)
