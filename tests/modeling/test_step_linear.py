@@ -114,6 +114,34 @@ def test_what_is_around_the_layers_is_called_too(make_model, tokens, taken, monk
     assert not torch.allclose(got, before, atol=1e-3)
 
 
+def doubles(module):
+    return module.register_forward_hook(lambda m, x, y: (2 * y[0], *y[1:]))
+
+
+MIXED = {
+    "convolution": lambda mixer: doubles(mixer.conv),
+    "cell": lambda mixer: doubles(mixer.cell),
+    "heads' product": lambda mixer: doubles(mixer.cell.in_proj),
+    "norm": lambda mixer: mixer.norm.register_forward_hook(lambda m, x, y: 2 * y),
+    "forward replaced": lambda mixer: setattr(
+        mixer.conv, "forward", lambda x, *_: (x, x.new_zeros(len(x), 3, x.shape[2]))
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ["flash_gru", "flash_lstm"])
+@pytest.mark.parametrize("part", MIXED)
+def test_what_is_between_the_layers_is_called_too(
+    make_model, tokens, taken, monkeypatch, case, part
+):
+    model, ids = make_model(case), tokens(2, 4)
+    model.decoder.mode, before = "eager", decode(model, ids)
+    MIXED[part](model.model.layers[0].mixer)
+    got = decode(model, ids)
+    assert_close("logits", got, by_the_modules(monkeypatch, model, ids), 1e-6)
+    assert not torch.allclose(got, before, atol=1e-3)
+
+
 UNREADABLE = {
     "width": nn.Linear(12, 8),
     "order": nn.Linear(8, 16),
