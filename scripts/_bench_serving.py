@@ -1,6 +1,7 @@
 """Continuous batching against padded static batches of the same size, for bench_models --serving."""
 
 import math
+import random
 import resource
 import time
 from typing import NamedTuple
@@ -44,6 +45,16 @@ def run_continuous(model, load: Load, slots: int) -> list[float]:
             raise RuntimeError(f"request {done.index} ended by {done.reason}: {done.error}")
         peaks.append(peak_bytes(model))
     return peaks
+
+
+def drawn_batches(load: Load, slots: int, batches: int) -> Load:
+    """So many of the static batches, whole, drawn at random; all of them with 0."""
+    starts = list(range(0, len(load.prompts), slots))
+    if batches:
+        starts = sorted(random.Random(0).sample(starts, min(batches, len(starts))))
+    rows = [row for start in starts for row in range(start, start + slots)]
+    rows = [row for row in rows if row < len(load.prompts)]
+    return Load([load.prompts[row] for row in rows], [load.outputs[row] for row in rows])
 
 
 def run_static(model, load: Load, slots: int) -> list[float]:
@@ -93,16 +104,23 @@ def peak_bytes(model) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def compare(model, requests: int, slots: int) -> list[Row]:
+def compare(model, requests: int, slots: int, batches: int = 0) -> list[Row]:
     """Prints both and returns a row for each: seconds, tokens/s, the peak of memory when a tenth of the
-    requests had ended and when all had, and how many times the static batches' speed it is.
+    requests had ended and when all had, and how many times the static batches' tokens/s it has. Of the
+    static batches so many are run, drawn at random; all with 0.
 
     On the CPU by the processor's time, which other work on the machine hardly lengthens.
     """
-    load, rows = draw_load(requests, model.config.vocab_size), []
-    read, written = sum(map(len, load.prompts)), sum(load.outputs)
-    print(f"{requests} requests, {read} prompt tokens, {written} new ones, {slots} at a time")
-    for name, run in (("continuous", run_continuous), ("static", run_static)):
+    whole, rows = draw_load(requests, model.config.vocab_size), []
+    sides = {
+        "continuous": (run_continuous, whole),
+        "static": (run_static, drawn_batches(whole, slots, batches)),
+    }
+    for name, (run, load) in sides.items():
+        read, written = sum(map(len, load.prompts)), sum(load.outputs)
+        print(
+            f"{len(load.prompts)} requests, {read} prompt tokens, {written} new ones, {slots} at a time"
+        )
         run(model, Load(load.prompts[:4], [2] * 4), slots)  # everything lazy
         if model.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
@@ -112,7 +130,7 @@ def compare(model, requests: int, slots: int) -> list[Row]:
         seconds = busy if model.device.type == "cpu" else wall
         early, last = peaks[len(peaks) // 10], peaks[-1]
         rows.append({
-            "what": name, "dtype": str(model.dtype).removeprefix("torch."), "requests": requests,
+            "what": name, "dtype": str(model.dtype).removeprefix("torch."), "requests": len(load.prompts),
             "slots": slots, "prompt_tokens": read, "new_tokens": written, "seconds": seconds,
             "tokens_per_s": written / seconds, "early_peak_mib": early / 2**20,
             "peak_mib": last / 2**20,
@@ -123,6 +141,6 @@ def compare(model, requests: int, slots: int) -> list[Row]:
             flush=True,
         )
     for row in rows:
-        row["times_static"] = rows[-1]["seconds"] / row["seconds"]
+        row["times_static"] = row["tokens_per_s"] / rows[-1]["tokens_per_s"]
     print(f"continuous batching is {rows[0]['times_static']:.2f} times as fast")
     return rows

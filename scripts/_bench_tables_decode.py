@@ -58,11 +58,11 @@ def prefill_table(path: Path) -> str:
 
 
 def serving_table(path: Path) -> str:
-    keys = "model", "dtype", "requests", "slots"
+    keys = "model", "dtype", "slots"
     ours = newest(path, "continuous", *keys)
     static = {tuple(r[k] for k in keys): r for r in newest(path, "static", *keys)}
     text = stamp(path, ours) + (
-        "| model | requests, at a time | tokens/s | static batches' | times as fast | asked | "
+        "| model | requests, at a time | tokens/s | static batches', of requests | times as fast | asked | "
         "peak MiB after a tenth, after all | static batches' |\n|---|---|---|---|---|---|---|---|\n"
     )
     for row in ours:
@@ -70,7 +70,8 @@ def serving_table(path: Path) -> str:
         times = float(row["times_static"])
         text += (
             f"| {row['model']}, {row['dtype']} | {row['requests']}, {row['slots']} | "
-            f"{float(row['tokens_per_s']):,.0f} | {float(peer['tokens_per_s']):,.0f} | "
+            f"{float(row['tokens_per_s']):,.0f} | "
+            f"{float(peer['tokens_per_s']):,.0f}, of {peer['requests']} | "
             f"{marked(f'{times:.1f}', times >= ASKED_OF_SERVING)} | {ASKED_OF_SERVING} | "
             f"{float(row['early_peak_mib']):,.0f}, {float(row['peak_mib']):,.0f} | "
             f"{float(peer['peak_mib']):,.0f} |\n"
