@@ -5,6 +5,7 @@ embeddings, and every state once in and once out. A row's `fraction` is the floo
 `generate` took, end to end on the wall clock.
 """
 
+import gc
 import statistics
 import time
 from collections.abc import Callable
@@ -37,22 +38,26 @@ PEERS: dict[str, dict[str, Any]] = {
         "vocab_size": 50432, "hidden_size": 2048, "num_hidden_layers": 48, "num_heads": 64,
         "head_dim": 64, "n_groups": 1, "state_size": 128, "tie_word_embeddings": False,
     },
-    # xLSTM-7B's shape, beside flash_mlstm_7b; with NX-AI's kernels where their packages are importable.
+    # xLSTM-7B's shape, beside flash_mlstm_7b.
     "xlstm": {"hidden_size": 4096, "num_hidden_layers": 32, "num_heads": 8, "vocab_size": 50304},
 }  # fmt: skip
-# Of a prompt; the Triton kernel of its single steps stops Triton's compiler here with an assertion.
-XLSTM_KERNELS = {"chunkwise_kernel": "chunkwise--triton_xl_chunk", "chunk_size": 128}
+# The published chunk kernel, triton_xl_chunk, stops Triton's compiler here with an assertion of LLVM's.
+NX_AI_KERNELS = {"chunkwise_kernel": "chunkwise--triton_limit_chunk", "chunk_size": 64}
+NX_AI = "xlstm-nx-ai"
 
 
 def make_config(name: str) -> Any:
     name = name.removesuffix(GRAPH)
     if name in PEERS:
-        kernels = XLSTM_KERNELS if name == "xlstm" and is_xlstm_available() else {}
-        return AutoConfig.for_model(name, **PEERS[name], **kernels)
+        return AutoConfig.for_model(name, **PEERS[name])
+    if name == NX_AI:
+        if not is_xlstm_available():
+            raise SystemExit(f"{name} needs the packages xlstm and mlstm_kernels")
+        return AutoConfig.for_model("xlstm", **PEERS["xlstm"], **NX_AI_KERNELS)
     for family in FAMILIES:
         if name in family.presets:
             return family.preset(name)
-    known = [*PEERS, *(preset for family in FAMILIES for preset in family.presets)]
+    known = [*PEERS, NX_AI, *(preset for family in FAMILIES for preset in family.presets)]
     raise SystemExit(f"{name} is no preset: {', '.join(known)}")
 
 
@@ -255,4 +260,5 @@ def run(arguments: Any) -> None:
             stamp = provenance("cuda", kernel, arguments.commit)
             append([row | stamp for row in rows], arguments.results, "decode")
         del model
+        gc.collect()  # a graph's recording and its model know each other
         torch.cuda.empty_cache()

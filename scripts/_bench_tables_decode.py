@@ -10,12 +10,14 @@ ASKED_OF_SERVING = 3
 
 
 def newest(path: Path, what: str, *keys: str) -> list[Row]:
-    """The last row of every case, in the order of their first."""
+    """The last row of every case, by the order of the models and then by size."""
     cases: dict[tuple[str, ...], Row] = {}
     for row in read(path):
         if row["what"] == what:
             cases[tuple(row[key] for key in keys)] = row
-    return list(cases.values())
+    models = list(dict.fromkeys(row["model"] for row in cases.values()))
+    size = lambda row: [int(row[key]) for key in keys if row[key].isdigit()]
+    return sorted(cases.values(), key=lambda row: (models.index(row["model"]), size(row)))
 
 
 def marked(value: str, met: bool) -> str:
