@@ -95,7 +95,7 @@ struct ConvBackwardParams : ConvParams {
 // One step of silu(conv): window becomes the last 3 of its steps and x.
 struct ConvStepParams {
   int64_t B, D;
-  const void* x;       // [B, D] io, rows x_row apart
+  const void* x;  // [B, D] io, rows x_row apart
   int64_t x_row;
   const void* weight;  // [D, 4] io
   const void* bias;    // [D] io, or null
