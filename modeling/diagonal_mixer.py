@@ -1,5 +1,6 @@
 """The mixer around a diagonal cell, as published with FlashGRU and FlashLSTM (arXiv 2510.21450)."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,11 +9,26 @@ from transformers import initialization as init
 from transformers.utils.generic import maybe_autocast
 
 from .boundaries import NO_BOUNDARIES, Boundaries
-from .cache import RecurrentStateLayer
+from .cache import RecurrentStateLayer, StaticRecurrentStateLayer
 from .causal_conv import CausalConv1d, convolve
 from .flash_rnn_layers import FlashGRU, FlashLSTM
+from .headwise_linear import HeadwiseLinear
+from .kernel_loader import load_kernel
+from .step_linear import StepLinear, apply_norm, has_weights_like, norm_options
 
 CELLS: dict[str, Any] = {"flash_gru": FlashGRU, "flash_lstm": FlashLSTM}
+
+
+def own_states(
+    cache: RecurrentStateLayer | None, name: str, empty: Callable[[], tuple[torch.Tensor, ...]]
+) -> tuple[torch.Tensor, ...]:
+    """The states to change: a static cache's own, else copies."""
+    group = None if cache is None else cache.get_states(name)
+    if group is None:
+        return empty()
+    return (
+        group if isinstance(cache, StaticRecurrentStateLayer) else tuple(s.clone() for s in group)
+    )
 
 
 class GatedRMSNorm(nn.RMSNorm):
@@ -58,13 +74,80 @@ class DiagonalMixer(nn.Module):
         cache: RecurrentStateLayer | None = None,
         boundaries: Boundaries = NO_BOUNDARIES,
     ) -> torch.Tensor:  # [B, T, H]
-        T, config = hidden_states.shape[1], self.config
+        h, gate = self.mix(self.in_proj(hidden_states), cache, boundaries)
+        return self.out_proj(self.norm(h, gate))
+
+    @property
+    def linears(self) -> list[nn.Linear]:
+        return [self.in_proj, self.out_proj]
+
+    def step(
+        self,
+        step_linear: StepLinear,
+        x: torch.Tensor,  # [B, H]
+        norm: nn.Module,
+        cache: RecurrentStateLayer | None,
+    ) -> torch.Tensor:  # [B, H]
+        """x + forward(norm(x)) of one token a row."""
+        y, options = apply_norm(norm, x)
+        pair = step_linear(y, [self.in_proj.weight], **options)[0]
+        kernel, options = self.find_kernel(x), {}
+        if kernel is None:
+            y = self.norm(*self.mix(pair[:, None], cache, NO_BOUNDARIES))[:, 0]
+        else:
+            y, options = self.mix_step(kernel, pair, cache), norm_options(self.norm)
+        return step_linear(y, [self.out_proj.weight], residual=x, **options)[0]
+
+    def find_kernel(self, x: torch.Tensor) -> Any:
+        """The kernel that has `mix_step` for x [B, H], None where the modules are called."""
+        if not self.is_plain(x):
+            return None
+        kernel = load_kernel("diagonal-rnn", x.device.type, self.config.backend)
+        return kernel if kernel.BACKEND == "cuda" else None
+
+    def is_plain(self, x: torch.Tensor) -> bool:
+        """Nothing but its weights between the linear layers, and these of sizes that the kernel has."""
+        cell, config = self.cell, self.config
+        kinds = {CausalConv1d: self.conv, CELLS[config.cell]: cell}
+        kinds |= {HeadwiseLinear: cell.in_proj, GatedRMSNorm: self.norm}
+        own = all(type(m) is kind and has_weights_like(m, x) for kind, m in kinds.items())
+        return (
+            own and self.skip.dtype == x.dtype and self.conv.past == 3 and config.head_dim % 2 == 0
+        )
+
+    def mix_step(
+        self,
+        kernel: Any,
+        pair: torch.Tensor,  # [B, 2 H]
+        cache: RecurrentStateLayer | None,
+    ) -> torch.Tensor:  # [B, H], ahead of the norm
+        x, gate = pair.chunk(2, -1)
+        conv, cell = self.conv, self.cell
+        wide, past = torch.promote_types(x.dtype, torch.float32), (len(x), conv.past, x.shape[1])
+        (window,) = own_states(cache, "conv", lambda: (x.new_zeros(past),))
+        empty = lambda: tuple(torch.zeros_like(x, dtype=wide) for _ in range(cell.states))
+        state = own_states(cache, "cell", empty)
+        x = kernel.conv_step(x, conv.weight[:, 0], conv.bias, window)
+        y = kernel.mixer_step(
+            cell.kernel_cell, x, cell.in_proj.weight, cell.in_proj.bias, cell.rows, state,
+            self.skip, gate, bound=cell.max_recurrent,
+        )  # fmt: skip
+        if cache is not None:
+            cache.update_states(1, cell=state, conv=(window,))
+        return y
+
+    def mix(
+        self,
+        pair: torch.Tensor,  # [B, T, 2 H], x' and g
+        cache: RecurrentStateLayer | None,
+        boundaries: Boundaries,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # h + D x, g [B, T, H]
+        T, config = pair.shape[1], self.config
         state = None if cache is None else boundaries.first(cache.get_states("cell"))
-        x, gate = self.in_proj(hidden_states).chunk(2, -1)
+        x, gate = pair.chunk(2, -1)
         x, window = convolve(self.conv, x, cache, boundaries, config.backend)
         path = {name: getattr(config, name) for name in ("method", "tol", "max_iters", "backend")}
         h, state = self.cell(x, state, **boundaries._asdict(), **path)
         if cache is not None:
             cache.update_states(T, cell=boundaries.last(state), conv=window)
-        h = torch.addcmul(h, x, self.skip.to(h.dtype))  # under autocast not in fp32
-        return self.out_proj(self.norm(h, gate))
+        return torch.addcmul(h, x, self.skip.to(h.dtype)), gate  # under autocast not in fp32

@@ -54,6 +54,7 @@ class Bound(torch.autograd.Function):
 class _FlashLayer(nn.Module):
     kernel_cell: str
     peepholes: int  # rows of p
+    states: int
 
     def __init__(
         self, input_size: int, hidden_size: int, num_heads: int = 1, bias: bool = True,
@@ -86,7 +87,7 @@ class _FlashLayer(nn.Module):
     def reset_rows(self) -> None:
         """a and p alone."""
         deviation = 1 / math.sqrt(self.hidden_size)
-        for rows in self._rows():
+        for rows in self.rows:
             nn.init.trunc_normal_(rows, 0.0, deviation, -3 * deviation, 3 * deviation)
 
     def forward(
@@ -118,12 +119,14 @@ class _FlashLayer(nn.Module):
     def _kernel(self, x: Tensor, name: str, backend: str) -> Any:
         return getattr(load_kernel("diagonal-rnn", x.device.type, backend), name)
 
-    def _rows(self) -> tuple[nn.Parameter, ...]:
+    @property
+    def rows(self) -> tuple[nn.Parameter, ...]:
+        """a, and p where there is one."""
         return (self.a, self.p) if self.peepholes else (self.a,)
 
     def _weights(self) -> list[Tensor]:
         m = self.max_recurrent
-        return [rows if m is None else Bound.apply(rows, m) for rows in self._rows()]
+        return [rows if m is None else Bound.apply(rows, m) for rows in self.rows]
 
     def _check(self, x: Tensor, letters: str, dims: int) -> None:
         if x.dim() != dims or x.shape[-1] != self.input_size:
@@ -145,7 +148,7 @@ class FlashGRU(_FlashLayer):
     """
 
     kernel_cell = "flash_gru"
-    peepholes = 0
+    peepholes, states = 0, 1
 
 
 class FlashLSTM(_FlashLayer):
@@ -161,4 +164,4 @@ class FlashLSTM(_FlashLayer):
     """
 
     kernel_cell = "flash_lstm"
-    peepholes = 2
+    peepholes, states = 2, 2

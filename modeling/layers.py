@@ -10,6 +10,7 @@ from .boundaries import NO_BOUNDARIES, Boundaries
 from .cache import RecurrentStateLayer
 from .kernel_loader import load_kernel
 from .kernels.fused_rnn.cells import CELLS
+from .step_linear import StepLinear, apply_norm
 
 
 class RecurrentMixer(nn.Module):
@@ -60,8 +61,32 @@ class RecurrentMixer(nn.Module):
         cache: RecurrentStateLayer | None = None,
         boundaries: Boundaries = NO_BOUNDARIES,
     ) -> torch.Tensor:  # [B, T, H]
-        B, T, H = hidden_states.shape
-        x = self.in_proj(hidden_states).view(B, T, self.num_gates, *self.gate_bias.shape[1:])
+        return self.mix(self.in_proj(hidden_states), cache, boundaries)
+
+    @property
+    def linears(self) -> list[nn.Linear]:
+        return [self.in_proj]
+
+    def step(
+        self,
+        step_linear: StepLinear,
+        x: torch.Tensor,  # [B, H]
+        norm: nn.Module,
+        cache: RecurrentStateLayer | None,
+    ) -> torch.Tensor:  # [B, H]
+        """x + forward(norm(x)) of one token a row."""
+        y, options = apply_norm(norm, x)
+        gates = step_linear(y, [self.in_proj.weight], **options)[0]
+        return x + self.mix(gates[:, None], cache, NO_BOUNDARIES)[:, 0]
+
+    def mix(
+        self,
+        gates: torch.Tensor,  # [B, T, G H], what in_proj gives
+        cache: RecurrentStateLayer | None,
+        boundaries: Boundaries,
+    ) -> torch.Tensor:  # [B, T, H]
+        B, T, _ = gates.shape
+        x = gates.view(B, T, self.num_gates, *self.gate_bias.shape[1:])
         kernel = load_kernel("fused-rnn", x.device.type, self.config.backend)
         weights = self.recurrent_weight, self.gate_bias
         state = None if cache is None else boundaries.first(cache.get_states())
@@ -76,4 +101,4 @@ class RecurrentMixer(nn.Module):
             h, state = kernel.recurrent(self.cell, x, *weights, state, **options)
         if cache is not None:
             cache.update_states(T, cell=boundaries.last(state))
-        return h.reshape(B, T, H)
+        return h.reshape(B, T, -1)

@@ -34,7 +34,7 @@ from .recurrent_model import (
     RecurrentPreTrainedModel,
     cast_once,
 )
-from .step_linear import ROWS, StepLinear, find_step_linear, norm_options
+from .step_linear import ROWS, StepLinear, find_step_linear, norm_options, step_swiglu
 
 NX_AI_NAMES = {r"^embedding\.weight$": "backbone.embeddings.weight"}
 FORGET_GATE_BIAS = 3.0, 6.0  # at the start, from the first head to the last
@@ -199,8 +199,7 @@ class FlashMLSTMBlock(RecurrentBlock):
         x = step_linear(h[:, 0], [mixer.out_proj.weight], residual=x)[0]
         pair = [m.weight for m in ffn.projections]
         pair = list(pair[0].chunk(2)) if ffn.fused else pair
-        inner = step_linear(x, pair, gated=True, **norm_options(self.norm_ffn))[0]
-        return step_linear(inner, [ffn.proj_down.weight], residual=x)[0]
+        return step_swiglu(step_linear, x, self.norm_ffn, pair, ffn.proj_down.weight)
 
 
 class FlashMLSTMPreTrainedModel(RecurrentPreTrainedModel):

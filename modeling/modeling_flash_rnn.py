@@ -29,6 +29,7 @@ from .recurrent_model import (
     SwiGLU,
     make_norm,
 )
+from .step_linear import StepLinear, find_step_linear, step_swiglu, taken_along
 
 
 class FlashRNNBlock(RecurrentBlock):
@@ -49,9 +50,30 @@ class FlashRNNBlock(RecurrentBlock):
     def run(
         self, hidden_states: torch.Tensor, cache: RecurrentStateLayer | None, boundaries: Boundaries
     ) -> torch.Tensor:  # [B, T, H]
+        step_linear = self.find_step_linear(hidden_states, boundaries)
+        if step_linear is not None:
+            return self.step(step_linear, hidden_states[:, 0], cache)[:, None]
         mixed = self.mixer(self.mixer_norm(hidden_states), cache, boundaries)
         hidden_states = hidden_states + mixed
         return hidden_states + self.mlp(self.mlp_norm(hidden_states))
+
+    def find_step_linear(self, x: torch.Tensor, boundaries: Boundaries) -> StepLinear | None:
+        mixer, mlp = self.mixer, self.mlp
+        own = type(mixer) in (DiagonalMixer, RecurrentMixer) and type(mlp) is SwiGLU
+        if not own or x.shape[1] != 1 or not boundaries.none:
+            return None
+        linears = [*mixer.linears, mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+        norms = [*taken_along(self.mixer_norm), *taken_along(self.mlp_norm)]
+        return find_step_linear(x, mixer.config.backend, [*linears, *norms], (mixer, mlp))
+
+    def step(
+        self, step_linear: StepLinear, x: torch.Tensor, cache: RecurrentStateLayer | None
+    ) -> torch.Tensor:  # [B, H]
+        """`run` of one token a row, in few launches."""
+        mlp = self.mlp
+        x = self.mixer.step(step_linear, x, self.mixer_norm, cache)
+        pair = mlp.gate_proj.weight, mlp.up_proj.weight
+        return step_swiglu(step_linear, x, self.mlp_norm, pair, mlp.down_proj.weight)
 
 
 class FlashRNNPreTrainedModel(RecurrentPreTrainedModel):

@@ -64,6 +64,7 @@ class Running:
     model: Any
     max_prompt_tokens: int | None
     tokens: list[int] = field(default_factory=list)
+    ended: bool = False
 
     def __post_init__(self) -> None:
         request = self.request
@@ -101,6 +102,11 @@ class Running:
         if not isinstance(most, int) or most < 1:
             raise ValueError(f"max_new_tokens is {most!r}, but must be an integer of at least 1")
 
+    @property
+    def decides(self) -> bool:
+        """Whether its next token is not simply the likeliest."""
+        return bool(self.processors) or self.request.do_sample
+
     def next_size(self, piece: int) -> int:
         """Only the first piece is not full."""
         return (self.unread - 1) % piece + 1
@@ -115,7 +121,7 @@ class Running:
         if not finite:
             raise FloatingPointError("the logits are not finite")
         token = best
-        if self.processors or self.request.do_sample:
+        if self.decides:
             text = [self.prompt, torch.tensor(self.tokens, dtype=torch.long, device="cpu")]
             scores = self.processors(torch.cat(text)[None].to(scores.device), scores.clone())
             token = int(self._draw(scores) if self.request.do_sample else scores.argmax(-1))
@@ -134,6 +140,33 @@ class Running:
         if not probabilities.isfinite().all():  # multinomial would take the whole GPU down
             raise ValueError("logits_processor left no token with a finite score")
         return torch.multinomial(probabilities, 1, generator=self.generator)
+
+
+@dataclass(eq=False)
+class Choice:
+    """The likeliest tokens of several rows, on their way to the CPU."""
+
+    rows: dict[int, Running]  # who waits for them
+    scores: torch.Tensor  # [rows, V]
+    best: torch.Tensor  # [rows]
+    table: torch.Tensor  # [rows, 2] on the CPU: best, and whether its score is finite
+    event: Any  # of the copy, None where it is there
+
+    @classmethod
+    def between(cls, rows: dict[int, Running], scores: torch.Tensor) -> "Choice":
+        best = scores.argmax(-1)
+        real = scores.gather(1, best[:, None]).isfinite()[:, 0]  # NaN would be the greatest
+        table, event = torch.stack([best, real.long()], 1), None
+        if table.is_cuda:
+            host = torch.empty(table.shape, dtype=table.dtype, device="cpu", pin_memory=True)
+            table, event = host.copy_(table, non_blocking=True), torch.cuda.Event()
+            event.record(torch.cuda.current_stream(scores.device))
+        return cls(rows, scores, best, table, event)
+
+    def read(self) -> list[list[int]]:
+        if self.event is not None:
+            self.event.synchronize()
+        return self.table.tolist()
 
 
 def token_ids(name: str, value: Any) -> torch.Tensor:

@@ -12,6 +12,10 @@ last bit, which slot a request gets: on a GPU every row runs the same instructio
 needs layer widths that are multiples of 64, and `slots` that the threads share in fours, because
 torch rounds differently where its vectors end and where a thread is left with one row.
 
+On a GPU the likeliest token goes into the next step before the CPU has read it: what a request's end
+means for the batch is known a step late, and what was computed for it meanwhile is dropped. While a
+request that samples or processes its logits is there, every step waits for it.
+
 `model.generate` runs products of other shapes, whose sums are taken in another order: its logits
 are the same to rounding, its tokens unless two are as likely to rounding.
 """
@@ -24,7 +28,10 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from .requests import Completion, Request, Running
+from .requests import Choice, Completion, Request, Running
+
+PIECE = {"cuda": 256}  # tokens of a prompt at a time: a GPU waits for launches with fewer
+SHORT_PIECE = 64
 
 
 def generate_many(
@@ -33,7 +40,7 @@ def generate_many(
     *,
     slots: int = 32,
     lanes: int = 8,
-    piece: int = 64,
+    piece: int | None = None,
     max_prompt_tokens: int | None = None,
     **defaults: Any,
 ) -> "Batcher":
@@ -48,7 +55,7 @@ def generate_many(
             endless generator is fine.
         slots: sequences that are decoded together; memory is theirs and does not grow.
         lanes: prompts that are read together.
-        piece: tokens of each that are read in one call.
+        piece: tokens of each that are read in one call; None for 256 on CUDA and 64 elsewhere.
         max_prompt_tokens: longer prompts end with an error.
 
     A request that is wrong, or whose logits_processor or on_token raises, ends with `error` set, and
@@ -64,7 +71,7 @@ class Batcher(Iterator[Completion]):
     `submit` and `cancel` may be called from other threads."""
 
     def __init__(
-        self, model: Any, slots: int = 32, lanes: int = 8, piece: int = 64,
+        self, model: Any, slots: int = 32, lanes: int = 8, piece: int | None = None,
         max_prompt_tokens: int | None = None,
     ):  # fmt: skip
         kinds = set(getattr(model.config, "layer_types", None) or ["attention"])
@@ -74,6 +81,8 @@ class Batcher(Iterator[Completion]):
             )
         if model.training:
             raise ValueError("model is in training mode, but must be in eval mode")
+        if piece is None:
+            piece = PIECE.get(model.device.type, SHORT_PIECE)
         for name, value, least in (("slots", slots, 1), ("lanes", lanes, 1), ("piece", piece, 2)):
             if not isinstance(value, int) or value < least:
                 raise ValueError(f"{name} is {value!r}, but must be an integer of at least {least}")
@@ -88,6 +97,9 @@ class Batcher(Iterator[Completion]):
         self._cancelled: set[int] = set()
         self._mailbox = threading.RLock()  # over these three
         self._finished: deque[Completion] = deque()
+        self.ahead = model.device.type == "cuda"  # elsewhere nothing runs beside this code
+        self._choices: list[Choice] = []  # not looked at yet
+        self._decoded: Choice | None = None  # the slots' last one, if it is among them
 
     def submit(self, request: Request) -> int:
         """Puts a request at the end of the queue; returns its index."""
@@ -120,11 +132,18 @@ class Batcher(Iterator[Completion]):
         with self._mailbox:
             self._end_cancelled()
             self._fill_lanes()
+        wait = not self.ahead or any(
+            s is not None and s.decides for s in (*self.slots, *self.lanes)
+        )
+        if wait:
+            self._take(self._choices)
+        earlier, self._choices = self._choices, []
         if self._worth_reading():
             self._read()
         self._fill_slots()
         if any(self.slots):
             self._decode()
+        self._take(self._choices if wait else earlier)
         return self._ended
 
     def _pull(self) -> bool:
@@ -177,12 +196,17 @@ class Batcher(Iterator[Completion]):
             if not running.unread:
                 last[row] = running
         self._empty_lanes(begin)
-        device = self.model.device
         logits = self.model(
-            input_ids=ids.to(device), attention_mask=mask.to(device),
+            input_ids=self._send(ids), attention_mask=self._send(mask),
             past_key_values=self.reading, logits_to_keep=1,
         ).logits  # fmt: skip
         self._choose(last, logits)
+
+    def _send(self, values: torch.Tensor) -> torch.Tensor:
+        """To the model, without waiting for what is under way there."""
+        if self.model.device.type != "cuda":
+            return values.to(self.model.device)
+        return values.pin_memory().to(self.model.device, non_blocking=True)
 
     def _empty_lanes(self, rows: list[int]) -> None:
         """Zeros, and no reset, which some layers multiply with: NaN would stay."""
@@ -196,7 +220,7 @@ class Batcher(Iterator[Completion]):
         free = deque(row for row, running in enumerate(self.slots) if running is None)
         moves = []
         for lane, running in enumerate(self.lanes):
-            if running is not None and not running.unread and free:
+            if running is not None and running.tokens and free:
                 slot = free.popleft()
                 self.slots[slot], self.lanes[lane] = running, None
                 moves.append((slot, lane))
@@ -216,30 +240,53 @@ class Batcher(Iterator[Completion]):
         return tuple(s.new_zeros(len(self.slots), *s.shape[1:]) for s in group)
 
     def _decode(self) -> None:
-        tokens = [[0 if running is None else running.tokens[-1]] for running in self.slots]
-        ids = torch.tensor(tokens, device=self.model.device)
-        logits = self.model(input_ids=ids, past_key_values=self.decoding, use_cache=True).logits
-        self._choose({row: s for row, s in enumerate(self.slots) if s is not None}, logits)
+        logits = self.model(
+            input_ids=self._next_tokens(), past_key_values=self.decoding, use_cache=True
+        ).logits
+        rows = {row: s for row, s in enumerate(self.slots) if s is not None}
+        self._decoded = self._choose(rows, logits)
 
-    def _choose(self, rows: dict[int, Running], logits: torch.Tensor) -> None:
-        """The next token of each of `rows`, given logits [rows, 1, V] of all."""
+    def _next_tokens(self) -> torch.Tensor:  # [slots, 1]
+        """What the slots hold as far as it was read, the likeliest of the last step where it was not."""
+        unread = {} if self._decoded is None else self._decoded.rows
+        known = [s is None or unread.get(row) is not s for row, s in enumerate(self.slots)]
+        tokens = [s.tokens[-1] if s and k else 0 for s, k in zip(self.slots, known, strict=True)]
+        if self._decoded is None:
+            return self._send(torch.tensor(tokens, device="cpu")[:, None])
+        best = self._decoded.best
+        if any(k and s is not None for s, k in zip(self.slots, known, strict=True)):
+            table = self._send(torch.tensor([tokens, known], device="cpu"))
+            best = torch.where(table[1].bool(), table[0], best)
+        return best[:, None]
+
+    def _choose(self, rows: dict[int, Running], logits: torch.Tensor) -> Choice | None:
+        """Asks for the next token of each of `rows`, given logits [rows, 1, V] of all."""
         if not rows:
-            return
-        scores = logits[:, -1].float()
-        best = scores.argmax(-1)
-        real = scores.gather(1, best[:, None]).isfinite()[:, 0]  # NaN would be the greatest
-        table = torch.stack([best, real.long()], 1).tolist()
-        for row, running in rows.items():
-            try:
-                token, finite = table[row]
-                reason = running.take(token, bool(finite), scores[row : row + 1])
-            except Exception as error:  # whatever a request's own functions raise
-                self._end(running, "error", error)
-            else:
-                if reason is not None:
-                    self._end(running, reason)
+            return None
+        self._choices.append(Choice.between(rows, logits[:, -1].float()))
+        return self._choices[-1]
+
+    def _take(self, choices: list[Choice]) -> None:
+        """Hands every request its token, as soon as it is here, and empties the list."""
+        while choices:
+            choice = choices.pop(0)
+            table = choice.read()
+            for row, running in choice.rows.items():
+                if running.ended:
+                    continue
+                try:
+                    token, finite = table[row]
+                    reason = running.take(token, bool(finite), choice.scores[row : row + 1])
+                except Exception as error:  # whatever a request's own functions raise
+                    self._end(running, "error", error)
+                else:
+                    if reason is not None:
+                        self._end(running, reason)
+            if choice is self._decoded:
+                self._decoded = None
 
     def _end(self, running: Running, reason: str, error: Exception | None = None) -> None:
+        running.ended = True
         for places in (self.slots, self.lanes):
             if running in places:
                 places[places.index(running)] = None

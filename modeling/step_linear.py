@@ -51,16 +51,22 @@ def is_untouched(module: nn.Module) -> bool:
 
 def is_plain(module: nn.Module, x: torch.Tensor) -> bool:
     """Nothing but its weights, and these like x and as the kernel reads them."""
+    weights = [w for w in module._parameters.values() if w is not None]
     return (
         type(module) in PLAIN
-        and is_untouched(module)
-        and all(
-            type(w.data) is torch.Tensor
-            and (w.dtype, w.device) == (x.dtype, x.device)
-            and (w.dim() < 2 or is_readable(w))
-            for w in module._parameters.values()
-            if w is not None
-        )
+        and has_weights_like(module, x)
+        and all(w.dim() < 2 or is_readable(w) for w in weights)
+    )
+
+
+def has_weights_like(module: nn.Module, x: torch.Tensor) -> bool:
+    """A call runs its class's forward, on weights that lie beside x and in its dtype."""
+    return is_untouched(module) and all(
+        type(w.data) is torch.Tensor
+        and (w.dtype, w.device) == (x.dtype, x.device)
+        and w.is_contiguous()
+        for w in module._parameters.values()
+        if w is not None
     )
 
 
@@ -71,6 +77,29 @@ def is_readable(weight: torch.Tensor) -> bool:
 
 def norm_options(norm: nn.RMSNorm) -> dict[str, Any]:
     return {"norm_weight": norm.weight, "norm_eps": norm.eps}
+
+
+def apply_norm(norm: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
+    """What a step linear reads for norm(x), and its options: an RMSNorm it takes on the way."""
+    return (x, norm_options(norm)) if type(norm) is nn.RMSNorm else (norm(x), {})
+
+
+def taken_along(norm: nn.Module) -> list[nn.Module]:
+    """The modules that `apply_norm` does not call."""
+    return [norm] if type(norm) is nn.RMSNorm else []
+
+
+def step_swiglu(
+    step_linear: StepLinear,
+    x: torch.Tensor,  # [B, H]
+    norm: nn.Module,
+    pair: Sequence[torch.Tensor],  # the weights of the gate and of what it gates
+    down: torch.Tensor,
+) -> torch.Tensor:  # [B, H]
+    """x + SwiGLU(norm(x)) in two launches, three where the norm is none that they take."""
+    y, options = apply_norm(norm, x)
+    inner = step_linear(y, list(pair), gated=True, **options)[0]
+    return step_linear(inner, [down], residual=x)[0]
 
 
 def packed(weights: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -5,6 +5,7 @@ embeddings, and every state once in and once out. A row's `fraction` is the floo
 `generate` took, end to end on the wall clock.
 """
 
+import gc
 import statistics
 import time
 from collections.abc import Callable
@@ -13,13 +14,18 @@ from typing import Any
 import torch
 from _bench_common import Row, append, provenance
 from _bench_plots import BANDWIDTH, RATE
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StaticCache
+from transformers.models.xlstm.modeling_xlstm import xLSTMCache
+from transformers.utils import is_xlstm_available
 
 import flashcell
 from flashcell.kernel_loader import load_kernel
 
 PROMPT = 16
 PIECE = 4096  # tokens a peer reads at once
+WARM = 20  # tokens ahead of those that are timed
+PEER_SHARE = 8  # peers, many times slower, are timed over so many times fewer tokens
+GRAPH = "-graph"
 FAMILIES = (flashcell.FlashRNNConfig, flashcell.FlashMLSTMConfig, flashcell.FlashXLSTMConfig)
 # Of 1.41 and 1.45 billion parameters, beside flash_gru_1b's 1.42.
 PEERS: dict[str, dict[str, Any]] = {
@@ -32,16 +38,26 @@ PEERS: dict[str, dict[str, Any]] = {
         "vocab_size": 50432, "hidden_size": 2048, "num_hidden_layers": 48, "num_heads": 64,
         "head_dim": 64, "n_groups": 1, "state_size": 128, "tie_word_embeddings": False,
     },
+    # xLSTM-7B's shape, beside flash_mlstm_7b.
+    "xlstm": {"hidden_size": 4096, "num_hidden_layers": 32, "num_heads": 8, "vocab_size": 50304},
 }  # fmt: skip
+# The published chunk kernel, triton_xl_chunk, stops Triton's compiler here with an assertion of LLVM's.
+NX_AI_KERNELS = {"chunkwise_kernel": "chunkwise--triton_limit_chunk", "chunk_size": 64}
+NX_AI = "xlstm-nx-ai"
 
 
 def make_config(name: str) -> Any:
+    name = name.removesuffix(GRAPH)
     if name in PEERS:
         return AutoConfig.for_model(name, **PEERS[name])
+    if name == NX_AI:
+        if not is_xlstm_available():
+            raise SystemExit(f"{name} needs the packages xlstm and mlstm_kernels")
+        return AutoConfig.for_model("xlstm", **PEERS["xlstm"], **NX_AI_KERNELS)
     for family in FAMILIES:
         if name in family.presets:
             return family.preset(name)
-    known = [*PEERS, *(preset for family in FAMILIES for preset in family.presets)]
+    known = [*PEERS, NX_AI, *(preset for family in FAMILIES for preset in family.presets)]
     raise SystemExit(f"{name} is no preset: {', '.join(known)}")
 
 
@@ -71,12 +87,18 @@ def _again(module: Any, key: str, buffer: torch.Tensor) -> torch.Tensor:
     raise SystemExit(f"{kind.__name__}.{key} is a buffer, but must be made anew: say how")
 
 
+def is_ours(model: Any) -> bool:
+    return hasattr(model, "decoder")
+
+
 def floor_seconds(model: Any) -> float:
-    """Of a token for every row, as the last `generate` decoded."""
+    """Of a token for every row, as the last `generate` decoded; of a peer, its weights alone."""
     table = model.get_input_embeddings().weight
     weights = sum(p.nbytes for p in model.parameters())
     if model.get_output_embeddings().weight is not table:
         weights -= table.nbytes
+    if not is_ours(model):
+        return weights / BANDWIDTH
     recording = next(reversed(model.decoder._recordings.values()))
     states = sum(s.nbytes for group in recording.groups for s in group)
     return (weights + 2 * states) / BANDWIDTH
@@ -109,6 +131,10 @@ def replay_seconds(model: Any) -> float:
 
 def decode_row(name: str, model: Any, batch: int, tokens: int) -> Row:
     ids = torch.randint(1, 1000, (batch, PROMPT), device=model.device)
+    if is_ours(model):
+        model.decoder.release()  # the peak is this batch's alone
+    else:
+        tokens = max(tokens // PEER_SHARE, 1)
     generate(model, ids, 4)
     torch.cuda.reset_peak_memory_stats()
     seconds = generate(model, ids, tokens)
@@ -117,22 +143,25 @@ def decode_row(name: str, model: Any, batch: int, tokens: int) -> Row:
         "model": name, "what": "decode", "dtype": str(model.dtype).removeprefix("torch."),
         "batch": batch, "position": PROMPT, "tokens": tokens,
         "tokens_per_s": batch * tokens / seconds, "ms_token": seconds / tokens * 1e3,
-        "ms_step": replay_seconds(model) * 1e3, "floor_ms": floor / tokens * 1e3,
+        "ms_step": replay_seconds(model) * 1e3 if is_ours(model) else "",
+        "floor_ms": floor / tokens * 1e3,
         "fraction": floor / seconds, "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
     }  # fmt: skip
 
 
 @torch.no_grad()
-def prefill_rows(name: str, model: Any, lengths: list[int], steps: int = 100) -> list[Row]:
+def prefill_rows(name: str, model: Any, lengths: list[int], steps: int = 200) -> list[Row]:
     """A prompt read into the cache, then `steps` tokens one by one."""
-    rows = []
+    rows, steps = [], steps if is_ours(model) else max(steps // PEER_SHARE, 1)
     for length in lengths:
         ids = torch.randint(1, 1000, (1, length), device=model.device)
-        prefill(model, ids[:, :PIECE])  # everything lazy
+        prefill(model, ids, new_cache(name, model, length))  # kernels are compiled for a length
         torch.cuda.reset_peak_memory_stats()
-        cache, seconds = prefill(model, ids)
+        cache = new_cache(name, model, length + WARM + 2 * steps)
+        seconds = prefill(model, ids, cache)
         peak = torch.cuda.max_memory_allocated() / 2**30
-        after = step_seconds(model, cache, steps)
+        step = step_of(model, cache)
+        after = step_seconds(recorded(step) if name.endswith(GRAPH) else step, steps)
         weights = sum(p.numel() for p in model.parameters())
         floor = 2 * weights * length / RATE
         rows.append({
@@ -144,32 +173,58 @@ def prefill_rows(name: str, model: Any, lengths: list[int], steps: int = 100) ->
     return rows
 
 
-def cache_name(model: Any) -> str:
-    return "cache_params" if model.config.model_type == "mamba2" else "past_key_values"
+def new_cache(name: str, model: Any, tokens: int) -> Any:
+    config = model.config
+    if config.model_type == "xlstm":
+        return xLSTMCache(config, 1, dtype=model.dtype, device=model.device)
+    if config.model_type == "llama" and name.endswith(GRAPH):
+        return StaticCache(config=config, max_cache_len=tokens)
+    return DynamicCache(config=config)
 
 
-def prefill(model: Any, ids: torch.Tensor) -> tuple[Any, float]:
-    ours = hasattr(model, "decoder")
-    key = cache_name(model)
+def call(model: Any, ids: torch.Tensor, cache: Any) -> Any:
+    key = "cache_params" if model.config.model_type in ("mamba2", "xlstm") else "past_key_values"
+    return model(ids, use_cache=True, logits_to_keep=1, **{key: cache})
+
+
+def prefill(model: Any, ids: torch.Tensor, cache: Any) -> float:
+    whole = is_ours(model) or model.config.model_type == "xlstm"  # they cut it themselves
     torch.cuda.synchronize()
     start = time.perf_counter()
-    cache = DynamicCache(config=model.config)
-    for piece in [ids] if ours else ids.split(PIECE, 1):
-        model(piece, use_cache=True, logits_to_keep=1, **{key: cache})
+    for piece in [ids] if whole else ids.split(PIECE, 1):
+        call(model, piece, cache)
     torch.cuda.synchronize()
-    return cache, time.perf_counter() - start
+    return time.perf_counter() - start
 
 
-def step_seconds(model: Any, cache: Any, steps: int) -> float:
-    key = cache_name(model)
-    token, times = torch.ones(1, 1, dtype=torch.long, device=model.device), []
-    for _ in range(steps):
+def step_of(model: Any, cache: Any) -> Callable[[], Any]:
+    token = torch.ones(1, 1, dtype=torch.long, device=model.device)
+    return lambda: call(model, token, cache)
+
+
+def recorded(step: Callable[[], Any]) -> Callable[[], Any]:
+    """A peer's step without its launches, as transformers does not run it: a CUDA graph, made here."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+def step_seconds(step: Callable[[], Any], steps: int) -> float:
+    times = []
+    for _ in range(WARM + steps):
         torch.cuda.synchronize()
         start = time.perf_counter()
-        model(token, use_cache=True, logits_to_keep=1, **{key: cache})
+        step()
         torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
-    return statistics.median(times)
+    return statistics.median(times[WARM:])
 
 
 def show(rows: list[Row], say: Callable[[str], Any] = print) -> None:
@@ -177,7 +232,8 @@ def show(rows: list[Row], say: Callable[[str], Any] = print) -> None:
         text = f"{row['model']} {row['what']} B{row['batch']} at {row['position']}: "
         if row["what"] == "decode":
             text += f"{row['tokens_per_s']:.0f} tokens/s, {row['ms_token']:.3f} ms a token"
-            text += f" (step {row['ms_step']:.3f}, floor {row['floor_ms']:.3f})"
+            step = f"step {row['ms_step']:.3f}, " if row["ms_step"] else ""
+            text += f" ({step}floor {row['floor_ms']:.3f})"
         else:
             text += f"{row['ms_step']:.1f} ms, then {row['ms_token']:.3f} ms a token"
         say(f"{text}, {row['fraction']:.0%} of the floor, peak {row['peak_gib']:.1f} GiB")
@@ -204,4 +260,5 @@ def run(arguments: Any) -> None:
             stamp = provenance("cuda", kernel, arguments.commit)
             append([row | stamp for row in rows], arguments.results, "decode")
         del model
+        gc.collect()  # a graph's recording and its model know each other
         torch.cuda.empty_cache()

@@ -126,17 +126,22 @@ def draw_roofline(path: Path) -> None:
 
 
 def draw_decode(path: Path) -> None:
-    """Tokens/s of one sequence after so many tokens."""
+    """Tokens/s of one sequence after so many tokens: the models of 1.4 billion, and those of 7."""
     with path.open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["what"] == "prefill"]
-    figure, ax = plt.subplots(figsize=(5, 3.5))
-    for model in dict.fromkeys(row["model"] for row in rows):
-        points = {
-            int(r["position"]): 1e3 / float(r["ms_token"]) for r in rows if r["model"] == model
-        }
-        ax.plot(*zip(*sorted(points.items()), strict=True), marker="o", markersize=3, label=model)
-    ax.set(xscale="log", yscale="log", xlabel="tokens before", ylabel="tokens/s")
-    ax.legend(fontsize=6)
+    figure, axes = plt.subplots(1, 2, figsize=(7.5, 3))
+    large = [r for r in rows if r["model"].startswith(("flash_mlstm_7b", "xlstm"))]
+    for ax, own in zip(axes, ([r for r in rows if r not in large], large), strict=True):
+        for model in dict.fromkeys(row["model"] for row in own):
+            points = {
+                int(r["position"]): 1e3 / float(r["ms_token"]) for r in own if r["model"] == model
+            }
+            ax.plot(
+                *zip(*sorted(points.items()), strict=True), marker="o", markersize=3, label=model
+            )
+        ax.set(xscale="log", yscale="log", xlabel="tokens before", ylabel="tokens/s")
+        if own:
+            ax.legend(fontsize=6)
     save(figure, path.with_suffix(".svg"))
 
 
@@ -150,5 +155,5 @@ def draw_all(
         draw_errors(path)
     for path in results_with("flop_per_dram_byte"):
         draw_roofline(path)
-    for path in results_with("tokens_per_s"):
+    for path in results_with("ms_token"):
         draw_decode(path)

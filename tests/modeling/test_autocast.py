@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from cases import DEVICE
 from flashcell.modeling_flash_mlstm import FlashMLSTMConfig, FlashMLSTMFeedForward
 from flashcell.recurrent_model import SwiGLU, cast_once
 
@@ -27,7 +28,7 @@ def test_one_copy_and_the_same_values(family, monkeypatch):
             return t
 
         hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t)
-        with hooks, torch.autocast("cpu", torch.bfloat16):
+        with hooks, torch.autocast(DEVICE, torch.bfloat16):
             y = mlp(x)
         copies = (t for t in kept.values() if t.dtype == torch.bfloat16 and t.shape[-1] == 16)
         return y, sum(t.numel() == x.numel() for t in copies)
@@ -43,8 +44,17 @@ def test_one_copy_and_the_same_values(family, monkeypatch):
 def test_what_autocast_leaves_alone_is_left_alone():
     x = torch.randn(3)
     assert cast_once(x) is x
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(DEVICE, torch.bfloat16):
         assert cast_once(x).dtype == torch.bfloat16
         assert cast_once(x.double()).dtype == torch.float64
-        with torch.autocast("cpu", enabled=False):
+        with torch.autocast(DEVICE, enabled=False):
             assert cast_once(x) is x
+
+
+def test_meta_tensors_pass_through_every_family(case, make_model):
+    """Shapes and dtypes of a model that is nowhere, under autocast: what planners of memory ask for."""
+    model = make_model(case).to("meta")
+    ids = torch.zeros(2, 3, dtype=torch.long, device="meta")
+    with torch.autocast(DEVICE, torch.bfloat16):
+        logits = model(ids).logits
+    assert (logits.device.type, logits.shape) == ("meta", (2, 3, model.config.vocab_size))

@@ -44,7 +44,8 @@ def continuation(model):
     cache = turn["past_key_values" if "past_key_values" in turn else "cache_params"]
     cache = {"past_key_values" if takes else "cache_params": cache}
     got = model.generate(text, attention_mask=mask, **cache, **options)
-    assert torch.equal(got, model.generate(text, attention_mask=mask, **options))
+    want = model.generate(text, attention_mask=mask, **options)
+    assert torch.equal(got, want), "another text than from the beginning"
 
 
 def train(model):
@@ -106,7 +107,10 @@ BROKEN = {  # model -> behaviour -> its failure
         logits_to_keep: (AssertionError, "6 positions"),
         packed_documents: LEAK,
     },
-    "Mamba2": {packed_documents: LEAK},
+    "Mamba2": {
+        continuation: (AssertionError, "another text"),  # reads all of it on top of the state
+        packed_documents: LEAK,
+    },
 }
 BEHAVIOURS = list(BROKEN["xLSTM"])
 FEATURES = {  # as modeling/README.md says them
@@ -123,7 +127,8 @@ FEATURES = {  # as modeling/README.md says them
 
 
 def make_incumbent(name, **config):
-    config = {"vocab_size": 61, "num_hidden_layers": 2, **config}
+    """With large weights, as ours: next to equal logits would leave the next token to rounding."""
+    config = {"vocab_size": 61, "num_hidden_layers": 2, "initializer_range": 0.3, **config}
     if name == "xLSTM":
         return xLSTMForCausalLM(xLSTMConfig(hidden_size=128, num_heads=2, **config)).eval()
     config |= {"hidden_size": 64, "num_heads": 4, "head_dim": 32, "state_size": 16, "n_groups": 1}

@@ -14,6 +14,18 @@ from model_cases import CASES, state_tensors
 LENGTHS = (1, 2, 63, 64, 65, 200, 256, 257, 290, 5)
 
 
+@pytest.fixture(params=[False, True], ids=["read at once", "read late"], autouse=True)
+def ahead(request, monkeypatch):
+    """Both ways on any device."""
+    begin = Batcher.__init__
+
+    def __init__(self, *args, **kwargs):
+        begin(self, *args, **kwargs)
+        self.ahead = request.param
+
+    monkeypatch.setattr(Batcher, "__init__", __init__)
+
+
 def collect(results) -> dict[int, list[int]]:
     done = {}
     for completion in results:

@@ -7,12 +7,15 @@ from torch import nn
 from transformers import DynamicCache
 
 from cases import DEVICE
-from flashcell import modeling_flash_mlstm as family
+from flashcell import modeling_flash_mlstm, modeling_flash_rnn, recurrent_model
+from flashcell.diagonal_mixer import DiagonalMixer
+from flashcell.kernels import diagonal_rnn
 from flashcell.kernels import tfla as reference
 from flashcell.step_linear import ROWS, is_plain, is_untouched, many_rows, packed
 from numerics import assert_close
 
-CASES = ["flash_mlstm", "flash_mlstm-sigmoid"]
+CASES = ["flash_mlstm", "flash_mlstm-sigmoid", "lstm", "slstm", "flash_gru", "flash_lstm"]
+PLACES = modeling_flash_mlstm, modeling_flash_rnn, recurrent_model
 
 
 def decode(model, ids):
@@ -26,7 +29,8 @@ def decode(model, ids):
 
 def by_the_modules(monkeypatch, model, ids):
     with monkeypatch.context() as patch:
-        patch.setattr(family, "find_step_linear", lambda *_: None)
+        for place in PLACES:
+            patch.setattr(place, "find_step_linear", lambda *_: None)
         return decode(model, ids)
 
 
@@ -42,7 +46,10 @@ def taken(monkeypatch):
         steps.append(len(modules))
         return reference.linear_step if x.shape[0] <= ROWS else many_rows(reference)
 
-    monkeypatch.setattr(family, "find_step_linear", find)
+    for place in PLACES:
+        monkeypatch.setattr(place, "find_step_linear", find)
+    fused = lambda mixer, x: diagonal_rnn if mixer.is_plain(x) else None
+    monkeypatch.setattr(DiagonalMixer, "find_kernel", fused)
     return steps
 
 
@@ -52,7 +59,8 @@ def test_is_the_same_model(make_model, tokens, taken, monkeypatch, case, batch):
     model, ids = make_model(case), tokens(batch, 6)
     model.decoder.mode = "eager"
     got = decode(model, ids)
-    assert len(taken) == 6 * (2 + (batch <= ROWS))
+    head = not case.startswith("flash_mlstm") or batch <= ROWS
+    assert len(taken) == 6 * (model.config.num_hidden_layers + head)
     assert_close("logits", got, by_the_modules(monkeypatch, model, ids), 1e-6)
 
 
@@ -102,6 +110,34 @@ def test_what_is_around_the_layers_is_called_too(make_model, tokens, taken, monk
     del taken[:]
     got = decode(model, ids)
     assert len(taken) == 4 * 2, "the other block and the head"
+    assert_close("logits", got, by_the_modules(monkeypatch, model, ids), 1e-6)
+    assert not torch.allclose(got, before, atol=1e-3)
+
+
+def doubles(module):
+    return module.register_forward_hook(lambda m, x, y: (2 * y[0], *y[1:]))
+
+
+MIXED = {
+    "convolution": lambda mixer: doubles(mixer.conv),
+    "cell": lambda mixer: doubles(mixer.cell),
+    "heads' product": lambda mixer: doubles(mixer.cell.in_proj),
+    "norm": lambda mixer: mixer.norm.register_forward_hook(lambda m, x, y: 2 * y),
+    "forward replaced": lambda mixer: setattr(
+        mixer.conv, "forward", lambda x, *_: (x, x.new_zeros(len(x), 3, x.shape[2]))
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ["flash_gru", "flash_lstm"])
+@pytest.mark.parametrize("part", MIXED)
+def test_what_is_between_the_layers_is_called_too(
+    make_model, tokens, taken, monkeypatch, case, part
+):
+    model, ids = make_model(case), tokens(2, 4)
+    model.decoder.mode, before = "eager", decode(model, ids)
+    MIXED[part](model.model.layers[0].mixer)
+    got = decode(model, ids)
     assert_close("logits", got, by_the_modules(monkeypatch, model, ids), 1e-6)
     assert not torch.allclose(got, before, atol=1e-3)
 

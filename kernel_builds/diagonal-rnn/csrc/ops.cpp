@@ -5,6 +5,7 @@
 #include "registration.h"
 #if defined(CUDA_KERNEL)
 #include "cuda/conv_ops.h"
+#include "cuda/mixer_step_ops.h"
 #else
 #include "cpu/call.h"
 #endif
@@ -227,6 +228,7 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
   flashcell::define(ops, flashcell::AllCells());
 #if defined(CUDA_KERNEL)
   flashcell::define_conv(ops);
+  flashcell::define_mixer_step(ops, flashcell::AllCells());
 #endif
 }
 
@@ -234,6 +236,7 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
 STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CUDA, ops) {
   flashcell::implement(ops, flashcell::AllCells());
   flashcell::implement_conv(ops);
+  flashcell::implement_mixer_step(ops, flashcell::AllCells());
 }
 #else
 STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CPU, ops) {

@@ -92,4 +92,32 @@ struct ConvBackwardParams : ConvParams {
   void* dwindow;   // [B, 3, D] io
 };
 
+// One step of silu(conv): window becomes the last 3 of its steps and x.
+struct ConvStepParams {
+  int64_t B, D;
+  const void* x;  // [B, D] io, rows x_row apart
+  int64_t x_row;
+  const void* weight;  // [D, 4] io
+  const void* bias;    // [D] io, or null
+  void* window;        // [B, 3, D] io
+  void* y;             // [B, D] io
+};
+
+// One step of a cell and what follows it: y = (h' + skip x) silu(gate). The states are changed.
+struct MixStepParams {
+  static constexpr int kMostStates = 2;
+  int64_t B, D, J;
+  const void* u;     // [N, B, G, J] io, D = N J
+  const void* bias;  // [G, D] io, added to u, or null
+  const void* a;     // [3, D] io, and p, in this order the cell's weights, each within the bound
+  const void* p;     // [P - 3, D] io, or null
+  float bound;
+  void* states[kMostStates];  // [B, D] state
+  const void* x;              // [B, D] io
+  const void* skip;           // [D] io
+  const void* gate;           // [B, D] io, rows gate_row apart
+  int64_t gate_row;
+  void* y;  // [B, D] io
+};
+
 }  // namespace flashcell

@@ -37,4 +37,8 @@ int64_t conv_scratch(const ConvBackwardParams&);
 void conv_forward(const ConvForwardParams&, const Launch&);
 void conv_backward(const ConvBackwardParams&, const Launch&);
 
+void conv_step(const ConvStepParams&, const Launch&);
+template <typename Cell>
+void mix_step(const MixStepParams&, const Launch&);
+
 }  // namespace flashcell::cuda

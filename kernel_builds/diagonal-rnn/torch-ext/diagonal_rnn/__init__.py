@@ -12,6 +12,7 @@ from .functional import (
     flash_lstm_step,
     linear_scan,
 )
+from .mixer_step import conv_step, mixer_step
 from .projection import headwise_linear, headwise_product
 from .solve import ParallelRNN, SolveInfo, solve
 from .structures import Structure, register_structure
@@ -28,6 +29,7 @@ __all__ = [
     "Structure",
     "block_scan",
     "causal_conv",
+    "conv_step",
     "flash_gru",
     "flash_gru_step",
     "flash_lstm",
@@ -35,6 +37,7 @@ __all__ = [
     "headwise_linear",
     "headwise_product",
     "linear_scan",
+    "mixer_step",
     "register_structure",
     "solve",
 ]

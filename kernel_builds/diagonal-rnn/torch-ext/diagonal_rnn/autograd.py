@@ -120,6 +120,18 @@ def register_conv() -> None:
     )
 
 
+def register_steps() -> None:
+    @torch.library.register_fake(add_op_namespace_prefix("conv_step_"))
+    def _(x, weight, bias, window):
+        return x.new_empty(x.shape)
+
+    for cell in CELLS:
+
+        @torch.library.register_fake(add_op_namespace_prefix(f"{cell}_mix_step_"))
+        def _(u, a, p, bias, h, c, x, skip, gate, bound):
+            return x.new_empty(x.shape)
+
+
 def _no_second_derivative(ctx, *grads):
     raise RuntimeError(
         "diagonal_rnn has no second derivatives in its kernels: pass backend='reference', "
@@ -133,3 +145,4 @@ for _scan in ("scan", "block_scan"):
     register_scan(_scan)
 if BACKEND == "cuda":
     register_conv()
+    register_steps()

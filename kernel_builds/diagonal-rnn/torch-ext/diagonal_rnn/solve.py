@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from .checks import check_choice, check_shape, check_tensor
+from .dispatch import without_autocast
 from .iteration import Options, finish, iterate, shift, shoot, walk
 from .problem import Inputs, Problem, check_count, check_state, check_x
 from .structures import STRUCTURES, choose_mode, find_structure, solve_linear
@@ -116,7 +117,7 @@ def solve(
         low, high = (torch.as_tensor(v, dtype=dtype, device=h0.device) for v in bounds)
         bounds = low, high
     problem = Problem(cell, h0, xs, params, not isinstance(x, tuple), jacobian_fn)
-    with torch.autocast(h0.device.type, enabled=False):
+    with without_autocast(h0.device.type):
         if mode == "sequential" or h0.numel() * T == 0:
             h = walk(problem.step, h0, problem.xs)
             info = NOTHING._replace(structure=structure)

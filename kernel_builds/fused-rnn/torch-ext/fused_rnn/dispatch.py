@@ -3,8 +3,9 @@
 The kernels share this file.
 """
 
+from contextlib import nullcontext
 from importlib.util import find_spec
-from typing import Optional
+from typing import ContextManager, Optional
 
 import torch
 
@@ -50,3 +51,10 @@ def select_backend(
             "ask for 'reference', or for the CPU"
         )
     return requested
+
+
+def without_autocast(device_type: str) -> ContextManager:
+    """A context in which products come in their operands' dtype; meta tensors know no autocast."""
+    if not torch.amp.is_autocast_available(device_type):
+        return nullcontext()
+    return torch.autocast(device_type, enabled=False)

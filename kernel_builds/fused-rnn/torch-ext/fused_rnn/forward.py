@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from .dispatch import without_autocast
 from .stack import Engine, Layout, choose_chunk, make_heads, project, put_rows, unpack
 
 
@@ -112,7 +113,7 @@ def _autocast(x: Tensor) -> tuple[torch.dtype, AbstractContextManager]:
     if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return x.dtype, nullcontext()
     dtype = x.dtype if x.dtype == torch.float64 else torch.get_autocast_dtype(kind)
-    return dtype, torch.autocast(kind, enabled=False)
+    return dtype, without_autocast(kind)
 
 
 def _precision(x: Tensor) -> str:

@@ -37,7 +37,7 @@ import torch
 from . import reference
 from .arguments import check_parameters, check_sequence, check_x
 from .checks import check_choice, check_floating, check_state, check_tensor, check_values, find_cell
-from .dispatch import BACKEND, ops, select_backend
+from .dispatch import BACKEND, ops, select_backend, without_autocast
 from .sequences import lower_masks, stack_states
 
 State = Tuple[torch.Tensor, ...]
@@ -221,7 +221,7 @@ def _reference(spec, inputs, masks, grad_clip):
     """Lowers lengths and cu_seqlens to hold, and runs the loop."""
     x, weight, bias, state = inputs
     lowered = lower_masks(x, *masks)
-    with torch.autocast(x.device.type, enabled=False):  # the loop rounds where the kernels do
+    with without_autocast(x.device.type):  # the loop rounds where the kernels do
         h, last = reference.sequence(
             spec, lowered.x, weight, bias, state, lowered.reset, lowered.hold, grad_clip
         )

@@ -46,7 +46,7 @@ from .arguments import (
 )
 from .cells import Cell, pick_cell
 from .checks import check_values
-from .dispatch import BACKEND, ops, select_backend
+from .dispatch import BACKEND, ops, select_backend, without_autocast
 from .reference import Options, state_dtype
 from .sequences import lower_masks
 
@@ -143,7 +143,7 @@ def run(chosen: str, q, k, v, i, f, state, masks, options: Options, chunk_size) 
         q, k, v, i, f = (one.x for one in lowered)
         if carried is None:
             carried = reference.empty_state(options.cell, k, v)
-        with torch.autocast(k.device.type, enabled=False):  # its sums are in the states' dtype
+        with without_autocast(k.device.type):  # its sums are in the states' dtype
             h, last = reference.chunkwise(
                 q, k, v, i, f, rows.reset, rows.hold, carried, options, size
             )

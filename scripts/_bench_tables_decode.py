@@ -1,0 +1,88 @@
+"""Tables of decoded tokens from scripts/results: generate, prompts and what follows them, serving."""
+
+from pathlib import Path
+
+from _bench_tables_training import Row, read, stamp
+
+ASKED = {("flash_mlstm_7b", 1): 240, ("flash_mlstm_7b", 8): 1600, ("flash_mlstm_7b", 64): 6500}
+ASKED_OF_PREFILL = {("flash_mlstm_7b", 32768): 0.7}
+ASKED_OF_SERVING = 3
+
+
+def newest(path: Path, what: str, *keys: str) -> list[Row]:
+    """The last row of every case, by the order of the models and then by size."""
+    cases: dict[tuple[str, ...], Row] = {}
+    for row in read(path):
+        if row["what"] == what:
+            cases[tuple(row[key] for key in keys)] = row
+    models = list(dict.fromkeys(row["model"] for row in cases.values()))
+    size = lambda row: [int(row[key]) for key in keys if row[key].isdigit()]
+    return sorted(cases.values(), key=lambda row: (models.index(row["model"]), size(row)))
+
+
+def marked(value: str, met: bool) -> str:
+    return value if met else f"**{value}**"
+
+
+def decode_table(path: Path) -> str:
+    rows = newest(path, "decode", "model", "batch")
+    text = stamp(path, rows) + (
+        "| model | rows | tokens/s | asked | ms a token | of them the step | the memory's floor | "
+        "peak GiB |\n|---|---|---|---|---|---|---|---|\n"
+    )
+    for row in rows:
+        asked = ASKED.get((row["model"], int(row["batch"])), 0)
+        rate = marked(f"{float(row['tokens_per_s']):,.0f}", float(row["tokens_per_s"]) >= asked)
+        step = row["ms_step"] and f"{float(row['ms_step']):.3f}"
+        text += (
+            f"| {row['model']} | {row['batch']} | {rate} | {f'{asked:,}' if asked else ''} | "
+            f"{float(row['ms_token']):.3f} | {step} | {float(row['floor_ms']):.3f} "
+            f"({float(row['fraction']):.0%}) | {float(row['peak_gib']):.1f} |\n"
+        )
+    return text
+
+
+def prefill_table(path: Path) -> str:
+    rows = newest(path, "prefill", "model", "position")
+    text = stamp(path, rows) + (
+        "| model | tokens of the prompt | read in | of the products' rate | asked | "
+        "a token after it | peak GiB |\n|---|---|---|---|---|---|---|\n"
+    )
+    for row in rows:
+        asked = ASKED_OF_PREFILL.get((row["model"], int(row["position"])), 0)
+        share = marked(f"{float(row['fraction']):.0%}", float(row["fraction"]) >= asked)
+        text += (
+            f"| {row['model']} | {int(row['position']):,} | {float(row['ms_step']):,.0f} ms | {share} | "
+            f"{f'{asked:.0%}' if asked else ''} | {float(row['ms_token']):.3f} ms | "
+            f"{float(row['peak_gib']):.1f} |\n"
+        )
+    return text
+
+
+def serving_table(path: Path) -> str:
+    keys = "model", "dtype", "slots"
+    ours = newest(path, "continuous", *keys)
+    static = {tuple(r[k] for k in keys): r for r in newest(path, "static", *keys)}
+    text = stamp(path, ours) + (
+        "| model | requests, at a time | tokens/s | static batches', of requests | times as fast | asked | "
+        "peak MiB after a tenth, after all | static batches' |\n|---|---|---|---|---|---|---|---|\n"
+    )
+    for row in ours:
+        peer = static[tuple(row[k] for k in keys)]
+        times = float(row["times_static"])
+        text += (
+            f"| {row['model']}, {row['dtype']} | {row['requests']}, {row['slots']} | "
+            f"{float(row['tokens_per_s']):,.0f} | "
+            f"{float(peer['tokens_per_s']):,.0f}, of {peer['requests']} | "
+            f"{marked(f'{times:.1f}', times >= ASKED_OF_SERVING)} | {ASKED_OF_SERVING} | "
+            f"{float(row['early_peak_mib']):,.0f}, {float(row['peak_mib']):,.0f} | "
+            f"{float(peer['peak_mib']):,.0f} |\n"
+        )
+    return text
+
+
+TABLES = {
+    "decode": (decode_table, "ms_token"),
+    "prefill": (prefill_table, "ms_token"),
+    "serving": (serving_table, "times_static"),
+}

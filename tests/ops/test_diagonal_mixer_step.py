@@ -1,0 +1,121 @@
+"""A decoded token of a diagonal cell's block: as the ops of whole sequences have it, changed in place."""
+
+import pytest
+import torch
+from torch.nn.functional import silu
+
+from flashcell.kernels import diagonal_rnn as reference
+from numerics import assert_as_accurate, assert_bitwise
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+SIZES = [(1, 1, 16), (3, 2, 10), (2, 4, 66), (64, 2, 128)]  # B, heads, their width
+
+
+def normal(*shape, dtype, scale=1.0):
+    return (scale * torch.randn(*shape)).to(dtype)
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_conv_step(diagonal_rnn, dtype, size, bias):
+    B, N, J = size
+    D, T = N * J, 6
+    weight, xs = normal(D, 4, dtype=dtype), normal(B, T, 2 * D, dtype=dtype)
+    offset, window = normal(D, dtype=dtype) if bias else None, normal(B, 3, D, dtype=dtype)
+
+    def whole(*tensors):
+        xs, weight, window, *offset = tensors
+        return reference.causal_conv(
+            xs[..., D:], weight, *offset, window=window, silu=True, backend="reference"
+        )
+
+    tensors = [xs, weight, window, *([offset] if bias else [])]
+    exact, peer = whole(*(t.double() for t in tensors)), whole(*tensors)
+    seen = torch.cat([window, xs[..., D:]], 1)
+    ys = []
+    for t in range(T):
+        ys.append(diagonal_rnn.conv_step(xs[:, t, D:], weight, offset, window))
+        assert_bitwise("window", window, seen[:, t + 1 : t + 4])
+    assert_as_accurate("y", torch.stack(ys, 1), exact, peer, 4)
+
+
+def whole_mixer(cell, xs, weight, bias, rows, state, skip, gates, bound):
+    """Of a sequence, by the ops that training has; `state` in the state dtype."""
+    rows = [r.clamp(-bound, bound) for r in rows]
+    u = reference.headwise_linear(xs, weight, bias)
+    h, last = getattr(reference, cell)(u, *rows, state, backend="reference")
+    return (h + skip * xs) * silu(gates), last
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("cell", reference.CELLS)
+def test_mixer_step(diagonal_rnn, cell, dtype, size, bias):
+    """Four tokens, whose states are those of the sequence; the bound cuts some rows off."""
+    (B, N, J), spec, T = size, reference.CELLS[cell], 4
+    D, wide = N * J, torch.float32
+    xs, gates = normal(B, T, D, dtype=dtype), normal(B, T, 2 * D, dtype=dtype)
+    weight, skip = normal(N, 3, J, J, dtype=dtype, scale=J**-0.5), normal(D, dtype=dtype)
+    offset = normal(3, D, dtype=dtype) if bias else None
+    rows = tuple(normal(n, D, dtype=dtype) for n in (3, spec.weights - 3) if n)
+    state = tuple(normal(B, D, dtype=wide) for _ in range(spec.states))
+
+    def whole(to):
+        to_all = lambda ts: tuple(t.to(to) for t in ts)
+        own = offset if offset is None else offset.to(to)
+        given = xs.to(to), weight.to(to), own, to_all(rows)
+        carried = tuple(s.to(torch.promote_types(to, wide)) for s in state)
+        return whole_mixer(cell, *given, carried, skip.to(to), gates[..., D:].to(to), 0.5)
+
+    (exact, exact_last), (peer, peer_last) = whole(torch.float64), whole(dtype)
+    mine, ys = tuple(s.clone() for s in state), []
+    for t in range(T):
+        ys.append(
+            diagonal_rnn.mixer_step(
+                cell, xs[:, t].contiguous(), weight, offset, rows, mine, skip, gates[:, t, D:],
+                bound=0.5,
+            )
+        )  # fmt: skip
+    assert_as_accurate("y", torch.stack(ys, 1), exact, peer, J, on_cuda=(dtype, False))
+    for k in range(spec.states):
+        sides = exact_last[k], peer_last[k]  # u is rounded ahead of the cell
+        assert_as_accurate(f"state {k}", mine[k], *sides, J, on_cuda=(dtype, False))
+
+
+def given(B=2, N=2, J=4, dtype=torch.float32):
+    make = lambda *shape: normal(*shape, dtype=dtype)
+    D = N * J
+    return {
+        "cell": "flash_gru", "x": make(B, D), "weight": make(N, 3, J, J), "bias": make(3, D),
+        "rows": (make(3, D),), "state": (make(B, D).float(),), "skip": make(D), "gate": make(B, D),
+    }  # fmt: skip
+
+
+BAD = [
+    ({"cell": "gru"}, ValueError, "cell is 'gru'"),
+    ({"rows": ()}, ValueError, "rows are 0 tensors, but must be 1"),
+    ({"state": ()}, ValueError, "state has 0 tensors, but must have 1"),
+    ({"skip": torch.ones(3)}, ValueError, r"skip has shape \[3\], but must be \[D\] = \[8\]"),
+    ({"gate": torch.ones(2, 8).double()}, TypeError, "gate has dtype torch.float64, but must be"),
+    ({"state": (torch.ones(2, 8).half(),)}, TypeError, r"state\[0\] has dtype torch.float16"),
+    ({"bias": torch.ones(2, 8)}, ValueError, r"bias has shape \[2, 8\], but must be \[3, D\]"),
+]
+
+
+@pytest.mark.parametrize(("change", "error", "text"), BAD)
+def test_bad_input(diagonal_rnn, change, error, text):
+    with pytest.raises(error, match=text):
+        diagonal_rnn.mixer_step(**{**given(), **change})
+
+
+def test_a_gradient_is_refused(diagonal_rnn):
+    call = given()
+    call["skip"].requires_grad_()
+    with pytest.raises(ValueError, match="a gradient is required"):
+        diagonal_rnn.mixer_step(**call)
+    x, weight = call["x"], torch.ones(8, 4, requires_grad=True)
+    with pytest.raises(ValueError, match="a gradient is required"):
+        diagonal_rnn.conv_step(x, weight, None, torch.zeros(2, 3, 8))
