@@ -16,6 +16,7 @@ import numpy as np
 
 IGNORED = -100
 Rows = tuple[np.ndarray, np.ndarray]  # tokens, targets [count, T]
+Kept = dict[tuple[int, int | None], tuple[np.ndarray, ...]]  # of (seed, None) and (seed, epoch)
 Lengths = tuple[int, int]  # the shortest and the longest row
 Generator = Callable[[np.random.Generator, int, Lengths], Rows]
 
@@ -131,17 +132,21 @@ class Task:
         rng = np.random.default_rng([splits.index(split), seed, part])
         return self.generate(rng, count, self.lengths if split == "train" else self.test_lengths)
 
-    def training_batch(self, seed: int, step: int, kept: dict[int, Rows]) -> Rows:
+    def training_batch(self, seed: int, step: int, kept: Kept) -> Rows:
         """What step number `step` reads. `kept` remembers a seed's training set and the order of
-        its epoch; without one, every step draws new rows."""
+        its epoch; without a set, every step draws new rows."""
         if self.training_rows is None:
             return self.rows("train", seed, step, self.batch)
-        if seed not in kept:
-            kept[seed] = self.rows("train", seed, 0, self.training_rows)
         epoch, index = divmod(step, self.training_rows // self.batch)
-        order = np.random.default_rng([seed, epoch]).permutation(self.training_rows)
-        chosen = order[index * self.batch : (index + 1) * self.batch]
-        return kept[seed][0][chosen], kept[seed][1][chosen]
+        if (seed, None) not in kept:
+            kept[seed, None] = self.rows("train", seed, 0, self.training_rows)
+        if (seed, epoch) not in kept:
+            order = np.random.default_rng([seed, epoch]).permutation(self.training_rows)
+            kept.pop((seed, epoch - 1), None)
+            kept[seed, epoch] = (order,)
+        chosen = kept[seed, epoch][0][index * self.batch : (index + 1) * self.batch]
+        tokens, targets = (part[chosen] for part in kept[seed, None])
+        return tokens, targets
 
 
 TASKS = {
