@@ -244,5 +244,5 @@ def test_dropout_of_an_unknown_block_is_refused():
 
     model = GPT2LMHeadModel(GPT2Config(vocab_size=8, n_embd=8, n_head=1, n_layer=1))
     del model.transformer.h[0].mlp
-    with pytest.raises(ValueError, match="dropout is 0.1, but must be 0 for a GPT2Block"):
+    with pytest.raises(ValueError, match=r"dropout is 0\.1, but must be 0 for a GPT2Block"):
         add_dropout(model, 0.1)
