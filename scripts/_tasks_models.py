@@ -64,7 +64,10 @@ def make_mixer(task: Task, name: str, backend: str) -> nn.Module:
         return recurrent
     if name in DIAGONAL and not task.full_block:
         bound = task.max_recurrent
-        return DIAGONAL[name](WIDTH, WIDTH, HEADS, max_recurrent=bound, backend=backend)
+        cell = DIAGONAL[name](WIDTH, WIDTH, HEADS, max_recurrent=bound, backend=backend)
+        if task.memory:
+            hold(cell, task.memory)
+        return cell
     if name in DIAGONAL:
         bound = {"max_recurrent": task.max_recurrent, "norm_eps": EPS}
         return DiagonalMixer(FlashRNNConfig(cell=name, backend=backend, **bound, **sizes), 0)
@@ -77,7 +80,16 @@ def make_mixer(task: Task, name: str, backend: str) -> nn.Module:
     if name == "mamba2":  # a state of 64 in each of 64 channels; its convolution and gate always
         inner = {"expand": 1, "head_dim": WIDTH // HEADS, "state_size": 64, "n_groups": 1}
         return Mamba2Mixer(Mamba2Config(conv_kernel=4, chunk_size=32, **inner, **sizes), 0)
-    return Extrapolating() if task.lengths != task.test_lengths else Published(task)
+    longer = task.test_lengths[1] > task.lengths[1]
+    return Extrapolating() if longer else Published(task)
+
+
+@torch.no_grad()
+def hold(cell: FlashGRU | FlashLSTM, steps: int) -> None:
+    """Biases with which the update gate of a channel forgets 1 / (1 + n) of its state a step, n uniform
+    in 1 to `steps` (chrono initialisation, arXiv 1804.11188)."""
+    bias = torch.empty(cell.hidden_size).uniform_(1, steps).log()
+    cell.in_proj.bias[0] = bias if isinstance(cell, FlashLSTM) else -bias  # f keeps, z lets in
 
 
 class Published(nn.Module):

@@ -124,6 +124,20 @@ def test_parameters_are_the_published_ones(name, counts):
     assert found == counts
 
 
+@pytest.mark.parametrize("name", ["flash_gru", "flash_lstm"])
+def test_gates_that_hold(name):
+    """From h = 1 on and without input, a channel's state is down to 1 / e within about n steps."""
+    cell = TaskModel(TASKS["keep-5th"], name, 0, "reference").mixer
+    update = torch.sigmoid(cell.in_proj.bias[0].detach())
+    forgets = update if name == "flash_gru" else 1 - update
+    steps = (1 / forgets - 1).sort().values
+    assert 1 <= steps[0] < 12
+    assert 88 < steps[-1] <= 100
+    other = TaskModel(TASKS["parity"], name, 0, "reference").mixer
+    assert (other.in_proj.bias == 0).all()
+    assert (cell.in_proj.bias[1:] == 0).all()
+
+
 @pytest.mark.parametrize("model", NAMES)
 @pytest.mark.parametrize("name", ["parity-extrapolation", "keep-5th", "1-hop"])
 def test_a_stack_is_its_models(name, model):
