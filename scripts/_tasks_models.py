@@ -6,12 +6,14 @@ Recurrent mixers are flashcell's own, the Transformer and Mamba2 are made of tra
 """
 
 import math
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from _tasks_data import Task
 from _tasks_results import NAMES
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import GPT2Config, LlamaConfig, Mamba2Config
 from transformers.models.gpt2.modeling_gpt2 import GPT2MLP, GPT2Attention
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
@@ -92,6 +94,11 @@ def hold(cell: FlashGRU | FlashLSTM, steps: int) -> None:
     cell.in_proj.bias[0] = bias if isinstance(cell, FlashLSTM) else -bias  # f keeps, z lets in
 
 
+def unfused() -> AbstractContextManager:
+    """Attention by matrix products: fused kernels refuse the strides that a stack of models has."""
+    return sdpa_kernel(SDPBackend.MATH)
+
+
 class Published(nn.Module):
     """The Transformer layer whose parameter counts are the published ones, 31,552 + (2 * 64 + 1) V:
     x + positions, attention with biases, and an MLP 64 -> 64 -> 64 with biases behind a norm.
@@ -112,7 +119,8 @@ class Published(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.positions[: x.shape[1]]
-        x = x + self.attention(x)[0]
+        with unfused():
+            x = x + self.attention(x)[0]
         return x + self.mlp(self.norm(x))
 
 
@@ -128,7 +136,8 @@ class Extrapolating(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         places = torch.arange(x.shape[1], device=x.device)[None]
-        out = self.layer(x, position_embeddings=self.rotary(x, places))
+        with unfused():
+            out = self.layer(x, position_embeddings=self.rotary(x, places))
         return out[0] if isinstance(out, tuple) else out
 
 

@@ -172,6 +172,7 @@ class Trainer:
         if not self.stream:
             return self.step
         optimizer = self.optimizer
+        self.feed.at.zero_()  # behind the last step there is nothing to read
         state = optimizer.rows, optimizer.m, optimizer.v, optimizer.t, self.feed.at
         with self.aside(), torch.no_grad():
             before = [tensor.clone() for tensor in state]
