@@ -77,9 +77,10 @@ def rate_factor(task: Task, step: int) -> float:
 
 def losses(stack: Stack, tokens: Tensor, targets: Tensor) -> Tensor:
     """Mean cross-entropy over what is asked of each model: tokens, targets [S, B, T] -> [S]."""
-    logits = stack(tokens).permute(2, 3, 0, 1)  # [S, V, B, T]
-    each = cross_entropy(logits, targets, ignore_index=IGNORED, reduction="none")
-    return each.sum((1, 2)) / (targets != IGNORED).sum((1, 2))
+    logits, targets = stack(tokens), targets.permute(1, 2, 0)  # [B, T, S, V], [B, T, S]
+    rows = logits.flatten(0, 2), targets.flatten()  # of V beside each other: softmax is fast there
+    each = cross_entropy(*rows, ignore_index=IGNORED, reduction="none").view(targets.shape)
+    return each.sum((0, 1)) / (targets != IGNORED).sum((0, 1))
 
 
 @torch.no_grad()
