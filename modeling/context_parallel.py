@@ -13,15 +13,17 @@ t of a layer's recurrence, R devices end (R - 1) t after a Rth of the time of on
 of layers.
 
 The targets are the tokens that follow, shifted before they are split (-100 counts for nothing). A
-part's loss is the mean over its targets, and its backward pass gives the parameters' gradients
-through this device's tokens: DistributedDataParallel around the model, or an all-reduce, averages
-them over the devices, which is the gradient of the mean over the whole sequence where all parts have
-the same number of targets. As with micro-batches, a FlashGRU's or FlashLSTM's `max_recurrent` judges
-each part's gradient by itself.
+part's loss is the sum over its targets divided by the mean number of targets of a part, so the mean of
+the parts' losses is that over the whole sequence, also where a part has few targets or none. Its
+backward pass gives the parameters' gradients through this device's tokens: DistributedDataParallel
+around the model, or an all-reduce, averages them over the devices, which is the gradient of the whole.
+As with micro-batches, a FlashGRU's or FlashLSTM's `max_recurrent` judges each part's gradient by itself.
 
 Documents packed into the sequence are told apart by position_ids [B, T], split like the tokens, and
 padding by attention_mask [B, T], split likewise. cu_seq_lens_q and gradient checkpointing are
-refused: one forgets what came before, the other runs a layer twice.
+refused: one forgets what came before, the other runs a layer twice. So is NCCL under
+CUDA_DEVICE_MAX_CONNECTIONS=1: with one queue of launches, a rank's sum of gradients can stand before the
+message that the other rank needs to join it.
 
 With accelerate, which puts DistributedDataParallel around the model:
 
@@ -36,6 +38,7 @@ With accelerate, which puts DistributedDataParallel around the model:
         optimizer.zero_grad()
 """
 
+import os
 from typing import Any
 
 import torch
@@ -45,6 +48,7 @@ from transformers.cache_utils import Cache
 
 from .cache import RecurrentStateLayer, States
 
+IGNORED = -100  # a target that counts for nothing
 Layout = dict[str, list[tuple[torch.Size, torch.dtype]]]  # of a layer's states, by group
 
 
@@ -170,6 +174,12 @@ class ContextParallel:
             raise ValueError(
                 "model checkpoints gradients, but must not: every layer would run twice"
             )
+        one_queue = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
+        if one_queue and dist.get_backend(group) == "nccl":
+            raise ValueError(
+                "CUDA_DEVICE_MAX_CONNECTIONS is 1, but must be at least 2 under NCCL: messages between "
+                "ranks could wait behind a sum over them for ever"
+            )
         self.model, self.config, self.wire = model, inner.config, Wire(group)
         self.given: list[Tensor] = []
         self._layouts: dict[tuple[int, tuple[int, int]], Layout] = {}
@@ -190,7 +200,10 @@ class ContextParallel:
                 instead = "targets" if name == "labels" else "position_ids"
                 raise ValueError(f"{name} is given, but must be None here: use {instead}")
         if targets is not None:  # shifted already
-            inputs.update(labels=targets, shift_labels=targets)
+            count = (targets != IGNORED).sum()
+            dist.all_reduce(count, group=self.wire.group)
+            share = count.clamp(min=1) / self.wire.size
+            inputs.update(labels=targets, shift_labels=targets, num_items_in_batch=share)
         cache = self.begin(input_ids)
         output = self.model(input_ids=input_ids, past_key_values=cache, use_cache=True, **inputs)
         if targets is not None:

@@ -24,7 +24,7 @@ import _environment
 
 ROOT = _environment.ROOT
 MODULES = ["flashcell", "jinja2", "kernel_abi_check", "kernels", "torch", "transformers"]
-MODEL = ROOT / "model_cards" / "flash-rnn-python-4m"
+MODEL = ROOT / "model_cards" / "flash-rnn-python-5m"
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -19,7 +19,8 @@ NOWHERE = -1e9  # logit of a column that only fills the tile: its probability is
 
 class HeadLoss(torch.autograd.Function):
     """Mean over the targets [N] that are not IGNORED of -log softmax(l)[target] + z_loss lse(l)^2 with
-    l = cap tanh(W x / cap) (without cap l = W x), x [N, H], W [V, H] -> a number, at least fp32.
+    l = cap tanh(W x / cap) (without cap l = W x), x [N, H], W [V, H] -> a number, at least fp32; 0 where
+    no target counts.
 
     Products are in autocast's dtype where it is on, all else at least in fp32. At a token, of l:
     r (softmax(l) - onehot / s) with s = 1 + 2 z_loss lse(l), r = s / N; r multiplies rows of x and of
@@ -38,7 +39,7 @@ class HeadLoss(torch.autograd.Function):
             operand = weight.new_zeros(-(-vocabulary // TILE) * TILE, x.shape[1], dtype=dtype)
             operand[:vocabulary] = weight
             counted = targets != IGNORED
-            share = counted.to(exact) / counted.sum()
+            share = counted.to(exact) / counted.sum().clamp(min=1)  # no target, no loss
             dx, dw = torch.empty_like(x), torch.zeros_like(weight, dtype=exact)
             loss = share.new_zeros(())
             rows = 1 << max(0, (CHUNK // vocabulary).bit_length() - 1)

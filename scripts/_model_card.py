@@ -33,6 +33,7 @@ def write_model(folder: Path, training, corpus, state: dict[str, torch.Tensor]) 
     draw_curve(training, folder / "curve.png")
 
     loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    loaded = loaded.to(training.accelerator.device)
     loaded.config.backend = training.args.backend
     tokenizer = AutoTokenizer.from_pretrained(folder)
     nats = held_out_loss(loaded, training.texts.held_out_lanes, training.recipe.length)
@@ -58,7 +59,7 @@ def rounded(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def describe_run(training, corpus) -> dict[str, str]:
-    recipe, texts = training.recipe, training.texts
+    recipe, texts, seconds = training.recipe, training.texts, training.progress["seconds"]
     tokens = recipe.steps * recipe.batch * recipe.length
     model = training.unwrapped
     packed = lzma.compress("".join(texts.held_out_texts).encode(), preset=9 | lzma.PRESET_EXTREME)
@@ -85,19 +86,26 @@ def describe_run(training, corpus) -> dict[str, str]:
         "batch": str(recipe.batch),
         "length": str(recipe.length),
         "precision": {"no": "fp32", "bf16": "bf16 autocast, fp32 weights"}[recipe.precision],
-        "minutes": f"{training.progress['seconds'] / 60:.0f}",
-        "threads": str(torch.get_num_threads()),
+        "dropout": f"dropout {recipe.dropout}, " if recipe.dropout else "",
+        "duration": f"{seconds / 60:.0f} minutes" if seconds > 150 else f"{seconds:.0f} seconds",
+        "machine": machine(training.accelerator.device),
+        "options": " --device cuda" if training.accelerator.device.type == "cuda" else "",
         "torch": torch.__version__,
-        "machine": f"{platform.system()} {platform.machine()}",
         "xz_bits_per_byte": f"{8 * len(packed) / texts.bytes[1]:.2f}",
     }
+
+
+def machine(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{torch.get_num_threads()} CPU threads ({platform.system()} {platform.machine()})"
 
 
 @torch.no_grad()
 def sample(model, tokenizer) -> str:
     """What the card shows: drawn once, with a fixed seed, not chosen."""
     torch.manual_seed(0)
-    inputs = tokenizer(PROMPT, return_tensors="pt")
+    inputs = tokenizer(PROMPT, return_tensors="pt").to(model.device)
     settings = {"do_sample": True, "temperature": 0.7, "top_p": 0.95, "max_new_tokens": 160}
     output = model.generate(**inputs, **settings)
     return tokenizer.decode(output[0], skip_special_tokens=True)

@@ -46,6 +46,7 @@ class Recipe:
     isolate: bool = True  # no document sees the one before it in its row
     micro_batch: int = 0  # rows a device takes at a time; 0 for all of its rows
     cooldown: int = 0  # the last so many steps: linear to 0
+    dropout: float = 0.0  # of the embeddings and of what is added to the residual stream
     z_loss: float = 0.0  # times the mean square of log(sum(exp(logits)))
     betas: list = field(default_factory=lambda: [0.9, 0.95])
     eps: float = 1e-8
@@ -96,6 +97,8 @@ class Recipe:
                 raise ValueError(f"{path}: {name} is {getattr(self, name)}, but must be at least 0")
         if not self.learning_rate > 0:
             raise ValueError(f"{path}: learning_rate is {self.learning_rate}, but must be above 0")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"{path}: dropout is {self.dropout}, but must be at least 0, below 1")
         if self.precision not in ("no", "bf16"):
             raise ValueError(f"{path}: precision is {self.precision!r}, but must be 'no' or 'bf16'")
         if bool(self.data) == bool(self.corpus_sha256):

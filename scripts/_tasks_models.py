@@ -6,12 +6,14 @@ Recurrent mixers are flashcell's own, the Transformer and Mamba2 are made of tra
 """
 
 import math
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from _tasks_data import Task
 from _tasks_results import NAMES
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import GPT2Config, LlamaConfig, Mamba2Config
 from transformers.models.gpt2.modeling_gpt2 import GPT2MLP, GPT2Attention
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
@@ -64,7 +66,10 @@ def make_mixer(task: Task, name: str, backend: str) -> nn.Module:
         return recurrent
     if name in DIAGONAL and not task.full_block:
         bound = task.max_recurrent
-        return DIAGONAL[name](WIDTH, WIDTH, HEADS, max_recurrent=bound, backend=backend)
+        cell = DIAGONAL[name](WIDTH, WIDTH, HEADS, max_recurrent=bound, backend=backend)
+        if task.memory:
+            hold(cell, task.memory)
+        return cell
     if name in DIAGONAL:
         bound = {"max_recurrent": task.max_recurrent, "norm_eps": EPS}
         return DiagonalMixer(FlashRNNConfig(cell=name, backend=backend, **bound, **sizes), 0)
@@ -77,7 +82,21 @@ def make_mixer(task: Task, name: str, backend: str) -> nn.Module:
     if name == "mamba2":  # a state of 64 in each of 64 channels; its convolution and gate always
         inner = {"expand": 1, "head_dim": WIDTH // HEADS, "state_size": 64, "n_groups": 1}
         return Mamba2Mixer(Mamba2Config(conv_kernel=4, chunk_size=32, **inner, **sizes), 0)
-    return Extrapolating() if task.lengths != task.test_lengths else Published(task)
+    longer = task.test_lengths[1] > task.lengths[1]
+    return Extrapolating() if longer else Published(task)
+
+
+@torch.no_grad()
+def hold(cell: FlashGRU | FlashLSTM, steps: int) -> None:
+    """Biases with which the update gate of a channel forgets 1 / (1 + n) of its state a step, n uniform
+    in 1 to `steps` (chrono initialisation, arXiv 1804.11188)."""
+    bias = torch.empty(cell.hidden_size).uniform_(1, steps).log()
+    cell.in_proj.bias[0] = bias if isinstance(cell, FlashLSTM) else -bias  # f keeps, z lets in
+
+
+def unfused() -> AbstractContextManager:
+    """Attention by matrix products: fused kernels refuse the strides that a stack of models has."""
+    return sdpa_kernel(SDPBackend.MATH)
 
 
 class Published(nn.Module):
@@ -100,7 +119,8 @@ class Published(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.positions[: x.shape[1]]
-        x = x + self.attention(x)[0]
+        with unfused():
+            x = x + self.attention(x)[0]
         return x + self.mlp(self.norm(x))
 
 
@@ -116,7 +136,8 @@ class Extrapolating(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         places = torch.arange(x.shape[1], device=x.device)[None]
-        out = self.layer(x, position_embeddings=self.rotary(x, places))
+        with unfused():
+            out = self.layer(x, position_embeddings=self.rotary(x, places))
         return out[0] if isinstance(out, tuple) else out
 
 

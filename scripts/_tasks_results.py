@@ -58,7 +58,7 @@ def append(rows: list[dict], path: Path = RESULTS) -> None:
         writer.writerows(rows)
 
 
-def provenance(device: str) -> dict[str, str]:
+def provenance(device: str, commit: str | None = None) -> dict[str, str]:
     import torch
     from _bench_common import device_name, output_of
 
@@ -70,7 +70,7 @@ def provenance(device: str) -> dict[str, str]:
     return {
         "device": device_name(device),
         "torch": torch.__version__.split("+")[0],
-        "commit": head + ("+dirty" if dirty else "") if head else "unknown",
+        "commit": commit or (head + ("+dirty" if dirty else "") if head else "unknown"),
         "date": datetime.date.today().isoformat(),
     }
 

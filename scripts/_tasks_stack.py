@@ -10,7 +10,7 @@ import torch
 from _tasks_models import EPS, TaskModel
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
-from torch.nn.functional import conv1d, embedding, rms_norm, silu
+from torch.nn.functional import embedding, rms_norm, silu
 
 from flashcell.diagonal_mixer import DiagonalMixer
 from flashcell.flash_rnn_layers import Bound, FlashGRU, FlashLSTM
@@ -101,9 +101,11 @@ def mix_diagonal(cell: FlashGRU | FlashLSTM, p: Named, x: Tensor) -> Tensor:
 
 def mix_diagonal_block(mixer: DiagonalMixer, p: Named, x: Tensor) -> Tensor:
     x, gate = linear(x, p["in_proj.weight"]).chunk(2, -1)
-    seen = nn.functional.pad(x.flatten(2).mT, (mixer.conv.past, 0))
     weight, bias = p["conv.weight"].flatten(0, 1), p["conv.bias"].flatten()
-    x = silu(conv1d(seen, weight, bias, groups=len(bias)).mT.unflatten(2, x.shape[2:]))
+    kernel = load_kernel("diagonal-rnn", x.device.type, mixer.cell.backend)
+    backend = mixer.cell.backend if x.is_cuda else "reference"  # the convolution has no other
+    y = kernel.causal_conv(x.flatten(2), weight[:, 0], bias, silu=True, backend=backend)
+    x = y.view(x.shape)
     h = mix_diagonal(mixer.cell, below(p, "cell"), x.contiguous())
     return linear(norm((h + p["skip"] * x) * silu(gate), p["norm.weight"]), p["out_proj.weight"])
 

@@ -1,18 +1,21 @@
 """Trains a stack of models on a synthetic task until they have solved it, and measures them."""
 
 import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
-from _tasks_data import IGNORED, Rows, Task
+from _tasks_data import IGNORED, Kept, Rows, Task
 from _tasks_models import TaskModel
 from _tasks_stack import Stack
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 VALIDATION_ROWS = 1024
-ROWS_AT_ONCE = 512  # of an evaluation
+ROWS_AT_ONCE = 256  # of an evaluation: Mamba2 of transformers needs a gigabyte for 40 of them
 
 
 @dataclass
@@ -33,17 +36,20 @@ class RowAdamW:
 
     m' = b1 m + (1 - b1) g,  v' = b2 v + (1 - b2) g^2
     x' = x - rate (m' / (1 - b1^t) / (sqrt(v' / (1 - b2^t)) + eps) + decay x)
+
+    Everything that changes is a tensor of the rows' device, so that a CUDA graph can hold a step.
     """
 
     betas, eps = (0.9, 0.999), 1e-8
 
     def __init__(self, rows: Tensor, rates: list[float], decay: float):  # rows [S, P]
-        self.rows, self.decay, self.t = rows, decay, 0
+        self.rows, self.decay = rows, decay
+        self.t = torch.zeros((), device=rows.device, dtype=torch.float64)
         self.rates = torch.tensor(rates, device=rows.device, dtype=rows.dtype)[:, None]
         self.m, self.v = torch.zeros_like(rows), torch.zeros_like(rows)
 
     @torch.no_grad()
-    def step(self, factor: float) -> None:
+    def step(self, factor: Tensor | float) -> None:
         grad, (b1, b2) = self.rows.grad, self.betas
         self.t += 1
         self.m.lerp_(grad, 1 - b1)
@@ -71,9 +77,10 @@ def rate_factor(task: Task, step: int) -> float:
 
 def losses(stack: Stack, tokens: Tensor, targets: Tensor) -> Tensor:
     """Mean cross-entropy over what is asked of each model: tokens, targets [S, B, T] -> [S]."""
-    logits = stack(tokens).permute(2, 3, 0, 1)  # [S, V, B, T]
-    each = cross_entropy(logits, targets, ignore_index=IGNORED, reduction="none")
-    return each.sum((1, 2)) / (targets != IGNORED).sum((1, 2))
+    logits, targets = stack(tokens), targets.permute(1, 2, 0)  # [B, T, S, V], [B, T, S]
+    rows = logits.flatten(0, 2), targets.flatten()  # of V beside each other: softmax is fast there
+    each = cross_entropy(*rows, ignore_index=IGNORED, reduction="none").view(targets.shape)
+    return each.sum((0, 1)) / (targets != IGNORED).sum((0, 1))
 
 
 @torch.no_grad()
@@ -85,62 +92,143 @@ def accuracies(stack: Stack, rows: Rows) -> Tensor:
         x, y = (torch.from_numpy(part[at : at + ROWS_AT_ONCE]).to(device) for part in rows)
         said = stack(x.expand(len(stack), -1, -1)).argmax(-1)  # [B, T, S]
         right += ((said == y[..., None]) & (y != IGNORED)[..., None]).sum((0, 1))
-        asked += int((y != IGNORED).sum())
+        asked += int((rows[1][at : at + ROWS_AT_ONCE] != IGNORED).sum())
     return right / asked
 
 
+class Feed:
+    """The batches and rates of the next steps, on the device: `take` gives one step's, and goes on.
+
+    A step that is recorded as a CUDA graph reads them from the same place every time.
+    """
+
+    def __init__(self, task: Task, runs: list[Run], count: int, device: str):
+        self.task, self.count = task, count
+        self.seeds = sorted({run.seed for run in runs})
+        self.kept: Kept = {}
+        shape = count, len(self.seeds), task.batch, task.lengths[1]
+        self.rows = torch.zeros(2, *shape, dtype=torch.int16, device=device)
+        self.factors = torch.zeros(count, device=device)
+        self.at = torch.zeros(1, dtype=torch.long, device=device)
+        self.choose(runs)
+
+    def choose(self, runs: list[Run]) -> None:
+        places = [self.seeds.index(run.seed) for run in runs]
+        self.places = torch.tensor(places, device=self.at.device)
+
+    def fill(self, first: int, count: int) -> None:
+        """Steps first to first + count, from the start of the buffers."""
+        rows = [
+            [self.task.training_batch(seed, step, self.kept) for seed in self.seeds]
+            for step in range(first, first + count)
+        ]
+        self.rows[:, :count] = torch.from_numpy(np.array(rows, np.int16)).permute(2, 0, 1, 3, 4)
+        factors = [rate_factor(self.task, step) for step in range(first, first + count)]
+        self.factors[:count] = torch.tensor(factors)
+        self.at.zero_()
+
+    def take(self) -> tuple[Tensor, Tensor, Tensor]:
+        """tokens, targets [S, B, T], and the factor of the learning rates, [1]."""
+        tokens, targets = self.rows.index_select(1, self.at)[:, 0, self.places].long()
+        factor = self.factors[self.at]
+        self.at += 1
+        return tokens, targets, factor
+
+
 class Trainer:
-    """Runs of one model on one task, all of them at once; each leaves the stack when it is over."""
+    """Runs of one model on one task, all of them at once; each leaves the stack when it is over.
 
-    def __init__(self, task: Task, name: str, runs: list[Run], device: str, backend: str):
-        self.task, self.device = task, device
-        self.runs, self.live = runs, list(runs)
-        models = [TaskModel(task, name, run.seed, backend).to(device) for run in runs]
-        self.stack = Stack(models)
-        rates = [run.learning_rate for run in runs]
-        self.optimizer = RowAdamW(self.stack.flat, rates, task.weight_decay)
-        self.kept: dict[int, Rows] = {}
+    On a GPU a step is a CUDA graph on a stream of its own: a model of this size would wait for the
+    host otherwise, and several trainers go side by side.
+    """
+
+    def __init__(
+        self, task: Task, name: str, runs: list[Run], device: str, backend: str, check_every: int
+    ):
+        self.task, self.name, self.device = task, name, device
+        self.runs, self.live, self.check_every = runs, list(runs), check_every
+        self.stream: Any = torch.cuda.Stream() if device == "cuda" else None
+        with self.aside():
+            models = [TaskModel(task, name, run.seed, backend).to(device) for run in runs]
+            self.stack = Stack(models)
+            rates = [run.learning_rate for run in runs]
+            self.optimizer = RowAdamW(self.stack.flat, rates, task.weight_decay)
+            self.feed = Feed(task, runs, check_every, device)
+            self.feed.fill(0, 1)
         self.validation = task.rows("validation", 0, 0, VALIDATION_ROWS)
+        self.replay = self.record()
 
-    def train(self, check_every: int, solved: float) -> list[Run]:
-        """Until every seed is solved at some learning rate, or the steps are over. A run is solved when
-        two checks in a row find a validation accuracy of at least `solved`."""
-        started, step = time.monotonic(), 0
-        while self.live and step < self.task.steps:
-            loss = self.step(step)
-            step += 1
-            if step % check_every and step < self.task.steps:
-                continue
-            accuracy = accuracies(self.stack, self.validation).tolist()
-            for run, value, right in zip(self.live, loss.tolist(), accuracy, strict=True):
-                run.step, run.loss = step, value
-                run.good = run.good + 1 if right >= solved else 0
-                if not np.isfinite(value):
-                    run.status = "diverged"
-                elif run.good == 2:
-                    run.status = "solved"
-            spent = time.monotonic() - started
-            said = "  ".join(
-                f"{run.seed}:{run.learning_rate:g} {run.loss:.3f} {right:.3f}"
-                for run, right in zip(self.live, accuracy, strict=True)
-            )
-            print(f"{step:>7} {spent:6.0f} s  seed:rate loss accuracy  {said}", flush=True)
-            over = self.solved_rate() or step == self.task.steps
-            for run in self.live if over else []:
-                if run.status == "running":
-                    run.status = "limit" if step == self.task.steps else "stopped"
-            self.end()
-        return self.runs
+    def aside(self) -> Any:
+        return torch.cuda.stream(self.stream) if self.stream else nullcontext()
 
-    def step(self, step: int) -> Tensor:
-        parts = [self.task.training_batch(run.seed, step, self.kept) for run in self.live]
-        tokens, targets = (
-            torch.from_numpy(np.stack(part)).to(self.device) for part in zip(*parts, strict=True)
-        )
+    def step(self) -> Tensor:
+        tokens, targets, factor = self.feed.take()
         loss = losses(self.stack, tokens, targets)
         loss.sum().backward()  # a model's parameters are in one of the terms
-        self.optimizer.step(rate_factor(self.task, step))
+        self.optimizer.step(factor)
         return loss.detach()
+
+    def record(self) -> Callable[[], Tensor]:
+        """What takes a step; all state is as it was."""
+        if not self.stream:
+            return self.step
+        optimizer = self.optimizer
+        self.feed.at.zero_()  # behind the last step there is nothing to read
+        state = optimizer.rows, optimizer.m, optimizer.v, optimizer.t, self.feed.at
+        with self.aside(), torch.no_grad():
+            before = [tensor.clone() for tensor in state]
+            with torch.enable_grad():
+                self.step()  # everything lazy happens here
+            for tensor, value in zip(state, before, strict=True):
+                tensor.copy_(value)
+        self.stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=self.stream):
+            loss = self.step()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return loss
+
+        return replay
+
+    def train(self, solved: float) -> Iterator[None]:
+        """Until every seed is solved at some learning rate, or the steps are over. A run is solved when
+        two checks in a row find a validation accuracy of at least `solved`. It yields between the
+        steps' launch and their end, when a GPU has time for other trainers."""
+        started, step = time.monotonic(), 0
+        while self.live and step < self.task.steps:
+            count = min(self.check_every, self.task.steps - step)
+            with self.aside():
+                self.feed.fill(step, count)
+                for _ in range(count):
+                    loss = self.replay()
+            step += count
+            yield
+            with self.aside():
+                self.check(step, loss, solved, time.monotonic() - started)
+
+    def check(self, step: int, loss: Tensor, solved: float, spent: float) -> None:
+        accuracy = accuracies(self.stack, self.validation).tolist()
+        for run, value, right in zip(self.live, loss.tolist(), accuracy, strict=True):
+            run.step, run.loss = step, value
+            run.good = run.good + 1 if right >= solved else 0
+            if not np.isfinite(value):
+                run.status = "diverged"
+            elif run.good == 2:
+                run.status = "solved"
+        said = "  ".join(
+            f"{run.seed}:{run.learning_rate:g} {run.loss:.3f} {right:.3f}"
+            for run, right in zip(self.live, accuracy, strict=True)
+        )
+        print(
+            f"{self.name:12} {step:>7} {spent:6.0f} s  seed:rate loss accuracy  {said}", flush=True
+        )
+        over = self.solved_rate() or step == self.task.steps
+        for run in self.live if over else []:
+            if run.status == "running":
+                run.status = "limit" if step == self.task.steps else "stopped"
+        self.end()
 
     def solved_rate(self) -> float | None:
         """A learning rate at which every seed is solved."""
@@ -163,3 +251,6 @@ class Trainer:
             run.accuracy = float("nan") if run.status == "diverged" else value
         self.stack.flat = self.optimizer.keep(going)
         self.live = [self.live[i] for i in going]
+        if self.live:
+            self.feed.choose(self.live)
+            self.replay = self.record()

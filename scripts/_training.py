@@ -8,10 +8,12 @@ from _loss import add_loss
 from _recipe import Recipe
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, dropout
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import flashcell  # noqa: F401  registers the model families
+
+BRANCHES = ("mixer", "mlstm_layer", "mlp", "ffn")  # of a block, which adds them to the residual
 
 
 def keep_memory() -> None:
@@ -64,7 +66,31 @@ def make_model(recipe: Recipe, tokenizer, backend: str, device: str = "cpu") -> 
     if recipe.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     add_loss(model)
+    if recipe.dropout:
+        add_dropout(model, recipe.dropout)
     return model
+
+
+def add_dropout(model: nn.Module, rate: float) -> None:
+    """Drops, in training alone, of the embeddings and of what each branch of a block returns. A branch's
+    output may begin a tuple."""
+
+    def drop(module: nn.Module, _, output):
+        first, *rest = output if isinstance(output, tuple) else (output,)
+        first = dropout(first, rate, module.training)
+        return (first, *rest) if rest else first
+
+    blocks = next(m for m in model.base_model.children() if isinstance(m, nn.ModuleList))
+    for block in blocks:
+        branches = [branch for name, branch in block.named_children() if name in BRANCHES]
+        if not branches:
+            raise ValueError(
+                f"dropout is {rate}, but must be 0 for a {type(block).__name__}: none of its parts is "
+                f"one of {', '.join(BRANCHES)}"
+            )
+        for branch in branches:
+            branch.register_forward_hook(drop)
+    model.get_input_embeddings().register_forward_hook(drop)
 
 
 def is_decayed(name: str, parameter: nn.Parameter, embeddings: set[str]) -> bool:

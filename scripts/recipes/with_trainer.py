@@ -21,7 +21,7 @@ from transformers import (
 
 from flashcell import FlashRNNConfig, FlashRNNForCausalLM
 
-TOKENIZER = Path(__file__).resolve().parents[2] / "model_cards/flash-rnn-python-4m"
+TOKENIZER = Path(__file__).resolve().parents[2] / "model_cards/flash-rnn-python-5m"
 LONGEST = 1024  # tokens of a document
 
 

@@ -75,6 +75,20 @@ def check(checkpoint: Path, tokens: torch.Tensor) -> None:
                 print(where)
 
 
+def check_uneven_targets(checkpoint: Path, tokens: torch.Tensor) -> None:
+    """A part with few targets, one with none, or none anywhere: still the mean over the whole."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float64)
+    context, inputs = ContextParallel(model), {"input_ids": tokens[:, :-1]}
+    targets = tokens[:, 1:].clone()
+    targets[:, : PART + 2] = -100  # all of the first part, some of the second
+    want = whole(model, "loss", inputs, targets)
+    for what, got in split(model, "loss", inputs, targets, context).items():
+        error = (got - want[what]).norm() / want[what].norm()
+        assert error <= BOUNDS["loss"], f"uneven targets: {what}: relative error {error:.2g}"
+    nothing = split(model, "loss", inputs, torch.full_like(targets, -100), context)
+    assert all((value == 0).all() for value in nothing.values())
+
+
 def shard(model: torch.nn.Module) -> torch.nn.Module:
     for block in blocks(model):
         fully_shard(block)
@@ -135,6 +149,7 @@ def main() -> None:
     checkpoints = sorted(Path(sys.argv[1]).iterdir())
     for checkpoint in checkpoints:
         check(checkpoint, tokens)
+    check_uneven_targets(checkpoints[0], tokens)
     check_wrapped(checkpoints[0], tokens)
     check_guards(checkpoints[0], tokens)
     check_long_part(checkpoints[0])

@@ -46,6 +46,17 @@ def test_one_rank_is_the_model(alone, make_model, tokens):
     assert output.past_key_values is None
 
 
+def test_one_queue_of_launches_is_refused_under_nccl(alone, make_model, monkeypatch):
+    model = make_model("lstm")
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    ContextParallel(model)  # gloo has no such queue
+    monkeypatch.setattr(dist, "get_backend", lambda group: "nccl")
+    with pytest.raises(ValueError, match="CUDA_DEVICE_MAX_CONNECTIONS is 1, but must be at least"):
+        ContextParallel(model)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    ContextParallel(model)
+
+
 def test_what_does_not_fit_is_named(alone, make_model, tokens):
     model, ids = make_model("lstm"), tokens(1, 8)
     context = ContextParallel(model)

@@ -12,7 +12,7 @@ import torch
 from cases import DEVICE
 
 ROOT = Path(__file__).resolve().parents[2]
-CHECKPOINT = ROOT / "model_cards/flash-rnn-python-4m"
+CHECKPOINT = ROOT / "model_cards/flash-rnn-python-5m"
 sys.path.insert(0, str(ROOT / "scripts"))
 
 from _evaluate_text import (  # noqa: E402

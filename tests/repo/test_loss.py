@@ -50,6 +50,15 @@ def test_loss_and_gradients(monkeypatch, cap, z_loss, chunk):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-15)
 
 
+def test_no_target_is_no_loss():
+    """A process of several can get rows that are prompts alone: its share of the mean is nothing."""
+    x, weight, targets = draw()
+    loss = HeadLoss.apply(x, weight, torch.full_like(targets, -100), None, 0.1)
+    grads = torch.autograd.grad(loss, [x, weight])
+    assert loss.item() == 0
+    assert all((grad == 0).all() for grad in grads)
+
+
 @pytest.mark.parametrize("cap", [None, 3.0])
 def test_bf16_is_as_exact_as_cross_entropy_on_bf16_logits(cap):
     """Both round the logits and their gradients: neither may be much further from float64."""

@@ -58,7 +58,8 @@ PARAMETERS = {
         "transformer_400m": 406_539_264,
         "transformer_1.4b": 1_420_204_032,
     },
-    "flash-rnn-python-4m": {None: 3_938_560},
+    "flash-rnn-python-5m": {None: 4_726_528},
+    "flash-gru-python-5m": {None: 4_938_496},
 }
 TOKENS = {  # published, in billions: FlashRNN's appendix J, ParaRNN's table 4, TFLA's table 4
     "lstm_165m": 15.7, "flash_gru_400m": 10.5, "flash_gru_1b": 28.8, "flash_lstm_3b": 57.7,
@@ -125,7 +126,7 @@ def test_embeddings_are_spared_where_the_recipe_says_so():
     for spared in (True, False):
         recipe = Recipe(**{**RECIPE, "decay_embeddings": not spared})
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(make_config(read("tfla", ALL[-2][1])))
+            model = AutoModelForCausalLM.from_config(make_config(read("tfla", "transformer_1.4b")))
         groups = make_optimizer(model, recipe)[0].param_groups
         sides = [any(p is model.get_input_embeddings().weight for p in g["params"]) for g in groups]
         assert sides == [not spared, spared]
@@ -144,6 +145,7 @@ def test_embeddings_are_spared_where_the_recipe_says_so():
         ({"warmup": 39, "cooldown": 2}, "warmup + cooldown is 41, but must be at most steps = 40"),
         ({"isolate": False}, "carry is true, but must be false unless isolate is true"),
         ({"gradient_checkpointing": True}, "carry is true, but must be false under gradient_check"),
+        ({"dropout": 1.0}, "dropout is 1.0, but must be at least 0, below 1"),
         ({"precision": "fp8"}, "precision is 'fp8', but must be 'no' or 'bf16'"),
         ({"betas": 0.9}, "betas is 0.9, but must be list"),
     ],
@@ -197,4 +199,4 @@ def test_a_variant_must_be_named():
         ):
             read("flashrnn", variant)
     with pytest.raises(ValueError, match="--variant is x, but must be one of none"):
-        read("flash-rnn-python-4m", "x")
+        read("flash-rnn-python-5m", "x")

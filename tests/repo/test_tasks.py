@@ -105,7 +105,7 @@ class TestGenerators:
         task = dataclasses.replace(TASKS["1-hop"], training_rows=48)
         kept: dict = {}
         parts = [task.training_batch(0, step, kept)[0] for step in range(3)]
-        assert sorted(map(tuple, np.concatenate(parts))) == sorted(map(tuple, kept[0][0]))
+        assert sorted(map(tuple, np.concatenate(parts))) == sorted(map(tuple, kept[0, None][0]))
         assert (task.training_batch(0, 3, kept)[0] != parts[0]).any()
 
 
@@ -122,6 +122,20 @@ class TestGenerators:
 def test_parameters_are_the_published_ones(name, counts):
     found = {model: round(count_parameters(TASKS[name], model) / 1000, 1) for model in counts}
     assert found == counts
+
+
+@pytest.mark.parametrize("name", ["flash_gru", "flash_lstm"])
+def test_gates_that_hold(name):
+    """From h = 1 on and without input, a channel's state is down to 1 / e within about n steps."""
+    cell = TaskModel(TASKS["keep-5th"], name, 0, "reference").mixer
+    update = torch.sigmoid(cell.in_proj.bias[0].detach())
+    forgets = update if name == "flash_gru" else 1 - update
+    steps = (1 / forgets - 1).sort().values
+    assert 1 <= steps[0] < 12
+    assert 88 < steps[-1] <= 100
+    other = TaskModel(TASKS["parity"], name, 0, "reference").mixer
+    assert (other.in_proj.bias == 0).all()
+    assert (cell.in_proj.bias[1:] == 0).all()
 
 
 @pytest.mark.parametrize("model", NAMES)

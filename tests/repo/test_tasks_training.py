@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 
 from _tasks_data import TASKS, Task, keep_nth  # noqa: E402
 from _tasks_results import NAMES, append, read, summary, table  # noqa: E402
-from _tasks_training import RowAdamW, Run, Trainer, rate_factor  # noqa: E402
+from _tasks_training import Feed, RowAdamW, Run, Trainer, rate_factor  # noqa: E402
 
 EASY = Task(
     partial(keep_nth, V=3, n=1), 3, (2, 4), (2, 4), None, 256, full_block=False, steps=150,
@@ -67,10 +67,45 @@ def test_schedule():
     assert rate_factor(task, 100) == pytest.approx(0.1)
 
 
+def finish(trainer: Trainer, solved: float) -> list[Run]:
+    for _ in trainer.train(solved):
+        pass
+    return trainer.runs
+
+
+def test_trainers_side_by_side_do_what_each_does_alone():
+    def make(rate: float) -> Trainer:
+        task = dataclasses.replace(EASY, steps=20)
+        return Trainer(task, "gru", [Run(0, rate), Run(1, rate)], DEVICE, "reference", 8)
+
+    alone = [finish(make(rate), 1.1) for rate in (3e-3, 1e-3)]
+    together = [make(rate) for rate in (3e-3, 1e-3)]
+    for _ in zip(*(trainer.train(1.1) for trainer in together), strict=True):
+        pass
+    assert [trainer.runs for trainer in together] == alone
+    assert alone[0] != alone[1]
+
+
+def test_a_step_reads_its_own_batch_and_rate():
+    """Buffers that are filled for several steps at once give what the task gives step by step."""
+    task = dataclasses.replace(EASY, training_rows=48, batch=16, steps=20)
+    runs = [Run(5, 1e-3), Run(2, 1e-3), Run(5, 1e-2)]
+    feed, kept = Feed(task, runs, 4, DEVICE), {}
+    for first, count in ((0, 4), (4, 2)):
+        feed.fill(first, count)
+        for step in range(first, first + count):
+            tokens, targets, factor = feed.take()
+            assert factor.item() == pytest.approx(rate_factor(task, step))
+            for run, x, y in zip(runs, tokens, targets, strict=True):
+                want = task.training_batch(run.seed, step, kept)
+                assert (x.cpu().numpy() == want[0]).all()
+                assert (y.cpu().numpy() == want[1]).all()
+
+
 def test_it_learns_and_stops_when_every_seed_has():
     """Of two learning rates the one that does nothing is stopped with the other's success."""
     runs = [Run(seed, rate) for rate in (3e-3, 1e-9) for seed in range(2)]
-    trained = Trainer(EASY, "rnn", runs, DEVICE, "reference").train(10, 0.999)
+    trained = finish(Trainer(EASY, "rnn", runs, DEVICE, "reference", 10), 0.999)
     assert [run.status for run in trained] == ["solved", "solved", "stopped", "stopped"]
     assert all(run.accuracy > 0.99 for run in trained[:2])
     assert all(run.accuracy < 0.7 for run in trained[2:])
@@ -79,8 +114,8 @@ def test_it_learns_and_stops_when_every_seed_has():
 
 def test_a_run_that_diverges_ends_alone():
     runs = [Run(0, 1e38), Run(0, 3e-3)]
-    trained = Trainer(dataclasses.replace(EASY, steps=30), "lstm", runs, DEVICE, "reference")
-    broken, sound = trained.train(10, 1.1)
+    task = dataclasses.replace(EASY, steps=30)
+    broken, sound = finish(Trainer(task, "lstm", runs, DEVICE, "reference", 10), 1.1)
     assert (broken.status, sound.status) == ("diverged", "limit")
     assert broken.step < sound.step == 30
     assert np.isnan(broken.accuracy)
@@ -104,7 +139,8 @@ def test_the_table_fills_over_several_runs(command, tmp_path, monkeypatch, capsy
         line = ["tasks", "--task", "parity", "--model", "gru", "--results", str(results)]
         options = ["--device", DEVICE, "--backend", "reference", "--check-every", "2"]
         monkeypatch.setattr(sys, "argv", [*line, *options, *more])
-        command.run(command.parse_arguments(), "parity", "gru")
+        for _ in command.run(command.parse_arguments(), "parity", "gru"):
+            pass
         return read(results)
 
     first = run("--seeds", "1", "--rates", "1e-3", "1e-9")

@@ -101,14 +101,14 @@ def test_the_shipped_recipe_learns_from_this_pythons_library(tmp_path, fused_rnn
     sizes = {"steps": 24, "warmup": 3, "evaluate_every": 12, "log_every": 12}
     sizes |= {"length": 64, "batch": 8, "held_out_in": 100}
     changes = [word for key, value in sizes.items() for word in ("--set", f"{key}={value}")]
-    recipe = ROOT / "scripts/recipes/flash-rnn-python-4m.yaml"
+    recipe = ROOT / "scripts/recipes/flash-rnn-python-5m.yaml"
     places = ["--here", "--any-corpus", "--home", tmp_path, "--output", tmp_path / "card"]
     done = subprocess.run(
         [sys.executable, ROOT / "scripts/train", recipe, *places, *changes],
         capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    log = tmp_path / "runs/flash-rnn-python-4m/training_log.csv"
+    log = tmp_path / "runs/flash-rnn-python-5m/training_log.csv"
     with open(log, newline="") as file:
         early, late = (float(row["held_out_loss"]) for row in csv.DictReader(file))
     assert late < early - 0.05  # observed: 6.741 to 6.596, from log(3072) = 8.03
@@ -205,3 +205,44 @@ def test_weight_decay_is_for_matrices_only():
     assert rates[0] == pytest.approx(3e-3 / 5)
     assert max(rates) == pytest.approx(3e-3)
     assert rates[-1] == pytest.approx(3e-4, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("family", "branches"), [("flash_rnn", 4), ("flash_mlstm", 4), ("flash_xlstm", 3)]
+)
+def test_dropout_is_of_every_branch_and_of_training(family, branches):
+    from _training import BRANCHES, add_dropout
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"vocab_size": 16, "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 2}
+    options = {"slstm_at": [1]} if family == "flash_xlstm" else {}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, backend="reference", **sizes, **options)
+    model, ids = AutoModelForCausalLM.from_config(config).eval(), torch.arange(16)[None]
+    with torch.no_grad():
+        plain = model(ids).logits
+        add_dropout(model, 0.5)
+        torch.testing.assert_close(model(ids).logits, plain, rtol=0, atol=0)
+        dropped = []
+
+        def look(module, inputs, output):
+            first = output[0] if isinstance(output, tuple) else output
+            dropped.append((first == 0).float().mean().item())
+
+        for name, module in model.named_modules():
+            if name.rpartition(".")[2] in BRANCHES:
+                module.register_forward_hook(look)
+        model.get_input_embeddings().register_forward_hook(look)
+        assert (model.train()(ids).logits != plain).any()
+    assert len(dropped) == branches + 1
+    assert all(0.4 < share < 0.6 for share in dropped)
+
+
+def test_dropout_of_an_unknown_block_is_refused():
+    from _training import add_dropout
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=8, n_embd=8, n_head=1, n_layer=1))
+    del model.transformer.h[0].mlp
+    with pytest.raises(ValueError, match=r"dropout is 0\.1, but must be 0 for a GPT2Block"):
+        add_dropout(model, 0.1)
