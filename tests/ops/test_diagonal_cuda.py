@@ -255,7 +255,8 @@ TINY = {
     "shoot": [Case(1, 70, 1, 40, ("state",)), Case(2, 80, 1, 33, MASKS)],
     "newton": [Case(1, 70, 1, 40, ("state",)), Case(2, 80, 1, 33, MASKS)],
     "linear_walk": [Case(7, 6, 1, D, options) for D in (3702, 4128) for options in ((), MASKS)],
-    "reach": [Case(6, 600, 1, 2000), Case(6, 600, 1, 2000, ("state", "lengths"))],
+    # The smallest that plan.h cuts into chunks: two of 256 steps
+    "reach": [Case(2, 511, 1, 5470), Case(2, 511, 1, 5470, ("state", "lengths"))],
 }
 
 
