@@ -220,6 +220,24 @@ def test_gradients_that_do_not_fade_go_back_as_a_scan(diagonal_rnn):
     assert_close("dh0", dh0.double(), dh.double().sum(1), 2e-6)
 
 
+@pytest.mark.parametrize(
+    ("shape", "kernel"),
+    [((2, 300, 40), "cluster_scan"), ((2, 300, 33), "scan"), ((9, 9, 3704), "linear_walk")],
+    ids=str,
+)
+def test_which_kernel_scans(diagonal_rnn, shape, kernel):
+    """plan.h takes the kernel that the tests here mean: clusters where there are pieces of 16 bytes."""
+    if kernel == "cluster_scan" and torch.cuda.get_device_capability()[0] not in (9, 10):
+        kernel = "scan"
+    a, b, _ = draw(shape, None, torch.float32)
+    diagonal_rnn.linear_scan(a, b)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        diagonal_rnn.linear_scan(a, b)
+        torch.cuda.synchronize()
+    kernels = [event.key for event in profile.key_averages() if "flashcell" in event.key]
+    assert any(f"::{kernel}_kernel" in key for key in kernels), kernels
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize(
@@ -227,7 +245,9 @@ def test_gradients_that_do_not_fade_go_back_as_a_scan(diagonal_rnn):
     [
         *[((2, 5000, 40), n) for n in (None, 2, 3, 4)],
         ((1, 3000, 33), None),
-        ((1, 1100, 16000), None),  # so many steps that the backward's tiles are longer
+        ((1, 1100, 16000), None),  # a cluster of one block a column, beyond the L2
+        ((1, 33000, 264), None),  # of several blocks
+        ((1, 4400, 4001), None),  # so many steps that the backward's tiles are longer
         ((9, 41, 3700), None),
         ((9, 23, 3701), None),
         ((9, 23, 3702), None),
@@ -283,7 +303,8 @@ def test_tiny(diagonal_rnn, name, engine, case, dtype):
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize(
     ("shape", "n"),
-    [((2, 300, 40), None), ((2, 20, 33), None), ((9, 9, 3702), None), ((9, 9, 3704), None)]
+    [((2, 300, 40), None), ((2, 150, 33), None), ((1, 1, 72), None)]
+    + [((9, 9, 3702), None), ((9, 9, 3704), None)]
     + [((2, 70, 33), n) for n in (2, 3, 4)]
     + [((9, 5, 1900), n) for n in (2, 3, 4)],
     ids=lambda v: {None: "linear_scan"}.get(v, f"block_scan{v}" if isinstance(v, int) else str(v)),
