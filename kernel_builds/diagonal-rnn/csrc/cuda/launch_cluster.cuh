@@ -20,7 +20,8 @@ struct Clusters {
   static void run(const Params& p, int64_t S, Way, const Launch& to, float*) {
     const int64_t groups_of_row = ceil_div(p.D, Tile::kChannels), columns = S * groups_of_row;
     const int64_t tiles = ceil_div(p.T, Tile::kLength);
-    const bool sparse = !Element::kIsForward && is_beyond_l2(p, sizeof(typename Element::IO));
+    const bool sparse =
+        !Element::kIsForward && sizeof(typename Element::IO) == 4 && S * p.T * p.D >= kSparseSteps;
     const int64_t most = cluster_blocks(columns, sparse, to.device);
     const int blocks = int(std::clamp<int64_t>(tiles, 1, most));
     auto kernel = cluster_scan_kernel<Tile>;
