@@ -43,7 +43,7 @@ def marks(path: Path, cases: Sides) -> str:
     if not rows:
         return ""
     text = stamp([row for _, row in rows], path)
-    text += "| op, B×T×D | dtype | pass | floor | time | limit | peers |\n|---|---|---|---|---|---|---|\n"
+    text += f"| op, B×T×D | dtype | pass | floor | plain | time | limit | peers |\n|{'---|' * 8}\n"
     for sides, row in rows:
         name = row["op"] + (" layer" if row["form"] == "layer" else "")
         limit = row["limit_ms"]
@@ -51,7 +51,9 @@ def marks(path: Path, cases: Sides) -> str:
             limit = f"**{limit}**"
         peers = peers_of(sides, row["pass"], ("pararnn-torch", "accelerated-scan"))
         text += f"| {name} {size_of(row)} | {SHORT[row['dtype']]} | {row['pass']} "
-        text += f"| {shown(row['floor_ms'])} | {shown(row['p50_ms'])} | {limit} | {peers} |\n"
+        plain = sides.get("plain", {}).get(row["pass"])
+        text += f"| {shown(row['floor_ms'])} | {shown(plain['p50_ms']) if plain else ''} "
+        text += f"| {shown(row['p50_ms'])} | {limit} | {peers} |\n"
     return text
 
 

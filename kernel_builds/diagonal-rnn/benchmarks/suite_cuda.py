@@ -49,10 +49,17 @@ class Case:
         return getattr(torch, self.dtype)
 
 
-PEER, SCAN_PEER = ("auto", "pararnn-torch"), ("auto", "accelerated-scan")
+PEER, SCAN_PEER = ("auto", "plain", "pararnn-torch"), ("auto", "plain", "accelerated-scan")
 METHODS = ("auto", "walk", "shoot", "newton")
 MUST = [
-    Case(f"flash_{cell}", which, *shape, dtype, limit, sides=PEER if shape[0] == 8 else ("auto",))
+    Case(
+        f"flash_{cell}",
+        which,
+        *shape,
+        dtype,
+        limit,
+        sides=PEER if shape[0] == 8 else ("auto", "plain"),
+    )
     for shape in ((8, 2048, 4096), (32, 2048, 1024))
     for cell, which, limits in (
         ("gru", "forward", (0.31, 0.17)),
@@ -92,16 +99,21 @@ CROSSOVER = [
 ]
 
 
-def bytes_moved(case: Case) -> int:
-    """Read and written once: the floor at the speed of a copy. A layer's projection is not in it."""
+def words_moved(case: Case) -> tuple[int, int]:
+    """Values read and written for a channel and step. A layer's projection is not in it."""
     if case.is_scan:
-        words = 3 if case.which == "forward" else 5
-    else:
-        spec = CELLS[case.op]
-        kept, gates = spec.states - 1, spec.gates
-        forward, backward = gates + 1 + kept, 2 * gates + 2 + kept
-        words = {"forward": forward, "backward": backward, "train": forward + backward}[case.which]
-    return words * case.batch * case.steps * case.width * case.torch_dtype.itemsize
+        return (2, 1) if case.which == "forward" else (3, 2)
+    spec = CELLS[case.op]
+    kept, gates = spec.states - 1, spec.gates
+    forward, backward = (gates, 1 + kept), (gates + 2 + kept, gates)
+    both = forward[0] + backward[0], forward[1] + backward[1]
+    return {"forward": forward, "backward": backward, "train": both}[case.which]
+
+
+def bytes_moved(case: Case) -> int:
+    """Read and written once: the floor at the speed of a copy."""
+    elements = case.batch * case.steps * case.width
+    return sum(words_moved(case)) * elements * case.torch_dtype.itemsize
 
 
 def draw(case: Case, device: str = "cuda") -> dict[str, torch.Tensor]:
@@ -156,6 +168,20 @@ def layer(case: Case, p: dict) -> Callable[[], tuple]:
     return call
 
 
+def plain(case: Case, p: dict) -> Callable[[], tuple]:
+    """One elementwise kernel of torch that reads and writes as many values, in tensors that it walks
+    from end to end: what memory gives for this mix, with no recurrence and no layout in its way."""
+    reads, writes = words_moved(case)
+    arguments = [f"T a{k}" for k in range(reads)] + [f"T& y{k}" for k in range(writes)]
+    total = " + ".join(f"a{k}" for k in range(reads))
+    body = " ".join(f"y{k} = {total} + T({k});" for k in range(writes))
+    code = f"template <typename T> void plain({', '.join(arguments)}) {{ {body} }}"
+    kernel = torch.cuda.jiterator._create_multi_output_jit_fn(code, writes)
+    size = case.batch * case.steps * case.width
+    tensors = [torch.ones(size, device="cuda", dtype=case.torch_dtype) for _ in range(reads)]
+    return lambda: (kernel(*tensors),)
+
+
 def pararnn_torch(case: Case, p: dict) -> Callable[[], tuple]:
     """pararnn-torch (PyPI, imported as `pararnn`): its fused Newton kernels, 3 iterations, no projection.
 
@@ -208,7 +234,8 @@ def accelerated_scan(case: Case, p: dict) -> Callable[[], tuple]:
 
 
 PEERS = {"pararnn-torch": pararnn_torch, "accelerated-scan": accelerated_scan}
+OTHERS = PEERS | {"plain": plain}
 
 
 def make(case: Case, side: str, p: dict, kernel) -> Callable[[], tuple]:
-    return PEERS[side](case, p) if side in PEERS else ours(case, p, kernel, side)
+    return OTHERS[side](case, p) if side in OTHERS else ours(case, p, kernel, side)

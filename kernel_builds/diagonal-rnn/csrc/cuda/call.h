@@ -59,7 +59,8 @@ void run_scan(const Params& p, Dtype dtype, const Tensor& like,
               void (*engine)(const Params&, const cuda::Launch&)) {
   const torch::stable::accelerator::DeviceGuard guard(like.get_device_index());
   if (p.B * p.D == 0) return;
-  const int together = p.n > 1 || p.D % 2 != 0 ? 1 : p.D % 4 != 0 ? 2 : 4;
+  int together = p.n > 1 ? 1 : 8;
+  while (p.D % together != 0) together /= 2;
   cuda::Launch launch = prepare(dtype, together, like);
   const Tensor memory = scratch(like, cuda::scan_scratch(p, launch));
   launch.scratch = memory.mutable_data_ptr();

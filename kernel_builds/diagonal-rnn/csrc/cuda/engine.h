@@ -16,7 +16,7 @@ struct Launch {
   Device device;
   cudaStream_t stream;
   Dtype dtype;
-  int together;   // neighbouring channels that can be one word: 1, 2 or 4
+  int together;   // neighbouring channels that can be one word: 1, 2, 4 or 8
   void* scratch;  // as many bytes as the function was asked for
 };
 

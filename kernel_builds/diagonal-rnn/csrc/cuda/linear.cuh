@@ -73,30 +73,29 @@ struct BlockScan {
 
   const Params* p;
   int64_t d, row;  // first channel; the sequence's first row, in channels
-  int steps, padding = 0, step;
-  bool backwards;  // time runs against the walk
+  int steps, padding = 0;
+  int step;  // bytes from a row to that of the next step; negative where time runs against the walk
 
   DEVICE BlockScan(const Params& params, int64_t s, int64_t channel, bool reversed)
       : p(&params),
         d(channel < params.D ? channel : params.D - kN),
         row(s * params.D + d),
         steps(int(params.T)),
-        step(int(params.D) * n * int(sizeof(IO))),
-        backwards(reversed) {
+        step(int(params.D) * n * int(sizeof(IO)) * (reversed ? -1 : 1)) {
     first_place = (s * params.T + (reversed && steps > 0 ? steps - 1 : 0)) * params.D + d;
   }
   int64_t first_place;  // of step 0, in channels
 
-  DEVICE int64_t place(int i) const {
-    return first_place + (backwards ? -int64_t(i) : int64_t(i)) * p->D;
+  // Of step i. One multiplication gives the address: of 32 bits, which the compiler sees here.
+  DEVICE IO* values(const void* of, int i) const {
+    const char* first = static_cast<const char*>(of) + first_place * n * int64_t(sizeof(IO));
+    return reinterpret_cast<IO*>(const_cast<char*>(first) + int64_t(i) * step);
   }
-  DEVICE const void* values(const void* of, int i) const {
-    return static_cast<const IO*>(of) + place(i) * n;
+  DEVICE IO* block_row(const void* of, int r, int i = 0) const {
+    const char* first = static_cast<const char*>(of) + first_place * n * n * int64_t(sizeof(IO));
+    return reinterpret_cast<IO*>(const_cast<char*>(first) + int64_t(i) * bytes_of(true)) + r * n;
   }
-  DEVICE const void* block_row(const void* of, int r) const {
-    return static_cast<const IO*>(of) + (place(0) * n + r) * n;
-  }
-  DEVICE int bytes_of(bool block) const { return (backwards ? -step : step) * (block ? n : 1); }
+  DEVICE int bytes_of(bool block) const { return step * (block ? n : 1); }
   DEVICE float initial(const void* h0, int c) const {
     return h0 == nullptr ? 0 : static_cast<const float*>(h0)[row * n + c];
   }
@@ -107,7 +106,7 @@ struct BlockScan {
 template <typename IO, int kNOf, int n>
 struct ScanForward : BlockScan<ScanForwardParams, IO, kNOf, n> {
   using Base = BlockScan<ScanForwardParams, IO, kNOf, n>;
-  using Base::kN, Base::p, Base::place;
+  using Base::kN, Base::p;
   using typename Base::Params, typename Base::Word;
   static constexpr int kRows = n + 1;  // of a, then b
   static constexpr bool kIsForward = true;
@@ -147,7 +146,7 @@ struct ScanForward : BlockScan<ScanForwardParams, IO, kNOf, n> {
     }
 #pragma unroll
     for (int c = 0; c < kN * n; ++c) carry[c / n][c % n] = out[c];
-    store_away(static_cast<IO*>(p->h) + place(i) * n, narrow<IO>(out));
+    store_away(this->values(p->h, i), narrow<IO>(out));
   }
   DEVICE void begin(float (&carry)[kN][n]) const {
 #pragma unroll
@@ -161,7 +160,7 @@ struct ScanForward : BlockScan<ScanForwardParams, IO, kNOf, n> {
 template <typename IO, int kNOf, int n>
 struct ScanBackward : BlockScan<ScanBackwardParams, IO, kNOf, n> {
   using Base = BlockScan<ScanBackwardParams, IO, kNOf, n>;
-  using Base::kN, Base::p, Base::place, Base::steps;
+  using Base::kN, Base::p, Base::steps;
   using typename Base::Params, typename Base::Word;
   static constexpr int kRows = n + 2;  // of a, then dh, then h of the step before
   static constexpr bool kIsForward = false;
@@ -209,12 +208,9 @@ struct ScanBackward : BlockScan<ScanBackwardParams, IO, kNOf, n> {
         da[k][c] = g_k * before;
       }
     }
-    const int64_t to = place(i) * n;
-    store_away(static_cast<IO*>(p->db) + to, narrow<IO>(g));
+    store_away(this->values(p->db, i), narrow<IO>(g));
 #pragma unroll
-    for (int k = 0; k < n; ++k) {
-      store_away(static_cast<IO*>(p->da) + (to + k) * n, narrow<IO>(da[k]));
-    }
+    for (int k = 0; k < n; ++k) store_away(this->block_row(p->da, k, i), narrow<IO>(da[k]));
   }
   DEVICE void begin(float (&carry)[kN][n]) const {
 #pragma unroll

@@ -57,4 +57,24 @@ constexpr Way backward_way(int64_t T, int64_t words) {
 constexpr int64_t kScanWalkWords = 16384;
 constexpr Way scan_way(int64_t words) { return words >= kScanWalkWords ? Way::kWalk : Way::kScan; }
 
+// linear_scan by clusters, which beat its tiles nearly everywhere (fp32 forward of 1x65536x1024 196
+// us for 290, of 1x4096x512 8.4 for 13.1), but for three columns of 128-byte rows and fewer when
+// there are so many steps that tiles occupy the chip (1x65536x64 50 us as tiles, 65 by clusters).
+constexpr int kMostBlocks = 8;  // of a cluster, on every GPU that has them
+constexpr int64_t kFewColumns = 3, kManySteps = 16384;
+constexpr bool takes_clusters(int64_t columns, int64_t T, const Device& device) {
+  const bool can = device.arch >= 90 && device.arch < 120;  // and 227 KB for a block
+  return can && (columns > kFewColumns || T < kManySteps);
+}
+// Blocks of a cluster, one on an SM. Not all SMs can be had: an H200 holds 15 clusters of 8, 17 of
+// 6, 30 of 4, 39 of 3, 66 of 2 at a time, and what does not fit waits for all the others
+// (1x65536x1024 fp32 forward by 3 196 us, by 4 318). The fp32 backward likes fewer where L2 does
+// not hold its tensors (by 2 340 us, by 3 382; in bf16 by 4 245, by 6 172).
+constexpr int64_t kSparseSteps = 1 << 22;  // channel steps
+constexpr int64_t cluster_blocks(int64_t columns, bool sparse, const Device& device) {
+  const int64_t usable = sparse ? device.processors / 2 : device.processors * 3 / 4;
+  const int64_t each = columns > 0 ? usable / columns : 1;
+  return each < 1 ? 1 : each < kMostBlocks ? each : kMostBlocks;
+}
+
 }  // namespace flashcell::cuda

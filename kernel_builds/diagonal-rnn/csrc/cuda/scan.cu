@@ -1,5 +1,5 @@
 // linear_scan and block_scan: the choice of width, I/O type and kernel.
-#include "launch_linear.cuh"
+#include "launch_cluster.cuh"
 
 namespace flashcell::cuda {
 
@@ -22,6 +22,16 @@ template <template <typename, int, int> class Pass, typename IO, int kN>
 using LongTiles = Parallel<Pass<IO, kN, 1>, 2, 4, 10, 3>;
 constexpr int64_t kLongScan = 1 << 24;  // channel steps
 
+// Scalars by clusters, in words of 4 bytes: warps, steps of a warp in a tile, tiles in shared
+// memory, rounds that a carry may take. More warps for very much fp32 (forward of 1x65536x1024 196
+// us with 16 of 8 steps, 231 with 8 of 16; but 117 and 113 for 1x4096x8192, 10.5 and 8.4 for
+// 1x4096x512).
+template <typename Element, bool kForward = Element::kIsForward>
+using InClusters = Clusters<Element, 8, 16, kForward ? 5 : 4, kForward ? 2 : 1>;
+template <typename Element>
+using InLargeClusters = Clusters<Element, 16, 8, 6, 1>;
+constexpr int64_t kLargeScan = 1 << 26;  // channel steps
+
 // A walk: threads, steps of a group and groups ahead. Words of 8 bytes move more (8x2048x4096: fp32
 // forward 0.203 ms, 0.220 with one channel a thread; bf16 0.103, 0.121 with two) but need the
 // channels for it.
@@ -39,6 +49,16 @@ static void for_width(const ScanParams& p, const Launch& to, Function function) 
   auto with = [&](auto channels, auto block) {
     constexpr int kN = decltype(channels)::value, n = decltype(block)::value;
     if (way == Way::kWalk) return function(Steps<Pass<IO, kN, n>>(), way);
+    if constexpr (kN * sizeof(IO) == 4 && n == 1) {
+      using Element = Pass<IO, kN, n>;
+      const bool in_pieces = to.together * sizeof(IO) >= 16;
+      if (in_pieces && takes_clusters(p.B * ceil_div(p.D, 32 * kN), p.T, to.device)) {
+        if constexpr (Element::kIsForward && kN == 1) {
+          if (p.B * p.T * p.D >= kLargeScan) return function(InLargeClusters<Element>(), way);
+        }
+        return function(InClusters<Element>(), way);
+      }
+    }
     if constexpr (kN * sizeof(IO) <= 4 && n == 1 && !Pass<IO, kN, n>::kIsForward) {
       if (p.B * p.T * p.D >= kLongScan) return function(LongTiles<Pass, IO, kN>(), way);
     }

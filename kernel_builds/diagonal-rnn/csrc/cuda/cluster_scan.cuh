@@ -1,0 +1,291 @@
+// A linear recurrence of few channels (linear.cuh, scalar blocks) by clusters, sm_90. A cluster has
+// a row of 32 kN channels and all of its time; its blocks take tiles of kWarps kSteps steps in
+// turn. Rows come in pieces of 16 bytes, as many tiles ahead as shared memory holds. A warp
+// composes the maps of its steps. Two warps more speak for the block: one tells the cluster the map
+// of the whole tile, the other takes the carry over everyone's tiles of a round and hands each warp
+// its own. Meanwhile the warps are at the next tile: what a round waits for is hidden. Nothing is
+// published in global memory, so there is nothing to clear before, and no block waits for one that
+// may not be running.
+#pragma once
+#include "cluster.cuh"
+#include "linear.cuh"
+#include "plan.h"
+
+namespace flashcell::cuda {
+
+DEVICE void copy_piece(void* shared, const char* global) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)),
+               "l"(global)
+               : "memory");
+}
+
+template <typename ElementOf, int kWarpsOf, int kStepsOf, int kSlotsOf, int kLagOf = 1>
+struct ClusterTile {
+  using Element = ElementOf;
+  using Word = typename Element::Word;
+  static constexpr int kWarps = kWarpsOf, kSteps = kStepsOf, kLength = kWarps * kSteps;
+  static constexpr int kSlots = kSlotsOf, kLag = kLagOf, kBuffers = kLag + 1;
+  static constexpr int kN = Element::kN, kRows = Element::kRows, kChannels = 32 * kN;
+  static constexpr int kThreads = 32 * (kWarps + 2);
+  // Rounds of which a block may have been told before it has taken the first of them: the warps of
+  // another are that far ahead of it at most.
+  static constexpr int kRounds = 2 * kLag + 2;
+  static constexpr int kPieces = 2 * sizeof(Word);  // of a row
+  static constexpr int kTogether = 32 / kPieces;    // rows that a warp asks for at once
+  static_assert(kPieces <= 32 && kSteps % kTogether == 0 && kSlots > kLag);
+
+  struct Shared {
+    Word rows[kSlots][kWarps][kRows][kSteps][32];
+    float2 warp_map[kBuffers][kWarps][kChannels];  // carry' = x carry + y
+    float2 tile_map[kRounds][kMostBlocks][kChannels];
+    float carry[kBuffers][kWarps][kChannels];  // into the steps of a warp
+    uint64_t full[kBuffers], ready[kBuffers];  // warp_map is written, carry is
+    uint64_t told[kRounds];                    // tile_map has all of a round
+  };
+};
+
+// carry = map(carry), for the channels of a lane
+template <int kN>
+DEVICE void take_over(const float2* map, float (&carry)[kN]) {
+#pragma unroll
+  for (int c = 0; c < kN; ++c) carry[c] = fmaf(map[c].x, carry[c], map[c].y);
+}
+
+// The warp that tells the cluster the map of every tile of the block.
+template <typename Tile>
+DEVICE void tell_maps(typename Tile::Shared& shared, int rounds) {
+  constexpr int kN = Tile::kN, kBuffers = Tile::kBuffers;
+  const int lane = threadIdx.x % 32, size = int(blocks_of_cluster()),
+            rank = int(block_in_cluster());
+  uint32_t to[kMostBlocks];
+#pragma unroll
+  for (int i = 0; i < kMostBlocks; ++i) {
+    to[i] = address_in_block(shared_address(&shared), i < size ? i : 0);
+  }
+  for (int round = 0; round < rounds; ++round) {
+    const int at = round % kBuffers, there = round % Tile::kRounds;
+    barrier_wait(shared.full[at], round / kBuffers);
+    float2 map[kN];
+#pragma unroll
+    for (int c = 0; c < kN; ++c) map[c] = {1, 0};
+#pragma unroll
+    for (int w = 0; w < Tile::kWarps; ++w) {
+#pragma unroll
+      for (int c = 0; c < kN; ++c) {
+        const float2 next = shared.warp_map[at][w][lane * kN + c];
+        map[c] = {next.x * map[c].x, fmaf(next.x, map[c].y, next.y)};
+      }
+    }
+    const uint32_t place =
+        shared_address(&shared.tile_map[there][rank][lane * kN]) - shared_address(&shared);
+    const uint32_t told = shared_address(&shared.told[there]) - shared_address(&shared);
+#pragma unroll
+    for (int i = 0; i < kMostBlocks; ++i) {
+      if (i < size) {
+#pragma unroll
+        for (int c = 0; c < kN; ++c) tell(to[i] + place + c * 8, map[c], to[i] + told);
+      }
+    }
+  }
+}
+
+// The warp that takes the carry over all tiles of a round, and hands every warp its own.
+template <typename Tile>
+DEVICE void hand_carries(typename Tile::Shared& shared, typename Tile::Element& e, int rounds) {
+  constexpr int kN = Tile::kN, kBuffers = Tile::kBuffers;
+  const int lane = threadIdx.x % 32, size = int(blocks_of_cluster()),
+            rank = int(block_in_cluster());
+  float first[kN][1], carry[kN];  // into the round
+  e.begin(first);
+#pragma unroll
+  for (int c = 0; c < kN; ++c) carry[c] = first[c][0];
+  for (int round = 0; round < rounds; ++round) {
+    const int at = round % kBuffers, there = round % Tile::kRounds;
+    if (lane == 0) {
+      barrier_expect(shared.told[there], size * Tile::kChannels * int(sizeof(float2)));
+    }
+    barrier_wait(shared.full[at], round / kBuffers);
+    barrier_wait(shared.told[there], round / Tile::kRounds);
+    float mine[kN];
+#pragma unroll
+    for (int c = 0; c < kN; ++c) mine[c] = carry[c];
+#pragma unroll
+    for (int from = 0; from < kMostBlocks; ++from) {
+      float2 map[kN];
+#pragma unroll
+      for (int c = 0; c < kN; ++c) {
+        map[c] = shared.tile_map[there][from < size ? from : 0][lane * kN + c];
+      }
+      if (from < size) take_over(map, carry);
+#pragma unroll
+      for (int c = 0; c < kN; ++c) mine[c] = from < rank ? carry[c] : mine[c];
+    }
+#pragma unroll
+    for (int w = 0; w < Tile::kWarps; ++w) {
+#pragma unroll
+      for (int c = 0; c < kN; ++c) shared.carry[at][w][lane * kN + c] = mine[c];
+      take_over(&shared.warp_map[at][w][lane * kN], mine);
+    }
+    __syncwarp();
+    if (lane == 0) barrier_arrive(shared.ready[at]);
+  }
+#pragma unroll
+  for (int c = 0; c < kN; ++c) first[c][0] = carry[c];
+  if (rank == 0) e.end(first);
+}
+
+// Of one warp and its steps of every tile of the block.
+template <typename Tile>
+struct Worker {
+  using Element = typename Tile::Element;
+  using Raw = typename Element::Raw;
+  using Word = typename Tile::Word;
+  static constexpr int kN = Tile::kN, kSteps = Tile::kSteps, kRows = Tile::kRows;
+
+  typename Tile::Shared& shared;
+  Element& e;
+  int warp, lane, word, stride, start;
+  const char* from[kRows];  // of this lane's pieces
+
+  DEVICE Worker(const typename Element::Params& p, typename Tile::Shared& memory, Element& element,
+                int64_t s, int64_t channel)
+      : shared(memory), e(element), warp(threadIdx.x / 32), lane(threadIdx.x % 32) {
+    const Element whole(p, s, channel);  // the row from its first channel on
+    const int bytes = int(p.D - channel) * int(sizeof(typename Element::IO));
+    const int piece = min(lane % Tile::kPieces * 16, bytes - 16);
+    word = int(e.d - channel) / kN;  // a lane past the last channel does what the last one does
+    start = int(block_in_cluster()) * Tile::kLength + warp * kSteps;
+    stride = int(blocks_of_cluster()) * Tile::kLength;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      from[r] = static_cast<const char*>(whole.first(r)) + piece;
+    }
+  }
+
+  DEVICE void request(int round) const {
+    const int slot = round % Tile::kSlots, first = start + round * stride + lane / Tile::kPieces;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const char* row = from[r] + int64_t(first) * e.bytes(r);
+      char* to = reinterpret_cast<char*>(shared.rows[slot][warp][r]) + lane * 16;
+#pragma unroll
+      for (int k = 0; k < kSteps; k += Tile::kTogether) {
+        if (first + k < e.steps && e.needs(r, first + k)) {
+          copy_piece(to + k * int(sizeof(Word)) * 32, row + int64_t(k) * e.bytes(r));
+        }
+      }
+    }
+  }
+
+  // body(step, raw) for the steps that there are.
+  template <typename Body>
+  DEVICE void for_steps(int round, Body body) const {
+    const auto& rows = shared.rows[round % Tile::kSlots][warp];
+    const int first = start + round * stride;
+    auto step = [&](int k) {
+      Raw raw;
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) raw[r] = rows[r][k][word];
+      body(first + k, raw);
+    };
+    if (first + kSteps <= e.steps) {
+#pragma unroll
+      for (int k = 0; k < kSteps; ++k) step(k);
+    } else {
+#pragma unroll 1
+      for (int k = 0; first + k < e.steps; ++k) step(k);
+    }
+  }
+
+  DEVICE void compose_steps(int round) const {
+    constexpr int kBuffers = Tile::kBuffers;
+    float A[kN][1][1], b[kN][1];
+#pragma unroll
+    for (int c = 0; c < kN; ++c) identity(A[c], b[c]);
+    for_steps(round, [&](int i, const Raw& raw) {
+      float step_A[kN][1][1], step_b[kN][1];
+      e.map(raw, i, Mark{}, step_A, step_b);
+#pragma unroll
+      for (int c = 0; c < kN; ++c) compose(step_A[c], step_b[c], A[c], b[c]);
+    });
+    const int at = round % kBuffers;
+#pragma unroll
+    for (int c = 0; c < kN; ++c) {
+      shared.warp_map[at][warp][lane * kN + c] = {A[c][0][0], b[c][0]};
+    }
+    __syncwarp();
+    if (lane == 0) barrier_arrive(shared.full[at]);
+  }
+
+  DEVICE void advance(int round) {
+    const int at = round % Tile::kBuffers;
+    barrier_wait(shared.ready[at], round / Tile::kBuffers);
+    float carry[kN][1];
+#pragma unroll
+    for (int c = 0; c < kN; ++c) carry[c][0] = shared.carry[at][warp][lane * kN + c];
+    for_steps(round, [&](int i, const Raw& raw) { e.advance(raw, i, Mark{}, carry); });
+    __syncwarp();
+  }
+};
+
+template <typename Tile>
+__global__ void __launch_bounds__(Tile::kThreads, 1) cluster_scan_kernel(
+    const __grid_constant__ typename Tile::Element::Params p, int rounds, int groups_of_row) {
+#if __CUDA_ARCH__ >= 900
+  using Element = typename Tile::Element;
+  extern __shared__ __align__(16) unsigned char memory[];
+  auto& shared = *reinterpret_cast<typename Tile::Shared*>(memory);
+  const int64_t column = blockIdx.x / blocks_of_cluster(), s = column / groups_of_row;
+  const int64_t channel = column % groups_of_row * Tile::kChannels;
+  const int warp = threadIdx.x / 32;
+  Element e(p, s, channel + threadIdx.x % 32 * Tile::kN);
+  if (threadIdx.x == 0) {
+    for (int b = 0; b < Tile::kBuffers; ++b) {
+      barrier_init(shared.full[b], Tile::kWarps);
+      barrier_init(shared.ready[b], 1);
+    }
+    for (auto& told : shared.told) barrier_init(told, 1);
+    barrier_init_fence();
+  }
+  __syncwarp();
+  cluster_arrive();
+  if (warp == Tile::kWarps) {
+    cluster_wait();
+    tell_maps<Tile>(shared, rounds);
+  } else if (warp > Tile::kWarps) {
+    cluster_wait();
+    hand_carries<Tile>(shared, e, rounds);
+  } else {
+    Worker<Tile> worker(p, shared, e, s, channel);
+#pragma unroll 1
+    for (int round = 0; round < Tile::kSlots; ++round) {
+      if (round < rounds) worker.request(round);
+      commit_copies();
+    }
+    cluster_wait();
+#pragma unroll 1
+    for (int round = 0; round < rounds + Tile::kLag; ++round) {
+      const int before = round - Tile::kLag;
+      if (round < rounds) {
+        if (round < Tile::kSlots)
+          wait_copies<Tile::kSlots - 1>();
+        else
+          wait_copies<Tile::kSlots - Tile::kLag - 1>();
+        __syncwarp();
+        worker.compose_steps(round);
+      }
+      if (before >= 0) {
+        worker.advance(before);
+        if (before + Tile::kSlots < rounds) worker.request(before + Tile::kSlots);
+      }
+      commit_copies();
+    }
+  }
+  cluster_arrive();  // no block leaves while others may still tell it something
+  cluster_wait();
+#else
+  __trap();  // the plan takes it where there are clusters
+#endif
+}
+
+}  // namespace flashcell::cuda

@@ -1,0 +1,41 @@
+// How a scan runs by clusters: when it can, how many blocks share a sequence, and the launch.
+#pragma once
+#include <algorithm>
+
+#include "cluster_scan.cuh"
+#include "launch_linear.cuh"
+
+namespace flashcell::cuda {
+
+// Tiles of kWarps kSteps steps, kSlots of them in a block's shared memory.
+template <typename Element, int kWarps, int kSteps, int kSlots, int kLag>
+struct Clusters {
+  using Params = typename Element::Params;
+  using Tile = ClusterTile<Element, kWarps, kSteps, kSlots, kLag>;
+  static constexpr int kSharedBytes = int(sizeof(typename Tile::Shared));
+  static_assert(kSharedBytes <= 227 << 10, "what a block may have on sm_90 and sm_100");
+
+  static int64_t scratch(int64_t, int64_t, int64_t, Way) { return 0; }
+
+  static void run(const Params& p, int64_t S, Way, const Launch& to, float*) {
+    const int64_t groups_of_row = ceil_div(p.D, Tile::kChannels), columns = S * groups_of_row;
+    const int64_t tiles = ceil_div(p.T, Tile::kLength);
+    const bool sparse =
+        !Element::kIsForward && sizeof(typename Element::IO) == 4 && S * p.T * p.D >= kSparseSteps;
+    const int64_t most = cluster_blocks(columns, sparse, to.device);
+    const int blocks = int(std::clamp<int64_t>(tiles, 1, most));
+    auto kernel = cluster_scan_kernel<Tile>;
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes));
+    cudaLaunchAttribute cluster{};
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim = {unsigned(blocks), 1, 1};
+    cudaLaunchConfig_t config{};
+    config.gridDim = unsigned(columns * blocks), config.blockDim = Tile::kThreads;
+    config.dynamicSmemBytes = kSharedBytes, config.stream = to.stream;
+    config.attrs = &cluster, config.numAttrs = 1;
+    const int rounds = int(ceil_div(p.T, int64_t(Tile::kLength) * blocks));
+    check(cudaLaunchKernelEx(&config, kernel, p, rounds, int(groups_of_row)));
+  }
+};
+
+}  // namespace flashcell::cuda
