@@ -61,9 +61,8 @@ def test_offsets_that_decrease(tfla, dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=short)
 @pytest.mark.parametrize("options", [("state",), ("state", "reset", "hold"), ("state", "lengths")])
 @pytest.mark.parametrize(("K", "V"), [(128, 256), (256, 512), (40, 136), (136, 264)])
-def test_backward_by_rows(tfla, monkeypatch, cell, K, V, options, dtype):
+def test_backward_by_rows(tfla, cell, K, V, options, dtype):
     """More items than thread blocks, so that each takes several."""
-    monkeypatch.setenv("FLASHCELL_TFLA_BACKWARD", "rows")
     call = make(cell, Case(3, 700, 16, K, V, options, 256), dtype)
     given = upstream(call, dtype)
     got, peer = run(tfla, call, given, backend=DEVICE), run(reference, call, given)

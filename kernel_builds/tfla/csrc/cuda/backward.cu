@@ -17,11 +17,10 @@ namespace {
 
 constexpr int kWidestKey = 2 * kBlockColumns, kWidestValue = kMostPanels * 64;
 
-// Whether wgmma is to have the gradients of chunks, and can.
+// Whether the gradients of chunks are wgmma's (backward_block.cuh).
 template <typename IO>
 bool has_blocks(const BackwardParams& p, const Device& device) {
-  return device.backward_by_rows && has_wgmma(device, sizeof(IO)) && has_h(p) &&
-         p.K <= kWidestKey && p.V <= kWidestValue;
+  return has_wgmma(device, sizeof(IO)) && has_h(p) && p.K <= kWidestKey && p.V <= kWidestValue;
 }
 
 template <typename IO>
@@ -80,6 +79,7 @@ void run_blocks(const BackwardParams& p, const BackwardTerms& terms, const Devic
                 cudaStream_t stream) {
   using Gradients = BlockGradients<IO, kKeyBlocks, kValueBlocks>;
   const Chunks& chunks = terms.rows.chunks;
+  if (chunks.slots() * p.H == 0) return;
   const int slots = Gradients::slots(p, device.shared_bytes);
   const int panels = Gradients::panels(std::max(p.K, p.V));
   const int bytes = Gradients::bytes(p, device.shared_bytes);

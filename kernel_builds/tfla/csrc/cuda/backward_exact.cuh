@@ -1,5 +1,5 @@
-// delta of the few rows whose divisor nearly cancels, from products that nothing rounds: README,
-// The backward on CUDA.
+// The divisor and delta of the few rows where that divisor nearly cancels, from products that
+// nothing rounds: README, The backward on CUDA.
 #pragma once
 #include "backward_rows.cuh"
 
@@ -7,10 +7,21 @@ namespace flashcell::cuda {
 
 // A row is worked out again if its spread is both this share of the sum over its head and sequence,
 // and so many times the mean: there cannot be many.
-constexpr float kExactShare = 1 / 256.f, kExactTimes = 8;
-// What lies further back comes from the rounded state, what has decayed below this is left out.
-constexpr int kExactChunks = 16;
-constexpr float kExactDecay = 1e-9f;
+constexpr float kExactShare = 1 / 64.f, kExactTimes = 8;
+// What has decayed to less than this, or lies further back, comes from the rounded state, whose
+// error is as much smaller.
+constexpr float kExactDecay = 1 / 16.f;
+constexpr int kExactChunks = 8;
+constexpr int kExactAtOnce = 8;  // rows of a warp
+
+// Of a row t: sums of weight q k_j, and of weight (q k_j) (dh v_j).
+struct RowSums {
+  double keys = 0, values = 0;
+
+  DEVICE void add(double by, const RowSums& other) {
+    keys += by * other.keys, values += by * other.values;
+  }
+};
 
 template <typename IO>
 struct ExactRow {
@@ -52,79 +63,88 @@ struct ExactRow {
   DEVICE Strided given() const { return {p.dh, p.T * p.H * p.V, p.H * p.V, p.V}; }
 
   // sums[i] += the lane's part of x[i stride ..] y; rows from `count` on are not read.
-  DEVICE static void add_dots(float (&sums)[kRowsAtOnce], const IO* x, int64_t stride, int count,
+  template <typename Sum, typename X>
+  DEVICE static void add_dots(Sum (&sums)[kExactAtOnce], const X* x, int64_t stride, int count,
                               const float* y, int64_t width) {
 #pragma unroll 2
     for (int column = threadIdx.x % 32 * 4; column < width; column += 128) {
       const float4 b = load_four(y + column);
 #pragma unroll
-      for (int i = 0; i < kRowsAtOnce; ++i) {
+      for (int i = 0; i < kExactAtOnce; ++i) {
         const float4 a = load_four(x + (i < count ? i : 0) * stride + column);
-        sums[i] = fmaf(a.x, b.x, fmaf(a.y, b.y, fmaf(a.z, b.z, fmaf(a.w, b.w, sums[i]))));
+        sums[i] += (Sum(a.x * b.x) + Sum(a.y * b.y)) + (Sum(a.z * b.z) + Sum(a.w * b.w));
       }
     }
   }
-  // Sum over the first `end` rows j of a chunk of weight_of(j) (q k_j) (dh v_j): the warp's part.
+  // The first `end` rows j of a chunk, by weight_of(j): the warp's part.
   template <typename WeightOf>
-  DEVICE float sum_of_pairs(const Chunk& at, int end, const WeightOf& weight_of) const {
-    float sum = 0;
-    for (int j = threadIdx.x / 32 * kRowsAtOnce; j < end; j += kWarps * kRowsAtOnce) {
-      float keys[kRowsAtOnce] = {}, values[kRowsAtOnce] = {};
+  DEVICE RowSums sum_of_pairs(const Chunk& at, int end, const WeightOf& weight_of) const {
+    RowSums sums;
+    for (int j = threadIdx.x / 32 * kExactAtOnce; j < end; j += kWarps * kExactAtOnce) {
+      double keys[kExactAtOnce] = {};
+      float values[kExactAtOnce] = {};
       add_dots(keys, row_of(p.k, at.row + j), p.k.time, end - j, q, p.K);
       add_dots(values, row_of(p.v, at.row + j), p.v.time, end - j, dh, p.V);
 #pragma unroll
-      for (int i = 0; i < kRowsAtOnce; ++i) {
-        const float product = warp_sum(keys[i]) * warp_sum(values[i]);
-        const float weight = j + i < end ? weight_of(j + i) : 0.f;
-        sum += weight == 0 ? 0.f : weight * product;
+      for (int i = 0; i < kExactAtOnce; ++i) {
+        const double key = warp_sum(keys[i]), value = warp_sum(values[i]);
+        const double weight = j + i < end ? weight_of(j + i) : 0;
+        if (weight != 0) sums.add(weight, {key, key * value});
       }
     }
-    return sum;
+    return sums;
   }
-  // q C dh: the warp's part.
+  // q n and q C dh: the warp's part.
   template <typename X>
-  DEVICE float sum_of_state(const X* C) const {
-    float sum = 0;
-    for (int k = threadIdx.x / 32; k < p.K; k += kWarps) {
-      sum += q[k] * warp_sum(part_of_dot<32>(C + k * p.V, dh, p.V, threadIdx.x % 32));
+  DEVICE RowSums sum_of_state(const X* C, const float* n) const {
+    RowSums sums;
+    for (int k = threadIdx.x / 32 * kExactAtOnce; k < p.K; k += kWarps * kExactAtOnce) {
+      float values[kExactAtOnce] = {};
+      add_dots(values, C + k * p.V, p.V, kExactAtOnce, dh, p.V);
+#pragma unroll
+      for (int i = 0; i < kExactAtOnce; ++i) {
+        sums.add(q[k + i], {n ? n[k + i] : 0, warp_sum(values[i])});
+      }
     }
-    return sum;
+    return sums;
   }
 
-  // Of step t of the chunk: dh times the numerator of h, without K^-1/2.
-  DEVICE float numerator(int t) const {
+  // Of step t of the chunk, but for K^-1/2: the warp's part.
+  DEVICE RowSums sums_of(int t) const {
     const Rows& rows = terms.rows;
     const int64_t first = rows.row(head, chunk), own = first + t;
     const int tile = t / kTile;
     const float2 u = rows.u[own];
-    float sum = sum_of_pairs(chunk, t + 1, [&](int j) {
+    RowSums sums = sum_of_pairs(chunk, t + 1, [&](int j) -> double {
       if (j / kTile == tile) {
-        if (j % kTile < rows.start[chunk.row + t]) return 0.f;
+        if (j % kTile < rows.start[chunk.row + t]) return 0;
         const float2 w = rows.w[first + j];
-        return exp2f((u.x + w.x) + (u.y + w.y));
+        return exp2(double(u.x + w.x) + (double(u.y) + w.y));
       }
-      float decay = rows.past[own];
+      double decay = rows.past[own];
       const float* between = rows.tile_decay + rows.slot(head, slot) * rows.chunks.tiles();
       for (int i = j / kTile + 1; i < tile; ++i) decay *= between[i];
       return decay * rows.future[first + j];
     });
-    float decay = rows.inflow[own];
+    double decay = rows.inflow[own];
     int64_t at = slot;
     for (; at > slot - chunk.number && slot - at < kExactChunks && decay > kExactDecay; --at) {
       const Chunk before = rows.chunks.at(at - 1);
       const float* outflow = rows.outflow + rows.row(head, before);
-      sum += decay * sum_of_pairs(before, before.steps, [&](int j) { return outflow[j]; });
+      sums.add(decay, sum_of_pairs(before, before.steps, [&](int j) { return outflow[j]; }));
       decay *= rows.keep[rows.slot(head, at - 1)];
     }
-    if (!(decay > kExactDecay)) return sum;
-    const int64_t size = p.K * p.V;
+    if (!(decay > 0)) return sums;
     if (at > slot - chunk.number) {
-      return sum +
-             decay * sum_of_state(static_cast<const IO*>(terms.C) + rows.slot(head, at) * size);
+      const int64_t state = rows.slot(head, at) * p.K;
+      sums.add(decay, sum_of_state(static_cast<const IO*>(terms.C) + state * p.V, terms.n + state));
+    } else if (p.C != nullptr) {
+      const int64_t state = (chunk.sequence * p.H + head) * p.K;
+      const float* n = static_cast<const float*>(p.n);
+      sums.add(decay,
+               sum_of_state(static_cast<const float*>(p.C) + state * p.V, n ? n + state : nullptr));
     }
-    if (p.C == nullptr) return sum;
-    return sum + decay * sum_of_state(static_cast<const float*>(p.C) +
-                                      (chunk.sequence * p.H + head) * size);
+    return sums;
   }
 
   DEVICE void redo(int t) const {
@@ -132,14 +152,17 @@ struct ExactRow {
     for (int i = threadIdx.x; i < p.K; i += kRowThreads) q[i] = to_float(from_q[i]);
     for (int i = threadIdx.x; i < p.V; i += kRowThreads) dh[i] = to_float(from_dh[i]);
     __syncthreads();
-    const float part = numerator(t);
-    const float sum = block_sum<kRowThreads>(threadIdx.x % 32 == 0 ? part : 0.f);
-    if (threadIdx.x > 0) return;
+    const bool tells = threadIdx.x % 32 == 0;
+    const RowSums sums = sums_of(t);
+    const float total = terms.scale * float(block_sum<kRowThreads>(tells ? sums.keys : 0));
+    const float dot = float(block_sum<kRowThreads>(tells ? sums.values : 0));
     const int64_t at = terms.rows.row(head, chunk) + t;
-    const float inverse = terms.inverse[at], factor = sum * inverse * inverse;
-    const float total = static_cast<const float*>(p.total)[(chunk.row + t) * p.H + head];
-    const float delta = -copysignf(factor, factor * total);
-    terms.delta[at] = delta, terms.n_weight[at] = terms.rows.inflow[at] * delta;
+    if (threadIdx.x > 0 || !(fabsf(total) > terms.rows.floor[at])) return;
+    const float inverse = terms.scale / (fabsf(total) + float(p.eps));
+    const float delta = -copysignf(dot * inverse * inverse, dot * total);
+    const float inflow = terms.rows.inflow[at];
+    terms.inverse[at] = inverse, terms.weight[at] = inflow * inverse;
+    terms.delta[at] = delta, terms.n_weight[at] = inflow * delta;
   }
 
   DEVICE void run() const {

@@ -72,21 +72,22 @@ DEVICE float part_of_dot(const X* x, const Y* y, int64_t count, int thread) {
   }
   return sum;
 }
-DEVICE float warp_sum(float x) {
+template <typename T>
+DEVICE T warp_sum(T x) {
 #pragma unroll
   for (int mask = 1; mask < 32; mask *= 2) x += __shfl_xor_sync(~0u, x, mask);
   return x;
 }
 // Of all threads of a block, in each of them.
-template <int kThreads>
-DEVICE float block_sum(float x) {
-  __shared__ float parts[kThreads / 32];
+template <int kThreads, typename T>
+DEVICE T block_sum(T x) {
+  __shared__ T parts[kThreads / 32];
   x = warp_sum(x);
   __syncthreads();
   if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = x;
   __syncthreads();
-  float sum = 0;
-  for (const float part : parts) sum += part;
+  T sum = 0;
+  for (const T part : parts) sum += part;
   return sum;
 }
 
