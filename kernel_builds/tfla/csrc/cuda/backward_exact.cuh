@@ -7,7 +7,7 @@ namespace flashcell::cuda {
 
 // A row is worked out again if its spread is both this share of the sum over its head and sequence,
 // and so many times the mean: there cannot be many.
-constexpr float kExactShare = 1 / 64.f, kExactTimes = 8;
+constexpr float kExactShare = 1 / 256.f, kExactTimes = 2;
 // What has decayed to less than this, or lies further back, comes from the rounded state, whose
 // error is as much smaller.
 constexpr float kExactDecay = 1 / 16.f;
