@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from test_tfla import DTYPES, SEQUENCE, SMALL, assert_near, run, short, upstream
+from test_tfla_door import op_arguments
 
 from cases import DEVICE, to_device, upcast
 from flashcell.kernels import tfla as reference
@@ -69,6 +70,30 @@ def test_backward_by_rows(tfla, cell, K, V, options, dtype):
     exact = run(reference, upcast(call), given)
     for key in exact:
         assert_near(key, key, got[key], exact[key], peer[key], dtype, False)
+
+
+KEPT = [("state", "reset"), ("state", "cu")]
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="the CPU's engine keeps none")
+@pytest.mark.parametrize("masks", KEPT, ids=str)
+def test_backward_from_kept_states(tfla, cell, masks):
+    """Bit for bit what it is without them; another number of chunks is refused."""
+    ops, given = tfla.dispatch.ops, op_arguments(cell, masks, 150)
+    given = [t.detach() if torch.is_tensor(t) else t for t in given]
+    given[:3] = [t.bfloat16() for t in given[:3]]
+    B, T = given[1].shape[:2]
+    S = B if given[11] is None else len(given[11]) - 1
+    chunks = B * -(-T // 64) if given[11] is None else B * T // 64 + S
+    h, C, n, _, total, kept_C, kept_n = ops.mlstm_fwd(*given, kept=chunks)
+    kept = kept_C, kept_n if kept_n.numel() else None
+    given = [torch.ones_like(h), None, None, C, n, h, total], given
+    got = ops.mlstm_bwd(*given[0], *kept, *given[1])
+    want = ops.mlstm_bwd(*given[0], None, None, *given[1])
+    for number, (a, b) in enumerate(zip(got, want, strict=True)):
+        assert_bitwise(f"gradient {number}", a, b)
+    with pytest.raises(ValueError, match=f"the number of chunks, {chunks}, got {chunks + 1}"):
+        ops.mlstm_fwd(*given[1], kept=chunks + 1)
 
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU")

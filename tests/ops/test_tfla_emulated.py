@@ -13,7 +13,6 @@ import pytest
 import test_tfla as judge
 import test_tfla_bf16
 import test_tfla_cuda
-import test_tfla_door
 import test_tfla_epilogue
 import test_tfla_nan
 import torch
@@ -129,35 +128,15 @@ def test_few_processors_take_many_parts_each(tfla, order, cell, processors):
     judge_case(tfla, order, cell, case, torch.bfloat16, device=f"processors={processors}")
 
 
-@pytest.mark.parametrize("case", TILES, ids=str)
-def test_backward_by_rows(tfla, order, cell, case):
-    judge_case(tfla, order, cell, case, torch.bfloat16, orders=ORDERS)
-
-
 @pytest.mark.parametrize("options", [("state", "reset"), ("state", "lengths", "hold")], ids=str)
 def test_backward_by_few_blocks_of_rows(tfla, order, cell, options):
     case = Case(2, 300, 2, 136, 264, options, 256)
     judge_case(tfla, order, cell, case, torch.bfloat16, device="processors=3")
 
 
-@pytest.mark.parametrize("masks", [("state", "reset"), ("state", "cu")], ids=str)
+@pytest.mark.parametrize("masks", test_tfla_cuda.KEPT, ids=str)
 def test_backward_from_kept_states(tfla, cell, masks):
-    """Bit for bit what it is without them; another number of chunks is refused."""
-    ops, given = tfla.dispatch.ops, test_tfla_door.op_arguments(cell, masks, 150)
-    given = [t.detach() if torch.is_tensor(t) else t for t in given]
-    given[:3] = [t.bfloat16() for t in given[:3]]
-    B, T = given[1].shape[:2]
-    S = B if given[11] is None else len(given[11]) - 1
-    chunks = B * -(-T // 64) if given[11] is None else B * T // 64 + S
-    h, C, n, _, total, kept_C, kept_n = ops.mlstm_fwd(*given, kept=chunks)
-    kept = kept_C, kept_n if kept_n.numel() else None
-    given = [torch.ones_like(h), None, None, C, n, h, total], given
-    got = ops.mlstm_bwd(*given[0], *kept, *given[1])
-    want = ops.mlstm_bwd(*given[0], None, None, *given[1])
-    for number, (a, b) in enumerate(zip(got, want, strict=True)):
-        assert_bitwise(f"gradient {number}", a, b)
-    with pytest.raises(ValueError, match=f"the number of chunks, {chunks}, got {chunks + 1}"):
-        ops.mlstm_fwd(*given[1], kept=chunks + 1)
+    test_tfla_cuda.test_backward_from_kept_states(tfla, cell, masks)
 
 
 def test_segments_join(tfla, order):

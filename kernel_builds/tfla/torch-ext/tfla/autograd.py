@@ -31,7 +31,7 @@ def _(
 ):  # fmt: skip
     h = k.new_empty(v.shape if q is not None else (0,))
     total = i.new_empty(i.shape if normalized and q is not None else (0,))
-    H, K, V = *k.shape[2:], v.shape[-1]
+    H, K, V = k.shape[-2], k.shape[-1], v.shape[-1]
     kept_C = k.new_empty((H, kept, K, V) if kept else (0,))
     kept_n = i.new_empty((H, kept, K) if kept and normalized else (0,))
     return (h, *_states(k, v, cu_seqlens, exponential, normalized), total, kept_C, kept_n)

@@ -167,7 +167,7 @@ def run(chosen: str, q, k, v, i, f, state, masks, options: Options, chunk_size) 
     trains = q is not None and _wants_grad(q, k, v, i, f, C, n)
     h, C, n, m, *_ = ops.mlstm_fwd(
         q, k, v, i, f, C, n, m, *masks, exponential, normalized, options.eps,
-        options.normalizer_grad, size, kept_chunks(k, *masks[2:], size) if trains else 0,
+        options.normalizer_grad, size, kept_chunks(k, masks[2], masks[3], size) if trains else 0,
     )  # fmt: skip
     n, m = n if normalized else None, m if exponential else None
     return h, pack(reference.State(C, n, m))
