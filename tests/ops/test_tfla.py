@@ -56,7 +56,7 @@ def upstream(call, dtype):
 ROUNDINGS = {
     torch.float64: (1e-12, {}),
     torch.float32: (1e-5, {}),
-    torch.float16: (2e-3, {"dstate[1]": 1e-2}),
+    torch.float16: (2e-3, {"df": 4e-3, "dstate[1]": 1e-2}),
     torch.bfloat16: (6e-3, {"df": 2.5e-2, "dstate[1]": 4e-2}),
 }
 
@@ -93,7 +93,11 @@ def test_kernel_is_as_exact_as_the_reference(tfla, cell, case, dtype):
     exact = run(reference, upcast(call), given)
     assert got.keys() == exact.keys()
     lost = moved(call, given, exact) if dtype == torch.float32 else {}
+    fits = {key: bool(peer[key].isfinite().all()) for key in peer}  # fp16 ends at 65504
     for key in exact:
+        if key.startswith("d") and not all(fits.values()):
+            assert bool(got[key].isfinite().all()) == fits[key], f"{cell} {case} {key}"
+            continue
         args = (got[key], exact[key], peer[key], dtype, case.T == 1, lost.get(key, 0.0))
         assert_near(f"{cell} {case} {key}", key, *args)
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from test_tfla import DTYPES, SEQUENCE, SMALL, assert_near, run, short, upstream
+from test_tfla_door import op_arguments
 
 from cases import DEVICE, to_device, upcast
 from flashcell.kernels import tfla as reference
@@ -94,15 +95,38 @@ def test_offsets_that_decrease(tfla, dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=short)
 @pytest.mark.parametrize("options", [("state",), ("state", "reset", "hold"), ("state", "lengths")])
 @pytest.mark.parametrize(("K", "V"), [(128, 256), (256, 512), (40, 136), (136, 264)])
-def test_backward_by_rows(tfla, monkeypatch, cell, K, V, options, dtype):
+def test_backward_by_rows(tfla, cell, K, V, options, dtype):
     """More items than thread blocks, so that each takes several."""
-    monkeypatch.setenv("FLASHCELL_TFLA_BACKWARD", "rows")
     call = make(cell, Case(3, 700, 16, K, V, options, 256), dtype)
     given = upstream(call, dtype)
     got, peer = run(tfla, call, given, backend=DEVICE), run(reference, call, given)
     exact = run(reference, upcast(call), given)
     for key in exact:
         assert_near(key, key, got[key], exact[key], peer[key], dtype, False)
+
+
+KEPT = [("state", "reset"), ("state", "cu")]
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="the CPU's engine keeps none")
+@pytest.mark.parametrize("masks", KEPT, ids=str)
+def test_backward_from_kept_states(tfla, cell, masks):
+    """Bit for bit what it is without them; another number of chunks is refused."""
+    ops, given = tfla.dispatch.ops, op_arguments(cell, masks, 150)
+    given = [t.detach() if torch.is_tensor(t) else t for t in given]
+    given[:3] = [t.bfloat16() for t in given[:3]]
+    B, T = given[1].shape[:2]
+    S = B if given[11] is None else len(given[11]) - 1
+    chunks = B * -(-T // 64) if given[11] is None else B * T // 64 + S
+    h, C, n, _, total, kept_C, kept_n = ops.mlstm_fwd(*given, kept=chunks)
+    kept = kept_C, kept_n if kept_n.numel() else None
+    given = [torch.ones_like(h), None, None, C, n, h, total], given
+    got = ops.mlstm_bwd(*given[0], *kept, *given[1])
+    want = ops.mlstm_bwd(*given[0], None, None, *given[1])
+    for number, (a, b) in enumerate(zip(got, want, strict=True)):
+        assert_bitwise(f"gradient {number}", a, b)
+    with pytest.raises(ValueError, match=f"the number of chunks, {chunks}, got {chunks + 1}"):
+        ops.mlstm_fwd(*given[1], kept=chunks + 1)
 
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU")

@@ -130,17 +130,15 @@ def test_few_processors_take_many_parts_each(tfla, order, cell, processors):
     judge_case(tfla, order, cell, case, torch.bfloat16, device=f"processors={processors}")
 
 
-@pytest.mark.parametrize("case", TILES, ids=str)
-def test_backward_by_rows(tfla, order, monkeypatch, cell, case):
-    monkeypatch.setenv("FLASHCELL_TFLA_BACKWARD", "rows")
-    judge_case(tfla, order, cell, case, torch.bfloat16, orders=ORDERS)
-
-
 @pytest.mark.parametrize("options", [("state", "reset"), ("state", "lengths", "hold")], ids=str)
-def test_backward_by_few_blocks_of_rows(tfla, order, monkeypatch, cell, options):
-    monkeypatch.setenv("FLASHCELL_TFLA_BACKWARD", "rows")
+def test_backward_by_few_blocks_of_rows(tfla, order, cell, options):
     case = Case(2, 300, 2, 136, 264, options, 256)
     judge_case(tfla, order, cell, case, torch.bfloat16, device="processors=3")
+
+
+@pytest.mark.parametrize("masks", test_tfla_cuda.KEPT, ids=str)
+def test_backward_from_kept_states(tfla, cell, masks):
+    test_tfla_cuda.test_backward_from_kept_states(tfla, cell, masks)
 
 
 def test_segments_join(tfla, order):

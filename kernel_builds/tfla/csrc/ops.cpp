@@ -2,6 +2,7 @@
 // B batch, T time, H heads, K width of a key, V of a value; S = B, or the documents of cu_seqlens.
 #include "params.h"
 #include "registration.h"
+#include "schemas.h"
 #if defined(CUDA_KERNEL)
 #include "cuda/call.h"
 #include "linear_ops.h"
@@ -16,42 +17,6 @@
 
 namespace flashcell {
 
-// q, k [B,T,H,K], v [B,T,H,V] strided · i, f [B,T,H], C [S,H,K,V], n [S,H,K], m [S,H] in the state
-// dtype · reset, hold [B,T] bool · lengths [B] · cu_seqlens [S+1]. q None asks for the state alone;
-// n and m are [0] where the cell has none. total [B,T,H]: n q of every step, whose size the divisor
-// is; [0] where there is none. The backward needs h where the gradient goes through the divisor.
-#define FLASHCELL_INPUTS                                                                          \
-  "Tensor? q, Tensor k, Tensor v, Tensor i, Tensor f, Tensor? C, Tensor? n, Tensor? m, Tensor? "  \
-  "reset, Tensor? hold, Tensor? lengths, Tensor? cu_seqlens, bool exponential, bool normalized, " \
-  "float eps, bool normalizer_grad, int chunk_size"
-constexpr const char* kForwardSchema =
-    "mlstm_fwd(" FLASHCELL_INPUTS ") -> (Tensor h, Tensor C, Tensor n, Tensor m, Tensor total)";
-constexpr const char* kBackwardSchema =
-    "mlstm_bwd(Tensor? dh, Tensor? dC, Tensor? dn, Tensor last_C, Tensor last_n, Tensor? h, Tensor "
-    "total, " FLASHCELL_INPUTS
-    ") -> (Tensor dq, Tensor dk, Tensor dv, Tensor di, Tensor df, Tensor dC, Tensor dn)";
-#undef FLASHCELL_INPUTS
-// h, dy [B,T,H,V] · out_gate as h, strided · norm_weight [H,V] in the state dtype, on CUDA also in
-// h's. Gradients of what is not there are [0].
-#define FLASHCELL_EPILOGUE "bool norm, bool centered, float norm_eps"
-constexpr const char* kEpilogueSchema =
-    "mlstm_epilogue(Tensor h, Tensor? out_gate, Tensor? norm_weight, " FLASHCELL_EPILOGUE
-    ") -> Tensor";
-constexpr const char* kEpilogueBackwardSchema =
-    "mlstm_epilogue_bwd(Tensor dy, Tensor h, Tensor? out_gate, Tensor? "
-    "norm_weight, " FLASHCELL_EPILOGUE ") -> (Tensor dh, Tensor dout_gate, Tensor dnorm_weight)";
-// The same without T.
-#define FLASHCELL_STEP_OPTIONS                                                       \
-  "Tensor? out_gate, Tensor? norm_weight, bool exponential, bool normalized, float " \
-  "eps, " FLASHCELL_EPILOGUE
-constexpr const char* kStepSchema =
-    "mlstm_step(Tensor q, Tensor k, Tensor v, Tensor i, Tensor f, Tensor? C, Tensor? n, Tensor? "
-    "m, " FLASHCELL_STEP_OPTIONS ") -> (Tensor h, Tensor C, Tensor n, Tensor m)";
-constexpr const char* kStepInPlaceSchema =
-    "mlstm_step_(Tensor q, Tensor k, Tensor v, Tensor i, Tensor f, Tensor(a!) C, Tensor(b!)? n, "
-    "Tensor(c!)? m, " FLASHCELL_STEP_OPTIONS ") -> Tensor";
-#undef FLASHCELL_STEP_OPTIONS
-#undef FLASHCELL_EPILOGUE
 constexpr int64_t kWidest = 1024;
 
 inline void check_width(const Tensor& tensor, const char* name) {
@@ -154,11 +119,20 @@ inline void* writable(Tensor& tensor, bool has) {
   return has ? tensor.mutable_data_ptr() : nullptr;
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward(
+inline void check_kept(int64_t kept, bool has_q) {
+#if defined(CUDA_KERNEL)
+  STD_TORCH_CHECK(kept >= 0, "kept must not be negative, got ", kept);
+  STD_TORCH_CHECK(kept == 0 || has_q, "kept must be 0 where there is no q, got ", kept);
+#else
+  STD_TORCH_CHECK(kept == 0, "kept must be 0 on the CPU, got ", kept);
+#endif
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> forward(
     OptionalTensor q, Tensor k, Tensor v, Tensor i, Tensor f, OptionalTensor C, OptionalTensor n,
     OptionalTensor m, OptionalTensor reset, OptionalTensor hold, OptionalTensor lengths,
     OptionalTensor cu_seqlens, bool exponential, bool normalized, double eps, bool normalizer_grad,
-    int64_t chunk_size) {
+    int64_t chunk_size, int64_t kept) {
   Inputs in(q, k, v, i, f, true, {exponential, normalized, normalizer_grad, eps});
   in.take_masks(reset, hold, lengths, cu_seqlens);
   in.take_state(C, n, m);
@@ -170,16 +144,21 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward(
   params.h = h.mutable_data_ptr(), params.total = writable(total, normalized && q.has_value());
   params.last_C = last_C.mutable_data_ptr(), params.last_n = writable(last_n, normalized);
   params.last_m = writable(last_m, exponential);
+  check_kept(kept, q.has_value());
+  Tensor kept_C = new_tensor(k, kept ? Shape{in.H, kept, in.K, in.V} : Shape{0}, in.io);
+  Tensor kept_n = in.state({in.H, kept, in.K}, kept && normalized);
+  params.kept = kept, params.kept_C = writable(kept_C, kept);
+  params.kept_n = writable(kept_n, kept && normalized);
   run(params, in.dtype, k);
-  return {h, last_C, last_n, last_m, total};
+  return {h, last_C, last_n, last_m, total, kept_C, kept_n};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     OptionalTensor dh, OptionalTensor dC, OptionalTensor dn, Tensor last_C, Tensor last_n,
-    OptionalTensor h, Tensor total, OptionalTensor q, Tensor k, Tensor v, Tensor i, Tensor f,
-    OptionalTensor C, OptionalTensor n, OptionalTensor m, OptionalTensor reset, OptionalTensor hold,
-    OptionalTensor lengths, OptionalTensor cu_seqlens, bool exponential, bool normalized,
-    double eps, bool normalizer_grad, int64_t chunk_size) {
+    OptionalTensor h, Tensor total, OptionalTensor kept_C, OptionalTensor kept_n, OptionalTensor q,
+    Tensor k, Tensor v, Tensor i, Tensor f, OptionalTensor C, OptionalTensor n, OptionalTensor m,
+    OptionalTensor reset, OptionalTensor hold, OptionalTensor lengths, OptionalTensor cu_seqlens,
+    bool exponential, bool normalized, double eps, bool normalizer_grad, int64_t chunk_size) {
   Inputs in(q, k, v, i, f, true, {exponential, normalized, normalizer_grad, eps});
   in.take_masks(reset, hold, lengths, cu_seqlens);
   in.take_state(C, n, m);
@@ -193,6 +172,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   total = operand(total, "total", in.total_shape(), in.unrounded);
   STD_TORCH_CHECK(h || !(dh && normalized && normalizer_grad),
                   "h must be given where the gradient goes through the divisor");
+  if (kept_C) check_rank(*kept_C, "kept_C", 4, "[H, kept, K, V]");
+  const int64_t kept = kept_C ? kept_C->size(1) : 0;
+  check_kept(kept, q.has_value());
+  kept_C = operand(kept_C, "kept_C", {H, kept, K, V}, in.io);
+  kept_n = operand(kept_n, "kept_n", {H, kept, K}, in.unrounded);
+  STD_TORCH_CHECK(kept_n.has_value() == (kept && normalized),
+                  "kept_n must be given where kept_C is, of a cell that has n, and nowhere else");
   Tensor dq = new_tensor(k, q ? Shape{B, T, H, K} : Shape{0}, in.io);
   Tensor dk = new_tensor(k, {B, T, H, K}, in.io), dv = new_tensor(k, {B, T, H, V}, in.io);
   Tensor di = in.state({B, T, H}, true), df = in.state({B, T, H}, true);
@@ -202,6 +188,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   params.dh = q ? pointer(dh) : nullptr, params.dlast_C = pointer(dC), params.dlast_n = pointer(dn);
   params.last_C = last_C.const_data_ptr();
   params.last_n = normalized ? last_n.const_data_ptr() : nullptr;
+  params.kept = kept, params.kept_C = pointer(kept_C), params.kept_n = pointer(kept_n);
   params.h = pointer(h), params.total = normalized ? total.const_data_ptr() : nullptr;
   params.dq = writable(dq, q.has_value());
   params.dk = dk.mutable_data_ptr(), params.dv = dv.mutable_data_ptr();

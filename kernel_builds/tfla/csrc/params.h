@@ -28,12 +28,14 @@ struct MlstmParams : CellOptions {
   Strided k, v;               // io
   Strided i, f;               // state
   const void *C, *n, *m;      // [S, H, K, V], [S, H, K], [S, H] state, or null for 0
+  int64_t kept;               // chunks, of whose states the forward keeps the first; or 0
 };
 
 struct ForwardParams : MlstmParams {
   void* h;                         // [B, T, H, V] io
   void* total;                     // [B, T, H] state: n q of every step, null where there is no n
   void *last_C, *last_n, *last_m;  // as C, n, m; n and m null where the cell has none
+  void *kept_C, *kept_n;           // [H, kept, K, V] io, [H, kept, K] state: before every chunk
 };
 
 struct BackwardParams : MlstmParams {
@@ -41,6 +43,7 @@ struct BackwardParams : MlstmParams {
   const void *dlast_C, *dlast_n;  // state, or null for 0
   const void *last_C, *last_n;    // the forward's
   const void *h, *total;          // the forward's
+  const void *kept_C, *kept_n;    // the forward's
   void *dq, *dk, *dv;             // [B, T, H, .] io
   void *di, *df;                  // [B, T, H] state
   void *dC, *dn;                  // of the initial state

@@ -5,6 +5,7 @@
 #include "backward.h"
 #include "backward_block.cuh"
 #include "backward_chunk.cuh"
+#include "backward_exact.cuh"
 #include "backward_gates.cuh"
 #include "backward_rows.cuh"
 #include "launch.h"
@@ -16,40 +17,50 @@ namespace {
 
 constexpr int kWidestKey = 2 * kBlockColumns, kWidestValue = kMostPanels * 64;
 
-// Whether wgmma is to have the gradients of chunks, and can.
+// Whether the gradients of chunks are wgmma's (backward_block.cuh).
 template <typename IO>
 bool has_blocks(const BackwardParams& p, const Device& device) {
-  return device.backward_by_rows && has_wgmma(device, sizeof(IO)) && has_h(p) &&
-         p.K <= kWidestKey && p.V <= kWidestValue;
+  return has_wgmma(device, sizeof(IO)) && has_h(p) && p.K <= kWidestKey && p.V <= kWidestValue;
 }
 
 template <typename IO>
 struct Plan {
   BackwardTerms terms{};
   void *rows, *segments;
+  IO* C;  // where the forward kept none
+  float* n;
   int64_t bytes;
   bool in_blocks;  // of rows, on Hopper
+  bool exact;      // rows whose delta has to be worked out again
 
   Plan(const BackwardParams& p, const Device& device, void* memory) {
     Arrays arrays(memory);
     const Chunks chunks = chunks_of(p);
     const int64_t values = p.H * chunks.rows, slots = p.H * chunks.slots();
     const int64_t divided = p.normalized ? values : 0, of_n = p.normalized ? slots * p.K : 0;
+    check_kept(p, chunks);
     StateParams states{};
     states.rows.chunks = chunks, states.H = p.H, states.K = p.K, states.V = p.V;
     states.normalized = p.normalized;
+    exact = sizeof(IO) == 2 && p.normalized && p.normalizer_grad && has_h(p);
     rows = arrays.take<char>(rows_scratch(p));
     segments = arrays.take<char>(states_scratch<IO>(states, device));
-    terms.C = arrays.take<IO>(slots * p.K * p.V), terms.dC = arrays.take<IO>(slots * p.K * p.V);
+    C = arrays.take<IO>(p.kept ? 0 : slots * p.K * p.V), terms.C = p.kept ? p.kept_C : C;
+    terms.dC = arrays.take<IO>(slots * p.K * p.V);
     terms.weight = arrays.take<float>(values), terms.n_weight = arrays.take<float>(divided);
     terms.inverse = arrays.take<float>(values), terms.delta = arrays.take<float>(divided);
-    terms.n = arrays.take<float>(of_n), terms.dn = arrays.take<float>(of_n);
+    terms.spread = arrays.take<float>(exact ? values : 0);
+    terms.spreads = arrays.take<float>(exact ? slots : 0);
+    n = arrays.take<float>(p.kept ? 0 : of_n), terms.dn = arrays.take<float>(of_n);
+    terms.n = p.kept ? static_cast<const float*>(p.kept_n) : n;
     in_blocks = has_blocks<IO>(p, device);
     if (in_blocks) {
       terms.in = arrays.take<float>(values), terms.out = arrays.take<float>(values);
+      terms.taken = arrays.take<int>(kGradients);
     }
     bytes = arrays.bytes();
-    if (!p.normalized) terms.n_weight = terms.delta = terms.n = terms.dn = nullptr;
+    if (!exact) terms.spread = terms.spreads = nullptr;
+    if (!p.normalized) terms.n_weight = terms.delta = terms.dn = nullptr, terms.n = nullptr;
     terms.scale = 1 / std::sqrt(float(p.K));
   }
 };
@@ -68,6 +79,7 @@ void run_blocks(const BackwardParams& p, const BackwardTerms& terms, const Devic
                 cudaStream_t stream) {
   using Gradients = BlockGradients<IO, kKeyBlocks, kValueBlocks>;
   const Chunks& chunks = terms.rows.chunks;
+  if (chunks.slots() * p.H == 0) return;
   const int slots = Gradients::slots(p, device.shared_bytes);
   const int panels = Gradients::panels(std::max(p.K, p.V));
   const int bytes = Gradients::bytes(p, device.shared_bytes);
@@ -101,16 +113,22 @@ void run_backward(const BackwardParams& p, const Device& device, void* memory,
   StateParams states{};
   states.rows = terms.rows, states.H = p.H, states.K = p.K, states.V = p.V;
   states.normalized = p.normalized;
-  states.left = p.k, states.right = p.v;
-  states.weight = terms.rows.outflow;
-  states.n_weight = terms.rows.outflow;
-  states.first = static_cast<const float*>(p.C), states.first_n = static_cast<const float*>(p.n);
-  states.states = terms.C, states.n = terms.n;
-  run_states<IO, false>(states, device, plan.segments, stream);
+  if (!p.kept) {
+    states.left = p.k, states.right = p.v;
+    states.weight = terms.rows.outflow;
+    states.n_weight = terms.rows.outflow;
+    states.first = static_cast<const float*>(p.C), states.first_n = static_cast<const float*>(p.n);
+    states.states = plan.C, states.n = p.normalized ? plan.n : nullptr;
+    run_states<IO, false>(states, device, plan.segments, stream);
+  }
 
   if (has_h(p)) {
     const int64_t blocks = terms.rows.chunks.slots() * p.H;
-    launch(row_gradients<IO>, {blocks, 256, 0, stream}, p, terms);
+    launch(row_gradients<IO>, {blocks, kRowThreads, 0, stream}, p, terms);
+    if constexpr (sizeof(IO) == 2) {
+      const int bytes = int(p.K + p.V) * int(sizeof(float));
+      if (plan.exact) launch(exact_rows<IO>, {blocks, kRowThreads, bytes, stream}, p, terms);
+    }
     states.left = p.q, states.right = {p.dh, p.T * p.H * p.V, p.H * p.V, p.V};
   } else if (terms.rows.chunks.rows > 0) {  // nothing is added to dC: k and v with weights of 0
     const int64_t bytes = p.H * terms.rows.chunks.rows * sizeof(float);

@@ -4,8 +4,10 @@
 //   dk = a (v dC^T + dn) + dS^T q              rows j
 //   dv = a (k dC) + (W / N)^T dh               rows j; W = decay (q k^T)
 //
-// by persistent blocks, each with one of the three for good, so that its code stays in the
-// instruction cache. in_t = q dq and out_j = k dk go to gate_gradients, from unrounded sums.
+// by persistent blocks. Each begins with one of the three, so that its code stays in the
+// instruction cache, and takes the next item of it that nobody has, then those of the others: some
+// blocks are a third slower than others with the same work. in_t = q dq and out_j = k dk go to
+// gate_gradients, from unrounded sums.
 #pragma once
 #include <algorithm>
 
@@ -17,7 +19,7 @@ namespace flashcell::cuda {
 enum class Gradient { kQuery, kKey, kValue };
 constexpr int kGradients = 3;
 
-// How many thread blocks have which gradient.
+// How many thread blocks begin with which gradient.
 struct GradientBlocks {
   int count[kGradients];
 
@@ -25,6 +27,8 @@ struct GradientBlocks {
 };
 
 constexpr int kMostSlots = 12;
+// This producer knows more than others: it spills with fewer.
+constexpr int kBlockProducerRegisters = 88, kBlockConsumerRegisters = 208;
 
 struct BlockItem {
   Chunk chunk;
@@ -37,7 +41,8 @@ template <typename IO, int kKeyBlocks, int kValueBlocks>
 struct BlockGradients {
   struct Shared {  // behind the ring's slots and the left rows
     RowTerms rows;
-    char barriers[(kMostSlots + kMostPanels) * Slot::kBytes];
+    int items[ItemQueue::kAhead];
+    char barriers[(kMostSlots + kMostPanels + ItemQueue::kAhead) * Slot::kBytes];
   };
   __host__ DEVICE static int panels(int64_t width) {
     return int((width + kPanel<IO> - 1) / kPanel<IO>);
@@ -57,6 +62,7 @@ struct BlockGradients {
   const BlockRing ring;
   const LeftRows left;
   Shared& shared;
+  const ItemQueue queue;
 
   DEVICE BlockGradients(const BackwardParams& params, const BackwardTerms& t, int slots, int panels,
                         char* memory)
@@ -65,7 +71,8 @@ struct BlockGradients {
         ring(shared_address(memory), barriers(memory, slots, panels), slots),
         left{shared_address(memory) + slots * kSlotBytes, ring.barriers + slots * Slot::kBytes,
              panels},
-        shared(shared_behind(memory, slots, panels)) {}
+        shared(shared_behind(memory, slots, panels)),
+        queue{shared.items, left.barriers + panels * Slot::kBytes} {}
 
   DEVICE static Shared& shared_behind(char* memory, int slots, int panels) {
     return *reinterpret_cast<Shared*>(memory + (slots + panels) * kSlotBytes);
@@ -89,23 +96,25 @@ struct BlockGradients {
     return {each, each, std::max(1, processors - 2 * each)};
   }
 
-  template <typename Body>
-  DEVICE void for_items(Gradient gradient, int first, int stride, const Body& body) const {
-    const int columns = gradient == Gradient::kValue ? value_items(p) : 1;
-    const int count = (terms.rows.chunks.tiles() + 1) / 2 * columns;  // of a chunk and head
-    const int heads = int(p.H), items = int(terms.rows.chunks.slots()) * heads * count;
-    for (int index = first; index < items; index += stride) {
-      const int chunk = index / count;
-      // Later rows of dq have more to see, of dk and dv less: every round a block has others.
-      const int part = (index + chunk * count / stride) % count;
-      BlockItem item;
-      item.slot = chunk / heads, item.head = chunk % heads;
-      item.chunk = terms.rows.chunks.at(item.slot);
-      item.row = part / columns * kBlockRows;
-      item.column = part % columns * kValueBlocks * kBlockColumns;
-      item.gradient = gradient;
-      body(item);
-    }
+  DEVICE int columns(Gradient gradient) const {
+    return gradient == Gradient::kValue ? value_items(p) : 1;
+  }
+  DEVICE int parts(Gradient gradient) const {  // of a chunk and head
+    return (terms.rows.chunks.tiles() + 1) / 2 * columns(gradient);
+  }
+  DEVICE int items(Gradient gradient) const {
+    return int(terms.rows.chunks.slots()) * int(p.H) * parts(gradient);
+  }
+  DEVICE BlockItem item(Gradient gradient, int index) const {
+    const int of_chunk = parts(gradient), wide = columns(gradient);
+    const int chunk = index / of_chunk, part = index % of_chunk;
+    BlockItem item;
+    item.slot = chunk / int(p.H), item.head = chunk % int(p.H);
+    item.chunk = terms.rows.chunks.at(item.slot);
+    item.row = part / wide * kBlockRows;
+    item.column = part % wide * kValueBlocks * kBlockColumns;
+    item.gradient = gradient;
+    return item;
   }
 
   DEVICE Matrix<IO> matrix(const BlockItem& item, const Strided& x, int64_t width) const {
@@ -182,15 +191,25 @@ struct BlockGradients {
     }
   }
   template <Gradient kGradient>
-  DEVICE void produce(int first, int stride) const {
+  DEVICE void produce(BlockProducer<IO>& producer, ItemQueue& numbers) const {
     constexpr bool kValue = kGradient == Gradient::kValue;
-    BlockProducer<IO> producer{ring, left};
-    for_items(kGradient, first, stride, [&](const BlockItem& item) {
-      if (item.row >= item.chunk.steps) return;
+    const bool asks = threadIdx.x == 0;
+    int* const taken = terms.taken + int(kGradient);
+    const int count = items(kGradient);
+    int next = asks ? atomicAdd(taken, 1) : 0;
+    while (true) {
+      if (asks) {
+        numbers.put(next);
+        if (next < count) next = atomicAdd(taken, 1);
+      }
+      const int index = numbers.take();
+      if (index >= count) return;
+      const BlockItem of = item(kGradient, index);
+      if (of.row >= of.chunk.steps) continue;
       producer.template fill<kValue ? Major::kWidth : Major::kDepth,
                              kValue ? kValueBlocks : kKeyBlocks>(
-          block(item), inputs(item), [&] { copy_terms<kGradient>(item); });
-    });
+          block(of), inputs(of), [&] { copy_terms<kGradient>(of); });
+    }
   }
 
   // ---- The consumers ----
@@ -294,46 +313,58 @@ struct BlockGradients {
       store<kBlocks>(item, products, sums, p.dv, p.V);
     } else {
       store<kBlocks>(item, products, sums, kQuery ? p.dq : p.dk, p.K);
-      const Matrix<IO> x = kQuery ? matrix(item, p.q, p.K) : matrix(item, p.k, p.K);
+      const Matrix<IO> x = matrix(item, kQuery ? p.q : p.k, p.K);
       store_flow(item, products, sums, x, kQuery ? terms.in : terms.out);
     }
   }
   template <Gradient kGradient>
-  DEVICE void consume(int first, int stride) const {
-    BlockRing place = ring;
-    LeftRows rows = left;
-    for_items(kGradient, first, stride, [&](const BlockItem& item) {
-      if (item.row >= item.chunk.rows) return;
-      consume<kGradient>(place, rows, item);
-      if (item.row < item.chunk.steps) ++rows.round;
-    });
+  DEVICE void consume(BlockRing& place, LeftRows& rows, ItemQueue& numbers) const {
+    const int count = items(kGradient);
+    while (true) {
+      const int index = numbers.take();
+      if (index >= count) return;
+      const BlockItem of = item(kGradient, index);
+      if (of.row >= of.chunk.rows) continue;
+      consume<kGradient>(place, rows, of);
+      if (of.row < of.chunk.steps) ++rows.round;
+    }
   }
 
-  template <Gradient kGradient>
-  DEVICE void run(int first, int stride) const {
-    if (warpgroup() == 0) {
-      leave_registers<kProducerRegisters>();
-      produce<kGradient>(first, stride);
-    } else {
-      take_registers<kConsumerRegisters>();
-      consume<kGradient>(first, stride);
+  // All gradients, the block's own first.
+  template <typename Body>
+  DEVICE static void for_gradients(int own, const Body& body) {
+    for (int i = 0; i < kGradients; ++i) {
+      switch (Gradient((own + i) % kGradients)) {
+        case Gradient::kQuery:
+          body.template operator()<Gradient::kQuery>();
+          break;
+        case Gradient::kKey:
+          body.template operator()<Gradient::kKey>();
+          break;
+        case Gradient::kValue:
+          body.template operator()<Gradient::kValue>();
+      }
     }
   }
   DEVICE void run(const GradientBlocks& blocks) const {
     if (threadIdx.x == 0) {
-      ring.init();
+      ring.init(), queue.init();
       for (int panel = 0; panel < left.count; ++panel) left.slot(panel).init();
       barrier_init_fence();
     }
     __syncthreads();
-    const int block = int(blockIdx.x), keys = block - blocks.count[0];
-    const int values = keys - blocks.count[1];
-    if (keys < 0) {
-      run<Gradient::kQuery>(block, blocks.count[0]);
-    } else if (values < 0) {
-      run<Gradient::kKey>(keys, blocks.count[1]);
+    const int after_query = int(blockIdx.x) - blocks.count[0];
+    const int own = after_query < 0 ? 0 : after_query < blocks.count[1] ? 1 : 2;
+    ItemQueue numbers = queue;
+    if (warpgroup() == 0) {
+      leave_registers<kBlockProducerRegisters>();
+      BlockProducer<IO> producer{ring, left};
+      for_gradients(own, [&]<Gradient kGradient>() { produce<kGradient>(producer, numbers); });
     } else {
-      run<Gradient::kValue>(values, blocks.count[2]);
+      take_registers<kBlockConsumerRegisters>();
+      BlockRing place = ring;
+      LeftRows rows = left;
+      for_gradients(own, [&]<Gradient kGradient>() { consume<kGradient>(place, rows, numbers); });
     }
   }
 };

@@ -4,9 +4,9 @@
 
 namespace flashcell::cuda {
 
-// A thread block for a chunk of a head: all of it for what crosses the chunk's end, then a warp for
-// the steps, later ones in lower lanes.
-inline constexpr int kGateThreads = 256;
+// A thread block for a chunk of a head: all of it for what crosses the chunk's end, then a thread
+// for a step, later ones before.
+inline constexpr int kGateThreads = kLongestChunk;
 
 // <C, dC> + <n, dn> after the chunk, of dC as the products have it, rounded: the thread's part.
 template <typename IO>
@@ -32,47 +32,45 @@ DEVICE float part_of_crossing(const BackwardParams& p, const BackwardTerms& term
 template <typename IO>
 __global__ void __launch_bounds__(kGateThreads) gate_gradients(const BackwardParams p,
                                                                const BackwardTerms terms) {
-  __shared__ float crossings[kGateThreads / 32];
+  __shared__ float totals[kGateThreads / 32];
+  __shared__ bool stops[kGateThreads / 32];
   const int64_t slot = blockIdx.x / unsigned(p.H);
   const int head = int(blockIdx.x % unsigned(p.H)), lane = threadIdx.x % 32;
   const Chunk chunk = terms.rows.chunks.at(slot);
-  const int64_t first = terms.rows.row(head, chunk);
+  const int t = kGateThreads - 1 - int(threadIdx.x);
+  const int64_t row = chunk.row + t, at = row * p.H + head;
   float *di = static_cast<float*>(p.di), *df = static_cast<float*>(p.df);
-  for (int t = chunk.steps + int(threadIdx.x); t < chunk.rows; t += kGateThreads) {
-    const int64_t at = (chunk.row + t) * p.H + head;
-    di[at] = 0, df[at] = 0;
-  }
+  const bool exists = t < chunk.steps;
+  if (!exists && t < chunk.rows) di[at] = 0, df[at] = 0;
   if (chunk.steps == 0) return;
-  const float sum = warp_sum(part_of_crossing<IO>(p, terms, chunk, slot, head));
-  if (lane == 0) crossings[threadIdx.x / 32] = sum;
-  __syncthreads();
-  if (threadIdx.x >= 32) return;
-  float crossing = 0;
-  for (const float part : crossings) crossing += part;
-  for (int last = (chunk.steps - 1) / 32 * 32 + 31; last > 0; last -= 32) {
-    const int t = last - lane;
-    const bool exists = t < chunk.steps;
-    const int64_t row = chunk.row + t;
-    const float out = exists ? terms.out[first + t] : 0.f;
-    bool stopped = exists && p.reset && p.reset[row];  // nothing crosses a reset
-    float total = exists && !stopped ? terms.in[first + t] - out : 0.f;
+
+  const auto slope = [&](const Strided& gate) {  // of logsigmoid
+    const int64_t from = row / p.T * gate.batch + row % p.T * gate.time + head * gate.head;
+    return exists ? 1 / (1 + expf(static_cast<const float*>(gate.data)[from])) : 0.f;
+  };
+  const bool held = exists && p.hold && p.hold[row];
+  const float slope_i = p.exponential ? 1.f : slope(p.i), slope_f = slope(p.f);
+  const int64_t flow = terms.rows.row(head, chunk) + t;
+  const float out = exists ? terms.out[flow] : 0.f;
+  bool stopped = exists && p.reset && p.reset[row];  // nothing crosses a reset
+  float total = exists && !stopped ? terms.in[flow] - out : 0.f;
+  float crossing = block_sum<kGateThreads>(part_of_crossing<IO>(p, terms, chunk, slot, head));
+
 #pragma unroll
-    for (int by = 1; by < 32; by *= 2) {
-      const float later = __shfl_up_sync(~0u, total, by);
-      const bool stop = __shfl_up_sync(~0u, int(stopped), by);
-      if (lane >= by && !stopped) total += later, stopped = stop;
-    }
-    if (!stopped) total += crossing;
-    crossing = __shfl_sync(~0u, total, 31);
-    if (!exists) continue;
-    const auto slope = [&](const Strided& gate) {  // of logsigmoid
-      const int64_t at = row / p.T * gate.batch + row % p.T * gate.time + head * gate.head;
-      return 1 / (1 + expf(static_cast<const float*>(gate.data)[at]));
-    };
-    const bool held = p.hold && p.hold[row];
-    di[row * p.H + head] = held ? 0.f : p.exponential ? out : out * slope(p.i);
-    df[row * p.H + head] = held ? 0.f : total * slope(p.f);
+  for (int by = 1; by < 32; by *= 2) {
+    const float later = __shfl_up_sync(~0u, total, by);
+    const bool stop = __shfl_up_sync(~0u, int(stopped), by);
+    if (lane >= by && !stopped) total += later, stopped = stop;
   }
+  if (lane == 31) totals[threadIdx.x / 32] = total, stops[threadIdx.x / 32] = stopped;
+  __syncthreads();
+  for (int warp = 0; warp < int(threadIdx.x) / 32; ++warp) {
+    crossing = totals[warp] + (stops[warp] ? 0.f : crossing);
+  }
+  if (!exists) return;
+  if (!stopped) total += crossing;
+  di[at] = held ? 0.f : out * slope_i;
+  df[at] = held ? 0.f : total * slope_f;
 }
 
 }  // namespace flashcell::cuda

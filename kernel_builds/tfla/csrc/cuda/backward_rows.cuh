@@ -6,56 +6,78 @@
 
 namespace flashcell::cuda {
 
+constexpr int kRowThreads = 256;
 constexpr int kRowsAtOnce = 4;  // of a warp: enough reads under way
 
-// The lane's part of dh_t h_t, of rows from `row` on, of which `count` exist.
+// dots[t] = dh_t h_t and the sum of its terms' squares, of every row of a chunk, by the block's
+// warps.
 template <typename IO>
-DEVICE void part_of_dots(float (&sums)[kRowsAtOnce], const BackwardParams& p, int64_t row,
-                         int count) {
+DEVICE void find_dots(float2 (&dots)[kLongestChunk], const BackwardParams& p, const Chunk& chunk,
+                      int head) {
   const IO *dh = static_cast<const IO*>(p.dh), *h = static_cast<const IO*>(p.h);
+  const int lane = threadIdx.x % 32;
+  for (int first = threadIdx.x / 32 * kRowsAtOnce; first < chunk.steps;
+       first += kRowThreads / 32 * kRowsAtOnce) {
+    const int64_t row = (chunk.row + first) * p.H + head;
+    const int count = chunk.steps - first;
+    float sums[kRowsAtOnce] = {}, squares[kRowsAtOnce] = {};
 #pragma unroll 2
-  for (int column = threadIdx.x % 32 * 4; column < p.V; column += 128) {
+    for (int column = lane * 4; column < p.V; column += 128) {
+#pragma unroll
+      for (int i = 0; i < kRowsAtOnce; ++i) {
+        const int64_t at = (row + (i < count ? i : 0) * p.H) * p.V + column;
+        const float4 a = load_four(dh + at), b = load_four(h + at);
+        for (const float term : {a.x * b.x, a.y * b.y, a.z * b.z, a.w * b.w}) {
+          sums[i] += term, squares[i] = fmaf(term, term, squares[i]);
+        }
+      }
+    }
 #pragma unroll
     for (int i = 0; i < kRowsAtOnce; ++i) {
-      const int64_t at = (row + (i < count ? i : 0) * p.H) * p.V + column;
-      const float4 a = load_four(dh + at), b = load_four(h + at);
-      sums[i] = fmaf(a.x, b.x, fmaf(a.y, b.y, fmaf(a.z, b.z, fmaf(a.w, b.w, sums[i]))));
+      const float2 dot = {warp_sum(sums[i]), warp_sum(squares[i])};
+      if (lane == 0 && i < count) dots[first + i] = dot;
     }
   }
 }
 
 // A thread block for a chunk of a head. delta_t = -(dh_t h_t) / N_t, with the sign of the
-// denominator; h is the rounded one, whose errors are as small in the sum as those of its terms.
+// denominator; h is the rounded one, whose errors are as small in the sum as those of its terms:
+// where that is not enough, backward_exact.cuh works it out again.
 template <typename IO>
-__global__ void __launch_bounds__(256) row_gradients(const BackwardParams p,
-                                                     const BackwardTerms terms) {
-  const int head = int(blockIdx.x % unsigned(p.H)), lane = threadIdx.x % 32;
-  const Chunk chunk = terms.rows.chunks.at(blockIdx.x / unsigned(p.H));
-  for (int first = threadIdx.x / 32 * kRowsAtOnce; first < chunk.steps; first += 8 * kRowsAtOnce) {
-    const int64_t row = (chunk.row + first) * p.H + head;
-    const int count = chunk.steps - first;
-    float dots[kRowsAtOnce] = {}, dot = 0;
-    if (p.normalized && p.normalizer_grad) part_of_dots<IO>(dots, p, row, count);
-#pragma unroll
-    for (int i = 0; i < kRowsAtOnce; ++i) {
-      const float sum = warp_sum(dots[i]);
-      if (lane == i) dot = sum;
-    }
-    if (lane >= kRowsAtOnce || lane >= count) continue;
-    const int64_t at = terms.rows.row(head, chunk) + first + lane;
+__global__ void __launch_bounds__(kRowThreads) row_gradients(const BackwardParams p,
+                                                             const BackwardTerms terms) {
+  __shared__ float2 dots[kLongestChunk];
+  if (terms.taken != nullptr && blockIdx.x == 0 && threadIdx.x < 3) terms.taken[threadIdx.x] = 0;
+  const int head = int(blockIdx.x % unsigned(p.H));
+  const int64_t slot = blockIdx.x / unsigned(p.H);
+  const Chunk chunk = terms.rows.chunks.at(slot);
+  const bool through_divisor = p.normalized && p.normalizer_grad;
+  if (through_divisor) {
+    find_dots<IO>(dots, p, chunk, head);
+    __syncthreads();
+  }
+  float spreads = 0;
+  for (int t = threadIdx.x; t < chunk.steps; t += kRowThreads) {
+    const int64_t at = terms.rows.row(head, chunk) + t;
     const float inflow = terms.rows.inflow[at];
-    float inverse = terms.scale, delta = 0;
+    float inverse = terms.scale, delta = 0, spread = 0;
     if (p.normalized) {
-      const float total = static_cast<const float*>(p.total)[row + lane * p.H];
+      const float total = static_cast<const float*>(p.total)[(chunk.row + t) * p.H + head];
       const float floor = terms.rows.floor[at], size = fabsf(total);
       inverse = terms.scale / (fmaxf(size, floor) + float(p.eps));
-      if (p.normalizer_grad && size > floor) {
-        delta = -copysignf(dot * inverse, dot * inverse * total);
+      if (through_divisor && size > floor) {
+        const float2 dot = dots[t];
+        delta = -copysignf(dot.x * inverse, dot.x * inverse * total);
+        spread = dot.y * inverse * inverse;
       }
       terms.delta[at] = delta, terms.n_weight[at] = inflow * delta;
     }
+    if (terms.spread != nullptr) terms.spread[at] = spread, spreads += spread;
     terms.weight[at] = inflow * inverse, terms.inverse[at] = inverse;
   }
+  if (terms.spread == nullptr) return;
+  spreads = block_sum<kRowThreads>(spreads);
+  if (threadIdx.x == 0) terms.spreads[terms.rows.slot(head, slot)] = spreads;
 }
 
 }  // namespace flashcell::cuda

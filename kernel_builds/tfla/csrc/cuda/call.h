@@ -1,8 +1,5 @@
 // How ops.cpp runs an op on CUDA. cpu/call.h has the same functions.
 #pragma once
-#include <cstdlib>
-#include <string_view>
-
 #include "run.h"
 #include "torch_cuda.h"
 
@@ -16,16 +13,6 @@ inline Tensor input(const Tensor& x) {
   return aligned ? x : dense(torch::stable::contiguous(x));
 }
 
-// FLASHCELL_TFLA_BACKWARD=rows asks for the gradients of chunks by wgmma, chunk for those by mma.
-inline bool backward_by_rows() {
-  const char* wanted = std::getenv("FLASHCELL_TFLA_BACKWARD");
-  if (wanted == nullptr || *wanted == 0) return false;
-  const std::string_view name = wanted;
-  STD_TORCH_CHECK(name == "rows" || name == "chunk", "FLASHCELL_TFLA_BACKWARD is ", wanted,
-                  ", but must be rows or chunk");
-  return name == "rows";
-}
-
 template <typename Params>
 void run(const Params& p, Dtype dtype, const Tensor& like) {
   STD_TORCH_CHECK(dtype != Dtype::kDouble, "k must be float32, float16 or bfloat16 on CUDA, got ",
@@ -33,7 +20,6 @@ void run(const Params& p, Dtype dtype, const Tensor& like) {
   const torch::stable::accelerator::DeviceGuard guard(like.get_device_index());
   cuda::Launch launch{cuda::describe(like.get_device_index()), dtype, current_stream(like),
                       nullptr};
-  launch.device.backward_by_rows = backward_by_rows();
   const Tensor scratch = new_tensor(like, {cuda::scratch_bytes(p, launch)}, ScalarType::Byte);
   launch.scratch = scratch.mutable_data_ptr();
   cuda::run(p, launch);

@@ -19,14 +19,17 @@ struct Plan {
     Arrays arrays(scratch);
     rows = arrays.take<char>(rows_scratch(p));
     states.rows.chunks = chunks_of(p);
+    check_kept(p, states.rows.chunks);
     states.H = p.H, states.K = p.K, states.V = p.V, states.normalized = p.normalized;
     states.left = p.k, states.right = p.v;
     states.first = static_cast<const float*>(p.C), states.first_n = static_cast<const float*>(p.n);
     states.last = static_cast<float*>(p.last_C), states.last_n = static_cast<float*>(p.last_n);
     if (p.q.data != nullptr) {
       const int64_t slots = states.rows.chunks.slots() * p.H;
-      IO* C = arrays.take<IO>(slots * p.K * p.V);
-      float* n = p.normalized ? arrays.take<float>(slots * p.K) : nullptr;
+      IO* C = p.kept ? static_cast<IO*>(p.kept_C) : arrays.take<IO>(slots * p.K * p.V);
+      float* n = !p.normalized ? nullptr
+                 : p.kept      ? static_cast<float*>(p.kept_n)
+                               : arrays.take<float>(slots * p.K);
       states.states = C, states.n = n;
       terms = {{}, 1 / sqrtf(float(p.K)), C, n};
     }

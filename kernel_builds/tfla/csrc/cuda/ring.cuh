@@ -57,4 +57,33 @@ struct Ring {
   }
 };
 
+// The number of the next item, from the producer's first thread to all threads of the block.
+struct ItemQueue {
+  static constexpr int kAhead = 2;
+
+  int* items;
+  uint32_t barriers;
+  int index = 0, round = 0;
+
+  DEVICE Slot slot() const { return {barriers + index * Slot::kBytes}; }
+  DEVICE void init() const {
+    for (int i = 0; i < kAhead; ++i) {
+      const Slot slot{barriers + i * Slot::kBytes};
+      barrier_init(slot.full, 1), barrier_init(slot.empty(), kRingThreads / 32);
+    }
+  }
+  DEVICE void put(int item) const {
+    slot().wait_empty(round);
+    items[index] = item;
+    barrier_arrive(slot().full);
+  }
+  DEVICE int take() {
+    barrier_wait(slot().full, round);
+    const int item = items[index];
+    slot().release();
+    if (++index == kAhead) index = 0, ++round;
+    return item;
+  }
+};
+
 }  // namespace flashcell::cuda

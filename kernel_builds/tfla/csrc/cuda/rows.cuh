@@ -90,6 +90,13 @@ inline Chunks chunks_of(const MlstmParams& p) {
   return {p.sequences, nullptr, p.S, p.T, rows, length, of_a_row, all};
 }
 
+// As many chunks are kept as there are, or none.
+inline void check_kept(const MlstmParams& p, const Chunks& chunks) {
+  if (p.kept == 0 || p.kept == chunks.slots()) return;
+  throw std::invalid_argument("tfla: kept must be 0 or the number of chunks, " +
+                              std::to_string(chunks.slots()) + ", got " + std::to_string(p.kept));
+}
+
 // Bytes of scratch that prepare_rows takes, and what it makes of them.
 int64_t rows_scratch(const MlstmParams& p);
 // Runs the pre-pass. last_m: [S, H] or null.

@@ -10,8 +10,7 @@ namespace flashcell::cuda {
 struct Device {  // what the plans need to know of a GPU
   int arch;      // 90 for compute capability 9.0
   int processors, shared_bytes;
-  bool clusters;                  // of thread blocks
-  bool backward_by_rows = false;  // with wgmma, where it runs (backward_block.cuh)
+  bool clusters;  // of thread blocks
 };
 Device describe(int index);
 

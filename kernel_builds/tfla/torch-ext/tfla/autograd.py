@@ -1,8 +1,9 @@
 """Fake implementations and gradients of the ops.
 
-The backward computes the chunks' states again, so the forward keeps its inputs, the last state, and
-what divides h: h itself and `total`, one number for every row of a head. The epilogue keeps the same h
-and its own inputs. mlstm_step_ is for decoding and has no gradient.
+The forward keeps its inputs, the last state, what divides h (h itself and `total`, one number for every
+row of a head), and the states before its chunks where `kept` counts them; else the backward computes
+them again. The epilogue keeps the same h and its own inputs. mlstm_step_ is for decoding and has no
+gradient.
 """
 
 import torch
@@ -26,16 +27,19 @@ def _states(k, v, cu_seqlens, exponential, normalized):
 @torch.library.register_fake(add_op_namespace_prefix("mlstm_fwd"))
 def _(
     q, k, v, i, f, C, n, m, reset, hold, lengths, cu_seqlens, exponential, normalized, eps,
-    normalizer_grad, chunk_size,
+    normalizer_grad, chunk_size, kept=0,
 ):  # fmt: skip
     h = k.new_empty(v.shape if q is not None else (0,))
     total = i.new_empty(i.shape if normalized and q is not None else (0,))
-    return (h, *_states(k, v, cu_seqlens, exponential, normalized), total)
+    H, K, V = k.shape[-2], k.shape[-1], v.shape[-1]
+    kept_C = k.new_empty((H, kept, K, V) if kept else (0,))
+    kept_n = i.new_empty((H, kept, K) if kept and normalized else (0,))
+    return (h, *_states(k, v, cu_seqlens, exponential, normalized), total, kept_C, kept_n)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("mlstm_bwd"))
 def _(
-    dh, dC, dn, last_C, last_n, h, total, q, k, v, i, f, C, n, m, reset, hold, lengths, cu_seqlens,
+    dh, dC, dn, last_C, last_n, h, total, kept_C, kept_n, q, k, v, i, f, C, n, m, reset, hold, lengths, cu_seqlens,
     exponential, normalized, eps, normalizer_grad, chunk_size,
 ):  # fmt: skip
     dq = k.new_empty(k.shape if q is not None else (0,))
@@ -53,22 +57,25 @@ def _(
 
 
 def _setup_context(ctx, inputs, output):
-    tensors, ctx.options = inputs[:12], inputs[12:]
+    tensors, ctx.options, kept = inputs[:12], inputs[12:17], inputs[17]
     _, normalized, _, normalizer_grad, _ = ctx.options
-    h, last_C, last_n, _, total = output
+    h, last_C, last_n, _, total, kept_C, kept_n = output
+    kept_C, kept_n = kept_C if kept else None, kept_n if kept and normalized else None
     ctx.set_materialize_grads(False)
     through_divisor = normalized and normalizer_grad and tensors[0] is not None
-    ctx.save_for_backward(*tensors, last_C, last_n, h if through_divisor else None, total)
+    of_h = h if through_divisor else None
+    ctx.save_for_backward(*tensors, last_C, last_n, of_h, total, kept_C, kept_n)
 
 
-def _backward(ctx, dh, dC, dn, _dm, _dtotal):
-    *tensors, last_C, last_n, h, total = ctx.saved_tensors
+def _backward(ctx, dh, dC, dn, *_):
+    *tensors, last_C, last_n, h, total, kept_C, kept_n = ctx.saved_tensors
     if tensors[0] is None:  # only the state was asked for, and h is empty
         dh = None
-    grads = ops.mlstm_bwd(dh, dC, dn, last_C, last_n, h, total, *tensors, *ctx.options)
+    of_forward = (last_C, last_n, h, total, kept_C, kept_n)
+    grads = ops.mlstm_bwd(dh, dC, dn, *of_forward, *tensors, *ctx.options)
     wanted = ctx.needs_input_grad[:7]
     given = [g if want else None for g, want in zip(grads, wanted)]
-    return *given, *(None,) * 10
+    return *given, *(None,) * 11
 
 
 torch.library.register_autograd(

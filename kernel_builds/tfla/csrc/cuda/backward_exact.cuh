@@ -1,0 +1,195 @@
+// The divisor and delta of the few rows where that divisor nearly cancels, from products that
+// nothing rounds: README, The backward on CUDA.
+#pragma once
+#include "backward_rows.cuh"
+
+namespace flashcell::cuda {
+
+// A row is worked out again if its spread is both this share of the sum over its head, and so many
+// times the mean: there cannot be many.
+constexpr float kExactShare = 1 / 256.f, kExactTimes = 2;
+// What has decayed to less than this, or lies further back, comes from the rounded state, whose
+// error is as much smaller.
+constexpr float kExactDecay = 1 / 16.f;
+constexpr int kExactChunks = 8;
+constexpr int kExactAtOnce = 8;  // rows of a warp
+
+// Of a row t: sums of weight q k_j, and of weight (q k_j) (dh v_j).
+struct RowSums {
+  double keys = 0, values = 0;
+
+  DEVICE void add(double by, const RowSums& other) {
+    keys += by * other.keys, values += by * other.values;
+  }
+};
+
+template <typename IO>
+struct ExactRow {
+  static constexpr int kWarps = kRowThreads / 32;
+
+  const BackwardParams& p;
+  const BackwardTerms& terms;
+  const int head;
+  const int64_t slot;
+  const Chunk chunk;
+  float *const q, *const dh;  // of the row, in shared memory
+
+  DEVICE ExactRow(const BackwardParams& params, const BackwardTerms& t, float* memory)
+      : p(params),
+        terms(t),
+        head(int(blockIdx.x % unsigned(p.H))),
+        slot(blockIdx.x / unsigned(p.H)),
+        chunk(t.rows.chunks.at(slot)),
+        q(memory),
+        dh(memory + p.K) {}
+
+  // The least spread of a row that is worked out again.
+  DEVICE float least() const {
+    const int64_t slots = terms.rows.chunks.slots();
+    float part = 0;
+    for (int64_t i = threadIdx.x; i < slots; i += kRowThreads) {
+      part += terms.spreads[terms.rows.slot(head, i)];
+    }
+    const float rows = float(terms.rows.chunks.rows);
+    return block_sum<kRowThreads>(part) * fmaxf(kExactShare, kExactTimes / rows);
+  }
+
+  DEVICE const IO* row_of(const Strided& x, int64_t row) const {
+    return static_cast<const IO*>(x.data) + row / p.T * x.batch + row % p.T * x.time +
+           head * x.head;
+  }
+  DEVICE Strided given() const { return {p.dh, p.T * p.H * p.V, p.H * p.V, p.V}; }
+
+  // sums[i] += the lane's part of x[i stride ..] y; rows from `count` on are not read.
+  template <typename Sum, typename X>
+  DEVICE static void add_dots(Sum (&sums)[kExactAtOnce], const X* x, int64_t stride, int count,
+                              const float* y, int64_t width) {
+#pragma unroll 2
+    for (int column = threadIdx.x % 32 * 4; column < width; column += 128) {
+      const float4 b = load_four(y + column);
+#pragma unroll
+      for (int i = 0; i < kExactAtOnce; ++i) {
+        const float4 a = load_four(x + (i < count ? i : 0) * stride + column);
+        sums[i] += (Sum(a.x * b.x) + Sum(a.y * b.y)) + (Sum(a.z * b.z) + Sum(a.w * b.w));
+      }
+    }
+  }
+  // The first `end` rows j of a chunk, by weight_of(j): the warp's part.
+  template <typename WeightOf>
+  DEVICE RowSums sum_of_pairs(const Chunk& at, int end, const WeightOf& weight_of) const {
+    RowSums sums;
+    for (int j = threadIdx.x / 32 * kExactAtOnce; j < end; j += kWarps * kExactAtOnce) {
+      double keys[kExactAtOnce] = {};
+      float values[kExactAtOnce] = {};
+      add_dots(keys, row_of(p.k, at.row + j), p.k.time, end - j, q, p.K);
+      add_dots(values, row_of(p.v, at.row + j), p.v.time, end - j, dh, p.V);
+#pragma unroll
+      for (int i = 0; i < kExactAtOnce; ++i) {
+        const double key = warp_sum(keys[i]), value = warp_sum(values[i]);
+        const double weight = j + i < end ? weight_of(j + i) : 0;
+        if (weight != 0) sums.add(weight, {key, key * value});
+      }
+    }
+    return sums;
+  }
+  // q n and q C dh: the warp's part.
+  template <typename X>
+  DEVICE RowSums sum_of_state(const X* C, const float* n) const {
+    RowSums sums;
+    for (int k = threadIdx.x / 32 * kExactAtOnce; k < p.K; k += kWarps * kExactAtOnce) {
+      float values[kExactAtOnce] = {};
+      add_dots(values, C + k * p.V, p.V, kExactAtOnce, dh, p.V);
+#pragma unroll
+      for (int i = 0; i < kExactAtOnce; ++i) {
+        sums.add(q[k + i], {n ? n[k + i] : 0, warp_sum(values[i])});
+      }
+    }
+    return sums;
+  }
+
+  // Of step t of the chunk, but for K^-1/2: the warp's part.
+  DEVICE RowSums sums_of(int t) const {
+    const Rows& rows = terms.rows;
+    const int64_t first = rows.row(head, chunk), own = first + t;
+    const int tile = t / kTile;
+    const float2 u = rows.u[own];
+    RowSums sums = sum_of_pairs(chunk, t + 1, [&](int j) -> double {
+      if (j / kTile == tile) {
+        if (j % kTile < rows.start[chunk.row + t]) return 0;
+        const float2 w = rows.w[first + j];
+        return exp2(double(u.x + w.x) + (double(u.y) + w.y));
+      }
+      double decay = rows.past[own];
+      const float* between = rows.tile_decay + rows.slot(head, slot) * rows.chunks.tiles();
+      for (int i = j / kTile + 1; i < tile; ++i) decay *= between[i];
+      return decay * rows.future[first + j];
+    });
+    double decay = rows.inflow[own];
+    int64_t at = slot;
+    for (; at > slot - chunk.number && slot - at < kExactChunks && decay > kExactDecay; --at) {
+      const Chunk before = rows.chunks.at(at - 1);
+      const float* outflow = rows.outflow + rows.row(head, before);
+      sums.add(decay, sum_of_pairs(before, before.steps, [&](int j) { return outflow[j]; }));
+      decay *= rows.keep[rows.slot(head, at - 1)];
+    }
+    if (!(decay > 0)) return sums;
+    if (at > slot - chunk.number) {
+      const int64_t state = rows.slot(head, at) * p.K;
+      sums.add(decay, sum_of_state(static_cast<const IO*>(terms.C) + state * p.V, terms.n + state));
+    } else if (p.C != nullptr) {
+      const int64_t state = (chunk.sequence * p.H + head) * p.K;
+      const float* n = static_cast<const float*>(p.n);
+      sums.add(decay,
+               sum_of_state(static_cast<const float*>(p.C) + state * p.V, n ? n + state : nullptr));
+    }
+    return sums;
+  }
+
+  DEVICE void redo(int t) const {
+    const IO *from_q = row_of(p.q, chunk.row + t), *from_dh = row_of(given(), chunk.row + t);
+    for (int i = threadIdx.x; i < p.K; i += kRowThreads) q[i] = to_float(from_q[i]);
+    for (int i = threadIdx.x; i < p.V; i += kRowThreads) dh[i] = to_float(from_dh[i]);
+    __syncthreads();
+    const bool tells = threadIdx.x % 32 == 0;
+    const RowSums sums = sums_of(t);
+    const float total = terms.scale * float(block_sum<kRowThreads>(tells ? sums.keys : 0));
+    const float dot = float(block_sum<kRowThreads>(tells ? sums.values : 0));
+    const int64_t at = terms.rows.row(head, chunk) + t;
+    if (threadIdx.x > 0 || !(fabsf(total) > terms.rows.floor[at])) return;
+    const float inverse = terms.scale / (fabsf(total) + float(p.eps));
+    const float delta = -copysignf(dot * inverse * inverse, dot * total);
+    const float inflow = terms.rows.inflow[at];
+    terms.inverse[at] = inverse, terms.weight[at] = inflow * inverse;
+    terms.delta[at] = delta, terms.n_weight[at] = inflow * delta;
+  }
+
+  DEVICE void run() const {
+    if (chunk.steps == 0) return;
+    const float enough = least();
+    const int64_t first = terms.rows.row(head, chunk);
+    __shared__ uint32_t found[kLongestChunk / 32];
+    const int row = threadIdx.x;
+    static_assert(kRowThreads == kLongestChunk);
+    const float spread = row < chunk.steps ? terms.spread[first + row] : 0.f;
+    const uint32_t own = __ballot_sync(~0u, spread > 0 && spread >= enough);
+    if (row % 32 == 0) found[row / 32] = own;
+    __syncthreads();
+    for (int word = 0; word < kLongestChunk / 32; ++word) {
+      for (uint32_t rows = found[word]; rows != 0;) {
+        const int last = 31 - __clz(rows);
+        rows ^= 1u << last;
+        redo(word * 32 + last);
+      }
+    }
+  }
+};
+
+// A thread block for a chunk of a head; K + V floats of shared memory.
+template <typename IO>
+__global__ void __launch_bounds__(kRowThreads) exact_rows(const BackwardParams p,
+                                                          const BackwardTerms terms) {
+  extern __shared__ __align__(1024) char memory[];
+  ExactRow<IO>(p, terms, reinterpret_cast<float*>(memory)).run();
+}
+
+}  // namespace flashcell::cuda
