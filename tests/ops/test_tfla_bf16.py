@@ -10,11 +10,11 @@ from mlstm_cases import Case, make, normal
 from numerics import assert_close
 
 # Relative to float64. What one row whose divisor nearly cancels does to all gradients of the exponential
-# gate, CUDA works out unrounded; the CPU does not: worst seen there dq 6e-3, dk 6.2e-3, di 5.6e-3, dv 3.1e-3.
+# gate, CUDA works out unrounded; the CPU does not: worst seen there dq 8.6e-3, di 9.4e-3 (i 10, f 12), dv 3.1e-3.
 BOUNDS = {"h": 3e-3, "dq": 3e-3, "dk": 3e-3, "dv": 3e-3, "di": 4e-3, "df": 1e-2}
 # One row has all of the gradient there, and sees few steps of weight: each one's dS is rounded once.
 FEW_TERMS = {"dq": 5e-3, "dk": 5e-3}
-ON_CPU = {"h": 4e-3, "dq": 8e-3, "dk": 8e-3, "dv": 4e-3, "di": 8e-3}
+ON_CPU = {"h": 4e-3, "dq": 1e-2, "dk": 1e-2, "dv": 4e-3, "di": 1e-2}
 GATES = [(i, f) for i in (-10.0, 0.0, 10.0) for f in (3.0, 6.0, 12.0)]
 
 
