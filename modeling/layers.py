@@ -85,7 +85,7 @@ class RecurrentMixer(nn.Module):
         cache: RecurrentStateLayer | None,
         boundaries: Boundaries,
     ) -> torch.Tensor:  # [B, T, H]
-        B, T, _ = gates.shape
+        B, T, width = gates.shape
         x = gates.view(B, T, self.num_gates, *self.gate_bias.shape[1:])
         kernel = load_kernel("fused-rnn", x.device.type, self.config.backend)
         weights = self.recurrent_weight, self.gate_bias
@@ -101,4 +101,4 @@ class RecurrentMixer(nn.Module):
             h, state = kernel.recurrent(self.cell, x, *weights, state, **options)
         if cache is not None:
             cache.update_states(T, cell=boundaries.last(state))
-        return h.reshape(B, T, -1)
+        return h.reshape(B, T, width // self.num_gates)  # -1 would not do for B = 0
