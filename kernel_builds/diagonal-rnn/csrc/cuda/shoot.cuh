@@ -7,6 +7,7 @@
 // is walked from step to step. So the result is the walk's, to tol at the boundaries, for every
 // cell.
 #pragma once
+#include "early.cuh"
 #include "track.cuh"
 
 namespace flashcell::cuda {
@@ -21,17 +22,6 @@ struct Shoot {
   float *start, *end;  // [S, chunks, K, D]: the states a chunk was walked from, and came to
   float* slope;        // [S, chunks, K K, D]: of the end along the start
 };
-
-DEVICE void allow_next_kernel() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-DEVICE void wait_for_last_kernel() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
 
 template <typename Track>
 struct Boundary {
@@ -60,7 +50,7 @@ __global__ void __launch_bounds__(Track::kThreads) shoot_kernel(const
                                                                 const Shoot shoot) {
   using Edge = Boundary<Track>;
   extern __shared__ __align__(16) unsigned char shared[];
-  allow_next_kernel();
+  let_later_start();
   const int64_t chunk_of_all = blockIdx.x / shoot.blocks_of_row;
   const int64_t s = chunk_of_all / shoot.chunks;
   const int w = int(chunk_of_all % shoot.chunks), first = w * shoot.chunk;
@@ -124,7 +114,7 @@ __global__ void __launch_bounds__(Track::kThreads) settle_kernel(const
   const int chunks = (column.length + shoot.chunk - 1) / shoot.chunk;
   const int64_t d = int64_t(blockIdx.x % shoot.groups_of_row * 32 + lane) * kN;
   Track track(p, column, d, shared);
-  wait_for_last_kernel();
+  wait_for_earlier();
 
   auto row = [&](float* of, int w, int rows, int i) {
     return Edge::at(of, p, shoot, s, w, rows, i, track.channel());
