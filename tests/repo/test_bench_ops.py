@@ -1,7 +1,5 @@
 """bench_ops --device cuda where there is no GPU: cases, gate, limits, rows, tables, ncu's log."""
 
-import importlib.machinery
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -94,7 +92,7 @@ def tiny(bench, **changes):
     return bench.cases.Case(**{"name": "lstm-2x16", "cell": "lstm", **sizes, **changes})
 
 
-def test_rows_limits_and_table(bench, monkeypatch, tmp_path, capsys):
+def test_rows_limits_and_table(bench, plot, monkeypatch, tmp_path, capsys):
     runner = fake_bench(bench, monkeypatch, 0.5)
     case = tiny(bench, peers=("loop", "sdpa"), limits=(0.4, 1.0))
     rows = []
@@ -110,9 +108,6 @@ def test_rows_limits_and_table(bench, monkeypatch, tmp_path, capsys):
     path = bench.common.append(rows, tmp_path)
     assert path.name == "nvidia-h200.csv"
     assert len(bench.common.append(rows, tmp_path).read_text().splitlines()) == 1 + 2 * len(rows)
-    loader = importlib.machinery.SourceFileLoader("plot_bench", str(ROOT / "scripts/plot_bench"))
-    plot = importlib.util.module_from_spec(importlib.util.spec_from_loader("plot_bench", loader))
-    loader.exec_module(plot)
     assert "| lstm | 2, 4, 2 x 16 | bf16 | 0.5 ms" in plot.cuda_table(path)
     assert "| **0.4** | loop 1.00x |" in plot.cuda_table(path)
 

@@ -1,8 +1,7 @@
 """bench_ops --suite pararnn: its cases, its floors, and the tables that plot_bench makes of rows."""
 
 import csv
-import importlib.machinery
-import importlib.util
+import importlib
 import sys
 from pathlib import Path
 
@@ -18,15 +17,6 @@ def suite(monkeypatch):
         monkeypatch.syspath_prepend(str(folder))
     yield importlib.import_module("suite_cuda")
     sys.modules.pop("suite_cuda")
-
-
-@pytest.fixture
-def plot(monkeypatch):
-    monkeypatch.syspath_prepend(str(FOLDERS[0]))
-    loader = importlib.machinery.SourceFileLoader("plot_bench", str(FOLDERS[0] / "plot_bench"))
-    module = importlib.util.module_from_spec(importlib.util.spec_from_loader("plot_bench", loader))
-    loader.exec_module(module)
-    return module
 
 
 def test_a_case_and_pass_is_one_row(suite):

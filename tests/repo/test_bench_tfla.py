@@ -2,8 +2,6 @@
 
 import csv
 import importlib
-import importlib.machinery
-import importlib.util
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -26,15 +24,6 @@ def modules(monkeypatch):
     yield [importlib.import_module(name) for name in OWN]
     for name in OWN:
         sys.modules.pop(name)
-
-
-@pytest.fixture
-def plot(monkeypatch):
-    monkeypatch.syspath_prepend(str(FOLDERS[0]))
-    loader = importlib.machinery.SourceFileLoader("plot_bench", str(FOLDERS[0] / "plot_bench"))
-    module = importlib.util.module_from_spec(importlib.util.spec_from_loader("plot_bench", loader))
-    loader.exec_module(module)
-    return module
 
 
 def test_cases_and_floors(modules):
