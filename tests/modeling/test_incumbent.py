@@ -35,9 +35,8 @@ def beam_search(model):
 def continuation(model):
     """A conversation goes on from the cache that generate returned."""
     options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
-    turn = model.generate(
-        PROMPT, attention_mask=torch.ones_like(PROMPT), return_dict_in_generate=True, **options
-    )
+    options |= {"return_dict_in_generate": True, "output_logits": True}
+    turn = model.generate(PROMPT, attention_mask=torch.ones_like(PROMPT), **options)
     text = torch.cat([turn.sequences, PROMPT], 1)
     mask = torch.ones_like(text)
     takes = "past_key_values" in inspect.signature(model.forward).parameters
@@ -45,7 +44,9 @@ def continuation(model):
     cache = {"past_key_values" if takes else "cache_params": cache}
     got = model.generate(text, attention_mask=mask, **cache, **options)
     want = model.generate(text, attention_mask=mask, **options)
-    assert torch.equal(got, want), "another text than from the beginning"
+    # the likeliest tokens of a wrong state are sometimes the right ones: its logits never
+    assert_close("logits", got.logits[0], want.logits[0], SAME)
+    assert torch.equal(got.sequences, want.sequences), "another text than from the beginning"
 
 
 def train(model):
@@ -108,7 +109,7 @@ BROKEN = {  # model -> behaviour -> its failure
         packed_documents: LEAK,
     },
     "Mamba2": {
-        continuation: (AssertionError, "another text"),  # reads all of it on top of the state
+        continuation: LEAK,  # reads all of it on top of the state
         packed_documents: LEAK,
     },
 }
