@@ -27,6 +27,13 @@ WARM = 20  # tokens ahead of those that are timed
 PEER_SHARE = 8  # peers, many times slower, are timed over so many times fewer tokens
 GRAPH = "-graph"
 FAMILIES = (flashcell.FlashRNNConfig, flashcell.FlashMLSTMConfig, flashcell.FlashXLSTMConfig)
+# xLSTM[7:1] with the sizes of its paper's 350M.
+SHAPES = {
+    "flash_xlstm": {
+        "hidden_size": 1024, "num_hidden_layers": 24, "num_heads": 4, "slstm_at": [3, 11, 19],
+        "vocab_size": 50304,
+    }
+}  # fmt: skip
 # Of 1.41 and 1.45 billion parameters, beside flash_gru_1b's 1.42.
 PEERS: dict[str, dict[str, Any]] = {
     "llama": {
@@ -46,10 +53,10 @@ NX_AI_KERNELS = {"chunkwise_kernel": "chunkwise--triton_limit_chunk", "chunk_siz
 NX_AI = "xlstm-nx-ai"
 
 
-def make_config(name: str) -> Any:
+def make_config(name: str, **changes: Any) -> Any:
     name = name.removesuffix(GRAPH)
-    if name in PEERS:
-        return AutoConfig.for_model(name, **PEERS[name])
+    if name in (PEERS | SHAPES):
+        return AutoConfig.for_model(name, **((PEERS | SHAPES)[name] | changes))
     if name == NX_AI:
         if not is_xlstm_available():
             raise SystemExit(f"{name} needs the packages xlstm and mlstm_kernels")
@@ -57,14 +64,14 @@ def make_config(name: str) -> Any:
     for family in FAMILIES:
         if name in family.presets:
             return family.preset(name)
-    known = [*PEERS, NX_AI, *(preset for family in FAMILIES for preset in family.presets)]
+    known = [*SHAPES, *PEERS, NX_AI, *(preset for family in FAMILIES for preset in family.presets)]
     raise SystemExit(f"{name} is no preset: {', '.join(known)}")
 
 
-def make_model(name: str, dtype: torch.dtype, device: str) -> Any:
+def make_model(name: str, dtype: torch.dtype, device: str, **changes: Any) -> Any:
     """Random weights, drawn where they stay: a model of 7 billion takes a second."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(make_config(name), dtype=dtype)
+        model = AutoModelForCausalLM.from_config(make_config(name, **changes), dtype=dtype)
     model = model.to_empty(device=device).eval()
     with torch.no_grad():
         for path, p in model.named_parameters():
