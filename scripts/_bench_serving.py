@@ -1,12 +1,9 @@
 """Continuous batching against padded static batches of the same size, for bench_models --serving."""
 
-import copy
 import math
 import random
 import resource
 import time
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -15,7 +12,6 @@ from _bench_common import Row
 import flashcell
 
 PROMPT, OUTPUT = (8, 2048), (1, 1024)  # tokens, log-uniform between these
-ENGINES = 6  # requests that are run alone at a time
 Texts = dict[int, list[int]]  # a request's tokens
 
 
@@ -84,24 +80,14 @@ def run_static(model, load: Load, slots: int, lanes: int | None) -> tuple[list[f
 
 def same_alone(model, load: Load, together: Texts, slots: int, lanes: int | None) -> bool:
     """Whether each of the load's requests gets the tokens when nobody is beside it that it got
-    `together`. On a GPU several are alone at a time, each with a model and a stream of its own."""
-    cuda, requests, wrong = model.device.type == "cuda", requests_of(load), []
-    models = [model, *(copy.deepcopy(model) for _ in range(ENGINES - 1 if cuda else 0))]
-    indices = iter(range(len(requests)))  # each is taken by one of the threads
-
-    def run_some(own) -> None:
-        with torch.cuda.stream(torch.cuda.Stream()) if cuda else nullcontext():
-            for index in indices:
-                engine = flashcell.generate_many(own, [requests[index]], slots=slots, lanes=lanes)
-                if next(engine).tokens != together[index]:
-                    wrong.append(index)
-
-    if cuda:
-        torch.cuda.synchronize()  # for the copies, which other streams read
-    with ThreadPoolExecutor(len(models)) as pool:
-        list(pool.map(run_some, models))
-    same, tokens = len(requests) - len(wrong), sum(load.outputs)
-    print(f"{same} of {len(requests)} requests, {tokens} tokens, are the same alone", *wrong)
+    `together`."""
+    wrong = []
+    for index, request in enumerate(requests_of(load)):
+        engine = flashcell.generate_many(model, [request], slots=slots, lanes=lanes)
+        if next(engine).tokens != together[index]:
+            wrong.append(index)
+    same, tokens = len(load.outputs) - len(wrong), sum(load.outputs)
+    print(f"{same} of {len(load.outputs)} requests, {tokens} tokens, are the same alone", *wrong)
     return not wrong
 
 

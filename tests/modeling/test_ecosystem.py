@@ -6,6 +6,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch._dynamo import lookup_backend
+from torch._dynamo.utils import counters
 from transformers import (
     AutoModelForCausalLM,
     BitsAndBytesConfig,
@@ -16,7 +17,7 @@ from transformers import (
 from transformers.generation import CompileConfig
 
 from cases import DEVICE
-from model_cases import VOCABULARY, cpu_only
+from model_cases import VOCABULARY, cpu_only, kinds
 from numerics import EPS, assert_close
 
 TEXTS = ["w3 w5 w7", "w11", "w13 w17 w19 w23 w29"]
@@ -78,6 +79,24 @@ def test_static_cache_decodes_in_one_graph(case, make_model, tokens, padded):
         )
         assert torch.equal(got, model.generate(ids, use_cache=False, **options))
     assert len(graphs) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", kinds())
+def test_static_cache_is_compiled_by_inductor(case, make_model, tokens):
+    """As generate does by itself on a GPU: mode reduce-overhead, one graph over two calls."""
+    model, compile_config = make_model(case), CompileConfig()
+    compile_config._compile_all_devices = True
+    torch._dynamo.reset()
+    counters.clear()
+    for length in (4, 7):
+        ids = tokens(2, length)
+        options = {**GREEDY, "attention_mask": torch.ones_like(ids)}
+        got = model.generate(
+            ids, cache_implementation="static", compile_config=compile_config, **options
+        )
+        assert torch.equal(got, model.generate(ids, **options))
+    assert counters["stats"]["unique_graphs"] == 1
 
 
 @cpu_only
