@@ -113,6 +113,7 @@ class Task:
     test_lengths: Lengths = (100, 100)
     training_rows: int | None = 10_000  # drawn once; None for new rows at every step
     test_rows: int = 100_000
+    asked: int | None = None  # positions of every row; None where rows differ
     full_block: bool = True  # the whole mixer of P's language model, or its recurrent cell alone
     norms: bool = True  # around the mixer
     positions: bool = False  # sinusoids are added to the embeddings
@@ -156,7 +157,7 @@ TASKS = {
     # F says: lengths up to 40, tested on 40 to 256, each uniform. Its model is not published; here it
     # is P's single layer. F names neither weight decay nor norms of gradients: there is none.
     "parity-extrapolation": Task(
-        parity, 2, (1, 40), (40, 256), None, 8192, full_block=False, max_recurrent=None,
+        parity, 2, (1, 40), (40, 256), None, 8192, 1, full_block=False, max_recurrent=None,
         steps=100_000, batch=256, learning_rates=(1e-2, 1e-3, 1e-4), warmup=0.1, last_rate=0.1,
         weight_decay=0.0,
     ),
@@ -164,10 +165,11 @@ TASKS = {
     # from the start, without which a gradient does not come back over 95 steps; and rows of parity that
     # are shorter than 100, at which learning begins.
     "keep-5th": Task(
-        partial(keep_nth, V=128, n=5), 128, full_block=False, norms=False, positions=True, memory=100
+        partial(keep_nth, V=128, n=5), 128, asked=1, full_block=False, norms=False, positions=True,
+        memory=100,
     ),
-    "parity": Task(parity, 2, (1, 100), full_block=False, max_recurrent=None),
-    "mqar": Task(partial(mqar, V=128, pairs=2), 128),
+    "parity": Task(parity, 2, (1, 100), asked=1, full_block=False, max_recurrent=None),
+    "mqar": Task(partial(mqar, V=128, pairs=2), 128, asked=2),
     "1-hop": Task(partial(k_hop, V=10, k=1), 10),
     "2-hop": Task(partial(k_hop, V=5, k=2), 5),
 }  # fmt: skip
