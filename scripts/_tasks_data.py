@@ -35,18 +35,21 @@ def parity(rng: np.random.Generator, count: int, lengths: Lengths) -> Rows:
     return x, _at(last, x.shape, x.sum(1) % 2)
 
 
-def mqar(rng: np.random.Generator, count: int, lengths: Lengths, V: int, pairs: int) -> Rows:
+def mqar(
+    rng: np.random.Generator, count: int, lengths: Lengths, V: int, pairs: int, noise_from: int
+) -> Rows:
     """Key-value pairs, then noise with each key once more; there, say its value.
 
-    P names "key-value pairs, then noise interwoven with the keys" and kappa = 2; the rest is
-    Zoology's (arXiv 2312.04927): keys in [1, V/2) and values in [V/2, V), each once; position
-    2 pairs + 2 g holds a query, the gaps g drawn without replacement with P(g) ~ (g + 1)^(a - 1),
-    a = 0.01; noise uniform in [0, V). kappa is read as the number of pairs.
+    P names "key-value pairs, then noise interwoven with the keys" and kappa = 2, read as the number
+    of pairs; the rest is Zoology's (arXiv 2312.04927): keys in [1, V/2) and values in [V/2, V), each
+    once; position 2 pairs + 2 g holds a query, the gaps g drawn without replacement with
+    P(g) ~ (g + 1)^(a - 1), a = 0.01. Noise is uniform in [noise_from, V): from V/2 on no key is
+    left without an answer, which is how P's "for each key its value" is read; Zoology's is from 0.
     """
     T, head, half = lengths[1], 2 * pairs, V // 2
     if lengths[0] != T or 2 * head > T:
         raise ValueError(f"lengths are {lengths}, but must be one length of at least {2 * head}")
-    x = rng.integers(0, V, (count, T))
+    x = rng.integers(noise_from, V, (count, T))
     keys = 1 + _distinct(rng, count, pairs, np.zeros(half - 1))
     values = half + _distinct(rng, count, pairs, np.zeros(V - half))
     gaps = np.arange((T - head) // 2)
@@ -59,12 +62,30 @@ def mqar(rng: np.random.Generator, count: int, lengths: Lengths, V: int, pairs: 
 
 
 def k_hop(rng: np.random.Generator, count: int, lengths: Lengths, V: int, k: int) -> Rows:
-    """x uniform in [0, V); at every position say where k hops lead (find_k of arXiv 2402.09268).
+    """x uniform in [0, V); at every position i say what followed the k-th last occurrence of x_i
+    before i.
 
-    A hop goes from position i to the one right after the last occurrence of x_i before i, and the
-    answer is the token there. Where a hop finds no occurrence nothing is asked: the published
-    parameter counts leave no room for a token that says so.
+    P: "hop back and report the value following its previous occurrence; keep on hopping back k
+    times". Where there is no such occurrence nothing is asked: the published parameter counts leave
+    no room for a token that says so.
     """
+    x, last = _uniform(rng, count, lengths, V)
+    rows, y = np.arange(count), np.full(x.shape, IGNORED)
+    after = np.full(
+        (count, V, k), IGNORED
+    )  # what followed the last k occurrences, the latest first
+    for i in range(x.shape[1]):
+        if i:
+            before = x[:, i - 1]
+            after[rows, before] = np.column_stack([x[:, i], after[rows, before, :-1]])
+        y[:, i] = after[rows, x[:, i], k - 1]
+    return x, np.where(np.arange(x.shape[1]) <= last[:, None], y, IGNORED)
+
+
+def find_k(rng: np.random.Generator, count: int, lengths: Lengths, V: int, k: int) -> Rows:
+    """The other reading of P's k-hop, which is that of arXiv 2402.09268: a hop goes from position i to
+    the one right after the last occurrence of x_i before i, and on from there; the answer is the
+    token where k hops lead. With k = 1 both are one."""
     x, last = _uniform(rng, count, lengths, V)
     rows, T = np.arange(count), x.shape[1]
     seen, hop = np.full((count, V), -1), np.empty_like(x)
@@ -143,7 +164,8 @@ class Task:
             return self.rows("train", seed, step, self.batch)
         epoch, index = divmod(step, self.training_rows // self.batch)
         if (seed, None) not in kept:
-            kept[seed, None] = self.rows("train", seed, 0, self.training_rows)
+            rows = self.rows("train", seed, 0, self.training_rows)
+            kept[seed, None] = tuple(part.astype(np.int16) for part in rows)
         if (seed, epoch) not in kept:
             order = np.random.default_rng([seed, epoch]).permutation(self.training_rows)
             kept.pop((seed, epoch - 1), None)
@@ -152,6 +174,8 @@ class Task:
         tokens, targets = (part[chosen] for part in kept[seed, None])
         return tokens, targets
 
+
+MANY = 200_000
 
 TASKS = {
     # F says: lengths up to 40, tested on 40 to 256, each uniform. Its model is not published; here it
@@ -162,14 +186,20 @@ TASKS = {
         weight_decay=0.0,
     ),
     # P's counts are those without norms for keep-nth, and with them for parity. Not P's: gates that hold
-    # from the start, without which a gradient does not come back over 95 steps; and rows of parity that
-    # are shorter than 100, at which learning begins.
+    # from the start, without which a gradient does not come back over 95 steps; rows of parity that
+    # are shorter than 100, at which learning begins; and MANY rows, where 10,000 were learnt by heart.
     "keep-5th": Task(
-        partial(keep_nth, V=128, n=5), 128, asked=1, full_block=False, norms=False, positions=True,
-        memory=100,
+        partial(keep_nth, V=128, n=5), 128, training_rows=MANY, asked=1, full_block=False,
+        norms=False, positions=True, memory=100,
     ),
     "parity": Task(parity, 2, (1, 100), asked=1, full_block=False, max_recurrent=None),
-    "mqar": Task(partial(mqar, V=128, pairs=2), 128, asked=2),
+    "mqar": Task(
+        partial(mqar, V=128, pairs=2, noise_from=64), 128, training_rows=MANY, asked=2
+    ),
+    "mqar-zoology": Task(
+        partial(mqar, V=128, pairs=2, noise_from=0), 128, training_rows=MANY, asked=2
+    ),
     "1-hop": Task(partial(k_hop, V=10, k=1), 10),
-    "2-hop": Task(partial(k_hop, V=5, k=2), 5),
+    "2-hop": Task(partial(k_hop, V=5, k=2), 5, training_rows=MANY),
+    "2-find": Task(partial(find_k, V=5, k=2), 5, training_rows=MANY),
 }  # fmt: skip

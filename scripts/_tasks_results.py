@@ -27,8 +27,10 @@ PUBLISHED = {
     "keep-5th": {"transformer": 1.0, "mamba2": 0.01, "flash_gru": 1.0, "flash_lstm": 1.0},
     "parity": {"transformer": 0.53, "mamba2": 0.52, "flash_gru": 1.0, "flash_lstm": 1.0},
     "mqar": {"transformer": 1.0, "mamba2": 1.0, "flash_gru": 1.0, "flash_lstm": 1.0},
+    "mqar-zoology": {},
     "1-hop": {"transformer": 0.82, "mamba2": 1.0, "flash_gru": 1.0, "flash_lstm": 1.0},
     "2-hop": {"transformer": 0.78, "mamba2": 0.98, "flash_gru": 1.0, "flash_lstm": 1.0},
+    "2-find": {},
 }  # fmt: skip
 MEAN_OF_SEEDS = ("parity-extrapolation",)
 Row = dict[str, str]
