@@ -72,8 +72,12 @@ def norm(x: Tensor, weight: Tensor | None) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [B, T, S, I], weight [S, O, I], bias [S, O] -> [B, T, S, O]."""
-    y = torch.einsum("btsi,soi->btso", x, weight)
+    """x [B, T, S, I], weight [S, O, I], bias [S, O] -> [B, T, S, O].
+
+    A product for each row of each model: the weights' gradient, a sum over B T, is then B sums that
+    run at once, where a single small one would keep a GPU waiting for most of a step.
+    """
+    y = torch.matmul(x.permute(2, 0, 1, 3), weight.transpose(1, 2)[:, None]).permute(1, 2, 0, 3)
     return y if bias is None else y + bias
 
 
@@ -94,9 +98,12 @@ def mix_dense(mixer: RecurrentMixer, p: Named, x: Tensor) -> Tensor:
 
 def mix_diagonal(cell: FlashGRU | FlashLSTM, p: Named, x: Tensor) -> Tensor:
     kernel = load_kernel("diagonal-rnn", x.device.type, cell.backend)
-    u = kernel.headwise_linear(
-        x.flatten(2), p["in_proj.weight"].flatten(0, 1), side_by_side(p["in_proj.bias"])
+    N, G, J, I = cell.in_proj.weight.shape
+    u = linear(
+        x.unflatten(-1, (N, I)).flatten(2, 3), p["in_proj.weight"].flatten(0, 1).flatten(1, 2)
     )
+    u = u.unflatten(-1, (G, J)).transpose(2, 3).flatten(3)  # [B, T, G, S N J], as a cell reads it
+    u = u + side_by_side(p["in_proj.bias"])
     rows = [side_by_side(p[name]) for name in ("a", "p") if name in p]
     if cell.max_recurrent is not None:
         rows = [Bound.apply(row, cell.max_recurrent) for row in rows]
