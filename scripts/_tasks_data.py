@@ -10,11 +10,12 @@ with extrapolation that of arXiv 2412.07752, appendix K (F). What a paper leaves
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 
 import numpy as np
 
 IGNORED = -100
+SPLITS = ("train", "validation", "test")
 Rows = tuple[np.ndarray, np.ndarray]  # tokens, targets [count, T]
 Kept = dict[tuple[int, int | None], tuple[np.ndarray, ...]]  # of (seed, None) and (seed, epoch)
 Lengths = tuple[int, int]  # the shortest and the longest row
@@ -70,16 +71,19 @@ def k_hop(rng: np.random.Generator, count: int, lengths: Lengths, V: int, k: int
     no room for a token that says so.
     """
     x, last = _uniform(rng, count, lengths, V)
-    rows, y = np.arange(count), np.full(x.shape, IGNORED)
+    first, columns = V * np.arange(count), np.ascontiguousarray(x.T)
     after = np.full(
-        (count, V, k), IGNORED
-    )  # what followed the last k occurrences, the latest first
-    for i in range(x.shape[1]):
+        (k, count * V), IGNORED
+    )  # what followed the last k of a token, the latest first
+    y = np.empty_like(columns)
+    for i in range(len(columns)):
         if i:
-            before = x[:, i - 1]
-            after[rows, before] = np.column_stack([x[:, i], after[rows, before, :-1]])
-        y[:, i] = after[rows, x[:, i], k - 1]
-    return x, np.where(np.arange(x.shape[1]) <= last[:, None], y, IGNORED)
+            before = first + columns[i - 1]
+            for n in range(k - 1, 0, -1):
+                after[n, before] = after[n - 1, before]
+            after[0, before] = columns[i]
+        y[i] = after[k - 1, first + columns[i]]
+    return x, np.where(np.arange(x.shape[1]) <= last[:, None], y.T, IGNORED)
 
 
 def find_k(rng: np.random.Generator, count: int, lengths: Lengths, V: int, k: int) -> Rows:
@@ -121,7 +125,7 @@ def _distinct(
     """[count, amount] different indices a row, drawn one by one in proportion to exp(log_weight):
     the largest of log_weight + Gumbel noise."""
     noisy = log_weight + rng.gumbel(size=(count, len(log_weight)))
-    return np.argsort(-noisy, 1)[:, :amount]
+    return np.argpartition(-noisy, range(amount), 1)[:, :amount]
 
 
 @dataclass(frozen=True)
@@ -151,10 +155,9 @@ class Task:
 
     def rows(self, split: str, seed: int, part: int, count: int) -> Rows:
         """The rows that (split, seed, part) names, wherever numpy draws the same from a seed."""
-        splits = ("train", "validation", "test")
-        if split not in splits:
-            raise ValueError(f"split is {split!r}, but must be one of {', '.join(splits)}")
-        rng = np.random.default_rng([splits.index(split), seed, part])
+        if split not in SPLITS:
+            raise ValueError(f"split is {split!r}, but must be one of {', '.join(SPLITS)}")
+        rng = np.random.default_rng([SPLITS.index(split), seed, part])
         return self.generate(rng, count, self.lengths if split == "train" else self.test_lengths)
 
     def training_batch(self, seed: int, step: int, kept: Kept) -> Rows:
@@ -164,8 +167,7 @@ class Task:
             return self.rows("train", seed, step, self.batch)
         epoch, index = divmod(step, self.training_rows // self.batch)
         if (seed, None) not in kept:
-            rows = self.rows("train", seed, 0, self.training_rows)
-            kept[seed, None] = tuple(part.astype(np.int16) for part in rows)
+            kept[seed, None] = _training_set(self.generate, self.lengths, self.training_rows, seed)
         if (seed, epoch) not in kept:
             order = np.random.default_rng([seed, epoch]).permutation(self.training_rows)
             kept.pop((seed, epoch - 1), None)
@@ -173,6 +175,13 @@ class Task:
         chosen = kept[seed, epoch][0][index * self.batch : (index + 1) * self.batch]
         tokens, targets = (part[chosen] for part in kept[seed, None])
         return tokens, targets
+
+
+@lru_cache(maxsize=6)
+def _training_set(generate: Generator, lengths: Lengths, count: int, seed: int) -> Rows:
+    rng = np.random.default_rng([SPLITS.index("train"), seed, 0])
+    tokens, targets = generate(rng, count, lengths)
+    return tokens.astype(np.int16), targets.astype(np.int16)
 
 
 MANY = 200_000
