@@ -204,10 +204,10 @@ class Trainer:
 
         return replay
 
-    def train(self, solved: float) -> Iterator[None]:
-        """Until every seed is solved at some learning rate, or the steps are over. A run is solved when
-        two checks in a row find a validation accuracy of at least `solved`. It yields between the
-        steps' launch and their end, when a GPU has time for other trainers."""
+    def train(self, solved: float, seconds: float = float("inf")) -> Iterator[None]:
+        """Until every seed is solved at some learning rate, or the steps or `seconds` are over. A run is
+        solved when two checks in a row find a validation accuracy of at least `solved`. It yields
+        between the steps' launch and their end, when a GPU has time for other trainers."""
         started, step = time.monotonic(), 0
         while self.live and step < self.task.steps:
             count = min(self.check_every, self.task.steps - step)
@@ -217,10 +217,12 @@ class Trainer:
                     loss = self.replay()
             step += count
             yield
+            spent = time.monotonic() - started
+            last = step == self.task.steps or spent > seconds
             with self.aside():
-                self.check(step, loss, solved, time.monotonic() - started)
+                self.check(step, loss, solved, spent, last)
 
-    def check(self, step: int, loss: Tensor, solved: float, spent: float) -> None:
+    def check(self, step: int, loss: Tensor, solved: float, spent: float, last: bool) -> None:
         accuracy = accuracies(self.stack, self.validation, self.task.asked).tolist()
         for run, value, right in zip(self.live, loss.tolist(), accuracy, strict=True):
             run.step, run.loss = step, value
@@ -236,10 +238,10 @@ class Trainer:
         print(
             f"{self.name:12} {step:>7} {spent:6.0f} s  seed:rate loss accuracy  {said}", flush=True
         )
-        over = self.solved_rate() or step == self.task.steps
+        over = self.solved_rate() or last
         for run in self.live if over else []:
             if run.status == "running":
-                run.status = "limit" if step == self.task.steps else "stopped"
+                run.status = "limit" if last else "stopped"
         self.end()
 
     def solved_rate(self) -> float | None:

@@ -112,6 +112,15 @@ def test_it_learns_and_stops_when_every_seed_has():
     assert all(run.step < EASY.steps for run in trained)
 
 
+def test_time_ends_a_run_at_its_next_check():
+    trainer = Trainer(EASY, "gru", [Run(0, 1e-3)], DEVICE, "reference", 4)
+    for _ in trainer.train(1.1, seconds=0.0):
+        pass
+    (run,) = trainer.runs
+    assert (run.status, run.step) == ("limit", 4)
+    assert run.accuracy > 0
+
+
 def test_a_run_that_diverges_ends_alone():
     runs = [Run(0, 1e38), Run(0, 3e-3)]
     task = dataclasses.replace(EASY, steps=30)
