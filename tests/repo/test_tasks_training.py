@@ -181,8 +181,10 @@ def test_the_table_shows_the_best_learning_rate(tmp_path):
         for seed, value in enumerate(accuracy):
             row = {**fixed, "steps": steps, "learning_rate": rate, "status": status, "step": step}
             append([{**row, "seed": seed, "accuracy": value}], path)
+    partly = {**fixed, "steps": 900, "learning_rate": "0.02", "step": 100, "accuracy": 1.0}
+    append([{**partly, "seed": n, "status": s} for n, s in enumerate(("solved", "stopped"))], path)
     with path.open() as file:
-        assert len(list(csv.DictReader(file))) == 8
+        assert len(list(csv.DictReader(file))) == 10
     ((name, found),) = summary(read(path)).items()
     assert name == ("parity-extrapolation", "lstm")
     assert {row["learning_rate"] for row in found} == {"0.01"}
