@@ -272,3 +272,44 @@ def test_tiny_scan(diagonal_rnn, shape, n, reverse, dtype):
     tolerance = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 1e-5}[dtype]
     for key in exact:
         assert_close(key, got[key].cpu().double(), exact[key], tolerance)
+
+
+def by_doubling(a, b, h0):
+    """linear_scan in float64 in log2(T) steps."""
+    a, b = a.double(), b.double()
+    b[:, 0] += a[:, 0] * h0.double()
+    span = 1
+    while span < a.shape[1]:
+        b[:, span:] = torch.addcmul(b[:, span:], a[:, span:], b[:, :-span])
+        a[:, span:] = a[:, span:] * a[:, :-span]
+        span *= 2
+    return b
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=short)
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("D", [1032, 520])
+def test_long_scan(diagonal_rnn, D, reverse, dtype):
+    """Enough steps for the clusters that plan.h keeps for them; a part of a tile and of a column."""
+    a, b, h0 = draw((1, 2**26 // D + 37, D), None, dtype)
+    h = diagonal_rnn.linear_scan(a, b, h0, reverse=reverse)
+    ahead = lambda t: some_of(t, D).flip(1) if reverse else some_of(t, D)
+    exact = by_doubling(ahead(a), ahead(b), some_of(h0, D))
+    assert_close("h", ahead(h).double(), exact, {torch.float32: 2e-7, torch.bfloat16: 3e-3}[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=short)
+def test_scans_that_overlap_wait_for_each_other(diagonal_rnn, dtype):
+    """A scan by clusters starts while the one ahead of it ends: its input, and memory used again."""
+    scan = diagonal_rnn.linear_scan
+    a, b, h0 = draw((1, 700, 512), None, dtype)
+    a, results = 0.3 * a, []
+    for wait in (True, False):
+        h = b
+        for _ in range(60):
+            h = 0.2 * scan(a, scan(a, scan(a, h, h0), h0, reverse=True)) + 0.2 * scan(a, h, h0)
+            if wait:
+                torch.cuda.synchronize()
+        results.append(h)
+    assert results[0].isfinite().all()
+    assert_bitwise("h", results[1], results[0])

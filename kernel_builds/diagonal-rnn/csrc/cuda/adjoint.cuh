@@ -7,7 +7,8 @@
 namespace flashcell::cuda {
 
 // With kStatesOnce a walk reads the states once in a group of steps and computes those between
-// again: a seventh of the bytes less, and no function more, for their gates are wanted anyway.
+// again: fewer bytes (GRU 28.5 for 32 in groups of 8, LSTM 30 for 36 in fours) and no more gates,
+// which are wanted anyway.
 template <typename Cell, typename IOOf, int kNOf, bool kMaskedOf, bool kStatesOnce = false>
 struct Adjoint {
   using Params = BackwardParams;

@@ -26,13 +26,15 @@ struct Clusters {
     const int blocks = int(std::clamp<int64_t>(tiles, 1, most));
     auto kernel = cluster_scan_kernel<Tile>;
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes));
-    cudaLaunchAttribute cluster{};
-    cluster.id = cudaLaunchAttributeClusterDimension;
-    cluster.val.clusterDim = {unsigned(blocks), 1, 1};
+    cudaLaunchAttribute attributes[2]{};  // a cluster of one block is a cluster too
+    attributes[0].id = cudaLaunchAttributeClusterDimension;
+    attributes[0].val.clusterDim = {unsigned(blocks), 1, 1};
+    attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[1].val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config{};
     config.gridDim = unsigned(columns * blocks), config.blockDim = Tile::kThreads;
     config.dynamicSmemBytes = kSharedBytes, config.stream = to.stream;
-    config.attrs = &cluster, config.numAttrs = 1;
+    config.attrs = attributes, config.numAttrs = 2;
     const int rounds = int(ceil_div(p.T, int64_t(Tile::kLength) * blocks));
     check(cudaLaunchKernelEx(&config, kernel, p, rounds, int(groups_of_row)));
   }
