@@ -1,4 +1,4 @@
-"""Tables of decoded tokens from scripts/results: generate, prompts and what follows them, serving."""
+"""Tables of decoded tokens from scripts/results: generate, on a GPU and on a CPU, prompts, serving."""
 
 from functools import partial
 from pathlib import Path
@@ -87,6 +87,23 @@ def serving_table(path: Path) -> str:
     return text
 
 
+def decode_cpu_table(path: Path) -> str:
+    cases = {(r["model"], r["threads"], r["batch"]): r for r in read(path)}
+    rows = list(cases.values())
+    text = stamp(path, rows) + (
+        "| model | threads | rows | ms a token | tokens/s | the reference's ms | times as fast | asked |\n"
+        "|---|---|---|---|---|---|---|---|\n"
+    )
+    for row in rows:
+        ours, ratio = float(row["p50_ms"]), float(row["ratio"])
+        text += (
+            f"| {row['model']} | {row['threads']} | {row['batch']} | {ours:.3g} | "
+            f"{int(row['batch']) / ours * 1e3:,.0f} | {float(row['reference_p50_ms']):.3g} | "
+            f"{marked(f'{ratio:.1f}', ratio >= float(row['required']))} | {row['required']} |\n"
+        )
+    return text
+
+
 def family_table(path: Path, models: tuple[str, ...]) -> str:
     """A model card's: generate, and the longest prompt."""
     decoded = {(r["model"], r["batch"]): r for r in newest(path, "decode", "model", "batch")}
@@ -124,6 +141,7 @@ def accelerate_table(path: Path) -> str:
 
 
 TABLES = {
+    "decode-cpu": (decode_cpu_table, "reference_p50_ms"),
     **{f"{f}-decode": (partial(family_table, models=m), "ms_token") for f, m in MEASURED.items()},
     "accelerate": (accelerate_table, "theirs_ms"),
     "decode": (decode_table, "ms_token"),
