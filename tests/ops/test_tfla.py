@@ -43,6 +43,23 @@ def run(kernel, call, upstream, **options):
     return {k: v.detach() for k, v in named.items()}
 
 
+class Peer:
+    """The reference in its own dtype, but for h and its gradient between the cell and the epilogue:
+    there the ops round them to 16 bits. Behind a norm that is what is left of the divisor's gradient,
+    -(dh h) / N: dh h is 1e-7 of |dh| |h|, and its roundings are 4e-4."""
+
+    @staticmethod
+    def mlstm(**call):
+        names = ("out_gate", "norm", "norm_weight", "norm_eps")
+        end = {name: call.pop(name, None) for name in names}
+        h, last = reference.mlstm(**call)
+        if end["norm"] is None and end["out_gate"] is None:
+            return h, last
+        end["norm_eps"] = end["norm_eps"] or 1e-6
+        wide = h.to(last[0].dtype)
+        return reference.functional.finish("reference", wide, h.dtype, **end), last
+
+
 def upstream(call, dtype):
     """Random output gradients, representable in `dtype`."""
     h, last = reference.mlstm(**call)
@@ -51,13 +68,12 @@ def upstream(call, dtype):
 
 # How far from float64, relative to the size of the tensor, beside four times what a divisor that nearly
 # cancels does to the reference: its own error in that dtype, or, in fp32, what it moves by where inputs move by TERM.
-# fp64: worst seen 1.8e-13. df is a difference
-# of two sums, and behind a norm so is the gradient of n. bf16 rounds weights, states and their gradients to bf16 as operands of products.
+# fp64: worst seen 1.8e-13. df is a difference of two sums. bf16 rounds weights, states and their gradients to bf16 as operands of products.
 ROUNDINGS = {
     torch.float64: (1e-12, {}),
     torch.float32: (1e-5, {}),
-    torch.float16: (2e-3, {"df": 4e-3, "dstate[1]": 1e-2}),
-    torch.bfloat16: (6e-3, {"df": 2.5e-2, "dstate[1]": 4e-2}),
+    torch.float16: (2e-3, {"df": 4e-3}),
+    torch.bfloat16: (6e-3, {"df": 2.5e-2}),
 }
 
 TERM = 2**-22  # what a tensor core loses of a term of an fp32 product, split into three of tf32
@@ -69,14 +85,14 @@ def moved(call, given, exact):
     return {key: rms(near[key] - exact[key]) if exact[key].numel() else 0.0 for key in exact}
 
 
-def assert_near(name, key, got, exact, peer, dtype, single_step, lost=0.0):
+def assert_near(name, key, got, exact, near, dtype, single_step, lost=0.0):
     usual, special = ROUNDINGS[dtype]
     assert got.shape == exact.shape
     if got.numel() == 0:
         return
     # One step of one head has gradients that are exactly 0: their terms are of size one.
     scale = max(rms(exact), 1.0) if single_step else rms(exact)
-    allowed = 4 * max(rms(peer - exact), lost) + special.get(key, usual) * scale
+    allowed = 4 * max(rms(near - exact), lost) + special.get(key, usual) * scale
     error = rms(got - exact)
     assert error <= allowed, (
         f"{name}: {error:.3g} > {allowed:.3g} ({scale:.3g}); {worst(got, exact)}"
@@ -89,16 +105,16 @@ def test_kernel_is_as_exact_as_the_reference(tfla, cell, case, dtype):
     call = make(cell, case, dtype)
     given = upstream(call, dtype)
     got = run(tfla, call, given, backend=DEVICE)
-    peer = run(reference, call, given)
+    near = run(Peer, call, given)
     exact = run(reference, upcast(call), given)
     assert got.keys() == exact.keys()
     lost = moved(call, given, exact) if dtype == torch.float32 else {}
-    fits = {key: bool(peer[key].isfinite().all()) for key in peer}  # fp16 ends at 65504
+    fits = {key: bool(near[key].isfinite().all()) for key in near}  # fp16 ends at 65504
     for key in exact:
         if key.startswith("d") and not all(fits.values()):
             assert bool(got[key].isfinite().all()) == fits[key], f"{cell} {case} {key}"
             continue
-        args = (got[key], exact[key], peer[key], dtype, case.T == 1, lost.get(key, 0.0))
+        args = (got[key], exact[key], near[key], dtype, case.T == 1, lost.get(key, 0.0))
         assert_near(f"{cell} {case} {key}", key, *args)
 
 

@@ -90,11 +90,11 @@ def judge_case(tfla, order, cell, case, dtype, **options):
     call = make(cell, case, dtype)
     given = judge.upstream(call, dtype)
     got = run_orders(tfla, order, call, given, **options)
-    peer, exact = judge.run(reference, call, given), judge.run(reference, upcast(call), given)
+    near, exact = judge.run(judge.Peer, call, given), judge.run(reference, upcast(call), given)
     assert got.keys() == exact.keys()
     for key in exact:
         name = f"{cell} {case} {key}"
-        judge.assert_near(name, key, got[key], exact[key], peer[key], dtype, case.T == 1)
+        judge.assert_near(name, key, got[key], exact[key], near[key], dtype, case.T == 1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=judge.short)
