@@ -141,6 +141,12 @@ def test_backward_from_kept_states(tfla, cell, masks):
     test_tfla_cuda.test_backward_from_kept_states(tfla, cell, masks)
 
 
+@pytest.mark.parametrize("T", [125, 131])
+def test_a_row_that_has_most_of_the_gradient(tfla, order, T):
+    order("processors=3")
+    test_tfla_bf16.test_a_row_that_has_most_of_the_gradient(tfla, T)
+
+
 def test_segments_join(tfla, order):
     """A sequence long enough to be cut for the states' walk: not by one processor, in two by many."""
     call = make("exp", Case(1, 1100, 2, 16, 8, ("state",), 64, f=6.0), torch.float32)
