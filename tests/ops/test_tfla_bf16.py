@@ -43,13 +43,13 @@ def test_fp16_at_a_models_width(tfla, cell, i, f, size):
 
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="the CPU rounds such rows as it does others")
-@pytest.mark.parametrize("T", [125, 131, 134])
-def test_a_row_that_has_most_of_the_gradient(tfla, T):
+def test_a_row_that_has_most_of_the_gradient(tfla):
     """Its divisor nearly cancels, and few steps have weight: rounding their dS and W once makes up to
     3.1e-3. The rounding of the results is 1.7e-3."""
-    call = make("exp", Case(1, T, 1, 40, 136, (), 128, 10.0, 3.0), torch.bfloat16)
-    given = [normal(call["v"].shape, torch.bfloat16), torch.zeros(1, 1, 40, 136)]
-    given.append(torch.zeros(1, 1, 40))
-    got, exact = run(tfla, call, given), run(reference, upcast(call), given)
-    for key in ("dq", "dk", "dv", "di"):
-        assert_close(key, got[key].double(), exact[key], 2.2e-3)
+    for T in (125, 131, 134):
+        call = make("exp", Case(1, T, 1, 40, 136, (), 128, 10.0, 3.0), torch.bfloat16)
+        given = [normal(call["v"].shape, torch.bfloat16), torch.zeros(1, 1, 40, 136)]
+        given.append(torch.zeros(1, 1, 40))
+        got, exact = run(tfla, call, given), run(reference, upcast(call), given)
+        for key in ("dq", "dk", "dv", "di"):
+            assert_close(key, got[key].double(), exact[key], 2.2e-3)

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_tfla import DTYPES, SEQUENCE, SMALL, Peer, assert_near, run, short, upstream
+from mlstm_peer import Peer
+from test_tfla import DTYPES, SEQUENCE, SMALL, assert_near, run, short, upstream
 from test_tfla_door import op_arguments
 
 from cases import DEVICE, to_device, upcast
