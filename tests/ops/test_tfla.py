@@ -52,12 +52,13 @@ def upstream(call, dtype):
 
 # How far from float64, relative to the size of the tensor, beside four times what a divisor that nearly
 # cancels does to the reference: its own error in that dtype, or, in fp32, what it moves by where inputs move by TERM.
-# fp64: worst seen 1.8e-13. df is a difference of two sums. bf16 rounds weights, states and their gradients to bf16 as operands of products.
+# fp64: worst seen 1.8e-13. df is a difference of two sums; where nothing comes in (i -10), n's gradient is that
+# of few rows whose divisor nearly cancels. bf16 rounds weights, states and their gradients to bf16 as operands of products.
 ROUNDINGS = {
     torch.float64: (1e-12, {}),
     torch.float32: (1e-5, {}),
     torch.float16: (2e-3, {"df": 4e-3}),
-    torch.bfloat16: (6e-3, {"df": 2.5e-2}),
+    torch.bfloat16: (6e-3, {"df": 2.5e-2, "dstate[1]": 1e-2}),
 }
 
 TERM = 2**-22  # what a tensor core loses of a term of an fp32 product, split into three of tf32
