@@ -55,7 +55,7 @@ DEVICE void fetch_row([[maybe_unused]] const void* row, [[maybe_unused]] int byt
 // All thread blocks of a cluster have come so far: in two halves, with work between them.
 DEVICE void cluster_arrive() {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.arrive;" ::: "memory");
+  asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
 #endif
 }
 DEVICE void cluster_wait() {
@@ -63,6 +63,9 @@ DEVICE void cluster_wait() {
   asm volatile("barrier.cluster.wait;" ::: "memory");
 #endif
 }
+
+// The compiler learns that there are kThreads.
+DEVICE int thread() { return int(threadIdx.x % kThreads); }
 
 struct Factors {
   float keep, add, m;  // of the state, of k v, and the state's scale from now on
@@ -77,6 +80,10 @@ DEVICE Factors find_factors(const StepParams& p, float input, float forget, floa
   return {keep, expf(float(double(log_i) - double(m))), m};
 }
 
+struct KeyRow {  // of a head
+  float key, query, n;
+};
+
 // What a head's step reads, but for C and v.
 template <typename IO>
 struct Head {
@@ -84,8 +91,8 @@ struct Head {
   const IO *k, *q;
   const float *i, *f, *m, *n;  // m and n null for 0
 
-  DEVICE Head(const StepParams& p, int number)
-      : state(number), b(number / int(p.H)), h(number % int(p.H)), K(int(p.K)) {
+  DEVICE Head(const StepParams& p, int number, int K)
+      : state(number), b(number / int(p.H)), h(number % int(p.H)), K(K) {
     k = at<IO>(p.k, b, h), q = at<IO>(p.q, b, h);
     i = at<float>(p.i, b, h), f = at<float>(p.f, b, h);
     m = p.m ? static_cast<const float*>(p.m) + state : nullptr;
@@ -100,64 +107,72 @@ struct Head {
     if (warp == 5 && m != nullptr) fetch_row(m, own);
   }
   DEVICE float m_before() const { return m != nullptr ? *m : 0.0f; }
-  DEVICE float n_before(int r) const { return n != nullptr && r < K ? n[r] : 0.0f; }
-  // Where nobody reads the old ones any more; `own_n` is that of the thread's first row.
-  DEVICE void write_n_and_m(const StepParams& p, const Factors& factors, float own_n) const {
+  DEVICE KeyRow row(int r) const {
+    if (r >= K) return {};
+    return {to_float(k[r]), to_float(q[r]), n != nullptr ? n[r] : 0.0f};
+  }
+  // Where nobody reads the old ones any more; `own` is the thread's first row.
+  DEVICE void write_n_and_m(const StepParams& p, const Factors& factors, const KeyRow& own) const {
     float* next_n = static_cast<float*>(p.next_n) + int64_t(state) * K;
-#pragma unroll 1
-    for (int r = threadIdx.x; r < K; r += blockDim.x, own_n = n_before(r)) {
-      next_n[r] = times(factors.keep, own_n) + factors.add * to_float(k[r]);
-    }
-    if (threadIdx.x == 0 && p.next_m != nullptr) static_cast<float*>(p.next_m)[state] = factors.m;
+    const auto write = [&](int r, const KeyRow& old) {
+      if (r < K) next_n[r] = times(factors.keep, old.n) + factors.add * old.key;
+    };
+    write(thread(), own);
+#pragma unroll 1  // few heads are so wide
+    for (int r = thread() + kThreads; r < K; r += kThreads) write(r, row(r));
+    if (thread() == 0 && p.next_m != nullptr) static_cast<float*>(p.next_m)[state] = factors.m;
   }
 };
 
 // C of kTileColumns of a head, and their h: in `unrounded` where an epilogue follows. The first
-// `fetching` thread blocks, which run at once, fetch `bytes` of C each.
-template <typename IO, bool kCluster>
+// `fetching` thread blocks, which run at once, fetch `bytes` of C each. kKey and kValue are K and
+// V, or 0 for any.
+template <typename IO, bool kCluster, int kKey, int kValue>
 __global__ void __maxnreg__(kRegisters) step_kernel(const StepParams p, float* unrounded,
                                                     int fetching, int bytes) {
   using Four = Row<kLanes, 4, 1>;
   float2* rows = reinterpret_cast<float2*>(memory);  // [K] key and query
   __shared__ float4 parts[kWarps][kLanes];
   __shared__ float4 read[kWarps];  // n q and k q of a warp's rows, and m
-  const int K = int(p.K), V = int(p.V), tiles = (V + kTileColumns - 1) / kTileColumns;
+  const int K = kKey > 0 ? kKey : int(p.K), V = kValue > 0 ? kValue : int(p.V);
+  const int tiles = (V + kTileColumns - 1) / kTileColumns;
   const int part = int(blockIdx.x) % tiles, tile = part * kTileColumns;
-  const Head<IO> head(p, int(blockIdx.x) / tiles);
-  const int first = int(threadIdx.x) / kLanes, column = tile + Four::column(0);
-  const int64_t all = int64_t(head.state) * K * V;
-  const float* C = p.C != nullptr ? static_cast<const float*>(p.C) + all + column : nullptr;
-  float* next = static_cast<float*>(p.next_C) + all + column;
-  const int kept_rows = column < V ? K : 0, old_rows = C != nullptr ? kept_rows : 0;
-  if (int(blockIdx.x) < fetching && threadIdx.x == 0) {
-    fetch(reinterpret_cast<const char*>(C - column) + part * bytes, bytes);
+  const Head<IO> head(p, int(blockIdx.x) / tiles, K);
+  const IO* v = at<IO>(p.v, head.b, head.h) + tile;
+  const int first = thread() / kLanes, column = tile + Four::column(0);
+  const int64_t all = int64_t(head.state) * K * V, own_part = all + int64_t(first) * V + column;
+  const float* C = static_cast<const float*>(p.C);
+  float* next = static_cast<float*>(p.next_C) + own_part;
+  const bool inside = kValue > 0 || column < V, has_old = inside && C != nullptr;
+  static_assert(kValue % kTileColumns == 0);
+  if (int(blockIdx.x) < fetching && thread() == 0) {
+    fetch(reinterpret_cast<const char*>(C + all) + part * bytes, bytes);
   }
   head.fetch();
+  if (threadIdx.x / 32 == 6) fetch_row(v, min(V - tile, kTileColumns) * int(sizeof(IO)));
   wait_for_earlier();
   if (kCluster) let_later_start();
 
   const float input = *head.i, forget = *head.f, before = head.m_before();
-  const bool has_row = int(threadIdx.x) < K;
-  const float key = has_row ? to_float(head.k[threadIdx.x]) : 0.0f;
-  const float query = has_row ? to_float(head.q[threadIdx.x]) : 0.0f;
-  const float n = head.n_before(int(threadIdx.x));
+  const KeyRow own = head.row(thread());
   Four value;
-  value.load(at<IO>(p.v, head.b, head.h) + tile, V - tile);
+  value.load(v, V - tile);
   float4 old[kUnroll];
   const auto load = [&](int row) {
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
       const int r = row + u * kRowsAtOnce;
-      old[u] = r < old_rows ? __ldcs(reinterpret_cast<const float4*>(C + r * V)) : float4{};
+      const float* from = C + own_part + int64_t(r) * V;
+      old[u] = has_old && first + r < K ? __ldcs(reinterpret_cast<const float4*>(from)) : float4{};
     }
   };
-  load(first);
-  float n_q = n * query, k_q = key * query;
-  if (has_row) rows[threadIdx.x] = {key, query};
+  load(0);
+  float n_q = own.n * own.query, k_q = own.key * own.query;
+  if (thread() < K) rows[thread()] = {own.key, own.query};
 #pragma unroll 1  // few heads are so wide
-  for (int r = int(threadIdx.x) + kThreads; r < K; r += kThreads) {
-    const float2 own = {to_float(head.k[r]), to_float(head.q[r])};
-    n_q += head.n_before(r) * own.y, k_q += own.x * own.y, rows[r] = own;
+  for (int r = thread() + kThreads; r < K; r += kThreads) {
+    const KeyRow more = head.row(r);
+    n_q += more.n * more.query, k_q += more.key * more.query, rows[r] = {more.key, more.query};
   }
 #pragma unroll
   for (int mask = 16; mask > 0; mask /= 2) {
@@ -176,20 +191,21 @@ __global__ void __maxnreg__(kRegisters) step_kernel(const StepParams p, float* u
 #pragma unroll
   for (float& x : value.x) x *= factors.add;
   float sum[4] = {};
-  for (int row = first; row < kept_rows; row += kUnroll * kRowsAtOnce) {
-    if (row != first) load(row);
+  for (int row = 0; row < K; row += kUnroll * kRowsAtOnce) {
+    if (row > 0) load(row);
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
       const int r = row + u * kRowsAtOnce;
-      if (r >= kept_rows) continue;
-      const float2 key_query = rows[r];
+      if (!inside || first + r >= K) continue;
+      const float2 key_query = rows[first + r];
       float x[4] = {old[u].x, old[u].y, old[u].z, old[u].w};
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         x[e] = times(factors.keep, x[e]) + key_query.x * value.x[e];
         sum[e] += key_query.y * x[e];
       }
-      __stcs(reinterpret_cast<float4*>(next + r * V), make_float4(x[0], x[1], x[2], x[3]));
+      float* to = next + int64_t(r) * V;
+      __stcs(reinterpret_cast<float4*>(to), make_float4(x[0], x[1], x[2], x[3]));
     }
   }
 #pragma unroll
@@ -202,7 +218,7 @@ __global__ void __maxnreg__(kRegisters) step_kernel(const StepParams p, float* u
   }
   if (kCluster) {
     cluster_wait();
-    if (part == 0) head.write_n_and_m(p, factors, n);
+    if (part == 0) head.write_n_and_m(p, factors, own);
   }
   __syncthreads();
   if (threadIdx.x >= kLanes) return;
@@ -234,13 +250,13 @@ __global__ void __maxnreg__(kRegisters) step_kernel(const StepParams p, float* u
 template <typename IO>
 __global__ void __launch_bounds__(kThreads) finish_kernel(const StepParams p,
                                                           const float* unrounded) {
-  const Head<IO> head(p, int(blockIdx.x));
+  const Head<IO> head(p, int(blockIdx.x), int(p.K));
   let_later_start();
   if (p.normalized) {
-    const float n = head.n_before(int(threadIdx.x));
+    const KeyRow own = head.row(thread());
     const Factors factors = find_factors(p, *head.i, *head.f, head.m_before());
     __syncthreads();  // all have read m
-    head.write_n_and_m(p, factors, n);
+    head.write_n_and_m(p, factors, own);
   }
   wait_for_earlier();  // what comes later waits for this kernel alone
   if (unrounded == nullptr) return;
@@ -254,6 +270,15 @@ __global__ void __launch_bounds__(kThreads) finish_kernel(const StepParams p,
   }
   finish_row<IO>(p.epilogue, row, weight, gate, V);
   row.store(static_cast<IO*>(p.h) + int64_t(head.state) * V, V);
+}
+
+// Loops and addresses are half of what stands between a wait and the loads: the widths of models
+// are known when they are compiled.
+template <typename IO, bool kCluster>
+auto step_kernel_for(int64_t K, int64_t V) {
+  if (K == 256 && V == 512) return step_kernel<IO, kCluster, 256, 512>;
+  if (K == 128 && V == 256) return step_kernel<IO, kCluster, 128, 256>;
+  return step_kernel<IO, kCluster, 0, 0>;
 }
 
 }  // namespace
@@ -279,8 +304,9 @@ void run_step(const StepParams& p, const Device& device, void* scratch, cudaStre
   const int shared = int(p.K * int64_t(sizeof(float2)));
   Grid grid{blocks, kThreads, shared, stream, early};
   if (cluster) grid.cluster = int(tiles);
-  launch(cluster ? step_kernel<IO, true> : step_kernel<IO, false>, grid, p, unrounded,
-         int(fetching), int(bytes / 16 * 16));
+  const auto kernel =
+      cluster ? step_kernel_for<IO, true>(p.K, p.V) : step_kernel_for<IO, false>(p.K, p.V);
+  launch(kernel, grid, p, unrounded, int(fetching), int(bytes / 16 * 16));
   if (cluster || (!p.normalized && unrounded == nullptr)) return;
   launch(finish_kernel<IO>, {states, kThreads, 0, stream, early}, p, unrounded);
 }
