@@ -45,10 +45,11 @@ def test_a_state_in_place_at_any_address(tfla, cell):
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="on the CPU a task has a head")
 @pytest.mark.parametrize("epilogue", [(), ("layer",)], ids=["plain", "epilogue"])
+@pytest.mark.parametrize(("K", "V"), [(128, 256), (256, 256), (256, 512)])
 @pytest.mark.parametrize("B", [1, 48])
-def test_a_step_in_place_of_many_thread_blocks(tfla, cell, B, epilogue):
+def test_a_step_in_place_of_many_thread_blocks(tfla, cell, B, K, V, epilogue):
     """Each reads n and m for itself: more than run at once, so that the last begin when the first end."""
-    call = make(cell, Case(B, 1, 8, 256, 256, ("state", *epilogue)), torch.bfloat16)
+    call = make(cell, Case(B, 1, 8, K, V, ("state", *epilogue)), torch.bfloat16)
     call.pop("chunk_size")
     call |= {k: call[k][:, 0] for k in SEQUENCE if k in call}
     want, last = tfla.mlstm_step(**call)
@@ -168,11 +169,13 @@ SEQUENCES = [
     Case(5, 60, 1, 96, 24, ("state", "ones"), 256),
     Case(2, 33, 1, 24, 40, ("state", "strided", "layer"), 16),
 ]
+USUAL_WIDTHS = [(128, 256), (256, 512)]  # a step knows them at compile time
 STEPS = [
     Case(1, 1, 1, 8, 8),
     Case(3, 1, 2, 24, 40, ("state", "layer")),
     Case(2, 1, 3, 96, 80, ("state", "rms")),
     Case(2, 1, 1, 264, 520, ("state",)),
+    *(Case(1, 1, 2, K, V, ("state",)) for K, V in USUAL_WIDTHS),
 ]
 
 

@@ -160,6 +160,18 @@ def test_step(tfla, order, cell, dtype, words):
     judge.test_step(tfla, cell, dtype)
 
 
+@pytest.mark.parametrize(("K", "V"), test_tfla_cuda.USUAL_WIDTHS)
+def test_step_of_usual_widths(tfla, order, cell, K, V):
+    for words, dtype in zip(ORDERS[:2], DTYPES, strict=True):
+        order(words)
+        call = make(cell, Case(1, 1, 2, K, V, ("state",)), dtype)
+        got = test_tfla_cuda.run_step(tfla, call, None)
+        near = test_tfla_cuda.run_step(reference, call, None)
+        exact = test_tfla_cuda.run_step(reference, upcast(call), None)
+        for key in exact:
+            judge.assert_near(key, key, got[key], exact[key], near[key], dtype, True)
+
+
 @pytest.mark.parametrize("size", test_tfla_epilogue.SIZES, ids=str)
 @pytest.mark.parametrize("parts", test_tfla_epilogue.PARTS, ids="-".join)
 def test_epilogue(tfla, order, parts, size):

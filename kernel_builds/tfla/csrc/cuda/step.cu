@@ -52,7 +52,8 @@ DEVICE void fetch_row([[maybe_unused]] const void* row, [[maybe_unused]] int byt
 #endif
 }
 
-// All thread blocks of a cluster have come so far: in two halves, with work between them.
+// All thread blocks of a cluster have come so far: in two halves, with work between them. They
+// order no memory (a release would wait for C): what was read before the first has been stored.
 DEVICE void cluster_arrive() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
@@ -138,7 +139,6 @@ __global__ void __maxnreg__(kRegisters) step_kernel(const StepParams p, float* u
   const int tiles = (V + kTileColumns - 1) / kTileColumns;
   const int part = int(blockIdx.x) % tiles, tile = part * kTileColumns;
   const Head<IO> head(p, int(blockIdx.x) / tiles, K);
-  const IO* v = at<IO>(p.v, head.b, head.h) + tile;
   const int first = thread() / kLanes, column = tile + Four::column(0);
   const int64_t all = int64_t(head.state) * K * V, own_part = all + int64_t(first) * V + column;
   const float* C = static_cast<const float*>(p.C);
@@ -149,14 +149,13 @@ __global__ void __maxnreg__(kRegisters) step_kernel(const StepParams p, float* u
     fetch(reinterpret_cast<const char*>(C + all) + part * bytes, bytes);
   }
   head.fetch();
-  if (threadIdx.x / 32 == 6) fetch_row(v, min(V - tile, kTileColumns) * int(sizeof(IO)));
   wait_for_earlier();
   if (kCluster) let_later_start();
 
   const float input = *head.i, forget = *head.f, before = head.m_before();
   const KeyRow own = head.row(thread());
   Four value;
-  value.load(v, V - tile);
+  value.load(at<IO>(p.v, head.b, head.h) + tile, V - tile);
   float4 old[kUnroll];
   const auto load = [&](int row) {
 #pragma unroll
@@ -226,8 +225,8 @@ __global__ void __maxnreg__(kRegisters) step_kernel(const StepParams p, float* u
   n_q = k_q = 0;
 #pragma unroll
   for (int w = 0; w < kWarps; ++w) {
-    const float4 own = parts[w][threadIdx.x];
-    total.x[0] += own.x, total.x[1] += own.y, total.x[2] += own.z, total.x[3] += own.w;
+    const float4 more = parts[w][threadIdx.x];
+    total.x[0] += more.x, total.x[1] += more.y, total.x[2] += more.z, total.x[3] += more.w;
     n_q += read[w].x, k_q += read[w].y;
   }
   const float query_scale = rsqrtf(float(K));
@@ -272,8 +271,8 @@ __global__ void __launch_bounds__(kThreads) finish_kernel(const StepParams p,
   row.store(static_cast<IO*>(p.h) + int64_t(head.state) * V, V);
 }
 
-// Loops and addresses are half of what stands between a wait and the loads: the widths of models
-// are known when they are compiled.
+// With widths known to the compiler the addresses of C are constants apart, and its loads follow
+// each other at once: those of models get a kernel of their own.
 template <typename IO, bool kCluster>
 auto step_kernel_for(int64_t K, int64_t V) {
   if (K == 256 && V == 512) return step_kernel<IO, kCluster, 256, 512>;
