@@ -160,16 +160,11 @@ def test_step(tfla, order, cell, dtype, words):
     judge.test_step(tfla, cell, dtype)
 
 
-@pytest.mark.parametrize(("K", "V"), test_tfla_cuda.USUAL_WIDTHS)
-def test_step_of_usual_widths(tfla, order, cell, K, V):
+@pytest.mark.parametrize("case", test_tfla_cuda.STEPS[-2:], ids=str)
+def test_step_of_usual_widths(tfla, order, cell, case):
     for words, dtype in zip(ORDERS[:2], DTYPES, strict=True):
         order(words)
-        call = make(cell, Case(1, 1, 2, K, V, ("state",)), dtype)
-        got = test_tfla_cuda.run_step(tfla, call, None)
-        near = test_tfla_cuda.run_step(reference, call, None)
-        exact = test_tfla_cuda.run_step(reference, upcast(call), None)
-        for key in exact:
-            judge.assert_near(key, key, got[key], exact[key], near[key], dtype, True)
+        test_tfla_cuda.test_tiny(tfla, cell, "step", case, dtype)
 
 
 @pytest.mark.parametrize("size", test_tfla_epilogue.SIZES, ids=str)
