@@ -165,6 +165,7 @@ __global__ void __maxnreg__(kRegisters) step_kernel(const StepParams p, float* u
       old[u] = has_old && first + r < K ? __ldcs(reinterpret_cast<const float4*>(from)) : float4{};
     }
   };
+  __syncwarp();  // or the compiler asks for a gate after C, and the factors come last of all
   load(0);
   float n_q = own.n * own.query, k_q = own.key * own.query;
   if (thread() < K) rows[thread()] = {own.key, own.query};
