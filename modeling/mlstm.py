@@ -14,11 +14,12 @@ State = tuple[torch.Tensor, ...]
 
 
 # transformers initialises code from outside module by module, and passes over those without parameters
-# of their own: how a layer begins is the layer's class.
+# of their own: how a layer begins is the layer's class, or its `std`.
 
 
 class GateLinear(nn.Linear):
-    """Pre-activations of gates: they begin independent of the token, weights 0, biases `start`."""
+    """Pre-activations of gates: they begin independent of the token, weights 0, biases `start`. A few
+    rows, which tools that quantise leave as they are."""
 
     def __init__(self, inputs: int, start: torch.Tensor):
         super().__init__(inputs, len(start))
@@ -29,16 +30,12 @@ class GateLinear(nn.Linear):
         init.copy_(self.bias, torch.tensor(self.start))
 
 
-class ResidualLinear(nn.Linear):
+def residual_linear(inputs: int, outputs: int, std: float) -> nn.Linear:
     """What adds to the residual stream begins smaller: deviation 2 / (L sqrt(fan)), L blocks (Wang and
-    Komatsuzaki 2021)."""
-
-    def __init__(self, inputs: int, outputs: int, std: float):
-        super().__init__(inputs, outputs, bias=False)
-        self.std = std
-
-    def begin(self) -> None:
-        init.normal_(self.weight, std=self.std)
+    Komatsuzaki 2021). No class of its own: tools that quantise replace what is an nn.Linear exactly."""
+    linear: Any = nn.Linear(inputs, outputs, bias=False)
+    linear.std = std
+    return linear
 
 
 class HeadNorm(nn.Module):

@@ -24,7 +24,7 @@ from transformers import initialization as init
 from .boundaries import NO_BOUNDARIES, Boundaries
 from .cache import RecurrentStateLayer
 from .configuration.configuration_flash_mlstm import FlashMLSTMConfig
-from .mlstm import GateLinear, HeadNorm, ResidualLinear, run_mlstm, split_heads
+from .mlstm import GateLinear, HeadNorm, residual_linear, run_mlstm, split_heads
 from .recurrent_model import (
     RecurrentBlock,
     RecurrentForCausalLM,
@@ -49,9 +49,9 @@ def linear(inputs: int, outputs: int) -> nn.Linear:
     return nn.Linear(inputs, outputs, bias=False)
 
 
-def residual(config: FlashMLSTMConfig, inputs: int) -> ResidualLinear:
+def residual(config: FlashMLSTMConfig, inputs: int) -> nn.Linear:
     std = 2 / (config.num_hidden_layers * math.sqrt(inputs))
-    return ResidualLinear(inputs, config.hidden_size, std)
+    return residual_linear(inputs, config.hidden_size, std)
 
 
 class FlashMLSTMMixer(nn.Module):
@@ -219,10 +219,11 @@ class FlashMLSTMPreTrainedModel(RecurrentPreTrainedModel):
         to 6, whatever the token.
         """
         super()._init_weights(module)
-        if isinstance(module, GateLinear | ResidualLinear | HeadNorm):
+        if isinstance(module, GateLinear | HeadNorm):
             module.begin()
         elif isinstance(module, nn.Linear | nn.Embedding):
-            init.normal_(module.weight, std=math.sqrt(2 / (5 * self.config.hidden_size)))
+            std = math.sqrt(2 / (5 * self.config.hidden_size))
+            init.normal_(module.weight, std=getattr(module, "std", std))
 
     @classmethod
     def from_pretrained(cls, *args: Any, key_mapping: dict | None = None, **kwargs: Any) -> Any:

@@ -18,7 +18,7 @@ from .cache import RecurrentStateLayer
 from .causal_conv import CausalConv1d
 from .configuration.configuration_flash_xlstm import FlashXLSTMConfig
 from .headwise_linear import HeadwiseLinear
-from .mlstm import GateLinear, HeadNorm, ResidualLinear
+from .mlstm import GateLinear, HeadNorm
 from .recurrent_model import (
     RecurrentBlock,
     RecurrentForCausalLM,
@@ -71,10 +71,11 @@ class FlashXLSTMPreTrainedModel(RecurrentPreTrainedModel):
         """
         super()._init_weights(module)
         config = self.config
-        if isinstance(module, GateLinear | ResidualLinear | HeadNorm | XLSTMMixer | SLSTMMixer):
+        if isinstance(module, GateLinear | HeadNorm | XLSTMMixer | SLSTMMixer):
             module.begin()
         elif isinstance(module, nn.Linear | nn.Embedding | HeadwiseLinear):
-            init.normal_(module.weight, std=math.sqrt(2 / (5 * config.hidden_size)))
+            std = math.sqrt(2 / (5 * config.hidden_size))
+            init.normal_(module.weight, std=getattr(module, "std", std))
         elif isinstance(module, CausalConv1d):
             bound = 1 / math.sqrt(config.conv_kernel_size)
             init.uniform_(module.weight, -bound, bound)

@@ -116,15 +116,13 @@ class Running:
         self.unread -= size
         return self.prompt[start : start + size]
 
-    def take(self, best: int, finite: bool, scores: torch.Tensor) -> str | None:
-        """Chooses a token from scores [1, V]; returns why it was the last one, or None."""
-        if not finite:
+    def take(self, token: int | None, scores: torch.Tensor | None) -> str | None:
+        """Takes the likeliest token, or where `decides` one by scores [1, V]; returns why it was the
+        last one, or None."""
+        if token is None:
             raise FloatingPointError("the logits are not finite")
-        token = best
-        if self.decides:
-            text = [self.prompt, torch.tensor(self.tokens, dtype=torch.long, device="cpu")]
-            scores = self.processors(torch.cat(text)[None].to(scores.device), scores.clone())
-            token = int(self._draw(scores) if self.request.do_sample else scores.argmax(-1))
+        if scores is not None:
+            token = self._choose(scores.float().clone())
         self.tokens.append(token)
         if self.request.on_token is not None:
             self.request.on_token(token)
@@ -135,11 +133,15 @@ class Running:
         limit = self.request.max_time
         return "time" if limit is not None and time.monotonic() - self.started > limit else None
 
-    def _draw(self, scores: torch.Tensor) -> torch.Tensor:
+    def _choose(self, scores: torch.Tensor) -> int:
+        text = [self.prompt, torch.tensor(self.tokens, dtype=torch.long, device="cpu")]
+        scores = self.processors(torch.cat(text)[None].to(scores.device), scores)
+        if not self.request.do_sample:
+            return int(scores.argmax(-1))
         probabilities = scores.softmax(-1)
         if not probabilities.isfinite().all():  # multinomial would take the whole GPU down
             raise ValueError("logits_processor left no token with a finite score")
-        return torch.multinomial(probabilities, 1, generator=self.generator)
+        return int(torch.multinomial(probabilities, 1, generator=self.generator))
 
 
 @dataclass(eq=False)
@@ -149,24 +151,23 @@ class Choice:
     rows: dict[int, Running]  # who waits for them
     scores: torch.Tensor  # [rows, V]
     best: torch.Tensor  # [rows]
-    table: torch.Tensor  # [rows, 2] on the CPU: best, and whether its score is finite
+    table: torch.Tensor  # [rows] on the CPU: best, NaN where its score is not finite
     event: Any  # of the copy, None where it is there
 
     @classmethod
     def between(cls, rows: dict[int, Running], scores: torch.Tensor) -> "Choice":
-        best = scores.argmax(-1)
-        real = scores.gather(1, best[:, None]).isfinite()[:, 0]  # NaN would be the greatest
-        table, event = torch.stack([best, real.long()], 1), None
+        score, best = scores.max(-1)  # NaN is the greatest
+        table, event = score.double().mul_(0).add_(best), None
         if table.is_cuda:
             host = torch.empty(table.shape, dtype=table.dtype, device="cpu", pin_memory=True)
             table, event = host.copy_(table, non_blocking=True), torch.cuda.Event()
             event.record(torch.cuda.current_stream(scores.device))
         return cls(rows, scores, best, table, event)
 
-    def read(self) -> list[list[int]]:
+    def read(self) -> list[int | None]:
         if self.event is not None:
             self.event.synchronize()
-        return self.table.tolist()
+        return [None if token != token else int(token) for token in self.table.tolist()]
 
 
 def token_ids(name: str, value: Any) -> torch.Tensor:

@@ -30,16 +30,13 @@ from transformers import DynamicCache
 
 from .requests import Choice, Completion, Request, Running
 
-PIECE = {"cuda": 256}  # tokens of a prompt at a time: a GPU waits for launches with fewer
-SHORT_PIECE = 64
-
 
 def generate_many(
     model: Any,
     requests: Iterable[Request | Sequence[int] | torch.Tensor],
     *,
     slots: int = 32,
-    lanes: int = 8,
+    lanes: int | None = None,
     piece: int | None = None,
     max_prompt_tokens: int | None = None,
     **defaults: Any,
@@ -54,8 +51,10 @@ def generate_many(
         requests: `Request`s, or prompts, which become requests with `defaults`. Read as needed: an
             endless generator is fine.
         slots: sequences that are decoded together; memory is theirs and does not grow.
-        lanes: prompts that are read together.
-        piece: tokens of each that are read in one call; None for 256 on CUDA and 64 elsewhere.
+        lanes: prompts that are read together; None for 16 on CUDA and 8 elsewhere. With more, all is
+            done sooner, and the sequences that are decoded meanwhile wait longer each time.
+        piece: tokens of each that are read in one call; None for 256 on CUDA, where fewer would wait for
+            launches, and 64 elsewhere.
         max_prompt_tokens: longer prompts end with an error.
 
     A request that is wrong, or whose logits_processor or on_token raises, ends with `error` set, and
@@ -71,7 +70,7 @@ class Batcher(Iterator[Completion]):
     `submit` and `cancel` may be called from other threads."""
 
     def __init__(
-        self, model: Any, slots: int = 32, lanes: int = 8, piece: int | None = None,
+        self, model: Any, slots: int = 32, lanes: int | None = None, piece: int | None = None,
         max_prompt_tokens: int | None = None,
     ):  # fmt: skip
         kinds = set(getattr(model.config, "layer_types", None) or ["attention"])
@@ -81,8 +80,9 @@ class Batcher(Iterator[Completion]):
             )
         if model.training:
             raise ValueError("model is in training mode, but must be in eval mode")
-        if piece is None:
-            piece = PIECE.get(model.device.type, SHORT_PIECE)
+        cuda = model.device.type == "cuda"
+        lanes = lanes if lanes is not None else 16 if cuda else 8
+        piece = piece if piece is not None else 256 if cuda else 64
         for name, value, least in (("slots", slots, 1), ("lanes", lanes, 1), ("piece", piece, 2)):
             if not isinstance(value, int) or value < least:
                 raise ValueError(f"{name} is {value!r}, but must be an integer of at least {least}")
@@ -263,7 +263,7 @@ class Batcher(Iterator[Completion]):
         """Asks for the next token of each of `rows`, given logits [rows, 1, V] of all."""
         if not rows:
             return None
-        self._choices.append(Choice.between(rows, logits[:, -1].float()))
+        self._choices.append(Choice.between(rows, logits[:, -1]))
         return self._choices[-1]
 
     def _take(self, choices: list[Choice]) -> None:
@@ -274,9 +274,9 @@ class Batcher(Iterator[Completion]):
             for row, running in choice.rows.items():
                 if running.ended:
                     continue
+                scores = choice.scores[row : row + 1] if running.decides else None
                 try:
-                    token, finite = table[row]
-                    reason = running.take(token, bool(finite), choice.scores[row : row + 1])
+                    reason = running.take(table[row], scores)
                 except Exception as error:  # whatever a request's own functions raise
                     self._end(running, "error", error)
                 else:

@@ -15,10 +15,10 @@ from torch import nn
 from torch.nn.functional import linear
 
 from .kernel_loader import load_kernel
-from .mlstm import GateLinear, ResidualLinear
+from .mlstm import GateLinear
 
 ROWS = 16  # which linear_step reads the weights for once; more are a product for cuBLAS
-PLAIN = (nn.Linear, GateLinear, ResidualLinear, nn.RMSNorm)
+PLAIN = (nn.Linear, GateLinear, nn.RMSNorm)
 StepLinear = Callable[..., tuple[torch.Tensor, ...]]
 
 

@@ -19,7 +19,7 @@ from .cache import RecurrentStateLayer
 from .causal_conv import CausalConv1d, convolve
 from .headwise_linear import HeadwiseLinear
 from .kernel_loader import load_kernel
-from .mlstm import GateLinear, HeadNorm, ResidualLinear, run_mlstm, split_heads
+from .mlstm import GateLinear, HeadNorm, residual_linear, run_mlstm, split_heads
 
 SLSTM_GATES = 4  # i, f, z, o
 
@@ -32,9 +32,9 @@ class InputGate(GateLinear):
         init.normal_(self.bias, std=0.1)
 
 
-def residual(config: Any, inputs: int) -> ResidualLinear:
+def residual(config: Any, inputs: int) -> nn.Linear:
     std = 2 / (config.num_hidden_layers * math.sqrt(config.hidden_size))
-    return ResidualLinear(inputs, config.hidden_size, std)
+    return residual_linear(inputs, config.hidden_size, std)
 
 
 class XLSTMMixer(nn.Module):

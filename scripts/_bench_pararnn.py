@@ -7,6 +7,7 @@ captured between events. Two files: <device>.csv has times, in the form of all s
 
 import math
 from collections.abc import Callable, Iterable
+from copy import deepcopy
 from typing import Any
 
 import suite_cuda as suite
@@ -39,7 +40,13 @@ def gap(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def judge(case: Case, p: dict, which: str) -> torch.Tensor:
-    """h of the first steps, or dx (db of a scan) of the last ones, in float64, some channels."""
+    """h of the first steps, or dx (db of a scan) of the last ones, in float64, some channels; of a
+    layer dx of the first sequence."""
+    if case.form == "layer":
+        layer, x = deepcopy(p["layer"]).double(), p["x"][:1].double().requires_grad_()
+        with torch.enable_grad():
+            h, _ = layer(x, method="walk", backend="reference")
+            return torch.autograd.grad(h, x, p["dh"][:1].double())[0]
     some = slice(None, None, max(1, case.width // 64))
     wide = {k: v[..., some].double() for k, v in p.items()}
     T = min(LOOP, case.steps)
@@ -64,10 +71,12 @@ def judge(case: Case, p: dict, which: str) -> torch.Tensor:
 
 
 def error_of(case: Case, side: str, call: Callable, p: dict) -> float:
-    """Of h or of dx, relative; a layer is the tests', and a plain kernel computes nothing."""
-    if case.form == "layer" or side == "plain":
+    """Of h or of dx, relative; a plain kernel computes nothing."""
+    if side == "plain":
         return math.nan
     got = call()[0]
+    if case.form == "layer":
+        return gap(got[:1], judge(case, p, case.which))
     if side == "accelerated-scan":
         got = got.transpose(1, 2)
     T = min(LOOP, case.steps)

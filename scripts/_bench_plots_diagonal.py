@@ -69,3 +69,25 @@ def draw_residuals(path: Path) -> None:
     axes[0].set_ylabel("largest residual before it")
     axes[-1].legend(fontsize=5)
     save(figure, path.with_name(f"{path.stem}-residuals.svg"))
+
+
+def draw_chunks(path: Path) -> None:
+    """solve by multiple shooting: iterations and time over the chunk."""
+    figure, axes = plt.subplots(1, 2, figsize=(7.5, 3))
+    for study, label, ax in zip(
+        ("chunk-iterations", "chunk-ms"), ("Newton iterations", "ms"), axes, strict=True
+    ):
+        rows = studies(path, study)
+        for regime in dict.fromkeys(row["regime"] for row in rows):
+            points = [(int(r["chunk"]), float(r["value"])) for r in rows if r["regime"] == regime]
+            ax.plot(*zip(*points, strict=True), label=regime, marker="o", markersize=3)
+        ax.set(xscale="log", xlabel="steps of a chunk", ylabel=label)
+    axes[1].set(yscale="log")
+    axes[0].legend()
+    save(figure, path.with_name(f"{path.stem}-chunks.svg"))
+
+
+def draw_studies(path: Path) -> None:
+    draw_lengths(path)
+    draw_residuals(path)
+    draw_chunks(path)

@@ -12,6 +12,7 @@ from _bench_common import Row
 import flashcell
 
 PROMPT, OUTPUT = (8, 2048), (1, 1024)  # tokens, log-uniform between these
+Texts = dict[int, list[int]]  # a request's tokens
 
 
 class Load(NamedTuple):
@@ -31,20 +32,20 @@ def draw_load(requests: int, vocabulary: int, seed: int = 0) -> Load:
     return Load(prompts, outputs)
 
 
-def run_continuous(model, load: Load, slots: int) -> list[float]:
-    """The peak of memory as each request ended."""
-    peaks, requests = (
-        [],
-        [
-            flashcell.Request(prompt, output)
-            for prompt, output in zip(load.prompts, load.outputs, strict=True)
-        ],
-    )
-    for done in flashcell.generate_many(model, requests, slots=slots):
+def run_continuous(model, load: Load, slots: int, lanes: int | None) -> tuple[list[float], Texts]:
+    """The peak of memory as each request ended, and the tokens that each got."""
+    peaks, texts = [], {}
+    engine = flashcell.generate_many(model, requests_of(load), slots=slots, lanes=lanes)
+    for done in engine:
         if done.error is not None or len(done.tokens) != load.outputs[done.index]:
             raise RuntimeError(f"request {done.index} ended by {done.reason}: {done.error}")
         peaks.append(peak_bytes(model))
-    return peaks
+        texts[done.index] = done.tokens
+    return peaks, texts
+
+
+def requests_of(load: Load) -> list[flashcell.Request]:
+    return list(map(flashcell.Request, load.prompts, load.outputs))
 
 
 def drawn_batches(load: Load, slots: int, batches: int) -> Load:
@@ -57,9 +58,9 @@ def drawn_batches(load: Load, slots: int, batches: int) -> Load:
     return Load([load.prompts[row] for row in rows], [load.outputs[row] for row in rows])
 
 
-def run_static(model, load: Load, slots: int) -> list[float]:
+def run_static(model, load: Load, slots: int, lanes: int | None) -> tuple[list[float], Texts]:
     """In the order of arrival; a batch takes as long as its longest prompt and its longest output.
-    Returns the peak of memory as each batch ended."""
+    The peak of memory as each batch ended; its tokens are not kept."""
     peaks = []
     for start in range(0, len(load.prompts), slots):
         prompts = load.prompts[start : start + slots]
@@ -74,26 +75,19 @@ def run_static(model, load: Load, slots: int) -> list[float]:
             max_new_tokens=new, min_new_tokens=new, pad_token_id=0,
         )  # fmt: skip
         peaks.append(peak_bytes(model))
-    return peaks
+    return peaks, {}
 
 
-def compare_alone(model, requests: int, slots: int, checked: int) -> bool:
-    """Whether the first `checked` requests get the tokens they get when nobody is beside them."""
-    if not checked:
-        return True
-    load = draw_load(requests, model.config.vocab_size)
-    all_of_them = [
-        flashcell.Request(prompt, output)
-        for prompt, output in zip(load.prompts, load.outputs, strict=True)
-    ][: max(checked, slots)]
-    together = {c.index: c.tokens for c in flashcell.generate_many(model, all_of_them, slots=slots)}
-    wrong = [
-        i
-        for i, request in enumerate(all_of_them[:checked])
-        if next(flashcell.generate_many(model, [request], slots=slots)).tokens != together[i]
-    ]
-    tokens = sum(load.outputs[:checked])
-    print(f"{checked - len(wrong)} of {checked} requests, {tokens} tokens, are the same alone")
+def same_alone(model, load: Load, together: Texts, slots: int, lanes: int | None) -> bool:
+    """Whether each of the load's requests gets the tokens when nobody is beside it that it got
+    `together`."""
+    wrong = []
+    for index, request in enumerate(requests_of(load)):
+        engine = flashcell.generate_many(model, [request], slots=slots, lanes=lanes)
+        if next(engine).tokens != together[index]:
+            wrong.append(index)
+    same, tokens = len(load.outputs) - len(wrong), sum(load.outputs)
+    print(f"{same} of {len(load.outputs)} requests, {tokens} tokens, are the same alone", *wrong)
     return not wrong
 
 
@@ -104,14 +98,17 @@ def peak_bytes(model) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def compare(model, requests: int, slots: int, batches: int = 0) -> list[Row]:
+def compare(
+    model, requests: int, slots: int, lanes: int | None, batches: int = 0, checked: int = 0
+) -> tuple[list[Row], bool]:
     """Prints both and returns a row for each: seconds, tokens/s, the peak of memory when a tenth of the
     requests had ended and when all had, and how many times the static batches' tokens/s it has. Of the
-    static batches so many are run, drawn at random; all with 0.
+    static batches so many are run, drawn at random; all with 0. And whether the first `checked`
+    requests, run alone, get the same tokens.
 
     On the CPU by the processor's time, which other work on the machine hardly lengthens.
     """
-    whole, rows = draw_load(requests, model.config.vocab_size), []
+    whole, rows, texts = draw_load(requests, model.config.vocab_size), [], {}
     sides = {
         "continuous": (run_continuous, whole),
         "static": (run_static, drawn_batches(whole, slots, batches)),
@@ -121,11 +118,11 @@ def compare(model, requests: int, slots: int, batches: int = 0) -> list[Row]:
         print(
             f"{len(load.prompts)} requests, {read} prompt tokens, {written} new ones, {slots} at a time"
         )
-        run(model, Load(load.prompts[:4], [2] * 4), slots)  # everything lazy
+        run(model, Load(load.prompts[:4], [2] * 4), slots, lanes)  # everything lazy
         if model.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         start, busy = time.perf_counter(), time.process_time()
-        peaks = run(model, load, slots)
+        peaks, texts[name] = run(model, load, slots, lanes)
         wall, busy = time.perf_counter() - start, time.process_time() - busy
         seconds = busy if model.device.type == "cpu" else wall
         early, last = peaks[len(peaks) // 10], peaks[-1]
@@ -142,5 +139,6 @@ def compare(model, requests: int, slots: int, batches: int = 0) -> list[Row]:
         )
     for row in rows:
         row["times_static"] = row["tokens_per_s"] / rows[-1]["tokens_per_s"]
-    print(f"continuous batching is {rows[0]['times_static']:.2f} times as fast")
-    return rows
+    print(f"continuous batching is {rows[0]['times_static']:.2f} times as fast", flush=True)
+    load = Load(whole.prompts[:checked], whole.outputs[:checked])
+    return rows, not checked or same_alone(model, load, texts["continuous"], slots, lanes)

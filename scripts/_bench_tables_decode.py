@@ -1,5 +1,6 @@
-"""Tables of decoded tokens from scripts/results: generate, prompts and what follows them, serving."""
+"""Tables of decoded tokens from scripts/results: generate, on a GPU and on a CPU, prompts, serving."""
 
+from functools import partial
 from pathlib import Path
 
 from _bench_tables_training import Row, read, stamp
@@ -7,6 +8,11 @@ from _bench_tables_training import Row, read, stamp
 ASKED = {("flash_mlstm_7b", 1): 240, ("flash_mlstm_7b", 8): 1600, ("flash_mlstm_7b", 64): 6500}
 ASKED_OF_PREFILL = {("flash_mlstm_7b", 32768): 0.7}
 ASKED_OF_SERVING = 3
+MEASURED = {
+    "flash_rnn": ("flash_gru_1b", "flash_lstm_1b", "lstm_165m"),
+    "flash_mlstm": ("flash_mlstm_7b",),
+    "flash_xlstm": ("flash_xlstm",),
+}
 
 
 def newest(path: Path, what: str, *keys: str) -> list[Row]:
@@ -81,7 +87,63 @@ def serving_table(path: Path) -> str:
     return text
 
 
+def decode_cpu_table(path: Path) -> str:
+    cases = {(r["model"], r["threads"], r["batch"]): r for r in read(path)}
+    rows = list(cases.values())
+    text = stamp(path, rows) + (
+        "| model | threads | rows | ms a token | tokens/s | the reference's ms | times as fast | asked |\n"
+        "|---|---|---|---|---|---|---|---|\n"
+    )
+    for row in rows:
+        ours, ratio = float(row["p50_ms"]), float(row["ratio"])
+        text += (
+            f"| {row['model']} | {row['threads']} | {row['batch']} | {ours:.3g} | "
+            f"{int(row['batch']) / ours * 1e3:,.0f} | {float(row['reference_p50_ms']):.3g} | "
+            f"{marked(f'{ratio:.1f}', ratio >= float(row['required']))} | {row['required']} |\n"
+        )
+    return text
+
+
+def family_table(path: Path, models: tuple[str, ...]) -> str:
+    """A model card's: generate, and the longest prompt."""
+    decoded = {(r["model"], r["batch"]): r for r in newest(path, "decode", "model", "batch")}
+    prompts = {r["model"]: r for r in newest(path, "prefill", "model", "position")}
+    models = tuple(model for model in models if (model, "1") in decoded)
+    if not models:
+        return ""
+    text = stamp(path, [row for (model, _), row in decoded.items() if model in models]) + (
+        "| model | tokens/s, 1 row | 8 | 64 | peak GiB | a prompt | read in |\n"
+        "|---|---|---|---|---|---|---|\n"
+    )
+    for model in models:
+        rows = [decoded[model, batch] for batch in ("1", "8", "64")]
+        rates = " | ".join(f"{float(row['tokens_per_s']):,.0f}" for row in rows)
+        prompt = prompts.get(model)
+        read = prompt and f"{int(prompt['position']):,} | {float(prompt['ms_step']):,.0f} ms"
+        peak = max(float(row["peak_gib"]) for row in rows)
+        text += f"| {model} | {rates} | {peak:.1f} | {read or ' | '} |\n"
+    return text
+
+
+def accelerate_table(path: Path) -> str:
+    rows = newest(path, "a token") + newest(path, "a prompt") + newest(path, "a training step")
+    text = stamp(path, rows) + (
+        "| of 4 blocks | tokens | transformers' own | accelerated | times as fast |\n"
+        "|---|---|---|---|---|\n"
+    )
+    for row in rows:
+        theirs, ours = float(row["theirs_ms"]), float(row["ours_ms"])
+        text += (
+            f"| {row['what']} | {int(row['tokens']):,} | {theirs:,.2f} ms | {ours:,.2f} ms | "
+            f"{float(row['faster']):.1f} |\n"
+        )
+    return text
+
+
 TABLES = {
+    "decode-cpu": (decode_cpu_table, "reference_p50_ms"),
+    **{f"{f}-decode": (partial(family_table, models=m), "ms_token") for f, m in MEASURED.items()},
+    "accelerate": (accelerate_table, "theirs_ms"),
     "decode": (decode_table, "ms_token"),
     "prefill": (prefill_table, "ms_token"),
     "serving": (serving_table, "times_static"),

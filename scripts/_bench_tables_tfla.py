@@ -1,5 +1,6 @@
-"""plot_bench: the table of tfla's README from the rows of bench_ops --suite tfla."""
+"""plot_bench: the tables of tfla's README from the rows of bench_ops --suite tfla."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -47,6 +48,39 @@ def marks(path: Path, cases: Sides) -> str:
     return text
 
 
+def sweep(path: Path, cases: Sides, form: str, group: Callable[[Row], str]) -> str:
+    """Forward / forward + backward in ms of every side, a line for a group and side, over the chunk size
+    asked for or the shape."""
+    lines: dict[tuple[str, str], dict[str, str]] = {}
+    rows = []
+    for sides in cases.values():
+        for side, passes in sides.items():
+            row = passes.get("forward")
+            if row is None or row["form"] != form:
+                continue
+            rows.append(row)
+            both = [f"{float(passes[k]['p50_ms']):.3g}" if k in passes else "–" for k in PASSES][:2]
+            chunk = re.search(r"chunk(\d+)$", row["case"])
+            place = chunk.group(1) if chunk else row["case"].split("-")[2]
+            lines.setdefault((group(row), side), {})[place] = " / ".join(both)
+    if not rows:
+        return ""
+    places = list(dict.fromkeys(place for line in lines.values() for place in line))
+    text = stamp(rows, path) + f"| | {' | '.join(places)} |\n|{'---|' * (len(places) + 1)}\n"
+    for (name, side), line in lines.items():
+        cells = " | ".join(line.get(place, "") for place in places)
+        text += f"| {f'{name}: ' * bool(name)}{side} | {cells} |\n"
+    return text
+
+
 def tables(read_sides: Callable[[Path], Sides]) -> dict:
     """name -> (function of a result file, the column that tells which files)."""
-    return {"tfla-marks": (lambda path: marks(path, read_sides(path)), "limit_ms")}
+    shape = lambda row: " ".join(row["case"].split("-")[1:3])
+    return {
+        "tfla-marks": (lambda path: marks(path, read_sides(path)), "limit_ms"),
+        "tfla-chunks": (lambda path: sweep(path, read_sides(path), "chunks", shape), "limit_ms"),
+        "tfla-heads": (
+            lambda path: sweep(path, read_sides(path), "heads", lambda _: ""),
+            "limit_ms",
+        ),
+    }

@@ -10,11 +10,12 @@ with extrapolation that of arXiv 2412.07752, appendix K (F). What a paper leaves
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 
 import numpy as np
 
 IGNORED = -100
+SPLITS = ("train", "validation", "test")
 Rows = tuple[np.ndarray, np.ndarray]  # tokens, targets [count, T]
 Kept = dict[tuple[int, int | None], tuple[np.ndarray, ...]]  # of (seed, None) and (seed, epoch)
 Lengths = tuple[int, int]  # the shortest and the longest row
@@ -35,18 +36,21 @@ def parity(rng: np.random.Generator, count: int, lengths: Lengths) -> Rows:
     return x, _at(last, x.shape, x.sum(1) % 2)
 
 
-def mqar(rng: np.random.Generator, count: int, lengths: Lengths, V: int, pairs: int) -> Rows:
+def mqar(
+    rng: np.random.Generator, count: int, lengths: Lengths, V: int, pairs: int, noise_from: int
+) -> Rows:
     """Key-value pairs, then noise with each key once more; there, say its value.
 
-    P names "key-value pairs, then noise interwoven with the keys" and kappa = 2; the rest is
-    Zoology's (arXiv 2312.04927): keys in [1, V/2) and values in [V/2, V), each once; position
-    2 pairs + 2 g holds a query, the gaps g drawn without replacement with P(g) ~ (g + 1)^(a - 1),
-    a = 0.01; noise uniform in [0, V). kappa is read as the number of pairs.
+    P names "key-value pairs, then noise interwoven with the keys" and kappa = 2, read as the number
+    of pairs; the rest is Zoology's (arXiv 2312.04927): keys in [1, V/2) and values in [V/2, V), each
+    once; position 2 pairs + 2 g holds a query, the gaps g drawn without replacement with
+    P(g) ~ (g + 1)^(a - 1), a = 0.01. Noise is uniform in [noise_from, V): from V/2 on no key is
+    left without an answer, which is how P's "for each key its value" is read; Zoology's is from 0.
     """
     T, head, half = lengths[1], 2 * pairs, V // 2
     if lengths[0] != T or 2 * head > T:
         raise ValueError(f"lengths are {lengths}, but must be one length of at least {2 * head}")
-    x = rng.integers(0, V, (count, T))
+    x = rng.integers(noise_from, V, (count, T))
     keys = 1 + _distinct(rng, count, pairs, np.zeros(half - 1))
     values = half + _distinct(rng, count, pairs, np.zeros(V - half))
     gaps = np.arange((T - head) // 2)
@@ -59,12 +63,33 @@ def mqar(rng: np.random.Generator, count: int, lengths: Lengths, V: int, pairs: 
 
 
 def k_hop(rng: np.random.Generator, count: int, lengths: Lengths, V: int, k: int) -> Rows:
-    """x uniform in [0, V); at every position say where k hops lead (find_k of arXiv 2402.09268).
+    """x uniform in [0, V); at every position i say what followed the k-th last occurrence of x_i
+    before i.
 
-    A hop goes from position i to the one right after the last occurrence of x_i before i, and the
-    answer is the token there. Where a hop finds no occurrence nothing is asked: the published
-    parameter counts leave no room for a token that says so.
+    P: "hop back and report the value following its previous occurrence; keep on hopping back k
+    times". Where there is no such occurrence nothing is asked: the published parameter counts leave
+    no room for a token that says so.
     """
+    x, last = _uniform(rng, count, lengths, V)
+    first, columns = V * np.arange(count), np.ascontiguousarray(x.T)
+    after = np.full(
+        (k, count * V), IGNORED
+    )  # what followed the last k of a token, the latest first
+    y = np.empty_like(columns)
+    for i in range(len(columns)):
+        if i:
+            before = first + columns[i - 1]
+            for n in range(k - 1, 0, -1):
+                after[n, before] = after[n - 1, before]
+            after[0, before] = columns[i]
+        y[i] = after[k - 1, first + columns[i]]
+    return x, np.where(np.arange(x.shape[1]) <= last[:, None], y.T, IGNORED)
+
+
+def find_k(rng: np.random.Generator, count: int, lengths: Lengths, V: int, k: int) -> Rows:
+    """The other reading of P's k-hop, which is that of arXiv 2402.09268: a hop goes from position i to
+    the one right after the last occurrence of x_i before i, and on from there; the answer is the
+    token where k hops lead. With k = 1 both are one."""
     x, last = _uniform(rng, count, lengths, V)
     rows, T = np.arange(count), x.shape[1]
     seen, hop = np.full((count, V), -1), np.empty_like(x)
@@ -100,7 +125,7 @@ def _distinct(
     """[count, amount] different indices a row, drawn one by one in proportion to exp(log_weight):
     the largest of log_weight + Gumbel noise."""
     noisy = log_weight + rng.gumbel(size=(count, len(log_weight)))
-    return np.argsort(-noisy, 1)[:, :amount]
+    return np.argpartition(-noisy, range(amount), 1)[:, :amount]
 
 
 @dataclass(frozen=True)
@@ -113,6 +138,7 @@ class Task:
     test_lengths: Lengths = (100, 100)
     training_rows: int | None = 10_000  # drawn once; None for new rows at every step
     test_rows: int = 100_000
+    asked: int | None = None  # positions of every row; None where rows differ
     full_block: bool = True  # the whole mixer of P's language model, or its recurrent cell alone
     norms: bool = True  # around the mixer
     positions: bool = False  # sinusoids are added to the embeddings
@@ -129,10 +155,9 @@ class Task:
 
     def rows(self, split: str, seed: int, part: int, count: int) -> Rows:
         """The rows that (split, seed, part) names, wherever numpy draws the same from a seed."""
-        splits = ("train", "validation", "test")
-        if split not in splits:
-            raise ValueError(f"split is {split!r}, but must be one of {', '.join(splits)}")
-        rng = np.random.default_rng([splits.index(split), seed, part])
+        if split not in SPLITS:
+            raise ValueError(f"split is {split!r}, but must be one of {', '.join(SPLITS)}")
+        rng = np.random.default_rng([SPLITS.index(split), seed, part])
         return self.generate(rng, count, self.lengths if split == "train" else self.test_lengths)
 
     def training_batch(self, seed: int, step: int, kept: Kept) -> Rows:
@@ -142,7 +167,7 @@ class Task:
             return self.rows("train", seed, step, self.batch)
         epoch, index = divmod(step, self.training_rows // self.batch)
         if (seed, None) not in kept:
-            kept[seed, None] = self.rows("train", seed, 0, self.training_rows)
+            kept[seed, None] = _training_set(self.generate, self.lengths, self.training_rows, seed)
         if (seed, epoch) not in kept:
             order = np.random.default_rng([seed, epoch]).permutation(self.training_rows)
             kept.pop((seed, epoch - 1), None)
@@ -152,22 +177,38 @@ class Task:
         return tokens, targets
 
 
+@lru_cache(maxsize=6)
+def _training_set(generate: Generator, lengths: Lengths, count: int, seed: int) -> Rows:
+    rng = np.random.default_rng([SPLITS.index("train"), seed, 0])
+    tokens, targets = generate(rng, count, lengths)
+    return tokens.astype(np.int16), targets.astype(np.int16)
+
+
+MANY = 200_000
+
 TASKS = {
     # F says: lengths up to 40, tested on 40 to 256, each uniform. Its model is not published; here it
     # is P's single layer. F names neither weight decay nor norms of gradients: there is none.
     "parity-extrapolation": Task(
-        parity, 2, (1, 40), (40, 256), None, 8192, full_block=False, max_recurrent=None,
+        parity, 2, (1, 40), (40, 256), None, 8192, 1, full_block=False, max_recurrent=None,
         steps=100_000, batch=256, learning_rates=(1e-2, 1e-3, 1e-4), warmup=0.1, last_rate=0.1,
         weight_decay=0.0,
     ),
     # P's counts are those without norms for keep-nth, and with them for parity. Not P's: gates that hold
-    # from the start, without which a gradient does not come back over 95 steps; and rows of parity that
-    # are shorter than 100, at which learning begins.
+    # from the start, without which a gradient does not come back over 95 steps; rows of parity that
+    # are shorter than 100, at which learning begins; and MANY rows, where 10,000 were learnt by heart.
     "keep-5th": Task(
-        partial(keep_nth, V=128, n=5), 128, full_block=False, norms=False, positions=True, memory=100
+        partial(keep_nth, V=128, n=5), 128, training_rows=MANY, asked=1, full_block=False,
+        norms=False, positions=True, memory=100,
     ),
-    "parity": Task(parity, 2, (1, 100), full_block=False, max_recurrent=None),
-    "mqar": Task(partial(mqar, V=128, pairs=2), 128),
+    "parity": Task(parity, 2, (1, 100), asked=1, full_block=False, max_recurrent=None),
+    "mqar": Task(
+        partial(mqar, V=128, pairs=2, noise_from=64), 128, training_rows=MANY, asked=2
+    ),
+    "mqar-zoology": Task(
+        partial(mqar, V=128, pairs=2, noise_from=0), 128, training_rows=MANY, asked=2
+    ),
     "1-hop": Task(partial(k_hop, V=10, k=1), 10),
-    "2-hop": Task(partial(k_hop, V=5, k=2), 5),
+    "2-hop": Task(partial(k_hop, V=5, k=2), 5, training_rows=MANY),
+    "2-find": Task(partial(find_k, V=5, k=2), 5, training_rows=MANY),
 }  # fmt: skip

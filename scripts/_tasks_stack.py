@@ -10,7 +10,7 @@ import torch
 from _tasks_models import EPS, TaskModel
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
-from torch.nn.functional import embedding, rms_norm, silu
+from torch.nn.functional import rms_norm, silu
 
 from flashcell.diagonal_mixer import DiagonalMixer
 from flashcell.flash_rnn_layers import Bound, FlashGRU, FlashLSTM
@@ -24,7 +24,8 @@ Named = dict[str, Tensor]  # name -> [S, *the parameter's shape]
 class Stack:
     """S models of one class and shape; row s of `flat` [S, P] holds all parameters of model s.
 
-    stack(tokens [S, B, T]) -> logits [B, T, S, V]: every model reads its own tokens.
+    stack(tokens [S, B, T]) -> logits [B, T, S, V]: every model reads its own tokens. With
+    at [S, B, n] logits [B, n, S, V] of these positions alone.
     """
 
     def __init__(self, models: Sequence[TaskModel]):
@@ -45,15 +46,19 @@ class Stack:
             for (name, shape), part in zip(self.shapes.items(), parts, strict=True)
         }
 
-    def __call__(self, tokens: Tensor) -> Tensor:
+    def __call__(self, tokens: Tensor, at: Tensor | None = None) -> Tensor:
         p, model = self.named(), self.model
-        table, V = p["embed.weight"], p["embed.weight"].shape[1]
-        offset = V * torch.arange(len(tokens), device=tokens.device)
-        x = embedding(tokens.permute(1, 2, 0) + offset, table.flatten(0, 1))  # [B, T, S, 64]
+        table = p["embed.weight"]
+        # A product: the gradient of an embedding sorts tokens, and few of them take many rows each.
+        every = torch.arange(table.shape[1], device=tokens.device)
+        chosen = tokens.permute(1, 2, 0)[..., None] == every
+        x = linear(chosen.to(table.dtype), table.transpose(1, 2))  # [B, T, S, 64]
         if len(model.positions):
             x = x + model.positions[: x.shape[1], None]
         x = norm(x, p.get("in_norm.weight"))
         x = self.mix(model.mixer, below(p, "mixer"), x)
+        if at is not None:
+            x = x.gather(1, at.permute(1, 2, 0)[..., None].expand(-1, -1, -1, x.shape[-1]))
         x = norm(x, p.get("out_norm.weight"))
         return linear(x, p["head.weight"], p.get("head.bias"))
 
@@ -67,8 +72,12 @@ def norm(x: Tensor, weight: Tensor | None) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [B, T, S, I], weight [S, O, I], bias [S, O] -> [B, T, S, O]."""
-    y = torch.einsum("btsi,soi->btso", x, weight)
+    """x [B, T, S, I], weight [S, O, I], bias [S, O] -> [B, T, S, O].
+
+    A product for each row of each model: the weights' gradient, a sum over B T, is then B sums that
+    run at once, where a single small one would keep a GPU waiting for most of a step.
+    """
+    y = torch.matmul(x.permute(2, 0, 1, 3), weight.transpose(1, 2)[:, None]).permute(1, 2, 0, 3)
     return y if bias is None else y + bias
 
 
@@ -89,9 +98,12 @@ def mix_dense(mixer: RecurrentMixer, p: Named, x: Tensor) -> Tensor:
 
 def mix_diagonal(cell: FlashGRU | FlashLSTM, p: Named, x: Tensor) -> Tensor:
     kernel = load_kernel("diagonal-rnn", x.device.type, cell.backend)
-    u = kernel.headwise_linear(
-        x.flatten(2), p["in_proj.weight"].flatten(0, 1), side_by_side(p["in_proj.bias"])
+    N, G, J, I = cell.in_proj.weight.shape
+    u = linear(
+        x.unflatten(-1, (N, I)).flatten(2, 3), p["in_proj.weight"].flatten(0, 1).flatten(1, 2)
     )
+    u = u.unflatten(-1, (G, J)).transpose(2, 3).flatten(3)  # [B, T, G, S N J], as a cell reads it
+    u = u + side_by_side(p["in_proj.bias"])
     rows = [side_by_side(p[name]) for name in ("a", "p") if name in p]
     if cell.max_recurrent is not None:
         rows = [Bound.apply(row, cell.max_recurrent) for row in rows]

@@ -75,25 +75,37 @@ def rate_factor(task: Task, step: int) -> float:
     return task.last_rate + (1 - task.last_rate) * 0.5 * (1 + np.cos(np.pi * done))
 
 
-def losses(stack: Stack, tokens: Tensor, targets: Tensor) -> Tensor:
+def answers(
+    stack: Stack, tokens: Tensor, targets: Tensor, asked: int | None
+) -> tuple[Tensor, Tensor]:
+    """Logits [B, T, S, V] and targets [B, T, S] of tokens and targets [S, B, T]; of `asked`
+    positions a row instead of T where every row asks so many."""
+    at = None
+    if asked:
+        at = (targets != IGNORED).int().topk(asked).indices
+        targets = targets.gather(2, at)
+    return stack(tokens, at), targets.permute(1, 2, 0)
+
+
+def losses(stack: Stack, tokens: Tensor, targets: Tensor, asked: int | None = None) -> Tensor:
     """Mean cross-entropy over what is asked of each model: tokens, targets [S, B, T] -> [S]."""
-    logits, targets = stack(tokens), targets.permute(1, 2, 0)  # [B, T, S, V], [B, T, S]
+    logits, targets = answers(stack, tokens, targets, asked)
     rows = logits.flatten(0, 2), targets.flatten()  # of V beside each other: softmax is fast there
     each = cross_entropy(*rows, ignore_index=IGNORED, reduction="none").view(targets.shape)
     return each.sum((0, 1)) / (targets != IGNORED).sum((0, 1))
 
 
 @torch.no_grad()
-def accuracies(stack: Stack, rows: Rows) -> Tensor:
+def accuracies(stack: Stack, rows: Rows, asked: int | None = None) -> Tensor:
     """The share of what is asked that each model says, [S]: all read the same rows."""
-    device, asked = stack.flat.device, 0
+    device, total = stack.flat.device, 0
     right = torch.zeros(len(stack), dtype=torch.long, device=device)
     for at in range(0, len(rows[0]), ROWS_AT_ONCE):
-        x, y = (torch.from_numpy(part[at : at + ROWS_AT_ONCE]).to(device) for part in rows)
-        said = stack(x.expand(len(stack), -1, -1)).argmax(-1)  # [B, T, S]
-        right += ((said == y[..., None]) & (y != IGNORED)[..., None]).sum((0, 1))
-        asked += int((rows[1][at : at + ROWS_AT_ONCE] != IGNORED).sum())
-    return right / asked
+        parts = (torch.from_numpy(part[at : at + ROWS_AT_ONCE]).to(device) for part in rows)
+        logits, y = answers(stack, *(x.expand(len(stack), -1, -1) for x in parts), asked)
+        right += ((logits.argmax(-1) == y) & (y != IGNORED)).sum((0, 1))
+        total += int((rows[1][at : at + ROWS_AT_ONCE] != IGNORED).sum())
+    return right / total
 
 
 class Feed:
@@ -163,7 +175,7 @@ class Trainer:
 
     def step(self) -> Tensor:
         tokens, targets, factor = self.feed.take()
-        loss = losses(self.stack, tokens, targets)
+        loss = losses(self.stack, tokens, targets, self.task.asked)
         loss.sum().backward()  # a model's parameters are in one of the terms
         self.optimizer.step(factor)
         return loss.detach()
@@ -192,10 +204,10 @@ class Trainer:
 
         return replay
 
-    def train(self, solved: float) -> Iterator[None]:
-        """Until every seed is solved at some learning rate, or the steps are over. A run is solved when
-        two checks in a row find a validation accuracy of at least `solved`. It yields between the
-        steps' launch and their end, when a GPU has time for other trainers."""
+    def train(self, solved: float, seconds: float = float("inf")) -> Iterator[None]:
+        """Until every seed is solved at some learning rate, or the steps or `seconds` are over. A run is
+        solved when two checks in a row find a validation accuracy of at least `solved`. It yields
+        between the steps' launch and their end, when a GPU has time for other trainers."""
         started, step = time.monotonic(), 0
         while self.live and step < self.task.steps:
             count = min(self.check_every, self.task.steps - step)
@@ -205,11 +217,13 @@ class Trainer:
                     loss = self.replay()
             step += count
             yield
+            spent = time.monotonic() - started
+            last = step == self.task.steps or spent > seconds
             with self.aside():
-                self.check(step, loss, solved, time.monotonic() - started)
+                self.check(step, loss, solved, spent, last)
 
-    def check(self, step: int, loss: Tensor, solved: float, spent: float) -> None:
-        accuracy = accuracies(self.stack, self.validation).tolist()
+    def check(self, step: int, loss: Tensor, solved: float, spent: float, last: bool) -> None:
+        accuracy = accuracies(self.stack, self.validation, self.task.asked).tolist()
         for run, value, right in zip(self.live, loss.tolist(), accuracy, strict=True):
             run.step, run.loss = step, value
             run.good = run.good + 1 if right >= solved else 0
@@ -224,10 +238,10 @@ class Trainer:
         print(
             f"{self.name:12} {step:>7} {spent:6.0f} s  seed:rate loss accuracy  {said}", flush=True
         )
-        over = self.solved_rate() or step == self.task.steps
+        over = self.solved_rate() or last
         for run in self.live if over else []:
             if run.status == "running":
-                run.status = "limit" if step == self.task.steps else "stopped"
+                run.status = "limit" if last else "stopped"
         self.end()
 
     def solved_rate(self) -> float | None:
@@ -246,7 +260,8 @@ class Trainer:
         rows = self.stack.flat
         self.stack.flat = rows.detach()[over]
         test = self.task.rows("test", 0, 0, self.task.test_rows)
-        for i, value in zip(over, accuracies(self.stack, test).tolist(), strict=True):
+        accuracy = accuracies(self.stack, test, self.task.asked).tolist()
+        for i, value in zip(over, accuracy, strict=True):
             run = self.live[i]
             run.accuracy = float("nan") if run.status == "diverged" else value
         self.stack.flat = self.optimizer.keep(going)

@@ -5,6 +5,7 @@ mends one, its line in BROKEN fails, and goes; the table of modeling/README.md i
 """
 
 import inspect
+import re
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ from transformers import Mamba2Config, Mamba2ForCausalLM, xLSTMConfig, xLSTMForC
 
 from numerics import EPS, assert_close
 
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "modeling/README.md").read_text(encoding="utf-8")
 SAME = 16 * EPS[torch.float32]  # see test_boundaries.py
 PROMPT = torch.arange(2, 14).view(2, 6)
 
@@ -35,9 +38,8 @@ def beam_search(model):
 def continuation(model):
     """A conversation goes on from the cache that generate returned."""
     options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
-    turn = model.generate(
-        PROMPT, attention_mask=torch.ones_like(PROMPT), return_dict_in_generate=True, **options
-    )
+    options |= {"return_dict_in_generate": True, "output_logits": True}
+    turn = model.generate(PROMPT, attention_mask=torch.ones_like(PROMPT), **options)
     text = torch.cat([turn.sequences, PROMPT], 1)
     mask = torch.ones_like(text)
     takes = "past_key_values" in inspect.signature(model.forward).parameters
@@ -45,7 +47,9 @@ def continuation(model):
     cache = {"past_key_values" if takes else "cache_params": cache}
     got = model.generate(text, attention_mask=mask, **cache, **options)
     want = model.generate(text, attention_mask=mask, **options)
-    assert torch.equal(got, want), "another text than from the beginning"
+    # the likeliest tokens of a wrong state are sometimes the right ones: its logits never
+    assert_close("logits", got.logits[0], want.logits[0], SAME)
+    assert torch.equal(got.sequences, want.sequences), "another text than from the beginning"
 
 
 def train(model):
@@ -108,7 +112,7 @@ BROKEN = {  # model -> behaviour -> its failure
         packed_documents: LEAK,
     },
     "Mamba2": {
-        continuation: (AssertionError, "another text"),  # reads all of it on top of the state
+        continuation: LEAK,  # reads all of it on top of the state
         packed_documents: LEAK,
     },
 }
@@ -154,9 +158,16 @@ def test_in_transformers(name, behaviour):
 
 def test_readme_says_so():
     """A cell of the table begins with yes where the behaviour holds, and only there."""
-    page = (Path(__file__).parents[2] / "modeling/README.md").read_text(encoding="utf-8")
-    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")]
-    said = {row[0].strip(): row[1:] for row in rows}
+    rows = [line.strip("| ").split(" | ") for line in PAGE.splitlines() if line.startswith("| ")]
+    said = {row[0].strip(): row[1:4] for row in rows}
     for behaviour, words in FEATURES.items():
         holds = [True, *(behaviour not in BROKEN[name] for name in ("xLSTM", "Mamba2"))]
         assert [cell.startswith("yes") for cell in said[words]] == holds, words
+
+
+def test_readme_names_tests_that_exist():
+    source = ""
+    for file, name in re.findall(r"`((?:tests/)?(?:\w+/)?test_\w+\.py)?(?:::)?(test_\w+)?`", PAGE):
+        if file:
+            source = (ROOT / (file if "/" in file else f"tests/modeling/{file}")).read_text()
+        assert not name or f"def {name}(" in source, name

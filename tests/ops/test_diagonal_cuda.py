@@ -35,6 +35,7 @@ LONG = [
     Case(7, 11, 1, 3702, MASKS),  # enough channels to walk in pairs of fp32
     Case(7, 11, 1, 3702, ("strided", "bias")),
     Case(9, 11, 1, 3701, ("bias",)),
+    Case(9, 27, 1, 3702, ("state", "lengths")),  # whole groups of its backward, and parts
 ]
 
 

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from mlstm_peer import Peer
 
 from cases import DEVICE, upcast
 from flashcell.kernels import tfla as reference
@@ -51,13 +52,13 @@ def upstream(call, dtype):
 
 # How far from float64, relative to the size of the tensor, beside four times what a divisor that nearly
 # cancels does to the reference: its own error in that dtype, or, in fp32, what it moves by where inputs move by TERM.
-# fp64: worst seen 1.8e-13. df is a difference
-# of two sums, and behind a norm so is the gradient of n. bf16 rounds weights, states and their gradients to bf16 as operands of products.
+# fp64: worst seen 1.8e-13. df is a difference of two sums; where nothing comes in (i -10), n's gradient is that
+# of few rows whose divisor nearly cancels. bf16 rounds weights, states and their gradients to bf16 as operands of products.
 ROUNDINGS = {
     torch.float64: (1e-12, {}),
     torch.float32: (1e-5, {}),
-    torch.float16: (2e-3, {"df": 4e-3, "dstate[1]": 1e-2}),
-    torch.bfloat16: (6e-3, {"df": 2.5e-2, "dstate[1]": 4e-2}),
+    torch.float16: (2e-3, {"df": 4e-3}),
+    torch.bfloat16: (6e-3, {"df": 2.5e-2, "dstate[1]": 1e-2}),
 }
 
 TERM = 2**-22  # what a tensor core loses of a term of an fp32 product, split into three of tf32
@@ -69,14 +70,14 @@ def moved(call, given, exact):
     return {key: rms(near[key] - exact[key]) if exact[key].numel() else 0.0 for key in exact}
 
 
-def assert_near(name, key, got, exact, peer, dtype, single_step, lost=0.0):
+def assert_near(name, key, got, exact, near, dtype, single_step, lost=0.0):
     usual, special = ROUNDINGS[dtype]
     assert got.shape == exact.shape
     if got.numel() == 0:
         return
     # One step of one head has gradients that are exactly 0: their terms are of size one.
     scale = max(rms(exact), 1.0) if single_step else rms(exact)
-    allowed = 4 * max(rms(peer - exact), lost) + special.get(key, usual) * scale
+    allowed = 4 * max(rms(near - exact), lost) + special.get(key, usual) * scale
     error = rms(got - exact)
     assert error <= allowed, (
         f"{name}: {error:.3g} > {allowed:.3g} ({scale:.3g}); {worst(got, exact)}"
@@ -89,16 +90,16 @@ def test_kernel_is_as_exact_as_the_reference(tfla, cell, case, dtype):
     call = make(cell, case, dtype)
     given = upstream(call, dtype)
     got = run(tfla, call, given, backend=DEVICE)
-    peer = run(reference, call, given)
+    near = run(Peer, call, given)
     exact = run(reference, upcast(call), given)
     assert got.keys() == exact.keys()
     lost = moved(call, given, exact) if dtype == torch.float32 else {}
-    fits = {key: bool(peer[key].isfinite().all()) for key in peer}  # fp16 ends at 65504
+    fits = {key: bool(near[key].isfinite().all()) for key in near}  # fp16 ends at 65504
     for key in exact:
         if key.startswith("d") and not all(fits.values()):
             assert bool(got[key].isfinite().all()) == fits[key], f"{cell} {case} {key}"
             continue
-        args = (got[key], exact[key], peer[key], dtype, case.T == 1, lost.get(key, 0.0))
+        args = (got[key], exact[key], near[key], dtype, case.T == 1, lost.get(key, 0.0))
         assert_near(f"{cell} {case} {key}", key, *args)
 
 

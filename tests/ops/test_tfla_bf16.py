@@ -1,4 +1,4 @@
-"""tfla: bf16 at the widths of a model, over gate biases and chunk sizes, against float64."""
+"""tfla: 16 bits at the widths of a model, over gate biases and chunk sizes, against float64."""
 
 import pytest
 import torch
@@ -10,23 +10,48 @@ from mlstm_cases import Case, make, normal
 from numerics import assert_close
 
 # Relative to float64. What one row whose divisor nearly cancels does to all gradients of the exponential
-# gate, CUDA works out unrounded; the CPU does not: worst seen there dq 8.6e-3, di 9.4e-3 (i 10, f 12), dv 3.1e-3.
+# gate, CUDA works out unrounded. The CPU does so with C, but C is a sum of products of bf16 operands, of
+# which k e^w is rounded: worst seen there dq 5.5e-3, dk 4.8e-3, di 5.9e-3 (i 10, f 12, chunks of 64; 2.7e-3,
+# 2.8e-3 and 1.6e-3 in one chunk, where there is no C), dv 3.1e-3. Rounding the results is 1.8e-3.
 BOUNDS = {"h": 3e-3, "dq": 3e-3, "dk": 3e-3, "dv": 3e-3, "di": 4e-3, "df": 1e-2}
-# One row has all of the gradient there, and sees few steps of weight: each one's dS is rounded once.
-FEW_TERMS = {"dq": 5e-3, "dk": 5e-3}
-ON_CPU = {"h": 4e-3, "dq": 1e-2, "dk": 1e-2, "dv": 4e-3, "di": 1e-2}
+ON_CPU = {"h": 4e-3, "dq": 7e-3, "dk": 7e-3, "dv": 4e-3, "di": 7e-3}
+# fp16 has no states beyond 65504 (i 10), and at i -10 few bits of weights of e^-10.
+IN_FP16 = {"h": 8e-4, "dq": 8e-4, "dk": 2e-3, "dv": 2e-3, "di": 2e-3, "df": 6e-3}
 GATES = [(i, f) for i in (-10.0, 0.0, 10.0) for f in (3.0, 6.0, 12.0)]
+
+
+def compare(tfla, cell, dtype, i, f, size, bounds):
+    call = make(cell, Case(1, 512, 2, 128, 256, (), size, i, f), dtype)
+    given = [normal(call["v"].shape, dtype), torch.zeros(1, 2, 128, 256)]
+    given += [torch.zeros(1, 2, 128)] * (cell == "exp")
+    got, exact = run(tfla, call, given), run(reference, upcast(call), given)
+    for key, bound in bounds.items():
+        assert_close(key, got[key].double(), exact[key], bound)
 
 
 @pytest.mark.parametrize("size", [64, 128, 256, 512])
 @pytest.mark.parametrize(("i", "f"), GATES)
 @pytest.mark.parametrize("cell", ["exp", "sigmoid"])
 def test_bf16_at_a_models_width(tfla, cell, i, f, size):
-    call = make(cell, Case(1, 512, 2, 128, 256, (), size, i, f), torch.bfloat16)
-    given = [normal(call["v"].shape, torch.bfloat16), torch.zeros(1, 2, 128, 256)]
-    given += [torch.zeros(1, 2, 128)] * (cell == "exp")
-    got, exact = run(tfla, call, given), run(reference, upcast(call), given)
-    few = FEW_TERMS if (i, f) == (10.0, 3.0) else {}
-    loose = {} if cell == "sigmoid" else ON_CPU if DEVICE == "cpu" else few
-    for key, bound in (BOUNDS | loose).items():
-        assert_close(key, got[key].double(), exact[key], bound)
+    loose = ON_CPU if cell == "exp" and DEVICE == "cpu" else {}
+    compare(tfla, cell, torch.bfloat16, i, f, size, BOUNDS | loose)
+
+
+@pytest.mark.parametrize("size", [64, 256])
+@pytest.mark.parametrize(("i", "f"), [(i, f) for i, f in GATES if i < 10 and f != 6])
+@pytest.mark.parametrize("cell", ["exp", "sigmoid"])
+def test_fp16_at_a_models_width(tfla, cell, i, f, size):
+    compare(tfla, cell, torch.float16, i, f, size, IN_FP16)
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="the CPU rounds such rows as it does others")
+def test_a_row_that_has_most_of_the_gradient(tfla):
+    """Its divisor nearly cancels, and few steps have weight: rounding their dS and W once makes up to
+    3.1e-3. The rounding of the results is 1.7e-3."""
+    for T in (125, 131, 134):
+        call = make("exp", Case(1, T, 1, 40, 136, (), 128, 10.0, 3.0), torch.bfloat16)
+        given = [normal(call["v"].shape, torch.bfloat16), torch.zeros(1, 1, 40, 136)]
+        given.append(torch.zeros(1, 1, 40))
+        got, exact = run(tfla, call, given), run(reference, upcast(call), given)
+        for key in ("dq", "dk", "dv", "di"):
+            assert_close(key, got[key].double(), exact[key], 2.2e-3)

@@ -1,7 +1,8 @@
 """scripts/train as it is on GPUs, sharded by FSDP2, but on the CPU: accelerate shards there too, it only
-refuses to begin."""
+refuses to begin. With BY_BLOCKS in the environment a small model is sharded as a large one is."""
 
 import argparse
+import os
 import runpy
 import sys
 from pathlib import Path
@@ -30,4 +31,8 @@ state.AcceleratorState.__init__ = begin_sharded
 argparse.ArgumentParser.error = accept
 sys.argv[0] = str(TRAIN)
 sys.path.insert(0, str(TRAIN.parent))
+if "BY_BLOCKS" in os.environ:
+    import _training
+
+    _training.ONE_UNIT = 0
 runpy.run_path(str(TRAIN), run_name="__main__")

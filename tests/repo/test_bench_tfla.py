@@ -104,6 +104,27 @@ def test_table_of_marks(plot, tmp_path):
     ]
 
 
+def test_tables_of_sweeps(plot, tmp_path):
+    big = "mlstm-exp-16x128x256-B8T8192"
+    rows = [
+        row(f"{big}-chunk64", "ours", "forward", 0.97, form="chunks"),
+        row(f"{big}-chunk64", "ours", "train", 3.9, form="chunks"),
+        row(f"{big}-chunk64", "mlstm_kernels", "forward", 3.4, form="chunks"),
+        row(f"{big}-chunk256", "ours", "forward", 0.9, form="chunks"),
+        row("mlstm-exp-64x64x64-B4T8192", "ours", "forward", 0.5, form="heads"),
+        row(big, "ours", "forward", 0.75, limit=1.3),
+    ]
+    write(tmp_path / "gpu.csv", rows)
+    lines = lambda name: plot.TABLES[name][0](tmp_path / "gpu.csv").splitlines()[2:]
+    assert lines("tfla-chunks") == [
+        "| | 64 | 256 |",
+        "|---|---|---|",
+        "| exp 16x128x256: ours | 0.97 / 3.9 | 0.9 / – |",
+        "| exp 16x128x256: mlstm_kernels | 3.4 / – |  |",
+    ]
+    assert lines("tfla-heads") == ["| | 64x64x64 |", "|---|---|", "| ours | 0.5 / – |"]
+
+
 def test_figures(plot, tmp_path):
     pytest.importorskip("matplotlib")
     from _bench_plots_tfla import draw_tfla

@@ -48,7 +48,7 @@ class TestGenerators:
             assert (alike.rows(*other, 50)[0] != x).any()
 
     def test_no_number_of_a_seed_changes_by_itself(self):
-        x, y = TASKS["mqar"].rows("test", 0, 0, 2)
+        x, y = TASKS["mqar-zoology"].rows("test", 0, 0, 2)
         assert x[0, :4].tolist() == [42, 108, 34, 72]
         assert np.flatnonzero(y[0] >= 0).tolist() == [60, 64]
 
@@ -69,8 +69,13 @@ class TestGenerators:
         assert (y[:, -1] == x[:, 4]).all()
         assert (y[:, :-1] == IGNORED).all()
 
-    def test_mqar(self):
-        for x, y in zip(*rows("mqar"), strict=True):
+    @pytest.mark.parametrize(("name", "first"), [("mqar", 64), ("mqar-zoology", 0)])
+    def test_mqar(self, name, first):
+        tokens, targets = rows(name)
+        noise = tokens[:, 4:][targets[:, 4:] == IGNORED]
+        assert first <= noise.min() < first + 3
+        assert noise.max() == 127
+        for x, y in zip(tokens, targets, strict=True):
             pairs = dict(zip(x[0:4:2], x[1:4:2], strict=True))
             asked = np.flatnonzero(y != IGNORED)
             assert len(asked) == len(pairs) == 2
@@ -84,8 +89,14 @@ class TestGenerators:
     def test_k_hop(self, name, k):
         for x, y in zip(*rows(name), strict=True):
             for i in range(len(x)):
+                found = np.flatnonzero(x[:i] == x[i])
+                assert y[i] == (x[found[-k] + 1] if len(found) >= k else IGNORED)
+
+    def test_find_k(self):
+        for x, y in zip(*rows("2-find"), strict=True):
+            for i in range(len(x)):
                 at = i
-                for _ in range(k):
+                for _ in range(2):
                     found = [] if at is None else np.flatnonzero(x[:at] == x[at])
                     at = found[-1] + 1 if len(found) else None
                 assert y[i] == (IGNORED if at is None else x[at])
@@ -93,7 +104,7 @@ class TestGenerators:
     def test_wrong_arguments_are_named(self):
         rng = np.random.default_rng(0)
         with pytest.raises(ValueError, match=r"lengths are \(5, 9\), but must be one length"):
-            mqar(rng, 1, (5, 9), 16, 1)
+            mqar(rng, 1, (5, 9), 16, 1, 0)
         with pytest.raises(ValueError, match="shortest length is 3, but must be at least n = 5"):
             keep_nth(rng, 1, (3, 9), 16, 5)
         with pytest.raises(ValueError, match="split is 'dev', but must be one of train"):

@@ -112,6 +112,15 @@ def test_it_learns_and_stops_when_every_seed_has():
     assert all(run.step < EASY.steps for run in trained)
 
 
+def test_time_ends_a_run_at_its_next_check():
+    trainer = Trainer(EASY, "gru", [Run(0, 1e-3)], DEVICE, "reference", 4)
+    for _ in trainer.train(1.1, seconds=0.0):
+        pass
+    (run,) = trainer.runs
+    assert (run.status, run.step) == ("limit", 4)
+    assert run.accuracy > 0
+
+
 def test_a_run_that_diverges_ends_alone():
     runs = [Run(0, 1e38), Run(0, 3e-3)]
     task = dataclasses.replace(EASY, steps=30)
@@ -172,8 +181,10 @@ def test_the_table_shows_the_best_learning_rate(tmp_path):
         for seed, value in enumerate(accuracy):
             row = {**fixed, "steps": steps, "learning_rate": rate, "status": status, "step": step}
             append([{**row, "seed": seed, "accuracy": value}], path)
+    partly = {**fixed, "steps": 900, "learning_rate": "0.02", "step": 100, "accuracy": 1.0}
+    append([{**partly, "seed": n, "status": s} for n, s in enumerate(("solved", "stopped"))], path)
     with path.open() as file:
-        assert len(list(csv.DictReader(file))) == 8
+        assert len(list(csv.DictReader(file))) == 10
     ((name, found),) = summary(read(path)).items()
     assert name == ("parity-extrapolation", "lstm")
     assert {row["learning_rate"] for row in found} == {"0.01"}

@@ -19,11 +19,11 @@ from train_cases import TEXTS, text_recipe, write_recipe, write_text  # noqa: E4
 pytestmark = pytest.mark.slow
 
 
-def run(*words, folder: Path) -> None:
+def run(*words, folder: Path, **environment: str) -> None:
     done = subprocess.run(
         [sys.executable, *map(str, words)], capture_output=True, text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HOME": str(folder / "huggingface"),
-             "CUDA_VISIBLE_DEVICES": ""},
+             "CUDA_VISIBLE_DEVICES": "", **environment},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
 
@@ -64,7 +64,7 @@ def test_two_processes_take_the_steps_of_one(tmp_path):
 
 
 def test_shards_take_the_steps_of_whole_models_and_go_on(tmp_path):
-    """FSDP2 against DDP, interrupted after a step."""
+    """FSDP2 against DDP: a step in shards of blocks, the others in shards of the whole model."""
     text = write_text(tmp_path / "text")
     changes = {**QUICK, "steps": 5, "evaluate_every": 5, "model": MLSTM, "micro_batch": 1}
     write_recipe(tmp_path / "tiny.yaml", **text_recipe(text, **changes))
@@ -72,7 +72,7 @@ def test_shards_take_the_steps_of_whole_models_and_go_on(tmp_path):
     run(*TWO, script, *words, "--restart", folder=tmp_path)
     whole = losses(tmp_path)
     sharded = [*TWO, Path(__file__).with_name("fsdp_worker.py"), *words, "--strategy", "fsdp2"]
-    run(*sharded, "--restart", "--max-minutes", "0.0001", folder=tmp_path)
+    run(*sharded, "--restart", "--max-minutes", "0.0001", folder=tmp_path, BY_BLOCKS="1")
     assert len(losses(tmp_path)) == 1
     run(*sharded, "--resume", folder=tmp_path)
     assert losses(tmp_path) == pytest.approx(whole, rel=1e-5)

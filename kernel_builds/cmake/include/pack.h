@@ -9,10 +9,46 @@ template <typename IO>
 FN void widen(Element<IO>* to, const IO* from, int count) {
   constexpr int kWidth = Vec<State<IO>>::kWidth;
   if constexpr (sizeof(Element<IO>) == sizeof(IO)) {
+    if (count == kWidth) return (void)memcpy(to, from, kWidth * sizeof *to);  // no call
     memcpy(to, from, count * sizeof *to);
     memset(to + count, 0, (kWidth - count) * sizeof *to);
   } else {
     store_element(to, count == kWidth ? load_io(from) : load_part<false>(from, count));
+  }
+}
+
+// block[c][r] for block[r][c], in place, by swapping ever larger blocks off the diagonal.
+template <typename T>
+FN void transpose(Vec<T>* block) {
+  constexpr int kWidth = Vec<T>::kWidth;
+#pragma GCC unroll 4
+  for (int size = 1; size < kWidth; size *= 2) {
+    typename Lane<T>::Int low, high;
+    for (int lane = 0; lane < kWidth; ++lane) {
+      low[lane] = lane & size ? lane - size + kWidth : lane;
+      high[lane] = lane & size ? lane + kWidth : lane + size;
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < kWidth; ++r) {
+      if (r & size) continue;
+      const auto a = block[r].raw, b = block[r + size].raw;
+      block[r] = __builtin_shuffle(a, b, low);
+      block[r + size] = __builtin_shuffle(a, b, high);
+    }
+  }
+}
+
+// A register of `count` elements as they lie in memory, or widened; zeros after them.
+template <typename IO>
+FN Vec<State<IO>> load_lanes(const IO* from, int count) {
+  using V = Vec<State<IO>>;
+  if constexpr (sizeof(Element<IO>) == sizeof(IO)) {
+    typename V::Raw raw{};
+    if (count * sizeof(IO) == sizeof raw) return load((const State<IO>*)from);  // no call
+    memcpy(&raw, from, count * sizeof(IO));
+    return raw;
+  } else {
+    return count == V::kWidth ? load_io(from) : load_part<false>(from, count);
   }
 }
 
@@ -39,15 +75,17 @@ void pack_vector(Element<IO>* to, int panel_vectors, const IO* from, int64_t k_s
     }
     return;
   }
-  Element<IO> tile[kWidth][kWidth] = {};  // [column][k]
-  for (int64_t k0 = 0; k0 < depth; k0 += kWidth, to += kWidth / kDepth * step) {
-    const int count = depth - k0 < kWidth ? depth - k0 : kWidth;
-    for (int n = 0; n < columns; ++n) widen(tile[n], from + n * n_stride + k0, count);
+  // Columns lie along k. What a product takes at once of one of them, kDepth elements, is one lane.
+  constexpr int kTile = kWidth * kDepth;
+  for (int64_t k0 = 0; k0 < depth; k0 += kTile, to += kWidth * step) {
+    const int count = depth - k0 < kTile ? int(depth - k0) : kTile;
+    Vec<State<IO>> block[kWidth];
+    for (int n = 0; n < kWidth; ++n) {
+      block[n] = n < columns ? load_lanes(from + n * n_stride + k0, count) : Vec<State<IO>>(0);
+    }
+    transpose(block);
     for (int k = 0; k < count; k += kDepth) {
-      Element<IO>* row = to + k / kDepth * step;
-      for (int n = 0; n < kWidth; ++n) {
-        for (int d = 0; d < kDepth; ++d) row[n * kDepth + d] = tile[n][k + d];
-      }
+      memcpy(to + k / kDepth * step, &block[k / kDepth].raw, sizeof block->raw);
     }
   }
 }

@@ -1,8 +1,8 @@
 // The matrix product: operand formats, and the microkernel that keeps a tile of C in registers.
 //
-// C[m, col] = sum_k rows[m][k] B[k, col] over one panel: NV vectors of columns; added to C where
-// k_begin > 0 or `add` says so. A panel stores B as [k / kDepth][NV][width][kDepth], so that the
-// kernel streams it once, front to back.
+// C[m, col] = keep C[m, col] + sum_k rows[m][k] B[k, col] over one panel: NV vectors of columns.
+// Where keep is 0, C is not read; from k > 0 on it is 1. A panel stores B as
+// [k / kDepth][NV][width][kDepth], so that the kernel streams it once, front to back.
 #pragma once
 #include "io.h"
 
@@ -60,17 +60,13 @@ FN void store_element(bf16* p, Vec<float> v) { store_io(p, v); }
 // Rounds to IO and stores as operand.
 template <typename IO>
 FN void store_operand(Element<IO>* p, Vec<State<IO>> v) {
-  IO rounded[Vec<State<IO>>::kWidth];
-  store_io(rounded, v);
-  store_element(p, load_io(rounded));
-}
-template <>
-FN void store_operand<float>(float* p, Vec<float> v) {
-  store(p, v);
-}
-template <>
-FN void store_operand<double>(double* p, Vec<double> v) {
-  store(p, v);
+  if constexpr (sizeof(IO) == sizeof(Element<IO>)) {
+    store_io(p, v);
+  } else {
+    IO rounded[Vec<State<IO>>::kWidth];
+    store_io(rounded, v);
+    store_element(p, load_io(rounded));
+  }
 }
 
 template <typename IO>
@@ -90,7 +86,7 @@ constexpr int kPrefetchBytes = 4096;
 template <typename IO, int NV, int MR>
 __attribute__((noinline)) void microkernel(const Element<IO>* const* rows, int64_t k_begin,
                                            int64_t k_end, const Element<IO>* panel, State<IO>* c,
-                                           bool add) {
+                                           State<IO> keep) {
   using P = Product<IO>;
   using V = Vec<State<IO>>;
   constexpr int kStride = NV * V::kWidth;
@@ -101,7 +97,7 @@ __attribute__((noinline)) void microkernel(const Element<IO>* const* rows, int64
     a[m] = rows[m];
 #pragma GCC unroll 4
     for (int v = 0; v < NV; ++v) {
-      acc[m][v] = add ? load(c + m * kStride + v * V::kWidth) : V(0);
+      acc[m][v] = keep != 0 ? V(keep) * load(c + m * kStride + v * V::kWidth) : V(0);
     }
   }
   const Element<IO>* b = panel + k_begin * kStride;
@@ -128,13 +124,13 @@ __attribute__((noinline)) void microkernel(const Element<IO>* const* rows, int64
 
 template <typename IO, int NV, int MR>
 FN void microkernel_rows(int rows_now, const Element<IO>* const* rows, int64_t k_begin,
-                         int64_t k_end, const Element<IO>* panel, State<IO>* c, bool add) {
+                         int64_t k_end, const Element<IO>* panel, State<IO>* c, State<IO> keep) {
   if constexpr (MR > 1) {
     if (rows_now < MR) {
-      return microkernel_rows<IO, NV, MR - 1>(rows_now, rows, k_begin, k_end, panel, c, add);
+      return microkernel_rows<IO, NV, MR - 1>(rows_now, rows, k_begin, k_end, panel, c, keep);
     }
   }
-  microkernel<IO, NV, MR>(rows, k_begin, k_end, panel, c, add);
+  microkernel<IO, NV, MR>(rows, k_begin, k_end, panel, c, keep);
 }
 
 // Row tiles of nearly equal height; every one reads the same k block of the panel while it is in
@@ -143,7 +139,7 @@ constexpr int64_t kPanelBlockBytes = 24 * 1024;
 
 template <typename IO, int NV>
 void panel_product(const Element<IO>* const* rows, int count, int64_t k_begin, int64_t k_end,
-                   const Element<IO>* panel, State<IO>* c, bool add = false) {
+                   const Element<IO>* panel, State<IO>* c, State<IO> keep = 0) {
   constexpr int kRows = kMaxRows<NV>, kStride = NV * Vec<State<IO>>::kWidth;
   // A multiple of kDepth: a pair of bf16 must not straddle two blocks.
   constexpr int64_t kBlock = kPanelBlockBytes / (kStride * sizeof(Element<IO>)) / 16 * 16;
@@ -154,7 +150,7 @@ void panel_product(const Element<IO>* const* rows, int count, int64_t k_begin, i
     for (int tile = 0; tile < tiles; ++tile) {
       const int first = tile * count / tiles, next = (tile + 1) * count / tiles;
       microkernel_rows<IO, NV, kRows>(next - first, rows + first, k, end, panel,
-                                      c + first * kStride, add || k > 0);
+                                      c + first * kStride, k > 0 ? 1 : keep);
     }
   }
 }

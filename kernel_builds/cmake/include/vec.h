@@ -3,6 +3,9 @@
 #pragma once
 #include <cstdint>
 #include <cstring>
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
 
 #include "cell_math.h"
 
@@ -68,6 +71,39 @@ template <typename T>
 FN void store(T* p, Vec<T> v) {
   memcpy(p, &v.raw, sizeof v.raw);
 }
+
+// |v|, and |v| with the sign of another: bits, no comparison.
+template <typename T>
+FN Vec<T> absolute(Vec<T> v) {
+  using Int = typename Lane<T>::Int;
+  return (typename Vec<T>::Raw)((Int)v.raw & ~(Int)(-Vec<T>(T(0))).raw);
+}
+
+template <typename T>
+FN Vec<T> with_sign(Vec<T> magnitude, Vec<T> v) {
+  using Int = typename Lane<T>::Int;
+  return (typename Vec<T>::Raw)((Int)magnitude.raw | ((Int)v.raw & (Int)(-Vec<T>(T(0))).raw));
+}
+
+// v within [low, high]; NaN stays.
+template <typename T>
+FN Vec<T> at_least(Vec<T> low, Vec<T> v) {
+  return select(v < low, low, v);
+}
+template <typename T>
+FN Vec<T> at_most(Vec<T> high, Vec<T> v) {
+  return select(high < v, high, v);
+}
+#if defined(__AVX512F__)
+template <>
+FN Vec<float> at_least(Vec<float> low, Vec<float> v) {
+  return (Vec<float>::Raw)_mm512_max_ps((__m512)low.raw, (__m512)v.raw);
+}
+template <>
+FN Vec<float> at_most(Vec<float> high, Vec<float> v) {
+  return (Vec<float>::Raw)_mm512_min_ps((__m512)high.raw, (__m512)v.raw);
+}
+#endif
 
 // Sum of the lanes in a fixed order: halves fold onto each other.
 template <typename Raw>

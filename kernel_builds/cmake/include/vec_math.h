@@ -70,8 +70,7 @@ FN Vec<float> scale_by_power_of_two(Vec<float> e, Vec<float> n) {
 template <typename T>
 FN Vec<T> exp(Vec<T> x) {
   using V = Vec<T>;
-  x = select(x < V(Real<T>::kExpMin), V(Real<T>::kExpMin), x);
-  x = select(V(Real<T>::kExpMax) < x, V(Real<T>::kExpMax), x);
+  x = at_most(V(Real<T>::kExpMax), at_least(V(Real<T>::kExpMin), x));
   V n;
   const V e = expm1_reduced(x, &n) + V(1);
   return scale_by_power_of_two(e, n);
@@ -81,13 +80,11 @@ FN Vec<T> exp(Vec<T> x) {
 template <typename T>
 FN Vec<T> tanh(Vec<T> x) {
   using V = Vec<T>;
-  const V magnitude = absolute(x);
-  const V y = select(V(Real<T>::kTanhMax) < magnitude, V(Real<T>::kTanhMax), magnitude) * V(2);
+  const V y = at_most(V(Real<T>::kTanhMax), absolute(x)) * V(2);
   V n;
   const V p = expm1_reduced(y, &n), scale = power_of_two(n);
   const V m = scale * p + (scale - V(1));
-  const V t = m / (m + V(2));
-  return select(x < V(0), -t, t);
+  return with_sign(m / (m + V(2)), x);
 }
 
 // log(1 + x) for x in [0, 1]: 2 atanh(s), s = x / (2 + x) <= 1/3.

@@ -154,9 +154,10 @@ def ours(case: Case, p: dict, kernel, method: str) -> Callable[[], tuple]:
 
 
 def layer(case: Case, p: dict) -> Callable[[], tuple]:
-    """The whole layer of ParaRNN: a projection of four heads, and the cell; forward and backward."""
+    """The whole layer of ParaRNN: a projection of four heads, and the cell; forward and backward.
+    Its gradients, of x first."""
     module = LAYERS[case.op](case.width, case.width, num_heads=4, backend="cuda")
-    module = module.to("cuda", case.torch_dtype)
+    p["layer"] = module = module.to("cuda", case.torch_dtype)
     x = p["x"].requires_grad_()
     leaves = [x, *module.parameters()]
 

@@ -158,7 +158,8 @@ def mlstm_kernels(case: Case, limit: bool = False) -> Side:
 
 def fla(op: str) -> Callable[[Case], Side]:
     """PyPI flash-linear-attention: linear attention with this cell's sizes and without its input
-    gate, so other values; `gla` decays every key by itself."""
+    gate, so other values; `gla` decays every key by itself. With Triton before 3.7.1 it refuses
+    simple_gla's backward on Hopper, whose values are wrong there: what is asked for is its time."""
 
     def make(case: Case) -> Side:
         try:
@@ -172,8 +173,10 @@ def fla(op: str) -> Callable[[Case], Side]:
                 decay = lambda p: p["g"][..., None].expand_as(p["k"]).contiguous()
                 run = lambda p: chunk_gla(p["q"], p["k"], p["v"], decay(p))[0]
             else:
+                from fla.ops.common import chunk_o
                 from fla.ops.simple_gla import chunk_simple_gla
 
+                chunk_o.TRITON_ABOVE_3_7_1 = True
                 run = lambda p: chunk_simple_gla(p["q"], p["k"], p["v"], p["g"])[0]
         except ImportError as error:
             raise Unavailable(f"fla cannot be imported: {error}") from None

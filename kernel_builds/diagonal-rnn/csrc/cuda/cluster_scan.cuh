@@ -8,6 +8,7 @@
 // may not be running.
 #pragma once
 #include "cluster.cuh"
+#include "early.cuh"
 #include "linear.cuh"
 #include "plan.h"
 
@@ -46,9 +47,15 @@ struct ClusterTile {
 
 // carry = map(carry), for the channels of a lane
 template <int kN>
-DEVICE void take_over(const float2* map, float (&carry)[kN]) {
+DEVICE void take_over(const float2 (&map)[kN], float (&carry)[kN]) {
 #pragma unroll
   for (int c = 0; c < kN; ++c) carry[c] = fmaf(map[c].x, carry[c], map[c].y);
+}
+
+template <int kN>
+DEVICE void read(const float2* maps, int lane, float2 (&map)[kN]) {
+#pragma unroll
+  for (int c = 0; c < kN; ++c) map[c] = maps[lane * kN + c];
 }
 
 // The warp that tells the cluster the map of every tile of the block.
@@ -104,19 +111,23 @@ DEVICE void hand_carries(typename Tile::Shared& shared, typename Tile::Element& 
     if (lane == 0) {
       barrier_expect(shared.told[there], size * Tile::kChannels * int(sizeof(float2)));
     }
+    // Everything is read before it is used: what is written here might be what is read, for all
+    // the compiler knows, and every map would wait for the one before it.
+    float2 of_warps[Tile::kWarps][kN], of_blocks[kMostBlocks][kN];
     barrier_wait(shared.full[at], round / kBuffers);
+#pragma unroll
+    for (int w = 0; w < Tile::kWarps; ++w) read(shared.warp_map[at][w], lane, of_warps[w]);
     barrier_wait(shared.told[there], round / Tile::kRounds);
+#pragma unroll
+    for (int from = 0; from < kMostBlocks; ++from) {
+      read(shared.tile_map[there][from < size ? from : 0], lane, of_blocks[from]);
+    }
     float mine[kN];
 #pragma unroll
     for (int c = 0; c < kN; ++c) mine[c] = carry[c];
 #pragma unroll
     for (int from = 0; from < kMostBlocks; ++from) {
-      float2 map[kN];
-#pragma unroll
-      for (int c = 0; c < kN; ++c) {
-        map[c] = shared.tile_map[there][from < size ? from : 0][lane * kN + c];
-      }
-      if (from < size) take_over(map, carry);
+      if (from < size) take_over(of_blocks[from], carry);
 #pragma unroll
       for (int c = 0; c < kN; ++c) mine[c] = from < rank ? carry[c] : mine[c];
     }
@@ -124,7 +135,7 @@ DEVICE void hand_carries(typename Tile::Shared& shared, typename Tile::Element& 
     for (int w = 0; w < Tile::kWarps; ++w) {
 #pragma unroll
       for (int c = 0; c < kN; ++c) shared.carry[at][w][lane * kN + c] = mine[c];
-      take_over(&shared.warp_map[at][w][lane * kN], mine);
+      take_over(of_warps[w], mine);
     }
     __syncwarp();
     if (lane == 0) barrier_arrive(shared.ready[at]);
@@ -177,24 +188,30 @@ struct Worker {
     }
   }
 
-  // body(step, raw) for the steps that there are.
+  // body(step, raw) for the steps that there are; the rows of a whole tile are read ahead of what
+  // the body stores.
   template <typename Body>
   DEVICE void for_steps(int round, Body body) const {
     const auto& rows = shared.rows[round % Tile::kSlots][warp];
     const int first = start + round * stride;
-    auto step = [&](int k) {
-      Raw raw;
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) raw[r] = rows[r][k][word];
-      body(first + k, raw);
-    };
     if (first + kSteps <= e.steps) {
+      Raw raw[kSteps];
 #pragma unroll
-      for (int k = 0; k < kSteps; ++k) step(k);
+      for (int k = 0; k < kSteps; ++k) take(rows, k, raw[k]);
+#pragma unroll
+      for (int k = 0; k < kSteps; ++k) body(first + k, raw[k]);
     } else {
 #pragma unroll 1
-      for (int k = 0; first + k < e.steps; ++k) step(k);
+      for (int k = 0; first + k < e.steps; ++k) {
+        Raw raw;
+        take(rows, k, raw);
+        body(first + k, raw);
+      }
     }
+  }
+  DEVICE void take(const Word (&rows)[kRows][kSteps][32], int k, Raw& raw) const {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) raw[r] = rows[r][k][word];
   }
 
   DEVICE void compose_steps(int round) const {
@@ -235,8 +252,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) cluster_scan_kernel(
   using Element = typename Tile::Element;
   extern __shared__ __align__(16) unsigned char memory[];
   auto& shared = *reinterpret_cast<typename Tile::Shared*>(memory);
-  const int64_t column = blockIdx.x / blocks_of_cluster(), s = column / groups_of_row;
-  const int64_t channel = column % groups_of_row * Tile::kChannels;
+  const int column = int(blockIdx.x / blocks_of_cluster()), s = column / groups_of_row;
+  const int64_t channel = column % groups_of_row * int64_t(Tile::kChannels);
   const int warp = threadIdx.x / 32;
   Element e(p, s, channel + threadIdx.x % 32 * Tile::kN);
   if (threadIdx.x == 0) {
@@ -249,6 +266,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) cluster_scan_kernel(
   }
   __syncwarp();
   cluster_arrive();
+  let_later_start();
+  wait_for_earlier();
   if (warp == Tile::kWarps) {
     cluster_wait();
     tell_maps<Tile>(shared, rounds);
@@ -281,8 +300,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) cluster_scan_kernel(
       commit_copies();
     }
   }
-  cluster_arrive();  // no block leaves while others may still tell it something
-  cluster_wait();
+  // A block stays until its last warp has been told of every round: nobody writes to it any more.
 #else
   __trap();  // the plan takes it where there are clusters
 #endif

@@ -2,6 +2,8 @@
 // (walk.cuh) and a scan (scan.cuh) run any of them. An element is one sequence and kN channels:
 //   first(r), bytes(r)              row r of step 0 and the way to the next step, in walking order
 //   needs(r, i)                     whether step i has row r
+//   kOnce                           rows from here on are read once in a group of steps, if any are
+//   advance_group(raw, i, n, carry) and n such steps are taken at once
 //   map(raw, i, mark, A, b)         the map of step i, from its rows
 //   advance(raw, i, mark, carry)    stores the step's results and takes the carry over it
 //   begin, end, pad, sums           the first and last carry, unused rows, sums over the steps
@@ -108,7 +110,7 @@ struct ScanForward : BlockScan<ScanForwardParams, IO, kNOf, n> {
   using Base = BlockScan<ScanForwardParams, IO, kNOf, n>;
   using Base::kN, Base::p;
   using typename Base::Params, typename Base::Word;
-  static constexpr int kRows = n + 1;  // of a, then b
+  static constexpr int kRows = n + 1, kOnce = kRows;  // of a, then b
   static constexpr bool kIsForward = true;
   using Raw = Word[kRows];
 
@@ -162,7 +164,7 @@ struct ScanBackward : BlockScan<ScanBackwardParams, IO, kNOf, n> {
   using Base = BlockScan<ScanBackwardParams, IO, kNOf, n>;
   using Base::kN, Base::p, Base::steps;
   using typename Base::Params, typename Base::Word;
-  static constexpr int kRows = n + 2;  // of a, then dh, then h of the step before
+  static constexpr int kRows = n + 2, kOnce = kRows;  // of a, then dh, then h of the step before
   static constexpr bool kIsForward = false;
   using Raw = Word[kRows];
 

@@ -28,7 +28,8 @@ struct LinearTrack {
   using Word = typename Element::Word;
   static constexpr int kThreads = kThreadsOf, kSteps = kStepsOf, kRows = Element::kRows;
   static constexpr int kN = Element::kN, K = Element::kStates, P = Element::kSums;
-  using Steps = Ring<Word, kRows, kSteps, kGroups, kThreads>;
+  static constexpr bool kGrouped = Element::kOnce < kRows;
+  using Steps = Ring<Word, kRows, kSteps, kGroups, kThreads, Element::kOnce>;
 
   Element e;
   float carry[kN][K];
@@ -88,15 +89,23 @@ struct LinearTrack {
     for (; i + kSteps <= whole_; i += kSteps) {
       Word now[kSteps][kRows];
       take(now, i);
+      if constexpr (kGrouped) {
+        e.advance_group(now, i, kSteps, carry);
+      } else {
 #pragma unroll
-      for (int k = 0; k < kSteps; ++k) {
-        e.advance(now[k], i + k, marks_.at(k), carry);
-        if (kMeasured) measure();
+        for (int k = 0; k < kSteps; ++k) {
+          e.advance(now[k], i + k, marks_.at(k), carry);
+          if (kMeasured) measure();
+        }
       }
     }
+    if constexpr (kGrouped) {
+      if (i < whole_) e.advance_group(ahead_, i, whole_ - i, carry);
+    } else {
 #pragma unroll
-    for (int k = 0; k < kSteps; ++k) {
-      if (i + k < whole_) e.advance(ahead_[k], i + k, e.mark(i + k), carry);
+      for (int k = 0; k < kSteps; ++k) {
+        if (i + k < whole_) e.advance(ahead_[k], i + k, e.mark(i + k), carry);
+      }
     }
     if (end == e.steps && end > 0) e.advance(last_, whole_, e.mark(whole_), carry);
   }

@@ -66,6 +66,19 @@ constexpr bool takes_clusters(int64_t columns, int64_t T, const Device& device) 
   const bool can = device.arch >= 90 && device.arch < 120;  // and 227 KB for a block
   return can && (columns > kFewColumns || T < kManySteps);
 }
+// Channels of a thread of such a scan, or 0 for tiles. Words of 4 bytes but forward, where few
+// steps of 16 bits want more blocks (1x4096x512 5.1 us with one channel, 6.5 with two) and very
+// many of fp32 longer rows (1x65536x1024 201 us with two, 219 with one).
+constexpr int64_t kSmallScan = 1 << 22, kLargeScan = 1 << 26;  // channel steps
+inline int cluster_channels(int64_t B, int64_t T, int64_t D, bool forward, const Launch& to) {
+  const bool is_float = to.dtype == Dtype::kFloat;
+  const int word = is_float ? 1 : 2;
+  const bool in_pieces = to.together * (is_float ? 4 : 2) >= 16;
+  const int64_t columns = B * ((D + 32 * word - 1) / (32 * word)), steps = B * T * D;
+  if (!in_pieces || !takes_clusters(columns, T, to.device)) return 0;
+  if (!forward) return word;
+  return is_float ? (steps >= kLargeScan ? 2 : 1) : (steps < kSmallScan ? 1 : 2);
+}
 // Blocks of a cluster, one on an SM. Not all SMs can be had: an H200 holds 15 clusters of 8, 17 of
 // 6, 30 of 4, 39 of 3, 66 of 2 at a time, and what does not fit waits for all the others
 // (1x65536x1024 fp32 forward by 3 196 us, by 4 318). The fp32 backward likes fewer where L2 does

@@ -7,8 +7,10 @@
 
 namespace flashcell::cuda {
 
-// Words of kRows rows; kGroups groups of kSteps steps.
-template <typename WordOf, int kRowsOf, int kStepsOf, int kGroupsOf, int kThreads>
+// Words of kRows rows; kGroups groups of kSteps steps. Of the rows from kOnce on only a group's
+// last step is read, into the place of step kSteps - 1.
+template <typename WordOf, int kRowsOf, int kStepsOf, int kGroupsOf, int kThreads,
+          int kOnce = kRowsOf>
 class Ring {
  public:
   using Word = WordOf;
@@ -37,7 +39,9 @@ class Ring {
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
 #pragma unroll
-      for (int r = 0; r < kRows; ++r) words[k][r] = group[(k * kRows + r) * kThreads];
+      for (int r = 0; r < (k + 1 < kSteps ? kOnce : kRows); ++r) {
+        words[k][r] = group[(k * kRows + r) * kThreads];
+      }
     }
     take_ = take_ + 1 == kGroups ? 0 : take_ + 1;
   }
@@ -51,20 +55,24 @@ class Ring {
     Word* to = column_ + fill_ * kGroup;
     if (left_ >= kSteps) {
 #pragma unroll
-      for (int k = 0; k < kSteps; ++k) copy_step(k, to);
+      for (int k = 0; k < kSteps; ++k) copy_rows<0, kOnce>(k, k, to);
+      copy_rows<kOnce, kRows>(kSteps - 1, kSteps - 1, to);
     } else {
 #pragma unroll 1
-      for (int k = 0; k < left_; ++k) copy_step(k, to);
+      for (int k = 0; k < left_; ++k) copy_rows<0, kOnce>(k, k, to);
+      if (left_ > 0) copy_rows<kOnce, kRows>(left_ - 1, kSteps - 1, to);
     }
     commit_copies();
 #pragma unroll
     for (int r = 0; r < kRows; ++r) from_[r] += int64_t(bytes_[r]) * kSteps;
     left_ -= kSteps, fill_ = fill_ + 1 == kGroups ? 0 : fill_ + 1;
   }
-  DEVICE void copy_step(int k, Word* to) const {
+  template <int kFirst, int kEnd>
+  DEVICE void copy_rows(int step, int place, Word* to) const {
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      copy_async<sizeof(Word)>(to + (k * kRows + r) * kThreads, from_[r] + int64_t(bytes_[r]) * k);
+    for (int r = kFirst; r < kEnd; ++r) {
+      copy_async<sizeof(Word)>(to + (place * kRows + r) * kThreads,
+                               from_[r] + int64_t(bytes_[r]) * step);
     }
   }
 };

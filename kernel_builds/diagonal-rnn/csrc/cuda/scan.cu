@@ -22,52 +22,57 @@ template <template <typename, int, int> class Pass, typename IO, int kN>
 using LongTiles = Parallel<Pass<IO, kN, 1>, 2, 4, 10, 3>;
 constexpr int64_t kLongScan = 1 << 24;  // channel steps
 
-// Scalars by clusters, in words of 4 bytes: warps, steps of a warp in a tile, tiles in shared
-// memory, rounds that a carry may take. More warps for very much fp32 (forward of 1x65536x1024 196
-// us with 16 of 8 steps, 231 with 8 of 16; but 117 and 113 for 1x4096x8192, 10.5 and 8.4 for
-// 1x4096x512).
-template <typename Element, bool kForward = Element::kIsForward>
-using InClusters = Clusters<Element, 8, 16, kForward ? 5 : 4, kForward ? 2 : 1>;
+// Scalars by clusters: warps, steps of a warp in a tile, tiles in shared memory, rounds that a
+// carry may take. Short ones of 16 bits take a channel a thread, so that more blocks share them; of
+// fp32 with very many steps a thread takes two, so that rows are longer.
+template <typename Element, int kBytes = int(sizeof(typename Element::Word))>
+struct InClusters;
 template <typename Element>
-using InLargeClusters = Clusters<Element, 16, 8, 6, 1>;
-constexpr int64_t kLargeScan = 1 << 26;  // channel steps
+struct InClusters<Element, 2> : Clusters<Element, 8, 32, 3, 1> {};
+template <typename Element>
+struct InClusters<Element, 4>
+    : Clusters<Element, 8, 16, Element::kIsForward ? 5 : 4, Element::kIsForward ? 2 : 1> {};
+template <typename Element>
+struct InClusters<Element, 8> : Clusters<Element, 8, 8, 6, 1> {};
 
 // A walk: threads, steps of a group and groups ahead. Words of 8 bytes move more (8x2048x4096: fp32
 // forward 0.203 ms, 0.220 with one channel a thread; bf16 0.103, 0.121 with two) but need the
-// channels for it.
+// channels for it. Groups of 6 steps: fp32 forward 0.194 ms, of 8 0.200, of 4 0.217.
 template <typename Element, bool kForward = Element::kIsForward>
 using Steps =
     std::conditional_t<(Element::kStates > 1), Walk<Element, kWalkThreads, 2, 4>,
                        std::conditional_t<sizeof(typename Element::IO) == 2,
                                           Walk<Element, 64, kForward ? 8 : 4, kForward ? 6 : 8>,
-                                          Walk<Element, kWalkThreads, kForward ? 8 : 4, 4>>>;
+                                          Walk<Element, kWalkThreads, kForward ? 6 : 4, 4>>>;
 
 template <template <typename, int, int> class Pass, typename IO, typename Function>
 static void for_width(const ScanParams& p, const Launch& to, Function function) {
   const Way way = scan_way(p.B * words_of_row(p.D, to));
-  constexpr int kWide = 8 / sizeof(IO);
   auto with = [&](auto channels, auto block) {
     constexpr int kN = decltype(channels)::value, n = decltype(block)::value;
-    if (way == Way::kWalk) return function(Steps<Pass<IO, kN, n>>(), way);
-    if constexpr (kN * sizeof(IO) == 4 && n == 1) {
-      using Element = Pass<IO, kN, n>;
-      const bool in_pieces = to.together * sizeof(IO) >= 16;
-      if (in_pieces && takes_clusters(p.B * ceil_div(p.D, 32 * kN), p.T, to.device)) {
-        if constexpr (Element::kIsForward && kN == 1) {
-          if (p.B * p.T * p.D >= kLargeScan) return function(InLargeClusters<Element>(), way);
-        }
-        return function(InClusters<Element>(), way);
-      }
-    }
-    if constexpr (kN * sizeof(IO) <= 4 && n == 1 && !Pass<IO, kN, n>::kIsForward) {
+    using Element = Pass<IO, kN, n>;
+    if (way == Way::kWalk) return function(Steps<Element>(), way);
+    if constexpr (kN * sizeof(IO) <= 4 && n == 1 && !Element::kIsForward) {
       if (p.B * p.T * p.D >= kLongScan) return function(LongTiles<Pass, IO, kN>(), way);
     }
     if constexpr (kN * sizeof(IO) <= 4 || n > 1) function(Tiles<Pass, IO, kN, n>(), way);
   };
+  auto clusters = [&](auto channels) {
+    function(InClusters<Pass<IO, decltype(channels)::value, 1>>(), Way::kScan);
+  };
   using std::integral_constant;
   using One = integral_constant<int, 1>;
+  constexpr int kWord = 4 / sizeof(IO), kWide = 2 * kWord;
   switch (p.n) {
-    case 1:
+    case 1: {
+      constexpr bool kForward = Pass<IO, 1, 1>::kIsForward;
+      const int channels = way == Way::kScan ? cluster_channels(p.B, p.T, p.D, kForward, to) : 0;
+      if constexpr (kForward) {
+        if (channels == 1) return clusters(One());
+        if (channels == 2) return clusters(integral_constant<int, 2>());
+      } else if (channels > 0) {
+        return clusters(integral_constant<int, kWord>());
+      }
       if (way == Way::kWalk && to.together >= kWide) {
         return with(integral_constant<int, kWide>(), One());
       }
@@ -75,6 +80,7 @@ static void for_width(const ScanParams& p, const Launch& to, Function function) 
         if (to.together >= 2) return with(integral_constant<int, 2>(), One());
       }
       return with(One(), One());
+    }
     case 2:
       return with(One(), integral_constant<int, 2>());
     case 3:

@@ -23,6 +23,7 @@ struct Forward {
   const int64_t panels = (p.D + kPanelUnits - 1) / kPanelUnits;
   const bool packed;
   const Plan plan;
+  const int64_t state_stride = p.S * p.N * p.D;
   Scratch<E> weights;   // [N][panels][depth / kDepth][kVectors][width][kDepth]
   Scratch<E> operands;  // [2][S][N][depth]
   Scratch<E> zeros;     // [depth]
@@ -81,7 +82,8 @@ struct Forward {
       E* to = operand(0, s, head);
       memset(to, 0, depth * sizeof(E));
       const T* h = state(0, s, head);
-      for (int64_t unit = 0; unit < p.D; unit += V::kWidth) put_operand(to + unit, h + unit, unit);
+      for (int64_t unit = 0; unit < p.D; unit += V::kWidth)
+        put_operand(to + unit, h + unit, lanes(unit));
     });
     if (!packed) return;
     parallel_for(host, p.N * panels, [&](int64_t i) {
@@ -95,10 +97,10 @@ struct Forward {
   }
 
   // One vector of h, of which the last one of a row may be partial.
-  void put_operand(E* to, const T* h, int64_t unit) const {
+  void put_operand(E* to, const T* h, int n) const {
     E rounded[V::kWidth];
-    store_operand<IO>(rounded, load_part<false>(h, lanes(unit)));
-    memcpy(to, rounded, lanes(unit) * sizeof(E));
+    store_operand<IO>(rounded, load_part<false>(h, n));
+    memcpy(to, rounded, n * sizeof(E));
   }
 
   void step(int64_t head, int64_t panel, int64_t t, int64_t begin, int64_t end) const {
@@ -140,45 +142,50 @@ struct Forward {
     for (int g = 0; g < Cell::kBias; ++g) {
       bias[g] = p.bias ? load_part<Whole>((const T*)p.bias + g * ND + at, n) : V(0);
     }
-    for (int64_t s = begin; s < end; ++s) {
-      const Sequence& sequence = p.sequences[s];
-      const int64_t row = sequence.row + t;
+    // Addresses but for the sequence: multiplied once here, not once a sequence.
+    const IO* const x_here = (const IO*)p.x + t * p.x_time + head * p.x_head + unit;
+    T* const states = (T*)p.last + at;
+    E* operand_here = operand(t + 1, begin, head) + unit;
+    const int64_t operand_stride = p.N * depth;
+    for (int64_t s = begin; s < end; ++s, operand_here += operand_stride) {
+      const Sequence sequence = p.sequences[s];
+      const int64_t row = (sequence.row + t) * ND + at;
+      T* const state_here = states + sequence.index * ND;
       V now[kStates], next[kStates], x[kGates], r[kGates], saved[kSaved];
       for (int k = 0; k < kStates; ++k) {
-        now[k] = reset(sequence, t) ? V(0) : load_part<Whole>(state(k, s, head) + unit, n);
+        now[k] = reset(sequence, t) ? V(0) : load_part<Whole>(state_here + k * state_stride, n);
       }
       if (hold(sequence, t)) {
-        clear(row, at, n);
-        pass<Whole>(now, s, head, unit, t);
+        clear(sequence.row + t, at, n);
+        pass<Whole>(now, state_here, operand_here, n);
         continue;
       }
-      const IO* in = (const IO*)p.x + sequence.x_offset + t * p.x_time + head * p.x_head + unit;
-      for (int g = 0; g < kGates; ++g) {
-        x[g] = load_part<Whole>(in + g * p.x_gate, n) + bias[g];
-        __builtin_prefetch(in + g * p.x_gate + p.x_time);
+      const IO* in = x_here + sequence.x_offset;
+      for (int g = 0; g < kGates; ++g, in += p.x_gate) {
+        x[g] = load_part<Whole>(in, n) + bias[g];
+        __builtin_prefetch(in + kPanelUnits);
         r[g] = load(product + g * V::kWidth);
       }
       if (Cell::kBias > kGates) r[kGates - 1] += bias[Cell::kBias - 1];
       product += kStride;
       Cell::forward(x, r, now, next, saved);
-      pass<Whole>(next, s, head, unit, t);
-      store_part<Whole>((IO*)p.h + row * ND + at, next[0], n);
-      if (p.h_prev) store_part<Whole>((IO*)p.h_prev + row * ND + at, now[0], n);
+      pass<Whole>(next, state_here, operand_here, n);
+      store_part<Whole>((IO*)p.h + row, next[0], n);
+      if (p.h_prev) store_part<Whole>((IO*)p.h_prev + row, now[0], n);
       if (p.saved) {
-        T* to = (T*)p.saved + row * kSaved * ND + at;
+        T* to = (T*)p.saved + (sequence.row + t) * kSaved * ND + at;
         for (int v = 0; v < kSaved; ++v) store_part<Whole>(to + v * ND, saved[v], n);
       }
     }
   }
 
   template <bool Whole>
-  FN void pass(const V (&next)[kStates], int64_t s, int64_t head, int64_t unit, int64_t t) const {
+  FN void pass(const V (&next)[kStates], T* state_here, E* operand_here, int n) const {
     for (int k = 0; k < kStates; ++k) {
-      store_part<Whole>(state(k, s, head) + unit, next[k], lanes(unit));
+      store_part<Whole>(state_here + k * state_stride, next[k], n);
     }
-    E* to = operand(t + 1, s, head) + unit;
-    if (Whole) return store_operand<IO>(to, next[0]);
-    put_operand(to, state(0, s, head) + unit, unit);
+    if (Whole) return store_operand<IO>(operand_here, next[0]);
+    put_operand(operand_here, state_here, n);
   }
 
   // A step that does not run leaves zeros: units [at, at + n) of a row of the outputs.

@@ -15,9 +15,9 @@ struct Gemm {
   using V = Vec<T>;
   using E = Element<IO>;
   static constexpr int kVectors = kMaxVectors, kStride = kVectors * V::kWidth;
-  static constexpr int64_t kRowBlock = 96;    // rows of a task
-  static constexpr int64_t kPanelBlock = 12;  // panels of a task: C tile 96 x 768 floats, 288 KB
-  static constexpr int64_t kDepthBlock = kPanelBlockBytes / (kStride * sizeof(E));
+  static constexpr int64_t kRowBlock = 96;     // rows of a task
+  static constexpr int64_t kPanelBlock = 12;   // panels of a task: C tile 96 x 768 floats, 288 KB
+  static constexpr int64_t kDepthBlock = 768;  // of A: 96 rows, 288 KB of floats
   static constexpr int64_t kDotMaxRows = 4;
 
   const GemmParams& p;
@@ -60,6 +60,7 @@ struct Gemm {
     const IO* a = (const IO*)p.a + batch * p.a_batch + m0 * p.a_m;
     // Rows that are operands as they lie need no copy.
     const bool direct = sizeof(E) == sizeof(IO) && p.a_k == 1 && p.K == depth;
+    if (depth == 0) memset(c, 0, rows * count * kStride * sizeof(T));
     for (int64_t k = 0; k < depth || k == 0; k += kDepthBlock) {
       const int64_t end = k + kDepthBlock < depth ? k + kDepthBlock : depth;
       const E* pointers[kRowBlock];
@@ -71,12 +72,10 @@ struct Gemm {
         panel_product<IO, kVectors>(pointers, int(rows), k, end,
                                     packed + (panel0 + i) * depth * kStride,
                                     c + i * rows * kStride);
-      }
-      if (k == 0 && depth == 0) memset(c, 0, rows * count * kStride * sizeof(T));
-    }
-    for (int64_t m = 0; m < rows; ++m) {
-      for (int64_t i = 0; i < count; ++i) {
-        write(batch, m0 + m, (panel0 + i) * kStride, c + (i * rows + m) * kStride);
+        if (end < depth) continue;
+        for (int64_t m = 0; m < rows; ++m) {
+          write(batch, m0 + m, (panel0 + i) * kStride, c + (i * rows + m) * kStride);
+        }
       }
     }
   }
@@ -112,8 +111,13 @@ struct Gemm {
     }
   }
 
+  // A row of a panel. The lines that the next panel writes are on their way meanwhile: in a large C
+  // every one is a miss.
   void write(int64_t batch, int64_t m, int64_t n, const T* c) const {
     IO* to = (IO*)p.c + batch * p.c_batch + m * p.c_m + n;
+    for (size_t at = 0; at < kStride; at += 64 / sizeof(IO)) {
+      __builtin_prefetch(to + kStride + at, 1);
+    }
     for (int v = 0; v < kVectors && n < p.N; ++v, n += V::kWidth, to += V::kWidth) {
       const int count = p.N - n < V::kWidth ? int(p.N - n) : V::kWidth;
       if (count == V::kWidth) {

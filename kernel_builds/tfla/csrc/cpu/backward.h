@@ -7,6 +7,11 @@ namespace flashcell::FLASHCELL_ISA {
 
 constexpr int64_t kSnapshotBytes = 32 << 20;  // states of one thread that are kept at once
 
+// A row whose divisor has lost all but 1/32 of its terms' size to cancellation may be most of a
+// gradient, and its slope, over the square of that divisor, must not come from a rounded C. README,
+// Backward on the CPU.
+constexpr double kCancelled = 1.0 / (32 * 32);
+
 template <typename IO>
 struct Backward {
   using M = Matrix<IO>;
@@ -235,28 +240,43 @@ struct Backward {
     }
   }
 
+  // Row t of from_state again, with C as it is and not rounded to pairs of bf16.
+  void unround(const Head<IO>& x, Buffers& b, int64_t row, int64_t t, int64_t r,
+               int64_t count) const {
+    for (int64_t k = 0; k < p.K; ++k) {
+      b.from_state[M::at(count, r, k)] = dot(x.at(dh, row + t), b.state.C.data, p.K, k, p.V);
+    }
+  }
+
   // Row t: scores become dS, grads the weights over the divisor, dq what comes through the state.
   void weigh(const Head<IO>& x, Buffers& b, int64_t row, int64_t t, int64_t r, int64_t count,
              int64_t begin, int64_t end) const {
     const Gates<T>& g = b.gates;
     const IO* q = x.at(p.q, row + t);
     const T scale = T(query_scale(p));
-    V total(0), weighted(0);
+    V total(0), squares(0), weighted(0);
     for (int64_t j = begin; j <= t; j += M::kWidth) {
       const int64_t at = M::at(count, r, j);
       const V decay = seen(g, t, j, pair_decay(g, t, j) * V(scale));
       const V weight = seen(g, t, j, decay * load(b.scores + at));
       store(b.decays + at, decay);
-      total += weight;
+      total += weight, squares += weight * weight;
       weighted += seen(g, t, j, weight * load(b.grads + at));
     }
     const bool has_state = b.state.any && g.inflow[t] != 0;
     const T inflow = has_state ? g.inflow[t] * scale : T(0);
     const T q_n = has_state && p.normalized ? dot(q, b.state.n.data, p.K) : T(0);
-    const T q_state = has_state ? dot(q, b.from_state.data, count, r, p.K) : T(0);
+    T q_state = has_state ? dot(q, b.from_state.data, count, r, p.K) : T(0);
     T inverse = 1, delta = 0;  // delta: gradient of the denominator
     if (p.normalized) {
       const T denominator = sum(total) + inflow * q_n;
+      if (M::kDepth > 1 && has_state) {
+        const T spread = sum(squares) + inflow * inflow * dot_squares(q, b.state.n.data, p.K);
+        if (denominator * denominator < T(kCancelled) * spread) {
+          unround(x, b, row, t, r, count);
+          q_state = dot(q, b.from_state.data, count, r, p.K);
+        }
+      }
       inverse = T(1) / divisor(denominator, g.floor[t], p.eps);
       const bool above = denominator < -g.floor[t] || denominator > g.floor[t];
       if (p.normalizer_grad && above) {

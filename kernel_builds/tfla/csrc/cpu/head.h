@@ -96,10 +96,10 @@ struct Carry {
   // `n_weight`, which is null where nothing has an n.
   void update(T keep, const IO* rows, int64_t stride, const T* weight, const T* n_weight,
               int64_t count, const Element<IO>* packed, Element<IO>* transposed, int64_t pitch) {
-    scale(keep);
+    if (!any) keep = 0;
     M::transpose_rows(transposed, pitch, rows, stride, weight, count, K);
-    M::product(transposed, pitch, K, packed, count, C, width, any);
-    if (n_weight) M::add_rows(n, rows, stride, n_weight, count, K);
+    M::product(transposed, pitch, K, packed, count, C, width, keep);
+    if (n_weight) M::add_rows(n, rows, stride, n_weight, count, K, keep);
     any = true;
   }
 };
@@ -152,6 +152,17 @@ FN State<IO> dot(const IO* row, const State<IO>* values, int64_t width) {
   typename M::V total(0);
   M::for_columns(width, [&](int64_t c, int lanes, auto whole) __attribute__((always_inline)) {
     total += load_part<decltype(whole)::value>(row + c, lanes) * load(values + c);
+  });
+  return sum(total);
+}
+// Sum of the squares of the dot product's terms: how large it is where they have any sign.
+template <typename IO>
+FN State<IO> dot_squares(const IO* row, const State<IO>* values, int64_t width) {
+  using M = Matrix<IO>;
+  typename M::V total(0);
+  M::for_columns(width, [&](int64_t c, int lanes, auto whole) __attribute__((always_inline)) {
+    const auto term = load_part<decltype(whole)::value>(row + c, lanes) * load(values + c);
+    total += term * term;
   });
   return sum(total);
 }

@@ -50,24 +50,13 @@ struct Matrix {
     }
   }
 
-  // The same of rows that lie along k: B[k, n] = from[k + n stride]. What a product takes at once
-  // of one column, kDepth elements, is one lane of a vector.
+  // The same of rows that lie along k: B[k, n] = from[k + n stride].
   static void pack_rows(E* to, const IO* from, int64_t stride, int64_t depth, int64_t width) {
-    constexpr int64_t kStep = kWidth * kDepth;
     for (int64_t n = 0; n < panels(width) * kStride; n += kWidth) {
-      E* column = to + n / kStride * padded(depth) * kStride + n % kStride * kDepth;
-      const int64_t columns = width - n < kWidth ? width - n : kWidth;
-      for (int64_t k = 0; k < depth; k += kStep) {
-        const int left = depth - k < kStep ? int(depth - k) : int(kStep);
-        V block[kWidth];
-        for (int r = 0; r < kWidth; ++r) {
-          block[r] = r < columns ? load_lanes(from + (n + r) * stride + k, left) : V(0);
-        }
-        transpose(block);
-        for (int i = 0; i * kDepth < left; ++i) {
-          memcpy(column + (k + i * kDepth) * kStride, &block[i].raw, sizeof block[i].raw);
-        }
-      }
+      const int64_t left = width - n < kWidth ? width - n : kWidth;
+      pack_vector<IO>(to + n / kStride * padded(depth) * kStride + n % kStride * kDepth,
+                      kMaxVectors, from + (left > 0 ? n : 0) * stride, 1, stride, depth,
+                      left > 0 ? int(left) : 0);
     }
   }
 
@@ -125,11 +114,11 @@ struct Matrix {
     });
   }
 
-  // to[c] += sum over t of from[t][c] scale[t]
+  // to[c] = keep to[c] + sum over t of from[t][c] scale[t]; where keep is 0, `to` is not read.
   static void add_rows(T* to, const IO* from, int64_t stride, const T* scale, int64_t count,
-                       int64_t width) {
+                       int64_t width, T keep) {
     for_columns(width, [&](int64_t c, int lanes, auto whole) __attribute__((always_inline)) {
-      V total = load(to + c);
+      V total = keep != 0 ? V(keep) * load(to + c) : V(0);
       for (int64_t t = 0; t < count; ++t) {
         total += load_part<decltype(whole)::value>(from + t * stride + c, lanes) * V(scale[t]);
       }
@@ -169,26 +158,26 @@ struct Matrix {
     }
   }
 
-  // tile (+)= rows[count, k_begin..k_end) packed[k_begin..k_end), `width` columns; count <= kTile.
-  // The packed matrix has `depth` rows, the tile `tile_rows` from `tile` on.
+  // tile = keep tile + rows[count, k_begin..k_end) packed[k_begin..k_end), `width` columns; count
+  // <= kTile. The packed matrix has `depth` rows, the tile `tile_rows` from `tile` on.
   static void product(const E* const* rows, int64_t count, int64_t k_begin, int64_t k_end,
                       const E* packed, int64_t depth, T* tile, int64_t tile_rows, int64_t width,
-                      bool add) {
+                      T keep) {
     for (int64_t panel = 0; panel < panels(width); ++panel) {
       panel_product<IO, kMaxVectors>(rows, int(count), k_begin, k_end,
                                      packed + panel * padded(depth) * kStride,
-                                     tile + panel * tile_rows * kStride, add);
+                                     tile + panel * tile_rows * kStride, keep);
     }
   }
 
   // The same for any number of rows, `pitch` elements apart from `left` on, over the whole depth.
   static void product(const E* left, int64_t pitch, int64_t count, const E* packed, int64_t depth,
-                      T* tile, int64_t width, bool add) {
+                      T* tile, int64_t width, T keep) {
     for (int64_t r0 = 0; r0 < count; r0 += kTile) {
       const E* rows[kTile];
       const int64_t now = count - r0 < kTile ? count - r0 : kTile;
       for (int64_t r = 0; r < now; ++r) rows[r] = left + (r0 + r) * pitch;
-      product(rows, now, 0, padded(depth), packed, depth, tile + r0 * kStride, count, width, add);
+      product(rows, now, 0, padded(depth), packed, depth, tile + r0 * kStride, count, width, keep);
     }
   }
 
@@ -203,37 +192,7 @@ struct Matrix {
   // block[c][r] = from[r stride + c] for r < rows, else 0.
   FN static void transpose(const T* from, int64_t stride, int rows, V* block) {
     for (int r = 0; r < kWidth; ++r) block[r] = r < rows ? load(from + r * stride) : V(0);
-    transpose(block);
-  }
-
-  // In place, by swapping ever larger blocks off the diagonal.
-  FN static void transpose(V* block) {
-#pragma GCC unroll 4
-    for (int size = 1; size < kWidth; size *= 2) {
-      typename Lane<T>::Int low, high;
-      for (int lane = 0; lane < kWidth; ++lane) {
-        low[lane] = lane & size ? lane - size + kWidth : lane;
-        high[lane] = lane & size ? lane + kWidth : lane + size;
-      }
-#pragma GCC unroll 16
-      for (int r = 0; r < kWidth; ++r) {
-        if (r & size) continue;
-        const auto a = block[r].raw, b = block[r + size].raw;
-        block[r] = __builtin_shuffle(a, b, low);
-        block[r + size] = __builtin_shuffle(a, b, high);
-      }
-    }
-  }
-
-  // `count` elements as they lie in memory, or widened; zeros after them.
-  FN static V load_lanes(const IO* from, int count) {
-    if constexpr (sizeof(E) == sizeof(IO)) {
-      typename V::Raw raw{};
-      memcpy(&raw, from, count * sizeof(IO));
-      return raw;
-    } else {
-      return count == kWidth ? load_io(from) : load_part<false>(from, count);
-    }
+    flashcell::FLASHCELL_ISA::transpose(block);
   }
 
   // kDepth rows of a vector of columns, interleaved.

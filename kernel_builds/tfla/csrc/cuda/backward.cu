@@ -56,8 +56,12 @@ struct Plan {
     in_blocks = has_blocks<IO>(p, device);
     if (in_blocks) {
       terms.in = arrays.take<float>(values), terms.out = arrays.take<float>(values);
-      terms.taken = arrays.take<int>(kGradients);
+      terms.taken = arrays.take<int>(2 * kGradients);
     }
+    const bool lists = in_blocks && exact && std::is_same_v<IO, bf16>;  // fp16 rounds far less
+    terms.listed = arrays.take<int>(lists ? slots : 0);
+    terms.count = arrays.take<int>(lists ? 1 : 0);
+    if (!lists) terms.listed = terms.count = nullptr;
     bytes = arrays.bytes();
     if (!exact) terms.spread = terms.spreads = nullptr;
     if (!p.normalized) terms.n_weight = terms.delta = terms.dn = nullptr, terms.n = nullptr;
@@ -77,15 +81,22 @@ void run_chunks(const BackwardParams& p, const BackwardTerms& terms, cudaStream_
 template <typename IO, int kKeyBlocks, int kValueBlocks>
 void run_blocks(const BackwardParams& p, const BackwardTerms& terms, const Device& device,
                 cudaStream_t stream) {
-  using Gradients = BlockGradients<IO, kKeyBlocks, kValueBlocks>;
+  using Gradients = BlockGradients<IO, kKeyBlocks, kValueBlocks, false>;
   const Chunks& chunks = terms.rows.chunks;
   if (chunks.slots() * p.H == 0) return;
   const int slots = Gradients::slots(p, device.shared_bytes);
   const int panels = Gradients::panels(std::max(p.K, p.V));
   const int bytes = Gradients::bytes(p, device.shared_bytes);
   const GradientBlocks blocks = Gradients::share(p, chunks.tiles(), device.processors);
-  launch(block_gradients<IO, kKeyBlocks, kValueBlocks>,
-         {blocks.total(), kRingThreads, bytes, stream}, p, terms, blocks, slots, panels);
+  const Grid grid{blocks.total(), kRingThreads, bytes, stream};
+  launch(block_gradients<IO, kKeyBlocks, kValueBlocks, false>, grid, p, terms, blocks, slots,
+         panels);
+  if constexpr (std::is_same_v<IO, bf16>) {
+    if (terms.listed != nullptr) {
+      launch(block_gradients<IO, kKeyBlocks, kValueBlocks, true>, grid, p, terms, blocks, slots,
+             panels);
+    }
+  }
   launch(gate_gradients<IO>, {chunks.slots() * p.H, kGateThreads, 0, stream}, p, terms);
 }
 template <typename IO>

@@ -37,7 +37,9 @@ struct BlockItem {
   Gradient gradient;
 };
 
-template <typename IO, int kKeyBlocks, int kValueBlocks>
+// kPrecise: those chunks again that are listed, with E in two pieces. A kernel of its own: its
+// registers would cost the others a tenth of their time, and so would a look at who is listed.
+template <typename IO, int kKeyBlocks, int kValueBlocks, bool kPrecise>
 struct BlockGradients {
   struct Shared {  // behind the ring's slots and the left rows
     RowTerms rows;
@@ -103,11 +105,13 @@ struct BlockGradients {
     return (terms.rows.chunks.tiles() + 1) / 2 * columns(gradient);
   }
   DEVICE int items(Gradient gradient) const {
-    return int(terms.rows.chunks.slots()) * int(p.H) * parts(gradient);
+    const int chunks = kPrecise ? *terms.count : int(terms.rows.chunks.slots()) * int(p.H);
+    return chunks * parts(gradient);
   }
   DEVICE BlockItem item(Gradient gradient, int index) const {
     const int of_chunk = parts(gradient), wide = columns(gradient);
-    const int chunk = index / of_chunk, part = index % of_chunk;
+    const int place = index / of_chunk, part = index % of_chunk;
+    const int chunk = kPrecise ? terms.listed[place] : place;
     BlockItem item;
     item.slot = chunk / int(p.H), item.head = chunk % int(p.H);
     item.chunk = terms.rows.chunks.at(item.slot);
@@ -194,7 +198,7 @@ struct BlockGradients {
   DEVICE void produce(BlockProducer<IO>& producer, ItemQueue& numbers) const {
     constexpr bool kValue = kGradient == Gradient::kValue;
     const bool asks = threadIdx.x == 0;
-    int* const taken = terms.taken + int(kGradient);
+    int* const taken = terms.taken + (kPrecise ? kGradients : 0) + int(kGradient);
     const int count = items(kGradient);
     int next = asks ? atomicAdd(taken, 1) : 0;
     while (true) {
@@ -307,7 +311,7 @@ struct BlockGradients {
       } else {
         products.wait_left();
       }
-      products.template multiply_tiles<kRowsAre>(sums, [](int, float) {});
+      products.template multiply_tiles<kRowsAre, kPrecise>(sums);
     }
     if constexpr (kValue) {
       store<kBlocks>(item, products, sums, p.dv, p.V);
@@ -369,14 +373,15 @@ struct BlockGradients {
   }
 };
 
-template <typename IO, int kKeyBlocks, int kValueBlocks>
+template <typename IO, int kKeyBlocks, int kValueBlocks, bool kPrecise>
 __global__ void __launch_bounds__(kRingThreads, 1) block_gradients(const BackwardParams p,
                                                                    const BackwardTerms terms,
                                                                    GradientBlocks blocks, int slots,
                                                                    int panels) {
 #if FLASHCELL_WGMMA_CODE
   extern __shared__ __align__(1024) char memory[];
-  BlockGradients<IO, kKeyBlocks, kValueBlocks>(p, terms, slots, panels, memory).run(blocks);
+  using Gradients = BlockGradients<IO, kKeyBlocks, kValueBlocks, kPrecise>;
+  Gradients(p, terms, slots, panels, memory).run(blocks);
 #else
   __trap();  // built for sm_90 instead of sm_90a: an error, not what memory held
 #endif

@@ -12,6 +12,9 @@ constexpr float kExactShare = 1 / 256.f, kExactTimes = 2;
 // error is as much smaller.
 constexpr float kExactDecay = 1 / 16.f;
 constexpr int kExactChunks = 8;
+// A row whose delta^2 is this share of that sum has so much of the gradient that the roundings of
+// its few large dS show: its chunk is listed.
+constexpr float kListedShare = 1 / 16.f;
 constexpr int kExactAtOnce = 8;  // rows of a warp
 
 // Of a row t: sums of weight q k_j, and of weight (q k_j) (dh v_j).
@@ -43,15 +46,14 @@ struct ExactRow {
         q(memory),
         dh(memory + p.K) {}
 
-  // The least spread of a row that is worked out again.
-  DEVICE float least() const {
+  // Of all rows of the head.
+  DEVICE float sum_of_spreads() const {
     const int64_t slots = terms.rows.chunks.slots();
     float part = 0;
     for (int64_t i = threadIdx.x; i < slots; i += kRowThreads) {
       part += terms.spreads[terms.rows.slot(head, i)];
     }
-    const float rows = float(terms.rows.chunks.rows);
-    return block_sum<kRowThreads>(part) * fmaxf(kExactShare, kExactTimes / rows);
+    return block_sum<kRowThreads>(part);
   }
 
   DEVICE const IO* row_of(const Strided& x, int64_t row) const {
@@ -145,7 +147,8 @@ struct ExactRow {
     return sums;
   }
 
-  DEVICE void redo(int t) const {
+  // Returns delta^2.
+  DEVICE float redo(int t) const {
     const IO *from_q = row_of(p.q, chunk.row + t), *from_dh = row_of(given(), chunk.row + t);
     for (int i = threadIdx.x; i < p.K; i += kRowThreads) q[i] = to_float(from_q[i]);
     for (int i = threadIdx.x; i < p.V; i += kRowThreads) dh[i] = to_float(from_dh[i]);
@@ -155,17 +158,19 @@ struct ExactRow {
     const float total = terms.scale * float(block_sum<kRowThreads>(tells ? sums.keys : 0));
     const float dot = float(block_sum<kRowThreads>(tells ? sums.values : 0));
     const int64_t at = terms.rows.row(head, chunk) + t;
-    if (threadIdx.x > 0 || !(fabsf(total) > terms.rows.floor[at])) return;
+    if (threadIdx.x > 0 || !(fabsf(total) > terms.rows.floor[at])) return 0;
     const float inverse = terms.scale / (fabsf(total) + float(p.eps));
     const float delta = -copysignf(dot * inverse * inverse, dot * total);
     const float inflow = terms.rows.inflow[at];
     terms.inverse[at] = inverse, terms.weight[at] = inflow * inverse;
     terms.delta[at] = delta, terms.n_weight[at] = inflow * delta;
+    return delta * delta;
   }
 
   DEVICE void run() const {
     if (chunk.steps == 0) return;
-    const float enough = least();
+    const float all = sum_of_spreads();
+    const float enough = all * fmaxf(kExactShare, kExactTimes / float(terms.rows.chunks.rows));
     const int64_t first = terms.rows.row(head, chunk);
     __shared__ uint32_t found[kLongestChunk / 32];
     const int row = threadIdx.x;
@@ -174,13 +179,16 @@ struct ExactRow {
     const uint32_t own = __ballot_sync(~0u, spread > 0 && spread >= enough);
     if (row % 32 == 0) found[row / 32] = own;
     __syncthreads();
+    float most = 0;  // of thread 0
     for (int word = 0; word < kLongestChunk / 32; ++word) {
       for (uint32_t rows = found[word]; rows != 0;) {
         const int last = 31 - __clz(rows);
         rows ^= 1u << last;
-        redo(word * 32 + last);
+        most = fmaxf(most, redo(word * 32 + last));
       }
     }
+    if (terms.listed == nullptr || !(most > all * kListedShare)) return;
+    terms.listed[atomicAdd(terms.count, 1)] = int(blockIdx.x);
   }
 };
 

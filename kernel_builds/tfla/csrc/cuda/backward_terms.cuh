@@ -17,7 +17,8 @@ struct BackwardTerms {
   void* dC;                  // likewise: the gradient after the chunk
   float* dn;
   float *in, *out;  // [H, rows] q dq and k dk, where blocks of rows work them out
-  int* taken;       // of dq's, dk's and dv's items so far, or null
+  int* taken;       // of dq's, dk's and dv's items so far, of chunks and of precise ones, or null
+  int *listed, *count;  // [slots * H] chunks whose E is taken in two pieces, and how many; or null
 
   // Of its sequence.
   DEVICE bool is_last(int64_t slot) const {

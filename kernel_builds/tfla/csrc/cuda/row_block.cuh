@@ -148,7 +148,10 @@ struct RowProducts {
     for (int k = 0; k < 4; ++k) wgmma<IO>(pairs, rows.step(k), right.step(k));
   }
 
+  // Not kLast: another product of the same slots follows.
+  template <bool kLast>
   DEVICE void multiply_inner(Sums& sums, Words& words) {
+    const BlockRing first = ring;
     fence(sums, words);
 #pragma unroll
     for (int c = 0; c < kBlocks; ++c) {
@@ -156,23 +159,29 @@ struct RowProducts {
       wgmma_fence();
 #pragma unroll
       for (int k = 0; k < 4; ++k) wgmma<IO>(sums[c], words[k], inner.step(k));
-      issued();
+      if constexpr (kLast) {
+        issued();
+      } else {
+        wgmma_commit(), ring.advance();
+      }
     }
+    if constexpr (!kLast) ring = first;
+    drain(sums, words);
   }
 
-  // E = decay (inverse pairs + delta), where t sees j, as a left operand. body(half, e) gets what
-  // the lane has of a row, unrounded.
-  template <RowsAre kRowsAre, typename Body>
-  DEVICE void weigh(const Pairs& pairs, Words& words, int other, const Body& body) const {
+  // E = decay (inverse pairs + delta), where t sees j, as a left operand; or kRest, what rounding
+  // has cut off it.
+  template <RowsAre kRowsAre, bool kRest>
+  DEVICE void weigh(const Pairs& pairs, Words& words, int other) const {
     if (other == tile()) {
-      weigh_diagonal<kRowsAre>(pairs, words, body);
+      weigh_diagonal<kRowsAre, kRest>(pairs, words);
     } else {
-      weigh_tile<kRowsAre>(pairs, words, other, body);
+      weigh_tile<kRowsAre, kRest>(pairs, words, other);
     }
   }
 
-  template <RowsAre kRowsAre, typename Body>
-  DEVICE void weigh_tile(const Pairs& pairs, Words& words, int other, const Body& body) const {
+  template <RowsAre kRowsAre, bool kRest>
+  DEVICE void weigh_tile(const Pairs& pairs, Words& words, int other) const {
     constexpr bool kSeeing = kRowsAre == RowsAre::kSeeing;
     const int low = kSeeing ? other : tile(), high = kSeeing ? tile() : other;
     float chain = 1;
@@ -208,13 +217,13 @@ struct RowProducts {
           x = gain[half] * by.x * fmaf(inverse.x, x, delta.x);
           y = gain[half] * by.y * fmaf(inverse.y, y, delta.y);
         }
-        put(words, j, half, x, y, body);
+        put<kRest>(words, j, half, x, y);
       }
     }
   }
 
-  template <RowsAre kRowsAre, typename Body>
-  DEVICE void weigh_diagonal(const Pairs& pairs, Words& words, const Body& body) const {
+  template <RowsAre kRowsAre, bool kRest>
+  DEVICE void weigh_diagonal(const Pairs& pairs, Words& words) const {
     constexpr bool kSeeing = kRowsAre == RowsAre::kSeeing;
     float2 own[2];
     float inverse[2], delta[2];
@@ -257,22 +266,25 @@ struct RowProducts {
           const bool counts = from <= seen && seen <= t;
           e[c] = counts ? decay * fmaf(by, pairs[j][2 * half + c], add) : 0.f;
         }
-        put(words, j, half, e[0], e[1], body);
+        put<kRest>(words, j, half, e[0], e[1]);
       }
     }
   }
   // Columns 8 j + 2 quad, + 1 of a row of E.
-  template <typename Body>
-  DEVICE static void put(Words& words, int j, int half, float first, float second,
-                         const Body& body) {
-    words[j / 2][j % 2 * 2 + half] = Pair<IO>::of(first, second).word[0];
-    body(half, first + second);
+  template <bool kRest>
+  DEVICE static void put(Words& words, int j, int half, float first, float second) {
+    Pair<IO> pair = Pair<IO>::of(first, second);
+    if constexpr (kRest) {
+      const float2 rounded = pair.floats();
+      pair = Pair<IO>::of(first - rounded.x, second - rounded.y);
+    }
+    words[j / 2][j % 2 * 2 + half] = pair.word[0];
   }
 
   // sums += E inner, tile by tile. Ends the left rows: nothing of them or of terms is read
-  // afterwards.
-  template <RowsAre kRowsAre, typename Body>
-  DEVICE void multiply_tiles(Sums& sums, const Body& body) {
+  // afterwards. kPrecise: E in two pieces.
+  template <RowsAre kRowsAre, bool kPrecise>
+  DEVICE void multiply_tiles(Sums& sums) {
     constexpr bool kSeeing = kRowsAre == RowsAre::kSeeing;
     const int rights = (block.panels + 1) / 2;  // slots
     const int first = kSeeing || tile() < block.first ? block.first : tile();
@@ -292,10 +304,13 @@ struct RowProducts {
       wgmma_wait<0>(pairs);
       drain();
       if (other + 1 == end) release_left(1, lefts.count);
-      weigh<kRowsAre>(pairs, words, other, body);
+      if constexpr (kPrecise) {
+        weigh<kRowsAre, true>(pairs, words, other);
+        multiply_inner<false>(sums, words);
+      }
+      weigh<kRowsAre, false>(pairs, words, other);
       if (other + 1 == end) release_left(0, 1);
-      multiply_inner(sums, words);
-      drain(sums, words);
+      multiply_inner<true>(sums, words);
     } while (++other < end);
     if (end < block.end) skip(rights + kBlocks);
   }

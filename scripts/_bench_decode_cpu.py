@@ -1,0 +1,89 @@
+"""Decoding of a checkpoint on a CPU, the kernels beside the torch reference, for bench_models --decode-cpu.
+
+Both sides are the same model and the same `generate`, one with backend "cpu" and one with backend
+"reference", on the same threads, in turns inside one run. They must choose the same tokens, or nothing
+is timed. A ratio is the median of the ratios of neighbours, the reference's time over ours.
+"""
+
+import argparse
+import gc
+import os
+import statistics
+import time
+from typing import Any
+
+import torch
+from _bench_common import KERNELS, Row, append, provenance
+from transformers import AutoModelForCausalLM
+
+from flashcell.kernel_loader import load_kernel
+
+PROMPT = 16
+TOKENS = 64  # a sample; the state does not grow, so more of them cost as much each
+SAMPLES = 15
+REQUIRED = 5.0
+BATCHES = (1, 8)
+
+
+def generate(model: Any, ids: torch.Tensor) -> tuple[float, torch.Tensor]:
+    """Milliseconds a step (a token of every row), end to end, and the tokens."""
+    start = time.perf_counter()
+    tokens = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=TOKENS, min_new_tokens=TOKENS,
+        do_sample=False, pad_token_id=0,
+    )  # fmt: skip
+    return (time.perf_counter() - start) / TOKENS * 1e3, tokens
+
+
+def compare(models: dict[str, Any], batch: int) -> Row:
+    vocabulary = models["cpu"].config.vocab_size
+    ids = torch.randint(3, vocabulary, (batch, PROMPT), generator=torch.Generator().manual_seed(0))
+    chosen = [generate(model, ids)[1] for model in models.values()]
+    if not torch.equal(*chosen):
+        raise SystemExit(
+            f"error: batch {batch}: the kernels and the reference choose different tokens: not timed"
+        )
+    times: dict[str, list[float]] = {name: [] for name in models}
+    gc.disable()
+    for sample in range(SAMPLES):
+        for name in list(models)[:: 1 if sample % 2 == 0 else -1]:
+            times[name].append(generate(models[name], ids)[0])
+    gc.enable()
+    ours, theirs = times["cpu"], times["reference"]
+    p20, p50, p80 = statistics.quantiles(ours, n=10, method="inclusive")[1:8:3]
+    values = {
+        "p20_ms": p20,
+        "p50_ms": p50,
+        "p80_ms": p80,
+        "reference_p50_ms": statistics.median(theirs),
+        "ratio": statistics.median(b / a for a, b in zip(ours, theirs, strict=True)),
+    }
+    shape = {"batch": batch, "prompt": PROMPT, "tokens": TOKENS, "samples": SAMPLES}
+    return shape | {key: f"{value:.4g}" for key, value in values.items()}
+
+
+def run(arguments: argparse.Namespace) -> bool:
+    """Prints and keeps the rows; whether every ratio is REQUIRED."""
+    folders = ":".join(f"flashcell/{name}={folder}" for name, folder in KERNELS.items())
+    os.environ.setdefault("LOCAL_KERNELS", folders)
+    rows = []
+    for folder in arguments.decode_cpu:
+        models = {
+            backend: AutoModelForCausalLM.from_pretrained(folder, backend=backend).eval()
+            for backend in ("cpu", "reference")
+        }
+        diagonal = models["cpu"].config.cell.startswith("flash_")
+        kernel = load_kernel("diagonal-rnn" if diagonal else "fused-rnn", "cpu", "cpu")
+        stamp = provenance("cpu", kernel, arguments.commit)
+        for batch in BATCHES:
+            row = compare(models, batch)
+            print(
+                f"{folder.name} batch {batch}: {row['p50_ms']} ms a token, the reference "
+                f"{row['reference_p50_ms']} ms, {row['ratio']}x, {REQUIRED}x asked",
+                flush=True,
+            )
+            named = {"model": folder.name, "dtype": "float32", "threads": arguments.threads}
+            rows.append(named | row | {"required": REQUIRED} | stamp)
+    if arguments.append:
+        print(f"{len(rows)} rows appended to {append(rows, arguments.results, 'decode')}")
+    return all(float(row["ratio"]) >= REQUIRED for row in rows)
