@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace) -> bool:
                 f"{row['reference_p50_ms']} ms, {row['ratio']}x, {REQUIRED}x asked",
                 flush=True,
             )
-            named = {"model": folder.name, "dtype": "float32", "threads": arguments.threads}
+            named = {"model": folder.name, "dtype": "float32", "thread_count": arguments.threads}
             rows.append(named | row | {"required": REQUIRED} | stamp)
     if arguments.append:
         print(f"{len(rows)} rows appended to {append(rows, arguments.results, 'decode')}")

@@ -88,7 +88,7 @@ def serving_table(path: Path) -> str:
 
 
 def decode_cpu_table(path: Path) -> str:
-    cases = {(r["model"], r["threads"], r["batch"]): r for r in read(path)}
+    cases = {(r["model"], r["thread_count"], r["batch"]): r for r in read(path)}
     rows = list(cases.values())
     text = stamp(path, rows) + (
         "| model | threads | rows | ms a token | tokens/s | the reference's ms | times as fast | asked |\n"
@@ -97,7 +97,7 @@ def decode_cpu_table(path: Path) -> str:
     for row in rows:
         ours, ratio = float(row["p50_ms"]), float(row["ratio"])
         text += (
-            f"| {row['model']} | {row['threads']} | {row['batch']} | {ours:.3g} | "
+            f"| {row['model']} | {row['thread_count']} | {row['batch']} | {ours:.3g} | "
             f"{int(row['batch']) / ours * 1e3:,.0f} | {float(row['reference_p50_ms']):.3g} | "
             f"{marked(f'{ratio:.1f}', ratio >= float(row['required']))} | {row['required']} |\n"
         )
