@@ -69,7 +69,7 @@ struct ItemQueue {
   DEVICE void init() const {
     for (int i = 0; i < kAhead; ++i) {
       const Slot slot{barriers + i * Slot::kBytes};
-      barrier_init(slot.full, 1), barrier_init(slot.empty(), kRingThreads / 32);
+      barrier_init(slot.full, 1), barrier_init(slot.empty(), kRingThreads);
     }
   }
   DEVICE void put(int item) const {
@@ -80,7 +80,7 @@ struct ItemQueue {
   DEVICE int take() {
     barrier_wait(slot().full, round);
     const int item = items[index];
-    slot().release();
+    barrier_arrive(slot().empty());  // every lane has read for itself
     if (++index == kAhead) index = 0, ++round;
     return item;
   }
