@@ -14,6 +14,12 @@ DEVICE void barrier_wait(int id) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(kCount) : "memory");
 }
 
+// The same where warps come from different places of the code: bar.sync would want one instruction.
+template <int kCount>
+DEVICE void barrier_meet(int id) {
+  asm volatile("barrier.sync %0, %1;" ::"r"(id), "n"(kCount) : "memory");
+}
+
 DEVICE void mbarrier_init(uint64_t& barrier, int count) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(&barrier)), "r"(count)
                : "memory");

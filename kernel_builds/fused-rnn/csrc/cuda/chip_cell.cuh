@@ -75,9 +75,9 @@ struct Cells : Block<Pass> {
   DEVICE void run() {
     this->rounds([&](int first, int count) {
       first_tile = first, tiles = count;
-      barrier_wait<kProducts + kAll>(kRound);  // the round before is over
+      barrier_meet<kProducts + kAll>(kRound);  // the round before is over
       begin_round();
-      barrier_wait<kProducts + kAll>(kRound);
+      barrier_meet<kProducts + kAll>(kRound);
       run_round();
       barrier_wait<kAll>(kCellsOnly);
       end_round();

@@ -58,8 +58,8 @@ struct Product : Block<Pass> {
   DEVICE void run() {
     load_weight();
     this->rounds([&](int, int tiles) {
-      barrier_wait<kAll>(kRound);  // the round before is over
-      barrier_wait<kAll>(kRound);
+      barrier_meet<kAll>(kRound);  // the round before is over
+      barrier_meet<kAll>(kRound);
       run_round(tiles);
     });
   }

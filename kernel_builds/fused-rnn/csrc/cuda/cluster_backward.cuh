@@ -129,7 +129,7 @@ struct ClusterBackward {
       run_cell(p, shared, product, head, tile, rank, steps);
     } else {
       for (int t = steps - 1; t >= 0; --t) {
-        barrier_wait<kThreads>(1);
+        barrier_meet<kThreads>(1);
         product.run(t);
       }
     }
@@ -241,7 +241,7 @@ struct ClusterBackward {
         asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(word) : "memory");
       }
       inputs.template wait<1>();
-      barrier_wait<kThreads>(1);
+      barrier_meet<kThreads>(1);
       product.run(t);
       // The rest of the step passes behind the exchange.
       if (t + 1 < steps) outputs.send(t + 1);
