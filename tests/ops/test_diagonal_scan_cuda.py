@@ -1,18 +1,65 @@
-"""diagonal-rnn's scans on CUDA where plan.h takes other kernels than for the shapes of test_diagonal_scan."""
+"""diagonal-rnn's scans on CUDA: the kernels that the shapes of the shared tests do not reach."""
 
 import pytest
 import torch
-from test_diagonal_scan import draw
+from test_diagonal_scan import DTYPES, draw, run, short
 
 from cases import DEVICE
-from numerics import assert_bitwise, assert_close
+from flashcell.kernels import diagonal_rnn as reference
+from numerics import assert_as_accurate, assert_bitwise, assert_close
 
-DTYPES = [torch.float32, torch.bfloat16]
 pytestmark = [
     pytest.mark.usefixtures("poisoned"),
     pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU and FLASHCELL_TEST_DEVICE=cuda"),
 ]
-short = lambda dtype: str(dtype)[6:]
+
+
+@pytest.mark.parametrize(
+    ("shape", "kernel"),
+    [((2, 300, 40), "cluster_scan"), ((2, 300, 33), "scan"), ((9, 9, 3704), "linear_walk")],
+    ids=str,
+)
+def test_which_kernel_scans(diagonal_rnn, shape, kernel):
+    """plan.h takes the kernel that the tests here mean: clusters where there are pieces of 16 bytes."""
+    if kernel == "cluster_scan" and torch.cuda.get_device_capability()[0] not in (9, 10):
+        kernel = "scan"
+    a, b, _ = draw(shape, None, torch.float32)
+    diagonal_rnn.linear_scan(a, b)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        diagonal_rnn.linear_scan(a, b)
+        torch.cuda.synchronize()
+    kernels = [event.key for event in profile.key_averages() if "flashcell" in event.key]
+    assert any(f"::{kernel}_kernel" in key for key in kernels), kernels
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "n"),
+    [
+        *[((2, 5000, 40), n) for n in (None, 2, 3, 4)],
+        ((1, 3000, 33), None),
+        ((1, 1100, 16000), None),  # a cluster of one block a column, beyond the L2
+        ((1, 33000, 264), None),  # of several blocks
+        ((1, 4400, 4001), None),  # so many steps that the backward's tiles are longer
+        ((9, 41, 3700), None),
+        ((9, 23, 3701), None),
+        ((9, 23, 3702), None),
+        ((9, 23, 1900), 2),
+    ],
+    ids=str,
+)
+def test_long_and_wide_scans(diagonal_rnn, shape, n, reverse, dtype):
+    """Many tiles and groups of them; wide ones are walked."""
+    given = draw(shape, n, dtype)
+    dh = torch.randn(given[1].shape).to(dtype)
+    got = run(diagonal_rnn, given, dh, reverse)
+    with torch.device("cpu"):
+        given, dh = [t.cpu() for t in given], dh.cpu()
+        peer = run(reference, given, dh, reverse)
+        exact = run(reference, [t.double() for t in given], dh, reverse)
+    for key in exact:
+        assert_as_accurate(key, got[key].cpu(), exact[key], peer[key], n or 1)
 
 
 def by_doubling(a, b, h0):
@@ -27,7 +74,7 @@ def by_doubling(a, b, h0):
     return b
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+@pytest.mark.parametrize("dtype", DTYPES[1:3], ids=short)
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("D", [1032, 520])
 def test_long_scan(diagonal_rnn, D, reverse, dtype):
@@ -39,7 +86,7 @@ def test_long_scan(diagonal_rnn, D, reverse, dtype):
     assert_close("h", ahead(h).double(), exact, {torch.float32: 2e-7, torch.bfloat16: 3e-3}[dtype])
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+@pytest.mark.parametrize("dtype", DTYPES[1:3], ids=short)
 def test_scans_that_overlap_wait_for_each_other(diagonal_rnn, dtype):
     """A scan by clusters starts while the one ahead of it ends: its input, and memory used again."""
     scan = diagonal_rnn.linear_scan
