@@ -220,11 +220,12 @@ def sdpa(backend: str) -> Callable[[Case], Side]:
 def mamba2(case: Case) -> Side:
     """PyPI mamba-ssm: the state space dual form with heads of 64 and a state of 128. Its Triton
     kernels alone: the package as a whole imports a CUDA extension that must be built for this torch."""
-    found = importlib.util.find_spec("mamba_ssm")
-    if found is None or found.submodule_search_locations is None:
-        raise Unavailable("mamba_ssm is not installed")
-    package = sys.modules.setdefault("mamba_ssm", types.ModuleType("mamba_ssm"))
-    package.__path__ = list(found.submodule_search_locations)
+    if "mamba_ssm" not in sys.modules:
+        found = importlib.util.find_spec("mamba_ssm")
+        if found is None or found.submodule_search_locations is None:
+            raise Unavailable("mamba_ssm is not installed")
+        sys.modules["mamba_ssm"] = package = types.ModuleType("mamba_ssm")
+        package.__path__ = list(found.submodule_search_locations)
     try:
         from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
     except ImportError as error:
