@@ -97,10 +97,10 @@ def convergence_table(path: Path) -> str:
             line.append(max((apart(kernel, c) for c in nudged), key=float))
         line.append(apart(curves["bf16", "kernel"], curves["fp32", "kernel"]))
         text += f"| {' | '.join(line)} |\n"
-    for rows in (rows for (study, _), rows in groups.items() if study == "nn-lstm"):
+    for family, rows in ((f, rows) for (study, f), rows in groups.items() if study == "nn-lstm"):
         curves = curves_of(rows)
         text += (
-            f"\n{rows[0]['B']} x {rows[0]['T']}, {rows[-1]['step']} steps:\n\n"
+            f"\n{family}, {rows[0]['B']} x {rows[0]['T']}, {rows[-1]['step']} steps:\n\n"
             "| in the same model | last loss, fp32 | from flash_rnn | last loss, bf16 | "
             "from flash_rnn |\n|---|---|---|---|---|\n"
         )
