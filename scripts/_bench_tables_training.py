@@ -27,11 +27,18 @@ def spread(row: Row) -> str:
 
 
 def training_table(path: Path) -> str:
-    """The newest run of every case; ratios beyond what was asked are bold."""
+    """The newest run of every case; ratios beyond what was asked are bold. Below, peers' layers in the
+    same model, beside ours of their run."""
     runs: dict[tuple[str, str], dict[str, Row]] = defaultdict(dict)
+    peers: dict[tuple[str, str], tuple[Row, Row]] = {}  # a peer's, and ours ahead of it in the file
     for row in read(path):
-        runs[row["case"], row["compiled"]][row["side"]] = row
-    text = stamp(path, [row for sides in runs.values() for row in sides.values()])
+        case = row["case"], row["compiled"]
+        if row["side"] in ("ours", "transformer"):
+            runs[case][row["side"]] = row
+        else:
+            peers[row["case"], row["side"]] = row, runs[case]["ours"]
+    rows = [row for sides in runs.values() for row in sides.values()]
+    text = stamp(path, rows + [row for row, _ in peers.values()])
     text += (
         "| model | B x T | a step, ms: p50, p95, most | the Transformer's | ratio | asked | tokens/s "
         "| TFLOP/s | GiB, both |\n|---|---|---|---|---|---|---|---|---|\n"
@@ -45,6 +52,17 @@ def training_table(path: Path) -> str:
             f"{several}{ours['B']} x {ours['T']} | {spread(ours)} | {spread(theirs)} | "
             f"{beyond}{ours['ratio']}{beyond} | {ours['limit']} | {float(ours['tokens_s']):,.0f} | "
             f"{ours['tflops']} | {ours['peak_gib']}, {theirs['peak_gib']} |\n"
+        )
+    if peers:
+        text += (
+            "\n| model | its cells by | a step, ms: p50, p95, most | by ours, in that run | times "
+            "ours | GiB, both |\n|---|---|---|---|---|---|\n"
+        )
+    for (case, peer), (row, ours) in peers.items():
+        times = float(row["p50_ms"]) / float(ours["p50_ms"])
+        text += (
+            f"| {case} | {peer} | {spread(row)} | {spread(ours)} | {times:.2f} | "
+            f"{row['peak_gib']}, {ours['peak_gib']} |\n"
         )
     return text
 

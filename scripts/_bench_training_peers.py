@@ -53,7 +53,7 @@ class FlashRNNMixer(nn.Module):
 
 
 def nn_lstm(model: nn.Module, rows: int) -> None:
-    if model.config.cell != "lstm" or model.config.num_heads != 1:
+    if getattr(model.config, "cell", "") != "lstm" or model.config.num_heads != 1:
         raise Unavailable("nn.LSTM has one head")
     for block in model.model.layers:
         device = block.mixer.gate_bias.device
@@ -62,12 +62,16 @@ def nn_lstm(model: nn.Module, rows: int) -> None:
         ).to(device)
 
 
-def flashrnn(model: nn.Module, rows: int) -> None:
+def flashrnn(model: nn.Module, rows: int, backend: str = "cuda_fused") -> None:
+    if getattr(model.config, "cell", "") not in ("lstm", "slstm"):
+        raise Unavailable("flashrnn is compared for lstm and slstm")
     for block in model.model.layers:
-        block.mixer = FlashRNNMixer(block.mixer, rows)
+        block.mixer = FlashRNNMixer(block.mixer, rows, backend)
 
 
 def mlstm_kernels(model: nn.Module, rows: int, kernel: str | None = None) -> None:
+    if model.config.model_type != "flash_mlstm":
+        raise Unavailable("mlstm_kernels has the mLSTM alone")
     try:
         from mlstm_kernels.torch import get_mlstm_kernel
     except ImportError as error:
