@@ -14,7 +14,6 @@ from _tasks_stack import Stack
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-VALIDATION_ROWS = 1024
 ROWS_AT_ONCE = 256  # of an evaluation: Mamba2 of transformers needs a gigabyte for 40 of them
 
 
@@ -174,8 +173,9 @@ class Trainer:
     """
 
     def __init__(
-        self, task: Task, name: str, runs: list[Run], device: str, backend: str, check_every: int
-    ):
+        self, task: Task, name: str, runs: list[Run], device: str, backend: str, check_every: int,
+        validation_rows: int = 1024,
+    ):  # fmt: skip
         self.task, self.name, self.device = task, name, device
         self.runs, self.live, self.check_every = runs, list(runs), check_every
         self.stream: Any = torch.cuda.Stream() if device == "cuda" else None
@@ -186,7 +186,7 @@ class Trainer:
             self.optimizer = RowAdamW(self.stack.flat, rates, task.weight_decay)
             self.feed = Feed(task, runs, check_every, device)
             self.feed.fill(0, 1)
-        self.validation = task.rows("validation", 0, 0, VALIDATION_ROWS)
+        self.validation = task.rows("validation", 0, 0, validation_rows)
         self.replay = self.record()
 
     def aside(self) -> Any:
