@@ -48,6 +48,7 @@ from .cells import Cell, pick_cell
 from .checks import check_values
 from .cost_model import DEVICES, best_chunk
 from .dispatch import BACKEND, ops, select_backend, without_autocast
+from .formulas import CALLS
 from .reference import Options, state_dtype
 from .sequences import lower_masks
 
@@ -169,7 +170,7 @@ def run(chosen: str, q, k, v, i, f, state, masks, options: Options, chunk_size) 
     C, n, m = (None, None, None) if carried is None else carried
     exponential, normalized = options.cell.exponential, options.cell.normalized
     trains = q is not None and _wants_grad(q, k, v, i, f, C, n)
-    h, C, n, m, *_ = ops.mlstm_fwd(
+    h, C, n, m, *_ = CALLS["mlstm_fwd"](
         q, k, v, i, f, C, n, m, *masks, exponential, normalized, options.eps,
         options.normalizer_grad, size, kept_chunks(k, masks[2], masks[3], size) if trains else 0,
     )  # fmt: skip
@@ -219,7 +220,7 @@ def finish(chosen: str, h, dtype: torch.dtype, out_gate, norm, norm_weight, norm
         return h.to(dtype)
     if chosen != "reference":
         given = lower_epilogue(dtype, out_gate, norm, norm_weight, norm_eps)
-        return ops.mlstm_epilogue(h, *given)
+        return CALLS["mlstm_epilogue"](h, *given)
     return reference.epilogue(h, out_gate, norm, norm_weight, norm_eps).to(dtype)
 
 
