@@ -22,15 +22,26 @@ def stamp(path: Path, rows: list[Row]) -> str:
     )
 
 
+def spread(row: Row) -> str:
+    return f"{row['p50_ms']}, {row['p95_ms']}, {row['max_ms']}"
+
+
 def training_table(path: Path) -> str:
-    """The newest run of every case; ratios beyond what was asked are bold."""
+    """The newest run of every case; ratios beyond what was asked are bold. Below, peers' layers in the
+    same model, beside ours of their run."""
     runs: dict[tuple[str, str], dict[str, Row]] = defaultdict(dict)
+    peers: dict[tuple[str, str], tuple[Row, Row]] = {}  # a peer's, and ours ahead of it in the file
     for row in read(path):
-        runs[row["case"], row["compiled"]][row["side"]] = row
-    text = stamp(path, [row for sides in runs.values() for row in sides.values()])
+        case = row["case"], row["compiled"]
+        if row["side"] in ("ours", "transformer"):
+            runs[case][row["side"]] = row
+        else:
+            peers[row["case"], row["side"]] = row, runs[case]["ours"]
+    rows = [row for sides in runs.values() for row in sides.values()]
+    text = stamp(path, rows + [row for row, _ in peers.values()])
     text += (
-        "| model | B x T | a step | the Transformer's | ratio | asked | tokens/s | TFLOP/s | "
-        "GiB, both |\n|---|---|---|---|---|---|---|---|---|\n"
+        "| model | B x T | a step, ms: p50, p95, most | the Transformer's | ratio | asked | tokens/s "
+        "| TFLOP/s | GiB, both |\n|---|---|---|---|---|---|---|---|---|\n"
     )
     for (case, compiled), sides in runs.items():
         ours, theirs = sides["ours"], sides["transformer"]
@@ -38,9 +49,20 @@ def training_table(path: Path) -> str:
         several = f"{ours['micro_steps']} x " if ours["micro_steps"] != "1" else ""
         text += (
             f"| {case}{', compiled' if compiled == 'True' else ''} | "
-            f"{several}{ours['B']} x {ours['T']} | {ours['p50_ms']} ms | {theirs['p50_ms']} ms | "
+            f"{several}{ours['B']} x {ours['T']} | {spread(ours)} | {spread(theirs)} | "
             f"{beyond}{ours['ratio']}{beyond} | {ours['limit']} | {float(ours['tokens_s']):,.0f} | "
             f"{ours['tflops']} | {ours['peak_gib']}, {theirs['peak_gib']} |\n"
+        )
+    if peers:
+        text += (
+            "\n| model | its cells by | a step, ms: p50, p95, most | by ours, in that run | times "
+            "ours | GiB, both |\n|---|---|---|---|---|---|\n"
+        )
+    for (case, peer), (row, ours) in peers.items():
+        times = float(row["p50_ms"]) / float(ours["p50_ms"])
+        text += (
+            f"| {case} | {peer} | {spread(row)} | {spread(ours)} | {times:.2f} | "
+            f"{row['peak_gib']}, {ours['peak_gib']} |\n"
         )
     return text
 
@@ -97,10 +119,10 @@ def convergence_table(path: Path) -> str:
             line.append(max((apart(kernel, c) for c in nudged), key=float))
         line.append(apart(curves["bf16", "kernel"], curves["fp32", "kernel"]))
         text += f"| {' | '.join(line)} |\n"
-    for rows in (rows for (study, _), rows in groups.items() if study == "nn-lstm"):
+    for family, rows in ((f, rows) for (study, f), rows in groups.items() if study == "nn-lstm"):
         curves = curves_of(rows)
         text += (
-            f"\n{rows[0]['B']} x {rows[0]['T']}, {rows[-1]['step']} steps:\n\n"
+            f"\n{family}, {rows[0]['B']} x {rows[0]['T']}, {rows[-1]['step']} steps:\n\n"
             "| in the same model | last loss, fp32 | from flash_rnn | last loss, bf16 | "
             "from flash_rnn |\n|---|---|---|---|---|\n"
         )

@@ -24,6 +24,7 @@ import numpy
 import torch
 from _bench_common import RESULTS, Row, append, provenance
 from _bench_profile import profile_step
+from _bench_training_peers import PEERS, Unavailable
 from _recipe import Recipe
 from _speed import flops_per_token
 from _training import make_model, make_optimizer, training_loss
@@ -47,6 +48,7 @@ class Side(NamedTuple):
     length: int = 0
     one_layer: bool = False
     model: tuple[tuple[str, Any], ...] = ()  # changes to the recipe's
+    layer: str = ""  # a peer's in the place of ours, of _bench_training_peers.py
 
     def recipe(self) -> Recipe:
         recipe = Recipe.read(RECIPES / self.file, [], self.variant)
@@ -170,6 +172,8 @@ def measure(side: Side, device: str, backend: str, steps: int, compiled: bool, l
     recipe = side.recipe()
     model = make_model(recipe, None, backend, device)
     parameters, flops = sum(p.numel() for p in model.parameters()), flops_per_token(model)
+    if side.layer:
+        PEERS[side.layer](model, recipe.batch)
     if compiled:
         blocks = next(m for m in model.base_model.children() if isinstance(m, nn.ModuleList))
         for block in blocks:
@@ -215,17 +219,24 @@ def compare(arguments: Any) -> bool:
     for case in choose(arguments.training):
         rows = {}
         kernel = load_kernel(case.kernel, device, backend)
-        for name, side in (("ours", case.ours), ("transformer", case.transformer)):
-            if side not in done:
-                done[side] = measure(side, device, backend, *how)
+        peers = [(name, case.ours._replace(layer=name)) for name in arguments.peers]
+        for name, side in (("ours", case.ours), ("transformer", case.transformer), *peers):
+            try:
+                if side not in done:
+                    done[side] = measure(side, device, backend, *how)
+            except Unavailable as error:
+                print(f"{case.name:20} {name}: {error}")
+                continue
+            finally:
                 release(device)
             recipe = side.recipe()
             setting = {"B": recipe.batch, "T": recipe.length, "micro_steps": side.micro_steps}
             head = {"case": case.name, "side": name, **setting, "compiled": arguments.compile}
             rows[name] = head | done[side].row()
         ratio = float(rows["ours"]["p50_ms"]) / float(rows["transformer"]["p50_ms"])
+        for row in rows.values():
+            row |= {"ratio": "", "limit": ""}
         rows["ours"] |= {"ratio": f"{ratio:.3f}", "limit": case.limit}
-        rows["transformer"] |= {"ratio": "", "limit": ""}
         stamp = provenance(device, kernel, arguments.commit)
         for name, row in rows.items():
             figures = (
@@ -250,6 +261,7 @@ def add_arguments(parser: Any) -> None:
     """Of --training, beside those of every benchmark."""
     add = parser.add_argument_group("training").add_argument
     add("--steps", type=int, default=STEPS, help="how many to time")
+    add("--peers", nargs="+", choices=PEERS, default=[], help="their layers in our model")
     add("--compile", action="store_true", help="torch.compile every block, of both sides")
     add("--profile", action="store_true", help="print where a step's time goes")
     add("--append", action="store_true", help="keep the rows")

@@ -28,6 +28,7 @@ class Side:
     bf16: bool = False
     nudge: int = 0  # seed of one unit in the last place of every weight, up or down; 0: none
     tf32: bool = False  # in torch.nn's recurrent modules, where torch has it by default
+    rate: float = LEARNING_RATE
 
 
 def draw_batches(steps: int, batch: int, length: int, device: str) -> Tensor:
@@ -65,7 +66,7 @@ class Run:
         self.model.to(device)
         cuda = device == "cuda"
         weights = [p for p in self.model.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.AdamW(weights, lr=LEARNING_RATE, fused=cuda, capturable=cuda)
+        self.optimizer = torch.optim.AdamW(weights, lr=side.rate, fused=cuda, capturable=cuda)
         self._losses: list[Tensor] = []
         self.stream: Any = torch.cuda.Stream() if cuda else None
         self.replay = self._record() if cuda else self._step

@@ -62,14 +62,24 @@ class TorchMixer(nn.Module):
         return self.lstm(hidden_states)[0]
 
 
-def with_torch(kernel: str, **options: bool) -> nn.Module:
-    model = make_model({**FUSED, **WIDE, "cell": "lstm", "num_heads": 1}, kernel)
+def make_lstm(kernel: str, preset: str | None) -> nn.Module:
+    if preset is None:
+        return make_model({**FUSED, **WIDE, "cell": "lstm", "num_heads": 1}, kernel)
+    config = flashcell.FlashRNNConfig.preset(preset, backend=kernel)
+    if config.cell != "lstm" or config.num_heads != 1:
+        raise ValueError(f"--preset is {preset}, but must have lstm cells of one head")
+    return AutoModelForCausalLM.from_config(config)
+
+
+def with_torch(kernel: str, preset: str | None, **options: bool) -> nn.Module:
+    model = make_lstm(kernel, preset)
     for block in model.model.layers:
         block.mixer = TorchMixer(block.mixer, **options)
     return model
 
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512}
+PRESET_RATE = 3e-4  # of a large model without warm-up
 TORCH_SIDES: dict[str, dict[str, bool]] = {
     "nn.LSTM, one bias": {"both_biases": False, "own_start": False, "own_kernel": False},
     "nn.LSTM": {"both_biases": True, "own_start": False, "own_kernel": False},
@@ -79,16 +89,19 @@ TORCH_SIDES: dict[str, dict[str, bool]] = {
 }
 
 
-def torch_sides(kernel: str) -> Iterator[Side]:
-    """flash_rnn's LSTM, and in its place nn.LSTM step by step nearer to how it is used by itself."""
-    native: Callable[[], nn.Module] = partial(
-        make_model, {**FUSED, **WIDE, "cell": "lstm", "num_heads": 1}, kernel
-    )
+def torch_sides(kernel: str, preset: str | None = None) -> Iterator[Side]:
+    """flash_rnn's LSTM, and in its place nn.LSTM step by step nearer to how it is used by itself: in
+    a small model, or in a preset, where flashcell.LSTM and TF32 are left out."""
+    native: Callable[[], nn.Module] = partial(make_lstm, kernel, preset)
+    rate = {"rate": PRESET_RATE} if preset else {}
     for bf16 in (False, True):
-        yield Side("flash_rnn", native, bf16)
+        yield Side("flash_rnn", native, bf16, **rate)
         for seed in NUDGES[:1]:
-            yield Side(f"nudged-{seed}", native, bf16, seed)
+            yield Side(f"nudged-{seed}", native, bf16, seed, **rate)
         for name, options in TORCH_SIDES.items():
-            yield Side(name, partial(with_torch, kernel, **options), bf16)
-    one_bias = partial(with_torch, kernel, **TORCH_SIDES["nn.LSTM, one bias"])
+            if preset is None or not options["own_kernel"]:
+                yield Side(name, partial(with_torch, kernel, preset, **options), bf16, **rate)
+    if preset is not None:
+        return
+    one_bias = partial(with_torch, kernel, preset, **TORCH_SIDES["nn.LSTM, one bias"])
     yield Side("nn.LSTM, one bias, TF32", one_bias, tf32=True)

@@ -8,7 +8,9 @@ Sources: keep-nth, parity, MQAR and k-hop are those of arXiv 2510.21450, appendi
 with extrapolation that of arXiv 2412.07752, appendix K (F). What a paper leaves open is said beside.
 """
 
+import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
@@ -17,7 +19,7 @@ import numpy as np
 IGNORED = -100
 SPLITS = ("train", "validation", "test")
 Rows = tuple[np.ndarray, np.ndarray]  # tokens, targets [count, T]
-Kept = dict[tuple[int, int | None], tuple[np.ndarray, ...]]  # of (seed, None) and (seed, epoch)
+Kept = dict[tuple[int, int], np.ndarray]  # the order of rows in (seed, epoch)
 Lengths = tuple[int, int]  # the shortest and the longest row
 Generator = Callable[[np.random.Generator, int, Lengths], Rows]
 
@@ -161,27 +163,42 @@ class Task:
         return self.generate(rng, count, self.lengths if split == "train" else self.test_lengths)
 
     def training_batch(self, seed: int, step: int, kept: Kept) -> Rows:
-        """What step number `step` reads. `kept` remembers a seed's training set and the order of
-        its epoch; without a set, every step draws new rows."""
+        """What step number `step` reads. `kept` remembers the order of a seed's epoch; without a set,
+        every step draws new rows."""
         if self.training_rows is None:
             return self.rows("train", seed, step, self.batch)
+        chosen = self.training_order(seed, step, kept)
+        tokens, targets = (part[chosen] for part in self.training_set(seed))
+        return tokens, targets
+
+    def training_order(self, seed: int, step: int, kept: Kept) -> np.ndarray:
+        """Which rows of the seed's training set step number `step` reads."""
+        assert self.training_rows is not None
         epoch, index = divmod(step, self.training_rows // self.batch)
-        if (seed, None) not in kept:
-            kept[seed, None] = _training_set(self.generate, self.lengths, self.training_rows, seed)
         if (seed, epoch) not in kept:
             order = np.random.default_rng([seed, epoch]).permutation(self.training_rows)
             kept.pop((seed, epoch - 1), None)
-            kept[seed, epoch] = (order,)
-        chosen = kept[seed, epoch][0][index * self.batch : (index + 1) * self.batch]
-        tokens, targets = (part[chosen] for part in kept[seed, None])
-        return tokens, targets
+            kept[seed, epoch] = order
+        return kept[seed, epoch][index * self.batch : (index + 1) * self.batch]
+
+    def training_set(self, seed: int) -> Rows:
+        """int16 tokens and targets [training_rows, T]."""
+        assert self.training_rows is not None
+        return _training_set(self.generate, self.lengths, self.training_rows, seed)
 
 
 @lru_cache(maxsize=6)
 def _training_set(generate: Generator, lengths: Lengths, count: int, seed: int) -> Rows:
-    rng = np.random.default_rng([SPLITS.index("train"), seed, 0])
-    tokens, targets = generate(rng, count, lengths)
-    return tokens.astype(np.int16), targets.astype(np.int16)
+    """In parts of MANY rows, each from its own generator, side by side."""
+
+    def draw(part: int) -> Rows:
+        rng = np.random.default_rng([SPLITS.index("train"), seed, part])
+        tokens, targets = generate(rng, min(MANY, count - part * MANY), lengths)
+        return tokens.astype(np.int16), targets.astype(np.int16)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        parts = list(pool.map(draw, range(-(-count // MANY))))
+    return np.concatenate([x for x, _ in parts]), np.concatenate([y for _, y in parts])
 
 
 MANY = 200_000
@@ -203,7 +220,7 @@ TASKS = {
     ),
     "parity": Task(parity, 2, (1, 100), asked=1, full_block=False, max_recurrent=None),
     "mqar": Task(
-        partial(mqar, V=128, pairs=2, noise_from=64), 128, training_rows=MANY, asked=2
+        partial(mqar, V=128, pairs=2, noise_from=64), 128, training_rows=5 * MANY, asked=2
     ),
     "mqar-zoology": Task(
         partial(mqar, V=128, pairs=2, noise_from=0), 128, training_rows=MANY, asked=2

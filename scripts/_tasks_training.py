@@ -14,7 +14,6 @@ from _tasks_stack import Stack
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-VALIDATION_ROWS = 1024
 ROWS_AT_ONCE = 256  # of an evaluation: Mamba2 of transformers needs a gigabyte for 40 of them
 
 
@@ -111,15 +110,28 @@ def accuracies(stack: Stack, rows: Rows, asked: int | None = None) -> Tensor:
 class Feed:
     """The batches and rates of the next steps, on the device: `take` gives one step's, and goes on.
 
-    A step that is recorded as a CUDA graph reads them from the same place every time.
+    A step that is recorded as a CUDA graph reads them from the same place every time. Training sets
+    lie on the device too, and of a step's rows their numbers are sent.
     """
 
     def __init__(self, task: Task, runs: list[Run], count: int, device: str):
         self.task, self.count = task, count
         self.seeds = sorted({run.seed for run in runs})
         self.kept: Kept = {}
-        shape = count, len(self.seeds), task.batch, task.lengths[1]
-        self.rows = torch.zeros(2, *shape, dtype=torch.int16, device=device)
+        shape = count, len(self.seeds), task.batch
+        self.sets: Tensor | None = None
+        if task.training_rows is None:
+            self.rows = torch.zeros(2, *shape, task.lengths[1], dtype=torch.int16, device=device)
+        else:  # tokens and targets of each seed's, [2, seeds, rows, T]
+            both = [task.training_set(seed) for seed in self.seeds]
+            self.sets = torch.stack(
+                [
+                    torch.stack([torch.from_numpy(x).to(device) for x in part])
+                    for part in zip(*both, strict=True)
+                ]
+            )
+            self.order = torch.zeros(shape, dtype=torch.int32, device=device)
+            self.each = torch.arange(len(self.seeds), device=device)[:, None]
         self.factors = torch.zeros(count, device=device)
         self.at = torch.zeros(1, dtype=torch.long, device=device)
         self.choose(runs)
@@ -130,18 +142,24 @@ class Feed:
 
     def fill(self, first: int, count: int) -> None:
         """Steps first to first + count, from the start of the buffers."""
-        rows = [
-            [self.task.training_batch(seed, step, self.kept) for seed in self.seeds]
-            for step in range(first, first + count)
-        ]
-        self.rows[:, :count] = torch.from_numpy(np.array(rows, np.int16)).permute(2, 0, 1, 3, 4)
-        factors = [rate_factor(self.task, step) for step in range(first, first + count)]
+        steps = range(first, first + count)
+        read = self.task.training_order if self.sets is not None else self.task.training_batch
+        rows = [[read(seed, step, self.kept) for seed in self.seeds] for step in steps]
+        if self.sets is not None:
+            self.order[:count] = torch.from_numpy(np.array(rows, np.int32))
+        else:
+            self.rows[:, :count] = torch.from_numpy(np.array(rows, np.int16)).permute(2, 0, 1, 3, 4)
+        factors = [rate_factor(self.task, step) for step in steps]
         self.factors[:count] = torch.tensor(factors)
         self.at.zero_()
 
     def take(self) -> tuple[Tensor, Tensor, Tensor]:
         """tokens, targets [S, B, T], and the factor of the learning rates, [1]."""
-        tokens, targets = self.rows.index_select(1, self.at)[:, 0, self.places].long()
+        if self.sets is not None:
+            rows = self.sets[:, self.each, self.order.index_select(0, self.at)[0]]
+        else:
+            rows = self.rows.index_select(1, self.at)[:, 0]
+        tokens, targets = rows[:, self.places].long()
         factor = self.factors[self.at]
         self.at += 1
         return tokens, targets, factor
@@ -155,8 +173,9 @@ class Trainer:
     """
 
     def __init__(
-        self, task: Task, name: str, runs: list[Run], device: str, backend: str, check_every: int
-    ):
+        self, task: Task, name: str, runs: list[Run], device: str, backend: str, check_every: int,
+        validation_rows: int = 1024,
+    ):  # fmt: skip
         self.task, self.name, self.device = task, name, device
         self.runs, self.live, self.check_every = runs, list(runs), check_every
         self.stream: Any = torch.cuda.Stream() if device == "cuda" else None
@@ -167,7 +186,7 @@ class Trainer:
             self.optimizer = RowAdamW(self.stack.flat, rates, task.weight_decay)
             self.feed = Feed(task, runs, check_every, device)
             self.feed.fill(0, 1)
-        self.validation = task.rows("validation", 0, 0, VALIDATION_ROWS)
+        self.validation = task.rows("validation", 0, 0, validation_rows)
         self.replay = self.record()
 
     def aside(self) -> Any:
@@ -236,7 +255,7 @@ class Trainer:
             for run, right in zip(self.live, accuracy, strict=True)
         )
         print(
-            f"{self.name:12} {step:>7} {spent:6.0f} s  seed:rate loss accuracy  {said}", flush=True
+            f"{self.name:12} {step:>7} {spent:6.1f} s  seed:rate loss accuracy  {said}", flush=True
         )
         over = self.solved_rate() or last
         for run in self.live if over else []:

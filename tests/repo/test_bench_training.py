@@ -3,9 +3,12 @@
 import csv
 import sys
 from argparse import ArgumentParser
+from functools import partial
 from pathlib import Path
 
 import pytest
+
+import flashcell
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -81,6 +84,50 @@ def test_both_sides_are_measured_kept_and_judged(small, tmp_path, monkeypatch, c
     assert float(ours["tokens_s"]) == pytest.approx(rate, rel=2e-3)
     assert float(ours["p50_ms"]) <= float(ours["p95_ms"]) <= float(ours["max_ms"])
     assert "ABOVE 0" in capsys.readouterr().out
+
+
+def test_peers_layers_are_kept_beside_ours(small, tmp_path, monkeypatch, capsys):
+    from _bench_tables_training import training_table
+
+    limits = small["lstm_165m_1head"]._replace(limit=float("inf"))
+    one = limits._replace(ours=limits.ours._replace(model=(*limits.ours.model, ("num_heads", 1))))
+    monkeypatch.setitem(small, "lstm_165m_1head", one)
+    # oneDNN has no bf16 LSTM without AVX-512
+    monkeypatch.setitem(bench.PEERS, "nn.LSTM", lambda model, rows: None)
+    words = ("--training", "lstm_165m_1head", "--peers", "nn.LSTM", "mlstm_kernels", "--append")
+    assert bench.compare(arguments(*words, "--results", str(tmp_path)))
+    (path,) = tmp_path.glob("*-training.csv")
+    text = training_table(path)
+    assert "| lstm_165m_1head | nn.LSTM | " in text
+    assert "mlstm_kernels" not in text
+    assert "lstm_165m_1head      mlstm_kernels: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("peer", ["nn.LSTM", "flashrnn", "mlstm_kernels"])
+def test_a_peers_layer_leaves_the_model_as_it_was(peer):
+    import _bench_training_peers as peers
+    import torch
+
+    sizes = {"vocab_size": 20, "hidden_size": 32, "num_hidden_layers": 2, "backend": "reference"}
+    ids = torch.randint(20, (2, 128))
+    if peer == "mlstm_kernels":
+        pytest.importorskip("mlstm_kernels")
+        model = flashcell.FlashMLSTMForCausalLM(flashcell.FlashMLSTMConfig(num_heads=2, **sizes))
+        swap = partial(peers.mlstm_kernels, kernel="chunkwise--native_autograd")
+    else:
+        swap, sizes = partial(peers.PEERS[peer]), sizes | {"intermediate_size": 32, "num_heads": 1}
+        model = flashcell.FlashRNNForCausalLM(flashcell.FlashRNNConfig(cell="lstm", **sizes))
+    if peer == "flashrnn":
+        pytest.importorskip("flashrnn")
+        swap = partial(peers.flashrnn, backend="vanilla")
+    for name, weight in model.named_parameters():
+        if "norm" not in name:
+            torch.nn.init.normal_(weight, std=0.2)
+    with torch.no_grad():
+        want = model(ids, use_cache=False).logits
+        swap(model, 2)
+        got = model(ids, use_cache=False).logits
+    assert (got - want).abs().max() < 1e-4 * want.abs().max()
 
 
 def test_cases_by_pattern():

@@ -95,7 +95,6 @@ def test_wrong_arguments_are_named(folder, arguments, message):
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.slow
 def test_the_shipped_recipe_learns_from_this_pythons_library(tmp_path, fused_rnn):
     """The recipe itself, shortened to seconds of training."""
     sizes = {"steps": 24, "warmup": 3, "evaluate_every": 12, "log_every": 12}
