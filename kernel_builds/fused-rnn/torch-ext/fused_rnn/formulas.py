@@ -5,7 +5,7 @@ enqueue a short kernel. Where nothing traces, the same formula is that of an aut
 op runs below torch's autograd. The kernels share this file.
 """
 
-from typing import Callable, Dict, Optional
+from typing import Any, Callable, Dict, Optional
 
 import torch
 
@@ -30,7 +30,7 @@ def register(name: str, backward: Callable, setup_context: Optional[Callable] = 
         return output
 
     functions = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-    formula = type(name, (torch.autograd.Function,), functions)
+    formula: Any = type(name, (torch.autograd.Function,), functions)
 
     def call(*inputs):
         if _is_traced():
