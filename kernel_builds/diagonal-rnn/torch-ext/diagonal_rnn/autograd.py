@@ -56,7 +56,7 @@ def register(cell: Cell) -> None:
         return dx, dweight, None if state is None else dstate, *(None,) * 8
 
     register_formula(fwd, backward, setup_context)
-    refuse_second_derivative(bwd)
+    refuse_second_derivative("diagonal_rnn", bwd)
 
 
 def register_scan(name: str) -> None:
@@ -82,7 +82,7 @@ def register_scan(name: str) -> None:
         return da, db, None if h0 is None else dh0, None
 
     register_formula(fwd, backward, setup_context)
-    refuse_second_derivative(bwd)
+    refuse_second_derivative("diagonal_rnn", bwd)
 
 
 def register_conv() -> None:
@@ -111,7 +111,7 @@ def register_conv() -> None:
         return dx, dweight, None if window is None else dwindow, None, None
 
     register_formula(fwd, backward, setup_context)
-    refuse_second_derivative(bwd)
+    refuse_second_derivative("diagonal_rnn", bwd)
 
 
 def register_steps() -> None:

@@ -88,7 +88,7 @@ def register(cell: Cell) -> None:
         )
 
     register_formula(fwd, backward, setup_context)
-    refuse_second_derivative(bwd)
+    refuse_second_derivative("fused_rnn", bwd)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("linear_fwd"))
@@ -114,6 +114,6 @@ def _linear_backward(ctx, dy):
 
 
 register_formula("linear_fwd", _linear_backward, _linear_setup_context)
-refuse_second_derivative("linear_bwd")
+refuse_second_derivative("fused_rnn", "linear_bwd")
 for _cell in CELLS.values():
     register(_cell)

@@ -5,7 +5,7 @@ enqueue a short kernel. Where nothing traces, the same formula is that of an aut
 op runs below torch's autograd. The kernels share this file.
 """
 
-from typing import Callable, Dict, Optional
+from typing import Any, Callable, Dict, Optional
 
 import torch
 
@@ -22,22 +22,21 @@ def register(name: str, backward: Callable, setup_context: Optional[Callable] = 
     op = getattr(ops, name).default
     torch.library.register_autograd(op, backward, setup_context=setup_context)
 
-    class Formula(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, *inputs):
-            with torch._C._AutoDispatchBelowAutograd():
-                output = op(*inputs)
-            if setup_context is not None:
-                setup_context(ctx, inputs, output)
-            return output
+    def forward(ctx, *inputs):
+        with torch._C._AutoDispatchBelowAutograd():
+            output = op(*inputs)
+        if setup_context is not None:
+            setup_context(ctx, inputs, output)
+        return output
 
-    Formula.backward = staticmethod(backward)  # type: ignore[assignment]
+    functions = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    formula: Any = type(name, (torch.autograd.Function,), functions)
 
     def call(*inputs):
         if _is_traced():
             return op(*inputs)
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
-            return Formula.apply(*inputs)
+            return formula.apply(*inputs)
         with torch._C._AutoDispatchBelowAutograd():
             return op(*inputs)
 
@@ -51,13 +50,13 @@ def _is_traced() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
-def refuse_second_derivative(name: str) -> None:
+def refuse_second_derivative(kernel: str, name: str) -> None:
     """Gives the op `name`, a gradient itself, a gradient that says where to find it."""
 
     def backward(ctx, *grads):
         raise RuntimeError(
-            f"{__package__.rpartition('.')[2]} has no second derivatives in its kernels: pass "
-            "backend='reference', which autograd differentiates any number of times"
+            f"{kernel} has no second derivatives in its kernels: pass backend='reference', "
+            "which autograd differentiates any number of times"
         )
 
     register(name, backward)

@@ -142,5 +142,5 @@ def _backward_epilogue(ctx, dy):
 
 
 register("mlstm_epilogue", _backward_epilogue, _setup_epilogue)
-refuse_second_derivative("mlstm_bwd")
-refuse_second_derivative("mlstm_epilogue_bwd")
+refuse_second_derivative("tfla", "mlstm_bwd")
+refuse_second_derivative("tfla", "mlstm_epilogue_bwd")
