@@ -27,6 +27,7 @@ def test_more_than_31_bits_of_elements(case, tokens):
     torch.cuda.empty_cache()
     if torch.cuda.mem_get_info()[0] < NEEDED:
         pytest.skip(f"needs {NEEDED / 2**30:.0f} GiB")
+    torch.cuda.reset_peak_memory_stats()
     sizes = {"hidden_size": WIDTH, "num_hidden_layers": 1}
     family = CASES[case].family
     sizes |= {"FlashRNN": {"initializer_range": 0.02}, "FlashMLSTM": {"ffn_proj_factor": 0.25}}.get(
@@ -44,6 +45,7 @@ def test_more_than_31_bits_of_elements(case, tokens):
 
     got, got_gradients = run(ids)
     want, want_gradients = run(ids[-LAST:])
+    print(f"{case}: {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")
     assert_close("logits", got, want, 4 * EPS[torch.bfloat16])
     for name, gradient in got_gradients.items():
         assert_close(name, gradient, want_gradients[name], 16 * EPS[torch.bfloat16])
