@@ -3,6 +3,7 @@
 import csv
 import datetime
 import importlib.util
+import os
 import platform
 import re
 import subprocess
@@ -44,12 +45,36 @@ def output_of(*command: str) -> str | None:
     return done.stdout.strip()
 
 
+def zen(family: int, model: int) -> str:
+    """The core of an AMD processor, whose model names don't tell: 'Zen 3' of family 25, model 1."""
+    if family == 25:
+        return "Zen 4" if model >> 4 in (1, 6, 7, 10) else "Zen 3"
+    return {23: "Zen" if model < 48 else "Zen 2", 26: "Zen 5"}.get(family, f"family {family}")
+
+
+def cpu_name(cpuinfo: str, asked: str | None = None) -> str:
+    """'AMD EPYC (Zen 3, AVX2)': of /proc/cpuinfo, with the instructions that the kernels use there.
+
+    As select_isa of kernel_builds/cmake/include/torch_host.h; `asked` is FLASHCELL_CPU_ISA.
+    """
+    found = dict(re.findall(r"^(\S[^\t:]*?)\s*:\s*(.*)$", cpuinfo, re.MULTILINE))
+    flags = set(found["flags"].split())
+    isa = "AVX2" if {"avx2", "fma", "bmi1", "bmi2", "f16c"} <= flags else "x86-64"
+    wide = {f"avx512{part}" for part in ("f", "cd", "bw", "dq", "vl", "_bf16")}
+    isa = "AVX512-BF16" if isa == "AVX2" and wide <= flags else isa
+    isa = {"baseline": "x86-64", "avx2": "AVX2"}.get(asked or "", isa)
+    amd = found.get("vendor_id") == "AuthenticAMD"
+    core = [zen(int(found["cpu family"]), int(found["model"]))] if amd else []
+    return f"{found['model name']} ({', '.join([*core, isa])})"
+
+
 def device_name(device: str) -> str:
     if device == "cuda":
         return torch.cuda.get_device_name()
     cpuinfo = Path("/proc/cpuinfo")
-    found = cpuinfo.exists() and re.search(r"model name\s*:\s*(.+)", cpuinfo.read_text())
-    return found.group(1).strip() if found else platform.processor() or platform.machine()
+    if cpuinfo.exists() and "model name" in (text := cpuinfo.read_text()):
+        return cpu_name(text, os.environ.get("FLASHCELL_CPU_ISA"))
+    return platform.processor() or platform.machine()
 
 
 def commit() -> str | None:

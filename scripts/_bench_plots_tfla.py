@@ -43,8 +43,30 @@ def draw_lines(ax, lines: Lines, scale: float = 1.0) -> None:
     ax.minorticks_off()
 
 
+def model_of(cases: Sides, state: int = 2) -> Lines:
+    """The cost model's forward pass, products and memory one after the other, states in 16 bits: what
+    each shape would take if chunks were as long as asked for."""
+    from flashcell.kernels.tfla import cost_model
+    from flashcell.kernels.tfla.cells import CELLS
+
+    rows = [p["forward"] for s in cases.values() for p in s.values() if "forward" in p]
+    lines: Lines = {}
+    for row in rows:
+        if row["form"] != "chunks" or row["side"] != "ours":
+            continue
+        _, gate, shape = row["case"].split("-")[:3]
+        heads, key, value = map(int, shape.split("x"))
+        L = chunk_of(row)
+        seconds = cost_model.runtime(
+            CELLS[gate], key, value, int(row["T"]), L, cost_model.DEVICES["H200"],
+            heads * int(row["B"]), state=state,
+        )  # fmt: skip
+        lines.setdefault(f"cost model {shape}", {})[L] = 1e3 * seconds
+    return lines
+
+
 def draw_chunks(path: Path, cases: Sides) -> None:
-    """Time and memory of both passes over the chunk size, each shape and gate."""
+    """Time and memory of both passes over the chunk size, each shape and gate; the cost model's forward."""
     label = lambda row: f"{row['side']} {'-'.join(row['case'].split('-')[1:3])}"
     panels = [(which, value) for value in ("p50_ms", "peak_mib") for which in PASSES]
     found = [lines_of(cases, "chunks", which, chunk_of, value, label) for which, value in panels]
@@ -54,10 +76,16 @@ def draw_chunks(path: Path, cases: Sides) -> None:
     for (which, value), lines, ax in zip(panels, found, axes.flat, strict=True):
         time = value == "p50_ms"
         draw_lines(ax, {k: v for k, v in lines.items() if k != "floor"}, 1 if time else 2**20 / 1e9)
+        if time and which == "forward":
+            for color, (name, points) in zip(
+                ("0.5", "0.75"), model_of(cases).items(), strict=False
+            ):
+                ax.plot(*zip(*sorted(points.items()), strict=True), "--", color=color, label=name)
         ax.set(title=PASSES[which], ylabel="ms" if time else "GB beside the inputs")
     for ax in axes[1]:
         ax.set(xlabel="chunk size asked for")
-    axes[0][0].legend(fontsize=5)
+    axes[0][0].set_ylim(top=5 * axes[0][0].get_ylim()[1])  # room for the legend
+    axes[0][0].legend(fontsize=5, ncols=2, loc="upper left")
     save(figure, path.with_name(f"{path.stem}-tfla-chunks.svg"))
 
 

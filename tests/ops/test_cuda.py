@@ -6,6 +6,7 @@ from test_sequence import run, upstream
 
 from cases import DEVICE, Case, make, to_device, upcast
 from flashcell.kernels import fused_rnn as reference
+from flashcell.kernels.fused_rnn import plan
 from numerics import assert_as_accurate, assert_bitwise, assert_close
 
 CELLS = reference.CELLS
@@ -185,9 +186,17 @@ def test_in_company(fused_rnn, monkeypatch, engine, case, pass_):
 def test_tiny(fused_rnn, monkeypatch, name, engine, case, dtype):
     """Every kernel once, and nothing else on the GPU: scripts/check_cuda runs this, and only this."""
     exact_fp32, io = dtype == "float32", getattr(torch, dtype.replace("tf32", "float32"))
-    if engine != "step" and (exact_fp32 or (engine == "block" and case.D * io.itemsize > 256)):
+    device = plan.find_device("sm_{}{}".format(*torch.cuda.get_device_capability()))
+    limits = plan.chip_limits_of_every_cell(CELLS[name].gates, io.itemsize, case.D, device)
+    takes = {
+        "block": case.D * io.itemsize <= 256,
+        "cluster": io.itemsize == 2,
+        "chip": all(limit.holds for limit in limits),
+    }
+    if engine != "step" and (exact_fp32 or not takes[engine]):
         pytest.skip("not this engine's")
     monkeypatch.setenv("FLASHCELL_CUDA_ENGINE", engine)
+    monkeypatch.setattr(fused_rnn.autograd, "WIDEST_OWN_DWEIGHT", case.D)  # wider ones are cuBLAS's
     with torch.device("cpu"):
         call = make(CELLS[name], case, io, "cpu")
         dh, dlast = upstream(name, call, io)

@@ -198,6 +198,20 @@ def test_reset_at_every_position(tfla, cell, t):
         assert_close("state", got, exact, 1e-6)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+@pytest.mark.parametrize("size", [64, 256])
+def test_a_reset_at_every_step_of_tiles_and_chunks(tfla, cell, size, dtype):
+    """Sequence t begins anew at step t: chunks of one tile of 64 and of several, and their ends."""
+    call = make(cell, Case(140, 140, 1, 16, 24, ("state",), size), dtype)
+    call["reset"] = torch.eye(140, dtype=torch.bool)
+    given = upstream(call, dtype)
+    got, near = run(tfla, call, given, backend=DEVICE), run(Peer, call, given)
+    exact = run(reference, upcast(call), given)
+    lost = moved(call, given, exact) if dtype == torch.float32 else {}
+    for key in exact:
+        assert_near(key, key, got[key], exact[key], near[key], dtype, False, lost.get(key, 0.0))
+
+
 def test_documents_equal_separate_sequences(tfla, cell):
     """Bit for bit: a document's chunks begin where it begins."""
     call = make(cell, Case(4, 21, 2, 24, 16, ("state", "cu")), torch.float32)

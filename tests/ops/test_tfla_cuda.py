@@ -46,8 +46,11 @@ def test_a_state_in_place_at_any_address(tfla, cell):
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="on the CPU a task has a head")
 @pytest.mark.parametrize("epilogue", [(), ("layer",)], ids=["plain", "epilogue"])
-@pytest.mark.parametrize(("K", "V"), [(128, 256), (256, 256), (256, 512)])
-@pytest.mark.parametrize("B", [1, 16])
+@pytest.mark.parametrize(
+    ("B", "K", "V"),
+    [(B, *size) for B in (1, 16) for size in ((128, 256), (256, 256), (256, 512))]
+    + [(256, 128, 256)],
+)
 def test_a_step_in_place_of_many_thread_blocks(tfla, cell, B, K, V, epilogue):
     """Each reads n and m for itself: more than run at once, so that the last begin when the first end."""
     call = make(cell, Case(B, 1, 8, K, V, ("state", *epilogue)), torch.bfloat16)

@@ -3,6 +3,7 @@
 import math
 
 import pytest
+import torch
 
 from flashcell.kernels import tfla
 from flashcell.kernels.tfla import cost_model as cost
@@ -217,6 +218,25 @@ def test_published_optima():
         intensity = cost.DEVICES[device].intensity
         best = cost.best_chunk(sigmoid, 256, 512, intensity, state)
         assert best == pytest.approx(want, rel=5e-3), (device, state)
+
+
+@each_cell
+def test_the_default_chunk_is_the_models(cell):
+    """On CUDA, of the two that run there; elsewhere, and in fp32, by what was measured."""
+    take = tfla.functional.default_chunk
+    H200 = cost.DEVICES["H200"]
+    for K, V, want in (
+        (32, 32, 128),
+        (64, 64, 128),
+        (128, 128, 256),
+        (128, 256, 256),
+        (512, 512, 256),
+    ):
+        time = lambda L, K=K, V=V: cost.runtime(cell, K, V, 8192, L, H200, state=2)
+        assert take(cell, K, V, torch.bfloat16, "cuda") == want
+        assert time(want) <= min(time(128), time(256))
+    assert take(cell, 512, 512, torch.float32, "cuda") == 128
+    assert [take(cell, 8, 8, dtype, "cpu") for dtype in (torch.float32, torch.float16)] == [64, 128]
 
 
 @each_cell

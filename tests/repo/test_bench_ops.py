@@ -152,3 +152,43 @@ def test_ncu_log(bench):
     assert {row["kernels"] for row in rows} == {2}
     assert {row["us"] for row in rows} == {"4"}
     assert {row["tensor_share"] for row in rows} == {"0.25"}
+
+
+ZEN_3 = "sse2 fma f16c bmi1 bmi2 avx2"
+ZEN_5 = f"{ZEN_3} avx512f avx512cd avx512bw avx512dq avx512vl avx512_bf16"
+OLD = "sse2 sse4_2 avx"
+
+
+@pytest.mark.parametrize(
+    ("vendor", "family", "model", "flags", "asked", "expected"),
+    [
+        ("AuthenticAMD", 25, 1, ZEN_3, None, "Some CPU (Zen 3, AVX2)"),
+        ("AuthenticAMD", 25, 17, ZEN_5, None, "Some CPU (Zen 4, AVX512-BF16)"),
+        ("AuthenticAMD", 26, 2, ZEN_5, None, "Some CPU (Zen 5, AVX512-BF16)"),
+        ("AuthenticAMD", 26, 2, ZEN_5, "avx2", "Some CPU (Zen 5, AVX2)"),
+        ("AuthenticAMD", 23, 49, ZEN_3, None, "Some CPU (Zen 2, AVX2)"),
+        ("AuthenticAMD", 21, 2, OLD, None, "Some CPU (family 21, x86-64)"),
+        ("GenuineIntel", 6, 85, ZEN_5.replace("avx512_bf16", "vnni"), None, "Some CPU (AVX2)"),
+        ("GenuineIntel", 6, 143, ZEN_5, "baseline", "Some CPU (x86-64)"),
+    ],
+)
+def test_a_cpu_goes_by_its_core_and_instructions(
+    bench, vendor, family, model, flags, asked, expected
+):
+    core = f"vendor_id\t: {vendor}\ncpu family\t: {family}\nmodel\t\t: {model}\n"
+    text = f"processor\t: 0\n{core}model name\t: Some CPU\nflags\t\t: {flags}\nbugs\t\t:\n\n"
+    assert bench.common.cpu_name(text * 2, asked) == expected
+
+
+def test_two_machines_have_a_table_each_and_one_of_accuracy(plot, tmp_path):
+    columns = ("case,op,pass,dtype,B,T,N,D,peer,threads,p50_ms,floor_fraction,ratio,error,peer_error,"
+               "device,torch,kernel,commit,date")  # fmt: skip
+    for name, error in (("a", "1e-07"), ("b", "2e-07")):
+        row = (
+            f"lstm-b1,lstm,forward,float32,1,2,1,8,torch,2,1.5,0.5,1.2,{error},3e-07,CPU {name},2,"
+        )
+        (tmp_path / f"{name}.csv").write_text(f"{columns}\n{row}_fused_rnn_cpu_0,c,2026-01-01\n")
+    paths = sorted(tmp_path.glob("*.csv"))
+    tables = [plot.bench_table(path) for path in paths]
+    assert [table.partition(",")[0] for table in tables] == ["CPU a", "CPU b"]
+    assert plot.accuracy_table(paths).splitlines()[-1] == "| fp32 | 2.0e-07 | 3.0e-07 |"

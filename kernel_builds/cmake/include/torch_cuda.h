@@ -18,8 +18,17 @@ void sequence_table(Sequence* table, int64_t S, int64_t T, const void* values, b
 
 namespace flashcell {
 
+// Not by torch::stable::new_empty, which finds the op by its name at every call.
 inline Tensor new_tensor(const Tensor& like, const Shape& shape, ScalarType dtype) {
-  return torch::stable::new_empty(like, shape, dtype);
+  namespace detail = torch::stable::detail;
+  Shape strides(shape.size());
+  int64_t stride = 1;
+  for (size_t i = shape.size(); i-- > 0; stride *= shape[i] > 0 ? shape[i] : 1) strides[i] = stride;
+  AtenTensorHandle tensor = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
+      int64_t(shape.size()), shape.data(), strides.data(), detail::to<int32_t>(detail::from(dtype)),
+      aoti_torch_device_type_cuda(), like.get_device_index(), &tensor));
+  return Tensor(tensor);
 }
 
 inline cudaStream_t current_stream(const Tensor& like) {

@@ -50,7 +50,7 @@ class Case:
 
 
 PEER, SCAN_PEER = ("auto", "plain", "pararnn-torch"), ("auto", "plain", "accelerated-scan")
-METHODS = ("auto", "walk", "shoot", "newton")
+METHODS = ("auto", "walk", "shoot", "newton", "pararnn-torch")
 MUST = [
     Case(
         f"flash_{cell}",
@@ -87,7 +87,7 @@ SCANS = [
     for which in ("forward", "backward")
 ]
 SWEEP = [
-    Case("flash_gru", "forward", 1, 4096, D, "float32", sides=(*METHODS, "pararnn-torch"))
+    Case("flash_gru", "forward", 1, 4096, D, "float32", sides=METHODS)
     for D in (32, 128, 512, 2048, 8192, 32768)
 ]
 CROSSOVER = [

@@ -16,8 +16,8 @@
 
 namespace flashcell {
 
-// x [B,T,G,N,D] strided · weight [G,N,D,D] · bias [R,N,D], state [K,S,N,D] in the state dtype ·
-// reset, hold [B,T] bool · lengths [B] · cu_seqlens [S+1]
+// x [B,T,G,N,D] strided · weight [G,N,D,D] · bias [R,N,D] in the state dtype or x's ·
+// state [K,S,N,D] in the state dtype · reset, hold [B,T] bool · lengths [B] · cu_seqlens [S+1]
 // -> h [B,T,N,D] · last [K,S,N,D] · saved [B,T,V,N,D], h_prev [B,T,N,D] (both [0] unless `save`)
 // grad_clip is for the autograd formula: the forward does not read it. tf32 is about fp32 on CUDA.
 constexpr const char* kForwardSchema =
@@ -26,11 +26,12 @@ constexpr const char* kForwardSchema =
     "-> (Tensor h, Tensor last, Tensor saved, Tensor h_prev)";
 
 // dh [B,T,N,D] · dlast [K,S,N,D]
-// -> dx [B,T,G,N,D] · dr [B,T,G,N,D] ([0] where it equals dx) · dbias [R,N,D] · dstate [K,S,N,D]
+// -> dx [B,T,G,N,D] · dr [B,T,G,N,D] ([0] where it equals dx) · dbias [R,N,D] · dstate [K,S,N,D] ·
+// dweight [G,N,D,D] ([0] unless asked for)
 constexpr const char* kBackwardSchema =
     "_bwd(Tensor dh, Tensor? dlast, Tensor saved, Tensor h_prev, Tensor weight, Tensor? reset, "
-    "Tensor? hold, Tensor? lengths, Tensor? cu_seqlens, float? grad_clip, bool tf32) "
-    "-> (Tensor dx, Tensor dr, Tensor dbias, Tensor dstate)";
+    "Tensor? hold, Tensor? lengths, Tensor? cu_seqlens, float? grad_clip, bool tf32, "
+    "bool wants_dweight) -> (Tensor dx, Tensor dr, Tensor dbias, Tensor dstate, Tensor dweight)";
 
 template <typename Cell>
 std::tuple<Tensor, Tensor, Tensor, Tensor> forward(Tensor x, Tensor weight, OptionalTensor bias,
@@ -47,6 +48,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> forward(Tensor x, Tensor weight, Opti
   x = input(x);
   weight = operand(weight, "weight", {Cell::kGates, N, D, D}, io);
   const bool bias_is_io = bias && takes_bias_in(io, T) && bias->scalar_type() == io;
+  if (bias && !bias_is_io && bias->scalar_type() == io) {
+    bias = torch::stable::to(*bias, unrounded);
+  }
   bias = operand(bias, "bias", {Cell::kBias, N, D}, bias_is_io ? io : unrounded);
   reset = operand(reset, "reset", {B, T}, ScalarType::Bool);
   hold = operand(hold, "hold", {B, T}, ScalarType::Bool);
@@ -76,12 +80,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> forward(Tensor x, Tensor weight, Opti
 }
 
 template <typename Cell>
-std::tuple<Tensor, Tensor, Tensor, Tensor> backward(Tensor dh, OptionalTensor dlast, Tensor saved,
-                                                    Tensor h_prev, Tensor weight,
-                                                    OptionalTensor reset, OptionalTensor hold,
-                                                    OptionalTensor lengths,
-                                                    OptionalTensor cu_seqlens,
-                                                    std::optional<double> grad_clip, bool tf32) {
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
+    Tensor dh, OptionalTensor dlast, Tensor saved, Tensor h_prev, Tensor weight,
+    OptionalTensor reset, OptionalTensor hold, OptionalTensor lengths, OptionalTensor cu_seqlens,
+    std::optional<double> grad_clip, bool tf32, bool wants_dweight) {
   check_rank(dh, "dh", 4, "[B, T, N, D]");
   const int64_t B = dh.size(0), T = dh.size(1), N = dh.size(2), D = dh.size(3);
   const Dtype dtype = io_dtype(dh, "dh");
@@ -116,7 +118,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(Tensor dh, OptionalTensor dl
     params.dbias = dbias.mutable_data_ptr(), params.dstate = dstate.mutable_data_ptr();
     run<Cell>(params, dtype, tf32, dh);
   }
-  return {dx, dr, dbias, dstate};
+  Tensor dweight = wants_dweight ? recurrent_dweight(Cell::kSplitGrad ? dr : dx, h_prev, tf32)
+                                 : new_tensor(dh, {0}, io);
+  return {dx, dr, dbias, dstate, dweight};
 }
 
 template <typename... Cells>
@@ -139,20 +143,17 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
   ops.def(
       "linear_bwd(Tensor dy, Tensor x, Tensor weight, bool has_bias) "
       "-> (Tensor dx, Tensor dweight, Tensor dbias)");
-  ops.def("recurrent_dweight(Tensor dr, Tensor h_prev, bool tf32) -> Tensor");
 }
 
 #if defined(CUDA_KERNEL)
 STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CUDA, ops) {
   flashcell::implement(ops, flashcell::AllCells());
-  ops.impl("recurrent_dweight", TORCH_BOX(&flashcell::recurrent_dweight));
 }
 #else
 STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CPU, ops) {
   flashcell::implement(ops, flashcell::AllCells());
   ops.impl("linear_fwd", TORCH_BOX(&flashcell::linear_fwd));
   ops.impl("linear_bwd", TORCH_BOX(&flashcell::linear_bwd));
-  ops.impl("recurrent_dweight", TORCH_BOX(&flashcell::recurrent_dweight));
 }
 #endif
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
+import types
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -170,8 +173,7 @@ def fla(op: str) -> Callable[[Case], Side]:
             elif op == "gla":
                 from fla.ops.gla import chunk_gla
 
-                decay = lambda p: p["g"][..., None].expand_as(p["k"]).contiguous()
-                run = lambda p: chunk_gla(p["q"], p["k"], p["v"], decay(p))[0]
+                run = lambda p: chunk_gla(p["q"], p["k"], p["v"], p["g"])[0]
             else:
                 from fla.ops.common import chunk_o
                 from fla.ops.simple_gla import chunk_simple_gla
@@ -180,7 +182,12 @@ def fla(op: str) -> Callable[[Case], Side]:
                 run = lambda p: chunk_simple_gla(p["q"], p["k"], p["v"], p["g"])[0]
         except ImportError as error:
             raise Unavailable(f"fla cannot be imported: {error}") from None
-        native = lambda p: {n: p[n] for n in ("q", "k", "v", "dh")} | {"g": F.logsigmoid(p["f"])}
+
+        def native(p):
+            g = F.logsigmoid(p["f"])
+            g = g[..., None].expand_as(p["k"]).contiguous() if op == "gla" else g
+            return {n: p[n] for n in ("q", "k", "v", "dh")} | {"g": g}
+
         return Side(run, native, exact=False)
 
     return make
@@ -211,21 +218,29 @@ def sdpa(backend: str) -> Callable[[Case], Side]:
 
 
 def mamba2(case: Case) -> Side:
-    """PyPI mamba-ssm: the state space dual form with heads of 64 and a state of 128."""
+    """PyPI mamba-ssm: the state space dual form with heads of 64 and a state of 128. Its Triton
+    kernels alone: the package as a whole imports a CUDA extension that must be built for this torch."""
+    if "mamba_ssm" not in sys.modules:
+        found = importlib.util.find_spec("mamba_ssm")
+        if found is None or found.submodule_search_locations is None:
+            raise Unavailable("mamba_ssm is not installed")
+        sys.modules["mamba_ssm"] = package = types.ModuleType("mamba_ssm")
+        package.__path__ = list(found.submodule_search_locations)
     try:
         from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
     except ImportError as error:
         raise Unavailable(f"mamba_ssm cannot be imported: {error}") from None
-    width = case.heads * case.value
+    heads = case.heads * case.value // 64
+    A = -torch.ones(heads, device="cuda" if torch.cuda.is_available() else "cpu")
 
     def native(p):
         B, T = p["v"].shape[:2]
-        x = p["v"].reshape(B, T, width // 64, 64)
-        one = torch.zeros_like(x[..., :1, :1]).expand(B, T, 1, 128)
-        return {"v": x, "q": one + 0.1, "k": one + 0.1, "dt": x[..., 0].float().sigmoid(), "dh": x}
+        x = lambda t: t.reshape(B, T, heads, 64)
+        state = lambda t: t[:, :, :1, :128].contiguous()
+        dt = x(p["v"])[..., 0].float().sigmoid()
+        return {"v": x(p["v"]), "q": state(p["q"]), "k": state(p["k"]), "dt": dt, "dh": x(p["dh"])}
 
     def run(p):
-        A = -torch.ones(p["v"].shape[2], device="cuda")
         return mamba_chunk_scan_combined(p["v"], p["dt"], A, p["k"], p["q"], chunk_size=256)
 
     return Side(run, native, exact=False)

@@ -37,6 +37,16 @@ DEVICE void barrier_wait(uint64_t& barrier, int phase) {
       : "memory");
 }
 
+// The same for a barrier that stores of other blocks count.
+DEVICE void barrier_wait_for_others(uint64_t& barrier, int phase) {
+  asm volatile(
+      "{\n.reg .pred done;\nAGAIN:\n"
+      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+      "@done bra DONE;\nbra AGAIN;\nDONE:\n}" ::"r"(shared_address(&barrier)),
+      "r"(phase & 1)
+      : "memory");
+}
+
 DEVICE uint32_t block_in_cluster() {
   uint32_t rank;
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
@@ -54,7 +64,7 @@ DEVICE uint32_t address_in_block(uint32_t shared, int rank) {
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared), "r"(rank));
   return address;
 }
-// A store into any block of the cluster, counted by a barrier there.
+// A store into any block of a cluster of several, counted by a barrier there.
 DEVICE void tell(uint32_t to, float2 value, uint32_t barrier) {
   asm volatile(
       "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(

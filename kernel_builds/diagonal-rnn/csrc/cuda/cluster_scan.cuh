@@ -40,8 +40,10 @@ struct ClusterTile {
     float2 warp_map[kBuffers][kWarps][kChannels];  // carry' = x carry + y
     float2 tile_map[kRounds][kMostBlocks][kChannels];
     float carry[kBuffers][kWarps][kChannels];  // into the steps of a warp
-    uint64_t full[kBuffers], ready[kBuffers];  // warp_map is written, carry is
-    uint64_t told[kRounds];                    // tile_map has all of a round
+    // warp_map is written; it is read, and carry is written. Every lane arrives, so that each
+    // write is ordered without a thread between (and compute-sanitizer sees it).
+    uint64_t full[kBuffers], ready[kBuffers];
+    uint64_t told[kRounds];  // tile_map has all of a round
   };
 };
 
@@ -72,6 +74,10 @@ DEVICE void tell_maps(typename Tile::Shared& shared, int rounds) {
   for (int round = 0; round < rounds; ++round) {
     const int at = round % kBuffers, there = round % Tile::kRounds;
     barrier_wait(shared.full[at], round / kBuffers);
+    if (size == 1) {  // the other warp knows all
+      barrier_arrive(shared.ready[at]);
+      continue;
+    }
     float2 map[kN];
 #pragma unroll
     for (int c = 0; c < kN; ++c) map[c] = {1, 0};
@@ -83,6 +89,7 @@ DEVICE void tell_maps(typename Tile::Shared& shared, int rounds) {
         map[c] = {next.x * map[c].x, fmaf(next.x, map[c].y, next.y)};
       }
     }
+    barrier_arrive(shared.ready[at]);  // warp_map is read
     const uint32_t place =
         shared_address(&shared.tile_map[there][rank][lane * kN]) - shared_address(&shared);
     const uint32_t told = shared_address(&shared.told[there]) - shared_address(&shared);
@@ -108,7 +115,7 @@ DEVICE void hand_carries(typename Tile::Shared& shared, typename Tile::Element& 
   for (int c = 0; c < kN; ++c) carry[c] = first[c][0];
   for (int round = 0; round < rounds; ++round) {
     const int at = round % kBuffers, there = round % Tile::kRounds;
-    if (lane == 0) {
+    if (size > 1 && lane == 0) {
       barrier_expect(shared.told[there], size * Tile::kChannels * int(sizeof(float2)));
     }
     // Everything is read before it is used: what is written here might be what is read, for all
@@ -117,19 +124,21 @@ DEVICE void hand_carries(typename Tile::Shared& shared, typename Tile::Element& 
     barrier_wait(shared.full[at], round / kBuffers);
 #pragma unroll
     for (int w = 0; w < Tile::kWarps; ++w) read(shared.warp_map[at][w], lane, of_warps[w]);
-    barrier_wait(shared.told[there], round / Tile::kRounds);
-#pragma unroll
-    for (int from = 0; from < kMostBlocks; ++from) {
-      read(shared.tile_map[there][from < size ? from : 0], lane, of_blocks[from]);
-    }
     float mine[kN];
 #pragma unroll
     for (int c = 0; c < kN; ++c) mine[c] = carry[c];
+    if (size > 1) {
+      barrier_wait_for_others(shared.told[there], round / Tile::kRounds);
 #pragma unroll
-    for (int from = 0; from < kMostBlocks; ++from) {
-      if (from < size) take_over(of_blocks[from], carry);
+      for (int from = 0; from < kMostBlocks; ++from) {
+        read(shared.tile_map[there][from < size ? from : 0], lane, of_blocks[from]);
+      }
 #pragma unroll
-      for (int c = 0; c < kN; ++c) mine[c] = from < rank ? carry[c] : mine[c];
+      for (int from = 0; from < kMostBlocks; ++from) {
+        if (from < size) take_over(of_blocks[from], carry);
+#pragma unroll
+        for (int c = 0; c < kN; ++c) mine[c] = from < rank ? carry[c] : mine[c];
+      }
     }
 #pragma unroll
     for (int w = 0; w < Tile::kWarps; ++w) {
@@ -137,8 +146,11 @@ DEVICE void hand_carries(typename Tile::Shared& shared, typename Tile::Element& 
       for (int c = 0; c < kN; ++c) shared.carry[at][w][lane * kN + c] = mine[c];
       take_over(of_warps[w], mine);
     }
-    __syncwarp();
-    if (lane == 0) barrier_arrive(shared.ready[at]);
+    barrier_arrive(shared.ready[at]);
+    if (size == 1) {
+#pragma unroll
+      for (int c = 0; c < kN; ++c) carry[c] = mine[c];
+    }
   }
 #pragma unroll
   for (int c = 0; c < kN; ++c) first[c][0] = carry[c];
@@ -230,8 +242,7 @@ struct Worker {
     for (int c = 0; c < kN; ++c) {
       shared.warp_map[at][warp][lane * kN + c] = {A[c][0][0], b[c][0]};
     }
-    __syncwarp();
-    if (lane == 0) barrier_arrive(shared.full[at]);
+    barrier_arrive(shared.full[at]);
   }
 
   DEVICE void advance(int round) {
@@ -258,8 +269,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) cluster_scan_kernel(
   Element e(p, s, channel + threadIdx.x % 32 * Tile::kN);
   if (threadIdx.x == 0) {
     for (int b = 0; b < Tile::kBuffers; ++b) {
-      barrier_init(shared.full[b], Tile::kWarps);
-      barrier_init(shared.ready[b], 1);
+      barrier_init(shared.full[b], 32 * Tile::kWarps);
+      barrier_init(shared.ready[b], 2 * 32);
     }
     for (auto& told : shared.told) barrier_init(told, 1);
     barrier_init_fence();

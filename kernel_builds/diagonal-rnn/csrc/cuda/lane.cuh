@@ -90,6 +90,11 @@ DEVICE void copy_async(void* shared, const void* global) {
     const char* from = static_cast<const char*>(global) + i;
     if constexpr (kPiece == 2) {
       *reinterpret_cast<uint16_t*>(to) = *reinterpret_cast<const uint16_t*>(from);
+    } else if constexpr (kPiece == 16) {  // past L1
+      asm volatile(
+          "cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(uint32_t(__cvta_generic_to_shared(to))),
+          "l"(from)
+          : "memory");
     } else {
       asm volatile(
           "cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(uint32_t(__cvta_generic_to_shared(to))),

@@ -134,7 +134,7 @@ struct LinearTrack {
     }
     // Warps of a row that stay at one time read whole pages of memory (fp32 GRU of 8x2048x4096,
     // words of 8 bytes: 0.532 ms for 0.536).
-    if constexpr (kThreads > 32 && sizeof(Word) == 8) __syncthreads();
+    if constexpr (kThreads > 32 && sizeof(Word) >= 8) __syncthreads();
     ring_.take(ahead_);
     marks_.take(i + kSteps);
   }

@@ -31,19 +31,25 @@ template <typename Element>
 struct InClusters<Element, 2> : Clusters<Element, 8, 32, 3, 1> {};
 template <typename Element>
 struct InClusters<Element, 4>
-    : Clusters<Element, 8, 16, Element::kIsForward ? 5 : 4, Element::kIsForward ? 2 : 1> {};
+    : std::conditional_t<!Element::kIsForward, Clusters<Element, 8, 16, 4, 1>,
+                         std::conditional_t<Element::kN == 1, Clusters<Element, 11, 16, 4, 2>,
+                                            Clusters<Element, 8, 16, 5, 2>>> {};
 template <typename Element>
 struct InClusters<Element, 8> : Clusters<Element, 8, 8, 6, 1> {};
 
 // A walk: threads, steps of a group and groups ahead. Words of 8 bytes move more (8x2048x4096: fp32
 // forward 0.203 ms, 0.220 with one channel a thread; bf16 0.103, 0.121 with two) but need the
-// channels for it. Groups of 6 steps: fp32 forward 0.194 ms, of 8 0.200, of 4 0.217.
-template <typename Element, bool kForward = Element::kIsForward>
-using Steps =
-    std::conditional_t<(Element::kStates > 1), Walk<Element, kWalkThreads, 2, 4>,
-                       std::conditional_t<sizeof(typename Element::IO) == 2,
-                                          Walk<Element, 64, kForward ? 8 : 4, kForward ? 6 : 8>,
-                                          Walk<Element, kWalkThreads, kForward ? 6 : 4, 4>>>;
+// channels for it. Groups of 6 steps: fp32 forward 0.194 ms, of 8 0.200, of 4 0.217. Words of 16
+// bytes, which only the fp32 forward takes: 0.192 ms and 0.198 (32x2048x1024), of 8 bytes 0.193 and
+// 0.204 in the same run.
+template <typename Element, bool kForward = Element::kIsForward,
+          int kBytes = int(sizeof(typename Element::Word))>
+using Steps = std::conditional_t<
+    (Element::kStates > 1), Walk<Element, kWalkThreads, 2, 4>,
+    std::conditional_t<sizeof(typename Element::IO) == 2,
+                       Walk<Element, 64, kForward ? 8 : 4, kForward ? 6 : 8>,
+                       std::conditional_t<kBytes == 16, Walk<Element, 64, 8, 3>,
+                                          Walk<Element, kWalkThreads, kForward ? 6 : 4, 4>>>>;
 
 template <template <typename, int, int> class Pass, typename IO, typename Function>
 static void for_width(const ScanParams& p, const Launch& to, Function function) {
@@ -72,6 +78,9 @@ static void for_width(const ScanParams& p, const Launch& to, Function function) 
         if (channels == 2) return clusters(integral_constant<int, 2>());
       } else if (channels > 0) {
         return clusters(integral_constant<int, kWord>());
+      }
+      if constexpr (kForward && sizeof(IO) == 4) {
+        if (way == Way::kWalk && to.together >= 4) return with(integral_constant<int, 4>(), One());
       }
       if (way == Way::kWalk && to.together >= kWide) {
         return with(integral_constant<int, kWide>(), One());

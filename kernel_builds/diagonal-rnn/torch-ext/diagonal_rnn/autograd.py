@@ -6,16 +6,18 @@ differentiable all the same, because its backward then runs it once more.
 
 import torch
 
-from ._ops import BACKEND, add_op_namespace_prefix, ops
+from ._ops import BACKEND, add_op_namespace_prefix
 from .arguments import sizes
 from .cells import CELLS, Cell
+from .formulas import CALLS, refuse_second_derivative
+from .formulas import register as register_formula
 from .reference import state_dtype
 
 
 def register(cell: Cell) -> None:
-    fwd, bwd = getattr(ops, f"{cell.name}_fwd"), getattr(ops, f"{cell.name}_bwd")
+    fwd, bwd = f"{cell.name}_fwd", f"{cell.name}_bwd"
 
-    @torch.library.register_fake(add_op_namespace_prefix(f"{cell.name}_fwd"))
+    @torch.library.register_fake(add_op_namespace_prefix(fwd))
     def _(x, weight, state, reset, hold, lengths, cu_seqlens, method, tol, max_iters, save):
         B, T, D = sizes(x)
         S = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -27,7 +29,7 @@ def register(cell: Cell) -> None:
             x.new_empty(3, dtype=torch.float32),
         )
 
-    @torch.library.register_fake(add_op_namespace_prefix(f"{cell.name}_bwd"))
+    @torch.library.register_fake(add_op_namespace_prefix(bwd))
     def _(dh, dlast, x, weight, h, saved, state, reset, hold, lengths, cu_seqlens, method):
         B, _, D = sizes(x)
         S = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -47,28 +49,24 @@ def register(cell: Cell) -> None:
         tensors, kept = everything[:7], everything[7:]
         x, weight, state, *masks = tensors
         if not ctx.save:
-            h, _, saved, _ = fwd(*tensors, ctx.method, ctx.tol, ctx.max_iters, True)
+            h, _, saved, _ = CALLS[fwd](*tensors, ctx.method, ctx.tol, ctx.max_iters, True)
             kept = h, saved
         dh = torch.zeros_like(kept[0]) if dh is None else dh
-        dx, dweight, dstate = bwd(dh, dlast, x, weight, *kept, state, *masks, ctx.method)
+        dx, dweight, dstate = CALLS[bwd](dh, dlast, x, weight, *kept, state, *masks, ctx.method)
         return dx, dweight, None if state is None else dstate, *(None,) * 8
 
-    torch.library.register_autograd(
-        add_op_namespace_prefix(f"{cell.name}_fwd"), backward, setup_context=setup_context
-    )
-    torch.library.register_autograd(
-        add_op_namespace_prefix(f"{cell.name}_bwd"), _no_second_derivative
-    )
+    register_formula(fwd, backward, setup_context)
+    refuse_second_derivative("diagonal_rnn", bwd)
 
 
 def register_scan(name: str) -> None:
-    bwd = getattr(ops, f"{name}_bwd")
+    fwd, bwd = f"{name}_fwd", f"{name}_bwd"
 
-    @torch.library.register_fake(add_op_namespace_prefix(f"{name}_fwd"))
+    @torch.library.register_fake(add_op_namespace_prefix(fwd))
     def _(a, b, h0, reverse):
         return b.new_empty(b.shape)
 
-    @torch.library.register_fake(add_op_namespace_prefix(f"{name}_bwd"))
+    @torch.library.register_fake(add_op_namespace_prefix(bwd))
     def _(dh, a, h, h0, reverse):
         first = h.shape[:1] + h.shape[2:]
         dh0 = h.new_empty(first, dtype=state_dtype(h.dtype))
@@ -80,23 +78,21 @@ def register_scan(name: str) -> None:
 
     def backward(ctx, dh):
         a, h, h0 = ctx.saved_tensors
-        da, db, dh0 = bwd(dh, a, h, h0, ctx.reverse)
+        da, db, dh0 = CALLS[bwd](dh, a, h, h0, ctx.reverse)
         return da, db, None if h0 is None else dh0, None
 
-    torch.library.register_autograd(
-        add_op_namespace_prefix(f"{name}_fwd"), backward, setup_context=setup_context
-    )
-    torch.library.register_autograd(add_op_namespace_prefix(f"{name}_bwd"), _no_second_derivative)
+    register_formula(fwd, backward, setup_context)
+    refuse_second_derivative("diagonal_rnn", bwd)
 
 
 def register_conv() -> None:
-    fwd = add_op_namespace_prefix("causal_conv_fwd")
+    fwd, bwd = "causal_conv_fwd", "causal_conv_bwd"
 
-    @torch.library.register_fake(fwd)
+    @torch.library.register_fake(add_op_namespace_prefix(fwd))
     def _(x, weight, window, reset, silu):
         return x.new_empty(x.shape)
 
-    @torch.library.register_fake(add_op_namespace_prefix("causal_conv_bwd"))
+    @torch.library.register_fake(add_op_namespace_prefix(bwd))
     def _(dy, x, weight, window, reset, silu):
         B, _, D = x.shape
         return (
@@ -111,13 +107,11 @@ def register_conv() -> None:
 
     def backward(ctx, dy):
         x, weight, window, reset = ctx.saved_tensors
-        dx, dweight, dwindow = ops.causal_conv_bwd(dy, x, weight, window, reset, ctx.silu)
+        dx, dweight, dwindow = CALLS[bwd](dy, x, weight, window, reset, ctx.silu)
         return dx, dweight, None if window is None else dwindow, None, None
 
-    torch.library.register_autograd(fwd, backward, setup_context=setup_context)
-    torch.library.register_autograd(
-        add_op_namespace_prefix("causal_conv_bwd"), _no_second_derivative
-    )
+    register_formula(fwd, backward, setup_context)
+    refuse_second_derivative("diagonal_rnn", bwd)
 
 
 def register_steps() -> None:
@@ -130,13 +124,6 @@ def register_steps() -> None:
         @torch.library.register_fake(add_op_namespace_prefix(f"{cell}_mix_step_"))
         def _(u, a, p, bias, h, c, x, skip, gate, bound):
             return x.new_empty(x.shape)
-
-
-def _no_second_derivative(ctx, *grads):
-    raise RuntimeError(
-        "diagonal_rnn has no second derivatives in its kernels: pass backend='reference', "
-        "which autograd differentiates any number of times"
-    )
 
 
 for _cell in CELLS.values():

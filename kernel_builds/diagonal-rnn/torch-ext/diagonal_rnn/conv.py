@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .checks import check_floating, check_mask, check_shape, check_tensor
-from .dispatch import BACKEND, ops, select_backend
+from .dispatch import BACKEND, select_backend
+from .formulas import CALLS
 from .reference import state_dtype
 
 TAPS = 4  # that the CUDA kernel has
@@ -49,7 +50,7 @@ def causal_conv(
         last = weight.new_zeros(1, D) if bias is None else bias[None].to(weight.dtype)
         rows = torch.cat([weight.mT, last]).to(dtype)
         window = None if window is None else window.to(x.dtype)
-        return ops.causal_conv_fwd(x, rows, window, reset, silu)
+        return CALLS["causal_conv_fwd"](x, rows, window, reset, silu)
     if backend == "cuda":
         raise ValueError(f"weight has {past + 1} taps, but backend 'cuda' must have {TAPS}")
     return _reference(x, weight, bias, window, reset, silu)

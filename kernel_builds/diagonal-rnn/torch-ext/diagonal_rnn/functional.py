@@ -34,7 +34,8 @@ from . import reference
 from .arguments import check_method, check_rows, check_scan, check_sequence, check_x, sizes
 from .cells import CELLS
 from .checks import check_state
-from .dispatch import BACKEND, ops, select_backend
+from .dispatch import BACKEND, select_backend
+from .formulas import CALLS
 from .sequences import lower_masks, stack_states
 
 State = Tuple[torch.Tensor, ...]
@@ -164,7 +165,7 @@ def _run(spec, x, weight, state, masks, options, backend):
     else:
         given = (x, weight, state)
         save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given)
-        fwd = getattr(ops, f"{spec.name}_fwd")
+        fwd = CALLS[f"{spec.name}_fwd"]
         h, last, _, report = fwd(x, weight, state, *masks, method, tol, max_iters, save)
     return h, last.unbind(0), method, report
 
@@ -216,4 +217,4 @@ def _scan(op, a, b, h0, reverse, backend) -> torch.Tensor:
     h0 = None if h0 is None else h0.to(reference.state_dtype(b.dtype))
     if chosen == "reference":
         return reference.scan(a, b, h0, reverse)
-    return getattr(ops, op)(a, b, h0, reverse)
+    return CALLS[op](a, b, h0, reverse)

@@ -12,7 +12,7 @@ struct Backward {
   using V = Vec<T>;
   using E = Element<IO>;
   static constexpr int kGates = Cell::kGates, kStates = Cell::kStates, kSaved = Cell::kSaved;
-  static constexpr int kVectors = kMaxVectors, kPanelUnits = kVectors * V::kWidth;
+  static constexpr int kVectors = 4, kPanelUnits = kVectors * V::kWidth;
   static constexpr int kStride = kPanelUnits;
 
   const BackwardParams& p;
@@ -21,7 +21,7 @@ struct Backward {
   const int64_t panels = (p.D + kPanelUnits - 1) / kPanelUnits;
   const int64_t groups = (p.S + kRowGroup - 1) / kRowGroup;
   const Plan plan;
-  Scratch<E> weights;   // [N][panels][depth / kDepth][kVectors][width][kDepth], depth = (gate, to)
+  Scratch<E> weights;   // [N][panels] in parts (product.h), depth = (gate, to)
   Scratch<E> operands;  // [2][S][N][G][gate_depth]
   Scratch<T> partial;   // [groups][R][N][D]
 
@@ -84,10 +84,12 @@ struct Backward {
       for (int v = 0; v < kVectors * kGates; ++v) {
         const int64_t gate = v / kVectors, head = i / panels;
         const int64_t unit = i % panels * kPanelUnits + v % kVectors * V::kWidth;
-        pack_vector<IO>(weights + (i * depth + gate * gate_depth) * kStride +
-                            v % kVectors * V::kWidth * Product<IO>::kDepth,
-                        kVectors, (const IO*)p.weight + (gate * p.N + head) * p.D * p.D + unit, p.D,
-                        1, p.D, lanes(unit));
+        constexpr int kPart = kPartVectors<kVectors>;
+        pack_vector<IO>(
+            panel_vector<IO, kVectors>(weights + i * depth * kStride, depth, v % kVectors) +
+                gate * gate_depth * kPart * V::kWidth,
+            kPart, (const IO*)p.weight + (gate * p.N + head) * p.D * p.D + unit, p.D, 1, p.D,
+            lanes(unit));
       }
     });
   }
@@ -101,7 +103,7 @@ struct Backward {
       rows[count++] = operand(t + 1, s, head);
     }
     alignas(kVectorBytes) T products[kChunk * kStride];
-    panel_product<IO, kVectors>(rows, count, 0, depth,
+    parts_product<IO, kVectors>(rows, count, depth,
                                 weights + (head * panels + panel) * depth * kStride, products);
     for (int u = 0; u < kVectors; ++u) {
       const int64_t unit = panel * kPanelUnits + u * V::kWidth;

@@ -13,7 +13,8 @@ struct Forward {
   using V = Vec<T>;
   using E = Element<IO>;
   static constexpr int kGates = Cell::kGates, kStates = Cell::kStates, kSaved = Cell::kSaved;
-  static constexpr int kUnits = kGates == 1 ? kMaxVectors : 1;  // unit vectors of a panel
+  // Unit vectors of a panel: a line of x, or enough for a product without other gates.
+  static constexpr int kUnits = kGates == 1 ? 4 : 64 / kVectorBytes;
   static constexpr int kVectors = kGates * kUnits, kStride = kVectors * V::kWidth;
   static constexpr int kPanelUnits = kUnits * V::kWidth;
 
@@ -24,7 +25,7 @@ struct Forward {
   const bool packed;
   const Plan plan;
   const int64_t state_stride = p.S * p.N * p.D;
-  Scratch<E> weights;   // [N][panels][depth / kDepth][kVectors][width][kDepth]
+  Scratch<E> weights;   // [N][panels] in parts (product.h)
   Scratch<E> operands;  // [2][S][N][depth]
   Scratch<E> zeros;     // [depth]
 
@@ -89,9 +90,9 @@ struct Forward {
     parallel_for(host, p.N * panels, [&](int64_t i) {
       for (int v = 0; v < kVectors; ++v) {
         const int64_t head = i / panels, unit = i % panels * kPanelUnits + v / kGates * V::kWidth;
-        pack_vector<IO>(weights + i * depth * kStride + v * V::kWidth * Product<IO>::kDepth,
-                        kVectors, weight_rows(head, v % kGates) + unit * p.D, 1, p.D, p.D,
-                        lanes(unit));
+        pack_vector<IO>(panel_vector<IO, kVectors>(weights + i * depth * kStride, depth, v),
+                        kPartVectors<kVectors>, weight_rows(head, v % kGates) + unit * p.D, 1, p.D,
+                        p.D, lanes(unit));
       }
     });
   }
@@ -113,7 +114,7 @@ struct Forward {
     }
     alignas(kVectorBytes) T products[kChunk * kStride];
     if (packed) {
-      panel_product<IO, kVectors>(rows, count, 0, depth, panel_weights(head, panel), products);
+      parts_product<IO, kVectors>(rows, count, depth, panel_weights(head, panel), products);
     } else {
       dot_panel<IO, kGates, kUnits>(rows, count, (const IO*)p.weight + head * p.D * p.D,
                                     p.N * p.D * p.D, p.D, panel * kPanelUnits, products);

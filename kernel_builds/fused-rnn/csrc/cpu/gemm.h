@@ -15,9 +15,9 @@ struct Gemm {
   using V = Vec<T>;
   using E = Element<IO>;
   static constexpr int kVectors = kMaxVectors, kStride = kVectors * V::kWidth;
-  static constexpr int64_t kRowBlock = 96;     // rows of a task
-  static constexpr int64_t kPanelBlock = 12;   // panels of a task: C tile 96 x 768 floats, 288 KB
-  static constexpr int64_t kDepthBlock = 768;  // of A: 96 rows, 288 KB of floats
+  static constexpr int64_t kRowBlock = 96;               // rows of a task
+  static constexpr int64_t kPanelBlock = 768 / kStride;  // panels of a task: a tile of C, 288 KB
+  static constexpr int64_t kDepthBlock = 768;            // of A: 96 rows, 288 KB of floats
   static constexpr int64_t kDotMaxRows = 4;
 
   const GemmParams& p;
@@ -92,21 +92,35 @@ struct Gemm {
       }
       return;
     }
-    E tile[kWidth][kWidth];  // [k][m]
     for (int64_t k0 = 0; k0 < padded_depth<IO>(count); k0 += kWidth) {
       for (int64_t m0 = 0; m0 < rows; m0 += kWidth) {
         const int width = rows - m0 < kWidth ? int(rows - m0) : kWidth;
-        for (int k = 0; k < kWidth; ++k) {
-          if (k0 + k < count) {
-            widen(tile[k], a + (k0 + k) * p.a_k + m0, width);
-          } else {
-            memset(tile[k], 0, sizeof tile[k]);
-          }
+        transpose_tile(a + k0 * p.a_k + m0, count - k0, width, to + m0 * kDepthBlock + k0);
+      }
+    }
+  }
+
+  // to[m][k] = a[k][m] for a register's width of k, of which the first `count` exist.
+  FN void transpose_tile(const IO* a, int64_t count, int width, E* to) const {
+    constexpr int kWidth = V::kWidth;
+    if constexpr (sizeof(E) == sizeof(T)) {
+      V block[kWidth];
+      for (int k = 0; k < kWidth; ++k) {
+        block[k] = k < count ? load_lanes(a + k * p.a_k, width) : V(0);
+      }
+      transpose(block);
+      for (int m = 0; m < width; ++m) store_element(to + m * kDepthBlock, block[m]);
+    } else {
+      E tile[kWidth][kWidth];  // [k][m]
+      for (int k = 0; k < kWidth; ++k) {
+        if (k < count) {
+          widen(tile[k], a + k * p.a_k, width);
+        } else {
+          memset(tile[k], 0, sizeof tile[k]);
         }
-        for (int m = 0; m < width; ++m) {
-          E* row = to + (m0 + m) * kDepthBlock + k0;
-          for (int k = 0; k < kWidth; ++k) row[k] = tile[k][m];
-        }
+      }
+      for (int m = 0; m < width; ++m) {
+        for (int k = 0; k < kWidth; ++k) to[m * kDepthBlock + k] = tile[k][m];
       }
     }
   }

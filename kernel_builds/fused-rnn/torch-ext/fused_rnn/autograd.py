@@ -6,9 +6,13 @@ a forward op run with ``save=False`` is differentiable all the same.
 
 import torch
 
-from ._ops import add_op_namespace_prefix, ops
+from ._ops import add_op_namespace_prefix
 from .cells import CELLS, Cell
+from .formulas import CALLS, refuse_second_derivative
+from .formulas import register as register_formula
 
+# dweight[g, n, j, k] = sum over b, t of dr[b, t, g, n, j] h_prev[b, t, n, k]. Wide heads on CUDA are one
+# large product a head, which cuBLAS does best; narrow ones are tall and thin, and have our own kernel.
 WIDEST_OWN_DWEIGHT = 256
 
 
@@ -17,9 +21,9 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def register(cell: Cell) -> None:
-    fwd, bwd = getattr(ops, f"{cell.name}_fwd"), getattr(ops, f"{cell.name}_bwd")
+    fwd, bwd = f"{cell.name}_fwd", f"{cell.name}_bwd"
 
-    @torch.library.register_fake(add_op_namespace_prefix(f"{cell.name}_fwd"))
+    @torch.library.register_fake(add_op_namespace_prefix(fwd))
     def _(x, weight, bias, state, reset, hold, lengths, cu_seqlens, grad_clip, tf32, save):
         B, T, _, N, D = x.shape
         S = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -32,8 +36,11 @@ def register(cell: Cell) -> None:
             x.new_empty((B, T, N, D) if save else (0,)),
         )
 
-    @torch.library.register_fake(add_op_namespace_prefix(f"{cell.name}_bwd"))
-    def _(dh, dlast, saved, h_prev, weight, reset, hold, lengths, cu_seqlens, grad_clip, tf32):
+    @torch.library.register_fake(add_op_namespace_prefix(bwd))
+    def _(
+        dh, dlast, saved, h_prev, weight, reset, hold, lengths, cu_seqlens, grad_clip, tf32,
+        wants_dweight,
+    ):  # fmt: skip
         B, T, N, D = dh.shape
         S = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
         dtype = state_dtype(dh.dtype)
@@ -43,11 +50,13 @@ def register(cell: Cell) -> None:
             dh.new_empty((B, T, cell.gates, N, D) if separate else (0,)),
             dh.new_empty(cell.bias_rows, N, D, dtype=dtype),
             dh.new_empty(cell.states, S, N, D, dtype=dtype),
+            weight.new_empty(weight.shape if wants_dweight else (0,)),
         )
 
     def setup_context(ctx, inputs, output):
         x, weight, bias, state, *masks, ctx.grad_clip, ctx.tf32, ctx.save = inputs
-        ctx.has = bias is not None, state is not None
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.has_state = state is not None
         ctx.set_materialize_grads(False)
         kept = output[2:] if ctx.save else (x, bias, state)
         ctx.save_for_backward(weight, *masks, *kept)
@@ -60,55 +69,26 @@ def register(cell: Cell) -> None:
             x, bias, state = kept
             masks = (reset, hold, lengths, cu_seqlens)
             options = ctx.grad_clip, ctx.tf32, True
-            _, _, saved, h_prev = fwd(x, weight, bias, state, *masks, *options)
+            _, _, saved, h_prev = CALLS[fwd](x, weight, bias, state, *masks, *options)
         if dh is None:
             dh = torch.zeros_like(h_prev)
-        dx, dr, dbias, dstate = bwd(
-            dh, dlast, saved, h_prev, weight, reset, hold, lengths, cu_seqlens, ctx.grad_clip, ctx.tf32
-        )  # fmt: skip
         needs = ctx.needs_input_grad
-        dweight = None
-        if needs[1]:
-            dweight = recurrent_dweight(dr if dr.dim() == 5 else dx, h_prev, ctx.tf32)
-        has_bias, has_state = ctx.has
+        own = needs[1] and (weight.device.type != "cuda" or weight.shape[-1] <= WIDEST_OWN_DWEIGHT)
+        dx, dr, dbias, dstate, dweight = CALLS[bwd](
+            dh, dlast, saved, h_prev, weight, reset, hold, lengths, cu_seqlens, ctx.grad_clip, ctx.tf32, own
+        )  # fmt: skip
+        if needs[1] and not own:
+            dweight = torch.einsum("btgnj,btnk->gnjk", dr if dr.dim() == 5 else dx, h_prev)
         return (
             dx if needs[0] else None,
-            dweight,
-            dbias if has_bias else None,
-            dstate if has_state else None,
+            dweight if needs[1] else None,
+            dbias.to(ctx.bias_dtype) if needs[2] else None,
+            dstate if needs[3] else None,
             *(None,) * 7,
         )
 
-    torch.library.register_autograd(
-        add_op_namespace_prefix(f"{cell.name}_fwd"), backward, setup_context=setup_context
-    )
-    torch.library.register_autograd(
-        add_op_namespace_prefix(f"{cell.name}_bwd"), _no_second_derivative
-    )
-
-
-def recurrent_dweight(dr: torch.Tensor, h_prev: torch.Tensor, tf32: bool) -> torch.Tensor:
-    """[G, N, D, D] = sum over b, t of dr[b, t, g, n, j] h_prev[b, t, n, k].
-
-    Wide heads on CUDA are one large product a head, which cuBLAS does best; narrow ones are tall and
-    thin, and have a kernel of their own.
-    """
-    if dr.device.type == "cuda" and dr.shape[-1] > WIDEST_OWN_DWEIGHT:
-        return torch.einsum("btgnj,btnk->gnjk", dr, h_prev)
-    return ops.recurrent_dweight(dr, h_prev, tf32)
-
-
-def _no_second_derivative(ctx, *grads):
-    raise RuntimeError(
-        "fused_rnn has no second derivatives in its kernels: pass backend='reference', "
-        "which autograd differentiates any number of times"
-    )
-
-
-@torch.library.register_fake(add_op_namespace_prefix("recurrent_dweight"))
-def _(dr, h_prev, tf32):
-    _, _, G, N, D = dr.shape
-    return dr.new_empty(G, N, D, D)
+    register_formula(fwd, backward, setup_context)
+    refuse_second_derivative("fused_rnn", bwd)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("linear_fwd"))
@@ -129,14 +109,11 @@ def _linear_setup_context(ctx, inputs, output):
 
 
 def _linear_backward(ctx, dy):
-    dx, dweight, dbias = ops.linear_bwd(dy, *ctx.saved_tensors, ctx.has_bias)
+    dx, dweight, dbias = CALLS["linear_bwd"](dy, *ctx.saved_tensors, ctx.has_bias)
     return dx, dweight, dbias if ctx.has_bias else None
 
 
-torch.library.register_autograd(
-    add_op_namespace_prefix("linear_fwd"), _linear_backward, setup_context=_linear_setup_context
-)
-for _op in ("linear_bwd", "recurrent_dweight"):
-    torch.library.register_autograd(add_op_namespace_prefix(_op), _no_second_derivative)
+register_formula("linear_fwd", _linear_backward, _linear_setup_context)
+refuse_second_derivative("fused_rnn", "linear_bwd")
 for _cell in CELLS.values():
     register(_cell)

@@ -37,7 +37,8 @@ import torch
 from . import reference
 from .arguments import check_parameters, check_sequence, check_x
 from .checks import check_choice, check_floating, check_state, check_tensor, check_values, find_cell
-from .dispatch import BACKEND, ops, select_backend, without_autocast
+from .dispatch import BACKEND, select_backend, without_autocast
+from .formulas import CALLS
 from .sequences import lower_masks, stack_states
 
 State = Tuple[torch.Tensor, ...]
@@ -182,7 +183,7 @@ def linear(x, weight, bias=None, *, backend="auto") -> torch.Tensor:
     weight = _as(weight, x.dtype)
     bias = None if bias is None else _as(bias, x.dtype)
     if select_backend(backend, x.device.type, BACKEND) == "cpu":
-        return ops.linear_fwd(x, weight, bias)
+        return CALLS["linear_fwd"](x, weight, bias)
     return torch.nn.functional.linear(x, weight, bias)
 
 
@@ -195,16 +196,15 @@ def _run(spec, x, weight, bias, state, masks, options, backend) -> Result:
         h, last = _reference(spec, inputs, masks, grad_clip)
     else:
         grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
-        fwd = getattr(ops, f"{spec.name}_fwd")
-        h, last, _, _ = fwd(*inputs, *masks, grad_clip, tf32, grad and save == "gates")
+        save = grad and save == "gates"
+        h, last, _, _ = CALLS[f"{spec.name}_fwd"](*inputs, *masks, grad_clip, tf32, save)
     return h, _unstack(spec, last)
 
 
 def _cast(x, weight, bias, state):
-    """weight in x's dtype (the operand), bias and the stacked states [K, S, N, D] in the state's."""
+    """weight in x's dtype (the operand), the stacked states [K, S, N, D] in the state's, bias in either."""
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    narrow = x.device.type == "cuda" and x.shape[1] == 1 and BACKEND == "cuda"  # one step takes it
-    if bias is not None and not (narrow and bias.dtype == x.dtype):
+    if bias is not None and bias.dtype != x.dtype:
         bias = _as(bias, dtype)
     if state is not None:
         state = stack_states([_as(s, dtype) for s in state])
@@ -217,6 +217,8 @@ def _as(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def _unstack(spec, last) -> State:
     states = last.unbind(0)
+    if spec.detached_states == 0:
+        return states
     carried = spec.states - spec.detached_states
     return states[:carried] + tuple(s.detach() for s in states[carried:])
 

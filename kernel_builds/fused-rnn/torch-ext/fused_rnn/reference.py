@@ -42,8 +42,7 @@ def sequence(
     B, _, G, N, D = x.shape
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     w = weight.to(dtype)
-    if bias is None:
-        bias = x.new_zeros(cell.bias_rows, N, D, dtype=dtype)
+    bias = x.new_zeros(cell.bias_rows, N, D, dtype=dtype) if bias is None else bias.to(dtype)
     states = tuple(x.new_zeros(cell.states, B, N, D, dtype=dtype) if state is None else state)
     outputs = []
     for t, row in enumerate(x.unbind(1)):  # unbind: its gradient is one stack, not T sums

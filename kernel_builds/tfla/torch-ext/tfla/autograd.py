@@ -8,7 +8,8 @@ gradient.
 
 import torch
 
-from ._ops import BACKEND, add_op_namespace_prefix, ops
+from ._ops import BACKEND, add_op_namespace_prefix
+from .formulas import CALLS, refuse_second_derivative, register
 from .reference import state_dtype
 
 
@@ -72,15 +73,13 @@ def _backward(ctx, dh, dC, dn, *_):
     if tensors[0] is None:  # only the state was asked for, and h is empty
         dh = None
     of_forward = (last_C, last_n, h, total, kept_C, kept_n)
-    grads = ops.mlstm_bwd(dh, dC, dn, *of_forward, *tensors, *ctx.options)
+    grads = CALLS["mlstm_bwd"](dh, dC, dn, *of_forward, *tensors, *ctx.options)
     wanted = ctx.needs_input_grad[:7]
     given = [g if want else None for g, want in zip(grads, wanted)]
     return *given, *(None,) * 11
 
 
-torch.library.register_autograd(
-    add_op_namespace_prefix("mlstm_fwd"), _backward, setup_context=_setup_context
-)
+register("mlstm_fwd", _backward, _setup_context)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("mlstm_step"))
@@ -137,22 +136,11 @@ def _setup_epilogue(ctx, inputs, output):
 
 
 def _backward_epilogue(ctx, dy):
-    grads = ops.mlstm_epilogue_bwd(dy, *ctx.saved_tensors, *ctx.options)
+    grads = CALLS["mlstm_epilogue_bwd"](dy, *ctx.saved_tensors, *ctx.options)
     given = [g if want else None for g, want in zip(grads, ctx.needs_input_grad)]
     return *given, None, None, None
 
 
-torch.library.register_autograd(
-    add_op_namespace_prefix("mlstm_epilogue"), _backward_epilogue, setup_context=_setup_epilogue
-)
-
-
-def _no_second_derivative(ctx, *grads):
-    raise RuntimeError(
-        "tfla has no second derivatives in its kernels: pass backend='reference', "
-        "which autograd differentiates any number of times"
-    )
-
-
-for backward in ("mlstm_bwd", "mlstm_epilogue_bwd"):
-    torch.library.register_autograd(add_op_namespace_prefix(backward), _no_second_derivative)
+register("mlstm_epilogue", _backward_epilogue, _setup_epilogue)
+refuse_second_derivative("tfla", "mlstm_bwd")
+refuse_second_derivative("tfla", "mlstm_epilogue_bwd")

@@ -1,0 +1,62 @@
+"""Gradient formulas of the ops: registered with torch, and in eager mode called without its dispatch.
+
+torch.library runs a registered formula through layers of Python, which cost more than it takes to
+enqueue a short kernel. Where nothing traces, the same formula is that of an autograd.Function, and the
+op runs below torch's autograd. The kernels share this file.
+"""
+
+from typing import Any, Callable, Dict, Optional
+
+import torch
+
+from .dispatch import ops
+
+CALLS: Dict[str, Callable] = {}  # name of an op -> what runs it, here or in a trace
+
+
+def register(name: str, backward: Callable, setup_context: Optional[Callable] = None) -> None:
+    """Makes `backward` the gradient of the op `name`, and CALLS[name] the way to call it.
+
+    The formula is torch.library.register_autograd's; it may call other ops through CALLS.
+    """
+    op = getattr(ops, name).default
+    torch.library.register_autograd(op, backward, setup_context=setup_context)
+
+    def forward(ctx, *inputs):
+        with torch._C._AutoDispatchBelowAutograd():
+            output = op(*inputs)
+        if setup_context is not None:
+            setup_context(ctx, inputs, output)
+        return output
+
+    functions = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    formula: Any = type(name, (torch.autograd.Function,), functions)
+
+    def call(*inputs):
+        if _is_traced():
+            return op(*inputs)
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
+            return formula.apply(*inputs)
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(*inputs)
+
+    CALLS[name] = call
+
+
+def _is_traced() -> bool:
+    """Whether someone other than autograd must see the op and its registered formula."""
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+        return True
+    return torch._C._are_functorch_transforms_active()
+
+
+def refuse_second_derivative(kernel: str, name: str) -> None:
+    """Gives the op `name`, a gradient itself, a gradient that says where to find it."""
+
+    def backward(ctx, *grads):
+        raise RuntimeError(
+            f"{kernel} has no second derivatives in its kernels: pass backend='reference', "
+            "which autograd differentiates any number of times"
+        )
+
+    register(name, backward)
