@@ -8,7 +8,8 @@ processors, streamers and stopping criteria see the logits they would see withou
 
 While a cache is being decoded, its states *are* the recording's buffers, and the next step overwrites
 them: clone what is to be kept. A cache that another one of the same batch size displaces gets copies.
-On devices without graphs the same code calls the model where it would replay the recording.
+On devices without graphs the recording is a tape of the step's torch ops (tape.py), which spares the
+Python around them; where it may not be, and for the torch reference, the model is called instead.
 """
 
 import logging
@@ -21,7 +22,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from .cache import RecurrentStateLayer, is_recurrent
-from .recording import Recording, Refused, Snapshot
+from .recording import Recording, Refused, Snapshot, is_only_ops
 
 KEPT = 4  # recordings, each for one batch size; the least recently used goes
 MODES = ("auto", "graph", "eager")
@@ -95,8 +96,8 @@ class DecodeEngine:
 
     def _run(self, model: Any, tokens: torch.Tensor, cache: Cache) -> torch.Tensor:
         with torch.cuda.device(tokens.device) if tokens.is_cuda else nullcontext():
+            self._check_model(model, tokens.device)
             if tokens.is_cuda:
-                self._check_model(model, tokens.device)
                 self._follow_stream()
             recording = self._find(model, tokens, cache)
             if not recording.holds(cache.layers):
@@ -114,7 +115,7 @@ class DecodeEngine:
         if snapshot is None or not snapshot.holds():
             self.release()
             self._snapshot = snapshot = Snapshot(model, device)
-        if snapshot.refusal is not None:
+        if snapshot.refusal is not None and device.type == "cuda":
             raise Refused(snapshot.refusal)
 
     def _follow_stream(self) -> None:
@@ -142,7 +143,11 @@ class DecodeEngine:
     def _record(self, model: Any, tokens: torch.Tensor, cache: Cache) -> Recording:
         recording = Recording(cache.layers, tokens)
         if not tokens.is_cuda:
-            recording.forward(model)  # a step that changes the states' dtype is refused here
+            taped = self._snapshot is not None and self._snapshot.refusal is None
+            if taped and model.config.backend != "reference" and is_only_ops(model):
+                recording.record_ops(model)
+            else:
+                recording.forward(model)  # a step that changes the states' dtype is refused here
             return recording
         if self._capturing is None or self._capturing.device != tokens.device:
             self._capturing = torch.cuda.Stream()

@@ -1,12 +1,13 @@
 """What `generate` asks of a recurrent model, and what it is spared."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from transformers import DynamicCache, GenerationMixin, PrefixConstrainedLogitsProcessor
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import MaxLengthCriteria
-from transformers.generation.utils import DeferredStopCheck
+from transformers.generation.utils import DeferredStopCheck, StopCheck
 
 from .state_file import load_state, save_state
 from .step_linear import is_untouched
@@ -116,7 +117,7 @@ class RecurrentGeneration(GenerationMixin):
         **model_kwargs: Any,
     ) -> Any:
         """The base class's, or `_sample_ahead` where nobody sees that it is ahead: in a cache, a score,
-        the generator, or code of the caller's.
+        the generator, or code of the caller's. A CPU has nothing to be ahead of, but less Python there.
         """
         cache = model_kwargs.get("past_key_values")
         seen = generation_config.return_dict_in_generate or getattr(
@@ -126,13 +127,15 @@ class RecurrentGeneration(GenerationMixin):
         others = {type(criterion) for criterion in stopping_criteria} - {MaxLengthCriteria}
         seen |= bool(generation_config.do_sample and others)
         seen |= not may_run_ahead(logits_processor, stopping_criteria)
-        decoded = own and input_ids.is_cuda and not synced_gpus and self.decoder.mode != "eager"
+        known = input_ids.device.type in ("cuda", "cpu") and not synced_gpus
+        decoded = own and known and self.decoder.mode != "eager"
         if not decoded or seen:
             return super()._sample(
                 input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus,
                 streamer, **model_kwargs,
             )  # fmt: skip
-        with torch.cuda.device(input_ids.device):  # DeferredStopCheck's events are of its stream
+        device = torch.cuda.device(input_ids.device) if input_ids.is_cuda else nullcontext()
+        with device:  # DeferredStopCheck's events are of its stream
             return self._sample_ahead(
                 input_ids, logits_processor, stopping_criteria, generation_config, streamer,
                 model_kwargs,
@@ -154,16 +157,20 @@ class RecurrentGeneration(GenerationMixin):
         draws, pad = generation_config.do_sample, generation_config._pad_token_tensor
         ends = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
         unfinished = torch.ones(len(input_ids), dtype=torch.long, device=input_ids.device)
-        with torch.device("cpu"):  # what it pins
-            check = DeferredStopCheck(
-                input_ids, stopping_criteria.max_length, None, False, streamer
-            )
+        check = StopCheck(streamer)
+        if input_ids.is_cuda:
+            with torch.device("cpu"):  # what it pins
+                check = DeferredStopCheck(
+                    input_ids, stopping_criteria.max_length, None, False, streamer
+                )
         outputs = self._prefill(input_ids, generation_config, model_kwargs)
         model_kwargs = self._update_model_kwargs_for_generation(outputs, model_kwargs)
         logits = outputs.logits
         while True:
             logits = logits[:, -1].to(input_ids.device, torch.float32, copy=True)
-            scores = logits_processor(input_ids, logits)
+            scores = logits
+            for process in logits_processor:  # the list would inspect each one's signature
+                scores = process(input_ids, scores)
             if draws:
                 tokens = torch.multinomial(scores.softmax(-1), num_samples=1)[:, 0]
             else:

@@ -1,4 +1,4 @@
-"""A decoded step on record: its buffers and its graph, and what it took from the model."""
+"""A decoded step on record: its buffers, its graph or tape, and what it took from the model."""
 
 import operator
 import weakref
@@ -10,6 +10,7 @@ from torch import nn
 from transformers.cache_utils import Cache
 
 from .cache import RecurrentStateLayer, States, StaticRecurrentStateLayer
+from .tape import Tape, Unrecordable
 
 address: Any = torch.Tensor.data_ptr
 
@@ -59,6 +60,7 @@ class Recording:
         self.owners: list[Any] = []  # weak: the cache layers whose states the buffers are
         self.graph: Any = None
         self.logits: Any = None
+        self.replay: Any = None  # without graphs: the step's ops, where a tape may have them
 
     def fits(self, layers: list[RecurrentStateLayer]) -> bool:
         return self.holds(layers) or _describe(layers) == _describe(self.layers)
@@ -104,8 +106,23 @@ class Recording:
             self.logits = self.forward(model)
         self.graph = graph
 
+    def record_ops(self, model: nn.Module) -> None:
+        """Where there are no graphs: the ops alone, twice as `record` has it."""
+        self.forward(model)
+        try:
+            with Tape() as tape:
+                logits = self.forward(model)
+            self.replay = tape.replay(logits)
+        except Unrecordable:
+            for layer in self.layers:
+                layer.take_changed()
+
     def run(self, model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
         self.tokens.copy_(tokens)
+        if self.replay is not None:
+            with torch.inference_mode():  # past autograd, which half of the ops would ask in Python
+                logits = self.replay()
+            return logits.clone()  # an ordinary tensor, wherever the caller is
         if self.graph is None:
             return self.forward(model)
         self.graph.replay()
@@ -159,6 +176,15 @@ class Snapshot:
 
     def _forget(self, _: Any) -> None:
         self.before, self.weights, self.children, self.sizes = None, (), (), []
+
+
+def is_only_ops(model: nn.Module) -> bool:
+    """Whether all that a step does is torch ops: the modules are torch's and this model's own, with
+    their own forward. On CUDA a graph refuses what else one does with values; a tape would miss it."""
+    package = type(model).__module__.rpartition(".")[0]
+    kinds = {(type(m).__module__, "forward" in vars(m)) for m in model.modules() if m is not model}
+    own = (package, "torch.nn.modules")
+    return all(name.rpartition(".")[0] in own and not changed for name, changed in kinds)
 
 
 def _why_not(module: nn.Module) -> str | None:

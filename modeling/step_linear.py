@@ -4,8 +4,10 @@ One token a row leaves a GPU nothing to do but read weights, so every launch bet
 lost. tfla's `linear_step` takes the norm before, several matrices, and the sum or the gate behind
 them at once. It reads the modules' own weights where they lie; a module that is more than its
 weight (an adapter, a quantised or wrapped layer, one with hooks) is called instead, and with it all.
+A CPU spends a small model's step on calls and on products that read one row slowly: the same there.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import linear
 
-from .kernel_loader import load_kernel
+from .kernel_loader import KernelUnavailable, load_kernel
 from .mlstm import GateLinear
 
 ROWS = 16  # which linear_step reads the weights for once; more are a product for cuBLAS
@@ -27,20 +29,29 @@ def find_step_linear(
 ) -> StepLinear | None:
     """linear_step's equal for x [B, 1, H] and the weights of `modules`, None where they are called; the
     forward of those `around` them is passed over too."""
-    if not x.is_cuda or x.shape[1] != 1 or x.dtype not in (torch.bfloat16, torch.float16):
+    kind, few = x.device.type, x.shape[0] <= ROWS
+    takes = x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
+    takes |= kind == "cpu" and few and backend != "reference" and x.is_floating_point()
+    if not takes or x.shape[1] != 1 or torch.is_grad_enabled():
         return None
-    if (
-        torch.is_grad_enabled()
-        or torch.compiler.is_compiling()
-        or torch.is_autocast_enabled("cuda")
-    ):
+    if torch.compiler.is_compiling() or torch.is_autocast_enabled(kind):
         return None
     if not (all(map(is_untouched, around)) and all(is_plain(module, x) for module in modules)):
         return None
-    kernel = load_kernel("tfla", "cuda", backend)
-    if kernel.BACKEND != "cuda":
+    kernel = load_kernel("tfla", "cuda", backend) if x.is_cuda else tfla_on_cpu()
+    if kernel is None or kind != kernel.BACKEND:
         return None
-    return kernel.linear_step if x.shape[0] <= ROWS else many_rows(kernel)
+    return kernel.linear_step if few else many_rows(kernel)
+
+
+@functools.cache
+def tfla_on_cpu() -> Any:
+    """None where there is no binary: torch's products do without a warning, for who has another kernel
+    asked for that one."""
+    try:
+        return load_kernel("tfla", "cpu", "cpu")
+    except KernelUnavailable:
+        return None
 
 
 def is_untouched(module: nn.Module) -> bool:

@@ -65,7 +65,10 @@ def sweep(path: Path, cases: Sides, form: str, group: Callable[[Row], str]) -> s
             lines.setdefault((group(row), side), {})[place] = " / ".join(both)
     if not rows:
         return ""
-    places = list(dict.fromkeys(place for line in lines.values() for place in line))
+    places = sorted(
+        {place for line in lines.values() for place in line},
+        key=lambda place: int(place.split("x")[-1]),
+    )
     text = stamp(rows, path) + f"| | {' | '.join(places)} |\n|{'---|' * (len(places) + 1)}\n"
     for (name, side), line in lines.items():
         cells = " | ".join(line.get(place, "") for place in places)

@@ -5,10 +5,10 @@
 #include "registration.h"
 #if defined(CUDA_KERNEL)
 #include "cuda/conv_ops.h"
-#include "cuda/mixer_step_ops.h"
 #else
 #include "cpu/call.h"
 #endif
+#include "mixer_step_ops.h"
 #include "params.h"
 
 #include <torch/csrc/stable/library.h>
@@ -226,9 +226,9 @@ void define(torch::stable::detail::StableLibrary& ops, CellList<Cells...>) {
 
 STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
   flashcell::define(ops, flashcell::AllCells());
+  flashcell::define_mixer_step(ops, flashcell::AllCells());
 #if defined(CUDA_KERNEL)
   flashcell::define_conv(ops);
-  flashcell::define_mixer_step(ops, flashcell::AllCells());
 #endif
 }
 
@@ -241,6 +241,7 @@ STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CUDA, ops) {
 #else
 STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CPU, ops) {
   flashcell::implement(ops, flashcell::AllCells());
+  flashcell::implement_mixer_step(ops, flashcell::AllCells());
 }
 #endif
 

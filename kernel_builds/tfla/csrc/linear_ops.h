@@ -1,15 +1,16 @@
-// What is between two steps of a model: the layers of one token a row, in 16 bits.
+// What is between two steps of a model: the layers of one token a row, on CUDA in 16 bits. Included
+// behind the call.h of the device.
 #pragma once
 #include <vector>
 
 #include "checks.h"
-#include "cuda/call.h"
 #include "params.h"
 
 namespace flashcell {
 
-// x [B, K], weights [rows, K] each, in 16 bits · biases of the last matrices · `capped`, how many
-// of the last give fp32, bounded by cap · norm [K] · residual [B, rows] of the one matrix.
+// x [B, K], weights [rows, K] each · biases of the last matrices · `capped`, how many
+// of the last give the state dtype, bounded by cap · norm [K] · residual [B, rows] of the one
+// matrix.
 constexpr const char* kLinearStepSchema =
     "linear_step(Tensor x, Tensor[] weights, Tensor[] biases, int capped, float cap, Tensor? norm, "
     "float eps, Tensor? residual, bool gated) -> (Tensor out, Tensor bounded)";
@@ -19,11 +20,13 @@ constexpr const char* kNormStepSchema =
     "(Tensor out, Tensor bounded)";
 constexpr const char* kGateStepSchema = "gate_step(Tensor gate, Tensor up) -> Tensor";
 
-inline Dtype check_16_bits(const Tensor& x, const char* name) {
+inline Dtype step_dtype(const Tensor& x, const char* name) {
   const Dtype dtype = io_dtype(x, name);
+#if defined(CUDA_KERNEL)
   STD_TORCH_CHECK(dtype == Dtype::kBFloat16 || dtype == Dtype::kHalf, name,
                   " must be bfloat16 or float16, got ",
                   torch::headeronly::toString(x.scalar_type()));
+#endif
   return dtype;
 }
 
@@ -66,7 +69,7 @@ inline std::tuple<Tensor, Tensor> linear_step(Tensor given_x, std::vector<Tensor
   check_rank(given_x, "x", 2, "[B, K]");
   const Tensor x = input(given_x);
   const ScalarType io = x.scalar_type();
-  const Dtype dtype = check_16_bits(x, "x");
+  const Dtype dtype = step_dtype(x, "x");
   STD_TORCH_CHECK(0 <= capped && capped <= count, "capped must be 0 to ", count, ", got ", capped);
   STD_TORCH_CHECK(!residual || count == 1, "residual must be that of one matrix, got ", count);
   STD_TORCH_CHECK(!gated || (count == 2 && capped == 0 && given.biases.empty()),
@@ -92,12 +95,12 @@ inline std::tuple<Tensor, Tensor> linear_step(Tensor given_x, std::vector<Tensor
     p.residual = residual->const_data_ptr(), p.residual_stride = residual->stride(0);
   }
   Tensor out = new_tensor(x, {p.B, widths[0]}, io);
-  Tensor bounded = new_tensor(x, {p.B, widths[1]}, ScalarType::Float);
+  Tensor bounded = new_tensor(x, {p.B, widths[1]}, state_dtype(x));
   int64_t at[2] = {};
   for (int64_t s = 0; s < count; ++s) {
     Linear& linear = p.linears[s];
-    char* base = static_cast<char*>((linear.capped ? bounded : out).mutable_data_ptr());
-    linear.out = base + at[linear.capped] * (linear.capped ? 4 : 2);
+    const Tensor& to = linear.capped ? bounded : out;
+    linear.out = static_cast<char*>(to.mutable_data_ptr()) + at[linear.capped] * to.element_size();
     linear.out_stride = widths[linear.capped];
     if (!gated) at[linear.capped] += linear.rows;
   }
@@ -105,6 +108,7 @@ inline std::tuple<Tensor, Tensor> linear_step(Tensor given_x, std::vector<Tensor
   return {out, bounded};
 }
 
+#if defined(CUDA_KERNEL)
 // x [B, K] normed, and rows of matrices that read it, in fp32.
 inline std::tuple<Tensor, Tensor> norm_step(Tensor given_x, Tensor norm, double eps,
                                             std::vector<Tensor> weights, std::vector<Tensor> biases,
@@ -113,7 +117,7 @@ inline std::tuple<Tensor, Tensor> norm_step(Tensor given_x, Tensor norm, double 
   given.check_counts(0);
   check_rank(given_x, "x", 2, "[B, K]");
   const Tensor x = input(given_x);
-  const Dtype dtype = check_16_bits(x, "x");
+  const Dtype dtype = step_dtype(x, "x");
   NormStepParams p{};
   p.B = x.size(0), p.K = x.size(1), p.x = x.const_data_ptr(), p.x_stride = x.stride(0);
   STD_TORCH_CHECK(p.K % 8 == 0, "x must have a width that is a multiple of 8, got ", p.K);
@@ -138,7 +142,7 @@ inline std::tuple<Tensor, Tensor> norm_step(Tensor given_x, Tensor norm, double 
 // silu(gate) * up, [B, N]
 inline Tensor gate_step(Tensor given_gate, Tensor given_up) {
   check_rank(given_gate, "gate", 2, "[B, N]");
-  const Dtype dtype = check_16_bits(given_gate, "gate");
+  const Dtype dtype = step_dtype(given_gate, "gate");
   check_shape(given_up, "up", shape_of(given_gate));
   check_dtype(given_up, "up", given_gate.scalar_type());
   const Tensor gate = input(given_gate), up = input(given_up);
@@ -152,5 +156,6 @@ inline Tensor gate_step(Tensor given_gate, Tensor given_up) {
   run(p, dtype, gate);
   return out;
 }
+#endif
 
 }  // namespace flashcell

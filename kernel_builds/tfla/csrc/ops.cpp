@@ -5,10 +5,10 @@
 #include "schemas.h"
 #if defined(CUDA_KERNEL)
 #include "cuda/call.h"
-#include "linear_ops.h"
 #else
 #include "cpu/call.h"
 #endif
+#include "linear_ops.h"
 
 #include <torch/csrc/stable/library.h>
 
@@ -336,8 +336,8 @@ void implement(torch::stable::detail::StableLibrary& ops) {
   ops.impl("mlstm_bwd", TORCH_BOX(&backward));
   ops.impl("mlstm_step", TORCH_BOX(&step));
   ops.impl("mlstm_step_", TORCH_BOX(&step_in_place));
-#if defined(CUDA_KERNEL)
   ops.impl("linear_step", TORCH_BOX(&linear_step));
+#if defined(CUDA_KERNEL)
   ops.impl("norm_step", TORCH_BOX(&norm_step));
   ops.impl("gate_step", TORCH_BOX(&gate_step));
 #endif
@@ -352,8 +352,8 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
   ops.def(flashcell::kBackwardSchema);
   ops.def(flashcell::kStepSchema);
   ops.def(flashcell::kStepInPlaceSchema);
-#if defined(CUDA_KERNEL)
   ops.def(flashcell::kLinearStepSchema);
+#if defined(CUDA_KERNEL)
   ops.def(flashcell::kNormStepSchema);
   ops.def(flashcell::kGateStepSchema);
 #endif

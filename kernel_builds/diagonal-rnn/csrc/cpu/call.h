@@ -32,6 +32,15 @@ void run(const BackwardParams& params, Dtype dtype, const Tensor& /*like*/) {
   backend().backward(AllCells::index_of<Cell>(), dtype, params, host());
 }
 
+inline void run(const ConvStepParams& params, Dtype dtype, const Tensor& /*like*/) {
+  backend().conv_step(dtype, params, host());
+}
+
+template <typename Cell>
+void run(const MixStepParams& params, Dtype dtype, const Tensor& /*like*/) {
+  backend().mix_step(AllCells::index_of<Cell>(), dtype, params, host());
+}
+
 inline void run(const ScanForwardParams& params, Dtype dtype, const Tensor& /*like*/) {
   backend().scan_forward(dtype, params, host());
 }

@@ -12,6 +12,8 @@ struct Backend {
   void (*backward)(int cell, Dtype, const BackwardParams&, const Host&);
   void (*scan_forward)(Dtype, const ScanForwardParams&, const Host&);
   void (*scan_backward)(Dtype, const ScanBackwardParams&, const Host&);
+  void (*conv_step)(Dtype, const ConvStepParams&, const Host&);
+  void (*mix_step)(int cell, Dtype, const MixStepParams&, const Host&);
 };
 
 namespace baseline {

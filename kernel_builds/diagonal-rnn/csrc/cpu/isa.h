@@ -7,6 +7,7 @@
 #include "engine.h"
 #include "for_cell.h"
 #include "forward.h"
+#include "mixer_step.h"
 #include "scan.h"
 #include "vec_math.h"
 
@@ -25,6 +26,12 @@ const Backend kBackend = {
     },
     [](Dtype dtype, const ScanBackwardParams& params, const Host& host) {
       for_dtype<ScanBackward>(dtype, params, host);
+    },
+    [](Dtype dtype, const ConvStepParams& params, const Host& host) {
+      for_dtype<ConvStep>(dtype, params, host);
+    },
+    [](int cell, Dtype dtype, const MixStepParams& params, const Host& host) {
+      for_cell<MixStep>(AllCells(), cell, dtype, params, host);
     },
 };
 

@@ -54,6 +54,16 @@ void run(const BackwardParams& p, Dtype dtype, const Tensor& x) {
   cuda::Engine<Cell>::backward(p, launch);
 }
 
+inline void run(const ConvStepParams& p, Dtype dtype, const Tensor& x) {
+  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+  cuda::conv_step(p, prepare(dtype, 2, x));
+}
+template <typename Cell>
+void run(const MixStepParams& p, Dtype dtype, const Tensor& x) {
+  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+  cuda::mix_step<Cell>(p, prepare(dtype, 2, x));
+}
+
 template <typename Params>
 void run_scan(const Params& p, Dtype dtype, const Tensor& like,
               void (*engine)(const Params&, const cuda::Launch&)) {

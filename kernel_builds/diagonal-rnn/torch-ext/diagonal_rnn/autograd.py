@@ -130,6 +130,6 @@ for _cell in CELLS.values():
     register(_cell)
 for _scan in ("scan", "block_scan"):
     register_scan(_scan)
+register_steps()
 if BACKEND == "cuda":
     register_conv()
-    register_steps()

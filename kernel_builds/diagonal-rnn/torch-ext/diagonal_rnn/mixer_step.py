@@ -1,5 +1,5 @@
 """A decoded token of a diagonal cell's published block, between the block's linear layers: two
-launches on CUDA, torch elsewhere. States and windows are changed where they lie; no gradients.
+launches on CUDA and calls on the CPU, torch elsewhere. States and windows are changed where they lie; no gradients.
 """
 
 import math
@@ -25,7 +25,7 @@ def conv_step(
     """The next step of silu(causal_conv): x [B, D], weight [D, K], bias [D] or None -> y [B, D].
 
     window [B, K - 1, D] holds the steps before and is changed: x is its last one then. All in x's dtype;
-    the sum is in fp32 (fp64 for fp64). "cuda" has K = 4 and pairs of channels. ValueError and
+    the sum is in fp32 (fp64 for fp64). "cuda" and "cpu" have K = 4 and pairs of channels. ValueError and
     TypeError name the argument, what it was and what it must be.
     """
     check_tensor("x", x)
@@ -36,7 +36,7 @@ def conv_step(
     named = [("weight", weight, (D, past + 1), "[D, K]"), ("bias", bias, (D,), "[D]")]
     _check(x, [*named, ("window", window, (B, past, D), "[B, K - 1, D]")])
     fits = past + 1 == TAPS and D % 2 == 0
-    if _select(backend, x, (weight, bias), fits) == "cuda":
+    if _select(backend, x, (weight, bias), fits) != "reference":
         return ops.conv_step_(x, weight, bias, window)
     wide, seen = reference.state_dtype(x.dtype), torch.cat([window, x[:, None]], 1)
     y = torch.einsum("bkd,dk->bd", seen.to(wide), weight.to(wide))
@@ -72,7 +72,7 @@ def mixer_step(
     named += [("rows[1]", p, (peepholes, D), "[2, D]") for p in rows[1:]]
     _check(x, named)
     _check(x, [(f"state[{k}]", s, (B, D), "[B, D]") for k, s in enumerate(state)], wide)
-    if _select(backend, x, (weight, bias, skip, gate, *rows, *state), J % 2 == 0) == "cuda":
+    if _select(backend, x, (weight, bias, skip, gate, *rows, *state), J % 2 == 0) != "reference":
         a, p = (*rows, None)[:2]
         h, c = (*state, None)[:2]
         step = getattr(ops, f"{cell}_mix_step_")
@@ -91,9 +91,11 @@ def _select(backend: str, x: Tensor, others, fits: bool) -> str:
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *others)):
         raise ValueError("a gradient is required, but a decoded step has none")
     chosen = select_backend(backend, x.device.type, BACKEND, x.dtype)
-    if backend == "cuda" and not fits:
-        raise ValueError(f"backend is 'cuda', but needs {TAPS} taps and heads of an even width")
-    return "cuda" if chosen == "cuda" and fits else "reference"
+    if backend in ("cuda", "cpu") and not fits:
+        raise ValueError(
+            f"backend is {backend!r}, but needs {TAPS} taps and heads of an even width"
+        )
+    return chosen if fits else "reference"
 
 
 def _check(x: Tensor, named, dtype: Optional[torch.dtype] = None) -> None:

@@ -28,6 +28,10 @@ inline void run(const StepParams& params, Dtype dtype, const Tensor& /*like*/) {
   backend().step(dtype, params, host());
 }
 
+inline void run(const LinearStepParams& params, Dtype dtype, const Tensor& /*like*/) {
+  backend().linear_step(dtype, params, host());
+}
+
 inline void run(const EpilogueParams& params, Dtype dtype, const Tensor& /*like*/) {
   backend().epilogue(dtype, params, host());
 }

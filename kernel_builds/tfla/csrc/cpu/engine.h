@@ -11,6 +11,7 @@ struct Backend {
   void (*forward)(Dtype, const ForwardParams&, const Host&);
   void (*backward)(Dtype, const BackwardParams&, const Host&);
   void (*step)(Dtype, const StepParams&, const Host&);
+  void (*linear_step)(Dtype, const LinearStepParams&, const Host&);
   void (*epilogue)(Dtype, const EpilogueParams&, const Host&);
   void (*epilogue_backward)(Dtype, const EpilogueBackwardParams&, const Host&);
 };

@@ -6,6 +6,7 @@
 #include "engine.h"
 #include "for_cell.h"
 #include "forward.h"
+#include "linear_step.h"
 #include "step.h"
 
 namespace flashcell::FLASHCELL_ISA {
@@ -27,6 +28,12 @@ struct RunStep {
   static void run(const StepParams& params, const Host& host) { Step<IO>{params, host}.run(); }
 };
 template <typename IO>
+struct RunLinearStep {
+  static void run(const LinearStepParams& params, const Host& host) {
+    LinearStep<IO>{params, host}.run();
+  }
+};
+template <typename IO>
 struct RunEpilogue {
   static void run(const EpilogueParams& params, const Host& host) {
     EpilogueForward<IO>{{params, host}}.run();
@@ -46,6 +53,9 @@ const Backend kBackend = {
     },
     [](Dtype dtype, const StepParams& params, const Host& host) {
       for_dtype<RunStep>(dtype, params, host);
+    },
+    [](Dtype dtype, const LinearStepParams& params, const Host& host) {
+      for_dtype<RunLinearStep>(dtype, params, host);
     },
     [](Dtype dtype, const EpilogueParams& params, const Host& host) {
       for_dtype<RunEpilogue>(dtype, params, host);

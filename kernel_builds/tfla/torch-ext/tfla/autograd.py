@@ -98,15 +98,16 @@ def _(
     return k.new_empty(v.shape)
 
 
-if BACKEND == "cuda":
+@torch.library.register_fake(add_op_namespace_prefix("linear_step"))
+def _(x, weights, biases, capped, cap, norm, eps, residual, gated):
+    rows = [w.shape[0] for w in weights]
+    plain = len(rows) - capped
+    out = rows[0] if gated else sum(rows[:plain])
+    bounded = x.new_empty(x.shape[0], sum(rows[plain:]), dtype=state_dtype(x.dtype))
+    return x.new_empty(x.shape[0], out), bounded
 
-    @torch.library.register_fake(add_op_namespace_prefix("linear_step"))
-    def _fake_linear_step(x, weights, biases, capped, cap, norm, eps, residual, gated):
-        rows = [w.shape[0] for w in weights]
-        plain = len(rows) - capped
-        out = rows[0] if gated else sum(rows[:plain])
-        bounded = x.new_empty(x.shape[0], sum(rows[plain:]), dtype=torch.float32)
-        return x.new_empty(x.shape[0], out), bounded
+
+if BACKEND == "cuda":
 
     @torch.library.register_fake(add_op_namespace_prefix("norm_step"))
     def _fake_norm_step(x, norm, eps, weights, biases, cap):

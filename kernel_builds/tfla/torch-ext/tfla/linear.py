@@ -1,5 +1,6 @@
 """What is between two steps of a model, one token a row: its linear layers, norms and gates in few
-launches. On CUDA in 16 bits; elsewhere torch computes it. For decoding: there is no gradient.
+launches. On CUDA in 16 bits, `linear_step` on the CPU in every dtype; elsewhere torch computes it. For
+decoding: there is no gradient.
 """
 
 from typing import Any, List, Sequence, Tuple
@@ -21,11 +22,12 @@ def linear_step(
 
     norm_weight [K]    x is normed before: x / sqrt(mean(x^2) + norm_eps) * norm_weight
     biases [N_i]       of the last matrices
-    capped, cap        so many of the last come in fp32, bounded: cap tanh(y / cap); cap 0: no bound
+    capped, cap        so many of the last come in fp32 (fp64 for fp64), bounded: cap tanh(y / cap);
+                       cap 0: no bound
     residual [B, N]    is added to the one matrix's output
     gated              of two matrices: silu(weight_0 x) * (weight_1 x) [B, N] alone
 
-    At most 8 matrices, contiguous, of x's dtype; sums in fp32, rounded once. On CUDA in 16 bits every
+    At most 8 matrices, contiguous, of x's dtype; sums in fp32 (fp64), rounded once. On CUDA in 16 bits every
     weight is read once for 16 rows of x, at the memory's speed; more rows are a product for cuBLAS.
     There it may be read before the kernel ahead on the stream has ended: that must not write it.
     ValueError and TypeError name the argument.
@@ -44,8 +46,8 @@ def linear_step(
     out, bounded = ops.linear_step(
         x, list(weights), list(biases), capped, cap, norm_weight, norm_eps, residual, gated
     )
-    if gated:
-        return (out,)
+    if gated or len(weights) == 1:  # the one of the two that has columns
+        return (bounded if capped else out,)
     plain = len(weights) - capped
     rows = [w.shape[0] for w in weights]
     return *out.split(rows[:plain], -1), *(bounded.split(rows[plain:], -1) if capped else ())
@@ -89,7 +91,11 @@ def gate_step(gate, up, *, backend="auto") -> torch.Tensor:
 def _select(backend: str, name: str, x, *others) -> str:
     if torch.is_grad_enabled() and any(t.requires_grad for t in (x, *others)):
         raise ValueError(f"a gradient is required, but {name} is for decoding and has none")
-    binary = BACKEND if x.dtype in (torch.bfloat16, torch.float16) and BACKEND == "cuda" else None
+    if BACKEND == "cpu":
+        fits = name == "linear_step"
+    else:
+        fits = x.dtype in (torch.bfloat16, torch.float16)
+    binary = BACKEND if fits else None
     return select_backend(backend, x.device.type, binary, x.dtype)
 
 

@@ -1,9 +1,10 @@
-// The operators of a decoded token, which CUDA alone has: torch computes it elsewhere. Channels and
-// heads come in pairs; what is not contiguous here is refused, because a copy would be a launch.
+// The operators of a decoded token. Channels and heads come in pairs; what is not contiguous here
+// is refused, because a copy would be a launch. Included behind the call.h of the device.
 #pragma once
 #include <torch/csrc/stable/library.h>
 
-#include "call.h"
+#include "checks.h"
+#include "params.h"
 
 namespace flashcell {
 
@@ -49,10 +50,9 @@ inline Tensor conv_step(Tensor x, Tensor weight, OptionalTensor bias, Tensor win
   p.bias = in_place(bias, "bias", {p.D}, io);
   in_place(window, "window", {p.B, ConvParams::kTaps - 1, p.D}, io);
   p.window = window.mutable_data_ptr();
-  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   Tensor y = new_tensor(x, {p.B, p.D}, io);
   p.y = y.mutable_data_ptr();
-  cuda::conv_step(p, prepare(io_dtype(x, "x"), 2, x));
+  run(p, io_dtype(x, "x"), x);
   return y;
 }
 
@@ -74,10 +74,9 @@ Tensor mix_step(Tensor u, Tensor a, OptionalTensor p_rows, OptionalTensor bias, 
   p.gate_row = check_rows(gate, "gate", {p.B, p.D}, io), p.gate = gate.const_data_ptr();
   in_place(h, "h", {p.B, p.D}, unrounded), in_place(c, "c", {p.B, p.D}, unrounded);
   p.states[0] = h.mutable_data_ptr(), p.states[1] = c ? c->mutable_data_ptr() : nullptr;
-  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   Tensor y = new_tensor(x, {p.B, p.D}, io);
   p.y = y.mutable_data_ptr();
-  cuda::mix_step<Cell>(p, prepare(io_dtype(x, "x"), 2, x));
+  run<Cell>(p, io_dtype(x, "x"), x);
   return y;
 }
 

@@ -1,0 +1,146 @@
+// One token's linear layers: rows of x against rows of weights, both where they lie. Every weight
+// is read once, and no sum depends on how many rows x has or how many threads run.
+#pragma once
+#include "matrix.h"
+
+namespace flashcell::FLASHCELL_ISA {
+
+template <typename IO>
+struct LinearStep {
+  using T = State<IO>;
+  using V = Vec<T>;
+  static constexpr int kWidth = V::kWidth;
+  static constexpr int kGroup = kWidth > 8 ? kWidth : 8;  // rows of a matrix that a task takes
+  static constexpr int kTogether = 4;  // of them, whose sums with two rows of x fill the registers
+  // A second thread gains from here on: half of 256 KB is 3 us of the cache, as is waiting for it.
+  static constexpr int64_t kWorth = 64 * 1024;
+
+  const LinearStepParams& p;
+  const Host& caller;
+
+  bool in_place() const { return sizeof(T) == sizeof(IO) && !p.norm; }
+  int matrices() const { return p.gated ? 1 : p.count; }  // that have outputs of their own
+
+  void run() const {
+    int64_t groups = 0, rows = 0;
+    for (int s = 0; s < p.count; ++s) rows += p.linears[s].rows;
+    for (int s = 0; s < matrices(); ++s) groups += groups_of(s);
+    if (p.B == 0 || groups == 0) return;
+    Scratch<T> copies(caller, in_place() ? 0 : p.B * p.K);
+    if (!in_place()) {
+      for (int64_t b = 0; b < p.B; ++b) prepare(b, copies + b * p.K);
+    }
+    const T* const x = in_place() ? (const T*)p.x : copies;
+    const int64_t stride = in_place() ? p.x_stride : p.K;
+    const Host host = p.B * rows * p.K < kWorth ? fitting(caller, 0) : caller;
+    parallel_ranges(host, groups, [&](int64_t begin, int64_t end) {
+      int s = 0;
+      int64_t first = 0;  // group of matrix s
+      for (int64_t g = begin; g < end; ++g) {
+        while (g - first >= groups_of(s)) first += groups_of(s++);
+        const int64_t row = (g - first) * kGroup;
+        int64_t b = 0;
+        for (; b + 2 <= p.B; b += 2) group<2>(s, row, b, x + b * stride, stride);
+        if (b < p.B) group<1>(s, row, b, x + b * stride, stride);
+      }
+    });
+  }
+
+  int64_t groups_of(int s) const { return (p.linears[s].rows + kGroup - 1) / kGroup; }
+
+  // A row of x, widened and normed.
+  void prepare(int64_t b, T* to) const {
+    const IO* x = (const IO*)p.x + b * p.x_stride;
+    V squares(0);
+    for_columns([&](int64_t k, int lanes, auto whole) __attribute__((always_inline)) {
+      const V part = load_part<decltype(whole)::value>(x + k, lanes);
+      squares += part * part;
+      store_part<decltype(whole)::value>(to + k, part, lanes);
+    });
+    if (!p.norm) return;
+    const V inverse(T(1 / __builtin_sqrt(double(sum(squares)) / double(p.K) + p.eps)));
+    for_columns([&](int64_t k, int lanes, auto whole) __attribute__((always_inline)) {
+      constexpr bool kWhole = decltype(whole)::value;
+      const V weight = load_part<kWhole>((const IO*)p.norm + k, lanes);
+      store_part<kWhole>(to + k, load_part<kWhole>(to + k, lanes) * inverse * weight, lanes);
+    });
+  }
+
+  template <typename Body>
+  FN void for_columns(const Body& body) const {
+    Matrix<IO>::for_columns(p.K, body);
+  }
+
+  // Rows [row, row + kGroup) of matrix s, or of both of a gate, for M rows of x.
+  template <int M>
+  void group(int s, int64_t row, int64_t b, const T* x, int64_t stride) const {
+    alignas(kVectorBytes) T sums[2][M][kGroup];
+    products<M>(p.linears[s], row, x, stride, sums[0]);
+    if (p.gated) products<M>(p.linears[1], row, x, stride, sums[1]);
+    const Linear& linear = p.linears[s];
+    for (int v = 0; v < kGroup && row + v < linear.rows; v += kWidth) {
+      const int64_t left = linear.rows - row - v;
+      for (int m = 0; m < M; ++m) {
+        const V y = load(sums[0][m] + v), up = load(sums[1][m] + v);
+        left >= kWidth ? finish<true>(linear, b + m, row + v, kWidth, y, up)
+                       : finish<false>(linear, b + m, row + v, int(left), y, up);
+      }
+    }
+  }
+
+  template <bool Whole>
+  FN void finish(const Linear& linear, int64_t b, int64_t row, int lanes, V y, V up) const {
+    if (linear.bias) y += load_part<Whole>((const IO*)linear.bias + row, lanes);
+    if (p.gated) y = y * sigmoid(y) * up;
+    if (p.residual) {
+      y += load_part<Whole>((const IO*)p.residual + b * p.residual_stride + row, lanes);
+    }
+    const int64_t at = b * linear.out_stride + row;
+    if (!linear.capped) return store_part<Whole>((IO*)linear.out + at, y, lanes);
+    if (p.cap > 0) y = V(T(p.cap)) * tanh(y / V(T(p.cap)));
+    store_part<Whole>((T*)linear.out + at, y, lanes);
+  }
+
+  template <int M>
+  void products(const Linear& linear, int64_t row, const T* x, int64_t stride,
+                T (&sums)[M][kGroup]) const {
+    constexpr int kRows = M == 1 ? 8 : kTogether;
+    for (int r = 0; r < kGroup; r += kRows) {
+      const IO* weights[kRows];
+      for (int j = 0; j < kRows; ++j) {  // behind the last one, the last one
+        const int64_t at = row + r + j < linear.rows ? row + r + j : linear.rows - 1;
+        weights[j] = (const IO*)linear.weight + at * p.K;
+      }
+      tile<M, kRows>(weights, x, stride, sums, r);
+    }
+  }
+
+  template <int M, int R>
+  FN void tile(const IO* const (&weights)[R], const T* x, int64_t stride, T (&sums)[M][kGroup],
+               int at) const {
+    V acc[M][R];
+#pragma GCC unroll 8
+    for (int j = 0; j < R; ++j) {
+#pragma GCC unroll 2
+      for (int m = 0; m < M; ++m) acc[m][j] = V(0);
+    }
+    for_columns([&](int64_t k, int lanes, auto whole) __attribute__((always_inline)) {
+      constexpr bool kWhole = decltype(whole)::value;
+      V a[M];
+#pragma GCC unroll 2
+      for (int m = 0; m < M; ++m) a[m] = load_part<kWhole>(x + m * stride + k, lanes);
+#pragma GCC unroll 8
+      for (int j = 0; j < R; ++j) {
+        const V w = load_part<kWhole>(weights[j] + k, lanes);
+#pragma GCC unroll 2
+        for (int m = 0; m < M; ++m) acc[m][j] += a[m] * w;
+      }
+    });
+    for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 8
+      for (int j = 0; j < R; ++j) sums[m][at + j] = sum(acc[m][j]);
+    }
+  }
+};
+
+}  // namespace flashcell::FLASHCELL_ISA

@@ -1,0 +1,126 @@
+"""A function's torch ops on record, run again without the Python that called them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class Unrecordable(RuntimeError):
+    """What ran was more than ops on tensors; the message says what."""
+
+
+class Tape(TorchDispatchMode):
+    """Records the ops that run in its context.
+
+    They are run again on the same tensors: parameters, buffers and whatever else existed before is
+    read and written where it lies, and only what the ops return is new. A view of what existed is made
+    once; views of views are one view, or none. Refused is what reads a value into Python, on which
+    other ops could depend.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._names: dict[int, str] = {}  # of tensors, by their id
+        self._alive: list[Any] = []  # so that no id is used twice
+        self._fixed: set[int] = set()  # tensors that are there before the ops run, and views of them
+        self._bases: dict[int, torch.Tensor] = {}  # of views of what an op returns
+        self._layouts: dict[Any, str] = {}  # names of what an op returns and its views
+        self._scope: dict[str, Any] = {}
+        self._steps: list[tuple[str, str, set[str], bool]] = []  # result, call, what it reads, writes
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        results = [x for x in tree_leaves(out) if x is not None]
+        if not given and not any(isinstance(x, torch.Tensor) for x in results):
+            return out  # of dtypes, as promote_types: the same the next time
+        if not all(isinstance(x, torch.Tensor) for x in results):
+            raise Unrecordable(f"{func} reads a value")
+        for x in given:
+            if id(x) not in self._names:
+                self._fix(x)
+        returns = func._schema.returns
+        if any(r.alias_info is not None and not r.alias_info.is_write for r in returns):
+            if all(id(x) in self._fixed for x in given):
+                for x in results:
+                    self._fix(x)
+                return out
+            if len(given) == 1 and all(_is_plain(x, given[0]) for x in results):
+                for x in results:
+                    self._view(x, self._bases.get(id(given[0]), given[0]))
+                return out
+        called = [self._text(x) for x in args]
+        called += [f"{key}={self._text(x)}" for key, x in kwargs.items()]
+        name = self._run(func, called, given)
+        many = isinstance(out, (tuple, list))
+        for i, x in enumerate(out if many else [out]):
+            if isinstance(x, torch.Tensor) and id(x) not in self._names:
+                self._name(x, f"{name}[{i}]" if many else name)
+                self._layouts[id(x), _layout(x)] = self._names[id(x)]
+        return out
+
+    def _view(self, x: torch.Tensor, base: torch.Tensor) -> None:
+        """One of `base`, which an op returned: a name it has already, or a step of its own."""
+        key = id(base), _layout(x)
+        if key not in self._layouts:
+            called = [self._names[id(base)], *map(repr, _layout(x))]
+            self._layouts[key] = self._run(torch.ops.aten.as_strided.default, called, [base])
+        self._name(x, self._layouts[key])
+        self._bases[id(x)] = base
+
+    def _run(self, func: Any, called: list[str], given: list[torch.Tensor]) -> str:
+        name, reads = f"r{len(self._steps)}", {self._result(x) for x in given}
+        call = f"{self._keep('f', func)}({', '.join(called)})"
+        self._steps.append((name, call, reads, func._schema.is_mutable))
+        return name
+
+    def _fix(self, x: torch.Tensor) -> None:
+        self._name(x, self._keep("t", x))
+        self._fixed.add(id(x))
+
+    def _name(self, x: torch.Tensor, name: str) -> None:
+        if id(x) not in self._names:
+            self._alive.append(x)
+            self._names[id(x)] = name
+
+    def _keep(self, letter: str, value: Any) -> str:
+        name = f"{letter}{len(self._scope)}"
+        self._scope[name] = value
+        return name
+
+    def _result(self, x: torch.Tensor) -> str:  # the step's, of which x may be one of several
+        return self._names[id(x)].split("[")[0]
+
+    def _text(self, x: Any) -> str:
+        if isinstance(x, torch.Tensor):
+            return self._names[id(x)]
+        if isinstance(x, (list, tuple)):
+            return f"[{', '.join(map(self._text, x))}]"
+        return repr(x) if x is None or type(x) in (bool, int) else self._keep("c", x)
+
+    def replay(self, result: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """A function that runs the ops and returns what is `result` then."""
+        if id(result) not in self._names:
+            raise Unrecordable("the result is of no op")
+        wanted, lines = {self._result(result)}, [f"    return {self._names[id(result)]}"]
+        for name, call, reads, writes in reversed(self._steps):
+            if writes or name in wanted:  # what nobody reads need not run
+                wanted |= reads
+                lines.append(f"    {name} = {call}")
+        text = "\n".join(["def run():", *reversed(lines)])
+        exec(compile(text, "<recorded step>", "exec"), self._scope)
+        return self._scope.pop("run")  # a function among its own globals is a cycle
+
+
+def _layout(x: torch.Tensor) -> Any:  # size, stride, offset
+    return tuple(x.shape), x.stride(), x.storage_offset()
+
+
+def _is_plain(x: torch.Tensor, base: torch.Tensor) -> bool:
+    """A view that is a layout of the same values and nothing else."""
+    strided = x.layout == base.layout == torch.strided
+    return strided and x.dtype == base.dtype and not (x.is_conj() or x.is_neg())
