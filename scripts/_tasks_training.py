@@ -174,7 +174,7 @@ class Trainer:
 
     def __init__(
         self, task: Task, name: str, runs: list[Run], device: str, backend: str, check_every: int,
-        validation_rows: int = 1024,
+        validation_rows: int = 1024, to_the_end: bool = False,
     ):  # fmt: skip
         self.task, self.name, self.device = task, name, device
         self.runs, self.live, self.check_every = runs, list(runs), check_every
@@ -186,6 +186,7 @@ class Trainer:
             self.optimizer = RowAdamW(self.stack.flat, rates, task.weight_decay)
             self.feed = Feed(task, runs, check_every, device)
             self.feed.fill(0, 1)
+        self.to_the_end = to_the_end
         self.validation = task.rows("validation", 0, 0, validation_rows)
         self.replay = self.record()
 
@@ -225,7 +226,8 @@ class Trainer:
 
     def train(self, solved: float, seconds: float = float("inf")) -> Iterator[None]:
         """Until every seed is solved at some learning rate, or the steps or `seconds` are over. A run is
-        solved when two checks in a row find a validation accuracy of at least `solved`. It yields
+        solved when two checks in a row find a validation accuracy of at least `solved`, with
+        `to_the_end` the last two. It yields
         between the steps' launch and their end, when a GPU has time for other trainers."""
         started, step = time.monotonic(), 0
         while self.live and step < self.task.steps:
@@ -248,7 +250,7 @@ class Trainer:
             run.good = run.good + 1 if right >= solved else 0
             if not np.isfinite(value):
                 run.status = "diverged"
-            elif run.good == 2:
+            elif run.good >= 2 and (last or not self.to_the_end):
                 run.status = "solved"
         said = "  ".join(
             f"{run.seed}:{run.learning_rate:g} {run.loss:.3f} {right:.3f}"

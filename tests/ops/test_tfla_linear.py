@@ -9,6 +9,8 @@ from numerics import assert_as_accurate, assert_bitwise
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 DTYPES = [torch.bfloat16, torch.float16]
+if DEVICE == "cpu":
+    DTYPES += [torch.float32, torch.float64]
 ROWS = [1, 3, 8, 9, 16, 17, 40]  # of x: a tile of the matrix instruction is 8, a pass over W 16
 DEPTHS = [8, 40, 256, 1096, 4096]  # K: no piece is full, the last is not, all warps have several
 
@@ -29,8 +31,10 @@ def normed(x, weight, eps):
 def check(name, got, compute, tensors):
     """Against float64, allowed twice what the same in fp32 and one rounding does."""
     exact = compute(*(t.double() for t in tensors))
-    peer = compute(*(t.float() for t in tensors)).to(got.dtype)
-    assert_as_accurate(name, got, exact, peer, on_cuda=(tensors[0].dtype, False))
+    wide = torch.promote_types(tensors[0].dtype, torch.float32)
+    peer = compute(*(t.to(wide) for t in tensors)).to(got.dtype)
+    terms = tensors[0].shape[1] if wide == torch.float64 else 1  # the judge rounds as often
+    assert_as_accurate(name, got, exact, peer, terms, on_cuda=(tensors[0].dtype, False))
 
 
 @pytest.mark.parametrize("norm", [False, True], ids=["plain", "norm"])
@@ -45,7 +49,8 @@ def test_several_matrices(tfla, dtype, B, K, norm):
     outputs = tfla.linear_step(
         x, weights, biases, capped=2, cap=3.0, norm_weight=scale, norm_eps=0.1
     )
-    assert [y.dtype for y in outputs] == [dtype, dtype, torch.float32, torch.float32]
+    wide = torch.promote_types(dtype, torch.float32)
+    assert [y.dtype for y in outputs] == [dtype, dtype, wide, wide]
     for i, (y, w) in enumerate(zip(outputs, weights, strict=True)):
         bias = [biases[i - 2]] if i > 1 else []
         tensors = [x, w, *bias, *([scale] if norm else [])]
@@ -120,7 +125,8 @@ def test_no_depth(tfla, dtype, norm):
     assert_bitwise("biased", biased, bias.expand(3, -1))
     y, gate = tfla.norm_step(x, x[0], 1e-6, [weights], [bias])
     assert y.shape == (3, 0)
-    assert_bitwise("gate", gate, bias.float().expand(3, -1))
+    wide = torch.promote_types(dtype, torch.float32)
+    assert_bitwise("gate", gate, bias.to(wide).expand(3, -1))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -142,6 +148,32 @@ def test_rows_do_not_see_each_other(tfla, dtype):
         assert_bitwise(
             f"{B} rows", tfla.linear_step(rows, [weight], norm_weight=scale)[0][:1], want
         )
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="threads are the CPU's")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("B", [1, 5])
+def test_threads_do_not_change_a_bit(tfla, dtype, B):
+    x, weights = make(dtype, B, 520, [256, 3, 77])
+    before, outputs = torch.get_num_threads(), []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        outputs.append(torch.cat(tfla.linear_step(x, weights, norm_weight=weights[1][0]), 1))
+    torch.set_num_threads(before)
+    assert_bitwise("2 threads", outputs[1], outputs[0])
+    assert_bitwise("3 threads", outputs[2], outputs[0])
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="on CUDA: test_compiles_and_replays")
+def test_op_is_registered_fully(tfla):
+    """Schema and fake, and one graph of it."""
+    x, weights = make(torch.float32, 2, 256, [40, 8])
+    op = tfla.linear.ops.linear_step
+    given = (x, weights, [weights[1][:, 0].contiguous()], 1, 3.0, weights[0][0], 1e-6, None, False)
+    checks = "test_schema", "test_faketensor"
+    torch.library.opcheck(op.default, given, test_utils=checks)
+    work = lambda x: torch.cat(tfla.linear_step(x, weights, capped=1), 1)
+    assert_bitwise("y", torch.compile(work, fullgraph=True, backend="aot_eager")(x), work(x))
 
 
 def test_rows_at_any_address(tfla):

@@ -112,6 +112,17 @@ def test_it_learns_and_stops_when_every_seed_has():
     assert all(run.step < EASY.steps for run in trained)
 
 
+def test_to_the_end_it_goes_on_when_solved():
+    task = dataclasses.replace(EASY, steps=80)
+    runs = [Run(0, 3e-3), Run(0, 1e-9)]
+    trainer = Trainer(task, "rnn", runs, DEVICE, "reference", 10, 512, to_the_end=True)
+    assert len(trainer.validation[0]) == 512
+    solved, idle = finish(trainer, 0.9)
+    assert (solved.status, idle.status) == ("solved", "limit")
+    assert solved.step == idle.step == 80
+    assert solved.good > 2
+
+
 def test_time_ends_a_run_at_its_next_check():
     trainer = Trainer(EASY, "gru", [Run(0, 1e-3)], DEVICE, "reference", 4)
     for _ in trainer.train(1.1, seconds=0.0):

@@ -199,8 +199,7 @@ def sdpa(backend: str) -> Callable[[Case], Side]:
     def make(case: Case) -> Side:
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
-        which = getattr(SDPBackend, backend)
-        width = case.heads * case.value
+        which, width = getattr(SDPBackend, backend), case.heads * case.value
 
         def native(p):
             B, T = p["v"].shape[:2]
@@ -231,16 +230,15 @@ def mamba2(case: Case) -> Side:
     except ImportError as error:
         raise Unavailable(f"mamba_ssm cannot be imported: {error}") from None
     heads = case.heads * case.value // 64
-    A = -torch.ones(heads, device="cuda" if torch.cuda.is_available() else "cpu")
 
     def native(p):
-        B, T = p["v"].shape[:2]
-        x = lambda t: t.reshape(B, T, heads, 64)
+        x = lambda t: t.reshape(*t.shape[:2], heads, 64)
         state = lambda t: t[:, :, :1, :128].contiguous()
         dt = x(p["v"])[..., 0].float().sigmoid()
         return {"v": x(p["v"]), "q": state(p["q"]), "k": state(p["k"]), "dt": dt, "dh": x(p["dh"])}
 
     def run(p):
+        A = -p["dt"].new_ones(heads)
         return mamba_chunk_scan_combined(p["v"], p["dt"], A, p["k"], p["q"], chunk_size=256)
 
     return Side(run, native, exact=False)
