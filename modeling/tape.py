@@ -25,11 +25,12 @@ class Tape(TorchDispatchMode):
         super().__init__()
         self._names: dict[int, str] = {}  # of tensors, by their id
         self._alive: list[Any] = []  # so that no id is used twice
-        self._fixed: set[int] = set()  # tensors that are there before the ops run, and views of them
+        self._fixed: set[int] = set()  # tensors that were there before, and views of them
         self._bases: dict[int, torch.Tensor] = {}  # of views of what an op returns
         self._layouts: dict[Any, str] = {}  # names of what an op returns and its views
         self._scope: dict[str, Any] = {}
-        self._steps: list[tuple[str, str, set[str], bool]] = []  # result, call, what it reads, writes
+        # result, call, what it reads, whether it writes
+        self._steps: list[tuple[str, str, set[str], bool]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -276,6 +276,7 @@ def test_a_thousand_requests(make_model):
     for done in many:
         got[done.index] = done.tokens
         sizes.add(sum(s.nbytes for s in state_tensors(many.decoding)))
+    sizes.discard(0)  # requests of one token may end before anything is decoded
     assert len(sizes) == 1
     wrong = [i for i in range(1000) if got[i] != alone(model, prompts[i], new=limits[i])]
     assert not wrong

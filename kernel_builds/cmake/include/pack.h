@@ -52,6 +52,13 @@ FN Vec<State<IO>> load_lanes(const IO* from, int count) {
   }
 }
 
+// Where vector v of a panel of NV vectors and `depth` begins, in its part.
+template <typename IO, int NV>
+FN Element<IO>* panel_vector(Element<IO>* panel, int64_t depth, int v) {
+  constexpr int kPart = kPartVectors<NV>, kWidth = Vec<State<IO>>::kWidth;
+  return panel + v / kPart * depth * kPart * kWidth + v % kPart * kWidth * Product<IO>::kDepth;
+}
+
 // Packs one vector of a panel. `from` has its columns n_stride and its k k_stride elements apart,
 // one of which is 1; `to` is [depth / kDepth][panel_vectors][width][kDepth] at that vector.
 // Columns from `columns` on and an odd last k become 0.

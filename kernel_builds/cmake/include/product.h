@@ -74,9 +74,8 @@ constexpr int64_t padded_depth(int64_t k) {
   return (k + Product<IO>::kDepth - 1) / Product<IO>::kDepth * Product<IO>::kDepth;
 }
 
-// Vectors of columns in a panel that stands alone, and rows of C beside NV vectors: MR * NV
-// accumulators, NV columns and a broadcast must fit 32 (AVX-512) or 16 registers. Of 16 rows, 97 %
-// of the multiply-add peak of a Zen 3 with 6 x 2 and with 4 x 3 (AVX2), 83 % with 3 x 4.
+// Columns a panel holds, and rows of C the registers hold: MR * NV sums, NV columns and a broadcast
+// must fit 32 (AVX-512) or 16 registers. Of a Zen 3's peak 6 x 2 and 4 x 3 reach 97 %, 3 x 4 83 %.
 constexpr bool kFewRegisters = kVectorBytes < 64;
 constexpr int kMaxVectors = kFewRegisters ? 2 : 4;
 template <int NV>
@@ -84,7 +83,6 @@ constexpr int kMaxRows = kFewRegisters ? (NV == 3   ? 4
                                           : NV == 2 ? 6
                                                     : 8)
                                        : (NV == 4 ? 6 : 8);
-
 // A panel wider than what the registers take is a row of panels, its parts.
 template <int NV>
 constexpr int kPartVectors = !kFewRegisters ? NV
@@ -171,14 +169,8 @@ void panel_product(const Element<IO>* const* rows, int count, int64_t k_begin, i
   }
 }
 
-// Vector v of a panel in parts of NV vectors and of `depth`, and their product over all of it.
+// A panel in parts, over all of its depth.
 template <typename IO, int NV>
-FN Element<IO>* panel_vector(Element<IO>* panel, int64_t depth, int v) {
-  constexpr int kPart = kPartVectors<NV>, kWidth = Vec<State<IO>>::kWidth;
-  return panel + v / kPart * depth * kPart * kWidth + v % kPart * kWidth * Product<IO>::kDepth;
-}
-
-template <typename IO, int NV, int kFirst = 0>
 FN void parts_product(const Element<IO>* const* rows, int count, int64_t depth,
                       const Element<IO>* panel, State<IO>* c) {
   constexpr int kPart = kPartVectors<NV>, kColumns = kPart * Vec<State<IO>>::kWidth;
@@ -186,8 +178,7 @@ FN void parts_product(const Element<IO>* const* rows, int count, int64_t depth,
   const int64_t part = depth * kColumns;
   // Sums of one or two rows and one part are too few: each would wait for the one before.
   if constexpr (kParts > 1) {
-    constexpr int kOne = kParts % 4 == 0 ? 4 : kParts % 2 == 0 ? 2 : 1;
-    constexpr int kTwo = kParts % 2 == 0 ? 2 : 1;
+    constexpr int kTwo = kParts % 2 == 0 ? 2 : 1, kOne = kParts % 4 == 0 ? 4 : kTwo;
     if (count == 1) {
       for (int i = 0; i < kParts; i += kOne, panel += kOne * part, c += kOne * kColumns) {
         microkernel<IO, kPart, kOne, kStride, 1>(rows, 0, depth, panel, part, c, 0);
