@@ -95,6 +95,7 @@ def test_wrong_arguments_are_named(folder, arguments, message):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_the_shipped_recipe_learns_from_this_pythons_library(tmp_path, fused_rnn):
     """The recipe itself, shortened to seconds of training."""
     sizes = {"steps": 24, "warmup": 3, "evaluate_every": 12, "log_every": 12}
@@ -102,7 +103,6 @@ def test_the_shipped_recipe_learns_from_this_pythons_library(tmp_path, fused_rnn
     changes = [word for key, value in sizes.items() for word in ("--set", f"{key}={value}")]
     recipe = ROOT / "scripts/recipes/flash-rnn-python-5m.yaml"
     places = ["--here", "--any-corpus", "--home", tmp_path, "--output", tmp_path / "card"]
-    places += ["--threads", "1"]  # of a machine that runs other tests beside
     done = subprocess.run(
         [sys.executable, ROOT / "scripts/train", recipe, *places, *changes],
         capture_output=True, text=True,
