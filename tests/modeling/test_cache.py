@@ -94,9 +94,8 @@ def test_truncated_backpropagation(case, make_model, tokens, kind):
         for total, g in zip(apart, torch.autograd.grad(loss, parameters), strict=True):
             total.add_(g)
     for (name, _), got, want in zip(model.named_parameters(), together, apart, strict=True):
-        assert_close(
-            name, got, want, 32 * EPS[torch.float64] * CASES[case].cancelled
-        )  # as test_boundaries.py
+        # observed: at most 37 (AVX2) and 16 (AVX-512) of them
+        assert_close(name, got, want, 64 * EPS[torch.float64] * CASES[case].cancelled)
 
 
 @pytest.mark.parametrize("length", [1, 4])

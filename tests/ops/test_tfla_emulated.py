@@ -15,6 +15,7 @@ import test_tfla_bf16
 import test_tfla_cuda
 import test_tfla_epilogue
 import test_tfla_nan
+import test_tfla_reset
 import torch
 
 import emulate
@@ -212,7 +213,7 @@ def test_offsets_that_decrease(tfla):
 
 @pytest.mark.parametrize("t", [0, 17, 39])
 def test_reset(tfla, cell, t):
-    judge.test_reset_at_every_position(tfla, cell, t)
+    test_tfla_reset.test_reset_at_every_position(tfla, cell, t)
     test_tfla_nan.test_reset_ends_a_state_that_is_nan(tfla, cell, t)
 
 
