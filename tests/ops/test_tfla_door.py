@@ -169,6 +169,25 @@ def test_step(door):
         door.mlstm_step(**call, out_gate=gate.detach()[:, None])
 
 
+def test_transfers(door):
+    """A state of another batch, or of another gate, is not broadcast or cut."""
+    call = base()
+    given = [call[name] for name in ("k", "v", "i", "f")]
+    transfer, other = (door.mlstm_transfer(*given, input_gate=g) for g in ("exp", "sigmoid"))
+    with pytest.raises(ValueError, match="state is NoneType, but transfer needs a tuple of 3"):
+        door.mlstm_carry(None, transfer)
+    with pytest.raises(ValueError, match=r"state\[0\] has shape \[1, 2, 8, 16\], but must be"):
+        door.mlstm_carry(tuple(s[:1] for s in call["state"]), transfer)
+    with pytest.raises(ValueError, match="state is 3 tensors, but transfer needs a tuple of 1"):
+        door.mlstm_carry(call["state"], other)
+    with pytest.raises(ValueError, match="first is 3 tensors, but second needs a tuple of 1"):
+        door.mlstm_compose(transfer, other)
+    with pytest.raises(ValueError, match="first is 1 tensors, but second needs a tuple of 3"):
+        door.mlstm_compose(other, transfer)
+    with pytest.raises(ValueError, match="transfer is NoneType, but"):
+        door.mlstm_carry(call["state"], None)
+
+
 def test_backend_by_name_is_never_replaced():
     with pytest.raises(RuntimeError, match="this copy of the kernel holds no binary"):
         reference.mlstm(**base(), backend=DEVICE)
