@@ -63,6 +63,8 @@ TABLE = {  # id: (arguments, error, what it says)
     ),
     "a-int": (changed(a=torch.ones(3, D).long()), TypeError, "a has dtype torch.int64"),
     "a-device": (changed(a=torch.randn(3, D, device="meta")), ValueError, "a is on meta"),
+    "p-none": (changed(p=None), TypeError, "p is a NoneType, but must be a tensor"),
+    "p-none-bias": (changed(p=None, bias=torch.randn(3, D)), TypeError, "p is a NoneType"),
     "p-shape": (changed(p=torch.randn(3, D)), ValueError, r"must be \[2, D\] = \[2, 8\]"),
     "state-tensor": (changed(state=torch.zeros(B, D)), ValueError, "needs a tuple of 2 tensors"),
     "state-shape": (
@@ -93,6 +95,8 @@ TABLE = {  # id: (arguments, error, what it says)
         "method is 'deer', but must be one of auto, walk",
     ),
     "tol": (changed(tol=-1.0), ValueError, "tol is -1.0, but must be None or a number >= 0"),
+    "tol-text": (changed(tol="1e-3"), TypeError, "tol is a str, but must be None or a number"),
+    "max_iters-flag": (changed(max_iters=True), ValueError, "max_iters is True, but must be None"),
     "max_iters": (
         changed(max_iters=1.5),
         ValueError,
