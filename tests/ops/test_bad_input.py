@@ -147,9 +147,9 @@ def test_linear(door):
         door.linear(x, w)
     with pytest.raises(ValueError, match=r"bias has shape \[4\], but must be \[5\]"):
         door.linear(x[:, :7], w, torch.randn(4))
-    with pytest.raises(TypeError, match="weight has dtype torch.int8"):  # quantised: no scale
+    with pytest.raises(TypeError, match="weight has dtype"):  # quantised: no scale
         door.linear(x[:, :7], w.to(torch.int8))
-    with pytest.raises(TypeError, match="bias has dtype torch.int32"):
+    with pytest.raises(TypeError, match="bias has dtype"):
         door.linear(x[:, :7], w, torch.ones(5).int())
 
 
