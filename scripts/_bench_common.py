@@ -101,15 +101,20 @@ def provenance(device: str, kernel: Any, named: str | None) -> dict[str, str]:
     }
 
 
+def first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:120]
+
+
 def append(rows: list[Row], folder: Path, kind: str = "") -> Path:
-    """To folder/<device>[-<kind>].csv; its header is written first where there is no file."""
+    """To folder/<device>[-<kind>].csv, in its order of columns; without a file by those of the rows."""
     name = re.sub(r"[^a-z0-9]+", "-", f"{rows[0]['device']} {kind}".lower()).strip("-")
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.csv"
-    fresh = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-        if fresh:
+    with path.open("a+", newline="") as file:
+        file.seek(0)
+        header = next(csv.reader(file), None)
+        writer = csv.DictWriter(file, header or list(rows[0]), restval="", lineterminator="\n")
+        if header is None:
             writer.writeheader()
         writer.writerows(rows)
     return path

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from _bench_common import Row
-from _bench_timing import Sample, copies_beyond_l2, time_calls, time_graph
+from _bench_common import Row, first_line
+from _bench_timing import NOT_TIMED, Sample, copies_beyond_l2, time_calls, time_graph
 from bench_case import Case
 from cases_cuda import parameters, passes, work
 from peers import make_peer
@@ -19,6 +19,7 @@ GATE_STEPS = 64
 # Largest relative error (Frobenius norm, against float64 on the same inputs) of h. Of a gradient
 # it is twice that: bf16 in a loop with fp32 sums has 2.0e-3 for h and 3.3e-3 for dw_hh. Layers add up.
 GATE = {"bfloat16": 3.5e-3, "float16": 5e-4, "tf32": 5e-4, "float32": 2e-6}
+NO_ERRORS = math.nan, math.nan
 
 
 class Wrong(Exception):
@@ -63,7 +64,8 @@ class Bench:
         torch.backends.cudnn.rnn.fp32_precision = tf32
         step = case.is_step
         errors = self.check_step(case, "ours") if step else self.check(case)
-        rows, best = [], {}
+        rows: list[Row] = []
+        best: dict[str, Sample] = {}
         for name in ["ours", *(peer for peer in case.peers if peer in peers)]:
             try:
                 if name != "ours":
@@ -72,7 +74,10 @@ class Bench:
             except Exception as reason:  # a peer that breaks is no reason to lose ours
                 if name == "ours":
                     raise
-                print(f"  {name:11} {first_line(reason)}", flush=True)
+                note = first_line(reason)
+                print(f"  {name:11} {note}", flush=True)
+                samples = dict.fromkeys(best, NOT_TIMED)
+                rows += [self.row(case, name, k, samples, best, NO_ERRORS, note) for k in samples]
                 continue
             if name == "ours":
                 best = samples
@@ -117,7 +122,7 @@ class Bench:
         p = parameters(case, self.device, seed=1)
         peer = make_peer(name, case, p)
         if not peer.comparable:
-            return math.nan, math.nan
+            return NO_ERRORS
         h, dx, *_ = self.values(peer, p)
         return gap(h, self.judged[0]), gap(dx, self.judged[1])
 
@@ -155,7 +160,7 @@ class Bench:
 
     def row(
         self, case: Case, name: str, which: str, samples: dict[str, Sample], ours: dict[str, Sample],
-        errors: tuple[float, float],
+        errors: tuple[float, float], note: str = "",
     ) -> Row:  # fmt: skip
         sample, (flops, moved, floor) = samples[which], work(case, which)
         comparable = name != "sdpa"
@@ -172,7 +177,7 @@ class Bench:
         row |= {"samples": sample.count}
         row |= {k: "" if math.isnan(v) else f"{v:.4g}" for k, v in values.items()}
         limit = case.limit(which) if name == "ours" else None
-        return row | {"limit_ms": "" if limit is None else limit}
+        return row | {"limit_ms": "" if limit is None else limit, "note": note}
 
 
 def step_microseconds(case: Case, which: str, samples: dict[str, Sample]) -> float:
@@ -207,10 +212,6 @@ def print_side(case: Case, name: str, samples, ours, errors: tuple[float, float]
     if name == "ours":
         spread = ("/".join(f"{t * scale:.4g}" for t in s[:3]) for s in samples.values())
         print(f"  p20/50/80   {'  '.join(spread)} {unit}")
-
-
-def first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def run_cases(

@@ -145,7 +145,7 @@ def row(
     values |= {"ratio": sample.p50 / ours, "error_h": error if forward else math.nan}
     values |= {"error_grad": math.nan if forward else error}
     row |= {k: "" if math.isnan(v) else f"{v:.4g}" for k, v in values.items()}
-    return row | {"limit_ms": case.limit if case.limit and side == "ours" else ""}
+    return row | {"limit_ms": case.limit if case.limit and side == "ours" else "", "note": ""}
 
 
 def run_suite(

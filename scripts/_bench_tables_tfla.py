@@ -7,6 +7,7 @@ from pathlib import Path
 from _bench_tables_diagonal import Row, Sides, shown, stamp
 
 PASSES = {"forward": "forward", "train": "forward + backward", "step": "a step"}
+STAR = "\\*"
 
 
 def shape_of(row: Row) -> str:
@@ -17,13 +18,35 @@ def shape_of(row: Row) -> str:
     return f"{gate}, {count} heads {key}/{value}, B {batch}" + (f", T {steps}" * (steps != "1"))
 
 
+def time_of(row: Row) -> str:
+    """Its ms, marked where there is a note below; a dash where it was not timed."""
+    return f"{float(row['p50_ms']):.3g}{STAR * bool(row.get('note'))}" if row["p50_ms"] else "–"
+
+
 def peers_of(sides: dict[str, dict[str, Row]], which: str) -> str:
-    found = [
-        (float(p[which]["p50_ms"]), name)
-        for name, p in sides.items()
-        if name != "ours" and which in p
+    rows = [(name, p[which]) for name, p in sides.items() if name != "ours" and which in p]
+    found = [(float(row["p50_ms"]), name, row) for name, row in rows if row["p50_ms"]]
+    return ", ".join(
+        f"{name} {shown(ms)}{STAR * bool(row.get('note'))}" for ms, name, row in sorted(found)
+    )
+
+
+def notes(cases: Sides, form: str) -> str:
+    """Below a table: who did not run there, or not as its authors have it."""
+    marked: dict[str, None] = {}
+    untimed: dict[tuple[str, ...], dict[str, None]] = {}
+    for row in (row for sides in cases.values() for p in sides.values() for row in p.values()):
+        note = row["form"] == form and row.get("note")
+        if note and row["p50_ms"]:
+            marked[f"- {STAR} {row['side']}: {note}\n"] = None
+        elif note:
+            place = " ".join(row["case"].split("-")[1:])
+            untimed.setdefault((row["side"], PASSES[row["pass"]], note), {})[place] = None
+    lines = [
+        f"- {side}, {which}: not timed in {', '.join(places)}: {note}\n"
+        for (side, which, note), places in untimed.items()
     ]
-    return ", ".join(f"{name} {shown(ms)}" for ms, name in sorted(found))
+    return "\n" * bool(marked or lines) + "".join([*marked, *lines])
 
 
 def marks(path: Path, cases: Sides) -> str:
@@ -45,7 +68,7 @@ def marks(path: Path, cases: Sides) -> str:
         memory = "" if row["pass"] == "step" else f"{float(row['peak_mib']) * 2**20 / 1e9:.2f} GB"
         text += f"| {shape_of(row)} | {PASSES[row['pass']]} | {shown(floor)} | {shown(ms)} "
         text += f"| {floor / ms:.0%} | {limit} | {memory} | {peers_of(sides, row['pass'])} |\n"
-    return text
+    return text + notes(cases, "must")
 
 
 def sweep(path: Path, cases: Sides, form: str, group: Callable[[Row], str]) -> str:
@@ -59,7 +82,7 @@ def sweep(path: Path, cases: Sides, form: str, group: Callable[[Row], str]) -> s
             if row is None or row["form"] != form:
                 continue
             rows.append(row)
-            both = [f"{float(passes[k]['p50_ms']):.3g}" if k in passes else "–" for k in PASSES][:2]
+            both = [time_of(passes[k]) if k in passes else "–" for k in ("forward", "train")]
             chunk = re.search(r"chunk(\d+)$", row["case"])
             place = chunk.group(1) if chunk else row["case"].split("-")[2]
             lines.setdefault((group(row), side), {})[place] = " / ".join(both)
@@ -73,7 +96,7 @@ def sweep(path: Path, cases: Sides, form: str, group: Callable[[Row], str]) -> s
     for (name, side), line in lines.items():
         cells = " | ".join(line.get(place, "") for place in places)
         text += f"| {f'{name}: ' * bool(name)}{side} | {cells} |\n"
-    return text
+    return text + notes(cases, form)
 
 
 def tables(read_sides: Callable[[Path], Sides]) -> dict:

@@ -3,19 +3,21 @@
 "forward" keeps what the backward needs, "train" is forward and the gradients of all inputs, between
 CUDA events. A step runs as a CUDA graph of many, each with a state of its own that is not in the L2.
 The error is against float64 on the case's first steps; of sides that compute something else (other
-linear attention, softmax) there is none.
+linear attention, softmax) there is none. A side that cannot run has rows without times: why not is
+their note.
 """
 
 import math
+import os
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import suite_cuda as suite
 import torch
-from _bench_common import Row
-from _bench_timing import Sample, copies_beyond_l2, time_calls, time_graph
-from suite_cuda import LEAVES, Case, Side, Unavailable
+from _bench_common import Row, first_line
+from _bench_timing import NOT_TIMED, Sample, copies_beyond_l2, time_calls, time_graph
+from suite_cuda import LEAVES, Case, Side
 
 from flashcell.kernels import tfla as reference
 
@@ -24,6 +26,8 @@ GATE = {"h": 3e-3, "q": 3e-3, "k": 3e-3, "v": 3e-3, "i": 4e-3, "f": 1e-2}  # rel
 LONGEST_PASS = 1.3  # of the time of the same tokens in sequences of 8192
 FIRST_CALL = 1.0  # seconds: the binary is loaded, and a small call and its gradient have ended
 GRAPH_STEPS = 16  # at least, so that the launch of a graph is little of its time
+EAGER = "its functions for torch.compile ran without"  # a note
+Outcomes = dict[str, Sample | str]  # of each pass: the time, or why there is none
 
 
 class Wrong(Exception):
@@ -70,53 +74,49 @@ def judge(case: Case, side: Side, ours: bool) -> dict[str, float]:
     return errors
 
 
-def time_passes(side: Side, p: dict, budget: float) -> dict[str, Sample]:
+def time_passes(side: Side, p: dict, budget: float) -> Outcomes:
     inputs, dh = leaves_of(side, p)
     wanted = [t for t in inputs.values() if t.requires_grad]
 
     def train(k: int) -> Any:
         return torch.autograd.grad(side.call(inputs), wanted, dh, allow_unused=True)
 
-    samples = {"forward": time_calls(lambda k: side.call(inputs), "cuda", budget)}
+    forward = time_calls(lambda k: side.call(inputs), "cuda", budget)
     try:
-        samples["train"] = time_calls(train, "cuda", budget)
+        return {"forward": forward, "train": time_calls(train, "cuda", budget)}
     except Exception as reason:  # a peer may have no backward here; its forward counts
-        print(f"  train of the next side: {first_line(reason)}")
-    return samples
-
-
-def first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:90]
+        return {"forward": forward, "train": first_line(reason)}
 
 
 def measure(case: Case, kernel: Any, peers: Iterable[str], budget: float) -> list[Row]:
     """Rows of ours and of every peer that runs here; prints them."""
     print(f"{case.name} ({case.of})", flush=True)
     rows: list[Row] = []
-    best: dict[str, Sample] = {}
+    ours: Outcomes = {}
     p = None if case.steps == 1 else suite.draw(case)
     for name in ("ours", *(side for side in case.sides if side in peers)):
         try:
-            samples, errors = run_side(case, name, kernel, p, budget)
-        except Unavailable as reason:
-            print(f"  {name:19} {reason}", flush=True)
-            continue
+            outcomes, errors = run_side(case, name, kernel, p, budget)
         except Exception as reason:  # a peer that breaks is no reason to lose ours
             if name == "ours":
                 raise
-            torch.cuda.empty_cache()
-            print(f"  {name:19} {first_line(reason)}", flush=True)
-            continue
-        best = best or samples
-        for which, sample in samples.items():
-            rows.append(row(case, name, which, sample, best.get(which, sample), errors))
-            print_row(case, name, which, sample, errors)
+            outcomes, errors = dict.fromkeys(case.passes, first_line(reason)), {}
+        ours = ours or outcomes
+        for which, outcome in outcomes.items():
+            if isinstance(outcome, str):
+                if name == "ours":
+                    raise RuntimeError(f"{which}: {outcome}")
+                torch.cuda.empty_cache()
+                print(f"  {name:19} {which:8} {outcome}", flush=True)
+            else:
+                print_row(case, name, which, outcome, errors)
+            rows.append(row(case, name, which, outcome, ours[which], errors))
     return rows
 
 
 def run_side(
     case: Case, name: str, kernel: Any, p: dict | None, budget: float
-) -> tuple[dict[str, Sample], dict[str, float]]:
+) -> tuple[Outcomes, dict[str, float]]:
     if p is None:
         count = copies_beyond_l2(4 * case.batch * case.heads * case.key * case.value)
         steps = [suite.STEP_SIDES[name](case, kernel) for _ in range(max(2, count))]
@@ -141,8 +141,11 @@ def print_row(case: Case, name: str, which: str, sample: Sample, errors: dict) -
 
 
 def row(
-    case: Case, side: str, which: str, sample: Sample, ours: Sample, errors: dict[str, float]
-) -> Row:
+    case: Case, side: str, which: str, outcome: Sample | str, ours: Sample | str,
+    errors: dict[str, float],
+) -> Row:  # fmt: skip
+    timed = isinstance(outcome, Sample)
+    sample = outcome if timed else NOT_TIMED
     row: Row = {"case": case.name, "op": "mlstm", "form": case.of, "pass": which, "side": side}
     row |= {"dtype": "bfloat16", "B": case.batch, "T": case.steps, "N": case.heads}
     row |= {"D": case.value, "layers": 1, "directions": 1, "samples": sample.count}
@@ -153,10 +156,12 @@ def row(
     flops, moved = suite.work(case, which)
     values |= {"us_step": sample.p50 * 1e3 / case.steps}
     values |= {"tflops": flops / sample.p50 * 1e-9, "gbps": moved / sample.p50 * 1e-6}
-    values |= {"floor_ms": floor, "ratio": sample.p50 / ours.p50}
+    values |= {"floor_ms": floor, "ratio": sample.p50 / getattr(ours, "p50", math.nan)}
     values |= {"error_h": errors.get("h", math.nan), "error_grad": max(gradients, default=math.nan)}
     row |= {k: "" if math.isnan(v) else f"{v:.4g}" for k, v in values.items()}
-    return row | {"limit_ms": (case.limit(which) or "") if side == "ours" else ""}
+    row |= {"limit_ms": (case.limit(which) or "") if side == "ours" else ""}
+    eager = side.startswith("mlstm_kernels") and os.environ.get("TORCHDYNAMO_DISABLE") == "1"
+    return row | {"note": EAGER * eager if timed else outcome}
 
 
 def gigabytes(row: Row) -> float:

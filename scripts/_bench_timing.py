@@ -24,6 +24,9 @@ class Sample(NamedTuple):
     peak: float = float("nan")
 
 
+NOT_TIMED = Sample(*(float("nan"),) * 3, 0)
+
+
 def summarize(times: list[float], host: float, peak: float) -> Sample:
     p20, p50, p80 = statistics.quantiles(times, n=10, method="inclusive")[1:8:3]
     return Sample(p20, p50, p80, len(times), host, peak)
@@ -41,7 +44,7 @@ def time_calls(call: Callable[[int], Any], device: str, budget: float) -> Sample
     """
     if device != "cuda":
         call(0)
-        return Sample(*(float("nan"),) * 3, 0)
+        return NOT_TIMED
     end, done = time.perf_counter() + WARM_SECONDS, 0
     while done < 2 or time.perf_counter() < end:
         torch.cuda.synchronize()
@@ -72,7 +75,7 @@ def time_graph(steps: list[Callable[[], Any]], device: str) -> Sample:
     if device != "cuda":
         for step in steps:
             step()
-        return Sample(*(float("nan"),) * 3, 0)
+        return NOT_TIMED
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side), torch.no_grad():

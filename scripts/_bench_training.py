@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 
 import numpy
 import torch
-from _bench_common import RESULTS, Row, append, provenance
+from _bench_common import RESULTS, Row, append, first_line, provenance
 from _bench_profile import profile_step
-from _bench_training_peers import PEERS, Unavailable
+from _bench_training_peers import PEERS
 from _recipe import Recipe
 from _speed import flops_per_token
 from _training import make_model, make_optimizer, training_loss
@@ -224,28 +224,30 @@ def compare(arguments: Any) -> bool:
             try:
                 if side not in done:
                     done[side] = measure(side, device, backend, *how)
-            except Unavailable as error:
-                print(f"{case.name:20} {name}: {error}")
+            except Exception as error:  # a peer that breaks is no reason to lose ours
+                if not side.layer:
+                    raise
+                print(f"{case.name:20} {name}: {first_line(error)}", flush=True)
                 continue
             finally:
                 release(device)
             recipe = side.recipe()
             setting = {"B": recipe.batch, "T": recipe.length, "micro_steps": side.micro_steps}
             head = {"case": case.name, "side": name, **setting, "compiled": arguments.compile}
-            rows[name] = head | done[side].row()
+            rows[name] = row = head | done[side].row()
+            figures = (
+                f"{key[:-3]} {row[key]}" for key in ("p50_ms", "p95_ms", "max_ms", "host_ms")
+            )
+            print(
+                f"{case.name:20} {name:14}{' '.join(figures)} ms  {float(row['tokens_s']):.0f} "
+                f"tokens/s  {row['tflops']} TFLOP/s  {row['peak_gib']} GiB",
+                flush=True,
+            )
         ratio = float(rows["ours"]["p50_ms"]) / float(rows["transformer"]["p50_ms"])
         for row in rows.values():
             row |= {"ratio": "", "limit": ""}
         rows["ours"] |= {"ratio": f"{ratio:.3f}", "limit": case.limit}
         stamp = provenance(device, kernel, arguments.commit)
-        for name, row in rows.items():
-            figures = (
-                f"{key[:-3]} {row[key]}" for key in ("p50_ms", "p95_ms", "max_ms", "host_ms")
-            )
-            print(
-                f"{case.name:20} {name:12}{' '.join(figures)} ms  {float(row['tokens_s']):.0f} "
-                f"tokens/s  {row['tflops']} TFLOP/s  {row['peak_gib']} GiB"
-            )
         verdict = "within" if ratio <= case.limit else "ABOVE"
         print(
             f"{case.name:20} {ratio:.3f} of the Transformer's time, {verdict} {case.limit}",

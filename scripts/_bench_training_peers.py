@@ -3,15 +3,18 @@
 Everything around it, the weights and their optimizer stay, and so does autocast.
 
     nn.LSTM        torch.nn's, cuDNN: a block's whole mixer, for cells "lstm" of one head
-    flashrnn       its fused kernels (PyPI), which it compiles at the first call, for minutes
+    flashrnn       its fused kernels (PyPI), which it compiles at the first call, for minutes, with
+                   what kernel_builds/fused-rnn/benchmarks/flashrnn_peer.py mends
     mlstm_kernels  its chunkwise Triton kernels (PyPI), chunks of 128; norm and output gate by torch
 """
 
 from collections.abc import Callable
 from typing import Any
 
+import flashrnn_peer
 import torch
 from _convergence_studies import TorchMixer
+from sides_cuda import Unavailable
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -19,28 +22,16 @@ from flashcell.layers import RecurrentMixer
 from flashcell.mlstm import split_heads
 
 
-class Unavailable(Exception):
-    """Why a peer cannot run this."""
-
-
 class FlashRNNMixer(nn.Module):
     """RecurrentMixer's weights; x [T, B, N, D, G], R [N, D, G, D], h [T, B, N, D] are flashrnn's."""
 
     def __init__(self, mixer: RecurrentMixer, rows: int, backend: str = "cuda_fused"):
         super().__init__()
-        try:
-            import flashrnn
-        except ImportError as error:
-            raise Unavailable(f"flashrnn cannot be imported: {error}") from None
-        self.in_proj, self.call = mixer.in_proj, flashrnn.flashrnn
+        self.in_proj, self.call = mixer.in_proj, flashrnn_peer.flashrnn().flashrnn
         self.recurrent_weight, self.gate_bias = mixer.recurrent_weight, mixer.gate_bias
         kind = "bfloat16" if backend == "cuda_fused" else "float32"
         heads, width = mixer.gate_bias.shape[1:]
-        self.config = flashrnn.FlashRNNConfig(
-            function=mixer.cell, backend=backend, dtype=kind, num_heads=heads, head_dim=width,
-            batch_size=rows, dtype_w=kind, dtype_r=kind, dtype_b=kind, input_shape="TBHDG",
-            recurrent_shape="HDGP", bias_shape="HDG", output_shape="STBHD",
-        )  # fmt: skip
+        self.config = flashrnn_peer.config((mixer.cell, heads, width, rows), kind, backend)
         self.dtype = getattr(torch, kind)
 
     def forward(self, hidden_states: Tensor, *_: Any) -> Tensor:  # [B, T, H]
@@ -63,7 +54,7 @@ def nn_lstm(model: nn.Module, rows: int) -> None:
 
 
 def flashrnn(model: nn.Module, rows: int, backend: str = "cuda_fused") -> None:
-    if getattr(model.config, "cell", "") not in ("lstm", "slstm"):
+    if getattr(model.config, "cell", "") not in flashrnn_peer.CELLS:
         raise Unavailable("flashrnn is compared for lstm and slstm")
     for block in model.model.layers:
         block.mixer = FlashRNNMixer(block.mixer, rows, backend)

@@ -112,6 +112,18 @@ def test_rows_limits_and_table(bench, plot, monkeypatch, tmp_path, capsys):
     assert "| **0.4** | loop 1.00x |" in plot.cuda_table(path)
 
 
+def test_a_peer_that_cannot_run_says_why(bench, plot, monkeypatch, tmp_path):
+    runner = fake_bench(bench, monkeypatch, 0.5)
+    monkeypatch.setitem(sys.modules, "flashrnn", None)
+    case = tiny(bench, peers=("flashrnn", "loop"), limits=(1.0, 1.0))
+    rows = []
+    assert not bench.cuda.run_cases([case], ["flashrnn", "loop"], runner, STAMP, rows.extend)
+    (why,) = {row["note"] for row in rows if row["side"] == "flashrnn"}
+    assert why.startswith("flashrnn cannot be imported")
+    assert [row["p50_ms"] for row in rows] == ["0.5"] * 3 + [""] * 3 + ["0.5"] * 3
+    assert "loop 1.00x" in plot.cuda_table(bench.common.append(rows, tmp_path))
+
+
 def test_a_wrong_kernel_is_not_timed(bench, monkeypatch, capsys):
     def recurrent(cell, x, weight, bias, **options):
         h, state = reference.recurrent(cell, x, weight, bias, **options)

@@ -68,6 +68,76 @@ def test_what_misses_its_mark_is_said(modules, monkeypatch):
     ) == ["T 512 forward: 1.31 ms, more than 1.3 of 1"]
 
 
+def test_a_peer_that_cannot_run_says_why(modules, monkeypatch, tmp_path, capsys):
+    """Each pass has a row: a time, or a note; rows of other suites may have been in the file first."""
+    from _bench_common import append
+    from _bench_timing import Sample
+
+    suite, bench = modules
+    took = Sample(1.0, 1.0, 1.0, 7, 0.1, 100.0)
+    outcomes = {
+        "ours": {"forward": took, "train": took},
+        "mlstm_kernels": {"forward": took, "train": took},
+        "simple_gla": {"forward": took, "train": "out of resource: shared memory"},
+    }
+
+    def run_side(case, name, *_):
+        if name not in outcomes:
+            raise suite.Unavailable(f"{name} is not installed\nat all")
+        return outcomes[name], {}
+
+    monkeypatch.setattr(bench, "run_side", run_side)
+    monkeypatch.setattr(suite, "draw", lambda case: {})
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
+    peers = ("mlstm_kernels", "simple_gla", "mamba2")
+    rows = bench.measure(suite.MUST[0], None, peers, 0.1)
+    notes = {(row["side"], row["pass"]): row["note"] for row in rows}
+    assert notes == {
+        ("ours", "forward"): "",
+        ("ours", "train"): "",
+        ("mlstm_kernels", "forward"): bench.EAGER,
+        ("mlstm_kernels", "train"): bench.EAGER,
+        ("simple_gla", "forward"): "",
+        ("simple_gla", "train"): "out of resource: shared memory",
+        ("mamba2", "forward"): "mamba2 is not installed",
+        ("mamba2", "train"): "mamba2 is not installed",
+    }
+    assert [row["p50_ms"] for row in rows] == ["1"] * 5 + [""] * 3
+    assert capsys.readouterr().out.count("mamba2 is not installed") == 2
+    backwards = dict(reversed((rows[0] | {"device": "G", "date": "d"}).items()))
+    append([backwards], tmp_path)
+    path = append([{"device": "G", **row} for row in rows], tmp_path)
+    with path.open(newline="") as file:
+        kept = list(csv.DictReader(file))
+    assert [row["note"] for row in kept[1:]] == list(notes.values())
+    assert {row["date"] for row in kept} == {"d", ""}
+    outcomes["ours"] = outcomes["simple_gla"]
+    with pytest.raises(RuntimeError, match="train: out of resource"):
+        bench.measure(suite.MUST[0], None, peers, 0.1)
+
+
+def test_mamba2_is_made_without_its_package(modules, monkeypatch, tmp_path):
+    """In every case, not in the first alone."""
+    suite, _ = modules
+    files = {
+        "__init__.py": "raise ImportError('its CUDA extension')\n",
+        "ops/__init__.py": "",
+        "ops/triton/__init__.py": "",
+        "ops/triton/ssd_combined.py": "def mamba_chunk_scan_combined(*_, **__):\n    return 1\n",
+    }
+    for name, text in files.items():
+        path = tmp_path / "mamba_ssm" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    p = suite.draw(replace(suite.MUST[0], batch=1, steps=8), "cpu")
+    for case in suite.MUST[:2]:
+        side = suite.make(case, "mamba2", None)
+        assert side.call(side.native(p)) == 1
+    for name in [name for name in sys.modules if name.split(".")[0] == "mamba_ssm"]:
+        sys.modules.pop(name)
+
+
 COMMON = {"op": "mlstm", "dtype": "bfloat16", "B": 8, "T": 8192, "N": 16, "D": 256, "ratio": 1}
 COMMON |= {"device": "NVIDIA H200", "driver": "1", "torch": "2", "commit": "c", "date": "d"}
 COMMON |= {"kernel": "_tfla_cuda_0", "tflops": 100, "gbps": 1000}
@@ -93,15 +163,21 @@ def test_table_of_marks(plot, tmp_path):
         row(big, "mlstm_kernels", "forward", 3.0),
         row(step, "ours", "step", 0.005, floor=0.00195, limit=0.004),
         row(f"{big}-chunk64", "ours", "forward", 9, form="chunks"),
+        row(big, "gla", "forward", "") | {"note": "does not fit"},
+        row(big, "gla-limit", "forward", 4) | {"note": "eager"},
     ]
-    write(tmp_path / "gpu.csv", rows)
+    write(tmp_path / "gpu.csv", [{"note": ""} | row for row in rows])
     table, _ = plot.TABLES["tfla-marks"]
     lines = table(tmp_path / "gpu.csv").splitlines()[4:]
     assert lines == [
         "| exp, 16 heads 128/256, B 8, T 8192 | forward | 0.375 ms | 0.75 ms | 50% | 1.3 ms "
-        "| 1.05 GB | simple_gla 1.5 ms, mlstm_kernels 3 ms |",
+        "| 1.05 GB | simple_gla 1.5 ms, mlstm_kernels 3 ms, gla-limit 4 ms\\* |",
         "| exp, 8 heads 256/512, B 1 | a step | 1.95 us | 5 us | 39% | **4 us** |  |  |",
+        "",
+        "- \\* gla-limit: eager",
+        "- gla, forward: not timed in exp 16x128x256 B8T8192: does not fit",
     ]
+    assert "gla" not in plot.read_sides(tmp_path / "gpu.csv", "tfla")[big]["gla"]
 
 
 def test_tables_of_sweeps(plot, tmp_path):

@@ -94,13 +94,21 @@ def test_peers_layers_are_kept_beside_ours(small, tmp_path, monkeypatch, capsys)
     monkeypatch.setitem(small, "lstm_165m_1head", one)
     # oneDNN has no bf16 LSTM without AVX-512
     monkeypatch.setitem(bench.PEERS, "nn.LSTM", lambda model, rows: None)
-    words = ("--training", "lstm_165m_1head", "--peers", "nn.LSTM", "mlstm_kernels", "--append")
+
+    def breaks(model, rows):
+        raise RuntimeError("out of memory\nat the first step")
+
+    monkeypatch.setitem(bench.PEERS, "flashrnn", breaks)
+    names = ("flashrnn", "nn.LSTM", "mlstm_kernels")
+    words = ("--training", "lstm_165m_1head", "--peers", *names, "--append")
     assert bench.compare(arguments(*words, "--results", str(tmp_path)))
     (path,) = tmp_path.glob("*-training.csv")
     text = training_table(path)
     assert "| lstm_165m_1head | nn.LSTM | " in text
     assert "mlstm_kernels" not in text
-    assert "lstm_165m_1head      mlstm_kernels: " in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "lstm_165m_1head      mlstm_kernels: mlstm_kernels has the mLSTM alone\n" in said
+    assert "lstm_165m_1head      flashrnn: out of memory\n" in said
 
 
 @pytest.mark.parametrize("peer", ["nn.LSTM", "flashrnn", "mlstm_kernels"])

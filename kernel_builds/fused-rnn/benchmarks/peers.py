@@ -1,12 +1,14 @@
 """Whom scripts/bench_ops --device cuda compares us with, besides torch.nn: see sides_cuda.py.
 
-flashrnn (NX-AI, PyPI) is timed where it can be imported; nothing of it is in this repository.
+flashrnn (NX-AI, PyPI) is timed where it can be imported: see flashrnn_peer.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 
+import flashrnn_peer
 import torch
 from bench_case import Case
 from sides_cuda import CUDNN, Module, Parameters, Side, Unavailable, leaf
@@ -15,26 +17,15 @@ from torch.nn import functional as F
 
 
 class FlashRNN(Side):
-    """flashrnn's fused kernel in its own layouts: x [T, B, N, D, G], R [N, D, G, D], h [T, B, N, D].
-
-    It compiles at the first call of each (cell, heads, width, batch), for minutes, unless built before.
-    """
+    """flashrnn's fused kernel in its own layouts: x [T, B, N, D, G], R [N, D, G, D], h [T, B, N, D]."""
 
     def __init__(self, case: Case, p: Parameters):
-        try:
-            import flashrnn
-        except ImportError as error:
-            raise Unavailable(f"flashrnn cannot be imported: {error}") from None
-        if case.cell not in ("lstm", "slstm") or case.torch_dtype == torch.float32:
+        package = flashrnn_peer.flashrnn()
+        if (shape := flashrnn_shape(case)) is None:
             raise Unavailable(f"not compared for {case.cell} in {case.dtype}")
-        self.call, self.case = flashrnn.flashrnn, case
         kind = str(case.torch_dtype).removeprefix("torch.")
-        self.config = flashrnn.FlashRNNConfig(
-            function=case.cell, backend="cuda_fused", dtype=kind,
-            num_heads=case.heads, head_dim=case.width, batch_size=case.batch,
-            dtype_w=kind, dtype_r=kind, dtype_b=kind,
-            input_shape="TBHDG", recurrent_shape="HDGP", bias_shape="HDG", output_shape="STBHD",
-        )  # fmt: skip
+        self.call, self.case = package.flashrnn, case
+        self.config = flashrnn_peer.config(shape, kind)
         w_ih = [leaf(p["w_ih"].permute(1, 2, 0, 3))] if "w_ih" in p else []
         w_hh, bias = p["w_hh"].permute(1, 2, 0, 3), p["bias"].permute(1, 2, 0)
         self.leaves = [*w_ih, leaf(w_hh), leaf(bias)]
@@ -63,6 +54,20 @@ class FlashRNN(Side):
             reason = next(iter(str(error).splitlines()), type(error).__name__)
             raise Unavailable(f"flashrnn: {reason[:120]}") from None
         return states[0]
+
+
+def flashrnn_shape(case: Case) -> flashrnn_peer.Shape | None:
+    """None where it is not compared."""
+    if case.cell not in flashrnn_peer.CELLS or case.torch_dtype == torch.float32:
+        return None
+    return case.cell, case.heads, case.width, case.batch
+
+
+def prepare(cases: Iterable[Case], peers: Iterable[str]) -> None:
+    """What takes minutes and is not timed."""
+    wanted = [case for case in cases if "flashrnn" in case.peers and "flashrnn" in peers]
+    with suppress(Unavailable):
+        flashrnn_peer.build_all(filter(None, map(flashrnn_shape, wanted)))
 
 
 def _lstm_loop(x: Tensor, w: Tensor, bias: Tensor) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-import types
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -221,10 +220,9 @@ def mamba2(case: Case) -> Side:
     kernels alone: the package as a whole imports a CUDA extension that must be built for this torch."""
     if "mamba_ssm" not in sys.modules:
         found = importlib.util.find_spec("mamba_ssm")
-        if found is None or found.submodule_search_locations is None:
+        if found is None:
             raise Unavailable("mamba_ssm is not installed")
-        sys.modules["mamba_ssm"] = package = types.ModuleType("mamba_ssm")
-        package.__path__ = list(found.submodule_search_locations)
+        sys.modules["mamba_ssm"] = importlib.util.module_from_spec(found)  # and does not run it
     try:
         from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
     except ImportError as error:
