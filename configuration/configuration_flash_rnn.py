@@ -107,18 +107,18 @@ class FlashRNNConfig(RecurrentConfig):
 
     def validate_choices(self):
         """An option of another cell would do nothing, so it is refused."""
-        self._only("nonlinearity", "tanh", ("rnn",))
-        for name, default in (("grad_clip", None), ("save", "gates")):
-            self._only(name, default, ("lstm", "gru", "rnn", "slstm"))
-        for name, default in (("method", "auto"), ("tol", None), ("max_iters", None)):
-            self._only(name, default, DIAGONAL)
+        self._only(("rnn",), "nonlinearity")
+        self._only(("lstm", "gru", "rnn", "slstm"), "grad_clip", "save")
+        self._only(DIAGONAL, "method", "tol", "max_iters", "conv_kernel", "max_recurrent")
 
-    def _only(self, name: str, default: Any, cells: tuple[str, ...]) -> None:
-        if getattr(self, name) != default and self.cell not in cells:
-            raise ValueError(
-                f"{name} is {getattr(self, name)!r}, but must be {default!r} unless cell is "
-                f"{' or '.join(map(repr, cells))}; cell is {self.cell!r}"
-            )
+    def _only(self, cells: tuple[str, ...], *names: str) -> None:
+        for name in names:
+            value, default = getattr(self, name), getattr(type(self), name)
+            if value != default and self.cell not in cells:
+                raise ValueError(
+                    f"{name} is {value!r}, but must be {default!r} unless cell is "
+                    f"{' or '.join(map(repr, cells))}; cell is {self.cell!r}"
+                )
 
     @property
     def head_dim(self) -> int:

@@ -67,7 +67,7 @@ def accelerate(model: nn.Module, *, backend: str = "auto") -> nn.Module:
     check_backend(backend)
     found: list[Any] = [
         layer
-        for layer in model.modules()
+        for layer in (model.modules() if isinstance(model, nn.Module) else ())
         if type(getattr(layer, "mlstm_backend", None)).__name__ in (*THEIRS, TflaBackend.__name__)
     ]
     if not found:

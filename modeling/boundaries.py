@@ -43,6 +43,10 @@ def find_boundaries(
     of a padding token means nothing.
     """
     hold = reset = None
+    given = {"attention_mask": attention_mask, "position_ids": position_ids, "seq_idx": seq_idx}
+    for name, value in (*given.items(), ("cu_seq_lens_q", cu_seq_lens)):
+        if value is not None and not isinstance(value, torch.Tensor):
+            raise TypeError(f"{name} is a {type(value).__name__}, but must be a tensor")
     if attention_mask is not None:
         if attention_mask.dim() != 2 or len(attention_mask) != batch:
             raise _shape_error("attention_mask", attention_mask, f"[{batch}, at least {length}]")

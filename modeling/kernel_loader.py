@@ -118,6 +118,8 @@ def _load_once(name: str, device_type: str, backend: str) -> str:
 
 def _load(name: str, device_type: str, backend: str) -> tuple[Any, KernelInfo]:
     check_backend(backend)
+    if torch.device(device_type).type != device_type:  # "cuda:0" would find no kernel
+        raise ValueError(f"device_type is {device_type!r}, but must be a type such as 'cuda'")
     if backend not in ("auto", "reference", device_type):
         raise ValueError(f"backend is {backend!r}, but the tensors are on {device_type!r}")
     path = os.environ.get("FLASHCELL_LOCK")

@@ -146,7 +146,7 @@ class RecurrentModel:
         if past_key_values is not None and self.gradient_checkpointing and self.training:
             raise ValueError(
                 "past_key_values is given, but must be None under gradient checkpointing, which "
-                "runs every block twice"
+                "runs every block twice: to generate, call eval() first"
             )
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)

@@ -101,6 +101,9 @@ class Running:
         most = self.request.max_new_tokens
         if not isinstance(most, int) or most < 1:
             raise ValueError(f"max_new_tokens is {most!r}, but must be an integer of at least 1")
+        limit = self.request.max_time
+        if limit is not None and not isinstance(limit, int | float):
+            raise TypeError(f"max_time is {limit!r}, but must be None or a number of seconds")
 
     @property
     def decides(self) -> bool:

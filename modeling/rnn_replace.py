@@ -28,11 +28,13 @@ def replace(model: nn.Module, *, backend: str = "auto") -> nn.Module:
     stays as it is, since its own forward may be all it is for; so do quantised modules,
     TorchScript, and flashcell's own.
 
-    Returns `model`. Raises ValueError, before anything is changed, for an unknown `backend` and for
-    a module with a forward of its own on the instance (accelerate's hooks, kernels.kernelize),
+    Returns `model`. Raises TypeError for what is no module, and ValueError, before anything is
+    changed, for an unknown `backend` and for a module with a forward of its own on the instance (accelerate's hooks, kernels.kernelize),
     which would go on calling torch.nn's: replace first, hook later.
     """
     check_backend(backend)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}, but must be a torch.nn.Module")
     found: list[tuple[str, Any, type[nn.Module]]] = []
     for name, module in model.named_modules():
         kind = _class_for(module)

@@ -73,7 +73,8 @@ class Batcher(Iterator[Completion]):
         self, model: Any, slots: int = 32, lanes: int | None = None, piece: int | None = None,
         max_prompt_tokens: int | None = None,
     ):  # fmt: skip
-        kinds = set(getattr(model.config, "layer_types", None) or ["attention"])
+        config = getattr(model, "config", None)
+        kinds = set(getattr(config, "layer_types", None) or ["attention"])
         if kinds != {"recurrent_state"}:
             raise TypeError(
                 f"model has layers of {', '.join(sorted(kinds))}, but must be purely recurrent"

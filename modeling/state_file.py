@@ -40,7 +40,7 @@ def save_state(model: Any, cache: Cache, path: str | os.PathLike) -> None:
                 f"cache has a {type(layer).__name__}, but every layer must be a RecurrentStateLayer"
             )
     tensors = _named(cache)
-    if not tensors:
+    if not tensors or not int(cache.get_seq_length()):
         raise ValueError("cache is empty, but must hold the states after at least one token")
     _check_shapes("cache", tensors, model)
     metadata = {

@@ -56,7 +56,8 @@ class Tape(TorchDispatchMode):
                 return out
         called = [self._text(x) for x in args]
         called += [f"{key}={self._text(x)}" for key, x in kwargs.items()]
-        name = self._run(func, called, given)
+        # past OpOverload.__call__, a frame of Python that only hands its arguments on
+        name = self._run(func._op, called, given, func._schema.is_mutable)
         many = isinstance(out, (tuple, list))
         for i, x in enumerate(out if many else [out]):
             if isinstance(x, torch.Tensor) and id(x) not in self._names:
@@ -69,14 +70,16 @@ class Tape(TorchDispatchMode):
         key = id(base), _layout(x)
         if key not in self._layouts:
             called = [self._names[id(base)], *map(repr, _layout(x))]
-            self._layouts[key] = self._run(torch.ops.aten.as_strided.default, called, [base])
+            self._layouts[key] = self._run(torch.as_strided, called, [base])  # half of aten's time
         self._name(x, self._layouts[key])
         self._bases[id(x)] = base
 
-    def _run(self, func: Any, called: list[str], given: list[torch.Tensor]) -> str:
+    def _run(
+        self, func: Any, called: list[str], given: list[torch.Tensor], writes: bool = False
+    ) -> str:
         name, reads = f"r{len(self._steps)}", {self._result(x) for x in given}
         call = f"{self._keep('f', func)}({', '.join(called)})"
-        self._steps.append((name, call, reads, func._schema.is_mutable))
+        self._steps.append((name, call, reads, writes))
         return name
 
     def _fix(self, x: torch.Tensor) -> None:

@@ -4,7 +4,9 @@ FLASHCELL_TEST_DEVICE=cuda runs the tests of the ops there.
 """
 
 import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -137,3 +139,49 @@ def upcast(call: dict) -> dict:
     """The same call in float64."""
     widen = lambda v: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v
     return {k: tuple(map(widen, v)) if k == "state" else widen(v) for k, v in call.items()}
+
+
+def with_gradients(h, last, sources: dict, dh, dlast) -> dict[str, torch.Tensor]:
+    """h, the last states and the gradients of `sources` by name; dh and dlast are those of h and last."""
+    outputs = [(h, dh), *zip(last, dlast, strict=True)]
+    outputs = [(y, dy.to(y.dtype)) for y, dy in outputs if y.requires_grad]  # T = 0: h is constant
+    grads = torch.autograd.grad(
+        [y for y, _ in outputs],
+        list(sources.values()),
+        [dy for _, dy in outputs],
+        materialize_grads=True,
+    )
+    named = {"h": h, **{f"last[{k}]": s for k, s in enumerate(last)}}
+    named.update({f"d{k}": g for k, g in zip(sources, grads, strict=True)})
+    return {k: v.detach() for k, v in named.items()}
+
+
+def eager_and_compiled(
+    model: Callable[..., torch.Tensor], *inputs: torch.Tensor, backend: str = "aot_eager"
+) -> list[list[torch.Tensor]]:
+    """Output and gradients of `inputs`, of `model` and of it compiled in one graph."""
+    torch._dynamo.reset()
+    results = []
+    for function in (model, torch.compile(model, fullgraph=True, backend=backend)):
+        out = function(*inputs)
+        results.append([out.detach(), *torch.autograd.grad(out.square().sum(), inputs)])
+    return results
+
+
+def replayed(
+    once: Callable[[], Any], renew: Callable[[], Any], times: int = 3
+) -> Iterator[tuple[Any, Any]]:
+    """What a CUDA graph of once() fills, and what once() gives, each time after `renew` of its input."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        once()  # what a first call makes is no part of the graph
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        captured = once()
+    for _ in range(times):
+        with torch.no_grad():
+            renew()
+        graph.replay()
+        torch.cuda.synchronize()
+        yield captured, once()

@@ -186,8 +186,11 @@ def test_no_variant_for_this_machine(chain):
 
 
 def test_arguments_that_cannot_be(chain):
-    wrong, elsewhere = chain.load({"backend": "triton"}, {"backend": "cuda"})
-    assert wrong["error"] == elsewhere["error"] == "ValueError"
+    wrong, elsewhere, index = chain.load(
+        {"backend": "triton"}, {"backend": "cuda"}, {"device": "cpu:0"}
+    )
+    assert wrong["error"] == elsewhere["error"] == index["error"] == "ValueError"
+    assert "device_type is 'cpu:0', but must be a type such as 'cuda'" in index["message"]
     assert "must be one of auto, cuda, cpu, reference" in wrong["message"]
     assert "backend is 'cuda', but the tensors are on 'cpu'" in elsewhere["message"]
 

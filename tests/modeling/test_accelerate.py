@@ -117,3 +117,5 @@ def test_refusals(theirs):
         flashcell.accelerate(theirs, backend="gpu")
     with pytest.raises(ValueError, match="model is a Linear without an mLSTM, but must be"):
         flashcell.accelerate(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="model is a str without an mLSTM, but must be"):
+        flashcell.accelerate("NX-AI/xLSTM-7b")

@@ -145,6 +145,12 @@ def test_wrong_shapes_are_named(what):
         find_boundaries(2, 4, **kwargs)
 
 
+@pytest.mark.parametrize("name", ["attention_mask", "position_ids", "seq_idx", "cu_seq_lens_q"])
+def test_lists_are_named(make_model, tokens, name):
+    with pytest.raises(TypeError, match=f"{name} is a list, but must be a tensor"):
+        run(make_model(), tokens(1, 2), **{name: [[1, 1]]})
+
+
 def test_wrong_offsets_are_named(make_model, tokens, monkeypatch):
     monkeypatch.setenv("FLASHCELL_CHECK", "1")  # values on a GPU are looked at on request
     for offsets in ([0, 5, 3, 9], [1, 9], [0, 8]):

@@ -74,6 +74,8 @@ BAD = {
         "method is 'walk', but must be 'auto' unless cell is 'flash_",
     ),
     "no tol": ({"tol": 1e-3}, "tol is 0.001, but must be None unless cell is 'flash_gru' or"),
+    "no window": ({"conv_kernel": 7}, "conv_kernel is 7, but must be 4 unless cell is 'flash_gru'"),
+    "no bound": ({"max_recurrent": None}, "max_recurrent is None, but must be 0.5 unless cell is"),
     "no save": (GRU | {"save": "recompute"}, "save is 'recompute', but must be 'gates' unless"),
     "no clip": (GRU | {"grad_clip": 1.0}, "grad_clip is 1.0, but must be None unless cell is"),
     "max": (GRU | {"max_recurrent": 0.0}, "max_recurrent is 0.0, but must be a positive, finite"),

@@ -97,6 +97,8 @@ def test_refuses_before_it_changes_anything():
         flashcell.replace(model)
     with pytest.raises(ValueError, match="backend is 'gpu', but must be one of auto"):
         flashcell.replace(model, backend="gpu")
+    with pytest.raises(TypeError, match="model is a list, but must be a torch"):
+        flashcell.replace([model])
     assert type(model.encoder) is nn.LSTM
 
 

@@ -171,6 +171,7 @@ def test_errors_stay_with_their_request(make_model, tokens):
         "prompt is None, but must be token ids": Request(None),
         "prompt is \\[1.5, 2.0\\], but must be token ids, which are int": Request([1.5, 2.0]),
         "max_new_tokens is 2.5, but must be an integer": Request(good, 2.5),
+        "max_time is '1s', but must be None or a number": Request(good, max_time="1s"),
         "eos_token_id is '5', but must be token ids": Request(good, eos_token_id="5"),
     }
     requests = [r for bad in wrong.values() for r in (bad, Request(good, 8))]
@@ -258,6 +259,8 @@ def test_what_it_does_not_take(make_model):
     llama = LlamaForCausalLM(LlamaConfig(num_attention_heads=1, num_key_value_heads=1, **sizes))
     with pytest.raises(TypeError, match=r"model has layers of .*, but must be purely recurrent"):
         flashcell.generate_many(llama.eval(), [])
+    with pytest.raises(TypeError, match=r"model has layers of .*, but must be purely recurrent"):
+        flashcell.generate_many(torch.nn.Linear(2, 2), [])
     assert list(generate_many(model.eval(), [])) == []
 
 

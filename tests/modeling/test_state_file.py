@@ -84,6 +84,10 @@ def test_what_is_no_state_of_the_model(talk, make_model, tmp_path):
     path = tmp_path / "talk.safetensors"
     with pytest.raises(ValueError, match="cache is empty"):
         model.save_state(DynamicCache(config=model.config), path)
+    with pytest.raises(
+        ValueError, match="cache is empty"
+    ):  # states, of no tokens: no load takes it
+        model.save_state(model(torch.zeros(1, 0, dtype=torch.long)).past_key_values, path)
     llama = DynamicCache()
     llama.update(torch.zeros(1, 1, 1, 4), torch.zeros(1, 1, 1, 4), 0)
     with pytest.raises(TypeError, match="cache has a DynamicLayer"):

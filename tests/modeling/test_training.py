@@ -69,6 +69,8 @@ def test_checkpointing_refuses_a_cache(case, make_model, tokens):
     model.gradient_checkpointing_enable()
     with pytest.raises(ValueError, match="past_key_values is given, but must be None"):
         model(ids, past_key_values=cache)
+    with pytest.raises(ValueError, match=r"to generate, call eval\(\) first"):
+        model.generate(ids, max_new_tokens=2)
 
 
 def test_grad_clip_reaches_the_cell(make_model, tokens):

@@ -101,6 +101,8 @@ TABLE = {  # id: (arguments, error, what it says)
     "cu-lengths": (packed(cu_seqlens=ints(0, 6), lengths=ints(6)), ValueError, "only one may be"),
     "clip-negative": (changed(grad_clip=-1.0), ValueError, "grad_clip is -1.0"),
     "clip-nan": (changed(grad_clip=float("nan")), ValueError, "grad_clip is nan"),
+    "clip-text": (changed(grad_clip="1"), TypeError, "grad_clip is a str, but must be None or a"),
+    "clip-flag": (changed(grad_clip=True), TypeError, "grad_clip is a bool, but must be None or a"),
     "precision": (changed(precision="high"), ValueError, "precision is 'high', but must be one of"),
     "save": (changed(save="all"), ValueError, "save is 'all', but must be one of"),
     "backend": (changed(backend="gpu"), ValueError, "backend is 'gpu', but must be one of"),
@@ -145,6 +147,10 @@ def test_linear(door):
         door.linear(x, w)
     with pytest.raises(ValueError, match=r"bias has shape \[4\], but must be \[5\]"):
         door.linear(x[:, :7], w, torch.randn(4))
+    with pytest.raises(TypeError, match="weight has dtype"):  # quantised: no scale
+        door.linear(x[:, :7], w.to(torch.int8))
+    with pytest.raises(TypeError, match="bias has dtype"):
+        door.linear(x[:, :7], w, torch.ones(5).int())
 
 
 def test_backend_by_name_is_never_replaced():

@@ -4,7 +4,7 @@ import pytest
 import torch
 from test_sequence import run, upstream
 
-from cases import DEVICE, Case, make, to_device, upcast
+from cases import DEVICE, Case, make, replayed, to_device, upcast
 from flashcell.kernels import fused_rnn as reference
 from flashcell.kernels.fused_rnn import plan
 from numerics import assert_as_accurate, assert_bitwise, assert_close
@@ -128,18 +128,8 @@ def test_cuda_graph(fused_rnn, name, case):
     """Forward and backward are captured, and every replay gives the eager bits on new input."""
     call = make(CELLS[name], case, torch.bfloat16)
     dh, dlast = upstream(name, call, torch.bfloat16)
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        run(fused_rnn.recurrent, name, call, dh, dlast)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        captured = run(fused_rnn.recurrent, name, call, dh, dlast)
-    for _ in range(3):
-        call["x"].copy_(torch.randn_like(call["x"]))
-        graph.replay()
-        torch.cuda.synchronize()
-        eager = run(fused_rnn.recurrent, name, call, dh, dlast)
+    once, x = lambda: run(fused_rnn.recurrent, name, call, dh, dlast), call["x"]
+    for captured, eager in replayed(once, lambda: x.copy_(torch.randn_like(x))):
         for key in eager:
             assert_bitwise(key, captured[key], eager[key])
 

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from cases import DEVICE, Case, upcast
+from cases import DEVICE, Case, upcast, with_gradients
 from diagonal_cases import CASES, EMPTY, WEIGHTS, leaves, make
 from flashcell.kernels import diagonal_rnn as reference
 from numerics import assert_as_accurate, assert_bitwise, assert_close
@@ -28,17 +28,7 @@ def run(function, call, dh, dlast, **options):
     """(h, states, gradients of every floating input) of one call, as named tensors."""
     call, sources = leaves(call)
     h, last = function(**call, **options)
-    outputs = [(h, dh), *zip(last, dlast, strict=True)]
-    outputs = [(y, dy.to(y.dtype)) for y, dy in outputs if y.requires_grad]  # T = 0: h is constant
-    grads = torch.autograd.grad(
-        [y for y, _ in outputs],
-        list(sources.values()),
-        [dy for _, dy in outputs],
-        materialize_grads=True,
-    )
-    named = {"h": h, **{f"last[{k}]": s for k, s in enumerate(last)}}
-    named.update({f"d{k}": g for k, g in zip(sources, grads, strict=True)})
-    return {k: v.detach() for k, v in named.items()}
+    return with_gradients(h, last, sources, dh, dlast)
 
 
 def upstream(name, call, dtype):

@@ -5,7 +5,7 @@ import torch
 from test_diagonal import run
 from test_diagonal_cuda import CELLS, LONG, METHODS, WAYS, backward_call
 
-from cases import DEVICE, Case
+from cases import DEVICE, Case, replayed
 from diagonal_cases import leaves, make
 from numerics import assert_bitwise, assert_close
 
@@ -45,24 +45,14 @@ def test_cuda_graph(diagonal_rnn, name, method, way):
     """Forward and backward are captured, and every replay gives the eager bits on new input."""
     call, dh, dlast = backward_call(name, way, ("state",), torch.float32)
     call, sources = leaves(call)
-    function, stream = getattr(diagonal_rnn, name), torch.cuda.Stream()
+    function, x = getattr(diagonal_rnn, name), call["x"]
 
     def once():
         h, last = function(**call, method=method)
         return [h, *last, *torch.autograd.grad((h, *last), list(sources.values()), (dh, *dlast))]
 
-    with torch.cuda.stream(stream):
-        once()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        captured = once()
-    for _ in range(3):
-        with torch.no_grad():
-            call["x"].copy_(torch.randn_like(call["x"]))
-        graph.replay()
-        torch.cuda.synchronize()
-        for k, (got, want) in enumerate(zip(captured, once(), strict=True)):
+    for captured, eager in replayed(once, lambda: x.copy_(torch.randn_like(x))):
+        for k, (got, want) in enumerate(zip(captured, eager, strict=True)):
             assert_bitwise(f"output {k}", got, want)
 
 

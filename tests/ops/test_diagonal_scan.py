@@ -109,6 +109,8 @@ def test_bad_input(request, door):
     ):
         with pytest.raises(error, match=message):
             module.linear_scan(*arguments)
+    with pytest.raises(TypeError, match="reverse is a str, but must be True or False"):
+        module.linear_scan(a, b, reverse="no")
     a, b, _ = draw((2, 3, 4), 3, torch.float32)
     with pytest.raises(ValueError, match=r"a has shape .* must be \[B, T, D, n, n\]"):
         module.block_scan(b, b)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from test_diagonal_scan import DTYPES, draw, run, short
 
-from cases import DEVICE
+from cases import DEVICE, replayed
 from flashcell.kernels import diagonal_rnn as reference
 from numerics import assert_as_accurate, assert_bitwise, assert_close
 
@@ -113,7 +113,7 @@ REPEATED = [(2, 300, 40), (1, 5000, 512), (40, 300, 128), (2, 300, 33), (9, 9, 3
 def test_bits_repeat_and_are_captured(diagonal_rnn, shape, reverse, dtype):
     """Bit for bit, there and back: while other work is on its way, and replayed on new input."""
     given = [t.requires_grad_() for t in draw(shape, None, dtype)]
-    dh, stream = torch.randn(shape, dtype=dtype), torch.cuda.Stream()
+    dh, stream, b = torch.randn(shape, dtype=dtype), torch.cuda.Stream(), given[1]
 
     def once():
         h = diagonal_rnn.linear_scan(*given, reverse=reverse)
@@ -130,15 +130,5 @@ def test_bits_repeat_and_are_captured(diagonal_rnn, shape, reverse, dtype):
             noise @ noise
         check(once(), first)
     torch.cuda.synchronize()
-    with torch.cuda.stream(stream):
-        once()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        captured = once()
-    for _ in range(2):
-        with torch.no_grad():
-            given[1].copy_(torch.randn_like(given[1]))
-        graph.replay()
-        torch.cuda.synchronize()
-        check(captured, once())
+    for captured, eager in replayed(once, lambda: b.copy_(torch.randn_like(b)), times=2):
+        check(captured, eager)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cases import CASES, DEVICE, EMPTY, make, upcast
+from cases import CASES, DEVICE, EMPTY, make, upcast, with_gradients
 from flashcell.kernels import fused_rnn as reference
 from numerics import assert_as_accurate
 
@@ -23,17 +23,7 @@ def run(function, name, call, dh, dlast, **options):
     carried = reference.CELLS[name].states - reference.CELLS[name].detached_states
     sources = {k: call[k] for k in ("x", "weight", "bias") if k in call}
     sources.update({f"state[{k}]": s for k, s in enumerate(call.get("state", ())[:carried])})
-    outputs = [(h, dh), *zip(last[:carried], dlast, strict=False)]
-    outputs = [(y, dy.to(y.dtype)) for y, dy in outputs if y.requires_grad]  # T = 0: h is constant
-    grads = torch.autograd.grad(
-        [y for y, _ in outputs],
-        list(sources.values()),
-        [dy for _, dy in outputs],
-        materialize_grads=True,
-    )
-    named = {"h": h, **{f"last[{k}]": s for k, s in enumerate(last)}}
-    named.update({f"d{k}": g for k, g in zip(sources, grads, strict=True)})
-    return {k: v.detach() for k, v in named.items()}
+    return with_gradients(h, last, sources, dh, dlast)
 
 
 def upstream(name, call, dtype):

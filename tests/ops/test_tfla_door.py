@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cases import DEVICE
+from cases import DEVICE, eager_and_compiled
 from flashcell.kernels import tfla as reference
 from mlstm_cases import CELLS, Case, leaves, make, names
 
@@ -87,11 +87,7 @@ TABLE = {  # id: (arguments, error, what it says)
     ),
     "hold-float": (changed(hold=torch.zeros(B, T)), TypeError, "hold has dtype torch.float32"),
     "lengths-float": (changed(lengths=torch.ones(B)), TypeError, "lengths has dtype torch.float32"),
-    "lengths-shape": (
-        changed(lengths=ints(1)),
-        ValueError,
-        r"lengths has shape \[1\], but must be",
-    ),
+    "lengths-shape": (changed(lengths=ints(1)), ValueError, r"lengths has shape \[1\], but must"),
     "cu-and-lengths": (
         changed(lengths=ints(1, 2), cu_seqlens=ints(0, 4)),
         ValueError,
@@ -167,6 +163,23 @@ def test_step(door):
         door.mlstm_step(**call, out_gate=gate, inplace=True)
     with pytest.raises(ValueError, match=r"out_gate has shape \[2, 1, 2, 16\]"):
         door.mlstm_step(**call, out_gate=gate.detach()[:, None])
+
+
+def test_transfers(door):
+    """A state of another batch, or of another gate, is not broadcast or cut."""
+    call, carry, compose = base(), door.mlstm_carry, door.mlstm_compose
+    given, state = [call[name] for name in ("k", "v", "i", "f")], call["state"]
+    exp, sigmoid = (door.mlstm_transfer(*given, input_gate=g) for g in ("exp", "sigmoid"))
+    for message, function, *arguments in (
+        ("state is NoneType, but transfer needs a tuple of 3", carry, None, exp),
+        (r"state\[0\] has shape \[1, 2, 8, 16\]", carry, [s[:1] for s in state], exp),
+        ("state is 3 tensors, but transfer needs a tuple of 1", carry, state, sigmoid),
+        ("transfer is NoneType, but", carry, state, None),
+        ("first is 3 tensors, but second needs a tuple of 1", compose, exp, sigmoid),
+        ("first is 1 tensors, but second needs a tuple of 3", compose, sigmoid, exp),
+    ):
+        with pytest.raises(ValueError, match=message):
+            function(*arguments)
 
 
 def test_backend_by_name_is_never_replaced():
@@ -254,7 +267,6 @@ def test_gradcheck(tfla, cell, options):
 
 def test_compiled_object(tfla, cell):
     """fullgraph, forward and backward, and a step in place: what eager gives."""
-    torch._dynamo.reset()
     case = Case(2, 9, 2, 16, 8, ("state", "reset", "layer"), 4)
     call, sources = leaves(make(cell, case, torch.float32))
     q, v = sources["q"], sources["v"]
@@ -263,12 +275,7 @@ def test_compiled_object(tfla, cell):
         h, last = tfla.mlstm(**{**call, "q": q * 2, "v": v})
         return h * last[0].sum()
 
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    results = []
-    for function in (model, compiled):
-        out = function(q, v)
-        results.append([out, *torch.autograd.grad(out.sum(), [q, v])])
-    for eager, traced in zip(*results, strict=True):
+    for eager, traced in zip(*eager_and_compiled(model, q, v), strict=True):
         torch.testing.assert_close(eager, traced, rtol=1e-6, atol=1e-6)
 
     step = {k: call[k].detach()[:, 0] for k in ("q", "k", "v", "i", "f")}

@@ -227,10 +227,8 @@ def test_bf16_at_a_models_width(tfla, cell, size):
 @pytest.mark.skipif(SANITIZE in os.environ, reason="is what runs")
 def test_nothing_is_read_or_written_out_of_bounds():
     """The fast comparisons under AddressSanitizer, which must be in the process from its start."""
-    found = subprocess.run(
-        ["g++", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True
-    )
-    env = {**os.environ, SANITIZE: "1", "LD_PRELOAD": found.stdout.strip()}
+    found = subprocess.check_output(["g++", "-print-file-name=libasan.so"], text=True)
+    env = {**os.environ, SANITIZE: "1", "LD_PRELOAD": found.strip()}
     env["ASAN_OPTIONS"] = "detect_leaks=0"
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-s", "-p", "no:cacheprovider", __file__]
     command += ["-m", "not slow", "-k", "any_order and exp or test_step"]  # -s: its report is seen

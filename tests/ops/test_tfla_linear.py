@@ -206,6 +206,14 @@ def test_wrong_arguments_are_named(tfla):
         r"must be one where residual is given": ((x, [w, v]), {"residual": x[:, :8]}),
         r"capped is 1, but must be 0": ((x, [w]), {"residual": x[:, :8], "capped": 1}),
         r"gated is True, but needs two weights": ((x, [w]), {"gated": True}),
+        r"weights\[1\] has shape \[7, 64\], but must be \[N, K\] of weights\[0\] = \[8, 64\]": (
+            (x, [w, v[:7]]),
+            {"gated": True},
+        ),
+        r"weights is a Tensor, but must be a list": ((x, w), {}),
+        r"biases is a NoneType, but must be a list": ((x, [w], None), {}),
+        r"cap is -1.0, but must be a number >= 0": ((x, [w]), {"capped": 1, "cap": -1.0}),
+        r"norm_eps is a str, but must be a number": ((x, [w]), {"norm_eps": "1"}),
         r"linear_step is for decoding": ((x, [w.clone().requires_grad_()]), {}),
     }
     for message, (args, kwargs) in wrong.items():

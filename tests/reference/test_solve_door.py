@@ -27,6 +27,21 @@ WRONG = {
     "no state": ({"h0": None}, ValueError, "h0 and state_shape are both None"),
     "h0": ({"h0": torch.zeros(3, D)}, ValueError, "h0 has shape .3, 4., but must be .B, .S."),
     "state_shape": ({"state_shape": (5,)}, ValueError, "h0 has shape .2, 4., but must be .B, .S."),
+    "empty state_shape": (
+        {"h0": None, "state_shape": ()},
+        ValueError,
+        r"state_shape is \(\), but must be a tuple of ints, not empty",
+    ),
+    "state_shape a number": (
+        {"h0": None, "state_shape": D},
+        ValueError,
+        "state_shape is 4, but must be a tuple of ints",
+    ),
+    "params": ({"params": torch.ones(2, D)}, TypeError, "params is a Tensor, but must be a tuple"),
+    "cell": ({"cell": 3}, TypeError, "cell is a int, but must be a function or an nn.Module"),
+    "bounds": ({"bounds": 1.0}, ValueError, r"bounds is 1.0, but must be None or \(low, high\)"),
+    "one bound": ({"bounds": (1.0,)}, ValueError, r"must be None or \(low, high\)"),
+    "bounds turned round": ({"bounds": (1, -1)}, ValueError, "bounds has a low above its high"),
     "structure": (
         {"structure": "band"},
         ValueError,
@@ -37,6 +52,8 @@ WRONG = {
     "scan": ({"mode": "scan"}, RuntimeError, "backend 'cpu' was asked for, but this copy"),
     "tol": ({"tol": -1.0}, ValueError, "tol is -1.0, but must be None or a number >= 0"),
     "max_iters": ({"max_iters": 1.5}, ValueError, "max_iters is 1.5, but must be an int >= 0"),
+    "tol text": ({"tol": "0"}, TypeError, "tol is a str, but must be None or a number"),
+    "chunk None": ({"chunk": None}, ValueError, "chunk is None, but must be an int >= 1"),
     "chunk": ({"chunk": 0}, ValueError, "chunk is 0, but must be an int >= 1"),
     "guess": ({"guess": torch.zeros(2, D)}, ValueError, "guess has shape .2, 4., but must be"),
     "shape": (
@@ -60,6 +77,8 @@ def test_wrong_arguments_are_named(what):
         kernel.solve(**{**call, "params": (torch.ones(2, D),), **changed})
     with pytest.raises(TypeError, match="option 'modus', but must be one of"):
         kernel.ParallelRNN(cell, (D,), modus="scan")
+    with pytest.raises(ValueError, match="state_shape is 4, but must be a tuple of ints"):
+        kernel.ParallelRNN(cell, D)
 
 
 def test_the_documented_example():

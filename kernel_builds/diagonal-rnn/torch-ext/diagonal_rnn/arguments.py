@@ -7,8 +7,10 @@ import torch
 from .cells import Cell
 from .checks import (
     check_choice,
+    check_flag,
     check_floating,
     check_masks,
+    check_number,
     check_shape,
     check_state,
     check_tensor,
@@ -53,13 +55,19 @@ def check_sequence(cell: Cell, x, state, reset, hold, lengths, cu_seqlens) -> No
 
 def check_method(method, tol, max_iters) -> None:
     check_choice("method", method, METHODS)
-    if tol is not None and not tol >= 0:
-        raise ValueError(f"tol is {tol}, but must be None or a number >= 0")
-    if max_iters is not None and not (isinstance(max_iters, int) and max_iters >= 0):
+    check_tolerance(tol)
+    whole = isinstance(max_iters, int) and not isinstance(max_iters, bool)
+    if max_iters is not None and not (whole and max_iters >= 0):
         raise ValueError(f"max_iters is {max_iters!r}, but must be None or an int >= 0")
 
 
-def check_scan(a, b, h0, block: bool) -> None:
+def check_tolerance(tol) -> None:
+    if tol is not None:
+        check_number("tol", tol, "None or a number >= 0")
+
+
+def check_scan(a, b, h0, reverse, block: bool) -> None:
+    check_flag("reverse", reverse)
     check_tensor("b", b)
     check_floating("b", b)
     if b.dim() != 3 + block:

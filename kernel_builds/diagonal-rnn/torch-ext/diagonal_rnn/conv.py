@@ -31,15 +31,18 @@ def causal_conv(
     if x.dim() != 3:
         raise ValueError(f"x has shape {list(x.shape)}, but must be [B, T, D]")
     check_tensor("weight", weight, x.device)
+    check_floating("weight", weight)
     B, _, D = x.shape
     if weight.dim() != 2 or len(weight) != D or weight.shape[1] < 1:
         raise ValueError(f"weight has shape {list(weight.shape)}, but must be [D, K], D = {D}")
     past = weight.shape[1] - 1
     if bias is not None:
         check_tensor("bias", bias, x.device)
+        check_floating("bias", bias)
         check_shape("bias", bias, (D,), "[D]")
     if window is not None:
         check_tensor("window", window, x.device)
+        check_floating("window", window)
         check_shape("window", window, (B, past, D), "[B, K - 1, D]")
     check_mask("reset", reset, x)
     if backend == "cpu":

@@ -66,7 +66,7 @@ def flash_gru(
     """
     spec = CELLS["flash_gru"]
     check_x(spec, x, "B, T", 4)
-    masks, weight = (reset, hold, lengths, cu_seqlens), _rows(x, sizes(x)[2], a, None, bias)
+    masks, weight = (reset, hold, lengths, cu_seqlens), _rows(x, [("a", a, 3)], bias)
     return _sequence(spec, x, weight, state, masks, (method, tol, max_iters), return_info, backend)
 
 
@@ -84,7 +84,8 @@ def flash_lstm(
     """
     spec = CELLS["flash_lstm"]
     check_x(spec, x, "B, T", 4)
-    masks, weight = (reset, hold, lengths, cu_seqlens), _rows(x, sizes(x)[2], a, p, bias)
+    masks = reset, hold, lengths, cu_seqlens
+    weight = _rows(x, [("a", a, 3), ("p", p, 2)], bias)
     return _sequence(spec, x, weight, state, masks, (method, tol, max_iters), return_info, backend)
 
 
@@ -93,7 +94,7 @@ def flash_gru_step(x, a, state=None, *, bias=None, backend="auto") -> Result:
     spec = CELLS["flash_gru"]
     check_x(spec, x, "B", 3)
     x = x.unsqueeze(-3)
-    return _step(spec, x, _rows(x, sizes(x)[2], a, None, bias), state, backend)
+    return _step(spec, x, _rows(x, [("a", a, 3)], bias), state, backend)
 
 
 def flash_lstm_step(x, a, p, state=None, *, bias=None, backend="auto") -> Result:
@@ -101,7 +102,7 @@ def flash_lstm_step(x, a, p, state=None, *, bias=None, backend="auto") -> Result
     spec = CELLS["flash_lstm"]
     check_x(spec, x, "B", 3)
     x = x.unsqueeze(-3)
-    return _step(spec, x, _rows(x, sizes(x)[2], a, p, bias), state, backend)
+    return _step(spec, x, _rows(x, [("a", a, 3), ("p", p, 2)], bias), state, backend)
 
 
 def linear_scan(a, b, h0=None, *, reverse=False, backend="auto") -> torch.Tensor:
@@ -110,26 +111,25 @@ def linear_scan(a, b, h0=None, *, reverse=False, backend="auto") -> torch.Tensor
     a, b [B, T, D], h0 [B, D] or None for zeros -> h [B, T, D] in b's dtype. The sum is in fp32 (fp64
     for fp64); with a and b in two dtypes both are read in the wider one.
     """
-    check_scan(a, b, h0, block=False)
+    check_scan(a, b, h0, reverse, block=False)
     return _scan("scan_fwd", a, b, h0, reverse, backend)
 
 
 def block_scan(a, b, h0=None, *, reverse=False, backend="auto") -> torch.Tensor:
     """`linear_scan` of n x n blocks: a [B, T, D, n, n], b [B, T, D, n], h0 [B, D, n], n <= 4."""
-    check_scan(a, b, h0, block=True)
+    check_scan(a, b, h0, reverse, block=True)
     return _scan("block_scan_fwd", a, b, h0, reverse, backend)
 
 
-def _rows(x: torch.Tensor, D: int, a, p, bias) -> torch.Tensor:
-    """The weight [P, D], and the rows of a bias after it, as the engines read them."""
-    check_rows("a", a, 3, D, x)
-    parts = [a]
-    for name, value, rows in (("p", p, 2), ("bias", bias, 3)):
-        if value is not None:
-            check_rows(name, value, rows, D, x)
-            parts.append(value)
-    dtype = reference.state_dtype(x.dtype)
-    return parts[0].to(dtype) if len(parts) == 1 else torch.cat([part.to(dtype) for part in parts])
+def _rows(x: torch.Tensor, weights, bias) -> torch.Tensor:
+    """The weight [P, D], and the rows of a bias after it, as the engines read them; `weights` are
+    name, value and number of rows of its parts."""
+    D, dtype = sizes(x)[2], reference.state_dtype(x.dtype)
+    given = weights if bias is None else [*weights, ("bias", bias, 3)]
+    for name, value, rows in given:
+        check_rows(name, value, rows, D, x)
+    parts = [value.to(dtype) for _, value, _ in given]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _sequence(spec, x, weight, state, masks, options, return_info, backend):

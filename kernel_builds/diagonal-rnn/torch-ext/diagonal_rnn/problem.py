@@ -33,19 +33,38 @@ def check_state(x: Tensor, h0, state_shape, dtype: torch.dtype) -> Tensor:
     if h0 is None:
         if state_shape is None:
             raise ValueError("h0 and state_shape are both None, but one must say what a state is")
-        return torch.zeros(len(x), *state_shape, dtype=dtype, device=x.device)
+        return torch.zeros(len(x), *check_sizes(state_shape), dtype=dtype, device=x.device)
     check_tensor("h0", h0, x.device)
     check_floating("h0", h0)
-    shape = h0.shape[1:] if state_shape is None else state_shape
+    shape = h0.shape[1:] if state_shape is None else check_sizes(state_shape)
     check_shape("h0", h0, (len(x), *shape), "[B, *S]")
     if h0.dim() < 2:
         raise ValueError(f"h0 has shape {list(h0.shape)}, but must be [B, *S], S not empty")
     return h0.to(dtype)
 
 
+def check_sizes(state_shape: Any) -> Tuple[int, ...]:
+    whole = isinstance(state_shape, (tuple, list)) and all(type(n) is int for n in state_shape)
+    if not whole or not state_shape:
+        raise ValueError(f"state_shape is {state_shape!r}, but must be a tuple of ints, not empty")
+    return tuple(state_shape)
+
+
 def check_count(name: str, value: Any, least: int) -> None:
-    if value is not None and not (isinstance(value, int) and value >= least):
+    if not (isinstance(value, int) and not isinstance(value, bool) and value >= least):
         raise ValueError(f"{name} is {value!r}, but must be an int >= {least}")
+
+
+def check_bounds(bounds: Any, h0: Tensor) -> Any:
+    """(low, high) in the state's dtype."""
+    if bounds is None:
+        return None
+    if not isinstance(bounds, (tuple, list)) or len(bounds) != 2:
+        raise ValueError(f"bounds is {bounds!r}, but must be None or (low, high)")
+    low, high = (torch.as_tensor(v, dtype=h0.dtype, device=h0.device) for v in bounds)
+    if bool((low > high).any()):
+        raise ValueError("bounds has a low above its high")
+    return low, high
 
 
 class Problem:

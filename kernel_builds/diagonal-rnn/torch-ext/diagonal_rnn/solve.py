@@ -26,10 +26,11 @@ from typing import Any, Callable, NamedTuple, Optional, Tuple
 import torch
 from torch import Tensor, nn
 
+from .arguments import check_tolerance
 from .checks import check_choice, check_shape, check_tensor
 from .dispatch import without_autocast
 from .iteration import Options, finish, iterate, shift, shoot, walk
-from .problem import Inputs, Problem, check_count, check_state, check_x
+from .problem import Inputs, Problem, check_bounds, check_count, check_sizes, check_state, check_x
 from .structures import STRUCTURES, choose_mode, find_structure, solve_linear
 
 MODES = ("auto", "scan", "torch", "sequential")
@@ -99,23 +100,25 @@ def solve(
             "mode is 'fused', but only flash_gru and flash_lstm are: call these instead"
         )
     check_choice("mode", mode, MODES)
+    if not callable(cell):
+        raise TypeError(f"cell is a {type(cell).__name__}, but must be a function or an nn.Module")
     check_choice("structure", structure, ("auto", *STRUCTURES))
     if jacobian_fn is not None and structure == "auto":
         raise ValueError("structure is 'auto', but must be named when jacobian_fn is given")
     xs, dtype = check_x(x)
     h0 = check_state(xs[0], h0, state_shape, dtype)
     check_count("chunk", chunk, 1)
-    check_count("max_iters", max_iters, 0)
-    if tol is not None and not tol >= 0:
-        raise ValueError(f"tol is {tol}, but must be None or a number >= 0")
+    if max_iters is not None:
+        check_count("max_iters", max_iters, 0)
+    check_tolerance(tol)
+    if not isinstance(params, (tuple, list)):
+        raise TypeError(f"params is a {type(params).__name__}, but must be a tuple")
     B, T = xs[0].shape[:2]
     if guess is not None:
         check_tensor("guess", guess, h0.device)
         check_shape("guess", guess, (B, T, *h0.shape[1:]), "[B, T, *S]")
         guess = guess.detach().to(dtype)
-    if bounds is not None:
-        low, high = (torch.as_tensor(v, dtype=dtype, device=h0.device) for v in bounds)
-        bounds = low, high
+    bounds = check_bounds(bounds, h0)
     problem = Problem(cell, h0, xs, params, not isinstance(x, tuple), jacobian_fn)
     with without_autocast(h0.device.type):
         if mode == "sequential" or h0.numel() * T == 0:
@@ -215,7 +218,7 @@ class ParallelRNN(nn.Module):
         wrong = sorted(set(options) - OPTIONS)
         if wrong:
             raise TypeError(f"option {wrong[0]!r}, but must be one of {', '.join(sorted(OPTIONS))}")
-        self.cell, self.state_shape, self.options = cell, tuple(state_shape), options
+        self.cell, self.state_shape, self.options = cell, check_sizes(state_shape), options
 
     def forward(self, x: Inputs, h0: Optional[Tensor] = None, return_info: bool = False):
         options = {"state_shape": self.state_shape, **self.options}

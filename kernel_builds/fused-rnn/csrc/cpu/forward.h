@@ -116,8 +116,8 @@ struct Forward {
     if (packed) {
       parts_product<IO, kVectors>(rows, count, depth, panel_weights(head, panel), products);
     } else {
-      dot_panel<IO, kGates, kUnits>(rows, count, (const IO*)p.weight + head * p.D * p.D,
-                                    p.N * p.D * p.D, p.D, panel * kPanelUnits, products);
+      dot_panel<IO, kGates, kUnits, kChunk>(rows, count, (const IO*)p.weight + head * p.D * p.D,
+                                            p.N * p.D * p.D, p.D, panel * kPanelUnits, products);
     }
     for (int u = 0; u < kUnits; ++u) {
       const int64_t unit = panel * kPanelUnits + u * V::kWidth;

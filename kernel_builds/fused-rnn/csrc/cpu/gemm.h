@@ -19,6 +19,7 @@ struct Gemm {
   static constexpr int64_t kPanelBlock = 768 / kStride;  // panels of a task: a tile of C, 288 KB
   static constexpr int64_t kDepthBlock = 768;            // of A: 96 rows, 288 KB of floats
   static constexpr int64_t kDotMaxRows = 4;
+  static constexpr int64_t kDotPanels = (256 + kStride - 1) / kStride;  // 8 strips of 32 rows
 
   const GemmParams& p;
   const Host& caller;
@@ -159,11 +160,20 @@ struct Gemm {
               p.K - k < V::kWidth ? int(p.K - k) : V::kWidth);
       }
     }
-    parallel_for(host, panels, [&](int64_t panel) {
-      T c[kDotMaxRows * kStride];
-      const int64_t n = panel * kStride, left = p.N - n < kStride ? p.N - n : kStride;
-      dot_rows(rows, int(p.M), (const IO*)p.b + n * p.b_n, p.K, int(left), c, kStride);
-      for (int64_t m = 0; m < p.M; ++m) write(0, m, n, c + m * kStride);
+    parallel_ranges(host, panels, [&](int64_t begin, int64_t end) {
+      alignas(kVectorBytes) T c[kDotMaxRows * kDotPanels * kStride];
+      for (int64_t panel = begin; panel < end; panel += kDotPanels) {
+        const int64_t n = panel * kStride,
+                      count = end - panel < kDotPanels ? end - panel : kDotPanels;
+        const int64_t left = p.N - n < count * kStride ? p.N - n : count * kStride;
+        dot_rows<IO, kDotMaxRows>(rows, int(p.M), (const IO*)p.b + n * p.b_n, p.K, int(left), c,
+                                  kDotPanels * kStride);
+        for (int64_t m = 0; m < p.M; ++m) {
+          for (int64_t i = 0; i < count; ++i) {
+            write(0, m, n + i * kStride, c + (m * kDotPanels + i) * kStride);
+          }
+        }
+      }
     });
   }
 };

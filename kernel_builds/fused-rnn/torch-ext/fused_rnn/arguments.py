@@ -3,7 +3,14 @@
 import torch
 
 from .cells import Cell
-from .checks import check_floating, check_masks, check_shape, check_state, check_tensor
+from .checks import (
+    check_floating,
+    check_masks,
+    check_number,
+    check_shape,
+    check_state,
+    check_tensor,
+)
 
 
 def check_x(cell: Cell, x: torch.Tensor, letters: str, dims: int) -> None:
@@ -35,5 +42,5 @@ def check_sequence(
     sequences = check_masks(x, reset, hold, lengths, cu_seqlens)
     letters = "[B, N, D]" if cu_seqlens is None else "[S, N, D]"
     check_state(cell, state, (sequences, *x.shape[-2:]), letters, x)
-    if grad_clip is not None and not grad_clip >= 0:
-        raise ValueError(f"grad_clip is {grad_clip}, but must be None or a number >= 0")
+    if grad_clip is not None:
+        check_number("grad_clip", grad_clip, "None or a number >= 0")

@@ -49,6 +49,25 @@ def check_shape(name: str, value: torch.Tensor, shape: Tuple[int, ...], letters:
         )
 
 
+def check_number(name: str, value: object, wanted: str = "a number >= 0") -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} is a {type(value).__name__}, but must be {wanted}")
+    if not value >= 0:
+        raise ValueError(f"{name} is {value}, but must be {wanted}")
+
+
+def check_flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} is a {type(value).__name__}, but must be True or False")
+
+
+def check_count(name: str, tensors: object, count: int, who: str) -> None:
+    if not isinstance(tensors, (tuple, list)) or len(tensors) != count:
+        had = f"{len(tensors)} tensors" if isinstance(tensors, (tuple, list)) else ""
+        had = had or type(tensors).__name__
+        raise ValueError(f"{name} is {had}, but {who} needs a tuple of {count} tensors")
+
+
 def check_mask(name: str, mask: Optional[torch.Tensor], x: torch.Tensor) -> None:
     if mask is None:
         return
@@ -71,9 +90,7 @@ def check_integers(name: str, value: Optional[torch.Tensor], x: torch.Tensor) ->
 def check_state(cell: Cell, state, shape: Tuple[int, ...], letters: str, x: torch.Tensor) -> None:
     if state is None:
         return
-    if not isinstance(state, (tuple, list)) or len(state) != cell.states:
-        had = f"{len(state)} tensors" if isinstance(state, (tuple, list)) else type(state).__name__
-        raise ValueError(f"state is {had}, but {cell.name} needs a tuple of {cell.states} tensors")
+    check_count("state", state, cell.states, cell.name)
     for k, s in enumerate(state):
         check_tensor(f"state[{k}]", s, x.device)
         check_floating(f"state[{k}]", s)

@@ -171,6 +171,7 @@ def linear(x, weight, bias=None, *, backend="auto") -> torch.Tensor:
     check_tensor("x", x)
     check_floating("x", x)
     check_tensor("weight", weight, x.device)
+    check_floating("weight", weight)
     if weight.dim() != 2 or x.dim() < 1 or weight.shape[1] != x.shape[-1]:
         raise ValueError(
             f"weight has shape {list(weight.shape)}, but must be [O, I] with I = x.shape[-1]; "
@@ -178,6 +179,7 @@ def linear(x, weight, bias=None, *, backend="auto") -> torch.Tensor:
         )
     if bias is not None:
         check_tensor("bias", bias, x.device)
+        check_floating("bias", bias)
         if tuple(bias.shape) != (weight.shape[0],):
             raise ValueError(f"bias has shape {list(bias.shape)}, but must be [{weight.shape[0]}]")
     weight = _as(weight, x.dtype)

@@ -5,7 +5,15 @@ from typing import List, Tuple
 import torch
 
 from .cells import INPUT_GATES, Cell
-from .checks import check_choice, check_floating, check_masks, check_shape, check_tensor
+from .checks import (
+    check_choice,
+    check_count,
+    check_floating,
+    check_masks,
+    check_number,
+    check_shape,
+    check_tensor,
+)
 
 WIDEST = 1024
 NORMS = ("layer", "rms")
@@ -49,18 +57,6 @@ def check_query(q, k: torch.Tensor, letters: str) -> None:
     check_tensors([("q", q)], k, tuple(k.shape), f"[{letters}, H, K]")
 
 
-def check_number(name: str, value) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} is a {type(value).__name__}, but must be a number")
-    if not value >= 0:
-        raise ValueError(f"{name} is {value}, but must be a number >= 0")
-
-
-def check_flag(name: str, value) -> None:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} is a {type(value).__name__}, but must be True or False")
-
-
 def check_gate(input_gate, normalize, eps) -> None:
     check_choice("input_gate", input_gate, INPUT_GATES)
     if normalize is not None:
@@ -77,15 +73,23 @@ def check_chunk_size(chunk_size) -> None:
 def check_state(cell: Cell, state, sequences: int, letter: str, k, v) -> None:
     if state is None:
         return
-    if not isinstance(state, (tuple, list)) or len(state) != cell.states:
-        had = f"{len(state)} tensors" if isinstance(state, (tuple, list)) else type(state).__name__
-        raise ValueError(f"state is {had}, but {cell.name} needs a tuple of {cell.states} tensors")
+    check_count("state", state, cell.states, cell.name)
     H, K, V = k.shape[-2], k.shape[-1], v.shape[-1]
     sizes: List[Tuple[Tuple[int, ...], str]] = [((K, V), ", K, V")]
     sizes += [((K,), ", K")] * cell.normalized + [((), "")] * cell.exponential
     for s, (value, (size, letters)) in enumerate(zip(state, sizes)):
         shape = (sequences, H, *size)
         check_tensors([(f"state[{s}]", value)], k, shape, f"[{letter}, H{letters}]")
+
+
+def check_carried(name: str, state, transfer, who: str) -> None:
+    """A state, or what of a transfer is one, in front of the transfer called `who`."""
+    check_count(who, transfer, 4, "what follows")
+    wanted = [t for t in transfer[:3] if t is not None]
+    check_count(name, state, len(wanted), who)
+    for s, (value, like) in enumerate(zip(state, wanted)):
+        check_tensor(f"{name}[{s}]", value, like.device)
+        check_shape(f"{name}[{s}]", value, tuple(like.shape), f"{who}[{s}]'s")
 
 
 def check_epilogue(v, out_gate, norm, norm_weight, norm_eps) -> None:

@@ -13,9 +13,15 @@ from typing import NamedTuple, Optional, Tuple
 
 import torch
 
-from .arguments import check_chunk_size, check_gate, check_inputs, check_sequences
+from .arguments import (
+    check_carried,
+    check_chunk_size,
+    check_gate,
+    check_inputs,
+    check_sequences,
+)
 from .cells import Cell, pick_cell
-from .checks import check_values
+from .checks import check_count, check_values
 from .dispatch import BACKEND, select_backend
 from .functional import run
 from .reference import INF, Options, finite, log_gates, state_dtype
@@ -54,7 +60,12 @@ def mlstm_transfer(
 
 
 def mlstm_carry(state: Tuple[torch.Tensor, ...], transfer: Transfer) -> Tuple[torch.Tensor, ...]:
-    """The state after a shard, from the state before it."""
+    """The state after a shard, from the state before it. Wrong arguments raise as in `mlstm`."""
+    check_carried("state", state, transfer, "transfer")
+    return _carry(state, transfer)
+
+
+def _carry(state: Tuple[torch.Tensor, ...], transfer: Transfer) -> Tuple[torch.Tensor, ...]:
     C, n, m, log_decay = transfer
     before = state[-1] if m is not None else torch.zeros_like(log_decay)
     added = torch.zeros_like(log_decay) if m is None else m
@@ -68,9 +79,11 @@ def mlstm_carry(state: Tuple[torch.Tensor, ...], transfer: Transfer) -> Tuple[to
 
 
 def mlstm_compose(first: Transfer, second: Transfer) -> Transfer:
-    """The transfer of `first` and then `second`."""
+    """The transfer of `first` and then `second`. Wrong arguments raise as in `mlstm`."""
+    check_count("first", first, 4, "mlstm_compose")
     state = tuple(s for s in first[:3] if s is not None)
-    C, *others = mlstm_carry(state, second)
+    check_carried("first", state, second, "second")
+    C, *others = _carry(state, second)
     n = others[0] if second.n is not None else None
     m = others[-1] if second.m is not None else None
     return Transfer(C, n, m, first.log_decay + second.log_decay)

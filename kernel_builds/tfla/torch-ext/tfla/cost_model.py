@@ -91,10 +91,6 @@ def chunk_bytes(cell: Cell, K: int, V: int, io: int = 2, state: int = 4) -> Coun
     return Count(0, rows, 2 * state * state_size(cell, K, V))
 
 
-def parallel_bytes(cell: Cell, K: int, V: int, io: int = 2) -> Count:
-    return Count(0, io * (2 * K + 2 * V + 2), 0)
-
-
 def best_chunk(
     cell: Cell, K: int, V: int, intensity: float = 0.0, state: int = 4, causal: float = 0.5
 ) -> float:

@@ -37,7 +37,6 @@ from . import reference
 from .arguments import (
     check_chunk_size,
     check_epilogue,
-    check_flag,
     check_gate,
     check_inputs,
     check_query,
@@ -45,7 +44,7 @@ from .arguments import (
     check_state,
 )
 from .cells import Cell, pick_cell
-from .checks import check_values
+from .checks import check_flag, check_values
 from .cost_model import DEVICES, best_chunk
 from .dispatch import BACKEND, ops, select_backend, without_autocast
 from .formulas import CALLS

@@ -7,7 +7,7 @@ from typing import Any, List, Sequence, Tuple
 
 import torch
 
-from .checks import check_floating, check_shape, check_tensor
+from .checks import check_floating, check_number, check_shape, check_tensor
 from .dispatch import BACKEND, ops, select_backend
 from .reference import state_dtype
 
@@ -33,6 +33,8 @@ def linear_step(
     ValueError and TypeError name the argument.
     """
     tensors = _check(x, weights, biases, norm_weight, residual)
+    check_number("cap", cap)
+    check_number("norm_eps", norm_eps)
     if not 0 <= capped <= len(weights):
         raise ValueError(f"capped is {capped}, but must be 0 to {len(weights)}")
     if residual is not None and len(weights) != 1:
@@ -41,6 +43,8 @@ def linear_step(
         raise ValueError(f"capped is {capped}, but must be 0 where residual is given")
     if gated and (len(weights) != 2 or biases or capped):
         raise ValueError("gated is True, but needs two weights, no biases and nothing capped")
+    if gated:
+        check_shape("weights[1]", weights[1], tuple(weights[0].shape), "[N, K] of weights[0]")
     if _select(backend, "linear_step", *tensors) == "reference":
         return _reference(x, weights, biases, capped, cap, norm_weight, norm_eps, residual, gated)
     out, bounded = ops.linear_step(
@@ -108,6 +112,9 @@ def _check(x, weights: Sequence, biases: Sequence, norm_weight, residual, least:
     check_floating("x", x)
     if x.dim() != 2 or x.shape[1] % 8:
         raise ValueError(f"x has shape {list(x.shape)}, but must be [B, K] with K a multiple of 8")
+    for name, given in (("weights", weights), ("biases", biases)):
+        if not isinstance(given, (tuple, list)):
+            raise TypeError(f"{name} is a {type(given).__name__}, but must be a list of tensors")
     if not least <= len(weights) <= MOST:
         raise ValueError(f"weights are {len(weights)}, but must be {least} to {MOST} matrices")
     if len(biases) > len(weights):
