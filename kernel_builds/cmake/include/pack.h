@@ -17,25 +17,26 @@ FN void widen(Element<IO>* to, const IO* from, int count) {
   }
 }
 
+// Blocks of kSize x kSize off the diagonal change places, in rows kSize apart. Indices that the
+// compiler knows: those of a variable take three instructions on AVX2.
+template <typename T, int kSize, int... kLane>
+FN void swap_blocks(Vec<T>& first, Vec<T>& second) {
+  using Int = typename Lane<T>::Int;
+  constexpr int kWidth = Vec<T>::kWidth;
+  const auto a = first.raw, b = second.raw;
+  first = __builtin_shuffle(a, b, Int{(kLane & kSize ? kLane - kSize + kWidth : kLane)...});
+  second = __builtin_shuffle(a, b, Int{(kLane & kSize ? kLane + kWidth : kLane + kSize)...});
+}
+
 // block[c][r] for block[r][c], in place, by swapping ever larger blocks off the diagonal.
-template <typename T>
+template <typename T, int kSize = 1>
 FN void transpose(Vec<T>* block) {
   constexpr int kWidth = Vec<T>::kWidth;
-#pragma GCC unroll 4
-  for (int size = 1; size < kWidth; size *= 2) {
-    typename Lane<T>::Int low, high;
-    for (int lane = 0; lane < kWidth; ++lane) {
-      low[lane] = lane & size ? lane - size + kWidth : lane;
-      high[lane] = lane & size ? lane + kWidth : lane + size;
-    }
 #pragma GCC unroll 16
-    for (int r = 0; r < kWidth; ++r) {
-      if (r & size) continue;
-      const auto a = block[r].raw, b = block[r + size].raw;
-      block[r] = __builtin_shuffle(a, b, low);
-      block[r + size] = __builtin_shuffle(a, b, high);
-    }
+  for (int r = 0; r < kWidth; ++r) {
+    if (!(r & kSize)) swap_blocks<T, kSize, __integer_pack(kWidth)...>(block[r], block[r + kSize]);
   }
+  if constexpr (2 * kSize < kWidth) transpose<T, 2 * kSize>(block);
 }
 
 // A register of `count` elements as they lie in memory, or widened; zeros after them.
@@ -57,6 +58,20 @@ template <typename IO, int NV>
 FN Element<IO>* panel_vector(Element<IO>* panel, int64_t depth, int v) {
   constexpr int kPart = kPartVectors<NV>, kWidth = Vec<State<IO>>::kWidth;
   return panel + v / kPart * depth * kPart * kWidth + v % kPart * kWidth * Product<IO>::kDepth;
+}
+
+// A vector of columns that lie along k, as deep as a register is wide: all of it in registers.
+template <typename IO>
+FN void pack_tile(Element<IO>* to, int64_t step, const IO* from, int64_t n_stride) {
+  constexpr int kWidth = Vec<State<IO>>::kWidth;
+  Vec<State<IO>> block[kWidth];
+#pragma GCC unroll 16
+  for (int n = 0; n < kWidth; ++n) {
+    block[n] = load_lanes(from + n * n_stride, kWidth * Product<IO>::kDepth);
+  }
+  transpose(block);
+#pragma GCC unroll 16
+  for (int k = 0; k < kWidth; ++k) memcpy(to + k * step, &block[k].raw, sizeof block->raw);
 }
 
 // Packs one vector of a panel. `from` has its columns n_stride and its k k_stride elements apart,
@@ -86,6 +101,10 @@ void pack_vector(Element<IO>* to, int panel_vectors, const IO* from, int64_t k_s
   constexpr int kTile = kWidth * kDepth;
   for (int64_t k0 = 0; k0 < depth; k0 += kTile, to += kWidth * step) {
     const int count = depth - k0 < kTile ? int(depth - k0) : kTile;
+    if (count == kTile && columns == kWidth) {
+      pack_tile<IO>(to, step, from + k0, n_stride);
+      continue;
+    }
     Vec<State<IO>> block[kWidth];
     for (int n = 0; n < kWidth; ++n) {
       block[n] = n < columns ? load_lanes(from + n * n_stride + k0, count) : Vec<State<IO>>(0);

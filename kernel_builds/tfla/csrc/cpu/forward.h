@@ -78,34 +78,54 @@ struct Forward {
     const int64_t begin = b.gates.start[first] / M::kStride * M::kStride;  // keys nobody sees
     const E* queries[kTile];
     M::rows(queries, b.copies, x.at(p.q, row + first), p.q.time, count, p.K);
-    const int64_t skipped = begin / M::kStride;
-    M::product(queries, count, 0, p.K, b.keys + skipped * M::padded(p.K) * M::kStride, p.K,
-               b.scores + skipped * count * M::kStride, count, end - begin, false);
-    T scale[kTile];
+    M::product_to_lower(queries, count, b.keys + begin * M::padded(p.K), p.K,
+                        b.scores + begin * count, end - begin, first - begin);
+    T scale[kTile], inflow[kTile];
     const E* weights[kTile];
     for (int64_t r = 0; r < count; ++r) {
       weights[r] = b.left + r * b.pitch;
       scale[r] = weigh(x, b, row, first + r, r, count, begin, end);
+      inflow[r] = b.gates.inflow[first + r] * T(query_scale(p));
     }
-    if (state) {
-      M::product(queries, count, 0, p.K, state, p.K, b.sums, count, p.V, false);
-      for (int64_t r = 0; r < count; ++r) {
-        const T inflow = b.gates.inflow[first + r] * T(query_scale(p));
-        M::for_columns(p.V, [&](int64_t c, int, auto) __attribute__((always_inline)) {
-          T* at = b.sums + M::at(count, r, c);
-          store(at, inflow == 0 ? V(0) : load(at) * V(inflow));
-        });
+    for (int64_t n = 0; n < p.V; n += M::kStride) {
+      T* panel = b.sums + n * count;
+      if (state) {
+        M::product(queries, count, 0, p.K, state + n * M::padded(p.K), p.K, panel, count,
+                   M::kStride, false);
+        for (int64_t r = 0; r < count; ++r) {
+          for (int64_t i = r * M::kStride; i < (r + 1) * M::kStride; i += M::kWidth) {
+            store(panel + i, inflow[r] == 0 ? V(0) : load(panel + i) * V(inflow[r]));
+          }
+        }
+      } else {
+        memset(panel, 0, count * M::kStride * sizeof(T));
       }
-    } else {
-      memset(b.sums, 0, M::tile_size(count, p.V) * sizeof(T));
+      if (kAsks) {
+        const int64_t later = row + steps + first;
+        fetch(x, later + n * count / p.V, later + (n + M::kStride) * count / p.V);
+      }
+      M::product_of_lower(weights, count, begin, first, b.values + n * M::padded(steps), panel);
     }
-    M::product(weights, count, begin, M::padded(end), b.values, steps, b.sums, count, p.V, true);
     for (int64_t r = 0; r < count; ++r) {
       IO* h = x.template out<IO>(p.h, row + first + r, p.V);
       M::for_columns(p.V, [&](int64_t c, int lanes, auto whole) __attribute__((always_inline)) {
+        if (kAsks) __builtin_prefetch(h + p.H * p.V + c, 1);  // the next row's
         store_part<decltype(whole)::value>(h + c, load(b.sums + M::at(count, r, c)) * V(scale[r]),
                                            lanes);
       });
+    }
+  }
+
+  // Rows [row, end), of the next chunk, come closer while this one is multiplied: they lie so far
+  // apart that no hardware looks ahead to them.
+  void fetch(const Head<IO>& x, int64_t row, int64_t end) const {
+    constexpr int64_t kLine = 64 / sizeof(IO);
+    for (; row < end && row < s_end(x.s); ++row) {
+      const IO *q = x.at(p.q, row), *k = x.at(p.k, row), *v = x.at(p.v, row);
+      for (int64_t c = 0; c < p.K; c += kLine) {
+        __builtin_prefetch(q + c, 0, 2), __builtin_prefetch(k + c, 0, 2);
+      }
+      for (int64_t c = 0; c < p.V; c += kLine) __builtin_prefetch(v + c, 0, 2);
     }
   }
 

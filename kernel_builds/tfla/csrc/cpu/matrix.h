@@ -10,6 +10,9 @@ namespace flashcell::FLASHCELL_ISA {
 
 constexpr int64_t kTile = 64;  // rows of a tile of a chunk
 
+// Whether to ask for what is read next. A Zen 3 gains by it; a Zen 5 lost where it was tried.
+constexpr bool kAsks = kVectorBytes < 64;
+
 template <typename IO>
 struct Matrix {
   using T = State<IO>;
@@ -38,14 +41,17 @@ struct Matrix {
     if (c < width) body(c, int(width - c), std_false());
   }
 
-  // B[k, n] = from[k stride + n].
+  // B[k, n] = from[k stride + n]. Where a line holds several vectors, as many rows at once as a set
+  // of the cache has lines: with a stride of a power of two a column of more would evict itself.
   static void pack(E* to, const IO* from, int64_t stride, int64_t depth, int64_t width) {
-    for (int64_t panel = 0; panel < panels(width); ++panel) {
-      for (int v = 0; v < kMaxVectors; ++v) {
-        const int64_t n = panel * kStride + v * kWidth;
+    const int64_t rows = kVectorBytes < 64 ? 8 : depth;
+    for (int64_t k = 0; k < depth; k += rows, from += rows * stride) {
+      const int64_t now = depth - k < rows ? depth - k : rows;
+      for (int64_t n = 0; n < panels(width) * kStride; n += kWidth) {
         const int64_t left = width - n < kWidth ? width - n : kWidth;
-        pack_vector<IO>(to + panel * padded(depth) * kStride + v * kWidth * kDepth, kMaxVectors,
-                        from + (left > 0 ? n : 0), stride, 1, depth, left > 0 ? int(left) : 0);
+        E* panel = to + (n / kStride * padded(depth) + k) * kStride;
+        pack_vector<IO>(panel + n % kStride * kDepth, kMaxVectors, from + (left > 0 ? n : 0),
+                        stride, 1, now, left > 0 ? int(left) : 0);
       }
     }
   }
@@ -98,32 +104,38 @@ struct Matrix {
   // to a vector's end.
   static void transpose_rows(E* to, int64_t pitch, const IO* from, int64_t stride, const T* scale,
                              int64_t count, int64_t width) {
-    for_columns(width, [&](int64_t c, int lanes, auto whole) __attribute__((always_inline)) {
-      for (int64_t t0 = 0; t0 < count; t0 += kWidth) {
-        T rows[kWidth * kWidth];
-        const int now = count - t0 < kWidth ? int(count - t0) : kWidth;
-        for (int t = 0; t < now; ++t) {
-          store(rows + t * kWidth,
-                load_part<decltype(whole)::value>(from + (t0 + t) * stride + c, lanes) *
-                    V(scale[t0 + t]));
-        }
+    for (int64_t t0 = 0; t0 < count; t0 += kWidth) {
+      const int now = count - t0 < kWidth ? int(count - t0) : kWidth;
+      for_columns(width, [&](int64_t c, int lanes, auto whole) __attribute__((always_inline)) {
         V block[kWidth];
-        transpose(rows, kWidth, now, block);
-        for (int i = 0; i < lanes; ++i) store_element(to + (c + i) * pitch + t0, block[i]);
-      }
-    });
+#pragma GCC unroll 16
+        for (int t = 0; t < kWidth; ++t) {
+          block[t] = V(0);
+          if (t >= now) continue;
+          block[t] = load_part<decltype(whole)::value>(from + (t0 + t) * stride + c, lanes) *
+                     V(scale[t0 + t]);
+        }
+        flashcell::FLASHCELL_ISA::transpose(block);
+#pragma GCC unroll 16
+        for (int i = 0; i < kWidth; ++i) {
+          if (i < lanes) store_element(to + (c + i) * pitch + t0, block[i]);
+        }
+      });
+    }
   }
 
   // to[c] = keep to[c] + sum over t of from[t][c] scale[t]; where keep is 0, `to` is not read.
   static void add_rows(T* to, const IO* from, int64_t stride, const T* scale, int64_t count,
                        int64_t width, T keep) {
-    for_columns(width, [&](int64_t c, int lanes, auto whole) __attribute__((always_inline)) {
-      V total = keep != 0 ? V(keep) * load(to + c) : V(0);
-      for (int64_t t = 0; t < count; ++t) {
-        total += load_part<decltype(whole)::value>(from + t * stride + c, lanes) * V(scale[t]);
-      }
-      store(to + c, total);
+    for_columns(width, [&](int64_t c, int, auto) __attribute__((always_inline)) {
+      store(to + c, keep != 0 ? V(keep) * load(to + c) : V(0));
     });
+    for (int64_t t = 0; t < count; ++t, from += stride) {
+      for_columns(width, [&](int64_t c, int lanes, auto whole) __attribute__((always_inline)) {
+        store(to + c,
+              load(to + c) + load_part<decltype(whole)::value>(from + c, lanes) * V(scale[t]));
+      });
+    }
   }
 
   // to[c][r] = tile[r][c] as left operand, for columns [begin, end) of a tile of `rows` rows.
@@ -167,6 +179,29 @@ struct Matrix {
       panel_product<IO, kMaxVectors>(rows, int(count), k_begin, k_end,
                                      packed + panel * padded(depth) * kStride,
                                      tile + panel * tile_rows * kStride, keep);
+    }
+  }
+
+  // tile = rows packed, where row r needs no column behind `first` + r: panels that begin behind it
+  // are not written.
+  static void product_to_lower(const E* const* rows, int64_t count, const E* packed, int64_t depth,
+                               T* tile, int64_t width, int64_t first) {
+    for (int64_t n = 0; n < width; n += kStride, packed += padded(depth) * kStride) {
+      const int64_t r = n > first ? n - first : 0;
+      panel_product<IO, kMaxVectors>(rows + r, int(count - r), 0, depth, packed,
+                                     tile + (n / kStride * count + r) * kStride);
+    }
+  }
+
+  // A panel of `tile` += rows[count, begin..) packed, of which row r has only `first` + r + 1
+  // elements: some rows at a time, so that most of the zeros behind them are not multiplied.
+  static void product_of_lower(const E* const* rows, int64_t count, int64_t begin, int64_t first,
+                               const E* packed, T* panel) {
+    constexpr int64_t kRows = 16;
+    for (int64_t r = 0; r < count; r += kRows) {
+      const int64_t now = count - r < kRows ? count - r : kRows;
+      panel_product<IO, kMaxVectors>(rows + r, int(now), begin, padded(first + r + now), packed,
+                                     panel + r * kStride, 1);
     }
   }
 

@@ -10,7 +10,11 @@ struct Step {
   using T = State<IO>;
   using V = Vec<T>;
   using M = Matrix<IO>;
-  static constexpr int kRows = 4;  // of C at once: h is then read and written a quarter as often
+  // Rows of C at once. With four, h is read and written a quarter as often; one alone is one
+  // stream, of which a Zen 3 reads ahead by itself, out of its last cache, and from memory when
+  // asked to.
+  static constexpr int kRows = kAsks ? 1 : 4;
+  static constexpr int64_t kCached = 8 << 20;  // bytes of states that may be in the last cache
 
   const StepParams& p;
   const Host& caller;
@@ -42,10 +46,11 @@ struct Step {
     memset(sums, 0, (p.V + M::kWidth) * sizeof(T));
     const T* C = p.C ? (const T*)p.C + i * p.K * p.V : nullptr;
     T* next = (T*)p.next_C + i * p.K * p.V;
-    for (int64_t k = 0; k < p.K; k += kRows) {
-      C ? update<true>(C + k * p.V, next + k * p.V, value, sums, key + k, query + k, keep)
-        : update<false>(nullptr, next + k * p.V, value, sums, key + k, query + k, keep);
-    }
+    const bool far = kAsks && p.B * p.H * p.K * p.V * int64_t(sizeof(T)) > kCached;
+    const auto run = !C    ? &Step::update<false, false>
+                     : far ? &Step::update<true, true>
+                           : &Step::update<true, false>;
+    (this->*run)(C, next, value, sums, key, query, keep);
     T scale = 1;
     if (p.normalized) {
       const T* n = p.n ? (const T*)p.n + i * p.K : nullptr;
@@ -85,21 +90,26 @@ struct Step {
     });
   }
 
-  template <bool Any>
+  template <bool Any, bool Far>
   void update(const T* C, T* next, const T* value, T* sums, const T* key, const T* query,
               T keep) const {
-    M::for_columns(p.V, [&](int64_t c, int lanes, auto whole) __attribute__((always_inline)) {
-      constexpr bool kWhole = decltype(whole)::value;
-      const V v = load(value + c);
-      V h = load(sums + c);
-      for (int k = 0; k < kRows; ++k) {
-        V x = V(key[k]) * v;
-        if (Any) x += V(keep) * load_part<kWhole>(C + k * p.V + c, lanes);
-        store_part<kWhole>(next + k * p.V + c, x, lanes);
-        h += V(query[k]) * x;
-      }
-      store(sums + c, h);
-    });
+    for (int64_t row = 0; row < p.K; row += kRows, key += kRows, query += kRows) {
+      const T* from = Any ? C + row * p.V : nullptr;
+      T* to = next + row * p.V;
+      M::for_columns(p.V, [&](int64_t c, int lanes, auto whole) __attribute__((always_inline)) {
+        constexpr bool kWhole = decltype(whole)::value;
+        if (Far) __builtin_prefetch(from + kRows * p.V + c, 1);
+        const V v = load(value + c);
+        V h = load(sums + c);
+        for (int k = 0; k < kRows; ++k) {
+          V x = V(key[k]) * v;
+          if (Any) x += V(keep) * load_part<kWhole>(from + k * p.V + c, lanes);
+          store_part<kWhole>(to + k * p.V + c, x, lanes);
+          h += V(query[k]) * x;
+        }
+        store(sums + c, h);
+      });
+    }
   }
 };
 
