@@ -33,6 +33,12 @@ from .kernel_loader import check_backend, load_kernel
 
 State = tuple[Tensor, ...]
 METHODS = ("auto", "walk", "shoot", "newton")
+PATH = ("method", "tol", "max_iters", "backend")
+
+
+def check_method(method: str) -> None:
+    if method not in METHODS:
+        raise ValueError(f"method is {method!r}, but must be one of {', '.join(METHODS)}")
 
 
 class Bound(torch.autograd.Function):
@@ -64,8 +70,7 @@ class _FlashLayer(nn.Module):
         super().__init__()
         if max_recurrent is not None and not max_recurrent > 0:
             raise ValueError(f"max_recurrent is {max_recurrent}, but must be None or a number > 0")
-        if method not in METHODS:
-            raise ValueError(f"method is {method!r}, but must be one of {', '.join(METHODS)}")
+        check_method(method)
         factory = {"device": device, "dtype": dtype}
         self.input_size, self.hidden_size = input_size, hidden_size
         self.max_recurrent, self.method, self.backend = (
@@ -97,7 +102,11 @@ class _FlashLayer(nn.Module):
     ) -> tuple[Tensor, State]:  # fmt: skip
         """x [B, T, input_size] -> h [B, T, hidden_size], state; see the module."""
         self._check(x, "[B, T, {}]", 3)
+        wrong = [name for name in path if name not in PATH]
+        if wrong:
+            raise TypeError(f"path has {wrong[0]!r}, but must be of {', '.join(PATH)}")
         path = {"method": self.method, "backend": self.backend, **path}
+        check_method(path["method"])  # one step has no method, but the same errors
         masks = {"reset": reset, "hold": hold, "lengths": lengths, "cu_seqlens": cu_seqlens}
         if x.shape[1] == 1 and all(mask is None for mask in masks.values()):
             h, state = self.step(x[:, 0], state, backend=path["backend"])

@@ -290,3 +290,8 @@ def test_wrong_inputs_are_named(kind):
         layer(torch.zeros(2, 3, I), reset=torch.zeros(3, 2, dtype=torch.bool))
     with pytest.raises(ValueError, match="state is 3 tensors"):
         layer(torch.zeros(2, 3, I), (torch.zeros(2, D),) * 3)
+    for steps in (1, 3):  # one step goes another way
+        with pytest.raises(TypeError, match="path has 'return_info', but must be of method, tol"):
+            layer(torch.zeros(2, steps, I), return_info=True)
+        with pytest.raises(ValueError, match="method is 'fast', but must be one of auto"):
+            layer(torch.zeros(2, steps, I), method="fast")

@@ -111,6 +111,12 @@ def test_bad_input(diagonal_rnn, change, error, text):
         diagonal_rnn.mixer_step(**{**given(), **change})
 
 
+def test_conv_step_names_what_is_no_window():
+    x, weight = torch.ones(2, 8), torch.ones(8, 4)
+    with pytest.raises(TypeError, match="window is a NoneType, but must be a tensor"):
+        reference.conv_step(x, weight, None, None)
+
+
 def test_a_gradient_is_refused(diagonal_rnn):
     call = given()
     call["skip"].requires_grad_()

@@ -94,7 +94,7 @@ def test_scans(n, reverse):
                     a[:, s] * value if n is None else torch.einsum("bdij,bdj->bdi", a[:, s], value)
                 )
             want = want + value
-        assert_close(f"h[{t}]", h[:, t], want, 1e-14)
+        assert_close(f"h[{t}]", h[:, t], want, 2e-15)
     tensors = [v.requires_grad_() for v in (a, b, h0)]
     assert torch.autograd.gradcheck(lambda *v: scan(*v, reverse=reverse), tensors)
 

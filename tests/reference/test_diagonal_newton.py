@@ -82,7 +82,7 @@ def test_every_option_is_the_walk(cell, method, case):
         results.append(dict(zip(names, (h, *last, *grads), strict=True)))
     want, got = results
     for name in want:
-        assert_close(name, got[name], want[name], 1e-13)
+        assert_close(name, got[name], want[name], 3e-15)
 
 
 @CELLS

@@ -89,6 +89,16 @@ def test_plan_is_the_binarys(tmp_path):
     assert {plan.select_engine(p, d)[0] for p, d in asked} == {"block", "cluster", "chip", "step"}
 
 
+@pytest.mark.parametrize("change", [{"width": 0}, {"batch": -1}, {"heads": 1.0}, {"steps": None}])
+def test_explain_plan_names_what_is_no_size(change):
+    call = {"heads": 1, "width": 64, "batch": 16, "dtype": "bfloat16", "arch": "H200"}
+    (name, value), *_ = change.items()
+    with pytest.raises(ValueError, match=f"{name} is {value}, but must be an int >= 1"):
+        explain_plan("lstm", **{**call, **change})
+    with pytest.raises(ValueError, match="precision is 'high', but must be one of highest, tf32"):
+        explain_plan("lstm", **call, precision="high")
+
+
 def test_explain_plan_names_engine_and_binding_limit():
     shown = str(explain_plan("lstm", 1, 768, 16, "bfloat16", "sm_90a"))
     assert "lstm 1x768, batch 16, 1024 steps, bfloat16 on H200 (sm_90): chip engine" in shown

@@ -32,6 +32,7 @@ def conv_step(
     check_floating("x", x)
     if x.dim() != 2:
         raise ValueError(f"x has shape {list(x.shape)}, but must be [B, D]")
+    check_tensor("window", window, x.device)
     (B, D), past = x.shape, window.shape[1] if window.dim() == 3 else TAPS - 1
     named = [("weight", weight, (D, past + 1), "[D, K]"), ("bias", bias, (D,), "[D]")]
     _check(x, [*named, ("window", window, (B, past, D), "[B, K - 1, D]")])

@@ -3,6 +3,7 @@
 from typing import Dict, List, NamedTuple, Optional
 
 from .cells import CELLS
+from .checks import check_choice
 from .plan import (
     CLUSTER_UNITS,
     COLUMNS,
@@ -73,6 +74,11 @@ def explain_plan(
 
     ``dtype`` is torch's or its name; ``arch`` an arch or a GPU's name. Shows itself when printed.
     """
+    given = {"heads": heads, "width": width, "batch": batch, "steps": steps}
+    for name, value in given.items():
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} is {value!r}, but must be an int >= 1")
+    check_choice("precision", precision, ("highest", "tf32"))
     name = str(dtype).replace("torch.", "")
     sizes = {"bfloat16": 2, "float16": 2, "float32": 4}
     if cell not in CELLS or name not in sizes:
