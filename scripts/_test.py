@@ -1,7 +1,8 @@
 """Checks everything: style, types, structure, then builds the kernels and runs the tests.
 
     scripts/test                 all of it
-    scripts/test --fast          without the tests marked slow: what CI runs on every change
+    scripts/test --fast          without the tests marked slow, and CUDA compiled to see that it
+                                 does, not as it ships: what CI runs on every change
     scripts/test -- -k lstm -x   arguments after -- go to pytest
 
 Makes its own environment (--here: uses the present one). Every step runs, whatever came before; the
@@ -34,7 +35,7 @@ def parse_arguments() -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--fast", action="store_true", help="leave out the tests marked slow")
+    add("--fast", action="store_true", help="leave out slow tests and CUDA's optimisation")
     add(
         "--lint", action="store_true", help="the checks that read files only; build and run nothing"
     )
@@ -52,7 +53,9 @@ def main() -> None:
     home = _environment.enter(args, ["dev", "train"], MODULES)
     os.environ["HF_HOME"] = str(home / "huggingface")
     os.environ["RUFF_CACHE_DIR"] = str(home / "ruff")
-    steps = lint_steps() if args.lint else [*lint_steps(), *build_steps(home), tests(args, home)]
+    steps = lint_steps()
+    if not args.lint:
+        steps += [*build_steps(home, args.fast), tests(args, home)]
     failed = [name for name, command in steps if not passes(name, command)]
     spent = f"{(time.monotonic() - started) / 60:.1f} minutes"
     if failed:
@@ -72,13 +75,14 @@ def lint_steps() -> list[Step]:
     ]
 
 
-def build_steps(home: Path) -> list[Step]:
+def build_steps(home: Path, fast: bool) -> list[Step]:
     build = [sys.executable, ROOT / "scripts" / "build_kernels", "--here", "--home", home]
     steps: list[Step] = [("build", build)]
     cuda = sorted({f.parts[1] for f in map(Path, tracked()) if is_shipped_cuda(f)})
     if cuda:  # one arch, to see that it compiles: nothing here can run it
-        options = ["--backend", "cuda", "--archs", "9.0a", "--out", home / "cuda", "--home", home]
-        steps.append(("build cuda", [*build[:2], *options, "--kernel", *cuda]))
+        options = ["--backend", "cuda", "--archs", "9.0a", "--home", home, "--kernel", *cuda]
+        options += ["--check"] if fast else ["--out", home / "cuda"]
+        steps.append(("build cuda", [*build[:2], *options]))
     steps.append(("repository", [sys.executable, ROOT / "scripts" / "check_repo"]))
     return steps
 

@@ -43,6 +43,12 @@ class Nvcc:
                     f"which compiles for {', '.join(sorted(known, key=int))}"
                 )
 
+    def check_version(self, least: tuple[int, ...], what: str) -> None:
+        if _version(self.version) < least:
+            raise BuildError(
+                f"{what} needs nvcc {_dotted(least)} or later, but {self.path} is {self.version}"
+            )
+
 
 def find_cmake() -> Path:
     path = _find("cmake", "pip install 'cmake>=3.24'")

@@ -1,7 +1,6 @@
 """tfla's CUDA kernels where there is no GPU: run by tests/emulator, judged as the CPU's engine is.
 
-Every call runs twice, with threads, blocks and copies first in one order and then in the other: both
-results are the same, bit for bit.
+Every call runs twice, threads, blocks and copies in either order: the results are bitwise the same.
 """
 
 import os

@@ -95,23 +95,41 @@ def test_wrong_arguments_are_named(folder, arguments, message):
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.slow
-def test_the_shipped_recipe_learns_from_this_pythons_library(tmp_path, fused_rnn):
-    """The recipe itself, shortened to seconds of training."""
-    sizes = {"steps": 24, "warmup": 3, "evaluate_every": 12, "log_every": 12}
-    sizes |= {"length": 64, "batch": 8, "held_out_in": 100}
-    changes = [word for key, value in sizes.items() for word in ("--set", f"{key}={value}")]
+# Of one core: the recipe's own model takes minutes, most of all in bf16 where there is no AVX512-BF16.
+SMALL = {"model.hidden_size": 128, "model.intermediate_size": 256, "model.num_hidden_layers": 2}
+SMALL |= {"precision": "no", "steps": 120, "warmup": 12, "evaluate_every": 60, "log_every": 60}
+WHOLE = {"steps": 24, "warmup": 3, "evaluate_every": 12, "log_every": 12}
+
+
+# Bits per byte of held-out text. Seen with the small model: 2.466 after half, 2.317 in the end; at a
+# learning rate of 1e-12 3.061 both times. How often a token stands in the training text gives 2.437.
+# The recipe's own: 2.559 and 2.504.
+@pytest.mark.parametrize(
+    ("changes", "late", "fall"),
+    [
+        pytest.param(SMALL, 2.4, 0.08, id="small"),
+        pytest.param(WHOLE, 2.55, 0.02, id="whole", marks=pytest.mark.slow),
+    ],
+)
+def test_the_shipped_recipe_learns_from_this_pythons_library(
+    tmp_path, fused_rnn, changes, late, fall
+):
+    """The recipe, shortened, with a small model or its own, on all of the corpus."""
+    changes = {"length": 64, "batch": 8, "held_out_in": 100, **changes}
+    options = [word for key, value in changes.items() for word in ("--set", f"{key}={value}")]
+    options += ["--threads", "1"] if "precision" in changes else []
     recipe = ROOT / "scripts/recipes/flash-rnn-python-5m.yaml"
     places = ["--here", "--any-corpus", "--home", tmp_path, "--output", tmp_path / "card"]
     done = subprocess.run(
-        [sys.executable, ROOT / "scripts/train", recipe, *places, *changes],
+        [sys.executable, ROOT / "scripts/train", recipe, *places, *options],
         capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     log = tmp_path / "runs/flash-rnn-python-5m/training_log.csv"
     with open(log, newline="") as file:
-        early, late = (float(row["held_out_loss"]) for row in csv.DictReader(file))
-    assert late < early - 0.05  # observed: 6.741 to 6.596, from log(3072) = 8.03
+        first, last = (float(row["held_out_bits_per_byte"]) for row in csv.DictReader(file))
+    assert last < late
+    assert last < first - fall
 
 
 @pytest.mark.slow

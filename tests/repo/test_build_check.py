@@ -1,0 +1,135 @@
+"""scripts/build_kernels --check: what it finds, what it leaves alone, and that it leaves nothing out."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+AXPY = Path(__file__).resolve().parent / "axpy"
+sys.path.append(str(ROOT / "kernel_builds" / "cmake"))
+
+import build_toml  # noqa: E402
+import subset  # noqa: E402
+import toolchain  # noqa: E402
+
+needs_nvcc = pytest.mark.skipif(toolchain.machine_nvcc() is None, reason="no nvcc on this machine")
+KERNELS = ("fused-rnn", "diagonal-rnn", "tfla")
+
+
+def cuda_sources(name):
+    kernel = build_toml.read_kernel(ROOT / "kernel_builds" / name)
+    return [s for c in kernel.components_for("cuda") for s in c.sources if s.endswith(".cu")]
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_every_engine_and_every_cell_is_compiled(name):
+    sources = cuda_sources(name)
+    left = set(subset.only_read(name, sources))
+    assert subset.problems(name, sources) == []
+    assert left < set(sources)
+    split = lambda chosen: [Path(s).stem.partition("_") for s in chosen]
+    compiled = split(set(sources) - left)
+    assert {engine for engine, _, _ in split(left)} <= {engine for engine, _, _ in compiled}
+    assert {cell for _, _, cell in split(left)} <= {cell for _, _, cell in compiled}
+    if name != "fused-rnn":
+        assert not left
+
+
+@pytest.mark.parametrize(
+    ("changed", "added", "message"),
+    [
+        ({"block": ("gru", "mgu")}, [], "names block_mgu.cu, but build.toml does not"),
+        ({"chip": ()}, [], "compiles no cell of chip"),
+        ({}, ["block_mgu.cu", "chip_mgu.cu"], "compiles mgu with no engine"),
+    ],
+)
+def test_a_subset_that_hides_something_is_refused(monkeypatch, changed, added, message):
+    monkeypatch.setitem(subset.SUBSET, "fused-rnn", subset.SUBSET["fused-rnn"] | changed)
+    found = subset.problems("fused-rnn", cuda_sources("fused-rnn") + added)
+    assert len(found) == 1
+    assert message in found[0]
+
+
+def check(project, *arguments):
+    command = [sys.executable, ROOT / "scripts/build_kernels", "--kernel", project, "--here"]
+    options = ["--backend", "cuda", "--archs", "9.0a", "--check", "--jobs", "2"]
+    home = ["--home", project.parent / "home"]
+    return subprocess.run([*command, *options, *home, *arguments], capture_output=True, text=True)
+
+
+KERNEL = "if (i < size) y[i] += a * x[i];"
+FAR = "__shared__ float far[1 << 20];\n  far[i] = a;\n  __syncthreads();\n  y[i] = far[i ^ 1];"
+BROKEN = {  # what, by what, and what is said; ptxas' error stands for the rest in the fast tier
+    "PTX": (KERNEL, 'asm volatile("nonsense.f32;");', "Not a name of any known instruction"),
+    "shared memory": (KERNEL, FAR, "uses too much shared data"),
+    "C++": (KERNEL, "y[i] += missing * x[i];", 'identifier "missing" is undefined'),
+    "an arch's code": (
+        KERNEL,
+        "#if __CUDA_ARCH__ == 900\n  missing();\n#endif",
+        'identifier "missing" is undefined',
+    ),
+    "link": (
+        "  axpy_kernel<<<",
+        "  void nowhere();\n  nowhere();\n  axpy_kernel<<<",
+        "imports nowhere()",
+    ),
+}
+
+
+@needs_nvcc
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n == "PTX" else pytest.mark.slow) for n in BROKEN]
+)
+def test_an_error_is_found(tmp_path, name):
+    project = Path(shutil.copytree(AXPY, tmp_path / "axpy"))
+    source = project / "csrc" / "axpy_cuda.cu"
+    old, new, message = BROKEN[name]
+    assert old in source.read_text()
+    source.write_text(source.read_text().replace(old, new))
+    done = check(project)
+    assert (done.returncode, message in done.stdout) == (1, True), done.stdout
+
+
+@needs_nvcc
+@pytest.mark.slow  # that it succeeds, CI's own build shows
+def test_nothing_is_written(tmp_path):
+    project = Path(shutil.copytree(AXPY, tmp_path / "axpy"))
+    done = check(project)
+    assert done.returncode == 0, done.stdout
+    assert "axpy cuda for 9.0a: compiles" in done.stdout
+    assert not (project / "build").exists()
+
+
+@needs_nvcc
+def test_what_the_front_end_reads_is_whole_for_the_linker(tmp_path):
+    """An error in a source that does not become machine code is found; its functions are there."""
+    left = subset.launcher("fused-rnn", ["csrc/cuda/chip_lstm.cu", "csrc/cuda/chip_gru.cu"])
+    assert left[-1] == "csrc/cuda/chip_lstm.cu"
+    nvcc = [
+        str(toolchain.machine_nvcc()),
+        "-gencode=arch=compute_90a,code=sm_90a",
+        "-Xcompiler=-fPIC",
+    ]
+    source = tmp_path / "csrc" / "cuda" / "chip_lstm.cu"
+    source.parent.mkdir(parents=True)
+    template = "template <int n> __global__ void k(int* p) {{ static_assert(n < {0}); *p = n; }}\n"
+    call = 'extern "C" void run(int* p) {{ k<3><<<1, 1>>>(p); }}\n'
+    for limit, passes in ((4, True), (3, False)):
+        source.write_text((template + call).format(limit))
+        command = [*left, *nvcc, "-c", str(source), "-o", str(tmp_path / "k.o")]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert (done.returncode == 0) == passes, done.stderr
+        assert passes or "static assertion failed" in done.stderr
+    symbols = subprocess.run(["nm", tmp_path / "k.o"], capture_output=True, text=True, check=True)
+    assert " T run" in symbols.stdout
+
+
+def test_it_is_for_cuda_alone(tmp_path):
+    project = Path(shutil.copytree(AXPY, tmp_path / "axpy"))
+    command = [sys.executable, ROOT / "scripts/build_kernels", "--kernel", project, "--check"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "--check is for --backend cuda, but --backend is cpu universal" in done.stderr
