@@ -1,5 +1,6 @@
 // One token's linear layers: rows of x against rows of weights, both where they lie. Every weight
-// is read once, and no sum depends on how many rows x has or how many threads run.
+// is read once for eight rows of x, and no sum depends on how many there are or how many threads
+// run.
 #pragma once
 #include "matrix.h"
 
