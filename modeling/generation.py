@@ -4,7 +4,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from transformers import DynamicCache, GenerationMixin, PrefixConstrainedLogitsProcessor
+from transformers import Cache, DynamicCache, GenerationMixin, PrefixConstrainedLogitsProcessor
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 from transformers.generation.utils import DeferredStopCheck, StopCheck
@@ -54,6 +54,36 @@ def cut_prompt(
     ]
 
 
+def check_prompt(
+    name: str,
+    prompt: torch.Tensor,  # [B, T] or [B, T, H]
+    attention_mask: torch.Tensor | None,
+    cache: Any,
+) -> None:
+    """`generate` would blame what it makes of these, and take a mask of ones whatever its length."""
+    for what, value in ((name, prompt), ("attention_mask", attention_mask)):
+        if value is not None and not isinstance(value, torch.Tensor):
+            raise TypeError(f"{what} is a {type(value).__name__}, but must be a tensor")
+    shape = list(prompt.shape)
+    if len(shape) < 2 or 0 in shape[:2]:
+        raise ValueError(
+            f"{name} has shape {shape}, but must be [B, T{', H' * (name == 'inputs_embeds')}] with at "
+            "least one row and one token: to begin without a prompt, pass none and a bos_token_id"
+        )
+    if attention_mask is None:
+        return
+    B, T = shape[:2]
+    past = int(cache.get_seq_length()) if isinstance(cache, Cache) else 0
+    lengths = sorted({T, T + past})  # of the text, if all of it is passed or the new tokens alone
+    if attention_mask.dim() != 2 or list(attention_mask.shape) not in [[B, n] for n in lengths]:
+        wanted = " or ".join(f"[{B}, {n}]" for n in lengths)
+        after = f", or the cache's {past} tokens and these" if past else ""
+        raise ValueError(
+            f"attention_mask has shape {list(attention_mask.shape)}, but must be {wanted}: a column "
+            f"for each token of {name}{after}"
+        )
+
+
 def may_run_ahead(logits_processor: Any, stopping_criteria: Any) -> bool:
     """Whether none of these is the caller's own code, which a step after the text's end would reach."""
     steps = [*logits_processor, *stopping_criteria]
@@ -65,6 +95,12 @@ class RecurrentGeneration(GenerationMixin):
     """Generation from states that never grow, and these on disk: see state_file.py."""
 
     save_state, load_state = save_state, load_state
+
+    def _prepare_model_inputs(self, *args: Any, **kwargs: Any) -> Any:
+        """The base class's, which says what the prompt is, before anything is made of it."""
+        prompt, name, rest = super()._prepare_model_inputs(*args, **kwargs)
+        check_prompt(name, prompt, rest.get("attention_mask"), rest.get("past_key_values"))
+        return prompt, name, rest
 
     def prepare_inputs_for_generation(
         self,

@@ -99,10 +99,10 @@ class Running:
                 f"prompt has token {low if low < 0 else high}, but must be in 0..{vocabulary - 1}"
             )
         most = self.request.max_new_tokens
-        if not isinstance(most, int) or most < 1:
+        if not is_count(most):
             raise ValueError(f"max_new_tokens is {most!r}, but must be an integer of at least 1")
         limit = self.request.max_time
-        if limit is not None and not isinstance(limit, int | float):
+        if isinstance(limit, bool) or not isinstance(limit, int | float | None):
             raise TypeError(f"max_time is {limit!r}, but must be None or a number of seconds")
 
     @property
@@ -171,6 +171,10 @@ class Choice:
         if self.event is not None:
             self.event.synchronize()
         return [None if token != token else int(token) for token in self.table.tolist()]
+
+
+def is_count(value: Any, least: int = 1) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def token_ids(name: str, value: Any) -> torch.Tensor:

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from .requests import Choice, Completion, Request, Running
+from .requests import Choice, Completion, Request, Running, is_count
 
 
 def generate_many(
@@ -85,8 +85,11 @@ class Batcher(Iterator[Completion]):
         lanes = lanes if lanes is not None else 16 if cuda else 8
         piece = piece if piece is not None else 256 if cuda else 64
         for name, value, least in (("slots", slots, 1), ("lanes", lanes, 1), ("piece", piece, 2)):
-            if not isinstance(value, int) or value < least:
+            if not is_count(value, least):
                 raise ValueError(f"{name} is {value!r}, but must be an integer of at least {least}")
+        if max_prompt_tokens is not None and not is_count(max_prompt_tokens):
+            had = f"max_prompt_tokens is {max_prompt_tokens!r}"
+            raise ValueError(f"{had}, but must be None or an integer of at least 1")
         self.model, self.piece, self.max_prompt_tokens = model, piece, max_prompt_tokens
         self.source: Iterator[Request] = iter(())
         self.slots: list[Running | None] = [None] * slots

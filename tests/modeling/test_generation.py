@@ -1,6 +1,7 @@
 """generate() with the cache is generate() without, whatever way the states travel."""
 
 import copy
+import re
 import statistics
 import time
 
@@ -140,6 +141,51 @@ def test_conversation_continues_from_the_returned_cache(case, make_model, tokens
         assert cache.get_seq_length() == text.shape[1] + 6 - 1
     with pytest.raises(ValueError, match="the cache already holds 10 tokens"):
         greedy(model, second, past_key_values=turn.past_key_values)
+
+
+@pytest.mark.parametrize("options", [{}, {"use_cache": False}, {"num_beams": 2}])
+def test_a_mask_that_does_not_fit_is_named(case, make_model, tokens, options):
+    model, ids, wanted = make_model(case), tokens(2, 5), r"but must be \[2, 5\]"
+    for shape in ((2, 3), (2, 7), (3, 5), (1, 5), (5,), (2, 1, 5, 5)):
+        for mask in (torch.ones(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)):
+            had = re.escape(f"attention_mask has shape {list(shape)}")
+            with pytest.raises(
+                ValueError, match=f"{had}, {wanted}: a column for each token of inp"
+            ):
+                greedy(model, ids, attention_mask=mask, **options)
+    with pytest.raises(TypeError, match="attention_mask is a list, but must be a tensor"):
+        greedy(model, ids, attention_mask=[[1] * 5] * 2, **options)
+    embeds = model.get_input_embeddings()(ids)
+    with pytest.raises(ValueError, match=f"{wanted}: a column for each token of inputs_embeds"):
+        greedy(model, None, inputs_embeds=embeds, attention_mask=torch.ones(2, 4), **options)
+
+
+def test_a_mask_beside_a_cache_is_of_the_whole_text(make_model, tokens):
+    """With a token too few, the text's last one would be left out in silence."""
+    model, first, second = make_model(), tokens(2, 5), tokens(2, 4)
+    turn = greedy(model, first, new=6, return_dict_in_generate=True)
+    mask, cache = torch.ones(2, 15, dtype=torch.long), turn.past_key_values  # of 10 tokens
+    with pytest.raises(
+        ValueError, match=r"but must be \[2, 4\] or \[2, 14\]: .* the cache's 10 tok"
+    ):
+        greedy(model, second, past_key_values=cache, attention_mask=mask)
+
+
+def test_an_empty_prompt_is_refused(case, make_model, tokens):
+    """As nothing says what its first token comes after; transformers' own end in an IndexError."""
+    model, prompt = make_model(case), tokens(2, 5)
+    for options in ({}, {"use_cache": False}, {"bos_token_id": 1}, {"attention_mask": None}):
+        for ids in (prompt[:, :0], prompt[:0], prompt[0], prompt[:, :0].float()):
+            shape = re.escape(str(list(ids.shape)))
+            with pytest.raises(
+                ValueError, match=f"input_ids has shape {shape}, but must be .B, T."
+            ):
+                greedy(model, ids, **options)
+    with pytest.raises(ValueError, match=r"shape \[2, 0, 32\], but must be \[B, T, H\] with at"):
+        greedy(model, None, inputs_embeds=torch.empty(2, 0, 32))
+    with pytest.raises(TypeError, match="input_ids is a list, but must be a tensor"):
+        model.generate(prompt.tolist())
+    assert greedy(model, None, new=3, bos_token_id=1).shape == (1, 4)
 
 
 def test_logits_to_keep(case, make_model, tokens):

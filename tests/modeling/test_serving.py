@@ -171,6 +171,8 @@ def test_errors_stay_with_their_request(make_model, tokens):
         "prompt is None, but must be token ids": Request(None),
         "prompt is \\[1.5, 2.0\\], but must be token ids, which are int": Request([1.5, 2.0]),
         "max_new_tokens is 2.5, but must be an integer": Request(good, 2.5),
+        "max_new_tokens is True, but must be an integer": Request(good, True),
+        "max_time is True, but must be None or a number": Request(good, max_time=True),
         "max_time is '1s', but must be None or a number": Request(good, max_time="1s"),
         "eos_token_id is '5', but must be token ids": Request(good, eos_token_id="5"),
     }
@@ -253,6 +255,11 @@ def test_what_it_does_not_take(make_model):
         generate_many(model, [], piece=1)
     with pytest.raises(ValueError, match=r"lanes is 2\.5, but must be an integer"):
         generate_many(model, [], lanes=2.5)
+    with pytest.raises(ValueError, match="slots is True, but must be an integer"):
+        generate_many(model, [], slots=True)
+    for most in (0, True, "9"):
+        with pytest.raises(ValueError, match=f"max_prompt_tokens is {most!r}, but must be None or"):
+            generate_many(model, [], max_prompt_tokens=most)
     with pytest.raises(ValueError, match="model is in training mode"):
         generate_many(model.train(), [])
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 8}
