@@ -179,3 +179,27 @@ def test_cell_errors_are_torch_s(kind):
         assert raised[0] == raised[1]
     with pytest.raises(RuntimeError, match="input has dtype"):
         twins[1](torch.randn(3, 4, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("kind", SEQUENCES + CELLS)
+@pytest.mark.parametrize(
+    "dtype", [torch.int64, torch.bool, torch.complex64, torch.float64], ids=str
+)
+def test_what_autocast_does_not_cast_is_refused(kind, dtype):
+    """An int64 input would be taken for its values in bf16; torch's products refuse it."""
+    twins, cell = make_twins(kind, 4, 8), kind in CELLS
+    x, shape = torch.ones(3, 4) if cell else torch.ones(5, 3, 4), (3, 8) if cell else (1, 3, 8)
+    packed = [] if cell else [nn.utils.rnn.pack_sequence([torch.ones(2, 4, dtype=dtype)])]
+    for module in twins:
+        with torch.autocast(DEVICE, torch.bfloat16):
+            for given in (x.to(dtype), *packed):
+                with pytest.raises(RuntimeError, match=r"dtype"):
+                    module(given)
+    if dtype == torch.float64:
+        return  # a state may have another floating dtype than the input
+    h = torch.ones(shape, dtype=dtype)
+    for enabled in (False, True):
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=enabled):
+            for module in twins:
+                with pytest.raises(RuntimeError):
+                    module(x, (h, h) if kind.startswith("LSTM") else h)

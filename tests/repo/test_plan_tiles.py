@@ -89,7 +89,9 @@ def test_plan_is_the_binarys(tmp_path):
     assert {plan.select_engine(p, d)[0] for p, d in asked} == {"block", "cluster", "chip", "step"}
 
 
-@pytest.mark.parametrize("change", [{"width": 0}, {"batch": -1}, {"heads": 1.0}, {"steps": None}])
+@pytest.mark.parametrize(
+    "change", [{"width": 0}, {"batch": -1}, {"heads": 1.0}, {"steps": None}, {"heads": True}]
+)
 def test_explain_plan_names_what_is_no_size(change):
     call = {"heads": 1, "width": 64, "batch": 16, "dtype": "bfloat16", "arch": "H200"}
     (name, value), *_ = change.items()

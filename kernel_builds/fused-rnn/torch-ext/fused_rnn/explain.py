@@ -76,7 +76,7 @@ def explain_plan(
     """
     given = {"heads": heads, "width": width, "batch": batch, "steps": steps}
     for name, value in given.items():
-        if not isinstance(value, int) or value < 1:
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{name} is {value!r}, but must be an int >= 1")
     check_choice("precision", precision, ("highest", "tf32"))
     name = str(dtype).replace("torch.", "")

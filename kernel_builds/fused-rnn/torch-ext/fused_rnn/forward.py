@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from .checks import DTYPES
 from .dispatch import without_autocast
 from .stack import Engine, Layout, choose_chunk, make_heads, project, put_rows, unpack
 
@@ -55,12 +56,13 @@ def _run_packed(module: Any, kernel: Any, input: PackedSequence, hx: Any) -> Any
 
 def _run(module: Any, kernel: Any, x: Tensor, hx: Any, layout: Layout) -> tuple[Tensor, Any]:
     """x [B, T, I] -> [B, T, directions * P], and torch's states [layers * directions, B, ...]."""
+    weights = module.all_weights
+    _check_dtypes(x, hx, weights[0][0])
     dtype, without_autocast = _autocast(x)
     with without_autocast:
         cell, options = module.mode.lower(), {"precision": _precision(x)}
         engine = Engine(kernel, cell, layout, options)
         N = 2 if module.bidirectional else 1
-        weights = module.all_weights
         layers = [
             make_heads(kernel.CELLS[cell], weights[at : at + N], module.bias)
             for at in range(0, N * module.num_layers, N)
@@ -93,6 +95,7 @@ def run_cell(module: Any, kernel: Any, cell: str, input: Tensor, hx: Any = None)
     if not batched:
         input, states = input.unsqueeze(0), tuple(s.unsqueeze(0) for s in states)
     _check_cell_sizes(module, input, states)
+    _check_dtypes(input, hx, module.weight_ih)
     dtype, without_autocast = _autocast(input)
     with without_autocast:
         engine = Engine(kernel, cell, Layout(), {})
@@ -182,6 +185,16 @@ def _check_cell_sizes(module: Any, input: Tensor, states: tuple[Tensor, ...]) ->
         if s.shape[1] != module.hidden_size:
             had = f"got {s.shape[1]}, expected {module.hidden_size}"
             raise RuntimeError(f"hidden{k} has inconsistent hidden_size: {had}")
-    dtype = module.weight_ih.dtype
-    if input.dtype != dtype and not torch._C._is_any_autocast_enabled():
-        raise RuntimeError(f"input has dtype {input.dtype}, but must have the weights', {dtype}")
+
+
+def _check_dtypes(input: Tensor, hx: Any, weight: Tensor) -> None:
+    """torch.nn's products refuse what its checks let pass: any input where autocast is on anywhere,
+    which casts neither integers nor float64, and states."""
+    for name, value in (("input", input), *(("hx", s) for s in _tuple(hx))):
+        if value.dtype not in DTYPES:
+            allowed = ", ".join(map(str, DTYPES))
+            raise RuntimeError(f"{name} has dtype {value.dtype}, but must be one of {allowed}")
+    kinds, exact = {input.dtype, weight.dtype}, torch.float64
+    if len(kinds) > 1 and (exact in kinds or not torch._C._is_any_autocast_enabled()):
+        wanted = f"the weights', {weight.dtype}"
+        raise RuntimeError(f"input has dtype {input.dtype}, but must have {wanted}")
