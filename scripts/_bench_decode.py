@@ -23,6 +23,7 @@ import flashcell
 from flashcell.kernel_loader import load_kernel
 
 PROMPT = 16
+BATCHES, LENGTHS = (1, 8, 64), (100, 32768, 99900)
 PIECE = 4096  # tokens a peer reads at once
 WARM = 20  # tokens ahead of those that are timed
 PEER_SHARE = 8  # peers, many times slower, are timed over so many times fewer tokens
@@ -253,8 +254,8 @@ def show(rows: list[Row], say: Callable[[str], Any] = print) -> None:
 def add_arguments(parser: Any) -> None:
     """Besides --append, --results and --commit, which --training has too."""
     add = parser.add_argument_group("decode and prefill").add_argument
-    add("--batch", type=int, nargs="+", default=[1, 8, 64], help="of --decode")
-    add("--lengths", type=int, nargs="+", default=[100, 32768, 99900], help="of --prefill")
+    add("--batch", type=int, action="extend", nargs="+", help=f"of --decode; default: {BATCHES}")
+    add("--lengths", type=int, action="extend", nargs="+", help=f"of --prefill; default: {LENGTHS}")
     add("--kernel", default="tfla", help="whose build the rows name")
 
 
@@ -262,9 +263,10 @@ def run(arguments: Any) -> None:
     for name in arguments.decode or arguments.prefill:
         model = make_model(name, torch.bfloat16, "cuda")
         if arguments.decode:
-            rows = [decode_row(name, model, batch, arguments.tokens) for batch in arguments.batch]
+            batches = arguments.batch or BATCHES
+            rows = [decode_row(name, model, batch, arguments.tokens) for batch in batches]
         else:
-            rows = prefill_rows(name, model, arguments.lengths)
+            rows = prefill_rows(name, model, arguments.lengths or LENGTHS)
         show(rows)
         if arguments.append:
             kernel = load_kernel(arguments.kernel, "cuda", arguments.backend)

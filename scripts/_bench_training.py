@@ -263,7 +263,14 @@ def add_arguments(parser: Any) -> None:
     """Of --training, beside those of every benchmark."""
     add = parser.add_argument_group("training").add_argument
     add("--steps", type=int, default=STEPS, help="how many to time")
-    add("--peers", nargs="+", choices=PEERS, default=[], help="their layers in our model")
+    add(
+        "--peers",
+        action="extend",
+        nargs="+",
+        choices=PEERS,
+        default=[],
+        help="their layers in our model",
+    )
     add("--compile", action="store_true", help="torch.compile every block, of both sides")
     add("--profile", action="store_true", help="print where a step's time goes")
     add("--append", action="store_true", help="keep the rows")

@@ -1,12 +1,15 @@
 """The first two commands of the README say what is missing, on a machine that lacks it."""
 
+import ast
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -109,6 +112,44 @@ def test_a_failed_pip_is_quoted_and_explained(tmp_path, said, meaning):
     with pytest.raises(SystemExit, match=meaning) as error:
         _environment._pip(python, ["install", "torch"], tmp_path / "pip.log", must=True)
     assert said in str(error.value)
+
+
+def options_of_several():
+    """(script, name, keywords) of every option that takes several values at once."""
+    for file in sorted((ROOT / "scripts").iterdir()):
+        if not file.is_file() or "nargs=" not in (source := file.read_text(encoding="utf-8")):
+            continue
+        for call in (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)):
+            words = {k.arg: ast.unparse(k.value) for k in call.keywords}
+            name = ast.unparse(call.args[0]).strip("'") if call.args else ""
+            if name.startswith("--") and words.get("nargs") in ("'+'", "'*'"):
+                yield file.name, name, words
+
+
+def test_repeated_options_add_up():
+    """argparse keeps the last one's values alone, and `extend` adds them to a default."""
+    found = list(options_of_several())
+    assert {("build_kernels", "--kernel"), ("bench_ops", "--case")} < {f[:2] for f in found}
+    wrong = [
+        f for f in found if f[2].get("action") != "'extend'" or f[2].get("default", "[]") != "[]"
+    ]
+    assert not wrong
+    command = [sys.executable, ROOT / "scripts/build_kernels", "--check"]
+    command += ["--backend", "cpu", "--backend", "cuda", "--kernel", "tfla"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert "cpu cuda" in done.stderr, done.stderr
+
+
+def test_a_change_is_judged_by_the_fast_tier_and_the_week_by_all():
+    flow = yaml.safe_load((ROOT / ".github/workflows/cpu.yml").read_text(encoding="utf-8"))
+    when, jobs = flow[True], flow["jobs"]  # "on" is YAML 1.1's true
+    tiers = {step["run"]: step["if"] for step in jobs["test"]["steps"] if "run" in step}
+    assert set(tiers) == {".ci/run", "scripts/test"}
+    events = {run: set(re.findall(r"'(\w+)'", said)) for run, said in tiers.items()}
+    assert events[".ci/run"] == {"push", "pull_request"}
+    assert (
+        events["scripts/test"] == set(when) - events[".ci/run"] == {"schedule", "workflow_dispatch"}
+    )
 
 
 def test_an_environment_is_made_once_and_again_when_the_pins_change(monkeypatch, tmp_path):
