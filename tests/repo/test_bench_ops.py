@@ -192,7 +192,7 @@ def test_a_cpu_goes_by_its_core_and_instructions(
     assert bench.common.cpu_name(text * 2, asked) == expected
 
 
-def test_two_machines_have_a_table_each_and_one_of_accuracy(plot, tmp_path):
+def test_two_machines_have_a_table_each_and_one_of_accuracy(plot, monkeypatch, tmp_path):
     columns = ("case,op,pass,dtype,B,T,N,D,peer,threads,p50_ms,floor_fraction,ratio,error,peer_error,"
                "device,torch,kernel,commit,date")  # fmt: skip
     for name, error in (("a", "1e-07"), ("b", "2e-07")):
@@ -204,3 +204,11 @@ def test_two_machines_have_a_table_each_and_one_of_accuracy(plot, tmp_path):
     tables = [plot.bench_table(path) for path in paths]
     assert [table.partition(",")[0] for table in tables] == ["CPU a", "CPU b"]
     assert plot.accuracy_table(paths).splitlines()[-1] == "| fp32 | 2.0e-07 | 3.0e-07 |"
+    monkeypatch.setattr(plot, "RESULTS", tmp_path)
+    page = "<!-- {0}:begin -->\nold\n<!-- {0}:end -->"
+    assert plot.generate(page.format("bench")).splitlines()[1:-1] == "\n".join(tables).splitlines()
+    none = [plot.bench_table(path, "diagonal_rnn") for path in paths]
+    (tmp_path / "c.csv").write_text(f"{columns}\n{row}_diagonal_rnn_cpu_0,c,2026-01-01\n")
+    only = plot.bench_table(tmp_path / "c.csv", "diagonal_rnn").splitlines()
+    assert none == ["", ""]  # and no empty line of theirs:
+    assert plot.generate(page.format("bench-diagonal")).splitlines()[1:-1] == only
