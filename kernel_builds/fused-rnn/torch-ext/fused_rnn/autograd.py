@@ -56,7 +56,6 @@ def register(cell: Cell) -> None:
     def setup_context(ctx, inputs, output):
         x, weight, bias, state, *masks, ctx.grad_clip, ctx.tf32, ctx.save = inputs
         ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.has_state = state is not None
         ctx.set_materialize_grads(False)
         kept = output[2:] if ctx.save else (x, bias, state)
         ctx.save_for_backward(weight, *masks, *kept)
