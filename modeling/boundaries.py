@@ -39,8 +39,9 @@ def find_boundaries(
 ) -> Boundaries:
     """Translates transformers' ways to say "padding" and "another document".
 
-    Offsets say it all, so they win over `position_ids` and `seq_idx`, which are joined. Position 0
-    of a padding token means nothing.
+    Offsets say it all, so they win over `position_ids` and `seq_idx`, which are joined. Position and
+    number of a padding token mean nothing. Where a document begins with padding, its first real token
+    shows it: by its number, or by a position that does not go on from the text before.
     """
     hold = reset = None
     given = {"attention_mask": attention_mask, "position_ids": position_ids, "seq_idx": seq_idx}
@@ -63,14 +64,29 @@ def find_boundaries(
             continue
         if ids.dim() != 2 or ids.shape[0] not in (1, batch) or ids.shape[1] != length:
             raise _shape_error(name, ids, f"[{batch} or 1, {length}]")
-        first = ids == 0
-        if name == "seq_idx":
+        ids = ids.expand(batch, length)
+        if hold is not None:
+            first = _first_real(name, ids, hold)
+        elif name == "seq_idx":
             first = nn.functional.pad(ids[:, 1:] != ids[:, :-1], (1, 0))
-        first = first.expand(batch, length)
+        else:
+            first = ids == 0
         reset = first if reset is None else reset | first
-    if reset is not None and hold is not None:
-        reset = reset & ~hold
     return Boundaries(reset, hold)
+
+
+def _first_real(name: str, ids: torch.Tensor, hold: torch.Tensor) -> torch.Tensor:  # each [B, T]
+    """The first real token of every document, told by the real token before it."""
+    at = torch.arange(ids.shape[1], device=hold.device)
+    last = torch.where(hold, -1, at).cummax(1).values
+    last = nn.functional.pad(last[:, :-1], (1, 0), value=-1)[:, : ids.shape[1]]
+    before = ids.gather(1, last.clamp_min(0))
+    if name == "seq_idx":
+        first = (last >= 0) & (ids != before)
+    else:
+        after_padding = (last >= 0) & (last < at - 1)
+        first = (ids == 0) | (after_padding & (ids <= before))
+    return first & ~hold
 
 
 def _shape_error(name: str, value: torch.Tensor, wanted: str) -> ValueError:

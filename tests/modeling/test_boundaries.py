@@ -94,6 +94,24 @@ def test_packed_rows_with_padding(case, make_model, tokens, how):
         assert_same_states(batch, alone, row)
 
 
+MASKED_STARTS = {  # of documents whose first tokens are padding, and padding inside one
+    "position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]]),
+    "position 0 at padding": torch.tensor([[0, 0, 1, 2, 0, 0, 1, 0, 2]]),
+    "seq_idx": torch.tensor([[3, 3, 3, 3, 5, 5, 5, 5, 5]]),
+    "seq_idx 0 at padding": torch.tensor([[3, 0, 3, 3, 0, 5, 5, 0, 5]]),
+}
+
+
+@pytest.mark.parametrize("how", MASKED_STARTS)
+def test_a_document_may_begin_with_padding(case, make_model, tokens, how):
+    model, ids, mask = make_model(case), tokens(1, 9), torch.tensor([[1, 0, 1, 1, 0, 1, 1, 0, 1]])
+    name = "seq_idx" if "seq" in how else "position_ids"
+    packed = run(model, ids, attention_mask=mask, **{name: MASKED_STARTS[how]})
+    for part in ([0, 2, 3], [5, 6, 8]):
+        alone = run(model, ids[:, part])
+        assert_close("logits", packed.logits[:, part], alone.logits, SAME)
+
+
 def test_packed_gradients_are_the_sum_over_documents(case, make_model, tokens):
     model, ids = make_model(case).double(), tokens(1, 9)
     names = [name for name, _ in model.named_parameters()]
@@ -177,6 +195,9 @@ def test_wrong_inputs_are_named(make_model, tokens, name):
 def test_no_tokens_and_no_rows(case, make_model, tokens):
     model, ids = make_model(case), tokens(2, 5)
     assert run(model, ids[:0]).logits.shape == (0, 5, VOCABULARY)
+    none = torch.ones(2, 0, dtype=torch.long)
+    told = run(model, ids[:, :0], attention_mask=none, position_ids=none, seq_idx=none)
+    assert told.logits.shape == (2, 0, VOCABULARY)
     for past in ({}, {"past_key_values": run(model, ids).past_key_values}):
         nothing = run(model, ids[:, :0], **past)
         assert nothing.logits.shape == (2, 0, VOCABULARY)
