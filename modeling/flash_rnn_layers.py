@@ -45,11 +45,16 @@ class Bound(torch.autograd.Function):
     """Clamps to [-m, m]. Beyond the bound only gradients that lead back pass, so that no weight is
     caught there: what clipping the parameters after every update does, without touching them."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, m: float) -> Tensor:
-        ctx.save_for_backward(rows)
-        ctx.m = m
+    def forward(rows: Tensor, m: float) -> Tensor:  # type: ignore[override]
         return rows.clamp(-m, m)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, float], output: Tensor) -> None:
+        rows, ctx.m = inputs
+        ctx.save_for_backward(rows)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]

@@ -164,6 +164,26 @@ def test_compiled_whole(case, make_model, tokens, backend):
     assert counter.frame_count == 1
 
 
+def test_gradients_of_each_sample(case, make_model, tokens):
+    """torch.func.grad is backward, and vmap of it every row by itself, as per-sample methods want it."""
+    model, ids = make_model(case).double(), tokens(3, 6)
+    bound = 64 * EPS[torch.float64] * CASES[case].cancelled
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+
+    def loss(weights, ids):
+        return torch.func.functional_call(
+            model, weights, (), {"input_ids": ids, "labels": ids}
+        ).loss
+
+    gradient = torch.func.grad(loss)
+    each = torch.func.vmap(lambda w, row: gradient(w, row[None]), (None, 0))(weights, ids)
+    for row in range(3):
+        for name, want in gradients(
+            model, input_ids=ids[row : row + 1], labels=ids[row, None]
+        ).items():
+            assert_close(f"{name} of {row}", each[name][row], want, bound)
+
+
 def test_sequence_classification(case, make_model, tokens):
     """The class is read off the last token that is not padding, on either side."""
     model = make_model(case, "ForSequenceClassification", num_labels=3, pad_token_id=0)

@@ -40,6 +40,29 @@ def test_opcheck_linear(fused_rnn):
     torch.library.opcheck(ops.linear_fwd.default, (x, w, None))
 
 
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_transforms_of_torch_func(fused_rnn, name, backend):
+    """grad, and the gradients of each sample by vmap, are autograd's."""
+    shape = CELLS[name].gates, 2, 8
+    xs, weight = torch.randn(3, 2, 4, *shape), torch.randn(*shape, 8) / 8
+
+    def loss(x, weight):
+        h, last = fused_rnn.recurrent(name, x, weight, backend=backend)
+        return h.square().sum() + sum(s.sum() for s in last)
+
+    given = xs[0].requires_grad_(), weight.requires_grad_()
+    want = torch.autograd.grad(loss(*given), given)
+    gradients = torch.func.grad(loss, (0, 1))
+    xs, weight = xs.detach(), weight.detach()
+    one = gradients(xs[0], weight)
+    each = torch.func.vmap(gradients, (0, None))(xs, weight)
+    summed = torch.func.grad(lambda w: torch.func.vmap(loss, (0, None))(xs, w).sum())(weight)
+    for k in range(2):
+        assert_close("grad", one[k], want[k], 16 * EPS[torch.float32])
+        assert_close("vmap(grad)", each[k][0], want[k], 16 * EPS[torch.float32])
+    assert_close("grad(vmap)", summed, each[1].sum(0), 16 * EPS[torch.float32])
+
+
 @pytest.mark.skipif(DEVICE != "cpu", reason="fp64 is the CPU's")
 @pytest.mark.parametrize("name", ["lstm", "gru"])
 def test_gradcheck(fused_rnn, name):

@@ -48,7 +48,8 @@ def headwise_product(x: Tensor, weight: Tensor) -> Tensor:
     rows = x.reshape(math.prod(x.shape[:-1]), N, I)
     given = rows, weight.view(N, G * J, I)
     # Products into views are not traced; the compiler plans its own layouts.
-    product = _multiply if torch.compiler.is_compiling() else _HeadwiseProduct.apply
+    traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    product = _multiply if traced else _HeadwiseProduct.apply
     return product(*given).view(N, *x.shape[:-1], G, J)
 
 

@@ -2,7 +2,8 @@
 
 torch.library runs a registered formula through layers of Python, which cost more than it takes to
 enqueue a short kernel. Where nothing traces, the same formula is that of an autograd.Function, and the
-op runs below torch's autograd. The kernels share this file.
+op runs below torch's autograd. torch.func's grad and vmap take one of their own kind. The kernels share
+this file.
 """
 
 from typing import Any, Callable, Dict, Optional
@@ -29,25 +30,27 @@ def register(name: str, backward: Callable, setup_context: Optional[Callable] = 
             setup_context(ctx, inputs, output)
         return output
 
+    def keep(ctx, inputs, output):
+        if setup_context is not None:
+            setup_context(ctx, inputs, output)
+
     functions = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
     formula: Any = type(name, (torch.autograd.Function,), functions)
+    functions = {**functions, "forward": staticmethod(op), "setup_context": staticmethod(keep)}
+    functions["generate_vmap_rule"] = True
+    transformable: Any = type(name, (torch.autograd.Function,), functions)
 
     def call(*inputs):
-        if _is_traced():
+        if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
             return op(*inputs)
+        if torch._C._are_functorch_transforms_active():  # which refuse the registered formula
+            return transformable.apply(*inputs)
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
             return formula.apply(*inputs)
         with torch._C._AutoDispatchBelowAutograd():
             return op(*inputs)
 
     CALLS[name] = call
-
-
-def _is_traced() -> bool:
-    """Whether someone other than autograd must see the op and its registered formula."""
-    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
-        return True
-    return torch._C._are_functorch_transforms_active()
 
 
 def refuse_second_derivative(kernel: str, name: str) -> None:

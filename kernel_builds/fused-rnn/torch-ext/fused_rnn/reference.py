@@ -10,13 +10,17 @@ from .cells import Cell
 class RecurrentProduct(torch.autograd.Function):
     """r = weight h. Operands of a product are rounded to the I/O dtype, here and in its gradients."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx, h, weight, dtype: torch.dtype, grad_clip: Optional[float]):
+    def forward(h, weight, dtype: torch.dtype, grad_clip: Optional[float]):
         # h [B, N, D], weight [G, N, D, D] -> [G, B, N, D], all in the state dtype
-        operand = h.to(dtype).to(h.dtype)
-        ctx.save_for_backward(operand, weight)
-        ctx.dtype, ctx.grad_clip = dtype, grad_clip
-        return torch.einsum("bnk,gnjk->gbnj", operand, weight)
+        return torch.einsum("bnk,gnjk->gbnj", h.to(dtype).to(h.dtype), weight)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        h, weight, ctx.dtype, ctx.grad_clip = inputs
+        ctx.save_for_backward(h.to(ctx.dtype).to(h.dtype), weight)
 
     @staticmethod
     def backward(ctx, dr):
