@@ -69,12 +69,12 @@ class Ours:
         self.kernel, self.options = kernel, {"input_gate": case.cell}
         self.leaves = [p[n].clone().requires_grad_() for n in LEAVES]
         self.state = tuple(p[n].clone() for n in "Cnm") if case.steps == 1 else None
+        self.token = [x.detach()[:, 0] for x in self.leaves]
 
     def __call__(self) -> torch.Tensor:
         if self.state is None:
             return self.kernel.mlstm(*self.leaves, **self.options)[0]
-        tokens = [x[:, 0] for x in self.leaves]
-        step = self.kernel.mlstm_step(*tokens, self.state, **self.options, inplace=True)
+        step = self.kernel.mlstm_step(*self.token, self.state, **self.options, inplace=True)
         return step[0][:, None]
 
     def gradients(self, grads) -> list[torch.Tensor]:
@@ -97,13 +97,14 @@ class Peer:
         own = [p[n].to(p["v"].dtype).transpose(1, 2).contiguous() for n in LEAVES]
         self.leaves = [x.requires_grad_() for x in own]
         self.state = {"c": p["C"], "n": p["n"], "m": p["m"][..., None]} if step else {}
+        q, k, v, i, f = (x.detach()[:, :, 0] for x in own)
+        self.token = (q, k, v, i[..., None], f[..., None])
 
     def __call__(self) -> torch.Tensor:
         if self.call is None:
             h = self.chunkwise(*self.leaves, eps=0.0, chunk_size=PEER_CHUNK)
             return h.transpose(1, 2)
-        q, k, v, i, f = (x[:, :, 0] for x in self.leaves)
-        h, _ = self.call(q, k, v, i[..., None], f[..., None], **self.state, eps=0.0)
+        h, _ = self.call(*self.token, **self.state, eps=0.0)
         return h[:, None]
 
     def gradients(self, grads) -> list[torch.Tensor]:

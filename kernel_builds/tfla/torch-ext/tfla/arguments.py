@@ -6,6 +6,7 @@ import torch
 
 from .cells import INPUT_GATES, Cell
 from .checks import (
+    DTYPES,
     check_choice,
     check_count,
     check_floating,
@@ -20,8 +21,13 @@ NORMS = ("layer", "rms")
 
 
 def check_tensors(named, like: torch.Tensor, shape, letters: str) -> None:
+    device = like.device
     for name, value in named:
-        check_tensor(name, value, like.device)
+        # a step's calls are its time: what is right is told so by one line
+        fits = isinstance(value, torch.Tensor) and value.shape == shape and value.dtype in DTYPES
+        if fits and value.device == device:
+            continue
+        check_tensor(name, value, device)
         check_floating(name, value)
         check_shape(name, value, shape, letters)
 
