@@ -162,7 +162,7 @@ def _reference(name: str) -> Any:
 def _from_disk(name: str, repo: str, device_type: str) -> tuple[Any, KernelInfo] | None:
     """The build that LOCAL_KERNELS names, if it does. A developer's wish, so it never falls back."""
     entries = [e for e in os.environ.get("LOCAL_KERNELS", "").split(":") if e]
-    wrong = [e for e in entries if "=" not in e]
+    wrong = [e for e in entries if not all(e.partition("="))]
     if wrong:
         raise KernelError(f"LOCAL_KERNELS has {wrong[0]!r}, but must be org/name=/directory:...")
     directory = dict(e.split("=", 1) for e in entries).get(repo)

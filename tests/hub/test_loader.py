@@ -229,8 +229,9 @@ def test_local_kernels_do_not_fall_back(chain, project, tmp_path):
     (absent,) = chain.load(AUTO, **{wish: f"flashcell/fused-rnn={tmp_path / 'nothing'}"})
     assert absent["error"] == "KernelError"
     assert "no variant at all" in absent["message"]
-    (malformed,) = chain.load(AUTO, **{wish: "/a/path"})
-    assert "LOCAL_KERNELS has '/a/path', but must be" in malformed["message"]
+    for entry in ("/a/path", "=/a/path", "flashcell/fused-rnn=", "="):
+        (malformed,) = chain.load(AUTO, **{wish: entry})
+        assert f"LOCAL_KERNELS has '{entry}', but must be" in malformed["message"]
     (project.root / "build" / chain.variant / "cells.py").write_text("raise OSError('broken')")
     (broken,) = chain.load(AUTO, **{wish: f"flashcell/fused-rnn={project.root}"})
     assert broken["error"] == "KernelError"
