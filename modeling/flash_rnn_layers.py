@@ -45,6 +45,21 @@ class Bound(torch.autograd.Function):
     """Clamps to [-m, m]. Beyond the bound only gradients that lead back pass, so that no weight is
     caught there: what clipping the parameters after every update does, without touching them."""
 
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, m: float) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.m = m
+        return rows.clamp(-m, m)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        (rows,) = ctx.saved_tensors
+        return torch.where((rows.abs() > ctx.m) & (rows * grad < 0), 0.0, grad), None
+
+
+class TransformableBound(Bound):
+    """The same for torch.func."""
+
     generate_vmap_rule = True
 
     @staticmethod
@@ -55,11 +70,6 @@ class Bound(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Tensor, float], output: Tensor) -> None:
         rows, ctx.m = inputs
         ctx.save_for_backward(rows)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        (rows,) = ctx.saved_tensors
-        return torch.where((rows.abs() > ctx.m) & (rows * grad < 0), 0.0, grad), None
 
 
 class _FlashLayer(nn.Module):
@@ -140,7 +150,10 @@ class _FlashLayer(nn.Module):
 
     def _weights(self) -> list[Tensor]:
         m = self.max_recurrent
-        return [rows if m is None else Bound.apply(rows, m) for rows in self.rows]
+        eager = not torch.compiler.is_compiling()
+        transformed = eager and torch._C._are_functorch_transforms_active()
+        bound = TransformableBound if transformed else Bound  # it takes four times as long to call
+        return [rows if m is None else bound.apply(rows, m) for rows in self.rows]
 
     def _check(self, x: Tensor, letters: str, dims: int) -> None:
         if x.dim() != dims or x.shape[-1] != self.input_size:

@@ -20,8 +20,8 @@ dtype than the input. Products of fp32 recurrences on CUDA follow `torch.backend
 Errors are torch.nn's: RuntimeError and ValueError for shapes and dtypes that do not fit the module.
 
 What differs: dropout draws other numbers from the same seed; outputs are contiguous with and
-without batch_first; there are no second derivatives (except with backend="reference") and no
-torch.jit.script. torch.compile breaks the graph at every module that is an nn.LSTM, nn.GRU or
+without batch_first; there are no second derivatives (except with backend="reference"), no derivatives
+in forward mode (torch.func's grad, vjp and vmap work, jvp does not) and no torch.jit.script. torch.compile breaks the graph at every module that is an nn.LSTM, nn.GRU or
 nn.RNN, these too; with torch._dynamo.config.allow_rnn = True these compile with fullgraph=True.
 torch.export takes them as they are.
 """

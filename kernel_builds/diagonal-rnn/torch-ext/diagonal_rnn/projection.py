@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .checks import check_floating, check_shape, check_tensor
+from .formulas import is_transformed
 
 
 def headwise_linear(x: Tensor, weight: Tensor, bias: Optional[Tensor] = None) -> Tensor:
@@ -48,7 +49,7 @@ def headwise_product(x: Tensor, weight: Tensor) -> Tensor:
     rows = x.reshape(math.prod(x.shape[:-1]), N, I)
     given = rows, weight.view(N, G * J, I)
     # Products into views are not traced; the compiler plans its own layouts.
-    traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    traced = torch.compiler.is_compiling() or is_transformed()
     product = _multiply if traced else _HeadwiseProduct.apply
     return product(*given).view(N, *x.shape[:-1], G, J)
 

@@ -34,7 +34,8 @@ def register(name: str, backward: Callable, setup_context: Optional[Callable] = 
         if setup_context is not None:
             setup_context(ctx, inputs, output)
 
-    functions = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    functions: Dict[str, Any] = {"forward": staticmethod(forward)}
+    functions["backward"] = staticmethod(backward)
     formula: Any = type(name, (torch.autograd.Function,), functions)
     functions = {**functions, "forward": staticmethod(op), "setup_context": staticmethod(keep)}
     functions["generate_vmap_rule"] = True
@@ -43,7 +44,7 @@ def register(name: str, backward: Callable, setup_context: Optional[Callable] = 
     def call(*inputs):
         if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
             return op(*inputs)
-        if torch._C._are_functorch_transforms_active():  # which refuse the registered formula
+        if is_transformed():  # by what refuses the registered formula
             return transformable.apply(*inputs)
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
             return formula.apply(*inputs)
@@ -51,6 +52,14 @@ def register(name: str, backward: Callable, setup_context: Optional[Callable] = 
             return op(*inputs)
 
     CALLS[name] = call
+
+
+def is_transformed() -> bool:
+    """Whether torch.func's grad or vmap is at work. They want an autograd.Function with setup_context,
+    which takes Python four times as long to call: so it is taken only there."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._are_functorch_transforms_active()
 
 
 def refuse_second_derivative(kernel: str, name: str) -> None:

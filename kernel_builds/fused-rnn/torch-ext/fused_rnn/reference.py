@@ -5,22 +5,19 @@ from typing import Optional, Tuple
 import torch
 
 from .cells import Cell
+from .formulas import is_transformed
 
 
 class RecurrentProduct(torch.autograd.Function):
     """r = weight h. Operands of a product are rounded to the I/O dtype, here and in its gradients."""
 
-    generate_vmap_rule = True
-
     @staticmethod
-    def forward(h, weight, dtype: torch.dtype, grad_clip: Optional[float]):
+    def forward(ctx, h, weight, dtype: torch.dtype, grad_clip: Optional[float]):
         # h [B, N, D], weight [G, N, D, D] -> [G, B, N, D], all in the state dtype
-        return torch.einsum("bnk,gnjk->gbnj", h.to(dtype).to(h.dtype), weight)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        h, weight, ctx.dtype, ctx.grad_clip = inputs
-        ctx.save_for_backward(h.to(ctx.dtype).to(h.dtype), weight)
+        operand = h.to(dtype).to(h.dtype)
+        ctx.save_for_backward(operand, weight)
+        ctx.dtype, ctx.grad_clip = dtype, grad_clip
+        return torch.einsum("bnk,gnjk->gbnj", operand, weight)
 
     @staticmethod
     def backward(ctx, dr):
@@ -30,6 +27,21 @@ class RecurrentProduct(torch.autograd.Function):
         if ctx.grad_clip is not None:
             dh = dh.clamp(-ctx.grad_clip, ctx.grad_clip)
         return dh, torch.einsum("gbnj,bnk->gnjk", dr, operand), None, None
+
+
+class TransformableProduct(RecurrentProduct):
+    """The same for torch.func."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(h, weight, dtype, grad_clip):  # type: ignore[override]
+        return torch.einsum("bnk,gnjk->gbnj", h.to(dtype).to(h.dtype), weight)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        h, weight, ctx.dtype, ctx.grad_clip = inputs
+        ctx.save_for_backward(h.to(ctx.dtype).to(h.dtype), weight)
 
 
 def sequence(
@@ -48,12 +60,13 @@ def sequence(
     w = weight.to(dtype)
     bias = x.new_zeros(cell.bias_rows, N, D, dtype=dtype) if bias is None else bias.to(dtype)
     states = tuple(x.new_zeros(cell.states, B, N, D, dtype=dtype) if state is None else state)
+    product = TransformableProduct if is_transformed() else RecurrentProduct
     outputs = []
     for t, row in enumerate(x.unbind(1)):  # unbind: its gradient is one stack, not T sums
         if reset is not None:
             cleared = reset[:, t, None, None]
             states = tuple(torch.where(cleared, 0.0, s) for s in states)
-        r = list(RecurrentProduct.apply(states[0], w, x.dtype, grad_clip))
+        r = list(product.apply(states[0], w, x.dtype, grad_clip))
         if cell.bias_rows > G:
             r[-1] = r[-1] + bias[G]
         gates = row.to(dtype).unbind(1)
