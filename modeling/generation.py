@@ -212,9 +212,10 @@ class RecurrentGeneration(GenerationMixin):
         idle until the next one is on its way. Here the answer is read a token late, and what was
         computed meanwhile is dropped.
         """
-        draws, pad = generation_config.do_sample, generation_config._pad_token_tensor
+        pad: Any = generation_config._pad_token_tensor
+        draws = generation_config.do_sample
         pads = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
-        pad = pad.to(input_ids.device) if pads else None
+        pad = pad.to(input_ids.device) if pads else pad
         going = torch.ones(len(input_ids), dtype=torch.bool, device=input_ids.device)
         text, ends = Text(input_ids), Ends(stopping_criteria, input_ids.device)
         check: StopCheck = HostCheck(streamer)
@@ -247,15 +248,15 @@ class RecurrentGeneration(GenerationMixin):
                 break
             inputs = {"input_ids": tokens[:, None].to(device), **rest}
             if not own:
+                whole: Any = text.read()
                 inputs = self.prepare_inputs_for_generation(
-                    text.read(), next_sequence_length=1, **model_kwargs
+                    whole, next_sequence_length=1, **model_kwargs
                 )
             logits = self._next_logits(inputs)
         late = check.finish()
         if streamer is not None:
             streamer.end()
-        input_ids = text.read()
-        return input_ids[:, : input_ids.shape[1] - late]
+        return text.read()[:, : text.length - late]
 
     def _next_logits(self, inputs: dict[str, Any]) -> torch.Tensor:  # [B, 1, V]
         """`self(**inputs).logits`, past the layers of calls around a step where nobody is in them, which

@@ -89,7 +89,8 @@ class FlashRNNBlock(RecurrentBlock):
         """`run` of one token a row, in few launches, or one call where the kernel has all of it."""
         mlp, kernel = self.mlp, self.find_block_step(x, cache)
         if kernel is not None:
-            return self.mixer.block_step(kernel, x, self.mixer_norm, self.mlp_norm, mlp, cache)
+            mixer: Any = self.mixer
+            return mixer.block_step(kernel, x, self.mixer_norm, self.mlp_norm, mlp, cache)
         x = self.mixer.step(step_linear, x, self.mixer_norm, cache)
         pair = mlp.gate_proj.weight, mlp.up_proj.weight
         return step_swiglu(step_linear, x, self.mlp_norm, pair, mlp.down_proj.weight)
