@@ -146,6 +146,16 @@ class StaticRecurrentStateLayer(RecurrentStateLayer):
 STATIC_LAYER_TYPE_MAPPING["recurrent_state"] = StaticRecurrentStateLayer
 
 
+def own_states(cache: RecurrentStateLayer | None, name: str, empty: Callable[[], States]) -> States:
+    """The states to change: a static cache's own, else copies."""
+    group = None if cache is None else cache.get_states(name)
+    if group is None:
+        return empty()
+    if isinstance(cache, StaticRecurrentStateLayer):
+        return group
+    return tuple(s.clone(memory_format=torch.contiguous_format) for s in group)
+
+
 def is_recurrent(layer: Any) -> bool:
     """Not by its class: of several repositories' code in one process, one registered its own."""
     return hasattr(layer, "update_states")

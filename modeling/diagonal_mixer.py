@@ -1,6 +1,5 @@
 """The mixer around a diagonal cell, as published with FlashGRU and FlashLSTM (arXiv 2510.21450)."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,7 +8,7 @@ from transformers import initialization as init
 from transformers.utils.generic import maybe_autocast
 
 from .boundaries import NO_BOUNDARIES, Boundaries
-from .cache import RecurrentStateLayer, StaticRecurrentStateLayer
+from .cache import RecurrentStateLayer, own_states
 from .causal_conv import CausalConv1d, convolve
 from .flash_rnn_layers import FlashGRU, FlashLSTM
 from .headwise_linear import HeadwiseLinear
@@ -17,18 +16,6 @@ from .kernel_loader import load_kernel
 from .step_linear import StepLinear, apply_norm, has_weights_like, norm_options
 
 CELLS: dict[str, Any] = {"flash_gru": FlashGRU, "flash_lstm": FlashLSTM}
-
-
-def own_states(
-    cache: RecurrentStateLayer | None, name: str, empty: Callable[[], tuple[torch.Tensor, ...]]
-) -> tuple[torch.Tensor, ...]:
-    """The states to change: a static cache's own, else copies."""
-    group = None if cache is None else cache.get_states(name)
-    if group is None:
-        return empty()
-    return (
-        group if isinstance(cache, StaticRecurrentStateLayer) else tuple(s.clone() for s in group)
-    )
 
 
 class GatedRMSNorm(nn.RMSNorm):

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers import Cache, DynamicCache, GenerationMixin, PrefixConstrainedLogitsProcessor
 from transformers.generation.configuration_utils import GenerationMode
-from transformers.generation.stopping_criteria import MaxLengthCriteria
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.utils import DeferredStopCheck, StopCheck
 
 from .state_file import load_state, save_state
@@ -89,6 +89,64 @@ def may_run_ahead(logits_processor: Any, stopping_criteria: Any) -> bool:
     steps = [*logits_processor, *stopping_criteria]
     theirs = all(type(step).__module__.startswith("transformers.") for step in steps)
     return theirs and not any(isinstance(s, PrefixConstrainedLogitsProcessor) for s in steps)
+
+
+class Text:
+    """The ids so far, [B, T]. New ones wait until somebody reads the whole text: without it the loop
+    needs the last ones alone, and a copy of all for each would grow."""
+
+    def __init__(self, ids: torch.Tensor):
+        self.length = ids.shape[1]
+        self._ids, self._new = ids, list[torch.Tensor]()
+
+    def add(self, tokens: torch.Tensor) -> None:  # [B]
+        self._new.append(tokens)
+        self.length += 1
+        if len(self._new) == 256:  # each has a place of its own
+            self.read()
+
+    def read(self) -> torch.Tensor:
+        if self._new:
+            self._ids = torch.cat([self._ids, torch.stack(self._new, 1)], -1)
+            self._new = []
+        return self._ids
+
+
+class Ends:
+    """`stopping_criteria(ids, None)` after one more token: which rows end. Of the usual two criteria,
+    a length and tokens, it takes the last tokens alone."""
+
+    def __init__(self, stopping_criteria: Any, device: torch.device):
+        self.criteria, self.tokens = stopping_criteria, list[torch.Tensor]()
+        lengths = [c for c in stopping_criteria if type(c) is MaxLengthCriteria]
+        self.usual = len(lengths) == 1 and lengths[0].max_position_embeddings is None
+        for criterion in stopping_criteria:
+            if type(criterion) is EosTokenCriteria:
+                self.tokens.append(criterion.eos_token_id.to(device))
+            elif criterion not in lengths:
+                self.usual = False
+        self.max_length = stopping_criteria.max_length
+
+    def go_on(self, going: torch.Tensor, tokens: torch.Tensor, text: Text) -> torch.Tensor:
+        """`going` [B], less the rows that end; that the longest length ends all says `full`."""
+        if not self.usual:
+            return going & ~self.criteria(text.read(), None)
+        for ends in self.tokens:
+            same = tokens != ends if ends.numel() == 1 else torch.isin(tokens, ends, invert=True)
+            going = going & same
+        return going
+
+    def full(self, text: Text) -> bool:
+        return self.usual and text.length >= self.max_length
+
+
+class HostCheck(StopCheck):
+    """Of `going`, which is on the host already."""
+
+    def __call__(self, going: torch.Tensor, tokens: torch.Tensor, length: int) -> bool:
+        if self.streamer is not None:
+            self.streamer.put(tokens.cpu())
+        return not going.any()
 
 
 class RecurrentGeneration(GenerationMixin):
@@ -190,10 +248,13 @@ class RecurrentGeneration(GenerationMixin):
         idle until the next one is on its way. Here the answer is read a token late, and what was
         computed meanwhile is dropped.
         """
-        draws, pad = generation_config.do_sample, generation_config._pad_token_tensor
-        ends = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
-        unfinished = torch.ones(len(input_ids), dtype=torch.long, device=input_ids.device)
-        check = StopCheck(streamer)
+        pad: Any = generation_config._pad_token_tensor
+        draws = generation_config.do_sample
+        pads = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
+        pad = pad.to(input_ids.device) if pads else pad
+        going = torch.ones(len(input_ids), dtype=torch.bool, device=input_ids.device)
+        text, ends = Text(input_ids), Ends(stopping_criteria, input_ids.device)
+        check: StopCheck = HostCheck(streamer)
         if input_ids.is_cuda:
             with torch.device("cpu"):  # what it pins
                 check = DeferredStopCheck(
@@ -202,29 +263,36 @@ class RecurrentGeneration(GenerationMixin):
         outputs = self._prefill(input_ids, generation_config, model_kwargs)
         model_kwargs = self._update_model_kwargs_for_generation(outputs, model_kwargs)
         logits = outputs.logits
+        rest = {k: v for k, v in model_kwargs.items() if k not in (*PROMPT_ONLY, "inputs_embeds")}
+        device = self.device
+        prepare = getattr(self.prepare_inputs_for_generation, "__func__", None)
+        own = prepare is RecurrentGeneration.prepare_inputs_for_generation
         while True:
-            logits = logits[:, -1].to(input_ids.device, torch.float32, copy=True)
+            logits = logits[:, -1].to(input_ids.device, torch.float32, copy=bool(logits_processor))
             scores = logits
             for process in logits_processor:  # the list would inspect each one's signature
-                scores = process(input_ids, scores)
+                scores = process(text.read(), scores)
             if draws:
                 tokens = torch.multinomial(scores.softmax(-1), num_samples=1)[:, 0]
             else:
                 tokens = scores.argmax(-1)
-            if ends:
-                tokens = tokens * unfinished + pad * (1 - unfinished)
-            input_ids = torch.cat([input_ids, tokens[:, None]], dim=-1)  # type: ignore[assignment]
-            unfinished = unfinished & ~stopping_criteria(input_ids, None)
-            if check(unfinished, tokens, input_ids.shape[1]):
+            if pads:
+                tokens = torch.where(going, tokens, pad)
+            text.add(tokens)
+            going = ends.go_on(going, tokens, text)
+            if check(going, tokens, text.length) or ends.full(text):
                 break
-            inputs = self.prepare_inputs_for_generation(
-                input_ids, next_sequence_length=1, **model_kwargs
-            )
+            inputs = {"input_ids": tokens[:, None].to(device), **rest}
+            if not own:
+                whole: Any = text.read()
+                inputs = self.prepare_inputs_for_generation(
+                    whole, next_sequence_length=1, **model_kwargs
+                )
             logits = self._next_logits(inputs)
         late = check.finish()
         if streamer is not None:
             streamer.end()
-        return input_ids[:, : input_ids.shape[1] - late]
+        return text.read()[:, : text.length - late]
 
     def _next_logits(self, inputs: dict[str, Any]) -> torch.Tensor:  # [B, 1, V]
         """`self(**inputs).logits`, past the layers of calls around a step where nobody is in them, which

@@ -7,7 +7,7 @@ from torch import nn
 from transformers import initialization as init
 
 from .boundaries import NO_BOUNDARIES, Boundaries
-from .cache import RecurrentStateLayer
+from .cache import RecurrentStateLayer, own_states
 from .kernel_loader import load_kernel
 from .kernels.fused_rnn.cells import CELLS
 from .step_linear import StepLinear, apply_norm
@@ -78,6 +78,39 @@ class RecurrentMixer(nn.Module):
         y, options = apply_norm(norm, x)
         gates = step_linear(y, [self.in_proj.weight], **options)[0]
         return x + self.mix(gates[:, None], cache, NO_BOUNDARIES)[:, 0]
+
+    def block_step(
+        self,
+        kernel: Any,
+        x: torch.Tensor,  # [B, H]
+        norm: nn.RMSNorm,
+        mlp_norm: nn.RMSNorm,
+        mlp: Any,  # a SwiGLU
+        cache: RecurrentStateLayer | None,
+    ) -> torch.Tensor:  # [B, H]
+        """The whole block around this mixer, of one token a row."""
+        shape, wide = (
+            (len(x), *self.gate_bias.shape[1:]),
+            torch.promote_types(x.dtype, torch.float32),
+        )
+        empty = lambda: tuple(
+            x.new_zeros(shape, dtype=wide) for _ in range(CELLS[self.cell].states)
+        )
+        state = own_states(cache, "cell", empty)
+        y = kernel.block_step(
+            self.cell, x, norm.weight, self.in_proj.weight, self.recurrent_weight, self.gate_bias,
+            state, mlp_norm.weight, mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight,
+            mixer_eps=norm.eps, mlp_eps=mlp_norm.eps,
+        )  # fmt: skip
+        if cache is not None:
+            cache.update_states(1, cell=state)
+        return y
+
+    def has_wide_states(self, x: torch.Tensor, cache: RecurrentStateLayer | None) -> bool:
+        """In the dtype that a step changes them in; others are cast."""
+        group = None if cache is None else cache.get_states()
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return all(s.dtype == wide for s in group or ())
 
     def mix(
         self,

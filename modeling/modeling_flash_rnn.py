@@ -18,6 +18,7 @@ from .configuration.configuration_flash_rnn import FlashRNNConfig
 from .diagonal_mixer import DiagonalMixer
 from .flash_rnn_layers import FlashGRU, FlashLSTM
 from .headwise_linear import HeadwiseLinear
+from .kernel_loader import load_kernel
 from .layers import RecurrentMixer
 from .recurrent_model import (
     RecurrentBlock,
@@ -29,7 +30,13 @@ from .recurrent_model import (
     SwiGLU,
     make_norm,
 )
-from .step_linear import StepLinear, find_step_linear, step_swiglu, taken_along
+from .step_linear import (
+    StepLinear,
+    find_step_linear,
+    has_weights_like,
+    step_swiglu,
+    taken_along,
+)
 
 
 class FlashRNNBlock(RecurrentBlock):
@@ -66,11 +73,24 @@ class FlashRNNBlock(RecurrentBlock):
         norms = [*taken_along(self.mixer_norm), *taken_along(self.mlp_norm)]
         return find_step_linear(x, mixer.config.backend, [*linears, *norms], (mixer, mlp))
 
+    def find_block_step(self, x: torch.Tensor, cache: RecurrentStateLayer | None) -> Any:
+        """The kernel that has a plain block of such rows in one call, None where it is several."""
+        mixer, norms = self.mixer, [self.mixer_norm, self.mlp_norm]
+        if type(mixer) is not RecurrentMixer or any(type(n) is not nn.RMSNorm for n in norms):
+            return None
+        if not (has_weights_like(mixer, x) and mixer.has_wide_states(x, cache)):
+            return None
+        kernel = load_kernel("fused-rnn", x.device.type, mixer.config.backend)
+        return kernel if kernel.BACKEND == "cpu" else None
+
     def step(
         self, step_linear: StepLinear, x: torch.Tensor, cache: RecurrentStateLayer | None
     ) -> torch.Tensor:  # [B, H]
-        """`run` of one token a row, in few launches."""
-        mlp = self.mlp
+        """`run` of one token a row, in few launches, or one call where the kernel has all of it."""
+        mlp, kernel = self.mlp, self.find_block_step(x, cache)
+        if kernel is not None:
+            mixer: Any = self.mixer
+            return mixer.block_step(kernel, x, self.mixer_norm, self.mlp_norm, mlp, cache)
         x = self.mixer.step(step_linear, x, self.mixer_norm, cache)
         pair = mlp.gate_proj.weight, mlp.up_proj.weight
         return step_swiglu(step_linear, x, self.mlp_norm, pair, mlp.down_proj.weight)

@@ -6,6 +6,7 @@
 #if defined(CUDA_KERNEL)
 #include "cuda/call.h"
 #else
+#include "cpu/block_ops.h"
 #include "cpu/linear.h"
 #endif
 
@@ -143,6 +144,9 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
   ops.def(
       "linear_bwd(Tensor dy, Tensor x, Tensor weight, bool has_bias) "
       "-> (Tensor dx, Tensor dweight, Tensor dbias)");
+#if !defined(CUDA_KERNEL)
+  flashcell::define_block_step(ops, flashcell::AllCells());
+#endif
 }
 
 #if defined(CUDA_KERNEL)
@@ -154,6 +158,7 @@ STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CPU, ops) {
   flashcell::implement(ops, flashcell::AllCells());
   ops.impl("linear_fwd", TORCH_BOX(&flashcell::linear_fwd));
   ops.impl("linear_bwd", TORCH_BOX(&flashcell::linear_bwd));
+  flashcell::implement_block_step(ops, flashcell::AllCells());
 }
 #endif
 

@@ -24,6 +24,23 @@ struct ColumnSumParams {  // out[n] = sum_m a[m, n]
   void* out;      // [N] io
 };
 
+// One token of a residual block, H = N D. io unless it says otherwise; rows of x are x_stride
+// apart.
+struct BlockStepParams {
+  static constexpr int kMostStates = 8;
+  int64_t B, N, D, I;
+  const void* x;  // [B, H]
+  int64_t x_stride;
+  const void *mixer_norm, *mlp_norm;  // [H]
+  double mixer_eps, mlp_eps;
+  const void* in_proj;           // [G H, H]
+  const void* weight;            // [G, N, D, D]
+  const void* bias;              // [R, N, D], or null
+  void* states[kMostStates];     // [B, N, D] state, changed
+  const void *gate, *up, *down;  // [I, H], [I, H], [H, I]
+  void* out;                     // [B, H]
+};
+
 // One instruction set's build of the engine; cell = position in AllCells.
 struct Backend {
   const char* name;
@@ -31,6 +48,7 @@ struct Backend {
   void (*backward)(int cell, Dtype, const BackwardParams&, const Host&);
   void (*gemm)(Dtype, const GemmParams&, const Host&);
   void (*column_sum)(Dtype, const ColumnSumParams&, const Host&);
+  void (*block_step)(int cell, Dtype, const BlockStepParams&, const Host&);
 };
 
 namespace baseline {

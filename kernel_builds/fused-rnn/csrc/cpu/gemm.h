@@ -166,8 +166,9 @@ struct Gemm {
         const int64_t n = panel * kStride,
                       count = end - panel < kDotPanels ? end - panel : kDotPanels;
         const int64_t left = p.N - n < count * kStride ? p.N - n : count * kStride;
-        dot_rows<IO, kDotMaxRows>(rows, int(p.M), (const IO*)p.b + n * p.b_n, p.K, int(left), c,
-                                  kDotPanels * kStride);
+        const IO* const weight = (const IO*)p.b + n * p.b_n;
+        dot_rows<IO, 1, kDotMaxRows>(rows, int(p.M), &weight, p.K, int(left), c,
+                                     kDotPanels * kStride);
         for (int64_t m = 0; m < p.M; ++m) {
           for (int64_t i = 0; i < count; ++i) {
             write(0, m, n + i * kStride, c + (m * kDotPanels + i) * kStride);

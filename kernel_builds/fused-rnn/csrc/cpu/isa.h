@@ -4,6 +4,7 @@
 #pragma once
 #include "../cells/all.h"
 #include "backward.h"
+#include "block_step.h"
 #include "for_cell.h"
 #include "forward.h"
 #include "gemm.h"
@@ -33,6 +34,9 @@ const Backend kBackend = {
     },
     [](Dtype dtype, const ColumnSumParams& params, const Host& host) {
       for_dtype<RunColumnSum>(dtype, params, host);
+    },
+    [](int cell, Dtype dtype, const BlockStepParams& params, const Host& host) {
+      for_cell<BlockStep>(AllCells(), cell, dtype, params, host);
     },
 };
 

@@ -1,6 +1,7 @@
 """fused_rnn: recurrent cells that mix their state (LSTM, GRU, Elman, sLSTM) in fused kernels."""
 
 from . import layers  # where `kernels` looks for torch.nn's modules
+from .block_step import block_step
 from .cells import CELLS
 from .dispatch import BACKEND
 from .explain import explain_plan
@@ -24,6 +25,7 @@ if BACKEND is not None:
 __all__ = [
     "BACKEND",
     "CELLS",
+    "block_step",
     "explain_plan",
     "gru",
     "gru_step",

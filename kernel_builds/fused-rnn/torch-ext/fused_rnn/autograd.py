@@ -8,6 +8,7 @@ import torch
 
 from ._ops import add_op_namespace_prefix
 from .cells import CELLS, Cell
+from .dispatch import BACKEND
 from .formulas import CALLS, refuse_second_derivative
 from .formulas import register as register_formula
 
@@ -90,6 +91,14 @@ def register(cell: Cell) -> None:
     refuse_second_derivative("fused_rnn", bwd)
 
 
+def register_block_step(cell: Cell) -> None:
+    @torch.library.register_fake(add_op_namespace_prefix(f"{cell.name}_block_step_"))
+    def _(
+        x, mixer_norm, mixer_eps, in_proj, weight, bias, state, mlp_norm, mlp_eps, gate, up, down
+    ):
+        return x.new_empty(x.shape)
+
+
 @torch.library.register_fake(add_op_namespace_prefix("linear_fwd"))
 def _(x, weight, bias):
     return x.new_empty(*x.shape[:-1], weight.shape[0])
@@ -116,3 +125,5 @@ register_formula("linear_fwd", _linear_backward, _linear_setup_context)
 refuse_second_derivative("fused_rnn", "linear_bwd")
 for _cell in CELLS.values():
     register(_cell)
+    if BACKEND == "cpu":
+        register_block_step(_cell)

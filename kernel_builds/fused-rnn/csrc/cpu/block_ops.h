@@ -1,0 +1,70 @@
+// A residual block of a decoded token as an op of the CPU kernel.
+#pragma once
+#include <torch/csrc/stable/library.h>
+
+#include "call.h"
+
+namespace flashcell {
+
+// x [B,H] · norms [H] · in_proj [G H,H] · weight [G,N,D,D] · bias [R,N,D] · state K tensors [B,N,D]
+// in the state dtype, changed · gate, up [I,H] · down [H,I] -> [B,H]; H = N D, all else in x's
+// dtype
+constexpr const char* kBlockStepSchema =
+    "_block_step_(Tensor x, Tensor mixer_norm, float mixer_eps, Tensor in_proj, Tensor weight, "
+    "Tensor? bias, Tensor(a!)[] state, Tensor mlp_norm, float mlp_eps, Tensor gate, Tensor up, "
+    "Tensor down) -> Tensor";
+
+// A tensor where it lies: a copy would cost what the op saves, and a copied state is not changed.
+inline const void* in_place(const Tensor& tensor, const char* name, const Shape& shape,
+                            ScalarType dtype) {
+  check_shape(tensor, name, shape), check_dtype(tensor, name, dtype);
+  STD_TORCH_CHECK(tensor.is_contiguous(), name, " must be contiguous");
+  return tensor.const_data_ptr();
+}
+
+template <typename Cell>
+Tensor block_step(Tensor x, Tensor mixer_norm, double mixer_eps, Tensor in_proj, Tensor weight,
+                  OptionalTensor bias, std::vector<Tensor> state, Tensor mlp_norm, double mlp_eps,
+                  Tensor gate, Tensor up, Tensor down) {
+  check_rank(x, "x", 2, "[B, H]"), check_rank(weight, "weight", 4, "[G, N, D, D]");
+  check_rank(gate, "gate", 2, "[I, H]");
+  constexpr int64_t G = Cell::kGates;
+  BlockStepParams p{};
+  const int64_t H = x.size(1);
+  p.B = x.size(0), p.N = weight.size(1), p.D = weight.size(2), p.I = gate.size(0);
+  STD_TORCH_CHECK(p.N * p.D == H, "weight must have heads of ", H, " units together, got shape ",
+                  to_string(shape_of(weight)));
+  const Dtype dtype = io_dtype(x, "x");
+  const ScalarType io = x.scalar_type(), unrounded = state_dtype(x);
+  if (x.stride(1) != 1) x = dense(x);
+  p.x = x.const_data_ptr(), p.x_stride = x.stride(0);
+  p.mixer_norm = in_place(mixer_norm, "mixer_norm", {H}, io), p.mixer_eps = mixer_eps;
+  p.in_proj = in_place(in_proj, "in_proj", {G * H, H}, io);
+  p.weight = in_place(weight, "weight", {G, p.N, p.D, p.D}, io);
+  if (bias) p.bias = in_place(*bias, "bias", {Cell::kBias, p.N, p.D}, io);
+  STD_TORCH_CHECK(int64_t(state.size()) == Cell::kStates, "state must be ", Cell::kStates,
+                  " tensors, got ", state.size());
+  for (int64_t k = 0; k < Cell::kStates; ++k) {
+    in_place(state[k], "state", {p.B, p.N, p.D}, unrounded);
+    p.states[k] = state[k].mutable_data_ptr();
+  }
+  p.mlp_norm = in_place(mlp_norm, "mlp_norm", {H}, io), p.mlp_eps = mlp_eps;
+  p.gate = in_place(gate, "gate", {p.I, H}, io), p.up = in_place(up, "up", {p.I, H}, io);
+  p.down = in_place(down, "down", {H, p.I}, io);
+  Tensor out = new_tensor(x, {p.B, H}, io);
+  p.out = out.mutable_data_ptr();
+  backend().block_step(AllCells::index_of<Cell>(), dtype, p, host());
+  return out;
+}
+
+template <typename... Cells>
+void define_block_step(torch::stable::detail::StableLibrary& ops, CellList<Cells...>) {
+  (ops.def((std::string(Cells::kName) + kBlockStepSchema).c_str()), ...);
+}
+template <typename... Cells>
+void implement_block_step(torch::stable::detail::StableLibrary& ops, CellList<Cells...>) {
+  (ops.impl((std::string(Cells::kName) + "_block_step_").c_str(), TORCH_BOX(&block_step<Cells>)),
+   ...);
+}
+
+}  // namespace flashcell

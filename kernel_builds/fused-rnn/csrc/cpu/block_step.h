@@ -1,0 +1,216 @@
+// A token through a whole residual block in one parallel region: from the norm to the last sum
+// there are two waits in the cache between threads, where single ops have six calls.
+//
+//   1  u = in_proj norm(x), r = weight h, cell: mid = x + h'
+//   2  inner = silu(gate norm(mid)) * up norm(mid)
+//   3  out = mid + down inner, and h becomes h', which phase 1 may not see
+#pragma once
+#include "dot.h"
+#include "phases.h"
+#include "scratch.h"
+#include "vec_math.h"
+
+namespace flashcell::FLASHCELL_ISA {
+
+template <typename Cell, typename IO>
+struct BlockStep {
+  using T = State<IO>;
+  using V = Vec<T>;
+  using E = Element<IO>;
+  static constexpr int G = Cell::kGates, K = Cell::kStates;
+  static_assert(K <= BlockStepParams::kMostStates);
+  static constexpr int kRows = 8;      // of x, for which a task reads its weights once
+  static constexpr int kColumns = 64;  // of a task at most
+  static constexpr int kLine = 16;     // and a multiple of: a line of fp32, which is one thread's
+  static constexpr int kTasks = 4;     // a thread and phase, so that none waits for long
+  static constexpr bool kRounds = sizeof(IO) != sizeof(T);  // h is no operand as it lies
+  // A second thread gains from here on: twice what it takes for one linear layer (tfla).
+  static constexpr int64_t kWorth = 128 * 1024;
+
+  const BlockStepParams& p;
+  const int64_t H = p.N * p.D;
+  const Host host;
+  Scratch<T> mid, h;  // [B, H]
+  Scratch<E> inner;   // [B, I]
+  Scratch<E> thread;  // [threads][2][B, H]: what is normed, the rounded h
+  mutable Phase phases[3];
+
+  BlockStep(const BlockStepParams& params, const Host& caller)
+      : p(params),
+        host(p.B * (G * (H + p.D) + 3 * p.I) * H < kWorth ? fitting(caller, 0) : caller),
+        mid(host, p.B * H),
+        h(host, p.B * H),
+        inner(host, p.B * p.I),
+        thread(host, host.threads * 2 * p.B * H) {}
+
+  void run() const {
+    if (p.B * H == 0) return;
+    parallel_ranges(host, host.threads, [&](int64_t begin, int64_t) {
+      E* const own = thread + begin * 2 * p.B * H;
+      const int width = columns(H), inside = columns(p.I), units = columns(p.D, p.N);
+      const int64_t panels = (p.D + units - 1) / units;
+      bool ready = false;  // what a thread without a task would prepare may be written by then
+      share(phases[0], p.N * panels, [&](int64_t task) {
+        if (!ready) prepare((const IO*)p.x, p.x_stride, p.mixer_norm, p.mixer_eps, own);
+        if (!ready && kRounds) round_states(own + p.B * H);
+        ready = true;
+        mix(task / panels, task % panels * units, units, own);
+      });
+      ready = false;
+      share(phases[1], (p.I + inside - 1) / inside, [&](int64_t task) {
+        if (!ready) prepare((const T*)mid, H, p.mlp_norm, p.mlp_eps, own);
+        ready = true;
+        gate(task * inside, inside, own);
+      });
+      share(phases[2], (H + width - 1) / width, [&](int64_t task) { finish(task * width, width); });
+    });
+  }
+
+  // Columns of a task, where `parts` times `count` of them are shared.
+  int columns(int64_t count, int64_t parts = 1) const {
+    const int64_t fair = count * parts / (host.threads * kTasks);
+    const int64_t lines = (fair + kLine - 1) / kLine * kLine;
+    return int(lines < kLine ? kLine : lines > kColumns ? kColumns : lines);
+  }
+
+  // body(b, rows of x) for the rows of a task, some at a time.
+  template <typename Body>
+  FN void for_rows(const Body& body) const {
+    for (int64_t b = 0; b < p.B; b += kRows) body(b, int(p.B - b < kRows ? p.B - b : kRows));
+  }
+  // body(column, lanes, whole) for every vector of `count` columns.
+  template <typename Body>
+  FN static void for_vectors(int64_t count, const Body& body) {
+    int64_t c = 0;
+    for (; c + V::kWidth <= count; c += V::kWidth) body(c, V::kWidth, Whole());
+    if (c < count) body(c, int(count - c), Part());
+  }
+  struct Whole {
+    static constexpr bool value = true;
+  };
+  struct Part {
+    static constexpr bool value = false;
+  };
+
+  template <bool kWhole>
+  FN static void put(E* to, V v, int lanes) {
+    if (kWhole) return store_operand<IO>(to, v);
+    E rounded[V::kWidth];
+    store_operand<IO>(rounded, v);
+    memcpy(to, rounded, lanes * sizeof(E));
+  }
+
+  // x / sqrt(mean(x^2) + eps) * norm of every row, as operand.
+  template <typename From>
+  void prepare(const From* x, int64_t stride, const void* norm, double eps, E* to) const {
+    for (int64_t b = 0; b < p.B; ++b, x += stride, to += H) {
+      V squares(0);
+      for_vectors(H, [&](int64_t k, int lanes, auto whole) __attribute__((always_inline)) {
+        const V part = load_part<decltype(whole)::value>(x + k, lanes);
+        squares += part * part;
+      });
+      const V inverse(T(1 / __builtin_sqrt(double(sum(squares)) / double(H) + eps)));
+      for_vectors(H, [&](int64_t k, int lanes, auto whole) __attribute__((always_inline)) {
+        constexpr bool kWhole = decltype(whole)::value;
+        const V weight = load_part<kWhole>((const IO*)norm + k, lanes);
+        put<kWhole>(to + k, load_part<kWhole>(x + k, lanes) * inverse * weight, lanes);
+      });
+    }
+  }
+
+  void round_states(E* to) const {
+    for_vectors(p.B * H, [&](int64_t k, int lanes, auto whole) __attribute__((always_inline)) {
+      constexpr bool kWhole = decltype(whole)::value;
+      put<kWhole>(to + k, load_part<kWhole>((const T*)p.states[0] + k, lanes), lanes);
+    });
+  }
+
+  // Units [unit, unit + count) of a head, or as many as it has.
+  void mix(int64_t head, int64_t unit, int64_t count, const E* own) const {
+    const int units = int(p.D - unit < count ? p.D - unit : count);
+    const int64_t at = head * p.D + unit;
+    const IO *projection[G], *recurrence[G];
+    for (int g = 0; g < G; ++g) {
+      projection[g] = (const IO*)p.in_proj + (g * H + at) * H;
+      recurrence[g] = (const IO*)p.weight + ((g * p.N + head) * p.D + unit) * p.D;
+    }
+    const E* const old = kRounds ? own + p.B * H : (const E*)p.states[0];
+    alignas(kVectorBytes) T u[kRows][G][kColumns], r[kRows][G][kColumns];
+    for_rows([&](int64_t b, int rows) {
+      const E *normed[kRows], *states[kRows];
+      for (int m = 0; m < rows; ++m) {
+        normed[m] = own + (b + m) * H, states[m] = old + (b + m) * H + head * p.D;
+      }
+      constexpr int kStride = G * kColumns;
+      dot_rows<IO, G, kRows>(normed, rows, projection, H, units, u[0][0], kStride, kColumns);
+      dot_rows<IO, G, kRows>(states, rows, recurrence, p.D, units, r[0][0], kStride, kColumns);
+      for (int m = 0; m < rows; ++m) {
+        for_vectors(units, [&](int64_t v, int lanes, auto whole) __attribute__((always_inline)) {
+          cell<decltype(whole)::value>(b + m, at + v, lanes, u[m][0] + v, r[m][0] + v);
+        });
+      }
+    });
+  }
+
+  // The cell on units from column `at` of row b on; u and r have their gates kColumns apart.
+  template <bool kWhole>
+  FN void cell(int64_t b, int64_t at, int lanes, const T* u, const T* r) const {
+    V x[G], product[G], now[K], next[K], saved[Cell::kSaved];
+    for (int g = 0; g < G; ++g) {
+      x[g] = load(u + g * kColumns), product[g] = load(r + g * kColumns);
+      if (p.bias) x[g] += load_part<kWhole>((const IO*)p.bias + g * H + at, lanes);
+    }
+    if (p.bias && Cell::kBias > G) {
+      product[G - 1] += load_part<kWhole>((const IO*)p.bias + G * H + at, lanes);
+    }
+    const int64_t to = b * H + at;
+    for (int k = 0; k < K; ++k) now[k] = load_part<kWhole>((const T*)p.states[k] + to, lanes);
+    Cell::forward(x, product, now, next, saved);
+    for (int k = 1; k < K; ++k) store_part<kWhole>((T*)p.states[k] + to, next[k], lanes);
+    store_part<kWhole>(h + to, next[0], lanes);
+    const V residual = load_part<kWhole>((const IO*)p.x + b * p.x_stride + at, lanes);
+    store_part<kWhole>(mid + to, residual + next[0], lanes);
+  }
+
+  // Columns [at, at + count) of what the SwiGLU holds inside, or as many as there are.
+  void gate(int64_t at, int64_t count, const E* own) const {
+    const int width = int(p.I - at < count ? p.I - at : count);
+    const IO* const pair[2] = {(const IO*)p.gate + at * H, (const IO*)p.up + at * H};
+    alignas(kVectorBytes) T y[kRows][2][kColumns];
+    for_rows([&](int64_t b, int rows) {
+      const E* normed[kRows];
+      for (int m = 0; m < rows; ++m) normed[m] = own + (b + m) * H;
+      dot_rows<IO, 2, kRows>(normed, rows, pair, H, width, y[0][0], 2 * kColumns, kColumns);
+      for (int m = 0; m < rows; ++m) {
+        for_vectors(width, [&](int64_t v, int lanes, auto whole) __attribute__((always_inline)) {
+          const V gated = load(y[m][0] + v), up = load(y[m][1] + v);
+          put<decltype(whole)::value>(inner + (b + m) * p.I + at + v, gated * sigmoid(gated) * up,
+                                      lanes);
+        });
+      }
+    });
+  }
+
+  // Columns [at, at + count) of the output and of the state, or as many as there are.
+  void finish(int64_t at, int64_t count) const {
+    const int width = int(H - at < count ? H - at : count);
+    const IO* const down = (const IO*)p.down + at * p.I;
+    alignas(kVectorBytes) T y[kRows][kColumns];
+    for_rows([&](int64_t b, int rows) {
+      const E* inside[kRows];
+      for (int m = 0; m < rows; ++m) inside[m] = inner + (b + m) * p.I;
+      dot_rows<IO, 1, kRows>(inside, rows, &down, p.I, width, y[0], kColumns);
+      for (int m = 0; m < rows; ++m) {
+        const int64_t to = (b + m) * H + at;
+        memcpy((T*)p.states[0] + to, h + to, width * sizeof(T));
+        for_vectors(width, [&](int64_t v, int lanes, auto whole) __attribute__((always_inline)) {
+          constexpr bool kWhole = decltype(whole)::value;
+          const V sum = load(y[m] + v) + load_part<kWhole>(mid + to + v, lanes);
+          store_part<kWhole>((IO*)p.out + to + v, sum, lanes);
+        });
+      }
+    });
+  }
+};
+
+}  // namespace flashcell::FLASHCELL_ISA

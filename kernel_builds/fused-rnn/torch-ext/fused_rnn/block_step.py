@@ -1,0 +1,111 @@
+"""A decoded token of a whole residual block around a cell: one call on the CPU, torch elsewhere. The
+states are changed where they lie; no gradients.
+"""
+
+from typing import Any, List, Optional, Tuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from . import reference
+from .checks import (
+    check_count,
+    check_floating,
+    check_number,
+    check_shape,
+    check_tensor,
+    find_cell,
+)
+from .dispatch import BACKEND, ops, select_backend
+
+Named = Tuple[str, Any, Tuple[int, ...], str]  # name, value, shape, its letters
+
+
+def block_step(
+    cell: str, x: Tensor, mixer_norm: Tensor, in_proj: Tensor, weight: Tensor,
+    bias: Optional[Tensor], state: Tuple[Tensor, ...], mlp_norm: Tensor, gate: Tensor, up: Tensor,
+    down: Tensor, *, mixer_eps: float = 1e-6, mlp_eps: float = 1e-6, backend: str = "auto",
+) -> Tensor:  # fmt: skip
+    """One token a row through a Llama-style block whose mixer is the cell named `cell`.
+
+        u = in_proj n(x),  n(x) = x / sqrt(mean(x^2) + mixer_eps) * mixer_norm
+        h', state' = cell(u, weight, bias, state)                      y = x + h'
+        out = y + down (silu(gate m(y)) * (up m(y))),  m(y) as n with mlp_eps and mlp_norm
+
+    x [B, H] -> out [B, H], H = N D; mixer_norm, mlp_norm [H], in_proj [G H, H], weight [G, N, D, D], bias
+    [R, N, D] or None, gate, up [I, H], down [H, I], all of x's dtype and contiguous. state: the cell's
+    tensors [B, N, D] in fp32 (fp64 for fp64), contiguous, changed; zeros are the empty one. Sums are in
+    fp32 (fp64); of what lies between x and out only operands of products are rounded to x's dtype.
+    On the CPU all of it is one parallel region that reads the weights once for 8 rows; "auto" elsewhere is
+    the reference. ValueError and TypeError name the argument, what it was and what it must be.
+    """
+    spec = find_cell(cell)
+    check_tensor("x", x)
+    check_floating("x", x)
+    check_tensor("weight", weight, x.device)
+    check_tensor("gate", gate, x.device)
+    if x.dim() != 2:
+        raise ValueError(f"x has shape {list(x.shape)}, but must be [B, H]")
+    if gate.dim() != 2:
+        raise ValueError(f"gate has shape {list(gate.shape)}, but must be [I, H]")
+    (B, H), G, width = x.shape, spec.gates, gate.shape[0]
+    N, D = weight.shape[1:3] if weight.dim() == 4 else (1, H)
+    if N * D != H:
+        raise ValueError(
+            f"weight has shape {list(weight.shape)}, but must be [G, N, D, D] with N D = {H}"
+        )
+    named: List[Named] = [
+        ("mixer_norm", mixer_norm, (H,), "[H]"), ("in_proj", in_proj, (G * H, H), "[G H, H]"),
+        ("weight", weight, (G, N, D, D), "[G, N, D, D]"),
+        ("bias", bias, (spec.bias_rows, N, D), "[R, N, D]"), ("mlp_norm", mlp_norm, (H,), "[H]"),
+        ("gate", gate, (width, H), "[I, H]"), ("up", up, (width, H), "[I, H]"),
+        ("down", down, (H, width), "[H, I]"),
+    ]  # fmt: skip
+    _check(x, named, x.dtype)
+    check_count("state", state, spec.states, spec.name)
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    _check(x, [(f"state[{k}]", s, (B, N, D), "[B, N, D]") for k, s in enumerate(state)], wide)
+    check_number("mixer_eps", mixer_eps)
+    check_number("mlp_eps", mlp_eps)
+    tensors = [x, *state, *(value for _, value, _, _ in named if value is not None)]
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        raise ValueError("a gradient is required, but block_step is for decoding and has none")
+    binary = BACKEND if BACKEND == "cpu" else None
+    if select_backend(backend, x.device.type, binary, x.dtype) == "cpu":
+        return getattr(ops, f"{cell}_block_step_")(
+            x, mixer_norm, mixer_eps, in_proj, weight, bias, list(state), mlp_norm, mlp_eps, gate, up, down
+        )  # fmt: skip
+    # an operand of a product is rounded to x's dtype, as the kernel does it
+    operand = lambda t: t.to(x.dtype).to(wide)
+    rounded = operand(_norm(x.to(wide), mixer_norm, mixer_eps))
+    u = (rounded @ in_proj.to(wide).mT).view(B, G, N, D)
+    r = list(reference.RecurrentProduct.apply(state[0], weight.to(wide), x.dtype, None))
+    if bias is not None:
+        u = u + bias[:G]
+        if spec.bias_rows > G:
+            r[-1] = r[-1] + bias[G]
+    after = spec.step(u.unbind(1), tuple(r), tuple(s.clone() for s in state))
+    for s, new in zip(state, after):
+        s.copy_(new)
+    y = x + after[0].reshape(B, H)
+    inside = operand(_norm(y, mlp_norm, mlp_eps))
+    inner = silu(inside @ gate.to(wide).mT) * (inside @ up.to(wide).mT)
+    return (y + operand(inner) @ down.to(wide).mT).to(x.dtype)
+
+
+def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+
+
+def _check(x: Tensor, named: List[Named], dtype: torch.dtype) -> None:
+    """Tensors of x's device and of `dtype`, contiguous; None is no bias."""
+    for name, value, shape, letters in named:
+        if value is None and name == "bias":
+            continue
+        check_tensor(name, value, x.device)
+        check_shape(name, value, shape, letters)
+        if value.dtype != dtype:
+            raise TypeError(f"{name} has dtype {value.dtype}, but must be {dtype}")
+        if not value.is_contiguous():
+            raise ValueError(f"{name} has strides {value.stride()}, but must be contiguous")
