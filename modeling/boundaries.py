@@ -1,6 +1,6 @@
 """Where sequences begin and end: transformers' ways to say so, in the kernels' terms."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -73,6 +73,36 @@ def find_boundaries(
             first = ids == 0
         reset = first if reset is None else reset | first
     return Boundaries(reset, hold)
+
+
+def check_prompt(
+    name: str,
+    prompt: torch.Tensor,  # [B, T] or [B, T, H]
+    attention_mask: torch.Tensor | None,
+    cache: Any,
+) -> None:
+    """`generate` would blame what it makes of these, and take a mask of ones whatever its length."""
+    for what, value in ((name, prompt), ("attention_mask", attention_mask)):
+        if value is not None and not isinstance(value, torch.Tensor):
+            raise TypeError(f"{what} is a {type(value).__name__}, but must be a tensor")
+    shape = list(prompt.shape)
+    if len(shape) < 2 or 0 in shape[:2]:
+        raise ValueError(
+            f"{name} has shape {shape}, but must be [B, T{', H' * (name == 'inputs_embeds')}] with at "
+            "least one row and one token: to begin without a prompt, pass none and a bos_token_id"
+        )
+    if attention_mask is None:
+        return
+    B, T = shape[:2]
+    past = int(cache.get_seq_length()) if hasattr(cache, "get_seq_length") else 0
+    lengths = sorted({T, T + past})  # of the text, if all of it is passed or the new tokens alone
+    if attention_mask.dim() != 2 or list(attention_mask.shape) not in [[B, n] for n in lengths]:
+        wanted = " or ".join(f"[{B}, {n}]" for n in lengths)
+        after = f", or the cache's {past} tokens and these" if past else ""
+        raise ValueError(
+            f"attention_mask has shape {list(attention_mask.shape)}, but must be {wanted}: a column "
+            f"for each token of {name}{after}"
+        )
 
 
 def _first_real(name: str, ids: torch.Tensor, hold: torch.Tensor) -> torch.Tensor:  # each [B, T]

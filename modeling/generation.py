@@ -4,11 +4,12 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from transformers import Cache, DynamicCache, GenerationMixin, PrefixConstrainedLogitsProcessor
+from transformers import DynamicCache, GenerationMixin, PrefixConstrainedLogitsProcessor
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.utils import DeferredStopCheck, StopCheck
 
+from .boundaries import check_prompt
 from .state_file import load_state, save_state
 from .step_linear import is_untouched
 
@@ -52,36 +53,6 @@ def cut_prompt(
         tuple(None if t is None else t[:, start : start + size] for t in whole)
         for start in range(0, T, size)
     ]
-
-
-def check_prompt(
-    name: str,
-    prompt: torch.Tensor,  # [B, T] or [B, T, H]
-    attention_mask: torch.Tensor | None,
-    cache: Any,
-) -> None:
-    """`generate` would blame what it makes of these, and take a mask of ones whatever its length."""
-    for what, value in ((name, prompt), ("attention_mask", attention_mask)):
-        if value is not None and not isinstance(value, torch.Tensor):
-            raise TypeError(f"{what} is a {type(value).__name__}, but must be a tensor")
-    shape = list(prompt.shape)
-    if len(shape) < 2 or 0 in shape[:2]:
-        raise ValueError(
-            f"{name} has shape {shape}, but must be [B, T{', H' * (name == 'inputs_embeds')}] with at "
-            "least one row and one token: to begin without a prompt, pass none and a bos_token_id"
-        )
-    if attention_mask is None:
-        return
-    B, T = shape[:2]
-    past = int(cache.get_seq_length()) if isinstance(cache, Cache) else 0
-    lengths = sorted({T, T + past})  # of the text, if all of it is passed or the new tokens alone
-    if attention_mask.dim() != 2 or list(attention_mask.shape) not in [[B, n] for n in lengths]:
-        wanted = " or ".join(f"[{B}, {n}]" for n in lengths)
-        after = f", or the cache's {past} tokens and these" if past else ""
-        raise ValueError(
-            f"attention_mask has shape {list(attention_mask.shape)}, but must be {wanted}: a column "
-            f"for each token of {name}{after}"
-        )
 
 
 def may_run_ahead(logits_processor: Any, stopping_criteria: Any) -> bool:
