@@ -91,8 +91,10 @@ def judge_case(tfla, order, cell, case, dtype, **options):
     got = run_orders(tfla, order, call, given, **options)
     near, exact = judge.run(judge.Peer, call, given), judge.run(reference, upcast(call), given)
     assert got.keys() == exact.keys()
+    lost = 2**-25 if dtype == torch.float16 else 0.0  # of an operand, half of the least step
     for key in exact:
-        judge.assert_near(key, key, got[key], exact[key], near[key], dtype, case.T == 1)
+        if near[key].isfinite().all():  # operands of fp16 overflow for the judge too at i = 10
+            judge.assert_near(key, key, got[key], exact[key], near[key], dtype, case.T == 1, lost)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=judge.short)
@@ -225,10 +227,10 @@ def test_bf16_at_a_models_width(tfla, cell, size):
 @pytest.mark.slow
 @pytest.mark.skipif(SANITIZE in os.environ, reason="is what runs")
 def test_nothing_is_read_or_written_out_of_bounds():
-    """The fast comparisons under AddressSanitizer, which must be in the process from its start."""
-    found = subprocess.check_output(["g++", "-print-file-name=libasan.so"], text=True)
-    env = {**os.environ, SANITIZE: "1", "LD_PRELOAD": found.strip()}
-    env["ASAN_OPTIONS"] = "detect_leaks=0"
+    """The fast comparisons under AddressSanitizer, there from the start, like what torch throws by."""
+    find = lambda name: subprocess.check_output(["g++", f"-print-file-name={name}"], text=True)
+    first = f"{find('libasan.so').strip()} {find('libstdc++.so.6').strip()}"
+    env = {**os.environ, SANITIZE: "1", "LD_PRELOAD": first, "ASAN_OPTIONS": "detect_leaks=0"}
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-s", "-p", "no:cacheprovider", __file__]
     command += ["-m", "not slow", "-k", "any_order and exp or test_step"]  # -s: its report is seen
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
