@@ -3,6 +3,7 @@
 import copy
 
 import torch
+from transformers import DynamicCache
 
 
 def greedy(model, ids, new=12, **kwargs):
@@ -35,3 +36,12 @@ CHANGES = {
         {k: v.clone() for k, v in m.state_dict().items()}, assign=True
     ),
 }
+
+
+def decode(model, ids, cache=None):
+    """Logits of every token, decoded one by one."""
+    cache, steps = cache or DynamicCache(config=model.config), []
+    with torch.no_grad():
+        for token in ids.split(1, dim=1):
+            steps.append(model(token, past_key_values=cache).logits)
+    return torch.cat(steps, 1)

@@ -6,6 +6,7 @@ from torch import nn
 from transformers import DynamicCache
 
 from cases import DEVICE
+from decode_cases import decode
 from flashcell.layers import RecurrentMixer
 from numerics import assert_close
 
@@ -24,15 +25,6 @@ def taken(monkeypatch):
 
     monkeypatch.setattr(RecurrentMixer, "block_step", counted)
     return rows
-
-
-def decode(model, ids, cache=None):
-    """Logits of every token, decoded one by one."""
-    cache, steps = cache or DynamicCache(config=model.config), []
-    with torch.no_grad():
-        for token in ids.split(1, dim=1):
-            steps.append(model(token, past_key_values=cache).logits)
-    return torch.cat(steps, 1)
 
 
 def by_the_modules(monkeypatch, model, ids):

@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import DynamicCache
 
 from cases import DEVICE
+from decode_cases import decode
 from flashcell import modeling_flash_mlstm, modeling_flash_rnn, recurrent_model
 from flashcell.diagonal_mixer import DiagonalMixer
 from flashcell.kernels import diagonal_rnn
@@ -16,15 +16,6 @@ from numerics import assert_close
 
 CASES = ["flash_mlstm", "flash_mlstm-sigmoid", "lstm", "slstm", "flash_gru", "flash_lstm"]
 PLACES = modeling_flash_mlstm, modeling_flash_rnn, recurrent_model
-
-
-def decode(model, ids):
-    """Logits of every token, decoded one by one."""
-    cache, steps = DynamicCache(config=model.config), []
-    with torch.no_grad():
-        for token in ids.split(1, dim=1):
-            steps.append(model(token, past_key_values=cache).logits)
-    return torch.cat(steps, 1)
 
 
 def by_the_modules(monkeypatch, model, ids):
