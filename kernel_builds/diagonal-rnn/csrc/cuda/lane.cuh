@@ -80,15 +80,37 @@ DEVICE void store_away(IO* to, const Word<IO, kN>& word) {
   }
 }
 
+// How L2 keeps what is loaded: as anything else, or to be the last to leave, which is to be given
+// back when it is read.
+enum class Leaves { kInTurn, kLast };
+template <Leaves kLeaves>
+DEVICE uint64_t cache_policy() {
+  uint64_t policy = 0;
+  if constexpr (kLeaves == Leaves::kLast) {
+    asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+  }
+  return policy;
+}
+constexpr int kCacheLine = 128;
+DEVICE void give_back(const void* line) {
+  asm volatile("applypriority.global.L2::evict_normal [%0], 128;" ::"l"(line) : "memory");
+}
+
 // Copies a word to shared memory, without waiting for it; 2 bytes at a time are too few for that.
-template <int kBytes>
-DEVICE void copy_async(void* shared, const void* global) {
+template <int kBytes, Leaves kLeaves = Leaves::kInTurn>
+DEVICE void copy_async(void* shared, const void* global, uint64_t policy = 0) {
   constexpr int kPiece = alignment_of(kBytes);
 #pragma unroll
   for (int i = 0; i < kBytes; i += kPiece) {
     char* to = static_cast<char*>(shared) + i;
     const char* from = static_cast<const char*>(global) + i;
-    if constexpr (kPiece == 2) {
+    if constexpr (kLeaves == Leaves::kLast) {
+      static_assert(kPiece == 16, "what leaves last comes past L1");
+      asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(
+                       uint32_t(__cvta_generic_to_shared(to))),
+                   "l"(from), "l"(policy)
+                   : "memory");
+    } else if constexpr (kPiece == 2) {
       *reinterpret_cast<uint16_t*>(to) = *reinterpret_cast<const uint16_t*>(from);
     } else if constexpr (kPiece == 16) {  // past L1
       asm volatile(

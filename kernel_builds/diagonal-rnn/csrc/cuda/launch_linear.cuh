@@ -56,7 +56,8 @@ void add_up(const typename Element::Params& p, Partial partial, Partial redone,
 }
 
 // Every channel alone: S sequences of D channels.
-template <typename Element, int kWideThreads, int kSteps, int kGroups>
+template <typename Element, int kWideThreads, int kSteps, int kGroups,
+          Leaves kLeaves = Leaves::kInTurn>
 struct Walk {
   using Params = typename Element::Params;
 
@@ -74,7 +75,7 @@ struct Walk {
  private:
   template <int kThreads>
   static void walk(const Params& p, int64_t S, const Launch& to) {
-    using Track = LinearTrack<Element, kThreads, kSteps, kGroups>;
+    using Track = LinearTrack<Element, kThreads, kSteps, kGroups, kLeaves>;
     const int64_t blocks_of_row = ceil_div(p.D, kThreads * Element::kN);
     launch(linear_walk_kernel<Track>,
            {S * blocks_of_row, kThreads, Track::Steps::kBytes, to.stream}, p, int(blocks_of_row),

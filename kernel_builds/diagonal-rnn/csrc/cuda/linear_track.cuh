@@ -21,7 +21,8 @@ struct LinearMarks<Element, kSteps, true> : Marks<true, true, kSteps> {
   DEVICE Mark at(int k) const { return {this->reset(k), this->hold(k)}; }
 };
 
-template <typename ElementOf, int kThreadsOf, int kStepsOf, int kGroups>
+template <typename ElementOf, int kThreadsOf, int kStepsOf, int kGroups,
+          Leaves kLeaves = Leaves::kInTurn>
 struct LinearTrack {
   using Element = ElementOf;
   using Params = typename Element::Params;
@@ -29,7 +30,7 @@ struct LinearTrack {
   static constexpr int kThreads = kThreadsOf, kSteps = kStepsOf, kRows = Element::kRows;
   static constexpr int kN = Element::kN, K = Element::kStates, P = Element::kSums;
   static constexpr bool kGrouped = Element::kOnce < kRows;
-  using Steps = Ring<Word, kRows, kSteps, kGroups, kThreads, Element::kOnce>;
+  using Steps = Ring<Word, kRows, kSteps, kGroups, kThreads, Element::kOnce, kLeaves>;
 
   Element e;
   float carry[kN][K];

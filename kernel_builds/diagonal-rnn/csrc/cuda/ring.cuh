@@ -8,11 +8,13 @@
 namespace flashcell::cuda {
 
 // Words of kRows rows; kGroups groups of kSteps steps. Of the rows from kOnce on only a group's
-// last step is read, into the place of step kSteps - 1.
+// last step is read, into the place of step kSteps - 1. What is to leave L2 last is given back over
+// the last kGivenBack steps: those before have left by then, and it costs an instruction a line.
 template <typename WordOf, int kRowsOf, int kStepsOf, int kGroupsOf, int kThreads,
-          int kOnce = kRowsOf>
+          int kOnce = kRowsOf, Leaves kLeaves = Leaves::kInTurn>
 class Ring {
  public:
+  static constexpr int kGivenBack = 400;  // 50 MB of 16,384 channels, the fewest of such a walk
   using Word = WordOf;
   static constexpr int kSteps = kStepsOf, kGroups = kGroupsOf, kRows = kRowsOf;
   static constexpr int kGroup = kSteps * kRows * kThreads;
@@ -26,7 +28,7 @@ class Ring {
     for (int r = 0; r < kRows; ++r) {
       from_[r] = static_cast<const char*>(first[r]), bytes_[r] = bytes[r];
     }
-    left_ = count, fill_ = take_ = 0;
+    left_ = count, fill_ = take_ = 0, policy_ = cache_policy<kLeaves>();
 #pragma unroll 1
     for (int g = 0; g < kGroups - 1; ++g) request();
   }
@@ -44,12 +46,14 @@ class Ring {
       }
     }
     take_ = take_ + 1 == kGroups ? 0 : take_ + 1;
+    if constexpr (kLeaves == Leaves::kLast) give_back_group();
   }
 
  private:
   Word* column_;
   const char* from_[kRows];
   int bytes_[kRows], left_, fill_, take_;
+  uint64_t policy_;
 
   DEVICE void request() {
     Word* to = column_ + fill_ * kGroup;
@@ -71,8 +75,22 @@ class Ring {
   DEVICE void copy_rows(int step, int place, Word* to) const {
 #pragma unroll
     for (int r = kFirst; r < kEnd; ++r) {
-      copy_async<sizeof(Word)>(to + (place * kRows + r) * kThreads,
-                               from_[r] + int64_t(bytes_[r]) * step);
+      copy_async<sizeof(Word), kLeaves>(to + (place * kRows + r) * kThreads,
+                                        from_[r] + int64_t(bytes_[r]) * step, policy_);
+    }
+  }
+  // The lines of the group just taken, each by the thread that read its first word.
+  DEVICE void give_back_group() const {
+    const int count = left_ + kGroups * kSteps;  // of its steps and those after it
+    if (count > kGivenBack) return;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const char* from = from_[r] - int64_t(bytes_[r]) * (kGroups * kSteps);
+#pragma unroll 1
+      for (int k = 0; k < kSteps && k < count; ++k, from += bytes_[r]) {
+        const int past = int(reinterpret_cast<uintptr_t>(from) % kCacheLine);
+        if (past < int(sizeof(Word))) give_back(from - past);
+      }
     }
   }
 };

@@ -41,14 +41,14 @@ struct InClusters<Element, 8> : Clusters<Element, 8, 8, 6, 1> {};
 // forward 0.203 ms, 0.220 with one channel a thread; bf16 0.103, 0.121 with two) but need the
 // channels for it. Groups of 6 steps: fp32 forward 0.194 ms, of 8 0.200, of 4 0.217. Words of 16
 // bytes, which only the fp32 forward takes: 0.192 ms and 0.198 (32x2048x1024), of 8 bytes 0.193 and
-// 0.204 in the same run.
+// 0.204 in the same run; loaded as the last to leave L2 0.189 and 0.194.
 template <typename Element, bool kForward = Element::kIsForward,
           int kBytes = int(sizeof(typename Element::Word))>
 using Steps = std::conditional_t<
     (Element::kStates > 1), Walk<Element, kWalkThreads, 2, 4>,
     std::conditional_t<sizeof(typename Element::IO) == 2,
                        Walk<Element, 64, kForward ? 8 : 4, kForward ? 6 : 8>,
-                       std::conditional_t<kBytes == 16, Walk<Element, 64, 8, 3>,
+                       std::conditional_t<kBytes == 16, Walk<Element, 64, 8, 3, Leaves::kLast>,
                                           Walk<Element, kWalkThreads, kForward ? 6 : 4, 4>>>>;
 
 template <template <typename, int, int> class Pass, typename IO, typename Function>
