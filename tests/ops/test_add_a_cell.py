@@ -1,7 +1,7 @@
 """The recipe "add a cell" is true: a fifth cell is its header, its reference, and its name in a list.
 
-The minimal gated unit joins a copy of the kernel, the copy is built, and the whole op contract
-runs on it in a process of its own.
+The minimal gated unit joins a copy of the kernel, the copy is built for the CPU, and the whole op
+contract runs on it in a process of its own.
 """
 
 import os
@@ -39,7 +39,8 @@ def test_mgu_passes_the_op_contract(tmp_path):
         cells.write((CELLS / "mgu.py.txt").read_text())
 
     site = tmp_path / "site"  # the copy's package, ahead of the one this test runs in
-    env = {**os.environ, "PYTHONPATH": str(site)}
+    path = os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH")]))
+    env = {**os.environ, "PYTHONPATH": path, "FLASHCELL_TEST_DEVICE": "cpu"}
     env.pop("FLASHCELL_TEST_KERNEL", None)
     run = lambda *command: subprocess.run(
         [sys.executable, *command], cwd=tmp_path, env=env, capture_output=True, text=True
