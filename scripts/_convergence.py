@@ -27,6 +27,7 @@ class Side:
     make: Callable[[], nn.Module]
     bf16: bool = False
     nudge: int = 0  # seed of one unit in the last place of every weight, up or down; 0: none
+    reorder: int = 0  # seed of another order of a batch's rows, so of every sum over them; 0: none
     tf32: bool = False  # in torch.nn's recurrent modules, where torch has it by default
     rate: float = LEARNING_RATE
 
@@ -57,6 +58,9 @@ class Run:
 
     def __init__(self, side: Side, rows: Tensor):
         self.side, self.rows, device = side, rows.clone(), rows.device.type
+        generator = torch.Generator().manual_seed(side.reorder)
+        order = torch.randperm(len(rows), generator=generator).to(rows.device)
+        self.order = order if side.reorder else torch.arange(len(rows), device=rows.device)
         torch.backends.cudnn.rnn.fp32_precision = "tf32" if side.tf32 else "ieee"
         torch.manual_seed(0)
         self.model = side.make().train()
@@ -73,7 +77,7 @@ class Run:
 
     def take(self, rows: Tensor) -> None:
         with torch.cuda.stream(self.stream):  # None: does nothing
-            self.rows.copy_(rows)
+            self.rows.copy_(rows[self.order])
             self._losses.append(self.replay().clone())
 
     def losses(self) -> Tensor:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from _bench_common import commit
+from _bench_tables_training import is_noise
 
 WINDOW = 10  # steps whose mean is one point
 COLUMNS = ["comparison", "family", "precision", "side", "B", "T", "step", "loss", "device", "torch"]
@@ -67,14 +68,16 @@ def draw(path: Path, families: dict[str, dict[Key, list[tuple[int, float]]]]) ->
         2, len(families), figsize=(max(2.1 * len(families), 7), 4.6), squeeze=False, sharex=True
     )
     for column, (family, curves) in zip(axes.T, families.items(), strict=True):
-        names = list(dict.fromkeys(side for _, side in curves))
+        names = list(dict.fromkeys(side for _, side in curves if not is_noise(side)))
         colors = {name: f"C{k}" for k, name in enumerate(names)}
+        noise = {name: "0.8" for _, name in curves if is_noise(name)}
         firsts: dict[str, list[float]] = {}
         for (precision, side), points in curves.items():
             steps, losses = map(list, zip(*points, strict=True))
             first = firsts.setdefault(precision, losses)
-            style = {"color": colors[side], "linestyle": ":" if precision == "bf16" else "-"}
-            style |= {"linewidth": 1.0, "label": f"{side} {precision}"}
+            style = {"color": (colors | noise)[side], "linewidth": 1.0}
+            style |= {"linestyle": ":" if precision == "bf16" else "-"}
+            style |= {"zorder": 1} if side in noise else {"label": f"{side} {precision}"}
             column[0].plot(steps, losses, **style)
             if losses is not first:
                 gaps = [abs(a - b) for a, b in zip(losses, first, strict=True)]
