@@ -92,7 +92,9 @@ DEVICE uint64_t cache_policy() {
   return policy;
 }
 constexpr int kCacheLine = 128;
-DEVICE void give_back(const void* line) {
+constexpr int64_t kCacheBytes = 50 << 20;
+DEVICE void give_back(const void* of_line) {
+  const uintptr_t line = reinterpret_cast<uintptr_t>(of_line) / kCacheLine * kCacheLine;
   asm volatile("applypriority.global.L2::evict_normal [%0], 128;" ::"l"(line) : "memory");
 }
 

@@ -8,13 +8,12 @@
 namespace flashcell::cuda {
 
 // Words of kRows rows; kGroups groups of kSteps steps. Of the rows from kOnce on only a group's
-// last step is read, into the place of step kSteps - 1. What is to leave L2 last is given back over
-// the last kGivenBack steps: those before have left by then, and it costs an instruction a line.
+// last step is read, into the place of step kSteps - 1. What is to leave L2 last is given back once
+// it is read, over as many of the last steps as fill the L2: those before have left by then.
 template <typename WordOf, int kRowsOf, int kStepsOf, int kGroupsOf, int kThreads,
           int kOnce = kRowsOf, Leaves kLeaves = Leaves::kInTurn>
 class Ring {
  public:
-  static constexpr int kGivenBack = 400;  // 50 MB of 16,384 channels, the fewest of such a walk
   using Word = WordOf;
   static constexpr int kSteps = kStepsOf, kGroups = kGroupsOf, kRows = kRowsOf;
   static constexpr int kGroup = kSteps * kRows * kThreads;
@@ -29,6 +28,7 @@ class Ring {
       from_[r] = static_cast<const char*>(first[r]), bytes_[r] = bytes[r];
     }
     left_ = count, fill_ = take_ = 0, policy_ = cache_policy<kLeaves>();
+    given_back_ = int(kCacheBytes / (int64_t(gridDim.x) * kThreads * kRows * sizeof(Word)));
 #pragma unroll 1
     for (int g = 0; g < kGroups - 1; ++g) request();
   }
@@ -52,7 +52,7 @@ class Ring {
  private:
   Word* column_;
   const char* from_[kRows];
-  int bytes_[kRows], left_, fill_, take_;
+  int bytes_[kRows], left_, fill_, take_, given_back_;
   uint64_t policy_;
 
   DEVICE void request() {
@@ -79,17 +79,17 @@ class Ring {
                                         from_[r] + int64_t(bytes_[r]) * step, policy_);
     }
   }
-  // The lines of the group just taken, each by the thread that read its first word.
+  // The lines of the group just taken, each by the thread that has its first word; unrolled, or it
+  // takes longer than it gains. The last group, if it is not whole, stays.
   DEVICE void give_back_group() const {
+    constexpr int kThreadsOfLine = kCacheLine / int(sizeof(Word));
     const int count = left_ + kGroups * kSteps;  // of its steps and those after it
-    if (count > kGivenBack) return;
+    if (count > given_back_ || count < kSteps || threadIdx.x % kThreadsOfLine != 0) return;
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      const char* from = from_[r] - int64_t(bytes_[r]) * (kGroups * kSteps);
-#pragma unroll 1
-      for (int k = 0; k < kSteps && k < count; ++k, from += bytes_[r]) {
-        const int past = int(reinterpret_cast<uintptr_t>(from) % kCacheLine);
-        if (past < int(sizeof(Word))) give_back(from - past);
+    for (int k = 0; k < kSteps; ++k) {
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        give_back(from_[r] + int64_t(bytes_[r]) * (k - kGroups * kSteps));
       }
     }
   }
