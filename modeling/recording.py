@@ -94,12 +94,13 @@ class Recording:
         return output.logits
 
     def record(self, model: nn.Module, pool: Any, stream: Any) -> None:
-        """Runs the step once, so that everything lazy has happened, then captures it."""
-        current = torch.cuda.current_stream()
-        stream.wait_stream(current)
-        with torch.cuda.stream(stream):
-            self.forward(model)
-        current.wait_stream(stream)
+        """Runs the step once, so that everything lazy has happened, then captures it.
+
+        On another stream: cuBLAS's workspace for `stream` is then made inside the capture, in `pool`,
+        which the graph keeps. One from before belongs to torch, and what frees it (torch.compile, before
+        it records graphs of its own) would leave the graph writing into other tensors' memory.
+        """
+        self.forward(model)
         graph = torch.cuda.CUDAGraph()
         # other threads may go on meanwhile: only what this one does must be fit for a graph
         with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):

@@ -10,7 +10,6 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import flashcell
-from flashcell.layers import RecurrentMixer
 
 NOISE = (1, 2, 3, 4)  # seeds
 SMALL = {"vocab_size": VOCABULARY, "hidden_size": 128, "num_hidden_layers": 2}
@@ -65,26 +64,6 @@ class TorchMixer(nn.Module):
         return self.lstm(hidden_states)[0]
 
 
-class InFp32(nn.Module):
-    """A mixer, and what it is given, in fp32 inside a model in bf16."""
-
-    def __init__(self, mixer: nn.Module):
-        super().__init__()
-        self.mixer = mixer
-
-    def forward(self, hidden_states: torch.Tensor, *rest: Any) -> torch.Tensor:
-        with torch.autocast(hidden_states.device.type, enabled=False):
-            return self.mixer(hidden_states.float(), *rest)
-
-
-class CellInFp32(RecurrentMixer):
-    """Its projection is in bf16, and what that gives is rounded; its cell is in fp32."""
-
-    def mix(self, gates: torch.Tensor, *rest: Any) -> torch.Tensor:
-        with torch.autocast(gates.device.type, enabled=False):
-            return super().mix(gates.float(), *rest)
-
-
 def make_lstm(kernel: str, preset: str | None) -> nn.Module:
     if preset is None:
         return make_model({**FUSED, **WIDE, "cell": "lstm", "num_heads": 1}, kernel)
@@ -94,22 +73,10 @@ def make_lstm(kernel: str, preset: str | None) -> nn.Module:
     return AutoModelForCausalLM.from_config(config)
 
 
-def with_torch(kernel: str, preset: str | None, wide: bool = False, **options: bool) -> nn.Module:
+def with_torch(kernel: str, preset: str | None, **options: bool) -> nn.Module:
     model = make_lstm(kernel, preset)
     for block in model.model.layers:
-        mixer = TorchMixer(block.mixer, **options)
-        block.mixer = InFp32(mixer) if wide else mixer
-    return model
-
-
-def with_wide(kernel: str, preset: str | None, whole: bool) -> nn.Module:
-    """flash_rnn with whole mixers or their cells alone in fp32."""
-    model = make_lstm(kernel, preset)
-    for block in model.model.layers:
-        if whole:
-            block.mixer = InFp32(block.mixer)
-        else:
-            block.mixer.__class__ = CellInFp32
+        block.mixer = TorchMixer(block.mixer, **options)
     return model
 
 
@@ -126,24 +93,17 @@ TORCH_SIDES: dict[str, dict[str, bool]] = {
 
 def torch_sides(kernel: str, preset: str | None = None) -> Iterator[Side]:
     """flash_rnn's LSTM, and in its place nn.LSTM step by step nearer to how it is used by itself: in
-    a small model, or in a preset, where flashcell.LSTM and TF32 are left out, and it is asked which
-    part's bf16 does what."""
+    a small model, or in a preset, where flashcell.LSTM and TF32 are left out."""
     native: Callable[[], nn.Module] = partial(make_lstm, kernel, preset)
     rate = {"rate": PRESET_RATE} if preset else {}
     for bf16 in (False, True):
         yield Side("flash_rnn", native, bf16, **rate)
-        for seed in NOISE if preset else NOISE[:1]:
+        for seed in NOISE if bf16 else NOISE[:1]:
             yield Side(f"nudged-{seed}", native, bf16, nudge=seed, **rate)
         for name, options in TORCH_SIDES.items():
             if preset is None or not options["own_kernel"]:
                 yield Side(name, partial(with_torch, kernel, preset, **options), bf16, **rate)
-    one_bias = partial(with_torch, kernel, preset, **TORCH_SIDES["nn.LSTM, one bias"])
-    if preset is None:
-        yield Side("nn.LSTM, one bias, TF32", one_bias, tf32=True)
+    if preset is not None:
         return
-    for seed in NOISE:
-        yield Side(f"nn.LSTM, one bias, nudged-{seed}", one_bias, True, nudge=seed, **rate)
-    wide = partial(with_wide, kernel, preset)
-    yield Side("flash_rnn, its cell in fp32", partial(wide, whole=False), True, **rate)
-    yield Side("flash_rnn, its mixer in fp32", partial(wide, whole=True), True, **rate)
-    yield Side("nn.LSTM, one bias, in fp32", partial(one_bias, wide=True), True, **rate)
+    one_bias = partial(with_torch, kernel, preset, **TORCH_SIDES["nn.LSTM, one bias"])
+    yield Side("nn.LSTM, one bias, TF32", one_bias, tf32=True)

@@ -34,6 +34,18 @@ def test_replays_are_the_steps(case, make_model, tokens, dtype, batch):
     assert torch.equal(got, without_engine(model, lambda: greedy(model, ids, new=40)))
 
 
+def test_a_graph_keeps_the_workspace_of_its_products(case, make_model, tokens):
+    """torch.compile frees cuBLAS's before it records graphs; flash_mlstm's products write to theirs."""
+    model, ids = make_model(case), tokens(2, 5)
+    want = greedy(model, ids, new=20)
+    assert replayed(model)
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    others = torch.zeros(64 << 20, dtype=torch.int32)  # where they were, if it is anyone's again
+    assert torch.equal(greedy(model, ids, new=20), want)
+    assert not others.any()
+
+
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_changed_model_is_recorded_anew(make_model, tokens, change):
     """The first steps with the old model, the rest with the new, in one conversation."""
