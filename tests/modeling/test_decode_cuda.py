@@ -15,6 +15,9 @@ from cases import DEVICE
 from decode_cases import CHANGES, greedy, without_engine
 from flashcell.decode import KEPT
 
+# Of cuBLAS, for each stream that a recording was captured on; release() takes another of torch's 32.
+WORKSPACE = 32 << 20
+
 pytestmark = pytest.mark.skipif(DEVICE != "cuda", reason="needs FLASHCELL_TEST_DEVICE=cuda")
 
 
@@ -101,7 +104,7 @@ def test_memory_is_bounded_and_given_back(make_model, tokens):
         peaks.append(used() - before)
     assert max(peaks[len(peaks) // 2 :]) <= max(peaks[: len(peaks) // 2]), peaks
     model.decoder.release()
-    assert used() <= before
+    assert used() <= before + WORKSPACE
 
 
 def test_other_threads_and_streams(make_model, tokens):
