@@ -44,7 +44,8 @@ class DecodeEngine:
         self._recordings: OrderedDict[Any, Recording] = OrderedDict()
         self._snapshot: Snapshot | None = None
         self._pool: Any = None
-        self._capturing: Any = None  # one stream for a pool, in which its cuBLAS workspace lies
+        self._capturing: Any = None  # one stream: cuBLAS keeps a workspace for every stream it saw
+        self._workspaces: Any = None  # the memory of that
         self._stream: Any = None  # where the last replay was put
         self._streams = False  # whether there have been several
         self._one_thread = threading.RLock()
@@ -68,7 +69,7 @@ class DecodeEngine:
             if self._stream is not None:
                 self._stream.synchronize()
             self._recordings.clear()
-            self._snapshot = self._pool = self._capturing = None
+            self._snapshot = self._pool = None
 
     def step(
         self, model: Any, input_ids: Any, cache: Any, rest: dict[str, Any]
@@ -150,9 +151,11 @@ class DecodeEngine:
                 recording.forward(model)  # a step that changes the states' dtype is refused here
             return recording
         if self._capturing is None or self._capturing.device != tokens.device:
-            self._capturing, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+            self._capturing, self._workspaces = torch.cuda.Stream(), torch.cuda.MemPool()
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
         try:
-            recording.record(model, self._pool, self._capturing)
+            recording.record(model, self._pool, self._capturing, self._workspaces)
         except Refused:
             raise
         except RuntimeError as error:  # a module of the user's that waits for the GPU, for example

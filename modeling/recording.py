@@ -93,14 +93,20 @@ class Recording:
             torch._foreach_copy_(buffers, states)
         return output.logits
 
-    def record(self, model: nn.Module, pool: Any, stream: Any) -> None:
+    def record(self, model: nn.Module, pool: Any, stream: Any, workspaces: Any) -> None:
         """Runs the step once, so that everything lazy has happened, then captures it.
 
-        On another stream: cuBLAS's workspace for `stream` is then made inside the capture, in `pool`,
-        which the graph keeps. One from before belongs to torch, and what frees it (torch.compile, before
-        it records graphs of its own) would leave the graph writing into other tensors' memory.
+        cuBLAS's workspace for `stream` is torch's, and a graph's products write to it at every replay,
+        though others may free it (torch.compile does before it records graphs). So it is taken from
+        `workspaces`, a pool of which nothing else is, and whose memory stays the caller's.
         """
-        self.forward(model)
+        current, one = torch.cuda.current_stream(), self.tokens.new_ones(1, 1, dtype=torch.float32)
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream), torch.cuda.use_mem_pool(workspaces):
+            one @ one
+        with torch.cuda.stream(stream):
+            self.forward(model)
+        current.wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         # other threads may go on meanwhile: only what this one does must be fit for a graph
         with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
