@@ -42,6 +42,7 @@ class DecodeEngine:
         self.mode = mode
         self.reason: str | None = None
         self._recordings: OrderedDict[Any, Recording] = OrderedDict()
+        self._last: Recording | None = None  # of the last step, if it was taken
         self._snapshot: Snapshot | None = None
         self._pool: Any = None
         self._capturing: Any = None  # one stream for a pool, in which its workspace of cuBLAS lies
@@ -69,7 +70,7 @@ class DecodeEngine:
             if self._stream is not None:
                 self._stream.synchronize()
             self._recordings.clear()
-            self._snapshot = self._pool = self._capturing = None
+            self._snapshot = self._pool = self._capturing = self._last = None
 
     def step(
         self, model: Any, input_ids: Any, cache: Any, rest: dict[str, Any]
@@ -81,6 +82,7 @@ class DecodeEngine:
         if torch.compiler.is_compiling() or self._mode == "eager" or not _decodes(input_ids, cache):
             return None
         with self._one_thread:
+            self._last = None
             reason, logits = _why_not_now(model, input_ids, cache, rest), None
             if reason is None:
                 try:
@@ -95,6 +97,20 @@ class DecodeEngine:
             self.reason = reason
         return logits
 
+    def again(self, model: Any, input_ids: torch.Tensor, cache: Cache) -> torch.Tensor | None:
+        """`step` for who has run nothing since the last one that could have changed the model or what is
+        asked of it, and on a CPU would look for changes as long as for a tenth of the step. None: take
+        `step`; the last one was another cache's, or is no list of ops.
+        """
+        with self._one_thread:
+            last = self._last
+            if last is None or last.replay is None or not last.holds(cache.layers):
+                return None
+            logits = last.run(model, input_ids)
+        for layer in cache.layers:
+            layer.length += 1
+        return logits
+
     def _run(self, model: Any, tokens: torch.Tensor, cache: Cache) -> torch.Tensor:
         with torch.cuda.device(tokens.device) if tokens.is_cuda else nullcontext():
             self._check_model(model, tokens.device)
@@ -107,6 +123,7 @@ class DecodeEngine:
                     for s in states:
                         s.record_stream(self._stream)
             logits = recording.run(model, tokens)
+            self._last = recording
         for layer in cache.layers:
             layer.length += 1
         return logits

@@ -238,6 +238,7 @@ class RecurrentGeneration(GenerationMixin):
         device = self.device
         prepare = getattr(self.prepare_inputs_for_generation, "__func__", None)
         own = prepare is RecurrentGeneration.prepare_inputs_for_generation
+        unchanged = False  # since the last step: nobody's code ran but ours and transformers'
         while True:
             logits = logits[:, -1].to(input_ids.device, torch.float32, copy=bool(logits_processor))
             scores = logits
@@ -259,17 +260,20 @@ class RecurrentGeneration(GenerationMixin):
                 inputs = self.prepare_inputs_for_generation(
                     whole, next_sequence_length=1, **model_kwargs
                 )
-            logits = self._next_logits(inputs)
+            logits = self._next_logits(inputs, unchanged)
+            unchanged = own and streamer is None
         late = check.finish()
         if streamer is not None:
             streamer.end()
         return text.read()[:, : text.length - late]
 
-    def _next_logits(self, inputs: dict[str, Any]) -> torch.Tensor:  # [B, 1, V]
+    def _next_logits(self, inputs: dict[str, Any], unchanged: bool) -> torch.Tensor:  # [B, 1, V]
         """`self(**inputs).logits`, past the layers of calls around a step where nobody is in them, which
         take the CPU as long as the GPU a small model's step.
         """
         token, cache = inputs["input_ids"], inputs["past_key_values"]
+        if unchanged and (logits := self.decoder.again(self, token, cache)) is not None:
+            return logits
         if is_untouched(self) and self._compiled_call_impl is None:  # type: ignore[attr-defined]
             rest = {k: v for k, v in inputs.items() if k not in ("input_ids", "past_key_values")}
             logits = self.decoder.step(self, token, cache, rest)

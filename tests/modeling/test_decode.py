@@ -12,6 +12,7 @@ import weakref
 import pytest
 import torch
 from transformers import DynamicCache
+from transformers.generation.streamers import BaseStreamer
 
 from decode_cases import CHANGES, greedy, without_engine
 from flashcell import decode, recording
@@ -193,6 +194,43 @@ def test_changes_that_a_graph_would_miss_are_seen(make_model, change):
     assert snapshot.holds()
     CHANGES[change](model)
     assert not snapshot.holds()
+
+
+@pytest.mark.parametrize("when", ["within", "between"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_changes_of_a_text_s_model_are_seen(make_model, tokens, change, when):
+    """By a streamer, who alone can make them within a text, and between two texts."""
+
+    class Changes(BaseStreamer):
+        def __init__(self, model, at):
+            self.model, self.left = model, at
+
+        def put(self, value):
+            self.left -= 1
+            if self.left == 0:
+                CHANGES[change](self.model)
+                with torch.no_grad():
+                    for p in self.model.parameters():
+                        p.mul_(-1.5)
+
+        def end(self):
+            pass
+
+    def texts(mode):
+        torch.manual_seed(0)
+        model, ids = make_model(), tokens(2, 6)
+        model.decoder.mode = mode
+        changes = Changes(model, 6 if when == "within" else 0)
+        first = greedy(model, ids, streamer=changes if when == "within" else None)
+        if when == "between":
+            changes.left = 1
+            changes.put(None)
+        return first, greedy(model, ids)
+
+    (first, second), (plain_first, plain_second) = texts("auto"), texts("eager")
+    assert torch.equal(first, plain_first)
+    assert torch.equal(second, plain_second)
+    assert not torch.equal(first, second)
 
 
 def test_what_a_graph_cannot_have(make_model):
