@@ -48,7 +48,7 @@ def test_a_state_in_place_at_any_address(tfla, cell):
 @pytest.mark.parametrize("epilogue", [(), ("layer",)], ids=["plain", "epilogue"])
 @pytest.mark.parametrize(
     ("B", "K", "V"),
-    [(B, *size) for B in (1, 16) for size in ((128, 256), (256, 256), (256, 512))]
+    [(B, *size) for B in (1, 8, 16) for size in ((128, 256), (256, 256), (256, 512))]
     + [(256, 128, 256)],
 )
 def test_a_step_in_place_of_many_thread_blocks(tfla, cell, B, K, V, epilogue):
@@ -178,6 +178,8 @@ STEPS = [
     Case(3, 1, 2, 24, 40, ("state", "layer")),
     Case(2, 1, 3, 96, 80, ("state", "rms")),
     Case(2, 1, 1, 264, 520, ("state",)),
+    Case(15, 1, 7, 128, 256, ("state",)),  # heads for most processors, in wide thread blocks
+    Case(7, 1, 8, 256, 512, ("state",)),
     Case(1, 1, 2, 128, 256, ("state",)),  # widths with a kernel of their own
     Case(1, 1, 2, 256, 512, ("state",)),
 ]

@@ -3,7 +3,9 @@
 // Every thread block reads n and m for itself, and a state can be written where it stood: so nobody
 // may write them until all have read them. A second kernel does, which is launched then, while C is
 // on its way; it also ends h, if there is an epilogue. Where all thread blocks run at once and
-// there is none, those of a head are a cluster instead, whose first one writes.
+// there is none, those of a head are a cluster instead, whose first one writes. An H200 runs some
+// thirty clusters of eight at a time, but 66 of two: where those do for all heads, a thread block
+// is as wide as a processor takes, and works through its columns in two turns.
 #include "early.cuh"
 #include "epilogue.cuh"
 #include "launch.h"
@@ -15,14 +17,24 @@ extern __shared__ __align__(16) char memory[];
 
 namespace {
 
-constexpr int kThreads = 256, kWarps = kThreads / 32;
 constexpr int kMostCluster = 8;
-// Of a thread in step_kernel: two of its thread blocks leave room on an SM for one of
+// Of a thread in step_kernel: two narrow thread blocks leave room on an SM for one of
 // finish_kernel.
 constexpr int kRegisters = 112;
-constexpr int kLanes = 16;  // for a row of C, four columns each
-constexpr int kTileColumns = 4 * kLanes, kRowsAtOnce = kThreads / kLanes;
 constexpr int kUnroll = 16;  // rows of a thread in flight
+
+// A thread block of step_kernel: kTurns tiles of a head's columns, one after another. kLanes lanes
+// have a row of a tile, four columns each.
+template <int kBlockThreads, int kRowLanes, int kTiles>
+struct Shape {
+  static constexpr int kThreads = kBlockThreads, kWarps = kThreads / 32;
+  static constexpr int kLanes = kRowLanes, kRowsAtOnce = kThreads / kLanes;
+  static constexpr int kTile = 4 * kLanes, kTurns = kTiles, kColumns = kTurns * kTile;
+};
+using Narrow = Shape<256, 16, 1>;
+using Wide = Shape<512, 32, 2>;
+constexpr int kFinishThreads = 256;
+
 // Of C, what is brought into the L2 while what came before still runs: of more some is gone again
 // before it is read. A thread block for every SM fetches its part.
 constexpr int64_t kFetchBytes = 6 << 20;
@@ -66,7 +78,10 @@ DEVICE void cluster_wait() {
 }
 
 // The compiler learns that there are kThreads.
-DEVICE int thread() { return int(threadIdx.x % kThreads); }
+template <int kThreads>
+DEVICE int thread() {
+  return int(threadIdx.x % kThreads);
+}
 
 struct Factors {
   float keep, add, m;  // of the state, of k v, and the state's scale from now on
@@ -113,39 +128,45 @@ struct Head {
     return {to_float(k[r]), to_float(q[r]), n != nullptr ? n[r] : 0.0f};
   }
   // Where nobody reads the old ones any more; `own` is the thread's first row.
+  template <int kThreads>
   DEVICE void write_n_and_m(const StepParams& p, const Factors& factors, const KeyRow& own) const {
     float* next_n = static_cast<float*>(p.next_n) + int64_t(state) * K;
     const auto write = [&](int r, const KeyRow& old) {
       if (r < K) next_n[r] = times(factors.keep, old.n) + factors.add * old.key;
     };
-    write(thread(), own);
+    write(thread<kThreads>(), own);
 #pragma unroll 1  // few heads are so wide
-    for (int r = thread() + kThreads; r < K; r += kThreads) write(r, row(r));
-    if (thread() == 0 && p.next_m != nullptr) static_cast<float*>(p.next_m)[state] = factors.m;
+    for (int r = thread<kThreads>() + kThreads; r < K; r += kThreads) write(r, row(r));
+    if (thread<kThreads>() == 0 && p.next_m != nullptr)
+      static_cast<float*>(p.next_m)[state] = factors.m;
   }
 };
 
-// C of kTileColumns of a head, and their h: in `unrounded` where an epilogue follows. The first
-// `fetching` thread blocks, which run at once, fetch `bytes` of C each. kKey and kValue are K and
-// V, or 0 for any.
-template <typename IO, bool kCluster, int kKey, int kValue>
+// C of a part of a head, and its h: in `unrounded` where an epilogue follows. The first `fetching`
+// thread blocks, which run at once, fetch `bytes` of C each. kKey and kValue are K and V, or 0 for
+// any.
+template <typename IO, typename Block, bool kCluster, int kKey, int kValue>
 __global__ void __maxnreg__(kRegisters) step_kernel(const StepParams p, float* unrounded,
                                                     int fetching, int bytes) {
+  constexpr int kThreads = Block::kThreads, kWarps = Block::kWarps, kLanes = Block::kLanes;
+  constexpr int kTurns = Block::kTurns, kRows = kUnroll * Block::kRowsAtOnce;
+  static_assert(kKey <= kRows && (kKey > 0 || kTurns == 1));
   using Four = Row<kLanes, 4, 1>;
   float2* rows = reinterpret_cast<float2*>(memory);  // [K] key and query
-  __shared__ float4 parts[kWarps][kLanes];
+  __shared__ float4 parts[kTurns][kWarps][kLanes];
   __shared__ float4 read[kWarps];  // n q and k q of a warp's rows, and m
   const int K = kKey > 0 ? kKey : int(p.K), V = kValue > 0 ? kValue : int(p.V);
-  const int tiles = (V + kTileColumns - 1) / kTileColumns;
-  const int part = int(blockIdx.x) % tiles, tile = part * kTileColumns;
-  const Head<IO> head(p, int(blockIdx.x) / tiles, K);
-  const int first = thread() / kLanes, column = tile + Four::column(0);
+  const int blocks = (V + Block::kColumns - 1) / Block::kColumns;
+  const int part = int(blockIdx.x) % blocks, tile = part * Block::kColumns;  // the first turn's
+  const Head<IO> head(p, int(blockIdx.x) / blocks, K);
+  const int thread = cuda::thread<kThreads>();
+  const int first = thread / kLanes, column = tile + Four::column(0);
   const int64_t all = int64_t(head.state) * K * V, own_part = all + int64_t(first) * V + column;
   const float* C = static_cast<const float*>(p.C);
   float* next = static_cast<float*>(p.next_C) + own_part;
-  const bool inside = kValue > 0 || column < V, has_old = inside && C != nullptr;
-  static_assert(kValue % kTileColumns == 0);
-  if (int(blockIdx.x) < fetching && thread() == 0) {
+  const auto inside = [&](int turn) { return kValue > 0 || column + turn * Block::kTile < V; };
+  static_assert(kValue % Block::kColumns == 0);
+  if (int(blockIdx.x) < fetching && thread == 0) {
     fetch(reinterpret_cast<const char*>(C + all) + part * bytes, bytes);
   }
   head.fetch();
@@ -153,24 +174,30 @@ __global__ void __maxnreg__(kRegisters) step_kernel(const StepParams p, float* u
   if (kCluster) let_later_start();
 
   const float input = *head.i, forget = *head.f, before = head.m_before();
-  const KeyRow own = head.row(thread());
-  Four value;
-  value.load(at<IO>(p.v, head.b, head.h) + tile, V - tile);
-  float4 old[kUnroll];
-  const auto load = [&](int row) {
+  const KeyRow own = head.row(thread);
+  Four value[kTurns];
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      const int r = row + u * kRowsAtOnce;
-      const float* from = C + own_part + int64_t(r) * V;
-      old[u] = has_old && first + r < K ? __ldcs(reinterpret_cast<const float4*>(from)) : float4{};
-    }
+  for (int turn = 0; turn < kTurns; ++turn) {
+    const int from = tile + turn * Block::kTile;
+    value[turn].load(at<IO>(p.v, head.b, head.h) + from, V - from);
+  }
+  float4 old[kUnroll];
+  const auto load = [&](int turn, int row, int u) {
+    const int r = row + u * Block::kRowsAtOnce;
+    const float* from = C + own_part + int64_t(r) * V + turn * Block::kTile;
+    const bool has_old = inside(turn) && C != nullptr && first + r < K;
+    old[u] = has_old ? __ldcs(reinterpret_cast<const float4*>(from)) : float4{};
+  };
+  const auto load_all = [&](int turn, int row) {
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) load(turn, row, u);
   };
   __syncwarp();  // or the compiler asks for a gate after C, and the factors come last of all
-  load(0);
+  load_all(0, 0);
   float n_q = own.n * own.query, k_q = own.key * own.query;
-  if (thread() < K) rows[thread()] = {own.key, own.query};
+  if (thread < K) rows[thread] = {own.key, own.query};
 #pragma unroll 1  // few heads are so wide
-  for (int r = thread() + kThreads; r < K; r += kThreads) {
+  for (int r = thread + kThreads; r < K; r += kThreads) {
     const KeyRow more = head.row(r);
     n_q += more.n * more.query, k_q += more.key * more.query, rows[r] = {more.key, more.query};
   }
@@ -189,44 +216,53 @@ __global__ void __maxnreg__(kRegisters) step_kernel(const StepParams p, float* u
 
   const Factors factors = find_factors(p, input, forget, before);
 #pragma unroll
-  for (float& x : value.x) x *= factors.add;
-  float sum[4] = {};
-  for (int row = 0; row < K; row += kUnroll * kRowsAtOnce) {
-    if (row > 0) load(row);
+  for (Four& row : value) {
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      const int r = row + u * kRowsAtOnce;
-      if (!inside || first + r >= K) continue;
-      const float2 key_query = rows[first + r];
-      float x[4] = {old[u].x, old[u].y, old[u].z, old[u].w};
+    for (float& x : row.x) x *= factors.add;
+  }
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        x[e] = times(factors.keep, x[e]) + key_query.x * value.x[e];
-        sum[e] += key_query.y * x[e];
+  for (int turn = 0; turn < kTurns; ++turn) {
+    float sum[4] = {};
+    for (int row = 0; row < K; row += kRows) {
+      if (row > 0) load_all(turn, row);
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        const int r = row + u * Block::kRowsAtOnce;
+        float x[4] = {old[u].x, old[u].y, old[u].z, old[u].w};
+        if (turn + 1 < kTurns) load(turn + 1, 0, u);
+        if (!inside(turn) || first + r >= K) continue;
+        const float2 key_query = rows[first + r];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          x[e] = times(factors.keep, x[e]) + key_query.x * value[turn].x[e];
+          sum[e] += key_query.y * x[e];
+        }
+        float* to = next + int64_t(r) * V + turn * Block::kTile;
+        __stcs(reinterpret_cast<float4*>(to), make_float4(x[0], x[1], x[2], x[3]));
       }
-      float* to = next + int64_t(r) * V;
-      __stcs(reinterpret_cast<float4*>(to), make_float4(x[0], x[1], x[2], x[3]));
     }
-  }
 #pragma unroll
-  for (int e = 0; e < 4; ++e) {
+    for (int e = 0; e < 4; ++e) {
 #pragma unroll
-    for (int mask = kLanes; mask < 32; mask *= 2) sum[e] += __shfl_xor_sync(~0u, sum[e], mask);
-  }
-  if (threadIdx.x % 32 < kLanes) {
-    parts[threadIdx.x / 32][threadIdx.x % kLanes] = make_float4(sum[0], sum[1], sum[2], sum[3]);
+      for (int mask = kLanes; mask < 32; mask *= 2) sum[e] += __shfl_xor_sync(~0u, sum[e], mask);
+    }
+    if (threadIdx.x % 32 < kLanes) {
+      parts[turn][threadIdx.x / 32][threadIdx.x % kLanes] =
+          make_float4(sum[0], sum[1], sum[2], sum[3]);
+    }
   }
   if (kCluster) {
     cluster_wait();
-    if (part == 0) head.write_n_and_m(p, factors, own);
+    if (part == 0) head.template write_n_and_m<kThreads>(p, factors, own);
   }
   __syncthreads();
-  if (threadIdx.x >= kLanes) return;
+  const int turn = thread / kLanes;
+  if (turn >= kTurns) return;
   Four total{};
   n_q = k_q = 0;
 #pragma unroll
   for (int w = 0; w < kWarps; ++w) {
-    const float4 more = parts[w][threadIdx.x];
+    const float4 more = parts[turn][w][thread % kLanes];
     total.x[0] += more.x, total.x[1] += more.y, total.x[2] += more.z, total.x[3] += more.w;
     n_q += read[w].x, k_q += read[w].y;
   }
@@ -238,30 +274,31 @@ __global__ void __maxnreg__(kRegisters) step_kernel(const StepParams p, float* u
   }
 #pragma unroll
   for (float& x : total.x) x *= scale;
-  const int64_t out = int64_t(head.state) * V + tile;
+  const int to = tile + turn * Block::kTile;
+  const int64_t out = int64_t(head.state) * V + to;
   if (unrounded == nullptr) {
-    total.store(static_cast<IO*>(p.h) + out, V - tile);
+    total.store(static_cast<IO*>(p.h) + out, V - to);
   } else {
-    total.store(unrounded + out, V - tile);
+    total.store(unrounded + out, V - to);
   }
 }
 
 // n and m of a head, which nobody reads any more; then its epilogue.
 template <typename IO>
-__global__ void __launch_bounds__(kThreads) finish_kernel(const StepParams p,
-                                                          const float* unrounded) {
+__global__ void __launch_bounds__(kFinishThreads) finish_kernel(const StepParams p,
+                                                                const float* unrounded) {
   const Head<IO> head(p, int(blockIdx.x), int(p.K));
   let_later_start();
   if (p.normalized) {
-    const KeyRow own = head.row(thread());
+    const KeyRow own = head.row(thread<kFinishThreads>());
     const Factors factors = find_factors(p, *head.i, *head.f, head.m_before());
     __syncthreads();  // all have read m
-    head.write_n_and_m(p, factors, own);
+    head.template write_n_and_m<kFinishThreads>(p, factors, own);
   }
   wait_for_earlier();  // what comes later waits for this kernel alone
   if (unrounded == nullptr) return;
-  Row<kThreads, 4, 1> row, weight, gate;
-  static_assert(decltype(row)::kSize * kThreads >= 1024);  // the widest
+  Row<kFinishThreads, 4, 1> row, weight, gate;
+  static_assert(decltype(row)::kSize * kFinishThreads >= 1024);  // the widest
   const int V = int(p.V);
   row.load(unrounded + int64_t(head.state) * V, V);
   weight.template load_weight<IO>(p.epilogue, head.h, V);
@@ -273,12 +310,39 @@ __global__ void __launch_bounds__(kThreads) finish_kernel(const StepParams p,
 }
 
 // With widths known to the compiler the addresses of C are constants apart, and its loads follow
-// each other at once: those of models get a kernel of their own.
-template <typename IO, bool kCluster>
+// each other at once: those of models get a kernel of their own. The others have no register to
+// spare for two turns.
+constexpr bool is_usual(int64_t K, int64_t V) {
+  return (K == 256 && V == 512) || (K == 128 && V == 256);
+}
+template <typename IO, typename Block, bool kCluster>
 auto step_kernel_for(int64_t K, int64_t V) {
-  if (K == 256 && V == 512) return step_kernel<IO, kCluster, 256, 512>;
-  if (K == 128 && V == 256) return step_kernel<IO, kCluster, 128, 256>;
-  return step_kernel<IO, kCluster, 0, 0>;
+  if constexpr (Block::kTurns == 1) {
+    if (!is_usual(K, V)) return step_kernel<IO, Block, kCluster, 0, 0>;
+  }
+  if (K == 256) return step_kernel<IO, Block, kCluster, 256, 512>;
+  return step_kernel<IO, Block, kCluster, 128, 256>;
+}
+
+template <typename Block>
+int64_t parts_of(int64_t V) {
+  return (V + Block::kColumns - 1) / Block::kColumns;
+}
+
+template <typename IO, typename Block, bool kCluster>
+void launch_step(const StepParams& p, const Device& device, float* unrounded, Grid grid) {
+  const int64_t parts = parts_of<Block>(p.V);
+  grid.blocks = p.B * p.H * parts, grid.threads = Block::kThreads;
+  grid.shared_bytes = int(p.K * int64_t(sizeof(float2)));
+  if (kCluster) grid.cluster = int(parts);
+  int64_t fetching = 0, bytes = 0;
+  if (p.C != nullptr && grid.blocks > 0) {
+    fetching = grid.blocks < device.processors ? grid.blocks : device.processors;
+    bytes = p.K * p.V * int64_t(sizeof(float)) / parts;
+    if (bytes > kFetchBytes / fetching) bytes = kFetchBytes / fetching;
+  }
+  launch(step_kernel_for<IO, Block, kCluster>(p.K, p.V), grid, p, unrounded, int(fetching),
+         int(bytes / 16 * 16));
 }
 
 }  // namespace
@@ -290,25 +354,22 @@ int64_t step_scratch(const StepParams& p) {
 template <typename IO>
 void run_step(const StepParams& p, const Device& device, void* scratch, cudaStream_t stream) {
   const bool early = device.arch >= 90;  // else nothing in the kernels would wait
-  const int64_t states = p.B * p.H, tiles = (p.V + kTileColumns - 1) / kTileColumns;
+  const int64_t states = p.B * p.H, processors = device.processors;
   float* unrounded = p.epilogue.any() ? static_cast<float*>(scratch) : nullptr;
-  const int64_t blocks = states * tiles;
-  int64_t fetching = 0, bytes = 0;
-  if (p.C != nullptr && blocks > 0) {
-    fetching = blocks < device.processors ? blocks : device.processors;
-    bytes = p.K * p.V * int64_t(sizeof(float)) / tiles;
-    if (bytes > kFetchBytes / fetching) bytes = kFetchBytes / fetching;
+  const bool clusters = device.clusters && p.normalized && unrounded == nullptr;
+  const int64_t narrow = parts_of<Narrow>(p.V), wide = parts_of<Wide>(p.V);
+  const Grid grid{0, 0, 0, stream, early};
+  if (clusters && narrow <= kMostCluster && states * narrow <= processors) {
+    return launch_step<IO, Narrow, true>(p, device, unrounded, grid);
   }
-  const bool cluster = device.clusters && p.normalized && unrounded == nullptr &&
-                       tiles <= kMostCluster && blocks <= device.processors;
-  const int shared = int(p.K * int64_t(sizeof(float2)));
-  Grid grid{blocks, kThreads, shared, stream, early};
-  if (cluster) grid.cluster = int(tiles);
-  const auto kernel =
-      cluster ? step_kernel_for<IO, true>(p.K, p.V) : step_kernel_for<IO, false>(p.K, p.V);
-  launch(kernel, grid, p, unrounded, int(fetching), int(bytes / 16 * 16));
-  if (cluster || (!p.normalized && unrounded == nullptr)) return;
-  launch(finish_kernel<IO>, {states, kThreads, 0, stream, early}, p, unrounded);
+  // Fewer than three in four processors are slower than narrow thread blocks on all of them.
+  if (clusters && is_usual(p.K, p.V) && states * wide <= processors &&
+      4 * states * wide > 3 * processors) {
+    return launch_step<IO, Wide, true>(p, device, unrounded, grid);
+  }
+  launch_step<IO, Narrow, false>(p, device, unrounded, grid);
+  if (!p.normalized && unrounded == nullptr) return;
+  launch(finish_kernel<IO>, {states, kFinishThreads, 0, stream, early}, p, unrounded);
 }
 template void run_step<bf16>(const StepParams&, const Device&, void*, cudaStream_t);
 template void run_step<fp16>(const StepParams&, const Device&, void*, cudaStream_t);
