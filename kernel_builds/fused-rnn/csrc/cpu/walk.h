@@ -35,6 +35,11 @@ struct Walk {
     auto at = [&](int64_t i) { return backward ? steps - 1 - i : i; };
     // Backward has one more step, t = -1: it completes the gradient of the initial state.
     const int64_t count = steps + (backward && steps ? 1 : 0);
+    // There and back: a cache that holds some of a thread's weights has those of its last panels,
+    // and in one order throughout none would be found there again.
+    auto turned = [](int64_t i, int64_t k, int64_t begin, int64_t end) {
+      return i % 2 ? end - 1 - k : begin + k;
+    };
     if (plan.by_task) {
       const int64_t tiles = plan.rows ? (p.S + plan.rows - 1) / plan.rows : 0;
       parallel_for(host, p.N * tiles, [&](int64_t task) {
@@ -42,15 +47,20 @@ struct Walk {
         const int64_t last = begin + plan.rows < p.S ? begin + plan.rows : p.S;
         for (int64_t i = 0; i < count; ++i) {
           const int64_t end = running(at(i), begin, last);
-          for (int64_t panel = 0; panel < panels; ++panel) step(head, panel, at(i), begin, end);
+          for (int64_t k = 0; k < panels; ++k) {
+            step(head, turned(i, k, 0, panels), at(i), begin, end);
+          }
         }
       });
       return;
     }
     for (int64_t i = 0; i < count; ++i) {
       const int64_t end = running(at(i), 0, p.S);
-      parallel_for(host, p.N * panels, [&](int64_t task) {
-        step(task / panels, task % panels, at(i), int64_t(0), end);
+      parallel_ranges(host, p.N * panels, [&](int64_t first, int64_t last) {
+        for (int64_t k = 0; k < last - first; ++k) {
+          const int64_t task = turned(i, k, first, last);
+          step(task / panels, task % panels, at(i), int64_t(0), end);
+        }
       });
     }
   }
