@@ -1,4 +1,4 @@
-// One step: C is read once and written once, all of a thread block's part in flight at once.
+// One step: C is read once and written once, all of a tile in flight at once.
 //
 // Every thread block reads n and m for itself, and a state can be written where it stood: so nobody
 // may write them until all have read them. A second kernel does, which is launched then, while C is
