@@ -35,10 +35,13 @@ CHIP = [
     Case(40, 8, 1, 768, ("state",)),
     Case(2, 6, 1, 1024, ("state",)),
     Case(150, 5, 1, 768, ("state", "lengths")),  # tiles of sixteen sequences both ways
+    Case(60, 5, 1, 768, (*MASKS, "clip")),  # blocks of 24 units: with marks,
+    Case(64, 9, 1, 760, ("state",)),  # and of which the last has fewer
 ]
 # Small enough for compute-sanitizer; of every engine, together each of its kernels. Of the block
-# engine: width compiled for, marks or none, four or eight columns; of the chip engine: depth; of the
-# step engine: one sequence, few, up to and above 16, a width of no whole vectors.
+# engine: width compiled for, marks or none, four or eight columns; of the chip engine: depth, and
+# blocks of 24 units with narrow and wide tiles; of the step engine: one sequence, few, up to and
+# above 16, a width of no whole vectors.
 TINY = {
     "block": [Case(3, 3, 2, D, options) for D in (16, 40, 104) for options in (("state",), MASKS)]
     + [Case(5, 2, 80, D, options) for D in (16, 40, 104) for options in ((), ("hold",))],
@@ -46,6 +49,8 @@ TINY = {
         Case(3, 3, 1, 136, MASKS),
         Case(9, 3, 1, 160, ("state",)),
         *(Case(2, 2, 1, D, ("state",)) for D in (264, 520, 1048)),
+        *(Case(49, 2, 1, 712, options) for options in (("state",), MASKS)),
+        Case(97, 2, 1, 712, ("state",)),
     ],
     "cluster": [
         Case(3, 3, 1, 136, MASKS),
@@ -141,6 +146,7 @@ def test_cuda_graph(fused_rnn, name, case):
         ("block", Case(8, 4, 2, 64)),
         ("cluster", Case(8, 4, 3, 256)),
         ("chip", Case(8, 4, 1, 768)),
+        ("chip", Case(104, 4, 1, 768)),  # wide tiles in tall blocks
         ("step", Case(8, 2, 1, 72)),
     ],
     ids=str,

@@ -48,10 +48,12 @@ int main() {
     const auto forward = chip::forward_shape(p.gates, 4, p.io_bytes);
     const auto backward = chip::backward_shape(p.gates, 4, 7, 4, p.io_bytes);
     const Engine engine = select_engine(p, d);
-    std::printf("%s %d %ld %ld %d %d\n", names[int(engine)], tile_of(engine, p, d),
+    std::printf("%s %d %ld %ld %d %d %d %d\n", names[int(engine)], tile_of(engine, p, d),
                 long(chip::shared_bytes(forward, p.D)), long(chip::shared_bytes(backward, p.D)),
                 chip::takes_wide_tiles(forward, p.S, p.N, p.D, d),
-                chip::takes_wide_tiles(backward, p.S, p.N, p.D, d));
+                chip::takes_wide_tiles(backward, p.S, p.N, p.D, d),
+                chip::takes_tall_blocks(forward, p.S, p.N, p.D, d),
+                chip::takes_tall_blocks(backward, p.S, p.N, p.D, d));
   }
 }
 """
@@ -85,6 +87,7 @@ def test_plan_is_the_binarys(tmp_path):
         ours = [engine, tile(p, device)]
         ours += [plan.chip_shared_bytes(shape, p.D) for shape in shapes]
         ours += [int(plan.takes_wide_tiles(p.S, p.N, p.D, device, b)) for b in (False, True)]
+        ours += [int(plan.takes_tall_blocks(p, device, b)) for b in (False, True)]
         assert " ".join(map(str, ours)) == answer, (p, device)
     assert {plan.select_engine(p, d)[0] for p, d in asked} == {"block", "cluster", "chip", "step"}
 
@@ -113,6 +116,9 @@ def test_explain_plan_names_engine_and_binding_limit():
     assert explain_plan("lstm", 3, 256, 16, "bfloat16", "H200").engine == "cluster"
     full = explain_plan("lstm", 1, 512, 64, "bfloat16", "H200")
     assert (full.engine, full.refused[-1].name) == ("chip", "clusters at once")
+    tall = explain_plan("lstm", 1, 768, 128, "bfloat16", "H200")
+    assert "1 heads x 4 groups x 32 thread blocks" in str(tall)
+    assert "48 thread blocks" in str(explain_plan("gru", 1, 768, 128, "bfloat16", "H200"))
     exact = explain_plan("gru", 1, 64, 16, "float32", "9.0a")
     assert "exact fp32" in exact.refused[0].name
     with pytest.raises(ValueError, match="arch is 'sm_70', but must be one of"):

@@ -29,6 +29,11 @@ DEVICE void mbarrier_arrive(uint64_t& barrier) {
                    shared_address(&barrier))
                : "memory");
 }
+// When the thread's copies so far are there.
+DEVICE void mbarrier_arrive_copied(uint64_t& barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(&barrier))
+               : "memory");
+}
 DEVICE void mbarrier_wait(uint64_t& barrier, unsigned parity) {
   asm volatile(
       "{\n .reg .pred done;\nwait:\n"

@@ -2,7 +2,8 @@
 // group, which runs one head for some tiles of eight sequences. Each block keeps the weight of 16
 // units on chip for the whole call and, after every step, hands its part of h (backward: of dr) to
 // the others through L2 (exchange.cuh). Eight warps of a block multiply (chip_product.cuh), four or
-// eight run the cell (chip_cell.cuh).
+// eight run the cell (chip_cell.cuh). Where blocks of 24 units make more groups, six run it and two
+// fetch its inputs (chip_inputs.cuh).
 //
 // The floor of a step (H200, 16 x 1024 LSTM, bf16): 0.25-0.35 us from a store to the poll that sees
 // it, as much again for the poll that came too early, and to L2 bandwidth (16 KB a tile and block);
@@ -12,6 +13,7 @@
 #include <algorithm>
 
 #include "chip_cell.cuh"
+#include "chip_inputs.cuh"
 #include "chip_product.cuh"
 #include "launch.h"
 
@@ -34,25 +36,40 @@ DEVICE void leave_registers() {
 
 template <typename Pass, int kBlocks, bool kMarked>
 constexpr int kHalves = cell_halves(Pass::kShape, kBlocks, kMarked);
+template <typename Pass>
+constexpr int kFetchThreads = fetch_threads(Pass::kShape);
 template <typename Pass, int kBlocks, bool kMarked>
-constexpr int kThreads = kProducts + kHalves<Pass, kBlocks, kMarked> * kCells;
+constexpr int kThreads =
+    kProducts + kHalves<Pass, kBlocks, kMarked> * cell_threads(Pass::kShape) + kFetchThreads<Pass>;
 
 template <typename Pass, int kBlocks, bool kMarked, typename Params = typename Pass::Params>
 __global__ void __launch_bounds__(kThreads<Pass, kBlocks, kMarked>, 1) chip_kernel(
     const __grid_constant__ Params p, const __grid_constant__ Range range) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ != 900  // wide tiles and tall blocks are for that alone
+  if constexpr (Pass::kWide > 1 || Pass::kShape.units > kUnits) return;
+#endif
   extern __shared__ __align__(16) unsigned char memory[];
   constexpr int kCellHalves = kHalves<Pass, kBlocks, kMarked>;
-  constexpr bool kWide = Pass::kWide > 1;
+  constexpr int kFetch = kFetchThreads<Pass>;
+  constexpr bool kRoomy = Pass::kWide > 1 || Pass::kShape.units > kUnits;  // eight cell warps
   const Block<Pass> block(p, range, memory);
-  if (threadIdx.x < 2) mbarrier_init(block.shared.emptied[threadIdx.x], kCellWarps);
+  if (threadIdx.x < 2) mbarrier_init(block.shared.emptied[threadIdx.x], Shared<Pass>::kCellWarps);
+  if (kFetch > 0 && threadIdx.x < kStages) {
+    mbarrier_init(block.shared.fetched[threadIdx.x], kFetch);
+    mbarrier_init(block.shared.released[threadIdx.x], Shared<Pass>::kCellWarps);
+  }
   if (threadIdx.x < 4) mbarrier_init(block.shared.received[threadIdx.x / 2][threadIdx.x % 2], 1);
   if constexpr (Pass::kSplit > 1) cluster_barrier();
   if (threadIdx.x < kProducts) {
-    take_registers<kWide ? 184 : kCellHalves == 2 ? 160 : 208>();
+    take_registers<kRoomy ? 184 : kCellHalves == 2 ? 160 : 208>();
     Product<Pass, kBlocks, kMarked>(block).run();
   } else {
-    leave_registers<kWide ? 72 : kCellHalves == 2 ? 96 : 88>();
-    Cells<Pass, kCellHalves, kMarked>(block).run();
+    leave_registers<kRoomy ? 72 : kCellHalves == 2 ? 96 : 88>();
+    if (kFetch == 0 || threadIdx.x < kThreads<Pass, kBlocks, kMarked> - kFetch) {
+      Cells<Pass, kCellHalves, kMarked>(block).run();
+    } else if constexpr (kFetch > 0) {
+      Fetch<Pass>(block).run();
+    }
   }
   if constexpr (Pass::kSplit > 1) cluster_barrier();  // nobody sends to a block that has left
 }
@@ -64,11 +81,11 @@ struct Kernel {
 };
 
 // The kernel for so many blocks of the depth.
-template <typename Pass, bool kMarked, int kBlocks = kMarked ? 4 : 1>
+template <typename Pass, bool kMarked, int kBlocks = least_blocks(Pass::kShape, kMarked)>
 Kernel<Pass> kernel_for(int blocks) {
   constexpr int kMost = max_blocks(Pass::kShape);
   constexpr int kNext = kBlocks < 4 ? kBlocks + 1 : kBlocks < 8 ? 8 : kMost;
-  static_assert(kMost > 8 || kMost == 4);
+  static_assert(kMost > 8 || kMost <= 4);
   if constexpr (kBlocks < kMost) {
     if (blocks > kBlocks || (is_exact(kBlocks, kMarked) && blocks < kBlocks)) {
       return kernel_for<Pass, kMarked, kNext>(blocks);
@@ -87,8 +104,7 @@ bool run(const typename Pass::Params& p, const Launch& launch) {
   const int64_t members = thread_blocks(Pass::kShape, p.D);
   if (tiles * members * p.N == 0) return true;
   const bool marked = p.reset != nullptr || p.hold != nullptr;
-  if (Pass::kWide > 1 && (marked || !takes_wide_tiles(Pass::kShape, p.S, p.N, p.D, launch.device)))
-    return false;
+  if (!takes(Pass::kShape, marked, p.S, p.N, p.D, launch.device)) return false;
   if (!fits(Pass::kShape, p.D, launch.device)) return false;
   if (Pass::kSplit > 1 && launch.device.arch < 90) return false;
 
@@ -119,7 +135,7 @@ bool run(const typename Pass::Params& p, const Launch& launch) {
   }
   if (together < members) return false;
   // Not every processor can be part of a large cluster: no reason to leave half of them idle.
-  const int64_t groups_at_most = processors / (p.N * divide_up(p.D, kUnits));
+  const int64_t groups_at_most = processors / (p.N * divide_up(p.D, Pass::kShape.units));
   if (Pass::kSplit > 2 && together / (p.N * members) < std::min(groups_at_most, tiles))
     return false;
 
@@ -170,6 +186,10 @@ inline void refuse(int64_t D) {
 template <typename Cell, typename IO>
 void forward_chip(const ForwardParams& p, const Launch& launch) {
   using namespace chip;
+  if constexpr (has_tall_blocks(Cell::kGates, sizeof(IO))) {
+    if (run<ForwardPass<Cell, IO, 2, kTallUnits>>(p, launch)) return;
+    if (run<ForwardPass<Cell, IO, 1, kTallUnits>>(p, launch)) return;
+  }
   if (run<ForwardPass<Cell, IO, 2>>(p, launch)) return;
   if (!run<ForwardPass<Cell, IO>>(p, launch)) refuse(p.D);
 }
@@ -178,6 +198,10 @@ template <typename Cell, typename IO>
 void backward_chip(const BackwardParams& p, const Launch& launch) {
   using namespace chip;
   constexpr int kGates = Cell::kGates;
+  if constexpr (has_tall_blocks(kGates, sizeof(IO))) {
+    if (run<BackwardPass<Cell, IO, 2, 2, kTallUnits>>(p, launch)) return;
+    if (run<BackwardPass<Cell, IO, 2, 1, kTallUnits>>(p, launch)) return;
+  }
   if (run<BackwardPass<Cell, IO, kGates, 2>>(p, launch)) return;
   if constexpr (kGates > 1) {
     if (run<BackwardPass<Cell, IO, kGates>>(p, launch)) return;

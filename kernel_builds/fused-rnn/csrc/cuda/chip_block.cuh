@@ -5,6 +5,15 @@
 
 namespace flashcell::cuda::chip {
 
+// The cell has a thread for each unit and each of 8 columns: [column][unit]; of 16 units columns 0,
+// 4, 1, 5, .. so that a warp finds its sums in all banks.
+DEVICE constexpr int column_of(int units, int place) {
+  return units == 16 ? place / 32 + place / 16 % 2 * 4 : place / units;
+}
+DEVICE constexpr int place_of(int units, int column, int unit) {
+  return (units == 16 ? column % 4 * 2 + column / 4 : column) * units + unit;
+}
+
 struct Range {  // of a launch
   int first_head;
   int groups, members;  // groups of a head, thread blocks of a group
@@ -38,10 +47,10 @@ template <typename Pass>
 struct alignas(16) Shared {  // and behind it the weight that is not in registers
   using IO = typename Pass::IO;
   static constexpr Shape kShape = Pass::kShape;
-  static constexpr int kColumnSlots = column_slots(kShape.row_tiles),
-                       kColumns = tile_columns(kShape);
+  static constexpr int kColumnSlots = column_slots(kShape), kColumns = tile_columns(kShape);
+  static constexpr int kUnits = kShape.units, kCellWarps = cell_threads(kShape) / 32;
   static constexpr int kTiles = tiles_at_once(kShape), kPlane = Pass::kPlane;
-  using Sums = Slot<slot_floats(kShape.row_tiles)>;
+  using Sums = Slot<slot_floats(kShape)>;
 
   Sums partials[2][kWarps][kColumns * kColumnSlots];
   IO inputs[kStages][kShape.inputs][kColumns][kUnits];
@@ -50,6 +59,8 @@ struct alignas(16) Shared {  // and behind it the weight that is not in register
   int lengths[kTiles];
   int published[kTiles][kCellWarps];  // the step that a warp of the cell has done last
   uint64_t emptied[2];  // of the partial sums: a barrier of the cell warps for the product warps
+  static constexpr int kFetched = fetch_threads(kShape) > 0 ? kStages : 0;
+  uint64_t fetched[kFetched], released[kFetched];  // of the ring
   uint64_t received[2][2];  // [half of the cell warps][buffer]: barriers of the cluster's blocks
   float inbox[2][2][kShape.split > 1 ? kShape.split : 0][kPlane];
 };
@@ -99,6 +110,7 @@ struct Block {
   using Params = typename Pass::Params;
   using IO = typename Pass::IO;
   static constexpr int kColumns = tile_columns(Pass::kShape), kTiles = tiles_at_once(Pass::kShape);
+  static constexpr int kUnits = Pass::kShape.units, kCells = cell_threads(Pass::kShape);
 
   const Params& p;
   const Range& range;

@@ -1,7 +1,7 @@
 // The cell warps of the whole-chip engine: a thread for each unit and column of a tile. While the
 // product is under way they fetch what else a step needs; what they publish is waited for.
 #pragma once
-#include "chip_block.cuh"
+#include "chip_inputs.cuh"
 
 namespace flashcell::cuda::chip {
 
@@ -12,10 +12,11 @@ struct Cells : Block<Pass> {
   using Block<Pass>::head, Block<Pass>::first_unit, Block<Pass>::lane;
   static constexpr Shape kShape = Pass::kShape;
   static constexpr int kGates = Pass::kGates, kStates = kShape.states, kSplit = Pass::kSplit;
-  using Block<Pass>::kColumns;
+  using Block<Pass>::kColumns, Block<Pass>::kUnits, Block<Pass>::kCells;
   static constexpr int kWide = Pass::kWide;  // columns of a thread, eight apart
   static constexpr bool kPreparesLate = kWide > 1 && Pass::kDescends;  // for want of registers
   static constexpr int kAll = kHalves * kCells, kRing = kStages / kHalves;
+  static constexpr int kBlockThreads = kProducts + kAll + fetch_threads(kShape);
   static constexpr int kVector = Lane<IO>::kVector, kUnitVectors = kUnits / kVector;
 
   int first_tile = 0, tiles = 0;
@@ -23,17 +24,11 @@ struct Cells : Block<Pass> {
   float bias[Pass::kBias];
   uint32_t way[kSplit];  // from an address in this block to the same in another of the cluster
 
-  // Rows that a warp copies at a time, in vectors of its columns.
-  static constexpr int kCopiedRows = 32 / (2 * kWide * kUnitVectors);
-  static constexpr int kCopies = int(divide_up(kShape.inputs, kCopiedRows));
-  const IO* sources[kCopies];
-  const IO* line;  // of the medium
-
-  DEVICE int copied_part() const { return lane() % kUnitVectors * kVector; }
-  DEVICE int copied_column() const {
-    return column(lane() / kUnitVectors % 2) + lane() / (2 * kUnitVectors) % kWide * 8;
-  }
-  DEVICE int copied_row() const { return lane() / (2 * kWide * kUnitVectors); }
+  // A warp copies its own inputs, unless there are warps for that (Fetch).
+  static constexpr bool kCopies = fetch_threads(kShape) == 0;
+  Inputs<Pass, 1> inputs;
+  int stage = 0;
+  unsigned phase = 0;  // of the fetched stages
 
   // With two halves one runs the cell of tiles 0, 2, .., the other of 1, 3, ..
   DEVICE int thread() const { return int(threadIdx.x) - kProducts; }
@@ -41,25 +36,19 @@ struct Cells : Block<Pass> {
   DEVICE bool has_cell(int tile) const { return kHalves == 1 || tile % 2 == half(); }
   DEVICE int place() const { return int((threadIdx.x - kProducts) % kCells); }
   DEVICE int warp() const { return place() / 32; }
-  DEVICE int column() const { return column(lane() / 16); }
-  DEVICE int column(int half) const { return warp() + half * 4; }
-  DEVICE int unit() const { return first_unit + lane() % 16; }
+  DEVICE int column() const { return column_of(kUnits, place()); }
+  DEVICE int unit_here() const { return place() % kUnits; }
+  DEVICE int unit() const { return first_unit + unit_here(); }
   DEVICE int64_t at() const { return int64_t(head) * D + unit(); }  // in [N, D]
   DEVICE int64_t sequence(int tile, int c) const {
     return (first_tile + int64_t(tile) * range.groups) * kColumns + c;
   }
 
-  DEVICE Cells(const Block<Pass>& block) : Block<Pass>(block) {
-    const int part = first_unit + copied_part();
+  DEVICE Cells(const Block<Pass>& block) : Block<Pass>(block), inputs(block, warp()) {
     if constexpr (kSplit > 1) {
       const uint32_t here = shared_address(&shared);
 #pragma unroll
       for (int to = 0; to < kSplit; ++to) way[to] = address_in(here, to) - here;
-    }
-    line = Pass::medium(p) + copied_row() * range.panel + head * D + part;
-#pragma unroll
-    for (int i = 0; i < kCopies; ++i) {
-      sources[i] = Pass::inputs(p, head, copied_row() + i * kCopiedRows) + part;
     }
 #pragma unroll
     for (int row = 0; row < Pass::kBias; ++row) {
@@ -75,9 +64,9 @@ struct Cells : Block<Pass> {
   DEVICE void run() {
     this->rounds([&](int first, int count) {
       first_tile = first, tiles = count;
-      barrier_meet<kProducts + kAll>(kRound);  // the round before is over
+      barrier_meet<kBlockThreads>(kRound);  // the round before is over
       begin_round();
-      barrier_meet<kProducts + kAll>(kRound);
+      barrier_meet<kBlockThreads>(kRound);
       run_round();
       barrier_wait<kAll>(kCellsOnly);
       end_round();
@@ -125,48 +114,45 @@ struct Cells : Block<Pass> {
     return Block<Pass>::template following<kHalves>(walk, route, kHalves == 1 ? 0 : half());
   }
 
-  // Each half has its part of the ring: neither waits for the other.
   DEVICE void run_round() {
     const Route route = this->route(tiles);
-    Walk at = this->template first<kHalves>(route, kHalves == 1 ? 0 : half()), ahead = at;
+    Walk at = this->template first<kHalves>(route, kHalves == 1 ? 0 : half());
+    if constexpr (kCopies) {
+      copy_and_run(route, at);
+    } else {
+      for (; at.t != route.end; at = following(at, route)) {
+        mbarrier_wait(shared.fetched[stage], phase);
+        step(at, stage);
+        if (lane() == 0) note(at);
+        ++item;
+        if (++stage == kRing) stage = 0, phase ^= 1;
+      }
+    }
+  }
+
+  // Each half has its part of the ring: neither waits for the other.
+  DEVICE void copy_and_run(const Route& route, Walk at) {
+    const int ring = half() * kRing;
+    Walk ahead = at;
     for (int stage = 0; stage < kRing - 1; ++stage) {
-      copy(stage, ahead, route);
+      inputs.copy(ring + stage, ahead, route), copy_commit();
       ahead = following(ahead, route);
     }
     for (int stage = 0; at.t != route.end; stage = stage + 1 == kRing ? 0 : stage + 1) {
       copy_wait<kRing - 2>();
       __syncwarp();
-      step(at, stage);
+      step(at, ring + stage);
       if (lane() == 0) note(at);
       ++item;
-      copy(stage == 0 ? kRing - 1 : stage - 1, ahead, route);
+      inputs.copy(ring + (stage == 0 ? kRing : stage) - 1, ahead, route), copy_commit();
       ahead = following(ahead, route);
       at = following(at, route);
     }
   }
 
-  // The inputs of a step to the ring, and its line of the medium to L2: a warp's own columns. A
-  // lane copies the same vector of the same rows in every step.
-  DEVICE void copy(int stage, const Walk& walk, const Route& route) {
-    if (walk.t != route.end) {
-      const int c = copied_column(), part = copied_part();
-      const Column& column = shared.columns[walk.tile][c];
-      if (column.runs(walk.t) && first_unit + part < D) {
-#pragma unroll
-        for (int i = 0; i < kCopies; ++i) {
-          const int row = copied_row() + i * kCopiedRows;
-          if (row < kShape.inputs) {
-            copy_async(&shared.inputs[half() * kRing + stage][row][c][part],
-                       sources[i] + Pass::input(p, column, row, walk.t));
-          }
-          if (part == 0 && row < kGates) {
-            const uint64_t to = (unsigned(column.row) + walk.t) * kGates + i * kCopiedRows;
-            prefetch_l2(line + to * range.panel);
-          }
-        }
-      }
-    }
-    copy_commit();
+  DEVICE void release(int stage) const {
+    __syncwarp();
+    if (lane() == 0) cuda::mbarrier_arrive(shared.released[stage]);
   }
 
   DEVICE void step(const Walk& walk, int stage) {
@@ -182,12 +168,12 @@ struct Cells : Block<Pass> {
                      unit() < D && (operand.flags & kRuns)};
     }
     const auto prepare = [&](int side) {
-      const IO* inputs =
-          &shared.inputs[half() * kRing + stage][0][column() + 8 * side][lane() % 16];
+      const IO* inputs = &shared.inputs[stage][0][column() + 8 * side][unit_here()];
       units[side] = Pass::prepare(p, spots[side], inputs, bias, states + side * kCells);
     };
 #pragma unroll
     for (int side = 0; side < kWide && !kPreparesLate; ++side) prepare(side);
+    if (!kCopies && !kPreparesLate) release(stage);
 
     const int buffer = kHalves == 2 ? half() : item % 2;
     barrier_wait<kProducts + kCells>(kFilled + buffer);
@@ -198,12 +184,13 @@ struct Cells : Block<Pass> {
     }
     __syncwarp();
     // The arithmetic waits for it: the compiler would let the product wait for the arithmetic.
-    float& last = sums[kWide - 1].sum[kShape.row_tiles - 1];
+    float& last = sums[kWide - 1].sum[kShape.rows - 1];
     mbarrier_arrive(shared.emptied[buffer], lane() == 0, sums[0].sum[0], last);
     if constexpr (kSplit > 1) exchange(sums);
 #pragma unroll
     for (int side = 0; side < kWide; ++side) {
       if (kPreparesLate) prepare(side);
+      if (!kCopies && kPreparesLate && side == kWide - 1) release(stage);
       Pass::cell(p, spots[side], units[side], sums[side].sum, bias, states + side * kCells);
     }
   }
@@ -211,7 +198,7 @@ struct Cells : Block<Pass> {
   template <typename Partials>
   DEVICE typename Shared<Pass>::Sums sum(const Partials& partials, int column) const {
     typename Shared<Pass>::Sums sums[kWarps];
-    const int slot = column * Shared<Pass>::kColumnSlots + lane() % 16;
+    const int slot = column * Shared<Pass>::kColumnSlots + unit_here();
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) sums[w] = partials[w][slot];
 #pragma unroll
@@ -275,9 +262,9 @@ struct Cells : Block<Pass> {
            i += kAll) {
         const int u = i % kUnits, row = i / kUnits % kShape.sums;
         const int eighth = i / kUnits / kShape.sums, side = eighth % kWide, tile = eighth / kWide;
-        const float* of_unit = &shared.carried[tile][kStates + row][u + side * kCells];
+        const float* of_side = &shared.carried[tile][kStates + row][side * kCells];
         float sum = 0.0f;
-        for (int c = 0; c < 8; ++c) sum += of_unit[c % 4 * 32 + c / 4 * 16];
+        for (int c = 0; c < 8; ++c) sum += of_side[place_of(kUnits, c, u)];
         const int64_t first = sequence(tile, 8 * side);
         const int64_t to = (first / 8 * kShape.sums + row) * p.N + head;
         if (first_unit + u < D && first < p.S) {

@@ -33,12 +33,12 @@ struct Steps {
   DEVICE bool holds(int t) const { return kMarked && column.holds(p, t); }
 };
 
-// Values of a block's 16 units for the columns of a tile stand kPlane apart: inputs as
+// Values of a block's units for the columns of a tile stand kPlane apart: inputs as
 // [column][unit], the states in the order of the cell threads.
-constexpr int plane(const Shape& s) { return kUnits * tile_columns(s); }
+constexpr int plane(const Shape& s) { return s.units * tile_columns(s); }
 
 // kSides matrix instructions side by side make the tiles 8 or 16 sequences wide.
-template <typename C, typename T, int kSides = 1>
+template <typename C, typename T, int kSides = 1, int kHeight = kUnits>
 struct ForwardPass {
   using Cell = C;
   using IO = T;
@@ -47,7 +47,7 @@ struct ForwardPass {
   static constexpr bool kDescends = false;
   static constexpr int kRows = Cell::kGates, kBias = Cell::kBias, kPanels = 1, kSplit = 1;
   static constexpr int kGates = 1;  // of a row of the medium
-  static constexpr Shape kShape = forward_shape(kRows, Cell::kStates, sizeof(IO), kSides);
+  static constexpr Shape kShape = forward_shape(kRows, Cell::kStates, sizeof(IO), kSides, kHeight);
   static constexpr int kWide = kSides, kPlane = plane(kShape);
 
   FN static IO* medium(const Params& p) { return static_cast<IO*>(p.h); }
@@ -145,7 +145,7 @@ struct ForwardPass {
 
 // kSplit thread blocks, a cluster, may share the work on their units: each multiplies all of them
 // by some of the gates, and so reads less of dr.
-template <typename C, typename T, int kBlocks = 1, int kSides = 1>
+template <typename C, typename T, int kBlocks = 1, int kSides = 1, int kHeight = kUnits>
 struct BackwardPass {
   using Cell = C;
   using IO = T;
@@ -154,8 +154,8 @@ struct BackwardPass {
   static constexpr bool kDescends = true;
   static constexpr int kGates = Cell::kGates, kBias = Cell::kBias;
   static constexpr int kSplit = kBlocks, kRows = kSplit, kPanels = kGates / kSplit;
-  static constexpr Shape kShape =
-      backward_shape(kGates, Cell::kStates, Cell::kSaved, kBias, sizeof(IO), kSplit, kSides);
+  static constexpr Shape kShape = backward_shape(kGates, Cell::kStates, Cell::kSaved, kBias,
+                                                 sizeof(IO), kSplit, kSides, kHeight);
   static constexpr int kWide = kSides, kPlane = plane(kShape);
 
   FN static IO* medium(const Params& p) { return static_cast<IO*>(Cell::kSplitGrad ? p.dr : p.dx); }

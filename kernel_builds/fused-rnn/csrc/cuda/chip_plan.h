@@ -7,7 +7,6 @@
 namespace flashcell::cuda::chip {
 
 constexpr int kWarps = tiles::kChipWarps, kProducts = 32 * kWarps;  // the threads of the product
-constexpr int kCellWarps = 4, kCells = 32 * kCellWarps;  // a thread for each unit and 8 columns
 constexpr int kUnits =
     tiles::kChipUnits;           // of a thread block: the height of the matrix instruction
 constexpr int kChunkBytes = 64;  // of the depth a warp takes at a time: four lanes, a vector each
@@ -16,39 +15,57 @@ constexpr int kTiles =
 constexpr int kStages = tiles::kChipStages;  // of the input ring
 constexpr int kColumnBytes = 32;
 
-// One pass of one cell. A product is row_tiles * 16 rows by panels * D deep.
+// One pass of one cell. A product has some rows for each unit and is panels * D deep.
 struct Shape {
-  int row_tiles, panels;
-  int inputs;  // rows of 16 units a step reads: x, or saved and dh
+  int rows, panels;
+  int inputs;  // rows of units a step reads: x, or saved and dh
   int states, sums;
-  int element;   // bytes
-  int split;     // thread blocks that share a product
-  int wide = 1;  // matrix instructions side by side: a tile is 8 or 16 sequences
+  int element;         // bytes
+  int split;           // thread blocks that share a product
+  int wide = 1;        // matrix instructions side by side: a tile is 8 or 16 sequences
+  int units = kUnits;  // of a thread block
 };
 
-constexpr Shape forward_shape(int gates, int states, int element, int wide = 1) {
-  return {gates, 1, gates, states, 0, element, 1, wide};
+constexpr Shape forward_shape(int gates, int states, int element, int wide = 1,
+                              int units = kUnits) {
+  return {gates, 1, gates, states, 0, element, 1, wide, units};
 }
 constexpr Shape backward_shape(int gates, int states, int saved, int bias_rows, int element,
-                               int split = 1, int wide = 1) {
-  return {split, gates / split, saved + 1, states, bias_rows, element, split, wide};
+                               int split = 1, int wide = 1, int units = kUnits) {
+  return {split, gates / split, saved + 1, states, bias_rows, element, split, wide, units};
 }
+
+// A product is so many instructions high: eight units of a row are half of one.
+constexpr int row_tiles(const Shape& s) { return (s.rows * s.units + 15) / 16; }
+
+constexpr int cell_threads(const Shape& s) { return 8 * s.units; }  // each unit of 8 columns
+// Where those are not whole fours of warps, between which registers can move, the rest fetch
+// inputs.
+constexpr int fetch_threads(const Shape& s) { return -cell_threads(s) & 127; }
 
 constexpr int tile_columns(const Shape& s) { return 8 * s.wide; }        // of a tile
 constexpr int tiles_at_once(const Shape& s) { return kTiles / s.wide; }  // of a round
 
 // A tile of sixteen sequences needs the registers that a wider head's weight would take.
 constexpr int kWideHeld = 96, kWideBlocks = 4;
+// Thread blocks of 24 units are made for one depth, that of 768 units in 16 bits: more of the GPU's
+// processors have a part of it.
+constexpr int kTallUnits = 24, kTallBlocks = 3;
+constexpr bool has_tall_blocks(int gates, int element) { return gates == 4 && element == 2; }
 
 // Chunks whose weights stay in 128 registers a lane: the rest is read from shared memory at every
 // step. A block of the depth is one chunk of every panel for every warp; the kernel is unrolled for
 // max_blocks of them.
 constexpr int held_chunks(const Shape& s) {
-  return (s.wide > 1 ? kWideHeld : tiles::kChipHeld) / 8 / s.row_tiles;
+  return (s.wide > 1 ? kWideHeld : tiles::kChipHeld) / 8 / row_tiles(s);
+}
+constexpr int least_blocks(const Shape& s, bool marked) {
+  return s.units > kUnits ? kTallBlocks : marked ? 4 : 1;
 }
 constexpr int max_blocks(const Shape& s) {
+  if (s.units > kUnits) return kTallBlocks;
   if (s.wide > 1) return kWideBlocks;
-  const int by_memory = tiles::kChipChunks / (s.row_tiles * s.panels);
+  const int by_memory = tiles::kChipChunks / (row_tiles(s) * s.panels);
   return by_memory < tiles::kChipBlocks ? by_memory : tiles::kChipBlocks;
 }
 
@@ -58,7 +75,7 @@ constexpr int chunks_ahead(const Shape& s, int blocks, bool marked) {
   if (s.wide > 1) {
     return chunks <= 3 ? chunks : chunks % 3 == 0 ? 3 : 2;
   }
-  const int most = chunks * s.row_tiles <= 12 ? 12 : marked || s.row_tiles == 3 ? 4 : 8;
+  const int most = chunks * row_tiles(s) <= 12 ? 12 : marked || row_tiles(s) == 3 ? 4 : 8;
   int ahead = chunks < most ? chunks : most;
   while (chunks % ahead != 0) --ahead;
   return ahead;
@@ -66,8 +83,9 @@ constexpr int chunks_ahead(const Shape& s, int blocks, bool marked) {
 
 // Twice the warps run the cell when weights and operands leave them the registers.
 constexpr int cell_halves(const Shape& s, int blocks, bool marked) {
+  if (s.units > kUnits) return 1;
   if (s.wide > 1) return 2;
-  const int weights = 8 * blocks * s.panels * s.row_tiles;
+  const int weights = 8 * blocks * s.panels * row_tiles(s);
   return weights + 4 * chunks_ahead(s, blocks, marked) <= 108 ? 2 : 1;
 }
 
@@ -75,6 +93,13 @@ constexpr int cell_halves(const Shape& s, int blocks, bool marked) {
 constexpr bool is_exact(int blocks, bool marked) { return !marked && (blocks <= 4 || blocks == 8); }
 
 constexpr int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+constexpr int64_t blocks_of_depth(const Shape& s, int64_t D) {
+  return divide_up(D * s.element, kWarps * kChunkBytes);
+}
+constexpr int64_t thread_blocks(const Shape& s, int64_t D) {  // of a group: whole clusters
+  return divide_up(D, s.units * s.split) * s.split;
+}
 
 // Tiles of sixteen sequences pay where a group has many of eight; the registers are those of
 // sm_90a.
@@ -85,10 +110,6 @@ constexpr bool takes_wide_tiles(const Shape& s, int64_t S, int64_t N, int64_t D,
   return device.arch == 90 && divide_up(S, 8) > few * (groups > 1 ? groups : 1);
 }
 
-constexpr int64_t blocks_of_depth(const Shape& s, int64_t D) {
-  return divide_up(D * s.element, kWarps * kChunkBytes);
-}
-
 // From the bytes that all thread blocks poll for a step of one tile each to the clocks that a
 // forward step leaves between a block's own part and its first look at all of them. Measured in 16
 // bits: at 2.1 MB 450 to 800 clocks help; at 1.2 MB 300 to 450 help little and 150 hurt, so there
@@ -97,32 +118,49 @@ constexpr unsigned pause_clocks(int64_t polled) {
   return polled > 1'900'000 && polled < 2'200'000 ? 600 : 0;
 }
 
-// Sums of all row tiles for a unit and column stand together: a slot. A column of 16 slots is
+// Sums of all rows of a unit and column stand together: a slot. A column of slots is
 // padded so that both sides of the reduction hit all banks.
-constexpr int slot_floats(int row_tiles) { return row_tiles == 3 ? 4 : row_tiles; }
-constexpr int column_slots(int row_tiles) {
-  return slot_floats(row_tiles) == 4 ? kUnits + 1 : kUnits + 4 / slot_floats(row_tiles);
-}
+constexpr int slot_floats(const Shape& s) { return s.rows == 3 ? 4 : s.rows; }
+constexpr int column_slots(const Shape& s) { return s.units + 4 / slot_floats(s); }
 
 constexpr int64_t shared_bytes(const Shape& s, int64_t D) {
-  const int64_t partials =
-      2 * kWarps * tile_columns(s) * column_slots(s.row_tiles) * slot_floats(s.row_tiles) * 4;
-  const int64_t ring = kStages * s.inputs * tile_columns(s) * kUnits * s.element;
-  const int64_t carried = kTiles * (s.states + s.sums) * 8 * kUnits * 4;
-  const int64_t columns = kTiles * (8 * kColumnBytes + 4 + 4 * kCellWarps) + 64;
-  const int64_t inbox = s.split > 1 ? 4 * s.split * tile_columns(s) * kUnits * 4 : 0;
+  const int64_t partials = 2 * kWarps * tile_columns(s) * column_slots(s) * slot_floats(s) * 4;
+  const int64_t ring = kStages * s.inputs * tile_columns(s) * s.units * s.element;
+  const int64_t carried = kTiles * (s.states + s.sums) * 8 * s.units * 4;
+  const int64_t columns = kTiles * (8 * kColumnBytes + 4 + cell_threads(s) / 8) + 64 +
+                          (fetch_threads(s) > 0 ? 16 * kStages : 0);
+  const int64_t inbox = s.split > 1 ? 4 * s.split * tile_columns(s) * s.units * 4 : 0;
   const int64_t spilt = blocks_of_depth(s, D) * s.panels - held_chunks(s);
   return partials + ring + carried + columns + inbox +
-         (spilt > 0 ? spilt : 0) * s.row_tiles * 2 * 16 * kProducts;
+         (spilt > 0 ? spilt : 0) * row_tiles(s) * 2 * 16 * kProducts;
 }
 
-constexpr int64_t thread_blocks(const Shape& s, int64_t D) {  // of a group: whole clusters
-  return divide_up(D, kUnits * s.split) * s.split;
+// Tall blocks pay where they make more groups, which then have fewer tiles; measured.
+constexpr bool takes_tall_blocks(const Shape& s, int64_t S, int64_t N, int64_t D,
+                                 const Device& device) {
+  Shape tall = s;
+  tall.units = kTallUnits;
+  const int64_t groups = device.processors / (N * divide_up(D, kUnits));
+  const int64_t more = device.processors / (N * thread_blocks(tall, D));
+  const int few = s.sums > 0 ? 2 : 3;  // backward, forward
+  return device.arch == 90 && s.element == 2 && blocks_of_depth(s, D) == kTallBlocks &&
+         more > groups && divide_up(S, 8) > few * (groups > 1 ? groups : 1);
+}
+
+// Whether the shape is the one for so many sequences, if it fits; the widest is asked first.
+constexpr bool takes(const Shape& s, bool marked, int64_t S, int64_t N, int64_t D,
+                     const Device& device) {
+  if (s.wide > 1 && marked) return false;
+  if (s.units == kUnits) return s.wide == 1 || takes_wide_tiles(s, S, N, D, device);
+  const int64_t groups = device.processors / (N * thread_blocks(s, D));
+  return takes_tall_blocks(s, S, N, D, device) && (s.wide == 1 || divide_up(S, 8) > 3 * groups);
 }
 
 constexpr bool fits(const Shape& s, int64_t D, const Device& device) {
   return D * s.element % 16 == 0 && thread_blocks(s, D) <= device.processors &&
-         blocks_of_depth(s, D) <= max_blocks(s) && shared_bytes(s, D) <= device.shared_bytes;
+         blocks_of_depth(s, D) <= max_blocks(s) &&
+         (s.units == kUnits || blocks_of_depth(s, D) == kTallBlocks) &&
+         shared_bytes(s, D) <= device.shared_bytes;
 }
 
 // Both passes of whatever cell: no cell has more than 4 states and bias rows and 7 saved values.

@@ -20,14 +20,21 @@ struct Product : Block<Pass> {
   static constexpr int kBlockDepth = kWarps * 4 * kVector;  // one chunk for every warp
   static constexpr int kChunks = kBlocks * kPanels, kAhead = chunks_ahead(kShape, kBlocks, kMarked);
   static constexpr int kHolds = held_chunks(kShape), kHeld = kChunks < kHolds ? kChunks : kHolds;
-  static constexpr int kWide = Pass::kWide;
+  static constexpr int kWide = Pass::kWide, kUnits = kShape.units, kRowTiles = row_tiles(kShape);
+  // Eights of units: a row's are a piece, half the height of the matrix instruction. The sums of
+  // all units are made together, or those of one eight after the other, which takes fewer
+  // registers but all operands at once.
+  static constexpr int kEights = kUnits / 8, kPieces = kEights * kRows;
+  static constexpr bool kByEights = kEights > 2 && kAhead == kChunks&& kRows % 2 == 0;
+  static constexpr int kTogether = kByEights ? kRows / 2 : kRowTiles;           // row tiles
   static constexpr int kChains = kRows * kWide >= 3 ? 1 : 4 / (kRows * kWide);  // mma has a latency
   // Chunks asked for together, and tiles a group alternates between without asking ahead: chosen by
   // measurement.
   static constexpr int kRefill = kWide > 1 ? 1 : kAhead, kPatience = 2;
   static constexpr int kHalves = cell_halves(kShape, kBlocks, kMarked);
   static constexpr bool kExact = is_exact(kBlocks, kMarked);
-  static constexpr int kAll = kProducts + kHalves * kCells;
+  static constexpr int kCells = cell_threads(kShape),
+                       kAll = kProducts + kHalves * kCells + fetch_threads(kShape);
 
   static_assert(kWide == 1 || !kMarked);
   struct Look {             // at the operands of the lane's columns
@@ -35,7 +42,7 @@ struct Product : Block<Pass> {
     int polled[kWide];      // blocks
   };
 
-  uint32_t weight[kHeld][kRows][2][4];  // [chunk][row tile][mma step]
+  uint32_t weight[kHeld][kRowTiles][2][4];  // [chunk][row tile][mma step]
   uint32_t words[kAhead][kWide][4];
   const IO* const medium;  // the lane's operands in its first row
   const int blocks;        // of the depth, with operands of the lane
@@ -71,11 +78,8 @@ struct Product : Block<Pass> {
                 from = depth() + chunk / kPanels * kBlockDepth;
       if (!present(chunk)) continue;
 #pragma unroll
-      for (int m = 0; m < kRows; ++m) {
-        const int row = (kSplit > 1 ? this->cluster_unit() + m * kUnits : first_unit) + lane() / 4;
-        uint4 low{}, high{};
-        if (from < D && row < D) low = Pass::weight(p, head, m, panel, row, from);
-        if (from < D && row + 8 < D) high = Pass::weight(p, head, m, panel, row + 8, from);
+      for (int m = 0; m < kRowTiles; ++m) {
+        const uint4 low = piece(2 * m, panel, from), high = piece(2 * m + 1, panel, from);
         const uint32_t of[8] = {low.x, high.x, low.y, high.y, low.z, high.z, low.w, high.w};
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
@@ -93,14 +97,22 @@ struct Product : Block<Pass> {
     }
   }
 
+  // The lane's row of a piece: eight units of a gate, or of a block of the cluster.
+  DEVICE uint4 piece(int i, int panel, int from) const {
+    const int row = i % kRows, unit = i / kRows * 8 + lane() / 4;
+    const int to = unit + (kSplit > 1 ? this->cluster_unit() + row * kUnits : first_unit);
+    if (i >= kPieces || from >= D || to >= D) return uint4{};
+    return Pass::weight(p, head, row, panel, to, from);
+  }
+
   DEVICE uint4& shared_weight(int chunk, int m, int j) const {
     uint4* weights = reinterpret_cast<uint4*>(&shared + 1);
-    return weights[(((chunk - kHolds) * kRows + m) * 2 + j) * kProducts + threadIdx.x];
+    return weights[(((chunk - kHolds) * kRowTiles + m) * 2 + j) * kProducts + threadIdx.x];
   }
 
   DEVICE void run_round(int tiles) {
     const Route route = this->route(tiles);
-    const bool eager = tiles > kPatience;
+    const bool eager = !kByEights && tiles > kPatience;
     Walk at = this->first(route);
     Look now = look(at, route.end);
 #pragma unroll
@@ -110,25 +122,40 @@ struct Product : Block<Pass> {
     }
     ask<kAhead>(0, 0, now);
     while (at.t != route.end) {
-      float sums[kWide][kChains][kRows][4] = {};
       const int tile = at.tile;
       Look next = now;
       const auto go_on = [&] { at = this->following(at, route), next = look(at, route.end); };
+      int buffer = kEights > 2 ? empty_buffer(tile) : 0;  // while operands are on their way
+      if (kEights > 2 && !eager) go_on();
+      if constexpr (kByEights) {
+        await(0, now);
 #pragma unroll
-      for (int first = 0; first < kChunks; first += kRefill) {
-        const int free = first % kAhead, refill = first + kAhead;
-        if (free == 0) await(first, now);
-        multiply(sums, free, first);
-        if (refill < kChunks) {
-          ask<kRefill>(free, refill, now);
-        } else if (eager) {
-          if (refill == kChunks) go_on();
-          ask<kRefill>(free, refill - kChunks, next);
+        for (int eight = 0; eight < kEights; ++eight) {
+          Sums sums{};
+          multiply<kAhead>(sums, 0, 0, eight * kTogether);
+          store(buffer, sums, eight);
         }
+      } else {
+        Sums sums{};
+#pragma unroll
+        for (int first = 0; first < kChunks; first += kRefill) {
+          const int free = first % kAhead, refill = first + kAhead;
+          if (free == 0) await(first, now);
+          multiply<kRefill>(sums, free, first);
+          if (refill < kChunks) {
+            ask<kRefill>(free, refill, now);
+          } else if (eager) {
+            if (refill == kChunks) go_on();
+            ask<kRefill>(free, refill - kChunks, next);
+          }
+        }
+        if (kEights == 2) buffer = empty_buffer(tile);
+#pragma unroll
+        for (int eight = 0; eight < kEights; ++eight) store(buffer, sums, eight);
       }
-      hand_over(sums, tile);
+      hand_over(buffer);
       if (!eager) {
-        go_on();
+        if (kEights == 2) go_on();
         if (at.t != route.end) wait_for_ours(at);
         if (!Pass::kDescends && tiles == 1 && range.pause > 0) pause();
         ask<kAhead>(0, 0, next);
@@ -140,7 +167,8 @@ struct Product : Block<Pass> {
   // With little else to do the other blocks are as far as this one: asking before our own part is
   // out would only keep L2 busy.
   DEVICE void wait_for_ours(const Walk& walk) const {
-    const volatile int& step = shared.published[walk.tile][lane() / 4 % kCellWarps];
+    const int warp = place_of(kUnits, lane() / 4, kUnits - 1) / 32;
+    const volatile int& step = shared.published[walk.tile][warp];
     while (Pass::kDescends ? step > walk.t + 1 : step < walk.t - 1) {
     }
     __syncwarp();
@@ -214,12 +242,15 @@ struct Product : Block<Pass> {
     }
   }
 
-  using Sums = typename Shared<Pass>::Sums;
-  using ItemSums = float[kWide][kChains][kRows][4];
+  struct Sums {
+    float of[kWide][kChains][kTogether][4];
+  };
 
-  DEVICE void multiply(ItemSums& sums, int slot, int first) {
+  // kCount chunks, for the row tiles from `top` on.
+  template <int kCount>
+  DEVICE void multiply(Sums& sums, int slot, int first, int top = 0) {
 #pragma unroll
-    for (int i = 0; i < 2 * kRefill; ++i) {
+    for (int i = 0; i < 2 * kCount; ++i) {
       const int chunk = first + i / 2, j = i % 2;
       uint32_t low[kWide], high[kWide];
 #pragma unroll
@@ -229,17 +260,17 @@ struct Product : Block<Pass> {
       }
       if (!present(chunk)) continue;
 #pragma unroll
-      for (int m = 0; m < kRows; ++m) {
+      for (int m = 0; m < kTogether; ++m) {
         uint32_t a[4];
         if (chunk >= kHeld) {
-          const uint4 of_chunk = shared_weight(chunk, m, j);
+          const uint4 of_chunk = shared_weight(chunk, top + m, j);
           a[0] = of_chunk.x, a[1] = of_chunk.y, a[2] = of_chunk.z, a[3] = of_chunk.w;
         }
 #pragma unroll
         for (int side = 0; side < kWide; ++side) {
-          float (&sum)[4] = sums[side][i % kChains][m];
+          float (&sum)[4] = sums.of[side][i % kChains][m];
           if (chunk < kHeld) {
-            mma<IO>(sum, weight[min(chunk, kHeld - 1)][m][j], low[side], high[side]);
+            mma<IO>(sum, weight[min(chunk, kHeld - 1)][top + m][j], low[side], high[side]);
           } else {
             mma<IO>(sum, a, low[side], high[side]);
           }
@@ -249,23 +280,33 @@ struct Product : Block<Pass> {
   }
 
   // With two halves of cell warps each has its buffer.
-  DEVICE void hand_over(const ItemSums& sums, int tile) {
-    constexpr int kBufferBytes = sizeof(shared.partials[0]), kSlotBytes = sizeof(Sums);
+  DEVICE int empty_buffer(int tile) const {
     const int buffer = kHalves == 2 ? tile % 2 : parities >> 2 & 1;
-    const uint32_t to = sums_here + buffer * kBufferBytes;
     mbarrier_wait(shared.emptied[buffer], ~parities >> buffer & 1);
+    return buffer;
+  }
+
+  // What the lane has of an eight of units: all rows of one of them, for two columns a side.
+  DEVICE void store(int buffer, const Sums& sums, int eight) const {
+    using Slot = typename Shared<Pass>::Sums;
+    const uint32_t to = sums_here + buffer * sizeof(shared.partials[0]);
 #pragma unroll
-    for (int i = 0; i < 4 * kWide; ++i) {
-      const int side = i / 4, row = i / 2 % 2 * 8, column = i % 2 + 8 * side;
-      Sums slot{};
+    for (int i = 0; i < 2 * kWide; ++i) {
+      const int side = i / 2, column = i % 2 + 8 * side;
+      Slot slot{};
 #pragma unroll
-      for (int m = 0; m < kRows; ++m) {
-        slot.sum[m] = sums[side][0][m][i % 4];
+      for (int row = 0; row < kRows; ++row) {
+        const int piece = (kByEights ? 0 : eight * kRows) + row, word = piece % 2 * 2 + i % 2;
+        slot.sum[row] = sums.of[side][0][piece / 2][word];
 #pragma unroll
-        for (int chain = 1; chain < kChains; ++chain) slot.sum[m] += sums[side][chain][m][i % 4];
+        for (int chain = 1; chain < kChains; ++chain)
+          slot.sum[row] += sums.of[side][chain][piece / 2][word];
       }
-      store_shared(to + (column * Shared<Pass>::kColumnSlots + row) * kSlotBytes, slot);
+      store_shared(to + (column * Shared<Pass>::kColumnSlots + eight * 8) * sizeof(Slot), slot);
     }
+  }
+
+  DEVICE void hand_over(int buffer) {
     barrier_arrive<kProducts + kCells>(kFilled + buffer);
     parities ^= 4 | 1 << buffer;
   }

@@ -37,7 +37,7 @@ void forward_cluster(const ForwardParams&, const Launch&);
 template <typename Cell, typename IO>
 void backward_cluster(const BackwardParams&, const Launch&);
 
-// All thread blocks of the GPU run at once; each keeps 16 units of a head and exchanges h
+// All thread blocks of the GPU run at once; each keeps 16 or 24 units of a head and exchanges h
 // (backward: dr) through L2 after every step.
 template <typename Cell, typename IO>
 void forward_chip(const ForwardParams&, const Launch&);

@@ -7,6 +7,7 @@ from .checks import check_choice
 from .plan import (
     CLUSTER_UNITS,
     COLUMNS,
+    TALL_UNITS,
     Device,
     Limit,
     Problem,
@@ -25,6 +26,7 @@ from .plan import (
     forward_shape,
     held_chunks,
     select_engine,
+    takes_tall_blocks,
     takes_wide_tiles,
 )
 from .tiles import CHIP, REGISTERS
@@ -113,7 +115,9 @@ def explain_plan(
             used = cluster_shared_bytes(sizes_of, width, tile, direction)
             limits.append(Limit(f"{direction} shared memory", used, device.shared_bytes, "bytes"))
     elif engine == "chip":
-        members, count = divide_up(width, CHIP["units"]), divide_up(batch, COLUMNS)
+        tall = sizes_of.gates == 4 and takes_tall_blocks(p, device, backward=False)
+        units = TALL_UNITS if tall else CHIP["units"]
+        members, count = divide_up(width, units), divide_up(batch, COLUMNS)
         launches = divide_up(heads, device.processors // members)
         at_once = divide_up(heads, launches)
         groups = min(max(device.processors // (at_once * members), 1), count)
@@ -121,11 +125,15 @@ def explain_plan(
             f"{at_once} heads x {groups} groups x {members} thread blocks, {launches} launches"
         )
         tiles["tiles of a group"] = f"{divide_up(count, groups)} of {COLUMNS} sequences"
-        if takes_wide_tiles(batch, heads, width, device, backward=False):
+        if (
+            divide_up(count, groups) > 3
+            if tall
+            else (takes_wide_tiles(batch, heads, width, device, backward=False))
+        ):
             tiles["tiles of a group"] += (
                 ", two at a time where registers allow and no step is masked"
             )
-        tiles["units, warps of the product"] = f"{CHIP['units']}, {CHIP['warps']}"
+        tiles["units, warps of the product"] = f"{units}, {CHIP['warps']}"
         forward = forward_shape(sizes_of.gates, sizes_of.states, element)
         backward = backward_shape(
             sizes_of.gates, sizes_of.states, sizes_of.saved, sizes_of.bias_rows, element

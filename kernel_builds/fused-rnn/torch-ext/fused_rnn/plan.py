@@ -13,6 +13,7 @@ from .tiles import BLOCK, CHIP
 LANES, COLUMNS, VECTOR = 32, 8, 16  # of a warp; sequences of a matrix instruction; bytes of a load
 CHUNK_BYTES = 64  # of the depth: a vector for each of the four lanes of a row
 CLUSTER_UNITS = 32  # of a thread block of the cluster engine
+TALL_UNITS, TALL_BLOCKS = 24, 3  # of a tall thread block of the chip engine, and of its depth
 COLUMN_BYTES, CELL_WARPS = 32, 4  # struct Column; warps that run the cell of a tile
 THREAD_REGISTERS, BLOCK_REGISTERS, BLOCK_THREADS = 255, 65536, 1024
 
@@ -150,6 +151,20 @@ def takes_wide_tiles(S: int, N: int, D: int, device: Device, backward: bool) -> 
     """Tiles of sixteen sequences, where the chip kernels that have them can run the head."""
     groups = max(1, device.processors // (N * divide_up(D, CHIP["units"])))
     return device.arch == 90 and divide_up(S, COLUMNS) > (4 if backward else 3) * groups
+
+
+def takes_tall_blocks(p: Problem, device: Device, backward: bool) -> bool:
+    """Thread blocks of 24 units, where they make more groups; the chip kernels of four gates."""
+    groups = device.processors // (p.N * divide_up(p.D, CHIP["units"]))
+    more = device.processors // (p.N * divide_up(p.D, TALL_UNITS))
+    depth = divide_up(p.D * p.io_bytes, CHIP["warps"] * CHUNK_BYTES)
+    return (
+        device.arch == 90
+        and p.io_bytes == 2
+        and depth == TALL_BLOCKS
+        and more > groups
+        and divide_up(p.S, COLUMNS) > (2 if backward else 3) * max(1, groups)
+    )
 
 
 def block_width(D: int, element: int) -> int:

@@ -1,0 +1,96 @@
+// The inputs of steps, on their way to a ring in shared memory before the cell needs them.
+#pragma once
+#include "chip_block.cuh"
+
+namespace flashcell::cuda::chip {
+
+// What kShares warps of the cell need, kEvery apart. A lane copies the same vectors of the same
+// rows in every step.
+template <typename Pass, int kShares, int kEvery = 1>
+struct Inputs : Block<Pass> {
+  using IO = typename Pass::IO;
+  using Block<Pass>::p, Block<Pass>::range, Block<Pass>::shared, Block<Pass>::D;
+  using Block<Pass>::head, Block<Pass>::first_unit, Block<Pass>::lane, Block<Pass>::kUnits;
+  static constexpr int kRows = Pass::kShape.inputs, kWide = Pass::kWide;
+  static constexpr int kVector = Lane<IO>::kVector;
+  static constexpr int kVectors = 32 / kVector, kRowsAtOnce = kVector / kWide;  // of a warp
+  static constexpr int kTimes = int(divide_up(kRows, kRowsAtOnce));
+
+  const int warp;             // the first one
+  const IO* sources[kTimes];  // of the first share
+  const IO* line;             // of the medium
+
+  DEVICE int place(int share) const {
+    return (warp + share * kEvery) * 32 + lane() % kVectors * kVector;
+  }
+  DEVICE int part(int share) const { return place(share) % kUnits; }
+  DEVICE int column(int share) const {
+    return column_of(kUnits, place(share)) + lane() / kVectors % kWide * 8;
+  }
+  DEVICE int row() const { return lane() / (kVectors * kWide); }
+
+  DEVICE Inputs(const Block<Pass>& block, int first_warp) : Block<Pass>(block), warp(first_warp) {
+    const int unit = first_unit + part(0);
+    line = Pass::medium(p) + row() * range.panel + head * D + unit;
+#pragma unroll
+    for (int i = 0; i < kTimes; ++i) {
+      sources[i] = Pass::inputs(p, head, row() + i * kRowsAtOnce) + unit;
+    }
+  }
+
+  // And the step's line of the medium to L2.
+  DEVICE void copy(int stage, const Walk& walk, const Route& route) {
+    if (walk.t == route.end) return;
+#pragma unroll
+    for (int share = 0; share < kShares; ++share) {
+      const int c = column(share), part = this->part(share), on = part - this->part(0);
+      const Column& column = shared.columns[walk.tile][c];
+      if (!column.runs(walk.t) || first_unit + part >= D) continue;
+#pragma unroll
+      for (int i = 0; i < kTimes; ++i) {
+        const int row = this->row() + i * kRowsAtOnce;
+        if (row < kRows) {
+          copy_async(&shared.inputs[stage][row][c][part],
+                     sources[i] + Pass::input(p, column, row, walk.t) + on);
+        }
+        if (part % 16 == 0 && row < Pass::kGates) {
+          const uint64_t to = (unsigned(column.row) + walk.t) * Pass::kGates + i * kRowsAtOnce;
+          prefetch_l2(line + to * range.panel + on);
+        }
+      }
+    }
+  }
+};
+
+// Warps that copy for those of the cell, which then have less to do.
+template <typename Pass>
+struct Fetch : Block<Pass> {
+  static constexpr int kThreads = fetch_threads(Pass::kShape), kWarps = kThreads / 32;
+  static constexpr int kCellWarps = Shared<Pass>::kCellWarps;
+  static constexpr int kBlockThreads = kProducts + 32 * kCellWarps + kThreads;
+  static_assert(kCellWarps % kWarps == 0);
+  using Block<Pass>::shared;
+
+  Inputs<Pass, kCellWarps / kWarps, kWarps> inputs;
+  int stage = 0;
+  unsigned phase = 1;  // of the released stages: all are free
+
+  DEVICE Fetch(const Block<Pass>& block)
+      : Block<Pass>(block), inputs(block, int(threadIdx.x / 32) - kProducts / 32 - kCellWarps) {}
+
+  DEVICE void run() {
+    this->rounds([&](int, int tiles) {
+      barrier_meet<kBlockThreads>(kRound);  // the round before is over
+      barrier_meet<kBlockThreads>(kRound);
+      const Route route = this->route(tiles);
+      for (Walk at = this->first(route); at.t != route.end; at = this->following(at, route)) {
+        mbarrier_wait(shared.released[stage], phase);
+        inputs.copy(stage, at, route);
+        mbarrier_arrive_copied(shared.fetched[stage]);
+        if (++stage == kStages) stage = 0, phase ^= 1;
+      }
+    });
+  }
+};
+
+}  // namespace flashcell::cuda::chip
