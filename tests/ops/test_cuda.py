@@ -37,6 +37,7 @@ CHIP = [
     Case(150, 5, 1, 768, ("state", "lengths")),  # tiles of sixteen sequences both ways
     Case(60, 5, 1, 768, (*MASKS, "clip")),  # blocks of 24 units: with marks,
     Case(64, 9, 1, 760, ("state",)),  # and of which the last has fewer
+    Case(600, 3, 1, 768, ("state", "lengths")),  # more tiles than a group takes at once
 ]
 # Small enough for compute-sanitizer; of every engine, together each of its kernels. Of the block
 # engine: width compiled for, marks or none, four or eight columns; of the chip engine: depth, and
