@@ -45,7 +45,11 @@ def test_a_nudge_is_one_unit_in_the_last_place():
     assert 0.4 < (model.weight > before).float().mean() < 0.6
 
 
-def test_only_what_is_said_differs(batches):
+def test_only_what_is_said_differs():
+    # Letters of its own, and many steps: whether another order of two or three rows changes a bit
+    # of six losses depends on the text, which is that of the sources.
+    letters = torch.Generator().manual_seed(0)
+    batches = torch.randint(ord("a"), ord("z"), (32, 4, 17), generator=letters)
     make = partial(studies.make_model, studies.FAMILIES["lstm"], "reference")
     sides = [Side("a", make), Side("b", make), Side("n", make, nudge=1), Side("r", make, reorder=1)]
     a, b, nudged, reordered, half = train([*sides, Side("h", make, bf16=True)], batches)
