@@ -132,6 +132,10 @@ struct Block {
 
   DEVICE static int lane() { return int(threadIdx.x % 32); }
 
+  // Every sequence has all T steps, behind those of the one before: where a step lies and whether
+  // it runs is arithmetic, and nothing of a column need be read.
+  DEVICE bool whole() const { return p.sequences == nullptr; }
+
   // round(first tile, tiles): a group takes every range.groups-th tile, some of them a round.
   template <typename Round>
   DEVICE void rounds(const Round& round) const {

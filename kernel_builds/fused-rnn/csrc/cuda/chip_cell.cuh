@@ -120,12 +120,19 @@ struct Cells : Block<Pass> {
     if constexpr (kCopies) {
       copy_and_run(route, at);
     } else {
-      for (; at.t != route.end; at = following(at, route)) {
+      const auto run_step = [&](const Walk& walk) {
         mbarrier_wait(shared.fetched[stage], phase);
-        step(at, stage);
-        if (lane() == 0) note(at);
+        step(walk, stage);
+        if (lane() == 0) note(walk);
         ++item;
         if (++stage == kRing) stage = 0, phase ^= 1;
+      };
+      if (!kMarked && this->whole()) {
+        for (int t = route.begin; t != route.end; t += Pass::kDescends ? -1 : 1) {
+          for (int tile = 0; tile < tiles; ++tile) run_step({t, tile});
+        }
+      } else {
+        for (; at.t != route.end; at = following(at, route)) run_step(at);
       }
     }
   }
@@ -155,18 +162,26 @@ struct Cells : Block<Pass> {
     if (lane() == 0) cuda::mbarrier_arrive(shared.released[stage]);
   }
 
+  DEVICE Spot spot(const Walk& walk, int c) const {
+    unsigned row, flags;
+    bool exists = unit() < D;
+    if (!kMarked && this->whole()) {
+      const int s = (first_tile + walk.tile * range.groups) * kColumns + c;
+      row = unsigned(s) * unsigned(p.T), flags = Pass::flags(p, walk.t), exists &= s < int(p.S);
+    } else {
+      const Column& column = shared.columns[walk.tile][c];
+      row = unsigned(column.row);
+      flags = Pass::template operand<kMarked>(p, {column, p}, walk.t).flags;
+    }
+    return {row + walk.t, range.panel, at(), flags, exists && (flags & kRuns)};
+  }
+
   DEVICE void step(const Walk& walk, int stage) {
     Spot spots[kWide];
     typename Pass::Unit units[kWide];
     float* states = &shared.carried[walk.tile][0][place()];
 #pragma unroll
-    for (int side = 0; side < kWide; ++side) {
-      const int c = column() + 8 * side;
-      const Column& column = shared.columns[walk.tile][c];
-      const Operand operand = Pass::template operand<kMarked>(p, {column, p}, walk.t);
-      spots[side] = {unsigned(column.row) + walk.t, range.panel, at(), operand.flags,
-                     unit() < D && (operand.flags & kRuns)};
-    }
+    for (int side = 0; side < kWide; ++side) spots[side] = spot(walk, column() + 8 * side);
     const auto prepare = [&](int side) {
       const IO* inputs = &shared.inputs[stage][0][column() + 8 * side][unit_here()];
       units[side] = Pass::prepare(p, spots[side], inputs, bias, states + side * kCells);

@@ -70,6 +70,10 @@ struct ForwardPass {
     if (step >= 0) return {flags | kPolls, step};
     return {flags | (p.initial != nullptr ? kInitial : 0), 0};
   }
+  // Of a sequence that has every step, unmarked.
+  DEVICE static unsigned flags(const Params& p, int t) {
+    return kRuns | (t > 0 || p.initial != nullptr ? kPolls : 0);
+  }
 
   // Where row `row` of the inputs begins, and from there a step of a sequence.
   DEVICE static const IO* inputs(const Params& p, int head, int row) {
@@ -182,6 +186,9 @@ struct BackwardPass {
       flags |= kPolls;
     }
     return {flags, t + 1};
+  }
+  DEVICE static unsigned flags(const Params& p, int t) {  // one more step ends at the first state
+    return (t >= 0 ? kRuns : 0) | (t + 1 < int(p.T) ? kPolls : 0);
   }
 
   DEVICE static const IO* inputs(const Params& p, int head, int row) {

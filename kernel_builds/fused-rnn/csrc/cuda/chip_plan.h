@@ -142,9 +142,8 @@ constexpr bool takes_tall_blocks(const Shape& s, int64_t S, int64_t N, int64_t D
   tall.units = kTallUnits;
   const int64_t groups = device.processors / (N * divide_up(D, kUnits));
   const int64_t more = device.processors / (N * thread_blocks(tall, D));
-  const int few = s.sums > 0 ? 2 : 3;  // backward, forward
   return device.arch == 90 && s.element == 2 && blocks_of_depth(s, D) == kTallBlocks &&
-         more > groups && divide_up(S, 8) > few * (groups > 1 ? groups : 1);
+         more > groups && divide_up(S, 8) > 2 * (groups > 1 ? groups : 1);
 }
 
 // Whether the shape is the one for so many sequences, if it fits; the widest is asked first.

@@ -48,6 +48,7 @@ struct Product : Block<Pass> {
   const int blocks;        // of the depth, with operands of the lane
   const uint32_t columns, sums_here;
   unsigned parities = 0;  // of the uses of the buffers of partial sums
+  int sequence = 0;       // of the lane's first column of the round's first tile
 
   DEVICE int warp() const { return int(threadIdx.x / 32); }
   DEVICE int depth() const { return (warp() * 4 + lane() % 4) * kVector; }
@@ -64,9 +65,10 @@ struct Product : Block<Pass> {
 
   DEVICE void run() {
     load_weight();
-    this->rounds([&](int, int tiles) {
+    this->rounds([&](int first_tile, int tiles) {
       barrier_meet<kAll>(kRound);  // the round before is over
       barrier_meet<kAll>(kRound);
+      sequence = first_tile * Block<Pass>::kColumns + lane() / 4;
       run_round(tiles);
     });
   }
@@ -120,8 +122,11 @@ struct Product : Block<Pass> {
       uint32_t (&zero)[4] = words[i / kWide][i % kWide];
       zero[0] = zero[1] = zero[2] = zero[3] = 0;
     }
-    ask<kAhead>(0, 0, now);
+    if (eager) ask<kAhead>(0, 0, now);
     while (at.t != route.end) {
+      // In one place: were there one more before the loop, its registers would be others, and the
+      // loop would begin with moves, or with a wait for loads that are none of its own.
+      if (!eager) ask<kAhead>(0, 0, now);
       const int tile = at.tile;
       Look next = now;
       const auto go_on = [&] { at = this->following(at, route), next = look(at, route.end); };
@@ -158,7 +163,6 @@ struct Product : Block<Pass> {
         if (kEights == 2) go_on();
         if (at.t != route.end) wait_for_ours(at);
         if (!Pass::kDescends && tiles == 1 && range.pause > 0) pause();
-        ask<kAhead>(0, 0, next);
       }
       now = next;
     }
@@ -184,6 +188,16 @@ struct Product : Block<Pass> {
   DEVICE Look look(const Walk& walk, int end) const {
     Look look{};
     if (walk.t == end) return look;
+    if (!kMarked && this->whole() && walk.t != (Pass::kDescends ? int(p.T) - 1 : 0)) {
+#pragma unroll
+      for (int side = 0; side < kWide; ++side) {
+        const int s = sequence + (walk.tile * range.groups * kWide + side) * 8;
+        const unsigned row = unsigned(s) * unsigned(p.T) + walk.t + (Pass::kDescends ? 1 : -1);
+        look.from[side] = medium + uint64_t(row) * (Pass::kGates * range.panel);
+        look.polled[side] = s < int(p.S) ? blocks : 0;
+      }
+      return look;
+    }
 #pragma unroll
     for (int side = 0; side < kWide; ++side) {
       bool starts, polls;

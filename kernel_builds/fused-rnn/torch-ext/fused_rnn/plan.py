@@ -163,7 +163,7 @@ def takes_tall_blocks(p: Problem, device: Device, backward: bool) -> bool:
         and p.io_bytes == 2
         and depth == TALL_BLOCKS
         and more > groups
-        and divide_up(p.S, COLUMNS) > (2 if backward else 3) * max(1, groups)
+        and divide_up(p.S, COLUMNS) > 2 * max(1, groups)
     )
 
 
