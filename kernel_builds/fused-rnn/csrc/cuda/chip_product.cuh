@@ -192,7 +192,8 @@ struct Product : Block<Pass> {
 #pragma unroll
       for (int side = 0; side < kWide; ++side) {
         const int s = sequence + (walk.tile * range.groups * kWide + side) * 8;
-        const unsigned row = unsigned(s) * unsigned(p.T) + walk.t + (Pass::kDescends ? 1 : -1);
+        const unsigned step = unsigned(walk.t) + unsigned(Pass::kDescends ? 1 : -1);
+        const unsigned row = unsigned(s) * unsigned(p.T) + step;
         look.from[side] = medium + uint64_t(row) * (Pass::kGates * range.panel);
         look.polled[side] = s < int(p.S) ? blocks : 0;
       }
