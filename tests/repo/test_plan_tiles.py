@@ -87,7 +87,7 @@ def test_plan_is_the_binarys(tmp_path):
         ours = [engine, tile(p, device)]
         ours += [plan.chip_shared_bytes(shape, p.D) for shape in shapes]
         ours += [int(plan.takes_wide_tiles(p.S, p.N, p.D, device, b)) for b in (False, True)]
-        ours += [int(plan.takes_tall_blocks(p, device, b)) for b in (False, True)]
+        ours += [int(plan.takes_tall_blocks(p, device))] * 2  # forward, backward
         assert " ".join(map(str, ours)) == answer, (p, device)
     assert {plan.select_engine(p, d)[0] for p, d in asked} == {"block", "cluster", "chip", "step"}
 

@@ -124,8 +124,8 @@ struct Product : Block<Pass> {
     }
     if (eager) ask<kAhead>(0, 0, now);
     while (at.t != route.end) {
-      // In one place: were there one more before the loop, its registers would be others, and the
-      // loop would begin with moves, or with a wait for loads that are none of its own.
+      // Here alone, not also before the loop: that would load into other registers, and the loop
+      // would begin with moves, or with a wait for loads that are none of its own.
       if (!eager) ask<kAhead>(0, 0, now);
       const int tile = at.tile;
       Look next = now;

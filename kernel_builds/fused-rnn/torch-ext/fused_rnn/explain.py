@@ -115,7 +115,7 @@ def explain_plan(
             used = cluster_shared_bytes(sizes_of, width, tile, direction)
             limits.append(Limit(f"{direction} shared memory", used, device.shared_bytes, "bytes"))
     elif engine == "chip":
-        tall = sizes_of.gates == 4 and takes_tall_blocks(p, device, backward=False)
+        tall = sizes_of.gates == 4 and takes_tall_blocks(p, device)
         units = TALL_UNITS if tall else CHIP["units"]
         members, count = divide_up(width, units), divide_up(batch, COLUMNS)
         launches = divide_up(heads, device.processors // members)

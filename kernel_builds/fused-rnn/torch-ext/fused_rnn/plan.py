@@ -153,7 +153,7 @@ def takes_wide_tiles(S: int, N: int, D: int, device: Device, backward: bool) -> 
     return device.arch == 90 and divide_up(S, COLUMNS) > (4 if backward else 3) * groups
 
 
-def takes_tall_blocks(p: Problem, device: Device, backward: bool) -> bool:
+def takes_tall_blocks(p: Problem, device: Device) -> bool:
     """Thread blocks of 24 units, where they make more groups; the chip kernels of four gates."""
     groups = device.processors // (p.N * divide_up(p.D, CHIP["units"]))
     more = device.processors // (p.N * divide_up(p.D, TALL_UNITS))
