@@ -10,8 +10,9 @@ char __libc_single_threaded = 0;
 
 namespace std {
 
-// GLIBCXX_3.4.29
-void __throw_bad_array_new_length() { throw bad_array_new_length(); }
+// GLIBCXX_3.4.29. Weak, because a compiler that links libstdc++ statically brings its own
+// definition.
+__attribute__((weak)) void __throw_bad_array_new_length() { throw bad_array_new_length(); }
 
 // Default constructors: GLIBCXX_3.4.26; stringbuf's move: 3.4.29
 template class basic_stringbuf<char>;
