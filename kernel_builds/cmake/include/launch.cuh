@@ -1,19 +1,10 @@
-// Calls of the CUDA runtime, checked, and launches. The kernel project that includes this has
-// defined kKernelName, which errors begin with.
+// Launches, checked.
 #pragma once
-#include <cuda_runtime.h>
-
 #include <cstdint>
-#include <stdexcept>
-#include <string>
+
+#include "check.cuh"
 
 namespace flashcell::cuda {
-
-inline void check(cudaError_t status) {
-  if (status == cudaSuccess) return;
-  cudaGetLastError();  // the error is reported here: it must not surface again elsewhere
-  throw std::runtime_error(std::string(kKernelName) + ": CUDA: " + cudaGetErrorString(status));
-}
 
 struct Grid {
   int64_t blocks;

@@ -16,7 +16,7 @@ inline Tensor input(const Tensor& x) {
 inline cuda::Launch prepare(Dtype dtype, int together, const Tensor& like) {
   STD_TORCH_CHECK(dtype != Dtype::kDouble, "x must be float32, float16 or bfloat16 on CUDA, got ",
                   torch::headeronly::toString(like.scalar_type()));
-  return {cuda::describe(like.get_device_index()), current_stream(like), dtype, together, nullptr};
+  return {cuda::current_device(), current_stream(like), dtype, together, nullptr};
 }
 
 // Pairs, if they never lie across the words they are read in; all operands but x are aligned.

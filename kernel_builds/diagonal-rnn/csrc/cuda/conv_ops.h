@@ -49,8 +49,8 @@ struct ConvArguments {
 
 inline Tensor conv_forward(Tensor x, Tensor weight, OptionalTensor window, OptionalTensor reset,
                            bool silu) {
-  const ConvArguments given(x, weight, window, reset);
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+  const ConvArguments given(x, weight, window, reset);
   Tensor y = new_tensor(x, shape_of(x), x.scalar_type());
   ConvForwardParams params{};
   given.fill(params, silu);
@@ -62,8 +62,8 @@ inline Tensor conv_forward(Tensor x, Tensor weight, OptionalTensor window, Optio
 inline std::tuple<Tensor, Tensor, Tensor> conv_backward(Tensor dy, Tensor x, Tensor weight,
                                                         OptionalTensor window, OptionalTensor reset,
                                                         bool silu) {
-  const ConvArguments given(x, weight, window, reset);
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+  const ConvArguments given(x, weight, window, reset);
   dy = operand(dy, "dy", shape_of(x), x.scalar_type());
   Tensor dx = new_tensor(x, shape_of(x), x.scalar_type());
   Tensor dweight = new_tensor(x, shape_of(weight), weight.scalar_type());

@@ -2,6 +2,7 @@
 // a source file of its own. Nothing here waits for the device or allocates; errors throw.
 #pragma once
 #include "../params.h"
+#include "code.h"
 
 using cudaStream_t = struct CUstream_st*;  // as CUDA declares it: ops.cpp needs no CUDA headers
 
@@ -9,6 +10,7 @@ namespace flashcell::cuda {
 
 struct Device {  // what the plan needs to know of a GPU
   int arch;      // 90 for compute capability 9.0
+  Code code;     // that runs there
   int processors;
 };
 

@@ -72,7 +72,8 @@ void run_shoot(const ForwardParams& p, const Launch& to) {
          {p.S * shoot.chunks * shoot.blocks_of_row, 32, Shooter::Steps::kBytes, to.stream}, p,
          shoot);
   launch(settle_kernel<Settler>,
-         {p.S * shoot.groups_of_row, 256, Settler::Steps::kBytes, to.stream, to.device.arch >= 90},
+         {p.S * shoot.groups_of_row, 256, Settler::Steps::kBytes, to.stream,
+          to.device.code.arch >= 90},
          p, shoot);
 }
 

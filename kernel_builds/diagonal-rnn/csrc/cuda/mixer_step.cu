@@ -112,7 +112,7 @@ void for_io(Dtype dtype, Function function) {
 
 Grid grid_of(int64_t elements, const Launch& to) {
   return {ceil_div(elements, kStepThreads * kPair), kStepThreads, 0, to.stream,
-          to.device.arch >= 90};
+          to.device.code.arch >= 90};
 }
 
 }  // namespace

@@ -63,7 +63,7 @@ constexpr Way scan_way(int64_t words) { return words >= kScanWalkWords ? Way::kW
 constexpr int kMostBlocks = 8;  // of a cluster, on every GPU that has them
 constexpr int64_t kFewColumns = 3, kManySteps = 16384;
 constexpr bool takes_clusters(int64_t columns, int64_t T, const Device& device) {
-  const bool can = device.arch >= 90 && device.arch < 120;  // and 227 KB for a block
+  const bool can = device.code.arch >= 90 && device.arch < 120;  // and 227 KB for a block
   return can && (columns > kFewColumns || T < kManySteps);
 }
 // Channels of a thread of such a scan, or 0 for tiles. Words of 4 bytes but forward, where few

@@ -1,17 +1,20 @@
 // What ops.cpp needs of CUDA beside the engines.
 #include "launch.h"
+
+#include "code.cuh"
 #include "run.h"
 #include "sequence_table.cuh"
 
 namespace flashcell::cuda {
 
-Device describe(int index) {
+static Device describe(int index) {
   int major, minor, processors;
   check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, index));
   check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, index));
   check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, index));
-  return {major * 10 + minor, processors};
+  return {major * 10 + minor, find_code(), processors};
 }
+Device current_device() { return of_current_gpu(&describe); }
 
 void sequence_table(Sequence* table, int64_t S, int64_t T, const void* values, bool is_int32,
                     bool is_cu_seqlens, int64_t x_batch, int64_t x_time, cudaStream_t stream) {

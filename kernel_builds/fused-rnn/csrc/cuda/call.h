@@ -46,6 +46,7 @@ inline cuda::Engine engine_for(const cuda::Problem& problem, const cuda::Device&
                        : name == "cluster" ? Engine::kCluster
                        : name == "chip"    ? Engine::kChip
                                            : Engine::kStep;
+  if (asked == Engine::kCluster && !cuda::cluster::has_code(device)) cuda::refuse_cluster();
   const int64_t D = problem.D;
   const bool fits =
       (asked == Engine::kCluster && cuda::cluster::fits(D, problem.io_bytes, device)) ||
@@ -63,7 +64,7 @@ cuda::Launch prepare(const SequenceParams& p, Dtype dtype, bool tf32, bool align
   STD_TORCH_CHECK(dtype != Dtype::kDouble, "x must be float32, float16 or bfloat16 on CUDA, got ",
                   torch::headeronly::toString(like.scalar_type()));
   cuda::Launch launch{};
-  launch.device = cuda::describe(like.get_device_index());
+  launch.device = cuda::current_device();
   launch.stream = current_stream(like);
   launch.tf32 = tf32;
   const int io_bytes = dtype == Dtype::kFloat ? 4 : 2;
@@ -105,12 +106,8 @@ inline Tensor recurrent_dweight(Tensor dr, Tensor h_prev, bool tf32) {
   h_prev = operand(h_prev, "h_prev", {B, T, N, D}, dr.scalar_type());
   Tensor dweight = new_tensor(dr, {G, N, D, D}, dr.scalar_type());
   const torch::stable::accelerator::DeviceGuard guard(dr.get_device_index());
-  const cuda::Launch launch{cuda::describe(dr.get_device_index()),
-                            current_stream(dr),
-                            tf32,
-                            cuda::Engine::kStep,
-                            8,
-                            nullptr};
+  const cuda::Launch launch{
+      cuda::current_device(), current_stream(dr), tf32, cuda::Engine::kStep, 8, nullptr};
   cuda::DweightParams p{
       B * T,  G, N, D, dr.const_data_ptr(), h_prev.const_data_ptr(), dweight.mutable_data_ptr(),
       nullptr};

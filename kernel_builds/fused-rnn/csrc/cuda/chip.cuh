@@ -45,8 +45,11 @@ constexpr int kThreads =
 template <typename Pass, int kBlocks, bool kMarked, typename Params = typename Pass::Params>
 __global__ void __launch_bounds__(kThreads<Pass, kBlocks, kMarked>, 1) chip_kernel(
     const __grid_constant__ Params p, const __grid_constant__ Range range) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ != 900  // wide tiles and tall blocks are for that alone
-  if constexpr (Pass::kWide > 1 || Pass::kShape.units > kUnits) return;
+#if defined(__CUDA_ARCH__) && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  if constexpr (Pass::kWide > 1 || Pass::kShape.units > kUnits) {
+    __trap();  // the plan takes wide tiles and tall blocks where there is code for them
+    return;
+  }
 #endif
   extern __shared__ __align__(16) unsigned char memory[];
   constexpr int kCellHalves = kHalves<Pass, kBlocks, kMarked>;
@@ -106,7 +109,7 @@ bool run(const typename Pass::Params& p, const Launch& launch) {
   const bool marked = p.reset != nullptr || p.hold != nullptr;
   if (!takes(Pass::kShape, marked, p.S, p.N, p.D, launch.device)) return false;
   if (!fits(Pass::kShape, p.D, launch.device)) return false;
-  if (Pass::kSplit > 1 && launch.device.arch < 90) return false;
+  if (Pass::kSplit > 1 && launch.device.code.arch < 90) return false;
 
   const int processors = launch.device.processors;
   const int bytes = int(shared_bytes(Pass::kShape, p.D));

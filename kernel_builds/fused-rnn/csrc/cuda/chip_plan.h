@@ -107,7 +107,7 @@ constexpr bool takes_wide_tiles(const Shape& s, int64_t S, int64_t N, int64_t D,
                                 const Device& device) {
   const int64_t groups = device.processors / (N * divide_up(D, kUnits));
   const int few = s.sums > 0 ? 4 : 3;  // backward, forward: measured
-  return device.arch == 90 && divide_up(S, 8) > few * (groups > 1 ? groups : 1);
+  return device.code.sm_90a && divide_up(S, 8) > few * (groups > 1 ? groups : 1);
 }
 
 // From the bytes that all thread blocks poll for a step of one tile each to the clocks that a
@@ -142,7 +142,7 @@ constexpr bool takes_tall_blocks(const Shape& s, int64_t S, int64_t N, int64_t D
   tall.units = kTallUnits;
   const int64_t groups = device.processors / (N * divide_up(D, kUnits));
   const int64_t more = device.processors / (N * thread_blocks(tall, D));
-  return device.arch == 90 && s.element == 2 && blocks_of_depth(s, D) == kTallBlocks &&
+  return device.code.sm_90a && s.element == 2 && blocks_of_depth(s, D) == kTallBlocks &&
          more > groups && divide_up(S, 8) > 2 * (groups > 1 ? groups : 1);
 }
 

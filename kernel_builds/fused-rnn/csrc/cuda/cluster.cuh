@@ -25,6 +25,8 @@ __global__ void __launch_bounds__(Engine::kThreads) cluster_kernel(const
 #if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(16) char memory[];
   Engine::run(p, *reinterpret_cast<typename Engine::Shared*>(memory));
+#else
+  __trap();  // the plan takes it where there are clusters
 #endif
 }
 

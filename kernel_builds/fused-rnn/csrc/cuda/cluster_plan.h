@@ -10,9 +10,11 @@ constexpr int kCellWarps = 4;  // eight units each
 
 constexpr int64_t members(int64_t D) { return (D + kUnits - 1) / kUnits; }
 
+constexpr bool has_code(const Device& device) { return device.code.arch >= 90; }
+
 // Eight blocks make a cluster on every GPU that has them, sixteen on those we know to allow it.
 constexpr int most_members(const Device& device) {
-  return device.arch < 90 ? 0 : device.arch < 120 ? 16 : 8;
+  return !has_code(device) ? 0 : device.arch < 120 ? 16 : 8;
 }
 
 constexpr bool fits(int64_t D, int io_bytes, const Device& device) {

@@ -2,6 +2,7 @@
 // its own source file. Nothing here waits for the device or allocates; errors throw.
 #pragma once
 #include "../params.h"
+#include "code.h"
 
 using cudaStream_t = struct CUstream_st*;  // as CUDA declares it: ops.cpp needs no CUDA headers
 
@@ -11,6 +12,7 @@ enum class Engine { kBlock, kCluster, kChip, kStep };
 
 struct Device {  // what the plan needs to know of a GPU
   int arch;      // 90 for compute capability 9.0
+  Code code;     // that runs there
   int processors;
   int shared_bytes;  // a block may ask for
 };

@@ -1,17 +1,13 @@
-// Calls of the CUDA runtime, checked.
+// Calls of the CUDA runtime, checked, and what an engine's source file instantiates.
 #pragma once
-#include <cuda_runtime.h>
-
-#include <stdexcept>
-#include <string>
 
 namespace flashcell::cuda {
-
-inline void check(cudaError_t status) {
-  if (status == cudaSuccess) return;
-  cudaGetLastError();  // the error is reported here: it must not surface again elsewhere
-  throw std::runtime_error(std::string("fused_rnn: CUDA: ") + cudaGetErrorString(status));
+inline constexpr char kKernelName[] = "fused_rnn";
 }
+
+#include "check.cuh"
+
+namespace flashcell::cuda {
 
 // Both directions of an engine for a cell, in the 16-bit I/O types, or in every one.
 #define FLASHCELL_INSTANTIATE_16(engine, Cell)                                       \

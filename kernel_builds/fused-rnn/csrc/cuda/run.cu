@@ -3,19 +3,28 @@
 
 #include "../cells/all.h"
 #include "launch.h"
+
+#include "code.cuh"
 #include "run.h"
 #include "step_scratch.h"
 #include "tensor_core.cuh"
 
 namespace flashcell::cuda {
 
-Device describe(int index) {
+static Device describe(int index) {
   int major, minor, processors, shared_bytes;
   check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, index));
   check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, index));
   check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, index));
   check(cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, index));
-  return {major * 10 + minor, processors, shared_bytes};
+  return {major * 10 + minor, find_code(), processors, shared_bytes};
+}
+Device current_device() { return of_current_gpu(&describe); }
+
+void refuse_cluster() {
+  throw std::runtime_error(no_code("the cluster engine, which FLASHCELL_CUDA_ENGINE asks for,",
+                                   "clusters need code for 9.0 or later") +
+                           ", or unset FLASHCELL_CUDA_ENGINE.");
 }
 
 template <typename Function>

@@ -46,11 +46,8 @@ template <typename Product, typename Params>
 void run_steps(void (*kernel)(Params, Step), const Params& p, int64_t depth, int64_t first,
                int64_t count, int direction, void* operand, const Launch& launch) {
   if (p.S == 0 || p.N == 0 || p.D == 0) return;
-  // Only code compiled for them knows how to use clusters and how to wait for the launch before,
-  // whatever the GPU.
-  cudaFuncAttributes attributes;
-  check(cudaFuncGetAttributes(&attributes, kernel));
-  const bool hopper = launch.device.arch >= 90 && attributes.ptxVersion >= 90;
+  // Only code compiled for them knows how to use clusters and how to wait for the launch before.
+  const bool hopper = launch.device.code.arch >= 90;
   const StepGrid<Product> grid(p, depth, hopper && Product::kDeep > 1, launch.device);
   if (Product::kSharedBytes > 48 * 1024) {
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,

@@ -18,8 +18,7 @@ void run(const Params& p, Dtype dtype, const Tensor& like) {
   STD_TORCH_CHECK(dtype != Dtype::kDouble, "k must be float32, float16 or bfloat16 on CUDA, got ",
                   torch::headeronly::toString(like.scalar_type()));
   const torch::stable::accelerator::DeviceGuard guard(like.get_device_index());
-  cuda::Launch launch{cuda::describe(like.get_device_index()), dtype, current_stream(like),
-                      nullptr};
+  cuda::Launch launch{cuda::current_device(), dtype, current_stream(like), nullptr};
   const Tensor scratch = new_tensor(like, {cuda::scratch_bytes(p, launch)}, ScalarType::Byte);
   launch.scratch = scratch.mutable_data_ptr();
   cuda::run(p, launch);

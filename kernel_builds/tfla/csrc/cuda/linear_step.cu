@@ -232,7 +232,7 @@ void launch_linear_step(const LinearStepParams& p, const Device& device, cudaStr
   const int64_t columns = once ? wide : kColumns;
   const int64_t all = (p.B + columns - 1) / columns * tiles;
   const int64_t blocks = all < device.processors ? all : device.processors;
-  const Grid grid{blocks, kThreads, Piece<kSteps>::kRingBytes, stream, device.arch >= 90};
+  const Grid grid{blocks, kThreads, Piece<kSteps>::kRingBytes, stream, device.code.arch >= 90};
   const bool norm = p.norm != nullptr && p.K > 0;  // of nothing there is no mean
   const auto kernel = once ? (norm ? linear_step_kernel<IO, kSteps, 2, true>
                                    : linear_step_kernel<IO, kSteps, 2, false>)

@@ -127,12 +127,12 @@ void run_norm_step(const NormStepParams& p, const Device& device, cudaStream_t s
                                 " on this GPU");
   }
   const int bytes = int(p.K * int64_t(sizeof(IO)));
-  launch(norm_step_kernel<IO>, {p.B, kThreads, bytes, stream, device.arch >= 90}, p);
+  launch(norm_step_kernel<IO>, {p.B, kThreads, bytes, stream, device.code.arch >= 90}, p);
 }
 template <typename IO>
 void run_gate_step(const GateStepParams& p, const Device& device, cudaStream_t stream) {
   const int64_t blocks = (p.B * (p.N / kVector) + kThreads - 1) / kThreads;
-  launch(gate_step_kernel<IO>, {blocks, kThreads, 0, stream, device.arch >= 90}, p);
+  launch(gate_step_kernel<IO>, {blocks, kThreads, 0, stream, device.code.arch >= 90}, p);
 }
 template void run_norm_step<bf16>(const NormStepParams&, const Device&, cudaStream_t);
 template void run_norm_step<fp16>(const NormStepParams&, const Device&, cudaStream_t);

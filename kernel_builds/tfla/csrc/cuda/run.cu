@@ -6,6 +6,8 @@
 #include "epilogue.h"
 #include "forward.h"
 #include "launch.h"
+
+#include "code.cuh"
 #include "linear_step.h"
 #include "run.h"
 #include "sequence_table.cuh"
@@ -13,16 +15,17 @@
 
 namespace flashcell::cuda {
 
-Device describe(int index) {
+static Device describe(int index) {
   const auto read = [index](cudaDeviceAttr attribute) {
     int value;
     check(cudaDeviceGetAttribute(&value, attribute, index));
     return value;
   };
-  return {read(cudaDevAttrComputeCapabilityMajor) * 10 + read(cudaDevAttrComputeCapabilityMinor),
-          read(cudaDevAttrMultiProcessorCount), read(cudaDevAttrMaxSharedMemoryPerBlockOptin),
-          read(cudaDevAttrClusterLaunch) != 0};
+  const Code code = find_code();
+  return {code, read(cudaDevAttrMultiProcessorCount), read(cudaDevAttrMaxSharedMemoryPerBlockOptin),
+          code.arch >= 90 && read(cudaDevAttrClusterLaunch) != 0};
 }
+Device current_device() { return of_current_gpu(&describe); }
 
 void sequence_table(Sequence* table, int64_t S, int64_t T, const void* values, bool is_int32,
                     bool is_cu_seqlens, int64_t x_batch, int64_t x_time, cudaStream_t stream) {

@@ -2,21 +2,22 @@
 // throw.
 #pragma once
 #include "../params.h"
+#include "code.h"
 
 using cudaStream_t = struct CUstream_st*;  // as CUDA declares it: ops.cpp needs no CUDA headers
 
 namespace flashcell::cuda {
 
 struct Device {  // what the plans need to know of a GPU
-  int arch;      // 90 for compute capability 9.0
+  Code code;     // that runs there
   int processors, shared_bytes;
-  bool clusters;  // of thread blocks
+  bool clusters;  // of thread blocks, on the GPU and in the code
 };
-Device describe(int index);
+Device current_device();  // an error where the library has no code for it
 
 // Whether the kernels of ring.cuh run: they are compiled for sm_90a alone, and multiply 16 bits.
 constexpr bool has_wgmma(const Device& device, int io_bytes) {
-  return device.arch == 90 && device.shared_bytes >= 227 << 10 && io_bytes == 2;
+  return device.code.sm_90a && device.shared_bytes >= 227 << 10 && io_bytes == 2;
 }
 
 struct Launch {

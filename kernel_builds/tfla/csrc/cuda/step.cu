@@ -353,7 +353,7 @@ int64_t step_scratch(const StepParams& p) {
 
 template <typename IO>
 void run_step(const StepParams& p, const Device& device, void* scratch, cudaStream_t stream) {
-  const bool early = device.arch >= 90;  // else nothing in the kernels would wait
+  const bool early = device.code.arch >= 90;  // else nothing in the kernels would wait
   const int64_t states = p.B * p.H, processors = device.processors;
   float* unrounded = p.epilogue.any() ? static_cast<float*>(scratch) : nullptr;
   const bool clusters = device.clusters && p.normalized && unrounded == nullptr;
