@@ -63,6 +63,9 @@ def problems(
             found.append(f"needs {name}, which is not torch, CUDA's runtime, libc or libstdc++")
     if archs and (held := cuda_archs(library)) != set(archs):
         found.append(f"holds code for {sorted(held)}, but must for {sorted(archs)}")
+    elif archs and any(part != held for part in fat_binaries(library) if part):
+        # include/code.cuh asks one source file which archs it was compiled for, and speaks for all
+        found.append(f"has a source file that is not compiled for all of {sorted(archs)}")
     return found
 
 
@@ -83,26 +86,33 @@ def newer_shims(torch_include: Path, floor: str) -> set[str]:
 
 def cuda_archs(library: Path) -> set[str]:
     """The archs in the library's fat binaries: '9.0a' for machine code, '10.0+PTX' with PTX too."""
+    return set().union(*fat_binaries(library))
+
+
+def fat_binaries(library: Path) -> list[set[str]]:
+    """The archs of each of the library's fat binaries: there is one for a CUDA source file."""
     sections = _run("readelf", "--wide", "--section-headers", library)
     match = re.search(r"\.nv_fatbin\s+\w+\s+\w+\s+(\w+)\s+(\w+)", sections)
     if match is None:
-        return set()
+        return []
     start, size = int(match[1], 16), int(match[2], 16)
     data = library.read_bytes()[start : start + size]
-    code, ptx, at = set(), set(), 0
+    found, at = [], 0
     while at + 16 <= len(data):
         magic, _, header, length = struct.unpack_from("<IHHQ", data, at)
         if magic != FATBIN_MAGIC:
             at += 8  # padding between the fat binaries of two translation units
             continue
+        code, ptx = set(), set()
         entry, end = at + header, at + header + length
         while entry < end:
             kind, _, header, length = struct.unpack_from("<HHIQ", data, entry)
             arch = _arch(data, entry)
             {FATBIN_PTX: ptx, FATBIN_ELF: code}.get(kind, set()).add(arch)
             entry += header + length
+        found.append({f"{arch}+PTX" for arch in ptx} | (code - ptx))
         at = end
-    return {f"{arch}+PTX" for arch in ptx} | (code - ptx)
+    return found
 
 
 def _arch(data: bytes, entry: int) -> str:

@@ -4,12 +4,14 @@
 #include <link.h>
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <map>
 #include <mutex>
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 
 #if defined(__SANITIZE_ADDRESS__)
 #include <sanitizer/asan_interface.h>
@@ -164,18 +166,34 @@ Options read_options() {
       options.early = true;
     } else if (name == "arch" && value > 0) {
       options.arch = value;
+    } else if (name == "code" && equals != word.npos && value >= 0) {
+      options.code = value;
     } else if (name == "processors" && value > 0) {
       options.processors = value;
     } else if (name == "shared" && 48 <= value && value << 10 <= flashcell::cuda::kMostShared) {
       options.shared_bytes = value << 10;
     } else {
-      throw std::invalid_argument(
-          "FLASHCELL_EMULATOR has the word '" + word +
-          "', but knows backwards, early, arch=<number>, processors=<count>, "
-          "shared=<KB>");
+      throw std::invalid_argument("FLASHCELL_EMULATOR has the word '" + word +
+                                  "', but knows backwards, early, arch=<number>, code=<number>, "
+                                  "processors=<count>, shared=<KB>");
     }
   }
+  if (options.code < 0) options.code = options.arch;
   return options;
+}
+
+int current_gpu() {
+  static std::vector<Options> gpus;
+  const std::lock_guard lock(one_at_a_time);
+  const Options options = read_options();
+  const auto facts = [](const Options& o) {
+    return std::tuple(o.arch, o.code, o.processors, o.shared_bytes);
+  };
+  const auto is_it = [&](const Options& o) { return facts(o) == facts(options); };
+  const auto found = std::find_if(gpus.begin(), gpus.end(), is_it);
+  const int index = int(found - gpus.begin());
+  if (found == gpus.end()) gpus.push_back(options);
+  return index;
 }
 
 bool allow_shared(const void* kernel, int bytes) {

@@ -40,11 +40,12 @@ using namespace flashcell::cuda;
 int main() {
   Problem p{};
   Device d{};
-  int tf32, aligned;
+  int tf32, aligned, sm_90a;
   const char* names[] = {"block", "cluster", "chip", "step"};
-  while (std::scanf("%ld %ld %ld %ld %d %d %d %d %d %d %d", &p.S, &p.T, &p.N, &p.D, &p.gates,
-                    &p.io_bytes, &tf32, &aligned, &d.arch, &d.processors, &d.shared_bytes) == 11) {
-    p.tf32 = tf32, p.aligned = aligned;
+  while (std::scanf("%ld %ld %ld %ld %d %d %d %d %d %d %d %d %d", &p.S, &p.T, &p.N, &p.D, &p.gates,
+                    &p.io_bytes, &tf32, &aligned, &d.arch, &d.code.arch, &sm_90a, &d.processors,
+                    &d.shared_bytes) == 13) {
+    p.tf32 = tf32, p.aligned = aligned, d.code.sm_90a = sm_90a;
     const auto forward = chip::forward_shape(p.gates, 4, p.io_bytes);
     const auto backward = chip::backward_shape(p.gates, 4, 7, 4, p.io_bytes);
     const Engine engine = select_engine(p, d);
@@ -59,10 +60,19 @@ int main() {
 """
 
 
+H200, B200 = plan.find_device("H200"), plan.find_device("B200")
+FOREIGN = (  # a GPU whose library has no code of its own for it
+    plan.with_code(H200, "8.0+PTX"),
+    plan.with_code(H200, "9.0"),
+    plan.with_code(B200, "9.0+PTX"),
+    plan.with_code(plan.find_device("RTX 5090"), "9.0+PTX"),
+)
+
+
 def problems():
     widths = (1, 7, 8, 32, 60, 64, 65, 72, 128, 136, 256, 320, 512)
     widths += (768, 1024, 1312, 1408, 2048, 2112, 2304)
-    some = itertools.product(widths, (1, 3, 4), (2, 4), (True, False), plan.DEVICES)
+    some = itertools.product(widths, (1, 3, 4), (2, 4), (True, False), plan.DEVICES + FOREIGN)
     for i, (D, gates, element, tf32, device) in enumerate(some):
         S, N, T, aligned = (1, 16, 130)[i % 3], (1, 12, 48)[i // 3 % 3], 1 + i % 5, i % 7 > 0
         yield plan.Problem(S, T, N, D, gates, element, tf32, aligned), device
@@ -73,7 +83,8 @@ def test_plan_is_the_binarys(tmp_path):
     command = ["g++", "-std=c++20", f"-I{CSRC}", f"-I{SHARED}", tmp_path / "plan.cpp"]
     subprocess.run([*command, "-o", tmp_path / "plan"], check=True)
     asked = list(problems())
-    text = "\n".join(" ".join(str(int(v)) for v in (*p, *d[1:])) for p, d in asked)
+    flat = lambda d: (d.arch, *d.code, d.processors, d.shared_bytes)
+    text = "\n".join(" ".join(str(int(v)) for v in (*p, *flat(d))) for p, d in asked)
     done = subprocess.run([tmp_path / "plan"], input=text, capture_output=True, text=True)
     answers = done.stdout.splitlines()
     assert len(answers) == len(asked) > 1000
@@ -125,6 +136,26 @@ def test_explain_plan_names_engine_and_binding_limit():
         plan.find_device("sm_70")
     with pytest.raises(ValueError, match="cell is 'lstmp'"):
         explain_plan("lstmp", 1, 64, 16, "bfloat16", 90)
+
+
+def test_engines_are_those_of_the_code():
+    """What a library without code for 9.0a does on Hopper: no clusters, no wide tiles, no tall blocks."""
+    for D, batch in ((336, 3), (200, 1), (256, 16)):
+        call = ("lstm", 1, D, batch, "bfloat16", "H200")
+        assert explain_plan(*call).engine == explain_plan(*call, code="9.0").engine == "cluster"
+        shown = explain_plan(*call, code="8.0+PTX")
+        assert shown.engine == "chip"
+        assert "code: compiled for sm_80" in str(shown)
+        assert "thread blocks of a cluster" in str(shown.refused)
+    call = ("lstm", 1, 768, 129, "bfloat16", "H200")
+    assert "32 thread blocks" in str(explain_plan(*call))
+    for code in ("8.0", "9.0"):
+        assert "48 thread blocks" in str(explain_plan(*call, code=code))
+        assert "two at a time" not in str(explain_plan(*call, code=code))
+    assert plan.cluster_limits(plan.Problem(1, 9, 1, 512, 4, 2), FOREIGN[3])[1].limit == 8
+    for code in ("10.0", "sm_80", "9.0b", "", 80, "8.0a"):
+        with pytest.raises(ValueError, match="code is .*, but must be an arch whose code runs on"):
+            explain_plan(*call, code=code)
 
 
 def test_block_engine_fits_every_arch():

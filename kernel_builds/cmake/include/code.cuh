@@ -1,8 +1,11 @@
-// Asks which code of this library the current GPU runs. One source file of a kernel project
-// includes it and speaks for all: abi_check.py sees that all were compiled for the same archs.
+// Asks which code of this library the current GPU runs, and says so in errors. One source file of a
+// kernel project, which has defined kKernelName, includes it and speaks for all: abi_check.py sees
+// that all were compiled for the same archs.
 #pragma once
 #include <atomic>
 #include <memory>
+#include <stdexcept>
+#include <string>
 
 #include "check.cuh"
 #include "code.h"
@@ -19,10 +22,10 @@ static __global__ void __launch_bounds__(kAnyThreads) code_kernel() {}
 #endif
 
 // An error that names the GPU where the library has no code for it.
-inline Code find_code() {
+static Code find_code() {
   cudaFuncAttributes attributes{};
   check(cudaFuncGetAttributes(&attributes, code_kernel));
-  // Of PTX and of machine code alike this is the arch of the compiler's front end.
+  // ptxVersion is __CUDA_ARCH__ / 10, of machine code as of PTX.
   return {attributes.ptxVersion, attributes.maxThreadsPerBlock == kSm90aThreads};
 }
 
@@ -39,6 +42,45 @@ Fact of_current_gpu(Fact (*ask)(int index)) {
   const Fact* before = nullptr;  // two threads may ask at once; the first answer stays
   if (known[index].compare_exchange_strong(before, fact.get())) return *fact.release();
   return *before;
+}
+
+// What an error says of `what`, which has no code for the current GPU: how that is known, and what
+// else one may do than take another build.
+static std::string no_code(const std::string& what, const std::string& why,
+                           const std::string& otherwise) {
+  const auto text = [](int arch) {  // "9.0"
+    return std::to_string(arch / 10) + "." + std::to_string(arch % 10);
+  };
+  int index = 0;
+  cudaDeviceProp gpu{};
+  if (cudaGetDevice(&index) == cudaSuccess) cudaGetDeviceProperties(&gpu, index);
+  cudaGetLastError();  // of these two, whose failure only leaves the name out
+  const std::string capability = text(10 * gpu.major + gpu.minor);
+  std::string archs;
+  for (const int arch : {__CUDA_ARCH_LIST__}) {  // nvcc's: what it compiles for
+    archs += (archs.empty() ? "" : ", ") + text(arch / 10);
+  }
+  return std::string(kKernelName) + ": " + what + " has no code for " + gpu.name +
+         ", of compute capability " + capability + ": " + why +
+         ", and the library was compiled for " + archs +
+         ". Take a build for this GPU (scripts/build_kernels --backend cuda --archs " + capability +
+         (gpu.major == 9 ? "a" : "") + "), or " + otherwise + ".";
+}
+
+void fail(cudaError_t status) {
+  cudaGetLastError();  // the error is reported here: it must not surface again elsewhere
+  const std::string text = cudaGetErrorString(status);
+  switch (status) {
+    case cudaErrorNoKernelImageForDevice:
+    case cudaErrorInvalidDeviceFunction:
+    case cudaErrorUnsupportedPtxVersion:
+    case cudaErrorJitCompilationDisabled:
+    case cudaErrorJitCompilerNotFound:
+      throw std::runtime_error(
+          no_code("this library", "CUDA says \"" + text + "\"", "ask for backend=\"reference\""));
+    default:
+      throw std::runtime_error(std::string(kKernelName) + ": CUDA: " + text);
+  }
 }
 
 }  // namespace flashcell::cuda

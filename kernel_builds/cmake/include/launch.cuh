@@ -1,6 +1,9 @@
-// Launches, checked.
+// Launches, checked. The kernel project that includes this has defined kKernelName, which errors
+// begin with.
 #pragma once
 #include <cstdint>
+#include <stdexcept>
+#include <string>
 
 #include "check.cuh"
 

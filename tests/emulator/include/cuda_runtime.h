@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <stdexcept>
 #include <tuple>
 #include <type_traits>
 #include <utility>
@@ -14,6 +15,7 @@
 #define __device__
 #define __host__
 #define __forceinline__ inline
+#define __CUDA_ARCH_LIST__ 900  // what a library says of itself; `code` says what runs
 #define __launch_bounds__(...)
 #define __maxnreg__(...)
 #define __grid_constant__
@@ -129,10 +131,21 @@ inline unsigned __ballot_sync(unsigned mask, bool x) {
 
 // ---- The runtime ----
 
-enum cudaError_t { cudaSuccess, cudaErrorInvalidValue };
+enum cudaError_t {
+  cudaSuccess,
+  cudaErrorInvalidValue,
+  cudaErrorInvalidDeviceFunction = 98,
+  cudaErrorNoKernelImageForDevice = 209,
+  cudaErrorJitCompilerNotFound = 221,
+  cudaErrorUnsupportedPtxVersion = 222,
+  cudaErrorJitCompilationDisabled = 223
+};
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 inline const char* cudaGetErrorString(cudaError_t status) {
-  return status == cudaSuccess ? "no error" : "invalid argument";
+  return status == cudaSuccess ? "no error"
+         : status == cudaErrorNoKernelImageForDevice
+             ? "no kernel image is available for execution on the device"
+             : "invalid argument";
 }
 
 using cudaStream_t = struct CUstream_st*;
@@ -165,6 +178,16 @@ struct cudaLaunchConfig_t {
 template <typename... Params, typename... Args>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Params...),
                                Args&&... args) {
+  const int code = emulator::read_options().code;
+  if (code == 0) return cudaErrorNoKernelImageForDevice;
+  for (unsigned i = 0; i < config->numAttrs; ++i) {
+    const cudaLaunchAttribute& given = config->attrs[i];
+    if (given.id == cudaLaunchAttributeProgrammaticStreamSerialization && code < 90 &&
+        given.val.programmaticStreamSerializationAllowed) {
+      throw std::runtime_error(
+          "emulator: code for less than 9.0 does not wait for earlier kernels");
+    }
+  }
   std::tuple<std::decay_t<Params>...> params(std::forward<Args>(args)...);
   emulator::launch(reinterpret_cast<const void*>(kernel), config->gridDim.x, config->blockDim.x,
                    config->dynamicSmemBytes, [&] { std::apply(kernel, params); });
@@ -176,6 +199,17 @@ template <typename Function>
 cudaError_t cudaFuncSetAttribute(Function* kernel, cudaFuncAttribute, int bytes) {
   const bool fits = emulator::allow_shared(reinterpret_cast<const void*>(kernel), bytes);
   return fits ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+struct cudaFuncAttributes {
+  int ptxVersion, maxThreadsPerBlock;
+};
+// The bounds are those of code_kernel (code.cuh): 64 threads where the code is for 9.0a.
+template <typename Function>
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, Function*) {
+  const int code = emulator::read_options().code;
+  *attributes = {code, code == 90 ? 64 : 32};
+  return code == 0 ? cudaErrorNoKernelImageForDevice : cudaSuccess;
 }
 
 inline cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t) {
@@ -195,5 +229,18 @@ inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, 
   const int values[] = {options.arch / 10, options.arch % 10, options.processors,
                         options.shared_bytes, 0};
   *value = values[attribute];
+  return cudaSuccess;
+}
+inline cudaError_t cudaGetDevice(int* index) {
+  *index = emulator::current_gpu();
+  return cudaSuccess;
+}
+struct cudaDeviceProp {
+  char name[256];
+  int major, minor;
+};
+inline cudaError_t cudaGetDeviceProperties(cudaDeviceProp* of, int) {
+  const int arch = emulator::read_options().arch;
+  *of = {"Emulator", arch / 10, arch % 10};
   return cudaSuccess;
 }

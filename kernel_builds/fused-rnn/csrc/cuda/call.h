@@ -46,7 +46,9 @@ inline cuda::Engine engine_for(const cuda::Problem& problem, const cuda::Device&
                        : name == "cluster" ? Engine::kCluster
                        : name == "chip"    ? Engine::kChip
                                            : Engine::kStep;
-  if (asked == Engine::kCluster && !cuda::cluster::has_code(device)) cuda::refuse_cluster();
+  if (asked == Engine::kCluster && device.arch >= 90 && !cuda::cluster::has_code(device)) {
+    cuda::refuse_cluster();
+  }
   const int64_t D = problem.D;
   const bool fits =
       (asked == Engine::kCluster && cuda::cluster::fits(D, problem.io_bytes, device)) ||

@@ -1,5 +1,7 @@
 // Calls of the CUDA runtime, checked, and what an engine's source file instantiates.
 #pragma once
+#include <stdexcept>
+#include <string>
 
 namespace flashcell::cuda {
 inline constexpr char kKernelName[] = "fused_rnn";

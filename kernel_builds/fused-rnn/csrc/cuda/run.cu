@@ -23,8 +23,8 @@ Device current_device() { return of_current_gpu(&describe); }
 
 void refuse_cluster() {
   throw std::runtime_error(no_code("the cluster engine, which FLASHCELL_CUDA_ENGINE asks for,",
-                                   "clusters need code for 9.0 or later") +
-                           ", or unset FLASHCELL_CUDA_ENGINE.");
+                                   "clusters need code for 9.0 or later",
+                                   "unset FLASHCELL_CUDA_ENGINE"));
 }
 
 template <typename Function>

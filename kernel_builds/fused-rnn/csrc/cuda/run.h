@@ -4,8 +4,8 @@
 
 namespace flashcell::cuda {
 
-Device current_device();  // an error where the library has no code for it
-[[noreturn]] void refuse_cluster();
+Device current_device();             // an error where the library has no code for it
+[[noreturn]] void refuse_cluster();  // where a GPU has clusters, but its code does not
 
 // Runs the engine that launch.engine names; cell = position in AllCells. T may be 0.
 int64_t forward_scratch(const ForwardParams&, Dtype, const Launch&);

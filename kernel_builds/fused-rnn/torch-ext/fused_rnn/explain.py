@@ -28,6 +28,7 @@ from .plan import (
     select_engine,
     takes_tall_blocks,
     takes_wide_tiles,
+    with_code,
 )
 from .tiles import CHIP, REGISTERS
 
@@ -49,6 +50,8 @@ class Plan(NamedTuple):
 
     def __repr__(self) -> str:
         lines = [f"{self.what} on {self.device.name} (sm_{self.device.arch}): {self.engine} engine"]
+        if self.device.code.arch != self.device.arch:
+            lines.append(f"  code: compiled for sm_{self.device.code.arch}")
         lines += [f"  {name}: {value}" for name, value in self.tiles.items()]
         lines += [f"  not {limit}" for limit in self.refused]
         lines += [f"  {limit}" for limit in self.limits]
@@ -71,10 +74,12 @@ def explain_plan(
     arch: object,
     steps: int = 1024,
     precision: str = "highest",
+    code: Optional[str] = None,
 ) -> Plan:
     """What runs `cell` on x[batch, steps, G, heads, width]: engine, tiles, grid, memory, and why.
 
-    ``dtype`` is torch's or its name; ``arch`` an arch or a GPU's name. Shows itself when printed.
+    ``dtype`` is torch's or its name; ``arch`` an arch or a GPU's name; ``code`` the arch that the
+    library's kernels were compiled for, where it is not the GPU's own. Shows itself when printed.
     """
     given = {"heads": heads, "width": width, "batch": batch, "steps": steps}
     for name, value in given.items():
@@ -89,6 +94,8 @@ def explain_plan(
             f"and of {', '.join(sizes)}"
         )
     sizes_of, element, device = CELLS[cell], sizes[name], find_device(arch)
+    if code is not None:
+        device = with_code(device, code)
     p = Problem(batch, steps, heads, width, sizes_of.gates, element, precision == "tf32")
     engine, refused = select_engine(p, device)
     tiles: Dict[str, str] = {}

@@ -5,6 +5,7 @@ sizes and of the GPU; nothing here touches a device. The constants are those the
 from (csrc/cuda/tiles.h and tiles.py, both written by scripts/plan_tiles).
 """
 
+import re
 from typing import List, NamedTuple, Tuple
 
 from .cells import Cell
@@ -18,25 +19,33 @@ COLUMN_BYTES, CELL_WARPS = 32, 4  # struct Column; warps that run the cell of a 
 THREAD_REGISTERS, BLOCK_REGISTERS, BLOCK_THREADS = 255, 65536, 1024
 
 
+class Code(NamedTuple):
+    """What kernels were compiled for: code for 8.0 lacks what 9.0 added, also on a GPU of 9.0."""
+
+    arch: int  # 90 for compute capability 9.0
+    sm_90a: bool = False  # has the instructions of 9.0 alone: compiled for 9.0a
+
+
 class Device(NamedTuple):
     """What the plan needs to know of a GPU."""
 
     name: str
     arch: int  # 90 for compute capability 9.0
+    code: Code  # that runs there
     processors: int
     shared_bytes: int  # a thread block may ask for
 
 
-DEVICES = (  # the first of an arch stands for it
-    Device("A100", 80, 108, 166912),
-    Device("A40", 86, 84, 101376),
-    Device("RTX 3090", 86, 82, 101376),
-    Device("L40S", 89, 142, 101376),
-    Device("RTX 4090", 89, 128, 101376),
-    Device("H200", 90, 132, 232448),
-    Device("H100", 90, 132, 232448),
-    Device("B200", 100, 148, 232448),
-    Device("RTX 5090", 120, 170, 101376),
+DEVICES = (  # the first of an arch stands for it; each with code of its own
+    Device("A100", 80, Code(80), 108, 166912),
+    Device("A40", 86, Code(86), 84, 101376),
+    Device("RTX 3090", 86, Code(86), 82, 101376),
+    Device("L40S", 89, Code(89), 142, 101376),
+    Device("RTX 4090", 89, Code(89), 128, 101376),
+    Device("H200", 90, Code(90, sm_90a=True), 132, 232448),
+    Device("H100", 90, Code(90, sm_90a=True), 132, 232448),
+    Device("B200", 100, Code(100), 148, 232448),
+    Device("RTX 5090", 120, Code(120), 170, 101376),
 )
 
 
@@ -150,7 +159,7 @@ def chip_limits_of_every_cell(gates: int, element: int, D: int, device: Device) 
 def takes_wide_tiles(S: int, N: int, D: int, device: Device, backward: bool) -> bool:
     """Tiles of sixteen sequences, where the chip kernels that have them can run the head."""
     groups = max(1, device.processors // (N * divide_up(D, CHIP["units"])))
-    return device.arch == 90 and divide_up(S, COLUMNS) > (4 if backward else 3) * groups
+    return device.code.sm_90a and divide_up(S, COLUMNS) > (4 if backward else 3) * groups
 
 
 def takes_tall_blocks(p: Problem, device: Device) -> bool:
@@ -159,7 +168,7 @@ def takes_tall_blocks(p: Problem, device: Device) -> bool:
     more = device.processors // (p.N * divide_up(p.D, TALL_UNITS))
     depth = divide_up(p.D * p.io_bytes, CHIP["warps"] * CHUNK_BYTES)
     return (
-        device.arch == 90
+        device.code.sm_90a
         and p.io_bytes == 2
         and depth == TALL_BLOCKS
         and more > groups
@@ -235,7 +244,7 @@ def clusters_at_once(D: int, device: Device) -> int:
 
 def cluster_limits(p: Problem, device: Device) -> List[Limit]:
     """What a call asks of the cluster engine, less what every engine with matrices asks."""
-    most = 0 if device.arch < 90 else 16 if device.arch < 120 else 8
+    most = 0 if device.code.arch < 90 else 16 if device.arch < 120 else 8
     limits = [
         Limit("bytes of an element", p.io_bytes, 2, "bytes"),
         Limit("thread blocks of a cluster", cluster_members(p.D), most, "blocks"),
@@ -276,3 +285,15 @@ def find_device(arch: object) -> Device:
             return device
     known = sorted({f"sm_{d.arch}" for d in DEVICES}) + [d.name for d in DEVICES]
     raise ValueError(f"arch is {arch!r}, but must be one of {', '.join(known)}")
+
+
+def with_code(device: Device, code: str) -> Device:
+    """The device when a library has no code of its own for it: it runs that for '8.0'."""
+    match = re.fullmatch(r"(\d+)\.(\d)(a?)(?:\+PTX)?", code) if isinstance(code, str) else None
+    built = Code(int(match[1] + match[2]), match[0][:4] == "9.0a") if match else None
+    if built is None or built.arch > device.arch or (match[3] and built.arch != device.arch):
+        raise ValueError(
+            f"code is {code!r}, but must be an arch whose code runs on {device.name} "
+            f"(sm_{device.arch}), such as '8.0' or '9.0a'"
+        )
+    return device._replace(code=built)

@@ -1,0 +1,72 @@
+"""tfla on a GPU whose code was compiled for another: what that code lacks is not used, or refused."""
+
+import pytest
+import test_tfla as judge
+import test_tfla_cuda
+import torch
+from test_tfla_emulated import (  # noqa: F401  (fixtures)
+    TILES,
+    cell,
+    judge_case,
+    no_float64,
+    order,
+    pytestmark,
+    tfla,
+)
+
+from mlstm_cases import make
+
+HOPPER = "arch=90 code=80"  # 9.0 runs PTX for 8.0: no wgmma, no clusters, no launches that overlap
+
+
+@pytest.mark.parametrize("case", TILES[:2], ids=str)
+def test_hopper_runs_code_for_8_0(tfla, order, cell, case):  # noqa: F811
+    judge_case(tfla, order, cell, case, torch.bfloat16, device=HOPPER)
+
+
+def test_kept_states_of_code_for_8_0(tfla, order, cell):  # noqa: F811
+    order(HOPPER)
+    test_tfla_cuda.test_backward_from_kept_states(tfla, cell, test_tfla_cuda.KEPT[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=judge.short)
+def test_a_step_of_code_for_8_0(tfla, order, cell, dtype):  # noqa: F811
+    order(HOPPER)
+    judge.test_step(tfla, cell, dtype)
+
+
+def test_between_products_of_code_for_8_0(tfla, order):  # noqa: F811
+    x, weight = torch.randn(2, 64).bfloat16(), torch.randn(24, 64).bfloat16()
+    ops = tfla.dispatch.ops
+    calls = [
+        lambda: ops.linear_step(x, [weight], [], 0, 0.0, None, 0.1, None, False)[0],
+        lambda: ops.norm_step(x, x[0], 0.1, [weight], [], 0.0)[0],
+        lambda: ops.gate_step(x, x),
+    ]
+    for call in calls:
+        results = []
+        for device in ("", HOPPER):
+            order(device)
+            results.append(call())
+        assert torch.equal(*results)
+
+
+def test_no_code_is_refused_by_name(tfla, order):  # noqa: F811
+    """At every call: an error is not remembered as an answer, nor an answer for another GPU."""
+    call = make("exp", TILES[0], torch.bfloat16)
+    for device in ("arch=100 code=0", "", "arch=100 code=0"):
+        order(device)
+        if not device:
+            assert tfla.mlstm(**call)[0].isfinite().all()
+            continue
+        with pytest.raises(RuntimeError) as caught:
+            tfla.mlstm(**call)
+        said = str(caught.value)
+        for part in (
+            "tfla: this library has no code for Emulator, of compute capability 10.0",
+            'CUDA says "no kernel image is available for execution on the device"',
+            "the library was compiled for 9.0",
+            "scripts/build_kernels --backend cuda --archs 10.0",
+            'backend="reference"',
+        ):
+            assert part in said, said
