@@ -4,6 +4,7 @@ import pytest
 import torch
 from test_diagonal_scan import DTYPES, draw, run, short
 
+from arch_cases import code_of
 from cases import DEVICE, replayed
 from flashcell.kernels import diagonal_rnn as reference
 from numerics import assert_as_accurate, assert_bitwise, assert_close
@@ -21,7 +22,8 @@ pytestmark = [
 )
 def test_which_kernel_scans(diagonal_rnn, shape, kernel):
     """plan.h takes the kernel that the tests here mean: clusters where there are pieces of 16 bytes."""
-    if kernel == "cluster_scan" and torch.cuda.get_device_capability()[0] not in (9, 10):
+    clusters = torch.cuda.get_device_capability()[0] in (9, 10) and code_of(diagonal_rnn).arch >= 90
+    if kernel == "cluster_scan" and not clusters:
         kernel = "scan"
     a, b, _ = draw(shape, None, torch.float32)
     diagonal_rnn.linear_scan(a, b)

@@ -6,14 +6,17 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 AXPY = Path(__file__).resolve().parent / "axpy"
 sys.path.append(str(ROOT / "kernel_builds" / "cmake"))
 
+import abi_check  # noqa: E402
 import build_toml  # noqa: E402
 import subset  # noqa: E402
 import toolchain  # noqa: E402
+from archs import gencode  # noqa: E402
 
 needs_nvcc = pytest.mark.skipif(toolchain.machine_nvcc() is None, reason="no nvcc on this machine")
 KERNELS = ("fused-rnn", "diagonal-rnn", "tfla")
@@ -125,6 +128,23 @@ def test_what_the_front_end_reads_is_whole_for_the_linker(tmp_path):
         assert passes or "static assertion failed" in done.stderr
     symbols = subprocess.run(["nm", tmp_path / "k.o"], capture_output=True, text=True, check=True)
     assert " T run" in symbols.stdout
+
+
+@needs_nvcc
+def test_every_source_file_is_for_the_same_archs(tmp_path):
+    """One of them says for all which code a GPU runs: abi_check sees to it."""
+    nvcc, archs = str(toolchain.machine_nvcc()), {"a": ["8.0+PTX", "9.0a"], "b": ["9.0a"]}
+    for name, own in archs.items():
+        (tmp_path / f"{name}.cu").write_text(f"__global__ void {name}() {{}}")
+        source = ["-Xcompiler=-fPIC", "-c", tmp_path / f"{name}.cu", "-o", tmp_path / f"{name}.o"]
+        subprocess.run([nvcc, *gencode(tuple(own)), *source], check=True)
+    for objects, held in (("a", archs["a"]), ("b", archs["b"]), ("ab", archs["a"])):
+        library, parts = tmp_path / f"{objects}.so", [tmp_path / f"{name}.o" for name in objects]
+        subprocess.run(["g++", "-shared", *parts, "-o", library], check=True)
+        include = Path(torch.__file__).parent / "include"
+        found = abi_check.problems(library, "2.10", include, tuple(held), stripped=True)
+        said = f"has a source file that is not compiled for all of {held}"
+        assert (said in found) == (objects == "ab"), found
 
 
 def test_it_is_for_cuda_alone(tmp_path):

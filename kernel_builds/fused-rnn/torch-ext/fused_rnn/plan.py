@@ -288,12 +288,14 @@ def find_device(arch: object) -> Device:
 
 
 def with_code(device: Device, code: str) -> Device:
-    """The device when a library has no code of its own for it: it runs that for '8.0'."""
-    match = re.fullmatch(r"(\d+)\.(\d)(a?)(?:\+PTX)?", code) if isinstance(code, str) else None
-    built = Code(int(match[1] + match[2]), match[0][:4] == "9.0a") if match else None
-    if built is None or built.arch > device.arch or (match[3] and built.arch != device.arch):
-        raise ValueError(
-            f"code is {code!r}, but must be an arch whose code runs on {device.name} "
-            f"(sm_{device.arch}), such as '8.0' or '9.0a'"
-        )
-    return device._replace(code=built)
+    """The device under a library that has no code of its own for it, but runs there: '8.0' on an H200."""
+    match = re.fullmatch(r"(\d+)\.(\d)(a?)(\+PTX)?", code) if isinstance(code, str) else None
+    if match is not None:
+        major, minor, specific, _ = match.groups()
+        built = Code(int(major + minor), sm_90a=(major, minor, specific) == ("9", "0", "a"))
+        if built.arch == device.arch or (built.arch < device.arch and not specific):
+            return device._replace(code=built)
+    raise ValueError(
+        f"code is {code!r}, but must be an arch whose code runs on {device.name} "
+        f"(sm_{device.arch}), such as '8.0'"
+    )

@@ -1,0 +1,114 @@
+"""Which code of a finished CUDA build the GPU here runs, and a call of every op it has."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import diagonal_cases
+import mlstm_cases
+from cases import DEVICE, Case, make
+from flashcell.kernels import diagonal_rnn, fused_rnn
+from flashcell.kernels.fused_rnn.plan import Code
+
+REST = (*[None] * 5, False, True)  # masks, lengths, a clip; no tf32; the weight's gradient
+METHODS = ("walk", "shoot", "newton") if DEVICE == "cuda" else ("walk",)
+Calls = Iterator[tuple[str, Callable[[], Any]]]
+
+
+def built_for(module) -> tuple[str, ...]:
+    """The archs of a loaded variant: ('8.0+PTX',)."""
+    metadata = json.loads((Path(module.__file__).parent / "metadata.json").read_text())
+    return tuple(metadata["backend"]["archs"])
+
+
+def code_of(module) -> Code | None:
+    """What CUDA takes of them: machine code of the GPU's major version, or else the newest PTX."""
+    return choose(built_for(module), torch.cuda.get_device_capability())
+
+
+def choose(archs: tuple[str, ...], capability: tuple[int, int]) -> Code | None:
+    machine, ptx = [], []
+    for arch in archs:
+        number = arch.removesuffix("+PTX")
+        major, minor = (int(part) for part in number.rstrip("af").split("."))
+        code = Code(10 * major + minor, number == "9.0a")
+        own = (major, minor) == capability
+        if own or (major == capability[0] and minor <= capability[1] and number[-1] != "a"):
+            machine.append(code)
+        if arch.endswith("+PTX") and (own or ((major, minor) < capability and number[-1] != "a")):
+            ptx.append(code)
+    return max(machine or ptx, default=None)
+
+
+def every_op(fused, diagonal, mlstm) -> Calls:
+    """A small call of every op that has code of its own on CUDA, of the three loaded kernels."""
+    yield from _fused_ops(fused)
+    yield from _diagonal_ops(diagonal)
+    yield from _tfla_ops(mlstm)
+
+
+def _zeros(*shape: int) -> torch.Tensor:
+    return torch.zeros(*shape, dtype=torch.bfloat16)
+
+
+def _fused_ops(module) -> Calls:
+    ops = module.dispatch.ops
+    for name, cell in fused_rnn.CELLS.items():
+        given = make(cell, Case(2, 3, 1, 40, ("state",)), torch.float32)
+        listed = {**given, "lengths": torch.tensor([3, 2])}
+        backward, weight = getattr(ops, f"{name}_bwd"), given["weight"]
+        saved, h = torch.rand(2, 3, cell.saved, 1, 40), torch.zeros(2, 3, 1, 40)
+        yield name, lambda n=name, c=given: module.recurrent(n, **c)
+        yield f"{name} with lengths", lambda n=name, c=listed: module.recurrent(n, **c)
+        yield f"{name} backward", lambda b=backward, a=(h, None, saved, h, weight): b(*a, *REST)
+
+
+def _diagonal_ops(module) -> Calls:
+    zeros, ops = torch.zeros, module.dispatch.ops
+    row, h = zeros(2, 40), zeros(2, 3, 40)
+    for name, cell in diagonal_rnn.CELLS.items():
+        function, backward = getattr(module, name), getattr(ops, f"{name}_bwd")
+        call = diagonal_cases.make(cell, Case(2, 3, 1, 40, ("state",)), torch.float32)
+        weight, saved = zeros(cell.weights, 40), zeros(2, 3, cell.states - 1, 40)
+        given = (h, None, call["x"], weight, h, saved, *[None] * 5)
+        for method in METHODS:
+            yield f"{name} {method}", lambda f=function, c=call, m=method: f(**c, method=m)
+            yield f"{name} {method} backward", lambda b=backward, a=given, m=method: b(*a, m)
+        rows = tuple(zeros(n, 40) for n in (3, cell.weights - 3) if n)
+        step = (name, row, zeros(1, cell.gates, 40, 40), None, rows)
+        step += (tuple(zeros(2, 40) for _ in range(cell.states)), zeros(40), row)
+        yield f"{name} mixer_step", lambda a=step: module.mixer_step(*a, bound=0.5)
+    blocks = zeros(2, 3, 40, 2, 2), zeros(2, 3, 40, 2)
+    scans = (("linear_scan", ops.scan_bwd, h, h), ("block_scan", ops.block_scan_bwd, *blocks))
+    for name, backward, a, b in scans:
+        function = getattr(module, name)
+        yield name, lambda f=function, a=a, b=b: f(a, b)
+        yield f"{name} backward", lambda f=backward, a=a, b=b: f(b, a, b, None, False)
+    taps, x = zeros(40, 4), h.clone().requires_grad_()
+    yield "causal_conv", lambda: module.causal_conv(x, taps).sum().backward()
+    yield "conv_step", lambda: module.conv_step(row, taps, None, zeros(2, 3, 40))
+
+
+def _tfla_ops(module) -> Calls:
+    ops, x, weights = module.dispatch.ops, _zeros(2, 40), [_zeros(24, 40)]
+    case = mlstm_cases.Case(2, 20, 1, 16, 16, ("state", "layer"))
+    call, _ = mlstm_cases.leaves(mlstm_cases.make("exp", case, torch.bfloat16))
+    plain = {k: v for k, v in call.items() if k in ("q", "k", "v", "i", "f")}
+    yield "mlstm", lambda: module.mlstm(**call)
+    yield "mlstm backward", lambda: module.mlstm(**call)[0].sum().backward()
+    yield "mlstm_step", lambda: module.mlstm_step(**{k: v[:, 0] for k, v in plain.items()})
+    yield "linear_step", lambda: ops.linear_step(x, weights, [], 0, 0.0, None, 0.1, None, False)
+    if DEVICE == "cuda":  # the CPU has none
+        yield "norm_step", lambda: ops.norm_step(x, x[0], 0.1, weights, [], 0.0)
+        yield "gate_step", lambda: ops.gate_step(x, x)
+    dy, h = _zeros(2, 20, 1, 16), _zeros(2, 20, 1, 16)
+    yield "mlstm_epilogue", lambda: ops.mlstm_epilogue(h, h, None, False, False, 0.1)
+    yield "its backward", lambda: ops.mlstm_epilogue_bwd(dy, h, h, None, False, False, 0.1)
+    total, C, n = torch.ones(2, 20, 1), torch.zeros(2, 1, 16, 16), torch.zeros(2, 1, 16)
+    bare = [plain[k].detach() for k in "qkv"] + [plain[k].detach().float() for k in "if"]
+    bare += [None] * 7
+    given = (dy, None, None, C, n, h, total, None, None, *bare, True, True, 0.0, True, 16)
+    yield "mlstm_bwd", lambda: ops.mlstm_bwd(*given)

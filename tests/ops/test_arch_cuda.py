@@ -1,0 +1,223 @@
+"""A library that was compiled for another arch than the GPU's: right values, or an error by name.
+
+FLASHCELL_TEST_KERNEL, FLASHCELL_TEST_DIAGONAL_KERNEL and FLASHCELL_TEST_TFLA_KERNEL name finished
+builds, such as those of `scripts/build_kernels --backend cuda --archs "8.0+PTX" --out DIR`. torch.empty
+is NaN here: what a kernel without a body leaves is not overlooked.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import test_diagonal_conv as conv
+import test_diagonal_cuda as diagonal
+import test_diagonal_mixer_step as mixer
+import test_diagonal_scan as scan
+import test_tfla as mlstm
+import test_tfla_linear as linear
+import torch
+from test_cuda import MASKS, compare, far_from_zero
+from torch.utils._pytree import tree_leaves
+
+import mlstm_cases
+from arch_cases import choose, code_of, every_op
+from cases import DEVICE, Case, make, upcast
+from flashcell.kernels import diagonal_rnn as diagonal_reference
+from flashcell.kernels import fused_rnn as reference
+from flashcell.kernels.fused_rnn.plan import Code
+from numerics import assert_as_accurate, assert_close
+
+ROOT = Path(__file__).resolve().parents[2]
+NO_JIT = "CUDA_DISABLE_PTX_JIT"
+pytestmark = pytest.mark.usefixtures("poisoned")
+on_gpu = pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU and FLASHCELL_TEST_DEVICE=cuda")
+short = lambda dtype: str(dtype)[6:]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+SHAPES = [(3, 1, 336), (1, 2, 200), (129, 1, 768)]  # sequences, heads, width
+REFUSALS = (  # of an engine asked for by name
+    r"fused_rnn: the cluster engine, .*, has no code for .* of compute capability \d+\.\d: "
+    r".*compiled for .*--archs|does not run a head of width|chip engine cannot run heads of width"
+)
+
+
+def test_what_cuda_takes_of_a_build():
+    assert choose(("8.0+PTX",), (9, 0)) == Code(80)
+    assert choose(("8.0", "9.0a", "12.0+PTX"), (9, 0)) == Code(90, sm_90a=True)
+    assert choose(("8.0", "8.6", "9.0+PTX"), (8, 9)) == Code(86)
+    assert choose(("8.0+PTX", "9.0a"), (10, 0)) == Code(80)
+    assert choose(("9.0a",), (10, 0)) is choose(("8.0",), (9, 0)) is None
+
+
+@on_gpu
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+@pytest.mark.parametrize(
+    "archs", ["8.0", "8.0+PTX", "9.0", "9.0+PTX", "9.0a", "8.0+PTX,9.0a", "10.0", "12.0+PTX"]
+)
+def test_the_library_knows_its_code(tmp_path, archs):
+    """Machine code and PTX, with and without the instructions of 9.0a: what the host is told is what
+    the preprocessor saw."""
+    sys.path.insert(0, str(ROOT / "kernel_builds/cmake"))
+    from archs import gencode, parse_archs
+
+    include = f"-I{ROOT / 'kernel_builds/cmake/include'}"
+    source, program = ROOT / "tests/ops/arch_probe.cu", tmp_path / "probe"
+    command = ["nvcc", "-std=c++20", include, *gencode(parse_archs(archs)), source, "-o", program]
+    subprocess.run(command, check=True)
+    said = subprocess.run([program], capture_output=True, text=True, check=True).stdout.strip()
+    capability = torch.cuda.get_device_capability()
+    code = choose(parse_archs(archs), capability)
+    if code is not None:
+        assert said == "{0:d} {1:d} {0:d} {1:d}".format(*code)
+        return
+    gpu, number = torch.cuda.get_device_name(), "{}.{}".format(*capability)
+    assert f"probe: this library has no code for {gpu}, of compute capability {number}: " in said
+    numbers = [arch.removesuffix("+PTX").rstrip("a") for arch in parse_archs(archs)]
+    assert f"the library was compiled for {', '.join(numbers)}. Take a build" in said
+
+
+@pytest.fixture(params=reference.CELLS)
+def name(request):
+    return request.param
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", [*DTYPES, "tf32"], ids=str)
+@pytest.mark.parametrize("options", [(), MASKS], ids=["plain", "masks"])
+@pytest.mark.parametrize(("B", "N", "D"), SHAPES)
+@pytest.mark.parametrize("engine", ["", "block", "cluster", "chip", "step"])
+def test_recurrent_cells(fused_rnn, monkeypatch, name, B, N, D, options, dtype, engine):
+    """The engine that is chosen is right; one that is asked for is right or refuses."""
+    monkeypatch.setenv("FLASHCELL_CUDA_ENGINE", engine)
+    tf32 = {"precision": "tf32"} if dtype == "tf32" else {}
+    io = torch.float32 if tf32 else dtype
+    change = far_from_zero if name == "rnn_relu" else dict
+    try:
+        got, peer, exact = compare(fused_rnn, name, Case(B, 33, N, D, options), io, change, **tf32)
+    except RuntimeError as error:
+        if not engine or not re.search(REFUSALS, str(error)):
+            raise
+        return
+    for key in exact:
+        label = f"{name} {B}x{N}x{D} {engine} {key}"
+        if tf32:
+            assert_close(label, got[key].double(), exact[key], 2e-3)
+        else:
+            values = got[key], exact[key], peer[key]
+            assert_as_accurate(label, *values, D, (io, key[0] == "d"))
+
+
+@on_gpu
+@pytest.mark.parametrize(("B", "T", "N", "D"), [(3, 1019, 1, 336), (1, 400, 2, 200)])
+def test_long_lstm(fused_rnn, B, T, N, D):
+    """The calls that once returned NaN."""
+    got, peer, exact = compare(fused_rnn, "lstm", Case(B, T, N, D), torch.bfloat16)
+    for key in exact:
+        values = got[key], exact[key], peer[key]
+        assert_as_accurate(f"lstm {N}x{D} {key}", *values, D, (torch.bfloat16, key[0] == "d"))
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+@pytest.mark.parametrize(("B", "N", "D"), SHAPES)
+def test_recurrent_steps(fused_rnn, name, B, N, D, dtype):
+    """One after another: launches that overlap wait for each other, or do not overlap."""
+    call = make(reference.CELLS[name], Case(B, 12, N, D, ("state",)), dtype)
+    x, state, given = call["x"], call["state"], (call["weight"], call["bias"])
+    hs = []
+    for t in range(x.shape[1]):
+        h, state = fused_rnn.recurrent_step(name, x[:, t], *given, state)
+        hs.append(h)
+    exact, _ = reference.recurrent(name, **upcast(call))
+    peer, _ = reference.recurrent(name, **call)
+    assert_as_accurate(f"{name} steps", torch.stack(hs, 1), exact, peer, D, (dtype, False))
+
+
+@on_gpu
+def test_a_cluster_without_code_is_an_error(fused_rnn, monkeypatch):
+    if torch.cuda.get_device_capability()[0] < 9 or code_of(fused_rnn).arch >= 90:
+        pytest.skip("needs a GPU with clusters and a build without: 8.0+PTX")
+    monkeypatch.setenv("FLASHCELL_CUDA_ENGINE", "cluster")
+    call = make(reference.CELLS["lstm"], Case(3, 5, 1, 336), torch.bfloat16)
+    with pytest.raises(RuntimeError, match=REFUSALS) as caught:
+        fused_rnn.lstm(**call)
+    assert torch.cuda.get_device_name() in str(caught.value)
+    assert "clusters need code for 9.0 or later, and the library was compiled for 8.0" in str(
+        caught.value
+    )
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+@pytest.mark.parametrize(("B", "N", "D"), SHAPES)
+@pytest.mark.parametrize("cell", mlstm_cases.CELLS)
+def test_tfla(tfla, cell, B, N, D, dtype):
+    case = mlstm_cases.Case(B, 70, N, D, D, ("state", "reset"), 64)
+    mlstm.test_kernel_is_as_exact_as_the_reference(tfla, cell, case, dtype)
+    mlstm.test_step(tfla, cell, dtype)
+    if dtype != torch.float32:
+        linear.test_several_matrices(tfla, dtype, min(B, 40), D, True)
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+@pytest.mark.parametrize(("B", "N", "D"), SHAPES)
+@pytest.mark.parametrize("cell", diagonal_reference.CELLS)
+def test_diagonal(diagonal_rnn, cell, B, N, D, dtype):
+    for method in diagonal.METHODS:
+        case = Case(B, 70, 1, N * D, MASKS)
+        diagonal.test_every_method_is_as_exact_as_the_reference(
+            diagonal_rnn, cell, method, case, dtype
+        )
+    mixer.test_mixer_step(diagonal_rnn, cell, dtype, (B, N, D), True)
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+@pytest.mark.parametrize(("B", "N", "D"), SHAPES)
+def test_scans_and_convolutions(diagonal_rnn, B, N, D, dtype):
+    shape = (B, 70, N * D)
+    for n in scan.BLOCKS:
+        scan.test_values(diagonal_rnn, shape, n, False, dtype)
+    conv.test_is_its_definition(diagonal_rnn, shape, ("bias", "window"), 4, True, dtype)
+    mixer.test_conv_step(diagonal_rnn, dtype, (B, N, D), True)
+
+
+def test_every_op_runs(fused_rnn, diagonal_rnn, tfla):
+    """What the test below calls, where there is code for it."""
+    for what, call in every_op(fused_rnn, diagonal_rnn, tfla):
+        tensors = [t for t in tree_leaves(call()) if torch.is_tensor(t)]
+        assert all(t.isfinite().all() for t in tensors), what
+
+
+@on_gpu
+def test_a_gpu_without_code_is_refused_by_name(fused_rnn, diagonal_rnn, tfla):
+    """In a process whose driver compiles no PTX, a build with nothing but PTX for this GPU has none."""
+    own = choose(("8.0",), torch.cuda.get_device_capability())
+    if own or any(code_of(module) != Code(80) for module in (fused_rnn, diagonal_rnn, tfla)):
+        pytest.skip("needs builds for 8.0+PTX, and a GPU that runs their PTX")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    command += ["-k", "test_every_op_refuses"]
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, NO_JIT: "1"}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout
+    assert "1 passed" in done.stdout, done.stdout
+
+
+@on_gpu
+@pytest.mark.skipif(NO_JIT not in os.environ, reason="run by the test above")
+def test_every_op_refuses(fused_rnn, diagonal_rnn, tfla):
+    for what, call in every_op(fused_rnn, diagonal_rnn, tfla):
+        for _ in range(2):  # the error is no answer to remember
+            with pytest.raises(
+                RuntimeError, match=r"(rnn|tfla): this library has no code"
+            ) as caught:
+                call()
+            said = str(caught.value)
+            assert f"no code for {torch.cuda.get_device_name()}, of compute" in said, what
+            assert "the library was compiled for 8.0. Take a build for this GPU" in said, what
+    torch.ones(3).sum().item()  # torch goes on
