@@ -296,6 +296,5 @@ def with_code(device: Device, code: str) -> Device:
         if built.arch == device.arch or (built.arch < device.arch and not specific):
             return device._replace(code=built)
     raise ValueError(
-        f"code is {code!r}, but must be an arch whose code runs on {device.name} "
-        f"(sm_{device.arch}), such as '8.0'"
+        f"code is {code!r}, but must be an arch whose code runs on {device.name}: '8.0'"
     )
