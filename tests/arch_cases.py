@@ -38,7 +38,9 @@ def choose(archs: tuple[str, ...], capability: tuple[int, int]) -> Code | None:
         own = (major, minor) == capability
         if own or (major == capability[0] and minor <= capability[1] and number[-1] != "a"):
             machine.append(code)
-        if arch.endswith("+PTX") and (own or ((major, minor) < capability and number[-1] != "a")):
+        if arch.endswith("+PTX") and (
+            own or ((major, minor) < capability and number[-1].isdigit())
+        ):
             ptx.append(code)
     return max(machine or ptx, default=None)
 

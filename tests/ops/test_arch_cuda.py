@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 import mlstm_cases
 from arch_cases import choose, code_of, every_op
 from cases import DEVICE, Case, make, upcast
+from flashcell.kernel_variants import runs_on
 from flashcell.kernels import diagonal_rnn as diagonal_reference
 from flashcell.kernels import fused_rnn as reference
 from flashcell.kernels.fused_rnn.plan import Code
@@ -50,6 +52,9 @@ def test_what_cuda_takes_of_a_build():
     assert choose(("8.0", "8.6", "9.0+PTX"), (8, 9)) == Code(86)
     assert choose(("8.0+PTX", "9.0a"), (10, 0)) == Code(80)
     assert choose(("9.0a",), (10, 0)) is choose(("8.0",), (9, 0)) is None
+    archs = ("7.5", "8.0", "8.0+PTX", "8.6", "9.0", "9.0a", "9.0a+PTX", "10.0f", "10.0+PTX", "12.0")
+    for arch, capability in product(archs, ((8, 0), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0))):
+        assert (choose((arch,), capability) is not None) == runs_on(arch, capability)
 
 
 @on_gpu
@@ -87,7 +92,7 @@ def name(request):
 @on_gpu
 @pytest.mark.parametrize("dtype", [*DTYPES, "tf32"], ids=str)
 @pytest.mark.parametrize("options", [(), MASKS], ids=["plain", "masks"])
-@pytest.mark.parametrize(("B", "N", "D"), SHAPES)
+@pytest.mark.parametrize(("B", "N", "D"), [*SHAPES, (17, 2, 64)])
 @pytest.mark.parametrize("engine", ["", "block", "cluster", "chip", "step"])
 def test_recurrent_cells(fused_rnn, monkeypatch, name, B, N, D, options, dtype, engine):
     """The engine that is chosen is right; one that is asked for is right or refuses."""
