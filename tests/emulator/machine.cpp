@@ -167,7 +167,7 @@ Options read_options() {
     } else if (name == "arch" && value > 0) {
       options.arch = value;
     } else if (name == "code" && equals != word.npos && value >= 0) {
-      options.code = value;
+      options.code = value, options.sm_90a = word == "code=90a";
     } else if (name == "processors" && value > 0) {
       options.processors = value;
     } else if (name == "shared" && 48 <= value && value << 10 <= flashcell::cuda::kMostShared) {
@@ -178,7 +178,7 @@ Options read_options() {
                                   "processors=<count>, shared=<KB>");
     }
   }
-  if (options.code < 0) options.code = options.arch;
+  if (options.code < 0) options.code = options.arch, options.sm_90a = options.arch == 90;
   return options;
 }
 
@@ -187,7 +187,7 @@ int current_gpu() {
   const std::lock_guard lock(one_at_a_time);
   const Options options = read_options();
   const auto facts = [](const Options& o) {
-    return std::tuple(o.arch, o.code, o.processors, o.shared_bytes);
+    return std::tuple(o.arch, o.code, o.sm_90a, o.processors, o.shared_bytes);
   };
   const auto is_it = [&](const Options& o) { return facts(o) == facts(options); };
   const auto found = std::find_if(gpus.begin(), gpus.end(), is_it);

@@ -19,9 +19,10 @@ from mlstm_cases import make
 HOPPER = "arch=90 code=80"  # 9.0 runs PTX for 8.0: no wgmma, no clusters, no launches that overlap
 
 
+@pytest.mark.parametrize("code", [80, 90])  # 90 is not 90a, which alone has wgmma
 @pytest.mark.parametrize("case", TILES[:2], ids=str)
-def test_hopper_runs_code_for_8_0(tfla, order, cell, case):  # noqa: F811
-    judge_case(tfla, order, cell, case, torch.bfloat16, device=HOPPER)
+def test_hopper_runs_code_without_wgmma(tfla, order, cell, case, code):  # noqa: F811
+    judge_case(tfla, order, cell, case, torch.bfloat16, device=f"arch=90 code={code}")
 
 
 def test_kept_states_of_code_for_8_0(tfla, order, cell):  # noqa: F811

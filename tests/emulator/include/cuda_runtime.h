@@ -207,9 +207,9 @@ struct cudaFuncAttributes {
 // The bounds are those of code_kernel (code.cuh): 64 threads where the code is for 9.0a.
 template <typename Function>
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, Function*) {
-  const int code = emulator::read_options().code;
-  *attributes = {code, code == 90 ? 64 : 32};
-  return code == 0 ? cudaErrorNoKernelImageForDevice : cudaSuccess;
+  const emulator::Options options = emulator::read_options();
+  *attributes = {options.code, options.sm_90a ? 64 : 32};
+  return options.code == 0 ? cudaErrorNoKernelImageForDevice : cudaSuccess;
 }
 
 inline cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t) {

@@ -18,11 +18,12 @@ constexpr int kWarpSize = 32;
 
 // FLASHCELL_EMULATOR, read at every launch: words from `backwards` (threads and blocks run last
 // first), `early` (a copy lands when it is issued, not when it is waited for), `arch=<90 for 9.0>`,
-// `code=<80: compiled for 8.0, 0: for no such GPU; arch's own>`, `processors=<count>` and
-// `shared=<KB of a block>`.
+// `code=<80: compiled for 8.0; 90 or 90a; 0: for no such GPU; arch's own>`, `processors=<count>`
+// and `shared=<KB of a block>`.
 struct Options {
   bool backwards = false, early = false;
   int arch = 90, code = -1, processors = 132, shared_bytes = 227 << 10;  // an H200's
+  bool sm_90a = false;                                                   // in the code
 };
 Options read_options();
 int current_gpu();  // its index: every GPU that options describe is one of its own

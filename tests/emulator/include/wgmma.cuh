@@ -73,7 +73,7 @@ void multiply_now(const LaneProduct& own, LeftOf) {
 template <typename IO, Major kRight, int kN, typename LeftOf>
 void multiply_later(const LaneProduct& own, bool add, LeftOf left_of) {
   static_assert(kHasWgmma<8 * kN> && sizeof(IO) == 2);
-  if (emulator::machine.options.code != 90) emulator::fail("wgmma: only code for 9.0a has it");
+  if (!emulator::machine.options.sm_90a) emulator::fail("wgmma: only code for 9.0a has it");
   emulator::issue_product([own, add, left_of] {
     if (!add) std::memset(own.sums, 0, kN * sizeof(float[4]));
     multiply_now<IO, kRight, kN>(own, left_of);
