@@ -3,17 +3,10 @@
 from .cells import CELLS
 from .conv import causal_conv
 from .dispatch import BACKEND
-from .functional import (
-    Info,
-    block_scan,
-    flash_gru,
-    flash_gru_step,
-    flash_lstm,
-    flash_lstm_step,
-    linear_scan,
-)
+from .functional import Info, flash_gru, flash_gru_step, flash_lstm, flash_lstm_step
 from .mixer_step import conv_step, mixer_step
 from .projection import headwise_linear, headwise_product
+from .scans import block_scan, linear_scan
 from .solve import ParallelRNN, SolveInfo, solve
 from .structures import Structure, register_structure
 

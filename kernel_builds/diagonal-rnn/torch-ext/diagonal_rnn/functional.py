@@ -30,8 +30,8 @@ from typing import NamedTuple, Tuple
 
 import torch
 
-from . import reference
-from .arguments import check_method, check_rows, check_scan, check_sequence, check_x, sizes
+from . import newton, reference
+from .arguments import check_method, check_rows, check_sequence, check_x, sizes
 from .cells import CELLS
 from .checks import check_state
 from .dispatch import BACKEND, select_backend
@@ -103,22 +103,6 @@ def flash_lstm_step(x, a, p, state=None, *, bias=None, backend="auto") -> Result
     check_x(spec, x, "B", 3)
     x = x.unsqueeze(-3)
     return _step(spec, x, _rows(x, [("a", a, 3), ("p", p, 2)], bias), state, backend)
-
-
-def linear_scan(a, b, h0=None, *, reverse=False, backend="auto") -> torch.Tensor:
-    """h_t = a_t h_{t-1} + b_t, or with `reverse` h_t = a_t h_{t+1} + b_t; elementwise.
-
-    a, b [B, T, D], h0 [B, D] or None for zeros -> h [B, T, D] in b's dtype. The sum is in fp32 (fp64
-    for fp64); with a and b in two dtypes both are read in the wider one.
-    """
-    check_scan(a, b, h0, reverse, block=False)
-    return _scan("scan_fwd", a, b, h0, reverse, backend)
-
-
-def block_scan(a, b, h0=None, *, reverse=False, backend="auto") -> torch.Tensor:
-    """`linear_scan` of n x n blocks: a [B, T, D, n, n], b [B, T, D, n], h0 [B, D, n], n <= 4."""
-    check_scan(a, b, h0, reverse, block=True)
-    return _scan("block_scan_fwd", a, b, h0, reverse, backend)
 
 
 def _rows(x: torch.Tensor, weights, bias) -> torch.Tensor:
@@ -202,19 +186,5 @@ def _reference(spec, x, weight, state, masks, options):
         h, last = reference.sequence(*given)
         report = torch.zeros(3, device=x.device)
     else:
-        from . import newton
-
         h, last, report = newton.sequence(*given, *options)
     return lowered.unpack(h).to(dtype), last, report
-
-
-def _scan(op, a, b, h0, reverse, backend) -> torch.Tensor:
-    chosen = select_backend(backend, b.device.type, BACKEND, b.dtype)
-    if a.dtype != b.dtype:
-        wide = torch.promote_types(a.dtype, b.dtype)
-        h = _scan(op, a.to(wide), b.to(wide), h0, reverse, backend)
-        return h.to(b.dtype)
-    h0 = None if h0 is None else h0.to(reference.state_dtype(b.dtype))
-    if chosen == "reference":
-        return reference.scan(a, b, h0, reverse)
-    return CALLS[op](a, b, h0, reverse)

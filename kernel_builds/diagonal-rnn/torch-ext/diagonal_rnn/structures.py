@@ -13,8 +13,8 @@ from torch import Tensor
 from . import scan_reference
 from .arguments import WIDEST_BLOCK
 from .dispatch import BACKEND, select_backend
-from .functional import block_scan, linear_scan
 from .scan_reference import multiply_vector
+from .scans import block_scan, linear_scan
 
 Pull = Callable[[Tensor], Tensor]  # v [N, *S] -> v^T J [N, *S], from torch.func.vjp
 
