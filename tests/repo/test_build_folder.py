@@ -1,0 +1,85 @@
+"""scripts/build_kernels writes below its state folder, and in nobody else's."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+NVCC = """#!/bin/sh
+case $1 in
+    --version) echo "Cuda compilation tools, release 13.0, V13.0.0" ;;
+    --list-gpu-code) echo sm_90 ;;
+    *) echo no >&2; exit 1 ;;
+esac
+"""
+
+
+@pytest.fixture
+def project(tmp_path):
+    return Path(shutil.copytree(Path(__file__).with_name("axpy"), tmp_path / "axpy"))
+
+
+def build(project, *arguments):
+    command = [sys.executable, ROOT / "scripts/build_kernels", "--kernel", project, "--here"]
+    command += ["--home", project.parent / "home", "--jobs", "2", *arguments]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("check", [(), ("--check",)], ids=["build", "check"])
+def test_cuda_is_compiled_below_the_state_folder(project, tmp_path, check):
+    (tmp_path / "nvcc").write_text(NVCC)
+    (tmp_path / "nvcc").chmod(0o755)
+    cuda = ("--backend", "cuda", "--archs", "9.0", "--nvcc", tmp_path / "nvcc", *check)
+    done = build(project, *cuda)
+    assert "cmake could not configure the build" in done.stderr  # as far as it gets without nvcc
+    (work,) = (tmp_path / "home/build").iterdir()
+    assert (work / "objects/CMakeCache.txt").is_file()
+    assert f"KERNEL_DIR:PATH={project}" in (work / "objects/CMakeCache.txt").read_text()
+
+
+def in_place_of(project, tmp_path, at: str) -> Path:
+    """A victim's folder, linked to where a build would write."""
+    victim, place = tmp_path / "victim", tmp_path / "home/build"
+    (victim / "objects").mkdir(parents=True)
+    (victim / "objects/CMakeCache.txt").write_text("mine")
+    if at == "work":
+        assert build(project, "--backend", "universal").returncode == 0
+        (place,) = place.iterdir()
+        shutil.rmtree(project / "build")
+        shutil.rmtree(place)
+    place.parent.mkdir(exist_ok=True)
+    place.symlink_to(victim)
+    return victim
+
+
+@pytest.mark.parametrize("at", ["build", "work"])
+def test_a_link_is_refused(project, tmp_path, at):
+    victim = in_place_of(project, tmp_path, at)
+    before = sorted(victim.rglob("*"))
+    done = build(project, "--backend", "universal")
+    assert done.returncode == 1
+    assert "is not a folder of this user's own" in done.stderr
+    assert sorted(victim.rglob("*")) == before
+
+
+def test_a_link_in_place_of_the_lock_is_refused(project, tmp_path):
+    assert build(project, "--backend", "universal").returncode == 0
+    (work,) = (tmp_path / "home/build").iterdir()
+    (tmp_path / "mine").write_text("mine")
+    (work / "lock").unlink()
+    (work / "lock").symlink_to(tmp_path / "mine")
+    shutil.rmtree(project / "build")
+    assert build(project, "--backend", "universal").returncode == 1
+    assert (tmp_path / "mine").read_text() == "mine"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives a folder away")
+def test_another_user_s_folder_is_refused(project, tmp_path):
+    (tmp_path / "home/build").mkdir(parents=True)
+    os.chown(tmp_path / "home/build", 65534, 65534)
+    done = build(project, "--backend", "universal")
+    assert "is not a folder of this user's own" in done.stderr
