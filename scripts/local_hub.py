@@ -5,7 +5,8 @@
 
 prints its URL (port 0: a free one) and serves until it is interrupted. What huggingface_hub and
 kernels ask of a Hub to create, fill, list and download kernel repositories is here; everything else
-is 404. There are no users and no tokens, and every file travels inside its commit (no LFS).
+is 404. There are no users and no tokens, and every file travels inside its commit (no LFS). Web pages
+are kept out: a request that names another host, or an origin, is refused.
 """
 
 import argparse
@@ -13,7 +14,6 @@ import hashlib
 import json
 import re
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -22,6 +22,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 from _hub_store import NotFound, Store
 
+LARGEST_REQUEST = 2**30  # bytes
 REPO = r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)"
 
 
@@ -33,14 +34,11 @@ class Faults:
     clip: dict[str, int] = field(default_factory=dict)  # half a file, though HEAD announced all
     shorten: dict[str, int] = field(default_factory=dict)  # half a file, and nothing says so
     tampered: dict[str, bytes] = field(default_factory=dict)  # other content
-    delay: float = 0.0  # seconds before each
 
     def apply(self, method: str, path: str, content: bytes) -> tuple[bytes, int]:
         """The content to announce, and how many of its bytes to send."""
         for ending, other in self.tampered.items():
             content = other if path.endswith(ending) else content
-        if method == "GET":
-            time.sleep(self.delay)
         clipped = method == "GET" and self._counts(self.clip, method, path)
         if clipped or self._counts(self.shorten, method, path):
             content = content[: len(content) // 2]
@@ -89,6 +87,7 @@ class LocalHub:
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    timeout = 60.0  # seconds that a client may be silent
     hub: LocalHub
 
     def do_HEAD(self) -> None:
@@ -207,7 +206,15 @@ class Handler(BaseHTTPRequestHandler):
 
     def _route(self, *routes: tuple[str, Callable[..., None]]) -> None:
         url = urlsplit(self.path)
-        self.query, self.body = parse_qs(url.query), self._read_body()
+        own = {f"{name}:{self.hub.port}" for name in ("127.0.0.1", "localhost")}
+        if "Origin" in self.headers or self.headers.get("Host") not in own:
+            self.close_connection = True  # its body is not read
+            return self.fail(403, "Forbidden", "web pages and other hosts' names are refused")
+        try:
+            self.query, self.body = parse_qs(url.query), self._read_body()
+        except ValueError as error:
+            self.close_connection = True  # where the next request begins is unknown
+            return self.fail(400, "BadRequest", str(error))
         for pattern, answer in routes:
             if match := re.fullmatch(pattern, url.path):
                 try:
@@ -220,13 +227,22 @@ class Handler(BaseHTTPRequestHandler):
 
     def _read_body(self) -> bytes:
         if self.headers.get("Transfer-Encoding", "").lower() != "chunked":
-            return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            return self._read(self.headers.get("Content-Length") or "0", 10, LARGEST_REQUEST)
         body = b""
-        while size := int(self.rfile.readline().split(b";")[0], 16):
-            body += self.rfile.read(size)
-            self.rfile.readline()
-        self.rfile.readline()
+        while chunk := self._read(self._line().split(b";")[0], 16, LARGEST_REQUEST - len(body)):
+            body += chunk
+            self._line()
+        self._line()
         return body
+
+    def _line(self) -> bytes:
+        return self.rfile.readline(65536).strip()
+
+    def _read(self, size: str | bytes, base: int, most: int) -> bytes:
+        """As many bytes as a number in the request says; a negative one would wait for its end."""
+        if not 0 <= int(size, base) <= most:
+            raise ValueError(f"the size is {size!r}, but must be 0 to {most}")
+        return self.rfile.read(int(size, base))
 
 
 def main() -> None:
