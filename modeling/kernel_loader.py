@@ -6,38 +6,39 @@
     reference   the torch reference
 
 The lock (kernels_lock.py, or the file that FLASHCELL_LOCK names) pins a commit and the sha256 of
-every file of every variant, and nothing is imported before all of them are verified. What the lock
-pins was reviewed, so no publisher has to be trusted and nobody is asked to trust one;
-`kernels.get_kernel` asks, because it imports whatever the repository holds today. Verified files
-in the cache are used without a word to the network, so a second start works offline.
+every file of every variant. All of them are verified before the first is imported, and the bytes
+that were hashed are the bytes that are imported (kernel_files.py, kernel_import.py): who can write
+to the cache can withhold a kernel, but not change it. What the lock pins was reviewed, so no
+publisher has to be trusted and nobody is asked to trust one; `kernels.get_kernel` asks, because it
+imports whatever the repository holds today. Verified files in the cache are used without a word to
+the network, so a second start works offline; a Hub that is slow is given up after 20 seconds.
 
 LOCAL_KERNELS="org/name=/directory:..." (development) takes a build from disk instead. Its files are
 the developer's own: their digests are not checked.
 """
 
-import importlib
+import importlib.util
 import json
 import logging
 import os
 import sys
-import tempfile
 import threading
 import types
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-from huggingface_hub.utils import WeakFileLock
 
+from .hub_download import FilesDiffer, FilesUnavailable
+from .kernel_files import read_verified, verified_files
+from .kernel_import import import_package
 from .kernel_variants import choose_variant, explain
 from .kernels_lock import LOCK
-from .lock_format import check_lock, differences, read_lock
+from .lock_format import check_lock, read_file, read_lock
 
 BACKENDS = ("auto", "cuda", "cpu", "reference")
 
@@ -85,6 +86,7 @@ class KernelInfo:
 _infos: dict[str, KernelInfo] = {}
 _modules = types.ModuleType("loaded_kernels")  # Dynamo traces attributes of modules at no cost
 _warned: set[str] = set()
+_verified: dict[str, dict[str, str]] = {}  # module -> the digests of what it was imported from
 _one_thread = threading.RLock()
 
 
@@ -170,14 +172,30 @@ def _from_disk(name: str, repo: str, device_type: str) -> tuple[Any, KernelInfo]
         return None
     root = Path(directory)
     files = [f for at in ("", "*/", "build/*/") for f in root.glob(f"{at}metadata.json")]
-    metadata = {f.resolve().parent: json.loads(f.read_text()) for f in files}
+    metadata = {f.resolve().parent: json.loads(read_file(f)) for f in files}
     archs = {p.name: m["backend"].get("archs", []) for p, m in metadata.items()}
     variant = choose_variant(archs, device_type)
     if variant is None:
         raise KernelError(f"LOCAL_KERNELS: {root} does not fit: {explain(archs, device_type)}")
     path = next(p for p in metadata if p.name == variant)
-    module = _import(path, metadata[path]["id"], device_type, files=None)
+    module = _import_from(path, metadata[path]["id"])
     return module, KernelInfo(name, "local", device_type, repo, variant=variant, path=path)
+
+
+def _import_from(path: Path, identifier: str) -> Any:
+    """A developer's build, from where it lies: debuggers and profilers find its symbols there."""
+    module = _loaded(identifier, path, None)
+    if module is None:
+        spec: Any = importlib.util.spec_from_file_location(identifier, path / "__init__.py")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[identifier] = module
+        with _explained(f"{path} cannot be imported", KernelError):
+            try:
+                spec.loader.exec_module(module)
+            except BaseException:
+                del sys.modules[identifier]
+                raise
+    return module
 
 
 def _from_hub(name: str, locked: dict[str, Any], device_type: str) -> tuple[Any, KernelInfo]:
@@ -191,105 +209,53 @@ def _from_hub(name: str, locked: dict[str, Any], device_type: str) -> tuple[Any,
     variant = choose_variant(archs, device_type)
     if variant is None:
         raise KernelUnavailable(f"{repo}@{revision} does not fit: {explain(archs, device_type)}")
-    files = variants[variant]["files"]
-    path = _fetch(repo, revision, variant, files)
-    module = _import(path, variants[variant]["id"], device_type, files)
+    identifier, files = variants[variant]["id"], variants[variant]["files"]
+    try:
+        path, contents = verified_files(repo, revision, variant, files)
+    except FilesUnavailable as error:
+        raise KernelUnavailable(str(error)) from error
+    except FilesDiffer as error:
+        raise KernelCorrupt(str(error)) from error
+    _check_id(contents["metadata.json"], identifier, path)
+    module = _loaded(identifier, path, files)
+    if module is None:
+        with _explained(f"{path} cannot be imported", KernelUnavailable):
+            module = import_package(identifier, contents, path)
+        _verified[identifier] = files
     return module, KernelInfo(name, "hub", device_type, repo, revision, variant, path)
 
 
-def _fetch(repo: str, revision: str, variant: str, files: dict[str, str]) -> Path:
-    """The directory with the variant's files, verified: from the cache, else from the network."""
-    locks = Path(constants.HF_HUB_CACHE, ".locks", f"kernels--{repo.replace('/', '--')}")
-
-    def snapshot(local_files_only: bool = False, force_download: bool = False) -> Path:
-        folder = snapshot_download(
-            repo,
-            repo_type="kernel",
-            revision=revision,
-            allow_patterns=[f"build/{variant}/*"],
-            local_files_only=local_files_only,
-            force_download=force_download,
-        )
-        return Path(folder, "build", variant)
-
-    def cached() -> tuple[Path, list[str]] | None:
-        try:
-            path = snapshot(local_files_only=True)
-        except LocalEntryNotFoundError:
-            return None
-        complete = all((path / file).exists() for file in files)
-        return (path, differences(path, files)) if complete else None
-
-    def downloaded() -> tuple[Path, list[str]]:
-        # A file that was cut short raises if the client notices, else it differs: once more, all.
-        with suppress(Exception):
-            path = snapshot()
-            if not differences(path, files):
-                return path, []
-        path = snapshot(force_download=True)
-        return path, differences(path, files)
-
-    found = cached()  # without a lock: a warm cache may be read-only
-    if found is None or found[1]:
-        with _explained(f"{repo}@{revision} is not in the cache and cannot be fetched"):
-            if found is None:
-                _ask_for(repo, revision, f"build/{variant}/metadata.json")
-            locks.mkdir(parents=True, exist_ok=True)
-            with WeakFileLock(locks / f"{revision}-{variant}.lock"):
-                found = cached() or downloaded()  # another process may have come first
-    path, wrong = found
-    if wrong:
-        raise KernelCorrupt(
-            f"{path} is not what the lock pins and was not imported: {'; '.join(wrong)}. If it was "
-            "damaged here, delete that directory and try again; if not, ask who published it"
-        )
-    return path
-
-
-def _ask_for(repo: str, revision: str, file: str) -> None:
-    """Raises at once if there is no Hub. snapshot_download would try for half a minute, and here
-    the processes would do so one after the other. An answer, even a bad one, is left to it."""
-    with suppress(HfHubHTTPError):
-        get_hf_file_metadata(hf_hub_url(repo, file, repo_type="kernel", revision=revision))
-
-
-def _import(path: Path, identifier: str, device_type: str, files: dict[str, str] | None) -> Any:
-    """The variant's module. `files` is None for a developer's build."""
-    found = json.loads((path / "metadata.json").read_text()).get("id")
+def _check_id(metadata: bytes, identifier: str, path: Path) -> None:
+    found = json.loads(metadata).get("id")
     if found != identifier:
         raise KernelCorrupt(f"{path}/metadata.json has id {found!r}, expected {identifier!r}")
-    loaded = sys.modules.get(identifier)
-    if loaded is not None:
-        # Importing it again from here would mix it with the submodules that are loaded already.
-        origin = Path(loaded.__file__ or "").parent
-        wrong = differences(origin, files) if files is not None else []
-        if wrong or (files is None and origin.resolve() != path.resolve()):
-            raise KernelCorrupt(f"{identifier} was imported from {origin}, not {path}: {wrong}")
-        return loaded
-    error = KernelUnavailable if files is not None else KernelError
-    with _explained(f"{path} cannot be imported", error):
-        # By name: transformers refuses remote code whose imports, even in functions, are not here.
-        get_local_kernel = importlib.import_module("kernels").get_local_kernel
-        with _no_bytecode() if files is not None else nullcontext():
-            return get_local_kernel(path, backend=device_type)
 
 
-@contextmanager
-def _no_bytecode() -> Iterator[None]:
-    """Imports compile the verified sources: __pycache__ beside them is neither read nor written."""
-    before = sys.dont_write_bytecode, sys.pycache_prefix
-    with tempfile.TemporaryDirectory() as empty:
-        sys.dont_write_bytecode, sys.pycache_prefix = True, empty
+def _loaded(identifier: str, path: Path, files: dict[str, str] | None) -> Any:
+    """The module if this process has it already: its ops cannot be registered twice. `files` is
+    None for a developer's build."""
+    module = sys.modules.get(identifier)
+    if module is None or (files is not None and _verified.get(identifier) == files):
+        return module
+    origin, wrong = Path(module.__file__ or "").parent, None
+    if identifier in _verified:
+        wrong = "from other files of that name"
+    elif files is None:
+        wrong = f"from {origin}, not {path}" if origin.resolve() != path.resolve() else None
+    else:  # by the user, with `kernels`
         try:
-            yield
-        finally:
-            sys.dont_write_bytecode, sys.pycache_prefix = before
+            absent = files.keys() - read_verified(origin, files)
+            wrong = f"without {', '.join(sorted(absent))}" if absent else None
+        except (FilesDiffer, FilesUnavailable) as error:
+            wrong = f"from {origin}: {error}"
+    if wrong is not None:
+        raise KernelCorrupt(f"{identifier} was imported {wrong}")
+    return module
 
 
 @contextmanager
-def _explained(what: str, kind: type[KernelError] = KernelUnavailable) -> Iterator[None]:
-    """Any error becomes one of ours, for imports raise anything, and the Hub's client raises
-    OSErrors and those of its HTTP library, which is not the same in all its versions."""
+def _explained(what: str, kind: type[KernelError]) -> Iterator[None]:
+    """Any error becomes one of ours, for imports raise anything."""
     try:
         yield
     except Exception as error:

@@ -3,7 +3,7 @@
 A lock is a Python file with one dict literal, ``LOCK = {...}``, because exported model repositories
 carry it and only their `.py` files are copied. It is read without being executed:
 
-    format    1
+    format    1, the int
     kernels   name -> repo      "org/name" on the Hub
                       version   the branch v<version> it is published on
                       revision  commit of that branch, or None: not published yet
@@ -13,10 +13,12 @@ carry it and only their `.py` files are copied. It is read without being execute
 """
 
 import ast
-import hashlib
+import errno
 import json
 import os
 import re
+import stat
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +30,11 @@ REVISION = r"[0-9a-f]{40}"
 VARIANT = r"[a-z0-9][A-Za-z0-9_-]*"
 ID = r"_[A-Za-z0-9_]+"
 ARCH = r"\d+\.\d[af]?(\+PTX)?"
-FILE = r"(?!.*(^|/)\.{0,2}(/|$))[A-Za-z0-9_./-]+"  # relative, and no part is empty, "." or ".."
+# Relative; no part is empty, ".", ".." or Python's cache, whose bytecode no source answers for.
+FILE = r"(?!.*(^|/)(\.{0,2}|__pycache__)(/|$))[A-Za-z0-9_./-]+"
 SHA256 = r"[0-9a-f]{64}"
 ALWAYS_THERE = {"__init__.py", "metadata.json"}
+LARGEST_FILE = 2**30  # bytes
 
 
 class LockError(ValueError):
@@ -40,15 +44,18 @@ class LockError(ValueError):
 def read_lock(path: Path) -> dict[str, Any]:
     """The checked lock in a file, which is parsed and never executed."""
     try:
-        body = ast.parse(path.read_bytes()).body
+        body = ast.parse(read_file(path)).body
         found = [s.value for s in body if isinstance(s, ast.Assign) and _assigns_lock(s)]
         lock = [ast.literal_eval(value) for value in found]
+        twice = [key for value in found for key in _repeated_keys(value)]
     except OSError as error:
         raise LockError(f"kernel lock {path} cannot be read: {error.strerror}") from error
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError) as error:
         raise LockError(f"kernel lock {path} is not LOCK = {{a literal}}: {error}") from error
     if len(lock) != 1:
         raise LockError(f"kernel lock {path} assigns LOCK {len(lock)} times, but must do so once")
+    if twice:
+        raise LockError(f"kernel lock {path} has the key {twice[0]} twice, but must have it once")
     return check_lock(lock[0], str(path))
 
 
@@ -66,7 +73,8 @@ def check_lock(lock: Any, where: str) -> dict[str, Any]:
     """The lock itself if all of it is right."""
     where = f"kernel lock {where}: "
     _keys(lock, ("format", "kernels"), f"{where}LOCK")
-    _require(lock["format"] == FORMAT, f"{where}format", lock["format"], f"{FORMAT}")
+    version = lock["format"]
+    _require(type(version) is int and version == FORMAT, f"{where}format", version, f"{FORMAT}")
     for name, kernel in _dict(lock["kernels"], f"{where}kernels").items():
         at = f"{where}kernels[{name!r}]"
         _match(NAME, name, f"{at}: the name", "such as 'fused-rnn'")
@@ -84,21 +92,16 @@ def check_lock(lock: Any, where: str) -> dict[str, Any]:
     return lock
 
 
-def differences(directory: Path, files: dict[str, str]) -> list[str]:
-    """How the directory differs from the lock; __pycache__ may be there, as it is never read."""
-    there = set()
-    for folder, folders, names in os.walk(directory):
-        at = Path(folder)
-        folders[:] = [f for f in folders if f != "__pycache__" or (at / f).is_symlink()]
-        links = [f for f in folders if (at / f).is_symlink()]  # not walked: Python would follow
-        there |= {(at / name).relative_to(directory).as_posix() for name in names + links}
-    wrong = [f"{file} is missing" for file in sorted(set(files) - there)]
-    wrong += [f"{file} is not in the lock" for file in sorted(there - set(files))]
-    for file in sorted(there & set(files)):
-        found = hashlib.sha256((directory / file).read_bytes()).hexdigest()
-        if found != files[file]:
-            wrong.append(f"{file} has sha256 {found}, expected {files[file]}")
-    return wrong
+def read_file(path: Path) -> bytes:
+    """The bytes of a regular file. Anything else is an OSError at once: a FIFO would block forever."""
+    opener = lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0))
+    with open(path, "rb", opener=opener) as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        if status.st_size > LARGEST_FILE:
+            raise OSError(errno.EFBIG, f"larger than {LARGEST_FILE} bytes", str(path))
+        return file.read(LARGEST_FILE)
 
 
 def _check_variant(variant: Any, entry: Any, at: str) -> None:
@@ -118,6 +121,13 @@ def _check_variant(variant: Any, entry: Any, at: str) -> None:
 
 def _assigns_lock(statement: ast.Assign) -> bool:
     return any(isinstance(t, ast.Name) and t.id == "LOCK" for t in statement.targets)
+
+
+def _repeated_keys(literal: ast.expr) -> list[str]:
+    """The keys that stand twice in a dict of the literal, of which Python would take the last."""
+    dicts = [node for node in ast.walk(literal) if isinstance(node, ast.Dict)]
+    counts = [Counter(ast.unparse(key) for key in node.keys if key) for node in dicts]
+    return [key for count in counts for key, times in count.items() if times > 1]
 
 
 def _dict(value: Any, at: str) -> dict[Any, Any]:

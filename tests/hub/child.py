@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import sys
+import time
 import traceback
 import warnings
 from pathlib import Path
@@ -23,6 +24,7 @@ import torch._dynamo
 def take(step: dict) -> dict:
     exec(step.get("run", ""), {})
     arguments = ("fused-rnn", step.get("device", "cpu"), step.get("backend", "auto"))
+    started = time.monotonic()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -30,7 +32,7 @@ def take(step: dict) -> dict:
         except Exception as error:
             outcome = {"error": type(error).__name__, "message": str(error)}
     outcome["warnings"] = [str(w.message) for w in caught if "fused-rnn" in str(w.message)]
-    return outcome
+    return outcome | {"seconds": time.monotonic() - started}
 
 
 def load(arguments: tuple, compiler: str | None) -> dict:

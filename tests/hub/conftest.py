@@ -22,6 +22,10 @@ from flashcell.lock_format import read_lock, write_lock
 
 ROOT = Path(__file__).resolve().parents[2]
 CHILD = Path(__file__).with_name("child.py")
+LOADER = [
+    *("kernel_loader", "kernel_variants", "kernel_files", "kernel_import", "hub_download"),
+    *("lock_format", "kernels_lock"),
+]
 VARIANT = "torch-stable-abi210-cpu-x86_64-linux"
 BUILD_TOML = """
 [general]
@@ -208,7 +212,7 @@ def chain(seeded_hub, local_hub, processes, tmp_path):
     folder = Path(shutil.copytree(seeded_hub, tmp_path / "chain"))
     flat = folder / "flat"
     (flat / "kernels").mkdir(parents=True)
-    for name in ("kernel_loader", "kernel_variants", "lock_format", "kernels_lock"):
+    for name in LOADER:
         (flat / f"{name}.py").symlink_to(ROOT / f"modeling/{name}.py")
     package = ROOT / "kernel_builds/fused-rnn/torch-ext/fused_rnn"
     (flat / "kernels/fused_rnn").symlink_to(package)

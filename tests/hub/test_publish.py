@@ -1,6 +1,7 @@
 """scripts/publish_kernels publishes what was built and reviewed, once, and locks it."""
 
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -181,6 +182,38 @@ def test_broken_lock_is_kept(publish, tmp_path):
 )
 def test_loopback(publish_kernels, endpoint, local):
     assert publish_kernels.is_loopback(endpoint) == local
+
+
+@pytest.mark.parametrize(
+    ("headers", "body", "status"),
+    [
+        ("Content-Length: -1", "", 400),
+        ("Content-Length: many", "", 400),
+        (f"Content-Length: {2**40}", "", 400),
+        ("Transfer-Encoding: chunked", "-5\r\n", 400),
+        ("Transfer-Encoding: chunked", "x\r\n", 400),
+        ("Content-Length: 2\r\nOrigin: http://example.com", "{}", 403),
+        ("Content-Length: 2\r\nOrigin: null", "{}", 403),
+    ],
+)
+def test_local_hub_refuses(hub, headers, body, status):
+    """Also what would make it wait for ever, and every request of a web page."""
+    answer = ask(hub, f"Host: 127.0.0.1:{hub.port}\r\n{headers}", body)
+    assert answer.startswith(f"HTTP/1.1 {status} ".encode()), answer
+
+
+def test_local_hub_has_its_own_names_only(hub):
+    """A web page may have its own name point to this machine."""
+    for host, status in (("127.0.0.1", 400), ("localhost", 400), ("example.com", 403)):
+        answer = ask(hub, f"Host: {host}:{hub.port}\r\nContent-Length: 2", "{}")
+        assert answer.startswith(f"HTTP/1.1 {status} ".encode()), answer
+
+
+def ask(hub, headers: str, body: str) -> bytes:
+    with socket.create_connection(("127.0.0.1", hub.port), timeout=10) as connection:
+        head = f"POST /api/repos/create HTTP/1.1\r\n{headers}\r\n\r\n"
+        connection.sendall((head + body).encode())
+        return connection.recv(9999)
 
 
 def test_local_hub_command(tmp_path):

@@ -12,10 +12,13 @@ from transformers import AutoModelForCausalLM
 from transformers.dynamic_module_utils import get_imports
 
 from flashcell.kernels.fused_rnn import CELLS
+from flashcell.lock_format import write_lock
 from model_cases import CASES, cpu_only, kinds
 
 pytestmark = cpu_only
 ROOT = Path(__file__).resolve().parents[2]
+KERNEL = {"repo": "another/kernel", "version": 2, "revision": None, "variants": {}}
+PINNED = {"format": 1, "kernels": {"fused-rnn": KERNEL}}
 ALONE = """
 import json, sys
 from pathlib import Path
@@ -107,7 +110,9 @@ def test_loads_where_flashcell_is_not(make_model, tmp_path, missing):
 def test_the_code_is_flat_and_whole(make_model, tmp_path):
     make_model().save_pretrained(tmp_path / "checkpoint")
     lock = tmp_path / "lock.py"
-    lock.write_text("LOCK = {'another': 'lock'}\n")
+    write_lock(PINNED, lock)
+    text = lock.read_text()
+    lock.write_text(text + "open('/nowhere/ran', 'w')\n")
     (tmp_path / "checkpoint/README.md").write_text("my card")
     for _ in range(2):  # an earlier export may be replaced
         assert export(tmp_path / "checkpoint", tmp_path / "repo", "--lock", lock).returncode == 0
@@ -115,7 +120,7 @@ def test_the_code_is_flat_and_whole(make_model, tmp_path):
     assert {"modeling_flash_rnn.py", "configuration_flash_rnn.py", "kernel_loader.py"} <= files
     assert {"fused_rnn.py", "fused_rnn_reference.py", "fused_rnn_cells.py"} <= files
     assert not any(name.endswith("_ops.py") or "autograd" in name for name in files)
-    assert (tmp_path / "repo/kernels_lock.py").read_text() == lock.read_text()
+    assert (tmp_path / "repo/kernels_lock.py").read_text() == text  # and not what stood after it
     assert (tmp_path / "repo/README.md").read_text() == "my card"
     for path in (tmp_path / "repo").glob("*.py"):  # transformers refuses code that needs more
         needed = set(get_imports(path)) - sys.stdlib_module_names
@@ -126,11 +131,15 @@ def test_the_code_is_flat_and_whole(make_model, tmp_path):
 
 def test_refusals(make_model, tmp_path):
     model, checkpoint = make_model(), tmp_path / "checkpoint"
+    (tmp_path / "lock.py").write_text("LOCK = {}")
     assert "has no config.json" in export(tmp_path, tmp_path / "repo").stderr
     model.config.save_pretrained(checkpoint)
     assert "has no *.safetensors" in export(checkpoint, tmp_path / "repo").stderr
     model.save_pretrained(checkpoint)
     assert "exists and is not an earlier export" in export(checkpoint, ROOT / "tests").stderr
+    done = export(checkpoint, tmp_path / "repo", "--lock", tmp_path / "lock.py")
+    assert "lock.py: LOCK is a dict of" in done.stderr
+    assert not (tmp_path / "repo").exists()
     exported = tmp_path / "exported"
     assert export(checkpoint, exported).returncode == 0
     assert "but must be another folder" in export(exported, exported).stderr

@@ -1,0 +1,193 @@
+"""Downloads of pinned files within one deadline, whatever the Hub does.
+
+It may hang, send a byte a second or bytes without end, answer errors, redirect in a circle or lie:
+after HUB_TIMEOUT seconds, those included in which another process downloads the same files, it is
+given up. Nothing it says names a file or a place; bytes other than the pinned ones are refused.
+"""
+
+import contextlib
+import hashlib
+import math
+import os
+import queue
+import threading
+import time
+from collections.abc import Iterator
+
+from huggingface_hub import constants
+from huggingface_hub.utils import build_hf_headers, get_session
+
+from .lock_format import LARGEST_FILE
+
+HUB_TIMEOUT = 20.0  # seconds
+REST = 60.0  # seconds in which a Hub that was down is not asked for another kernel
+CONNECTIONS = 8
+TRANSIENT = {408, 429, 500, 502, 503, 504}
+ENCODINGS = {"", "identity", "gzip", "deflate"}  # those that cannot make gigabytes of a packet
+
+_down: tuple[float, str] | None = None  # when a Hub failed last in this process, and how
+
+
+class FilesUnavailable(Exception):
+    """The files are not here and could not be fetched."""
+
+
+class FilesDiffer(Exception):
+    """A file is not what the lock pins."""
+
+
+class HubDown(FilesUnavailable):
+    """The Hub failed, for whatever is asked of it."""
+
+
+class _HubBusy(Exception):
+    """The Hub asks to be asked again; `wait` says after how many seconds at least."""
+
+    def __init__(self, status: int, wait: float):
+        super().__init__(f"the Hub answers {status}")
+        self.wait = wait
+
+
+@contextlib.contextmanager
+def hub_deadline() -> Iterator[float]:
+    """The deadline. A Hub that was down is left alone for a while: a model of three kernels waits
+    for it once."""
+    global _down
+    started, timeout = time.monotonic(), _timeout()
+    if constants.HF_HUB_OFFLINE:
+        raise FilesUnavailable("HF_HUB_OFFLINE is set")
+    if _down is not None and started < _down[0] + REST:
+        raise FilesUnavailable(f"{_down[1]}; the Hub is asked again {REST:.0f} s after that")
+    try:
+        yield started + timeout
+    except HubDown as error:
+        if time.monotonic() - started > 1.0:  # else it costs nothing to ask again
+            _down = time.monotonic(), str(error)
+        raise
+
+
+def _timeout() -> float:
+    text = os.environ.get("FLASHCELL_HUB_TIMEOUT", str(HUB_TIMEOUT))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"FLASHCELL_HUB_TIMEOUT is {text!r}, but must be seconds, more than 0")
+    return seconds
+
+
+class Transfer:
+    """What the downloads of one variant share: the deadline, and the bytes that may still come."""
+
+    def __init__(self, revision: str, deadline: float):
+        self.revision, self.deadline = revision, deadline
+        self.allowed, self.lock = LARGEST_FILE, threading.Lock()
+
+    def download(self, url: str, sha256: str) -> bytes:
+        """The file, asked for once more if the transfer breaks or other bytes come, and for as long
+        as there is time if the Hub is busy."""
+        tries, pause = 2, 1.0
+        while True:
+            try:
+                content = self._get(url)
+            except _HubBusy as busy:
+                wait, pause = max(pause, busy.wait), 2 * pause
+                if time.monotonic() + wait >= self.deadline:
+                    raise HubDown(str(busy)) from busy
+                time.sleep(wait)
+                continue
+            except FilesUnavailable:
+                raise
+            except Exception as error:  # the client's HTTP library is not the same in all versions
+                first = (str(error).splitlines() or [""])[0]
+                failure: Exception = HubDown(f"{type(error).__name__}: {first}")
+            else:
+                had = hashlib.sha256(content).hexdigest()
+                if had == sha256:
+                    return content
+                failure = FilesDiffer(f"has sha256 {had}, expected {sha256}")
+            tries -= 1
+            if not tries:
+                raise failure
+
+    def _get(self, url: str) -> bytes:
+        headers = build_hf_headers() | {"Accept-Encoding": "identity"}
+        left = max(0.1, self.deadline - time.monotonic())
+        client = get_session()
+        with client.stream(
+            "GET", url, headers=headers, follow_redirects=True, timeout=left
+        ) as response:
+            status = response.status_code
+            if status in TRANSIENT:
+                wait = response.headers.get("Retry-After", "")
+                raise _HubBusy(status, float(wait) if wait.isdecimal() else 0.0)
+            if status != 200:  # the body of an error may be endless: it is not read
+                raise FilesUnavailable(f"{status} {response.headers.get('X-Error-Code', '')[:99]}")
+            commits = [r.headers.get("X-Repo-Commit") for r in (*response.history, response)]
+            if self.revision not in commits:  # such as the page of a hotel's network
+                raise FilesUnavailable(f"{url} is not answered by a Hub that has that revision")
+            encoding = response.headers.get("Content-Encoding", "").lower()
+            if encoding not in ENCODINGS:
+                raise FilesUnavailable(f"{url} comes in the encoding {encoding[:99]!r}")
+            chunks = []
+            for chunk in response.iter_bytes():
+                chunks.append(chunk)
+                self._count(len(chunk))
+            return b"".join(chunks)
+
+    def _count(self, size: int) -> None:
+        if time.monotonic() >= self.deadline:
+            raise HubDown("it did not come in time")
+        with self.lock:
+            self.allowed -= size
+        if self.allowed < 0:
+            raise FilesUnavailable(f"the Hub sends more than {LARGEST_FILE} bytes")
+
+
+def fetch(
+    urls: dict[str, str], files: dict[str, str], transfer: Transfer
+) -> Iterator[tuple[str, bytes]]:
+    """The files as they come, verified. Threads wait for the network and are left behind at the
+    deadline: a name look-up, or a header that comes byte by byte, does not end at one."""
+    todo: queue.SimpleQueue[str] = queue.SimpleQueue()
+    done: queue.SimpleQueue[tuple[str, bytes | Exception]] = queue.SimpleQueue()
+    for file in files:
+        todo.put(file)
+
+    def work() -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                file = todo.get_nowait()
+                try:
+                    done.put((file, transfer.download(urls[file], files[file])))
+                except FilesUnavailable as error:
+                    done.put((file, type(error)(f"{file}: {error}")))
+                except Exception as error:
+                    done.put((file, error))
+
+    for _ in range(min(CONNECTIONS, len(files))):
+        threading.Thread(target=work, name="flashcell-download", daemon=True).start()
+    started = time.monotonic()
+    try:
+        for _ in files:
+            try:
+                file, outcome = done.get(timeout=max(0.0, transfer.deadline - time.monotonic()))
+            except queue.Empty:
+                seconds = time.monotonic() - started
+                raise HubDown(
+                    f"it did not come within {seconds:.0f} s; FLASHCELL_HUB_TIMEOUT=SECONDS gives a "
+                    "slow connection more"
+                ) from None
+            if isinstance(outcome, FilesDiffer):
+                raise FilesDiffer(
+                    "what the Hub sends is not what the lock pins and was not imported: "
+                    f"{file} {outcome}"
+                )
+            if isinstance(outcome, Exception):
+                raise outcome
+            yield file, outcome
+    finally:
+        with contextlib.suppress(queue.Empty):  # no thread begins another file
+            while True:
+                todo.get_nowait()
