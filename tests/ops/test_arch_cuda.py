@@ -118,7 +118,7 @@ def test_recurrent_cells(fused_rnn, monkeypatch, name, B, N, D, options, dtype, 
 @on_gpu
 @pytest.mark.parametrize(("B", "T", "N", "D"), [(3, 1019, 1, 336), (1, 400, 2, 200)])
 def test_long_lstm(fused_rnn, B, T, N, D):
-    """The calls that once returned NaN."""
+    """Long sequences of widths that take the cluster engine, where there is code for it."""
     got, peer, exact = compare(fused_rnn, "lstm", Case(B, T, N, D), torch.bfloat16)
     for key in exact:
         values = got[key], exact[key], peer[key]
