@@ -30,12 +30,13 @@ from typing import NamedTuple, Tuple
 
 import torch
 
-from . import newton, reference
+from . import reference
 from .arguments import check_method, check_rows, check_sequence, check_x, sizes
 from .cells import CELLS
 from .checks import check_state
 from .dispatch import BACKEND, select_backend
 from .formulas import CALLS
+from .newton import sequence as parallel_sequence
 from .sequences import lower_masks, stack_states
 
 State = Tuple[torch.Tensor, ...]
@@ -186,5 +187,5 @@ def _reference(spec, x, weight, state, masks, options):
         h, last = reference.sequence(*given)
         report = torch.zeros(3, device=x.device)
     else:
-        h, last, report = newton.sequence(*given, *options)
+        h, last, report = parallel_sequence(*given, *options)
     return lowered.unpack(h).to(dtype), last, report
