@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import gradients
 from cases import DEVICE
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -46,6 +47,13 @@ def tfla():
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def disjoint_gradients():
+    """No two gradients that any backward of any test gives share memory."""
+    with gradients.checked():
+        yield
 
 
 @pytest.fixture

@@ -35,7 +35,7 @@ from .arguments import check_method, check_rows, check_sequence, check_x, sizes
 from .cells import CELLS
 from .checks import check_state
 from .dispatch import BACKEND, select_backend
-from .formulas import CALLS
+from .formulas import CALLS, is_recorded
 from .newton import sequence as parallel_sequence
 from .sequences import lower_masks, stack_states
 
@@ -148,8 +148,7 @@ def _run(spec, x, weight, state, masks, options, backend):
     if chosen == "reference":
         h, last, report = _reference(spec, x, weight, state, masks, (method, tol, max_iters))
     else:
-        given = (x, weight, state)
-        save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given)
+        save = is_recorded(x, weight, state)
         fwd = CALLS[f"{spec.name}_fwd"]
         h, last, _, report = fwd(x, weight, state, *masks, method, tol, max_iters, save)
     return h, last.unbind(0), method, report

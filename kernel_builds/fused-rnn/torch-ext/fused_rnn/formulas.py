@@ -54,6 +54,15 @@ def register(name: str, backward: Callable, setup_context: Optional[Callable] = 
     CALLS[name] = call
 
 
+def is_recorded(*inputs: Optional[torch.Tensor]) -> bool:
+    """Whether a backward will follow, so that a forward does well to keep what it needs. torch.jit.trace
+    has to see the same calls with and without gradients: to it the answer is no, and a backward through
+    its graph computes again what was not kept."""
+    if not torch.is_grad_enabled() or torch._C._get_tracing_state() is not None:
+        return False
+    return any(t is not None and t.requires_grad for t in inputs)
+
+
 def is_transformed() -> bool:
     """Whether torch.func's grad or vmap is at work. They want an autograd.Function with setup_context,
     which takes Python four times as long to call: so it is taken only there."""

@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from .checks import DTYPES
 from .dispatch import without_autocast
+from .formulas import is_recorded
 from .stack import Engine, Layout, choose_chunk, make_heads, project, put_rows, unpack
 
 
@@ -29,8 +30,11 @@ def run_sequence(module: Any, kernel: Any, input: Any, hx: Any = None) -> Any:
     batched, time = input.dim() == 3, 1 if module.batch_first else 0
     if not batched:
         input = input.unsqueeze(1 - time)
-        hx = _each(hx, lambda s: s.unsqueeze(1))
+        if hx is not None:
+            pair = module.mode == "LSTM"
+            hx = (hx[0].unsqueeze(1), hx[1].unsqueeze(1)) if pair else hx.unsqueeze(1)
     _check_sizes(module, input, hx, None)
+    _check_pair(module.mode.lower(), hx)
     if input.shape[time] == 0:
         raise RuntimeError("Expected sequence length to be larger than 0 in RNN")
     x = input if module.batch_first else input.transpose(0, 1)
@@ -43,8 +47,13 @@ def run_sequence(module: Any, kernel: Any, input: Any, hx: Any = None) -> Any:
 
 def _run_packed(module: Any, kernel: Any, input: PackedSequence, hx: Any) -> Any:
     data, batch_sizes, sorted_indices, unsorted_indices = input
+    _check_pair(module.mode.lower(), hx)
     if hx is not None:
         hx = module.permute_hidden(hx, sorted_indices)
+    if (
+        module.mode == "LSTM"
+    ):  # torch.nn's looks at nothing here, and leaves the rest to its products
+        _check_tensors(data, hx, module._flat_weights[0])
     _check_sizes(module, data, hx, batch_sizes)
     packed = unpack(batch_sizes, data.device)
     x = put_rows(data.unsqueeze(0), packed.to_documents)
@@ -56,8 +65,8 @@ def _run_packed(module: Any, kernel: Any, input: PackedSequence, hx: Any) -> Any
 
 def _run(module: Any, kernel: Any, x: Tensor, hx: Any, layout: Layout) -> tuple[Tensor, Any]:
     """x [B, T, I] -> [B, T, directions * P], and torch's states [layers * directions, B, ...]."""
-    weights = module.all_weights
-    _check_dtypes(x, hx, weights[0][0])
+    weights = _parameters(module)
+    _check_tensors(x, hx, weights[0][0])
     dtype, without_autocast = _autocast(x)
     with without_autocast:
         cell, options = module.mode.lower(), {"precision": _precision(x)}
@@ -75,11 +84,11 @@ def _run(module: Any, kernel: Any, x: Tensor, hx: Any, layout: Layout) -> tuple[
             firsts = [first for _, first in entered] if module.proj_size > 0 else None
         dropout = module.dropout if module.training else 0.0
         documents = layout.cu_seqlens is not None
-        trains = torch.is_grad_enabled() and (x.requires_grad or weights[0][0].requires_grad)
+        trains = is_recorded(x, weights[0][0])
         sizes = *x.shape[:2], module.hidden_size, trains
         chunk = choose_chunk(x.device.type, len(layers), N, dropout, documents, *sizes)
         if chunk > 0:
-            y, lasts = engine.run_wavefront(layers, x, states, firsts, chunk)
+            y, lasts = engine.run_wavefront(layers, x, states, firsts, chunk, trains)
         else:
             y, lasts = engine.run_layers(layers, x, states, firsts, dropout)
         left = [engine.leave(h, s) for h, s in zip(layers, lasts)]
@@ -87,20 +96,33 @@ def _run(module: Any, kernel: Any, x: Tensor, hx: Any, layout: Layout) -> tuple[
     return y, last if len(last) > 1 else last[0]
 
 
+def _parameters(module: Any) -> list[list[Tensor]]:
+    """Those of every layer and direction, as torch.nn read them when it looked for changes: whatever
+    computes one of them (spectral_norm's iteration) runs as often as it does there."""
+    if torch.compiler.is_compiling():
+        return module.all_weights
+    weights, each = module._flat_weights, len(module._all_weights[0])
+    return [weights[at : at + each] for at in range(0, len(weights), each)]
+
+
 def run_cell(module: Any, kernel: Any, cell: str, input: Tensor, hx: Any = None) -> Any:
     """Forward of a torch.nn.LSTMCell, GRUCell or RNNCell: -> h' or (h', c')."""
-    states = _tuple(hx)
-    _check_cell_dimensions(f"{cell.partition('_')[0].upper()}Cell", input, states)
+    _check_cell_dimensions(f"{cell.partition('_')[0].upper()}Cell", input, hx)
     batched = input.dim() == 2
     if not batched:
-        input, states = input.unsqueeze(0), tuple(s.unsqueeze(0) for s in states)
+        input = input.unsqueeze(0)
+        if hx is not None:
+            pair = cell == "lstm"
+            hx = (hx[0].unsqueeze(0), hx[1].unsqueeze(0)) if pair else hx.unsqueeze(0)
+    _check_pair(cell, hx)
+    states = _tuple(hx)
     _check_cell_sizes(module, input, states)
-    _check_dtypes(input, hx, module.weight_ih)
+    names = ("weight_ih", "weight_hh", *(("bias_ih", "bias_hh") if module.bias else ()))
+    parameters = [getattr(module, name) for name in names]
+    _check_tensors(input, hx, parameters[0])
     dtype, without_autocast = _autocast(input)
     with without_autocast:
         engine = Engine(kernel, cell, Layout(), {})
-        names = ("weight_ih", "weight_hh", *(("bias_ih", "bias_hh") if module.bias else ()))
-        parameters = [getattr(module, name) for name in names]
         heads = make_heads(kernel.CELLS[cell], [parameters], module.bias)
         gates = project(kernel, input.to(dtype)[None, :, None], heads.w_ih)
         state = tuple(s.unsqueeze(1) for s in states) if states else None
@@ -147,7 +169,9 @@ def _check_sequence_dimensions(module: Any, input: Tensor, hx: Any) -> None:
         kind, _, elman = module.mode.partition("_")
         had = f"{wanted}D tensor" if elman else f"{wanted}D"
         raise ValueError(f"{kind}: Expected input to be 2D or 3D, got {had} instead")
-    found = [s.dim() for s in _tuple(hx)]
+    if hx is None:
+        return
+    found = [s.dim() for s in ((hx[0], hx[1]) if module.mode == "LSTM" else (hx,))]
     if any(dim != wanted for dim in found):
         batched = "batched" if wanted == 3 else "unbatched"
         names, had = "hx", f"{found[0]}-D tensor"
@@ -165,9 +189,23 @@ def _check_sizes(module: Any, input: Tensor, hx: Any, batch_sizes: Tensor | None
         module.check_forward_args(input, hx, batch_sizes)
 
 
-def _check_cell_dimensions(kind: str, input: Tensor, states: tuple[Tensor, ...]) -> None:
-    names = ["hidden"] if len(states) == 1 else [f"hx[{k}]" for k in range(len(states))]
-    for name, value in zip(["input", *names], (input, *states)):
+def _check_pair(cell: str, hx: Any) -> None:
+    """An LSTM's states are two: what torch.nn's operators say of it."""
+    if hx is None or not cell.startswith("lstm"):
+        return
+    if not isinstance(hx, (tuple, list)):
+        raise TypeError(f"hx is a {type(hx).__name__}, but must be a tuple of two tensors, (h, c)")
+    if len(hx) != 2:
+        raise RuntimeError(f"{cell} expects two hidden states, but hx has {len(hx)}")
+
+
+def _check_cell_dimensions(kind: str, input: Tensor, hx: Any) -> None:
+    named = [("input", input)]
+    if hx is not None and kind == "LSTMCell":
+        named += [(f"hx[{k}]", s) for k, s in enumerate(hx)]
+    elif hx is not None:
+        named.append(("hidden", hx))
+    for name, value in named:
         if value.dim() not in (1, 2):
             had = f"got {value.dim()}D instead"
             raise ValueError(f"{kind}: Expected {name} to be 1D or 2D, {had}")
@@ -187,13 +225,25 @@ def _check_cell_sizes(module: Any, input: Tensor, states: tuple[Tensor, ...]) ->
             raise RuntimeError(f"hidden{k} has inconsistent hidden_size: {had}")
 
 
-def _check_dtypes(input: Tensor, hx: Any, weight: Tensor) -> None:
-    """torch.nn's products refuse what its checks let pass: any input where autocast is on anywhere,
-    which casts neither integers nor float64, and states."""
+def _check_tensors(input: Tensor, hx: Any, weight: Tensor) -> None:
+    """torch.nn's products refuse what its checks let pass: tensors of other devices and layouts, any
+    input where autocast is on anywhere, which casts neither integers nor float64, and states."""
+    if input.device != weight.device:
+        raise RuntimeError(
+            "Input and parameter tensors are not at the same device, found input tensor at "
+            f"{input.device} and parameter tensor at {weight.device}"
+        )
     for name, value in (("input", input), *(("hx", s) for s in _tuple(hx))):
         if value.dtype not in DTYPES:
             allowed = ", ".join(map(str, DTYPES))
             raise RuntimeError(f"{name} has dtype {value.dtype}, but must be one of {allowed}")
+        if value.layout != torch.strided:
+            raise RuntimeError(f"{name} has layout {value.layout}, but must be {torch.strided}")
+        if value.device != input.device:
+            raise RuntimeError(
+                "Input and hidden tensors are not at the same device, found input tensor at "
+                f"{input.device} and hidden tensor at {value.device}"
+            )
     kinds, exact = {input.dtype, weight.dtype}, torch.float64
     if len(kinds) > 1 and (exact in kinds or not torch._C._is_any_autocast_enabled()):
         wanted = f"the weights', {weight.dtype}"

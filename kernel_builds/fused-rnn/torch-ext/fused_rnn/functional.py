@@ -38,7 +38,7 @@ from . import reference
 from .arguments import check_parameters, check_sequence, check_x
 from .checks import check_choice, check_floating, check_state, check_tensor, check_values, find_cell
 from .dispatch import BACKEND, select_backend, without_autocast
-from .formulas import CALLS
+from .formulas import CALLS, is_recorded
 from .sequences import lower_masks, stack_states
 
 State = Tuple[torch.Tensor, ...]
@@ -197,8 +197,7 @@ def _run(spec, x, weight, bias, state, masks, options, backend) -> Result:
     if chosen == "reference":
         h, last = _reference(spec, inputs, masks, grad_clip)
     else:
-        grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
-        save = grad and save == "gates"
+        save = save == "gates" and is_recorded(*inputs)
         h, last, _, _ = CALLS[f"{spec.name}_fwd"](*inputs, *masks, grad_clip, tf32, save)
     return h, _unstack(spec, last)
 

@@ -46,16 +46,9 @@ LINEAR_DEVICES = ("cpu",)
 
 
 def choose_chunk(
-    device_type: str,
-    layers: int,
-    heads: int,
-    dropout: float,
-    packed: bool,
-    B: int,
-    T: int,
-    D: int,
+    device_type: str, layers: int, heads: int, dropout: float, packed: bool, B: int, T: int, D: int,
     trains: bool = False,
-) -> int:
+) -> int:  # fmt: skip
     """Steps in a chunk of the wavefront, or 0 for the layers one after the other.
 
     Chunks are stretched to leave fewer steps over than there are chunks.
@@ -93,12 +86,20 @@ def make_heads(spec: Any, parameters: Sequence[Sequence[Tensor]], bias: bool) ->
     rows = None
     if bias:  # summed in the states' dtype, in which the kernel adds them
         wide = torch.promote_types(rest[0].dtype, torch.float32)
-        b_ih, b_hh = (split(b.to(wide)) for b in rest[:2])
+        b_ih, b_hh = (b.to(wide) for b in rest[:2])
         both = 2 * G - spec.bias_rows  # what follows is added to the recurrent product by itself
-        rows = b_ih + b_hh
-        if both < G:
-            rows = torch.cat((rows[:both], b_ih[both:], b_hh[both:]))
+        if both == G:
+            rows = split(add(b_ih, b_hh))
+        else:
+            b_ih, b_hh = split(b_ih), split(b_hh)
+            rows = torch.cat((add(b_ih[:both], b_hh[:both]), b_ih[both:], b_hh[both:]))
     return Heads(w_ih, split(w_hh), rows, w_hr, w_h0)
+
+
+def add(a: Tensor, b: Tensor) -> Tensor:
+    """a + b, with two gradients: torch's sum hands one tensor to both, and two parameters that reach
+    it through views would have their gradients in the same memory."""
+    return a - b.neg()
 
 
 def join(layers: list[Heads], dtype: torch.dtype) -> Heads:
@@ -259,6 +260,7 @@ class Engine(NamedTuple):
         states: list[States] | None,
         firsts: list[Tensor | None] | None,
         chunk: int,
+        trains: bool,
     ) -> tuple[Tensor, list[States]]:
         """The same in waves: a call a wave instead of one a layer, each `chunk` steps long."""
         (B, T, _), L = x.shape, len(layers)
@@ -276,7 +278,7 @@ class Engine(NamedTuple):
             states = [(x.new_zeros(B, 1, D, dtype=wide),) * spec.states] * L
         # Gradients of weights are summed over the waves in the weights' dtype: 16 bits double their
         # error (0.0031 to 0.0066 for an LSTM's w_hh over 16 chunks in bf16).
-        together = join(layers, wide if torch.is_grad_enabled() else x.dtype)
+        together = join(layers, wide if trains else x.dtype)
 
         low, waves = 0, len(gates) + L - 1  # layers low <= l < high work in this wave
         y, state, lasts = x[None, :, :0], tuple(s[:, :0] for s in states[0]), []

@@ -47,7 +47,7 @@ from .cells import Cell, pick_cell
 from .checks import check_flag, check_values
 from .cost_model import DEVICES, best_chunk
 from .dispatch import BACKEND, ops, select_backend, without_autocast
-from .formulas import CALLS
+from .formulas import CALLS, is_recorded
 from .reference import Options, state_dtype
 from .sequences import lower_masks
 
@@ -168,7 +168,7 @@ def run(chosen: str, q, k, v, i, f, state, masks, options: Options, chunk_size) 
         return rows.unpack(h), pack(last)
     C, n, m = (None, None, None) if carried is None else carried
     exponential, normalized = options.cell.exponential, options.cell.normalized
-    trains = q is not None and _wants_grad(q, k, v, i, f, C, n)
+    trains = q is not None and is_recorded(q, k, v, i, f, C, n)
     h, C, n, m, *_ = CALLS["mlstm_fwd"](
         q, k, v, i, f, C, n, m, *masks, exponential, normalized, options.eps,
         options.normalizer_grad, size, kept_chunks(k, masks[2], masks[3], size) if trains else 0,
