@@ -5,6 +5,7 @@ import torch
 
 from cases import DEVICE
 from flashcell.kernels import diagonal_rnn as reference
+from gradients import overlapping
 from numerics import assert_close
 
 D = 5
@@ -62,3 +63,17 @@ def test_the_reference_has_no_scan():
     x = torch.randn(2, 9, 2, D)
     with pytest.raises(RuntimeError, match=f"backend '{DEVICE}' was asked for, but this copy"):
         reference.solve(diagonal, x, params=(x[0, 0],), state_shape=(D,), mode="scan")
+
+
+@pytest.mark.parametrize("T", [1, 4])
+@pytest.mark.parametrize("mode", ["scan", "torch", "sequential"])
+def test_a_cell_that_adds_gives_separate_gradients(diagonal_rnn, mode, T):
+    """torch's sum hands one tensor to all that it adds; with one row every view of it is dense."""
+    draw = lambda *shape: torch.randn(*shape, requires_grad=True)
+    h0, x, y, w = draw(1, 3), draw(1, T, 3), draw(1, T, 3), draw(1, 3)
+    options = {"mode": mode, "structure": "diagonal"}
+    h, _ = diagonal_rnn.solve(lambda h, x, w: h + x[0] + x[1] + w, (x, y), h0, (w,), **options)
+    dh = torch.ones_like(h)
+    h.backward(dh)
+    grads = {"h0": h0.grad, "x": x.grad, "y": y.grad, "w": w.grad, "dh": dh}
+    assert overlapping(grads.items()) is None

@@ -67,12 +67,19 @@ def check_bounds(bounds: Any, h0: Tensor) -> Any:
     return low, high
 
 
+def with_own_gradient(v: Tensor) -> Tensor:
+    """v, with a gradient that is computed. What a cell adds gets one gradient from torch, of which views
+    would become the gradients of h0, x and params, all in the same memory."""
+    return v.neg().neg() if v.requires_grad else v
+
+
 class Problem:
     """The cell on rows, whatever of x and params it was given: everything in the state's dtype."""
 
     def __init__(self, cell: Any, h0: Tensor, xs, params, single: bool, jacobian_fn: Any):
-        cast = lambda v: v.to(h0.dtype) if isinstance(v, Tensor) and v.is_floating_point() else v
-        self.cell, self.h0, self.jacobian_fn = cell, h0, jacobian_fn
+        real = lambda v: isinstance(v, Tensor) and v.is_floating_point()
+        cast = lambda v: with_own_gradient(v.to(h0.dtype)) if real(v) else v
+        self.cell, self.h0, self.jacobian_fn = cell, with_own_gradient(h0), jacobian_fn
         self.xs, self.params = tuple(map(cast, xs)), tuple(map(cast, params))
         self.single = single
 

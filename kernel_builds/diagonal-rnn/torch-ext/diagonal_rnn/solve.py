@@ -183,7 +183,8 @@ class Adjoint(torch.autograd.Function):
         with torch.no_grad():
             later = ctx.structure.transpose(jacobian)[:, 1:]
             a = torch.cat([later, torch.zeros_like(jacobian[:, :1])], 1)
-            g = ctx.linear(a, dh.contiguous(), True)
+            dh = dh.clone(memory_format=torch.contiguous_format)  # the scan of one step returns it
+            g = ctx.linear(a, dh, True)
         # dh often depends on nothing; g depends on the states, so a second derivative must meet this.
         return NoSecondDerivative.apply(g, after), None, None, None, None
 
