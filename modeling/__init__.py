@@ -37,7 +37,7 @@ from .modeling_flash_xlstm import (
 )
 from .requests import Completion, Request
 from .rnn import GRU, LSTM, RNN, GRUCell, LSTMCell, RNNCell
-from .rnn_replace import replace
+from .rnn_replace import drop_in, replace, restore
 from .serving import Batcher, generate_many
 
 __version__ = "0.1.0"
@@ -73,8 +73,10 @@ __all__ = [
     "RNNCell",
     "Request",
     "accelerate",
+    "drop_in",
     "generate_many",
     "replace",
+    "restore",
 ]
 
 AutoConfig.register("flash_rnn", FlashRNNConfig)

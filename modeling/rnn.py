@@ -28,28 +28,60 @@ torch.export takes them as they are.
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.rnn import RNNBase, RNNCellBase
 from torch.nn.utils.rnn import PackedSequence
 
 from .kernel_loader import check_backend, load_kernel
+from .kernels import fused_rnn
 from .kernels.fused_rnn.forward import run_cell, run_sequence
 
 
-class _Sequence(RNNBase):
-    backend = "auto"  # on the class too: pickles of torch.nn's modules have none
+class _StandIn(nn.Module):
+    """What the stand-ins have beside torch.nn's attributes."""
 
+    kernel_backend = "auto"  # on the class too: pickles of torch.nn's modules have none
+
+    def stand_in(self, backend: str) -> None:
+        """Makes the attributes of an object that is torch.nn's module otherwise.
+
+        torch.fx and what stands on it take a module for a leaf if its `__module__` begins with
+        "torch.nn": on the object alone, since pickles find the class by the class's own.
+        """
+        self.kernel_backend = check_backend(backend)
+        self.__module__ = "torch.nn"
+
+    def kernel_for(self, input: Any) -> Any:
+        """The functions of fused-rnn for where `input` is; None where torch.nn's own forward runs:
+        no kernel is here, and "auto" has nothing faster than it."""
+        data = input.data if isinstance(input, PackedSequence) else input
+        if not isinstance(
+            data, Tensor
+        ):  # the class of error that torch.nn's first look at it ends in
+            kind = type(input).__name__
+            raise AttributeError(f"input is a {kind}, but must be a tensor or a PackedSequence")
+        kernel = load_kernel("fused-rnn", data.device.type, self.kernel_backend)
+        if self.kernel_backend == "auto":
+            exact = data.is_cuda and data.dtype == torch.float64  # in no CUDA kernel
+            return None if exact or kernel is fused_rnn else kernel
+        return kernel
+
+
+class _Sequence(_StandIn, RNNBase):
     def __init__(self, *args: Any, backend: str = "auto", **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self.backend = check_backend(backend)
+        self.stand_in(backend)
 
     def flatten_parameters(self) -> None:
         """Nothing to do: the kernels read every parameter where it is."""
 
     def forward(self, input: Any, hx: Any = None) -> Any:
         """As torch.nn's: input, hx -> output, h_n or (h_n, c_n)."""
-        device = (input.data if isinstance(input, PackedSequence) else input).device
-        return run_sequence(self, load_kernel("fused-rnn", device.type, self.backend), input, hx)
+        kernel = self.kernel_for(input)
+        if kernel is None:
+            return super().forward(input, hx)
+        return run_sequence(self, kernel, input, hx)
 
 
 class LSTM(_Sequence, nn.LSTM):
@@ -85,17 +117,28 @@ class RNN(_Sequence, nn.RNN):
     """
 
 
-class _Cell(RNNCellBase):
+class _Cell(_StandIn, RNNCellBase):
     kernel_cell: str
-    backend = "auto"
 
-    def __init__(self, *args: Any, backend: str = "auto", **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        self.backend = check_backend(backend)
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        bias: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        backend: str = "auto",
+    ):
+        # torch.nn's cell is next in the order of bases, and takes no num_chunks.
+        super().__init__(input_size, hidden_size, bias, device=device, dtype=dtype)  # type: ignore[call-arg]
+        self.stand_in(backend)
 
     def forward(self, input: Tensor, hx: Any = None) -> Any:
         """As torch.nn's: input [B, I] or [I], states [B, D] or [D] -> h' or (h', c')."""
-        kernel = load_kernel("fused-rnn", input.device.type, self.backend)
+        kernel = self.kernel_for(input)
+        if kernel is None:
+            return super().forward(input, hx)
         return run_cell(self, kernel, self.kernel_cell, input, hx)
 
 
@@ -113,6 +156,20 @@ class GRUCell(_Cell, nn.GRUCell):
 
 class RNNCell(_Cell, nn.RNNCell):
     """One step of `RNN`, in place of torch.nn.RNNCell: input, h=None -> h'."""
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        bias: bool = True,
+        nonlinearity: str = "tanh",
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        backend: str = "auto",
+    ):
+        nn.RNNCell.__init__(self, input_size, hidden_size, bias, nonlinearity, device, dtype)
+        self.stand_in(backend)
 
     @property
     def kernel_cell(self) -> str:  # type: ignore[override]

@@ -1,64 +1,250 @@
-"""replace(model): torch.nn's recurrent modules become flashcell's where they stand."""
+"""torch.nn's recurrent modules become flashcell's where they stand: `replace`, `restore`, `drop_in`.
 
+A module changes its class and nothing else, as torch.nn.utils.parametrize does it: it stays the same
+object with the same Parameters, buffers, hooks, training flag and attributes, and so do all
+references to it: tied modules, optimizers, the model itself where it is an nn.LSTM.
+"""
+
+import functools
+import inspect
+import logging
+import threading
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
-from torch.nn.utils.parametrize import is_parametrized
+from torch.nn.modules.rnn import RNNBase, RNNCellBase
 
-from .rnn import GRU, LSTM, RNN, GRUCell, LSTMCell, RNNCell, check_backend
+from .kernel_loader import check_backend, kernel_info
+from .rnn_classes import REPLACEMENTS, adopt, base_class, class_for, release
 
-REPLACEMENTS: dict[type[nn.Module], type[nn.Module]] = {
-    nn.LSTM: LSTM,
-    nn.GRU: GRU,
-    nn.RNN: RNN,
-    nn.LSTMCell: LSTMCell,
-    nn.GRUCell: GRUCell,
-    nn.RNNCell: RNNCell,
-}
+logger = logging.getLogger(__name__)
+
+ALREADY = "it is flashcell's already"
 
 
-def replace(model: nn.Module, *, backend: str = "auto") -> nn.Module:
+@dataclass
+class ReplaceReport:
+    """What became of the recurrent modules, by their names in the model."""
+
+    replaced: dict[str, str] = field(default_factory=dict)  # name -> class
+    skipped: dict[str, str] = field(default_factory=dict)  # name -> why it stays as it is
+
+    def __str__(self) -> str:
+        count = len(self.replaced) + len(self.skipped)
+        text = f"{len(self.replaced)} of {count} recurrent modules became flashcell's"
+        kept = [f"{name or 'the model'} ({why})" for name, why in self.skipped.items()]
+        return f"{text}; left as they are: {', '.join(kept)}" if kept else text
+
+    def log(self) -> None:
+        """One line; a warning if there is something that the caller may take for replaced."""
+        left = [why for why in self.skipped.values() if why != ALREADY]
+        nothing = not self.replaced and not self.skipped
+        logger.log(logging.WARNING if left or nothing else logging.INFO, "%s", self)
+
+
+def replace(model: nn.Module, *, backend: str = "auto") -> ReplaceReport:
     """Makes every torch.nn.LSTM, GRU, RNN and cell of `model` the flashcell module of that name.
 
-    A module changes its class and nothing else, as torch.nn.utils.parametrize does it: it stays
-    the same object with the same Parameters, buffers, hooks, training flag and attributes, and so
-    do all references to it: tied modules, optimizers, `model` itself where it is an nn.LSTM.
+    Subclasses that do not override forward are taken, too: they keep their class's name and methods,
+    isinstance, pickles and copies. So are parametrized modules.
 
-    Modules of exactly those types are replaced, parametrized ones included. A subclass of nn.LSTM
-    stays as it is, since its own forward may be all it is for; so do quantised modules,
-    TorchScript, and flashcell's own.
+    Returns a report and logs it in one line. What stays as it is, stands in `report.skipped` with the
+    reason: a class with a forward of its own, a forward set on the object (accelerate's hooks,
+    kernels.kernelize: replace first, hook later), TorchScript, quantised modules, flashcell's own,
+    and modules on a device that has no kernel here, where torch.nn's forward is the faster one. A
+    model that is moved to such a device afterwards runs torch.nn's forward there.
 
-    Returns `model`. Raises TypeError for what is no module, and ValueError, before anything is
-    changed, for an unknown `backend` and for a module with a forward of its own on the instance (accelerate's hooks, kernels.kernelize),
-    which would go on calling torch.nn's: replace first, hook later.
+    Raises TypeError if `model` is no module, ValueError for an unknown `backend`, and what
+    `kernel_loader.load_kernel` raises if the backend asked for by name cannot be had: then nothing
+    is changed.
     """
-    check_backend(backend)
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model is a {type(model).__name__}, but must be a torch.nn.Module")
-    found: list[tuple[str, Any, type[nn.Module]]] = []
+    _check_module(model)
+    _check_kernel(backend)
+    report, found = ReplaceReport(), []
     for name, module in model.named_modules():
-        kind = _class_for(module)
-        if kind is not None:
-            found.append((name, module, kind))
-    for name, module, _ in found:
+        if not _is_recurrent(module):
+            continue
+        target = _target(module, backend)
+        if isinstance(target, str):
+            report.skipped[name] = target
+        else:
+            report.replaced[name] = base_class(module).__name__
+            found.append((module, target))
+    for module, kind in found:
+        adopt(module, kind, backend)
+    report.log()
+    return report
+
+
+def restore(model: nn.Module) -> list[str]:
+    """Undoes `replace` and `drop_in` in `model`, and returns the names of the modules it changed.
+
+    They are torch.nn's again, or their own class's, with their Parameters as they are now. What was
+    made as flashcell.LSTM(...) stays. Raises ValueError, before anything is changed, for a module
+    whose forward was set on the object after it was replaced: that goes on calling flashcell's.
+    """
+    _check_module(model)
+    found = {name: m for name, m in model.named_modules() if "_replaced" in vars(m)}
+    for name, module in found.items():
         if "forward" in vars(module):
             raise ValueError(
-                f"{name or 'model'} is a torch.nn.{type(module).__name__} whose forward was set on "
-                "the instance, but must be the class's: replace before hooks are added"
+                f"{name or 'model'} has a forward that was set on the object after it was replaced, "
+                "but must have its class's: remove the hook first"
             )
-    for _, module, kind in found:
-        module.__class__ = kind
-        module.backend = backend
-    return model
+    for module in found.values():
+        release(module)
+    return list(found)
 
 
-def _class_for(module: nn.Module) -> type[nn.Module] | None:
-    """What the module's class becomes, None to leave it alone."""
-    kind = type(module)
-    if kind in REPLACEMENTS:
-        return REPLACEMENTS[kind]
-    if is_parametrized(module) and kind.__bases__[0] in REPLACEMENTS:
-        # A class made for this module alone, with a property for each tensor: the same over ours.
-        members = {k: v for k, v in vars(kind).items() if k not in ("__dict__", "__weakref__")}
-        return type(kind.__name__, (REPLACEMENTS[kind.__bases__[0]],), members)
-    return None
+class drop_in:
+    """Inside, torch.nn's recurrent constructors make flashcell's modules.
+
+        with flashcell.drop_in() as report:
+            trainer.fit(model, data)  # also what is built in there
+
+        @flashcell.drop_in()
+        def build(): ...
+
+    That holds for torch.nn.LSTM by whatever name it was imported, for subclasses as `replace` takes
+    them, and for what a called library makes; isinstance(module, torch.nn.LSTM) is true as ever. It
+    holds in this thread or asyncio task alone: a thread or process that is started inside makes
+    torch.nn's. The innermost of several counts. `report` (a `ReplaceReport` with numbers for names)
+    grows as modules are made and is logged in one line at the end. `restore` undoes it. `backend` and
+    errors: see `replace`.
+
+    A generator that yields inside the block leaves it entered for whoever holds the generator. As a
+    decorator it takes functions and coroutine functions; TypeError for generators and classes.
+    """
+
+    def __init__(self, *, backend: str = "auto"):
+        _check_kernel(backend)
+        self._backend, self._report = backend, None  # type: tuple[str, ReplaceReport | None]
+
+    def __enter__(self) -> ReplaceReport:
+        if self._report is not None:
+            raise RuntimeError("this drop_in() is entered already: make another one")
+        self._report = ReplaceReport()
+        _install()
+        _entered.set((*_entered.get(), (self._backend, self._report)))
+        return self._report
+
+    def __exit__(self, *_: object) -> None:
+        report, self._report = self._report, None
+        _entered.set(tuple(entry for entry in _entered.get() if entry[1] is not report))
+        _uninstall()
+        if report is not None:
+            report.log()
+
+    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        generator = inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function)
+        if generator or inspect.isclass(function) or not callable(function):
+            kind = "a generator" if generator else f"a {type(function).__name__}"
+            raise TypeError(f"function is {kind}, but must be a function: use `with` inside")
+        if inspect.iscoroutinefunction(function):
+
+            @functools.wraps(function)
+            async def called_later(*args: Any, **kwargs: Any) -> Any:
+                with drop_in(backend=self._backend):
+                    return await function(*args, **kwargs)
+
+            return called_later
+
+        @functools.wraps(function)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            with drop_in(backend=self._backend):
+                return function(*args, **kwargs)
+
+        return called
+
+
+# In each context the blocks it is in, outermost first. Blocks need not end in the order they began
+# in, nor in the context they began in (generators), so each takes itself out.
+_entered: ContextVar[tuple[tuple[str, ReplaceReport], ...]] = ContextVar("drop_in", default=())
+_lock, _blocks = threading.Lock(), 0
+_hooks: list[tuple[Any, Callable[..., None], Callable[..., None]]] = []  # class, its __init__, ours
+
+
+def _install() -> None:
+    """Hooks torch.nn's constructors while a block is entered anywhere. The hook stands in their base
+    classes' __init__: the classes are the same objects however they were imported."""
+    global _blocks
+    with _lock:
+        _blocks += 1
+        if _blocks == 1:
+            for base in (RNNBase, RNNCellBase):
+                own, hook = base.__init__, _hooked(base.__init__)
+                base.__init__ = hook  # type: ignore[method-assign]
+                _hooks.append((base, own, hook))
+
+
+def _uninstall() -> None:
+    global _blocks
+    with _lock:
+        _blocks -= 1
+        if _blocks == 0:
+            for base, own, hook in _hooks:
+                if base.__init__ is hook:  # else somebody has hooked it since, and calls ours
+                    base.__init__ = own
+            _hooks.clear()
+
+
+def _hooked(init: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(init)
+    def __init__(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        if not _entered.get():
+            return
+        backend, report = _entered.get()[-1]
+        number, target = str(len(report.replaced) + len(report.skipped)), _target(self, backend)
+        if not isinstance(target, str):
+            report.replaced[number] = type(self).__name__
+            adopt(self, target, backend)
+        elif target != ALREADY:
+            report.skipped[number] = target
+
+    return __init__
+
+
+def _check_module(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}, but must be a torch.nn.Module")
+
+
+def _check_kernel(backend: str) -> None:
+    """A backend that is asked for by name must be here."""
+    if check_backend(backend) in ("cpu", "cuda"):
+        kernel_info("fused-rnn", backend, backend)
+
+
+def _is_recurrent(module: nn.Module) -> bool:
+    """Whether somebody who counts a model's recurrent modules counts this one."""
+    if isinstance(module, (RNNBase, RNNCellBase)):
+        return True
+    script = isinstance(module, torch.jit.ScriptModule)
+    name = getattr(module, "original_name", "") if script else type(module).__name__
+    known = any(name == kind.__name__ for kind in REPLACEMENTS)
+    return known and (script or type(module).__module__.startswith("torch."))
+
+
+def _target(module: nn.Module, backend: str) -> type[nn.Module] | str:
+    """The class that `module` gets, or why it stays as it is."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return "TorchScript, compiled as it is"
+    if not isinstance(module, (RNNBase, RNNCellBase)):
+        return f"it is of {type(module).__module__}: quantised"
+    if isinstance(module, tuple(REPLACEMENTS.values())):
+        return ALREADY
+    if "forward" in vars(module):
+        return "its forward was set on the object: replace before hooks are added"
+    target = class_for(base_class(module))
+    device = next((p.device.type for p in module.parameters()), "cpu")
+    if (
+        isinstance(target, str) or backend != "auto" or device == "meta"
+    ):  # where it will be, is open
+        return target
+    info = kernel_info("fused-rnn", device, backend)
+    return f"no kernel here: {info.reason}" if info.source == "reference" else target
