@@ -1,5 +1,6 @@
 """A torch.nn module and flashcell's of the same name with the same parameters, and all they compute."""
 
+import abc
 from typing import Any
 
 import torch
@@ -78,3 +79,40 @@ def assert_same(ours: dict, theirs: dict, tolerance: float, what: object = "") -
     for name, want in theirs.items():
         assert ours[name].dtype == want.dtype, f"{what} {name}: {ours[name].dtype}, {want.dtype}"
         assert_close(f"{what} {name}", ours[name], want, tolerance)
+
+
+def outputs(module: nn.Module, *args: Any) -> dict:
+    return {k: t.detach() for k, t in enumerate(flatten(module(*args)))}
+
+
+# Somebody's own modules.
+
+
+class Mixin(abc.ABC):
+    @abc.abstractmethod
+    def describe(self): ...
+
+
+class Own(Mixin, nn.LSTM):
+    """A class with a metaclass, methods and attributes, and torch's forward."""
+
+    def __init__(self, width):
+        super().__init__(width, 2 * width, batch_first=True)
+        self.backend = "gloo"
+
+    def describe(self):
+        return f"{type(self).__name__} of {self.input_size}"
+
+
+class OwnCell(nn.GRUCell):
+    pass
+
+
+class OtherForward(nn.GRU):
+    def forward(self, input, hx=None):
+        return super().forward(input, hx)
+
+
+class OtherOrder(nn.RNN):
+    def permute_hidden(self, hx, permutation):
+        return hx

@@ -11,13 +11,19 @@ from torch.nn.utils import parametrizations, parametrize
 
 import flashcell
 from cases import DEVICE
-from torch_twins import CELLS, EXACT, SAME, SEQUENCES, assert_same, flatten, make_inputs, make_twins
+from torch_twins import (
+    CELLS,
+    EXACT,
+    SAME,
+    SEQUENCES,
+    assert_same,
+    flatten,
+    make_inputs,
+    make_twins,
+    outputs,
+)
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="test_rnn_cuda.py is about the GPU")
-
-
-def outputs(module, *args) -> dict:
-    return {k: t.detach() for k, t in enumerate(flatten(module(*args)))}
 
 
 class Custom(nn.LSTM):
