@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -29,6 +29,10 @@ class Request:
         logits_processor: applied before all of these, as generate's: (ids [1, n], scores [1, V]).
         max_time: seconds from the moment the prompt begins to be read.
         on_token: called with every token as it comes.
+
+    All of it is copied when the request is submitted or read, so that a list or a tensor can be used
+    again. Callbacks (`logits_processor`, `on_token`) run inside the step of the whole batch: they get
+    memory of their own, and they may submit and cancel requests, but not run the batch.
     """
 
     prompt: Sequence[int] | torch.Tensor
@@ -47,12 +51,12 @@ class Request:
 @dataclass
 class Completion:
     """A request's end. `reason` is "stop" (an end token, which is the last of `tokens`), "length",
-    "time", "cancelled" or "error", with the exception in `error`."""
+    "time", "cancelled" or "error", with what was raised in `error`."""
 
     index: int  # of the request, in the order of submission
     tokens: list[int]  # new ones only
     reason: str
-    error: Exception | None = None
+    error: BaseException | None = None
 
 
 @dataclass(eq=False)
@@ -67,16 +71,25 @@ class Running:
     ended: bool = False
 
     def __post_init__(self) -> None:
-        request = self.request
+        """Copies the request. What it was made of may change from now on."""
+        if not isinstance(self.request, Request):
+            kind = type(self.request).__name__
+            raise TypeError(f"request is a {kind}, but must be a Request")
+        request = self.request = replace(self.request)
         self.prompt = token_ids("prompt", request.prompt)
+        request.prompt = ()  # the copy above is all that is needed of it
         self._check()
         self.unread = len(self.prompt)
-        self.started = time.monotonic()
         end = request.eos_token_id
         if end is None:
             end = self.model.generation_config.eos_token_id
         self.ends = set() if end is None else set(token_ids("eos_token_id", end).view(-1).tolist())
         self.processors = LogitsProcessorList(request.logits_processor or [])
+
+    def begin(self) -> None:
+        """The prompt is about to be read."""
+        request = self.request
+        self.started = time.monotonic()
         if request.do_sample:
             self.processors += _warpers(request)
             self.generator = torch.Generator(self.model.device)
@@ -104,6 +117,16 @@ class Running:
         limit = self.request.max_time
         if isinstance(limit, bool) or not isinstance(limit, int | float | None):
             raise TypeError(f"max_time is {limit!r}, but must be None or a number of seconds")
+        processors = self.request.logits_processor
+        if processors is not None and not isinstance(processors, Sequence):
+            kind = type(processors).__name__
+            raise TypeError(f"logits_processor is a {kind}, but must be None or a list of them")
+        for name, function in (
+            ("on_token", self.request.on_token),
+            *(("logits_processor", function) for function in processors or ()),
+        ):
+            if function is not None and not callable(function):
+                raise TypeError(f"{name} is {function!r:.60}, but must be callable")
 
     @property
     def decides(self) -> bool:
@@ -128,7 +151,8 @@ class Running:
             token = self._choose(scores.float().clone())
         self.tokens.append(token)
         if self.request.on_token is not None:
-            self.request.on_token(token)
+            with torch.no_grad():  # which ends whatever the function switched on
+                self.request.on_token(token)
         if token in self.ends:
             return "stop"
         if len(self.tokens) >= self.request.max_new_tokens:
@@ -137,14 +161,38 @@ class Running:
         return "time" if limit is not None and time.monotonic() - self.started > limit else None
 
     def _choose(self, scores: torch.Tensor) -> int:
+        """A token by scores [1, V], which are this request's own memory."""
         text = [self.prompt, torch.tensor(self.tokens, dtype=torch.long, device="cpu")]
-        scores = self.processors(torch.cat(text)[None].to(scores.device), scores)
+        ids, device, shape = torch.cat(text)[None].to(scores.device), scores.device, scores.shape
+        with torch.no_grad():  # see take
+            scores = self.processors(ids, scores)
+        _check_scores(scores, shape, device)
         if not self.request.do_sample:
             return int(scores.argmax(-1))
         probabilities = scores.softmax(-1)
         if not probabilities.isfinite().all():  # multinomial would take the whole GPU down
-            raise ValueError("logits_processor left no token with a finite score")
+            raise ValueError("logits_processor left a score that is infinite")
         return int(torch.multinomial(probabilities, 1, generator=self.generator))
+
+
+def _check_scores(scores: Any, shape: torch.Size, device: torch.device) -> None:
+    """Of what a request's processors returned: with other scores the token could be any number."""
+    had = "logits_processor returned"
+    if not isinstance(scores, torch.Tensor):
+        kind = type(scores).__name__
+        raise TypeError(f"{had} a {kind}, but must return a tensor of scores {list(shape)}")
+    had += " scores"
+    if scores.shape != shape:
+        raise ValueError(f"{had} {list(scores.shape)}, but must return {list(shape)}")
+    if scores.device != device:
+        raise ValueError(f"{had} on {scores.device}, but must return them on {device}")
+    if not scores.is_floating_point():
+        raise TypeError(f"{had} of {scores.dtype}, but must return a floating dtype")
+    greatest = float(scores.max())  # NaN is the greatest
+    if greatest != greatest:
+        raise ValueError("logits_processor left a score of NaN")
+    if greatest == -torch.inf:
+        raise ValueError("logits_processor left no token with a finite score")
 
 
 @dataclass(eq=False)
@@ -178,14 +226,14 @@ def is_count(value: Any, least: int = 1) -> bool:
 
 
 def token_ids(name: str, value: Any) -> torch.Tensor:
-    """An int64 tensor on the CPU; what holds anything but integers is refused, not rounded."""
+    """A new int64 tensor on the CPU; what holds anything but integers is refused, not rounded."""
     try:
         ids = torch.as_tensor(value, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(f"{name} is {value!r:.60}, but must be token ids: {error}") from None
     if ids.numel() and (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool):
         raise TypeError(f"{name} is {value!r:.60}, but must be token ids, which are integers")
-    return ids.long()
+    return ids.to(torch.long, copy=True)
 
 
 def _warpers(request: Request) -> LogitsProcessorList:

@@ -23,11 +23,13 @@ are the same to rounding, its tokens unless two are as likely to rounding.
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers import DynamicCache
 
+from .batch import Batch
+from .intake import Intake
 from .requests import Choice, Completion, Request, Running, is_count
 
 
@@ -58,16 +60,19 @@ def generate_many(
         max_prompt_tokens: longer prompts end with an error.
 
     A request that is wrong, or whose logits_processor or on_token raises, ends with `error` set, and
-    the others go on. The result's `cancel(index)` ends a request with the tokens it has.
+    the others go on. What is more than an Exception (KeyboardInterrupt, SystemExit) is raised to the
+    caller too, at the end of the step. What `requests` raises comes after all that was read before.
+    Either way the next call goes on. The result's `cancel(index)` ends a request with the tokens it has.
     """
     batcher = Batcher(model, slots, lanes, piece, max_prompt_tokens)
-    batcher.source = (r if isinstance(r, Request) else Request(r, **defaults) for r in requests)
+    as_request = lambda r: r if isinstance(r, Request) else Request(r, **defaults)
+    batcher.source = map(as_request, requests)
     return batcher
 
 
 class Batcher(Iterator[Completion]):
     """The engine under `generate_many`. A server calls `submit`, `cancel` and `step` itself;
-    `submit` and `cancel` may be called from other threads."""
+    `submit` and `cancel` may be called from anywhere at any time, `step` by one at a time."""
 
     def __init__(
         self, model: Any, slots: int = 32, lanes: int | None = None, piece: int | None = None,
@@ -90,185 +95,134 @@ class Batcher(Iterator[Completion]):
         if max_prompt_tokens is not None and not is_count(max_prompt_tokens):
             had = f"max_prompt_tokens is {max_prompt_tokens!r}"
             raise ValueError(f"{had}, but must be None or an integer of at least 1")
-        self.model, self.piece, self.max_prompt_tokens = model, piece, max_prompt_tokens
-        self.source: Iterator[Request] = iter(())
-        self.slots: list[Running | None] = [None] * slots
-        self.lanes: list[Running | None] = [None] * lanes
-        self.reading = DynamicCache(config=model.config)  # of the lanes
-        self.decoding = DynamicCache(config=model.config)  # of the slots
-        self._submitted = 0
-        self._waiting: deque[tuple[int, Request]] = deque()
-        self._cancelled: set[int] = set()
-        self._mailbox = threading.RLock()  # over these three
-        self._finished: deque[Completion] = deque()
-        self.ahead = model.device.type == "cuda"  # elsewhere nothing runs beside this code
-        self._choices: list[Choice] = []  # not looked at yet
-        self._decoded: Choice | None = None  # the slots' last one, if it is among them
+        self.batch = Batch(model, slots, lanes, piece)
+        self.ahead = cuda  # elsewhere nothing runs beside this code
+        self._intake = Intake(model, max_prompt_tokens)
+        self._ended: deque[Completion] = deque()  # not handed out yet
+        self._interrupt: BaseException | None = None  # raised at the end of the step
+        self._whole = True  # no step was broken off halfway
+        self._one = threading.Lock()  # held by who steps
+
+    @property
+    def source(self) -> Iterator[Request]:
+        return self._intake.source
+
+    @source.setter
+    def source(self, requests: Iterator[Request]) -> None:
+        self._intake.source = requests
 
     def submit(self, request: Request) -> int:
-        """Puts a request at the end of the queue; returns its index."""
-        with self._mailbox:
-            index, self._submitted = self._submitted, self._submitted + 1
-            self._waiting.append((index, request))
-        return index
+        """Puts a copy of a request at the end of the queue; returns its index."""
+        return self._intake.submit(request)
 
     def cancel(self, index: int) -> None:
         """Ends a request at the next step. One that has ended is left alone."""
-        with self._mailbox:
-            self._cancelled.add(index)
+        self._intake.cancel(index)
 
     @property
     def busy(self) -> bool:
-        return bool(self._waiting) or any(self.slots) or any(self.lanes)
+        return self._intake.busy or bool(self._ended) or bool(self.batch.running)
 
     def __next__(self) -> Completion:
-        while not self._finished:
-            if not self.busy and not self._pull():
-                raise StopIteration
-            self._finished.extend(self.step())
-        return self._finished.popleft()
+        with self._alone():
+            while not self._ended:
+                if not self.busy and not self._pull():
+                    self._raise()
+                    raise StopIteration
+                self._step()
+            return self._ended.popleft()
 
-    @torch.no_grad()
     def step(self) -> list[Completion]:
         """One piece of the prompts being read, one token for the sequences being decoded; returns
         what has ended."""
-        self._ended: list[Completion] = []
-        with self._mailbox:
-            self._end_cancelled()
-            self._fill_lanes()
-        wait = not self.ahead or any(
-            s is not None and s.decides for s in (*self.slots, *self.lanes)
-        )
+        with self._alone():
+            self._step()
+            ended, self._ended = list(self._ended), deque()
+            return ended
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Waiting for the other call instead would be for ever where a callback is the one who waits."""
+        if not self._one.acquire(blocking=False):
+            raise RuntimeError(
+                "a step of this Batcher is running: its callbacks, its source and other threads may "
+                "call submit and cancel, but not step or next"
+            )
+        try:
+            yield
+        finally:
+            self._one.release()
+
+    @torch.no_grad()
+    def _step(self) -> None:
+        if not self._whole:
+            self._give_up()
+        self._whole, batch = False, self.batch
+        self._collect()
+        self._fill_lanes()
+        wait = not self.ahead or any(running.decides for running in batch.running)
         if wait:
-            self._take(self._choices)
-        earlier, self._choices = self._choices, []
-        if self._worth_reading():
-            self._read()
-        self._fill_slots()
-        if any(self.slots):
-            self._decode()
-        self._take(self._choices if wait else earlier)
-        return self._ended
+            self._take(batch.choices)
+        earlier, batch.choices = batch.choices, []
+        if batch.worth_reading():
+            batch.read()
+        batch.fill_slots()
+        if any(batch.slots):
+            batch.decode()
+        self._take(batch.choices if wait else earlier)
+        self._whole = True
+        self._raise()
+
+    def _raise(self) -> None:
+        """What callbacks and source have left for the caller: an interrupt at once, the source's
+        own error when all that was read before it has ended."""
+        error, self._interrupt = self._interrupt, None
+        if error is None and not self.busy:
+            error, self._intake.source_error = self._intake.source_error, None
+        if error is not None:
+            raise error
+
+    def _give_up(self) -> None:
+        """Of sequences under way when a step was broken off, nobody knows which tokens their states have
+        seen."""
+        old = self.batch
+        for running in old.running:
+            error = RuntimeError(
+                "the step was broken off, by an interrupt or the model's own error"
+            )
+            self._end(running, "error", error)
+        self.batch = Batch(old.model, len(old.slots), len(old.lanes), old.piece)
 
     def _pull(self) -> bool:
-        request = next(self.source, None)
-        if request is not None:
-            self.submit(request)
-        return request is not None
+        """Reads the source's next request, unless something waits to be raised."""
+        if self._interrupt is not None:
+            return False
+        try:
+            found = self._intake.read_source()
+        except BaseException as error:
+            found, self._interrupt = False, error
+        self._collect()
+        return found
 
-    def _end_cancelled(self) -> None:
-        for running in (*self.slots, *self.lanes):
-            if running is not None and running.index in self._cancelled:
-                self._end(running, "cancelled")
-        for index, _ in self._waiting:
-            if index in self._cancelled:
-                self._ended.append(Completion(index, [], "cancelled"))
-        self._waiting = deque(e for e in self._waiting if e[0] not in self._cancelled)
-        self._cancelled = {i for i in self._cancelled if i >= self._submitted}  # not read yet
+    def _collect(self) -> None:
+        wrong, cancelled = self._intake.collect(self.batch.running)
+        self._ended.extend(wrong)
+        for running in cancelled:
+            self._end(running, "cancelled")
 
     def _fill_lanes(self) -> None:
-        for row in (row for row, running in enumerate(self.lanes) if running is None):
-            while self.lanes[row] is None and (self._waiting or self._pull()):
-                index, request = self._waiting.popleft()
-                if index in self._cancelled:
-                    self._ended.append(Completion(index, [], "cancelled"))
-                    continue
+        lanes = self.batch.lanes
+        for row in (row for row, running in enumerate(lanes) if running is None):
+            while lanes[row] is None and (self._intake.waiting or self._pull()):
+                if not self._intake.waiting:
+                    continue  # what was read is wrong, or cancelled
+                running = self._intake.waiting.popleft()
                 try:
-                    self.lanes[row] = Running(index, request, self.model, self.max_prompt_tokens)
-                except Exception as error:  # the request is wrong, which is no one else's business
-                    self._ended.append(Completion(index, [], "error", error))
-
-    def _worth_reading(self) -> bool:
-        """A lane that has nothing to read costs as much as another: wait for company while some
-        sequence stands ready for the next free slot."""
-        reading = [s for s in self.lanes if s is not None and s.unread]
-        ready = [s for s in self.lanes if s is not None and not s.unread]
-        return bool(reading) and (not ready or 4 * len(reading) >= 3 * len(self.lanes))
-
-    def _read(self) -> None:
-        ids = torch.zeros(len(self.lanes), self.piece, dtype=torch.long, device="cpu")
-        mask = torch.zeros_like(ids)
-        begin, last = [], {}
-        for row, running in enumerate(self.lanes):
-            if running is None or not running.unread:
-                continue  # all padding: its state waits
-            start = self.piece - running.next_size(self.piece)
-            if running.unread == len(running.prompt):
-                begin.append(row)
-            ids[row, start:] = running.read(self.piece - start)
-            mask[row, start:] = 1
-            if not running.unread:
-                last[row] = running
-        self._empty_lanes(begin)
-        logits = self.model(
-            input_ids=self._send(ids), attention_mask=self._send(mask),
-            past_key_values=self.reading, logits_to_keep=1,
-        ).logits  # fmt: skip
-        self._choose(last, logits)
-
-    def _send(self, values: torch.Tensor) -> torch.Tensor:
-        """To the model, without waiting for what is under way there."""
-        if self.model.device.type != "cuda":
-            return values.to(self.model.device)
-        return values.pin_memory().to(self.model.device, non_blocking=True)
-
-    def _empty_lanes(self, rows: list[int]) -> None:
-        """Zeros, and no reset, which some layers multiply with: NaN would stay."""
-        groups = (g for layer in self.reading.layers for g in layer.states.values())
-        old = [s[row] for group in groups for s in group for row in rows]
-        if old:
-            torch._foreach_zero_(old)
-
-    def _fill_slots(self) -> None:
-        """Moves the sequences whose prompts are read, as far as there are slots."""
-        free = deque(row for row, running in enumerate(self.slots) if running is None)
-        moves = []
-        for lane, running in enumerate(self.lanes):
-            if running is not None and running.tokens and free:
-                slot = free.popleft()
-                self.slots[slot], self.lanes[lane] = running, None
-                moves.append((slot, lane))
-        if not moves:
-            return
-        to, origin = [], []
-        for ours, theirs in zip(self.decoding.layers, self.reading.layers, strict=True):
-            if not ours.states:
-                ours.update_states(0, **{n: self._empty(g) for n, g in theirs.states.items()})
-            for name, group in theirs.states.items():
-                for new, s in zip(ours.states[name], group, strict=True):
-                    to += [new[slot] for slot, _ in moves]
-                    origin += [s[lane] for _, lane in moves]
-        torch._foreach_copy_(to, origin)
-
-    def _empty(self, group: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        return tuple(s.new_zeros(len(self.slots), *s.shape[1:]) for s in group)
-
-    def _decode(self) -> None:
-        logits = self.model(
-            input_ids=self._next_tokens(), past_key_values=self.decoding, use_cache=True
-        ).logits
-        rows = {row: s for row, s in enumerate(self.slots) if s is not None}
-        self._decoded = self._choose(rows, logits)
-
-    def _next_tokens(self) -> torch.Tensor:  # [slots, 1]
-        """What the slots hold as far as it was read, the likeliest of the last step where it was not."""
-        unread = {} if self._decoded is None else self._decoded.rows
-        known = [s is None or unread.get(row) is not s for row, s in enumerate(self.slots)]
-        tokens = [s.tokens[-1] if s and k else 0 for s, k in zip(self.slots, known, strict=True)]
-        if self._decoded is None:
-            return self._send(torch.tensor(tokens, device="cpu")[:, None])
-        best = self._decoded.best
-        if any(k and s is not None for s, k in zip(self.slots, known, strict=True)):
-            table = self._send(torch.tensor([tokens, known], device="cpu"))
-            best = torch.where(table[1].bool(), table[0], best)
-        return best[:, None]
-
-    def _choose(self, rows: dict[int, Running], logits: torch.Tensor) -> Choice | None:
-        """Asks for the next token of each of `rows`, given logits [rows, 1, V] of all."""
-        if not rows:
-            return None
-        self._choices.append(Choice.between(rows, logits[:, -1]))
-        return self._choices[-1]
+                    running.begin()
+                except Exception as error:
+                    self._end(running, "error", error)
+                else:
+                    lanes[row] = running
 
     def _take(self, choices: list[Choice]) -> None:
         """Hands every request its token, as soon as it is here, and empties the list."""
@@ -281,17 +235,17 @@ class Batcher(Iterator[Completion]):
                 scores = choice.scores[row : row + 1] if running.decides else None
                 try:
                     reason = running.take(table[row], scores)
-                except Exception as error:  # whatever a request's own functions raise
+                except BaseException as error:  # whatever a request's own functions raise
                     self._end(running, "error", error)
+                    if not isinstance(error, Exception):
+                        self._interrupt = self._interrupt or error
                 else:
                     if reason is not None:
                         self._end(running, reason)
-            if choice is self._decoded:
-                self._decoded = None
+            if choice is self.batch.decoded:
+                self.batch.decoded = None
 
-    def _end(self, running: Running, reason: str, error: Exception | None = None) -> None:
+    def _end(self, running: Running, reason: str, error: BaseException | None = None) -> None:
         running.ended = True
-        for places in (self.slots, self.lanes):
-            if running in places:
-                places[places.index(running)] = None
+        self.batch.remove(running)
         self._ended.append(Completion(running.index, running.tokens, reason, error))

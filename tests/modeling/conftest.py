@@ -41,6 +41,20 @@ def tokens():
     return draw
 
 
+@pytest.fixture(params=[False, True], ids=["read at once", "read late"])
+def read_at_once_and_late(request, monkeypatch):
+    """Both ways in which a Batcher reads its tokens, on any device."""
+    from flashcell import Batcher
+
+    begin = Batcher.__init__
+
+    def __init__(self, *args, **kwargs):
+        begin(self, *args, **kwargs)
+        self.ahead = request.param
+
+    monkeypatch.setattr(Batcher, "__init__", __init__)
+
+
 @pytest.fixture(autouse=True)
 def binaries(request, monkeypatch):
     """The kernels as a developer's model finds them."""

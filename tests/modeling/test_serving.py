@@ -7,36 +7,15 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessorList
 
 import flashcell
-from decode_cases import greedy
 from flashcell import Batcher, Request, generate_many
+from flashcell.batch import Batch
 from model_cases import CASES, state_tensors
+from serving_cases import alone, collect
 
 LENGTHS = (1, 2, 63, 64, 65, 200, 256, 257, 290, 5)
 
 
-@pytest.fixture(params=[False, True], ids=["read at once", "read late"], autouse=True)
-def ahead(request, monkeypatch):
-    """Both ways on any device."""
-    begin = Batcher.__init__
-
-    def __init__(self, *args, **kwargs):
-        begin(self, *args, **kwargs)
-        self.ahead = request.param
-
-    monkeypatch.setattr(Batcher, "__init__", __init__)
-
-
-def collect(results) -> dict[int, list[int]]:
-    done = {}
-    for completion in results:
-        assert completion.error is None
-        done[completion.index] = completion.tokens
-    return done
-
-
-def alone(model, prompt, **kwargs) -> list[int]:
-    out = greedy(model, prompt[None], **kwargs)
-    return out[0, len(prompt) :].tolist()
+pytestmark = pytest.mark.usefixtures("read_at_once_and_late")
 
 
 def test_greedy_is_generate(case, make_model, tokens):
@@ -231,7 +210,7 @@ def test_memory_does_not_grow(make_model, tokens):
         many.submit(Request(tokens(1 + 13 * i), 1 + i))
     while many.busy:
         many.step()
-        states = state_tensors(many.reading) + state_tensors(many.decoding)
+        states = state_tensors(many.batch.reading) + state_tensors(many.batch.decoding)
         sizes.add(sum(s.nbytes for s in states))
     state = 2 * 32 * 4 * 2  # h and c of 32 units in fp32, two layers
     assert max(sizes) == (3 + 2) * state
@@ -240,8 +219,8 @@ def test_memory_does_not_grow(make_model, tokens):
 def test_slots_stay_full(make_model, tokens, monkeypatch):
     """32 texts of which one in eight is long: padded batches of four would take 8 times the long."""
     model, calls = make_model(), []
-    decode = Batcher._decode
-    monkeypatch.setattr(Batcher, "_decode", lambda self: (calls.append(1), decode(self)))
+    decode = Batch.decode
+    monkeypatch.setattr(Batch, "decode", lambda self: (calls.append(1), decode(self)))
     requests = [Request(tokens(4), 60 if i % 8 == 0 else 4) for i in range(32)]
     collect(generate_many(model, requests, slots=4, lanes=4))
     assert len(calls) < 2.5 * (4 * 60 + 28 * 4) / 4  # 8 * 60 padded
@@ -285,7 +264,7 @@ def test_a_thousand_requests(make_model):
     many, sizes, got = generate_many(model, requests), set(), {}
     for done in many:
         got[done.index] = done.tokens
-        sizes.add(sum(s.nbytes for s in state_tensors(many.decoding)))
+        sizes.add(sum(s.nbytes for s in state_tensors(many.batch.decoding)))
     sizes.discard(0)  # requests of one token may end before anything is decoded
     assert len(sizes) == 1
     wrong = [i for i in range(1000) if got[i] != alone(model, prompts[i], new=limits[i])]

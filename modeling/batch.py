@@ -1,0 +1,123 @@
+"""The sequences under way in a Batcher, and the calls of the model that take them on."""
+
+from collections import deque
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+
+from .requests import Choice, Running
+
+
+class Batch:
+    """Slots, whose sequences are decoded, and lanes, whose prompts are read. See serving.py."""
+
+    def __init__(self, model: Any, slots: int, lanes: int, piece: int):
+        self.model, self.piece = model, piece
+        self.slots: list[Running | None] = [None] * slots
+        self.lanes: list[Running | None] = [None] * lanes
+        self.reading = DynamicCache(config=model.config)  # of the lanes
+        self.decoding = DynamicCache(config=model.config)  # of the slots
+        self.choices: list[Choice] = []  # not looked at yet
+        self.decoded: Choice | None = None  # the slots' last one, if it is among them
+
+    @property
+    def running(self) -> list[Running]:
+        return [running for running in (*self.slots, *self.lanes) if running is not None]
+
+    def remove(self, running: Running) -> None:
+        for places in (self.slots, self.lanes):
+            if running in places:
+                places[places.index(running)] = None
+
+    def worth_reading(self) -> bool:
+        """A lane that has nothing to read costs as much as another: wait for company while some
+        sequence stands ready for the next free slot."""
+        reading = [s for s in self.lanes if s is not None and s.unread]
+        ready = [s for s in self.lanes if s is not None and not s.unread]
+        return bool(reading) and (not ready or 4 * len(reading) >= 3 * len(self.lanes))
+
+    def read(self) -> None:
+        ids = torch.zeros(len(self.lanes), self.piece, dtype=torch.long, device="cpu")
+        mask = torch.zeros_like(ids)
+        begin, last = [], {}
+        for row, running in enumerate(self.lanes):
+            if running is None or not running.unread:
+                continue  # all padding: its state waits
+            start = self.piece - running.next_size(self.piece)
+            if running.unread == len(running.prompt):
+                begin.append(row)
+            ids[row, start:] = running.read(self.piece - start)
+            mask[row, start:] = 1
+            if not running.unread:
+                last[row] = running
+        self._empty_lanes(begin)
+        logits = self.model(
+            input_ids=self._send(ids), attention_mask=self._send(mask),
+            past_key_values=self.reading, logits_to_keep=1,
+        ).logits  # fmt: skip
+        self._choose(last, logits)
+
+    def _send(self, values: torch.Tensor) -> torch.Tensor:
+        """To the model, without waiting for what is under way there."""
+        if self.model.device.type != "cuda":
+            return values.to(self.model.device)
+        return values.pin_memory().to(self.model.device, non_blocking=True)
+
+    def _empty_lanes(self, rows: list[int]) -> None:
+        """Zeros, and no reset, which some layers multiply with: NaN would stay."""
+        groups = (g for layer in self.reading.layers for g in layer.states.values())
+        old = [s[row] for group in groups for s in group for row in rows]
+        if old:
+            torch._foreach_zero_(old)
+
+    def fill_slots(self) -> None:
+        """Moves the sequences whose prompts are read, as far as there are slots."""
+        free = deque(row for row, running in enumerate(self.slots) if running is None)
+        moves = []
+        for lane, running in enumerate(self.lanes):
+            if running is not None and running.tokens and free:
+                slot = free.popleft()
+                self.slots[slot], self.lanes[lane] = running, None
+                moves.append((slot, lane))
+        if not moves:
+            return
+        to, origin = [], []
+        for ours, theirs in zip(self.decoding.layers, self.reading.layers, strict=True):
+            if not ours.states:
+                ours.update_states(0, **{n: self._empty(g) for n, g in theirs.states.items()})
+            for name, group in theirs.states.items():
+                for new, s in zip(ours.states[name], group, strict=True):
+                    to += [new[slot] for slot, _ in moves]
+                    origin += [s[lane] for _, lane in moves]
+        torch._foreach_copy_(to, origin)
+
+    def _empty(self, group: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        return tuple(s.new_zeros(len(self.slots), *s.shape[1:]) for s in group)
+
+    def decode(self) -> None:
+        logits = self.model(
+            input_ids=self._next_tokens(), past_key_values=self.decoding, use_cache=True
+        ).logits
+        rows = {row: s for row, s in enumerate(self.slots) if s is not None}
+        self.decoded = self._choose(rows, logits)
+
+    def _next_tokens(self) -> torch.Tensor:  # [slots, 1]
+        """What the slots hold as far as it was read, the likeliest of the last step where it was not."""
+        unread = {} if self.decoded is None else self.decoded.rows
+        known = [s is None or unread.get(row) is not s for row, s in enumerate(self.slots)]
+        tokens = [s.tokens[-1] if s and k else 0 for s, k in zip(self.slots, known, strict=True)]
+        if self.decoded is None:
+            return self._send(torch.tensor(tokens, device="cpu")[:, None])
+        best = self.decoded.best
+        if any(k and s is not None for s, k in zip(self.slots, known, strict=True)):
+            table = self._send(torch.tensor([tokens, known], device="cpu"))
+            best = torch.where(table[1].bool(), table[0], best)
+        return best[:, None]
+
+    def _choose(self, rows: dict[int, Running], logits: torch.Tensor) -> Choice | None:
+        """Asks for the next token of each of `rows`, given logits [rows, 1, V] of all."""
+        if not rows:
+            return None
+        self.choices.append(Choice.between(rows, logits[:, -1]))
+        return self.choices[-1]
