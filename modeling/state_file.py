@@ -6,19 +6,24 @@
 
 Such a file is as long as the states, however many tokens they have seen. Its tensors are named
 `layers.<number>.<group>.<number>`, such as layers.3.cell.0; its metadata hold the format's name and
-version, the model family and the number of tokens. Nothing in it says whose weights made it: that
-a state goes on with the model it came from is the caller's business.
+version, the model family, the number of tokens, and a SHA-256 of all that is in the file. Nothing in
+it says whose weights made it: that a state goes on with the model it came from is the caller's
+business.
 """
 
+import hashlib
+import json
 import os
+import re
 import secrets
+import stat
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load, save
 from transformers.cache_utils import Cache, DynamicCache
 
 from .cache import is_recurrent
@@ -29,7 +34,8 @@ FORMAT = {"format": "flashcell.state", "version": "1"}
 def save_state(model: Any, cache: Cache, path: str | os.PathLike) -> None:
     """Writes the states of `cache`, a DynamicCache or StaticCache of `model`, all rows of its batch.
 
-    The file is complete or not there: it is written beside `path` and renamed. TypeError or
+    The file is complete or not there: it is written beside `path` and renamed, so what was there
+    before a kill or on a full disk stays. TypeError or
     ValueError for a cache that is not a recurrent model's, is empty or is another model's.
     """
     if not isinstance(cache, Cache):
@@ -47,44 +53,85 @@ def save_state(model: Any, cache: Cache, path: str | os.PathLike) -> None:
         **FORMAT, "model_type": model.config.model_type, "tokens": str(int(cache.get_seq_length()))
     }  # fmt: skip
     own = {name: s.detach().to("cpu", copy=True).contiguous() for name, s in tensors.items()}
-    path = Path(path)
-    unfinished = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        save_file(own, unfinished, metadata)
-        with open(unfinished, "rb+") as file:
-            os.fsync(file.fileno())
-        os.replace(unfinished, path)
-    finally:
-        with suppress(FileNotFoundError):
-            unfinished.unlink()
+    metadata["sha256"] = _digest(metadata, own)
+    _write(Path(path), save(own, metadata))
 
 
 def load_state(model: Any, path: str | os.PathLike) -> DynamicCache:
-    """The cache to go on with, on the model's device. ValueError for a file that is not whole or is
-    no state of such a model: its family, or the names, shapes or dtypes of its states."""
-    try:
-        with safe_open(path, framework="pt", device=str(model.device)) as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except SafetensorError as error:
-        raise ValueError(f"path is {str(path)!r}, but must be a saved state: {error}") from None
+    """The cache to go on with, on the model's device. ValueError for a file that is not as it was
+    saved or is no state of such a model: its family, or the names, shapes or dtypes of its states."""
+    metadata, tensors = _read(Path(path))
     wanted = {**FORMAT, "model_type": model.config.model_type}
     for name, value in wanted.items():
         if metadata.get(name) != value:
             raise ValueError(
                 f"{path}: {name} is {metadata.get(name)!r}, but must be {value!r} for this model"
             )
+    digest = _digest(metadata, tensors)
+    if metadata.get("sha256") != digest:
+        raise ValueError(
+            f"{path}: sha256 is {metadata.get('sha256')!r}, but must be {digest!r}: the file is damaged"
+        )
     tokens = metadata.get("tokens", "")
-    if not tokens.isdecimal() or int(tokens) < 1:
+    if not re.fullmatch("[0-9]{1,18}", tokens) or int(tokens) < 1:
         raise ValueError(f"{path}: tokens is {tokens!r}, but must be a number of at least 1")
     _check_shapes(str(path), tensors, model)
     cache = DynamicCache(config=model.config)
     for i, layer in enumerate(cache.layers):
         groups: dict[str, list[torch.Tensor]] = {}
         for name in (n for n in _order(tensors) if n.startswith(f"layers.{i}.")):
-            groups.setdefault(name.split(".")[2], []).append(tensors[name])
+            own = tensors[name].to(model.device, copy=True)
+            groups.setdefault(name.split(".")[2], []).append(own)
         layer.update_states(int(tokens), **{name: tuple(group) for name, group in groups.items()})
     return cache
+
+
+def _write(path: Path, content: bytes) -> None:
+    """All of it or nothing: beside `path`, and then renamed."""
+    unfinished = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        with open(unfinished, "xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, path)
+    finally:
+        with suppress(FileNotFoundError):
+            unfinished.unlink()
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)  # the new name
+    finally:
+        os.close(folder)
+
+
+def _read(path: Path) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
+    """Metadata and tensors, in memory that is not the file's."""
+    problem = f"path is {str(path)!r}, but must be a saved state"
+    # a pipe that nobody writes to would not open
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        mode = os.fstat(file.fileno()).st_mode
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(f"{problem}: it is a folder")
+        if not stat.S_ISREG(mode):
+            raise ValueError(f"{problem}: it is no regular file")
+        content = file.read()
+    try:
+        tensors = load(content)
+        header = content[8 : 8 + int.from_bytes(content[:8], "little")]
+        return json.loads(header).get("__metadata__") or {}, tensors
+    except (SafetensorError, KeyError) as error:  # KeyError: of a dtype that torch does not have
+        raise ValueError(f"{problem}: {error}") from None
+
+
+def _digest(metadata: dict[str, str], tensors: dict[str, torch.Tensor]) -> str:
+    """SHA-256 of metadata, names, dtypes, shapes and values."""
+    described = {name: [str(s.dtype), list(s.shape)] for name, s in tensors.items()}
+    said = {name: value for name, value in metadata.items() if name != "sha256"}
+    digest = hashlib.sha256(json.dumps([said, described], sort_keys=True).encode())
+    for name in sorted(tensors):
+        digest.update(tensors[name].reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def _named(cache: Cache) -> dict[str, torch.Tensor]:

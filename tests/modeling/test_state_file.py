@@ -1,6 +1,8 @@
 """A conversation that was saved goes on as if it had not been."""
 
 import os
+import random
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +14,8 @@ from transformers import DynamicCache, StaticCache
 
 from cases import DEVICE
 from decode_cases import greedy
-from flashcell.state_file import FORMAT
+from flashcell.state_file import FORMAT, _digest
+from model_cases import state_tensors
 
 CONTINUE = """
 import sys, torch, flashcell
@@ -120,17 +123,89 @@ def test_what_is_no_state_file(talk, tmp_path):
         "version is '2', but must be '1'": {"version": "2"},
         "tokens is '0', but must be a number of at least 1": {"tokens": "0"},
         "tokens is 'many'": {"tokens": "many"},
+        "tokens is '1000000000000000000'": {"tokens": "1" + "0" * 18},
     }
     for message, change in changes.items():
-        save_file(tensors, path, {**good, **change})
+        metadata = {**good, **change}
+        save_file(tensors, path, {**metadata, "sha256": _digest(metadata, tensors)})
         with pytest.raises(ValueError, match=message):
             model.load_state(path)
     save_file(tensors, path)
     with pytest.raises(ValueError, match="format is None"):
         model.load_state(path)
     save_file(tensors, path, good)
+    with pytest.raises(ValueError, match=r"sha256 is None, but must be '\w{64}': the file is dam"):
+        model.load_state(path)
     path.write_bytes(path.read_bytes()[:-8])
     with pytest.raises(ValueError, match="must be a saved state"):
         model.load_state(path)
     with pytest.raises(FileNotFoundError):
         model.load_state(Path(tmp_path, "none"))
+
+
+def test_what_was_loaded_is_no_part_of_the_file(talk, tmp_path):
+    model, cache = talk
+    path = tmp_path / "talk.safetensors"
+    model.save_state(cache, path)
+    loaded = model.load_state(path)
+    with open(path, "rb+") as file:
+        file.write(b"\xff" * path.stat().st_size)
+        file.truncate(9)
+    assert all(map(torch.equal, state_tensors(loaded), state_tensors(cache)))
+
+
+@pytest.mark.parametrize("flips", [300, pytest.param(6000, marks=pytest.mark.slow)])
+def test_a_flipped_bit_is_refused_or_changes_nothing(talk, tmp_path, flips):
+    model, cache = talk
+    path, draw = tmp_path / "talk.safetensors", random.Random(1)
+    model.save_state(cache, path)
+    good, loaded, refused = path.read_bytes(), 0, []
+    begin = int.from_bytes(good[:8], "little") + 8  # of the data
+    for i in range(flips):
+        bad = bytearray(good)
+        bad[draw.randrange(begin if i % 2 else len(bad))] ^= 1 << draw.randrange(8)
+        path.write_bytes(bad)
+        try:
+            other = model.load_state(path)
+        except ValueError as error:
+            refused.append(str(error))
+            continue
+        loaded += 1
+        assert other.get_seq_length() == cache.get_seq_length()
+        assert all(map(torch.equal, state_tensors(other), state_tensors(cache)))
+    assert loaded < flips / 10
+    assert all(str(path) in message for message in refused)
+
+
+def test_what_is_no_file_of_any_kind(talk, tmp_path):
+    model, _ = talk
+    path = tmp_path / "talk.safetensors"
+    huge = b"\xff" * 7 + b"\x7f" + b"{}" * 40
+    header = b'{"a":{"dtype":"F32","shape":[1099511627776],"data_offsets":[0,4398046511104]}}'
+    for content in (b"", b"\0" * 7, huge, len(header).to_bytes(8, "little") + header, b"[" * 10**6):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=r"talk\.safetensors.*must be a saved state"):
+            model.load_state(path)
+    path.unlink()
+    os.mkfifo(path)  # nobody writes there: to open it the usual way would wait for ever
+    for special in (path, Path("/dev/zero")):
+        with pytest.raises(ValueError, match="must be a saved state: it is no regular file"):
+            model.load_state(special)
+    with pytest.raises(IsADirectoryError):
+        model.load_state(tmp_path)
+
+
+def test_a_full_disk_leaves_the_file_that_was_there(talk, tmp_path):
+    model, cache = talk
+    path = tmp_path / "talk.safetensors"
+    model.save_state(cache, path)
+    before = path.read_bytes()
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) // 2, limit[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            model.save_state(cache, path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert path.read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
