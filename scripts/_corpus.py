@@ -8,12 +8,18 @@ import hashlib
 import math
 import platform
 import random
+import shutil
 import sysconfig
 import zipfile
+import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from _manifest import NAME as MANIFEST
+from _manifest import find_damage, write_manifest
 
 SPECIAL = "<|file|>"  # stands before every document and, as the last target, after it
 SKIPPED_FOLDERS = {"__pycache__", "dist-packages", "lib-dynload", "site-packages"}
@@ -78,9 +84,12 @@ def save_corpus(corpus: Corpus, path: Path) -> None:
 
 
 def load_corpus(path: Path) -> Corpus:
-    with zipfile.ZipFile(path) as archive:
-        files = tuple((info.filename, archive.read(info)) for info in archive.infolist())
-        return Corpus(files, archive.comment.decode() or "unknown")
+    try:
+        with zipfile.ZipFile(path) as archive:
+            files = tuple((info.filename, archive.read(info)) for info in archive.infolist())
+            return Corpus(files, archive.comment.decode() or "unknown")
+    except (zipfile.BadZipFile, zlib.error, EOFError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{path} is no corpus, or damaged: {error}") from None
 
 
 def _utf8(files):
@@ -90,6 +99,19 @@ def _utf8(files):
         except UnicodeDecodeError:
             continue
         yield name, content
+
+
+def kept_tokenizer(folder: Path, train: Callable[[], Any]):
+    """The tokenizer of `folder`, as it was when it was trained and put there."""
+    from transformers import AutoTokenizer
+
+    if not (folder / MANIFEST).exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        train().save_pretrained(folder)
+        write_manifest(folder)
+    elif problem := find_damage(folder):
+        raise ValueError(f"{folder} is damaged: {problem}; --restart begins the run again")
+    return AutoTokenizer.from_pretrained(folder)
 
 
 def train_tokenizer(texts: list[str], vocab_size: int):
@@ -208,17 +230,15 @@ class Texts:
 
     def __init__(self, corpus: Corpus, recipe, folder: Path, rank: int = 0, world: int = 1):
         """The tokenizer is kept in `folder`, and taken from there when the run is resumed."""
-        from transformers import AutoTokenizer
-
         self.recipe, self.rank, self.world = recipe, rank, world
         training, held_out = corpus.split(recipe.held_out_in)
         if not training or not held_out:
             raise ValueError(
                 f"{len(training)} training and {len(held_out)} held-out files: too few"
             )
-        if not (folder / "tokenizer_config.json").exists():
-            train_tokenizer(training, recipe.vocab_size).save_pretrained(folder)
-        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.tokenizer = kept_tokenizer(
+            folder, lambda: train_tokenizer(training, recipe.vocab_size)
+        )
         self.files = len(training), len(held_out)
         self.bytes = sum(len(t.encode()) for t in training), sum(len(t.encode()) for t in held_out)
         self.held_out_texts = held_out

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from _corpus import SPECIAL, held_out_lanes, train_tokenizer
+from _corpus import SPECIAL, held_out_lanes, kept_tokenizer, train_tokenizer
 from _corpus import _positions as positions_since
 
 OURS = ("column", "held_out_split", "held_out_documents")
@@ -176,21 +176,21 @@ class DatasetTexts:
         self.ready: queue.Queue | None = None
 
     def _tokenizer(self, folder: Path):
-        from transformers import AutoTokenizer
-
         if self.recipe.tokenizer:
+            from transformers import AutoTokenizer
+
             tokenizer = AutoTokenizer.from_pretrained(self.recipe.tokenizer)
             if tokenizer.bos_token_id is None:
                 tokenizer.bos_token = tokenizer.eos_token or SPECIAL
             return tokenizer
-        if not (folder / "tokenizer_config.json").exists():
-            source = Documents(self.recipe)  # of all processes
-            texts = source._stream() if source.streams else source._table()
-            held_out = set(self.held_out_texts)
-            some = [t for t, _ in zip(texts, range(FOR_TOKENIZER), strict=False) if t.strip()]
-            some = [text for text in some if text not in held_out]
-            train_tokenizer(some, self.recipe.vocab_size).save_pretrained(folder)
-        return AutoTokenizer.from_pretrained(folder)
+        return kept_tokenizer(folder, self._train_tokenizer)
+
+    def _train_tokenizer(self):
+        source = Documents(self.recipe)  # of all processes
+        texts = source._stream() if source.streams else source._table()
+        held_out = set(self.held_out_texts)
+        some = [t for t, _ in zip(texts, range(FOR_TOKENIZER), strict=False) if t.strip()]
+        return train_tokenizer([t for t in some if t not in held_out], self.recipe.vocab_size)
 
     def describe(self) -> str:
         source = self.recipe.data.get("path"), self.recipe.data.get("name") or ""

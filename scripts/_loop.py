@@ -7,10 +7,11 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import torch
+from _checkpoint import Checkpoints, checkpoints_in
 from _guard import first_non_finite
 from _monitors import COLUMNS as MONITOR_COLUMNS
 from _monitors import gradient_norms, watch_gates
-from _run import Checkpoints, Log
+from _run import Log
 from _speed import flops_per_token, matmul_rate
 from _training import (
     check_isolation,
@@ -40,11 +41,13 @@ class Training:
         self.flops_per_token = flops_per_token(model)
         parts = accelerator.prepare(model, *make_optimizer(model, recipe))
         self.model, self.optimizer, self.scheduler = parts
-        self.checkpoints = Checkpoints(run / "checkpoints")
+        self.checkpoints = Checkpoints(run / "checkpoints", accelerator, *parts)
         # all there is besides model, optimizer, scheduler and random numbers
         self.progress = {"step": 0, "carried": None, "losses": [], "norms": [], "seconds": 0.0}
-        if self.checkpoints.latest():
-            self.progress = self.checkpoints.load(accelerator)
+        if checkpoints_in(run / "checkpoints"):
+            self.progress, damaged = self.checkpoints.load()
+            for line in damaged:
+                self.say(f"{line}; the one before is taken")
             texts.load(self.progress.pop("texts"))
             self.say(f"resumed at step {self.progress['step']} of {recipe.steps}")
         if self.main:
@@ -92,7 +95,7 @@ class Training:
                 stop.append(f"{self.args.max_minutes:g} minutes are over")
             stop = self.agreed(stop)
             if step % recipe.checkpoint_every == 0 or step == last or stop:
-                self.checkpoints.save(self.accelerator, {**progress, "texts": self.texts.state()})
+                self.checkpoints.save({**progress, "texts": self.texts.state()})
         bar.close()
         if progress["step"] < last:
             step = progress["step"]

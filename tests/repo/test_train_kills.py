@@ -1,4 +1,5 @@
-"""scripts/train, killed at random moments, leaves a whole checkpoint and goes on as if it had not."""
+"""scripts/train, killed at random moments or with damaged files, goes on as if nothing had happened or
+says what is wrong."""
 
 import os
 import subprocess
@@ -12,15 +13,25 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from train_cases import text_recipe, write_recipe, write_text
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(50, marks=pytest.mark.slow)])
-def test_no_kill_is_seen_in_the_end(tmp_path, kills):
-    text = write_text(tmp_path / "text")
-    changes = {"steps": 20, "checkpoint_every": 1, "evaluate_every": 5, "precision": "no"}
-    write_recipe(tmp_path / "tiny.yaml", **text_recipe(text, **changes))
-    worker = [sys.executable, Path(__file__).with_name("kill_worker.py")]
+def work(folder: Path, script: str, *words: str, **changes) -> str:
+    """What a worker says about runs of a small recipe."""
+    text = write_text(folder / "text")
+    changes = {"checkpoint_every": 1, "evaluate_every": 5, "precision": "no", **changes}
+    write_recipe(folder / "tiny.yaml", **text_recipe(text, **changes))
     done = subprocess.run(
-        [*worker, tmp_path, str(kills), "1"], capture_output=True, text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HOME": str(tmp_path / "huggingface")},
+        [sys.executable, Path(__file__).with_name(script), folder, *words],
+        capture_output=True, text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HOME": str(folder / "huggingface")},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    assert f"{kills} kills" in done.stdout
+    return done.stdout
+
+
+@pytest.mark.parametrize("kills", [3, pytest.param(50, marks=pytest.mark.slow)])
+def test_no_kill_is_seen_in_the_end(tmp_path, kills):
+    assert f"{kills} kills" in work(tmp_path, "kill_worker.py", str(kills), "1", steps=20)
+
+
+@pytest.mark.slow
+def test_damaged_files_are_named_and_the_checkpoint_before_is_taken(tmp_path):
+    assert "damaged runs" in work(tmp_path, "damage_worker.py", steps=20)

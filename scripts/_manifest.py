@@ -1,0 +1,80 @@
+"""Files that are taken whole or not at all: a manifest of their sizes and digests, written last.
+
+{"process-0.pt": {"bytes": 1234, "sha256": "ab..."}, ...}
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+NAME = "manifest.json"
+LARGEST = 2**24  # bytes of a manifest that is read
+
+
+def sync(path: Path) -> None:
+    """A file or folder: on the disk, not in the system's memory alone."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """A small file: whole or as it was."""
+    staging = path.with_name(f".{path.name}.new")
+    staging.write_text(text)
+    sync(staging)
+    os.replace(staging, path)
+    sync(path.parent)
+
+
+def describe(path: Path) -> dict:
+    with open(path, "rb") as file:
+        digest = hashlib.file_digest(file, "sha256") if hasattr(hashlib, "file_digest") else None
+        if digest is None:  # Python 3.10
+            digest = hashlib.sha256()
+            while part := file.read(2**20):
+                digest.update(part)
+        return {"bytes": file.tell(), "sha256": digest.hexdigest()}
+
+
+def write_manifest(folder: Path, files: dict[str, dict] | None = None) -> None:
+    """Of `files`, as `describe` gives them, or of all that are there."""
+    if files is None:
+        files = {path.name: describe(path) for path in sorted(folder.iterdir())}
+        for name in files:
+            sync(folder / name)
+    write_whole(folder / NAME, json.dumps(files, indent=2))
+
+
+def find_damage(
+    folder: Path, names: Iterable[str] | None = None, only: Iterable[str] | None = None
+) -> str | None:
+    """What is wrong with a folder that must be as its manifest says: with the files `names`, of which
+    `only` some are read."""
+    try:
+        with open(folder / NAME, "rb") as file:
+            files = json.loads(file.read(LARGEST))
+        if names is not None and sorted(files) != sorted(names):
+            return f"{NAME} lists {sorted(files)!r:.200}, but must list {sorted(names)!r:.200}"
+        for name in files if only is None else only:
+            wanted = files[name]
+            if Path(name).name != name:
+                return f"{NAME} lists {name!r}, but must list names of files"
+            path = folder / name
+            if not path.is_file():
+                return f"{name} is not there, or is no file"
+            found = {"bytes": path.stat().st_size}
+            if found["bytes"] == wanted["bytes"]:
+                found = describe(path)
+            for what, value in found.items():
+                if value != wanted[what]:
+                    return f"{name}: {what} is {value}, but must be {wanted[what]}"
+    except OSError as error:
+        return str(error)
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        return f"{NAME} is no manifest: {error!r}"
+    return None
