@@ -64,32 +64,31 @@ class Running:
     """A request at work: checked, cut into pieces, with its own sampler."""
 
     index: int
-    request: Request
     model: Any
-    max_prompt_tokens: int | None
+    wrong: BaseException | None = None  # with the request
     tokens: list[int] = field(default_factory=list)
     ended: bool = False
 
-    def __post_init__(self) -> None:
-        """Copies the request. What it was made of may change from now on."""
-        if not isinstance(self.request, Request):
-            kind = type(self.request).__name__
-            raise TypeError(f"request is a {kind}, but must be a Request")
-        request = self.request = replace(self.request)
+    def copy(self, request: Request, max_prompt_tokens: int | None) -> None:
+        """Takes a request. What it was made of may change from now on."""
+        if not isinstance(request, Request):
+            raise TypeError(f"request is a {type(request).__name__}, but must be a Request")
+        self.request = replace(request, prompt=())
         self.prompt = token_ids("prompt", request.prompt)
-        request.prompt = ()  # the copy above is all that is needed of it
-        self._check()
+        self._check(max_prompt_tokens)
         self.unread = len(self.prompt)
         end = request.eos_token_id
         if end is None:
             end = self.model.generation_config.eos_token_id
         self.ends = set() if end is None else set(token_ids("eos_token_id", end).view(-1).tolist())
-        self.processors = LogitsProcessorList(request.logits_processor or [])
+        self.own_processors = list(request.logits_processor or [])
 
     def begin(self) -> None:
         """The prompt is about to be read."""
+        if self.wrong is not None:
+            raise self.wrong
         request = self.request
-        self.started = time.monotonic()
+        self.processors = LogitsProcessorList(self.own_processors)
         if request.do_sample:
             self.processors += _warpers(request)
             self.generator = torch.Generator(self.model.device)
@@ -97,15 +96,14 @@ class Running:
                 self.generator.seed()
             else:
                 self.generator.manual_seed(request.seed)
+        self.started = time.monotonic()
 
-    def _check(self) -> None:
+    def _check(self, max_prompt_tokens: int | None) -> None:
         prompt, vocabulary = self.prompt, self.model.config.vocab_size
         if prompt.dim() != 1 or not len(prompt):
             raise ValueError(f"prompt has shape {list(prompt.shape)}, but must be [n] with n >= 1")
-        if self.max_prompt_tokens is not None and len(prompt) > self.max_prompt_tokens:
-            raise ValueError(
-                f"prompt has {len(prompt)} tokens, but may have {self.max_prompt_tokens}"
-            )
+        if max_prompt_tokens is not None and len(prompt) > max_prompt_tokens:
+            raise ValueError(f"prompt has {len(prompt)} tokens, but may have {max_prompt_tokens}")
         low, high = int(prompt.min()), int(prompt.max())
         if low < 0 or high >= vocabulary:
             raise ValueError(

@@ -21,7 +21,6 @@ are the same to rounding, its tokens unless two are as likely to rounding.
 """
 
 import threading
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -64,10 +63,8 @@ def generate_many(
     caller too, at the end of the step. What `requests` raises comes after all that was read before.
     Either way the next call goes on. The result's `cancel(index)` ends a request with the tokens it has.
     """
-    batcher = Batcher(model, slots, lanes, piece, max_prompt_tokens)
-    as_request = lambda r: r if isinstance(r, Request) else Request(r, **defaults)
-    batcher.source = map(as_request, requests)
-    return batcher
+    Request((), **defaults)  # TypeError for another name
+    return Batcher(model, slots, lanes, piece, max_prompt_tokens).reading(requests, defaults)
 
 
 class Batcher(Iterator[Completion]):
@@ -98,18 +95,16 @@ class Batcher(Iterator[Completion]):
         self.batch = Batch(model, slots, lanes, piece)
         self.ahead = cuda  # elsewhere nothing runs beside this code
         self._intake = Intake(model, max_prompt_tokens)
-        self._ended: deque[Completion] = deque()  # not handed out yet
+        # by number; setting an entry, which Python does in one piece, is what ends a request
+        self._ended: dict[int, tuple[Running, Completion]] = {}
         self._interrupt: BaseException | None = None  # raised at the end of the step
         self._whole = True  # no step was broken off halfway
         self._one = threading.Lock()  # held by who steps
 
-    @property
-    def source(self) -> Iterator[Request]:
-        return self._intake.source
-
-    @source.setter
-    def source(self, requests: Iterator[Request]) -> None:
-        self._intake.source = requests
+    def reading(self, source: Iterable[Any], defaults: dict[str, Any] | None = None) -> "Batcher":
+        """Reads `source` as needed; of what is no Request in it, `defaults` make one."""
+        self._intake.source, self._intake.defaults = iter(source), defaults
+        return self
 
     def submit(self, request: Request) -> int:
         """Puts a copy of a request at the end of the queue; returns its index."""
@@ -121,7 +116,7 @@ class Batcher(Iterator[Completion]):
 
     @property
     def busy(self) -> bool:
-        return self._intake.busy or bool(self._ended) or bool(self.batch.running)
+        return bool(self._intake.waiting or self._ended or self.batch.running)
 
     def __next__(self) -> Completion:
         with self._alone():
@@ -130,15 +125,20 @@ class Batcher(Iterator[Completion]):
                     self._raise()
                     raise StopIteration
                 self._step()
-            return self._ended.popleft()
+            return self._hand_out()
 
     def step(self) -> list[Completion]:
         """One piece of the prompts being read, one token for the sequences being decoded; returns
         what has ended."""
         with self._alone():
             self._step()
-            ended, self._ended = list(self._ended), deque()
-            return ended
+            return [self._hand_out() for _ in list(self._ended)]
+
+    def _hand_out(self) -> Completion:
+        index, (running, completion) = next(iter(self._ended.items()))
+        self._leave(running)
+        del self._ended[index]
+        return completion
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -158,7 +158,7 @@ class Batcher(Iterator[Completion]):
         if not self._whole:
             self._give_up()
         self._whole, batch = False, self.batch
-        self._collect()
+        self._end_cancelled()
         self._fill_lanes()
         wait = not self.ahead or any(running.decides for running in batch.running)
         if wait:
@@ -185,6 +185,8 @@ class Batcher(Iterator[Completion]):
     def _give_up(self) -> None:
         """Of sequences under way when a step was broken off, nobody knows which tokens their states have
         seen."""
+        for running, _ in self._ended.values():
+            self._leave(running)
         old = self.batch
         for running in old.running:
             error = RuntimeError(
@@ -201,28 +203,31 @@ class Batcher(Iterator[Completion]):
             found = self._intake.read_source()
         except BaseException as error:
             found, self._interrupt = False, error
-        self._collect()
+        self._end_cancelled()
         return found
 
-    def _collect(self) -> None:
-        wrong, cancelled = self._intake.collect(self.batch.running)
-        self._ended.extend(wrong)
-        for running in cancelled:
+    def _end_cancelled(self) -> None:
+        for running in self._intake.cancelled(self.batch.running):
             self._end(running, "cancelled")
 
     def _fill_lanes(self) -> None:
         lanes = self.batch.lanes
         for row in (row for row, running in enumerate(lanes) if running is None):
-            while lanes[row] is None and (self._intake.waiting or self._pull()):
-                if not self._intake.waiting:
-                    continue  # what was read is wrong, or cancelled
-                running = self._intake.waiting.popleft()
-                try:
-                    running.begin()
-                except Exception as error:
-                    self._end(running, "error", error)
-                else:
-                    lanes[row] = running
+            while lanes[row] is None:
+                running = self._intake.first()
+                if running is not None:
+                    self._start(running, row)
+                elif not self._pull():
+                    return
+
+    def _start(self, running: Running, lane: int) -> None:
+        try:
+            running.begin()
+        except BaseException as error:
+            self._end_wrong(running, error)
+        else:
+            self.batch.lanes[lane] = running
+            self._intake.waiting.popleft()
 
     def _take(self, choices: list[Choice]) -> None:
         """Hands every request its token, as soon as it is here, and empties the list."""
@@ -236,16 +241,23 @@ class Batcher(Iterator[Completion]):
                 try:
                     reason = running.take(table[row], scores)
                 except BaseException as error:  # whatever a request's own functions raise
-                    self._end(running, "error", error)
-                    if not isinstance(error, Exception):
-                        self._interrupt = self._interrupt or error
+                    self._end_wrong(running, error)
                 else:
                     if reason is not None:
                         self._end(running, reason)
             if choice is self.batch.decoded:
                 self.batch.decoded = None
 
+    def _end_wrong(self, running: Running, error: BaseException) -> None:
+        self._end(running, "error", error)
+        if not isinstance(error, Exception):
+            self._interrupt = self._interrupt or error
+
     def _end(self, running: Running, reason: str, error: BaseException | None = None) -> None:
+        completion = Completion(running.index, running.tokens, reason, error)
+        self._ended.setdefault(running.index, (running, completion))
+        self._leave(running)
+
+    def _leave(self, running: Running) -> None:
         running.ended = True
         self.batch.remove(running)
-        self._ended.append(Completion(running.index, running.tokens, reason, error))

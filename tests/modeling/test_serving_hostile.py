@@ -197,8 +197,7 @@ def test_a_source_that_uses_the_batch(make_model, tokens):
         yield Request(prompt, 6)
         yield Request(prompt, 6)
 
-    many = Batcher(model, slots=2, lanes=1)
-    many.source = source()
+    many = Batcher(model, slots=2, lanes=1).reading(source())
     results, raised = outcome(many)
     assert not raised
     assert {i: c.reason for i, c in results.items()} == {

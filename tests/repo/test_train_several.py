@@ -80,6 +80,20 @@ def test_shards_take_the_steps_of_whole_models_and_go_on(tmp_path):
     assert model.config.model_type == "flash_mlstm"
 
 
+def test_one_damaged_file_takes_all_processes_back(tmp_path):
+    text = write_text(tmp_path / "text")
+    changes = {**QUICK, "steps": 4, "evaluate_every": 4, "checkpoint_every": 1}
+    write_recipe(tmp_path / "tiny.yaml", **text_recipe(text, **changes))
+    words = [*TWO, *command(tmp_path)]
+    run(*words, "--restart", folder=tmp_path)
+    whole = losses(tmp_path)
+    checkpoints = sorted((tmp_path / "home/runs/tiny/checkpoints").iterdir())
+    assert [path.name for path in checkpoints] == ["step-00000003", "step-00000004"]
+    os.truncate(checkpoints[1] / "process-1.pt", 9)
+    run(*words, "--resume", folder=tmp_path)
+    assert losses(tmp_path) == whole
+
+
 def test_the_ablation_of_gates_is_a_table(tmp_path, monkeypatch):
     """The corners of the grid."""
     import _ablation
