@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
+from .cache import copy_rows
 from .requests import Choice, Running
 
 
@@ -82,15 +83,10 @@ class Batch:
                 moves.append((slot, lane))
         if not moves:
             return
-        to, origin = [], []
-        for ours, theirs in zip(self.decoding.layers, self.reading.layers, strict=True):
-            if not ours.states:
+        if self.decoding.batch_size == -1:
+            for ours, theirs in zip(self.decoding.layers, self.reading.layers, strict=True):
                 ours.update_states(0, **{n: self._empty(g) for n, g in theirs.states.items()})
-            for name, group in theirs.states.items():
-                for new, s in zip(ours.states[name], group, strict=True):
-                    to += [new[slot] for slot, _ in moves]
-                    origin += [s[lane] for _, lane in moves]
-        torch._foreach_copy_(to, origin)
+        copy_rows(self.decoding, self.reading, moves)
 
     def _empty(self, group: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         return tuple(s.new_zeros(len(self.slots), *s.shape[1:]) for s in group)

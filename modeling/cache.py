@@ -6,15 +6,32 @@ any number of named groups of states, such as {"cell": (h, c), "conv": (window,)
 dimension. The empty state is zeros for all of them. They are kept in the dtype they come in (a
 cell's fp32 whatever the model's dtype), and detached: a forward call that continues from a cache
 begins a new graph, which is truncated backpropagation through time.
+
+While a recorded step decodes a cache, its states lie in the recording's buffers, which the next step
+overwrites (recording.py). They are lent: whoever else reads them ends the loan and gets tensors that
+nobody writes to.
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, Protocol
 
 import torch
 from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING, CacheLayerMixin
 
 States = tuple[torch.Tensor, ...]  # each [B, ...]
+Change = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Loan(Protocol):
+    """What lets a recorded step keep a layer's states in its buffers."""
+
+    def end(self, layer: Any, change: Change | None = None) -> bool:
+        """Gives the layer copies of its states, or `change` of them, which must make new tensors. False
+        if the loan had ended."""
+
+    def borrow(self, layer: Any) -> AbstractContextManager[None]:
+        """Nobody else touches the states meanwhile, whether the loan goes on or has ended."""
 
 
 class RecurrentStateLayer(CacheLayerMixin):
@@ -30,8 +47,39 @@ class RecurrentStateLayer(CacheLayerMixin):
 
     def __init__(self, **kwargs: Any):
         super().__init__()
-        self.states: dict[str, States] = {}
+        # Both at once, so that no thread sees the one without the other. The loan is None while the
+        # tensors are the layer's alone.
+        self.held: tuple[dict[str, States], Loan | None] = ({}, None)
         self.length = 0
+
+    @property
+    def states(self) -> dict[str, States]:
+        """The layer's alone from now on, to be kept or changed."""
+        while True:
+            states, loan = self.held
+            if loan is None:
+                return states
+            loan.end(self)
+
+    @states.setter
+    def states(self, states: dict[str, States]) -> None:
+        loan = self.held[1]
+        if loan is not None:  # or what is about to end it would overwrite this
+            loan.end(self)
+        self.held = (states, None)
+
+    def __getstate__(self) -> dict[str, Any]:  # of copies and pickles
+        return {**vars(self), "held": (dict(self.states), None)}
+
+    @contextmanager
+    def borrow_states(self) -> Iterator[dict[str, States]]:
+        """The states where they lie, to be read or written within the block and not kept."""
+        loan = self.held[1]
+        if loan is None:
+            yield self.held[0]
+        else:
+            with loan.borrow(self):
+                yield self.held[0]
 
     def get_states(self, name: str = "cell") -> States | None:
         """The states to continue from, None at the start."""
@@ -39,23 +87,28 @@ class RecurrentStateLayer(CacheLayerMixin):
 
     def update_states(self, num_new_tokens: int, **states: States) -> None:
         """Every group of the layer at once, after `num_new_tokens` more tokens."""
-        for name, group in states.items():
-            self.states[name] = tuple(s.detach() for s in group)
+        new = {name: tuple(s.detach() for s in group) for name, group in states.items()}
+        self.states = {**self.states, **new}
         self.length += num_new_tokens
         self.is_initialized = True
 
     def reset(self) -> None:
         self.states, self.length, self.is_initialized = {}, 0, False
 
-    def map_states(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        for name, group in self.states.items():
-            self.states[name] = tuple(change(s) for s in group)
+    def map_states(self, change: Change) -> None:
+        self.states = {name: tuple(change(s) for s in group) for name, group in self.states.items()}
+
+    def _renew_states(self, change: Change) -> None:
+        """map_states for a change that makes new tensors: of lent states no copies are made first."""
+        loan = self.held[1]
+        if loan is None or not loan.end(self, change):
+            self.map_states(change)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        self.map_states(lambda s: s.index_select(0, beam_idx.to(s.device)))
+        self._renew_states(lambda s: s.index_select(0, beam_idx.to(s.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self.map_states(lambda s: s.repeat_interleave(repeats, dim=0))
+        self._renew_states(lambda s: s.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         self.map_states(lambda s: s[indices])
@@ -69,7 +122,7 @@ class RecurrentStateLayer(CacheLayerMixin):
 
     @property
     def batch_size(self) -> int:
-        return next((group[0].shape[0] for group in self.states.values()), -1)
+        return next((group[0].shape[0] for group in self.held[0].values()), -1)
 
     def get_seq_length(self) -> int | torch.Tensor:
         return self.length
@@ -154,6 +207,20 @@ def own_states(cache: RecurrentStateLayer | None, name: str, empty: Callable[[],
     if isinstance(cache, StaticRecurrentStateLayer):
         return group
     return tuple(s.clone(memory_format=torch.contiguous_format) for s in group)
+
+
+def copy_rows(target: Any, origin: Any, moves: list[tuple[int, int]]) -> None:
+    """Rows of one cache's states into another's, in place: each of `moves` is a row of `target` and the
+    row of `origin` that it becomes."""
+    new, old = list[torch.Tensor](), list[torch.Tensor]()
+    with ExitStack() as stack:
+        for ours, theirs in zip(target.layers, origin.layers, strict=True):
+            states = stack.enter_context(ours.borrow_states())
+            for name, group in theirs.states.items():
+                for s, other in zip(states[name], group, strict=True):
+                    new += [s[row] for row, _ in moves]
+                    old += [other[row] for _, row in moves]
+        torch._foreach_copy_(new, old)
 
 
 def is_recurrent(layer: Any) -> bool:

@@ -2,27 +2,32 @@
 
 A decoded token costs a model hundreds of small launches, which take the CPU longer than the GPU. A
 recurrent step always reads and writes the same places, so it is recorded once for a batch size and
-then replayed. `generate` stays transformers' own: the engine sits inside the model's forward call
-and takes every step that has one token a row, a cache, and nothing else to say. Sampling, logits
-processors, streamers and stopping criteria see the logits they would see without it.
+then replayed; on a CPU the record is a tape of the step's torch ops (tape.py), which spares the Python
+around them. `generate` stays transformers' own: the engine sits inside the family's own forward and
+takes every step that has one token a row, a cache, and nothing else to say. So a subclass, a wrapper or
+a hook of the model runs around each token as it always does, and sampling, logits processors, streamers
+and stopping criteria see the logits they would see without the engine.
 
-While a cache is being decoded, its states *are* the recording's buffers, and the next step overwrites
-them: clone what is to be kept. A cache that another one of the same batch size displaces gets copies.
-On devices without graphs the recording is a tape of the step's torch ops (tape.py), which spares the
-Python around them; where it may not be, and for the torch reference, the model is called instead.
+Two rules make a recorded step the one that forward would compute. It is replayed only while everything
+that it read from Python is as it was, and it is not recorded where others' code runs inside it:
+fingerprint.py. The recording's buffers hold a cache's states on loan, and nobody else ever has them:
+recording.py. Where one of them does not hold, the model is called.
 """
 
 import logging
 import threading
+import weakref
 from collections import OrderedDict
 from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch.utils._device import DeviceContext
 from transformers.cache_utils import Cache
 
 from .cache import RecurrentStateLayer, is_recurrent
-from .recording import Recording, Refused, Snapshot, is_only_ops
+from .fingerprint import Fingerprint
+from .recording import Recording, Refused, Turns
 
 KEPT = 4  # recordings, each for one batch size; the least recently used goes
 MODES = ("auto", "graph", "eager")
@@ -31,27 +36,28 @@ logger = logging.getLogger(__name__)
 
 
 class DecodeEngine:
-    """A model's recordings.
+    """The recordings of one model.
 
-    mode     "auto": graphs on CUDA, and the plain step where one cannot be; "graph": RuntimeError
-             there; "eager": no recordings at all
-    reason   why the last step with one token a row was not replayed from a graph, None if it was
+    mode     "auto": graphs on CUDA, a tape on a CPU, and the plain step where neither can be; "graph":
+             RuntimeError where there is no graph; "eager": no recordings at all
+    path     how the last call with a cache and one token a row went: "graph", "tape" or "plain", None
+             before the first
+    reason   why it was plain, None if it was not
     """
 
-    def __init__(self, mode: str = "auto"):
+    def __init__(self, model: Any = None, mode: str = "auto"):
         self.mode = mode
+        self.path: str | None = None
         self.reason: str | None = None
+        self._model = None if model is None else weakref.ref(model)  # None: whoever is first
         self._recordings: OrderedDict[Any, Recording] = OrderedDict()
-        self._last: Recording | None = None  # of the last step, if it was taken
-        self._snapshot: Snapshot | None = None
+        self._fingerprint: Fingerprint | None = None
         self._pool: Any = None
         self._capturing: Any = None  # one stream for a pool, in which its workspace of cuBLAS lies
-        self._stream: Any = None  # where the last replay was put
-        self._streams = False  # whether there have been several
-        self._one_thread = threading.RLock()
+        self._turns = Turns()
 
     def __reduce__(self) -> Any:  # copies and pickles of a model record anew
-        return DecodeEngine, (self.mode,)
+        return DecodeEngine, (None, self.mode)
 
     @property
     def mode(self) -> str:
@@ -66,83 +72,70 @@ class DecodeEngine:
     def release(self) -> None:
         """Gives back the memory of every recording, but for cuBLAS's workspace (32 MiB on an H200), which
         torch keeps for the stream of each of the first 32 calls. Caches keep their states."""
-        with self._one_thread:
-            if self._stream is not None:
-                self._stream.synchronize()
+        with self._turns.lock:
+            if self._turns.stream is not None:
+                self._turns.stream.synchronize()
             self._recordings.clear()
-            self._snapshot = self._pool = self._capturing = self._last = None
+            self._fingerprint = self._pool = self._capturing = None
 
     def step(
-        self, model: Any, input_ids: Any, cache: Any, rest: dict[str, Any]
+        self, model: Any, input_ids: Any, cache: Any, rest: dict[str, Any], *, alone: bool = False
     ) -> torch.Tensor | None:
         """The logits [B, 1, V] after one more token a row, or None: run the model as it is.
 
-        input_ids [B, 1] or whatever forward was given, and `rest`, everything else.
+        input_ids [B, 1] or whatever forward was given, and `rest`, everything else. `alone`: None as well
+        where others' code runs around forward, for who has not called the model.
         """
-        if torch.compiler.is_compiling() or self._mode == "eager" or not _decodes(input_ids, cache):
+        if torch.compiler.is_compiling() or not _decodes(input_ids, cache):
             return None
-        with self._one_thread:
-            self._last = None
-            reason, logits = _why_not_now(model, input_ids, cache, rest), None
-            if reason is None:
+        reason, logits = self._why_not_now(model, input_ids, cache, rest), None
+        if reason is None:
+            for layer in cache.layers:  # before the lock, or two engines could wait for each other
+                loan = layer.held[1]
+                if loan is not None and getattr(loan, "turns", None) is not self._turns:
+                    loan.end(layer)
+            with self._turns.lock:
                 try:
-                    logits = self._run(model, input_ids, cache)
-                    reason = None if input_ids.is_cuda else f"{input_ids.device.type} has no graphs"
+                    logits = self._run(model, input_ids, cache, alone)
                 except Refused as refusal:
                     reason = str(refusal)
-                if reason is not None and self._mode == "graph":
-                    raise RuntimeError(f'mode is "graph", but {reason}')
-            if reason != self.reason:
-                logger.info("decoding %s", reason or "from a graph")
-            self.reason = reason
+        if logits is None and alone:
+            return None
+        if reason is not None and self._mode == "graph":
+            raise RuntimeError(f'mode is "graph", but {reason}')
+        recorded = "graph" if input_ids.is_cuda else "tape"
+        path = "plain" if logits is None else recorded
+        if (path, reason) != (self.path, self.reason):
+            logger.info("decoding: %s step%s", path, f", because {reason}" if reason else "")
+        self.path, self.reason = path, reason
         return logits
 
-    def again(self, model: Any, input_ids: torch.Tensor, cache: Cache) -> torch.Tensor | None:
-        """`step` for who has run nothing since the last one that could have changed the model or what is
-        asked of it, and on a CPU would look for changes as long as for a tenth of the step. None: take
-        `step`; the last one was another cache's, or is no list of ops.
-        """
-        with self._one_thread:
-            last = self._last
-            if last is None or last.replay is None or not last.holds(cache.layers):
-                return None
-            logits = last.run(model, input_ids)
-        for layer in cache.layers:
-            layer.length += 1
-        return logits
-
-    def _run(self, model: Any, tokens: torch.Tensor, cache: Cache) -> torch.Tensor:
+    def _run(self, model: Any, tokens: torch.Tensor, cache: Cache, alone: bool) -> Any:
         with torch.cuda.device(tokens.device) if tokens.is_cuda else nullcontext():
-            self._check_model(model, tokens.device)
-            if tokens.is_cuda:
-                self._follow_stream()
+            fingerprint = self._check_model(model, tokens.device)
+            if alone and not fingerprint.alone:
+                return None
+            self._turns.take(tokens.device)
             recording = self._find(model, tokens, cache)
             if not recording.holds(cache.layers):
-                states = recording.bind(cache.layers)
-                if self._streams:  # they may be another stream's, to which they go back now
-                    for s in states:
-                        s.record_stream(self._stream)
-            logits = recording.run(model, tokens)
-            self._last = recording
+                recording.bind(cache.layers, self._turns)
+            logits = recording.run(tokens)
         for layer in cache.layers:
             layer.length += 1
         return logits
 
-    def _check_model(self, model: Any, device: torch.device) -> None:
-        snapshot = self._snapshot
-        if snapshot is None or not snapshot.holds():
+    def _check_model(self, model: Any, device: torch.device) -> Fingerprint:
+        before = self._fingerprint
+        if before is None or not before.holds(model):
             self.release()
-            self._snapshot = snapshot = Snapshot(model, device)
-        if snapshot.refusal is not None and device.type == "cuda":
-            raise Refused(snapshot.refusal)
-
-    def _follow_stream(self) -> None:
-        """Replays share their memory, so one on another stream waits for the last."""
-        stream = torch.cuda.current_stream()
-        if self._stream is not None and stream != self._stream:
-            stream.wait_stream(self._stream)
-            self._streams = True
-        self._stream = stream
+            self._fingerprint = Fingerprint(model, device)
+            # one that changes with every token would be recorded with every token
+            if before is not None and self._mode != "graph":
+                raise Refused("the model has just changed")
+        fingerprint: Any = self._fingerprint
+        if fingerprint.refusal is not None:
+            raise Refused(fingerprint.refusal)
+        return fingerprint
 
     def _find(self, model: Any, tokens: torch.Tensor, cache: Cache) -> Recording:
         key = (tokens.shape[0], tokens.device)
@@ -160,25 +153,64 @@ class DecodeEngine:
     @torch.no_grad()
     def _record(self, model: Any, tokens: torch.Tensor, cache: Cache) -> Recording:
         recording = Recording(cache.layers, tokens)
+        recording.forward(model)  # all that happens once, as when weights are packed
+        if self._fingerprint is None or not self._fingerprint.holds(model):
+            self.release()
+            self._fingerprint = Fingerprint(model, tokens.device)
         if not tokens.is_cuda:
-            taped = self._snapshot is not None and self._snapshot.refusal is None
-            if taped and model.config.backend != "reference" and is_only_ops(model):
-                recording.record_ops(model)
-            else:
-                recording.forward(model)  # a step that changes the states' dtype is refused here
-            return recording
-        if self._capturing is None or self._capturing.device != tokens.device:
+            recording.record_ops(model)
+        else:
+            self._capture(model, recording)
+        if not self._fingerprint.holds(model):
+            raise Refused("the model changed while its step was recorded")
+        return recording
+
+    def _capture(self, model: Any, recording: Recording) -> None:
+        device = recording.tokens.device
+        if self._capturing is None or self._capturing.device != device:
             self._capturing, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
         try:
             recording.record(model, self._pool, self._capturing)
         except Refused:
             raise
-        except RuntimeError as error:  # a module of the user's that waits for the GPU, for example
+        except RuntimeError as error:  # an op that waits for the GPU, for example
             refusal = f"capturing the step failed: {error}"
-            if self._snapshot is not None:
-                self._snapshot.refusal = refusal  # until the model changes
+            if self._fingerprint is not None:
+                self._fingerprint.refusal = refusal  # until the model changes
             raise Refused(refusal) from error
-        return recording
+
+    def _why_not_now(
+        self, model: Any, input_ids: torch.Tensor, cache: Cache, rest: dict[str, Any]
+    ) -> str | None:
+        """What in this call makes the step another one."""
+        if self._mode == "eager":
+            return 'mode is "eager"'
+        if self._model is None:
+            self._model = weakref.ref(model)
+        if self._model() is not model:  # a replica's, which lives for one call
+            return "the engine is another model's"
+        for name, value in rest.items():
+            given = value is not None and value is not False
+            if given and name not in ("use_cache", "logits_to_keep"):
+                return f"{name} is given"
+        config, device = model.config, input_ids.device.type
+        if config.output_hidden_states:
+            return "output_hidden_states is asked for"
+        if torch.is_grad_enabled() or model.training:
+            return "gradients are recorded" if torch.is_grad_enabled() else "the model is training"
+        if torch.is_autocast_enabled(device):
+            return "autocast is on, whose casts of weights live only as long as its context"
+        if isinstance(rest.get("logits_to_keep"), torch.Tensor):
+            return "logits_to_keep is a tensor"
+        if cache.layers[0].batch_size != input_ids.shape[0]:
+            return "the cache has another batch"  # the model says it better
+        if device not in ("cuda", "cpu") or (device == "cpu" and self._mode == "graph"):
+            return f"{device} has no graphs"
+        if device == "cpu" and config.backend == "reference":
+            return "the torch reference is called as it is"
+        if input_ids.is_cuda and torch.cuda.is_current_stream_capturing():
+            return "the caller is capturing a graph"
+        return _who_listens(input_ids)
 
 
 def _decodes(input_ids: torch.Tensor | None, cache: Any) -> bool:
@@ -189,27 +221,21 @@ def _decodes(input_ids: torch.Tensor | None, cache: Any) -> bool:
     layers = getattr(cache, "layers", ())
     kind = RecurrentStateLayer._layer_type  # only of DynamicCache's; see is_recurrent
     return bool(layers) and all(
-        is_recurrent(layer) and layer._layer_type == kind and layer.states for layer in layers
+        is_recurrent(layer) and layer._layer_type == kind and getattr(layer, "held", ({},))[0]
+        for layer in layers
     )
 
 
-def _why_not_now(
-    model: Any, input_ids: torch.Tensor, cache: Cache, rest: dict[str, Any]
-) -> str | None:
-    """What in this call makes the step another one."""
-    for name, value in rest.items():
-        if name not in ("use_cache", "logits_to_keep") and value is not None and value is not False:
-            return f"{name} is given"
-    if model.config.output_hidden_states:
-        return "output_hidden_states is asked for"
-    if torch.is_grad_enabled() or model.training:
-        return "gradients are recorded" if torch.is_grad_enabled() else "the model is training"
-    if torch.is_autocast_enabled(input_ids.device.type):
-        return "autocast is on, whose casts of weights live only as long as its context"
-    if isinstance(rest.get("logits_to_keep"), torch.Tensor):
-        return "logits_to_keep is a tensor"
-    if cache.layers[0].batch_size != input_ids.shape[0]:
-        return "the cache has another batch"  # the model says it better
-    if input_ids.is_cuda and torch.cuda.is_current_stream_capturing():
-        return "the caller is capturing a graph"
+def _who_listens(tokens: torch.Tensor) -> str | None:
+    """Who would see or change the step's ops one by one."""
+    if type(tokens) is not torch.Tensor:
+        return f"input_ids is a {type(tokens).__name__}"
+    if torch._C._are_functorch_transforms_active():
+        return "torch.func transforms the call"
+    if torch._C._len_torch_dispatch_stack():
+        return "a dispatch mode is on"
+    if torch._C._len_torch_function_stack():
+        for mode in torch.overrides._get_current_function_mode_stack():
+            if type(mode) is not DeviceContext:  # that of torch.set_default_device
+                return f"{type(mode).__name__} is on"
     return None

@@ -10,8 +10,8 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from transformers.generation.utils import DeferredStopCheck, StopCheck
 
 from .boundaries import check_prompt
+from .fingerprint import runs_alone
 from .state_file import load_state, save_state
-from .step_linear import is_untouched
 
 ROLLED_BACK = {
     GenerationMode.ASSISTED_GENERATION: "assisted generation",
@@ -120,6 +120,11 @@ class HostCheck(StopCheck):
         return not going.any()
 
 
+def device_of_tokens(model: Any, ids: torch.Tensor) -> torch.device:
+    """The model's, unless a hook brings its first weight from elsewhere."""
+    return ids.device if model.device.type == "meta" else model.device
+
+
 class RecurrentGeneration(GenerationMixin):
     """Generation from states that never grow, and these on disk: see state_file.py."""
 
@@ -151,7 +156,8 @@ class RecurrentGeneration(GenerationMixin):
                 "an attention_mask over the whole text"
             )
         if next_sequence_length == 1 and not is_first_iteration:
-            token = input_ids[:, -1:].to(self.device).clone(memory_format=torch.contiguous_format)
+            token = input_ids[:, -1:].to(device_of_tokens(self, input_ids))
+            token = token.clone(memory_format=torch.contiguous_format)
             return {"input_ids": token, **{k: v for k, v in kwargs.items() if k not in PROMPT_ONLY}}
         return super().prepare_inputs_for_generation(
             input_ids,
@@ -183,6 +189,7 @@ class RecurrentGeneration(GenerationMixin):
     ) -> Any:
         """The base class's, or `_sample_ahead` where nobody sees that it is ahead: in a cache, a score,
         the generator, or code of the caller's. A CPU has nothing to be ahead of, but less Python there.
+        What is around the model hears the base class's calls.
         """
         cache = model_kwargs.get("past_key_values")
         seen = generation_config.return_dict_in_generate or getattr(
@@ -193,7 +200,7 @@ class RecurrentGeneration(GenerationMixin):
         seen |= bool(generation_config.do_sample and others)
         seen |= not may_run_ahead(logits_processor, stopping_criteria)
         known = input_ids.device.type in ("cuda", "cpu") and not synced_gpus
-        decoded = own and known and self.decoder.mode != "eager"
+        decoded = own and known and self.decoder.mode != "eager" and runs_alone(self)
         if not decoded or seen:
             return super()._sample(
                 input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus,
@@ -235,10 +242,7 @@ class RecurrentGeneration(GenerationMixin):
         model_kwargs = self._update_model_kwargs_for_generation(outputs, model_kwargs)
         logits = outputs.logits
         rest = {k: v for k, v in model_kwargs.items() if k not in (*PROMPT_ONLY, "inputs_embeds")}
-        device = self.device
-        prepare = getattr(self.prepare_inputs_for_generation, "__func__", None)
-        own = prepare is RecurrentGeneration.prepare_inputs_for_generation
-        unchanged = False  # since the last step: nobody's code ran but ours and transformers'
+        device = device_of_tokens(self, input_ids)
         while True:
             logits = logits[:, -1].to(input_ids.device, torch.float32, copy=bool(logits_processor))
             scores = logits
@@ -254,32 +258,18 @@ class RecurrentGeneration(GenerationMixin):
             going = ends.go_on(going, tokens, text)
             if check(going, tokens, text.length) or ends.full(text):
                 break
-            inputs = {"input_ids": tokens[:, None].to(device), **rest}
-            if not own:
-                whole: Any = text.read()
-                inputs = self.prepare_inputs_for_generation(
-                    whole, next_sequence_length=1, **model_kwargs
-                )
-            logits = self._next_logits(inputs, unchanged)
-            unchanged = own and streamer is None
+            logits = self._next_logits(tokens[:, None].to(device), rest)
         late = check.finish()
         if streamer is not None:
             streamer.end()
         return text.read()[:, : text.length - late]
 
-    def _next_logits(self, inputs: dict[str, Any], unchanged: bool) -> torch.Tensor:  # [B, 1, V]
-        """`self(**inputs).logits`, past the layers of calls around a step where nobody is in them, which
-        take the CPU as long as the GPU a small model's step.
-        """
-        token, cache = inputs["input_ids"], inputs["past_key_values"]
-        if unchanged and (logits := self.decoder.again(self, token, cache)) is not None:
-            return logits
-        if is_untouched(self) and self._compiled_call_impl is None:  # type: ignore[attr-defined]
-            rest = {k: v for k, v in inputs.items() if k not in ("input_ids", "past_key_values")}
-            logits = self.decoder.step(self, token, cache, rest)
-            if logits is not None:
-                return logits
-        return self(**inputs, return_dict=True).logits
+    def _next_logits(self, tokens: torch.Tensor, rest: dict[str, Any]) -> torch.Tensor:  # [B, 1, V]
+        """`self(tokens, **rest).logits`, past the layers of calls around the engine's step while nobody
+        is in them, which take the CPU as long as the GPU a small model's step."""
+        others = {k: v for k, v in rest.items() if k != "past_key_values"}
+        logits = self.decoder.step(self, tokens, rest["past_key_values"], others, alone=True)
+        return self(tokens, **rest, return_dict=True).logits if logits is None else logits
 
     @staticmethod
     def create_masks_for_generate(

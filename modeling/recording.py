@@ -1,26 +1,25 @@
-"""A decoded step on record: its buffers, its graph or tape, and what it took from the model."""
+"""A decoded step on record: its buffers, its graph or tape, and whose states the buffers hold."""
 
-import operator
+import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 from transformers.cache_utils import Cache
 
-from .cache import RecurrentStateLayer, States, StaticRecurrentStateLayer
+from .cache import Change, RecurrentStateLayer, States, StaticRecurrentStateLayer
 from .tape import Tape, Unrecordable
-
-address: Any = torch.Tensor.data_ptr
 
 
 def _groups(layers: Iterable[RecurrentStateLayer]) -> list[States]:
-    return [group for layer in layers for group in layer.states.values()]
+    return [group for layer in layers for group in layer.held[0].values()]
 
 
 def _describe(layers: Iterable[RecurrentStateLayer]) -> list[Any]:
-    names = [name for layer in layers for name in layer.states]
+    names = [name for layer in layers for name in layer.held[0]]
     return [names, [(s.shape, s.dtype, s.device) for group in _groups(layers) for s in group]]
 
 
@@ -28,12 +27,66 @@ class Refused(RuntimeError):
     """This step cannot be recorded; the message says why."""
 
 
+class Turns:
+    """Whose turn it is with an engine's buffers: one thread at a time, which holds the lock, and on a GPU
+    one stream after the other."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.stream: Any = None  # of the last turn
+        self.streams = False  # whether there have been several
+
+    def take(self, device: torch.device) -> None:
+        """What the current stream does next comes after all that others did with the buffers."""
+        if device.type != "cuda":
+            return
+        stream = torch.cuda.current_stream(device)
+        if self.stream is not None and stream != self.stream:
+            stream.wait_stream(self.stream)
+            self.streams = True
+        self.stream = stream
+
+
+class BufferLoan:
+    """The buffers of a recording as the states of one cache's layers, until somebody else reads these or
+    another cache is decoded: see cache.Loan."""
+
+    def __init__(self, turns: Turns, device: torch.device):
+        self.turns, self.device = turns, device
+        self.stream: Any = None  # of the cache's last token, as if its states had been made there
+
+    def end(self, layer: Any, change: Change | None = None) -> bool:
+        # Copies belong to the stream of the tokens before: who reads them in another one waits for
+        # that one, as for the states of a model that is not recorded. A change belongs to its caller's.
+        stream = None if change is not None else self.stream
+        with self.turns.lock:
+            states, loan = layer.held
+            if loan is not self:
+                return False
+            with (
+                nullcontext() if stream is None else torch.cuda.stream(stream),
+                torch.inference_mode(False),
+                torch.no_grad(),
+            ):
+                self.turns.take(self.device)
+                new = {n: tuple(map(change or torch.clone, group)) for n, group in states.items()}
+            layer.held = new, None
+        return True
+
+    @contextmanager
+    def borrow(self, layer: Any) -> Iterator[None]:
+        with self.turns.lock:
+            self.turns.take(self.device)
+            self.stream = self.turns.stream
+            yield
+
+
 class StepLayer(StaticRecurrentStateLayer):
     """One layer's buffers inside a recording; `changed` is what a step did not write in place."""
 
     def __init__(self, layer: RecurrentStateLayer):
         super().__init__()
-        self.states = {name: _buffers_like(group) for name, group in layer.states.items()}
+        self.states = {name: _buffers_like(group) for name, group in layer.held[0].items()}
         self.changed: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def update_states(self, num_new_tokens: int, **states: States) -> None:
@@ -57,50 +110,51 @@ class Recording:
         self.groups = _groups(self.layers)
         self.cache = Cache(layers=self.layers)
         self.tokens = torch.zeros_like(tokens)
-        self.owners: list[Any] = []  # weak: the cache layers whose states the buffers are
+        self.owners: list[Any] = []  # weak: the cache layers that the buffers were last lent to
+        self.loan: BufferLoan | None = None
         self.graph: Any = None
         self.logits: Any = None
-        self.replay: Any = None  # without graphs: the step's ops, where a tape may have them
+        self.replay: Any = None  # without graphs: the step's ops
 
     def fits(self, layers: list[RecurrentStateLayer]) -> bool:
         return self.holds(layers) or _describe(layers) == _describe(self.layers)
 
     def holds(self, layers: list[RecurrentStateLayer]) -> bool:
-        """Whatever else happens to a cache (a prompt, a reordering) gives it other tensors."""
-        if [owner() for owner in self.owners] != layers:
+        loan = self.loan
+        if loan is None or [owner() for owner in self.owners] != layers:
             return False
-        return all(map(operator.is_, _groups(layers), self.groups))
+        return all([layer.held[1] is loan for layer in layers])
 
-    def bind(self, layers: list[RecurrentStateLayer]) -> States:
-        """Makes the buffers the states of `layers`; returns the tensors they had."""
-        mine = set(map(id, self.groups))
-        for layer in filter(None, (owner() for owner in self.owners)):  # the cache decoded so far
-            for name, group in layer.states.items():
-                if id(group) in mine:
-                    layer.states[name] = tuple(s.clone() for s in group)
-        states = [s for group in _groups(layers) for s in group]
-        torch._foreach_copy_([s for group in self.groups for s in group], states)
-        for own, layer in zip(self.layers, layers, strict=True):
-            layer.states = {name: own.states[name] for name in layer.states}
+    def bind(self, layers: list[RecurrentStateLayer], turns: Turns) -> None:
+        """Lends the buffers to `layers`. The cache that had them gets copies."""
+        if self.loan is not None:
+            for layer in filter(None, (owner() for owner in self.owners)):
+                self.loan.end(layer)
+        old = [s for layer in layers for group in layer.states.values() for s in group]
+        torch._foreach_copy_([s for group in self.groups for s in group], old)
+        if turns.streams:  # they may be another stream's, to which they go back now
+            for s in old:
+                s.record_stream(turns.stream)
+        self.loan = BufferLoan(turns, self.tokens.device)
         self.owners = [weakref.ref(layer) for layer in layers]
-        return tuple(states)
+        for own, layer in zip(self.layers, layers, strict=True):
+            layer.held = ({name: own.states[name] for name in layer.states}, self.loan)
 
-    def forward(self, model: nn.Module) -> torch.Tensor:
-        output = model.forward(self.tokens, past_key_values=self.cache, return_dict=True)
+    def forward(self, model: Any) -> torch.Tensor:
+        logits = model.next_logits(self.tokens, self.cache)
         changed = [pair for layer in self.layers for pair in layer.take_changed()]
         if changed:
             buffers, states = map(list, zip(*changed, strict=True))
             torch._foreach_copy_(buffers, states)
-        return output.logits
+        return logits
 
     def record(self, model: nn.Module, pool: Any, stream: Any) -> None:
-        """Runs the step once, so that everything lazy has happened, then captures it.
+        """Captures the step, which has run before, so that everything lazy has happened.
 
         On another stream: cuBLAS's workspace for `stream` is then made inside the capture, in `pool`,
         which the graph keeps. One from before belongs to torch, and what frees it (torch.compile, before
         it records graphs of its own) would leave the graph writing into other tensors' memory.
         """
-        self.forward(model)
         graph = torch.cuda.CUDAGraph()
         # other threads may go on meanwhile: only what this one does must be fit for a graph
         with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
@@ -108,100 +162,25 @@ class Recording:
         self.graph = graph
 
     def record_ops(self, model: nn.Module) -> None:
-        """Where there are no graphs: the ops alone, twice as `record` has it."""
-        self.forward(model)
+        """The same where there are no graphs: the ops alone."""
         try:
             with Tape() as tape:
                 logits = self.forward(model)
             self.replay = tape.replay(logits)
-        except Unrecordable:
-            for layer in self.layers:
-                layer.take_changed()
+        except Unrecordable as error:
+            raise Refused(f"the step cannot be put on a tape: {error}") from error
 
-    def run(self, model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    def run(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The logits after one token more of the cache that has the buffers."""
+        assert self.loan is not None
+        self.loan.stream = self.loan.turns.stream
         self.tokens.copy_(tokens)
-        if self.replay is not None:
+        if self.graph is None:
             with torch.inference_mode():  # past autograd, which half of the ops would ask in Python
                 logits = self.replay()
             return logits.clone()  # an ordinary tensor, wherever the caller is
-        if self.graph is None:
-            return self.forward(model)
         self.graph.replay()
         return self.logits.clone()  # the next replay overwrites them
-
-
-class Snapshot:
-    """What a graph took from the model: where the weights are, which modules ran, who listens.
-
-    It keeps nothing of the model alive: a module that goes takes the snapshot's validity with it.
-    """
-
-    def __init__(self, model: Any, device: torch.device):
-        modules: list[nn.Module] = list(model.modules())
-        self.config = model.config
-        tables = [t for m in modules for t in (m._parameters, m._buffers)]
-        weights = [
-            (t, name)
-            for t in tables
-            for name, w in t.items()
-            if type(getattr(w, "data", w)) is torch.Tensor
-        ]
-        self.weights = tuple(zip(*weights, strict=True))
-        children = [(m._modules, name) for m in modules for name in m._modules]
-        self.children = tuple(zip(*children, strict=True))
-        self.sizes: list[Any] = [m._modules for m in modules]
-        self.sizes += [h for m in modules[1:] for h in (m._forward_hooks, m._forward_pre_hooks)]
-        self.deaths = [weakref.ref(m, self._forget) for m in modules[1:]]
-        self.refusal = next((r for m in modules[1:] if (r := _why_not(m))), None)
-        for t in (*model.parameters(), *model.buffers()):
-            if t.device != device:
-                self.refusal = f"not every weight is on {device}, where the tokens are"
-            elif type(t.data) is not torch.Tensor:
-                self.refusal = f"a weight is a {type(t.data).__name__}, which has no one place"
-        self.before: Any = None
-        self.before = self._look()
-
-    def holds(self) -> bool:
-        try:
-            return self.before is not None and self._look() == self.before
-        except KeyError:  # a weight or a module is no longer there
-            return False
-
-    def _look(self) -> tuple[Any, ...]:  # before every token, so in C: 10 us for 100 weights
-        return (
-            list(map(address, map(operator.getitem, *self.weights))),
-            list(map(id, map(operator.getitem, *self.children))),
-            list(map(len, self.sizes)),
-            self.config.backend,
-        )
-
-    def _forget(self, _: Any) -> None:
-        self.before, self.weights, self.children, self.sizes = None, (), (), []
-
-
-def is_only_ops(model: nn.Module) -> bool:
-    """Whether all that a step does is torch ops: the modules are torch's and this model's own, with
-    their own forward. On CUDA a graph refuses what else one does with values; a tape would miss it."""
-    package = type(model).__module__.rpartition(".")[0]
-    kinds = {(type(m).__module__, "forward" in vars(m)) for m in model.modules() if m is not model}
-    own = (package, "torch.nn.modules")
-    return all(name.rpartition(".")[0] in own and not changed for name, changed in kinds)
-
-
-def _why_not(module: nn.Module) -> str | None:
-    """What makes a module unfit for a graph, which would not notice what it does on the CPU."""
-    name = type(module).__name__
-    if "_hf_hook" in vars(module):
-        return f"accelerate moves the weights or the inputs of {name}"
-    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
-    if any(
-        getattr(hook, "__name__", "") != "output_capturing_hook" for hook in hooks
-    ):  # transformers': idle
-        return f"{name} has hooks"
-    package = {base.__module__.split(".")[0] for base in type(module).__mro__}
-    if "peft" in package:
-        return f"{name} is an adapter, which may be switched or changed between two tokens"
-    return None
 
 
 def _buffers_like(group: States) -> States:

@@ -195,8 +195,12 @@ class RecurrentForCausalLM(RecurrentGeneration):
         super().__init__(config)
         setattr(self, self.base_model_prefix, self.backbone_class(config))
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.decoder = DecodeEngine()
+        self.decoder = DecodeEngine(self)
         self.post_init()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:  # of copies, shallow ones too
+        super().__setstate__(state)
+        self.decoder = DecodeEngine(self, self.decoder.mode)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:  # .to, .half, .cuda
         self.decoder.release()
@@ -216,6 +220,12 @@ class RecurrentForCausalLM(RecurrentGeneration):
             return step(x, [weight])[0][:, None]
         # Rows of 50,257 logits begin at odd places, for which cuBLAS takes 155 us instead of 25: columns.
         return (weight @ x.mT).mT[:, None]
+
+    def next_logits(self, input_ids: torch.Tensor, past_key_values: Cache) -> torch.Tensor:
+        """What a decoded token is in `forward`, and what the engine records: [B, 1] -> [B, 1, V]."""
+        backbone = getattr(self, self.base_model_prefix)
+        outputs = backbone(input_ids=input_ids, past_key_values=past_key_values)
+        return self.compute_logits(outputs.last_hidden_state)
 
     @can_return_tuple
     def forward(

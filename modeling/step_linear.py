@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import linear
 
+from .fingerprint import is_ours
 from .kernel_loader import KernelUnavailable, load_kernel
 from .mlstm import GateLinear
 
@@ -55,9 +56,9 @@ def tfla_on_cpu() -> Any:
 
 
 def is_untouched(module: nn.Module) -> bool:
-    """Its class's forward is what a call runs."""
+    """Its class's forward, as it was written, is what a call runs."""
     hooks = module._forward_hooks or module._forward_pre_hooks
-    return not hooks and "forward" not in vars(module)
+    return not hooks and "forward" not in vars(module) and is_ours(type(module).forward)
 
 
 def is_plain(module: nn.Module, x: torch.Tensor) -> bool:

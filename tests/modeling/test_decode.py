@@ -1,7 +1,7 @@
 """The decode engine takes every step that it may, and no step differs for it by a bit.
 
-On the CPU it runs the plain step over a recording's buffers, so that what could go wrong with them
-(displaced caches, beams, changed batches) shows without a GPU; test_decode_cuda.py has the graphs.
+A CPU's tape has the same buffers as a GPU's graph, so that what could go wrong with them (displaced
+caches, beams, changed batches) shows without a GPU; test_decode_cuda.py has the graphs.
 """
 
 import copy
@@ -16,6 +16,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from decode_cases import CHANGES, greedy, without_engine
 from flashcell import decode, recording
+from flashcell.fingerprint import Fingerprint
 
 
 @pytest.fixture
@@ -23,9 +24,9 @@ def steps(monkeypatch):
     """The batch sizes of the steps that the engine ran."""
     sizes, run = [], recording.Recording.run
 
-    def counted(self, model, tokens):
+    def counted(self, tokens):
         sizes.append(len(tokens))
-        return run(self, model, tokens)
+        return run(self, tokens)
 
     monkeypatch.setattr(recording.Recording, "run", counted)
     return sizes
@@ -186,14 +187,14 @@ def test_modes(make_model, tokens):
 @pytest.mark.parametrize("change", CHANGES)
 def test_changes_that_a_graph_would_miss_are_seen(make_model, change):
     model = make_model()
-    snapshot = recording.Snapshot(model, model.device)
-    assert snapshot.refusal is None
-    assert snapshot.holds()
     with torch.no_grad():
+        fingerprint = Fingerprint(model, model.device)
+        assert fingerprint.refusal is None
+        assert fingerprint.holds(model)
         model.lm_head.weight.add_(1)  # a graph reads the weights where they are
-    assert snapshot.holds()
-    CHANGES[change](model)
-    assert not snapshot.holds()
+        assert fingerprint.holds(model)
+        CHANGES[change](model)
+        assert not fingerprint.holds(model)
 
 
 @pytest.mark.parametrize("when", ["within", "between"])
@@ -235,20 +236,34 @@ def test_changes_of_a_text_s_model_are_seen(make_model, tokens, change, when):
     assert not torch.equal(first, second)
 
 
-def test_what_a_graph_cannot_have(make_model):
+def test_what_a_recording_cannot_have(make_model):
+    refusal = lambda model, device: Fingerprint(model, torch.device(device)).refusal
     model = make_model()
-    assert recording.Snapshot(model, torch.device("meta")).refusal == (
-        "not every weight is on meta, where the tokens are"
-    )
+    assert refusal(model, "meta") == "not every weight is on meta, where the tokens are"
     model.model.layers[0].register_forward_hook(lambda *_: None)
-    assert recording.Snapshot(model, model.device).refusal == "FlashRNNBlock has hooks"
-    model = make_model()
-    model.model.norm._hf_hook = object()
-    assert "accelerate moves" in recording.Snapshot(model, model.device).refusal
+    assert refusal(model, model.device) == "FlashRNNBlock has hooks"
+
+    class Own(torch.nn.Linear):
+        pass
+
+    for change, reason in {
+        lambda m: setattr(m, "lm_head", Own(32, 61)): "Own is code of tests.modeling.test_dec",
+        lambda m: setattr(m.lm_head, "forward", torch.sin): "Linear.forward is replaced",
+        lambda m: setattr(m.model.norm, "other", lambda x: x): "RMSNorm.other is code of others",
+        lambda m: setattr(
+            m, "compute_logits", m.lm_head
+        ): "FlashRNNForCausalLM.compute_logits is re",
+        lambda m: setattr(
+            m.model.norm, "scale", torch.ones(3)
+        ): "RMSNorm.scale is a tensor, but neit",
+    }.items():
+        model = make_model()
+        change(model)
+        assert refusal(model, model.device).startswith(reason)
 
 
 def test_hooks_of_output_hidden_states_are_idle(make_model, tokens):
     model = make_model()
     model(tokens(1, 3), output_hidden_states=True)
     assert model.model.layers[0]._forward_hooks, "transformers leaves none behind: drop this test"
-    assert recording.Snapshot(model, model.device).refusal is None
+    assert Fingerprint(model, model.device).refusal is None
