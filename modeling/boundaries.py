@@ -1,4 +1,5 @@
-"""Where sequences begin and end: transformers' ways to say so, in the kernels' terms."""
+"""Where sequences begin and end: transformers' ways to say so, in the kernels' terms, and where a long
+prompt may be cut."""
 
 from typing import Any, NamedTuple
 
@@ -75,6 +76,44 @@ def find_boundaries(
     return Boundaries(reset, hold)
 
 
+def cut_prompt(
+    input_ids: torch.Tensor | None,
+    inputs_embeds: torch.Tensor | None,
+    position_ids: torch.Tensor | None,
+    attention_mask: torch.Tensor | None,
+    *,
+    tokens: int,
+    cache: Any,
+    rest: dict[str, Any],
+) -> list[tuple[torch.Tensor | None, ...]]:
+    """The same arguments for pieces of at most `tokens` tokens, in multiples of 256 a row.
+
+    A prompt stays whole while gradients are recorded, where its documents are given by number or
+    offset, where every layer's output is asked for, and where `cache` continues no call of this model.
+    """
+    whole = (input_ids, inputs_embeds, position_ids, attention_mask)
+    given = input_ids if inputs_embeds is None else inputs_embeds
+    others = any(v is not None and v is not False for k, v in rest.items() if k != "use_cache")
+    if given is None or others or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return [whole]
+    if not all(getattr(layer, "goes_on", True) for layer in getattr(cache, "layers", ())):
+        return [whole]
+    B, T = given.shape[:2]
+    size = max(tokens // max(B, 1) // 256, 1) * 256
+    if size >= T:
+        return [whole]
+    if attention_mask is not None:
+        attention_mask = attention_mask[:, -T:]
+        if position_ids is not None:
+            reset = find_boundaries(B, T, attention_mask, position_ids).reset
+            position_ids = _count_from(reset)  # where padding hides the beginning, a piece shows it
+    whole = (input_ids, inputs_embeds, position_ids, attention_mask)
+    return [
+        tuple(None if t is None else t[:, start : start + size] for t in whole)
+        for start in range(0, T, size)
+    ]
+
+
 def check_prompt(
     name: str,
     prompt: torch.Tensor,  # [B, T] or [B, T, H]
@@ -117,6 +156,12 @@ def _first_real(name: str, ids: torch.Tensor, hold: torch.Tensor) -> torch.Tenso
         after_padding = (last >= 0) & (last < at - 1)
         first = (ids == 0) | (after_padding & (ids <= before))
     return first & ~hold
+
+
+def _count_from(reset: Any) -> torch.Tensor:  # [B, T]
+    """Positions that are 0 where a document begins and grow with every column after it."""
+    at = torch.arange(reset.shape[1], device=reset.device)
+    return at - torch.where(reset, at, -1).cummax(1).values
 
 
 def _shape_error(name: str, value: torch.Tensor, wanted: str) -> ValueError:

@@ -15,7 +15,6 @@ recording.py. Where one of them does not hold, the model is called.
 """
 
 import logging
-import threading
 import weakref
 from collections import OrderedDict
 from contextlib import nullcontext
@@ -30,6 +29,7 @@ from .fingerprint import Fingerprint
 from .recording import Recording, Refused, Turns
 
 KEPT = 4  # recordings, each for one batch size; the least recently used goes
+LOOK = 32
 MODES = ("auto", "graph", "eager")
 
 logger = logging.getLogger(__name__)
@@ -52,6 +52,8 @@ class DecodeEngine:
         self._model = None if model is None else weakref.ref(model)  # None: whoever is first
         self._recordings: OrderedDict[Any, Recording] = OrderedDict()
         self._fingerprint: Fingerprint | None = None
+        self._last: Recording | None = None  # of the last step, if nobody's code is around it
+        self._looked = 0  # so many steps ago
         self._pool: Any = None
         self._capturing: Any = None  # one stream for a pool, in which its workspace of cuBLAS lies
         self._turns = Turns()
@@ -76,7 +78,7 @@ class DecodeEngine:
             if self._turns.stream is not None:
                 self._turns.stream.synchronize()
             self._recordings.clear()
-            self._fingerprint = self._pool = self._capturing = None
+            self._fingerprint = self._pool = self._capturing = self._last = None
 
     def step(
         self, model: Any, input_ids: Any, cache: Any, rest: dict[str, Any], *, alone: bool = False
@@ -95,6 +97,7 @@ class DecodeEngine:
                 if loan is not None and getattr(loan, "turns", None) is not self._turns:
                     loan.end(layer)
             with self._turns.lock:
+                self._last = None
                 try:
                     logits = self._run(model, input_ids, cache, alone)
                 except Refused as refusal:
@@ -119,10 +122,22 @@ class DecodeEngine:
             recording = self._find(model, tokens, cache)
             if not recording.holds(cache.layers):
                 recording.bind(cache.layers, self._turns)
-            logits = recording.run(tokens)
-        for layer in cache.layers:
-            layer.length += 1
+            logits = recording.run(tokens, cache)
+        if alone and not tokens.is_cuda:  # a GPU is at work while its host looks
+            self._last, self._looked = recording, 0
         return logits
+
+    def again(self, tokens: torch.Tensor, cache: Cache) -> torch.Tensor | None:
+        """`step(..., alone=True)` for who has run no code of others since the last one, which alone could
+        have changed what a step reads. None: take `step`, which looks at it all; on a CPU that costs a
+        tenth of a small model's step, after which little of it is left in the caches. Another thread,
+        which cannot know the token that comes next, is noticed within LOOK tokens.
+        """
+        with self._turns.lock:
+            last, self._looked = self._last, self._looked + 1
+            if last is None or self._looked >= LOOK or not last.holds(cache.layers):
+                return None
+            return last.run(tokens, cache)
 
     def _check_model(self, model: Any, device: torch.device) -> Fingerprint:
         before = self._fingerprint
@@ -193,11 +208,9 @@ class DecodeEngine:
             given = value is not None and value is not False
             if given and name not in ("use_cache", "logits_to_keep"):
                 return f"{name} is given"
-        config, device = model.config, input_ids.device.type
-        if config.output_hidden_states:
-            return "output_hidden_states is asked for"
-        if torch.is_grad_enabled() or model.training:
-            return "gradients are recorded" if torch.is_grad_enabled() else "the model is training"
+        device = input_ids.device.type
+        if torch.is_grad_enabled():
+            return "gradients are recorded"
         if torch.is_autocast_enabled(device):
             return "autocast is on, whose casts of weights live only as long as its context"
         if isinstance(rest.get("logits_to_keep"), torch.Tensor):
@@ -206,8 +219,6 @@ class DecodeEngine:
             return "the cache has another batch"  # the model says it better
         if device not in ("cuda", "cpu") or (device == "cpu" and self._mode == "graph"):
             return f"{device} has no graphs"
-        if device == "cpu" and config.backend == "reference":
-            return "the torch reference is called as it is"
         if input_ids.is_cuda and torch.cuda.is_current_stream_capturing():
             return "the caller is capturing a graph"
         return _who_listens(input_ids)

@@ -9,24 +9,26 @@ of tensors are not among them, because a recording reads tensors where they lie.
 
 from collections.abc import Callable, Iterator
 from itertools import chain
-from operator import is_
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
-from transformers import GenerationMixin
+from transformers import GenerationMixin, PreTrainedModel
 
 try:  # all of torch's flags at once, as torch.compile compares them
     from torch._C._dynamo.guards import GlobalStateGuard
+
+    has_guard = True
 except ImportError:
-    GlobalStateGuard = None
+    has_guard = False
 
 PACKAGE = __name__.rpartition(".")[0]
 KNOWN = {"torch", "transformers", "builtins", "abc", "typing", "collections", "contextlib"}
 # What a subclass or an instance of a language model may have of its own: it runs around the step.
 AROUND = {"forward", "generate", "__init__", *vars(GenerationMixin)}
+SHARED = {*GenerationMixin.__mro__, *PreTrainedModel.__mro__} - {nn.Module}
 DESCRIPTIONS = {
     "__module__",
     "__doc__",
@@ -37,8 +39,7 @@ DESCRIPTIONS = {
 }
 HOOKS = "_forward_hooks", "_forward_pre_hooks"
 GLOBAL_HOOKS = (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks)
-TABLES = "_parameters", "_buffers"
-FRESH = ("_modules", *TABLES, *HOOKS)
+TABLES = "_modules", "_parameters", "_buffers"
 data_ptr: Any = torch.Tensor.data_ptr
 stride: Any = torch.Tensor.stride
 size: Any = torch.Tensor.size
@@ -66,30 +67,34 @@ class Fingerprint:
         self._inside = dicts[1:]
         self._attributes = [dict(d) for d in dicts]
         self._attributes[0]["decoder"] = Whatever()  # it has this fingerprint
-        self._fresh = [[dict(d[name]) for d in dicts] for name in FRESH]
-        self._weights = list(_weights(dicts))
-        self._tensors = [w for w in self._weights if w is not None]
+        # Attributes that are tables themselves are compared as they are now. If one was replaced, the
+        # attributes are equal only while both are.
+        tables = [*GLOBAL_HOOKS, *(d[name] for d in dicts for name in TABLES + HOOKS)]
+        tables += [*_containers(modules), *(vars(kind) for kind in _classes(modules))]
+        self._empty = [t for t in tables if not t]
+        self._filled = [t for t in tables if t]
+        self._copies = [_copy(t) for t in self._filled]
+        self._tensors = [*model.parameters(), *model.buffers()]
+        # two of one value are equal, the others neither equal nor unequal
+        single = {id(w) for w in self._tensors if w.numel() == 1}
+        self._single = [
+            (d[t], n) for d in dicts for t in TABLES for n in d[t] if id(d[t][n]) in single
+        ]
+        self._single_ids = [id(table[name]) for table, name in self._single]
         self._places = self._look_at_tensors()
-        held: list[Any] = [*GLOBAL_HOOKS, *_containers(modules)]
-        held += [vars(c) for c in _classes(modules)]
-        self._held = held
-        self._copies = [dict(h) if not isinstance(h, (list, set)) else type(h)(h) for h in held]
-        self._flags = GlobalStateGuard().check if GlobalStateGuard else _flags_are(_flags())
+        self._flags = GlobalStateGuard().check if has_guard else _flags_are(_flags())
         self.refusal = _why_not(model, modules, self._tensors, device)
         self.alone = runs_alone(model)
 
     def holds(self, model: nn.Module) -> bool:
-        dicts = [vars(model), *self._inside]
         try:
             return (
-                dicts == self._attributes
-                and all(
-                    [[d[n] for d in dicts] == f for n, f in zip(FRESH, self._fresh, strict=True)]
-                )
-                and all(map(is_, _weights(dicts), self._weights))
+                [vars(model), *self._inside] == self._attributes
+                and not any(self._empty)
+                and self._filled == self._copies
                 and self._look_at_tensors() == self._places
-                and self._held == self._copies
                 and self._flags()
+                and [id(table[name]) for table, name in self._single] == self._single_ids
             )
         except Exception:  # such as of tensors that are asked whether they are equal
             return False
@@ -113,9 +118,13 @@ def runs_alone(model: Any) -> bool:
 
 
 def _why_not(
-    model: nn.Module, modules: list[nn.Module], tensors: list[torch.Tensor], device: torch.device
+    model: Any, modules: list[nn.Module], tensors: list[torch.Tensor], device: torch.device
 ) -> str | None:
     """What makes the step more than a recording can have."""
+    if model.training or model.config.output_hidden_states:
+        return "the model is training" if model.training else "output_hidden_states is asked for"
+    if device.type == "cpu" and model.config.backend == "reference":
+        return "the torch reference is called as it is"
     return next(chain(_of_code(model, modules), _of_tensors(tensors, device)), None)
 
 
@@ -193,14 +202,14 @@ def is_ours(value: Any) -> bool:
     return True
 
 
-def _weights(dicts: list[dict[str, Any]]) -> Iterator[torch.Tensor | None]:
-    return chain.from_iterable([d[table].values() for table in TABLES for d in dicts])
-
-
 def _classes(modules: list[nn.Module]) -> list[type]:
-    """Whose attributes a step may read: all but what builds on it."""
+    """Whose attributes a step may read: all but what transformers' models share and build on it."""
     kinds = {kind for m in modules for kind in type(m).__mro__}
-    return [k for k in kinds if k not in (*GenerationMixin.__mro__, object)]
+    return [kind for kind in kinds if kind not in SHARED]
+
+
+def _copy(table: Any) -> Any:
+    return type(table)(table) if isinstance(table, (list, set)) else dict(table)
 
 
 def _containers(modules: list[nn.Module]) -> list[Any]:

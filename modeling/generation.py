@@ -20,41 +20,6 @@ ROLLED_BACK = {
 PROMPT_ONLY = ("attention_mask", "position_ids", "token_type_ids", "labels")
 
 
-def cut_prompt(
-    input_ids: torch.Tensor | None,
-    inputs_embeds: torch.Tensor | None,
-    position_ids: torch.Tensor | None,
-    attention_mask: torch.Tensor | None,
-    *,
-    tokens: int,
-    cache: Any,
-    rest: dict[str, Any],
-) -> list[tuple[torch.Tensor | None, ...]]:
-    """The same arguments for pieces of at most `tokens` tokens, in multiples of 256 a row.
-
-    A prompt stays whole while gradients are recorded, where its documents are given by number or
-    offset, where every layer's output is asked for, and where `cache` continues no call of this model.
-    """
-    whole = (input_ids, inputs_embeds, position_ids, attention_mask)
-    given = input_ids if inputs_embeds is None else inputs_embeds
-    others = any(v is not None and v is not False for k, v in rest.items() if k != "use_cache")
-    if given is None or others or torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return [whole]
-    if not all(getattr(layer, "goes_on", True) for layer in getattr(cache, "layers", ())):
-        return [whole]
-    B, T = given.shape[:2]
-    size = max(tokens // max(B, 1) // 256, 1) * 256
-    if size >= T:
-        return [whole]
-    if attention_mask is not None:
-        attention_mask = attention_mask[:, -T:]
-    whole = (input_ids, inputs_embeds, position_ids, attention_mask)
-    return [
-        tuple(None if t is None else t[:, start : start + size] for t in whole)
-        for start in range(0, T, size)
-    ]
-
-
 def may_run_ahead(logits_processor: Any, stopping_criteria: Any) -> bool:
     """Whether none of these is the caller's own code, which a step after the text's end would reach."""
     steps = [*logits_processor, *stopping_criteria]
@@ -258,17 +223,24 @@ class RecurrentGeneration(GenerationMixin):
             going = ends.go_on(going, tokens, text)
             if check(going, tokens, text.length) or ends.full(text):
                 break
-            logits = self._next_logits(tokens[:, None].to(device), rest)
+            logits = self._next_logits(tokens[:, None].to(device), rest, streamer)
         late = check.finish()
         if streamer is not None:
             streamer.end()
         return text.read()[:, : text.length - late]
 
-    def _next_logits(self, tokens: torch.Tensor, rest: dict[str, Any]) -> torch.Tensor:  # [B, 1, V]
+    def _next_logits(
+        self, tokens: torch.Tensor, rest: dict[str, Any], streamer: Any
+    ) -> torch.Tensor:  # [B, 1, V]
         """`self(tokens, **rest).logits`, past the layers of calls around the engine's step while nobody
-        is in them, which take the CPU as long as the GPU a small model's step."""
-        others = {k: v for k, v in rest.items() if k != "past_key_values"}
-        logits = self.decoder.step(self, tokens, rest["past_key_values"], others, alone=True)
+        is in them, which take the CPU as long as the GPU a small model's step. Since the last step only
+        the streamer ran code of others.
+        """
+        cache = rest["past_key_values"]
+        logits = self.decoder.again(tokens, cache) if streamer is None else None
+        if logits is None:
+            others = {k: v for k, v in rest.items() if k != "past_key_values"}
+            logits = self.decoder.step(self, tokens, cache, others, alone=True)
         return self(tokens, **rest, return_dict=True).logits if logits is None else logits
 
     @staticmethod

@@ -56,22 +56,23 @@ class BufferLoan:
         self.stream: Any = None  # of the cache's last token, as if its states had been made there
 
     def end(self, layer: Any, change: Change | None = None) -> bool:
-        # Copies belong to the stream of the tokens before: who reads them in another one waits for
-        # that one, as for the states of a model that is not recorded. A change belongs to its caller's.
-        stream = None if change is not None else self.stream
         with self.turns.lock:
             states, loan = layer.held
             if loan is not self:
                 return False
-            with (
-                nullcontext() if stream is None else torch.cuda.stream(stream),
-                torch.inference_mode(False),
-                torch.no_grad(),
-            ):
+            with nullcontext() if change is not None else self._in_the_tokens_stream():
                 self.turns.take(self.device)
                 new = {n: tuple(map(change or torch.clone, group)) for n, group in states.items()}
             layer.held = new, None
         return True
+
+    @contextmanager
+    def _in_the_tokens_stream(self) -> Iterator[None]:
+        """For copies that nobody asked for by name: ordinary tensors, as if the last token had made them.
+        Who reads them in another stream waits for that token's, as for a model that is not recorded."""
+        stream = nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+        with stream, torch.inference_mode(False), torch.no_grad():
+            yield
 
     @contextmanager
     def borrow(self, layer: Any) -> Iterator[None]:
@@ -123,13 +124,14 @@ class Recording:
         loan = self.loan
         if loan is None or [owner() for owner in self.owners] != layers:
             return False
-        return all([layer.held[1] is loan for layer in layers])
+        return all(layer.held[1] is loan for layer in layers)
 
     def bind(self, layers: list[RecurrentStateLayer], turns: Turns) -> None:
         """Lends the buffers to `layers`. The cache that had them gets copies."""
         if self.loan is not None:
-            for layer in filter(None, (owner() for owner in self.owners)):
-                self.loan.end(layer)
+            for layer in (owner() for owner in self.owners):
+                if layer is not None and layer.held[1] is self.loan:
+                    self.loan.end(layer)
         old = [s for layer in layers for group in layer.states.values() for s in group]
         torch._foreach_copy_([s for group in self.groups for s in group], old)
         if turns.streams:  # they may be another stream's, to which they go back now
@@ -170,11 +172,13 @@ class Recording:
         except Unrecordable as error:
             raise Refused(f"the step cannot be put on a tape: {error}") from error
 
-    def run(self, tokens: torch.Tensor) -> torch.Tensor:
+    def run(self, tokens: torch.Tensor, cache: Cache) -> torch.Tensor:
         """The logits after one token more of the cache that has the buffers."""
         assert self.loan is not None
         self.loan.stream = self.loan.turns.stream
         self.tokens.copy_(tokens)
+        for layer in cache.layers:
+            layer.length += 1
         if self.graph is None:
             with torch.inference_mode():  # past autograd, which half of the ops would ask in Python
                 logits = self.replay()

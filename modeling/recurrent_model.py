@@ -32,11 +32,11 @@ from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from .boundaries import NO_BOUNDARIES, Boundaries, find_boundaries
+from .boundaries import NO_BOUNDARIES, Boundaries, cut_prompt, find_boundaries
 from .cache import RecurrentStateLayer, check_cache
 from .causal_conv import CausalConv1d
 from .decode import DecodeEngine
-from .generation import RecurrentGeneration, cut_prompt
+from .generation import RecurrentGeneration
 from .step_linear import ROWS, find_step_linear
 
 
@@ -159,13 +159,9 @@ class RecurrentModel:
         if past_key_values is not None:
             check_cache(past_key_values, self.config.num_hidden_layers, batch)
         boundaries = find_boundaries(
-            batch,
-            length,
-            attention_mask,
-            position_ids,
-            kwargs.get("cu_seq_lens_q"),
-            kwargs.get("seq_idx"),
-        )
+            batch, length, attention_mask, position_ids,
+            kwargs.get("cu_seq_lens_q"), kwargs.get("seq_idx"),
+        )  # fmt: skip
         hidden_states = inputs_embeds
         for block in getattr(self, self._blocks):
             hidden_states = block(
@@ -242,12 +238,10 @@ class RecurrentForCausalLM(RecurrentGeneration):
     ) -> CausalLMOutputWithPast:
         """As the base model, and logits [B, T or fewer, V]; with `labels` the mean loss, divided by
         num_items_in_batch if that is passed, as Trainer does."""
-        others: dict[str, Any] = {
-            "attention_mask": attention_mask,
-            "position_ids": position_ids,
-            "labels": labels,
-        }
-        others.update(inputs_embeds=inputs_embeds, logits_to_keep=logits_to_keep, **kwargs)
+        others = {
+            "attention_mask": attention_mask, "position_ids": position_ids, "labels": labels,
+            "inputs_embeds": inputs_embeds, "logits_to_keep": logits_to_keep, **kwargs,
+        }  # fmt: skip
         logits = self.decoder.step(self, input_ids, past_key_values, others)
         if logits is not None:
             return CausalLMOutputWithPast(logits=logits, past_key_values=past_key_values)
@@ -260,13 +254,9 @@ class RecurrentForCausalLM(RecurrentGeneration):
             )
         for ids, embeds, positions, mask in pieces:  # only the last one's outputs are asked for
             outputs = backbone(
-                input_ids=ids,
-                attention_mask=mask,
-                position_ids=positions,
-                past_key_values=past_key_values,
-                inputs_embeds=embeds,
-                **rest,
-            )
+                input_ids=ids, attention_mask=mask, position_ids=positions,
+                past_key_values=past_key_values, inputs_embeds=embeds, **rest,
+            )  # fmt: skip
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.compute_logits(outputs.last_hidden_state[:, keep])
         loss = None

@@ -19,6 +19,14 @@ def without_engine(model, work):
         model.decoder.mode = "auto"
 
 
+def same_as_plain(model, work):
+    """What the engine's recorded steps and the model called without it both give."""
+    got = work()
+    assert model.decoder.path in ("graph", "tape"), model.decoder.reason
+    assert torch.equal(got, without_engine(model, work))
+    return got
+
+
 CHANGES = {
     "data": lambda m: setattr(m.lm_head.weight, "data", m.lm_head.weight.data.clone()),
     "parameter": lambda m: setattr(

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 from cases import DEVICE
 from flashcell.boundaries import find_boundaries
@@ -206,3 +207,19 @@ def test_no_tokens_and_no_rows(case, make_model, tokens):
             run(model, torch.cat([ids, ids], 1)).logits[:, 5:] if past else run(model, ids).logits
         )
         assert_close("after no tokens", got, want, SAME)
+
+
+def test_padding_at_the_cut_of_a_long_prompt(make_model, tokens):
+    """Two documents, the second behind padding that its positions count, cut where the padding begins,
+    within it, and where it ends: the second one's states and tokens are its own."""
+    model = make_model()
+    model.prompt_tokens = 256
+    for pads, begin in ((20, 256), (20, 246), (20, 236), (0, 256)):
+        ids, mask = tokens(1, 400), torch.ones(1, 400, dtype=torch.long)
+        mask[:, begin : begin + pads] = 0
+        positions = torch.cat([torch.arange(begin), torch.arange(400 - begin)])[None]
+        options = {"attention_mask": mask, "position_ids": positions, "logits_to_keep": 1}
+        got = run(model, ids, past_key_values=DynamicCache(config=model.config), **options)
+        want = run(model, ids[:, begin + pads :])
+        assert_close("logits", got.logits[:, -1], want.logits[:, -1], SAME)
+        assert_same_states(got, want)

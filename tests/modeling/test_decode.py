@@ -24,9 +24,9 @@ def steps(monkeypatch):
     """The batch sizes of the steps that the engine ran."""
     sizes, run = [], recording.Recording.run
 
-    def counted(self, tokens):
+    def counted(self, tokens, cache):
         sizes.append(len(tokens))
-        return run(self, tokens)
+        return run(self, tokens, cache)
 
     monkeypatch.setattr(recording.Recording, "run", counted)
     return sizes
@@ -246,17 +246,16 @@ def test_what_a_recording_cannot_have(make_model):
     class Own(torch.nn.Linear):
         pass
 
-    for change, reason in {
-        lambda m: setattr(m, "lm_head", Own(32, 61)): "Own is code of tests.modeling.test_dec",
-        lambda m: setattr(m.lm_head, "forward", torch.sin): "Linear.forward is replaced",
-        lambda m: setattr(m.model.norm, "other", lambda x: x): "RMSNorm.other is code of others",
-        lambda m: setattr(
-            m, "compute_logits", m.lm_head
-        ): "FlashRNNForCausalLM.compute_logits is re",
-        lambda m: setattr(
-            m.model.norm, "scale", torch.ones(3)
-        ): "RMSNorm.scale is a tensor, but neit",
-    }.items():
+    changes = {
+        "Own is code of tests.modeling.": lambda m: setattr(m, "lm_head", Own(32, 61)),
+        "Linear.forward is replaced": lambda m: setattr(m.lm_head, "forward", torch.sin),
+        "RMSNorm.other is code of others": lambda m: setattr(m.model.norm, "other", lambda x: x),
+        "FlashRNNForCausalLM.compute_logits is replaced": lambda m: setattr(
+            m, "compute_logits", m.lm_head.forward
+        ),
+        "RMSNorm.scale is a tensor, but": lambda m: setattr(m.model.norm, "scale", torch.ones(3)),
+    }
+    for reason, change in changes.items():
         model = make_model()
         change(model)
         assert refusal(model, model.device).startswith(reason)
