@@ -88,7 +88,7 @@ class _Library(ExtensionFileLoader):
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         failures = []
-        for new_file in (_in_memory, tempfile.TemporaryFile):
+        for new_file in (self._in_memory, tempfile.TemporaryFile):
             try:
                 self.file = new_file()
                 self.file.write(self.content)
@@ -102,12 +102,11 @@ class _Library(ExtensionFileLoader):
                 return module
         raise ImportError(f"the library {spec.name} cannot be loaded: {'; '.join(failures)}")
 
-
-def _in_memory() -> IO[bytes]:
-    """Needs no folder that can be written; some Pythons lack it, some machines forbid it."""
-    if not hasattr(os, "memfd_create"):
-        raise OSError("no memfd_create")
-    return os.fdopen(os.memfd_create("flashcell"), "w+b")
+    def _in_memory(self) -> IO[bytes]:
+        """Needs no folder that can be written; some Pythons lack it, some machines forbid it."""
+        if not hasattr(os, "memfd_create"):
+            raise OSError("no memfd_create")
+        return os.fdopen(os.memfd_create(self.name), "w+b")
 
 
 def _module_name(package: str, file: str) -> str | None:
