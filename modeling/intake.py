@@ -22,21 +22,22 @@ class Intake:
         self.source: Iterator[Any] = iter(())
         self.defaults: dict[str, Any] | None = None  # of a source that yields prompts
         self.source_error: Exception | None = None  # for the caller, once all before it has ended
-        self.waiting: deque[Running] = deque()  # some have ended
+        # some have ended; of the source a request and its number come first
+        self.waiting: deque[Running | tuple[Any, int]] = deque()
         self._numbers = itertools.count()
         self._newest = -1  # the highest number that has come here
         self._to_cancel: deque[int] = deque()
         self._cancelled: set[int] = set()
 
     def submit(self, request: Request) -> int:
-        running = self._admit(request)
+        running = self._admit(request, next(self._numbers))
         if running.wrong is not None and not isinstance(running.wrong, Exception):
             raise running.wrong  # which has interrupted the caller, whose request was not taken
         self.waiting.append(running)
         return running.index
 
-    def _admit(self, request: Any) -> Running:
-        running = Running(next(self._numbers), self.model)
+    def _admit(self, request: Any, index: int) -> Running:
+        running = Running(index, self.model)
         try:
             if self.defaults is not None and not isinstance(request, Request):
                 request = Request(request, **self.defaults)
@@ -44,6 +45,13 @@ class Intake:
         except BaseException as error:  # the request is wrong, which is no one else's business
             running.wrong = error
         return running
+
+    def _settled(self) -> list[Running]:
+        """All that wait, with the source's requests copied."""
+        for place, entry in enumerate(list(self.waiting)):
+            if isinstance(entry, tuple):
+                self.waiting[place] = self._admit(*entry)
+        return [entry for entry in list(self.waiting) if isinstance(entry, Running)]
 
     def read_source(self) -> bool:
         """Takes the source's next request; False where there is none.
@@ -54,16 +62,18 @@ class Intake:
         if self.source_error is not None:
             return False
         before = len(self.waiting)
-        try:
-            self.waiting.extend(map(self._admit, itertools.islice(self.source, 1)))
+        try:  # from the source to `waiting` in one piece
+            self.waiting.extend(zip(itertools.islice(self.source, 1), self._numbers, strict=False))
         except Exception as error:
             self.source_error = error
+        self._settled()
         return len(self.waiting) > before
 
     def first(self) -> Running | None:
         """Who gets the next lane. It stands here until it is taken from `waiting`."""
         while self.waiting:
-            running = self.waiting[0]
+            entry = self.waiting[0]
+            running = self._settled()[0] if isinstance(entry, tuple) else entry
             self._newest = max(self._newest, running.index)
             if not running.ended:
                 return running
@@ -80,7 +90,7 @@ class Intake:
             self._to_cancel.popleft()
         if not self._cancelled:
             return
-        known = [*running, *self.waiting]
+        known = [*running, *self._settled()]
         yield from (r for r in known if r.index in self._cancelled and not r.ended)
         self._newest = max([self._newest, *(r.index for r in known)])
         self._cancelled = {i for i in self._cancelled if i > self._newest}  # not read yet

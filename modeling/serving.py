@@ -22,7 +22,6 @@ are the same to rounding, its tokens unless two are as likely to rounding.
 
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -140,18 +139,15 @@ class Batcher(Iterator[Completion]):
         del self._ended[index]
         return completion
 
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Waiting for the other call instead would be for ever where a callback is the one who waits."""
-        if not self._one.acquire(blocking=False):
+    def _alone(self) -> threading.Lock:
+        """To be held by `with`, which no interrupt can leave locked. Who finds it held is refused: if a
+        callback waited for it, it would wait for ever."""
+        if self._one.locked():
             raise RuntimeError(
                 "a step of this Batcher is running: its callbacks, its source and other threads may "
                 "call submit and cancel, but not step or next"
             )
-        try:
-            yield
-        finally:
-            self._one.release()
+        return self._one
 
     @torch.no_grad()
     def _step(self) -> None:

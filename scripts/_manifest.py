@@ -55,6 +55,8 @@ def find_damage(
 ) -> str | None:
     """What is wrong with a folder that must be as its manifest says: with the files `names`, of which
     `only` some are read."""
+    if not (folder / NAME).is_file():  # to open a pipe would wait for ever
+        return f"{NAME} is not there, or is no file"
     try:
         with open(folder / NAME, "rb") as file:
             files = json.loads(file.read(LARGEST))

@@ -75,6 +75,11 @@ def replace_by_folder(checkpoint: Path) -> None:
     (checkpoint / "process-0.pt").mkdir()
 
 
+def replace_by_pipe(checkpoint: Path) -> None:
+    (checkpoint / "manifest.json").unlink()
+    os.mkfifo(checkpoint / "manifest.json")
+
+
 FILE = "process-0.pt"
 # of the newest checkpoint, and what is said: the one before is taken
 DAMAGED = {
@@ -84,7 +89,8 @@ DAMAGED = {
     "empty": (lambda c: truncate(c / FILE, 0), "process-0.pt: bytes is 0"),
     "missing": (lambda c: (c / FILE).unlink(), "process-0.pt is not there"),
     "folder": (replace_by_folder, "process-0.pt is not there, or is no file"),
-    "no manifest": (lambda c: (c / "manifest.json").unlink(), "No such file or directory"),
+    "no manifest": (lambda c: (c / "manifest.json").unlink(), "manifest.json is not there"),
+    "pipe": (replace_by_pipe, "manifest.json is not there, or is no file"),
     "half a manifest": (lambda c: truncate(c / "manifest.json"), "manifest.json is no manifest"),
     "deep": (lambda c: (c / "manifest.json").write_text("[" * 10**6), "is no manifest"),
     "empty manifest": (manifest(lambda files: {}), "manifest.json lists []"),
