@@ -159,8 +159,9 @@ def _check_shapes(origin: str, tensors: dict[str, torch.Tensor], model: Any) -> 
         raise ValueError(
             f"{origin} has states of another model: without {missing[:3]}, but with {extra[:3]}"
         )
-    batch = next(iter(tensors.values())).shape[:1]
-    for name, s in tensors.items():
+    batch = tensors[next(iter(wanted))].shape[:1]
+    for name in wanted:  # in the layers' order, which a file does not keep
+        s = tensors[name]
         shape, dtype = (*batch, *wanted[name].shape[1:]), wanted[name].dtype
         if s.shape != shape or s.dtype != dtype:
             raise ValueError(
