@@ -199,7 +199,7 @@ def storm(models, seconds, seed):
     for name, model in models.items():
         for kind, job in JOBS.items():
             rows = 4 if kind == "many" else 2 if kind == "beams" else draw.choice([1, 2, 4])
-            ids = torch.randint(0, 60, (rows, draw.choice([4, 7])))
+            ids = torch.randint(0, 60, (rows, draw.choice([7, 9])))
             jobs.append((f"{kind} of {name}", model, job, ids, job(model, ids)))
             plain = without_engine(model, lambda: job(model, ids))  # noqa: B023
             assert torch.equal(jobs[-1][-1], plain), f"{kind} of {name}, alone"

@@ -228,7 +228,8 @@ def test_a_token_costs_the_same_after_ten_thousand(make_model, tokens):
     early, late = (statistics.median(times) for times in spent.values())
     assert late < 1.25 * early, f"{early * 1e6:.0f} us a token at 10, {late * 1e6:.0f} at 10,000"
     states = state_tensors(caches[10_000])
-    assert [s.untyped_storage().nbytes() for s in states] == [2 * 32 * 4] * 2
+    storages = {s.untyped_storage().data_ptr(): s.untyped_storage().nbytes() for s in states}
+    assert sum(storages.values()) == 2 * 32 * 4
     assert caches[10_000].get_seq_length() == 10_400
 
 
