@@ -134,8 +134,10 @@ def _of_code(model: nn.Module, modules: list[nn.Module]) -> Iterator[str]:
     for m in modules[1:]:
         name = type(m).__name__
         for kind in type(m).__mro__:
-            if not _is_known(kind.__module__):
-                yield f"{name} is code of {kind.__module__}"
+            home = kind.__module__
+            elsewhere = home.startswith("torch.") and not home.startswith("torch.nn.modules.")
+            if elsewhere or not _is_known(home):  # of torch's, FSDP's, quantised, parametrised ones
+                yield f"{name} is code of {home}"
         if any(not _is_idle(hook) for hooks in HOOKS for hook in vars(m)[hooks].values()):
             yield f"{name} has hooks"
         for key, value in vars(m).items():

@@ -208,6 +208,7 @@ class RecurrentGeneration(GenerationMixin):
         logits = outputs.logits
         rest = {k: v for k, v in model_kwargs.items() if k not in (*PROMPT_ONLY, "inputs_embeds")}
         device = device_of_tokens(self, input_ids)
+        unchanged = False  # since the last step, as far as the code between them goes
         while True:
             logits = logits[:, -1].to(input_ids.device, torch.float32, copy=bool(logits_processor))
             scores = logits
@@ -223,21 +224,20 @@ class RecurrentGeneration(GenerationMixin):
             going = ends.go_on(going, tokens, text)
             if check(going, tokens, text.length) or ends.full(text):
                 break
-            logits = self._next_logits(tokens[:, None].to(device), rest, streamer)
+            logits = self._next_logits(tokens[:, None].to(device), rest, unchanged)
+            unchanged = streamer is None  # which alone is code of others here
         late = check.finish()
         if streamer is not None:
             streamer.end()
         return text.read()[:, : text.length - late]
 
     def _next_logits(
-        self, tokens: torch.Tensor, rest: dict[str, Any], streamer: Any
+        self, tokens: torch.Tensor, rest: dict[str, Any], unchanged: bool
     ) -> torch.Tensor:  # [B, 1, V]
         """`self(tokens, **rest).logits`, past the layers of calls around the engine's step while nobody
-        is in them, which take the CPU as long as the GPU a small model's step. Since the last step only
-        the streamer ran code of others.
-        """
+        is in them, which take the CPU as long as the GPU a small model's step."""
         cache = rest["past_key_values"]
-        logits = self.decoder.again(tokens, cache) if streamer is None else None
+        logits = self.decoder.again(tokens, cache) if unchanged else None
         if logits is None:
             others = {k: v for k, v in rest.items() if k != "past_key_values"}
             logits = self.decoder.step(self, tokens, cache, others, alone=True)
