@@ -33,7 +33,7 @@ import torch
 from . import reference
 from .arguments import check_method, check_rows, check_scan, check_sequence, check_x, sizes
 from .cells import CELLS
-from .checks import check_state
+from .checks import check_flag, check_memory, check_state
 from .dispatch import BACKEND, select_backend
 from .formulas import CALLS
 from .sequences import lower_masks, stack_states
@@ -133,6 +133,7 @@ def _rows(x: torch.Tensor, weights, bias) -> torch.Tensor:
 
 
 def _sequence(spec, x, weight, state, masks, options, return_info, backend):
+    check_flag("return_info", return_info)
     check_sequence(spec, x, state, *masks)
     check_method(*options)
     h, last, method, report = _run(spec, x, weight, state, masks, options, backend)
@@ -145,6 +146,7 @@ def _sequence(spec, x, weight, state, masks, options, return_info, backend):
 def _step(spec, x, weight, state, backend) -> Result:
     B, _, D = sizes(x)
     check_state(spec, state, (B, D), "[B, D]", x)
+    check_memory(("state",), *(state or ()))
     options = "walk", None, None
     h, last, _, _ = _run(spec, x, weight, state, NO_MASKS, options, backend)
     return h.squeeze(1), last

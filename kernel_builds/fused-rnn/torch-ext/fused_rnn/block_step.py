@@ -10,11 +10,16 @@ from torch.nn.functional import silu
 
 from . import reference
 from .checks import (
+    STATE,
     check_count,
     check_floating,
+    check_memory,
+    check_no_gradient,
     check_number,
     check_shape,
+    check_size,
     check_tensor,
+    check_written,
     find_cell,
 )
 from .dispatch import BACKEND, ops, select_backend
@@ -43,8 +48,10 @@ def block_step(
     spec = find_cell(cell)
     check_tensor("x", x)
     check_floating("x", x)
+    check_size("x", x)
     check_tensor("weight", weight, x.device)
     check_tensor("gate", gate, x.device)
+    check_size("gate", gate)
     if x.dim() != 2:
         raise ValueError(f"x has shape {list(x.shape)}, but must be [B, H]")
     if gate.dim() != 2:
@@ -68,9 +75,11 @@ def block_step(
     _check(x, [(f"state[{k}]", s, (B, N, D), "[B, N, D]") for k, s in enumerate(state)], wide)
     check_number("mixer_eps", mixer_eps)
     check_number("mlp_eps", mlp_eps)
-    tensors = [x, *state, *(value for _, value, _, _ in named if value is not None)]
-    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-        raise ValueError("a gradient is required, but block_step is for decoding and has none")
+    names, tensors = ("x", *(n for n, _, _, _ in named), "state"), (x, *(v for _, v, _, _ in named))
+    check_memory(names, *tensors, *state)
+    check_no_gradient("block_step", names, *tensors, *state)
+    for k, s in enumerate(state):
+        check_written(STATE[k], s)
     binary = BACKEND if BACKEND == "cpu" else None
     if select_backend(backend, x.device.type, binary, x.dtype) == "cpu":
         return getattr(ops, f"{cell}_block_step_")(

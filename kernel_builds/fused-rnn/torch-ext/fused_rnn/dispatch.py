@@ -28,7 +28,7 @@ def select_backend(
     "auto" takes the binary where it fits the device and the reference elsewhere, which is where fp64
     on CUDA goes. A backend asked for by name is used or refused, never replaced.
     """
-    if requested not in BACKENDS:
+    if not isinstance(requested, str) or requested not in BACKENDS:
         raise ValueError(f"backend is {requested!r}, but must be one of {', '.join(BACKENDS)}")
     fits = not (device_type == "cuda" and dtype == torch.float64)
     if requested == "auto":

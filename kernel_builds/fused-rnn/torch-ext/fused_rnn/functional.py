@@ -35,8 +35,18 @@ from typing import Tuple
 import torch
 
 from . import reference
-from .arguments import check_parameters, check_sequence, check_x
-from .checks import check_choice, check_floating, check_state, check_tensor, check_values, find_cell
+from .arguments import check_parameters, check_sequence, check_storages, check_x
+from .checks import (
+    check_choice,
+    check_floating,
+    check_memory,
+    check_operand,
+    check_size,
+    check_state,
+    check_tensor,
+    check_values,
+    find_cell,
+)
 from .dispatch import BACKEND, select_backend, without_autocast
 from .formulas import CALLS
 from .sequences import lower_masks, stack_states
@@ -156,6 +166,7 @@ def recurrent_step(cell: str, x, weight, bias=None, state=None, *, backend="auto
     check_x(spec, x, "[B, G, N, D]", 4)
     check_parameters(spec, x, weight, bias)
     check_state(spec, state, (x.shape[0], *x.shape[-2:]), "[B, N, D]", x)
+    check_storages(x, weight, bias, state)
     no_masks = (None, None, None, None)
     x = x.unsqueeze(1)
     h, state = _run(spec, x, weight, bias, state, no_masks, (None, False, "gates"), backend)
@@ -178,10 +189,10 @@ def linear(x, weight, bias=None, *, backend="auto") -> torch.Tensor:
             f"x has shape {list(x.shape)}"
         )
     if bias is not None:
-        check_tensor("bias", bias, x.device)
-        check_floating("bias", bias)
-        if tuple(bias.shape) != (weight.shape[0],):
-            raise ValueError(f"bias has shape {list(bias.shape)}, but must be [{weight.shape[0]}]")
+        check_operand("bias", bias, (weight.shape[0],), "[O]", x.device)
+    check_size("x", x)
+    check_size("weight", weight)
+    check_memory(("x", "weight", "bias", "bias"), x, weight, bias)
     weight = _as(weight, x.dtype)
     bias = None if bias is None else _as(bias, x.dtype)
     if select_backend(backend, x.device.type, BACKEND) == "cpu":

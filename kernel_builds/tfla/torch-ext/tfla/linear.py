@@ -7,7 +7,17 @@ from typing import Any, List, Sequence, Tuple
 
 import torch
 
-from .checks import check_floating, check_number, check_shape, check_tensor
+from .checks import (
+    check_flag,
+    check_floating,
+    check_memory,
+    check_no_gradient,
+    check_number,
+    check_shape,
+    check_size,
+    check_tensor,
+    check_whole,
+)
 from .dispatch import BACKEND, ops, select_backend
 from .reference import state_dtype
 
@@ -32,9 +42,11 @@ def linear_step(
     There it may be read before the kernel ahead on the stream has ended: that must not write it.
     ValueError and TypeError name the argument.
     """
-    tensors = _check(x, weights, biases, norm_weight, residual)
+    _check("linear_step", x, weights, biases, norm_weight, residual)
     check_number("cap", cap)
     check_number("norm_eps", norm_eps)
+    check_flag("gated", gated)
+    check_whole("capped", capped, 0, f"an int, 0 to {len(weights)}")
     if not 0 <= capped <= len(weights):
         raise ValueError(f"capped is {capped}, but must be 0 to {len(weights)}")
     if residual is not None and len(weights) != 1:
@@ -45,7 +57,7 @@ def linear_step(
         raise ValueError("gated is True, but needs two weights, no biases and nothing capped")
     if gated:
         check_shape("weights[1]", weights[1], tuple(weights[0].shape), "[N, K] of weights[0]")
-    if _select(backend, "linear_step", *tensors) == "reference":
+    if _select(backend, "linear_step", x) == "reference":
         return _reference(x, weights, biases, capped, cap, norm_weight, norm_eps, residual, gated)
     out, bounded = ops.linear_step(
         x, list(weights), list(biases), capped, cap, norm_weight, norm_eps, residual, gated
@@ -65,8 +77,11 @@ def norm_step(
 
     Arguments otherwise as linear_step's.
     """
-    tensors = _check(x, weights, biases, check_tensor("norm_weight", norm_weight), None, least=0)
-    if _select(backend, "norm_step", *tensors) != "reference":
+    check_number("cap", cap)
+    check_number("norm_eps", norm_eps)
+    norm_weight = check_tensor("norm_weight", norm_weight)
+    _check("norm_step", x, weights, biases, norm_weight, None, least=0)
+    if _select(backend, "norm_step", x) != "reference":
         out, bounded = ops.norm_step(x, norm_weight, norm_eps, list(weights), list(biases), cap)
         return out, *(bounded.split([w.shape[0] for w in weights], -1) if weights else ())
     wide = state_dtype(x.dtype)
@@ -86,15 +101,16 @@ def gate_step(gate, up, *, backend="auto") -> torch.Tensor:
     check_shape("up", up, tuple(gate.shape), "[B, N]")
     if up.dtype != gate.dtype:
         raise TypeError(f"up has dtype {up.dtype}, but must be {gate.dtype}, gate's")
-    if _select(backend, "gate_step", gate, up) != "reference":
+    check_size("gate", gate)
+    check_memory(("gate", "up", "up"), gate, up)
+    check_no_gradient("gate_step", ("gate", "up", "up"), gate, up)
+    if _select(backend, "gate_step", gate) != "reference":
         return ops.gate_step(gate, up)
     wide = state_dtype(gate.dtype)
     return (torch.nn.functional.silu(gate.to(wide)) * up).to(gate.dtype)
 
 
-def _select(backend: str, name: str, x, *others) -> str:
-    if torch.is_grad_enabled() and any(t.requires_grad for t in (x, *others)):
-        raise ValueError(f"a gradient is required, but {name} is for decoding and has none")
+def _select(backend: str, name: str, x) -> str:
     if BACKEND == "cpu":
         fits = name == "linear_step"
     else:
@@ -107,7 +123,9 @@ def _norm(x, weight, eps):
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
 
 
-def _check(x, weights: Sequence, biases: Sequence, norm_weight, residual, least: int = 1) -> list:
+def _check(
+    who: str, x, weights: Sequence, biases: Sequence, norm_weight, residual, least: int = 1
+) -> None:
     check_tensor("x", x)
     check_floating("x", x)
     if x.dim() != 2 or x.shape[1] % 8:
@@ -119,8 +137,10 @@ def _check(x, weights: Sequence, biases: Sequence, norm_weight, residual, least:
         raise ValueError(f"weights are {len(weights)}, but must be {least} to {MOST} matrices")
     if len(biases) > len(weights):
         raise ValueError(f"biases are {len(biases)}, but must be at most one for each weight")
+    check_size("x", x)
     for i, w in enumerate(weights):
         check_tensor(f"weights[{i}]", w, x.device)
+        check_size(f"weights[{i}]", w)
         if w.dim() != 2:
             raise ValueError(f"weights[{i}] has shape {list(w.shape)}, but must be [N, K]")
     rows = [w.shape[0] for w in weights]
@@ -141,7 +161,9 @@ def _check(x, weights: Sequence, biases: Sequence, norm_weight, residual, least:
         check_shape(name, value, shape, letters)
         if value.dtype != x.dtype:
             raise TypeError(f"{name} has dtype {value.dtype}, but must be {x.dtype}, x's")
-    return [x, *(value for _, value, _, _ in named)]
+    names, values = ("x", *(n for n, _, _, _ in named), ""), (x, *(v for _, v, _, _ in named))
+    check_memory(names, *values)
+    check_no_gradient(who, names, *values)
 
 
 def _reference(x, weights, biases, capped, cap, norm_weight, norm_eps, residual, gated):
