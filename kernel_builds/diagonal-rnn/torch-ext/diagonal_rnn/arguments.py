@@ -8,14 +8,12 @@ from .cells import Cell
 from .checks import (
     check_choice,
     check_flag,
-    check_floating,
+    check_input,
     check_masks,
     check_memory,
     check_number,
     check_operand,
-    check_size,
     check_state,
-    check_tensor,
     check_values,
     check_whole,
 )
@@ -31,21 +29,18 @@ def sizes(x: torch.Tensor) -> Tuple[int, int, int]:
 
 
 def check_x(cell: Cell, x: torch.Tensor, letters: str, dims: int) -> None:
-    check_tensor("x", x)
-    check_floating("x", x)
+    check_input("x", x)
     in_heads = x.dim() == dims + 1 and x.shape[0] > 0
     if not (x.dim() == dims or in_heads) or x.shape[-2] != cell.gates:
         raise ValueError(
             f"x has shape {list(x.shape)}, but must be [{letters}, 3, D] for {cell.name}, or in N > 0 "
             f"heads [N, {letters}, 3, D / N]"
         )
-    check_size("x", x)
     check_memory(("x", "x"), x)
 
 
 def check_rows(name: str, value, rows: int, D: int, x: torch.Tensor) -> None:
-    check_operand(name, value, (rows, D), f"[{rows}, D]", x.device)
-    check_memory((name, name), value)
+    check_operand(name, value, (rows, D), "[3, D]" if rows == 3 else "[2, D]", x.device)
 
 
 def check_sequence(cell: Cell, x, state, reset, hold, lengths, cu_seqlens) -> None:
@@ -72,14 +67,12 @@ def check_tolerance(tol) -> None:
 
 def check_scan(a, b, h0, reverse, block: bool) -> None:
     check_flag("reverse", reverse)
-    check_tensor("b", b)
-    check_floating("b", b)
+    check_input("b", b)
     if b.dim() != 3 + block:
         letters = "[B, T, D, n]" if block else "[B, T, D]"
         raise ValueError(f"b has shape {list(b.shape)}, but must be {letters}")
     if block and not 1 <= b.shape[-1] <= WIDEST_BLOCK:
         raise ValueError(f"b has blocks of {b.shape[-1]}, but n must be in 1..{WIDEST_BLOCK}")
-    check_size("b", b)
     shape, letters = tuple(b.shape), "[B, T, D]"
     if block:
         shape, letters = (*shape, shape[-1]), "[B, T, D, n, n]"

@@ -128,7 +128,9 @@ def _rows(x: torch.Tensor, weights, bias) -> torch.Tensor:
     given = weights if bias is None else [*weights, ("bias", bias, 3)]
     for name, value, rows in given:
         check_rows(name, value, rows, D, x)
-    parts = [value.to(dtype) for _, value, _ in given]
+    values = [value for _, value, _ in given]
+    check_memory([*(name for name, _, _ in given), ""], *values)
+    parts = [value.to(dtype) for value in values]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 

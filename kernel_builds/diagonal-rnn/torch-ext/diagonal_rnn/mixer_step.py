@@ -11,24 +11,28 @@ from torch import Tensor
 
 from . import reference
 from .checks import (
-    PLAIN,
     STATE,
+    Named,
     check_count,
-    check_floating,
+    check_input,
     check_memory,
     check_no_gradient,
     check_number,
-    check_shape,
-    check_size,
+    check_operands,
     check_tensor,
     check_written,
     find_cell,
+    is_dense,
 )
 from .conv import TAPS
 from .dispatch import BACKEND, ops, select_backend
-from .projection import headwise_product
+from .projection import multiply_heads
 
-Named = Tuple[str, Optional[Tensor], Tuple[int, ...], str]  # name, value, shape, its letters
+CONV = ("x", "weight", "bias", "window", "window")
+MIXER = [
+    ("x", "weight", "gate", "skip", "bias", *rows, "state")
+    for rows in (("rows[0]",), ("rows[0]", "rows[1]"))
+]
 
 
 def conv_step(
@@ -40,15 +44,16 @@ def conv_step(
     the sum is in fp32 (fp64 for fp64). "cuda" and "cpu" have K = 4 and pairs of channels. ValueError and
     TypeError name the argument, what it was and what it must be.
     """
-    _check_rows("x", x)
+    _check_rows(x)
     check_tensor("window", window, x.device)
     (B, D), past = x.shape, window.shape[1] if window.dim() == 3 else TAPS - 1
     named: List[Named] = [("weight", weight, (D, past + 1), "[D, K]"), ("bias", bias, (D,), "[D]")]
-    _check(x, [*named, ("window", window, (B, past, D), "[B, K - 1, D]")])
-    given = (x, weight, bias, window)
-    _check_decoded("conv_step", ("x", "weight", "bias", "window", "window"), given)
+    named.append(("window", window, (B, past, D), "[B, K - 1, D]"))
+    check_operands(named, x.dtype, x.device)
+    bits = check_memory(CONV, x, weight, bias, window)
+    check_no_gradient("conv_step", CONV, x, weight, bias, window)
     check_written("window", window)
-    fits = past + 1 == TAPS and _in_pairs(x) and all(map(_lies_plain, given[1:]))
+    fits = past + 1 == TAPS and bits % 8 == 0 and _in_pairs(x) and is_dense(weight, bias, window)
     if _select(backend, x, fits) != "reference":
         return ops.conv_step_(x, weight, bias, window)
     wide, seen = reference.state_dtype(x.dtype), torch.cat([window, x[:, None]], 1)
@@ -71,7 +76,7 @@ def mixer_step(
     tensors [B, D] in fp32 (fp64 for fp64), changed -> y [B, D]. See `flash_gru` and `flash_lstm`.
     """
     spec = find_cell(cell)
-    _check_rows("x", x)
+    _check_rows(x)
     wide, (B, D) = reference.state_dtype(x.dtype), x.shape
     check_tensor("weight", weight, x.device)
     N, _, J, _ = weight.shape if weight.dim() == 4 else (1, 3, D, D)
@@ -85,17 +90,20 @@ def mixer_step(
     named: List[Named] = [("gate", gate, (B, D), "[B, D]"), ("skip", skip, (D,), "[D]")]
     named += [("bias", bias, (3, D), "[3, D]"), ("rows[0]", rows[0], (3, D), "[3, D]")]
     named += [("rows[1]", p, (peepholes, D), "[2, D]") for p in rows[1:]]
-    _check(x, [*named, ("weight", weight, (N, 3, J, J), "[N, 3, J, J]")])
-    _check(x, [(STATE[k], s, (B, D), "[B, D]") for k, s in enumerate(state)], wide)
+    named.append(("weight", weight, (N, 3, J, J), "[N, 3, J, J]"))
+    check_operands(named, x.dtype, x.device)
+    states = [(STATE[k], s, (B, D), "[B, D]") for k, s in enumerate(state)]
+    check_operands(states, wide, x.device)
     if bound is not None:
         check_number("bound", bound, "None or a number >= 0")
-    names = ("x", "weight", *(name for name, _, _, _ in named), "state")
-    _check_decoded("mixer_step", names, (x, weight, *(v for _, v, _, _ in named), *state))
+    names, given = MIXER[spec.weights > 3], (x, weight, gate, skip, bias, *rows, *state)
+    bits = check_memory(names, *given)
+    check_no_gradient("mixer_step", names, *given)
     for k, s in enumerate(state):
         check_written(STATE[k], s)
-    u = headwise_product(x, weight)  # [N, B, G, J]
-    fits = J > 0 and J % 2 == 0 and _in_pairs(gate)
-    fits = fits and all(map(_lies_plain, (u, x, bias, skip, *rows, *state)))
+    u = multiply_heads(x, weight)  # [N, B, G, J]
+    fits = J > 0 and J % 2 == 0 and bits % 8 == 0 and _in_pairs(gate)
+    fits = fits and is_dense(u, x, skip, bias, *rows, *state)
     if _select(backend, x, fits) != "reference":
         a, p = (*rows, None)[:2]
         h, c = (*state, None)[:2]
@@ -121,43 +129,13 @@ def _select(backend: str, x: Tensor, fits: bool) -> str:
     return chosen if fits else "reference"
 
 
-def _lies_plain(value: Optional[Tensor]) -> bool:
-    """As the binary reads it: a copy would be a launch."""
-    return value is None or (value.is_contiguous() and _begins_at_8(value))
-
-
 def _in_pairs(rows: Tensor) -> bool:
     """Rows that may lie apart, in pairs of channels."""
     width, apart = rows.shape[1], rows.stride(0)
-    pairs = width > 0 and width % 2 == 0 and rows.stride(1) == 1 and apart % 2 == 0
-    return pairs and _begins_at_8(rows)
+    return width > 0 and width % 2 == 0 and rows.stride(1) == 1 and apart % 2 == 0
 
 
-def _begins_at_8(value: Tensor) -> bool:
-    if torch.compiler.is_compiling() or type(value) not in PLAIN:
-        return True
-    return value.data_ptr() % 8 == 0
-
-
-def _check_rows(name: str, x: Tensor) -> None:
-    check_tensor(name, x)
-    check_floating(name, x)
+def _check_rows(x: Tensor) -> None:
+    check_input("x", x)
     if x.dim() != 2:
-        raise ValueError(f"{name} has shape {list(x.shape)}, but must be [B, D]")
-    check_size(name, x)
-
-
-def _check_decoded(who: str, names, values) -> None:
-    check_memory(names, *values)
-    check_no_gradient(who, names, *values)
-
-
-def _check(x: Tensor, named, dtype: Optional[torch.dtype] = None) -> None:
-    """(name, tensor or None, shape, letters) of x's device, and of `dtype` or x's."""
-    for name, value, shape, letters in named:
-        if value is None:
-            continue
-        check_tensor(name, value, x.device)
-        check_shape(name, value, shape, letters)
-        if value.dtype != (dtype or x.dtype):
-            raise TypeError(f"{name} has dtype {value.dtype}, but must be {dtype or x.dtype}")
+        raise ValueError(f"x has shape {list(x.shape)}, but must be [B, D]")

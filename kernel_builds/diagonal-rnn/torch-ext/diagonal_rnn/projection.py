@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .checks import check_floating, check_memory, check_operand, check_size, check_tensor
+from .checks import check_input, check_memory, check_operand, check_tensor
 from .formulas import is_transformed
 
 
@@ -40,7 +40,13 @@ def headwise_product(x: Tensor, weight: Tensor) -> Tensor:
     flash_gru and flash_lstm read that too. It is the batched product alone: x and the gradient of y
     are read, and the gradients of x and weight written, where they lie.
     """
-    N, G, J, I = _check(x, weight)
+    _check(x, weight)
+    return multiply_heads(x, weight)
+
+
+def multiply_heads(x: Tensor, weight: Tensor) -> Tensor:
+    """`headwise_product` of checked arguments."""
+    N, G, J, I = weight.shape
     device = x.device.type
     # What autocast does for torch.bmm: it leaves fp64 alone, and knows no meta tensors.
     if x.dtype != torch.float64 and not x.is_meta and torch.is_autocast_enabled(device):
@@ -83,19 +89,16 @@ class _HeadwiseProduct(torch.autograd.Function):
 
 def _check(x: Tensor, weight: Tensor) -> Tuple[int, int, int, int]:
     """N, G, J, I."""
-    check_tensor("x", x)
-    check_floating("x", x)
+    check_input("x", x)
+    check_input("weight", weight)
     check_tensor("weight", weight, x.device)
     if weight.dim() != 4 or x.dim() < 1 or x.shape[-1] != weight.shape[0] * weight.shape[3]:
         raise ValueError(
             f"weight has shape {list(weight.shape)}, but must be [N, G, J, I] with N I = x.shape[-1]; "
             f"x has shape {list(x.shape)}"
         )
-    check_floating("weight", weight)
     if weight.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
         raise TypeError(f"weight has dtype {weight.dtype}, but must be {x.dtype}, x's")
-    check_size("x", x)
-    check_size("weight", weight)
     check_memory(("x", "weight", "weight"), x, weight)
     N, G, J, I = weight.shape
     return N, G, J, I

@@ -4,25 +4,21 @@ import torch
 
 from .cells import Cell
 from .checks import (
-    check_floating,
+    check_input,
     check_masks,
     check_memory,
     check_number,
     check_operand,
-    check_size,
     check_state,
-    check_tensor,
 )
 
 
 def check_x(cell: Cell, x: torch.Tensor, letters: str, dims: int) -> None:
-    check_tensor("x", x)
-    check_floating("x", x)
+    check_input("x", x)
     if x.dim() != dims or x.shape[-3] != cell.gates:
         raise ValueError(
             f"x has shape {list(x.shape)}, but must be {letters} with G = {cell.gates} for {cell.name}"
         )
-    check_size("x", x)
 
 
 def check_parameters(cell: Cell, x, weight, bias) -> None:
@@ -32,8 +28,7 @@ def check_parameters(cell: Cell, x, weight, bias) -> None:
         check_operand("bias", bias, (cell.bias_rows, N, D), "[R, N, D]", x.device)
 
 
-def check_storages(x, weight, bias, state) -> None:
-    check_memory(("x", "weight", "bias", "state"), x, weight, bias, *(state or ()))
+STORED = ("x", "weight", "bias", "state")
 
 
 def check_sequence(
@@ -45,6 +40,6 @@ def check_sequence(
     sequences = check_masks(x, reset, hold, lengths, cu_seqlens)
     letters = "[B, N, D]" if cu_seqlens is None else "[S, N, D]"
     check_state(cell, state, (sequences, *x.shape[-2:]), letters, x)
-    check_storages(x, weight, bias, state)
+    check_memory(STORED, x, weight, bias, *(state or ()))
     if grad_clip is not None:
         check_number("grad_clip", grad_clip, "None or a number >= 0")

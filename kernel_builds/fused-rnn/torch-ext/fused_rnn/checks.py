@@ -7,21 +7,20 @@ Shapes, dtypes and devices are static, so a compiled graph carries no trace of t
 FLASHCELL_CHECK=1, because reading them there would make the host wait.
 """
 
-import math
 import os
 import sys
-from typing import Optional, Sequence, Tuple
+from typing import Any, Optional, Sequence, Tuple
 
 import torch
 
 from .cells import CELLS, Cell
 
+Named = Tuple[str, Any, Tuple[int, ...], str]  # name, value, shape, its letters
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 # The most elements of a tensor: 4 TB of fp32. More is a mistake, and sums of sizes would overflow.
 MOST_ELEMENTS = 2**40
-PLAIN = (torch.Tensor, torch.nn.Parameter)  # the types whose memory can be looked at
 
 
 def find_cell(name: str) -> Cell:
@@ -77,47 +76,79 @@ def check_operand(
     check_shape(name, value, shape, letters)
 
 
+def check_operands(named: Sequence[Named], dtype: torch.dtype, device: torch.device) -> None:
+    """Tensors of this dtype on this device; a bias may be None."""
+    for name, value, shape, letters in named:
+        if (
+            isinstance(value, torch.Tensor)
+            and value.layout is torch.strided
+            and not value.is_nested
+            and value.shape == shape
+            and value.dtype == dtype
+            and value.device == device
+        ):
+            continue
+        if value is None and name == "bias":
+            continue
+        check_operand(name, value, shape, letters, device)
+        raise TypeError(f"{name} has dtype {value.dtype}, but must be {dtype}")
+
+
+def check_input(name: str, value) -> None:
+    """A floating tensor of any shape: the one that says what the others must be."""
+    if (
+        isinstance(value, torch.Tensor)
+        and value.layout is torch.strided
+        and not value.is_nested
+        and value.dtype in DTYPES
+    ):
+        check_size(name, value)
+        return
+    check_tensor(name, value)
+    check_floating(name, value)
+
+
 def check_size(name: str, value: torch.Tensor) -> None:
     """An expanded view can have more elements than there is memory: the results would not fit."""
-    if math.prod(value.shape) > MOST_ELEMENTS:
-        raise ValueError(
-            f"{name} has shape {list(value.shape)}, but must have at most 2^40 elements"
-        )
+    try:
+        if value.numel() <= MOST_ELEMENTS:
+            return
+    except RuntimeError:  # more than 64 bits
+        pass
+    raise ValueError(f"{name} has shape {list(value.shape)}, but must have at most 2^40 elements")
 
 
-def check_memory(names: Sequence[str], *values) -> None:
-    """Every tensor's storage holds all of it; the last of `names` may be that of several, as state.
+def check_memory(names: Sequence[str], *values: Optional[torch.Tensor]) -> int:
+    """No tensor's memory was taken away by storage().resize_(0): a read would end the process.
 
-    Memory that storage().resize_() took away is not looked for by torch: a read ends the process.
+    The last of `names` may be that of several, as state. Returns all the bits of the pointers.
     """
     if torch.compiler.is_compiling():
-        return
-    for at, value in enumerate(values):
-        if type(value) in PLAIN and _reaches_past(value):
-            last = len(names) - 1
-            name = names[at] if at < last else f"{names[last]}[{at - last}]"
-            had = value.untyped_storage().nbytes()
-            raise ValueError(
-                f"{name} has a storage of {had} bytes, but must have one that holds its shape "
-                f"{list(value.shape)}: it was freed or made smaller"
-            )
-
-
-def _reaches_past(value: torch.Tensor) -> bool:
+        return 0
+    bits, absent = 0, False
     try:
-        held = value.untyped_storage().nbytes()
-    except (
-        RuntimeError,
-        NotImplementedError,
-    ):  # inside torch.func, where it has no memory of its own
-        return False
-    if value.is_contiguous():
-        begin = value.storage_offset() * value.element_size()
-        return value.nbytes > 0 and begin + value.nbytes > held
-    if value.numel() == 0:
-        return False
-    last = sum((n - 1) * s for n, s in zip(value.shape, value.stride()))
-    return (value.storage_offset() + last + 1) * value.element_size() > held
+        for value in values:
+            if value is not None:
+                pointer = value.data_ptr()
+                bits |= pointer
+                absent = absent or not pointer
+    except (RuntimeError, NotImplementedError):  # fake, or inside torch.func: it has no memory
+        return 0
+    if absent:
+        _find_freed(names, values)
+    return bits
+
+
+def _find_freed(names: Sequence[str], values) -> None:
+    last = len(names) - 1
+    for at, value in enumerate(values):
+        if value is None or value.data_ptr() or not value.numel() or value.is_meta:
+            continue
+        name = names[at] if at < last else f"{names[last]}[{at - last}]"
+        raise ValueError(
+            f"{name} has shape {list(value.shape)}, but must have the memory for it: its storage "
+            "was freed"
+        )
 
 
 def check_number(name: str, value: object, wanted: str = "a number >= 0") -> None:
@@ -162,15 +193,15 @@ def check_written(name: str, value: torch.Tensor) -> None:
     """A tensor that a step changes where it lies."""
     if torch.compiler.is_compiling():
         return
-    if not value.is_contiguous() and _overlaps(value):
-        raise ValueError(
-            f"{name} has strides {value.stride()}, but is written: no two elements may share memory"
-        )
     if value.is_neg():
         raise ValueError(f"{name} is a view that negates another tensor, but is written: clone it")
     if value.is_inference() and not torch.is_inference_mode_enabled():
         raise ValueError(
             f"{name} is an inference tensor, but is written outside inference mode: clone it"
+        )
+    if not value.is_contiguous() and _overlaps(value):
+        raise ValueError(
+            f"{name} has strides {value.stride()}, but is written: no two elements may share memory"
         )
 
 
@@ -181,6 +212,10 @@ def _overlaps(value: torch.Tensor) -> bool:
             return True
         reach += (size - 1) * stride
     return False
+
+
+def is_dense(*values: Optional[torch.Tensor]) -> bool:
+    return all(value is None or value.is_contiguous() for value in values)
 
 
 def check_mask(name: str, mask: Optional[torch.Tensor], x: torch.Tensor) -> None:

@@ -8,12 +8,11 @@ from .cells import INPUT_GATES, Cell
 from .checks import (
     check_choice,
     check_count,
-    check_floating,
+    check_input,
     check_masks,
     check_memory,
     check_number,
     check_operand,
-    check_size,
     check_tensor,
     check_whole,
 )
@@ -35,19 +34,16 @@ def check_width(name: str, letter: str, width: int) -> None:
 
 
 def check_key(name: str, value, letters: str, dims: int) -> None:
-    check_tensor(name, value)
-    check_floating(name, value)
+    check_input(name, value)
     if value.dim() != dims:
         raise ValueError(f"{name} has shape {list(value.shape)}, but must be {letters}")
-    check_size(name, value)
     check_width(name, "K", value.shape[-1])
 
 
 def check_inputs(k, v, i, f, letters: str, dims: int) -> None:
     """k [..., H, K], v [..., H, V], i and f [..., H]; `letters` are those of "..."."""
     check_key("k", k, f"[{letters}, H, K]", dims)
-    check_tensor("v", v, k.device)
-    check_size("v", v)
+    check_input("v", v)
     if v.dim() != dims:
         raise ValueError(f"v has shape {list(v.shape)}, but must be [{letters}, H, V]")
     rows = tuple(k.shape[:-1])
@@ -84,9 +80,7 @@ def check_state(cell: Cell, state, sequences: int, letter: str, k, v) -> None:
         check_tensors([(f"state[{s}]", value)], k, shape, f"[{letter}, H{letters}]")
 
 
-def check_storages(q, k, v, i, f, out_gate, norm_weight, state) -> None:
-    names = ("q", "k", "v", "i", "f", "out_gate", "norm_weight", "state")
-    check_memory(names, q, k, v, i, f, out_gate, norm_weight, *(state or ()))
+STORED = ("q", "k", "v", "i", "f", "out_gate", "norm_weight", "state")
 
 
 def check_transfer(name: str, transfer) -> None:

@@ -14,16 +14,16 @@ from typing import NamedTuple, Optional, Tuple
 import torch
 
 from .arguments import (
+    STORED,
     check_carried,
     check_chunk_size,
     check_gate,
     check_inputs,
     check_sequences,
-    check_storages,
     check_transfer,
 )
 from .cells import Cell, pick_cell
-from .checks import check_values
+from .checks import check_memory, check_values
 from .dispatch import BACKEND, select_backend
 from .functional import run
 from .reference import INF, Options, finite, log_gates, state_dtype
@@ -52,7 +52,7 @@ def mlstm_transfer(
     check_chunk_size(chunk_size)
     cell, masks = pick_cell(input_gate, normalize), (reset, hold, lengths, cu_seqlens)
     S, _ = check_sequences(k, *masks)
-    check_storages(None, k, v, i, f, None, None, None)
+    check_memory(STORED, None, k, v, i, f)
     check_values(k, lengths, cu_seqlens)
     chosen = select_backend(backend, k.device.type, BACKEND, k.dtype)
     nothing = absent_state(cell, S, k, v)

@@ -35,6 +35,7 @@ import torch
 
 from . import reference
 from .arguments import (
+    STORED,
     check_chunk_size,
     check_epilogue,
     check_gate,
@@ -42,10 +43,16 @@ from .arguments import (
     check_query,
     check_sequences,
     check_state,
-    check_storages,
 )
 from .cells import Cell, pick_cell
-from .checks import STATE, check_flag, check_no_gradient, check_values, check_written
+from .checks import (
+    STATE,
+    check_flag,
+    check_memory,
+    check_no_gradient,
+    check_values,
+    check_written,
+)
 from .cost_model import DEVICES, best_chunk
 from .dispatch import BACKEND, ops, select_backend, without_autocast
 from .formulas import CALLS
@@ -106,7 +113,7 @@ def mlstm(
     cell = pick_cell(input_gate, normalize)
     sequences, letter = check_sequences(k, reset, hold, lengths, cu_seqlens)
     check_state(cell, state, sequences, letter, k, v)
-    check_storages(q, k, v, i, f, out_gate, norm_weight, state)
+    check_memory(STORED, q, k, v, i, f, out_gate, norm_weight, *(state or ()))
     check_values(k, lengths, cu_seqlens)
     chosen = select_backend(backend, k.device.type, BACKEND, q.dtype)
     options = Options(cell, float(eps), normalizer_grad)
@@ -130,7 +137,7 @@ def mlstm_step(
     check_epilogue(v, out_gate, norm, norm_weight, norm_eps)
     cell = pick_cell(input_gate, normalize)
     check_state(cell, state, k.shape[0], "B", k, v)
-    check_storages(q, k, v, i, f, out_gate, norm_weight, state)
+    check_memory(STORED, q, k, v, i, f, out_gate, norm_weight, *(state or ()))
     check_flag("inplace", inplace)
     options = Options(cell, float(eps), True)
     if inplace:
@@ -245,8 +252,7 @@ def _wants_grad(*tensors: Optional[torch.Tensor]) -> bool:
 def _check_inplace(q, k, v, i, f, state, out_gate, norm_weight) -> None:
     if state is None:
         raise ValueError("state is None, but inplace=True needs the state to write into")
-    names = ("q", "k", "v", "i", "f", "out_gate", "norm_weight", "state")
-    check_no_gradient("inplace=True", names, q, k, v, i, f, out_gate, norm_weight, *state)
+    check_no_gradient("inplace=True", STORED, q, k, v, i, f, out_gate, norm_weight, *state)
     dtype = state_dtype(q.dtype)
     for s, value in enumerate(state):
         check_written(STATE[s], value)

@@ -3,16 +3,18 @@ launches. On CUDA in 16 bits, `linear_step` on the CPU in every dtype; elsewhere
 decoding: there is no gradient.
 """
 
-from typing import Any, List, Sequence, Tuple
+from typing import List, Sequence, Tuple
 
 import torch
 
 from .checks import (
+    Named,
     check_flag,
-    check_floating,
+    check_input,
     check_memory,
     check_no_gradient,
     check_number,
+    check_operands,
     check_shape,
     check_size,
     check_tensor,
@@ -92,8 +94,7 @@ def norm_step(
 
 def gate_step(gate, up, *, backend="auto") -> torch.Tensor:
     """silu(gate) * up of [B, N], N a multiple of 8, rounded once."""
-    check_tensor("gate", gate)
-    check_floating("gate", gate)
+    check_input("gate", gate)
     if gate.dim() != 2 or gate.shape[1] % 8:
         shape = list(gate.shape)
         raise ValueError(f"gate has shape {shape}, but must be [B, N] with N a multiple of 8")
@@ -101,7 +102,6 @@ def gate_step(gate, up, *, backend="auto") -> torch.Tensor:
     check_shape("up", up, tuple(gate.shape), "[B, N]")
     if up.dtype != gate.dtype:
         raise TypeError(f"up has dtype {up.dtype}, but must be {gate.dtype}, gate's")
-    check_size("gate", gate)
     check_memory(("gate", "up", "up"), gate, up)
     check_no_gradient("gate_step", ("gate", "up", "up"), gate, up)
     if _select(backend, "gate_step", gate) != "reference":
@@ -126,8 +126,7 @@ def _norm(x, weight, eps):
 def _check(
     who: str, x, weights: Sequence, biases: Sequence, norm_weight, residual, least: int = 1
 ) -> None:
-    check_tensor("x", x)
-    check_floating("x", x)
+    check_input("x", x)
     if x.dim() != 2 or x.shape[1] % 8:
         raise ValueError(f"x has shape {list(x.shape)}, but must be [B, K] with K a multiple of 8")
     for name, given in (("weights", weights), ("biases", biases)):
@@ -137,14 +136,13 @@ def _check(
         raise ValueError(f"weights are {len(weights)}, but must be {least} to {MOST} matrices")
     if len(biases) > len(weights):
         raise ValueError(f"biases are {len(biases)}, but must be at most one for each weight")
-    check_size("x", x)
     for i, w in enumerate(weights):
         check_tensor(f"weights[{i}]", w, x.device)
         check_size(f"weights[{i}]", w)
         if w.dim() != 2:
             raise ValueError(f"weights[{i}] has shape {list(w.shape)}, but must be [N, K]")
     rows = [w.shape[0] for w in weights]
-    named: List[Tuple[str, Any, Tuple[int, ...], str]] = [
+    named: List[Named] = [
         (f"weights[{i}]", w, (n, x.shape[1]), "[N, K]")
         for i, (w, n) in enumerate(zip(weights, rows))
     ]
@@ -156,11 +154,7 @@ def _check(
         named.append(("norm_weight", norm_weight, (x.shape[1],), "[K]"))
     if residual is not None:
         named.append(("residual", residual, (x.shape[0], rows[0]), "[B, N]"))
-    for name, value, shape, letters in named:
-        check_tensor(name, value, x.device)
-        check_shape(name, value, shape, letters)
-        if value.dtype != x.dtype:
-            raise TypeError(f"{name} has dtype {value.dtype}, but must be {x.dtype}, x's")
+    check_operands(named, x.dtype, x.device)
     names, values = ("x", *(n for n, _, _, _ in named), ""), (x, *(v for _, v, _, _ in named))
     check_memory(names, *values)
     check_no_gradient(who, names, *values)
