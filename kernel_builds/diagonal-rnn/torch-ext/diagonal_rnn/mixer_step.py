@@ -36,7 +36,7 @@ def conv_step(
     (B, D), past = x.shape, window.shape[1] if window.dim() == 3 else TAPS - 1
     named = [("weight", weight, (D, past + 1), "[D, K]"), ("bias", bias, (D,), "[D]")]
     _check(x, [*named, ("window", window, (B, past, D), "[B, K - 1, D]")])
-    fits = past + 1 == TAPS and D % 2 == 0
+    fits = past + 1 == TAPS and D % 2 == 0 and window.is_contiguous()
     if _select(backend, x, (weight, bias), fits) != "reference":
         return ops.conv_step_(x, weight, bias, window)
     wide, seen = reference.state_dtype(x.dtype), torch.cat([window, x[:, None]], 1)
@@ -73,7 +73,8 @@ def mixer_step(
     named += [("rows[1]", p, (peepholes, D), "[2, D]") for p in rows[1:]]
     _check(x, named)
     _check(x, [(f"state[{k}]", s, (B, D), "[B, D]") for k, s in enumerate(state)], wide)
-    if _select(backend, x, (weight, bias, skip, gate, *rows, *state), J % 2 == 0) != "reference":
+    fits = J % 2 == 0 and all(s.is_contiguous() for s in state)
+    if _select(backend, x, (weight, bias, skip, gate, *rows, *state), fits) != "reference":
         a, p = (*rows, None)[:2]
         h, c = (*state, None)[:2]
         step = getattr(ops, f"{cell}_mix_step_")
@@ -94,7 +95,8 @@ def _select(backend: str, x: Tensor, others, fits: bool) -> str:
     chosen = select_backend(backend, x.device.type, BACKEND, x.dtype)
     if backend in ("cuda", "cpu") and not fits:
         raise ValueError(
-            f"backend is {backend!r}, but needs {TAPS} taps and heads of an even width"
+            f"backend is {backend!r}, but needs {TAPS} taps, heads of an even width, and states and "
+            "windows that are contiguous"
         )
     return chosen if fits else "reference"
 
