@@ -9,8 +9,7 @@
 #include "cpu/call.h"
 #endif
 #include "linear_ops.h"
-
-#include <torch/csrc/stable/library.h>
+#include "op.h"
 
 #include <tuple>
 #include <utility>
@@ -332,17 +331,17 @@ Tensor step_in_place(Tensor q, Tensor k, Tensor v, Tensor i, Tensor f, Tensor C,
 }
 
 void implement(torch::stable::detail::StableLibrary& ops) {
-  ops.impl("mlstm_fwd", TORCH_BOX(&forward));
-  ops.impl("mlstm_bwd", TORCH_BOX(&backward));
-  ops.impl("mlstm_step", TORCH_BOX(&step));
-  ops.impl("mlstm_step_", TORCH_BOX(&step_in_place));
-  ops.impl("linear_step", TORCH_BOX(&linear_step));
+  ops.impl("mlstm_fwd", FLASHCELL_OP(kForwardSchema, forward));
+  ops.impl("mlstm_bwd", FLASHCELL_OP(kBackwardSchema, backward));
+  ops.impl("mlstm_step", FLASHCELL_OP(kStepSchema, step));
+  ops.impl("mlstm_step_", FLASHCELL_OP(kStepInPlaceSchema, step_in_place));
+  ops.impl("linear_step", FLASHCELL_OP(kLinearStepSchema, linear_step));
 #if defined(CUDA_KERNEL)
-  ops.impl("norm_step", TORCH_BOX(&norm_step));
-  ops.impl("gate_step", TORCH_BOX(&gate_step));
+  ops.impl("norm_step", FLASHCELL_OP(kNormStepSchema, norm_step));
+  ops.impl("gate_step", FLASHCELL_OP(kGateStepSchema, gate_step));
 #endif
-  ops.impl("mlstm_epilogue", TORCH_BOX(&epilogue));
-  ops.impl("mlstm_epilogue_bwd", TORCH_BOX(&epilogue_backward));
+  ops.impl("mlstm_epilogue", FLASHCELL_OP(kEpilogueSchema, epilogue));
+  ops.impl("mlstm_epilogue_bwd", FLASHCELL_OP(kEpilogueBackwardSchema, epilogue_backward));
 }
 
 }  // namespace flashcell
@@ -361,10 +360,6 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
   ops.def(flashcell::kEpilogueBackwardSchema);
 }
 
-#if defined(CUDA_KERNEL)
-STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CUDA, ops) { flashcell::implement(ops); }
-#else
-STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CPU, ops) { flashcell::implement(ops); }
-#endif
+FLASHCELL_IMPLEMENT(flashcell::implement(ops))
 
 REGISTER_EXTENSION(TORCH_EXTENSION_NAME)

@@ -22,7 +22,6 @@ from .checks import (
     check_tensor,
     check_written,
     find_cell,
-    is_dense,
 )
 from .conv import TAPS
 from .dispatch import BACKEND, ops, select_backend
@@ -50,10 +49,9 @@ def conv_step(
     named: List[Named] = [("weight", weight, (D, past + 1), "[D, K]"), ("bias", bias, (D,), "[D]")]
     named.append(("window", window, (B, past, D), "[B, K - 1, D]"))
     check_operands(named, x.dtype, x.device)
-    bits = check_memory(CONV, x, weight, bias, window)
+    check_memory(CONV, x, weight, bias, window)
     check_no_gradient("conv_step", CONV, x, weight, bias, window)
-    check_written("window", window)
-    fits = past + 1 == TAPS and bits % 8 == 0 and _in_pairs(x) and is_dense(weight, bias, window)
+    fits = check_written("window", window) and past + 1 == TAPS and D % 2 == 0
     if _select(backend, x, fits) != "reference":
         return ops.conv_step_(x, weight, bias, window)
     wide, seen = reference.state_dtype(x.dtype), torch.cat([window, x[:, None]], 1)
@@ -97,13 +95,12 @@ def mixer_step(
     if bound is not None:
         check_number("bound", bound, "None or a number >= 0")
     names, given = MIXER[spec.weights > 3], (x, weight, gate, skip, bias, *rows, *state)
-    bits = check_memory(names, *given)
+    check_memory(names, *given)
     check_no_gradient("mixer_step", names, *given)
+    fits = J % 2 == 0
     for k, s in enumerate(state):
-        check_written(STATE[k], s)
+        fits = check_written(STATE[k], s) and fits
     u = multiply_heads(x, weight)  # [N, B, G, J]
-    fits = J > 0 and J % 2 == 0 and bits % 8 == 0 and _in_pairs(gate)
-    fits = fits and is_dense(u, x, skip, bias, *rows, *state)
     if _select(backend, x, fits) != "reference":
         a, p = (*rows, None)[:2]
         h, c = (*state, None)[:2]
@@ -123,16 +120,10 @@ def _select(backend: str, x: Tensor, fits: bool) -> str:
     chosen = select_backend(backend, x.device.type, BACKEND, x.dtype)
     if backend in ("cuda", "cpu") and not fits:
         raise ValueError(
-            f"backend is {backend!r}, but must be 'auto' where there are not {TAPS} taps, heads have an "
-            "odd width, or an argument is neither contiguous nor at a multiple of 8 bytes"
+            f"backend is {backend!r}, but needs {TAPS} taps, heads of an even width, and states and "
+            "windows that are contiguous"
         )
     return chosen if fits else "reference"
-
-
-def _in_pairs(rows: Tensor) -> bool:
-    """Rows that may lie apart, in pairs of channels."""
-    width, apart = rows.shape[1], rows.stride(0)
-    return width > 0 and width % 2 == 0 and rows.stride(1) == 1 and apart % 2 == 0
 
 
 def _check_rows(x: Tensor) -> None:

@@ -118,25 +118,22 @@ def check_size(name: str, value: torch.Tensor) -> None:
     raise ValueError(f"{name} has shape {list(value.shape)}, but must have at most 2^40 elements")
 
 
-def check_memory(names: Sequence[str], *values: Optional[torch.Tensor]) -> int:
+def check_memory(names: Sequence[str], *values: Optional[torch.Tensor]) -> None:
     """No tensor's memory was taken away by storage().resize_(0): a read would end the process.
 
-    The last of `names` may be that of several, as state. Returns all the bits of the pointers.
+    The last of `names` may be that of several, as state.
     """
     if torch.compiler.is_compiling():
-        return 0
-    bits, absent = 0, False
+        return
     try:
         for value in values:
-            if value is not None:
-                pointer = value.data_ptr()
-                bits |= pointer
-                absent = absent or not pointer
-    except (RuntimeError, NotImplementedError):  # fake, or inside torch.func: it has no memory
-        return 0
-    if absent:
-        _find_freed(names, values)
-    return bits
+            if value is not None and not value.data_ptr():
+                break
+        else:
+            return
+    except RuntimeError:  # fake, or inside torch.func: it has no memory of its own
+        return
+    _find_freed(names, values)
 
 
 def _find_freed(names: Sequence[str], values) -> None:
@@ -189,20 +186,22 @@ def check_no_gradient(who: str, names: Sequence[str], *values) -> None:
             raise ValueError(f"{name} requires a gradient, but {who} is for decoding and has none")
 
 
-def check_written(name: str, value: torch.Tensor) -> None:
-    """A tensor that a step changes where it lies."""
+def check_written(name: str, value: torch.Tensor) -> bool:
+    """A tensor that a step changes where it lies: whether it lies as a binary writes it."""
+    dense = value.is_contiguous()
     if torch.compiler.is_compiling():
-        return
+        return dense
     if value.is_neg():
         raise ValueError(f"{name} is a view that negates another tensor, but is written: clone it")
     if value.is_inference() and not torch.is_inference_mode_enabled():
         raise ValueError(
             f"{name} is an inference tensor, but is written outside inference mode: clone it"
         )
-    if not value.is_contiguous() and _overlaps(value):
+    if not dense and _overlaps(value):
         raise ValueError(
             f"{name} has strides {value.stride()}, but is written: no two elements may share memory"
         )
+    return dense and value.storage_offset() * value.element_size() % 8 == 0
 
 
 def _overlaps(value: torch.Tensor) -> bool:
