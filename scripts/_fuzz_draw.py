@@ -22,6 +22,7 @@ class Draw:
         self.rng = random.Random(seed)
         self.generator = torch.Generator("cpu").manual_seed(self.rng.getrandbits(48))
         self.io = self.pick(FLOATS)
+        self.raw = False  # whether what is drawn goes to an op, past its door
 
     def pick(self, values: Any) -> Any:
         return self.rng.choice(list(values))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
-from numerics import EPS, assert_as_accurate
+from numerics import EPS, assert_as_accurate, rms
 
 REFUSALS = (TypeError, ValueError, RuntimeError)
 # Text that is about the library's inside, not about the call.
@@ -24,6 +24,8 @@ SCHEMA = re.compile(r"for argument '(\w+)'|argument '(\w+)' \(position")
 PLACE = re.compile(r"^\w+, [\w/.-]+:\d+, ")
 # autograd's own words: it knows the tensors that it saves, not whose arguments they are
 INFERENCE = "Inference tensors cannot be saved for backward"
+# what stands in front of an op that changes an argument, and cannot take a negated view to it
+NEGATED = re.compile(r"MathBitsFallback|mutable TensorLists with negation")
 OUT_OF_MEMORY = re.compile(r"can't allocate memory|not enough memory")
 
 
@@ -34,7 +36,7 @@ def judge_refusal(error: BaseException, names: Iterable[str], raw: bool) -> str 
     ordinary = isinstance(error, REFUSALS) and "Could not run" not in text
     if not ordinary or (type(error) not in REFUSALS and not raw):
         return f"{kind}: {shorten(text)}"
-    if text.startswith(INFERENCE):
+    if text.startswith(INFERENCE) or (raw and NEGATED.search(text)):
         return None
     if OUT_OF_MEMORY.search(text):
         return None
@@ -90,13 +92,23 @@ def seeded(seed: int, name: str) -> torch.Generator:
     return torch.Generator("cpu").manual_seed(seed * 1000 + sum(map(ord, name)))
 
 
+# Of mLSTM, whose divisor may nearly cancel: the bounds of tests/ops/test_tfla.py, relative to the rms.
+MLSTM = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2.5e-2}
+
+
 def differences(
-    got: dict, exact: dict, peer: dict, terms: int, moved: dict | None = None
+    got: dict,
+    exact: dict,
+    peer: dict,
+    terms: int,
+    moved: dict | None = None,
+    relative: dict[torch.dtype, float] | None = None,
 ) -> list[str]:
     """Where `got` is further from `exact` than `peer`, the reference in the same dtype, allows.
 
     Where both references are finite the kernel must be, and where both are not it must not. `moved`
-    is `exact` of inputs that differ by a rounding: a call may be that ill conditioned.
+    is `exact` of inputs that differ by a rounding: a call may be that ill conditioned. Gradients that
+    cancel to 0 are held to the size of their terms, one.
     """
     found = []
     if set(got) != set(exact):
@@ -117,7 +129,8 @@ def differences(
         if bool((sure & ~value.isfinite()).any()):
             found.append(f"{name} is not finite where the reference is")
             continue
-        if bool((value.isfinite() & want.isnan() & same.isnan()).any()):
+        lost = value.isfinite() & want.isnan() & same.isnan()
+        if bool(lost.any()) and not name.startswith("gradient"):  # 0 * inf there: no term, or NaN
             found.append(f"{name} is finite where the reference is NaN")
             continue
         if not bool(sure.any()):
@@ -130,7 +143,8 @@ def differences(
         if moved is not None and moved[name].shape == sure.shape:
             gap = (moved[name][sure] - want).nan_to_num(0.0, 0.0, 0.0)
             cancelled = 8 * EPS[max(value.dtype, torch.float32, key=lambda d: d.itemsize)]
-            same = want + (same - want).abs() + 2 * gap.abs() + cancelled  # of terms of size one
+            more = (relative or {}).get(value.dtype, 0.0) * rms(want)
+            same = want + (same - want).abs() + 2 * gap.abs() + cancelled + more
         try:
             assert_as_accurate(name, value, want.double(), same, terms)
         except AssertionError as error:

@@ -80,6 +80,7 @@ def results(op: Any, call: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def judge_raw(draw: Draw, op: Any, call: dict[str, Any], poisoned: Callable):
+    draw.raw = True
     given = {k: copied(v) for k, v in call.items()}
     done = spoil(draw, given, list(given))
     name = op._schema.name.rpartition("::")[2]

@@ -158,6 +158,9 @@ def _check(
     names, values = ("x", *(n for n, _, _, _ in named), ""), (x, *(v for _, v, _, _ in named))
     check_memory(names, *values)
     check_no_gradient(who, names, *values)
+    for i, w in enumerate(weights):
+        if not w.is_contiguous():
+            raise ValueError(f"weights[{i}] has strides {w.stride()}, but must be contiguous")
 
 
 def _reference(x, weights, biases, capped, cap, norm_weight, norm_eps, residual, gated):
