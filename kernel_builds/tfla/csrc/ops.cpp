@@ -8,6 +8,7 @@
 #else
 #include "cpu/call.h"
 #endif
+#include "held.h"
 #include "linear_ops.h"
 #include "op.h"
 
@@ -79,6 +80,8 @@ struct Inputs {
     hold = operand(given_hold, "hold", {B, T}, ScalarType::Bool);
     list = sequences(k, B, T, lengths, cu_seqlens, 0, 0);
     S = list.size();
+    if (q) q = without_held(*q, hold);
+    k = without_held(k, hold), v = without_held(v, hold);
   }
 
   void take_state(const OptionalTensor& given_C, const OptionalTensor& given_n,
@@ -118,7 +121,7 @@ inline void* writable(Tensor& tensor, bool has) {
   return has ? tensor.mutable_data_ptr() : nullptr;
 }
 
-inline void check_kept(int64_t kept, bool has_q) {
+inline void check_kept(int64_t kept, [[maybe_unused]] bool has_q) {
 #if defined(CUDA_KERNEL)
   STD_TORCH_CHECK(kept >= 0, "kept must not be negative, got ", kept);
   STD_TORCH_CHECK(kept == 0 || has_q, "kept must be 0 where there is no q, got ", kept);
@@ -163,6 +166,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   in.take_state(C, n, m);
   const auto [B, T, H, K, V, S] = std::tuple(in.B, in.T, in.H, in.K, in.V, in.S);
   dh = operand(dh, "dh", {B, T, H, V}, in.io);
+  if (dh) dh = without_held(*dh, in.hold);
   dC = operand(dC, "dC", {S, H, K, V}, in.unrounded);
   dn = normalized ? operand(dn, "dn", {S, H, K}, in.unrounded) : std::nullopt;
   last_C = operand(last_C, "last_C", {S, H, K, V}, in.unrounded);
