@@ -26,34 +26,48 @@ def fuzz(
 
 
 def test_a_few_calls_find_nothing():
-    report, text = fuzz(400, ["doors", "raw"])
-    assert report.calls == 400
-    assert report.accepted > 100
-    assert report.refused > 100
+    report, text = fuzz(300, ["doors", "raw"])
+    assert report.calls == 300
+    assert report.accepted > 80
+    assert report.refused > 80
     assert not report.findings, text
 
 
-DOOR = (
-    "for n, d in enumerate(fuzzer.doors):\n    {}\n    fuzzer.doors[n] = (*d[:2], faulty, d[3])\n"
-)
-WRAP = "def faulty(*a, f=d[2], **k):\n        r = f(*a, **k)\n        {}\n    faulty.__signature__ = inspect.signature(d[2])"
-PLANTED = {  # what a door does: what the fuzzer says of it
-    "a wrong value": ("return r * 1.001 if torch.is_tensor(r) and r.dtype.is_floating_point else r", "rms error"),
-    "a crash": ("os.kill(os.getpid(), 11)", "ends with SIGSEGV"),
-    "another exception": ("raise KeyError('x')", "KeyError"),
-    "no name": ("raise ValueError('wrong input')", "names no argument"),
-    "internal text": ("raise RuntimeError('x is wrong, csrc/ops.cpp:7')", "internal text"),
-    "memory that nobody wrote": ("return torch.empty_like(r) if torch.is_tensor(r) else r", "not finite"),
-}  # fmt: skip
+PLANT = """
+import inspect, itertools, os
+calls = itertools.count(1)  # after a crash, from here again
+
+def changed(value, change):
+    if isinstance(value, tuple):
+        return tuple(changed(v, change) for v in value)
+    return change(value) if torch.is_tensor(value) and value.is_floating_point() else value
+
+def spoilt(door):
+    def faulty(*args, **kwargs):
+        kind = next(calls) % 6
+        if kind == 0:
+            os.kill(os.getpid(), 11)
+        if kind == 1:
+            raise KeyError("x")
+        if kind == 2:
+            raise ValueError("wrong input")
+        if kind == 3:
+            raise RuntimeError("x is wrong, csrc/ops.cpp:7")
+        change = (lambda t: t * 1.001) if kind == 4 else torch.empty_like
+        return changed(door(*args, **kwargs), change)
+    faulty.__signature__ = inspect.signature(door)
+    return faulty
+
+fuzzer.doors = [(k, n, spoilt(d), r) for k, n, d, r in fuzzer.doors if n in ("linear_scan", "causal_conv")]
+"""
+SAID = ("SIGSEGV", "KeyError", "names no argument", "internal text", "rms error", "not finite")
 
 
-@pytest.mark.parametrize("fault", PLANTED)
-def test_what_is_planted_is_found(fault):
-    line, text = PLANTED[fault]
-    plant = "import inspect, os\n" + DOOR.format(WRAP.format(line))
-    report, found = fuzz(30, ["doors"], plant, ["diagonal-rnn"])
-    assert text in found
-    assert report.calls == 30, "the calls after it ran"
+def test_what_is_planted_is_found_and_the_calls_after_it_run():
+    report, found = fuzz(90, ["doors"], PLANT, ["diagonal-rnn"])
+    assert report.calls == 90
+    for text in SAID:
+        assert text in found
     assert f"--only {report.findings[0]['index']}" in found
 
 
