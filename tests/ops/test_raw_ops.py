@@ -116,7 +116,7 @@ def rows(tensor):
 BAD = {
     "freed": (lambda t: resized(t, 0), "within its storage"),
     "cut off": (lambda t: resized(t, t.untyped_storage().nbytes() - 1), "within its storage"),
-    "coo": (lambda t: t.to_sparse(), "strided"),
+    "sparse": (lambda t: t.to_sparse(), "strided"),
     "csr": (lambda t: matrix(t).to_sparse_csr(), "strided"),
     "mkldnn": (lambda t: t.to_mkldnn(), "strided"),
     "nested": (lambda t: torch.nested.nested_tensor(rows(t)), "strided"),

@@ -134,15 +134,10 @@ class Door {
   // refused for a leaf that requires a gradient as any change in place is.
   static void mark_changed(const Tensor& tensor, const char* name) {
     if (aoti_torch_grad_mode_is_enabled()) check_is_leaf(tensor, name);
-    try {
-      Tensor same = tensor;
-      torch::stable::copy_(same, tensor);
-    } catch (const std::exception&) {
-      STD_TORCH_CHECK(
-          false, name,
-          " is changed in place, so it must not be a leaf that requires a gradient, nor "
-          "a tensor of inference mode outside of that mode");
-    }
+    STD_TORCH_CHECK(
+        !aoti_torch_copy_(tensor.get(), tensor.get(), 0), name,
+        " is changed in place, so it must not be a leaf that requires a gradient, nor a "
+        "tensor of inference mode outside of that mode");
   }
 
   static void check_is_leaf(const Tensor& tensor, const char* name) {
