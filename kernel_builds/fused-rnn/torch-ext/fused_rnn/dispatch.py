@@ -11,9 +11,7 @@ import torch
 
 # The build writes _ops.py into binary variants only; the wheel and torch-universal have none.
 if find_spec(__package__ + "._ops") is not None:
-    from . import _ops
-
-    BACKEND, ops = _ops.BACKEND, _ops.ops
+    from ._ops import BACKEND, ops
 else:
     BACKEND, ops = None, None
 
