@@ -277,6 +277,8 @@ def spoil(draw: Draw, call: dict[str, Any], names: list[str], most: int = 3) -> 
     done = []
     for _ in range(draw.pick((0, 1, 1, 2, most)[: most + 2])):
         name = draw.pick(names)
+        if f"{name} anything" in done:
+            continue
         value = call.get(name)
         if isinstance(value, (tuple, list)) and len(value) and draw.chance(0.7):
             k = draw.rng.randrange(len(value))

@@ -103,12 +103,13 @@ def differences(
     terms: int,
     moved: dict | None = None,
     relative: dict[torch.dtype, float] | None = None,
+    wild: bool = False,
 ) -> list[str]:
     """Where `got` is further from `exact` than `peer`, the reference in the same dtype, allows.
 
     Where both references are finite the kernel must be, and where both are not it must not. `moved`
     is `exact` of inputs that differ by a rounding: a call may be that ill conditioned. Gradients that
-    cancel to 0 are held to the size of their terms, one.
+    cancel to 0 are held to the size of their terms, one. `wild` says that an argument is not finite.
     """
     found = []
     if set(got) != set(exact):
@@ -126,11 +127,13 @@ def differences(
             continue
         value = value.contiguous() if value.layout == torch.strided else value.to_dense()
         sure = want.isfinite() & same.isfinite()
+        if wild and name.startswith("gradient"):  # 0 * inf: NaN, or no term at all
+            sure &= value.isfinite()
         if bool((sure & ~value.isfinite()).any()):
             found.append(f"{name} is not finite where the reference is")
             continue
         lost = value.isfinite() & want.isnan() & same.isnan()
-        if bool(lost.any()) and not name.startswith("gradient"):  # 0 * inf there: no term, or NaN
+        if bool(lost.any()) and not name.startswith("gradient"):
             found.append(f"{name} is finite where the reference is NaN")
             continue
         if not bool(sure.any()):

@@ -94,6 +94,8 @@ def judge_raw(draw: Draw, op: Any, call: dict[str, Any], poisoned: Callable):
             got = results(op, given)
     except Exception as error:
         problem = judge_refusal(error, [a.name for a in op._schema.arguments], raw=True)
+        if any("huge" in fault for fault in done) and "API call failed" in str(error):
+            problem = None  # the memory for a copy of the view: torch's stable ABI does not say so
         if problem is None and not done:
             problem = f"what the door gave is refused: {shorten(str(error))}"
         return title, False, [problem] if problem else []

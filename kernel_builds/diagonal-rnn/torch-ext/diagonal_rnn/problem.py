@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .checks import check_floating, check_memory, check_shape, check_size, check_tensor
+from .dispatch import shown
 from .reference import state_dtype
 from .structures import Structure
 
@@ -51,7 +52,7 @@ def check_state(x: Tensor, h0, state_shape, dtype: torch.dtype) -> Tensor:
 def check_sizes(state_shape: Any) -> Tuple[int, ...]:
     whole = isinstance(state_shape, (tuple, list)) and all(type(n) is int for n in state_shape)
     if not whole or not state_shape or not all(0 <= n < 2**31 for n in state_shape):
-        had = f"{state_shape!r:.60}"
+        had = shown(state_shape)
         raise ValueError(
             f"state_shape is {had}, but must be a tuple of ints, not empty, none below 0"
         )
@@ -72,7 +73,7 @@ def check_bounds(bounds: Any, h0: Tensor) -> Any:
     if bounds is None:
         return None
     if not isinstance(bounds, (tuple, list)) or len(bounds) != 2:
-        raise ValueError(f"bounds is {bounds!r:.60}, but must be None or (low, high)")
+        raise ValueError(f"bounds is {shown(bounds)}, but must be None or (low, high)")
     low, high = (_bound(f"bounds[{k}]", v, h0) for k, v in enumerate(bounds))
     if bool((low > high).any()):
         raise ValueError("bounds has a low above its high")
@@ -84,7 +85,7 @@ def _bound(name: str, value: Any, h0: Tensor) -> Tensor:
     if number and (abs(value) <= sys.float_info.max or abs(value) == math.inf):
         return torch.as_tensor(float(value), dtype=h0.dtype, device=h0.device)
     if number:
-        raise ValueError(f"{name} is {value!r:.40}, but must be a number or a tensor")
+        raise ValueError(f"{name} is {shown(value)}, but must be a number or a tensor")
     check_tensor(name, value, h0.device)
     check_floating(name, value)
     check_memory((name, name), value)

@@ -14,6 +14,7 @@ from typing import Any, Optional, Sequence, Tuple
 import torch
 
 from .cells import CELLS, Cell
+from .dispatch import shown
 
 Named = Tuple[str, Any, Tuple[int, ...], str]  # name, value, shape, its letters
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -25,13 +26,13 @@ MOST_ELEMENTS = 2**40
 
 def find_cell(name: str) -> Cell:
     if not isinstance(name, str) or name not in CELLS:
-        raise ValueError(f"cell is {name!r}, but must be one of {', '.join(CELLS)}")
+        check_choice("cell", name, tuple(CELLS))
     return CELLS[name]
 
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
     if not isinstance(value, str) or value not in choices:
-        raise ValueError(f"{name} is {value!r}, but must be one of {', '.join(choices)}")
+        raise ValueError(f"{name} is {shown(value)}, but must be one of {', '.join(choices)}")
 
 
 def check_tensor(name: str, value: object, device: Optional[torch.device] = None) -> torch.Tensor:
@@ -111,11 +112,16 @@ def check_input(name: str, value) -> None:
 def check_size(name: str, value: torch.Tensor) -> None:
     """An expanded view can have more elements than there is memory: the results would not fit."""
     try:
-        if value.numel() <= MOST_ELEMENTS:
+        if 0 < value.numel() < 2**31:
             return
+        fits = value.numel() <= MOST_ELEMENTS and all(n < 2**31 for n in value.shape)
     except RuntimeError:  # more than 64 bits
-        pass
-    raise ValueError(f"{name} has shape {list(value.shape)}, but must have at most 2^40 elements")
+        fits = False
+    if not fits:
+        raise ValueError(
+            f"{name} has shape {list(value.shape)}, but must have sizes below 2^31 and at most 2^40 "
+            "elements"
+        )
 
 
 def check_memory(names: Sequence[str], *values: Optional[torch.Tensor]) -> None:
@@ -165,7 +171,7 @@ def check_flag(name: str, value: object) -> None:
 def check_whole(name: str, value: object, least: int, wanted: str) -> None:
     """An int that fits 32 bits."""
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**31:
-        raise ValueError(f"{name} is {value!r:.40}, but must be {wanted}")
+        raise ValueError(f"{name} is {shown(value)}, but must be {wanted}")
 
 
 def check_count(name: str, tensors: object, count: int, who: str) -> None:
@@ -235,6 +241,7 @@ def check_integers(name: str, value: Optional[torch.Tensor], x: torch.Tensor) ->
         raise TypeError(f"{name} has dtype {value.dtype}, but must be int32 or int64")
     if value.dim() != 1:
         raise ValueError(f"{name} has shape {list(value.shape)}, but must have one dimension")
+    check_size(name, value)
     check_memory((name, name), value)
 
 

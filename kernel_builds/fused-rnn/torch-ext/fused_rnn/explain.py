@@ -2,8 +2,11 @@
 
 from typing import Dict, List, NamedTuple, Optional
 
+import torch
+
 from .cells import CELLS
 from .checks import check_choice, check_whole, find_cell
+from .dispatch import shown
 from .plan import (
     CLUSTER_UNITS,
     COLUMNS,
@@ -80,7 +83,8 @@ def explain_plan(
     for name, value in given.items():
         check_whole(name, value, 1, "an int >= 1")
     check_choice("precision", precision, ("highest", "tf32"))
-    name = str(dtype).replace("torch.", "")
+    name = str(dtype if isinstance(dtype, (str, torch.dtype)) else shown(dtype))
+    name = name.replace("torch.", "")
     sizes = {"bfloat16": 2, "float16": 2, "float32": 4}
     find_cell(cell)
     check_choice("dtype", name, tuple(sizes))

@@ -8,6 +8,7 @@ from (csrc/cuda/tiles.h and tiles.py, both written by scripts/plan_tiles).
 from typing import List, NamedTuple, Tuple
 
 from .cells import Cell
+from .dispatch import shown
 from .tiles import BLOCK, CHIP
 
 LANES, COLUMNS, VECTOR = 32, 8, 16  # of a warp; sequences of a matrix instruction; bytes of a load
@@ -269,10 +270,10 @@ def cluster_shared_bytes(cell: Cell, D: int, tile: int, direction: str) -> int:
 
 def find_device(arch: object) -> Device:
     """'sm_90a', '9.0a', 90 or a GPU's name ('H200', 'NVIDIA A40') -> the device."""
-    text = str(arch).strip()
+    text = arch.strip() if isinstance(arch, str) else shown(arch)
     digits = text.lower().replace("sm_", "").replace("+ptx", "").replace(".", "").rstrip("af")
     for device in DEVICES:
         if digits == str(device.arch) or device.name.lower() in text.lower():
             return device
     known = sorted({f"sm_{d.arch}" for d in DEVICES}) + [d.name for d in DEVICES]
-    raise ValueError(f"arch is {arch!r}, but must be one of {', '.join(known)}")
+    raise ValueError(f"arch is {shown(arch)}, but must be one of {', '.join(known)}")
