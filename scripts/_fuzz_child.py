@@ -26,6 +26,7 @@ from _fuzz_calls_diagonal import dense_cell, diagonal_cell
 from _fuzz_draw import MAKERS, Draw
 from _fuzz_faults import spoil
 from _fuzz_judge import (
+    INFERENCE,
     MLSTM,
     OUT_OF_MEMORY,
     differences,
@@ -33,6 +34,7 @@ from _fuzz_judge import (
     nudge,
     outcome,
     shorten,
+    tensors,
     widen,
 )
 from _fuzz_raw import Recorder, judge_raw, namespace
