@@ -26,7 +26,6 @@ from _fuzz_calls_diagonal import dense_cell, diagonal_cell
 from _fuzz_draw import MAKERS, Draw
 from _fuzz_faults import spoil
 from _fuzz_judge import (
-    INFERENCE,
     MLSTM,
     OUT_OF_MEMORY,
     differences,
