@@ -28,8 +28,8 @@ from _fuzz_faults import spoil
 from _fuzz_judge import (
     INFERENCE,
     MLSTM,
-    OUT_OF_MEMORY,
     differences,
+    is_out_of_memory,
     judge_refusal,
     nudge,
     outcome,
@@ -103,7 +103,9 @@ class Fuzzer:
                 with poisoned():
                     got = outcome(door(**call), call, index)
             except Exception as error:
-                problem = None if is_of_cell(error) else judge_refusal(error, names, raw=False)
+                problem = judge_refusal(error, names, raw=False)
+                if is_of_cell(error) or is_out_of_memory(error, done):
+                    problem = None
                 if problem is None and not done and not is_about_gradients(error):
                     problem = f"a valid call is refused: {shorten(str(error))}"
                 return title, False, [problem] if problem else []
@@ -111,7 +113,7 @@ class Fuzzer:
                 return title, True, self.compare(index, name, door, reference, got)
             except Exception as error:
                 # It widens an expanded view, or saves what the kernel does not.
-                if OUT_OF_MEMORY.search(str(error)) or str(error).startswith(INFERENCE):
+                if is_out_of_memory(error, done) or str(error).startswith(INFERENCE):
                     return title, True, []
                 return title, True, [f"the reference refuses: {shorten(repr(error))}"]
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from _fuzz_draw import Draw
 from _fuzz_faults import spoil
-from _fuzz_judge import is_readable, judge_refusal, shorten, tensors
+from _fuzz_judge import is_out_of_memory, is_readable, judge_refusal, shorten, tensors
 from torch.utils._python_dispatch import TorchDispatchMode
 
 Call = tuple[Any, dict[str, Any]]  # the op, its arguments by name
@@ -94,8 +94,8 @@ def judge_raw(draw: Draw, op: Any, call: dict[str, Any], poisoned: Callable):
             got = results(op, given)
     except Exception as error:
         problem = judge_refusal(error, [a.name for a in op._schema.arguments], raw=True)
-        if any("huge" in fault for fault in done) and "API call failed" in str(error):
-            problem = None  # the memory for a copy of the view: torch's stable ABI does not say so
+        if is_out_of_memory(error, done):
+            problem = None
         if problem is None and not done:
             problem = f"what the door gave is refused: {shorten(str(error))}"
         return title, False, [problem] if problem else []
