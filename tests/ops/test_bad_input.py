@@ -145,7 +145,7 @@ def test_linear(door):
     x, w = torch.randn(3, 8), torch.randn(5, 7)
     with pytest.raises(ValueError, match=r"weight has shape \[5, 7\], but must be \[O, I\]"):
         door.linear(x, w)
-    with pytest.raises(ValueError, match=r"bias has shape \[4\], but must be \[5\]"):
+    with pytest.raises(ValueError, match=r"bias has shape \[4\], but must be \[O\] = \[5\]"):
         door.linear(x[:, :7], w, torch.randn(4))
     with pytest.raises(TypeError, match="weight has dtype"):  # quantised: no scale
         door.linear(x[:, :7], w.to(torch.int8))

@@ -151,7 +151,7 @@ def test_bad_input(fused_rnn, change, error, text):
 def test_a_gradient_is_refused(fused_rnn):
     call = copied(CALL)
     call["down"].requires_grad_()
-    with pytest.raises(ValueError, match="a gradient is required"):
+    with pytest.raises(ValueError, match="requires a gradient"):
         fused_rnn.block_step("gru", **call)
     with torch.no_grad():
         fused_rnn.block_step("gru", **call)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import silu
 
+from cases import DEVICE
 from flashcell.kernels import diagonal_rnn as reference
 from numerics import assert_as_accurate, assert_bitwise
 
@@ -96,8 +97,8 @@ def given(B=2, N=2, J=4, dtype=torch.float32):
 
 BAD = [
     ({"cell": "gru"}, ValueError, "cell is 'gru'"),
-    ({"rows": ()}, ValueError, "rows are 0 tensors, but must be 1"),
-    ({"state": ()}, ValueError, "state has 0 tensors, but must have 1"),
+    ({"rows": ()}, ValueError, "rows is 0 tensors, but flash_gru needs a tuple of 1"),
+    ({"state": ()}, ValueError, "state is 0 tensors, but flash_gru needs a tuple of 1"),
     ({"skip": torch.ones(3)}, ValueError, r"skip has shape \[3\], but must be \[D\] = \[8\]"),
     ({"gate": torch.ones(2, 8).double()}, TypeError, "gate has dtype torch.float64, but must be"),
     ({"state": (torch.ones(2, 8).half(),)}, TypeError, r"state\[0\] has dtype torch.float16"),
@@ -120,8 +121,72 @@ def test_conv_step_names_what_is_no_window():
 def test_a_gradient_is_refused(diagonal_rnn):
     call = given()
     call["skip"].requires_grad_()
-    with pytest.raises(ValueError, match="a gradient is required"):
+    with pytest.raises(ValueError, match="requires a gradient"):
         diagonal_rnn.mixer_step(**call)
     x, weight = call["x"], torch.ones(8, 4, requires_grad=True)
-    with pytest.raises(ValueError, match="a gradient is required"):
+    with pytest.raises(ValueError, match="requires a gradient"):
         diagonal_rnn.conv_step(x, weight, None, torch.zeros(2, 3, 8))
+
+
+def conv_arguments(B, D, dtype=torch.float32):
+    return normal(D, 4, dtype=dtype), normal(D, dtype=dtype), normal(B, 3, D, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", ["odd rows", "odd start", "columns", "empty"])
+def test_conv_step_of_any_strides(diagonal_rnn, layout, dtype):
+    B, D = 3, 0 if layout == "empty" else 10
+    weight, bias, window = conv_arguments(B, D, dtype)
+    x = {
+        "odd rows": lambda: normal(B, D + 1, dtype=dtype)[:, :D],
+        "odd start": lambda: normal(B, D + 2, dtype=dtype)[:, 1:-1],
+        "columns": lambda: normal(D, B, dtype=dtype).mT,
+        "empty": lambda: normal(B, 0, dtype=dtype),
+    }[layout]()
+    peer_window, wide = window.clone(), window.double()
+    exact = reference.conv_step(x.double(), weight.double(), bias.double(), wide)
+    peer = reference.conv_step(x, weight, bias, peer_window, backend="reference")
+    assert_as_accurate("y", diagonal_rnn.conv_step(x, weight, bias, window), exact, peer, 4)
+    assert_bitwise("window", window, peer_window)
+
+
+def test_a_state_that_is_not_contiguous_is_changed(diagonal_rnn):
+    B, D = 3, 10
+    weight, bias, window = conv_arguments(B, D)
+    x, strided = normal(B, D, dtype=torch.float32), window.mT.contiguous().mT
+    y = diagonal_rnn.conv_step(x, weight, bias, strided)
+    assert torch.allclose(y, diagonal_rnn.conv_step(x, weight, bias, window))
+    assert_bitwise("window", strided, window)
+    with pytest.raises(ValueError, match="contiguous"):
+        diagonal_rnn.conv_step(x, weight, bias, strided, backend=DEVICE)
+
+
+def mix_arguments(B, N, J, dtype=torch.float32):
+    rows = lambda *shape: normal(*shape, N * J, dtype=dtype)
+    wide = torch.promote_types(dtype, torch.float32)
+    state = [normal(B, N * J, dtype=wide)]
+    return [normal(N, B, 3, J, dtype=dtype), rows(3), None, rows(3), *state, None, rows(B), rows(), rows(B)]  # fmt: skip
+
+
+def test_heads_without_channels(diagonal_rnn):
+    """Nothing is divided by their width."""
+    step = diagonal_rnn.dispatch.ops.flash_gru_mix_step_
+    for N, B in ((2, 3), (0, 3), (2, 0)):
+        assert step(*mix_arguments(B, N, 0), 1.0).shape == (B, 0)
+    uneven = mix_arguments(3, 2, 4)
+    uneven[0] = uneven[0][..., :0]
+    with pytest.raises(RuntimeError, match="u must have heads of an even width"):
+        step(*uneven, 1.0)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="fp64 is the CPU's")
+def test_the_bound_is_in_the_dtype_of_the_sums(diagonal_rnn):
+    """1.3 in fp32 is 1.2999999523."""
+    arguments = mix_arguments(3, 2, 4, torch.float64)
+    arguments[1] *= 10
+    u, a, _, bias, h, _, x, skip, gate = arguments
+    before = h.clone()
+    y = diagonal_rnn.dispatch.ops.flash_gru_mix_step_(*arguments, 1.3)
+    whole = u.permute(1, 2, 0, 3).flatten(2) + bias
+    last, _ = reference.flash_gru_step(whole, a.clamp(-1.3, 1.3), (before,), backend="reference")
+    assert (y - (last + skip * x) * silu(gate)).abs().max() < 1e-13

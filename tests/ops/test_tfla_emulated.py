@@ -36,7 +36,6 @@ TILES = [
     Case(1, 300, 1, 16, 8, ("state",), 256),
     Case(1, 200, 2, 32, 32, ("state",), 64, 10.0, -2.0),
 ]
-# Odd lengths, widths that fill no tile, chunks of each length, and every option.
 FAST = [case for case in CASES if case.T <= 45 and max(case.K, case.V) < 1024] + TILES
 pytestmark = [
     pytest.mark.skipif(not emulate.SUPPORTED, reason="the emulator needs Linux on x86_64"),
@@ -199,6 +198,7 @@ def test_epilogue_of_a_step(tfla, cell, order, parts, V):
         judge.test_inputs_are_left_alone,
         test_tfla_nan.test_nan_stays_in_its_head_and_after_its_chunk,
         judge.test_shards_compose,
+        test_tfla_nan.test_what_a_held_step_holds,
         test_tfla_cuda.test_rows_at_any_address,
     ],
     ids=lambda test: test.__name__,

@@ -1,6 +1,7 @@
 """tfla: how far a NaN goes, and what ends it."""
 
 import pytest
+import test_held
 import torch
 
 from mlstm_cases import CELLS, Case, make, unscaled
@@ -55,3 +56,9 @@ def test_a_gate_that_is_nan_spoils_the_state(tfla, cell, gate):
         ill = x.isnan().flatten(2)
         assert ill[1, 2].all()
         assert ill.sum() == ill[1, 2].sum()
+
+
+def test_what_a_held_step_holds(tfla, cell):
+    """As test_held has it of the library: this one is run by the emulator too."""
+    for dtype in (torch.float32, torch.bfloat16):
+        test_held.test_mlstm(tfla, (cell.split()[0], None), dtype, "auto")

@@ -3,6 +3,8 @@
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
 
+#include <new>
+
 #include "checks.h"
 
 using cudaStream_t = struct CUstream_st*;  // as CUDA declares it: ops.cpp needs no CUDA headers
@@ -25,9 +27,10 @@ inline Tensor new_tensor(const Tensor& like, const Shape& shape, ScalarType dtyp
   int64_t stride = 1;
   for (size_t i = shape.size(); i-- > 0; stride *= shape[i] > 0 ? shape[i] : 1) strides[i] = stride;
   AtenTensorHandle tensor = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
+  const AOTITorchError error = aoti_torch_empty_strided(
       int64_t(shape.size()), shape.data(), strides.data(), detail::to<int32_t>(detail::from(dtype)),
-      aoti_torch_device_type_cuda(), like.get_device_index(), &tensor));
+      aoti_torch_device_type_cuda(), like.get_device_index(), &tensor);
+  if (error) throw std::bad_alloc();
   return Tensor(tensor);
 }
 

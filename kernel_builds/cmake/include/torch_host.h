@@ -19,9 +19,18 @@
 
 namespace flashcell {
 
+// torch's parallel_for forgets what an exception was, and of all that a thread does only asking for
+// memory throws.
 inline void run_parallel(int64_t count, void (*body)(void*, int64_t, int64_t), void* context) {
-  torch::stable::parallel_for(0, count, 1,
-                              [=](int64_t begin, int64_t end) { body(context, begin, end); });
+  std::atomic<bool> has_memory = true;
+  torch::stable::parallel_for(0, count, 1, [&, body, context](int64_t begin, int64_t end) {
+    try {
+      body(context, begin, end);
+    } catch (const std::bad_alloc&) {
+      has_memory = false;
+    }
+  });
+  if (!has_memory) throw std::bad_alloc();
 }
 
 // Asks for huge pages inside [pointer, pointer + bytes): a fresh mapping otherwise costs one fault
@@ -83,6 +92,7 @@ inline IdleScratch& idle_scratch() {
 
 inline void* allocate(int64_t bytes) {
   constexpr int64_t kHugePage = 2 << 20;
+  if (bytes < 0) throw std::bad_alloc();  // more than 2^63
   if (bytes >= IdleScratch::kLeast) {
     if (void* idle = idle_scratch().take(bytes)) return idle;
   }
@@ -102,9 +112,13 @@ inline Host host() {
 }
 
 inline Tensor new_tensor(const Tensor& like, const Shape& shape, ScalarType dtype) {
-  Tensor tensor = torch::stable::new_empty(like, shape, dtype);
-  prefer_huge_pages(tensor.mutable_data_ptr(), tensor.numel() * tensor.element_size());
-  return tensor;
+  try {
+    Tensor tensor = torch::stable::new_empty(like, shape, dtype);
+    prefer_huge_pages(tensor.mutable_data_ptr(), tensor.numel() * tensor.element_size());
+    return tensor;
+  } catch (const std::exception&) {
+    throw std::bad_alloc();
+  }
 }
 
 inline Shape read_integers(const Tensor& tensor, const char* name, int64_t count) {

@@ -9,9 +9,8 @@
 #include "cpu/call.h"
 #endif
 #include "mixer_step_ops.h"
+#include "op.h"
 #include "params.h"
-
-#include <torch/csrc/stable/library.h>
 
 #include <tuple>
 
@@ -23,21 +22,21 @@ namespace flashcell {
 // -> h [B,T,D] · last [K,S,D] · saved [B,T,V,D] ([0] unless `save`): the states after each step
 // that h does not hold, those beside h, then with `hold` h itself · report [3]: iterations,
 // residual, finished steps
-constexpr const char* kForwardSchema =
+inline constexpr char kForwardSchema[] =
     "_fwd(Tensor x, Tensor weight, Tensor? state, Tensor? reset, Tensor? hold, Tensor? lengths, "
     "Tensor? cu_seqlens, str method, float tol, int max_iters, bool save) "
     "-> (Tensor h, Tensor last, Tensor saved, Tensor report)";
 
 // dh [B,T,D] · dlast [K,S,D] -> dx as x · dweight as weight · dstate [K,S,D]
-constexpr const char* kBackwardSchema =
+inline constexpr char kBackwardSchema[] =
     "_bwd(Tensor dh, Tensor? dlast, Tensor x, Tensor weight, Tensor h, Tensor saved, "
     "Tensor? state, Tensor? reset, Tensor? hold, Tensor? lengths, Tensor? cu_seqlens, str method) "
     "-> (Tensor dx, Tensor dweight, Tensor dstate)";
 
 // a [B,T,D] or [B,T,D,n,n] · b [B,T,D] or [B,T,D,n] · h0 as b without T, in the state dtype
-constexpr const char* kScanForwardSchema =
+inline constexpr char kScanForwardSchema[] =
     "_fwd(Tensor a, Tensor b, Tensor? h0, bool reverse) -> Tensor";
-constexpr const char* kScanBackwardSchema =
+inline constexpr char kScanBackwardSchema[] =
     "_bwd(Tensor dh, Tensor a, Tensor h, Tensor? h0, bool reverse) "
     "-> (Tensor da, Tensor db, Tensor dh0)";
 constexpr int64_t kWidestBlock = 4;
@@ -204,12 +203,20 @@ inline std::tuple<Tensor, Tensor, Tensor> scan_backward(Tensor dh, Tensor a, Ten
 
 template <typename... Cells>
 void implement(torch::stable::detail::StableLibrary& ops, CellList<Cells...>) {
-  (ops.impl((std::string(Cells::kName) + "_fwd").c_str(), TORCH_BOX(&forward<Cells>)), ...);
-  (ops.impl((std::string(Cells::kName) + "_bwd").c_str(), TORCH_BOX(&backward<Cells>)), ...);
-  ops.impl("scan_fwd", TORCH_BOX(&scan_forward));
-  ops.impl("scan_bwd", TORCH_BOX(&scan_backward));
-  ops.impl("block_scan_fwd", TORCH_BOX(&scan_forward));
-  ops.impl("block_scan_bwd", TORCH_BOX(&scan_backward));
+  (ops.impl((std::string(Cells::kName) + "_fwd").c_str(),
+            FLASHCELL_OP(kForwardSchema, forward<Cells>)),
+   ...);
+  (ops.impl((std::string(Cells::kName) + "_bwd").c_str(),
+            FLASHCELL_OP(kBackwardSchema, backward<Cells>)),
+   ...);
+  ops.impl("scan_fwd", FLASHCELL_OP(kScanForwardSchema, scan_forward));
+  ops.impl("scan_bwd", FLASHCELL_OP(kScanBackwardSchema, scan_backward));
+  ops.impl("block_scan_fwd", FLASHCELL_OP(kScanForwardSchema, scan_forward));
+  ops.impl("block_scan_bwd", FLASHCELL_OP(kScanBackwardSchema, scan_backward));
+  implement_mixer_step(ops, CellList<Cells...>());
+#if defined(CUDA_KERNEL)
+  implement_conv(ops);
+#endif
 }
 
 template <typename... Cells>
@@ -232,17 +239,6 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
 #endif
 }
 
-#if defined(CUDA_KERNEL)
-STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CUDA, ops) {
-  flashcell::implement(ops, flashcell::AllCells());
-  flashcell::implement_conv(ops);
-  flashcell::implement_mixer_step(ops, flashcell::AllCells());
-}
-#else
-STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CPU, ops) {
-  flashcell::implement(ops, flashcell::AllCells());
-  flashcell::implement_mixer_step(ops, flashcell::AllCells());
-}
-#endif
+FLASHCELL_IMPLEMENT(flashcell::implement(ops, flashcell::AllCells()))
 
 REGISTER_EXTENSION(TORCH_EXTENSION_NAME)

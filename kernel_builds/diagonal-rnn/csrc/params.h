@@ -111,7 +111,7 @@ struct MixStepParams {
   const void* bias;  // [G, D] io, added to u, or null
   const void* a;     // [3, D] io, and p, in this order the cell's weights, each within the bound
   const void* p;     // [P - 3, D] io, or null
-  float bound;
+  double bound;
   void* states[kMostStates];  // [B, D] state
   const void* x;              // [B, D] io
   const void* skip;           // [D] io

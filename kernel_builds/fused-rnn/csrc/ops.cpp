@@ -9,8 +9,7 @@
 #include "cpu/block_ops.h"
 #include "cpu/linear.h"
 #endif
-
-#include <torch/csrc/stable/library.h>
+#include "op.h"
 
 #include <limits>
 #include <tuple>
@@ -21,7 +20,7 @@ namespace flashcell {
 // state [K,S,N,D] in the state dtype · reset, hold [B,T] bool · lengths [B] · cu_seqlens [S+1]
 // -> h [B,T,N,D] · last [K,S,N,D] · saved [B,T,V,N,D], h_prev [B,T,N,D] (both [0] unless `save`)
 // grad_clip is for the autograd formula: the forward does not read it. tf32 is about fp32 on CUDA.
-constexpr const char* kForwardSchema =
+inline constexpr char kForwardSchema[] =
     "_fwd(Tensor x, Tensor weight, Tensor? bias, Tensor? state, Tensor? reset, Tensor? hold, "
     "Tensor? lengths, Tensor? cu_seqlens, float? grad_clip, bool tf32, bool save) "
     "-> (Tensor h, Tensor last, Tensor saved, Tensor h_prev)";
@@ -29,10 +28,16 @@ constexpr const char* kForwardSchema =
 // dh [B,T,N,D] · dlast [K,S,N,D]
 // -> dx [B,T,G,N,D] · dr [B,T,G,N,D] ([0] where it equals dx) · dbias [R,N,D] · dstate [K,S,N,D] ·
 // dweight [G,N,D,D] ([0] unless asked for)
-constexpr const char* kBackwardSchema =
+inline constexpr char kBackwardSchema[] =
     "_bwd(Tensor dh, Tensor? dlast, Tensor saved, Tensor h_prev, Tensor weight, Tensor? reset, "
     "Tensor? hold, Tensor? lengths, Tensor? cu_seqlens, float? grad_clip, bool tf32, "
     "bool wants_dweight) -> (Tensor dx, Tensor dr, Tensor dbias, Tensor dstate, Tensor dweight)";
+
+inline constexpr char kLinearForwardSchema[] =
+    "linear_fwd(Tensor x, Tensor weight, Tensor? bias) -> Tensor";
+inline constexpr char kLinearBackwardSchema[] =
+    "linear_bwd(Tensor dy, Tensor x, Tensor weight, bool has_bias) "
+    "-> (Tensor dx, Tensor dweight, Tensor dbias)";
 
 template <typename Cell>
 std::tuple<Tensor, Tensor, Tensor, Tensor> forward(Tensor x, Tensor weight, OptionalTensor bias,
@@ -126,8 +131,17 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
 
 template <typename... Cells>
 void implement(torch::stable::detail::StableLibrary& ops, CellList<Cells...>) {
-  (ops.impl((std::string(Cells::kName) + "_fwd").c_str(), TORCH_BOX(&forward<Cells>)), ...);
-  (ops.impl((std::string(Cells::kName) + "_bwd").c_str(), TORCH_BOX(&backward<Cells>)), ...);
+  (ops.impl((std::string(Cells::kName) + "_fwd").c_str(),
+            FLASHCELL_OP(kForwardSchema, forward<Cells>)),
+   ...);
+  (ops.impl((std::string(Cells::kName) + "_bwd").c_str(),
+            FLASHCELL_OP(kBackwardSchema, backward<Cells>)),
+   ...);
+#if !defined(CUDA_KERNEL)
+  ops.impl("linear_fwd", FLASHCELL_OP(kLinearForwardSchema, linear_fwd));
+  ops.impl("linear_bwd", FLASHCELL_OP(kLinearBackwardSchema, linear_bwd));
+  implement_block_step(ops, CellList<Cells...>());
+#endif
 }
 
 template <typename... Cells>
@@ -140,26 +154,12 @@ void define(torch::stable::detail::StableLibrary& ops, CellList<Cells...>) {
 
 STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
   flashcell::define(ops, flashcell::AllCells());
-  ops.def("linear_fwd(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
-  ops.def(
-      "linear_bwd(Tensor dy, Tensor x, Tensor weight, bool has_bias) "
-      "-> (Tensor dx, Tensor dweight, Tensor dbias)");
+  ops.def(flashcell::kLinearForwardSchema), ops.def(flashcell::kLinearBackwardSchema);
 #if !defined(CUDA_KERNEL)
   flashcell::define_block_step(ops, flashcell::AllCells());
 #endif
 }
 
-#if defined(CUDA_KERNEL)
-STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CUDA, ops) {
-  flashcell::implement(ops, flashcell::AllCells());
-}
-#else
-STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CPU, ops) {
-  flashcell::implement(ops, flashcell::AllCells());
-  ops.impl("linear_fwd", TORCH_BOX(&flashcell::linear_fwd));
-  ops.impl("linear_bwd", TORCH_BOX(&flashcell::linear_bwd));
-  flashcell::implement_block_step(ops, flashcell::AllCells());
-}
-#endif
+FLASHCELL_IMPLEMENT(flashcell::implement(ops, flashcell::AllCells()))
 
 REGISTER_EXTENSION(TORCH_EXTENSION_NAME)

@@ -11,14 +11,14 @@ namespace flashcell {
 // x [B, K], weights [rows, K] each · biases of the last matrices · `capped`, how many
 // of the last give the state dtype, bounded by cap · norm [K] · residual [B, rows] of the one
 // matrix.
-constexpr const char* kLinearStepSchema =
+inline constexpr char kLinearStepSchema[] =
     "linear_step(Tensor x, Tensor[] weights, Tensor[] biases, int capped, float cap, Tensor? norm, "
     "float eps, Tensor? residual, bool gated) -> (Tensor out, Tensor bounded)";
 
-constexpr const char* kNormStepSchema =
+inline constexpr char kNormStepSchema[] =
     "norm_step(Tensor x, Tensor norm, float eps, Tensor[] weights, Tensor[] biases, float cap) -> "
     "(Tensor out, Tensor bounded)";
-constexpr const char* kGateStepSchema = "gate_step(Tensor gate, Tensor up) -> Tensor";
+inline constexpr char kGateStepSchema[] = "gate_step(Tensor gate, Tensor up) -> Tensor";
 
 inline Dtype step_dtype(const Tensor& x, const char* name) {
   const Dtype dtype = io_dtype(x, name);

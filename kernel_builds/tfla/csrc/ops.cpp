@@ -8,9 +8,9 @@
 #else
 #include "cpu/call.h"
 #endif
+#include "held.h"
 #include "linear_ops.h"
-
-#include <torch/csrc/stable/library.h>
+#include "op.h"
 
 #include <tuple>
 #include <utility>
@@ -80,6 +80,8 @@ struct Inputs {
     hold = operand(given_hold, "hold", {B, T}, ScalarType::Bool);
     list = sequences(k, B, T, lengths, cu_seqlens, 0, 0);
     S = list.size();
+    if (q) q = without_held(*q, hold);
+    k = without_held(k, hold), v = without_held(v, hold);
   }
 
   void take_state(const OptionalTensor& given_C, const OptionalTensor& given_n,
@@ -119,7 +121,7 @@ inline void* writable(Tensor& tensor, bool has) {
   return has ? tensor.mutable_data_ptr() : nullptr;
 }
 
-inline void check_kept(int64_t kept, bool has_q) {
+inline void check_kept(int64_t kept, [[maybe_unused]] bool has_q) {
 #if defined(CUDA_KERNEL)
   STD_TORCH_CHECK(kept >= 0, "kept must not be negative, got ", kept);
   STD_TORCH_CHECK(kept == 0 || has_q, "kept must be 0 where there is no q, got ", kept);
@@ -164,6 +166,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   in.take_state(C, n, m);
   const auto [B, T, H, K, V, S] = std::tuple(in.B, in.T, in.H, in.K, in.V, in.S);
   dh = operand(dh, "dh", {B, T, H, V}, in.io);
+  if (dh) dh = without_held(*dh, in.hold);
   dC = operand(dC, "dC", {S, H, K, V}, in.unrounded);
   dn = normalized ? operand(dn, "dn", {S, H, K}, in.unrounded) : std::nullopt;
   last_C = operand(last_C, "last_C", {S, H, K, V}, in.unrounded);
@@ -332,17 +335,17 @@ Tensor step_in_place(Tensor q, Tensor k, Tensor v, Tensor i, Tensor f, Tensor C,
 }
 
 void implement(torch::stable::detail::StableLibrary& ops) {
-  ops.impl("mlstm_fwd", TORCH_BOX(&forward));
-  ops.impl("mlstm_bwd", TORCH_BOX(&backward));
-  ops.impl("mlstm_step", TORCH_BOX(&step));
-  ops.impl("mlstm_step_", TORCH_BOX(&step_in_place));
-  ops.impl("linear_step", TORCH_BOX(&linear_step));
+  ops.impl("mlstm_fwd", FLASHCELL_OP(kForwardSchema, forward));
+  ops.impl("mlstm_bwd", FLASHCELL_OP(kBackwardSchema, backward));
+  ops.impl("mlstm_step", FLASHCELL_OP(kStepSchema, step));
+  ops.impl("mlstm_step_", FLASHCELL_OP(kStepInPlaceSchema, step_in_place));
+  ops.impl("linear_step", FLASHCELL_OP(kLinearStepSchema, linear_step));
 #if defined(CUDA_KERNEL)
-  ops.impl("norm_step", TORCH_BOX(&norm_step));
-  ops.impl("gate_step", TORCH_BOX(&gate_step));
+  ops.impl("norm_step", FLASHCELL_OP(kNormStepSchema, norm_step));
+  ops.impl("gate_step", FLASHCELL_OP(kGateStepSchema, gate_step));
 #endif
-  ops.impl("mlstm_epilogue", TORCH_BOX(&epilogue));
-  ops.impl("mlstm_epilogue_bwd", TORCH_BOX(&epilogue_backward));
+  ops.impl("mlstm_epilogue", FLASHCELL_OP(kEpilogueSchema, epilogue));
+  ops.impl("mlstm_epilogue_bwd", FLASHCELL_OP(kEpilogueBackwardSchema, epilogue_backward));
 }
 
 }  // namespace flashcell
@@ -361,10 +364,6 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
   ops.def(flashcell::kEpilogueBackwardSchema);
 }
 
-#if defined(CUDA_KERNEL)
-STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CUDA, ops) { flashcell::implement(ops); }
-#else
-STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CPU, ops) { flashcell::implement(ops); }
-#endif
+FLASHCELL_IMPLEMENT(flashcell::implement(ops))
 
 REGISTER_EXTENSION(TORCH_EXTENSION_NAME)

@@ -13,11 +13,11 @@ namespace flashcell {
   "Tensor? q, Tensor k, Tensor v, Tensor i, Tensor f, Tensor? C, Tensor? n, Tensor? m, Tensor? "  \
   "reset, Tensor? hold, Tensor? lengths, Tensor? cu_seqlens, bool exponential, bool normalized, " \
   "float eps, bool normalizer_grad, int chunk_size"
-constexpr const char* kForwardSchema =
+inline constexpr char kForwardSchema[] =
     "mlstm_fwd(" FLASHCELL_INPUTS
     ", int kept=0) -> (Tensor h, Tensor C, Tensor n, Tensor m, Tensor total, Tensor kept_C, "
     "Tensor kept_n)";
-constexpr const char* kBackwardSchema =
+inline constexpr char kBackwardSchema[] =
     "mlstm_bwd(Tensor? dh, Tensor? dC, Tensor? dn, Tensor last_C, Tensor last_n, Tensor? h, Tensor "
     "total, Tensor? kept_C, Tensor? kept_n, " FLASHCELL_INPUTS
     ") -> (Tensor dq, Tensor dk, Tensor dv, Tensor di, Tensor df, Tensor dC, Tensor dn)";
@@ -25,20 +25,20 @@ constexpr const char* kBackwardSchema =
 // h, dy [B,T,H,V] · out_gate as h, strided · norm_weight [H,V] in the state dtype, on CUDA also in
 // h's. Gradients of what is not there are [0].
 #define FLASHCELL_EPILOGUE "bool norm, bool centered, float norm_eps"
-constexpr const char* kEpilogueSchema =
+inline constexpr char kEpilogueSchema[] =
     "mlstm_epilogue(Tensor h, Tensor? out_gate, Tensor? norm_weight, " FLASHCELL_EPILOGUE
     ") -> Tensor";
-constexpr const char* kEpilogueBackwardSchema =
+inline constexpr char kEpilogueBackwardSchema[] =
     "mlstm_epilogue_bwd(Tensor dy, Tensor h, Tensor? out_gate, Tensor? "
     "norm_weight, " FLASHCELL_EPILOGUE ") -> (Tensor dh, Tensor dout_gate, Tensor dnorm_weight)";
 // The same without T.
 #define FLASHCELL_STEP_OPTIONS                                                       \
   "Tensor? out_gate, Tensor? norm_weight, bool exponential, bool normalized, float " \
   "eps, " FLASHCELL_EPILOGUE
-constexpr const char* kStepSchema =
+inline constexpr char kStepSchema[] =
     "mlstm_step(Tensor q, Tensor k, Tensor v, Tensor i, Tensor f, Tensor? C, Tensor? n, Tensor? "
     "m, " FLASHCELL_STEP_OPTIONS ") -> (Tensor h, Tensor C, Tensor n, Tensor m)";
-constexpr const char* kStepInPlaceSchema =
+inline constexpr char kStepInPlaceSchema[] =
     "mlstm_step_(Tensor q, Tensor k, Tensor v, Tensor i, Tensor f, Tensor(a!) C, Tensor(b!)? n, "
     "Tensor(c!)? m, " FLASHCELL_STEP_OPTIONS ") -> Tensor";
 #undef FLASHCELL_STEP_OPTIONS

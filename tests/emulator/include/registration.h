@@ -2,6 +2,5 @@
 #pragma once
 #include_next "registration.h"
 
-#undef STABLE_TORCH_LIBRARY_IMPL_EXPAND
-#define STABLE_TORCH_LIBRARY_IMPL_EXPAND(name, key, library) \
-  STABLE_TORCH_LIBRARY_IMPL(name, CPU, library)
+#undef FLASHCELL_DEVICE
+#define FLASHCELL_DEVICE CPU

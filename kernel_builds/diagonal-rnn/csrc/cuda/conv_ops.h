@@ -1,18 +1,17 @@
 // The operators of the causal convolution, which CUDA alone has: torch's own runs elsewhere.
 #pragma once
-#include <torch/csrc/stable/library.h>
-
 #include <tuple>
 
 #include "call.h"
+#include "op.h"
 
 namespace flashcell {
 
 // x [B,T,D] strided · weight [5,D] in the state dtype: 4 taps, the bias last · window [B,3,D] ·
 // reset [B,T] bool · silu: of the sum -> y [B,T,D]
-constexpr const char* kConvForwardSchema =
+inline constexpr char kConvForwardSchema[] =
     "causal_conv_fwd(Tensor x, Tensor weight, Tensor? window, Tensor? reset, bool silu) -> Tensor";
-constexpr const char* kConvBackwardSchema =
+inline constexpr char kConvBackwardSchema[] =
     "causal_conv_bwd(Tensor dy, Tensor x, Tensor weight, Tensor? window, Tensor? reset, bool silu) "
     "-> (Tensor dx, Tensor dweight, Tensor dwindow)";
 
@@ -87,8 +86,8 @@ inline void define_conv(torch::stable::detail::StableLibrary& ops) {
   ops.def(kConvForwardSchema), ops.def(kConvBackwardSchema);
 }
 inline void implement_conv(torch::stable::detail::StableLibrary& ops) {
-  ops.impl("causal_conv_fwd", TORCH_BOX(&conv_forward));
-  ops.impl("causal_conv_bwd", TORCH_BOX(&conv_backward));
+  ops.impl("causal_conv_fwd", FLASHCELL_OP(kConvForwardSchema, conv_forward));
+  ops.impl("causal_conv_bwd", FLASHCELL_OP(kConvBackwardSchema, conv_backward));
 }
 
 }  // namespace flashcell

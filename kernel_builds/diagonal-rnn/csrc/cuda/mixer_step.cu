@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(kStepThreads) mix_step_kernel(const MixStepPar
 #pragma unroll
     for (int g = 0; g < G; ++g) own_u[g] = u[g][i];
 #pragma unroll
-    for (int q = 0; q < P; ++q) own_w[q] = within(w[q][i], p.bound);
+    for (int q = 0; q < P; ++q) own_w[q] = within(w[q][i], float(p.bound));
 #pragma unroll
     for (int k = 0; k < K; ++k) own[k] = s[k][i];
     Cell::forward(own_u, own_w, own, next);

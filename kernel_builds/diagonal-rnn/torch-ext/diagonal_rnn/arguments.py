@@ -8,13 +8,14 @@ from .cells import Cell
 from .checks import (
     check_choice,
     check_flag,
-    check_floating,
+    check_input,
     check_masks,
+    check_memory,
     check_number,
-    check_shape,
+    check_operand,
     check_state,
-    check_tensor,
     check_values,
+    check_whole,
 )
 
 METHODS = ("auto", "walk", "shoot", "newton")
@@ -28,20 +29,18 @@ def sizes(x: torch.Tensor) -> Tuple[int, int, int]:
 
 
 def check_x(cell: Cell, x: torch.Tensor, letters: str, dims: int) -> None:
-    check_tensor("x", x)
-    check_floating("x", x)
+    check_input("x", x)
     in_heads = x.dim() == dims + 1 and x.shape[0] > 0
     if not (x.dim() == dims or in_heads) or x.shape[-2] != cell.gates:
         raise ValueError(
             f"x has shape {list(x.shape)}, but must be [{letters}, 3, D] for {cell.name}, or in N > 0 "
             f"heads [N, {letters}, 3, D / N]"
         )
+    check_memory(("x", "x"), x)
 
 
 def check_rows(name: str, value, rows: int, D: int, x: torch.Tensor) -> None:
-    check_tensor(name, value, x.device)
-    check_floating(name, value)
-    check_shape(name, value, (rows, D), f"[{rows}, D]")
+    check_operand(name, value, (rows, D), "[3, D]" if rows == 3 else "[2, D]", x.device)
 
 
 def check_sequence(cell: Cell, x, state, reset, hold, lengths, cu_seqlens) -> None:
@@ -50,15 +49,15 @@ def check_sequence(cell: Cell, x, state, reset, hold, lengths, cu_seqlens) -> No
     sequences = check_masks(rows, reset, hold, lengths, cu_seqlens)
     letters = "[B, D]" if cu_seqlens is None else "[S, D]"
     check_state(cell, state, (sequences, sizes(x)[2]), letters, x)
+    check_memory(("state",), *(state or ()))
     check_values(rows, lengths, cu_seqlens)
 
 
 def check_method(method, tol, max_iters) -> None:
     check_choice("method", method, METHODS)
     check_tolerance(tol)
-    whole = isinstance(max_iters, int) and not isinstance(max_iters, bool)
-    if max_iters is not None and not (whole and max_iters >= 0):
-        raise ValueError(f"max_iters is {max_iters!r}, but must be None or an int >= 0")
+    if max_iters is not None:
+        check_whole("max_iters", max_iters, 0, "None or an int >= 0")
 
 
 def check_tolerance(tol) -> None:
@@ -68,20 +67,16 @@ def check_tolerance(tol) -> None:
 
 def check_scan(a, b, h0, reverse, block: bool) -> None:
     check_flag("reverse", reverse)
-    check_tensor("b", b)
-    check_floating("b", b)
+    check_input("b", b)
     if b.dim() != 3 + block:
         letters = "[B, T, D, n]" if block else "[B, T, D]"
         raise ValueError(f"b has shape {list(b.shape)}, but must be {letters}")
     if block and not 1 <= b.shape[-1] <= WIDEST_BLOCK:
         raise ValueError(f"b has blocks of {b.shape[-1]}, but n must be in 1..{WIDEST_BLOCK}")
-    check_tensor("a", a, b.device)
-    check_floating("a", a)
     shape, letters = tuple(b.shape), "[B, T, D]"
     if block:
         shape, letters = (*shape, shape[-1]), "[B, T, D, n, n]"
-    check_shape("a", a, shape, letters)
+    check_operand("a", a, shape, letters, b.device)
     if h0 is not None:
-        check_tensor("h0", h0, b.device)
-        check_floating("h0", h0)
-        check_shape("h0", h0, (b.shape[0], *b.shape[2:]), "b without T")
+        check_operand("h0", h0, (b.shape[0], *b.shape[2:]), "b without T", b.device)
+    check_memory(("a", "b", "h0", "h0"), a, b, h0)

@@ -6,10 +6,10 @@ differentiable all the same, because its backward then runs it once more.
 
 import torch
 
-from ._ops import BACKEND, add_op_namespace_prefix
+from ._ops import BACKEND
 from .arguments import sizes
 from .cells import CELLS, Cell
-from .formulas import CALLS, refuse_second_derivative
+from .formulas import CALLS, refuse_second_derivative, register_fake
 from .formulas import register as register_formula
 from .reference import state_dtype
 
@@ -17,7 +17,7 @@ from .reference import state_dtype
 def register(cell: Cell) -> None:
     fwd, bwd = f"{cell.name}_fwd", f"{cell.name}_bwd"
 
-    @torch.library.register_fake(add_op_namespace_prefix(fwd))
+    @register_fake(fwd)
     def _(x, weight, state, reset, hold, lengths, cu_seqlens, method, tol, max_iters, save):
         B, T, D = sizes(x)
         S = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -29,7 +29,7 @@ def register(cell: Cell) -> None:
             x.new_empty(3, dtype=torch.float32),
         )
 
-    @torch.library.register_fake(add_op_namespace_prefix(bwd))
+    @register_fake(bwd)
     def _(dh, dlast, x, weight, h, saved, state, reset, hold, lengths, cu_seqlens, method):
         B, _, D = sizes(x)
         S = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -62,11 +62,11 @@ def register(cell: Cell) -> None:
 def register_scan(name: str) -> None:
     fwd, bwd = f"{name}_fwd", f"{name}_bwd"
 
-    @torch.library.register_fake(add_op_namespace_prefix(fwd))
+    @register_fake(fwd)
     def _(a, b, h0, reverse):
         return b.new_empty(b.shape)
 
-    @torch.library.register_fake(add_op_namespace_prefix(bwd))
+    @register_fake(bwd)
     def _(dh, a, h, h0, reverse):
         first = h.shape[:1] + h.shape[2:]
         dh0 = h.new_empty(first, dtype=state_dtype(h.dtype))
@@ -88,11 +88,11 @@ def register_scan(name: str) -> None:
 def register_conv() -> None:
     fwd, bwd = "causal_conv_fwd", "causal_conv_bwd"
 
-    @torch.library.register_fake(add_op_namespace_prefix(fwd))
+    @register_fake(fwd)
     def _(x, weight, window, reset, silu):
         return x.new_empty(x.shape)
 
-    @torch.library.register_fake(add_op_namespace_prefix(bwd))
+    @register_fake(bwd)
     def _(dy, x, weight, window, reset, silu):
         B, _, D = x.shape
         return (
@@ -115,13 +115,13 @@ def register_conv() -> None:
 
 
 def register_steps() -> None:
-    @torch.library.register_fake(add_op_namespace_prefix("conv_step_"))
+    @register_fake("conv_step_")
     def _(x, weight, bias, window):
         return x.new_empty(x.shape)
 
     for cell in CELLS:
 
-        @torch.library.register_fake(add_op_namespace_prefix(f"{cell}_mix_step_"))
+        @register_fake(f"{cell}_mix_step_")
         def _(u, a, p, bias, h, c, x, skip, gate, bound):
             return x.new_empty(x.shape)
 

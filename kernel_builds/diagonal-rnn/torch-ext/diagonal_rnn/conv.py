@@ -6,7 +6,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .checks import check_floating, check_mask, check_shape, check_tensor
+from .checks import (
+    check_flag,
+    check_floating,
+    check_mask,
+    check_memory,
+    check_operand,
+    check_size,
+    check_tensor,
+)
 from .dispatch import BACKEND, select_backend
 from .formulas import CALLS
 from .reference import state_dtype
@@ -30,6 +38,7 @@ def causal_conv(
     check_floating("x", x)
     if x.dim() != 3:
         raise ValueError(f"x has shape {list(x.shape)}, but must be [B, T, D]")
+    check_size("x", x)
     check_tensor("weight", weight, x.device)
     check_floating("weight", weight)
     B, _, D = x.shape
@@ -37,15 +46,14 @@ def causal_conv(
         raise ValueError(f"weight has shape {list(weight.shape)}, but must be [D, K], D = {D}")
     past = weight.shape[1] - 1
     if bias is not None:
-        check_tensor("bias", bias, x.device)
-        check_floating("bias", bias)
-        check_shape("bias", bias, (D,), "[D]")
+        check_operand("bias", bias, (D,), "[D]", x.device)
     if window is not None:
-        check_tensor("window", window, x.device)
-        check_floating("window", window)
-        check_shape("window", window, (B, past, D), "[B, K - 1, D]")
+        check_operand("window", window, (B, past, D), "[B, K - 1, D]", x.device)
+    names = ("x", "weight", "bias", "window", "window")
+    check_memory(names, x, weight, bias, window)
     check_mask("reset", reset, x)
-    if backend == "cpu":
+    check_flag("silu", silu)
+    if isinstance(backend, str) and backend == "cpu":
         raise ValueError("backend is 'cpu', but the convolution has 'auto', 'cuda' and 'reference'")
     chosen = select_backend(backend, x.device.type, BACKEND, x.dtype)
     if chosen == "cuda" and past + 1 == TAPS:

@@ -33,7 +33,7 @@ import torch
 from . import reference
 from .arguments import check_method, check_rows, check_sequence, check_x, sizes
 from .cells import CELLS
-from .checks import check_state
+from .checks import check_flag, check_memory, check_state
 from .dispatch import BACKEND, select_backend
 from .formulas import CALLS, is_recorded
 from .newton import sequence as parallel_sequence
@@ -113,11 +113,14 @@ def _rows(x: torch.Tensor, weights, bias) -> torch.Tensor:
     given = weights if bias is None else [*weights, ("bias", bias, 3)]
     for name, value, rows in given:
         check_rows(name, value, rows, D, x)
-    parts = [value.to(dtype) for _, value, _ in given]
+    values = [value for _, value, _ in given]
+    check_memory([*(name for name, _, _ in given), ""], *values)
+    parts = [value.to(dtype) for value in values]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _sequence(spec, x, weight, state, masks, options, return_info, backend):
+    check_flag("return_info", return_info)
     check_sequence(spec, x, state, *masks)
     check_method(*options)
     h, last, method, report = _run(spec, x, weight, state, masks, options, backend)
@@ -130,6 +133,7 @@ def _sequence(spec, x, weight, state, masks, options, return_info, backend):
 def _step(spec, x, weight, state, backend) -> Result:
     B, _, D = sizes(x)
     check_state(spec, state, (B, D), "[B, D]", x)
+    check_memory(("state",), *(state or ()))
     options = "walk", None, None
     h, last, _, _ = _run(spec, x, weight, state, NO_MASKS, options, backend)
     return h.squeeze(1), last

@@ -10,13 +10,28 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import reference
-from .cells import CELLS
-from .checks import check_floating, check_shape, check_tensor
+from .checks import (
+    STATE,
+    Named,
+    check_count,
+    check_input,
+    check_memory,
+    check_no_gradient,
+    check_number,
+    check_operands,
+    check_tensor,
+    check_written,
+    find_cell,
+)
 from .conv import TAPS
 from .dispatch import BACKEND, ops, select_backend
-from .projection import headwise_product
+from .projection import multiply_heads
 
-Named = Tuple[str, Optional[Tensor], Tuple[int, ...], str]  # name, value, shape, its letters
+CONV = ("x", "weight", "bias", "window", "window")
+MIXER = [
+    ("x", "weight", "gate", "skip", "bias", *rows, "state")
+    for rows in (("rows[0]",), ("rows[0]", "rows[1]"))
+]
 
 
 def conv_step(
@@ -28,16 +43,16 @@ def conv_step(
     the sum is in fp32 (fp64 for fp64). "cuda" and "cpu" have K = 4 and pairs of channels. ValueError and
     TypeError name the argument, what it was and what it must be.
     """
-    check_tensor("x", x)
-    check_floating("x", x)
-    if x.dim() != 2:
-        raise ValueError(f"x has shape {list(x.shape)}, but must be [B, D]")
+    _check_rows(x)
     check_tensor("window", window, x.device)
     (B, D), past = x.shape, window.shape[1] if window.dim() == 3 else TAPS - 1
-    named = [("weight", weight, (D, past + 1), "[D, K]"), ("bias", bias, (D,), "[D]")]
-    _check(x, [*named, ("window", window, (B, past, D), "[B, K - 1, D]")])
-    fits = past + 1 == TAPS and D % 2 == 0
-    if _select(backend, x, (weight, bias), fits) != "reference":
+    named: List[Named] = [("weight", weight, (D, past + 1), "[D, K]"), ("bias", bias, (D,), "[D]")]
+    named.append(("window", window, (B, past, D), "[B, K - 1, D]"))
+    check_operands(named, x.dtype, x.device)
+    check_memory(CONV, x, weight, bias, window)
+    check_no_gradient("conv_step", CONV, x, weight, bias, window)
+    fits = check_written("window", window) and past + 1 == TAPS and D % 2 == 0
+    if _select(backend, x, fits) != "reference":
         return ops.conv_step_(x, weight, bias, window)
     wide, seen = reference.state_dtype(x.dtype), torch.cat([window, x[:, None]], 1)
     y = torch.einsum("bkd,dk->bd", seen.to(wide), weight.to(wide))
@@ -58,22 +73,35 @@ def mixer_step(
     cell's a [3, D] and, if it has peepholes, p [2, D], cut off at +-bound; all of x's dtype. state: its
     tensors [B, D] in fp32 (fp64 for fp64), changed -> y [B, D]. See `flash_gru` and `flash_lstm`.
     """
-    if cell not in CELLS:
-        raise ValueError(f"cell is {cell!r}, but must be one of {', '.join(CELLS)}")
-    spec, wide = CELLS[cell], reference.state_dtype(x.dtype)
-    u = headwise_product(x, weight)  # [N, B, G, J]
-    (B, D), J = x.shape, u.shape[-1]
+    spec = find_cell(cell)
+    _check_rows(x)
+    wide, (B, D) = reference.state_dtype(x.dtype), x.shape
+    check_tensor("weight", weight, x.device)
+    N, _, J, _ = weight.shape if weight.dim() == 4 else (1, 3, D, D)
+    if N * J != D or weight.shape[1:] != (3, J, J):
+        raise ValueError(
+            f"weight has shape {list(weight.shape)}, but must be [N, 3, J, J] with N J = {D}"
+        )
     peepholes = spec.weights - 3
-    if len(rows) != 1 + (peepholes > 0):
-        raise ValueError(f"rows are {len(rows)} tensors, but must be {1 + (peepholes > 0)}")
-    if len(state) != spec.states:
-        raise ValueError(f"state has {len(state)} tensors, but must have {spec.states}")
+    check_count("rows", rows, 1 + (peepholes > 0), cell)
+    check_count("state", state, spec.states, cell)
     named: List[Named] = [("gate", gate, (B, D), "[B, D]"), ("skip", skip, (D,), "[D]")]
     named += [("bias", bias, (3, D), "[3, D]"), ("rows[0]", rows[0], (3, D), "[3, D]")]
     named += [("rows[1]", p, (peepholes, D), "[2, D]") for p in rows[1:]]
-    _check(x, named)
-    _check(x, [(f"state[{k}]", s, (B, D), "[B, D]") for k, s in enumerate(state)], wide)
-    if _select(backend, x, (weight, bias, skip, gate, *rows, *state), J % 2 == 0) != "reference":
+    named.append(("weight", weight, (N, 3, J, J), "[N, 3, J, J]"))
+    check_operands(named, x.dtype, x.device)
+    states = [(STATE[k], s, (B, D), "[B, D]") for k, s in enumerate(state)]
+    check_operands(states, wide, x.device)
+    if bound is not None:
+        check_number("bound", bound, "None or a number >= 0")
+    names, given = MIXER[spec.weights > 3], (x, weight, gate, skip, bias, *rows, *state)
+    check_memory(names, *given)
+    check_no_gradient("mixer_step", names, *given)
+    fits = J % 2 == 0
+    for k, s in enumerate(state):
+        fits = check_written(STATE[k], s) and fits
+    u = multiply_heads(x, weight)  # [N, B, G, J]
+    if _select(backend, x, fits) != "reference":
         a, p = (*rows, None)[:2]
         h, c = (*state, None)[:2]
         step = getattr(ops, f"{cell}_mix_step_")
@@ -88,23 +116,17 @@ def mixer_step(
     return ((h[:, 0] + skip * x) * F.silu(gate.to(wide))).to(x.dtype)
 
 
-def _select(backend: str, x: Tensor, others, fits: bool) -> str:
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *others)):
-        raise ValueError("a gradient is required, but a decoded step has none")
+def _select(backend: str, x: Tensor, fits: bool) -> str:
     chosen = select_backend(backend, x.device.type, BACKEND, x.dtype)
     if backend in ("cuda", "cpu") and not fits:
         raise ValueError(
-            f"backend is {backend!r}, but needs {TAPS} taps and heads of an even width"
+            f"backend is {backend!r}, but needs {TAPS} taps, heads of an even width, and states and "
+            "windows that are contiguous"
         )
     return chosen if fits else "reference"
 
 
-def _check(x: Tensor, named, dtype: Optional[torch.dtype] = None) -> None:
-    """(name, tensor or None, shape, letters) of x's device, and of `dtype` or x's."""
-    for name, value, shape, letters in named:
-        if value is None:
-            continue
-        check_tensor(name, value, x.device)
-        check_shape(name, value, shape, letters)
-        if value.dtype != (dtype or x.dtype):
-            raise TypeError(f"{name} has dtype {value.dtype}, but must be {dtype or x.dtype}")
+def _check_rows(x: Tensor) -> None:
+    check_input("x", x)
+    if x.dim() != 2:
+        raise ValueError(f"x has shape {list(x.shape)}, but must be [B, D]")

@@ -1,11 +1,14 @@
 """The door of `solve`, and what is behind it: a user's cell on rows, its residuals and Jacobians."""
 
+import math
+import sys
 from typing import Any, Tuple, Union
 
 import torch
 from torch import Tensor
 
-from .checks import check_floating, check_shape, check_tensor
+from .checks import check_floating, check_memory, check_shape, check_size, check_tensor
+from .dispatch import shown
 from .reference import state_dtype
 from .structures import Structure
 
@@ -22,6 +25,8 @@ def check_x(x: Inputs):
         check_tensor(name, v, xs[0].device if k else None)
         if v.dim() < 2 or v.shape[:2] != xs[0].shape[:2]:
             raise ValueError(f"{name} has shape {list(v.shape)}, but must be [B, T, ...]")
+        check_size(name, v)
+        check_memory((name, name), v)
         if v.is_floating_point():
             check_floating(name, v)
     floating = next((v.dtype for v in xs if v.is_floating_point()), torch.float32)
@@ -36,6 +41,7 @@ def check_state(x: Tensor, h0, state_shape, dtype: torch.dtype) -> Tensor:
         return torch.zeros(len(x), *check_sizes(state_shape), dtype=dtype, device=x.device)
     check_tensor("h0", h0, x.device)
     check_floating("h0", h0)
+    check_memory(("h0", "h0"), h0)
     shape = h0.shape[1:] if state_shape is None else check_sizes(state_shape)
     check_shape("h0", h0, (len(x), *shape), "[B, *S]")
     if h0.dim() < 2:
@@ -45,14 +51,21 @@ def check_state(x: Tensor, h0, state_shape, dtype: torch.dtype) -> Tensor:
 
 def check_sizes(state_shape: Any) -> Tuple[int, ...]:
     whole = isinstance(state_shape, (tuple, list)) and all(type(n) is int for n in state_shape)
-    if not whole or not state_shape:
-        raise ValueError(f"state_shape is {state_shape!r}, but must be a tuple of ints, not empty")
+    if not whole or not state_shape or not all(0 <= n < 2**31 for n in state_shape):
+        had = shown(state_shape)
+        raise ValueError(
+            f"state_shape is {had}, but must be a tuple of ints, not empty, none below 0"
+        )
     return tuple(state_shape)
 
 
-def check_count(name: str, value: Any, least: int) -> None:
-    if not (isinstance(value, int) and not isinstance(value, bool) and value >= least):
-        raise ValueError(f"{name} is {value!r}, but must be an int >= {least}")
+def check_params(params: Any, x: Tensor) -> None:
+    if not isinstance(params, (tuple, list)):
+        raise TypeError(f"params is a {type(params).__name__}, but must be a tuple")
+    for k, v in enumerate(params):
+        if isinstance(v, Tensor):
+            check_tensor(f"params[{k}]", v, x.device)
+            check_memory(("params",), *params)
 
 
 def check_bounds(bounds: Any, h0: Tensor) -> Any:
@@ -60,8 +73,8 @@ def check_bounds(bounds: Any, h0: Tensor) -> Any:
     if bounds is None:
         return None
     if not isinstance(bounds, (tuple, list)) or len(bounds) != 2:
-        raise ValueError(f"bounds is {bounds!r}, but must be None or (low, high)")
-    low, high = (torch.as_tensor(v, dtype=h0.dtype, device=h0.device) for v in bounds)
+        raise ValueError(f"bounds is {shown(bounds)}, but must be None or (low, high)")
+    low, high = (_bound(f"bounds[{k}]", v, h0) for k, v in enumerate(bounds))
     if bool((low > high).any()):
         raise ValueError("bounds has a low above its high")
     return low, high
@@ -71,6 +84,25 @@ def with_own_gradient(v: Tensor) -> Tensor:
     """v, with a gradient that is computed. What a cell adds gets one gradient from torch, of which views
     would become the gradients of h0, x and params, all in the same memory."""
     return v.neg().neg() if v.requires_grad else v
+
+
+def _bound(name: str, value: Any, h0: Tensor) -> Tensor:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if number and (abs(value) <= sys.float_info.max or abs(value) == math.inf):
+        return torch.as_tensor(float(value), dtype=h0.dtype, device=h0.device)
+    if number:
+        raise ValueError(f"{name} is {shown(value)}, but must be a number or a tensor")
+    check_tensor(name, value, h0.device)
+    check_floating(name, value)
+    check_memory((name, name), value)
+    try:
+        torch.broadcast_shapes(value.shape, h0.shape)
+    except RuntimeError:
+        raise ValueError(
+            f"{name} has shape {list(value.shape)}, but must be one that broadcasts to h0's, "
+            f"{list(h0.shape)}"
+        ) from None
+    return value.to(h0.dtype)
 
 
 class Problem:

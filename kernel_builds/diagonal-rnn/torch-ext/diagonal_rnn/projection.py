@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .checks import check_floating, check_shape, check_tensor
+from .checks import check_input, check_memory, check_operand, check_tensor
 from .formulas import is_transformed
 
 
@@ -22,14 +22,14 @@ def headwise_linear(x: Tensor, weight: Tensor, bias: Optional[Tensor] = None) ->
     """
     N, G, J, I = _check(x, weight)
     if bias is not None:
-        check_tensor("bias", bias, x.device)
-        check_shape("bias", bias, (G, N * J), "[G, N J]")
+        check_operand("bias", bias, (G, N * J), "[G, N J]", x.device)
+        check_memory(("bias", "bias"), bias)
     if N == 1:
-        flat = None if bias is None else bias.flatten()
-        return F.linear(x, weight.view(G * J, I), flat).view(*x.shape[:-1], G, J)
+        flat = None if bias is None else bias.flatten().to(x.dtype)
+        return F.linear(x, weight.reshape(G * J, I), flat).view(*x.shape[:-1], G, J)
     M = math.prod(x.shape[:-1])
     heads = x.reshape(M, N, I).transpose(0, 1)  # [N, M, I], no copy
-    y = torch.bmm(heads, weight.view(N, G * J, I).transpose(1, 2))  # [N, M, G J]
+    y = torch.bmm(heads, weight.reshape(N, G * J, I).transpose(1, 2))  # [N, M, G J]
     y = y.view(N, M, G, J).permute(1, 2, 0, 3).reshape(*x.shape[:-1], G, N * J)
     return y if bias is None else y + bias.to(y.dtype)
 
@@ -40,14 +40,20 @@ def headwise_product(x: Tensor, weight: Tensor) -> Tensor:
     flash_gru and flash_lstm read that too. It is the batched product alone: x and the gradient of y
     are read, and the gradients of x and weight written, where they lie.
     """
-    N, G, J, I = _check(x, weight)
+    _check(x, weight)
+    return multiply_heads(x, weight)
+
+
+def multiply_heads(x: Tensor, weight: Tensor) -> Tensor:
+    """`headwise_product` of checked arguments."""
+    N, G, J, I = weight.shape
     device = x.device.type
     # What autocast does for torch.bmm: it leaves fp64 alone, and knows no meta tensors.
     if x.dtype != torch.float64 and not x.is_meta and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         x, weight = x.to(dtype), weight.to(dtype)
     rows = x.reshape(math.prod(x.shape[:-1]), N, I)
-    given = rows, weight.view(N, G * J, I)
+    given = rows, weight.reshape(N, G * J, I)
     # Products into views are not traced; the compiler plans its own layouts.
     traced = torch.compiler.is_compiling() or is_transformed()
     product = _multiply if traced else _HeadwiseProduct.apply
@@ -83,13 +89,16 @@ class _HeadwiseProduct(torch.autograd.Function):
 
 def _check(x: Tensor, weight: Tensor) -> Tuple[int, int, int, int]:
     """N, G, J, I."""
-    check_tensor("x", x)
-    check_floating("x", x)
+    check_input("x", x)
+    check_input("weight", weight)
     check_tensor("weight", weight, x.device)
     if weight.dim() != 4 or x.dim() < 1 or x.shape[-1] != weight.shape[0] * weight.shape[3]:
         raise ValueError(
             f"weight has shape {list(weight.shape)}, but must be [N, G, J, I] with N I = x.shape[-1]; "
             f"x has shape {list(x.shape)}"
         )
+    if weight.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
+        raise TypeError(f"weight has dtype {weight.dtype}, but must be {x.dtype}, x's")
+    check_memory(("x", "weight", "weight"), x, weight)
     N, G, J, I = weight.shape
     return N, G, J, I

@@ -27,10 +27,18 @@ import torch
 from torch import Tensor, nn
 
 from .arguments import check_tolerance
-from .checks import check_choice, check_shape, check_tensor
+from .checks import (
+    check_choice,
+    check_flag,
+    check_floating,
+    check_memory,
+    check_shape,
+    check_tensor,
+    check_whole,
+)
 from .dispatch import without_autocast
 from .iteration import Options, finish, iterate, shift, shoot, walk
-from .problem import Inputs, Problem, check_bounds, check_count, check_sizes, check_state, check_x
+from .problem import Inputs, Problem, check_bounds, check_params, check_sizes, check_state, check_x
 from .structures import STRUCTURES, choose_mode, find_structure, solve_linear
 
 MODES = ("auto", "scan", "torch", "sequential")
@@ -95,7 +103,7 @@ def solve(
     torch.compile breaks its graph here. Wrong arguments raise TypeError or ValueError naming the
     argument, what it was and what it must be.
     """
-    if mode == "fused":
+    if isinstance(mode, str) and mode == "fused":
         raise ValueError(
             "mode is 'fused', but only flash_gru and flash_lstm are: call these instead"
         )
@@ -103,19 +111,23 @@ def solve(
     if not callable(cell):
         raise TypeError(f"cell is a {type(cell).__name__}, but must be a function or an nn.Module")
     check_choice("structure", structure, ("auto", *STRUCTURES))
+    if jacobian_fn is not None and not callable(jacobian_fn):
+        raise TypeError(f"jacobian_fn is a {type(jacobian_fn).__name__}, but must be a function")
     if jacobian_fn is not None and structure == "auto":
         raise ValueError("structure is 'auto', but must be named when jacobian_fn is given")
     xs, dtype = check_x(x)
     h0 = check_state(xs[0], h0, state_shape, dtype)
-    check_count("chunk", chunk, 1)
+    check_whole("chunk", chunk, 1, "an int >= 1")
     if max_iters is not None:
-        check_count("max_iters", max_iters, 0)
+        check_whole("max_iters", max_iters, 0, "an int >= 0")
     check_tolerance(tol)
-    if not isinstance(params, (tuple, list)):
-        raise TypeError(f"params is a {type(params).__name__}, but must be a tuple")
+    check_params(params, h0)
+    check_flag("return_info", return_info)
     B, T = xs[0].shape[:2]
     if guess is not None:
         check_tensor("guess", guess, h0.device)
+        check_floating("guess", guess)
+        check_memory(("guess", "guess"), guess)
         check_shape("guess", guess, (B, T, *h0.shape[1:]), "[B, T, *S]")
         guess = guess.detach().to(dtype)
     bounds = check_bounds(bounds, h0)

@@ -1,15 +1,14 @@
 // A residual block of a decoded token as an op of the CPU kernel.
 #pragma once
-#include <torch/csrc/stable/library.h>
-
 #include "call.h"
+#include "op.h"
 
 namespace flashcell {
 
 // x [B,H] · norms [H] · in_proj [G H,H] · weight [G,N,D,D] · bias [R,N,D] · state K tensors [B,N,D]
 // in the state dtype, changed · gate, up [I,H] · down [H,I] -> [B,H]; H = N D, all else in x's
 // dtype
-constexpr const char* kBlockStepSchema =
+inline constexpr char kBlockStepSchema[] =
     "_block_step_(Tensor x, Tensor mixer_norm, float mixer_eps, Tensor in_proj, Tensor weight, "
     "Tensor? bias, Tensor(a!)[] state, Tensor mlp_norm, float mlp_eps, Tensor gate, Tensor up, "
     "Tensor down) -> Tensor";
@@ -63,7 +62,8 @@ void define_block_step(torch::stable::detail::StableLibrary& ops, CellList<Cells
 }
 template <typename... Cells>
 void implement_block_step(torch::stable::detail::StableLibrary& ops, CellList<Cells...>) {
-  (ops.impl((std::string(Cells::kName) + "_block_step_").c_str(), TORCH_BOX(&block_step<Cells>)),
+  (ops.impl((std::string(Cells::kName) + "_block_step_").c_str(),
+            FLASHCELL_OP(kBlockStepSchema, block_step<Cells>)),
    ...);
 }
 

@@ -4,18 +4,17 @@ import torch
 
 from .cells import Cell
 from .checks import (
-    check_floating,
+    check_input,
     check_masks,
+    check_memory,
     check_number,
-    check_shape,
+    check_operand,
     check_state,
-    check_tensor,
 )
 
 
 def check_x(cell: Cell, x: torch.Tensor, letters: str, dims: int) -> None:
-    check_tensor("x", x)
-    check_floating("x", x)
+    check_input("x", x)
     if x.dim() != dims or x.shape[-3] != cell.gates:
         raise ValueError(
             f"x has shape {list(x.shape)}, but must be {letters} with G = {cell.gates} for {cell.name}"
@@ -24,13 +23,12 @@ def check_x(cell: Cell, x: torch.Tensor, letters: str, dims: int) -> None:
 
 def check_parameters(cell: Cell, x, weight, bias) -> None:
     G, N, D = x.shape[-3:]
-    check_tensor("weight", weight, x.device)
-    check_floating("weight", weight)
-    check_shape("weight", weight, (G, N, D, D), "[G, N, D, D]")
+    check_operand("weight", weight, (G, N, D, D), "[G, N, D, D]", x.device)
     if bias is not None:
-        check_tensor("bias", bias, x.device)
-        check_floating("bias", bias)
-        check_shape("bias", bias, (cell.bias_rows, N, D), "[R, N, D]")
+        check_operand("bias", bias, (cell.bias_rows, N, D), "[R, N, D]", x.device)
+
+
+STORED = ("x", "weight", "bias", "state")
 
 
 def check_sequence(
@@ -42,5 +40,6 @@ def check_sequence(
     sequences = check_masks(x, reset, hold, lengths, cu_seqlens)
     letters = "[B, N, D]" if cu_seqlens is None else "[S, N, D]"
     check_state(cell, state, (sequences, *x.shape[-2:]), letters, x)
+    check_memory(STORED, x, weight, bias, *(state or ()))
     if grad_clip is not None:
         check_number("grad_clip", grad_clip, "None or a number >= 0")

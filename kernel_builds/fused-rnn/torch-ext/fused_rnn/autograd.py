@@ -6,10 +6,9 @@ a forward op run with ``save=False`` is differentiable all the same.
 
 import torch
 
-from ._ops import add_op_namespace_prefix
 from .cells import CELLS, Cell
 from .dispatch import BACKEND
-from .formulas import CALLS, refuse_second_derivative
+from .formulas import CALLS, refuse_second_derivative, register_fake
 from .formulas import register as register_formula
 
 # dweight[g, n, j, k] = sum over b, t of dr[b, t, g, n, j] h_prev[b, t, n, k]. Wide heads on CUDA are one
@@ -24,7 +23,7 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
 def register(cell: Cell) -> None:
     fwd, bwd = f"{cell.name}_fwd", f"{cell.name}_bwd"
 
-    @torch.library.register_fake(add_op_namespace_prefix(fwd))
+    @register_fake(fwd)
     def _(x, weight, bias, state, reset, hold, lengths, cu_seqlens, grad_clip, tf32, save):
         B, T, _, N, D = x.shape
         S = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -37,7 +36,7 @@ def register(cell: Cell) -> None:
             x.new_empty((B, T, N, D) if save else (0,)),
         )
 
-    @torch.library.register_fake(add_op_namespace_prefix(bwd))
+    @register_fake(bwd)
     def _(
         dh, dlast, saved, h_prev, weight, reset, hold, lengths, cu_seqlens, grad_clip, tf32,
         wants_dweight,
@@ -92,19 +91,19 @@ def register(cell: Cell) -> None:
 
 
 def register_block_step(cell: Cell) -> None:
-    @torch.library.register_fake(add_op_namespace_prefix(f"{cell.name}_block_step_"))
+    @register_fake(f"{cell.name}_block_step_")
     def _(
         x, mixer_norm, mixer_eps, in_proj, weight, bias, state, mlp_norm, mlp_eps, gate, up, down
     ):
         return x.new_empty(x.shape)
 
 
-@torch.library.register_fake(add_op_namespace_prefix("linear_fwd"))
+@register_fake("linear_fwd")
 def _(x, weight, bias):
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
-@torch.library.register_fake(add_op_namespace_prefix("linear_bwd"))
+@register_fake("linear_bwd")
 def _(dy, x, weight, has_bias):
     dbias = weight.new_empty((weight.shape[0],) if has_bias else (0,))
     return x.new_empty(x.shape), weight.new_empty(weight.shape), dbias

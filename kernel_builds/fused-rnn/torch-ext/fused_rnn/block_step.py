@@ -2,7 +2,7 @@
 states are changed where they lie; no gradients.
 """
 
-from typing import Any, List, Optional, Tuple
+from typing import List, Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -10,16 +10,23 @@ from torch.nn.functional import silu
 
 from . import reference
 from .checks import (
+    STATE,
+    Named,
     check_count,
-    check_floating,
+    check_input,
+    check_memory,
+    check_no_gradient,
     check_number,
-    check_shape,
+    check_operands,
+    check_size,
     check_tensor,
+    check_written,
     find_cell,
+    is_dense,
 )
 from .dispatch import BACKEND, ops, select_backend
 
-Named = Tuple[str, Any, Tuple[int, ...], str]  # name, value, shape, its letters
+NAMES = ("x", "mixer_norm", "in_proj", "weight", "bias", "mlp_norm", "gate", "up", "down", "state")
 
 
 def block_step(
@@ -41,10 +48,10 @@ def block_step(
     the reference. ValueError and TypeError name the argument, what it was and what it must be.
     """
     spec = find_cell(cell)
-    check_tensor("x", x)
-    check_floating("x", x)
+    check_input("x", x)
     check_tensor("weight", weight, x.device)
     check_tensor("gate", gate, x.device)
+    check_size("gate", gate)
     if x.dim() != 2:
         raise ValueError(f"x has shape {list(x.shape)}, but must be [B, H]")
     if gate.dim() != 2:
@@ -62,15 +69,23 @@ def block_step(
         ("gate", gate, (width, H), "[I, H]"), ("up", up, (width, H), "[I, H]"),
         ("down", down, (H, width), "[H, I]"),
     ]  # fmt: skip
-    _check(x, named, x.dtype)
+    check_operands(named, x.dtype, x.device)
     check_count("state", state, spec.states, spec.name)
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    _check(x, [(f"state[{k}]", s, (B, N, D), "[B, N, D]") for k, s in enumerate(state)], wide)
+    states = [(STATE[k], s, (B, N, D), "[B, N, D]") for k, s in enumerate(state)]
+    check_operands(states, wide, x.device)
     check_number("mixer_eps", mixer_eps)
     check_number("mlp_eps", mlp_eps)
-    tensors = [x, *state, *(value for _, value, _, _ in named if value is not None)]
-    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-        raise ValueError("a gradient is required, but block_step is for decoding and has none")
+    given = (x, mixer_norm, in_proj, weight, bias, mlp_norm, gate, up, down, *state)
+    check_memory(NAMES, *given)
+    check_no_gradient("block_step", NAMES, *given)
+    for k, s in enumerate(state):
+        check_written(STATE[k], s)
+    if not is_dense(*given[1:]):
+        for name, value, _, _ in (*named, *states):
+            if not is_dense(value):
+                had = value.stride()
+                raise ValueError(f"{name} has strides {had}, but must be contiguous")
     binary = BACKEND if BACKEND == "cpu" else None
     if select_backend(backend, x.device.type, binary, x.dtype) == "cpu":
         return getattr(ops, f"{cell}_block_step_")(
@@ -96,16 +111,3 @@ def block_step(
 
 def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
-
-
-def _check(x: Tensor, named: List[Named], dtype: torch.dtype) -> None:
-    """Tensors of x's device and of `dtype`, contiguous; None is no bias."""
-    for name, value, shape, letters in named:
-        if value is None and name == "bias":
-            continue
-        check_tensor(name, value, x.device)
-        check_shape(name, value, shape, letters)
-        if value.dtype != dtype:
-            raise TypeError(f"{name} has dtype {value.dtype}, but must be {dtype}")
-        if not value.is_contiguous():
-            raise ValueError(f"{name} has strides {value.stride()}, but must be contiguous")

@@ -8,29 +8,39 @@ FLASHCELL_CHECK=1, because reading them there would make the host wait.
 """
 
 import os
-from typing import Optional, Sequence, Tuple
+import sys
+from typing import Any, Optional, Sequence, Tuple
 
 import torch
 
 from .cells import CELLS, Cell
+from .dispatch import shown
 
+Named = Tuple[str, Any, Tuple[int, ...], str]  # name, value, shape, its letters
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
+# The most elements of a tensor: 4 TB of fp32. More is a mistake, and sums of sizes would overflow.
+MOST_ELEMENTS = 2**40
+
+
 def find_cell(name: str) -> Cell:
-    if name not in CELLS:
-        raise ValueError(f"cell is {name!r}, but must be one of {', '.join(CELLS)}")
+    if not isinstance(name, str) or name not in CELLS:
+        check_choice("cell", name, tuple(CELLS))
     return CELLS[name]
 
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} is {value!r}, but must be one of {', '.join(choices)}")
+    if not isinstance(value, str) or value not in choices:
+        raise ValueError(f"{name} is {shown(value)}, but must be one of {', '.join(choices)}")
 
 
 def check_tensor(name: str, value: object, device: Optional[torch.device] = None) -> torch.Tensor:
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} is a {type(value).__name__}, but must be a tensor")
+    if value.layout is not torch.strided or value.is_nested:
+        had = "nested" if value.is_nested else str(value.layout)
+        raise TypeError(f"{name} has layout {had}, but must be a plain strided tensor")
     if device is not None and value.device != device:
         raise ValueError(f"{name} is on {value.device}, but must be on {device}, where x is")
     return value
@@ -43,22 +53,125 @@ def check_floating(name: str, value: torch.Tensor) -> None:
 
 
 def check_shape(name: str, value: torch.Tensor, shape: Tuple[int, ...], letters: str) -> None:
-    if tuple(value.shape) != shape:
+    if value.shape != shape:
         raise ValueError(
             f"{name} has shape {list(value.shape)}, but must be {letters} = {list(shape)}"
+        )
+
+
+def check_operand(
+    name: str, value, shape: Tuple[int, ...], letters: str, device: torch.device
+) -> None:
+    """A floating tensor of this shape on this device."""
+    if (  # a step's calls are its time: what is right is told so by one line
+        isinstance(value, torch.Tensor)
+        and value.layout is torch.strided
+        and not value.is_nested
+        and value.shape == shape
+        and value.dtype in DTYPES
+        and value.device == device
+    ):
+        return
+    check_tensor(name, value, device)
+    check_floating(name, value)
+    check_shape(name, value, shape, letters)
+
+
+def check_operands(named: Sequence[Named], dtype: torch.dtype, device: torch.device) -> None:
+    """Tensors of this dtype on this device; a bias may be None."""
+    for name, value, shape, letters in named:
+        if (
+            isinstance(value, torch.Tensor)
+            and value.layout is torch.strided
+            and not value.is_nested
+            and value.shape == shape
+            and value.dtype == dtype
+            and value.device == device
+        ):
+            continue
+        if value is None and name == "bias":
+            continue
+        check_operand(name, value, shape, letters, device)
+        raise TypeError(f"{name} has dtype {value.dtype}, but must be {dtype}")
+
+
+def check_input(name: str, value) -> None:
+    """A floating tensor of any shape: the one that says what the others must be."""
+    if (
+        isinstance(value, torch.Tensor)
+        and value.layout is torch.strided
+        and not value.is_nested
+        and value.dtype in DTYPES
+    ):
+        check_size(name, value)
+        return
+    check_tensor(name, value)
+    check_floating(name, value)
+
+
+def check_size(name: str, value: torch.Tensor) -> None:
+    """An expanded view can have more elements than there is memory: the results would not fit."""
+    try:
+        if 0 < value.numel() < 2**31:
+            return
+        fits = value.numel() <= MOST_ELEMENTS and all(n < 2**31 for n in value.shape)
+    except RuntimeError:  # more than 64 bits
+        fits = False
+    if not fits:
+        raise ValueError(
+            f"{name} has shape {list(value.shape)}, but must have sizes below 2^31 and at most 2^40 "
+            "elements"
+        )
+
+
+def check_memory(names: Sequence[str], *values: Optional[torch.Tensor]) -> None:
+    """No tensor's memory was taken away by storage().resize_(0): a read would end the process.
+
+    The last of `names` may be that of several, as state.
+    """
+    if torch.compiler.is_compiling():
+        return
+    try:
+        for value in values:
+            if value is not None and not value.data_ptr():
+                break
+        else:
+            return
+    except RuntimeError:  # fake, or inside torch.func: it has no memory of its own
+        return
+    _find_freed(names, values)
+
+
+def _find_freed(names: Sequence[str], values) -> None:
+    last = len(names) - 1
+    for at, value in enumerate(values):
+        if value is None or value.data_ptr() or not value.numel() or value.is_meta:
+            continue
+        name = names[at] if at < last else f"{names[last]}[{at - last}]"
+        raise ValueError(
+            f"{name} has shape {list(value.shape)}, but must have the memory for it: its storage "
+            "was freed"
         )
 
 
 def check_number(name: str, value: object, wanted: str = "a number >= 0") -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} is a {type(value).__name__}, but must be {wanted}")
-    if not value >= 0:
-        raise ValueError(f"{name} is {value}, but must be {wanted}")
+    too_large = isinstance(value, int) and value > sys.float_info.max
+    if too_large or not value >= 0:
+        had = "larger than any float" if too_large else value
+        raise ValueError(f"{name} is {had}, but must be {wanted}")
 
 
 def check_flag(name: str, value: object) -> None:
     if not isinstance(value, bool):
         raise TypeError(f"{name} is a {type(value).__name__}, but must be True or False")
+
+
+def check_whole(name: str, value: object, least: int, wanted: str) -> None:
+    """An int that fits 32 bits."""
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**31:
+        raise ValueError(f"{name} is {shown(value)}, but must be {wanted}")
 
 
 def check_count(name: str, tensors: object, count: int, who: str) -> None:
@@ -68,13 +181,56 @@ def check_count(name: str, tensors: object, count: int, who: str) -> None:
         raise ValueError(f"{name} is {had}, but {who} needs a tuple of {count} tensors")
 
 
+def check_no_gradient(who: str, names: Sequence[str], *values) -> None:
+    """`names` as check_memory's."""
+    if not torch.is_grad_enabled():
+        return
+    for at, value in enumerate(values):
+        if value is not None and value.requires_grad:
+            last = len(names) - 1
+            name = names[at] if at < last else f"{names[last]}[{at - last}]"
+            raise ValueError(f"{name} requires a gradient, but {who} is for decoding and has none")
+
+
+def check_written(name: str, value: torch.Tensor) -> bool:
+    """A tensor that a step changes where it lies: whether it lies as a binary writes it."""
+    dense = value.is_contiguous()
+    if torch.compiler.is_compiling():
+        return dense
+    if value.is_neg():
+        raise ValueError(f"{name} is a view that negates another tensor, but is written: clone it")
+    if value.is_inference() and not torch.is_inference_mode_enabled():
+        raise ValueError(
+            f"{name} is an inference tensor, but is written outside inference mode: clone it"
+        )
+    if not dense and _overlaps(value):
+        raise ValueError(
+            f"{name} has strides {value.stride()}, but is written: no two elements may share memory"
+        )
+    return dense and value.storage_offset() * value.element_size() % 8 == 0
+
+
+def _overlaps(value: torch.Tensor) -> bool:
+    reach = 0  # of the dimensions so far, the nearest first
+    for stride, size in sorted(zip(value.stride(), value.shape)):
+        if size > 1 and stride <= reach:
+            return True
+        reach += (size - 1) * stride
+    return False
+
+
+def is_dense(*values: Optional[torch.Tensor]) -> bool:
+    return all(value is None or value.is_contiguous() for value in values)
+
+
 def check_mask(name: str, mask: Optional[torch.Tensor], x: torch.Tensor) -> None:
     if mask is None:
         return
     check_tensor(name, mask, x.device)
     if mask.dtype != torch.bool:
         raise TypeError(f"{name} has dtype {mask.dtype}, but must be bool")
-    check_shape(name, mask, tuple(x.shape[:2]), "[B, T]")
+    check_shape(name, mask, x.shape[:2], "[B, T]")
+    check_memory((name, name), mask)
 
 
 def check_integers(name: str, value: Optional[torch.Tensor], x: torch.Tensor) -> None:
@@ -85,6 +241,8 @@ def check_integers(name: str, value: Optional[torch.Tensor], x: torch.Tensor) ->
         raise TypeError(f"{name} has dtype {value.dtype}, but must be int32 or int64")
     if value.dim() != 1:
         raise ValueError(f"{name} has shape {list(value.shape)}, but must have one dimension")
+    check_size(name, value)
+    check_memory((name, name), value)
 
 
 def check_state(cell: Cell, state, shape: Tuple[int, ...], letters: str, x: torch.Tensor) -> None:
@@ -92,9 +250,10 @@ def check_state(cell: Cell, state, shape: Tuple[int, ...], letters: str, x: torc
         return
     check_count("state", state, cell.states, cell.name)
     for k, s in enumerate(state):
-        check_tensor(f"state[{k}]", s, x.device)
-        check_floating(f"state[{k}]", s)
-        check_shape(f"state[{k}]", s, shape, letters)
+        check_operand(STATE[k], s, shape, letters, x.device)
+
+
+STATE = tuple(f"state[{k}]" for k in range(8))
 
 
 def check_masks(x: torch.Tensor, reset, hold, lengths, cu_seqlens) -> int:

@@ -11,9 +11,7 @@ import torch
 
 # The build writes _ops.py into binary variants only; the wheel and torch-universal have none.
 if find_spec(__package__ + "._ops") is not None:
-    from . import _ops
-
-    BACKEND, ops = _ops.BACKEND, _ops.ops
+    from ._ops import BACKEND, ops
 else:
     BACKEND, ops = None, None
 
@@ -28,8 +26,8 @@ def select_backend(
     "auto" takes the binary where it fits the device and the reference elsewhere, which is where fp64
     on CUDA goes. A backend asked for by name is used or refused, never replaced.
     """
-    if requested not in BACKENDS:
-        raise ValueError(f"backend is {requested!r}, but must be one of {', '.join(BACKENDS)}")
+    if not isinstance(requested, str) or requested not in BACKENDS:
+        raise ValueError(f"backend is {shown(requested)}, but must be one of {', '.join(BACKENDS)}")
     fits = not (device_type == "cuda" and dtype == torch.float64)
     if requested == "auto":
         return binary if binary is not None and binary == device_type and fits else "reference"
@@ -51,6 +49,17 @@ def select_backend(
             "ask for 'reference', or for the CPU"
         )
     return requested
+
+
+def shown(value: object) -> str:
+    """A wrong value in a message: a short one as it is, of others the type. A tensor is not read, for
+    its memory may be gone."""
+    parts = value if isinstance(value, (tuple, list)) else (value,)
+    if all(v is None or isinstance(v, (str, bytes, int, float)) for v in parts):
+        too_long = any(isinstance(v, int) and abs(v) >= 2**64 for v in parts)
+        if not too_long and len(repr(value)) <= 60:
+            return repr(value)
+    return f"a {type(value).__name__}"
 
 
 def without_autocast(device_type: str) -> ContextManager:

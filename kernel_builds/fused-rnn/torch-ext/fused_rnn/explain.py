@@ -2,8 +2,11 @@
 
 from typing import Dict, List, NamedTuple, Optional
 
+import torch
+
 from .cells import CELLS
-from .checks import check_choice
+from .checks import check_choice, check_whole, find_cell
+from .dispatch import shown
 from .plan import (
     CLUSTER_UNITS,
     COLUMNS,
@@ -83,16 +86,13 @@ def explain_plan(
     """
     given = {"heads": heads, "width": width, "batch": batch, "steps": steps}
     for name, value in given.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{name} is {value!r}, but must be an int >= 1")
+        check_whole(name, value, 1, "an int >= 1")
     check_choice("precision", precision, ("highest", "tf32"))
-    name = str(dtype).replace("torch.", "")
+    name = str(dtype if isinstance(dtype, (str, torch.dtype)) else shown(dtype))
+    name = name.replace("torch.", "")
     sizes = {"bfloat16": 2, "float16": 2, "float32": 4}
-    if cell not in CELLS or name not in sizes:
-        raise ValueError(
-            f"cell is {cell!r} and dtype {name!r}, but they must be one of {', '.join(CELLS)} "
-            f"and of {', '.join(sizes)}"
-        )
+    find_cell(cell)
+    check_choice("dtype", name, tuple(sizes))
     sizes_of, element, device = CELLS[cell], sizes[name], find_device(arch)
     if code is not None:
         device = with_code(device, code)

@@ -63,6 +63,31 @@ def is_recorded(*inputs: Optional[torch.Tensor]) -> bool:
     return any(t is not None and t.requires_grad for t in inputs)
 
 
+def register_fake(name: str) -> Callable:
+    """torch.library.register_fake for the op `name`, whose tensors must all be on one device: torch
+    also calls a fake where one of them is on meta, and its empty results would pass for values."""
+    op = getattr(ops, name).default
+    names = [argument.name for argument in op._schema.arguments]
+
+    def decorate(fake: Callable) -> None:
+        def checked(*arguments, **options):
+            listed = [
+                (n, t if isinstance(t, (list, tuple)) else [t]) for n, t in zip(names, arguments)
+            ]
+            given = [(n, t) for n, ts in listed for t in ts if isinstance(t, torch.Tensor)]
+            for argument, tensor in given:
+                if tensor.device != given[0][1].device:
+                    raise ValueError(
+                        f"{argument} is on {tensor.device}, but must be on {given[0][1].device}, "
+                        f"where {given[0][0]} is"
+                    )
+            return fake(*arguments, **options)
+
+        torch.library.register_fake(op, checked)
+
+    return decorate
+
+
 def is_transformed() -> bool:
     """Whether torch.func's grad or vmap is at work. They want an autograd.Function with setup_context,
     which takes Python four times as long to call: so it is taken only there."""

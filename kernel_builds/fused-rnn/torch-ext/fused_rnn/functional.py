@@ -35,8 +35,17 @@ from typing import Tuple
 import torch
 
 from . import reference
-from .arguments import check_parameters, check_sequence, check_x
-from .checks import check_choice, check_floating, check_state, check_tensor, check_values, find_cell
+from .arguments import STORED, check_parameters, check_sequence, check_x
+from .checks import (
+    check_choice,
+    check_input,
+    check_memory,
+    check_operand,
+    check_state,
+    check_tensor,
+    check_values,
+    find_cell,
+)
 from .dispatch import BACKEND, select_backend, without_autocast
 from .formulas import CALLS, is_recorded
 from .sequences import lower_masks, stack_states
@@ -156,6 +165,7 @@ def recurrent_step(cell: str, x, weight, bias=None, state=None, *, backend="auto
     check_x(spec, x, "[B, G, N, D]", 4)
     check_parameters(spec, x, weight, bias)
     check_state(spec, state, (x.shape[0], *x.shape[-2:]), "[B, N, D]", x)
+    check_memory(STORED, x, weight, bias, *(state or ()))
     no_masks = (None, None, None, None)
     x = x.unsqueeze(1)
     h, state = _run(spec, x, weight, bias, state, no_masks, (None, False, "gates"), backend)
@@ -168,20 +178,17 @@ def linear(x, weight, bias=None, *, backend="auto") -> torch.Tensor:
     The input projection of a cell through our own GEMM on the CPU, where torch's fp32 and fp16
     products can be several times slower; torch's own elsewhere.
     """
-    check_tensor("x", x)
-    check_floating("x", x)
+    check_input("x", x)
+    check_input("weight", weight)
     check_tensor("weight", weight, x.device)
-    check_floating("weight", weight)
     if weight.dim() != 2 or x.dim() < 1 or weight.shape[1] != x.shape[-1]:
         raise ValueError(
             f"weight has shape {list(weight.shape)}, but must be [O, I] with I = x.shape[-1]; "
             f"x has shape {list(x.shape)}"
         )
     if bias is not None:
-        check_tensor("bias", bias, x.device)
-        check_floating("bias", bias)
-        if tuple(bias.shape) != (weight.shape[0],):
-            raise ValueError(f"bias has shape {list(bias.shape)}, but must be [{weight.shape[0]}]")
+        check_operand("bias", bias, (weight.shape[0],), "[O]", x.device)
+    check_memory(("x", "weight", "bias", "bias"), x, weight, bias)
     weight = _as(weight, x.dtype)
     bias = None if bias is None else _as(bias, x.dtype)
     if select_backend(backend, x.device.type, BACKEND) == "cpu":

@@ -9,6 +9,7 @@ import re
 from typing import List, NamedTuple, Tuple
 
 from .cells import Cell
+from .dispatch import shown
 from .tiles import BLOCK, CHIP
 
 LANES, COLUMNS, VECTOR = 32, 8, 16  # of a warp; sequences of a matrix instruction; bytes of a load
@@ -278,13 +279,13 @@ def cluster_shared_bytes(cell: Cell, D: int, tile: int, direction: str) -> int:
 
 def find_device(arch: object) -> Device:
     """'sm_90a', '9.0a', 90 or a GPU's name ('H200', 'NVIDIA A40') -> the device."""
-    text = str(arch).strip()
+    text = arch.strip() if isinstance(arch, str) else shown(arch)
     digits = text.lower().replace("sm_", "").replace("+ptx", "").replace(".", "").rstrip("af")
     for device in DEVICES:
         if digits == str(device.arch) or device.name.lower() in text.lower():
             return device
     known = sorted({f"sm_{d.arch}" for d in DEVICES}) + [d.name for d in DEVICES]
-    raise ValueError(f"arch is {arch!r}, but must be one of {', '.join(known)}")
+    raise ValueError(f"arch is {shown(arch)}, but must be one of {', '.join(known)}")
 
 
 def with_code(device: Device, code: str) -> Device:
@@ -296,5 +297,5 @@ def with_code(device: Device, code: str) -> Device:
         if built.arch == device.arch or (built.arch < device.arch and not specific):
             return device._replace(code=built)
     raise ValueError(
-        f"code is {code!r}, but must be an arch whose code runs on {device.name}: '8.0'"
+        f"code is {shown(code)}, but must be an arch whose code runs on {device.name}: '8.0'"
     )

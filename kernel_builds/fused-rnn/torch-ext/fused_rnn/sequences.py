@@ -26,7 +26,7 @@ def lower_masks(x: torch.Tensor, reset, hold, lengths, cu_seqlens) -> Lowered:
         past = torch.arange(x.shape[1], device=x.device) >= lengths[:, None]
         hold = past if hold is None else hold | past
         reset = None if reset is None else reset & ~past
-    return Lowered(x, reset, hold, None)
+    return Lowered(_without_held(x, hold), reset, hold, None)
 
 
 def _documents(x: torch.Tensor, cu_seqlens: torch.Tensor, reset, hold) -> Lowered:
@@ -38,7 +38,12 @@ def _documents(x: torch.Tensor, cu_seqlens: torch.Tensor, reset, hold) -> Lowere
     index = torch.where(inside, index, 0)
     held = ~inside if hold is None else ~inside | hold[0][index]
     cleared = None if reset is None else reset[0][index] & inside
-    return Lowered(x[0][index], cleared, held, inside)
+    return Lowered(_without_held(x[0][index], held), cleared, held, inside)
+
+
+def _without_held(x: torch.Tensor, hold) -> torch.Tensor:
+    """x with zeros at held steps: what they hold must not matter, and a product of NaN and 0 is NaN."""
+    return x if hold is None else x.masked_fill(hold[(..., *[None] * (x.dim() - 2))], 0.0)
 
 
 def stack_states(states) -> torch.Tensor:

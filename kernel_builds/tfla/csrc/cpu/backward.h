@@ -12,6 +12,40 @@ constexpr int64_t kSnapshotBytes = 32 << 20;  // states of one thread that are k
 // Backward on the CPU.
 constexpr double kCancelled = 1.0 / (32 * 32);
 
+// A vector of T in double, in as many vectors as that takes.
+template <typename T>
+struct Wide {
+  static constexpr int kParts = sizeof(double) / sizeof(T);
+  Vec<double> parts[kParts];
+
+  FN void add(const Wide& other) {
+    for (int i = 0; i < kParts; ++i) parts[i] += other.parts[i];
+  }
+  FN void add_to(double* sums) const {
+    for (int i = 0; i < kParts; ++i, sums += Vec<double>::kWidth) {
+      store(sums, load(sums) + parts[i]);
+    }
+  }
+  FN double total() const {
+    double total = 0;
+    for (int i = 0; i < kParts; ++i) total += sum(parts[i]);
+    return total;
+  }
+};
+FN Wide<double> widen(Vec<double> x) { return {{x}}; }
+FN Wide<float> widen(Vec<float> x) {
+  typedef float Half __attribute__((vector_size(kVectorBytes / 2)));
+  Half halves[2];
+  memcpy(halves, &x.raw, sizeof halves);
+  using Raw = Vec<double>::Raw;
+  return {{__builtin_convertvector(halves[0], Raw), __builtin_convertvector(halves[1], Raw)}};
+}
+
+// What crosses a forget gate is what flows from steps before it to steps from it on. It is a sum of
+// flows of four kinds, of which none is a difference of larger ones: through the chunk, from the
+// state before it, to the state after it, and between its steps. These alone come from sums of rows
+// minus sums of columns, which are of the same numbers and in double, so that what does not cross a
+// shut gate cancels to 2^-53 of itself and does not hide the little that does.
 template <typename IO>
 struct Backward {
   using M = Matrix<IO>;
@@ -40,8 +74,11 @@ struct Backward {
     Scratch<E> keys_t, keys, values_t, values, queries, outputs, state_t, d_t, d_packed;
     Scratch<E> left, left_t, weights_t, copies;
     Scratch<T> scores, grads, decays, from_state, dq, dk, dv;
-    Scratch<T> in, out, weight, n_weight;
-    T anchor;  // <state, gradient> after the chunk
+    Scratch<double> in, out;         // flows between steps of the chunk: to, and from a step
+    Scratch<T> state_in, state_out;  // from the state before it, to the one after it
+    Scratch<double> crossing;
+    Scratch<T> weight, n_weight;
+    double through;  // from before the chunk to after it
 
     Buffers(const Host& host, const MlstmParams& p)
         : pitch((p.chunk + 63) / 64 * 64),
@@ -73,6 +110,9 @@ struct Backward {
           dv(host, M::tile_size(p.chunk, p.V)),
           in(host, pitch),
           out(host, pitch),
+          state_in(host, pitch),
+          state_out(host, pitch),
+          crossing(host, pitch),
           weight(host, pitch),
           n_weight(host, pitch) {}
 
@@ -101,11 +141,6 @@ struct Backward {
     const int64_t size = p.K * p.V, chunks = x.chunks();
     b.d.load_from(p.dlast_C ? x.part(p.dlast_C, size) : nullptr,
                   p.dlast_n ? x.part(p.dlast_n, p.K) : nullptr);
-    b.anchor = 0;
-    if (b.d.any) {
-      b.state.load_from(x.part(p.last_C, size), p.last_n ? x.part(p.last_n, p.K) : nullptr);
-      b.anchor = b.state.dot(b.d);
-    }
     b.state.load_from(p.C ? x.part(p.C, size) : nullptr, p.n ? x.part(p.n, p.K) : nullptr);
     b.gates.m = p.m ? *x.part(p.m, 1) : 0;
     const int64_t groups = (chunks + b.group - 1) / b.group;
@@ -147,7 +182,10 @@ struct Backward {
     const int64_t row = x.row(c), steps = x.steps(c);
     b.gates.scan(p, row, x.head, steps);
     from_next_state(x, b, row, steps);
-    memset(b.in, 0, b.pitch * sizeof(T));
+    const bool passes = b.state.any && b.d.any && b.gates.keep != 0;
+    b.through = passes ? b.gates.keep * b.state.dot(b.d) : 0;
+    memset(b.in, 0, b.pitch * sizeof(double)), memset(b.out, 0, b.pitch * sizeof(double));
+    memset(b.state_in, 0, b.pitch * sizeof(T));
     if (has_h) {
       pack(x, b, row, steps);
       for (int64_t r = 0; r < steps; r += kTile) tile(x, b, row, steps, r);
@@ -167,12 +205,11 @@ struct Backward {
     } else {
       b.d.scale(T(b.gates.keep));
     }
-    b.anchor = b.state.any && b.d.any ? b.state.dot(b.d) : 0;
   }
 
   // What the state after the chunk hands to k_j, v_j and the input gate of step j.
   void from_next_state(const Head<IO>& x, Buffers& b, int64_t row, int64_t steps) const {
-    memset(b.out, 0, b.pitch * sizeof(T));
+    memset(b.state_out, 0, b.pitch * sizeof(T));
     if (!b.d.any) {
       memset(b.dk, 0, M::tile_size(steps, p.K) * sizeof(T));
       memset(b.dv, 0, M::tile_size(steps, p.V) * sizeof(T));
@@ -192,7 +229,7 @@ struct Backward {
       const T weight = b.gates.outflow[t];
       scale_row(b.dk, steps, t, p.K, weight, p.normalized ? b.d.n.data : nullptr, weight);
       scale_row(b.dv, steps, t, p.V, weight, nullptr, T(0));
-      if (weight != 0) b.out[t] = dot(x.at(p.k, row + t), b.dk.data, steps, t, p.K);
+      if (weight != 0) b.state_out[t] = dot(x.at(p.k, row + t), b.dk.data, steps, t, p.K);
     }
   }
 
@@ -284,7 +321,7 @@ struct Backward {
         if (denominator < 0) delta = -delta;
       }
     }
-    V pairs(0);
+    Wide<T> pairs = widen(V(0));
     E* to = b.left + r * b.pitch;
     int64_t j = begin;
     for (; j <= t; j += M::kWidth) {
@@ -296,8 +333,8 @@ struct Backward {
       store(b.scores + at, d_score);
       store(b.grads + at, weight * V(inverse));
       store_element(to + j, d_score);
-      store(b.out + j, load(b.out + j) + d_decay);
-      pairs += d_decay;
+      const Wide<T> flow = widen(d_decay);
+      flow.add_to(b.out + j), pairs.add(flow);
     }
     for (; j < end; j += M::kWidth) {
       const int64_t at = M::at(count, r, j);
@@ -305,7 +342,8 @@ struct Backward {
       store(b.grads + at, V(0));
       store_element(to + j, V(0));
     }
-    b.in[t] = sum(pairs) + inflow * (inverse * q_state + delta * q_n);
+    b.in[t] = pairs.total();
+    b.state_in[t] = inflow * (inverse * q_state + delta * q_n);
     b.weight[t] = g.inflow[t] * scale * inverse;  // an empty state has a gradient too
     b.n_weight[t] = g.inflow[t] * scale * delta;
     M::for_columns(p.K, [&](int64_t c, int, auto) __attribute__((always_inline)) {
@@ -321,13 +359,15 @@ struct Backward {
   // di and df: what flows out of step j, and what crosses step t.
   void gates(const Head<IO>& x, Buffers& b, int64_t row, int64_t steps) const {
     b.gates.slopes(p, row, x.head, steps);
-    T crossing = b.anchor;
+    double before = b.through, after = 0, between = 0;
+    for (int64_t t = 0; t < steps; ++t) b.crossing[t] = before, before += b.state_out[t];
     for (int64_t t = steps - 1; t >= 0; --t) {
       const bool held = p.hold && p.hold[row + t], reset = p.reset && p.reset[row + t];
-      crossing += b.in[t] - b.out[t];
-      if (reset) crossing = 0;
-      *x.template out<T>(p.di, row + t, 1) = held ? T(0) : b.out[t] * T(b.gates.log_i[t]);
-      *x.template out<T>(p.df, row + t, 1) = held ? T(0) : crossing * T(b.gates.log_f[t]);
+      after += b.state_in[t], between += b.in[t] - b.out[t];
+      if (reset) between = 0;
+      const double out = b.out[t] + b.state_out[t], crossing = b.crossing[t] + after + between;
+      *x.template out<T>(p.di, row + t, 1) = held ? T(0) : T(out * b.gates.log_i[t]);
+      *x.template out<T>(p.df, row + t, 1) = held ? T(0) : T(crossing * b.gates.log_f[t]);
     }
   }
 

@@ -6,14 +6,15 @@ import torch
 
 from .cells import INPUT_GATES, Cell
 from .checks import (
-    DTYPES,
     check_choice,
     check_count,
-    check_floating,
+    check_input,
     check_masks,
+    check_memory,
     check_number,
-    check_shape,
+    check_operand,
     check_tensor,
+    check_whole,
 )
 
 WIDEST = 1024
@@ -21,15 +22,8 @@ NORMS = ("layer", "rms")
 
 
 def check_tensors(named, like: torch.Tensor, shape, letters: str) -> None:
-    device = like.device
     for name, value in named:
-        # a step's calls are its time: what is right is told so by one line
-        fits = isinstance(value, torch.Tensor) and value.shape == shape and value.dtype in DTYPES
-        if fits and value.device == device:
-            continue
-        check_tensor(name, value, device)
-        check_floating(name, value)
-        check_shape(name, value, shape, letters)
+        check_operand(name, value, shape, letters, like.device)
 
 
 def check_width(name: str, letter: str, width: int) -> None:
@@ -40,8 +34,7 @@ def check_width(name: str, letter: str, width: int) -> None:
 
 
 def check_key(name: str, value, letters: str, dims: int) -> None:
-    check_tensor(name, value)
-    check_floating(name, value)
+    check_input(name, value)
     if value.dim() != dims:
         raise ValueError(f"{name} has shape {list(value.shape)}, but must be {letters}")
     check_width(name, "K", value.shape[-1])
@@ -50,7 +43,7 @@ def check_key(name: str, value, letters: str, dims: int) -> None:
 def check_inputs(k, v, i, f, letters: str, dims: int) -> None:
     """k [..., H, K], v [..., H, V], i and f [..., H]; `letters` are those of "..."."""
     check_key("k", k, f"[{letters}, H, K]", dims)
-    check_tensor("v", v, k.device)
+    check_input("v", v)
     if v.dim() != dims:
         raise ValueError(f"v has shape {list(v.shape)}, but must be [{letters}, H, V]")
     rows = tuple(k.shape[:-1])
@@ -71,9 +64,8 @@ def check_gate(input_gate, normalize, eps) -> None:
 
 
 def check_chunk_size(chunk_size) -> None:
-    whole = isinstance(chunk_size, int) and not isinstance(chunk_size, bool)
-    if chunk_size is not None and not (whole and chunk_size >= 1):
-        raise ValueError(f"chunk_size is {chunk_size!r}, but must be None or an int >= 1")
+    if chunk_size is not None:
+        check_whole("chunk_size", chunk_size, 1, "None or an int >= 1")
 
 
 def check_state(cell: Cell, state, sequences: int, letter: str, k, v) -> None:
@@ -88,14 +80,44 @@ def check_state(cell: Cell, state, sequences: int, letter: str, k, v) -> None:
         check_tensors([(f"state[{s}]", value)], k, shape, f"[{letter}, H{letters}]")
 
 
+STORED = ("q", "k", "v", "i", "f", "out_gate", "norm_weight", "state")
+
+
+def check_transfer(name: str, transfer) -> None:
+    """C, n, m and log_decay of one shard; n and m may be None."""
+    check_count(name, transfer, 4, "a transfer")
+    C, n, m, log_decay = transfer
+    check_tensor(f"{name}[0]", C)
+    if C.dim() != 4:
+        raise ValueError(f"{name}[0] has shape {list(C.shape)}, but must be [S, H, K, V]")
+    sizes = [
+        (C, 4, "[S, H, K, V]"),
+        (n, 3, "[S, H, K]"),
+        (m, 2, "[S, H]"),
+        (log_decay, 2, "[S, H]"),
+    ]
+    for at, (value, dims, letters) in enumerate(sizes):
+        if value is None and at in (1, 2):
+            continue
+        check_operand(f"{name}[{at}]", value, tuple(C.shape[:dims]), letters, C.device)
+        if value.dtype != C.dtype:
+            raise TypeError(f"{name}[{at}] has dtype {value.dtype}, but must be {C.dtype}, C's")
+    if m is not None and n is None:
+        raise ValueError(f"{name}[1] is None, but must be a tensor where {name}[2] is one")
+    check_memory((name,), *transfer)
+
+
 def check_carried(name: str, state, transfer, who: str) -> None:
-    """A state, or what of a transfer is one, in front of the transfer called `who`."""
-    check_count(who, transfer, 4, "what follows")
+    """A state, or what of a transfer is one, in front of the checked transfer called `who`."""
     wanted = [t for t in transfer[:3] if t is not None]
     check_count(name, state, len(wanted), who)
     for s, (value, like) in enumerate(zip(state, wanted)):
-        check_tensor(f"{name}[{s}]", value, like.device)
-        check_shape(f"{name}[{s}]", value, tuple(like.shape), f"{who}[{s}]'s")
+        check_operand(f"{name}[{s}]", value, tuple(like.shape), f"{who}[{s}]'s", like.device)
+        if value.dtype != like.dtype:
+            raise TypeError(
+                f"{name}[{s}] has dtype {value.dtype}, but must be {like.dtype}, {who}[{s}]'s"
+            )
+    check_memory((name,), *state)
 
 
 def check_epilogue(v, out_gate, norm, norm_weight, norm_eps) -> None:

@@ -8,8 +8,8 @@ gradient.
 
 import torch
 
-from ._ops import BACKEND, add_op_namespace_prefix
-from .formulas import CALLS, refuse_second_derivative, register
+from ._ops import BACKEND
+from .formulas import CALLS, refuse_second_derivative, register, register_fake
 from .reference import state_dtype
 
 
@@ -25,7 +25,7 @@ def _states(k, v, cu_seqlens, exponential, normalized):
     )
 
 
-@torch.library.register_fake(add_op_namespace_prefix("mlstm_fwd"))
+@register_fake("mlstm_fwd")
 def _(
     q, k, v, i, f, C, n, m, reset, hold, lengths, cu_seqlens, exponential, normalized, eps,
     normalizer_grad, chunk_size, kept=0,
@@ -38,7 +38,7 @@ def _(
     return (h, *_states(k, v, cu_seqlens, exponential, normalized), total, kept_C, kept_n)
 
 
-@torch.library.register_fake(add_op_namespace_prefix("mlstm_bwd"))
+@register_fake("mlstm_bwd")
 def _(
     dh, dC, dn, last_C, last_n, h, total, kept_C, kept_n, q, k, v, i, f, C, n, m, reset, hold, lengths, cu_seqlens,
     exponential, normalized, eps, normalizer_grad, chunk_size,
@@ -82,7 +82,7 @@ def _backward(ctx, dh, dC, dn, *_):
 register("mlstm_fwd", _backward, _setup_context)
 
 
-@torch.library.register_fake(add_op_namespace_prefix("mlstm_step"))
+@register_fake("mlstm_step")
 def _(
     q, k, v, i, f, C, n, m, out_gate, norm_weight, exponential, normalized, eps, norm, centered,
     norm_eps,
@@ -90,7 +90,7 @@ def _(
     return (k.new_empty(v.shape), *_states(k, v, None, exponential, normalized))
 
 
-@torch.library.register_fake(add_op_namespace_prefix("mlstm_step_"))
+@register_fake("mlstm_step_")
 def _(
     q, k, v, i, f, C, n, m, out_gate, norm_weight, exponential, normalized, eps, norm, centered,
     norm_eps,
@@ -98,7 +98,7 @@ def _(
     return k.new_empty(v.shape)
 
 
-@torch.library.register_fake(add_op_namespace_prefix("linear_step"))
+@register_fake("linear_step")
 def _(x, weights, biases, capped, cap, norm, eps, residual, gated):
     rows = [w.shape[0] for w in weights]
     plain = len(rows) - capped
@@ -109,22 +109,22 @@ def _(x, weights, biases, capped, cap, norm, eps, residual, gated):
 
 if BACKEND == "cuda":
 
-    @torch.library.register_fake(add_op_namespace_prefix("norm_step"))
+    @register_fake("norm_step")
     def _fake_norm_step(x, norm, eps, weights, biases, cap):
         width = sum(w.shape[0] for w in weights)
         return x.new_empty(x.shape), x.new_empty(x.shape[0], width, dtype=torch.float32)
 
-    @torch.library.register_fake(add_op_namespace_prefix("gate_step"))
+    @register_fake("gate_step")
     def _fake_gate_step(gate, up):
         return gate.new_empty(gate.shape)
 
 
-@torch.library.register_fake(add_op_namespace_prefix("mlstm_epilogue"))
+@register_fake("mlstm_epilogue")
 def _(h, out_gate, norm_weight, norm, centered, norm_eps):
     return h.new_empty(h.shape)
 
 
-@torch.library.register_fake(add_op_namespace_prefix("mlstm_epilogue_bwd"))
+@register_fake("mlstm_epilogue_bwd")
 def _(dy, h, out_gate, norm_weight, norm, centered, norm_eps):
     shape = lambda given: (0,) if given is None else given.shape
     dweight = h.new_empty(shape(norm_weight), dtype=state_dtype(h.dtype))

@@ -14,14 +14,16 @@ from typing import NamedTuple, Optional, Tuple
 import torch
 
 from .arguments import (
+    STORED,
     check_carried,
     check_chunk_size,
     check_gate,
     check_inputs,
     check_sequences,
+    check_transfer,
 )
 from .cells import Cell, pick_cell
-from .checks import check_count, check_values
+from .checks import check_memory, check_values
 from .dispatch import BACKEND, select_backend
 from .functional import run
 from .reference import INF, Options, finite, log_gates, state_dtype
@@ -50,6 +52,7 @@ def mlstm_transfer(
     check_chunk_size(chunk_size)
     cell, masks = pick_cell(input_gate, normalize), (reset, hold, lengths, cu_seqlens)
     S, _ = check_sequences(k, *masks)
+    check_memory(STORED, None, k, v, i, f)
     check_values(k, lengths, cu_seqlens)
     chosen = select_backend(backend, k.device.type, BACKEND, k.dtype)
     nothing = absent_state(cell, S, k, v)
@@ -61,6 +64,7 @@ def mlstm_transfer(
 
 def mlstm_carry(state: Tuple[torch.Tensor, ...], transfer: Transfer) -> Tuple[torch.Tensor, ...]:
     """The state after a shard, from the state before it. Wrong arguments raise as in `mlstm`."""
+    check_transfer("transfer", transfer)
     check_carried("state", state, transfer, "transfer")
     return _carry(state, transfer)
 
@@ -80,7 +84,9 @@ def _carry(state: Tuple[torch.Tensor, ...], transfer: Transfer) -> Tuple[torch.T
 
 def mlstm_compose(first: Transfer, second: Transfer) -> Transfer:
     """The transfer of `first` and then `second`. Wrong arguments raise as in `mlstm`."""
-    check_count("first", first, 4, "mlstm_compose")
+    check_transfer("first", first)
+    check_transfer("second", second)
+    first, second = Transfer(*first), Transfer(*second)
     state = tuple(s for s in first[:3] if s is not None)
     check_carried("first", state, second, "second")
     C, *others = _carry(state, second)

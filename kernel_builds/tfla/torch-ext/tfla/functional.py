@@ -35,6 +35,7 @@ import torch
 
 from . import reference
 from .arguments import (
+    STORED,
     check_chunk_size,
     check_epilogue,
     check_gate,
@@ -44,7 +45,14 @@ from .arguments import (
     check_state,
 )
 from .cells import Cell, pick_cell
-from .checks import check_flag, check_values
+from .checks import (
+    STATE,
+    check_flag,
+    check_memory,
+    check_no_gradient,
+    check_values,
+    check_written,
+)
 from .cost_model import DEVICES, best_chunk
 from .dispatch import BACKEND, ops, select_backend, without_autocast
 from .formulas import CALLS, is_recorded
@@ -105,6 +113,7 @@ def mlstm(
     cell = pick_cell(input_gate, normalize)
     sequences, letter = check_sequences(k, reset, hold, lengths, cu_seqlens)
     check_state(cell, state, sequences, letter, k, v)
+    check_memory(STORED, q, k, v, i, f, out_gate, norm_weight, *(state or ()))
     check_values(k, lengths, cu_seqlens)
     chosen = select_backend(backend, k.device.type, BACKEND, q.dtype)
     options = Options(cell, float(eps), normalizer_grad)
@@ -128,6 +137,7 @@ def mlstm_step(
     check_epilogue(v, out_gate, norm, norm_weight, norm_eps)
     cell = pick_cell(input_gate, normalize)
     check_state(cell, state, k.shape[0], "B", k, v)
+    check_memory(STORED, q, k, v, i, f, out_gate, norm_weight, *(state or ()))
     check_flag("inplace", inplace)
     options = Options(cell, float(eps), True)
     if inplace:
@@ -242,14 +252,10 @@ def _wants_grad(*tensors: Optional[torch.Tensor]) -> bool:
 def _check_inplace(q, k, v, i, f, state, out_gate, norm_weight) -> None:
     if state is None:
         raise ValueError("state is None, but inplace=True needs the state to write into")
-    given = [("q", q), ("k", k), ("v", v), ("i", i), ("f", f)]
-    given += [("out_gate", out_gate), ("norm_weight", norm_weight)]
-    given += [(f"state[{s}]", value) for s, value in enumerate(state)]
-    for name, value in given if torch.is_grad_enabled() else ():
-        if _wants_grad(value):
-            raise ValueError(f"{name} requires a gradient, but inplace=True is for decoding")
+    check_no_gradient("inplace=True", STORED, q, k, v, i, f, out_gate, norm_weight, *state)
     dtype = state_dtype(q.dtype)
     for s, value in enumerate(state):
+        check_written(STATE[s], value)
         if value.dtype != dtype or not value.is_contiguous():
             had = value.dtype if value.dtype != dtype else "strided"
             raise ValueError(

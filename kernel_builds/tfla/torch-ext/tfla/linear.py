@@ -3,11 +3,23 @@ launches. On CUDA in 16 bits, `linear_step` on the CPU in every dtype; elsewhere
 decoding: there is no gradient.
 """
 
-from typing import Any, List, Sequence, Tuple
+from typing import List, Sequence, Tuple
 
 import torch
 
-from .checks import check_floating, check_number, check_shape, check_tensor
+from .checks import (
+    Named,
+    check_flag,
+    check_input,
+    check_memory,
+    check_no_gradient,
+    check_number,
+    check_operands,
+    check_shape,
+    check_size,
+    check_tensor,
+    check_whole,
+)
 from .dispatch import BACKEND, ops, select_backend
 from .reference import state_dtype
 
@@ -32,9 +44,11 @@ def linear_step(
     There it may be read before the kernel ahead on the stream has ended: that must not write it.
     ValueError and TypeError name the argument.
     """
-    tensors = _check(x, weights, biases, norm_weight, residual)
+    _check("linear_step", x, weights, biases, norm_weight, residual)
     check_number("cap", cap)
     check_number("norm_eps", norm_eps)
+    check_flag("gated", gated)
+    check_whole("capped", capped, 0, f"an int, 0 to {len(weights)}")
     if not 0 <= capped <= len(weights):
         raise ValueError(f"capped is {capped}, but must be 0 to {len(weights)}")
     if residual is not None and len(weights) != 1:
@@ -45,7 +59,7 @@ def linear_step(
         raise ValueError("gated is True, but needs two weights, no biases and nothing capped")
     if gated:
         check_shape("weights[1]", weights[1], tuple(weights[0].shape), "[N, K] of weights[0]")
-    if _select(backend, "linear_step", *tensors) == "reference":
+    if _select(backend, "linear_step", x) == "reference":
         return _reference(x, weights, biases, capped, cap, norm_weight, norm_eps, residual, gated)
     out, bounded = ops.linear_step(
         x, list(weights), list(biases), capped, cap, norm_weight, norm_eps, residual, gated
@@ -65,8 +79,11 @@ def norm_step(
 
     Arguments otherwise as linear_step's.
     """
-    tensors = _check(x, weights, biases, check_tensor("norm_weight", norm_weight), None, least=0)
-    if _select(backend, "norm_step", *tensors) != "reference":
+    check_number("cap", cap)
+    check_number("norm_eps", norm_eps)
+    norm_weight = check_tensor("norm_weight", norm_weight)
+    _check("norm_step", x, weights, biases, norm_weight, None, least=0)
+    if _select(backend, "norm_step", x) != "reference":
         out, bounded = ops.norm_step(x, norm_weight, norm_eps, list(weights), list(biases), cap)
         return out, *(bounded.split([w.shape[0] for w in weights], -1) if weights else ())
     wide = state_dtype(x.dtype)
@@ -77,8 +94,7 @@ def norm_step(
 
 def gate_step(gate, up, *, backend="auto") -> torch.Tensor:
     """silu(gate) * up of [B, N], N a multiple of 8, rounded once."""
-    check_tensor("gate", gate)
-    check_floating("gate", gate)
+    check_input("gate", gate)
     if gate.dim() != 2 or gate.shape[1] % 8:
         shape = list(gate.shape)
         raise ValueError(f"gate has shape {shape}, but must be [B, N] with N a multiple of 8")
@@ -86,15 +102,15 @@ def gate_step(gate, up, *, backend="auto") -> torch.Tensor:
     check_shape("up", up, tuple(gate.shape), "[B, N]")
     if up.dtype != gate.dtype:
         raise TypeError(f"up has dtype {up.dtype}, but must be {gate.dtype}, gate's")
-    if _select(backend, "gate_step", gate, up) != "reference":
+    check_memory(("gate", "up", "up"), gate, up)
+    check_no_gradient("gate_step", ("gate", "up", "up"), gate, up)
+    if _select(backend, "gate_step", gate) != "reference":
         return ops.gate_step(gate, up)
     wide = state_dtype(gate.dtype)
     return (torch.nn.functional.silu(gate.to(wide)) * up).to(gate.dtype)
 
 
-def _select(backend: str, name: str, x, *others) -> str:
-    if torch.is_grad_enabled() and any(t.requires_grad for t in (x, *others)):
-        raise ValueError(f"a gradient is required, but {name} is for decoding and has none")
+def _select(backend: str, name: str, x) -> str:
     if BACKEND == "cpu":
         fits = name == "linear_step"
     else:
@@ -107,9 +123,10 @@ def _norm(x, weight, eps):
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
 
 
-def _check(x, weights: Sequence, biases: Sequence, norm_weight, residual, least: int = 1) -> list:
-    check_tensor("x", x)
-    check_floating("x", x)
+def _check(
+    who: str, x, weights: Sequence, biases: Sequence, norm_weight, residual, least: int = 1
+) -> None:
+    check_input("x", x)
     if x.dim() != 2 or x.shape[1] % 8:
         raise ValueError(f"x has shape {list(x.shape)}, but must be [B, K] with K a multiple of 8")
     for name, given in (("weights", weights), ("biases", biases)):
@@ -121,10 +138,11 @@ def _check(x, weights: Sequence, biases: Sequence, norm_weight, residual, least:
         raise ValueError(f"biases are {len(biases)}, but must be at most one for each weight")
     for i, w in enumerate(weights):
         check_tensor(f"weights[{i}]", w, x.device)
+        check_size(f"weights[{i}]", w)
         if w.dim() != 2:
             raise ValueError(f"weights[{i}] has shape {list(w.shape)}, but must be [N, K]")
     rows = [w.shape[0] for w in weights]
-    named: List[Tuple[str, Any, Tuple[int, ...], str]] = [
+    named: List[Named] = [
         (f"weights[{i}]", w, (n, x.shape[1]), "[N, K]")
         for i, (w, n) in enumerate(zip(weights, rows))
     ]
@@ -136,12 +154,13 @@ def _check(x, weights: Sequence, biases: Sequence, norm_weight, residual, least:
         named.append(("norm_weight", norm_weight, (x.shape[1],), "[K]"))
     if residual is not None:
         named.append(("residual", residual, (x.shape[0], rows[0]), "[B, N]"))
-    for name, value, shape, letters in named:
-        check_tensor(name, value, x.device)
-        check_shape(name, value, shape, letters)
-        if value.dtype != x.dtype:
-            raise TypeError(f"{name} has dtype {value.dtype}, but must be {x.dtype}, x's")
-    return [x, *(value for _, value, _, _ in named)]
+    check_operands(named, x.dtype, x.device)
+    names, values = ("x", *(n for n, _, _, _ in named), ""), (x, *(v for _, v, _, _ in named))
+    check_memory(names, *values)
+    check_no_gradient(who, names, *values)
+    for i, w in enumerate(weights):
+        if not w.is_contiguous():
+            raise ValueError(f"weights[{i}] has strides {w.stride()}, but must be contiguous")
 
 
 def _reference(x, weights, biases, capped, cap, norm_weight, norm_eps, residual, gated):

@@ -1,0 +1,177 @@
+// An op as torch calls it. Before its own checks every tensor is checked, under its name in the
+// schema: that it is a plain one on the device of the others, within a storage that holds it. What
+// the schema says is changed, Tensor(a!), autograd is told of. FLASHCELL_OP(schema, function).
+#pragma once
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <limits>
+#include <new>
+#include <string_view>
+#include <utility>
+
+#include "checks.h"
+
+namespace flashcell {
+
+struct Argument {
+  std::string name;
+  bool is_changed;
+};
+
+// Of "_fwd(Tensor x, Tensor(a!)? c, int count=0) -> Tensor", whatever the op is called.
+inline std::vector<Argument> arguments_of(std::string_view schema) {
+  std::vector<Argument> arguments;
+  schema.remove_prefix(schema.find('(') + 1);
+  for (bool is_last = false; !is_last;) {
+    size_t end = 0;
+    for (int depth = 0; depth > 0 || (schema[end] != ',' && schema[end] != ')'); ++end) {
+      depth += (schema[end] == '(') - (schema[end] == ')');
+    }
+    std::string_view text = schema.substr(0, end);
+    const bool is_changed = text.find('!') != text.npos;
+    text = text.substr(0, text.find('='));
+    arguments.push_back({std::string(text.substr(text.rfind(' ') + 1)), is_changed});
+    is_last = schema[end] == ')';
+    schema.remove_prefix(end + 1);
+  }
+  return arguments;
+}
+
+// What every check reads.
+struct TensorView {
+  int64_t rank = 0;
+  int64_t *sizes = nullptr, *strides = nullptr;
+
+  // False for what has no sizes and strides, or elements that are not numbers by themselves.
+  bool read(const Tensor& tensor) {
+    const AtenTensorHandle handle = tensor.get();
+    int32_t layout = -1;
+    if (aoti_torch_get_layout(handle, &layout) || layout != aoti_torch_layout_strided()) {
+      return false;
+    }
+    try {
+      tensor.scalar_type();
+    } catch (const std::exception&) {
+      return false;
+    }
+    return !aoti_torch_get_dim(handle, &rank) && !aoti_torch_get_sizes(handle, &sizes) &&
+           !aoti_torch_get_strides(handle, &strides);
+  }
+};
+
+// The arguments of one call, one after another.
+class Door {
+ public:
+  explicit Door(const std::vector<Argument>& arguments) : arguments_(arguments) {}
+
+  template <typename T>
+  void take(const T& value) {
+    const Argument& argument = arguments_[index_++];
+    if constexpr (std::is_same_v<T, Tensor>) {
+      check(value, argument, argument.name.c_str());
+    } else if constexpr (std::is_same_v<T, OptionalTensor>) {
+      if (value) check(*value, argument, argument.name.c_str());
+    } else if constexpr (std::is_same_v<T, std::vector<Tensor>>) {
+      for (size_t i = 0; i < value.size(); ++i) {
+        const std::string name = argument.name + "[" + std::to_string(i) + "]";
+        check(value[i], argument, name.c_str());
+      }
+    }
+  }
+
+  const std::string& first() const { return first_; }
+
+ private:
+  static constexpr int64_t kMostOfOne = std::numeric_limits<int32_t>::max();
+  static constexpr int64_t kMostBytes = int64_t(1) << 47;  // what a process can address
+
+  const std::vector<Argument>& arguments_;
+  size_t index_ = 0;
+  int32_t device_type_ = -1, device_index_ = -1;  // the first tensor's
+  std::string first_;
+
+  void check(const Tensor& tensor, const Argument& argument, const char* name) {
+    TensorView view;
+    STD_TORCH_CHECK(view.read(tensor), name,
+                    " must be a strided tensor, not a sparse, mkldnn, nested or quantized one");
+    check_device(tensor, name);
+    check_memory(tensor, view, name);
+    if (argument.is_changed) mark_changed(tensor, name);
+  }
+
+  void check_device(const Tensor& tensor, const char* name) {
+    int32_t type = 0, index = 0;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &type));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(tensor.get(), &index));
+    if (first_.empty()) device_type_ = type, device_index_ = index, first_ = name;
+    STD_TORCH_CHECK(type == device_type_ && index == device_index_, name,
+                    " must be on the device of ", first_);
+  }
+
+  static void check_memory(const Tensor& tensor, const TensorView& view, const char* name) {
+    const int64_t width = tensor.element_size(), offset = tensor.storage_offset();
+    int64_t bytes = width, end = 1, stored = 0;
+    for (int64_t i = 0; i < view.rank; ++i) {
+      STD_TORCH_CHECK(view.sizes[i] <= kMostOfOne, name, " must have sizes below 2^31, got shape ",
+                      to_string(shape_of(tensor)));
+      if (view.sizes[i] == 0) return;
+    }
+    for (int64_t i = 0; i < view.rank; ++i) {
+      const bool fits = !__builtin_mul_overflow(bytes, view.sizes[i], &bytes) && bytes < kMostBytes;
+      STD_TORCH_CHECK(fits, name, " must have fewer elements, got shape ",
+                      to_string(shape_of(tensor)));
+      end += (view.sizes[i] - 1) * view.strides[i];
+    }
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(tensor.get(), &stored));
+    STD_TORCH_CHECK(offset >= 0 && (offset + end) * width <= stored, name,
+                    " must lie within its storage, but reaches to byte ", (offset + end) * width,
+                    " of ", stored, ": was it freed or made smaller?");
+  }
+
+  // A copy onto itself moves nothing, but is a change to autograd: it raises the version, and is
+  // refused for a leaf that requires a gradient as any change in place is.
+  static void mark_changed(const Tensor& tensor, const char* name) {
+    if (aoti_torch_grad_mode_is_enabled()) check_is_leaf(tensor, name);
+    STD_TORCH_CHECK(
+        !aoti_torch_copy_(tensor.get(), tensor.get(), 0), name,
+        " is changed in place, so it must not be a leaf that requires a gradient, nor a "
+        "tensor of inference mode outside of that mode");
+  }
+
+  static void check_is_leaf(const Tensor& tensor, const char* name) {
+    std::array<StableIValue, 1> stack{torch::stable::detail::from(tensor)};
+    TORCH_ERROR_CODE_CHECK(
+        torch_call_dispatcher("aten::is_leaf", "", stack.data(), TORCH_ABI_VERSION));
+    STD_TORCH_CHECK(torch::stable::detail::to<bool>(stack[0]), name,
+                    " is changed in place without a gradient, so it must not require one");
+  }
+};
+
+template <const auto& kSchema, auto kFunction>
+struct Op;
+
+template <const auto& kSchema, typename Result, typename... Arguments,
+          Result (*kFunction)(Arguments...)>
+struct Op<kSchema, kFunction> {
+  static auto boxed() {
+    [[maybe_unused]] Result (*const used)(Arguments...) = &call;  // GCC 12 does not see it below
+    return &torch::stable::detail::boxer<Result(Arguments...), &call>::boxed_fn;
+  }
+
+  static Result call(Arguments... arguments) {
+    static const std::vector<Argument> names = arguments_of(kSchema);
+    Door door(names);
+    (door.take(arguments), ...);
+    try {
+      return kFunction(std::move(arguments)...);
+    } catch (const std::bad_alloc&) {
+      STD_TORCH_CHECK(false, "not enough memory for ", door.first(), " of this shape");
+    }
+  }
+};
+
+#define FLASHCELL_OP(schema, ...) flashcell::Op<schema, &__VA_ARGS__>::boxed()
+
+}  // namespace flashcell

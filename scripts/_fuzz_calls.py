@@ -1,0 +1,25 @@
+"""The public functions that are fuzzed: all of `__all__`, so that a new one cannot be forgotten."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from types import ModuleType
+
+import _fuzz_calls_diagonal  # noqa: F401
+import _fuzz_calls_fused  # noqa: F401
+import _fuzz_calls_tfla  # noqa: F401  (each of the three registers its makers)
+from _fuzz_draw import MAKERS
+
+# What changes a registry for good, and is no call of a kernel.
+NO_CALLS = {"register_structure"}
+
+
+def doors(kernel: ModuleType) -> dict[str, Callable]:
+    """The public functions of a kernel by name. Every one has a maker."""
+    found = {n: getattr(kernel, n) for n in kernel.__all__ if n not in NO_CALLS}
+    found = {n: f for n, f in found.items() if inspect.isfunction(f)}
+    missing = sorted(set(found) - set(MAKERS))
+    if missing:
+        raise SystemExit(f"scripts/_fuzz_calls.py makes no call of {', '.join(missing)}")
+    return found

@@ -1,0 +1,101 @@
+"""Valid calls of fused_rnn's public functions, drawn at random."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from _fuzz_draw import Draw, maker
+
+
+def recurrent_cell(draw: Draw, name: str) -> tuple[dict[str, Any], Any]:
+    """The arguments that choose a cell of fused_rnn, and its sizes."""
+    from flashcell.kernels.fused_rnn import CELLS
+
+    stem = name.removesuffix("_step")
+    if stem in ("recurrent", "block"):
+        cell = draw.pick(CELLS)
+        return {"cell": cell}, CELLS[cell]
+    if stem == "rnn":
+        nonlinearity = draw.pick(("tanh", "relu"))
+        return {"nonlinearity": nonlinearity}, CELLS[f"rnn_{nonlinearity}"]
+    return {}, CELLS[stem]
+
+
+def recurrent_state(draw: Draw, spec: Any, *shape: int) -> tuple[torch.Tensor, ...]:
+    state = [draw.normal(*shape, dtype=draw.wide) for _ in range(spec.states)]
+    if spec.name == "slstm":
+        state[2] = state[2].abs() + 0.5  # n of a state that is not empty
+    return tuple(state)
+
+
+@maker("lstm", "gru", "rnn", "slstm", "recurrent")
+def _recurrent(draw: Draw, name: str) -> dict[str, Any]:
+    call, spec = recurrent_cell(draw, name)
+    B, T, S, masks = draw.rows()
+    N, D = draw.pick((1, 1, 2, 3, 0)), draw.pick((1, 2, 3, 5, 8, 16, 17, 33, 0))
+    call |= {"x": draw.normal(B, T, spec.gates, N, D), **masks}
+    call["weight"] = draw.parameter(spec.gates, N, D, D, scale=max(D, 1) ** -0.5)
+    call["bias"] = draw.maybe(draw.parameter(spec.bias_rows, N, D))
+    call["state"] = draw.maybe(recurrent_state(draw, spec, S, N, D))
+    call["grad_clip"] = draw.maybe(draw.pick((0.0, 0.05, 1)), 0.2)
+    call["precision"] = draw.pick(("highest", "tf32"))
+    call["save"] = draw.pick(("gates", "recompute"))
+    return {**call, "backend": draw.backend()}
+
+
+@maker("lstm_step", "gru_step", "rnn_step", "slstm_step", "recurrent_step")
+def _recurrent_step(draw: Draw, name: str) -> dict[str, Any]:
+    call, spec = recurrent_cell(draw, name)
+    B, N, D = draw.pick((1, 2, 5, 0)), draw.pick((1, 2)), draw.pick((1, 3, 8, 17, 33))
+    call |= {"x": draw.normal(B, spec.gates, N, D)}
+    call["weight"] = draw.parameter(spec.gates, N, D, D, scale=D**-0.5)
+    call["bias"] = draw.maybe(draw.parameter(spec.bias_rows, N, D))
+    call["state"] = draw.maybe(recurrent_state(draw, spec, B, N, D))
+    return {**call, "backend": draw.backend()}
+
+
+@maker("linear")
+def _linear(draw: Draw, name: str) -> dict[str, Any]:
+    I, O = draw.pick((0, 1, 3, 8, 33)), draw.pick((0, 1, 5, 16, 40))
+    shape = [draw.pick((0, 1, 2, 5)) for _ in range(draw.pick((0, 1, 2)))]
+    bias = draw.maybe(draw.parameter(O))
+    x, weight = draw.normal(*shape, I), draw.parameter(O, I)
+    return {"x": x, "weight": weight, "bias": bias, "backend": draw.backend()}
+
+
+@maker("block_step")
+def _block_step(draw: Draw, name: str) -> dict[str, Any]:
+    call, spec = recurrent_cell(draw, name)
+    B, N, D, I = (
+        draw.pick((1, 2, 9)),
+        draw.pick((1, 2)),
+        draw.pick((1, 4, 8, 17)),
+        draw.pick((1, 8, 20)),
+    )
+    H, G = N * D, spec.gates
+    scale = {"scale": H**-0.5}
+    call |= {"x": draw.normal(B, H), "mixer_norm": draw.normal(H), "mlp_norm": draw.normal(H)}
+    call |= {"in_proj": draw.normal(G * H, H, **scale), "weight": draw.normal(G, N, D, D, **scale)}
+    call |= {"bias": draw.maybe(draw.normal(spec.bias_rows, N, D))}
+    call |= {"state": recurrent_state(draw, spec, B, N, D)}
+    call |= {"gate": draw.normal(I, H, **scale), "up": draw.normal(I, H, **scale)}
+    call |= {"down": draw.normal(H, I, scale=I**-0.5), "mlp_eps": draw.pick((1e-6, 1e-3))}
+    return {**call, "backend": draw.backend()}
+
+
+@maker("explain_plan")
+def _explain_plan(draw: Draw, name: str) -> dict[str, Any]:
+    from flashcell.kernels.fused_rnn import CELLS
+
+    call = {
+        "cell": draw.pick(CELLS),
+        "dtype": draw.pick(("bfloat16", torch.float16)),
+        "arch": "9.0",
+    }
+    sizes = {
+        "heads": draw.pick((1, 4)),
+        "width": draw.pick((8, 64, 768)),
+        "batch": draw.pick((1, 16)),
+    }
+    return {**call, **sizes, "arch": draw.pick(("H200", "A100"))}

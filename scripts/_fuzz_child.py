@@ -1,0 +1,290 @@
+"""One process of the fuzzer: calls `begin` to `end`, each told to the parent before it runs."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import json
+import mmap
+import os
+import resource
+import signal
+import struct
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from _fuzz_calls import doors
+from _fuzz_calls_diagonal import dense_cell, diagonal_cell
+from _fuzz_draw import MAKERS, Draw
+from _fuzz_faults import spoil
+from _fuzz_judge import (
+    INFERENCE,
+    MLSTM,
+    differences,
+    is_out_of_memory,
+    judge_refusal,
+    nudge,
+    outcome,
+    shorten,
+    tensors,
+    widen,
+)
+from _fuzz_raw import Recorder, judge_raw, namespace
+
+COUNTERS = struct.Struct("<4q")  # index of the call at work, calls, accepted, refused
+MEMORY = 6 * 2**30
+LARGE = 1e4  # of an argument: what it is multiplied with may overflow, here or there
+SHARE = 5000  # calls of one process: what it leaks ends with it
+
+
+@contextlib.contextmanager
+def poisoned() -> Iterator[None]:
+    """torch.empty is filled with NaN: what nobody writes shows up."""
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+class Fuzzer:
+    def __init__(self, folder: Path, kernels: list[str], kinds: list[str], seed: int):
+        from kernels import get_local_kernel
+
+        self.seed, self.kinds = seed, kinds
+        self.doors: list[tuple[str, str, Callable, Callable]] = []
+        self.ops: dict[str, dict[str, Any]] = {}
+        self.modules: dict[str, Any] = {}
+        for name in kernels:
+            kernel = self.modules[name] = get_local_kernel(folder / name, backend="cpu")
+            reference = importlib.import_module(f"flashcell.kernels.{name.replace('-', '_')}")
+            self.ops[name] = namespace(kernel)
+            for door, function in doors(kernel).items():
+                self.doors.append((name, door, function, getattr(reference, door)))
+
+    def run(self, index: int) -> tuple[str, bool, list[str]]:
+        """What was called, whether it was accepted, and what is wrong with it."""
+        kind = self.kinds[index % len(self.kinds)]
+        draw = Draw(f"{self.seed} {index}")
+        kernel, name, door, reference = draw.pick(self.doors)
+        if kind == "doors":
+            return self.run_door(index, name, door, reference)
+        return self.run_op(index, kernel, name, door)
+
+    def make(self, index: int, name: str, door: Callable) -> tuple[dict[str, Any], list[str], Draw]:
+        draw = Draw(f"{self.seed} {index} {name}")
+        call = MAKERS[name](draw)
+        if draw.chance(0.6):
+            for key, value in call.items():
+                if (
+                    isinstance(value, torch.Tensor)
+                    and value.is_floating_point()
+                    and draw.chance(0.6)
+                ):
+                    call[key] = value.requires_grad_()
+        done = spoil(draw, call, parameters(door))
+        return call, done, draw
+
+    def run_door(self, index: int, name: str, door: Callable, reference: Callable):
+        call, done, draw = self.make(index, name, door)
+        grad = not (name.endswith("_step") and draw.chance(0.7))  # decoded steps have no gradients
+        title = f"{name}({', '.join(done)})"
+        names = parameters(door)
+        with torch.set_grad_enabled(grad):
+            try:
+                with poisoned():
+                    got = outcome(door(**call), call, index)
+            except Exception as error:
+                problem = judge_refusal(error, names, raw=False)
+                if is_of_cell(error) or is_out_of_memory(error, done):
+                    problem = None
+                if problem is None and not done and not is_about_gradients(error):
+                    problem = f"a valid call is refused: {shorten(str(error))}"
+                return title, False, [problem] if problem else []
+            try:
+                return title, True, self.compare(index, name, door, reference, got)
+            except Exception as error:
+                # It widens an expanded view, or saves what the kernel does not.
+                if is_out_of_memory(error, done) or str(error).startswith(INFERENCE):
+                    return title, True, []
+                return title, True, [f"the reference refuses: {shorten(repr(error))}"]
+
+    def compare(
+        self, index: int, name: str, door: Callable, reference: Callable, got: dict
+    ) -> list[str]:
+        if name == "explain_plan" or any(t.is_meta for t in got.values()):
+            return []
+        again = lambda change: self.judged(index, name, door, reference, change)
+        exact, peer = again(widen), again(lambda v: v)
+        terms = max([1, *(t.numel() for t in got.values())])
+        wild = self.is_wild(index, name, door)
+        found = differences(got, exact, peer, terms, wild=wild)
+        if found:
+            io = min(
+                (t.dtype for t in got.values() if t.is_floating_point()), key=lambda d: d.itemsize
+            )
+            moved = again(lambda v: nudge(widen(v), io))
+            relative = MLSTM if name.startswith("mlstm") else None
+            found = differences(got, exact, peer, terms, moved, relative, wild)
+        return [shorten(text) for text in found]
+
+    def is_wild(self, index: int, name: str, door: Callable) -> bool:
+        with torch.enable_grad():
+            call, _, _ = self.make(index, name, door)
+        given = [t for k, v in call.items() for _, t in tensors(v, k) if t.is_floating_point()]
+        return not all(bool((t.abs() < LARGE).all()) for t in given)
+
+    def judged(
+        self, index: int, name: str, door: Callable, reference: Callable, change: Callable
+    ) -> dict:
+        with torch.enable_grad():  # as it was made the first time
+            call, _, _ = self.make(index, name, door)
+            call = {k: change(v) for k, v in call.items()}
+        if call.get("backend") == "cpu":
+            call["backend"] = "reference"
+        return outcome(reference(**call), call, index)
+
+    def run_op(self, index: int, kernel: str, name: str, door: Callable):
+        """A raw op that the door called, with its arguments spoilt once more."""
+        draw = Draw(f"{self.seed} {index} {name}")
+        call = MAKERS[name](draw)
+        if draw.chance(0.7) and not (name.endswith("_step") and draw.chance(0.7)):
+            call = {k: with_gradient(v) for k, v in call.items()}
+        recorder = Recorder(self.ops[kernel])
+        with recorder, contextlib.suppress(Exception):
+            outcome(door(**call), call, index)
+        if not recorder.calls:
+            return f"{name} reaches no op", True, []
+        return judge_raw(draw, *draw.pick(recorder.calls), poisoned)
+
+
+def parameters(door: Callable) -> list[str]:
+    return list(inspect.signature(door).parameters)
+
+
+def with_gradient(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.is_floating_point():
+        return value.requires_grad_()
+    if isinstance(value, tuple) and not hasattr(value, "_make"):
+        return tuple(map(with_gradient, value))
+    return value
+
+
+def is_of_cell(error: BaseException) -> bool:
+    """Whether the cell that solve was given raised it, or calling it did: that is the caller's code."""
+    trace = error.__traceback__
+    while trace is not None:
+        code, last = trace.tb_frame.f_code, trace.tb_next is None
+        calls = code.co_name in ("step", "linearize") and code.co_filename.endswith("problem.py")
+        own = code in (diagonal_cell.__code__, dense_cell.__code__)
+        if own or (last and calls and "cell(...)" not in str(error)):
+            return True
+        trace = trace.tb_next
+    return False
+
+
+def is_about_gradients(error: Exception) -> bool:
+    return "gradient" in str(error)
+
+
+def main() -> None:
+    """Imports once; processes forked from this one run the calls, so that a crash costs little."""
+    job = json.loads(sys.argv[1])
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if not job["asan"]:
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    fuzzer = Fuzzer(Path(job["folder"]), job["kernels"], job["kinds"], job["seed"])
+    if job["plant"]:
+        exec(job["plant"], {"fuzzer": fuzzer, "torch": torch})
+    ops = sorted(op for ops in fuzzer.ops.values() for op in ops)
+    print(json.dumps({"ops": ops}), flush=True)
+    counters = mmap.mmap(-1, COUNTERS.size)  # shared with the forked ones
+    at, end = job["begin"], job["end"]
+    while at < end:
+        counters[:] = COUNTERS.pack(at, 0, 0, 0)
+        stop = min(end, at + SHARE)
+        with tempfile.TemporaryFile("w+") as errors:
+            pid = os.fork()
+            if pid == 0:
+                os.dup2(errors.fileno(), 2)
+                work(fuzzer, counters, at, stop)
+            status, answers = watch(pid, counters, job["patience"])
+            errors.seek(0)
+            said = errors.read()
+        at, calls, accepted, refused = COUNTERS.unpack(counters[:])
+        if status != 0 or not answers:
+            problem = how_it_ended(status, answers, said)
+            print(json.dumps({"index": at, "title": "the process", "problem": problem}), flush=True)
+            at, calls = at + 1, calls + 1
+        print(json.dumps({"counts": [calls, accepted, refused]}), flush=True)
+
+
+def work(fuzzer: Fuzzer, counters: mmap.mmap, begin: int, end: int) -> None:
+    calls, accepted, refused = 0, 0, 0
+    reached: dict[str, int] = {}
+    try:
+        for index in range(begin, end):
+            counters[:] = COUNTERS.pack(index, calls, accepted, refused)
+            title, was_accepted, found = fuzzer.run(index)
+            calls, accepted, refused = (
+                calls + 1,
+                accepted + was_accepted,
+                refused + (not was_accepted),
+            )
+            name = title.partition("(")[0]
+            if name not in reached:
+                print(json.dumps({"reached": name}), flush=True)
+            reached[name] = 1
+            for problem in found:
+                print(json.dumps({"index": index, "title": title, "problem": problem}), flush=True)
+        counters[:] = COUNTERS.pack(end, calls, accepted, refused)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+    os._exit(0)
+
+
+def watch(pid: int, counters: mmap.mmap, patience: float) -> tuple[int, bool]:
+    """The exit status, below 0 for a signal; and False if one call took longer than `patience`."""
+    seen, since, answers = -1, time.monotonic(), True
+    while True:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status), answers
+        index = COUNTERS.unpack(counters[:])[0]
+        if index != seen:
+            seen, since = index, time.monotonic()
+        elif time.monotonic() - since > patience and answers:
+            os.kill(pid, signal.SIGKILL)
+            answers = False
+        time.sleep(0.05)
+
+
+def how_it_ended(status: int, answers: bool, errors: str) -> str:
+    if not answers:
+        return "gives no answer"
+    lines = errors.strip().splitlines()
+    summary = [line for line in lines if "SUMMARY: AddressSanitizer" in line]
+    if summary:
+        frames = [line.split(" in ", 1)[-1] for line in lines if " in " in line and "#" in line]
+        own = next((frame for frame in frames if "csrc/" in frame), frames[0] if frames else "")
+        return f"{summary[0].split('SUMMARY: ')[1].split(' (')[0][:100]}: {own[:120]}"
+    if status < 0:
+        return f"ends with {signal.Signals(-status).name}"
+    return f"exits with {status}: {lines[-1][:200] if lines else ''}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,198 @@
+"""What a fuzzed call may do: give the reference's values and gradients, or refuse by an argument's name."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
+from numerics import EPS, assert_as_accurate, rms
+
+REFUSALS = (TypeError, ValueError, RuntimeError)
+# Text that is about the library's inside, not about the call.
+INTERNAL = re.compile(
+    r"csrc/|\.(?:h|cpp|cuh|py):\d+|in_place|INTERNAL ASSERT|enforce fail|Declaration:|aten::|dispatch"
+    r"|Could not run|Internal error|object has no attribute|unsupported operand|std::"
+)
+# torch's own check of a schema, and the place that its stable check macro puts ahead of every message
+SCHEMA = re.compile(r"for argument '(\w+)'|argument '(\w+)' \(position")
+PLACE = re.compile(r"^\w+, [\w/.-]+:\d+, ")
+# autograd's own words: it knows the tensors that it saves, not whose arguments they are
+INFERENCE = "Inference tensors cannot be saved for backward"
+# what stands in front of an op that changes an argument, and cannot take a negated view to it
+NEGATED = re.compile(r"MathBitsFallback|mutable TensorLists with negation|negation fallback")
+OUT_OF_MEMORY = re.compile(r"can't allocate memory|not enough memory")
+
+
+def is_out_of_memory(error: BaseException, faults: Iterable[str]) -> bool:
+    """Whether a huge view was too much to copy. Of a failure of torch's that an op meets, torch's stable
+    ABI says where it was and not what."""
+    text = str(error)
+    if OUT_OF_MEMORY.search(text):
+        return True
+    told = isinstance(error, MemoryError) or "API call failed" in text
+    return told and any("huge" in fault for fault in faults)
+
+
+def judge_refusal(error: BaseException, names: Iterable[str], raw: bool) -> str | None:
+    """What is wrong with an exception, if anything. A raw op's messages begin with a place in the
+    sources, which torch's macro writes; its arguments' types are checked by torch."""
+    kind, text = type(error).__name__, str(error)
+    ordinary = isinstance(error, REFUSALS) and "Could not run" not in text
+    if not ordinary or (type(error) not in REFUSALS and not raw):
+        return f"{kind}: {shorten(text)}"
+    if text.startswith(INFERENCE) or (raw and NEGATED.search(text)):
+        return None
+    if raw:
+        text = PLACE.sub("", text)
+        if SCHEMA.search(text):
+            return None
+    if INTERNAL.search(text):
+        return f"internal text in {kind}: {shorten(text)}"
+    verbs = "is|are|has|have|must|needs|requires|begins|gives|and"
+    if not re.search(rf"\b({'|'.join(names)})(\[\d+\])*(\(\.\.\.\))?,? ({verbs})\b", text):
+        return f"{kind} names no argument: {shorten(text)}"
+    return None
+
+
+def shorten(text: str) -> str:
+    """One line; what varies from call to call is left out, so that equal findings look equal."""
+    line = next((line for line in text.strip().splitlines() if line.strip()), "")
+    line = re.sub(r"0x[0-9a-f]+", "0x..", line)
+    line = re.sub(r"'_\w+::\w+'", "'...'", line)
+    return re.sub(r"\[[-\d, ]*\]|\b\d[\d.e+-]*", "#", line)[:160]
+
+
+def tensors(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors in a result or an argument, by name."""
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    elif isinstance(value, (tuple, list)):
+        for k, item in enumerate(value):
+            yield from tensors(item, f"{name}[{k}]")
+
+
+def outcome(result: Any, call: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
+    """What a call gave: its results, the arguments that it changed, and gradients of what wants one."""
+    results = dict(tensors(result, "result"))
+    sources = {n: t for k, v in call.items() for n, t in tensors(v, k) if t.requires_grad}
+    named = {name: t.detach() for name, t in results.items()}
+    for key, value in call.items():
+        named |= {name: t.detach() for name, t in tensors(value, key) if not t.requires_grad}
+    outputs = {n: t for n, t in results.items() if t.requires_grad}
+    grads: list[torch.Tensor | None] = [None] * len(sources)
+    if outputs and sources:
+        draw = lambda n, t: torch.randn(t.shape, generator=seeded(seed, n), dtype=torch.float64)
+        given = [draw(n, t).to(t.dtype) for n, t in outputs.items()]
+        wanted = list(outputs.values()), list(sources.values())
+        grads = list(torch.autograd.grad(*wanted, given, allow_unused=True))
+    for name, grad, source in zip(sources, grads, sources.values(), strict=True):
+        named[f"gradient of {name}"] = torch.zeros_like(source.detach()) if grad is None else grad
+    return named
+
+
+def seeded(seed: int, name: str) -> torch.Generator:
+    return torch.Generator("cpu").manual_seed(seed * 1000 + sum(map(ord, name)))
+
+
+# Of mLSTM, whose divisor may nearly cancel: the bounds of tests/ops/test_tfla.py, relative to the rms,
+# and for gradients, which a norm or a single step cancels, to that of their terms, one.
+MLSTM = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2.5e-2}
+
+
+def differences(
+    got: dict,
+    exact: dict,
+    peer: dict,
+    terms: int,
+    moved: dict | None = None,
+    relative: dict[torch.dtype, float] | None = None,
+    wild: bool = False,
+) -> list[str]:
+    """Where `got` is further from `exact` than `peer`, the reference in the same dtype, allows.
+
+    Where both references are finite the kernel must be, and where both are not it must not. `moved`
+    is `exact` of inputs that differ by a rounding: a call may be that ill conditioned. Gradients that
+    cancel to 0 are held to the size of their terms, one. `wild` says that an argument is not
+    finite, or large.
+    """
+    found = []
+    if set(got) != set(exact):
+        return [f"gives {sorted(set(got) ^ set(exact))} on one side alone"]
+    for name, value in got.items():
+        if value.is_meta or not value.is_floating_point():
+            if not value.is_meta and not torch.equal(value, exact[name].to(value.dtype)):
+                found.append(f"{name} differs")
+            continue
+        want, same = exact[name], peer[name]
+        if value.shape != want.shape or value.dtype != same.dtype:
+            found.append(
+                f"{name} is {value.dtype} {list(value.shape)}, the reference's is otherwise"
+            )
+            continue
+        value = value.contiguous() if value.layout == torch.strided else value.to_dense()
+        sure = want.isfinite() & same.isfinite()
+        if wild and name.startswith("gradient"):  # 0 * inf: NaN, or no term at all
+            sure &= value.isfinite()
+        if bool((sure & ~value.isfinite()).any()):
+            found.append(f"{name} is not finite where the reference is")
+            continue
+        lost = value.isfinite() & want.isnan() & same.isnan()
+        if bool(lost.any()) and not name.startswith("gradient"):
+            found.append(f"{name} is finite where the reference is NaN")
+            continue
+        if not bool(sure.any()):
+            continue
+        value, want, same = value[sure], want[sure], same[sure]
+        if moved is not None and rms(want) <= EPS[value.dtype]:  # terms of size one that cancel
+            if rms(value - want) > 8 * EPS[value.dtype]:
+                found.append(f"{name} is not 0 where the reference is")
+            continue
+        if moved is not None and moved[name].shape == sure.shape:
+            gap = (moved[name][sure] - want).nan_to_num(0.0, 0.0, 0.0)
+            cancelled = 8 * EPS[max(value.dtype, torch.float32, key=lambda d: d.itemsize)]
+            scale = max(rms(want), 1.0) if name.startswith("gradient") else rms(want)
+            more = (relative or {}).get(value.dtype, 0.0) * scale
+            same = want + (same - want).abs() + 2 * gap.abs() + cancelled + more
+        try:
+            assert_as_accurate(name, value, want.double(), same, terms)
+        except AssertionError as error:
+            found.append(str(error))
+    return found
+
+
+def nudge(value: Any, dtype: torch.dtype) -> Any:
+    """Every float moved by a rounding of `dtype`, up or down."""
+    if isinstance(value, torch.Tensor) and value.is_floating_point() and not value.is_meta:
+        signs = (
+            torch.randint(0, 2, value.shape, generator=torch.Generator("cpu").manual_seed(1)) * 2
+            - 1
+        )
+        moved = value.detach() * (1 + 2 * EPS[dtype] * signs)
+        return moved.requires_grad_(value.requires_grad)
+    if isinstance(value, (tuple, list)):
+        return getattr(type(value), "_make", type(value))([nudge(v, dtype) for v in value])
+    return value
+
+
+def widen(value: Any) -> Any:
+    """Floating tensors in float64; they want a gradient if they did."""
+    if isinstance(value, torch.Tensor) and value.is_floating_point():
+        return value.detach().double().requires_grad_(value.requires_grad)
+    if isinstance(value, (tuple, list)):
+        return getattr(type(value), "_make", type(value))([widen(v) for v in value])
+    return value
+
+
+def is_readable(t: torch.Tensor) -> bool:
+    """Whether its storage holds all of it. torch does not look, and a read ends the process."""
+    if t.layout != torch.strided or t.is_nested or t.device.type != "cpu" or not t.numel():
+        return True
+    reach = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+    needed = (t.storage_offset() + reach + 1) * t.element_size()
+    return needed <= t.untyped_storage().nbytes()

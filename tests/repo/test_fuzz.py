@@ -1,0 +1,114 @@
+"""scripts/fuzz: it finds nothing in the kernels, and finds what is planted in them."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "scripts"))
+
+import _fuzz  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("fused_rnn", "diagonal_rnn", "tfla")  # they build
+KERNELS = ["diagonal-rnn", "fused-rnn", "tfla"]
+
+
+def fuzz(
+    calls: int, kinds: list[str], plant: str = "", kernels: list[str] = KERNELS, seed: int = 0
+):
+    folder = ROOT / "kernel_builds"
+    chosen = kernels is not KERNELS
+    options = _fuzz.Options(calls, seed, kinds, kernels, folder, chosen, plant=plant)
+    report = _fuzz.run(options)
+    return report, _fuzz.summary(options, report, 1.0)
+
+
+def test_a_few_calls_find_nothing():
+    report, text = fuzz(300, ["doors", "raw"])
+    assert report.calls == 300
+    assert report.accepted > 80
+    assert report.refused > 80
+    assert not report.findings, text
+
+
+PLANT = """
+import inspect, itertools, os
+calls = itertools.count(1)  # after a crash, from here again
+
+def changed(value, change):
+    if isinstance(value, tuple):
+        return tuple(changed(v, change) for v in value)
+    return change(value) if torch.is_tensor(value) and value.is_floating_point() else value
+
+def spoilt(door):
+    def faulty(*args, **kwargs):
+        kind = next(calls) % 6
+        if kind == 0:
+            os.kill(os.getpid(), 11)
+        if kind == 1:
+            raise KeyError("x")
+        if kind == 2:
+            raise ValueError("wrong input")
+        if kind == 3:
+            raise RuntimeError("x is wrong, csrc/ops.cpp:7")
+        change = (lambda t: t * 1.001) if kind == 4 else torch.empty_like
+        return changed(door(*args, **kwargs), change)
+    faulty.__signature__ = inspect.signature(door)
+    return faulty
+
+fuzzer.doors = [(k, n, spoilt(d), r) for k, n, d, r in fuzzer.doors if n in ("linear_scan", "causal_conv")]
+"""
+SAID = ("SIGSEGV", "KeyError", "names no argument", "internal text", "rms error", "not finite")
+
+
+def test_what_is_planted_is_found_and_the_calls_after_it_run():
+    report, found = fuzz(90, ["doors"], PLANT, ["diagonal-rnn"])
+    assert report.calls == 90
+    for text in SAID:
+        assert text in found
+    assert f"--only {report.findings[0]['index']}" in found
+
+
+def test_a_raw_op_that_reads_what_nobody_wrote_is_found():
+    plant = (
+        "import _fuzz_raw\nresults = _fuzz_raw.results\n"
+        "def faulty(op, call):\n    named = results(op, call)\n"
+        "    return {n: torch.empty_like(t) if n.startswith('result') else t for n, t in named.items()}\n"
+        "_fuzz_raw.results = faulty\n"
+    )
+    _, found = fuzz(40, ["raw"], plant, ["fused-rnn"])
+    assert "is not that of plain copies" in found
+
+
+def test_an_op_without_a_maker_is_an_error():
+    command = [sys.executable, "-c", "import torch, types, _fuzz_calls as c;"
+               "k = types.ModuleType('k'); k.__all__ = ['fresh'];"
+               "exec('def fresh(x): pass', k.__dict__); c.doors(k)"]  # fmt: skip
+    done = subprocess.run(command, cwd=ROOT / "scripts", capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "makes no call of fresh" in done.stderr
+
+
+def test_the_script_says_what_it_did():
+    command = [
+        sys.executable,
+        ROOT / "scripts/fuzz",
+        "--calls",
+        "20",
+        "--doors",
+        "--kernel",
+        "tfla",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.startswith("20 calls in ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_twenty_thousand_calls_find_nothing(seed):
+    report, text = fuzz(5000, ["doors", "raw"], seed=1 + seed)
+    assert report.calls == 5000
+    assert not report.findings, text
