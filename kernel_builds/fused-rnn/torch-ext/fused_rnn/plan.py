@@ -296,6 +296,4 @@ def with_code(device: Device, code: str) -> Device:
         built = Code(int(major + minor), sm_90a=(major, minor, specific) == ("9", "0", "a"))
         if built.arch == device.arch or (built.arch < device.arch and not specific):
             return device._replace(code=built)
-    raise ValueError(
-        f"code is {shown(code)}, but must be an arch whose code runs on {device.name}: '8.0'"
-    )
+    raise ValueError(f"code is {shown(code)}, but must be an arch that {device.name} runs: '8.0'")
