@@ -25,6 +25,9 @@ except ImportError:
     has_guard = False
 
 PACKAGE = __name__.rpartition(".")[0]
+# Remote code lies in transformers_modules.<repository>.<revision>, the configuration's maybe in another
+# revision than the model's.
+REPOSITORY = PACKAGE.rpartition(".")[0] if PACKAGE.count(".") > 1 else PACKAGE
 KNOWN = {"torch", "transformers", "builtins", "abc", "typing", "collections", "contextlib"}
 # What a subclass or an instance of a language model may have of its own: it runs around the step.
 AROUND = {"forward", "generate", "__init__", *vars(GenerationMixin)}
@@ -183,7 +186,7 @@ def _is_idle(hook: Any) -> bool:
 def _is_known(name: Any) -> bool:
     """A module's name, of code that does nothing but what the values it reads say."""
     name = str(name)
-    own = name == PACKAGE or name.startswith(f"{PACKAGE}.")
+    own = name == PACKAGE or name.startswith(f"{REPOSITORY}.")
     return own or name.partition(".")[0] in KNOWN
 
 

@@ -49,7 +49,8 @@ for repo in Path(sys.argv[1]).iterdir():
 with torch.no_grad():
     for name, model in models.items():  # DynamicCache makes the layers of one of these repositories
         assert model.generate(ids, attention_mask=mask, **options).tolist() == texts[name], name
-        assert model.decoder.reason in (None, f"{model.device.type} has no graphs"), name
+        reference = model.device.type == "cpu" and model.config.backend == "reference"
+        assert (model.decoder.reason is None) != reference, (name, model.decoder.reason)
         model.save_state(model(ids).past_key_values, "state")
         assert model.load_state("state").get_seq_length() == 6
 assert not {"flashcell", *sys.argv[3:]} & set(sys.modules)
