@@ -154,15 +154,17 @@ std::tuple<Tensor, Tensor, Tensor> backward(Tensor dh, OptionalTensor dlast, Ten
   return {dx, dweight, dstate};
 }
 
-// The sizes of a scan from b, checked. The rank of b tells blocks from the elementwise scan, whose
-// blocks are of 1; scan_* and block_scan_* are two schemas of one function.
-inline ScanParams scan_params(Tensor& a, const Tensor& b, OptionalTensor& h0, bool reverse) {
+// The sizes of a scan from b, or from h, which is shaped like it: the argument `name`. Its rank
+// tells blocks from the elementwise scan, whose blocks are of 1; scan_* and block_scan_* are two
+// schemas of one function.
+inline ScanParams scan_params(Tensor& a, const Tensor& b, const char* name, OptionalTensor& h0,
+                              bool reverse) {
   const bool block = b.dim() == 4;
-  if (!block) check_rank(b, "b", 3, "[B, T, D] or [B, T, D, n]");
-  io_dtype(b, "b");
+  if (!block) check_rank(b, name, 3, "[B, T, D] or [B, T, D, n]");
+  io_dtype(b, name);
   ScanParams p{};
   p.B = b.size(0), p.T = b.size(1), p.D = b.size(2), p.n = block ? b.size(3) : 1;
-  STD_TORCH_CHECK(1 <= p.n && p.n <= kWidestBlock, "b must have blocks of 1..", kWidestBlock,
+  STD_TORCH_CHECK(1 <= p.n && p.n <= kWidestBlock, name, " must have blocks of 1..", kWidestBlock,
                   ", got ", p.n);
   Shape shape = shape_of(b), first = shape;
   if (block) shape.push_back(p.n);
@@ -175,7 +177,7 @@ inline ScanParams scan_params(Tensor& a, const Tensor& b, OptionalTensor& h0, bo
 
 inline Tensor scan_forward(Tensor a, Tensor b, OptionalTensor h0, bool reverse) {
   ScanForwardParams params{};
-  (ScanParams&)params = scan_params(a, b, h0, reverse);
+  (ScanParams&)params = scan_params(a, b, "b", h0, reverse);
   b = dense(b);
   Tensor h = new_tensor(b, shape_of(b), b.scalar_type());
   params.b = b.const_data_ptr(), params.h = h.mutable_data_ptr();
@@ -186,7 +188,7 @@ inline Tensor scan_forward(Tensor a, Tensor b, OptionalTensor h0, bool reverse) 
 inline std::tuple<Tensor, Tensor, Tensor> scan_backward(Tensor dh, Tensor a, Tensor h,
                                                         OptionalTensor h0, bool reverse) {
   ScanBackwardParams params{};
-  (ScanParams&)params = scan_params(a, h, h0, reverse);
+  (ScanParams&)params = scan_params(a, h, "h", h0, reverse);
   const ScalarType io = h.scalar_type();
   dh = operand(dh, "dh", shape_of(h), io);
   h = dense(h);
