@@ -3,7 +3,8 @@
 Each is a subclass of the torch.nn module of its name, so parameters, their initialisation, state
 dicts, isinstance and repr are torch's. They differ in `forward`, and in one keyword more:
 
-    backend   "auto"|"cuda"|"cpu"|"reference", see kernel_loader.py
+    backend   "auto"|"cuda"|"cpu"|"reference", see kernel_loader.py; kept as kernel_backend. Where
+              "auto" has no kernel, torch.nn's own forward runs
 
 Sequence modules, h0 and c0 as torch.nn documents them (`nn.LSTM`, `nn.GRU`, `nn.RNN`):
 

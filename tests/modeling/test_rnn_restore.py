@@ -4,6 +4,7 @@ import copy
 import io
 import logging
 import pickle
+import types
 
 import pytest
 import torch
@@ -160,6 +161,7 @@ def test_parametrizations_may_change_in_between():
 def without_kernel(monkeypatch):
     monkeypatch.setenv("LOCAL_KERNELS", "")
     monkeypatch.setattr(kernel_loader, "_infos", {})
+    monkeypatch.setattr(kernel_loader, "_modules", types.ModuleType("loaded_kernels"))
 
 
 @pytest.mark.filterwarnings("ignore:fused-rnn runs as the torch reference")

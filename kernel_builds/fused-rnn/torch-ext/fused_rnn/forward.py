@@ -88,7 +88,7 @@ def _run(module: Any, kernel: Any, x: Tensor, hx: Any, layout: Layout) -> tuple[
         sizes = *x.shape[:2], module.hidden_size, trains
         chunk = choose_chunk(x.device.type, len(layers), N, dropout, documents, *sizes)
         if chunk > 0:
-            y, lasts = engine.run_wavefront(layers, x, states, firsts, chunk, trains)
+            y, lasts = engine.run_wavefront(layers, x, states, firsts, trains, chunk)
         else:
             y, lasts = engine.run_layers(layers, x, states, firsts, dropout)
         left = [engine.leave(h, s) for h, s in zip(layers, lasts)]

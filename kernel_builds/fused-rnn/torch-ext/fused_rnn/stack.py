@@ -75,24 +75,28 @@ class Heads(NamedTuple):
 
 def make_heads(spec: Any, parameters: Sequence[Sequence[Tensor]], bias: bool) -> Heads:
     """`parameters[n]` are torch's of head n: w_ih, w_hh, then b_ih, b_hh if `bias`, then any w_hr."""
-    G = spec.gates
-    w_ih, w_hh, *rest = [_stack(list(same)) for same in map(list, zip(*parameters))]
-    w_hr = rest[-1] if len(rest) % 2 else None
-    w_h0 = None if w_hr is None else w_hh
-    if w_hr is not None:
-        w_hh = torch.bmm(w_hh, w_hr)
+    G, N = spec.gates, len(parameters)
+    columns = list(map(list, zip(*parameters)))
+    w_ih, w_hh, w_hr, w_h0 = *map(_stack, columns[:2]), None, None
+    if len(columns) % 2:
+        w_hr, w_h0 = _stack(columns[-1]), w_hh
+        w_hh = torch.bmm(w_h0, w_hr)
     D = w_hh.shape[1] // G
-    split = lambda w: w.view(len(w), G, D, *w.shape[2:]).transpose(0, 1)  # [N, G * D, ...]
+
+    def split(w: Tensor) -> Tensor:  # [N, G * D, ...] -> [G, N, D, ...]
+        sizes = D, *w.shape[2:]
+        return w.view(G, 1, *sizes) if N == 1 else w.view(N, G, *sizes).transpose(0, 1)
+
     rows = None
     if bias:  # summed in the states' dtype, in which the kernel adds them
-        wide = torch.promote_types(rest[0].dtype, torch.float32)
-        b_ih, b_hh = (b.to(wide) for b in rest[:2])
+        wide = torch.promote_types(columns[2][0].dtype, torch.float32)
+        b_ih, b_hh = ([b.to(wide) for b in same] for same in columns[2:4])
         both = 2 * G - spec.bias_rows  # what follows is added to the recurrent product by itself
         if both == G:
-            rows = split(add(b_ih, b_hh))
+            rows = split(_stack(list(map(add, b_ih, b_hh))))
         else:
-            b_ih, b_hh = split(b_ih), split(b_hh)
-            rows = torch.cat((add(b_ih[:both], b_hh[:both]), b_ih[both:], b_hh[both:]))
+            i, h = split(_stack(b_ih)), split(_stack(b_hh))
+            rows = torch.cat((add(i[:both], h[:both]), i[both:], h[both:]))
     return Heads(w_ih, split(w_hh), rows, w_hr, w_h0)
 
 
@@ -254,14 +258,9 @@ class Engine(NamedTuple):
         return x, lasts
 
     def run_wavefront(
-        self,
-        layers: list[Heads],
-        x: Tensor,
-        states: list[States] | None,
-        firsts: list[Tensor | None] | None,
-        chunk: int,
-        trains: bool,
-    ) -> tuple[Tensor, list[States]]:
+        self, layers: list[Heads], x: Tensor, states: list[States] | None,
+        firsts: list[Tensor | None] | None, trains: bool, chunk: int,
+    ) -> tuple[Tensor, list[States]]:  # fmt: skip
         """The same in waves: a call a wave instead of one a layer, each `chunk` steps long."""
         (B, T, _), L = x.shape, len(layers)
         rest = T % chunk
