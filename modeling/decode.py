@@ -75,8 +75,7 @@ class DecodeEngine:
         """Gives back the memory of every recording, but for cuBLAS's workspace (32 MiB on an H200), which
         torch keeps for the stream of each of the first 32 calls. Caches keep their states."""
         with self._turns.lock:
-            if self._turns.stream is not None:
-                self._turns.stream.synchronize()
+            self._turns.wait()
             self._recordings.clear()
             self._fingerprint = self._pool = self._capturing = self._last = None
 
@@ -156,6 +155,7 @@ class DecodeEngine:
         key = (tokens.shape[0], tokens.device)
         found = self._recordings.pop(key, None)
         if found is None or not found.fits(cache.layers):
+            self._turns.wait()  # a recording may go
             found = self._record(model, tokens, cache)
         self._recordings[key] = found
         while len(self._recordings) > KEPT:

@@ -46,6 +46,11 @@ class Turns:
             self.streams = True
         self.stream = stream
 
+    def wait(self) -> None:
+        """Until the GPU has done what was asked of it in all turns: buffers may be freed then."""
+        if self.stream is not None:
+            self.stream.synchronize()
+
 
 class BufferLoan:
     """The buffers of a recording as the states of one cache's layers, until somebody else reads these or
@@ -133,6 +138,7 @@ class Recording:
                 if layer is not None and layer.held[1] is self.loan:
                     self.loan.end(layer)
         old = [s for layer in layers for group in layer.states.values() for s in group]
+        turns.take(self.tokens.device)  # after the copies, which were made in the streams of tokens
         torch._foreach_copy_([s for group in self.groups for s in group], old)
         if turns.streams:  # they may be another stream's, to which they go back now
             for s in old:
@@ -158,9 +164,15 @@ class Recording:
         it records graphs of its own) would leave the graph writing into other tensors' memory.
         """
         graph = torch.cuda.CUDAGraph()
-        # other threads may go on meanwhile: only what this one does must be fit for a graph
-        with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
-            self.logits = self.forward(model)
+        random = torch.cuda.default_generators[self.tokens.device.index]
+        try:
+            # other threads may go on meanwhile: only what this one does must be fit for a graph
+            with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
+                self.logits = self.forward(model)
+        except BaseException:
+            # torch leaves its generator as in a capture, where it draws no numbers outside of one
+            random.graphsafe_set_state(random.clone_state())
+            raise
         self.graph = graph
 
     def record_ops(self, model: nn.Module) -> None:

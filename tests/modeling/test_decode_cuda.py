@@ -14,6 +14,7 @@ from transformers.generation.streamers import BaseStreamer
 from cases import DEVICE
 from decode_cases import CHANGES, decode, greedy, without_engine
 from flashcell.decode import KEPT
+from flashcell.recording import Recording
 from model_cases import state_tensors
 
 # Of cuBLAS, for each stream that a recording was captured on; release() takes another of torch's 32.
@@ -211,16 +212,27 @@ def in_streams(work, count):
     return got
 
 
-def test_what_cannot_be_captured_says_so(make_model, tokens):
+def test_what_cannot_be_captured_says_so(make_model, tokens, monkeypatch):
+    """The model is called instead, and a capture that failed leaves nothing behind."""
     model, ids = make_model(), tokens(2, 4)
     want = greedy(model, ids)
-    model.model.embed_tokens.max_norm = 1e9  # changes nothing, but torch waits for the GPU
-    assert torch.equal(greedy(model, ids), want)
-    assert model.decoder.reason.startswith("capturing the step failed")
-    model.decoder.mode = "graph"
-    with pytest.raises(RuntimeError, match='mode is "graph", but capturing the step failed'):
-        greedy(model, ids)
-    model.model.embed_tokens.max_norm = None
+    forward = Recording.forward
+
+    def waits(recording, model):
+        if torch.cuda.is_current_stream_capturing():
+            torch.cuda.synchronize()
+        return forward(recording, model)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Recording, "forward", waits)
+        model.decoder.release()
+        assert torch.equal(greedy(model, ids), want)
+        assert model.decoder.reason.startswith("capturing the step failed")
+        assert torch.randn(3).isfinite().all()
+        model.decoder.mode = "graph"
+        with pytest.raises(RuntimeError, match='mode is "graph", but capturing the step failed'):
+            greedy(model, ids)
+    model.decoder.release()
     assert torch.equal(greedy(model, ids), want)
     assert replayed(model)
 

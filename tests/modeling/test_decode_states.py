@@ -149,6 +149,8 @@ def in_threads(run, count):
         except BaseException as error:
             errors.append(error)
 
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()  # what the threads read was made in this one's stream
     threads = [threading.Thread(target=guarded, args=(i,)) for i in range(count)]
     for thread in threads:
         thread.start()

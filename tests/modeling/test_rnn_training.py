@@ -26,6 +26,12 @@ if DEVICE == "cuda":
     DTYPES.remove(torch.float64)
 
 
+@pytest.fixture(autouse=True)
+def without_tf32(monkeypatch):
+    """torch lets cuDNN round the products of float32 to 10 bits."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+
+
 def clip(module, loss):
     loss(0).backward()
     nn.utils.clip_grad_norm_(module.parameters(), 0.1)
