@@ -57,6 +57,7 @@ struct Plan {
     if (in_blocks) {
       terms.in = arrays.take<float>(values), terms.out = arrays.take<float>(values);
       terms.taken = arrays.take<int>(2 * kGradients);
+      terms.shut = arrays.take<int>(slots), terms.shut_count = arrays.take<int>(1);
     }
     const bool lists = in_blocks && exact && std::is_same_v<IO, bf16>;  // fp16 rounds far less
     terms.listed = arrays.take<int>(lists ? slots : 0);
@@ -76,6 +77,16 @@ void run_chunks(const BackwardParams& p, const BackwardTerms& terms, cudaStream_
   static_assert(sizeof(typename Gradients::Shared) <= chunk_bytes(kTiles, sizeof(IO)));
   const int64_t blocks = terms.rows.chunks.slots() * p.H * 2;
   launch(chunk_gradients<IO, kTiles>, {blocks, Gradients::kThreads, bytes, stream}, p, terms);
+}
+
+template <typename IO, int kTiles>
+void run_shut(const BackwardParams& p, const BackwardTerms& terms, const Device& device,
+              cudaStream_t stream) {
+  using Gradients = ChunkGradients<IO, kTiles>;
+  const int64_t all = terms.rows.chunks.slots() * p.H;
+  const int64_t blocks = std::min<int64_t>(all, device.processors);
+  launch(shut_gates<IO, kTiles>,
+         {blocks, Gradients::kThreads, int(sizeof(typename Gradients::Shared)), stream}, p, terms);
 }
 
 template <typename IO, int kKeyBlocks, int kValueBlocks>
@@ -98,6 +109,9 @@ void run_blocks(const BackwardParams& p, const BackwardTerms& terms, const Devic
     }
   }
   launch(gate_gradients<IO>, {chunks.slots() * p.H, kGateThreads, 0, stream}, p, terms);
+  if (chunks.tiles() == 1) return run_shut<IO, 1>(p, terms, device, stream);
+  if (chunks.tiles() == 2) return run_shut<IO, 2>(p, terms, device, stream);
+  run_shut<IO, 4>(p, terms, device, stream);
 }
 template <typename IO>
 void run_blocks(const BackwardParams& p, const BackwardTerms& terms, const Device& device,

@@ -7,6 +7,11 @@
 //   dk = a (v dC^T + dn) + E^T q
 //
 // README, Backward, has the symbols. Factors of rows are applied to sums, in fp32.
+//
+// What crosses a forget gate is a sum of what the chunk's pairs, the state before it and the
+// gradient of the state after it carry over that step. A shut gate lets little of it through, next
+// to all that does not cross it: so the latter cancels to 2^-53 of itself. Sums over rows and sums
+// over columns are of the same numbers, E (q k), and in double.
 #pragma once
 #include "backward_terms.cuh"
 #include "chunk.cuh"
@@ -22,10 +27,14 @@ struct ChunkGradients : ChunkProducts<IO, kTiles> {
   using typename Base::Factors, typename Base::Output, typename Base::OutputSums,
       typename Base::PairSums;
   struct Shared : Base::Shared {
-    float2 of_row[kRows];         // inverse and delta
-    float in[kRows];              // q dq
-    float anchor[kThreads / 32];  // <C, dC> + <n, dn> after the chunk, by warps
+    float2 of_row[kRows];          // inverse and delta
+    float in[kRows];               // of the state before the chunk
+    float through[kThreads / 32];  // <C, dC> + <n, dn>, of what passes the chunk, by warps
   };
+  struct PairFlows {  // sums of E (q k) over rows and over columns, by warps; where E was
+    double in[4][kRows], out[Base::kGroups][kRows];
+  };
+  static_assert(sizeof(PairFlows) <= sizeof(Shared::triangle));
 
   const BackwardParams& p;
   const BackwardTerms& terms;
@@ -56,12 +65,13 @@ struct ChunkGradients : ChunkProducts<IO, kTiles> {
   DEVICE void triangle() {
     PairSums pairs;
     clear(pairs);
-    this->template multiply_pairs<kByDepth>(pairs);
+    this->template multiply_pairs<kByDepth>(pairs, pair_steps);
     const auto value_of = [&](int t) {
       const float2 of_row = shared.of_row[t];
       return [of_row](float sum) { return fmaf(of_row.x, sum, of_row.y); };
     };
     this->weigh(pairs, value_of, [](int, int, float) {});
+    __syncthreads();  // by_part lies where weigh read
   }
 
   // The warp's part of the rows' products with those of x, in by_part: set or added to by the lane
@@ -102,6 +112,65 @@ struct ChunkGradients : ChunkProducts<IO, kTiles> {
     }
   }
 
+  DEVICE PairFlows& pair_flows() const {
+    return *reinterpret_cast<PairFlows*>(&shared.triangle[0][0]);
+  }
+  // Ends E.
+  DEVICE void find_pair_flows() {
+    PairSums flows;
+    clear(flows);
+    this->template multiply_pairs<false>(flows, this->flow_steps);
+    // body(tile, half, the flows of two neighbouring columns), of the lane's part of a row.
+    const auto for_pairs = [&](int i, int down, const auto& body) {
+#pragma unroll
+      for (int j = 0; j <= Base::tile_of(i); ++j) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          if (Base::is_above(i, j, half)) continue;
+          float (&pair)[4] = flows[Base::of_pair(i, j)][half];
+          body(j, half, pair[2 * down], pair[2 * down + 1]);
+        }
+      }
+    };
+    this->for_rows([&](int i, int down, int row, bool) {
+      for_pairs(i, down, [&](int j, int half, float& x, float& y) {
+        const auto tile = this->pair_tile(Base::tile_of(i), j);
+        const int column = this->pair_column(half) + 2 * quad;
+        const float2 e = cuda::load_pair(tile, row % kTile, column);
+        x = e.x == 0 ? 0.f : e.x * x, y = e.y == 0 ? 0.f : e.y * y;
+      });
+    });
+    __syncthreads();
+    PairFlows& sums = pair_flows();
+    this->for_rows([&](int i, int down, int row, bool) {
+      double sum = 0;
+      for_pairs(i, down, [&](int, int, float x, float y) { sum += double(x) + double(y); });
+#pragma unroll
+      for (int mask = 1; mask < 4; mask *= 2) sum += __shfl_xor_sync(~0u, sum, mask);
+      if (quad == 0) sums.in[part][row] = sum;
+    });
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          double sum = 0;
+#pragma unroll
+          for (int i = 0; i < Base::kStrips; ++i) {
+            if (Base::tile_of(i) < j || Base::is_above(i, j, half)) continue;
+            const float (&pair)[4] = flows[Base::of_pair(i, j)][half];
+            sum += double(pair[e]) + double(pair[2 + e]);
+          }
+#pragma unroll
+          for (int mask = 4; mask < 32; mask *= 2) sum += __shfl_xor_sync(~0u, sum, mask);
+          const int column = j * kTile + this->pair_column(half) + 2 * quad + e;
+          if (Base::lane_row == 0) sums.out[group][column] = sum;
+        }
+      }
+    }
+  }
+
   template <bool kTransposed, bool kByDepth, typename FactorsOf>
   DEVICE void run(int index, const float* vector, const FactorsOf& factors_of, void* to, int width,
                   const Matrix<IO>* x) {
@@ -114,15 +183,15 @@ struct ChunkGradients : ChunkProducts<IO, kTiles> {
         this->template multiply_state<kByDepth>(sums, this->template next<kByDepth>());
       }
       if (depth) this->scale(sums, vector, first, width, factors_of);
-      if (has_inner) {
+      if (x) add_flow(sums, *x, first, block == 0);
+      if (this->loads_inner) {
         this->template multiply_triangle<kTransposed>(sums, this->template next<kByDepth>());
       }
-      this->store(sums, to, first, width);
-      if (x) add_flow(sums, *x, first, block == 0);
+      if (to) this->store(sums, to, first, width);
     }
   }
 
-  DEVICE bool has_before() const { return has_inner && (chunk.number > 0 || p.C || p.n); }
+  DEVICE bool has_before() const { return chunk.number > 0 || p.C || p.n; }
   DEVICE bool has_after() const {
     return chunk.steps && (!terms.is_last(slot) || p.dlast_C || p.dlast_n);
   }
@@ -148,25 +217,32 @@ struct ChunkGradients : ChunkProducts<IO, kTiles> {
         nullptr);
   }
 
+  // kGate: df alone.
+  template <bool kGate>
   DEVICE void keys() {
-    if (p.dq) this->template clear_padding<IO>(p.dq, p.K);
-    this->template clear_padding<IO>(p.dk, p.K);
-    this->template clear_padding<float>(p.di, 1), this->template clear_padding<float>(p.df, 1);
+    if constexpr (kGate) {
+      this->loads_inner = false;
+    } else {
+      if (p.dq) this->template clear_padding<IO>(p.dq, p.K);
+      this->template clear_padding<IO>(p.dk, p.K);
+      this->template clear_padding<float>(p.di, 1), this->template clear_padding<float>(p.df, 1);
+    }
     if (chunk.steps == 0) return;
     const int depth = parts(p.V, kPanel<IO>);
     pair_steps = has_inner ? depth : 0, outputs = 2;
+    this->flow_steps = has_inner ? parts(p.K, kPanel<IO>) : 0;
     if (threadIdx.x == 0) {
       Output &dq = shared.outputs[0], &dk = shared.outputs[1];
       shared.right = dk.rows = this->matrix(p.v, p.V), dq.inner = this->matrix(p.k, p.K);
       if (has_inner) shared.left = dq.rows = dh(), dk.inner = this->matrix(p.q, p.K);
       dq.state = this->state(terms.C), dk.state = this->state(terms.dC);
-      dq.depth = has_before() ? depth : 0, dk.depth = has_after() ? depth : 0;
+      dq.depth = has_inner && has_before() ? depth : 0, dk.depth = has_after() ? depth : 0;
       dq.blocks = p.dq ? parts(p.K, kColumns) : 0, dk.blocks = parts(p.K, kColumns);
     }
     __syncthreads();
     this->template begin<false>();
     load_terms(has_inner && terms.delta != nullptr);
-    add_anchor();
+    find_through();
     if (has_inner) triangle<false>();
     const int64_t states = rows.slot(head, slot) * p.K;
     run<false, false>(
@@ -175,74 +251,78 @@ struct ChunkGradients : ChunkProducts<IO, kTiles> {
           const float2 of_row = shared.of_row[row];
           return Factors{shared.inflow[row], of_row.x, of_row.y};
         },
-        p.dq, int(p.K), has_inner ? &shared.outputs[1].inner : nullptr);
+        kGate ? nullptr : p.dq, int(p.K), has_inner ? &shared.outputs[1].inner : nullptr);
     __syncthreads();
     if (threadIdx.x < kRows) shared.in[threadIdx.x] = has_inner ? flow(threadIdx.x) : 0.f;
     __syncthreads();
     run<true, false>(
         1, terms.dn ? terms.dn + states : nullptr,
-        [&](int row) { return Factors{shared.outflow[row], 1, 1}; }, p.dk, int(p.K),
-        &shared.outputs[0].inner);
+        [&](int row) { return Factors{shared.outflow[row], 1, 1}; }, kGate ? nullptr : p.dk,
+        int(p.K), &shared.outputs[0].inner);
+    if (has_inner) find_pair_flows();
     __syncthreads();
-    if (threadIdx.x < 32) gates();
+    if (threadIdx.x < 32) gates<kGate>();
   }
 
-  // <C, dC> + <n, dn> after the chunk: the sum of all that crosses its end. dC as the products have
-  // it, rounded: what flows in and out is of the same.
-  DEVICE void add_anchor() const {
-    const int64_t size = p.K * p.V, here = rows.slot(head, slot),
-                  state = chunk.sequence * p.H + head;
-    const IO *C = static_cast<const IO*>(terms.C),
-             *dC = static_cast<const IO*>(terms.dC) + here * size;
-    const float *last_C = static_cast<const float*>(p.last_C), *dn = terms.dn + here * p.K;
+  // <C, dC> + <n, dn>, of the state before the chunk and the gradient after it.
+  DEVICE void find_through() const {
+    const int64_t size = p.K * p.V, here = rows.slot(head, slot);
     float sum = 0;
     const auto add = [&](const auto* x, const auto* dx, int64_t width) {
-      sum += part_of_dot<kThreads>(x, dx, width, threadIdx.x);
+      sum += part_of_dot<kThreads>(x + here * width, dx + here * width, width, threadIdx.x);
     };
-    if (!terms.is_last(slot)) {
-      add(C + (here + 1) * size, dC, size);
-      if (terms.n) add(terms.n + (here + 1) * p.K, dn, p.K);
-    } else if (has_after()) {
-      add(last_C + state * size, dC, size);
-      if (terms.n) add(static_cast<const float*>(p.last_n) + state * p.K, dn, p.K);
+    if (has_before() && has_after()) {
+      add(static_cast<const IO*>(terms.C), static_cast<const IO*>(terms.dC), size);
+      if (terms.n) add(terms.n, terms.dn, p.K);
     }
     sum = warp_sum(sum);
-    if (threadIdx.x % 32 == 0) shared.anchor[threadIdx.x / 32] = sum;
+    if (threadIdx.x % 32 == 0) shared.through[threadIdx.x / 32] = sum;
   }
 
   // di and df: what flows out of step j, and what crosses step t. Later steps are in lower lanes.
+  template <bool kGate>
   DEVICE void gates() const {
     const int lane = threadIdx.x;
-    float crossing = 0;
-    for (const float part : shared.anchor) crossing += part;
+    const float keep = rows.keep[rows.slot(head, slot)];
+    double crossing = 0;  // after the chunk's last step: what passes the chunk, and what it adds
+    for (int t = lane; t < chunk.steps; t += 32) crossing += flow(t);
+    crossing = warp_sum(crossing);
+    for (const float part : shared.through) crossing += keep == 0 ? 0. : double(keep) * part;
     for (int last = (chunk.steps - 1) / 32 * 32 + 31; last > 0; last -= 32) {
       const int t = last - lane;
       const bool exists = t < chunk.steps;
       const int64_t row = chunk.row + t;
-      const float out = flow(t);
+      double in = shared.in[t], out = flow(t);
+      if (has_inner) {
+        for (const auto& of_part : pair_flows().in) in += of_part[t];
+        for (const auto& of_group : pair_flows().out) out += of_group[t];
+      }
       bool stopped = exists && p.reset && p.reset[row];  // nothing crosses a reset
-      float total = exists && !stopped ? shared.in[t] - out : 0.f;
+      double total = exists && !stopped ? in - out : 0;
 #pragma unroll
       for (int by = 1; by < 32; by *= 2) {
-        const float later = __shfl_up_sync(~0u, total, by);
+        const double later = __shfl_up_sync(~0u, total, by);
         const bool stop = __shfl_up_sync(~0u, int(stopped), by);
         if (lane >= by && !stopped) total += later, stopped = stop;
       }
       if (!stopped) total += crossing;
       crossing = __shfl_sync(~0u, total, 31);
-      if (exists) store_gates(row, total, out);
+      if (exists) store_gates<kGate>(row, float(total), float(out));
     }
   }
 
+  template <bool kGate>
   DEVICE void store_gates(int64_t row, float crossing, float out) const {
     const auto slope = [&](const Strided& gate) {  // of logsigmoid
       const int64_t at = row / p.T * gate.batch + row % p.T * gate.time + head * gate.head;
       return 1 / (1 + expf(static_cast<const float*>(gate.data)[at]));
     };
     const bool held = p.hold && p.hold[row];
-    const float di = held ? 0.f : p.exponential ? out : out * slope(p.i);
-    static_cast<float*>(p.di)[row * p.H + head] = di;
     static_cast<float*>(p.df)[row * p.H + head] = held ? 0.f : crossing * slope(p.f);
+    if constexpr (!kGate) {
+      const float di = held ? 0.f : p.exponential ? out : out * slope(p.i);
+      static_cast<float*>(p.di)[row * p.H + head] = di;
+    }
   }
 };
 
@@ -259,8 +339,27 @@ __global__ void
   if (blockIdx.x % 2) {
     gradients.values();
   } else {
-    gradients.keys();
+    gradients.template keys<false>();
   }
+}
+
+// df of the chunks that gate_gradients has listed.
+template <typename IO, int kTiles>
+__global__ void __launch_bounds__(ChunkGradients<IO, kTiles>::kThreads, 1) shut_gates(
+    const BackwardParams p, const BackwardTerms terms) {
+#if FLASHCELL_WGMMA_CODE
+  using Gradients = ChunkGradients<IO, kTiles>;
+  extern __shared__ __align__(1024) char memory[];
+  for (int i = blockIdx.x; i < *terms.shut_count; i += gridDim.x) {
+    const int place = terms.shut[i];
+    Gradients gradients(p, terms, *reinterpret_cast<typename Gradients::Shared*>(memory),
+                        place / int(p.H), place % int(p.H));
+    gradients.template keys<true>();
+    __syncthreads();
+  }
+#else
+  __trap();  // only wgmma's kernels leave a list
+#endif
 }
 
 }  // namespace flashcell::cuda

@@ -7,6 +7,9 @@ namespace flashcell::cuda {
 // A thread block for a chunk of a head: all of it for what crosses the chunk's end, then a thread
 // for a step, later ones before.
 inline constexpr int kGateThreads = kLongestChunk;
+// Below this a forget gate is shut: what crosses it may be lost in the difference of sums that in
+// and out are. Its chunk is listed, and shut_gates works its df out again.
+inline constexpr float kShutGate = -1;
 
 // <C, dC> + <n, dn> after the chunk, of dC as the products have it, rounded: the thread's part.
 template <typename IO>
@@ -33,7 +36,7 @@ template <typename IO>
 __global__ void __launch_bounds__(kGateThreads) gate_gradients(const BackwardParams p,
                                                                const BackwardTerms terms) {
   __shared__ float totals[kGateThreads / 32];
-  __shared__ bool stops[kGateThreads / 32];
+  __shared__ bool stops[kGateThreads / 32], shuts[kGateThreads / 32];
   const int64_t slot = blockIdx.x / unsigned(p.H);
   const int head = int(blockIdx.x % unsigned(p.H)), lane = threadIdx.x % 32;
   const Chunk chunk = terms.rows.chunks.at(slot);
@@ -44,15 +47,17 @@ __global__ void __launch_bounds__(kGateThreads) gate_gradients(const BackwardPar
   if (!exists && t < chunk.rows) di[at] = 0, df[at] = 0;
   if (chunk.steps == 0) return;
 
-  const auto slope = [&](const Strided& gate) {  // of logsigmoid
+  const auto value = [&](const Strided& gate) {
     const int64_t from = row / p.T * gate.batch + row % p.T * gate.time + head * gate.head;
-    return exists ? 1 / (1 + expf(static_cast<const float*>(gate.data)[from])) : 0.f;
+    return exists ? static_cast<const float*>(gate.data)[from] : 0.f;
   };
+  const auto slope = [](float x) { return 1 / (1 + expf(x)); };  // of logsigmoid
   const bool held = exists && p.hold && p.hold[row];
-  const float slope_i = p.exponential ? 1.f : slope(p.i), slope_f = slope(p.f);
+  const float f = value(p.f), slope_i = p.exponential ? 1.f : slope(value(p.i));
   const int64_t flow = terms.rows.row(head, chunk) + t;
   const float out = exists ? terms.out[flow] : 0.f;
   bool stopped = exists && p.reset && p.reset[row];  // nothing crosses a reset
+  const bool shut = __ballot_sync(~0u, f < kShutGate && !held && !stopped) != 0;
   float total = exists && !stopped ? terms.in[flow] - out : 0.f;
   float crossing = block_sum<kGateThreads>(part_of_crossing<IO>(p, terms, chunk, slot, head));
 
@@ -62,15 +67,23 @@ __global__ void __launch_bounds__(kGateThreads) gate_gradients(const BackwardPar
     const bool stop = __shfl_up_sync(~0u, int(stopped), by);
     if (lane >= by && !stopped) total += later, stopped = stop;
   }
-  if (lane == 31) totals[threadIdx.x / 32] = total, stops[threadIdx.x / 32] = stopped;
+  if (lane == 31) {
+    totals[threadIdx.x / 32] = total, stops[threadIdx.x / 32] = stopped;
+    shuts[threadIdx.x / 32] = shut;
+  }
   __syncthreads();
+  if (threadIdx.x == 0) {
+    bool any = false;
+    for (const bool one : shuts) any |= one;
+    if (any) terms.shut[atomicAdd(terms.shut_count, 1)] = int(blockIdx.x);
+  }
   for (int warp = 0; warp < int(threadIdx.x) / 32; ++warp) {
     crossing = totals[warp] + (stops[warp] ? 0.f : crossing);
   }
   if (!exists) return;
   if (!stopped) total += crossing;
   di[at] = held ? 0.f : out * slope_i;
-  df[at] = held ? 0.f : total * slope_f;
+  df[at] = held ? 0.f : total * slope(f);
 }
 
 }  // namespace flashcell::cuda

@@ -48,7 +48,10 @@ __global__ void __launch_bounds__(kRowThreads) row_gradients(const BackwardParam
                                                              const BackwardTerms terms) {
   __shared__ float2 dots[kLongestChunk];
   if (blockIdx.x == 0 && threadIdx.x < 6 && terms.taken != nullptr) terms.taken[threadIdx.x] = 0;
-  if (blockIdx.x == 0 && threadIdx.x == 0 && terms.count != nullptr) *terms.count = 0;
+  if (blockIdx.x == 0 && threadIdx.x == 0) {
+    if (terms.count != nullptr) *terms.count = 0;
+    if (terms.shut_count != nullptr) *terms.shut_count = 0;
+  }
   const int head = int(blockIdx.x % unsigned(p.H));
   const int64_t slot = blockIdx.x / unsigned(p.H);
   const Chunk chunk = terms.rows.chunks.at(slot);

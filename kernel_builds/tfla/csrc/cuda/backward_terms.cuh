@@ -18,6 +18,7 @@ struct BackwardTerms {
   float* dn;
   float *in, *out;  // [H, rows] q dq and k dk, where blocks of rows work them out
   int* taken;       // of dq's, dk's and dv's items so far, of chunks and of precise ones, or null
+  int *shut, *shut_count;  // [slots * H] chunks with a shut forget gate, and how many; or null
   int *listed, *count;  // [slots * H] chunks whose E is taken in two pieces, and how many; or null
 
   // Of its sequence.

@@ -12,7 +12,7 @@ struct ChunkProducts : ChunkLoads<IO, kTiles> {
   using Base::Base;
   using Base::chunk, Base::group, Base::head, Base::kBlocks, Base::kColumns, Base::kGroups,
       Base::kPairBytes, Base::kRowBytes, Base::kRows, Base::kStrips, Base::kThreads, Base::lane_row,
-      Base::p, Base::pair_steps, Base::part, Base::quad, Base::rows, Base::shared, Base::slot;
+      Base::p, Base::part, Base::quad, Base::rows, Base::shared, Base::slot;
   using typename Base::InnerTile, typename Base::PairTile, typename Base::RowTile,
       typename Base::StateDepth, typename Base::StateRows;
 
@@ -38,9 +38,9 @@ struct ChunkProducts : ChunkLoads<IO, kTiles> {
   }
 
   template <bool kByDepth>
-  DEVICE void multiply_pairs(PairSums& sums) {
+  DEVICE void multiply_pairs(PairSums& sums, int steps) {
     const int second_half = threadIdx.x % 32 / 16 * 24;  // lanes of the second eight columns
-    for (int s = 0; s < pair_steps; ++s) {
+    for (int s = 0; s < steps; ++s) {
       const uint32_t rows = this->template next<kByDepth>();
       const Left<Lies::kAlong, IO, kRows> left(RowTile{rows}, group * 16, 0);
       const Right<Lies::kAlong, IO, kRows> right(RowTile{rows + kRowBytes}, part * 8 + second_half,

@@ -61,7 +61,9 @@ struct ChunkLoads {
   const int head;
   const int group, part, quad, lane_row;  // of the warp, and of the lane
   const bool has_inner;                   // products of pairs, and of E
+  bool loads_inner;                       // E's, for the outputs
   int pair_steps = 0, outputs = 1, stage = 0, loads = 0;
+  int flow_steps = 0;  // through q and k, the outputs' inner rows, after the outputs
   struct {
     int output, block, depth;
   } ahead{};  // what is loaded next, after the pairs' rows
@@ -78,7 +80,8 @@ struct ChunkLoads {
         part(warp() % 4),
         quad(threadIdx.x % 4),
         lane_row(threadIdx.x % 32 / 4),
-        has_inner(has_inner) {}
+        has_inner(has_inner),
+        loads_inner(has_inner) {}
 
   DEVICE static int warp() { return __shfl_sync(~0u, int(threadIdx.x / 32), 0); }
 
@@ -98,13 +101,18 @@ struct ChunkLoads {
                                 from.rows - row, from.columns - column);
   }
 
+  DEVICE static void load_pairs(uint32_t to, const Matrix<IO>& left, const Matrix<IO>& right,
+                                int step) {
+    load<kPanel<IO>>(RowTile{to}, left, 0, step * kPanel<IO>);
+    load<kPanel<IO>>(RowTile{to + kRowBytes}, right, 0, step * kPanel<IO>);
+  }
+
   // The next stage of all that this thread block reads.
   template <bool kByDepth>
   DEVICE void issue() {
     const uint32_t to = shared_address(shared.ring) + loads % kStages * kStage;
     if (loads < pair_steps) {
-      load<kPanel<IO>>(RowTile{to}, shared.left, 0, loads * kPanel<IO>);
-      load<kPanel<IO>>(RowTile{to + kRowBytes}, shared.right, 0, loads * kPanel<IO>);
+      load_pairs(to, shared.left, shared.right, loads);
     } else if (ahead.output < outputs) {
       const Output& output = shared.outputs[ahead.output];
       const int column = ahead.block * kColumns, depth = ahead.depth * kPanel<IO>;
@@ -118,8 +126,10 @@ struct ChunkLoads {
           load<kPanel<IO>>(StateRows{to + kRowBytes}, output.state, column, depth);
         }
       }
-      if (++ahead.depth == output.depth + has_inner) ahead.depth = 0, ++ahead.block;
+      if (++ahead.depth == output.depth + loads_inner) ahead.depth = 0, ++ahead.block;
       skip_outputs();
+    } else if (ahead.depth < flow_steps) {
+      load_pairs(to, shared.outputs[1].inner, shared.outputs[0].inner, ahead.depth++);
     }
     ++loads;
     copy_commit();
@@ -128,7 +138,7 @@ struct ChunkLoads {
   DEVICE void skip_outputs() {
     for (; ahead.output < outputs; ++ahead.output, ahead.block = 0) {
       const Output& output = shared.outputs[ahead.output];
-      if (ahead.block < output.blocks && output.depth + has_inner > 0) return;
+      if (ahead.block < output.blocks && output.depth + loads_inner > 0) return;
     }
   }
 

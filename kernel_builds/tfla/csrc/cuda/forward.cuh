@@ -29,7 +29,7 @@ struct ChunkOutputs : ChunkProducts<IO, kTiles> {
     this->load_row_terms();
     PairSums pairs;
     clear(pairs);
-    this->template multiply_pairs<true>(pairs);
+    this->template multiply_pairs<true>(pairs, this->pair_steps);
     float sums[kStrips][2] = {};
     this->weigh(
         pairs, [&](int) { return [this](float sum) { return terms.scale * sum; }; },

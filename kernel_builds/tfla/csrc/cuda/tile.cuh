@@ -233,6 +233,16 @@ DEVICE void store_pair(Tile<IO, kRows> tile, int row, int column, float first, f
   }
 }
 
+template <typename IO, int kRows>
+DEVICE float2 load_pair(Tile<IO, kRows> tile, int row, int column) {
+  constexpr int kPiece = 16 / sizeof(IO);
+  const uint32_t from = tile.piece(row, column / kPiece) + column % kPiece * int(sizeof(IO));
+  Pair<IO> pair;
+#pragma unroll
+  for (int i = 0; i < int(sizeof pair) / 4; ++i) pair.word[i] = load_word(from + 4 * i);
+  return pair.floats();
+}
+
 // A row's sums of 32 columns (`sums` of 8 each, [.][half] and [half + 1]) to global memory,
 // rounded. In 16 bits the four lanes of a row change words, so that each writes 16 bytes. `to`: the
 // row's first column here, of which `columns` exist.

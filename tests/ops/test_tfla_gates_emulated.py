@@ -1,0 +1,34 @@
+"""test_tfla_gates.py where there is no GPU: tfla's CUDA kernels, run by tests/emulator."""
+
+import pytest
+import test_tfla_gates as judge
+import torch
+from test_tfla_emulated import (  # noqa: F401  (fixtures)
+    DTYPES,
+    no_float64,
+    order,
+    pytestmark,
+    tfla,
+)
+
+PATHS = [(torch.float32, ""), (torch.bfloat16, ""), (torch.bfloat16, "arch=80")]  # "": with wgmma
+
+
+@pytest.mark.parametrize("gate", [6.0, 12.0, 20.0])
+@pytest.mark.parametrize("path", PATHS, ids=str)
+@pytest.mark.parametrize("size", [64, 128, 256])
+@pytest.mark.parametrize("cell", judge.CELLS, ids=str)
+def test_forget_gates_of_both_signs(tfla, order, cell, size, path, gate):  # noqa: F811
+    dtype, device = path
+    order(device)
+    judge.judge(tfla, cell, 301, gate, dtype, backend="cpu", chunk_size=size)
+
+
+@pytest.mark.parametrize("masks", judge.MASKS, ids=str)
+@pytest.mark.parametrize("path", PATHS, ids=str)
+@pytest.mark.parametrize("cell", judge.CELLS, ids=str)
+def test_forget_gates_with_masks(tfla, order, cell, path, masks):  # noqa: F811
+    dtype, device = path
+    order(f"backwards {device}")
+    drawn = judge.draw(masks, 301)
+    judge.judge(tfla, cell, 301, 12.0, dtype, backend="cpu", chunk_size=128, **drawn)
