@@ -15,6 +15,7 @@
 #pragma once
 #include "backward_terms.cuh"
 #include "chunk.cuh"
+#include "wgmma.cuh"
 
 namespace flashcell::cuda {
 
