@@ -6,8 +6,8 @@ a forward op run with ``save=False`` is differentiable all the same.
 
 import torch
 
+from ._ops import BACKEND
 from .cells import CELLS, Cell
-from .dispatch import BACKEND
 from .formulas import CALLS, refuse_second_derivative, register_fake
 from .formulas import register as register_formula
 

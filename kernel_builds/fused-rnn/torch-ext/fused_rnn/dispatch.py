@@ -4,16 +4,17 @@ The kernels share this file.
 """
 
 from contextlib import nullcontext
+from importlib import import_module
 from importlib.util import find_spec
-from typing import ContextManager, Optional
+from typing import Any, ContextManager, Optional
 
 import torch
 
 # The build writes _ops.py into binary variants only; the wheel and torch-universal have none.
-if find_spec(__package__ + "._ops") is not None:
-    from ._ops import BACKEND, ops
-else:
-    BACKEND, ops = None, None
+_ops: Any = (
+    None if find_spec(f"{__package__}._ops") is None else import_module(f"{__package__}._ops")
+)
+BACKEND, ops = getattr(_ops, "BACKEND", None), getattr(_ops, "ops", None)
 
 BACKENDS = ("auto", "cuda", "cpu", "reference")
 
@@ -62,8 +63,16 @@ def shown(value: object) -> str:
     return f"a {type(value).__name__}"
 
 
+def has_autocast(device_type: str) -> bool:
+    """Whether tensors there know autocast, which those on meta do not. Dynamo of torch 2.11 cannot
+    trace torch's own answer; what it compiles for is a device that does."""
+    if device_type == "meta":
+        return False
+    return torch.compiler.is_compiling() or torch.amp.is_autocast_available(device_type)
+
+
 def without_autocast(device_type: str) -> ContextManager:
-    """A context in which products come in their operands' dtype; meta tensors know no autocast."""
-    if not torch.amp.is_autocast_available(device_type):
-        return nullcontext()
-    return torch.autocast(device_type, enabled=False)
+    """A context in which products come in their operands' dtype."""
+    return (
+        torch.autocast(device_type, enabled=False) if has_autocast(device_type) else nullcontext()
+    )

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from .checks import DTYPES
-from .dispatch import without_autocast
+from .dispatch import has_autocast, without_autocast
 from .formulas import is_recorded
 from .stack import Engine, Layout, choose_chunk, make_heads, project, put_rows, unpack
 
@@ -135,9 +135,7 @@ def run_cell(module: Any, kernel: Any, cell: str, input: Tensor, hx: Any = None)
 def _autocast(x: Tensor) -> tuple[torch.dtype, AbstractContextManager]:
     """The dtype to compute in, and a context without autocast: products of states stay fp32."""
     kind = x.device.type
-    # Dynamo of torch 2.11 cannot trace the first question, which only a device like meta denies.
-    known = torch.compiler.is_compiling() or torch.amp.is_autocast_available(kind)
-    if not known or not torch.is_autocast_enabled(kind):
+    if not has_autocast(kind) or not torch.is_autocast_enabled(kind):
         return x.dtype, nullcontext()
     dtype = x.dtype if x.dtype == torch.float64 else torch.get_autocast_dtype(kind)
     return dtype, without_autocast(kind)
