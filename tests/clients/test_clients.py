@@ -1,0 +1,120 @@
+"""Other programs train 20 steps alike on torch.nn's modules and on flashcell's.
+
+The environment clients/ of the state folder is made where it is absent: torch at the version of
+constraints.txt, flashcell from this checkout, and each program that installs beside them. One script
+by hand, in that environment:
+
+    .flashcell/clients/bin/python tests/clients/train_darts.py --flashcell --out ours.npz
+"""
+
+import fcntl
+import hashlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import _environment  # noqa: E402
+
+HOME = Path(os.environ.get("FLASHCELL_HOME") or ROOT / ".flashcell").resolve()
+PROGRAMS = {  # script and its argument: what it needs
+    "lightning": "lightning==2.6.6",
+    "neuralforecast LSTM": "neuralforecast==3.3.0",
+    "neuralforecast RNN": "neuralforecast==3.3.0",
+    "neuralforecast DeepAR": "neuralforecast==3.3.0",
+    "darts": "darts==0.48.1",
+    "gluonts": "gluonts[torch]==0.17.0",
+    "pytorch_forecasting": "pytorch-forecasting==1.8.0",
+    "recurrent_ppo": "sb3-contrib==2.9.2",
+}
+# Of the norm of each step's losses, gradients or parameters. Seen: 6e-7; a gradient that is clipped
+# twice, as by two parameters that share it, is off by 0.1 and more.
+BOUND = 1e-6
+
+
+def pip(python: Path, *arguments: str) -> str:
+    """What pip says if it fails, else nothing."""
+    command = [python, "-m", "pip", "install", "-c", ROOT / "constraints.txt", *arguments]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    lines = done.stdout.strip().splitlines() or [f"exit status {done.returncode}"]
+    errors = [line for line in lines if line.startswith("ERROR")]
+    return (errors or lines)[-1] if done.returncode else ""
+
+
+@pytest.fixture(scope="session")
+def install():
+    """A function of a requirement: the Python that has it, or a skip that says why it has not."""
+    folder = HOME / "clients"
+    python = folder / "bin" / "python"
+    torch = f"torch=={_environment._pinned('torch')}"
+    wanted = hashlib.sha256(f"{ROOT} {sys.version}".encode())
+    for name in ("pyproject.toml", "constraints.txt"):
+        wanted.update((ROOT / name).read_bytes())
+    stamp = folder / wanted.hexdigest()
+    HOME.mkdir(parents=True, exist_ok=True)
+    with open(HOME / "clients.lock", "w") as lock:  # several processes may run these tests
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not stamp.exists():
+            subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
+            error = pip(python, f"{torch}+cpu") and pip(python, torch)
+            error = error or pip(python, "-e", str(ROOT))
+            assert not error, error
+            stamp.touch()
+
+    def install(requirement: str) -> Path:
+        done = folder / requirement
+        with open(HOME / "clients.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not done.exists():
+                # torch stands beside it, so that pip takes no other one
+                code = "import torch; print(torch.__version__)"
+                have = subprocess.run([python, "-c", code], capture_output=True, text=True).stdout
+                error = pip(python, requirement, f"torch=={have.strip()}", "-e", str(ROOT))
+                if error:
+                    pytest.skip(f"{requirement} does not install: {error}")
+                done.touch()
+        return python
+
+    return install
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_trains_alike(install, fused_rnn, program, tmp_path):
+    python = install(PROGRAMS[program])
+    name, *model = program.split()
+    script = ROOT / "tests" / "clients" / f"train_{name}.py"
+    kernel = f"flashcell/fused-rnn={ROOT / 'kernel_builds' / 'fused-rnn'}"
+    environment = {**os.environ, "LOCAL_KERNELS": kernel, "HF_HUB_OFFLINE": "1"}
+    environment.pop("PYTHONPATH", None)
+    results = []
+    for which in ([], ["--flashcell"]):
+        out = tmp_path / f"{len(results)}.npz"
+        done = subprocess.run(
+            [python, script, *which, "--out", out, *model],
+            cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-3000:]
+        results.append(dict(np.load(out)))
+    compare(*results)
+
+
+def compare(own: dict, ours: dict) -> None:
+    assert not own["ours"].any()
+    assert ours["ours"].any(), "no recurrent module is flashcell's"
+    for name in ("losses", "gradients", "parameters"):
+        want, got = (steps[name].reshape(len(steps[name]), -1) for steps in (own, ours))
+        assert want.shape == got.shape
+        assert len(want) == 20
+        norm = np.linalg.norm(want.astype(np.float64), axis=1)
+        error = np.linalg.norm(got.astype(np.float64) - want, axis=1) / norm
+        step = error.argmax()
+        assert (error <= BOUND).all(), (
+            f"{name}: off by {error[step]:.2g} of the norm at step {step}"
+        )
