@@ -195,12 +195,20 @@ def leave_nothing_after(tokens: int):
     return processor
 
 
-def test_time_limit(make_model, tokens):
-    model = make_model()
-    requests = [Request(tokens(4), 10_000, max_time=0.2), Request(tokens(4), 5)]
+def test_time_limit(make_model, tokens, monkeypatch):
+    """On a clock that goes a second ahead with each token of the request."""
+    model, now = make_model(), [100.0]
+    monkeypatch.setattr("flashcell.requests.time.monotonic", lambda: now[0])
+
+    def a_second_later(token):
+        now[0] += 1.0
+
+    requests = [Request(tokens(4), 20, max_time=7, on_token=a_second_later), Request(tokens(4), 20)]
     results = {c.index: c for c in generate_many(model, requests, slots=2)}
     assert results[0].reason == "time"
+    assert len(results[0].tokens) == 8  # the first that ends later than after 7 s
     assert results[1].reason == "length"
+    assert len(results[1].tokens) == 20
 
 
 def test_memory_does_not_grow(make_model, tokens):
