@@ -178,9 +178,7 @@ class Recording:
     def record_ops(self, model: nn.Module) -> None:
         """The same where there are no graphs: the ops alone."""
         try:
-            with Tape() as tape:
-                logits = self.forward(model)
-            self.replay = tape.replay(logits)
+            self.replay = Tape().record(lambda: self.forward(model))
         except Unrecordable as error:
             raise Refused(f"the step cannot be put on a tape: {error}") from error
 

@@ -13,7 +13,7 @@ class Unrecordable(RuntimeError):
 
 
 class Tape(TorchDispatchMode):
-    """Records the ops that run in its context.
+    """Records the ops that a function runs.
 
     They are run again on the same tensors: parameters, buffers and whatever else existed before is
     read and written where it lies, and only what the ops return is new. A view of what existed is made
@@ -106,8 +106,20 @@ class Tape(TorchDispatchMode):
             return f"[{', '.join(map(self._text, x))}]"
         return repr(x) if x is None or type(x) in (bool, int) else self._keep("c", x)
 
-    def replay(self, result: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """A function that runs the ops and returns what is `result` then."""
+    def record(self, function: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        """Runs `function`. Returns one that runs its ops again and returns their result.
+
+        Not by `with self`, whose methods are Python: Ctrl-C in one of them would leave every later op of
+        the process to this tape. It comes between calls of C functions, never inside one.
+        """
+        try:
+            torch._C._push_on_torch_dispatch_stack(self)
+            result = function()
+        finally:
+            torch._C._pop_torch_dispatch_stack(None)
+        return self._replay(result)
+
+    def _replay(self, result: torch.Tensor) -> Callable[[], torch.Tensor]:
         if id(result) not in self._names:
             raise Unrecordable("the result is of no op")
         wanted, lines = {self._result(result)}, [f"    return {self._names[id(result)]}"]

@@ -1,23 +1,27 @@
 """A decoded step on a CPU from a tape: the ops of the step, bit for bit, and nothing that it would miss."""
 
 import copy
+import sys
+from contextlib import suppress
 
 import pytest
 import torch
 from torch import nn
+from torch.utils import _python_dispatch
 from transformers import DynamicCache
 
 from cases import DEVICE
 from decode_cases import greedy, without_engine
+from flashcell import tape
 from flashcell.tape import Tape, Unrecordable
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="a GPU has graphs")
+RECORDING = tape.__file__, _python_dispatch.__file__
 
 
 def record(function):
-    with torch.no_grad(), Tape() as tape:
-        result = function()
-    return tape.replay(result)
+    with torch.no_grad():
+        return Tape().record(function)
 
 
 def test_ops_are_run_again_on_what_is_there():
@@ -71,6 +75,35 @@ def test_a_value_in_python_is_refused(way):
     x = torch.ones(3)
     with pytest.raises(Unrecordable, match="reads a value"):
         record(lambda: READS[way](x))
+
+
+def test_an_interrupt_while_recording_leaves_nothing_behind():
+    """Python delivers Ctrl-C after the call of a C function, or where a function of Python's begins."""
+    x, places, stop, left = torch.ones(3), [], 0, []
+
+    def watch(frame, event, _):
+        if event in ("call", "c_return") and frame.f_code.co_filename in RECORDING:
+            places.append((frame.f_code.co_name, frame.f_lineno))
+            if len(places) == stop:
+                raise KeyboardInterrupt
+
+    def watched():
+        places.clear()
+        sys.setprofile(watch)
+        try:
+            Tape().record(lambda: x + 1)
+        finally:
+            sys.setprofile(None)
+
+    watched()
+    for stop in range(1, len(places) + 1):  # noqa: B007  `watch` reads it
+        with suppress(KeyboardInterrupt):  # a destructor's is printed and dropped
+            watched()
+        if torch._C._len_torch_dispatch_stack():
+            torch._C._pop_torch_dispatch_stack(None)  # or every later test would be recorded
+            left.append(places[-1])
+    assert stop > 50
+    assert not left
 
 
 def decoded(model, ids, between=lambda step: None):
