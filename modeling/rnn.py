@@ -50,8 +50,8 @@ class _StandIn(nn.Module):
         torch.fx and what stands on it take a module for a leaf if its `__module__` begins with
         "torch.nn": on the object alone, since pickles find the class by the class's own.
         """
-        self.kernel_backend = check_backend(backend)
-        self.__module__ = "torch.nn"
+        # past a __setattr__ of the user's
+        vars(self).update(kernel_backend=check_backend(backend), __module__="torch.nn")
 
     def kernel_for(self, input: Any) -> Any:
         """The functions of fused-rnn for where `input` is; None where torch.nn's own forward runs:

@@ -17,8 +17,10 @@ REPLACEMENTS: dict[type[nn.Module], type[nn.Module]] = {
     nn.GRUCell: GRUCell,
     nn.RNNCell: RNNCell,
 }
-# What decides on a module's results besides the methods that flashcell's forward calls as torch.nn's does.
-FORWARD = ("forward", "permute_hidden", "all_weights")
+# What decides on a module's results besides the methods that flashcell's forward calls as torch.nn's does:
+# it makes no zeros where no state is given, which torch.nn's checks.
+CHECKS = ("check_forward_args", "check_hidden_size", "get_expected_hidden_size")
+FORWARD = ("forward", "permute_hidden", "all_weights", *CHECKS)
 
 _lock = threading.Lock()
 _metaclasses: dict[type, type] = {}
@@ -97,7 +99,7 @@ def adopt(module: Any, kind: type[nn.Module], backend: str) -> None:
 
 
 def release(module: Any) -> None:
-    """The way back from `adopt`."""
-    set_class(module, vars(module).pop("_replaced"))
-    for attribute in ("kernel_backend", "__module__"):
+    """The way back from `adopt`. Whoever interrupts it can do it again."""
+    set_class(module, vars(module)["_replaced"])
+    for attribute in ("kernel_backend", "__module__", "_replaced"):
         vars(module).pop(attribute, None)

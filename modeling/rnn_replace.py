@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.modules.rnn import RNNBase, RNNCellBase
 
 from .kernel_loader import check_backend, kernel_info
-from .rnn_classes import REPLACEMENTS, adopt, base_class, class_for, release
+from .rnn_classes import FORWARD, REPLACEMENTS, adopt, base_class, class_for, release
 
 logger = logging.getLogger(__name__)
 
@@ -238,8 +238,9 @@ def _target(module: nn.Module, backend: str) -> type[nn.Module] | str:
         return f"it is of {type(module).__module__}: quantised"
     if isinstance(module, tuple(REPLACEMENTS.values())):
         return ALREADY
-    if "forward" in vars(module):
-        return "its forward was set on the object: replace before hooks are added"
+    for name in FORWARD:
+        if name in vars(module):
+            return f"its {name} was set on the object: replace before hooks are added"
     target = class_for(base_class(module))
     device = next((p.device.type for p in module.parameters()), "cpu")
     if (

@@ -193,3 +193,59 @@ def test_twins_agree_after_a_round_trip():
         assert_same(outputs(theirs, x), want, SAME)
         flashcell.restore(theirs)
         assert_same(outputs(theirs, x), want, 0.0)
+
+
+class Locked(nn.LSTM):
+    """Takes no attributes once it is made."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        vars(self)["locked"] = True
+
+    def __setattr__(self, name, value):
+        if vars(self).get("locked"):
+            raise AttributeError(f"{name} is locked")
+        super().__setattr__(name, value)
+
+
+def test_a_subclass_that_takes_no_attributes_is_replaced_whole():
+    model = nn.ModuleList([Locked(3, 4), nn.GRU(3, 4)])
+    assert len(flashcell.replace(model).replaced) == 2
+    assert isinstance(model[0], flashcell.LSTM)
+    assert len(flashcell.restore(model)) == 2
+    assert type(model[0]) is Locked
+
+
+class Checked(nn.LSTM):
+    def check_forward_args(self, *args):
+        raise RuntimeError("checked")
+
+
+def check_on_the_object():
+    module = nn.LSTM(3, 4)
+    module.check_forward_args = lambda *_: None
+    return module
+
+
+@pytest.mark.parametrize("make", [lambda: Checked(3, 4), check_on_the_object])
+def test_own_checks_are_run_as_torch_runs_them(make):
+    """torch.nn checks the zeros that it makes where no state is given, which flashcell does not make."""
+    module = make()
+    assert "check_forward_args" in flashcell.replace(module).skipped[""]
+    assert not isinstance(module, flashcell.LSTM)
+
+
+def test_an_interrupted_restore_can_be_repeated(monkeypatch):
+    module = nn.LSTM(3, 4)
+    flashcell.replace(module)
+    with monkeypatch.context() as patch:
+        patch.setattr("flashcell.rnn_classes.set_class", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            flashcell.restore(module)
+    assert flashcell.restore(module) == [""]
+    assert type(module) is nn.LSTM
+    assert "_replaced" not in vars(module)
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt
