@@ -2,11 +2,12 @@
 
 A recorded step is the model's as long as two things hold. All code inside the step is this package's,
 torch's or transformers' (`refusal` says whose is not), so that it depends on nothing but what the
-model's modules, their classes and their configuration hold. And every one of these values is the one
+model's modules, their classes, their configuration and global names (global_names.py) hold. And every one of these values is the one
 that the recording was made with: all of them are compared, not a list of those that may matter. Values
 of tensors are not among them, because a recording reads tensors where they lie.
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from itertools import chain
 from types import BuiltinFunctionType, FunctionType, MethodType
@@ -16,6 +17,8 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 from transformers import GenerationMixin, PreTrainedModel
+
+from .global_names import GlobalNames
 
 try:  # all of torch's flags at once, as torch.compile compares them
     from torch._C._dynamo.guards import GlobalStateGuard
@@ -29,6 +32,8 @@ PACKAGE = __name__.rpartition(".")[0]
 # revision than the model's.
 REPOSITORY = PACKAGE.rpartition(".")[0] if PACKAGE.count(".") > 1 else PACKAGE
 KNOWN = {"torch", "transformers", "builtins", "abc", "typing", "collections", "contextlib"}
+# Whose functions the code around a step imports, for loading and saving.
+LIBRARIES = {*sys.stdlib_module_names, "huggingface_hub", "kernels", "safetensors"}
 # What a subclass or an instance of a language model may have of its own: it runs around the step.
 AROUND = {"forward", "generate", "__init__", *vars(GenerationMixin)}
 SHARED = {*GenerationMixin.__mro__, *PreTrainedModel.__mro__} - {nn.Module}
@@ -69,6 +74,7 @@ class Fingerprint:
         dicts = [vars(m) for m in modules]
         self._inside = dicts[1:]
         self._attributes = [dict(d) for d in dicts]
+        self._modules, self._types = modules[1:], list(map(type, modules))
         self._attributes[0]["decoder"] = Whatever()  # it has this fingerprint
         # Attributes that are tables themselves are compared as they are now. If one was replaced, the
         # attributes are equal only while both are.
@@ -86,17 +92,20 @@ class Fingerprint:
         self._single_ids = [id(table[name]) for table, name in self._single]
         self._places = self._look_at_tensors()
         self._flags = GlobalStateGuard().check if has_guard else _flags_are(_flags())
-        self.refusal = _why_not(model, modules, self._tensors, device)
+        self._names = GlobalNames(_classes(modules))
+        self.refusal = _why_not(model, modules, self._tensors, device) or _of_names(self._names)
         self.alone = runs_alone(model)
 
     def holds(self, model: nn.Module) -> bool:
         try:
             return (
                 [vars(model), *self._inside] == self._attributes
+                and [type(model), *map(type, self._modules)] == self._types
                 and not any(self._empty)
                 and self._filled == self._copies
                 and self._look_at_tensors() == self._places
                 and self._flags()
+                and self._names.hold()
                 and [id(table[name]) for table, name in self._single] == self._single_ids
             )
         except Exception:  # such as of tensors that are asked whether they are equal
@@ -169,6 +178,15 @@ def _of_tensors(tensors: list[torch.Tensor], device: torch.device) -> Iterator[s
             yield f"not every weight is on {device}, where the tokens are"
         elif type(w.data) is not torch.Tensor:
             yield f"a weight is a {type(w.data).__name__}, which has no one place"
+
+
+def _of_names(names: GlobalNames) -> str | None:
+    for value in names:
+        if isinstance(value, FunctionType) and not is_ours(value):
+            home = str(value.__globals__.get("__name__"))
+            if home.partition(".")[0] not in LIBRARIES:
+                return f"{value.__qualname__}, which the step may call, is code of {home}"
+    return None
 
 
 def _differs(kind: type, key: str, value: Any) -> bool:

@@ -133,6 +133,8 @@ class Recording:
 
     def bind(self, layers: list[RecurrentStateLayer], turns: Turns) -> None:
         """Lends the buffers to `layers`. The cache that had them gets copies."""
+        if len({id(layer) for layer in layers}) < len(layers):
+            raise Refused("the cache has one layer several times")
         if self.loan is not None:
             for layer in (owner() for owner in self.owners):
                 if layer is not None and layer.held[1] is self.loan:
@@ -187,14 +189,16 @@ class Recording:
         assert self.loan is not None
         self.loan.stream = self.loan.turns.stream
         self.tokens.copy_(tokens)
-        for layer in cache.layers:
-            layer.length += 1
         if self.graph is None:
             with torch.inference_mode():  # past autograd, which half of the ops would ask in Python
                 logits = self.replay()
-            return logits.clone()  # an ordinary tensor, wherever the caller is
-        self.graph.replay()
-        return self.logits.clone()  # the next replay overwrites them
+        else:
+            self.graph.replay()
+            logits = self.logits
+        for layer in cache.layers:  # not of a token that was refused
+            layer.length += 1
+        # The next replay of a graph overwrites them; a copy is an ordinary tensor wherever the caller is.
+        return logits.clone()
 
 
 def _buffers_like(group: States) -> States:

@@ -1,0 +1,93 @@
+"""Decoding sees what is swapped behind a model's back: functions with global names, and classes."""
+
+import pytest
+import torch
+from torch import nn
+from transformers import DynamicCache
+
+from decode_cases import decode, greedy, without_engine
+from flashcell import recurrent_model, step_linear
+from model_cases import cpu_only
+
+
+def scaled(owner, name, patch):
+    function = getattr(owner, name)
+    patch.setattr(owner, name, lambda *args, **kwargs: 3 * function(*args, **kwargs))
+
+
+def another_class(m, _):
+    members = {"forward": lambda self, x: 3 * nn.Linear.forward(self, x)}
+    m.lm_head.__class__ = type("Linear", (nn.Linear,), members)
+
+
+SWAPS = {
+    "a norm": ("lstm", lambda m, p: scaled(nn.functional, "rms_norm", p)),
+    "the embedding": ("lstm", lambda m, p: scaled(nn.functional, "embedding", p)),
+    "an operator of torch's": ("lstm", lambda m, p: scaled(torch, "rms_norm", p)),
+    "a method of tensors": ("flash_xlstm", lambda m, p: scaled(torch.Tensor, "__add__", p)),
+    "a product": ("flash_xlstm", lambda m, p: scaled(nn.functional, "linear", p)),
+    "an activation": ("flash_xlstm", lambda m, p: scaled(nn.functional, "silu", p)),
+    "a function of ours": ("flash_mlstm", lambda m, p: scaled(recurrent_model, "cast_once", p)),
+    "a way to multiply": (
+        "lstm",
+        lambda m, p: p.setattr(step_linear, "find_step_linear", lambda *_: None),
+    ),
+    "a class": ("lstm", another_class),
+}
+INERT = {"a function of ours", "a way to multiply"}  # not in every build
+
+
+@pytest.mark.parametrize("swap", SWAPS)
+@pytest.mark.parametrize("prompted", [False, True])
+def test_a_swap_is_seen_at_the_next_token(make_model, tokens, monkeypatch, swap, prompted):
+    (case, change), ids, logits = SWAPS[swap], tokens(2, 8), {}
+    for mode in ("eager", "auto"):
+        torch.manual_seed(0)
+        model = make_model(case)
+        model.decoder.mode, cache = mode, DynamicCache(config=model.config)
+        before = decode(model, ids)
+        if prompted:
+            greedy(model, ids)
+        decode(model, ids[:, :4], cache)
+        with monkeypatch.context() as patch:
+            change(model, patch)
+            logits[mode] = decode(model, ids[:, 4:], cache)
+    assert torch.equal(logits["auto"], logits["eager"])
+    assert swap in INERT or not torch.equal(logits["auto"], before[:, 4:])
+
+
+def test_a_function_of_others_is_called_at_every_token(make_model, tokens, monkeypatch):
+    """Also one that was there before the first token, and counts."""
+    calls, norm = [], nn.functional.rms_norm
+    monkeypatch.setattr(nn.functional, "rms_norm", lambda *a, **k: calls.append(1) or norm(*a, **k))
+    model, ids = make_model(), tokens(2, 6)
+    decode(model, ids)
+    assert __name__ in model.decoder.reason
+    counted = len(calls)
+    without_engine(model, lambda: decode(model, ids))
+    assert len(calls) == 2 * counted > 0
+
+
+@cpu_only
+def test_a_token_that_is_refused_is_not_counted(make_model, tokens):
+    model = make_model()
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        for token in tokens(2, 4).split(1, 1):
+            model(token, past_key_values=cache)
+        assert model.decoder.path == "tape"
+        with pytest.raises(IndexError):
+            model(torch.full((2, 1), 1000), past_key_values=cache)
+    assert cache.get_seq_length() == 4
+
+
+def test_one_layer_in_two_places(make_model, tokens):
+    ids, logits = tokens(2, 6), {}
+    for mode in ("eager", "auto"):
+        torch.manual_seed(0)
+        model = make_model()
+        model.decoder.mode, cache = mode, DynamicCache(config=model.config)
+        decode(model, ids[:, :4], cache)
+        cache.layers[1] = cache.layers[0]
+        logits[mode] = decode(model, ids[:, 4:], cache)
+    assert torch.equal(logits["eager"], logits["auto"])
