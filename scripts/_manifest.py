@@ -22,6 +22,13 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
+def check_file(path: Path) -> Path:
+    """One that is not there yet will do."""
+    if path.exists() and not path.is_file():  # to open a pipe would wait for ever
+        raise ValueError(f"{path} is no regular file")
+    return path
+
+
 def write_whole(path: Path, text: str) -> None:
     """A small file: whole or as it was."""
     staging = path.with_name(f".{path.name}.new")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import IO
 
 from _checkpoint import checkpoints_in
-from _manifest import write_whole
+from _manifest import check_file, write_whole
 
 COLUMNS = ["step", "tokens", "learning_rate", "train_loss", "gradient_norm"]
 COLUMNS += ["held_out_loss", "held_out_bits_per_byte", "seconds"]
@@ -38,7 +38,8 @@ def open_run(folder: Path, identity: dict, resume: bool, restart: bool) -> IO:
 
 def lock_run(folder: Path) -> IO:
     folder.parent.mkdir(parents=True, exist_ok=True)
-    file = open(folder.with_name(f".{folder.name}.lock"), "w")  # noqa: SIM115  held to the end
+    path = check_file(folder.with_name(f".{folder.name}.lock"))
+    file = open(path, "w")  # noqa: SIM115  held to the end
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -48,7 +49,7 @@ def lock_run(folder: Path) -> IO:
 
 def read_identity(path: Path) -> dict:
     try:
-        began = json.loads(path.read_text())
+        began = json.loads(check_file(path).read_text())
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: {error}; --restart begins the run again") from None
     if not isinstance(began, dict):
@@ -75,7 +76,7 @@ class Log:
         os.replace(staging, path)
 
     def rows(self) -> list[dict]:
-        if not self.path.exists():
+        if not check_file(self.path).exists():
             return []
         with open(self.path, newline="") as file:
             whole = [line for line in file if line.endswith("\n")]  # not one cut off by a kill

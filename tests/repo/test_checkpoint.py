@@ -2,6 +2,7 @@
 
 import os
 import random
+import subprocess
 import sys
 from pathlib import Path
 
@@ -133,3 +134,20 @@ def test_a_full_disk_leaves_what_was_there(tmp_path, monkeypatch):
 
 def raise_full(*_):
     raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("name", ["run/identity.json", "run/log.csv", ".run.lock"])
+def test_a_pipe_in_a_file_s_place_is_refused(tmp_path, name):
+    """To open one would wait for ever."""
+    (tmp_path / "run/checkpoints/step-1").mkdir(parents=True)
+    (tmp_path / "run/identity.json").write_text("{}")
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    scripts = str(Path(describe.__code__.co_filename).parent)
+    work = (
+        f"import sys; sys.path.insert(0, {scripts!r}); from pathlib import Path; import _run\n"
+        f"folder = Path({str(tmp_path / 'run')!r})\n"
+        "lock = _run.open_run(folder, {}, True, False); _run.Log(folder / 'log.csv', 1)"
+    )
+    ran = subprocess.run([sys.executable, "-c", work], capture_output=True, text=True, timeout=60)
+    assert f"{name.rpartition('/')[2]} is no regular file" in ran.stderr
