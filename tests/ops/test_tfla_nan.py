@@ -62,3 +62,40 @@ def test_what_a_held_step_holds(tfla, cell):
     """As test_held has it of the library: this one is run by the emulator too."""
     for dtype in (torch.float32, torch.bfloat16):
         test_held.test_mlstm(tfla, (cell.split()[0], None), dtype, "auto")
+
+
+@pytest.mark.parametrize("norm", [None, "rms", "layer"])
+@pytest.mark.parametrize("backend", test_held.BACKENDS)
+def test_an_output_gate_of_held_steps_does_not_matter(tfla, cell, backend, norm):
+    """Nor does one past a row's end: h and the gate's gradient are 0 there."""
+    call = make(cell, Case(2, 9, 2, 16, 16), torch.float32)
+    hold = torch.arange(9).expand(2, 9) % 4 == 3
+    for mask, held in (
+        ({"hold": hold}, hold),
+        ({"lengths": torch.tensor([4, 9])}, torch.tensor([[False] * 4 + [True] * 5, [False] * 9])),
+    ):
+        gate = torch.randn(2, 9, 2, 16).masked_fill(held[..., None, None], float("nan"))
+        gate.requires_grad_()
+        h, _ = tfla.mlstm(**call, **mask, out_gate=gate, norm=norm, backend=backend)
+        assert not h[held].count_nonzero()
+        assert h.isfinite().all()
+        (grad,) = torch.autograd.grad(h.sum(), gate)
+        assert not grad[held].count_nonzero()
+        assert grad.isfinite().all()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_state_that_is_nan_is_not_carried_past_a_reset(tfla, cell, value):
+    call = make(cell, Case(2, 9, 2, 16, 16, ("state",)), torch.float32)
+    call["state"] = tuple(torch.full_like(s, value) for s in call["state"])
+    reset = torch.zeros(2, 9, dtype=torch.bool)
+    reset[:, 4] = True
+    _, want = tfla.mlstm(**call, reset=reset)
+    given = {k: v for k, v in call.items() if k not in ("q", "state")}
+    transfer = tfla.mlstm_transfer(**given, reset=reset)
+    got = tfla.mlstm_carry(call["state"], transfer)
+    first = transfer._replace(C=torch.full_like(transfer.C, value))
+    both = [t for t in tfla.mlstm_compose(first, transfer)[:3] if t is not None]
+    for result in (got, both):
+        for a, b in zip(unscaled(result), unscaled(want), strict=True):
+            assert_close("state", a, b, 1e-6)

@@ -1,11 +1,13 @@
 // An op as torch calls it. Before its own checks every tensor is checked, under its name in the
 // schema: that it is a plain one on the device of the others, within a storage that holds it. What
-// the schema says is changed, Tensor(a!), autograd is told of. FLASHCELL_OP(schema, function).
+// the schema says is changed, Tensor(a!), must share memory with no other, and autograd is told of
+// it. FLASHCELL_OP(schema, function).
 #pragma once
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/headeronly/util/Exception.h>
 
+#include <algorithm>
 #include <limits>
 #include <new>
 #include <string_view>
@@ -81,9 +83,27 @@ class Door {
     }
   }
 
+  // After the last argument: what is changed is read, and written, through no other one.
+  void close() const {
+    for (const Span& changed : spans_) {
+      if (!changed.is_changed) continue;
+      for (const Span& other : spans_) {
+        STD_TORCH_CHECK(
+            &other == &changed || other.begin >= changed.end || changed.begin >= other.end,
+            changed.name, " is changed in place, so it must not share memory with ", other.name);
+      }
+    }
+  }
+
   const std::string& first() const { return first_; }
 
  private:
+  struct Span {
+    std::string name;
+    bool is_changed;
+    const char *begin, *end;
+  };
+
   static constexpr int64_t kMostOfOne = std::numeric_limits<int32_t>::max();
   static constexpr int64_t kMostBytes = int64_t(1) << 47;  // what a process can address
 
@@ -91,13 +111,18 @@ class Door {
   size_t index_ = 0;
   int32_t device_type_ = -1, device_index_ = -1;  // the first tensor's
   std::string first_;
+  std::vector<Span> spans_;  // of the tensors that have elements, of an op that changes one
 
   void check(const Tensor& tensor, const Argument& argument, const char* name) {
     TensorView view;
     STD_TORCH_CHECK(view.read(tensor), name,
                     " must be a strided tensor, not a sparse, mkldnn, nested or quantized one");
     check_device(tensor, name);
-    check_memory(tensor, view, name);
+    const int64_t bytes = check_memory(tensor, view, name);
+    if (bytes > 0 && changes_any()) {
+      const char* begin = (const char*)tensor.const_data_ptr();
+      spans_.push_back({name, argument.is_changed, begin, begin + bytes});
+    }
     if (argument.is_changed) mark_changed(tensor, name);
   }
 
@@ -110,13 +135,18 @@ class Door {
                     " must be on the device of ", first_);
   }
 
-  static void check_memory(const Tensor& tensor, const TensorView& view, const char* name) {
+  bool changes_any() const {
+    return std::any_of(arguments_.begin(), arguments_.end(), [](auto& a) { return a.is_changed; });
+  }
+
+  // How many bytes there are from the first element to the end of the last.
+  static int64_t check_memory(const Tensor& tensor, const TensorView& view, const char* name) {
     const int64_t width = tensor.element_size(), offset = tensor.storage_offset();
     int64_t bytes = width, end = 1, stored = 0;
     for (int64_t i = 0; i < view.rank; ++i) {
       STD_TORCH_CHECK(view.sizes[i] <= kMostOfOne, name, " must have sizes below 2^31, got shape ",
                       to_string(shape_of(tensor)));
-      if (view.sizes[i] == 0) return;
+      if (view.sizes[i] == 0) return 0;
     }
     for (int64_t i = 0; i < view.rank; ++i) {
       const bool fits = !__builtin_mul_overflow(bytes, view.sizes[i], &bytes) && bytes < kMostBytes;
@@ -128,6 +158,7 @@ class Door {
     STD_TORCH_CHECK(offset >= 0 && (offset + end) * width <= stored, name,
                     " must lie within its storage, but reaches to byte ", (offset + end) * width,
                     " of ", stored, ": was it freed or made smaller?");
+    return end * width;
   }
 
   // A copy onto itself moves nothing, but is a change to autograd: it raises the version, and is
@@ -164,6 +195,7 @@ struct Op<kSchema, kFunction> {
     static const std::vector<Argument> names = arguments_of(kSchema);
     Door door(names);
     (door.take(arguments), ...);
+    door.close();
     try {
       return kFunction(std::move(arguments)...);
     } catch (const std::bad_alloc&) {

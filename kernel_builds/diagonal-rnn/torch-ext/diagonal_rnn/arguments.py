@@ -10,13 +10,13 @@ from .checks import (
     check_flag,
     check_input,
     check_masks,
-    check_memory,
     check_number,
     check_operand,
     check_state,
     check_values,
     check_whole,
 )
+from .memory import check_memory
 
 METHODS = ("auto", "walk", "shoot", "newton")
 WIDEST_BLOCK = 4

@@ -10,13 +10,13 @@ from .checks import (
     check_flag,
     check_floating,
     check_mask,
-    check_memory,
     check_operand,
     check_size,
     check_tensor,
 )
 from .dispatch import BACKEND, select_backend
 from .formulas import CALLS
+from .memory import check_memory
 from .reference import state_dtype
 
 TAPS = 4  # that the CUDA kernel has

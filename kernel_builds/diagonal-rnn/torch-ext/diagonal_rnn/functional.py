@@ -33,9 +33,10 @@ import torch
 from . import reference
 from .arguments import check_method, check_rows, check_sequence, check_x, sizes
 from .cells import CELLS
-from .checks import check_flag, check_memory, check_state
+from .checks import check_flag, check_state
 from .dispatch import BACKEND, select_backend
 from .formulas import CALLS, is_recorded
+from .memory import check_memory
 from .newton import sequence as parallel_sequence
 from .sequences import lower_masks, stack_states
 

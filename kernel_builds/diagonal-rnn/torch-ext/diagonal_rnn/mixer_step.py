@@ -15,16 +15,15 @@ from .checks import (
     Named,
     check_count,
     check_input,
-    check_memory,
     check_no_gradient,
     check_number,
     check_operands,
     check_tensor,
-    check_written,
     find_cell,
 )
 from .conv import TAPS
 from .dispatch import BACKEND, ops, select_backend
+from .memory import check_apart, check_memory, check_written
 from .projection import multiply_heads
 
 CONV = ("x", "weight", "bias", "window", "window")
@@ -52,6 +51,7 @@ def conv_step(
     check_memory(CONV, x, weight, bias, window)
     check_no_gradient("conv_step", CONV, x, weight, bias, window)
     fits = check_written("window", window) and past + 1 == TAPS and D % 2 == 0
+    check_apart(CONV, 1, x, weight, bias, window)
     if _select(backend, x, fits) != "reference":
         return ops.conv_step_(x, weight, bias, window)
     wide, seen = reference.state_dtype(x.dtype), torch.cat([window, x[:, None]], 1)
@@ -100,6 +100,7 @@ def mixer_step(
     fits = J % 2 == 0
     for k, s in enumerate(state):
         fits = check_written(STATE[k], s) and fits
+    check_apart(names, spec.states, *given)
     u = multiply_heads(x, weight)  # [N, B, G, J]
     if _select(backend, x, fits) != "reference":
         a, p = (*rows, None)[:2]

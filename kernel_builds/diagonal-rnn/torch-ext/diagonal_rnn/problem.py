@@ -7,8 +7,9 @@ from typing import Any, Tuple, Union
 import torch
 from torch import Tensor
 
-from .checks import check_floating, check_memory, check_shape, check_size, check_tensor
+from .checks import check_floating, check_shape, check_size, check_tensor
 from .dispatch import shown
+from .memory import check_memory
 from .reference import state_dtype
 from .structures import Structure
 

@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .checks import check_input, check_memory, check_operand, check_tensor
+from .checks import check_input, check_operand, check_tensor
 from .formulas import is_transformed
+from .memory import check_memory
 
 
 def headwise_linear(x: Tensor, weight: Tensor, bias: Optional[Tensor] = None) -> Tensor:

@@ -31,13 +31,13 @@ from .checks import (
     check_choice,
     check_flag,
     check_floating,
-    check_memory,
     check_shape,
     check_tensor,
     check_whole,
 )
 from .dispatch import without_autocast
 from .iteration import Options, finish, iterate, shift, shoot, walk
+from .memory import check_memory
 from .problem import Inputs, Problem, check_bounds, check_params, check_sizes, check_state, check_x
 from .structures import STRUCTURES, choose_mode, find_structure, solve_linear
 

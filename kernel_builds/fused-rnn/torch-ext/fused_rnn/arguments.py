@@ -6,11 +6,11 @@ from .cells import Cell
 from .checks import (
     check_input,
     check_masks,
-    check_memory,
     check_number,
     check_operand,
     check_state,
 )
+from .memory import check_memory
 
 
 def check_x(cell: Cell, x: torch.Tensor, letters: str, dims: int) -> None:

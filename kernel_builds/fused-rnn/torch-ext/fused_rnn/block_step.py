@@ -14,17 +14,16 @@ from .checks import (
     Named,
     check_count,
     check_input,
-    check_memory,
     check_no_gradient,
     check_number,
     check_operands,
     check_size,
     check_tensor,
-    check_written,
     find_cell,
     is_dense,
 )
 from .dispatch import BACKEND, ops, select_backend
+from .memory import check_apart, check_memory, check_written
 
 NAMES = ("x", "mixer_norm", "in_proj", "weight", "bias", "mlp_norm", "gate", "up", "down", "state")
 
@@ -81,6 +80,7 @@ def block_step(
     check_no_gradient("block_step", NAMES, *given)
     for k, s in enumerate(state):
         check_written(STATE[k], s)
+    check_apart(NAMES, spec.states, *given)
     if not is_dense(*given[1:]):
         for name, value, _, _ in (*named, *states):
             if not is_dense(value):

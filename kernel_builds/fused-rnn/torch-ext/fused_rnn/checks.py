@@ -15,6 +15,7 @@ import torch
 
 from .cells import CELLS, Cell
 from .dispatch import shown
+from .memory import check_memory
 
 Named = Tuple[str, Any, Tuple[int, ...], str]  # name, value, shape, its letters
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -124,36 +125,6 @@ def check_size(name: str, value: torch.Tensor) -> None:
         )
 
 
-def check_memory(names: Sequence[str], *values: Optional[torch.Tensor]) -> None:
-    """No tensor's memory was taken away by storage().resize_(0): a read would end the process.
-
-    The last of `names` may be that of several, as state.
-    """
-    if torch.compiler.is_compiling():
-        return
-    try:
-        for value in values:
-            if value is not None and not value.data_ptr():
-                break
-        else:
-            return
-    except RuntimeError:  # fake, or inside torch.func: it has no memory of its own
-        return
-    _find_freed(names, values)
-
-
-def _find_freed(names: Sequence[str], values) -> None:
-    last = len(names) - 1
-    for at, value in enumerate(values):
-        if value is None or value.data_ptr() or not value.numel() or value.is_meta:
-            continue
-        name = names[at] if at < last else f"{names[last]}[{at - last}]"
-        raise ValueError(
-            f"{name} has shape {list(value.shape)}, but must have the memory for it: its storage "
-            "was freed"
-        )
-
-
 def check_number(name: str, value: object, wanted: str = "a number >= 0") -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} is a {type(value).__name__}, but must be {wanted}")
@@ -190,33 +161,6 @@ def check_no_gradient(who: str, names: Sequence[str], *values) -> None:
             last = len(names) - 1
             name = names[at] if at < last else f"{names[last]}[{at - last}]"
             raise ValueError(f"{name} requires a gradient, but {who} is for decoding and has none")
-
-
-def check_written(name: str, value: torch.Tensor) -> bool:
-    """A tensor that a step changes where it lies: whether it lies as a binary writes it."""
-    dense = value.is_contiguous()
-    if torch.compiler.is_compiling():
-        return dense
-    if value.is_neg():
-        raise ValueError(f"{name} is a view that negates another tensor, but is written: clone it")
-    if value.is_inference() and not torch.is_inference_mode_enabled():
-        raise ValueError(
-            f"{name} is an inference tensor, but is written outside inference mode: clone it"
-        )
-    if not dense and _overlaps(value):
-        raise ValueError(
-            f"{name} has strides {value.stride()}, but is written: no two elements may share memory"
-        )
-    return dense and value.storage_offset() * value.element_size() % 8 == 0
-
-
-def _overlaps(value: torch.Tensor) -> bool:
-    reach = 0  # of the dimensions so far, the nearest first
-    for stride, size in sorted(zip(value.stride(), value.shape)):
-        if size > 1 and stride <= reach:
-            return True
-        reach += (size - 1) * stride
-    return False
 
 
 def is_dense(*values: Optional[torch.Tensor]) -> bool:

@@ -39,7 +39,6 @@ from .arguments import STORED, check_parameters, check_sequence, check_x
 from .checks import (
     check_choice,
     check_input,
-    check_memory,
     check_operand,
     check_state,
     check_tensor,
@@ -48,6 +47,7 @@ from .checks import (
 )
 from .dispatch import BACKEND, select_backend, without_autocast
 from .formulas import CALLS, is_recorded
+from .memory import check_memory
 from .sequences import lower_masks, stack_states
 
 State = Tuple[torch.Tensor, ...]

@@ -10,12 +10,12 @@ from .checks import (
     check_count,
     check_input,
     check_masks,
-    check_memory,
     check_number,
     check_operand,
     check_tensor,
     check_whole,
 )
+from .memory import check_memory
 
 WIDEST = 1024
 NORMS = ("layer", "rms")

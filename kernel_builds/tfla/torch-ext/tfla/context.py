@@ -23,9 +23,10 @@ from .arguments import (
     check_transfer,
 )
 from .cells import Cell, pick_cell
-from .checks import check_memory, check_values
+from .checks import check_values
 from .dispatch import BACKEND, select_backend
 from .functional import run
+from .memory import check_memory
 from .reference import INF, Options, finite, log_gates, state_dtype
 from .sequences import lower_masks
 
@@ -71,6 +72,8 @@ def mlstm_carry(state: Tuple[torch.Tensor, ...], transfer: Transfer) -> Tuple[to
 
 def _carry(state: Tuple[torch.Tensor, ...], transfer: Transfer) -> Tuple[torch.Tensor, ...]:
     C, n, m, log_decay = transfer
+    emptied = log_decay == -INF  # by a reset: what the state held must not matter, NaN included
+    state = tuple(s.masked_fill(emptied[(..., *[None] * (s.dim() - 2))], 0.0) for s in state)
     before = state[-1] if m is not None else torch.zeros_like(log_decay)
     added = torch.zeros_like(log_decay) if m is None else m
     after = torch.maximum(log_decay + before, added).detach() if m is not None else added

@@ -48,14 +48,13 @@ from .cells import Cell, pick_cell
 from .checks import (
     STATE,
     check_flag,
-    check_memory,
     check_no_gradient,
     check_values,
-    check_written,
 )
 from .cost_model import DEVICES, best_chunk
 from .dispatch import BACKEND, ops, select_backend, without_autocast
 from .formulas import CALLS, is_recorded
+from .memory import check_apart, check_memory, check_written
 from .reference import Options, state_dtype
 from .sequences import lower_masks
 
@@ -115,6 +114,8 @@ def mlstm(
     check_state(cell, state, sequences, letter, k, v)
     check_memory(STORED, q, k, v, i, f, out_gate, norm_weight, *(state or ()))
     check_values(k, lengths, cu_seqlens)
+    if out_gate is not None:  # what it holds at held steps must not matter
+        out_gate = lower_masks(out_gate, None, hold, lengths, None).x
     chosen = select_backend(backend, k.device.type, BACKEND, q.dtype)
     options = Options(cell, float(eps), normalizer_grad)
     masks = (reset, hold, lengths, cu_seqlens)
@@ -261,3 +262,4 @@ def _check_inplace(q, k, v, i, f, state, out_gate, norm_weight) -> None:
             raise ValueError(
                 f"state[{s}] is {had}, but must be {dtype} and contiguous when inplace=True"
             )
+    check_apart(STORED, len(state), q, k, v, i, f, out_gate, norm_weight, *state)

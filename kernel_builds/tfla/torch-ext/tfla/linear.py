@@ -11,7 +11,6 @@ from .checks import (
     Named,
     check_flag,
     check_input,
-    check_memory,
     check_no_gradient,
     check_number,
     check_operands,
@@ -21,6 +20,7 @@ from .checks import (
     check_whole,
 )
 from .dispatch import BACKEND, ops, select_backend
+from .memory import check_memory
 from .reference import state_dtype
 
 MOST = 8  # matrices of a launch

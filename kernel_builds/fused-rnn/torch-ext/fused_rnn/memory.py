@@ -1,0 +1,115 @@
+"""Checks of where tensors lie: that their memory is there, and that what is written is nobody else's.
+
+The kernels share this file. Compiled graphs carry no trace of it: their tensors have no addresses yet.
+"""
+
+from typing import Optional, Sequence, Tuple
+
+import torch
+
+
+def check_memory(names: Sequence[str], *values: Optional[torch.Tensor]) -> None:
+    """No tensor's memory was taken away by storage().resize_(0): a read would end the process.
+
+    The last of `names` may be that of several, as state.
+    """
+    if torch.compiler.is_compiling():
+        return
+    try:
+        for value in values:
+            if value is not None and not value.data_ptr():
+                break
+        else:
+            return
+    except RuntimeError:  # fake, or inside torch.func: it has no memory of its own
+        return
+    _find_freed(names, values)
+
+
+def _find_freed(names: Sequence[str], values) -> None:
+    for at, value in enumerate(values):
+        if value is None or value.data_ptr() or not value.numel() or value.is_meta:
+            continue
+        raise ValueError(
+            f"{_name(names, at)} has shape {list(value.shape)}, but must have the memory for it: its storage "
+            "was freed"
+        )
+
+
+def check_written(name: str, value: torch.Tensor) -> bool:
+    """A tensor that a step changes where it lies: whether it lies as a binary writes it."""
+    dense = value.is_contiguous()
+    if torch.compiler.is_compiling():
+        return dense
+    if value.is_neg():
+        raise ValueError(f"{name} is a view that negates another tensor, but is written: clone it")
+    if value.is_inference() and not torch.is_inference_mode_enabled():
+        raise ValueError(
+            f"{name} is an inference tensor, but is written outside inference mode: clone it"
+        )
+    if not dense and _overlaps(value):
+        raise ValueError(
+            f"{name} has strides {value.stride()}, but is written: no two elements may share memory"
+        )
+    return dense and value.storage_offset() * value.element_size() % 8 == 0
+
+
+def _overlaps(value: torch.Tensor) -> bool:
+    reach = 0  # of the dimensions so far, the nearest first
+    for stride, size in sorted(zip(value.stride(), value.shape)):
+        if size > 1 and stride <= reach:
+            return True
+        reach += (size - 1) * stride
+    return False
+
+
+def check_apart(names: Sequence[str], count: int, *values: Optional[torch.Tensor]) -> None:
+    """The last `count` values are written: none of them shares memory with another value, which would
+    be read, or written, with half of the new numbers in it. `names` as check_memory's."""
+    if torch.compiler.is_compiling():
+        return
+    try:
+        spans = [(0, 0) if value is None else _span(value) for value in values]
+    except RuntimeError:  # fake, or inside torch.func: it has no memory of its own
+        return
+    for at in range(len(values) - count, len(values)):
+        begin, end = spans[at]
+        for k in range(at):
+            if spans[k][0] < end and begin < spans[k][1] and _share(values[at], values[k]):
+                raise ValueError(
+                    f"{_name(names, at)} shares memory with {_name(names, k)}, but is written: clone it"
+                )
+
+
+def _span(value: torch.Tensor) -> Tuple[int, int]:
+    """The first address of its elements and the one after the last."""
+    begin = value.data_ptr()
+    if not begin or not value.numel():
+        return 0, 0
+    if value.is_contiguous():
+        return begin, begin + value.nbytes
+    reach = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride()))
+    return begin, begin + (reach + 1) * value.element_size()
+
+
+def _share(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether two tensors whose spans meet have a byte in common: views with gaps may not."""
+    if first.is_contiguous() and second.is_contiguous():
+        return True
+    return bool(torch.isin(_addresses(first), _addresses(second)).any())
+
+
+def _addresses(value: torch.Tensor) -> torch.Tensor:
+    """Of every byte."""
+    width, found = value.element_size(), torch.tensor([value.data_ptr()], device="cpu")
+    for size, stride in (
+        (width, 1),
+        *((n, s * width) for n, s in zip(value.shape, value.stride())),
+    ):
+        found = (found[:, None] + stride * torch.arange(size, device="cpu")).flatten()
+    return found
+
+
+def _name(names: Sequence[str], at: int) -> str:
+    last = len(names) - 1
+    return names[at] if at < last else f"{names[last]}[{at - last}]"

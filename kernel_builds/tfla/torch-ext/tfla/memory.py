@@ -1,0 +1,1 @@
+../../../fused-rnn/torch-ext/fused_rnn/memory.py
