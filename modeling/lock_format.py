@@ -81,7 +81,8 @@ def check_lock(lock: Any, where: str) -> dict[str, Any]:
         _keys(kernel, ("repo", "version", "revision", "variants"), at)
         _match(REPO, kernel["repo"], f"{at}.repo", "'org/name'")
         version, revision = kernel["version"], kernel["revision"]
-        _require(type(version) is int and version >= 0, f"{at}.version", version, "an int >= 0")
+        right = type(version) is int and 0 <= version < 2**31
+        _require(right, f"{at}.version", version, "an int >= 0 of 31 bits")
         if revision is not None:
             _match(REVISION, revision, f"{at}.revision", "a commit, 40 hex digits, or None")
         variants = _dict(kernel["variants"], f"{at}.variants")
@@ -126,8 +127,8 @@ def _assigns_lock(statement: ast.Assign) -> bool:
 def _repeated_keys(literal: ast.expr) -> list[str]:
     """The keys that stand twice in a dict of the literal, of which Python would take the last."""
     dicts = [node for node in ast.walk(literal) if isinstance(node, ast.Dict)]
-    counts = [Counter(ast.unparse(key) for key in node.keys if key) for node in dicts]
-    return [key for count in counts for key, times in count.items() if times > 1]
+    counts = [Counter(ast.literal_eval(key) for key in node.keys if key) for node in dicts]
+    return [repr(key) for count in counts for key, times in count.items() if times > 1]
 
 
 def _dict(value: Any, at: str) -> dict[Any, Any]:
@@ -146,4 +147,13 @@ def _match(pattern: str, value: Any, at: str, must: str) -> None:
 
 def _require(ok: bool, at: str, was: Any, must: str) -> None:
     if not ok:
-        raise LockError(f"{at} is {was if isinstance(was, str) else repr(was)}, but must be {must}")
+        raise LockError(f"{at} is {_shown(was)}, but must be {must}")
+
+
+def _shown(was: Any) -> str:
+    """Short, whatever stands in the lock."""
+    try:
+        text = was if isinstance(was, str) else repr(was)
+    except ValueError:
+        text = "an int of too many digits"
+    return text if len(text) < 500 else f"{text[:500]}..."

@@ -91,6 +91,11 @@ def test_wrong_field(path, value, message):
         ("\0", "is not LOCK = {a literal}"),
         ("LOCK = {'format': 1, 'kernels': {}, 'format': 1}", "has the key 'format' twice"),
         ("LOCK = {'format': 1, 'kernels': {'a': 1, \"a\": 2}}", "has the key 'a' twice"),
+        ("LOCK = {'format': 1, 'kernels': {'a': 1, u'a': 2}}", "has the key 'a' twice"),
+        (
+            "LOCK = {'format': 0x" + "f" * 5000 + ", 'kernels': {}}",
+            "format is an int of too many digits, but must be 1",
+        ),
         ("LOCK = {'format': 1}", "LOCK is a dict of format, but must be of format, kernels"),
     ],
 )
