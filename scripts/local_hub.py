@@ -189,7 +189,8 @@ class Handler(BaseHTTPRequestHandler):
         self, content: object, status: int = 200, sent: int | None = None, **headers: str
     ) -> None:
         body = content if isinstance(content, bytes) else json.dumps(content).encode()
-        self.hub.note(f"{self.command} {unquote(urlsplit(self.path).path)} {status}")
+        path = json.dumps(unquote(urlsplit(self.path).path))[1:-1]  # in one line
+        self.hub.note(f"{self.command} {path} {status}")
         self.send_response(status)
         for name, value in {**headers, "Content-Length": str(len(body))}.items():
             self.send_header(name.replace("_", "-"), value)
@@ -199,7 +200,8 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection |= sent not in (None, len(body))
 
     def fail(self, status: int, code: str, message: str) -> None:
-        self.reply({"error": message}, status, X_Error_Code=code, X_Error_Message=message)
+        in_a_header = json.dumps(message)[1:-1]  # ASCII, and without the end of a line
+        self.reply({"error": message}, status, X_Error_Code=code, X_Error_Message=in_a_header)
 
     def log_message(self, *args: object) -> None:
         pass  # reply() notes every request
@@ -221,19 +223,19 @@ class Handler(BaseHTTPRequestHandler):
                     return answer(*(group and unquote(group) for group in match.groups()))
                 except NotFound as error:
                     return self.fail(404, error.code, str(error))
-                except (KeyError, ValueError) as error:
+                except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
                     return self.fail(400, "BadRequest", repr(error))
         self.fail(404, "NotFound", f"nothing here: {url.path}")
 
     def _read_body(self) -> bytes:
         if self.headers.get("Transfer-Encoding", "").lower() != "chunked":
             return self._read(self.headers.get("Content-Length") or "0", 10, LARGEST_REQUEST)
-        body = b""
+        body = bytearray()
         while chunk := self._read(self._line().split(b";")[0], 16, LARGEST_REQUEST - len(body)):
             body += chunk
             self._line()
         self._line()
-        return body
+        return bytes(body)
 
     def _line(self) -> bytes:
         return self.rfile.readline(65536).strip()
@@ -242,7 +244,10 @@ class Handler(BaseHTTPRequestHandler):
         """As many bytes as a number in the request says; a negative one would wait for its end."""
         if not 0 <= int(size, base) <= most:
             raise ValueError(f"the size is {size!r}, but must be 0 to {most}")
-        return self.rfile.read(int(size, base))
+        content = self.rfile.read(int(size, base))
+        if len(content) != int(size, base):  # half of a commit must not become one
+            raise ValueError(f"the request ends after {len(content)} of {int(size, base)} bytes")
+        return content
 
 
 def main() -> None:

@@ -4,6 +4,8 @@ import json
 import socket
 import subprocess
 import sys
+import urllib.error
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -169,6 +171,31 @@ def test_broken_lock_is_kept(publish, tmp_path):
     assert (tmp_path / "lock.py").read_text() == "LOCK = {}"
 
 
+LIES = {
+    "refs": lambda self, repo: self.reply({"branches": []}),
+    "tree": lambda self, *of: self.reply([1, {"type": "file"}]),
+    "commit": lambda self, *to: self.reply({"commitOid": "no commit", "commitUrl": "x"}),
+    "preupload": lambda self, *of: self.reply(b"<html>"),
+}
+
+
+@pytest.mark.parametrize("lie", [None, *LIES])
+def test_a_hub_that_lies_or_is_not_there_leaves_the_lock(
+    publish, project, local_hub, hub, tmp_path, lie, monkeypatch
+):
+    publish()
+    if lie is None:
+        hub.stop()
+    else:
+        monkeypatch.setattr(local_hub.Handler, lie, LIES[lie])
+    if lie in ("commit", "preupload"):
+        change_source(project)
+        project.build()
+    before = (tmp_path / "lock.py").read_bytes()
+    assert refusal(publish, *["--replace"] * (lie is not None)).startswith("error: ")
+    assert (tmp_path / "lock.py").read_bytes() == before
+
+
 @pytest.mark.parametrize(
     ("endpoint", "local"),
     [
@@ -200,6 +227,37 @@ def test_local_hub_refuses(hub, headers, body, status):
     """Also what would make it wait for ever, and every request of a web page."""
     answer = ask(hub, f"Host: 127.0.0.1:{hub.port}\r\n{headers}", body)
     assert answer.startswith(f"HTTP/1.1 {status} ".encode()), answer
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_local_hub_takes_no_half_of_a_commit(hub, chunked):
+    """Of a client that was ended between two files."""
+    hub.store.create("org/name")
+    line = json.dumps({"key": "file", "value": {"path": "a", "content": ""}}) + "\n"
+    size = f"Transfer-Encoding: chunked\r\n\r\n{2 * len(line):x}" if chunked else ""
+    size = size or f"Content-Length: {2 * len(line)}\r\n"
+    with socket.create_connection(("127.0.0.1", hub.port), timeout=10) as connection:
+        head = "POST /api/kernels/org/name/commit/main HTTP/1.1\r\n"
+        connection.sendall(f"{head}Host: localhost:{hub.port}\r\n{size}\r\n{line}".encode())
+        connection.shutdown(socket.SHUT_WR)
+        assert connection.recv(9999).startswith(b"HTTP/1.1 400 ")
+    state = hub.store.load("org/name")
+    assert not state["commits"][state["branches"]["main"]]["files"]
+
+
+@pytest.mark.parametrize("body", ["1", "[]", '{"type": []}', "[" * 100_000])
+def test_local_hub_answers_any_body(hub, body):
+    size = f"Content-Length: {len(body)}"
+    answer = ask(hub, f"Host: 127.0.0.1:{hub.port}\r\n{size}", body)
+    assert answer.startswith(b"HTTP/1.1 400 "), answer
+
+
+@pytest.mark.parametrize("name", ["%E2%82%AC", "a%0d%0aX-Evil:%201"])
+def test_local_hub_keeps_a_name_in_its_header(hub, name):
+    hub.store.create("org/name")
+    with pytest.raises(urllib.error.HTTPError, match="404") as error:
+        urllib.request.urlopen(f"{hub.url}/kernels/org/name/resolve/main/{name}")
+    assert "X-Evil" not in error.value.headers
 
 
 def test_local_hub_has_its_own_names_only(hub):
