@@ -21,10 +21,13 @@ from typing import IO
 SOURCE, LIBRARY = ".py", ".abi3.so"
 
 
-def import_package(name: str, files: dict[str, bytes], folder: Path) -> ModuleType:
+def import_package(
+    name: str, files: dict[str, bytes], folder: Path, digests: dict[str, str]
+) -> ModuleType:
     """The package `name` of relative paths and their bytes. `folder` is where tracebacks and
-    `__file__` say that it is."""
+    `__file__` say that it is; `digests` are for who finds the module imported."""
     package = _Package(name, files, folder)
+    package.digests = digests
     sys.meta_path.insert(0, package)
     try:
         for module in package.modules:
@@ -36,11 +39,14 @@ def import_package(name: str, files: dict[str, bytes], folder: Path) -> ModuleTy
         raise
     finally:
         sys.meta_path.remove(package)
+    package.content = {p: c for p, c in package.content.items() if not p.endswith(LIBRARY)}
     return sys.modules[name]
 
 
 class _Package(MetaPathFinder, SourceLoader):  # type: ignore[misc]
     """Finds the modules of one package and loads its sources."""
+
+    digests: dict[str, str]
 
     def __init__(self, name: str, files: dict[str, bytes], folder: Path):
         self.folder = folder
@@ -118,3 +124,15 @@ def _module_name(package: str, file: str) -> str | None:
     if parts[-1] == "__init__" and suffix == SOURCE:
         parts.pop()
     return ".".join(parts) if all(part.isidentifier() for part in parts) else None
+
+
+def imported_package(name: str) -> tuple[ModuleType | None, dict[str, str] | None]:
+    """The package if this process has it, and its files' digests if it was imported from verified
+    bytes: by this file or by a copy, as every exported model has one. Waits for another thread's import."""
+    if name not in sys.modules:
+        return None, None
+    try:
+        module = importlib.import_module(name)
+    except ImportError:  # the other thread's import has failed meanwhile
+        return None, None
+    return module, getattr(module.__spec__ and module.__spec__.loader, "digests", None)

@@ -35,7 +35,7 @@ import torch
 
 from .hub_download import FilesDiffer, FilesUnavailable
 from .kernel_files import read_verified, verified_files
-from .kernel_import import import_package
+from .kernel_import import import_package, imported_package
 from .kernel_variants import choose_variant, explain
 from .kernels_lock import LOCK
 from .lock_format import check_lock, read_file, read_lock
@@ -86,8 +86,13 @@ class KernelInfo:
 _infos: dict[str, KernelInfo] = {}
 _modules = types.ModuleType("loaded_kernels")  # Dynamo traces attributes of modules at no cost
 _warned: set[str] = set()
-_verified: dict[str, dict[str, str]] = {}  # module -> the digests of what it was imported from
 _one_thread = threading.RLock()
+if hasattr(os, "register_at_fork"):  # no child is left with half a load, whose thread it has not
+    os.register_at_fork(
+        before=_one_thread.acquire,
+        after_in_parent=_one_thread.release,
+        after_in_child=_one_thread.release,
+    )
 
 
 def load_kernel(name: str, device_type: str, backend: str = "auto") -> Any:
@@ -220,8 +225,7 @@ def _from_hub(name: str, locked: dict[str, Any], device_type: str) -> tuple[Any,
     module = _loaded(identifier, path, files)
     if module is None:
         with _explained(f"{path} cannot be imported", KernelUnavailable):
-            module = import_package(identifier, contents, path)
-        _verified[identifier] = files
+            module = import_package(identifier, contents, path, files)
     return module, KernelInfo(name, "hub", device_type, repo, revision, variant, path)
 
 
@@ -234,11 +238,11 @@ def _check_id(metadata: bytes, identifier: str, path: Path) -> None:
 def _loaded(identifier: str, path: Path, files: dict[str, str] | None) -> Any:
     """The module if this process has it already: its ops cannot be registered twice. `files` is
     None for a developer's build."""
-    module = sys.modules.get(identifier)
-    if module is None or (files is not None and _verified.get(identifier) == files):
+    module, digests = imported_package(identifier)
+    if module is None or (files is not None and digests == files):
         return module
     origin, wrong = Path(module.__file__ or "").parent, None
-    if identifier in _verified:
+    if digests is not None:
         wrong = "from other files of that name"
     elif files is None:
         wrong = f"from {origin}, not {path}" if origin.resolve() != path.resolve() else None
