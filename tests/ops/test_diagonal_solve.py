@@ -77,3 +77,12 @@ def test_a_cell_that_adds_gives_separate_gradients(diagonal_rnn, mode, T):
     h.backward(dh)
     grads = {"h0": h0.grad, "x": x.grad, "y": y.grad, "w": w.grad, "dh": dh}
     assert overlapping(grads.items()) is None
+
+
+@pytest.mark.parametrize("wrong", [None, 1.0, (torch.ones(3),)])
+def test_a_jacobian_that_is_no_tensor_is_refused(diagonal_rnn, wrong):
+    with pytest.raises(TypeError, match=r"jacobian_fn\(...\) is a .*, but must be a tensor"):
+        diagonal_rnn.solve(
+            lambda h, x: torch.tanh(h + x), torch.randn(2, 4, 3), state_shape=(3,),
+            structure="diagonal", jacobian_fn=lambda h, x: wrong,
+        )  # fmt: skip

@@ -135,6 +135,7 @@ class Problem:
         if self.jacobian_fn is None or step is not None:
             return after, structure.jacobian(pull, h), pull
         jacobian = self.jacobian_fn(*self.arguments(h, xs))
+        check_tensor("jacobian_fn(...)", jacobian, h.device)
         wanted = tuple(structure.jacobian(torch.zeros_like, h[:1]).shape[1:])
         check_shape("jacobian_fn(...)", jacobian, (len(h), *wanted), f"{structure.name} J")
         return after, jacobian, pull
