@@ -147,3 +147,19 @@ def test_refusals(make_model, tmp_path):
     assert (exported / "model.safetensors").is_file()
     (checkpoint / "config.json").write_text(json.dumps({"model_type": "llama"}))
     assert "model_type is 'llama', but must be" in export(checkpoint, tmp_path / "repo").stderr
+    model.config.save_pretrained(checkpoint)
+    config = json.loads((checkpoint / "config.json").read_text())
+    for change, says in (
+        ({"hidden_size": None}, "hidden_size is None, but must be of type int"),
+        ({"cell": ["lstm"]}, "cell is ['lstm'], but must be of type str"),
+        ({"model_type": ["flash_rnn"]}, "model_type is ['flash_rnn'], but must be"),
+        ([1], "not a JSON object"),
+    ):
+        text = json.dumps({**config, **change} if isinstance(change, dict) else change)
+        (checkpoint / "config.json").write_text(text)
+        done = export(checkpoint, exported)
+        assert says in done.stderr
+        assert "Traceback" not in done.stderr
+        assert (exported / "model.safetensors").is_file(), "the earlier export is lost"
+    (checkpoint / "config.json").write_text("{")
+    assert "is not JSON" in export(checkpoint, exported).stderr

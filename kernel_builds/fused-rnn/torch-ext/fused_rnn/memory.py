@@ -3,7 +3,7 @@
 The kernels share this file. Compiled graphs carry no trace of it: their tensors have no addresses yet.
 """
 
-from typing import Optional, Sequence, Tuple
+from typing import Any, Optional, Sequence, Tuple
 
 import torch
 
@@ -63,7 +63,7 @@ def _overlaps(value: torch.Tensor) -> bool:
     return False
 
 
-def check_apart(names: Sequence[str], count: int, *values: Optional[torch.Tensor]) -> None:
+def check_apart(names: Sequence[str], count: int, *values: Any) -> None:
     """The last `count` values are written: none of them shares memory with another value, which would
     be read, or written, with half of the new numbers in it. `names` as check_memory's."""
     if torch.compiler.is_compiling():
