@@ -50,8 +50,9 @@ def test_another_copy_with_another_lock_is_refused(copied, project, tmp_path):
     digest = line.split('"')[3]
     (tmp_path / "lock.py").write_text(lock.replace(digest, "0" * 64))
     run = f"import os; os.environ['FLASHCELL_LOCK'] = {str(tmp_path / 'lock.py')!r}\n"
-    run += OTHER.replace("kernel = ", "try: kernel = ").split("assert")[0]
-    run += "except kernel_loader.KernelCorrupt: pass\nelse: raise AssertionError\n"
+    run += "import pytest\nfrom other import kernel_loader\n"
+    run += "with pytest.raises(kernel_loader.KernelCorrupt):\n"
+    run += "    kernel_loader.load_kernel('fused-rnn', 'cpu', 'cpu')\n"
     assert copied.load(CPU, CPU | {"run": run})[0]["value"] == 2.0
 
 
