@@ -14,7 +14,8 @@ import torch
 _ops: Any = (
     None if find_spec(f"{__package__}._ops") is None else import_module(f"{__package__}._ops")
 )
-BACKEND, ops = getattr(_ops, "BACKEND", None), getattr(_ops, "ops", None)
+BACKEND: Optional[str] = getattr(_ops, "BACKEND", None)
+ops: Any = getattr(_ops, "ops", None)
 
 BACKENDS = ("auto", "cuda", "cpu", "reference")
 
