@@ -37,6 +37,7 @@ PROGRAMS = {  # script and its argument: what it needs
 # Of the norm of each step's losses, gradients or parameters. Seen: 6e-7. Where two biases share one
 # gradient, which clipping then scales twice, every program is off by 1.5e-5 at least in its losses.
 BOUND = 1e-6
+CLIP = 0.1  # as recording.py has it
 
 
 def pip(python: Path, *arguments: str) -> str:
@@ -108,7 +109,10 @@ def test_trains_alike(install, fused_rnn, program, tmp_path):
 
 def compare(own: dict, ours: dict) -> None:
     assert not own["ours"].any()
-    assert ours["ours"].any(), "no recurrent module is flashcell's"
+    assert ours["ours"].tolist() == [True] * own["ours"].size, "not every module is flashcell's"
+    assert own["ours"].size > 0
+    norms = np.linalg.norm(own["gradients"].astype(np.float64), axis=1)
+    assert np.isclose(norms, CLIP, rtol=1e-4).any(), f"no gradient was clipped: {norms}"
     for name in ("losses", "gradients", "parameters"):
         want, got = (steps[name].reshape(len(steps[name]), -1) for steps in (own, ours))
         assert want.shape == got.shape
@@ -119,3 +123,27 @@ def compare(own: dict, ours: dict) -> None:
         assert (error <= BOUND).all(), (
             f"{name}: off by {error[step]:.2g} of the norm at step {step}"
         )
+
+
+def recorded(is_ours: list[bool]) -> dict:
+    steps = np.ones((20, 4), np.float32)
+    gradients = CLIP / 2 * steps  # of norm CLIP
+    recorded = {"losses": steps[:, 0], "gradients": gradients, "parameters": steps}
+    return {"ours": np.array(is_ours), **recorded}
+
+
+def test_what_differs_is_seen():
+    compare(recorded([False, False]), recorded([True, True]))
+    with pytest.raises(AssertionError, match="not every module"):
+        compare(recorded([False, False]), recorded([True, False]))
+    for name in ("losses", "gradients", "parameters"):
+        for wrong in (2e-6, float("nan")):
+            ours = recorded([True])
+            ours[name] = ours[name].copy()
+            ours[name][7] *= 1 + wrong
+            with pytest.raises(AssertionError, match=f"{name}: off by .* at step 7"):
+                compare(recorded([False]), ours)
+    unclipped = recorded([False])
+    unclipped["gradients"] = unclipped["gradients"] / 2
+    with pytest.raises(AssertionError, match="no gradient was clipped"):
+        compare(unclipped, recorded([True]))
