@@ -27,9 +27,10 @@ if DEVICE == "cuda":
 
 
 @pytest.fixture(autouse=True)
-def without_tf32(monkeypatch):
+def without_tf32():
     """torch lets cuDNN round the products of float32 to 10 bits."""
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        yield
 
 
 def clip(module, loss):

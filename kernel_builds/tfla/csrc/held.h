@@ -49,9 +49,10 @@ inline Tensor without_held(const Tensor& x, const OptionalTensor& hold) {
   using namespace torch::stable;
   const Tensor mask = unsqueeze(unsqueeze(*hold, 2), 3);
   const Tensor zero = new_zeros(x, {});
-  std::array<StableIValue, 3> stack{detail::from(x), detail::from(mask), detail::from(zero)};
+  std::array<StableIValue, 3> stack{detail::from(mask), detail::from(zero), detail::from(x)};
+  // Not masked_fill, which reads a value on the GPU from the host and so fits in no graph.
   TORCH_ERROR_CODE_CHECK(
-      torch_call_dispatcher("aten::masked_fill", "Tensor", stack.data(), TORCH_ABI_VERSION));
+      torch_call_dispatcher("aten::where", "self", stack.data(), TORCH_ABI_VERSION));
   return input(detail::to<Tensor>(stack[0]));
 }
 
