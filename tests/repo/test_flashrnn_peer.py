@@ -78,6 +78,8 @@ def peer(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_LIB", "as flashrnn sets it")
     for folder in (BENCHMARKS, tmp_path / "site"):
         monkeypatch.syspath_prepend(str(folder))
+    for name in OWN:  # what another test has imported kept its builds elsewhere
+        monkeypatch.delitem(sys.modules, name, raising=False)
     module = importlib.import_module("flashrnn_peer")
     monkeypatch.setattr(module, "LOADED", tmp_path / "maps")
     yield module
