@@ -23,6 +23,13 @@ def test_forget_gates_of_both_signs(tfla, order, cell, size, gate, path):  # noq
     judge.judge(tfla, cell, 301, gate, dtype, backend="cpu", chunk_size=size)
 
 
+@pytest.mark.parametrize("mean", [-0.9, 0.5])
+@pytest.mark.parametrize("cell", judge.CELLS, ids=str)
+def test_forget_gates_that_are_half_open(tfla, order, cell, mean):  # noqa: F811
+    order("")
+    judge.judge_half_open(tfla, cell, mean, backend="cpu", chunk_size=128)
+
+
 @pytest.mark.parametrize("masks", judge.MASKS, ids=str)
 @pytest.mark.parametrize("path", PATHS, ids=str)
 @pytest.mark.parametrize("cell", judge.CELLS, ids=str)

@@ -1,4 +1,4 @@
-// The gates' gradients from what flows into and out of every step: README, The backward pass.
+// The gates' gradients from what flows into and out of every step: README, Backward.
 #pragma once
 #include "backward_terms.cuh"
 
@@ -7,9 +7,11 @@ namespace flashcell::cuda {
 // A thread block for a chunk of a head: all of it for what crosses the chunk's end, then a thread
 // for a step, later ones before.
 inline constexpr int kGateThreads = kLongestChunk;
-// Below this a forget gate is shut: what crosses it may be lost in the difference of sums that in
-// and out are. Its chunk is listed, and shut_gates works its df out again.
-inline constexpr float kShutGate = -1;
+// df is a difference of sums (in - out). Their rounding, that of the 16-bit operands, must stay
+// small next to it: a chunk is listed, and shut_gates works its df out again, where a forget gate
+// is below kShutGate, or where df is below 1 / kLostShare of what the sums' sizes would make it,
+// taking root-mean-squares over the chunk.
+inline constexpr float kShutGate = -1, kLostShare = 8;
 
 // <C, dC> + <n, dn> after the chunk, of dC as the products have it, rounded: the thread's part.
 template <typename IO>
@@ -36,7 +38,7 @@ template <typename IO>
 __global__ void __launch_bounds__(kGateThreads) gate_gradients(const BackwardParams p,
                                                                const BackwardTerms terms) {
   __shared__ float totals[kGateThreads / 32];
-  __shared__ bool stops[kGateThreads / 32], shuts[kGateThreads / 32];
+  __shared__ bool stops[kGateThreads / 32];
   const int64_t slot = blockIdx.x / unsigned(p.H);
   const int head = int(blockIdx.x % unsigned(p.H)), lane = threadIdx.x % 32;
   const Chunk chunk = terms.rows.chunks.at(slot);
@@ -57,8 +59,9 @@ __global__ void __launch_bounds__(kGateThreads) gate_gradients(const BackwardPar
   const int64_t flow = terms.rows.row(head, chunk) + t;
   const float out = exists ? terms.out[flow] : 0.f;
   bool stopped = exists && p.reset && p.reset[row];  // nothing crosses a reset
-  const bool shut = __ballot_sync(~0u, f < kShutGate && !held && !stopped) != 0;
-  float total = exists && !stopped ? terms.in[flow] - out : 0.f;
+  const bool shut = f < kShutGate && !held && !stopped;
+  const float in = exists ? terms.in[flow] : 0.f;
+  float total = exists && !stopped ? in - out : 0.f;
   float crossing = block_sum<kGateThreads>(part_of_crossing<IO>(p, terms, chunk, slot, head));
 
 #pragma unroll
@@ -69,21 +72,25 @@ __global__ void __launch_bounds__(kGateThreads) gate_gradients(const BackwardPar
   }
   if (lane == 31) {
     totals[threadIdx.x / 32] = total, stops[threadIdx.x / 32] = stopped;
-    shuts[threadIdx.x / 32] = shut;
   }
   __syncthreads();
-  if (threadIdx.x == 0) {
-    bool any = false;
-    for (const bool one : shuts) any |= one;
-    if (any) terms.shut[atomicAdd(terms.shut_count, 1)] = int(blockIdx.x);
-  }
   for (int warp = 0; warp < int(threadIdx.x) / 32; ++warp) {
     crossing = totals[warp] + (stops[warp] ? 0.f : crossing);
   }
-  if (!exists) return;
   if (!stopped) total += crossing;
+  const float slope_f = exists && !held ? slope(f) : 0.f;
+  const float sizes = block_sum<kGateThreads>(in * in + out * out);
+  const float slopes = block_sum<kGateThreads>(slope_f * slope_f);
+  const float found =
+      block_sum<kGateThreads>(slope_f == 0 ? 0.f : total * slope_f * total * slope_f);
+  const float shuts = block_sum<kGateThreads>(shut ? 1.f : 0.f);
+  const bool lost = sizes * slopes > kLostShare * kLostShare * found;
+  if ((shuts > 0 || lost) && threadIdx.x == 0) {
+    terms.shut[atomicAdd(terms.shut_count, 1)] = int(blockIdx.x);
+  }
+  if (!exists) return;
   di[at] = held ? 0.f : out * slope_i;
-  df[at] = held ? 0.f : total * slope(f);
+  df[at] = held ? 0.f : total * slope_f;
 }
 
 }  // namespace flashcell::cuda
