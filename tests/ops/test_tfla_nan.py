@@ -52,16 +52,60 @@ def test_a_gate_that_is_nan_spoils_the_state(tfla, cell, gate):
     call.pop("chunk_size")
     h, last = tfla.mlstm(**call)
     step, next_state = tfla.mlstm_step(**{**call, **{k: call[k][:, 0] for k in SEQUENCE}})
-    for x in (h[:, 0], last[0], step, next_state[0]):
-        ill = x.isnan().flatten(2)
+    for x in (h[:, 0], *last, step, *next_state):
+        ill = x.isnan().reshape(2, 3, -1)
         assert ill[1, 2].all()
         assert ill.sum() == ill[1, 2].sum()
+
+
+@pytest.mark.parametrize("t", [0, 80, 200])
+def test_a_gate_that_is_nan_is_in_m_until_a_reset(tfla, t):
+    """In a chunk's first tile or a later one."""
+    call = make("exp", Case(1, 300, 2, 16, 16, ("state",), 256), torch.float32)
+    call["i"][0, t, 1] = float("nan")
+    reset = torch.zeros(1, 300, dtype=torch.bool)
+    for part in (t + 1, 300):
+        given = {**call, **{k: call[k][:, :part] for k in SEQUENCE}}
+        h, (_, _, m) = tfla.mlstm(**given)
+        assert h[0, t:, 1].isnan().all()
+        assert m.isnan().tolist() == [[False, True]]
+    reset[0, t + 7] = True
+    _, (_, _, m) = tfla.mlstm(**call, reset=reset)
+    assert m.isfinite().all()
+
+
+def test_an_n_that_is_nan_spoils_h(tfla):
+    for cell in ("exp", "sigmoid floor"):
+        call = make(cell, Case(2, 3, 2, 16, 16, ("state",)), torch.float32)
+        call["state"][1][0, 1, 3] = float("nan")
+        call.pop("chunk_size")
+        h, _ = tfla.mlstm(**call)
+        step, _ = tfla.mlstm_step(**{**call, **{k: call[k][:, 0] for k in SEQUENCE}})
+        for x in (*h.unbind(1), step):
+            assert x.isnan().all(-1).tolist() == [[False, True], [False, False]]
 
 
 def test_what_a_held_step_holds(tfla, cell):
     """As test_held has it of the library: this one is run by the emulator too."""
     for dtype in (torch.float32, torch.bfloat16):
         test_held.test_mlstm(tfla, (cell.split()[0], None), dtype, "auto")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_h_of_a_held_step_is_0_whatever_the_others_hold(tfla, cell, dtype):
+    call = make(cell, Case(2, 150, 2, 16, 16, ("state", "hold"), 128), dtype)
+    held = call["hold"]
+    for name in ("k", "v"):
+        for value in (float("inf"), float("nan")):
+            sick = call[name].clone()
+            sick[0, 10 + int((~held[0, 10:]).int().argmax())] = value
+            h, _ = tfla.mlstm(**{**call, name: sick})
+            assert not h[held].count_nonzero(), (name, value)
+            assert not h[0, 20:].isfinite().all()
+    state = tuple(torch.full_like(s, float("nan")) for s in call["state"])
+    h, _ = tfla.mlstm(**{**call, "state": state})
+    assert not h[held].count_nonzero()
+    assert h[~held].isnan().all()
 
 
 @pytest.mark.parametrize("norm", [None, "rms", "layer"])

@@ -108,6 +108,10 @@ struct Forward {
     }
     for (int64_t r = 0; r < count; ++r) {
       IO* h = x.template out<IO>(p.h, row + first + r, p.V);
+      if (p.hold && p.hold[row + first + r]) {  // a product has multiplied NaN by its weights, 0
+        memset(h, 0, p.V * sizeof(IO));
+        continue;
+      }
       M::for_columns(p.V, [&](int64_t c, int lanes, auto whole) __attribute__((always_inline)) {
         if (kAsks) __builtin_prefetch(h + p.H * p.V + c, 1);  // the next row's
         store_part<decltype(whole)::value>(h + c, load(b.sums + M::at(count, r, c)) * V(scale[r]),

@@ -19,6 +19,8 @@ FN double round_to(double x) {
   return double(T(x));
 }
 
+FN double larger(double a, double b) { return a < b || b != b ? b : a; }  // NaN if one is
+
 template <typename T>
 struct Gates {
   static constexpr int kWidth = Vec<double>::kWidth;
@@ -67,7 +69,7 @@ struct Gates {
       if (!held) {
         b += log_f[t];
         const double carried = log_f[t] + m;
-        if (p.exponential) m = round_to<T>(carried < log_i[t] ? log_i[t] : carried);
+        if (p.exponential) m = round_to<T>(larger(carried, log_i[t]));
       }
       const double scale = p.exponential ? shift(m) : 0;
       start[t] = document;

@@ -77,7 +77,7 @@ struct Step {
     }
     const double log_i = at_least(i, kNever), carried = log_f + m;
     const bool absent = m < kNever;
-    m = round_to<T>(carried < log_i ? log_i : carried);
+    m = round_to<T>(larger(carried, log_i));
     keep = absent ? T(0) : T(exp(W(carried - m)).raw[0]);
     add = T(exp(W(log_i - m)).raw[0]);
   }

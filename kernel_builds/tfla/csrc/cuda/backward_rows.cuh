@@ -67,9 +67,9 @@ __global__ void __launch_bounds__(kRowThreads) row_gradients(const BackwardParam
     float inverse = terms.scale, delta = 0, spread = 0;
     if (p.normalized) {
       const float total = static_cast<const float*>(p.total)[(chunk.row + t) * p.H + head];
-      const float floor = terms.rows.floor[at], size = fabsf(total);
-      inverse = terms.scale / (fmaxf(size, floor) + float(p.eps));
-      if (through_divisor && size > floor) {
+      const float floor = terms.rows.floor[at];
+      inverse = terms.scale / divisor(total, floor, p.eps);
+      if (through_divisor && fabsf(total) > floor) {
         const float2 dot = dots[t];
         delta = -copysignf(dot.x * inverse, dot.x * inverse * total);
         spread = dot.y * inverse * inverse;

@@ -81,14 +81,17 @@ struct ChunkOutputs : ChunkProducts<IO, kTiles> {
     }
   }
 
-  // 1 / N; the row's total goes to the caller, once.
+  DEVICE bool is_held(int row) const { return shared.start[row] > row % kTile; }
+
+  // 1 / N, 0 where held; the row's total goes to the caller, once.
   DEVICE float inverse(int row, bool tell) const {
     if (row >= chunk.steps) return 0;
-    float total = shared.from_n[row];
+    const bool held = is_held(row);
+    float total = held ? 0.f : shared.from_n[row];
 #pragma unroll
-    for (int w = 0; w < 4; ++w) total += shared.by_part[w][row];
+    for (int w = 0; w < 4; ++w) total += held ? 0.f : shared.by_part[w][row];
     if (tell) static_cast<float*>(p.total)[(chunk.row + row) * p.H + head] = total;
-    return 1 / (fmaxf(fabsf(total), rows.floor[rows.row(head, chunk) + row]) + float(p.eps));
+    return held ? 0.f : 1 / divisor(total, rows.floor[rows.row(head, chunk) + row], p.eps);
   }
 
   DEVICE void run() {
@@ -113,11 +116,10 @@ struct ChunkOutputs : ChunkProducts<IO, kTiles> {
       clear(sums);
       if (depth) multiply_before(sums, depth, p.normalized && block == 0);
       this->template multiply_triangle<false>(sums, this->template next<true>());
-      if (p.normalized) {
-        const bool tell = block == 0 && part == 0 && quad == 0;
-        this->scale(sums, nullptr, 0, 0,
-                    [&](int row) { return Factors{inverse(row, tell), 1, 0}; });
-      }
+      const bool tell = block == 0 && part == 0 && quad == 0;
+      this->scale(sums, nullptr, 0, 0, [&](int row) {
+        return Factors{p.normalized ? inverse(row, tell) : float(!is_held(row)), 1, 0};
+      });
       this->store(sums, p.h, first, int(p.V));
     }
   }

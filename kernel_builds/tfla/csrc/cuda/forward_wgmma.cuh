@@ -32,6 +32,7 @@ struct OutputWgmma : OutputLoads<IO, kColumns> {
     return threadIdx.x % kWarpgroup / 32 * 16 + threadIdx.x % 32 / 4 + 8 * down;
   }
   DEVICE int row(int down) const { return own_tile() * kTile + tile_row(down); }
+  DEVICE static bool is_held(const RowTerms& r, int down) { return r.start[down] > tile_row(down); }
 
   DEVICE RowTerms row_terms() const {
     const Rows& rows = terms.rows;
@@ -203,26 +204,26 @@ struct OutputWgmma : OutputLoads<IO, kColumns> {
     running.release();
   }
 
-  DEVICE void store(const Outputs& sums, const float (&inverse)[2]) const {
+  DEVICE void store(const Outputs& sums, const RowTerms& r, const float (&inverse)[2]) const {
     const Chunk& chunk = part.chunk;
 #pragma unroll
     for (int down = 0; down < 2; ++down) {
       const int t = row(down);
-      const bool has_steps = t < chunk.steps;
+      const bool has_h = t < chunk.steps && !is_held(r, down);
       IO* to = static_cast<IO*>(p.h) + ((chunk.row + t) * p.H + part.head) * p.V + part.column;
 #pragma unroll
       for (int j = 0; j < kBlocks; j += 4) {
         float low[4], high[4];
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
-          low[c] = has_steps ? inverse[down] * sums[j + c][2 * down] : 0.f;
-          high[c] = has_steps ? inverse[down] * sums[j + c][2 * down + 1] : 0.f;
+          low[c] = has_h ? inverse[down] * sums[j + c][2 * down] : 0.f;
+          high[c] = has_h ? inverse[down] * sums[j + c][2 * down + 1] : 0.f;
         }
         store_row<IO>(to + 8 * j, low, high, t < chunk.rows, int(p.V) - part.column - 8 * j);
       }
     }
   }
-  // 1 / N, after the row's total went to the caller; padding has 0.
+  // 1 / N, after the row's total went to the caller; padding and held rows have 0.
   DEVICE void divide(RowTerms& r, float (&inverse)[2]) const {
 #pragma unroll
     for (int down = 0; down < 2; ++down) {
@@ -233,9 +234,9 @@ struct OutputWgmma : OutputLoads<IO, kColumns> {
       const bool tells = threadIdx.x % 4 == 0 && part.column == 0 && t < part.chunk.rows;
       if (tells) {
         static_cast<float*>(p.total)[(part.chunk.row + t) * p.H + part.head] =
-            t < part.chunk.steps ? total : 0.f;
+            t < part.chunk.steps && !is_held(r, down) ? total : 0.f;
       }
-      inverse[down] = 1 / (fmaxf(fabsf(total), r.floor[down]) + float(p.eps));
+      inverse[down] = 1 / divisor(total, r.floor[down], p.eps);
     }
   }
 
@@ -270,7 +271,7 @@ struct OutputWgmma : OutputLoads<IO, kColumns> {
       }
       float inverse[2] = {1, 1};
       if (p.normalized) divide(r, inverse);
-      store(sums, inverse);
+      store(sums, r, inverse);
     });
   }
 

@@ -18,10 +18,12 @@ struct Transfer {
   bool cut;         // by a reset: neither sees what was before
 };
 
+DEVICE double larger(double a, double b) { return a < b || isnan(b) ? b : a; }  // NaN if one is
+
 DEVICE Transfer join(const Transfer& first, const Transfer& second) {
   if (second.cut) return second;
-  const double carried = first.m + second.decay;
-  return {first.decay + second.decay, carried < second.m ? second.m : carried, first.cut};
+  const double m = larger(first.m + second.decay, second.m);
+  return {first.decay + second.decay, m, first.cut};
 }
 
 DEVICE double shuffle_up(double x, int by) { return __shfl_up_sync(~0u, x, by); }
@@ -72,7 +74,7 @@ struct Step {
     log_i = p.exponential ? (i < float(kNever) ? kNever : i) : log_sigmoid(i);
   }
   DEVICE Transfer transfer() const {  // a reset leaves m = 0
-    return {log_f, reset && log_i < log_f ? log_f : log_i, reset};
+    return {log_f, reset ? larger(log_f, log_i) : log_i, reset};
   }
 };
 
@@ -216,7 +218,7 @@ __global__ void __launch_bounds__(32 * kWarps) row_kernel(const MlstmParams p, c
     const double carried = sums[i].decay + double(m.x);
     double scale = 0;
     if (p.exponential) {
-      scale = shift(float(sums[i].cut || carried < sums[i].m ? sums[i].m : carried));
+      scale = shift(float(sums[i].cut ? sums[i].m : larger(carried, sums[i].m)));
     }
     const bool seen = !now.held && !sums[i].cut && !(m.x < float(kNever));
     const bool left = !now.held && step >= last && !isnan(m.y);
@@ -231,7 +233,7 @@ __global__ void __launch_bounds__(32 * kWarps) row_kernel(const MlstmParams p, c
     rows.floor[row] = now.held ? 1.0f : power(-scale);
     if (place.head == 0) {
       rows.start[chunk.row + first + step] =
-          last_reset(near & until, far & (i == 0 ? until >> 1 : until));
+          now.held ? kTile : last_reset(near & until, far & (i == 0 ? until >> 1 : until));
     }
   }
 }

@@ -71,7 +71,8 @@ struct Rows {
   float *past, *future;     // [H, rows]
   float *inflow, *outflow;  // [H, rows]
   float* floor;             // [H, rows] e^-m, 1 where held
-  int* start;               // [rows] first visible row of the tile, counted from its first
+  int* start;               // [rows] first visible row of the tile, counted from its first; kTile
+                            // where held
   float* tile_decay;        // [H, slots, tiles]
   float* keep;              // [H, slots]
 
@@ -88,6 +89,12 @@ inline Chunks chunks_of(const MlstmParams& p) {
   const int64_t all = p.sequences ? rows / length + p.S : p.S * of_a_row;
   if (rows > INT32_MAX) throw std::invalid_argument("tfla: too many rows");
   return {p.sequences, nullptr, p.S, p.T, rows, length, of_a_row, all};
+}
+
+// Of h: max(|total|, floor) + eps, NaN where the total is.
+DEVICE float divisor(float total, float floor, double eps) {
+  const float size = fabsf(total);
+  return (size < floor ? floor : size) + float(eps);
 }
 
 // As many chunks are kept as there are, or none.

@@ -8,7 +8,7 @@
 // is as wide as a processor takes, and works through its columns in two turns.
 #include "early.cuh"
 #include "epilogue.cuh"
-#include "launch.h"
+#include "rows.cuh"
 #include "step.h"
 
 namespace flashcell::cuda {
@@ -91,7 +91,7 @@ DEVICE Factors find_factors(const StepParams& p, float input, float forget, floa
   if (!p.exponential) return {expf(log_f), expf(log_sigmoid(input)), 0};
   const float log_i = at_least(kNever, input);  // m is rounded, and the factors make up for it
   const double carried = double(log_f) + double(before);
-  const float m = float(carried < double(log_i) ? double(log_i) : carried);
+  const float m = float(carried < log_i || isnan(log_i) ? double(log_i) : carried);
   const float keep = before < kNever ? 0.0f : expf(float(carried - double(m)));
   return {keep, expf(float(double(log_i) - double(m))), m};
 }
@@ -270,7 +270,7 @@ __global__ void __maxnreg__(kRegisters) step_kernel(const StepParams p, float* u
   float scale = query_scale;
   if (p.normalized) {
     const float total_q = times(factors.keep, n_q) + factors.add * k_q;  // of the new n
-    scale /= fmaxf(fabsf(total_q * query_scale), expf(-factors.m)) + float(p.eps);
+    scale /= divisor(total_q * query_scale, expf(-factors.m), p.eps);
   }
 #pragma unroll
   for (float& x : total.x) x *= scale;

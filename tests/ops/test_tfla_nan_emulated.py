@@ -1,0 +1,37 @@
+"""test_tfla_nan.py where there is no GPU: tfla's CUDA kernels, run by tests/emulator."""
+
+import pytest
+import test_tfla_nan as judge
+import torch
+from test_tfla_emulated import (  # noqa: F401  (fixtures)
+    no_float64,
+    order,
+    pytestmark,
+    tfla,
+)
+from test_tfla_gates_emulated import PATHS
+
+from mlstm_cases import CELLS
+
+
+@pytest.mark.parametrize("path", [*PATHS, (torch.float16, "")], ids=str)
+@pytest.mark.parametrize("cell", CELLS)
+def test_h_of_a_held_step_is_0_whatever_the_others_hold(tfla, order, cell, path):  # noqa: F811
+    dtype, device = path
+    order(device)
+    judge.test_h_of_a_held_step_is_0_whatever_the_others_hold(tfla, cell, dtype)
+
+
+@pytest.mark.parametrize("gate", ["i", "f"])
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_gate_that_is_nan_spoils_the_state(tfla, cell, gate):  # noqa: F811
+    judge.test_a_gate_that_is_nan_spoils_the_state(tfla, cell, gate)
+
+
+@pytest.mark.parametrize("t", [0, 80, 200])
+def test_a_gate_that_is_nan_is_in_m_until_a_reset(tfla, t):  # noqa: F811
+    judge.test_a_gate_that_is_nan_is_in_m_until_a_reset(tfla, t)
+
+
+def test_an_n_that_is_nan_spoils_h(tfla):  # noqa: F811
+    judge.test_an_n_that_is_nan_spoils_h(tfla)
