@@ -1,6 +1,8 @@
 """The ops below the Python doors, given tensors they cannot run: each is refused by its name, and none is
 read or written out of its storage. What an op changes in place is known to autograd."""
 
+import re
+
 import pytest
 import torch
 
@@ -118,7 +120,7 @@ BAD = {
     "cut off": (lambda t: resized(t, t.untyped_storage().nbytes() - 1), "within its storage"),
     "sparse": (lambda t: t.to_sparse(), "strided"),
     "csr": (lambda t: matrix(t).to_sparse_csr(), "strided"),
-    "mkldnn": (lambda t: t.to_mkldnn(), "strided"),
+    "mkldnn": (lambda t: t.float().to_mkldnn(), "strided"),
     "nested": (lambda t: torch.nested.nested_tensor(rows(t)), "strided"),
     "jagged": (lambda t: torch.nested.nested_tensor(rows(t), layout=torch.jagged), "strided"),
     "quantized": (lambda t: torch.quantize_per_tensor(t.float(), 0.1, 0, torch.qint8), "strided"),
@@ -130,6 +132,9 @@ if DEVICE != "cpu":  # torch has neither there
     del BAD["mkldnn"], BAD["quantized"]
 
 
+ODD = [kind for kind, (_, says) in BAD.items() if says in ("strided", "must be on")]
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", BAD)
 def test_a_bad_tensor_is_refused_by_its_name(kernel, kind):
@@ -139,13 +144,47 @@ def test_a_bad_tensor_is_refused_by_its_name(kernel, kind):
         op = getattr(ops, name)
         op(*(a.clone() if isinstance(a, torch.Tensor) else a for a in arguments))
         for argument, where, tensor in tensors(op, arguments):
-            if kind == "mkldnn" and tensor.dtype != torch.float32:
-                continue
             given = replaced(arguments, where, make(tensor))
             first = where[0] == 0 and kind == "meta"  # the others are on another device then
             with pytest.raises((RuntimeError, ValueError), match=says) as error:
                 op(*given)
             assert argument in str(error.value) or first, (name, argument, error.value)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ODD)
+@pytest.mark.parametrize("other", ODD)
+def test_two_bad_tensors_are_refused_by_a_name(kernel, kind, other):
+    """The dispatcher takes another way for every mixture of devices and layouts."""
+    ops, calls = kernel
+    for name, arguments in calls.items():
+        op = getattr(ops, name)
+        given = list(tensors(op, arguments))
+        bad = [(where, BAD[kind][0](tensor)) for _, where, tensor in given[:1]]
+        bad += [(where, BAD[other][0](tensor)) for _, where, tensor in given[1:]]
+        for (first, one), (second, two) in [(bad[0], x) for x in bad[1:]]:
+            for pair in ((one, two), (two, one)):
+                spoilt = replaced(replaced(arguments, first, pair[0]), second, pair[1])
+                with pytest.raises((RuntimeError, ValueError)) as error:
+                    op(*spoilt)
+                text = str(error.value)
+                assert re.search(rf"\b({names_of(op)})(\[\d\])? (must|is|on)\b", text), (name, text)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="there is no other device with tensors to read")
+def test_tensors_of_another_device_are_refused(kernel):
+    ops, calls = kernel
+    for name, arguments in calls.items():
+        op = getattr(ops, name)
+        given = arguments
+        for _, where, tensor in tensors(op, arguments):
+            given = replaced(given, where, tensor.cpu())
+        with pytest.raises(RuntimeError, match="must be on a CUDA device"):
+            op(*given)
+
+
+def names_of(op):
+    return "|".join(argument.name for argument in op.default._schema.arguments)
 
 
 def state_of(op, arguments):

@@ -1,7 +1,7 @@
 // An op as torch calls it. Before its own checks every tensor is checked, under its name in the
-// schema: that it is a plain one on the device of the others, within a storage that holds it. What
-// the schema says is changed, Tensor(a!), must share memory with no other, and autograd is told of
-// it. FLASHCELL_OP(schema, function).
+// schema: that it is a plain one on the ops' device, where the others are, within a storage that
+// holds it. What the schema says is changed, Tensor(a!), must share memory with no other, and
+// autograd is told of it. FLASHCELL_OP(schema, function).
 #pragma once
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -16,6 +16,14 @@
 #include "checks.h"
 
 namespace flashcell {
+
+#if defined(CUDA_KERNEL)
+inline constexpr const char* kDeviceName = "a CUDA device";
+inline int32_t own_device_type() { return aoti_torch_device_type_cuda(); }
+#else
+inline constexpr const char* kDeviceName = "the CPU";
+inline int32_t own_device_type() { return aoti_torch_device_type_cpu(); }
+#endif
 
 // What every check reads.
 struct TensorView {
@@ -85,7 +93,7 @@ class Door {
 
   const std::vector<Argument>& arguments_;
   size_t index_ = 0;
-  int32_t device_type_ = -1, device_index_ = -1;  // the first tensor's
+  int32_t device_index_ = -1;  // the first tensor's
   std::string first_;
   std::vector<Span> spans_;  // of the tensors that have elements, of an op that changes one
 
@@ -106,8 +114,11 @@ class Door {
     int32_t type = 0, index = 0;
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &type));
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(tensor.get(), &index));
-    if (first_.empty()) device_type_ = type, device_index_ = index, first_ = name;
-    STD_TORCH_CHECK(type == device_type_ && index == device_index_, name,
+    if (first_.empty()) {
+      STD_TORCH_CHECK(type == own_device_type(), name, " must be on ", kDeviceName);
+      device_index_ = index, first_ = name;
+    }
+    STD_TORCH_CHECK(type == own_device_type() && index == device_index_, name,
                     " must be on the device of ", first_);
   }
 
