@@ -125,6 +125,11 @@ WRONG = {
     "x-int": ({"x": X.int()}, TypeError, "x has dtype torch.int32"),
     "weight": ({"weight": W.mT}, ValueError, r"weight has shape \[4, 8\], but must be \[D, K\]"),
     "weight-int": ({"weight": W.int()}, TypeError, "weight has dtype torch.int32"),
+    "taps": (
+        {"x": X[:0], "weight": W[:, :1].expand(8, 2**16 + 1)},
+        ValueError,
+        "weight has 65537 taps, but must have at most 65536",
+    ),
     "window-int": ({"window": X[:, :3].int()}, TypeError, "window has dtype torch.int32"),
     "bias": ({"bias": X[0]}, ValueError, r"bias has shape \[5, 8\], but must be \[D\] = \[8\]"),
     "window": ({"window": X}, ValueError, r"must be \[B, K - 1, D\] = \[2, 3, 8\]"),

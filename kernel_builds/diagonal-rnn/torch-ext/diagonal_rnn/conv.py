@@ -20,6 +20,7 @@ from .memory import check_memory
 from .reference import state_dtype
 
 TAPS = 4  # that the CUDA kernel has
+MOST_TAPS = 2**16  # an expanded view has any number, and the reference takes them one after another
 
 
 def causal_conv(
@@ -44,6 +45,8 @@ def causal_conv(
     B, _, D = x.shape
     if weight.dim() != 2 or len(weight) != D or weight.shape[1] < 1:
         raise ValueError(f"weight has shape {list(weight.shape)}, but must be [D, K], D = {D}")
+    if weight.shape[1] > MOST_TAPS:
+        raise ValueError(f"weight has {weight.shape[1]} taps, but must have at most {MOST_TAPS}")
     past = weight.shape[1] - 1
     if bias is not None:
         check_operand("bias", bias, (D,), "[D]", x.device)
