@@ -38,6 +38,11 @@ WRONG = {
         "state_shape is 4, but must be a tuple of ints",
     ),
     "params": ({"params": torch.ones(2, D)}, TypeError, "params is a Tensor, but must be a tuple"),
+    "a view too large": (
+        {"params": (torch.ones(1).expand(2**62),)},
+        ValueError,
+        r"params\[0\] has shape .4611686018427387904., but must have sizes below",
+    ),
     "cell": ({"cell": 3}, TypeError, "cell is a int, but must be a function or an nn.Module"),
     "bounds": ({"bounds": 1.0}, ValueError, r"bounds is 1.0, but must be None or \(low, high\)"),
     "one bound": ({"bounds": (1.0,)}, ValueError, r"must be None or \(low, high\)"),
@@ -79,6 +84,15 @@ def test_wrong_arguments_are_named(what):
         kernel.ParallelRNN(cell, (D,), modus="scan")
     with pytest.raises(ValueError, match="state_shape is 4, but must be a tuple of ints"):
         kernel.ParallelRNN(cell, D)
+
+
+def test_a_parameter_may_be_a_number():
+    scaled = lambda h, x, w, gain: cell(h, x, gain * w)
+    x, w = torch.randn(2, 3, 2, D), torch.randn(2, D)
+    got = kernel.solve(scaled, x, torch.zeros(2, D), params=(w, 0.5))
+    want = kernel.solve(cell, x, torch.zeros(2, D), params=(0.5 * w,))
+    for a, b in zip(got[:2], want[:2], strict=True):
+        assert torch.equal(a, b)
 
 
 def test_the_documented_example():

@@ -65,8 +65,10 @@ def check_params(params: Any, x: Tensor) -> None:
         raise TypeError(f"params is a {type(params).__name__}, but must be a tuple")
     for k, v in enumerate(params):
         if isinstance(v, Tensor):
-            check_tensor(f"params[{k}]", v, x.device)
-            check_memory(("params",), *params)
+            name = f"params[{k}]"
+            check_tensor(name, v, x.device)
+            check_size(name, v)
+            check_memory((name, name), v)
 
 
 def check_bounds(bounds: Any, h0: Tensor) -> Any:
