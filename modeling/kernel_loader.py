@@ -85,7 +85,7 @@ class KernelInfo:
 
 _infos: dict[str, KernelInfo] = {}
 _modules = types.ModuleType("loaded_kernels")  # Dynamo traces attributes of modules at no cost
-_warned: set[str] = set()
+_warned: set[tuple[str, str, str]] = set()
 _one_thread = threading.RLock()
 if hasattr(os, "register_at_fork"):  # no child is left with half a load, whose thread it has not
     os.register_at_fork(
@@ -95,22 +95,28 @@ if hasattr(os, "register_at_fork"):  # no child is left with half a load, whose 
     )
 
 
-def load_kernel(name: str, device_type: str, backend: str = "auto") -> Any:
+def load_kernel(
+    name: str,
+    device_type: str,
+    backend: str = "auto",
+    fallback: str = "the torch reference, which is slow",
+) -> Any:
     """The module with the ops (lstm, gru, ...) for tensors on `device_type`; loaded once.
 
     Call it in forward: under torch.compile(fullgraph=True) the kernel is loaded while Dynamo
-    traces, and only the ops end up in the graph.
+    traces, and only the ops end up in the graph. `fallback` is what the caller runs instead if
+    "auto" finds no kernel: the warning names it.
     """
-    return getattr(_modules, _load_once(name, device_type, backend))
+    return getattr(_modules, _load_once(name, device_type, backend, fallback))
 
 
 def kernel_info(name: str, device_type: str = "cpu", backend: str = "auto") -> KernelInfo:
-    """Where the module that load_kernel gives for these arguments came from."""
-    return _infos[_load_once(name, device_type, backend)]
+    """Where the module that load_kernel gives for these arguments came from. It warns of nothing."""
+    return _infos[_load_once(name, device_type, backend, None)]
 
 
 @torch.compiler.assume_constant_result
-def _load_once(name: str, device_type: str, backend: str) -> str:
+def _load_once(name: str, device_type: str, backend: str, fallback: str | None) -> str:
     """The key of the loaded kernel: a string, the kind of constant that Dynamo needs no guard for."""
     key = f"{name} {device_type} {backend}"
     if key not in _infos:
@@ -120,6 +126,15 @@ def _load_once(name: str, device_type: str, backend: str) -> str:
                 setattr(_modules, key, module)
                 _infos[key] = info
                 logger.info("%s", info)
+    reason = _infos[key].reason
+    if reason is not None and fallback is not None:
+        warning = (name, fallback, reason)
+        with _one_thread:
+            is_new = warning not in _warned
+            _warned.add(warning)
+        if is_new:
+            text = f"{name} runs as {fallback}, because {reason}"
+            warnings.warn(text, RuntimeWarning, stacklevel=3)
     return key
 
 
@@ -142,12 +157,8 @@ def _load(name: str, device_type: str, backend: str) -> tuple[Any, KernelInfo]:
         if backend != "auto":
             raise
         reason = str(error)
-    module = _reference(name)
-    if reason is not None and reason not in _warned:
-        _warned.add(reason)
-        text = f"{name} runs as the torch reference, which is slow, because {reason}"
-        warnings.warn(text, RuntimeWarning, stacklevel=4)
-    return module, KernelInfo(name, "reference", "reference", locked["repo"], reason=reason)
+    info = KernelInfo(name, "reference", "reference", locked["repo"], reason=reason)
+    return _reference(name), info
 
 
 def _reference(name: str) -> Any:

@@ -62,7 +62,8 @@ class _StandIn(nn.Module):
         ):  # the class of error that torch.nn's first look at it ends in
             kind = type(input).__name__
             raise AttributeError(f"input is a {kind}, but must be a tensor or a PackedSequence")
-        kernel = load_kernel("fused-rnn", data.device.type, self.kernel_backend)
+        fallback = "torch.nn's own forward"
+        kernel = load_kernel("fused-rnn", data.device.type, self.kernel_backend, fallback)
         if self.kernel_backend == "auto":
             exact = data.is_cuda and data.dtype == torch.float64  # in no CUDA kernel
             return None if exact or kernel is fused_rnn else kernel

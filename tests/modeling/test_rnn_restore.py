@@ -162,9 +162,29 @@ def without_kernel(monkeypatch):
     monkeypatch.setenv("LOCAL_KERNELS", "")
     monkeypatch.setattr(kernel_loader, "_infos", {})
     monkeypatch.setattr(kernel_loader, "_modules", types.ModuleType("loaded_kernels"))
+    monkeypatch.setattr(kernel_loader, "_warned", set())
 
 
-@pytest.mark.filterwarnings("ignore:fused-rnn runs as the torch reference")
+def test_a_warning_says_what_runs_without_a_kernel(without_kernel, recwarn):
+    """replace leaves torch.nn's forward and says so in its report; the modules call it themselves."""
+    model = nn.Sequential(nn.LSTM(4, 6))
+    assert "no kernel here: " in str(flashcell.replace(model))
+    with flashcell.drop_in():
+        nn.GRUCell(4, 6)
+    model(torch.randn(3, 2, 4))
+    assert [str(w.message) for w in recwarn] == []
+    module, cell, x = flashcell.LSTM(4, 6), flashcell.GRUCell(4, 6), torch.randn(3, 4)
+    for _ in range(2):
+        module(x), cell(x)
+    (warning,) = recwarn
+    assert str(warning.message).startswith("fused-rnn runs as torch.nn's own forward, because ")
+    kernel_loader.load_kernel("fused-rnn", "cpu")
+    assert str(recwarn[-1].message).startswith("fused-rnn runs as the torch reference, ")
+    assert recwarn[-1].filename == __file__
+    assert len(recwarn) == 2
+
+
+@pytest.mark.filterwarnings("ignore:fused-rnn runs as torch.nn's own forward")
 def test_without_a_kernel_torch_runs(without_kernel, monkeypatch):
     moved = nn.LSTM(4, 6)
     with torch.device("meta"):
