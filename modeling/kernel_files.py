@@ -13,7 +13,6 @@ import contextlib
 import hashlib
 import logging
 import os
-import secrets
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +21,7 @@ from huggingface_hub import constants, hf_hub_url
 
 from .hub_download import FilesDiffer, FilesUnavailable, HubDown, Transfer, fetch, hub_deadline
 from .lock_format import read_file
+from .whole_file import write_file_at
 
 try:
     import fcntl
@@ -101,20 +101,9 @@ def _folder(parts: tuple[str, ...]) -> Iterator[int]:
 def _store(parts: tuple[str, ...], file: str, content: bytes) -> None:
     """Puts a verified file into the cache, whole or not at all."""
     *folders, name = file.split("/")
-    temporary = f".{name}.{secrets.token_hex(4)}"
     try:
         with _folder((*parts, *folders)) as at:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-            try:
-                with open(os.open(temporary, flags, 0o644, dir_fd=at), "wb") as out:
-                    out.write(content)
-                    out.flush()
-                    os.fsync(out.fileno())
-                os.replace(temporary, name, src_dir_fd=at, dst_dir_fd=at)
-            except OSError:
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(temporary, dir_fd=at)
-                raise
+            write_file_at(at, name, content, 0o644)
     except OSError as error:
         logger.warning("%s is not kept in the cache: %s", file, error)
 

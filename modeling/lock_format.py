@@ -59,14 +59,11 @@ def read_lock(path: Path) -> dict[str, Any]:
     return check_lock(lock[0], str(path))
 
 
-def write_lock(lock: dict[str, Any], path: Path) -> None:
-    """Puts the checked lock in place of an older one: a reader sees one or the other, whole."""
-    text = json.dumps(check_lock(lock, str(path)), indent=4).replace(": null", ": None")
+def lock_source(lock: dict[str, Any], where: str) -> bytes:
+    """The checked lock as a file's content."""
+    text = json.dumps(check_lock(lock, where), indent=4).replace(": null", ": None")
     text = re.sub(r'(["\]}e\d])\n', r"\1,\n", text)  # trailing commas, as the formatter wants them
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(f"{DOCSTRING}\n\nLOCK = {text}\n", encoding="utf-8")
-    temporary.replace(path)
+    return f"{DOCSTRING}\n\nLOCK = {text}\n".encode()
 
 
 def check_lock(lock: Any, where: str) -> dict[str, Any]:

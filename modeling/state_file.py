@@ -15,9 +15,7 @@ import hashlib
 import json
 import os
 import re
-import secrets
 import stat
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +25,7 @@ from safetensors.torch import load, save
 from transformers.cache_utils import Cache, DynamicCache
 
 from .cache import is_recurrent
+from .whole_file import write_file
 
 FORMAT = {"format": "flashcell.state", "version": "1"}
 
@@ -34,9 +33,9 @@ FORMAT = {"format": "flashcell.state", "version": "1"}
 def save_state(model: Any, cache: Cache, path: str | os.PathLike) -> None:
     """Writes the states of `cache`, a DynamicCache or StaticCache of `model`, all rows of its batch.
 
-    The file is complete or not there: it is written beside `path` and renamed, so what was there
-    before a kill or on a full disk stays. TypeError or
-    ValueError for a cache that is not a recurrent model's, is empty or is another model's.
+    The file is complete, or what was there before stays, also after a kill or on a full disk.
+    TypeError or ValueError for a cache that is not a recurrent model's, is empty or is another
+    model's; OSError that names `path` if it cannot be written.
     """
     if not isinstance(cache, Cache):
         raise TypeError(f"cache is a {type(cache).__name__}, but must be a Cache")
@@ -54,7 +53,7 @@ def save_state(model: Any, cache: Cache, path: str | os.PathLike) -> None:
     }  # fmt: skip
     own = {name: s.detach().to("cpu", copy=True).contiguous() for name, s in tensors.items()}
     metadata["sha256"] = _digest(metadata, own)
-    _write(Path(path), save(own, metadata))
+    write_file(path, save(own, metadata))
 
 
 def load_state(model: Any, path: str | os.PathLike) -> DynamicCache:
@@ -84,25 +83,6 @@ def load_state(model: Any, path: str | os.PathLike) -> DynamicCache:
             groups.setdefault(name.split(".")[2], []).append(own)
         layer.update_states(int(tokens), **{name: tuple(group) for name, group in groups.items()})
     return cache
-
-
-def _write(path: Path, content: bytes) -> None:
-    """All of it or nothing: beside `path`, and then renamed."""
-    unfinished = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        with open(unfinished, "xb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(unfinished, path)
-    finally:
-        with suppress(FileNotFoundError):
-            unfinished.unlink()
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)  # the new name
-    finally:
-        os.close(folder)
 
 
 def _read(path: Path) -> tuple[dict[str, str], dict[str, torch.Tensor]]:

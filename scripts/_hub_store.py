@@ -8,9 +8,14 @@ ROOT/repos/<org>/<name>.json   {"branches": {name: commit},
 import base64
 import hashlib
 import json
-import os
+import sys
 import threading
 from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT / "modeling"))  # last: its names are for importing as flashcell.<name>
+
+from whole_file import write_file  # noqa: E402
 
 EMPTY = hashlib.sha1(b"the commit before the first").hexdigest()
 
@@ -33,7 +38,7 @@ class Store:
 
     def put(self, content: bytes) -> dict:
         sha256 = hashlib.sha256(content).hexdigest()
-        _replace(self.root / "blobs" / sha256, content)
+        write_file(self.root / "blobs" / sha256, content)
         oid = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()  # as git names it
         return {"sha256": sha256, "size": len(content), "oid": oid}
 
@@ -97,11 +102,5 @@ class Store:
         return self.root / "repos" / f"{repo}.json"
 
     def _save(self, repo: str, state: dict) -> None:
-        _replace(self._path(repo), json.dumps(state).encode())
-
-
-def _replace(path: Path, content: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
-    temporary.write_bytes(content)
-    temporary.replace(path)
+        self._path(repo).parent.mkdir(parents=True, exist_ok=True)
+        write_file(self._path(repo), json.dumps(state).encode())

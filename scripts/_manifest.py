@@ -9,6 +9,8 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
+from flashcell.whole_file import write_file
+
 NAME = "manifest.json"
 LARGEST = 2**24  # bytes of a manifest that is read
 
@@ -29,15 +31,6 @@ def check_file(path: Path) -> Path:
     return path
 
 
-def write_whole(path: Path, text: str) -> None:
-    """A small file: whole or as it was."""
-    staging = path.with_name(f".{path.name}.new")
-    staging.write_text(text)
-    sync(staging)
-    os.replace(staging, path)
-    sync(path.parent)
-
-
 def describe(path: Path) -> dict:
     with open(path, "rb") as file:
         digest = hashlib.file_digest(file, "sha256") if hasattr(hashlib, "file_digest") else None
@@ -54,7 +47,7 @@ def write_manifest(folder: Path, files: dict[str, dict] | None = None) -> None:
         files = {path.name: describe(path) for path in sorted(folder.iterdir())}
         for name in files:
             sync(folder / name)
-    write_whole(folder / NAME, json.dumps(files, indent=2))
+    write_file(folder / NAME, json.dumps(files, indent=2).encode())
 
 
 def find_damage(

@@ -2,14 +2,16 @@
 
 import csv
 import fcntl
+import io
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import IO
 
 from _checkpoint import checkpoints_in
-from _manifest import check_file, write_whole
+from _manifest import check_file
+
+from flashcell.whole_file import write_file
 
 COLUMNS = ["step", "tokens", "learning_rate", "train_loss", "gradient_norm"]
 COLUMNS += ["held_out_loss", "held_out_bits_per_byte", "seconds"]
@@ -22,7 +24,7 @@ def open_run(folder: Path, identity: dict, resume: bool, restart: bool) -> IO:
     if restart or not checkpoints_in(folder / "checkpoints"):
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        write_whole(folder / "identity.json", json.dumps(identity, indent=2))
+        write_file(folder / "identity.json", json.dumps(identity, indent=2).encode())
         return lock
     if not resume:
         raise ValueError(f"{folder} exists: --resume goes on with it, --restart begins again")
@@ -68,12 +70,11 @@ class Log:
             raise ValueError(
                 f"{path} is damaged: {error!r}; delete it to go on without the rows so far"
             ) from None
-        staging = path.with_suffix(".new")
-        with open(staging, "w", newline="") as file:
-            writer = csv.DictWriter(file, columns, restval="", lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
-        os.replace(staging, path)
+        text = io.StringIO()
+        writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+        write_file(path, text.getvalue().encode())
 
     def rows(self) -> list[dict]:
         if not check_file(self.path).exists():

@@ -18,13 +18,14 @@ from pathlib import Path
 
 import pytest
 
-from flashcell.lock_format import read_lock, write_lock
+from flashcell.lock_format import lock_source, read_lock
+from flashcell.whole_file import write_file
 
 ROOT = Path(__file__).resolve().parents[2]
 CHILD = Path(__file__).with_name("child.py")
 LOADER = [
     *("kernel_loader", "kernel_variants", "kernel_files", "kernel_import", "hub_download"),
-    *("lock_format", "kernels_lock"),
+    *("lock_format", "kernels_lock", "whole_file"),
 ]
 VARIANT = "torch-stable-abi210-cpu-x86_64-linux"
 BUILD_TOML = """
@@ -69,10 +70,11 @@ def publish_kernels():
 @pytest.fixture(scope="session")
 def local_hub():
     """scripts/local_hub.py as a module."""
+    before = list(sys.path)
     sys.path.insert(0, str(ROOT / "scripts"))
     import local_hub
 
-    sys.path.remove(str(ROOT / "scripts"))
+    sys.path[:] = before
     return local_hub
 
 
@@ -194,7 +196,7 @@ class Chain:
     def edit_lock(self, **fields: object) -> None:
         lock = read_lock(self.folder / "lock.py")
         lock["kernels"]["fused-rnn"].update(fields)
-        write_lock(lock, self.folder / "lock.py")
+        write_file(self.folder / "lock.py", lock_source(lock, "lock.py"))
 
     @property
     def cached(self) -> Path:

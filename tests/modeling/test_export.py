@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from transformers.dynamic_module_utils import get_imports
 
 from flashcell.kernels.fused_rnn import CELLS
-from flashcell.lock_format import write_lock
+from flashcell.lock_format import lock_source
 from model_cases import CASES, cpu_only, kinds
 
 pytestmark = cpu_only
@@ -111,7 +111,7 @@ def test_loads_where_flashcell_is_not(make_model, tmp_path, missing):
 def test_the_code_is_flat_and_whole(make_model, tmp_path):
     make_model().save_pretrained(tmp_path / "checkpoint")
     lock = tmp_path / "lock.py"
-    write_lock(PINNED, lock)
+    lock.write_bytes(lock_source(PINNED, "lock.py"))
     text = lock.read_text()
     lock.write_text(text + "open('/nowhere/ran', 'w')\n")
     (tmp_path / "checkpoint/README.md").write_text("my card")

@@ -3,6 +3,7 @@
 import os
 import random
 import resource
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -72,14 +73,32 @@ def test_a_file_is_whole_or_not_there(talk, tmp_path, monkeypatch):
     before = path.read_bytes()
     cache.reorder_cache(torch.tensor([1, 0]))
 
-    def crash(*_):
-        raise OSError("disk full")
+    def crash(*_, **__):
+        raise OSError(28, "disk full")
 
     monkeypatch.setattr(os, "replace", crash)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(OSError, match=f"disk full: '{path}'"):
         model.save_state(cache, path)
     assert path.read_bytes() == before
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize("moment", ["fsync", "replace"])
+def test_what_a_kill_leaves_behind_goes_with_the_next_save(talk, tmp_path, monkeypatch, moment):
+    model, cache = talk
+    path = tmp_path / "talk.safetensors"
+    model.save_state(cache, path)
+    before = path.read_bytes()
+    process = os.fork()
+    if process == 0:
+        monkeypatch.setattr(os, moment, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+        model.save_state(cache, path)
+        os._exit(0)
+    assert os.waitpid(process, 0)[1] == signal.SIGKILL
+    assert path.read_bytes() == before
+    model.save_state(cache, path)
+    assert os.listdir(tmp_path) == [path.name]
+    model.load_state(path)
 
 
 def test_what_is_no_state_of_the_model(talk, make_model, tmp_path):

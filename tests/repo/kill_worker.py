@@ -49,6 +49,9 @@ def main() -> None:
             finish(folder, "broken", "--restart", "--max-minutes", "0.0001")
     finish(folder, "broken", "--resume")
     assert results(folder, "whole") == results(folder, "broken")
+    left = {path.name for path in checkpoints.parent.rglob("*") if path.name.startswith(".")}
+    assert not left, left
+    assert sorted(checkpoints.iterdir(), reverse=True) == checkpoints_in(checkpoints)
     print(f"{done} kills, {seen} of them with a checkpoint to go on from")
     assert seen > kills // 4, "the kills came too early to mean anything"
 

@@ -1,0 +1,133 @@
+"""A file that is written whole or not at all, whatever ends its writer: a full disk, Ctrl-C, SIGKILL.
+
+    write_file("talk.safetensors", content)
+
+On Linux the content goes to a file without a name (O_TMPFILE), which is gone with its writer, and
+gets its name when it is complete. No call puts such a file in the place of another, so it is called
+`.<name>.unfinished-<k>` for the moment before it is renamed; a file system without O_TMPFILE has it
+under that name from the beginning. Its writer holds a lock on it (flock), which also ends with its
+writer: the next write of the same file removes what nobody holds, and leaves alone what is held.
+"""
+
+import errno
+import os
+import stat
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TypeVar
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+SLOTS = 32  # so many processes and threads may write one file at a time
+Made = TypeVar("Made")
+
+
+def write_file(path: str | os.PathLike, content: bytes, mode: int = 0o666) -> None:
+    """Puts `content` in the place of what is at `path`, and returns when it is on the disk. A link
+    there is replaced, not followed. `mode` is a new file's, without the process's umask."""
+    place, name = os.path.split(os.fspath(path))
+    try:
+        folder = os.open(place or ".", os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            write_file_at(folder, name, content, mode)
+        finally:
+            os.close(folder)
+    except OSError as error:  # which names a descriptor's file at best
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from error
+
+
+def write_file_at(folder: int, name: str, content: bytes, mode: int = 0o666) -> None:
+    """The same for a name in the folder that the descriptor `folder` is of."""
+    beside = [f".{name}.unfinished-{k}" for k in range(SLOTS)]
+    for unfinished in beside:
+        _remove_abandoned(folder, unfinished)
+    handle, at = _open_nameless(folder, mode), None
+    if handle is None:
+        handle, at = _open_named(folder, beside, mode)
+    with open(handle, "wb") as file:
+        try:
+            _lock(handle)
+            file.write(content)
+            file.flush()
+            os.fsync(handle)
+            if at is None:
+                source = f"/proc/self/fd/{handle}"
+                # With dst_dir_fd it is linkat that os.link calls, which follows `source`.
+                link = lambda unfinished: os.link(source, unfinished, dst_dir_fd=folder)
+                at, _ = _first_free([name, *beside], link)
+            if at != name:
+                os.replace(at, name, src_dir_fd=folder, dst_dir_fd=folder)
+        except BaseException:
+            if at is not None and at != name and _is_at(folder, at, handle):
+                os.unlink(at, dir_fd=folder)
+            raise
+    os.fsync(folder)  # the name
+
+
+def _open_nameless(folder: int, mode: int) -> int | None:
+    """None where there are no such files, or no way to name them."""
+    if not hasattr(os, "O_TMPFILE"):
+        return None
+    try:
+        handle = os.open(".", os.O_TMPFILE | os.O_WRONLY, mode, dir_fd=folder)
+    except OSError:  # and if the folder is why, a file with a name cannot be made either
+        return None
+    if os.path.exists(f"/proc/self/fd/{handle}"):
+        return handle
+    os.close(handle)
+    return None
+
+
+def _open_named(folder: int, names: list[str], mode: int) -> tuple[int, str]:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+
+    def create(name: str) -> int:
+        handle = os.open(name, flags, mode, dir_fd=folder)
+        _lock(handle)
+        if _is_at(folder, name, handle):
+            return handle
+        os.close(handle)  # another took it for abandoned before it was locked
+        raise FileExistsError
+
+    name, handle = _first_free(names, create)
+    return handle, name
+
+
+def _first_free(names: list[str], make: Callable[[str], Made]) -> tuple[str, Made]:
+    """The name at which `make` found no other file, and what it returned."""
+    for name in names:
+        with suppress(FileExistsError):
+            return name, make(name)
+    raise OSError(errno.EBUSY, f"{SLOTS} others are writing this file")
+
+
+def _remove_abandoned(folder: int, name: str) -> None:
+    """Removes an unfinished file whose writer is gone."""
+    try:
+        handle = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
+    except OSError:  # there is none, or it is somebody else's
+        return
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if stat.S_ISREG(os.fstat(handle).st_mode) and _is_at(folder, name, handle):
+            os.unlink(name, dir_fd=folder)
+    except OSError:
+        pass  # its writer lives, or the file system has no locks to tell
+    finally:
+        os.close(handle)
+
+
+def _lock(handle: int) -> None:
+    with suppress(OSError):  # a file system without locks, where nobody takes a file for abandoned
+        fcntl.flock(handle, fcntl.LOCK_EX)
+
+
+def _is_at(folder: int, name: str, handle: int) -> bool:
+    try:
+        found = os.stat(name, dir_fd=folder, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return os.path.samestat(found, os.fstat(handle))
