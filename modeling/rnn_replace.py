@@ -53,10 +53,12 @@ def replace(model: nn.Module, *, backend: str = "auto") -> ReplaceReport:
     isinstance, pickles and copies. So are parametrized modules.
 
     Returns a report and logs it in one line. What stays as it is, stands in `report.skipped` with the
-    reason: a class with a forward of its own, a forward set on the object (accelerate's hooks,
-    kernels.kernelize: replace first, hook later), TorchScript, quantised modules, flashcell's own,
-    and modules on a device that has no kernel here, where torch.nn's forward is the faster one. A
-    model that is moved to such a device afterwards runs torch.nn's forward there.
+    reason: a class with a forward of its own (whether that calls torch.nn's cannot be told; with
+    flashcell.LSTM as its base, super().forward is flashcell's), a forward set on the object
+    (accelerate's hooks, kernels.kernelize: replace first, hook later), TorchScript, quantised
+    modules, flashcell's own, and modules on a device that has no kernel here, where torch.nn's
+    forward is the faster one. A model that is moved to such a device afterwards runs torch.nn's
+    forward there.
 
     Raises TypeError if `model` is no module, ValueError for an unknown `backend`, and what
     `kernel_loader.load_kernel` raises if the backend asked for by name cannot be had: then nothing

@@ -38,13 +38,14 @@ def record(train: Callable[..., nn.Module], models: tuple[str, ...] = ()) -> Non
     parser = argparse.ArgumentParser(description="trains 20 steps and records them")
     parser.add_argument("--flashcell", action="store_true", help="with flashcell's modules")
     parser.add_argument("--out", required=True, help="the .npz file to write")
-    parser.add_argument("--double", action="store_true", help="in fp64, by Lightning's Trainer")
+    parser.add_argument("--double", action="store_true", help="in fp64")
     if models:
         parser.add_argument("model", choices=models)
     arguments = parser.parse_args()
     chosen = [arguments.model] if models else []
     if arguments.double:
         TRAINER["precision"] = "64-true"
+        torch.set_default_dtype(torch.float64)
     random.seed(0)
     np.random.seed(0)  # noqa: NPY002 -- the programs draw from the global generator
     torch.manual_seed(0)
@@ -60,6 +61,17 @@ def record(train: Callable[..., nn.Module], models: tuple[str, ...] = ()) -> Non
     kinds = [type(m).__mro__ for m in model.modules() if isinstance(m, RECURRENT)]
     ours = [any(k.__module__.startswith("flashcell.") for k in mro) for mro in kinds]
     np.savez(arguments.out, ours=ours, **{name: np.stack(row) for name, row in rows.items()})
+
+
+def fit(model: nn.Module, losses: list[Callable[[], Tensor]]) -> nn.Module:
+    """A step for each loss, for the programs that leave training to their user."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for loss in losses:
+        optimizer.zero_grad()
+        loss().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+    return model
 
 
 def _watch(rows: dict[str, list[Any]]) -> None:
