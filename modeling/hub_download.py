@@ -13,15 +13,17 @@ import queue
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
-from huggingface_hub import constants
-from huggingface_hub.utils import build_hf_headers, get_session
+from huggingface_hub import __version__, constants, get_token
+from huggingface_hub.utils import get_session
 
 from .lock_format import LARGEST_FILE
 
 HUB_TIMEOUT = 20.0  # seconds
 REST = 60.0  # seconds in which a Hub that was down is not asked for another kernel
 CONNECTIONS = 8
+REDIRECTS = 20
 TRANSIENT = {408, 429, 500, 502, 503, 504}
 ENCODINGS = {"", "identity", "gzip", "deflate"}  # those that cannot make gigabytes of a packet
 
@@ -112,29 +114,39 @@ class Transfer:
                 raise failure
 
     def _get(self, url: str) -> bytes:
-        headers = build_hf_headers() | {"Accept-Encoding": "identity"}
+        """Follows redirects itself: the client would read their bodies, which may be endless."""
+        client, commits = get_session(), []
         left = max(0.1, self.deadline - time.monotonic())
-        client = get_session()
-        with client.stream(
-            "GET", url, headers=headers, follow_redirects=True, timeout=left
-        ) as response:
-            status = response.status_code
-            if status in TRANSIENT:
-                wait = response.headers.get("Retry-After", "")
-                raise _HubBusy(status, float(wait) if wait.isdecimal() else 0.0)
-            if status != 200:  # the body of an error may be endless: it is not read
-                raise FilesUnavailable(f"{status} {response.headers.get('X-Error-Code', '')[:99]}")
-            commits = [r.headers.get("X-Repo-Commit") for r in (*response.history, response)]
-            if self.revision not in commits:  # such as the page of a hotel's network
-                raise FilesUnavailable(f"{url} is not answered by a Hub that has that revision")
-            encoding = response.headers.get("Content-Encoding", "").lower()
-            if encoding not in ENCODINGS:
-                raise FilesUnavailable(f"{url} comes in the encoding {encoding[:99]!r}")
-            chunks = []
-            for chunk in response.iter_bytes():
-                chunks.append(chunk)
-                self._count(len(chunk))
-            return b"".join(chunks)
+        request = client.build_request("GET", url, headers=_headers(), timeout=left)
+        for _ in range(1 + REDIRECTS):
+            response = client.send(request, stream=True, follow_redirects=False)
+            try:
+                commits.append(response.headers.get("X-Repo-Commit"))
+                if response.next_request is None:
+                    return self._read(response, commits)
+                request = response.next_request
+            finally:
+                response.close()
+            self._count(0)
+        raise HubDown(f"the Hub redirects {url} more than {REDIRECTS} times")
+
+    def _read(self, response: Any, commits: list[str | None]) -> bytes:
+        status = response.status_code
+        if status in TRANSIENT:
+            wait = response.headers.get("Retry-After", "")
+            raise _HubBusy(status, float(wait) if wait.isdecimal() else 0.0)
+        if status != 200:  # the body of an error may be endless: it is not read
+            raise FilesUnavailable(f"{status} {response.headers.get('X-Error-Code', '')[:99]}")
+        if self.revision not in commits:  # such as the page of a hotel's network
+            raise FilesUnavailable(f"{response.url} is not of a Hub that has that revision")
+        encoding = response.headers.get("Content-Encoding", "").lower()
+        if encoding not in ENCODINGS:
+            raise FilesUnavailable(f"{response.url} comes in the encoding {encoding[:99]!r}")
+        chunks = []
+        for chunk in response.iter_bytes():
+            chunks.append(chunk)
+            self._count(len(chunk))
+        return b"".join(chunks)
 
     def _count(self, size: int) -> None:
         if time.monotonic() >= self.deadline:
@@ -143,6 +155,14 @@ class Transfer:
             self.allowed -= size
         if self.allowed < 0:
             raise FilesUnavailable(f"the Hub sends more than {LARGEST_FILE} bytes")
+
+
+def _headers() -> dict[str, str]:
+    """Not huggingface_hub's build_hf_headers, which asks the Hub for a list of coding agents first and
+    reads however much comes."""
+    headers = {"User-Agent": f"flashcell; hf_hub/{__version__}", "Accept-Encoding": "identity"}
+    token = None if constants.HF_HUB_DISABLE_IMPLICIT_TOKEN else get_token()
+    return headers | ({"Authorization": f"Bearer {token}"} if token else {})
 
 
 def fetch(

@@ -63,6 +63,9 @@ def behaviours(revision: str) -> dict[str, Callable[[socket.socket], None]]:
         "sends a header without end": drip(b"200 OK\r\nX: ", b"x" * 65536, 0.0),
         "sends bytes without end": drip(whole, b"x" * 65536, 0.0),
         "sends an error without end": drip(b"404 No\r\n\r\n", b"x" * 65536, 0.0),
+        "redirects with a body without end": drip(
+            b"302 Found\r\nLocation: /again" + pinned + b"\r\n\r\n", b"x" * 65536, 0.0
+        ),
     }
 
 

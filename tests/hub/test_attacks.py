@@ -86,6 +86,7 @@ def test_only_locked_names_are_asked_for(chain, spy):
     assert chain.load()[0]["value"] == 2.0
     assert {p.name for p in chain.cached.iterdir()} == set(locked(chain)["files"])
     assert set(chain.downloads()) == set(locked(chain)["files"])
+    assert len(chain.hub.requests) == len(locked(chain)["files"])  # and for nothing else
 
 
 @pytest.mark.parametrize("etag", ["{victim}", "../../../../../../victim", "..", "a/b", "", "/"])

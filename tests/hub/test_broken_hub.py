@@ -9,6 +9,18 @@ pytestmark = pytest.mark.hub
 CPU, AUTO = {"backend": "cpu"}, {"backend": "auto"}
 
 
+# The rest of a process whose Hub was given up: its downloads end, and they kept little of what came.
+AFTERWARDS = """
+import resource, threading, time
+deadline = time.monotonic() + 10
+while [t for t in threading.enumerate() if t.name == "flashcell-download"]:
+    assert time.monotonic() < deadline, "a download goes on"
+    time.sleep(0.1)
+kept = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+assert kept < 3000, f"{kept} MB"
+"""
+
+
 def revision(chain) -> str:
     return read_lock(chain.folder / "lock.py")["kernels"]["fused-rnn"]["revision"]
 
@@ -23,6 +35,13 @@ def test_a_hub_that_is_broken_is_given_up(chain, name):
     assert explicit["error"] == "KernelUnavailable"
     assert auto["seconds"] + explicit["seconds"] < 2 * 2 + 4, (auto, explicit)
     assert other["source"] == "reference"
+
+
+@pytest.mark.parametrize("name", [name for name in behaviours("") if "without end" in name])
+def test_a_hub_without_end_is_not_read_to_it(chain, name):
+    with serve(behaviours(revision(chain))[name]) as url:
+        steps = AUTO, {"backend": "reference", "run": AFTERWARDS}
+        chain.load(*steps, HF_ENDPOINT=url, FLASHCELL_HUB_TIMEOUT=1)
 
 
 @pytest.mark.slow
