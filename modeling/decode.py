@@ -21,6 +21,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.utils._device import DeviceContext
 from transformers.cache_utils import Cache
 
@@ -243,6 +244,8 @@ def _who_listens(tokens: torch.Tensor) -> str | None:
         return f"input_ids is a {type(tokens).__name__}"
     if torch._C._are_functorch_transforms_active():
         return "torch.func transforms the call"
+    if getattr(forward_ad, "_current_level", -1) >= 0:
+        return "derivatives are taken in forward mode"
     if torch._C._len_torch_dispatch_stack():
         return "a dispatch mode is on"
     if torch._C._len_torch_function_stack():

@@ -22,7 +22,8 @@ Errors are torch.nn's: RuntimeError and ValueError for shapes and dtypes that do
 
 What differs: dropout draws other numbers from the same seed; outputs are contiguous with and
 without batch_first; there are no second derivatives (except with backend="reference"), no derivatives
-in forward mode (torch.func's grad, vjp and vmap work, jvp does not) and no torch.jit.script. torch.compile breaks the graph at every module that is an nn.LSTM, nn.GRU or
+in forward mode (torch.func's grad, vjp and vmap work, jvp does not) and no torch.jit.script (errors say
+so). torch.compile breaks the graph at every module that is an nn.LSTM, nn.GRU or
 nn.RNN, these too; with torch._dynamo.config.allow_rnn = True these compile with fullgraph=True.
 torch.export takes them as they are.
 """
@@ -52,6 +53,12 @@ class _StandIn(nn.Module):
         """
         # past a __setattr__ of the user's
         vars(self).update(kernel_backend=check_backend(backend), __module__="torch.nn")
+
+    def __prepare_scriptable__(self) -> None:  # the first that torch.jit.script asks of a module
+        raise NotImplementedError(
+            f"torch.jit.script cannot compile flashcell's {type(self).__name__}: use torch.jit.trace or "
+            "torch.export, or script torch.nn's module (flashcell.restore undoes flashcell.replace)"
+        )
 
     def kernel_for(self, input: Any) -> Any:
         """The functions of fused-rnn for where `input` is; None where torch.nn's own forward runs:

@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.nn.utils import parametrize
 from torch.nn.utils.rnn import pack_sequence
 
@@ -167,3 +168,28 @@ def test_error_classes_are_torch_s(kind):
     assert sum(pair[0] != "no error" for pair in outcomes.values()) > 20
     with pytest.raises(AttributeError, match="input is a ndarray, but must be a tensor"):
         ours(make_input(kind).numpy())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_jit_script_is_refused_by_name(kind):
+    """Its compiler would speak of a line inside of flashcell. What it is told to do instead, works."""
+    model = Model(getattr(nn, kind)(4, 6))
+    want = model(make_input(kind)).shape
+    flashcell.replace(model)
+    with pytest.raises(NotImplementedError, match=f"cannot compile flashcell's {kind}: use"):
+        torch.jit.script(model)
+    flashcell.restore(model)
+    torch.jit.script(model.recurrent)
+    assert model(make_input(kind)).shape == want
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tangent_is_refused(kind):
+    """In forward mode, with frozen weights and without gradients, where it could get lost."""
+    module, x = getattr(flashcell, kind)(4, 6).requires_grad_(False), make_input(kind)
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="in forward mode"):
+        module(forward_ad.make_dual(x, torch.ones_like(x)))
+    with torch.no_grad(), pytest.raises(NotImplementedError, match="in forward mode"):
+        torch.func.jvp(lambda x: flatten(module(x))[0], (x,), (torch.ones_like(x),))
+    with pytest.raises(NotImplementedError, match="in forward mode"):
+        torch.func.linearize(lambda x: flatten(module(x))[0], x)

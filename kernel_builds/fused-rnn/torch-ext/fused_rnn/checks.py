@@ -15,6 +15,7 @@ import torch
 
 from .cells import CELLS, Cell
 from .dispatch import shown
+from .formulas import has_tangent, in_forward_mode
 from .memory import check_memory
 
 Named = Tuple[str, Any, Tuple[int, ...], str]  # name, value, shape, its letters
@@ -154,13 +155,18 @@ def check_count(name: str, tensors: object, count: int, who: str) -> None:
 
 def check_no_gradient(who: str, names: Sequence[str], *values) -> None:
     """`names` as check_memory's."""
-    if not torch.is_grad_enabled():
+    recorded = torch.is_grad_enabled()
+    if not (recorded or in_forward_mode()):
         return
     for at, value in enumerate(values):
-        if value is not None and value.requires_grad:
+        if value is None:
+            continue
+        tangent = has_tangent(value)
+        if tangent or (recorded and value.requires_grad):
             last = len(names) - 1
             name = names[at] if at < last else f"{names[last]}[{at - last}]"
-            raise ValueError(f"{name} requires a gradient, but {who} is for decoding and has none")
+            had = "has a tangent" if tangent else "requires a gradient"
+            raise ValueError(f"{name} {had}, but {who} is for decoding and has no derivatives")
 
 
 def is_dense(*values: Optional[torch.Tensor]) -> bool:

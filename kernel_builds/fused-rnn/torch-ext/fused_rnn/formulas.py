@@ -9,6 +9,7 @@ this file.
 from typing import Any, Callable, Dict, Optional
 
 import torch
+from torch.autograd import forward_ad
 
 from .dispatch import ops
 
@@ -34,7 +35,13 @@ def register(name: str, backward: Callable, setup_context: Optional[Callable] = 
         if setup_context is not None:
             setup_context(ctx, inputs, output)
 
-    functions: Dict[str, Any] = {"forward": staticmethod(forward)}
+    def jvp(ctx, *tangents):
+        raise NotImplementedError(
+            f"{name} has no derivatives in forward mode (jvp, jacfwd, hessian): "
+            "take backward mode's (grad, vjp, jacrev)"
+        )
+
+    functions: Dict[str, Any] = {"forward": staticmethod(forward), "jvp": staticmethod(jvp)}
     functions["backward"] = staticmethod(backward)
     formula: Any = type(name, (torch.autograd.Function,), functions)
     functions = {**functions, "forward": staticmethod(op), "setup_context": staticmethod(keep)}
@@ -46,7 +53,8 @@ def register(name: str, backward: Callable, setup_context: Optional[Callable] = 
             return op(*inputs)
         if is_transformed():  # by what refuses the registered formula
             return transformable.apply(*inputs)
-        if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
+        recorded = torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs)
+        if recorded or in_forward_mode():  # which an op below autograd would not hear of
             return formula.apply(*inputs)
         with torch._C._AutoDispatchBelowAutograd():
             return op(*inputs)
@@ -94,6 +102,17 @@ def is_transformed() -> bool:
     if torch.compiler.is_compiling():
         return False
     return torch._C._are_functorch_transforms_active()
+
+
+def in_forward_mode() -> bool:
+    """Whether some tensors may carry tangents, with or without gradients."""
+    if torch.compiler.is_compiling():
+        return False
+    return getattr(forward_ad, "_current_level", -1) >= 0
+
+
+def has_tangent(value: torch.Tensor) -> bool:
+    return in_forward_mode() and forward_ad.unpack_dual(value).tangent is not None
 
 
 def refuse_second_derivative(kernel: str, name: str) -> None:

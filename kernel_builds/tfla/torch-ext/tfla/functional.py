@@ -53,7 +53,7 @@ from .checks import (
 )
 from .cost_model import DEVICES, best_chunk
 from .dispatch import BACKEND, ops, select_backend, without_autocast
-from .formulas import CALLS, is_recorded
+from .formulas import CALLS, has_tangent, is_recorded
 from .memory import check_apart, check_memory, check_written
 from .reference import Options, state_dtype
 from .sequences import lower_masks
@@ -247,7 +247,10 @@ def lower_epilogue(
 
 
 def _wants_grad(*tensors: Optional[torch.Tensor]) -> bool:
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    given = [t for t in tensors if t is not None]
+    return (torch.is_grad_enabled() and any(t.requires_grad for t in given)) or any(
+        map(has_tangent, given)
+    )
 
 
 def _check_inplace(q, k, v, i, f, state, out_gate, norm_weight) -> None:
