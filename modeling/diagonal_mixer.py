@@ -110,7 +110,10 @@ class DiagonalMixer(nn.Module):
     ) -> torch.Tensor:  # [B, H], ahead of the norm
         x, gate = pair.chunk(2, -1)
         conv, cell = self.conv, self.cell
-        wide, past = torch.promote_types(x.dtype, torch.float32), (len(x), conv.past, x.shape[1])
+        wide, past = (
+            torch.promote_types(x.dtype, torch.float32),
+            (x.shape[0], conv.past, x.shape[1]),
+        )
         (window,) = own_states(cache, "conv", lambda: (x.new_zeros(past),))
         empty = lambda: tuple(torch.zeros_like(x, dtype=wide) for _ in range(cell.states))
         state = own_states(cache, "cell", empty)

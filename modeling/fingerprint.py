@@ -46,6 +46,7 @@ DESCRIPTIONS = {
     "__weakref__",
 }
 HOOKS = "_forward_hooks", "_forward_pre_hooks"
+MOST_CONTAINERS = 1000  # all of which are compared with every token
 GLOBAL_HOOKS = (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks)
 TABLES = "_modules", "_parameters", "_buffers"
 data_ptr: Any = torch.Tensor.data_ptr
@@ -76,14 +77,21 @@ class Fingerprint:
         self._attributes = [dict(d) for d in dicts]
         self._modules, self._types = modules[1:], list(map(type, modules))
         self._attributes[0]["decoder"] = Whatever()  # it has this fingerprint
+        self._tensors = [*model.parameters(), *model.buffers()]
+        self._names = GlobalNames(_classes(modules))
+        self.refusal = _why_not(model, modules, self._tensors, device) or _of_names(self._names)
         # Attributes that are tables themselves are compared as they are now. If one was replaced, the
         # attributes are equal only while both are.
         tables = [*GLOBAL_HOOKS, *(d[name] for d in dicts for name in TABLES + HOOKS)]
-        tables += [*_containers(modules), *(vars(kind) for kind in _classes(modules))]
+        # what others' code holds may lead anywhere, FSDP's to all of Python
+        containers = _containers(modules if self.refusal is None else modules[:1])
+        if len(containers) > MOST_CONTAINERS:
+            self.refusal = f"its modules hold more than {MOST_CONTAINERS} lists, dicts and objects"
+            containers = _containers(modules[:1])
+        tables += [*containers, *(vars(kind) for kind in _classes(modules))]
         self._empty = [t for t in tables if not t]
         self._filled = [t for t in tables if t]
         self._copies = [_copy(t) for t in self._filled]
-        self._tensors = [*model.parameters(), *model.buffers()]
         # two of one value are equal, the others neither equal nor unequal
         single = {id(w) for w in self._tensors if w.numel() == 1}
         self._single = [
@@ -92,8 +100,6 @@ class Fingerprint:
         self._single_ids = [id(table[name]) for table, name in self._single]
         self._places = self._look_at_tensors()
         self._flags = GlobalStateGuard().check if has_guard else _flags_are(_flags())
-        self._names = GlobalNames(_classes(modules))
-        self.refusal = _why_not(model, modules, self._tensors, device) or _of_names(self._names)
         self.alone = runs_alone(model)
 
     def holds(self, model: nn.Module) -> bool:
@@ -236,23 +242,20 @@ def _copy(table: Any) -> Any:
 
 
 def _containers(modules: list[nn.Module]) -> list[Any]:
-    """Lists, dicts, sets and what objects such as the configuration hold, inside the modules."""
+    """Lists, dicts, sets and what objects such as the configuration hold, inside the modules; of more
+    than MOST_CONTAINERS one more."""
     usual, found = vars(nn.Module()).keys(), dict[int, Any]()
-
-    def collect(values: Iterator[Any]) -> None:
-        for value in values:
-            if not isinstance(value, (dict, list, set)):
-                if isinstance(value, (nn.Module, torch.Tensor, type)) or callable(value):
-                    continue
-                value = getattr(value, "__dict__", None)
-            if value is not None and id(value) not in found:
-                found[id(value)] = value
-                collect(iter(value.values() if isinstance(value, dict) else value))
-
-    config: Any = modules[0].config
-    collect(iter([config]))
-    for m in modules[1:]:
-        collect(v for k, v in vars(m).items() if k not in usual)
+    values: list[Any] = [modules[0].config]
+    values += (v for m in modules[1:] for k, v in vars(m).items() if k not in usual)
+    while values and len(found) <= MOST_CONTAINERS:
+        value = values.pop()
+        if not isinstance(value, (dict, list, set)):
+            if isinstance(value, (nn.Module, torch.Tensor, type)) or callable(value):
+                continue
+            value = getattr(value, "__dict__", None)
+        if isinstance(value, (dict, list, set)) and id(value) not in found:
+            found[id(value)] = value
+            values += list(value.values() if isinstance(value, dict) else value)
     return list(found.values())
 
 

@@ -95,6 +95,11 @@ class RecurrentGeneration(GenerationMixin):
 
     save_state, load_state = save_state, load_state
 
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.__future__.get_swap_module_params_on_conversion():
+            self.decoder.release()  # torch swaps no tensor that somebody else has a view of
+        return super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
+
     def _prepare_model_inputs(self, *args: Any, **kwargs: Any) -> Any:
         """The base class's, which says what the prompt is, before anything is made of it."""
         prompt, name, rest = super()._prepare_model_inputs(*args, **kwargs)

@@ -90,7 +90,7 @@ class RecurrentMixer(nn.Module):
     ) -> torch.Tensor:  # [B, H]
         """The whole block around this mixer, of one token a row."""
         shape, wide = (
-            (len(x), *self.gate_bias.shape[1:]),
+            (x.shape[0], *self.gate_bias.shape[1:]),
             torch.promote_types(x.dtype, torch.float32),
         )
         empty = lambda: tuple(

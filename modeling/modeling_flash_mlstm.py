@@ -257,7 +257,8 @@ class FlashMLSTMForCausalLM(RecurrentForCausalLM, FlashMLSTMPreTrainedModel, Gen
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:  # [..., H] -> [..., V]
         config, head = self.config, self.lm_head
         step_linear = None
-        if hidden_states.dim() == 3 and len(hidden_states) <= ROWS:
+        open_batch = torch.compiler.is_compiling()
+        if hidden_states.dim() == 3 and not open_batch and hidden_states.shape[0] <= ROWS:
             step_linear = find_step_linear(hidden_states, config.backend, [head])
         if step_linear is not None:
             options = {"capped": 1, "cap": config.output_logit_soft_cap}

@@ -212,7 +212,7 @@ class RecurrentForCausalLM(RecurrentGeneration):
         if not step:
             return self.lm_head(hidden_states)
         weight, x = self.lm_head.weight, hidden_states[:, 0]
-        if len(x) <= ROWS:
+        if x.shape[0] <= ROWS:
             return step(x, [weight])[0][:, None]
         # Rows of 50,257 logits begin at odd places, for which cuBLAS takes 155 us instead of 25: columns.
         return (weight @ x.mT).mT[:, None]

@@ -30,12 +30,14 @@ def find_step_linear(
 ) -> StepLinear | None:
     """linear_step's equal for x [B, 1, H] and the weights of `modules`, None where they are called; the
     forward of those `around` them is passed over too."""
+    if torch.compiler.is_compiling():  # before the batch, which a trace leaves open, is compared
+        return None
     kind, few = x.device.type, x.shape[0] <= ROWS
     takes = x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
     takes |= kind == "cpu" and few and backend != "reference" and x.is_floating_point()
     if not takes or x.shape[1] != 1 or torch.is_grad_enabled():
         return None
-    if torch.compiler.is_compiling() or torch.is_autocast_enabled(kind):
+    if torch.is_autocast_enabled(kind):
         return None
     if not (all(map(is_untouched, around)) and all(is_plain(module, x) for module in modules)):
         return None

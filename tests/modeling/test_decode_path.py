@@ -1,10 +1,14 @@
 """Which steps are recorded, by whose engine, and what `decoder.path` and `decoder.reason` say of it."""
 
 import copy
+import sys
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.autograd import forward_ad
+from torch.distributed.fsdp import fully_shard
 from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache
 
@@ -146,3 +150,54 @@ def test_every_family_keeps_its_recording(case, make_model, tokens):
     with torch.inference_mode():
         greedy(model, ids)
     assert list(model.decoder._recordings.values()) == [first]
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="gloo")
+def test_fsdp_modules_are_called(make_model, tokens):
+    """From their state all of Python can be reached, and none of it is to be compared."""
+    model, ids = make_model(), tokens(2, 5)
+    want = greedy(model, ids)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for block in model.model.layers:
+            fully_shard(block)
+        assert torch.equal(greedy(fully_shard(model), ids), want)
+        assert model.decoder.path == "plain"
+    finally:
+        dist.destroy_process_group()
+
+
+class Everything:
+    def __init__(self):
+        self.modules, self.itself, self.chain = sys.modules, self, None
+
+
+def test_modules_that_hold_everything(make_model, tokens):
+    """Objects in a list of a module's, with cycles, long chains and a table that grows meanwhile."""
+    model, ids = make_model(), tokens(2, 5)
+    want, notes = greedy(model, ids), Everything()
+    model.model.layers[0].notes = [notes]
+    for _ in range(5000):
+        notes.chain = [notes.chain]
+    assert torch.equal(greedy(model, ids), want)
+    assert "hold more than 1000" in model.decoder.reason
+    del model.model.layers[0].notes
+    greedy(model, ids)
+    assert model.decoder.path != "plain"
+
+
+def test_forward_mode_is_left_to_the_model(make_model, tokens):
+    model, ids = make_model(), tokens(2, 3)
+    with forward_ad.dual_level():
+        decode(model, ids)
+    assert "forward mode" in model.decoder.reason
+
+
+def test_weights_are_swapped_as_torch_will(case, make_model, tokens, monkeypatch):
+    """What torch.__future__ swaps, nobody else may have a view of, as a tape has."""
+    model, ids = make_model(case), tokens(2, 5)
+    greedy(model, ids)
+    monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)
+    model.load_state_dict({name: 2 * w for name, w in model.state_dict().items()})
+    same_as_plain(model, lambda: greedy(model, ids))
+    same_as_plain(model.double(), lambda: greedy(model, ids))

@@ -99,6 +99,27 @@ def test_static_cache_is_compiled_by_inductor(case, make_model, tokens):
     assert counters["stats"]["unique_graphs"] == 1
 
 
+class Logits(torch.nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids):
+        return self.model(ids, use_cache=False).logits
+
+
+@cpu_only
+def test_exported_for_any_batch_and_length(case, make_model, tokens):
+    model = make_model(case, num_hidden_layers=1)
+    sizes = {0: torch.export.Dim("batch", min=2, max=99), 1: torch.export.Dim("time", min=2)}
+    with torch.no_grad():
+        exported = torch.export.export(Logits(model), (tokens(3, 7),), dynamic_shapes=(sizes,))
+        for ids in (tokens(2, 12), tokens(40, 5)):
+            assert_close(
+                "logits", exported.module()(ids), model(ids).logits, 8 * EPS[torch.float32]
+            )
+
+
 @cpu_only
 def test_8_bit_linear_layers(case, make_model, tokens):
     """Tools that replace every nn.Linear find them, gates aside, and what they replace is what runs.

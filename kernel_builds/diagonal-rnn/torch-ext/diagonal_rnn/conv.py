@@ -72,7 +72,7 @@ def causal_conv(
 
 def _reference(x, weight, bias, window, reset, silu) -> Tensor:
     exact, past = state_dtype(x.dtype), weight.shape[1] - 1
-    window = x.new_zeros(len(x), past, x.shape[2]) if window is None else window.to(x.dtype)
+    window = x.new_zeros(x.shape[0], past, x.shape[2]) if window is None else window.to(x.dtype)
     seen = torch.cat([window, x], 1)
     document = None if reset is None else F.pad(reset.long(), (past, 0)).cumsum(1)
     taps, T = weight.to(exact), x.shape[1]

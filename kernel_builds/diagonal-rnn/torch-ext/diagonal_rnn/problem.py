@@ -39,12 +39,12 @@ def check_state(x: Tensor, h0, state_shape, dtype: torch.dtype) -> Tensor:
     if h0 is None:
         if state_shape is None:
             raise ValueError("h0 and state_shape are both None, but one must say what a state is")
-        return torch.zeros(len(x), *check_sizes(state_shape), dtype=dtype, device=x.device)
+        return torch.zeros(x.shape[0], *check_sizes(state_shape), dtype=dtype, device=x.device)
     check_tensor("h0", h0, x.device)
     check_floating("h0", h0)
     check_memory(("h0", "h0"), h0)
     shape = h0.shape[1:] if state_shape is None else check_sizes(state_shape)
-    check_shape("h0", h0, (len(x), *shape), "[B, *S]")
+    check_shape("h0", h0, (x.shape[0], *shape), "[B, *S]")
     if h0.dim() < 2:
         raise ValueError(f"h0 has shape {list(h0.shape)}, but must be [B, *S], S not empty")
     return h0.to(dtype)
