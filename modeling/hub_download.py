@@ -186,8 +186,13 @@ def fetch(
                 except Exception as error:
                     done.put((file, error))
 
-    for _ in range(min(CONNECTIONS, len(files))):
-        threading.Thread(target=work, name="flashcell-download", daemon=True).start()
+    for number in range(min(CONNECTIONS, len(files))):
+        try:
+            threading.Thread(target=work, name="flashcell-download", daemon=True).start()
+        except RuntimeError as error:  # this user may have no more threads; fewer do, too
+            if number == 0:
+                raise FilesUnavailable(f"no thread for downloads: {error}") from error
+            break
     started = time.monotonic()
     try:
         for _ in files:

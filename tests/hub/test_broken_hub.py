@@ -69,6 +69,26 @@ def test_a_hub_that_is_busy_for_a_moment_is_asked_again(chain):
         assert chain.load(CPU, HF_ENDPOINT=busy)[0]["source"] == "hub"
 
 
+@pytest.mark.parametrize("allowed", [0, 1])
+def test_a_machine_that_starts_no_more_threads(chain, allowed):
+    run = f"""
+import threading
+left, start = [{allowed}], threading.Thread.start
+def refuse(thread):
+    if not left[0]:
+        raise RuntimeError("can't start new thread")
+    left[0] -= 1
+    start(thread)
+threading.Thread.start = refuse
+"""
+    auto, explicit = chain.load(AUTO | {"run": run}, CPU)
+    if allowed:
+        assert (auto["source"], explicit["source"]) == ("hub", "hub")
+    else:
+        assert (auto["source"], explicit["error"]) == ("reference", "KernelUnavailable")
+        assert "no thread for downloads: can't start new thread" in explicit["message"]
+
+
 @pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "soon", ""])
 def test_a_timeout_that_is_none(chain, text):
     (outcome,) = chain.load(AUTO, FLASHCELL_HUB_TIMEOUT=text)

@@ -103,6 +103,14 @@ def test_wrong_file(tmp_path, text, message):
         read_lock(tmp_path / "lock.py")
 
 
+def test_a_lock_for_which_memory_is_short(tmp_path, monkeypatch):
+    (tmp_path / "lock.py").write_text(f"LOCK = {LOCK!r}")
+    refused = pytest.raises(LockError, match="is not LOCK = .*: MemoryError")
+    with refused, monkeypatch.context() as patch:
+        patch.setattr("ast.parse", lambda text: exec("raise MemoryError"))
+        read_lock(tmp_path / "lock.py")
+
+
 def test_lock_is_not_executed(tmp_path):
     text = f"open({str(tmp_path / 'executed')!r}, 'w')\nLOCK = {LOCK!r}"
     (tmp_path / "lock.py").write_text(text)

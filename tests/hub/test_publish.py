@@ -1,6 +1,8 @@
 """scripts/publish_kernels publishes what was built and reviewed, once, and locks it."""
 
+import base64
 import json
+import resource
 import socket
 import subprocess
 import sys
@@ -251,6 +253,26 @@ def test_local_hub_answers_any_body(hub, body):
     assert answer.startswith(b"HTTP/1.1 400 "), answer
 
 
+def test_local_hub_says_that_its_disk_is_full(hub):
+    hub.store.create("org/name")
+    before, limits = hub.store.load("org/name"), resource.getrlimit(resource.RLIMIT_FSIZE)
+    value = {"path": "a", "content": base64.b64encode(bytes(20_000)).decode()}
+    body = json.dumps({"key": "file", "value": value})
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+    try:
+        answer = ask(hub, to_itself(hub, body), body, "/api/kernels/org/name/commit/main")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert answer.startswith(b"HTTP/1.1 500 "), answer
+    assert hub.store.load("org/name") == before
+    assert list((hub.store.root / "blobs").iterdir()) == []
+
+
+def test_local_hub_says_that_a_name_is_too_long(hub):
+    body = json.dumps({"type": "kernel", "organization": "org", "name": "n" * 300})
+    assert ask(hub, to_itself(hub, body), body).startswith(b"HTTP/1.1 500 ")
+
+
 @pytest.mark.parametrize("name", ["%E2%82%AC", "a%0d%0aX-Evil:%201"])
 def test_local_hub_keeps_a_name_in_its_header(hub, name):
     hub.store.create("org/name")
@@ -266,9 +288,13 @@ def test_local_hub_has_its_own_names_only(hub):
         assert answer.startswith(f"HTTP/1.1 {status} ".encode()), answer
 
 
-def ask(hub, headers: str, body: str) -> bytes:
+def to_itself(hub, body: str) -> str:
+    return f"Host: 127.0.0.1:{hub.port}\r\nContent-Length: {len(body)}"
+
+
+def ask(hub, headers: str, body: str, path: str = "/api/repos/create") -> bytes:
     with socket.create_connection(("127.0.0.1", hub.port), timeout=10) as connection:
-        head = f"POST /api/repos/create HTTP/1.1\r\n{headers}\r\n\r\n"
+        head = f"POST {path} HTTP/1.1\r\n{headers}\r\n\r\n"
         connection.sendall((head + body).encode())
         return connection.recv(9999)
 
