@@ -115,6 +115,9 @@ class Running:
         limit = self.request.max_time
         if isinstance(limit, bool) or not isinstance(limit, int | float | None):
             raise TypeError(f"max_time is {limit!r}, but must be None or a number of seconds")
+        seed = self.request.seed
+        if seed is not None and not (is_count(seed, -(2**63)) and seed < 2**64):
+            raise ValueError(f"seed is {seed!r:.60}, but must be None or an integer of 64 bits")
         processors = self.request.logits_processor
         if processors is not None and not isinstance(processors, Sequence):
             kind = type(processors).__name__
@@ -229,6 +232,10 @@ def token_ids(name: str, value: Any) -> torch.Tensor:
         ids = torch.as_tensor(value, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(f"{name} is {value!r:.60}, but must be token ids: {error}") from None
+    if ids.layout != torch.strided:
+        raise TypeError(
+            f"{name} is {value!r:.60}, but must be token ids: its layout is {ids.layout}"
+        )
     if ids.numel() and (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool):
         raise TypeError(f"{name} is {value!r:.60}, but must be token ids, which are integers")
     return ids.to(torch.long, copy=True)

@@ -48,18 +48,21 @@ def save_state(model: Any, cache: Cache, path: str | os.PathLike) -> None:
     if not tensors or not int(cache.get_seq_length()):
         raise ValueError("cache is empty, but must hold the states after at least one token")
     _check_shapes("cache", tensors, model)
+    place = _place(path)
+    if not place.name or place.is_dir():
+        raise ValueError(f"path is {str(path)!r}, but must be a file's, not a folder's")
     metadata = {
         **FORMAT, "model_type": model.config.model_type, "tokens": str(int(cache.get_seq_length()))
     }  # fmt: skip
     own = {name: s.detach().to("cpu", copy=True).contiguous() for name, s in tensors.items()}
     metadata["sha256"] = _digest(metadata, own)
-    write_file(path, save(own, metadata))
+    write_file(place, save(own, metadata))
 
 
 def load_state(model: Any, path: str | os.PathLike) -> DynamicCache:
     """The cache to go on with, on the model's device. ValueError for a file that is not as it was
     saved or is no state of such a model: its family, or the names, shapes or dtypes of its states."""
-    metadata, tensors = _read(Path(path))
+    metadata, tensors = _read(_place(path))
     wanted = {**FORMAT, "model_type": model.config.model_type}
     for name, value in wanted.items():
         if metadata.get(name) != value:
@@ -85,17 +88,29 @@ def load_state(model: Any, path: str | os.PathLike) -> DynamicCache:
     return cache
 
 
+def _place(path: Any) -> Path:
+    try:
+        return Path(path)
+    except TypeError:
+        kind = type(path).__name__
+        raise TypeError(f"path is a {kind}, but must be a str or an os.PathLike of one") from None
+
+
 def _read(path: Path) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
     """Metadata and tensors, in memory that is not the file's."""
     problem = f"path is {str(path)!r}, but must be a saved state"
     # a pipe that nobody writes to would not open
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-        mode = os.fstat(file.fileno()).st_mode
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        mode = os.fstat(descriptor).st_mode
         if stat.S_ISDIR(mode):
             raise IsADirectoryError(f"{problem}: it is a folder")
         if not stat.S_ISREG(mode):
             raise ValueError(f"{problem}: it is no regular file")
-        content = file.read()
+        with open(descriptor, "rb", closefd=False) as file:
+            content = file.read()
+    finally:
+        os.close(descriptor)
     try:
         tensors = load(content)
         header = content[8 : 8 + int.from_bytes(content[:8], "little")]

@@ -153,6 +153,10 @@ def test_errors_stay_with_their_request(make_model, tokens):
         "max_new_tokens is True, but must be an integer": Request(good, True),
         "max_time is True, but must be None or a number": Request(good, max_time=True),
         "max_time is '1s', but must be None or a number": Request(good, max_time="1s"),
+        "seed is 2\\.5, but must be None or an integer": Request(good, do_sample=True, seed=2.5),
+        "seed is True, but must be None or an integer": Request(good, seed=True),
+        f"seed is {2**64}, but must be None or an integer of 64 bits": Request(good, seed=2**64),
+        "but must be token ids: its layout is torch.sparse_coo": Request(good.to_sparse()),
         "eos_token_id is '5', but must be token ids": Request(good, eos_token_id="5"),
     }
     requests = [r for bad in wrong.values() for r in (bad, Request(good, 8))]

@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import resource
 import signal
 import subprocess
@@ -210,8 +211,24 @@ def test_what_is_no_file_of_any_kind(talk, tmp_path):
     for special in (path, Path("/dev/zero")):
         with pytest.raises(ValueError, match="must be a saved state: it is no regular file"):
             model.load_state(special)
-    with pytest.raises(IsADirectoryError):
-        model.load_state(tmp_path)
+    opened = len(os.listdir("/dev/fd"))
+    for _ in range(3):
+        with pytest.raises(IsADirectoryError, match=re.escape(f"{tmp_path}', but must be a saved")):
+            model.load_state(tmp_path)
+    assert len(os.listdir("/dev/fd")) == opened
+
+
+def test_what_is_no_path(talk, tmp_path):
+    model, cache = talk
+    wrong = {"path is a NoneType": None, "path is a bytes": b"talk", "path is a int": 3}
+    for message, path in wrong.items():
+        for call in (lambda: model.save_state(cache, path), lambda: model.load_state(path)):
+            with pytest.raises(TypeError, match=f"^{message}, but must be a str or"):
+                call()
+    for path in ("", "/", tmp_path):
+        with pytest.raises((ValueError, IsADirectoryError), match=r"path is .*, but must be"):
+            model.save_state(cache, path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_full_disk_leaves_the_file_that_was_there(talk, tmp_path):
