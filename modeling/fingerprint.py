@@ -1,53 +1,34 @@
 """What a decoded step reads from Python, and whether it is still as it was.
 
 A recorded step is the model's as long as two things hold. All code inside the step is this package's,
-torch's or transformers' (`refusal` says whose is not), so that it depends on nothing but what the
-model's modules, their classes, their configuration and global names (global_names.py) hold. And every one of these values is the one
-that the recording was made with: all of them are compared, not a list of those that may matter. Values
-of tensors are not among them, because a recording reads tensors where they lie.
+torch's or transformers' (known_code.py), so that it depends on nothing but what the model's modules,
+their classes, their configuration and global names (global_names.py) hold. And every one of these values
+is the one that the recording was made with: all of them are compared, not a list of those that may
+matter. Values of tensors are not among them, because a recording reads tensors where they lie.
+
+Nearly all of these values lie in dicts. CPython counts the changes of a dict, so that its contents are
+compared only after one; what lies elsewhere is compared before every token.
 """
 
-import sys
+import gc
+import math
 from collections.abc import Callable, Iterator
 from itertools import chain
-from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules import module as torch_module
-from transformers import GenerationMixin, PreTrainedModel
 
 from .global_names import GlobalNames
+from .known_code import GLOBAL_HOOKS, HOOKS, classes_of, runs_alone, why_not
 
-try:  # all of torch's flags at once, as torch.compile compares them
-    from torch._C._dynamo.guards import GlobalStateGuard
+try:  # all of torch's flags, and all tensors' layouts, at once, as torch.compile compares them
+    from torch._C._dynamo.guards import GlobalStateGuard, TensorGuards, dict_version
 
     has_guard = True
 except ImportError:
     has_guard = False
 
-PACKAGE = __name__.rpartition(".")[0]
-# Remote code lies in transformers_modules.<repository>.<revision>, the configuration's maybe in another
-# revision than the model's.
-REPOSITORY = PACKAGE.rpartition(".")[0] if PACKAGE.count(".") > 1 else PACKAGE
-KNOWN = {"torch", "transformers", "builtins", "abc", "typing", "collections", "contextlib"}
-# Whose functions the code around a step imports, for loading and saving.
-LIBRARIES = {*sys.stdlib_module_names, "huggingface_hub", "kernels", "safetensors"}
-# What a subclass or an instance of a language model may have of its own: it runs around the step.
-AROUND = {"forward", "generate", "__init__", *vars(GenerationMixin)}
-SHARED = {*GenerationMixin.__mro__, *PreTrainedModel.__mro__} - {nn.Module}
-DESCRIPTIONS = {
-    "__module__",
-    "__doc__",
-    "__qualname__",
-    "__annotations__",
-    "__dict__",
-    "__weakref__",
-}
-HOOKS = "_forward_hooks", "_forward_pre_hooks"
-MOST_CONTAINERS = 1000  # all of which are compared with every token
-GLOBAL_HOOKS = (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks)
 TABLES = "_modules", "_parameters", "_buffers"
 data_ptr: Any = torch.Tensor.data_ptr
 stride: Any = torch.Tensor.stride
@@ -73,189 +54,123 @@ class Fingerprint:
     def __init__(self, model: nn.Module, device: torch.device):
         modules = list(model.modules())
         dicts = [vars(m) for m in modules]
-        self._inside = dicts[1:]
-        self._attributes = [dict(d) for d in dicts]
-        self._modules, self._types = modules[1:], list(map(type, modules))
-        self._attributes[0]["decoder"] = Whatever()  # it has this fingerprint
-        self._tensors = [*model.parameters(), *model.buffers()]
-        self._names = GlobalNames(_classes(modules))
-        self.refusal = _why_not(model, modules, self._tensors, device) or _of_names(self._names)
         # Attributes that are tables themselves are compared as they are now. If one was replaced, the
         # attributes are equal only while both are.
         tables = [*GLOBAL_HOOKS, *(d[name] for d in dicts for name in TABLES + HOOKS)]
-        # what others' code holds may lead anywhere, FSDP's to all of Python
-        containers = _containers(modules if self.refusal is None else modules[:1])
-        if len(containers) > MOST_CONTAINERS:
-            self.refusal = f"its modules hold more than {MOST_CONTAINERS} lists, dicts and objects"
-            containers = _containers(modules[:1])
-        tables += [*containers, *(vars(kind) for kind in _classes(modules))]
-        self._empty = [t for t in tables if not t]
+        tables += [*_containers(modules), *(vars(kind) for kind in classes_of(modules))]
+        self._type, self._modules = type(model), tuple(modules[1:])
+        self._referents = gc.get_referents(*self._modules)  # each one's dict, class and slots
+        self._inside, self._empty = dicts[1:], [t for t in tables if not t]
         self._filled = [t for t in tables if t]
+        self._lists = [t for t in self._filled if isinstance(t, (list, set))]
+        self._names = GlobalNames(classes_of(modules))
+        filled = [t for t in self._filled if not isinstance(t, (list, set))]
+        versioned = map(_dict_of, chain(dicts[1:], filled, self._names.tables))
+        self._dicts = list({id(d): d for d in versioned}.values())
+        self._version = self._add_versions(model)  # of the copies below or of older ones
+        self._attributes = [dict(d) for d in dicts]
+        self._attributes[0]["decoder"] = Whatever()  # it has this fingerprint
         self._copies = [_copy(t) for t in self._filled]
+        self._listed = [_copy(t) for t in self._lists]
+        self._tensors = (*model.parameters(), *model.buffers())
         # two of one value are equal, the others neither equal nor unequal
         single = {id(w) for w in self._tensors if w.numel() == 1}
         self._single = [
             (d[t], n) for d in dicts for t in TABLES for n in d[t] if id(d[t][n]) in single
         ]
         self._single_ids = [id(table[name]) for table, name in self._single]
-        self._places = self._look_at_tensors()
+        self._places, self._layouts = list(map(data_ptr, self._tensors)), Layouts(self._tensors)
         self._flags = GlobalStateGuard().check if has_guard else _flags_are(_flags())
+        self.refusal = why_not(model, modules, self._tensors, self._names, device)
         self.alone = runs_alone(model)
 
     def holds(self, model: nn.Module) -> bool:
         try:
             return (
-                [vars(model), *self._inside] == self._attributes
-                and [type(model), *map(type, self._modules)] == self._types
+                (self._add_versions(model) == self._version or self._compare(model))
+                and type(model) is self._type
+                and gc.get_referents(*self._modules) == self._referents
                 and not any(self._empty)
-                and self._filled == self._copies
-                and self._look_at_tensors() == self._places
+                and self._lists == self._listed
+                and self._layouts.hold()
+                and list(map(data_ptr, self._tensors)) == self._places
                 and self._flags()
-                and self._names.hold()
-                and [id(table[name]) for table, name in self._single] == self._single_ids
             )
         except Exception:  # such as of tensors that are asked whether they are equal
             return False
 
-    def _look_at_tensors(self) -> tuple[Any, ...]:
-        tensors = self._tensors
-        return list(map(data_ptr, tensors)), list(map(stride, tensors)), list(map(size, tensors))
+    def _add_versions(self, model: nn.Module) -> float:
+        """A dict's version grows with each of its changes: the sum is the same while there are none."""
+        if not has_guard:
+            return math.nan
+        return dict_version(vars(model)) + sum(map(dict_version, self._dicts))
+
+    def _compare(self, model: nn.Module) -> bool:
+        """What is in the dicts, which may be the same in spite of changes, such as there and back."""
+        version = self._add_versions(model)  # before: what changes meanwhile is seen the next time
+        same = (
+            [vars(model), *self._inside] == self._attributes
+            and self._filled == self._copies
+            and self._names.hold()
+            and [id(table[name]) for table, name in self._single] == self._single_ids
+        )
+        if same:
+            self._version = version
+        return same
 
 
-def runs_alone(model: Any) -> bool:
-    """Whether a call of the model runs its family's forward and no other code, and `generate` what it
-    inherits."""
-    if any(GLOBAL_HOOKS) or any(vars(model)[name] for name in HOOKS) or model._compiled_call_impl:
-        return False
-    around = ("__call__", "forward", "prepare_inputs_for_generation")
-    return (
-        AROUND.isdisjoint(vars(model))
-        and all(_is_known(kind.__module__) for kind in type(model).__mro__)
-        and all(is_ours(getattr(type(model), name)) for name in around)
-    )
+class Layouts:
+    """Sizes and strides of tensors, as they are now."""
 
+    def __init__(self, tensors: tuple[torch.Tensor, ...]):
+        self._tensors = tensors
+        self._guard: Any = None
+        self._seen = self._look()
 
-def _why_not(
-    model: Any, modules: list[nn.Module], tensors: list[torch.Tensor], device: torch.device
-) -> str | None:
-    """What makes the step more than a recording can have."""
-    if model.training or model.config.output_hidden_states:
-        return "the model is training" if model.training else "output_hidden_states is asked for"
-    if device.type == "cpu" and model.config.backend == "reference":
-        return "the torch reference is called as it is"
-    return next(chain(_of_code(model, modules), _of_tensors(tensors, device)), None)
+    def hold(self) -> bool:
+        if self._guard is not None and self._guard.check(*self._tensors):
+            return True
+        if self._look() != self._seen:
+            return False
+        if has_guard:  # one holds in a mode of autograd's, and others than the last may be on
+            strides, sizes = (list(map(list, of_all)) for of_all in self._seen)
+            kind: Any = TensorGuards
+            self._guard = kind(
+                *self._tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides
+            )
+        return True
 
-
-def _of_code(model: nn.Module, modules: list[nn.Module]) -> Iterator[str]:
-    if any(GLOBAL_HOOKS):
-        yield "hooks of all modules are registered"
-    for m in modules[1:]:
-        name = type(m).__name__
-        for kind in type(m).__mro__:
-            home = kind.__module__
-            elsewhere = home.startswith("torch.") and not home.startswith("torch.nn.modules.")
-            if elsewhere or not _is_known(home):  # of torch's, FSDP's, quantised, parametrised ones
-                yield f"{name} is code of {home}"
-        if any(not _is_idle(hook) for hooks in HOOKS for hook in vars(m)[hooks].values()):
-            yield f"{name} has hooks"
-        for key, value in vars(m).items():
-            if isinstance(value, torch.Tensor):
-                yield f"{name}.{key} is a tensor, but neither a parameter nor a buffer"
-            elif not isinstance(value, nn.Module) and not is_ours(value):
-                yield f"{name}.{key} is code of others"
-            elif callable(value) and hasattr(type(m), key):
-                yield f"{name}.{key} is replaced"
-    for key, value in vars(model).items():
-        if key not in AROUND and callable(value) and hasattr(type(model), key):
-            yield f"{type(model).__name__}.{key} is replaced"
-    inside = {kind for m in modules[1:] for kind in type(m).__mro__}
-    for kind in _classes(modules):
-        for key, value in vars(kind).items():
-            if _is_known(kind.__module__):
-                if not is_ours(value) and (kind in inside or key not in AROUND):
-                    yield f"{kind.__name__}.{key} is replaced"
-            elif key not in AROUND and _differs(type(model), key, value):
-                yield f"{kind.__name__} has its own {key}"
-
-
-def _of_tensors(tensors: list[torch.Tensor], device: torch.device) -> Iterator[str]:
-    for w in tensors:
-        if w.device != device:
-            yield f"not every weight is on {device}, where the tokens are"
-        elif type(w.data) is not torch.Tensor:
-            yield f"a weight is a {type(w.data).__name__}, which has no one place"
-
-
-def _of_names(names: GlobalNames) -> str | None:
-    for value in names:
-        if isinstance(value, FunctionType) and not is_ours(value):
-            home = str(value.__globals__.get("__name__"))
-            if home.partition(".")[0] not in LIBRARIES:
-                return f"{value.__qualname__}, which the step may call, is code of {home}"
-    return None
-
-
-def _differs(kind: type, key: str, value: Any) -> bool:
-    """Whether a subclass's `value` replaces something that a step may read."""
-    known = (vars(k) for k in kind.__mro__ if _is_known(k.__module__))
-    inherited = next((attributes[key] for attributes in known if key in attributes), value)
-    return inherited is not value and key not in DESCRIPTIONS
-
-
-def _is_idle(hook: Any) -> bool:
-    """transformers', left behind by output_hidden_states; it listens while outputs are asked for."""
-    return getattr(hook, "__name__", "") == "output_capturing_hook" and is_ours(hook)
-
-
-def _is_known(name: Any) -> bool:
-    """A module's name, of code that does nothing but what the values it reads say."""
-    name = str(name)
-    own = name == PACKAGE or name.startswith(f"{REPOSITORY}.")
-    return own or name.partition(".")[0] in KNOWN
-
-
-def is_ours(value: Any) -> bool:
-    """Code of known authors, or data."""
-    while value is not None:
-        if isinstance(value, (staticmethod, classmethod, MethodType)):
-            value = value.__func__
-        elif isinstance(value, property):
-            value = value.fget
-        elif isinstance(value, FunctionType):
-            if not _is_known(value.__globals__.get("__name__")):
-                return False
-            value = getattr(value, "__wrapped__", None)
-        else:
-            kind = value if isinstance(value, type) else type(value)
-            return isinstance(value, BuiltinFunctionType) or _is_known(kind.__module__)
-    return True
-
-
-def _classes(modules: list[nn.Module]) -> list[type]:
-    """Whose attributes a step may read: all but what transformers' models share and build on it."""
-    kinds = {kind for m in modules for kind in type(m).__mro__}
-    return [kind for kind in kinds if kind not in SHARED]
+    def _look(self) -> tuple[Any, ...]:
+        return list(map(stride, self._tensors)), list(map(size, self._tensors))
 
 
 def _copy(table: Any) -> Any:
     return type(table)(table) if isinstance(table, (list, set)) else dict(table)
 
 
+def _dict_of(table: Any) -> dict[Any, Any]:
+    """Itself, or what a class shows through a proxy."""
+    return table if isinstance(table, dict) else gc.get_referents(table)[0]
+
+
 def _containers(modules: list[nn.Module]) -> list[Any]:
-    """Lists, dicts, sets and what objects such as the configuration hold, inside the modules; of more
-    than MOST_CONTAINERS one more."""
+    """Lists, dicts, sets and what objects such as the configuration hold, inside the modules."""
     usual, found = vars(nn.Module()).keys(), dict[int, Any]()
-    values: list[Any] = [modules[0].config]
-    values += (v for m in modules[1:] for k, v in vars(m).items() if k not in usual)
-    while values and len(found) <= MOST_CONTAINERS:
-        value = values.pop()
-        if not isinstance(value, (dict, list, set)):
-            if isinstance(value, (nn.Module, torch.Tensor, type)) or callable(value):
-                continue
-            value = getattr(value, "__dict__", None)
-        if isinstance(value, (dict, list, set)) and id(value) not in found:
-            found[id(value)] = value
-            values += list(value.values() if isinstance(value, dict) else value)
+
+    def collect(values: Iterator[Any]) -> None:
+        for value in values:
+            if not isinstance(value, (dict, list, set)):
+                if isinstance(value, (nn.Module, torch.Tensor, type)) or callable(value):
+                    continue
+                value = getattr(value, "__dict__", None)
+            if value is not None and id(value) not in found:
+                found[id(value)] = value
+                collect(iter(value.values() if isinstance(value, dict) else value))
+
+    config: Any = modules[0].config
+    collect(iter([config]))
+    for m in modules[1:]:
+        collect(v for k, v in vars(m).items() if k not in usual)
     return list(found.values())
 
 

@@ -10,7 +10,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from transformers.generation.utils import DeferredStopCheck, StopCheck
 
 from .boundaries import check_prompt
-from .fingerprint import runs_alone
+from .known_code import runs_alone
 from .state_file import load_state, save_state
 
 ROLLED_BACK = {

@@ -49,6 +49,10 @@ class GlobalNames:
         self._read = [(operator.itemgetter(*n, n[0]), table) for n, table in wanted if n]
         self._values = self._look()
 
+    @property
+    def tables(self) -> list[Any]:
+        return [table for _, table in self._read]
+
     def hold(self) -> bool:
         return self._look() == self._values
 

@@ -1,0 +1,154 @@
+"""Whose code a model runs: a step that somebody else's code is inside of is not recorded."""
+
+import sys
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_module
+from transformers import GenerationMixin, PreTrainedModel
+
+from .global_names import GlobalNames
+
+PACKAGE = __name__.rpartition(".")[0]
+# Remote code lies in transformers_modules.<repository>.<revision>, the configuration's maybe in another
+# revision than the model's.
+REPOSITORY = PACKAGE.rpartition(".")[0] if PACKAGE.count(".") > 1 else PACKAGE
+KNOWN = {"torch", "transformers", "builtins", "abc", "typing", "collections", "contextlib"}
+# Whose functions the code around a step imports, for loading and saving.
+LIBRARIES = {*sys.stdlib_module_names, "huggingface_hub", "kernels", "safetensors"}
+# What a subclass or an instance of a language model may have of its own: it runs around the step.
+AROUND = {"forward", "generate", "__init__", *vars(GenerationMixin)}
+SHARED = {*GenerationMixin.__mro__, *PreTrainedModel.__mro__} - {nn.Module}
+DESCRIPTIONS = {
+    "__module__",
+    "__doc__",
+    "__qualname__",
+    "__annotations__",
+    "__dict__",
+    "__weakref__",
+}
+HOOKS = "_forward_hooks", "_forward_pre_hooks"
+GLOBAL_HOOKS = (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks)
+
+
+def runs_alone(model: Any) -> bool:
+    """Whether a call of the model runs its family's forward and no other code, and `generate` what it
+    inherits."""
+    if any(GLOBAL_HOOKS) or any(vars(model)[name] for name in HOOKS) or model._compiled_call_impl:
+        return False
+    around = ("__call__", "forward", "prepare_inputs_for_generation")
+    return (
+        AROUND.isdisjoint(vars(model))
+        and all(_is_known(kind.__module__) for kind in type(model).__mro__)
+        and all(is_ours(getattr(type(model), name)) for name in around)
+    )
+
+
+def why_not(
+    model: Any,
+    modules: list[nn.Module],
+    tensors: Iterable[torch.Tensor],
+    names: GlobalNames,
+    device: torch.device,
+) -> str | None:
+    """What makes the step more than a recording can have."""
+    if model.training or model.config.output_hidden_states:
+        return "the model is training" if model.training else "output_hidden_states is asked for"
+    if device.type == "cpu" and model.config.backend == "reference":
+        return "the torch reference is called as it is"
+    reasons = chain(_of_code(model, modules), _of_tensors(tensors, device), _of_names(names))
+    return next(reasons, None)
+
+
+def _of_code(model: nn.Module, modules: list[nn.Module]) -> Iterator[str]:
+    if any(GLOBAL_HOOKS):
+        yield "hooks of all modules are registered"
+    for m in modules[1:]:
+        name = type(m).__name__
+        for kind in type(m).__mro__:
+            home = kind.__module__
+            elsewhere = home.startswith("torch.") and not home.startswith("torch.nn.modules.")
+            if elsewhere or not _is_known(home):  # of torch's, FSDP's, quantised, parametrised ones
+                yield f"{name} is code of {home}"
+        if any(not _is_idle(hook) for hooks in HOOKS for hook in vars(m)[hooks].values()):
+            yield f"{name} has hooks"
+        for key, value in vars(m).items():
+            if isinstance(value, torch.Tensor):
+                yield f"{name}.{key} is a tensor, but neither a parameter nor a buffer"
+            elif not isinstance(value, nn.Module) and not is_ours(value):
+                yield f"{name}.{key} is code of others"
+            elif callable(value) and hasattr(type(m), key):
+                yield f"{name}.{key} is replaced"
+    for key, value in vars(model).items():
+        if key not in AROUND and callable(value) and hasattr(type(model), key):
+            yield f"{type(model).__name__}.{key} is replaced"
+    inside = {kind for m in modules[1:] for kind in type(m).__mro__}
+    for kind in classes_of(modules):
+        for key, value in vars(kind).items():
+            if _is_known(kind.__module__):
+                if not is_ours(value) and (kind in inside or key not in AROUND):
+                    yield f"{kind.__name__}.{key} is replaced"
+            elif key not in AROUND and _differs(type(model), key, value):
+                yield f"{kind.__name__} has its own {key}"
+
+
+def _of_tensors(tensors: Iterable[torch.Tensor], device: torch.device) -> Iterator[str]:
+    for w in tensors:
+        if w.device != device:
+            yield f"not every weight is on {device}, where the tokens are"
+        elif type(w.data) is not torch.Tensor:
+            yield f"a weight is a {type(w.data).__name__}, which has no one place"
+
+
+def _of_names(names: GlobalNames) -> Iterator[str]:
+    for value in names:
+        if isinstance(value, FunctionType) and not is_ours(value):
+            home = str(value.__globals__.get("__name__"))
+            if home.partition(".")[0] not in LIBRARIES:
+                yield f"{value.__qualname__}, which the step may call, is code of {home}"
+
+
+def _differs(kind: type, key: str, value: Any) -> bool:
+    """Whether a subclass's `value` replaces something that a step may read."""
+    known = (vars(k) for k in kind.__mro__ if _is_known(k.__module__))
+    inherited = next((attributes[key] for attributes in known if key in attributes), value)
+    return inherited is not value and key not in DESCRIPTIONS
+
+
+def _is_idle(hook: Any) -> bool:
+    """transformers', left behind by output_hidden_states; it listens while outputs are asked for."""
+    return getattr(hook, "__name__", "") == "output_capturing_hook" and is_ours(hook)
+
+
+def _is_known(name: Any) -> bool:
+    """A module's name, of code that does nothing but what the values it reads say."""
+    name = str(name)
+    own = name == PACKAGE or name.startswith(f"{REPOSITORY}.")
+    return own or name.partition(".")[0] in KNOWN
+
+
+def is_ours(value: Any) -> bool:
+    """Code of known authors, or data."""
+    while value is not None:
+        if isinstance(value, (staticmethod, classmethod, MethodType)):
+            value = value.__func__
+        elif isinstance(value, property):
+            value = value.fget
+        elif isinstance(value, FunctionType):
+            if not _is_known(value.__globals__.get("__name__")):
+                return False
+            value = getattr(value, "__wrapped__", None)
+        else:
+            kind = value if isinstance(value, type) else type(value)
+            return isinstance(value, BuiltinFunctionType) or _is_known(kind.__module__)
+    return True
+
+
+def classes_of(modules: list[nn.Module]) -> list[type]:
+    """Whose attributes a step may read: all but what transformers' models share and build on it."""
+    kinds = {kind for m in modules for kind in type(m).__mro__}
+    return [kind for kind in kinds if kind not in SHARED]
