@@ -57,13 +57,15 @@ class Fingerprint:
         # Attributes that are tables themselves are compared as they are now. If one was replaced, the
         # attributes are equal only while both are.
         tables = [*GLOBAL_HOOKS, *(d[name] for d in dicts for name in TABLES + HOOKS)]
-        tables += [*_containers(modules), *(vars(kind) for kind in classes_of(modules))]
-        self._type, self._modules = type(model), tuple(modules[1:])
-        self._referents = gc.get_referents(*self._modules)  # each one's dict, class and slots
+        kinds, (containers, holders) = classes_of(modules), _containers(modules)
+        tables += [*containers, *map(vars, kinds)]
+        # Of an object its dict, class and slots, of a class its dict and bases.
+        self._type, self._objects = type(model), (*modules[1:], *holders, *kinds)
+        self._referents = gc.get_referents(*self._objects)
         self._inside, self._empty = dicts[1:], [t for t in tables if not t]
         self._filled = [t for t in tables if t]
         self._lists = [t for t in self._filled if isinstance(t, (list, set))]
-        self._names = GlobalNames(classes_of(modules))
+        self._names = GlobalNames(kinds)
         filled = [t for t in self._filled if not isinstance(t, (list, set))]
         versioned = map(_dict_of, chain(dicts[1:], filled, self._names.tables))
         self._dicts = list({id(d): d for d in versioned}.values())
@@ -89,7 +91,7 @@ class Fingerprint:
             return (
                 (self._add_versions(model) == self._version or self._compare(model))
                 and type(model) is self._type
-                and gc.get_referents(*self._modules) == self._referents
+                and gc.get_referents(*self._objects) == self._referents
                 and not any(self._empty)
                 and self._lists == self._listed
                 and self._layouts.hold()
@@ -153,16 +155,19 @@ def _dict_of(table: Any) -> dict[Any, Any]:
     return table if isinstance(table, dict) else gc.get_referents(table)[0]
 
 
-def _containers(modules: list[nn.Module]) -> list[Any]:
-    """Lists, dicts, sets and what objects such as the configuration hold, inside the modules."""
-    usual, found = vars(nn.Module()).keys(), dict[int, Any]()
+def _containers(modules: list[nn.Module]) -> tuple[list[Any], list[Any]]:
+    """Lists, dicts, sets and what objects such as the configuration hold, inside the modules; and these
+    objects."""
+    usual, found, holders = vars(nn.Module()).keys(), dict[int, Any](), list[Any]()
 
     def collect(values: Iterator[Any]) -> None:
         for value in values:
             if not isinstance(value, (dict, list, set)):
                 if isinstance(value, (nn.Module, torch.Tensor, type)) or callable(value):
                     continue
-                value = getattr(value, "__dict__", None)
+                holder, value = value, getattr(value, "__dict__", None)
+                if value is not None:
+                    holders.append(holder)
             if value is not None and id(value) not in found:
                 found[id(value)] = value
                 collect(iter(value.values() if isinstance(value, dict) else value))
@@ -171,7 +176,7 @@ def _containers(modules: list[nn.Module]) -> list[Any]:
     collect(iter([config]))
     for m in modules[1:]:
         collect(v for k, v in vars(m).items() if k not in usual)
-    return list(found.values())
+    return list(found.values()), holders
 
 
 def _flags() -> tuple[Any, ...]:

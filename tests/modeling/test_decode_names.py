@@ -7,6 +7,7 @@ from transformers import DynamicCache
 
 from decode_cases import decode, greedy, without_engine
 from flashcell import recurrent_model, step_linear
+from flashcell.fingerprint import Fingerprint
 from model_cases import cpu_only
 
 
@@ -18,6 +19,14 @@ def scaled(owner, name, patch):
 def another_class(m, _):
     members = {"forward": lambda self, x: 3 * nn.Linear.forward(self, x)}
     m.lm_head.__class__ = type("Linear", (nn.Linear,), members)
+
+
+def another_dict(m, _):
+    m.model.norm.__dict__ = {**vars(m.model.norm), "eps": 0.5}
+
+
+def another_configuration(m, _):
+    m.config.__dict__ = {**vars(m.config), "gate_soft_cap": 0.5}
 
 
 SWAPS = {
@@ -33,6 +42,8 @@ SWAPS = {
         lambda m, p: p.setattr(step_linear, "find_step_linear", lambda *_: None),
     ),
     "a class": ("lstm", another_class),
+    "all attributes": ("lstm", another_dict),
+    "all of the configuration": ("flash_mlstm", another_configuration),
 }
 INERT = {"a function of ours", "a way to multiply"}  # not in every build
 
@@ -54,6 +65,75 @@ def test_a_swap_is_seen_at_the_next_token(make_model, tokens, monkeypatch, swap,
             logits[mode] = decode(model, ids[:, 4:], cache)
     assert torch.equal(logits["auto"], logits["eager"])
     assert swap in INERT or not torch.equal(logits["auto"], before[:, 4:])
+
+
+def test_another_base_of_a_class_is_seen(make_model, tokens):
+    ids, logits = tokens(2, 8), {}
+    like_torch = {"__module__": nn.RMSNorm.__module__}
+    forward = lambda self, x: 3 * nn.RMSNorm.forward(self, x)
+    for mode in ("eager", "auto"):
+        kind = type("RMSNorm", (nn.RMSNorm,), dict(like_torch))
+        torch.manual_seed(0)
+        model = make_model()
+        model.decoder.mode, cache = mode, DynamicCache(config=model.config)
+        model.model.norm.__class__ = kind
+        before = decode(model, ids)
+        decode(model, ids[:, :4], cache)
+        kind.__bases__ = (type("Other", (nn.RMSNorm,), {**like_torch, "forward": forward}),)
+        logits[mode] = decode(model, ids[:, 4:], cache)
+    assert torch.equal(logits["auto"], logits["eager"])
+    assert not torch.equal(logits["auto"], before[:, 4:])
+
+
+@pytest.fixture
+def compared(monkeypatch):
+    """How often the contents of a model's dicts were compared."""
+    calls, compare = [], Fingerprint._compare
+    spy = lambda self, model: calls.append(1) or compare(self, model)
+    monkeypatch.setattr(Fingerprint, "_compare", spy)
+    return calls
+
+
+def test_only_a_change_makes_a_token_compare_dicts(case, make_model, tokens, compared):
+    model, ids = make_model(case), tokens(2, 12)
+    cache = DynamicCache(config=model.config)
+    decode(model, ids[:, :3], cache)
+    (recording,), compared[:] = model.decoder._recordings.values(), []
+    decode(model, ids[:, 3:6], cache)
+    greedy(model, ids, num_beams=2)
+    assert len(compared) <= 2, "generate prepares the model once"
+    greedy(model, ids)
+    compared[:] = []
+    model.lm_head.note = 1
+    del model.lm_head.note
+    decode(model, ids[:, 6:9], cache)
+    assert compared == [1]
+    assert recording in model.decoder._recordings.values()
+
+
+@pytest.mark.parametrize("place", ["attribute", "module", "class", "function", "configuration"])
+def test_each_dict_is_compared_after_its_change(make_model, compared, monkeypatch, place):
+    """Of what is put back before anybody looks, too."""
+    model = make_model()
+    name, owner = {
+        "attribute": ("eps", vars(model.model.norm)),
+        "module": ("norm", model.model._modules),
+        "class": ("forward", nn.Linear),
+        "function": ("rms_norm", vars(nn.functional)),
+        "configuration": ("norm_eps", vars(model.config)),
+    }[place]
+    with torch.no_grad():
+        fingerprint = Fingerprint(model, model.device)
+        assert fingerprint.holds(model)
+        assert not compared
+        with monkeypatch.context() as patch:
+            put = patch.setattr if place == "class" else patch.setitem
+            put(owner, name, lambda *_: None)
+            assert not fingerprint.holds(model)
+        assert fingerprint.holds(model)
+        assert compared == [1, 1]
+        assert fingerprint.holds(model)
+        assert compared == [1, 1]
 
 
 def test_a_function_of_others_is_called_at_every_token(make_model, tokens, monkeypatch):
