@@ -23,7 +23,7 @@ from .checks import (
 )
 from .conv import TAPS
 from .dispatch import BACKEND, ops, select_backend
-from .memory import check_apart, check_memory, check_written
+from .memory import check_apart, check_written
 from .projection import multiply_heads
 
 CONV = ("x", "weight", "bias", "window", "window")
@@ -48,7 +48,6 @@ def conv_step(
     named: List[Named] = [("weight", weight, (D, past + 1), "[D, K]"), ("bias", bias, (D,), "[D]")]
     named.append(("window", window, (B, past, D), "[B, K - 1, D]"))
     check_operands(named, x.dtype, x.device)
-    check_memory(CONV, x, weight, bias, window)
     check_no_gradient("conv_step", CONV, x, weight, bias, window)
     fits = check_written("window", window) and past + 1 == TAPS and D % 2 == 0
     check_apart(CONV, 1, x, weight, bias, window)
@@ -95,7 +94,6 @@ def mixer_step(
     if bound is not None:
         check_number("bound", bound, "None or a number >= 0")
     names, given = MIXER[spec.weights > 3], (x, weight, gate, skip, bias, *rows, *state)
-    check_memory(names, *given)
     check_no_gradient("mixer_step", names, *given)
     fits = J % 2 == 0
     for k, s in enumerate(state):

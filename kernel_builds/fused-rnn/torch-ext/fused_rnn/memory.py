@@ -3,9 +3,11 @@
 The kernels share this file. Compiled graphs carry no trace of it: their tensors have no addresses yet.
 """
 
-from typing import Any, Optional, Sequence, Tuple
+from typing import Any, Optional, Sequence
 
 import torch
+
+NOWHERE = 2**64  # behind all addresses
 
 
 def check_memory(names: Sequence[str], *values: Optional[torch.Tensor]) -> None:
@@ -64,32 +66,38 @@ def _overlaps(value: torch.Tensor) -> bool:
 
 
 def check_apart(names: Sequence[str], count: int, *values: Any) -> None:
-    """The last `count` values are written: none of them shares memory with another value, which would
-    be read, or written, with half of the new numbers in it. `names` as check_memory's."""
+    """check_memory, and the last `count` values are written: none of them shares memory with another
+    value, which would be read, or written, with half of the new numbers in it."""
     if torch.compiler.is_compiling():
         return
     try:
-        spans = [(0, 0) if value is None else _span(value) for value in values]
+        begins = [NOWHERE if value is None else value.data_ptr() for value in values]
     except RuntimeError:  # fake, or inside torch.func: it has no memory of its own
         return
+    if 0 in begins:
+        _find_freed(names, values)
     for at in range(len(values) - count, len(values)):
-        begin, end = spans[at]
-        for k in range(at):
-            if spans[k][0] < end and begin < spans[k][1] and _share(values[at], values[k]):
+        begin = begins[at]
+        end = begin + _reach(values[at]) if begin else 0
+        for k, other in enumerate(begins[:at]):
+            # most lie behind its end, or before it by more than they are long
+            if other >= end:
+                continue
+            value, before = values[k], begin - other
+            if value.nbytes <= before and value.is_contiguous():
+                continue
+            if other and _reach(value) > before and _share(values[at], value):
                 raise ValueError(
                     f"{_name(names, at)} shares memory with {_name(names, k)}, but is written: clone it"
                 )
 
 
-def _span(value: torch.Tensor) -> Tuple[int, int]:
-    """The first address of its elements and the one after the last."""
-    begin = value.data_ptr()
-    if not begin or not value.numel():
-        return 0, 0
+def _reach(value: torch.Tensor) -> int:
+    """The bytes from its first element to the end of its last."""
     if value.is_contiguous():
-        return begin, begin + value.nbytes
+        return value.nbytes
     reach = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride()))
-    return begin, begin + (reach + 1) * value.element_size()
+    return (reach + 1) * value.element_size()
 
 
 def _share(first: torch.Tensor, second: torch.Tensor) -> bool:

@@ -138,11 +138,12 @@ def mlstm_step(
     check_epilogue(v, out_gate, norm, norm_weight, norm_eps)
     cell = pick_cell(input_gate, normalize)
     check_state(cell, state, k.shape[0], "B", k, v)
-    check_memory(STORED, q, k, v, i, f, out_gate, norm_weight, *(state or ()))
     check_flag("inplace", inplace)
     options = Options(cell, float(eps), True)
     if inplace:
         _check_inplace(q, k, v, i, f, state, out_gate, norm_weight)
+    else:
+        check_memory(STORED, q, k, v, i, f, out_gate, norm_weight, *(state or ()))
     chosen = select_backend(backend, k.device.type, BACKEND, q.dtype)
     epilogue = (out_gate, norm, norm_weight, norm_eps)
     if chosen != "reference" and not _wants_grad(
