@@ -12,7 +12,7 @@ compared only after one; what lies elsewhere is compared before every token.
 
 import gc
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
@@ -30,6 +30,7 @@ except ImportError:
     has_guard = False
 
 TABLES = "_modules", "_parameters", "_buffers"
+MOST_CONTAINERS = 1000  # all of which are watched at every token
 data_ptr: Any = torch.Tensor.data_ptr
 stride: Any = torch.Tensor.stride
 size: Any = torch.Tensor.size
@@ -54,10 +55,17 @@ class Fingerprint:
     def __init__(self, model: nn.Module, device: torch.device):
         modules = list(model.modules())
         dicts = [vars(m) for m in modules]
+        kinds = classes_of(modules)
+        self._names, self._tensors = GlobalNames(kinds), (*model.parameters(), *model.buffers())
+        self.refusal = why_not(model, modules, self._tensors, self._names, device)
+        # What others' code holds may lead anywhere, FSDP's to all of Python.
+        containers, holders = _containers(modules if self.refusal is None else modules[:1])
+        if len(containers) > MOST_CONTAINERS:
+            self.refusal = f"its modules hold more than {MOST_CONTAINERS} lists, dicts and objects"
+            containers, holders = _containers(modules[:1])
         # Attributes that are tables themselves are compared as they are now. If one was replaced, the
         # attributes are equal only while both are.
         tables = [*GLOBAL_HOOKS, *(d[name] for d in dicts for name in TABLES + HOOKS)]
-        kinds, (containers, holders) = classes_of(modules), _containers(modules)
         tables += [*containers, *map(vars, kinds)]
         # Of an object its dict, class and slots, of a class its dict and bases.
         self._type, self._objects = type(model), (*modules[1:], *holders, *kinds)
@@ -65,7 +73,6 @@ class Fingerprint:
         self._inside, self._empty = dicts[1:], [t for t in tables if not t]
         self._filled = [t for t in tables if t]
         self._lists = [t for t in self._filled if isinstance(t, (list, set))]
-        self._names = GlobalNames(kinds)
         filled = [t for t in self._filled if not isinstance(t, (list, set))]
         versioned = map(_dict_of, chain(dicts[1:], filled, self._names.tables))
         self._dicts = list({id(d): d for d in versioned}.values())
@@ -74,7 +81,6 @@ class Fingerprint:
         self._attributes[0]["decoder"] = Whatever()  # it has this fingerprint
         self._copies = [_copy(t) for t in self._filled]
         self._listed = [_copy(t) for t in self._lists]
-        self._tensors = (*model.parameters(), *model.buffers())
         # two of one value are equal, the others neither equal nor unequal
         single = {id(w) for w in self._tensors if w.numel() == 1}
         self._single = [
@@ -83,7 +89,8 @@ class Fingerprint:
         self._single_ids = [id(table[name]) for table, name in self._single]
         self._places, self._layouts = list(map(data_ptr, self._tensors)), Layouts(self._tensors)
         self._flags = GlobalStateGuard().check if has_guard else _flags_are(_flags())
-        self.refusal = why_not(model, modules, self._tensors, self._names, device)
+        # Again, of what the versions stand for: another thread may have changed it meanwhile.
+        self.refusal = self.refusal or why_not(model, modules, self._tensors, self._names, device)
         self.alone = runs_alone(model)
 
     def holds(self, model: nn.Module) -> bool:
@@ -156,26 +163,22 @@ def _dict_of(table: Any) -> dict[Any, Any]:
 
 
 def _containers(modules: list[nn.Module]) -> tuple[list[Any], list[Any]]:
-    """Lists, dicts, sets and what objects such as the configuration hold, inside the modules; and these
-    objects."""
+    """Lists, dicts, sets and what objects such as the configuration hold, inside the modules; of more
+    than MOST_CONTAINERS one more. And these objects."""
     usual, found, holders = vars(nn.Module()).keys(), dict[int, Any](), list[Any]()
-
-    def collect(values: Iterator[Any]) -> None:
-        for value in values:
-            if not isinstance(value, (dict, list, set)):
-                if isinstance(value, (nn.Module, torch.Tensor, type)) or callable(value):
-                    continue
-                holder, value = value, getattr(value, "__dict__", None)
-                if value is not None:
-                    holders.append(holder)
-            if value is not None and id(value) not in found:
-                found[id(value)] = value
-                collect(iter(value.values() if isinstance(value, dict) else value))
-
-    config: Any = modules[0].config
-    collect(iter([config]))
-    for m in modules[1:]:
-        collect(v for k, v in vars(m).items() if k not in usual)
+    values: list[Any] = [modules[0].config]
+    values += (v for m in modules[1:] for k, v in vars(m).items() if k not in usual)
+    while values and len(found) <= MOST_CONTAINERS:
+        value = values.pop()
+        if not isinstance(value, (dict, list, set)):
+            if isinstance(value, (nn.Module, torch.Tensor, type)) or callable(value):
+                continue
+            holder, value = value, getattr(value, "__dict__", None)
+            if value is not None:
+                holders.append(holder)
+        if isinstance(value, (dict, list, set)) and id(value) not in found:
+            found[id(value)] = value
+            values += list(value.values() if isinstance(value, dict) else value)
     return list(found.values()), holders
 
 
