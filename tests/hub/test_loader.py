@@ -87,6 +87,21 @@ def test_interrupted_download_is_taken_up(chain):
     assert {path.name for path in chain.cached.iterdir()} == set(lock_entry(chain)["files"])
 
 
+def test_ctrl_c_while_a_file_is_stored(chain):
+    run = """
+import os, pytest
+from flat import kernel_loader
+def interrupted(file):
+    os.fsync = fsync
+    raise KeyboardInterrupt
+fsync, os.fsync = os.fsync, interrupted
+with pytest.raises(KeyboardInterrupt):
+    kernel_loader.load_kernel("fused-rnn", "cpu", "cpu")
+"""
+    assert chain.load(CPU | {"run": run})[0]["value"] == 2.0
+    assert {p.name for p in chain.cached.iterdir()} == set(lock_entry(chain)["files"])
+
+
 def test_tampered_on_the_hub_is_refused(chain, tmp_path):
     chain.hub.faults.tampered["cells.py"] = spy(tmp_path).encode()
     outcomes = chain.load(AUTO, CPU)
