@@ -47,15 +47,16 @@ def test_reset_ends_a_state_that_is_nan(tfla, cell, t):
 
 @pytest.mark.parametrize("gate", ["i", "f"])
 def test_a_gate_that_is_nan_spoils_the_state(tfla, cell, gate):
-    call = make(cell, Case(2, 1, 3, 16, 16, ("state",)), torch.float32)
-    call[gate][1, 0, 2] = float("nan")
-    call.pop("chunk_size")
-    h, last = tfla.mlstm(**call)
-    step, next_state = tfla.mlstm_step(**{**call, **{k: call[k][:, 0] for k in SEQUENCE}})
-    for x in (h[:, 0], *last, step, *next_state):
-        ill = x.isnan().reshape(2, 3, -1)
-        assert ill[1, 2].all()
-        assert ill.sum() == ill[1, 2].sum()
+    for options in (("state",), ()):
+        call = make(cell, Case(2, 1, 3, 16, 16, options), torch.float32)
+        call[gate][1, 0, 2] = float("nan")
+        call.pop("chunk_size")
+        h, last = tfla.mlstm(**call)
+        step, next_state = tfla.mlstm_step(**{**call, **{k: call[k][:, 0] for k in SEQUENCE}})
+        for x in (h[:, 0], *last, step, *next_state):
+            ill = x.isnan().reshape(2, 3, -1)
+            assert ill[1, 2].all()
+            assert ill.sum() == ill[1, 2].sum()
 
 
 @pytest.mark.parametrize("t", [0, 80, 200])
@@ -72,6 +73,24 @@ def test_a_gate_that_is_nan_is_in_m_until_a_reset(tfla, t):
     reset[0, t + 7] = True
     _, (_, _, m) = tfla.mlstm(**call, reset=reset)
     assert m.isfinite().all()
+
+
+@pytest.mark.parametrize("gate", ["i", "f"])
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_a_gate_that_is_nan_does_not_pass_a_reset(tfla, cell, gate, backend):
+    """In one chunk, in one tile of it and in several."""
+    call = make(cell, Case(1, 150, 2, 16, 16, ("state",), 128), torch.float32)
+    call[gate][0, 3] = float("nan")
+    for t in (5, 90):
+        reset = torch.zeros(1, 150, dtype=torch.bool)
+        reset[0, t] = True
+        h, last = tfla.mlstm(**call, reset=reset, backend=backend)
+        part = {k: call[k][:, t:] for k in SEQUENCE}
+        want, end = tfla.mlstm(**{**call, **part, "state": None}, backend=backend)
+        assert h[:, 3:t].isnan().all()
+        assert_close("h", h[:, t:], want, 1e-5)
+        for got, exact in zip(unscaled(last), unscaled(end), strict=True):
+            assert_close("state", got, exact, 1e-5)
 
 
 def test_an_n_that_is_nan_spoils_h(tfla):

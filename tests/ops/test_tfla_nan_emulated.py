@@ -33,5 +33,11 @@ def test_a_gate_that_is_nan_is_in_m_until_a_reset(tfla, t):  # noqa: F811
     judge.test_a_gate_that_is_nan_is_in_m_until_a_reset(tfla, t)
 
 
+@pytest.mark.parametrize("gate", ["i", "f"])
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_gate_that_is_nan_does_not_pass_a_reset(tfla, cell, gate):  # noqa: F811
+    judge.test_a_gate_that_is_nan_does_not_pass_a_reset(tfla, cell, gate, "cpu")
+
+
 def test_an_n_that_is_nan_spoils_h(tfla):  # noqa: F811
     judge.test_an_n_that_is_nan_spoils_h(tfla)

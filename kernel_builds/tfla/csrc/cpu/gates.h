@@ -1,6 +1,6 @@
 // The gate pre-pass of one chunk: everything that depends on the gates alone, before any product.
 //
-// b_t = sum of the log forget gates, m_t by a max-plus scan. The decay of a pair is
+// b_t = sum of the document's log forget gates, m_t by a max-plus scan. The decay of a pair is
 // e^(b_t - b_j + li_j - m_t) = e^(u_t + w_j) with u = b - m, w = li - b. Both are summed in double
 // and kept as a whole number and a rest, so that a sum of two is exact however large they are.
 #pragma once
@@ -64,7 +64,7 @@ struct Gates {
     int64_t document = 0;
     has_reset = false;
     for (int64_t t = 0; t < count; ++t) {
-      if (p.reset && p.reset[row + t]) has_reset = true, document = t, m = 0;
+      if (p.reset && p.reset[row + t]) has_reset = true, document = t, m = 0, b = 0;
       const bool held = p.hold && p.hold[row + t];
       if (!held) {
         b += log_f[t];

@@ -96,7 +96,7 @@ struct Carry {
   // `n_weight`, which is null where nothing has an n.
   void update(T keep, const IO* rows, int64_t stride, const T* weight, const T* n_weight,
               int64_t count, const Element<IO>* packed, Element<IO>* transposed, int64_t pitch) {
-    if (!any) keep = 0;
+    if (!any && keep == keep) keep = 0;  // NaN spoils the empty state too
     M::transpose_rows(transposed, pitch, rows, stride, weight, count, K);
     M::product(transposed, pitch, K, packed, count, C, width, keep);
     if (n_weight) M::add_rows(n, rows, stride, n_weight, count, K, keep);

@@ -39,6 +39,7 @@ struct Step {
     double m = p.m ? double(((const T*)p.m)[i]) : 0;
     T keep, add;
     gates(*at<T>(p.i, b, h), *at<T>(p.f, b, h), m, keep, add);
+    if (!p.C && keep != keep) add = keep;  // NaN spoils the empty state too
     if (p.next_m) ((T*)p.next_m)[i] = T(m);
     widen(key, at<IO>(p.k, b, h), p.K, add);
     widen(query, at<IO>(p.q, b, h), p.K, T(1 / __builtin_sqrt(double(p.K))));

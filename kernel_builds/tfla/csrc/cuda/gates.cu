@@ -142,10 +142,14 @@ __global__ void __launch_bounds__(32) m_kernel(const MlstmParams p, const Rows r
   const int64_t state = s.index * p.H + head;
   const float* given = static_cast<const float*>(p.m);
   double m = p.exponential && given != nullptr ? given[state] : 0;
-  if (lane > 0 && p.exponential) m = join({0, m, false}, before).m;
+  const auto after = [&](const Transfer& x) {  // the sigmoid gate's is 0, or NaN if a gate is
+    const double next = join({0, m, false}, x).m;
+    return p.exponential || isnan(next) ? next : 0;
+  };
+  if (lane > 0) m = after(before);
   for (int64_t t = begin; t < end; ++t) {
     const float start = float(m);
-    if (p.exponential) m = join({0, m, false}, tile(t)).m;
+    m = after(tile(t));
     scratch.m[from + t] = {start, float(m)};
   }
   m = __shfl_sync(~0u, m, 31);

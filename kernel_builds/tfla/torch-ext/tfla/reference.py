@@ -133,6 +133,10 @@ def chunk(q, k, v, log_i, log_f, reset, state: State, options: Options):
         document = reset.cumsum(1)
         seen, first = seen & (document[:, :, None] == document[:, None]), document == 0
         begin = torch.where(reset, steps, 0).cummax(1).values[..., None].expand_as(b)
+        lost = log_f.isnan()
+        count = lost.cumsum(1)
+        b = log_f.masked_fill(lost, 0.0).cumsum(1)  # a NaN is in its own document's sums
+        b = b.masked_fill(count > (count - lost.long()).gather(1, begin), float("nan"))
         start = b - (b - log_f).gather(1, begin)
         before = (
             before * first[..., None] if m is None else torch.where(first[..., None], before, 0.0)
