@@ -38,6 +38,8 @@ SHAPES = [
     Case(2, 3, 1, 300, ("state",)),
     Case(1, 3, 1, 520, ("state",)),
     Case(20, 4, 1, 130, ("state",)),
+    Case(70, 3, 1, 5, ("state",)),  # more than two of the CPU's chunks of 32 rows
+    Case(70, 3, 1, 5, ("state", "lengths")),
 ]
 OPTIONS = [
     ("nobias",),

@@ -43,6 +43,7 @@ def name(request):
 def test_whole_equals_chunked(fused_rnn, name, B, dtype):
     call = make(CELLS[name], Case(B, 12, 2, 40, ("state",)), dtype)
     h, last = fused_rnn.recurrent(name, **call)
+    assert torch.isfinite(h).all(), "rows that nobody wrote"
     x, weight, bias, state, parts = *(call[k] for k in ("x", "weight", "bias", "state")), []
     for a, b in itertools.pairwise([0, 5, 7, 12]):
         part, state = fused_rnn.recurrent(name, x[:, a:b], weight, bias, state)
@@ -190,7 +191,7 @@ def test_documents_equal_separate_sequences(fused_rnn, name):
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="torch's own elsewhere")
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16, torch.float64], ids=lambda d: str(d)[6:])
-@pytest.mark.parametrize("shape", [(5, 7, 33, 65), (1, 1, 300, 70), (2, 3, 0, 4), (0, 2, 8, 8)])
+@pytest.mark.parametrize("shape", [(5, 29, 33, 65), (1, 1, 300, 70), (2, 3, 0, 4), (0, 2, 8, 8)])
 def test_linear(fused_rnn, shape, dtype):
     """Value and gradients of F.linear, no further from float64 than torch itself, times two."""
     from numerics import assert_as_accurate
