@@ -78,6 +78,13 @@ def local_hub():
     return local_hub
 
 
+@pytest.fixture
+def hub(local_hub, tmp_path):
+    hub = local_hub.LocalHub(tmp_path / "store").start()
+    yield hub
+    hub.stop()
+
+
 @dataclass(frozen=True)
 class Project:
     """A kernel project, and how to build and publish it."""

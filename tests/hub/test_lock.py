@@ -1,13 +1,16 @@
 """A lock that is not one is refused by the name of its field; a right one says what may run."""
 
 import copy
+import os
 import re
+import resource
 
 import pytest
 
 from flashcell import kernel_variants, kernels_lock
 from flashcell.kernel_variants import choose_variant, runs_on
 from flashcell.lock_format import LockError, check_lock, lock_source, read_lock
+from flashcell.whole_file import write_file
 
 VARIANT = "torch-stable-abi210-cpu-x86_64-linux"
 FILES = {"__init__.py": "0" * 64, "metadata.json": "1" * 64}
@@ -39,6 +42,20 @@ def test_round_trip(tmp_path):
     lock["kernels"]["tfla"] = KERNEL | {"revision": None, "variants": {}}
     (tmp_path / "lock.py").write_bytes(lock_source(lock, "lock.py"))
     assert read_lock(tmp_path / "lock.py") == lock
+
+
+def test_a_full_disk_leaves_the_lock(tmp_path):
+    lock, limits = tmp_path / "lock.py", resource.getrlimit(resource.RLIMIT_FSIZE)
+    write_file(lock, lock_source(LOCK, "lock.py"))
+    changed = lock_source(lock_with("kernels", "fused-rnn", "version", value=2), "lock.py")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            write_file(lock, changed)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert read_lock(lock) == LOCK
+    assert os.listdir(tmp_path) == ["lock.py"]
 
 
 K, V = ("kernels", "fused-rnn"), ("kernels", "fused-rnn", "variants", VARIANT)
@@ -105,7 +122,7 @@ def test_wrong_file(tmp_path, text, message):
 
 def test_a_lock_for_which_memory_is_short(tmp_path, monkeypatch):
     (tmp_path / "lock.py").write_text(f"LOCK = {LOCK!r}")
-    refused = pytest.raises(LockError, match="is not LOCK = .*: MemoryError")
+    refused = pytest.raises(LockError, match=r"is not LOCK = .*: MemoryError")
     with refused, monkeypatch.context() as patch:
         patch.setattr("ast.parse", lambda text: exec("raise MemoryError"))
         read_lock(tmp_path / "lock.py")

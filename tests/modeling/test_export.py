@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -58,9 +59,9 @@ print(json.dumps(texts))
 """
 
 
-def export(*arguments):
+def export(*arguments, **more):
     command = [sys.executable, ROOT / "scripts/export_model", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True)
+    return subprocess.run(command, capture_output=True, text=True, **more)
 
 
 def packages_without(folder: Path, missing: tuple) -> Path:
@@ -163,3 +164,17 @@ def test_refusals(make_model, tmp_path):
         assert (exported / "model.safetensors").is_file(), "the earlier export is lost"
     (checkpoint / "config.json").write_text("{")
     assert "is not JSON" in export(checkpoint, exported).stderr
+
+
+def test_an_export_that_cannot_be_written_leaves_the_earlier_one(make_model, tmp_path):
+    checkpoint, out = tmp_path / "checkpoint", tmp_path / "out/exported"
+    make_model().save_pretrained(checkpoint)
+    assert export(checkpoint, out).returncode == 0
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+    done = export(checkpoint, out, preexec_fn=limit)
+    assert done.returncode == 1
+    assert "cannot be written: File too large" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+    assert list(out.parent.iterdir()) == [out]
