@@ -96,12 +96,12 @@ def _headwise(draw: Draw, name: str) -> dict[str, Any]:
     return call | ({"bias": draw.maybe(draw.normal(G, N * J))} if name == "headwise_linear" else {})
 
 
-def diagonal_cell(h: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    return torch.tanh(0.5 * w * h + x)
+def diagonal_cell(h: torch.Tensor, x: torch.Tensor, w: torch.Tensor, gain=0.5) -> torch.Tensor:
+    return torch.tanh(gain * w * h + x)
 
 
-def dense_cell(h: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    return torch.tanh(0.5 * (w * h).flip(-1) + x)
+def dense_cell(h: torch.Tensor, x: torch.Tensor, w: torch.Tensor, gain=0.5) -> torch.Tensor:
+    return torch.tanh(gain * (w * h).flip(-1) + x)
 
 
 @maker("solve")
@@ -112,7 +112,7 @@ def _solve(draw: Draw, name: str) -> dict[str, Any]:
         "x": draw.normal(B, T, D),
     }
     call |= {
-        "params": (draw.normal(D),),
+        "params": (draw.normal(D), 0.5)[: draw.pick((1, 2))],
         "mode": draw.pick(("auto", "auto", "torch", "sequential")),
     }
     given = draw.pick(("h0", "state_shape"))

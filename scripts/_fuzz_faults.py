@@ -12,9 +12,11 @@ import numpy as np
 import torch
 from _fuzz_draw import FLOATS, Draw
 from _fuzz_judge import is_readable
+from _fuzz_shared import neighbours, shared
 
 Fault = Callable[[Draw, Any], Any]
 SAME = object()
+NAN, INF = float("nan"), float("inf")
 HUGE = (2**31 - 1, 2**31, 2**32 + 1, 2**40, 2**62)
 
 
@@ -98,7 +100,7 @@ def extreme(draw: Draw, t: torch.Tensor) -> Any:
         return SAME
     if t.is_floating_point():
         at = torch.randint(0, t.numel(), (draw.rng.randint(1, 3),), generator=draw.generator)
-        value = draw.pick((float("nan"), float("inf"), -float("inf"), 1e38, -6e4, 1e-40, -0.0))
+        value = draw.pick((NAN, NAN, NAN, INF, -INF, 1e38, -6e4, 1e-40, -0.0))
         t.view(-1)[at] = torch.tensor(value, dtype=torch.float64).to(t.dtype)
     elif t.dtype == torch.bool:
         return ~t
@@ -221,9 +223,9 @@ def as_numpy(draw: Draw, t: torch.Tensor) -> Any:
     return t.float().numpy() if draw.chance(0.5) else t.float().tolist()
 
 
-SAME_VALUES: list[Fault] = [transposed, sliced, every_second, misaligned, negated, imaginary]
-SAME_VALUES += [parameter, requires_grad, of_inference]
-OTHER_VALUES: list[Fault] = [expanded, overlapping, extreme]
+SAME_VALUES: list[Fault] = 2 * [transposed, sliced, every_second, misaligned]
+SAME_VALUES += [negated, imaginary, parameter, requires_grad, of_inference]
+OTHER_VALUES: list[Fault] = [expanded, overlapping, extreme, extreme]
 HOSTILE: list[Fault] = [other_dtype, other_rank, other_size, huge, freed, other_layout, quantised]
 HOSTILE += [as_numpy, anything]
 
@@ -258,7 +260,8 @@ def fault_of(draw: Draw, value: Any) -> tuple[str, Any]:
     if isinstance(value, torch.Tensor) and not is_readable(value):
         return fault.__name__, SAME
     if isinstance(value, torch.Tensor):
-        fault = draw.pick(draw.pick((SAME_VALUES, SAME_VALUES, OTHER_VALUES, HOSTILE, HOSTILE)))
+        kinds = (SAME_VALUES, OTHER_VALUES, HOSTILE)
+        fault = draw.pick(draw.pick(kinds))
     elif draw.chance(0.7):
         if isinstance(value, str):
             fault = other_text
@@ -272,11 +275,12 @@ def fault_of(draw: Draw, value: Any) -> tuple[str, Any]:
         return fault.__name__, SAME
 
 
-def spoil(draw: Draw, call: dict[str, Any], names: list[str], most: int = 3) -> list[str]:
+def spoil(draw: Draw, call: dict[str, Any], names: list[str]) -> list[str]:
     """Changes `call` in place and says how: "x sliced". No fault at all in a third of the calls."""
     done = []
-    for _ in range(draw.pick((0, 1, 1, 2, most)[: most + 2])):
-        name = draw.pick(names)
+    for _ in range(draw.pick((0, 0, 1, 1, 2, 3))):
+        given = [n for n in names if isinstance(call.get(n), (torch.Tensor, tuple, list))]
+        name = draw.pick(given if given and draw.chance(0.7) else names)
         if f"{name} anything" in done:
             continue
         value = call.get(name)
@@ -294,4 +298,6 @@ def spoil(draw: Draw, call: dict[str, Any], names: list[str], most: int = 3) -> 
                 continue
             call[name] = changed
         done.append(f"{name} {fault}")
-    return done
+    if draw.chance(0.15):
+        done.append(draw.pick((shared, neighbours))(draw, call))
+    return [what for what in done if what]

@@ -71,6 +71,97 @@ def test_what_is_planted_is_found_and_the_calls_after_it_run():
     assert f"--only {report.findings[0]['index']}" in found
 
 
+SMALL = """
+import inspect
+
+def changed(value, change):
+    if isinstance(value, tuple):
+        return tuple(changed(v, change) for v in value)
+    return change(value) if torch.is_tensor(value) and value.is_floating_point() else value
+
+def last_row(change):  # of a tensor, or of the last in a tuple
+    def spoil(t):
+        if t.dim() and t.numel():
+            t = t.clone()
+            t[-1] = change(t[-1])
+        return t
+    return spoil
+
+class Gradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+    @staticmethod
+    def backward(ctx, gradient):
+        return 1.001 * gradient
+
+def gradient_of(name):
+    def spoil(door, call):
+        x = call[name]
+        is_plain = isinstance(x, torch.Tensor) and x.layout == torch.strided and x.requires_grad
+        return door(**{**call, name: Gradient.apply(x)} if is_plain else call)
+    return spoil
+
+def scribble(door, call):
+    result, x = door(**call), call["x"]
+    if x.requires_grad and x.numel():
+        x.data.mul_(2)  # autograd does not see it
+    return result
+
+def strict(door, call):
+    for name, x in call.items():
+        if isinstance(x, torch.Tensor) and x.layout == torch.strided and not x.is_contiguous():
+            raise ValueError(f"{name} is strided, but must be contiguous")
+    return door(**call)
+
+result = lambda change: lambda door, call: changed(door(**call), change)
+FAULTS = {
+    "linear": gradient_of("weight"),
+    "linear_scan": gradient_of("a"),
+    "mlstm": gradient_of("k"),
+    "headwise_linear": result(lambda t: t.flip(0) if t.dim() else t),
+    "causal_conv": result(last_row(lambda row: row * float("nan"))),
+    "mlstm_step": result(last_row(lambda row: row + 0.01)),
+    "gru": result(lambda t: t.float().to(t.dtype)),
+    "norm_step": result(torch.nan_to_num),
+    "gate_step": result(torch.nan_to_num),
+    "rnn": scribble,
+    "slstm": strict,
+    "lstm": strict,
+    "recurrent": strict,
+}
+
+def spoilt(name, door):
+    faulty = lambda **call: FAULTS[name](door, call)
+    faulty.__signature__ = inspect.signature(door)
+    return faulty
+
+fuzzer.doors = [(k, n, spoilt(n, d), r) for k, n, d, r in fuzzer.doors if n in FAULTS]
+"""
+SMALL_FAULTS = {
+    "linear": "gradient of weight",
+    "linear_scan": "gradient of a",
+    "mlstm": "gradient of k",
+    "headwise_linear": "rms error",
+    "causal_conv": "is not finite where the reference is",
+    "mlstm_step": "rms error",
+    "gru": "float64: rms error",
+    "norm_step gate_step": "finite where the reference is NaN",
+    "rnn": "x torch.float",
+    "slstm lstm recurrent": "is strided, but must be contiguous",
+}
+
+
+def test_small_faults_are_found():
+    """1e-3 of a gradient, swapped rows, one row that is NaN or 0.01 off, float64 in fewer digits, NaN made
+    a number, an input written over, strides refused: in as many calls as a run of 2,000 has of a door."""
+    report, text = fuzz(65 * 13, ["doors"], SMALL)
+    found = [(f["title"].partition("(")[0], f["problem"]) for f in report.findings]
+    for doors, says in SMALL_FAULTS.items():
+        own = [problem for name, problem in found if name in doors.split()]
+        assert any(says in problem for problem in own), (doors, text)
+
+
 def test_a_raw_op_that_reads_what_nobody_wrote_is_found():
     plant = (
         "import _fuzz_raw\nresults = _fuzz_raw.results\n"
