@@ -26,6 +26,7 @@ PLACE = re.compile(r"^\w+, [\w/.-]+:\d+, ")
 INFERENCE = "Inference tensors cannot be saved for backward"
 # what stands in front of an op that changes an argument, and cannot take a negated view to it
 NEGATED = re.compile(r"MathBitsFallback|mutable TensorLists with negation|negation fallback")
+ANY_STRIDES = {"transposed", "sliced", "every_second", "misaligned", "neighbours"}
 OUT_OF_MEMORY = re.compile(r"can't allocate memory|not enough memory")
 
 
@@ -66,6 +67,27 @@ def judge_refusal(
     if not re.search(rf"\b({'|'.join(names)})(\[\d+\])*(\(\.\.\.\))?,? ({verbs})\b", text):
         return f"{kind} names no argument: {shorten(text)}"
     return None
+
+
+def computed_in(got: dict[str, torch.Tensor]) -> torch.dtype:
+    """What a kernel rounds to: the narrower dtype of its first result and of its first argument."""
+    floats = {n: t.dtype for n, t in got.items() if t.is_floating_point()}
+    first = [
+        next(d for n, d in floats.items() if n.startswith("result") == is_result)
+        for is_result in (True, False)
+    ]
+    return min(first, key=lambda d: d.itemsize)
+
+
+def is_valid(faults: list[str]) -> bool:
+    """Whether the values are those of a valid call, lying in memory as tensors may."""
+    return all(fault.rpartition(" ")[2] in ANY_STRIDES for fault in faults)
+
+
+def is_of_decoding(name: str, error: Exception) -> bool:
+    """What decodes has no gradients, reads weights row by row, and writes a state where it lies."""
+    says = "is for decoding|must be contiguous|is written|inplace=True"
+    return name.endswith("_step") and bool(re.search(says, str(error)))
 
 
 def shorten(text: str) -> str:
