@@ -148,7 +148,8 @@ def differences(
 
     Where both references are finite the kernel must be, and where both are not it must not. `moved`
     is `exact` of inputs that differ by a rounding: a call may be that ill conditioned. Gradients that
-    cancel to 0 are held to the size of their terms, one. `wild` says that an argument is not finite.
+    cancel to 0 are held to the size of their terms, one. `wild` says that an argument is so large that
+    its square is not finite.
     """
     found = []
     if set(got) != set(exact):
