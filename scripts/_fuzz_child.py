@@ -123,7 +123,7 @@ class Fuzzer:
         again = lambda change, **other: self.judged(index, name, door, reference, change, other)
         exact, peer = again(widen), again(keep)
         terms = max([1, *(t.numel() for t in got.values())])
-        wild = self.is_wild(index, name, door)
+        wild, carried = self.sizes(index, name, door)
         if wild and name in ("mlstm", "mlstm_step"):
             # inf - inf, of terms in another order, is NaN; the norm of a row with inf is 0 and NaN.
             h = again(widen, norm=None, norm_weight=None)["result[0]"]
@@ -131,17 +131,21 @@ class Fuzzer:
             exact["result[0]"].masked_fill_(~fits.all(-1, keepdim=True), float("nan"))
         found = differences(got, exact, peer, terms, wild=wild)
         if found:
-            moved = again(lambda v: nudge(widen(v), computed_in(got)))
-            relative = MLSTM if name.startswith("mlstm") else None
-            found = differences(got, exact, peer, terms, moved, relative, wild)
+            io = computed_in(got)
+            moved = again(lambda v: nudge(widen(v), io))
+            relative = MLSTM[io] if name.startswith("mlstm") else 0.0
+            found = differences(got, exact, peer, terms, moved, relative, wild, carried)
         return [shorten(text) for text in found]
 
-    def is_wild(self, index: int, name: str, door: Callable) -> bool:
+    def sizes(self, index: int, name: str, door: Callable) -> tuple[bool, float]:
+        """Whether an argument is so large that its square overflows; and the largest value of a state."""
         with torch.enable_grad():
             call, _, _ = self.make(index, name, door)
         given = [t for k, v in call.items() for _, t in tensors(v, k) if t.is_floating_point()]
         largest = min([torch.finfo(t.dtype).max for t in given], default=1.0) ** 0.5
-        return not all(bool((t.abs() < largest).all()) for t in given)  # two of them overflow
+        states = [t.nan_to_num(0.0, 0.0, 0.0).abs() for _, t in tensors(call.get("state"), "state")]
+        carried = max([float(t.max()) for t in states if t.numel()], default=0.0)
+        return not all(bool((t.abs() < largest).all()) for t in given), carried
 
     def judged(
         self,
@@ -245,11 +249,8 @@ def work(fuzzer: Fuzzer, counters: mmap.mmap, begin: int, end: int) -> None:
         for index in range(begin, end):
             counters[:] = COUNTERS.pack(index, calls, accepted, refused)
             title, was_accepted, found = fuzzer.run(index)
-            calls, accepted, refused = (
-                calls + 1,
-                accepted + was_accepted,
-                refused + (not was_accepted),
-            )
+            calls, accepted = calls + 1, accepted + was_accepted
+            refused += not was_accepted
             name = title.partition("(")[0]
             if name not in reached:
                 print(json.dumps({"reached": name}), flush=True)

@@ -141,15 +141,17 @@ def differences(
     peer: dict,
     terms: int,
     moved: dict | None = None,
-    relative: dict[torch.dtype, float] | None = None,
+    relative: float = 0.0,
     wild: bool = False,
+    carried: float = 0.0,
 ) -> list[str]:
     """Where `got` is further from `exact` than `peer`, the reference in the same dtype, allows.
 
     Where both references are finite the kernel must be, and where both are not it must not. `moved`
     is `exact` of inputs that differ by a rounding: a call may be that ill conditioned. Gradients that
     cancel to 0 are held to the size of their terms, one. `wild` says that an argument is so large that
-    its square is not finite.
+    its square is not finite. `carried` is the size of a state, of which an update
+    may leave little: h + z (c - h) is c where z is 1.
     """
     found = []
     if set(got) != set(exact):
@@ -191,10 +193,9 @@ def differences(
                 if rms(value - want) > 8 * EPS[value.dtype] + 2 * rms(gap):
                     found.append(f"{name} is not 0 where the reference is")
                 continue
-            scale = max(rms(want), 1.0) if is_gradient else rms(want)
+            scale = max(rms(want), 1.0 if is_gradient else carried)
             summed = 8 * EPS[max(value.dtype, torch.float32, key=lambda d: d.itemsize)]
-            more = (relative or {}).get(value.dtype, 0.0) + summed
-            same = want + (same - want).abs() + 2 * gap.abs() + more * scale
+            same = want + (same - want).abs() + 2 * gap.abs() + (relative + summed) * scale
         try:
             assert_as_accurate(name, value, want.double(), same, terms)
         except AssertionError as error:
