@@ -104,6 +104,20 @@ def test_an_n_that_is_nan_spoils_h(tfla):
             assert x.isnan().all(-1).tolist() == [[False, True], [False, False]]
 
 
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_an_input_gate_that_shuts_for_good(tfla, backend):
+    """The exponential one counts as -2^100 below that, also where nothing else was ever added."""
+    call = make("exp", Case(1, 1, 2, 16, 16), torch.float32)
+    call = {k: v for k, v in call.items() if k in SEQUENCE and k != "q"}
+    for value in (-1e38, -float("inf")):
+        i = torch.tensor([[[value, 0.5]]], requires_grad=True)
+        C, n, m, _ = tfla.mlstm_transfer(**{**call, "i": i}, backend=backend)
+        assert m.tolist() == [[-(2.0**100), 0.5]]
+        assert_close("n", n, call["k"][:, 0], 1e-6)
+        (grad,) = torch.autograd.grad(C.square().sum(), i)
+        assert grad.ne(0).tolist() == [[[False, True]]]
+
+
 def test_what_a_held_step_holds(tfla, cell):
     """As test_held has it of the library: this one is run by the emulator too."""
     for dtype in (torch.float32, torch.bfloat16):

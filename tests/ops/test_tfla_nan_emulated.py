@@ -39,5 +39,9 @@ def test_a_gate_that_is_nan_does_not_pass_a_reset(tfla, cell, gate):  # noqa: F8
     judge.test_a_gate_that_is_nan_does_not_pass_a_reset(tfla, cell, gate, "cpu")
 
 
+def test_an_input_gate_that_shuts_for_good(tfla):  # noqa: F811
+    judge.test_an_input_gate_that_shuts_for_good(tfla, "cpu")
+
+
 def test_an_n_that_is_nan_spoils_h(tfla):  # noqa: F811
     judge.test_an_n_that_is_nan_spoils_h(tfla)

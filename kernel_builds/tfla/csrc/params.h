@@ -6,6 +6,10 @@
 
 namespace flashcell {
 
+// An exponential input gate no lower, which float does not round; no m is lower but that of what
+// nothing was ever added to.
+constexpr double kNever = -0x1p100;
+
 struct Strided {  // [B, T, H, width], or [B, T, H] for a gate; strides in elements, the last one is
                   // 1
   const void* data;

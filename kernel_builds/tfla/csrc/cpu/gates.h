@@ -11,8 +11,7 @@
 
 namespace flashcell::FLASHCELL_ISA {
 
-constexpr double kShut = -1000;   // a log gate no lower: its exponential is 0, and sums stay finite
-constexpr double kNever = -1e30;  // the exponent of what must not count
+constexpr double kShut = -1000;  // a log gate no lower: its exponential is 0, and sums stay finite
 
 template <typename T>
 FN double round_to(double x) {
@@ -101,7 +100,8 @@ struct Gates {
     read(p.i, p, row, head, count, log_i);
     for_lanes(count, [&](int64_t t) __attribute__((always_inline)) {
       store(log_f + t, sigmoid(-load(log_f + t)));
-      store(log_i + t, p.exponential ? Vec<double>(1) : sigmoid(-load(log_i + t)));
+      const Vec<double> i = load(log_i + t), zero(0), one(1);
+      store(log_i + t, p.exponential ? select(i < Vec<double>(kNever), zero, one) : sigmoid(-i));
     });
   }
 

@@ -314,15 +314,16 @@ struct ChunkGradients : ChunkProducts<IO, kTiles> {
 
   template <bool kGate>
   DEVICE void store_gates(int64_t row, float crossing, float out) const {
-    const auto slope = [&](const Strided& gate) {  // of logsigmoid
+    const auto value = [&](const Strided& gate) {
       const int64_t at = row / p.T * gate.batch + row % p.T * gate.time + head * gate.head;
-      return 1 / (1 + expf(static_cast<const float*>(gate.data)[at]));
+      return static_cast<const float*>(gate.data)[at];
     };
+    const auto slope = [](float x) { return 1 / (1 + expf(x)); };  // of logsigmoid
     const bool held = p.hold && p.hold[row];
-    static_cast<float*>(p.df)[row * p.H + head] = held ? 0.f : crossing * slope(p.f);
+    static_cast<float*>(p.df)[row * p.H + head] = held ? 0.f : crossing * slope(value(p.f));
     if constexpr (!kGate) {
-      const float di = held ? 0.f : p.exponential ? out : out * slope(p.i);
-      static_cast<float*>(p.di)[row * p.H + head] = di;
+      const float i = value(p.i), slope_i = p.exponential ? float(!(i < float(kNever))) : slope(i);
+      static_cast<float*>(p.di)[row * p.H + head] = held ? 0.f : out * slope_i;
     }
   }
 };

@@ -55,7 +55,8 @@ __global__ void __launch_bounds__(kGateThreads) gate_gradients(const BackwardPar
   };
   const auto slope = [](float x) { return 1 / (1 + expf(x)); };  // of logsigmoid
   const bool held = exists && p.hold && p.hold[row];
-  const float f = value(p.f), slope_i = p.exponential ? 1.f : slope(value(p.i));
+  const float f = value(p.f), i = value(p.i);
+  const float slope_i = p.exponential ? float(!(i < float(kNever))) : slope(i);
   const int64_t flow = terms.rows.row(head, chunk) + t;
   const float out = exists ? terms.out[flow] : 0.f;
   bool stopped = exists && p.reset && p.reset[row];  // nothing crosses a reset

@@ -9,8 +9,7 @@ namespace flashcell::cuda {
 namespace {
 
 constexpr int kWarps = 8;
-constexpr double kShut = -1000;   // a log gate no lower: its exponential is 0, and sums stay finite
-constexpr double kNever = -1e30;  // no m is lower but that of what nothing was ever added to
+constexpr double kShut = -1000;  // a log gate no lower: its exponential is 0, and sums stay finite
 constexpr double kLog2e = 1.4426950408889634;
 
 struct Transfer {

@@ -38,7 +38,7 @@ constexpr int kFinishThreads = 256;
 // Of C, what is brought into the L2 while what came before still runs: of more some is gone again
 // before it is read. A thread block for every SM fetches its part.
 constexpr int64_t kFetchBytes = 6 << 20;
-constexpr float kShut = -1000, kNever = -1e30f;
+constexpr float kShut = -1000;
 
 DEVICE float log_sigmoid(float x) { return fminf(x, 0.0f) - log1pf(expf(-fabsf(x))); }
 DEVICE float at_least(float least, float x) { return x < least ? least : x; }    // NaN stays
@@ -89,10 +89,11 @@ struct Factors {
 DEVICE Factors find_factors(const StepParams& p, float input, float forget, float before) {
   const float log_f = at_least(kShut, log_sigmoid(forget));
   if (!p.exponential) return {expf(log_f), expf(log_sigmoid(input)), 0};
-  const float log_i = at_least(kNever, input);  // m is rounded, and the factors make up for it
+  const float log_i =
+      at_least(float(kNever), input);  // m is rounded, and the factors make up for it
   const double carried = double(log_f) + double(before);
   const float m = float(carried < log_i || isnan(log_i) ? double(log_i) : carried);
-  const float keep = before < kNever ? 0.0f : expf(float(carried - double(m)));
+  const float keep = before < float(kNever) ? 0.0f : expf(float(carried - double(m)));
   return {keep, expf(float(double(log_i) - double(m))), m};
 }
 

@@ -20,6 +20,7 @@ from .cells import Cell
 
 # A log gate no lower than this: its exponential is 0 in every dtype, and sums of it stay finite.
 SHUT = -1000.0
+NEVER = -(2.0**100)  # an exponential input gate no lower, which no dtype of a state rounds
 INF = float("inf")
 
 
@@ -51,7 +52,7 @@ def empty_state(cell: Cell, k: torch.Tensor, v: torch.Tensor) -> State:
 def log_gates(cell: Cell, i, f, hold) -> Tuple[torch.Tensor, torch.Tensor]:
     """li, lf [B, T, H] in float64; a held step neither decays nor adds."""
     i, f = i.double(), f.double()
-    log_i = i.clamp_min(-1e30) if cell.exponential else logsigmoid(i).clamp_min(SHUT)
+    log_i = i.clamp_min(NEVER) if cell.exponential else logsigmoid(i).clamp_min(SHUT)
     log_f = logsigmoid(f).clamp_min(SHUT)
     if hold is not None:
         log_i = log_i.masked_fill(hold[..., None], -INF)
