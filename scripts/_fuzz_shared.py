@@ -47,6 +47,8 @@ def shared(draw: Draw, call: dict[str, Any]) -> str:
                 continue
             first = draw.pick((0, draw.rng.randint(0, source.numel() - t.numel())))
             part = source.detach().view(-1)[first : first + t.numel()].view(t.shape)
+            if bool((t > 0).all()) and not bool((part > 0).all()):
+                continue  # as sLSTM's n, which it divides by
             put(call, name, k, part.requires_grad_(t.requires_grad))
             return f"{name} in {other}'s memory"
     return ""
