@@ -123,21 +123,23 @@ class DecodeEngine:
             if not recording.holds(cache.layers):
                 recording.bind(cache.layers, self._turns)
             logits = recording.run(tokens, cache)
-        if alone and not tokens.is_cuda:  # a GPU is at work while its host looks
+        if alone:
             self._last, self._looked = recording, 0
         return logits
 
     def again(self, tokens: torch.Tensor, cache: Cache) -> torch.Tensor | None:
         """`step(..., alone=True)` for who has run no code of others since the last one, which alone could
-        have changed what a step reads. None: take `step`, which looks at it all; on a CPU that costs a
-        tenth of a small model's step, after which little of it is left in the caches. Another thread,
-        which cannot know the token that comes next, is noticed within LOOK tokens.
+        have changed what a step reads. None: take `step`, which looks at it all; that costs a tenth of a
+        small model's step. Another thread, which cannot know the token that comes next, is noticed within
+        LOOK tokens.
         """
         with self._turns.lock:
             last, self._looked = self._last, self._looked + 1
             if last is None or self._looked >= LOOK or not last.holds(cache.layers):
                 return None
-            return last.run(tokens, cache)
+            with torch.cuda.device(tokens.device) if tokens.is_cuda else nullcontext():
+                self._turns.take(tokens.device)
+                return last.run(tokens, cache)
 
     def _check_model(self, model: Any, device: torch.device) -> Fingerprint:
         before = self._fingerprint
