@@ -3,6 +3,8 @@
 Importing this package registers its model families with the transformers Auto classes.
 """
 
+from typing import TYPE_CHECKING
+
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -11,9 +13,14 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
-from .accelerated_xlstm import accelerate
 from .configuration import FlashMLSTMConfig, FlashRNNConfig, FlashXLSTMConfig
-from .flash_rnn_layers import FlashGRU, FlashLSTM
+from .generation.batching import Batcher, generate_many
+from .generation.requests import Completion, Request
+from .hub.kernel_loader import kernel_info, load_kernel
+from .layers.diagonal_rnn import FlashGRU, FlashLSTM
+from .layers.replace import drop_in, replace, restore
+from .layers.rnn import GRU, LSTM, RNN, GRUCell, LSTMCell, RNNCell
+from .layers.transformers_xlstm import accelerate
 from .modeling_flash_mlstm import (
     FlashMLSTMForCausalLM,
     FlashMLSTMForSequenceClassification,
@@ -35,10 +42,10 @@ from .modeling_flash_xlstm import (
     FlashXLSTMModel,
     FlashXLSTMPreTrainedModel,
 )
-from .requests import Completion, Request
-from .rnn import GRU, LSTM, RNN, GRUCell, LSTMCell, RNNCell
-from .rnn_replace import drop_in, replace, restore
-from .serving import Batcher, generate_many
+from .utils.old_paths import import_old
+
+if not TYPE_CHECKING:  # for which every misspelt name would exist
+    __getattr__ = import_old
 
 __version__ = "0.1.0"
 
@@ -75,6 +82,8 @@ __all__ = [
     "accelerate",
     "drop_in",
     "generate_many",
+    "kernel_info",
+    "load_kernel",
     "replace",
     "restore",
 ]

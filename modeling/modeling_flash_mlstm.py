@@ -21,10 +21,9 @@ from torch import nn
 from transformers import GenerationMixin
 from transformers import initialization as init
 
-from .boundaries import NO_BOUNDARIES, Boundaries
-from .cache import RecurrentStateLayer
 from .configuration.configuration_flash_mlstm import FlashMLSTMConfig
-from .mlstm import GateLinear, HeadNorm, residual_linear, run_mlstm, split_heads
+from .layers.decode_linear import ROWS, StepLinear, find_step_linear, norm_options, step_swiglu
+from .layers.mlstm import GateLinear, HeadNorm, residual_linear, run_mlstm, split_heads
 from .recurrent_model import (
     RecurrentBlock,
     RecurrentForCausalLM,
@@ -34,7 +33,8 @@ from .recurrent_model import (
     RecurrentPreTrainedModel,
     cast_once,
 )
-from .step_linear import ROWS, StepLinear, find_step_linear, norm_options, step_swiglu
+from .state.boundaries import NO_BOUNDARIES, Boundaries
+from .state.cache import RecurrentStateLayer
 
 NX_AI_NAMES = {r"^embedding\.weight$": "backbone.embeddings.weight"}
 FORGET_GATE_BIAS = 3.0, 6.0  # at the start, from the first head to the last

@@ -1,7 +1,7 @@
 """flash_rnn: a Llama-style language model whose mixer is a recurrent cell.
 
 Block: x + mixer(norm(x)), then x + mlp(norm(x)); the mixer is a cell with an input projection
-(layers.py), or what was published around a diagonal cell (diagonal_mixer.py). There are no
+(recurrent_mixer.py), or what was published around a diagonal cell (diagonal_mixer.py). There are no
 positions: order is what the state carries.
 """
 
@@ -12,14 +12,19 @@ from torch import nn
 from transformers import GenerationMixin
 from transformers import initialization as init
 
-from .boundaries import Boundaries
-from .cache import RecurrentStateLayer
 from .configuration.configuration_flash_rnn import FlashRNNConfig
-from .diagonal_mixer import DiagonalMixer
-from .flash_rnn_layers import FlashGRU, FlashLSTM
-from .headwise_linear import HeadwiseLinear
-from .kernel_loader import load_kernel
-from .layers import RecurrentMixer
+from .hub.kernel_loader import load_kernel
+from .layers.decode_linear import (
+    StepLinear,
+    find_step_linear,
+    has_weights_like,
+    step_swiglu,
+    taken_along,
+)
+from .layers.diagonal_mixer import DiagonalMixer
+from .layers.diagonal_rnn import FlashGRU, FlashLSTM
+from .layers.headwise_linear import HeadwiseLinear
+from .layers.recurrent_mixer import RecurrentMixer
 from .recurrent_model import (
     RecurrentBlock,
     RecurrentForCausalLM,
@@ -30,13 +35,8 @@ from .recurrent_model import (
     SwiGLU,
     make_norm,
 )
-from .step_linear import (
-    StepLinear,
-    find_step_linear,
-    has_weights_like,
-    step_swiglu,
-    taken_along,
-)
+from .state.boundaries import Boundaries
+from .state.cache import RecurrentStateLayer
 
 
 class FlashRNNBlock(RecurrentBlock):

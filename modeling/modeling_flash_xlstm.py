@@ -13,12 +13,12 @@ from torch import nn
 from transformers import GenerationMixin
 from transformers import initialization as init
 
-from .boundaries import Boundaries
-from .cache import RecurrentStateLayer
-from .causal_conv import CausalConv1d
 from .configuration.configuration_flash_xlstm import FlashXLSTMConfig
-from .headwise_linear import HeadwiseLinear
-from .mlstm import GateLinear, HeadNorm
+from .convert_xlstm import convert_xlstm, describe_xlstm
+from .layers.causal_conv import CausalConv1d
+from .layers.headwise_linear import HeadwiseLinear
+from .layers.mlstm import GateLinear, HeadNorm
+from .layers.xlstm_mixers import GeGLU, SLSTMMixer, XLSTMMixer
 from .recurrent_model import (
     RecurrentBlock,
     RecurrentForCausalLM,
@@ -28,8 +28,8 @@ from .recurrent_model import (
     RecurrentPreTrainedModel,
     make_norm,
 )
-from .xlstm_checkpoint import convert_xlstm, describe_xlstm
-from .xlstm_mixers import GeGLU, SLSTMMixer, XLSTMMixer
+from .state.boundaries import Boundaries
+from .state.cache import RecurrentStateLayer
 
 
 class FlashXLSTMBlock(RecurrentBlock):

@@ -32,12 +32,12 @@ from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from .boundaries import NO_BOUNDARIES, Boundaries, cut_prompt, find_boundaries
-from .cache import RecurrentStateLayer, check_cache
-from .causal_conv import CausalConv1d
-from .decode import DecodeEngine
-from .generation import RecurrentGeneration
-from .step_linear import ROWS, find_step_linear
+from .generation.engine import DecodeEngine
+from .generation.mixin import RecurrentGeneration
+from .layers.causal_conv import CausalConv1d
+from .layers.decode_linear import ROWS, find_step_linear
+from .state.boundaries import NO_BOUNDARIES, Boundaries, cut_prompt, find_boundaries
+from .state.cache import RecurrentStateLayer, check_cache
 
 
 def make_norm(kind: str, width: int, eps: float) -> nn.Module:

@@ -16,7 +16,7 @@ from _bench_decode import call, make_model, new_cache, step_of
 from torch import nn
 
 import flashcell
-from flashcell.kernel_loader import load_kernel
+from flashcell import load_kernel
 
 BLOCKS = 4
 PROMPT, DOCUMENT = 8192, 2048  # tokens read at once, and trained on

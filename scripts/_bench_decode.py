@@ -20,7 +20,7 @@ from transformers.models.xlstm.modeling_xlstm import xLSTMCache
 from transformers.utils import is_xlstm_available
 
 import flashcell
-from flashcell.kernel_loader import load_kernel
+from flashcell import load_kernel
 
 PROMPT = 16
 BATCHES, LENGTHS = (1, 8, 64), (100, 32768, 99900)

@@ -22,7 +22,7 @@ from _bench_decode import make_model
 from transformers import AutoModelForCausalLM, DynamicCache
 
 import flashcell
-from flashcell.fingerprint import Fingerprint
+from flashcell.generation.fingerprint import Fingerprint
 
 PROMPT, TOKENS, SAMPLES = 16, 64, 41
 ALLOWED = 3.0  # percent of a token

@@ -16,7 +16,7 @@ import torch
 from _bench_common import KERNELS, Row, append, provenance
 from transformers import AutoModelForCausalLM
 
-from flashcell.kernel_loader import load_kernel
+from flashcell import load_kernel
 
 PROMPT = 16
 TOKENS = 256  # a sample, of which the prompt and what generate prepares (30 ms) are little

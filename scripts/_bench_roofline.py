@@ -46,7 +46,7 @@ def profiled() -> None:
     from peers import make_peer
     from sides_cuda import make_ours
 
-    from flashcell.kernel_loader import load_kernel
+    from flashcell import load_kernel
 
     kernel = load_kernel("fused-rnn", "cuda", "cuda")
     ready = []

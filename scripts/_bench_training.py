@@ -31,7 +31,7 @@ from _training import make_model, make_optimizer, training_loss
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from flashcell.kernel_loader import load_kernel
+from flashcell import load_kernel
 
 RECIPES = Path(__file__).resolve().parent / "recipes"
 WARM_STEPS, STEPS = 3, 20

@@ -18,8 +18,8 @@ from sides_cuda import Unavailable
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flashcell.layers import RecurrentMixer
-from flashcell.mlstm import split_heads
+from flashcell.layers.mlstm import split_heads
+from flashcell.layers.recurrent_mixer import RecurrentMixer
 
 
 class FlashRNNMixer(nn.Module):

@@ -34,7 +34,7 @@ class Side:
 
 def draw_batches(steps: int, batch: int, length: int, device: str) -> Tensor:
     """[steps, B, T + 1]: windows of the sources, the same wherever they are drawn."""
-    files = sorted([*ROOT.glob("modeling/*.py"), *ROOT.glob("kernel_builds/*/torch-ext/*/*.py")])
+    files = sorted([*ROOT.glob("modeling/**/*.py"), *ROOT.glob("kernel_builds/*/torch-ext/*/*.py")])
     text = torch.frombuffer(bytearray(b"".join(f.read_bytes() for f in files)), dtype=torch.uint8)
     generator = torch.Generator().manual_seed(0)
     starts = torch.randint(len(text) - length - 1, (steps, batch, 1), generator=generator)

@@ -109,7 +109,7 @@ def generate(args: argparse.Namespace, hub) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer, logging
 
     import flashcell  # noqa: F401  registers the models
-    from flashcell.kernel_loader import KernelError, kernel_info
+    from flashcell.hub.kernel_loader import KernelError, kernel_info
 
     logging.disable_progress_bar()
     device = "cuda" if torch.cuda.is_available() else "cpu"

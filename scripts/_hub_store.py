@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "modeling"))  # last: its names are for importing as flashcell.<name>
 
-from whole_file import write_file  # noqa: E402
+from utils.whole_file import write_file  # noqa: E402
 
 EMPTY = hashlib.sha1(b"the commit before the first").hexdigest()
 

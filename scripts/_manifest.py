@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from flashcell.whole_file import write_file
+from flashcell.utils.whole_file import write_file
 
 NAME = "manifest.json"
 LARGEST = 2**24  # bytes of a manifest that is read

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flashcell.boundaries import Boundaries
+from flashcell.state.boundaries import Boundaries
 
 COLUMNS = ["step", "where", "what", "value"]
 GATES = {"lstm": "if o", "gru": "rz", "slstm": " f o", "flash_gru": "zr", "flash_lstm": "fo"}

@@ -11,7 +11,7 @@ from typing import IO
 from _checkpoint import checkpoints_in
 from _manifest import check_file
 
-from flashcell.whole_file import write_file
+from flashcell.utils.whole_file import write_file
 
 COLUMNS = ["step", "tokens", "learning_rate", "train_loss", "gradient_norm"]
 COLUMNS += ["held_out_loss", "held_out_bits_per_byte", "seconds"]

@@ -20,9 +20,9 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
 
 from flashcell import FlashGRU, FlashLSTM, FlashMLSTMConfig, FlashRNNConfig
-from flashcell.diagonal_mixer import DiagonalMixer
-from flashcell.layers import RecurrentMixer
-from flashcell.mlstm import GateLinear
+from flashcell.layers.diagonal_mixer import DiagonalMixer
+from flashcell.layers.mlstm import GateLinear
+from flashcell.layers.recurrent_mixer import RecurrentMixer
 from flashcell.modeling_flash_mlstm import FlashMLSTMMixer
 
 WIDTH, HEADS, EPS = 64, 4, 1e-5

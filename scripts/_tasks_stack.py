@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.nn.functional import rms_norm, silu
 
-from flashcell.diagonal_mixer import DiagonalMixer
-from flashcell.flash_rnn_layers import Bound, FlashGRU, FlashLSTM
-from flashcell.kernel_loader import load_kernel
-from flashcell.layers import RecurrentMixer
+from flashcell import load_kernel
+from flashcell.layers.diagonal_mixer import DiagonalMixer
+from flashcell.layers.diagonal_rnn import Bound, FlashGRU, FlashLSTM
+from flashcell.layers.recurrent_mixer import RecurrentMixer
 from flashcell.modeling_flash_mlstm import FlashMLSTMMixer, soft_cap
 
 Named = dict[str, Tensor]  # name -> [S, *the parameter's shape]

@@ -26,9 +26,9 @@ from typing import Any
 
 import torch
 
-from .batch import Batch
-from .intake import Intake
+from .request_queue import Intake
 from .requests import Choice, Completion, Request, Running, is_count
+from .slots import Batch
 
 
 def generate_many(

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache
 
-from .cache import Change, RecurrentStateLayer, States, StaticRecurrentStateLayer
-from .tape import Tape, Unrecordable
+from ..state.cache import Change, RecurrentStateLayer, States, StaticRecurrentStateLayer
+from .op_tape import Tape, Unrecordable
 
 
 def _groups(layers: Iterable[RecurrentStateLayer]) -> list[States]:

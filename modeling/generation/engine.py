@@ -2,7 +2,7 @@
 
 A decoded token costs a model hundreds of small launches, which take the CPU longer than the GPU. A
 recurrent step always reads and writes the same places, so it is recorded once for a batch size and
-then replayed; on a CPU the record is a tape of the step's torch ops (tape.py), which spares the Python
+then replayed; on a CPU the record is a tape of the step's torch ops (op_tape.py), which spares the Python
 around them. `generate` stays transformers' own: the engine sits inside the family's own forward and
 takes every step that has one token a row, a cache, and nothing else to say. So a subclass, a wrapper or
 a hook of the model runs around each token as it always does, and sampling, logits processors, streamers
@@ -11,7 +11,7 @@ and stopping criteria see the logits they would see without the engine.
 Two rules make a recorded step the one that forward would compute. It is replayed only while everything
 that it read from Python is as it was, and it is not recorded where others' code runs inside it:
 fingerprint.py. The recording's buffers hold a cache's states on loan, and nobody else ever has them:
-recording.py. Where one of them does not hold, the model is called.
+captured_step.py. Where one of them does not hold, the model is called.
 """
 
 import logging
@@ -25,9 +25,9 @@ from torch.autograd import forward_ad
 from torch.utils._device import DeviceContext
 from transformers.cache_utils import Cache
 
-from .cache import RecurrentStateLayer, is_recurrent
+from ..state.cache import RecurrentStateLayer, is_recurrent
+from .captured_step import Recording, Refused, Turns
 from .fingerprint import Fingerprint
-from .recording import Recording, Refused, Turns
 
 KEPT = 4  # recordings, each for one batch size; the least recently used goes
 LOOK = 32

@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-PACKAGE = __name__.rpartition(".")[0]
+# Remote code lies flat, in transformers_modules.<repository>.<revision>.
+REMOTE = __name__.startswith("transformers_modules.")
+PACKAGE = __name__.rpartition(".")[0] if REMOTE else __name__.partition(".")[0]
 TORCH: tuple[Any, ...] = (
     vars(torch),
     vars(nn.functional),

@@ -11,9 +11,8 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 from transformers import GenerationMixin, PreTrainedModel
 
-from .global_names import GlobalNames
+from .global_names import PACKAGE, GlobalNames
 
-PACKAGE = __name__.rpartition(".")[0]
 # Remote code lies in transformers_modules.<repository>.<revision>, the configuration's maybe in another
 # revision than the model's.
 REPOSITORY = PACKAGE.rpartition(".")[0] if PACKAGE.count(".") > 1 else PACKAGE

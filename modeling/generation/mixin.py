@@ -9,9 +9,9 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.utils import DeferredStopCheck, StopCheck
 
-from .boundaries import check_prompt
+from ..state.boundaries import check_prompt
+from ..state.serialization import load_state, save_state
 from .known_code import runs_alone
-from .state_file import load_state, save_state
 
 ROLLED_BACK = {
     GenerationMode.ASSISTED_GENERATION: "assisted generation",
@@ -91,7 +91,7 @@ def device_of_tokens(model: Any, ids: torch.Tensor) -> torch.device:
 
 
 class RecurrentGeneration(GenerationMixin):
-    """Generation from states that never grow, and these on disk: see state_file.py."""
+    """Generation from states that never grow, and these on disk: see serialization.py."""
 
     save_state, load_state = save_state, load_state
 

@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from .cache import copy_rows
+from ..state.cache import copy_rows
 from .requests import Choice, Running
 
 
 class Batch:
-    """Slots, whose sequences are decoded, and lanes, whose prompts are read. See serving.py."""
+    """Slots, whose sequences are decoded, and lanes, whose prompts are read. See batching.py."""
 
     def __init__(self, model: Any, slots: int, lanes: int, piece: int):
         self.model, self.piece = model, piece

@@ -19,9 +19,9 @@ from pathlib import Path
 
 from huggingface_hub import constants, hf_hub_url
 
-from .hub_download import FilesDiffer, FilesUnavailable, HubDown, Transfer, fetch, hub_deadline
+from ..utils.whole_file import write_file_at
+from .download import FilesDiffer, FilesUnavailable, HubDown, Transfer, fetch, hub_deadline
 from .lock_format import read_file
-from .whole_file import write_file_at
 
 try:
     import fcntl

@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 
-from .hub_download import FilesDiffer, FilesUnavailable
+from .download import FilesDiffer, FilesUnavailable
 from .kernel_files import read_verified, verified_files
 from .kernel_import import import_package, imported_package
 from .kernel_variants import choose_variant, explain
@@ -163,15 +163,15 @@ def _load(name: str, device_type: str, backend: str) -> tuple[Any, KernelInfo]:
 
 def _reference(name: str) -> Any:
     if name == "fused-rnn":
-        from .kernels import fused_rnn
+        from ..kernels import fused_rnn
 
         return fused_rnn
     if name == "diagonal-rnn":
-        from .kernels import diagonal_rnn
+        from ..kernels import diagonal_rnn
 
         return diagonal_rnn
     if name == "tfla":
-        from .kernels import tfla
+        from ..kernels import tfla
 
         return tfla
     raise KernelError(f"{name} has no torch reference in this package")

@@ -3,9 +3,9 @@
 import torch
 from torch import nn
 
-from .boundaries import NO_BOUNDARIES, Boundaries
-from .cache import RecurrentStateLayer
-from .kernel_loader import load_kernel
+from ..hub.kernel_loader import load_kernel
+from ..state.boundaries import NO_BOUNDARIES, Boundaries
+from ..state.cache import RecurrentStateLayer
 
 
 class CausalConv1d(nn.Conv1d):

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import linear
 
-from .kernel_loader import KernelUnavailable, load_kernel
-from .known_code import is_ours
+from ..generation.known_code import is_ours
+from ..hub.kernel_loader import KernelUnavailable, load_kernel
 from .mlstm import GateLinear
 
 ROWS = 16  # which linear_step reads the weights for once; more are a product for cuBLAS

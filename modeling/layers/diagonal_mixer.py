@@ -7,13 +7,13 @@ from torch import nn
 from transformers import initialization as init
 from transformers.utils.generic import maybe_autocast
 
-from .boundaries import NO_BOUNDARIES, Boundaries
-from .cache import RecurrentStateLayer, own_states
+from ..hub.kernel_loader import load_kernel
+from ..state.boundaries import NO_BOUNDARIES, Boundaries
+from ..state.cache import RecurrentStateLayer, own_states
 from .causal_conv import CausalConv1d, convolve
-from .flash_rnn_layers import FlashGRU, FlashLSTM
+from .decode_linear import StepLinear, apply_norm, has_weights_like, norm_options
+from .diagonal_rnn import FlashGRU, FlashLSTM
 from .headwise_linear import HeadwiseLinear
-from .kernel_loader import load_kernel
-from .step_linear import StepLinear, apply_norm, has_weights_like, norm_options
 
 CELLS: dict[str, Any] = {"flash_gru": FlashGRU, "flash_lstm": FlashLSTM}
 

@@ -28,8 +28,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..hub.kernel_loader import check_backend, load_kernel
 from .headwise_linear import HeadwiseLinear
-from .kernel_loader import check_backend, load_kernel
 
 State = tuple[Tensor, ...]
 METHODS = ("auto", "walk", "shoot", "newton")

@@ -6,9 +6,9 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
-from .boundaries import Boundaries
-from .cache import RecurrentStateLayer, StaticRecurrentStateLayer
-from .kernel_loader import load_kernel
+from ..hub.kernel_loader import load_kernel
+from ..state.boundaries import Boundaries
+from ..state.cache import RecurrentStateLayer, StaticRecurrentStateLayer
 
 State = tuple[torch.Tensor, ...]
 

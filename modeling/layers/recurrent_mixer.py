@@ -6,11 +6,11 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
-from .boundaries import NO_BOUNDARIES, Boundaries
-from .cache import RecurrentStateLayer, own_states
-from .kernel_loader import load_kernel
-from .kernels.fused_rnn.cells import CELLS
-from .step_linear import StepLinear, apply_norm
+from ..hub.kernel_loader import load_kernel
+from ..kernels.fused_rnn.cells import CELLS
+from ..state.boundaries import NO_BOUNDARIES, Boundaries
+from ..state.cache import RecurrentStateLayer, own_states
+from .decode_linear import StepLinear, apply_norm
 
 
 class RecurrentMixer(nn.Module):

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.nn.modules.rnn import RNNBase, RNNCellBase
 
-from .kernel_loader import check_backend, kernel_info
+from ..hub.kernel_loader import check_backend, kernel_info
 from .rnn_classes import FORWARD, REPLACEMENTS, adopt, base_class, class_for, release
 
 logger = logging.getLogger(__name__)

@@ -35,9 +35,9 @@ from torch import Tensor, nn
 from torch.nn.modules.rnn import RNNBase, RNNCellBase
 from torch.nn.utils.rnn import PackedSequence
 
-from .kernel_loader import check_backend, load_kernel
-from .kernels import fused_rnn
-from .kernels.fused_rnn.forward import run_cell, run_sequence
+from ..hub.kernel_loader import check_backend, load_kernel
+from ..kernels import fused_rnn
+from ..kernels.fused_rnn.forward import run_cell, run_sequence
 
 
 class _StandIn(nn.Module):

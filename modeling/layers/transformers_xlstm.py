@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .kernel_loader import check_backend, load_kernel
+from ..hub.kernel_loader import check_backend, load_kernel
 
 # Who computes the mLSTM in transformers' xLSTM: its own code, or the `xlstm` package's if installed.
 THEIRS = ("xLSTMBackend", "mLSTMBackend")

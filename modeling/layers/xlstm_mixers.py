@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import initialization as init
 
-from .boundaries import NO_BOUNDARIES, Boundaries
-from .cache import RecurrentStateLayer
+from ..hub.kernel_loader import load_kernel
+from ..state.boundaries import NO_BOUNDARIES, Boundaries
+from ..state.cache import RecurrentStateLayer
 from .causal_conv import CausalConv1d, convolve
 from .headwise_linear import HeadwiseLinear
-from .kernel_loader import load_kernel
 from .mlstm import GateLinear, HeadNorm, residual_linear, run_mlstm, split_heads
 
 SLSTM_GATES = 4  # i, f, z, o

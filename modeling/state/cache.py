@@ -8,7 +8,7 @@ cell's fp32 whatever the model's dtype), and detached: a forward call that conti
 begins a new graph, which is truncated backpropagation through time.
 
 While a recorded step decodes a cache, its states lie in the recording's buffers, which the next step
-overwrites (recording.py). They are lent: whoever else reads them ends the loan and gets tensors that
+overwrites (captured_step.py). They are lent: whoever else reads them ends the loan and gets tensors that
 nobody writes to.
 """
 

@@ -24,8 +24,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from transformers.cache_utils import Cache, DynamicCache
 
+from ..utils.whole_file import write_file
 from .cache import is_recurrent
-from .whole_file import write_file
 
 FORMAT = {"format": "flashcell.state", "version": "1"}
 

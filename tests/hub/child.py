@@ -36,7 +36,7 @@ def take(step: dict) -> dict:
 
 
 def load(arguments: tuple, compiler: str | None) -> dict:
-    from flat import kernel_loader
+    from flat.hub import kernel_loader
 
     call = lambda x: kernel_loader.load_kernel(*arguments).lstm(x)
     outcome = {}

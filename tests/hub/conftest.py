@@ -1,7 +1,7 @@
 """A kernel small enough to build in a second, a Hub that has it, and fresh processes that load it.
 
 The kernel calls itself fused-rnn, so that what falls back finds the wheel's reference. The loader
-is taken flat, as an exported model repository carries it: its processes start without transformers.
+is taken without the rest of the package: its processes start without transformers.
 """
 
 import importlib.machinery
@@ -18,14 +18,20 @@ from pathlib import Path
 
 import pytest
 
-from flashcell.lock_format import lock_source, read_lock
-from flashcell.whole_file import write_file
+from flashcell.hub.lock_format import lock_source, read_lock
+from flashcell.utils.whole_file import write_file
 
 ROOT = Path(__file__).resolve().parents[2]
 CHILD = Path(__file__).with_name("child.py")
 LOADER = [
-    *("kernel_loader", "kernel_variants", "kernel_files", "kernel_import", "hub_download"),
-    *("lock_format", "kernels_lock", "whole_file"),
+    *(
+        "hub/kernel_loader",
+        "hub/kernel_variants",
+        "hub/kernel_files",
+        "hub/kernel_import",
+        "hub/download",
+    ),
+    *("hub/lock_format", "hub/kernels_lock", "utils/whole_file"),
 ]
 VARIANT = "torch-stable-abi210-cpu-x86_64-linux"
 BUILD_TOML = """
@@ -221,6 +227,8 @@ def chain(seeded_hub, local_hub, processes, tmp_path):
     folder = Path(shutil.copytree(seeded_hub, tmp_path / "chain"))
     flat = folder / "flat"
     (flat / "kernels").mkdir(parents=True)
+    for part in {name.split("/")[0] for name in LOADER}:
+        (flat / part).mkdir()
     for name in LOADER:
         (flat / f"{name}.py").symlink_to(ROOT / f"modeling/{name}.py")
     package = ROOT / "kernel_builds/fused-rnn/torch-ext/fused_rnn"

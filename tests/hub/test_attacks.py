@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from flashcell.lock_format import read_lock
+from flashcell.hub.lock_format import read_lock
 
 pytestmark = pytest.mark.hub
 ROOT = Path(__file__).resolve().parents[2]

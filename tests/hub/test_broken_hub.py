@@ -3,7 +3,7 @@
 import pytest
 from hostile_hubs import behaviours, serve
 
-from flashcell.lock_format import read_lock
+from flashcell.hub.lock_format import read_lock
 
 pytestmark = pytest.mark.hub
 CPU, AUTO = {"backend": "cpu"}, {"backend": "auto"}

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 USE = """
 import sys
 import torch
-from flashcell.kernel_loader import kernel_info, load_kernel
+from flashcell import kernel_info, load_kernel
 import flashcell.kernels.diagonal_rnn, flashcell.kernels.fused_rnn, flashcell.kernels.tfla
 
 name, function, shapes = sys.argv[1], sys.argv[2], eval(sys.argv[3])
@@ -82,7 +82,7 @@ def test_a_second_kernel_that_is_unpublished(tmp_path):
     """auto falls back to its own reference with a warning; by name it does not."""
     code = """
 import warnings
-from flashcell.kernel_loader import KernelUnavailable, load_kernel
+from flashcell.hub.kernel_loader import KernelUnavailable, load_kernel
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     module = load_kernel("diagonal-rnn", "cpu")

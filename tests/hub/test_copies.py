@@ -7,13 +7,13 @@ import pytest
 pytestmark = pytest.mark.hub
 CPU = {"backend": "cpu"}
 OTHER = """
-from other import kernel_loader
+from other.hub import kernel_loader
 kernel = kernel_loader.load_kernel("fused-rnn", "cpu", "cpu")
 assert kernel.lstm(3) == 6, kernel
 """
 FORK = """
 import os, signal, threading, time
-from flat import kernel_loader
+from flat.hub import kernel_loader
 
 load = lambda: kernel_loader.load_kernel("fused-rnn", "cpu", "cpu").lstm(3)
 thread = threading.Thread(target=load)
@@ -50,7 +50,7 @@ def test_another_copy_with_another_lock_is_refused(copied, project, tmp_path):
     digest = line.split('"')[3]
     (tmp_path / "lock.py").write_text(lock.replace(digest, "0" * 64))
     run = f"import os; os.environ['FLASHCELL_LOCK'] = {str(tmp_path / 'lock.py')!r}\n"
-    run += "import pytest\nfrom other import kernel_loader\n"
+    run += "import pytest\nfrom other.hub import kernel_loader\n"
     run += "with pytest.raises(kernel_loader.KernelCorrupt):\n"
     run += "    kernel_loader.load_kernel('fused-rnn', 'cpu', 'cpu')\n"
     assert copied.load(CPU, CPU | {"run": run})[0]["value"] == 2.0

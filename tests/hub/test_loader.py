@@ -273,7 +273,7 @@ def same(one: dict, other: dict) -> bool:
 
 
 def lock_entry(chain) -> dict:
-    from flashcell.lock_format import read_lock
+    from flashcell.hub.lock_format import read_lock
 
     return read_lock(chain.folder / "lock.py")["kernels"]["fused-rnn"]["variants"][chain.variant]
 

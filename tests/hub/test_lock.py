@@ -7,10 +7,10 @@ import resource
 
 import pytest
 
-from flashcell import kernel_variants, kernels_lock
-from flashcell.kernel_variants import choose_variant, runs_on
-from flashcell.lock_format import LockError, check_lock, lock_source, read_lock
-from flashcell.whole_file import write_file
+from flashcell.hub import kernel_variants, kernels_lock
+from flashcell.hub.kernel_variants import choose_variant, runs_on
+from flashcell.hub.lock_format import LockError, check_lock, lock_source, read_lock
+from flashcell.utils.whole_file import write_file
 
 VARIANT = "torch-stable-abi210-cpu-x86_64-linux"
 FILES = {"__init__.py": "0" * 64, "metadata.json": "1" * 64}

@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from flashcell.lock_format import read_lock
+from flashcell.hub.lock_format import read_lock
 
 pytestmark = pytest.mark.hub
 

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM
 
 import flashcell  # noqa: F401  (registers the families)
-from flashcell.context_parallel import ContextParallel
+from flashcell.state.context_parallel import ContextParallel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from model_cases import blocks

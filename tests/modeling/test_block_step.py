@@ -7,7 +7,7 @@ from transformers import DynamicCache
 
 from cases import DEVICE
 from decode_cases import decode
-from flashcell.layers import RecurrentMixer
+from flashcell.layers.recurrent_mixer import RecurrentMixer
 from numerics import assert_close
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="the call is the CPU's")

@@ -5,7 +5,7 @@ import torch
 from transformers import DynamicCache
 
 from cases import DEVICE
-from flashcell.boundaries import find_boundaries
+from flashcell.state.boundaries import find_boundaries
 from model_cases import CASES, VOCABULARY, state_tensors
 from numerics import EPS, assert_close
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from cases import DEVICE
-from flashcell.boundaries import Boundaries
-from flashcell.causal_conv import CausalConv1d
+from flashcell.layers.causal_conv import CausalConv1d
+from flashcell.state.boundaries import Boundaries
 from numerics import EPS, assert_close
 
 B, T, D = 3, 11, 5

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from flashcell.context_parallel import ContextParallel
+from flashcell.state.context_parallel import ContextParallel
 from model_cases import CASES, cpu_only
 
 

@@ -15,20 +15,21 @@ from transformers import DynamicCache
 from transformers.generation.streamers import BaseStreamer
 
 from decode_cases import CHANGES, greedy, without_engine
-from flashcell import decode, recording
-from flashcell.fingerprint import Fingerprint
+from flashcell.generation import captured_step
+from flashcell.generation import engine as decode
+from flashcell.generation.fingerprint import Fingerprint
 
 
 @pytest.fixture
 def steps(monkeypatch):
     """The batch sizes of the steps that the engine ran."""
-    sizes, run = [], recording.Recording.run
+    sizes, run = [], captured_step.Recording.run
 
     def counted(self, tokens, cache):
         sizes.append(len(tokens))
         return run(self, tokens, cache)
 
-    monkeypatch.setattr(recording.Recording, "run", counted)
+    monkeypatch.setattr(captured_step.Recording, "run", counted)
     return sizes
 
 

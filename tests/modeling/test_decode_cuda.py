@@ -13,8 +13,8 @@ from transformers.generation.streamers import BaseStreamer
 
 from cases import DEVICE
 from decode_cases import CHANGES, decode, greedy, without_engine
-from flashcell.decode import KEPT
-from flashcell.recording import Recording
+from flashcell.generation.captured_step import Recording
+from flashcell.generation.engine import KEPT
 from model_cases import state_tensors
 
 # Of cuBLAS, for each stream that a recording was captured on; release() takes another of torch's 32.

@@ -6,8 +6,9 @@ from torch import nn
 from transformers import DynamicCache
 
 from decode_cases import decode, greedy, without_engine
-from flashcell import recurrent_model, step_linear
-from flashcell.fingerprint import Fingerprint
+from flashcell import recurrent_model
+from flashcell.generation.fingerprint import Fingerprint
+from flashcell.layers import decode_linear
 from model_cases import cpu_only
 
 
@@ -39,7 +40,7 @@ SWAPS = {
     "a function of ours": ("flash_mlstm", lambda m, p: scaled(recurrent_model, "cast_once", p)),
     "a way to multiply": (
         "lstm",
-        lambda m, p: p.setattr(step_linear, "find_step_linear", lambda *_: None),
+        lambda m, p: p.setattr(decode_linear, "find_step_linear", lambda *_: None),
     ),
     "a class": ("lstm", another_class),
     "all attributes": ("lstm", another_dict),

@@ -122,7 +122,7 @@ def test_a_cache_may_be_given_to_another_model(make_model, tokens):
 
 
 def test_rows_are_copied_where_they_lie(make_model, tokens):
-    from flashcell.cache import copy_rows
+    from flashcell.state.cache import copy_rows
 
     model = make_model()
     target, origin = decoded(model, tokens(3, 5)), decoded(model, tokens(2, 5))

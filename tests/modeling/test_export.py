@@ -12,8 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.dynamic_module_utils import get_imports
 
+from flashcell.hub.lock_format import lock_source
 from flashcell.kernels.fused_rnn import CELLS
-from flashcell.lock_format import lock_source
 from model_cases import CASES, cpu_only, kinds
 
 pytestmark = cpu_only
@@ -119,10 +119,10 @@ def test_the_code_is_flat_and_whole(make_model, tmp_path):
     for _ in range(2):  # an earlier export may be replaced
         assert export(tmp_path / "checkpoint", tmp_path / "repo", "--lock", lock).returncode == 0
     files = {path.name for path in (tmp_path / "repo").iterdir()}
-    assert {"modeling_flash_rnn.py", "configuration_flash_rnn.py", "kernel_loader.py"} <= files
+    assert {"modeling_flash_rnn.py", "configuration_flash_rnn.py", "hub_kernel_loader.py"} <= files
     assert {"fused_rnn.py", "fused_rnn_reference.py", "fused_rnn_cells.py"} <= files
     assert not any(name.endswith("_ops.py") or "autograd" in name for name in files)
-    assert (tmp_path / "repo/kernels_lock.py").read_text() == text  # and not what stood after it
+    assert (tmp_path / "repo/hub_kernels_lock.py").read_text() == text  # not what stood after it
     assert (tmp_path / "repo/README.md").read_text() == "my card"
     for path in (tmp_path / "repo").glob("*.py"):  # transformers refuses code that needs more
         needed = set(get_imports(path)) - sys.stdlib_module_names

@@ -9,10 +9,10 @@ from torch import nn
 
 import flashcell
 from cases import DEVICE
-from flashcell.flash_rnn_layers import Bound, HeadwiseLinear
-from flashcell.headwise_linear import headwise_product
-from flashcell.kernel_loader import kernel_info
+from flashcell import kernel_info
 from flashcell.kernels import diagonal_rnn as reference
+from flashcell.layers.diagonal_rnn import Bound, HeadwiseLinear
+from flashcell.layers.headwise_linear import headwise_product
 from numerics import assert_as_accurate, assert_bitwise, assert_close
 
 LAYERS = {"flash_gru": flashcell.FlashGRU, "flash_lstm": flashcell.FlashLSTM}

@@ -6,9 +6,10 @@ import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassError
 
-from flashcell import FlashRNNConfig, FlashRNNForCausalLM, diagonal_mixer
+from flashcell import FlashRNNConfig, FlashRNNForCausalLM
 from flashcell.kernels.diagonal_rnn import CELLS as DIAGONAL_CELLS
 from flashcell.kernels.fused_rnn import CELLS
+from flashcell.layers import diagonal_mixer
 
 
 def parameters(config: FlashRNNConfig) -> int:

@@ -17,8 +17,8 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import DynamicCache
 
 from flashcell import FlashXLSTMConfig, FlashXLSTMForCausalLM
-from flashcell.headwise_linear import HeadwiseLinear
-from flashcell.xlstm_checkpoint import BIAS, RECURRENT
+from flashcell.convert_xlstm import BIAS, RECURRENT
+from flashcell.layers.headwise_linear import HeadwiseLinear
 from numerics import EPS, assert_close
 
 RECORDED = Path(__file__).parent / "data/xlstm_package.json"

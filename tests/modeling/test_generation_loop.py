@@ -11,7 +11,7 @@ from transformers.generation import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from flashcell.generation import Ends, RecurrentGeneration, Text
+from flashcell.generation.mixin import Ends, RecurrentGeneration, Text
 
 NEW = 40
 

@@ -12,7 +12,7 @@ from torch.nn import LSTM as imported_before
 
 import flashcell
 from cases import DEVICE
-from flashcell import rnn, rnn_replace
+from flashcell.layers import replace, rnn
 from torch_twins import CELLS, EXACT, SAME, SEQUENCES, OtherForward, Own, assert_same, outputs
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="says nothing about the device")
@@ -43,7 +43,7 @@ def test_drop_in_makes_ours(caplog):
         "LSTMCell",
     ]
     assert report.skipped == {"10": "its class OtherForward has a forward of its own"}
-    assert [r.getMessage() for r in caplog.records if r.name == "flashcell.rnn_replace"] == [
+    assert [r.getMessage() for r in caplog.records if r.name == "flashcell.layers.replace"] == [
         str(report)
     ]
     assert type(nn.LSTM(4, 6)) is nn.LSTM
@@ -148,7 +148,7 @@ def test_drop_in_is_of_its_thread():
     stop.set()
     watcher.join()
     assert wrong == []
-    assert rnn_replace._blocks == 0
+    assert replace._blocks == 0
     assert type(nn.LSTM(4, 6)) is nn.LSTM
 
 

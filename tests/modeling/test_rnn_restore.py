@@ -13,7 +13,8 @@ from torch.nn.utils import parametrizations
 
 import flashcell
 from cases import DEVICE
-from flashcell import kernel_loader, rnn
+from flashcell.hub import kernel_loader
+from flashcell.layers import rnn
 from torch_twins import (
     CELLS,
     EXACT,
@@ -59,7 +60,7 @@ def test_report_and_log(caplog):
     assert list(report.skipped) == [str(k) for k in range(6)]
     for why, wanted in zip(report.skipped.values(), reasons, strict=True):
         assert wanted in why
-    (record,) = [r for r in caplog.records if r.name == "flashcell.rnn_replace"]
+    (record,) = [r for r in caplog.records if r.name == "flashcell.layers.replace"]
     assert (record.levelname, record.getMessage()) == ("WARNING", str(report))
     assert str(report).startswith(
         "1 of 7 recurrent modules became flashcell's; left as they are: 0"
@@ -69,7 +70,7 @@ def test_report_and_log(caplog):
         flashcell.replace(nn.LSTM(4, 6))
         flashcell.replace(ours)
         flashcell.replace(nn.Linear(4, 4))  # nothing was found: perhaps the wrong model
-    assert [r.levelname for r in caplog.records if r.name == "flashcell.rnn_replace"] == [
+    assert [r.levelname for r in caplog.records if r.name == "flashcell.layers.replace"] == [
         "INFO",
         "INFO",
         "WARNING",
@@ -259,7 +260,7 @@ def test_an_interrupted_restore_can_be_repeated(monkeypatch):
     module = nn.LSTM(3, 4)
     flashcell.replace(module)
     with monkeypatch.context() as patch:
-        patch.setattr("flashcell.rnn_classes.set_class", interrupt)
+        patch.setattr("flashcell.layers.rnn_classes.set_class", interrupt)
         with pytest.raises(KeyboardInterrupt):
             flashcell.restore(module)
     assert flashcell.restore(module) == [""]

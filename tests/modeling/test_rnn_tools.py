@@ -42,7 +42,7 @@ def test_fx_takes_them_for_leaves(kind, replaced):
     traced = torch.fx.symbolic_trace(model)
     assert [n.target for n in traced.graph.nodes if n.op == "call_module"] == ["recurrent", "head"]
     assert torch.equal(traced(x), model(x))
-    assert type(model.recurrent).__module__ == "flashcell.rnn"
+    assert type(model.recurrent).__module__ == "flashcell.layers.rnn"
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")

@@ -8,7 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessorList
 
 import flashcell
 from flashcell import Batcher, Request, generate_many
-from flashcell.batch import Batch
+from flashcell.generation.slots import Batch
 from model_cases import CASES, state_tensors
 from serving_cases import alone, collect
 
@@ -202,7 +202,7 @@ def leave_nothing_after(tokens: int):
 def test_time_limit(make_model, tokens, monkeypatch):
     """On a clock that goes a second ahead with each token of the request."""
     model, now = make_model(), [100.0]
-    monkeypatch.setattr("flashcell.requests.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("flashcell.generation.requests.time.monotonic", lambda: now[0])
 
     def a_second_later(token):
         now[0] += 1.0

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flashcell import Batcher, Request, generate_many
-from flashcell.batch import Batch
+from flashcell.generation.slots import Batch
 from model_cases import VOCABULARY
 from serving_cases import (
     MORE_THAN_EXCEPTIONS,

@@ -16,7 +16,7 @@ from transformers import DynamicCache, StaticCache
 
 from cases import DEVICE
 from decode_cases import greedy
-from flashcell.state_file import FORMAT, _digest
+from flashcell.state.serialization import FORMAT, _digest
 from model_cases import state_tensors
 
 CONTINUE = """

@@ -8,10 +8,10 @@ from torch import nn
 from cases import DEVICE
 from decode_cases import decode
 from flashcell import modeling_flash_mlstm, modeling_flash_rnn, recurrent_model
-from flashcell.diagonal_mixer import DiagonalMixer
 from flashcell.kernels import diagonal_rnn
 from flashcell.kernels import tfla as reference
-from flashcell.step_linear import ROWS, is_plain, is_untouched, many_rows, packed
+from flashcell.layers.decode_linear import ROWS, is_plain, is_untouched, many_rows, packed
+from flashcell.layers.diagonal_mixer import DiagonalMixer
 from numerics import assert_close
 
 CASES = ["flash_mlstm", "flash_mlstm-sigmoid", "lstm", "slstm", "flash_gru", "flash_lstm"]

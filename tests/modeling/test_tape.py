@@ -12,11 +12,11 @@ from transformers import DynamicCache
 
 from cases import DEVICE
 from decode_cases import greedy, without_engine
-from flashcell import tape
-from flashcell.tape import Tape, Unrecordable
+from flashcell.generation import op_tape
+from flashcell.generation.op_tape import Tape, Unrecordable
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="a GPU has graphs")
-RECORDING = tape.__file__, _python_dispatch.__file__
+RECORDING = op_tape.__file__, _python_dispatch.__file__
 
 
 def record(function):

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from flashcell import whole_file
-from flashcell.whole_file import SLOTS, write_file
+from flashcell.utils import whole_file
+from flashcell.utils.whole_file import SLOTS, write_file
 
 CALLS = ("open", "link", "fsync", "replace")  # of os: between them a kill changes nothing
 OLD, NEW = b"old" * 1000, b"newer" * 1000

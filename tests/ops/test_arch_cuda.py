@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 import mlstm_cases
 from arch_cases import choose, code_of, every_op
 from cases import DEVICE, Case, make, upcast
-from flashcell.kernel_variants import runs_on
+from flashcell.hub.kernel_variants import runs_on
 from flashcell.kernels import diagonal_rnn as diagonal_reference
 from flashcell.kernels import fused_rnn as reference
 from flashcell.kernels.fused_rnn.plan import Code

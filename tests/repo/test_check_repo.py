@@ -83,7 +83,7 @@ PLANTED = {
     "version of a kernel": (
         "kernel_builds/fused-rnn/build.toml",
         replaced("version = 1", "version = 2"),
-        "versions: modeling/kernels_lock.py: fused-rnn is flashcell/fused-rnn version 1",
+        "versions: modeling/hub/kernels_lock.py: fused-rnn is flashcell/fused-rnn version 1",
     ),
     "version in the index of kernels": (
         "kernel_builds/README.md",

@@ -1,0 +1,5 @@
+"""Layers: stand-ins for torch.nn's recurrent modules, diagonal RNNs, and the mixers of the models."""
+
+from ..utils.old_paths import answer_for_old_module
+
+answer_for_old_module(__name__)  # flashcell.layers was a module, of which there may be pickles

@@ -1,0 +1,1 @@
+"""Recurrent states: in a cache, in a file, between documents, and from one device to the next."""
