@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _bench_common import KERNELS
-from _bench_decode import make_model
 from transformers import AutoModelForCausalLM, DynamicCache
 
 import flashcell
+from bench.models.decode import make_model
 from flashcell.generation.fingerprint import Fingerprint
+from measurement.record import KERNELS
 
 PROMPT, TOKENS, SAMPLES = 16, 64, 41
 ALLOWED = 3.0  # percent of a token

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-LOCAL_TASKS = Path(__file__).resolve().parent / "eval_tasks"
+LOCAL_TASKS = Path(__file__).resolve().parent / "tasks"
 Plan = list[tuple[str, int | None]]  # (task, shots), None for what the task says itself
 SUITES: dict[str, Plan] = {
     # arXiv 2510.21450, its table of language models: tasks and numbers of shots

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import torch
 import yaml
-from _corpus import Lanes, collect_standard_library, held_out_lanes, load_corpus
-from _training import chunk_loss
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import flashcell  # noqa: F401  registers the model families
+from training.corpus import Lanes, collect_standard_library, held_out_lanes, load_corpus
+from training.step import chunk_loss
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,12 @@ import inspect
 from collections.abc import Callable
 from types import ModuleType
 
-import _fuzz_calls_diagonal  # noqa: F401
-import _fuzz_calls_fused  # noqa: F401
-import _fuzz_calls_tfla  # noqa: F401  (each of the three registers its makers)
-from _fuzz_draw import MAKERS
+from fuzzing import (
+    calls_diagonal,  # noqa: F401
+    calls_fused,  # noqa: F401
+    calls_tfla,  # noqa: F401  (each of the three registers its makers)
+)
+from fuzzing.draw import MAKERS
 
 # What changes a registry for good, and is no call of a kernel.
 NO_CALLS = {"register_structure"}
@@ -21,5 +23,5 @@ def doors(kernel: ModuleType) -> dict[str, Callable]:
     found = {n: f for n, f in found.items() if inspect.isfunction(f)}
     missing = sorted(set(found) - set(MAKERS))
     if missing:
-        raise SystemExit(f"scripts/_fuzz_calls.py makes no call of {', '.join(missing)}")
+        raise SystemExit(f"scripts/fuzzing/calls.py makes no call of {', '.join(missing)}")
     return found

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from _fuzz_draw import Draw, maker
+
+from fuzzing.draw import Draw, maker
 
 
 def recurrent_cell(draw: Draw, name: str) -> tuple[dict[str, Any], Any]:

@@ -21,11 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _fuzz_calls import doors
-from _fuzz_calls_diagonal import dense_cell, diagonal_cell
-from _fuzz_draw import MAKERS, Draw
-from _fuzz_faults import spoil
-from _fuzz_judge import (
+
+from fuzzing.calls import doors
+from fuzzing.calls_diagonal import dense_cell, diagonal_cell
+from fuzzing.draw import MAKERS, Draw
+from fuzzing.faults import spoil
+from fuzzing.oracle import (
     EPS,
     MLSTM,
     computed_in,
@@ -41,7 +42,7 @@ from _fuzz_judge import (
     tensors,
     widen,
 )
-from _fuzz_raw import Recorder, judge_raw, namespace
+from fuzzing.raw import Recorder, judge_raw, namespace
 
 COUNTERS = struct.Struct("<4q")  # index of the call at work, calls, accepted, refused
 MEMORY = 6 * 2**30

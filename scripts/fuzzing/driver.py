@@ -1,4 +1,4 @@
-"""The parent of the fuzzer: it starts processes, sees how they end, and sums up what they found."""
+"""The driver of the fuzzer: it starts processes, sees how they end, and sums up what they found."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = 120.0  # seconds for one call
 
 
@@ -40,7 +40,7 @@ class Report:
 
 
 def run(options: Options) -> Report:
-    """Every call in processes of _fuzz_child.py, which says a line of JSON for each thing it finds."""
+    """Every call in processes of child.py, which says a line of JSON for each thing it finds."""
     report = Report()
     at = 0 if options.only is None else options.only
     job = {
@@ -50,7 +50,7 @@ def run(options: Options) -> Report:
     }
     job |= {"kernels": options.kernels, "kinds": options.kinds, "folder": str(options.folder)}
     job |= {"asan": options.asan, "plant": options.plant, "patience": options.patience}
-    command = [sys.executable, str(ROOT / "scripts/_fuzz_child.py"), json.dumps(job)]
+    command = [sys.executable, str(ROOT / "scripts"), "fuzzing.child", json.dumps(job)]
     env = environment(options.asan)
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=env, cwd=ROOT, text=True) as process:
         assert process.stdout is not None
@@ -77,7 +77,9 @@ def take(report: Report, said: dict) -> None:
 
 
 def environment(asan: bool) -> dict[str, str]:
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    bounds = str(ROOT / "tests/support")  # numerics.py: how far a result may be from the reference
+    env = {**os.environ, "PYTHONPATH": bounds, "OMP_NUM_THREADS": "1"}
+    env["PYTHONDONTWRITEBYTECODE"] = "1"
     if asan:
         find = lambda name: subprocess.check_output(
             ["g++", f"-print-file-name={name}"], text=True

@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from _fuzz_draw import FLOATS, Draw
-from _fuzz_judge import is_readable
 from _fuzz_shared import neighbours, shared
+
+from fuzzing.draw import FLOATS, Draw
+from fuzzing.oracle import is_readable
 
 Fault = Callable[[Draw, Any], Any]
 SAME = object()

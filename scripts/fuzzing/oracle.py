@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 
-sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
 from numerics import EPS, assert_as_accurate, rms
 
 REFUSALS = (TypeError, ValueError, RuntimeError)
@@ -130,7 +127,7 @@ def seeded(seed: int, name: str) -> torch.Generator:
     return torch.Generator("cpu").manual_seed(seed * 1000 + sum(map(ord, name)))
 
 
-# Of mLSTM, whose divisor may nearly cancel: the bounds of tests/ops/test_tfla.py, relative to the rms,
+# Of mLSTM, whose divisor may nearly cancel: the bounds of tests/ops/tfla/test_sequence.py, relative to the rms,
 # and for gradients, which a norm or a single step cancels, to that of their terms, one.
 MLSTM = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2.5e-2}
 

@@ -10,10 +10,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from _fuzz_draw import Draw
-from _fuzz_faults import spoil
-from _fuzz_judge import is_out_of_memory, is_readable, judge_refusal, shorten, tensors
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from fuzzing.draw import Draw
+from fuzzing.faults import spoil
+from fuzzing.oracle import is_out_of_memory, is_readable, judge_refusal, shorten, tensors
 
 Call = tuple[Any, dict[str, Any]]  # the op, its arguments by name
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from _fuzz_draw import Draw
-from _fuzz_judge import is_readable
+
+from fuzzing.draw import Draw
+from fuzzing.oracle import is_readable
 
 
 def is_plain(t: torch.Tensor) -> bool:

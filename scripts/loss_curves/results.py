@@ -7,8 +7,9 @@ from collections import defaultdict
 from pathlib import Path
 
 import torch
-from _bench_common import commit
-from _bench_tables_training import is_noise
+
+from measurement.record import commit
+from report.tables_training import is_noise
 
 WINDOW = 10  # steps whose mean is one point
 COLUMNS = ["comparison", "family", "precision", "side", "B", "T", "step", "loss", "device", "torch"]

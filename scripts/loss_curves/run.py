@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _loss import add_loss
 from torch import Tensor, nn
 
-ROOT = Path(__file__).resolve().parent.parent
+from training.loss import add_loss
+
+ROOT = Path(__file__).resolve().parents[2]
 VOCABULARY = 256
 LEARNING_RATE, CLIP = 2e-3, 1.0
 

@@ -5,11 +5,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from _convergence import VOCABULARY, Side
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import flashcell
+from loss_curves.run import VOCABULARY, Side
 
 NOISE = (1, 2, 3, 4)  # seeds
 SMALL = {"vocab_size": VOCABULARY, "hidden_size": 128, "num_hidden_layers": 2}

@@ -1,39 +1,21 @@
-"""What bench_ops needs for every device: where things are, where a number came from, where it goes."""
+"""A row of results: the device, the versions and the commit that it is of, and the file it goes to."""
 
 import csv
 import datetime
-import importlib.util
 import os
 import platform
 import re
 import subprocess
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
-KERNELS = {
-    p.parents[1].name: p.parents[1] for p in ROOT.glob("kernel_builds/*/benchmarks/cases.py")
-}
+ROOT = Path(__file__).resolve().parents[2]
+KERNELS = {p.parent.name: p.parent for p in ROOT.glob("kernel_builds/*/build.toml")}
 PROJECT = KERNELS["fused-rnn"]
 RESULTS = ROOT / "scripts" / "results"
-sys.path.insert(0, str(PROJECT / "benchmarks"))
 Row = dict[str, Any]
-
-
-def cases_of(kernel: str) -> ModuleType:
-    """A kernel project's benchmarks/cases.py: what is timed of it on the CPU."""
-    path = KERNELS[kernel] / "benchmarks/cases.py"
-    spec = importlib.util.spec_from_file_location(f"cases_of_{kernel.replace('-', '_')}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
 
 
 def output_of(*command: str) -> str | None:
@@ -81,8 +63,10 @@ def commit() -> str | None:
     """HEAD, marked where what is timed is not what it has; None outside git."""
     git = ("git", "-C", str(ROOT))
     head = output_of(*git, "rev-parse", "--short=10", "HEAD")
-    scripts = map(str, Path(__file__).parent.glob("*bench_*"))
-    dirty = output_of(*git, "status", "--porcelain", "--", *map(str, KERNELS.values()), *scripts)
+    benchmarks = [*(ROOT / "scripts").glob("bench*"), ROOT / "scripts/measurement"]
+    dirty = output_of(
+        *git, "status", "--porcelain", "--", *map(str, [*KERNELS.values(), *benchmarks])
+    )
     return head and head + ("+dirty" if dirty else "")
 
 

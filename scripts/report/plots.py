@@ -7,12 +7,12 @@ from typing import Any
 
 import matplotlib as mpl
 
+from measurement.hardware import BANDWIDTH, RATE
+
 mpl.use("svg")
 mpl.rcParams.update({"svg.hashsalt": "flashcell", "font.size": 8, "axes.grid": True})
 from matplotlib import pyplot as plt  # noqa: E402
 
-# One H200, measured: notes of this project.
-BANDWIDTH, RATE = 4.3e12, 790e12
 AXES = {"D": "head width at d = 768", "B": "batch", "T": "length"}
 COLORS = {"ours": "C0", "flashrnn": "C1", "cudnn-fp16": "C2", "cudnn-bf16": "C3", "sdpa": "C4",
           "loop": "C5", "compile": "C6"}  # fmt: skip

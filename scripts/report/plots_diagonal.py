@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from _bench_plots import plt, save
-from _bench_tables_diagonal import Sides, studies
+from report.plots import plt, save
+from report.tables_diagonal import Sides, studies
 
 METHODS = {"ours": "auto", "walk": "walk", "shoot": "shoot", "newton": "newton"}
 METHODS |= {"pararnn-torch": "pararnn-torch"}

@@ -4,8 +4,9 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from _bench_plots import BANDWIDTH, RATE, plt, save
-from _bench_tables_diagonal import Row, Sides
+from measurement.hardware import BANDWIDTH, RATE
+from report.plots import plt, save
+from report.tables_diagonal import Row, Sides
 
 PASSES = {"forward": "forward", "train": "forward + backward"}
 Lines = dict[str, dict[float, float]]

@@ -3,7 +3,7 @@
 from functools import partial
 from pathlib import Path
 
-from _bench_tables_training import Row, read, stamp
+from report.tables_training import Row, read, stamp
 
 ASKED = {("flash_mlstm_7b", 1): 240, ("flash_mlstm_7b", 8): 1600, ("flash_mlstm_7b", 64): 6500}
 ASKED_OF_PREFILL = {("flash_mlstm_7b", 32768): 0.7}

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from _bench_tables_diagonal import Row, Sides, shown, stamp
+from report.tables_diagonal import Row, Sides, shown, stamp
 
 PASSES = {"forward": "forward", "train": "forward + backward", "step": "a step"}
 STAR = "\\*"

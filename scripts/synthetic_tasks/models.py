@@ -10,8 +10,6 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from _tasks_data import Task
-from _tasks_results import NAMES
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import GPT2Config, LlamaConfig, Mamba2Config
@@ -24,6 +22,8 @@ from flashcell.layers.diagonal_mixer import DiagonalMixer
 from flashcell.layers.mlstm import GateLinear
 from flashcell.layers.recurrent_mixer import RecurrentMixer
 from flashcell.modeling_flash_mlstm import FlashMLSTMMixer
+from synthetic_tasks.data import Task
+from synthetic_tasks.results import NAMES
 
 WIDTH, HEADS, EPS = 64, 4, 1e-5
 DENSE = ("rnn", "gru", "lstm", "slstm")

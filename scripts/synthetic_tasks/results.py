@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from statistics import mean
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "scripts/results/tasks.csv"
 PICTURE = RESULTS.with_suffix(".svg")
 COLUMNS = (
@@ -62,7 +62,8 @@ def append(rows: list[dict], path: Path = RESULTS) -> None:
 
 def provenance(device: str, commit: str | None = None) -> dict[str, str]:
     import torch
-    from _bench_common import device_name, output_of
+
+    from measurement.record import device_name, output_of
 
     git = ("git", "-C", str(ROOT))
     parts = ("kernel_builds", "modeling", "configuration", "scripts/tasks")
@@ -129,7 +130,7 @@ def table(path: Path = RESULTS) -> str:
 
 def draw(path: Path = RESULTS, picture: Path = PICTURE) -> None:
     """Accuracy of every model, a panel for each task that has rows; chance or published beside."""
-    from _bench_plots import plt, save
+    from report.plots import plt, save
 
     found = summary(read(path))
     tasks = [task for task in PUBLISHED if any(task == name for name, _ in found)]

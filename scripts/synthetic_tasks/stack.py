@@ -7,7 +7,6 @@ therefore one call with S N heads, as long as a single one on a GPU that one of 
 from collections.abc import Callable, Sequence
 
 import torch
-from _tasks_models import EPS, TaskModel
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.nn.functional import rms_norm, silu
@@ -17,6 +16,7 @@ from flashcell.layers.diagonal_mixer import DiagonalMixer
 from flashcell.layers.diagonal_rnn import Bound, FlashGRU, FlashLSTM
 from flashcell.layers.recurrent_mixer import RecurrentMixer
 from flashcell.modeling_flash_mlstm import FlashMLSTMMixer, soft_cap
+from synthetic_tasks.models import EPS, TaskModel
 
 Named = dict[str, Tensor]  # name -> [S, *the parameter's shape]
 

@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from _tasks_data import IGNORED, Kept, Rows, Task
-from _tasks_models import TaskModel
-from _tasks_stack import Stack
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+
+from synthetic_tasks.data import IGNORED, Kept, Rows, Task
+from synthetic_tasks.models import TaskModel
+from synthetic_tasks.stack import Stack
 
 ROWS_AT_ONCE = 256  # of an evaluation: Mamba2 of transformers needs a gigabyte for 40 of them
 

@@ -1,15 +1,15 @@
-"""The block engine's limits as an integer constraint problem (its table stands in _tiles_model)."""
+"""The block engine's limits as an integer constraint problem (its table stands in tiles.model)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from _tiles_model import Builder
-from _tiles_ptxas import Measured
 from ortools.sat.python import cp_model
 
 from flashcell.kernels.fused_rnn import plan
 from flashcell.kernels.fused_rnn.cells import CELLS, Cell
+from tiles.model import Builder
+from tiles.ptxas import Measured
 
 WIDTHS = (32, 64, 128, 256)
 # Registers of a lane besides weights before ptxas has said: states, gates, addresses.

@@ -7,7 +7,7 @@ import io
 from collections.abc import Iterable
 from pathlib import Path
 
-from _tiles_ptxas import Measured
+from tiles.ptxas import Measured
 
 Constants = dict[str, dict[str, int]]  # engine -> name -> value
 CHIP_NAMES = {

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import _tiles_published as flashrnn
-from _tiles_files import measured_steps, spaced, table
-from _tiles_ptxas import Measured
-
 from flashcell.kernels.fused_rnn import plan
 from flashcell.kernels.fused_rnn.explain import explain_plan
+from tiles import published as flashrnn
+from tiles.files import measured_steps, spaced, table
+from tiles.ptxas import Measured
 
 SHOWN = 90  # the arch whose plans and times the page has; plans.csv has them all
 INTRODUCTION = """# Tiles of the CUDA engines
 
 Written by `scripts/plan_tiles --write`: do not edit. The constraints stand at the head of
-`scripts/_tiles_model.py`; `pins.toml` holds what is fixed by hand, `registers.csv` what ptxas measured,
+`scripts/tiles/model.py`; `pins.toml` holds what is fixed by hand, `registers.csv` what ptxas measured,
 `tiles.toml` the solution that `csrc/cuda/tiles.h` hands to the build, `plans.csv` every arch.
 """
 PUBLISHED = """

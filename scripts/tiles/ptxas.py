@@ -22,7 +22,7 @@ REGISTERS = re.compile(r"Used (\d+) registers")
 BLOCK = re.compile(r"Block(Forward|Backward)I(.+?)(f|6__half|13__nv_bfloat16)Li(\d+)E")
 CHIP = re.compile(r"(Forward|Backward)PassI(.+?)(f|6__half|13__nv_bfloat16)(?:Li\d+)?E")
 CELLS = {"Lstm": "lstm", "Gru": "gru", "Slstm": "slstm", "Tanh": "rnn_tanh", "Relu": "rnn_relu"}
-SHARED = Path(__file__).resolve().parent.parent / "kernel_builds/cmake/include"
+SHARED = Path(__file__).resolve().parents[2] / "kernel_builds/cmake/include"
 COLUMNS = ("arch", "kernel", "registers", "spill_bytes", "held")
 # (arch, kernel) -> registers, bytes spilt, and `held` of the chip engine's tiles at that time
 Measured = dict[tuple[int, str], tuple[int, int, int]]

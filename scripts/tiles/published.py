@@ -16,8 +16,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from _tiles_model import Builder
 from ortools.sat.python import cp_model
+
+from tiles.model import Builder
 
 GATES, E_A, PADDING = 4, 16, 8
 WARPS = 256 // 32

@@ -20,9 +20,9 @@ import sys
 import time
 from pathlib import Path
 
-import _environment
+from tooling import environment
 
-ROOT = _environment.ROOT
+ROOT = environment.ROOT
 MODULES = ["flashcell", "jinja2", "kernel_abi_check", "kernels", "torch", "transformers"]
 MODEL = ROOT / "model_cards" / "flash-rnn-python-5m"
 
@@ -45,18 +45,18 @@ def parse_arguments() -> argparse.Namespace:
     # One sequence of a small model: a second thread halves nothing (790 tokens/s with one), and on a
     # busy machine the two wait for each other (17 tokens/s).
     add("--threads", type=int, default=1, help="for generation; larger models want more")
-    _environment.add_arguments(parser)
+    environment.add_arguments(parser)
     return parser.parse_args()
 
 
 def main() -> None:
     args = parse_arguments()
     if not args.hub:
-        _environment.find_compiler()
-    home = _environment.enter(args, [], MODULES)
+        environment.find_compiler()
+    home = environment.enter(args, [], MODULES)
     here = args.model.is_absolute() or args.model.exists()  # anything else is a name on the Hub
     if here and not (args.model / "config.json").exists():
-        _environment.fail(f"{args.model} holds no model (config.json); name one with --model")
+        environment.fail(f"{args.model} holds no model (config.json); name one with --model")
     os.environ["HF_HOME"] = str(home / "huggingface")
     os.environ.pop("LOCAL_KERNELS", None)  # what is shown is the Hub's road
     hub = None if args.hub else serve_kernels(home)
@@ -67,7 +67,7 @@ def main() -> None:
 
 def serve_kernels(home: Path):
     """Builds, publishes to a Hub of our own, and leaves the loader to find lock and Hub."""
-    from local_hub import LocalHub
+    from tooling.local_hub import LocalHub
 
     run("build_kernels", "--home", home, what="the kernels could not be built")
     hub = LocalHub(home / "hub").start()
@@ -92,7 +92,7 @@ def fingerprint() -> str:
 def run(script: str, *arguments: object, what: str) -> None:
     command = [sys.executable, ROOT / "scripts" / script, *arguments]
     if subprocess.run([str(word) for word in command]).returncode:
-        _environment.fail(f"{what} (see above)")
+        environment.fail(f"{what} (see above)")
 
 
 def origin(hub) -> str:
@@ -118,7 +118,7 @@ def generate(args: argparse.Namespace, hub) -> None:
             "fused-rnn", device, device
         )  # by name: nothing stands in for it silently
     except KernelError as error:
-        _environment.fail(str(error))
+        environment.fail(str(error))
     print(f"kernel  {info.repo}@{info.revision[:12]}, {origin(hub)}, every digest as locked")
     print(f"        {info.path}")
     tokenizer = AutoTokenizer.from_pretrained(args.model)

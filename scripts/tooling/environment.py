@@ -17,7 +17,7 @@ import time
 from importlib.util import find_spec
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 CONSTRAINTS = ROOT / "constraints.txt"
 # What build_kernels needs besides the package itself; all of it comes as wheels.
 BUILD_TOOLS = ["cmake", "ninja", "kernel-abi-check", "jinja2"]
@@ -64,7 +64,7 @@ def enter(args: argparse.Namespace, extras: list[str], modules: list[str]) -> Pa
     python = prepare(home, extras)
     os.environ[PASSED_ON] = "1"
     sys.stdout.flush()
-    os.execv(python, [str(python), *sys.argv])
+    os.execv(python, [str(python), *sys.orig_argv[1:]])
 
 
 def prepare(home: Path, extras: list[str]) -> Path:
@@ -129,7 +129,7 @@ def find_compiler() -> str:
 
 
 def fail(message: str) -> None:
-    raise SystemExit(f"{Path(sys.argv[0]).name.strip('_').removesuffix('.py')}: {message}")
+    raise SystemExit(f"{Path(sys.argv[0]).stem}: {message}")
 
 
 def _key() -> str:

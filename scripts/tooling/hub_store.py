@@ -8,14 +8,12 @@ ROOT/repos/<org>/<name>.json   {"branches": {name: commit},
 import base64
 import hashlib
 import json
-import sys
 import threading
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.append(str(ROOT / "modeling"))  # last: its names are for importing as flashcell.<name>
+from utils.whole_file import write_file
 
-from utils.whole_file import write_file  # noqa: E402
+ROOT = Path(__file__).resolve().parents[2]
 
 EMPTY = hashlib.sha1(b"the commit before the first").hexdigest()
 

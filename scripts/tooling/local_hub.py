@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """A Hugging Face Hub for kernel repositories on 127.0.0.1, for scripts/demo and tests/hub.
 
-    scripts/local_hub.py --root DIRECTORY [--port 0] [--log FILE]
+    python scripts tooling.local_hub --root DIRECTORY [--port 0] [--log FILE]
 
 prints its URL (port 0: a free one) and serves until it is interrupted. What huggingface_hub and
 kernels ask of a Hub to create, fill, list and download kernel repositories is here; everything else
@@ -20,7 +19,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from _hub_store import NotFound, Store
+from tooling.hub_store import NotFound, Store
 
 LARGEST_REQUEST = 2**30  # bytes
 REPO = r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)"

@@ -18,9 +18,9 @@ import sys
 import time
 from pathlib import Path
 
-import _environment
+from tooling import environment
 
-ROOT = _environment.ROOT
+ROOT = environment.ROOT
 MODULES = ["flashcell", "jinja2", "kernel_abi_check", "kernels", "accelerate", "matplotlib", "peft"]
 MODULES += ["pytest", "xdist", "ruff", "mypy", "codespell_lib"]
 Step = tuple[str, list]
@@ -41,16 +41,16 @@ def parse_arguments() -> argparse.Namespace:
     )
     add("--jobs", type=int, default=2, help="pytest processes")
     add("pytest", nargs="*", help="arguments for pytest, after --")
-    _environment.add_arguments(parser)
+    environment.add_arguments(parser)
     return parser.parse_args()
 
 
 def main() -> None:
     args = parse_arguments()
     if not args.lint:
-        _environment.find_compiler()
+        environment.find_compiler()
     started = time.monotonic()
-    home = _environment.enter(args, ["dev", "train"], MODULES)
+    home = environment.enter(args, ["dev", "train"], MODULES)
     os.environ["HF_HOME"] = str(home / "huggingface")
     os.environ["RUFF_CACHE_DIR"] = str(home / "ruff")
     steps = lint_steps()
@@ -109,7 +109,7 @@ def tracked() -> list[str]:
     command = ["git", "-C", ROOT, "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        _environment.fail(f"{ROOT} is no git checkout: {done.stderr.strip()}")
+        environment.fail(f"{ROOT} is no git checkout: {done.stderr.strip()}")
     return sorted(name for name in set(done.stdout.split("\0")) if name and (ROOT / name).is_file())
 
 

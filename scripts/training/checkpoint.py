@@ -14,10 +14,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from _manifest import find_damage, sync, write_manifest
 from accelerate.utils import broadcast_object_list, gather_object
 from torch.distributed.tensor import DTensor
 from transformers import DynamicCache
+
+from training.manifest import find_damage, sync, write_manifest
 
 LOAD_ERRORS = (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError)
 

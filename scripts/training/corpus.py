@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from _manifest import NAME as MANIFEST
-from _manifest import find_damage, write_manifest
+
+from training.manifest import NAME as MANIFEST
+from training.manifest import find_damage, write_manifest
 
 SPECIAL = "<|file|>"  # stands before every document and, as the last target, after it
 SKIPPED_FOLDERS = {"__pycache__", "dist-packages", "lib-dynload", "site-packages"}

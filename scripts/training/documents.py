@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from _corpus import SPECIAL, held_out_lanes, kept_tokenizer, train_tokenizer
-from _corpus import _positions as positions_since
+
+from training.corpus import SPECIAL, held_out_lanes, kept_tokenizer, train_tokenizer
+from training.corpus import _positions as positions_since
 
 OURS = ("column", "held_out_split", "held_out_documents")
 AT_A_TIME = 64  # documents the tokenizer is given together: it spreads them over the cores

@@ -7,13 +7,15 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import torch
-from _checkpoint import Checkpoints, checkpoints_in
-from _guard import first_non_finite
-from _monitors import COLUMNS as MONITOR_COLUMNS
-from _monitors import gradient_norms, watch_gates
-from _run import Log
-from _speed import flops_per_token, matmul_rate
-from _training import (
+from tqdm import tqdm
+
+from training.checkpoint import Checkpoints, checkpoints_in
+from training.guard import first_non_finite
+from training.monitors import COLUMNS as MONITOR_COLUMNS
+from training.monitors import gradient_norms, watch_gates
+from training.run_folder import Log
+from training.speed import flops_per_token, matmul_rate
+from training.step import (
     check_isolation,
     held_out_loss,
     keep_memory,
@@ -21,7 +23,6 @@ from _training import (
     make_optimizer,
     training_loss,
 )
-from tqdm import tqdm
 
 NO_CAUSE = "the step is finite when it runs again"
 

@@ -7,10 +7,11 @@ import string
 from pathlib import Path
 
 import torch
-from _training import held_out_loss
 from transformers import AutoModelForCausalLM, AutoTokenizer, logging
 
-ROOT = Path(__file__).resolve().parent.parent
+from training.step import held_out_loss
+
+ROOT = Path(__file__).resolve().parents[2]
 TEMPLATE = ROOT / "model_cards" / "TEMPLATE.md"
 PROMPT = "def read_"
 

@@ -39,7 +39,7 @@ class Recipe:
     python: str = ""
     corpus_sha256: str = ""
     held_out_in: int = 0  # one document in so many is held out, by its hash
-    # ... or what `datasets.load_dataset` loads (see _documents.py).
+    # ... or what `datasets.load_dataset` loads (see training/documents.py).
     data: dict = field(default_factory=dict)
     tokenizer: str = ""  # a name on the Hub or a folder; without, one is trained on the text
     carry: bool = True  # the state goes on from a row to the next step's; else rows begin empty

@@ -8,10 +8,9 @@ import shutil
 from pathlib import Path
 from typing import IO
 
-from _checkpoint import checkpoints_in
-from _manifest import check_file
-
 from flashcell.utils.whole_file import write_file
+from training.checkpoint import checkpoints_in
+from training.manifest import check_file
 
 COLUMNS = ["step", "tokens", "learning_rate", "train_loss", "gradient_norm"]
 COLUMNS += ["held_out_loss", "held_out_bits_per_byte", "seconds"]

@@ -4,14 +4,14 @@ import ctypes
 import math
 
 import torch
-from _loss import add_loss
-from _recipe import Recipe
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from torch.nn.functional import cross_entropy, dropout
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 import flashcell  # noqa: F401  registers the model families
+from training.loss import add_loss
+from training.recipe import Recipe
 
 # Parameters below which FSDP2 takes a model as one unit, gathered and reduced once a step: lstm_165m
 # (164 M) on two H200s then takes 1.04 times one GPU's step; by blocks, gathered at every use, 1.18.

@@ -1,4 +1,4 @@
-"""benchmarks/flashrnn_peer.py with a package that only looks like flashrnn: no GPU, no compiler."""
+"""bench/suites/fused_rnn/flashrnn_peer.py with a package that only looks like flashrnn: no GPU, no compiler."""
 
 import importlib
 import importlib.metadata
@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "kernel_builds/fused-rnn/benchmarks"
 PACKAGE = {
     "__init__.py": "from .flashrnn import FlashRNNConfig, flashrnn\n",
     "flashrnn/__init__.py": "from .flashrnn import FlashRNNConfig, flashrnn\n",
@@ -52,7 +51,7 @@ def flashrnn(config):
 H200 = SimpleNamespace(
     regs_per_multiprocessor=65536, multi_processor_count=132, shared_memory_per_block_optin=232448
 )
-OWN = ("flashrnn_peer", "sides_cuda", "cases_cuda", "bench_case", "floor_cuda")
+NAME = "bench.suites.fused_rnn.flashrnn_peer"
 
 
 @pytest.fixture
@@ -76,14 +75,15 @@ def peer(tmp_path, monkeypatch):
         monkeypatch.setattr(owner, name, fake)
     monkeypatch.setenv("FLASHCELL_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("CUDA_LIB", "as flashrnn sets it")
-    for folder in (BENCHMARKS, tmp_path / "site"):
-        monkeypatch.syspath_prepend(str(folder))
-    for name in OWN:  # what another test has imported kept its builds elsewhere
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    module = importlib.import_module("flashrnn_peer")
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    # what another test has imported kept its builds elsewhere
+    monkeypatch.delitem(sys.modules, NAME, raising=False)
+    package, _, own = NAME.rpartition(".")
+    monkeypatch.setattr(importlib.import_module(package), own, None, raising=False)
+    module = importlib.import_module(NAME)
     monkeypatch.setattr(module, "LOADED", tmp_path / "maps")
     yield module
-    for name in [n for n in sys.modules if n in OWN or n.split(".")[0] == "flashrnn"]:
+    for name in [n for n in sys.modules if n == NAME or n.split(".")[0] == "flashrnn"]:
         sys.modules.pop(name)
 
 

@@ -1,19 +1,13 @@
 """bench_models --training on the CPU, with models of a few numbers."""
 
 import csv
-import sys
 from argparse import ArgumentParser
 from functools import partial
-from pathlib import Path
 
 import pytest
 
 import flashcell
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
-
-import _bench_training as bench  # noqa: E402
+from bench.models import training as bench
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_heads": 2}
 LLAMA = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48}
@@ -47,8 +41,9 @@ def arguments(*words: str):
 
 def test_sides_have_the_same_tokens_and_nearly_the_same_weights():
     import torch
-    from _training import make_config
     from transformers import AutoModelForCausalLM
+
+    from training.step import make_config
 
     for case in bench.CASES.values():
         sizes, settings = [], []
@@ -87,7 +82,7 @@ def test_both_sides_are_measured_kept_and_judged(small, tmp_path, monkeypatch, c
 
 
 def test_peers_layers_are_kept_beside_ours(small, tmp_path, monkeypatch, capsys):
-    from _bench_tables_training import training_table
+    from report.tables_training import training_table
 
     limits = small["lstm_165m_1head"]._replace(limit=float("inf"))
     one = limits._replace(ours=limits.ours._replace(model=(*limits.ours.model, ("num_heads", 1))))
@@ -113,8 +108,9 @@ def test_peers_layers_are_kept_beside_ours(small, tmp_path, monkeypatch, capsys)
 
 @pytest.mark.parametrize("peer", ["nn.LSTM", "flashrnn", "mlstm_kernels"])
 def test_a_peers_layer_leaves_the_model_as_it_was(peer):
-    import _bench_training_peers as peers
     import torch
+
+    from bench.models import training_peers as peers
 
     sizes = {"vocab_size": 20, "hidden_size": 32, "num_hidden_layers": 2, "backend": "reference"}
     ids = torch.randint(20, (2, 128))

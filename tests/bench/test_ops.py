@@ -22,22 +22,18 @@ STAMP = {
 
 
 @pytest.fixture
-def bench(monkeypatch):
+def bench():
     """The modules of bench_ops, and torch's switches as they were."""
-    folders = (ROOT / "scripts", ROOT / "kernel_builds/fused-rnn/benchmarks")
-    monkeypatch.setattr(sys, "path", [*map(str, folders), *sys.path])
     places = torch.backends.cuda.matmul, torch.backends.cudnn.rnn
     before = [place.fp32_precision for place in places]
-    import _bench_common
-    import _bench_cuda
-    import _bench_roofline
-    import _bench_timing
-    import cases_cuda
-    import floor_cuda
+    from bench import timing
+    from bench.ops import cuda, roofline
+    from bench.suites.fused_rnn import cases_cuda, floor_cuda
+    from measurement import record
 
     yield SimpleNamespace(
-        common=_bench_common, cuda=_bench_cuda, roofline=_bench_roofline, cases=cases_cuda,
-        floor=floor_cuda, Sample=_bench_timing.Sample,
+        common=record, cuda=cuda, roofline=roofline, cases=cases_cuda,
+        floor=floor_cuda, Sample=timing.Sample,
     )  # fmt: skip
     for place, precision in zip(places, before, strict=True):
         place.fp32_precision = precision

@@ -1,22 +1,15 @@
 """bench_ops --suite pararnn: its cases, its floors, and the tables that plot_bench makes of rows."""
 
 import csv
-import importlib
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = (ROOT / "scripts", ROOT / "kernel_builds/diagonal-rnn/benchmarks")
-
 
 @pytest.fixture
-def suite(monkeypatch):
-    for folder in FOLDERS:
-        monkeypatch.syspath_prepend(str(folder))
-    yield importlib.import_module("suite_cuda")
-    sys.modules.pop("suite_cuda")
+def suite():
+    from bench.suites.diagonal_rnn import cases_cuda
+
+    return cases_cuda
 
 
 def test_a_case_and_pass_is_one_row(suite):

@@ -1,24 +1,16 @@
 """The picture of the transfer behaviour is of our cells."""
 
-import importlib.machinery
-import importlib.util
-from pathlib import Path
-
 import pytest
 import torch
 
+from commands import load_command
 from flashcell.kernels import tfla
 from numerics import assert_close
-
-SCRIPT = Path(__file__).parents[2] / "scripts/plot_transfer"
 
 
 @pytest.fixture(scope="module")
 def script():
-    loader = importlib.machinery.SourceFileLoader("plot_transfer", str(SCRIPT))
-    module = importlib.util.module_from_spec(importlib.util.spec_from_loader(loader.name, loader))
-    loader.exec_module(module)
-    return module
+    return load_command("plot_transfer")
 
 
 @pytest.mark.parametrize(

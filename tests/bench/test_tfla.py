@@ -1,29 +1,22 @@
 """bench_ops --suite tfla: cases, floors, marks, and what plot_bench makes of the rows."""
 
 import csv
-import importlib
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
 from flashcell.kernels import tfla as reference
 
-ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = (ROOT / "scripts", ROOT / "kernel_builds/tfla/benchmarks")
-OWN = ("suite_cuda", "_bench_tfla")
-
 
 @pytest.fixture
-def modules(monkeypatch):
-    """suite_cuda of this kernel (others have one too), and what runs it."""
-    for folder in FOLDERS:
-        monkeypatch.syspath_prepend(str(folder))
-    yield [importlib.import_module(name) for name in OWN]
-    for name in OWN:
-        sys.modules.pop(name)
+def modules():
+    """The cases of this kernel, and what runs them."""
+    from bench.ops import tfla
+    from bench.suites.tfla import cases_cuda
+
+    return cases_cuda, tfla
 
 
 def test_cases_and_floors(modules):
@@ -70,8 +63,8 @@ def test_what_misses_its_mark_is_said(modules, monkeypatch):
 
 def test_a_peer_that_cannot_run_says_why(modules, monkeypatch, tmp_path, capsys):
     """Each pass has a row: a time, or a note; rows of other suites may have been in the file first."""
-    from _bench_common import append
-    from _bench_timing import Sample
+    from bench.timing import Sample
+    from measurement.record import append
 
     suite, bench = modules
     took = Sample(1.0, 1.0, 1.0, 7, 0.1, 100.0)
@@ -203,7 +196,7 @@ def test_tables_of_sweeps(plot, tmp_path):
 
 def test_figures(plot, tmp_path):
     pytest.importorskip("matplotlib")
-    from _bench_plots_tfla import draw_tfla
+    from report.plots_tfla import draw_tfla
 
     rows = [
         row(f"mlstm-exp-16x128x256-B8T8192-chunk{L}", side, which, 1 + L, form="chunks")
@@ -222,10 +215,9 @@ def test_figures(plot, tmp_path):
 
 
 @pytest.mark.parametrize("steps", [1, 70])
-def test_cases_of_the_cpu(monkeypatch, steps):
+def test_cases_of_the_cpu(steps):
     """A step is in place: its second call goes on from the first's state."""
-    monkeypatch.syspath_prepend(str(FOLDERS[0]))
-    from _bench_common import cases_of
+    from bench.suites import cases_of
 
     cases = cases_of("tfla")
     names = [case.name for case in cases.CASES]

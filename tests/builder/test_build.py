@@ -11,17 +11,12 @@ import pytest
 import torch
 from kernels._rust import Digest, DigestAlgorithm, Metadata
 
+from tooling.builder import abi_check, archs, build_toml, toolchain, variant
+
 ROOT = Path(__file__).resolve().parents[2]
 AXPY = Path(__file__).resolve().parent / "axpy"
 CPU = "torch-stable-abi210-cpu-x86_64-linux"
 CUDA = "torch-stable-abi210-cu130-x86_64-linux"
-sys.path.append(str(ROOT / "kernel_builds" / "cmake"))
-
-import abi_check  # noqa: E402
-import archs  # noqa: E402
-import build_toml  # noqa: E402
-import toolchain  # noqa: E402
-import variant  # noqa: E402
 
 needs_nvcc = pytest.mark.skipif(toolchain.machine_nvcc() is None, reason="no nvcc on this machine")
 
@@ -112,7 +107,7 @@ def test_id_follows_the_sources(project, tmp_path, file):
 def test_failed_build_keeps_the_variant(project):
     directory = built(project, "--backend", "cpu")
     before = variant.digests(directory)
-    edit(project / "csrc" / "axpy_cpu.cpp", "y[i] +=", "y[i] += missing *")
+    edit(project / "csrc" / "cpu.cpp", "y[i] +=", "y[i] += missing *")
     done = build(project, "--backend", "cpu")
     assert done.returncode == 1
     assert "axpy cpu: the build failed" in done.stderr
@@ -122,7 +117,7 @@ def test_failed_build_keeps_the_variant(project):
 
 
 def test_forgotten_source_fails_before_publication(project):
-    edit(project / "build.toml", 'src = ["csrc/axpy_cpu.cpp"]', "src = []")
+    edit(project / "build.toml", 'src = ["csrc/cpu.cpp"]', "src = []")
     done = build(project, "--backend", "cpu")
     assert "imports axpy(float, float const*, float*, long, void*)" in done.stdout
     assert not (project / "build" / CPU).exists()
@@ -137,6 +132,7 @@ def test_cpu_build_is_reproducible(tmp_path):
         shutil.copytree(ROOT / "kernel_builds" / "cmake", shared)
         (tmp_path / folder / "scripts").mkdir()
         script = shutil.copy2(ROOT / "scripts" / "build_kernels", tmp_path / folder / "scripts")
+        shutil.copytree(ROOT / "scripts/tooling", tmp_path / folder / "scripts/tooling")
         copy = Path(shutil.copytree(AXPY, tmp_path / folder / "axpy"))
         env = {"PATH": "/usr/bin:/bin", "CXXFLAGS": "-O0" if folder == "a" else "-g"}
         outputs.append(variant.digests(built(copy, "--backend", "cpu", script=script, env=env)))
@@ -220,9 +216,9 @@ BAD_PROJECTS = {
     "edition": ("edition = 5", "edition = 4", "unsupported build edition 4"),
     "no cuda": ('["cpu", "cuda"]', '["cpu"]', "backend is 'cuda', but"),
     "other backend": ('["cpu", "cuda"]', '["cpu", "xpu"]', "must be some of cpu, cuda"),
-    "missing source": ("axpy_cpu.cpp", "gone.cpp", "lists 'csrc/gone.cpp', but there is no such"),
-    "listed twice": ("axpy_cpu.cpp", "ops.cpp", "but torch lists it already"),
-    "outside": ("csrc/axpy_cpu.cpp", "../outside.cpp", "sources must lie below"),
+    "missing source": ("cpu.cpp", "gone.cpp", "lists 'csrc/gone.cpp', but there is no such"),
+    "listed twice": ("cpu.cpp", "ops.cpp", "but torch lists it already"),
+    "outside": ("csrc/cpu.cpp", "../outside.cpp", "sources must lie below"),
     "include": ("src =", 'include = ["inc"]\nsrc =', "include lists 'inc', but there is no such"),
     "depends": ('depends = ["torch"]', 'depends = ["torch", "cutlass_4_0"]', "must be ['torch']"),
     "no abi": ('stable-abi = "2.10"', "", "torch.stable-abi is None, but must be"),

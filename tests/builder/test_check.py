@@ -8,15 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from tooling.builder import abi_check, build_toml, gencode, subset, toolchain
+
 ROOT = Path(__file__).resolve().parents[2]
 AXPY = Path(__file__).resolve().parent / "axpy"
-sys.path.append(str(ROOT / "kernel_builds" / "cmake"))
-
-import abi_check  # noqa: E402
-import build_toml  # noqa: E402
-import subset  # noqa: E402
-import toolchain  # noqa: E402
-from archs import gencode  # noqa: E402
 
 needs_nvcc = pytest.mark.skipif(toolchain.machine_nvcc() is None, reason="no nvcc on this machine")
 KERNELS = ("fused-rnn", "diagonal-rnn", "tfla")
@@ -88,7 +83,7 @@ BROKEN = {  # what, by what, and what is said; ptxas' error stands for the rest 
 )
 def test_an_error_is_found(tmp_path, name):
     project = Path(shutil.copytree(AXPY, tmp_path / "axpy"))
-    source = project / "csrc" / "axpy_cuda.cu"
+    source = project / "csrc" / "cuda.cu"
     old, new, message = BROKEN[name]
     assert old in source.read_text()
     source.write_text(source.read_text().replace(old, new))

@@ -1,7 +1,5 @@
 """scripts/plan_tiles: the published widths, the generated files, and plan.py against csrc/cuda/plan.h."""
 
-import importlib.machinery
-import importlib.util
 import itertools
 import subprocess
 import sys
@@ -9,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from commands import load_command
 from flashcell.kernels.fused_rnn import plan
 from flashcell.kernels.fused_rnn.cells import CELLS
 from flashcell.kernels.fused_rnn.explain import explain_plan
@@ -23,12 +22,7 @@ TILES = ROOT / "kernel_builds/fused-rnn/tiles"
 def tool():
     """scripts/plan_tiles as a module; its solver is a development tool, not a dependency."""
     pytest.importorskip("ortools")
-    sys.path.insert(0, str(ROOT / "scripts"))
-    loader = importlib.machinery.SourceFileLoader("plan_tiles", str(ROOT / "scripts/plan_tiles"))
-    module = importlib.util.module_from_spec(importlib.util.spec_from_loader("plan_tiles", loader))
-    loader.exec_module(module)
-    yield module
-    sys.path.remove(str(ROOT / "scripts"))
+    return load_command("plan_tiles")
 
 
 PROGRAM = r"""
@@ -169,7 +163,7 @@ def test_block_engine_fits_every_arch():
 
 
 def test_published_widths(tool):
-    import _tiles_published as flashrnn
+    from tiles import published as flashrnn
 
     for gpu in flashrnn.GPUS:
         assert tuple(flashrnn.widths(gpu.processors, gpu.shared_bytes)) == gpu.published, gpu.name
@@ -178,7 +172,7 @@ def test_published_widths(tool):
 
 def test_model_counts_memory_as_the_kernel_does(tool):
     """The widest head the constraint problem accepts with the build's tiles is select_engine's."""
-    import _tiles_model as model
+    from tiles import model
 
     pins = dict(plan.CHIP)
     for name, gates, element in (("A100", 4, 2), ("A40", 4, 2), ("H200", 3, 4), ("H200", 4, 4)):
@@ -195,7 +189,7 @@ def test_model_counts_memory_as_the_kernel_does(tool):
 
 
 def test_pins_and_measured_registers_decide(tool):
-    import _tiles_model as model
+    from tiles import model
 
     shape, device = plan.forward_shape(4, 2, 2), plan.find_device("H200")
     free = model.solve([model.Case(shape, 2048, device)], {})
@@ -221,7 +215,7 @@ ptxas info    : Used 20 registers
 
 
 def test_log_of_ptxas(tool, tmp_path):
-    import _tiles_ptxas as ptxas
+    from tiles import ptxas
 
     measured = ptxas.parse(LOG, held=128)
     assert measured == {

@@ -18,10 +18,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
+from tooling import environment as python_environment
 
-import _environment  # noqa: E402
+ROOT = Path(__file__).resolve().parents[2]
 
 HOME = Path(os.environ.get("FLASHCELL_HOME") or ROOT / ".flashcell").resolve()
 # Beside torch for the CPU torchaudio does not load, and then no transformers: without it.
@@ -76,7 +75,7 @@ def install():
     """A function of a requirement: the Python that has it, or a skip that says why it has not."""
     folder = HOME / "clients"
     python = folder / "bin" / "python"
-    torch = f"torch=={_environment._pinned('torch')}"
+    torch = f"torch=={python_environment._pinned('torch')}"
     wanted = hashlib.sha256(f"{ROOT} {sys.version}".encode())
     for name in ("pyproject.toml", "constraints.txt"):
         wanted.update((ROOT / name).read_bytes())

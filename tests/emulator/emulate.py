@@ -1,6 +1,6 @@
 """Builds a kernel project's CUDA backend for the CPU, where README.md's emulator runs it.
 
-    python tests/emulator/emulate.py KERNEL_DIR OUT [--sanitize]
+    PYTHONPATH=scripts python tests/emulator/emulate.py KERNEL_DIR OUT [--sanitize]
 
 makes OUT/build/<variant>, which `kernels.get_local_kernel(OUT, backend="cpu")` loads: the sources of
 build.toml's cuda components as they are, by g++, with the headers of include/ before the kernels'.
@@ -16,18 +16,15 @@ import hashlib
 import os
 import platform
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import torch
 
+from tooling.builder import SHARED, BuildError, Kernel, read_kernel, variant
+
 HERE = Path(__file__).resolve().parent
 SUPPORTED = (platform.system(), platform.machine()) == ("Linux", "x86_64")
-sys.path.append(str(HERE.parents[1] / "kernel_builds/cmake"))
-
-import variant  # noqa: E402
-from build_toml import SHARED, BuildError, Kernel, read_kernel  # noqa: E402
 
 TORCH = Path(torch.__file__).parent
 MACHINE = [HERE / "machine.cpp", HERE / "async.cpp"]

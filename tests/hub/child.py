@@ -4,8 +4,8 @@ Reads requests from stdin, one JSON object a line, forks for each and prints the
 imported once for all; huggingface_hub, kernels and the loader start anew in every process.
 
 A request is {"environment": variables, "path": for sys.path, "steps": [step, ...], "out": FILE}, a
-step {"device": "cpu", "backend": "auto", "run": Python to execute first, "compile": a backend of
-torch.compile}, of which every part may be left out.
+step {"device": "cpu", "backend": "auto", "path": a folder that imports look into first, "run": Python to
+execute first, "compile": a backend of torch.compile}, of which every part may be left out.
 """
 
 import json
@@ -22,6 +22,7 @@ import torch._dynamo
 
 
 def take(step: dict) -> dict:
+    sys.path[:0] = [step["path"]] if "path" in step else []
     exec(step.get("run", ""), {})
     arguments = ("fused-rnn", step.get("device", "cpu"), step.get("backend", "auto"))
     started = time.monotonic()

@@ -4,8 +4,6 @@ The kernel calls itself fused-rnn, so that what falls back finds the wheel's ref
 is taken without the rest of the package: its processes start without transformers.
 """
 
-import importlib.machinery
-import importlib.util
 import json
 import os
 import shutil
@@ -18,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from commands import load_command
 from flashcell.hub.lock_format import lock_source, read_lock
 from flashcell.utils.whole_file import write_file
 
@@ -61,26 +60,14 @@ PACKAGE = {
 @pytest.fixture(scope="session")
 def publish_kernels():
     """The script as a module."""
-    before = list(sys.path), sys.dont_write_bytecode
-    path = str(ROOT / "scripts/publish_kernels")
-    spec = importlib.util.spec_from_loader(
-        "publish_kernels", importlib.machinery.SourceFileLoader("publish_kernels", path)
-    )
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["publish_kernels"] = module
-    spec.loader.exec_module(module)
-    sys.path[:], sys.dont_write_bytecode = before
-    return module
+    return load_command("publish_kernels")
 
 
 @pytest.fixture(scope="session")
 def local_hub():
-    """scripts/local_hub.py as a module."""
-    before = list(sys.path)
-    sys.path.insert(0, str(ROOT / "scripts"))
-    import local_hub
+    """The module of the local Hub."""
+    from tooling import local_hub
 
-    sys.path[:] = before
     return local_hub
 
 

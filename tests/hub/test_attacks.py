@@ -179,8 +179,7 @@ def test_modules_of_the_same_name_elsewhere_are_not_taken(chain, spy, tmp_path):
     (tmp_path / "path").mkdir()
     for name in names:
         (tmp_path / f"path/{name}.py").write_text(spy[1])
-    run = f"import sys; sys.path.insert(0, {str(tmp_path / 'path')!r})"
-    (outcome,) = chain.load(CPU | {"run": run})
+    (outcome,) = chain.load(CPU | {"path": str(tmp_path / "path")})
     assert (outcome["source"], outcome["value"]) == ("hub", 2.0)
 
 

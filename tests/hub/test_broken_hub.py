@@ -1,9 +1,9 @@
 """A Hub that hangs, drips, fails or never ends: "auto" goes on with the reference, and in time."""
 
 import pytest
-from hostile_hubs import behaviours, serve
 
 from flashcell.hub.lock_format import read_lock
+from hostile_hubs import behaviours, serve
 
 pytestmark = pytest.mark.hub
 CPU, AUTO = {"backend": "cpu"}, {"backend": "auto"}

@@ -101,14 +101,15 @@ except KernelUnavailable as error:
     assert "flashcell/diagonal-rnn is unpublished" in second
 
 
-def test_universal_variant_is_whole(tmp_path):
+def test_universal_variant_is_whole(tmp_path, monkeypatch):
     """The package alone, without binary, imported from a directory of its own."""
     build = [ROOT / "scripts/build_kernels", "--here", "--backend", "universal", "--out", tmp_path]
     run(*build, "--kernel", "diagonal-rnn")
-    code = "import sys, torch; sys.path.insert(0, sys.argv[1])\n"
-    code += "k = __import__(sys.argv[2]); h, _ = k.flash_gru(torch.ones(1, 2, 3, 4), torch.ones(3, 4))\n"
+    code = "import sys, torch\n"
+    code += "k = __import__(sys.argv[1]); h, _ = k.flash_gru(torch.ones(1, 2, 3, 4), torch.ones(3, 4))\n"
     code += "print(k.BACKEND, tuple(h.shape))"
     package = tmp_path / "diagonal-rnn/torch-universal"
     (tmp_path / "site").mkdir()
     package.rename(tmp_path / "site/universal_diagonal")
-    assert run("-c", code, tmp_path / "site", "universal_diagonal") == "None (1, 2, 4)\n"
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
+    assert run("-c", code, "universal_diagonal") == "None (1, 2, 4)\n"

@@ -1,4 +1,4 @@
-"""scripts/local_hub.py refuses what is no request of a Hub's client, and says what it cannot do."""
+"""scripts/tooling/local_hub.py refuses what is no request of a Hub's client, and says what it cannot do."""
 
 import base64
 import json
@@ -103,7 +103,7 @@ def ask(hub, headers: str, body: str, path: str = "/api/repos/create") -> bytes:
 
 
 def test_local_hub_command(tmp_path):
-    script = Path(__file__).resolve().parents[2] / "scripts/local_hub.py"
+    script = Path(__file__).resolve().parents[2] / "scripts/tooling/local_hub.py"
     command = [sys.executable, script, "--root", tmp_path / "store"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         url = process.stdout.readline().strip()

@@ -13,8 +13,6 @@ from transformers import AutoModelForCausalLM
 
 import flashcell  # noqa: F401  (registers the families)
 from flashcell.state.context_parallel import ContextParallel
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from model_cases import blocks
 
 BATCH, PART = 2, 5

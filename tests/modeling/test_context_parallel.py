@@ -1,7 +1,6 @@
 """One sequence split over several processes is the whole one: three of them on the CPU, so that one has
 a neighbour on both sides."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from commands import environment
 from flashcell.state.context_parallel import ContextParallel
 from model_cases import CASES, cpu_only
 
@@ -25,7 +25,7 @@ def test_parts_are_the_whole(make_model, tmp_path):
     worker = Path(__file__).with_name("context_worker.py")
     done = subprocess.run(
         [*launch, worker, tmp_path], capture_output=True, text=True,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        env=environment(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1"),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
 

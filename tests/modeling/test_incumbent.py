@@ -168,7 +168,7 @@ def test_readme_says_so():
 
 def test_readme_names_tests_that_exist():
     source = ""
-    for file, name in re.findall(r"`((?:tests/)?(?:\w+/)?test_\w+\.py)?(?:::)?(test_\w+)?`", PAGE):
+    for file, name in re.findall(r"`((?:tests/)?(?:\w+/)*test_\w+\.py)?(?:::)?(test_\w+)?`", PAGE):
         if file:
             source = (ROOT / (file if "/" in file else f"tests/modeling/{file}")).read_text()
         assert not name or f"def {name}(" in source, name

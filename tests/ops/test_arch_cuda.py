@@ -14,14 +14,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-import test_diagonal_conv as conv
-import test_diagonal_cuda as diagonal
-import test_diagonal_mixer_step as mixer
-import test_diagonal_scan as scan
-import test_tfla as mlstm
-import test_tfla_linear as linear
 import torch
-from test_cuda import MASKS, compare, far_from_zero
 from torch.utils._pytree import tree_leaves
 
 import mlstm_cases
@@ -32,6 +25,13 @@ from flashcell.kernels import diagonal_rnn as diagonal_reference
 from flashcell.kernels import fused_rnn as reference
 from flashcell.kernels.fused_rnn.plan import Code
 from numerics import assert_as_accurate, assert_close
+from ops.diagonal_rnn import test_conv as conv
+from ops.diagonal_rnn import test_cuda as diagonal
+from ops.diagonal_rnn import test_mixer_step as mixer
+from ops.diagonal_rnn import test_scan as scan
+from ops.fused_rnn.test_cuda import MASKS, compare, far_from_zero
+from ops.tfla import test_linear as linear
+from ops.tfla import test_sequence as mlstm
 
 ROOT = Path(__file__).resolve().parents[2]
 NO_JIT = "CUDA_DISABLE_PTX_JIT"
@@ -65,8 +65,7 @@ def test_what_cuda_takes_of_a_build():
 def test_the_library_knows_its_code(tmp_path, archs):
     """Machine code and PTX, with and without the instructions of 9.0a: what the host is told is what
     the preprocessor saw."""
-    sys.path.insert(0, str(ROOT / "kernel_builds/cmake"))
-    from archs import gencode, parse_archs
+    from tooling.builder import gencode, parse_archs
 
     include = f"-I{ROOT / 'kernel_builds/cmake/include'}"
     source, program = ROOT / "tests/ops/arch_probe.cu", tmp_path / "probe"

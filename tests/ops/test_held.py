@@ -4,59 +4,7 @@ outputs, the states and the gradients, which are 0 there."""
 import pytest
 import torch
 
-from cases import DEVICE
-
-B, T = 2, 37
-BACKENDS = [DEVICE, "reference"]
-DTYPES = [torch.float32, torch.bfloat16]
-
-
-def held():
-    hold = torch.rand(B, T) < 0.4
-    hold[0, 0] = hold[1, -1] = True
-    return hold
-
-
-def results(run, tensors, held_in, hold, value):
-    """h, the states and all gradients; the first `held_in` tensors are [B, T, ...] and hold `value`."""
-    torch.manual_seed(1)
-    leaves = [t.clone() for t in tensors]
-    for t in leaves[:held_in]:
-        t[hold] = value
-    leaves = [t.requires_grad_() for t in leaves]
-    h, states = run(*leaves)
-    dh = torch.randn_like(h)
-    dh[hold] = value
-    wanted = [h, *(s for s in states if s.requires_grad)]
-    grads = torch.autograd.grad(wanted, leaves, [dh, *map(torch.ones_like, wanted[1:])])
-    return [h.detach(), *(s.detach() for s in states), *grads]
-
-
-def check(run, tensors, held_in, hold):
-    clean, dirty = (results(run, tensors, held_in, hold, x) for x in (0.5, float("nan")))
-    for k, (a, b) in enumerate(zip(clean, dirty, strict=True)):
-        assert torch.equal(a, b), k
-    for x in (dirty[0], *dirty[len(dirty) - len(tensors) :][:held_in]):
-        assert not x[hold].count_nonzero()
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("cell", [("exp", None), ("sigmoid", None), ("sigmoid", "floor")], ids=str)
-def test_mlstm(tfla, cell, dtype, backend):
-    gate, normalize = cell
-    hold, reset = held(), torch.rand(B, T) < 0.1
-    rows = [torch.randn(B, T, 2, 16).to(dtype) for _ in range(3)]
-    gates = [torch.randn(B, T, 2) for _ in range(2)]
-    state = [torch.randn(B, 2, 16, 16)] + [torch.randn(B, 2, 16)] * (
-        gate == "exp" or bool(normalize)
-    )
-    m = [torch.randn(B, 2)] * (gate == "exp")
-    options = {"input_gate": gate, "normalize": normalize, "chunk_size": 16, "backend": backend}
-    run = lambda q, k, v, i, f, *state: tfla.mlstm(
-        q, k, v, i, f, (*state, *m), hold=hold, reset=reset, **options
-    )
-    check(run, [*rows, *gates, *state], 5, hold)
+from held_steps import BACKENDS, DTYPES, B, T, check, held
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

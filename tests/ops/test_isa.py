@@ -15,9 +15,12 @@ FLAGS = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else
 NEEDS = {"baseline": (), "avx2": ("avx2", "fma", "f16c"), "avx512": ("avx512bw", "avx512_bf16")}
 SUBSET = "B3T37 or B2T131 or test_step or B5T11 or B17 or D300 or D520 or B3T7 or test_values"
 FILES = {
-    "fused_rnn": ["tests/ops/test_sequence.py"],
-    "tfla": ["tests/ops/test_tfla.py"],
-    "diagonal_rnn": ["tests/ops/test_diagonal.py", "tests/ops/test_diagonal_scan.py"],
+    "fused_rnn": ["tests/ops/fused_rnn/test_sequence.py"],
+    "tfla": ["tests/ops/tfla/test_sequence.py"],
+    "diagonal_rnn": [
+        "tests/ops/diagonal_rnn/test_sequence.py",
+        "tests/ops/diagonal_rnn/test_scan.py",
+    ],
 }
 
 
@@ -40,11 +43,11 @@ def test_values(isa, kernel, request):
 
 
 def test_unknown_isa_is_refused(fused_rnn):
-    code = "import importlib, sys, torch; sys.path.insert(0, sys.argv[1]); k = importlib.import_module(sys.argv[2]); k.lstm(torch.randn(1,1,4,1,4), torch.randn(4,1,4,4))"
+    code = "import importlib, sys, torch; k = importlib.import_module(sys.argv[1]); k.lstm(torch.randn(1,1,4,1,4), torch.randn(4,1,4,4))"
     variant = Path(fused_rnn.__file__).parent
-    env = {**os.environ, "FLASHCELL_CPU_ISA": "avx1024"}
+    env = {**os.environ, "FLASHCELL_CPU_ISA": "avx1024", "PYTHONPATH": str(variant.parent)}
     done = subprocess.run(
-        [sys.executable, "-c", code, str(variant.parent), variant.name],
+        [sys.executable, "-c", code, variant.name],
         env=env, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode != 0

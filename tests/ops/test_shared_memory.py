@@ -1,11 +1,11 @@
 """A step that changes its state in place: the state shares memory with nothing else that it is given."""
 
 import pytest
-import test_block_step
-import test_raw_ops
 import torch
 
 from flashcell.kernels import diagonal_rnn, fused_rnn, tfla
+from ops import test_raw_ops
+from ops.fused_rnn import test_block_step
 
 B, D = 2, 8
 kernel = test_raw_ops.kernel  # the fixture

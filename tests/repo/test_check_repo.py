@@ -129,6 +129,11 @@ PLANTED = {
         replaced('    """One step of `lstm`: x [B, 4, N, D] -> h [B, N, D], (h, c)."""\n', ""),
         f"docstrings: {FUNCTIONS}: lstm_step is public, but has no docstring",
     ),
+    "module among the commands": (
+        "scripts/planted.py",
+        created("import os\n"),
+        "rules: scripts/planted.py: is no command, but must lie in a folder",
+    ),
     "broken link": (
         "README.md",
         appended("[map](docs/nowhere.md)\n"),

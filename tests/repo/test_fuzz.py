@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT / "scripts"))
+from fuzzing import driver
 
-import _fuzz  # noqa: E402
+ROOT = Path(__file__).resolve().parents[2]
 
 pytestmark = pytest.mark.usefixtures("fused_rnn", "diagonal_rnn", "tfla")  # they build
 KERNELS = ["diagonal-rnn", "fused-rnn", "tfla"]
@@ -20,9 +19,9 @@ def fuzz(
 ):
     folder = ROOT / "kernel_builds"
     chosen = kernels is not KERNELS
-    options = _fuzz.Options(calls, seed, kinds, kernels, folder, chosen, plant=plant)
-    report = _fuzz.run(options)
-    return report, _fuzz.summary(options, report, 1.0)
+    options = driver.Options(calls, seed, kinds, kernels, folder, chosen, plant=plant)
+    report = driver.run(options)
+    return report, driver.summary(options, report, 1.0)
 
 
 def test_a_few_calls_find_nothing():
@@ -164,17 +163,17 @@ def test_small_faults_are_found():
 
 def test_a_raw_op_that_reads_what_nobody_wrote_is_found():
     plant = (
-        "import _fuzz_raw\nresults = _fuzz_raw.results\n"
+        "from fuzzing import raw\nresults = raw.results\n"
         "def faulty(op, call):\n    named = results(op, call)\n"
         "    return {n: torch.empty_like(t) if n.startswith('result') else t for n, t in named.items()}\n"
-        "_fuzz_raw.results = faulty\n"
+        "raw.results = faulty\n"
     )
     _, found = fuzz(40, ["raw"], plant, ["fused-rnn"])
     assert "is not that of plain copies" in found
 
 
 def test_an_op_without_a_maker_is_an_error():
-    command = [sys.executable, "-c", "import torch, types, _fuzz_calls as c;"
+    command = [sys.executable, "-c", "import torch, types; from fuzzing import calls as c;"
                "k = types.ModuleType('k'); k.__all__ = ['fresh'];"
                "exec('def fresh(x): pass', k.__dict__); c.doors(k)"]  # fmt: skip
     done = subprocess.run(command, cwd=ROOT / "scripts", capture_output=True, text=True)

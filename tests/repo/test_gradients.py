@@ -1,4 +1,4 @@
-"""tests/gradients.py finds what it is for, so that a suite that passes says something."""
+"""tests/support/gradients.py finds what it is for, so that a suite that passes says something."""
 
 import pytest
 import torch

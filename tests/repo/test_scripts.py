@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
+from tooling import environment as python_environment
 
-import _environment  # noqa: E402
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -94,7 +93,7 @@ def test_a_full_disk_is_said_before_anything_is_installed(monkeypatch, tmp_path)
     usage = shutil.disk_usage(tmp_path)._replace(free=10**9)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     with pytest.raises(SystemExit, match=r"has 0\.9 GiB free, the environment needs 3 GiB"):
-        _environment.prepare(tmp_path, [])
+        python_environment.prepare(tmp_path, [])
 
 
 @pytest.mark.parametrize(
@@ -110,7 +109,7 @@ def test_a_failed_pip_is_quoted_and_explained(tmp_path, said, meaning):
     python.write_text(f'#!/bin/sh\necho "{said}"\nexit 1\n')
     python.chmod(0o755)
     with pytest.raises(SystemExit, match=meaning) as error:
-        _environment._pip(python, ["install", "torch"], tmp_path / "pip.log", must=True)
+        python_environment._pip(python, ["install", "torch"], tmp_path / "pip.log", must=True)
     assert said in str(error.value)
 
 
@@ -160,8 +159,8 @@ def test_an_environment_is_made_once_and_again_when_the_pins_change(monkeypatch,
         made.append("venv")
         (venv / "bin/python").touch()
 
-    monkeypatch.setattr(_environment, "_make_venv", make_venv)
-    monkeypatch.setattr(_environment, "_pip", lambda *_, **__: made.append("pip") or True)
+    monkeypatch.setattr(python_environment, "_make_venv", make_venv)
+    monkeypatch.setattr(python_environment, "_pip", lambda *_, **__: made.append("pip") or True)
     for extras, steps in (
         ([], ["venv", "pip", "pip"]),
         ([], []),
@@ -169,9 +168,9 @@ def test_an_environment_is_made_once_and_again_when_the_pins_change(monkeypatch,
         ([], []),
     ):
         made.clear()
-        assert _environment.prepare(tmp_path, extras) == tmp_path / "venv/bin/python"
+        assert python_environment.prepare(tmp_path, extras) == tmp_path / "venv/bin/python"
         assert made == steps, extras
-    monkeypatch.setattr(_environment, "_key", lambda: "another place, other pins")
+    monkeypatch.setattr(python_environment, "_key", lambda: "another place, other pins")
     made.clear()
-    _environment.prepare(tmp_path, [])
+    python_environment.prepare(tmp_path, [])
     assert made == ["venv", "pip", "pip"]

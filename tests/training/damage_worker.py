@@ -8,12 +8,10 @@ import sys
 from pathlib import Path
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
-from _checkpoint import checkpoints_in, read_state, write_state
-from _manifest import describe, write_manifest
 from forked_runs import finish, results, start, wait
+
+from training.checkpoint import checkpoints_in, read_state, write_state
+from training.manifest import describe, write_manifest
 
 
 class Evil:

@@ -15,7 +15,6 @@ import transformers  # noqa: F401
 import flashcell  # noqa: F401
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
 datasets.disable_progress_bars()
 
 

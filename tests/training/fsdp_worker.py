@@ -30,9 +30,8 @@ def accept(self, message):
 state.AcceleratorState.__init__ = begin_sharded
 argparse.ArgumentParser.error = accept
 sys.argv[0] = str(TRAIN)
-sys.path.insert(0, str(TRAIN.parent))
 if "BY_BLOCKS" in os.environ:
-    import _training
+    from training import step
 
-    _training.ONE_UNIT = 0
+    step.ONE_UNIT = 0
 runpy.run_path(str(TRAIN), run_name="__main__")

@@ -11,11 +11,10 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
-from _checkpoint import checkpoints_in, read_state
-from _manifest import find_damage
 from forked_runs import finish, results, start
+
+from training.checkpoint import checkpoints_in, read_state
+from training.manifest import find_damage
 
 
 def check(checkpoints: Path) -> bool:

@@ -11,12 +11,10 @@ import pytest
 import torch
 from accelerate import Accelerator
 
+from commands import environment
 from flashcell import FlashRNNConfig, FlashRNNForCausalLM
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
-from _checkpoint import Checkpoints, checkpoints_in, read_state
-from _manifest import describe, find_damage, write_manifest
+from training.checkpoint import Checkpoints, checkpoints_in, read_state
+from training.manifest import describe, find_damage, write_manifest
 
 SIZES = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_heads": 1}
 
@@ -143,11 +141,11 @@ def test_a_pipe_in_a_file_s_place_is_refused(tmp_path, name):
     (tmp_path / "run/identity.json").write_text("{}")
     (tmp_path / name).unlink(missing_ok=True)
     os.mkfifo(tmp_path / name)
-    scripts = str(Path(describe.__code__.co_filename).parent)
     work = (
-        f"import sys; sys.path.insert(0, {scripts!r}); from pathlib import Path; import _run\n"
+        "from pathlib import Path; from training import run_folder\n"
         f"folder = Path({str(tmp_path / 'run')!r})\n"
-        "lock = _run.open_run(folder, {}, True, False); _run.Log(folder / 'log.csv', 1)"
+        "lock = run_folder.open_run(folder, {}, True, False); run_folder.Log(folder / 'log.csv', 1)"
     )
-    ran = subprocess.run([sys.executable, "-c", work], capture_output=True, text=True, timeout=60)
+    command = [sys.executable, "-c", work]
+    ran = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60)
     assert f"{name.rpartition('/')[2]} is no regular file" in ran.stderr

@@ -1,28 +1,18 @@
 """scripts/convergence: what its curves are, and what it says of them."""
 
-import importlib.machinery
-import importlib.util
-import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
-
-import _convergence_results as results  # noqa: E402
-import _convergence_studies as studies  # noqa: E402
-from _convergence import Side, distance, draw_batches, nudge, train  # noqa: E402
+from commands import load_command
+from loss_curves import results, studies
+from loss_curves.run import Side, distance, draw_batches, nudge, train
 
 
 @pytest.fixture(scope="module")
 def command():
-    loader = importlib.machinery.SourceFileLoader("convergence", str(ROOT / "scripts/convergence"))
-    module = importlib.util.module_from_spec(importlib.util.spec_from_loader("convergence", loader))
-    loader.exec_module(module)
-    return module
+    return load_command("convergence")
 
 
 @pytest.fixture

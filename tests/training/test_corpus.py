@@ -1,16 +1,11 @@
 """The corpus is the same everywhere, no file sees another, and every held-out byte is paid for."""
 
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
-
-from _corpus import (  # noqa: E402
+from training.corpus import (
     Corpus,
     Texts,
     collect_standard_library,

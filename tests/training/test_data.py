@@ -1,23 +1,18 @@
 """Text of `datasets` as rows: no document sees another, none is lost, and a run that resumes reads on."""
 
 import itertools
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "tests/repo")]
-
-import _documents  # noqa: E402
-from _documents import DatasetTexts, Documents, Rows, local_text  # noqa: E402
-from _recipe import Recipe  # noqa: E402
-from _training import check_isolation, chunk_loss  # noqa: E402
-from train_cases import TEXTS, text_recipe, write_text  # noqa: E402
+from train_cases import TEXTS, text_recipe, write_text
+from training import documents as training_documents
+from training.documents import DatasetTexts, Documents, Rows, local_text
+from training.recipe import Recipe
+from training.step import check_isolation, chunk_loss
 
 
 @pytest.fixture(params=["table", "stream"])
@@ -80,7 +75,7 @@ def test_carried_rows_go_on(recipe):
 
 @pytest.mark.parametrize("at", [1, 4, 9])
 def test_it_reads_on_where_it_stood(recipe, at, monkeypatch):
-    monkeypatch.setattr(_documents, "AT_A_TIME", 3)
+    monkeypatch.setattr(training_documents, "AT_A_TIME", 3)
     whole = take(rows(recipe), 20)  # several epochs
     again = rows(recipe)
     again.load(whole[at - 1][1])

@@ -10,19 +10,10 @@ import pytest
 import torch
 
 from cases import DEVICE
+from evaluation.text import by_position, documents, held_out_texts, load, read_texts, score
 
 ROOT = Path(__file__).resolve().parents[2]
 CHECKPOINT = ROOT / "model_cards/flash-rnn-python-5m"
-sys.path.insert(0, str(ROOT / "scripts"))
-
-from _evaluate_text import (  # noqa: E402
-    by_position,
-    documents,
-    held_out_texts,
-    load,
-    read_texts,
-    score,
-)
 
 TEXTS = ["def size(self):\n    return len(self.items)\n", "import os\n", "x = 'ä'\n" * 3]
 
@@ -119,7 +110,7 @@ def test_a_task_of_lm_eval_runs_offline(checkpoint, monkeypatch):
     pytest.importorskip("lm_eval", reason="lm-eval is not installed (the extra `eval`)")
     import socket
 
-    from _evaluate_harness import LOCAL_TASKS, local_tasks, run
+    from evaluation.harness import local_tasks, run
 
     def refuse(*_, **__):
         raise AssertionError("a task that is defined locally asked for the network")
@@ -130,8 +121,7 @@ def test_a_task_of_lm_eval_runs_offline(checkpoint, monkeypatch):
     rows = run(model, tokenizer, [("python_lines", None)], 512, 8, 12)
     ((task, shots, metric, value, _),) = rows
     assert (task, shots, metric) == ("python_lines", "0", "acc")
-    monkeypatch.syspath_prepend(str(LOCAL_TASKS))
-    from python_lines import load as load_questions
+    from evaluation.tasks.python_lines import load as load_questions
 
     right = 0
     questions = load_questions()["test"].select(range(12))
@@ -145,7 +135,7 @@ def test_a_task_of_lm_eval_runs_offline(checkpoint, monkeypatch):
 
 
 def test_the_published_suite():
-    from _evaluate_harness import SUITES
+    from evaluation.harness import SUITES
 
     arc = [shots for task, shots in SUITES["pararnn"] if task == "arc_challenge"]
     assert arc == [25, 3]
@@ -191,7 +181,7 @@ def test_wrong_arguments_are_named(arguments, message):
 def test_an_unknown_task_is_named(checkpoint):
     """Slow, because lm-eval reads all of its tasks first."""
     pytest.importorskip("lm_eval", reason="lm-eval is not installed (the extra `eval`)")
-    from _evaluate_harness import run
+    from evaluation.harness import run
 
     with pytest.raises(ValueError, match="--tasks has no_such, but lm-eval has no such task"):
         run(*checkpoint, [("no_such", None)], 512, 8, None)

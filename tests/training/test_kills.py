@@ -1,15 +1,13 @@
 """scripts/train, killed at random moments or with damaged files, goes on as if nothing had happened or
 says what is wrong."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
+from commands import environment
 from train_cases import text_recipe, write_recipe, write_text
 
 
@@ -21,7 +19,7 @@ def work(folder: Path, script: str, *words: str, **changes) -> str:
     done = subprocess.run(
         [sys.executable, Path(__file__).with_name(script), folder, *words],
         capture_output=True, text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HOME": str(folder / "huggingface")},
+        env=environment(OMP_NUM_THREADS="1", HF_HOME=str(folder / "huggingface")),
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     return done.stdout

@@ -1,20 +1,13 @@
 """The training loss without logits, against cross_entropy on them."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import flashcell  # noqa: F401  registers the families
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
-
-import _loss  # noqa: E402
-from _loss import HeadLoss, add_loss  # noqa: E402
+from training import loss as training_loss
+from training.loss import HeadLoss, add_loss
 
 TOKENS, WIDTH, VOCABULARY = 23, 8, 50
 
@@ -40,7 +33,7 @@ def plain_loss(x, weight, targets, cap, z_loss):
 @pytest.mark.parametrize("z_loss", [0.0, 0.3])
 @pytest.mark.parametrize("cap", [None, 3.0])
 def test_loss_and_gradients(monkeypatch, cap, z_loss, chunk):
-    monkeypatch.setattr(_loss, "CHUNK", chunk)
+    monkeypatch.setattr(training_loss, "CHUNK", chunk)
     x, weight, targets = draw()
     got = HeadLoss.apply(x, weight, targets, cap, z_loss)
     want = plain_loss(x, weight, targets, cap, z_loss)
@@ -83,7 +76,7 @@ def test_chunks_add_up_in_fp32(monkeypatch):
     x, weight, targets = (t.detach() for t in draw())
     exact, errors = None, []
     for dtype, chunk in ((torch.float64, 2**28), (torch.bfloat16, 2**28), (torch.bfloat16, 1)):
-        monkeypatch.setattr(_loss, "CHUNK", chunk)
+        monkeypatch.setattr(training_loss, "CHUNK", chunk)
         w = weight.bfloat16().to(dtype).requires_grad_()
         loss = HeadLoss.apply(x.bfloat16().to(dtype), w, targets, None, 0.1)
         (grad,) = torch.autograd.grad(loss, w)

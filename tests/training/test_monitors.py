@@ -1,16 +1,10 @@
 """What a run says of itself: gates as the equations have them, norms, the solver's residual."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
-
-from _monitors import gradient_norms, watch_gates  # noqa: E402
+from training.monitors import gradient_norms, watch_gates
 
 SIZES = {"vocab_size": 16, "hidden_size": 16, "num_hidden_layers": 2, "num_heads": 2}
 

@@ -1,18 +1,16 @@
 """The published recipes are the published ones: models by their parameters, schedules, tokens."""
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "tests/repo")]
+from train_cases import RECIPE, text_recipe, write_recipe
+from training.recipe import Recipe, variants
+from training.step import make_config, make_optimizer, schedule
 
-from _recipe import Recipe, variants  # noqa: E402
-from _training import make_config, make_optimizer, schedule  # noqa: E402
-from train_cases import RECIPE, text_recipe, write_recipe  # noqa: E402
+ROOT = Path(__file__).resolve().parents[2]
 
 RECIPES = ROOT / "scripts/recipes"
 # Parameters as built, exactly; published: 165M, 164.5 M and 190.5 M (FlashRNN), 406M, 1.42B, 2.90B and

@@ -10,20 +10,19 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 import flashcell  # noqa: F401  registers the families
+from commands import environment
+from train_cases import TEXTS, text_recipe, write_recipe, write_text
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "tests/repo")]
-
-from train_cases import TEXTS, text_recipe, write_recipe, write_text  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
 
-def run(*words, folder: Path, **environment: str) -> None:
+def run(*words, folder: Path, **variables: str) -> None:
     done = subprocess.run(
         [sys.executable, *map(str, words)], capture_output=True, text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HOME": str(folder / "huggingface"),
-             "CUDA_VISIBLE_DEVICES": "", **environment},
+        env=environment(OMP_NUM_THREADS="1", HF_HOME=str(folder / "huggingface"),
+                        CUDA_VISIBLE_DEVICES="", **variables),
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
 
@@ -46,7 +45,7 @@ def losses(folder: Path) -> list[float]:
 def test_two_processes_take_the_steps_of_one(tmp_path):
     """The standard library's rows are the same for any number of processes: so are the losses, but
     for the order of sums."""
-    from _corpus import Corpus, save_corpus
+    from training.corpus import Corpus, save_corpus
 
     files = tuple((f"{i}.py", text.encode()) for i, text in enumerate(TEXTS))
     save_corpus(Corpus(files, "3.11.7"), tmp_path / "corpus.zip")
@@ -96,18 +95,18 @@ def test_one_damaged_file_takes_all_processes_back(tmp_path):
 
 def test_the_ablation_of_gates_is_a_table(tmp_path, monkeypatch):
     """The corners of the grid."""
-    import _ablation
-    from _recipe import Recipe
+    from training import ablation
+    from training.recipe import Recipe
 
-    assert set(_ablation.BIASES) == {0, -2, -5, -10}
-    monkeypatch.setattr(_ablation, "BIASES", (0.0, -10.0))
-    monkeypatch.setattr(_ablation, "EPSILONS", (1e-6,))
+    assert set(ablation.BIASES) == {0, -2, -5, -10}
+    monkeypatch.setattr(ablation, "BIASES", (0.0, -10.0))
+    monkeypatch.setattr(ablation, "EPSILONS", (1e-6,))
     text = write_text(tmp_path / "text")
     path = write_recipe(tmp_path / "tiny.yaml", **text_recipe(text, model=MLSTM, **QUICK))
     words = [str(word) for word in command(tmp_path, "--ablation", "gates")]
     monkeypatch.setattr(sys, "argv", words)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "huggingface"))
-    _ablation.run_gates(None, Recipe.read(path, []), tmp_path / "home")
+    ablation.run_gates(None, Recipe.read(path, []), tmp_path / "home")
     with open(tmp_path / "home/runs/tiny-gates.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     grid = [(row["input_gate_bias"], row["learnable"]) for row in rows]

@@ -1,22 +1,17 @@
 """scripts/tasks: the tasks are what they say, a stack is its models."""
 
 import dataclasses
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
-
-from _tasks_data import IGNORED, TASKS, keep_nth, mqar  # noqa: E402
-from _tasks_models import TaskModel, count_parameters  # noqa: E402
-from _tasks_results import NAMES  # noqa: E402
-from _tasks_stack import Stack  # noqa: E402
-from _tasks_training import losses  # noqa: E402
+from synthetic_tasks.data import IGNORED, TASKS, keep_nth, mqar
+from synthetic_tasks.models import TaskModel, count_parameters
+from synthetic_tasks.results import NAMES
+from synthetic_tasks.stack import Stack
+from synthetic_tasks.training import losses
 
 
 @pytest.fixture(autouse=True)

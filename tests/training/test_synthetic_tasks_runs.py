@@ -2,24 +2,18 @@
 
 import csv
 import dataclasses
-import importlib.util
 import sys
 from functools import partial
-from importlib.machinery import SourceFileLoader
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from cases import DEVICE
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
-
-from _tasks_data import TASKS, Task, keep_nth  # noqa: E402
-from _tasks_results import NAMES, append, read, summary, table  # noqa: E402
-from _tasks_training import Feed, RowAdamW, Run, Trainer, rate_factor  # noqa: E402
+from commands import load_command
+from synthetic_tasks.data import TASKS, Task, keep_nth
+from synthetic_tasks.results import NAMES, append, read, summary, table
+from synthetic_tasks.training import Feed, RowAdamW, Run, Trainer, rate_factor
 
 EASY = Task(
     partial(keep_nth, V=3, n=1), 3, (2, 4), (2, 4), None, 256, full_block=False, steps=150,
@@ -143,12 +137,8 @@ def test_a_run_that_diverges_ends_alone():
 
 
 @pytest.fixture
-def command(monkeypatch):
-    loader = SourceFileLoader("tasks_command", str(ROOT / "scripts/tasks"))
-    module = importlib.util.module_from_spec(importlib.util.spec_from_loader(loader.name, loader))
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    loader.exec_module(module)
-    return module
+def command():
+    return load_command("tasks")
 
 
 def test_the_table_fills_over_several_runs(command, tmp_path, monkeypatch, capsys):

@@ -12,15 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "tests/repo")]
+from train_cases import RECIPE, TEXTS, write_recipe
 
-from train_cases import RECIPE, TEXTS, write_recipe  # noqa: E402
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
 def folder(tmp_path):
-    from _corpus import Corpus, save_corpus
+    from training.corpus import Corpus, save_corpus
 
     write_recipe(tmp_path / "tiny.yaml")
     corpus = Corpus(tuple((f"{i}.py", t.encode()) for i, t in enumerate(TEXTS)), "3.11.7")
@@ -157,10 +156,10 @@ class TestGuard:
     @pytest.fixture
     def step(self):
         import numpy as np
-        from _guard import first_non_finite
-        from _training import chunk_loss
 
         from flashcell import FlashRNNConfig, FlashRNNForCausalLM
+        from training.guard import first_non_finite
+        from training.step import chunk_loss
 
         sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_heads": 1}
         config = FlashRNNConfig(vocab_size=16, backend="reference", **sizes)
@@ -203,10 +202,9 @@ class TestGuard:
 
 
 def test_weight_decay_is_for_matrices_only():
-    from _recipe import Recipe
-    from _training import make_optimizer
-
     from flashcell import FlashRNNConfig, FlashRNNForCausalLM
+    from training.recipe import Recipe
+    from training.step import make_optimizer
 
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_heads": 2}
     model = FlashRNNForCausalLM(FlashRNNConfig(vocab_size=16, **sizes))
@@ -229,8 +227,9 @@ def test_weight_decay_is_for_matrices_only():
     ("family", "branches"), [("flash_rnn", 4), ("flash_mlstm", 4), ("flash_xlstm", 3)]
 )
 def test_dropout_is_of_every_branch_and_of_training(family, branches):
-    from _training import BRANCHES, add_dropout
     from transformers import AutoConfig, AutoModelForCausalLM
+
+    from training.step import BRANCHES, add_dropout
 
     sizes = {"vocab_size": 16, "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 2}
     options = {"slstm_at": [1]} if family == "flash_xlstm" else {}
@@ -257,8 +256,9 @@ def test_dropout_is_of_every_branch_and_of_training(family, branches):
 
 
 def test_dropout_of_an_unknown_block_is_refused():
-    from _training import add_dropout
     from transformers import GPT2Config, GPT2LMHeadModel
+
+    from training.step import add_dropout
 
     model = GPT2LMHeadModel(GPT2Config(vocab_size=8, n_embd=8, n_head=1, n_layer=1))
     del model.transformer.h[0].mlp

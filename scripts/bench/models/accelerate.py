@@ -11,12 +11,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from _bench_common import Row, append, provenance
-from _bench_decode import call, make_model, new_cache, step_of
 from torch import nn
 
 import flashcell
+from bench.models.decode import call, make_model, new_cache, step_of
 from flashcell import load_kernel
+from measurement.record import Row, append, provenance
 
 BLOCKS = 4
 PROMPT, DOCUMENT = 8192, 2048  # tokens read at once, and trained on

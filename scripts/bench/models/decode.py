@@ -13,14 +13,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from _bench_common import Row, append, provenance
-from _bench_plots import BANDWIDTH, RATE
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, StaticCache
 from transformers.models.xlstm.modeling_xlstm import xLSTMCache
 from transformers.utils import is_xlstm_available
 
 import flashcell
 from flashcell import load_kernel
+from measurement.hardware import BANDWIDTH, RATE
+from measurement.record import Row, append, provenance
 
 PROMPT = 16
 BATCHES, LENGTHS = (1, 8, 64), (100, 32768, 99900)

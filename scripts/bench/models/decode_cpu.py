@@ -13,10 +13,10 @@ import time
 from typing import Any
 
 import torch
-from _bench_common import KERNELS, Row, append, provenance
 from transformers import AutoModelForCausalLM
 
 from flashcell import load_kernel
+from measurement.record import KERNELS, Row, append, provenance
 
 PROMPT = 16
 TOKENS = 256  # a sample, of which the prompt and what generate prepares (30 ms) are little

@@ -7,9 +7,9 @@ import time
 from typing import NamedTuple
 
 import torch
-from _bench_common import Row
 
 import flashcell
+from measurement.record import Row
 
 PROMPT, OUTPUT = (8, 2048), (1, 1024)  # tokens, log-uniform between these
 Texts = dict[int, list[int]]  # a request's tokens

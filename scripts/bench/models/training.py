@@ -22,18 +22,18 @@ from typing import Any, NamedTuple
 
 import numpy
 import torch
-from _bench_common import RESULTS, Row, append, first_line, provenance
-from _bench_profile import profile_step
-from _bench_training_peers import PEERS
-from _recipe import Recipe
-from _speed import flops_per_token
-from _training import make_model, make_optimizer, training_loss
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from bench.models.training_peers import PEERS
+from bench.profile import profile_step
 from flashcell import load_kernel
+from measurement.record import RESULTS, Row, append, first_line, provenance
+from training.recipe import Recipe
+from training.speed import flops_per_token
+from training.step import make_model, make_optimizer, training_loss
 
-RECIPES = Path(__file__).resolve().parent / "recipes"
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 WARM_STEPS, STEPS = 3, 20
 LAYER_VOCABULARY = 256
 
@@ -48,7 +48,7 @@ class Side(NamedTuple):
     length: int = 0
     one_layer: bool = False
     model: tuple[tuple[str, Any], ...] = ()  # changes to the recipe's
-    layer: str = ""  # a peer's in the place of ours, of _bench_training_peers.py
+    layer: str = ""  # a peer's in the place of ours, of bench/models/training_peers.py
 
     def recipe(self) -> Recipe:
         recipe = Recipe.read(RECIPES / self.file, [], self.variant)

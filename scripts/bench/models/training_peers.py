@@ -4,22 +4,22 @@ Everything around it, the weights and their optimizer stay, and so does autocast
 
     nn.LSTM        torch.nn's, cuDNN: a block's whole mixer, for cells "lstm" of one head
     flashrnn       its fused kernels (PyPI), which it compiles at the first call, for minutes, with
-                   what kernel_builds/fused-rnn/benchmarks/flashrnn_peer.py mends
+                   what scripts/bench/suites/fused_rnn/flashrnn_peer.py mends
     mlstm_kernels  its chunkwise Triton kernels (PyPI), chunks of 128; norm and output gate by torch
 """
 
 from collections.abc import Callable
 from typing import Any
 
-import flashrnn_peer
 import torch
-from _convergence_studies import TorchMixer
-from sides_cuda import Unavailable
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from bench.suites.fused_rnn import flashrnn_peer
+from bench.suites.fused_rnn.providers_cuda import Unavailable
 from flashcell.layers.mlstm import split_heads
 from flashcell.layers.recurrent_mixer import RecurrentMixer
+from loss_curves.studies import TorchMixer
 
 
 class FlashRNNMixer(nn.Module):

@@ -9,7 +9,8 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from _bench_common import Row
+
+from measurement.record import Row
 
 # Largest relative error (Frobenius norm, against float64 on the same inputs) of an output or
 # gradient that we still time: the units of each dtype, times the growth of T = 256 steps. The
@@ -82,7 +83,7 @@ def copy_bandwidth(size: int) -> float:
 
 
 def measure(cases: ModuleType, case: Any, which: str, kernel, budget: float) -> Row:
-    """One row of the results; `cases` is the kernel project's benchmarks/cases.py."""
+    """One row of the results; `cases` is the kernel's bench/suites/<kernel>/cases.py."""
     p = cases.parameters(case)
     ours, peer = cases.Ours(case, p, kernel), cases.peer_of(case, p, case.peers[0])
     error, peer_error = errors(cases, case, which, p, (ours, peer))

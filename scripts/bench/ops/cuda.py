@@ -6,14 +6,20 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from _bench_common import Row, first_line
-from _bench_timing import NOT_TIMED, Sample, copies_beyond_l2, time_calls, time_graph
-from bench_case import Case
-from cases_cuda import parameters, passes, work
-from peers import make_peer
-from sides_cuda import Side, Unavailable, make_exact, make_ours, make_steps
 
+from bench.suites.fused_rnn.case import Case
+from bench.suites.fused_rnn.cases_cuda import parameters, passes, work
+from bench.suites.fused_rnn.peers import make_peer
+from bench.suites.fused_rnn.providers_cuda import (
+    Side,
+    Unavailable,
+    make_exact,
+    make_ours,
+    make_steps,
+)
+from bench.timing import NOT_TIMED, Sample, copies_beyond_l2, time_calls, time_graph
 from flashcell.kernels import fused_rnn as reference
+from measurement.record import Row, first_line
 
 GATE_STEPS = 64
 # Largest relative error (Frobenius norm, against float64 on the same inputs) of h. Of a gradient

@@ -9,14 +9,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from _bench_common import Row
-from _bench_cuda import GATE
-from bench_case import Case
-from cases_cuda import parameters
-from peers import FlashRNN
-from sides_cuda import Ours, Unavailable
 
+from bench.ops.cuda import GATE
+from bench.suites.fused_rnn.case import Case
+from bench.suites.fused_rnn.cases_cuda import parameters
+from bench.suites.fused_rnn.peers import FlashRNN
+from bench.suites.fused_rnn.providers_cuda import Ours, Unavailable
 from flashcell.kernels import fused_rnn as reference
+from measurement.record import Row
 
 STEP_CASE = Case("errors", "lstm", 16, 512, 1, 768)
 DRIFT_CASE = Case("drift", "lstm", 2, 16384, 12, 64)

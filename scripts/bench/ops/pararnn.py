@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterable
 from copy import deepcopy
 from typing import Any
 
-import suite_cuda as suite
 import torch
-from _bench_common import Row
-from _bench_timing import Sample, time_calls, time_graph
-from suite_cuda import Case, Unavailable
 
+from bench.suites.diagonal_rnn import cases_cuda as suite
+from bench.suites.diagonal_rnn.cases_cuda import Case, Unavailable
+from bench.timing import Sample, time_calls, time_graph
 from flashcell.kernels import diagonal_rnn as reference
+from measurement.record import Row
 
 LOOP = 64  # steps that the judge runs
 SHORT_CALL = 0.1  # ms: below, many calls to a graph
@@ -153,7 +153,7 @@ def run_suite(
     save: Callable[[list[Row], str], Any],
 ) -> str:  # fmt: skip
     """All cases that `patterns` takes, then the studies; returns what is over its limit."""
-    from _bench_pararnn_study import STUDIES
+    from bench.ops.pararnn_study import STUDIES
 
     speed, problems = copy_speed(), []
     print(f"copy {speed:.0f} GB/s")

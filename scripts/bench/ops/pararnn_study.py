@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from _bench_common import Row
 
 from flashcell.kernels import diagonal_rnn as reference
+from measurement.record import Row
 
 CELLS = reference.CELLS
 # How far weights and inputs reach, and the bias of the gate that forgets: notes on when the

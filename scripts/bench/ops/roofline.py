@@ -1,6 +1,6 @@
 """bench_ops --roofline: what ncu counts in one forward and one backward of ours and of cuDNN.
 
-ncu runs this file with each phase between two of torch's sleep kernels. Clocks are left alone and
+ncu runs this module with each phase between two of torch's sleep kernels. Clocks are left alone and
 caches are not flushed, so that a kernel finds in the L2 what the one before left there.
 """
 
@@ -15,7 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from _bench_common import PROJECT, Row, output_of
+
+from measurement.record import PROJECT, ROOT, Row, output_of
 
 SEPARATOR = "spin_kernel"  # of torch.cuda._sleep
 COUNTED = {  # what we call it -> ncu's metric
@@ -42,10 +43,9 @@ def phases() -> Iterator[tuple[str, str, str]]:
 
 def profiled() -> None:
     """The program under ncu."""
-    from cases_cuda import parameters, select
-    from peers import make_peer
-    from sides_cuda import make_ours
-
+    from bench.suites.fused_rnn.cases_cuda import parameters, select
+    from bench.suites.fused_rnn.peers import make_peer
+    from bench.suites.fused_rnn.providers_cuda import make_ours
     from flashcell import load_kernel
 
     kernel = load_kernel("fused-rnn", "cuda", "cuda")
@@ -90,7 +90,7 @@ def read_log(text: str, tensor: str) -> list[dict[str, float]]:
 
 
 def make_rows(found: list[dict[str, float]], stamp: dict[str, str]) -> list[Row]:
-    from cases_cuda import select, work
+    from bench.suites.fused_rnn.cases_cuda import select, work
 
     rows = []
     for (name, side, which), sums in zip(phases(), found, strict=True):
@@ -138,7 +138,8 @@ def run_roofline(stamp: dict[str, str]) -> tuple[list[Row], str]:
         ]
         environment = dict(os.environ, LOCAL_KERNELS=f"flashcell/fused-rnn={PROJECT}")
         environment["LOCAL_KERNELS"] = os.environ.get("LOCAL_KERNELS", environment["LOCAL_KERNELS"])
-        command = [ncu, *options, "--metrics", metrics, sys.executable, __file__]
+        command = [ncu, *options, "--metrics", metrics, sys.executable, str(ROOT / "scripts")]
+        command += ["bench.ops.roofline"]
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         text = log.read_text() if log.exists() else ""
     if done.returncode:

@@ -13,13 +13,13 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import suite_cuda as suite
 import torch
-from _bench_common import Row, first_line
-from _bench_timing import NOT_TIMED, Sample, copies_beyond_l2, time_calls, time_graph
-from suite_cuda import LEAVES, Case, Side
 
+from bench.suites.tfla import cases_cuda as suite
+from bench.suites.tfla.cases_cuda import LEAVES, Case, Side
+from bench.timing import NOT_TIMED, Sample, copies_beyond_l2, time_calls, time_graph
 from flashcell.kernels import tfla as reference
+from measurement.record import Row, first_line
 
 JUDGED = 512  # steps, of one sequence
 GATE = {"h": 3e-3, "q": 3e-3, "k": 3e-3, "v": 3e-3, "i": 4e-3, "f": 1e-2}  # relative errors

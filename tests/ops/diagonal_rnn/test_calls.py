@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from test_diagonal import run
-from test_diagonal_cuda import CELLS, LONG, METHODS, WAYS, backward_call
 
 from cases import DEVICE, Case, replayed
 from diagonal_cases import leaves, make
 from numerics import assert_bitwise, assert_close
+from ops.diagonal_rnn.test_cuda import CELLS, LONG, METHODS, WAYS, backward_call
+from ops.diagonal_rnn.test_sequence import run
 
 pytestmark = [
     pytest.mark.usefixtures("poisoned"),

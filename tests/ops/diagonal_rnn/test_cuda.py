@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_diagonal import run, upstream
-from test_diagonal_scan import draw
-from test_diagonal_scan import run as run_scan
 
 from cases import DEVICE, Case, to_device, upcast
 from diagonal_cases import CASES, EMPTY, REGIMES, draw_regime, make, parity, split
 from flashcell.kernels import diagonal_rnn as reference
 from numerics import EPS, assert_as_accurate, assert_bitwise, assert_close, rms
+from ops.diagonal_rnn.test_scan import draw
+from ops.diagonal_rnn.test_scan import run as run_scan
+from ops.diagonal_rnn.test_sequence import run, upstream
 
 CELLS = reference.CELLS
 pytestmark = [

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from test_diagonal import DTYPES, run, short, upstream
 
 from cases import DEVICE, Case
 from diagonal_cases import in_heads, make
 from flashcell.kernels import diagonal_rnn as reference
 from numerics import EPS, assert_bitwise, assert_close
+from ops.diagonal_rnn.test_sequence import DTYPES, run, short, upstream
 
 CELLS = reference.CELLS
 pytestmark = pytest.mark.usefixtures("poisoned")

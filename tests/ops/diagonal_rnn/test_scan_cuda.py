@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from test_diagonal_scan import DTYPES, draw, run, short
 
 from arch_cases import code_of
 from cases import DEVICE, replayed
 from flashcell.kernels import diagonal_rnn as reference
 from numerics import assert_as_accurate, assert_bitwise, assert_close
+from ops.diagonal_rnn.test_scan import DTYPES, draw, run, short
 
 pytestmark = [
     pytest.mark.usefixtures("poisoned"),

@@ -193,7 +193,7 @@ def test_ops_called_directly_are_safe(diagonal_rnn, name):
         fwd(x, weight.double(), *rest, False)
     with pytest.raises(RuntimeError, match="method must be"):
         fwd(x, weight, *rest[:-3], "jump", -1.0, -1, False)
-    if DEVICE == "cpu":  # CUDA clamps values, see test_diagonal_cuda.py
+    if DEVICE == "cpu":  # CUDA clamps values, see ops/diagonal_rnn/test_cuda.py
         with pytest.raises(RuntimeError, match="lengths must be in"):
             fwd(x, weight, None, None, None, ints(1, 9), None, *rest[-3:], False)
 

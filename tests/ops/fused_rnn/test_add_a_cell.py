@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 CELLS = ROOT / "tests/cells"
 CONTRACT = ["test_sequence.py", "test_contract.py", "test_registration.py"]
 

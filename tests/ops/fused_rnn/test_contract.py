@@ -4,11 +4,11 @@ import itertools
 
 import pytest
 import torch
-from test_sequence import run, upstream
 
 from cases import DEVICE, Case, make
 from flashcell.kernels.fused_rnn import CELLS
 from numerics import EPS, UNITS, UNITS_PER_SUM, assert_bitwise, assert_close
+from ops.fused_rnn.test_sequence import run, upstream
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 DTYPES = [torch.float32, torch.bfloat16]

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from test_sequence import run, upstream
 
 from arch_cases import code_of
 from cases import DEVICE, Case, make, replayed, to_device, upcast
 from flashcell.kernels import fused_rnn as reference
 from flashcell.kernels.fused_rnn import plan
 from numerics import assert_as_accurate, assert_bitwise, assert_close
+from ops.fused_rnn.test_sequence import run, upstream
 
 CELLS = reference.CELLS
 pytestmark = [

@@ -1,10 +1,12 @@
 """tfla on a GPU whose code was compiled for another: what that code lacks is not used, or refused."""
 
 import pytest
-import test_tfla as judge
-import test_tfla_cuda
 import torch
-from test_tfla_emulated import (  # noqa: F401  (fixtures)
+
+from mlstm_cases import make
+from ops.tfla import test_cuda
+from ops.tfla import test_sequence as judge
+from ops.tfla.test_emulated import (  # noqa: F401  (fixtures)
     TILES,
     cell,
     judge_case,
@@ -13,8 +15,6 @@ from test_tfla_emulated import (  # noqa: F401  (fixtures)
     pytestmark,
     tfla,
 )
-
-from mlstm_cases import make
 
 HOPPER = "arch=90 code=80"  # 9.0 runs PTX for 8.0: no wgmma, no clusters, no launches that overlap
 
@@ -27,7 +27,7 @@ def test_hopper_runs_code_without_wgmma(tfla, order, cell, case, code):  # noqa:
 
 def test_kept_states_of_code_for_8_0(tfla, order, cell):  # noqa: F811
     order(HOPPER)
-    test_tfla_cuda.test_backward_from_kept_states(tfla, cell, test_tfla_cuda.KEPT[0])
+    test_cuda.test_backward_from_kept_states(tfla, cell, test_cuda.KEPT[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=judge.short)

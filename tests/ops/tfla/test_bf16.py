@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from test_tfla import run
 
 from cases import DEVICE, upcast
 from flashcell.kernels import tfla as reference
 from mlstm_cases import Case, make, normal
 from numerics import assert_close
+from ops.tfla.test_sequence import run
 
 # Relative to float64. What one row whose divisor nearly cancels does to all gradients of the exponential
 # gate, CUDA works out unrounded. The CPU does so with C, but C is a sum of products of bf16 operands, of

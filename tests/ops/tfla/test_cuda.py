@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from mlstm_peer import Peer
-from test_tfla import DTYPES, SEQUENCE, SMALL, assert_near, run, short, upstream
-from test_tfla_door import op_arguments
 
 from cases import DEVICE, to_device, upcast
 from flashcell.kernels import tfla as reference
 from mlstm_cases import CELLS, Case, leaves, make, names, unscaled
+from mlstm_peer import Peer
 from numerics import assert_bitwise, assert_close
+from ops.tfla.test_sequence import DTYPES, SEQUENCE, SMALL, assert_near, run, short, upstream
+from ops.tfla.test_validation import op_arguments
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -221,7 +221,9 @@ ENGINES = {
 TINY = [(engine, case) for engine, (_, cases) in ENGINES.items() for case in cases]
 
 
-@pytest.mark.skipif(DEVICE != "cuda", reason="the CPU's engine is judged by test_tfla.py")
+@pytest.mark.skipif(
+    DEVICE != "cuda", reason="the CPU's engine is judged by ops/tfla/test_sequence.py"
+)
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @pytest.mark.parametrize(("engine", "case"), TINY, ids=str)
 def test_tiny(tfla, cell, engine, case, dtype):

@@ -9,12 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import test_tfla as judge
-import test_tfla_bf16
-import test_tfla_cuda
-import test_tfla_epilogue
-import test_tfla_nan
-import test_tfla_reset
 import torch
 
 import emulate
@@ -22,8 +16,12 @@ from cases import DEVICE, upcast
 from flashcell.kernels import tfla as reference
 from mlstm_cases import CASES, Case, make
 from numerics import EPS, assert_bitwise, assert_close
+from ops.tfla import test_bf16, test_cuda, test_nan
+from ops.tfla import test_epilogue as epilogue
+from ops.tfla import test_reset as reset
+from ops.tfla import test_sequence as judge
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 SANITIZE = "FLASHCELL_EMULATOR_SANITIZE"
 LINEAR = ["x", "weights", "biases", "capped", "cap", "norm_weight", "norm_eps", "residual", "gated"]
 LINEARS = [(1, 8, [24]), (3, 40, [24, 17]), (8, 1096, [40]), (16, 2056, [48]), (17, 256, [33])]
@@ -135,13 +133,13 @@ def test_backward_by_few_blocks_of_rows(tfla, order, cell, options):
     judge_case(tfla, order, cell, case, torch.bfloat16, device="processors=3")
 
 
-@pytest.mark.parametrize("masks", test_tfla_cuda.KEPT, ids=str)
+@pytest.mark.parametrize("masks", test_cuda.KEPT, ids=str)
 def test_backward_from_kept_states(tfla, cell, masks):
-    test_tfla_cuda.test_backward_from_kept_states(tfla, cell, masks)
+    test_cuda.test_backward_from_kept_states(tfla, cell, masks)
 
 
 def test_a_row_that_has_most_of_the_gradient(tfla):
-    test_tfla_bf16.test_a_row_that_has_most_of_the_gradient(tfla)
+    test_bf16.test_a_row_that_has_most_of_the_gradient(tfla)
 
 
 def test_segments_join(tfla, order):
@@ -163,31 +161,31 @@ def test_step(tfla, order, cell, dtype, words):
     judge.test_step(tfla, cell, dtype)
 
 
-@pytest.mark.parametrize("case", test_tfla_cuda.STEPS[-2:], ids=str)
+@pytest.mark.parametrize("case", test_cuda.STEPS[-2:], ids=str)
 def test_step_of_usual_widths(tfla, order, cell, case):
     for words, dtype in zip(ORDERS[:2], DTYPES, strict=True):
         order(words)
-        test_tfla_cuda.test_tiny(tfla, cell, "step", case, dtype)
+        test_cuda.test_tiny(tfla, cell, "step", case, dtype)
 
 
-@pytest.mark.parametrize("size", test_tfla_epilogue.SIZES, ids=str)
-@pytest.mark.parametrize("parts", test_tfla_epilogue.PARTS, ids="-".join)
+@pytest.mark.parametrize("size", epilogue.SIZES, ids=str)
+@pytest.mark.parametrize("parts", epilogue.PARTS, ids="-".join)
 def test_epilogue(tfla, order, parts, size):
     for words, dtype in zip(ORDERS[:2], DTYPES, strict=True):
         order(words)
-        test_tfla_epilogue.test_as_exact_as_the_reference(tfla, parts, size, dtype)
+        epilogue.test_as_exact_as_the_reference(tfla, parts, size, dtype)
 
 
 def test_epilogue_without_rows(tfla):
-    test_tfla_epilogue.test_no_rows_add_nothing_to_the_weight(tfla)
+    epilogue.test_no_rows_add_nothing_to_the_weight(tfla)
 
 
-@pytest.mark.parametrize("parts", [test_tfla_epilogue.PARTS[k] for k in (0, 3, 5)], ids="-".join)
-@pytest.mark.parametrize("V", test_tfla_epilogue.WIDTHS)
+@pytest.mark.parametrize("parts", [epilogue.PARTS[k] for k in (0, 3, 5)], ids="-".join)
+@pytest.mark.parametrize("V", epilogue.WIDTHS)
 def test_epilogue_of_a_step(tfla, cell, order, parts, V):
     for words, dtype in zip(ORDERS[:2], DTYPES, strict=True):
         order(words)
-        test_tfla_epilogue.test_step(tfla, parts, cell, dtype, V)
+        epilogue.test_step(tfla, parts, cell, dtype, V)
 
 
 @pytest.mark.parametrize(
@@ -196,10 +194,10 @@ def test_epilogue_of_a_step(tfla, cell, order, parts, V):
         judge.test_documents_equal_separate_sequences,
         judge.test_held_steps_keep_the_state_unrounded,
         judge.test_inputs_are_left_alone,
-        test_tfla_nan.test_nan_stays_in_its_head_and_after_its_chunk,
+        test_nan.test_nan_stays_in_its_head_and_after_its_chunk,
         judge.test_shards_compose,
-        test_tfla_nan.test_what_a_held_step_holds,
-        test_tfla_cuda.test_rows_at_any_address,
+        test_nan.test_what_a_held_step_holds,
+        test_cuda.test_rows_at_any_address,
     ],
     ids=lambda test: test.__name__,
 )
@@ -209,19 +207,19 @@ def test_as_the_judge_says(tfla, order, cell, test):
 
 
 def test_offsets_that_decrease(tfla):
-    test_tfla_cuda.test_offsets_that_decrease(tfla, torch.int32)
+    test_cuda.test_offsets_that_decrease(tfla, torch.int32)
 
 
 @pytest.mark.parametrize("t", [0, 17, 39])
 def test_reset(tfla, cell, t):
-    test_tfla_reset.test_reset_at_every_position(tfla, cell, t)
-    test_tfla_nan.test_reset_ends_a_state_that_is_nan(tfla, cell, t)
+    reset.test_reset_at_every_position(tfla, cell, t)
+    test_nan.test_reset_ends_a_state_that_is_nan(tfla, cell, t)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [64, 128, 256])
 def test_bf16_at_a_models_width(tfla, cell, size):
-    test_tfla_bf16.test_bf16_at_a_models_width(tfla, cell, 0.0, 3.0, size)
+    test_bf16.test_bf16_at_a_models_width(tfla, cell, 0.0, 3.0, size)
 
 
 @pytest.mark.slow

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from test_tfla import DTYPES, short
 
 from cases import DEVICE
 from flashcell.kernels import tfla as reference
 from mlstm_cases import CELLS, Case, make, names
 from numerics import assert_as_accurate, assert_bitwise, assert_close
+from ops.tfla.test_sequence import DTYPES, short
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 EPS = 1e-3

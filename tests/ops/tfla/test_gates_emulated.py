@@ -1,9 +1,10 @@
-"""test_tfla_gates.py where there is no GPU: tfla's CUDA kernels, run by tests/emulator."""
+"""ops/tfla/test_gates.py where there is no GPU: tfla's CUDA kernels, run by tests/emulator."""
 
 import pytest
-import test_tfla_gates as judge
 import torch
-from test_tfla_emulated import (  # noqa: F401  (fixtures)
+
+from ops.tfla import test_gates as judge
+from ops.tfla.test_emulated import (  # noqa: F401  (fixtures)
     DTYPES,
     no_float64,
     order,

@@ -1,11 +1,11 @@
 """tfla: how far a NaN goes, and what ends it."""
 
 import pytest
-import test_held
 import torch
 
 from mlstm_cases import CELLS, Case, make, unscaled
 from numerics import assert_close
+from ops.tfla import test_held
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 SEQUENCE = ("q", "k", "v", "i", "f")

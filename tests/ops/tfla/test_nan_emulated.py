@@ -1,17 +1,17 @@
-"""test_tfla_nan.py where there is no GPU: tfla's CUDA kernels, run by tests/emulator."""
+"""ops/tfla/test_nan.py where there is no GPU: tfla's CUDA kernels, run by tests/emulator."""
 
 import pytest
-import test_tfla_nan as judge
 import torch
-from test_tfla_emulated import (  # noqa: F401  (fixtures)
+
+from mlstm_cases import CELLS
+from ops.tfla import test_nan as judge
+from ops.tfla.test_emulated import (  # noqa: F401  (fixtures)
     no_float64,
     order,
     pytestmark,
     tfla,
 )
-from test_tfla_gates_emulated import PATHS
-
-from mlstm_cases import CELLS
+from ops.tfla.test_gates_emulated import PATHS
 
 
 @pytest.mark.parametrize("path", [*PATHS, (torch.float16, "")], ids=str)

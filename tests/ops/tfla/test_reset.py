@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from mlstm_peer import Peer
-from test_tfla import DTYPES, SEQUENCE, assert_near, moved, run, short, upstream
 
 from cases import DEVICE, upcast
 from flashcell.kernels import tfla as reference
 from mlstm_cases import CELLS, Case, make, unscaled
+from mlstm_peer import Peer
 from numerics import assert_close
+from ops.tfla.test_sequence import DTYPES, SEQUENCE, assert_near, moved, run, short, upstream
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 

@@ -4,11 +4,11 @@ import itertools
 
 import pytest
 import torch
-from mlstm_peer import Peer
 
 from cases import DEVICE, upcast
 from flashcell.kernels import tfla as reference
 from mlstm_cases import CASES, CELLS, EMPTY, Case, leaves, make, names, nearby, normal, unscaled
+from mlstm_peer import Peer
 from numerics import assert_as_accurate, assert_bitwise, assert_close, rms, worst
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]

@@ -6,8 +6,8 @@ import re
 from collections.abc import Callable
 
 import torch
-from bench_case import Case
 
+from bench.suites.fused_rnn.case import Case
 from flashcell.kernels import fused_rnn as reference
 
 CELLS = reference.CELLS

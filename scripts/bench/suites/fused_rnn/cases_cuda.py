@@ -7,9 +7,9 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 
 import torch
-from bench_case import Case
-from floor_cuda import Walk, floor_seconds
 
+from bench.suites.fused_rnn.case import Case
+from bench.suites.fused_rnn.floor_cuda import Walk, floor_seconds
 from flashcell.kernels import fused_rnn as reference
 
 CELLS = reference.CELLS

@@ -1,6 +1,6 @@
 """flashrnn (NX-AI, PyPI, 1.0.8) as a peer: its own kernels, built where its own loader fails.
 
-    python kernel_builds/fused-rnn/benchmarks/flashrnn_peer.py lstm 12 64 16    builds one, on a GPU
+    python scripts bench.suites.fused_rnn.flashrnn_peer lstm 12 64 16    builds one, on a GPU
 
 It compiles a module for each (cell, heads, width, batch) and tries it on the GPU. Nothing of it is
 in this repository, and its sources and flags are not touched; four things around them are:
@@ -34,10 +34,12 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
-from sides_cuda import Unavailable
+
+from bench.suites.fused_rnn.providers_cuda import Unavailable
 
 CELLS = ("lstm", "slstm")
-STATE = Path(os.environ.get("FLASHCELL_HOME") or Path(__file__).parents[3] / ".flashcell")
+ROOT = Path(__file__).resolve().parents[4]
+STATE = Path(os.environ.get("FLASHCELL_HOME") or ROOT / ".flashcell")
 LOADED = Path("/proc/self/maps")  # libraries of this process
 JOBS = 4  # of one compilation, which has six files
 Shape = tuple[str, int, int, int]  # cell, heads, width, batch
@@ -142,7 +144,14 @@ def build_all(shapes: Iterable[Shape]) -> None:
     print(f"flashrnn compiles {len(missing)} modules, a minute or two for each", flush=True)
     environment = os.environ | {"MAX_JOBS": str(JOBS)}
     build = lambda shape: subprocess.run(
-        [sys.executable, __file__, *map(str, shape)], env=environment, capture_output=True
+        [
+            sys.executable,
+            ROOT / "scripts",
+            "bench.suites.fused_rnn.flashrnn_peer",
+            *map(str, shape),
+        ],
+        env=environment,
+        capture_output=True,
     )
     with ThreadPoolExecutor(max(1, 2 * (os.cpu_count() or 1) // JOBS)) as pool:
         list(pool.map(build, missing))

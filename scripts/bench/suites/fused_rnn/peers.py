@@ -1,4 +1,4 @@
-"""Whom scripts/bench_ops --device cuda compares us with, besides torch.nn: see sides_cuda.py.
+"""Whom scripts/bench_ops --device cuda compares us with, besides torch.nn: see providers_cuda.py.
 
 flashrnn (NX-AI, PyPI) is timed where it can be imported: see flashrnn_peer.py.
 """
@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-import flashrnn_peer
 import torch
-from bench_case import Case
-from sides_cuda import CUDNN, Module, Parameters, Side, Unavailable, leaf
 from torch import Tensor
 from torch.nn import functional as F
+
+from bench.suites.fused_rnn import flashrnn_peer
+from bench.suites.fused_rnn.case import Case
+from bench.suites.fused_rnn.providers_cuda import CUDNN, Module, Parameters, Side, Unavailable, leaf
 
 
 class FlashRNN(Side):

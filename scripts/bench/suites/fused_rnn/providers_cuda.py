@@ -10,11 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from bench_case import Case
-from cases_cuda import CELLS, lengths
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+
+from bench.suites.fused_rnn.case import Case
+from bench.suites.fused_rnn.cases_cuda import CELLS, lengths
 
 TORCH_CLASSES = {
     "lstm": ("LSTM", {}),

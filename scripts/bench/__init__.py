@@ -1,0 +1,1 @@
+"""What bench_ops, bench_models and bench_parallel time: ops, models, and how time is taken."""

@@ -1,0 +1,1 @@
+"""Times of whole models, for bench_models: training steps, prompts, tokens, serving."""

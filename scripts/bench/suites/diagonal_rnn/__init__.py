@@ -1,0 +1,1 @@
+"""Cases and providers of diagonal-rnn."""

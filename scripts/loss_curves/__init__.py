@@ -1,0 +1,1 @@
+"""Loss curves of two implementations side by side, for scripts/convergence."""

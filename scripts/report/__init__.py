@@ -1,0 +1,1 @@
+"""Tables and figures from scripts/results, for plot_bench."""

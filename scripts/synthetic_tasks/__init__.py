@@ -1,0 +1,1 @@
+"""Tasks that show what a layer can learn, for scripts/tasks."""

@@ -1,0 +1,34 @@
+"""The modules that build kernels, which lie beside the kernels: `from tooling.builder import variant`.
+
+They are programs of CMake too and know each other by their bare names, so their folder is on sys.path.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "kernel_builds/cmake"))
+
+import abi_check
+import archs
+import build_toml
+import subset
+import toolchain
+import variant
+from archs import default_archs, gencode, parse_archs
+from build_toml import SHARED, BuildError, Kernel, read_kernel
+
+__all__ = [
+    "SHARED",
+    "BuildError",
+    "Kernel",
+    "abi_check",
+    "archs",
+    "build_toml",
+    "default_archs",
+    "gencode",
+    "parse_archs",
+    "read_kernel",
+    "subset",
+    "toolchain",
+    "variant",
+]

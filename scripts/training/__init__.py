@@ -1,0 +1,1 @@
+"""A training run, for scripts/train: data, steps, checkpoints, monitors, the model card."""

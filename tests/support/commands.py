@@ -1,0 +1,24 @@
+"""Commands of scripts/ as modules and as processes."""
+
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS, SUPPORT = ROOT / "scripts", ROOT / "tests/support"
+
+
+def load_command(name: str) -> ModuleType:
+    """scripts/<name> as a module: it has no suffix, so no import finds it."""
+    module, path = ModuleType(name), SCRIPTS / name
+    module.__file__ = str(path)
+    before, sys.modules[name] = sys.dont_write_bytecode, module  # dataclasses look their module up
+    exec(compile(path.read_bytes(), path, "exec"), module.__dict__)
+    sys.dont_write_bytecode = before
+    return module
+
+
+def environment(**variables: str) -> dict[str, str]:
+    """This process's variables and `variables`, for a Python that is to import what pytest does."""
+    return {**os.environ, "PYTHONPATH": f"{SCRIPTS}{os.pathsep}{SUPPORT}", **variables}
