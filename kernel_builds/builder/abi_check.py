@@ -64,7 +64,7 @@ def problems(
     if archs and (held := cuda_archs(library)) != set(archs):
         found.append(f"holds code for {sorted(held)}, but must for {sorted(archs)}")
     elif archs and any(part != held for part in fat_binaries(library) if part):
-        # include/code.cuh asks one source file which archs it was compiled for, and speaks for all
+        # common/cuda/code.cuh asks one source file which archs it was compiled for, and speaks for all
         found.append(f"has a source file that is not compiled for all of {sorted(archs)}")
     return found
 

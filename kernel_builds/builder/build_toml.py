@@ -16,7 +16,8 @@ try:
 except ImportError:  # Python 3.10
     import tomli as tomllib
 
-SHARED = Path(__file__).resolve().parent
+BUILDER = Path(__file__).resolve().parent
+COMMON = BUILDER.parent / "common"
 BACKENDS = ("cpu", "cuda")
 CPU_ARCH = "x86_64"
 HASH_DIGITS = 10
@@ -103,9 +104,9 @@ class Kernel:
         """Of paths and contents, not of git: equal sources have equal hashes in any directory."""
         digest = hashlib.sha256()
         for file in self.files():
-            base = self.root if file.is_relative_to(self.root) else SHARED
+            base = self.root if file.is_relative_to(self.root) else BUILDER.parent
             content = file.read_bytes()
-            digest.update(f"{base is SHARED} {file.relative_to(base).as_posix()} ".encode())
+            digest.update(f"{base is self.root} {file.relative_to(base).as_posix()} ".encode())
             digest.update(f"{len(content)}\n".encode() + content)
         return digest.hexdigest()[:HASH_DIGITS]
 
@@ -115,9 +116,11 @@ class Kernel:
 
 
 def shared_files() -> list[Path]:
-    """What of the shared build reaches the binary: all of it but the Python that drives it."""
-    own = [f for f in SHARED.rglob("*") if f.is_file() and f.suffix != ".py"]
-    return sorted(f for f in own if not _is_litter(f.relative_to(SHARED)))
+    """What every kernel's library is made of beside its own files. The Python of common/ is not among
+    it: the kernels that use a file of it link to it, so that it is one of theirs."""
+    own = [f for folder in (BUILDER, COMMON) for f in folder.rglob("*") if f.is_file()]
+    own = [f for f in own if f.suffix != ".py"]
+    return sorted(f for f in own if not _is_litter(f.relative_to(BUILDER.parent)))
 
 
 def read_kernel(root: Path) -> Kernel:

@@ -7,8 +7,8 @@ static_asserts judged for sm_90a as ever, and what it defines is there for the l
 each engine the cells that take most of its branches (gru: a bias row and a gradient of its own;
 slstm: four states, of which one has no gradient), and every cell somewhere.
 
-Seconds of one Zen 3 core as released, so, and by the front end alone: fused-rnn's chip_gru.cu 158,
-37 and 8; diagonal-rnn's flash_gru.cu 80, 18 and 7; tfla's backward.cu 141, 20 and 6.
+Seconds of one Zen 3 core as released, so, and by the front end alone: fused-rnn's grid_gru.cu 158,
+37 and 8; diagonal-rnn's flash_gru.cu 80, 18 and 7; tfla's backward/run.cu 141, 20 and 6.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SUBSET = {
     "fused-rnn": {
         "block": ("gru", "slstm"),
         "cluster": ("gru", "lstm", "slstm"),
-        "chip": ("gru", "slstm"),
+        "grid": ("gru", "slstm"),
         "step": ("gru", "rnn", "slstm"),
     }
 }
@@ -54,7 +54,7 @@ def launcher(kernel: str, sources: list[str]) -> list[str]:
 
 
 def _parts(source: str) -> tuple[str, str]:
-    """chip_gru.cu is the engine "chip" with the cell "gru"."""
+    """grid_gru.cu is the engine "grid" with the cell "gru"."""
     engine, _, cell = PurePath(source).stem.partition("_")
     return engine, cell
 

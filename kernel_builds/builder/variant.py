@@ -17,7 +17,7 @@ import os
 import shutil
 from pathlib import Path
 
-from build_toml import SHARED, BuildError, Kernel, read_kernel
+from build_toml import BUILDER, BuildError, Kernel, read_kernel
 
 # The first kernels release that reads these files, as kernel-builder writes it.
 KERNELS_MINVER = "0.14.0"
@@ -44,7 +44,7 @@ def assemble(
         _copy_package(kernel, staging)
         if library is not None:
             shutil.copyfile(library, staging / f"{kernel_id}.abi3.so")
-            template = (SHARED / "_ops.py.in").read_text()
+            template = (BUILDER / "_ops.py.in").read_text()
             text = template.replace("@KERNEL_ID@", kernel_id).replace("@KERNEL_BACKEND@", backend)
             (staging / "_ops.py").write_text(text)
         _write_metadata(kernel, backend, kernel_id, archs, staging)

@@ -37,7 +37,7 @@ def zen(family: int, model: int) -> str:
 def cpu_name(cpuinfo: str, asked: str | None = None) -> str:
     """'AMD EPYC (Zen 3, AVX2)': of /proc/cpuinfo, with the instructions that the kernels use there.
 
-    As select_isa of kernel_builds/cmake/include/torch_host.h; `asked` is FLASHCELL_CPU_ISA.
+    As select_isa of kernel_builds/common/torch/cpu.h; `asked` is FLASHCELL_CPU_ISA.
     """
     found = dict(re.findall(r"^(\S[^\t:]*?)\s*:\s*(.*)$", cpuinfo, re.MULTILINE))
     flags = set(found["flags"].split())

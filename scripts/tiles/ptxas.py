@@ -1,6 +1,6 @@
 """What ptxas says of the engines: registers and spills of every instantiation, per arch.
 
-It compiles block_*.cu and chip_*.cu as the build does, with -Xptxas -v, or reads the log of a build
+It compiles block_*.cu and grid_*.cu as the build does, with -Xptxas -v, or reads the log of a build
 that did, and keeps the worst instantiation of each kernel.
 """
 
@@ -22,7 +22,7 @@ REGISTERS = re.compile(r"Used (\d+) registers")
 BLOCK = re.compile(r"Block(Forward|Backward)I(.+?)(f|6__half|13__nv_bfloat16)Li(\d+)E")
 CHIP = re.compile(r"(Forward|Backward)PassI(.+?)(f|6__half|13__nv_bfloat16)(?:Li\d+)?E")
 CELLS = {"Lstm": "lstm", "Gru": "gru", "Slstm": "slstm", "Tanh": "rnn_tanh", "Relu": "rnn_relu"}
-SHARED = Path(__file__).resolve().parents[2] / "kernel_builds/cmake/include"
+SHARED = Path(__file__).resolve().parents[2] / "kernel_builds"
 COLUMNS = ("arch", "kernel", "registers", "spill_bytes", "held")
 # (arch, kernel) -> registers, bytes spilt, and `held` of the chip engine's tiles at that time
 Measured = dict[tuple[int, str], tuple[int, int, int]]
@@ -81,7 +81,8 @@ def compile_engines(
     shutil.rmtree(work, ignore_errors=True)
     shutil.copytree(csrc, work / "csrc")
     (work / "csrc/cuda/tiles.h").write_text(header)
-    sources = [s for e in ("block", "chip") for s in sorted((work / "csrc/cuda").glob(f"{e}_*.cu"))]
+    folder = work / "csrc/cuda/instantiations"
+    sources = [s for e in ("block", "grid") for s in sorted(folder.glob(f"{e}_*.cu"))]
 
     def run(source: Path) -> str:
         command = [str(nvcc), "-std=c++20", "-O3", "-fatbin", *gencode, "-Xptxas", "-v"]

@@ -6,7 +6,7 @@ They are programs of CMake too and know each other by their bare names, so their
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "kernel_builds/cmake"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "kernel_builds/builder"))
 
 import abi_check
 import archs
@@ -15,10 +15,10 @@ import subset
 import toolchain
 import variant
 from archs import default_archs, gencode, parse_archs
-from build_toml import SHARED, BuildError, Kernel, read_kernel
+from build_toml import BUILDER, BuildError, Kernel, read_kernel
 
 __all__ = [
-    "SHARED",
+    "BUILDER",
     "BuildError",
     "Kernel",
     "abi_check",

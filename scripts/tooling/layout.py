@@ -35,7 +35,7 @@ ONE_KIND = [  # files that do not count: their folder holds any number of their 
 FLAT = {  # folders of more files, and why
     "kernel_builds/*/torch-ext/*": "the Hub publishes a kernel's Python as one flat package",
 }
-ROOTS = ("scripts", "tests", "tests/support", "kernel_builds/cmake")
+ROOTS = ("scripts", "tests", "tests/support", "kernel_builds/builder")
 
 
 def violations(names: Iterable[str], text: Text) -> Iterator[str]:

@@ -128,8 +128,9 @@ def test_cpu_build_is_reproducible(tmp_path):
     """Other directories, other checkouts, other compiler flags in the environment: same bytes."""
     outputs = []
     for folder in ("a", "deeper/b"):
-        shared = tmp_path / folder / "kernel_builds" / "cmake"
-        shutil.copytree(ROOT / "kernel_builds" / "cmake", shared)
+        for part in ("builder", "common"):
+            place = Path("kernel_builds", part)
+            shutil.copytree(ROOT / place, tmp_path / folder / place)
         (tmp_path / folder / "scripts").mkdir()
         script = shutil.copy2(ROOT / "scripts" / "build_kernels", tmp_path / folder / "scripts")
         shutil.copytree(ROOT / "scripts/tooling", tmp_path / folder / "scripts/tooling")

@@ -40,8 +40,8 @@ def test_every_engine_and_every_cell_is_compiled(name):
     ("changed", "added", "message"),
     [
         ({"block": ("gru", "mgu")}, [], "names block_mgu.cu, but build.toml does not"),
-        ({"chip": ()}, [], "compiles no cell of chip"),
-        ({}, ["block_mgu.cu", "chip_mgu.cu"], "compiles mgu with no engine"),
+        ({"grid": ()}, [], "compiles no cell of grid"),
+        ({}, ["block_mgu.cu", "grid_mgu.cu"], "compiles mgu with no engine"),
     ],
 )
 def test_a_subset_that_hides_something_is_refused(monkeypatch, changed, added, message):
@@ -104,14 +104,15 @@ def test_nothing_is_written(tmp_path):
 @needs_nvcc
 def test_what_the_front_end_reads_is_whole_for_the_linker(tmp_path):
     """An error in a source that does not become machine code is found; its functions are there."""
-    left = subset.launcher("fused-rnn", ["csrc/cuda/chip_lstm.cu", "csrc/cuda/chip_gru.cu"])
-    assert left[-1] == "csrc/cuda/chip_lstm.cu"
+    sources = [f"csrc/cuda/instantiations/grid_{cell}.cu" for cell in ("lstm", "gru")]
+    left = subset.launcher("fused-rnn", sources)
+    assert left[-1] == sources[0]
     nvcc = [
         str(toolchain.machine_nvcc()),
         "-gencode=arch=compute_90a,code=sm_90a",
         "-Xcompiler=-fPIC",
     ]
-    source = tmp_path / "csrc" / "cuda" / "chip_lstm.cu"
+    source = tmp_path / sources[0]
     source.parent.mkdir(parents=True)
     template = "template <int n> __global__ void k(int* p) {{ static_assert(n < {0}); *p = n; }}\n"
     call = 'extern "C" void run(int* p) {{ k<3><<<1, 1>>>(p); }}\n'

@@ -14,7 +14,7 @@ from flashcell.kernels.fused_rnn.explain import explain_plan
 
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "kernel_builds/fused-rnn/csrc/cuda"
-SHARED = ROOT / "kernel_builds/cmake/include"
+SHARED = ROOT / "kernel_builds"
 TILES = ROOT / "kernel_builds/fused-rnn/tiles"
 
 

@@ -1,7 +1,7 @@
 // f = sigmoid(x + r)            n = tanh(x_n + f (weight_n h + b_nh))   (minimal gated unit)
 // h' = (1 - f) h + f n
 #pragma once
-#include "cell_math.h"
+#include "common/cells/math.h"
 
 namespace flashcell {
 

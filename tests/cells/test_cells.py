@@ -16,7 +16,7 @@ PROGRAMS = {
 def test_gradients_against_finite_differences(tmp_path, program):
     kernel, cells = PROGRAMS[program]
     binary, source = tmp_path / "gradcheck", Path(__file__).with_name(program)
-    include = [f"-I{BUILDS / folder}" for folder in ("cmake/include", f"{kernel}/csrc")]
+    include = [f"-I{BUILDS / folder}" for folder in ("", f"{kernel}/csrc")]
     subprocess.run(["g++", "-std=c++20", "-O1", *include, source, "-o", binary], check=True)
     done = subprocess.run([binary], capture_output=True, text=True)
     print(done.stdout)

@@ -21,14 +21,14 @@ from pathlib import Path
 
 import torch
 
-from tooling.builder import SHARED, BuildError, Kernel, read_kernel, variant
+from tooling.builder import BUILDER, BuildError, Kernel, read_kernel, variant
 
 HERE = Path(__file__).resolve().parent
 SUPPORTED = (platform.system(), platform.machine()) == ("Linux", "x86_64")
 
 TORCH = Path(torch.__file__).parent
 MACHINE = [HERE / "machine.cpp", HERE / "async.cpp"]
-INCLUDE = [f"-I{HERE / 'include'}", f"-I{SHARED / 'include'}"]
+INCLUDE = [f"-I{HERE / 'include'}", f"-I{BUILDER.parent}"]
 INCLUDE += ["-isystem", str(TORCH / "include")]
 # -fno-strict-aliasing: CUDA code reads vectors through reinterpret_cast, which nvcc allows.
 # -fno-extern-tls-init: `extern __shared__` needs no constructor.
@@ -102,7 +102,7 @@ def _compile(kernel: Kernel, flags: list[str], objects: Path) -> Path:
         include += [f"-I{kernel.root / folder}" for folder in component.include]
 
     def compiled(source: Path) -> Path:
-        target = objects / f"{source.name}.o"
+        target = objects / f"{source.parent.name}_{source.name}.o"
         command = [_compiler(), *flags, *include, "-x", "c++", "-c", source, "-o", target]
         _run([str(word) for word in command])
         return target

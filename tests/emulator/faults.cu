@@ -4,7 +4,7 @@
 #include <exception>
 #include <vector>
 
-#include "mma.cuh"
+#include "common/cuda/ptx/mma.cuh"
 
 namespace flashcell::cuda {
 

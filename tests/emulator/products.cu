@@ -5,8 +5,8 @@
 #include <string>
 #include <vector>
 
-#include "mbarrier.cuh"
-#include "wgmma.cuh"
+#include "common/cuda/ptx/mbarrier.cuh"
+#include "common/cuda/ptx/wgmma.cuh"
 
 namespace flashcell::cuda {
 

@@ -1,4 +1,4 @@
-// What torch_cuda.h asks of torch's CUDA: tensors are the CPU's, so there is one stream and no
+// What torch/cuda.h asks of torch's CUDA: tensors are the CPU's, so there is one stream and no
 // device: what is made for CUDA is made for the CPU.
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 

@@ -1,11 +1,12 @@
-// Prints what code.cuh says of the code that runs here, and what that code was compiled for.
+// Prints what common/cuda/code.cuh says of the code that runs here, and what that code was compiled
+// for.
 #include <cstdio>
 
 namespace flashcell::cuda {
 inline constexpr char kKernelName[] = "probe";
 }
 
-#include "code.cuh"
+#include "common/cuda/code.cuh"
 
 namespace flashcell::cuda {
 

@@ -67,7 +67,7 @@ def test_the_library_knows_its_code(tmp_path, archs):
     the preprocessor saw."""
     from tooling.builder import gencode, parse_archs
 
-    include = f"-I{ROOT / 'kernel_builds/cmake/include'}"
+    include = f"-I{ROOT / 'kernel_builds'}"
     source, program = ROOT / "tests/ops/arch_probe.cu", tmp_path / "probe"
     command = ["nvcc", "-std=c++20", include, *gencode(parse_archs(archs)), source, "-o", program]
     subprocess.run(command, check=True)

@@ -1,9 +1,9 @@
 // From a dtype and a cell known at run time to the function compiled for them.
 #pragma once
-#include "cell_list.h"
-#include "host.h"
-#include "io.h"
-#include "sequence.h"
+#include "common/cells/list.h"
+#include "common/cpu/host.h"
+#include "common/cpu/load_store.h"
+#include "common/sequence.h"
 
 namespace flashcell::FLASHCELL_ISA {
 

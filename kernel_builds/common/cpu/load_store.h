@@ -1,6 +1,6 @@
 // Memory formats: how each dtype enters and leaves a register, whole or in part.
 #pragma once
-#include "vec.h"
+#include "common/cpu/vec.h"
 #if defined(__F16C__)
 #include <immintrin.h>
 #endif

@@ -4,7 +4,7 @@
 // Where keep is 0, C is not read; from k > 0 on it is 1. A panel stores B as
 // [k / kDepth][NV][width][kDepth], so that the kernel streams it once, front to back.
 #pragma once
-#include "operand.h"
+#include "common/cpu/operand.h"
 
 namespace flashcell::FLASHCELL_ISA {
 

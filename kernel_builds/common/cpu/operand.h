@@ -1,6 +1,6 @@
-// The operands of a matrix product: what its microkernel (product.h) multiplies, and how.
+// The operands of a matrix product: what microkernel.h multiplies, and how.
 #pragma once
-#include "io.h"
+#include "common/cpu/load_store.h"
 
 namespace flashcell::FLASHCELL_ISA {
 

@@ -1,6 +1,6 @@
 // Panels for the microkernel, packed from a matrix of either orientation.
 #pragma once
-#include "product.h"
+#include "common/cpu/microkernel.h"
 
 namespace flashcell::FLASHCELL_ISA {
 

@@ -1,6 +1,6 @@
 // Scratch memory that returns itself, parallel_for over a callable, and when one thread is enough.
 #pragma once
-#include "host.h"
+#include "common/cpu/host.h"
 
 namespace flashcell::FLASHCELL_ISA {
 

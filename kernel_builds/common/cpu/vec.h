@@ -7,7 +7,7 @@
 #include <immintrin.h>
 #endif
 
-#include "cell_math.h"
+#include "common/cells/math.h"
 
 namespace flashcell::FLASHCELL_ISA {
 

@@ -1,6 +1,6 @@
 // exp, tanh, log1p for Vec<float> and Vec<double>, to 1-3 ulp; infinities and NaN as in libm.
 #pragma once
-#include "vec.h"
+#include "common/cpu/vec.h"
 
 namespace flashcell::FLASHCELL_ISA {
 

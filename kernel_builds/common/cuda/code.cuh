@@ -7,8 +7,8 @@
 #include <stdexcept>
 #include <string>
 
-#include "check.cuh"
-#include "code.h"
+#include "common/cuda/check.cuh"
+#include "common/cuda/code.h"
 
 namespace flashcell::cuda {
 

@@ -5,7 +5,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "check.cuh"
+#include "common/cuda/check.cuh"
 
 namespace flashcell::cuda {
 

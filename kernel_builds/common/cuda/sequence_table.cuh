@@ -2,7 +2,7 @@
 #pragma once
 #include <cuda_runtime.h>
 
-#include "sequence.h"
+#include "common/sequence.h"
 
 namespace flashcell::cuda {
 

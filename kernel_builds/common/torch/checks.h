@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "sequence.h"
+#include "common/sequence.h"
 
 namespace flashcell {
 

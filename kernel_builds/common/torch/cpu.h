@@ -14,8 +14,8 @@
 #include <utility>
 #include <vector>
 
-#include "checks.h"
-#include "host.h"
+#include "common/cpu/host.h"
+#include "common/torch/checks.h"
 
 namespace flashcell {
 

@@ -5,7 +5,7 @@
 
 #include <new>
 
-#include "checks.h"
+#include "common/torch/checks.h"
 
 using cudaStream_t = struct CUstream_st*;  // as CUDA declares it: ops.cpp needs no CUDA headers
 

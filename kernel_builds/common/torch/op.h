@@ -12,8 +12,8 @@
 #include <new>
 #include <utility>
 
-#include "arguments.h"
-#include "checks.h"
+#include "common/torch/arguments.h"
+#include "common/torch/checks.h"
 
 namespace flashcell {
 

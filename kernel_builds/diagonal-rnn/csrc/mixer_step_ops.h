@@ -2,7 +2,7 @@
 // lie, so one that is not contiguous is refused. Included behind the call.h of the device.
 #pragma once
 
-#include "op.h"
+#include "common/torch/op.h"
 #include "params.h"
 
 namespace flashcell {

@@ -2,14 +2,14 @@
 // B batch, T time, D channels; G gates, P weight rows, K states; S = B, or the documents of
 // cu_seqlens. Every cell of cells/all.h gets <cell>_fwd and <cell>_bwd.
 #include "cells/all.h"
-#include "registration.h"
+#include "common/torch/registration.h"
 #if defined(CUDA_KERNEL)
-#include "cuda/conv_ops.h"
+#include "cuda/conv/ops.h"
 #else
 #include "cpu/call.h"
 #endif
+#include "common/torch/op.h"
 #include "mixer_step_ops.h"
-#include "op.h"
 #include "params.h"
 
 #include <tuple>

@@ -4,7 +4,7 @@
 // it; dx has the layout of x, dense.
 // io = the dtype of x; state = float, or double when io is double.
 #pragma once
-#include "sequence.h"
+#include "common/sequence.h"
 
 namespace flashcell {
 

@@ -2,14 +2,14 @@
 // B batch, T time, N heads, D head width; G gates, K states, R bias rows, V saved values; S = B, or
 // the documents of cu_seqlens. Every cell of cells/all.h gets <cell>_fwd and <cell>_bwd.
 #include "cells/all.h"
-#include "registration.h"
+#include "common/torch/registration.h"
 #if defined(CUDA_KERNEL)
 #include "cuda/call.h"
 #else
 #include "cpu/block_ops.h"
 #include "cpu/linear.h"
 #endif
-#include "op.h"
+#include "common/torch/op.h"
 
 #include <limits>
 #include <tuple>

@@ -2,7 +2,7 @@
 // S sequences, T time, N heads, D head width, G gates, R bias rows, K states, V saved values.
 // io = the dtype of x; state = float, or double when io is double.
 #pragma once
-#include "sequence.h"
+#include "common/sequence.h"
 
 namespace flashcell {
 

@@ -3,7 +3,7 @@
 #pragma once
 #include <array>
 
-#include "checks.h"
+#include "common/torch/checks.h"
 
 namespace flashcell {
 

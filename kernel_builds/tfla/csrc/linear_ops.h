@@ -3,7 +3,7 @@
 #pragma once
 #include <vector>
 
-#include "checks.h"
+#include "common/torch/checks.h"
 #include "params.h"
 
 namespace flashcell {

@@ -1,16 +1,16 @@
 // The torch operators: check, allocate, fill a params struct, run the engine.
 // B batch, T time, H heads, K width of a key, V of a value; S = B, or the documents of cu_seqlens.
+#include "common/torch/registration.h"
 #include "params.h"
-#include "registration.h"
 #include "schemas.h"
 #if defined(CUDA_KERNEL)
 #include "cuda/call.h"
 #else
 #include "cpu/call.h"
 #endif
+#include "common/torch/op.h"
 #include "held.h"
 #include "linear_ops.h"
-#include "op.h"
 
 #include <tuple>
 #include <utility>

@@ -2,7 +2,7 @@
 // S sequences, T time, H heads, K width of a key, V of a value. io = the dtype of k; state = float,
 // or double when io is double.
 #pragma once
-#include "sequence.h"
+#include "common/sequence.h"
 
 namespace flashcell {
 

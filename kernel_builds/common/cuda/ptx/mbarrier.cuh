@@ -1,7 +1,7 @@
 // Barriers in shared memory, and what else lets warps of a block play different parts: producers
 // that copy, consumers that multiply. sm_90.
 #pragma once
-#include "mma.cuh"
+#include "common/cuda/ptx/mma.cuh"
 
 namespace flashcell::cuda {
 

@@ -14,7 +14,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "device.cuh"
+#include "common/cuda/device.cuh"
 
 namespace flashcell::cuda {
 

@@ -1,9 +1,9 @@
-// Launches that overlap: a kernel that starts while the one ahead of it ends (launch.h,
-// Grid::early).
+// Programmatic dependent launch: a kernel starts while the one ahead of it ends (Grid::early of
+// launch.cuh).
 #pragma once
 #include <cuda_runtime.h>
 
-#include "device.cuh"
+#include "common/cuda/device.cuh"
 
 namespace flashcell::cuda {
 

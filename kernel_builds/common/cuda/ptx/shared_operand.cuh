@@ -7,7 +7,7 @@
 #pragma once
 #include <cstdint>
 
-#include "device.cuh"
+#include "common/cuda/device.cuh"
 
 namespace flashcell::cuda {
 

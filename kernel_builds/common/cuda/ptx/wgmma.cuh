@@ -6,8 +6,8 @@
 #pragma once
 #include <type_traits>
 
-#include "mma.cuh"
-#include "shared_operand.cuh"
+#include "common/cuda/ptx/mma.cuh"
+#include "common/cuda/ptx/shared_operand.cuh"
 
 // Kernels have no body but a trap where their instructions do not exist.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)

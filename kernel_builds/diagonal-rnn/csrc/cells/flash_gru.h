@@ -1,7 +1,7 @@
 // z, r = sigmoid(a h + x)       c = tanh(a_c (h r) + x_c)                  (arXiv 2510.21450)
 // h' = (1 - z) h + z c
 #pragma once
-#include "cell_math.h"
+#include "common/cells/math.h"
 
 namespace flashcell {
 

@@ -1,7 +1,7 @@
 // f = sigmoid(a_f h + p_f c + x_f)     z = tanh(a_z h + x_z)               (arXiv 2510.21450)
 // c' = f c + (1 - f) z   o = sigmoid(a_o h + p_o c' + x_o)   h' = o tanh(c')
 #pragma once
-#include "cell_math.h"
+#include "common/cells/math.h"
 
 namespace flashcell {
 

@@ -1,7 +1,7 @@
 // The backward walk: gates are computed again from x and the saved states. The carried gradient
 // lives in `dstate`; every sequence sums its own dweight, and they are added in order.
 #pragma once
-#include "walk.h"
+#include "channel_blocks.h"
 
 namespace flashcell::FLASHCELL_ISA {
 

@@ -3,8 +3,8 @@
 // channel waits for another, the next vectors hide the latency of the one before.
 #pragma once
 #include "../params.h"
-#include "io.h"
-#include "scratch.h"
+#include "common/cpu/load_store.h"
+#include "common/cpu/scratch.h"
 
 namespace flashcell::FLASHCELL_ISA {
 

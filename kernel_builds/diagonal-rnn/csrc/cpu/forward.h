@@ -1,6 +1,6 @@
 // The forward walk. The carried state lives in `last`, unrounded.
 #pragma once
-#include "walk.h"
+#include "channel_blocks.h"
 
 namespace flashcell::FLASHCELL_ISA {
 

@@ -2,8 +2,8 @@
 // and its cell with the skip and the gate. Of a few thousand channels, so the calling thread does
 // it.
 #pragma once
-#include "vec_math.h"
-#include "walk.h"
+#include "channel_blocks.h"
+#include "common/cpu/vec_math.h"
 
 namespace flashcell::FLASHCELL_ISA {
 

@@ -2,7 +2,7 @@
 // channels are widened to the state dtype, and the compiler's own vectors run over them. How
 // channels are cut depends on n alone, so nothing depends on the number of threads.
 #pragma once
-#include "walk.h"
+#include "channel_blocks.h"
 
 namespace flashcell::FLASHCELL_ISA {
 

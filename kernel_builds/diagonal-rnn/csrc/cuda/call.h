@@ -1,8 +1,8 @@
 // How ops.cpp runs an op on CUDA. cpu/call.h has the same functions.
 #pragma once
 #include "../cells/all.h"
+#include "common/torch/cuda.h"
 #include "run.h"
-#include "torch_cuda.h"
 
 namespace flashcell {
 

@@ -7,4 +7,4 @@ inline constexpr char kKernelName[] = "diagonal_rnn";
 
 }  // namespace flashcell::cuda
 
-#include "launch.cuh"
+#include "common/cuda/launch.cuh"

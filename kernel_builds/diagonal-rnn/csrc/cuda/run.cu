@@ -1,9 +1,9 @@
 // What ops.cpp needs of CUDA beside the engines.
 #include "launch.h"
 
-#include "code.cuh"
+#include "common/cuda/code.cuh"
+#include "common/cuda/sequence_table.cuh"
 #include "run.h"
-#include "sequence_table.cuh"
 
 namespace flashcell::cuda {
 

@@ -1,1 +1,1 @@
-../../../fused-rnn/torch-ext/fused_rnn/checks.py
+../../../common/python/checks.py

@@ -1,1 +1,1 @@
-../../../fused-rnn/torch-ext/fused_rnn/dispatch.py
+../../../common/python/dispatch.py

@@ -1,1 +1,1 @@
-../../../fused-rnn/torch-ext/fused_rnn/formulas.py
+../../../common/python/formulas.py

@@ -1,1 +1,1 @@
-../../../fused-rnn/torch-ext/fused_rnn/memory.py
+../../../common/python/memory.py

@@ -1,1 +1,1 @@
-../../../fused-rnn/torch-ext/fused_rnn/sequences.py
+../../../common/python/sequences.py

@@ -1,6 +1,6 @@
 // Every cell the extension builds: a new one needs its header and its name here.
 #pragma once
-#include "cell_list.h"
+#include "common/cells/list.h"
 #include "gru.h"
 #include "lstm.h"
 #include "rnn.h"

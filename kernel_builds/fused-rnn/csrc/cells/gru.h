@@ -1,7 +1,7 @@
 // r, z = sigmoid(x + r)         n = tanh(x_n + r (weight_n h + b_nh))      (torch.nn.GRU)
 // h' = (1 - z) n + z h
 #pragma once
-#include "cell_math.h"
+#include "common/cells/math.h"
 
 namespace flashcell {
 

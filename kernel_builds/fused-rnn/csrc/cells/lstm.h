@@ -1,7 +1,7 @@
 // i, f, o = sigmoid(x + r)      g = tanh(x + r)          (torch.nn.LSTM; bias is inside x)
 // c' = f c + i g                h' = o tanh(c')
 #pragma once
-#include "cell_math.h"
+#include "common/cells/math.h"
 
 namespace flashcell {
 

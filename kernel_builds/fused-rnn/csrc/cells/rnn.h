@@ -1,6 +1,6 @@
 // h' = act(x + r),  act = tanh or relu                                     (torch.nn.RNN)
 #pragma once
-#include "cell_math.h"
+#include "common/cells/math.h"
 
 namespace flashcell {
 

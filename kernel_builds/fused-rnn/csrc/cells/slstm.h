@@ -3,7 +3,7 @@
 // c' = a c + b z    n' = a n + b     h' = o c' / n'
 // m only rescales c and n, h does not depend on it: gradients are taken at fixed m.
 #pragma once
-#include "cell_math.h"
+#include "common/cells/math.h"
 
 namespace flashcell {
 

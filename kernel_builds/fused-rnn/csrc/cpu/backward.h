@@ -2,7 +2,7 @@
 // the recurrent product of step t + 1 (dr of all units, double-buffered by parity), then runs the
 // cell's backward on the same units. The carried gradient lives in `dstate`, unrounded.
 #pragma once
-#include "walk.h"
+#include "schedules.h"
 
 namespace flashcell::FLASHCELL_ISA {
 
@@ -21,7 +21,7 @@ struct Backward {
   const int64_t panels = (p.D + kPanelUnits - 1) / kPanelUnits;
   const int64_t groups = (p.S + kRowGroup - 1) / kRowGroup;
   const Plan plan;
-  Scratch<E> weights;   // [N][panels] in parts (product.h), depth = (gate, to)
+  Scratch<E> weights;   // [N][panels] in parts (cpu/microkernel.h), depth = (gate, to)
   Scratch<E> operands;  // [2][S][N][G][gate_depth]
   Scratch<T> partial;   // [groups][R][N][D]
 

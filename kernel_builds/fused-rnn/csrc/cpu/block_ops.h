@@ -1,7 +1,7 @@
 // A residual block of a decoded token as an op of the CPU kernel.
 #pragma once
 #include "call.h"
-#include "op.h"
+#include "common/torch/op.h"
 
 namespace flashcell {
 

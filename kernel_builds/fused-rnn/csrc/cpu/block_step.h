@@ -5,10 +5,10 @@
 //   2  inner = silu(gate norm(mid)) * up norm(mid)
 //   3  out = mid + down inner, and h becomes h', which phase 1 may not see
 #pragma once
+#include "common/cpu/scratch.h"
+#include "common/cpu/vec_math.h"
 #include "dot.h"
 #include "phases.h"
-#include "scratch.h"
-#include "vec_math.h"
 
 namespace flashcell::FLASHCELL_ISA {
 

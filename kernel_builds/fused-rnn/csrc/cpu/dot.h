@@ -3,7 +3,7 @@
 // each strip from its first row to its last: a core fetches ahead along a few long streams, not
 // along many short ones (1 MB from the L3 of a Zen 3, two threads: 90 GB/s, in their order 42).
 #pragma once
-#include "product.h"
+#include "common/cpu/microkernel.h"
 
 namespace flashcell::FLASHCELL_ISA {
 

@@ -2,7 +2,7 @@
 // engine: ../params.h.
 #pragma once
 #include "../params.h"
-#include "host.h"
+#include "common/cpu/host.h"
 
 namespace flashcell {
 

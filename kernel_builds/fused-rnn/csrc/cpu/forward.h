@@ -3,7 +3,7 @@
 // the product is double-buffered by the parity of t, because other units still read the old one.
 #pragma once
 #include "dot.h"
-#include "walk.h"
+#include "schedules.h"
 
 namespace flashcell::FLASHCELL_ISA {
 
@@ -25,7 +25,7 @@ struct Forward {
   const bool packed;
   const Plan plan;
   const int64_t state_stride = p.S * p.N * p.D;
-  Scratch<E> weights;   // [N][panels] in parts (product.h)
+  Scratch<E> weights;   // [N][panels] in parts (cpu/microkernel.h)
   Scratch<E> operands;  // [2][S][N][depth]
   Scratch<E> zeros;     // [depth]
 

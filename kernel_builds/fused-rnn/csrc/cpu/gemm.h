@@ -2,10 +2,10 @@
 // gradients. B is packed once, whole; every task then walks one block of rows over all panels it
 // was given, with its tile of C in the second-level cache and unrounded until the end.
 #pragma once
+#include "common/cpu/pack.h"
+#include "common/cpu/scratch.h"
 #include "dot.h"
-#include "pack.h"
 #include "plan.h"
-#include "scratch.h"
 
 namespace flashcell::FLASHCELL_ISA {
 

@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#include "cell_math.h"
+#include "common/cells/math.h"
 
 namespace flashcell::FLASHCELL_ISA {
 

@@ -1,7 +1,7 @@
 // How the time loop meets the threads: one pure function of the shape.
 #pragma once
+#include "common/cpu/scratch.h"
 #include "engine.h"
-#include "scratch.h"
 
 namespace flashcell::FLASHCELL_ISA {
 

@@ -1,8 +1,8 @@
 // What the forward and the backward pass share: rows of a step, panels of a head, both schedules.
 #pragma once
-#include "pack.h"
+#include "common/cpu/pack.h"
+#include "common/cpu/scratch.h"
 #include "plan.h"
-#include "scratch.h"
 
 namespace flashcell::FLASHCELL_ISA {
 

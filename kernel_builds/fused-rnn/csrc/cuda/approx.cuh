@@ -4,7 +4,7 @@
 // of h against fp64 stands in the README. Exact fp32 computes in float.
 #pragma once
 #include "../cells/all.h"
-#include "device.cuh"
+#include "common/cuda/device.cuh"
 
 namespace flashcell {
 

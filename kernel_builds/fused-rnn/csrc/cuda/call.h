@@ -4,9 +4,9 @@
 #include <string_view>
 
 #include "../cells/all.h"
+#include "common/torch/cuda.h"
 #include "plan.h"
 #include "run.h"
-#include "torch_cuda.h"
 
 namespace flashcell {
 

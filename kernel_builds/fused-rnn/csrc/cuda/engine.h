@@ -2,7 +2,7 @@
 // its own source file. Nothing here waits for the device or allocates; errors throw.
 #pragma once
 #include "../params.h"
-#include "code.h"
+#include "common/cuda/code.h"
 
 using cudaStream_t = struct CUstream_st*;  // as CUDA declares it: ops.cpp needs no CUDA headers
 

@@ -7,7 +7,7 @@ namespace flashcell::cuda {
 inline constexpr char kKernelName[] = "fused_rnn";
 }
 
-#include "check.cuh"
+#include "common/cuda/check.cuh"
 
 namespace flashcell::cuda {
 

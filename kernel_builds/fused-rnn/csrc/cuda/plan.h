@@ -3,8 +3,8 @@
 #pragma once
 #include <cstdint>
 
-#include "chip_plan.h"
-#include "cluster_plan.h"
+#include "cluster/plan.h"
+#include "grid/plan.h"
 #include "tiles.h"
 
 namespace flashcell::cuda {

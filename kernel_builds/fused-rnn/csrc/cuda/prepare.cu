@@ -1,7 +1,7 @@
 // What runs before and after the engines: the table of sequences, and the sum of the bias gradient.
+#include "common/cuda/sequence_table.cuh"
 #include "launch.h"
 #include "run.h"
-#include "sequence_table.cuh"
 
 namespace flashcell::cuda {
 

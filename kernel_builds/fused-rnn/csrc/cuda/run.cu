@@ -4,9 +4,9 @@
 #include "../cells/all.h"
 #include "launch.h"
 
-#include "code.cuh"
+#include "common/cuda/code.cuh"
 #include "run.h"
-#include "step_scratch.h"
+#include "step/scratch.h"
 #include "tensor_core.cuh"
 
 namespace flashcell::cuda {

@@ -2,7 +2,7 @@
 // by columns. Rows of a product are units or gates of a weight, columns are sequences.
 #pragma once
 #include "approx.cuh"
-#include "mma.cuh"
+#include "common/cuda/ptx/mma.cuh"
 
 namespace flashcell::cuda {
 

@@ -1,7 +1,7 @@
 // How ops.cpp runs an op on the CPU. cuda/call.h has the same functions.
 #pragma once
+#include "common/torch/cpu.h"
 #include "engine.h"
-#include "torch_host.h"
 
 namespace flashcell {
 

@@ -1,7 +1,7 @@
 // What the CPU engine offers ops.cpp. Its parameters are the ones of every engine: ../params.h.
 #pragma once
 #include "../params.h"
-#include "host.h"
+#include "common/cpu/host.h"
 
 namespace flashcell {
 

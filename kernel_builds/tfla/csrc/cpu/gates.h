@@ -5,9 +5,9 @@
 // and kept as a whole number and a rest, so that a sum of two is exact however large they are.
 #pragma once
 #include "../params.h"
-#include "io.h"
-#include "scratch.h"
-#include "vec_math.h"
+#include "common/cpu/load_store.h"
+#include "common/cpu/scratch.h"
+#include "common/cpu/vec_math.h"
 
 namespace flashcell::FLASHCELL_ISA {
 

@@ -3,8 +3,8 @@
 // [panels][depth][kStride].
 #pragma once
 #include "../params.h"
-#include "pack.h"
-#include "scratch.h"
+#include "common/cpu/pack.h"
+#include "common/cpu/scratch.h"
 
 namespace flashcell::FLASHCELL_ISA {
 

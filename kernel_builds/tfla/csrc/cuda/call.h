@@ -1,7 +1,7 @@
 // How ops.cpp runs an op on CUDA. cpu/call.h has the same functions.
 #pragma once
+#include "common/torch/cuda.h"
 #include "run.h"
-#include "torch_cuda.h"
 
 namespace flashcell {
 

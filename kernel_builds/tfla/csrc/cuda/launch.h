@@ -5,7 +5,7 @@ namespace flashcell::cuda {
 inline constexpr char kKernelName[] = "tfla";
 }
 
-#include "launch.cuh"
+#include "common/cuda/launch.cuh"
 
 namespace flashcell::cuda {
 

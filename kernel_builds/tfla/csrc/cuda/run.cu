@@ -1,17 +1,17 @@
 // From the dtype of a call to the functions that run it.
 #include <cuda_runtime.h>
 
-#include "backward.h"
-#include "chunk_loads.cuh"
-#include "epilogue.h"
-#include "forward.h"
+#include "backward/run.h"
+#include "chunk/loads.cuh"
+#include "epilogue/run.h"
+#include "forward/run.h"
 #include "launch.h"
 
-#include "code.cuh"
-#include "linear_step.h"
+#include "common/cuda/code.cuh"
+#include "common/cuda/sequence_table.cuh"
 #include "run.h"
-#include "sequence_table.cuh"
-#include "step.h"
+#include "step/linear.h"
+#include "step/run.h"
 
 namespace flashcell::cuda {
 

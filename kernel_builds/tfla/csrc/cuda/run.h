@@ -2,7 +2,7 @@
 // throw.
 #pragma once
 #include "../params.h"
-#include "code.h"
+#include "common/cuda/code.h"
 
 using cudaStream_t = struct CUstream_st*;  // as CUDA declares it: ops.cpp needs no CUDA headers
 
@@ -15,7 +15,8 @@ struct Device {  // what the plans need to know of a GPU
 };
 Device current_device();  // an error where the library has no code for it
 
-// Whether the kernels of ring.cuh run: they are compiled for sm_90a alone, and multiply 16 bits.
+// Whether the kernels of chunk/ring.cuh run: they are compiled for sm_90a alone, and multiply 16
+// bits.
 constexpr bool has_wgmma(const Device& device, int io_bytes) {
   return device.code.sm_90a && device.shared_bytes >= 227 << 10 && io_bytes == 2;
 }

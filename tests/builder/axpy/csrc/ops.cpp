@@ -3,7 +3,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include "axpy.h"
-#include "registration.h"
+#include "common/torch/registration.h"
 
 using torch::stable::Tensor;
 

@@ -1,8 +1,8 @@
 // The causal depthwise convolution ahead of a cell, with the silu that follows it. A thread has
 // neighbouring channels and a chunk of time, whose rows it reads once, a group ahead of their use;
 // the steps before the chunk are read again. No thread waits for another.
-#include "curve.cuh"
-#include "launch_linear.cuh"
+#include "../curve.cuh"
+#include "../launch/linear.cuh"
 
 namespace flashcell::cuda {
 

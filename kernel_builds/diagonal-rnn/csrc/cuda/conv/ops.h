@@ -2,8 +2,8 @@
 #pragma once
 #include <tuple>
 
-#include "call.h"
-#include "op.h"
+#include "../call.h"
+#include "common/torch/op.h"
 
 namespace flashcell {
 

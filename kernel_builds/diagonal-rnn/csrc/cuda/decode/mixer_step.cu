@@ -1,9 +1,9 @@
 // A decoded token between the linear layers of a diagonal cell's published block: its convolution,
 // and its cell with the skip and the gate. Neither does anything but wait for memory, so a launch
 // has as few bytes and as little in front of it as can be: it begins while the one ahead ends.
-#include "early.cuh"
-#include "lane.cuh"
-#include "launch_linear.cuh"
+#include "../lane.cuh"
+#include "../launch/linear.cuh"
+#include "common/cuda/ptx/programmatic_launch.cuh"
 
 namespace flashcell::cuda {
 

@@ -1,4 +1,4 @@
-#include "launch_cell.cuh"
+#include "../launch/cell.cuh"
 
 namespace flashcell::cuda {
 template struct Engine<FlashLstm>;

@@ -1,5 +1,5 @@
 // linear_scan and block_scan: the choice of width, I/O type and kernel.
-#include "launch_cluster.cuh"
+#include "../launch/cluster.cuh"
 
 namespace flashcell::cuda {
 

@@ -1,9 +1,9 @@
 // How a cell is run, in both directions: included by one source file for each cell.
 #pragma once
-#include "adjoint.cuh"
-#include "launch_linear.cuh"
-#include "newton.cuh"
-#include "shoot.cuh"
+#include "../parallel/adjoint.cuh"
+#include "../parallel/multiple_shooting.cuh"
+#include "../parallel/newton.cuh"
+#include "linear.cuh"
 
 namespace flashcell::cuda {
 

@@ -2,8 +2,8 @@
 #pragma once
 #include <algorithm>
 
-#include "cluster_scan.cuh"
-#include "launch_linear.cuh"
+#include "../scan/cluster.cuh"
+#include "linear.cuh"
 
 namespace flashcell::cuda {
 

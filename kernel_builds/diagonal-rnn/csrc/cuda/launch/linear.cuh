@@ -1,11 +1,11 @@
 // How a linear recurrence is run, each way: its scratch, its kernels, and the sums at the end.
 #pragma once
-#include "engine.h"
-#include "launch.h"
-#include "plan.h"
-#include "reach.cuh"
-#include "scan.cuh"
-#include "walk.cuh"
+#include "../engine.h"
+#include "../launch.h"
+#include "../parallel/reach.cuh"
+#include "../plan.h"
+#include "../scan/single_pass.cuh"
+#include "../sequential/kernels.cuh"
 
 namespace flashcell::cuda {
 

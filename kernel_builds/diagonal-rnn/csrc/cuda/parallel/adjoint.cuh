@@ -1,8 +1,8 @@
-// The backward of a cell as an element of a linear scan (linear.cuh): the carry is the gradient of
-// the states, its map the transposed Jacobian of the step. Gates are computed again from x and the
-// saved states, by the cell's own equations.
+// The backward of a cell as an element of a linear scan (sequential/linear.cuh): the carry is the
+// gradient of the states, its map the transposed Jacobian of the step. Gates are computed again
+// from x and the saved states, by the cell's own equations.
 #pragma once
-#include "linear.cuh"
+#include "../sequential/linear.cuh"
 
 namespace flashcell::cuda {
 

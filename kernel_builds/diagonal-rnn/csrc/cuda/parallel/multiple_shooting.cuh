@@ -7,8 +7,8 @@
 // is walked from step to step. So the result is the walk's, to tol at the boundaries, for every
 // cell.
 #pragma once
-#include "early.cuh"
-#include "track.cuh"
+#include "../sequential/track.cuh"
+#include "common/cuda/ptx/programmatic_launch.cuh"
 
 namespace flashcell::cuda {
 

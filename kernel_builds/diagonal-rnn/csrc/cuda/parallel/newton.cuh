@@ -4,8 +4,8 @@
 // one another with the exact carry. A segment that is not settled after max_iters is walked
 // instead.
 #pragma once
-#include "chain.cuh"
-#include "scan.cuh"
+#include "../scan/single_pass.cuh"
+#include "../sequential/chain.cuh"
 
 namespace flashcell::cuda {
 

@@ -1,10 +1,10 @@
-// A backward whose chunks of time run at once, as shoot.cuh does forward: gradients fade as states
-// are forgotten, so a walk that begins some steps before its chunk with no carry comes to the right
-// one, and the tangent says when. A second kernel compares the carries where chunks meet. If any of
-// them differ by more than rounding, the scan (scan.cuh), which is exact for every cell but
-// computes all gates twice, does it all again; else it returns at once.
+// A backward whose chunks of time run at once, as multiple_shooting.cuh does forward: gradients
+// fade as states are forgotten, so a walk that begins some steps before its chunk with no carry
+// comes to the right one, and the tangent says when. A second kernel compares the carries where
+// chunks meet. If any of them differ by more than rounding, the scan (scan/single_pass.cuh), which
+// is exact for every cell but computes all gates twice, does it all again; else it returns at once.
 #pragma once
-#include "linear_track.cuh"
+#include "../sequential/linear_track.cuh"
 
 namespace flashcell::cuda {
 

@@ -1,16 +1,16 @@
-// A linear recurrence of few channels (linear.cuh, scalar blocks) by clusters, sm_90. A cluster has
-// a row of 32 kN channels and all of its time; its blocks take tiles of kWarps kSteps steps in
-// turn. Rows come in pieces of 16 bytes, as many tiles ahead as shared memory holds. A warp
-// composes the maps of its steps. Two warps more speak for the block: one tells the cluster the map
-// of the whole tile, the other takes the carry over everyone's tiles of a round and hands each warp
-// its own. Meanwhile the warps are at the next tile: what a round waits for is hidden. Nothing is
-// published in global memory, so there is nothing to clear before, and no block waits for one that
-// may not be running.
+// A linear recurrence of few channels (sequential/linear.cuh, scalar blocks) by clusters, sm_90. A
+// cluster has a row of 32 kN channels and all of its time; its blocks take tiles of kWarps kSteps
+// steps in turn. Rows come in pieces of 16 bytes, as many tiles ahead as shared memory holds. A
+// warp composes the maps of its steps. Two warps more speak for the block: one tells the cluster
+// the map of the whole tile, the other takes the carry over everyone's tiles of a round and hands
+// each warp its own. Meanwhile the warps are at the next tile: what a round waits for is hidden.
+// Nothing is published in global memory, so there is nothing to clear before, and no block waits
+// for one that may not be running.
 #pragma once
-#include "cluster.cuh"
-#include "early.cuh"
-#include "linear.cuh"
-#include "plan.h"
+#include "../cluster.cuh"
+#include "../plan.h"
+#include "../sequential/linear.cuh"
+#include "common/cuda/ptx/programmatic_launch.cuh"
 
 namespace flashcell::cuda {
 

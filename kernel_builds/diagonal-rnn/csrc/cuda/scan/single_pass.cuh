@@ -1,15 +1,15 @@
-// Any linear recurrence (linear.cuh) in one pass over its data, however few channels it has. A tile
-// is 32 kN channels and kWarps kSteps steps: every warp takes consecutive steps, composes their
-// maps and tells the others through shared memory. Tiles tell each other through L2: a tile
-// publishes its map, then works out its first carry from what the tiles before it published, from
-// the carry into its group of tiles on. It composes them always in the same order, whoever came
-// first, so that results do not depend on timing.
+// Any linear recurrence (sequential/linear.cuh) in one pass over its data, however few channels it
+// has. A tile is 32 kN channels and kWarps kSteps steps: every warp takes consecutive steps,
+// composes their maps and tells the others through shared memory. Tiles tell each other through L2:
+// a tile publishes its map, then works out its first carry from what the tiles before it published,
+// from the carry into its group of tiles on. It composes them always in the same order, whoever
+// came first, so that results do not depend on timing.
 //
 // What is published is its own flag: the host fills the words with a NaN that is never written.
 // Blocks draw tiles by ticket, so a tile only waits for tiles that some block is at. The rows of
 // the tile a block draws next are on their way while it works on the one before.
 #pragma once
-#include "linear.cuh"
+#include "../sequential/linear.cuh"
 
 namespace flashcell::cuda {
 

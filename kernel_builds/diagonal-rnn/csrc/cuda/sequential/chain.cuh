@@ -2,7 +2,7 @@
 // state, which is what a walk of few channels takes its time from: three multiply-adds and two
 // cores for the GRU, six operations and two cores for the LSTM.
 #pragma once
-#include "curve.cuh"
+#include "../curve.cuh"
 
 namespace flashcell::cuda {
 

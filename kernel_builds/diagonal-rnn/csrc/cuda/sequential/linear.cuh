@@ -1,5 +1,6 @@
 // The linear recurrences as elements of a scan: carry' = A carry + b, one map for each step. A walk
-// (walk.cuh) and a scan (scan.cuh) run any of them. An element is one sequence and kN channels:
+// (kernels.cuh) and a scan (scan/single_pass.cuh) run any of them. An element is one sequence and
+// kN channels:
 //   first(r), bytes(r)              row r of step 0 and the way to the next step, in walking order
 //   needs(r, i)                     whether step i has row r
 //   kOnce                           rows from here on are read once in a group of steps, if any are
@@ -9,8 +10,8 @@
 //   begin, end, pad, sums           the first and last carry, unused rows, sums over the steps
 // A thread past the last channel does what the last one does.
 #pragma once
-#include "curve.cuh"
-#include "sequence.cuh"
+#include "../curve.cuh"
+#include "../sequence.cuh"
 
 namespace flashcell::cuda {
 

@@ -3,7 +3,7 @@
 // oldest of them cannot be taken before younger ones have come. No thread reads another's column,
 // so nothing synchronises.
 #pragma once
-#include "lane.cuh"
+#include "../lane.cuh"
 
 namespace flashcell::cuda {
 

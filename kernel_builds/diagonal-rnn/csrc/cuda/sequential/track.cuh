@@ -1,8 +1,8 @@
 // A thread's walk forward through time: one sequence, kN channels, states in registers.
 #pragma once
+#include "../sequence.cuh"
 #include "chain.cuh"
 #include "ring.cuh"
-#include "sequence.cuh"
 
 namespace flashcell::cuda {
 

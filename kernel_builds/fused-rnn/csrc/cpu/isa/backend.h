@@ -2,13 +2,13 @@
 // by FLASHCELL_ISA, and fills its Backend. Nothing here may use torch or the C++ library: code they
 // would emit with this unit's flags could be merged into units that run on older machines.
 #pragma once
-#include "../cells/all.h"
-#include "backward.h"
-#include "block_step.h"
-#include "for_cell.h"
-#include "forward.h"
-#include "gemm.h"
-#include "vec_math.h"
+#include "../../cells/all.h"
+#include "../backward.h"
+#include "../block_step.h"
+#include "../forward.h"
+#include "../gemm.h"
+#include "common/cpu/dispatch.h"
+#include "common/cpu/vec_math.h"
 
 namespace flashcell::FLASHCELL_ISA {
 

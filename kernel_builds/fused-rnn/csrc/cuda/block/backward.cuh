@@ -1,6 +1,6 @@
-// The backward of the block engine: see block.cuh.
+// The backward of the block engine: see launch.cuh.
 #pragma once
-#include "block_pipeline.cuh"
+#include "pipeline.cuh"
 
 namespace flashcell::cuda {
 

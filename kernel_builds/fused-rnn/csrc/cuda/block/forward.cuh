@@ -1,6 +1,6 @@
-// The forward of the block engine: see block.cuh.
+// The forward of the block engine: see launch.cuh.
 #pragma once
-#include "block_pipeline.cuh"
+#include "pipeline.cuh"
 
 namespace flashcell::cuda {
 

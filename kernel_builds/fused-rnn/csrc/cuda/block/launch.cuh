@@ -11,10 +11,10 @@
 // matrix instructions on 4 tensor cores of 6.5 clocks each (104) and 5 x 512 non-linearities, 16 a
 // clock (160, half of it in the shadow of the rest): about 0.15 us at 1.9 GHz.
 #pragma once
-#include "block_backward.cuh"
-#include "block_forward.cuh"
-#include "engine.h"
-#include "launch.h"
+#include "../engine.h"
+#include "../launch.h"
+#include "backward.cuh"
+#include "forward.cuh"
 
 namespace flashcell::cuda {
 

@@ -1,7 +1,7 @@
 // What both directions of the block engine are made of: their sizes, and the ways in and out.
 #pragma once
-#include "sequence.cuh"
-#include "tiles.h"
+#include "../sequence.cuh"
+#include "../tiles.h"
 
 namespace flashcell::cuda {
 

@@ -1,6 +1,6 @@
-// The backward of the cluster engine: see cluster.cuh.
+// The backward of the cluster engine: see launch.cuh.
 #pragma once
-#include "cluster_forward.cuh"
+#include "forward.cuh"
 
 namespace flashcell::cuda {
 

@@ -1,8 +1,8 @@
-// The forward of the cluster engine: see cluster.cuh.
+// The forward of the cluster engine: see launch.cuh.
 #pragma once
-#include "barriers.cuh"
-#include "block_forward.cuh"
-#include "cluster_plan.h"
+#include "../barriers.cuh"
+#include "../block/forward.cuh"
+#include "plan.h"
 
 namespace flashcell::cuda {
 

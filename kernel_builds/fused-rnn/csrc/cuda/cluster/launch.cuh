@@ -14,8 +14,8 @@
 #pragma once
 #include <algorithm>
 
-#include "block.cuh"
-#include "cluster_backward.cuh"
+#include "../block/launch.cuh"
+#include "backward.cuh"
 
 namespace flashcell::cuda {
 

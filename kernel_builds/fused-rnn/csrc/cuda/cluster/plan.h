@@ -1,7 +1,7 @@
 // Which heads the cluster engine takes, and how: pure functions of the shape, for the planner and
 // the launch.
 #pragma once
-#include "engine.h"
+#include "../engine.h"
 
 namespace flashcell::cuda::cluster {
 

@@ -2,9 +2,9 @@
 // h_prev[row, n, k]. For a head that is a matrix of G D by D, of which a thread block computes a
 // tile over a part of the rows; splits of the rows fill the GPU, and their sums are added in order.
 #pragma once
-#include "engine.h"
-#include "run.h"
-#include "tensor_core.cuh"
+#include "../engine.h"
+#include "../run.h"
+#include "../tensor_core.cuh"
 
 namespace flashcell::cuda {
 

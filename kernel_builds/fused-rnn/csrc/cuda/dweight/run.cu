@@ -1,6 +1,6 @@
-#include "dweight.cuh"
+#include "kernel.cuh"
 
-#include "launch.h"
+#include "../launch.h"
 
 namespace flashcell::cuda {
 

@@ -1,7 +1,7 @@
 // A thread block of the whole-chip engine: what its warps share and how they hand work over.
 #pragma once
-#include "barriers.cuh"
-#include "chip_pass.cuh"
+#include "../barriers.cuh"
+#include "pass.cuh"
 
 namespace flashcell::cuda::chip {
 

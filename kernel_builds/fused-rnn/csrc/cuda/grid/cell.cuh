@@ -1,7 +1,7 @@
 // The cell warps of the whole-chip engine: a thread for each unit and column of a tile. While the
 // product is under way they fetch what else a step needs; what they publish is waited for.
 #pragma once
-#include "chip_inputs.cuh"
+#include "inputs.cuh"
 
 namespace flashcell::cuda::chip {
 

@@ -3,7 +3,7 @@
 // until no such word is left. Every word is written once a launch and carries its own flag, so
 // relaxed accesses suffice: no fence, no atomic, no epoch.
 #pragma once
-#include "sequence.cuh"
+#include "../sequence.cuh"
 
 namespace flashcell::cuda {
 

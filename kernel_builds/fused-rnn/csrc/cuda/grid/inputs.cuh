@@ -1,6 +1,6 @@
 // The inputs of steps, on their way to a ring in shared memory before the cell needs them.
 #pragma once
-#include "chip_block.cuh"
+#include "block.cuh"
 
 namespace flashcell::cuda::chip {
 

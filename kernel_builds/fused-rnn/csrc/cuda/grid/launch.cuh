@@ -1,9 +1,9 @@
 // The whole-chip engine, for heads wider than one thread block: ceil(D / 16) thread blocks make a
 // group, which runs one head for some tiles of eight sequences. Each block keeps the weight of 16
 // units on chip for the whole call and, after every step, hands its part of h (backward: of dr) to
-// the others through L2 (exchange.cuh). Eight warps of a block multiply (chip_product.cuh), four or
-// eight run the cell (chip_cell.cuh). Where blocks of 24 units make more groups, six run it and two
-// fetch its inputs (chip_inputs.cuh).
+// the others through L2 (exchange.cuh). Eight warps of a block multiply (product.cuh), four or
+// eight run the cell (cell.cuh). Where blocks of 24 units make more groups, six run it and two
+// fetch its inputs (inputs.cuh).
 //
 // The floor of a step (H200, 16 x 1024 LSTM, bf16): 0.25-0.35 us from a store to the poll that sees
 // it, as much again for the poll that came too early, and to L2 bandwidth (16 KB a tile and block);
@@ -12,10 +12,10 @@
 #pragma once
 #include <algorithm>
 
-#include "chip_cell.cuh"
-#include "chip_inputs.cuh"
-#include "chip_product.cuh"
-#include "launch.h"
+#include "../launch.h"
+#include "cell.cuh"
+#include "inputs.cuh"
+#include "product.cuh"
 
 namespace flashcell::cuda {
 namespace chip {

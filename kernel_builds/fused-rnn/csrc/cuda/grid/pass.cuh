@@ -2,8 +2,8 @@
 // and what it does with the product. The forward multiplies h [D] by gates x D rows, the backward
 // dr [gates x D] by D rows of the transposed weight.
 #pragma once
-#include "chip_plan.h"
 #include "exchange.cuh"
+#include "plan.h"
 
 namespace flashcell::cuda::chip {
 

@@ -1,8 +1,8 @@
 // What a thread block of the whole-chip engine holds, and which heads it takes: pure functions of
 // the shape, for the planner, the launch and the kernel alike.
 #pragma once
-#include "engine.h"
-#include "tiles.h"
+#include "../engine.h"
+#include "../tiles.h"
 
 namespace flashcell::cuda::chip {
 

@@ -4,7 +4,7 @@
 #pragma once
 #include <cstddef>
 
-#include "chip_block.cuh"
+#include "block.cuh"
 
 namespace flashcell::cuda::chip {
 

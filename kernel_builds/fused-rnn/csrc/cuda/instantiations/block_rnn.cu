@@ -1,4 +1,4 @@
-#include "block.cuh"
+#include "../block/launch.cuh"
 
 namespace flashcell::cuda {
 FLASHCELL_INSTANTIATE(block, RnnTanh)

@@ -1,4 +1,4 @@
-#include "cluster.cuh"
+#include "../cluster/launch.cuh"
 
 namespace flashcell::cuda {
 FLASHCELL_INSTANTIATE_16(cluster, RnnTanh)

@@ -1,4 +1,4 @@
-#include "chip.cuh"
+#include "../grid/launch.cuh"
 
 namespace flashcell::cuda {
 FLASHCELL_INSTANTIATE(chip, Gru)

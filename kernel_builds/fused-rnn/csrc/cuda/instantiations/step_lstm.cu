@@ -1,4 +1,4 @@
-#include "step.cuh"
+#include "../step/launch.cuh"
 
 namespace flashcell::cuda {
 FLASHCELL_INSTANTIATE(step, Lstm)

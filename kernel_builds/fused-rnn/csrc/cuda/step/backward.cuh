@@ -1,7 +1,7 @@
 // One backward step of a tile: the product with dr of the step after completes the gradient of the
 // states, then the cell. Gradients live in `dstate`, unrounded, from launch to launch.
 #pragma once
-#include "step_flow.cuh"
+#include "flow.cuh"
 
 namespace flashcell::cuda {
 

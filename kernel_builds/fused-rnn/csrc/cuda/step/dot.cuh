@@ -1,7 +1,7 @@
 // The products of a step in fp32 arithmetic: exact fp32, widths of no whole vectors, and the few
 // sequences that would leave a tensor core idle.
 #pragma once
-#include "step_tile.cuh"
+#include "tile.cuh"
 
 namespace flashcell::cuda {
 

@@ -2,7 +2,7 @@
 // means for every sequence of its tile, loads weights and all that the cells need, multiplies, and
 // runs the cells.
 #pragma once
-#include "step_tile.cuh"
+#include "tile.cuh"
 
 namespace flashcell::cuda {
 

@@ -1,7 +1,7 @@
 // One forward step of a tile: the product with the states of the step before, then the cell. States
 // live in `last`, unrounded, from launch to launch.
 #pragma once
-#include "step_flow.cuh"
+#include "flow.cuh"
 
 namespace flashcell::cuda {
 

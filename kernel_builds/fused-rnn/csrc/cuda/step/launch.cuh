@@ -4,12 +4,12 @@
 #pragma once
 #include <type_traits>
 
-#include "launch.h"
-#include "step_backward.cuh"
-#include "step_dot.cuh"
-#include "step_forward.cuh"
-#include "step_matrix.cuh"
-#include "step_scratch.h"
+#include "../launch.h"
+#include "backward.cuh"
+#include "dot.cuh"
+#include "forward.cuh"
+#include "matrix.cuh"
+#include "scratch.h"
 
 namespace flashcell::cuda {
 

@@ -3,7 +3,7 @@
 // depth is whole in one lane: it feeds two matrix instructions, two words each, in an order of the
 // depth that both operands share.
 #pragma once
-#include "step_tile.cuh"
+#include "tile.cuh"
 
 namespace flashcell::cuda {
 

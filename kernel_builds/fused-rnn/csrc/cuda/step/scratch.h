@@ -1,6 +1,6 @@
 // What the step engine keeps in memory from launch to launch, besides outputs of the op.
 #pragma once
-#include "../params.h"
+#include "../../params.h"
 
 namespace flashcell::cuda {
 

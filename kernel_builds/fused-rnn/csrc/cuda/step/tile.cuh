@@ -3,8 +3,8 @@
 #pragma once
 #include <bit>
 
-#include "engine.h"
-#include "sequence.cuh"
+#include "../engine.h"
+#include "../sequence.cuh"
 
 namespace flashcell::cuda {
 

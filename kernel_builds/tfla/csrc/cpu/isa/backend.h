@@ -2,12 +2,12 @@
 // by FLASHCELL_ISA, and fills its Backend. Nothing here may use torch or the C++ library: code they
 // would emit with this unit's flags could be merged into units that run on older machines.
 #pragma once
-#include "backward.h"
-#include "engine.h"
-#include "for_cell.h"
-#include "forward.h"
-#include "linear_step.h"
-#include "step.h"
+#include "../backward.h"
+#include "../engine.h"
+#include "../forward.h"
+#include "../linear_step.h"
+#include "../step.h"
+#include "common/cpu/dispatch.h"
 
 namespace flashcell::FLASHCELL_ISA {
 

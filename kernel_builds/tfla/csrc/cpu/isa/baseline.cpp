@@ -1,3 +1,3 @@
 // The engine for any x86-64 (build.toml sets the flags).
 #define FLASHCELL_ISA baseline
-#include "isa.h"
+#include "backend.h"

@@ -11,8 +11,8 @@
 #pragma once
 #include <algorithm>
 
-#include "backward_terms.cuh"
 #include "row_block.cuh"
+#include "terms.cuh"
 
 namespace flashcell::cuda {
 

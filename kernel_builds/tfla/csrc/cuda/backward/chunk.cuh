@@ -13,9 +13,9 @@
 // to all that does not cross it: so the latter cancels to 2^-53 of itself. Sums over rows and sums
 // over columns are of the same numbers, E (q k), and in double.
 #pragma once
-#include "backward_terms.cuh"
-#include "chunk.cuh"
-#include "wgmma.cuh"
+#include "../chunk/products.cuh"
+#include "common/cuda/ptx/wgmma.cuh"
+#include "terms.cuh"
 
 namespace flashcell::cuda {
 

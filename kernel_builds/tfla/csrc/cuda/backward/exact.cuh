@@ -1,7 +1,7 @@
 // The divisor and delta of the few rows where that divisor nearly cancels, from products that
 // nothing rounds: README, The backward on CUDA.
 #pragma once
-#include "backward_rows.cuh"
+#include "rows.cuh"
 
 namespace flashcell::cuda {
 

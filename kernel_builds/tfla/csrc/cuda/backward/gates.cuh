@@ -1,6 +1,6 @@
 // The gates' gradients from what flows into and out of every step: README, Backward.
 #pragma once
-#include "backward_terms.cuh"
+#include "terms.cuh"
 
 namespace flashcell::cuda {
 

@@ -1,8 +1,8 @@
 // What the producer of a Hopper block copies for 128 rows of an output (row_block.cuh): the rows'
 // own operand, which stays for all products, and through the ring a state and the rows of tiles.
 #pragma once
-#include "chunk_loads.cuh"
-#include "ring.cuh"
+#include "../chunk/loads.cuh"
+#include "../chunk/ring.cuh"
 
 namespace flashcell::cuda {
 

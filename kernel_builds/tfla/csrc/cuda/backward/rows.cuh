@@ -1,8 +1,8 @@
 // What the backward pass needs of every row beside the gates: the divisor, and the gradient through
 // it.
 #pragma once
-#include "backward_terms.cuh"
-#include "mma.cuh"
+#include "common/cuda/ptx/mma.cuh"
+#include "terms.cuh"
 
 namespace flashcell::cuda {
 
@@ -42,7 +42,7 @@ DEVICE void find_dots(float2 (&dots)[kLongestChunk], const BackwardParams& p, co
 
 // A thread block for a chunk of a head. delta_t = -(dh_t h_t) / N_t, with the sign of the
 // denominator; h is the rounded one, whose errors are as small in the sum as those of its terms:
-// where that is not enough, backward_exact.cuh works it out again.
+// where that is not enough, exact.cuh works it out again.
 template <typename IO>
 __global__ void __launch_bounds__(kRowThreads) row_gradients(const BackwardParams p,
                                                              const BackwardTerms terms) {

@@ -2,14 +2,14 @@
 // gradients of the states against time, and then every chunk on its own.
 #include <cmath>
 
-#include "backward.h"
-#include "backward_block.cuh"
-#include "backward_chunk.cuh"
-#include "backward_exact.cuh"
-#include "backward_gates.cuh"
-#include "backward_rows.cuh"
-#include "launch.h"
-#include "states.h"
+#include "../launch.h"
+#include "../states/run.h"
+#include "block.cuh"
+#include "chunk.cuh"
+#include "exact.cuh"
+#include "gates.cuh"
+#include "rows.cuh"
+#include "run.h"
 
 namespace flashcell::cuda {
 
@@ -17,7 +17,7 @@ namespace {
 
 constexpr int kWidestKey = 2 * kBlockColumns, kWidestValue = kMostPanels * 64;
 
-// Whether the gradients of chunks are wgmma's (backward_block.cuh).
+// Whether the gradients of chunks are wgmma's (block.cuh).
 template <typename IO>
 bool has_blocks(const BackwardParams& p, const Device& device) {
   return has_wgmma(device, sizeof(IO)) && has_h(p) && p.K <= kWidestKey && p.V <= kWidestValue;

@@ -1,7 +1,7 @@
 // What the kernels of the backward pass hand to each other. Slots are those of Chunks.
 #pragma once
-#include "mma.cuh"
-#include "rows.cuh"
+#include "../gates/rows.cuh"
+#include "common/cuda/ptx/mma.cuh"
 
 namespace flashcell::cuda {
 

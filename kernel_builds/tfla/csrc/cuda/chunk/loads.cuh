@@ -1,7 +1,7 @@
 // What a thread block reads of one chunk of one head, and its shared memory. Loads run a stage
 // ahead of the products.
 #pragma once
-#include "rows.cuh"
+#include "../gates/rows.cuh"
 #include "tile.cuh"
 
 namespace flashcell::cuda {

@@ -2,7 +2,7 @@
 // are weighed in registers to a triangle E of tiles in shared memory, and of rows with a state and
 // of E with rows (C q + E v, and the like).
 #pragma once
-#include "chunk_loads.cuh"
+#include "loads.cuh"
 
 namespace flashcell::cuda {
 

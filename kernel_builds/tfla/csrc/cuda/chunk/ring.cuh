@@ -1,8 +1,8 @@
 // A thread block of three warpgroups on Hopper: the first copies into a ring of slots in shared
 // memory, the other two multiply what is there. Both go through the slots in the same order.
 #pragma once
-#include "mbarrier.cuh"
-#include "wgmma.cuh"
+#include "common/cuda/ptx/mbarrier.cuh"
+#include "common/cuda/ptx/wgmma.cuh"
 
 namespace flashcell::cuda {
 

@@ -8,7 +8,7 @@
 // fp32 products are three of tf32: every operand is split in two, and the product of the rests is
 // left out; 2^-22 of a term.
 #pragma once
-#include "mma.cuh"
+#include "common/cuda/ptx/mma.cuh"
 
 namespace flashcell::cuda {
 

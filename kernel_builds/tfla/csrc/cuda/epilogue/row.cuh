@@ -1,7 +1,7 @@
 // Norm, weight and output gate of a row of h, in the registers of a warp or of a thread block.
 #pragma once
-#include "../params.h"
-#include "mma.cuh"
+#include "../../params.h"
+#include "common/cuda/ptx/mma.cuh"
 
 namespace flashcell::cuda {
 

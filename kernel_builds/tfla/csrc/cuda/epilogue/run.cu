@@ -1,8 +1,8 @@
 // Norm, weight and output gate of every head of every row, and their gradients: one kernel there
 // and one back, a warp for a row, bound by memory.
-#include "epilogue.cuh"
-#include "epilogue.h"
-#include "launch.h"
+#include "../launch.h"
+#include "row.cuh"
+#include "run.h"
 
 namespace flashcell::cuda {
 

@@ -1,6 +1,6 @@
 // Norm, weight and output gate on CUDA, of one I/O type.
 #pragma once
-#include "run.h"
+#include "../run.h"
 
 namespace flashcell::cuda {
 

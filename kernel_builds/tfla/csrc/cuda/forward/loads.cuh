@@ -1,11 +1,11 @@
 // The parts of h that thread blocks of Hopper's kernel take, their shared memory, and the warpgroup
-// that copies to it: q and n of a part, then C, k and v in the order in which `forward_wgmma.cuh`
+// that copies to it: q and n of a part, then C, k and v in the order in which `wgmma.cuh`
 // multiplies them.
 #pragma once
-#include "forward_terms.cuh"
-#include "ring.cuh"
-#include "rows.cuh"
-#include "tile.cuh"
+#include "../chunk/ring.cuh"
+#include "../chunk/tile.cuh"
+#include "../gates/rows.cuh"
+#include "terms.cuh"
 
 namespace flashcell::cuda {
 

@@ -1,8 +1,8 @@
 // h of one chunk of one head: (s (q C) + E v) / N, with E the weights W of the chunk's pairs, not
 // divided yet. README, Equations.
 #pragma once
-#include "chunk.cuh"
-#include "forward_terms.cuh"
+#include "../chunk/products.cuh"
+#include "terms.cuh"
 
 namespace flashcell::cuda {
 

@@ -1,8 +1,8 @@
 // The forward pass: gates, states between chunks, h of every chunk.
-#include "forward.cuh"
-#include "forward.h"
-#include "forward_wgmma.cuh"
-#include "states.h"
+#include "../states/run.h"
+#include "mma.cuh"
+#include "run.h"
+#include "wgmma.cuh"
 
 namespace flashcell::cuda {
 

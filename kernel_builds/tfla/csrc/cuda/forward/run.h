@@ -1,6 +1,6 @@
 // The forward pass on CUDA, of one I/O type.
 #pragma once
-#include "run.h"
+#include "../run.h"
 
 namespace flashcell::cuda {
 

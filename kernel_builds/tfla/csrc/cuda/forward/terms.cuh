@@ -1,6 +1,6 @@
 // What the kernels of h read beside the caller's arrays.
 #pragma once
-#include "rows.cuh"
+#include "../gates/rows.cuh"
 
 namespace flashcell::cuda {
 

@@ -1,11 +1,11 @@
 // h on Hopper: (s (q C) + W v) / N of 128 rows of a chunk and up to kColumns columns. README,
-// Equations, and `forward.cuh`, whose sums these are.
+// Equations, and `mma.cuh`, whose sums these are.
 //
-// A warpgroup has 64 rows, a tile of rows.cuh, and all columns in registers. The products of its
-// pairs, 64 by 64 at a time, are weighed in registers, where they are the left operand of W v.
+// A warpgroup has 64 rows, a tile of gates/rows.cuh, and all columns in registers. The products of
+// its pairs, 64 by 64 at a time, are weighed in registers, where they are the left operand of W v.
 // Thread blocks stay, and take one part of a chunk after another; the producer runs ahead.
 #pragma once
-#include "forward_loads.cuh"
+#include "loads.cuh"
 
 namespace flashcell::cuda {
 

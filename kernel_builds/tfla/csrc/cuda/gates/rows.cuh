@@ -1,6 +1,6 @@
-// What the gates pre-pass (gates.cu) leaves for the products: everything that depends on the gates
-// alone. Rows are those of x: b T + t. A chunk of L steps (a multiple of 64) has tiles of 64 rows;
-// chunks start where their sequence starts.
+// What the gates pre-pass (prepass.cu) leaves for the products: everything that depends on the
+// gates alone. Rows are those of x: b T + t. A chunk of L steps (a multiple of 64) has tiles of 64
+// rows; chunks start where their sequence starts.
 //
 // With b the sum of the log forget gates, m the scale, and I the tile of row t, the weight of step
 // j in row t's sum is, before K^-1/2 q k,
@@ -13,9 +13,9 @@
 // exact however large both are. No factor sees what a reset ended: past is 0 from the reset on,
 // future before the last one. A held row has weights 0.
 #pragma once
-#include "../params.h"
-#include "device.cuh"
-#include "launch.h"
+#include "../../params.h"
+#include "../launch.h"
+#include "common/cuda/device.cuh"
 
 namespace flashcell::cuda {
 

@@ -1,8 +1,8 @@
 // States between chunks: the part of a head's state that a thread block has in registers, and the
 // walk through the chunks of a segment of its sequence.
 #pragma once
-#include "states.h"
-#include "tile.cuh"
+#include "../chunk/tile.cuh"
+#include "run.h"
 
 namespace flashcell::cuda {
 

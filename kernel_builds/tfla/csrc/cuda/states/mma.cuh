@@ -1,7 +1,7 @@
 // States between chunks with mma.sync: a thread block has 128 rows by 128 columns of one head's
 // state in registers. Left rows are scaled as operands; sums are fp32.
 #pragma once
-#include "state_walk.cuh"
+#include "chunk_loop.cuh"
 
 namespace flashcell::cuda {
 

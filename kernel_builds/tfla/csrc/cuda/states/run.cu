@@ -1,6 +1,6 @@
 // States between chunks: which kernel, how many segments, and where those start.
-#include "states.cuh"
-#include "states_wgmma.cuh"
+#include "mma.cuh"
+#include "wgmma.cuh"
 
 namespace flashcell::cuda {
 

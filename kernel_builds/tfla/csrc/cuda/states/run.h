@@ -1,7 +1,7 @@
 // The states between chunks, and their gradients: C <- keep C + sum_j weight_j left_j right_j^T.
 #pragma once
-#include "rows.cuh"
-#include "run.h"
+#include "../gates/rows.cuh"
+#include "../run.h"
 
 namespace flashcell::cuda {
 

@@ -1,8 +1,8 @@
 // States between chunks on Hopper: two warpgroups have 64 rows each, by all columns of the thread
 // block, of one head's state in registers. Left rows are scaled in registers, as left operands.
 #pragma once
-#include "ring.cuh"
-#include "state_walk.cuh"
+#include "../chunk/ring.cuh"
+#include "chunk_loop.cuh"
 
 namespace flashcell::cuda {
 

@@ -8,10 +8,10 @@
 // are its right operand, most of whose columns stay empty; nobody needs them.
 //
 // A norm costs nothing: its weight multiplies x on the way, its factor the sums at the end.
-#include "early.cuh"
-#include "launch.h"
-#include "linear_step.h"
-#include "mma.cuh"
+#include "../launch.h"
+#include "common/cuda/ptx/mma.cuh"
+#include "common/cuda/ptx/programmatic_launch.cuh"
+#include "linear.h"
 
 namespace flashcell::cuda {
 

@@ -1,6 +1,6 @@
 // What is between two steps of a model, one token a row, on CUDA in 16 bits.
 #pragma once
-#include "run.h"
+#include "../run.h"
 
 namespace flashcell::cuda {
 

@@ -1,9 +1,9 @@
 // Between the products of a decoded batch: the norm of every row with the gates that read it, and
 // SwiGLU's gate. One launch each; both are bound by it.
-#include "early.cuh"
-#include "launch.h"
-#include "linear_step.h"
-#include "mma.cuh"
+#include "../launch.h"
+#include "common/cuda/ptx/mma.cuh"
+#include "common/cuda/ptx/programmatic_launch.cuh"
+#include "linear.h"
 
 namespace flashcell::cuda {
 

@@ -6,10 +6,10 @@
 // there is none, those of a head are a cluster instead, whose first one writes. An H200 runs some
 // thirty clusters of eight at a time, but 66 of two: where those do for all heads, a thread block
 // is as wide as a processor takes, and works through its columns in two turns.
-#include "early.cuh"
-#include "epilogue.cuh"
-#include "rows.cuh"
-#include "step.h"
+#include "../epilogue/row.cuh"
+#include "../gates/rows.cuh"
+#include "common/cuda/ptx/programmatic_launch.cuh"
+#include "run.h"
 
 namespace flashcell::cuda {
 

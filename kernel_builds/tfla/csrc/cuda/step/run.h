@@ -1,6 +1,6 @@
 // The step on CUDA, of one I/O type.
 #pragma once
-#include "run.h"
+#include "../run.h"
 
 namespace flashcell::cuda {
 

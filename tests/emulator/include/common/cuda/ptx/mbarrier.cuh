@@ -1,6 +1,6 @@
-// The functions of cmake/include/mbarrier.cuh.
+// The functions of common/cuda/ptx/mbarrier.cuh.
 #pragma once
-#include "mma.cuh"
+#include "common/cuda/ptx/mma.cuh"
 
 namespace flashcell::cuda {
 

@@ -1,11 +1,12 @@
-// The functions of cmake/include/mma.cuh, where PTX is: that file has what they do, and the layouts
-// of operands, which PTX ISA 8 (mma.m16n8k16, mma.m16n8k8, ldmatrix, cp.async) gives by lane.
+// The functions of common/cuda/ptx/mma.cuh, where PTX is: that file has what they do, and the
+// layouts of operands, which PTX ISA 8 (mma.m16n8k16, mma.m16n8k8, ldmatrix, cp.async) gives by
+// lane.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
-#include "device.cuh"
+#include "common/cuda/device.cuh"
 
 namespace flashcell::cuda {
 

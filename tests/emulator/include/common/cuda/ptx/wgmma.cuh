@@ -1,9 +1,9 @@
-// The functions of cmake/include/wgmma.cuh. A product is four collectives, of the warps that have a
-// quarter of its rows each; it runs when they wait for it, and reads shared memory then; with
+// The functions of common/cuda/ptx/wgmma.cuh. A product is four collectives, of the warps that have
+// a quarter of its rows each; it runs when they wait for it, and reads shared memory then; with
 // `early`, at once.
 #pragma once
-#include "mma.cuh"
-#include "shared_operand.cuh"
+#include "common/cuda/ptx/mma.cuh"
+#include "common/cuda/ptx/shared_operand.cuh"
 
 #define FLASHCELL_WGMMA_CODE 1
 
