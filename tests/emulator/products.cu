@@ -50,12 +50,12 @@ __global__ void multiply(const IO* a, const IO* b, float* out, Fault fault) {
     }
   };
   fill(memory, a, kRows, left), fill(right_memory, b, kColumns, right);
-  fence_for_wgmma();
+  fence_proxy_async();
   __syncthreads();
   if (fault == kNeverArrives) {
-    if (t == 0) barrier_init(shared_address(memory), 1);
+    if (t == 0) mbarrier_init(shared_address(memory), 1);
     __syncthreads();
-    barrier_wait(shared_address(memory), 0);
+    mbarrier_wait(shared_address(memory), 0);
   }
   float sums[kColumns / 8][4];
   clear(sums);

@@ -1,53 +1,78 @@
-// Barriers in shared memory, and what else lets warps of a block play different parts: producers
-// that copy, consumers that multiply. sm_90.
+// mbarrier: barriers in shared memory, which count the threads that arrive and the bytes that come.
+// A barrier turns to its next phase when all that it expects have arrived; phases count from 0.
 #pragma once
-#include "common/cuda/ptx/mma.cuh"
+#include <cstdint>
+
+#include "common/cuda/device.cuh"
+#include "common/cuda/ptx/shared_address.cuh"
 
 namespace flashcell::cuda {
 
-// A barrier turns to its next phase when all that it expects have arrived; phases count from 0.
-DEVICE void barrier_init(uint32_t barrier, int arrivals) {
-  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+// A barrier is 8 bytes of shared memory. The functions take its address, or the variable that it
+// is.
+DEVICE uint32_t mbarrier_address(uint32_t address) { return address; }
+DEVICE uint32_t mbarrier_address(const uint64_t& variable) { return shared_address(&variable); }
+
+template <typename Barrier>
+DEVICE void mbarrier_init(const Barrier& barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(mbarrier_address(barrier)), "r"(arrivals)
+               : "memory");
 }
-// After all inits, before the barrier that shows them to other threads.
-DEVICE void barrier_init_fence() {
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+template <typename Barrier>
+DEVICE void mbarrier_arrive(const Barrier& barrier) {
+  asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(mbarrier_address(barrier)) : "memory");
 }
-DEVICE void barrier_arrive(uint32_t barrier) {
-  asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory");
+// Arrives once this thread's cp.async so far have landed; it goes on at once. `arrivals` counts it.
+template <typename Barrier>
+DEVICE void mbarrier_arrive_after_copies(const Barrier& barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(mbarrier_address(barrier))
+               : "memory");
 }
-// Arrives once this thread's copies so far have landed; it goes on at once. `arrivals` counts it.
-DEVICE void barrier_arrive_after_copies(uint32_t barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
-}
-// Until phase `phase` is over: no earlier than the last one but one.
-DEVICE void barrier_wait(uint32_t barrier, int phase) {
+// Waits until the phase of this parity is over, polling: sm_80 has no other way.
+template <typename Barrier>
+DEVICE void mbarrier_poll(const Barrier& barrier, unsigned parity) {
   asm volatile(
-      "{\n.reg .pred done;\nAGAIN:\n"
-      "mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n"
-      "@done bra DONE;\nbra AGAIN;\nDONE:\n}" ::"r"(barrier),
-      "r"(phase & 1)
+      "{\n .reg .pred done;\nwait:\n"
+      " mbarrier.test_wait.parity.shared.b64 done, [%0], %1;\n @!done bra wait;\n}" ::"r"(
+          mbarrier_address(barrier)),
+      "r"(parity)
       : "memory");
 }
 
-// What is in shared memory as this thread sees it, its own stores and what barriers have told it
-// of, is there for the wgmma that follows. A thread whose copies are in flight would wait for them
-// here.
-DEVICE void fence_for_wgmma() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// What follows takes sm_90.
 
-// A barrier of `threads` threads, whole warps; 0 is __syncthreads.
-DEVICE void sync_threads(int name, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(threads) : "memory");
+// After all inits, before the barrier that shows them to other threads.
+DEVICE void mbarrier_init_fence() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
-
-// Registers of a thread from here on: all warps of a warpgroup ask at once.
-template <int kRegisters>
-DEVICE void take_registers() {
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+// Arrives, and makes the phase wait for `bytes` as well.
+template <typename Barrier>
+DEVICE void mbarrier_arrive_expect_tx(const Barrier& barrier, int bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(mbarrier_address(barrier)),
+               "r"(bytes)
+               : "memory");
+#endif
 }
-template <int kRegisters>
-DEVICE void leave_registers() {
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+// Waits until phase `phase` is over, suspended: no earlier than the last phase but one.
+template <typename Barrier>
+DEVICE void mbarrier_wait(const Barrier& barrier, int phase) {
+  asm volatile(
+      "{\n.reg .pred done;\nAGAIN:\n"
+      "mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n"
+      "@done bra DONE;\nbra AGAIN;\nDONE:\n}" ::"r"(mbarrier_address(barrier)),
+      "r"(phase & 1)
+      : "memory");
+}
+// The same for a barrier that counts stores of other blocks of the cluster.
+template <typename Barrier>
+DEVICE void mbarrier_wait_cluster(const Barrier& barrier, int phase) {
+  asm volatile(
+      "{\n.reg .pred done;\nAGAIN:\n"
+      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+      "@done bra DONE;\nbra AGAIN;\nDONE:\n}" ::"r"(mbarrier_address(barrier)),
+      "r"(phase & 1)
+      : "memory");
 }
 
 }  // namespace flashcell::cuda

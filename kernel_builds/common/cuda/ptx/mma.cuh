@@ -15,6 +15,7 @@
 #include <type_traits>
 
 #include "common/cuda/device.cuh"
+#include "common/cuda/ptx/shared_address.cuh"
 
 namespace flashcell::cuda {
 
@@ -102,10 +103,6 @@ DEVICE uint32_t keep(uint32_t value) {
 DEVICE float keep_float(float value) {
   asm volatile("" : "+f"(value));
   return value;
-}
-
-DEVICE uint32_t shared_address(const void* pointer) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
 // Words of four vectors of eight rows: lane l names row l % 8 of vector l / 8, and gets word l % 4

@@ -16,6 +16,11 @@
 
 namespace flashcell::cuda {
 
+// What is in shared memory as this thread sees it, its own stores and what barriers have told it
+// of, is there for the wgmma that follows. A thread whose copies are in flight would wait for them
+// here.
+DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
 // The compiler moves no use of these registers across.
 template <int kN>
 DEVICE void pin(float (&sums)[kN][4]) {

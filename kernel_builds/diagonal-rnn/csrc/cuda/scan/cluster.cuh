@@ -7,9 +7,10 @@
 // Nothing is published in global memory, so there is nothing to clear before, and no block waits
 // for one that may not be running.
 #pragma once
-#include "../cluster.cuh"
 #include "../plan.h"
 #include "../sequential/linear.cuh"
+#include "common/cuda/ptx/cluster.cuh"
+#include "common/cuda/ptx/mbarrier.cuh"
 #include "common/cuda/ptx/programmatic_launch.cuh"
 
 namespace flashcell::cuda {
@@ -64,18 +65,17 @@ DEVICE void read(const float2* maps, int lane, float2 (&map)[kN]) {
 template <typename Tile>
 DEVICE void tell_maps(typename Tile::Shared& shared, int rounds) {
   constexpr int kN = Tile::kN, kBuffers = Tile::kBuffers;
-  const int lane = threadIdx.x % 32, size = int(blocks_of_cluster()),
-            rank = int(block_in_cluster());
+  const int lane = threadIdx.x % 32, size = cluster_size(), rank = cluster_rank();
   uint32_t to[kMostBlocks];
 #pragma unroll
   for (int i = 0; i < kMostBlocks; ++i) {
-    to[i] = address_in_block(shared_address(&shared), i < size ? i : 0);
+    to[i] = cluster_address(shared_address(&shared), i < size ? i : 0);
   }
   for (int round = 0; round < rounds; ++round) {
     const int at = round % kBuffers, there = round % Tile::kRounds;
-    barrier_wait(shared.full[at], round / kBuffers);
+    mbarrier_wait(shared.full[at], round / kBuffers);
     if (size == 1) {  // the other warp knows all
-      barrier_arrive(shared.ready[at]);
+      mbarrier_arrive(shared.ready[at]);
       continue;
     }
     float2 map[kN];
@@ -89,7 +89,7 @@ DEVICE void tell_maps(typename Tile::Shared& shared, int rounds) {
         map[c] = {next.x * map[c].x, fmaf(next.x, map[c].y, next.y)};
       }
     }
-    barrier_arrive(shared.ready[at]);  // warp_map is read
+    mbarrier_arrive(shared.ready[at]);  // warp_map is read
     const uint32_t place =
         shared_address(&shared.tile_map[there][rank][lane * kN]) - shared_address(&shared);
     const uint32_t told = shared_address(&shared.told[there]) - shared_address(&shared);
@@ -97,7 +97,7 @@ DEVICE void tell_maps(typename Tile::Shared& shared, int rounds) {
     for (int i = 0; i < kMostBlocks; ++i) {
       if (i < size) {
 #pragma unroll
-        for (int c = 0; c < kN; ++c) tell(to[i] + place + c * 8, map[c], to[i] + told);
+        for (int c = 0; c < kN; ++c) store_async(to[i] + place + c * 8, to[i] + told, map[c]);
       }
     }
   }
@@ -107,8 +107,7 @@ DEVICE void tell_maps(typename Tile::Shared& shared, int rounds) {
 template <typename Tile>
 DEVICE void hand_carries(typename Tile::Shared& shared, typename Tile::Element& e, int rounds) {
   constexpr int kN = Tile::kN, kBuffers = Tile::kBuffers;
-  const int lane = threadIdx.x % 32, size = int(blocks_of_cluster()),
-            rank = int(block_in_cluster());
+  const int lane = threadIdx.x % 32, size = cluster_size(), rank = cluster_rank();
   float first[kN][1], carry[kN];  // into the round
   e.begin(first);
 #pragma unroll
@@ -116,19 +115,19 @@ DEVICE void hand_carries(typename Tile::Shared& shared, typename Tile::Element& 
   for (int round = 0; round < rounds; ++round) {
     const int at = round % kBuffers, there = round % Tile::kRounds;
     if (size > 1 && lane == 0) {
-      barrier_expect(shared.told[there], size * Tile::kChannels * int(sizeof(float2)));
+      mbarrier_arrive_expect_tx(shared.told[there], size * Tile::kChannels * int(sizeof(float2)));
     }
     // Everything is read before it is used: what is written here might be what is read, for all
     // the compiler knows, and every map would wait for the one before it.
     float2 of_warps[Tile::kWarps][kN], of_blocks[kMostBlocks][kN];
-    barrier_wait(shared.full[at], round / kBuffers);
+    mbarrier_wait(shared.full[at], round / kBuffers);
 #pragma unroll
     for (int w = 0; w < Tile::kWarps; ++w) read(shared.warp_map[at][w], lane, of_warps[w]);
     float mine[kN];
 #pragma unroll
     for (int c = 0; c < kN; ++c) mine[c] = carry[c];
     if (size > 1) {
-      barrier_wait_for_others(shared.told[there], round / Tile::kRounds);
+      mbarrier_wait_cluster(shared.told[there], round / Tile::kRounds);
 #pragma unroll
       for (int from = 0; from < kMostBlocks; ++from) {
         read(shared.tile_map[there][from < size ? from : 0], lane, of_blocks[from]);
@@ -146,7 +145,7 @@ DEVICE void hand_carries(typename Tile::Shared& shared, typename Tile::Element& 
       for (int c = 0; c < kN; ++c) shared.carry[at][w][lane * kN + c] = mine[c];
       take_over(of_warps[w], mine);
     }
-    barrier_arrive(shared.ready[at]);
+    mbarrier_arrive(shared.ready[at]);
     if (size == 1) {
 #pragma unroll
       for (int c = 0; c < kN; ++c) carry[c] = mine[c];
@@ -177,8 +176,8 @@ struct Worker {
     const int bytes = int(p.D - channel) * int(sizeof(typename Element::IO));
     const int piece = min(lane % Tile::kPieces * 16, bytes - 16);
     word = int(e.d - channel) / kN;  // a lane past the last channel does what the last one does
-    start = int(block_in_cluster()) * Tile::kLength + warp * kSteps;
-    stride = int(blocks_of_cluster()) * Tile::kLength;
+    start = cluster_rank() * Tile::kLength + warp * kSteps;
+    stride = cluster_size() * Tile::kLength;
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       from[r] = static_cast<const char*>(whole.first(r)) + piece;
@@ -242,12 +241,12 @@ struct Worker {
     for (int c = 0; c < kN; ++c) {
       shared.warp_map[at][warp][lane * kN + c] = {A[c][0][0], b[c][0]};
     }
-    barrier_arrive(shared.full[at]);
+    mbarrier_arrive(shared.full[at]);
   }
 
   DEVICE void advance(int round) {
     const int at = round % Tile::kBuffers;
-    barrier_wait(shared.ready[at], round / Tile::kBuffers);
+    mbarrier_wait(shared.ready[at], round / Tile::kBuffers);
     float carry[kN][1];
 #pragma unroll
     for (int c = 0; c < kN; ++c) carry[c][0] = shared.carry[at][warp][lane * kN + c];
@@ -263,17 +262,17 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) cluster_scan_kernel(
   using Element = typename Tile::Element;
   extern __shared__ __align__(16) unsigned char memory[];
   auto& shared = *reinterpret_cast<typename Tile::Shared*>(memory);
-  const int column = int(blockIdx.x / blocks_of_cluster()), s = column / groups_of_row;
+  const int column = int(blockIdx.x / cluster_size()), s = column / groups_of_row;
   const int64_t channel = column % groups_of_row * int64_t(Tile::kChannels);
   const int warp = threadIdx.x / 32;
   Element e(p, s, channel + threadIdx.x % 32 * Tile::kN);
   if (threadIdx.x == 0) {
     for (int b = 0; b < Tile::kBuffers; ++b) {
-      barrier_init(shared.full[b], 32 * Tile::kWarps);
-      barrier_init(shared.ready[b], 2 * 32);
+      mbarrier_init(shared.full[b], 32 * Tile::kWarps);
+      mbarrier_init(shared.ready[b], 2 * 32);
     }
-    for (auto& told : shared.told) barrier_init(told, 1);
-    barrier_init_fence();
+    for (auto& told : shared.told) mbarrier_init(told, 1);
+    mbarrier_init_fence();
   }
   __syncwarp();
   cluster_arrive();

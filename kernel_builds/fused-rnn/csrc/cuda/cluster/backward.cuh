@@ -63,7 +63,7 @@ struct ClusterBackward {
       counter = keep(shared_address(&shared.received[0]) - base);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        there[i] = address_in(base, min(warp + i * kWarps, members - 1));
+        there[i] = cluster_address(base, min(warp + i * kWarps, members - 1));
       }
     }
 
@@ -91,14 +91,14 @@ struct ClusterBackward {
           uint32_t v[4] = {bits(low[0]), bits(low[2]), bits(high[0]), bits(high[2])};
           exchange_if(lane & 8, v[0], v[1]), exchange_if(lane & 8, v[2], v[3]);
           exchange_if(lane & 16, v[0], v[2]), exchange_if(lane & 16, v[1], v[3]);
-          send(there[i] + to, there[i] + counts, v);
+          store_async(there[i] + to, there[i] + counts, v);
         } else {
 #pragma unroll
           for (int pair = 0; pair < 2; ++pair) {
             uint32_t v[4];
             for (int e = 0; e < 4; ++e) v[e] = bits(sums[2 * i + pair][e]);
             exchange_if(lane & 8, v[0], v[2]), exchange_if(lane & 8, v[1], v[3]);
-            send(there[i] + to + pair * 512, there[i] + counts, v);
+            store_async(there[i] + to + pair * 512, there[i] + counts, v);
           }
         }
       }
@@ -120,20 +120,20 @@ struct ClusterBackward {
     if (threadIdx.x == 0) {
       for (uint64_t& barrier : shared.received) {
         mbarrier_init(barrier, 1);
-        mbarrier_expect(barrier, members * kPartBytes);
+        mbarrier_arrive_expect_tx(barrier, members * kPartBytes);
       }
     }
     const Product product(p, shared, head, rank, members);
-    cluster_barrier();
+    cluster_sync();
     if (kWarps == cluster::kCellWarps || threadIdx.x < kCells) {
       run_cell(p, shared, product, head, tile, rank, steps);
     } else {
       for (int t = steps - 1; t >= 0; --t) {
-        barrier_meet<kThreads>(1);
+        named_barrier_sync_diverged<kThreads>(1);
         product.run(t);
       }
     }
-    cluster_barrier();  // nobody sends to a block that has left
+    cluster_sync();  // nobody sends to a block that has left
   }
 
   static DEVICE void run_cell(const BackwardParams& p, Shared& shared, const Product& product,
@@ -174,7 +174,7 @@ struct ClusterBackward {
     const Marks<kRagged> marks[2] = {{p, sequence_of<kPerLane>(p, first, 2 * q)},
                                      {p, sequence_of<kPerLane>(p, first, 2 * q + 1)}};
     inputs.wait();
-    barrier_wait<kCells>(2);
+    named_barrier_sync<kCells>(2);
 
     const uint32_t write = keep(shared_address(shared.operand[0]) + warp * 128 + lane * 4);
     const uint32_t read = keep(
@@ -184,7 +184,7 @@ struct ClusterBackward {
     const auto enter = [&](int t, const Asked<kRagged>& asked) {
       float sum[2] = {};
       if (t < steps) {
-        mbarrier_wait(shared.received[t & 1], (steps - 1 - t) >> 1 & 1);
+        mbarrier_poll(shared.received[t & 1], (steps - 1 - t) >> 1 & 1);
         const uint32_t parts = read + (t & 1) * (kMembers * kPartBytes);
 #pragma unroll
         for (int from = 0; from < kMembers; ++from) {
@@ -195,7 +195,7 @@ struct ClusterBackward {
         // Who sends for step t - 2 has received all of step t - 1, which nobody sends before it has
         // read step t: two inboxes suffice.
         if (threadIdx.x == 0) {
-          mbarrier_expect(shared.received[t & 1], product.members * kPartBytes);
+          mbarrier_arrive_expect_tx(shared.received[t & 1], product.members * kPartBytes);
         }
       }
 #pragma unroll
@@ -241,7 +241,7 @@ struct ClusterBackward {
         asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(word) : "memory");
       }
       inputs.template wait<1>();
-      barrier_meet<kThreads>(1);
+      named_barrier_sync_diverged<kThreads>(1);
       product.run(t);
       // The rest of the step passes behind the exchange.
       if (t + 1 < steps) outputs.send(t + 1);
@@ -260,7 +260,7 @@ struct ClusterBackward {
       }
     }
     if (steps > 0) {
-      barrier_wait<kCells>(2);
+      named_barrier_sync<kCells>(2);
       outputs.send(0);
       enter(0, asked);
     }

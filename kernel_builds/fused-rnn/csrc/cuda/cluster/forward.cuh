@@ -1,7 +1,9 @@
 // The forward of the cluster engine: see launch.cuh.
 #pragma once
-#include "../barriers.cuh"
 #include "../block/forward.cuh"
+#include "common/cuda/ptx/cluster.cuh"
+#include "common/cuda/ptx/mbarrier.cuh"
+#include "common/cuda/ptx/named_barrier.cuh"
 #include "plan.h"
 
 namespace flashcell::cuda {
@@ -75,7 +77,7 @@ struct ClusterForward {
     DEVICE void run(int t, Sums& sums, Sums& start) const {
       float chain[kTiles][4] = {};
       const uint32_t rows = read + (t & 1) * kOperandBytes;
-      mbarrier_wait(shared.received[t & 1], t >> 1 & 1);
+      mbarrier_poll(shared.received[t & 1], t >> 1 & 1);
 #pragma unroll
       for (int i = 0; i < kSteps; i += 2) {
         uint32_t b[4];
@@ -114,11 +116,11 @@ struct ClusterForward {
     if (threadIdx.x == 0) {
       for (uint64_t& barrier : shared.received) {
         mbarrier_init(barrier, 1);
-        mbarrier_expect(barrier, bytes);
+        mbarrier_arrive_expect_tx(barrier, bytes);
       }
     }
     const Product product(p, shared, head, unit, part);
-    cluster_barrier();
+    cluster_sync();
     if (part == 0) {
       run_cell(p, shared, product, head, first, first_unit, warp, members, rank, steps, bytes);
     } else if constexpr (kParts > 1) {
@@ -129,10 +131,10 @@ struct ClusterForward {
         for (int m = 0; m < kTiles; ++m) {
           shared.partials[0][warp][m][lane] = {sums[m][0], sums[m][1], sums[m][2], sums[m][3]};
         }
-        barrier_arrive<64>(2 + warp);
+        named_barrier_arrive<64>(2 + warp);
       }
     }
-    cluster_barrier();  // nobody sends to a block that has left
+    cluster_sync();  // nobody sends to a block that has left
   }
 
   static DEVICE void run_cell(const ForwardParams& p, Shared& shared, const Product& product,
@@ -200,7 +202,7 @@ struct ClusterForward {
     uint32_t there[kTargets];
 #pragma unroll
     for (int i = 0; i < kTargets; ++i) {
-      there[i] = address_in(base, min(sender + i * kSenders, members - 1));
+      there[i] = cluster_address(base, min(sender + i * kSenders, members - 1));
     }
     const auto send_all = [&](int t, uint32_t word) {
       if (!in_head) word = 0;
@@ -216,7 +218,7 @@ struct ClusterForward {
       const uint32_t to = place + (t & 1) * kOperandBytes, counts = counter + (t & 1) * 8;
 #pragma unroll
       for (int i = 0; i < kTargets; ++i) {
-        if (sender + i * kSenders < members) send(there[i] + to, there[i] + counts, words);
+        if (sender + i * kSenders < members) store_async(there[i] + to, there[i] + counts, words);
       }
     };
 
@@ -235,7 +237,7 @@ struct ClusterForward {
     Asked<kRagged> now(marks, p, 0);
     enter(0, now);
     inputs.wait();
-    barrier_wait<kCells>(1);
+    named_barrier_sync<kCells>(1);
 
     for (int t = 0; t < steps; ++t) {
       ColumnPair<IO> x[G];
@@ -245,9 +247,9 @@ struct ClusterForward {
       product.run(t, sums, start);
       // Who sends for step t + 2 has received all of step t + 1, and so knows that every warp is
       // through with the operand of step t: two buffers suffice.
-      if (threadIdx.x == 0) mbarrier_expect(shared.received[t & 1], bytes);
+      if (threadIdx.x == 0) mbarrier_arrive_expect_tx(shared.received[t & 1], bytes);
       if constexpr (kParts > 1) {
-        barrier_wait<64>(2 + warp);
+        named_barrier_sync<64>(2 + warp);
 #pragma unroll
         for (int m = 0; m < kTiles; ++m) {
           const float4 other = shared.partials[0][warp][m][lane];
@@ -293,7 +295,7 @@ struct ClusterForward {
       }
       inputs.start(t + Inputs::kStages - 1);
       inputs.wait();
-      barrier_wait<kCells>(1);
+      named_barrier_sync<kCells>(1);
       outputs.send(t);
     }
     if (kRagged) outputs.clear(source.length - steps, source.padding);

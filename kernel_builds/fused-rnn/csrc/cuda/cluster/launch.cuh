@@ -1,7 +1,7 @@
 // A cluster of thread blocks, one head, four or eight sequences, all of time: for heads wider than
 // the block engine's. Each block keeps the weight of 32 units in registers. Forward it hands its
 // units' h to all members after every step, backward it hands every member a part of that one's
-// gradient: stores into their shared memory, counted by a barrier there (barriers.cuh). No fence,
+// gradient: stores into their shared memory, counted by a barrier there (mbarrier.cuh). No fence,
 // no flag, and nothing goes through L2.
 //
 // Members wait for each other only, and the hardware starts a cluster as a whole or not at all: any

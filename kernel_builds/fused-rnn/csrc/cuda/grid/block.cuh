@@ -1,6 +1,8 @@
 // A thread block of the whole-chip engine: what its warps share and how they hand work over.
 #pragma once
-#include "../barriers.cuh"
+#include "common/cuda/ptx/cluster.cuh"
+#include "common/cuda/ptx/mbarrier.cuh"
+#include "common/cuda/ptx/named_barrier.cuh"
 #include "pass.cuh"
 
 namespace flashcell::cuda::chip {

@@ -48,7 +48,7 @@ struct Cells : Block<Pass> {
     if constexpr (kSplit > 1) {
       const uint32_t here = shared_address(&shared);
 #pragma unroll
-      for (int to = 0; to < kSplit; ++to) way[to] = address_in(here, to) - here;
+      for (int to = 0; to < kSplit; ++to) way[to] = cluster_address(here, to) - here;
     }
 #pragma unroll
     for (int row = 0; row < Pass::kBias; ++row) {
@@ -64,11 +64,11 @@ struct Cells : Block<Pass> {
   DEVICE void run() {
     this->rounds([&](int first, int count) {
       first_tile = first, tiles = count;
-      barrier_meet<kBlockThreads>(kRound);  // the round before is over
+      named_barrier_sync_diverged<kBlockThreads>(kRound);  // the round before is over
       begin_round();
-      barrier_meet<kBlockThreads>(kRound);
+      named_barrier_sync_diverged<kBlockThreads>(kRound);
       run_round();
-      barrier_wait<kAll>(kCellsOnly);
+      named_barrier_sync<kAll>(kCellsOnly);
       end_round();
     });
   }
@@ -80,7 +80,7 @@ struct Cells : Block<Pass> {
       const int tile = thread() / kColumns, c = thread() % kColumns;
       shared.columns[tile][c] = Column(p, sequence(tile, c), x_batch);
     }
-    barrier_wait<kAll>(kCellsOnly);
+    named_barrier_sync<kAll>(kCellsOnly);
     for (int tile = 0; tile < tiles; ++tile) {
       if (!has_cell(tile)) continue;
 #pragma unroll
@@ -121,7 +121,7 @@ struct Cells : Block<Pass> {
       copy_and_run(route, at);
     } else {
       const auto run_step = [&](const Walk& walk) {
-        mbarrier_wait(shared.fetched[stage], phase);
+        mbarrier_poll(shared.fetched[stage], phase);
         step(walk, stage);
         if (lane() == 0) note(walk);
         ++item;
@@ -191,7 +191,7 @@ struct Cells : Block<Pass> {
     if (!kCopies && !kPreparesLate) release(stage);
 
     const int buffer = kHalves == 2 ? half() : item % 2;
-    barrier_wait<kProducts + kCells>(kFilled + buffer);
+    named_barrier_sync<kProducts + kCells>(kFilled + buffer);
     typename Shared<Pass>::Sums sums[kWide];
 #pragma unroll
     for (int side = 0; side < kWide; ++side) {
@@ -232,7 +232,7 @@ struct Cells : Block<Pass> {
     const int buffer = item % 2, rank = this->rank();
     uint64_t& received = shared.received[half()][buffer];
     auto& inbox = shared.inbox[half()][buffer];
-    if (place() == 0) mbarrier_expect(received, (kSplit - 1) * kWide * kCells * 4);
+    if (place() == 0) mbarrier_arrive_expect_tx(received, (kSplit - 1) * kWide * kCells * 4);
     float own[kWide];
     const uint32_t place_here = shared_address(&inbox[rank][place()]);
 #pragma unroll
@@ -242,12 +242,12 @@ struct Cells : Block<Pass> {
         if (to == rank) {
           own[side] = sums[side].sum[to];
         } else {
-          send(place_here + side * kCells * 4 + way[to], shared_address(&received) + way[to],
-               __float_as_uint(sums[side].sum[to]));
+          store_async(place_here + side * kCells * 4 + way[to], shared_address(&received) + way[to],
+                      __float_as_uint(sums[side].sum[to]));
         }
       }
     }
-    mbarrier_wait(received, item / 2 % 2);
+    mbarrier_poll(received, item / 2 % 2);
 #pragma unroll
     for (int side = 0; side < kWide; ++side) {
       float sum = 0.0f;

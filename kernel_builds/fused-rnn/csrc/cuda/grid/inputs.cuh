@@ -80,13 +80,13 @@ struct Fetch : Block<Pass> {
 
   DEVICE void run() {
     this->rounds([&](int, int tiles) {
-      barrier_meet<kBlockThreads>(kRound);  // the round before is over
-      barrier_meet<kBlockThreads>(kRound);
+      named_barrier_sync_diverged<kBlockThreads>(kRound);  // the round before is over
+      named_barrier_sync_diverged<kBlockThreads>(kRound);
       const Route route = this->route(tiles);
       for (Walk at = this->first(route); at.t != route.end; at = this->following(at, route)) {
-        mbarrier_wait(shared.released[stage], phase);
+        mbarrier_poll(shared.released[stage], phase);
         inputs.copy(stage, at, route);
-        mbarrier_arrive_copied(shared.fetched[stage]);
+        mbarrier_arrive_after_copies(shared.fetched[stage]);
         if (++stage == kStages) stage = 0, phase ^= 1;
       }
     });

@@ -14,6 +14,7 @@
 
 #include "../launch.h"
 #include "cell.cuh"
+#include "common/cuda/ptx/registers.cuh"
 #include "inputs.cuh"
 #include "product.cuh"
 
@@ -62,19 +63,20 @@ __global__ void __launch_bounds__(kThreads<Pass, kBlocks, kMarked>, 1) chip_kern
     mbarrier_init(block.shared.released[threadIdx.x], Shared<Pass>::kCellWarps);
   }
   if (threadIdx.x < 4) mbarrier_init(block.shared.received[threadIdx.x / 2][threadIdx.x % 2], 1);
-  if constexpr (Pass::kSplit > 1) cluster_barrier();
+  if constexpr (Pass::kSplit > 1) cluster_sync();
   if (threadIdx.x < kProducts) {
-    take_registers<kRoomy ? 184 : kCellHalves == 2 ? 160 : 208>();
+    // Registers move from the cell warps to the product warps, whose weights need them.
+    setmaxnreg_inc<kRoomy ? 184 : kCellHalves == 2 ? 160 : 208>();
     Product<Pass, kBlocks, kMarked>(block).run();
   } else {
-    leave_registers<kRoomy ? 72 : kCellHalves == 2 ? 96 : 88>();
+    setmaxnreg_dec<kRoomy ? 72 : kCellHalves == 2 ? 96 : 88>();
     if (kFetch == 0 || threadIdx.x < kThreads<Pass, kBlocks, kMarked> - kFetch) {
       Cells<Pass, kCellHalves, kMarked>(block).run();
     } else if constexpr (kFetch > 0) {
       Fetch<Pass>(block).run();
     }
   }
-  if constexpr (Pass::kSplit > 1) cluster_barrier();  // nobody sends to a block that has left
+  if constexpr (Pass::kSplit > 1) cluster_sync();  // nobody sends to a block that has left
 }
 
 template <typename Pass>

@@ -66,8 +66,8 @@ struct Product : Block<Pass> {
   DEVICE void run() {
     load_weight();
     this->rounds([&](int first_tile, int tiles) {
-      barrier_meet<kAll>(kRound);  // the round before is over
-      barrier_meet<kAll>(kRound);
+      named_barrier_sync_diverged<kAll>(kRound);  // the round before is over
+      named_barrier_sync_diverged<kAll>(kRound);
       sequence = first_tile * Block<Pass>::kColumns + lane() / 4;
       run_round(tiles);
     });
@@ -297,7 +297,7 @@ struct Product : Block<Pass> {
   // With two halves of cell warps each has its buffer.
   DEVICE int empty_buffer(int tile) const {
     const int buffer = kHalves == 2 ? tile % 2 : parities >> 2 & 1;
-    mbarrier_wait(shared.emptied[buffer], ~parities >> buffer & 1);
+    mbarrier_poll(shared.emptied[buffer], ~parities >> buffer & 1);
     return buffer;
   }
 
@@ -322,7 +322,7 @@ struct Product : Block<Pass> {
   }
 
   DEVICE void hand_over(int buffer) {
-    barrier_arrive<kProducts + kCells>(kFilled + buffer);
+    named_barrier_arrive<kProducts + kCells>(kFilled + buffer);
     parities ^= 4 | 1 << buffer;
   }
 };

@@ -5,6 +5,7 @@
 
 #include "../engine.h"
 #include "../sequence.cuh"
+#include "common/cuda/ptx/cluster.cuh"
 
 namespace flashcell::cuda {
 
@@ -165,40 +166,24 @@ DEVICE float load_element(const void* row, int64_t at, bool states) {
 }
 
 // Four floats at the same address in another block of the cluster.
-DEVICE float4 load_peer([[maybe_unused]] const float* shared, [[maybe_unused]] int rank) {
-  float4 v = {};
-#if __CUDA_ARCH__ >= 900
-  uint32_t address;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
-               : "=r"(address)
-               : "r"(shared_address(shared)), "r"(rank));
-  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-               : "r"(address)
-               : "memory");
-#endif
-  return v;
+DEVICE float4 load_peer(const float* shared, int rank) {
+  return load_cluster(cluster_address(shared_address(shared), rank));
 }
 
 // Every block of the cluster sees what all wrote to shared memory.
 DEVICE void meet(int ranks) {
   if (ranks == 1) return __syncthreads();
-#if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.arrive.release;\n barrier.cluster.wait.acquire;" ::: "memory");
-#endif
+  cluster_arrive_diverged();
+  cluster_wait_diverged();
 }
 
 // No block leaves while others may read its shared memory: a block has read, and all have. What was
 // read has arrived, so nothing needs to be released: that would wait for stores.
-DEVICE void done_with_peers([[maybe_unused]] int ranks) {
-#if __CUDA_ARCH__ >= 900
-  if (ranks > 1) asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
-#endif
+DEVICE void done_with_peers(int ranks) {
+  if (ranks > 1) cluster_arrive_relaxed_diverged();
 }
-DEVICE void leave([[maybe_unused]] int ranks) {
-#if __CUDA_ARCH__ >= 900
-  if (ranks > 1) asm volatile("barrier.cluster.wait;" ::: "memory");
-#endif
+DEVICE void leave(int ranks) {
+  if (ranks > 1) cluster_wait_diverged();
 }
 
 // Partial sums in shared memory, [slice][row][four units][column][unit of four], rows being the

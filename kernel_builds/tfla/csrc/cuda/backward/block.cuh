@@ -354,18 +354,18 @@ struct BlockGradients {
     if (threadIdx.x == 0) {
       ring.init(), queue.init();
       for (int panel = 0; panel < left.count; ++panel) left.slot(panel).init();
-      barrier_init_fence();
+      mbarrier_init_fence();
     }
     __syncthreads();
     const int after_query = int(blockIdx.x) - blocks.count[0];
     const int own = after_query < 0 ? 0 : after_query < blocks.count[1] ? 1 : 2;
     ItemQueue numbers = queue;
     if (warpgroup() == 0) {
-      leave_registers<kBlockProducerRegisters>();
+      setmaxnreg_dec<kBlockProducerRegisters>();
       BlockProducer<IO> producer{ring, left};
       for_gradients(own, [&]<Gradient kGradient>() { produce<kGradient>(producer, numbers); });
     } else {
-      take_registers<kBlockConsumerRegisters>();
+      setmaxnreg_inc<kBlockConsumerRegisters>();
       BlockRing place = ring;
       LeftRows rows = left;
       for_gradients(own, [&]<Gradient kGradient>() { consume<kGradient>(place, rows, numbers); });

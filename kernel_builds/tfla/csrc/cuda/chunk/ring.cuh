@@ -2,6 +2,7 @@
 // memory, the other two multiply what is there. Both go through the slots in the same order.
 #pragma once
 #include "common/cuda/ptx/mbarrier.cuh"
+#include "common/cuda/ptx/registers.cuh"
 #include "common/cuda/ptx/wgmma.cuh"
 
 namespace flashcell::cuda {
@@ -21,20 +22,20 @@ struct Slot {
   static constexpr int kBytes = 16;
 
   DEVICE void init(int arrivals = kWarpgroup) const {
-    barrier_init(full, arrivals);
-    barrier_init(empty(), kConsumers * kWarpgroup / 32);
+    mbarrier_init(full, arrivals);
+    mbarrier_init(empty(), kConsumers * kWarpgroup / 32);
   }
   // Of the producer: until it may copy to the slot; and after it has begun to.
-  DEVICE void wait_empty(int round) const { barrier_wait(empty(), round - 1); }
-  DEVICE void fill() const { barrier_arrive_after_copies(full); }
+  DEVICE void wait_empty(int round) const { mbarrier_wait(empty(), round - 1); }
+  DEVICE void fill() const { mbarrier_arrive_after_copies(full); }
   // Of a consumer: until it may read the slot, by wgmma too; and when its warp will not any more.
   DEVICE void wait_full(int round) const {
-    barrier_wait(full, round);
-    fence_for_wgmma();
+    mbarrier_wait(full, round);
+    fence_proxy_async();
   }
   DEVICE void release() const {
     __syncwarp();
-    if (threadIdx.x % 32 == 0) barrier_arrive(empty());
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(empty());
   }
 };
 
@@ -69,18 +70,18 @@ struct ItemQueue {
   DEVICE void init() const {
     for (int i = 0; i < kAhead; ++i) {
       const Slot slot{barriers + i * Slot::kBytes};
-      barrier_init(slot.full, 1), barrier_init(slot.empty(), kRingThreads);
+      mbarrier_init(slot.full, 1), mbarrier_init(slot.empty(), kRingThreads);
     }
   }
   DEVICE void put(int item) const {
     slot().wait_empty(round);
     items[index] = item;
-    barrier_arrive(slot().full);
+    mbarrier_arrive(slot().full);
   }
   DEVICE int take() {
-    barrier_wait(slot().full, round);
+    mbarrier_wait(slot().full, round);
     const int item = items[index];
-    barrier_arrive(slot().empty());  // every lane has read for itself
+    mbarrier_arrive(slot().empty());  // every lane has read for itself
     if (++index == kAhead) index = 0, ++round;
     return item;
   }

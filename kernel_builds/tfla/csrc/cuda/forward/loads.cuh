@@ -169,7 +169,7 @@ struct OutputLoads {
       if (i * kWarpgroup < p.K) store_n(i * kWarpgroup + threadIdx.x, n[i]);
     }
     q_slot().fill();
-    barrier_arrive(q_slot().full);  // for n, which is stored
+    mbarrier_arrive(q_slot().full);  // for n, which is stored
   }
   // n in three pieces, which add up to it: rows 0 to 2 of eight.
   DEVICE void store_n(int k, float n) const {

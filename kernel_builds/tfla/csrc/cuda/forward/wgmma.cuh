@@ -276,13 +276,13 @@ struct OutputWgmma : OutputLoads<IO, kColumns> {
   }
 
   DEVICE void run() {
-    if (threadIdx.x == 0) ring.init(), q_slot().init(2 * kWarpgroup), barrier_init_fence();
+    if (threadIdx.x == 0) ring.init(), q_slot().init(2 * kWarpgroup), mbarrier_init_fence();
     __syncthreads();
     if (warpgroup() == 0) {
-      leave_registers<kProducerRegisters>();
+      setmaxnreg_dec<kProducerRegisters>();
       this->produce();
     } else {
-      take_registers<kConsumerRegisters>();
+      setmaxnreg_inc<kConsumerRegisters>();
       consume();
     }
   }

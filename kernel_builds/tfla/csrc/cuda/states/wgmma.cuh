@@ -91,13 +91,13 @@ struct StateWgmma {
   }
 
   DEVICE void run(const StateParams& p, const Segments& segments) {
-    if (threadIdx.x == 0) ring.init(), barrier_init_fence();
+    if (threadIdx.x == 0) ring.init(), mbarrier_init_fence();
     __syncthreads();
     if (warpgroup() == 0) {
-      leave_registers<kProducerRegisters>();
+      setmaxnreg_dec<kProducerRegisters>();
       produce();
     } else {
-      take_registers<kConsumerRegisters>();
+      setmaxnreg_inc<kConsumerRegisters>();
       consume(p, segments);
     }
   }

@@ -8,6 +8,7 @@
 // is as wide as a processor takes, and works through its columns in two turns.
 #include "../epilogue/row.cuh"
 #include "../gates/rows.cuh"
+#include "common/cuda/ptx/cluster.cuh"
 #include "common/cuda/ptx/programmatic_launch.cuh"
 #include "run.h"
 
@@ -61,19 +62,6 @@ DEVICE void fetch_row([[maybe_unused]] const void* row, [[maybe_unused]] int byt
   const int at = int(threadIdx.x) % 32 * 128;
   if (at >= bytes) return;
   asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const char*>(row) + at));
-#endif
-}
-
-// All thread blocks of a cluster have come so far: in two halves, with work between them. They
-// order no memory (a release would wait for C): what was read before the first has been stored.
-DEVICE void cluster_arrive() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
-#endif
-}
-DEVICE void cluster_wait() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.wait;" ::: "memory");
 #endif
 }
 
@@ -210,7 +198,7 @@ __global__ void __maxnreg__(kRegisters) step_kernel(const StepParams p, float* u
   if (threadIdx.x % 32 == 0) read[threadIdx.x / 32] = make_float4(n_q, k_q, before, 0);
   __syncthreads();
   if (kCluster) {
-    cluster_arrive();
+    cluster_arrive_relaxed_diverged();  // a release would wait for C
   } else {
     let_later_start();
   }
@@ -253,7 +241,7 @@ __global__ void __maxnreg__(kRegisters) step_kernel(const StepParams p, float* u
     }
   }
   if (kCluster) {
-    cluster_wait();
+    cluster_wait_diverged();
     if (part == 0) head.template write_n_and_m<kThreads>(p, factors, own);
   }
   __syncthreads();

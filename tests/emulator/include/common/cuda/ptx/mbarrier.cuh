@@ -1,6 +1,6 @@
-// The functions of common/cuda/ptx/mbarrier.cuh.
+// The functions of common/cuda/ptx/mbarrier.cuh that the emulated kernels call.
 #pragma once
-#include "common/cuda/ptx/mma.cuh"
+#include "common/cuda/ptx/shared_address.cuh"
 
 namespace flashcell::cuda {
 
@@ -12,31 +12,23 @@ inline Mbarrier& mbarrier_at(uint32_t barrier) {
   return *reinterpret_cast<Mbarrier*>(emulator::shared_at(barrier, sizeof(Mbarrier)));
 }
 
-inline void barrier_init(uint32_t barrier, int arrivals) {
+inline void mbarrier_init(uint32_t barrier, int arrivals) {
   mbarrier_at(barrier) = {uint16_t(arrivals), 0, 0};
 }
-inline void barrier_init_fence() {}
-inline void barrier_arrive(uint32_t barrier) {
+inline void mbarrier_init_fence() {}
+inline void mbarrier_arrive(uint32_t barrier) {
   Mbarrier& b = mbarrier_at(barrier);
   emulator::machine.idle = 0;
   if (++b.arrived == b.expects) b.arrived = 0, ++b.phase;
 }
-inline void barrier_arrive_after_copies(uint32_t barrier) {
-  emulator::arrive_after_copies([barrier] { barrier_arrive(barrier); });
+inline void mbarrier_arrive_after_copies(uint32_t barrier) {
+  emulator::arrive_after_copies([barrier] { mbarrier_arrive(barrier); });
 }
 // Copies land when somebody waits for them, and has waited for everything else.
-inline void barrier_wait(uint32_t barrier, int phase) {
+inline void mbarrier_wait(uint32_t barrier, int phase) {
   while ((mbarrier_at(barrier).phase & 1) == (unsigned(phase) & 1)) {
     if (!emulator::land_oldest()) emulator::yield_to_block();
   }
 }
-
-inline void fence_for_wgmma() {}
-inline void sync_threads(int name, int threads) { emulator::barrier(name, unsigned(threads)); }
-
-template <int>
-void take_registers() {}
-template <int>
-void leave_registers() {}
 
 }  // namespace flashcell::cuda

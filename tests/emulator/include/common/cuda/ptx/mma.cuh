@@ -7,6 +7,7 @@
 #include <cuda_runtime.h>
 
 #include "common/cuda/device.cuh"
+#include "common/cuda/ptx/shared_address.cuh"
 
 namespace flashcell::cuda {
 
@@ -96,15 +97,6 @@ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
 
 inline uint32_t keep(uint32_t value) { return value; }
 inline float keep_float(float value) { return value; }
-
-// Of dynamic shared memory: offsets in it.
-inline uint32_t shared_address(const void* pointer) {
-  const intptr_t offset = static_cast<const char*>(pointer) - emulator::machine.shared;
-  if (offset < 0 || offset > intptr_t(emulator::machine.shared_bytes)) {
-    emulator::fail("an address that is not in dynamic shared memory");
-  }
-  return uint32_t(offset);
-}
 
 template <bool kTransposed>
 void load_matrices(uint32_t (&words)[4], uint32_t row_address) {

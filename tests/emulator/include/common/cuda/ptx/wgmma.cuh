@@ -9,6 +9,8 @@
 
 namespace flashcell::cuda {
 
+inline void fence_proxy_async() {}
+
 template <typename... Registers>
 void wgmma_fence(Registers&...) {}
 inline void wgmma_commit() { emulator::commit_products(); }
