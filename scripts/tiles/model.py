@@ -6,7 +6,7 @@ binary needs. Symbols: D width, e bytes of an element, r row tiles of 16 units, 
 16, w warps. All divisions round up unless said.
 
   whole-chip engine                                        what a thread block holds, in bytes
-    blocks  = D / units        <= processors                 partials 2 w u 8 4 floats(r)
+    blocks  = D / units        <= SMs                        partials 2 w u 8 4 floats(r)
     depth   = D e / 64 w       <= 16                         ring     stages inputs 8 units e
     chunks  = depth p;  chunks r u <= unrolled               carried  tiles (states + sums) 8 units 4
     spilt   = max(0, chunks - floor(held / 8 r u))           weight   spilt r u 1024 w
@@ -129,7 +129,7 @@ def _solve(
         r = s.row_tiles * u
         blocks = b.quotient(D, units, least=1)
         depth = b.quotient(D * s.element, plan.CHUNK_BYTES * warps)
-        limit(blocks <= case.device.processors)
+        limit(blocks <= case.device.sms)
         limit(depth <= pins.get("blocks", plan.CHIP["blocks"]))
         limit(s.panels * s.row_tiles * b.product(depth, u) <= chunks_most)
         kept = b.quotient(held, 8 * r, up=False)  # chunks
@@ -158,7 +158,7 @@ def _solve(
             + s.panels * D * plan.COLUMNS * s.element * L2 // 64
             + 20 * units
         )
-        groups = b.quotient(case.device.processors, blocks, up=False)
+        groups = b.quotient(case.device.sms, blocks, up=False)
         at_once = b.new(BATCH_TILES, 1)  # tiles of the batch, each with a group of its own
         m.add(at_once <= groups).only_enforce_if(fit)
         clocks = b.new(10**7)

@@ -27,8 +27,8 @@ shared memory a block may ask for (99, 163 and 227 KB), not the 128, 192 and 228
 
 {table}
 FlashRNN cuts both dimensions of the weight over the grid, so a width needs divisors that fill the
-processors: above {dense} its list has gaps. Here a thread block keeps 16 units whole, any multiple of
-8 (fp32: 4) does, and the edge is ceil(D / 16) <= processors or, with 99 KB, the shared memory: nothing
+SMs: above {dense} its list has gaps. Here a thread block keeps 16 units whole, any multiple of
+8 (fp32: 4) does, and the edge is ceil(D / 16) <= SMs or, with 99 KB, the shared memory: nothing
 is split along the depth of the product across blocks, which would cost a second exchange in each step.
 Wider heads, up to any width, run in the step engine, where FlashRNN needs another backend.
 """
@@ -51,7 +51,7 @@ def published() -> str:
     """The section of the page."""
     rows, differing = [], []
     for gpu in flashrnn.GPUS:
-        solved = flashrnn.widths(gpu.processors, gpu.shared_bytes)
+        solved = flashrnn.widths(gpu.sms, gpu.shared_bytes)
         if tuple(solved) != gpu.published:
             differing.append(f"{gpu.name} by {sorted({*solved} ^ {*gpu.published})}")
         device = next(d for d in plan.DEVICES if d.name == gpu.name)

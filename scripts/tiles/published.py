@@ -7,7 +7,7 @@ fp32 sums, and C tiles of R cached in the registers of a warp:
 
   E_b E_p = 256, E_b, E_p in 8, 16, 32;  E_a = 16        the matrix instructions
   32 W_p W_a W_b <= 256                                  a fourth of 1024 threads, "usually faster"
-  B_p B_a B_b <= processors                              a grid that synchronises is all there at once
+  B_p B_a B_b <= SMs                                     a grid that synchronises is all there at once
   16 E_p C W_p W_a + accumulators + operands <= 65536 registers
   R - (what registers hold) + sums of all W_a B_a parts <= shared memory of all blocks
 """
@@ -22,14 +22,14 @@ from tiles.model import Builder
 
 GATES, E_A, PADDING = 4, 16, 8
 WARPS = 256 // 32
-WORDS = 2 * 65536  # 16-bit values that the registers of a processor hold
+WORDS = 2 * 65536  # 16-bit values that the registers of an SM hold
 FIRST, LAST, STEP = 1280, 2976, 32
 BATCH = 16
 
 
 class Gpu(NamedTuple):
     name: str
-    processors: int
+    sms: int
     shared_bytes: int  # a block may ask for, less the 1 KB the system takes
     published: tuple[int, ...]  # attainable head widths from 1280 on
 
@@ -44,7 +44,7 @@ GPUS = (
 )  # fmt: skip
 
 
-def attainable(width: int, processors: int, shared_bytes: int, forward: bool) -> bool:
+def attainable(width: int, sms: int, shared_bytes: int, forward: bool) -> bool:
     """Whether one LSTM head of `width` has a solution in one direction."""
     b = Builder()
     m = b.model
@@ -58,21 +58,21 @@ def attainable(width: int, processors: int, shared_bytes: int, forward: bool) ->
         return b.new(most, 1)
 
     w_p, w_a, w_b = factor(WARPS), factor(WARPS), factor(WARPS)
-    b_p, b_a, b_b = factor(processors), factor(processors), factor(processors)
+    b_p, b_a, b_b = factor(sms), factor(sms), factor(sms)
     l_p, l_a, l_b = factor(parallel // 8), factor(accumulated // E_A), factor(4)
     cached, turns = factor(accumulated // E_A), factor(BATCH)  # turns: of the whole time loop
     m.add_multiplication_equality(parallel, [e_p, w_p, b_p, l_p])
     m.add_multiplication_equality(accumulated // E_A, [w_a, b_a, l_a])
     m.add_multiplication_equality(BATCH, [e_b, w_b, b_b, l_b, turns])
     warps = b.product(w_p, w_a, w_b, most=WARPS)
-    blocks = b.product(b_p, b_a, b_b, most=processors)
+    blocks = b.product(b_p, b_a, b_b, most=sms)
     m.add(cached <= l_a)
     held = b.product(E_A * e_p, cached, w_p, w_a)  # of R, in one block
     m.add(held + b.product(2 * 256, l_b, warps) + b.product(E_A * e_b, warps) <= WORDS)
     matrix = GATES * width * width + parallel * PADDING
     rest = b.new(2 * 10**8)  # bytes of R that registers do not hold, for all blocks of a batch tile
     m.add(rest >= 2 * matrix * b_b + 64 - 2 * b.product(held, blocks, most=10**9))
-    parts = b.product(w_a, b_a, most=WARPS * processors)
+    parts = b.product(w_a, b_a, most=WARPS * sms)
     batch = b.product(b_b, w_b, l_b, e_b, most=BATCH)
     sums = 4 * b.product(parts, batch, b.model.new_constant(parallel), most=10**9)
     padded = 4 * PADDING * b.product(parts, batch, b_p, most=10**9)
@@ -85,8 +85,8 @@ def attainable(width: int, processors: int, shared_bytes: int, forward: bool) ->
     return status in (cp_model.OPTIMAL, cp_model.FEASIBLE)
 
 
-def widths(processors: int, shared_bytes: int) -> list[int]:
+def widths(sms: int, shared_bytes: int) -> list[int]:
     """Attainable in both directions, multiples of 32 from 1280 on."""
-    limits = (processors, shared_bytes)
+    limits = (sms, shared_bytes)
     candidates = range(FIRST, LAST + 1, STEP)
     return [w for w in candidates if all(attainable(w, *limits, f) for f in (True, False))]

@@ -37,7 +37,7 @@ int main() {
   int tf32, aligned, sm_90a;
   const char* names[] = {"block", "cluster", "chip", "step"};
   while (std::scanf("%ld %ld %ld %ld %d %d %d %d %d %d %d %d %d", &p.S, &p.T, &p.N, &p.D, &p.gates,
-                    &p.io_bytes, &tf32, &aligned, &d.arch, &d.code.arch, &sm_90a, &d.processors,
+                    &p.io_bytes, &tf32, &aligned, &d.arch, &d.code.arch, &sm_90a, &d.sms,
                     &d.shared_bytes) == 13) {
     p.tf32 = tf32, p.aligned = aligned, d.code.sm_90a = sm_90a;
     const auto forward = chip::forward_shape(p.gates, 4, p.io_bytes);
@@ -77,7 +77,7 @@ def test_plan_is_the_binarys(tmp_path):
     command = ["g++", "-std=c++20", f"-I{CSRC}", f"-I{SHARED}", tmp_path / "plan.cpp"]
     subprocess.run([*command, "-o", tmp_path / "plan"], check=True)
     asked = list(problems())
-    flat = lambda d: (d.arch, *d.code, d.processors, d.shared_bytes)
+    flat = lambda d: (d.arch, *d.code, d.sms, d.shared_bytes)
     text = "\n".join(" ".join(str(int(v)) for v in (*p, *flat(d))) for p, d in asked)
     done = subprocess.run([tmp_path / "plan"], input=text, capture_output=True, text=True)
     answers = done.stdout.splitlines()
@@ -117,7 +117,7 @@ def test_explain_plan_names_engine_and_binding_limit():
     assert explain_plan("lstm", 12, 64, 16, "torch.bfloat16", "H100").engine == "block"
     wide = explain_plan("lstm", 1, 2688, 16, "float16", 90)
     assert (wide.engine, wide.refused[-1].unit) == ("step", "bytes")
-    assert plan.Limit("thread blocks at once", 168, 132, "processors") in wide.refused
+    assert plan.Limit("thread blocks at once", 168, 132, "SMs") in wide.refused
     assert explain_plan("lstm", 3, 256, 16, "bfloat16", "H200").engine == "cluster"
     full = explain_plan("lstm", 1, 512, 64, "bfloat16", "H200")
     assert (full.engine, full.refused[-1].name) == ("chip", "clusters at once")
@@ -166,7 +166,7 @@ def test_published_widths(tool):
     from tiles import published as flashrnn
 
     for gpu in flashrnn.GPUS:
-        assert tuple(flashrnn.widths(gpu.processors, gpu.shared_bytes)) == gpu.published, gpu.name
+        assert tuple(flashrnn.widths(gpu.sms, gpu.shared_bytes)) == gpu.published, gpu.name
     assert max(flashrnn.GPUS[-1].published) == 2688
 
 

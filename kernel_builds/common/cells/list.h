@@ -8,7 +8,7 @@ template <typename... Cells>
 struct CellList {
   static constexpr int kCount = sizeof...(Cells);
 
-  // Where a cell stands in the list: how engines behind a door of their own know it.
+  // Where a cell stands in the list: engines that are compiled apart know it by this.
   template <typename Cell>
   static constexpr int index_of() {
     int index = 0, found = -1;

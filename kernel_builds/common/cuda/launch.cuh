@@ -13,8 +13,8 @@ struct Grid {
   int64_t blocks;
   int threads, shared_bytes;
   cudaStream_t stream;
-  bool early = false;  // starts before the kernel ahead of it has ended, and waits for it inside
-  int cluster = 1;     // thread blocks of one
+  bool pdl = false;  // programmatic dependent launch: starts before the kernel ahead has ended
+  int cluster = 1;   // thread blocks of one
 };
 
 template <typename... Params, typename... Args>
@@ -30,7 +30,7 @@ void launch(void (*kernel)(Params...), const Grid& grid, const Args&... args) {
   }
   cudaLaunchAttribute attributes[2]{};
   unsigned count = 0;
-  if (grid.early) {
+  if (grid.pdl) {
     attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[count++].val.programmaticStreamSerializationAllowed = 1;
   }

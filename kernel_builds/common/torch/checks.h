@@ -1,4 +1,4 @@
-// Argument checks at the door: every message names the argument, what it was and what it must be.
+// Argument checks: every message names the argument, what it was and what it must be.
 #pragma once
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>

@@ -1,4 +1,4 @@
-// What a CUDA engine's door needs of torch: memory, the stream, and the table of sequences.
+// What a CUDA engine needs of torch: memory, the stream, and the table of sequences.
 #pragma once
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>

@@ -48,9 +48,9 @@ struct TensorView {
 };
 
 // The arguments of one call, one after another.
-class Door {
+class Validator {
  public:
-  explicit Door(const std::vector<Argument>& arguments) : arguments_(arguments) {}
+  explicit Validator(const std::vector<Argument>& arguments) : arguments_(arguments) {}
 
   template <typename T>
   void take(const T& value) {
@@ -180,13 +180,13 @@ struct Op<kSchema, kFunction> {
 
   static Result call(Arguments... arguments) {
     static const std::vector<Argument> names = arguments_of(kSchema);
-    Door door(names);
-    (door.take(arguments), ...);
-    door.close();
+    Validator validator(names);
+    (validator.take(arguments), ...);
+    validator.close();
     try {
       return kFunction(std::move(arguments)...);
     } catch (const std::bad_alloc&) {
-      STD_TORCH_CHECK(false, "not enough memory for ", door.first(), " of this shape");
+      STD_TORCH_CHECK(false, "not enough memory for ", validator.first(), " of this shape");
     }
   }
 };

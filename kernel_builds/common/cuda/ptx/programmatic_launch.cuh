@@ -1,4 +1,4 @@
-// Programmatic dependent launch: a kernel starts while the one ahead of it ends (Grid::early of
+// Programmatic dependent launch: a kernel starts while the one ahead of it ends (Grid::pdl of
 // launch.cuh).
 #pragma once
 #include <cuda_runtime.h>
@@ -8,12 +8,12 @@
 namespace flashcell::cuda {
 
 // What was launched before this kernel has ended; what is launched after it may start.
-DEVICE void wait_for_earlier() {
+DEVICE void pdl_wait() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
-DEVICE void let_later_start() {
+DEVICE void pdl_launch_dependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif

@@ -11,7 +11,7 @@ namespace flashcell::cuda {
 struct Device {  // what the plan needs to know of a GPU
   int arch;      // 90 for compute capability 9.0
   Code code;     // that runs there
-  int processors;
+  int sms;
 };
 
 struct Launch {

@@ -8,11 +8,11 @@
 namespace flashcell::cuda {
 
 static Device describe(int index) {
-  int major, minor, processors;
+  int major, minor, sms;
   check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, index));
   check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, index));
-  check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, index));
-  return {major * 10 + minor, find_code(), processors};
+  check(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, index));
+  return {major * 10 + minor, find_code(), sms};
 }
 Device current_device() { return of_current_gpu(&describe); }
 

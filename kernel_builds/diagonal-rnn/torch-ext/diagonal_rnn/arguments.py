@@ -1,4 +1,4 @@
-"""The door: what x, the weights and the states must be together; a and b of a scan."""
+"""Argument validation: what x, the weights and the states must be together; a and b of a scan."""
 
 from typing import Tuple
 

@@ -72,7 +72,7 @@ def _limit(h: Tensor, after: Tensor, guess: Tensor, bounds: Any) -> Tensor:
     return h if bounds is None else torch.maximum(torch.minimum(h, bounds[1]), bounds[0])
 
 
-def shoot(
+def multiple_shooting(
     step: Step,
     linearize: Callable[..., Tuple[Tensor, Tensor]],  # (step, h, xs) -> step(h, xs), J
     solve_linear: Callable[[Tensor, Tensor], Tensor],
@@ -129,7 +129,7 @@ def finish(step: Step, h0: Tensor, xs: Rows, done: Iterated) -> Tensor:
     return torch.cat([done.h[:, : done.right], torch.stack(rest, 1)], 1)
 
 
-def walk(step: Step, h0: Tensor, xs: Rows) -> Tensor:
+def sequential(step: Step, h0: Tensor, xs: Rows) -> Tensor:
     """The plain loop."""
     states, h = [], h0
     for t in range(xs[0].shape[1]):

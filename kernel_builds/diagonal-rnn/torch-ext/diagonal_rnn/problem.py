@@ -1,4 +1,4 @@
-"""The door of `solve`, and what is behind it: a user's cell on rows, its residuals and Jacobians."""
+"""Validates the arguments of `solve`; evaluates a user's cell, its residuals and Jacobians."""
 
 import math
 import sys

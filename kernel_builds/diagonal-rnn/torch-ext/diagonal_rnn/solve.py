@@ -36,7 +36,7 @@ from .checks import (
     check_whole,
 )
 from .dispatch import without_autocast
-from .iteration import Options, finish, iterate, shift, shoot, walk
+from .iteration import Options, finish, iterate, multiple_shooting, sequential, shift
 from .memory import check_memory
 from .problem import Inputs, Problem, check_bounds, check_params, check_sizes, check_state, check_x
 from .structures import STRUCTURES, choose_mode, find_structure, solve_linear
@@ -134,7 +134,7 @@ def solve(
     problem = Problem(cell, h0, xs, params, not isinstance(x, tuple), jacobian_fn)
     with without_autocast(h0.device.type):
         if mode == "sequential" or h0.numel() * T == 0:
-            h = walk(problem.step, h0, problem.xs)
+            h = sequential(problem.step, h0, problem.xs)
             info = NOTHING._replace(structure=structure)
         else:
             tol = 4 * torch.finfo(dtype).eps if tol is None else tol
@@ -161,7 +161,7 @@ def _parallel(problem: Problem, wanted: str, mode: str, guess, chunk: int, optio
             done = iterate(linearize, linear, h0, xs, guess, options)
         else:
             through = lambda step, h, v: problem.linearize(structure, h, v, step)[:2]
-            done = shoot(problem.step, through, linear, h0, xs, guess, chunk, options)
+            done = multiple_shooting(problem.step, through, linear, h0, xs, guess, chunk, options)
         h = finish(problem.step, h0, xs, done)
     largest = done.residuals[-1] if done.residuals else float("inf")
     counts = len(done.residuals), largest, done.residuals

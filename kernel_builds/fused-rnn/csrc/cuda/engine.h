@@ -13,7 +13,7 @@ enum class Engine { kBlock, kCluster, kChip, kStep };
 struct Device {  // what the plan needs to know of a GPU
   int arch;      // 90 for compute capability 9.0
   Code code;     // that runs there
-  int processors;
+  int sms;
   int shared_bytes;  // a block may ask for
 };
 

@@ -18,10 +18,10 @@ struct Problem {
 };
 
 // Sequences of a thread block of the block engine. Of the matrix instruction's eight columns half
-// stay empty when that gives more processors something to do: the cell takes longer than the
+// stay empty when that gives more SMs something to do: the cell takes longer than the
 // products.
 constexpr int block_tile(const Problem& p, const Device& device) {
-  return p.N * ((p.S + 3) / 4) <= device.processors ? 4 : 8;
+  return p.N * ((p.S + 3) / 4) <= device.sms ? 4 : 8;
 }
 
 // Sequences that share a row of dbias_partial.

@@ -12,12 +12,12 @@
 namespace flashcell::cuda {
 
 static Device describe(int index) {
-  int major, minor, processors, shared_bytes;
+  int major, minor, sms, shared_bytes;
   check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, index));
   check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, index));
-  check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, index));
+  check(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, index));
   check(cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, index));
-  return {major * 10 + minor, find_code(), processors, shared_bytes};
+  return {major * 10 + minor, find_code(), sms, shared_bytes};
 }
 Device current_device() { return of_current_gpu(&describe); }
 

@@ -1,4 +1,4 @@
-// What ops.cpp calls: the door to CUDA, without its headers.
+// The CUDA entry points that ops.cpp calls; needs no CUDA headers.
 #pragma once
 #include "engine.h"
 

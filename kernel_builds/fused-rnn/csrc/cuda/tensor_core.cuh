@@ -7,7 +7,7 @@
 namespace flashcell::cuda {
 
 template <typename IO>
-struct Lane {  // what 32 bits and 16 bytes hold, and the scalar the cell computes in
+struct IoTraits {  // what 32 bits and 16 bytes hold, and the scalar the cell computes in
   static constexpr int kWord = 4 / sizeof(IO), kVector = 16 / sizeof(IO);
   using Value = Approx<std::is_same_v<IO, bf16>>;
 };

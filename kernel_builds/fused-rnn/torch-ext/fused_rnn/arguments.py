@@ -1,4 +1,4 @@
-"""The door of the cells: what x, weight, bias and the states must be together."""
+"""Argument validation of the cells: what x, weight, bias and the states must be together."""
 
 import torch
 

@@ -125,9 +125,9 @@ def explain_plan(
         tall = sizes_of.gates == 4 and takes_tall_blocks(p, device)
         units = TALL_UNITS if tall else CHIP["units"]
         members, count = divide_up(width, units), divide_up(batch, COLUMNS)
-        launches = divide_up(heads, device.processors // members)
+        launches = divide_up(heads, device.sms // members)
         at_once = divide_up(heads, launches)
-        groups = min(max(device.processors // (at_once * members), 1), count)
+        groups = min(max(device.sms // (at_once * members), 1), count)
         tiles["grid"] = (
             f"{at_once} heads x {groups} groups x {members} thread blocks, {launches} launches"
         )

@@ -33,7 +33,7 @@ class Device(NamedTuple):
     name: str
     arch: int  # 90 for compute capability 9.0
     code: Code  # that runs there
-    processors: int
+    sms: int
     shared_bytes: int  # a thread block may ask for
 
 
@@ -141,8 +141,8 @@ def chip_limits(s: Shape, D: int, device: Device, direction: str = "") -> List[L
     """What a head of width D asks of the whole-chip engine in one pass."""
     return [
         Limit("row in whole vectors, bytes over", D * s.element % VECTOR, 0, "bytes"),
-        Limit("thread blocks at once", divide_up(D, CHIP["units"]), device.processors,
-              "processors"),
+        Limit("thread blocks at once", divide_up(D, CHIP["units"]), device.sms,
+              "SMs"),
         Limit(f"{direction} depth unrolled".strip(), blocks_of_depth(s, D), max_blocks(s),
               "blocks of depth"),
         Limit(f"{direction} shared memory".strip(), chip_shared_bytes(s, D), device.shared_bytes,
@@ -159,14 +159,14 @@ def chip_limits_of_every_cell(gates: int, element: int, D: int, device: Device) 
 
 def takes_wide_tiles(S: int, N: int, D: int, device: Device, backward: bool) -> bool:
     """Tiles of sixteen sequences, where the chip kernels that have them can run the head."""
-    groups = max(1, device.processors // (N * divide_up(D, CHIP["units"])))
+    groups = max(1, device.sms // (N * divide_up(D, CHIP["units"])))
     return device.code.sm_90a and divide_up(S, COLUMNS) > (4 if backward else 3) * groups
 
 
 def takes_tall_blocks(p: Problem, device: Device) -> bool:
     """Thread blocks of 24 units, where they make more groups; the chip kernels of four gates."""
-    groups = device.processors // (p.N * divide_up(p.D, CHIP["units"]))
-    more = device.processors // (p.N * divide_up(p.D, TALL_UNITS))
+    groups = device.sms // (p.N * divide_up(p.D, CHIP["units"]))
+    more = device.sms // (p.N * divide_up(p.D, TALL_UNITS))
     depth = divide_up(p.D * p.io_bytes, CHIP["warps"] * CHUNK_BYTES)
     return (
         device.code.sm_90a
@@ -205,7 +205,7 @@ def block_stages(stage_bytes: int) -> int:
 
 def block_tile(p: Problem, device: Device) -> int:
     """Sequences of a thread block of the block engine."""
-    return 4 if p.N * divide_up(p.S, 4) <= device.processors else 8
+    return 4 if p.N * divide_up(p.S, 4) <= device.sms else 8
 
 
 def select_engine(p: Problem, device: Device) -> Tuple[str, List[Limit]]:
@@ -239,8 +239,8 @@ def cluster_members(D: int) -> int:
 
 
 def clusters_at_once(D: int, device: Device) -> int:
-    """A block to a processor, a cluster to a part of the GPU of 16 to 18 processors."""
-    return device.processors // 18 * (16 // cluster_members(D))
+    """A block to an SM, a cluster to a part of the GPU of 16 to 18 SMs."""
+    return device.sms // 18 * (16 // cluster_members(D))
 
 
 def cluster_limits(p: Problem, device: Device) -> List[Limit]:

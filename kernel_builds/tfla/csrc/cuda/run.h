@@ -10,7 +10,7 @@ namespace flashcell::cuda {
 
 struct Device {  // what the plans need to know of a GPU
   Code code;     // that runs there
-  int processors, shared_bytes;
+  int sms, shared_bytes;
   bool clusters;  // of thread blocks, on the GPU and in the code
 };
 Device current_device();  // an error where the library has no code for it

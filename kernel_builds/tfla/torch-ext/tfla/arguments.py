@@ -1,4 +1,4 @@
-"""The door: what q, k, v, the gates, the state and the epilogue must be together."""
+"""Argument validation: what q, k, v, the gates, the state and the epilogue must be together."""
 
 from typing import List, Tuple
 

@@ -1,4 +1,4 @@
-"""The input gates as data: what the door and the engines must know of each."""
+"""The input gates as data: what validation and the engines must know of each."""
 
 from typing import Dict, NamedTuple
 

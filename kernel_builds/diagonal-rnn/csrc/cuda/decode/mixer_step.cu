@@ -30,8 +30,8 @@ template <typename IO>
 __global__ void __launch_bounds__(kStepThreads) conv_step_kernel(const ConvStepParams p) {
   const int64_t at = (int64_t(blockIdx.x) * kStepThreads + threadIdx.x) * kPair;
   const int64_t b = at / p.D, d = at % p.D;
-  let_later_start();
-  wait_for_earlier();
+  pdl_launch_dependents();
+  pdl_wait();
   if (b >= p.B) return;
   float seen[kPast + 1][kPair], y[kPair] = {};
 #pragma unroll
@@ -58,8 +58,8 @@ __global__ void __launch_bounds__(kStepThreads) mix_step_kernel(const MixStepPar
   constexpr int G = Cell::kGates, K = Cell::kStates, P = Cell::kWeights;
   const int64_t at = (int64_t(blockIdx.x) * kStepThreads + threadIdx.x) * kPair;
   const int64_t b = at / p.D, d = at % p.D, n = d / p.J;
-  let_later_start();
-  wait_for_earlier();
+  pdl_launch_dependents();
+  pdl_wait();
   if (b >= p.B) return;
   float u[G][kPair], w[P][kPair], s[K][kPair], x[kPair], skip[kPair], gate[kPair], y[kPair];
 #pragma unroll

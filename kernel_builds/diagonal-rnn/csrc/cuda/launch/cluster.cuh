@@ -25,7 +25,7 @@ struct Clusters {
     // Pairs of fp32 channels are for very many steps, which like fewer (1x65536x1024 by 5 201 us,
     // by 6 229).
     const int64_t most = sizeof(typename Tile::Word) == 8
-                             ? std::clamp<int64_t>(to.device.processors * 5 / 8 / columns, 1, 8)
+                             ? std::clamp<int64_t>(to.device.sms * 5 / 8 / columns, 1, 8)
                              : cluster_blocks(columns, sparse, to.device);
     const int blocks = int(std::clamp<int64_t>(tiles, 1, most));
     auto kernel = cluster_scan_kernel<Tile>;

@@ -144,7 +144,7 @@ struct Parallel {
     const int64_t published =
         reinterpret_cast<char*>(scan.partial) - static_cast<char*>(to.scratch);
     check(cudaMemsetAsync(to.scratch, 0xff, size_t(published), to.stream));
-    const int64_t tiles = scan.columns * scan.tiles, resident = kResident * to.device.processors;
+    const int64_t tiles = scan.columns * scan.tiles, resident = kResident * to.device.sms;
     launch(scan_kernel<Element, 8, kScanSteps, kResident>,
            {tiles < resident ? tiles : resident, T::kThreads, int(sizeof(typename T::Shared)),
             to.stream},

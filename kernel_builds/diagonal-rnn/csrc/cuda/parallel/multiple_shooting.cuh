@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(Track::kThreads) shoot_kernel(const
                                                                 const Shoot shoot) {
   using Edge = Boundary<Track>;
   extern __shared__ __align__(16) unsigned char shared[];
-  let_later_start();
+  pdl_launch_dependents();
   const int64_t chunk_of_all = blockIdx.x / shoot.blocks_of_row;
   const int64_t s = chunk_of_all / shoot.chunks;
   const int w = int(chunk_of_all % shoot.chunks), first = w * shoot.chunk;
@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(Track::kThreads) settle_kernel(const
   const int chunks = (column.length + shoot.chunk - 1) / shoot.chunk;
   const int64_t d = int64_t(blockIdx.x % shoot.groups_of_row * 32 + lane) * kN;
   Track track(p, column, d, shared);
-  wait_for_earlier();
+  pdl_wait();
 
   auto row = [&](float* of, int w, int rows, int i) {
     return Edge::at(of, p, shoot, s, w, rows, i, track.channel());

@@ -276,8 +276,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) cluster_scan_kernel(
   }
   __syncwarp();
   cluster_arrive();
-  let_later_start();
-  wait_for_earlier();
+  pdl_launch_dependents();
+  pdl_wait();
   if (warp == Tile::kWarps) {
     cluster_wait();
     tell_maps<Tile>(shared, rounds);

@@ -43,7 +43,7 @@ struct BlockBackward : BlockSizes<Cell_, IO_, kWidth, 16, Cell_::kGates * kWidth
     for (int i = 0; i < kSteps; ++i) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        const int depth = (2 * i + j / 2) * Lane<IO>::kVector + q * Lane<IO>::kWord;
+        const int depth = (2 * i + j / 2) * IoTraits<IO>::kVector + q * IoTraits<IO>::kWord;
         const int g = depth / kWidth, from = depth % kWidth;
         const IO* column = (const IO*)p.weight + (g * p.N + head) * p.D * p.D + unit + j % 2 * 8;
         const bool inside = in_head[j % 2] && from < D;
@@ -79,7 +79,7 @@ struct BlockBackward : BlockSizes<Cell_, IO_, kWidth, 16, Cell_::kGates * kWidth
     __syncthreads();
 
     const uint32_t read =
-        keep(shared_address(&shared.operand[0][lane % 8][lane / 8 * Lane<IO>::kVector]));
+        keep(shared_address(&shared.operand[0][lane % 8][lane / 8 * IoTraits<IO>::kVector]));
     const uint32_t write = keep(shared_address(&shared.operand[0][0][warp_unit]) +
                                 tile_offset<IO, kRow>() * sizeof(IO));
     const auto multiply = [&](int t, float (&sums)[kChains][4]) {  // weight^T dr of step t

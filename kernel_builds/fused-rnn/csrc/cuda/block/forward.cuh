@@ -48,7 +48,7 @@ struct BlockForward : BlockSizes<Cell_, IO_, kWidth, 8, kWidth> {
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           const int g = 2 * m + j % 2;
-          const int from = (2 * i + j / 2) * Lane<IO>::kVector + q * Lane<IO>::kWord;
+          const int from = (2 * i + j / 2) * IoTraits<IO>::kVector + q * IoTraits<IO>::kWord;
           const IO* row = (const IO*)p.weight + ((g * p.N + head) * p.D + unit) * p.D;
           const bool inside = g < G && in_head && from < D;
           a[m][i][j] = operand<IO>(inside ? *(const uint32_t*)(row + from) : 0);
@@ -88,7 +88,7 @@ struct BlockForward : BlockSizes<Cell_, IO_, kWidth, 8, kWidth> {
       return ColumnPair<IO>::of(value(0), kPerLane == 2 ? value(kPerLane - 1) : 0);
     };
     const uint32_t read =
-        keep(shared_address(&shared.operand[0][lane % 8][lane / 8 * Lane<IO>::kVector]));
+        keep(shared_address(&shared.operand[0][lane % 8][lane / 8 * IoTraits<IO>::kVector]));
     const uint32_t write = keep(shared_address(&shared.operand[0][0][warp_unit]) +
                                 tile_offset<IO, kRow>() * sizeof(IO));
     const bool saves = keep(p.saved != nullptr);

@@ -19,11 +19,11 @@ template <typename Cell_, typename IO_, int kWidth, int kUnitsOf, int kDepth>
 struct BlockSizes {
   using Cell = Cell_;
   using IO = IO_;
-  using V = typename Lane<IO>::Value;
+  using V = typename IoTraits<IO>::Value;
   static constexpr int G = Cell::kGates, K = Cell::kStates, R = Cell::kBias, kKept = Cell::kSaved;
   static constexpr int kUnits = kUnitsOf, kThreads = 32 * kWidth / kUnits;
-  static constexpr int kRow = kDepth + Lane<IO>::kVector;          // padded: columns in other banks
-  static constexpr int kSteps = kDepth / (2 * Lane<IO>::kVector);  // of the matrix instruction
+  static constexpr int kRow = kDepth + IoTraits<IO>::kVector;  // padded: columns in other banks
+  static constexpr int kSteps = kDepth / (2 * IoTraits<IO>::kVector);  // of the matrix instruction
   static constexpr int kOperandBytes = kColumns * kRow * sizeof(IO);
 
   template <typename Inputs, typename Outputs>
@@ -39,8 +39,8 @@ struct BlockSizes {
 // they fit.
 template <typename IO, int kWidth, int kRows, int kThreads, int kSplit>
 struct Pipeline {
-  static constexpr int kVectors = kWidth / Lane<IO>::kVector;  // of a row
-  static constexpr int kRow = kWidth + Lane<IO>::kVector;      // padded: columns in other banks
+  static constexpr int kVectors = kWidth / IoTraits<IO>::kVector;  // of a row
+  static constexpr int kRow = kWidth + IoTraits<IO>::kVector;      // padded: columns in other banks
   static constexpr int kRowsAtOnce = kThreads / (kColumns * kVectors);
   static constexpr int kStageBytes = kRows * kColumns * kRow * sizeof(IO);
   // With the rest they take 99 KB at most: what sm_86 and sm_89 have.
@@ -75,7 +75,7 @@ struct Pipeline {
       : row_stride(int(row_stride) * kRowsAtOnce),
         step_stride(direction * int(time_stride)),
         last_step_stride(direction * int(last_time_stride)),
-        length(vector() * Lane<IO>::kVector < D ? length : 0),
+        length(vector() * IoTraits<IO>::kVector < D ? length : 0),
         first(threadIdx.x / (kColumns * kVectors)) {
     // A lane of an instruction for four tiles names its own: row, and in the backward half of 16
     // units. Where there are fewer than four, the last row stands in for the others.
@@ -84,11 +84,12 @@ struct Pipeline {
     const int row = min(tile / kSplit, kRows - 1), half = tile % kSplit;
     lane_tiles = keep(shared_address(&shared.rows[0][0][0][unit + half * 8]) + row * kRowBytes +
                       tile_offset<IO, kRow>() * sizeof(IO));
-    slot = keep(shared_address(&shared.rows[0][first][column()][vector() * Lane<IO>::kVector]));
-    this->source = source + from * time_stride + first * row_stride + vector() * Lane<IO>::kVector;
+    slot = keep(shared_address(&shared.rows[0][first][column()][vector() * IoTraits<IO>::kVector]));
+    this->source =
+        source + from * time_stride + first * row_stride + vector() * IoTraits<IO>::kVector;
     this->last_source = nullptr;
     if (last_source != nullptr) {
-      this->last_source = last_source + from * last_time_stride + vector() * Lane<IO>::kVector;
+      this->last_source = last_source + from * last_time_stride + vector() * IoTraits<IO>::kVector;
     }
     for (int i = 0; i < kStages - 1; ++i) start(from + i * direction);
   }
@@ -131,7 +132,8 @@ struct Pipeline {
 // Outputs of the last two steps, by parity, on their way to global memory.
 template <typename IO, int kWidth, int kRows, int kThreads>
 struct Outbox {
-  static constexpr int kVectors = kWidth / Lane<IO>::kVector, kRow = kWidth + Lane<IO>::kVector;
+  static constexpr int kVectors = kWidth / IoTraits<IO>::kVector,
+                       kRow = kWidth + IoTraits<IO>::kVector;
   static constexpr int kRowsAtOnce = kThreads / (kColumns * kVectors);
   static constexpr int kPasses = (kRows + kRowsAtOnce - 1) / kRowsAtOnce;
 
@@ -159,12 +161,13 @@ struct Outbox {
   DEVICE Outbox(Shared& shared, int unit, int length, int D, Target target, Step step) {
     lane_tiles =
         keep(shared_address(&shared.rows[0][0][0][unit]) + tile_offset<IO, kRow>() * sizeof(IO));
-    slot = keep(shared_address(&shared.rows[0][first()][column()][vector() * Lane<IO>::kVector]));
+    slot =
+        keep(shared_address(&shared.rows[0][first()][column()][vector() * IoTraits<IO>::kVector]));
 #pragma unroll
     for (int i = 0; i < kPasses; ++i) {
       const int row = first() + i * kRowsAtOnce;
-      IO* start = row < kRows && vector() * Lane<IO>::kVector < D ? target(row) : nullptr;
-      to[i] = start + vector() * Lane<IO>::kVector;
+      IO* start = row < kRows && vector() * IoTraits<IO>::kVector < D ? target(row) : nullptr;
+      to[i] = start + vector() * IoTraits<IO>::kVector;
       stride[i] = start == nullptr ? 0 : int(step(row));
       this->length[i] = start == nullptr ? 0 : length;
     }

@@ -10,7 +10,7 @@ template <typename Cell_, typename IO_, int kDepth, int kPerLane, bool kRagged>
 struct ClusterBackward {
   using Cell = Cell_;
   using IO = IO_;
-  using V = typename Lane<IO>::Value;
+  using V = typename IoTraits<IO>::Value;
   static constexpr int G = Cell::kGates, K = Cell::kStates, R = Cell::kBias, kKept = Cell::kSaved;
   static constexpr int kUnits = cluster::kUnits, kCells = 32 * cluster::kCellWarps;
   static constexpr int kMembers = kDepth / kUnits;

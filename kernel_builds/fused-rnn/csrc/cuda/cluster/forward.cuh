@@ -8,7 +8,7 @@
 
 namespace flashcell::cuda {
 
-// What is asked of a lane's columns in a step, looked up before the exchange is waited for.
+// Reset and hold flags of a lane's columns at a step, fetched before the wait for the exchange.
 template <bool kRagged>
 struct Asked {
   bool runs[2], resets[2];
@@ -24,7 +24,7 @@ template <typename Cell_, typename IO_, int kDepth, int kPerLane, bool kRagged>
 struct ClusterForward {
   using Cell = Cell_;
   using IO = IO_;
-  using V = typename Lane<IO>::Value;
+  using V = typename IoTraits<IO>::Value;
   static constexpr int G = Cell::kGates, K = Cell::kStates, R = Cell::kBias, kKept = Cell::kSaved;
   static constexpr int kUnits = cluster::kUnits, kCells = 32 * cluster::kCellWarps;
   static constexpr int kMembers = kDepth / kUnits;

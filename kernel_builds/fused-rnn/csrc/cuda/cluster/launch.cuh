@@ -36,7 +36,7 @@ void launch_cluster(const Params& p, const Launch& launch) {
   const unsigned members = unsigned(cluster::members(p.D));
   const unsigned clusters = unsigned((p.S + launch.tile - 1) / launch.tile * p.N);
   if (clusters == 0) return;
-  // While all run at once anyway, no two blocks share a processor.
+  // While all run at once anyway, no two blocks share an SM.
   const bool alone = clusters <= unsigned(cluster::at_once(p.D, launch.device));
   static_assert(sizeof(typename Engine::Shared) <= 99 * 1024, "the least an arch has");
   const int bytes = std::max<int>(sizeof(typename Engine::Shared),

@@ -21,10 +21,10 @@ constexpr bool fits(int64_t D, int io_bytes, const Device& device) {
   return io_bytes == 2 && D % 8 == 0 && members(D) <= most_members(device);
 }
 
-// Clusters that run at once, a block to a processor. A cluster stays within a part of the GPU that
-// has 16 to 18 processors (an H200: 7 clusters of 16, 15 of 8).
+// Clusters that run at once, a block to an SM. A cluster stays within a part of the GPU that
+// has 16 to 18 SMs (an H200: 7 clusters of 16, 15 of 8).
 constexpr int64_t at_once(int64_t D, const Device& device) {
-  return device.processors / 18 * (16 / members(D));
+  return device.sms / 18 * (16 / members(D));
 }
 
 // Sequences of a cluster. With four, half of the matrix instruction's columns stay empty, but a
@@ -37,7 +37,7 @@ constexpr int tile(int64_t S, int64_t N, int64_t D, const Device& device) {
 
 // Up to 256 units it is faster than the chip engine for every batch (lstm 3x256, forward and
 // backward, ms: 16 sequences 0.43 + 0.72 against 1.23 + 1.77, 64 0.80 + 1.08 against 3.21 + 3.64).
-// Wider ones take all registers of a processor and most processors next to theirs: as long as the
+// Wider ones take all registers of an SM and most SMs next to theirs: as long as the
 // clusters run at once (1x512: 16 sequences 0.71 + 1.02 against 1.40 + 1.73, 64, which are eight
 // clusters, 1.65 + 3.14 against 1.90 + 1.84).
 constexpr bool is_fastest(int64_t S, int64_t N, int64_t D, const Device& device) {

@@ -113,7 +113,7 @@ struct DweightSums<float, false, kWarpsM, kWarpsN> {  // exact fp32
 // has D elements of every gate, gate_stride apart. A thread always copies the same vector.
 template <typename IO, int kWidth, int kDepth, int kThreads, bool kVectors>
 struct DweightSource {
-  static constexpr int kVector = Lane<IO>::kVector, kVectorsOfRow = kWidth / kVector;
+  static constexpr int kVector = IoTraits<IO>::kVector, kVectorsOfRow = kWidth / kVector;
   static constexpr int kRowsAtOnce = kThreads / kVectorsOfRow, kPitch = kWidth + 8;
   static_assert(kDepth % kRowsAtOnce == 0);
 

@@ -16,8 +16,8 @@ static DweightPlan make_plan(const DweightParams& p, Dtype dtype, const Launch& 
   const int64_t tiles_m = divide_up(p.G * p.D, narrow ? 256 : 128);
   const int64_t tiles_n = divide_up(p.D, narrow ? 64 : 128);
   const int64_t depth = dtype == Dtype::kFloat ? 16 : 32;
-  // Two blocks fit a processor. A split is worth its partial sums from some stages on.
-  const int64_t wanted = 2 * launch.device.processors / (tiles_m * tiles_n * p.N);
+  // Two blocks fit an SM. A split is worth its partial sums from some stages on.
+  const int64_t wanted = 2 * launch.device.sms / (tiles_m * tiles_n * p.N);
   const int64_t worth = divide_up(p.rows, 8 * depth);
   const int64_t splits = wanted < 1 || worth < 1 ? 1 : wanted < worth ? wanted : worth;
   const int64_t split_rows = divide_up(divide_up(p.rows, splits), depth) * depth;
@@ -50,7 +50,7 @@ template <typename IO>
 static void run(const DweightParams& p, Dtype dtype, const Launch& launch) {
   const DweightPlan plan = make_plan(p, dtype, launch);
   const auto aligned = [](const void* q) { return reinterpret_cast<uintptr_t>(q) % 16 == 0; };
-  const bool vectors = p.D % Lane<IO>::kVector == 0 && aligned(p.dr) && aligned(p.h_prev);
+  const bool vectors = p.D % IoTraits<IO>::kVector == 0 && aligned(p.dr) && aligned(p.h_prev);
   if constexpr (sizeof(IO) == 4) {
     if (!launch.tf32) {
       return vectors ? run<IO, false, 2, 4, true>(p, plan, launch)

@@ -17,7 +17,7 @@ struct Cells : Block<Pass> {
   static constexpr bool kPreparesLate = kWide > 1 && Pass::kDescends;  // for want of registers
   static constexpr int kAll = kHalves * kCells, kRing = kStages / kHalves;
   static constexpr int kBlockThreads = kProducts + kAll + fetch_threads(kShape);
-  static constexpr int kVector = Lane<IO>::kVector, kUnitVectors = kUnits / kVector;
+  static constexpr int kVector = IoTraits<IO>::kVector, kUnitVectors = kUnits / kVector;
 
   int first_tile = 0, tiles = 0;
   unsigned item = 0;  // steps of tiles that the half has done

@@ -15,7 +15,7 @@ template <typename IO>
 __global__ void __launch_bounds__(256) fill_kernel(const SequenceParams p, IO* medium,
                                                    int64_t row_elements) {
   const Column column(p, blockIdx.x);
-  const int64_t vectors = row_elements / Lane<IO>::kVector;
+  const int64_t vectors = row_elements / IoTraits<IO>::kVector;
   uint4* to = reinterpret_cast<uint4*>(medium) + column.row * vectors;
   for (int64_t i = blockIdx.y * 256 + threadIdx.x; i < column.length * vectors;
        i += gridDim.y * 256) {

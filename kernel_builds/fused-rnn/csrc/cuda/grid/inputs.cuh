@@ -12,7 +12,7 @@ struct Inputs : Block<Pass> {
   using Block<Pass>::p, Block<Pass>::range, Block<Pass>::shared, Block<Pass>::D;
   using Block<Pass>::head, Block<Pass>::first_unit, Block<Pass>::lane, Block<Pass>::kUnits;
   static constexpr int kRows = Pass::kShape.inputs, kWide = Pass::kWide;
-  static constexpr int kVector = Lane<IO>::kVector;
+  static constexpr int kVector = IoTraits<IO>::kVector;
   static constexpr int kVectors = 32 / kVector, kRowsAtOnce = kVector / kWide;  // of a warp
   static constexpr int kTimes = int(divide_up(kRows, kRowsAtOnce));
 

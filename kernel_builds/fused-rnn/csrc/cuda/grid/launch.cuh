@@ -113,7 +113,7 @@ bool run(const typename Pass::Params& p, const Launch& launch) {
   if (!fits(Pass::kShape, p.D, launch.device)) return false;
   if (Pass::kSplit > 1 && launch.device.code.arch < 90) return false;
 
-  const int processors = launch.device.processors;
+  const int sms = launch.device.sms;
   const int bytes = int(shared_bytes(Pass::kShape, p.D));
   const int blocks = int(blocks_of_depth(Pass::kShape, p.D));
   auto kernel = kernel_for<Pass, false>(blocks);
@@ -136,16 +136,16 @@ bool run(const typename Pass::Params& p, const Launch& launch) {
   } else {
     check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&together, kernel.function, kernel.threads,
                                                         bytes));
-    together = together > 0 ? processors : 0;
+    together = together > 0 ? sms : 0;
   }
   if (together < members) return false;
-  // Not every processor can be part of a large cluster: no reason to leave half of them idle.
-  const int64_t groups_at_most = processors / (p.N * divide_up(p.D, Pass::kShape.units));
+  // Not every SM can be part of a large cluster: no reason to leave half of them idle.
+  const int64_t groups_at_most = sms / (p.N * divide_up(p.D, Pass::kShape.units));
   if (Pass::kSplit > 2 && together / (p.N * members) < std::min(groups_at_most, tiles))
     return false;
 
   if (Pass::kDescends || p.T > 1) {  // nothing polls h in a single step
-    const int parts = int(std::clamp<int64_t>(8 * processors / p.S, 1, 4096));
+    const int parts = int(std::clamp<int64_t>(8 * sms / p.S, 1, 4096));
     fill_kernel<IO><<<dim3(unsigned(p.S), parts), 256, 0, launch.stream>>>(
         p, Pass::medium(p), Pass::kGates * p.N * p.D);
     check(cudaGetLastError());

@@ -43,7 +43,7 @@ struct ForwardPass {
   using Cell = C;
   using IO = T;
   using Params = ForwardParams;
-  using Value = typename Lane<IO>::Value;
+  using Value = typename IoTraits<IO>::Value;
   static constexpr bool kDescends = false;
   static constexpr int kRows = Cell::kGates, kBias = Cell::kBias, kPanels = 1, kSplit = 1;
   static constexpr int kGates = 1;  // of a row of the medium
@@ -154,7 +154,7 @@ struct BackwardPass {
   using Cell = C;
   using IO = T;
   using Params = BackwardParams;
-  using Value = typename Lane<IO>::Value;
+  using Value = typename IoTraits<IO>::Value;
   static constexpr bool kDescends = true;
   static constexpr int kGates = Cell::kGates, kBias = Cell::kBias;
   static constexpr int kSplit = kBlocks, kRows = kSplit, kPanels = kGates / kSplit;
@@ -170,10 +170,10 @@ struct BackwardPass {
                      ((int64_t(gate) * p.N + head) * p.D + depth) * p.D + unit;
     union {
       uint4 vector;
-      IO elements[Lane<IO>::kVector];
+      IO elements[IoTraits<IO>::kVector];
     } column{};
 #pragma unroll
-    for (int i = 0; i < Lane<IO>::kVector; ++i) column.elements[i] = from[i * p.D];
+    for (int i = 0; i < IoTraits<IO>::kVector; ++i) column.elements[i] = from[i * p.D];
     return column.vector;
   }
 

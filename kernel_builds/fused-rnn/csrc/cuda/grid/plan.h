@@ -49,7 +49,7 @@ constexpr int tiles_at_once(const Shape& s) { return kTiles / s.wide; }  // of a
 // A tile of sixteen sequences needs the registers that a wider head's weight would take.
 constexpr int kWideHeld = 96, kWideBlocks = 4;
 // Thread blocks of 24 units are made for one depth, that of 768 units in 16 bits: more of the GPU's
-// processors have a part of it.
+// SMs have a part of it.
 constexpr int kTallUnits = 24, kTallBlocks = 3;
 constexpr bool has_tall_blocks(int gates, int element) { return gates == 4 && element == 2; }
 
@@ -105,7 +105,7 @@ constexpr int64_t thread_blocks(const Shape& s, int64_t D) {  // of a group: who
 // sm_90a.
 constexpr bool takes_wide_tiles(const Shape& s, int64_t S, int64_t N, int64_t D,
                                 const Device& device) {
-  const int64_t groups = device.processors / (N * divide_up(D, kUnits));
+  const int64_t groups = device.sms / (N * divide_up(D, kUnits));
   const int few = s.sums > 0 ? 4 : 3;  // backward, forward: measured
   return device.code.sm_90a && divide_up(S, 8) > few * (groups > 1 ? groups : 1);
 }
@@ -140,8 +140,8 @@ constexpr bool takes_tall_blocks(const Shape& s, int64_t S, int64_t N, int64_t D
                                  const Device& device) {
   Shape tall = s;
   tall.units = kTallUnits;
-  const int64_t groups = device.processors / (N * divide_up(D, kUnits));
-  const int64_t more = device.processors / (N * thread_blocks(tall, D));
+  const int64_t groups = device.sms / (N * divide_up(D, kUnits));
+  const int64_t more = device.sms / (N * thread_blocks(tall, D));
   return device.code.sm_90a && s.element == 2 && blocks_of_depth(s, D) == kTallBlocks &&
          more > groups && divide_up(S, 8) > 2 * (groups > 1 ? groups : 1);
 }
@@ -151,12 +151,12 @@ constexpr bool takes(const Shape& s, bool marked, int64_t S, int64_t N, int64_t 
                      const Device& device) {
   if (s.wide > 1 && marked) return false;
   if (s.units == kUnits) return s.wide == 1 || takes_wide_tiles(s, S, N, D, device);
-  const int64_t groups = device.processors / (N * thread_blocks(s, D));
+  const int64_t groups = device.sms / (N * thread_blocks(s, D));
   return takes_tall_blocks(s, S, N, D, device) && (s.wide == 1 || divide_up(S, 8) > 3 * groups);
 }
 
 constexpr bool fits(const Shape& s, int64_t D, const Device& device) {
-  return D * s.element % 16 == 0 && thread_blocks(s, D) <= device.processors &&
+  return D * s.element % 16 == 0 && thread_blocks(s, D) <= device.sms &&
          blocks_of_depth(s, D) <= max_blocks(s) &&
          (s.units == kUnits || blocks_of_depth(s, D) == kTallBlocks) &&
          shared_bytes(s, D) <= device.shared_bytes;

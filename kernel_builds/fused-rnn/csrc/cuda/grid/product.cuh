@@ -16,7 +16,7 @@ struct Product : Block<Pass> {
   using Block<Pass>::head, Block<Pass>::first_unit, Block<Pass>::lane;
   static constexpr Shape kShape = Pass::kShape;
   static constexpr int kRows = Pass::kRows, kPanels = Pass::kPanels, kSplit = Pass::kSplit;
-  static constexpr int kVector = Lane<IO>::kVector;
+  static constexpr int kVector = IoTraits<IO>::kVector;
   static constexpr int kBlockDepth = kWarps * 4 * kVector;  // one chunk for every warp
   static constexpr int kChunks = kBlocks * kPanels, kAhead = chunks_ahead(kShape, kBlocks, kMarked);
   static constexpr int kHolds = held_chunks(kShape), kHeld = kChunks < kHolds ? kChunks : kHolds;

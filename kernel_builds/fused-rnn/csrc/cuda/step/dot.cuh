@@ -7,12 +7,12 @@ namespace flashcell::cuda {
 
 // Exact fp32 keeps an exact cell.
 template <typename IO>
-using DotValue = std::conditional_t<sizeof(IO) == 4, float, typename Lane<IO>::Value>;
+using DotValue = std::conditional_t<sizeof(IO) == 4, float, typename IoTraits<IO>::Value>;
 
 // What a lane loads of a row at once: a vector, or one element where rows are not aligned.
 template <typename IO, bool kVectors>
 struct Piece {
-  static constexpr int kCount = kVectors ? Lane<IO>::kVector : 1;
+  static constexpr int kCount = kVectors ? IoTraits<IO>::kVector : 1;
   static constexpr int kFloats = kVectors ? 4 : 1, kParts = kCount / kFloats;
   Vector vector = {};
 

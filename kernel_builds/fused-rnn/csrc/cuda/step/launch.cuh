@@ -33,7 +33,7 @@ struct StepGrid {
     const int64_t tiles = units * p.N * sequences;
     const int64_t steps = (depth + Product::kQuantum - 1) / Product::kQuantum;
     const int64_t least = Product::kDeep;  // a step for every warp of every rank
-    while (clusters && rank_bits < 3 && (tiles << rank_bits) * 2 <= device.processors &&
+    while (clusters && rank_bits < 3 && (tiles << rank_bits) * 2 <= device.sms &&
            steps >= (2 * least) << rank_bits) {
       ++rank_bits;
     }
@@ -102,10 +102,10 @@ void backward_steps(const BackwardParams& p, const Launch& launch) {
 template <typename Cell, typename IO>
 void forward_step(const ForwardParams& p, const Launch& launch) {
   constexpr int kGates = Cell::kGates;
-  const bool vectors = p.D % Lane<IO>::kVector == 0 && aligned_to_vectors(p.weight) &&
+  const bool vectors = p.D % IoTraits<IO>::kVector == 0 && aligned_to_vectors(p.weight) &&
                        aligned_to_vectors(p.initial) && aligned_to_vectors(launch.scratch);
   const bool matrix = vectors && (sizeof(IO) == 2 || launch.tf32) && p.S >= kMatrixSequences;
-  // Wide tiles read less but are fewer: small heads would leave processors idle.
+  // Wide tiles read less but are fewer: small heads would leave SMs idle.
   if (matrix && (p.S <= 16 || p.D <= 128)) {
     forward_steps<Cell, IO, ForwardMatrix<kGates, IO, 2>>(p, launch);
   } else if (matrix) {
@@ -122,7 +122,7 @@ void forward_step(const ForwardParams& p, const Launch& launch) {
 template <typename Cell, typename IO>
 void backward_step(const BackwardParams& p, const Launch& launch) {
   constexpr int kGates = Cell::kGates;
-  const bool matrix = p.D % Lane<IO>::kVector == 0 && (sizeof(IO) == 2 || launch.tf32) &&
+  const bool matrix = p.D % IoTraits<IO>::kVector == 0 && (sizeof(IO) == 2 || launch.tf32) &&
                       aligned_to_vectors(p.weight) && aligned_to_vectors(p.dx) &&
                       aligned_to_vectors(p.dr);
   if (matrix && p.S <= 16) {

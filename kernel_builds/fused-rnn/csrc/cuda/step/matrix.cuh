@@ -15,7 +15,7 @@ DEVICE int within(int index, int end, int count) { return max(min(index, end - c
 // loads of a thread are on their way before the first is waited for.
 template <typename IO, int kMost, int kChunk, int kPitch, int kThreads, bool kStates>
 DEVICE void stage_operand(const Task& task, int from) {
-  constexpr int kVector = Lane<IO>::kVector, kLanes = 16, kLoads = kChunk / kLanes;
+  constexpr int kVector = IoTraits<IO>::kVector, kLanes = 16, kLoads = kChunk / kLanes;
   constexpr int kStep = kThreads / kLanes, kPasses = (kMost + kStep - 1) / kStep;
   constexpr int kParts = kStates ? kVector / 4 : 1;  // loads of a vector: states are fp32
   constexpr int kAtOnce = kLoads * kParts < 16 ? 16 / (kLoads * kParts) : 1;
@@ -99,8 +99,8 @@ struct ForwardMatrix : Partials<kGates, 8 * kTiles, 32, kGates == 1 ? 4 : 1> {
   using Base = Partials<kGates, 8 * kTiles, 32, kGates == 1 ? 4 : 1>;
   static constexpr int kDeep = kGates == 1 ? 4 : 2;  // warps along the depth
   static constexpr int kResident = 1, kCells = 2;
-  using Value = typename Lane<IO>::Value;
-  static constexpr int kVector = Lane<IO>::kVector, kQuantum = 4 * kVector;
+  using Value = typename IoTraits<IO>::Value;
+  static constexpr int kVector = IoTraits<IO>::kVector, kQuantum = 4 * kVector;
   static constexpr int kThreads = 32 * kGates * kDeep;
   static constexpr int kSteps = 4;  // a warp's loads at once, of four vectors a row
   static constexpr int kChunk = kSteps * kDeep * 4, kPitch = kChunk + 4;
@@ -188,12 +188,12 @@ struct ForwardMatrix : Partials<kGates, 8 * kTiles, 32, kGates == 1 ? 4 : 1> {
 // lane loads the same vector of units from as many rows of the weight as a vector of the operand
 // has elements, so that eight lanes read 128 neighbouring bytes, and pairs the rows up itself.
 template <int, typename IO, int kTiles>
-struct BackwardMatrix : Partials<1, 8 * kTiles, 8 * Lane<IO>::kVector, 8> {
-  using Base = Partials<1, 8 * kTiles, 8 * Lane<IO>::kVector, 8>;
+struct BackwardMatrix : Partials<1, 8 * kTiles, 8 * IoTraits<IO>::kVector, 8> {
+  using Base = Partials<1, 8 * kTiles, 8 * IoTraits<IO>::kVector, 8>;
   static constexpr int kDeep = Base::kSlices;  // warps along the depth
   static constexpr int kResident = 1, kCells = 2;
-  using Value = typename Lane<IO>::Value;
-  static constexpr int kVector = Lane<IO>::kVector, kQuantum = 4 * kVector;
+  using Value = typename IoTraits<IO>::Value;
+  static constexpr int kVector = IoTraits<IO>::kVector, kQuantum = 4 * kVector;
   static constexpr int kThreads = 32 * Base::kSlices;
   static constexpr int kSteps = 16 / kVector, kRowTiles = kVector / 2;
   static constexpr int kChunk = kSteps * Base::kSlices * 4, kPitch = kChunk + 4;

@@ -146,7 +146,7 @@ DEVICE IO load_io(bool wanted, const IO* from) {
 
 // A vector of io from that many states.
 template <typename IO>
-DEVICE Vector round_states(const Vector (&states)[Lane<IO>::kVector / 4]) {
+DEVICE Vector round_states(const Vector (&states)[IoTraits<IO>::kVector / 4]) {
   Vector v = states[0];
   if constexpr (sizeof(IO) == 2) {
 #pragma unroll

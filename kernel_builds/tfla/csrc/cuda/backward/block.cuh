@@ -90,12 +90,12 @@ struct BlockGradients {
     return (int(p.V) + kWidth - 1) / kWidth;
   }
   // In proportion to the products.
-  static GradientBlocks share(const BackwardParams& p, int tiles, int processors) {
+  static GradientBlocks share(const BackwardParams& p, int tiles, int sms) {
     const double pairs = 32. * tiles * (tiles + 1), state = double(p.K * p.V * tiles);
     const double keys = pairs * double(p.K + p.V) + state;
     const double values = pairs * double(p.K * value_items(p) + p.V) + state;
-    const int each = std::max(1, int(processors * keys / (2 * keys + values) + 0.5));
-    return {each, each, std::max(1, processors - 2 * each)};
+    const int each = std::max(1, int(sms * keys / (2 * keys + values) + 0.5));
+    return {each, each, std::max(1, sms - 2 * each)};
   }
 
   DEVICE int columns(Gradient gradient) const {

@@ -84,7 +84,7 @@ void run_shut(const BackwardParams& p, const BackwardTerms& terms, const Device&
               cudaStream_t stream) {
   using Gradients = ChunkGradients<IO, kTiles>;
   const int64_t all = terms.rows.chunks.slots() * p.H;
-  const int64_t blocks = std::min<int64_t>(all, device.processors);
+  const int64_t blocks = std::min<int64_t>(all, device.sms);
   launch(shut_gates<IO, kTiles>,
          {blocks, Gradients::kThreads, int(sizeof(typename Gradients::Shared)), stream}, p, terms);
 }
@@ -98,7 +98,7 @@ void run_blocks(const BackwardParams& p, const BackwardTerms& terms, const Devic
   const int slots = Gradients::slots(p, device.shared_bytes);
   const int panels = Gradients::panels(std::max(p.K, p.V));
   const int bytes = Gradients::bytes(p, device.shared_bytes);
-  const GradientBlocks blocks = Gradients::share(p, chunks.tiles(), device.processors);
+  const GradientBlocks blocks = Gradients::share(p, chunks.tiles(), device.sms);
   const Grid grid{blocks.total(), kRingThreads, bytes, stream};
   launch(block_gradients<IO, kKeyBlocks, kValueBlocks, false>, grid, p, terms, blocks, slots,
          panels);

@@ -57,7 +57,7 @@ void launch_wgmma(const ForwardParams& p, const ForwardTerms& terms, const Devic
   const int64_t count = parts.count(terms.rows.chunks);
   if (count > INT32_MAX) throw std::invalid_argument("tfla: too many rows");
   // Thread blocks that run together have all parts of a chunk.
-  const int64_t at_once = device.processors / parts.in_chunk * parts.in_chunk;
+  const int64_t at_once = device.sms / parts.in_chunk * parts.in_chunk;
   launch(outputs_wgmma<IO, kColumns>,
          {at_once > 0 && at_once < count ? at_once : count, kRingThreads, layout.bytes, stream}, p,
          terms, device.shared_bytes);

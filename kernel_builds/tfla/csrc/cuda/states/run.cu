@@ -56,7 +56,7 @@ struct StatePlan {
       : wgmma(has_wgmma(device, io_bytes)),
         rows(128),
         columns(wgmma && p.V > 128 ? 256 : 128),
-        blocks_at_once(device.processors * (wgmma ? 1 : 2)) {}
+        blocks_at_once(device.sms * (wgmma ? 1 : 2)) {}
 
   int64_t blocks(const StateParams& p) const {
     const auto parts = [](int64_t width, int size) { return (width + size - 1) / size; };

@@ -126,8 +126,8 @@ __global__ void __launch_bounds__(kThreads, 1) linear_step_kernel(
       pieces};
   copier.find_rows();
   for (int s = 0; s < kStages; ++s) copier.copy(ring_address);
-  wait_for_earlier();
-  let_later_start();
+  pdl_wait();
+  pdl_launch_dependents();
 
   int stage = 0, side = 0;
   for (int tile = blockIdx.x; tile < all; tile += blocks, side ^= 1) {
@@ -226,12 +226,12 @@ void launch_linear_step(const LinearStepParams& p, const Device& device, cudaStr
   int64_t tiles = 0;
   const int rows = p.gated ? kRows / 2 : kRows;
   for (int s = 0; s < (p.gated ? 1 : p.count); ++s) tiles += (p.linears[s].rows + rows - 1) / rows;
-  // Two passes over a small matrix, which stays in the L2, rather than idle processors.
+  // Two passes over a small matrix, which stays in the L2, rather than idle SMs.
   const int64_t wide = 2 * kColumns;
-  const bool once = p.B > kColumns && (p.B + wide - 1) / wide * tiles >= device.processors;
+  const bool once = p.B > kColumns && (p.B + wide - 1) / wide * tiles >= device.sms;
   const int64_t columns = once ? wide : kColumns;
   const int64_t all = (p.B + columns - 1) / columns * tiles;
-  const int64_t blocks = all < device.processors ? all : device.processors;
+  const int64_t blocks = all < device.sms ? all : device.sms;
   const Grid grid{blocks, kThreads, Piece<kSteps>::kRingBytes, stream, device.code.arch >= 90};
   const bool norm = p.norm != nullptr && p.K > 0;  // of nothing there is no mean
   const auto kernel = once ? (norm ? linear_step_kernel<IO, kSteps, 2, true>

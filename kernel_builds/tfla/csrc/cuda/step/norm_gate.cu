@@ -53,8 +53,8 @@ __global__ void __launch_bounds__(kThreads) norm_step_kernel(const
   const int64_t b = blockIdx.x;
   const IO* x = static_cast<const IO*>(p.x) + b * p.x_stride;
   IO* out = static_cast<IO*>(p.out) + b * p.K;
-  wait_for_earlier();
-  let_later_start();
+  pdl_wait();
+  pdl_launch_dependents();
   float sum = 0, row[kVector], scale[kVector];
   for (int k = threadIdx.x * kVector; k < K; k += kThreads * kVector) {
     Eight<IO>::load(x + k).unpack(row);
@@ -104,8 +104,8 @@ template <typename IO>
 __global__ void __launch_bounds__(kThreads) gate_step_kernel(const GateStepParams p) {
   const int64_t vectors = p.N / kVector;
   const int64_t at = int64_t(blockIdx.x) * kThreads + threadIdx.x;
-  wait_for_earlier();
-  let_later_start();
+  pdl_wait();
+  pdl_launch_dependents();
   if (at >= p.B * vectors) return;
   const int64_t b = at / vectors, column = at % vectors * kVector;
   float gate[kVector], up[kVector];

@@ -1,11 +1,11 @@
 // One step: C is read once and written once, all of a tile in flight at once.
 //
-// Every thread block reads n and m for itself, and a state can be written where it stood: so nobody
-// may write them until all have read them. A second kernel does, which is launched then, while C is
-// on its way; it also ends h, if there is an epilogue. Where all thread blocks run at once and
-// there is none, those of a head are a cluster instead, whose first one writes. An H200 runs some
-// thirty clusters of eight at a time, but 66 of two: where those do for all heads, a thread block
-// is as wide as a processor takes, and works through its columns in two turns.
+// The state may be updated in place, and every thread block reads all of n and m: so a second
+// kernel writes them, launched while C is on its way, when all blocks have read. It also ends h, if
+// there is an epilogue. Where all thread blocks run at once and there is none, those of a head are
+// a cluster instead, whose first one writes. An H200 runs some thirty clusters of eight at a time,
+// but 66 of two: where those do for all heads, a thread block is as wide as an SM takes, and works
+// through its columns in two turns.
 #include "../epilogue/row.cuh"
 #include "../gates/rows.cuh"
 #include "common/cuda/ptx/cluster.cuh"
@@ -159,8 +159,8 @@ __global__ void __maxnreg__(kRegisters) step_kernel(const StepParams p, float* u
     fetch(reinterpret_cast<const char*>(C + all) + part * bytes, bytes);
   }
   head.fetch();
-  wait_for_earlier();
-  if (kCluster) let_later_start();
+  pdl_wait();
+  if (kCluster) pdl_launch_dependents();
 
   const float input = *head.i, forget = *head.f, before = head.m_before();
   const KeyRow own = head.row(thread);
@@ -200,7 +200,7 @@ __global__ void __maxnreg__(kRegisters) step_kernel(const StepParams p, float* u
   if (kCluster) {
     cluster_arrive_relaxed_diverged();  // a release would wait for C
   } else {
-    let_later_start();
+    pdl_launch_dependents();
   }
 
   const Factors factors = find_factors(p, input, forget, before);
@@ -277,14 +277,14 @@ template <typename IO>
 __global__ void __launch_bounds__(kFinishThreads) finish_kernel(const StepParams p,
                                                                 const float* unrounded) {
   const Head<IO> head(p, int(blockIdx.x), int(p.K));
-  let_later_start();
+  pdl_launch_dependents();
   if (p.normalized) {
     const KeyRow own = head.row(thread<kFinishThreads>());
     const Factors factors = find_factors(p, *head.i, *head.f, head.m_before());
     __syncthreads();  // all have read m
     head.template write_n_and_m<kFinishThreads>(p, factors, own);
   }
-  wait_for_earlier();  // what comes later waits for this kernel alone
+  pdl_wait();  // what comes later waits for this kernel alone
   if (unrounded == nullptr) return;
   Row<kFinishThreads, 4, 1> row, weight, gate;
   static_assert(decltype(row)::kSize * kFinishThreads >= 1024);  // the widest
@@ -326,7 +326,7 @@ void launch_step(const StepParams& p, const Device& device, float* unrounded, Gr
   if (kCluster) grid.cluster = int(parts);
   int64_t fetching = 0, bytes = 0;
   if (p.C != nullptr && grid.blocks > 0) {
-    fetching = grid.blocks < device.processors ? grid.blocks : device.processors;
+    fetching = grid.blocks < device.sms ? grid.blocks : device.sms;
     bytes = p.K * p.V * int64_t(sizeof(float)) / parts;
     if (bytes > kFetchBytes / fetching) bytes = kFetchBytes / fetching;
   }
@@ -342,23 +342,22 @@ int64_t step_scratch(const StepParams& p) {
 
 template <typename IO>
 void run_step(const StepParams& p, const Device& device, void* scratch, cudaStream_t stream) {
-  const bool early = device.code.arch >= 90;  // else nothing in the kernels would wait
-  const int64_t states = p.B * p.H, processors = device.processors;
+  const bool pdl = device.code.arch >= 90;  // else nothing in the kernels would wait
+  const int64_t states = p.B * p.H, sms = device.sms;
   float* unrounded = p.epilogue.any() ? static_cast<float*>(scratch) : nullptr;
   const bool clusters = device.clusters && p.normalized && unrounded == nullptr;
   const int64_t narrow = parts_of<Narrow>(p.V), wide = parts_of<Wide>(p.V);
-  const Grid grid{0, 0, 0, stream, early};
-  if (clusters && narrow <= kMostCluster && states * narrow <= processors) {
+  const Grid grid{0, 0, 0, stream, pdl};
+  if (clusters && narrow <= kMostCluster && states * narrow <= sms) {
     return launch_step<IO, Narrow, true>(p, device, unrounded, grid);
   }
-  // Fewer than three in four processors are slower than narrow thread blocks on all of them.
-  if (clusters && is_usual(p.K, p.V) && states * wide <= processors &&
-      4 * states * wide > 3 * processors) {
+  // Fewer than three in four SMs are slower than narrow thread blocks on all of them.
+  if (clusters && is_usual(p.K, p.V) && states * wide <= sms && 4 * states * wide > 3 * sms) {
     return launch_step<IO, Wide, true>(p, device, unrounded, grid);
   }
   launch_step<IO, Narrow, false>(p, device, unrounded, grid);
   if (!p.normalized && unrounded == nullptr) return;
-  launch(finish_kernel<IO>, {states, kFinishThreads, 0, stream, early}, p, unrounded);
+  launch(finish_kernel<IO>, {states, kFinishThreads, 0, stream, pdl}, p, unrounded);
 }
 template void run_step<bf16>(const StepParams&, const Device&, void*, cudaStream_t);
 template void run_step<fp16>(const StepParams&, const Device&, void*, cudaStream_t);
