@@ -52,7 +52,7 @@ class FlashRNNConfig(RecurrentConfig):
         conv_kernel: width of the causal convolution before a diagonal cell.
         max_recurrent: bound of a diagonal cell's recurrent weights and peepholes; None for none.
         save: "gates" or "recompute": what the other cells keep for the backward pass. At run time.
-        method, tol, max_iters: "auto", "walk", "shoot" or "newton": how a diagonal cell runs over
+        method, tol, max_iters: "auto", "sequential", "multiple_shooting" or "newton": how a diagonal cell runs over
             time, see the kernel's flash_gru. At run time.
     """
 
@@ -80,7 +80,7 @@ class FlashRNNConfig(RecurrentConfig):
     conv_kernel: int = 4
     max_recurrent: float | None = 0.5
     save: Literal["gates", "recompute"] = "gates"
-    method: Literal["auto", "walk", "shoot", "newton"] = "auto"
+    method: Literal["auto", "sequential", "multiple_shooting", "newton"] = "auto"
     tol: float | None = None
     max_iters: int | None = None
 

@@ -7,7 +7,7 @@ Both are an input projection, [B, T, input_size] -> gates, and a cell:
     num_heads      head n of the projection maps slice n of the input to slice n of the channels
     bias           of the projection
     max_recurrent  bound of every |a| and |p|, as published 0.5; None for no bound
-    method         "auto"|"walk"|"shoot"|"newton", backend "auto"|"cuda"|"cpu"|"reference": see the
+    method         "auto"|"sequential"|"multiple_shooting"|"newton", backend "auto"|"cuda"|"cpu"|"reference": see the
                    kernel's functions
 
     forward(x [B, T, input_size], state=None, *, reset=None, hold=None, lengths=None,
@@ -32,7 +32,7 @@ from ..hub.kernel_loader import check_backend, load_kernel
 from .headwise_linear import HeadwiseLinear
 
 State = tuple[Tensor, ...]
-METHODS = ("auto", "walk", "shoot", "newton")
+METHODS = ("auto", "sequential", "multiple_shooting", "newton")
 PATH = ("method", "tol", "max_iters", "backend")
 
 

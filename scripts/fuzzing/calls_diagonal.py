@@ -28,7 +28,7 @@ def _diagonal(draw: Draw, name: str) -> dict[str, Any]:
     x = draw.normal(*(N,) * (N > 0), B, T, 3, J)
     call = {"x": x, **diagonal_weights(draw, name, D), **masks}
     call["state"] = draw.maybe(diagonal_state(draw, name, S, D))
-    call["method"] = draw.pick(("auto", "walk"))
+    call["method"] = draw.pick(("auto", "sequential"))
     call["return_info"] = draw.chance(0.2)
     return {**call, "backend": draw.backend()}
 

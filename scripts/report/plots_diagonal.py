@@ -5,7 +5,12 @@ from pathlib import Path
 from report.plots import plt, save
 from report.tables_diagonal import Sides, studies
 
-METHODS = {"ours": "auto", "walk": "walk", "shoot": "shoot", "newton": "newton"}
+METHODS = {
+    "ours": "auto",
+    "sequential": "sequential",
+    "multiple_shooting": "multiple_shooting",
+    "newton": "newton",
+}
 METHODS |= {"pararnn-torch": "pararnn-torch"}
 
 
@@ -14,7 +19,7 @@ def draw_crossover(path: Path, cases: Sides) -> None:
     lines: dict[int, dict[str, dict[int, float]]] = {}
     for sides in cases.values():
         row = sides.get("ours", {}).get("forward")
-        if row is None or row["op"] != "flash_gru" or "shoot" not in sides:
+        if row is None or row["op"] != "flash_gru" or "multiple_shooting" not in sides:
             continue
         panel = lines.setdefault(int(row["T"]), {})
         panel.setdefault("floor", {})[int(row["D"])] = float(row["floor_ms"])

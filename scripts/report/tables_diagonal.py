@@ -59,11 +59,11 @@ def marks(path: Path, cases: Sides) -> str:
 
 def sweep(path: Path, cases: Sides) -> str:
     """Every method over channels and lengths: forward of fp32, by graph replay."""
-    names = ("ours", "walk", "shoot", "newton", "pararnn-torch")
+    names = ("ours", "sequential", "multiple_shooting", "newton", "pararnn-torch")
     rows = [
         (sides, sides["ours"]["forward"])
         for sides in cases.values()
-        if "shoot" in sides and "forward" in sides.get("ours", {})
+        if "multiple_shooting" in sides and "forward" in sides.get("ours", {})
     ]
     if not rows:
         return ""
@@ -88,9 +88,10 @@ def errors(path: Path) -> str:
     rows = studies(path, "error")
     if not rows:
         return ""
-    sides = ("walk", "shoot", "newton")
+    sides = ("sequential", "multiple_shooting", "newton")
     text = (
-        stamp(rows, path) + "| cell, weights | dtype | walk | shoot | newton | for comparison |\n"
+        stamp(rows, path)
+        + "| cell, weights | dtype | sequential | multiple_shooting | newton | for comparison |\n"
     )
     text += "|---|---|---|---|---|---|\n"
     for key in dict.fromkeys((r["op"], r["regime"], r["dtype"]) for r in rows):

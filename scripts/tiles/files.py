@@ -10,7 +10,7 @@ from pathlib import Path
 from tiles.ptxas import Measured
 
 Constants = dict[str, dict[str, int]]  # engine -> name -> value
-CHIP_NAMES = {
+GRID_NAMES = {
     "units": "of a thread block: the height of the matrix instruction",
     "warps": "of a thread block; they split the depth of the product",
     "tiles": "of eight sequences that a group alternates between, at most",
@@ -26,11 +26,11 @@ BLOCK_NAMES = {
     "least_stages": "where they hold neither",
     "ring_bytes": "of inputs; with operand and outbox what any arch has",
 }
-NAMES = {"chip": CHIP_NAMES, "block": BLOCK_NAMES}
+NAMES = {"grid": GRID_NAMES, "block": BLOCK_NAMES}
 
 
 def camel(engine: str, name: str) -> str:
-    """chip, ring_bytes -> kChipRingBytes"""
+    """grid, ring_bytes -> kGridRingBytes"""
     return "k" + "".join(word.capitalize() for word in (engine, *name.split("_")))
 
 

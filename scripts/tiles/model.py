@@ -5,7 +5,7 @@ an engine: with one case it is the best plan for that shape, with all of them th
 binary needs. Symbols: D width, e bytes of an element, r row tiles of 16 units, p panels, u = units /
 16, w warps. All divisions round up unless said.
 
-  whole-chip engine                                        what a thread block holds, in bytes
+  grid engine                                        what a thread block holds, in bytes
     blocks  = D / units        <= SMs                        partials 2 w u 8 4 floats(r)
     depth   = D e / 64 w       <= 16                         ring     stages inputs 8 units e
     chunks  = depth p;  chunks r u <= unrolled               carried  tiles (states + sums) 8 units 4
@@ -94,7 +94,7 @@ class Builder:
 
 
 def solve(cases: list[Case], pins: dict[str, int], must_fit: bool = True) -> Solution | None:
-    """The whole-chip engine's tiles for all cases at once; None if nothing satisfies them.
+    """The grid engine's tiles for all cases at once; None if nothing satisfies them.
 
     Units, warps and held multiply or divide everything, so they are branched on here: seconds become
     minutes else.
@@ -117,7 +117,7 @@ def _solve(
     u = b.quotient(units, 16, up=False, least=1)
     m.add(8 * units <= 32 * plan.CELL_WARPS)  # a thread for each unit and column
     share = b.quotient(plan.BLOCK_REGISTERS, 32 * warps, up=False)  # registers of a lane
-    chunks_most = pins.get("chunks", plan.CHIP["chunks"])
+    chunks_most = pins.get("chunks", plan.GRID["chunks"])
     costs, fits = [], []
     for case in cases:
         s, D = case.shape, case.D
@@ -130,7 +130,7 @@ def _solve(
         blocks = b.quotient(D, units, least=1)
         depth = b.quotient(D * s.element, plan.CHUNK_BYTES * warps)
         limit(blocks <= case.device.sms)
-        limit(depth <= pins.get("blocks", plan.CHIP["blocks"]))
+        limit(depth <= pins.get("blocks", plan.GRID["blocks"]))
         limit(s.panels * s.row_tiles * b.product(depth, u) <= chunks_most)
         kept = b.quotient(held, 8 * r, up=False)  # chunks
         lane = 8 * s.row_tiles * b.product(kept, u) + case.working

@@ -35,7 +35,7 @@ Wider heads, up to any width, run in the step engine, where FlashRNN needs anoth
 
 
 def own_widths(device: plan.Device, cell: str, dtype: str) -> tuple[int, plan.Limit]:
-    """The widest head of the whole-chip engine, and what keeps the next one from it."""
+    """The widest head of the grid engine, and what keeps the next one from it."""
     step, widest, reason = 16 // {"bfloat16": 2, "float32": 4}[dtype], 0, None
     for width in range(step, 4096, step):
         build = explain_plan(cell, 1, width, 16, dtype, device.name, precision="tf32")

@@ -20,11 +20,11 @@ PROPERTIES = re.compile(r"Function properties for (\S+)")
 SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 REGISTERS = re.compile(r"Used (\d+) registers")
 BLOCK = re.compile(r"Block(Forward|Backward)I(.+?)(f|6__half|13__nv_bfloat16)Li(\d+)E")
-CHIP = re.compile(r"(Forward|Backward)PassI(.+?)(f|6__half|13__nv_bfloat16)(?:Li\d+)?E")
+GRID = re.compile(r"(Forward|Backward)PassI(.+?)(f|6__half|13__nv_bfloat16)(?:Li\d+)?E")
 CELLS = {"Lstm": "lstm", "Gru": "gru", "Slstm": "slstm", "Tanh": "rnn_tanh", "Relu": "rnn_relu"}
 SHARED = Path(__file__).resolve().parents[2] / "kernel_builds"
 COLUMNS = ("arch", "kernel", "registers", "spill_bytes", "held")
-# (arch, kernel) -> registers, bytes spilt, and `held` of the chip engine's tiles at that time
+# (arch, kernel) -> registers, bytes spilt, and `held` of the grid engine's tiles at that time
 Measured = dict[tuple[int, str], tuple[int, int, int]]
 
 
@@ -44,14 +44,14 @@ class Kernel(NamedTuple):
 
 def kernel_of(symbol: str) -> Kernel | None:
     """The kernel that a mangled name instantiates, None if it is none of an engine."""
-    found = BLOCK.search(symbol) or CHIP.search(symbol)
+    found = BLOCK.search(symbol) or GRID.search(symbol)
     if found is None:
         return None
     cell = next((name for word, name in CELLS.items() if re.search(rf"\d{word}", found[2])), None)
     if cell is None:
         return None
     width = int(found[4]) if found.re is BLOCK else 0
-    engine = "block" if found.re is BLOCK else "chip"
+    engine = "block" if found.re is BLOCK else "grid"
     return Kernel(engine, found[1].lower(), cell, 32 if found[3] == "f" else 16, width)
 
 

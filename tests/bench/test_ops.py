@@ -152,7 +152,7 @@ def test_ncu_log(bench):
     text = "==PROF== noise\n" + line(["ID", "Kernel Name", *metrics]) + line(["", "", *"u" * 5])
     phases = list(bench.roofline.phases())
     for _ in phases:
-        text += line(["0", "walk", *metrics.values()]) * 2
+        text += line(["0", "sequential", *metrics.values()]) * 2
         text += line(["1", "spin_kernel(long)", *metrics.values()])
     found = bench.roofline.read_log(text, "tensor")
     assert len(found) == len(phases)

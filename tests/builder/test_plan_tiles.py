@@ -35,20 +35,20 @@ int main() {
   Problem p{};
   Device d{};
   int tf32, aligned, sm_90a;
-  const char* names[] = {"block", "cluster", "chip", "step"};
+  const char* names[] = {"block", "cluster", "grid", "step"};
   while (std::scanf("%ld %ld %ld %ld %d %d %d %d %d %d %d %d %d", &p.S, &p.T, &p.N, &p.D, &p.gates,
                     &p.io_bytes, &tf32, &aligned, &d.arch, &d.code.arch, &sm_90a, &d.sms,
                     &d.shared_bytes) == 13) {
     p.tf32 = tf32, p.aligned = aligned, d.code.sm_90a = sm_90a;
-    const auto forward = chip::forward_shape(p.gates, 4, p.io_bytes);
-    const auto backward = chip::backward_shape(p.gates, 4, 7, 4, p.io_bytes);
+    const auto forward = grid::forward_shape(p.gates, 4, p.io_bytes);
+    const auto backward = grid::backward_shape(p.gates, 4, 7, 4, p.io_bytes);
     const Engine engine = select_engine(p, d);
     std::printf("%s %d %ld %ld %d %d %d %d\n", names[int(engine)], tile_of(engine, p, d),
-                long(chip::shared_bytes(forward, p.D)), long(chip::shared_bytes(backward, p.D)),
-                chip::takes_wide_tiles(forward, p.S, p.N, p.D, d),
-                chip::takes_wide_tiles(backward, p.S, p.N, p.D, d),
-                chip::takes_tall_blocks(forward, p.S, p.N, p.D, d),
-                chip::takes_tall_blocks(backward, p.S, p.N, p.D, d));
+                long(grid::shared_bytes(forward, p.D)), long(grid::shared_bytes(backward, p.D)),
+                grid::takes_wide_tiles(forward, p.S, p.N, p.D, d),
+                grid::takes_wide_tiles(backward, p.S, p.N, p.D, d),
+                grid::takes_tall_blocks(forward, p.S, p.N, p.D, d),
+                grid::takes_tall_blocks(backward, p.S, p.N, p.D, d));
   }
 }
 """
@@ -90,11 +90,11 @@ def test_plan_is_the_binarys(tmp_path):
         engine = plan.select_engine(p, device)[0]
         tile = {"block": plan.block_tile, "cluster": plan.cluster_tile}.get(engine, lambda *_: 8)
         ours = [engine, tile(p, device)]
-        ours += [plan.chip_shared_bytes(shape, p.D) for shape in shapes]
+        ours += [plan.grid_shared_bytes(shape, p.D) for shape in shapes]
         ours += [int(plan.takes_wide_tiles(p.S, p.N, p.D, device, b)) for b in (False, True)]
         ours += [int(plan.takes_tall_blocks(p, device))] * 2  # forward, backward
         assert " ".join(map(str, ours)) == answer, (p, device)
-    assert {plan.select_engine(p, d)[0] for p, d in asked} == {"block", "cluster", "chip", "step"}
+    assert {plan.select_engine(p, d)[0] for p, d in asked} == {"block", "cluster", "grid", "step"}
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_explain_plan_names_what_is_no_size(change):
 
 def test_explain_plan_names_engine_and_binding_limit():
     shown = str(explain_plan("lstm", 1, 768, 16, "bfloat16", "sm_90a"))
-    assert "lstm 1x768, batch 16, 1024 steps, bfloat16 on H200 (sm_90): chip engine" in shown
+    assert "lstm 1x768, batch 16, 1024 steps, bfloat16 on H200 (sm_90): grid engine" in shown
     assert "1 heads x 2 groups x 48 thread blocks, 1 launches" in shown
     assert "binding: thread blocks at once" in shown
     assert explain_plan("lstm", 12, 64, 16, "torch.bfloat16", "H100").engine == "block"
@@ -120,7 +120,7 @@ def test_explain_plan_names_engine_and_binding_limit():
     assert plan.Limit("thread blocks at once", 168, 132, "SMs") in wide.refused
     assert explain_plan("lstm", 3, 256, 16, "bfloat16", "H200").engine == "cluster"
     full = explain_plan("lstm", 1, 512, 64, "bfloat16", "H200")
-    assert (full.engine, full.refused[-1].name) == ("chip", "clusters at once")
+    assert (full.engine, full.refused[-1].name) == ("grid", "clusters at once")
     tall = explain_plan("lstm", 1, 768, 128, "bfloat16", "H200")
     assert "1 heads x 4 groups x 32 thread blocks" in str(tall)
     assert "48 thread blocks" in str(explain_plan("gru", 1, 768, 128, "bfloat16", "H200"))
@@ -138,7 +138,7 @@ def test_engines_are_those_of_the_code():
         call = ("lstm", 1, D, batch, "bfloat16", "H200")
         assert explain_plan(*call).engine == explain_plan(*call, code="9.0").engine == "cluster"
         shown = explain_plan(*call, code="8.0+PTX")
-        assert shown.engine == "chip"
+        assert shown.engine == "grid"
         assert "code: compiled for sm_80" in str(shown)
         assert "thread blocks of a cluster" in str(shown.refused)
     call = ("lstm", 1, 768, 129, "bfloat16", "H200")
@@ -174,7 +174,7 @@ def test_model_counts_memory_as_the_kernel_does(tool):
     """The widest head the constraint problem accepts with the build's tiles is select_engine's."""
     from tiles import model
 
-    pins = dict(plan.CHIP)
+    pins = dict(plan.GRID)
     for name, gates, element in (("A100", 4, 2), ("A40", 4, 2), ("H200", 3, 4), ("H200", 4, 4)):
         device = plan.find_device(name)
         shapes = (
@@ -183,7 +183,7 @@ def test_model_counts_memory_as_the_kernel_does(tool):
         )
         for D in range(512, 1793, 64):
             cases = [model.Case(shape, D, device) for shape in shapes]
-            limits = plan.chip_limits_of_every_cell(gates, element, D, device)
+            limits = plan.grid_limits_of_every_cell(gates, element, D, device)
             fits = all(limit.holds for limit in limits)
             assert (model.solve(cases, pins) is not None) == fits, (name, gates, element, D)
 
@@ -205,8 +205,8 @@ ptxas info    : Compiling entry function '_ZN9flashcell4cuda12block_kernelINS0_1
 ptxas info    : Function properties for _ZN9flashcell4cuda12block_kernelINS0_12BlockForwardINS_3RnnINS_4TanhEEE6__halfLi128ELi2ELb0EEENS_13ForwardParamsEEEvT0_
     64 bytes stack frame, 64 bytes spill stores, 100 bytes spill loads
 ptxas info    : Used 64 registers, used 1 barriers, 64 bytes cumulative stack size
-ptxas info    : Compiling entry function '_ZN9flashcell4cuda4chip11chip_kernelINS1_12BackwardPassINS_4LstmE13__nv_bfloat16EENS_14BackwardParamsEEEvT0_NS1_5RangeE' for 'sm_86'
-ptxas info    : Function properties for _ZN9flashcell4cuda4chip11chip_kernelINS1_12BackwardPassINS_4LstmE13__nv_bfloat16EENS_14BackwardParamsEEEvT0_NS1_5RangeE
+ptxas info    : Compiling entry function '_ZN9flashcell4cuda4grid11grid_kernelINS1_12BackwardPassINS_4LstmE13__nv_bfloat16EENS_14BackwardParamsEEEvT0_NS1_5RangeE' for 'sm_86'
+ptxas info    : Function properties for _ZN9flashcell4cuda4grid11grid_kernelINS1_12BackwardPassINS_4LstmE13__nv_bfloat16EENS_14BackwardParamsEEEvT0_NS1_5RangeE
     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
 ptxas info    : Used 254 registers, used 1 barriers
 ptxas info    : Compiling entry function '_Z11fill_kernelv' for 'sm_86'
@@ -220,7 +220,7 @@ def test_log_of_ptxas(tool, tmp_path):
     measured = ptxas.parse(LOG, held=128)
     assert measured == {
         (90, "block-forward-rnn_tanh-16-128"): (64, 100, 128),
-        (86, "chip-backward-lstm-16"): (254, 0, 128),
+        (86, "grid-backward-lstm-16"): (254, 0, 128),
     }
     ptxas.write(tmp_path / "registers.csv", measured)
     assert ptxas.read(tmp_path / "registers.csv") == measured
@@ -236,6 +236,6 @@ def test_generated_files_are_fresh(tool):
 def test_one_shape_with_a_pin(tool):
     command = [sys.executable, ROOT / "scripts/plan_tiles", "--cell", "lstm", "--pin"]
     done = subprocess.run([*command, "stages=4"], capture_output=True, text=True)
-    assert "engine=chip units=16 warps=8 tiles=8 stages=4" in done.stdout, done.stderr
+    assert "engine=grid units=16 warps=8 tiles=8 stages=4" in done.stdout, done.stderr
     done = subprocess.run([*command, "colour=4"], capture_output=True, text=True)
     assert "--pin is 'colour=4', but must be NAME=NUMBER" in done.stderr

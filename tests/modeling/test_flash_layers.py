@@ -118,7 +118,7 @@ def test_methods(kind):
     x = torch.randn(B, T, I)
     layer = make(kind, dtype=torch.float32)
     walk, _ = layer(x)
-    for method in ("newton", "shoot"):
+    for method in ("newton", "multiple_shooting"):
         layer.method, layer.backend = method, "reference"
         assert (layer(x)[0] - walk).abs().max() < 2e-6
         layer.backend = "auto"
@@ -264,7 +264,7 @@ WRONG = {
     "bound": ({"max_recurrent": 0.0}, "max_recurrent is 0.0, but must be None or a number > 0"),
     "method": (
         {"method": "fast"},
-        "method is 'fast', but must be one of auto, walk, shoot, newton",
+        "method is 'fast', but must be one of auto, sequential, multiple_shooting, newton",
     ),
     "backend": ({"backend": "gpu"}, "backend is 'gpu', but must be one of auto, cuda, cpu"),
 }

@@ -71,8 +71,8 @@ BAD = {
     "nonlinearity": ({"cell": "rnn", "nonlinearity": "gelu"}, "'nonlinearity' .* got gelu"),
     "no choice": ({"nonlinearity": "relu"}, "must be 'tanh' unless cell is 'rnn'; cell is 'lstm'"),
     "no method": (
-        {"method": "walk"},
-        "method is 'walk', but must be 'auto' unless cell is 'flash_",
+        {"method": "sequential"},
+        "method is 'sequential', but must be 'auto' unless cell is 'flash_",
     ),
     "no tol": ({"tol": 1e-3}, "tol is 0.001, but must be None unless cell is 'flash_gru' or"),
     "no window": ({"conv_kernel": 7}, "conv_kernel is 7, but must be 4 unless cell is 'flash_gru'"),

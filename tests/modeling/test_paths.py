@@ -59,10 +59,12 @@ def test_shapes_alone(make_model, tokens, cell):
 
 @cpu_only
 @pytest.mark.parametrize("cell", ["flash_gru", "flash_lstm"])
-@pytest.mark.parametrize("method", ["newton", "shoot"])
+@pytest.mark.parametrize("method", ["newton", "multiple_shooting"])
 def test_method_reaches_the_kernel(make_model, tokens, cell, method):
     model = make_model(cell, method=method, backend="cpu")
-    with pytest.raises(ValueError, match=f"method is '{method}', but on the CPU it must be 'walk'"):
+    with pytest.raises(
+        ValueError, match=f"method is '{method}', but on the CPU it must be 'sequential'"
+    ):
         model(tokens(1, 4))
     model.config.backend, model.config.max_iters, model.config.tol = "reference", 3, 0.5
     model(tokens(1, 4))

@@ -42,7 +42,7 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 SHAPES = [(3, 1, 336), (1, 2, 200), (129, 1, 768)]  # sequences, heads, width
 REFUSALS = (  # of an engine asked for by name
     r"fused_rnn: the cluster engine, .*, has no code for .* of compute capability \d+\.\d: "
-    r".*compiled for .*--archs|does not run a head of width|chip engine cannot run heads of width"
+    r".*compiled for .*--archs|does not run a head of width|grid engine cannot run heads of width"
 )
 
 
@@ -92,7 +92,7 @@ def name(request):
 @pytest.mark.parametrize("dtype", [*DTYPES, "tf32"], ids=str)
 @pytest.mark.parametrize("options", [(), MASKS], ids=["plain", "masks"])
 @pytest.mark.parametrize(("B", "N", "D"), [*SHAPES, (17, 2, 64)])
-@pytest.mark.parametrize("engine", ["", "block", "cluster", "chip", "step"])
+@pytest.mark.parametrize("engine", ["", "block", "cluster", "grid", "step"])
 def test_recurrent_cells(fused_rnn, monkeypatch, name, B, N, D, options, dtype, engine):
     """The engine that is chosen is right; one that is asked for is right or refuses."""
     monkeypatch.setenv("FLASHCELL_CUDA_ENGINE", engine)

@@ -23,11 +23,11 @@ def test_fused(fused_rnn, cell, D, dtype, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("method", ["walk", "shoot", "newton"])
+@pytest.mark.parametrize("method", ["sequential", "multiple_shooting", "newton"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("cell", ["flash_gru", "flash_lstm"])
 def test_diagonal(diagonal_rnn, cell, dtype, method, backend):
-    if method != "walk" and backend == "cpu":
+    if method != "sequential" and backend == "cpu":
         pytest.skip("the CPU walks")
     spec, hold, reset = diagonal_rnn.CELLS[cell], held(), torch.rand(B, T) < 0.1
     rows = [torch.randn(n, 16) for n in (3, spec.weights - 3, 3) if n]

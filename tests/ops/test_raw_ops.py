@@ -37,10 +37,10 @@ def fused(ops):
 
 def diagonal(ops):
     x, weight, state = r(N, B, T, 3, D), r(5, H), r(2, B, H)
-    calls = {"flash_lstm_fwd": [x, weight, state, *masks(), "walk", -1.0, -1, True]}
+    calls = {"flash_lstm_fwd": [x, weight, state, *masks(), "sequential", -1.0, -1, True]}
     h, _, saved, _ = ops.flash_lstm_fwd(*calls["flash_lstm_fwd"])
     given = [r(B, T, H), state, x, weight, h, saved, state]
-    calls["flash_lstm_bwd"] = [*given, *masks(), "walk"]
+    calls["flash_lstm_bwd"] = [*given, *masks(), "sequential"]
     calls["scan_fwd"] = [r(B, T, H), r(B, T, H), r(B, H), False]
     calls["scan_bwd"] = [r(B, T, H), r(B, T, H), r(B, T, H), r(B, H), False]
     calls["block_scan_fwd"] = [r(B, T, H, 2, 2), r(B, T, H, 2), r(B, H, 2), False]

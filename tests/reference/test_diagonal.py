@@ -102,11 +102,11 @@ def test_scans(n, reverse):
 @pytest.mark.parametrize(
     ("backend", "words", "steps", "method"),
     [
-        ("cuda", 32, 4096, "shoot"),
-        ("cuda", 16384, 4096, "walk"),
-        ("cuda", 32, 64, "walk"),
-        ("cpu", 32, 4096, "walk"),
-        ("reference", 32, 4096, "walk"),
+        ("cuda", 32, 4096, "multiple_shooting"),
+        ("cuda", 16384, 4096, "sequential"),
+        ("cuda", 32, 64, "sequential"),
+        ("cpu", 32, 4096, "sequential"),
+        ("reference", 32, 4096, "sequential"),
     ],
 )
 def test_auto_goes_parallel_in_time_where_few_channels_are_long(backend, words, steps, method):

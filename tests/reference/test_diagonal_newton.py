@@ -10,10 +10,10 @@ from flashcell.kernels import diagonal_rnn as kernel
 from numerics import assert_close
 
 CELLS = pytest.mark.parametrize("cell", list(kernel.CELLS.values()), ids=lambda cell: cell.name)
-METHODS = pytest.mark.parametrize("method", ["newton", "shoot"])
+METHODS = pytest.mark.parametrize("method", ["newton", "multiple_shooting"])
 
 
-def run(cell, x, weight, method="walk", **options):
+def run(cell, x, weight, method="sequential", **options):
     given = x, *split(cell, weight.to(x.dtype))
     options = {"method": method, "return_info": True, "backend": "reference", **options}
     return getattr(kernel, cell.name)(*given, **options)
@@ -70,7 +70,7 @@ def test_parity(cell, method, max_iters, gain):
 def test_every_option_is_the_walk(cell, method, case):
     """Masks, packing, states, odd and empty shapes: values and gradients, in float64."""
     results = []
-    for how in ("walk", method):
+    for how in ("sequential", method):
         call, named = leaves(make(cell, replace(case, D=min(case.D, 40)), torch.float64))
         h, last = getattr(kernel, cell.name)(**call, method=how, backend="reference")
         torch.manual_seed(1)
@@ -91,7 +91,7 @@ def test_every_option_is_the_walk(cell, method, case):
 def test_16_bits(cell, method, dtype):
     """States are fp32 throughout: h is the walk's, but for ties in the last rounding."""
     x, weight = torch.randn(2, 70, 3, 8).to(dtype), torch.rand(cell.weights, 8) - 0.5
-    (h, last, _), (want, ends, _) = (run(cell, x, weight, how) for how in (method, "walk"))
+    (h, last, _), (want, ends, _) = (run(cell, x, weight, how) for how in (method, "sequential"))
     assert h.dtype == dtype
     assert last[0].dtype == torch.float32
     assert (h == want).float().mean() > 0.99

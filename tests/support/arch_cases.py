@@ -14,7 +14,7 @@ from flashcell.kernels import diagonal_rnn, fused_rnn
 from flashcell.kernels.fused_rnn.plan import Code
 
 REST = (*[None] * 5, False, True)  # masks, lengths, a clip; no tf32; the weight's gradient
-METHODS = ("walk", "shoot", "newton") if DEVICE == "cuda" else ("walk",)
+METHODS = ("sequential", "multiple_shooting", "newton") if DEVICE == "cuda" else ("sequential",)
 Calls = Iterator[tuple[str, Callable[[], Any]]]
 
 

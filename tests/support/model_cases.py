@@ -53,10 +53,10 @@ def flash_rnn(**options: Any) -> Case:
     diagonal = options["cell"].startswith("flash_")
     paths: tuple[dict[str, Any], ...] = (REFERENCE, {"save": "recompute"})
     if diagonal:
-        parallel = [{"method": method, **REFERENCE} for method in ("newton", "shoot")]
+        parallel = [{"method": method, **REFERENCE} for method in ("newton", "multiple_shooting")]
         paths = (
             REFERENCE,
-            {"method": "walk"},
+            {"method": "sequential"},
             *parallel,
             {**parallel[0], "tol": 1e-3, "max_iters": 2},
         )

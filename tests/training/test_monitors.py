@@ -71,7 +71,7 @@ def test_the_first_step_of_a_document_is_left_out():
     assert values != gates(model, position_ids=positions)
 
 
-@pytest.mark.parametrize("method", ["walk", "newton", "shoot"])
+@pytest.mark.parametrize("method", ["sequential", "newton", "multiple_shooting"])
 @pytest.mark.parametrize(("cell", "names"), [("flash_gru", "zr"), ("flash_lstm", "fo")])
 def test_gates_and_residual_of_a_diagonal_cell(cell, names, method):
     model = make("flash_rnn", cell=cell, method=method, intermediate_size=16)
@@ -83,7 +83,7 @@ def test_gates_and_residual_of_a_diagonal_cell(cell, names, method):
     model(torch.arange(12)[None], use_cache=False)
     for block in ("model.layers.0", "model.layers.1"):
         iterations = values[block, "newton_iterations"]
-        assert (iterations > 0) == (method != "walk")
+        assert (iterations > 0) == (method != "sequential")
         assert 0 <= values[block, "newton_residual"] < 1e-3
         for gate in names:
             assert 0 < values[block, f"{gate}_mean"] < 1

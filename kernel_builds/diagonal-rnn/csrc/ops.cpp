@@ -42,9 +42,10 @@ inline constexpr char kScanBackwardSchema[] =
 constexpr int64_t kWidestBlock = 4;
 
 inline Method method_of(const std::string& name) {
-  if (name == "walk") return Method::kWalk;
-  if (name == "shoot") return Method::kShoot;
-  STD_TORCH_CHECK(name == "newton", "method must be walk, shoot or newton, got ", name);
+  if (name == "sequential") return Method::kSequential;
+  if (name == "multiple_shooting") return Method::kMultipleShooting;
+  STD_TORCH_CHECK(name == "newton", "method must be sequential, multiple_shooting or newton, got ",
+                  name);
   return Method::kNewton;
 }
 

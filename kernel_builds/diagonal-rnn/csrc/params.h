@@ -8,7 +8,7 @@
 
 namespace flashcell {
 
-enum class Method { kWalk, kShoot, kNewton };
+enum class Method { kSequential, kMultipleShooting, kNewton };
 
 struct SequenceParams {
   int64_t S, D, T;

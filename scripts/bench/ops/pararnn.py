@@ -45,7 +45,7 @@ def judge(case: Case, p: dict, which: str) -> torch.Tensor:
     if case.form == "layer":
         layer, x = deepcopy(p["layer"]).double(), p["x"][:1].double().requires_grad_()
         with torch.enable_grad():
-            h, _ = layer(x, method="walk", backend="reference")
+            h, _ = layer(x, method="sequential", backend="reference")
             return torch.autograd.grad(h, x, p["dh"][:1].double())[0]
     some = slice(None, None, max(1, case.width // 64))
     wide = {k: v[..., some].double() for k, v in p.items()}
@@ -66,7 +66,7 @@ def judge(case: Case, p: dict, which: str) -> torch.Tensor:
         state = (wide["h"][:, before], *kept)
     rows = (wide["weight"][:3], wide["weight"][3:])[: 1 + (spec.weights > 3)]
     with torch.enable_grad():
-        h, _ = getattr(reference, case.op)(x, *rows, state, method="walk")
+        h, _ = getattr(reference, case.op)(x, *rows, state, method="sequential")
         return torch.autograd.grad(h, x, wide["dh"][:, ends])[0] if which == "backward" else h
 
 

@@ -52,15 +52,15 @@ def errors(kernel: Any) -> list[Row]:
                 for dtype in (torch.float32, torch.bfloat16, torch.float16):
                     x, given = wide.to(dtype), rows_of(name, weight)
                     exact, _ = getattr(reference, name)(
-                        x.double(), *(w.double() for w in given), method="walk"
+                        x.double(), *(w.double() for w in given), method="sequential"
                     )
                     found = {}
                     last = "loop" if dtype == torch.float32 else "rounding"
-                    for side in ("walk", "shoot", "newton", last):
+                    for side in ("sequential", "multiple_shooting", "newton", last):
                         if side == "rounding":
                             h = exact.to(dtype)
                         elif side == "loop":
-                            h, _ = getattr(reference, name)(x, *given, method="walk")
+                            h, _ = getattr(reference, name)(x, *given, method="sequential")
                         else:
                             h, _ = getattr(kernel, name)(x, *given, method=side)
                         found[side] = float((h.double() - exact).abs().max())
@@ -168,7 +168,13 @@ def chunks(kernel: Any) -> list[Row]:
 
 POWERS = [*range(7, 20, 2), 20]  # of the lengths that solve is asked for; the op has all between
 # The sequential level takes 0.3 ms a step, 0.9 with the gradient: five minutes and fifteen at 2^20.
-MODES = {"sequential": 2**11, "torch": 2**20, "scan": 2**20, "fused": 2**20, "walk": 2**20}
+MODES = {
+    "sequential": 2**11,
+    "torch": 2**20,
+    "scan": 2**20,
+    "fused": 2**20,
+    "fused_sequential": 2**20,
+}
 
 
 def lengths(kernel: Any) -> list[Row]:
@@ -178,7 +184,7 @@ def lengths(kernel: Any) -> list[Row]:
         torch.manual_seed(0)
         a, long = torch.rand(3, D) - 0.5, torch.randn(1, 2**20, 3, D)
         for mode, most in MODES.items():
-            is_op = mode in ("fused", "walk")
+            is_op = mode in ("fused", "fused_sequential")
             for power in range(7, 21) if is_op else POWERS:
                 T = 2**power
                 if most < T:
@@ -188,7 +194,7 @@ def lengths(kernel: Any) -> list[Row]:
 
                 def forward(x=x, weight=weight, mode=mode, is_op=is_op):
                     if is_op:
-                        method = "auto" if mode == "fused" else "walk"
+                        method = "auto" if mode == "fused" else "sequential"
                         return kernel.flash_gru(x, weight, method=method)[0]
                     given = {"params": (weight,), "state_shape": (D,), "structure": "diagonal"}
                     return kernel.solve(gru, x, mode=mode, **given)[0]

@@ -20,7 +20,7 @@ pytestmark = [
 ]
 MASKS = ("state", "reset", "hold", "lengths")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-METHODS = ["walk", "shoot", "newton"]
+METHODS = ["sequential", "multiple_shooting", "newton"]
 short = lambda dtype: str(dtype)[6:]
 # Several chunks of shoot (32 steps at least), segments of newton (64) and tiles of the scan; odd
 # rows of 16 bits, more channels than a warp, documents that begin inside a chunk.
@@ -71,7 +71,8 @@ def judge(name, call, dh, dlast):
         call = to_cpu({**some_of(call, D), **masks})
         given = (some_of(dh, D).cpu(), some_of(dlast, D).cpu())
         return [
-            run(getattr(reference, name), c, *given, method="walk") for c in (upcast(call), call)
+            run(getattr(reference, name), c, *given, method="sequential")
+            for c in (upcast(call), call)
         ]
 
 
@@ -109,7 +110,7 @@ def regime_call(name, which, dtype):
         x, weight = draw_regime(CELLS[name], which, 2, 1500, 64)
         x, weights = x.to(dtype), split(CELLS[name], weight)
         wide, loop = (
-            getattr(reference, name)(x.to(d), *(w.to(d) for w in weights), method="walk")
+            getattr(reference, name)(x.to(d), *(w.to(d) for w in weights), method="sequential")
             for d in (torch.float64, torch.float32)
         )
     return x.cuda(), [w.cuda() for w in weights], wide, loop
@@ -131,12 +132,12 @@ def test_error_in_every_weight_regime(diagonal_rnn, name, method, which):
         for got, want in zip(last, exact[1], strict=True):
             assert (got.cpu() - want).abs().max() <= bound
     assert info.method == method
-    if method == "walk":
+    if method == "sequential":
         assert (int(info.iterations), float(info.residual), int(info.finished)) == (0, 0.0, 0)
     elif which != "unclipped":
         assert int(info.finished) == 0
         assert float(info.residual) <= 5e-7
-        assert int(info.iterations) <= (3 if method == "shoot" else 10)
+        assert int(info.iterations) <= (3 if method == "multiple_shooting" else 10)
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=short)
@@ -159,7 +160,7 @@ def test_parity(diagonal_rnn, name, method, gain, max_iters):
         bits = torch.rand(4, 500, 3) < 0.5
         x, weight, state = parity(CELLS[name], bits, gain)
         given = x, *split(CELLS[name], weight)
-        loop, ends = getattr(reference, name)(*given, state, method="walk")
+        loop, ends = getattr(reference, name)(*given, state, method="sequential")
     given, state = (tuple(t.cuda() for t in ts) for ts in (given, state))
     options = {"method": method, "max_iters": max_iters, "return_info": True}
     h, last, info = getattr(diagonal_rnn, name)(*given, state, **options)
@@ -193,7 +194,7 @@ def backward_call(name, way, options, dtype):
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way_back(diagonal_rnn, name, way, options, dtype):
     call, dh, dlast = backward_call(name, way, options, dtype)
-    got = run(getattr(diagonal_rnn, name), call, dh, dlast, method="walk")
+    got = run(getattr(diagonal_rnn, name), call, dh, dlast, method="sequential")
     compare(f"{name} {way}", got, call, *judge(name, call, dh, dlast))
 
 
@@ -203,7 +204,7 @@ def test_which_kernel_goes_back(diagonal_rnn, way):
     call, dh, dlast = backward_call("flash_gru", way, (), torch.float32)
     run(diagonal_rnn.flash_gru, call, dh, dlast)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        run(diagonal_rnn.flash_gru, call, dh, dlast, method="walk")
+        run(diagonal_rnn.flash_gru, call, dh, dlast, method="sequential")
         torch.cuda.synchronize()
     kernels = [event.key for event in profile.key_averages() if "flashcell" in event.key]
     assert any(f"{way.split()[0]}_kernel" in key for key in kernels), kernels
@@ -215,7 +216,7 @@ def test_gradients_that_do_not_fade_go_back_as_a_scan(diagonal_rnn):
     x = torch.randn(B, T, 3, D)
     x[:, :, 0] = -40
     x, h0 = x.requires_grad_(), torch.randn(B, D).requires_grad_()
-    h, _ = diagonal_rnn.flash_gru(x, torch.zeros(3, D), (h0,), method="walk")
+    h, _ = diagonal_rnn.flash_gru(x, torch.zeros(3, D), (h0,), method="sequential")
     dh = torch.randn(B, T, D)
     _, dh0 = torch.autograd.grad(h, (x, h0), dh)
     assert_close("dh0", dh0.double(), dh.double().sum(1), 2e-6)
@@ -224,8 +225,8 @@ def test_gradients_that_do_not_fade_go_back_as_a_scan(diagonal_rnn):
 # Small enough for compute-sanitizer, together each kernel: narrow and wide walks, chunks that start
 # over, Newton's passes and the finish, tiles, ways back; with masks and without.
 TINY = {
-    "walk": [Case(2, 20, 1, 40, ("state",)), Case(1, 9, 1, 640), Case(3, 19, 1, 33, MASKS)],
-    "shoot": [Case(1, 70, 1, 40, ("state",)), Case(2, 80, 1, 33, MASKS)],
+    "sequential": [Case(2, 20, 1, 40, ("state",)), Case(1, 9, 1, 640), Case(3, 19, 1, 33, MASKS)],
+    "multiple_shooting": [Case(1, 70, 1, 40, ("state",)), Case(2, 80, 1, 33, MASKS)],
     "newton": [Case(1, 70, 1, 40, ("state",)), Case(2, 80, 1, 33, MASKS)],
     "linear_walk": [Case(7, 6, 1, D, options) for D in (3702, 4128) for options in ((), MASKS)],
     # The smallest that plan.h cuts into chunks: two of 256 steps
@@ -243,7 +244,7 @@ def test_tiny(diagonal_rnn, name, engine, case, dtype):
         case = replace(case, D=case.D * 4 // dtype.itemsize)
     call = make(CELLS[name], case, dtype)
     dh, dlast = upstream(name, call, dtype)
-    method = engine if engine in METHODS else "walk"
+    method = engine if engine in METHODS else "sequential"
     got = run(getattr(diagonal_rnn, name), call, dh, dlast, method=method, backend="cuda")
     exact, _ = judge(name, call, dh, dlast)
     tolerance = {torch.bfloat16: 3e-2, torch.float16: 5e-3, torch.float32: 1e-5}[dtype]

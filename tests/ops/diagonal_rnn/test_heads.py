@@ -50,7 +50,7 @@ def test_heads_are_read_where_they_lie(diagonal_rnn, name, case, heads, dtype):
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="the methods parallel in time are CUDA's")
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
-@pytest.mark.parametrize("method", ["walk", "shoot", "newton"])
+@pytest.mark.parametrize("method", ["sequential", "multiple_shooting", "newton"])
 @pytest.mark.parametrize(
     ("case", "heads"),
     [

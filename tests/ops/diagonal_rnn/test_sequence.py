@@ -172,8 +172,8 @@ def test_documents_equal_separate_sequences(diagonal_rnn, name):
 
 def test_info_of_a_walk(diagonal_rnn, name):
     call = make(CELLS[name], Case(2, 3, 1, 8), torch.float32)
-    *_, info = getattr(diagonal_rnn, name)(**call, return_info=True, method="walk")
-    assert info.method == "walk"
+    *_, info = getattr(diagonal_rnn, name)(**call, return_info=True, method="sequential")
+    assert info.method == "sequential"
     assert (int(info.iterations), float(info.residual), int(info.finished)) == (0, 0.0, 0)
     assert info.iterations.dtype == info.finished.dtype == torch.int32
 

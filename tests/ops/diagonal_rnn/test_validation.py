@@ -93,7 +93,7 @@ TABLE = {  # id: (arguments, error, what it says)
     "method": (
         changed(method="deer"),
         ValueError,
-        "method is 'deer', but must be one of auto, walk",
+        "method is 'deer', but must be one of auto, sequential",
     ),
     "tol": (changed(tol=-1.0), ValueError, "tol is -1.0, but must be None or a number >= 0"),
     "tol-text": (changed(tol="1e-3"), TypeError, "tol is a str, but must be None or a number"),
@@ -139,7 +139,7 @@ def test_step(door):
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="about the CPU")
-@pytest.mark.parametrize("method", ["shoot", "newton"])
+@pytest.mark.parametrize("method", ["multiple_shooting", "newton"])
 def test_methods_parallel_in_time_say_where_they_run(diagonal_rnn, method):
     with pytest.raises(ValueError, match=rf"method is '{method}', .* on CUDA, and with backend="):
         diagonal_rnn.flash_lstm(**base(), method=method)
@@ -160,7 +160,7 @@ def op_arguments(name, options, requires_grad=True):
     x = in_heads(call["x"].detach(), 2).requires_grad_() if "heads" in options else call["x"]
     state = torch.stack(call["state"]).detach().requires_grad_() if "state" in call else None
     masks = [call.get(k) for k in ("reset", "hold", "lengths", "cu_seqlens")]
-    return [x, weight, state, *masks, "walk", -1.0, -1]
+    return [x, weight, state, *masks, "sequential", -1.0, -1]
 
 
 @pytest.mark.parametrize("save", [True, False])

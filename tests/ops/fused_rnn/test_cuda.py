@@ -26,7 +26,7 @@ BLOCK = [
     Case(5, 10, 1, 104, (*MASKS, "clip")),
     Case(16, 21, 2, 128, ("state",)),
 ]
-CHIP = [
+GRID = [
     Case(3, 7, 1, 136, MASKS),
     Case(8, 12, 2, 256, ("state",)),
     Case(17, 9, 1, 200, MASKS),
@@ -41,13 +41,13 @@ CHIP = [
     Case(600, 3, 1, 768, ("state", "lengths")),  # more tiles than a group takes at once
 ]
 # Small enough for compute-sanitizer; of every engine, together each of its kernels. Of the block
-# engine: width compiled for, marks or none, four or eight columns; of the chip engine: depth, and
+# engine: width compiled for, marks or none, four or eight columns; of the grid engine: depth, and
 # blocks of 24 units with narrow and wide tiles; of the step engine: one sequence, few, up to and
 # above 16, a width of no whole vectors.
 TINY = {
     "block": [Case(3, 3, 2, D, options) for D in (16, 40, 104) for options in (("state",), MASKS)]
     + [Case(5, 2, 80, D, options) for D in (16, 40, 104) for options in ((), ("hold",))],
-    "chip": [
+    "grid": [
         Case(3, 3, 1, 136, MASKS),
         Case(9, 3, 1, 160, ("state",)),
         *(Case(2, 2, 1, D, ("state",)) for D in (264, 520, 1048)),
@@ -67,7 +67,7 @@ TINY = {
         Case(5, 2, 2, 13, ("state",)),
     ],
 }
-CLUSTER = [case for case in CHIP if case.D <= 512]
+CLUSTER = [case for case in GRID if case.D <= 512]
 HUGE = [Case(2, 4, 1, 2048, ("state",)), Case(2, 3, 1, 2104, ("state",)), Case(2, 3, 1, 2688, ())]
 DTYPES = [torch.bfloat16, torch.float16]
 
@@ -90,9 +90,9 @@ def compare(fused_rnn, name, case, dtype, change=dict, **options):
 @pytest.mark.parametrize(
     ("engine", "case"),
     [("block", c) for c in BLOCK]
-    + [(engine, c) for engine in ("cluster", "chip") for c in [BLOCK[3], BLOCK[4]]]
+    + [(engine, c) for engine in ("cluster", "grid") for c in [BLOCK[3], BLOCK[4]]]
     + [("cluster", c) for c in CLUSTER]
-    + [("chip", c) for c in CHIP],
+    + [("grid", c) for c in GRID],
     ids=str,
 )
 def test_engine_is_as_exact_as_the_reference(fused_rnn, monkeypatch, name, engine, case, dtype):
@@ -115,7 +115,7 @@ def test_widest_heads(fused_rnn, name, case):
         assert_as_accurate(f"{name} {case} {key}", *values, case.D, (torch.bfloat16, key[0] == "d"))
 
 
-@pytest.mark.parametrize("case", [BLOCK[0], BLOCK[3], CHIP[0], CHIP[1], CHIP[6]], ids=str)
+@pytest.mark.parametrize("case", [BLOCK[0], BLOCK[3], GRID[0], GRID[1], GRID[6]], ids=str)
 def test_tf32(fused_rnn, name, case):
     """Operands keep 11 bits; sums and states are fp32."""
     change = far_from_zero if name == "rnn_relu" else dict
@@ -132,7 +132,7 @@ def far_from_zero(call):
     return {**call, "x": x, "weight": 0.2 * call["weight"], "bias": 0.1 * call["bias"]}
 
 
-@pytest.mark.parametrize("case", [BLOCK[3], CHIP[1], Case(4, 6, 2, 30, ("state",))], ids=str)
+@pytest.mark.parametrize("case", [BLOCK[3], GRID[1], Case(4, 6, 2, 30, ("state",))], ids=str)
 def test_cuda_graph(fused_rnn, name, case):
     """Forward and backward are captured, and every replay gives the eager bits on new input."""
     call = make(CELLS[name], case, torch.bfloat16)
@@ -149,8 +149,8 @@ def test_cuda_graph(fused_rnn, name, case):
     [
         ("block", Case(8, 4, 2, 64)),
         ("cluster", Case(8, 4, 3, 256)),
-        ("chip", Case(8, 4, 1, 768)),
-        ("chip", Case(104, 4, 1, 768)),  # wide tiles in tall blocks
+        ("grid", Case(8, 4, 1, 768)),
+        ("grid", Case(104, 4, 1, 768)),  # wide tiles in tall blocks
         ("step", Case(8, 2, 1, 72)),
     ],
     ids=str,
@@ -187,11 +187,11 @@ def test_tiny(fused_rnn, monkeypatch, name, engine, case, dtype):
     """Every kernel once, and nothing else on the GPU: scripts/check_cuda runs this, and only this."""
     exact_fp32, io = dtype == "float32", getattr(torch, dtype.replace("tf32", "float32"))
     device = plan.find_device("sm_{}{}".format(*torch.cuda.get_device_capability()))
-    limits = plan.chip_limits_of_every_cell(CELLS[name].gates, io.itemsize, case.D, device)
+    limits = plan.grid_limits_of_every_cell(CELLS[name].gates, io.itemsize, case.D, device)
     takes = {
         "block": case.D * io.itemsize <= 256,
         "cluster": io.itemsize == 2 and code_of(fused_rnn).arch >= 90,
-        "chip": all(limit.holds for limit in limits),
+        "grid": all(limit.holds for limit in limits),
     }
     if engine != "step" and (exact_fp32 or not takes[engine]):
         pytest.skip("not this engine's")

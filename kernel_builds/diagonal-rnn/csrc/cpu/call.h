@@ -17,7 +17,7 @@ inline const Backend& backend() {
 }
 
 inline void check_method(const SequenceParams& params) {
-  STD_TORCH_CHECK(params.method == Method::kWalk, "method must be walk on the CPU");
+  STD_TORCH_CHECK(params.method == Method::kSequential, "method must be sequential on the CPU");
 }
 
 template <typename Cell>

@@ -40,7 +40,7 @@ constexpr int kShootPasses = 3, kNewtonIterations = 16;
 
 // How a linear recurrence runs: every channel alone, tiles that tell each other, or chunks that
 // work out their first carry (the backward of cells only).
-enum class Way { kWalk, kScan, kReach };
+enum class Way { kSequential, kScan, kReach };
 
 // The backward walks when there are threads enough to hide memory's latency: GRU of 8x2048x4096
 // 0.62 ms, as a scan 0.92, but 1x4096x8192 0.52 against 0.44 and, in chunks of 1024, 0.30. Chunks
@@ -49,13 +49,15 @@ enum class Way { kWalk, kScan, kReach };
 constexpr int64_t kWalkWords = 12288;
 constexpr int kReachChunk = 256;
 constexpr Way backward_way(int64_t T, int64_t words) {
-  if (words >= kWalkWords) return Way::kWalk;
+  if (words >= kWalkWords) return Way::kSequential;
   return chunk_steps(T, words) >= kReachChunk ? Way::kReach : Way::kScan;
 }
 
 // linear_scan: 1x65536x1024 0.30 ms as a scan, 1.8 as a walk; 8x2048x4096 0.30 against 0.22.
 constexpr int64_t kScanWalkWords = 16384;
-constexpr Way scan_way(int64_t words) { return words >= kScanWalkWords ? Way::kWalk : Way::kScan; }
+constexpr Way scan_way(int64_t words) {
+  return words >= kScanWalkWords ? Way::kSequential : Way::kScan;
+}
 
 // linear_scan by clusters, which beat its tiles nearly everywhere (fp32 forward of 1x65536x1024 196
 // us for 290, of 1x4096x512 8.4 for 13.1), but for three columns of 128-byte rows and fewer when

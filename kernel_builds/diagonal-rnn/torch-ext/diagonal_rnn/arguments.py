@@ -18,7 +18,7 @@ from .checks import (
 )
 from .memory import check_memory
 
-METHODS = ("auto", "walk", "shoot", "newton")
+METHODS = ("auto", "sequential", "multiple_shooting", "newton")
 WIDEST_BLOCK = 4
 
 

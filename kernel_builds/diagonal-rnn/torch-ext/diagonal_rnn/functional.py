@@ -12,8 +12,8 @@ Every cell takes, besides what its docstring says,
     lengths     [B] int       row b ends after lengths[b] steps: later marks of reset count no more
     cu_seqlens  [S + 1] int   documents packed into one row: x is [1, total, 3, D], states are
                               [S, D], document s is x[0, cu_seqlens[s]:cu_seqlens[s + 1]]
-    method      "walk"        step by step, exact
-                "shoot", "newton"  parallel in time: iterated until the residual is at most `tol` or
+    method      "sequential"  step by step, exact
+                "multiple_shooting", "newton"  parallel in time: iterated until the residual is at most `tol` or
                               `max_iters` are done, then finished exactly; CUDA and the reference
                 "auto"        whichever is faster for this shape on this device
     tol, max_iters            None for the method's own
@@ -135,7 +135,7 @@ def _step(spec, x, weight, state, backend) -> Result:
     B, _, D = sizes(x)
     check_state(spec, state, (B, D), "[B, D]", x)
     check_memory(("state",), *(state or ()))
-    options = "walk", None, None
+    options = "sequential", None, None
     h, last, _, _ = _run(spec, x, weight, state, NO_MASKS, options, backend)
     return h.squeeze(1), last
 
@@ -169,10 +169,10 @@ def select_method(requested: str, backend: str, words: int, steps: int) -> str:
     """The method that runs: a pure function of static facts."""
     if requested == "auto":
         shoots = backend == "cuda" and steps >= SHOOT_STEPS and words < SHOOT_WORDS
-        return "shoot" if shoots else "walk"
-    if requested != "walk" and backend == "cpu":
+        return "multiple_shooting" if shoots else "sequential"
+    if requested != "sequential" and backend == "cpu":
         raise ValueError(
-            f"method is {requested!r}, but on the CPU it must be 'walk' or 'auto': the methods that "
+            f"method is {requested!r}, but on the CPU it must be 'sequential' or 'auto': the methods that "
             "are parallel in time run on CUDA, and with backend='reference'"
         )
     return requested
@@ -187,7 +187,7 @@ def _reference(spec, x, weight, state, masks, options):
         x = x.to(weight.dtype) + bias
     lowered = lower_masks(x, *masks)
     given = spec, lowered.x, weight, state, lowered.reset, lowered.hold
-    if options[0] == "walk":
+    if options[0] == "sequential":
         h, last = reference.sequence(*given)
         report = torch.zeros(3, device=x.device)
     else:

@@ -1,7 +1,7 @@
-"""flash_gru and flash_lstm parallel in time in torch: what method="shoot" and "newton" compute on
+"""flash_gru and flash_lstm parallel in time in torch: what method="multiple_shooting" and "newton" compute on
 backend="reference", and the published level "pure torch".
 
-All points at once ("newton") or the ends of chunks ("shoot") through `solve`: its iteration, its residual
+All points at once ("newton") or the ends of chunks ("multiple_shooting") through `solve`: its iteration, its residual
 check and its exact finish.
 """
 
@@ -13,9 +13,7 @@ from torch import Tensor
 from .cells import Cell
 from .solve import solve
 
-CHUNK = (
-    64  # steps between two unknowns of "shoot": contractive cells then need one or two iterations
-)
+CHUNK = 64  # steps between two unknowns of "multiple_shooting": contractive cells then need one or two iterations
 
 
 def sequence(
@@ -25,7 +23,7 @@ def sequence(
     state: Optional[Tensor],  # [K, B, D] in the state dtype
     reset: Optional[Tensor],  # [B, T]
     hold: Optional[Tensor],  # [B, T]
-    method: str,  # "newton" or "shoot"
+    method: str,  # "newton" or "multiple_shooting"
     tol: Optional[float],  # None or negative for solve's own, and so is max_iters
     max_iters: Optional[int],
 ) -> Tuple[Tensor, Tensor, Tensor]:  # h [B, T, D], last [K, B, D], report [3]

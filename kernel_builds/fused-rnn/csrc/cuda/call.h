@@ -32,19 +32,19 @@ inline Tensor input(const Tensor& x) {
   return last_is_dense && (is_aligned(x) || !could_align) ? x : torch::stable::contiguous(x);
 }
 
-// FLASHCELL_CUDA_ENGINE=block|cluster|chip|step asks for one by name.
+// FLASHCELL_CUDA_ENGINE=block|cluster|grid|step asks for one by name.
 inline cuda::Engine engine_for(const cuda::Problem& problem, const cuda::Device& device) {
   using cuda::Engine;
   const char* wanted = std::getenv("FLASHCELL_CUDA_ENGINE");
   const Engine chosen = cuda::select_engine(problem, device);
   if (wanted == nullptr || *wanted == 0) return chosen;
   const std::string_view name = wanted;
-  STD_TORCH_CHECK(name == "block" || name == "cluster" || name == "chip" || name == "step",
+  STD_TORCH_CHECK(name == "block" || name == "cluster" || name == "grid" || name == "step",
                   "FLASHCELL_CUDA_ENGINE is ", wanted,
-                  ", but must be block, cluster, chip or step");
+                  ", but must be block, cluster, grid or step");
   const Engine asked = name == "block"     ? Engine::kBlock
                        : name == "cluster" ? Engine::kCluster
-                       : name == "chip"    ? Engine::kChip
+                       : name == "grid"    ? Engine::kGrid
                                            : Engine::kStep;
   if (asked == Engine::kCluster && device.arch >= 90 && !cuda::cluster::has_code(device)) {
     cuda::refuse_cluster();
@@ -52,8 +52,8 @@ inline cuda::Engine engine_for(const cuda::Problem& problem, const cuda::Device&
   const int64_t D = problem.D;
   const bool fits =
       (asked == Engine::kCluster && cuda::cluster::fits(D, problem.io_bytes, device)) ||
-      (asked == Engine::kChip &&
-       cuda::chip::fits_every_cell(problem.gates, problem.io_bytes, D, device));
+      (asked == Engine::kGrid &&
+       cuda::grid::fits_every_cell(problem.gates, problem.io_bytes, D, device));
   const bool runs = asked == Engine::kStep || asked == chosen || (chosen != Engine::kStep && fits);
   STD_TORCH_CHECK(runs, "FLASHCELL_CUDA_ENGINE=", wanted, " does not run a head of width ",
                   problem.D, " here");

@@ -8,7 +8,7 @@ using cudaStream_t = struct CUstream_st*;  // as CUDA declares it: ops.cpp needs
 
 namespace flashcell::cuda {
 
-enum class Engine { kBlock, kCluster, kChip, kStep };
+enum class Engine { kBlock, kCluster, kGrid, kStep };
 
 struct Device {  // what the plan needs to know of a GPU
   int arch;      // 90 for compute capability 9.0
@@ -42,9 +42,9 @@ void backward_cluster(const BackwardParams&, const Launch&);
 // All thread blocks of the GPU run at once; each keeps 16 or 24 units of a head and exchanges h
 // (backward: dr) through L2 after every step.
 template <typename Cell, typename IO>
-void forward_chip(const ForwardParams&, const Launch&);
+void forward_grid(const ForwardParams&, const Launch&);
 template <typename Cell, typename IO>
-void backward_chip(const BackwardParams&, const Launch&);
+void backward_grid(const BackwardParams&, const Launch&);
 
 // One launch per step, for whatever else there is: any width, any strides, exact fp32.
 template <typename Cell, typename IO>

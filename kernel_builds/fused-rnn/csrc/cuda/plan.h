@@ -38,7 +38,7 @@ constexpr Engine select_engine(const Problem& p, const Device& device) {
   if (cluster::fits(p.D, p.io_bytes, device) && cluster::is_fastest(p.S, p.N, p.D, device)) {
     return Engine::kCluster;
   }
-  return chip::fits_every_cell(p.gates, p.io_bytes, p.D, device) ? Engine::kChip : Engine::kStep;
+  return grid::fits_every_cell(p.gates, p.io_bytes, p.D, device) ? Engine::kGrid : Engine::kStep;
 }
 
 }  // namespace flashcell::cuda

@@ -59,7 +59,7 @@ static void with_types(int cell, Dtype dtype, Function function) {
 int64_t forward_scratch(const ForwardParams& p, Dtype dtype, const Launch& launch) {
   const int io_bytes = dtype == Dtype::kFloat ? 4 : 2;
   if (launch.engine == Engine::kStep) return step_scratch(p, io_bytes);
-  const bool rounds = launch.engine == Engine::kChip && p.initial != nullptr;
+  const bool rounds = launch.engine == Engine::kGrid && p.initial != nullptr;
   return rounds ? p.S * p.N * p.D * io_bytes : 0;  // the first operand
 }
 
@@ -71,8 +71,8 @@ void forward(int cell, const ForwardParams& p, Dtype dtype, const Launch& launch
       case Engine::kCluster:
         if constexpr (sizeof(IO) == 2) return forward_cluster<Cell, IO>(p, launch);
         break;
-      case Engine::kChip:
-        return forward_chip<Cell, IO>(p, launch);
+      case Engine::kGrid:
+        return forward_grid<Cell, IO>(p, launch);
       case Engine::kStep:
         return forward_step<Cell, IO>(p, launch);
     }
@@ -87,8 +87,8 @@ void backward(int cell, const BackwardParams& p, Dtype dtype, const Launch& laun
       case Engine::kCluster:
         if constexpr (sizeof(IO) == 2) return backward_cluster<Cell, IO>(p, launch);
         break;
-      case Engine::kChip:
-        return backward_chip<Cell, IO>(p, launch);
+      case Engine::kGrid:
+        return backward_grid<Cell, IO>(p, launch);
       case Engine::kStep:
         return backward_step<Cell, IO>(p, launch);
     }

@@ -3,13 +3,13 @@
 
 namespace flashcell::cuda::tiles {
 
-constexpr int kChipUnits = 16;   // of a thread block: the height of the matrix instruction
-constexpr int kChipWarps = 8;    // of a thread block; they split the depth of the product
-constexpr int kChipTiles = 8;    // of eight sequences that a group alternates between, at most
-constexpr int kChipStages = 6;   // of the input ring
-constexpr int kChipHeld = 128;   // registers of a lane that keep weight
-constexpr int kChipChunks = 36;  // of the depth times row tiles, that the product is unrolled for
-constexpr int kChipBlocks = 16;  // of the depth, at most: their words are on their way to a lane
+constexpr int kGridUnits = 16;   // of a thread block: the height of the matrix instruction
+constexpr int kGridWarps = 8;    // of a thread block; they split the depth of the product
+constexpr int kGridTiles = 8;    // of eight sequences that a group alternates between, at most
+constexpr int kGridStages = 6;   // of the input ring
+constexpr int kGridHeld = 128;   // registers of a lane that keep weight
+constexpr int kGridChunks = 36;  // of the depth times row tiles, that the product is unrolled for
+constexpr int kGridBlocks = 16;  // of the depth, at most: their words are on their way to a lane
 
 constexpr int kBlockRowBytes = 256;     // of the widest head
 constexpr int kBlockStages = 8;         // of the input ring, where ring_bytes hold them

@@ -19,7 +19,6 @@ from .plan import (
     block_tile,
     block_width,
     blocks_of_depth,
-    chip_limits,
     cluster_limits,
     cluster_members,
     cluster_shared_bytes,
@@ -27,13 +26,14 @@ from .plan import (
     divide_up,
     find_device,
     forward_shape,
+    grid_limits,
     held_chunks,
     select_engine,
     takes_tall_blocks,
     takes_wide_tiles,
     with_code,
 )
-from .tiles import CHIP, REGISTERS
+from .tiles import GRID, REGISTERS
 
 
 class Plan(NamedTuple):
@@ -121,9 +121,9 @@ def explain_plan(
         for direction in ("forward", "backward"):
             used = cluster_shared_bytes(sizes_of, width, tile, direction)
             limits.append(Limit(f"{direction} shared memory", used, device.shared_bytes, "bytes"))
-    elif engine == "chip":
+    elif engine == "grid":
         tall = sizes_of.gates == 4 and takes_tall_blocks(p, device)
-        units = TALL_UNITS if tall else CHIP["units"]
+        units = TALL_UNITS if tall else GRID["units"]
         members, count = divide_up(width, units), divide_up(batch, COLUMNS)
         launches = divide_up(heads, device.sms // members)
         at_once = divide_up(heads, launches)
@@ -140,7 +140,7 @@ def explain_plan(
             tiles["tiles of a group"] += (
                 ", two at a time where registers allow and no step is masked"
             )
-        tiles["units, warps of the product"] = f"{units}, {CHIP['warps']}"
+        tiles["units, warps of the product"] = f"{units}, {GRID['warps']}"
         forward = forward_shape(sizes_of.gates, sizes_of.states, element)
         backward = backward_shape(
             sizes_of.gates, sizes_of.states, sizes_of.saved, sizes_of.bias_rows, element
@@ -149,8 +149,8 @@ def explain_plan(
             chunks = blocks_of_depth(shape, width) * shape.panels
             held = min(chunks, held_chunks(shape))
             tiles[f"chunks {direction}"] = f"{held} in registers, {chunks - held} in shared memory"
-            limits += chip_limits(shape, width, device, direction)[1:]
-            kernel = f"chip-{direction}-{cell}"
+            limits += grid_limits(shape, width, device, direction)[1:]
+            kernel = f"grid-{direction}-{cell}"
             tiles[f"registers {direction}"] = _registers(device, kernel, str(8 * element))
         limits = list(dict.fromkeys(limits))
     what = f"{cell} {heads}x{width}, batch {batch}, {steps} steps, {name}"

@@ -10,12 +10,12 @@ from typing import List, NamedTuple, Tuple
 
 from .cells import Cell
 from .dispatch import shown
-from .tiles import BLOCK, CHIP
+from .tiles import BLOCK, GRID
 
 LANES, COLUMNS, VECTOR = 32, 8, 16  # of a warp; sequences of a matrix instruction; bytes of a load
 CHUNK_BYTES = 64  # of the depth: a vector for each of the four lanes of a row
 CLUSTER_UNITS = 32  # of a thread block of the cluster engine
-TALL_UNITS, TALL_BLOCKS = 24, 3  # of a tall thread block of the chip engine, and of its depth
+TALL_UNITS, TALL_BLOCKS = 24, 3  # of a tall thread block of the grid engine, and of its depth
 COLUMN_BYTES, CELL_WARPS = 32, 4  # struct Column; warps that run the cell of a tile
 THREAD_REGISTERS, BLOCK_REGISTERS, BLOCK_THREADS = 255, 65536, 1024
 
@@ -107,17 +107,17 @@ def divide_up(a: int, b: int) -> int:
 
 def held_chunks(s: Shape) -> int:
     """Chunks whose weights stay in registers: two matrix instructions of four words for a tile."""
-    return CHIP["held"] // 8 // s.row_tiles
+    return GRID["held"] // 8 // s.row_tiles
 
 
 def max_blocks(s: Shape) -> int:
     """Blocks of the depth that the kernel is unrolled for."""
-    return min(CHIP["blocks"], CHIP["chunks"] // (s.row_tiles * s.panels))
+    return min(GRID["blocks"], GRID["chunks"] // (s.row_tiles * s.panels))
 
 
 def blocks_of_depth(s: Shape, D: int) -> int:
     """A block of the depth is one chunk of every panel for every warp."""
-    return divide_up(D * s.element, CHIP["warps"] * CHUNK_BYTES)
+    return divide_up(D * s.element, GRID["warps"] * CHUNK_BYTES)
 
 
 def column_floats(row_tiles: int) -> int:
@@ -126,9 +126,9 @@ def column_floats(row_tiles: int) -> int:
     return slot * (17 if slot == 4 else 16 + 4 // slot)
 
 
-def chip_shared_bytes(s: Shape, D: int) -> int:
-    """Shared memory of a thread block of the whole-chip engine, in bytes."""
-    units, tiles, stages, warps = (CHIP[k] for k in ("units", "tiles", "stages", "warps"))
+def grid_shared_bytes(s: Shape, D: int) -> int:
+    """Shared memory of a thread block of the grid engine, in bytes."""
+    units, tiles, stages, warps = (GRID[k] for k in ("units", "tiles", "stages", "warps"))
     partials = 2 * warps * COLUMNS * column_floats(s.row_tiles) * 4
     ring = stages * s.inputs * COLUMNS * units * s.element
     carried = tiles * (s.states + s.sums) * COLUMNS * units * 4
@@ -137,37 +137,37 @@ def chip_shared_bytes(s: Shape, D: int) -> int:
     return partials + ring + carried + columns + spilt * s.row_tiles * 2 * 16 * LANES * warps
 
 
-def chip_limits(s: Shape, D: int, device: Device, direction: str = "") -> List[Limit]:
-    """What a head of width D asks of the whole-chip engine in one pass."""
+def grid_limits(s: Shape, D: int, device: Device, direction: str = "") -> List[Limit]:
+    """What a head of width D asks of the grid engine in one pass."""
     return [
         Limit("row in whole vectors, bytes over", D * s.element % VECTOR, 0, "bytes"),
-        Limit("thread blocks at once", divide_up(D, CHIP["units"]), device.sms,
+        Limit("thread blocks at once", divide_up(D, GRID["units"]), device.sms,
               "SMs"),
         Limit(f"{direction} depth unrolled".strip(), blocks_of_depth(s, D), max_blocks(s),
               "blocks of depth"),
-        Limit(f"{direction} shared memory".strip(), chip_shared_bytes(s, D), device.shared_bytes,
+        Limit(f"{direction} shared memory".strip(), grid_shared_bytes(s, D), device.shared_bytes,
               "bytes"),
     ]  # fmt: skip
 
 
-def chip_limits_of_every_cell(gates: int, element: int, D: int, device: Device) -> List[Limit]:
+def grid_limits_of_every_cell(gates: int, element: int, D: int, device: Device) -> List[Limit]:
     """Both passes: no cell has more than 4 states and bias rows and 7 saved values."""
     forward, backward = forward_shape(gates, 4, element), backward_shape(gates, 4, 7, 4, element)
-    both = chip_limits(forward, D, device, "forward") + chip_limits(backward, D, device, "backward")
+    both = grid_limits(forward, D, device, "forward") + grid_limits(backward, D, device, "backward")
     return list(dict.fromkeys(both))
 
 
 def takes_wide_tiles(S: int, N: int, D: int, device: Device, backward: bool) -> bool:
-    """Tiles of sixteen sequences, where the chip kernels that have them can run the head."""
-    groups = max(1, device.sms // (N * divide_up(D, CHIP["units"])))
+    """Tiles of sixteen sequences, where the grid kernels that have them can run the head."""
+    groups = max(1, device.sms // (N * divide_up(D, GRID["units"])))
     return device.code.sm_90a and divide_up(S, COLUMNS) > (4 if backward else 3) * groups
 
 
 def takes_tall_blocks(p: Problem, device: Device) -> bool:
-    """Thread blocks of 24 units, where they make more groups; the chip kernels of four gates."""
-    groups = device.sms // (p.N * divide_up(p.D, CHIP["units"]))
+    """Thread blocks of 24 units, where they make more groups; the grid kernels of four gates."""
+    groups = device.sms // (p.N * divide_up(p.D, GRID["units"]))
     more = device.sms // (p.N * divide_up(p.D, TALL_UNITS))
-    depth = divide_up(p.D * p.io_bytes, CHIP["warps"] * CHUNK_BYTES)
+    depth = divide_up(p.D * p.io_bytes, GRID["warps"] * CHUNK_BYTES)
     return (
         device.code.sm_90a
         and p.io_bytes == 2
@@ -209,7 +209,7 @@ def block_tile(p: Problem, device: Device) -> int:
 
 
 def select_engine(p: Problem, device: Device) -> Tuple[str, List[Limit]]:
-    """The engine ("block", "cluster", "chip" or "step"), and what kept faster ones from the call."""
+    """The engine ("block", "cluster", "grid" or "step"), and what kept faster ones from the call."""
     matrix = p.io_bytes == 2 or p.tf32
     general = [
         Limit("steps less than two", int(p.T <= 1), 0, ""),
@@ -228,9 +228,9 @@ def select_engine(p: Problem, device: Device) -> Tuple[str, List[Limit]]:
     if not broken:
         return "cluster", [fits_block]
     refused = [fits_block, *broken]
-    limits = chip_limits_of_every_cell(p.gates, p.io_bytes, p.D, device)
+    limits = grid_limits_of_every_cell(p.gates, p.io_bytes, p.D, device)
     broken = [limit for limit in limits if not limit.holds]
-    return ("step", [*refused, *broken]) if broken else ("chip", refused)
+    return ("step", [*refused, *broken]) if broken else ("grid", refused)
 
 
 def cluster_members(D: int) -> int:

@@ -37,7 +37,7 @@ class Case:
     @property
     def name(self) -> str:
         short = {"float32": "fp32", "bfloat16": "bf16"}[self.dtype]
-        kind = "methods" if "shoot" in self.sides else self.form
+        kind = "methods" if "multiple_shooting" in self.sides else self.form
         return f"{self.op}-{kind}-{self.batch}x{self.steps}x{self.width}-{short}"
 
     @property
@@ -50,7 +50,7 @@ class Case:
 
 
 PEER, SCAN_PEER = ("auto", "plain", "pararnn-torch"), ("auto", "plain", "accelerated-scan")
-METHODS = ("auto", "walk", "shoot", "newton", "pararnn-torch")
+METHODS = ("auto", "sequential", "multiple_shooting", "newton", "pararnn-torch")
 MUST = [
     Case(
         f"flash_{cell}",
@@ -149,7 +149,7 @@ def ours(case: Case, p: dict, kernel, method: str) -> Callable[[], tuple]:
         return lambda: forward()[0:3:2]
     h, _, saved, _ = forward()
     p["h"], p["saved"] = h, saved
-    given = p["dh"], None, p["x"], p["weight"], h, saved, None, *NO_MASKS, "walk"
+    given = p["dh"], None, p["x"], p["weight"], h, saved, None, *NO_MASKS, "sequential"
     return lambda: bwd(*given)[:2]
 
 

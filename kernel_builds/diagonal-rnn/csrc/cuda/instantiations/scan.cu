@@ -57,7 +57,7 @@ static void for_width(const ScanParams& p, const Launch& to, Function function) 
   auto with = [&](auto channels, auto block) {
     constexpr int kN = decltype(channels)::value, n = decltype(block)::value;
     using Element = Pass<IO, kN, n>;
-    if (way == Way::kWalk) return function(Steps<Element>(), way);
+    if (way == Way::kSequential) return function(Steps<Element>(), way);
     if constexpr (kN * sizeof(IO) <= 4 && n == 1 && !Element::kIsForward) {
       if (p.B * p.T * p.D >= kLongScan) return function(LongTiles<Pass, IO, kN>(), way);
     }
@@ -80,9 +80,10 @@ static void for_width(const ScanParams& p, const Launch& to, Function function) 
         return clusters(integral_constant<int, kWord>());
       }
       if constexpr (kForward && sizeof(IO) == 4) {
-        if (way == Way::kWalk && to.together >= 4) return with(integral_constant<int, 4>(), One());
+        if (way == Way::kSequential && to.together >= 4)
+          return with(integral_constant<int, 4>(), One());
       }
-      if (way == Way::kWalk && to.together >= kWide) {
+      if (way == Way::kSequential && to.together >= kWide) {
         return with(integral_constant<int, kWide>(), One());
       }
       if constexpr (sizeof(IO) == 2) {

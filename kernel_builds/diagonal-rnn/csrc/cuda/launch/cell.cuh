@@ -39,7 +39,7 @@ void for_lanes(const SequenceParams& p, const Launch& to, Function function) {
 
 template <typename Cell>
 int64_t Engine<Cell>::forward_scratch(const ForwardParams& p, const Launch& to) {
-  if (p.method != Method::kShoot) return 0;
+  if (p.method != Method::kMultipleShooting) return 0;
   const int chunk = chunk_steps(p.T, p.S * words_of_row(p.D, to));
   const int64_t chunks = (p.T + chunk - 1) / chunk, K = Cell::kStates;
   return p.S * (chunks > 0 ? chunks : 1) * (2 * K + K * K) * p.D * int64_t(sizeof(float));
@@ -89,7 +89,7 @@ void run_newton(const ForwardParams& p, const Launch& to) {
 
 template <typename Cell>
 void Engine<Cell>::forward(const ForwardParams& p, const Launch& to) {
-  if (p.method == Method::kWalk) {
+  if (p.method == Method::kSequential) {
     return for_lanes<true>(p, to, [&](auto io, auto channels, auto masked) {
       using IO = decltype(io);
       constexpr int kN = decltype(channels)::value;
@@ -120,7 +120,7 @@ constexpr int kTileSteps = Cell::kStates == 1 ? 8
 template <typename Cell, typename Function>
 void for_way(const BackwardParams& p, const Launch& to, Function function) {
   const Way way = backward_way(p.T, p.S * words_of_row(p.D, to));
-  if (way == Way::kWalk) {
+  if (way == Way::kSequential) {
     return for_lanes<true>(p, to, [&](auto io, auto channels, auto masked) {
       constexpr int kN = decltype(channels)::value;
       constexpr bool kMasked = decltype(masked)::value, kOnce = sizeof(io) == 4 && !kMasked;

@@ -35,7 +35,7 @@ constexpr int tile(int64_t S, int64_t N, int64_t D, const Device& device) {
   return by_four <= at_once(D, device) || by_four == by_eight ? 4 : 8;
 }
 
-// Up to 256 units it is faster than the chip engine for every batch (lstm 3x256, forward and
+// Up to 256 units it is faster than the grid engine for every batch (lstm 3x256, forward and
 // backward, ms: 16 sequences 0.43 + 0.72 against 1.23 + 1.77, 64 0.80 + 1.08 against 3.21 + 3.64).
 // Wider ones take all registers of an SM and most SMs next to theirs: as long as the
 // clusters run at once (1x512: 16 sequences 0.71 + 1.02 against 1.40 + 1.73, 64, which are eight

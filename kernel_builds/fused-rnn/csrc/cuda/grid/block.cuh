@@ -1,11 +1,11 @@
-// A thread block of the whole-chip engine: what its warps share and how they hand work over.
+// A thread block of the grid engine: what its warps share and how they hand work over.
 #pragma once
 #include "common/cuda/ptx/cluster.cuh"
 #include "common/cuda/ptx/mbarrier.cuh"
 #include "common/cuda/ptx/named_barrier.cuh"
 #include "pass.cuh"
 
-namespace flashcell::cuda::chip {
+namespace flashcell::cuda::grid {
 
 // The cell has a thread for each unit and each of 8 columns: [column][unit]; of 16 units columns 0,
 // 4, 1, 5, .. so that a warp finds its sums in all banks.
@@ -178,4 +178,4 @@ struct Block {
   }
 };
 
-}  // namespace flashcell::cuda::chip
+}  // namespace flashcell::cuda::grid

@@ -1,9 +1,9 @@
-// The cell warps of the whole-chip engine: a thread for each unit and column of a tile. While the
+// The cell warps of the grid engine: a thread for each unit and column of a tile. While the
 // product is under way they fetch what else a step needs; what they publish is waited for.
 #pragma once
 #include "inputs.cuh"
 
-namespace flashcell::cuda::chip {
+namespace flashcell::cuda::grid {
 
 template <typename Pass, int kHalves, bool kMarked>
 struct Cells : Block<Pass> {
@@ -300,4 +300,4 @@ struct Cells : Block<Pass> {
   }
 };
 
-}  // namespace flashcell::cuda::chip
+}  // namespace flashcell::cuda::grid

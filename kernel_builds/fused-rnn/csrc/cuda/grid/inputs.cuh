@@ -2,7 +2,7 @@
 #pragma once
 #include "block.cuh"
 
-namespace flashcell::cuda::chip {
+namespace flashcell::cuda::grid {
 
 // What kShares warps of the cell need, kEvery apart. A lane copies the same vectors of the same
 // rows in every step.
@@ -93,4 +93,4 @@ struct Fetch : Block<Pass> {
   }
 };
 
-}  // namespace flashcell::cuda::chip
+}  // namespace flashcell::cuda::grid

@@ -1,4 +1,4 @@
-// The whole-chip engine, for heads wider than one thread block: ceil(D / 16) thread blocks make a
+// The grid engine, for heads wider than one thread block: ceil(D / 16) thread blocks make a
 // group, which runs one head for some tiles of eight sequences. Each block keeps the weight of 16
 // units on chip for the whole call and, after every step, hands its part of h (backward: of dr) to
 // the others through L2 (exchange.cuh). Eight warps of a block multiply (product.cuh), four or
@@ -19,7 +19,7 @@
 #include "product.cuh"
 
 namespace flashcell::cuda {
-namespace chip {
+namespace grid {
 
 // Registers move from the cell warps to the product warps, whose weights need them.
 template <int kRegisters>
@@ -44,7 +44,7 @@ constexpr int kThreads =
     kProducts + kHalves<Pass, kBlocks, kMarked> * cell_threads(Pass::kShape) + kFetchThreads<Pass>;
 
 template <typename Pass, int kBlocks, bool kMarked, typename Params = typename Pass::Params>
-__global__ void __launch_bounds__(kThreads<Pass, kBlocks, kMarked>, 1) chip_kernel(
+__global__ void __launch_bounds__(kThreads<Pass, kBlocks, kMarked>, 1) grid_kernel(
     const __grid_constant__ Params p, const __grid_constant__ Range range) {
 #if defined(__CUDA_ARCH__) && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
   if constexpr (Pass::kWide > 1 || Pass::kShape.units > kUnits) {
@@ -96,7 +96,7 @@ Kernel<Pass> kernel_for(int blocks) {
       return kernel_for<Pass, kMarked, kNext>(blocks);
     }
   }
-  return {chip_kernel<Pass, kBlocks, kMarked>, kThreads<Pass, kBlocks, kMarked>};
+  return {grid_kernel<Pass, kBlocks, kMarked>, kThreads<Pass, kBlocks, kMarked>};
 }
 
 // Runs the pass, if it can.
@@ -182,15 +182,15 @@ bool run(const typename Pass::Params& p, const Launch& launch) {
 }
 
 inline void refuse(int64_t D) {
-  throw std::runtime_error("fused_rnn: the chip engine cannot run heads of width " +
+  throw std::runtime_error("fused_rnn: the grid engine cannot run heads of width " +
                            std::to_string(D) + " on this GPU");
 }
 
-}  // namespace chip
+}  // namespace grid
 
 template <typename Cell, typename IO>
-void forward_chip(const ForwardParams& p, const Launch& launch) {
-  using namespace chip;
+void forward_grid(const ForwardParams& p, const Launch& launch) {
+  using namespace grid;
   if constexpr (has_tall_blocks(Cell::kGates, sizeof(IO))) {
     if (run<ForwardPass<Cell, IO, 2, kTallUnits>>(p, launch)) return;
     if (run<ForwardPass<Cell, IO, 1, kTallUnits>>(p, launch)) return;
@@ -200,8 +200,8 @@ void forward_chip(const ForwardParams& p, const Launch& launch) {
 }
 
 template <typename Cell, typename IO>
-void backward_chip(const BackwardParams& p, const Launch& launch) {
-  using namespace chip;
+void backward_grid(const BackwardParams& p, const Launch& launch) {
+  using namespace grid;
   constexpr int kGates = Cell::kGates;
   if constexpr (has_tall_blocks(kGates, sizeof(IO))) {
     if (run<BackwardPass<Cell, IO, 2, 2, kTallUnits>>(p, launch)) return;

@@ -1,11 +1,11 @@
-// The two passes of the whole-chip engine: what a column multiplies at a step, what a block reads,
+// The two passes of the grid engine: what a column multiplies at a step, what a block reads,
 // and what it does with the product. The forward multiplies h [D] by gates x D rows, the backward
 // dr [gates x D] by D rows of the transposed weight.
 #pragma once
 #include "exchange.cuh"
 #include "plan.h"
 
-namespace flashcell::cuda::chip {
+namespace flashcell::cuda::grid {
 
 enum Flag : unsigned { kRuns = 1, kResets = 2, kHolds = 4, kPolls = 8, kInitial = 16 };
 
@@ -263,4 +263,4 @@ struct BackwardPass {
   }
 };
 
-}  // namespace flashcell::cuda::chip
+}  // namespace flashcell::cuda::grid

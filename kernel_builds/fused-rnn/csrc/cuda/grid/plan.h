@@ -1,18 +1,18 @@
-// What a thread block of the whole-chip engine holds, and which heads it takes: pure functions of
+// What a thread block of the grid engine holds, and which heads it takes: pure functions of
 // the shape, for the planner, the launch and the kernel alike.
 #pragma once
 #include "../engine.h"
 #include "../tiles.h"
 
-namespace flashcell::cuda::chip {
+namespace flashcell::cuda::grid {
 
-constexpr int kWarps = tiles::kChipWarps, kProducts = 32 * kWarps;  // the threads of the product
+constexpr int kWarps = tiles::kGridWarps, kProducts = 32 * kWarps;  // the threads of the product
 constexpr int kUnits =
-    tiles::kChipUnits;           // of a thread block: the height of the matrix instruction
+    tiles::kGridUnits;           // of a thread block: the height of the matrix instruction
 constexpr int kChunkBytes = 64;  // of the depth a warp takes at a time: four lanes, a vector each
 constexpr int kTiles =
-    tiles::kChipTiles;  // a group alternates between: more than hides an exchange
-constexpr int kStages = tiles::kChipStages;  // of the input ring
+    tiles::kGridTiles;  // a group alternates between: more than hides an exchange
+constexpr int kStages = tiles::kGridStages;  // of the input ring
 constexpr int kColumnBytes = 32;
 
 // One pass of one cell. A product has some rows for each unit and is panels * D deep.
@@ -57,7 +57,7 @@ constexpr bool has_tall_blocks(int gates, int element) { return gates == 4 && el
 // step. A block of the depth is one chunk of every panel for every warp; the kernel is unrolled for
 // max_blocks of them.
 constexpr int held_chunks(const Shape& s) {
-  return (s.wide > 1 ? kWideHeld : tiles::kChipHeld) / 8 / row_tiles(s);
+  return (s.wide > 1 ? kWideHeld : tiles::kGridHeld) / 8 / row_tiles(s);
 }
 constexpr int least_blocks(const Shape& s, bool marked) {
   return s.units > kUnits ? kTallBlocks : marked ? 4 : 1;
@@ -65,8 +65,8 @@ constexpr int least_blocks(const Shape& s, bool marked) {
 constexpr int max_blocks(const Shape& s) {
   if (s.units > kUnits) return kTallBlocks;
   if (s.wide > 1) return kWideBlocks;
-  const int by_memory = tiles::kChipChunks / (row_tiles(s) * s.panels);
-  return by_memory < tiles::kChipBlocks ? by_memory : tiles::kChipBlocks;
+  const int by_memory = tiles::kGridChunks / (row_tiles(s) * s.panels);
+  return by_memory < tiles::kGridBlocks ? by_memory : tiles::kGridBlocks;
 }
 
 // Chunks of operands on their way to a lane: as many as divide them all and registers are left for.
@@ -168,4 +168,4 @@ constexpr bool fits_every_cell(int gates, int element, int64_t D, const Device& 
          fits(backward_shape(gates, 4, 7, 4, element), D, device);
 }
 
-}  // namespace flashcell::cuda::chip
+}  // namespace flashcell::cuda::grid

@@ -1,4 +1,4 @@
-// The product warps of the whole-chip engine. They split the depth: what a warp polls are its
+// The product warps of the grid engine. They split the depth: what a warp polls are its
 // operands, straight from L2 to the matrix instruction. Operands of the next step, or of the next
 // tile, are asked for as soon as the registers of the ones before are free.
 #pragma once
@@ -6,7 +6,7 @@
 
 #include "block.cuh"
 
-namespace flashcell::cuda::chip {
+namespace flashcell::cuda::grid {
 
 // kBlocks: of the depth, at most. Exact ones need no look at how many there are.
 template <typename Pass, int kBlocks, bool kMarked>
@@ -327,4 +327,4 @@ struct Product : Block<Pass> {
   }
 };
 
-}  // namespace flashcell::cuda::chip
+}  // namespace flashcell::cuda::grid

@@ -1,5 +1,5 @@
 #include "../grid/launch.cuh"
 
 namespace flashcell::cuda {
-FLASHCELL_INSTANTIATE(chip, Gru)
+FLASHCELL_INSTANTIATE(grid, Gru)
 }  // namespace flashcell::cuda

@@ -1,5 +1,5 @@
 #include "../grid/launch.cuh"
 
 namespace flashcell::cuda {
-FLASHCELL_INSTANTIATE(chip, Lstm)
+FLASHCELL_INSTANTIATE(grid, Lstm)
 }  // namespace flashcell::cuda

@@ -1,6 +1,6 @@
 #include "../grid/launch.cuh"
 
 namespace flashcell::cuda {
-FLASHCELL_INSTANTIATE(chip, RnnTanh)
-FLASHCELL_INSTANTIATE(chip, RnnRelu)
+FLASHCELL_INSTANTIATE(grid, RnnTanh)
+FLASHCELL_INSTANTIATE(grid, RnnRelu)
 }  // namespace flashcell::cuda

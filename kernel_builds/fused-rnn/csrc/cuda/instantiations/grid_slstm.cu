@@ -1,5 +1,5 @@
 #include "../grid/launch.cuh"
 
 namespace flashcell::cuda {
-FLASHCELL_INSTANTIATE(chip, Slstm)
+FLASHCELL_INSTANTIATE(grid, Slstm)
 }  // namespace flashcell::cuda
