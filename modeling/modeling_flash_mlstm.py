@@ -220,7 +220,7 @@ class FlashMLSTMPreTrainedModel(RecurrentPreTrainedModel):
         """
         super()._init_weights(module)
         if isinstance(module, GateLinear | HeadNorm):
-            module.begin()
+            module.init_weights()
         elif isinstance(module, nn.Linear | nn.Embedding):
             std = math.sqrt(2 / (5 * self.config.hidden_size))
             init.normal_(module.weight, std=getattr(module, "std", std))

@@ -105,10 +105,8 @@ class FlashRNNPreTrainedModel(RecurrentPreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if isinstance(module, RecurrentMixer | DiagonalMixer):
+        if isinstance(module, RecurrentMixer | DiagonalMixer | FlashGRU | FlashLSTM):
             module.init_weights()
-        elif isinstance(module, FlashGRU | FlashLSTM):
-            module.reset_rows()
         elif isinstance(module, HeadwiseLinear):
             module.reset_parameters()
         if not self.config.is_diagonal or self.config.initializer_range is not None:

@@ -72,7 +72,7 @@ class FlashXLSTMPreTrainedModel(RecurrentPreTrainedModel):
         super()._init_weights(module)
         config = self.config
         if isinstance(module, GateLinear | HeadNorm | XLSTMMixer | SLSTMMixer):
-            module.begin()
+            module.init_weights()
         elif isinstance(module, nn.Linear | nn.Embedding | HeadwiseLinear):
             std = math.sqrt(2 / (5 * config.hidden_size))
             init.normal_(module.weight, std=getattr(module, "std", std))

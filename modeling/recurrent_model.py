@@ -177,7 +177,7 @@ class RecurrentForCausalLM(RecurrentGeneration):
     """A language model: the base model and a head; `backbone_class` is the family's base model.
 
     decoder        the DecodeEngine
-    prompt_tokens  a prompt of more tokens, over all rows, is read into the cache piece by piece, so
+    prompt_tokens  a prompt of more tokens, over all rows, is read into the cache chunk by chunk, so
                    that it needs the memory of so many
     """
 
@@ -246,13 +246,13 @@ class RecurrentForCausalLM(RecurrentGeneration):
         if logits is not None:
             return CausalLMOutputWithPast(logits=logits, past_key_values=past_key_values)
         backbone, rest = getattr(self, self.base_model_prefix), dict(kwargs, use_cache=use_cache)
-        pieces: list[Any] = [(input_ids, inputs_embeds, position_ids, attention_mask)]
+        chunks: list[Any] = [(input_ids, inputs_embeds, position_ids, attention_mask)]
         last = isinstance(logits_to_keep, int) and logits_to_keep == 1 and labels is None
         if last and past_key_values is not None:
-            pieces = cut_prompt(
-                *pieces[0], tokens=self.prompt_tokens, cache=past_key_values, rest=rest
+            chunks = cut_prompt(
+                *chunks[0], tokens=self.prompt_tokens, cache=past_key_values, rest=rest
             )
-        for ids, embeds, positions, mask in pieces:  # only the last one's outputs are asked for
+        for ids, embeds, positions, mask in chunks:  # only the last one's outputs are asked for
             outputs = backbone(
                 input_ids=ids, attention_mask=mask, position_ids=positions,
                 past_key_values=past_key_values, inputs_embeds=embeds, **rest,

@@ -2,10 +2,10 @@
 
 A sequence's state is a few rows that never grow, so a batch is a fixed number of slots. A finished
 sequence leaves its slot at once and the next one's state is written there; meanwhile new prompts
-are read, several at a time and piece by piece, in lanes beside the slots.
+are read, several at a time and chunk by chunk, in prefill rows beside the slots.
 
 What guarantees that requests do not disturb each other: every call of the model has one of two
-shapes, [slots, 1] for decoding and [lanes, piece] for a piece of a prompt, and how a prompt is cut
+shapes, [slots, 1] for decoding and [prefill_rows, prefill_chunk] for a chunk of a prompt, and how a prompt is cut
 depends on its own length alone. So the same kernels run for a request whatever stands beside
 it, and none of them mixes rows: what the other rows hold never matters. Nor does it matter, to the
 last bit, which slot a request gets: on a GPU every row runs the same instructions; on the CPU this
@@ -36,8 +36,8 @@ def generate_many(
     requests: Iterable[Request | Sequence[int] | torch.Tensor],
     *,
     slots: int = 32,
-    lanes: int | None = None,
-    piece: int | None = None,
+    prefill_rows: int | None = None,
+    prefill_chunk: int | None = None,
     max_prompt_tokens: int | None = None,
     **defaults: Any,
 ) -> "Batcher":
@@ -51,9 +51,9 @@ def generate_many(
         requests: `Request`s, or prompts, which become requests with `defaults`. Read as needed: an
             endless generator is fine.
         slots: sequences that are decoded together; memory is theirs and does not grow.
-        lanes: prompts that are read together; None for 16 on CUDA and 8 elsewhere. With more, all is
+        prefill_rows: prompts that are read together; None for 16 on CUDA and 8 elsewhere. With more, all is
             done sooner, and the sequences that are decoded meanwhile wait longer each time.
-        piece: tokens of each that are read in one call; None for 256 on CUDA, where fewer would wait for
+        prefill_chunk: tokens of each that are read in one call; None for 256 on CUDA, where fewer would wait for
             launches, and 64 elsewhere.
         max_prompt_tokens: longer prompts end with an error.
 
@@ -63,7 +63,9 @@ def generate_many(
     Either way the next call goes on. The result's `cancel(index)` ends a request with the tokens it has.
     """
     Request((), **defaults)  # TypeError for another name
-    return Batcher(model, slots, lanes, piece, max_prompt_tokens).reading(requests, defaults)
+    return Batcher(model, slots, prefill_rows, prefill_chunk, max_prompt_tokens).reading(
+        requests, defaults
+    )
 
 
 class Batcher(Iterator[Completion]):
@@ -71,7 +73,7 @@ class Batcher(Iterator[Completion]):
     `submit` and `cancel` may be called from anywhere at any time, `step` by one at a time."""
 
     def __init__(
-        self, model: Any, slots: int = 32, lanes: int | None = None, piece: int | None = None,
+        self, model: Any, slots: int = 32, prefill_rows: int | None = None, prefill_chunk: int | None = None,
         max_prompt_tokens: int | None = None,
     ):  # fmt: skip
         config = getattr(model, "config", None)
@@ -83,15 +85,19 @@ class Batcher(Iterator[Completion]):
         if model.training:
             raise ValueError("model is in training mode, but must be in eval mode")
         cuda = model.device.type == "cuda"
-        lanes = lanes if lanes is not None else 16 if cuda else 8
-        piece = piece if piece is not None else 256 if cuda else 64
-        for name, value, least in (("slots", slots, 1), ("lanes", lanes, 1), ("piece", piece, 2)):
+        prefill_rows = prefill_rows if prefill_rows is not None else 16 if cuda else 8
+        prefill_chunk = prefill_chunk if prefill_chunk is not None else 256 if cuda else 64
+        for name, value, least in (
+            ("slots", slots, 1),
+            ("prefill_rows", prefill_rows, 1),
+            ("prefill_chunk", prefill_chunk, 2),
+        ):
             if not is_count(value, least):
                 raise ValueError(f"{name} is {value!r}, but must be an integer of at least {least}")
         if max_prompt_tokens is not None and not is_count(max_prompt_tokens):
             had = f"max_prompt_tokens is {max_prompt_tokens!r}"
             raise ValueError(f"{had}, but must be None or an integer of at least 1")
-        self.batch = Batch(model, slots, lanes, piece)
+        self.batch = Batch(model, slots, prefill_rows, prefill_chunk)
         self.ahead = cuda  # elsewhere nothing runs beside this code
         self._intake = Intake(model, max_prompt_tokens)
         # by number; setting an entry, which Python does in one piece, is what ends a request
@@ -127,7 +133,7 @@ class Batcher(Iterator[Completion]):
             return self._hand_out()
 
     def step(self) -> list[Completion]:
-        """One piece of the prompts being read, one token for the sequences being decoded; returns
+        """One chunk of the prompts being read, one token for the sequences being decoded; returns
         what has ended."""
         with self._alone():
             self._step()
@@ -155,7 +161,7 @@ class Batcher(Iterator[Completion]):
             self._give_up()
         self._whole, batch = False, self.batch
         self._end_cancelled()
-        self._fill_lanes()
+        self._fill_prefill_rows()
         wait = not self.ahead or any(running.decides for running in batch.running)
         if wait:
             self._take(batch.choices)
@@ -189,7 +195,7 @@ class Batcher(Iterator[Completion]):
                 "the step was broken off, by an interrupt or the model's own error"
             )
             self._end(running, "error", error)
-        self.batch = Batch(old.model, len(old.slots), len(old.lanes), old.piece)
+        self.batch = Batch(old.model, len(old.slots), len(old.prefill_rows), old.prefill_chunk)
 
     def _pull(self) -> bool:
         """Reads the source's next request, unless something waits to be raised."""
@@ -206,23 +212,23 @@ class Batcher(Iterator[Completion]):
         for running in self._intake.cancelled(self.batch.running):
             self._end(running, "cancelled")
 
-    def _fill_lanes(self) -> None:
-        lanes = self.batch.lanes
-        for row in (row for row, running in enumerate(lanes) if running is None):
-            while lanes[row] is None:
+    def _fill_prefill_rows(self) -> None:
+        prefill_rows = self.batch.prefill_rows
+        for row in (row for row, running in enumerate(prefill_rows) if running is None):
+            while prefill_rows[row] is None:
                 running = self._intake.first()
                 if running is not None:
                     self._start(running, row)
                 elif not self._pull():
                     return
 
-    def _start(self, running: Running, lane: int) -> None:
+    def _start(self, running: Running, row: int) -> None:
         try:
             running.begin()
         except BaseException as error:
             self._end_wrong(running, error)
         else:
-            self.batch.lanes[lane] = running
+            self.batch.prefill_rows[row] = running
             self._intake.waiting.popleft()
 
     def _take(self, choices: list[Choice]) -> None:

@@ -10,7 +10,7 @@ from .requests import Request, Running
 
 
 class Intake:
-    """The requests that wait for a lane, in their order.
+    """The requests that wait for a prefill row, in their order.
 
     `submit` and `cancel` end with one append to a deque, which Python does in one piece. So threads,
     callbacks and signal handlers may call them at any time, whatever the batch is doing. An interrupt at
@@ -70,7 +70,7 @@ class Intake:
         return len(self.waiting) > before
 
     def first(self) -> Running | None:
-        """Who gets the next lane. It stands here until it is taken from `waiting`."""
+        """Who gets the next prefill row. It stands here until it is taken from `waiting`."""
         while self.waiting:
             entry = self.waiting[0]
             running = self._settled()[0] if isinstance(entry, tuple) else entry

@@ -61,7 +61,7 @@ class Completion:
 
 @dataclass(eq=False)
 class Running:
-    """A request at work: checked, cut into pieces, with its own sampler."""
+    """A request at work: checked, cut into chunks, with its own sampler."""
 
     index: int
     model: Any
@@ -134,9 +134,9 @@ class Running:
         """Whether its next token is not simply the likeliest."""
         return bool(self.processors) or self.request.do_sample
 
-    def next_size(self, piece: int) -> int:
-        """Only the first piece is not full."""
-        return (self.unread - 1) % piece + 1
+    def next_size(self, chunk: int) -> int:
+        """Only the first chunk is not full."""
+        return (self.unread - 1) % chunk + 1
 
     def read(self, size: int) -> torch.Tensor:
         start = len(self.prompt) - self.unread

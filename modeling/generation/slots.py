@@ -11,48 +11,50 @@ from .requests import Choice, Running
 
 
 class Batch:
-    """Slots, whose sequences are decoded, and lanes, whose prompts are read. See batching.py."""
+    """Slots, whose sequences are decoded, and prefill rows, whose prompts are read. See batching.py."""
 
-    def __init__(self, model: Any, slots: int, lanes: int, piece: int):
-        self.model, self.piece = model, piece
+    def __init__(self, model: Any, slots: int, prefill_rows: int, prefill_chunk: int):
+        self.model, self.prefill_chunk = model, prefill_chunk
         self.slots: list[Running | None] = [None] * slots
-        self.lanes: list[Running | None] = [None] * lanes
-        self.reading = DynamicCache(config=model.config)  # of the lanes
+        self.prefill_rows: list[Running | None] = [None] * prefill_rows
+        self.reading = DynamicCache(config=model.config)  # of the prefill rows
         self.decoding = DynamicCache(config=model.config)  # of the slots
         self.choices: list[Choice] = []  # not looked at yet
         self.decoded: Choice | None = None  # the slots' last one, if it is among them
 
     @property
     def running(self) -> list[Running]:
-        return [running for running in (*self.slots, *self.lanes) if running is not None]
+        return [running for running in (*self.slots, *self.prefill_rows) if running is not None]
 
     def remove(self, running: Running) -> None:
-        for places in (self.slots, self.lanes):
+        for places in (self.slots, self.prefill_rows):
             if running in places:
                 places[places.index(running)] = None
 
     def worth_reading(self) -> bool:
-        """A lane that has nothing to read costs as much as another: wait for company while some
+        """A prefill row that has nothing to read costs as much as another: wait for company while some
         sequence stands ready for the next free slot."""
-        reading = [s for s in self.lanes if s is not None and s.unread]
-        ready = [s for s in self.lanes if s is not None and not s.unread]
-        return bool(reading) and (not ready or 4 * len(reading) >= 3 * len(self.lanes))
+        reading = [s for s in self.prefill_rows if s is not None and s.unread]
+        ready = [s for s in self.prefill_rows if s is not None and not s.unread]
+        return bool(reading) and (not ready or 4 * len(reading) >= 3 * len(self.prefill_rows))
 
     def read(self) -> None:
-        ids = torch.zeros(len(self.lanes), self.piece, dtype=torch.long, device="cpu")
+        ids = torch.zeros(
+            len(self.prefill_rows), self.prefill_chunk, dtype=torch.long, device="cpu"
+        )
         mask = torch.zeros_like(ids)
         begin, last = [], {}
-        for row, running in enumerate(self.lanes):
+        for row, running in enumerate(self.prefill_rows):
             if running is None or not running.unread:
                 continue  # all padding: its state waits
-            start = self.piece - running.next_size(self.piece)
+            start = self.prefill_chunk - running.next_size(self.prefill_chunk)
             if running.unread == len(running.prompt):
                 begin.append(row)
-            ids[row, start:] = running.read(self.piece - start)
+            ids[row, start:] = running.read(self.prefill_chunk - start)
             mask[row, start:] = 1
             if not running.unread:
                 last[row] = running
-        self._empty_lanes(begin)
+        self._empty_prefill_rows(begin)
         logits = self.model(
             input_ids=self._send(ids), attention_mask=self._send(mask),
             past_key_values=self.reading, logits_to_keep=1,
@@ -65,7 +67,7 @@ class Batch:
             return values.to(self.model.device)
         return values.pin_memory().to(self.model.device, non_blocking=True)
 
-    def _empty_lanes(self, rows: list[int]) -> None:
+    def _empty_prefill_rows(self, rows: list[int]) -> None:
         """Zeros, and no reset, which some layers multiply with: NaN would stay."""
         groups = (g for layer in self.reading.layers for g in layer.states.values())
         old = [s[row] for group in groups for s in group for row in rows]
@@ -76,11 +78,11 @@ class Batch:
         """Moves the sequences whose prompts are read, as far as there are slots."""
         free = deque(row for row, running in enumerate(self.slots) if running is None)
         moves = []
-        for lane, running in enumerate(self.lanes):
+        for row, running in enumerate(self.prefill_rows):
             if running is not None and running.tokens and free:
                 slot = free.popleft()
-                self.slots[slot], self.lanes[lane] = running, None
-                moves.append((slot, lane))
+                self.slots[slot], self.prefill_rows[row] = running, None
+                moves.append((slot, row))
         if not moves:
             return
         if self.decoding.batch_size == -1:

@@ -102,9 +102,9 @@ class _FlashLayer(nn.Module):
     def reset_parameters(self) -> None:
         """As published: a and p normal with deviation 1 / sqrt(hidden_size), cut off at three of it."""
         self.in_proj.reset_parameters()
-        self.reset_rows()
+        self.init_weights()
 
-    def reset_rows(self) -> None:
+    def init_weights(self) -> None:
         """a and p alone."""
         deviation = 1 / math.sqrt(self.hidden_size)
         for rows in self.rows:

@@ -25,7 +25,7 @@ class GateLinear(nn.Linear):
         super().__init__(inputs, len(start))
         self.start = start.tolist()
 
-    def begin(self) -> None:
+    def init_weights(self) -> None:
         init.zeros_(self.weight)
         init.copy_(self.bias, torch.tensor(self.start))
 
@@ -50,7 +50,7 @@ class HeadNorm(nn.Module):
         self.heads, self.eps, self.kind = heads, eps, kind
         self.weight = nn.Parameter(torch.ones(width))
 
-    def begin(self) -> None:
+    def init_weights(self) -> None:
         init.ones_(self.weight)
 
     def forward(self) -> torch.Tensor:

@@ -27,8 +27,8 @@ SLSTM_GATES = 4  # i, f, z, o
 class InputGate(GateLinear):
     """Of an mLSTM in the package: near 0, but not the same in every head."""
 
-    def begin(self) -> None:
-        super().begin()
+    def init_weights(self) -> None:
+        super().init_weights()
         init.normal_(self.bias, std=0.1)
 
 
@@ -58,7 +58,7 @@ class XLSTMMixer(nn.Module):
         self.skip = nn.Parameter(torch.ones(width))
         self.proj_down = residual(config, width)
 
-    def begin(self) -> None:
+    def init_weights(self) -> None:
         init.ones_(self.skip)
 
     def forward(
@@ -101,7 +101,7 @@ class SLSTMMixer(nn.Module):
         self.gate_bias = nn.Parameter(torch.zeros(SLSTM_GATES, heads, head))
         self.head_norm = HeadNorm(heads, width, config.norm_eps)
 
-    def begin(self) -> None:
+    def init_weights(self) -> None:
         """Without recurrence. Forget gates fall from 5 to -7 within a head by a power law whose
         exponent grows with depth, so that deeper blocks remember longer.
         """

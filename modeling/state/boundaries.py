@@ -86,7 +86,7 @@ def cut_prompt(
     cache: Any,
     rest: dict[str, Any],
 ) -> list[tuple[torch.Tensor | None, ...]]:
-    """The same arguments for pieces of at most `tokens` tokens, in multiples of 256 a row.
+    """The same arguments for chunks of at most `tokens` tokens, in multiples of 256 a row.
 
     A prompt stays whole while gradients are recorded, where its documents are given by number or
     offset, where every layer's output is asked for, and where `cache` continues no call of this model.
@@ -106,7 +106,7 @@ def cut_prompt(
         attention_mask = attention_mask[:, -T:]
         if position_ids is not None:
             reset = find_boundaries(B, T, attention_mask, position_ids).reset
-            position_ids = _count_from(reset)  # where padding hides the beginning, a piece shows it
+            position_ids = _count_from(reset)  # where padding hides the beginning, a chunk shows it
     whole = (input_ids, inputs_embeds, position_ids, attention_mask)
     return [
         tuple(None if t is None else t[:, start : start + size] for t in whole)

@@ -52,7 +52,7 @@ IGNORED = -100  # a target that counts for nothing
 Layout = dict[str, list[tuple[torch.Size, torch.dtype]]]  # of a layer's states, by group
 
 
-class Wire:
+class P2P:
     """The ranks before and after this one, and messages to them: tensors of one dtype, flat."""
 
     def __init__(self, group: Any):
@@ -92,33 +92,33 @@ def flat_dtype(tensors: Any) -> torch.dtype:
     return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
 
 
-class Take(torch.autograd.Function):
+class RecvStates(torch.autograd.Function):
     """The previous rank's states; their gradient goes back to it."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, wire: Wire, layout: list) -> States:
-        ctx.wire = wire
-        return wire.receive(layout, -1, anchor.device)
+    def forward(ctx: Any, anchor: Tensor, p2p: P2P, layout: list) -> States:
+        ctx.p2p = p2p
+        return p2p.receive(layout, -1, anchor.device)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:  # type: ignore[override]
-        ctx.wire.send(grads, -1)
+        ctx.p2p.send(grads, -1)
         return None, None, None
 
 
-class Give(torch.autograd.Function):
+class SendStates(torch.autograd.Function):
     """Sends states on -> 0; where its gradient is asked for, theirs comes from the next rank."""
 
     @staticmethod
-    def forward(ctx: Any, wire: Wire, *states: Tensor) -> Tensor:  # type: ignore[override]
-        ctx.wire, ctx.layout = wire, [(s.shape, s.dtype) for s in states]
+    def forward(ctx: Any, p2p: P2P, *states: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.p2p, ctx.layout = p2p, [(s.shape, s.dtype) for s in states]
         ctx.device = states[0].device
-        wire.send(states, 1)
+        p2p.send(states, 1)
         return torch.zeros((), device=ctx.device)
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return None, *ctx.wire.receive(ctx.layout, 1, ctx.device)
+        return None, *ctx.p2p.receive(ctx.layout, 1, ctx.device)
 
 
 class ContextLayer(RecurrentStateLayer):
@@ -132,23 +132,23 @@ class ContextLayer(RecurrentStateLayer):
         self.context, self.key, self.device = context, (index, batch), device
 
     def get_states(self, name: str = "cell") -> States | None:
-        if self.context.wire.rank == 0:
+        if self.context.p2p.rank == 0:
             return None  # the sequence begins here
         if not self.states:
             layout = self.context.layout_before(self.key, self.device)
             anchor = torch.zeros((), device=self.device, requires_grad=True)
             flat = [one for group in layout.values() for one in group]
-            taken = iter(Take.apply(anchor, self.context.wire, flat))
+            taken = iter(RecvStates.apply(anchor, self.context.p2p, flat))
             self.states = {name: tuple(next(taken) for _ in g) for name, g in layout.items()}
         return self.states[name]
 
     def update_states(self, num_new_tokens: int, **states: States) -> None:
-        wire = self.context.wire
-        if wire.rank < wire.size - 1:
+        p2p = self.context.p2p
+        if p2p.rank < p2p.size - 1:
             layout = {name: [(s.shape, s.dtype) for s in g] for name, g in states.items()}
             self.context.tell_layout(self.key, layout, self.device)
             flat = [s for group in states.values() for s in group]
-            self.context.given.append(Give.apply(wire, *flat))
+            self.context.given.append(SendStates.apply(p2p, *flat))
         self.states = {}  # nothing continues from here on this rank
 
 
@@ -180,18 +180,18 @@ class ContextParallel:
                 "CUDA_DEVICE_MAX_CONNECTIONS is 1, but must be at least 2 under NCCL: messages between "
                 "ranks could wait behind a sum over them for ever"
             )
-        self.model, self.config, self.wire = model, inner.config, Wire(group)
+        self.model, self.config, self.p2p = model, inner.config, P2P(group)
         self.given: list[Tensor] = []
         self._layouts: dict[tuple[int, tuple[int, int]], Layout] = {}
 
     def split(self, x: Tensor, dim: int = 1) -> Tensor:
         """This rank's part of x, one of equal ones along `dim`; ValueError if there are none."""
-        if x.shape[dim] % self.wire.size:
+        if x.shape[dim] % self.p2p.size:
             raise ValueError(
                 f"x has {x.shape[dim]} steps in dimension {dim}, but must have a multiple of "
-                f"{self.wire.size}, the number of ranks"
+                f"{self.p2p.size}, the number of ranks"
             )
-        return x.chunk(self.wire.size, dim)[self.wire.rank].contiguous()
+        return x.chunk(self.p2p.size, dim)[self.p2p.rank].contiguous()
 
     def __call__(self, input_ids: Tensor, targets: Tensor | None = None, **inputs: Any) -> Any:
         """The model's output for this rank's part; with `targets` [B, T / ranks] its `loss`."""
@@ -201,8 +201,8 @@ class ContextParallel:
                 raise ValueError(f"{name} is given, but must be None here: use {instead}")
         if targets is not None:  # shifted already
             count = (targets != IGNORED).sum()
-            dist.all_reduce(count, group=self.wire.group)
-            share = count.clamp(min=1) / self.wire.size
+            dist.all_reduce(count, group=self.p2p.group)
+            share = count.clamp(min=1) / self.p2p.size
             inputs.update(labels=targets, shift_labels=targets, num_items_in_batch=share)
         cache = self.begin(input_ids)
         output = self.model(input_ids=input_ids, past_key_values=cache, use_cache=True, **inputs)
@@ -221,7 +221,7 @@ class ContextParallel:
                 "the states of the last call were given on, but no loss of it went through join: "
                 "their gradients would be missing"
             )
-        self.wire.drain()
+        self.p2p.drain()
         self.given, rows = [], len(input_ids)
         layers = range(self.config.num_hidden_layers)
         return Cache(layers=[ContextLayer(self, i, rows, input_ids.device) for i in layers])
@@ -235,14 +235,14 @@ class ContextParallel:
         """What the previous rank sends for a layer: it says so once for every batch size."""
         if (-1, key) not in self._layouts:
             said: list[Any] = [None]
-            dist.recv_object_list(said, self.wire.peer(-1), self.wire.group, device)
+            dist.recv_object_list(said, self.p2p.peer(-1), self.p2p.group, device)
             self._layouts[-1, key] = said[0]
         return self._layouts[-1, key]
 
     def tell_layout(self, key: tuple[int, int], layout: Layout, device: torch.device) -> None:
         told = self._layouts.setdefault((1, key), layout)
         if told is layout:
-            dist.send_object_list([layout], self.wire.peer(1), self.wire.group, device)
+            dist.send_object_list([layout], self.p2p.peer(1), self.p2p.group, device)
         elif told != layout:
             raise RuntimeError(
                 f"the states of layer {key[0]} were {told}, but are {layout}: the next rank waits "

@@ -77,7 +77,7 @@ def make_mixer(task: Task, name: str, backend: str) -> nn.Module:
         mlstm = FlashMLSTMMixer(FlashMLSTMConfig(backend=backend, **sizes))
         for module in mlstm.modules():
             if isinstance(module, GateLinear):
-                module.begin()
+                module.init_weights()
         return mlstm
     if name == "mamba2":  # a state of 64 in each of 64 channels; its convolution and gate always
         inner = {"expand": 1, "head_dim": WIDTH // HEADS, "state_size": 64, "n_groups": 1}

@@ -119,7 +119,7 @@ def check_guards(checkpoint: Path, tokens: torch.Tensor) -> None:
         refused = False
     except RuntimeError as error:
         refused = "no loss of it went through join" in str(error)
-    assert refused == (context.wire.rank < context.wire.size - 1)
+    assert refused == (context.p2p.rank < context.p2p.size - 1)
     context.join(torch.zeros(()))
     with torch.no_grad():  # nothing flows back: nothing is missed
         for _ in range(2):
@@ -134,7 +134,7 @@ def check_long_part(checkpoint: Path) -> None:
     tokens = torch.randint(2, 60, (1, 300 * dist.get_world_size()))
     want = model(input_ids=tokens).logits[:, -1:]
     got = context(input_ids=context.split(tokens), logits_to_keep=1).logits
-    if context.wire.rank == context.wire.size - 1:
+    if context.p2p.rank == context.p2p.size - 1:
         error = (got - want).norm() / want.norm()
         assert error <= BOUNDS["logits"], f"long part: relative error {error:.2g}"
 

@@ -65,7 +65,7 @@ def test_what_does_not_fit_is_named(alone, make_model, tokens):
             ValueError, match=f"{name} is given, but must be None here: .*{instead}"
         ):
             context(input_ids=ids, **{name: ids[0]})
-    context.wire.size = 3
+    context.p2p.size = 3
     with pytest.raises(
         ValueError, match="x has 8 steps in dimension 1, but must have a multiple of 3"
     ):

@@ -178,7 +178,9 @@ def continued(model, ids, options):
 
 def many(model, ids):
     """Two slots, of which every sequence must be what it is alone."""
-    done = flashcell.generate_many(model, ids.tolist(), slots=2, lanes=2, piece=4, max_new_tokens=6)
+    done = flashcell.generate_many(
+        model, ids.tolist(), slots=2, prefill_rows=2, prefill_chunk=4, max_new_tokens=6
+    )
     return torch.tensor([d.tokens for d in sorted(done, key=lambda d: d.index)])
 
 

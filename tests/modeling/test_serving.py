@@ -23,7 +23,7 @@ def test_greedy_is_generate(case, make_model, tokens):
     prompts = [tokens(n) for n in LENGTHS]
     limits = [3 + 5 * i for i in range(len(prompts))]
     requests = [Request(p, max_new_tokens=n) for p, n in zip(prompts, limits, strict=True)]
-    got = collect(generate_many(model, requests, slots=3, lanes=2, piece=64))
+    got = collect(generate_many(model, requests, slots=3, prefill_rows=2, prefill_chunk=64))
     assert len(got) == len(prompts)
     for i, prompt in enumerate(prompts):
         assert got[i] == alone(model, prompt, new=limits[i]), i
@@ -74,7 +74,7 @@ class Record:
 
 
 def test_neighbours_do_not_change_a_bit(case, make_model, tokens):
-    """In other company, another slot and another lane: the same logits, bit by bit."""
+    """In other company, another slot and another prefill row: the same logits, bit by bit."""
     widths = {"hidden_size": 64, "vocab_size": 64}
     if "intermediate_size" in CASES[case].options:
         widths["intermediate_size"] = 128
@@ -84,7 +84,11 @@ def test_neighbours_do_not_change_a_bit(case, make_model, tokens):
         record = Record()
         others = [Request(tokens(1 + 37 * i % 90), 1 + 11 * i % 17) for i in range(before + after)]
         mine = Request(prompt, 20, logits_processor=LogitsProcessorList([record]))
-        collect(generate_many(model, [*others[:before], mine, *others[before:]], slots=4, lanes=2))
+        collect(
+            generate_many(
+                model, [*others[:before], mine, *others[before:]], slots=4, prefill_rows=2
+            )
+        )
         return torch.cat(record.scores)
 
     want = scores(0, 0)
@@ -100,7 +104,7 @@ def test_completion_order_and_lazy_requests(make_model, tokens):
             read.append(i)
             yield Request(tokens(4), max_new_tokens=50 if i == 0 else 2)
 
-    many = generate_many(model, endless(), slots=3, lanes=2)
+    many = generate_many(model, endless(), slots=3, prefill_rows=2)
     first = [next(many).index for _ in range(8)]
     assert 0 not in first, "the long one does not hold up the short ones"
     assert max(read) < 8 + 3 + 2 + 2
@@ -109,7 +113,7 @@ def test_completion_order_and_lazy_requests(make_model, tokens):
 def test_cancel(make_model, tokens):
     model, prompts = make_model(), [tokens(n) for n in (5, 6, 300, 8, 9)]
     want = alone(model, prompts[1], new=20)
-    many, came = Batcher(model, slots=2, lanes=1), []
+    many, came = Batcher(model, slots=2, prefill_rows=1), []
 
     def cancel_others(token):
         came.append(token)
@@ -170,7 +174,7 @@ def test_errors_stay_with_their_request(make_model, tokens):
 
 @pytest.mark.parametrize("slots", [1, 2])
 def test_logits_that_are_not_finite(case, make_model, slots):
-    """Nor do they stay behind in the lane and the slot."""
+    """Nor do they stay behind in the prefill row and the slot."""
     model = make_model(case)
     good = torch.tensor([1, 2, 3])
     text = alone(model, good, new=9)
@@ -185,7 +189,7 @@ def test_logits_that_are_not_finite(case, make_model, slots):
         logits_processor=LogitsProcessorList([leave_nothing_after(4)]),
     )
     requests = [Request([1, bad, 3], 9), Request(good, 9), ends_wrong, Request(good, 9)]
-    results = {c.index: c for c in generate_many(model, requests, slots=slots, lanes=slots)}
+    results = {c.index: c for c in generate_many(model, requests, slots=slots, prefill_rows=slots)}
     assert isinstance(results[0].error, FloatingPointError)
     assert isinstance(results[2].error, ValueError)
     assert len(results[2].tokens) == 4
@@ -217,7 +221,7 @@ def test_time_limit(make_model, tokens, monkeypatch):
 
 def test_memory_does_not_grow(make_model, tokens):
     model = make_model()
-    many, sizes = Batcher(model, slots=3, lanes=2), set()
+    many, sizes = Batcher(model, slots=3, prefill_rows=2), set()
     for i in range(30):
         many.submit(Request(tokens(1 + 13 * i), 1 + i))
     while many.busy:
@@ -234,7 +238,7 @@ def test_slots_stay_full(make_model, tokens, monkeypatch):
     decode = Batch.decode
     monkeypatch.setattr(Batch, "decode", lambda self: (calls.append(1), decode(self)))
     requests = [Request(tokens(4), 60 if i % 8 == 0 else 4) for i in range(32)]
-    collect(generate_many(model, requests, slots=4, lanes=4))
+    collect(generate_many(model, requests, slots=4, prefill_rows=4))
     assert len(calls) < 2.5 * (4 * 60 + 28 * 4) / 4  # 8 * 60 padded
 
 
@@ -242,10 +246,12 @@ def test_what_it_does_not_take(make_model):
     model = make_model()
     with pytest.raises(ValueError, match="slots is 0, but must be an integer of at least 1"):
         generate_many(model, [], slots=0)
-    with pytest.raises(ValueError, match="piece is 1, but must be an integer of at least 2"):
-        generate_many(model, [], piece=1)
-    with pytest.raises(ValueError, match=r"lanes is 2\.5, but must be an integer"):
-        generate_many(model, [], lanes=2.5)
+    with pytest.raises(
+        ValueError, match="prefill_chunk is 1, but must be an integer of at least 2"
+    ):
+        generate_many(model, [], prefill_chunk=1)
+    with pytest.raises(ValueError, match=r"prefill_rows is 2\.5, but must be an integer"):
+        generate_many(model, [], prefill_rows=2.5)
     with pytest.raises(ValueError, match="slots is True, but must be an integer"):
         generate_many(model, [], slots=True)
     for most in (0, True, "9"):

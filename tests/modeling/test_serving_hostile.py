@@ -33,7 +33,7 @@ def test_scores_that_are_no_scores(make_model, tokens, sample):
         Request(good, 8, logits_processor=processed(f), **options) for f in WRONG_SCORES.values()
     ]
     requests = [r for b in bad for r in (b, Request(good, 8))]
-    results, raised = outcome(generate_many(model, requests, slots=3, lanes=2))
+    results, raised = outcome(generate_many(model, requests, slots=3, prefill_rows=2))
     assert not raised
     for i, message in enumerate(WRONG_SCORES):
         assert results[2 * i].reason == "error"
@@ -59,8 +59,8 @@ def test_prompts_are_copied_when_they_are_taken(make_model, kind):
         return buffer
 
     source = (Request(write(p), 6) for p in prompts)
-    assert collect(generate_many(model, source, slots=2, lanes=2)) == want
-    many = Batcher(model, slots=2, lanes=2)
+    assert collect(generate_many(model, source, slots=2, prefill_rows=2)) == want
+    many = Batcher(model, slots=2, prefill_rows=2)
     request = Request(buffer, 6, logits_processor=[])
     for prompt in prompts:
         write(prompt)
@@ -84,7 +84,7 @@ def test_what_a_callback_raises(make_model, tokens, kind, where):
     if where == "logits_processor":
         hook = {"logits_processor": [lambda ids, scores: callback() or scores]}
     requests = [Request(p, 10, **(hook if i == 1 else {})) for i, p in enumerate(prompts)]
-    results, raised = outcome(generate_many(model, requests, slots=4, lanes=3))
+    results, raised = outcome(generate_many(model, requests, slots=4, prefill_rows=3))
     assert results[1].reason == "error"
     assert results[1].error is error
     assert results[1].tokens == want[1][: 4 - (where == "logits_processor")]
@@ -121,7 +121,7 @@ def test_a_callback_does_not_run_the_batch(make_model, tokens, call):
         Request(p, 10, on_token=once(action, at=4) if i == 1 else None)
         for i, p in enumerate(prompts)
     ]
-    many = generate_many(model, requests, slots=3, lanes=3)
+    many = generate_many(model, requests, slots=3, prefill_rows=3)
     results, raised = outcome(many)
     assert not raised
     assert isinstance(results[1].error, RuntimeError)
@@ -151,7 +151,7 @@ def test_a_source_that_raises_loses_nothing(make_model, tokens):
             return Request(prompts[self.at - 1], 3 + 4 * (self.at - 1))
 
     for slots in (1, 2, 8):
-        many, seen = generate_many(model, Source(), slots=slots, lanes=2), {}
+        many, seen = generate_many(model, Source(), slots=slots, prefill_rows=2), {}
         with pytest.raises(ConnectionError, match="the queue is gone"):
             seen.update((done.index, done.tokens) for done in many)
         assert seen == {i: want[i] for i in range(3)}
@@ -175,7 +175,7 @@ def test_a_source_is_interrupted(make_model, tokens, kind):
                 raise item
             return Request(item, 40)
 
-    many = generate_many(model, Source(), slots=2, lanes=2)
+    many = generate_many(model, Source(), slots=2, prefill_rows=2)
     with pytest.raises(kind):
         [many.step() for _ in range(10)]
     assert many.batch.running, "it did not wait for what is under way"
@@ -197,7 +197,7 @@ def test_a_source_that_uses_the_batch(make_model, tokens):
         yield Request(prompt, 6)
         yield Request(prompt, 6)
 
-    many = Batcher(model, slots=2, lanes=1).reading(source())
+    many = Batcher(model, slots=2, prefill_rows=1).reading(source())
     results, raised = outcome(many)
     assert not raised
     assert {i: c.reason for i, c in results.items()} == {
@@ -209,7 +209,7 @@ def test_a_source_that_uses_the_batch(make_model, tokens):
 
 def test_cancel_from_a_signal_handler_and_of_what_is_not_read_yet(make_model, tokens):
     model, prompt = make_model(), tokens(5)
-    many = generate_many(model, [Request(prompt, 20) for _ in range(6)], slots=2, lanes=1)
+    many = generate_many(model, [Request(prompt, 20) for _ in range(6)], slots=2, prefill_rows=1)
     before = signal.signal(signal.SIGUSR1, lambda *_: [many.cancel(i) for i in range(3, 9)])
     try:
         many.submit(Request(prompt, 20, on_token=once(lambda: signal.raise_signal(signal.SIGUSR1))))
@@ -232,7 +232,7 @@ def test_a_step_that_is_broken_off(make_model, tokens, monkeypatch):
     for kind in (KeyboardInterrupt, MemoryError):
         for at in range(1, 12):
             monkeypatch.setattr(Batch, "_choose", call)
-            many = generate_many(model, prompts, max_new_tokens=12, slots=2, lanes=2)
+            many = generate_many(model, prompts, max_new_tokens=12, slots=2, prefill_rows=2)
             broken = once(raises(kind("stop")), at=at)
             monkeypatch.setattr(
                 Batch, "_choose", lambda *args, broken=broken: broken() or call(*args)
@@ -251,7 +251,7 @@ def test_a_step_that_is_broken_off(make_model, tokens, monkeypatch):
 def test_threads_that_submit_cancel_and_step(make_model, tokens):
     model, prompts = make_model(), [tokens(1 + 9 * i % 40) for i in range(24)]
     want = [alone(model, p, new=1 + i % 9) for i, p in enumerate(prompts)]
-    many, mine, results, refused = Batcher(model, slots=4, lanes=2), {}, {}, []
+    many, mine, results, refused = Batcher(model, slots=4, prefill_rows=2), {}, {}, []
     to_come = threading.Semaphore(0)
 
     def submit(first):

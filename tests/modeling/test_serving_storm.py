@@ -83,7 +83,7 @@ def test_storm(case, make_model, seed, count):
     if count == 60 and case not in ("lstm", "flash_gru", "mlstm"):
         pytest.skip("in the slow storms")
     model, draw, submitted, taken = make_model(case), random.Random(seed), [], []
-    sizes = {"slots": 4, "lanes": 3, "piece": 64}
+    sizes = {"slots": 4, "prefill_rows": 3, "prefill_chunk": 64}
     requests = list(storm_of(model, draw, count, lambda: many, submitted, taken))
     want = {}
     for i, (_, options) in enumerate(requests):

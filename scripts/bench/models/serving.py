@@ -32,10 +32,14 @@ def draw_load(requests: int, vocabulary: int, seed: int = 0) -> Load:
     return Load(prompts, outputs)
 
 
-def run_continuous(model, load: Load, slots: int, lanes: int | None) -> tuple[list[float], Texts]:
+def run_continuous(
+    model, load: Load, slots: int, prefill_rows: int | None
+) -> tuple[list[float], Texts]:
     """The peak of memory as each request ended, and the tokens that each got."""
     peaks, texts = [], {}
-    engine = flashcell.generate_many(model, requests_of(load), slots=slots, lanes=lanes)
+    engine = flashcell.generate_many(
+        model, requests_of(load), slots=slots, prefill_rows=prefill_rows
+    )
     for done in engine:
         if done.error is not None or len(done.tokens) != load.outputs[done.index]:
             raise RuntimeError(f"request {done.index} ended by {done.reason}: {done.error}")
@@ -58,7 +62,9 @@ def drawn_batches(load: Load, slots: int, batches: int) -> Load:
     return Load([load.prompts[row] for row in rows], [load.outputs[row] for row in rows])
 
 
-def run_static(model, load: Load, slots: int, lanes: int | None) -> tuple[list[float], Texts]:
+def run_static(
+    model, load: Load, slots: int, prefill_rows: int | None
+) -> tuple[list[float], Texts]:
     """In the order of arrival; a batch takes as long as its longest prompt and its longest output.
     The peak of memory as each batch ended; its tokens are not kept."""
     peaks = []
@@ -78,12 +84,12 @@ def run_static(model, load: Load, slots: int, lanes: int | None) -> tuple[list[f
     return peaks, {}
 
 
-def same_alone(model, load: Load, together: Texts, slots: int, lanes: int | None) -> bool:
+def same_alone(model, load: Load, together: Texts, slots: int, prefill_rows: int | None) -> bool:
     """Whether each of the load's requests gets the tokens when nobody is beside it that it got
     `together`."""
     wrong = []
     for index, request in enumerate(requests_of(load)):
-        engine = flashcell.generate_many(model, [request], slots=slots, lanes=lanes)
+        engine = flashcell.generate_many(model, [request], slots=slots, prefill_rows=prefill_rows)
         if next(engine).tokens != together[index]:
             wrong.append(index)
     same, tokens = len(load.outputs) - len(wrong), sum(load.outputs)
@@ -99,7 +105,7 @@ def peak_bytes(model) -> float:
 
 
 def compare(
-    model, requests: int, slots: int, lanes: int | None, batches: int = 0, checked: int = 0
+    model, requests: int, slots: int, prefill_rows: int | None, batches: int = 0, checked: int = 0
 ) -> tuple[list[Row], bool]:
     """Prints both and returns a row for each: seconds, tokens/s, the peak of memory when a tenth of the
     requests had ended and when all had, and how many times the static batches' tokens/s it has. Of the
@@ -118,11 +124,11 @@ def compare(
         print(
             f"{len(load.prompts)} requests, {read} prompt tokens, {written} new ones, {slots} at a time"
         )
-        run(model, Load(load.prompts[:4], [2] * 4), slots, lanes)  # everything lazy
+        run(model, Load(load.prompts[:4], [2] * 4), slots, prefill_rows)  # everything lazy
         if model.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         start, busy = time.perf_counter(), time.process_time()
-        peaks, texts[name] = run(model, load, slots, lanes)
+        peaks, texts[name] = run(model, load, slots, prefill_rows)
         wall, busy = time.perf_counter() - start, time.process_time() - busy
         seconds = busy if model.device.type == "cpu" else wall
         early, last = peaks[len(peaks) // 10], peaks[-1]
@@ -141,4 +147,4 @@ def compare(
         row["times_static"] = row["tokens_per_s"] / rows[-1]["tokens_per_s"]
     print(f"continuous batching is {rows[0]['times_static']:.2f} times as fast", flush=True)
     load = Load(whole.prompts[:checked], whole.outputs[:checked])
-    return rows, not checked or same_alone(model, load, texts["continuous"], slots, lanes)
+    return rows, not checked or same_alone(model, load, texts["continuous"], slots, prefill_rows)
