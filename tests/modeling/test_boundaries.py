@@ -5,7 +5,7 @@ import torch
 from transformers import DynamicCache
 
 from cases import DEVICE
-from flashcell.state.boundaries import find_boundaries
+from flashcell.state.boundaries import cut_prompt, find_boundaries
 from model_cases import CASES, VOCABULARY, state_tensors
 from numerics import EPS, assert_close
 
@@ -223,3 +223,31 @@ def test_padding_at_the_cut_of_a_long_prompt(make_model, tokens):
         want = run(model, ids[:, begin + pads :])
         assert_close("logits", got.logits[:, -1], want.logits[:, -1], SAME)
         assert_same_states(got, want)
+
+
+def test_positions_and_numbers_are_joined():
+    """A document begins where either of them says so."""
+    positions, numbers = (
+        torch.tensor([[0, 1, 2, 0, 1, 2, 3]]),
+        torch.tensor([[4, 4, 4, 4, 4, 5, 5]]),
+    )
+    found = find_boundaries(1, 7, position_ids=positions, seq_idx=numbers)
+    assert found.reset.int().tolist() == [[1, 0, 0, 1, 0, 1, 0]]
+
+
+@pytest.mark.parametrize(("position", "begins"), [(0, 1), (1, 1), (2, 0)])
+def test_a_position_that_does_not_go_on_after_padding_begins_a_document(position, begins):
+    positions, mask = torch.tensor([[1, 9, position, position + 1]]), torch.tensor([[1, 0, 1, 1]])
+    found = find_boundaries(1, 4, mask, positions)
+    assert found.reset.int().tolist() == [[0, 0, begins, 0]]
+
+
+def test_a_long_prompt_takes_the_last_columns_of_the_mask():
+    """The mask has the text in the cache too."""
+    ids, mask = torch.zeros(1, 600, dtype=torch.long), torch.ones(1, 1000, dtype=torch.long)
+    mask[0, :7] = 0
+    mask[0, 400:403] = 0
+    with torch.no_grad():
+        chunks = cut_prompt(ids, None, None, mask, tokens=256, cache=DynamicCache(), rest={})
+    got = torch.cat([chunk[3] for chunk in chunks], 1)
+    assert torch.equal(got, mask[:, 400:])
