@@ -183,6 +183,27 @@ def test_tensors_of_another_device_are_refused(kernel):
             op(*given)
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_nested_tensors_of_inference_mode_are_refused(kernel):
+    """They reach the dispatcher without autograd's keys; beside a tensor on meta too."""
+    ops, calls = kernel
+    for name, arguments in calls.items():
+        op = getattr(ops, name)
+        for _argument, where, tensor in tensors(op, arguments):
+            with torch.inference_mode():
+                nested = torch.nested.nested_tensor(rows(tensor))
+            given = replaced(arguments, where, nested)
+            for spoilt in (
+                given,
+                [t.to("meta") if torch.is_tensor(t) and t is not nested else t for t in given],
+            ):
+                with pytest.raises((RuntimeError, ValueError)) as error:
+                    op(*spoilt)
+                assert re.search(
+                    rf"\b({names_of(op)})(\[\d\])? (must|is|on)\b", str(error.value)
+                ), name
+
+
 def names_of(op):
     return "|".join(argument.name for argument in op.default._schema.arguments)
 

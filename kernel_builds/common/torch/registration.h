@@ -18,12 +18,14 @@
 
 // FLASHCELL_IMPLEMENT(implement(ops)) registers the ops for this device's tensors. Those of other
 // devices and layouts, and any mixture of them, reach the same functions, because these refuse them
-// by the argument's name and the dispatcher would name none.
+// by the argument's name and the dispatcher would name none. Nested ones are in no composite key.
 #define FLASHCELL_IMPLEMENT_FOR(key, ...) \
   STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, key, ops) { __VA_ARGS__; }
-#define FLASHCELL_IMPLEMENT(...)                                  \
-  FLASHCELL_IMPLEMENT_FOR(FLASHCELL_DEVICE, __VA_ARGS__)          \
-  FLASHCELL_IMPLEMENT_FOR(CompositeExplicitAutograd, __VA_ARGS__) \
+#define FLASHCELL_IMPLEMENT(...)                                                        \
+  FLASHCELL_IMPLEMENT_FOR(FLASHCELL_DEVICE, __VA_ARGS__)                                \
+  FLASHCELL_IMPLEMENT_FOR(CompositeExplicitAutograd, __VA_ARGS__)                       \
+  FLASHCELL_IMPLEMENT_FOR(FLASHCELL_PASTE(NestedTensor, FLASHCELL_DEVICE), __VA_ARGS__) \
+  FLASHCELL_IMPLEMENT_FOR(NestedTensorMeta, __VA_ARGS__)                                \
   FLASHCELL_IMPLEMENT_FOR(AutogradNestedTensor, __VA_ARGS__)
 
 namespace flashcell::python {
