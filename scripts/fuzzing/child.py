@@ -136,20 +136,21 @@ class Fuzzer:
         found = differences(got, exact, peer, terms, wild=wild)
         if found:
             io = computed_in(got)
-            moved = again(lambda v: nudge(widen(v), io))
+            moved = [again(lambda v, s=s: nudge(widen(v), io, s)) for s in range(4)]
             relative = MLSTM[io] if name.startswith("mlstm") else 0.0
             found = differences(got, exact, peer, terms, moved, relative, io, wild, carried)
         return [shorten(text) for text in found]
 
     def sizes(self, index: int, name: str, door: Callable) -> tuple[bool, float]:
-        """Whether an argument is so large that its square overflows; and the largest value of a state."""
+        """Whether an argument is so large that its square overflows; and the largest value
+        of a state and of what multiplies a norm."""
         with torch.enable_grad():
             call, _, _ = self.make(index, name, door)
         given = [t for k, v in call.items() for _, t in tensors(v, k) if t.dtype in EPS]
         largest = min([torch.finfo(t.dtype).max for t in given], default=1.0) ** 0.5
-        states = [t.nan_to_num(0.0, 0.0, 0.0).abs() for _, t in tensors(call.get("state"), "state")]
-        carried = max([float(t.max()) for t in states if t.numel()], default=0.0)
-        return not all(bool((t.abs() < largest).all()) for t in given), carried
+        factors = tensors((call.get("state"), call.get("norm_weight")), "")
+        sizes = [float(t.nan_to_num(0.0, 0.0, 0.0).abs().max()) for _, t in factors if t.numel()]
+        return not all(bool((t.abs() < largest).all()) for t in given), max(sizes, default=0.0)
 
     def judged(
         self, index: int, name: str, door: Callable, reference: Callable, change: Callable,
@@ -236,7 +237,7 @@ def main() -> None:
         if status != 0 or not answers:
             problem = how_it_ended(status, answers, said)
             told = {"index": at, "title": "the process", "problem": problem}
-            print(json.dumps(told if problem else {}), flush=True)
+            print(json.dumps(told) if problem else "", flush=True)
             at, calls = at + 1, calls + 1
         print(json.dumps({"counts": [calls, accepted, refused]}), flush=True)
 

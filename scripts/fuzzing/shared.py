@@ -50,6 +50,8 @@ def shared(draw: Draw, call: dict[str, Any]) -> str:
             part = source.detach().view(-1)[first : first + t.numel()].view(t.shape)
             if bool((t > 0).all()) and not bool((part > 0).all()):
                 continue  # as sLSTM's n, which it divides by
+            if not float(part.abs().max()) <= 2 * float(t.detach().abs().max()):
+                continue  # as a recurrent weight, which is scaled so that errors do not grow
             put(call, name, k, part.requires_grad_(t.requires_grad))
             return f"{name} in {other}'s memory"
     return ""
