@@ -11,7 +11,7 @@ import json
 import threading
 from pathlib import Path
 
-from utils.whole_file import write_file
+from flashcell.utils.whole_file import write_file
 
 ROOT = Path(__file__).resolve().parents[2]
 
