@@ -1,5 +1,6 @@
 """What the configurations of all families share."""
 
+from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
 from huggingface_hub.dataclasses import strict
@@ -23,6 +24,8 @@ class RecurrentConfig(PreTrainedConfig):
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
     run_time_fields: ClassVar[tuple[str, ...]] = ("backend",)
     presets: ClassVar[dict[str, dict[str, Any]]] = {}
+    # Called whenever a configuration is made or copied; flashcell.configuration sets it.
+    on_creation: ClassVar[Callable[[], object]] = dict
 
     tie_word_embeddings: bool = False
     use_cache: bool = True
@@ -30,6 +33,14 @@ class RecurrentConfig(PreTrainedConfig):
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
     backend: Literal["auto", "cuda", "cpu", "reference"] = "auto"
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        RecurrentConfig.on_creation()
+        super().__post_init__(**kwargs)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        RecurrentConfig.on_creation()
+        vars(self).update(state)
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> Any:

@@ -1,51 +1,45 @@
 """flashcell: recurrent networks as fast and ordinary to use as Transformers.
 
-Importing this package registers its model families with the transformers Auto classes.
+Importing this package registers its model families with the transformers Auto classes. What stands in
+for torch.nn's modules needs torch alone; transformers is imported when the first model or Auto class
+is used.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-)
-
-from .configuration import FlashMLSTMConfig, FlashRNNConfig, FlashXLSTMConfig
-from .generation.batching import Batcher, generate_many
-from .generation.requests import Completion, Request
+from .auto_classes import import_with_transformers, register_with_transformers
 from .hub.kernel_loader import kernel_info, load_kernel
-from .layers.diagonal_rnn import FlashGRU, FlashLSTM
 from .layers.replace import drop_in, replace, restore
 from .layers.rnn import GRU, LSTM, RNN, GRUCell, LSTMCell, RNNCell
 from .layers.transformers_xlstm import accelerate
-from .modeling_flash_mlstm import (
-    FlashMLSTMForCausalLM,
-    FlashMLSTMForSequenceClassification,
-    FlashMLSTMForTokenClassification,
-    FlashMLSTMModel,
-    FlashMLSTMPreTrainedModel,
-)
-from .modeling_flash_rnn import (
-    FlashRNNForCausalLM,
-    FlashRNNForSequenceClassification,
-    FlashRNNForTokenClassification,
-    FlashRNNModel,
-    FlashRNNPreTrainedModel,
-)
-from .modeling_flash_xlstm import (
-    FlashXLSTMForCausalLM,
-    FlashXLSTMForSequenceClassification,
-    FlashXLSTMForTokenClassification,
-    FlashXLSTMModel,
-    FlashXLSTMPreTrainedModel,
-)
 from .utils.old_paths import import_old
 
-if not TYPE_CHECKING:  # for which every misspelt name would exist
-    __getattr__ = import_old
+if TYPE_CHECKING:
+    from .configuration import FlashMLSTMConfig, FlashRNNConfig, FlashXLSTMConfig
+    from .generation.batching import Batcher, generate_many
+    from .generation.requests import Completion, Request
+    from .layers.diagonal_rnn import FlashGRU, FlashLSTM
+    from .modeling_flash_mlstm import (
+        FlashMLSTMForCausalLM,
+        FlashMLSTMForSequenceClassification,
+        FlashMLSTMForTokenClassification,
+        FlashMLSTMModel,
+        FlashMLSTMPreTrainedModel,
+    )
+    from .modeling_flash_rnn import (
+        FlashRNNForCausalLM,
+        FlashRNNForSequenceClassification,
+        FlashRNNForTokenClassification,
+        FlashRNNModel,
+        FlashRNNPreTrainedModel,
+    )
+    from .modeling_flash_xlstm import (
+        FlashXLSTMForCausalLM,
+        FlashXLSTMForSequenceClassification,
+        FlashXLSTMForTokenClassification,
+        FlashXLSTMModel,
+        FlashXLSTMPreTrainedModel,
+    )
 
 __version__ = "0.1.0"
 
@@ -88,20 +82,54 @@ __all__ = [
     "restore",
 ]
 
-AutoConfig.register("flash_rnn", FlashRNNConfig)
-AutoModel.register(FlashRNNConfig, FlashRNNModel)
-AutoModelForCausalLM.register(FlashRNNConfig, FlashRNNForCausalLM)
-AutoModelForSequenceClassification.register(FlashRNNConfig, FlashRNNForSequenceClassification)
-AutoModelForTokenClassification.register(FlashRNNConfig, FlashRNNForTokenClassification)
+_MODULES = {  # of the names that are imported when they are asked for; see also _module_of
+    "Batcher": "generation.batching",
+    "Completion": "generation.requests",
+    "FlashGRU": "layers.diagonal_rnn",
+    "FlashLSTM": "layers.diagonal_rnn",
+    "Request": "generation.requests",
+    "generate_many": "generation.batching",
+}
+_FAMILIES = {
+    "FlashMLSTM": "modeling_flash_mlstm",
+    "FlashRNN": "modeling_flash_rnn",
+    "FlashXLSTM": "modeling_flash_xlstm",
+}
+_SUBMODULES = {
+    "configuration",
+    "convert_xlstm",
+    "generation",
+    "recurrent_model",
+    "state",
+    *_FAMILIES.values(),
+}
 
-AutoConfig.register("flash_mlstm", FlashMLSTMConfig)
-AutoModel.register(FlashMLSTMConfig, FlashMLSTMModel)
-AutoModelForCausalLM.register(FlashMLSTMConfig, FlashMLSTMForCausalLM)
-AutoModelForSequenceClassification.register(FlashMLSTMConfig, FlashMLSTMForSequenceClassification)
-AutoModelForTokenClassification.register(FlashMLSTMConfig, FlashMLSTMForTokenClassification)
 
-AutoConfig.register("flash_xlstm", FlashXLSTMConfig)
-AutoModel.register(FlashXLSTMConfig, FlashXLSTMModel)
-AutoModelForCausalLM.register(FlashXLSTMConfig, FlashXLSTMForCausalLM)
-AutoModelForSequenceClassification.register(FlashXLSTMConfig, FlashXLSTMForSequenceClassification)
-AutoModelForTokenClassification.register(FlashXLSTMConfig, FlashXLSTMForTokenClassification)
+def _module_of(name: str) -> str:
+    if name in _MODULES:
+        return _MODULES[name]
+    if name.endswith("Config"):
+        return "configuration"
+    return next(module for family, module in _FAMILIES.items() if name.startswith(family))
+
+
+def _import(name: str) -> Any:
+    if name in __all__:
+        value = getattr(import_with_transformers(_module_of(name), name), name)
+        globals()[name] = value
+        return value
+    if name in _SUBMODULES:
+        for module in (*_FAMILIES.values(), name):  # so that their submodules are there, too
+            found = import_with_transformers(module, name)
+        return found
+    return import_old(name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_SUBMODULES})
+
+
+if not TYPE_CHECKING:  # for which every misspelt name would exist
+    __getattr__ = _import
+
+register_with_transformers()

@@ -15,9 +15,6 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from huggingface_hub import __version__, constants, get_token
-from huggingface_hub.utils import get_session
-
 from .lock_format import LARGEST_FILE
 
 HUB_TIMEOUT = 20.0  # seconds
@@ -55,6 +52,8 @@ def hub_deadline() -> Iterator[float]:
     """The deadline. A Hub that was down is left alone for a while: a model of three kernels waits
     for it once."""
     global _down
+    from huggingface_hub import constants
+
     started, timeout = time.monotonic(), _timeout()
     if constants.HF_HUB_OFFLINE:
         raise FilesUnavailable("HF_HUB_OFFLINE is set")
@@ -115,6 +114,8 @@ class Transfer:
 
     def _get(self, url: str) -> bytes:
         """Follows redirects itself: the client would read their bodies, which may be endless."""
+        from huggingface_hub.utils import get_session
+
         client, commits = get_session(), []
         left = max(0.1, self.deadline - time.monotonic())
         request = client.build_request("GET", url, headers=_headers(), timeout=left)
@@ -160,6 +161,8 @@ class Transfer:
 def _headers() -> dict[str, str]:
     """Not huggingface_hub's build_hf_headers, which asks the Hub for a list of coding agents first and
     reads however much comes."""
+    from huggingface_hub import __version__, constants, get_token
+
     headers = {"User-Agent": f"flashcell; hf_hub/{__version__}", "Accept-Encoding": "identity"}
     token = None if constants.HF_HUB_DISABLE_IMPLICIT_TOKEN else get_token()
     return headers | ({"Authorization": f"Bearer {token}"} if token else {})

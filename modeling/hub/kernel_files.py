@@ -17,8 +17,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from huggingface_hub import constants, hf_hub_url
-
 from ..utils.whole_file import write_file_at
 from .download import FilesDiffer, FilesUnavailable, HubDown, Transfer, fetch, hub_deadline
 from .lock_format import read_file
@@ -35,6 +33,10 @@ def verified_files(
     repo: str, revision: str, variant: str, files: dict[str, str]
 ) -> tuple[Path, dict[str, bytes]]:
     """The variant's place in the cache, and the bytes of every file (name -> sha256)."""
+    try:
+        from huggingface_hub import constants, hf_hub_url
+    except ImportError as error:
+        raise FilesUnavailable(f"huggingface_hub cannot be imported: {error}") from error
     parts = (f"kernels--{repo.replace('/', '--')}", "snapshots", revision, "build", variant)
     place = Path(constants.HF_HUB_CACHE, *parts)
     found = read_verified(place, files)
@@ -84,6 +86,8 @@ def read_verified(folder: Path, files: dict[str, str]) -> dict[str, bytes]:
 def _folder(parts: tuple[str, ...]) -> Iterator[int]:
     """A descriptor of the folder below the cache, made if need be. A link on the way is an OSError,
     for it may lead out of the cache."""
+    from huggingface_hub import constants
+
     os.makedirs(constants.HF_HUB_CACHE, exist_ok=True)
     at = os.open(constants.HF_HUB_CACHE, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -122,6 +126,8 @@ def _one_process(repo: str, variant: str, deadline: float) -> Iterator[None]:
     try:
         while not _locked(lock):
             if time.monotonic() >= deadline:
+                from huggingface_hub import constants
+
                 where = f"{constants.HF_HUB_CACHE}/.locks/{repo}/{variant}.lock"
                 raise HubDown(f"another process has held {where} for all the time")
             time.sleep(0.05)

@@ -115,7 +115,6 @@ def kernel_info(name: str, device_type: str = "cpu", backend: str = "auto") -> K
     return _infos[_load_once(name, device_type, backend, None)]
 
 
-@torch.compiler.assume_constant_result
 def _load_once(name: str, device_type: str, backend: str, fallback: str | None) -> str:
     """The key of the loaded kernel: a string, the kind of constant that Dynamo needs no guard for."""
     key = f"{name} {device_type} {backend}"
@@ -136,6 +135,10 @@ def _load_once(name: str, device_type: str, backend: str, fallback: str | None) 
             text = f"{name} runs as {fallback}, because {reason}"
             warnings.warn(text, RuntimeWarning, stacklevel=3)
     return key
+
+
+# torch.compiler.assume_constant_result, which imports Dynamo (a second) before it does this.
+_load_once._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _load(name: str, device_type: str, backend: str) -> tuple[Any, KernelInfo]:

@@ -69,8 +69,10 @@ class OldModule(ModuleType):
     """A folder that answers for the module which had its name, to whoever reads or patches it."""
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or (Path(self.__path__[0]) / f"{name}.py").is_file():
+        if name.startswith("__"):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        if (Path(self.__path__[0]) / f"{name}.py").is_file():
+            return import_module(f"{self.__name__}.{name}")
         return getattr(_module_of(self), name)
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -1,0 +1,97 @@
+"""Registers the model families with transformers' Auto classes, without importing transformers.
+
+The configurations are registered as soon as transformers' AutoConfig exists, whether transformers is
+imported before or after this package. The models follow when the first configuration is made: an
+Auto class needs one to choose a model, and by then no module is half imported.
+"""
+
+import importlib
+import sys
+import warnings
+from functools import cache
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import Any
+
+PACKAGE = __name__.partition(".")[0]
+AUTO_CONFIG = "transformers.models.auto.configuration_auto"
+NEEDED = "transformers >= 5.17 (pip install 'transformers>=5.17,<6')"
+FAMILIES = {"flash_rnn": "FlashRNN", "flash_mlstm": "FlashMLSTM", "flash_xlstm": "FlashXLSTM"}
+HEADS = {  # the end of a class's name -> its Auto class, and the mapping of that Auto class
+    "Model": ("AutoModel", "MODEL_MAPPING"),
+    "ForCausalLM": ("AutoModelForCausalLM", "MODEL_FOR_CAUSAL_LM_MAPPING"),
+    "ForSequenceClassification": (
+        "AutoModelForSequenceClassification",
+        "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING",
+    ),
+    "ForTokenClassification": (
+        "AutoModelForTokenClassification",
+        "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING",
+    ),
+}
+
+
+class AfterAutoConfig(MetaPathFinder):
+    """Calls register_configs after the module of AutoConfig was run."""
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if fullname != AUTO_CONFIG:
+            return None
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is not None and spec.loader is not None:
+            run = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                run(module)
+                register_configs()
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def register_with_transformers() -> None:
+    """Registers at once where transformers' AutoConfig is here, else when it is imported."""
+    if not any(isinstance(finder, AfterAutoConfig) for finder in sys.meta_path):
+        sys.meta_path.insert(0, AfterAutoConfig())
+    if sys.modules.get(AUTO_CONFIG) is not None:
+        register_configs()
+
+
+def register_configs() -> None:
+    """An unfit transformers gives a warning: whoever imports it may want none of our models."""
+    package = importlib.import_module(PACKAGE)
+    try:
+        configs = {kind: getattr(package, f"{family}Config") for kind, family in FAMILIES.items()}
+    except ImportError as error:
+        text = f"{PACKAGE}'s models are not registered with transformers: {error}"
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
+        return
+    auto = importlib.import_module(AUTO_CONFIG).AutoConfig
+    for model_type, config in configs.items():
+        auto.register(model_type, config)
+
+
+@cache
+def register_models() -> None:
+    """Registers every model, but where somebody else's is registered for a configuration of ours."""
+    package, transformers = (
+        importlib.import_module(PACKAGE),
+        importlib.import_module("transformers"),
+    )
+    for family in FAMILIES.values():
+        config = getattr(package, f"{family}Config")
+        for head, (auto, mapping) in HEADS.items():
+            if config not in getattr(transformers, mapping):
+                getattr(transformers, auto).register(config, getattr(package, f"{family}{head}"))
+
+
+def import_with_transformers(module: str, what: str) -> ModuleType:
+    """`module` of this package, which imports transformers; an error says that `what` needs it."""
+    try:
+        return importlib.import_module(f"{PACKAGE}.{module}")
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] not in ("transformers", "huggingface_hub"):
+            raise
+        text = f"{PACKAGE}.{what} needs {NEEDED}: {error}"
+        raise ImportError(text, name=error.name, path=error.path) from error
