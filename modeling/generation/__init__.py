@@ -1,4 +1,4 @@
-"""Generating text: decoded tokens, batches of requests, and what `generate` does differently."""
+"""Text generation: the decoding engine, continuous batching, and overrides of `generate`."""
 
 from ..utils.old_paths import answer_for_old_module
 

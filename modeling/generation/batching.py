@@ -1,23 +1,23 @@
-"""Many prompts at once: continuous batching for recurrent models.
+"""Continuous batching for recurrent models: generates text for many prompts at once.
 
 A sequence's state is a few rows that never grow, so a batch is a fixed number of slots. A finished
 sequence leaves its slot at once and the next one's state is written there; meanwhile new prompts
 are read, several at a time and chunk by chunk, in prefill rows beside the slots.
 
-What guarantees that requests do not disturb each other: every call of the model has one of two
-shapes, [slots, 1] for decoding and [prefill_rows, prefill_chunk] for a chunk of a prompt, and how a prompt is cut
-depends on its own length alone. So the same kernels run for a request whatever stands beside
-it, and none of them mixes rows: what the other rows hold never matters. Nor does it matter, to the
-last bit, which slot a request gets: on a GPU every row runs the same instructions; on the CPU this
-needs layer widths that are multiples of 64, and `slots` that the threads share in fours, because
-torch rounds differently where its vectors end and where a thread is left with one row.
+Requests do not influence each other. Every call of the model has one of two shapes, [slots, 1] for
+decoding and [prefill_rows, prefill_chunk] for a chunk of a prompt, and how a prompt is cut depends
+on its own length alone. So a request runs the same kernels whatever the other rows hold, and no
+kernel mixes rows. The slot of a request does not change its result by a bit, either: on a GPU every
+row runs the same instructions; on the CPU this needs layer widths that are multiples of 64, and a
+multiple of four `slots` per thread, because torch rounds differently at the ends of its vectors and
+for a thread with a single row.
 
-On a GPU the likeliest token goes into the next step before the CPU has read it: what a request's end
-means for the batch is known a step late, and what was computed for it meanwhile is dropped. While a
-request that samples or processes its logits is there, every step waits for it.
+On a GPU the argmax token goes into the next step before the CPU has read it. So the end of a
+request is known one step late, and the token computed for it meanwhile is dropped. While a request
+that samples or processes its logits is running, every step waits for the CPU.
 
-`model.generate` runs products of other shapes, whose sums are taken in another order: its logits
-are the same to rounding, its tokens unless two are as likely to rounding.
+`model.generate` runs matrix products of other shapes, which sum in another order: its logits are
+the same up to rounding, and so are its tokens unless two scores are equal up to rounding.
 """
 
 import threading
@@ -41,7 +41,7 @@ def generate_many(
     max_prompt_tokens: int | None = None,
     **defaults: Any,
 ) -> "Batcher":
-    """Runs all requests; iterate over the result for a `Completion` of each, as they end.
+    """Runs all requests; iterating over the result gives a `Completion` for each as it ends.
 
         for done in flashcell.generate_many(model, prompts, max_new_tokens=100):
             print(done.index, done.reason, done.tokens)
@@ -50,17 +50,18 @@ def generate_many(
         model: a recurrent causal language model, in eval mode.
         requests: `Request`s, or prompts, which become requests with `defaults`. Read as needed: an
             endless generator is fine.
-        slots: sequences that are decoded together; memory is theirs and does not grow.
-        prefill_rows: prompts that are read together; None for 16 on CUDA and 8 elsewhere. With more, all is
-            done sooner, and the sequences that are decoded meanwhile wait longer each time.
-        prefill_chunk: tokens of each that are read in one call; None for 256 on CUDA, where fewer would wait for
-            launches, and 64 elsewhere.
+        slots: number of sequences decoded together; memory is proportional to it and does not grow.
+        prefill_rows: number of prompts read together; None for 16 on CUDA and 8 elsewhere. More of
+            them raise the throughput, and the sequences being decoded wait longer each time.
+        prefill_chunk: tokens of each prompt read in one call; None for 256 on CUDA, where fewer
+            would be bound by launches, and 64 elsewhere.
         max_prompt_tokens: longer prompts end with an error.
 
-    A request that is wrong, or whose logits_processor or on_token raises, ends with `error` set, and
-    the others go on. What is more than an Exception (KeyboardInterrupt, SystemExit) is raised to the
-    caller too, at the end of the step. What `requests` raises comes after all that was read before.
-    Either way the next call goes on. The result's `cancel(index)` ends a request with the tokens it has.
+    A request that is invalid, or whose logits_processor or on_token raises, ends with `error` set,
+    and the others go on. KeyboardInterrupt and SystemExit are raised to the caller too, at the end
+    of the step. An exception of `requests` itself is raised after all requests read before it have
+    ended. In both cases the next call goes on. The result's `cancel(index)` ends a request with the
+    tokens so far.
     """
     Request((), **defaults)  # TypeError for another name
     return Batcher(model, slots, prefill_rows, prefill_chunk, max_prompt_tokens).reading(
@@ -69,8 +70,9 @@ def generate_many(
 
 
 class Batcher(Iterator[Completion]):
-    """The engine under `generate_many`. A server calls `submit`, `cancel` and `step` itself;
-    `submit` and `cancel` may be called from anywhere at any time, `step` by one at a time."""
+    """Runs requests by continuous batching: the engine under `generate_many`, for use in a server.
+
+    Any thread may call `submit` and `cancel` at any time; `step` runs in one thread at a time."""
 
     def __init__(
         self, model: Any, slots: int = 32, prefill_rows: int | None = None, prefill_chunk: int | None = None,
@@ -107,7 +109,8 @@ class Batcher(Iterator[Completion]):
         self._one = threading.Lock()  # held by who steps
 
     def reading(self, source: Iterable[Any], defaults: dict[str, Any] | None = None) -> "Batcher":
-        """Reads `source` as needed; of what is no Request in it, `defaults` make one."""
+        """Sets the source that requests are read from; `defaults` turn its bare prompts into
+        Requests."""
         self._intake.source, self._intake.defaults = iter(source), defaults
         return self
 
@@ -133,8 +136,8 @@ class Batcher(Iterator[Completion]):
             return self._hand_out()
 
     def step(self) -> list[Completion]:
-        """One chunk of the prompts being read, one token for the sequences being decoded; returns
-        what has ended."""
+        """Reads one chunk of the prompts and decodes one token per sequence; returns what has
+        ended."""
         with self._alone():
             self._step()
             return [self._hand_out() for _ in list(self._ended)]
@@ -146,8 +149,9 @@ class Batcher(Iterator[Completion]):
         return completion
 
     def _alone(self) -> threading.Lock:
-        """To be held by `with`, which no interrupt can leave locked. Who finds it held is refused: if a
-        callback waited for it, it would wait for ever."""
+        """Returns the lock of a step, to be used by `with`; raises if a step is already running.
+
+        Waiting for it instead would deadlock a callback, which runs inside a step."""
         if self._one.locked():
             raise RuntimeError(
                 "a step of this Batcher is running: its callbacks, its source and other threads may "
@@ -176,8 +180,8 @@ class Batcher(Iterator[Completion]):
         self._raise()
 
     def _raise(self) -> None:
-        """What callbacks and source have left for the caller: an interrupt at once, the source's
-        own error when all that was read before it has ended."""
+        """Raises a callback's interrupt at once, and the source's own error once all requests have
+        ended."""
         error, self._interrupt = self._interrupt, None
         if error is None and not self.busy:
             error, self._intake.source_error = self._intake.source_error, None
@@ -185,8 +189,8 @@ class Batcher(Iterator[Completion]):
             raise error
 
     def _give_up(self) -> None:
-        """Of sequences under way when a step was broken off, nobody knows which tokens their states have
-        seen."""
+        """Ends all running sequences after a broken-off step, whose effect on their states is
+        unknown."""
         for running, _ in self._ended.values():
             self._leave(running)
         old = self.batch
@@ -198,7 +202,7 @@ class Batcher(Iterator[Completion]):
         self.batch = Batch(old.model, len(old.slots), len(old.prefill_rows), old.prefill_chunk)
 
     def _pull(self) -> bool:
-        """Reads the source's next request, unless something waits to be raised."""
+        """Reads the source's next request, unless an interrupt waits to be raised."""
         if self._interrupt is not None:
             return False
         try:
@@ -232,7 +236,7 @@ class Batcher(Iterator[Completion]):
             self._intake.waiting.popleft()
 
     def _take(self, choices: list[Choice]) -> None:
-        """Hands every request its token, as soon as it is here, and empties the list."""
+        """Waits for the tokens of `choices`, gives each request its own, and empties the list."""
         while choices:
             choice = choices.pop(0)
             table = choice.read()

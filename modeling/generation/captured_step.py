@@ -1,4 +1,5 @@
-"""A decoded step on record: its buffers, its graph or tape, and whose states the buffers hold."""
+"""A recorded decoding step: its buffers, its graph or tape, and the cache whose states they
+hold."""
 
 import threading
 import weakref
@@ -28,8 +29,8 @@ class Refused(RuntimeError):
 
 
 class Turns:
-    """Whose turn it is with an engine's buffers: one thread at a time, which holds the lock, and on a GPU
-    one stream after the other."""
+    """Serialises access to an engine's buffers: one thread at a time, and on a GPU one stream at a
+    time."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -37,7 +38,7 @@ class Turns:
         self.streams = False  # whether there have been several
 
     def take(self, device: torch.device) -> None:
-        """What the current stream does next comes after all that others did with the buffers."""
+        """Makes the current stream wait for all work that other streams did with the buffers."""
         if device.type != "cuda":
             return
         stream = torch.cuda.current_stream(device)
@@ -47,14 +48,15 @@ class Turns:
         self.stream = stream
 
     def wait(self) -> None:
-        """Until the GPU has done what was asked of it in all turns: buffers may be freed then."""
+        """Waits until the GPU has finished all work on the buffers, so that they may be freed."""
         if self.stream is not None:
             self.stream.synchronize()
 
 
 class BufferLoan:
-    """The buffers of a recording as the states of one cache's layers, until somebody else reads these or
-    another cache is decoded: see cache.Loan."""
+    """Lends a recording's buffers to one cache as its states; implements cache.Loan.
+
+    The loan ends when other code reads the states or when another cache is decoded."""
 
     def __init__(self, turns: Turns, device: torch.device):
         self.turns, self.device = turns, device
@@ -73,8 +75,10 @@ class BufferLoan:
 
     @contextmanager
     def _in_the_tokens_stream(self) -> Iterator[None]:
-        """For copies that nobody asked for by name: ordinary tensors, as if the last token had made them.
-        Who reads them in another stream waits for that token's, as for a model that is not recorded."""
+        """Makes copies in the stream of the cache's last token, as ordinary tensors.
+
+        A reader in another stream must wait for that stream, as for a model that is not
+        recorded."""
         stream = nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
         with stream, torch.inference_mode(False), torch.no_grad():
             yield
@@ -88,7 +92,8 @@ class BufferLoan:
 
 
 class StepLayer(StaticRecurrentStateLayer):
-    """One layer's buffers inside a recording; `changed` is what a step did not write in place."""
+    """One layer's buffers inside a recording; `changed` lists states that a step did not write in
+    place."""
 
     def __init__(self, layer: RecurrentStateLayer):
         super().__init__()
@@ -109,7 +114,7 @@ class StepLayer(StaticRecurrentStateLayer):
 
 
 class Recording:
-    """A model's step for one batch size: its input, its states, and how to run it."""
+    """A model's recorded step for one batch size: its input, its states, and its graph or tape."""
 
     def __init__(self, layers: list[RecurrentStateLayer], tokens: torch.Tensor):
         self.layers = [StepLayer(layer) for layer in layers]
@@ -132,7 +137,8 @@ class Recording:
         return all(layer.held[1] is loan for layer in layers)
 
     def bind(self, layers: list[RecurrentStateLayer], turns: Turns) -> None:
-        """Lends the buffers to `layers`. The cache that had them gets copies."""
+        """Copies the states of `layers` into the buffers and lends them; the previous cache gets
+        copies."""
         if len({id(layer) for layer in layers}) < len(layers):
             raise Refused("the cache has one layer several times")
         if self.loan is not None:
@@ -159,16 +165,17 @@ class Recording:
         return logits
 
     def record(self, model: nn.Module, pool: Any, stream: Any) -> None:
-        """Captures the step, which has run before, so that everything lazy has happened.
+        """Captures the step as a CUDA graph. It must have run once, so that lazy work is done.
 
-        On another stream: cuBLAS's workspace for `stream` is then made inside the capture, in `pool`,
-        which the graph keeps. One from before belongs to torch, and what frees it (torch.compile, before
-        it records graphs of its own) would leave the graph writing into other tensors' memory.
+        The capture uses its own `stream`, so that cuBLAS's workspace for it is allocated inside the
+        capture, from `pool`, which the graph keeps. A workspace from before belongs to torch, which
+        may free it (torch.compile does before it records graphs): the graph would then write into
+        memory of other tensors.
         """
         graph = torch.cuda.CUDAGraph()
         random = torch.cuda.default_generators[self.tokens.device.index]
         try:
-            # other threads may go on meanwhile: only what this one does must be fit for a graph
+            # only this thread's calls must be legal in a capture: other threads may go on
             with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
                 self.logits = self.forward(model)
         except BaseException:
@@ -178,31 +185,33 @@ class Recording:
         self.graph = graph
 
     def record_ops(self, model: nn.Module) -> None:
-        """The same where there are no graphs: the ops alone."""
+        """Records the step as a tape of ops, where there are no CUDA graphs."""
         try:
             self.replay = Tape().record(lambda: self.forward(model))
         except Unrecordable as error:
             raise Refused(f"the step cannot be put on a tape: {error}") from error
 
     def run(self, tokens: torch.Tensor, cache: Cache) -> torch.Tensor:
-        """The logits after one token more of the cache that has the buffers."""
+        """Replays the step for `tokens`, and returns the logits; `cache` is the one that has the
+        buffers."""
         assert self.loan is not None
         self.loan.stream = self.loan.turns.stream
         self.tokens.copy_(tokens)
         if self.graph is None:
-            with torch.inference_mode():  # past autograd, which half of the ops would ask in Python
+            with torch.inference_mode():  # without autograd's checks in Python
                 logits = self.replay()
         else:
             self.graph.replay()
             logits = self.logits
-        for layer in cache.layers:  # not of a token that was refused
+        for layer in cache.layers:  # after the step, so that a failed one is not counted
             layer.length += 1
         # The next replay of a graph overwrites them; a copy is an ordinary tensor wherever the caller is.
         return logits.clone()
 
 
 def _buffers_like(group: States) -> States:
-    """Empty states; those of one shape lie in one tensor, as the fused-rnn kernel returns them."""
+    """Allocates zero states like `group`; equal shapes share one tensor, as fused-rnn returns
+    them."""
     if len({(s.shape, s.dtype) for s in group}) == 1:
         return group[0].new_zeros((len(group), *group[0].shape)).unbind(0)
     return tuple(torch.zeros_like(s, memory_format=torch.contiguous_format) for s in group)

@@ -1,17 +1,17 @@
 """Decoding: one token for every row of a batch, on a GPU as one CUDA graph.
 
-A decoded token costs a model hundreds of small launches, which take the CPU longer than the GPU. A
-recurrent step always reads and writes the same places, so it is recorded once for a batch size and
-then replayed; on a CPU the record is a tape of the step's torch ops (op_tape.py), which spares the Python
-around them. `generate` stays transformers' own: the engine sits inside the family's own forward and
-takes every step that has one token a row, a cache, and nothing else to say. So a subclass, a wrapper or
-a hook of the model runs around each token as it always does, and sampling, logits processors, streamers
-and stopping criteria see the logits they would see without the engine.
+A decoded token takes hundreds of small kernel launches, which cost the CPU more time than the GPU.
+A recurrent step always reads and writes the same memory, so it is recorded once per batch size and
+then replayed. On a CPU the recording is a list of the step's torch ops (op_tape.py), replayed
+without the Python around them. `generate` stays transformers' own: the engine sits inside the
+family's forward and takes every call that has a cache, one token per row, and no other arguments.
+So a subclass, a wrapper or a hook of the model runs around each token as usual, and sampling,
+logits processors, streamers and stopping criteria see the logits they would see without the engine.
 
-Two rules make a recorded step the one that forward would compute. It is replayed only while everything
-that it read from Python is as it was, and it is not recorded where others' code runs inside it:
-fingerprint.py. The recording's buffers hold a cache's states on loan, and nobody else ever has them:
-captured_step.py. Where one of them does not hold, the model is called.
+Two rules make a replayed step equal to forward. First, a step is replayed only while every Python
+value that it read is unchanged, and it is not recorded if code of unknown origin runs inside it
+(fingerprint.py). Second, the recording's buffers hold the states of one cache on loan, and no one
+else has access to them (captured_step.py). If either does not hold, the model is called as usual.
 """
 
 import logging
@@ -37,13 +37,13 @@ logger = logging.getLogger(__name__)
 
 
 class DecodeEngine:
-    """The recordings of one model.
+    """Records the decoding steps of one model and replays them.
 
-    mode     "auto": graphs on CUDA, a tape on a CPU, and the plain step where neither can be; "graph":
-             RuntimeError where there is no graph; "eager": no recordings at all
-    path     how the last call with a cache and one token a row went: "graph", "tape" or "plain", None
-             before the first
-    reason   why it was plain, None if it was not
+    mode     "auto": a CUDA graph on a GPU, a tape on a CPU, and the model's own forward if neither
+             is possible; "graph": RuntimeError if there is no graph; "eager": no recordings
+    path     how the last decoded token was computed: "graph", "tape" or "plain" (the model's own
+             forward); None before the first
+    reason   why the path was "plain", else None
     """
 
     def __init__(self, model: Any = None, mode: str = "auto"):
@@ -73,8 +73,10 @@ class DecodeEngine:
         self._mode = mode
 
     def release(self) -> None:
-        """Gives back the memory of every recording, but for cuBLAS's workspace (32 MiB on an H200), which
-        torch keeps for the stream of each of the first 32 calls. Caches keep their states."""
+        """Frees the memory of every recording. Caches keep their states.
+
+        torch keeps cuBLAS's workspace (32 MiB on an H200) for the stream of each of the first 32
+        calls."""
         with self._turns.lock:
             self._turns.wait()
             self._recordings.clear()
@@ -83,10 +85,12 @@ class DecodeEngine:
     def step(
         self, model: Any, input_ids: Any, cache: Any, rest: dict[str, Any], *, alone: bool = False
     ) -> torch.Tensor | None:
-        """The logits [B, 1, V] after one more token a row, or None: run the model as it is.
+        """Returns the logits [B, 1, V] after one more token per row, or None: call the model as
+        usual.
 
-        input_ids [B, 1] or whatever forward was given, and `rest`, everything else. `alone`: None as well
-        where others' code runs around forward, for who has not called the model.
+        input_ids [B, 1] and `rest` are the arguments that forward was given. Set `alone` when
+        calling this without the model's `__call__`: then hooks or wrappers around forward also give
+        None.
         """
         if torch.compiler.is_compiling() or not _decodes(input_ids, cache):
             return None
@@ -128,10 +132,12 @@ class DecodeEngine:
         return logits
 
     def again(self, tokens: torch.Tensor, cache: Cache) -> torch.Tensor | None:
-        """`step(..., alone=True)` for who has run no code of others since the last one, which alone could
-        have changed what a step reads. None: take `step`, which looks at it all; that costs a tenth of a
-        small model's step. Another thread, which cannot know the token that comes next, is noticed within
-        LOOK tokens.
+        """Does what `step(..., alone=True)` does, without revalidation; None if `step` must be
+        called.
+
+        Call it only if no user code ran since the last step, because such code could have changed a
+        value that the step reads. Revalidation costs a tenth of a small model's step. Changes made
+        by another thread are noticed within LOOK tokens.
         """
         with self._turns.lock:
             last, self._looked = self._last, self._looked + 1
@@ -146,7 +152,7 @@ class DecodeEngine:
         if before is None or not before.holds(model):
             self.release()
             self._fingerprint = Fingerprint(model, device)
-            # one that changes with every token would be recorded with every token
+            # a model that changes with every token would otherwise be recorded with every token
             if before is not None and self._mode != "graph":
                 raise Refused("the model has just changed")
         fingerprint: Any = self._fingerprint
@@ -171,7 +177,7 @@ class DecodeEngine:
     @torch.no_grad()
     def _record(self, model: Any, tokens: torch.Tensor, cache: Cache) -> Recording:
         recording = Recording(cache.layers, tokens)
-        recording.forward(model)  # all that happens once, as when weights are packed
+        recording.forward(model)  # runs what happens only once, such as packing weights
         if self._fingerprint is None or not self._fingerprint.holds(model):
             self.release()
             self._fingerprint = Fingerprint(model, tokens.device)
@@ -200,12 +206,12 @@ class DecodeEngine:
     def _why_not_now(
         self, model: Any, input_ids: torch.Tensor, cache: Cache, rest: dict[str, Any]
     ) -> str | None:
-        """What in this call makes the step another one."""
+        """Returns why this call cannot be replayed, or None if it can."""
         if self._mode == "eager":
             return 'mode is "eager"'
         if self._model is None:
             self._model = weakref.ref(model)
-        if self._model() is not model:  # a replica's, which lives for one call
+        if self._model() is not model:  # such as a replica of DataParallel
             return "the engine is another model's"
         for name, value in rest.items():
             given = value is not None and value is not False
@@ -219,7 +225,7 @@ class DecodeEngine:
         if isinstance(rest.get("logits_to_keep"), torch.Tensor):
             return "logits_to_keep is a tensor"
         if cache.layers[0].batch_size != input_ids.shape[0]:
-            return "the cache has another batch"  # the model says it better
+            return "the cache has another batch"  # the model raises the clearer error
         if device not in ("cuda", "cpu") or (device == "cpu" and self._mode == "graph"):
             return f"{device} has no graphs"
         if input_ids.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -228,8 +234,10 @@ class DecodeEngine:
 
 
 def _decodes(input_ids: torch.Tensor | None, cache: Any) -> bool:
-    """One token a row, and a cache of ours that holds states: not a recording's own, and not
-    transformers' static one, which it decodes by torch.compile."""
+    """Whether the call has one token per row and a DynamicCache of ours that holds states.
+
+    A recording's own cache is excluded, and so is StaticCache, which transformers decodes by
+    torch.compile."""
     if input_ids is None or input_ids.dim() != 2 or input_ids.shape[1] != 1 or cache is None:
         return False
     layers = getattr(cache, "layers", ())
@@ -241,7 +249,8 @@ def _decodes(input_ids: torch.Tensor | None, cache: Any) -> bool:
 
 
 def _who_listens(tokens: torch.Tensor) -> str | None:
-    """Who would see or change the step's ops one by one."""
+    """Returns what would observe or change the step's ops one by one, such as a dispatch mode, or
+    None."""
     if type(tokens) is not torch.Tensor:
         return f"input_ids is a {type(tokens).__name__}"
     if torch._C._are_functorch_transforms_active():

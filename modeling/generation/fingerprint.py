@@ -1,13 +1,14 @@
-"""What a decoded step reads from Python, and whether it is still as it was.
+"""Records all Python values that a decoding step reads, and detects whether any of them has
+changed.
 
-A recorded step is the model's as long as two things hold. All code inside the step is this package's,
-torch's or transformers' (known_code.py), so that it depends on nothing but what the model's modules,
-their classes, their configuration and global names (global_names.py) hold. And every one of these values
-is the one that the recording was made with: all of them are compared, not a list of those that may
-matter. Values of tensors are not among them, because a recording reads tensors where they lie.
+A recorded step equals the model's forward as long as two conditions hold. All code inside the step
+is this package's, torch's or transformers' (known_code.py), so it depends only on the values held
+by the model's modules, their classes, their configuration and global names (global_names.py). And
+each of these values is the one that the recording was made with. All of them are compared, not a
+selection. The contents of tensors are not compared, because a recording reads tensors in place.
 
-Nearly all of these values lie in dicts. CPython counts the changes of a dict, so that its contents are
-compared only after one; what lies elsewhere is compared before every token.
+Nearly all of these values are in dicts. CPython keeps a version of each dict, so its contents are
+compared only after a change; all other values are compared before every token.
 """
 
 import gc
@@ -37,7 +38,7 @@ size: Any = torch.Tensor.size
 
 
 class Whatever:
-    """Equal to anything."""
+    """Compares equal to any object; stands for a value that may change."""
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -46,10 +47,12 @@ class Whatever:
 
 
 class Fingerprint:
-    """Of one model, which it does not keep alive; what it saw inside the model, it does.
+    """The Python values that a step of one model reads, for comparison before each replay.
 
-    refusal   why the model's step cannot be recorded, None if it can
-    alone     nobody's code is around the step either: forward is the step
+    It keeps these values alive, but not the model itself.
+
+    refusal   why the model's step cannot be recorded, None if it can alone     whether no hook or
+    wrapper runs around forward, so that a step may replace the whole call
     """
 
     def __init__(self, model: nn.Module, device: torch.device):
@@ -109,13 +112,14 @@ class Fingerprint:
             return False
 
     def _add_versions(self, model: nn.Module) -> float:
-        """A dict's version grows with each of its changes: the sum is the same while there are none."""
+        """Returns the sum of all dicts' versions, which is the same only while no dict has
+        changed."""
         if not has_guard:
             return math.nan
         return dict_version(vars(model)) + sum(map(dict_version, self._dicts))
 
     def _compare(self, model: nn.Module) -> bool:
-        """What is in the dicts, which may be the same in spite of changes, such as there and back."""
+        """Compares the contents of the dicts, which may be equal although a version has changed."""
         version = self._add_versions(model)  # before: what changes meanwhile is seen the next time
         same = (
             [vars(model), *self._inside] == self._attributes
@@ -129,7 +133,7 @@ class Fingerprint:
 
 
 class Layouts:
-    """Sizes and strides of tensors, as they are now."""
+    """Remembers the sizes and strides of tensors, to notice when one of them changes."""
 
     def __init__(self, tensors: tuple[torch.Tensor, ...]):
         self._tensors = tensors
@@ -158,13 +162,14 @@ def _copy(table: Any) -> Any:
 
 
 def _dict_of(table: Any) -> dict[Any, Any]:
-    """Itself, or what a class shows through a proxy."""
+    """Returns `table` as a dict; unwraps the mapping proxy of a class's attributes."""
     return table if isinstance(table, dict) else gc.get_referents(table)[0]
 
 
 def _containers(modules: list[nn.Module]) -> tuple[list[Any], list[Any]]:
-    """Lists, dicts, sets and what objects such as the configuration hold, inside the modules; of more
-    than MOST_CONTAINERS one more. And these objects."""
+    """Returns the containers and the plain objects, such as the configuration, held by the modules.
+
+    Containers are lists, dicts and sets. The search stops at MOST_CONTAINERS + 1 of them."""
     usual, found, holders = vars(nn.Module()).keys(), dict[int, Any](), list[Any]()
     values: list[Any] = [modules[0].config]
     values += (v for m in modules[1:] for k, v in vars(m).items() if k not in usual)

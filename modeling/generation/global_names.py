@@ -1,8 +1,10 @@
-"""What the code of a model's classes reads by global names, which others can replace while the code stays.
+"""Tracks the global names that a model's classes use, to notice when one is replaced (monkey
+patching).
 
-Code says which names it reads: torch.nn.functional.silu is `functional` and `silu` in the code of its
-caller. Those are looked up in the code's own module, in torch and in its tensors; and the same for the
-functions of this package and of torch.nn.functional that are found there.
+A code object lists the names that it reads: a call of torch.nn.functional.silu lists `functional`
+and `silu`. These names are looked up in the code's own module, in torch and in torch.Tensor.
+Functions of this package and of torch.nn.functional that are found there are searched in the same
+way.
 """
 
 import operator
@@ -26,7 +28,7 @@ OPERATORS = {name for name in dir(torch.Tensor) if name.startswith("__") and nam
 
 
 class GlobalNames:
-    """Of the code of `kinds`, as they are now."""
+    """The current values of all global names that the code of the classes `kinds` reads."""
 
     def __init__(self, kinds: Iterable[type]):
         names: dict[int, set[str]] = {id(table): set(OPERATORS) for table in TORCH}
@@ -59,7 +61,8 @@ class GlobalNames:
         return self._look() == self._values
 
     def _look(self) -> tuple[list[int], list[Any]]:
-        """A table that has grown may hide a name of another one, as a class one of its base's."""
+        """Returns each table's size and the values found; a grown table may shadow a name of
+        another."""
         return [len(t) for _, t in self._read], [read(table) for read, table in self._read]
 
     def __iter__(self) -> Iterator[Any]:
@@ -87,6 +90,6 @@ def _functions(kind: type) -> Iterator[FunctionType]:
 
 
 def _names(code: CodeType) -> set[str]:
-    """With those of the functions that are made inside."""
+    """Returns the names that a code object reads, nested functions included."""
     inner = (_names(c) for c in code.co_consts if isinstance(c, CodeType))
     return set(code.co_names).union(*inner)

@@ -1,4 +1,4 @@
-"""Whose code a model runs: a step that somebody else's code is inside of is not recorded."""
+"""Checks that a model runs only known code: a step with code of unknown origin is not recorded."""
 
 import sys
 from collections.abc import Iterable, Iterator
@@ -35,8 +35,8 @@ GLOBAL_HOOKS = (torch_module._global_forward_hooks, torch_module._global_forward
 
 
 def runs_alone(model: Any) -> bool:
-    """Whether a call of the model runs its family's forward and no other code, and `generate` what it
-    inherits."""
+    """Whether calling the model runs only its family's forward, without hooks, wrappers or
+    overrides."""
     if any(GLOBAL_HOOKS) or any(vars(model)[name] for name in HOOKS) or model._compiled_call_impl:
         return False
     around = ("__call__", "forward", "prepare_inputs_for_generation")
@@ -54,7 +54,7 @@ def why_not(
     names: GlobalNames,
     device: torch.device,
 ) -> str | None:
-    """What makes the step more than a recording can have."""
+    """Returns why the model's step cannot be recorded, or None if it can."""
     if model.training or model.config.output_hidden_states:
         return "the model is training" if model.training else "output_hidden_states is asked for"
     if device.type == "cpu" and model.config.backend == "reference":
@@ -119,19 +119,20 @@ def _differs(kind: type, key: str, value: Any) -> bool:
 
 
 def _is_idle(hook: Any) -> bool:
-    """transformers', left behind by output_hidden_states; it listens while outputs are asked for."""
+    """Whether a hook is one that transformers leaves behind after output_hidden_states, and now
+    idle."""
     return getattr(hook, "__name__", "") == "output_capturing_hook" and is_ours(hook)
 
 
 def _is_known(name: Any) -> bool:
-    """A module's name, of code that does nothing but what the values it reads say."""
+    """Whether a Python module's name is torch's, transformers' or this package's."""
     name = str(name)
     own = name == PACKAGE or name.startswith(f"{REPOSITORY}.")
     return own or name.partition(".")[0] in KNOWN
 
 
 def is_ours(value: Any) -> bool:
-    """Code of known authors, or data."""
+    """Whether a value is code of torch, transformers or this package, or is not code at all."""
     while value is not None:
         if isinstance(value, (staticmethod, classmethod, MethodType)):
             value = value.__func__
@@ -148,6 +149,7 @@ def is_ours(value: Any) -> bool:
 
 
 def classes_of(modules: list[nn.Module]) -> list[type]:
-    """Whose attributes a step may read: all but what transformers' models share and build on it."""
+    """Returns the classes whose attributes a step may read, without the base classes of all
+    models."""
     kinds = {kind for m in modules for kind in type(m).__mro__}
     return [kind for kind in kinds if kind not in SHARED]

@@ -1,4 +1,5 @@
-"""What `generate` asks of a recurrent model, and what it is spared."""
+"""Overrides of `generate` for recurrent models: refused modes and a loop that runs ahead of the
+GPU."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -21,15 +22,18 @@ PROMPT_ONLY = ("attention_mask", "position_ids", "token_type_ids", "labels")
 
 
 def may_run_ahead(logits_processor: Any, stopping_criteria: Any) -> bool:
-    """Whether none of these is the caller's own code, which a step after the text's end would reach."""
+    """Whether all of these are transformers' own, so that one step past the end of the text is
+    harmless."""
     steps = [*logits_processor, *stopping_criteria]
     theirs = all(type(step).__module__.startswith("transformers.") for step in steps)
     return theirs and not any(isinstance(s, PrefixConstrainedLogitsProcessor) for s in steps)
 
 
 class Text:
-    """The ids so far, [B, T]. New ones wait until somebody reads the whole text: without it the loop
-    needs the last ones alone, and a copy of all for each would grow."""
+    """The token ids so far, [B, T], joined into one tensor only when they are read.
+
+    The loop itself needs the last tokens alone, and a copy of the whole text per token would
+    grow."""
 
     def __init__(self, ids: torch.Tensor):
         self.length = ids.shape[1]
@@ -38,7 +42,7 @@ class Text:
     def add(self, tokens: torch.Tensor) -> None:  # [B]
         self._new.append(tokens)
         self.length += 1
-        if len(self._new) == 256:  # each has a place of its own
+        if len(self._new) == 256:  # bounds the number of small tensors
             self.read()
 
     def read(self) -> torch.Tensor:
@@ -49,8 +53,10 @@ class Text:
 
 
 class Ends:
-    """`stopping_criteria(ids, None)` after one more token: which rows end. Of the usual two criteria,
-    a length and tokens, it takes the last tokens alone."""
+    """Applies the stopping criteria after each token, with a fast path for the length and EOS
+    criteria.
+
+    The fast path looks at the newest tokens alone; any other criterion gets the whole text."""
 
     def __init__(self, stopping_criteria: Any, device: torch.device):
         self.criteria, self.tokens = stopping_criteria, list[torch.Tensor]()
@@ -64,7 +70,8 @@ class Ends:
         self.max_length = stopping_criteria.max_length
 
     def go_on(self, going: torch.Tensor, tokens: torch.Tensor, text: Text) -> torch.Tensor:
-        """`going` [B], less the rows that end; that the longest length ends all says `full`."""
+        """Returns `going` [B] without the rows that end at `tokens`; `full` checks the length
+        limit."""
         if not self.usual:
             return going & ~self.criteria(text.read(), None)
         for ends in self.tokens:
@@ -77,7 +84,7 @@ class Ends:
 
 
 class HostCheck(StopCheck):
-    """Of `going`, which is on the host already."""
+    """Checks for the end of all rows on the CPU, where nothing has to be copied first."""
 
     def __call__(self, going: torch.Tensor, tokens: torch.Tensor, length: int) -> bool:
         if self.streamer is not None:
@@ -86,22 +93,25 @@ class HostCheck(StopCheck):
 
 
 def device_of_tokens(model: Any, ids: torch.Tensor) -> torch.device:
-    """The model's, unless a hook brings its first weight from elsewhere."""
+    """Returns the device for input tokens: the model's, or that of `ids` if its weights are
+    offloaded."""
     return ids.device if model.device.type == "meta" else model.device
 
 
 class RecurrentGeneration(GenerationMixin):
-    """Generation from states that never grow, and these on disk: see serialization.py."""
+    """GenerationMixin for recurrent models, with `save_state` and `load_state`
+    (serialization.py)."""
 
     save_state, load_state = save_state, load_state
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         if torch.__future__.get_swap_module_params_on_conversion():
-            self.decoder.release()  # torch swaps no tensor that somebody else has a view of
+            self.decoder.release()  # torch refuses to swap a tensor that has views
         return super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
 
     def _prepare_model_inputs(self, *args: Any, **kwargs: Any) -> Any:
-        """The base class's, which says what the prompt is, before anything is made of it."""
+        """Calls the base class's method, then checks the prompt before anything is derived from
+        it."""
         prompt, name, rest = super()._prepare_model_inputs(*args, **kwargs)
         check_prompt(name, prompt, rest.get("attention_mask"), rest.get("past_key_values"))
         return prompt, name, rest
@@ -114,7 +124,8 @@ class RecurrentGeneration(GenerationMixin):
         is_first_iteration: bool | None = False,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """The base class's, but a decoded token is no padding and begins nothing, which saves most of it.
+        """Prepares the inputs of one forward call; for a single decoded token, drops mask and
+        positions.
 
         In a batch, rows that have ended go on reading padding until the last one ends: continue
         such a conversation from its text, not from the returned cache.
@@ -140,7 +151,7 @@ class RecurrentGeneration(GenerationMixin):
     def _update_model_kwargs_for_generation(
         self, outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> dict[str, Any]:
-        """With a cache, mask and positions have done their work and need not grow."""
+        """Passes on the new cache; with one, the mask and the positions need not grow."""
         if outputs.get("past_key_values") is None:
             return super()._update_model_kwargs_for_generation(
                 outputs, model_kwargs, *args, **kwargs
@@ -157,9 +168,12 @@ class RecurrentGeneration(GenerationMixin):
         streamer: Any = None,
         **model_kwargs: Any,
     ) -> Any:
-        """The base class's, or `_sample_ahead` where nobody sees that it is ahead: in a cache, a score,
-        the generator, or code of the caller's. A CPU has nothing to be ahead of, but less Python there.
-        What is around the model hears the base class's calls.
+        """Samples by `_sample_ahead` where its extra step cannot be observed, else by the base
+        class.
+
+        A caller could observe it in a returned cache, in scores, in the random generator or in code
+        of its own. On a CPU `_sample_ahead` saves Python time. A model that hooks or wrappers run
+        around is always called by the base class's loop.
         """
         cache = model_kwargs.get("past_key_values")
         seen = generation_config.return_dict_in_generate or getattr(
@@ -192,9 +206,10 @@ class RecurrentGeneration(GenerationMixin):
         streamer: Any,
         model_kwargs: dict[str, Any],
     ) -> torch.Tensor:
-        """The base class's loop asks the GPU after every token whether all rows have ended, and leaves it
-        idle until the next one is on its way. Here the answer is read a token late, and what was
-        computed meanwhile is dropped.
+        """Samples tokens, and reads whether all rows have ended one token late.
+
+        The base class's loop waits for that answer after every token and leaves the GPU idle until
+        the next step is launched. Here the step computed meanwhile is dropped.
         """
         pad: Any = generation_config._pad_token_tensor
         draws = generation_config.do_sample
@@ -239,8 +254,10 @@ class RecurrentGeneration(GenerationMixin):
     def _next_logits(
         self, tokens: torch.Tensor, rest: dict[str, Any], unchanged: bool
     ) -> torch.Tensor:  # [B, 1, V]
-        """`self(tokens, **rest).logits`, past the layers of calls around the engine's step while nobody
-        is in them, which take the CPU as long as the GPU a small model's step."""
+        """Returns `self(tokens, **rest).logits`, calling the engine directly where that is the
+        same.
+
+        For a small model, the calls around the engine's step take as long as the step itself."""
         cache = rest["past_key_values"]
         logits = self.decoder.again(tokens, cache) if unchanged else None
         if logits is None:
@@ -252,11 +269,12 @@ class RecurrentGeneration(GenerationMixin):
     def create_masks_for_generate(
         attention_mask: torch.Tensor | None = None, **kwargs: Any
     ) -> torch.Tensor | None:
-        """Padding is all a recurrence has to know."""
+        """Returns the 2-D padding mask as it is: a recurrence needs no attention mask."""
         return attention_mask
 
     def _get_deprecated_gen_repo(self, generation_mode: Any, *args: Any, **kwargs: Any) -> Any:
-        """The first that generate asks about the mode."""
+        """Refuses the modes that roll back tokens; `generate` calls this first with the chosen
+        mode."""
         if generation_mode in ROLLED_BACK:
             raise ValueError(
                 f"{ROLLED_BACK[generation_mode]} is asked for, but {type(self).__name__} cannot do "

@@ -1,4 +1,4 @@
-"""A function's torch ops on record, run again without the Python that called them."""
+"""Records the torch ops of a function and replays them without the Python that called them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,16 +9,16 @@ from torch.utils._pytree import tree_leaves
 
 
 class Unrecordable(RuntimeError):
-    """What ran was more than ops on tensors; the message says what."""
+    """The function did more than run ops on tensors; the message says what."""
 
 
 class Tape(TorchDispatchMode):
     """Records the ops that a function runs.
 
-    They are run again on the same tensors: parameters, buffers and whatever else existed before is
-    read and written where it lies, and only what the ops return is new. A view of what existed is made
-    once; views of views are one view, or none. Refused is what reads a value into Python, on which
-    other ops could depend.
+    The replay runs the ops on the same tensors: parameters, buffers and all other tensors that
+    existed before are read and written in place, and only the ops' results are new. Views of
+    existing tensors are made once, at recording. Ops such as .item(), which read a value into
+    Python, raise Unrecordable, because later ops could depend on the value.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class Tape(TorchDispatchMode):
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         results = [x for x in tree_leaves(out) if x is not None]
         if not given and not any(isinstance(x, torch.Tensor) for x in results):
-            return out  # of dtypes, as promote_types: the same the next time
+            return out  # works on dtypes alone, as promote_types: constant
         if not all(isinstance(x, torch.Tensor) for x in results):
             raise Unrecordable(f"{func} reads a value")
         for x in given:
@@ -56,7 +56,7 @@ class Tape(TorchDispatchMode):
                 return out
         called = [self._text(x) for x in args]
         called += [f"{key}={self._text(x)}" for key, x in kwargs.items()]
-        # past OpOverload.__call__, a frame of Python that only hands its arguments on
+        # _op saves the Python frame of OpOverload.__call__, which only forwards its arguments
         name = self._run(func._op, called, given, func._schema.is_mutable)
         many = isinstance(out, (tuple, list))
         for i, x in enumerate(out if many else [out]):
@@ -66,7 +66,8 @@ class Tape(TorchDispatchMode):
         return out
 
     def _view(self, x: torch.Tensor, base: torch.Tensor) -> None:
-        """One of `base`, which an op returned: a name it has already, or a step of its own."""
+        """Gives `x`, a view of an op's result `base`, the name of an equal view or records a new
+        view."""
         key = id(base), _layout(x)
         if key not in self._layouts:
             called = [self._names[id(base)], *map(repr, _layout(x))]
@@ -107,10 +108,10 @@ class Tape(TorchDispatchMode):
         return repr(x) if x is None or type(x) in (bool, int) else self._keep("c", x)
 
     def record(self, function: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        """Runs `function`. Returns one that runs its ops again and returns their result.
+        """Runs `function`, and returns a function that replays its ops and returns their result.
 
-        Not by `with self`, whose methods are Python: Ctrl-C in one of them would leave every later op of
-        the process to this tape. It comes between calls of C functions, never inside one.
+        The mode is pushed and popped by C functions instead of `with self`, whose methods are
+        Python: Ctrl-C in one of those would leave the mode on for every later op of the process.
         """
         try:
             torch._C._push_on_torch_dispatch_stack(self)
@@ -137,6 +138,6 @@ def _layout(x: torch.Tensor) -> Any:  # size, stride, offset
 
 
 def _is_plain(x: torch.Tensor, base: torch.Tensor) -> bool:
-    """A view that is a layout of the same values and nothing else."""
+    """Whether view `x` differs from `base` in shape, strides and offset only."""
     strided = x.layout == base.layout == torch.strided
     return strided and x.dtype == base.dtype and not (x.is_conj() or x.is_neg())

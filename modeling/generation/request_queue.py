@@ -1,4 +1,4 @@
-"""Where requests come in: from a source that is read as needed, and by `submit` from anywhere."""
+"""The queue of requests, filled from a source that is read as needed and by `submit`."""
 
 import itertools
 import operator
@@ -10,11 +10,12 @@ from .requests import Request, Running
 
 
 class Intake:
-    """The requests that wait for a prefill row, in their order.
+    """Holds the requests that wait for a prefill row, in order.
 
-    `submit` and `cancel` end with one append to a deque, which Python does in one piece. So threads,
-    callbacks and signal handlers may call them at any time, whatever the batch is doing. An interrupt at
-    any point loses nothing: what is taken from a place first stands in the next one.
+    `submit` and `cancel` end with one append to a deque, which is atomic in Python. So threads,
+    callbacks and signal handlers may call them at any time, whatever the batch is doing. An
+    interrupt loses no request: each is put into its new place before it is removed from the old
+    one.
     """
 
     def __init__(self, model: Any, max_prompt_tokens: int | None):
@@ -22,7 +23,7 @@ class Intake:
         self.source: Iterator[Any] = iter(())
         self.defaults: dict[str, Any] | None = None  # of a source that yields prompts
         self.source_error: Exception | None = None  # for the caller, once all before it has ended
-        # some have ended; of the source a request and its number come first
+        # holds ended ones too; a source's entry is (request, number) until it is copied
         self.waiting: deque[Running | tuple[Any, int]] = deque()
         self._numbers = itertools.count()
         self._newest = -1  # the highest number that has come here
@@ -32,7 +33,7 @@ class Intake:
     def submit(self, request: Request) -> int:
         running = self._admit(request, next(self._numbers))
         if running.wrong is not None and not isinstance(running.wrong, Exception):
-            raise running.wrong  # which has interrupted the caller, whose request was not taken
+            raise running.wrong  # an interrupt of the caller: the request is not queued
         self.waiting.append(running)
         return running.index
 
@@ -42,22 +43,22 @@ class Intake:
             if self.defaults is not None and not isinstance(request, Request):
                 request = Request(request, **self.defaults)
             running.copy(request, self.max_prompt_tokens)
-        except BaseException as error:  # the request is wrong, which is no one else's business
+        except BaseException as error:  # an invalid request ends alone, with this error
             running.wrong = error
         return running
 
     def _settled(self) -> list[Running]:
-        """All that wait, with the source's requests copied."""
+        """Returns all waiting requests, after copying and checking those from the source."""
         for place, entry in enumerate(list(self.waiting)):
             if isinstance(entry, tuple):
                 self.waiting[place] = self._admit(*entry)
         return [entry for entry in list(self.waiting) if isinstance(entry, Running)]
 
     def read_source(self) -> bool:
-        """Takes the source's next request; False where there is none.
+        """Takes the source's next request; returns False if there is none.
 
-        An Exception of the source's own is kept in `source_error`, and until somebody takes it from there
-        nothing more is read.
+        An exception of the source is kept in `source_error`; nothing more is read until the caller
+        takes it from there.
         """
         if self.source_error is not None:
             return False
@@ -70,7 +71,7 @@ class Intake:
         return len(self.waiting) > before
 
     def first(self) -> Running | None:
-        """Who gets the next prefill row. It stands here until it is taken from `waiting`."""
+        """Returns the request for the next prefill row; the caller removes it from `waiting`."""
         while self.waiting:
             entry = self.waiting[0]
             running = self._settled()[0] if isinstance(entry, tuple) else entry
@@ -84,7 +85,7 @@ class Intake:
         self._to_cancel.append(operator.index(index))
 
     def cancelled(self, running: list[Running]) -> Iterator[Running]:
-        """Those of `running` and `waiting` that are to be ended."""
+        """Yields those of `running` and `waiting` that were cancelled."""
         while self._to_cancel:
             self._cancelled.add(self._to_cancel[0])
             self._to_cancel.popleft()

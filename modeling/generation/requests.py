@@ -1,4 +1,4 @@
-"""One of many requests: what is asked, what becomes of it, and its state while it runs."""
+"""The request of continuous batching, its completion, and its state while it runs."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from transformers.generation import (
 
 @dataclass
 class Request:
-    """One prompt and what to do with it.
+    """One prompt, with the options for sampling and for its end.
 
     Args:
         prompt: token ids, a list or a tensor of one dimension.
@@ -30,9 +30,9 @@ class Request:
         max_time: seconds from the moment the prompt begins to be read.
         on_token: called with every token as it comes.
 
-    All of it is copied when the request is submitted or read, so that a list or a tensor can be used
-    again. Callbacks (`logits_processor`, `on_token`) run inside the step of the whole batch: they get
-    memory of their own, and they may submit and cancel requests, but not run the batch.
+    All values are copied when the request is submitted or read, so a list or a tensor can be
+    reused. Callbacks (`logits_processor`, `on_token`) run inside the step of the whole batch. The
+    tensors they get are copies. They may submit and cancel requests, but not run the batch.
     """
 
     prompt: Sequence[int] | torch.Tensor
@@ -50,8 +50,10 @@ class Request:
 
 @dataclass
 class Completion:
-    """A request's end. `reason` is "stop" (an end token, which is the last of `tokens`), "length",
-    "time", "cancelled" or "error", with what was raised in `error`."""
+    """The result of a request: its new tokens, and why it ended.
+
+    `reason` is "stop" (an end token, which is the last of `tokens`), "length", "time", "cancelled"
+    or "error", with the exception in `error`."""
 
     index: int  # of the request, in the order of submission
     tokens: list[int]  # new ones only
@@ -61,7 +63,7 @@ class Completion:
 
 @dataclass(eq=False)
 class Running:
-    """A request at work: checked, cut into chunks, with its own sampler."""
+    """A request in progress: its checked prompt, its tokens so far, and its sampler."""
 
     index: int
     model: Any
@@ -70,7 +72,7 @@ class Running:
     ended: bool = False
 
     def copy(self, request: Request, max_prompt_tokens: int | None) -> None:
-        """Takes a request. What it was made of may change from now on."""
+        """Copies and checks `request`; the caller may change its values afterwards."""
         if not isinstance(request, Request):
             raise TypeError(f"request is a {type(request).__name__}, but must be a Request")
         self.request = replace(request, prompt=())
@@ -84,7 +86,7 @@ class Running:
         self.own_processors = list(request.logits_processor or [])
 
     def begin(self) -> None:
-        """The prompt is about to be read."""
+        """Sets up the sampler and the clock, just before the prompt is read."""
         if self.wrong is not None:
             raise self.wrong
         request = self.request
@@ -131,11 +133,11 @@ class Running:
 
     @property
     def decides(self) -> bool:
-        """Whether its next token is not simply the likeliest."""
+        """Whether the next token is chosen by sampling or logits processors instead of argmax."""
         return bool(self.processors) or self.request.do_sample
 
     def next_size(self, chunk: int) -> int:
-        """Only the first chunk is not full."""
+        """Returns the size of the next prompt chunk; all chunks but the first are full."""
         return (self.unread - 1) % chunk + 1
 
     def read(self, size: int) -> torch.Tensor:
@@ -144,15 +146,16 @@ class Running:
         return self.prompt[start : start + size]
 
     def take(self, token: int | None, scores: torch.Tensor | None) -> str | None:
-        """Takes the likeliest token, or where `decides` one by scores [1, V]; returns why it was the
-        last one, or None."""
+        """Appends the argmax `token`, or one chosen from scores [1, V] if `decides`.
+
+        Returns why this was the last token, or None."""
         if token is None:
             raise FloatingPointError("the logits are not finite")
         if scores is not None:
             token = self._choose(scores.float().clone())
         self.tokens.append(token)
         if self.request.on_token is not None:
-            with torch.no_grad():  # which ends whatever the function switched on
+            with torch.no_grad():  # restores the gradient mode if the function changes it
                 self.request.on_token(token)
         if token in self.ends:
             return "stop"
@@ -162,7 +165,7 @@ class Running:
         return "time" if limit is not None and time.monotonic() - self.started > limit else None
 
     def _choose(self, scores: torch.Tensor) -> int:
-        """A token by scores [1, V], which are this request's own memory."""
+        """Chooses a token from scores [1, V], a copy of this request's own."""
         text = [self.prompt, torch.tensor(self.tokens, dtype=torch.long, device="cpu")]
         ids, device, shape = torch.cat(text)[None].to(scores.device), scores.device, scores.shape
         with torch.no_grad():  # see take
@@ -177,7 +180,8 @@ class Running:
 
 
 def _check_scores(scores: Any, shape: torch.Size, device: torch.device) -> None:
-    """Of what a request's processors returned: with other scores the token could be any number."""
+    """Raises unless a request's processors returned valid scores, from which a token can be
+    chosen."""
     had = "logits_processor returned"
     if not isinstance(scores, torch.Tensor):
         kind = type(scores).__name__
@@ -198,9 +202,9 @@ def _check_scores(scores: Any, shape: torch.Size, device: torch.device) -> None:
 
 @dataclass(eq=False)
 class Choice:
-    """The likeliest tokens of several rows, on their way to the CPU."""
+    """A pending asynchronous copy of the argmax tokens of several rows to the CPU."""
 
-    rows: dict[int, Running]  # who waits for them
+    rows: dict[int, Running]  # the requests that wait for the tokens
     scores: torch.Tensor  # [rows, V]
     best: torch.Tensor  # [rows]
     table: torch.Tensor  # [rows] on the CPU: best, NaN where its score is not finite
@@ -227,7 +231,8 @@ def is_count(value: Any, least: int = 1) -> bool:
 
 
 def token_ids(name: str, value: Any) -> torch.Tensor:
-    """A new int64 tensor on the CPU; what holds anything but integers is refused, not rounded."""
+    """Returns `value` as a new int64 tensor on the CPU; raises TypeError for anything but
+    integers."""
     try:
         ids = torch.as_tensor(value, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:

@@ -1,4 +1,4 @@
-"""The sequences under way in a Batcher, and the calls of the model that take them on."""
+"""The batch of a Batcher: the running sequences, and the model calls for prefill and decoding."""
 
 from collections import deque
 from typing import Any
@@ -11,7 +11,7 @@ from .requests import Choice, Running
 
 
 class Batch:
-    """Slots, whose sequences are decoded, and prefill rows, whose prompts are read. See batching.py."""
+    """Decoding slots and prefill rows, with a cache for each of the two. See batching.py."""
 
     def __init__(self, model: Any, slots: int, prefill_rows: int, prefill_chunk: int):
         self.model, self.prefill_chunk = model, prefill_chunk
@@ -32,8 +32,10 @@ class Batch:
                 places[places.index(running)] = None
 
     def worth_reading(self) -> bool:
-        """A prefill row that has nothing to read costs as much as another: wait for company while some
-        sequence stands ready for the next free slot."""
+        """Whether to run a prefill call now, or wait until more of its rows have a prompt to read.
+
+        An idle row costs as much as a full one, so it waits while a sequence is ready for a free
+        slot."""
         reading = [s for s in self.prefill_rows if s is not None and s.unread]
         ready = [s for s in self.prefill_rows if s is not None and not s.unread]
         return bool(reading) and (not ready or 4 * len(reading) >= 3 * len(self.prefill_rows))
@@ -62,20 +64,21 @@ class Batch:
         self._choose(last, logits)
 
     def _send(self, values: torch.Tensor) -> torch.Tensor:
-        """To the model, without waiting for what is under way there."""
+        """Copies `values` to the model's device without waiting for work that runs there."""
         if self.model.device.type != "cuda":
             return values.to(self.model.device)
         return values.pin_memory().to(self.model.device, non_blocking=True)
 
     def _empty_prefill_rows(self, rows: list[int]) -> None:
-        """Zeros, and no reset, which some layers multiply with: NaN would stay."""
+        """Zeroes the states of `rows`. A reset argument would not do: some layers multiply, and NaN
+        stays."""
         groups = (g for layer in self.reading.layers for g in layer.states.values())
         old = [s[row] for group in groups for s in group for row in rows]
         if old:
             torch._foreach_zero_(old)
 
     def fill_slots(self) -> None:
-        """Moves the sequences whose prompts are read, as far as there are slots."""
+        """Moves sequences whose prompts are read into free slots."""
         free = deque(row for row, running in enumerate(self.slots) if running is None)
         moves = []
         for row, running in enumerate(self.prefill_rows):
@@ -101,7 +104,8 @@ class Batch:
         self.decoded = self._choose(rows, logits)
 
     def _next_tokens(self) -> torch.Tensor:  # [slots, 1]
-        """What the slots hold as far as it was read, the likeliest of the last step where it was not."""
+        """Returns the slots' next input tokens: host tokens where read, else the device's
+        argmax."""
         unread = {} if self.decoded is None else self.decoded.rows
         known = [s is None or unread.get(row) is not s for row, s in enumerate(self.slots)]
         tokens = [s.tokens[-1] if s and k else 0 for s, k in zip(self.slots, known, strict=True)]
@@ -114,7 +118,8 @@ class Batch:
         return best[:, None]
 
     def _choose(self, rows: dict[int, Running], logits: torch.Tensor) -> Choice | None:
-        """Asks for the next token of each of `rows`, given logits [rows, 1, V] of all."""
+        """Starts choosing the next token of each of `rows` from the logits [B, 1, V] of all
+        rows."""
         if not rows:
             return None
         self.choices.append(Choice.between(rows, logits[:, -1]))
