@@ -1,4 +1,4 @@
-"""Layers: stand-ins for torch.nn's recurrent modules, diagonal RNNs, and the mixers of the models."""
+"""Layers: replacements for torch.nn's recurrent modules, diagonal RNNs, and the models' mixers."""
 
 from ..utils.old_paths import answer_for_old_module
 

@@ -1,4 +1,5 @@
-"""A depthwise convolution over the last few tokens of the own document, as Mamba has it."""
+"""A causal depthwise convolution over tokens, as in Mamba, that does not cross document
+boundaries."""
 
 import torch
 from torch import nn
@@ -9,7 +10,9 @@ from ..state.cache import RecurrentStateLayer
 
 
 class CausalConv1d(nn.Conv1d):
-    """y_t[d] = bias[d] + sum over j < K of weight[d, 0, K - 1 - j] x_(t - j)[d]
+    """Convolves each channel over the last K tokens of the same document:
+
+    y_t[d] = bias[d] + sum over j < K of weight[d, 0, K - 1 - j] x_(t - j)[d]
 
     where x_(t - j) is the j-th token before t of the same document, padding not counted, and 0
     before the document's first. weight [D, 1, K] and bias [D] are nn.Conv1d's, K = kernel_size.
@@ -17,9 +20,9 @@ class CausalConv1d(nn.Conv1d):
     forward(x [B, T, D], window=None, boundaries, silu=False, backend="reference")
         -> y [B, T, D], or silu(y);  window [B, K - 1, D]
 
-    `window` is the last K - 1 tokens of the document that goes on, zeros where it has fewer; None
-    at a document's beginning. y at padding means nothing. backend "auto", "cuda" or "cpu" takes
-    diagonal-rnn's kernel where it has one: on CUDA, for K = 4, without padding.
+    `window` is the last K - 1 tokens of the document to be continued, zeros where it has fewer;
+    None at a document's beginning. y at padding is unspecified. backend "auto", "cuda" or "cpu"
+    takes diagonal-rnn's kernel where it has one: on CUDA, for K = 4, without padding.
     """
 
     def __init__(self, channels: int, kernel_size: int = 4, bias: bool = True):
@@ -79,7 +82,8 @@ class CausalConv1d(nn.Conv1d):
     def _lags(
         self, seen: torch.Tensor, boundaries: Boundaries
     ) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """The 1, .. K - 1 tokens before each, [B, T, D]; and those before one after the last."""
+        """Returns the K - 1 tokens before each token, each [B, T, D], and those before the next
+        token."""
         past, (B, total, _) = self.past, seen.shape
         document = number_documents(boundaries, B, total - past, past, seen.device)
         wanted = document[:, past:]  # [B, T + 1]
@@ -105,7 +109,8 @@ def convolve(
     boundaries: Boundaries,
     backend: str = "reference",
 ) -> tuple[torch.Tensor, tuple[torch.Tensor]]:
-    """silu(conv(x)) of a mixer, after the window that its cache has, and the window to keep."""
+    """Returns a mixer's silu(conv(x)), continued from the window in its cache, and the new
+    window."""
     past = None if cache is None else boundaries.first(cache.get_states("conv"))
     y, window = conv(x, None if past is None else past[0], boundaries, True, backend)
     if boundaries.hold is not None:  # a product weighs padding with 0, which does not stop a NaN
@@ -114,7 +119,7 @@ def convolve(
 
 
 def previous_token(hold: torch.Tensor, past: int) -> torch.Tensor:
-    """[B, past + T + 1]: where the last token before each is, after a window of `past` tokens."""
+    """Returns the index of the last non-padding token before each, [B, past + T + 1]."""
     real = nn.functional.pad(~hold, (past, 0), value=True)
     at = torch.arange(real.shape[1], device=hold.device)
     last = torch.where(real, at, -1).cummax(1).values
@@ -124,7 +129,7 @@ def previous_token(hold: torch.Tensor, past: int) -> torch.Tensor:
 def number_documents(
     boundaries: Boundaries, B: int, T: int, past: int, device: torch.device
 ) -> torch.Tensor:
-    """[B, past + T + 1]: whose document a window's tokens, the tokens and the next one belong to."""
+    """Returns the document numbers, [B, past + T + 1], of the window, of x and of the next token."""
     if boundaries.cu_seqlens is not None:  # nothing before continues: -1
         ends = boundaries.cu_seqlens[1:].to(device)
         at = torch.arange(T, dtype=ends.dtype, device=device)

@@ -1,10 +1,10 @@
-"""The linear layers of a decoded token: what reads the same input in one launch.
+"""Fused linear layers for decoding: layers that read the same input run in one launch.
 
-One token a row leaves a GPU nothing to do but read weights, so every launch between two reads is
-lost. tfla's `linear_step` takes the norm before, several matrices, and the sum or the gate behind
-them at once. It reads the modules' own weights where they lie; a module that is more than its
-weight (an adapter, a quantised or wrapped layer, one with hooks) is called instead, and with it all.
-A CPU spends a small model's step on calls and on products that read one row slowly: the same there.
+With one token per row a GPU does little but read weights, so the time between launches is lost.
+tfla's `linear_step` fuses the norm before, several matrices, and the sum or the gate after them. It
+reads the modules' own weights in place. If one module is more than its weight (an adapter, a
+quantised or wrapped layer, one with hooks), all of them are called as modules instead. On a CPU,
+fusion saves the calls, and products of one row that torch computes slowly.
 """
 
 import functools
@@ -20,7 +20,7 @@ from ..generation.known_code import is_ours
 from ..hub.kernel_loader import KernelUnavailable, load_kernel
 from .mlstm import GateLinear
 
-ROWS = 16  # which linear_step reads the weights for once; more are a product for cuBLAS
+ROWS = 16  # up to which linear_step is used; cuBLAS is faster for more rows
 PLAIN = (nn.Linear, GateLinear, nn.RMSNorm)
 StepLinear = Callable[..., tuple[torch.Tensor, ...]]
 
@@ -28,8 +28,10 @@ StepLinear = Callable[..., tuple[torch.Tensor, ...]]
 def find_step_linear(
     x: torch.Tensor, backend: str, modules: list[nn.Module], around: Sequence[nn.Module] = ()
 ) -> StepLinear | None:
-    """linear_step's equal for x [B, 1, H] and the weights of `modules`, None where they are called; the
-    forward of those `around` them is passed over too."""
+    """Returns the fused replacement for calling `modules` on x [B, 1, H], or None: call the
+    modules.
+
+    The modules `around` them, whose forward the fused path skips, must be unmodified as well."""
     if torch.compiler.is_compiling():  # before the batch, which a trace leaves open, is compared
         return None
     kind, few = x.device.type, x.shape[0] <= ROWS
@@ -49,8 +51,8 @@ def find_step_linear(
 
 @functools.cache
 def tfla_on_cpu() -> Any:
-    """None where there is no binary: torch's products do without a warning, for who has another kernel
-    asked for that one."""
+    """Returns tfla's CPU kernel, or None if there is none; torch's products then run without a
+    warning."""
     try:
         return load_kernel("tfla", "cpu", "cpu")
     except KernelUnavailable:
@@ -58,13 +60,14 @@ def tfla_on_cpu() -> Any:
 
 
 def is_untouched(module: nn.Module) -> bool:
-    """Its class's forward, as it was written, is what a call runs."""
+    """Whether calling the module runs its class's original forward, without hooks."""
     hooks = module._forward_hooks or module._forward_pre_hooks
     return not hooks and "forward" not in vars(module) and is_ours(type(module).forward)
 
 
 def is_plain(module: nn.Module, x: torch.Tensor) -> bool:
-    """Nothing but its weights, and these like x and as the kernel reads them."""
+    """Whether the module is no more than weights of x's dtype and device that the kernel can
+    read."""
     weights = [w for w in module._parameters.values() if w is not None]
     return (
         type(module) in PLAIN
@@ -74,7 +77,7 @@ def is_plain(module: nn.Module, x: torch.Tensor) -> bool:
 
 
 def has_weights_like(module: nn.Module, x: torch.Tensor) -> bool:
-    """A call runs its class's forward, on weights that lie beside x and in its dtype."""
+    """Whether the module is untouched and its weights are plain tensors of x's dtype and device."""
     return is_untouched(module) and all(
         type(w.data) is torch.Tensor
         and (w.dtype, w.device) == (x.dtype, x.device)
@@ -85,7 +88,7 @@ def has_weights_like(module: nn.Module, x: torch.Tensor) -> bool:
 
 
 def is_readable(weight: torch.Tensor) -> bool:
-    """Rows of 8 values, 16 bytes, at a time."""
+    """Whether the kernel can read the weight's rows as 16-byte vectors of 8 values."""
     return weight.is_contiguous() and weight.shape[1] % 8 == 0 and weight.data_ptr() % 16 == 0
 
 
@@ -94,12 +97,13 @@ def norm_options(norm: nn.RMSNorm) -> dict[str, Any]:
 
 
 def apply_norm(norm: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
-    """What a step linear reads for norm(x), and its options: an RMSNorm it takes on the way."""
+    """Returns the input and the options of a step linear for norm(x); it fuses an RMSNorm
+    itself."""
     return (x, norm_options(norm)) if type(norm) is nn.RMSNorm else (norm(x), {})
 
 
 def taken_along(norm: nn.Module) -> list[nn.Module]:
-    """The modules that `apply_norm` does not call."""
+    """Returns the norm in a list if `apply_norm` fuses it instead of calling it."""
     return [norm] if type(norm) is nn.RMSNorm else []
 
 
@@ -110,15 +114,17 @@ def step_swiglu(
     pair: Sequence[torch.Tensor],  # the weights of the gate and of what it gates
     down: torch.Tensor,
 ) -> torch.Tensor:  # [B, H]
-    """x + SwiGLU(norm(x)) in two launches, three where the norm is none that they take."""
+    """Computes x + SwiGLU(norm(x)) in two launches, or three if the norm cannot be fused."""
     y, options = apply_norm(norm, x)
     inner = step_linear(y, list(pair), gated=True, **options)[0]
     return step_linear(inner, [down], residual=x)[0]
 
 
 def packed(weights: list[torch.Tensor]) -> list[torch.Tensor]:
-    """One matrix of all rows, where it can be had: the weights are rows of it from now on, so that
-    nothing is held twice. A product of many columns reads it faster than several of few."""
+    """Repoints each parameter's .data into one buffer, and returns that as one matrix, if possible.
+
+    One product with the joined matrix is faster than several with its parts, and no weight is
+    stored twice. Where the weights may not be moved, returns them unchanged."""
     first, K = weights[0], weights[0].shape[1]
     ends = [w.data_ptr() + w.nbytes for w in weights]
     starts = [w.data_ptr() for w in weights[1:]]
@@ -129,7 +135,7 @@ def packed(weights: list[torch.Tensor]) -> list[torch.Tensor]:
     if torch.is_inference_mode_enabled() or capturing or not all(map(is_movable, weights)):
         return weights
     together = torch.cat([w.detach() for w in weights])
-    if together.is_cuda:  # the old places are given away, whatever stream they belong to
+    if together.is_cuda:  # the old memory is freed: another stream may still read it
         torch.cuda.current_stream(together.device).synchronize()
     for w, part in zip(weights, together.split([len(w) for w in weights]), strict=True):
         w.data = part
@@ -137,15 +143,18 @@ def packed(weights: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def is_movable(weight: torch.Tensor) -> bool:
-    """Nobody else knows the place: a part of a larger one is an optimizer's flat buffer, and among
-    several processes FSDP gathers weights into places that it keeps."""
+    """Whether no optimizer or FSDP buffer aliases the weight's memory.
+
+    A part of a larger storage may be an optimizer's flat buffer, and with several processes FSDP
+    gathers weights into buffers that it keeps."""
     several = dist.is_available() and dist.is_initialized()
     return not several and weight.untyped_storage().nbytes() == weight.nbytes
 
 
 def many_rows(kernel: Any) -> StepLinear:
-    """The same of cuBLAS's products, for a batch that fills their tiles, and the kernel's norms (with
-    the gates, which a product of a few columns would keep waiting) and SwiGLU."""
+    """Returns a replacement for linear_step that uses cuBLAS, for batches of more than ROWS rows.
+
+    Norms, SwiGLU and the gates' narrow projections stay with the kernel."""
 
     def run(
         x: torch.Tensor, weights: list[torch.Tensor], biases: Any = (), *, capped: int = 0,

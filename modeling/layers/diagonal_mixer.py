@@ -19,9 +19,10 @@ CELLS: dict[str, Any] = {"flash_gru": FlashGRU, "flash_lstm": FlashLSTM}
 
 
 class GatedRMSNorm(nn.RMSNorm):
-    """RMSNorm(x silu(gate)) (Mamba2, arXiv 2405.21060): the gate first, then the norm.
+    """Computes RMSNorm(x silu(gate)) (Mamba2, arXiv 2405.21060): the gate first, then the norm.
 
-    In x's dtype, under autocast too, which would move twice the bytes: the sum of squares is in fp32.
+    The result has x's dtype, also under autocast, whose fp32 would move twice the bytes. The sum of
+    squares is in fp32.
     """
 
     def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
@@ -32,7 +33,9 @@ class GatedRMSNorm(nn.RMSNorm):
 
 
 class DiagonalMixer(nn.Module):
-    """y = W_out norm(h + D x, g)   with h = cell(x), x = silu(conv(x')), (x', g) = W_in u
+    """The published block around a diagonal cell: convolution, gate, norm and projections.
+
+    y = W_out norm(h + D x, g)   with h = cell(x), x = silu(conv(x')), (x', g) = W_in u
 
     u, y [B, T, H]; the convolution is causal and depthwise, the skip D [H] is learned. The cell's
     input projection is block-diagonal (`HeadwiseLinear`): tools that look for nn.Linear (LoRA,
@@ -52,7 +55,7 @@ class DiagonalMixer(nn.Module):
         self.out_proj = nn.Linear(width, width, bias=False)
 
     def init_weights(self) -> None:
-        """Of its own weights: the layers inside are asked for themselves, see mlstm.py."""
+        """Initialises the mixer's own weights; its submodules initialise theirs, see mlstm.py."""
         init.ones_(self.skip)
 
     def forward(
@@ -75,7 +78,7 @@ class DiagonalMixer(nn.Module):
         norm: nn.Module,
         cache: RecurrentStateLayer | None,
     ) -> torch.Tensor:  # [B, H]
-        """x + forward(norm(x)) of one token a row."""
+        """Computes x + forward(norm(x)) for one token per row."""
         y, options = apply_norm(norm, x)
         pair = step_linear(y, [self.in_proj.weight], **options)[0]
         kernel, options = self.find_kernel(x), {}
@@ -86,14 +89,16 @@ class DiagonalMixer(nn.Module):
         return step_linear(y, [self.out_proj.weight], residual=x, **options)[0]
 
     def find_kernel(self, x: torch.Tensor) -> Any:
-        """The kernel that has `mix_step` for x [B, H], None where the modules are called."""
+        """Returns the kernel whose `mix_step` runs this mixer on x [B, H], or None: call the
+        modules."""
         if not self.is_plain(x):
             return None
         kernel = load_kernel("diagonal-rnn", x.device.type, self.config.backend)
         return None if kernel.BACKEND is None or self.config.backend == "reference" else kernel
 
     def is_plain(self, x: torch.Tensor) -> bool:
-        """Nothing but its weights between the linear layers, and these of sizes that the kernel has."""
+        """Whether the modules between the linear layers are unmodified and of sizes that the kernel
+        has."""
         cell, config = self.cell, self.config
         kinds = {CausalConv1d: self.conv, CELLS[config.cell]: cell}
         kinds |= {HeadwiseLinear: cell.in_proj, GatedRMSNorm: self.norm}

@@ -42,8 +42,10 @@ def check_method(method: str) -> None:
 
 
 class Bound(torch.autograd.Function):
-    """Clamps to [-m, m]. Beyond the bound only gradients that lead back pass, so that no weight is
-    caught there: what clipping the parameters after every update does, without touching them."""
+    """Clamps to [-m, m]; outside the bound only inward gradients pass.
+
+    So a weight beyond the bound can return. It has the effect of clipping the parameters after
+    every update, and does not modify them."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, m: float) -> Tensor:
@@ -58,7 +60,7 @@ class Bound(torch.autograd.Function):
 
 
 class TransformableBound(Bound):
-    """The same for torch.func."""
+    """Bound in the form that torch.func can transform."""
 
     generate_vmap_rule = True
 
@@ -100,12 +102,13 @@ class _FlashLayer(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """As published: a and p normal with deviation 1 / sqrt(hidden_size), cut off at three of it."""
+        """Initialises all weights as published; a and p are truncated normal, see init_weights."""
         self.in_proj.reset_parameters()
         self.init_weights()
 
     def init_weights(self) -> None:
-        """a and p alone."""
+        """Initialises a and p: normal with deviation 1 / sqrt(hidden_size), truncated at three of
+        it."""
         deviation = 1 / math.sqrt(self.hidden_size)
         for rows in self.rows:
             nn.init.trunc_normal_(rows, 0.0, deviation, -3 * deviation, 3 * deviation)
@@ -115,7 +118,7 @@ class _FlashLayer(nn.Module):
         hold: Tensor | None = None, lengths: Tensor | None = None, cu_seqlens: Tensor | None = None,
         **path: Any,
     ) -> tuple[Tensor, State]:  # fmt: skip
-        """x [B, T, input_size] -> h [B, T, hidden_size], state; see the module."""
+        """Runs the layer: x [B, T, input_size] -> h [B, T, hidden_size], state; see the module."""
         self._check(x, "[B, T, {}]", 3)
         wrong = [name for name in path if name not in PATH]
         if wrong:
@@ -133,7 +136,7 @@ class _FlashLayer(nn.Module):
     def step(
         self, x: Tensor, state: State | None = None, *, backend: str | None = None
     ) -> tuple[Tensor, State]:
-        """One step: x [B, input_size] -> h [B, hidden_size], state."""
+        """Runs one time step: x [B, input_size] -> h [B, hidden_size], state."""
         self._check(x, "[B, {}]", 2)
         backend = backend or self.backend
         cell = self._kernel(x, f"{self.kernel_cell}_step", backend)
@@ -145,7 +148,7 @@ class _FlashLayer(nn.Module):
 
     @property
     def rows(self) -> tuple[nn.Parameter, ...]:
-        """a, and p where there is one."""
+        """The recurrent weights: a, and the peepholes p of an LSTM."""
         return (self.a, self.p) if self.peepholes else (self.a,)
 
     def _weights(self) -> list[Tensor]:

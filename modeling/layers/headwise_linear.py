@@ -1,4 +1,4 @@
-"""A projection in blocks along the diagonal."""
+"""A block-diagonal linear projection."""
 
 import math
 from typing import Any
@@ -13,7 +13,9 @@ from ..kernels.diagonal_rnn.projection import (  # torch alone, whatever the bac
 
 
 class HeadwiseLinear(nn.Module):
-    """N heads side by side: y[..., g, n J + j] = sum over i of weight[n, g, j, i] x[..., n I + i] + bias.
+    """A linear layer with one block per head (a block-diagonal matrix), for G gates at once:
+
+    y[..., g, n J + j] = sum over i of weight[n, g, j, i] x[..., n I + i] + bias.
 
     weight [N, G, J, I] with N I = input_size, N J = hidden_size; bias [G, hidden_size]. x in any floating
     dtype torch.matmul takes, [..., input_size] -> y [..., G, hidden_size], or with `apart` what a
@@ -58,8 +60,9 @@ class HeadwiseLinear(nn.Module):
         return headwise_linear(x, self.weight, self.bias)
 
     def _kept_bias(self) -> Tensor | None:
-        """Values of its own, in the dtype that cells add it in: FSDP around this module frees the
-        parameter's as the call ends."""
+        """Returns a copy of the bias in the dtype that cells add it in.
+
+        FSDP around this module frees the parameter's own memory when the call ends."""
         if self.bias is None:
             return None
         return self.bias.to(torch.promote_types(self.bias.dtype, torch.float32), copy=True)

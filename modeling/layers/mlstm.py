@@ -1,4 +1,4 @@
-"""What flash_mlstm and flash_xlstm share: the call of the mLSTM, and layers by how they begin."""
+"""Shared code of flash_mlstm and flash_xlstm: the mLSTM call, and layers with an initialisation."""
 
 from typing import Any
 
@@ -13,13 +13,14 @@ from ..state.cache import RecurrentStateLayer, StaticRecurrentStateLayer
 State = tuple[torch.Tensor, ...]
 
 
-# transformers initialises code from outside module by module, and passes over those without parameters
-# of their own: how a layer begins is the layer's class, or its `std`.
+# transformers initialises remote code module by module and skips modules without parameters of
+# their own. So the initialisation of a layer depends on its class, or on its attribute `std`.
 
 
 class GateLinear(nn.Linear):
-    """Pre-activations of gates: they begin independent of the token, weights 0, biases `start`. A few
-    rows, which tools that quantise leave as they are."""
+    """A linear layer for gate pre-activations, initialised with zero weights and biases `start`.
+
+    It has few rows. Being no plain nn.Linear, it is left alone by quantisation tools."""
 
     def __init__(self, inputs: int, start: torch.Tensor):
         super().__init__(inputs, len(start))
@@ -31,18 +32,20 @@ class GateLinear(nn.Linear):
 
 
 def residual_linear(inputs: int, outputs: int, std: float) -> nn.Linear:
-    """What adds to the residual stream begins smaller: deviation 2 / (L sqrt(fan)), L blocks (Wang and
-    Komatsuzaki 2021). No class of its own: tools that quantise replace what is an nn.Linear exactly."""
+    """Returns an nn.Linear for a residual branch, marked to be initialised with deviation `std`.
+
+    It is smaller than elsewhere: 2 / (L sqrt(fan)) for L blocks (Wang and Komatsuzaki 2021). It is
+    no class of its own, because quantisation tools replace exactly nn.Linear."""
     linear: Any = nn.Linear(inputs, outputs, bias=False)
     linear.std = std
     return linear
 
 
 class HeadNorm(nn.Module):
-    """The norm, "layer" (without bias) or "rms", of every head's D values for themselves: its weight.
+    """Holds the weight of a norm over each head's D values: "layer" (without bias) or "rms".
 
-    What computes h norms it as well. forward() -> the weight [N, D], of the parameter [N D]: through
-    forward, because that is where hooks bring a weight that lies elsewhere.
+    The norm itself is computed together with h. forward() returns the weight [N, D]; callers go
+    through forward because hooks that load an offloaded weight run there.
     """
 
     def __init__(self, heads: int, width: int, eps: float, kind: str = "layer"):
@@ -73,9 +76,9 @@ def run_mlstm(
     out_gate: torch.Tensor | None = None,  # [B, T, H, V]
     **options: Any,  # of the kernel's mlstm and mlstm_step
 ) -> tuple[torch.Tensor, State]:
-    """h [B, T, H V], normed and gated, and the states to keep; see the kernel's mlstm.
+    """Runs the mLSTM: returns h [B, T, H V], normed and gated, and the new states; see the kernel.
 
-    A token that is decoded into a static cache changes its states where they lie.
+    Decoding one token into a static cache updates its states in place.
     """
     q = operands[0]
     options.update(

@@ -1,4 +1,4 @@
-"""Layers that own a cell's weights and call its kernel."""
+"""The mixer of flash_rnn: a layer that owns a cell's weights and calls its kernel."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from .decode_linear import StepLinear, apply_norm
 
 
 class RecurrentMixer(nn.Module):
-    """A cell over time: projects the input to the gates and runs the recurrence of every head.
+    """Projects the input to the gates and runs a recurrent cell over time, with several heads.
 
     The projection is an ordinary nn.Linear (LoRA, quantisation and sharding see it); the recurrent
     weight is not, and stays as it is.
@@ -33,7 +33,8 @@ class RecurrentMixer(nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Recurrent matrices are orthogonal in every head and gate (Saxe et al. 2014).
+        """Initialises recurrent matrices as orthogonal, each head and gate by itself (Saxe et al.
+        2014).
 
         A state is kept at the start: the LSTM's forget gate has bias 1 (Jozefowicz et al. 2015), so
         has the GRU's update gate; sLSTM's forget biases fall from 5 to -7 within a head by a power
@@ -74,7 +75,7 @@ class RecurrentMixer(nn.Module):
         norm: nn.Module,
         cache: RecurrentStateLayer | None,
     ) -> torch.Tensor:  # [B, H]
-        """x + forward(norm(x)) of one token a row."""
+        """Computes x + forward(norm(x)) for one token per row."""
         y, options = apply_norm(norm, x)
         gates = step_linear(y, [self.in_proj.weight], **options)[0]
         return x + self.mix(gates[:, None], cache, NO_BOUNDARIES)[:, 0]
@@ -88,7 +89,7 @@ class RecurrentMixer(nn.Module):
         mlp: Any,  # a SwiGLU
         cache: RecurrentStateLayer | None,
     ) -> torch.Tensor:  # [B, H]
-        """The whole block around this mixer, of one token a row."""
+        """Computes the whole block around this mixer for one token per row."""
         shape, wide = (
             (x.shape[0], *self.gate_bias.shape[1:]),
             torch.promote_types(x.dtype, torch.float32),
@@ -107,7 +108,8 @@ class RecurrentMixer(nn.Module):
         return y
 
     def has_wide_states(self, x: torch.Tensor, cache: RecurrentStateLayer | None) -> bool:
-        """In the dtype that a step changes them in; others are cast."""
+        """Whether the cache holds the states in the dtype that a step computes in, so no cast is
+        needed."""
         group = None if cache is None else cache.get_states()
         wide = torch.promote_types(x.dtype, torch.float32)
         return all(s.dtype == wide for s in group or ())
