@@ -1,1 +1,1 @@
-"""Kernels from the Hub: the lock, downloads and their digests, and the import of what was verified."""
+"""Loads kernels from the Hub: the lock, downloads, their digests, and imports of verified files."""

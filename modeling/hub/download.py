@@ -1,8 +1,9 @@
-"""Downloads of pinned files within one deadline, whatever the Hub does.
+"""Downloads pinned files within one deadline, whatever the Hub does.
 
-It may hang, send a byte a second or bytes without end, answer errors, redirect in a circle or lie:
-after HUB_TIMEOUT seconds, those included in which another process downloads the same files, it is
-given up. Nothing it says names a file or a place; bytes other than the pinned ones are refused.
+The Hub may hang, send a byte a second or bytes without end, answer errors, redirect in a circle or
+lie. After HUB_TIMEOUT seconds, including the wait for another process that downloads the same
+files, the download is given up. No file name or path is taken from a response, and bytes whose
+digest is not the pinned one are refused.
 """
 
 import contextlib
@@ -28,19 +29,19 @@ _down: tuple[float, str] | None = None  # when a Hub failed last in this process
 
 
 class FilesUnavailable(Exception):
-    """The files are not here and could not be fetched."""
+    """The files are not in the cache and could not be fetched."""
 
 
 class FilesDiffer(Exception):
-    """A file is not what the lock pins."""
+    """A file's digest is not the one that the lock pins."""
 
 
 class HubDown(FilesUnavailable):
-    """The Hub failed, for whatever is asked of it."""
+    """The Hub itself failed, so other requests would fail too."""
 
 
 class _HubBusy(Exception):
-    """The Hub asks to be asked again; `wait` says after how many seconds at least."""
+    """The Hub asks for a retry, after at least `wait` seconds."""
 
     def __init__(self, status: int, wait: float):
         super().__init__(f"the Hub answers {status}")
@@ -49,8 +50,9 @@ class _HubBusy(Exception):
 
 @contextlib.contextmanager
 def hub_deadline() -> Iterator[float]:
-    """The deadline. A Hub that was down is left alone for a while: a model of three kernels waits
-    for it once."""
+    """Yields the deadline of a download, and raises HubDown if the Hub failed a short time ago.
+
+    So a model of three kernels waits for a Hub that is down only once."""
     global _down
     from huggingface_hub import constants
 
@@ -79,15 +81,16 @@ def _timeout() -> float:
 
 
 class Transfer:
-    """What the downloads of one variant share: the deadline, and the bytes that may still come."""
+    """The downloads of one variant, which share a deadline and a limit of bytes."""
 
     def __init__(self, revision: str, deadline: float):
         self.revision, self.deadline = revision, deadline
         self.allowed, self.lock = LARGEST_FILE, threading.Lock()
 
     def download(self, url: str, sha256: str) -> bytes:
-        """The file, asked for once more if the transfer breaks or other bytes come, and for as long
-        as there is time if the Hub is busy."""
+        """Returns the file's bytes; retries once if the transfer breaks or the digest is wrong.
+
+        While the Hub says that it is busy, retries until the deadline."""
         tries, pause = 2, 1.0
         while True:
             try:
@@ -113,7 +116,8 @@ class Transfer:
                 raise failure
 
     def _get(self, url: str) -> bytes:
-        """Follows redirects itself: the client would read their bodies, which may be endless."""
+        """Fetches a URL, following redirects itself: the client would read their bodies, however
+        long."""
         from huggingface_hub.utils import get_session
 
         client, commits = get_session(), []
@@ -159,8 +163,9 @@ class Transfer:
 
 
 def _headers() -> dict[str, str]:
-    """Not huggingface_hub's build_hf_headers, which asks the Hub for a list of coding agents first and
-    reads however much comes."""
+    """Returns the request headers: user agent and token.
+
+    huggingface_hub's build_hf_headers would first fetch a list from the Hub, of any length."""
     from huggingface_hub import __version__, constants, get_token
 
     headers = {"User-Agent": f"flashcell; hf_hub/{__version__}", "Accept-Encoding": "identity"}
@@ -171,8 +176,10 @@ def _headers() -> dict[str, str]:
 def fetch(
     urls: dict[str, str], files: dict[str, str], transfer: Transfer
 ) -> Iterator[tuple[str, bytes]]:
-    """The files as they come, verified. Threads wait for the network and are left behind at the
-    deadline: a name look-up, or a header that comes byte by byte, does not end at one."""
+    """Downloads the files in several threads, and yields each when it is verified.
+
+    At the deadline the threads are abandoned: a name look-up, or a header that comes byte by byte,
+    cannot be interrupted."""
     todo: queue.SimpleQueue[str] = queue.SimpleQueue()
     done: queue.SimpleQueue[tuple[str, bytes | Exception]] = queue.SimpleQueue()
     for file in files:

@@ -1,8 +1,8 @@
-"""The verified bytes of a variant's files: from huggingface_hub's cache, else from the Hub.
+"""Returns the verified bytes of a variant's files: from huggingface_hub's cache, else from the Hub.
 
-A file is read once, its bytes are hashed, and those bytes are what the caller gets: who can write to
-the cache, or answers in the Hub's name, can withhold a kernel, never change one. Only names that the
-lock has are read, asked for or written.
+A file is read once, its bytes are hashed, and the caller gets those same bytes. An attacker who can
+write to the cache, or can answer for the Hub, can withhold a kernel but not change it. Only names
+in the lock are read, requested or written.
 
 What came from the Hub is verified in memory, then stored for the next start below
 kernels--<org>--<name>/snapshots/<revision>/, where huggingface_hub and kernels find it too; a cache
@@ -32,7 +32,8 @@ logger = logging.getLogger(__name__)
 def verified_files(
     repo: str, revision: str, variant: str, files: dict[str, str]
 ) -> tuple[Path, dict[str, bytes]]:
-    """The variant's place in the cache, and the bytes of every file (name -> sha256)."""
+    """Returns the variant's folder in the cache and the verified bytes of `files` (name ->
+    sha256)."""
     try:
         from huggingface_hub import constants, hf_hub_url
     except ImportError as error:
@@ -61,7 +62,7 @@ def verified_files(
 
 
 def read_verified(folder: Path, files: dict[str, str]) -> dict[str, bytes]:
-    """The bytes of those files that are there; a wrong one raises. No other file is looked at."""
+    """Returns the bytes of those `files` that exist in `folder`; raises if a digest is wrong."""
     found, wrong = {}, []
     for file, sha256 in files.items():
         try:
@@ -84,8 +85,9 @@ def read_verified(folder: Path, files: dict[str, str]) -> dict[str, bytes]:
 
 @contextlib.contextmanager
 def _folder(parts: tuple[str, ...]) -> Iterator[int]:
-    """A descriptor of the folder below the cache, made if need be. A link on the way is an OSError,
-    for it may lead out of the cache."""
+    """Opens a folder below the cache, creating it if needed, and yields its descriptor.
+
+    A symbolic link on the way is an OSError, because it may lead out of the cache."""
     from huggingface_hub import constants
 
     os.makedirs(constants.HF_HUB_CACHE, exist_ok=True)
@@ -103,7 +105,7 @@ def _folder(parts: tuple[str, ...]) -> Iterator[int]:
 
 
 def _store(parts: tuple[str, ...], file: str, content: bytes) -> None:
-    """Puts a verified file into the cache, whole or not at all."""
+    """Writes a verified file into the cache, whole or not at all."""
     *folders, name = file.split("/")
     try:
         with _folder((*parts, *folders)) as at:
@@ -114,8 +116,9 @@ def _store(parts: tuple[str, ...], file: str, content: bytes) -> None:
 
 @contextlib.contextmanager
 def _one_process(repo: str, variant: str, deadline: float) -> Iterator[None]:
-    """One process of this user at a time, so that a file is sent once. Where that cannot be had
-    nothing else depends on it."""
+    """Holds a lock per variant, so that only one process of this user downloads it.
+
+    It only saves downloads: where locks do not work, the code goes on without."""
     try:
         with _folder((".locks", repo)) as at:
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK

@@ -1,8 +1,8 @@
 """Imports a package from bytes: none of its files is opened, so none can be swapped after a check.
 
-Sources are compiled from memory. The dynamic linker takes files only, so a library goes into a file
-of this process without a name, which nobody else can open. All modules are imported at once, so that
-nothing is left to be looked for later.
+Sources are compiled from memory. The dynamic linker takes files only, so a library is written to an
+unnamed file of this process, which no other user can open. All modules are imported at once, so
+that none is searched for later.
 """
 
 import importlib
@@ -24,8 +24,10 @@ SOURCE, LIBRARY = ".py", ".abi3.so"
 def import_package(
     name: str, files: dict[str, bytes], folder: Path, digests: dict[str, str]
 ) -> ModuleType:
-    """The package `name` of relative paths and their bytes. `folder` is where tracebacks and
-    `__file__` say that it is; `digests` are for who finds the module imported."""
+    """Imports the package `name` from `files`, its relative paths and their bytes.
+
+    `folder` is the path that tracebacks and `__file__` show. `imported_package` returns
+    `digests`."""
     package = _Package(name, files, folder)
     package.digests = digests
     sys.meta_path.insert(0, package)
@@ -85,8 +87,10 @@ class _Package(MetaPathFinder, SourceLoader):  # type: ignore[misc]
 
 
 class _Library(ExtensionFileLoader):
-    """Loads an extension module from bytes. The file stays open: the linker knows libraries by
-    path, so its number must not name another one."""
+    """Loads an extension module from bytes.
+
+    Its file stays open: the linker identifies libraries by path, here /proc/self/fd/<number>, so
+    the number must not be reused."""
 
     def __init__(self, name: str, content: bytes):
         super().__init__(name, "")
@@ -109,14 +113,15 @@ class _Library(ExtensionFileLoader):
         raise ImportError(f"the library {spec.name} cannot be loaded: {'; '.join(failures)}")
 
     def _in_memory(self) -> IO[bytes]:
-        """Needs no folder that can be written; some Pythons lack it, some machines forbid it."""
+        """Opens a file in memory (memfd), which needs no writable folder; not every system allows
+        it."""
         if not hasattr(os, "memfd_create"):
             raise OSError("no memfd_create")
         return os.fdopen(os.memfd_create(self.name), "w+b")
 
 
 def _module_name(package: str, file: str) -> str | None:
-    """The module that a file is, or None."""
+    """Returns the dotted module name of a file, or None if it is no module."""
     suffix = next((s for s in (LIBRARY, SOURCE) if file.endswith(s)), None)
     if suffix is None:
         return None
@@ -127,8 +132,11 @@ def _module_name(package: str, file: str) -> str | None:
 
 
 def imported_package(name: str) -> tuple[ModuleType | None, dict[str, str] | None]:
-    """The package if this process has it, and its files' digests if it was imported from verified
-    bytes: by this file or by a copy, as every exported model has one. Waits for another thread's import."""
+    """Returns the package if it is already imported, and its digests if it came from verified
+    bytes.
+
+    It may have been imported by another copy of this file, as every exported model has one. Waits
+    while another thread imports it."""
     if name not in sys.modules:
         return None, None
     try:

@@ -1,4 +1,4 @@
-"""The one file that knows the Hub: load_kernel(name, device_type, backend) -> the kernel's module.
+"""Loads a kernel: load_kernel(name, device_type, backend) -> the kernel's module.
 
     auto        one variant for the device: from LOCAL_KERNELS, else from the Hub at the locked
                 revision, else the torch reference, with one warning that names the reason
@@ -7,11 +7,11 @@
 
 The lock (kernels_lock.py, or the file that FLASHCELL_LOCK names) pins a commit and the sha256 of
 every file of every variant. All of them are verified before the first is imported, and the bytes
-that were hashed are the bytes that are imported (kernel_files.py, kernel_import.py): who can write
-to the cache can withhold a kernel, but not change it. What the lock pins was reviewed, so no
-publisher has to be trusted and nobody is asked to trust one; `kernels.get_kernel` asks, because it
-imports whatever the repository holds today. Verified files in the cache are used without a word to
-the network, so a second start works offline; a Hub that is slow is given up after 20 seconds.
+that were hashed are the bytes that are imported (kernel_files.py, kernel_import.py): an attacker
+who can write to the cache can withhold a kernel, but not change it. What the lock pins was
+reviewed, so the user need not trust a publisher; `kernels.get_kernel` asks for that trust, because
+it imports whatever the repository holds today. Verified files in the cache are used without network
+access, so a second start works offline. A Hub that does not answer is given up after 20 seconds.
 
 LOCAL_KERNELS="org/name=/directory:..." (development) takes a build from disk instead. Its files are
 the developer's own: their digests are not checked.
@@ -56,16 +56,18 @@ class KernelError(RuntimeError):
 
 
 class KernelUnavailable(KernelError):
-    """This machine has no kernel, or cannot get it now: what "auto" falls back from."""
+    """No kernel runs on this machine, or it cannot be fetched now; "auto" then uses the
+    reference."""
 
 
 class KernelCorrupt(KernelError):
-    """Files are not what the lock pins: none was imported, and not even "auto" goes on."""
+    """A file's digest does not match the lock: nothing is imported, and "auto" does not fall
+    back."""
 
 
 @dataclass(frozen=True)
 class KernelInfo:
-    """Where a kernel came from."""
+    """Describes where a loaded kernel came from."""
 
     name: str
     source: str  # "hub", "local" (LOCAL_KERNELS) or "reference"
@@ -87,7 +89,7 @@ _infos: dict[str, KernelInfo] = {}
 _modules = types.ModuleType("loaded_kernels")  # Dynamo traces attributes of modules at no cost
 _warned: set[tuple[str, str, str]] = set()
 _one_thread = threading.RLock()
-if hasattr(os, "register_at_fork"):  # no child is left with half a load, whose thread it has not
+if hasattr(os, "register_at_fork"):  # a fork must not copy a half-done load
     os.register_at_fork(
         before=_one_thread.acquire,
         after_in_parent=_one_thread.release,
@@ -101,7 +103,7 @@ def load_kernel(
     backend: str = "auto",
     fallback: str = "the torch reference, which is slow",
 ) -> Any:
-    """The module with the ops (lstm, gru, ...) for tensors on `device_type`; loaded once.
+    """Returns the module with the ops (lstm, gru, ...) for tensors on `device_type`; loads it once.
 
     Call it in forward: under torch.compile(fullgraph=True) the kernel is loaded while Dynamo
     traces, and only the ops end up in the graph. `fallback` is what the caller runs instead if
@@ -111,12 +113,13 @@ def load_kernel(
 
 
 def kernel_info(name: str, device_type: str = "cpu", backend: str = "auto") -> KernelInfo:
-    """Where the module that load_kernel gives for these arguments came from. It warns of nothing."""
+    """Returns where the module of load_kernel(name, device_type, backend) came from, without
+    warning."""
     return _infos[_load_once(name, device_type, backend, None)]
 
 
 def _load_once(name: str, device_type: str, backend: str, fallback: str | None) -> str:
-    """The key of the loaded kernel: a string, the kind of constant that Dynamo needs no guard for."""
+    """Loads a kernel if needed and returns its key, a string, which Dynamo needs no guard for."""
     key = f"{name} {device_type} {backend}"
     if key not in _infos:
         with _one_thread:
@@ -181,7 +184,8 @@ def _reference(name: str) -> Any:
 
 
 def _from_disk(name: str, repo: str, device_type: str) -> tuple[Any, KernelInfo] | None:
-    """The build that LOCAL_KERNELS names, if it does. A developer's wish, so it never falls back."""
+    """Loads the build that LOCAL_KERNELS names, or returns None if it names none; never falls
+    back."""
     entries = [e for e in os.environ.get("LOCAL_KERNELS", "").split(":") if e]
     wrong = [e for e in entries if not all(e.partition("="))]
     if wrong:
@@ -202,7 +206,8 @@ def _from_disk(name: str, repo: str, device_type: str) -> tuple[Any, KernelInfo]
 
 
 def _import_from(path: Path, identifier: str) -> Any:
-    """A developer's build, from where it lies: debuggers and profilers find its symbols there."""
+    """Imports a developer's build from its folder, where debuggers and profilers find its
+    symbols."""
     module = _loaded(identifier, path, None)
     if module is None:
         spec: Any = importlib.util.spec_from_file_location(identifier, path / "__init__.py")
@@ -250,8 +255,9 @@ def _check_id(metadata: bytes, identifier: str, path: Path) -> None:
 
 
 def _loaded(identifier: str, path: Path, files: dict[str, str] | None) -> Any:
-    """The module if this process has it already: its ops cannot be registered twice. `files` is
-    None for a developer's build."""
+    """Returns the module if this process has imported it, because ops cannot be registered twice.
+
+    `files` are its pinned digests, None for a developer's build."""
     module, digests = imported_package(identifier)
     if module is None or (files is not None and digests == files):
         return module
@@ -273,7 +279,8 @@ def _loaded(identifier: str, path: Path, files: dict[str, str] | None) -> Any:
 
 @contextmanager
 def _explained(what: str, kind: type[KernelError]) -> Iterator[None]:
-    """Any error becomes one of ours, for imports raise anything."""
+    """Turns any exception in the block into an error of class `kind`; imports may raise
+    anything."""
     try:
         yield
     except Exception as error:

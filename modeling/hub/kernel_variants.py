@@ -1,4 +1,4 @@
-"""Which variant of a kernel runs on this machine, and if none does, why not.
+"""Chooses the variant of a kernel that runs on this machine, or explains why none does.
 
 Our variants are built on torch's stable ABI: torch-stable-abi<torch>-<cpu|cu...>-<machine>-<system>
 runs under that torch and every later one, a CUDA variant under every later minor version of its
@@ -15,13 +15,14 @@ STABLE_VARIANT = re.compile(r"torch-stable-abi(\d)(\d+)-(cpu|cu(\d+)(\d))-(\w+)-
 
 
 def choose_variant(variants: Mapping[str, Sequence[str]], device_type: str) -> str | None:
-    """The best of the variants (name -> CUDA archs) for tensors on `device_type`, or None."""
+    """Returns the best variant for tensors on `device_type`, or None; `variants`: name -> CUDA
+    archs."""
     fit = [v for v, archs in variants.items() if unfit(v, archs, device_type) is None]
     return max(fit, key=_preference, default=None)
 
 
 def explain(variants: Mapping[str, Sequence[str]], device_type: str) -> str:
-    """What was there and why it does not do, after choose_variant gave None."""
+    """Returns a text that says of each variant why it does not run here."""
     reasons = [f"{v} ({unfit(v, archs, device_type)})" for v, archs in sorted(variants.items())]
     needed = f"{device_type} on {platform.system().lower()} {_cpu()} with torch {torch.__version__}"
     if device_type == "cuda" and torch.cuda.is_available():
@@ -30,7 +31,7 @@ def explain(variants: Mapping[str, Sequence[str]], device_type: str) -> str:
 
 
 def unfit(variant: str, archs: Sequence[str], device_type: str) -> str | None:
-    """Why a variant does not run here, or None if it does."""
+    """Returns why a variant does not run here, or None if it does."""
     match = STABLE_VARIANT.fullmatch(variant)
     if match is None:
         return "not a build on torch's stable ABI"
@@ -65,7 +66,7 @@ def runs_on(arch: str, capability: tuple[int, int]) -> bool:
 
 
 def _preference(variant: str) -> tuple[int, ...]:
-    """Newest torch, then newest CUDA."""
+    """Returns the sort key of a variant: newest torch first, then newest CUDA."""
     match = STABLE_VARIANT.fullmatch(variant)
     return tuple(int(number or 0) for number in match.group(1, 2, 4, 5)) if match else ()
 

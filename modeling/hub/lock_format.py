@@ -1,4 +1,4 @@
-"""The kernel lock: what was published and reviewed, and so the only thing that may be loaded.
+"""Reads and checks the kernel lock, which pins the reviewed files: only these may be loaded.
 
 A lock is a Python file with one dict literal, ``LOCK = {...}``, because exported model repositories
 carry it and only their `.py` files are copied. It is read without being executed:
@@ -38,11 +38,11 @@ LARGEST_FILE = 2**30  # bytes
 
 
 class LockError(ValueError):
-    """The lock is not one: the message names the field, what it is and what it must be."""
+    """The lock is invalid; the message names the field, what it is and what it must be."""
 
 
 def read_lock(path: Path) -> dict[str, Any]:
-    """The checked lock in a file, which is parsed and never executed."""
+    """Returns the checked lock from a file, which is parsed and never executed."""
     try:
         body = ast.parse(read_file(path)).body
         found = [s.value for s in body if isinstance(s, ast.Assign) and _assigns_lock(s)]
@@ -61,14 +61,14 @@ def read_lock(path: Path) -> dict[str, Any]:
 
 
 def lock_source(lock: dict[str, Any], where: str) -> bytes:
-    """The checked lock as a file's content."""
+    """Returns the content of a lock file for `lock`, after checking it."""
     text = json.dumps(check_lock(lock, where), indent=4).replace(": null", ": None")
     text = re.sub(r'(["\]}e\d])\n', r"\1,\n", text)  # trailing commas, as the formatter wants them
     return f"{DOCSTRING}\n\nLOCK = {text}\n".encode()
 
 
 def check_lock(lock: Any, where: str) -> dict[str, Any]:
-    """The lock itself if all of it is right."""
+    """Returns `lock` if every field is valid, else raises LockError."""
     where = f"kernel lock {where}: "
     _keys(lock, ("format", "kernels"), f"{where}LOCK")
     version = lock["format"]
@@ -92,7 +92,7 @@ def check_lock(lock: Any, where: str) -> dict[str, Any]:
 
 
 def read_file(path: Path) -> bytes:
-    """The bytes of a regular file. Anything else is an OSError at once: a FIFO would block forever."""
+    """Returns the bytes of a regular file; raises OSError for any other, as a FIFO would block."""
     opener = lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0))
     with open(path, "rb", opener=opener) as file:
         status = os.fstat(file.fileno())
@@ -123,7 +123,8 @@ def _assigns_lock(statement: ast.Assign) -> bool:
 
 
 def _repeated_keys(literal: ast.expr) -> list[str]:
-    """The keys that stand twice in a dict of the literal, of which Python would take the last."""
+    """Returns the keys that occur twice in a dict of the literal; Python would take the last
+    one."""
     dicts = [node for node in ast.walk(literal) if isinstance(node, ast.Dict)]
     counts = [Counter(ast.literal_eval(key) for key in node.keys if key) for node in dicts]
     return [repr(key) for count in counts for key, times in count.items() if times > 1]
@@ -149,7 +150,7 @@ def _require(ok: bool, at: str, was: Any, must: str) -> None:
 
 
 def _shown(was: Any) -> str:
-    """Short, whatever stands in the lock."""
+    """Returns a short repr of a value, for an error message."""
     try:
         text = was if isinstance(was, str) else repr(was)
     except ValueError:
