@@ -6,8 +6,8 @@ from huggingface_hub.dataclasses import strict
 
 from .recurrent_config import RecurrentConfig
 
-# What transformers' xLSTMConfig and NX-AI's xLSTMLargeConfig say besides: how their code runs, which
-# is no part of the model here.
+# Further fields of transformers' xLSTMConfig and NX-AI's xLSTMLargeConfig: they choose how that code
+# runs, and are not part of the model here.
 HOW_THEY_RUN = (
     "chunkwise_kernel", "sequence_kernel", "step_kernel", "mode", "return_last_states",
     "autocast_kernel_dtype", "inference_state_dtype", "max_inference_chunksize",
@@ -20,7 +20,8 @@ PUBLISHED = {"vocab_size": 50257}  # the GPT-2 tokenizer of the models below 7B
 
 @strict
 class FlashMLSTMConfig(RecurrentConfig):
-    """What a flash_mlstm model is. The defaults are xLSTM-7B (NX-AI/xLSTM-7b, arXiv 2503.13427).
+    """The configuration of a flash_mlstm model. The defaults are xLSTM-7B (NX-AI/xLSTM-7b, arXiv
+    2503.13427).
 
     The names are transformers' xLSTMConfig's; its aliases `embedding_dim` and `num_blocks`, which
     are NX-AI's own names, work too. Their switches between kernels are read and dropped.
@@ -146,7 +147,8 @@ class FlashMLSTMConfig(RecurrentConfig):
             )
 
     def _split(self) -> dict[str, str]:
-        """Every matrix is split. The mLSTM, which has none, is computed on every rank."""
+        """Returns the tensor-parallel plan: all matrices are split; every rank computes the whole
+        mLSTM."""
         if self.weight_mode == "fused":
             wide, up = ["qkv_opreact"], {"proj_up_gate_z": "packed_colwise"}
         else:

@@ -31,7 +31,8 @@ def published_presets() -> dict[str, dict[str, Any]]:
 
 @strict
 class FlashRNNConfig(RecurrentConfig):
-    """What a flash_rnn model is. The defaults are FlashRNN's 165M language model (arXiv 2412.07752).
+    """The configuration of a flash_rnn model. The defaults are FlashRNN's 165M language model
+    (arXiv 2412.07752).
 
     Args:
         vocab_size: number of tokens.
@@ -52,8 +53,8 @@ class FlashRNNConfig(RecurrentConfig):
         conv_kernel: width of the causal convolution before a diagonal cell.
         max_recurrent: bound of a diagonal cell's recurrent weights and peepholes; None for none.
         save: "gates" or "recompute": what the other cells keep for the backward pass. At run time.
-        method, tol, max_iters: "auto", "sequential", "multiple_shooting" or "newton": how a diagonal cell runs over
-            time, see the kernel's flash_gru. At run time.
+        method, tol, max_iters: how a diagonal cell runs over time, "auto", "sequential",
+            "multiple_shooting" or "newton"; see the kernel's flash_gru. At run time.
     """
 
     model_type = "flash_rnn"
@@ -106,7 +107,7 @@ class FlashRNNConfig(RecurrentConfig):
             raise ValueError(f"grad_clip is {self.grad_clip}, but must be None or a number >= 0")
 
     def validate_choices(self):
-        """An option of another cell would do nothing, so it is refused."""
+        """Refuses options that the chosen cell does not have, which would do nothing."""
         self._only(("rnn",), "nonlinearity")
         self._only(("lstm", "gru", "rnn", "slstm"), "grad_clip", "save")
         self._only(DIAGONAL, "method", "tol", "max_iters", "conv_kernel", "max_recurrent")
@@ -130,5 +131,5 @@ class FlashRNNConfig(RecurrentConfig):
 
     @property
     def kernel_cell(self) -> str:
-        """The cell's name among its kernel's."""
+        """The name of the cell in its kernel."""
         return f"rnn_{self.nonlinearity}" if self.cell == "rnn" else self.cell

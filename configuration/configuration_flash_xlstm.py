@@ -13,7 +13,8 @@ def round_up(x: float, multiple: int) -> int:
 
 @strict
 class FlashXLSTMConfig(RecurrentConfig):
-    """What a flash_xlstm model is (xLSTM, arXiv 2405.04517, in the form of the `xlstm` package).
+    """The configuration of a flash_xlstm model (xLSTM, arXiv 2405.04517, in the form of the `xlstm`
+    package).
 
     xLSTM[a:b] has a mLSTM blocks for b sLSTM blocks; which ones is `slstm_at`. xLSTM[1:0] is the
     default, xLSTM[0:1] is slstm_at="all".
@@ -98,7 +99,8 @@ class FlashXLSTMConfig(RecurrentConfig):
         return self.slstm_at == "all" or layer_idx in (self.slstm_at or ())
 
     def _split(self) -> dict[str, str]:
-        """Dense matrices are split. The cells, and what is block-diagonal, are on every rank."""
+        """Returns the tensor-parallel plan: dense matrices are split; every rank has all other
+        weights."""
         plan: dict[str, str] = {}
         if self.has_mlstm:
             plan["layers.*.mixer.proj_up"] = "colwise_gather_output"

@@ -1,4 +1,4 @@
-"""What the configurations of all families share."""
+"""The base class of all families' configurations."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal
@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 
 @strict
 class RecurrentConfig(PreTrainedConfig):
-    """The tokens, the head and the cache of a recurrent model, and how it is run.
+    """Base configuration of a recurrent model: tokens, head, cache and backend.
 
     Args:
         tie_word_embeddings: whether the head uses the embedding's weight.
@@ -44,17 +44,18 @@ class RecurrentConfig(PreTrainedConfig):
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> Any:
-        """The published configuration of that name, with `changes`."""
+        """Returns the published configuration `name`, with `changes`."""
         if name not in cls.presets:
             raise ValueError(f"preset is {name!r}, but must be one of {', '.join(cls.presets)}")
         return cls(**{**cls.presets[name], **changes})
 
     def validate_layer_type(self):
-        """The base class knows only its own layer types; ours is registered by our cache."""
+        """Overrides the base class's check, which knows only transformers' own layer types."""
 
     @property
     def layer_types(self) -> list[str]:
-        """One cache layer per entry: how DynamicCache and StaticCache find ours."""
+        """The type of each layer, by which DynamicCache and StaticCache choose the cache layer's
+        class."""
         return ["recurrent_state"] * self.num_hidden_layers
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""State dicts of the `xlstm` package's xLSTMLMModel, in flash_xlstm's terms.
+"""Converts state dicts of the `xlstm` package's xLSTMLMModel to flash_xlstm's.
 
 What differs besides names: its norms multiply by 1 + weight; an sLSTM's `fgate` feeds the input gate
 and its `igate` the forget gate; and the two backends of its sLSTM keep the recurrent weight and the
@@ -48,7 +48,8 @@ GATES = 4
 
 
 def split_blocks(state_dict: Weights) -> tuple[Weights, list[Weights]]:
-    """What is outside of the blocks, and each block's own weights by their last names."""
+    """Splits a state dict into the weights outside the blocks and each block's, with their prefix
+    removed."""
     outside: Weights = {}
     blocks: dict[int, Weights] = {}
     for name, weight in state_dict.items():
@@ -67,7 +68,7 @@ def split_blocks(state_dict: Weights) -> tuple[Weights, list[Weights]]:
 
 
 def convert_xlstm(state_dict: Weights) -> Weights:
-    """The weights of FlashXLSTMForCausalLM; names that it does not know are kept as they are."""
+    """Returns the weights for FlashXLSTMForCausalLM; unknown names are kept unchanged."""
     outside, blocks = split_blocks(state_dict)
     weights = {OUTSIDE.get(name, name): weight for name, weight in outside.items()}
     weights["model.norm.weight"] = weights["model.norm.weight"] + 1
@@ -98,7 +99,7 @@ def convert_block(block: Weights) -> Weights:
 
 
 def describe_xlstm(state_dict: Weights) -> dict[str, Any]:
-    """The arguments of FlashXLSTMConfig that shapes and names tell."""
+    """Returns the arguments of FlashXLSTMConfig that follow from the weights' shapes and names."""
     outside, blocks = split_blocks(state_dict)
     embedding, head = outside["token_embedding.weight"], outside["lm_head.weight"]
     vocabulary, width = embedding.shape

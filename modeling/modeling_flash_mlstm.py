@@ -41,7 +41,7 @@ FORGET_GATE_BIAS = 3.0, 6.0  # at the start, from the first head to the last
 
 
 def soft_cap(x: torch.Tensor, cap: float) -> torch.Tensor:
-    """cap tanh(x / cap), at least in fp32."""
+    """Bounds x smoothly to (-cap, cap): cap tanh(x / cap), computed in fp32 or wider."""
     return cap * torch.tanh(x.to(torch.promote_types(x.dtype, torch.float32)) / cap)
 
 
@@ -55,7 +55,8 @@ def residual(config: FlashMLSTMConfig, inputs: int) -> nn.Linear:
 
 
 class FlashMLSTMMixer(nn.Module):
-    """out_proj(sigmoid(o) norm(mlstm(q, k, v, i, f))), every operand a projection of the input."""
+    """The mLSTM mixer: out_proj(sigmoid(o) norm(mlstm(q, k, v, i, f))), all projected from the
+    input."""
 
     def __init__(self, config: FlashMLSTMConfig):
         super().__init__()
@@ -106,19 +107,20 @@ class FlashMLSTMMixer(nn.Module):
 
     @property
     def projections(self) -> tuple[list[nn.Linear], list[nn.Linear]]:
-        """The modules whose outputs are, side by side, q, k, v, o, and those of i and f."""
+        """The projection modules: those whose outputs join to q, k, v, o, and those for i, f."""
         if self.config.weight_mode == "fused":
             return [self.qkv_opreact], [self.ifgate_preact]
         gates = [self.igate_preact] if self.config.learnable_input_gate else []
         return [self.q, self.k, self.v, self.ogate_preact], [*gates, self.fgate_preact]
 
     def project(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """q, k [B, T, qk_dim], v, o [B, T, v_dim], i, f [B, T, heads]: all pre-activations."""
+        """Projects x to the pre-activations q, k [B, T, qk_dim], v, o [B, T, v_dim], i, f [B, T,
+        heads]."""
         wide, gates = self.projections
         return self.divide([m(x) for m in (*wide, *gates)])
 
     def divide(self, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The same of what the modules of `projections` gave."""
+        """Splits the outputs of the modules in `projections` into q, k, v, o, i, f."""
         qk, v = self.config.qk_dim, self.config.v_dim
         if self.config.weight_mode == "fused":
             return [*outputs[0].split([qk, qk, v, v], dim=-1), *outputs[1].chunk(2, dim=-1)]
@@ -129,7 +131,7 @@ class FlashMLSTMMixer(nn.Module):
 
 
 class FlashMLSTMFeedForward(nn.Module):
-    """SwiGLU (arXiv 2002.05202) by NX-AI's names."""
+    """A SwiGLU MLP (arXiv 2002.05202) whose parameters have NX-AI's names."""
 
     def __init__(self, config: FlashMLSTMConfig):
         super().__init__()
@@ -187,7 +189,8 @@ class FlashMLSTMBlock(RecurrentBlock):
     def step(
         self, step_linear: StepLinear, x: torch.Tensor, cache: RecurrentStateLayer | None
     ) -> torch.Tensor:  # [B, H]
-        """`run` of one token a row, in as few launches as there are dependences."""
+        """Does what `run` does for one token per row, in as few launches as data dependences
+        allow."""
         mixer, ffn, config = self.mlstm_layer, self.ffn, self.mlstm_layer.config
         wide, gates = mixer.projections
         outputs = step_linear(
@@ -203,7 +206,7 @@ class FlashMLSTMBlock(RecurrentBlock):
 
 
 class FlashMLSTMPreTrainedModel(RecurrentPreTrainedModel):
-    """The names, and the weights of every flash_mlstm model at the start."""
+    """Base class of all flash_mlstm models: checkpoint names and the initialisation of weights."""
 
     config: FlashMLSTMConfig
     base_model_prefix = "backbone"
@@ -214,9 +217,9 @@ class FlashMLSTMPreTrainedModel(RecurrentPreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """As published: normal with deviation sqrt(2 / 5H) (Nguyen and Salazar 2019), and smaller for
-        what adds to the residual stream; input gates at `input_gate_bias_init`, forget gates from 3
-        to 6, whatever the token.
+        """Initialises weights as published: normal with deviation sqrt(2 / 5H) (Nguyen and Salazar
+        2019), smaller in residual projections. Gates start with zero weights: input biases are
+        `input_gate_bias_init`, forget biases go from 3 to 6.
         """
         super()._init_weights(module)
         if isinstance(module, GateLinear | HeadNorm):
@@ -227,16 +230,16 @@ class FlashMLSTMPreTrainedModel(RecurrentPreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, *args: Any, key_mapping: dict | None = None, **kwargs: Any) -> Any:
-        """transformers' own, which reads the names of NX-AI's package besides transformers'."""
+        """Loads a model as transformers does, and also maps the names of NX-AI's package."""
         return super().from_pretrained(*args, key_mapping=key_mapping or NX_AI_NAMES, **kwargs)
 
     def save_pretrained(self, *args: Any, save_original_format: bool = False, **kwargs: Any) -> Any:
-        """transformers' own, which would write the names a checkpoint was read by."""
+        """Saves under transformers' names, whatever names the checkpoint was loaded from."""
         return super().save_pretrained(*args, save_original_format=save_original_format, **kwargs)
 
 
 class FlashMLSTMModel(RecurrentModel, FlashMLSTMPreTrainedModel):
-    """The base model: token ids or embeddings in, hidden states [B, T, H] out."""
+    """The flash_mlstm base model: token ids or embeddings in, hidden states [B, T, H] out."""
 
     def __init__(self, config: FlashMLSTMConfig):
         super().__init__(config)
@@ -249,7 +252,7 @@ class FlashMLSTMModel(RecurrentModel, FlashMLSTMPreTrainedModel):
 
 
 class FlashMLSTMForCausalLM(RecurrentForCausalLM, FlashMLSTMPreTrainedModel, GenerationMixin):
-    """flash_mlstm as a language model; its logits are soft-capped, and fp32 at least."""
+    """The flash_mlstm language model; its logits are soft-capped, in fp32 or wider."""
 
     backbone_class = FlashMLSTMModel
     _tied_weights_keys: ClassVar = {"lm_head.weight": "backbone.embeddings.weight"}
@@ -269,14 +272,14 @@ class FlashMLSTMForCausalLM(RecurrentForCausalLM, FlashMLSTMPreTrainedModel, Gen
 class FlashMLSTMForSequenceClassification(
     RecurrentForSequenceClassification, FlashMLSTMPreTrainedModel
 ):
-    """Classifies by the state after each row's last token that is not padding."""
+    """Classifies each sequence by the hidden state at its last token that is not padding."""
 
     base_model_prefix = "backbone"  # past the generic class, whose name for it is "model"
     backbone_class = FlashMLSTMModel
 
 
 class FlashMLSTMForTokenClassification(RecurrentForTokenClassification, FlashMLSTMPreTrainedModel):
-    """Classifies every token by the state after it."""
+    """Classifies each token by the hidden state at it."""
 
     base_model_prefix = "backbone"  # past the generic class, whose name for it is "model"
     backbone_class = FlashMLSTMModel

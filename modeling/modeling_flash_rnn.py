@@ -50,9 +50,7 @@ class FlashRNNBlock(RecurrentBlock):
         if config.is_diagonal:
             back: Any
             for back in (self.mixer.out_proj, self.mlp.down_proj):
-                back.blocks = (
-                    layer_idx + 1
-                )  # so many write to the residual stream; see _init_weights
+                back.blocks = layer_idx + 1  # number of residual branches; see _init_weights
 
     def run(
         self, hidden_states: torch.Tensor, cache: RecurrentStateLayer | None, boundaries: Boundaries
@@ -74,7 +72,8 @@ class FlashRNNBlock(RecurrentBlock):
         return find_step_linear(x, mixer.config.backend, [*linears, *norms], (mixer, mlp))
 
     def find_block_step(self, x: torch.Tensor, cache: RecurrentStateLayer | None) -> Any:
-        """The kernel that has a plain block of such rows in one call, None where it is several."""
+        """Returns the kernel that runs the whole block in one call, or None if several calls are
+        needed."""
         mixer, norms = self.mixer, [self.mixer_norm, self.mlp_norm]
         if type(mixer) is not RecurrentMixer or any(type(n) is not nn.RMSNorm for n in norms):
             return None
@@ -86,7 +85,8 @@ class FlashRNNBlock(RecurrentBlock):
     def step(
         self, step_linear: StepLinear, x: torch.Tensor, cache: RecurrentStateLayer | None
     ) -> torch.Tensor:  # [B, H]
-        """`run` of one token a row, in few launches, or one call where the kernel has all of it."""
+        """Does what `run` does for one token per row, in few launches, or in one kernel call if
+        possible."""
         mlp, kernel = self.mlp, self.find_block_step(x, cache)
         if kernel is not None:
             mixer: Any = self.mixer
@@ -97,7 +97,7 @@ class FlashRNNBlock(RecurrentBlock):
 
 
 class FlashRNNPreTrainedModel(RecurrentPreTrainedModel):
-    """The weights of every flash_rnn model at the start."""
+    """Base class of all flash_rnn models, with the initialisation of weights."""
 
     config: FlashRNNConfig
     _no_split_modules: ClassVar = ["FlashRNNBlock"]
@@ -111,7 +111,7 @@ class FlashRNNPreTrainedModel(RecurrentPreTrainedModel):
             module.reset_parameters()
         if not self.config.is_diagonal or self.config.initializer_range is not None:
             return
-        if isinstance(module, nn.Linear | nn.Embedding):  # open_lm's, which was used there
+        if isinstance(module, nn.Linear | nn.Embedding):  # as in open_lm, which the paper used
             deviation = module.weight.shape[1] ** -0.5
             blocks = getattr(module, "blocks", None)
             if blocks is not None:
@@ -120,7 +120,7 @@ class FlashRNNPreTrainedModel(RecurrentPreTrainedModel):
 
 
 class FlashRNNModel(RecurrentModel, FlashRNNPreTrainedModel):
-    """The base model: token ids or embeddings in, hidden states [B, T, H] out."""
+    """The flash_rnn base model: token ids or embeddings in, hidden states [B, T, H] out."""
 
     def __init__(self, config: FlashRNNConfig):
         super().__init__(config)
@@ -133,7 +133,7 @@ class FlashRNNModel(RecurrentModel, FlashRNNPreTrainedModel):
 
 
 class FlashRNNForCausalLM(RecurrentForCausalLM, FlashRNNPreTrainedModel, GenerationMixin):
-    """flash_rnn as a language model."""
+    """The flash_rnn language model."""
 
     backbone_class = FlashRNNModel
 
@@ -141,13 +141,13 @@ class FlashRNNForCausalLM(RecurrentForCausalLM, FlashRNNPreTrainedModel, Generat
 class FlashRNNForSequenceClassification(
     RecurrentForSequenceClassification, FlashRNNPreTrainedModel
 ):
-    """Classifies by the state after each row's last token that is not padding."""
+    """Classifies each sequence by the hidden state at its last token that is not padding."""
 
     backbone_class = FlashRNNModel
 
 
 class FlashRNNForTokenClassification(RecurrentForTokenClassification, FlashRNNPreTrainedModel):
-    """Classifies every token by the state after it."""
+    """Classifies each token by the hidden state at it."""
 
     backbone_class = FlashRNNModel
 

@@ -33,7 +33,7 @@ from .state.cache import RecurrentStateLayer
 
 
 class FlashXLSTMBlock(RecurrentBlock):
-    """An mLSTM block, or an sLSTM block with its MLP."""
+    """One block of flash_xlstm: an mLSTM, or an sLSTM with an MLP after it."""
 
     def __init__(self, config: FlashXLSTMConfig, layer_idx: int):
         super().__init__(layer_idx)
@@ -58,16 +58,16 @@ class FlashXLSTMBlock(RecurrentBlock):
 
 
 class FlashXLSTMPreTrainedModel(RecurrentPreTrainedModel):
-    """The weights of every flash_xlstm model at the start."""
+    """Base class of all flash_xlstm models, with the initialisation of weights."""
 
     config: FlashXLSTMConfig
     _no_split_modules: ClassVar = ["FlashXLSTMBlock"]
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """As the package does: normal with deviation sqrt(2 / 5H) (Nguyen and Salazar 2019), smaller for
-        what adds to the residual stream. An mLSTM's gates are independent of the token, input gates
-        near 0, forget gates from 3 to 6; an sLSTM's begin without recurrence (see the mixers).
+        """Initialises weights as the `xlstm` package does: normal with deviation sqrt(2 / 5H)
+        (Nguyen and Salazar 2019), smaller in residual projections. An mLSTM's gates start with zero
+        weights and biases near 0 (input) and from 3 to 6 (forget); for an sLSTM see the mixers.
         """
         super()._init_weights(module)
         config = self.config
@@ -83,7 +83,7 @@ class FlashXLSTMPreTrainedModel(RecurrentPreTrainedModel):
 
 
 class FlashXLSTMModel(RecurrentModel, FlashXLSTMPreTrainedModel):
-    """The base model: token ids or embeddings in, hidden states [B, T, H] out."""
+    """The flash_xlstm base model: token ids or embeddings in, hidden states [B, T, H] out."""
 
     def __init__(self, config: FlashXLSTMConfig):
         super().__init__(config)
@@ -96,13 +96,13 @@ class FlashXLSTMModel(RecurrentModel, FlashXLSTMPreTrainedModel):
 
 
 class FlashXLSTMForCausalLM(RecurrentForCausalLM, FlashXLSTMPreTrainedModel, GenerationMixin):
-    """flash_xlstm as a language model."""
+    """The flash_xlstm language model."""
 
     backbone_class = FlashXLSTMModel
 
     @classmethod
     def from_xlstm(cls, state_dict: dict[str, torch.Tensor], **changes: Any) -> Any:
-        """The model whose weights are the state dict of an xLSTMLMModel of the `xlstm` package.
+        """Builds the model from the state dict of an xLSTMLMModel of the `xlstm` package.
 
         Its shapes and names tell the configuration, but for what has no weights: that is taken to be the
         package's default (GELU in the MLP), without dropout; `changes` go to FlashXLSTMConfig.
@@ -124,13 +124,13 @@ class FlashXLSTMForCausalLM(RecurrentForCausalLM, FlashXLSTMPreTrainedModel, Gen
 class FlashXLSTMForSequenceClassification(
     RecurrentForSequenceClassification, FlashXLSTMPreTrainedModel
 ):
-    """Classifies by the state after each row's last token that is not padding."""
+    """Classifies each sequence by the hidden state at its last token that is not padding."""
 
     backbone_class = FlashXLSTMModel
 
 
 class FlashXLSTMForTokenClassification(RecurrentForTokenClassification, FlashXLSTMPreTrainedModel):
-    """Classifies every token by the state after it."""
+    """Classifies each token by the hidden state at it."""
 
     backbone_class = FlashXLSTMModel
 

@@ -1,4 +1,4 @@
-"""What all recurrent families share: the loop over blocks, the heads, and what `generate` asks.
+"""Base classes of all model families: the loop over blocks, the heads, and generation.
 
 A family `<F>` is a configuration (configuration/recurrent_config.py), blocks and a few lines each of
 
@@ -11,8 +11,8 @@ A family `<F>` is a configuration (configuration/recurrent_config.py), blocks an
 
 (transformers wants to see GenerationMixin among the bases themselves).
 
-Padding (left, right or between) and packed documents need no care from the caller beyond
-`attention_mask`, and `position_ids`, `cu_seq_lens_q` or `seq_idx`.
+Padding (left, right or in between) is given by `attention_mask`, and packed documents by
+`position_ids`, `cu_seq_lens_q` or `seq_idx`; the caller need do nothing else.
 """
 
 from typing import Any, ClassVar
@@ -41,13 +41,13 @@ from .state.cache import RecurrentStateLayer, check_cache
 
 
 def make_norm(kind: str, width: int, eps: float) -> nn.Module:
-    """ "rms" or "layer", which has no bias."""
+    """Returns an RMSNorm for "rms", or a LayerNorm without bias for "layer"."""
     return nn.RMSNorm(width, eps) if kind == "rms" else nn.LayerNorm(width, eps, bias=False)
 
 
 def cast_once(x: torch.Tensor) -> torch.Tensor:
-    """x as autocast would hand it to each of several projections: one copy instead of one each, which
-    their backward passes keep, and one sum of their gradients in that dtype."""
+    """Casts x once to autocast's dtype, for several projections: they share one copy, also in
+    their backward passes, and their gradients are summed in that dtype."""
     kind = x.device.type
     if x.dtype == torch.float64 or x.is_meta or not torch.is_autocast_enabled(kind):
         return x
@@ -55,7 +55,7 @@ def cast_once(x: torch.Tensor) -> torch.Tensor:
 
 
 class SwiGLU(nn.Module):
-    """down(silu(gate(x)) * up(x)) (arXiv 2002.05202)."""
+    """A gated MLP: down(silu(gate(x)) * up(x)) (arXiv 2002.05202)."""
 
     def __init__(self, width: int, inner: int):
         super().__init__()
@@ -69,7 +69,7 @@ class SwiGLU(nn.Module):
 
 
 class RecurrentBlock(GradientCheckpointingLayer):
-    """One block; a family writes `run`."""
+    """Base class of one block; each family implements `run`."""
 
     def __init__(self, layer_idx: int):
         super().__init__()
@@ -93,7 +93,7 @@ class RecurrentBlock(GradientCheckpointingLayer):
 
 
 class RecurrentPreTrainedModel(PreTrainedModel):
-    """A family adds `config`, `_no_split_modules`, `_init_weights` and, where they differ, the names."""
+    """Base class of all models. A family adds `config`, `_no_split_modules` and `_init_weights`."""
 
     base_model_prefix = "model"
     _input_embed_layer = "embed_tokens"
@@ -113,7 +113,7 @@ class RecurrentPreTrainedModel(PreTrainedModel):
 
 
 class RecurrentModel:
-    """The forward pass of a base model: embeddings, blocks, norm."""
+    """Mixin with the forward pass of a base model: embeddings, blocks, norm."""
 
     gradient_checkpointing = False
 
@@ -129,10 +129,10 @@ class RecurrentModel:
         use_cache: bool | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPast:
-        """input_ids or inputs_embeds -> last_hidden_state [B, T, H], past_key_values.
+        """Runs the model on tokens or embeddings: -> last_hidden_state [B, T, H], past_key_values.
 
         With `use_cache`, or a cache given, `past_key_values` is a DynamicCache or StaticCache of
-        states to continue from, cut off from the graph. Documents packed into one row are told
+        states to continue from, detached from the graph. Documents packed into one row are told
         apart by position_ids, or by the keywords seq_idx [B or 1, T] or cu_seq_lens_q [S + 1].
         ValueError names an argument whose shape does not fit.
         """
@@ -177,8 +177,8 @@ class RecurrentForCausalLM(RecurrentGeneration):
     """A language model: the base model and a head; `backbone_class` is the family's base model.
 
     decoder        the DecodeEngine
-    prompt_tokens  a prompt of more tokens, over all rows, is read into the cache chunk by chunk, so
-                   that it needs the memory of so many
+    prompt_tokens  a longer prompt, counted over all rows, is read into the cache in chunks of this
+                   many tokens, which bounds the memory that it needs
     """
 
     prompt_tokens = 32768
@@ -218,7 +218,7 @@ class RecurrentForCausalLM(RecurrentGeneration):
         return (weight @ x.mT).mT[:, None]
 
     def next_logits(self, input_ids: torch.Tensor, past_key_values: Cache) -> torch.Tensor:
-        """What a decoded token is in `forward`, and what the engine records: [B, 1] -> [B, 1, V]."""
+        """Decodes one token per row, [B, 1] -> [B, 1, V]; the engine records this step."""
         backbone = getattr(self, self.base_model_prefix)
         outputs = backbone(input_ids=input_ids, past_key_values=past_key_values)
         return self.compute_logits(outputs.last_hidden_state)
@@ -236,7 +236,7 @@ class RecurrentForCausalLM(RecurrentGeneration):
         logits_to_keep: int | torch.Tensor = 0,  # the last so many, or these positions; 0 = all
         **kwargs: Unpack[TransformersKwargs],
     ) -> CausalLMOutputWithPast:
-        """As the base model, and logits [B, T or fewer, V]; with `labels` the mean loss, divided by
+        """Returns logits [B, T or fewer, V], and with `labels` the mean loss, its sum divided by
         num_items_in_batch if that is passed, as Trainer does."""
         others = {
             "attention_mask": attention_mask, "position_ids": position_ids, "labels": labels,
@@ -273,7 +273,7 @@ class RecurrentForCausalLM(RecurrentGeneration):
 
 
 class RecurrentForSequenceClassification(GenericForSequenceClassification):
-    """Classifies by the state after each row's last token that is not padding."""
+    """Classifies each sequence by the hidden state at its last token that is not padding."""
 
     backbone_class: ClassVar[Any]
 
@@ -287,7 +287,7 @@ class RecurrentForSequenceClassification(GenericForSequenceClassification):
 
 
 class RecurrentForTokenClassification(GenericForTokenClassification):
-    """Classifies every token by the state after it."""
+    """Classifies each token by the hidden state at it."""
 
     backbone_class: ClassVar[Any]
 

@@ -1,8 +1,8 @@
-"""torch.nn's recurrent modules become flashcell's where they stand: `replace`, `restore`, `drop_in`.
+"""Turns torch.nn's recurrent modules into flashcell's in place: `replace`, `restore`, `drop_in`.
 
-A module changes its class and nothing else, as torch.nn.utils.parametrize does it: it stays the same
-object with the same Parameters, buffers, hooks, training flag and attributes, and so do all
-references to it: tied modules, optimizers, the model itself where it is an nn.LSTM.
+Only the class of a module changes, as in torch.nn.utils.parametrize: it stays the same object with
+the same Parameters, buffers, hooks, training flag and attributes, and so do all references to it:
+tied modules, optimizers, the model itself where it is an nn.LSTM.
 """
 
 import functools
@@ -28,7 +28,8 @@ ALREADY = "it is flashcell's already"
 
 @dataclass
 class ReplaceReport:
-    """What became of the recurrent modules, by their names in the model."""
+    """Lists the recurrent modules of a model by name: which were replaced, and which were skipped
+    and why."""
 
     replaced: dict[str, str] = field(default_factory=dict)  # name -> class
     skipped: dict[str, str] = field(default_factory=dict)  # name -> why it stays as it is
@@ -40,14 +41,15 @@ class ReplaceReport:
         return f"{text}; left as they are: {', '.join(kept)}" if kept else text
 
     def log(self) -> None:
-        """One line; a warning if there is something that the caller may take for replaced."""
+        """Logs the report in one line, as a warning if a recurrent module was skipped."""
         left = [why for why in self.skipped.values() if why != ALREADY]
         nothing = not self.replaced and not self.skipped
         logger.log(logging.WARNING if left or nothing else logging.INFO, "%s", self)
 
 
 def replace(model: nn.Module, *, backend: str = "auto") -> ReplaceReport:
-    """Makes every torch.nn.LSTM, GRU, RNN and cell of `model` the flashcell module of that name.
+    """Turns every torch.nn.LSTM, GRU, RNN and cell of `model` into the flashcell module of that
+    name.
 
     Subclasses that do not override forward are taken, too: they keep their class's name and methods,
     isinstance, pickles and copies. So are parametrized modules.
@@ -103,7 +105,8 @@ def restore(model: nn.Module) -> list[str]:
 
 
 class drop_in:
-    """Inside, torch.nn's recurrent constructors make flashcell's modules.
+    """Context manager and decorator in which torch.nn's recurrent constructors make flashcell's
+    modules.
 
         with flashcell.drop_in() as report:
             trainer.fit(model, data)  # also what is built in there
@@ -171,8 +174,10 @@ _hooks: list[tuple[Any, Callable[..., None], Callable[..., None]]] = []  # class
 
 
 def _install() -> None:
-    """Hooks torch.nn's constructors while a block is entered anywhere. The hook stands in their base
-    classes' __init__: the classes are the same objects however they were imported."""
+    """Hooks torch.nn's constructors while any `drop_in` block is entered.
+
+    The hook replaces __init__ of their base classes, so it works however the classes were
+    imported."""
     global _blocks
     with _lock:
         _blocks += 1
@@ -217,13 +222,13 @@ def _check_module(model: Any) -> None:
 
 
 def _check_kernel(backend: str) -> None:
-    """A backend that is asked for by name must be here."""
+    """Raises if a backend that was named, other than "auto", is not available."""
     if check_backend(backend) in ("cpu", "cuda"):
         kernel_info("fused-rnn", backend, backend)
 
 
 def _is_recurrent(module: nn.Module) -> bool:
-    """Whether somebody who counts a model's recurrent modules counts this one."""
+    """Whether `module` is a recurrent module that the report should mention."""
     if isinstance(module, (RNNBase, RNNCellBase)):
         return True
     script = isinstance(module, torch.jit.ScriptModule)
@@ -233,7 +238,7 @@ def _is_recurrent(module: nn.Module) -> bool:
 
 
 def _target(module: nn.Module, backend: str) -> type[nn.Module] | str:
-    """The class that `module` gets, or why it stays as it is."""
+    """Returns the class that `module` gets, or the reason why it is skipped."""
     if isinstance(module, torch.jit.ScriptModule):
         return "TorchScript, compiled as it is"
     if not isinstance(module, (RNNBase, RNNCellBase)):

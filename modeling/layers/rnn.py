@@ -41,15 +41,16 @@ from ..kernels.fused_rnn.forward import run_cell, run_sequence
 
 
 class _StandIn(nn.Module):
-    """What the stand-ins have beside torch.nn's attributes."""
+    """Adds to torch.nn's recurrent modules what all replacements share: backend, kernel and
+    forward."""
 
     kernel_backend = "auto"  # on the class too: pickles of torch.nn's modules have none
 
     def stand_in(self, backend: str) -> None:
-        """Makes the attributes of an object that is torch.nn's module otherwise.
+        """Sets the attributes that a torch.nn module needs in order to work as one of flashcell's.
 
-        torch.fx and what stands on it take a module for a leaf if its `__module__` begins with
-        "torch.nn": on the object alone, since pickles find the class by the class's own.
+        torch.fx and the tools built on it treat a module as a leaf if its `__module__` begins with
+        "torch.nn". It is set on the object only, because pickle finds the class by the class's own.
         """
         # past a __setattr__ of the user's
         vars(self).update(kernel_backend=check_backend(backend), __module__="torch.nn")
@@ -61,8 +62,10 @@ class _StandIn(nn.Module):
         )
 
     def kernel_for(self, input: Any) -> Any:
-        """The functions of fused-rnn for where `input` is; None where torch.nn's own forward runs:
-        no kernel is here, and "auto" has nothing faster than it."""
+        """Returns fused-rnn's functions for the device of `input`, or None: run torch.nn's own
+        forward.
+
+        None means that "auto" found no kernel for the device and dtype."""
         data = input.data if isinstance(input, PackedSequence) else input
         if not isinstance(
             data, Tensor
@@ -83,10 +86,10 @@ class _Sequence(_StandIn, RNNBase):
         self.stand_in(backend)
 
     def flatten_parameters(self) -> None:
-        """Nothing to do: the kernels read every parameter where it is."""
+        """Does nothing: the kernels read every parameter in place."""
 
     def forward(self, input: Any, hx: Any = None) -> Any:
-        """As torch.nn's: input, hx -> output, h_n or (h_n, c_n)."""
+        """Runs the layers, as torch.nn does: input, hx -> output, h_n or (h_n, c_n)."""
         kernel = self.kernel_for(input)
         if kernel is None:
             return super().forward(input, hx)
@@ -144,7 +147,8 @@ class _Cell(_StandIn, RNNCellBase):
         self.stand_in(backend)
 
     def forward(self, input: Tensor, hx: Any = None) -> Any:
-        """As torch.nn's: input [B, I] or [I], states [B, D] or [D] -> h' or (h', c')."""
+        """Runs one step, as torch.nn does: input [B, I] or [I], states [B, D] or [D] -> h' or (h',
+        c')."""
         kernel = self.kernel_for(input)
         if kernel is None:
             return super().forward(input, hx)

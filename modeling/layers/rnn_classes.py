@@ -1,4 +1,4 @@
-"""The class that a torch.nn recurrent module gets when it becomes flashcell's."""
+"""Finds or makes the class that a torch.nn recurrent module gets when `replace` changes it."""
 
 import copyreg
 import threading
@@ -27,12 +27,14 @@ _metaclasses: dict[type, type] = {}
 
 
 class AdoptedType(type):
-    """The class of `adopted` classes. pickle finds a class by its names, and these have the names of the
-    user's: so they are pickled as what they are made from."""
+    """Metaclass of the classes that `adopted` makes, which lets pickle handle them.
+
+    pickle finds a class by its name, but these have the name of the user's class. So they are
+    pickled as a call of `class_for` with the user's class."""
 
 
 def class_for(own: type[nn.Module]) -> type[nn.Module] | str:
-    """flashcell's class for modules of the class `own`, or why there is none."""
+    """Returns flashcell's class for modules of the class `own`, or the reason why there is none."""
     if own in REPLACEMENTS:
         return REPLACEMENTS[own]
     base = next((kind for kind in own.__mro__ if kind in REPLACEMENTS), None)
@@ -48,9 +50,11 @@ def class_for(own: type[nn.Module]) -> type[nn.Module] | str:
 
 
 def adopted(own: type[nn.Module], ours: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of `own`, with its names, whose forward is that of `ours`: it stands in the order of
-    bases behind the user's classes and ahead of torch.nn's. One for each class, found among its
-    subclasses, so that nothing keeps a class alive."""
+    """Returns a subclass of `own`, with its name, whose forward is that of `ours`.
+
+    In the method resolution order `ours` comes after the user's classes and before torch.nn's.
+    There is one such class for each `own`. It is found among its subclasses, so no table keeps a
+    class alive."""
     with _lock:
         for known in own.__subclasses__():
             if isinstance(known, AdoptedType) and vars(known).get("own") is own:
@@ -78,12 +82,13 @@ def _reduce_class(kind: type) -> Any:
 
 
 def base_class(module: nn.Module) -> type[nn.Module]:
-    """A parametrized module's class is made for it alone, over the one that it had."""
+    """Returns the class of `module` without the one that torch.nn.utils.parametrize derived from
+    it."""
     return type(module).__bases__[0] if is_parametrized(module) else type(module)
 
 
 def set_class(module: nn.Module, kind: type[nn.Module]) -> None:
-    """Gives `module` the class `kind`, with the properties of its parametrizations, if it has some."""
+    """Sets the class of `module` to `kind`, and keeps the properties of its parametrizations."""
     if is_parametrized(module):
         old = type(module)
         members = {k: v for k, v in vars(old).items() if k not in ("__dict__", "__weakref__")}
@@ -92,14 +97,14 @@ def set_class(module: nn.Module, kind: type[nn.Module]) -> None:
 
 
 def adopt(module: Any, kind: type[nn.Module], backend: str) -> None:
-    """Makes `module` one of the class `kind`, and remembers what it was."""
+    """Sets the class of `module` to `kind`, and stores its old class for `release`."""
     vars(module)["_replaced"] = base_class(module)
     set_class(module, kind)
     module.stand_in(backend)
 
 
 def release(module: Any) -> None:
-    """The way back from `adopt`. Whoever interrupts it can do it again."""
+    """Undoes `adopt`; after an interrupt it can be called again."""
     set_class(module, vars(module)["_replaced"])
     for attribute in ("kernel_backend", "__module__", "_replaced"):
         vars(module).pop(attribute, None)

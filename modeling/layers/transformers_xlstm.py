@@ -1,4 +1,4 @@
-"""accelerate(model): transformers' own xLSTM on the tfla kernel."""
+"""Runs transformers' own xLSTM models on the tfla kernel: `accelerate(model)`."""
 
 from typing import Any
 
@@ -14,8 +14,10 @@ ORDER = ("q", "k", "v", "i", "f", "c_initial", "n_initial", "m_initial")
 
 
 class TflaBackend(nn.Module):
-    """The mLSTM of one layer: h [B, N, T, V] and (C [B, N, K, V], n [B, N, K], m [B, N, 1]) of what
-    xLSTMBackend (query, key, ...) and mLSTMBackend (q, k, ...) are given, heads first.
+    """Computes the mLSTM of one layer, in place of xLSTMBackend or mLSTMBackend.
+
+    Takes the arguments of either (query, key, ... or q, k, ...), heads first, and returns h [B, N,
+    T, V] and the states (C [B, N, K, V], n [B, N, K], m [B, N, 1]).
     """
 
     def __init__(self, config: Any, backend: str):
@@ -31,7 +33,7 @@ class TflaBackend(nn.Module):
             C, n, m = (given[name] for name in ORDER[5:])
             state = C, n, m.squeeze(-1)
             if torch.is_grad_enabled():
-                state = tuple(s.clone() for s in state)  # the model writes the next ones over them
+                state = tuple(s.clone() for s in state)  # the model overwrites them
         kernel = load_kernel("tfla", q.device.type, self.backend)
         options = {"eps": self.config.eps, "backend": self.backend}
         if q.shape[1] == 1:
@@ -46,14 +48,14 @@ class TflaBackend(nn.Module):
 def accelerate(model: nn.Module, *, backend: str = "auto") -> nn.Module:
     """Makes every mLSTM in `model`, transformers' xLSTM, run on flashcell's kernel.
 
-    Weights, state dict, configuration and outputs stay what they were, to rounding. Training also
+    Weights, state dict and configuration do not change, and outputs only by rounding. Training also
     works where transformers' own code does not: with the default configuration (whose cache it
     overwrites in place), in bf16, and in mode "train" over a number of tokens that is no multiple of
     chunk_size. The gradient also passes through the normaliser.
 
-    What lies outside of the mLSTM stays as it is in transformers 5.17 to 5.22:
+    Everything outside the mLSTM is transformers' own code (5.17 to 5.22), with its limits:
 
-    - `attention_mask` is not looked at: padding is read as text and changes the results of its row;
+    - `attention_mask` is ignored: padding is read as text and changes the results of its row;
     - the cache is in the model's dtype: in bf16 the states are rounded after every call, so after
       every token that is decoded;
     - beam search, a cache from an earlier `generate` and `logits_to_keep` do not work;

@@ -25,7 +25,7 @@ SLSTM_GATES = 4  # i, f, z, o
 
 
 class InputGate(GateLinear):
-    """Of an mLSTM in the package: near 0, but not the same in every head."""
+    """The input gate of an mLSTM, initialised as in the `xlstm` package: random biases near 0."""
 
     def init_weights(self) -> None:
         super().init_weights()
@@ -38,7 +38,9 @@ def residual(config: Any, inputs: int) -> nn.Linear:
 
 
 class XLSTMMixer(nn.Module):
-    """y = W_down ((norm(mlstm(q, k, v, i, f)) + skip u) silu(z))   with (x, z) = W_up s
+    """The mixer of an mLSTM block: up-projection, convolution, mLSTM, gate and down-projection.
+
+    y = W_down ((norm(mlstm(q, k, v, i, f)) + skip u) silu(z))   with (x, z) = W_up s
 
     u = silu(conv(x));  q, k of u and v of x by block-diagonal projections;  i, f = W (q, k, v) + b.
     s, y [B, T, H]; inside the width is `inner_size`.
@@ -84,7 +86,9 @@ class XLSTMMixer(nn.Module):
 
 
 class SLSTMMixer(nn.Module):
-    """y = norm(slstm(i, f, z, o))   with i, f of silu(conv(x)) and z, o of x, head by head
+    """The mixer of an sLSTM block: convolution, head-wise projections, sLSTM and norm.
+
+    y = norm(slstm(i, f, z, o))   with i, f of silu(conv(x)) and z, o of x, head by head
 
     x, y [B, T, H]. The recurrent weight [4, N, D, D] and the bias [4, N, D] are the kernel's.
     """
@@ -102,8 +106,9 @@ class SLSTMMixer(nn.Module):
         self.head_norm = HeadNorm(heads, width, config.norm_eps)
 
     def init_weights(self) -> None:
-        """Without recurrence. Forget gates fall from 5 to -7 within a head by a power law whose
-        exponent grows with depth, so that deeper blocks remember longer.
+        """Initialises the recurrent weights to 0 and the forget biases by depth. These fall from 5
+        to -7 within a head by a power law whose exponent grows with depth, so that deeper blocks
+        remember longer.
         """
         depth = self.layer_idx / max(self.config.num_hidden_layers - 1, 1)
         biases = torch.zeros(self.gate_bias.shape)
@@ -136,7 +141,8 @@ class SLSTMMixer(nn.Module):
 
 
 class GeGLU(nn.Module):
-    """down(gelu(gate) * up)   with (gate, up) = proj_up(x) (arXiv 2002.05202)."""
+    """The gated MLP after an sLSTM: down(gelu(gate) * up)   with (gate, up) = proj_up(x) (arXiv
+    2002.05202)."""
 
     def __init__(self, config: Any):
         super().__init__()

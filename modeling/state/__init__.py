@@ -1,1 +1,1 @@
-"""Recurrent states: in a cache, in a file, between documents, and from one device to the next."""
+"""Recurrent states: the cache, files, document boundaries, and context parallelism."""

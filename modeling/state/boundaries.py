@@ -1,5 +1,4 @@
-"""Where sequences begin and end: transformers' ways to say so, in the kernels' terms, and where a long
-prompt may be cut."""
+"""Translates transformers' padding and packing arguments to the kernels', and cuts long prompts."""
 
 from typing import Any, NamedTuple
 
@@ -8,7 +7,7 @@ from torch import nn
 
 
 class Boundaries(NamedTuple):
-    """Where sequences begin and where there is no sequence: the kernels' own arguments."""
+    """The kernels' arguments for document boundaries and padding."""
 
     reset: torch.Tensor | None = None  # [B, T] bool: the state is emptied before this token
     hold: torch.Tensor | None = None  # [B, T] bool: padding, the state passes through
@@ -19,11 +18,12 @@ class Boundaries(NamedTuple):
         return self.reset is None and self.hold is None and self.cu_seqlens is None
 
     def first(self, states: tuple | None) -> tuple | None:
-        """The states to continue from: with offsets every document begins here, none continues."""
+        """Returns the states to continue from: none with offsets, where every document begins
+        anew."""
         return states if self.cu_seqlens is None else None
 
     def last(self, states: tuple) -> tuple:
-        """The states to keep: with offsets, those of the last document."""
+        """Returns the states to keep: with offsets, those of the last document."""
         return states if self.cu_seqlens is None else tuple(s[-1:] for s in states)
 
 
@@ -38,11 +38,12 @@ def find_boundaries(
     cu_seq_lens: torch.Tensor | None = None,  # [S + 1]
     seq_idx: torch.Tensor | None = None,  # [B or 1, T], number of a token's document
 ) -> Boundaries:
-    """Translates transformers' ways to say "padding" and "another document".
+    """Translates transformers' arguments for padding and for packed documents.
 
-    Offsets say it all, so they win over `position_ids` and `seq_idx`, which are joined. Position and
-    number of a padding token mean nothing. Where a document begins with padding, its first real token
-    shows it: by its number, or by a position that does not go on from the text before.
+    `cu_seq_lens` takes precedence; otherwise a document begins where `position_ids` or `seq_idx`
+    say so. Both are ignored at padding. If a document begins with padding, its first real token
+    marks the beginning: by its document number, or by a position that does not continue the text
+    before.
     """
     hold = reset = None
     given = {"attention_mask": attention_mask, "position_ids": position_ids, "seq_idx": seq_idx}
@@ -86,10 +87,12 @@ def cut_prompt(
     cache: Any,
     rest: dict[str, Any],
 ) -> list[tuple[torch.Tensor | None, ...]]:
-    """The same arguments for chunks of at most `tokens` tokens, in multiples of 256 a row.
+    """Cuts the arguments of a prompt into chunks of at most `tokens` tokens, in multiples of 256
+    per row.
 
-    A prompt stays whole while gradients are recorded, where its documents are given by number or
-    offset, where every layer's output is asked for, and where `cache` continues no call of this model.
+    A prompt stays whole while gradients are recorded, if its documents are given by number or
+    offset, if the outputs of all layers are requested, and if `cache` takes its states from another
+    rank.
     """
     whole = (input_ids, inputs_embeds, position_ids, attention_mask)
     given = input_ids if inputs_embeds is None else inputs_embeds
@@ -120,7 +123,8 @@ def check_prompt(
     attention_mask: torch.Tensor | None,
     cache: Any,
 ) -> None:
-    """`generate` would blame what it makes of these, and take a mask of ones whatever its length."""
+    """Raises a clear error for a prompt or a mask of a wrong shape, before `generate` changes
+    them."""
     for what, value in ((name, prompt), ("attention_mask", attention_mask)):
         if value is not None and not isinstance(value, torch.Tensor):
             raise TypeError(f"{what} is a {type(value).__name__}, but must be a tensor")
@@ -145,7 +149,8 @@ def check_prompt(
 
 
 def _first_real(name: str, ids: torch.Tensor, hold: torch.Tensor) -> torch.Tensor:  # each [B, T]
-    """The first real token of every document, told by the real token before it."""
+    """Returns where the first real token of each document is, found from the real token before
+    it."""
     at = torch.arange(ids.shape[1], device=hold.device)
     last = torch.where(hold, -1, at).cummax(1).values
     last = nn.functional.pad(last[:, :-1], (1, 0), value=-1)[:, : ids.shape[1]]
@@ -159,7 +164,7 @@ def _first_real(name: str, ids: torch.Tensor, hold: torch.Tensor) -> torch.Tenso
 
 
 def _count_from(reset: Any) -> torch.Tensor:  # [B, T]
-    """Positions that are 0 where a document begins and grow with every column after it."""
+    """Returns positions that are 0 where a document begins and grow by one with every column."""
     at = torch.arange(reset.shape[1], device=reset.device)
     return at - torch.where(reset, at, -1).cummax(1).values
 

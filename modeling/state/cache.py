@@ -1,4 +1,4 @@
-"""Recurrent states inside transformers' DynamicCache and StaticCache.
+"""Cache layers that hold recurrent states in transformers' DynamicCache and StaticCache.
 
 Both build one layer per entry of `config.layer_types`; "recurrent_state" names ours. A layer keeps
 any number of named groups of states, such as {"cell": (h, c), "conv": (window,)} or
@@ -7,9 +7,9 @@ dimension. The empty state is zeros for all of them. They are kept in the dtype 
 cell's fp32 whatever the model's dtype), and detached: a forward call that continues from a cache
 begins a new graph, which is truncated backpropagation through time.
 
-While a recorded step decodes a cache, its states lie in the recording's buffers, which the next step
-overwrites (captured_step.py). They are lent: whoever else reads them ends the loan and gets tensors that
-nobody writes to.
+While a recorded step decodes a cache, its states lie in the recording's buffers, which the next
+step overwrites (captured_step.py). The buffers are on loan: any other reader ends the loan and gets
+copies that nothing overwrites.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,14 +24,15 @@ Change = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Loan(Protocol):
-    """What lets a recorded step keep a layer's states in its buffers."""
+    """The protocol of a loan: a recorded step keeps a layer's states in its buffers."""
 
     def end(self, layer: Any, change: Change | None = None) -> bool:
-        """Gives the layer copies of its states, or `change` of them, which must make new tensors. False
-        if the loan had ended."""
+        """Ends the loan: the layer gets copies of its states, or what `change` makes of them.
+
+        Returns False if the loan had ended before. `change` must return new tensors."""
 
     def borrow(self, layer: Any) -> AbstractContextManager[None]:
-        """Nobody else touches the states meanwhile, whether the loan goes on or has ended."""
+        """Locks the states for the block, whether the loan goes on or has ended."""
 
 
 class RecurrentStateLayer(CacheLayerMixin):
@@ -54,7 +55,7 @@ class RecurrentStateLayer(CacheLayerMixin):
 
     @property
     def states(self) -> dict[str, States]:
-        """The layer's alone from now on, to be kept or changed."""
+        """Returns the states after ending a loan: the caller may keep or change them."""
         while True:
             states, loan = self.held
             if loan is None:
@@ -73,7 +74,7 @@ class RecurrentStateLayer(CacheLayerMixin):
 
     @contextmanager
     def borrow_states(self) -> Iterator[dict[str, States]]:
-        """The states where they lie, to be read or written within the block and not kept."""
+        """Yields the states in place, without copies, for use within the block only."""
         loan = self.held[1]
         if loan is None:
             yield self.held[0]
@@ -82,11 +83,11 @@ class RecurrentStateLayer(CacheLayerMixin):
                 yield self.held[0]
 
     def get_states(self, name: str = "cell") -> States | None:
-        """The states to continue from, None at the start."""
+        """Returns the group of states to continue from, None at the start of a sequence."""
         return self.states.get(name)
 
     def update_states(self, num_new_tokens: int, **states: States) -> None:
-        """Every group of the layer at once, after `num_new_tokens` more tokens."""
+        """Stores every group of the layer's states, after `num_new_tokens` more tokens."""
         new = {name: tuple(s.detach() for s in group) for name, group in states.items()}
         self.states = {**self.states, **new}
         self.length += num_new_tokens
@@ -99,7 +100,8 @@ class RecurrentStateLayer(CacheLayerMixin):
         self.states = {name: tuple(change(s) for s in group) for name, group in self.states.items()}
 
     def _renew_states(self, change: Change) -> None:
-        """map_states for a change that makes new tensors: of lent states no copies are made first."""
+        """Applies `change`, which must make new tensors, without first copying states that are on
+        loan."""
         loan = self.held[1]
         if loan is None or not loan.end(self, change):
             self.map_states(change)
@@ -134,10 +136,10 @@ class RecurrentStateLayer(CacheLayerMixin):
         return self.get_seq_length() + query_length, 0
 
     def offload(self) -> None:
-        """Nothing to gain: the states are a few rows per sequence."""
+        """Does nothing: the states are a few rows per sequence, not worth offloading."""
 
     def prefetch(self) -> None:
-        """See offload."""
+        """Does nothing, as offload."""
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError("a recurrent layer has no keys and values: use update_states")
@@ -147,7 +149,7 @@ class RecurrentStateLayer(CacheLayerMixin):
 
 
 class StaticRecurrentStateLayer(RecurrentStateLayer):
-    """The same for StaticCache and compiled decoding: buffers that never move.
+    """The states of one layer in fixed buffers, for StaticCache and compiled decoding.
 
     A step may write its states into the buffers that `get_states` gave it (never while gradients
     are recorded: then they are copies) and pass them back. The length is a tensor, because an int
@@ -200,7 +202,7 @@ STATIC_LAYER_TYPE_MAPPING["recurrent_state"] = StaticRecurrentStateLayer
 
 
 def own_states(cache: RecurrentStateLayer | None, name: str, empty: Callable[[], States]) -> States:
-    """The states to change: a static cache's own, else copies."""
+    """Returns states that may be overwritten: a static cache's buffers, else copies."""
     group = None if cache is None else cache.get_states(name)
     if group is None:
         return empty()
@@ -210,8 +212,8 @@ def own_states(cache: RecurrentStateLayer | None, name: str, empty: Callable[[],
 
 
 def copy_rows(target: Any, origin: Any, moves: list[tuple[int, int]]) -> None:
-    """Rows of one cache's states into another's, in place: each of `moves` is a row of `target` and the
-    row of `origin` that it becomes."""
+    """Copies rows of one cache's states into another's, in place; `moves` are (target row, origin
+    row)."""
     new, old = list[torch.Tensor](), list[torch.Tensor]()
     with ExitStack() as stack:
         for ours, theirs in zip(target.layers, origin.layers, strict=True):
@@ -224,12 +226,15 @@ def copy_rows(target: Any, origin: Any, moves: list[tuple[int, int]]) -> None:
 
 
 def is_recurrent(layer: Any) -> bool:
-    """Not by its class: of several repositories' code in one process, one registered its own."""
+    """Whether a cache layer holds recurrent states.
+
+    It checks no class: with several exported models in a process, each has a copy of the class."""
     return hasattr(layer, "update_states")
 
 
 def check_cache(cache: Any, layers: int, batch: int) -> None:
-    """ValueError unless `cache` is one of ours, for so many layers, and empty or of this batch."""
+    """Raises ValueError unless `cache` is recurrent, has `layers` layers, and is empty or of this
+    batch."""
     own = getattr(cache, "layers", ())
     if len(own) != layers or not all(map(is_recurrent, own)):
         names = ", ".join(sorted({type(layer).__name__ for layer in own})) or "no kind"

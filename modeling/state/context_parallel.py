@@ -1,29 +1,30 @@
-"""One long sequence on several devices: each has a part of the tokens and the whole model.
+"""Context parallelism: the tokens of one sequence are sharded over devices, the weights replicated.
 
     context = ContextParallel(model)                # after torch.distributed.init_process_group
     tokens, targets = context.split(tokens), context.split(targets)       # [B, T] -> [B, T / ranks]
     output = context(input_ids=tokens, targets=targets)
     output.loss.backward()                          # the loss of this part; see below for gradients
 
-What crosses from a device to the next is every layer's state, forwards, and its gradient, backwards:
-outputs and gradients are those of one call over the whole sequence, for every family and cell, the
-window of a convolution included. Nothing is computed twice. A device works on a layer as soon as the
-one before it has that layer's state, so all are a wave through layers and devices: with the time
-t of a layer's recurrence, R devices end (R - 1) t after a Rth of the time of one, whatever the number
-of layers.
+Each device sends every layer's state to the next one, and the state's gradient to the previous one.
+Outputs and gradients are those of one call over the whole sequence, for every family and cell,
+including the window of a convolution. Nothing is computed twice. A device starts a layer as soon as
+the previous device has computed that layer's state, so the work is a wavefront over layers and
+devices. If one layer's recurrence takes t, R devices need 1 / R of the time of one device plus
+(R - 1) t, whatever the number of layers.
 
 The targets are the tokens that follow, shifted before they are split (-100 counts for nothing). A
-part's loss is the sum over its targets divided by the mean number of targets of a part, so the mean of
-the parts' losses is that over the whole sequence, also where a part has few targets or none. Its
+part's loss is the sum over its targets divided by the mean number of targets of a part, so the mean
+of the parts' losses is that over the whole sequence, also where a part has few targets or none. Its
 backward pass gives the parameters' gradients through this device's tokens: DistributedDataParallel
-around the model, or an all-reduce, averages them over the devices, which is the gradient of the whole.
-As with micro-batches, a FlashGRU's or FlashLSTM's `max_recurrent` judges each part's gradient by itself.
+around the model, or an all-reduce, averages them over the devices, which is the gradient of the
+whole. As with micro-batches, a FlashGRU's or FlashLSTM's `max_recurrent` acts on each part's
+gradient by itself.
 
 Documents packed into the sequence are told apart by position_ids [B, T], split like the tokens, and
 padding by attention_mask [B, T], split likewise. cu_seq_lens_q and gradient checkpointing are
-refused: one forgets what came before, the other runs a layer twice. So is NCCL under
-CUDA_DEVICE_MAX_CONNECTIONS=1: with one queue of launches, a rank's sum of gradients can stand before the
-message that the other rank needs to join it.
+refused: the first begins every document with an empty state, the second runs a layer twice. NCCL
+with CUDA_DEVICE_MAX_CONNECTIONS=1 is refused as well: with one launch queue, a rank's all-reduce
+can block the message that another rank waits for, which is a deadlock.
 
 With accelerate, which puts DistributedDataParallel around the model:
 
@@ -53,14 +54,15 @@ Layout = dict[str, list[tuple[torch.Size, torch.dtype]]]  # of a layer's states,
 
 
 class P2P:
-    """The ranks before and after this one, and messages to them: tensors of one dtype, flat."""
+    """Sends and receives states between this rank and its neighbours, as flat tensors of one
+    dtype."""
 
     def __init__(self, group: Any):
         self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
         self.sent: list[tuple[Any, Tensor]] = []  # a buffer lives until it has been read
 
     def peer(self, step: int) -> int:
-        """The global rank of the one `step` further."""
+        """Returns the global rank of the process `step` places after this one."""
         rank = self.rank + step
         return rank if self.group is None else dist.get_global_rank(self.group, rank)
 
@@ -88,12 +90,12 @@ class P2P:
 
 
 def flat_dtype(tensors: Any) -> torch.dtype:
-    """Wide enough for all: fp32, or fp64 if there is one."""
+    """Returns the dtype that holds all tensors exactly: fp64 if one of them is, else fp32."""
     return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
 
 
 class RecvStates(torch.autograd.Function):
-    """The previous rank's states; their gradient goes back to it."""
+    """Receives the previous rank's states; the backward pass sends their gradient back."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, p2p: P2P, layout: list) -> States:
@@ -107,7 +109,7 @@ class RecvStates(torch.autograd.Function):
 
 
 class SendStates(torch.autograd.Function):
-    """Sends states on -> 0; where its gradient is asked for, theirs comes from the next rank."""
+    """Sends states to the next rank and returns 0; the backward pass receives their gradient."""
 
     @staticmethod
     def forward(ctx: Any, p2p: P2P, *states: Tensor) -> Tensor:  # type: ignore[override]
@@ -122,7 +124,8 @@ class SendStates(torch.autograd.Function):
 
 
 class ContextLayer(RecurrentStateLayer):
-    """One layer's states: those to continue from come from the rank before, the last go on."""
+    """One layer's cache: receives its initial states from the previous rank and sends its last
+    on."""
 
     _layer_type = None  # keeps the parent registered for DynamicCache
     goes_on = False  # every call takes another rank's
@@ -153,7 +156,7 @@ class ContextLayer(RecurrentStateLayer):
 
 
 class ContextParallel:
-    """A model whose sequence is split over the ranks of a group, in their order; see the module.
+    """Runs a model on a sequence that is split over the ranks of a group in order; see the module.
 
     model   of one of our families, or one of them wrapped by DistributedDataParallel or FSDP2
     group   a torch.distributed process group; None for all ranks
@@ -185,7 +188,8 @@ class ContextParallel:
         self._layouts: dict[tuple[int, tuple[int, int]], Layout] = {}
 
     def split(self, x: Tensor, dim: int = 1) -> Tensor:
-        """This rank's part of x, one of equal ones along `dim`; ValueError if there are none."""
+        """Returns this rank's part of x, split evenly along `dim`; ValueError if that is
+        impossible."""
         if x.shape[dim] % self.p2p.size:
             raise ValueError(
                 f"x has {x.shape[dim]} steps in dimension {dim}, but must have a multiple of "
@@ -194,7 +198,8 @@ class ContextParallel:
         return x.chunk(self.p2p.size, dim)[self.p2p.rank].contiguous()
 
     def __call__(self, input_ids: Tensor, targets: Tensor | None = None, **inputs: Any) -> Any:
-        """The model's output for this rank's part; with `targets` [B, T / ranks] its `loss`."""
+        """Runs the model on this rank's part; with `targets` [B, T / ranks] the output has a
+        `loss`."""
         for name in ("cu_seq_lens_q", "past_key_values", "labels"):
             if inputs.get(name) is not None:
                 instead = "targets" if name == "labels" else "position_ids"
@@ -214,8 +219,9 @@ class ContextParallel:
         return output
 
     def begin(self, input_ids: Tensor) -> Cache:
-        """The past_key_values of one call of the model by other ways than this class's own; what is
-        made of the output then goes through `join` before its backward pass."""
+        """Returns past_key_values for a model call made by the caller instead of by this class.
+
+        What the caller computes from the output goes through `join` before the backward pass."""
         if self.given and torch.is_grad_enabled():
             raise RuntimeError(
                 "the states of the last call were given on, but no loss of it went through join: "
@@ -227,12 +233,13 @@ class ContextParallel:
         return Cache(layers=[ContextLayer(self, i, rows, input_ids.device) for i in layers])
 
     def join(self, value: Tensor) -> Tensor:
-        """`value`, whose backward pass goes through the states that were given on as well."""
+        """Returns `value`, whose backward pass then includes the states that were sent on."""
         given, self.given = self.given, []
         return value + torch.stack(given).sum().to(value.dtype) if given else value
 
     def layout_before(self, key: tuple[int, int], device: torch.device) -> Layout:
-        """What the previous rank sends for a layer: it says so once for every batch size."""
+        """Returns the shapes and dtypes that the previous rank sends for a layer; asked once per
+        batch size."""
         if (-1, key) not in self._layouts:
             said: list[Any] = [None]
             dist.recv_object_list(said, self.p2p.peer(-1), self.p2p.group, device)

@@ -1,14 +1,13 @@
-"""A conversation on disk: the states of a cache as one safetensors file.
+"""Saves and loads the states of a cache, such as a conversation, as one safetensors file.
 
     model.save_state(cache, "talk.safetensors")
     cache = model.load_state("talk.safetensors")    # in another process, on another device
     model.generate(text, past_key_values=cache)     # text: all of it, what the cache holds included
 
-Such a file is as long as the states, however many tokens they have seen. Its tensors are named
+The size of the file does not depend on the number of tokens. Its tensors are named
 `layers.<number>.<group>.<number>`, such as layers.3.cell.0; its metadata hold the format's name and
-version, the model family, the number of tokens, and a SHA-256 of all that is in the file. Nothing in
-it says whose weights made it: that a state goes on with the model it came from is the caller's
-business.
+version, the model family, the number of tokens, and a SHA-256 of all that is in the file. The file
+does not identify the weights: the caller must load a state into the model that it came from.
 """
 
 import hashlib
@@ -33,7 +32,7 @@ FORMAT = {"format": "flashcell.state", "version": "1"}
 def save_state(model: Any, cache: Cache, path: str | os.PathLike) -> None:
     """Writes the states of `cache`, a DynamicCache or StaticCache of `model`, all rows of its batch.
 
-    The file is complete, or what was there before stays, also after a kill or on a full disk.
+    The file is written whole or not at all, also after a kill or on a full disk.
     TypeError or ValueError for a cache that is not a recurrent model's, is empty or is another
     model's; OSError that names `path` if it cannot be written.
     """
@@ -60,8 +59,10 @@ def save_state(model: Any, cache: Cache, path: str | os.PathLike) -> None:
 
 
 def load_state(model: Any, path: str | os.PathLike) -> DynamicCache:
-    """The cache to go on with, on the model's device. ValueError for a file that is not as it was
-    saved or is no state of such a model: its family, or the names, shapes or dtypes of its states."""
+    """Loads a saved cache onto the model's device.
+
+    Raises ValueError if the file was changed, or if its family or the names, shapes or dtypes of
+    its states are not the model's."""
     metadata, tensors = _read(_place(path))
     wanted = {**FORMAT, "model_type": model.config.model_type}
     for name, value in wanted.items():
@@ -97,7 +98,7 @@ def _place(path: Any) -> Path:
 
 
 def _read(path: Path) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
-    """Metadata and tensors, in memory that is not the file's."""
+    """Reads metadata and tensors into memory, without mapping the file."""
     problem = f"path is {str(path)!r}, but must be a saved state"
     # a pipe that nobody writes to would not open
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -120,7 +121,7 @@ def _read(path: Path) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
 
 
 def _digest(metadata: dict[str, str], tensors: dict[str, torch.Tensor]) -> str:
-    """SHA-256 of metadata, names, dtypes, shapes and values."""
+    """Returns the SHA-256 of metadata, names, dtypes, shapes and values."""
     described = {name: [str(s.dtype), list(s.shape)] for name, s in tensors.items()}
     said = {name: value for name, value in metadata.items() if name != "sha256"}
     digest = hashlib.sha256(json.dumps([said, described], sort_keys=True).encode())
@@ -144,7 +145,8 @@ def _order(names: Any) -> list[str]:
 
 @torch.no_grad()
 def _check_shapes(origin: str, tensors: dict[str, torch.Tensor], model: Any) -> None:
-    """Against the states that one token leaves in the model."""
+    """Raises unless the tensors have the names, shapes and dtypes of the states that the model
+    makes."""
     token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
     cache = DynamicCache(config=model.config)
     model(token, past_key_values=cache)

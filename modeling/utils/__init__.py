@@ -1,1 +1,1 @@
-"""What several folders need and none owns: import paths from before there were folders, whole files."""
+"""Shared helpers: compatibility of old import paths, and atomic file writes."""

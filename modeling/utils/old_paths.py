@@ -49,7 +49,7 @@ FOLDERS = {"generation": "generation.mixin", "layers": "layers.recurrent_mixer"}
 
 
 class OldPaths(MetaPathFinder, Loader):
-    """Finds `flashcell.<old name>`, and gives the module that it is today."""
+    """Import finder that maps `flashcell.<old name>` to the module's new place."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         parent, _, name = fullname.rpartition(".")
@@ -66,7 +66,7 @@ class OldPaths(MetaPathFinder, Loader):
 
 
 class OldModule(ModuleType):
-    """A folder that answers for the module which had its name, to whoever reads or patches it."""
+    """A package that forwards attributes to the module that had its name, also when patched."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -84,7 +84,7 @@ class OldModule(ModuleType):
             vars(self).setdefault("__before__", []).append((name, before))
 
     def __delattr__(self, name: str) -> None:
-        """How a patch of what the folder itself does not hold is undone."""
+        """Deletes an attribute of the package, as mock.patch does to undo a patch."""
         values = vars(self).get("__before__", [])
         last = next((i for i in reversed(range(len(values))) if values[i][0] == name), None)
         if last is None:
@@ -98,12 +98,13 @@ def _module_of(folder: ModuleType) -> ModuleType:
 
 
 def answer_for_old_module(folder: str) -> None:
-    """Called by the folders of FOLDERS, with their `__name__`."""
+    """Turns the package `folder` into an OldModule; called in the `__init__` of each of FOLDERS."""
     sys.modules[folder].__class__ = OldModule
 
 
 def import_old(name: str) -> ModuleType:
-    """`flashcell.<old name>` where nobody imported it: the `__getattr__` of the package."""
+    """Imports `flashcell.<old name>` on attribute access: the package's module-level
+    `__getattr__`."""
     if name not in MOVED:
         raise AttributeError(f"module {PACKAGE!r} has no attribute {name!r}")
     return import_module(f"{PACKAGE}.{name}")

@@ -1,4 +1,4 @@
-"""A file that is written whole or not at all, whatever ends its writer: a full disk, Ctrl-C, SIGKILL.
+"""Writes a file whole or not at all, even if the disk is full or the process is killed.
 
     write_file("talk.safetensors", content)
 
@@ -26,8 +26,10 @@ Made = TypeVar("Made")
 
 
 def write_file(path: str | os.PathLike, content: bytes, mode: int = 0o666) -> None:
-    """Puts `content` in the place of what is at `path`, and returns when it is on the disk. A link
-    there is replaced, not followed. `mode` is a new file's, without the process's umask."""
+    """Replaces the file at `path` by `content`, and returns when it is on the disk.
+
+    A symbolic link there is replaced, not followed. `mode` is a new file's, reduced by the
+    umask."""
     place, name = os.path.split(os.fspath(path))
     try:
         folder = os.open(place or ".", os.O_RDONLY | os.O_DIRECTORY)
@@ -40,7 +42,7 @@ def write_file(path: str | os.PathLike, content: bytes, mode: int = 0o666) -> No
 
 
 def write_file_at(folder: int, name: str, content: bytes, mode: int = 0o666) -> None:
-    """The same for a name in the folder that the descriptor `folder` is of."""
+    """Does what write_file does, for the name `name` in the folder open as descriptor `folder`."""
     beside = [f".{name}.unfinished-{k}" for k in range(SLOTS)]
     for unfinished in beside:
         _remove_abandoned(folder, unfinished)
@@ -68,7 +70,7 @@ def write_file_at(folder: int, name: str, content: bytes, mode: int = 0o666) -> 
 
 
 def _open_nameless(folder: int, mode: int) -> int | None:
-    """None where there are no such files, or no way to name them."""
+    """Opens an unnamed file (O_TMPFILE); None if the system has none or cannot name one later."""
     if not hasattr(os, "O_TMPFILE"):
         return None
     try:
@@ -97,7 +99,7 @@ def _open_named(folder: int, names: list[str], mode: int) -> tuple[int, str]:
 
 
 def _first_free(names: list[str], make: Callable[[str], Made]) -> tuple[str, Made]:
-    """The name at which `make` found no other file, and what it returned."""
+    """Calls `make` with each name until one is free; returns that name and the result."""
     for name in names:
         with suppress(FileExistsError):
             return name, make(name)
@@ -105,7 +107,7 @@ def _first_free(names: list[str], make: Callable[[str], Made]) -> tuple[str, Mad
 
 
 def _remove_abandoned(folder: int, name: str) -> None:
-    """Removes an unfinished file whose writer is gone."""
+    """Removes an unfinished file whose writer has ended."""
     try:
         handle = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
     except OSError:  # there is none, or it is somebody else's
