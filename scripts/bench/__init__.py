@@ -1,1 +1,1 @@
-"""What bench_ops, bench_models and bench_parallel time: ops, models, and how time is taken."""
+"""Benchmarks for bench_ops, bench_models and bench_parallel: cases, measurements and timing."""

@@ -1,4 +1,4 @@
-"""Where a training step's time goes on the GPU, from torch.profiler."""
+"""Profiles a training step on the GPU with torch.profiler."""
 
 from collections import defaultdict
 from collections.abc import Callable
@@ -12,9 +12,9 @@ NAME = 90
 
 
 def profile_step(step: Callable[[], Any], usual_ms: float) -> str:
-    """Tables of kernels and of the operators that launched them, over one step.
+    """Returns tables of one step's kernels and of the operators that launched them.
 
-    "idle" is what the kernels leave of `usual_ms`, the step's time without the profiler.
+    "idle" is `usual_ms`, the step's time without the profiler, minus the time of all kernels.
     """
     step()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:

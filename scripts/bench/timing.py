@@ -1,4 +1,4 @@
-"""Times calls on a GPU: events, warm-up, medians; many tiny steps as one graph."""
+"""Times calls on a GPU with events, warm-up and medians, or many short ones as one CUDA graph."""
 
 import gc
 import statistics
@@ -14,7 +14,7 @@ L2_BYTES = 60 * 2**20
 
 
 class Sample(NamedTuple):
-    """Milliseconds of a call, and of the host to enqueue it; MiB it allocated at once."""
+    """One measurement: ms of a call, ms of the host to enqueue it, peak MiB allocated."""
 
     p20: float
     p50: float
@@ -33,12 +33,14 @@ def summarize(times: list[float], host: float, peak: float) -> Sample:
 
 
 def copies_beyond_l2(size: int, most: int = 64) -> int:
-    """How many buffers of `size` bytes to take in turn, so that none is found in the L2."""
+    """Returns how many buffers of `size` bytes to cycle through, so that none stays in the L2
+    cache."""
     return max(1, min(most, -(-2 * L2_BYTES // max(size, 1))))
 
 
 def time_calls(call: Callable[[int], Any], device: str, budget: float) -> Sample:
-    """`call(k)` for k = 0, 1, ...: enqueued one after another, an event on both sides of each.
+    """Times call(k) for k = 0, 1, ...: enqueues them in sequence, with an event before and after
+    each.
 
     At least 7 samples (3 of what takes more than 100 ms), for about `budget` seconds.
     """
@@ -71,7 +73,7 @@ def time_calls(call: Callable[[int], Any], device: str, budget: float) -> Sample
 
 
 def time_graph(steps: list[Callable[[], Any]], device: str) -> Sample:
-    """Milliseconds of one of `steps`, which follow each other in a CUDA graph, replayed."""
+    """Times `steps` as one replayed CUDA graph; returns milliseconds per step."""
     if device != "cuda":
         for step in steps:
             step()

@@ -1,1 +1,1 @@
-"""A training run, for scripts/train: data, steps, checkpoints, monitors, the model card."""
+"""The parts of scripts/train: data, steps, checkpoints, monitors, the model card."""

@@ -1,5 +1,5 @@
-"""--ablation gates: what the input gate of an mLSTM needs in order to learn (arXiv 2503.14376,
-appendix E.2, figures 8 to 10).
+"""Runs the gate ablation of train --ablation gates: input-gate biases and norm epsilons of an mLSTM
+(arXiv 2503.14376, appendix E.2, figures 8 to 10).
 
 Input-gate bias 0, -2, -5, -10, learnable or fixed at that, and the head norm's epsilon 1e-6 or 1e-2:
 16 runs, each a run of its own under <home>/runs, killed and resumed as any; their curves and the
@@ -44,7 +44,7 @@ def run_gates(args, recipe, home: Path) -> None:
 
 
 def command(changes: dict) -> list[str]:
-    """This command without --ablation, and with `changes` of the recipe."""
+    """Returns this command line without --ablation, with `changes` to the recipe."""
     words = sys.argv[1:]
     at = next(i for i, word in enumerate(words) if word.startswith("--ablation"))
     del words[at : at + (1 if "=" in words[at] else 2)]

@@ -1,4 +1,5 @@
-"""Checkpoints of a run, checkpoints/step-00000040/: a file of each process and their manifest.
+"""Saves and loads a run's checkpoints, checkpoints/step-00000040/: one file per process, and a
+manifest.
 
 process-N.pt holds plain values and tensors only, so it is read by torch.load(weights_only=True), which
 runs no code of the file's. Process 0 has weights and optimizer for all; under FSDP2 each has its shards.
@@ -24,14 +25,16 @@ LOAD_ERRORS = (ValueError, TypeError, KeyError, IndexError, AttributeError, Runt
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """The newest first, whole or not."""
+    """Returns the checkpoint folders, newest first, complete or not."""
     found = [path for path in folder.glob("step-*") if path.name[5:].isdecimal()]
     return sorted(found, key=lambda path: int(path.name[5:]), reverse=True)
 
 
 class Checkpoints:
-    """Complete states of a run. One is there wholly or not at all: it is written beside its place and
-    renamed into it. The one before is kept for the case that this one is damaged later."""
+    """The checkpoints of a run, of which the newest two are kept.
+
+    A checkpoint is written under another name and then renamed, so it is complete or absent. The
+    older one is for the case that the newer one is damaged."""
 
     def __init__(self, folder: Path, accelerator, model, optimizer, scheduler):
         self.folder, self.accelerator = folder, accelerator
@@ -40,7 +43,7 @@ class Checkpoints:
         self.before: Path | None = None  # the last one that was saved or loaded
 
     def save(self, progress: dict) -> None:
-        """Called by all processes: each adds what it alone knows."""
+        """Saves a checkpoint; every process calls it and writes its own part."""
         target = self.folder / f"step-{progress['step']:08d}"
         staging = self.folder / "unfinished"
         main = self.accelerator.is_main_process
@@ -69,7 +72,8 @@ class Checkpoints:
         self.accelerator.wait_for_everyone()
 
     def load(self) -> tuple[dict, list[str]]:
-        """The progress of the newest checkpoint that is whole, and what is wrong with newer ones."""
+        """Loads the newest undamaged checkpoint; returns its progress and the faults of newer
+        ones."""
         path, damaged = self._choose()
         if path is None:
             lines = "\n  ".join(damaged)
@@ -87,8 +91,10 @@ class Checkpoints:
         return state["progress"], damaged
 
     def _choose(self) -> tuple[Path | None, list[str]]:
-        """The same in every process. Each looks at its own file: hashing all of a large model's in one
-        would take minutes."""
+        """Chooses the checkpoint to load, the same in all processes.
+
+        Each process checks its own file only: one process would need minutes to hash a large
+        model."""
         rank, world = self.accelerator.process_index, self.accelerator.num_processes
         names = [f"process-{i}.pt" for i in range(world)]
         found, damaged = broadcast_object_list([checkpoints_in(self.folder)])[0], []
@@ -147,7 +153,7 @@ def remove(path: Path) -> None:
 
 
 class Hashed:
-    """A file that is written from its start to its end, and the digest of what was to be written."""
+    """A file opened for sequential writing that hashes what is written."""
 
     def __init__(self, file):
         self.file, self.digest, self.bytes = file, hashlib.sha256(), 0
@@ -168,7 +174,7 @@ class Hashed:
 
 
 def write_state(path: Path, state: dict) -> dict:
-    """Returns the file's entry in the manifest."""
+    """Writes `state` to a file; returns the file's entry in the manifest."""
     with open(path, "xb") as file:
         hashed = Hashed(file)
         try:
@@ -197,7 +203,7 @@ def read_state(path: Path) -> dict:
 
 
 def plain(value: Any) -> Any:
-    """Dicts, lists, numbers, strings and tensors: what a file may hold."""
+    """Converts a value to dicts, lists, numbers, strings and tensors, which a file may hold."""
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -232,7 +238,7 @@ def restored(saved: list[dict] | None, config, device) -> DynamicCache | None:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This process's part."""
+    """Returns this process's shard of a distributed tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -244,7 +250,7 @@ def like(name: str, value: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
 
 
 def shard(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """This process's part of a state of `parameter`, as the optimizer keeps it."""
+    """Shards an optimizer state of `parameter` as the optimizer keeps it in this process."""
     if not isinstance(parameter, DTensor):
         return value
     mesh, placements = parameter.device_mesh, parameter.placements
@@ -254,7 +260,7 @@ def shard(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 
 def random_state(device: torch.device) -> dict:
-    """Of every generator that some library may draw from."""
+    """Returns the states of all random generators that a library may draw from."""
     state = {"python": random.getstate()}
     state["numpy"] = np.random.get_state(legacy=False)  # noqa: NPY002
     state["torch"] = torch.get_rng_state()

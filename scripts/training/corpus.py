@@ -1,4 +1,5 @@
-"""The Python standard library as a corpus: collected, hashed, split, tokenised, cut into lanes.
+"""Builds a corpus from the Python standard library: collects, hashes, splits, tokenises and batches
+it.
 
 Every function is deterministic: the same Python version gives the same files, the same sha256, the
 same split, the same tokenizer and the same batches.
@@ -34,7 +35,7 @@ PRE_TOKEN = r"\s*\n[ \t]*| ?\p{L}+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|[ \t]+(?!\S)|
 
 @dataclass(frozen=True)
 class Corpus:
-    """Named files in a fixed order, and the Python whose standard library they are."""
+    """The source files of a standard library, by name in a fixed order, and its Python version."""
 
     files: tuple[tuple[str, bytes], ...]
     python: str
@@ -52,8 +53,9 @@ class Corpus:
         return sum(len(content) for _, content in self.files)
 
     def split(self, held_out_in: int) -> tuple[list[str], list[str]]:
-        """Training and held-out texts: a file is held out when its own hash says so, one in
-        `held_out_in`. Files with the same content therefore stand on the same side."""
+        """Splits the files into training and held-out texts by the hash of their content.
+
+        One file in `held_out_in` is held out; files with the same content are on the same side."""
         sides: tuple[list[str], list[str]] = ([], [])
         for _, content in self.files:
             held_out = int(hashlib.sha256(content).hexdigest()[:8], 16) % held_out_in == 0
@@ -62,7 +64,8 @@ class Corpus:
 
 
 def collect_standard_library(folder: Path | None = None) -> Corpus:
-    """The sources of the running Python's standard library without tests and generated tables."""
+    """Collects the sources of the running Python's standard library, without tests and generated
+    tables."""
     folder = Path(sysconfig.get_path("stdlib")) if folder is None else folder
     skipped = SKIPPED_FOLDERS | TEST_FOLDERS
     files = []
@@ -77,7 +80,7 @@ def collect_standard_library(folder: Path | None = None) -> Corpus:
 
 
 def save_corpus(corpus: Corpus, path: Path) -> None:
-    """A zip archive that `load_corpus` reads on another machine; the same bytes every time."""
+    """Saves the corpus as a zip archive for `load_corpus`; the same corpus gives the same bytes."""
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, content in corpus.files:
             archive.writestr(zipfile.ZipInfo(name), content, zipfile.ZIP_DEFLATED)
@@ -103,7 +106,8 @@ def _utf8(files):
 
 
 def kept_tokenizer(folder: Path, train: Callable[[], Any]):
-    """The tokenizer of `folder`, as it was when it was trained and put there."""
+    """Loads the tokenizer kept in `folder`; if there is none, calls `train` and keeps the
+    result."""
     from transformers import AutoTokenizer
 
     if not (folder / MANIFEST).exists():
@@ -116,7 +120,7 @@ def kept_tokenizer(folder: Path, train: Callable[[], Any]):
 
 
 def train_tokenizer(texts: list[str], vocab_size: int):
-    """Byte-level BPE: any text becomes tokens and comes back as it was, byte for byte."""
+    """Trains a byte-level BPE tokenizer, which encodes and decodes any text without loss."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -150,7 +154,8 @@ def train_tokenizer(texts: list[str], vocab_size: int):
 
 
 def encode(tokenizer, texts: list[str]) -> list[np.ndarray]:
-    """One array of tokens a document, the special token first; lossless, which is checked."""
+    """Encodes each document as an array of tokens, the special token first; checks that it is
+    lossless."""
     documents = [np.asarray(ids, dtype=np.int64) for ids in tokenizer(texts)["input_ids"]]
     for text, ids in zip(texts[:20], documents, strict=False):
         assert tokenizer.decode(ids[1:]) == text, "the tokenizer loses bytes"
@@ -159,7 +164,7 @@ def encode(tokenizer, texts: list[str]) -> list[np.ndarray]:
 
 @dataclass(frozen=True)
 class Lanes:
-    """Documents laid end to end in `batch` lanes. tokens, positions, targets: [batch, length].
+    """Documents concatenated in `batch` rows (lanes): tokens, positions, targets [batch, length].
 
     positions restart at 0 with every document (the model empties its state there); a target is the
     next token, -100 where there is none.
@@ -178,7 +183,7 @@ class Lanes:
 
 
 def training_lanes(documents: list[np.ndarray], batch: int, seed: str) -> Lanes:
-    """One epoch: the documents in an order drawn from `seed`, one stream cut into equal lanes.
+    """Makes the lanes of one epoch: shuffles the documents by `seed`, and cuts the stream evenly.
 
     A lane that begins inside a document begins with an empty state and position 0.
     """
@@ -198,7 +203,7 @@ def training_lanes(documents: list[np.ndarray], batch: int, seed: str) -> Lanes:
 
 
 def held_out_lanes(documents: list[np.ndarray], special: int) -> Lanes:
-    """Every document once, whole, the longest first onto the shortest lane; lanes are padded."""
+    """Makes padded lanes with every document once and whole, balanced in length."""
     batch = max(1, sum(map(len, documents)) // max(map(len, documents)))
     lanes: list[list[np.ndarray]] = [[] for _ in range(batch)]
     for ids in sorted(documents, key=len, reverse=True):
@@ -221,16 +226,17 @@ def held_out_lanes(documents: list[np.ndarray], special: int) -> Lanes:
 
 
 def _positions(is_start: np.ndarray) -> np.ndarray:
-    """Steps since the last start: [batch, length] bool -> int64."""
+    """Returns the number of steps since the last start: [batch, length] bool -> int64."""
     index = np.arange(is_start.shape[1])
     return index - np.maximum.accumulate(np.where(is_start, index, 0), axis=1)
 
 
 class Texts:
-    """A corpus as a run sees it: tokenizer, training chunks, held-out lanes."""
+    """The data of a run on the standard library: tokenizer, training chunks, held-out lanes."""
 
     def __init__(self, corpus: Corpus, recipe, folder: Path, rank: int = 0, world: int = 1):
-        """The tokenizer is kept in `folder`, and taken from there when the run is resumed."""
+        """Prepares the data; the tokenizer is kept in `folder` and read from there when a run is
+        resumed."""
         self.recipe, self.rank, self.world = recipe, rank, world
         training, held_out = corpus.split(recipe.held_out_in)
         if not training or not held_out:
@@ -251,7 +257,7 @@ class Texts:
         self._epoch: tuple[int, Lanes] | None = None
 
     def bits_per_byte(self, nats_per_token: float) -> float:
-        """Every token of the held-out files and the end of each is a prediction; bytes are UTF-8's."""
+        """Converts the held-out loss from nats per token to bits per byte of UTF-8 text."""
         predictions = int((self.held_out_lanes.targets != -100).sum())
         return nats_per_token / math.log(2) * predictions / self.bytes[1]
 
@@ -259,8 +265,9 @@ class Texts:
         return f"{self.tokens / 1e6:.2f} M training tokens"
 
     def training_chunk(self, step: int) -> tuple[tuple[np.ndarray, ...], bool]:
-        """What step number `step` reads, and whether an epoch begins there. A function of the step
-        alone: a resumed run needs no position."""
+        """Returns the data of step number `step`, and whether an epoch begins there.
+
+        It depends on the step alone, so a resumed run needs no saved position."""
         recipe = self.recipe
         steps_an_epoch = max(1, (self.tokens - 1) // recipe.batch // recipe.length)
         epoch, index = divmod(step, steps_an_epoch)
@@ -273,7 +280,7 @@ class Texts:
         return tuple(part[mine] for part in chunk), index == 0
 
     def state(self) -> None:
-        """See training_chunk."""
+        """Returns None: training_chunk has no state."""
 
     def load(self, state: None) -> None:
-        """See training_chunk."""
+        """Does nothing: training_chunk has no state."""

@@ -1,4 +1,4 @@
-"""Text that `datasets` loads, as rows of tokens: documents end to end, none of them seeing another.
+"""Loads text with `datasets` and packs its documents end to end into rows of tokens, isolated.
 
 A recipe's `data` is what `datasets.load_dataset` takes (path, name, data_files, split, streaming,
 ...) and besides
@@ -31,8 +31,7 @@ FOR_TOKENIZER = 20_000  # documents that a tokenizer is trained on
 
 
 def local_text(path: Path) -> dict:
-    """The `data` of a recipe for a folder of text files, a document each, or for the paragraphs of one
-    file."""
+    """Returns a recipe's `data` for local text: a folder of files, or one file's paragraphs."""
     files = sorted(str(f) for f in path.rglob("*") if f.is_file()) if path.is_dir() else [str(path)]
     if not files or not path.exists():
         raise ValueError(f"--text is {path}, but must be a file or a folder with files")
@@ -41,12 +40,12 @@ def local_text(path: Path) -> dict:
 
 
 def is_held_out(text: str, one_in: int) -> bool:
-    """Copies of a document stand on the same side."""
+    """Whether a document is held out, decided by its hash, so that copies agree."""
     return bool(one_in) and int(hashlib.sha256(text.encode()).hexdigest()[:8], 16) % one_in == 0
 
 
 class Documents:
-    """The training documents of one process, for ever; `state` is where it stands."""
+    """An endless iterator over the training documents of one process; `state` is its position."""
 
     def __init__(self, recipe, rank: int = 0, world: int = 1):
         import datasets
@@ -63,7 +62,7 @@ class Documents:
         self.state = {"epoch": 0, "at": 0, "stream": None}
 
     def held_out(self) -> list[str]:
-        """The held-out texts, the same in every process."""
+        """Returns the held-out texts, the same in every process."""
         table = self._load(split=self.held_out_split) if self.held_out_split else self.table
         one_in = 1 if self.held_out_split else self.recipe.held_out_in
         found: list[str] = []
@@ -106,7 +105,7 @@ class Documents:
 
 
 class Rows:
-    """Documents end to end in `count` rows that go on from chunk to chunk."""
+    """Packs documents end to end into `count` rows that continue from chunk to chunk."""
 
     def __init__(self, documents: Documents, tokenizer, count: int, length: int, carry: bool):
         self.documents, self.tokenizer, self.count = documents, tokenizer, count
@@ -116,7 +115,7 @@ class Rows:
         self.rows = [(empty, empty)] * count  # tokens and positions that are left
 
     def state(self) -> dict:
-        """What a resumed run needs. Nothing in it is changed later, only replaced."""
+        """Returns what a resumed run needs; its values are replaced later, never modified."""
         return {"documents": self.documents.state, "pending": self.pending, "rows": self.rows}
 
     def load(self, state: dict) -> None:
@@ -124,7 +123,7 @@ class Rows:
         self.pending, self.rows = state["pending"], state["rows"]
 
     def chunks(self):
-        """(tokens, positions, targets), each [count, length], and the state after them."""
+        """Yields (tokens, positions, targets), each [count, length], and the state after them."""
         source = iter(self.documents)
         while True:
             self.rows = [self._filled(row, source) for row in self.rows]
@@ -151,15 +150,16 @@ class Rows:
 
 
 def encode_documents(tokenizer, texts: list[str]) -> list[np.ndarray]:
-    """A special token before every document, whatever the tokenizer puts there itself."""
+    """Encodes documents, each with one special token first, whatever the tokenizer adds itself."""
     first = tokenizer.bos_token_id
     found = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
     return [np.asarray([first, *ids], dtype=np.int64) for ids in found]
 
 
 class DatasetTexts:
-    """A recipe's `data` as a run sees it: tokenizer, training chunks, held-out rows (as
-    `_corpus.Texts`, which is the same for the standard library)."""
+    """The data of a run from a recipe's `data`: tokenizer, training chunks, held-out rows.
+
+    It has the interface of corpus.Texts, which serves the standard library."""
 
     def __init__(self, recipe, folder: Path, rank: int = 0, world: int = 1):
         self.recipe = recipe
@@ -202,7 +202,7 @@ class DatasetTexts:
         return nats_per_token / math.log(2) * predictions / self.held_out_bytes
 
     def training_chunk(self, step: int) -> tuple[tuple[np.ndarray, ...], bool]:
-        """The next chunk, made beside the training, and whether the rows begin anew."""
+        """Returns the next chunk, prepared in a thread, and whether the rows begin anew."""
         if self.ready is None:
             self.ready = queue.Queue(AHEAD)
             threading.Thread(target=self._make, daemon=True).start()
@@ -220,7 +220,7 @@ class DatasetTexts:
             self.ready.put(error)
 
     def state(self) -> dict:
-        """After the last chunk that was taken, however many are made."""
+        """Returns the state after the last chunk taken, however many are prepared."""
         return self.last
 
     def load(self, state: dict) -> None:

@@ -1,4 +1,4 @@
-"""The guard against NaN: what names the layer of a step that went wrong."""
+"""Finds the layer that made a training step's values NaN or infinite."""
 
 import warnings
 from collections.abc import Callable
@@ -15,7 +15,7 @@ def _is_finite(values) -> bool:
 def first_non_finite(
     model: nn.Module, loss: Callable[[], torch.Tensor], backward: bool = True
 ) -> str:
-    """Runs a step that went wrong again and names where: the layer, and forward or backward.
+    """Reruns a failed step; returns the first layer with a non-finite value, forward or backward.
 
     loss() is the step's. backward=False leaves the second half out and looks at the gradients as
     they are: a sharded model can only go backward in all processes together.

@@ -1,4 +1,4 @@
-"""A training run: its data, its model, how far it is, and the steps from there to the last."""
+"""The training loop: data, model, progress, and the steps up to the last."""
 
 import copy
 import signal
@@ -28,7 +28,7 @@ NO_CAUSE = "the step is finite when it runs again"
 
 
 class Training:
-    """One process of a run. `texts`: _corpus.Texts or _documents.DatasetTexts."""
+    """One process of a training run. `texts` is corpus.Texts or documents.DatasetTexts."""
 
     def __init__(self, args, recipe, texts, run: Path, accelerator):
         keep_memory()
@@ -68,7 +68,8 @@ class Training:
             tqdm.write(text)
 
     def go_on(self) -> bool:
-        """Steps until the last one, a signal or --max-minutes. True: there are none left."""
+        """Trains until the last step, a signal or --max-minutes; returns whether the run is
+        complete."""
         stop: list[str] = []
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: stop.append("interrupted"))
@@ -104,7 +105,7 @@ class Training:
         return progress["step"] >= last
 
     def agreed(self, stop: list[str]) -> list[str]:
-        """What one process has been told holds for all: they must stop at the same step."""
+        """Shares signals between processes, so that all of them stop at the same step."""
         if self.accelerator.num_processes == 1:
             return stop
         told = torch.tensor(float(bool(stop)), device=self.accelerator.device)
@@ -150,7 +151,7 @@ class Training:
         return self.accelerator.unwrap_model(self.model)
 
     def pieces(self, chunk) -> list[tuple]:
-        """The rows of this process, `micro_batch` at a time."""
+        """Splits the rows of this process into micro-batches."""
         rows = self.recipe.batch // self.accelerator.num_processes
         size = self.recipe.micro_batch or rows
         return [tuple(part[i : i + size] for part in chunk) for i in range(0, rows, size)]

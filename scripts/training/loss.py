@@ -1,4 +1,4 @@
-"""The loss of a language model without its logits: they exist for a few thousand tokens at a time.
+"""Computes a language model's loss in chunks of tokens, so that the logits are never all in memory.
 
 At 65,536 tokens and a vocabulary of 50,432 the logits, their logarithms and gradients are 40 GB. Here
 the head, the loss and the gradients of both are taken together, chunk by chunk, so a step is left with
@@ -18,13 +18,15 @@ NOWHERE = -1e9  # logit of a column that only fills the tile: its probability is
 
 
 class HeadLoss(torch.autograd.Function):
-    """Mean over the targets [N] that are not IGNORED of -log softmax(l)[target] + z_loss lse(l)^2 with
-    l = cap tanh(W x / cap) (without cap l = W x), x [N, H], W [V, H] -> a number, at least fp32; 0 where
-    no target counts.
+    """Computes the mean loss of a language model's head, with z-loss, without storing all logits.
 
-    Products are in autocast's dtype where it is on, all else at least in fp32. At a token, of l:
-    r (softmax(l) - onehot / s) with s = 1 + 2 z_loss lse(l), r = s / N; r multiplies rows of x and of
-    its gradient, never one of l.
+    It is the mean of -log softmax(l)[target] + z_loss lse(l)^2 over the targets [N] that are not
+    IGNORED, with l = cap tanh(W x / cap) (without cap l = W x), x [N, H], W [V, H]. The result is
+    in fp32 or wider, and 0 if no target counts.
+
+    Products are in autocast's dtype if it is on, all else in fp32 or wider. The gradient of l at a
+    token is r (softmax(l) - onehot / s) with s = 1 + 2 z_loss lse(l), r = s / N. To save a pass
+    over the logits, r scales the rows of x and of dx instead of the logits' gradient.
     """
 
     @staticmethod
@@ -66,8 +68,9 @@ def chunk(
     logits: Tensor, targets: Tensor, share: Tensor, cap: float | None, z_loss: float,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The part of the loss, and in `dtype` the logits' gradient (before the cap) but for the factors
-    r [.., 1] of its rows."""
+    """Returns a chunk's share of the loss, the logits' gradient without the row factors r, and r.
+
+    The gradient is with respect to the logits before the cap, in `dtype`."""
     targets = targets.clamp_min(0)[:, None]
     logs = logits.log_softmax(-1)
     at_target = logs.gather(-1, targets)
@@ -84,8 +87,8 @@ def chunk(
 def add_loss(model: nn.Module) -> None:
     """Makes model(..., targets=[B, T], z_loss=0.0) return (the mean loss, the cache), without logits.
 
-    It is the model's own forward that learns this, so that what wraps a model (DDP, FSDP2, autocast)
-    sees an ordinary call, and names in checkpoints stay.
+    It changes the model's own forward, so that wrappers (DDP, FSDP2, autocast) see an ordinary call
+    and the names in checkpoints do not change.
     """
     plain: Callable[..., Any] = model.forward
     cap = getattr(model.config, "output_logit_soft_cap", None)

@@ -1,4 +1,4 @@
-"""Files that are taken whole or not at all: a manifest of their sizes and digests, written last.
+"""Writes and checks a folder's manifest of sizes and digests, which is written last.
 
 {"process-0.pt": {"bytes": 1234, "sha256": "ab..."}, ...}
 """
@@ -16,7 +16,7 @@ LARGEST = 2**24  # bytes of a manifest that is read
 
 
 def sync(path: Path) -> None:
-    """A file or folder: on the disk, not in the system's memory alone."""
+    """Flushes a file or folder to the disk (fsync)."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -25,7 +25,7 @@ def sync(path: Path) -> None:
 
 
 def check_file(path: Path) -> Path:
-    """One that is not there yet will do."""
+    """Returns `path` if it is a regular file or does not exist; raises for anything else."""
     if path.exists() and not path.is_file():  # to open a pipe would wait for ever
         raise ValueError(f"{path} is no regular file")
     return path
@@ -42,7 +42,7 @@ def describe(path: Path) -> dict:
 
 
 def write_manifest(folder: Path, files: dict[str, dict] | None = None) -> None:
-    """Of `files`, as `describe` gives them, or of all that are there."""
+    """Writes the manifest of `files`, as `describe` returns them, or of all files in the folder."""
     if files is None:
         files = {path.name: describe(path) for path in sorted(folder.iterdir())}
         for name in files:
@@ -53,8 +53,9 @@ def write_manifest(folder: Path, files: dict[str, dict] | None = None) -> None:
 def find_damage(
     folder: Path, names: Iterable[str] | None = None, only: Iterable[str] | None = None
 ) -> str | None:
-    """What is wrong with a folder that must be as its manifest says: with the files `names`, of which
-    `only` some are read."""
+    """Returns how a folder differs from its manifest, or None; it must hold the files `names`.
+
+    `only` limits which of them are read and hashed."""
     if not (folder / NAME).is_file():  # to open a pipe would wait for ever
         return f"{NAME} is not there, or is no file"
     try:

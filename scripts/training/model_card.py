@@ -17,7 +17,7 @@ PROMPT = "def read_"
 
 
 def save_model(folder: Path, training, state: dict[str, torch.Tensor]) -> None:
-    """Weights (`state`), tokenizer, recipe and curve, as a user loads and reads them."""
+    """Saves weights (`state`), tokenizer, recipe and loss curve in a user's format."""
     folder.mkdir(parents=True, exist_ok=True)
     logging.disable_progress_bar()
     training.unwrapped.save_pretrained(folder, state_dict=state)
@@ -29,7 +29,8 @@ def save_model(folder: Path, training, state: dict[str, torch.Tensor]) -> None:
 
 
 def write_model(folder: Path, training, corpus, state: dict[str, torch.Tensor]) -> None:
-    """Weights and tokenizer, read back as a user would; the numbers are those of the files."""
+    """Writes the model's files and its card; the card's numbers are measured on the files read
+    back."""
     save_model(folder, training, rounded(state))
     draw_curve(training, folder / "curve.png")
 
@@ -50,7 +51,7 @@ def write_model(folder: Path, training, corpus, state: dict[str, torch.Tensor]) 
 
 
 def rounded(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Matrices in bf16, which halves the file; vectors stay. Loading gives fp32 back."""
+    """Rounds matrices to bf16, which halves the file; vectors keep their dtype."""
     state, done = dict(state), {}
     for name, tensor in list(state.items()):
         if tensor.ndim >= 2 and not name.endswith("bias"):
@@ -104,7 +105,7 @@ def machine(device: torch.device) -> str:
 
 @torch.no_grad()
 def sample(model, tokenizer) -> str:
-    """What the card shows: drawn once, with a fixed seed, not chosen."""
+    """Generates the card's sample text, once, with a fixed seed."""
     torch.manual_seed(0)
     inputs = tokenizer(PROMPT, return_tensors="pt").to(model.device)
     settings = {"do_sample": True, "temperature": 0.7, "top_p": 0.95, "max_new_tokens": 160}

@@ -1,5 +1,5 @@
-"""What a run looks at besides its loss: gradients and gates of every block, and whether the cells
-that are parallel in time were solved.
+"""Monitors of a training run: gradient norms, gate activations, and the residuals of parallel
+solvers.
 
 A row is (step, where, what, value); monitors.csv in the run's folder holds them:
 
@@ -8,7 +8,7 @@ A row is (step, where, what, value); monitors.csv in the run's folder holds them
                                      the exponential input gate of an mLSTM is given as its
                                      pre-activation: i_mean, i_max, after the soft cap
     newton_residual, newton_iterations   of a FlashGRU or FlashLSTM, run again on the same input;
-                                     0 where the method walks
+                                     0 where the method is sequential
 
 Everything is taken from the first micro-batch of a step that is logged, in the main process.
 """
@@ -28,7 +28,7 @@ Values = dict[tuple[str, str], float]
 
 
 def gradient_norms(model: nn.Module) -> Values:
-    """The norm of each block's gradient, of what is outside the blocks by its own name."""
+    """Returns the gradient norm of each block, and of each parameter outside the blocks."""
     squares: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         if parameter.grad is None:
@@ -41,7 +41,7 @@ def gradient_norms(model: nn.Module) -> Values:
 
 
 def block_of(name: str) -> str:
-    """ "model.layers.3.mixer.in_proj.weight" -> "model.layers.3"."""
+    """Returns a parameter's block: "model.layers.3.mixer.in_proj.weight" -> "model.layers.3"."""
     parts = name.removeprefix("module.").split(".")
     numbers = [i for i, part in enumerate(parts) if part.isdigit()]
     return ".".join(parts[: numbers[0] + 1] if numbers else parts[:-1])
@@ -65,7 +65,7 @@ def watch_gates(model: nn.Module):
 
 
 def note(values: Values, where: str, what: str, x: Tensor) -> None:
-    """One gate [..., any] after its sigmoid; or a number."""
+    """Adds a gate's mean and saturation [..., any], after its sigmoid, or a number, to `values`."""
     if x.numel() == 1:
         values[where, what] = x.item()
         return
@@ -75,8 +75,10 @@ def note(values: Values, where: str, what: str, x: Tensor) -> None:
 
 
 def observe_fused(mixer: Any, note) -> list:
-    """The cell's pre-activations are x + R h + b; h is the output of the step before. The first step
-    of a row is left out, and so is the first of a document, whose h the output does not hold."""
+    """Hooks a fused-rnn mixer to note its gates, from the pre-activations x + R h + b.
+
+    h is the previous step's output. The first steps of rows and documents are left out, because the
+    output does not hold their previous h."""
     seen: dict[str, Tensor] = {}
 
     def project(module, inputs, output):
@@ -99,13 +101,13 @@ def observe_fused(mixer: Any, note) -> list:
 
 
 def starts(inputs: tuple) -> Tensor | None:
-    """Of the boundaries a mixer was called with: [B, T] bool, where documents begin."""
+    """Returns where documents begin, [B, T] bool, from a mixer's inputs."""
     return next((x.reset for x in inputs if isinstance(x, Boundaries)), None)
 
 
 def observe_diagonal(mixer: Any, note) -> list:
-    """Gates of the first steps of the first row from an empty state, and the solver's report on the
-    whole input."""
+    """Hooks a diagonal mixer to note the gates of the first row's first steps, and the solver's
+    report."""
 
     @torch.no_grad()
     def look(cell, inputs, output):
@@ -139,7 +141,7 @@ def observe_diagonal(mixer: Any, note) -> list:
 
 
 def observe_mlstm(mixer: Any, note) -> list:
-    """The gates of an mLSTM are projections of the token and nothing else."""
+    """Hooks an mLSTM mixer to note its gates, which are projections of the token alone."""
     config = mixer.config
     cap = getattr(config, "gate_soft_cap", None)
     sigmoid = getattr(config, "input_gate", "exp") == "sigmoid"

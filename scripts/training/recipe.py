@@ -1,4 +1,4 @@
-"""A recipe: everything that decides the numbers of a training run.
+"""Reads training recipes: all settings that determine the results of a training run.
 
 A file of scripts/recipes/ holds one, or several that share most values: under `variants`, a name and
 what it changes. The name of the variant is then the name of the run.
@@ -17,7 +17,7 @@ NOT_NEGATIVE = ("warmup", "cooldown", "micro_batch", "held_out_in", "final_learn
 
 @dataclass(frozen=True)
 class Recipe:
-    """The values of a file of scripts/recipes/."""
+    """The settings of one training run, from a file of scripts/recipes/."""
 
     name: str
     model: dict  # model_type, perhaps preset, and what else AutoConfig.for_model takes
@@ -131,7 +131,7 @@ def load(path: Path) -> dict:
 
 
 def parse(value: str) -> Any:
-    """YAML, and numbers it takes for words, such as 1e-3."""
+    """Parses a value as YAML, and also numbers that YAML reads as words, such as 1e-3."""
     loaded = yaml.safe_load(value)
     try:
         return float(loaded) if isinstance(loaded, str) else loaded
@@ -140,7 +140,7 @@ def parse(value: str) -> Any:
 
 
 def choose_variant(path: Path, values: dict, variant: str | None) -> dict:
-    """The values of one recipe of a file. Nested ones (`model`, `data`) are changed key by key."""
+    """Returns the values of one variant; nested ones (`model`, `data`) are changed key by key."""
     variants = values.pop("variants", {})
     if variant not in variants and (variant or variants):
         raise ValueError(
@@ -156,5 +156,5 @@ def choose_variant(path: Path, values: dict, variant: str | None) -> dict:
 
 
 def variants(path: Path) -> list[str | None]:
-    """What --variant accepts for a file; [None] if it holds one recipe."""
+    """Returns the names that --variant accepts for a file; [None] if it holds one recipe."""
     return list(load(path).get("variants", {})) or [None]

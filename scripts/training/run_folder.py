@@ -1,4 +1,4 @@
-"""The folder of a training run: what it began with, and its curve."""
+"""The folder of a training run: its identity, its lock and its loss curve."""
 
 import csv
 import fcntl
@@ -17,8 +17,9 @@ COLUMNS += ["held_out_loss", "held_out_bits_per_byte", "seconds"]
 
 
 def open_run(folder: Path, identity: dict, resume: bool, restart: bool) -> IO:
-    """A new run, or one that began with the same `identity`: with another it would be another run.
-    Returns the lock, which keeps other commands away until this process ends."""
+    """Creates the folder of a run, or resumes one that was started with the same `identity`.
+
+    Returns the lock file, which excludes other commands until this process ends."""
     lock = lock_run(folder)
     if restart or not checkpoints_in(folder / "checkpoints"):
         shutil.rmtree(folder, ignore_errors=True)
@@ -59,7 +60,7 @@ def read_identity(path: Path) -> dict:
 
 
 class Log:
-    """The curve as CSV. After a kill, rows beyond the checkpoint are taken back."""
+    """Writes the loss curve as CSV; on resuming, removes the rows after the checkpoint."""
 
     def __init__(self, path: Path, step: int, columns: list[str] = COLUMNS):
         self.path, self.columns = path, columns

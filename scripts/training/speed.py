@@ -1,4 +1,4 @@
-"""How fast training is, in units of what the device can do."""
+"""Computes the FLOPs of a training step and the device's measured matrix-product rate."""
 
 import time
 
@@ -7,7 +7,7 @@ from torch import nn
 
 
 def flops_per_token(model: nn.Module) -> int:
-    """Floating-point operations of a training step per token: two a weight forward, four backward.
+    """Returns the FLOPs of a training step per token: two per weight forward, four backward.
     The embedding is looked up, which costs nothing, unless it is the head as well. What a cell, a
     scan or attention does without weights is not counted."""
     table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
@@ -17,8 +17,9 @@ def flops_per_token(model: nn.Module) -> int:
 
 @torch.no_grad()
 def matmul_rate(device: torch.device, precision: str) -> float:
-    """Operations a second of this device's own square matrix product, the best of a few: what
-    "tokens/s" is compared with. Not the data sheet's number, which no product reaches."""
+    """Measures the FLOP/s of this device on a square matrix product, the best of a few runs.
+
+    It is the reference for "tokens/s"; the data sheet's number is reached by no product."""
     size, times = (8192, 10) if device.type == "cuda" else (768, 3)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):

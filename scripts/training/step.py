@@ -1,4 +1,4 @@
-"""What a training step is made of: model, optimizer, schedule, losses."""
+"""The parts of a training step: model, optimizer, schedule, losses."""
 
 import ctypes
 import math
@@ -20,8 +20,10 @@ BRANCHES = ("mixer", "mlstm_layer", "mlp", "ffn")  # of a block, which adds them
 
 
 def keep_memory() -> None:
-    """Tells glibc to keep large freed blocks. It gives them back to the system by default, which
-    then clears the pages of every activation again at every step: a third of the time on a CPU."""
+    """Tells glibc to keep large freed blocks instead of returning them to the system.
+
+    Otherwise the system clears the pages of all activations at every step: a third of a CPU's
+    time."""
     library = ctypes.CDLL(None)
     if hasattr(library, "mallopt"):
         trim_threshold, mmap_threshold = -1, -3  # malloc.h
@@ -30,7 +32,7 @@ def keep_memory() -> None:
 
 
 def make_config(recipe: Recipe, tokenizer=None, backend: str = "auto"):
-    """The recipe's model; a tokenizer that was trained for it may have fewer tokens than allowed."""
+    """Returns the model's configuration; takes the vocabulary size from the tokenizer, if given."""
     values = dict(recipe.model, vocab_size=recipe.vocab_size)
     if tokenizer is not None:
         if not recipe.tokenizer:
@@ -79,8 +81,8 @@ def is_one_unit(model: nn.Module) -> bool:
 
 
 def add_dropout(model: nn.Module, rate: float) -> None:
-    """Drops, in training alone, of the embeddings and of what each branch of a block returns. A branch's
-    output may begin a tuple."""
+    """Adds dropout, in training only, to the embeddings and to the output of each residual
+    branch."""
 
     def drop(module: nn.Module, _, output):
         first, *rest = output if isinstance(output, tuple) else (output,)
@@ -101,14 +103,15 @@ def add_dropout(model: nn.Module, rate: float) -> None:
 
 
 def is_decayed(name: str, parameter: nn.Parameter, embeddings: set[str]) -> bool:
-    """Matrices are, and a recurrent weight is some; biases of any shape are none. The embedding is
-    a matrix, unless the recipe says otherwise."""
+    """Whether weight decay applies: to matrices and recurrent weights, not to biases or norms.
+
+    It applies to the embedding, unless the recipe says otherwise."""
     return parameter.ndim >= 2 and not name.endswith("bias") and name not in embeddings
 
 
 def make_optimizer(model: nn.Module, recipe: Recipe):
-    """AdamW and its schedule. `detached_decay` makes the decay of a step weight_decay times the
-    schedule's factor, instead of times the learning rate (Loshchilov and Hutter 2019, in their
+    """Returns AdamW and its schedule. `detached_decay` makes the decay of a step weight_decay times
+    the schedule's factor, instead of times the learning rate (Loshchilov and Hutter 2019, in their
     paper's own form)."""
     spared = set()
     if not recipe.decay_embeddings:
@@ -130,8 +133,9 @@ def make_optimizer(model: nn.Module, recipe: Recipe):
 
 
 def schedule(recipe: Recipe):
-    """step -> factor of the learning rate: linear warm-up, half a cosine to the final rate, and over
-    the last `cooldown` steps on from there linearly to 0."""
+    """Returns a function from the step to the factor of the learning rate.
+
+    Linear warm-up, half a cosine to the final rate, then linear to 0 over `cooldown` steps."""
     last = recipe.final_learning_rate / recipe.learning_rate
     end = recipe.steps - recipe.cooldown
 
@@ -147,7 +151,7 @@ def schedule(recipe: Recipe):
 
 
 def model_inputs(model: nn.Module, chunk, carried, carry: bool, isolate: bool):
-    """What the model is called with for one chunk of rows, and the chunk's targets."""
+    """Returns the model's keyword arguments for one chunk of rows, and the chunk's targets."""
     tokens, positions, targets = (torch.from_numpy(part) for part in chunk)
     device = next(model.parameters()).device
     inputs = {"input_ids": tokens.to(device), "use_cache": carry}
@@ -161,8 +165,9 @@ def model_inputs(model: nn.Module, chunk, carried, carry: bool, isolate: bool):
 def training_loss(
     model: nn.Module, chunk, carried, carry: bool = True, isolate: bool = True, z_loss: float = 0.0
 ):
-    """Mean loss of one chunk of rows by a model of make_model, and the states after it; nothing flows
-    back into `carried`."""
+    """Returns the mean loss of one chunk of rows, with a model of make_model, and the new states.
+
+    No gradient flows back into `carried`, the states before."""
     inputs, targets = model_inputs(model, chunk, carried, carry, isolate)
     return model(**inputs, targets=targets, z_loss=z_loss)
 
@@ -171,7 +176,7 @@ def chunk_loss(
     model: nn.Module, chunk, carried, reduction: str = "mean",
     carry: bool = True, isolate: bool = True,
 ):  # fmt: skip
-    """Loss of one chunk of rows by any model, and the states after it."""
+    """Returns the loss of one chunk of rows, with any model, and the new states."""
     inputs, targets = model_inputs(model, chunk, carried, carry, isolate)
     output = model(**inputs)
     logits = output.logits.flatten(0, 1).float()
@@ -183,7 +188,7 @@ def chunk_loss(
 def held_out_loss(
     model: nn.Module, lanes, length: int, carry: bool = True, isolate: bool = True
 ) -> float:
-    """Mean loss in nats over every token of the held-out documents and the end of each."""
+    """Returns the mean loss in nats over all held-out tokens and the documents' ends."""
     was_training = model.training
     model.eval()
     total, carried = 0.0, None

@@ -1,1 +1,1 @@
-"""Times of whole models, for bench_models: training steps, prompts, tokens, serving."""
+"""Benchmarks of whole models, for bench_models: training, prefill, decoding, serving."""

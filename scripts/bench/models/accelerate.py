@@ -1,8 +1,8 @@
-"""transformers' xLSTM before and after flashcell.accelerate, for bench_models --accelerate.
+"""Times transformers' xLSTM before and after flashcell.accelerate, for bench_models --accelerate.
 
-A token, a prompt and a training step of blocks of xLSTM-7B with random weights: what transformers
-runs around the mLSTM is the same on both sides. Both train in fp32 without a cache, which is how
-transformers' own can.
+It times a token, a prompt and a training step of blocks of xLSTM-7B with random weights. Both
+models run the same code around the mLSTM. Both train in fp32 without a cache, the only way that
+transformers' own model supports.
 """
 
 import statistics
@@ -35,7 +35,7 @@ def median_ms(run: Callable[[], Any], times: int, device: str) -> float:
 
 
 def runs(model: nn.Module) -> dict[str, Callable[[], Any]]:
-    """What is timed; the training step comes last and leaves the model in fp32."""
+    """Returns the timed calls; the training step is last, because it leaves the model in fp32."""
     prompt = torch.randint(1, 1000, (1, PROMPT), device=model.device)
     step = torch.no_grad()(step_of(model, new_cache("xlstm", model, 0)))
 

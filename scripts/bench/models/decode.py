@@ -1,8 +1,9 @@
-"""Decoding of whole models with random weights, for bench_models --decode, --prefill and --growth.
+"""Times decoding and prefill of whole models with random weights, for bench_models --decode and
+--prefill.
 
-The floor of a token is what must come from memory for it: every weight once but the table of
-embeddings, and every state once in and once out. A row's `fraction` is the floor over what
-`generate` took, end to end on the wall clock.
+The floor is the least time of a token: reading every weight once except the embedding table, and
+reading and writing every state once. A row's `fraction` is the floor over the wall-clock time of
+`generate`.
 """
 
 import gc
@@ -74,7 +75,7 @@ def make_config(name: str, **changes: Any) -> Any:
 
 
 def make_model(name: str, dtype: torch.dtype, device: str, **changes: Any) -> Any:
-    """Random weights, drawn where they stay: a model of 7 billion takes a second."""
+    """Makes a model with random weights, drawn on its device: 7 billion take a second."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(make_config(name, **changes), dtype=dtype)
     model = model.to_empty(device=device).eval()
@@ -104,7 +105,8 @@ def is_ours(model: Any) -> bool:
 
 
 def floor_seconds(model: Any) -> float:
-    """Of a token for every row, as the last `generate` decoded; of a peer, its weights alone."""
+    """Returns the floor of one decoding step at the last batch size; for peers it counts weights
+    only."""
     table = model.get_input_embeddings().weight
     weights = sum(p.nbytes for p in model.parameters())
     if model.get_output_embeddings().weight is not table:
@@ -128,7 +130,7 @@ def generate(model: Any, ids: torch.Tensor, tokens: int) -> float:
 
 
 def replay_seconds(model: Any) -> float:
-    """The step alone, as the last `generate` left it."""
+    """Times the recorded decoding step alone, by replaying it after the last `generate`."""
     graph = next(reversed(model.decoder._recordings.values())).graph
     times = []
     for _ in range(20):
@@ -163,7 +165,7 @@ def decode_row(name: str, model: Any, batch: int, tokens: int) -> Row:
 
 @torch.no_grad()
 def prefill_rows(name: str, model: Any, lengths: list[int], steps: int = 200) -> list[Row]:
-    """A prompt read into the cache, then `steps` tokens one by one."""
+    """Times a prompt read into the cache, then `steps` tokens one by one."""
     rows, steps = [], steps if is_ours(model) else max(steps // PEER_SHARE, 1)
     for length in lengths:
         ids = torch.randint(1, 1000, (1, length), device=model.device)
@@ -215,7 +217,7 @@ def step_of(model: Any, cache: Any) -> Callable[[], Any]:
 
 
 def recorded(step: Callable[[], Any]) -> Callable[[], Any]:
-    """A peer's step without its launches, as transformers does not run it: a CUDA graph, made here."""
+    """Records a peer's step as a CUDA graph, to time it without launches; transformers has none."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -252,7 +254,7 @@ def show(rows: list[Row], say: Callable[[str], Any] = print) -> None:
 
 
 def add_arguments(parser: Any) -> None:
-    """Besides --append, --results and --commit, which --training has too."""
+    """Adds the arguments of --decode and --prefill to the parser."""
     add = parser.add_argument_group("decode and prefill").add_argument
     add("--batch", type=int, action="extend", nargs="+", help=f"of --decode; default: {BATCHES}")
     add("--lengths", type=int, action="extend", nargs="+", help=f"of --prefill; default: {LENGTHS}")

@@ -1,9 +1,9 @@
-"""What a decoded token pays for being the model's, for bench_models --decode-check.
+"""Times the engine's check for changes before each decoded token, for bench_models --decode-check.
 
-Before a recorded step the engine asks whether anything that the step reads from Python has changed. The
-same calls of one model are timed with and without that, in turns inside one run: a percentage is the
-median of those of neighbours. `generate` greedy and with four beams, and a loop of calls of the model,
-in which code of others runs between any two tokens.
+Before a recorded step the engine checks whether any Python value that the step reads has changed.
+The same calls of one model are timed with and without the check, alternating in one run; the
+percentage is the median over neighbouring pairs. The calls are `generate`, greedy and with four
+beams, and a loop of calls of the model, where user code runs between two tokens.
 """
 
 import argparse
@@ -36,7 +36,7 @@ SIZES = {"vocab_size": 3072, "hidden_size": 256, "num_hidden_layers": 5, "num_he
 
 
 def load(name: str, device: str, dtype: torch.dtype) -> Any:
-    """A checkpoint's folder, a preset with random weights, or a kind of a shipped checkpoint's size."""
+    """Loads a checkpoint folder, or makes a preset or a cell of the shipped checkpoint's size."""
     if Path(name).is_dir():
         return AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(device).eval()
     if name not in SMALL:
@@ -78,7 +78,7 @@ def unchecked() -> Any:
 
 
 def microseconds(path: Callable[..., None], model: Any, ids: torch.Tensor) -> float:
-    """A token's: on a CPU the thread's own time, without that of other programs."""
+    """Returns the time per token; on a CPU it is the thread's CPU time."""
     if not ids.is_cuda:
         start = time.thread_time()
         path(model, ids)
@@ -91,7 +91,7 @@ def microseconds(path: Callable[..., None], model: Any, ids: torch.Tensor) -> fl
 
 
 def compare(path: Callable[..., None], model: Any) -> tuple[float, float, list[float]]:
-    """Microseconds a token with and without the check, and the quintiles of what it adds in percent."""
+    """Returns us per token with and without the check, and quintiles of the overhead in percent."""
     ids = torch.randint(3, 1000, (1, PROMPT), generator=torch.Generator().manual_seed(0))
     ids = ids.to(model.device)
     for _ in range(2):
@@ -116,7 +116,7 @@ def compare(path: Callable[..., None], model: Any) -> tuple[float, float, list[f
 
 
 def run(arguments: argparse.Namespace) -> bool:
-    """Prints a table; whether every path adds at most what is allowed."""
+    """Prints a table; returns whether the overhead of every path is allowed."""
     folders = ":".join(f"flashcell/{name}={folder}" for name, folder in KERNELS.items())
     os.environ.setdefault("LOCAL_KERNELS", folders)
     print(

@@ -1,8 +1,9 @@
-"""Decoding of a checkpoint on a CPU, the kernels beside the torch reference, for bench_models --decode-cpu.
+"""Times decoding of a checkpoint on a CPU, kernels against reference, for bench_models
+--decode-cpu.
 
-Both sides are the same model and the same `generate`, one with backend "cpu" and one with backend
-"reference", on the same threads, in turns inside one run. They must choose the same tokens, or nothing
-is timed. A ratio is the median of the ratios of neighbours, the reference's time over ours.
+The same model runs the same `generate` with backend "cpu" and with backend "reference", alternating
+in one run on the same threads. Nothing is timed unless both choose the same tokens. A ratio is the
+reference's time over the kernel's: the median over neighbouring pairs.
 """
 
 import argparse
@@ -26,7 +27,7 @@ BATCHES = (1, 8)
 
 
 def generate(model: Any, ids: torch.Tensor) -> tuple[float, torch.Tensor]:
-    """Milliseconds a step (a token of every row), end to end, and the tokens."""
+    """Runs generate; returns milliseconds per step (one token of every row) and the tokens."""
     start = time.perf_counter()
     tokens = model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=TOKENS, do_sample=False,
@@ -63,7 +64,7 @@ def compare(models: dict[str, Any], batch: int) -> Row:
 
 
 def run(arguments: argparse.Namespace) -> bool:
-    """Prints and keeps the rows; whether every ratio is REQUIRED."""
+    """Prints and stores the rows; returns whether every ratio reaches REQUIRED."""
     folders = ":".join(f"flashcell/{name}={folder}" for name, folder in KERNELS.items())
     os.environ.setdefault("LOCAL_KERNELS", folders)
     rows = []

@@ -1,4 +1,5 @@
-"""Continuous batching against padded static batches of the same size, for bench_models --serving."""
+"""Times continuous batching against padded static batches of equal size, for bench_models
+--serving."""
 
 import math
 import random
@@ -35,7 +36,8 @@ def draw_load(requests: int, vocabulary: int, seed: int = 0) -> Load:
 def run_continuous(
     model, load: Load, slots: int, prefill_rows: int | None
 ) -> tuple[list[float], Texts]:
-    """The peak of memory as each request ended, and the tokens that each got."""
+    """Runs the load by continuous batching; returns memory peaks at each request's end, and
+    tokens."""
     peaks, texts = [], {}
     engine = flashcell.generate_many(
         model, requests_of(load), slots=slots, prefill_rows=prefill_rows
@@ -53,7 +55,7 @@ def requests_of(load: Load) -> list[flashcell.Request]:
 
 
 def drawn_batches(load: Load, slots: int, batches: int) -> Load:
-    """So many of the static batches, whole, drawn at random; all of them with 0."""
+    """Draws `batches` whole static batches at random; 0 takes all of them."""
     starts = list(range(0, len(load.prompts), slots))
     if batches:
         starts = sorted(random.Random(0).sample(starts, min(batches, len(starts))))
@@ -65,8 +67,10 @@ def drawn_batches(load: Load, slots: int, batches: int) -> Load:
 def run_static(
     model, load: Load, slots: int, prefill_rows: int | None
 ) -> tuple[list[float], Texts]:
-    """In the order of arrival; a batch takes as long as its longest prompt and its longest output.
-    The peak of memory as each batch ended; its tokens are not kept."""
+    """Runs the load in static batches, in order of arrival; returns memory peaks at each batch's
+    end.
+
+    A batch takes as long as its longest prompt and its longest output."""
     peaks = []
     for start in range(0, len(load.prompts), slots):
         prompts = load.prompts[start : start + slots]
@@ -85,8 +89,7 @@ def run_static(
 
 
 def same_alone(model, load: Load, together: Texts, slots: int, prefill_rows: int | None) -> bool:
-    """Whether each of the load's requests gets the tokens when nobody is beside it that it got
-    `together`."""
+    """Whether each request, run alone, gets the same tokens as in `together`."""
     wrong = []
     for index, request in enumerate(requests_of(load)):
         engine = flashcell.generate_many(model, [request], slots=slots, prefill_rows=prefill_rows)
@@ -98,7 +101,7 @@ def same_alone(model, load: Load, together: Texts, slots: int, prefill_rows: int
 
 
 def peak_bytes(model) -> float:
-    """The most so far: of the device's memory, or the process's."""
+    """Returns the peak memory so far, of the device or else of the process."""
     if model.device.type == "cuda":
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -107,12 +110,12 @@ def peak_bytes(model) -> float:
 def compare(
     model, requests: int, slots: int, prefill_rows: int | None, batches: int = 0, checked: int = 0
 ) -> tuple[list[Row], bool]:
-    """Prints both and returns a row for each: seconds, tokens/s, the peak of memory when a tenth of the
-    requests had ended and when all had, and how many times the static batches' tokens/s it has. Of the
-    static batches so many are run, drawn at random; all with 0. And whether the first `checked`
-    requests, run alone, get the same tokens.
+    """Times both methods; prints and returns a row for each.
 
-    On the CPU by the processor's time, which other work on the machine hardly lengthens.
+    A row has seconds, tokens/s, the peak memory when a tenth and when all of the requests had
+    ended, and the ratio to the static batches' tokens/s. `batches` static batches are drawn at
+    random, 0 for all. Also returns whether the first `checked` requests, run alone, get the same
+    tokens. On the CPU it measures CPU time, which other programs hardly change.
     """
     whole, rows, texts = draw_load(requests, model.config.vocab_size), [], {}
     sides = {

@@ -1,4 +1,4 @@
-"""Training steps beside a Transformer's, for bench_models --training.
+"""Times training steps of recurrent models against a Transformer's, for bench_models --training.
 
 A case is a recipe of scripts/recipes/ at its local batch: micro-steps forward and backward in bf16
 autocast over fp32 parameters, clipping, AdamW, as scripts/train takes them. Both sides get the same
@@ -39,7 +39,7 @@ LAYER_VOCABULARY = 256
 
 
 class Side(NamedTuple):
-    """One model of a case: a recipe's variant at the local batch."""
+    """One provider of a case: a model, given by a recipe's variant at the local batch."""
 
     file: str  # of scripts/recipes/
     variant: str
@@ -70,7 +70,7 @@ class Case(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """Milliseconds of every step, and of the host to enqueue the median one; GiB at most."""
+    """The measurements: ms of every step, host ms of the median one, and peak memory in GiB."""
 
     times: list[float]
     host: float
@@ -92,7 +92,7 @@ class Measured(NamedTuple):
 
 
 def _cases() -> Iterator[Case]:
-    """Limits: what is asked of one H200."""
+    """Yields the cases; their limits are targets for one H200."""
     for variant, limit in (("lstm_165m", 1.08), ("lstm_165m_1head", 1.6), ("slstm_165m", 1.12)):
         side = Side("flashrnn.yaml", variant, micro_steps=2)
         yield Case(variant, "fused-rnn", side, side._replace(variant="transformer_165m"), limit)
@@ -116,13 +116,13 @@ CASES = {case.name: case for case in _cases()}
 
 
 def choose(patterns: list[str]) -> list[Case]:
-    """In the order of the patterns, each once."""
+    """Returns the cases that match `patterns`, in the patterns' order, each once."""
     names = dict.fromkeys(n for pattern in patterns for n in CASES if fnmatch(n, pattern))
     return [CASES[name] for name in names]
 
 
 def unknown(patterns: list[str]) -> str | None:
-    """What is wrong with --training, if anything."""
+    """Returns what is wrong with the patterns of --training, or None."""
     for pattern in patterns:
         if not any(fnmatch(name, pattern) for name in CASES):
             return f"--training is {pattern}, but must fit at least one of {', '.join(CASES)}"
@@ -130,7 +130,7 @@ def unknown(patterns: list[str]) -> str | None:
 
 
 def draw_chunk(recipe: Recipe) -> tuple[numpy.ndarray, ...]:
-    """Random tokens and their targets; no positions, as nothing is isolated."""
+    """Draws random tokens and their targets, without positions, since a row is one document."""
     generator = numpy.random.default_rng(0)
     tokens = generator.integers(0, recipe.vocab_size, (recipe.batch, recipe.length + 1))
     return tokens[:, :-1].copy(), numpy.zeros(0), tokens[:, 1:].copy()
@@ -140,8 +140,10 @@ def make_step(
     model: nn.Module, recipe: Recipe, micro_steps: int, device: str,
     around: Callable[[bool], AbstractContextManager] = lambda last: nullcontext(),
 ) -> Callable[[], float]:  # fmt: skip
-    """One step on random tokens, as _loop.Training takes it; it returns seconds on the host.
-    `around` the last micro-step, and around the others, is what a parallel model asks for."""
+    """Returns a function that takes one training step on random tokens, as training/loop.py does.
+
+    The function returns the host's seconds. `around` gives the context managers that a parallel
+    model needs around its micro-steps, the last one and the others."""
     chunk = draw_chunk(recipe)
     optimizer, schedule = make_optimizer(getattr(model, "module", model), recipe)
     parameters = list(model.parameters())
@@ -212,7 +214,7 @@ def release(device: str) -> None:
 
 
 def compare(arguments: Any) -> bool:
-    """Measures, prints and keeps the cases of --training; whether all are within their limits."""
+    """Measures, prints and stores the cases; returns whether all are within their limits."""
     device, backend, done = arguments.device, arguments.backend, {}
     how = arguments.steps, arguments.compile, arguments.profile
     within = True
@@ -260,7 +262,7 @@ def compare(arguments: Any) -> bool:
 
 
 def add_arguments(parser: Any) -> None:
-    """Of --training, beside those of every benchmark."""
+    """Adds the arguments of --training to the parser."""
     add = parser.add_argument_group("training").add_argument
     add("--steps", type=int, default=STEPS, help="how many to time")
     add(

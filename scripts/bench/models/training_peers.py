@@ -1,4 +1,4 @@
-"""Peers' layers in our models, for bench_models --training CASE --peers: only the cell is another's.
+"""Puts other libraries' cells into our models, for bench_models --training CASE --peers.
 
 Everything around it, the weights and their optimizer stay, and so does autocast.
 
@@ -23,7 +23,8 @@ from loss_curves.studies import TorchMixer
 
 
 class FlashRNNMixer(nn.Module):
-    """RecurrentMixer's weights; x [T, B, N, D, G], R [N, D, G, D], h [T, B, N, D] are flashrnn's."""
+    """A RecurrentMixer whose cell is flashrnn's: x [T, B, N, D, G], R [N, D, G, D], h [T, B, N,
+    D]."""
 
     def __init__(self, mixer: RecurrentMixer, rows: int, backend: str = "cuda_fused"):
         super().__init__()

@@ -1,1 +1,1 @@
-"""Times of kernels, for bench_ops: each provider of an op is checked first, then timed."""
+"""Benchmarks of kernels, for bench_ops: each provider of an op is checked, then timed."""

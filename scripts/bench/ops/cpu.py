@@ -1,4 +1,4 @@
-"""bench_ops --device cpu: ours and torch on the same threads, taken in turns inside one run."""
+"""Times our kernels and torch on a CPU, alternating in one run, for bench_ops --device cpu."""
 
 import argparse
 import gc
@@ -19,7 +19,7 @@ GATE = {"float64": 1e-13, "float32": 1e-5, "float16": 5e-3, "bfloat16": 3e-2}
 
 
 def run(side, which: str, dh: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """h, and after "train" the gradients of side.leaves: what is timed."""
+    """Runs the timed call of a provider: returns h, and for "train" the gradients of its leaves."""
     if which != "train":
         with torch.no_grad():
             return (side(),)
@@ -28,7 +28,7 @@ def run(side, which: str, dh: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def errors(cases: ModuleType, case: Any, which: str, p, sides) -> list[float]:
-    """Each side's worst relative error, over h and the gradients, against float64."""
+    """Returns each provider's worst relative error of h and gradients, against float64."""
 
     def values(side, dh: torch.Tensor) -> list[torch.Tensor]:
         h, *gradients = run(side, which, dh)
@@ -49,7 +49,7 @@ def milliseconds(call, repeats: int) -> float:
 
 
 def alternate(ours, peer, budget: float) -> tuple[list[float], list[float]]:
-    """Samples of both, taken in turns for about `budget` seconds, at least 5 ms a sample."""
+    """Times both providers alternately for about `budget` seconds, at least 5 ms per sample."""
     repeats = [max(1, round(5 / max(milliseconds(f, 3), 1e-3))) for f in (ours, peer)]
     samples: tuple[list[float], list[float]] = ([], [])
     end = time.perf_counter() + budget
@@ -64,7 +64,7 @@ def alternate(ours, peer, budget: float) -> tuple[list[float], list[float]]:
 
 @cache
 def product_rate(dtype: str, kernel) -> float:
-    """GFLOP/s of torch's matrix product, or of the kernel's own where that is faster."""
+    """Measures the GFLOP/s of torch's matrix product, or of the kernel's own if that is faster."""
     M, K, N = 1024, 1024, 2048
     a, b = (torch.randn(n, K).to(getattr(torch, dtype)) for n in (M, N))
     products = [torch.nn.functional.linear, getattr(kernel, "linear", None)]
@@ -76,14 +76,15 @@ def product_rate(dtype: str, kernel) -> float:
 
 @cache
 def copy_bandwidth(size: int) -> float:
-    """GB/s, read plus written, of a copy whose two buffers together have `size` bytes."""
+    """Measures the GB/s, read plus written, of a copy whose two buffers together have `size`
+    bytes."""
     a = torch.ones(max(size // 8, 1024))
     b, repeats = torch.empty_like(a), max(1, 2**26 // size)
     return 8e-6 * a.numel() / min(milliseconds(lambda: b.copy_(a), repeats) for _ in range(7))
 
 
 def measure(cases: ModuleType, case: Any, which: str, kernel, budget: float) -> Row:
-    """One row of the results; `cases` is the kernel's bench/suites/<kernel>/cases.py."""
+    """Measures a case; returns its row. `cases` is the kernel's bench/suites/<kernel>/cases.py."""
     p = cases.parameters(case)
     ours, peer = cases.Ours(case, p, kernel), cases.peer_of(case, p, case.peers[0])
     error, peer_error = errors(cases, case, which, p, (ours, peer))
@@ -128,7 +129,7 @@ def run_cases(
     stamp: dict[str, str],
     names: list[str],
 ) -> tuple[list[Row], str]:
-    """The rows, and what is below its ratio, if any."""
+    """Measures all cases; returns the rows, and the cases below their required ratio."""
     rows, missed = [], []
     print("{device}, torch {torch}, {commit}, {kernel}, ".format(**stamp), end="")
     print(f"{args.threads} threads")

@@ -1,4 +1,4 @@
-"""bench_ops --device cuda: every side of a case in one run, after ours was found right."""
+"""Times all providers of each case on a GPU in one run, after a check of our values."""
 
 import math
 import time
@@ -29,11 +29,12 @@ NO_ERRORS = math.nan, math.nan
 
 
 class Wrong(Exception):
-    """The values are not those of float64: not timed."""
+    """A provider's values differ from float64's; it is not timed."""
 
 
 def run(side: Side, which: str, x: torch.Tensor, dh: torch.Tensor) -> list[torch.Tensor]:
-    """h, and after "train" the gradients of x and of side.leaves: what is timed."""
+    """Runs the timed call of a provider: returns h, and for "train" the gradients of x and its
+    leaves."""
     if which == "inference":
         with torch.no_grad():
             return [side(x)]
@@ -48,7 +49,8 @@ def gap(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 class Bench:
-    """One device and kernel; `tiny` keeps only a case's structure, to run where there is no GPU."""
+    """Benchmarks one kernel on one device; `tiny` shrinks the cases so that they run without a
+    GPU."""
 
     def __init__(self, kernel: Any, device: str, budget: float = 0.25, tiny: bool = False):
         self.kernel, self.device, self.budget, self.tiny = kernel, device, budget, tiny
@@ -56,13 +58,13 @@ class Bench:
         self.judged: list[torch.Tensor] = []  # h and dx of the last check
 
     def first_call(self, start: float) -> float:
-        """Seconds from `start` to the end of a first, small call."""
+        """Makes a first, small call; returns the seconds since `start`."""
         x, w = (torch.ones(s, device=self.device) for s in ((1, 2, 4, 1, 64), (4, 1, 64, 64)))
         self.kernel.lstm(x.bfloat16(), w.bfloat16())[0].sum().item()
         return time.perf_counter() - start
 
     def measure(self, case: Case, peers: list[str]) -> list[Row]:
-        """Rows of ours and of every peer that runs here; prints them."""
+        """Measures and prints our row and that of every peer that runs here; returns them."""
         if self.tiny:
             case = case.short(steps=3, batch=2)
         tf32 = "tf32" if case.dtype == "tf32" else "ieee"
@@ -100,7 +102,8 @@ class Bench:
         return make_peer(name, case, p)
 
     def check(self, case: Case) -> tuple[float, float]:
-        """Our errors of h and of the worst gradient in a short run; raises Wrong past the bounds."""
+        """Returns our errors of h and of the worst gradient in a short run; raises Wrong if too
+        large."""
         case = case.short(GATE_STEPS)
         p = parameters(case, self.device, seed=1)
         ours = make_ours(case, p, self.kernel, self.backend)
@@ -123,7 +126,7 @@ class Bench:
         return [side.h(h).detach(), side.dx(dx), *rest]
 
     def check_peer(self, case: Case, name: str) -> tuple[float, float]:
-        """A peer's errors of h and of dx, on the inputs that ours were checked on."""
+        """Returns a peer's errors of h and of dx, on the inputs of our check."""
         case = case.short(GATE_STEPS)
         p = parameters(case, self.device, seed=1)
         peer = make_peer(name, case, p)
@@ -133,7 +136,8 @@ class Bench:
         return gap(h, self.judged[0]), gap(dx, self.judged[1])
 
     def check_step(self, case: Case, name: str) -> tuple[float, float]:
-        """The errors of h, and of the next states; ours must be within the bound."""
+        """Returns a step's errors of h and of the next states; raises Wrong if ours are too
+        large."""
         p = parameters(case, self.device, seed=1)
         wide = {k: v.double() for k, v in p.items()}
         with torch.no_grad():
@@ -187,7 +191,7 @@ class Bench:
 
 
 def step_microseconds(case: Case, which: str, samples: dict[str, Sample]) -> float:
-    """A step of the forward; for "train" one of the backward: what it takes beyond the forward."""
+    """Returns us per step of the forward; for "train" of the backward: train minus forward."""
     time = samples[which].p50 - (samples["forward"].p50 if which == "train" else 0.0)
     return time * 1e3 / case.steps
 
@@ -198,7 +202,8 @@ def floor_microseconds(case: Case, which: str) -> float:
 
 
 def print_side(case: Case, name: str, samples, ours, errors: tuple[float, float]) -> None:
-    """Times; microseconds a step over the floor; share of the floor; errors; limits or ratios."""
+    """Prints a provider's line: times, us per step over the floor, fraction of it, errors,
+    ratios."""
     step = "step" in samples
     unit, scale = ("us", 1e3) if step else ("ms", 1.0)
     text = f"  {name:11}" + "".join(f"{s.p50 * scale:8.4g} " for s in samples.values()) + unit
@@ -227,7 +232,7 @@ def run_cases(
     stamp: dict[str, str],
     save: Callable[[list[Row]], Any],
 ) -> str:
-    """Gives every case's rows to `save` at once; returns what is wrong or over its limit, if any."""
+    """Measures all cases, saving rows as they come; returns what is wrong or over its limit."""
     problems: list[str] = []
     print("  side         infer  forward    train    forward/floor, share   backward/floor, share")
     for case in cases:

@@ -1,4 +1,4 @@
-"""bench_ops --errors: how the error of h grows over the steps, ours and cuDNN's, against float64.
+"""Measures how the error of h against float64 grows over the steps, for bench_ops --errors.
 
 "step" rows: percentiles over batch and units of |h - h64| at a step of an LSTM 1x768, B16, T 512.
 "drift" rows: the same over 64 steps that end at a step of an LSTM 12x64, B2, T 16384.
@@ -28,7 +28,7 @@ CUDNN = ("bfloat16", "float16", "tf32", "float32")
 
 @torch.no_grad()
 def cudnn(case: Case, p: dict[str, torch.Tensor]) -> torch.Tensor:
-    """nn.LSTM's h [B, T, D] from projected x: its input weight is the identity."""
+    """Runs nn.LSTM on projected x, with the identity as its input weight; returns h [B, T, D]."""
     D, dtype = case.width, case.torch_dtype
     module = torch.nn.LSTM(4 * D, D, device=p["x"].device, dtype=dtype)
     module.weight_ih_l0.copy_(torch.eye(4 * D))
@@ -57,7 +57,7 @@ def exact(case: Case, p: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def percentiles(got: torch.Tensor, want: torch.Tensor) -> Row:
-    """Of all elements of both [B, steps, D]."""
+    """Returns percentiles of |got - want| over all elements of [B, steps, D]."""
     gaps = (got.double() - want).abs().flatten()
     points = torch.quantile(gaps, gaps.new_tensor([0.5, 0.9, 1.0])).tolist()
     row = dict(zip(("p50", "p90", "p100"), points, strict=True))

@@ -1,4 +1,4 @@
-"""bench_ops --suite pararnn: diagonal_rnn on a GPU. Every side in one run, after ours was found right.
+"""Times diagonal_rnn against other providers on a GPU, for bench_ops --suite pararnn.
 
 Ops are timed as CUDA graphs (of 20 calls where one is short), whole layers and what cannot be
 captured between events. Two files: <device>.csv has times, in the form of all suites, and
@@ -18,18 +18,18 @@ from bench.timing import Sample, time_calls, time_graph
 from flashcell.kernels import diagonal_rnn as reference
 from measurement.record import Row
 
-LOOP = 64  # steps that the judge runs
+LOOP = 64  # steps that the float64 reference runs
 SHORT_CALL = 0.1  # ms: below, many calls to a graph
 GATE = {"float32": 2e-6, "bfloat16": 3.5e-3}  # relative error of h; of a gradient twice that
 BUDGET = 0.06  # seconds of samples for each side
 
 
 class Wrong(Exception):
-    """The values are not those of float64: not timed."""
+    """A provider's values differ from float64's; it is not timed."""
 
 
 def copy_speed() -> float:
-    """GB/s, read plus written, of a copy of 1 GiB."""
+    """Measures the GB/s, read plus written, of a copy of 1 GiB."""
     a = torch.empty(2**28, device="cuda")
     b = torch.empty_like(a)
     return 8e-6 * a.numel() / time_calls(lambda k: b.copy_(a), "cuda", 0.05).p50
@@ -40,8 +40,10 @@ def gap(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def judge(case: Case, p: dict, which: str) -> torch.Tensor:
-    """h of the first steps, or dx (db of a scan) of the last ones, in float64, some channels; of a
-    layer dx of the first sequence."""
+    """Computes the float64 reference, for a few channels: h of the first steps, or dx of the last
+    ones.
+
+    For a scan it is db instead of dx, for a layer dx of the first sequence."""
     if case.form == "layer":
         layer, x = deepcopy(p["layer"]).double(), p["x"][:1].double().requires_grad_()
         with torch.enable_grad():
@@ -71,7 +73,7 @@ def judge(case: Case, p: dict, which: str) -> torch.Tensor:
 
 
 def error_of(case: Case, side: str, call: Callable, p: dict) -> float:
-    """Of h or of dx, relative; a plain kernel computes nothing."""
+    """Returns a provider's relative error of h or dx; 0 for "plain", which computes neither."""
     if side == "plain":
         return math.nan
     got = call()[0]
@@ -85,7 +87,7 @@ def error_of(case: Case, side: str, call: Callable, p: dict) -> float:
 
 
 def time_side(case: Case, call: Callable) -> Sample:
-    """By graph replay; between events where the call cannot be captured."""
+    """Times a call by replaying a CUDA graph, or with events if it cannot be captured."""
     once = time_calls(lambda k: call(), "cuda", 0.005)
     if case.form == "layer":
         return time_calls(lambda k: call(), "cuda", BUDGET)
@@ -97,7 +99,7 @@ def time_side(case: Case, call: Callable) -> Sample:
 
 
 def measure(case: Case, kernel: Any, peers: Iterable[str], speed: float) -> list[Row]:
-    """Rows of ours (side "ours": method "auto") and of the other sides; prints them."""
+    """Measures and prints our rows ("ours": method "auto") and those of all other providers."""
     rows: list[Row] = []
     moved, best = suite.bytes_moved(case), 0.0
     text = f"{case.name} {case.which}: floor {moved / speed * 1e-6:.4g} ms;"
@@ -152,7 +154,7 @@ def run_suite(
     patterns: Callable[[Case], bool], kernel: Any, peers: Iterable[str], stamp: dict,
     save: Callable[[list[Row], str], Any],
 ) -> str:  # fmt: skip
-    """All cases that `patterns` takes, then the studies; returns what is over its limit."""
+    """Runs all cases that match `patterns`, then the studies; returns what is over its limit."""
     from bench.ops.pararnn_study import STUDIES
 
     speed, problems = copy_speed(), []

@@ -1,4 +1,4 @@
-"""bench_ops --suite pararnn, beyond times of ops: errors, residuals, chunks, and time over length."""
+"""Studies of bench_ops --suite pararnn: errors, residuals, chunk sizes, and time over length."""
 
 import statistics
 import time
@@ -30,7 +30,7 @@ def line(study: str, **values: Any) -> Row:
 
 
 def gru(h: torch.Tensor, x: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
-    """flash_gru as a user would write it."""
+    """One step of flash_gru in plain torch operations."""
     z, r = torch.sigmoid(a[0] * h + x[:, 0]), torch.sigmoid(a[1] * h + x[:, 1])
     c = torch.tanh(a[2] * (h * r) + x[:, 2])
     return (1 - z) * h + z * c
@@ -41,7 +41,8 @@ def rows_of(name: str, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def errors(kernel: Any) -> list[Row]:
-    """The largest error of h against a float64 loop: every method, dtype and weight regime."""
+    """Measures the largest error of h against a float64 loop, for every method, dtype and weight
+    regime."""
     rows, (B, T, D) = [], (4, 1024, 256)
     with torch.device("cuda"):
         for name, spec in CELLS.items():
@@ -73,7 +74,8 @@ def errors(kernel: Any) -> list[Row]:
 
 
 def train(bound: float | None, steps: int = 400) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """Trains a flash_gru layer to repeat what came five tokens ago: its a, gates [B, L, 3, D], accuracy."""
+    """Trains a flash_gru to repeat the token of five steps ago; returns a, gates [B, L, 3, D],
+    accuracy."""
     from flashcell import FlashGRU
 
     torch.manual_seed(0)
@@ -97,7 +99,7 @@ def train(bound: float | None, steps: int = 400) -> tuple[torch.Tensor, torch.Te
 
 
 def residuals(kernel: Any) -> list[Row]:
-    """The largest residual before each of Newton's iterations on all steps, over the length."""
+    """Measures the largest residual before each Newton iteration on all steps, over the length."""
     rows, D = [], 64
     with torch.device("cuda"):
         problems = {}
@@ -127,7 +129,8 @@ def residuals(kernel: Any) -> list[Row]:
 
 
 def milliseconds(call: Callable[[], Any], count: int = 5) -> float:
-    """The median of a few calls, host included: solve waits for the device once an iteration."""
+    """Returns the median ms of a few calls, host included: solve synchronises once per
+    iteration."""
     call()
     taken = []
     for _ in range(count):
@@ -142,7 +145,7 @@ def milliseconds(call: Callable[[], Any], count: int = 5) -> float:
 
 
 def chunks(kernel: Any) -> list[Row]:
-    """solve with multiple shooting: time and iterations over the chunk."""
+    """Measures time and iterations of solve with multiple shooting over the chunk size."""
     rows, (B, T, D) = [], (1, 4096, 256)
     with torch.device("cuda"):
         torch.manual_seed(0)
@@ -178,7 +181,8 @@ MODES = {
 
 
 def lengths(kernel: Any) -> list[Row]:
-    """Time over length, the three published levels and the walk: forward, and with the gradient."""
+    """Measures time over length for the published levels and the sequential method, with and
+    without gradients."""
     rows, D = [], 256
     with torch.device("cuda"):
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""bench_ops --roofline: what ncu counts in one forward and one backward of ours and of cuDNN.
+"""Counts bytes and FLOPs of our LSTM and cuDNN's with ncu, for bench_ops --roofline.
 
 ncu runs this module with each phase between two of torch's sleep kernels. Clocks are left alone and
 caches are not flushed, so that a kernel finds in the L2 what the one before left there.
@@ -34,7 +34,7 @@ CASES = ("lstm-12x64", "lstm-1x768-linear")
 
 
 def phases() -> Iterator[tuple[str, str, str]]:
-    """(case, side, pass) in the order in which they run."""
+    """Yields (case, provider, pass) in the order in which they run."""
     for name in CASES:
         for side in SIDES if name.endswith("linear") else SIDES[:1]:
             yield name, side, "forward"
@@ -42,7 +42,7 @@ def phases() -> Iterator[tuple[str, str, str]]:
 
 
 def profiled() -> None:
-    """The program under ncu."""
+    """Runs all phases: the program that ncu profiles."""
     from bench.suites.fused_rnn.cases_cuda import parameters, select
     from bench.suites.fused_rnn.peers import make_peer
     from bench.suites.fused_rnn.providers_cuda import make_ours
@@ -71,7 +71,7 @@ def profiled() -> None:
 
 
 def read_log(text: str, tensor: str) -> list[dict[str, float]]:
-    """ncu's raw page in csv -> the sums of every phase."""
+    """Sums ncu's raw CSV page by phase."""
     lines = text.splitlines()
     start = next((k for k, line in enumerate(lines) if line.startswith('"ID"')), None)
     if start is None:

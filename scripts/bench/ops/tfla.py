@@ -1,4 +1,4 @@
-"""bench_ops --suite tfla: mLSTM on a GPU. Every side in one run, after ours was found right.
+"""Times the mLSTM against other providers on a GPU, for bench_ops --suite tfla.
 
 "forward" keeps what the backward needs, "train" is forward and the gradients of all inputs, between
 CUDA events. A step runs as a CUDA graph of many, each with a state of its own that is not in the L2.
@@ -31,7 +31,7 @@ Outcomes = dict[str, Sample | str]  # of each pass: the time, or why there is no
 
 
 class Wrong(Exception):
-    """The values are not those of float64: not timed."""
+    """A provider's values differ from float64's; it is not timed."""
 
 
 def gap(got: torch.Tensor, want: torch.Tensor) -> float:
@@ -39,7 +39,7 @@ def gap(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def first_call(kernel: Any, start: float) -> float:
-    """Seconds from `start` to the end of a first, small call and its gradient."""
+    """Makes a first, small call with its gradient; returns the seconds since `start`."""
     p = suite.draw(Case("exp", 1, 64, 64, 1, 128))
     inputs = [p[n].requires_grad_() for n in LEAVES]
     torch.autograd.grad(kernel.mlstm(*inputs)[0], inputs, p["dh"])[0].sum().item()
@@ -53,7 +53,7 @@ def leaves_of(side: Side, p: dict) -> tuple[dict, torch.Tensor]:
 
 
 def judge(case: Case, side: Side, ours: bool) -> dict[str, float]:
-    """Relative errors of h, and for ours of every gradient."""
+    """Returns a provider's relative errors against float64: of h, and for ours of all gradients."""
     steps = min(max(JUDGED, case.chunk or 0), case.steps)  # peers refuse less than a chunk
     short = Case(case.gate, case.heads, case.key, case.value, 1, steps, case.chunk)
     p = suite.draw(short)
@@ -89,7 +89,7 @@ def time_passes(side: Side, p: dict, budget: float) -> Outcomes:
 
 
 def measure(case: Case, kernel: Any, peers: Iterable[str], budget: float) -> list[Row]:
-    """Rows of ours and of every peer that runs here; prints them."""
+    """Measures and prints our rows and those of every peer that runs here."""
     print(f"{case.name} ({case.of})", flush=True)
     rows: list[Row] = []
     ours: Outcomes = {}
@@ -169,7 +169,7 @@ def gigabytes(row: Row) -> float:
 
 
 def uneven(lengths: dict[int, dict[str, float]]) -> list[str]:
-    """The lengths whose tokens take too long beside those of 8192."""
+    """Returns the lengths whose time per token is too long compared with 8192's."""
     base = lengths.get(8192, {})
     return [
         f"T {T} {which}: {ms:.4g} ms, more than {LONGEST_PASS} of {base[which]:.4g}"
@@ -183,7 +183,7 @@ def run_suite(
     takes: Callable[[Case], bool], kernel: Any, peers: Iterable[str], stamp: dict, budget: float,
     save: Callable[[list[Row]], Any],
 ) -> str:  # fmt: skip
-    """All cases that `takes` takes; returns what is over its limit."""
+    """Runs all selected cases; returns what is over its limit."""
     problems: list[str] = []
     lengths: dict[int, dict[str, float]] = {}
     for case in filter(takes, suite.CASES):

@@ -1,4 +1,4 @@
-"""What scripts/bench_ops times of diagonal_rnn: the cases, both sides of each, and what they cost."""
+"""CPU benchmark cases of diagonal_rnn: shapes, our provider, the peers, and their cost."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WEIGHTS = ("a", "p")
 
 @dataclass(frozen=True)
 class Case:
-    """One line of the table: what runs, against whom, and the ratio it must reach."""
+    """One line of the table: the op, the peer, and the target ratio."""
 
     name: str
     cell: str
@@ -58,7 +58,8 @@ def has_torch_peer(case: Case) -> bool:
 
 
 def parameters(case: Case) -> dict[str, torch.Tensor]:
-    """x [B, T, 3, D], a [3, D] and p [2, D] within the published clip of 0.5, dh [B, T, D]."""
+    """Draws x [B, T, 3, D], a [3, D] and p [2, D] within the published bound 0.5, and dh [B, T,
+    D]."""
     spec, generator = CELLS[case.cell], torch.Generator().manual_seed(0)
     B, T, D, dtype = case.batch, case.steps, case.width, getattr(torch, case.dtype)
     normal = lambda *shape: torch.randn(shape, generator=generator).to(dtype)
@@ -68,7 +69,7 @@ def parameters(case: Case) -> dict[str, torch.Tensor]:
 
 
 class Ours:
-    """The cell alone, without its projection: the binary, or the torch reference."""
+    """Our provider: the cell without its projection, by the kernel or by the torch reference."""
 
     def __init__(self, case: Case, p: dict[str, torch.Tensor], kernel):
         self.leaves = [p[k].clone().requires_grad_() for k in ("x", *WEIGHTS) if k in p]
@@ -117,7 +118,7 @@ class ParaRNN(Ours):
         return h if h.dim() == 3 else h[..., -1, :]
 
     def gradients(self, grads) -> list[torch.Tensor]:
-        """In Ours's order and shapes."""
+        """Returns the gradients in the order and shapes of Ours."""
         dx, *rows = grads
         dx = dx[:, :, self.order]  # its own inverse
         return [dx, *(torch.stack(part) for part in (rows[:3], rows[3:]) if part)]
@@ -130,7 +131,7 @@ def peer_of(case: Case, p: dict[str, torch.Tensor], kind: str):
 def work(
     case: Case, which: str, product_rate: Callable, bandwidth: Callable
 ) -> tuple[float, float]:
-    """GFLOP, and the floor in ms: what is read and written, once, at `bandwidth(size)` GB/s.
+    """Returns GFLOP and the floor in ms: bytes read and written once, at `bandwidth(size)` GB/s.
 
     Forward x and h; in training also h, x, dh and dx, and the c that flash_lstm keeps. A sigmoid or a
     tanh counts as 20 operations.

@@ -1,4 +1,5 @@
-"""What bench_ops --suite pararnn times of diagonal_rnn on a GPU: cases, both sides, and what they move."""
+"""GPU benchmark cases of diagonal_rnn (bench_ops --suite pararnn): shapes, providers, bytes
+moved."""
 
 from __future__ import annotations
 
@@ -17,12 +18,12 @@ NO_MASKS = (None,) * 4
 
 
 class Unavailable(Exception):
-    """This side cannot run this case here."""
+    """A provider cannot run this case here."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One row: an op, or with form "layer" the projection and the cell; the most ms it may take."""
+    """One case: an op, or with form "layer" the projection and the cell, with the limit in ms."""
 
     op: str
     which: str  # "forward" keeps what the backward needs; "backward"; "train" is both
@@ -100,7 +101,7 @@ CROSSOVER = [
 
 
 def words_moved(case: Case) -> tuple[int, int]:
-    """Values read and written for a channel and step. A layer's projection is not in it."""
+    """Returns the values read and written per channel and step, without a layer's projection."""
     if case.is_scan:
         return (2, 1) if case.which == "forward" else (3, 2)
     spec = CELLS[case.op]
@@ -111,13 +112,14 @@ def words_moved(case: Case) -> tuple[int, int]:
 
 
 def bytes_moved(case: Case) -> int:
-    """Read and written once: the floor at the speed of a copy."""
+    """Returns the bytes read and written once, which give the floor at the speed of a copy."""
     elements = case.batch * case.steps * case.width
     return sum(words_moved(case)) * elements * case.torch_dtype.itemsize
 
 
 def draw(case: Case, device: str = "cuda") -> dict[str, torch.Tensor]:
-    """x [B, T, 3, D] and weight [P, D] within the published 0.5, or a and b of a scan; dh."""
+    """Draws x [B, T, 3, D] and weight [P, D] within the published bound 0.5, or a scan's a and b;
+    dh."""
     g = torch.Generator(device).manual_seed(0)
     B, T, D = case.batch, case.steps, case.width
     normal = lambda *s: torch.randn(s, generator=g, device=device, dtype=case.torch_dtype)
@@ -132,7 +134,7 @@ def draw(case: Case, device: str = "cuda") -> dict[str, torch.Tensor]:
 
 
 def ours(case: Case, p: dict, kernel, method: str) -> Callable[[], tuple]:
-    """The op that autograd would call: (h, saved) or (dx, dweight) of one call."""
+    """Returns a call of our op as autograd makes it, which gives (h, saved) or (dx, dweight)."""
     ops = kernel.dispatch.ops
     if case.form == "layer":
         return layer(case, p)
@@ -154,8 +156,8 @@ def ours(case: Case, p: dict, kernel, method: str) -> Callable[[], tuple]:
 
 
 def layer(case: Case, p: dict) -> Callable[[], tuple]:
-    """The whole layer of ParaRNN: a projection of four heads, and the cell; forward and backward.
-    Its gradients, of x first."""
+    """Returns a call of ParaRNN's whole layer, projection of four heads and cell, with its
+    gradients."""
     module = LAYERS[case.op](case.width, case.width, num_heads=4, backend="cuda")
     p["layer"] = module = module.to("cuda", case.torch_dtype)
     x = p["x"].requires_grad_()
@@ -170,8 +172,9 @@ def layer(case: Case, p: dict) -> Callable[[], tuple]:
 
 
 def plain(case: Case, p: dict) -> Callable[[], tuple]:
-    """One elementwise kernel of torch that reads and writes as many values, in tensors that it walks
-    from end to end: what memory gives for this mix, with no recurrence and no layout in its way."""
+    """Returns an elementwise torch call that moves as many values, as a bound by memory alone.
+
+    It has no recurrence and reads its tensors from end to end."""
     reads, writes = words_moved(case)
     arguments = [f"T a{k}" for k in range(reads)] + [f"T& y{k}" for k in range(writes)]
     total = " + ".join(f"a{k}" for k in range(reads))
@@ -184,7 +187,8 @@ def plain(case: Case, p: dict) -> Callable[[], tuple]:
 
 
 def pararnn_torch(case: Case, p: dict) -> Callable[[], tuple]:
-    """pararnn-torch (PyPI, imported as `pararnn`): its fused Newton kernels, 3 iterations, no projection.
+    """Returns pararnn-torch's call (PyPI, `import pararnn`): fused Newton, 3 iterations, no
+    projection.
 
     Its gradient is never without the projection's, so there is no backward to compare.
     """
@@ -214,7 +218,8 @@ def pararnn_torch(case: Case, p: dict) -> Callable[[], tuple]:
 
 
 def accelerated_scan(case: Case, p: dict) -> Callable[[], tuple]:
-    """accelerated-scan (PyPI): its Triton kernel, in its own layout, time innermost."""
+    """Returns accelerated-scan's call (PyPI): its Triton kernel in its own layout, time
+    innermost."""
     try:
         from accelerated_scan.scalar import scan
     except ImportError as error:
