@@ -1,1 +1,1 @@
-"""Random calls of the kernels' functions and ops, for scripts/fuzz: drawn, run, judged."""
+"""Random calls of the kernels' functions and ops, for scripts/fuzz: drawn, run and checked."""

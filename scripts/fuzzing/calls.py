@@ -1,4 +1,4 @@
-"""The public functions that are fuzzed: all of `__all__`, so that a new one cannot be forgotten."""
+"""Lists the public functions to fuzz: all of `__all__`, so that none is forgotten."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NO_CALLS = {"register_structure"}
 
 
 def doors(kernel: ModuleType) -> dict[str, Callable]:
-    """The public functions of a kernel by name. Every one has a maker."""
+    """Returns the public functions of a kernel by name; each has a maker of arguments."""
     found = {n: getattr(kernel, n) for n in kernel.__all__ if n not in NO_CALLS}
     found = {n: f for n, f in found.items() if inspect.isfunction(f)}
     missing = sorted(set(found) - set(MAKERS))

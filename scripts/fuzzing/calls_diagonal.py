@@ -1,4 +1,4 @@
-"""Valid calls of diagonal_rnn's public functions, drawn at random."""
+"""Draws random valid arguments for diagonal_rnn's public functions."""
 
 from __future__ import annotations
 

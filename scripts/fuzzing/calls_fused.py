@@ -1,4 +1,4 @@
-"""Valid calls of fused_rnn's public functions, drawn at random."""
+"""Draws random valid arguments for fused_rnn's public functions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fuzzing.draw import Draw, maker
 
 
 def recurrent_cell(draw: Draw, name: str) -> tuple[dict[str, Any], Any]:
-    """The arguments that choose a cell of fused_rnn, and its sizes."""
+    """Draws the arguments that choose a cell of fused_rnn; returns them and the cell's sizes."""
     from flashcell.kernels.fused_rnn import CELLS
 
     stem = name.removesuffix("_step")

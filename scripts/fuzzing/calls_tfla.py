@@ -1,4 +1,4 @@
-"""Valid calls of tfla's public functions, drawn at random."""
+"""Draws random valid arguments for tfla's public functions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fuzzing.draw import Draw, maker
 
 
 def gate(draw: Draw) -> tuple[dict[str, Any], int]:
-    """The arguments that choose tfla's cell, and how many states it has."""
+    """Draws the arguments that choose tfla's cell; returns them and the number of states."""
     choices: list[tuple[dict[str, Any], int]] = [
         ({"input_gate": "exp"}, 3),
         ({"input_gate": "sigmoid"}, 1),

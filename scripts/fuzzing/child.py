@@ -1,4 +1,4 @@
-"""One process of the fuzzer: calls `begin` to `end`, each told to the parent before it runs."""
+"""One process of the fuzzer: runs calls `begin` to `end`, reporting each before it runs."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ SHARE = 5000  # calls of one process: what it leaks ends with it
 
 @contextlib.contextmanager
 def poisoned() -> Iterator[None]:
-    """torch.empty is filled with NaN: what nobody writes shows up."""
+    """Fills torch.empty with NaN in the block, so that unwritten memory is noticed."""
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     try:
@@ -76,7 +76,7 @@ class Fuzzer:
                 self.doors.append((name, door, function, getattr(reference, door)))
 
     def run(self, index: int) -> tuple[str, bool, list[str]]:
-        """What was called, whether it was accepted, and what is wrong with it."""
+        """Runs call `index`; returns its text, whether it was accepted, and the findings."""
         kind = self.kinds[index % len(self.kinds)]
         draw = Draw(f"{self.seed} {index}")
         kernel, name, door, reference = draw.pick(self.doors)
@@ -142,8 +142,8 @@ class Fuzzer:
         return [shorten(text) for text in found]
 
     def sizes(self, index: int, name: str, door: Callable) -> tuple[bool, float]:
-        """Whether an argument is so large that its square overflows; and the largest value
-        of a state and of what multiplies a norm."""
+        """Returns whether an argument's square overflows, and the largest value of a state and of what
+        multiplies a norm."""
         with torch.enable_grad():
             call, _, _ = self.make(index, name, door)
         given = [t for k, v in call.items() for _, t in tensors(v, k) if t.dtype in EPS]
@@ -166,7 +166,7 @@ class Fuzzer:
         return outcome(reference(**call), call, index)
 
     def run_op(self, index: int, kernel: str, name: str, door: Callable):
-        """A raw op that the door called, with its arguments spoilt once more."""
+        """Runs a raw op that the public function called, with its arguments changed once more."""
         draw = Draw(f"{self.seed} {index} {name}")
         call = MAKERS[name](draw)
         if draw.chance(0.7) and not (name.endswith("_step") and draw.chance(0.7)):
@@ -196,7 +196,7 @@ def with_gradient(value: Any, wants: Callable[[], bool] = lambda: True) -> Any:
 
 
 def is_of_cell(error: BaseException) -> bool:
-    """Whether the cell that solve was given raised it, or calling it did: that is the caller's code."""
+    """Whether the error came from the cell given to solve, which is the caller's code."""
     trace = error.__traceback__
     while trace is not None:
         code, last = trace.tb_frame.f_code, trace.tb_next is None
@@ -209,7 +209,7 @@ def is_of_cell(error: BaseException) -> bool:
 
 
 def main() -> None:
-    """Imports once; processes forked from this one run the calls, so that a crash costs little."""
+    """Imports once, then forks processes that run the calls, so that a crash costs little."""
     job = json.loads(sys.argv[1])
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -266,7 +266,7 @@ def work(fuzzer: Fuzzer, counters: mmap.mmap, begin: int, end: int) -> None:
 
 
 def watch(pid: int, counters: mmap.mmap, patience: float) -> tuple[int, bool]:
-    """The exit status, below 0 for a signal; and False if one call took longer than `patience`."""
+    """Waits for a process; returns its status (negative: signal), and False if a call timed out."""
     seen, since, answers = -1, time.monotonic(), True
     while True:
         done, status = os.waitpid(pid, os.WNOHANG)

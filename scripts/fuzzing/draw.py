@@ -1,4 +1,4 @@
-"""Random choices and tensors of one fuzzed call, and the table of what makes calls.
+"""Random choices and tensors of one fuzzed call, and the table of makers.
 
 A maker takes a `Draw` and returns the arguments of one valid call of a public function, by name.
 """
@@ -40,7 +40,7 @@ class Draw:
         return (scale * values).to(dtype or self.io)
 
     def parameter(self, *shape: int, scale: float = 1.0) -> torch.Tensor:
-        """In x's dtype or, as under autocast, in another one."""
+        """Draws a parameter in x's dtype or, as under autocast, in another one."""
         return self.normal(
             *shape, scale=scale, dtype=self.pick(FLOATS) if self.chance(0.2) else None
         )
@@ -55,7 +55,7 @@ class Draw:
         return self.pick(("auto", "auto", "cpu"))
 
     def rows(self, most: int = 7) -> tuple[int, int, int, dict[str, Any]]:
-        """B, T, the number of sequences, and the masks of a sequence call."""
+        """Draws B, T, the number of sequences, and the mask arguments of a sequence call."""
         B, T = self.pick((1, 1, 2, 3, 5, 0)), self.rng.choice((0, 1, 1, 2, 3, most))
         masks: dict[str, Any] = {}
         S = B

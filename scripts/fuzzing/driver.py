@@ -1,4 +1,4 @@
-"""The driver of the fuzzer: it starts processes, sees how they end, and sums up what they found."""
+"""The driver of the fuzzer: starts processes, watches how they end, and summarises findings."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Report:
 
 
 def run(options: Options) -> Report:
-    """Every call in processes of child.py, which says a line of JSON for each thing it finds."""
+    """Runs all calls in processes of child.py, which print one JSON line per finding."""
     report = Report()
     at = 0 if options.only is None else options.only
     job = {

@@ -1,4 +1,4 @@
-"""What a fuzzed call does to a valid one: odd layouts of the same values, and arguments nobody should pass.
+"""Changes to a valid call: unusual layouts of the same values, and invalid arguments.
 
 A fault takes a `Draw` and a value, and returns another value, or SAME where it does not apply.
 """
@@ -59,7 +59,7 @@ def negated(draw: Draw, t: torch.Tensor) -> Any:
 
 
 def imaginary(draw: Draw, t: torch.Tensor) -> Any:
-    """The imaginary part of a lazy conjugate: strides of two, and the bit that says negative."""
+    """Returns the imaginary part of a lazy conjugate: stride two, with the negative bit set."""
     if t.dtype not in (torch.float32, torch.float64):
         return SAME
     return torch.complex(t, -t).conj().imag
@@ -141,7 +141,7 @@ def other_size(draw: Draw, t: torch.Tensor) -> Any:
 
 
 def huge(draw: Draw, t: torch.Tensor) -> Any:
-    """An expanded view: more elements than memory has, though it takes none."""
+    """Returns an expanded view with more elements than fit into memory, without allocating them."""
     if t.dim() == 0 or 0 in t.shape:
         return SAME
     shape = list(t.shape)
@@ -225,7 +225,7 @@ def other_sequence(draw: Draw, value: Any) -> Any:
 
 
 def fault_of(draw: Draw, value: Any) -> tuple[str, Any]:
-    """A fault that fits the kind of value, its name and what it gives."""
+    """Draws a fault that fits the value's type; returns its name and the changed value."""
     fault: Fault = anything
     if isinstance(value, torch.Tensor) and (not is_readable(value) or value.numel() > MOST):
         return fault.__name__, SAME
@@ -246,7 +246,8 @@ def fault_of(draw: Draw, value: Any) -> tuple[str, Any]:
 
 
 def spoil(draw: Draw, call: dict[str, Any], names: list[str]) -> list[str]:
-    """Changes `call` in place and says how: "x sliced". No fault at all in a third of the calls."""
+    """Applies random faults to `call` in place; returns texts such as "x sliced". A third has
+    none."""
     done = []
     for _ in range(draw.pick((0, 0, 1, 1, 2, 3))):
         given = [n for n in names if isinstance(call.get(n), (torch.Tensor, tuple, list))]

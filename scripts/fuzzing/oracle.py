@@ -1,4 +1,4 @@
-"""What a fuzzed call may do: give the reference's values and gradients, or refuse by an argument's name."""
+"""Checks a fuzzed call: it must match the reference, or raise an error that names an argument."""
 
 from __future__ import annotations
 
@@ -28,15 +28,16 @@ OUT_OF_MEMORY = re.compile(r"can't allocate memory|not enough memory")
 
 
 def is_out_of_memory(error: BaseException, faults: Iterable[str]) -> bool:
-    """Whether a huge view was too much to copy. Of a failure of torch's that an op meets, torch's stable
-    ABI says where it was and not what."""
+    """Whether copying a huge view ran out of memory.
+
+    Through torch's stable ABI, an error says where it happened and not what it was."""
     text = str(error)
     told = isinstance(error, MemoryError) or "API call failed" in text
     return any("huge" in fault for fault in faults) and bool(told or OUT_OF_MEMORY.search(text))
 
 
 def is_torchs(error: BaseException, faults: Iterable[str], raw: bool) -> bool:
-    """Whether torch refuses the kind of tensor itself, ahead of the kernel, in its own words."""
+    """Whether torch itself refused this kind of tensor, before the kernel was called."""
     kinds, text = {fault.rpartition(" ")[2] for fault in faults}, str(error)
     if raw and kinds & {"negated", "imaginary"} and NEGATED.search(text):
         return True
@@ -48,8 +49,10 @@ def is_torchs(error: BaseException, faults: Iterable[str], raw: bool) -> bool:
 def judge_refusal(
     error: BaseException, names: Iterable[str], faults: Iterable[str], raw: bool
 ) -> str | None:
-    """What is wrong with an exception, if anything. A raw op's messages begin with a place in the
-    sources, which torch's macro writes; its arguments' types are checked by torch."""
+    """Returns what is wrong with an exception that a call raised, if anything.
+
+    A raw op's messages begin with a source location, which torch's macro writes; torch checks the
+    types of its arguments."""
     kind, text = type(error).__name__, str(error)
     ordinary = isinstance(error, REFUSALS) and "Could not run" not in text
     if not ordinary or (type(error) not in REFUSALS and not raw):
@@ -69,7 +72,7 @@ def judge_refusal(
 
 
 def computed_in(got: dict[str, torch.Tensor]) -> torch.dtype:
-    """What a kernel rounds to: the narrower dtype of its first result and of its first argument."""
+    """Returns the dtype a kernel rounds to: the narrower of its first result and first argument."""
     floats = {n: t.dtype for n, t in got.items() if t.is_floating_point()}
     first = [
         next(d for n, d in floats.items() if n.startswith("result") == is_result)
@@ -79,18 +82,21 @@ def computed_in(got: dict[str, torch.Tensor]) -> torch.dtype:
 
 
 def is_valid(faults: list[str]) -> bool:
-    """Whether the values are those of a valid call, lying in memory as tensors may."""
+    """Whether the faults change memory layouts only, so that the call is valid."""
     return all(fault.rpartition(" ")[2] in ANY_STRIDES for fault in faults)
 
 
 def is_of_decoding(name: str, error: Exception) -> bool:
-    """What decodes has no gradients, reads weights row by row, and writes a state where it lies."""
+    """Whether the error is a documented limit of decoding functions.
+
+    They have no gradients, need contiguous weight rows, and update states in place."""
     says = "is for decoding|must be contiguous|is written|inplace=True"
     return name.endswith("_step") and bool(re.search(says, str(error)))
 
 
 def shorten(text: str) -> str:
-    """One line; what varies from call to call is left out, so that equal findings look equal."""
+    """Shortens a message to one line without numbers that vary, so that equal findings look
+    equal."""
     line = next((line for line in text.strip().splitlines() if line.strip()), "")
     line = re.sub(r"0x[0-9a-f]+", "0x..", line)
     line = re.sub(r"'_\w+::\w+'", "'...'", line)
@@ -98,7 +104,7 @@ def shorten(text: str) -> str:
 
 
 def tensors(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors in a result or an argument, by name."""
+    """Yields the tensors in a result or an argument, by name."""
     if isinstance(value, torch.Tensor):
         yield name, value
     elif isinstance(value, (tuple, list)):
@@ -107,7 +113,7 @@ def tensors(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def outcome(result: Any, call: dict[str, Any], seed: int) -> dict[str, torch.Tensor]:
-    """What a call gave: its results, the arguments that it changed, and gradients of what wants one."""
+    """Collects a call's results, the arguments that it changed, and all gradients."""
     results = dict(tensors(result, "result"))
     sources = {n: t for k, v in call.items() for n, t in tensors(v, k) if t.requires_grad}
     named = {name: t.detach() for name, t in results.items()}
@@ -145,7 +151,9 @@ def differences(
     wild: bool = False,
     carried: float = 0.0,
 ) -> list[str]:
-    """Where `got` is further from `exact` than `peer`, the reference in the same dtype, allows.
+    """Returns where `got` differs from `exact` by more than the error of `peer` allows.
+
+    `peer` is the reference in the same dtype.
 
     Where both references are finite the kernel must be, and where both are not it must not. `moved`
     are `exact` of inputs that differ by a rounding: a call may be that ill conditioned. Gradients that
@@ -211,7 +219,7 @@ def plain(t: torch.Tensor) -> torch.Tensor:
 
 
 def nudge(value: Any, dtype: torch.dtype, seed: int) -> Any:
-    """Every float moved by a rounding of `dtype`, up or down."""
+    """Moves every float up or down by one rounding of `dtype`."""
     if isinstance(value, torch.Tensor) and value.is_floating_point() and not value.is_meta:
         signs = (
             torch.randint(0, 2, value.shape, generator=torch.Generator("cpu").manual_seed(seed)) * 2
@@ -225,7 +233,7 @@ def nudge(value: Any, dtype: torch.dtype, seed: int) -> Any:
 
 
 def widen(value: Any) -> Any:
-    """Floating tensors in float64; they want a gradient if they did."""
+    """Converts floating tensors to float64, keeping requires_grad."""
     if isinstance(value, torch.Tensor) and value.is_floating_point():
         return value.detach().double().requires_grad_(value.requires_grad)
     if isinstance(value, (tuple, list)):
@@ -234,7 +242,7 @@ def widen(value: Any) -> Any:
 
 
 def is_readable(t: torch.Tensor) -> bool:
-    """Whether its storage holds all of it. torch does not look, and a read ends the process."""
+    """Whether the storage holds the whole tensor; torch does not check, and a read would crash."""
     if t.layout != torch.strided or t.is_nested or t.device.type != "cpu" or not t.numel():
         return True
     reach = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))

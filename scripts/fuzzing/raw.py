@@ -1,4 +1,4 @@
-"""The raw ops: torch.ops with arguments that the doors give them, recorded and then spoilt.
+"""Fuzzes the raw torch.ops: records the arguments of public calls, then changes them.
 
 Every op of a kernel's namespace is known from its schema, so none can be forgotten. What an op makes of
 odd strides, of memory that it does not own and of sizes is judged against itself, given plain copies.
@@ -20,7 +20,7 @@ Call = tuple[Any, dict[str, Any]]  # the op, its arguments by name
 
 
 def namespace(kernel: Any) -> dict[str, Any]:
-    """The ops of a kernel by name."""
+    """Returns the ops of a kernel by name."""
     prefix = str(kernel.dispatch.ops.name) if hasattr(kernel.dispatch.ops, "name") else ""
     found = {}
     for schema in torch._C._jit_get_all_schemas():
@@ -31,7 +31,7 @@ def namespace(kernel: Any) -> dict[str, Any]:
 
 
 class Recorder(TorchDispatchMode):
-    """Keeps the arguments of every call of these ops, as they were before it."""
+    """Records copies of the arguments of every call of the given ops."""
 
     def __init__(self, ops: dict[str, Any]):
         super().__init__()
@@ -46,7 +46,7 @@ class Recorder(TorchDispatchMode):
 
 
 def copied(value: Any) -> Any:
-    """A tensor with memory of its own and the same strides, if it has no two elements in one place."""
+    """Copies a tensor to new memory with the same strides, if no two elements overlap."""
     if isinstance(value, torch.Tensor):
         value = value.detach()
         plain = value.is_contiguous() or 0 in value.stride() or 0 in value.shape
@@ -62,7 +62,7 @@ def copied(value: Any) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """A contiguous copy in memory of its own."""
+    """Returns a contiguous copy in new memory."""
     if isinstance(value, torch.Tensor):
         if not is_readable(value):
             raise ValueError("freed")
@@ -116,7 +116,7 @@ def judge_raw(draw: Draw, op: Any, call: dict[str, Any], poisoned: Callable):
 
 
 def agree(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """The same to rounding, NaN where the other is NaN: memory that nobody wrote is NaN in one of them."""
+    """Whether two results are equal up to rounding, with NaN in the same places."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     if not a.is_floating_point():

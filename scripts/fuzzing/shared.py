@@ -1,4 +1,4 @@
-"""What a fuzzed call does to two arguments at once: they lie in one piece of memory."""
+"""Faults that place several arguments of a call in the same memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def is_plain(t: torch.Tensor) -> bool:
 
 
 def places(call: dict[str, Any]) -> list[tuple[str, int | None, torch.Tensor]]:
-    """The floating tensors of a call that own or view plain memory: argument, index in it, tensor."""
+    """Returns a call's floating tensors in plain memory: (argument, index in it, tensor)."""
     found = []
     for name, value in call.items():
         several = isinstance(value, (tuple, list))
@@ -37,7 +37,7 @@ def put(call: dict[str, Any], name: str, k: int | None, t: torch.Tensor) -> None
 
 
 def shared(draw: Draw, call: dict[str, Any]) -> str:
-    """One tensor lies in the memory of another."""
+    """Moves one tensor into the memory of another."""
     every = places(call)
     draw.rng.shuffle(every)
     for name, k, t in every:
@@ -58,7 +58,7 @@ def shared(draw: Draw, call: dict[str, Any]) -> str:
 
 
 def neighbours(draw: Draw, call: dict[str, Any]) -> str:
-    """All tensors of one dtype lie in one buffer, one after another: what is written past an end is seen."""
+    """Puts all tensors of one dtype into one buffer, so that a write past an end is noticed."""
     every = places(call)
     if len(every) < 2:
         return ""

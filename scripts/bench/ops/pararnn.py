@@ -73,7 +73,7 @@ def judge(case: Case, p: dict, which: str) -> torch.Tensor:
 
 
 def error_of(case: Case, side: str, call: Callable, p: dict) -> float:
-    """Returns a provider's relative error of h or dx; 0 for "plain", which computes neither."""
+    """Returns a provider's relative error of h or dx; NaN for "plain", which has none."""
     if side == "plain":
         return math.nan
     got = call()[0]

@@ -1,4 +1,4 @@
-"""What one line of a benchmark's table is, on any device."""
+"""The description of one benchmark case of fused_rnn, for any device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TORCH_DTYPES = {"tf32": torch.float32}
 
 @dataclass(frozen=True)
 class Case:
-    """What runs, beside whom, and what it must reach."""
+    """One case: the op and its shape, the peers, and the targets."""
 
     name: str
     cell: str

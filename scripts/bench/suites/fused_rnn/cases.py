@@ -1,4 +1,4 @@
-"""What scripts/bench_ops times of fused_rnn: the cases, both sides of each, and what they cost."""
+"""CPU benchmark cases of fused_rnn: shapes, our provider, torch's, and their cost."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TORCH_MODULES = {
 
 
 def _case(name: str, cell: str, shape: str, dtype: str, peer: str, required=None) -> Case:
-    """shape: "b16 t256 1x768"."""
+    """Makes a case from a shape such as "b16 t256 1x768"."""
     batch, steps, heads, width = map(int, re.findall(r"\d+", shape))
     form = "linear" if steps > 1 else "linear-step"
     return Case(
@@ -49,7 +49,7 @@ CASES = [
 
 
 def passes(case: Case) -> tuple[str, ...]:
-    """A "forward" keeps nothing; "train" is forward, backward, all gradients."""
+    """Returns the passes to time: "forward" saves nothing, "train" includes all gradients."""
     return ("step",) if case.is_step else ("forward", "train")
 
 
@@ -58,7 +58,8 @@ def has_torch_peer(case: Case) -> bool:
 
 
 def parameters(case: Case) -> dict[str, torch.Tensor]:
-    """x [B, T, I], w_ih [G, N, D, I], w_hh [G, N, D, D], bias [R, N, D], state [K, B, N, D], dh."""
+    """Draws x [B, T, I], w_ih [G, N, D, I], w_hh [G, N, D, D], bias [R, N, D], state [K, B, N, D],
+    dh."""
     spec, inputs = CELLS[case.cell], case.inputs
     B, T, N, D, G = case.batch, case.steps, case.heads, case.width, spec.gates
     generator = torch.Generator().manual_seed(0)
@@ -78,7 +79,7 @@ def parameters(case: Case) -> dict[str, torch.Tensor]:
 
 
 class Ours:
-    """Projection and cell of a fused_rnn module: the binary, or the torch reference."""
+    """Our provider: projection and cell, by the kernel or by the torch reference."""
 
     def __init__(self, case: Case, p: dict[str, torch.Tensor], kernel):
         self.case, self.kernel, self.state = case, kernel, tuple(p["state"])
@@ -97,7 +98,7 @@ class Ours:
 
 
 class Torch:
-    """torch.nn's module with the same parameters, one module for each head."""
+    """torch.nn as a provider: one module per head, with the same parameters."""
 
     def __init__(self, case: Case, p: dict[str, torch.Tensor]):
         self.case, self.x = case, p["x"].clone().requires_grad_()
@@ -123,7 +124,7 @@ class Torch:
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
 
     def gradients(self, grads) -> list[torch.Tensor]:
-        """In Ours's order and shapes: dx, dw_ih, dw_hh, dbias."""
+        """Returns the gradients in the order and shapes of Ours: dx, dw_ih, dw_hh, dbias."""
         dx, *rest = grads
         G, D = len(rest[0]) // self.case.width, self.case.width
         w_ih, w_hh, b_ih, b_hh = (
@@ -140,10 +141,11 @@ def peer_of(case: Case, p: dict[str, torch.Tensor], kind: str):
 def work(
     case: Case, which: str, product_rate: Callable, bandwidth: Callable
 ) -> tuple[float, float]:
-    """GFLOP, and the floor in ms at `product_rate()` GFLOP/s and `bandwidth(size)` GB/s.
+    """Returns GFLOP and the floor in ms at `product_rate()` GFLOP/s and `bandwidth(size)` GB/s.
 
-    A walk through time takes its arithmetic, or reading the recurrent weight once a step if that is
-    longer. Training walks twice, and has the projection's and one recurrent product besides.
+    A pass over time takes as long as its arithmetic, or as reading the recurrent weight once per
+    step if that is longer. Training has two such passes, and the products of the projection and of
+    dw_hh.
     """
     rate = product_rate()
     G, I, rows = CELLS[case.cell].gates, case.inputs, case.batch * case.steps

@@ -1,4 +1,4 @@
-"""What scripts/bench_ops --device cuda times: the cases with their limits, and their inputs."""
+"""GPU benchmark cases of fused_rnn, with their limits and inputs, for bench_ops --device cuda."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ CELLS = reference.CELLS
 
 
 def passes(case: Case) -> tuple[str, ...]:
-    """A "forward" keeps what the backward needs; "train" is forward, backward, all gradients."""
+    """Returns the passes to time: "forward" saves for the backward, "train" includes all
+    gradients."""
     return ("step",) if case.is_step else ("inference", "forward", "train")
 
 
 def parameters(case: Case, device: str, seed: int = 0) -> dict[str, torch.Tensor]:
-    """x and dh, and for all forms but modules w_ih, w_hh, bias, state; drawn on the device.
+    """Draws the inputs on the device: x and dh, and except for modules w_ih, w_hh, bias, state.
 
     x [B, T, I], or [B, T, G, N, D] projected; w_ih [G, N, D, I]; w_hh [G, N, D, D]; bias
     [R, N, D]; state [K, B, N, D]; dh [B, T, directions * I].
@@ -50,12 +51,12 @@ def parameters(case: Case, device: str, seed: int = 0) -> dict[str, torch.Tensor
 
 
 def lengths(case: Case) -> torch.Tensor:
-    """Of a packed batch, longest first: evenly from T down to T/2."""
+    """Returns the lengths of a packed batch, evenly from T down to T/2."""
     return torch.linspace(case.steps, max(1, case.steps // 2), case.batch).long()
 
 
 def work(case: Case, which: str) -> tuple[float, float, float]:
-    """FLOP, the fewest bytes, and the floor in seconds, of one pass over a case.
+    """Returns FLOP, least bytes and the floor in seconds of one pass over a case.
 
     Bytes: every input is read once, every output written once; a forward that keeps values for the
     backward writes the gates, and the backward reads them.
@@ -93,7 +94,7 @@ def _walk(case: Case) -> Walk:
 def _case(
     cell: str, shape: str, form: str, *limits: float | None, tag: str = "", **options
 ) -> Case:
-    """shape: "12x64 b16 t1024", the last two left out if they are these."""
+    """Makes a case from a shape such as "12x64 b16 t1024"; these b and t are the defaults."""
     size, *rest = shape.split()
     usual = {"b": 16, "t": 1 if form.endswith("step") else 1024}
     numbers = usual | {word[0]: int(word[1:]) for word in rest}
@@ -148,7 +149,8 @@ MORE = [
 
 
 def _sweeps() -> list[Case]:
-    """FlashRNN's figures: heads of d = 768, batch, length, with and without the linear layer."""
+    """Returns the sweeps of FlashRNN's figures: heads, batch, length, with and without the
+    projection."""
     cases: dict[str, Case] = {}
 
     def add(cell: str, shape: str, form: str = "op", peers=("flashrnn",)) -> None:
@@ -177,7 +179,7 @@ SUITES = {"must": MUST, "flashrnn": _sweeps(), "more": MORE}
 
 
 def select(suites: Sequence[str], patterns: Sequence[str]) -> list[Case]:
-    """The cases of `suites` whose names fit one of `patterns`.
+    """Returns the cases of `suites` whose names match one of `patterns`.
 
     A name in two suites runs once, beside the peers of both, and keeps its limits in any suite.
     """

@@ -1,4 +1,4 @@
-"""flashrnn (NX-AI, PyPI, 1.0.8) as a peer: its own kernels, built where its own loader fails.
+"""Builds and loads flashrnn (NX-AI, PyPI, 1.0.8) as a benchmark peer.
 
     python scripts bench.suites.fused_rnn.flashrnn_peer lstm 12 64 16    builds one, on a GPU
 
@@ -47,7 +47,7 @@ Shape = tuple[str, int, int, int]  # cell, heads, width, batch
 
 @cache
 def flashrnn() -> ModuleType:
-    """The package, mended; raises Unavailable where it is not installed."""
+    """Imports the package with the patches above; raises Unavailable if it is not installed."""
     try:
         package = import_module("flashrnn")
     except (ImportError, OSError) as error:  # OSError: no CUDA toolkit
@@ -63,7 +63,8 @@ def flashrnn() -> ModuleType:
 
 
 def config(shape: Shape, dtype: str = "bfloat16", backend: str = "cuda_fused") -> Any:
-    """x [T, B, N, D, G], R [N, D, G, D], bias [N, D, G], h [states, T, B, N, D]."""
+    """Returns flashrnn's configuration: x [T, B, N, D, G], R [N, D, G, D], h [states, T, B, N,
+    D]."""
     cell, heads, width, batch = shape
     return flashrnn().FlashRNNConfig(
         function=cell, backend=backend, num_heads=heads, head_dim=width, batch_size=batch,
@@ -95,7 +96,7 @@ def folder_of_cublas() -> Path:
 
 
 def store() -> Path:
-    """What is kept fits one flashrnn, torch and Python."""
+    """Returns the folder of built modules for this version of flashrnn, torch and Python."""
     versions = importlib.metadata.version("flashrnn"), f"torch{torch.__version__}"
     return STATE / "flashrnn" / "-".join([*versions, str(sys.implementation.cache_tag)])
 
@@ -109,7 +110,7 @@ def find_or_load(
     find: Callable[..., ModuleType], *, name: str, model_args: tuple, extra_cflags: Sequence[str],
     **options: Any,
 ) -> ModuleType:  # fmt: skip
-    """flashrnn's search for tiles that run, or the module that an earlier one ended with."""
+    """Loads a module built before, or runs flashrnn's search for tiles and keeps its result."""
     folder = place(name, model_args[1:], extra_cflags)
     if kept := next(folder.glob("*.so"), None):
         return load_library(kept)
@@ -137,7 +138,7 @@ def is_kept(shape: Shape) -> bool:
 
 
 def build_all(shapes: Iterable[Shape]) -> None:
-    """Those that are not kept yet, side by side; one that fails says why when it is run."""
+    """Builds missing modules in parallel; a failure is reported when the case runs."""
     missing = [shape for shape in dict.fromkeys(shapes) if not is_kept(shape)]
     if not missing:
         return
@@ -158,7 +159,7 @@ def build_all(shapes: Iterable[Shape]) -> None:
 
 
 def build(shape: Shape) -> None:
-    """One step forward and backward, for which flashrnn needs the module."""
+    """Builds a module by running one step forward and backward."""
     _, N, D, B = shape
     leaves = [(2, B, N, D, 4), (N, D, 4, D), (N, D, 4)]
     x, weight, bias = (

@@ -1,7 +1,7 @@
-"""The time below which no version of a case can run on one H200: what scripts/bench_ops divides by.
+"""Computes a lower bound of a case's time on one H200, the floor in the tables of bench_ops.
 
-A step waits for the one before it. What it cannot avoid is a chain of latencies, measured on the
-chip by notes/prototypes of this project (one H200, SM clock 1.8 to 1.98 GHz):
+Each step waits for the one before it, so its time is at least a chain of latencies. They were
+measured by small test kernels on one H200 (SM clock 1.8 to 1.98 GHz):
 
     product     mma.sync of one tile's share, or its chain of dependent ones if that is longer
     cell        a sigmoid, two tanh, and the way of h through shared memory back into operands
@@ -9,7 +9,7 @@ chip by notes/prototypes of this project (one H200, SM clock 1.8 to 1.98 GHz):
 
 Columns of the batch never meet, so a head is shared by as many groups of blocks as fit the chip,
 each with a tile of 8 columns of the batch or several. The bytes of a pass at the bandwidth of
-memory are a second floor, and the large products before and after the walk come on top.
+memory are a second floor. The large products before and after the recurrence are added.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CLUSTER_BLOCKS = 16
 
 
 class Walk(NamedTuple):
-    """What a recurrence is to the chip."""
+    """The shape of one recurrence, as it determines the floor."""
 
     gates: int
     heads: int  # that run at once: also directions, and the layers of a wavefront
@@ -47,7 +47,7 @@ class Walk(NamedTuple):
 
 
 def step_seconds(walk: Walk) -> float:
-    """One step of the forward, or of the backward, whose product has the same size."""
+    """Returns the least time of one step, forward or backward."""
     weight = walk.gates * walk.width**2 * walk.itemsize
     blocks = ceil(weight / SM_WEIGHT)  # at least, to hold one head's weight
     tiles = walk.heads * ceil(walk.batch / 8)
@@ -66,7 +66,8 @@ def step_seconds(walk: Walk) -> float:
 
 
 def work_seconds(walk: Walk, blocks: int, columns: int) -> float:
-    """Product and cell of a step, by so many SMs for so many tiles of eight sequences."""
+    """Returns the time of a step's product and cell on `blocks` SMs for `columns` tiles of 8
+    sequences."""
     scale = walk.itemsize / 2  # tf32's m16n8k8 is half of a tile of 16 bit at the same cost
     products = walk.gates * walk.width**2 / 256 * columns / blocks * scale
     depth = walk.width / 16 * scale / (WARPS if blocks > 1 else 1)
@@ -74,6 +75,7 @@ def work_seconds(walk: Walk, blocks: int, columns: int) -> float:
 
 
 def floor_seconds(walk: Walk, walks: int, bytes_moved: float, flops: float) -> float:
-    """`walks` walks over the time that move `bytes_moved`, and `flops` in products beside them."""
+    """Returns the floor of `walks` recurrences that move `bytes_moved`, plus `flops` of large
+    products."""
     latency = walks * walk.steps * step_seconds(walk)
     return max(latency, bytes_moved / BANDWIDTH) + flops / RATE[walk.dtype]

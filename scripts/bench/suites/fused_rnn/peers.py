@@ -1,4 +1,4 @@
-"""Whom scripts/bench_ops --device cuda compares us with, besides torch.nn: see providers_cuda.py.
+"""GPU benchmark peers of fused_rnn besides torch.nn; for the protocol see providers_cuda.py.
 
 flashrnn (NX-AI, PyPI) is timed where it can be imported: see flashrnn_peer.py.
 """
@@ -17,7 +17,8 @@ from bench.suites.fused_rnn.providers_cuda import CUDNN, Module, Parameters, Sid
 
 
 class FlashRNN(Side):
-    """flashrnn's fused kernel in its own layouts: x [T, B, N, D, G], R [N, D, G, D], h [T, B, N, D]."""
+    """flashrnn's fused kernel, in its layouts: x [T, B, N, D, G], R [N, D, G, D], h [T, B, N,
+    D]."""
 
     def __init__(self, case: Case, p: Parameters):
         package = flashrnn_peer.flashrnn()
@@ -57,14 +58,14 @@ class FlashRNN(Side):
 
 
 def flashrnn_shape(case: Case) -> flashrnn_peer.Shape | None:
-    """None where it is not compared."""
+    """Returns flashrnn's shape of a case, or None if the two are not compared."""
     if case.cell not in flashrnn_peer.CELLS or case.torch_dtype == torch.float32:
         return None
     return case.cell, case.heads, case.width, case.batch
 
 
 def prepare(cases: Iterable[Case], peers: Iterable[str]) -> None:
-    """What takes minutes and is not timed."""
+    """Builds the peers' modules for `cases`, which takes minutes and is not timed."""
     wanted = [case for case in cases if "flashrnn" in case.peers and "flashrnn" in peers]
     try:
         flashrnn_peer.build_all(filter(None, map(flashrnn_shape, wanted)))
@@ -73,7 +74,7 @@ def prepare(cases: Iterable[Case], peers: Iterable[str]) -> None:
 
 
 def _lstm_loop(x: Tensor, w: Tensor, bias: Tensor) -> Tensor:
-    """x [T, N, B, G * D], w [N, D, G * D], bias [N, 1, G * D] -> h [T, N, B, D]."""
+    """An LSTM as a torch loop: x [T, N, B, G * D], w [N, D, G * D], bias [N, 1, G * D] -> h."""
     h = c = x.new_zeros(*x.shape[1:3], w.shape[1])
     outputs = []
     for gates in (x + bias).unbind():
@@ -100,7 +101,7 @@ def _slstm_loop(x: Tensor, w: Tensor, bias: Tensor) -> Tensor:
 
 
 class Loop(Side):
-    """What one writes without a kernel: a loop of torch operations, head first; also torch.compile of it."""
+    """A loop of torch operations, head first, eager or compiled by torch.compile."""
 
     def __init__(self, case: Case, p: Parameters, compiled: bool):
         loops: dict[str, Callable[..., Tensor]] = {"lstm": _lstm_loop, "slstm": _slstm_loop}
@@ -129,7 +130,7 @@ class Loop(Side):
 
 
 class Attention(Side):
-    """Causal attention by FlashAttention at the same heads, batch and length: a yardstick of another kind."""
+    """Causal FlashAttention at the same heads, batch and length, for comparison of time only."""
 
     comparable = False
 

@@ -1,7 +1,9 @@
-"""The sides that scripts/bench_ops --device cuda times: the protocol, ours, torch.nn's, and the judge.
+"""GPU benchmark providers of fused_rnn: their protocol, ours, torch.nn's, and the float64
+reference.
 
-A side takes its inputs in the layout it likes best, so that nobody pays for a transpose: `native`
-and `native_dh` make them from ours, `h` and `dx` bring results back. `leaves` are its weights.
+Each provider takes its inputs in its own best layout, so that none is charged for a transpose:
+`native` and `native_dh` convert from ours, `h` and `dx` convert results back. `leaves` are its
+weights.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ Parameters = dict[str, Tensor]
 
 
 class Unavailable(Exception):
-    """This side cannot run here, and why."""
+    """A provider cannot run here; the message says why."""
 
 
 def leaf(t: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -35,7 +37,7 @@ def leaf(t: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 class Side:
-    """Batch first, as ours: what other sides change."""
+    """Base class of a provider, batch first as ours; others override the layouts."""
 
     dtype: torch.dtype | None = None  # of its tensors, if not the case's
     leaves: list[Tensor]
@@ -54,14 +56,14 @@ class Side:
         return dx
 
     def train(self, mode: bool) -> None:
-        """What follows is training, or inference."""
+        """Switches between training and inference."""
 
     def __call__(self, x: Tensor) -> Tensor:
         raise NotImplementedError
 
 
 class Ours(Side):
-    """The op, with F.linear before it where the case has the projection: the binary, or the reference."""
+    """Our op, by the kernel or the reference, after F.linear if the case has the projection."""
 
     def __init__(self, case: Case, p: Parameters, kernel: Any, backend: str = "auto"):
         self.case, self.kernel = case, kernel
@@ -78,7 +80,7 @@ class Ours(Side):
 
 
 class Module(Side):
-    """A torch.nn module, or flashcell's of the same name; one layer has the case's weights."""
+    """A torch.nn module, or flashcell's replacement; with one layer it has the case's weights."""
 
     def __init__(
         self, case: Case, p: Parameters, library: Any, dtype: torch.dtype | None, **options
@@ -160,7 +162,7 @@ def make_ours(case: Case, p: Parameters, kernel: Any, backend: str) -> Side:
 
 
 def make_exact(case: Case, p: Parameters, reference: Any) -> Side:
-    """The same function of the same inputs in float64: our reference's loop, or torch.nn's modules."""
+    """Returns the float64 reference of a case: our torch loop, or torch.nn's modules."""
     wide = {k: v.double() for k, v in p.items()}
     if case.form == "module":
         return Module(case, wide, torch.nn, torch.float64)
@@ -170,7 +172,8 @@ def make_exact(case: Case, p: Parameters, reference: Any) -> Side:
 
 
 def make_steps(side: str, case: Case, p: Parameters, kernel: Any, copies: int) -> list[Callable]:
-    """`copies` decoding steps, each with weights and states of its own, as the layers of a model have.
+    """Makes `copies` decoding steps, each with its own weights and states, as a model's layers
+    have.
 
     Every call returns h [B, I] and the next states.
     """

@@ -1,4 +1,4 @@
-"""What scripts/bench_ops times of tfla on the CPU: the cases, both sides of each, and what they cost."""
+"""CPU benchmark cases of tfla: shapes, our provider, the peer, and their cost."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PEER_CHUNK = 128  # faster than its 64 in every case here
 
 @dataclass(frozen=True)
 class Case:
-    """One line of the table: mLSTM of a shape, against whom, and the ratio it must reach."""
+    """One line of the table: an mLSTM's shape and the target ratio to the peer."""
 
     batch: int
     steps: int  # 1: one decoding step, in place
@@ -52,7 +52,8 @@ def has_torch_peer(case: Case) -> bool:
 
 
 def parameters(case: Case) -> dict[str, torch.Tensor]:
-    """q, k [B, T, H, K], v, dh [B, T, H, V], gates i, f [B, T, H] and a state, both in fp32."""
+    """Draws q, k [B, T, H, K], v, dh [B, T, H, V], gates i, f [B, T, H] and a state, these in
+    fp32."""
     g = torch.Generator().manual_seed(0)
     B, T, H, K, V = case.batch, case.steps, case.heads, case.key, case.width
     normal = lambda *s: torch.randn(s, generator=g)
@@ -63,7 +64,7 @@ def parameters(case: Case) -> dict[str, torch.Tensor]:
 
 
 class Ours:
-    """The binary, or the torch reference. A step writes its state where it stood."""
+    """Our provider, by the kernel or the torch reference. A step updates its state in place."""
 
     def __init__(self, case: Case, p: dict[str, torch.Tensor], kernel):
         self.kernel, self.options = kernel, {"input_gate": case.cell}
@@ -82,7 +83,8 @@ class Ours:
 
 
 class Peer:
-    """PyPI mlstm_kernels in torch: `native_autograd`, and its step. All head first, in one dtype."""
+    """The peer, PyPI mlstm_kernels in torch: `native_autograd` and its step, head first, one
+    dtype."""
 
     def __init__(self, case: Case, p: dict[str, torch.Tensor]):
         try:
@@ -118,8 +120,10 @@ def peer_of(case: Case, p: dict[str, torch.Tensor], kind: str):
 def work(
     case: Case, which: str, product_rate: Callable, bandwidth: Callable
 ) -> tuple[float, float]:
-    """GFLOP of chunks of 64, three times as many in training, and the floor in ms: theirs at
-    `product_rate()` GFLOP/s, or of a step its bytes at `bandwidth(size)` GB/s."""
+    """Returns GFLOP with chunks of 64 (times three in training), and the floor in ms.
+
+    The floor is GFLOP at `product_rate()` GFLOP/s, or for a step bytes at `bandwidth(size)`
+    GB/s."""
     cell, heads = CELLS[case.cell], case.batch * case.heads
     if which == "step":
         io = getattr(torch, case.dtype).itemsize

@@ -1,4 +1,4 @@
-"""What bench_ops --suite tfla times of tfla on a GPU: cases, both sides, and what they move."""
+"""GPU benchmark cases of tfla (bench_ops --suite tfla): shapes, providers, bytes moved."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ TOKENS = 65_536
 
 
 class Unavailable(Exception):
-    """This side cannot run this case here."""
+    """A provider cannot run this case here."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One shape in bf16, and the most ms that "forward", "train" and "step" may take."""
+    """One shape in bf16, with limits in ms for "forward", "train" and "step"."""
 
     gate: str  # of the input: "exp", "sigmoid"
     heads: int
@@ -83,7 +83,7 @@ CASES = [*MUST, *STEPS, *LENGTHS, *CHUNKS, *HEADS]
 
 
 def work(case: Case, which: str) -> tuple[float, float]:
-    """FLOP, in chunks of 64, and bytes of one pass over every tensor."""
+    """Returns the FLOP with chunks of 64, and the bytes of one pass over all tensors."""
     rows, K, V = case.batch * case.steps * case.heads, case.key, case.value
     if which == "step":
         return rows * 6 * K * V, rows * (2 * 4 * K * V + 2 * (2 * K + 2 * V))
@@ -96,13 +96,13 @@ def work(case: Case, which: str) -> tuple[float, float]:
 
 
 def floor_ms(case: Case, which: str) -> float:
-    """What takes longer, the products or the bytes."""
+    """Returns the floor in ms: the longer of products and memory traffic."""
     flops, moved = work(case, which)
     return 1e3 * max(flops / RATE, moved / BANDWIDTH)
 
 
 def draw(case: Case, device: str = "cuda", dtype=torch.bfloat16) -> dict[str, torch.Tensor]:
-    """q, k [B, T, H, K], v, dh [B, T, H, V], gates i, f [B, T, H] fp32 about what a model has."""
+    """Draws q, k [B, T, H, K], v, dh [B, T, H, V], and fp32 gates i, f [B, T, H] as in a model."""
     g = torch.Generator(device).manual_seed(0)
     B, T, H = case.batch, case.steps, case.heads
     normal = lambda *s: torch.randn(s, generator=g, device=device, dtype=torch.float32)
@@ -117,7 +117,7 @@ Call = Callable[[dict[str, torch.Tensor]], torch.Tensor]  # leaves as a side has
 
 @dataclass(frozen=True)
 class Side:
-    """How a side runs: its own layout of the inputs, its function, and its h in ours."""
+    """A provider: conversion to its own layout, its function, and conversion of h to ours."""
 
     call: Call
     native: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] = dict
@@ -135,7 +135,8 @@ OURS_AGAIN = lambda h: h.transpose(1, 2)
 
 
 def mlstm_kernels(case: Case, limit: bool = False) -> Side:
-    """PyPI mlstm_kernels: the published Triton kernels, head first, its best chunk if none is named.
+    """Makes the provider mlstm_kernels (PyPI): published Triton kernels, by default with its best
+    chunk.
 
     The exponential gate takes its gates in fp32: with bf16 ones the compiler of Triton 3.6 aborts."""
     try:
@@ -159,9 +160,9 @@ def mlstm_kernels(case: Case, limit: bool = False) -> Side:
 
 
 def fla(op: str) -> Callable[[Case], Side]:
-    """PyPI flash-linear-attention: linear attention with this cell's sizes and without its input
+    """Makes a provider of flash-linear-attention (PyPI), with this cell's sizes and no input
     gate, so other values; `gla` decays every key by itself. With Triton before 3.7.1 it refuses
-    simple_gla's backward on Hopper, whose values are wrong there: what is asked for is its time."""
+    simple_gla's backward on Hopper, whose values are wrong there; only its time is used."""
 
     def make(case: Case) -> Side:
         try:
@@ -193,7 +194,7 @@ def fla(op: str) -> Callable[[Case], Side]:
 
 
 def sdpa(backend: str) -> Callable[[Case], Side]:
-    """Causal softmax attention of the same embedding: heads of 128."""
+    """Makes a provider of causal softmax attention of the same width, with heads of 128."""
 
     def make(case: Case) -> Side:
         from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -216,7 +217,7 @@ def sdpa(backend: str) -> Callable[[Case], Side]:
 
 
 def mamba2(case: Case) -> Side:
-    """PyPI mamba-ssm: the state space dual form with heads of 64 and a state of 128. Its Triton
+    """Makes the provider mamba-ssm (PyPI): the dual form, heads of 64, state of 128. Its Triton
     kernels alone: the package as a whole imports a CUDA extension that must be built for this torch."""
     if "mamba_ssm" not in sys.modules:
         found = importlib.util.find_spec("mamba_ssm")
