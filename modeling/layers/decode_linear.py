@@ -51,8 +51,7 @@ def find_step_linear(
 
 @functools.cache
 def tfla_on_cpu() -> Any:
-    """Returns tfla's CPU kernel, or None if there is none; torch's products then run without a
-    warning."""
+    """Returns tfla's CPU kernel, or None, without a warning, if it is not available."""
     try:
         return load_kernel("tfla", "cpu", "cpu")
     except KernelUnavailable:

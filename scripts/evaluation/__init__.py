@@ -1,1 +1,1 @@
-"""Quality of a model, for scripts/evaluate: text by token and position, tasks of lm-eval."""
+"""Model evaluation, for scripts/evaluate: perplexity, loss by position, lm-eval tasks."""

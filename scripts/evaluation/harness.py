@@ -1,4 +1,4 @@
-"""lm-evaluation-harness (PyPI lm-eval) on our models, with tasks of this repository besides its own."""
+"""Runs lm-evaluation-harness (PyPI lm-eval) on our models, with its tasks and this repository's."""
 
 import os
 from pathlib import Path
@@ -25,8 +25,10 @@ def local_tasks() -> list[str]:
 def run(
     model: Any, tokenizer: Any, plan: Plan, max_length: int, batch: int, limit: int | None
 ) -> list[Row]:
-    """Every task of the plan in turn. A recurrent model has no longest text: `max_length` is ours,
-    and what is longer loses its beginning, as it would with a Transformer of that context."""
+    """Runs every task of the plan in turn.
+
+    A recurrent model has no maximum length. Texts longer than `max_length` lose their beginning, as
+    with a Transformer of that context length."""
     only_ours = all(task in local_tasks() for task, _ in plan)
     if only_ours:  # read by the libraries when they are imported
         os.environ["HF_DATASETS_OFFLINE"] = os.environ["HF_HUB_OFFLINE"] = "1"

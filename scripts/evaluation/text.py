@@ -1,4 +1,4 @@
-"""How well a model predicts text: of every token, given all of its document before it."""
+"""Measures a model's loss on text: on every token, given all of its document before it."""
 
 import math
 from collections.abc import Iterator
@@ -17,7 +17,8 @@ from training.step import chunk_loss
 
 @dataclass(frozen=True)
 class Score:
-    """Nats over `predictions` tokens, the end of each document among them, and the text's bytes."""
+    """The total loss in nats over `predictions` tokens (document ends included), and the text's
+    bytes."""
 
     nats: float
     predictions: int
@@ -37,7 +38,7 @@ class Score:
 
 
 def load(name: str, device: str, backend: str):
-    """A checkpoint of one of our families, in fp32, and its tokenizer."""
+    """Loads a checkpoint of one of our families, in fp32, and its tokenizer."""
     tokenizer = AutoTokenizer.from_pretrained(name)
     model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).to(device).eval()
     if set(getattr(model.config, "layer_types", None) or ()) != {"recurrent_state"}:
@@ -50,7 +51,7 @@ def load(name: str, device: str, backend: str):
 
 
 def read_texts(paths: list[Path]) -> list[str]:
-    """A document for each file, and for each file of a folder, in the order of their names."""
+    """Reads files, and all files of folders in order of name, as one document each."""
     files = [f for p in paths for f in (sorted(p.rglob("*")) if p.is_dir() else [p])]
     texts = [file.read_text(encoding="utf-8") for file in files if not file.is_dir()]
     if not any(texts):
@@ -59,7 +60,7 @@ def read_texts(paths: list[Path]) -> list[str]:
 
 
 def held_out_texts(model: str, corpus_file: Path | None) -> list[str]:
-    """What the checkpoint's recipe.yaml held out of the corpus it was trained on."""
+    """Returns the documents that the checkpoint's recipe.yaml held out of its training corpus."""
     path = Path(model) / "recipe.yaml"
     if not path.is_file():
         raise ValueError(f"{model} has no recipe.yaml that says what was held out: use --text")
@@ -75,7 +76,7 @@ def held_out_texts(model: str, corpus_file: Path | None) -> list[str]:
 
 
 def documents(tokenizer, texts: list[str]) -> list[np.ndarray]:
-    """Tokens of each text behind the token that begins a document."""
+    """Encodes each text after the token that begins a document."""
     begin = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
     if begin is None:
         raise ValueError("the tokenizer has neither bos_token nor eos_token, but must have one")
@@ -93,14 +94,14 @@ def documents(tokenizer, texts: list[str]) -> list[np.ndarray]:
 
 
 def lay_out(tokenizer, texts: list[str]) -> Lanes:
-    """Whole documents side by side; the last prediction of each is its end."""
+    """Arranges whole documents in lanes; the last prediction of each is its end."""
     end = tokenizer.bos_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
     return held_out_lanes(documents(tokenizer, texts), end)
 
 
 @torch.no_grad()
 def token_losses(model, lanes: Lanes, length: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """For `length` tokens of every lane at a time: positions in their documents, and nats."""
+    """Yields, for `length` tokens of every lane at a time, positions in the documents and nats."""
     carried = None
     for index in range(lanes.chunks(length)):
         chunk = lanes.chunk(index, length)
@@ -118,8 +119,8 @@ def score(model, tokenizer, texts: list[str], length: int) -> Score:
 def by_position(
     model, tokenizer, texts: list[str], length: int
 ) -> list[tuple[int, int, int, float]]:
-    """Rows (first, last, tokens, nats a token), a row for the positions 2^k - 1 to 2^(k+1) - 2: does
-    the model go on making use of a longer past, or does it fall apart beyond its training length?"""
+    """Averages the loss by position: rows (first, last, tokens, nats per token) for 2^k - 1 to
+    2^(k+1) - 2. It shows whether the model still works beyond its training length."""
     counts, sums = np.zeros(64), np.zeros(64)
     for positions, nats in token_losses(model, lay_out(tokenizer, texts), length):
         octave = np.log2(positions + 1).astype(int)

@@ -1,1 +1,1 @@
-"""Loss curves of two implementations side by side, for scripts/convergence."""
+"""Compares the loss curves of two implementations, for scripts/convergence."""

@@ -1,4 +1,4 @@
-"""Loss curves of small models that differ in one thing, for scripts/convergence.
+"""Trains small models that differ in one respect and returns their loss curves, for convergence.
 
 A curve is the loss of every step of AdamW on the same batches, from the same weights: bytes of this
 repository's own Python sources, rows of one piece of text each. On a GPU the step is one CUDA graph,
@@ -22,7 +22,8 @@ LEARNING_RATE, CLIP = 2e-3, 1.0
 
 @dataclass(frozen=True)
 class Side:
-    """One curve: a model, the precision of its products, and what moves its first weights."""
+    """One curve: a model, the precision of its products, and perturbations of its initial
+    weights."""
 
     name: str
     make: Callable[[], nn.Module]
@@ -34,7 +35,7 @@ class Side:
 
 
 def draw_batches(steps: int, batch: int, length: int, device: str) -> Tensor:
-    """[steps, B, T + 1]: windows of the sources, the same wherever they are drawn."""
+    """Draws batches of source text, [steps, B, T + 1]; the same on every machine."""
     files = sorted([*ROOT.glob("modeling/**/*.py"), *ROOT.glob("kernel_builds/*/torch-ext/*/*.py")])
     text = torch.frombuffer(bytearray(b"".join(f.read_bytes() for f in files)), dtype=torch.uint8)
     generator = torch.Generator().manual_seed(0)
@@ -98,7 +99,7 @@ class Run:
         return loss.detach()
 
     def _record(self) -> Callable[[], Tensor]:
-        """The step as a CUDA graph; model and optimizer are as they were."""
+        """Records the step as a CUDA graph; leaves model and optimizer unchanged."""
         before = {name: value.clone() for name, value in self.model.state_dict().items()}
         torch.cuda.synchronize()
         with torch.cuda.stream(self.stream):  # everything lazy happens here
@@ -122,7 +123,7 @@ class Run:
 
 
 def train(sides: Iterable[Side], batches: Tensor) -> Iterator[Tensor]:
-    """The losses [steps] of every side."""
+    """Trains every model; yields its losses [steps]."""
     runs = [Run(side, batches[0]) for side in sides]
     for rows in batches:
         for run in runs:
@@ -131,5 +132,5 @@ def train(sides: Iterable[Side], batches: Tensor) -> Iterator[Tensor]:
 
 
 def distance(a: Tensor, b: Tensor) -> float:
-    """Root of the mean square, over the steps, of the difference of two curves."""
+    """Returns the root mean square, over the steps, of the difference of two curves."""
     return (a - b).square().mean().sqrt().item()

@@ -1,4 +1,4 @@
-"""What scripts/convergence compares: models and sides."""
+"""The studies of scripts/convergence: which models and variants are compared."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -29,8 +29,9 @@ def make_model(values: dict[str, Any], backend: str) -> nn.Module:
 
 
 def kernel_sides(family: str, kernel: str) -> Iterator[Side]:
-    """The kernel and the reference, in fp32 and bf16; kernels from weights one rounding away, and
-    with sums in another order."""
+    """Yields the kernel and the reference in fp32 and bf16, and perturbed kernels to measure noise.
+
+    The perturbations are one rounding of the initial weights, and sums in another order."""
     make = partial(make_model, FAMILIES[family])
     for bf16 in (False, True):
         yield Side("kernel", partial(make, kernel), bf16)
@@ -41,10 +42,10 @@ def kernel_sides(family: str, kernel: str) -> Iterator[Side]:
 
 
 class TorchMixer(nn.Module):
-    """torch.nn.LSTM in the place of a RecurrentMixer, from the mixer's own weights.
+    """Runs torch.nn.LSTM in place of a RecurrentMixer, with the mixer's weights.
 
-    both_biases  nn.LSTM adds two, b_ih + b_hh: train both, or leave b_hh at 0
-    own_start    begin as nn.LSTM does, uniform within 1 / sqrt(D)
+    both_biases  train both biases of nn.LSTM, b_ih and b_hh, or leave b_hh at 0
+    own_start    initialise as nn.LSTM does, uniform within 1 / sqrt(D)
     """
 
     def __init__(self, mixer: nn.Module, both_biases: bool, own_start: bool, own_kernel: bool):
@@ -92,8 +93,9 @@ TORCH_SIDES: dict[str, dict[str, bool]] = {
 
 
 def torch_sides(kernel: str, preset: str | None = None) -> Iterator[Side]:
-    """flash_rnn's LSTM, and in its place nn.LSTM step by step nearer to how it is used by itself: in
-    a small model, or in a preset, where flashcell.LSTM and TF32 are left out."""
+    """Yields flash_rnn's LSTM, and nn.LSTM in its place, step by step closer to its usual settings.
+
+    It does so in a small model, or in a preset, without flashcell.LSTM and TF32."""
     native: Callable[[], nn.Module] = partial(make_lstm, kernel, preset)
     rate = {"rate": PRESET_RATE} if preset else {}
     for bf16 in (False, True):

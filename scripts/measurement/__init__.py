@@ -1,1 +1,1 @@
-"""Rows of results: device, versions, commit, the CSV files, and what the hardware can do."""
+"""Result rows with device, versions and commit, their CSV files, and hardware peak rates."""

@@ -1,4 +1,4 @@
-"""A row of results: the device, the versions and the commit that it is of, and the file it goes to."""
+"""Describes the device, versions and commit of a result row, and appends rows to CSV files."""
 
 import csv
 import datetime
@@ -19,7 +19,7 @@ Row = dict[str, Any]
 
 
 def output_of(*command: str) -> str | None:
-    """What a program prints, or None where it fails or is not there."""
+    """Returns the output of a program, or None if it fails or does not exist."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
@@ -28,14 +28,15 @@ def output_of(*command: str) -> str | None:
 
 
 def zen(family: int, model: int) -> str:
-    """The core of an AMD processor, whose model names don't tell: 'Zen 3' of family 25, model 1."""
+    """Returns the core of an AMD processor from its numbers: 'Zen 3' for family 25, model 1."""
     if family == 25:
         return "Zen 4" if model >> 4 in (1, 6, 7, 10) else "Zen 3"
     return {23: "Zen" if model < 48 else "Zen 2", 26: "Zen 5"}.get(family, f"family {family}")
 
 
 def cpu_name(cpuinfo: str, asked: str | None = None) -> str:
-    """'AMD EPYC (Zen 3, AVX2)': of /proc/cpuinfo, with the instructions that the kernels use there.
+    """Returns the CPU's name from /proc/cpuinfo with the kernels' instruction set: 'AMD EPYC (Zen
+    3, AVX2)'.
 
     As select_isa of kernel_builds/common/torch/cpu.h; `asked` is FLASHCELL_CPU_ISA.
     """
@@ -60,7 +61,7 @@ def device_name(device: str) -> str:
 
 
 def commit() -> str | None:
-    """HEAD, marked where what is timed is not what it has; None outside git."""
+    """Returns HEAD, marked if the working tree differs from it; None outside git."""
     git = ("git", "-C", str(ROOT))
     head = output_of(*git, "rev-parse", "--short=10", "HEAD")
     benchmarks = [*(ROOT / "scripts").glob("bench*"), ROOT / "scripts/measurement"]
@@ -90,7 +91,7 @@ def first_line(error: Exception) -> str:
 
 
 def append(rows: list[Row], folder: Path, kind: str = "") -> Path:
-    """To folder/<device>[-<kind>].csv, in its order of columns; without a file by those of the rows."""
+    """Appends rows to folder/<device>[-<kind>].csv in its column order; creates it if missing."""
     name = re.sub(r"[^a-z0-9]+", "-", f"{rows[0]['device']} {kind}".lower()).strip("-")
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.csv"

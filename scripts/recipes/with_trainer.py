@@ -1,4 +1,4 @@
-"""transformers' Trainer does it as well: a flash_rnn model on a folder of text files.
+"""Trains a flash_rnn model on a folder of text files with transformers' Trainer.
 
     python scripts/recipes/with_trainer.py FOLDER --output_dir DIR --max_steps 100 --bf16
     torchrun --nproc-per-node 8 scripts/recipes/with_trainer.py FOLDER --output_dir DIR ...

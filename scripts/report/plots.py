@@ -1,4 +1,4 @@
-"""plot_bench --plots: figures from the CSV files of a GPU, one SVG each."""
+"""Draws figures from a GPU's CSV files, one SVG each, for plot_bench --plots."""
 
 import csv
 from collections.abc import Callable, Iterable
@@ -27,7 +27,7 @@ def save(figure: Any, path: Path) -> None:
 
 
 def sweep(cases: dict, op: str, form: str, axis: str, fixed: dict[str, int]) -> dict[str, dict]:
-    """side -> pass -> {value on the axis: ms} of the cases that differ from each other in `axis`."""
+    """Returns provider -> pass -> {axis value: ms} for the cases that differ only in `axis`."""
     lines: dict[str, dict[str, dict[int, float]]] = {}
     for sides in cases.values():
         row = next(iter(sides["ours"].values()))
@@ -126,7 +126,7 @@ def draw_roofline(path: Path) -> None:
 
 
 def draw_decode(path: Path) -> None:
-    """Tokens/s of one sequence after so many tokens: the models of 1.4 billion, and those of 7."""
+    """Draws tokens/s of one sequence over its length, for the models of 1.4 and 7 billion."""
     with path.open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["what"] == "prefill"]
     figure, axes = plt.subplots(1, 2, figsize=(7.5, 3))
@@ -148,7 +148,7 @@ def draw_decode(path: Path) -> None:
 def draw_all(
     results: Path, read_sides: Callable[[Path], dict], results_with: Callable[[str], Iterable[Path]]
 ) -> None:
-    """Every figure there are rows for, beside the CSV files in `results`."""
+    """Draws every figure that has rows, next to the CSV files in `results`."""
     for path in results_with("limit_ms"):
         draw_sweeps(path, read_sides(path))
     for path in results_with("kind"):

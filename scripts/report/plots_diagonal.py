@@ -1,4 +1,4 @@
-"""plot_bench --plots: the figures of diagonal-rnn from the rows of bench_ops --suite pararnn."""
+"""Draws diagonal-rnn's figures from the rows of bench_ops --suite pararnn."""
 
 from pathlib import Path
 
@@ -15,7 +15,8 @@ METHODS |= {"pararnn-torch": "pararnn-torch"}
 
 
 def draw_crossover(path: Path, cases: Sides) -> None:
-    """Time over channels, one panel a length, every method: where the walk overtakes."""
+    """Draws time over channels for each method and length: where the sequential method is
+    faster."""
     lines: dict[int, dict[str, dict[int, float]]] = {}
     for sides in cases.values():
         row = sides.get("ours", {}).get("forward")
@@ -77,7 +78,7 @@ def draw_residuals(path: Path) -> None:
 
 
 def draw_chunks(path: Path) -> None:
-    """solve by multiple shooting: iterations and time over the chunk."""
+    """Draws iterations and time of multiple shooting over the chunk size."""
     figure, axes = plt.subplots(1, 2, figsize=(7.5, 3))
     for study, label, ax in zip(
         ("chunk-iterations", "chunk-ms"), ("Newton iterations", "ms"), axes, strict=True

@@ -1,4 +1,4 @@
-"""plot_bench --plots: the figures of tfla from the rows of bench_ops --suite tfla."""
+"""Draws tfla's figures from the rows of bench_ops --suite tfla."""
 
 import re
 from collections.abc import Callable
@@ -21,7 +21,7 @@ def lines_of(
     cases: Sides, form: str, which: str, at: Callable[[Row], int], value: str = "p50_ms",
     label: Callable[[Row], str] = lambda row: row["side"],
 ) -> Lines:  # fmt: skip
-    """label -> {place on the axis: value} of one suite's rows."""
+    """Returns label -> {axis value: value} for one suite's rows."""
     lines: Lines = {}
     for sides in cases.values():
         for passes in sides.values():
@@ -45,8 +45,9 @@ def draw_lines(ax, lines: Lines, scale: float = 1.0) -> None:
 
 
 def model_of(cases: Sides, state: int = 2) -> Lines:
-    """The cost model's forward pass, products and memory one after the other, states in 16 bits: what
-    each shape would take if chunks were as long as asked for."""
+    """Returns the cost model's forward time for each shape and chunk size.
+
+    It adds products and memory traffic, with states in 16 bits."""
     from flashcell.kernels.tfla import cost_model
     from flashcell.kernels.tfla.cells import CELLS
 
@@ -67,7 +68,7 @@ def model_of(cases: Sides, state: int = 2) -> Lines:
 
 
 def draw_chunks(path: Path, cases: Sides) -> None:
-    """Time and memory of both passes over the chunk size, each shape and gate; the cost model's forward."""
+    """Draws time and memory of both passes over the chunk size, and the cost model's forward."""
     label = lambda row: f"{row['side']} {'-'.join(row['case'].split('-')[1:3])}"
     panels = [(which, value) for value in ("p50_ms", "peak_mib") for which in PASSES]
     found = [lines_of(cases, "chunks", which, chunk_of, value, label) for which, value in panels]
@@ -103,7 +104,7 @@ def draw_sweep(path: Path, cases: Sides, form: str, column: str, words: str) -> 
 
 
 def draw_roofline(path: Path, cases: Sides) -> None:
-    """What ours reaches in the cases that have a mark, under the two roofs of the device."""
+    """Draws our kernel in the roofline of the device, for the cases with a target."""
     rows = [
         row
         for sides in cases.values()

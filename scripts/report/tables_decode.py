@@ -1,4 +1,4 @@
-"""Tables of decoded tokens from scripts/results: generate, on a GPU and on a CPU, prompts, serving."""
+"""Makes the tables of decoding, prefill and serving from scripts/results."""
 
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ MEASURED = {
 
 
 def newest(path: Path, what: str, *keys: str) -> list[Row]:
-    """The last row of every case, by the order of the models and then by size."""
+    """Returns the newest row of every case, ordered by model and then by size."""
     cases: dict[tuple[str, ...], Row] = {}
     for row in read(path):
         if row["what"] == what:
@@ -105,7 +105,7 @@ def decode_cpu_table(path: Path) -> str:
 
 
 def family_table(path: Path, models: tuple[str, ...]) -> str:
-    """A model card's: generate, and the longest prompt."""
+    """Makes a model card's table: decoding, and the longest prompt."""
     decoded = {(r["model"], r["batch"]): r for r in newest(path, "decode", "model", "batch")}
     prompts = {r["model"]: r for r in newest(path, "prefill", "model", "position")}
     models = tuple(model for model in models if (model, "1") in decoded)

@@ -1,4 +1,4 @@
-"""plot_bench: the tables of diagonal-rnn's README from the rows of bench_ops --suite pararnn."""
+"""Makes diagonal-rnn's tables from the rows of bench_ops --suite pararnn."""
 
 import csv
 from collections.abc import Callable
@@ -33,7 +33,7 @@ def peers_of(sides: dict[str, dict[str, Row]], which: str, names: tuple[str, ...
 
 
 def marks(path: Path, cases: Sides) -> str:
-    """What the kernel was asked to reach: floor, time, limit, and who else ran."""
+    """Makes the table of targets: floor, time, limit, and peers."""
     rows = [
         (sides, row)
         for sides in cases.values()
@@ -58,7 +58,7 @@ def marks(path: Path, cases: Sides) -> str:
 
 
 def sweep(path: Path, cases: Sides) -> str:
-    """Every method over channels and lengths: forward of fp32, by graph replay."""
+    """Makes the table of every method over channels and lengths: fp32 forward, by graph replay."""
     names = ("ours", "sequential", "multiple_shooting", "newton", "pararnn-torch")
     rows = [
         (sides, sides["ours"]["forward"])
@@ -84,7 +84,7 @@ def studies(path: Path, wanted: str) -> list[Row]:
 
 
 def errors(path: Path) -> str:
-    """Largest error of h against a float64 loop, for each regime of the weights."""
+    """Makes the table of the largest error of h against float64, for each weight regime."""
     rows = studies(path, "error")
     if not rows:
         return ""
@@ -105,7 +105,7 @@ def errors(path: Path) -> str:
 
 
 def residuals(path: Path) -> str:
-    """The largest residual before each Newton iteration on all steps, over the length."""
+    """Makes the table of the largest residual before each Newton iteration, over the length."""
     rows = studies(path, "residual")
     finished = {(r["regime"], r["T"]): int(float(r["value"])) for r in studies(path, "finished")}
     text = "| weights | T | residual before iteration 1, 2, ... | steps finished one by one |\n"
@@ -118,7 +118,7 @@ def residuals(path: Path) -> str:
 
 
 def tables(read_sides: Callable[[Path], Sides]) -> dict:
-    """name -> (function of a result file, the column that tells which files)."""
+    """Returns table name -> (function of a result file, column that identifies such files)."""
     return {
         "diagonal-marks": (lambda path: marks(path, read_sides(path)), "limit_ms"),
         "diagonal-sweep": (lambda path: sweep(path, read_sides(path)), "limit_ms"),

@@ -1,4 +1,4 @@
-"""plot_bench: the tables of tfla's README from the rows of bench_ops --suite tfla."""
+"""Makes tfla's tables from the rows of bench_ops --suite tfla."""
 
 import re
 from collections.abc import Callable
@@ -11,7 +11,7 @@ STAR = "\\*"
 
 
 def shape_of(row: Row) -> str:
-    """'exp 8x256x512-B8T8192-chunk64' -> 'exp, 8 heads 256/512, B 8, T 8192'"""
+    """Formats a shape: 'exp 8x256x512-B8T8192-chunk64' -> 'exp, 8 heads 256/512, B 8, T 8192'"""
     _, gate, heads, size = row["case"].split("-")[:4]
     count, key, value = heads.split("x")
     batch, steps = size[1:].split("T")
@@ -19,7 +19,7 @@ def shape_of(row: Row) -> str:
 
 
 def time_of(row: Row) -> str:
-    """Its ms, marked where there is a note below; a dash where it was not timed."""
+    """Formats a row's ms, marked if it has a note; a dash if it was not timed."""
     return f"{float(row['p50_ms']):.3g}{STAR * bool(row.get('note'))}" if row["p50_ms"] else "–"
 
 
@@ -32,7 +32,7 @@ def peers_of(sides: dict[str, dict[str, Row]], which: str) -> str:
 
 
 def notes(cases: Sides, form: str) -> str:
-    """Below a table: who did not run there, or not as its authors have it."""
+    """Returns the notes below a table: peers that did not run, or not as published."""
     marked: dict[str, None] = {}
     untimed: dict[tuple[str, ...], dict[str, None]] = {}
     for row in (row for sides in cases.values() for p in sides.values() for row in p.values()):
@@ -50,7 +50,7 @@ def notes(cases: Sides, form: str) -> str:
 
 
 def marks(path: Path, cases: Sides) -> str:
-    """What the kernel was asked to reach: floor, time and the share of the one in the other, mark, peers."""
+    """Makes the table of targets: floor, time, fraction of the floor, target, peers."""
     rows = [
         (sides, row)
         for sides in cases.values()
@@ -72,8 +72,8 @@ def marks(path: Path, cases: Sides) -> str:
 
 
 def sweep(path: Path, cases: Sides, form: str, group: Callable[[Row], str]) -> str:
-    """Forward / forward + backward in ms of every side, a line for a group and side, over the chunk size
-    asked for or the shape."""
+    """Makes a table of forward / forward + backward ms, a line per group and provider, over the
+    chunk size or the shape."""
     lines: dict[tuple[str, str], dict[str, str]] = {}
     rows = []
     for sides in cases.values():
@@ -100,7 +100,7 @@ def sweep(path: Path, cases: Sides, form: str, group: Callable[[Row], str]) -> s
 
 
 def tables(read_sides: Callable[[Path], Sides]) -> dict:
-    """name -> (function of a result file, the column that tells which files)."""
+    """Returns table name -> (function of a result file, column that identifies such files)."""
     shape = lambda row: " ".join(row["case"].split("-")[1:3])
     return {
         "tfla-marks": (lambda path: marks(path, read_sides(path)), "limit_ms"),

@@ -1,4 +1,4 @@
-"""Tables of training from scripts/results: steps beside a Transformer's, several GPUs, loss curves."""
+"""Makes the tables of training steps, several GPUs, and loss curves from scripts/results."""
 
 import csv
 import math
@@ -28,8 +28,9 @@ def spread(row: Row) -> str:
 
 
 def training_table(path: Path) -> str:
-    """The newest run of every case; ratios beyond what was asked are bold. Below, peers' layers in the
-    same model, beside ours of their run."""
+    """Makes the table of training steps: the newest run of every case, with missed targets in bold.
+
+    Below it, the same model with peers' layers and with ours, from one run."""
     runs: dict[tuple[str, str], dict[str, Row]] = defaultdict(dict)
     peers: dict[tuple[str, str], tuple[Row, Row]] = {}  # a peer's, and ours ahead of it in the file
     for row in read(path):
@@ -86,7 +87,7 @@ def parallel_table(path: Path) -> str:
 
 
 def curves_of(rows: list[Row]) -> dict[tuple[str, str], Curve]:
-    """Losses by precision and side."""
+    """Returns the loss curves by precision and variant."""
     curves: dict[tuple[str, str], Curve] = defaultdict(list)
     for row in rows:
         curves[row["precision"], row["side"]].append(float(row["loss"]))
@@ -94,17 +95,17 @@ def curves_of(rows: list[Row]) -> dict[tuple[str, str], Curve]:
 
 
 def is_noise(side: str) -> bool:
-    """Whether it is another once more, from other roundings."""
+    """Whether a variant is a repeat of another with perturbed roundings."""
     return re.search(r"(nudged|reordered)-\d+$", side) is not None
 
 
 def apart(a: Curve, b: Curve) -> str:
-    """Root of the mean square of the differences."""
+    """Formats the root mean square of the difference of two curves."""
     return f"{math.sqrt(sum((x - y) ** 2 for x, y in zip(a, b, strict=True)) / len(a)):.1e}"
 
 
 def convergence_table(path: Path) -> str:
-    """Kernels against the reference, by family; then torch.nn's LSTM, side by side."""
+    """Makes the table of kernels against the reference by family, and that of torch.nn's LSTM."""
     groups: dict[tuple[str, str], list[Row]] = defaultdict(list)
     for row in read(path):
         groups[row["comparison"], row["family"]].append(row)

@@ -1,1 +1,1 @@
-"""Tasks that show what a layer can learn, for scripts/tasks."""
+"""Synthetic tasks that test what a layer can learn, for scripts/tasks."""

@@ -1,7 +1,7 @@
-"""The synthetic tasks: what a model reads and what it must say, drawn from a seed.
+"""Draws the data of the synthetic tasks, tokens and targets, from a seed.
 
 A generator takes (rng, count, lengths) and gives tokens and targets, int64 [count, T] with T the
-longest length. A target is the token to say at that position, IGNORED where none is asked; what
+longest length. A target is the correct token at that position, or IGNORED where there is none; what
 stands after the last target of a row is 0 and cannot matter to a causal model.
 
 Sources: keep-nth, parity, MQAR and k-hop are those of arXiv 2510.21450, appendix C.2 (P), parity
@@ -25,7 +25,7 @@ Generator = Callable[[np.random.Generator, int, Lengths], Rows]
 
 
 def keep_nth(rng: np.random.Generator, count: int, lengths: Lengths, V: int, n: int) -> Rows:
-    """x uniform in [0, V); at the last position say x_n (n from 1)."""
+    """Draws keep-nth: x uniform in [0, V); the target at the last position is x_n (n from 1)."""
     x, last = _uniform(rng, count, lengths, V)
     if lengths[0] < n:
         raise ValueError(f"the shortest length is {lengths[0]}, but must be at least n = {n}")
@@ -33,7 +33,7 @@ def keep_nth(rng: np.random.Generator, count: int, lengths: Lengths, V: int, n: 
 
 
 def parity(rng: np.random.Generator, count: int, lengths: Lengths) -> Rows:
-    """x uniform bits; at the last position say sum(x) mod 2."""
+    """Draws parity: x uniform bits; the target at the last position is sum(x) mod 2."""
     x, last = _uniform(rng, count, lengths, 2)
     return x, _at(last, x.shape, x.sum(1) % 2)
 
@@ -41,7 +41,7 @@ def parity(rng: np.random.Generator, count: int, lengths: Lengths) -> Rows:
 def mqar(
     rng: np.random.Generator, count: int, lengths: Lengths, V: int, pairs: int, noise_from: int
 ) -> Rows:
-    """Key-value pairs, then noise with each key once more; there, say its value.
+    """Draws MQAR: key-value pairs, then noise with each key once more, whose target is its value.
 
     P names "key-value pairs, then noise interwoven with the keys" and kappa = 2, read as the number
     of pairs; the rest is Zoology's (arXiv 2312.04927): keys in [1, V/2) and values in [V/2, V), each
@@ -65,8 +65,9 @@ def mqar(
 
 
 def k_hop(rng: np.random.Generator, count: int, lengths: Lengths, V: int, k: int) -> Rows:
-    """x uniform in [0, V); at every position i say what followed the k-th last occurrence of x_i
-    before i.
+    """Draws k-hop: the target at i is the token after the k-th last occurrence of x_i before i.
+
+    x is uniform in [0, V).
 
     P: "hop back and report the value following its previous occurrence; keep on hopping back k
     times". Where there is no such occurrence nothing is asked: the published parameter counts leave
@@ -89,7 +90,7 @@ def k_hop(rng: np.random.Generator, count: int, lengths: Lengths, V: int, k: int
 
 
 def find_k(rng: np.random.Generator, count: int, lengths: Lengths, V: int, k: int) -> Rows:
-    """The other reading of P's k-hop, which is that of arXiv 2402.09268: a hop goes from position i to
+    """Draws k-hop as in arXiv 2402.09268, the other reading of P: a hop goes from position i to
     the one right after the last occurrence of x_i before i, and on from there; the answer is the
     token where k hops lead. With k = 1 both are one."""
     x, last = _uniform(rng, count, lengths, V)
@@ -109,7 +110,7 @@ def find_k(rng: np.random.Generator, count: int, lengths: Lengths, V: int, k: in
 def _uniform(
     rng: np.random.Generator, count: int, lengths: Lengths, V: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens [count, T], 0 after each row's end, and the last position of each row, [count]."""
+    """Draws tokens [count, T], 0 after each row's end, and each row's last position [count]."""
     last = rng.integers(lengths[0], lengths[1] + 1, count) - 1
     x = rng.integers(0, V, (count, lengths[1]))
     return np.where(np.arange(lengths[1]) <= last[:, None], x, 0), last
@@ -124,15 +125,17 @@ def _at(last: np.ndarray, shape: tuple[int, ...], answer: np.ndarray) -> np.ndar
 def _distinct(
     rng: np.random.Generator, count: int, amount: int, log_weight: np.ndarray
 ) -> np.ndarray:
-    """[count, amount] different indices a row, drawn one by one in proportion to exp(log_weight):
-    the largest of log_weight + Gumbel noise."""
+    """Draws [count, amount] different indices per row, one by one in proportion to exp(log_weight).
+
+    They are the largest of log_weight + Gumbel noise."""
     noisy = log_weight + rng.gumbel(size=(count, len(log_weight)))
     return np.argpartition(-noisy, range(amount), 1)[:, :amount]
 
 
 @dataclass(frozen=True)
 class Task:
-    """A task, the model that P tests on it, and how it was trained; one optimiser step a batch."""
+    """A task, the model that P tests on it, and its training settings; one optimiser step per
+    batch."""
 
     generate: Generator
     vocabulary: int
@@ -156,15 +159,16 @@ class Task:
     weight_decay: float = 1e-6
 
     def rows(self, split: str, seed: int, part: int, count: int) -> Rows:
-        """The rows that (split, seed, part) names, wherever numpy draws the same from a seed."""
+        """Draws the rows of (split, seed, part); they depend on nothing else."""
         if split not in SPLITS:
             raise ValueError(f"split is {split!r}, but must be one of {', '.join(SPLITS)}")
         rng = np.random.default_rng([SPLITS.index(split), seed, part])
         return self.generate(rng, count, self.lengths if split == "train" else self.test_lengths)
 
     def training_batch(self, seed: int, step: int, kept: Kept) -> Rows:
-        """What step number `step` reads. `kept` remembers the order of a seed's epoch; without a set,
-        every step draws new rows."""
+        """Returns the batch of step number `step`. `kept` caches the row order of a seed's epoch.
+
+        Without a training set, every step draws new rows."""
         if self.training_rows is None:
             return self.rows("train", seed, step, self.batch)
         chosen = self.training_order(seed, step, kept)
@@ -172,7 +176,7 @@ class Task:
         return tokens, targets
 
     def training_order(self, seed: int, step: int, kept: Kept) -> np.ndarray:
-        """Which rows of the seed's training set step number `step` reads."""
+        """Returns the row indices, in the seed's training set, of step number `step`."""
         assert self.training_rows is not None
         epoch, index = divmod(step, self.training_rows // self.batch)
         if (seed, epoch) not in kept:
@@ -182,14 +186,14 @@ class Task:
         return kept[seed, epoch][index * self.batch : (index + 1) * self.batch]
 
     def training_set(self, seed: int) -> Rows:
-        """int16 tokens and targets [training_rows, T]."""
+        """Returns a seed's training set: int16 tokens and targets [training_rows, T]."""
         assert self.training_rows is not None
         return _training_set(self.generate, self.lengths, self.training_rows, seed)
 
 
 @lru_cache(maxsize=6)
 def _training_set(generate: Generator, lengths: Lengths, count: int, seed: int) -> Rows:
-    """In parts of MANY rows, each from its own generator, side by side."""
+    """Draws a training set in parallel, in parts of MANY rows, each from its own generator."""
 
     def draw(part: int) -> Rows:
         rng = np.random.default_rng([SPLITS.index("train"), seed, part])

@@ -31,7 +31,7 @@ DIAGONAL: dict[str, Any] = {"flash_gru": FlashGRU, "flash_lstm": FlashLSTM}
 
 
 class TaskModel(nn.Module):
-    """tokens [B, T] -> logits [B, T, V]; the same weights for the same seed."""
+    """The one-layer model: tokens [B, T] -> logits [B, T, V]; weights depend on the seed alone."""
 
     def __init__(self, task: Task, name: str, seed: int, backend: str = "auto"):
         if name not in NAMES:
@@ -58,7 +58,7 @@ class TaskModel(nn.Module):
 
 
 def make_mixer(task: Task, name: str, backend: str) -> nn.Module:
-    """[B, T, 64] -> [B, T, 64], or a tuple that begins so."""
+    """Makes a mixer: [B, T, 64] -> [B, T, 64], or a tuple whose first entry that is."""
     sizes: dict[str, Any] = {"hidden_size": WIDTH, "num_heads": HEADS, "num_hidden_layers": 1}
     if name in DENSE:
         recurrent = RecurrentMixer(FlashRNNConfig(cell=name, backend=backend, **sizes), 0)
@@ -88,14 +88,15 @@ def make_mixer(task: Task, name: str, backend: str) -> nn.Module:
 
 @torch.no_grad()
 def hold(cell: FlashGRU | FlashLSTM, steps: int) -> None:
-    """Biases with which the update gate of a channel forgets 1 / (1 + n) of its state a step, n uniform
-    in 1 to `steps` (chrono initialisation, arXiv 1804.11188)."""
+    """Sets the biases of the update gate by chrono initialisation (arXiv 1804.11188).
+
+    A channel forgets 1 / (1 + n) of its state per step, n uniform in 1 to `steps`."""
     bias = torch.empty(cell.hidden_size).uniform_(1, steps).log()
     cell.in_proj.bias[0] = bias if isinstance(cell, FlashLSTM) else -bias  # f keeps, z lets in
 
 
 def unfused() -> AbstractContextManager:
-    """Attention by matrix products: fused kernels refuse the strides that a stack of models has."""
+    """Selects attention by matrix products: fused kernels refuse the strides of stacked models."""
     return sdpa_kernel(SDPBackend.MATH)
 
 

@@ -1,4 +1,4 @@
-"""Several models of one kind as one: seeds and learning rates side by side in the same kernel calls.
+"""Stacks several models of one class into one, so that seeds and learning rates share kernel calls.
 
 A recurrent kernel runs heads, or channels, that do not see each other. S models of N heads each are
 therefore one call with S N heads, as long as a single one on a GPU that one of them leaves idle.
@@ -72,7 +72,8 @@ def norm(x: Tensor, weight: Tensor | None) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [B, T, S, I], weight [S, O, I], bias [S, O] -> [B, T, S, O].
+    """Applies one linear layer per model: x [B, T, S, I], weight [S, O, I], bias [S, O] -> [B, T,
+    S, O].
 
     A product for each row of each model: the weights' gradient, a sum over B T, is then B sums that
     run at once, where a single small one would keep a GPU waiting for most of a step.
@@ -82,7 +83,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def side_by_side(x: Tensor) -> Tensor:
-    """[S, R, C, ...] -> [R, S C, ...]: what lies before the heads stays before them."""
+    """Joins the models' heads: [S, R, C, ...] -> [R, S C, ...]."""
     return x.transpose(0, 1).flatten(1, 2)
 
 
@@ -142,7 +143,7 @@ def mix_mlstm(mixer: FlashMLSTMMixer, p: Named, x: Tensor) -> Tensor:
 
 
 def mix_each(mixer: nn.Module, p: Named, x: Tensor) -> Tensor:
-    """Mixers of torch operations alone."""
+    """Runs mixers that consist of torch operations only, vectorised over the models."""
     buffers = dict(mixer.named_buffers())
 
     def one(parameters: Named, x: Tensor) -> Tensor:

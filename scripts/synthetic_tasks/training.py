@@ -20,7 +20,7 @@ ROWS_AT_ONCE = 256  # of an evaluation: Mamba2 of transformers needs a gigabyte 
 
 @dataclass
 class Run:
-    """One seed at one learning rate, and how it went."""
+    """One seed at one learning rate, with its status and results."""
 
     seed: int
     learning_rate: float
@@ -60,14 +60,15 @@ class RowAdamW:
         self.rows.grad = None
 
     def keep(self, chosen: list[int]) -> Tensor:
-        """Goes on with these rows alone; returns them."""
+        """Drops all rows but `chosen`; returns the kept ones."""
         self.rows = self.rows.detach()[chosen].requires_grad_()
         self.rates, self.m, self.v = self.rates[chosen], self.m[chosen], self.v[chosen]
         return self.rows
 
 
 def rate_factor(task: Task, step: int) -> float:
-    """Linear warm-up, then half a cosine down to `task.last_rate`."""
+    """Returns the factor of the learning rate: linear warm-up, then half a cosine to
+    `task.last_rate`."""
     warmup = task.warmup * task.steps
     if step < warmup:
         return (step + 1) / warmup
@@ -78,8 +79,9 @@ def rate_factor(task: Task, step: int) -> float:
 def answers(
     stack: Stack, tokens: Tensor, targets: Tensor, asked: int | None
 ) -> tuple[Tensor, Tensor]:
-    """Logits [B, T, S, V] and targets [B, T, S] of tokens and targets [S, B, T]; of `asked`
-    positions a row instead of T where every row asks so many."""
+    """Returns logits [B, T, S, V] and targets [B, T, S] for tokens and targets [S, B, T].
+
+    If every row has `asked` targets, only their positions are computed instead of all T."""
     at = None
     if asked:
         at = (targets != IGNORED).int().topk(asked).indices
@@ -88,7 +90,8 @@ def answers(
 
 
 def losses(stack: Stack, tokens: Tensor, targets: Tensor, asked: int | None = None) -> Tensor:
-    """Mean cross-entropy over what is asked of each model: tokens, targets [S, B, T] -> [S]."""
+    """Returns each model's mean cross-entropy over its targets: tokens, targets [S, B, T] ->
+    [S]."""
     logits, targets = answers(stack, tokens, targets, asked)
     rows = logits.flatten(0, 2), targets.flatten()  # of V beside each other: softmax is fast there
     each = cross_entropy(*rows, ignore_index=IGNORED, reduction="none").view(targets.shape)
@@ -97,7 +100,7 @@ def losses(stack: Stack, tokens: Tensor, targets: Tensor, asked: int | None = No
 
 @torch.no_grad()
 def accuracies(stack: Stack, rows: Rows, asked: int | None = None) -> Tensor:
-    """The share of what is asked that each model says, [S]: all read the same rows."""
+    """Returns each model's accuracy over the targets, [S]; all read the same rows."""
     device, total = stack.flat.device, 0
     right = torch.zeros(len(stack), dtype=torch.long, device=device)
     for at in range(0, len(rows[0]), ROWS_AT_ONCE):
@@ -109,7 +112,8 @@ def accuracies(stack: Stack, rows: Rows, asked: int | None = None) -> Tensor:
 
 
 class Feed:
-    """The batches and rates of the next steps, on the device: `take` gives one step's, and goes on.
+    """Buffers the batches and rates of the next steps on the device; `take` returns the next
+    step's.
 
     A step that is recorded as a CUDA graph reads them from the same place every time. Training sets
     lie on the device too, and of a step's rows their numbers are sent.
@@ -142,7 +146,7 @@ class Feed:
         self.places = torch.tensor(places, device=self.at.device)
 
     def fill(self, first: int, count: int) -> None:
-        """Steps first to first + count, from the start of the buffers."""
+        """Fills the buffers with steps first to first + count."""
         steps = range(first, first + count)
         read = self.task.training_order if self.sets is not None else self.task.training_batch
         rows = [[read(seed, step, self.kept) for seed in self.seeds] for step in steps]
@@ -155,7 +159,8 @@ class Feed:
         self.at.zero_()
 
     def take(self) -> tuple[Tensor, Tensor, Tensor]:
-        """tokens, targets [S, B, T], and the factor of the learning rates, [1]."""
+        """Returns the next tokens and targets [S, B, T], and the factor of the learning rates,
+        [1]."""
         if self.sets is not None:
             rows = self.sets[:, self.each, self.order.index_select(0, self.at)[0]]
         else:
@@ -167,7 +172,7 @@ class Feed:
 
 
 class Trainer:
-    """Runs of one model on one task, all of them at once; each leaves the stack when it is over.
+    """Trains all runs of one model on one task at once; each leaves the stack when it ends.
 
     On a GPU a step is a CUDA graph on a stream of its own: a model of this size would wait for the
     host otherwise, and several trainers go side by side.
@@ -202,7 +207,8 @@ class Trainer:
         return loss.detach()
 
     def record(self) -> Callable[[], Tensor]:
-        """What takes a step; all state is as it was."""
+        """Returns a function that takes a step, recorded as a CUDA graph; leaves all state
+        unchanged."""
         if not self.stream:
             return self.step
         optimizer = self.optimizer
@@ -226,10 +232,10 @@ class Trainer:
         return replay
 
     def train(self, solved: float, seconds: float = float("inf")) -> Iterator[None]:
-        """Until every seed is solved at some learning rate, or the steps or `seconds` are over. A run is
-        solved when two checks in a row find a validation accuracy of at least `solved`, with
-        `to_the_end` the last two. It yields
-        between the steps' launch and their end, when a GPU has time for other trainers."""
+        """Trains until every seed is solved at some rate, or the steps or `seconds` are over. A run
+        is solved when two checks in a row find a validation accuracy of at least `solved`, with
+        `to_the_end` the last two. It yields between the steps' launch and their end, when a GPU has
+        time for other trainers."""
         started, step = time.monotonic(), 0
         while self.live and step < self.task.steps:
             count = min(self.check_every, self.task.steps - step)
@@ -267,14 +273,14 @@ class Trainer:
         self.end()
 
     def solved_rate(self) -> float | None:
-        """A learning rate at which every seed is solved."""
+        """Returns a learning rate at which every seed is solved, or None."""
         for rate in {run.learning_rate for run in self.runs}:
             if all(r.status == "solved" for r in self.runs if r.learning_rate == rate):
                 return rate
         return None
 
     def end(self) -> None:
-        """Measures the runs that are over on the test rows, and goes on without them."""
+        """Tests the runs that have ended, and removes them from the stack."""
         over = [i for i, run in enumerate(self.live) if run.status != "running"]
         if not over:
             return

@@ -20,7 +20,7 @@ RING_BYTES = 61440  # beyond it the ring has few_stages
 
 @dataclass(frozen=True)
 class Case:
-    """A cell's pass at a compiled width, on a device."""
+    """One pass of a cell at a compiled width, on a device."""
 
     cell: Cell
     element: int
@@ -33,7 +33,7 @@ class Case:
         return self.width * (4 if self.direction == "forward" else 2)
 
     def held(self) -> int:
-        """Words of weight in a lane: four for each matrix instruction of a step."""
+        """The 32-bit words of weight per lane: four for each matrix instruction of a step."""
         steps = self.width * self.element // 32
         forward = self.direction == "forward"
         return 4 * steps * (-(-self.cell.gates // 2) if forward else self.cell.gates)
@@ -43,11 +43,11 @@ class Case:
         return self.held() + working
 
     def row_bytes(self) -> int:
-        """A row of the width for eight columns, padded by a vector."""
+        """The bytes of one row for eight columns, padded by one vector."""
         return (self.width + plan.VECTOR // self.element) * self.element * plan.COLUMNS
 
     def rows(self) -> tuple[int, int]:
-        """Rows of a step: read into the ring, written through the outbox."""
+        """The rows per step read into the ring, and written through the outbox."""
         c = self.cell
         if self.direction == "forward":
             return c.gates, c.saved + 2
@@ -65,7 +65,8 @@ class Solution:
 
 
 def solve(cases: list[Case], pins: dict[str, int], must_fit: bool = False) -> Solution | None:
-    """Stages of the ring for all cases at once, and which cases fit: as many as can be, then stages."""
+    """Solves for the ring's stages for all cases at once: first as many cases as fit, then
+    stages."""
     b = Builder()
     m = b.model
     names = ("stages", "few_stages", "least_stages")
@@ -106,7 +107,8 @@ def solve(cases: list[Case], pins: dict[str, int], must_fit: bool = False) -> So
 def cases_of(
     name: str, element: int, width: int, device: plan.Device, working: dict[str, int]
 ) -> list[Case]:
-    """Both passes of a cell at a compiled width; `working` by kernel name, as measured."""
+    """Returns the cases of both passes at a compiled width; `working` is measured, by kernel
+    name."""
     found = []
     for direction in ("forward", "backward"):
         kernel = f"block-{direction}-{name}-{8 * element}-{width}"
@@ -115,7 +117,7 @@ def cases_of(
 
 
 def measured_working(arch: int, measured: Measured) -> dict[str, int]:
-    """kernel -> registers besides the weight; a spilt word counts as one."""
+    """Returns kernel -> registers besides the weight; a spilt word counts as one."""
     found = {}
     for (of_arch, kernel), (registers, spilt, _) in measured.items():
         engine, direction, name, bits, *width = kernel.split("-")

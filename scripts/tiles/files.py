@@ -1,4 +1,4 @@
-"""The files that scripts/plan_tiles writes: data, the header of the build, Python's copy, a page."""
+"""Writes the files of scripts/plan_tiles: data, the build's header, its Python copy, a page."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NAMES = {"grid": GRID_NAMES, "block": BLOCK_NAMES}
 
 
 def camel(engine: str, name: str) -> str:
-    """grid, ring_bytes -> kGridRingBytes"""
+    """Returns a C++ constant's name: grid, ring_bytes -> kGridRingBytes."""
     return "k" + "".join(word.capitalize() for word in (engine, *name.split("_")))
 
 
@@ -97,7 +97,8 @@ def csv_text(rows: list[dict[str, object]]) -> str:
 
 
 def measured_steps(results: Path) -> dict[tuple[str, str, int], str]:
-    """(cell, dtype, width) -> 'forward / backward us a step (heads, batch)', batch 16 before others."""
+    """Returns (cell, dtype, width) -> 'forward / backward us a step (heads, batch)', batch 16
+    before others."""
     if not results.is_file():
         return {}
     times: dict[tuple[str, str, int], dict[tuple[int, int], dict[str, str]]] = {}
@@ -122,7 +123,7 @@ def table(header: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
 
 
 def spaced(widths: list[int], step: int) -> str:
-    """1280, 1312, 1344, 1440 by 32 -> '1280–1344, 1440'."""
+    """Formats numbers as ranges: 1280, 1312, 1344, 1440 by 32 -> '1280–1344, 1440'."""
     runs: list[list[int]] = []
     for width in widths:
         if runs and width - runs[-1][-1] == step:

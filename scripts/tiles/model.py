@@ -67,7 +67,7 @@ class Solution:
 
 
 class Builder:
-    """CP-SAT's model with expressions that name themselves."""
+    """A CP-SAT model builder that names its expressions."""
 
     def __init__(self) -> None:
         self.model = cp_model.CpModel()
@@ -94,7 +94,7 @@ class Builder:
 
 
 def solve(cases: list[Case], pins: dict[str, int], must_fit: bool = True) -> Solution | None:
-    """The grid engine's tiles for all cases at once; None if nothing satisfies them.
+    """Solves for the grid engine's tiles for all cases at once; None if there is no solution.
 
     Units, warps and held multiply or divide everything, so they are branched on here: seconds become
     minutes else.

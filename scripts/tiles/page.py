@@ -1,4 +1,4 @@
-"""tiles/TILES.md: the plans for one GPU with measured times, registers that spill, attainable widths."""
+"""Writes tiles/TILES.md: plans for one GPU with measured times, spills, attainable widths."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Wider heads, up to any width, run in the step engine, where FlashRNN needs anoth
 
 
 def own_widths(device: plan.Device, cell: str, dtype: str) -> tuple[int, plan.Limit]:
-    """The widest head of the grid engine, and what keeps the next one from it."""
+    """Returns the grid engine's widest head, and the limit that the next one exceeds."""
     step, widest, reason = 16 // {"bfloat16": 2, "float32": 4}[dtype], 0, None
     for width in range(step, 4096, step):
         build = explain_plan(cell, 1, width, 16, dtype, device.name, precision="tf32")
@@ -48,7 +48,7 @@ def own_widths(device: plan.Device, cell: str, dtype: str) -> tuple[int, plan.Li
 
 
 def published() -> str:
-    """The section of the page."""
+    """Returns the page's section about published widths."""
     rows, differing = [], []
     for gpu in flashrnn.GPUS:
         solved = flashrnn.widths(gpu.sms, gpu.shared_bytes)
@@ -78,7 +78,7 @@ def text(
     measured: Measured,
     results: Path,
 ) -> str:
-    """The whole page."""
+    """Returns the whole page."""
     times = measured_steps(results)
     lines = []
     for row in rows:

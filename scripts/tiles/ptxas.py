@@ -1,4 +1,4 @@
-"""What ptxas says of the engines: registers and spills of every instantiation, per arch.
+"""Reads ptxas's registers and spills of the engines' kernels, for each arch.
 
 It compiles block_*.cu and grid_*.cu as the build does, with -Xptxas -v, or reads the log of a build
 that did, and keeps the worst instantiation of each kernel.
@@ -29,7 +29,7 @@ Measured = dict[tuple[int, str], tuple[int, int, int]]
 
 
 class Kernel(NamedTuple):
-    """Kernels whose tiles are the same, whatever else they are instantiated for."""
+    """The identity of kernels that have the same tiles, whatever their other template arguments."""
 
     engine: str
     direction: str
@@ -43,7 +43,7 @@ class Kernel(NamedTuple):
 
 
 def kernel_of(symbol: str) -> Kernel | None:
-    """The kernel that a mangled name instantiates, None if it is none of an engine."""
+    """Returns the engine kernel of a mangled name, or None for other symbols."""
     found = BLOCK.search(symbol) or GRID.search(symbol)
     if found is None:
         return None
@@ -56,7 +56,7 @@ def kernel_of(symbol: str) -> Kernel | None:
 
 
 def parse(log: str, held: int) -> Measured:
-    """The worst of every kernel in the output of a compiler whose tiles said `held`."""
+    """Parses a compiler's log into the worst instantiation of each kernel, built with `held`."""
     worst: Measured = {}
     symbol, arch, described, spilt = "", 0, "", 0
     for line in log.splitlines():
@@ -98,7 +98,7 @@ def compile_engines(
 
 
 def read(path: Path) -> Measured:
-    """registers.csv, empty if there is none."""
+    """Reads registers.csv; empty if there is none."""
     if not path.is_file():
         return {}
     with path.open(newline="") as file:
@@ -109,7 +109,7 @@ def read(path: Path) -> Measured:
 
 
 def write(path: Path, measured: Measured) -> None:
-    """One row for each kernel and arch, sorted."""
+    """Writes registers.csv: one row per kernel and arch, sorted."""
     with path.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(COLUMNS)

@@ -1,4 +1,4 @@
-"""FlashRNN's fused kernel as its paper states it (arXiv 2412.07752, appendices B, D and H.1), solved.
+"""Solves the tiling constraints of FlashRNN's paper (arXiv 2412.07752, appendices B, D and H.1).
 
 A dimension of size S is cut S = E W B L: an elementary tile of a warp, W warps of a block, B blocks of
 the grid, L turns of a loop. The product has a parallel dimension p (forward the gates, 4 D; backward
@@ -86,7 +86,7 @@ def attainable(width: int, sms: int, shared_bytes: int, forward: bool) -> bool:
 
 
 def widths(sms: int, shared_bytes: int) -> list[int]:
-    """Attainable in both directions, multiples of 32 from 1280 on."""
+    """Returns the widths, multiples of 32 from 1280 on, that have a solution in both directions."""
     limits = (sms, shared_bytes)
     candidates = range(FIRST, LAST + 1, STEP)
     return [w for w in candidates if all(attainable(w, *limits, f) for f in (True, False))]

@@ -1,1 +1,1 @@
-"""What the commands have in common: environment, local Hub, the kernels' builder, house rules."""
+"""Shared code of the commands: environment, local Hub, the kernels' builder, repository rules."""

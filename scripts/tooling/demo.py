@@ -1,4 +1,4 @@
-"""A kernel's whole road on this machine, and a model at its end that writes Python.
+"""Builds, publishes, fetches and loads the kernels, then runs a model that writes Python.
 
     scripts/demo "def read_"         the first run makes its environment: minutes; later ones: seconds
     scripts/demo --hub "def read_"   kernels from huggingface.co as the committed lock pins them
@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def serve_kernels(home: Path):
-    """Builds, publishes to a Hub of our own, and leaves the loader to find lock and Hub."""
+    """Builds the kernels, publishes them to a local Hub, and points the loader at its lock."""
     from tooling.local_hub import LocalHub
 
     run("build_kernels", "--home", home, what="the kernels could not be built")
@@ -83,7 +83,7 @@ def serve_kernels(home: Path):
 
 
 def fingerprint() -> str:
-    """What is built: the hash of each variant's metadata, which holds the digest of every file."""
+    """Hashes the metadata of all built variants, which holds the digest of every file."""
     found = sorted((ROOT / "kernel_builds").glob("*/build/*/metadata.json"))
     names = {str(file): hashlib.sha256(file.read_bytes()).hexdigest() for file in found}
     return json.dumps(names, indent=2)
@@ -96,7 +96,7 @@ def run(script: str, *arguments: object, what: str) -> None:
 
 
 def origin(hub) -> str:
-    """Where the files came from just now."""
+    """Returns where the kernel's files came from in this run."""
     if hub is None:
         return "from huggingface.co or its cache"
     fetched = any("/resolve/" in line and ".so" in line for line in hub.requests)
@@ -104,7 +104,7 @@ def origin(hub) -> str:
 
 
 def generate(args: argparse.Namespace, hub) -> None:
-    """On the GPU where torch has one, else on the CPU."""
+    """Generates text, on the GPU if torch has one, else on the CPU."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer, logging
 

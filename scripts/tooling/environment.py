@@ -1,4 +1,4 @@
-"""Where a script finds its Python: this one, or one made under the state folder. Stdlib only.
+"""Finds or makes the Python environment of a script, under the state folder. Stdlib only.
 
 The state folder (--home, $FLASHCELL_HOME or .flashcell/ in the checkout) holds the environment, the
 builds, the local Hub and the caches; nothing is written outside it, and removing it undoes all.
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def state_folder(home: Path | None) -> Path:
-    """Settles --home, tells child processes, and keeps every cache inside it."""
+    """Chooses the state folder, exports it to child processes, and puts all caches inside it."""
     home = (home or Path(os.environ.get("FLASHCELL_HOME") or ROOT / ".flashcell")).resolve()
     try:
         home.mkdir(parents=True, exist_ok=True)
@@ -68,7 +68,8 @@ def enter(args: argparse.Namespace, extras: list[str], modules: list[str]) -> Pa
 
 
 def prepare(home: Path, extras: list[str]) -> Path:
-    """The environment's Python, with the package, `extras` and the build tools at their pins."""
+    """Makes the environment with the package, `extras` and pinned build tools; returns its
+    Python."""
     venv, stamp = home / "venv", home / "venv" / "flashcell.json"
     python = venv / "bin" / "python"
     with _locked(home):
@@ -103,7 +104,8 @@ def prepare(home: Path, extras: list[str]) -> Path:
 
 
 def use_built_kernels(device: str, names: list[str] | None = None, build: bool = True) -> None:
-    """Kernels (all, or these) from this checkout's sources; what $LOCAL_KERNELS names already stays.
+    """Builds kernels (all, or `names`) and adds them to $LOCAL_KERNELS, unless named there already.
+
     With `build` false another process has built them."""
     if "LOCAL_KERNELS" in os.environ:
         return
@@ -118,7 +120,7 @@ def use_built_kernels(device: str, names: list[str] | None = None, build: bool =
 
 
 def find_compiler() -> str:
-    """The C++ compiler, or the sentence that says how to get one."""
+    """Returns the C++ compiler, or exits with a message that says how to get one."""
     name = os.environ.get("CXX") or "g++"
     if shutil.which(name) is None:
         fail(
@@ -133,7 +135,7 @@ def fail(message: str) -> None:
 
 
 def _key() -> str:
-    """What the environment depends on: first the Python and the place, then the requirements."""
+    """Returns what the environment depends on: Python, path, and requirements."""
     place = f"{sys.version_info[:2]} {sys.base_prefix} {ROOT}"
     content = (ROOT / "pyproject.toml").read_bytes() + CONSTRAINTS.read_bytes()
     return hashlib.sha256(place.encode()).hexdigest()[:12] + hashlib.sha256(content).hexdigest()
@@ -202,7 +204,7 @@ def _pip(python: Path, arguments: list[str], log: Path, must: bool = False) -> b
 
 @contextlib.contextmanager
 def _locked(home: Path):
-    """One process at a time makes the environment."""
+    """Locks the environment, so that one process at a time makes it."""
     with open(home / "environment.lock", "w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -19,7 +19,7 @@ EMPTY = hashlib.sha1(b"the commit before the first").hexdigest()
 
 
 class NotFound(Exception):
-    """`code` is the Hub's X-Error-Code, from which the client makes its exceptions."""
+    """Something does not exist; `code` is the Hub's X-Error-Code, which clients read."""
 
     def __init__(self, code: str, message: str):
         super().__init__(message)
@@ -64,7 +64,7 @@ class Store:
             return True
 
     def resolve(self, state: dict, revision: str) -> str:
-        """A commit for a commit, a branch or refs/heads/<branch>."""
+        """Returns the commit of a commit, a branch or refs/heads/<branch>."""
         if revision in state["commits"]:
             return revision
         commit = state["branches"].get(revision.removeprefix("refs/heads/"))

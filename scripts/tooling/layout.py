@@ -1,4 +1,4 @@
-"""Rules about where files lie: names, sizes of folders, edits of sys.path, circles of imports.
+"""Checks the repository's layout: file names, folder sizes, edits of sys.path, import circles.
 
 Each takes the names of the files and a function that gives a file's text, and yields its violations.
 """
@@ -48,7 +48,7 @@ def violations(names: Iterable[str], text: Text) -> Iterator[str]:
 
 
 def prefixes(names: tuple[str, ...]) -> Iterator[str]:
-    """No file name begins with the name of a folder that it lies in or beside."""
+    """Checks that no file name begins with the name of a folder that it lies in or beside."""
     folders = defaultdict(set)
     for name in names:
         path = PurePath(name)
@@ -65,7 +65,7 @@ def prefixes(names: tuple[str, ...]) -> Iterator[str]:
 
 
 def commands(names: tuple[str, ...]) -> Iterator[str]:
-    """scripts/ holds commands; what they share is in folders, and no name there begins with _."""
+    """Checks that scripts/ holds commands and folders only, and no name begins with _."""
     for name in names:
         path = PurePath(name)
         if path.parts[0] != "scripts" or path.suffix == ".md":
@@ -78,7 +78,8 @@ def commands(names: tuple[str, ...]) -> Iterator[str]:
 
 
 def path_edits(names: tuple[str, ...], text: Text) -> Iterator[str]:
-    """Few files edit sys.path: imports come from the command's folder and from pytest's pythonpath."""
+    """Checks that only allowed files edit sys.path; others rely on the command's folder or
+    pytest."""
     editors = [
         n
         for n in names
@@ -89,7 +90,7 @@ def path_edits(names: tuple[str, ...], text: Text) -> Iterator[str]:
 
 
 def large_folders(names: tuple[str, ...]) -> Iterator[str]:
-    """What lies in a folder is seen at a glance, or is of one kind."""
+    """Checks that no folder has too many files that are not of one kind."""
     sizes: Counter[str] = Counter()
     for name in names:
         folder, _, last = name.rpartition("/")
@@ -101,7 +102,7 @@ def large_folders(names: tuple[str, ...]) -> Iterator[str]:
 
 
 def circles(names: tuple[str, ...], text: Text) -> Iterator[str]:
-    """Imports, also those inside functions, lead in no circle from file to file or folder to folder."""
+    """Checks that there are no import circles between files or folders, functions included."""
     files = imported(names, text)
     yield from (
         f"{' -> '.join(found)}: files import each other in a circle" for found in cycles(files)
@@ -119,7 +120,7 @@ def circles(names: tuple[str, ...], text: Text) -> Iterator[str]:
 
 
 def modules(names: tuple[str, ...], text: Text) -> dict[str, str]:
-    """Dotted name -> file, of the package as pyproject.toml lays it out and of what lies on sys.path."""
+    """Returns dotted name -> file, for the package (by pyproject.toml) and for sys.path."""
     project = tomllib.loads(text("pyproject.toml") or "")
     packages = project["tool"]["setuptools"]["package-dir"]
     found = {}
@@ -141,7 +142,7 @@ def modules(names: tuple[str, ...], text: Text) -> dict[str, str]:
 
 
 def imported(names: tuple[str, ...], text: Text) -> Graph:
-    """File -> the files of the repository that it imports."""
+    """Returns file -> the files of the repository that it imports."""
     known = modules(names, text)
     graph: Graph = {}
     for module, name in known.items():
@@ -162,7 +163,7 @@ def imported(names: tuple[str, ...], text: Text) -> Graph:
 
 
 def cycles(graph: Graph) -> Iterator[list[str]]:
-    """One circle through each node that has one and is in none of those before."""
+    """Yields import circles, one for each node that is in none of those before."""
     seen: set[str] = set()
     for start in sorted(graph):
         if start in seen:

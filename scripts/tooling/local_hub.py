@@ -27,7 +27,7 @@ REPO = r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)"
 
 @dataclass
 class Faults:
-    """What tests break: how often, or with what, downloads of paths with an ending go wrong."""
+    """Faults that tests inject into downloads, by the ending of the path."""
 
     cut: dict[str, int] = field(default_factory=dict)  # half the bytes come, all were announced
     clip: dict[str, int] = field(default_factory=dict)  # half a file, though HEAD announced all
@@ -35,7 +35,8 @@ class Faults:
     tampered: dict[str, bytes] = field(default_factory=dict)  # other content
 
     def apply(self, method: str, path: str, content: bytes) -> tuple[bytes, int]:
-        """The content to announce, and how many of its bytes to send."""
+        """Applies the faults to a download; returns the content to announce and the bytes to
+        send."""
         for ending, other in self.tampered.items():
             content = other if path.endswith(ending) else content
         clipped = method == "GET" and self._counts(self.clip, method, path)
@@ -52,7 +53,7 @@ class Faults:
 
 
 class LocalHub:
-    """The server, in a thread of this process."""
+    """Runs the server in a thread of this process."""
 
     def __init__(self, root: Path, port: int = 0, log: Path | None = None):
         self.store, self.faults, self.log = Store(Path(root)), Faults(), log
@@ -72,7 +73,7 @@ class LocalHub:
         return self
 
     def stop(self) -> None:
-        """Connections are refused from now on; start() comes back at the same URL."""
+        """Stops the server; start() brings it back at the same URL."""
         self._server.shutdown()
         self._server.server_close()
 
@@ -244,7 +245,8 @@ class Handler(BaseHTTPRequestHandler):
         return self.rfile.readline(65536).strip()
 
     def _read(self, size: str | bytes, base: int, most: int) -> bytes:
-        """As many bytes as a number in the request says; a negative one would wait for its end."""
+        """Reads as many bytes as the request announces; raises for a negative or too large
+        number."""
         if not 0 <= int(size, base) <= most:
             raise ValueError(f"the size is {size!r}, but must be 0 to {most}")
         content = self.rfile.read(int(size, base))

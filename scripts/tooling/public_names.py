@@ -1,4 +1,4 @@
-"""The public names of a package, found without importing it. Standard library only."""
+"""Finds a package's public names without importing it. Standard library only."""
 
 import ast
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ def parse(name: str) -> ast.Module:
 
 
 def undocumented(name: str) -> Iterator[str]:
-    """The names in __all__ that have no docstring where they are defined."""
+    """Yields the names in __all__ that have no docstring where they are defined."""
     body = parse(name).body
     lists = [n.value for n in body if isinstance(n, ast.Assign) and assigns(n, "__all__")]
     if not lists:
@@ -34,7 +34,7 @@ def assigns(node: ast.AST, name: str) -> bool:
 
 
 def definition(name: str, public: str) -> tuple[str, ast.AST | None]:
-    """The file and the statement that define `public`, through as many re-exports as it takes."""
+    """Returns the file and the statement that define `public`, following re-exports."""
     nodes = list(ast.walk(parse(name)))
     for node in nodes:
         if isinstance(node, ast.Assign | ast.AnnAssign) and assigns(node, public):

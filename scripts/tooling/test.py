@@ -105,7 +105,7 @@ def native_sources() -> list[str]:
 
 
 def tracked() -> list[str]:
-    """The files git has or would add."""
+    """Returns the files that git tracks or would add."""
     command = ["git", "-C", ROOT, "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:

@@ -1,4 +1,4 @@
-"""Text that no file may hold: paths of machines, hosts of registries, swallowed failures."""
+"""Finds forbidden text in files: paths of machines, hosts of registries, swallowed failures."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BANNED = [  # (files, pattern, why); the patterns are written so that this file 
 
 
 def violations(names: Iterable[str], text: Text) -> Iterator[str]:
-    """`text` gives the text of a file, or None."""
+    """Yields every forbidden text in the files `names`; `text` returns a file's text, or None."""
     for name in names:
         for pattern, forbidden, why in BANNED:
             if fnmatch.fnmatch(name, pattern):

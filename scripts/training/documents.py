@@ -202,7 +202,8 @@ class DatasetTexts:
         return nats_per_token / math.log(2) * predictions / self.held_out_bytes
 
     def training_chunk(self, step: int) -> tuple[tuple[np.ndarray, ...], bool]:
-        """Returns the next chunk, prepared in a thread, and whether the rows begin anew."""
+        """Returns the next chunk, prepared in a thread, and whether the rows restart with empty
+        states."""
         if self.ready is None:
             self.ready = queue.Queue(AHEAD)
             threading.Thread(target=self._make, daemon=True).start()

@@ -1,4 +1,4 @@
-"""The questions of python_lines: a beginning in Python, and which of four endings goes on with it.
+"""The task python_lines: given the beginning of a Python program, choose one of four endings.
 
 The wrong endings are the right ones of the next three questions; where the right one stands
 changes from question to question.
@@ -45,7 +45,8 @@ LINES = (
 
 
 def load(**_: Any) -> dict[str, Any]:
-    """{"test": a dataset of text, choices, answer}; lm-eval passes what a task's YAML adds."""
+    """Returns {"test": dataset of text, choices, answer}; lm-eval passes the YAML's extra
+    arguments."""
     from datasets import Dataset
 
     rows = []
