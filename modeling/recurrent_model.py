@@ -204,7 +204,7 @@ class RecurrentForCausalLM(RecurrentGeneration):
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
-        return True  # GenerationMixin, a base of this class, would judge by the name: no "xlstm"
+        return True  # GenerationMixin decides by the class name: no "xlstm"
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:  # [..., H] -> [..., V]
         one = hidden_states.dim() == 3

@@ -1,4 +1,4 @@
-"""`python scripts MODULE ...` runs a module of these folders: `python scripts tooling.demo --help`.
+"""Runs a module of these folders: `python scripts tooling.demo --help`.
 
 Python puts this folder first on its search path then, as it does for the commands beside this file,
 so that a module finds the others (`from measurement import record`) whichever way it is started.

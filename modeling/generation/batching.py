@@ -102,7 +102,7 @@ class Batcher(Iterator[Completion]):
         self.batch = Batch(model, slots, prefill_rows, prefill_chunk)
         self.ahead = cuda  # elsewhere nothing runs beside this code
         self._intake = Intake(model, max_prompt_tokens)
-        # by number; setting an entry, which Python does in one piece, is what ends a request
+        # by index; setting an entry, which is atomic in Python, is what ends a request
         self._ended: dict[int, tuple[Running, Completion]] = {}
         self._interrupt: BaseException | None = None  # raised at the end of the step
         self._whole = True  # no step was broken off halfway

@@ -146,9 +146,9 @@ class Recording:
                 if layer is not None and layer.held[1] is self.loan:
                     self.loan.end(layer)
         old = [s for layer in layers for group in layer.states.values() for s in group]
-        turns.take(self.tokens.device)  # after the copies, which were made in the streams of tokens
+        turns.take(self.tokens.device)  # after the copies above, which ran in other streams
         torch._foreach_copy_([s for group in self.groups for s in group], old)
-        if turns.streams:  # they may be another stream's, to which they go back now
+        if turns.streams:  # their memory may return to another stream's pool
             for s in old:
                 s.record_stream(turns.stream)
         self.loan = BufferLoan(turns, self.tokens.device)

@@ -61,16 +61,16 @@ class Fingerprint:
         kinds = classes_of(modules)
         self._names, self._tensors = GlobalNames(kinds), (*model.parameters(), *model.buffers())
         self.refusal = why_not(model, modules, self._tensors, self._names, device)
-        # What others' code holds may lead anywhere, FSDP's to all of Python.
+        # Unknown code may hold references to anything: FSDP's lead to all of Python.
         containers, holders = _containers(modules if self.refusal is None else modules[:1])
         if len(containers) > MOST_CONTAINERS:
             self.refusal = f"its modules hold more than {MOST_CONTAINERS} lists, dicts and objects"
             containers, holders = _containers(modules[:1])
-        # Attributes that are tables themselves are compared as they are now. If one was replaced, the
-        # attributes are equal only while both are.
+        # Attributes that are dicts are compared by their contents, and also as values of their owner,
+        # so a replaced dict is noticed.
         tables = [*GLOBAL_HOOKS, *(d[name] for d in dicts for name in TABLES + HOOKS)]
         tables += [*containers, *map(vars, kinds)]
-        # Of an object its dict, class and slots, of a class its dict and bases.
+        # An object refers to its dict, class and slots; a class to its dict and bases.
         self._type, self._objects = type(model), (*modules[1:], *holders, *kinds)
         self._referents = gc.get_referents(*self._objects)
         self._inside, self._empty = dicts[1:], [t for t in tables if not t]

@@ -219,7 +219,7 @@ class RecurrentGeneration(GenerationMixin):
         text, ends = Text(input_ids), Ends(stopping_criteria, input_ids.device)
         check: StopCheck = HostCheck(streamer)
         if input_ids.is_cuda:
-            with torch.device("cpu"):  # what it pins
+            with torch.device("cpu"):  # it allocates pinned memory
                 check = DeferredStopCheck(
                     input_ids, stopping_criteria.max_length, None, False, streamer
                 )
@@ -228,7 +228,7 @@ class RecurrentGeneration(GenerationMixin):
         logits = outputs.logits
         rest = {k: v for k, v in model_kwargs.items() if k not in (*PROMPT_ONLY, "inputs_embeds")}
         device = device_of_tokens(self, input_ids)
-        unchanged = False  # since the last step, as far as the code between them goes
+        unchanged = False  # whether no user code has run since the last step
         while True:
             logits = logits[:, -1].to(input_ids.device, torch.float32, copy=bool(logits_processor))
             scores = logits
@@ -245,7 +245,7 @@ class RecurrentGeneration(GenerationMixin):
             if check(going, tokens, text.length) or ends.full(text):
                 break
             logits = self._next_logits(tokens[:, None].to(device), rest, unchanged)
-            unchanged = streamer is None  # which alone is code of others here
+            unchanged = streamer is None  # a streamer is the only user code in this loop
         late = check.finish()
         if streamer is not None:
             streamer.end()

@@ -63,7 +63,7 @@ class Intake:
         if self.source_error is not None:
             return False
         before = len(self.waiting)
-        try:  # from the source to `waiting` in one piece
+        try:  # moves it from the source to `waiting` atomically
             self.waiting.extend(zip(itertools.islice(self.source, 1), self._numbers, strict=False))
         except Exception as error:
             self.source_error = error

@@ -69,7 +69,7 @@ class _Package(MetaPathFinder, SourceLoader):  # type: ignore[misc]
             return ModuleSpec(fullname, _Library(fullname, self.content[str(self.folder / file)]))
         spec = spec_from_loader(fullname, self)
         if spec is not None and spec.submodule_search_locations is not None:
-            spec.submodule_search_locations = []  # what is not here is nowhere
+            spec.submodule_search_locations = []  # no search for modules outside this package
         return spec
 
     def get_filename(self, fullname: str) -> str:

@@ -23,7 +23,7 @@ class Draw:
         self.rng = random.Random(seed)
         self.generator = torch.Generator("cpu").manual_seed(self.rng.getrandbits(48))
         self.io = self.pick((*FLOATS, *EXACT))
-        self.raw = False  # whether what is drawn goes to an op, past its door
+        self.raw = False  # whether the tensors go to a raw op, without the public function's checks
 
     def pick(self, values: Any) -> Any:
         return self.rng.choice(list(values))

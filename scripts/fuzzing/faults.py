@@ -155,7 +155,7 @@ def freed(draw: Draw, t: torch.Tensor) -> Any:
         return SAME
     t = t.clone()
     storage = t.untyped_storage()
-    # The doors look for memory that is gone; for less of it than there was, the ops do.
+    # Public functions check for freed storage, the ops for storage that has shrunk.
     storage.resize_(storage.nbytes() // 2 if draw.raw and draw.chance(0.4) else 0)
     return t
 

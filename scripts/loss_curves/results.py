@@ -1,4 +1,4 @@
-"""Loss curves as they are kept, and their picture, for scripts/convergence."""
+"""Stores loss curves as CSV and draws them, for scripts/convergence."""
 
 import csv
 import datetime
@@ -18,7 +18,7 @@ Key = tuple[str, str]  # precision, side
 
 
 def append(folder: Path, study: str, family: str, curves: dict, stamp: dict) -> Path:
-    """To <device>-convergence.csv, in the place of what it has of this study and family."""
+    """Writes curves to <device>-convergence.csv, replacing those of the same study and family."""
     name = re.sub(r"[^a-z0-9]+", "-", stamp["device"].lower()).strip("-")
     path = folder / f"{name}-convergence.csv"
     rows = [r for r in read(path) if (r["comparison"], r["family"]) != (study, family)]
@@ -46,7 +46,7 @@ def read(path: Path) -> list[dict[str, str]]:
 
 
 def plot(folder: Path) -> None:
-    """Beside every CSV a picture a study: <device>-convergence-<study>.svg."""
+    """Draws each study of every CSV as <device>-convergence-<study>.svg next to it."""
     for path in sorted(folder.glob("*-convergence.csv")):
         studies: dict[str, dict[str, dict[Key, list[tuple[int, float]]]]] = defaultdict(dict)
         for row in read(path):
@@ -58,7 +58,7 @@ def plot(folder: Path) -> None:
 
 
 def draw(path: Path, families: dict[str, dict[Key, list[tuple[int, float]]]]) -> None:
-    """Above the losses; below, how far each is from the first of its precision."""
+    """Draws the losses, and below them each curve's distance from the first of its precision."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -101,10 +101,10 @@ def unfused() -> AbstractContextManager:
 
 
 class Published(nn.Module):
-    """The Transformer layer whose parameter counts are the published ones, 31,552 + (2 * 64 + 1) V:
-    x + positions, attention with biases, and an MLP 64 -> 64 -> 64 with biases behind a norm.
+    """A Transformer layer with the published number of parameters, 31,552 + (2 * 64 + 1) V.
 
-    P prints 48.1k, 31.8k, 32.8k, 32.2k parameters for V = 128, 2, 10, 5, not what they are made of."""
+    It has positions, attention with biases, and an MLP 64 -> 64 -> 64 with biases after a norm. P
+    states only the counts, 48.1k, 31.8k, 32.8k, 32.2k for V = 128, 2, 10, 5, not the parts."""
 
     def __init__(self, task: Task):
         super().__init__()
@@ -143,7 +143,7 @@ class Extrapolating(nn.Module):
 
 
 def sinusoids(length: int) -> Tensor:
-    """[length, 64]: sines and cosines of the position (arXiv 1706.03762, section 3.5)."""
+    """Returns sinusoidal position embeddings [length, 64] (arXiv 1706.03762, section 3.5)."""
     rate = torch.exp(torch.arange(0, WIDTH, 2) * (-math.log(10_000.0) / WIDTH))
     angle = torch.arange(length)[:, None] * rate
     return torch.stack([angle.sin(), angle.cos()], -1).flatten(1)

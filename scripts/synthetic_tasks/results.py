@@ -1,4 +1,4 @@
-"""scripts/results/tasks.csv: what was trained, which of it is done, and the table and picture of it."""
+"""Reads and writes scripts/results/tasks.csv, and makes its table and picture."""
 
 import csv
 import datetime
@@ -44,13 +44,13 @@ def read(path: Path = RESULTS) -> list[Row]:
 
 
 def key(row: dict) -> tuple[str, ...]:
-    """What makes two rows the same experiment: read or about to be written, the same words."""
+    """Returns the key of an experiment, as text, equal for rows read and rows to be written."""
     words = {**row, "learning_rate": f"{float(row['learning_rate']):g}"}
     return tuple(str(words[name]) for name in KEY)
 
 
 def append(rows: list[dict], path: Path = RESULTS) -> None:
-    """At once, and the header first where there is no file."""
+    """Appends rows to the file in one write, after the header if the file is new."""
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = not path.exists()
     with path.open("a", newline="") as file:
@@ -79,9 +79,10 @@ def provenance(device: str, commit: str | None = None) -> dict[str, str]:
 
 
 def best_rate(rows: Iterable[Row]) -> list[Row]:
-    """The seeds of the learning rate that did best on average: it has the most accuracy, and among
-    equals needed the fewest steps. A rate with a run that was stopped, because every seed of another
-    had solved the task, is not it."""
+    """Returns the rows of the learning rate with the best mean accuracy, then the fewest steps.
+
+    A rate with a run that was stopped, because every seed of another had solved the task, is
+    skipped."""
     rates: dict[str, list[Row]] = {}
     for row in rows:
         rates.setdefault(row["learning_rate"], []).append(row)
@@ -94,7 +95,8 @@ def reached(rows: list[Row]) -> float:
 
 
 def summary(rows: list[Row]) -> dict[tuple[str, str], list[Row]]:
-    """(task, model) -> its runs at the best learning rate, of the protocol with the most examples."""
+    """Returns (task, model) -> its runs at the best rate, of the protocol with the most
+    examples."""
     groups: dict[tuple[str, str], dict[tuple[int, int], list[Row]]] = {}
     for row in rows:
         protocol = int(row["steps"]) * int(row["batch"]), int(row["steps"])
@@ -105,7 +107,7 @@ def summary(rows: list[Row]) -> dict[tuple[str, str], list[Row]]:
 
 
 def score(task: str, rows: list[Row]) -> float:
-    """As the task's paper counts: the mean of the seeds, or the best of them."""
+    """Returns the mean or the best accuracy of the seeds, as the task's paper reports it."""
     return reached(rows) if task in MEAN_OF_SEEDS else max(reached([row]) for row in rows)
 
 
@@ -129,7 +131,7 @@ def table(path: Path = RESULTS) -> str:
 
 
 def draw(path: Path = RESULTS, picture: Path = PICTURE) -> None:
-    """Accuracy of every model, a panel for each task that has rows; chance or published beside."""
+    """Draws every model's accuracy, one panel per task, with chance level or published results."""
     from report.plots import plt, save
 
     found = summary(read(path))

@@ -1,1 +1,1 @@
-"""Tile sizes of the CUDA engines as a constraint problem, for plan_tiles."""
+"""Solves for the tile sizes of the CUDA engines under constraints, for plan_tiles."""
