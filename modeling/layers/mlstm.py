@@ -20,7 +20,7 @@ State = tuple[torch.Tensor, ...]
 class GateLinear(nn.Linear):
     """A linear layer for gate pre-activations, initialised with zero weights and biases `start`.
 
-    It has few rows. Being no plain nn.Linear, it is left alone by quantisation tools."""
+    It has few rows, and quantisation tools leave it as it is."""
 
     def __init__(self, inputs: int, start: torch.Tensor):
         super().__init__(inputs, len(start))

@@ -203,7 +203,7 @@ def read_state(path: Path) -> dict:
 
 
 def plain(value: Any) -> Any:
-    """Converts a value to dicts, lists, numbers, strings and tensors, which a file may hold."""
+    """Converts a value to dicts, lists, numbers, strings and tensors, as checkpoints hold them."""
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -191,7 +191,7 @@ class Bench:
 
 
 def step_microseconds(case: Case, which: str, samples: dict[str, Sample]) -> float:
-    """Returns us per step of the forward; for "train" of the backward: train minus forward."""
+    """Returns microseconds per step of the forward, or for "train" of the backward alone."""
     time = samples[which].p50 - (samples["forward"].p50 if which == "train" else 0.0)
     return time * 1e3 / case.steps
 
