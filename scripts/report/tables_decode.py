@@ -33,7 +33,7 @@ def marked(value: str, met: bool) -> str:
 def decode_table(path: Path) -> str:
     rows = newest(path, "decode", "model", "batch")
     text = stamp(path, rows) + (
-        "| model | rows | tokens/s | asked | ms a token | of them the step | the memory's floor | "
+        "| model | rows | tokens/s | target | ms a token | of them the step | the memory's floor | "
         "peak GiB |\n|---|---|---|---|---|---|---|---|\n"
     )
     for row in rows:
@@ -51,7 +51,7 @@ def decode_table(path: Path) -> str:
 def prefill_table(path: Path) -> str:
     rows = newest(path, "prefill", "model", "position")
     text = stamp(path, rows) + (
-        "| model | tokens of the prompt | read in | of the products' rate | asked | "
+        "| model | tokens of the prompt | read in | of the products' rate | target | "
         "a token after it | peak GiB |\n|---|---|---|---|---|---|---|\n"
     )
     for row in rows:
@@ -70,7 +70,7 @@ def serving_table(path: Path) -> str:
     ours = newest(path, "continuous", *keys)
     static = {tuple(r[k] for k in keys): r for r in newest(path, "static", *keys)}
     text = stamp(path, ours) + (
-        "| model | requests, at a time | tokens/s | static batches', of requests | times as fast | asked | "
+        "| model | requests, at a time | tokens/s | static batches', of requests | times as fast | target | "
         "peak MiB after a tenth, after all | static batches' |\n|---|---|---|---|---|---|---|---|\n"
     )
     for row in ours:
@@ -91,7 +91,7 @@ def decode_cpu_table(path: Path) -> str:
     cases = {(r["model"], r["thread_count"], r["batch"]): r for r in read(path)}
     rows = list(cases.values())
     text = stamp(path, rows) + (
-        "| model | threads | rows | ms a token | tokens/s | the reference's ms | times as fast | asked |\n"
+        "| model | threads | rows | ms a token | tokens/s | the reference's ms | times as fast | target |\n"
         "|---|---|---|---|---|---|---|---|\n"
     )
     for row in rows:

@@ -42,7 +42,7 @@ def training_table(path: Path) -> str:
     rows = [row for sides in runs.values() for row in sides.values()]
     text = stamp(path, rows + [row for row, _ in peers.values()])
     text += (
-        "| model | B x T | a step, ms: p50, p95, most | the Transformer's | ratio | asked | tokens/s "
+        "| model | B x T | a step, ms: p50, p95, most | the Transformer's | ratio | target | tokens/s "
         "| TFLOP/s | GiB, both |\n|---|---|---|---|---|---|---|---|---|\n"
     )
     for (case, compiled), sides in runs.items():
@@ -73,7 +73,7 @@ def parallel_table(path: Path) -> str:
     runs: dict[tuple[str, str], Row] = {(r["case"], r["side"]): r for r in read(path)}
     text = stamp(path, list(runs.values()))
     text += (
-        "| model | T | on | a step | one GPU's by it | asked | gradients apart |\n"
+        "| model | T | on | a step | one GPU's by it | target | gradients apart |\n"
         "|---|---|---|---|---|---|---|\n"
     )
     for (case, side), row in runs.items():

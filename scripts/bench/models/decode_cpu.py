@@ -80,7 +80,7 @@ def run(arguments: argparse.Namespace) -> bool:
             row = compare(models, batch)
             print(
                 f"{folder.name} batch {batch}: {row['p50_ms']} ms a token, the reference "
-                f"{row['reference_p50_ms']} ms, {row['ratio']}x, {REQUIRED}x asked",
+                f"{row['reference_p50_ms']} ms, {row['ratio']}x, target {REQUIRED}x",
                 flush=True,
             )
             named = {"model": folder.name, "dtype": "float32", "thread_count": arguments.threads}
