@@ -1,4 +1,4 @@
-"""Makes diagonal-rnn's tables from the rows of bench_ops --suite pararnn."""
+"""Makes the tables of diagonal-rnn's notebook from the rows of bench_ops --suite pararnn."""
 
 import csv
 from collections.abc import Callable

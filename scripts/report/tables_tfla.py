@@ -1,4 +1,4 @@
-"""Makes tfla's tables from the rows of bench_ops --suite tfla."""
+"""Makes the tables of tfla's notebook from the rows of bench_ops --suite tfla."""
 
 import re
 from collections.abc import Callable

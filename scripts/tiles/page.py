@@ -1,4 +1,4 @@
-"""Writes tiles/TILES.md: plans for one GPU with measured times, spills, attainable widths."""
+"""Writes the notebook's section on tiles: plans for one GPU with measured times, spills, widths."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from tiles import published as flashrnn
 from tiles.files import measured_steps, spaced, table
 from tiles.ptxas import Measured
 
-SHOWN = 90  # the arch whose plans and times the page has; plans.csv has them all
-INTRODUCTION = """# Tiles of the CUDA engines
+SHOWN = 90  # the arch whose plans and times it shows; plans.csv has them all
+INTRODUCTION = """## Tiles of the CUDA engines
 
 Written by `scripts/plan_tiles --write`: do not edit. The constraints stand at the head of
 `scripts/tiles/model.py`; `pins.toml` holds what is fixed by hand, `registers.csv` what ptxas measured,
 `tiles.toml` the solution that `csrc/cuda/tiles.h` hands to the build, `plans.csv` every arch.
 """
 PUBLISHED = """
-## Attainable head widths
+### Attainable head widths
 
 One LSTM head, forward and backward, bf16, multiples of 32 from 1280 on. FlashRNN's are published
 (arXiv 2412.07752, H.1); its constraints as the paper states them, solved by `scripts/plan_tiles
@@ -48,7 +48,7 @@ def own_widths(device: plan.Device, cell: str, dtype: str) -> tuple[int, plan.Li
 
 
 def published() -> str:
-    """Returns the page's section about published widths."""
+    """Returns the part on attainable widths."""
     rows, differing = [], []
     for gpu in flashrnn.GPUS:
         solved = flashrnn.widths(gpu.sms, gpu.shared_bytes)
@@ -78,7 +78,7 @@ def text(
     measured: Measured,
     results: Path,
 ) -> str:
-    """Returns the whole page."""
+    """Returns the whole section."""
     times = measured_steps(results)
     lines = []
     for row in rows:
@@ -95,7 +95,7 @@ def text(
               "measured forward / backward, us a step"]  # fmt: skip
     return (
         f"{INTRODUCTION}\nOne binary serves every shape with\n\n{values}\n"
-        f"\n## Plans on sm_{SHOWN} (one head, batch 16; fp32 as tf32)\n\n{table(header, lines)}"
-        f"\n## Kernels that spill: {len(spills)} of {len(measured)}\n\n"
+        f"\n### Plans on sm_{SHOWN} (one head, batch 16; fp32 as tf32)\n\n{table(header, lines)}"
+        f"\n### Kernels that spill: {len(spills)} of {len(measured)}\n\n"
         f"{table(['arch', 'kernel', 'registers', 'bytes'], spills)}{published()}"
     )

@@ -9,6 +9,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 HEADER = "kernel_builds/fused-rnn/csrc/cells/lstm.h"
 CELLS = "kernel_builds/fused-rnn/torch-ext/fused_rnn/cells.py"
+GUIDE = "kernel_builds/fused-rnn/README.md"
 FUNCTIONS = "kernel_builds/fused-rnn/torch-ext/fused_rnn/functional.py"
 
 
@@ -134,6 +135,26 @@ PLANTED = {
         created("import os\n"),
         "rules: scripts/planted.py: is no command, but must lie in a folder",
     ),
+    "long guide": (
+        GUIDE,
+        appended("more\n" * 200),
+        f"guide_pages: {GUIDE}: ",
+    ),
+    "wide guide": (
+        GUIDE,
+        appended("w" * 121 + "\n"),
+        "121 columns, but a guide has at most 120",
+    ),
+    "section that is not in the guide": (
+        HEADER,
+        appended('// The slopes: README.md,\n// "Slopes of nothing".\n'),
+        "kernel_builds/fused-rnn/README.md has no section 'Slopes of nothing'",
+    ),
+    "guide without a section": (
+        HEADER,
+        appended("// The slopes: README, Slopes.\n"),
+        'README: must be README.md, "a section"',
+    ),
     "broken link": (
         "README.md",
         appended("[map](docs/nowhere.md)\n"),
@@ -168,17 +189,20 @@ def test_it_finds(tree, name):
 
 @pytest.mark.slow
 def test_it_runs_the_readme(tree):
-    """A block that fails, and a verb whose --help does."""
-    readme, verb = tree / "README.md", tree / "scripts/planted"
-    before = readme.read_text()
-    readme.write_text(f"```python\nraise SystemExit('planted')\n```\n{before}")
+    """A block that fails, on each page, and a verb whose --help does."""
+    pages, verb = [tree / "README.md", tree / GUIDE], tree / "scripts/planted"
+    before = [page.read_text() for page in pages]
+    for page, content in zip(pages, before, strict=True):
+        page.write_text(f"```python\nraise SystemExit('planted')\n```\n{content}")
     verb.write_text('#!/usr/bin/env python3\n"""Fails."""\nraise SystemExit(3)\n')
     verb.chmod(0o755)
     try:
         done = check(tree)
     finally:
-        readme.write_text(before)
+        for page, content in zip(pages, before, strict=True):
+            page.write_text(content)
         verb.unlink()
     assert done.returncode == 1
     assert "help_texts: scripts/planted: --help exits 3" in done.stderr
     assert "readme: README.md: its Python fails: planted" in done.stderr
+    assert f"readme: {GUIDE}: its Python fails: planted" in done.stderr

@@ -53,7 +53,7 @@ struct BackwardParams : MlstmParams {
   void *dC, *dn;                  // of the initial state
 };
 
-// sigmoid(out_gate) norm(h) weight of every head on its own: the README, Epilogue.
+// sigmoid(out_gate) norm(h) weight of every head on its own: README.md, "The epilogue".
 struct Epilogue {
   bool norm, centered;  // h over the root of its mean square; after its mean was taken away
   double eps;

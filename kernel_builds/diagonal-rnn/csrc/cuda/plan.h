@@ -1,5 +1,6 @@
 // Which kernel runs a call, and how it is cut: pure functions of sizes. Every limit stands beside
-// the measurement that set it (one H200, fp32 unless said; the README has the tables).
+// the measurement that set it (one H200, fp32 unless said). The tables: NOTEBOOK.md,
+// "Measured on a GPU".
 #pragma once
 #include "engine.h"
 

@@ -18,7 +18,7 @@ until r is at roundings, and what does not get there is run step by step. A cell
 
 How many iterations it takes depends on the cell: a handful where old states fade, as many as there
 are steps where they do not (then `chunk` or mode "sequential" serve better). The result is the same.
-For a fused kernel of an own diagonal cell see this kernel's README.
+A fused kernel of your own diagonal cell: README.md, "A fused cell of your own".
 """
 
 from typing import Any, Callable, NamedTuple, Optional, Tuple

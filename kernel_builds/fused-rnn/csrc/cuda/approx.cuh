@@ -1,7 +1,7 @@
 // The scalars of cells on tensor cores: fp32 whose non-linearities are a few hardware instructions.
 // Approx<true> for bf16: tanh.approx, one instruction, within 2^-11: a quarter of a bf16 rounding.
 // Approx<false> for fp16 and tf32: from ex2 and rcp, within 2^-22 of 1. What they do to the error
-// of h against fp64 stands in the README. Exact fp32 computes in float.
+// of h against fp64: NOTEBOOK.md, "On CUDA". Exact fp32 computes in float.
 #pragma once
 #include "../cells/all.h"
 #include "common/cuda/device.cuh"

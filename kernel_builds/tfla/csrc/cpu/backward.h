@@ -1,5 +1,5 @@
 // The backward pass: the states again, chunk by chunk forwards; then the chunks in reverse, with
-// the gradient of the state between them. README, Backward, has the equations.
+// the gradient of the state between them. README.md, "Gradients", has the equations.
 #pragma once
 #include "head.h"
 
@@ -8,8 +8,8 @@ namespace flashcell::FLASHCELL_ISA {
 constexpr int64_t kSnapshotBytes = 32 << 20;  // states of one thread that are kept at once
 
 // A row whose divisor has lost all but 1/32 of its terms' size to cancellation may be most of a
-// gradient, and its slope, over the square of that divisor, must not come from a rounded C. README,
-// Backward on the CPU.
+// gradient, and its slope, over the square of that divisor, must not come from a rounded C:
+// NOTEBOOK.md, "Layout on the CPU".
 constexpr double kCancelled = 1.0 / (32 * 32);
 
 // A vector of T in double, in as many vectors as that takes.

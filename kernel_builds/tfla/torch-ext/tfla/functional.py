@@ -63,9 +63,12 @@ Result = Tuple[torch.Tensor, State]
 
 
 def default_chunk(cell: Cell, K: int, V: int, dtype: torch.dtype, device_type: str) -> int:
-    """The kernel's README, Chunk size, has what was measured. On CUDA in 16 bits what is nearer to
-    the cost model's optimum on an H200, states in 16 bits, of 128 and of 256, the longest that fits;
-    fp32 has room for 128 in shared memory. A GPU with less takes the longest chunk that fits."""
+    """The steps of a chunk where none are given: NOTEBOOK.md, "Chunk size", has what was measured.
+
+    On CUDA in 16 bits it is 128 or 256, whichever is nearer to the cost model's optimum on an H200 with
+    states in 16 bits; fp32 has room for 128 in shared memory. A GPU with less shared memory takes the
+    longest chunk that fits.
+    """
     if device_type != "cuda":
         return 128 if dtype.itemsize == 2 else 64
     if dtype.itemsize != 2:

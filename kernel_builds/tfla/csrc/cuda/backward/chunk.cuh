@@ -6,7 +6,7 @@
 //   dq = s (dh C^T / N + delta n) + E k
 //   dk = a (v dC^T + dn) + E^T q
 //
-// README, Backward, has the symbols. Factors of rows are applied to sums, in fp32.
+// README.md, "Gradients", has the symbols. Factors of rows are applied to sums, in fp32.
 //
 // What crosses a forget gate is a sum of what the chunk's pairs, the state before it and the
 // gradient of the state after it carry over that step. A shut gate lets little of it through, next

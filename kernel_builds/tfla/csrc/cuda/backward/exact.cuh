@@ -1,5 +1,5 @@
 // The divisor and delta of the few rows where that divisor nearly cancels, from products that
-// nothing rounds: README, The backward on CUDA.
+// nothing rounds: NOTEBOOK.md, "The backward on CUDA".
 #pragma once
 #include "rows.cuh"
 

@@ -1,4 +1,4 @@
-// The gates' gradients from what flows into and out of every step: README, Backward.
+// The gates' gradients from what flows into and out of every step: README.md, "Gradients".
 #pragma once
 #include "terms.cuh"
 

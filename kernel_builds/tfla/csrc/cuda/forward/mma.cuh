@@ -1,5 +1,5 @@
 // h of one chunk of one head: (s (q C) + E v) / N, with E the weights W of the chunk's pairs, not
-// divided yet. README, Equations.
+// divided yet. README.md, "Equations".
 #pragma once
 #include "../chunk/products.cuh"
 #include "terms.cuh"

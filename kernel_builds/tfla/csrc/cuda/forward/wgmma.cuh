@@ -1,5 +1,5 @@
-// h on Hopper: (s (q C) + W v) / N of 128 rows of a chunk and up to kColumns columns. README,
-// Equations, and `mma.cuh`, whose sums these are.
+// h on Hopper: (s (q C) + W v) / N of 128 rows of a chunk and up to kColumns columns:
+// README.md, "Equations", and `mma.cuh`, whose sums these are.
 //
 // A warpgroup has 64 rows, a tile of gates/rows.cuh, and all columns in registers. The products of
 // its pairs, 64 by 64 at a time, are weighed in registers, where they are the left operand of W v.

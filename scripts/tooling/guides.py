@@ -1,0 +1,64 @@
+"""Rules for the kernels' guides: their size, and what comments and docstrings quote from them.
+
+Each takes the names of the files and a function that gives a file's text, and yields its violations.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Callable, Iterable, Iterator
+
+Text = Callable[[str], "str | None"]
+GUIDE = "kernel_builds/*/README.md"
+LINES, COLUMNS = 200, 120
+SOURCES = ("kernel_builds/*/csrc/*", "kernel_builds/*/torch-ext/*")
+# README.md, "Equations": the quoted section may begin on the next line of a comment.
+POINTER = re.compile(r'\b(README|NOTEBOOK)\b(?:\.md,\s+(?:(?://|#)\s*)?"([^"\n]+)")?')
+
+
+def violations(names: Iterable[str], text: Text) -> Iterator[str]:
+    names = tuple(names)
+    yield from sizes(names, text)
+    yield from pointers(names, text)
+
+
+def guides(names: Iterable[str]) -> list[str]:
+    """The README.md of every kernel."""
+    return [name for name in names if fnmatch.fnmatch(name, GUIDE) and name.count("/") == 2]
+
+
+def python_of(page: str) -> str:
+    """The page's Python as one program; an error in it names the page's line."""
+    program, inside = [], False
+    for line in page.splitlines():
+        fence = line.startswith("```")
+        program.append(line if inside and not fence else "")
+        inside = line == "```python" or (inside and not fence)
+    return "\n".join(program)
+
+
+def sizes(names: tuple[str, ...], text: Text) -> Iterator[str]:
+    """A guide is short, and can be read in an editor's window."""
+    for name in guides(names):
+        lines = (text(name) or "").splitlines()
+        if len(lines) > LINES:
+            yield f"{name}: {len(lines)} lines, but a guide has at most {LINES}"
+        for number, line in enumerate(lines, 1):
+            if len(line) > COLUMNS:
+                yield f"{name}:{number}: {len(line)} columns, but a guide has at most {COLUMNS}"
+
+
+def pointers(names: tuple[str, ...], text: Text) -> Iterator[str]:
+    """A kernel's source that points to its guide or notebook quotes a section that is there."""
+    for name in names:
+        if not any(fnmatch.fnmatch(name, pattern) for pattern in SOURCES):
+            continue
+        for found in POINTER.finditer(text(name) or ""):
+            line = (text(name) or "").count("\n", 0, found.start()) + 1
+            page = "/".join([*name.split("/")[:2], f"{found.group(1)}.md"])
+            section = found.group(2)
+            if section is None:
+                yield f'{name}:{line}: {found.group(1)}: must be {found.group(1)}.md, "a section"'
+            elif not re.search(rf"^##+ {re.escape(section)}$", text(page) or "", re.MULTILINE):
+                yield f"{name}:{line}: {page} has no section {section!r}"
