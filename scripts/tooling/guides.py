@@ -1,6 +1,7 @@
-"""Rules for the kernels' guides: their size, and what comments and docstrings quote from them.
+"""Checks the kernels' guides: their size, and the sections that comments and docstrings name.
 
-Each takes the names of the files and a function that gives a file's text, and yields its violations.
+Each check takes the names of the files and a function that returns a file's text, and yields the
+violations.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ Text = Callable[[str], "str | None"]
 GUIDE = "kernel_builds/*/README.md"
 LINES, COLUMNS = 200, 120
 SOURCES = ("kernel_builds/*/csrc/*", "kernel_builds/*/torch-ext/*")
-# README.md, "Equations": the quoted section may begin on the next line of a comment.
+# The quoted section after README.md may stand on the next line of a comment.
 POINTER = re.compile(r'\b(README|NOTEBOOK)\b(?:\.md,\s+(?:(?://|#)\s*)?"([^"\n]+)")?')
 
 
@@ -24,12 +25,12 @@ def violations(names: Iterable[str], text: Text) -> Iterator[str]:
 
 
 def guides(names: Iterable[str]) -> list[str]:
-    """The README.md of every kernel."""
+    """Returns the README.md of every kernel."""
     return [name for name in names if fnmatch.fnmatch(name, GUIDE) and name.count("/") == 2]
 
 
 def python_of(page: str) -> str:
-    """The page's Python as one program; an error in it names the page's line."""
+    """Returns the page's Python blocks as one program, whose line numbers are those of the page."""
     program, inside = [], False
     for line in page.splitlines():
         fence = line.startswith("```")
@@ -39,7 +40,7 @@ def python_of(page: str) -> str:
 
 
 def sizes(names: tuple[str, ...], text: Text) -> Iterator[str]:
-    """A guide is short, and can be read in an editor's window."""
+    """Checks that a guide has at most LINES lines of COLUMNS columns."""
     for name in guides(names):
         lines = (text(name) or "").splitlines()
         if len(lines) > LINES:
@@ -50,7 +51,7 @@ def sizes(names: tuple[str, ...], text: Text) -> Iterator[str]:
 
 
 def pointers(names: tuple[str, ...], text: Text) -> Iterator[str]:
-    """A kernel's source that points to its guide or notebook quotes a section that is there."""
+    """Checks that a source which names its guide or notebook quotes a section that exists."""
     for name in names:
         if not any(fnmatch.fnmatch(name, pattern) for pattern in SOURCES):
             continue
