@@ -142,8 +142,7 @@ class Fuzzer:
         return [shorten(text) for text in found]
 
     def sizes(self, index: int, name: str, door: Callable) -> tuple[bool, float]:
-        """Returns whether an argument's square overflows, and the largest value of a state and of what
-        multiplies a norm."""
+        """Returns whether an argument's square overflows; and the largest of states and norm factors."""
         with torch.enable_grad():
             call, _, _ = self.make(index, name, door)
         given = [t for k, v in call.items() for _, t in tensors(v, k) if t.dtype in EPS]

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from _fuzz_shared import neighbours, shared
 
 from fuzzing.draw import FLOATS, Draw
 from fuzzing.oracle import is_readable
+from fuzzing.shared import neighbours, shared
 
 Fault = Callable[[Draw, Any], Any]
 SAME = object()

@@ -48,7 +48,7 @@ def own_widths(device: plan.Device, cell: str, dtype: str) -> tuple[int, plan.Li
 
 
 def published() -> str:
-    """Returns the part on attainable widths."""
+    """Returns the part of the section about attainable widths."""
     rows, differing = [], []
     for gpu in flashrnn.GPUS:
         solved = flashrnn.widths(gpu.sms, gpu.shared_bytes)
