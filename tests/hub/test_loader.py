@@ -90,7 +90,7 @@ def test_interrupted_download_is_taken_up(chain):
 def test_ctrl_c_while_a_file_is_stored(chain):
     run = """
 import os, pytest
-from flat import kernel_loader
+from flat.hub import kernel_loader
 def interrupted(file):
     os.fsync = fsync
     raise KeyboardInterrupt
