@@ -40,7 +40,7 @@ class RecurrentConfig(PreTrainedConfig):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         RecurrentConfig.on_creation()
-        vars(self).update(state)
+        self.__dict__.update(state)
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> Any:
