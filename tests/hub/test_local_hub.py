@@ -8,9 +8,10 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from pathlib import Path
 
 import pytest
+
+from commands import SCRIPTS
 
 pytestmark = pytest.mark.hub
 
@@ -103,8 +104,7 @@ def ask(hub, headers: str, body: str, path: str = "/api/repos/create") -> bytes:
 
 
 def test_local_hub_command(tmp_path):
-    script = Path(__file__).resolve().parents[2] / "scripts/tooling/local_hub.py"
-    command = [sys.executable, script, "--root", tmp_path / "store"]
+    command = [sys.executable, SCRIPTS, "tooling.local_hub", "--root", tmp_path / "store"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         url = process.stdout.readline().strip()
         process.terminate()
