@@ -79,7 +79,8 @@ class Fingerprint:
         filled = [t for t in self._filled if not isinstance(t, (list, set))]
         versioned = map(_dict_of, chain(dicts[1:], filled, self._names.tables))
         self._dicts = list({id(d): d for d in versioned}.values())
-        self._version = self._add_versions(model)  # of the copies below or of older ones
+        # Before the copies: what changes between here and there is seen the next time.
+        self._version = self._add_versions(model)
         self._attributes = [dict(d) for d in dicts]
         self._attributes[0]["decoder"] = Whatever()  # it has this fingerprint
         self._copies = [_copy(t) for t in self._filled]
