@@ -29,16 +29,6 @@ def guides(names: Iterable[str]) -> list[str]:
     return [name for name in names if fnmatch.fnmatch(name, GUIDE) and name.count("/") == 2]
 
 
-def python_of(page: str) -> str:
-    """Returns the page's Python blocks as one program, whose line numbers are those of the page."""
-    program, inside = [], False
-    for line in page.splitlines():
-        fence = line.startswith("```")
-        program.append(line if inside and not fence else "")
-        inside = line == "```python" or (inside and not fence)
-    return "\n".join(program)
-
-
 def sizes(names: tuple[str, ...], text: Text) -> Iterator[str]:
     """Checks that a guide has at most LINES lines of COLUMNS columns."""
     for name in guides(names):

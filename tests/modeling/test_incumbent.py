@@ -1,7 +1,7 @@
 """What the recurrent models of transformers get wrong, said once and asked of all.
 
 Every behaviour is a function that raises where it does not hold. When a release of transformers
-mends one, its line in BROKEN fails, and goes; the table of modeling/README.md is BROKEN's.
+mends one, its line in BROKEN fails, and goes; the table of modeling/NOTEBOOK.md is BROKEN's.
 """
 
 import inspect
@@ -16,7 +16,7 @@ from cases import DEVICE
 from numerics import EPS, assert_close
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "modeling/README.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "modeling/NOTEBOOK.md").read_text(encoding="utf-8")
 SAME = (16 if DEVICE == "cpu" else 24) * EPS[torch.float32]  # see test_boundaries.py
 PROMPT = torch.arange(2, 14).view(2, 6)
 
@@ -118,7 +118,7 @@ BROKEN = {  # model -> behaviour -> its failure
     },
 }
 BEHAVIOURS = list(BROKEN["xLSTM"])
-FEATURES = {  # as modeling/README.md says them
+FEATURES = {  # as modeling/NOTEBOOK.md says them
     left_padding: "left padding: a row is what it is alone",
     beam_search: "beam search",
     continuation: "a conversation goes on from the returned cache",
@@ -157,7 +157,7 @@ def test_in_transformers(name, behaviour):
         behaviour(model)
 
 
-def test_readme_says_so():
+def test_the_page_says_so():
     """A cell of the table begins with yes where the behaviour holds, and only there."""
     rows = [line.strip("| ").split(" | ") for line in PAGE.splitlines() if line.startswith("| ")]
     said = {row[0].strip(): row[1:4] for row in rows}
@@ -166,7 +166,7 @@ def test_readme_says_so():
         assert [cell.startswith("yes") for cell in said[words]] == holds, words
 
 
-def test_readme_names_tests_that_exist():
+def test_the_page_names_tests_that_exist():
     source = ""
     for file, name in re.findall(r"`((?:tests/)?(?:\w+/)*test_\w+\.py)?(?:::)?(test_\w+)?`", PAGE):
         if file:

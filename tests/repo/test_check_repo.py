@@ -103,7 +103,24 @@ PLANTED = {
         f"sizes: {CELLS}: lengthy has 31 lines",
     ),
     "long module": (FUNCTIONS, appended("# more\n" * 200), f"sizes: {FUNCTIONS}: "),
-    "long README": ("README.md", appended("more\n" * 200), "sizes: README.md: "),
+    "long README": ("README.md", appended("more\n" * 151), "guide_pages: README.md: "),
+    "long guide of the models": (
+        "modeling/README.md",
+        appended("more\n" * 201),
+        "guide_pages: modeling/README.md: ",
+    ),
+    "wide README": ("README.md", appended("a" * 121), "121 columns, but a line has at most 120"),
+    "wide README": (
+        "modeling/README.md",
+        appended("a" * 121),
+        "121 columns, but a line has at most",
+    ),
+    "second table": ("README.md", appended("\n|a|\n|-|\n|b|\n"), "2 tables, but it has at most 1"),
+    "long table": (
+        "README.md",
+        replaced("<!-- speedups:end -->", "|x|\n" * 3 + "<!-- speedups:end -->"),
+        "guide_pages: README.md: a table of 13 rows, but it has at most 12",
+    ),
     "path of a machine": (
         "CONTRIBUTING.md",
         appended("see " + "/".join(["", "home", "ada", "notes"]) + "\n"),
@@ -167,8 +184,13 @@ PLANTED = {
     ),
     "number typed by hand": (
         "README.md",
-        replaced("<!-- accuracy:begin -->\n", "<!-- accuracy:begin -->\n| fp8 | 0 | 0 |\n"),
-        "tables: README.md: error: README.md's tables are not those of scripts/results",
+        replaced("| 12.60 |", "| 99.60 |"),
+        "tables: scripts/results: error: README.md is not what scripts/results says",
+    ),
+    "number drawn by hand": (
+        "scripts/results/nvidia-h200-speedup.svg",
+        replaced("12.60x", "99.60x"),
+        "error: scripts/results/nvidia-h200-speedup.svg is not what scripts/results says",
     ),
 }
 
@@ -188,10 +210,11 @@ def test_it_finds(tree, name):
 
 
 @pytest.mark.slow
-def test_it_runs_the_readme(tree):
+def test_it_runs_the_pages(tree):
     """A block that fails, on each page, and a verb whose --help does."""
-    pages, verb = [tree / "README.md", tree / GUIDE], tree / "scripts/planted"
-    before = [page.read_text() for page in pages]
+    names = ("README.md", "modeling/README.md", "kernel_builds/README.md", GUIDE)
+    pages = [tree / name for name in names]
+    before, verb = [page.read_text() for page in pages], tree / "scripts/planted"
     for page, content in zip(pages, before, strict=True):
         page.write_text(f"```python\nraise SystemExit('planted')\n```\n{content}")
     verb.write_text('#!/usr/bin/env python3\n"""Fails."""\nraise SystemExit(3)\n')
@@ -204,5 +227,5 @@ def test_it_runs_the_readme(tree):
         verb.unlink()
     assert done.returncode == 1
     assert "help_texts: scripts/planted: --help exits 3" in done.stderr
-    assert "readme: README.md: its Python fails: planted" in done.stderr
-    assert f"readme: {GUIDE}: its Python fails: planted" in done.stderr
+    for name in names:
+        assert f"programs: {name}: its Python fails: planted" in done.stderr
