@@ -110,7 +110,7 @@ PLANTED = {
         "guide_pages: modeling/README.md: ",
     ),
     "wide README": ("README.md", appended("a" * 121), "121 columns, but a line has at most 120"),
-    "wide README": (
+    "wide guide of the models": (
         "modeling/README.md",
         appended("a" * 121),
         "121 columns, but a line has at most",
