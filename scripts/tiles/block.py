@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from ortools.sat.python import cp_model
 
-from flashcell.kernels.fused_rnn import plan
 from flashcell.kernels.fused_rnn.cells import CELLS, Cell
+from flashcell.kernels.fused_rnn.devices import DEVICES, Device
+from tiles import sizes
 from tiles.model import Builder
 from tiles.ptxas import Measured
 
@@ -26,7 +27,7 @@ class Case:
     element: int
     direction: str
     width: int
-    device: plan.Device
+    device: Device
     working: int | None = None  # measured
 
     def threads(self) -> int:
@@ -44,7 +45,7 @@ class Case:
 
     def row_bytes(self) -> int:
         """The bytes of one row for eight columns, padded by one vector."""
-        return (self.width + plan.VECTOR // self.element) * self.element * plan.COLUMNS
+        return (self.width + sizes.VECTOR // self.element) * self.element * sizes.COLUMNS
 
     def rows(self) -> tuple[int, int]:
         """The rows per step read into the ring, and written through the outbox."""
@@ -55,7 +56,7 @@ class Case:
 
     def operand_bytes(self) -> int:
         width = self.width * (1 if self.direction == "forward" else self.cell.gates)
-        return 2 * (width + plan.VECTOR // self.element) * self.element * plan.COLUMNS
+        return 2 * (width + sizes.VECTOR // self.element) * self.element * sizes.COLUMNS
 
 
 @dataclass
@@ -89,8 +90,8 @@ def solve(cases: list[Case], pins: dict[str, int], must_fit: bool = False) -> So
         depths.append(used)
         memory = case.operand_bytes() + stage * used + 2 * outputs * row
         m.add(memory <= case.device.shared_bytes).only_enforce_if(fit)
-        lanes = min(plan.THREAD_REGISTERS, plan.BLOCK_REGISTERS // case.threads() // 8 * 8)
-        if case.threads() > plan.BLOCK_THREADS or case.registers() > lanes:
+        lanes = min(sizes.THREAD_REGISTERS, sizes.BLOCK_REGISTERS // case.threads() // 8 * 8)
+        if case.threads() > sizes.BLOCK_THREADS or case.registers() > lanes:
             m.add(fit == 0)
         if must_fit:
             m.add(fit == 1)
@@ -105,7 +106,7 @@ def solve(cases: list[Case], pins: dict[str, int], must_fit: bool = False) -> So
 
 
 def cases_of(
-    name: str, element: int, width: int, device: plan.Device, working: dict[str, int]
+    name: str, element: int, width: int, device: Device, working: dict[str, int]
 ) -> list[Case]:
     """Returns the cases of both passes at a compiled width; `working` is measured, by kernel
     name."""
@@ -123,6 +124,6 @@ def measured_working(arch: int, measured: Measured) -> dict[str, int]:
         engine, direction, name, bits, *width = kernel.split("-")
         if of_arch == arch and engine == "block":
             size = (int(bits) // 8, direction, int(width[0]))
-            case = Case(CELLS[name], *size, plan.DEVICES[0])
+            case = Case(CELLS[name], *size, DEVICES[0])
             found[kernel] = registers + -(-spilt // 4) - case.held()
     return found

@@ -29,7 +29,9 @@ from dataclasses import dataclass
 
 from ortools.sat.python import cp_model
 
-from flashcell.kernels.fused_rnn import plan
+from flashcell.kernels.fused_rnn.devices import Device
+from flashcell.kernels.fused_rnn.tiles import GRID
+from tiles import sizes
 
 WORKING = 104  # registers of a lane besides weights, before ptxas has said
 LATENCY_STAGES = 6  # a load of 1 us behind steps of 0.25 us, and one stage being read
@@ -52,9 +54,9 @@ DOMAINS = {
 class Case:
     """One pass of a cell for heads of width D on a device."""
 
-    shape: plan.Shape
+    shape: sizes.Shape
     D: int
-    device: plan.Device
+    device: Device
     working: int = WORKING
 
 
@@ -115,37 +117,37 @@ def _solve(
         b.choice(name, domain, branch.get(name)) for name, domain in DOMAINS.items()
     )
     u = b.quotient(units, 16, up=False, least=1)
-    m.add(8 * units <= 32 * plan.CELL_WARPS)  # a thread for each unit and column
-    share = b.quotient(plan.BLOCK_REGISTERS, 32 * warps, up=False)  # registers of a lane
-    chunks_most = pins.get("chunks", plan.GRID["chunks"])
+    m.add(8 * units <= 32 * sizes.CELL_WARPS)  # a thread for each unit and column
+    share = b.quotient(sizes.BLOCK_REGISTERS, 32 * warps, up=False)  # registers of a lane
+    chunks_most = pins.get("chunks", GRID["chunks"])
     costs, fits = [], []
     for case in cases:
         s, D = case.shape, case.D
         fit = m.new_bool_var(f"fits{len(fits)}")
         fits.append(fit)
         limit = lambda expression, fit=fit: m.add(expression).only_enforce_if(fit)
-        if D * s.element % plan.VECTOR:
+        if D * s.element % sizes.VECTOR:
             m.add(fit == 0)
         r = s.row_tiles * u
         blocks = b.quotient(D, units, least=1)
-        depth = b.quotient(D * s.element, plan.CHUNK_BYTES * warps)
+        depth = b.quotient(D * s.element, sizes.CHUNK_BYTES * warps)
         limit(blocks <= case.device.sms)
-        limit(depth <= pins.get("blocks", plan.GRID["blocks"]))
+        limit(depth <= pins.get("blocks", GRID["blocks"]))
         limit(s.panels * s.row_tiles * b.product(depth, u) <= chunks_most)
         kept = b.quotient(held, 8 * r, up=False)  # chunks
         lane = 8 * s.row_tiles * b.product(kept, u) + case.working
-        limit(lane <= plan.THREAD_REGISTERS)
+        limit(lane <= sizes.THREAD_REGISTERS)
         limit(lane <= share)
-        limit(s.inputs * plan.COLUMNS * units * s.element <= plan.VECTOR * 32 * warps)
+        limit(s.inputs * sizes.COLUMNS * units * s.element <= sizes.VECTOR * 32 * warps)
         spilt = b.new(10**4)
         m.add_max_equality(spilt, [0, s.panels * depth - kept])
         rows = s.row_tiles * b.product(u, warps)  # row tiles, over the warps
         weight = b.product(spilt, rows)
         limit(
-            2 * plan.COLUMNS * 4 * plan.column_floats(s.row_tiles) * b.product(u, warps)
-            + s.inputs * plan.COLUMNS * s.element * b.product(stages, units)
-            + (s.states + s.sums) * plan.COLUMNS * 4 * b.product(tiles, units)
-            + tiles * (plan.COLUMNS * plan.COLUMN_BYTES + 4 + 4 * plan.CELL_WARPS)
+            2 * sizes.COLUMNS * 4 * sizes.column_floats(s.row_tiles) * b.product(u, warps)
+            + s.inputs * sizes.COLUMNS * s.element * b.product(stages, units)
+            + (s.states + s.sums) * sizes.COLUMNS * 4 * b.product(tiles, units)
+            + tiles * (sizes.COLUMNS * sizes.COLUMN_BYTES + 4 + 4 * sizes.CELL_WARPS)
             + 64
             + 1024 * weight
             <= case.device.shared_bytes
@@ -154,8 +156,8 @@ def _solve(
         tile = (
             s.panels * MMA // 4 * 2 * products
             + (1024 * SHARED // 128) * weight
-            + 2 * plan.COLUMNS * 16 * 4 * SHARED // 128 * rows
-            + s.panels * D * plan.COLUMNS * s.element * L2 // 64
+            + 2 * sizes.COLUMNS * 16 * 4 * SHARED // 128 * rows
+            + s.panels * D * sizes.COLUMNS * s.element * L2 // 64
             + 20 * units
         )
         groups = b.quotient(case.device.sms, blocks, up=False)

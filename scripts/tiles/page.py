@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from flashcell.kernels.fused_rnn import plan
-from flashcell.kernels.fused_rnn.explain import explain_plan
+from flashcell.kernels.fused_rnn.devices import DEVICES, Device
+from flashcell.kernels.fused_rnn.explain import Limit
 from tiles import published as flashrnn
 from tiles.files import measured_steps, spaced, table
+from tiles.planner import Planner
 from tiles.ptxas import Measured
 
 SHOWN = 90  # the arch whose plans and times it shows; plans.csv has them all
@@ -34,11 +35,11 @@ Wider heads, up to any width, run in the step engine, where FlashRNN needs anoth
 """
 
 
-def own_widths(device: plan.Device, cell: str, dtype: str) -> tuple[int, plan.Limit]:
+def own_widths(planner: Planner, device: Device, cell: str, dtype: str) -> tuple[int, Limit]:
     """Returns the grid engine's widest head, and the limit that the next one exceeds."""
     step, widest, reason = 16 // {"bfloat16": 2, "float32": 4}[dtype], 0, None
     for width in range(step, 4096, step):
-        build = explain_plan(cell, 1, width, 16, dtype, device.name, precision="tf32")
+        build = planner.explain(cell, 1, width, 16, dtype, device.name, precision="tf32")
         if build.engine == "step":
             reason = build.refused[-1]
             break
@@ -47,17 +48,17 @@ def own_widths(device: plan.Device, cell: str, dtype: str) -> tuple[int, plan.Li
     return widest, reason
 
 
-def published() -> str:
+def published(planner: Planner) -> str:
     """Returns the part of the section about attainable widths."""
     rows, differing = [], []
     for gpu in flashrnn.GPUS:
         solved = flashrnn.widths(gpu.sms, gpu.shared_bytes)
         if tuple(solved) != gpu.published:
             differing.append(f"{gpu.name} by {sorted({*solved} ^ {*gpu.published})}")
-        device = next(d for d in plan.DEVICES if d.name == gpu.name)
-        lstm, reason = own_widths(device, "lstm", "bfloat16")
-        others = [own_widths(device, cell, "bfloat16")[0] for cell in ("gru", "rnn_tanh")]
-        tf32 = own_widths(device, "lstm", "float32")[0]
+        device = next(d for d in DEVICES if d.name == gpu.name)
+        lstm, reason = own_widths(planner, device, "lstm", "bfloat16")
+        others = [own_widths(planner, device, cell, "bfloat16")[0] for cell in ("gru", "rnn_tanh")]
+        tf32 = own_widths(planner, device, "lstm", "float32")[0]
         most = f"{max(gpu.published)}: {spaced(list(gpu.published), 32)}"
         rows.append([gpu.name, most, len(gpu.published), len(solved), f"all to {lstm}", reason.name,
                      f"{others[0]}, {others[1]}, {tf32}"])  # fmt: skip
@@ -77,6 +78,7 @@ def text(
     constants: dict[str, dict[str, int]],
     measured: Measured,
     results: Path,
+    planner: Planner,
 ) -> str:
     """Returns the whole section."""
     times = measured_steps(results)
@@ -97,5 +99,5 @@ def text(
         f"{INTRODUCTION}\nOne binary serves every shape with\n\n{values}\n"
         f"\n### Plans on sm_{SHOWN} (one head, batch 16; fp32 as tf32)\n\n{table(header, lines)}"
         f"\n### Kernels that spill: {len(spills)} of {len(measured)}\n\n"
-        f"{table(['arch', 'kernel', 'registers', 'bytes'], spills)}{published()}"
+        f"{table(['arch', 'kernel', 'registers', 'bytes'], spills)}{published(planner)}"
     )

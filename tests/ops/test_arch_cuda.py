@@ -23,7 +23,7 @@ from cases import DEVICE, Case, make, upcast
 from flashcell.hub.kernel_variants import runs_on
 from flashcell.kernels import diagonal_rnn as diagonal_reference
 from flashcell.kernels import fused_rnn as reference
-from flashcell.kernels.fused_rnn.plan import Code
+from flashcell.kernels.fused_rnn.devices import Code
 from numerics import assert_as_accurate, assert_close
 from ops.diagonal_rnn import test_conv as conv
 from ops.diagonal_rnn import test_cuda as diagonal

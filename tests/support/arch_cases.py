@@ -11,7 +11,7 @@ import diagonal_cases
 import mlstm_cases
 from cases import DEVICE, Case, make
 from flashcell.kernels import diagonal_rnn, fused_rnn
-from flashcell.kernels.fused_rnn.plan import Code
+from flashcell.kernels.fused_rnn.devices import Code
 
 REST = (*[None] * 5, False, True)  # masks, lengths, a clip; no tf32; the weight's gradient
 METHODS = ("sequential", "multiple_shooting", "newton") if DEVICE == "cuda" else ("sequential",)

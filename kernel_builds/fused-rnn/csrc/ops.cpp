@@ -10,6 +10,7 @@
 #include "cpu/linear.h"
 #endif
 #include "common/torch/op.h"
+#include "plan_op.h"
 
 #include <limits>
 #include <tuple>
@@ -131,6 +132,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
 
 template <typename... Cells>
 void implement(torch::stable::detail::StableLibrary& ops, CellList<Cells...>) {
+  ops.impl("explain_plan", FLASHCELL_OP(kExplainPlanSchema, explain_plan));
   (ops.impl((std::string(Cells::kName) + "_fwd").c_str(),
             FLASHCELL_OP(kForwardSchema, forward<Cells>)),
    ...);
@@ -154,6 +156,7 @@ void define(torch::stable::detail::StableLibrary& ops, CellList<Cells...>) {
 
 STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
   flashcell::define(ops, flashcell::AllCells());
+  ops.def(flashcell::kExplainPlanSchema);
   ops.def(flashcell::kLinearForwardSchema), ops.def(flashcell::kLinearBackwardSchema);
 #if !defined(CUDA_KERNEL)
   flashcell::define_block_step(ops, flashcell::AllCells());

@@ -6,7 +6,6 @@ import torch
 from arch_cases import code_of
 from cases import DEVICE, Case, make, replayed, to_device, upcast
 from flashcell.kernels import fused_rnn as reference
-from flashcell.kernels.fused_rnn import plan
 from numerics import assert_as_accurate, assert_bitwise, assert_close
 from ops.fused_rnn.test_sequence import run, upstream
 
@@ -185,15 +184,13 @@ def test_in_company(fused_rnn, monkeypatch, engine, case, pass_):
 )
 def test_tiny(fused_rnn, monkeypatch, name, engine, case, dtype):
     """Every kernel once, and nothing else on the GPU: scripts/check_cuda runs this, and only this."""
-    exact_fp32, io = dtype == "float32", getattr(torch, dtype.replace("tf32", "float32"))
-    device = plan.find_device("sm_{}{}".format(*torch.cuda.get_device_capability()))
-    limits = plan.grid_limits_of_every_cell(CELLS[name].gates, io.itemsize, case.D, device)
-    takes = {
-        "block": case.D * io.itemsize <= 256,
-        "cluster": io.itemsize == 2 and code_of(fused_rnn).arch >= 90,
-        "grid": all(limit.holds for limit in limits),
-    }
-    if engine != "step" and (exact_fp32 or not takes[engine]):
+    io = getattr(torch, dtype.replace("tf32", "float32"))
+    options = {"precision": "tf32"} if dtype == "tf32" else {}
+    capability, code = torch.cuda.get_device_capability(), code_of(fused_rnn)
+    shape = (case.N, case.D, case.B, io, "sm_{}{}".format(*capability), case.T)
+    code_name = f"{code.arch // 10}.{code.arch % 10}{'a' if code.sm_90a else ''}"
+    plan = fused_rnn.explain_plan(name, *shape, **options, code=code_name)
+    if engine not in plan.engines:
         pytest.skip("not this engine's")
     monkeypatch.setenv("FLASHCELL_CUDA_ENGINE", engine)
     monkeypatch.setattr(fused_rnn.autograd, "WIDEST_OWN_DWEIGHT", case.D)  # wider ones are cuBLAS's
@@ -201,7 +198,6 @@ def test_tiny(fused_rnn, monkeypatch, name, engine, case, dtype):
         call = make(CELLS[name], case, io, "cpu")
         dh, dlast = upstream(name, call, io)
         exact = run(reference.recurrent, name, upcast(call), dh, dlast)
-    options = {"precision": "tf32"} if dtype == "tf32" else {}
     arguments = to_device(call, DEVICE), dh.to(DEVICE), dlast.to(DEVICE)
     got = run(fused_rnn.recurrent, name, *arguments, backend="cuda", **options)
     tolerance = {"bfloat16": 3e-2, "float16": 5e-3, "tf32": 3e-3, "float32": 1e-5}[dtype]

@@ -36,8 +36,7 @@ inline Tensor input(const Tensor& x) {
 inline cuda::Engine engine_for(const cuda::Problem& problem, const cuda::Device& device) {
   using cuda::Engine;
   const char* wanted = std::getenv("FLASHCELL_CUDA_ENGINE");
-  const Engine chosen = cuda::select_engine(problem, device);
-  if (wanted == nullptr || *wanted == 0) return chosen;
+  if (wanted == nullptr || *wanted == 0) return cuda::select_engine(problem, device);
   const std::string_view name = wanted;
   STD_TORCH_CHECK(name == "block" || name == "cluster" || name == "grid" || name == "step",
                   "FLASHCELL_CUDA_ENGINE is ", wanted,
@@ -49,14 +48,8 @@ inline cuda::Engine engine_for(const cuda::Problem& problem, const cuda::Device&
   if (asked == Engine::kCluster && device.arch >= 90 && !cuda::cluster::has_code(device)) {
     cuda::refuse_cluster();
   }
-  const int64_t D = problem.D;
-  const bool fits =
-      (asked == Engine::kCluster && cuda::cluster::fits(D, problem.io_bytes, device)) ||
-      (asked == Engine::kGrid &&
-       cuda::grid::fits_every_cell(problem.gates, problem.io_bytes, D, device));
-  const bool runs = asked == Engine::kStep || asked == chosen || (chosen != Engine::kStep && fits);
-  STD_TORCH_CHECK(runs, "FLASHCELL_CUDA_ENGINE=", wanted, " does not run a head of width ",
-                  problem.D, " here");
+  STD_TORCH_CHECK(cuda::can_run(asked, problem, device), "FLASHCELL_CUDA_ENGINE=", wanted,
+                  " does not run a head of width ", problem.D, " here");
   return asked;
 }
 

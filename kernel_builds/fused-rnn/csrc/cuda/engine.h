@@ -17,6 +17,14 @@ struct Device {  // what the plan needs to know of a GPU
   int shared_bytes;  // a block may ask for
 };
 
+struct CellSizes {  // what the plan needs to know of a cell
+  int gates, states, bias_rows, saved;
+  bool splits_gradient;  // dr differs from dx
+};
+template <typename Cell>
+constexpr CellSizes kSizesOf = {Cell::kGates, Cell::kStates, Cell::kBias, Cell::kSaved,
+                                Cell::kSplitGrad};
+
 struct Launch {
   Device device;
   cudaStream_t stream;

@@ -3,9 +3,9 @@
 #pragma once
 #include <cstdint>
 
+#include "block/plan.h"
 #include "cluster/plan.h"
 #include "grid/plan.h"
-#include "tiles.h"
 
 namespace flashcell::cuda {
 
@@ -30,15 +30,31 @@ constexpr int tile_of(Engine engine, const Problem& p, const Device& device) {
   return engine == Engine::kCluster ? cluster::tile(p.S, p.N, p.D, device) : 8;
 }
 
+// What every engine but the step engine asks.
+constexpr std::array<Limit, 4> limits_of_all(const Problem& p) {
+  const bool matrix = p.io_bytes == 2 || p.tf32;
+  return {{{"steps less than two", p.T <= 1, 0, ""},
+           {"row in whole vectors, bytes over", p.D * p.io_bytes % 16, 0, "bytes"},
+           {"x not aligned to 16 bytes", !p.aligned, 0, ""},
+           {"exact fp32, which no matrix instruction has", !matrix, 0, ""}}};
+}
+
 constexpr Engine select_engine(const Problem& p, const Device& device) {
-  const bool whole_vectors = p.D % (16 / p.io_bytes) == 0 && p.aligned;
-  const bool tensor_cores = p.io_bytes == 2 || p.tf32;
-  if (p.T <= 1 || !whole_vectors || !tensor_cores) return Engine::kStep;
-  if (p.D * p.io_bytes <= tiles::kBlockRowBytes) return Engine::kBlock;
+  if (!all_hold(limits_of_all(p))) return Engine::kStep;
+  if (block::limit(p.D, p.io_bytes).holds()) return Engine::kBlock;
   if (cluster::fits(p.D, p.io_bytes, device) && cluster::is_fastest(p.S, p.N, p.D, device)) {
     return Engine::kCluster;
   }
   return grid::fits_every_cell(p.gates, p.io_bytes, p.D, device) ? Engine::kGrid : Engine::kStep;
+}
+
+// Whether FLASHCELL_CUDA_ENGINE may name the engine for this call.
+constexpr bool can_run(Engine engine, const Problem& p, const Device& device) {
+  const Engine chosen = select_engine(p, device);
+  if (engine == Engine::kStep || engine == chosen) return true;
+  if (chosen == Engine::kStep) return false;
+  return (engine == Engine::kCluster && cluster::fits(p.D, p.io_bytes, device)) ||
+         (engine == Engine::kGrid && grid::fits_every_cell(p.gates, p.io_bytes, p.D, device));
 }
 
 }  // namespace flashcell::cuda

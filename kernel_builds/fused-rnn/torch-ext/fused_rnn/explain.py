@@ -1,39 +1,34 @@
-"""What runs a call on CUDA, in words: the engine of plan.py, its grid and memory, and what decided."""
+"""What runs a call on CUDA, in words: the answer of the binary's planner (csrc/cuda/explain.h)."""
 
-from typing import Dict, List, NamedTuple, Optional
+from typing import Callable, Dict, List, NamedTuple, Optional, Tuple
 
 import torch
 
-from .cells import CELLS
+from . import dispatch
 from .checks import check_choice, check_whole, find_cell
+from .devices import Device, find_device, with_code
 from .dispatch import shown
-from .plan import (
-    CLUSTER_UNITS,
-    COLUMNS,
-    TALL_UNITS,
-    Device,
-    Limit,
-    Problem,
-    backward_shape,
-    block_shared_bytes,
-    block_tile,
-    block_width,
-    blocks_of_depth,
-    cluster_limits,
-    cluster_members,
-    cluster_shared_bytes,
-    cluster_tile,
-    divide_up,
-    find_device,
-    forward_shape,
-    grid_limits,
-    held_chunks,
-    select_engine,
-    takes_tall_blocks,
-    takes_wide_tiles,
-    with_code,
-)
-from .tiles import GRID, REGISTERS
+from .tiles import REGISTERS
+
+ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+DIRECTIONS = ("forward", "backward")
+
+
+class Limit(NamedTuple):
+    """used <= limit, or the engine cannot run."""
+
+    name: str
+    used: int
+    limit: int
+    unit: str
+
+    @property
+    def holds(self) -> bool:
+        return self.used <= self.limit
+
+    def __str__(self) -> str:
+        relation = "of" if self.holds else "but at most"
+        return f"{self.name}: {self.used} {relation} {self.limit} {self.unit}"
 
 
 class Plan(NamedTuple):
@@ -45,6 +40,8 @@ class Plan(NamedTuple):
     tiles: Dict[str, str]
     limits: List[Limit]  # of the engine chosen
     refused: List[Limit]  # that kept faster engines from it
+    engines: Tuple[str, ...]  # that FLASHCELL_CUDA_ENGINE may name for this call
+    fields: Dict[str, str]  # the planner's other answers, as it gave them
 
     @property
     def binding(self) -> Optional[Limit]:
@@ -63,11 +60,6 @@ class Plan(NamedTuple):
         return "\n".join(lines)
 
 
-def _registers(device: Device, kernel: str, size: str) -> str:
-    row = dict(entry.split(":") for entry in REGISTERS.get(device.arch, {}).get(kernel, "").split())
-    return f"{row[size]} a lane" if size in row else "not measured"
-
-
 def explain_plan(
     cell: str,
     heads: int,
@@ -83,75 +75,113 @@ def explain_plan(
 
     ``dtype`` is torch's or its name; ``arch`` an arch or a GPU's name; ``code`` the arch that the
     library's kernels were compiled for, where it is not the GPU's own. Shows itself when printed.
+    The planner is a part of the kernel's binary, of the CPU's too; no GPU is needed.
     """
+    call = (cell, heads, width, batch, dtype, arch, steps, precision, code)
+    return explain_with(_planner, *call)
+
+
+def explain_with(
+    planner: Callable[..., str],
+    cell: str,
+    heads: int,
+    width: int,
+    batch: int,
+    dtype: object,
+    arch: object,
+    steps: int = 1024,
+    precision: str = "highest",
+    code: Optional[str] = None,
+) -> Plan:
+    """explain_plan with a planner that takes the arguments of the op explain_plan."""
     given = {"heads": heads, "width": width, "batch": batch, "steps": steps}
     for name, value in given.items():
         check_whole(name, value, 1, "an int >= 1")
     check_choice("precision", precision, ("highest", "tf32"))
     name = str(dtype if isinstance(dtype, (str, torch.dtype)) else shown(dtype))
     name = name.replace("torch.", "")
-    sizes = {"bfloat16": 2, "float16": 2, "float32": 4}
     find_cell(cell)
-    check_choice("dtype", name, tuple(sizes))
-    sizes_of, element, device = CELLS[cell], sizes[name], find_device(arch)
+    check_choice("dtype", name, tuple(ELEMENT_BYTES))
+    element, device = ELEMENT_BYTES[name], find_device(arch)
     if code is not None:
         device = with_code(device, code)
-    p = Problem(batch, steps, heads, width, sizes_of.gates, element, precision == "tf32")
-    engine, refused = select_engine(p, device)
-    tiles: Dict[str, str] = {}
-    limits: List[Limit] = []
-    if engine == "block":
-        tile, padded = block_tile(p, device), block_width(width, element)
-        tiles["grid"] = f"{heads * divide_up(batch, tile)} thread blocks, {tile} sequences each"
-        tiles["width compiled"] = str(padded)
-        for direction, per_unit in (("forward", 4), ("backward", 2)):
-            tiles[f"threads {direction}"] = str(padded * per_unit)
-            used = block_shared_bytes(sizes_of, width, element, direction)
-            limits.append(Limit(f"{direction} shared memory", used, device.shared_bytes, "bytes"))
-            kernel, size = f"block-{direction}-{cell}", f"{8 * element}-{padded}"
-            tiles[f"registers {direction}"] = _registers(device, kernel, size)
-    elif engine == "cluster":
-        tile, members = cluster_tile(p, device), cluster_members(width)
-        tiles["grid"] = (
-            f"{heads * divide_up(batch, tile)} clusters of {members} thread blocks, "
-            f"{tile} sequences each"
-        )
-        tiles["units of a block"] = str(CLUSTER_UNITS)
-        limits += cluster_limits(p, device)[1:]
-        for direction in ("forward", "backward"):
-            used = cluster_shared_bytes(sizes_of, width, tile, direction)
-            limits.append(Limit(f"{direction} shared memory", used, device.shared_bytes, "bytes"))
-    elif engine == "grid":
-        tall = sizes_of.gates == 4 and takes_tall_blocks(p, device)
-        units = TALL_UNITS if tall else GRID["units"]
-        members, count = divide_up(width, units), divide_up(batch, COLUMNS)
-        launches = divide_up(heads, device.sms // members)
-        at_once = divide_up(heads, launches)
-        groups = min(max(device.sms // (at_once * members), 1), count)
-        tiles["grid"] = (
-            f"{at_once} heads x {groups} groups x {members} thread blocks, {launches} launches"
-        )
-        tiles["tiles of a group"] = f"{divide_up(count, groups)} of {COLUMNS} sequences"
-        if (
-            divide_up(count, groups) > 3
-            if tall
-            else (takes_wide_tiles(batch, heads, width, device, backward=False))
-        ):
-            tiles["tiles of a group"] += (
-                ", two at a time where registers allow and no step is masked"
-            )
-        tiles["units, warps of the product"] = f"{units}, {GRID['warps']}"
-        forward = forward_shape(sizes_of.gates, sizes_of.states, element)
-        backward = backward_shape(
-            sizes_of.gates, sizes_of.states, sizes_of.saved, sizes_of.bias_rows, element
-        )
-        for direction, shape in (("forward", forward), ("backward", backward)):
-            chunks = blocks_of_depth(shape, width) * shape.panels
-            held = min(chunks, held_chunks(shape))
-            tiles[f"chunks {direction}"] = f"{held} in registers, {chunks - held} in shared memory"
-            limits += grid_limits(shape, width, device, direction)[1:]
-            kernel = f"grid-{direction}-{cell}"
-            tiles[f"registers {direction}"] = _registers(device, kernel, str(8 * element))
-        limits = list(dict.fromkeys(limits))
+    problem = (cell, batch, steps, heads, width, element, precision == "tf32")
+    gpu = (device.arch, *device.code, device.sms, device.shared_bytes)
     what = f"{cell} {heads}x{width}, batch {batch}, {steps} steps, {name}"
-    return Plan(engine, device, what, tiles, limits, refused)
+    return _read(planner(*problem, *gpu), what, cell, 8 * element, device)
+
+
+def _planner(*arguments: object) -> str:
+    if dispatch.ops is None:
+        raise RuntimeError(
+            "explain_plan asks the planner in the kernel's binary, but this copy of fused_rnn "
+            "holds no binary: load a CPU or a CUDA variant of the kernel"
+        )
+    return dispatch.ops.explain_plan(*arguments)
+
+
+def _read(text: str, what: str, cell: str, bits: int, device: Device) -> Plan:
+    """The plan in the planner's lines."""
+    fields: Dict[str, str] = {}
+    found: Dict[str, List[Limit]] = {"limit": [], "refused": []}
+    for line in text.splitlines():
+        key, *values = line.split("\t")
+        if key in found:
+            limit = Limit(values[0], int(values[1]), int(values[2]), values[3])
+            if limit not in found[key]:  # both passes'
+                found[key].append(limit)
+        else:
+            fields[key] = values[0]
+    engine, engines = fields.pop("engine"), tuple(fields.pop("runs").split(","))
+    tiles = {"block": _of_block, "cluster": _of_cluster, "grid": _of_grid}.get(engine)
+    shown_tiles = tiles(fields) if tiles is not None else {}
+    if engine in ("block", "grid"):
+        size = f"{bits}-{fields['width']}" if engine == "block" else f"{bits}"
+        for direction in DIRECTIONS:
+            kernel = f"{engine}-{direction}-{cell}"
+            shown_tiles[f"registers {direction}"] = _registers(device, kernel, size)
+    return Plan(
+        engine, device, what, shown_tiles, found["limit"], found["refused"], engines, fields
+    )
+
+
+def _registers(device: Device, kernel: str, size: str) -> str:
+    row = dict(entry.split(":") for entry in REGISTERS.get(device.arch, {}).get(kernel, "").split())
+    return f"{row[size]} a lane" if size in row else "not measured"
+
+
+def _of_block(fields: Dict[str, str]) -> Dict[str, str]:
+    tiles = {
+        "grid": f"{fields['thread_blocks']} thread blocks, {fields['tile']} sequences each",
+        "width compiled": fields["width"],
+    }
+    return {**tiles, **{f"threads {d}": fields[f"{d}.threads"] for d in DIRECTIONS}}
+
+
+def _of_cluster(fields: Dict[str, str]) -> Dict[str, str]:
+    grid = f"{fields['clusters']} clusters of {fields['members']} thread blocks"
+    return {
+        "grid": f"{grid}, {fields['tile']} sequences each",
+        "units of a block": fields["units"],
+    }
+
+
+def _of_grid(fields: Dict[str, str]) -> Dict[str, str]:
+    tiles: Dict[str, str] = {}
+    for direction in DIRECTIONS:
+        of = {k.split(".")[1]: v for k, v in fields.items() if k.startswith(f"{direction}.")}
+        tiles[f"grid {direction}"] = (
+            f"{of['heads']} heads x {of['groups']} groups x {of['members']} thread blocks, "
+            f"{of['launches']} launches"
+        )
+        if of["split"] != "1":
+            tiles[f"clusters {direction}"] = (
+                f"of {of['split']} thread blocks, where the driver runs as many at once as expected"
+            )
+        masked = "" if of["tile"] == "8" else ", of 8 where a step is masked"
+        tiles[f"tiles of a group {direction}"] = f"{of['tiles']} of {of['tile']} sequences{masked}"
+        tiles[f"units, warps of the product {direction}"] = f"{of['units']}, {of['warps']}"
+        tiles[f"chunks {direction}"] = (
+            f"{of['chunks_held']} in registers, {of['chunks_shared']} in shared memory"
+        )
+    return tiles

@@ -15,6 +15,8 @@ struct BlockBackward : BlockSizes<Cell_, IO_, kWidth, 16, Cell_::kGates * kWidth
   static constexpr int kChains = 4;
   using Inputs = Pipeline<IO, kWidth, kKept + 1, kThreads, 2>;  // saved values, and dh
   using Outputs = Outbox<IO, kWidth, Cell::kSplitGrad ? 2 * G : G, kThreads>;  // dx, and dr
+  static constexpr int64_t kPlannedBytes =
+      block::backward_shared_bytes(kSizesOf<Cell>, kWidth, sizeof(IO));
   using Shared = typename Sizes::template Memory<Inputs, Outputs>;  // the operand: dr of a step
 
   static DEVICE void run(const BackwardParams& p, Shared& shared) {

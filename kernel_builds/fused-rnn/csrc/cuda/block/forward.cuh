@@ -16,7 +16,9 @@ struct BlockForward : BlockSizes<Cell_, IO_, kWidth, 8, kWidth> {
   using typename Sizes::Cell, typename Sizes::IO, typename Sizes::V;
   static constexpr int kTiles = (G + 1) / 2;
   using Inputs = Pipeline<IO, kWidth, G, kThreads, 1>;
-  using Outputs = Outbox<IO, kWidth, kKept + 2, kThreads>;          // h, h_prev, saved values
+  using Outputs = Outbox<IO, kWidth, kKept + 2, kThreads>;  // h, h_prev, saved values
+  static constexpr int64_t kPlannedBytes =
+      block::forward_shared_bytes(kSizesOf<Cell>, kWidth, sizeof(IO));
   using Shared = typename Sizes::template Memory<Inputs, Outputs>;  // the operand: h before a step
 
   static DEVICE void run(const ForwardParams& p, Shared& shared) {

@@ -32,6 +32,7 @@ template <typename Engine, typename Params>
 void launch_block(const Params& p, const Launch& launch) {
   constexpr int bytes = sizeof(typename Engine::Shared);
   static_assert(bytes <= 99 * 1024, "the least an arch we build for has");
+  static_assert(bytes == Engine::kPlannedBytes);
   const auto kernel = block_kernel<Engine, Params>;
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
   const int64_t tiles = (p.S + launch.tile - 1) / launch.tile;

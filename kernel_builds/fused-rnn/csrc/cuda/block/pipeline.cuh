@@ -1,7 +1,7 @@
 // What both directions of the block engine are made of: their sizes, and the ways in and out.
 #pragma once
 #include "../sequence.cuh"
-#include "../tiles.h"
+#include "plan.h"
 
 namespace flashcell::cuda {
 
@@ -43,11 +43,7 @@ struct Pipeline {
   static constexpr int kRow = kWidth + IoTraits<IO>::kVector;      // padded: columns in other banks
   static constexpr int kRowsAtOnce = kThreads / (kColumns * kVectors);
   static constexpr int kStageBytes = kRows * kColumns * kRow * sizeof(IO);
-  // With the rest they take 99 KB at most: what sm_86 and sm_89 have.
-  static constexpr int kStages =
-      kStageBytes * tiles::kBlockStages <= tiles::kBlockRingBytes      ? tiles::kBlockStages
-      : kStageBytes * tiles::kBlockFewStages <= tiles::kBlockRingBytes ? tiles::kBlockFewStages
-                                                                       : tiles::kBlockLeastStages;
+  static constexpr int kStages = block::stages(kStageBytes);
 
   struct Shared {
     IO rows[kStages][kRows][kColumns][kRow];

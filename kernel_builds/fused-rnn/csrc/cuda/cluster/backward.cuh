@@ -22,6 +22,9 @@ struct ClusterBackward {
   using Inputs = Pipeline<IO, kUnits, kKept + 1, kCells, 1>;    // saved values, and dh
   using Outputs = Outbox<IO, kUnits, Cell::kSplitGrad ? 2 * G : G, kCells>;  // dx, and dr
 
+  static constexpr int64_t kPlannedBytes =
+      cluster::backward_shared_bytes(kSizesOf<Cell>, kDepth, 4 * kPerLane);
+
   struct Shared {
     // Parts of the gradient of h, by the parity of the step. Those that four, of eight sequences
     // two, warps want for the same lane stand in 16 bytes, and in another order for every eight

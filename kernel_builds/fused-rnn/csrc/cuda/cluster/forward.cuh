@@ -37,6 +37,9 @@ struct ClusterForward {
   using Outputs = Outbox<IO, kUnits, kKept + 2, kCells>;  // h, h_prev, saved values
   using Sums = float[kTiles][4];
 
+  static constexpr int64_t kPlannedBytes =
+      cluster::forward_shared_bytes(kSizesOf<Cell>, kDepth, 4 * kPerLane);
+
   struct Shared {
     // h before a step, by the parity of the step. Of eight sequences [unit][column]; of four
     // [unit / 8][column][unit % 8].

@@ -1,7 +1,9 @@
 // Which heads the cluster engine takes, and how: pure functions of the shape, for the planner and
 // the launch.
 #pragma once
+#include "../block/plan.h"
 #include "../engine.h"
+#include "../limits.h"
 
 namespace flashcell::cuda::cluster {
 
@@ -17,8 +19,13 @@ constexpr int most_members(const Device& device) {
   return !has_code(device) ? 0 : device.arch < 120 ? 16 : 8;
 }
 
+constexpr std::array<Limit, 2> limits(int64_t D, int io_bytes, const Device& device) {
+  return {{{"bytes of an element", io_bytes, 2, "bytes"},
+           {"thread blocks of a cluster", members(D), most_members(device), "blocks"}}};
+}
+
 constexpr bool fits(int64_t D, int io_bytes, const Device& device) {
-  return io_bytes == 2 && D % 8 == 0 && members(D) <= most_members(device);
+  return D % 8 == 0 && all_hold(limits(D, io_bytes, device));
 }
 
 // Clusters that run at once, a block to an SM. A cluster stays within a part of the GPU that
@@ -40,8 +47,28 @@ constexpr int tile(int64_t S, int64_t N, int64_t D, const Device& device) {
 // Wider ones take all registers of an SM and most SMs next to theirs: as long as the
 // clusters run at once (1x512: 16 sequences 0.71 + 1.02 against 1.40 + 1.73, 64, which are eight
 // clusters, 1.65 + 3.14 against 1.90 + 1.84).
+constexpr Limit limit_of_speed(int64_t S, int64_t N, int64_t D, const Device& device) {
+  return {"clusters at once", D <= 256 ? 0 : N * ((S + 7) / 8), at_once(D, device), "clusters"};
+}
 constexpr bool is_fastest(int64_t S, int64_t N, int64_t D, const Device& device) {
-  return D <= 256 || N * ((S + 7) / 8) <= at_once(D, device);
+  return limit_of_speed(S, N, D, device).holds();
+}
+
+constexpr int compiled_depth(int64_t D) { return D <= 256 ? 256 : 512; }
+
+// Shared memory of a thread block: what the members exchange, the input ring and the outputs.
+constexpr int64_t forward_shared_bytes(const CellSizes& cell, int64_t D, int tile) {
+  const int64_t depth = compiled_depth(D);
+  const int64_t partials = depth > 256 ? kCellWarps * ((cell.gates + 1) / 2) * 32 * 16 : 0;
+  return 2 * depth * tile * 2 + partials + 16 +
+         block::ring_and_outbox_bytes(block::forward_inputs(cell), block::forward_outputs(cell),
+                                      kUnits, 2);
+}
+constexpr int64_t backward_shared_bytes(const CellSizes& cell, int64_t D, int tile) {
+  const int64_t inbox = 2 * compiled_depth(D) * tile * 4, operand = 2 * cell.gates * kUnits * 16;
+  return inbox + operand + 16 +
+         block::ring_and_outbox_bytes(block::backward_inputs(cell), block::backward_outputs(cell),
+                                      kUnits, 2);
 }
 
 }  // namespace flashcell::cuda::cluster

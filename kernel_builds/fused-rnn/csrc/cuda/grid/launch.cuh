@@ -11,6 +11,7 @@
 // of a tile passes while the group works on its other tiles.
 #pragma once
 #include <algorithm>
+#include <utility>
 
 #include "../launch.h"
 #include "cell.cuh"
@@ -105,13 +106,11 @@ bool run(const typename Pass::Params& p, const Launch& launch) {
   using IO = typename Pass::IO;
   static_assert(sizeof(Column) == kColumnBytes);
   static_assert(sizeof(Shared<Pass>) <= shared_bytes(Pass::kShape, 0));
-  const int64_t tiles = divide_up(p.S, tile_columns(Pass::kShape));
+  const int64_t tiles = tiles_of(Pass::kShape, p.S);
   const int64_t members = thread_blocks(Pass::kShape, p.D);
   if (tiles * members * p.N == 0) return true;
   const bool marked = p.reset != nullptr || p.hold != nullptr;
-  if (!takes(Pass::kShape, marked, p.S, p.N, p.D, launch.device)) return false;
-  if (!fits(Pass::kShape, p.D, launch.device)) return false;
-  if (Pass::kSplit > 1 && launch.device.code.arch < 90) return false;
+  if (!can_run(Pass::kShape, marked, p.S, p.N, p.D, launch.device)) return false;
 
   const int sms = launch.device.sms;
   const int bytes = int(shared_bytes(Pass::kShape, p.D));
@@ -138,11 +137,7 @@ bool run(const typename Pass::Params& p, const Launch& launch) {
                                                         bytes));
     together = together > 0 ? sms : 0;
   }
-  if (together < members) return false;
-  // Not every SM can be part of a large cluster: no reason to leave half of them idle.
-  const int64_t groups_at_most = sms / (p.N * divide_up(p.D, Pass::kShape.units));
-  if (Pass::kSplit > 2 && together / (p.N * members) < std::min(groups_at_most, tiles))
-    return false;
+  if (!has_room(Pass::kShape, p.S, p.N, p.D, together, launch.device)) return false;
 
   if (Pass::kDescends || p.T > 1) {  // nothing polls h in a single step
     const int parts = int(std::clamp<int64_t>(8 * sms / p.S, 1, 4096));
@@ -162,10 +157,10 @@ bool run(const typename Pass::Params& p, const Launch& launch) {
       check(cudaGetLastError());
     }
   }
-  const int64_t launches = divide_up(p.N, together / members), heads = divide_up(p.N, launches);
+  const int64_t heads = heads_at_once(Pass::kShape, p.N, p.D, together);
   for (int64_t head = 0; head < p.N; head += heads) {
     const int64_t count = std::min(heads, p.N - head);
-    const int64_t groups = std::clamp<int64_t>(together / (count * members), 1, tiles);
+    const int64_t groups = groups_of(Pass::kShape, p.S, count, p.D, together);
     const int64_t polled =
         count * groups * members * p.D * int64_t(sizeof(IO)) * std::min<int64_t>(8, p.S);
     const Range range{int(head),
@@ -186,35 +181,31 @@ inline void refuse(int64_t D) {
                            std::to_string(D) + " on this GPU");
 }
 
+template <typename Cell, typename IO, Variant kVariant>
+using ForwardOf = ForwardPass<Cell, IO, kVariant.wide, kVariant.units>;
+template <typename Cell, typename IO, Variant kVariant>
+using BackwardOf = BackwardPass<Cell, IO, kVariant.split, kVariant.wide, kVariant.units>;
+
 }  // namespace grid
 
 template <typename Cell, typename IO>
 void forward_grid(const ForwardParams& p, const Launch& launch) {
   using namespace grid;
-  if constexpr (has_tall_blocks(Cell::kGates, sizeof(IO))) {
-    if (run<ForwardPass<Cell, IO, 2, kTallUnits>>(p, launch)) return;
-    if (run<ForwardPass<Cell, IO, 1, kTallUnits>>(p, launch)) return;
-  }
-  if (run<ForwardPass<Cell, IO, 2>>(p, launch)) return;
-  if (!run<ForwardPass<Cell, IO>>(p, launch)) refuse(p.D);
+  static constexpr Variants kAll = forward_variants(Cell::kGates, sizeof(IO));
+  const bool runs = [&]<size_t... i>(std::index_sequence<i...>) {
+    return (run<ForwardOf<Cell, IO, kAll.list[i]>>(p, launch) || ...);
+  }(std::make_index_sequence<kAll.count>());
+  if (!runs) refuse(p.D);
 }
 
 template <typename Cell, typename IO>
 void backward_grid(const BackwardParams& p, const Launch& launch) {
   using namespace grid;
-  constexpr int kGates = Cell::kGates;
-  if constexpr (has_tall_blocks(kGates, sizeof(IO))) {
-    if (run<BackwardPass<Cell, IO, 2, 2, kTallUnits>>(p, launch)) return;
-    if (run<BackwardPass<Cell, IO, 2, 1, kTallUnits>>(p, launch)) return;
-  }
-  if (run<BackwardPass<Cell, IO, kGates, 2>>(p, launch)) return;
-  if constexpr (kGates > 1) {
-    if (run<BackwardPass<Cell, IO, kGates>>(p, launch)) return;
-  }
-  if constexpr (kGates == 4) {
-    if (run<BackwardPass<Cell, IO, 2>>(p, launch)) return;
-  }
-  if (!run<BackwardPass<Cell, IO>>(p, launch)) refuse(p.D);
+  static constexpr Variants kAll = backward_variants(Cell::kGates, sizeof(IO));
+  const bool runs = [&]<size_t... i>(std::index_sequence<i...>) {
+    return (run<BackwardOf<Cell, IO, kAll.list[i]>>(p, launch) || ...);
+  }(std::make_index_sequence<kAll.count>());
+  if (!runs) refuse(p.D);
 }
 
 }  // namespace flashcell::cuda

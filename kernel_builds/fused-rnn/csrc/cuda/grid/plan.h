@@ -1,7 +1,10 @@
 // What a thread block of the grid engine holds, and which heads it takes: pure functions of
 // the shape, for the planner, the launch and the kernel alike.
 #pragma once
+#include <algorithm>
+
 #include "../engine.h"
+#include "../limits.h"
 #include "../tiles.h"
 
 namespace flashcell::cuda::grid {
@@ -155,17 +158,98 @@ constexpr bool takes(const Shape& s, bool marked, int64_t S, int64_t N, int64_t 
   return takes_tall_blocks(s, S, N, D, device) && (s.wide == 1 || divide_up(S, 8) > 3 * groups);
 }
 
+constexpr std::array<Limit, 4> limits(const Shape& s, int64_t D, const Device& device) {
+  return {{{"row in whole vectors, bytes over", D * s.element % 16, 0, "bytes"},
+           {"thread blocks at once", thread_blocks(s, D), device.sms, "SMs"},
+           {"depth unrolled", blocks_of_depth(s, D), max_blocks(s), "blocks of depth"},
+           {"shared memory", shared_bytes(s, D), device.shared_bytes, "bytes"}}};
+}
+
 constexpr bool fits(const Shape& s, int64_t D, const Device& device) {
-  return D * s.element % 16 == 0 && thread_blocks(s, D) <= device.sms &&
-         blocks_of_depth(s, D) <= max_blocks(s) &&
-         (s.units == kUnits || blocks_of_depth(s, D) == kTallBlocks) &&
-         shared_bytes(s, D) <= device.shared_bytes;
+  return all_hold(limits(s, D, device)) &&
+         (s.units == kUnits || blocks_of_depth(s, D) == kTallBlocks);
+}
+
+// Whether a kernel of the shape runs the call, as far as sizes and code decide. Of a shape whose
+// thread blocks share products, has_room decides as well.
+constexpr bool can_run(const Shape& s, bool marked, int64_t S, int64_t N, int64_t D,
+                       const Device& device) {
+  return takes(s, marked, S, N, D, device) && fits(s, D, device) &&
+         (s.split == 1 || device.code.arch >= 90);
+}
+
+constexpr int64_t tiles_of(const Shape& s, int64_t S) { return divide_up(S, tile_columns(s)); }
+
+// Whether enough thread blocks run `together`. Not every SM can be part of a large cluster: no
+// reason to leave half of them idle.
+constexpr bool has_room(const Shape& s, int64_t S, int64_t N, int64_t D, int64_t together,
+                        const Device& device) {
+  const int64_t members = thread_blocks(s, D);
+  if (together < members) return false;
+  const int64_t groups_at_most = device.sms / (N * divide_up(D, s.units));
+  return s.split <= 2 || together / (N * members) >= std::min(groups_at_most, tiles_of(s, S));
+}
+
+// What the driver is expected to run at once, for who cannot ask it: a thread block to an SM, and a
+// cluster of more than two within a part of the GPU that has 16 to 18 SMs.
+constexpr int64_t expected_together(const Shape& s, const Device& device) {
+  const int64_t clusters = s.split <= 2 ? device.sms / s.split : device.sms / 18 * (16 / s.split);
+  return clusters * s.split;
+}
+
+constexpr int64_t heads_at_once(const Shape& s, int64_t N, int64_t D, int64_t together) {
+  const int64_t launches = divide_up(N, together / thread_blocks(s, D));
+  return divide_up(N, launches);
+}
+constexpr int64_t groups_of(const Shape& s, int64_t S, int64_t heads, int64_t D, int64_t together) {
+  return std::clamp<int64_t>(together / (heads * thread_blocks(s, D)), 1, tiles_of(s, S));
+}
+
+// What kernels of a pass are compiled for, beside the cell.
+struct Variant {
+  int split = 1, wide = 1, units = kUnits;
+};
+struct Variants {
+  Variant list[6];
+  int count = 0;
+
+  constexpr void add(Variant variant) { list[count++] = variant; }
+};
+
+// In the order in which a launch asks whether they run a call; the last is the plain one.
+constexpr Variants forward_variants(int gates, int element) {
+  Variants all;
+  if (has_tall_blocks(gates, element)) {
+    all.add({1, 2, kTallUnits});
+    all.add({1, 1, kTallUnits});
+  }
+  all.add({1, 2});
+  all.add({});
+  return all;
+}
+constexpr Variants backward_variants(int gates, int element) {
+  Variants all;
+  if (has_tall_blocks(gates, element)) {
+    all.add({2, 2, kTallUnits});
+    all.add({2, 1, kTallUnits});
+  }
+  all.add({gates, 2});
+  if (gates > 1) all.add({gates});
+  if (gates == 4) all.add({2});
+  all.add({});
+  return all;
 }
 
 // Both passes of whatever cell: no cell has more than 4 states and bias rows and 7 saved values.
+struct Passes {
+  Shape forward, backward;
+};
+constexpr Passes shapes_of_every_cell(int gates, int element) {
+  return {forward_shape(gates, 4, element), backward_shape(gates, 4, 7, 4, element)};
+}
 constexpr bool fits_every_cell(int gates, int element, int64_t D, const Device& device) {
-  return fits(forward_shape(gates, 4, element), D, device) &&
-         fits(backward_shape(gates, 4, 7, 4, element), D, device);
+  const Passes passes = shapes_of_every_cell(gates, element);
+  return fits(passes.forward, D, device) && fits(passes.backward, D, device);
 }
 
 }  // namespace flashcell::cuda::grid

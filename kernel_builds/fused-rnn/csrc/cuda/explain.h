@@ -1,0 +1,156 @@
+// What runs a call on CUDA, as text for people and tests: the answers of the planner's functions,
+// which the launches call too. Host code without CUDA, so that the CPU library has it as well.
+//
+// Every line is a key and its values, separated by tabs: `engine grid`, `forward.units 24`,
+// `limit NAME USED LIMIT UNIT` (of the engine that runs) and `refused NAME USED LIMIT UNIT` (what
+// keeps a faster engine from the call).
+#pragma once
+#include <algorithm>
+#include <string>
+
+#include "plan.h"
+
+namespace flashcell::cuda {
+
+constexpr const char* kEngineNames[] = {"block", "cluster", "grid", "step"};  // in Engine's order
+
+class Explanation {
+ public:
+  Explanation(const CellSizes& cell, const Problem& problem, const Device& device)
+      : cell_(cell), p_(problem), device_(device), engine_(select_engine(problem, device)) {
+    add("engine", kEngineNames[int(engine_)]);
+    std::string runs;
+    for (int i = 0; i < 4; ++i) {
+      if (!can_run(Engine(i), p_, device_)) continue;
+      runs += std::string(runs.empty() ? "" : ",") + kEngineNames[i];
+    }
+    add("runs", runs);
+    explain_refusals();
+    if (engine_ == Engine::kBlock) explain_block();
+    if (engine_ == Engine::kCluster) explain_cluster();
+    if (engine_ == Engine::kGrid) explain_grid();
+  }
+
+  const std::string& text() const { return text_; }
+
+ private:
+  const CellSizes cell_;
+  const Problem p_;
+  const Device device_;
+  const Engine engine_;
+  std::string text_;
+
+  void add(const std::string& key, const std::string& value) { text_ += key + "\t" + value + "\n"; }
+  void add(const std::string& key, int64_t value) { add(key, std::to_string(value)); }
+  void add(const std::string& key, const std::string& prefix, const Limit& limit) {
+    add(key, prefix + limit.name + "\t" + std::to_string(limit.used) + "\t" +
+                 std::to_string(limit.limit) + "\t" + limit.unit);
+  }
+  void refuse(const Limit& limit) {
+    if (!limit.holds()) add("refused", "", limit);
+  }
+
+  // In the order in which select_engine asks.
+  void explain_refusals() {
+    for (const Limit& limit : limits_of_all(p_)) refuse(limit);
+    if (engine_ == Engine::kBlock || !all_hold(limits_of_all(p_))) return;
+    refuse(block::limit(p_.D, p_.io_bytes));
+    if (engine_ == Engine::kCluster) return;
+    for (const Limit& limit : cluster::limits(p_.D, p_.io_bytes, device_)) refuse(limit);
+    if (cluster::fits(p_.D, p_.io_bytes, device_)) {
+      refuse(cluster::limit_of_speed(p_.S, p_.N, p_.D, device_));
+    }
+    if (engine_ == Engine::kGrid) return;
+    const auto [forward, backward] = grid::shapes_of_every_cell(p_.gates, p_.io_bytes);
+    add_grid_limits("refused", "forward ", forward, false);
+    add_grid_limits("refused", "backward ", backward, false);
+  }
+
+  // Those that hold, or those that do not. The first is every engine's, the second both passes'.
+  void add_grid_limits(const char* key, const std::string& direction, const grid::Shape& s,
+                       bool hold) {
+    const auto limits = grid::limits(s, p_.D, device_);
+    for (size_t i = 1; i < limits.size(); ++i) {
+      if (limits[i].holds() == hold) add(key, i > 1 ? direction : "", limits[i]);
+    }
+  }
+
+  void add_shared_bytes(const std::string& direction, int64_t bytes) {
+    add(direction + ".shared_bytes", bytes);
+    add("limit", direction + " ", Limit{"shared memory", bytes, device_.shared_bytes, "bytes"});
+  }
+
+  void explain_block() {
+    const int tile = block_tile(p_, device_), width = block::compiled_width(p_.D);
+    add("tile", tile);
+    add("thread_blocks", p_.N * grid::divide_up(p_.S, tile));
+    add("width", width);
+    add("forward.threads", block::forward_threads(width));
+    add("backward.threads", block::backward_threads(width));
+    add_shared_bytes("forward", block::forward_shared_bytes(cell_, width, p_.io_bytes));
+    add_shared_bytes("backward", block::backward_shared_bytes(cell_, width, p_.io_bytes));
+  }
+
+  void explain_cluster() {
+    const int tile = cluster::tile(p_.S, p_.N, p_.D, device_);
+    add("tile", tile);
+    add("clusters", p_.N * grid::divide_up(p_.S, tile));
+    add("members", cluster::members(p_.D));
+    add("units", cluster::kUnits);
+    add("limit", "", cluster::limits(p_.D, p_.io_bytes, device_)[1]);
+    if (p_.D > 256) add("limit", "", cluster::limit_of_speed(p_.S, p_.N, p_.D, device_));
+    add_shared_bytes("forward", cluster::forward_shared_bytes(cell_, p_.D, tile));
+    add_shared_bytes("backward", cluster::backward_shared_bytes(cell_, p_.D, tile));
+  }
+
+  void explain_grid() {
+    explain_pass("forward", grid::forward_variants(cell_.gates, p_.io_bytes), [&](auto v) {
+      return grid::forward_shape(cell_.gates, cell_.states, p_.io_bytes, v.wide, v.units);
+    });
+    explain_pass("backward", grid::backward_variants(cell_.gates, p_.io_bytes), [&](auto v) {
+      return grid::backward_shape(cell_.gates, cell_.states, cell_.saved, cell_.bias_rows,
+                                  p_.io_bytes, v.split, v.wide, v.units);
+    });
+  }
+
+  template <typename ShapeOf>
+  void explain_pass(const std::string& direction, const grid::Variants& variants,
+                    ShapeOf shape_of) {
+    const bool marked = false;  // steps that no mask resets or holds
+    for (int i = 0; i < variants.count; ++i) {
+      const grid::Shape s = shape_of(variants.list[i]);
+      const int64_t together = grid::expected_together(s, device_);
+      if (grid::can_run(s, marked, p_.S, p_.N, p_.D, device_) &&
+          grid::has_room(s, p_.S, p_.N, p_.D, together, device_)) {
+        return explain_shape(direction, s, together);
+      }
+    }
+  }
+
+  void explain_shape(const std::string& direction, const grid::Shape& s, int64_t together) {
+    const std::string key = direction + ".";
+    const int64_t heads = grid::heads_at_once(s, p_.N, p_.D, together);
+    const int64_t groups = grid::groups_of(s, p_.S, heads, p_.D, together);
+    const int64_t chunks = grid::blocks_of_depth(s, p_.D) * s.panels;
+    const int64_t held = std::min<int64_t>(chunks, grid::held_chunks(s));
+    add(key + "units", s.units);
+    add(key + "warps", grid::kWarps);
+    add(key + "split", s.split);
+    add(key + "tile", grid::tile_columns(s));
+    add(key + "members", grid::thread_blocks(s, p_.D));
+    add(key + "launches", grid::divide_up(p_.N, heads));
+    add(key + "heads", heads);
+    add(key + "groups", groups);
+    add(key + "tiles", grid::divide_up(grid::tiles_of(s, p_.S), groups));
+    add(key + "chunks_held", held);
+    add(key + "chunks_shared", chunks - held);
+    add(key + "shared_bytes", grid::shared_bytes(s, p_.D));
+    add_grid_limits("limit", direction + " ", s, true);
+  }
+};
+
+inline std::string explain(const CellSizes& cell, const Problem& problem, const Device& device) {
+  return Explanation(cell, problem, device).text();
+}
+
+}  // namespace flashcell::cuda

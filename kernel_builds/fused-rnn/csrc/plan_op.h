@@ -1,0 +1,50 @@
+// The planner of the CUDA engines as an op without tensors, in the CPU library too: what would run
+// a call on the GPU that the arguments describe (cuda/explain.h has the text's layout).
+#pragma once
+#include "cells/all.h"
+#include "common/torch/op.h"
+#include "cuda/explain.h"
+
+namespace flashcell {
+
+inline constexpr char kExplainPlanSchema[] =
+    "explain_plan(str cell, int sequences, int steps, int heads, int width, int element_bytes, "
+    "bool tf32, int arch, int code_arch, bool code_is_sm_90a, int sms, int shared_bytes) -> str";
+
+template <typename... Cells>
+cuda::CellSizes sizes_of(CellList<Cells...>, const std::string& name) {
+  cuda::CellSizes sizes{};
+  const bool found = ((name == Cells::kName && (sizes = cuda::kSizesOf<Cells>, true)) || ...);
+  STD_TORCH_CHECK(found, "cell is ", name, ", but must be a cell of this kernel");
+  return sizes;
+}
+
+inline int whole(const char* name, int64_t value) {
+  STD_TORCH_CHECK(value >= 1 && value < int64_t(1) << 31, name, " is ", value,
+                  ", but must be from 1 to 2147483647");
+  return int(value);
+}
+
+inline std::string explain_plan(std::string cell, int64_t sequences, int64_t steps, int64_t heads,
+                                int64_t width, int64_t element_bytes, bool tf32, int64_t arch,
+                                int64_t code_arch, bool code_is_sm_90a, int64_t sms,
+                                int64_t shared_bytes) {
+  const cuda::CellSizes sizes = sizes_of(AllCells(), cell);
+  STD_TORCH_CHECK(element_bytes == 2 || element_bytes == 4, "element_bytes is ", element_bytes,
+                  ", but must be 2 or 4");
+  const cuda::Problem problem{whole("sequences", sequences),
+                              whole("steps", steps),
+                              whole("heads", heads),
+                              whole("width", width),
+                              sizes.gates,
+                              int(element_bytes),
+                              tf32,
+                              true};
+  const cuda::Device device{whole("arch", arch),
+                            {whole("code_arch", code_arch), code_is_sm_90a},
+                            whole("sms", sms),
+                            whole("shared_bytes", shared_bytes)};
+  return cuda::explain(sizes, problem, device);
+}
+
+}  // namespace flashcell

@@ -1,0 +1,107 @@
+// What csrc/cuda's planner and launches decide for the calls on standard input, without explain.h:
+// the shapes are written out and asked in the order of forward_grid and backward_grid.
+#include <iostream>
+#include <string>
+#include <vector>
+
+#include "cells/all.h"
+#include "cuda/plan.h"
+
+using namespace flashcell::cuda;
+using flashcell::AllCells, flashcell::CellList;
+
+template <typename Key, typename Value>
+void print(const Key& key, const Value& value) {
+  std::cout << key << ' ' << value << '\n';
+}
+
+void print_pass(const std::string& way, const std::vector<grid::Shape>& shapes, const Problem& p,
+                const Device& d) {
+  for (const grid::Shape& s : shapes) {
+    if (!grid::takes(s, false, p.S, p.N, p.D, d) || !grid::fits(s, p.D, d)) continue;
+    if (s.split > 1 && d.code.arch < 90) continue;
+    const long together =
+        s.split > 2 ? d.sms / 18 * (16 / s.split) * s.split : d.sms / s.split * s.split;
+    const long members = grid::thread_blocks(s, p.D), tiles = (p.S + 8 * s.wide - 1) / (8 * s.wide);
+    const long at_most = d.sms / (p.N * ((p.D + s.units - 1) / s.units));
+    if (together < members) continue;
+    if (s.split > 2 && together / (p.N * members) < std::min(at_most, tiles)) continue;
+    const long a_launch = together / members, launches = (p.N + a_launch - 1) / a_launch;
+    const long heads = (p.N + launches - 1) / launches;
+    const long groups = std::max(1l, std::min(tiles, together / (heads * members)));
+    const long chunks = grid::blocks_of_depth(s, p.D) * s.panels;
+    const long held = std::min<long>(chunks, grid::held_chunks(s));
+    print(way + ".units", s.units), print(way + ".warps", 8), print(way + ".split", s.split);
+    print(way + ".tile", 8 * s.wide), print(way + ".members", members);
+    print(way + ".launches", (p.N + heads - 1) / heads), print(way + ".heads", heads);
+    print(way + ".groups", groups), print(way + ".tiles", (tiles + groups - 1) / groups);
+    print(way + ".chunks_held", held), print(way + ".chunks_shared", chunks - held);
+    print(way + ".shared_bytes", grid::shared_bytes(s, p.D));
+    return;
+  }
+}
+
+template <typename Cell>
+void print_plan(Problem p, const Device& d) {
+  constexpr int G = Cell::kGates, K = Cell::kStates, V = Cell::kSaved, R = Cell::kBias;
+  const int e = p.io_bytes;
+  p.gates = G;
+  const char* names[] = {"block", "cluster", "grid", "step"};
+  const Engine engine = select_engine(p, d);
+  const int tile = tile_of(engine, p, d);
+  const long tiles = (p.S + tile - 1) / tile;
+  print("engine", names[int(engine)]);
+  std::string runs;
+  if (engine == Engine::kBlock) runs += "block,";
+  if (engine != Engine::kStep && cluster::fits(p.D, e, d)) runs += "cluster,";
+  if (engine != Engine::kStep && grid::fits_every_cell(G, e, p.D, d)) runs += "grid,";
+  print("runs", runs + "step");
+  constexpr CellSizes sizes = kSizesOf<Cell>;
+  if (engine == Engine::kBlock) {
+    const int width = p.D <= 32 ? 32 : p.D <= 64 ? 64 : 128;
+    print("tile", tile), print("thread_blocks", tiles * p.N), print("width", width);
+    print("forward.threads", 4 * width), print("backward.threads", 2 * width);
+    print("forward.shared_bytes", block::forward_shared_bytes(sizes, width, e));
+    print("backward.shared_bytes", block::backward_shared_bytes(sizes, width, e));
+  }
+  if (engine == Engine::kCluster) {
+    print("tile", tile), print("clusters", tiles * p.N), print("members", (p.D + 31) / 32);
+    print("units", 32);
+    print("forward.shared_bytes", cluster::forward_shared_bytes(sizes, p.D, tile));
+    print("backward.shared_bytes", cluster::backward_shared_bytes(sizes, p.D, tile));
+  }
+  if (engine == Engine::kGrid) {
+    const auto forward = [&](int wide, int units) {
+      return grid::forward_shape(G, K, e, wide, units);
+    };
+    const auto backward = [&](int split, int wide, int units) {
+      return grid::backward_shape(G, K, V, R, e, split, wide, units);
+    };
+    std::vector<grid::Shape> there, back;
+    if (G == 4 && e == 2) {
+      there = {forward(2, 24), forward(1, 24)}, back = {backward(2, 2, 24), backward(2, 1, 24)};
+    }
+    there.push_back(forward(2, 16)), there.push_back(forward(1, 16));
+    back.push_back(backward(G, 2, 16)), back.push_back(backward(G, 1, 16));
+    if (G == 4) back.push_back(backward(2, 1, 16));
+    back.push_back(backward(1, 1, 16));
+    print_pass("forward", there, p, d), print_pass("backward", back, p, d);
+  }
+  std::cout << '\n';
+}
+
+template <typename... Cells>
+void print_plan_of(CellList<Cells...>, const std::string& name, const Problem& p, const Device& d) {
+  ((name == Cells::kName ? print_plan<Cells>(p, d) : void()), ...);
+}
+
+int main() {
+  std::string cell;
+  Problem p{};
+  Device d{};
+  p.aligned = true;
+  while (std::cin >> cell >> p.S >> p.T >> p.N >> p.D >> p.io_bytes >> p.tf32 >> d.arch >>
+         d.code.arch >> d.code.sm_90a >> d.sms >> d.shared_bytes) {
+    print_plan_of(AllCells(), cell, p, d);
+  }
+}

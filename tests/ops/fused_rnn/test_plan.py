@@ -1,0 +1,196 @@
+"""explain_plan: the binary's planner against the functions that the CUDA launches call."""
+
+import random
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from flashcell.kernels import fused_rnn as reference
+from flashcell.kernels.fused_rnn.cells import CELLS
+from flashcell.kernels.fused_rnn.devices import DEVICES, Device, find_device, with_code
+from flashcell.kernels.fused_rnn.explain import Limit, explain_with
+
+BUILDS = Path(__file__).resolve().parents[3] / "kernel_builds"
+H200, B200, RTX_5090 = (find_device(name) for name in ("H200", "B200", "RTX 5090"))
+FOREIGN = (  # a GPU whose library has no code of its own for it
+    with_code(H200, "8.0+PTX"),
+    with_code(H200, "9.0"),
+    with_code(B200, "9.0+PTX"),
+    with_code(RTX_5090, "9.0+PTX"),
+)
+WIDTHS = (1, 7, 8, 32, 60, 64, 65, 72, 128, 136, 256, 320, 512)
+WIDTHS += (768, 1024, 1312, 1408, 2048, 2112, 2304)
+ALL = ("engine", "runs", "tile", "thread_blocks", "width", "clusters", "members", "units")
+ALL_PASSES = ("threads", "shared_bytes", "units", "warps", "split", "tile", "members", "launches")
+ALL_PASSES += ("heads", "groups", "tiles", "chunks_held", "chunks_shared")
+
+
+WAYS = ("forward", "backward")
+NAMES = ("cell", "sequences", "steps", "heads", "width", "element_bytes", "tf32")
+NAMES += ("arch", "code_arch", "code_is_sm_90a", "sms", "shared_bytes")  # arguments of the op
+
+
+@pytest.fixture(scope="module")
+def directly(tmp_path_factory):
+    """The fields of many calls at once, by planner.cpp."""
+    program = tmp_path_factory.mktemp("planner") / "planner"
+    include = [f"-I{BUILDS}", f"-I{BUILDS / 'fused-rnn/csrc'}"]
+    source = Path(__file__).with_name("planner.cpp")
+    subprocess.run(["g++", "-std=c++20", "-Wall", *include, source, "-o", program], check=True)
+
+    def ask(calls: list) -> list[dict[str, str]]:
+        lines = "\n".join(
+            " ".join(str(v if isinstance(v, str) else int(v)) for v in c) for c in calls
+        )
+        done = subprocess.run([program], input=lines, capture_output=True, text=True, check=True)
+        answers = done.stdout.strip().split("\n\n")
+        return [dict(line.split(" ", 1) for line in answer.splitlines()) for answer in answers]
+
+    return ask
+
+
+def arguments(cell: str, S: int, T: int, N: int, D: int, e: int, tf32: bool, d: Device) -> tuple:
+    """Of the op explain_plan."""
+    return (cell, S, T, N, D, e, tf32, d.arch, *d.code, d.sms, d.shared_bytes)
+
+
+def random_calls(count: int) -> list[tuple]:
+    draw = random.Random(0)
+    devices = (*DEVICES, *FOREIGN, *[H200] * 4)
+    return [
+        arguments(
+            draw.choice(list(CELLS)),
+            draw.choice((1, 3, 16, 64, 130, 600)),
+            draw.choice((1, 2, *[1024] * 8)),
+            draw.choice((1, 1, 2, 12, 48)),
+            draw.choice((draw.choice(WIDTHS), 8 * draw.randint(1, 300))),
+            draw.choice((2, 2, 4)),
+            draw.choice((True, True, False)),
+            draw.choice(devices),
+        )
+        for _ in range(count)
+    ]
+
+
+def test_every_field_is_what_the_launch_does(fused_rnn, directly):
+    calls = random_calls(2000)
+    calls += [arguments("lstm", S, 9, 1, 768, 2, False, H200) for S in (16, 64, 129, 600)]
+    seen: set[str] = set()
+    for call, wanted in zip(calls, directly(calls), strict=True):
+        text = fused_rnn.dispatch.ops.explain_plan(*call)
+        rows = [line.split("\t") for line in text.splitlines()]
+        fields = {row[0]: row[1] for row in rows if row[0] not in ("limit", "refused")}
+        assert fields == wanted, call
+        limits = {row[1]: row[2:] for row in rows if row[0] == "limit"}
+        for way in WAYS:
+            if f"{way}.shared_bytes" in fields:
+                used, most, unit = limits[f"{way} shared memory"]
+                assert (used, int(most), unit) == (fields[f"{way}.shared_bytes"], call[-1], "bytes")
+                assert int(used) <= int(most), call
+        assert bool([r for r in rows if r[0] == "refused"]) == (fields["engine"] != "block"), call
+        seen |= {fields["engine"], *fields, *(f"{way}.{fields.get(f'{way}.tile')}" for way in WAYS)}
+    assert {"block", "cluster", "grid", "step", "forward.8", "forward.16", "backward.16"} <= seen
+    assert {f"{way}.{name}" for way in WAYS for name in ALL_PASSES} | set(ALL) <= seen
+
+
+def test_the_plan_of_a_tall_head(fused_rnn):
+    """Blocks of 24 units, which the grid engine takes where they make more groups."""
+    plan = fused_rnn.explain_plan("lstm", 1, 768, 64, "bfloat16", "H200")
+    fields = plan.fields
+    assert (plan.engine, fields["forward.members"], fields["forward.chunks_held"]) == (
+        "grid",
+        "32",
+        "2",
+    )
+    assert Limit("forward shared memory", 124288, 232448, "bytes") in map(tuple, plan.limits)
+    assert "1 heads x 4 groups x 32 thread blocks, 1 launches" in str(plan)
+    assert "2 in registers, 1 in shared memory" in str(plan)
+
+
+def test_it_names_engine_and_binding_limit(fused_rnn):
+    explain_plan = fused_rnn.explain_plan
+    shown = str(explain_plan("lstm", 1, 768, 16, "bfloat16", "sm_90a"))
+    assert "lstm 1x768, batch 16, 1024 steps, bfloat16 on H200 (sm_90): grid engine" in shown
+    assert "1 heads x 2 groups x 48 thread blocks, 1 launches" in shown
+    assert explain_plan("lstm", 12, 64, 16, "torch.bfloat16", "H100").engine == "block"
+    wide = explain_plan("lstm", 1, 2688, 16, "float16", 90)
+    assert (wide.engine, wide.refused[-1].unit) == ("step", "bytes")
+    assert ("thread blocks at once", 168, 132, "SMs") in map(tuple, wide.refused)
+    assert explain_plan("lstm", 3, 256, 16, "bfloat16", "H200").engine == "cluster"
+    full = explain_plan("lstm", 1, 512, 64, "bfloat16", "H200")
+    assert (full.engine, full.refused[-1].name) == ("grid", "clusters at once")
+    assert "48 thread blocks" in str(explain_plan("gru", 1, 768, 128, "bfloat16", "H200"))
+    exact = explain_plan("gru", 1, 64, 16, "float32", "9.0a")
+    assert "exact fp32" in exact.refused[0].name
+    with pytest.raises(ValueError, match="arch is 'sm_70', but must be one of"):
+        find_device("sm_70")
+    with pytest.raises(ValueError, match="cell is 'lstmp'"):
+        explain_plan("lstmp", 1, 64, 16, "bfloat16", 90)
+
+
+def test_engines_are_those_of_the_code(fused_rnn):
+    """What a library without code for 9.0a does on Hopper: no clusters, no wide tiles, no tall blocks."""
+    explain_plan = fused_rnn.explain_plan
+    for D, batch in ((336, 3), (200, 1), (256, 16)):
+        call = ("lstm", 1, D, batch, "bfloat16", "H200")
+        assert explain_plan(*call).engine == explain_plan(*call, code="9.0").engine == "cluster"
+        shown = explain_plan(*call, code="8.0+PTX")
+        assert shown.engine == "grid"
+        assert "code: compiled for sm_80" in str(shown)
+        assert "thread blocks of a cluster" in str(shown.refused)
+    call = ("lstm", 1, 768, 129, "bfloat16", "H200")
+    assert "32 thread blocks" in str(explain_plan(*call))
+    for code in ("8.0", "9.0"):
+        assert "48 thread blocks" in str(explain_plan(*call, code=code))
+        assert "of 16 sequences" not in str(explain_plan(*call, code=code))
+    foreign = explain_plan("lstm", 1, 512, 1, "bfloat16", "RTX 5090", code="9.0+PTX")
+    assert ("thread blocks of a cluster", 16, 8, "blocks") in map(tuple, foreign.refused)
+    for code in ("10.0", "sm_80", "9.0b", "", 80, "8.0a"):
+        with pytest.raises(ValueError, match=r"code is .*, but must be an arch that"):
+            explain_plan(*call, code=code)
+
+
+@pytest.mark.parametrize(
+    "change", [{"width": 0}, {"batch": -1}, {"heads": 1.0}, {"steps": None}, {"heads": True}]
+)
+def test_it_names_what_is_no_size(fused_rnn, change):
+    call = {"heads": 1, "width": 64, "batch": 16, "dtype": "bfloat16", "arch": "H200"}
+    (name, value), *_ = change.items()
+    with pytest.raises(ValueError, match=f"{name} is {value}, but must be an int >= 1"):
+        fused_rnn.explain_plan("lstm", **{**call, **change})
+    with pytest.raises(ValueError, match="precision is 'high', but must be one of highest, tf32"):
+        fused_rnn.explain_plan("lstm", **call, precision="high")
+
+
+def test_the_op_refuses_what_is_no_call(fused_rnn):
+    """Whoever calls the op itself: an error that names the argument, no overflow, no division by 0."""
+    values = arguments("lstm", 16, 9, 1, 768, 2, False, H200)
+    good = dict(zip(NAMES, values, strict=True))
+    op = fused_rnn.dispatch.ops.explain_plan
+    most = dict.fromkeys(("sequences", "steps", "heads", "width", "shared_bytes"), 2**31 - 1)
+    assert op(**{**good, **most}).startswith("engine\tstep\n")
+    assert op(**{**good, **most, "width": 768}).startswith("engine\tgrid\n")
+    wrong = {"cell": ["", "LSTM", "lstm\t"], "element_bytes": [0, 1, 8]}
+    wrong |= {"tf32": [], "code_is_sm_90a": []}  # torch's own errors
+    for name in NAMES:
+        for value in wrong.get(name, [0, -1, 2**31, 2**63 - 1]):
+            with pytest.raises(RuntimeError, match=f"{name} is .*, but must be"):
+                op(**{**good, name: value})
+
+
+def test_a_copy_without_binary_says_so():
+    with pytest.raises(RuntimeError, match="explain_plan asks the planner in the kernel's binary"):
+        reference.explain_plan("lstm", 1, 64, 16, "bfloat16", "H200")
+
+
+def test_block_engine_fits_every_arch(fused_rnn):
+    """Any arch's thread block can ask for what the block engine's passes take."""
+    least = min(device.shared_bytes for device in DEVICES)
+    planner = fused_rnn.dispatch.ops.explain_plan
+    for cell in CELLS:
+        for width, dtype in ((32, "float32"), (64, "float32"), (128, "bfloat16")):
+            call = (cell, 1, width, 16, dtype, "A40")
+            plan = explain_with(planner, *call, precision="tf32")
+            assert plan.engine == "block"
+            assert [limit.used <= least for limit in plan.limits] == [True, True], plan
