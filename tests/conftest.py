@@ -25,7 +25,11 @@ def load_built(name: str, finished: str | None):
     if finished is None:
         build = [sys.executable, ROOT / "scripts/build_kernels", "--here"]
         subprocess.run([*build, "--kernel", name, "--backend", DEVICE], check=True)
-    return get_local_kernel(Path(finished or ROOT / "kernel_builds" / name), backend=DEVICE)
+    kernel = get_local_kernel(Path(finished or ROOT / "kernel_builds" / name), backend=DEVICE)
+    # A package that this process has imported before is a new module, but its submodules, which are
+    # not imported again, do not become its attributes.
+    kernel.dispatch = sys.modules[f"{kernel.__name__}.dispatch"]
+    return kernel
 
 
 @pytest.fixture(scope="session")
