@@ -1,8 +1,8 @@
-"""Checks everything: style, types, structure, then builds the kernels and runs the tests.
+"""Checks style, types and structure, then builds the kernels and runs the tests.
 
-    scripts/test                 all of it
-    scripts/test --fast          without the tests marked slow, and CUDA compiled to see that it
-                                 does, not as it ships: what CI runs on every change
+    scripts/test                 what takes at most 15 minutes on two cores
+    scripts/test --cuda          besides, whether the CUDA sources compile: CI on every change
+    scripts/test --all           besides, the tests marked slow, and CUDA compiled as it ships
     scripts/test -- -k lstm -x   arguments after -- go to pytest
 
 Makes its own environment (--here: uses the present one). Every step runs, whatever came before; the
@@ -35,7 +35,8 @@ def parse_arguments() -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--fast", action="store_true", help="leave out slow tests and CUDA's optimisation")
+    add("--all", action="store_true", help="run the slow tests too, and compile CUDA as it ships")
+    add("--cuda", action="store_true", help="see that the CUDA sources compile")
     add(
         "--lint", action="store_true", help="the checks that read files only; build and run nothing"
     )
@@ -55,8 +56,12 @@ def main() -> None:
     os.environ["RUFF_CACHE_DIR"] = str(home / "ruff")
     steps = lint_steps()
     if not args.lint:
-        steps += [*build_steps(home, args.fast), tests(args, home)]
-    failed = [name for name, command in steps if not passes(name, command)]
+        steps += [*build_steps(args, home), tests(args, home)]
+    failed = [
+        name
+        for number, (name, command) in enumerate(steps, 1)
+        if not passes(name, command, f"{number} of {len(steps)}")
+    ]
     spent = f"{(time.monotonic() - started) / 60:.1f} minutes"
     if failed:
         raise SystemExit(f"scripts/test: FAILED after {spent}: {', '.join(failed)}")
@@ -75,22 +80,24 @@ def lint_steps() -> list[Step]:
     ]
 
 
-def build_steps(home: Path, fast: bool) -> list[Step]:
+def build_steps(args: argparse.Namespace, home: Path) -> list[Step]:
     build = [sys.executable, ROOT / "scripts" / "build_kernels", "--here", "--home", home]
     steps: list[Step] = [("build", build)]
     cuda = sorted({f.parts[1] for f in map(Path, tracked()) if is_shipped_cuda(f)})
-    if cuda:  # one arch, to see that it compiles: nothing here can run it
+    if cuda and (args.cuda or args.all):  # one arch: nothing here can run it
         options = ["--backend", "cuda", "--archs", "9.0a", "--home", home, "--kernel", *cuda]
-        options += ["--check"] if fast else ["--out", home / "cuda"]
+        options += ["--out", home / "cuda"] if args.all else ["--check"]
         steps.append(("build cuda", [*build[:2], *options]))
     steps.append(("repository", [sys.executable, ROOT / "scripts" / "check_repo"]))
     return steps
 
 
 def tests(args: argparse.Namespace, home: Path) -> Step:
-    command = tool("pytest", "-n", str(args.jobs), "--dist", "worksteal", "--durations=10")
-    command += ["-o", f"cache_dir={home / 'pytest'}"]
-    if args.fast:
+    command = [sys.executable, ROOT / "scripts", "pytest"]  # which finds the plugin there
+    command += ["-n", str(args.jobs), "--dist", "worksteal", "--durations=10"]
+    command += ["-o", f"cache_dir={home / 'pytest'}", "-o", "console_output_style=classic"]
+    command += ["-p", "tooling.test_report", "-rfE"]
+    if not args.all:
         command += ["-m", "not slow"]
     return "tests", [*command, *args.pytest]
 
@@ -117,8 +124,8 @@ def tool(module: str, *arguments: str) -> list:
     return [sys.executable, "-m", module, *arguments]
 
 
-def passes(name: str, command: list) -> bool:
-    print(f"\n== {name}", flush=True)
+def passes(name: str, command: list, place: str) -> bool:
+    print(f"\n== {name} ({place})", flush=True)
     started = time.monotonic()
     done = subprocess.run([str(word) for word in command], cwd=ROOT)
     if name == "tests":  # pytest has said it, and the last lines are its summary and ours
