@@ -20,7 +20,7 @@ import sys
 import time
 from pathlib import Path
 
-from tooling import environment
+from tooling import arguments, environment
 
 ROOT = environment.ROOT
 MODULES = ["flashcell", "jinja2", "kernel_abi_check", "kernels", "torch", "transformers"]
@@ -38,7 +38,12 @@ def parse_arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("prompt", nargs="?", default="def read_", help="what the model continues")
     add("--hub", action="store_true", help="kernels from huggingface.co: build and publish nothing")
-    add("--model", type=Path, default=MODEL, help="folder or Hub name; default: the checkpoint")
+    add(
+        "--model",
+        type=arguments.model,
+        default=str(MODEL),
+        help="folder or Hub name; default: the checkpoint",
+    )
     add("--max-new-tokens", type=int, default=200)
     add("--temperature", type=float, default=0.7, help="0 takes the likeliest token always")
     add("--seed", type=int, default=0)
@@ -54,9 +59,6 @@ def main() -> None:
     if not args.hub:
         environment.find_compiler()
     home = environment.enter(args, [], MODULES)
-    here = args.model.is_absolute() or args.model.exists()  # anything else is a name on the Hub
-    if here and not (args.model / "config.json").exists():
-        environment.fail(f"{args.model} holds no model (config.json); name one with --model")
     os.environ["HF_HOME"] = str(home / "huggingface")
     os.environ.pop("LOCAL_KERNELS", None)  # what is shown is the Hub's road
     hub = None if args.hub else serve_kernels(home)

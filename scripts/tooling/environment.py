@@ -103,6 +103,18 @@ def prepare(home: Path, extras: list[str]) -> Path:
     return python
 
 
+def check_torch(device: str) -> None:
+    """Exits with a clear message if `device` is "cuda" and torch can use no GPU."""
+    if device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            fail(
+                f"--device is cuda, but torch {torch.__version__} of {sys.executable} can use no "
+                "GPU: run this with --here and a Python whose torch can"
+            )
+
+
 def use_built_kernels(device: str, names: list[str] | None = None, build: bool = True) -> None:
     """Builds kernels (all, or `names`) and adds them to $LOCAL_KERNELS, unless named there already.
 

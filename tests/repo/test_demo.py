@@ -40,5 +40,5 @@ def test_the_real_hub_is_not_pretended(tmp_path):
 
 def test_a_missing_model_is_named(tmp_path):
     done = demo(tmp_path, "--model", str(tmp_path / "nothing"))
-    assert done.returncode == 1
-    assert f"{tmp_path}/nothing holds no model" in done.stderr
+    assert done.returncode == 2
+    assert f"{tmp_path}/nothing is no folder, but must be a model's folder" in done.stderr

@@ -84,7 +84,6 @@ def test_killed_and_resumed_it_takes_the_same_steps_bit_for_bit(folder, fused_rn
         (["--set", "speed=3"], "--set speed=3: a recipe has name, model"),
         (["--set", "batch=0"], "batch is 0, but must be at least 1"),
         (["--set", "steps=many"], "steps is 'many', but must be int"),
-        (["--corpus", "/nowhere.zip"], "No such file or directory: '/nowhere.zip'"),
     ],
 )
 def test_wrong_arguments_are_named(folder, arguments, message):

@@ -1,0 +1,45 @@
+"""Types of command-line arguments, checked before an environment is made. Standard library only."""
+
+import argparse
+import re
+from pathlib import Path
+
+GPU_FILES = ("/dev/nvidiactl", "/dev/dxg")  # of NVIDIA's driver, and of Windows's Linux
+HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+
+
+def file(name: str) -> Path:
+    path = Path(name)
+    if not path.is_file():
+        problem = "is a folder" if path.is_dir() else "does not exist"
+        raise argparse.ArgumentTypeError(f"{name} {problem}, but must be a file")
+    return path
+
+
+def file_or_folder(name: str) -> Path:
+    path = Path(name)
+    if not path.exists():
+        raise argparse.ArgumentTypeError(f"{name} does not exist, but must be a file or a folder")
+    return path
+
+
+def model(name: str) -> str:
+    """Takes a folder with a config.json, or a name on the Hub: org/name."""
+    path = Path(name)
+    # `model_cards/nothing` has the form of a name on the Hub, but model_cards is a folder here
+    near = path if path.parent == Path() else path.parent
+    is_hub_name = HUB_NAME.fullmatch(name) and not near.exists()
+    if not is_hub_name and not (path / "config.json").is_file():
+        problem = "has no config.json" if path.is_dir() else "is no folder"
+        raise argparse.ArgumentTypeError(
+            f"{name} {problem}, but must be a model's folder or a name on the Hub (org/name)"
+        )
+    return name
+
+
+def device(name: str) -> str:
+    if name == "cuda" and not any(Path(path).exists() for path in GPU_FILES):
+        raise argparse.ArgumentTypeError(
+            f"cuda needs an NVIDIA GPU and its driver, but there is no {GPU_FILES[0]}"
+        )
+    return name
