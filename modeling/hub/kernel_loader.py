@@ -1,7 +1,7 @@
 """Loads a kernel: load_kernel(name, device_type, backend) -> the kernel's module.
 
-    auto        one variant for the device: from LOCAL_KERNELS, else from the Hub at the locked
-                revision, else the torch reference, with one warning that names the reason
+    auto        one variant for the device: a build on this machine, else from the Hub at the
+                locked revision, else the torch reference, with one warning that names the reason
     cuda, cpu   the same variant, or KernelUnavailable: a backend asked for by name never falls back
     reference   the torch reference
 
@@ -13,8 +13,9 @@ reviewed, so the user need not trust a publisher; `kernels.get_kernel` asks for 
 it imports whatever the repository holds today. Verified files in the cache are used without network
 access, so a second start works offline. A Hub that does not answer is given up after 20 seconds.
 
-LOCAL_KERNELS="org/name=/directory:..." (development) takes a build from disk instead. Its files are
-the developer's own: their digests are not checked.
+A checkout uses what scripts/build_kernels has built in it. LOCAL_KERNELS="org/name=/directory:..."
+names other builds, and where it or FLASHCELL_LOCK is set, those of the checkout are not used. Builds
+are the developer's own: their digests are not checked.
 """
 
 import importlib.util
@@ -33,6 +34,7 @@ from typing import Any
 
 import torch
 
+from .checkout import build_of_checkout
 from .download import FilesDiffer, FilesUnavailable
 from .kernel_files import read_verified, verified_files
 from .kernel_import import import_package, imported_package
@@ -70,7 +72,7 @@ class KernelInfo:
     """Describes where a loaded kernel came from."""
 
     name: str
-    source: str  # "hub", "local" (LOCAL_KERNELS) or "reference"
+    source: str  # "hub", "local" (a build on this machine) or "reference"
     backend: str  # "cpu", "cuda" or "reference"
     repo: str
     revision: str | None = None
@@ -81,7 +83,7 @@ class KernelInfo:
     def __str__(self) -> str:
         if self.source == "reference":
             return f"{self.name}: torch reference" + (f", {self.reason}" if self.reason else "")
-        origin = f"{self.repo}@{self.revision}" if self.source == "hub" else "LOCAL_KERNELS"
+        origin = f"{self.repo}@{self.revision}" if self.source == "hub" else "a build here"
         return f"{self.name}: {self.variant} from {origin}, {self.path}"
 
 
@@ -184,25 +186,33 @@ def _reference(name: str) -> Any:
 
 
 def _from_disk(name: str, repo: str, device_type: str) -> tuple[Any, KernelInfo] | None:
-    """Loads the build that LOCAL_KERNELS names, or returns None if it names none; never falls
-    back."""
-    entries = [e for e in os.environ.get("LOCAL_KERNELS", "").split(":") if e]
-    wrong = [e for e in entries if not all(e.partition("="))]
-    if wrong:
-        raise KernelError(f"LOCAL_KERNELS has {wrong[0]!r}, but must be org/name=/directory:...")
-    directory = dict(e.split("=", 1) for e in entries).get(repo)
-    if directory is None:
+    """Loads the build that LOCAL_KERNELS names, or that of this checkout; returns None if there is
+    none. A build that LOCAL_KERNELS names must fit this machine."""
+    named = os.environ.get("LOCAL_KERNELS")
+    root = build_of_checkout(name) if named is None else _named_build(named, repo)
+    if root is None:
         return None
-    root = Path(directory)
     files = [f for at in ("", "*/", "build/*/") for f in root.glob(f"{at}metadata.json")]
     metadata = {f.resolve().parent: json.loads(read_file(f)) for f in files}
     archs = {p.name: m["backend"].get("archs", []) for p, m in metadata.items()}
     variant = choose_variant(archs, device_type)
     if variant is None:
+        if named is None:
+            return None
         raise KernelError(f"LOCAL_KERNELS: {root} does not fit: {explain(archs, device_type)}")
     path = next(p for p in metadata if p.name == variant)
     module = _import_from(path, metadata[path]["id"])
     return module, KernelInfo(name, "local", device_type, repo, variant=variant, path=path)
+
+
+def _named_build(entries: str, repo: str) -> Path | None:
+    """Returns the directory that LOCAL_KERNELS, "org/name=/directory:...", gives for `repo`."""
+    parts = [e for e in entries.split(":") if e]
+    wrong = [e for e in parts if not all(e.partition("="))]
+    if wrong:
+        raise KernelError(f"LOCAL_KERNELS has {wrong[0]!r}, but must be org/name=/directory:...")
+    directory = dict(e.split("=", 1) for e in parts).get(repo)
+    return None if directory is None else Path(directory)
 
 
 def _import_from(path: Path, identifier: str) -> Any:
@@ -226,8 +236,8 @@ def _from_hub(name: str, locked: dict[str, Any], device_type: str) -> tuple[Any,
     repo, revision, variants = locked["repo"], locked["revision"], locked["variants"]
     if revision is None:
         raise KernelUnavailable(
-            f"the lock says that {repo} is unpublished (scripts/build_kernels builds it, "
-            f"LOCAL_KERNELS={repo}=/directory uses it)"
+            f"the lock says that {repo} is unpublished (in a checkout scripts/build_kernels builds "
+            f"it, elsewhere LOCAL_KERNELS={repo}=/directory names a build)"
         )
     archs = {variant: entry["archs"] for variant, entry in variants.items()}
     variant = choose_variant(archs, device_type)

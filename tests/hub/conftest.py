@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CHILD = Path(__file__).with_name("child.py")
 LOADER = [
     *(
+        "hub/checkout",
         "hub/kernel_loader",
         "hub/kernel_variants",
         "hub/kernel_files",

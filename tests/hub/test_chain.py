@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from flashcell.hub import checkout
+
 pytestmark = pytest.mark.hub
 ROOT = Path(__file__).resolve().parents[2]
 # The kernel is loaded while Dynamo traces, by the first call of the compiled function.
@@ -78,6 +80,41 @@ def test_a_second_kernel_from_disk(diagonal_rnn):
     assert run("-c", USE, name, *KERNELS[name], env=env) == "local\n"
 
 
+def test_the_build_of_a_checkout(diagonal_rnn, tmp_path):
+    """It is used without LOCAL_KERNELS, unless that or FLASHCELL_LOCK says otherwise."""
+    name, unset = "diagonal-rnn", ("LOCAL_KERNELS", "FLASHCELL_LOCK")
+    env = {k: v for k, v in os.environ.items() if k not in unset}
+    assert run("-c", USE, name, *KERNELS[name], env=env) == "local\n"
+    tell = "from flashcell import kernel_info; info = kernel_info('diagonal-rnn', 'cpu')\n"
+    tell += "print(info.source, info.path, info)"
+    source, path, _ = run("-c", tell, env=env).split(" ", 2)
+    assert (source, Path(path)) == ("local", Path(diagonal_rnn.__file__).parent)
+    lock = {"FLASHCELL_LOCK": str(ROOT / "modeling/hub/kernels_lock.py")}
+    for other in ({"LOCAL_KERNELS": ""}, {"LOCAL_KERNELS": "a/b=/c"}, lock):
+        assert run("-c", tell, env=env | other).startswith("reference None"), other
+    tell = tell.replace("'cpu')", "'cuda')")  # a GPU's variant is not there, or for that GPU
+    assert run("-c", tell, env=env).startswith(("reference None", "local "))
+
+
+@pytest.mark.parametrize(
+    ("place", "is_checkout"),
+    [
+        ("modeling/hub/checkout.py", True),
+        ("site-packages/flashcell/hub/checkout.py", False),
+        ("flashcell/hub/checkout.py", False),
+        ("a/repository/hub_checkout.py", False),
+    ],
+)
+def test_an_installed_or_exported_copy_is_no_checkout(monkeypatch, tmp_path, place, is_checkout):
+    """Beside it may lie a folder that somebody else can write to."""
+    monkeypatch.delenv("FLASHCELL_LOCK", raising=False)
+    monkeypatch.setattr(checkout, "__file__", str(tmp_path / place))
+    for root in (tmp_path, (tmp_path / place).parents[2]):
+        (root / "kernel_builds/fused-rnn/build").mkdir(parents=True, exist_ok=True)
+    found = checkout.build_of_checkout("fused-rnn")
+    assert found == (tmp_path / "kernel_builds/fused-rnn/build" if is_checkout else None)
+
+
 def test_a_second_kernel_that_is_unpublished(tmp_path):
     """auto falls back to its own reference with a warning; by name it does not."""
     code = """
@@ -92,10 +129,8 @@ try:
 except KernelUnavailable as error:
     print(error)
 """
-    unset = ("LOCAL_KERNELS", "FLASHCELL_LOCK")
-    first, second = run(
-        "-c", code, env={k: v for k, v in os.environ.items() if k not in unset}
-    ).splitlines()
+    env = {k: v for k, v in os.environ.items() if k != "FLASHCELL_LOCK"} | {"LOCAL_KERNELS": ""}
+    first, second = run("-c", code, env=env).splitlines()
     assert first.startswith("flashcell.kernels.diagonal_rnn ['diagonal-rnn runs as the torch")
     assert "flashcell/diagonal-rnn is unpublished" in first
     assert "flashcell/diagonal-rnn is unpublished" in second
