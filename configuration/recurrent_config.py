@@ -1,5 +1,6 @@
 """The base class of all families' configurations."""
 
+import os
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
@@ -26,6 +27,8 @@ class RecurrentConfig(PreTrainedConfig):
     presets: ClassVar[dict[str, dict[str, Any]]] = {}
     # Called whenever a configuration is made or copied; flashcell.configuration sets it.
     on_creation: ClassVar[Callable[[], object]] = dict
+    # Called with the configuration and its folder before it is saved; set in the same place.
+    on_saving: ClassVar[Callable[[Any, str], None]] = staticmethod(lambda config, folder: None)
 
     tie_word_embeddings: bool = False
     use_cache: bool = True
@@ -37,6 +40,8 @@ class RecurrentConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         RecurrentConfig.on_creation()
         super().__post_init__(**kwargs)
+        if "auto_map" not in self.__dict__:
+            self.auto_map: dict[str, str] = {}  # trl reads it from every configuration
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         RecurrentConfig.on_creation()
@@ -62,7 +67,21 @@ class RecurrentConfig(PreTrainedConfig):
         output = super().to_dict()
         for name in self.run_time_fields:
             output.pop(name, None)
+        if not output.get("auto_map"):
+            output.pop("auto_map", None)
         return output
+
+    def save_pretrained(self, save_directory: str | os.PathLike, **kwargs: Any) -> None:
+        if not os.path.isfile(save_directory):  # which the base class refuses
+            os.makedirs(save_directory, exist_ok=True)
+            RecurrentConfig.on_saving(self, os.fspath(save_directory))
+        super().save_pretrained(save_directory, **kwargs)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
+        """Does nothing for an installed class: saving would copy its file, which needs the others."""
+        if not cls.__module__.startswith("flashcell."):
+            super().register_for_auto_class(auto_class)
 
     def require_sizes(self, *names: str) -> None:
         for name in names:

@@ -6,6 +6,7 @@ Auto class needs one to choose a model, and by then no module is half imported.
 """
 
 import importlib
+import os
 import sys
 import warnings
 from functools import cache
@@ -13,6 +14,8 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
+
+from .utils.whole_file import write_file
 
 PACKAGE = __name__.partition(".")[0]
 AUTO_CONFIG = "transformers.models.auto.configuration_auto"
@@ -30,6 +33,20 @@ HEADS = {  # the end of a class's name -> its Auto class, and the mapping of tha
         "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING",
     ),
 }
+
+LOADER = """\"\"\"Takes this model's classes from the installed flashcell.
+
+Programs that do not import flashcell find them here, with trust_remote_code.
+\"\"\"
+
+from flashcell import (
+{names}
+)
+
+__all__ = [
+{quoted}
+]
+"""
 
 
 class AfterAutoConfig(MetaPathFinder):
@@ -84,6 +101,25 @@ def register_models() -> None:
         for head, (auto, mapping) in HEADS.items():
             if config not in getattr(transformers, mapping):
                 getattr(transformers, auto).register(config, getattr(package, f"{family}{head}"))
+
+
+def write_loader(config: Any, folder: str) -> None:
+    """Writes flashcell_code.py, a module with the model's classes, and names them in auto_map.
+
+    So programs that never import this package load the model where it is installed. What auto_map
+    says about other code is kept if the code lies in the folder."""
+    family = FAMILIES.get(config.model_type)
+    if family is None or not type(config).__module__.startswith(f"{PACKAGE}."):  # a user's own
+        return
+    classes = {"AutoConfig": f"{family}Config"}
+    classes |= {auto: f"{family}{head}" for head, (auto, _) in HEADS.items()}
+    is_here = lambda name: os.path.isfile(os.path.join(folder, f"{str(name).partition('.')[0]}.py"))
+    others = {auto: name for auto, name in config.auto_map.items() if is_here(name)}
+    config.auto_map = {auto: f"flashcell_code.{name}" for auto, name in classes.items()} | others
+    names = sorted(classes.values())
+    lines = {"names": "    {},", "quoted": '    "{}",'}
+    parts = {key: "\n".join(line.format(name) for name in names) for key, line in lines.items()}
+    write_file(os.path.join(folder, "flashcell_code.py"), LOADER.format(**parts).encode())
 
 
 def import_with_transformers(module: str, what: str) -> ModuleType:

@@ -64,6 +64,13 @@ def generate_many(
     tokens so far.
     """
     Request((), **defaults)  # TypeError for another name
+    given = [requests] if isinstance(requests, str) else requests
+    if isinstance(given, list | tuple):
+        for text in (prompt for prompt in given if isinstance(prompt, str)):
+            raise TypeError(
+                f"requests has the text {text!r:.60}, but must have token ids: "
+                "tokenizer(text)['input_ids']"
+            )
     return Batcher(model, slots, prefill_rows, prefill_chunk, max_prompt_tokens).reading(
         requests, defaults
     )

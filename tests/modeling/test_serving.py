@@ -242,6 +242,16 @@ def test_slots_stay_full(make_model, tokens, monkeypatch):
     assert len(calls) < 2.5 * (4 * 60 + 28 * 4) / 4  # 8 * 60 padded
 
 
+def test_text_is_refused_at_once(make_model, tokens):
+    """Of a list, which is there; what a generator yields ends alone."""
+    model = make_model()
+    for requests in ("text", ["text"], (tokens(3), "text"), [Request(tokens(3)), "text"]):
+        with pytest.raises(TypeError, match="requests has the text 'text', but must have token"):
+            generate_many(model, requests)
+    (done,) = generate_many(model, iter(["text"]))
+    assert "prompt is 'text', but must be token ids" in str(done.error)
+
+
 def test_what_it_does_not_take(make_model):
     model = make_model()
     with pytest.raises(ValueError, match="slots is 0, but must be an integer of at least 1"):
