@@ -62,6 +62,12 @@ def find_ninja() -> Path:
     return _find("ninja", "pip install ninja")
 
 
+def ninja_status(ninja: Path) -> dict[str, str]:
+    """Returns the variable that makes ninja say how much is done and how long the rest takes."""
+    has_estimate = _version(_output(ninja, "--version")) >= (1, 12)
+    return {"NINJA_STATUS": "[%f of %t, %W left] " if has_estimate else "[%f of %t] "}
+
+
 def find_gxx() -> Path:
     """$CXX, or g++; the ABI checks know GCC's libraries only."""
     path = _find(os.environ.get("CXX") or "g++", "your system's package g++ (build-essential)")

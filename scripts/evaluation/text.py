@@ -1,6 +1,7 @@
 """Measures a model's loss on text: on every token, given all of its document before it."""
 
 import math
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import yaml
+from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import flashcell  # noqa: F401  registers the model families
@@ -103,7 +105,9 @@ def lay_out(tokenizer, texts: list[str]) -> Lanes:
 def token_losses(model, lanes: Lanes, length: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yields, for `length` tokens of every lane at a time, positions in the documents and nats."""
     carried = None
-    for index in range(lanes.chunks(length)):
+    # a bar in a terminal, and in a log a line from time to time
+    often = 0.1 if sys.stderr.isatty() else 20
+    for index in tqdm(range(lanes.chunks(length)), unit="chunk", mininterval=often):
         chunk = lanes.chunk(index, length)
         nats, carried = chunk_loss(model, chunk, carried, "none")
         asked = (chunk[2] != -100).flatten()

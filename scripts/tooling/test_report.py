@@ -13,6 +13,8 @@ from collections.abc import Iterable
 
 import pytest
 
+from tooling.progress import time_left
+
 EVERY = 20.0  # seconds between two lines of progress
 NEEDS_GPU = "need an NVIDIA GPU and FLASHCELL_TEST_DEVICE=cuda"
 SLOW = "marked slow, `scripts/test --all` runs them"
@@ -30,10 +32,8 @@ def about_a_gpu(reason: str) -> bool:
 
 
 def progress_line(done: int, total: int, seconds: float) -> str:
-    left = seconds / done * (total - done)
-    minutes = round(left / 60)
-    unit = f"{minutes} minute{'s' * (minutes != 1)}" if minutes else f"{left:.0f} seconds"
-    return f"{100 * done // total:3}%, {done:,} of {total:,} tests, {unit} left"
+    left = time_left(done, total, seconds)
+    return f"{100 * done // total:3}%, {done:,} of {total:,} tests, {left}"
 
 
 class Report:

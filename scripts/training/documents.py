@@ -73,6 +73,17 @@ class Documents:
                 found.append(row[self.column])
         return found
 
+    def why_none_is_held_out(self) -> str:
+        if self.held_out_split:
+            return f"data.held_out_split is {self.held_out_split!r}, but that split has no text"
+        one_in = self.recipe.held_out_in
+        count = "" if self.streams else f" of {len(self.table)}"
+        return (
+            f"no document{count} is held out, but one must be, to measure the model on. held_out_in "
+            f"is {one_in}: about one document in {one_in} is held out, by its hash. Give more "
+            "documents (of a single file each paragraph is one), or --set held_out_in=2"
+        )
+
     def __iter__(self):
         one_in = 0 if self.held_out_split else self.recipe.held_out_in
         while True:
@@ -166,7 +177,7 @@ class DatasetTexts:
         self.documents = Documents(recipe, rank, world)
         self.held_out_texts = self.documents.held_out()
         if not self.held_out_texts:
-            raise ValueError("data has no held-out document: see held_out_in, data.held_out_split")
+            raise ValueError(self.documents.why_none_is_held_out())
         self.tokenizer = self._tokenizer(folder)
         encoded = encode_documents(self.tokenizer, self.held_out_texts)
         self.held_out_lanes = held_out_lanes(encoded, self.tokenizer.bos_token_id)

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from tooling.progress import time_left
 from training.checkpoint import Checkpoints, checkpoints_in
 from training.guard import first_non_finite
 from training.monitors import COLUMNS as MONITOR_COLUMNS
@@ -92,7 +93,8 @@ class Training:
             if step % recipe.log_every == 0 or step == last:
                 evaluate = step % recipe.evaluate_every == 0 or step == last
                 row = self.log_row(learning_rate, evaluate)
-                self.say(f"{describe(row)}  {speed}")
+                left = time_left(step - first, last - first, spent)
+                self.say(f"{describe(row)}  {speed}, {left}")
             if self.args.max_minutes and spent > self.args.max_minutes * 60:
                 stop.append(f"{self.args.max_minutes:g} minutes are over")
             stop = self.agreed(stop)

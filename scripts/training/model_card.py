@@ -13,6 +13,7 @@ from training.step import held_out_loss
 
 ROOT = Path(__file__).resolve().parents[2]
 TEMPLATE = ROOT / "model_cards" / "TEMPLATE.md"
+TEMPLATE_OWN_TEXT = ROOT / "model_cards" / "TEMPLATE_OWN_TEXT.md"
 PROMPT = "def read_"
 
 
@@ -39,7 +40,8 @@ def write_model(folder: Path, training, corpus, state: dict[str, torch.Tensor]) 
     loaded.config.backend = training.args.backend
     tokenizer = AutoTokenizer.from_pretrained(folder)
     nats = held_out_loss(loaded, training.texts.held_out_lanes, training.recipe.length)
-    facts = describe_run(training, corpus) | {
+    facts = describe_run(training) | describe_corpus(training, corpus)
+    facts |= {
         "held_out_loss": f"{nats:.4f}",
         "bits_per_byte": f"{training.texts.bits_per_byte(nats):.4f}",
         "weights_mb": f"{(folder / 'model.safetensors').stat().st_size / 1e6:.1f}",
@@ -47,6 +49,25 @@ def write_model(folder: Path, training, corpus, state: dict[str, torch.Tensor]) 
         "sample": sample(loaded, tokenizer),
     }
     card = string.Template(TEMPLATE.read_text()).substitute(facts)
+    (folder / "README.md").write_text(card)
+
+
+def write_own_model(folder: Path, training, state: dict[str, torch.Tensor]) -> None:
+    """Writes a model that was trained on a user's text, and its card; its held-out number is the
+    log's last."""
+    save_model(folder, training, state)
+    draw_curve(training, folder / "curve.png")
+    texts, data = training.texts, training.recipe.data
+    last = training.log.rows()[-1]
+    local = data["path"] == "text"
+    facts = describe_run(training) | {
+        "data": "local text" if local else f"{data['path']} {data.get('name', '')}".strip(),
+        "held_out_loss": f"{float(last['held_out_loss']):.4f}",
+        "bits_per_byte": f"{float(last['held_out_bits_per_byte']):.4f}",
+        "held_out_documents": f"{len(texts.held_out_texts):,}",
+        "held_out_bytes": f"{texts.held_out_bytes:,}",
+    }
+    card = string.Template(TEMPLATE_OWN_TEXT.read_text()).substitute(facts)
     (folder / "README.md").write_text(card)
 
 
@@ -60,20 +81,37 @@ def rounded(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return state
 
 
-def describe_run(training, corpus) -> dict[str, str]:
-    recipe, texts, seconds = training.recipe, training.texts, training.progress["seconds"]
-    tokens = recipe.steps * recipe.batch * recipe.length
+def describe_run(training) -> dict[str, str]:
+    """Returns what a card says about the model and the run, whatever the text."""
+    recipe, seconds = training.recipe, training.progress["seconds"]
     model = training.unwrapped
-    packed = lzma.compress("".join(texts.held_out_texts).encode(), preset=9 | lzma.PRESET_EXTREME)
     return {
         "name": recipe.name,
-        "recipe": f"scripts/recipes/{training.args.recipe.name}",
         "model_type": model.config.model_type,
-        "parameters": f"{sum(p.numel() for p in model.parameters()):,}",
+        "parameters": f"{training.parameters:,}",
         "architecture": ", ".join(
             f"{key} {value}" for key, value in recipe.model.items() if key != "model_type"
         ),
-        "vocab_size": str(len(texts.tokenizer)),
+        "vocab_size": str(len(training.texts.tokenizer)),
+        "seen_tokens": f"{recipe.steps * recipe.batch * recipe.length:,}",
+        "steps": f"{recipe.steps:,}",
+        "batch": str(recipe.batch),
+        "length": str(recipe.length),
+        "precision": {"no": "fp32", "bf16": "bf16 autocast, fp32 weights"}[recipe.precision],
+        "dropout": f"dropout {recipe.dropout}, " if recipe.dropout else "",
+        "duration": f"{seconds / 60:.0f} minutes" if seconds > 150 else f"{seconds:.0f} seconds",
+        "machine": machine(training.accelerator.device),
+        "torch": torch.__version__,
+    }
+
+
+def describe_corpus(training, corpus) -> dict[str, str]:
+    """Returns what a card says about the standard library, and how to run the recipe again."""
+    recipe, texts = training.recipe, training.texts
+    packed = lzma.compress("".join(texts.held_out_texts).encode(), preset=9 | lzma.PRESET_EXTREME)
+    return {
+        "recipe": f"scripts/recipes/{training.args.recipe.name}",
+        "options": " --device cuda" if training.accelerator.device.type == "cuda" else "",
         "python": corpus.python,
         "sha256": corpus.sha256,
         "files": str(sum(texts.files)),
@@ -82,17 +120,7 @@ def describe_run(training, corpus) -> dict[str, str]:
         "training_bytes": f"{texts.bytes[0]:,}",
         "held_out_bytes": f"{texts.bytes[1]:,}",
         "training_tokens": f"{texts.tokens:,}",
-        "seen_tokens": f"{tokens:,}",
-        "epochs": f"{tokens / texts.tokens:.1f}",
-        "steps": f"{recipe.steps:,}",
-        "batch": str(recipe.batch),
-        "length": str(recipe.length),
-        "precision": {"no": "fp32", "bf16": "bf16 autocast, fp32 weights"}[recipe.precision],
-        "dropout": f"dropout {recipe.dropout}, " if recipe.dropout else "",
-        "duration": f"{seconds / 60:.0f} minutes" if seconds > 150 else f"{seconds:.0f} seconds",
-        "machine": machine(training.accelerator.device),
-        "options": " --device cuda" if training.accelerator.device.type == "cuda" else "",
-        "torch": torch.__version__,
+        "epochs": f"{recipe.steps * recipe.batch * recipe.length / texts.tokens:.1f}",
         "xz_bits_per_byte": f"{8 * len(packed) / texts.bytes[1]:.2f}",
     }
 

@@ -167,7 +167,10 @@ def test_the_card_says_what_is_measured(name):
     [
         (["tasks"], "exactly one of --suite and --tasks must be given"),
         (["tasks", "--suite", "pararnn", "--shots", "3"], "--shots is 3, but must be left out"),
-        (["lengths", "--text", "x", "--corpus", "y"], "--corpus is y, but must be left out unless"),
+        (
+            ["lengths", "--text", __file__, "--corpus", __file__],
+            "must be left out unless --held-out",
+        ),
         (["perplexity"], "one of the arguments --text --held-out is required"),
     ],
 )
