@@ -1,6 +1,7 @@
 """The real kernels, from their builds over the Hub into a process that compiles with them."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from flashcell.hub import checkout
+from tooling import pages
 
 pytestmark = pytest.mark.hub
 ROOT = Path(__file__).resolve().parents[2]
@@ -70,6 +72,17 @@ def test_real_kernel(request, name, local_hub, tmp_path):
         assert run("-c", USE, name, *KERNELS[name], env=user) == "hub\n"
     finally:
         hub.stop()
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_the_card_runs(request, name):
+    """The program of a kernel's card, on the built kernel instead of the Hub's."""
+    built = request.getfixturevalue(name.replace("-", "_"))
+    page = (ROOT / "kernel_builds" / name / "build/CARD.md").read_text()
+    load = f"get_local_kernel(__import__('pathlib').Path({str(Path(built.__file__).parent)!r}))"
+    code, count = re.subn(r"get_kernel\([^)]*\)", load, pages.program(page))
+    assert count == 1
+    exec(code.replace("import get_kernel", "import get_local_kernel"), {})
 
 
 def test_a_second_kernel_from_disk(diagonal_rnn):

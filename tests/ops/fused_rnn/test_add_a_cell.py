@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,12 @@ CONTRACT = ["test_sequence.py", "test_contract.py", "test_registration.py"]
 def test_the_cell_is_small():
     lines = sum(len((CELLS / f).read_text().strip().splitlines()) for f in ("mgu.h", "mgu.py.txt"))
     assert lines <= 60
+
+
+def test_the_page_shows_the_cell_that_is_tried():
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    (block,) = re.findall(r"```py\n(.*?)```", page, re.DOTALL)
+    assert textwrap.dedent(block).strip() == (CELLS / "mgu.py.txt").read_text().strip()
 
 
 @pytest.mark.slow
