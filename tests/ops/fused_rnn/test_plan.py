@@ -1,6 +1,7 @@
 """explain_plan: the binary's planner against the functions that the CUDA launches call."""
 
 import random
+import re
 import subprocess
 from pathlib import Path
 
@@ -194,3 +195,34 @@ def test_block_engine_fits_every_arch(fused_rnn):
             plan = explain_with(planner, *call, precision="tf32")
             assert plan.engine == "block"
             assert [limit.used <= least for limit in plan.limits] == [True, True], plan
+
+
+def test_the_guides_table_of_engines(fused_rnn):
+    """The widest head of an LSTM that each engine takes on each GPU, as README.md says."""
+    planner = fused_rnn.dispatch.ops.explain_plan
+    widths = range(16, 2700, 16)
+
+    def widest(gpu: str, dtype: str) -> dict[str, str]:
+        plans = (
+            explain_with(planner, "lstm", 1, width, 16, dtype, gpu, precision="tf32")
+            for width in widths
+        )
+        return {plan.engine: str(width) for plan, width in zip(plans, widths, strict=True)}
+
+    page = (BUILDS / "fused-rnn/README.md").read_text().split("## How it runs")[1]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in page.splitlines()
+        if re.match(r"\| .*\(sm_\d+\) \|", line)
+    ]
+    assert [row[0].rpartition(" (")[0] for row in rows] == [
+        *("A100", "RTX 3090", "RTX 4090", "H100, H200", "B200", "RTX 5090")
+    ]
+    for names, *cells in rows:
+        gpus, arch = names.split(" (sm_")
+        for gpu in gpus.split(", "):
+            assert find_device(gpu).arch == int(arch.rstrip(")"))
+            half, tf32 = widest(gpu, "bfloat16"), widest(gpu, "float32")
+            for engine, said in zip(("block", "cluster", "grid"), cells, strict=True):
+                both = f"{half.get(engine, '-')} ({tf32.get(engine, '-')})"
+                assert said == both.replace("- (-)", "-"), (gpu, engine)
