@@ -94,14 +94,18 @@ def check_torch(python: Path, floor: str) -> None:
 
 
 def check_helpers() -> None:
-    """What the helpers themselves import, before minutes are spent compiling."""
+    """Checks what comes as wheels, before minutes are spent compiling, and names all that is missing."""
     wheels = {"kernels": "kernels", "kernel_abi_check": "kernel-abi-check", "jinja2": "jinja2"}
-    for module, wheel in wheels.items():
-        if importlib.util.find_spec(module) is None:
-            raise BuildError(
-                f"{sys.executable} has no {module}, but builds need it: "
-                f"pip install -c constraints.txt {wheel}"
-            )
+    missing = [
+        wheel for module, wheel in wheels.items() if importlib.util.find_spec(module) is None
+    ]
+    missing += [name for name in ("cmake", "ninja") if _which(name) is None]
+    if missing:
+        raise BuildError(
+            f"{sys.executable} has no {', '.join(missing)}, but builds need "
+            f"{'it' if len(missing) == 1 else 'them'}: "
+            f"pip install -c constraints.txt {' '.join(missing)}"
+        )
 
 
 def find_nvcc(home: Path, choice: str = "auto", install: bool = True) -> Nvcc:
@@ -165,10 +169,14 @@ def _install_wheels(root: Path) -> None:
     partial.rename(root)
 
 
-def _find(program: str, remedy: str) -> Path:
+def _which(program: str) -> str | None:
     """On PATH, or beside the running Python, where pip puts programs."""
     folders = [sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)]
-    found = shutil.which(program, path=os.pathsep.join(folders))
+    return shutil.which(program, path=os.pathsep.join(folders))
+
+
+def _find(program: str, remedy: str) -> Path:
+    found = _which(program)
     if found is None:
         raise BuildError(f"{program} is not on this machine, but building needs it: {remedy}")
     return Path(found)
