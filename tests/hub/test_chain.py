@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from flashcell.hub import checkout
+from flashcell.hub import checkout, kernel_loader
 from tooling import pages
 
 pytestmark = pytest.mark.hub
@@ -93,20 +93,25 @@ def test_a_second_kernel_from_disk(diagonal_rnn):
     assert run("-c", USE, name, *KERNELS[name], env=env) == "local\n"
 
 
-def test_the_build_of_a_checkout(diagonal_rnn, tmp_path):
+def test_the_build_of_a_checkout(diagonal_rnn, monkeypatch):
     """It is used without LOCAL_KERNELS, unless that or FLASHCELL_LOCK says otherwise."""
-    name, unset = "diagonal-rnn", ("LOCAL_KERNELS", "FLASHCELL_LOCK")
-    env = {k: v for k, v in os.environ.items() if k not in unset}
-    assert run("-c", USE, name, *KERNELS[name], env=env) == "local\n"
+    env = {k: v for k, v in os.environ.items() if k not in ("LOCAL_KERNELS", "FLASHCELL_LOCK")}
     tell = "from flashcell import kernel_info; info = kernel_info('diagonal-rnn', 'cpu')\n"
-    tell += "print(info.source, info.path, info)"
-    source, path, _ = run("-c", tell, env=env).split(" ", 2)
+    source, path = run("-c", f"{tell}print(info.source, info.path)", env=env).split()
     assert (source, Path(path)) == ("local", Path(diagonal_rnn.__file__).parent)
+
+    call = ("diagonal-rnn", "flashcell/diagonal-rnn", "cpu")
+    for name in ("LOCAL_KERNELS", "FLASHCELL_LOCK"):
+        monkeypatch.delenv(name, raising=False)
+    _, info = kernel_loader._from_disk(*call)
+    assert info.path == Path(diagonal_rnn.__file__).parent
+    assert kernel_loader._from_disk(*call[:2], "mps") is None  # what does not fit is no error
     lock = {"FLASHCELL_LOCK": str(ROOT / "modeling/hub/kernels_lock.py")}
     for other in ({"LOCAL_KERNELS": ""}, {"LOCAL_KERNELS": "a/b=/c"}, lock):
-        assert run("-c", tell, env=env | other).startswith("reference None"), other
-    tell = tell.replace("'cpu')", "'cuda')")  # a GPU's variant is not there, or for that GPU
-    assert run("-c", tell, env=env).startswith(("reference None", "local "))
+        with monkeypatch.context() as changed:
+            for name, value in other.items():
+                changed.setenv(name, value)
+            assert kernel_loader._from_disk(*call) is None, other
 
 
 @pytest.mark.parametrize(
