@@ -7,11 +7,13 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
 from tooling import environment as python_environment
+from tooling import test as test_command
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -148,6 +150,19 @@ def test_a_change_is_judged_by_the_fast_tier_and_the_week_by_all():
     assert events[".ci/run"] == {"push", "pull_request"}
     assert set(when) - events[".ci/run"] == {"schedule", "workflow_dispatch"}
     assert events["scripts/test --all"] == {"schedule", "workflow_dispatch"}
+
+
+@pytest.mark.parametrize(
+    ("option", "cuda", "slow"),
+    [("", None, False), ("cuda", "--check", False), ("all", "--out", True)],
+)
+def test_what_each_tier_runs(tmp_path, option, cuda, slow):
+    args = SimpleNamespace(**{"all": False, "cuda": False, "jobs": 2, "pytest": [], option: True})
+    steps = dict(test_command.build_steps(args, tmp_path))
+    assert set(steps) == {"build", "repository", *(["build cuda"] if cuda else [])}
+    assert cuda is None or cuda in steps["build cuda"]
+    _, command = test_command.tests(args, tmp_path)
+    assert ("not slow" not in command) == slow
 
 
 def test_an_environment_is_made_once_and_again_when_the_pins_change(monkeypatch, tmp_path):
