@@ -40,7 +40,7 @@ class RecurrentConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         RecurrentConfig.on_creation()
         super().__post_init__(**kwargs)
-        if "auto_map" not in self.__dict__:
+        if getattr(self, "auto_map", None) is None:
             self.auto_map: dict[str, str] = {}  # trl reads it from every configuration
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -82,7 +82,7 @@ def test_every_configuration_has_an_auto_map(kind, tmp_path):
     assert config == kind()
     config.save_pretrained(tmp_path)
     assert config.auto_map["AutoConfig"] == f"flashcell_code.{kind.__name__}"
-    assert kind().auto_map == {}
+    assert kind().auto_map == kind(auto_map=None).auto_map == {}
     again = kind.from_pretrained(tmp_path)
     assert again.auto_map == config.auto_map
 
