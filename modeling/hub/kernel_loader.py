@@ -193,8 +193,9 @@ def _from_disk(name: str, repo: str, device_type: str) -> tuple[Any, KernelInfo]
     if root is None:
         return None
     files = [f for at in ("", "*/", "build/*/") for f in root.glob(f"{at}metadata.json")]
-    metadata = {f.resolve().parent: json.loads(read_file(f)) for f in files}
-    archs = {p.name: m["backend"].get("archs", []) for p, m in metadata.items()}
+    with _explained(f"the metadata of the builds in {root} cannot be read", KernelError):
+        metadata = {f.resolve().parent: json.loads(read_file(f)) for f in files}
+        archs = {p.name: m["backend"].get("archs", []) for p, m in metadata.items()}
     variant = choose_variant(archs, device_type)
     if variant is None:
         if named is None:

@@ -253,6 +253,14 @@ def test_local_kernels_do_not_fall_back(chain, project, tmp_path):
     for entry in ("/a/path", "=/a/path", "flashcell/fused-rnn=", "="):
         (malformed,) = chain.load(AUTO, **{wish: entry})
         assert f"LOCAL_KERNELS has '{entry}', but must be" in malformed["message"]
+    metadata = project.root / "build" / chain.variant / "metadata.json"
+    whole = metadata.read_text()
+    for text, reason in ((whole[:20], "JSONDecodeError"), ("[]", "TypeError"), ("{}", "KeyError")):
+        metadata.write_text(text)
+        (damaged,) = chain.load(AUTO, **{wish: f"flashcell/fused-rnn={project.root}"})
+        assert damaged["error"] == "KernelError"
+        assert f"builds in {project.root} cannot be read ({reason}" in damaged["message"]
+    metadata.write_text(whole)
     (project.root / "build" / chain.variant / "cells.py").write_text("raise OSError('broken')")
     (broken,) = chain.load(AUTO, **{wish: f"flashcell/fused-rnn={project.root}"})
     assert broken["error"] == "KernelError"

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from commands import environment
 from tooling import pages
@@ -47,8 +46,6 @@ def test_a_run_leaves_a_card_and_a_curve_and_says_the_time_left(tmp_path):
     assert f"**{float(last['held_out_bits_per_byte']):.4f}**" in card
     program = card.replace('"tiny"', f'"{model}"')
     assert not list(pages.failures(tmp_path, lambda name: program, ["README.md"]))
-    AutoTokenizer.from_pretrained(model)
-    AutoModelForCausalLM.from_pretrained(model, trust_remote_code=True)
 
 
 def test_few_files_end_with_a_hint(tmp_path, monkeypatch):
