@@ -1,4 +1,4 @@
-// A kernel's cells as a list of types.
+// Defines CellList, which names a kernel's cells as a list of types.
 #pragma once
 #include <type_traits>
 
@@ -8,7 +8,8 @@ template <typename... Cells>
 struct CellList {
   static constexpr int kCount = sizeof...(Cells);
 
-  // Where a cell stands in the list: engines that are compiled apart know it by this.
+  // Returns the index of a cell in the list. Sources that are compiled separately identify a cell
+  // by this index.
   template <typename Cell>
   static constexpr int index_of() {
     int index = 0, found = -1;

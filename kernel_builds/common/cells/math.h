@@ -1,10 +1,11 @@
-// Scalar primitives of the cells (exp, tanh, log1p, select) and what is built on them for every V.
-// A vector type V brings its own primitives, found by argument-dependent lookup.
+// Scalar primitives of the cells (exp, tanh, log1p, select) and the functions built on them, for
+// every value type V. A vector type V brings its own primitives, found by argument-dependent
+// lookup.
 #pragma once
 #include <cmath>
 
-// FN functions are always inlined on the host: one translation unit per instruction set compiles
-// these headers, and an out-of-line copy could be merged across them by the linker.
+// Functions marked FN are always inlined on the host: one translation unit for each instruction set
+// compiles these headers, and the linker could merge an out-of-line copy across them.
 #if defined(__CUDACC__)
 #define FN __host__ __device__ __forceinline__
 #else
@@ -45,7 +46,7 @@ FN V maximum(V a, V b) {
   return select(b != b, b, select(a < b, b, a));
 }
 
-// Derivatives in terms of the output y of the non-linearity, which is what is saved.
+// Each derivative is a function of the output y of the non-linearity, because y is what is saved.
 template <typename V>
 FN V d_sigmoid(V y) {
   return y * (V(1) - y);

@@ -1,4 +1,4 @@
-// From a dtype and a cell known at run time to the function compiled for them.
+// Selects the function compiled for a dtype and a cell that are known only at run time.
 #pragma once
 #include "common/cells/list.h"
 #include "common/cpu/host.h"

@@ -1,4 +1,5 @@
-// What a CPU engine asks of its host: threads and memory, without torch.
+// The functions a CPU engine needs from its host, threads and memory, so that engines do not depend
+// on torch.
 #pragma once
 #include <cstdint>
 
@@ -7,7 +8,8 @@ namespace flashcell {
 struct Host {
   void (*parallel)(int64_t count, void (*body)(void* context, int64_t begin, int64_t end),
                    void* context);
-  void* (*allocate)(int64_t bytes);  // 64-byte aligned, uninitialised; throws, never null
+  // Returns 64-byte aligned, uninitialised memory; throws on failure, never returns null.
+  void* (*allocate)(int64_t bytes);
   void (*release)(void* pointer);
   int threads;
 };

@@ -1,4 +1,5 @@
-// Memory formats: how each dtype enters and leaves a register, whole or in part.
+// Loads and stores of vectors: converts each dtype between memory and registers, for whole and for
+// partial vectors.
 #pragma once
 #include "common/cpu/vec.h"
 #if defined(__F16C__)
@@ -15,7 +16,7 @@ struct bf16 {
 };
 
 template <typename IO>
-struct StateOf {  // dtype of states, biases and sums
+struct StateOf {  // maps an I/O dtype to the dtype of states, biases and sums
   using type = float;
 };
 template <>
@@ -40,7 +41,7 @@ FN Vec<float> load_io(const bf16* p) {
   return (Vec<float>::Raw)(__builtin_convertvector(bits, Word) << 16);
 }
 
-FN Word to_bf16(Vec<float> v) {  // to nearest even; NaN becomes the quiet NaN 0x7fc0
+FN Word to_bf16(Vec<float> v) {  // rounds to nearest even; NaN becomes the quiet NaN 0x7fc0
   const Word u = (Word)v.raw;
   const Word rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
   return (Word)select(v != v, Vec<float>((Vec<float>::Raw)(Word{} + 0x7fc0u)),
@@ -49,7 +50,7 @@ FN Word to_bf16(Vec<float> v) {  // to nearest even; NaN becomes the quiet NaN 0
 }
 
 FN void store_io(bf16* p, Vec<float> v) {
-#if defined(__AVX512F__)  // one instruction, where GCC converts by eight
+#if defined(__AVX512F__)  // one instruction; GCC would take two, of eight lanes each
   const __m256i bits = _mm512_cvtepi32_epi16((__m512i)to_bf16(v));
 #else
   const Short bits = __builtin_convertvector(to_bf16(v), Short);
@@ -74,7 +75,8 @@ FN void store_io(fp16* p, Vec<float> v) {
 #else
 FN float to_float(fp16 half) {
   const uint32_t sign = (half.bits & 0x8000u) << 16, magnitude = half.bits & 0x7fffu;
-  // Move the exponent as a float, then rescale: denormals come out right, 31 means inf or NaN.
+  // Shift exponent and mantissa into place as a float, then rescale with a multiplication, which
+  // handles denormals too; exponent 31 means infinity or NaN.
   uint32_t u = magnitude << 13;
   float f;
   memcpy(&f, &u, 4);
@@ -92,7 +94,8 @@ FN fp16 to_half(float value) {
   const uint32_t sign = u >> 16 & 0x8000u;
   u &= 0x7fffffffu;
   if (u > 0x7f800000u) return {uint16_t(sign | 0x7e00u)};
-  if (u >= 0x477ff000u) return {uint16_t(sign | 0x7c00u)};  // 65520 rounds to infinity
+  // Values from 65520 on round to infinity.
+  if (u >= 0x477ff000u) return {uint16_t(sign | 0x7c00u)};
   if (u < 0x38800000u) {  // denormal half: adding 0.5 leaves the rounded bits at the bottom
     float f;
     memcpy(&f, &u, 4);
@@ -115,7 +118,8 @@ FN void store_io(fp16* p, Vec<float> v) {
 }
 #endif
 
-// The first `count` lanes; the others are 0. Whole says at compile time that count is the width.
+// Loads the first `count` lanes and sets the others to 0. The type Whole states at compile time
+// that `count` is the full width.
 template <bool Whole, typename IO>
 FN Vec<State<IO>> load_part(const IO* p, int count) {
   if (Whole) return load_io(p);

@@ -1,15 +1,18 @@
-// The matrix product: the microkernel that keeps a tile of C in registers.
+// The matrix product's microkernel, which keeps a tile of C in registers:
 //
-// C[m, col] = keep C[m, col] + sum_k rows[m][k] B[k, col] over one panel: NV vectors of columns.
-// Where keep is 0, C is not read; from k > 0 on it is 1. A panel stores B as
-// [k / kDepth][NV][width][kDepth], so that the kernel streams it once, front to back.
+//   C[m, col] = keep C[m, col] + sum_k rows[m][k] B[k, col]
+//
+// over one panel of NV vectors of columns. Where keep is 0, C is not read; blocks after the first
+// use keep = 1. A panel stores B as [k / kDepth][NV][width][kDepth], so that the kernel streams it
+// once, front to back.
 #pragma once
 #include "common/cpu/operand.h"
 
 namespace flashcell::FLASHCELL_ISA {
 
-// Columns a panel holds, and rows of C the registers hold: MR * NV sums, NV columns and a broadcast
-// must fit 32 (AVX-512) or 16 registers. Of a Zen 3's peak 6 x 2 and 4 x 3 reach 97 %, 3 x 4 83 %.
+// kMaxVectors is the width of a panel, and kMaxRows the number of rows of C in registers. MR * NV
+// sums, NV columns and one broadcast value must fit in 32 (AVX-512) or 16 registers. Of a Zen 3's
+// peak, 6 x 2 and 4 x 3 reach 97 %, 3 x 4 reaches 83 %.
 constexpr bool kFewRegisters = kVectorBytes < 64;
 constexpr int kMaxVectors = kFewRegisters ? 2 : 4;
 template <int NV>
@@ -17,17 +20,18 @@ constexpr int kMaxRows = kFewRegisters ? (NV == 3   ? 4
                                           : NV == 2 ? 6
                                                     : 8)
                                        : (NV == 4 ? 6 : 8);
-// A panel wider than what the registers take is a row of panels, its parts.
+// A panel wider than the registers allow is stored as several narrower panels, its parts.
 template <int NV>
 constexpr int kPartVectors = !kFewRegisters ? NV
                              : NV % 3 == 0  ? 3
                              : NV % 2 == 0  ? 2
                                             : 1;
 
-// Panels beyond the second-level cache arrive this far ahead: hardware prefetch stops at page ends.
+// Prefetch distance for panels larger than the second-level cache: hardware prefetch stops at page
+// boundaries.
 constexpr int kPrefetchBytes = 4096;
 
-// kParts parts of NV vectors, `part` elements apart; rows of C are kStride apart.
+// Multiplies kParts parts of NV vectors, `part` elements apart; rows of C are kStride apart.
 template <typename IO, int NV, int kParts, int kStride, int MR, typename P = Product<IO>>
 __attribute__((noinline)) void microkernel(const Element<IO>* const* rows, int64_t k_begin,
                                            int64_t k_end, const Element<IO>* panel, int64_t part,
@@ -92,8 +96,8 @@ FN void microkernel_rows(int rows_now, const Element<IO>* const* rows, int64_t k
   microkernel<IO, NV, 1, kStride, MR>(rows, k_begin, k_end, panel, 0, c, keep);
 }
 
-// Row tiles of nearly equal height; every one reads the same k block of the panel while it is in
-// the first-level cache. The result of a row does not depend on the rows beside it.
+// Splits the rows into tiles of nearly equal height. All of them read the same k block of the panel
+// while it is in the first-level cache. The result of a row does not depend on the other rows.
 constexpr int64_t kPanelBlockBytes = 24 * 1024;
 
 template <typename IO, int NV, int kStride = NV * Vec<State<IO>>::kWidth>
@@ -115,14 +119,15 @@ void panel_product(const Element<IO>* const* rows, int count, int64_t k_begin, i
   }
 }
 
-// A panel in parts, over all of its depth.
+// Multiplies a panel that is stored in parts, over its whole depth.
 template <typename IO, int NV>
 FN void parts_product(const Element<IO>* const* rows, int count, int64_t depth,
                       const Element<IO>* panel, State<IO>* c) {
   constexpr int kPart = kPartVectors<NV>, kColumns = kPart * Vec<State<IO>>::kWidth;
   constexpr int kStride = NV * Vec<State<IO>>::kWidth, kParts = NV / kPart;
   const int64_t part = depth * kColumns;
-  // Sums of one or two rows and one part are too few: each would wait for the one before.
+  // With one or two rows, the sums of one part are too few to hide the latency of a multiply-add,
+  // so several parts are multiplied together.
   if constexpr (kParts > 1) {
     constexpr int kTwo = kParts % 2 == 0 ? 2 : 1, kOne = kParts % 4 == 0 ? 4 : kTwo;
     if (count == 1) {

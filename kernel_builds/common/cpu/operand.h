@@ -1,11 +1,12 @@
-// The operands of a matrix product: what microkernel.h multiplies, and how.
+// The operands of a matrix product: their element type in memory, and how they are multiplied.
 #pragma once
 #include "common/cpu/load_store.h"
 
 namespace flashcell::FLASHCELL_ISA {
 
-// Elements are what the microkernel multiplies. 16-bit dtypes are widened, after rounding, except
-// where the hardware multiplies pairs of bf16 itself. What is kDepth deep is multiplied in kTurns.
+// Element is the type that the microkernel multiplies. 16-bit dtypes are rounded and then widened
+// to fp32, except where the hardware multiplies pairs of bf16 itself. kDepth elements of the depth
+// are interleaved in one lane, and multiplied in kTurns instructions.
 template <typename IO>
 struct Product {
   using Element = State<IO>;
@@ -34,9 +35,9 @@ struct Product<bf16> {
   }
 };
 
-// The same operands, the first of every pair and then the second, in fp32: on an Intel core pairs
-// take longer than that (GFLOP/s of 6 x 4 sums: pairs 95, these 127, fp32 158; a Zen 5: 533 pairs,
-// 265 fp32).
+// Multiplies pairs of bf16 in fp32: the first elements of all pairs, then the second. An Intel core
+// is faster this way than with its pair instruction (GFLOP/s of 6 x 4 sums: pair instruction 95,
+// this way 127, fp32 158; on a Zen 5: pair instruction 533, fp32 265).
 struct WidenedPairs {
   static constexpr int kDepth = 2, kTurns = 2;
   static FN Vec<float> half(__m512i pairs, int turn) {
@@ -59,7 +60,7 @@ struct WidenedPairs {
 template <typename IO>
 using Element = typename Product<IO>::Element;
 
-// Two rows of columns as the pairs that the hardware multiplies.
+// Interleaves two rows into the pairs that the hardware multiplies.
 FN void store_pairs(bf16* to, Word first, Word second) {
   const Word pairs = first | second << 16;
   memcpy(to, &pairs, sizeof pairs);
@@ -74,7 +75,7 @@ FN void store_element(float* p, Vec<float> v) { store(p, v); }
 FN void store_element(double* p, Vec<double> v) { store(p, v); }
 FN void store_element(bf16* p, Vec<float> v) { store_io(p, v); }
 
-// Rounds to IO and stores as operand.
+// Rounds to IO, then stores as the element type of operands.
 template <typename IO>
 FN void store_operand(Element<IO>* p, Vec<State<IO>> v) {
   if constexpr (sizeof(IO) == sizeof(Element<IO>)) {

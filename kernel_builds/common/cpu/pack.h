@@ -1,15 +1,17 @@
-// Panels for the microkernel, packed from a matrix of either orientation.
+// Packs a matrix, row-major or column-major, into panels for the microkernel.
 #pragma once
 #include "common/cpu/microkernel.h"
 
 namespace flashcell::FLASHCELL_ISA {
 
-// `count` contiguous values, rounded to operands already, widened to elements; zeros up to a width.
+// Widens `count` contiguous values, rounded already, to operand elements, and fills the rest of the
+// width with zeros.
 template <typename IO>
 FN void widen(Element<IO>* to, const IO* from, int count) {
   constexpr int kWidth = Vec<State<IO>>::kWidth;
   if constexpr (sizeof(Element<IO>) == sizeof(IO)) {
-    if (count == kWidth) return (void)memcpy(to, from, kWidth * sizeof *to);  // no call
+    // A constant size: compiled to moves, not to a call.
+    if (count == kWidth) return (void)memcpy(to, from, kWidth * sizeof *to);
     memcpy(to, from, count * sizeof *to);
     memset(to + count, 0, (kWidth - count) * sizeof *to);
   } else {
@@ -17,8 +19,8 @@ FN void widen(Element<IO>* to, const IO* from, int count) {
   }
 }
 
-// Blocks of kSize x kSize off the diagonal change places, in rows kSize apart. Indices that the
-// compiler knows: those of a variable take three instructions on AVX2.
+// Swaps the off-diagonal blocks of kSize x kSize, in rows kSize apart. The indices are compile-time
+// constants: a shuffle by variable indices takes three instructions on AVX2.
 template <typename T, int kSize, int... kLane>
 FN void swap_blocks(Vec<T>& first, Vec<T>& second) {
   using Int = typename Lane<T>::Int;
@@ -28,7 +30,7 @@ FN void swap_blocks(Vec<T>& first, Vec<T>& second) {
   second = __builtin_shuffle(a, b, Int{(kLane & kSize ? kLane + kWidth : kLane + kSize)...});
 }
 
-// block[c][r] for block[r][c], in place, by swapping ever larger blocks off the diagonal.
+// Transposes a block in place by swapping off-diagonal blocks of doubling size.
 template <typename T, int kSize = 1>
 FN void transpose(Vec<T>* block) {
   constexpr int kWidth = Vec<T>::kWidth;
@@ -39,13 +41,14 @@ FN void transpose(Vec<T>* block) {
   if constexpr (2 * kSize < kWidth) transpose<T, 2 * kSize>(block);
 }
 
-// A register of `count` elements as they lie in memory, or widened; zeros after them.
+// Loads `count` elements into a register, as they are in memory or widened, followed by zeros.
 template <typename IO>
 FN Vec<State<IO>> load_lanes(const IO* from, int count) {
   using V = Vec<State<IO>>;
   if constexpr (sizeof(Element<IO>) == sizeof(IO)) {
     typename V::Raw raw{};
-    if (count * sizeof(IO) == sizeof raw) return load((const State<IO>*)from);  // no call
+    // A constant size: compiled to moves, not to a call.
+    if (count * sizeof(IO) == sizeof raw) return load((const State<IO>*)from);
     memcpy(&raw, from, count * sizeof(IO));
     return raw;
   } else {
@@ -53,14 +56,15 @@ FN Vec<State<IO>> load_lanes(const IO* from, int count) {
   }
 }
 
-// Where vector v of a panel of NV vectors and `depth` begins, in its part.
+// Returns the offset of vector v, within its part, of a panel of NV vectors and `depth` rows.
 template <typename IO, int NV>
 FN Element<IO>* panel_vector(Element<IO>* panel, int64_t depth, int v) {
   constexpr int kPart = kPartVectors<NV>, kWidth = Vec<State<IO>>::kWidth;
   return panel + v / kPart * depth * kPart * kWidth + v % kPart * kWidth * Product<IO>::kDepth;
 }
 
-// A vector of columns that lie along k, as deep as a register is wide: all of it in registers.
+// Packs one register's width of columns that are contiguous along k, to the depth one register
+// holds; the whole block is transposed in registers.
 template <typename IO>
 FN void pack_tile(Element<IO>* to, int64_t step, const IO* from, int64_t n_stride) {
   constexpr int kWidth = Vec<State<IO>>::kWidth;
@@ -74,9 +78,9 @@ FN void pack_tile(Element<IO>* to, int64_t step, const IO* from, int64_t n_strid
   for (int k = 0; k < kWidth; ++k) memcpy(to + k * step, &block[k].raw, sizeof block->raw);
 }
 
-// Packs one vector of a panel. `from` has its columns n_stride and its k k_stride elements apart,
-// one of which is 1; `to` is [depth / kDepth][panel_vectors][width][kDepth] at that vector.
-// Columns from `columns` on and an odd last k become 0.
+// Packs one vector of columns of a panel. In `from`, columns are n_stride and rows k_stride
+// elements apart, and one of the two strides is 1. `to` is [depth / kDepth][panel_vectors][width]
+// [kDepth], from that vector on. Missing columns (from `columns` on) and an odd last row become 0.
 template <typename IO>
 void pack_vector(Element<IO>* to, int panel_vectors, const IO* from, int64_t k_stride,
                  int64_t n_stride, int64_t depth, int columns) {
@@ -97,7 +101,8 @@ void pack_vector(Element<IO>* to, int panel_vectors, const IO* from, int64_t k_s
     }
     return;
   }
-  // Columns lie along k. What a product takes at once of one of them, kDepth elements, is one lane.
+  // Columns are contiguous along k. The kDepth elements of a column that one multiplication takes
+  // are moved as one lane.
   constexpr int kTile = kWidth * kDepth;
   for (int64_t k0 = 0; k0 < depth; k0 += kTile, to += kWidth * step) {
     const int count = depth - k0 < kTile ? int(depth - k0) : kTile;

@@ -1,4 +1,5 @@
-// Scratch memory that returns itself, parallel_for over a callable, and when one thread is enough.
+// Scratch memory that frees itself, parallel_for over a callable, and the rule when one thread is
+// enough.
 #pragma once
 #include "common/cpu/host.h"
 
@@ -16,7 +17,7 @@ struct Scratch {
   operator T*() const { return data; }
 };
 
-// body(begin, end) on every thread: for what it allocates once.
+// Runs body(begin, end) once on every thread, so that a thread can allocate its scratch once.
 template <typename Body>
 void parallel_ranges(const Host& host, int64_t count, const Body& body) {
   if (count == 0) return;
@@ -33,9 +34,10 @@ void parallel_for(const Host& host, int64_t count, const Body& body) {
 
 constexpr int64_t kBarrierMultiplyAdds = 400 * 1000;  // a step this small costs less than a barrier
 
-// Runs on the calling thread. A call smaller than a barrier gains nothing from a second thread, and
-// where another process holds that thread's core it would wait a time slice for it (a decoding step
-// of 2 heads of 128 beside two busy processes: 53 us on average, 311 us with the barrier).
+// Returns a host that runs everything on the calling thread if the work is small. A call cheaper
+// than a barrier gains nothing from a second thread, and where another process occupies that
+// thread's core, the call would wait a time slice for it (a decoding step of 2 heads of width 128
+// beside two busy processes: 53 us on average without the barrier, 311 us with it).
 inline __attribute__((always_inline)) Host fitting(const Host& host, int64_t multiply_adds) {
   if (multiply_adds >= kBarrierMultiplyAdds) return host;
   return {[](int64_t count, void (*body)(void*, int64_t, int64_t), void* context) {

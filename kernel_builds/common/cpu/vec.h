@@ -1,5 +1,5 @@
-// Vec<T>: one register of T with operators. Generic GCC vectors, so one source serves every
-// instruction set; the width is the translation unit's.
+// Vec<T>: one register of T with operators. It is a generic GCC vector, so one source serves every
+// instruction set; the width follows from the flags of the translation unit.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -72,7 +72,7 @@ FN void store(T* p, Vec<T> v) {
   memcpy(p, &v.raw, sizeof v.raw);
 }
 
-// |v|, and |v| with the sign of another: bits, no comparison.
+// Returns |v|, and |v| with the sign of another value, by bit operations without comparisons.
 template <typename T>
 FN Vec<T> absolute(Vec<T> v) {
   using Int = typename Lane<T>::Int;
@@ -85,7 +85,7 @@ FN Vec<T> with_sign(Vec<T> magnitude, Vec<T> v) {
   return (typename Vec<T>::Raw)((Int)magnitude.raw | ((Int)v.raw & (Int)(-Vec<T>(T(0))).raw));
 }
 
-// v within [low, high]; NaN stays.
+// Clamps v to [low, high]; NaN stays NaN.
 template <typename T>
 FN Vec<T> at_least(Vec<T> low, Vec<T> v) {
   return select(v < low, low, v);
@@ -105,7 +105,7 @@ FN Vec<float> at_most(Vec<float> high, Vec<float> v) {
 }
 #endif
 
-// Sum of the lanes in a fixed order: halves fold onto each other.
+// Sums the lanes in a fixed order: the upper half is added to the lower until one lane is left.
 template <typename Raw>
 FN auto fold_halves(Raw raw) {
   using T = decltype(raw[0] + 0);

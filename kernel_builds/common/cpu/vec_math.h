@@ -12,10 +12,11 @@ struct Real<float> {
   static constexpr int kMantissa = 23, kBias = 127;
   static constexpr float kShifter = 0x1.8p23f;  // adding it rounds to an integer in the low bits
   static constexpr float kLn2High = 0x1.62e4p-1f, kLn2Low = 0x1.7f7d1cp-20f;  // high * n is exact
-  static constexpr float kExpMin = -105.f, kExpMax = 89.f;  // beyond: exactly 0, infinity
-  static constexpr float kTanhMax = 10.f;                   // beyond: tanh rounds to 1
-  static constexpr int kExpTerms = 7;                       // 0.347^8 / 8! < 2^-27
-  static constexpr int kLog1pTerms = 8;                     // 9^-8 / 17 < 2^-29
+  // Results beyond are exactly 0 and infinity.
+  static constexpr float kExpMin = -105.f, kExpMax = 89.f;
+  static constexpr float kTanhMax = 10.f;  // from here on tanh rounds to 1
+  static constexpr int kExpTerms = 7;      // 0.347^8 / 8! < 2^-27
+  static constexpr int kLog1pTerms = 8;    // 9^-8 / 17 < 2^-29
 };
 template <>
 struct Real<double> {
@@ -29,7 +30,7 @@ struct Real<double> {
   static constexpr int kLog1pTerms = 17;  // 9^-17 / 35 < 2^-58
 };
 
-// x = n ln 2 + r, |r| <= ln 2 / 2: returns e^r - 1 and leaves n (integer-valued) behind.
+// Writes x as n ln 2 + r with |r| <= ln 2 / 2. Returns e^r - 1, and n (an integer) by reference.
 template <typename T>
 FN Vec<T> expm1_reduced(Vec<T> x, Vec<T>* n) {
   using V = Vec<T>;
@@ -47,16 +48,16 @@ FN Vec<T> expm1_reduced(Vec<T> x, Vec<T>* n) {
 }
 
 template <typename T>
-FN Vec<T> power_of_two(Vec<T> n) {  // n integer-valued, 2^n normal
+FN Vec<T> power_of_two(Vec<T> n) {  // requires integer n with a normal 2^n
   using Int = typename Lane<T>::Int;
   const Int biased = (Int)(n + Vec<T>(Real<T>::kShifter + T(Real<T>::kBias))).raw;
   return (typename Lane<T>::Raw)(biased << Real<T>::kMantissa);
 }
 
-// e 2^n for any integer-valued n.
+// Returns e 2^n for any integer n.
 template <typename T>
 FN Vec<T> scale_by_power_of_two(Vec<T> e, Vec<T> n) {
-  // Two factors: 2^n itself may be infinite or denormal where the product is not.
+  // Multiply by two factors: 2^n itself may be infinite or denormal where the product is not.
   const Vec<T> half = (n * Vec<T>(T(0.5)) + Vec<T>(Real<T>::kShifter)) - Vec<T>(Real<T>::kShifter);
   return e * power_of_two(half) * power_of_two(n - half);
 }
@@ -76,7 +77,7 @@ FN Vec<T> exp(Vec<T> x) {
   return scale_by_power_of_two(e, n);
 }
 
-// With m = e^(2|x|) - 1: tanh|x| = m / (m + 2), exact to rounding for small x as well.
+// With m = e^(2|x|) - 1, tanh|x| = m / (m + 2), which is accurate for small x as well.
 template <typename T>
 FN Vec<T> tanh(Vec<T> x) {
   using V = Vec<T>;
@@ -87,7 +88,7 @@ FN Vec<T> tanh(Vec<T> x) {
   return with_sign(m / (m + V(2)), x);
 }
 
-// log(1 + x) for x in [0, 1]: 2 atanh(s), s = x / (2 + x) <= 1/3.
+// Computes log(1 + x) for x in [0, 1] as 2 atanh(s), where s = x / (2 + x) <= 1/3.
 template <typename T>
 FN Vec<T> log1p(Vec<T> x) {
   using V = Vec<T>;

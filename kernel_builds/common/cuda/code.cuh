@@ -1,6 +1,6 @@
-// Asks which code of this library the current GPU runs, and says so in errors. One source file of a
-// kernel project, which has defined kKernelName, includes it and speaks for all: abi_check.py sees
-// that all were compiled for the same archs.
+// Finds out which of this library's code objects the driver runs on the current GPU, and names them
+// in error messages. Exactly one source file of a kernel project includes this, after defining
+// kKernelName; abi_check.py verifies that all source files are compiled for the same architectures.
 #pragma once
 #include <atomic>
 #include <memory>
@@ -12,8 +12,9 @@
 
 namespace flashcell::cuda {
 
-// Nobody launches it. Its launch bounds tell the host which preprocessor conditions held in the
-// code that the driver has chosen: the attributes of a kernel do not say 9.0 from 9.0a.
+// code_kernel is never launched. Its launch bounds tell the host which preprocessor conditions held
+// in the code object that the driver has chosen: a kernel's other attributes do not distinguish 9.0
+// from 9.0a.
 constexpr int kAnyThreads = 32, kSm90aThreads = 64;
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 static __global__ void __launch_bounds__(kSm90aThreads) code_kernel() {}
@@ -21,15 +22,16 @@ static __global__ void __launch_bounds__(kSm90aThreads) code_kernel() {}
 static __global__ void __launch_bounds__(kAnyThreads) code_kernel() {}
 #endif
 
-// An error that names the GPU where the library has no code for it.
+// Throws an error that names the GPU if the library has no code for it.
 static Code find_code() {
   cudaFuncAttributes attributes{};
   check(cudaFuncGetAttributes(&attributes, code_kernel));
-  // ptxVersion is __CUDA_ARCH__ / 10, of machine code as of PTX.
+  // ptxVersion is __CUDA_ARCH__ / 10, also where the driver loads machine code.
   return {attributes.ptxVersion, attributes.maxThreadsPerBlock == kSm90aThreads};
 }
 
-// What `ask(index)` says of the current GPU, asked once. What fails is asked again.
+// Returns ask(index) for the current GPU, cached for each GPU. If `ask` throws, nothing is cached
+// and the next call asks again.
 template <typename Fact>
 Fact of_current_gpu(Fact (*ask)(int index)) {
   constexpr int kMost = 64;
@@ -39,25 +41,27 @@ Fact of_current_gpu(Fact (*ask)(int index)) {
   if (index >= kMost) return ask(index);
   if (const Fact* fact = known[index].load(std::memory_order_acquire)) return *fact;
   auto fact = std::make_unique<const Fact>(ask(index));
-  const Fact* before = nullptr;  // two threads may ask at once; the first answer stays
+  const Fact* before = nullptr;  // two threads may ask at the same time; the first answer is kept
   if (known[index].compare_exchange_strong(before, fact.get())) return *fact.release();
   return *before;
 }
 
-// What an error says of `what`, which has no code for the current GPU: how that is known, and what
-// else one may do than take another build.
+// Composes the error message for `what`, which has no code for the current GPU: `why` says how that
+// is known, `otherwise` what else the user may do than take another build.
 static std::string no_code(const std::string& what, const std::string& why,
                            const std::string& otherwise) {
-  const auto text = [](int arch) {  // "9.0"
+  const auto text = [](int arch) {  // formats 90 as "9.0"
     return std::to_string(arch / 10) + "." + std::to_string(arch % 10);
   };
   int index = 0;
   cudaDeviceProp gpu{};
   if (cudaGetDevice(&index) == cudaSuccess) cudaGetDeviceProperties(&gpu, index);
-  cudaGetLastError();  // of these two, whose failure only leaves the name out
+  // Clear an error of the two calls above, after which only the GPU's name is missing.
+  cudaGetLastError();
   const std::string capability = text(10 * gpu.major + gpu.minor);
   std::string archs;
-  for (const int arch : {__CUDA_ARCH_LIST__}) {  // nvcc's: what it compiles for
+  // Defined by nvcc: the architectures it compiles for.
+  for (const int arch : {__CUDA_ARCH_LIST__}) {
     archs += (archs.empty() ? "" : ", ") + text(arch / 10);
   }
   return std::string(kKernelName) + ": " + what + " has no code for " + gpu.name +
@@ -68,7 +72,8 @@ static std::string no_code(const std::string& what, const std::string& why,
 }
 
 void fail(cudaError_t status) {
-  cudaGetLastError();  // the error is reported here: it must not surface again elsewhere
+  // Clear the error, which is reported here, so that no later call reports it again.
+  cudaGetLastError();
   const std::string text = cudaGetErrorString(status);
   switch (status) {
     case cudaErrorNoKernelImageForDevice:

@@ -1,13 +1,14 @@
-// What the kernels that run on a GPU were compiled for. A driver compiles PTX for a newer GPU, but
-// the preprocessor has decided before: code for 8.0 has nothing of `#if __CUDA_ARCH__ >= 900`, on
-// any GPU. An engine is offered by this, not by the compute capability of the GPU.
+// Describes the code object that runs on a GPU by what it was compiled for. A driver can compile
+// PTX for a newer GPU, but the preprocessor has run before that: code for 8.0 contains nothing
+// inside `#if __CUDA_ARCH__ >= 900`, on whatever GPU it runs. Engines are therefore chosen by this,
+// not by the GPU's compute capability.
 #pragma once
 
 namespace flashcell::cuda {
 
 struct Code {
-  int arch = 0;         // 90 for compute capability 9.0: __CUDA_ARCH__ / 10
-  bool sm_90a = false;  // has the instructions of 9.0 alone: compiled for 9.0a
+  int arch = 0;         // __CUDA_ARCH__ / 10, for example 90 for compute capability 9.0
+  bool sm_90a = false;  // compiled for 9.0a, so it has the instructions that only 9.0a has
 };
 
 }  // namespace flashcell::cuda

@@ -1,4 +1,4 @@
-// What every function of a kernel is.
+// Defines DEVICE, the qualifiers of every function that kernels call.
 #pragma once
 
 #define DEVICE __device__ __forceinline__

@@ -1,5 +1,5 @@
-// Launches, checked. The kernel project that includes this has defined kKernelName, which errors
-// begin with.
+// Launches kernels and checks the result. The including kernel project defines kKernelName first,
+// with which error messages begin.
 #pragma once
 #include <cstdint>
 #include <stdexcept>
@@ -13,8 +13,8 @@ struct Grid {
   int64_t blocks;
   int threads, shared_bytes;
   cudaStream_t stream;
-  bool pdl = false;  // programmatic dependent launch: starts before the kernel ahead has ended
-  int cluster = 1;   // thread blocks of one
+  bool pdl = false;  // programmatic dependent launch: starts before the preceding kernel has ended
+  int cluster = 1;   // thread blocks in a cluster
 };
 
 template <typename... Params, typename... Args>
@@ -23,7 +23,7 @@ void launch(void (*kernel)(Params...), const Grid& grid, const Args&... args) {
   if (grid.blocks > INT32_MAX) {
     throw std::invalid_argument(std::string(kKernelName) + ": too many sequences");
   }
-  // A kernel has 48 KB without asking, of which its static arrays may take 16.
+  // A kernel may use 48 KB without opting in; its static arrays may take up to 16 KB of them.
   if (grid.shared_bytes > 32 << 10) {
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                grid.shared_bytes));

@@ -1,4 +1,4 @@
-// The table of sequences, longest first, from lengths or offsets on the device.
+// Builds the table of sequences, longest first, from lengths or offsets that are on the device.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -10,8 +10,8 @@ constexpr int kTableThreads = 256;
 
 namespace {
 
-// The caller's lengths or offsets. The host never sees them, so they are not checked but clamped:
-// whatever they are, no sequence leaves its row, and no two documents share a step.
+// The caller's lengths or offsets. The host never reads them, so they are clamped instead of
+// checked: whatever the values, no sequence leaves its row and no two documents share a step.
 struct Steps {
   const void* values;
   bool is_int32, is_cu_seqlens;
@@ -23,8 +23,8 @@ struct Steps {
     return v < 0 ? 0 : v > T ? T : v;
   }
 
-  // body(sequence, start, length) for all of them, in order, by every thread of a block. A document
-  // starts no earlier than the one before it ended.
+  // Calls body(sequence, start, length) for all sequences in order; every thread of the block calls
+  // it. A document is clamped to start no earlier than the one before it ends.
   template <typename Body>
   __device__ void for_each(const Body& body) const {
     __shared__ int64_t ends[kTableThreads];
@@ -46,7 +46,8 @@ struct Steps {
 
 }  // namespace
 
-// A sequence's place is the number of longer ones, and of equal ones before it.
+// The position of a sequence in the table is the number of longer sequences, plus the equally long
+// ones before it.
 static __global__ void __launch_bounds__(kTableThreads) table_kernel(Sequence* table,
                                                                      const Steps steps,
                                                                      int64_t x_batch,
@@ -67,7 +68,7 @@ static __global__ void __launch_bounds__(kTableThreads) table_kernel(Sequence* t
   }
 }
 
-// A kernel checks for errors in its own name.
+// The caller checks for launch errors, so that messages carry its kernel's name.
 inline void launch_sequence_table(Sequence* table, int64_t S, int64_t T, const void* values,
                                   bool is_int32, bool is_cu_seqlens, int64_t x_batch,
                                   int64_t x_time, cudaStream_t stream) {

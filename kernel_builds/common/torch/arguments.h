@@ -1,4 +1,4 @@
-// The arguments of an op, read from its schema.
+// Reads the argument names of an op from its schema.
 #pragma once
 #include <string>
 #include <string_view>
@@ -11,7 +11,7 @@ struct Argument {
   bool is_changed;
 };
 
-// Of "_fwd(Tensor x, Tensor(a!)? c, int count=0) -> Tensor", whatever the op is called.
+// Parses for example "_fwd(Tensor x, Tensor(a!)? c, int count=0) -> Tensor", with any op name.
 inline std::vector<Argument> arguments_of(std::string_view schema) {
   std::vector<Argument> arguments;
   schema.remove_prefix(schema.find('(') + 1);

@@ -66,7 +66,8 @@ inline ScalarType state_dtype(const Tensor& tensor) {
   return tensor.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
 }
 
-// Contiguous, and on CUDA aligned for the widest loads: a slice of another tensor need not be.
+// Returns a contiguous tensor that, on CUDA, is aligned for the widest loads: a slice of another
+// tensor may not be.
 inline Tensor dense(const Tensor& tensor) {
 #if defined(CUDA_KERNEL)
   const bool aligned = reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0;
@@ -75,7 +76,7 @@ inline Tensor dense(const Tensor& tensor) {
   return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
 }
 
-// A contiguous operand of the given shape and dtype.
+// Checks shape and dtype, and returns the operand as a contiguous tensor.
 inline Tensor operand(const Tensor& tensor, const char* name, const Shape& shape,
                       ScalarType dtype) {
   check_shape(tensor, name, shape);

@@ -1,5 +1,5 @@
-// What a CPU engine needs of torch and of the machine: threads, memory, the instruction set, and
-// the list of sequences. Included by ops.cpp only; compiled for the oldest machine.
+// Host services of a CPU engine, on torch: threads, memory, the choice of instruction set, and the
+// list of sequences. Only ops.cpp includes it, and it is compiled for the oldest machine.
 #pragma once
 #include <malloc.h>
 #include <sys/mman.h>
@@ -19,8 +19,8 @@
 
 namespace flashcell {
 
-// torch's parallel_for forgets what an exception was, and of all that a thread does only asking for
-// memory throws.
+// torch's parallel_for loses the type of an exception. Only allocation can throw in these threads,
+// so the caller throws std::bad_alloc again.
 inline void run_parallel(int64_t count, void (*body)(void*, int64_t, int64_t), void* context) {
   std::atomic<bool> has_memory = true;
   torch::stable::parallel_for(0, count, 1, [&, body, context](int64_t begin, int64_t end) {
@@ -33,8 +33,8 @@ inline void run_parallel(int64_t count, void (*body)(void*, int64_t, int64_t), v
   if (!has_memory) throw std::bad_alloc();
 }
 
-// Asks for huge pages inside [pointer, pointer + bytes): a fresh mapping otherwise costs one fault
-// per 4 KB at its first write. Only a hint: it may fail harmlessly.
+// Advises huge pages inside [pointer, pointer + bytes): otherwise the first write to a fresh
+// mapping costs one page fault per 4 KB. It is a hint, and its failure is harmless.
 inline void prefer_huge_pages(void* pointer, int64_t bytes) {
   constexpr uintptr_t kHugePage = 2 << 20;
   const uintptr_t begin = ((uintptr_t)pointer + kHugePage - 1) / kHugePage * kHugePage;
@@ -42,12 +42,13 @@ inline void prefer_huge_pages(void* pointer, int64_t bytes) {
   if (begin < end) madvise((void*)begin, end - begin, MADV_HUGEPAGE);
 }
 
-// Scratch of calls that have ended, for the next ones: a fresh mapping costs faults and cleared
-// pages, for the 9.4 MB of an LSTM's packed weights of 768 units 3 ms on one thread of a Zen 3.
+// Caches scratch of finished calls: a fresh mapping costs page faults and zeroing (3 ms on one
+// thread of a Zen 3 for the 9.4 MB of an LSTM's packed weights of 768 units).
 struct IdleScratch {
   static constexpr int kCount = 16;
-  static constexpr int64_t kLeast = 128 << 10, kMost = 32 << 20;  // bytes of one, of all together
-  std::atomic_flag busy;  // never waited for: who finds it set asks the system
+  // bytes: of a block at least, of all at most.
+  static constexpr int64_t kLeast = 128 << 10, kMost = 32 << 20;
+  std::atomic_flag busy;  // nobody waits for it: a thread that finds it set asks the system
   void* blocks[kCount] = {};
   int64_t total = 0;
 
@@ -71,7 +72,7 @@ struct IdleScratch {
     if (bytes < kLeast || bytes > kMost || busy.test_and_set(std::memory_order_acquire)) {
       return false;
     }
-    for (void*& block : blocks) {  // others go where there is no room
+    for (void*& block : blocks) {  // frees other blocks until there is room
       if (block && total + bytes <= kMost) continue;
       total -= size(block);
       std::free(std::exchange(block, nullptr));
@@ -92,7 +93,7 @@ inline IdleScratch& idle_scratch() {
 
 inline void* allocate(int64_t bytes) {
   constexpr int64_t kHugePage = 2 << 20;
-  if (bytes < 0) throw std::bad_alloc();  // more than 2^63
+  if (bytes < 0) throw std::bad_alloc();  // more than 2^63 bytes
   if (bytes >= IdleScratch::kLeast) {
     if (void* idle = idle_scratch().take(bytes)) return idle;
   }
@@ -137,7 +138,7 @@ inline Shape read_integers(const Tensor& tensor, const char* name, int64_t count
   return result;
 }
 
-// Rows, documents and padded rows become one list of sequences, longest first.
+// Turns batch rows, documents and padded rows into one list of sequences, longest first.
 inline std::vector<Sequence> sequences(const Tensor& /*like*/, int64_t B, int64_t T,
                                        const OptionalTensor& lengths,
                                        const OptionalTensor& cu_seqlens, int64_t x_batch,
@@ -171,7 +172,7 @@ inline std::vector<Sequence> sequences(const Tensor& /*like*/, int64_t B, int64_
 
 enum class Isa { kBaseline, kAvx2, kAvx512 };
 
-// The widest engine this CPU runs; FLASHCELL_CPU_ISA=baseline|avx2|avx512 asks for one by name.
+// Chooses the widest engine that this CPU runs; FLASHCELL_CPU_ISA=baseline|avx2|avx512 names one.
 inline Isa select_isa() {
   __builtin_cpu_init();
   const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&

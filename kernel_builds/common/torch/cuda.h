@@ -1,4 +1,4 @@
-// What a CUDA engine needs of torch: memory, the stream, and the table of sequences.
+// Services a CUDA engine needs from torch: memory, the stream, and the table of sequences.
 #pragma once
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
@@ -7,12 +7,13 @@
 
 #include "common/torch/checks.h"
 
-using cudaStream_t = struct CUstream_st*;  // as CUDA declares it: ops.cpp needs no CUDA headers
+// Declared as CUDA does, so that ops.cpp needs no CUDA headers.
+using cudaStream_t = struct CUstream_st*;
 
 namespace flashcell::cuda {
 
-// The table of a batch's rows (lengths) or documents (cu_seqlens), longest first. Values out of
-// range are clamped: nothing is read or written out of bounds.
+// Launches the kernel that makes the table of sequences, longest first, from a batch's lengths or
+// from cu_seqlens. Values out of range are clamped, so nothing is read or written out of bounds.
 void sequence_table(Sequence* table, int64_t S, int64_t T, const void* values, bool is_int32,
                     bool is_cu_seqlens, int64_t x_batch, int64_t x_time, cudaStream_t stream);
 
@@ -20,7 +21,7 @@ void sequence_table(Sequence* table, int64_t S, int64_t T, const void* values, b
 
 namespace flashcell {
 
-// Not by torch::stable::new_empty, which finds the op by its name at every call.
+// torch::stable::new_empty would look the op up by name at every call.
 inline Tensor new_tensor(const Tensor& like, const Shape& shape, ScalarType dtype) {
   namespace detail = torch::stable::detail;
   Shape strides(shape.size());
@@ -40,10 +41,10 @@ inline cudaStream_t current_stream(const Tensor& like) {
   return static_cast<cudaStream_t>(stream);
 }
 
-// The table of sequences, made on the device: the host never waits for lengths or offsets.
+// Makes the table of sequences on the device, so that the host never waits for lengths or offsets.
 struct SequenceTable {
   int64_t count;
-  OptionalTensor table;  // [S] Sequence, or none where every row is one sequence
+  OptionalTensor table;  // [S] Sequence, or none if every row is one whole sequence
   int64_t size() const { return count; }
   const Sequence* data() const {
     return table ? static_cast<const Sequence*>(table->const_data_ptr()) : nullptr;

@@ -1,7 +1,7 @@
-// An op as torch calls it. Before its own checks every tensor is checked, under its name in the
-// schema: that it is a plain one on the ops' device, where the others are, within a storage that
-// holds it. What the schema says is changed, Tensor(a!), must share memory with no other, and
-// autograd is told of it. FLASHCELL_OP(schema, function).
+// FLASHCELL_OP(schema, function) wraps a function as an op that torch calls. Before the op's own
+// checks, every tensor is checked, under its name in the schema: it must be a plain tensor on the
+// op's device, where the others are, inside a storage that holds it. A tensor that the schema marks
+// as changed, Tensor(a!), must share memory with no other, and autograd is told of the change.
 #pragma once
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -25,12 +25,12 @@ inline constexpr const char* kDeviceName = "the CPU";
 inline int32_t own_device_type() { return aoti_torch_device_type_cpu(); }
 #endif
 
-// What every check reads.
+// The description of a tensor that every check reads.
 struct TensorView {
   int64_t rank = 0;
   int64_t *sizes = nullptr, *strides = nullptr;
 
-  // False for what has no sizes and strides, or elements that are not numbers by themselves.
+  // Returns false without sizes and strides, or if elements are no numbers by themselves.
   bool read(const Tensor& tensor) {
     const AtenTensorHandle handle = tensor.get();
     int32_t layout = -1;
@@ -47,7 +47,7 @@ struct TensorView {
   }
 };
 
-// The arguments of one call, one after another.
+// The arguments of one call, which are checked one after another.
 class Validator {
  public:
   explicit Validator(const std::vector<Argument>& arguments) : arguments_(arguments) {}
@@ -67,7 +67,7 @@ class Validator {
     }
   }
 
-  // After the last argument: what is changed is read, and written, through no other one.
+  // Called after the last argument: no tensor that is changed may overlap another one.
   void close() const {
     for (const Span& changed : spans_) {
       if (!changed.is_changed) continue;
@@ -89,13 +89,14 @@ class Validator {
   };
 
   static constexpr int64_t kMostOfOne = std::numeric_limits<int32_t>::max();
-  static constexpr int64_t kMostBytes = int64_t(1) << 47;  // what a process can address
+  // The most bytes that a process can address.
+  static constexpr int64_t kMostBytes = int64_t(1) << 47;
 
   const std::vector<Argument>& arguments_;
   size_t index_ = 0;
-  int32_t device_index_ = -1;  // the first tensor's
+  int32_t device_index_ = -1;  // device of the first tensor
   std::string first_;
-  std::vector<Span> spans_;  // of the tensors that have elements, of an op that changes one
+  std::vector<Span> spans_;  // of the tensors with elements, if the op changes a tensor
 
   void check(const Tensor& tensor, const Argument& argument, const char* name) {
     TensorView view;
@@ -126,7 +127,7 @@ class Validator {
     return std::any_of(arguments_.begin(), arguments_.end(), [](auto& a) { return a.is_changed; });
   }
 
-  // How many bytes there are from the first element to the end of the last.
+  // Returns the number of bytes from the first element to the end of the last.
   static int64_t check_memory(const Tensor& tensor, const TensorView& view, const char* name) {
     const int64_t width = tensor.element_size(), offset = tensor.storage_offset();
     int64_t bytes = width, end = 1, stored = 0;
@@ -148,8 +149,8 @@ class Validator {
     return end * width;
   }
 
-  // A copy onto itself moves nothing, but is a change to autograd: it raises the version, and is
-  // refused for a leaf that requires a gradient as any change in place is.
+  // Copies the tensor onto itself, which moves nothing but is a change for autograd: it raises the
+  // version, and is refused for a leaf that requires a gradient, as every in-place change is.
   static void mark_changed(const Tensor& tensor, const char* name) {
     if (aoti_torch_grad_mode_is_enabled()) check_is_leaf(tensor, name);
     STD_TORCH_CHECK(
@@ -174,7 +175,8 @@ template <const auto& kSchema, typename Result, typename... Arguments,
           Result (*kFunction)(Arguments...)>
 struct Op<kSchema, kFunction> {
   static auto boxed() {
-    [[maybe_unused]] Result (*const used)(Arguments...) = &call;  // GCC 12 does not see it below
+    // GCC 12 does not see its use below.
+    [[maybe_unused]] Result (*const used)(Arguments...) = &call;
     return &torch::stable::detail::boxer<Result(Arguments...), &call>::boxed_fn;
   }
 

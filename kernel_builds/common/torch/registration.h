@@ -1,9 +1,9 @@
-// What a kernel's ops.cpp needs beside torch's stable headers: macros that expand the op namespace
-// before torch pastes it, and an importable, empty Python module around the registrations.
+// Registers the ops of a kernel: macros that expand the op namespace before torch concatenates it,
+// and an importable, empty Python module that loads the registrations.
 //
-// The module goes through Python's limited API (3.9). Its four types are declared here, as PEP 384
-// froze them, because Python.h is a separate package on many machines (python3-dev) and nothing
-// else in a kernel needs it. HF's kernel-builder generates a file of this name with these macros.
+// The module uses Python's limited API (3.9). Its four types are declared here, as PEP 384 froze
+// them, because Python.h is a separate package on many machines (python3-dev) and nothing else in a
+// kernel needs it. HF's kernel-builder generates a file of this name with these macros.
 #pragma once
 
 #define STABLE_TORCH_LIBRARY_EXPAND(name, library) STABLE_TORCH_LIBRARY(name, library)
@@ -16,9 +16,10 @@
 #define FLASHCELL_DEVICE CPU
 #endif
 
-// FLASHCELL_IMPLEMENT(implement(ops)) registers the ops for this device's tensors. Those of other
-// devices and layouts, and any mixture of them, reach the same functions, because these refuse them
-// by the argument's name and the dispatcher would name none. Nested ones are in no composite key.
+// FLASHCELL_IMPLEMENT(implement(ops)) registers the ops for tensors of this device. Tensors of
+// other devices and layouts, and mixtures, are dispatched to the same functions: these reject them
+// with an error that names the argument, while the dispatcher's own error would name none. Nested
+// tensors need a registration of their own, because no composite key includes them.
 #define FLASHCELL_IMPLEMENT_FOR(key, ...) \
   STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, key, ops) { __VA_ARGS__; }
 #define FLASHCELL_IMPLEMENT(...)                                                        \

@@ -1,5 +1,6 @@
-// Thread block clusters, sm_90: ranks, barriers of a cluster, and shared memory of its other
-// blocks. On older GPUs nothing here does anything, and no plan takes a cluster.
+// Thread block clusters (sm_90): rank, size, barriers, and access to the shared memory of other
+// blocks of the cluster. On older GPUs these functions do nothing, and the planners never choose a
+// cluster.
 #pragma once
 #include <cstdint>
 
@@ -22,8 +23,8 @@ DEVICE int cluster_size() {
   return size;
 }
 
-// The barrier of all threads of a cluster, in two halves: what was written before the first is seen
-// after the second. All threads of a warp come at once.
+// The barrier over all threads of a cluster, split in two: writes made before cluster_arrive are
+// visible after cluster_wait. All threads of a warp must call it together.
 DEVICE void cluster_arrive() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
@@ -39,13 +40,14 @@ DEVICE void cluster_sync() {
   cluster_wait();
 }
 
-// The same where threads of a warp may come one by one.
+// The same barrier for warps whose threads may arrive one by one.
 DEVICE void cluster_arrive_diverged() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.release;" ::: "memory");
 #endif
 }
-DEVICE void cluster_arrive_relaxed_diverged() {  // orders no memory: a release waits for stores
+// Orders no memory accesses; the releasing form waits for outstanding stores.
+DEVICE void cluster_arrive_relaxed_diverged() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
 #endif
@@ -56,7 +58,7 @@ DEVICE void cluster_wait_diverged() {
 #endif
 }
 
-// Where the block `rank` of the cluster has what stands at `address` here (mapa).
+// Maps a shared memory address of this block to the same location in block `rank` (mapa).
 DEVICE uint32_t cluster_address([[maybe_unused]] uint32_t address, [[maybe_unused]] int rank) {
   uint32_t there = 0;
 #if __CUDA_ARCH__ >= 900
@@ -65,7 +67,7 @@ DEVICE uint32_t cluster_address([[maybe_unused]] uint32_t address, [[maybe_unuse
   return there;
 }
 
-// A load from an address of cluster_address.
+// Loads from an address returned by cluster_address.
 DEVICE float4 load_cluster([[maybe_unused]] uint32_t address) {
   float4 v = {};
 #if __CUDA_ARCH__ >= 900
@@ -77,7 +79,8 @@ DEVICE float4 load_cluster([[maybe_unused]] uint32_t address) {
   return v;
 }
 
-// Stores to addresses of cluster_address; the mbarrier there counts the bytes when they have come.
+// Stores asynchronously to an address returned by cluster_address. The mbarrier in the target block
+// counts the bytes as they arrive.
 DEVICE void store_async([[maybe_unused]] uint32_t to, [[maybe_unused]] uint32_t barrier,
                         [[maybe_unused]] uint32_t word) {
 #if __CUDA_ARCH__ >= 900

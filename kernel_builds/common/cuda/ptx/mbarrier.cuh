@@ -1,5 +1,5 @@
-// mbarrier: barriers in shared memory, which count the threads that arrive and the bytes that come.
-// A barrier turns to its next phase when all that it expects have arrived; phases count from 0.
+// mbarrier: barriers in shared memory that count arriving threads and arriving bytes. A barrier
+// advances to its next phase when all expected threads and bytes have arrived; phases count from 0.
 #pragma once
 #include <cstdint>
 
@@ -8,8 +8,8 @@
 
 namespace flashcell::cuda {
 
-// A barrier is 8 bytes of shared memory. The functions take its address, or the variable that it
-// is.
+// A barrier is 8 bytes of shared memory. The functions below take its shared memory address or the
+// uint64_t variable itself.
 DEVICE uint32_t mbarrier_address(uint32_t address) { return address; }
 DEVICE uint32_t mbarrier_address(const uint64_t& variable) { return shared_address(&variable); }
 
@@ -22,13 +22,14 @@ template <typename Barrier>
 DEVICE void mbarrier_arrive(const Barrier& barrier) {
   asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(mbarrier_address(barrier)) : "memory");
 }
-// Arrives once this thread's cp.async so far have landed; it goes on at once. `arrivals` counts it.
+// Makes the barrier count one arrival when all earlier cp.async of this thread have landed, without
+// waiting for them. The count given to mbarrier_init includes this arrival.
 template <typename Barrier>
 DEVICE void mbarrier_arrive_after_copies(const Barrier& barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(mbarrier_address(barrier))
                : "memory");
 }
-// Waits until the phase of this parity is over, polling: sm_80 has no other way.
+// Waits by polling until the phase of this parity has completed; sm_80 has no suspending wait.
 template <typename Barrier>
 DEVICE void mbarrier_poll(const Barrier& barrier, unsigned parity) {
   asm volatile(
@@ -39,13 +40,14 @@ DEVICE void mbarrier_poll(const Barrier& barrier, unsigned parity) {
       : "memory");
 }
 
-// What follows takes sm_90.
+// The functions below need sm_90.
 
-// After all inits, before the barrier that shows them to other threads.
+// Call it after initialising all barriers and before the block or cluster barrier that makes them
+// visible to other threads.
 DEVICE void mbarrier_init_fence() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
-// Arrives, and makes the phase wait for `bytes` as well.
+// Arrives, and makes the current phase wait for `bytes` more bytes.
 template <typename Barrier>
 DEVICE void mbarrier_arrive_expect_tx(const Barrier& barrier, int bytes) {
 #if __CUDA_ARCH__ >= 900
@@ -54,7 +56,8 @@ DEVICE void mbarrier_arrive_expect_tx(const Barrier& barrier, int bytes) {
                : "memory");
 #endif
 }
-// Waits until phase `phase` is over, suspended: no earlier than the last phase but one.
+// Waits, suspended, until phase `phase` has completed. The barrier must not be more than one phase
+// ahead of it.
 template <typename Barrier>
 DEVICE void mbarrier_wait(const Barrier& barrier, int phase) {
   asm volatile(
@@ -64,7 +67,7 @@ DEVICE void mbarrier_wait(const Barrier& barrier, int phase) {
       "r"(phase & 1)
       : "memory");
 }
-// The same for a barrier that counts stores of other blocks of the cluster.
+// The same for a barrier that counts stores from other blocks of the cluster.
 template <typename Barrier>
 DEVICE void mbarrier_wait_cluster(const Barrier& barrier, int phase) {
   asm volatile(

@@ -1,12 +1,13 @@
-// 16-byte vectors, 32-bit words, and the matrix instruction on them, for bf16, fp16 and fp32
-// (tf32).
+// 16-byte vectors, 32-bit words, and the matrix instruction mma on them, for bf16, fp16 and fp32
+// (as tf32).
 //
-// A product here is D[16 rows, 8 columns] += A[16, depth] B[depth, 8]. The depth goes in steps of
-// two vectors: lane l = 4 r + q holds
-//   a = {row r word q of vector 2i, row r + 8 same, row r word q of vector 2i + 1, row r + 8 same}
-//   b = {column r word q of vector 2i, column r word q of vector 2i + 1}
-//   d = {(r, 2q), (r, 2q + 1), (r + 8, 2q), (r + 8, 2q + 1)}
-// in every dtype: the instructions of PTX agree once vectors are 16 bytes.
+// A product is D[16 rows, 8 columns] += A[16, depth] B[depth, 8]. The depth advances by two vectors
+// per step, i = 0, 1, ..., and lane l = 4 r + q holds
+//  a = {row r word q of vector 2i, row r + 8 same, row r word q of vector 2i + 1, row r + 8 same}
+//  b = {column r word q of vector 2i, column r word q of vector 2i + 1}
+//  d = {(r, 2q), (r, 2q + 1), (r + 8, 2q), (r + 8, 2q + 1)}
+//
+// The layout is the same for every dtype because vectors are always 16 bytes.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -37,7 +38,7 @@ DEVICE IO from_float(float x) {
   }
 }
 
-// Two neighbouring elements: one word in 16 bits, two in fp32.
+// Two neighbouring elements: one 32-bit word for 16-bit types, two for fp32.
 template <typename IO>
 struct Pair {
   uint32_t word[sizeof(IO) / 2];
@@ -64,7 +65,7 @@ struct Pair {
   }
 };
 
-// fp32 operands of the matrix instruction are rounded to tf32 here: the hardware would truncate.
+// Rounds fp32 operands of the matrix instruction to tf32; the hardware would truncate them.
 template <typename IO>
 DEVICE uint32_t operand(uint32_t word) {
   if constexpr (sizeof(IO) == 4) asm("cvt.rna.tf32.f32 %0, %0;" : "+r"(word));
@@ -95,7 +96,7 @@ DEVICE void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1)
   mma<IO>(d, a, b0, b1, d);
 }
 
-// Keeps a value in its register: the compiler would compute it anew in every step.
+// Forces a value to stay in its register; the compiler would otherwise recompute it in every step.
 DEVICE uint32_t keep(uint32_t value) {
   asm volatile("" : "+r"(value));
   return value;
@@ -105,14 +106,14 @@ DEVICE float keep_float(float value) {
   return value;
 }
 
-// Words of four vectors of eight rows: lane l names row l % 8 of vector l / 8, and gets word l % 4
-// of row l / 4 of each vector.
+// Loads words of four groups of eight 16-byte rows: lane l supplies the address of row l % 8 of
+// group l / 8 and receives word l % 4 of row l / 4 of each group.
 DEVICE void load_vectors(uint32_t (&words)[4], uint32_t row_address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
                : "r"(row_address));
 }
-// The same of vectors whose rows are the depth and whose elements are the columns.
+// The same, transposed: the rows in memory are the depth and their elements are the columns.
 DEVICE void load_transposed(uint32_t (&words)[4], uint32_t row_address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
@@ -132,7 +133,7 @@ DEVICE void store_words(uint32_t shared, uint32_t first, uint32_t second) {
                : "memory");
 }
 
-// Both elements of a word of 16-bit ones: a b + c, rounded once.
+// Computes a b + c for both 16-bit elements of a word, rounding once.
 template <typename IO>
 DEVICE uint32_t multiply_add(uint32_t a, uint32_t b, uint32_t c) {
   static_assert(sizeof(IO) == 2);
@@ -151,20 +152,20 @@ DEVICE float exp2_approx(float x) {
   return y;
 }
 
-// A 16-byte copy from global to shared memory behind the thread's back.
+// Starts an asynchronous 16-byte copy from global to shared memory.
 DEVICE void copy_async(uint32_t shared, const void* global) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
 }
 DEVICE void copy_async(void* shared, const void* global) {
   copy_async(shared_address(shared), global);
 }
-// The same, or 16 bytes of zero; the address must be valid all the same.
+// The same, or 16 bytes of zero where `copy` is false; the address must be valid in both cases.
 DEVICE void copy_async_or_zero(uint32_t shared, const void* global, bool copy) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global),
                "r"(copy ? 16 : 0)
                : "memory");
 }
-// One float, or 0.
+// The same for one float.
 DEVICE void copy_word_or_zero(float* shared, const float* global, bool copy) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(shared)),
                "l"(global), "r"(copy ? 4 : 0)

@@ -1,5 +1,5 @@
-// Programmatic dependent launch: a kernel starts while the one ahead of it ends (Grid::pdl of
-// launch.cuh).
+// Programmatic dependent launch: a kernel may start while the kernel before it in the stream is
+// still running (Grid::pdl in launch.cuh).
 #pragma once
 #include <cuda_runtime.h>
 
@@ -7,7 +7,8 @@
 
 namespace flashcell::cuda {
 
-// What was launched before this kernel has ended; what is launched after it may start.
+// pdl_wait waits until the kernel before this one has completed; pdl_launch_dependents lets the
+// kernel after this one start.
 DEVICE void pdl_wait() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

@@ -1,11 +1,11 @@
-// setmaxnreg: registers go from warps that need few to warps that need many. sm_90a; elsewhere
-// every warp keeps what the kernel started with.
+// setmaxnreg: moves registers from warps that need few to warps that need many. It needs sm_90a; on
+// others every warp keeps the registers the kernel started with.
 #pragma once
 #include "common/cuda/device.cuh"
 
 namespace flashcell::cuda {
 
-// Registers of a thread from here on; all warps of a warpgroup ask at once.
+// Sets the number of registers per thread; all warps of a warpgroup must call it together.
 template <int kRegisters>
 DEVICE void setmaxnreg_inc() {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL

@@ -1,4 +1,4 @@
-// Addresses in shared memory as PTX takes them: 32 bits.
+// Converts pointers into shared memory to the 32-bit addresses that PTX takes.
 #pragma once
 #include <cstdint>
 

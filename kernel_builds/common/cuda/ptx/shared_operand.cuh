@@ -1,9 +1,10 @@
-// Operands of wgmma in shared memory.
+// Descriptors of wgmma operands in shared memory.
 //
-// They are panels of 64 elements of 16 bits (128 bytes) a row, swizzled: 16-byte piece c of row r
-// lies at piece c ^ (r % 8), and a panel starts at a multiple of 1024 bytes. The rows of a panel
-// are those of the product (of its columns, for the right operand), 64 of the depth in each:
-// Major::kDepth; or the depth, 64 rows of the product in each: Major::kWidth.
+// An operand is stored in panels whose rows are 64 elements of 16 bits (128 bytes), swizzled:
+// 16-byte piece c of row r is at piece c ^ (r % 8), and a panel starts at a multiple of 1024 bytes.
+// With Major::kDepth a panel's row is a row of the product (a column, for the right operand) and
+// holds 64 elements of the depth. With Major::kWidth a panel's row is one element of the depth and
+// holds 64 rows of the product.
 #pragma once
 #include <cstdint>
 
@@ -15,8 +16,9 @@ enum class Major { kDepth, kWidth };
 
 constexpr int kWarpgroup = 128;
 
-// 16 of the depth of an operand, by whatever the instruction's shape asks for of the other.
-// `panel_stride`: bytes from panel to panel, read where the width takes several.
+// Describes 16 elements of an operand's depth, by as many rows or columns as the instruction's
+// shape takes. `panel_stride` is the number of bytes between panels, used where Major::kWidth takes
+// several.
 template <Major kMajor>
 struct SharedOperand {
   uint64_t bits;
@@ -25,7 +27,8 @@ struct SharedOperand {
     const uint64_t leading = kMajor == Major::kWidth ? panel_stride / 16 : 1;
     bits = address / 16 | leading << 16 | uint64_t(1024 / 16) << 32 | uint64_t(1) << 62;
   }
-  // The next steps of 16: four of them are a panel's 128 bytes where the depth lies along rows.
+  // Returns the descriptor `steps` times 16 elements further along the depth. With Major::kDepth,
+  // four such steps are the 128 bytes of a panel's row.
   DEVICE SharedOperand step(int steps) const {
     SharedOperand other = *this;
     other.bits += steps * (kMajor == Major::kWidth ? 16 * 128 : 32) / 16;

@@ -1,27 +1,27 @@
-// Hopper's matrix instruction: a warpgroup (128 threads, from a multiple of 128) multiplies 64 rows
-// by up to 256 columns, in 16-bit types with fp32 sums. sm_90a only.
+// Hopper's matrix instruction wgmma: a warpgroup (128 threads, the first a multiple of 128)
+// multiplies 64 rows by up to 256 columns of 16-bit types with fp32 sums. It needs sm_90a.
 //
-// Lane 4 r + q of warp w of the warpgroup holds, of rows 16 w + r (e < 2) and 16 w + r + 8, columns
-// 8 j + 2 q + e % 2: sums[j][e]. A left operand in registers lies as mma.cuh says.
+// Lane 4 r + q of warp w of the warpgroup holds in sums[j][e] column 8 j + 2 q + e % 2 of row 16 w
+// + r (e < 2) or 16 w + r + 8 (e >= 2). A left operand in registers has the layout described in
+// mma.cuh.
 #pragma once
 #include <type_traits>
 
 #include "common/cuda/ptx/mma.cuh"
 #include "common/cuda/ptx/shared_operand.cuh"
 
-// Kernels have no body but a trap where their instructions do not exist.
+// Where these instructions do not exist, kernels that use them compile to a trap.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
 #define FLASHCELL_WGMMA_CODE 1
 #endif
 
 namespace flashcell::cuda {
 
-// What is in shared memory as this thread sees it, its own stores and what barriers have told it
-// of, is there for the wgmma that follows. A thread whose copies are in flight would wait for them
-// here.
+// Makes shared memory as this thread sees it (its own stores, and those it has seen through a
+// barrier) visible to later wgmma. A thread with copies in flight would wait for them here.
 DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// The compiler moves no use of these registers across.
+// Keeps the compiler from moving any use of these registers across this point.
 template <int kN>
 DEVICE void pin(float (&sums)[kN][4]) {
 #pragma unroll
@@ -39,14 +39,16 @@ DEVICE void pin(uint32_t (&words)[kN][4]) {
   }
 }
 
-// Before the first product of registers that anything else has written, with all of them.
+// Call it with all registers of a product before the first wgmma, if anything else has written
+// them.
 template <typename... Registers>
 DEVICE void wgmma_fence(Registers&... registers) {
   (pin(registers), ...);
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
 DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// Until no more than `kPending` groups run; `registers` are those that are free again.
+// Waits until at most `kPending` groups are still running; `registers` may be used again
+// afterwards.
 template <int kPending, typename... Registers>
 DEVICE void wgmma_wait(Registers&... registers) {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
@@ -92,8 +94,9 @@ DEVICE void wgmma_wait(Registers&... registers) {
     }                                         \
   }
 
-// sums += left right, over a depth of 16; without `add` what the sums were does not count. Runs on
-// after the call: until wgmma_wait nobody reads or writes sums, left words or shared memory here.
+// Starts sums += left right over a depth of 16 (sums = left right without `add`). It runs
+// asynchronously: until wgmma_wait, nothing may read or write the sums, the left operand's
+// registers or its shared memory.
 template <typename IO, Major kLeft, Major kRight, int kN>
 DEVICE void wgmma(float (&d)[kN][4], SharedOperand<kLeft> left, SharedOperand<kRight> right,
                   bool add = true) {
