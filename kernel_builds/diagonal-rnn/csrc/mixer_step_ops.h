@@ -1,5 +1,5 @@
-// The operators of a decoded token. Channels and heads come in pairs; states are changed where they
-// lie, so one that is not contiguous is refused. Included behind the call.h of the device.
+// The operators of a decoding step. Channels and heads come in pairs. States are changed in place,
+// so a state that is not contiguous is rejected. Included after the device's call.h.
 #pragma once
 
 #include "common/torch/op.h"
@@ -16,7 +16,7 @@ inline constexpr char kMixStepSchema[] =
     "_mix_step_(Tensor u, Tensor a, Tensor? p, Tensor? bias, Tensor(a!) h, Tensor(b!)? c, "
     "Tensor x, Tensor skip, Tensor gate, float bound) -> Tensor";
 
-// A state, which is changed where it lies.
+// A state, which is changed in place.
 inline void* in_place(const Tensor& tensor, const char* name, const Shape& shape,
                       ScalarType dtype) {
   check_shape(tensor, name, shape), check_dtype(tensor, name, dtype);
@@ -29,7 +29,8 @@ inline bool begins_at_pairs(const Tensor& tensor) {
   return uintptr_t(tensor.const_data_ptr()) % 8 == 0;
 }
 
-// Rows [B, D], which may lie apart; a copy where they do not begin at pairs of channels.
+// Returns rows [B, D], which may be strided; copies them if they are not aligned to pairs of
+// channels.
 inline Tensor rows(const Tensor& tensor, const char* name, const Shape& shape, ScalarType dtype) {
   check_shape(tensor, name, shape), check_dtype(tensor, name, dtype);
   STD_TORCH_CHECK(shape[1] % 2 == 0, name, " must have an even width, got ", shape[1]);

@@ -17,11 +17,11 @@
 namespace flashcell {
 
 // x [B,T,G,D] or, in N heads, [N,B,T,G,D/N], strided · weight [P,D], with a bias of x [P+G,D], and
-// state [K,S,D] in the state dtype · reset, hold [B,T] bool ·
-// lengths [B] · cu_seqlens [S+1] · method walk, shoot or newton · tol, max_iters < 0: its own
+// state [K,S,D] in the state dtype · reset, hold [B,T] bool · lengths [B] · cu_seqlens [S+1] ·
+// method sequential, multiple_shooting or newton · tol, max_iters: negative for their defaults
 // -> h [B,T,D] · last [K,S,D] · saved [B,T,V,D] ([0] unless `save`): the states after each step
-// that h does not hold, those beside h, then with `hold` h itself · report [3]: iterations,
-// residual, finished steps
+// that h does not hold: the other states, then with `hold` state 0 · report [3]: iterations,
+// residual, number of steps finished sequentially
 inline constexpr char kForwardSchema[] =
     "_fwd(Tensor x, Tensor weight, Tensor? state, Tensor? reset, Tensor? hold, Tensor? lengths, "
     "Tensor? cu_seqlens, str method, float tol, int max_iters, bool save) "
@@ -49,14 +49,14 @@ inline Method method_of(const std::string& name) {
   return Method::kNewton;
 }
 
-// The arguments that both directions have, checked; its tensors live as long as the params.
+// The arguments of both directions, checked; it keeps their tensors alive as long as the params.
 template <typename Cell>
 struct Arguments {
   Dtype dtype;
   ScalarType io, unrounded;
   Tensor x, weight;
   OptionalTensor state, reset, hold;
-  int batch;  // dimension of x: 1 where its heads come first
+  int batch;  // dimension of x that is the batch: 1 if heads come first
   int64_t B, T, J, D, S;
   bool has_bias;
   decltype(sequences(x, 0, 0, OptionalTensor(), OptionalTensor(), 0, 0)) list;
@@ -155,9 +155,9 @@ std::tuple<Tensor, Tensor, Tensor> backward(Tensor dh, OptionalTensor dlast, Ten
   return {dx, dweight, dstate};
 }
 
-// The sizes of a scan from b, or from h, which is shaped like it: the argument `name`. Its rank
-// tells blocks from the elementwise scan, whose blocks are of 1; scan_* and block_scan_* are two
-// schemas of one function.
+// Reads the sizes of a scan from b, or from h of the same shape; `name` is that argument's name.
+// The rank tells the scan over blocks from the elementwise scan, whose blocks are 1 x 1. scan_* and
+// block_scan_* are two schemas of one function.
 inline ScanParams scan_params(Tensor& a, const Tensor& b, const char* name, OptionalTensor& h0,
                               bool reverse) {
   const bool block = b.dim() == 4;

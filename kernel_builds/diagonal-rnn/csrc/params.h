@@ -1,8 +1,8 @@
-// What ops.cpp (torch) hands to an engine (no torch), on the CPU and on CUDA: plain structs.
-// S sequences, T time, D channels, G gates, P weight rows, K states, V saved states. x is
-// [B, T, G, D], or with its channels in heads of J [D / J, B, T, G, J], as a batched product leaves
-// it; dx has the layout of x, dense.
-// io = the dtype of x; state = float, or double when io is double.
+// Parameters that ops.cpp (with torch) passes to an engine (without torch), on the CPU and on CUDA.
+// S sequences, T time, D channels, G gates, P weight rows, K states, V saved states. x is [B, T, G,
+// D] or, with its channels in heads of width J, [D / J, B, T, G, J], as a batched product writes
+// it; dx has the layout of x, contiguous. io is the dtype of x; state is float, or double when io
+// is double.
 #pragma once
 #include "common/sequence.h"
 
@@ -14,17 +14,17 @@ struct SequenceParams {
   int64_t S, D, T;
   const Sequence* sequences;  // [S]; null on CUDA when sequence s is all of row s
   const uint8_t* reset;       // [B, T] or null: states become 0 before the step
-  const uint8_t* hold;        // [B, T] or null: the step passes the states through
+  const uint8_t* hold;        // [B, T] or null: the step leaves the states unchanged
   const void* x;              // io, strided
   int64_t x_head;             // strides of x in elements; the last one is 1
   int64_t x_batch;
   int64_t x_time;
   int64_t x_gate;
-  int64_t J;            // channels of a head; D where x has none
+  int64_t J;            // channels of a head; D if x has no heads
   const void* weight;   // [P, D] state
   const void* bias;     // [G, D] state, added to x, or null; it follows the weight
   const void* initial;  // [K, S, D] state, or null for 0
-  int64_t V;            // K - 1 states beside h, and with `hold` h's own, which h does not hold
+  int64_t V;  // K - 1 states beside h and, with `hold`, state 0 as well, which h does not hold then
   Method method;
 };
 
@@ -32,8 +32,8 @@ struct ForwardParams : SequenceParams {
   void* h;        // [B, T, D] io
   void* last;     // [K, S, D] state
   void* saved;    // [B, T, V, D] io, or null
-  float* report;  // [3]: iterations, residual, finished steps
-  double tol;     // of the methods that iterate; negative for their own
+  float* report;  // [3]: iterations, residual, steps finished sequentially
+  double tol;     // tolerance of the iterative methods; negative for their default
   int64_t max_iters;
 };
 
@@ -43,7 +43,7 @@ struct BackwardParams : SequenceParams {
   const void* h;      // [B, T, D] io
   const void* saved;  // [B, T, V, D] io
   void* dx;           // io, as x
-  int64_t dx_head;    // elements of a head of it
+  int64_t dx_head;    // elements of a head of dx
   void* dweight;      // [P, D] state, then with a bias its [G, D]
   void* dstate;       // [K, S, D] state
 };
@@ -77,7 +77,7 @@ struct ConvParams {
   int64_t x_batch, x_time;
   const void* weight;    // [5, D] state, the bias last
   const void* window;    // [B, 3, D] io: the steps before the first, or null for 0
-  const uint8_t* reset;  // [B, T] or null: what is before the step counts no more
+  const uint8_t* reset;  // [B, T] or null: the step does not see the steps before it
   bool silu;
 };
 
@@ -92,7 +92,7 @@ struct ConvBackwardParams : ConvParams {
   void* dwindow;   // [B, 3, D] io
 };
 
-// One step of silu(conv): window becomes the last 3 of its steps and x.
+// One decoding step of silu(conv); `window` then holds its last two steps and x.
 struct ConvStepParams {
   int64_t B, D;
   const void* x;  // [B, D] io, rows x_row apart
@@ -103,14 +103,16 @@ struct ConvStepParams {
   void* y;             // [B, D] io
 };
 
-// One step of a cell and what follows it: y = (h' + skip x) silu(gate). The states are changed.
+// One decoding step of a cell and what follows it: y = (h' + skip x) silu(gate). The states are
+// changed in place.
 struct MixStepParams {
   static constexpr int kMostStates = 2;
   int64_t B, D, J;
   const void* u;     // [N, B, G, J] io, D = N J
   const void* bias;  // [G, D] io, added to u, or null
-  const void* a;     // [3, D] io, and p, in this order the cell's weights, each within the bound
-  const void* p;     // [P - 3, D] io, or null
+  // [3, D] io; a, then p: the cell's weights in its order, clamped to [-bound, bound] when read.
+  const void* a;
+  const void* p;  // [P - 3, D] io, or null
   double bound;
   void* states[kMostStates];  // [B, D] state
   const void* x;              // [B, D] io

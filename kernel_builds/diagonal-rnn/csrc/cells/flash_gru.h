@@ -9,10 +9,11 @@ struct FlashGru {
   static constexpr const char* kName = "flash_gru";
   enum Gate { Z, R, C, kGates };
   enum State { H, kStates };
-  static constexpr int kWeights = 3;  // a, a row for each gate
+  static constexpr int kWeights = 3;  // rows of `a`, one for each gate
 
   template <typename V>
-  struct Gates {  // and d[g], the gradient of h' with respect to the pre-activation of gate g
+  // The gates, and in d[g] the gradient of h' with respect to the pre-activation of gate g.
+  struct Gates {
     V z, r, c, d[kGates];
     FN Gates(const V (&x)[kGates], const V (&w)[kWeights], V h) {
       z = sigmoid(w[Z] * h + x[Z]), r = sigmoid(w[R] * h + x[R]);
@@ -20,7 +21,7 @@ struct FlashGru {
       d[Z] = (c - h) * d_sigmoid(z), d[C] = z * d_tanh(c);
       d[R] = d[C] * w[C] * h * d_sigmoid(r);
     }
-    FN V slope(const V (&w)[kWeights]) const {  // of h' along h
+    FN V slope(const V (&w)[kWeights]) const {  // derivative of h' with respect to h
       return (V(1) - z) + w[Z] * d[Z] + w[R] * d[R] + w[C] * r * d[C];
     }
   };
@@ -32,7 +33,7 @@ struct FlashGru {
     next[H] = s[H] + g.z * (g.c - s[H]);
   }
 
-  // jacobian[i][j]: of next[i] along s[j].
+  // jacobian[i][j] is the derivative of next[i] with respect to s[j].
   template <typename V>
   static FN void jacobian(const V (&x)[kGates], const V (&w)[kWeights], const V (&s)[kStates],
                           V (&next)[kStates], V (&jacobian)[kStates][kStates]) {
@@ -41,7 +42,7 @@ struct FlashGru {
     jacobian[H][H] = g.slope(w);
   }
 
-  // d_state: gradient of next on entry, of s on return; dw is added to.
+  // d_state is the gradient of `next` on entry and of `s` on return; dw is accumulated.
   template <typename V>
   static FN void backward(const V (&x)[kGates], const V (&w)[kWeights], const V (&s)[kStates],
                           V (&d_state)[kStates], V (&dx)[kGates], V (&dw)[kWeights]) {

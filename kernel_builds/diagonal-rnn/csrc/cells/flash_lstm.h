@@ -13,8 +13,8 @@ struct FlashLstm {
 
   template <typename V>
   struct Gates {
-    V f, z, c, o, t;                               // c = c', t = tanh(c')
-    V c_along_f, c_along_z, h_along_o, h_along_c;  // slopes; the last with o's share
+    V f, z, c, o, t;                               // c is c', t is tanh(c')
+    V c_along_f, c_along_z, h_along_o, h_along_c;  // derivatives; h_along_c with o's part
     FN Gates(const V (&x)[kGates], const V (&w)[kWeights], const V (&s)[kStates]) {
       f = sigmoid(w[AF] * s[H] + w[PF] * s[C] + x[F]), z = tanh(w[AZ] * s[H] + x[Z]);
       c = z + f * (s[C] - z);
@@ -33,7 +33,7 @@ struct FlashLstm {
     next[H] = g.o * g.t, next[C] = g.c;
   }
 
-  // jacobian[i][j]: of next[i] along s[j].
+  // jacobian[i][j] is the derivative of next[i] with respect to s[j].
   template <typename V>
   static FN void jacobian(const V (&x)[kGates], const V (&w)[kWeights], const V (&s)[kStates],
                           V (&next)[kStates], V (&jacobian)[kStates][kStates]) {
@@ -44,7 +44,7 @@ struct FlashLstm {
     jacobian[H][C] = g.h_along_c * jacobian[C][C];
   }
 
-  // d_state: gradient of next on entry, of s on return; dw is added to.
+  // d_state is the gradient of `next` on entry and of `s` on return; dw is accumulated.
   template <typename V>
   static FN void backward(const V (&x)[kGates], const V (&w)[kWeights], const V (&s)[kStates],
                           V (&d_state)[kStates], V (&dx)[kGates], V (&dw)[kWeights]) {

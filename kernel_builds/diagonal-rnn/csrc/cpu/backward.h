@@ -1,5 +1,6 @@
-// The backward walk: gates are computed again from x and the saved states. The carried gradient
-// lives in `dstate`; every sequence sums its own dweight, and they are added in order.
+// The CPU's backward pass over time. Gates are recomputed from x and the saved states. The carried
+// gradient is kept in `dstate`. Every sequence sums its own dweight, and the sums are then added in
+// a fixed order.
 #pragma once
 #include "channel_blocks.h"
 
@@ -14,9 +15,9 @@ struct Backward {
   const BackwardParams& p;
   const Host& host;
   const Walk walk{p, host};
-  const int64_t rows;  // of dweight: the weight's, and the bias's if there is one
+  const int64_t rows;  // of dweight: the weight's rows and, if there is a bias, its rows
   Scratch<T> partial;  // [S][rows][D]
-  Scratch<T> zeros;    // [D]: a state that was reset or never given
+  Scratch<T> zeros;    // [D]: stands in for a state that was reset or not given
 
   Backward(const BackwardParams& params, const Host& h)
       : p(params),
@@ -33,7 +34,7 @@ struct Backward {
     return (IO*)p.dx + block.head * (p.dx_head - p.J) + (row * kGates + g) * p.J;
   }
 
-  // State k after the step in `row`, as the forward saved it.
+  // Returns state k after the step in `row`, as the forward pass saved it.
   const IO* kept(int k, int64_t row) const {
     if (k == 0 && p.hold == nullptr) return (const IO*)p.h + row * p.D;
     return (const IO*)p.saved + (row * p.V + (k == 0 ? kStates - 1 : k - 1)) * p.D;

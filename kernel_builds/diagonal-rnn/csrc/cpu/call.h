@@ -1,11 +1,11 @@
-// How ops.cpp runs an op on the CPU. cuda/call.h has the same functions.
+// Runs the ops on the CPU for ops.cpp. cuda/call.h has functions of the same names.
 #pragma once
 #include "common/torch/cpu.h"
 #include "engine.h"
 
 namespace flashcell {
 
-inline Tensor input(const Tensor& x) {  // x as the engine reads it
+inline Tensor input(const Tensor& x) {  // x in the layout that the engine reads
   const int64_t row = x.dim() - 1;
   return x.stride(row) != 1 && x.size(row) > 1 ? torch::stable::contiguous(x) : x;
 }

@@ -1,6 +1,6 @@
-// What both directions share: the sequences cut into blocks of channels, one block per task. A task
-// walks through time alone; inside a step its channels follow each other in memory, and as no
-// channel waits for another, the next vectors hide the latency of the one before.
+// Splits the sequences into blocks of channels, one block per task, for both directions. A task
+// runs through time without synchronising. Within a step its channels are contiguous in memory, and
+// as channels are independent, the next vectors hide the latency of the one before.
 #pragma once
 #include "../params.h"
 #include "common/cpu/load_store.h"
@@ -8,9 +8,10 @@
 
 namespace flashcell::FLASHCELL_ISA {
 
-constexpr int64_t kWidest = 1024;    // channels of a task: weights and states stay in 48 KB
-constexpr int64_t kNarrowest = 64;   // below this a row of x is hardly a line of the cache
-constexpr int64_t kFewSteps = 4096;  // channel steps of 20 us: less is not worth another thread
+constexpr int64_t kWidest = 1024;  // most channels of a task: weights and states then stay in 48 KB
+// Fewest channels: below this a row of x is hardly one cache line.
+constexpr int64_t kNarrowest = 64;
+constexpr int64_t kFewSteps = 4096;  // channel steps, some 20 us: less is not worth another thread
 
 template <bool kValue>
 struct Constant {
@@ -19,7 +20,7 @@ struct Constant {
 
 struct Block {
   const Sequence& s;
-  int64_t begin, end;  // channels, of one head
+  int64_t begin, end;  // channels of the block, all in one head
   int64_t head;
 };
 
@@ -30,7 +31,7 @@ struct Walk {
   bool reset(const Sequence& s, int64_t t) const { return p.reset && p.reset[s.row + t]; }
   bool hold(const Sequence& s, int64_t t) const { return p.hold && p.hold[s.row + t]; }
 
-  // body(block) for every block. What is computed does not depend on how they are cut.
+  // Calls body(block) for every block. Results do not depend on how the channels are split.
   template <typename Body>
   void run(const Body& body) const {
     int64_t steps = 0;
@@ -43,7 +44,8 @@ struct Walk {
     while (width > kNarrowest && p.S * heads * blocks_of_head() < 4 * threads) width /= 2;
     const int64_t blocks = heads * blocks_of_head(), tasks = p.S * blocks;
     const int64_t workers = threads < tasks ? threads : tasks;
-    parallel_for(host, workers, [&](int64_t worker) {  // in turns: the longest come first
+    // Workers take blocks in turn, because the longest sequences come first.
+    parallel_for(host, workers, [&](int64_t worker) {
       for (int64_t i = worker; i < tasks; i += workers) {
         const int64_t head = i % blocks / blocks_of_head(), last = (head + 1) * p.J;
         const int64_t begin = head * p.J + i % blocks_of_head() * width;
@@ -54,7 +56,8 @@ struct Walk {
   }
 };
 
-// body(channel, lanes, whole) for each vector of [begin, end); `whole` is a compile-time constant.
+// Calls body(channel, lanes, whole) for each vector of [begin, end); `whole` is a compile-time
+// constant.
 template <typename T, typename Body>
 FN void for_vectors(int64_t begin, int64_t end, const Body& body) {
   constexpr int kWidth = Vec<T>::kWidth;

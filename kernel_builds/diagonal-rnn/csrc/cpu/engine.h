@@ -1,11 +1,12 @@
-// What the CPU engine offers ops.cpp. Its parameters are the ones of every engine: ../params.h.
+// The functions that the CPU engine offers to ops.cpp. It takes the parameters of ../params.h, as
+// the CUDA engine does.
 #pragma once
 #include "../params.h"
 #include "common/cpu/host.h"
 
 namespace flashcell {
 
-// One instruction set's build of the engine; cell = position in AllCells.
+// One instruction set's build of the engine; `cell` is the index in AllCells.
 struct Backend {
   const char* name;
   void (*forward)(int cell, Dtype, const ForwardParams&, const Host&);

@@ -1,4 +1,4 @@
-// The forward walk. The carried state lives in `last`, unrounded.
+// The CPU's forward pass over time. The carried state is kept in `last`, unrounded.
 #pragma once
 #include "channel_blocks.h"
 
@@ -81,7 +81,8 @@ struct Forward {
                    });
   }
 
-  // The states after step t that h does not hold: row v is state v + 1, the one past them state 0.
+  // Saves the states after step t that are not in h: row v is state v + 1, and the row after the
+  // last of them is state 0.
   void save(const Block& block, int64_t t) const {
     const auto& [s, begin, end, head] = block;
     for (int64_t v = 0; v < p.V; ++v) {

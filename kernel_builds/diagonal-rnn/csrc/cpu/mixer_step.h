@@ -1,6 +1,6 @@
-// A decoded token between the linear layers of a diagonal cell's published block: its convolution,
-// and its cell with the skip and the gate. Of a few thousand channels, so the calling thread does
-// it.
+// One decoding step between the linear layers of a diagonal cell's published block: the
+// convolution, and the cell with its skip connection and gate. With a few thousand channels this is
+// so little work that the calling thread does it alone.
 #pragma once
 #include "channel_blocks.h"
 #include "common/cpu/vec_math.h"
@@ -37,7 +37,7 @@ struct ConvStep {
     }
   }
 
-  // The taps of a channel are neighbours: taps[j] has those of so many channels.
+  // The four taps of a channel are contiguous; taps[j] holds tap j of one vector of channels.
   template <bool Whole>
   static FN void read_taps(const IO* weight, int lanes, V (&taps)[kTaps]) {
     alignas(kVectorBytes) T rows[kTaps * V::kWidth], columns[V::kWidth];

@@ -1,6 +1,6 @@
-// h_t = a_t h_{t-1} + b_t for blocks of n x n; n = 1 is the elementwise scan. Rows of a few
-// channels are widened to the state dtype, and the compiler's own vectors run over them. How
-// channels are cut depends on n alone, so nothing depends on the number of threads.
+// h_t = a_t h_{t-1} + b_t for n x n blocks; n = 1 is the elementwise scan. Rows of a few channels
+// are widened to the state dtype, over which the compiler vectorises. The split into channels
+// depends on n only, so results do not depend on the number of threads.
 #pragma once
 #include "channel_blocks.h"
 
@@ -27,7 +27,7 @@ FN void narrow(const State<IO>* from, IO* to, int64_t count) {
 template <typename IO>
 struct Scan {
   using T = State<IO>;
-  static constexpr int64_t kElements = 512;  // of `a` in a row: 2 KB
+  static constexpr int64_t kElements = 512;  // elements of `a` in a row at once: 2 KB
 
   template <template <typename, int> class Pass, typename Params>
   static void run(const Params& params, const Host& host) {
@@ -98,7 +98,7 @@ struct ScanBackwardPass {
   void block(int64_t batch, int64_t channel, int64_t count) const {
     T a[Scan<IO>::kElements], g[Scan<IO>::kElements], dh[Scan<IO>::kElements];
     T h[Scan<IO>::kElements];
-    memset(dh, 0, count * n * sizeof(T));  // a^T g of the step after
+    memset(dh, 0, count * n * sizeof(T));  // holds a^T g of the step after
     for (int64_t i = p.T - 1; i >= 0; --i) {
       const int64_t t = p.reverse ? p.T - 1 - i : i, before = p.reverse ? t + 1 : t - 1;
       const int64_t at = ((batch * p.T + t) * p.D + channel) * n;
@@ -117,7 +117,7 @@ struct ScanBackwardPass {
           for (int j = 0; j < n; ++j) sum += a[(c * n + j) * n + k] * g[c * n + j];
           dh[c * n + k] = sum;
         }
-        for (int j = 0; j < n; ++j) {  // a is read: its place takes da
+        for (int j = 0; j < n; ++j) {  // a is read before da is written in its place
           for (int k = 0; k < n; ++k) a[(c * n + j) * n + k] = g[c * n + j] * h[c * n + k];
         }
       }

@@ -1,4 +1,4 @@
-// How ops.cpp runs an op on CUDA. cpu/call.h has the same functions.
+// Runs the ops on CUDA for ops.cpp. cpu/call.h has functions of the same names.
 #pragma once
 #include "../cells/all.h"
 #include "common/torch/cuda.h"
@@ -6,7 +6,8 @@
 
 namespace flashcell {
 
-// x as the engine reads it: rows of neighbouring channels, and 31 bits for the bytes of a step.
+// Returns x in the layout that the engine reads: channels of a row are contiguous, and the bytes
+// from a step to the next fit in 31 bits.
 inline Tensor input(const Tensor& x) {
   const int64_t row = x.dim() - 1, time = x.dim() - 3;
   const bool dense_row = x.stride(row) == 1 || x.size(row) <= 1;
@@ -19,7 +20,8 @@ inline cuda::Launch prepare(Dtype dtype, int together, const Tensor& like) {
   return {cuda::current_device(), current_stream(like), dtype, together, nullptr};
 }
 
-// Pairs, if they never lie across the words they are read in; all operands but x are aligned.
+// Two channels are read as one word if every such pair is aligned and within one head. All operands
+// other than x are aligned.
 inline cuda::Launch prepare(const SequenceParams& p, Dtype dtype, const Tensor& like) {
   const bool even = p.J % 2 == 0 && p.x_head % 2 == 0 && p.x_batch % 2 == 0 && p.x_time % 2 == 0 &&
                     p.x_gate % 2 == 0;

@@ -1,8 +1,11 @@
-// The non-linearities in two or three instructions. Both are an affine function of one core:
-//   sigmoid(x) = kSigmoid0 + kSigmoid1 core(kSigmoidIn x),  tanh(x) = kTanh0 + kTanh1 core(kTanhIn
-//   x)
-// so that the scales fold into weights ahead of the walk, and the affine parts into the
-// multiply-adds around it. NaN stays NaN; infinities give the limits.
+// sigmoid and tanh in two or three instructions. Both are affine functions of a common function,
+// core:
+//
+//   sigmoid(x) = kSigmoid0 + kSigmoid1 core(kSigmoidIn x)
+//   tanh(x) = kTanh0 + kTanh1 core(kTanhIn x)
+//
+// The scales can be folded into the weights before the loop over time, and the affine parts into
+// neighbouring multiply-adds. NaN stays NaN; infinities give the limits.
 #pragma once
 #include "../cells/all.h"
 #include "lane.cuh"
@@ -12,7 +15,7 @@ namespace flashcell {
 template <bool kCoarse>
 struct Curve;
 
-// From ex2 and rcp, within 2^-22 of 1.
+// The precise core, from ex2 and rcp: within 2^-22 of 1.
 template <>
 struct Curve<false> {
   static constexpr float kLog2E = 1.4426950408889634f;
@@ -26,7 +29,7 @@ struct Curve<false> {
   }
 };
 
-// tanh.approx, within 2^-11: a quarter of a bf16 rounding.
+// The coarse core, tanh.approx: within 2^-11, a quarter of a bf16 rounding.
 template <>
 struct Curve<true> {
   static constexpr float kSigmoidIn = 0.5f, kSigmoid0 = 0.5f, kSigmoid1 = 0.5f;
@@ -38,12 +41,12 @@ struct Curve<true> {
   }
 };
 
-// offset + scale x; an offset of 0 costs nothing.
+// Returns offset + scale x; a constant offset of 0 costs nothing.
 DEVICE float affine(float scale, float x, float offset) {
   return offset == 0 ? scale * x : fmaf(scale, x, offset);
 }
 
-// The scalar that the cells' own equations are computed in.
+// The scalar type in which the cells' equations are computed.
 template <bool kCoarse>
 struct Real {
   float v;

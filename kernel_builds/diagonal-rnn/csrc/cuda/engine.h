@@ -1,16 +1,17 @@
-// What the engines offer to run.cu: one function for each direction, instantiated for every cell in
-// a source file of its own. Nothing here waits for the device or allocates; errors throw.
+// Declares the engines that run.cu calls: one function for each direction, instantiated for every
+// cell in its own source file. None of them waits for the device or allocates; errors throw.
 #pragma once
 #include "../params.h"
 #include "common/cuda/code.h"
 
-using cudaStream_t = struct CUstream_st*;  // as CUDA declares it: ops.cpp needs no CUDA headers
+// Declared as CUDA does, so that ops.cpp needs no CUDA headers.
+using cudaStream_t = struct CUstream_st*;
 
 namespace flashcell::cuda {
 
-struct Device {  // what the plan needs to know of a GPU
+struct Device {  // the properties of a GPU that the planner reads
   int arch;      // 90 for compute capability 9.0
-  Code code;     // that runs there
+  Code code;     // describes the code object that runs on the GPU
   int sms;
 };
 
@@ -18,8 +19,8 @@ struct Launch {
   Device device;
   cudaStream_t stream;
   Dtype dtype;
-  int together;   // neighbouring channels that can be one word: 1, 2, 4 or 8
-  void* scratch;  // as many bytes as the function was asked for
+  int together;   // how many neighbouring channels can be loaded as one word: 1, 2, 4 or 8
+  void* scratch;  // as many bytes as the engine's scratch function returned
 };
 
 template <typename Cell>

@@ -1,5 +1,5 @@
-// What a thread holds of a row: one channel, two neighbouring ones of 16 bits as one word, or the
-// block of a channel.
+// The word of a row that a thread processes: one channel, several neighbouring channels, or the n x
+// n block of one channel. Conversions, loads and stores of words.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -16,7 +16,7 @@ using bf16 = __nv_bfloat16;
 using fp16 = __half;
 
 __host__ __device__ constexpr int alignment_of(
-    int bytes) {  // the widest that every element of an array has
+    int bytes) {  // the largest alignment that every element of an array of this size has
   return bytes % 16 == 0 ? 16 : bytes % 8 == 0 ? 8 : bytes % 4 == 0 ? 4 : 2;
 }
 
@@ -43,7 +43,7 @@ DEVICE IO from_float(float x) {
 template <typename IO, int kN>
 DEVICE Word<IO, kN> narrow(const float (&x)[kN]) {
   Word<IO, kN> word;
-  if constexpr (kN == 2 && std::is_same_v<IO, bf16>) {  // one instruction for both
+  if constexpr (kN == 2 && std::is_same_v<IO, bf16>) {  // one instruction converts both
     const __nv_bfloat162 pair = __floats2bfloat162_rn(x[0], x[1]);
     word.value[0] = pair.x, word.value[1] = pair.y;
   } else if constexpr (kN == 2 && std::is_same_v<IO, fp16>) {
@@ -56,7 +56,7 @@ DEVICE Word<IO, kN> narrow(const float (&x)[kN]) {
   return word;
 }
 
-// The values of a word.
+// Converts a word to fp32 values.
 template <typename IO, int kN>
 DEVICE void widen(const Word<IO, kN>& word, float (&x)[kN]) {
   if constexpr (kN == 2 && std::is_same_v<IO, bf16>) {
@@ -68,9 +68,9 @@ DEVICE void widen(const Word<IO, kN>& word, float (&x)[kN]) {
   }
 }
 
-// Stores what this kernel does not read again through L2, which has room for what is still to be
-// read (fp32 backward of 8x2048x4096 and 32x2048x1024: 0.469 and 0.494 ms, 0.470 and 0.500 as the
-// first to give up; no gain with 16 bits).
+// Stores write-through (st.wt), for outputs that this kernel does not read again. That leaves L2 to
+// the inputs still to be read (fp32 backward of 8x2048x4096 and 32x2048x1024: 0.469 and 0.494 ms;
+// with evict-first stores 0.470 and 0.500; 16-bit types gain nothing).
 template <typename IO, int kN>
 DEVICE void store_away(IO* to, const Word<IO, kN>& word) {
   if constexpr (std::is_same_v<IO, float> && kN == 2) {
@@ -80,8 +80,8 @@ DEVICE void store_away(IO* to, const Word<IO, kN>& word) {
   }
 }
 
-// How L2 keeps what is loaded: as anything else, or to be the last to leave, which is to be given
-// back when it is read.
+// The L2 eviction policy of loads: normal (kInTurn), or evict_last (kLast). Lines loaded with
+// evict_last are returned to normal priority by give_back once they have been read.
 enum class Leaves { kInTurn, kLast };
 template <Leaves kLeaves>
 DEVICE uint64_t cache_policy() {
@@ -98,7 +98,8 @@ DEVICE void give_back(const void* of_line) {
   asm volatile("applypriority.global.L2::evict_normal [%0], 128;" ::"l"(line) : "memory");
 }
 
-// Copies a word to shared memory, without waiting for it; 2 bytes at a time are too few for that.
+// Starts an asynchronous copy of a word to shared memory. Two-byte words are copied synchronously,
+// because cp.async takes at least 4 bytes.
 template <int kBytes, Leaves kLeaves = Leaves::kInTurn>
 DEVICE void copy_async(void* shared, const void* global, uint64_t policy = 0) {
   constexpr int kPiece = alignment_of(kBytes);
@@ -114,7 +115,7 @@ DEVICE void copy_async(void* shared, const void* global, uint64_t policy = 0) {
                    : "memory");
     } else if constexpr (kPiece == 2) {
       *reinterpret_cast<uint16_t*>(to) = *reinterpret_cast<const uint16_t*>(from);
-    } else if constexpr (kPiece == 16) {  // past L1
+    } else if constexpr (kPiece == 16) {  // bypasses L1
       asm volatile(
           "cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(uint32_t(__cvta_generic_to_shared(to))),
           "l"(from)
@@ -128,7 +129,7 @@ DEVICE void copy_async(void* shared, const void* global, uint64_t policy = 0) {
   }
 }
 DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int kLeft>  // groups that may still be under way
+template <int kLeft>  // the number of groups that may still be in flight
 DEVICE void wait_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
 }

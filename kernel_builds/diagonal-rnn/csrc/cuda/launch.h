@@ -1,4 +1,4 @@
-// Calls of the CUDA runtime, checked, and launches, by this kernel's name.
+// Checked CUDA calls and launches, with this kernel's name in error messages.
 #pragma once
 
 namespace flashcell::cuda {

@@ -1,4 +1,4 @@
-// What ops.cpp needs of CUDA beside the engines.
+// The CUDA functions that ops.cpp needs besides the engines.
 #include "launch.h"
 
 #include "common/cuda/code.cuh"

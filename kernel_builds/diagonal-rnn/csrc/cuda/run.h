@@ -1,10 +1,10 @@
-// The CUDA entry points that ops.cpp calls; needs no CUDA headers.
+// Declares the CUDA entry points that ops.cpp calls; it needs no CUDA headers.
 #pragma once
 #include "engine.h"
 
 namespace flashcell::cuda {
 
-Device current_device();  // an error where the library has no code for it
+Device current_device();  // throws if the library has no code for the GPU
 
 void set_zero(void* to, int64_t bytes, cudaStream_t stream);
 

@@ -1,11 +1,11 @@
-// Which sequence and channels a thread has, and what is asked of its steps.
+// The sequence and channels that a thread works on, and the masks of its steps.
 #pragma once
 #include "../params.h"
 #include "lane.cuh"
 
 namespace flashcell::cuda {
 
-// Sequence s of the list.
+// Sequence s of the list, as the kernels use it.
 struct Column {
   int64_t index, row, x_offset;
   int length, padding;
@@ -21,12 +21,12 @@ struct Column {
   }
 };
 
-// From where channel d of the first head would lie in x to where channel d lies.
+// Returns the offset that channel d has in x beyond d itself, because its head is stored apart.
 DEVICE int64_t to_head(const SequenceParams& p, int64_t d) {
   return int(d) / int(p.J) * (p.x_head - p.J);
 }
 
-// The bias of kN channels from d, or zeros.
+// Loads the bias of kN channels from d on, or zeros.
 template <int kGates, int kN>
 DEVICE void load_bias(const SequenceParams& p, int64_t d, float (&bias)[kN][kGates]) {
 #pragma unroll
@@ -36,8 +36,9 @@ DEVICE void load_bias(const SequenceParams& p, int64_t d, float (&bias)[kN][kGat
   }
 }
 
-// reset and hold of a group of steps. They are the same for every channel, so each lane of a warp
-// loads one mark, a group ahead. Time runs backwards if kReverse: step i is at t = length - 1 - i.
+// The reset and hold masks of a group of steps. They are the same for every channel, so each lane
+// of a warp loads one of them, a group ahead. With kReverse time runs backwards: step i is at t =
+// length - 1 - i.
 template <bool kMasked, bool kReverse, int kSteps>
 struct Marks {
   DEVICE Marks(const SequenceParams&, const Column&) {}
@@ -48,7 +49,7 @@ struct Marks {
 };
 template <bool kReverse, int kSteps>
 struct Marks<true, kReverse, kSteps> {
-  const uint8_t* marks;  // of this lane, or null
+  const uint8_t* marks;  // the mask that this lane loads, or null
   int length, ahead = 0;
   unsigned bits = 0;
   static_assert(2 * kSteps <= 32);
@@ -63,7 +64,7 @@ struct Marks<true, kReverse, kSteps> {
     const bool runs = marks != nullptr && i < length;
     ahead = runs ? marks[kReverse ? length - 1 - i : i] : 0;
   }
-  DEVICE void take(int next) {  // next: first step of the next group
+  DEVICE void take(int next) {  // next: the first step of the next group
     bits = __ballot_sync(~0u, ahead != 0);
     start(next);
   }

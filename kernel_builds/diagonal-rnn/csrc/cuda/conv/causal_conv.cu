@@ -1,6 +1,7 @@
-// The causal depthwise convolution ahead of a cell, with the silu that follows it. A thread has
-// neighbouring channels and a chunk of time, whose rows it reads once, a group ahead of their use;
-// the steps before the chunk are read again. No thread waits for another.
+// The causal depthwise convolution before a cell, with an optional silu, and its gradient. A thread
+// has neighbouring channels and a chunk of time. It reads each row of the chunk once, a group of
+// steps ahead of its use, and reads the steps just before the chunk as well, so that no thread
+// waits for another.
 #include "../curve.cuh"
 #include "../launch/linear.cuh"
 
@@ -8,12 +9,12 @@ namespace flashcell::cuda {
 
 constexpr int kConvThreads = 128, kConvSteps = 64, kTaps = ConvParams::kTaps, kPast = kTaps - 1;
 
-struct Cut {  // of a sequence: chunks of time, and blocks that share a chunk's channels
+struct Cut {  // how a sequence is split: chunks of time, and blocks for the channels of a chunk
   int chunks, columns;
 };
 
-struct Chunk {                    // of a thread: channels from d, steps [begin, end) of row b
-  int64_t row, b, d, begin, end;  // row: of all chunks of all sequences
+struct Chunk {  // a thread's part: channels from d on, steps [begin, end) of batch row b
+  int64_t row, b, d, begin, end;  // row: index among the chunks of all sequences
   DEVICE Chunk(const ConvParams& p, const Cut& cut, int n)
       : row(blockIdx.x / cut.columns),
         b(row / cut.chunks),
@@ -22,7 +23,7 @@ struct Chunk {                    // of a thread: channels from d, steps [begin,
         end(begin + kConvSteps < p.T ? begin + kConvSteps : p.T) {}
 };
 
-// What both directions hold: kN channels, their weights, and the taps before a step.
+// State of both directions: kN channels, their weights, and the inputs just before a step.
 template <typename IO, int kN, bool kResets>
 struct Taps {
   using Words = Word<IO, kN>;
@@ -30,8 +31,8 @@ struct Taps {
   const ConvParams& p;
   const IO* x_row;
   int64_t b, d;
-  float weight[kTaps][kN], bias[kN];  // weight[j] of the step j before
-  float past[kPast][kN];              // past[j]: the step j + 1 before, 0 in another document
+  float weight[kTaps][kN], bias[kN];  // weight[j] applies to the step j before
+  float past[kPast][kN];  // past[j] is the step j + 1 before, 0 if it is in another document
 
   DEVICE Taps(const ConvParams& params, const Chunk& chunk) : p(params), b(chunk.b), d(chunk.d) {
     x_row = static_cast<const IO*>(p.x) + b * p.x_batch + d;
@@ -58,7 +59,7 @@ struct Taps {
     }
   }
 
-  // Row t of a sequence, or 0 outside.
+  // Returns row t of a sequence, or 0 outside of it.
   DEVICE Words load(const IO* from, int64_t step, int64_t t) const {
     return 0 <= t && t < p.T ? *reinterpret_cast<const Words*>(from + t * step) : Words{};
   }
@@ -122,9 +123,9 @@ __global__ void __launch_bounds__(kConvThreads) conv_kernel(const
   }
 }
 
-// dx_s = sum over j of weight[j] du_(s + j), where du is the gradient of the sum ahead of the silu,
-// for the steps [begin, end) and, in the first chunk, for the window. What a chunk sums for the
-// weight goes to partial [B, chunks, kTaps + 1, D].
+// dx_s = sum over j of weight[j] du_(s + j), where du is the gradient of the sum before the silu.
+// It is written for the steps [begin, end) and, by the first chunk, for the window. Each chunk
+// writes its share of the weight's gradient to partial [B, chunks, kTaps + 1, D].
 template <typename IO, int kN, bool kSilu, bool kResets>
 __global__ void __launch_bounds__(kConvThreads) conv_backward_kernel(
     const __grid_constant__ ConvBackwardParams p, const Cut cut, float* partial) {
@@ -136,9 +137,9 @@ __global__ void __launch_bounds__(kConvThreads) conv_backward_kernel(
   const IO* dy_row = static_cast<const IO*>(p.dy) + chunk.b * p.T * p.D + chunk.d;
   IO* dx_row = static_cast<IO*>(p.dx) + chunk.b * p.T * p.D + chunk.d;
   IO* dwindow_row = static_cast<IO*>(p.dwindow) + chunk.b * kPast * p.D + chunk.d;
-  float open[kPast][kN] = {};  // what has come for the steps t - 1, t - 2, ...
+  float open[kPast][kN] = {};  // incomplete gradients of the steps t - 1, t - 2, ...
   float sums[kTaps + 1][kN] = {};
-  int reach = kPast;  // steps back that belong to the document of step t
+  int reach = kPast;  // number of earlier steps in the document of step t
   Words next_x[kAhead], next_dy[kAhead];
   auto request = [&](int64_t from) {
 #pragma unroll
@@ -196,7 +197,7 @@ __global__ void __launch_bounds__(kConvThreads) conv_backward_kernel(
   }
 }
 
-// function(io, channels of a thread, silu, resets)
+// Calls function(io, channels per thread, silu, resets) with compile-time constants.
 template <typename Function>
 static void for_conv(const ConvParams& p, const Launch& to, Function function) {
   auto with = [&](auto io, auto channels) {

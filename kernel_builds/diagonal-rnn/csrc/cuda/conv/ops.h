@@ -1,4 +1,4 @@
-// The operators of the causal convolution, which CUDA alone has: torch's own runs elsewhere.
+// The operators of the causal convolution on CUDA; on the CPU torch's own convolution runs.
 #pragma once
 #include <tuple>
 
@@ -7,15 +7,15 @@
 
 namespace flashcell {
 
-// x [B,T,D] strided · weight [5,D] in the state dtype: 4 taps, the bias last · window [B,3,D] ·
-// reset [B,T] bool · silu: of the sum -> y [B,T,D]
+// x [B,T,D] strided · weight [5,D] in the state dtype: 4 taps, then the bias · window [B,3,D] ·
+// reset [B,T] bool · silu: apply it to the sum -> y [B,T,D]
 inline constexpr char kConvForwardSchema[] =
     "causal_conv_fwd(Tensor x, Tensor weight, Tensor? window, Tensor? reset, bool silu) -> Tensor";
 inline constexpr char kConvBackwardSchema[] =
     "causal_conv_bwd(Tensor dy, Tensor x, Tensor weight, Tensor? window, Tensor? reset, bool silu) "
     "-> (Tensor dx, Tensor dweight, Tensor dwindow)";
 
-// The tensors that both directions have, checked.
+// The tensors of both directions, after their checks.
 struct ConvArguments {
   Tensor x, weight;
   OptionalTensor window, reset;

@@ -1,6 +1,7 @@
-// A decoded token between the linear layers of a diagonal cell's published block: its convolution,
-// and its cell with the skip and the gate. Neither does anything but wait for memory, so a launch
-// has as few bytes and as little in front of it as can be: it begins while the one ahead ends.
+// One decoding step between the linear layers of a diagonal cell's published block: the
+// convolution, and the cell with its skip connection and gate. Both kernels are bound by memory
+// latency, so a launch reads as little as possible and starts while the kernel before it is still
+// finishing.
 #include "../lane.cuh"
 #include "../launch/linear.cuh"
 #include "common/cuda/ptx/programmatic_launch.cuh"
@@ -13,7 +14,7 @@ constexpr int kStepThreads = 64, kPair = 2, kPast = ConvParams::kTaps - 1;
 
 DEVICE float silu(float x) { return x * sigmoid(x); }
 
-DEVICE float within(float x, float bound) {  // NaN stays NaN
+DEVICE float within(float x, float bound) {  // clamps x to [-bound, bound]; NaN stays NaN
   return x > bound ? bound : x < -bound ? -bound : x;
 }
 

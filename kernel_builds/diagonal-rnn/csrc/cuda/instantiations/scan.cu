@@ -1,10 +1,10 @@
-// linear_scan and block_scan: the choice of width, I/O type and kernel.
+// linear_scan and block_scan on CUDA: chooses word width, I/O type and kernel.
 #include "../launch/cluster.cuh"
 
 namespace flashcell::cuda {
 
-// Steps of a warp in a tile: as many as leave room for two blocks on an H200 and for one where a
-// block has 99 KB (1x65536x1024: forward 0.30 ms with 16, 0.38 with 8, 0.61 with 4).
+// Steps of a warp in a tile: as many as let two blocks share an SM of an H200, and one an SM whose
+// blocks have 99 KB (1x65536x1024: forward 0.30 ms with 16 steps, 0.38 with 8, 0.61 with 4).
 template <template <typename, int, int> class Pass, int n>
 constexpr int kTileSteps = n == 1   ? 8
                            : n == 2 ? 4
@@ -16,15 +16,17 @@ constexpr int kTileSteps<ScanForward, 1> = 16;
 template <template <typename, int, int> class Pass, typename IO, int kN, int n>
 using Tiles = Parallel<Pass<IO, kN, n>, 2, 4, kTileSteps<Pass, n>>;
 
-// The backward of many steps: three blocks and longer tiles (1x65536x1024: fp32 0.461 ms for 0.474,
-// bf16 0.304 for 0.340; but 1x4096x512 21.0 us for 19.7, 15.6 for 14.6).
+// For the backward pass over many steps: three blocks per SM and longer tiles (1x65536x1024: fp32
+// 0.461 ms instead of 0.474, bf16 0.304 instead of 0.340; but 1x4096x512 takes 21.0 us instead of
+// 19.7, and 15.6 instead of 14.6).
 template <template <typename, int, int> class Pass, typename IO, int kN>
 using LongTiles = Parallel<Pass<IO, kN, 1>, 2, 4, 10, 3>;
 constexpr int64_t kLongScan = 1 << 24;  // channel steps
 
-// Scalars by clusters: warps, steps of a warp in a tile, tiles in shared memory, rounds that a
-// carry may take. Short ones of 16 bits take a channel a thread, so that more blocks share them; of
-// fp32 with very many steps a thread takes two, so that rows are longer.
+// Scans of scalars by clusters. The parameters are warps, steps of a warp in a tile, tiles in
+// shared memory, and rounds by which the carry may lag. Short 16-bit scans have one channel per
+// thread, so that more blocks share them; fp32 scans with very many steps have two, so that rows
+// are longer.
 template <typename Element, int kBytes = int(sizeof(typename Element::Word))>
 struct InClusters;
 template <typename Element>
@@ -37,11 +39,12 @@ struct InClusters<Element, 4>
 template <typename Element>
 struct InClusters<Element, 8> : Clusters<Element, 8, 8, 6, 1> {};
 
-// A walk: threads, steps of a group and groups ahead. Words of 8 bytes move more (8x2048x4096: fp32
-// forward 0.203 ms, 0.220 with one channel a thread; bf16 0.103, 0.121 with two) but need the
-// channels for it. Groups of 6 steps: fp32 forward 0.194 ms, of 8 0.200, of 4 0.217. Words of 16
-// bytes, which only the fp32 forward takes: 0.192 ms and 0.198 (32x2048x1024), of 8 bytes 0.193 and
-// 0.204 in the same run; loaded as the last to leave L2 0.189 and 0.194.
+// Sequential scans. The parameters are threads, steps per group and groups in flight. Words of 8
+// bytes reach more bandwidth (8x2048x4096: fp32 forward 0.203 ms, against 0.220 with one channel
+// per thread; bf16 0.103 against 0.121 with two) but need enough channels. Groups of 6 steps: fp32
+// forward 0.194 ms, of 8 0.200, of 4 0.217. Words of 16 bytes, used by the fp32 forward only: 0.192
+// ms and 0.198 (32x2048x1024), where words of 8 bytes take 0.193 and 0.204 in the same run; with
+// L2's evict_last policy 0.189 and 0.194.
 template <typename Element, bool kForward = Element::kIsForward,
           int kBytes = int(sizeof(typename Element::Word))>
 using Steps = std::conditional_t<

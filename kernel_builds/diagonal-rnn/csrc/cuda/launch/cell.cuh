@@ -1,4 +1,4 @@
-// How a cell is run, in both directions: included by one source file for each cell.
+// Runs a cell on CUDA in both directions. One source file for each cell includes it.
 #pragma once
 #include "../parallel/adjoint.cuh"
 #include "../parallel/multiple_shooting.cuh"
@@ -7,8 +7,9 @@
 
 namespace flashcell::cuda {
 
-// The instantiation for a call: I/O type, channels of a word, masks. Odd rows of 16 bits are rare:
-// they take the general kernels. Two fp32 channels at a time are for walks of many channels alone.
+// Selects the instantiation for a call: I/O type, channels per word, masks. 16-bit rows with an odd
+// number of channels are rare and use the one-channel kernels. Words of two fp32 channels are for
+// sequential passes over many channels only.
 template <bool kWalks, typename Function>
 void for_lanes(const SequenceParams& p, const Launch& to, Function function) {
   const bool masked = p.reset != nullptr || p.hold != nullptr, paired = to.together >= 2;
@@ -108,7 +109,7 @@ void Engine<Cell>::forward(const ForwardParams& p, const Launch& to) {
   });
 }
 
-// Steps of a warp in a tile of the scan: what leaves room for two blocks of an SM (8x2048x4096: GRU
+// Steps of a warp in a tile of the scan: as many as let two blocks share an SM (8x2048x4096: GRU
 // fp32 0.92 ms with 8 and 1.05 with 4; LSTM fp32 1.26 with 6 and 1.83 with 8, bf16 0.95 with 4 and
 // 1.28 with 6).
 template <typename Cell, int kN>
@@ -116,7 +117,8 @@ constexpr int kTileSteps = Cell::kStates == 1 ? 8
                            : kN == 1          ? 6
                                               : 4;
 
-// function(run, way), where `run` is how the backward of a call goes.
+// Calls function(run, way), where `run` implements the backward pass of this call and `way` is how
+// it is parallelised.
 template <typename Cell, typename Function>
 void for_way(const BackwardParams& p, const Launch& to, Function function) {
   const Way way = backward_way(p.T, p.S * words_of_row(p.D, to));
@@ -124,9 +126,9 @@ void for_way(const BackwardParams& p, const Launch& to, Function function) {
     return for_lanes<true>(p, to, [&](auto io, auto channels, auto masked) {
       constexpr int kN = decltype(channels)::value;
       constexpr bool kMasked = decltype(masked)::value, kOnce = sizeof(io) == 4 && !kMasked;
-      // The longer a group, the fewer states are read (8x2048x4096 and 32x2048x1024: GRU 0.470 and
-      // 0.500 ms, 0.484 and 0.505 in fours, 0.527 and 0.551 with all states; LSTM, in fours, 0.503
-      // and 0.524 for 0.593 and 0.610).
+      // Longer groups read fewer states (8x2048x4096 and 32x2048x1024: GRU 0.470 and 0.500 ms in
+      // groups of 8, 0.484 and 0.505 in groups of 4, 0.527 and 0.551 when all states are read; LSTM
+      // 0.503 and 0.524 in groups of 4, 0.593 and 0.610 when all are read).
       constexpr bool kLong = kOnce && kN == 2 && Cell::kStates == 1;
       constexpr int kSteps = kLong ? 8 : 4, kGroups = kLong ? 2 : 4;
       using E = Adjoint<Cell, decltype(io), kN, kMasked, kOnce>;

@@ -1,4 +1,4 @@
-// How a scan runs by clusters: when it can, how many blocks share a sequence, and the launch.
+// Launches a scan by clusters: how many blocks share a sequence, and the launch itself.
 #pragma once
 #include <algorithm>
 
@@ -7,7 +7,7 @@
 
 namespace flashcell::cuda {
 
-// Tiles of kWarps kSteps steps, kSlots of them in a block's shared memory.
+// Tiles of kWarps * kSteps steps, kSlots of them in a block's shared memory.
 template <typename Element, int kWarps, int kSteps, int kSlots, int kLag>
 struct Clusters {
   using Params = typename Element::Params;
@@ -22,15 +22,15 @@ struct Clusters {
     const int64_t tiles = ceil_div(p.T, Tile::kLength);
     const bool sparse =
         !Element::kIsForward && sizeof(typename Element::IO) == 4 && S * p.T * p.D >= kSparseSteps;
-    // Pairs of fp32 channels are for very many steps, which like fewer (1x65536x1024 by 5 201 us,
-    // by 6 229).
+    // Pairs of fp32 channels are used for very many steps, which are faster with fewer blocks
+    // (1x65536x1024 takes 201 us with 5 blocks per cluster, 229 with 6).
     const int64_t most = sizeof(typename Tile::Word) == 8
                              ? std::clamp<int64_t>(to.device.sms * 5 / 8 / columns, 1, 8)
                              : cluster_blocks(columns, sparse, to.device);
     const int blocks = int(std::clamp<int64_t>(tiles, 1, most));
     auto kernel = cluster_scan_kernel<Tile>;
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes));
-    cudaLaunchAttribute attributes[2]{};  // a cluster of one block is a cluster too
+    cudaLaunchAttribute attributes[2]{};  // a single block is launched as a cluster of one
     attributes[0].id = cudaLaunchAttributeClusterDimension;
     attributes[0].val.clusterDim = {unsigned(blocks), 1, 1};
     attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;

@@ -1,4 +1,5 @@
-// How a linear recurrence is run, each way: its scratch, its kernels, and the sums at the end.
+// Runs a linear recurrence sequentially or in parallel: its scratch memory, its kernels, and the
+// sums over steps at the end.
 #pragma once
 #include "../engine.h"
 #include "../launch.h"
@@ -13,13 +14,13 @@ inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 constexpr int kSumWarps = 8;
 
-struct Partial {  // rows of sums that blocks left behind
+struct Partial {  // rows of sums that blocks have written
   const float* sums;
   int64_t rows;
 };
 
-// out[i] = sum over rows of partial[row][i], i < count <= width of a row, in a fixed order; warps
-// share the rows. The rows are `redone` where there is such a flag and it stands.
+// out[i] = sum over rows of partial[row][i], for i < count <= width of a row, in a fixed order; the
+// warps share the rows. If `is_redone` is given and set, the rows of `redone` are summed instead.
 static __global__ void __launch_bounds__(32 * kSumWarps) sum_kernel(Partial partial, Partial redone,
                                                                     const int* is_redone,
                                                                     int64_t width, int64_t count,
@@ -44,7 +45,7 @@ static __global__ void __launch_bounds__(32 * kSumWarps) sum_kernel(Partial part
   out[i] = sum;
 }
 
-// The rows that walks or tiles left, added up.
+// Adds up the rows of sums that a sequential pass or the tiles of a scan have written.
 template <typename Element>
 void add_up(const typename Element::Params& p, Partial partial, Partial redone,
             const int* is_redone, float* sums, const Launch& to) {
@@ -55,7 +56,7 @@ void add_up(const typename Element::Params& p, Partial partial, Partial redone,
   }
 }
 
-// Every channel alone: S sequences of D channels.
+// The sequential pass: every thread runs its own channels of one of S sequences of D channels.
 template <typename Element, int kWideThreads, int kSteps, int kGroups,
           Leaves kLeaves = Leaves::kInTurn>
 struct Walk {
@@ -83,8 +84,8 @@ struct Walk {
   }
 };
 
-// Parallel in time: tiles that tell each other, kResident blocks of an SM at a time, or chunks that
-// work out their first carry.
+// The passes that are parallel in time: tiles that exchange their maps, with kResident blocks per
+// SM, or chunks that each work out their own first carry.
 template <typename Element, int kReachSteps, int kReachGroups, int kScanSteps, int kResident = 2>
 struct Parallel {
   using Params = typename Element::Params;
@@ -103,7 +104,7 @@ struct Parallel {
     scan.partial = scan.carries + S * ceil_div(scan.tiles, T::kGroup) * T::K * D;
     return scan;
   }
-  // What the chunks need lies behind what the scan needs, should it run after all.
+  // The chunks' scratch follows the scan's, because the scan may have to run afterwards.
   static Reach reach_of(int64_t S, int64_t steps, int64_t D, const Scan& scan) {
     Reach reach{};
     const int64_t words = ceil_div(D, kN), rows_of_scan = S * scan.tiles;

@@ -1,14 +1,14 @@
-// The backward of a cell as an element of a linear scan (sequential/linear.cuh): the carry is the
-// gradient of the states, its map the transposed Jacobian of the step. Gates are computed again
-// from x and the saved states, by the cell's own equations.
+// The backward pass of a cell as an element of a linear scan (sequential/linear.cuh): the carry is
+// the gradient of the states, and the map of a step is its transposed Jacobian. Gates are
+// recomputed from x and the saved states by the cell's own equations.
 #pragma once
 #include "../sequential/linear.cuh"
 
 namespace flashcell::cuda {
 
-// With kStatesOnce a walk reads the states once in a group of steps and computes those between
-// again: fewer bytes (GRU 28.5 for 32 in groups of 8, LSTM 30 for 36 in fours) and no more gates,
-// which are wanted anyway.
+// With kStatesOnce the sequential pass reads states once per group of steps and recomputes those in
+// between. This reads fewer bytes (GRU 28.5 instead of 32 in groups of 8, LSTM 30 instead of 36 in
+// groups of 4) and computes no more gates, which the gradient needs anyway.
 template <typename Cell, typename IOOf, int kNOf, bool kMaskedOf, bool kStatesOnce = false>
 struct Adjoint {
   using Params = BackwardParams;
@@ -17,7 +17,7 @@ struct Adjoint {
   using V = Real<kIsCoarse<IO>>;
   static constexpr int kN = kNOf, kStates = Cell::kStates, kGates = Cell::kGates;
   static constexpr int kWeights = Cell::kWeights, kRows = kGates + kStates + 1;
-  static constexpr int kSums = kWeights + kGates;  // the gradients of the weight, then of a bias
+  static constexpr int kSums = kWeights + kGates;  // gradients of the weight, then of the bias
   static constexpr bool kMasked = kMaskedOf;
   static constexpr int kDh = kGates, kBefore = kGates + 1;  // rows after x; states before the step
   static constexpr int kOnce = kStatesOnce ? kBefore : kRows;
@@ -27,7 +27,7 @@ struct Adjoint {
   const Params* p;
   int64_t index, row, x_row, d;
   int steps, padding;
-  IO* dx;  // of the first step
+  IO* dx;  // dx of the first step
   float weight[kN][kWeights], bias[kN][kGates], sums[kN][kSums];
 
   DEVICE Adjoint(const Params& params, int64_t s, int64_t channel)
@@ -49,11 +49,12 @@ struct Adjoint {
     dx = static_cast<IO*>(p->dx) + head + row * kGates * p->J + d;
   }
 
-  // Rows of the sums that are wanted.
+  // Returns the number of rows of sums that the caller needs.
   static int64_t sum_rows(const Params& p) { return p.bias == nullptr ? kWeights : kSums; }
 
   DEVICE int time(int i) const { return steps - 1 - i; }
-  // After a step, h holds state 0 unless the step was held; saved holds the others, then state 0.
+  // After a step, h holds state 0 unless the step was held; `saved` holds the other states, then
+  // state 0.
   DEVICE bool in_h(int k) const { return k == 0 && !(kMasked && p->V == kStates); }
   DEVICE const void* first(int r) const {
     const int64_t t = time(0);
@@ -124,7 +125,8 @@ struct Adjoint {
     }
   }
 
-  // Channel c over a step: its dx, its share of the sums, and the carry.
+  // Takes the carry of channel c backwards over a step, computes its dx, and adds its share of the
+  // weight's gradient.
   DEVICE void take_back(const Step& at, float dh, int c, Mark mark, float (&carry)[kN][kStates],
                         float (&out)[kGates][kN]) {
     V d_state[kStates], dx[kGates], dw[kWeights];
@@ -165,8 +167,8 @@ struct Adjoint {
     keep_dx(i, out);
   }
 
-  // `count` steps from i on. Of their states only those before the last of them, the first in time,
-  // were read: the others follow from them.
+  // Advances over `count` steps from i on. Only the states before the group's last step (the
+  // earliest in time) were read; the states of the other steps are recomputed from them.
   template <int kSteps>
   DEVICE void advance_group(const Raw (&raw)[kSteps], int i, int count,
                             float (&carry)[kN][kStates]) {
@@ -220,7 +222,7 @@ struct Adjoint {
           carry[c / kStates][c % kStates];
     }
   }
-  // dx of the rows past the end, [begin, end).
+  // Zeros dx of the rows [begin, end), past the sequence's end.
   DEVICE void pad(int begin, int end) const {
     for (int t = begin; t < end; ++t) {
 #pragma unroll

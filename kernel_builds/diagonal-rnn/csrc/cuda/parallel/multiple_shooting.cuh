@@ -1,10 +1,11 @@
-// Parallel in time: chunks of the sequence are walked at once, each from a state it works out for
-// itself. These cells forget, so a walk that begins some steps before the chunk from any state
-// comes to the right one: the burn-in runs with its tangent, the factor by which an error of its
-// first state has shrunk, and starts over from twice as far while that is not small enough. Then a
-// second kernel compares: where a chunk does not start at what the chunk before it ended with, all
-// chunks are walked again from boundaries that Newton's method predicts, and whatever is still open
-// is walked from step to step. So the result is the walk's, to tol at the boundaries, for every
+// The forward pass, parallel in time by multiple shooting. All chunks of a sequence run at once,
+// each from an initial state that it works out for itself: these cells forget, so a run that starts
+// some steps before the chunk (the burn-in) from any state reaches the right one. The burn-in also
+// carries the tangent, the factor by which an error of its first state has shrunk, and starts over
+// from twice as far back while the tangent is too large. A second kernel then compares the state at
+// which each chunk starts with the end of the chunk before. Where they differ, all chunks are run
+// again from boundaries that Newton's method predicts, and chunks that still differ are run one
+// after the other. So the result equals the sequential one, to tol at the boundaries, for every
 // cell.
 #pragma once
 #include "../sequential/track.cuh"
@@ -13,21 +14,21 @@
 namespace flashcell::cuda {
 
 struct Shoot {
-  int chunk, chunks;  // steps of a chunk, chunks of the longest sequence
+  int chunk, chunks;  // steps per chunk, and chunks of the longest sequence
   int burn_in, longest_burn_in;
-  int passes;         // of Newton's method, before what is open is walked
-  int blocks_of_row;  // of the first kernel
-  int groups_of_row;  // of the second
+  int passes;         // Newton iterations before what still differs is run sequentially
+  int blocks_of_row;  // blocks of the first kernel for a row of channels
+  int groups_of_row;  // blocks of the second kernel for a row of channels
   float tol;
-  float *start, *end;  // [S, chunks, K, D]: the states a chunk was walked from, and came to
-  float* slope;        // [S, chunks, K K, D]: of the end along the start
+  float *start, *end;  // [S, chunks, K, D]: the states at which a chunk started and ended
+  float* slope;        // [S, chunks, K K, D]: derivative of the end by the start
 };
 
 template <typename Track>
 struct Boundary {
   static constexpr int kStates = Track::kStates, kN = Track::kN;
 
-  // Row i of `rows` of chunk w of sequence s.
+  // Returns row i, of `rows`, of chunk w of sequence s.
   static DEVICE float* at(float* rows_of, const ForwardParams& p, const Shoot& shoot, int64_t s,
                           int w, int rows, int i, int64_t d) {
     return rows_of + (((s * shoot.chunks + w) * rows + i) * p.D + d);
@@ -100,7 +101,8 @@ __global__ void __launch_bounds__(Track::kThreads) shoot_kernel(const
   track.pad(max(first, column.length), min(first + shoot.chunk, column.length + column.padding));
 }
 
-// One block for 32 kN channels of a sequence; lanes are channels, warps share the chunks.
+// One block handles 32 kN channels of a sequence: its lanes are the channels, and its warps share
+// the chunks.
 template <typename Track>
 __global__ void __launch_bounds__(Track::kThreads) settle_kernel(const
                                                                  __grid_constant__ ForwardParams p,
@@ -119,7 +121,7 @@ __global__ void __launch_bounds__(Track::kThreads) settle_kernel(const
   auto row = [&](float* of, int w, int rows, int i) {
     return Edge::at(of, p, shoot, s, w, rows, i, track.channel());
   };
-  // How far the start of chunk w is from the end of the chunk before it.
+  // Returns how far the start of chunk w is from the end of the chunk before it.
   auto gap = [&](int w) {
     float largest = 0;
 #pragma unroll
@@ -173,7 +175,8 @@ __global__ void __launch_bounds__(Track::kThreads) settle_kernel(const
   bool open = __syncthreads_or(largest > shoot.tol);
   int pass = 0;
   for (; open && pass < shoot.passes; ++pass) {
-    if (warp == 0) {  // the boundaries: the ends, moved by what their starts move
+    // Predict each boundary: the previous chunk's end, plus its slope times its start's change.
+    if (warp == 0) {
       float moved[kN][kStates] = {};
       for (int w = 1; w < chunks; ++w) {
 #pragma unroll
@@ -186,8 +189,8 @@ __global__ void __launch_bounds__(Track::kThreads) settle_kernel(const
               const float slope = row(shoot.slope, w - 1, kStates * kStates, i * kStates + j)[n];
               to = fmaf(slope, moved[n][j], to);
             }
-            // States are averages of the one before and of a tanh: a step that leaves the range is
-            // cut, which turns a divergence into slow convergence.
+            // A state is a convex combination of the state before and a tanh, so it is bounded.
+            // Clamping a Newton step to that range turns divergence into slow convergence.
             const float bound = fmaxf(2.0f, 2.0f * fabsf(row(shoot.start, 0, kStates, i)[n]));
             to = to > bound ? bound : to < -bound ? -bound : to;
             float* start = row(shoot.start, w, kStates, i) + n;

@@ -1,8 +1,8 @@
-// The published method: Newton's iteration on all steps at once. Every iterate evaluates the cell
-// and its Jacobian at all steps of a segment, and a scan of the linearised recurrence corrects
-// them. A block has 32 channels and a segment of kWarps kSteps steps in registers; segments follow
-// one another with the exact carry. A segment that is not settled after max_iters is walked
-// instead.
+// The forward pass, parallel in time by the published method: Newton's iteration on all steps at
+// once. Each iteration evaluates the cell and its Jacobian at all steps of a segment, and a scan of
+// the linearised recurrence corrects the states. A block has 32 channels and a segment of kWarps *
+// kSteps steps in registers; segments follow one another with the exact carry. A segment that has
+// not converged after max_iters is computed sequentially.
 #pragma once
 #include "../scan/single_pass.cuh"
 #include "../sequential/chain.cuh"
@@ -43,7 +43,8 @@ __global__ void __launch_bounds__(32 * kWarps) newton_kernel(const
   for (int begin = 0; begin < column.length; begin += kWarps * kSteps) {
     const int first = begin + warp * kSteps;
     float x[kSteps][kGates], s[kSteps][K];
-    unsigned resets = 0, passes = 0;  // a step past the end passes the states on, as a held one
+    // Bits of reset steps, and of steps that pass the states on (held, or past the end).
+    unsigned resets = 0, passes = 0;
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
       const int t = first + k;
@@ -55,7 +56,7 @@ __global__ void __launch_bounds__(32 * kWarps) newton_kernel(const
         x[k][g] = runs ? to_float(x_row[int64_t(t) * p.x_time + g * p.x_gate]) + bias[0][g] : 0;
       }
     }
-    // One step: the next states, and their slope along the states before.
+    // Evaluates one step: the next states, and their derivatives by the states before.
     auto evaluate = [&](int k, const float (&from)[K], float (&next)[K], float (&J)[K][K]) {
       const bool cleared = kMasked && (resets >> k & 1);
       V vx[kGates], before[K], after[K], slope[K][K];
@@ -130,7 +131,7 @@ __global__ void __launch_bounds__(32 * kWarps) newton_kernel(const
     }
     most = max(most, iteration), largest = fmaxf(largest, residual);
 
-    for (int turn = 0; open && turn < kWarps; ++turn) {  // one warp after the other
+    for (int turn = 0; open && turn < kWarps; ++turn) {  // sequentially, one warp after the other
       if (warp == turn) {
         float state[K], unused[K][K];
 #pragma unroll
@@ -187,7 +188,7 @@ __global__ void __launch_bounds__(32 * kWarps) newton_kernel(const
   for (int step = 16; step > 0; step /= 2) {
     largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
   }
-  if (lane == 0) {  // the host zeroed the report
+  if (lane == 0) {  // the host has zeroed the report
     atomicMax(reinterpret_cast<int*>(p.report + 1), __float_as_int(largest));
     if (warp == 0) {
       atomicMax(reinterpret_cast<int*>(p.report), __float_as_int(float(most)));

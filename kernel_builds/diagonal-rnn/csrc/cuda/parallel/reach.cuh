@@ -1,8 +1,9 @@
-// A backward whose chunks of time run at once, as multiple_shooting.cuh does forward: gradients
-// fade as states are forgotten, so a walk that begins some steps before its chunk with no carry
-// comes to the right one, and the tangent says when. A second kernel compares the carries where
-// chunks meet. If any of them differ by more than rounding, the scan (scan/single_pass.cuh), which
-// is exact for every cell but computes all gates twice, does it all again; else it returns at once.
+// The backward pass with all chunks of time at once, as multiple_shooting.cuh does forward.
+// Gradients fade as states are forgotten, so a run that starts some steps before its chunk with a
+// carry of 0 reaches the right carry, and the tangent tells when. A second kernel compares the
+// carries at the boundaries of chunks. If any differ by more than rounding, the scan
+// (scan/single_pass.cuh) redoes the whole pass: it is exact for every cell but computes all gates
+// twice. Otherwise it returns at once.
 #pragma once
 #include "../sequential/linear_track.cuh"
 
@@ -11,12 +12,12 @@ namespace flashcell::cuda {
 struct Reach {
   int chunk, chunks, burn_in, longest_burn_in, blocks_of_row;
   float *start, *end;  // [S, chunks, K, D]: the carry into a chunk, and out of it
-  float* largest;      // [S, chunks, D]: of the carries on the way
+  float* largest;      // [S, chunks, D]: largest magnitude of the carries in a chunk
   float* partial;      // [S, chunks, P, D]: sums over a chunk
-  int* open;           // whether carries differ
+  int* open;           // set if carries differ at a boundary
 };
 
-constexpr float kFaded = 0x1p-26f, kRounding = 0x1p-21f;  // of the largest carry
+constexpr float kFaded = 0x1p-26f, kRounding = 0x1p-21f;  // both relative to the largest carry
 
 template <typename Track>
 __global__ void __launch_bounds__(Track::kThreads) reach_kernel(const __grid_constant__
@@ -68,7 +69,8 @@ __global__ void __launch_bounds__(Track::kThreads) reach_kernel(const __grid_con
   track.keep_sums(reach.partial, row);
 }
 
-// Every boundary of every channel; a sequence ends within the chunks it has.
+// Compares the carries of every channel at every boundary. Boundaries past a sequence's end are
+// skipped.
 template <int K>
 __global__ void __launch_bounds__(256) agree_kernel(const __grid_constant__ SequenceParams p,
                                                     const Reach reach) {

@@ -1,11 +1,13 @@
-// A linear recurrence of few channels (sequential/linear.cuh, scalar blocks) by clusters, sm_90. A
-// cluster has a row of 32 kN channels and all of its time; its blocks take tiles of kWarps kSteps
-// steps in turn. Rows come in pieces of 16 bytes, as many tiles ahead as shared memory holds. A
-// warp composes the maps of its steps. Two warps more speak for the block: one tells the cluster
-// the map of the whole tile, the other takes the carry over everyone's tiles of a round and hands
-// each warp its own. Meanwhile the warps are at the next tile: what a round waits for is hidden.
-// Nothing is published in global memory, so there is nothing to clear before, and no block waits
-// for one that may not be running.
+// Scan of a scalar linear recurrence (sequential/linear.cuh) by thread block clusters, for few
+// channels (sm_90). A cluster processes 32 kN channels over the whole sequence: in every round each
+// of its blocks takes the next tile of kWarps * kSteps steps. Rows are copied to shared memory in
+// pieces of 16 bytes, as many tiles ahead as fit. Each warp composes the affine maps of its steps
+// into one. Two more warps of the block exchange them: one sends the map of the block's tile to all
+// blocks of the cluster; the other applies the maps of all tiles of the round to the carry and
+// gives each warp the carry into its steps. The other warps work on the next tile in the meantime,
+// so the latency of the exchange is hidden. Nothing passes through global memory, so nothing has to
+// be cleared first, and blocks wait only for blocks of their own cluster, which run at the same
+// time.
 #pragma once
 #include "../plan.h"
 #include "../sequential/linear.cuh"
@@ -29,26 +31,26 @@ struct ClusterTile {
   static constexpr int kSlots = kSlotsOf, kLag = kLagOf, kBuffers = kLag + 1;
   static constexpr int kN = Element::kN, kRows = Element::kRows, kChannels = 32 * kN;
   static constexpr int kThreads = 32 * (kWarps + 2);
-  // Rounds of which a block may have been told before it has taken the first of them: the warps of
-  // another are that far ahead of it at most.
+  // The number of rounds whose tile maps a block must be able to hold: the warps of another block
+  // can be that far ahead of it.
   static constexpr int kRounds = 2 * kLag + 2;
-  static constexpr int kPieces = 2 * sizeof(Word);  // of a row
-  static constexpr int kTogether = 32 / kPieces;    // rows that a warp asks for at once
+  static constexpr int kPieces = 2 * sizeof(Word);  // 16-byte pieces of a row
+  static constexpr int kTogether = 32 / kPieces;    // rows that a warp copies at once
   static_assert(kPieces <= 32 && kSteps % kTogether == 0 && kSlots > kLag);
 
   struct Shared {
     Word rows[kSlots][kWarps][kRows][kSteps][32];
-    float2 warp_map[kBuffers][kWarps][kChannels];  // carry' = x carry + y
+    float2 warp_map[kBuffers][kWarps][kChannels];  // the map is carry' = x carry + y
     float2 tile_map[kRounds][kMostBlocks][kChannels];
-    float carry[kBuffers][kWarps][kChannels];  // into the steps of a warp
-    // warp_map is written; it is read, and carry is written. Every lane arrives, so that each
-    // write is ordered without a thread between (and compute-sanitizer sees it).
+    float carry[kBuffers][kWarps][kChannels];  // the carry into the steps of each warp
+    // `full`: warp_map is written. `ready`: warp_map is read, and `carry` is written. Every lane
+    // arrives for itself, so that each write is ordered directly (and compute-sanitizer sees it).
     uint64_t full[kBuffers], ready[kBuffers];
-    uint64_t told[kRounds];  // tile_map has all of a round
+    uint64_t told[kRounds];  // tile_map holds all maps of the round
   };
 };
 
-// carry = map(carry), for the channels of a lane
+// Applies carry = map(carry) to the channels of a lane.
 template <int kN>
 DEVICE void take_over(const float2 (&map)[kN], float (&carry)[kN]) {
 #pragma unroll
@@ -61,7 +63,7 @@ DEVICE void read(const float2* maps, int lane, float2 (&map)[kN]) {
   for (int c = 0; c < kN; ++c) map[c] = maps[lane * kN + c];
 }
 
-// The warp that tells the cluster the map of every tile of the block.
+// Run by the warp that sends the map of each of the block's tiles to the whole cluster.
 template <typename Tile>
 DEVICE void tell_maps(typename Tile::Shared& shared, int rounds) {
   constexpr int kN = Tile::kN, kBuffers = Tile::kBuffers;
@@ -74,7 +76,7 @@ DEVICE void tell_maps(typename Tile::Shared& shared, int rounds) {
   for (int round = 0; round < rounds; ++round) {
     const int at = round % kBuffers, there = round % Tile::kRounds;
     mbarrier_wait(shared.full[at], round / kBuffers);
-    if (size == 1) {  // the other warp knows all
+    if (size == 1) {  // with one block there is nobody to send to
       mbarrier_arrive(shared.ready[at]);
       continue;
     }
@@ -89,7 +91,7 @@ DEVICE void tell_maps(typename Tile::Shared& shared, int rounds) {
         map[c] = {next.x * map[c].x, fmaf(next.x, map[c].y, next.y)};
       }
     }
-    mbarrier_arrive(shared.ready[at]);  // warp_map is read
+    mbarrier_arrive(shared.ready[at]);  // warp_map has been read
     const uint32_t place =
         shared_address(&shared.tile_map[there][rank][lane * kN]) - shared_address(&shared);
     const uint32_t told = shared_address(&shared.told[there]) - shared_address(&shared);
@@ -103,12 +105,13 @@ DEVICE void tell_maps(typename Tile::Shared& shared, int rounds) {
   }
 }
 
-// The warp that takes the carry over all tiles of a round, and hands every warp its own.
+// Run by the warp that takes the carry over all tiles of a round and gives every warp the carry
+// into its steps.
 template <typename Tile>
 DEVICE void hand_carries(typename Tile::Shared& shared, typename Tile::Element& e, int rounds) {
   constexpr int kN = Tile::kN, kBuffers = Tile::kBuffers;
   const int lane = threadIdx.x % 32, size = cluster_size(), rank = cluster_rank();
-  float first[kN][1], carry[kN];  // into the round
+  float first[kN][1], carry[kN];  // the carry into the round
   e.begin(first);
 #pragma unroll
   for (int c = 0; c < kN; ++c) carry[c] = first[c][0];
@@ -117,8 +120,8 @@ DEVICE void hand_carries(typename Tile::Shared& shared, typename Tile::Element& 
     if (size > 1 && lane == 0) {
       mbarrier_arrive_expect_tx(shared.told[there], size * Tile::kChannels * int(sizeof(float2)));
     }
-    // Everything is read before it is used: what is written here might be what is read, for all
-    // the compiler knows, and every map would wait for the one before it.
+    // All maps are read before any carry is written: the compiler must assume that a write may
+    // alias the maps, and would otherwise read each map only after the write before it.
     float2 of_warps[Tile::kWarps][kN], of_blocks[kMostBlocks][kN];
     mbarrier_wait(shared.full[at], round / kBuffers);
 #pragma unroll
@@ -156,7 +159,7 @@ DEVICE void hand_carries(typename Tile::Shared& shared, typename Tile::Element& 
   if (rank == 0) e.end(first);
 }
 
-// Of one warp and its steps of every tile of the block.
+// One worker warp and its steps in every tile of the block.
 template <typename Tile>
 struct Worker {
   using Element = typename Tile::Element;
@@ -167,15 +170,15 @@ struct Worker {
   typename Tile::Shared& shared;
   Element& e;
   int warp, lane, word, stride, start;
-  const char* from[kRows];  // of this lane's pieces
+  const char* from[kRows];  // addresses of this lane's pieces
 
   DEVICE Worker(const typename Element::Params& p, typename Tile::Shared& memory, Element& element,
                 int64_t s, int64_t channel)
       : shared(memory), e(element), warp(threadIdx.x / 32), lane(threadIdx.x % 32) {
-    const Element whole(p, s, channel);  // the row from its first channel on
+    const Element whole(p, s, channel);  // used for its row addresses, from its first channel on
     const int bytes = int(p.D - channel) * int(sizeof(typename Element::IO));
     const int piece = min(lane % Tile::kPieces * 16, bytes - 16);
-    word = int(e.d - channel) / kN;  // a lane past the last channel does what the last one does
+    word = int(e.d - channel) / kN;  // a lane past the last channel repeats the last channel's work
     start = cluster_rank() * Tile::kLength + warp * kSteps;
     stride = cluster_size() * Tile::kLength;
 #pragma unroll
@@ -199,8 +202,8 @@ struct Worker {
     }
   }
 
-  // body(step, raw) for the steps that there are; the rows of a whole tile are read ahead of what
-  // the body stores.
+  // Calls body(step, raw) for every step that exists. All rows of a full tile are read before the
+  // body stores anything.
   template <typename Body>
   DEVICE void for_steps(int round, Body body) const {
     const auto& rows = shared.rows[round % Tile::kSlots][warp];
@@ -310,9 +313,11 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) cluster_scan_kernel(
       commit_copies();
     }
   }
-  // A block stays until its last warp has been told of every round: nobody writes to it any more.
+  // No cluster barrier is needed at the end: a block's last warp exits only after it has received
+  // the maps of every round, so no other block writes to the shared memory of a block that has
+  // exited.
 #else
-  __trap();  // the plan takes it where there are clusters
+  __trap();  // the planner chooses this kernel only where clusters exist
 #endif
 }
 

@@ -1,13 +1,13 @@
-// Any linear recurrence (sequential/linear.cuh) in one pass over its data, however few channels it
-// has. A tile is 32 kN channels and kWarps kSteps steps: every warp takes consecutive steps,
-// composes their maps and tells the others through shared memory. Tiles tell each other through L2:
-// a tile publishes its map, then works out its first carry from what the tiles before it published,
-// from the carry into its group of tiles on. It composes them always in the same order, whoever
-// came first, so that results do not depend on timing.
+// Scan of any linear recurrence (sequential/linear.cuh) in one pass over its data, however few
+// channels it has. A tile is 32 kN channels by kWarps * kSteps steps. Each warp composes the affine
+// maps of its consecutive steps and shares the result through shared memory. Tiles communicate
+// through L2: a tile publishes its map, and works out its first carry from the carry into its group
+// of tiles and the maps of the tiles before it in the group. Maps are composed in a fixed order,
+// whichever tile finishes first, so results do not depend on timing.
 //
-// What is published is its own flag: the host fills the words with a NaN that is never written.
-// Blocks draw tiles by ticket, so a tile only waits for tiles that some block is at. The rows of
-// the tile a block draws next are on their way while it works on the one before.
+// The published data are their own flags: the host fills the words with a NaN that is never written
+// as data. Blocks draw tiles by ticket, so a tile only waits for tiles that are already being
+// worked on. The rows of the next tile are copied while a block works on the current one.
 #pragma once
 #include "../sequential/linear.cuh"
 
@@ -16,17 +16,18 @@ namespace flashcell::cuda {
 constexpr uint32_t kUnwritten = 0xffffffffu;
 
 struct Scan {
-  int tiles;          // of the longest sequence
-  int groups_of_row;  // of 32 kN channels
+  int tiles;          // tiles of the longest sequence
+  int groups_of_row;  // groups of 32 kN channels in a row
   int64_t columns;    // sequences x groups_of_row
   uint32_t* ticket;
-  float* maps;        // [S, tiles, K K + K, D]
-  float* carries;     // [S, groups of tiles, K, D]
+  float* maps;        // [S, tiles, K K + K, D], published
+  float* carries;     // [S, groups of tiles, K, D], published
   float* partial;     // [S, tiles, P, D] sums over a tile
-  const int* wanted;  // null, or where 0 stands when the scan need not run
+  const int* wanted;  // if not null and 0, the scan returns without doing anything
 };
 
-DEVICE void publish(float* to, float value) {  // no NaN of ours is the flag
+// A NaN result is stored with other bits than the flag.
+DEVICE void publish(float* to, float value) {
   const uint32_t bits = min(__float_as_uint(value), kUnwritten - 1);
   asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" ::"l"(to), "r"(bits) : "memory");
 }
@@ -42,24 +43,26 @@ struct Tile {
   static constexpr int kWarps = kWarpsOf, kSteps = kStepsOf, kLength = kWarps * kSteps;
   static constexpr int K = Element::kStates, kN = Element::kN, kMap = K * K + K;
   static constexpr int kChannels = 32 * kN, kThreads = 32 * kWarps, kRows = Element::kRows;
-  // Tiles between two published carries: their maps lie in shared memory together.
+  // The number of tiles in a group, between two published carries: a group's maps are in shared
+  // memory together.
   static constexpr int kGroup = K <= 2 ? 16 : K == 3 ? 8 : 4;
 
   struct Shared {
-    Word rows[2][kSteps][kRows][kThreads];  // every thread's own steps, of this tile and the next
+    // Each thread's steps of the current tile and of the next one.
+    Word rows[2][kSteps][kRows][kThreads];
     union {
       struct {
         float warp_map[kWarps][kMap][kChannels];
-        float tile_map[kGroup][kMap][kChannels];  // of the tiles before it in its group
+        float tile_map[kGroup][kMap][kChannels];  // maps of the earlier tiles of the group
       };
       float sums[Element::kSums > 0 ? kWarps : 1][Element::kSums > 0 ? Element::kSums : 1]
-                [kChannels];  // when no map is needed any more
+                [kChannels];  // used after the maps, which it overwrites
     };
-    float carry[K][kChannels];  // into the group
+    float carry[K][kChannels];  // the carry into the group
     uint32_t ticket;
   };
 
-  struct Place {  // of a ticket
+  struct Place {  // the tile that a ticket stands for
     int tile;
     int64_t s, channel;
     DEVICE Place(const Scan& scan, uint32_t ticket) {
@@ -83,8 +86,8 @@ struct Tile {
     }
   }
 
-  // body(k, raw) for the steps from `first` that there are. Without a condition at every step, the
-  // rows of many are read ahead.
+  // Calls body(k, raw) for every step from `first` on that exists. A full tile is a separate loop
+  // without conditions, so that the compiler reads rows ahead.
   template <typename Body>
   static DEVICE void for_steps(const Element& e, int first,
                                const Word (&rows)[kSteps][kRows][kThreads], Body body) {
@@ -138,7 +141,8 @@ __global__ void __launch_bounds__(32 * kWarps, kResident) scan_kernel(const __gr
   constexpr int kGroup = T::kGroup;
   const int groups = (scan.tiles + kGroup - 1) / kGroup;
   auto draw = [&] {
-    if (threadIdx.x == 0) shared.ticket = atomicAdd(scan.ticket, 1u) + 1;  // from kUnwritten on
+    // The counter starts at kUnwritten, so that the first ticket is 0.
+    if (threadIdx.x == 0) shared.ticket = atomicAdd(scan.ticket, 1u) + 1;
   };
   draw();
   __syncthreads();
@@ -176,7 +180,7 @@ __global__ void __launch_bounds__(32 * kWarps, kResident) scan_kernel(const __gr
     __syncthreads();
 
     const bool runs = begin < e.steps || tile == 0, is_last = begin + T::kLength >= e.steps;
-    if (runs && warp == 0 && !is_last) {  // the map of the tile, for those that come after it
+    if (runs && warp == 0 && !is_last) {  // publish the map of the tile for the tiles after it
 #pragma unroll
       for (int w = 1; w < kWarps; ++w) {
 #pragma unroll
@@ -195,7 +199,8 @@ __global__ void __launch_bounds__(32 * kWarps, kResident) scan_kernel(const __gr
         }
       }
     }
-    // What came before: the other warps fetch a map each, and the last one the carry as well.
+    // Fetch the maps of the group's earlier tiles, each by one warp; one warp fetches the carry
+    // into the group.
     for (int t = kWarps - 1 - warp; runs && t < in_group; t += kWarps) {
       const float* from =
           scan.maps + ((place.s * scan.tiles + group * kGroup + t) * kMap) * p.D + e.d;

@@ -1,6 +1,7 @@
-// One forward step of each cell with the shortest chain of dependent instructions from state to
-// state, which is what a walk of few channels takes its time from: three multiply-adds and two
-// cores for the GRU, six operations and two cores for the LSTM.
+// One forward step of each cell, arranged for the shortest chain of dependent instructions from
+// state to state, because that chain sets the time of a sequential pass over few channels. It is
+// three multiply-adds and two evaluations of core (curve.cuh) for the GRU, six operations and two
+// evaluations for the LSTM.
 #pragma once
 #include "../curve.cuh"
 
@@ -13,19 +14,19 @@ template <bool kCoarse>
 struct Chain<FlashGru, kCoarse> {
   using Cell = FlashGru;
   using F = Curve<kCoarse>;
-  float z, r, c;  // the weights, scaled
+  float z, r, c;  // the weights, with the input scales of core folded in
 
   Chain() = default;
   DEVICE Chain(const float (&w)[Cell::kWeights])
       : z(F::kSigmoidIn * w[Cell::Z]), r(F::kSigmoidIn * w[Cell::R]), c(F::kTanhIn * w[Cell::C]) {}
 
-  // With kTangent also tangent = J tangent, where J is the slope of the step.
+  // With kTangent it also computes tangent = J tangent, where J is the Jacobian of the step.
   template <bool kTangent>
   DEVICE void step(const float (&x)[3], float (&s)[1], float (&tangent)[1][1]) const {
     const float h = s[0];
     const float core_r = F::core(fmaf(r, h, F::kSigmoidIn * x[Cell::R]));
     const float core_z = F::core(fmaf(z, h, F::kSigmoidIn * x[Cell::Z]));
-    // Beside the core of r: what multiplies it, and the rest.
+    // Computed while core_r is: the factor that core_r is multiplied by, and the rest of the sum.
     const float q = c * h, x_c = F::kTanhIn * x[Cell::C];
     const float rest = F::kSigmoid0 == 0 ? x_c : fmaf(F::kSigmoid0, q, x_c);
     const float core_c = F::core(fmaf(F::kSigmoid1 * q, core_r, rest));

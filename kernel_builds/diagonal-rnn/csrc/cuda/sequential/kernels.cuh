@@ -1,14 +1,14 @@
-// The walks: every thread runs its channels from the first step to the last. Nothing is shared, so
-// the time is the larger of memory's and of the chain of T steps.
+// The sequential kernels: every thread runs its channels from the first step to the last. Threads
+// share nothing, so the time is the larger of memory's and of the chain of T dependent steps.
 #pragma once
 #include "linear_track.cuh"
 #include "track.cuh"
 
 namespace flashcell::cuda {
 
-// The first channel of a thread. One past the last does what another thread does, bit for bit; not
-// all of them what the last one does: with three warps of a block at one address, the backward of
-// 8x2048x4160 took 1.0 ms, that of 8x2048x4096 0.55.
+// Returns the first channel of a thread. A thread past the last channel repeats the work of some
+// other thread, bit for bit. They do not all repeat the last channel: with three warps of a block
+// reading one address, the backward pass of 8x2048x4160 took 1.0 ms, that of 8x2048x4096 0.55.
 template <typename Track>
 DEVICE int64_t channel_of_thread(int64_t D, int blocks_of_row) {
   const int64_t block = blockIdx.x % blocks_of_row;
@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(Track::kThreads) walk_kernel(const
   track.end_sequence();
 }
 
-// A linear recurrence (linear.cuh); partial [S, P, D] takes its sums.
+// Runs a linear recurrence (linear.cuh); its sums over the steps go to partial [S, P, D].
 template <typename Track>
 __global__ void __launch_bounds__(Track::kThreads) linear_walk_kernel(const __grid_constant__
                                                                       typename Track::Params p,

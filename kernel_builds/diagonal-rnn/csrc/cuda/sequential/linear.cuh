@@ -1,21 +1,22 @@
-// The linear recurrences as elements of a scan: carry' = A carry + b, one map for each step. A walk
-// (kernels.cuh) and a scan (scan/single_pass.cuh) run any of them. An element is one sequence and
-// kN channels:
-//   first(r), bytes(r)              row r of step 0 and the way to the next step, in walking order
+// The linear recurrences as elements of a scan: carry' = A carry + b, with one such map for each
+// step. A sequential pass (kernels.cuh) or a scan (scan/single_pass.cuh) can run any of them. An
+// element is one sequence and kN channels, with these members:
+//   first(r), bytes(r)              address of row r of step 0, and bytes to the next step's
 //   needs(r, i)                     whether step i has row r
-//   kOnce                           rows from here on are read once in a group of steps, if any are
-//   advance_group(raw, i, n, carry) and n such steps are taken at once
+//   kOnce                           rows from here on are read once per group of steps, if any
+//   advance_group(raw, i, n, carry) advances over n such steps together
 //   map(raw, i, mark, A, b)         the map of step i, from its rows
 //   advance(raw, i, mark, carry)    stores the step's results and takes the carry over it
-//   begin, end, pad, sums           the first and last carry, unused rows, sums over the steps
-// A thread past the last channel does what the last one does.
+//   begin, end, pad, sums           first and last carry, unused rows, sums over the steps
+// Steps are numbered in the order in which the recurrence runs. A thread past the last channel
+// repeats the last channel's work.
 #pragma once
 #include "../curve.cuh"
 #include "../sequence.cuh"
 
 namespace flashcell::cuda {
 
-// carry = A carry + b
+// Replaces carry by A carry + b.
 template <int K>
 DEVICE void apply(const float (&A)[K][K], const float (&b)[K], float (&carry)[K]) {
   float next[K];
@@ -29,7 +30,7 @@ DEVICE void apply(const float (&A)[K][K], const float (&b)[K], float (&carry)[K]
   for (int i = 0; i < K; ++i) carry[i] = next[i];
 }
 
-// (A, b) = (A2, b2) after (A, b)
+// Replaces (A, b) by the map that applies (A, b) first and (A2, b2) second.
 template <int K>
 DEVICE void compose(const float (&A2)[K][K], const float (&b2)[K], float (&A)[K][K],
                     float (&b)[K]) {
@@ -48,7 +49,7 @@ DEVICE void compose(const float (&A2)[K][K], const float (&b2)[K], float (&A)[K]
   apply(A2, b2, b);
 }
 
-// The map that changes nothing.
+// Sets (A, b) to the identity map.
 template <int K>
 DEVICE void identity(float (&A)[K][K], float (&b)[K]) {
 #pragma unroll
@@ -59,12 +60,12 @@ DEVICE void identity(float (&A)[K][K], float (&b)[K]) {
   }
 }
 
-struct Mark {  // what is asked of a step
+struct Mark {  // the masks of a step
   bool reset, hold;
 };
 
-// What both directions of h_t = a_t h_{t-1} + b_t share, a an n x n block of every channel. A word
-// is a row of the block, or of neighbouring scalars.
+// The parts that h_t = a_t h_{t-1} + b_t and its gradient share; a is an n x n block for every
+// channel. A word is a row of the block, or (n = 1) neighbouring scalars.
 template <typename ParamsOf, typename IOOf, int kNOf, int n>
 struct BlockScan {
   using Params = ParamsOf;
@@ -75,9 +76,9 @@ struct BlockScan {
   static_assert(n == 1 || kN == 1);
 
   const Params* p;
-  int64_t d, row;  // first channel; the sequence's first row, in channels
+  int64_t d, row;  // the first channel, and the sequence's first row, counted in channels
   int steps, padding = 0;
-  int step;  // bytes from a row to that of the next step; negative where time runs against the walk
+  int step;  // bytes from a step's row to the next step's; negative if time runs backwards
 
   DEVICE BlockScan(const Params& params, int64_t s, int64_t channel, bool reversed)
       : p(&params),
@@ -87,9 +88,10 @@ struct BlockScan {
         step(int(params.D) * n * int(sizeof(IO)) * (reversed ? -1 : 1)) {
     first_place = (s * params.T + (reversed && steps > 0 ? steps - 1 : 0)) * params.D + d;
   }
-  int64_t first_place;  // of step 0, in channels
+  int64_t first_place;  // offset of step 0, in channels
 
-  // Of step i. One multiplication gives the address: of 32 bits, which the compiler sees here.
+  // Returns the address of step i's row. Both factors of the multiplication have 32 bits, which the
+  // compiler knows only when they are widened here.
   DEVICE IO* values(const void* of, int i) const {
     const char* first = static_cast<const char*>(of) + first_place * n * int64_t(sizeof(IO));
     return reinterpret_cast<IO*>(const_cast<char*>(first) + int64_t(i) * step);
@@ -111,7 +113,7 @@ struct ScanForward : BlockScan<ScanForwardParams, IO, kNOf, n> {
   using Base = BlockScan<ScanForwardParams, IO, kNOf, n>;
   using Base::kN, Base::p;
   using typename Base::Params, typename Base::Word;
-  static constexpr int kRows = n + 1, kOnce = kRows;  // of a, then b
+  static constexpr int kRows = n + 1, kOnce = kRows;  // rows of a, then b
   static constexpr bool kIsForward = true;
   using Raw = Word[kRows];
 
@@ -158,14 +160,15 @@ struct ScanForward : BlockScan<ScanForwardParams, IO, kNOf, n> {
   DEVICE void end(const float (&)[kN][n]) const {}
 };
 
-// Its gradient. The carry is what a step hands to the one before it in the recurrence:
-// carry' = a^T g with g = dh + carry = db, and da = g h_prev^T.
+// The gradient. The carry is what a step passes to the step before it in the recurrence: carry' =
+// a^T g with g = dh + carry = db, and da = g h_prev^T.
 template <typename IO, int kNOf, int n>
 struct ScanBackward : BlockScan<ScanBackwardParams, IO, kNOf, n> {
   using Base = BlockScan<ScanBackwardParams, IO, kNOf, n>;
   using Base::kN, Base::p, Base::steps;
   using typename Base::Params, typename Base::Word;
-  static constexpr int kRows = n + 2, kOnce = kRows;  // of a, then dh, then h of the step before
+  // Rows of a, then dh, then h of the step before.
+  static constexpr int kRows = n + 2, kOnce = kRows;
   static constexpr bool kIsForward = false;
   using Raw = Word[kRows];
 

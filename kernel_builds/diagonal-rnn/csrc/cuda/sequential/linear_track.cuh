@@ -1,11 +1,12 @@
-// A thread's walk along a linear recurrence (linear.cuh): an element with its carry in registers.
+// A thread's sequential pass along a linear recurrence (linear.cuh): an element with its carry in
+// registers.
 #pragma once
 #include "linear.cuh"
 #include "ring.cuh"
 
 namespace flashcell::cuda {
 
-// reset and hold of a backward walk, a group ahead; a scan has none.
+// The reset and hold masks of a backward pass, loaded a group ahead; a scan has no masks.
 template <typename Element, int kSteps, bool kMasked = Element::kMasked>
 struct LinearMarks {
   template <typename Params>
@@ -34,14 +35,14 @@ struct LinearTrack {
 
   Element e;
   float carry[kN][K];
-  float tangent[kN][K][K];  // of the carry along where an approach began
-  float largest = 0;        // of all carries of a walk whose size is asked for
+  float tangent[kN][K][K];  // derivative of the carry by the carry at the start of the burn-in
+  float largest = 0;        // largest carry so far, for passes that need it
 
   DEVICE LinearTrack(const Params& p, int64_t s, int64_t channel, unsigned char* shared)
       : e(p, s, channel), ring_(shared), marks_(p, s) {}
 
-  // Steps [begin, end) will be asked for. The last step of the sequence has not all rows: it is
-  // loaded by itself, ahead of the others.
+  // Starts loading the steps [begin, end). The last step of the sequence does not have all rows, so
+  // it is loaded separately, before the others.
   DEVICE void prefetch(int begin, int end) {
     whole_ = end < e.steps ? end : e.steps - 1;
     const void* first[kRows];
@@ -61,7 +62,7 @@ struct LinearTrack {
   }
   DEVICE void drain() const { wait_copies<0>(); }
 
-  // The carry and its tangent over [begin, end), whole groups, without results.
+  // Advances the carry and its tangent over [begin, end), in full groups, without storing results.
   DEVICE void approach(int begin, int end) {
     for (int i = begin; i < end; i += kSteps) {
       Word now[kSteps][kRows];
@@ -82,7 +83,7 @@ struct LinearTrack {
     }
   }
 
-  // Walks [begin, end), where end is the end of what is prefetched.
+  // Runs the steps [begin, end), where end is also the end of what was prefetched.
   template <bool kMeasured = false>
   DEVICE void walk(int begin, int end) {
     int i = begin;
@@ -133,8 +134,8 @@ struct LinearTrack {
 #pragma unroll
       for (int r = 0; r < kRows; ++r) now[k][r] = ahead_[k][r];
     }
-    // Warps of a row that stay at one time read whole pages of memory (fp32 GRU of 8x2048x4096,
-    // words of 8 bytes: 0.532 ms for 0.536).
+    // Keeping the warps of a row at the same step lets them read whole memory pages (fp32 GRU of
+    // 8x2048x4096, words of 8 bytes: 0.532 ms instead of 0.536).
     if constexpr (kThreads > 32 && sizeof(Word) >= 8) __syncthreads();
     ring_.take(ahead_);
     marks_.take(i + kSteps);

@@ -1,15 +1,16 @@
-// The steps ahead of a thread: its own column of a ring in shared memory, filled by asynchronous
-// copies. A register ring would not do: the hardware waits for loads in a handful of groups, so the
-// oldest of them cannot be taken before younger ones have come. No thread reads another's column,
-// so nothing synchronises.
+// A ring of prefetched steps: each thread has its own column in shared memory, filled by
+// asynchronous copies. A ring in registers would not work: the hardware tracks loads with only a
+// few counters, so waiting for the oldest load waits for younger ones too. No thread reads
+// another's column, so no synchronisation is needed.
 #pragma once
 #include "../lane.cuh"
 
 namespace flashcell::cuda {
 
-// Words of kRows rows; kGroups groups of kSteps steps. Of the rows from kOnce on only a group's
-// last step is read, into the place of step kSteps - 1. What is to leave L2 last is given back once
-// it is read, over as many of the last steps as fill the L2: those before have left by then.
+// Holds words of kRows rows in kGroups groups of kSteps steps. Rows from kOnce on are read only at
+// a group's last step, into the place of step kSteps - 1. With evict_last loads, lines are returned
+// to normal priority after use, for as many of the last steps as fill L2; lines of earlier steps
+// have left it by then.
 template <typename WordOf, int kRowsOf, int kStepsOf, int kGroupsOf, int kThreads,
           int kOnce = kRowsOf, Leaves kLeaves = Leaves::kInTurn>
 class Ring {
@@ -21,7 +22,7 @@ class Ring {
 
   DEVICE Ring(unsigned char* shared) : column_(reinterpret_cast<Word*>(shared) + threadIdx.x) {}
 
-  // Steps of `bytes` from each other in each row.
+  // Starts prefetching `count` steps, bytes[r] apart in row r.
   DEVICE void start(const void* const (&first)[kRows], const int (&bytes)[kRows], int count) {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
@@ -33,7 +34,8 @@ class Ring {
     for (int g = 0; g < kGroups - 1; ++g) request();
   }
 
-  // The words of the next group, one group ahead of their use: reading them takes its time too.
+  // Takes the words of the next group, one group ahead of their use, because reading shared memory
+  // takes time too.
   DEVICE void take(Word (&words)[kSteps][kRows]) {
     request();
     wait_copies<kGroups - 1>();
@@ -79,11 +81,12 @@ class Ring {
                                         from_[r] + int64_t(bytes_[r]) * step, policy_);
     }
   }
-  // The lines of the group just taken, each by the thread that has its first word; unrolled, or it
-  // takes longer than it gains. The last group, if it is not whole, stays.
+  // Returns the cache lines of the group just taken to normal priority. The thread with the first
+  // word of a line does it. The loop must be unrolled to gain time. An incomplete last group is
+  // left alone.
   DEVICE void give_back_group() const {
     constexpr int kThreadsOfLine = kCacheLine / int(sizeof(Word));
-    const int count = left_ + kGroups * kSteps;  // of its steps and those after it
+    const int count = left_ + kGroups * kSteps;  // remaining steps, from this group on
     if (count > given_back_ || count < kSteps || threadIdx.x % kThreadsOfLine != 0) return;
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {

@@ -1,4 +1,4 @@
-// A thread's walk forward through time: one sequence, kN channels, states in registers.
+// A thread's forward pass through time: one sequence, kN channels, states in registers.
 #pragma once
 #include "../sequence.cuh"
 #include "chain.cuh"
@@ -16,14 +16,14 @@ class Track {
   static constexpr bool kMasked = kMaskedOf;
   using Words = Word<IO, kN>;
 
-  // 24 to 32 steps ahead: a walk of one warp per scheduler may take 30 ns a step, memory 700 ns.
+  // Prefetch 24 to 32 steps: with one warp per scheduler a step may take 30 ns, and memory 700 ns.
   using Steps = Ring<Words, kGates, 8, kGroups, kThreads>;
   static constexpr int kSteps = Steps::kSteps;
 
   float state[kN][kStates];
   float tangent[kN][kStates][kStates];
 
-  // Channels from d; a thread past the last one does what the last one does.
+  // Starts at channel d; a thread past the last channel repeats the last channel's work.
   DEVICE Track(const ForwardParams& p, const Column& column, int64_t d, unsigned char* shared)
       : p_(p), column_(column), d_(d < p.D ? d : p.D - kN), ring_(shared), marks_(p, column) {
     x_ = static_cast<const IO*>(p.x) + column.x_offset + to_head(p, d_) + d_;
@@ -43,7 +43,7 @@ class Track {
 
   DEVICE int64_t channel() const { return d_; }
 
-  // The K states of these channels in a [K, S, D] tensor.
+  // Returns the K states of these channels in a [K, S, D] tensor.
   DEVICE int64_t place(int k) const { return (k * p_.S + column_.index) * p_.D + d_; }
 
   DEVICE void begin_sequence() {
@@ -64,7 +64,7 @@ class Track {
     }
   }
 
-  // Steps [begin, end) will be asked for, in order.
+  // Starts loading the steps [begin, end), in order.
   DEVICE void prefetch(int begin, int end) {
     const void* first[kGates];
     int bytes[kGates];
@@ -79,7 +79,7 @@ class Track {
   }
   DEVICE void drain() const { wait_copies<0>(); }
 
-  // Walks [begin, end); only the end of what is prefetched may be no multiple of kSteps.
+  // Runs the steps [begin, end). Only the end of the prefetched range may be no multiple of kSteps.
   template <bool kTangent, bool kStore>
   DEVICE void walk(int begin, int end) {
     IO* h = h_ + begin * p_.D;
@@ -102,7 +102,7 @@ class Track {
     }
   }
 
-  // Outputs of the steps [begin, end) past the sequence's end.
+  // Zeros the outputs of the steps [begin, end), past the sequence's end.
   DEVICE void pad(int begin, int end) const {
     const Words zero = {};
     for (int64_t t = begin; t < end; ++t) {
@@ -137,7 +137,7 @@ class Track {
     marks_.take(t + kSteps);
   }
 
-  // Step k of its group; h and saved are its rows, and move on.
+  // Runs step k of its group; `h` and `saved` point to its rows and are advanced.
   template <bool kTangent, bool kStore>
   DEVICE void step(int k, const Words (&words)[kGates], IO*& h, IO*& saved) {
     if (marks_.reset(k)) {
@@ -167,7 +167,8 @@ class Track {
     if constexpr (kStore) {
       store(h, held ? Words{} : row(0));
       h += p_.D;
-      if (kMasked || kStates > 1) {  // what h does not hold: the states beside it, or h's own
+      // Save the states that h does not hold: the other states, or h's own after a held step.
+      if (kMasked || kStates > 1) {
         if (p_.saved != nullptr) {
 #pragma unroll
           for (int i = 1; i < kStates; ++i) store(saved + (i - 1) * p_.D, row(i));
