@@ -11,20 +11,20 @@ from tiles.ptxas import Measured
 
 Constants = dict[str, dict[str, int]]  # engine -> name -> value
 GRID_NAMES = {
-    "units": "of a thread block: the height of the matrix instruction",
-    "warps": "of a thread block; they split the depth of the product",
-    "tiles": "of eight sequences that a group alternates between, at most",
-    "stages": "of the input ring",
-    "held": "registers of a lane that keep weight",
-    "chunks": "of the depth times row tiles, that the product is unrolled for",
-    "blocks": "of the depth, at most: their words are on their way to a lane",
+    "units": "units of a thread block: the height of the matrix instruction",
+    "warps": "product warps of a thread block; they split the depth",
+    "tiles": "most tiles of eight sequences that a group alternates between",
+    "stages": "stages of the input ring",
+    "held": "registers of a lane that hold weights",
+    "chunks": "largest product of depth chunks and row tiles that is unrolled",
+    "blocks": "most blocks of the depth: their words are in flight to a lane",
 }
 BLOCK_NAMES = {
-    "row_bytes": "of the widest head",
-    "stages": "of the input ring, where ring_bytes hold them",
-    "few_stages": "where they do not, but hold these",
-    "least_stages": "where they hold neither",
-    "ring_bytes": "of inputs; with operand and outbox what any arch has",
+    "row_bytes": "bytes of a row of the widest head",
+    "stages": "stages of the input ring, if they fit in ring_bytes",
+    "few_stages": "stages if those do not fit, but these do",
+    "least_stages": "stages if neither fit",
+    "ring_bytes": "with operand and outputs it fits every architecture",
 }
 NAMES = {"grid": GRID_NAMES, "block": BLOCK_NAMES}
 

@@ -17,10 +17,11 @@
 
 namespace flashcell {
 
-// x [B,T,G,N,D] strided · weight [G,N,D,D] · bias [R,N,D] in the state dtype or x's ·
-// state [K,S,N,D] in the state dtype · reset, hold [B,T] bool · lengths [B] · cu_seqlens [S+1]
+// x [B,T,G,N,D] strided · weight [G,N,D,D] · bias [R,N,D] in the state dtype or x's · state
+// [K,S,N,D] in the state dtype · reset, hold [B,T] bool · lengths [B] · cu_seqlens [S+1]
 // -> h [B,T,N,D] · last [K,S,N,D] · saved [B,T,V,N,D], h_prev [B,T,N,D] (both [0] unless `save`)
-// grad_clip is for the autograd formula: the forward does not read it. tf32 is about fp32 on CUDA.
+// grad_clip is for the autograd formula only: the forward does not read it. tf32 concerns fp32 on
+// CUDA.
 inline constexpr char kForwardSchema[] =
     "_fwd(Tensor x, Tensor weight, Tensor? bias, Tensor? state, Tensor? reset, Tensor? hold, "
     "Tensor? lengths, Tensor? cu_seqlens, float? grad_clip, bool tf32, bool save) "

@@ -1,6 +1,6 @@
-// What ops.cpp (torch) hands to an engine (no torch), on the CPU and on CUDA: plain structs.
+// Parameters that ops.cpp (with torch) passes to an engine (without torch), on the CPU and on CUDA.
 // S sequences, T time, N heads, D head width, G gates, R bias rows, K states, V saved values.
-// io = the dtype of x; state = float, or double when io is double.
+// io is the dtype of x; state is float, or double when io is double.
 #pragma once
 #include "common/sequence.h"
 
@@ -10,8 +10,8 @@ struct SequenceParams {
   int64_t S, N, D, T;
   const Sequence* sequences;  // [S]; null on CUDA when sequence s is all of row s
   const uint8_t* reset;       // [B, T] or null: states become 0 before the step
-  const uint8_t* hold;        // [B, T] or null: the step passes the states through
-  const void* weight;         // [G, N, D, D] io: gate, head, to, from
+  const uint8_t* hold;        // [B, T] or null: the step leaves the states unchanged
+  const void* weight;         // [G, N, D, D] io: gate, head, unit it computes, unit it reads
 };
 
 struct ForwardParams : SequenceParams {

@@ -1,5 +1,5 @@
-// The planner of the CUDA engines as an op without tensors, in the CPU library too: what would run
-// a call on the GPU that the arguments describe (cuda/explain.h has the text's layout).
+// The planner of the CUDA engines as an op without tensors, in the CPU library too: it describes
+// how a call would run on the GPU given by the arguments (cuda/explain.h defines the text).
 #pragma once
 #include "cells/all.h"
 #include "common/torch/op.h"

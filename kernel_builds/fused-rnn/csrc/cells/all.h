@@ -1,4 +1,4 @@
-// Every cell the extension builds: a new one needs its header and its name here.
+// Lists every cell that the extension builds. A new cell needs its #include and its name here.
 #pragma once
 #include "common/cells/list.h"
 #include "gru.h"

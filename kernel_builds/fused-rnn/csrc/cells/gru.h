@@ -9,7 +9,7 @@ struct Gru {
   static constexpr const char* kName = "gru";
   enum Gate { R, Z, N, kGates };
   enum State { H, kStates };
-  enum Saved { SR, SZ, SN, SP, SH, kSaved };  // SP = weight_n h + b_nh; SH is the previous h
+  enum Saved { SR, SZ, SN, SP, SH, kSaved };  // SP = weight_n h + b_nh; SH is h before the step
   static constexpr int kBias = kGates + 1;    // the last row is b_nh, inside r[N]
   static constexpr int kGradStates = kStates;
   static constexpr bool kSplitGrad = true;  // dr[N] differs from dx[N]
@@ -23,7 +23,8 @@ struct Gru {
     saved[SR] = reset, saved[SZ] = z, saved[SN] = n, saved[SP] = r[N], saved[SH] = s[H];
   }
 
-  // d_state: gradient of next on entry; on return that of s, less the recurrent term weight^T dr.
+  // d_state is the gradient of `next` on entry; on return it is the gradient of `s`, without the
+  // recurrent term weight^T dr.
   template <typename V>
   static FN void backward(const V (&saved)[kSaved], V (&d_state)[kStates], V (&dx)[kGates],
                           V (&dr)[kGates]) {

@@ -9,7 +9,7 @@ struct Lstm {
   static constexpr const char* kName = "lstm";
   enum Gate { I, F, G, O, kGates };
   enum State { H, C, kStates };
-  enum Saved { SI, SF, SG, SO, SC, kSaved };  // SC is the previous c
+  enum Saved { SI, SF, SG, SO, SC, kSaved };  // SC is c before the step
   static constexpr int kBias = kGates;
   static constexpr int kGradStates = kStates;
   static constexpr bool kSplitGrad = false;  // dr equals dx
@@ -24,7 +24,8 @@ struct Lstm {
     saved[SI] = i, saved[SF] = f, saved[SG] = g, saved[SO] = o, saved[SC] = s[C];
   }
 
-  // d_state: gradient of next on entry; on return that of s, less the recurrent term weight^T dr.
+  // d_state is the gradient of `next` on entry; on return it is the gradient of `s`, without the
+  // recurrent term weight^T dr.
   template <typename V>
   static FN void backward(const V (&saved)[kSaved], V (&d_state)[kStates], V (&dx)[kGates],
                           V (&dr)[kGates]) {

@@ -16,7 +16,7 @@ struct Tanh {
   }
 };
 
-struct Relu {  // NaN passes through both ways, as in torch
+struct Relu {  // NaN passes through forward and backward, as in torch
   static constexpr const char* kName = "rnn_relu";
   template <typename V>
   static FN V value(V x) {

@@ -11,9 +11,10 @@ struct Slstm {
   static constexpr const char* kName = "slstm";
   enum Gate { I, F, Z, O, kGates };
   enum State { H, C, N, M, kStates };
-  enum Saved { SA, SB, SZ, SO, SF, SC, SN, kSaved };  // SF = sigmoid(f); SC, SN previous c, n
+  // SF = sigmoid(f); SC and SN are c and n before the step.
+  enum Saved { SA, SB, SZ, SO, SF, SC, SN, kSaved };
   static constexpr int kBias = kGates;
-  static constexpr int kGradStates = M;  // states from here on carry no gradient
+  static constexpr int kGradStates = M;  // states from this one on carry no gradient
   static constexpr bool kSplitGrad = false;
 
   template <typename V>
@@ -29,7 +30,8 @@ struct Slstm {
     saved[SC] = s[C], saved[SN] = s[N];
   }
 
-  // d_state: gradient of next on entry; on return that of s, less the recurrent term weight^T dr.
+  // d_state is the gradient of `next` on entry; on return it is the gradient of `s`, without the
+  // recurrent term weight^T dr.
   template <typename V>
   static FN void backward(const V (&saved)[kSaved], V (&d_state)[kStates], V (&dx)[kGates],
                           V (&dr)[kGates]) {

@@ -1,6 +1,7 @@
-// The backward time loop, last step first. Step t completes the gradient that reaches h_t through
-// the recurrent product of step t + 1 (dr of all units, double-buffered by parity), then runs the
-// cell's backward on the same units. The carried gradient lives in `dstate`, unrounded.
+// The CPU's backward pass over time, from the last step to the first. Step t first completes the
+// gradient of h_t with the recurrent product of step t + 1 (it needs dr of all units, which is
+// double-buffered by the parity of t), then runs the cell's backward on the same units. The carried
+// gradient is kept in `dstate`, unrounded.
 #pragma once
 #include "schedules.h"
 
@@ -21,7 +22,8 @@ struct Backward {
   const int64_t panels = (p.D + kPanelUnits - 1) / kPanelUnits;
   const int64_t groups = (p.S + kRowGroup - 1) / kRowGroup;
   const Plan plan;
-  Scratch<E> weights;   // [N][panels] in parts (cpu/microkernel.h), depth = (gate, to)
+  // [N][panels], stored in parts (common/cpu/microkernel.h); the depth is (gate, to).
+  Scratch<E> weights;
   Scratch<E> operands;  // [2][S][N][G][gate_depth]
   Scratch<T> partial;   // [groups][R][N][D]
 
@@ -160,7 +162,7 @@ struct Backward {
     const T* from = (const T*)p.saved + row * kSaved * ND + at;
     for (int v = 0; v < kSaved; ++v) {
       saved[v] = load_part<Whole>(from + v * ND, n);
-      __builtin_prefetch(from + (v - kSaved) * ND);  // the step before
+      __builtin_prefetch(from + (v - kSaved) * ND);  // the step before in time, which comes next
     }
     d[0] += load_part<Whole>((const IO*)p.dh + row * ND + at, n);
     __builtin_prefetch((const IO*)p.dh + (row - 1) * ND + at);
@@ -181,7 +183,7 @@ struct Backward {
     if (Cell::kBias > kGates) d_bias[Cell::kBias - 1] += dr[kGates - 1];
   }
 
-  FN V clip(V v) const {  // NaN compares false and stays
+  FN V clip(V v) const {  // NaN fails both comparisons and is returned
     const V bound = V(T(p.grad_clip));
     return select(bound < v, bound, select(v < -bound, -bound, v));
   }

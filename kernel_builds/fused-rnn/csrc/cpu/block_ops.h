@@ -1,19 +1,20 @@
-// A residual block of a decoded token as an op of the CPU kernel.
+// The CPU kernel's op for one decoding step of a whole residual block.
 #pragma once
 #include "call.h"
 #include "common/torch/op.h"
 
 namespace flashcell {
 
-// x [B,H] · norms [H] · in_proj [G H,H] · weight [G,N,D,D] · bias [R,N,D] · state K tensors [B,N,D]
-// in the state dtype, changed · gate, up [I,H] · down [H,I] -> [B,H]; H = N D, all else in x's
-// dtype
+// x [B,H] · norms [H] · in_proj [G H,H] · weight [G,N,D,D] · bias [R,N,D] · state: K tensors
+// [B,N,D] in the state dtype, changed in place · gate, up [I,H] · down [H,I] -> [B,H]. H = N D;
+// every other tensor has the dtype of x.
 inline constexpr char kBlockStepSchema[] =
     "_block_step_(Tensor x, Tensor mixer_norm, float mixer_eps, Tensor in_proj, Tensor weight, "
     "Tensor? bias, Tensor(a!)[] state, Tensor mlp_norm, float mlp_eps, Tensor gate, Tensor up, "
     "Tensor down) -> Tensor";
 
-// A tensor where it lies: a copy would cost what the op saves, and a copied state is not changed.
+// Checks that the tensor can be used in place: a copy would cost what the op saves, and changing a
+// copied state would have no effect.
 inline const void* in_place(const Tensor& tensor, const char* name, const Shape& shape,
                             ScalarType dtype) {
   check_shape(tensor, name, shape), check_dtype(tensor, name, dtype);

@@ -1,9 +1,12 @@
-// A token through a whole residual block in one parallel region: from the norm to the last sum
-// there are two waits in the cache between threads, where single ops have six calls.
+// One decoding step of a whole residual block in a single parallel region. Its threads wait for
+// each other twice, by spinning on a counter in the cache; separate ops would be six parallel
+// regions.
 //
 //   1  u = in_proj norm(x), r = weight h, cell: mid = x + h'
 //   2  inner = silu(gate norm(mid)) * up norm(mid)
-//   3  out = mid + down inner, and h becomes h', which phase 1 may not see
+//   3  out = mid + down inner, and h becomes h'
+//
+// The state h changes only in phase 3, because other threads may still read it in phase 1.
 #pragma once
 #include "common/cpu/scratch.h"
 #include "common/cpu/vec_math.h"
@@ -19,12 +22,13 @@ struct BlockStep {
   using E = Element<IO>;
   static constexpr int G = Cell::kGates, K = Cell::kStates;
   static_assert(K <= BlockStepParams::kMostStates);
-  static constexpr int kRows = 8;      // of x, for which a task reads its weights once
-  static constexpr int kColumns = 64;  // of a task at most
-  static constexpr int kLine = 16;     // and a multiple of: a line of fp32, which is one thread's
-  static constexpr int kTasks = 4;     // a thread and phase, so that none waits for long
-  static constexpr bool kRounds = sizeof(IO) != sizeof(T);  // h is no operand as it lies
-  // A second thread gains from here on: twice what it takes for one linear layer (tfla).
+  static constexpr int kRows = 8;      // rows of x that share one pass of a task over its weights
+  static constexpr int kColumns = 64;  // most columns of a task
+  // Columns of a task are a multiple of this: a cache line of fp32, written by one thread.
+  static constexpr int kLine = 16;
+  static constexpr int kTasks = 4;  // tasks per thread and phase, so that no thread waits for long
+  static constexpr bool kRounds = sizeof(IO) != sizeof(T);  // h must be rounded before the product
+  // From this much work on a second thread gains: twice what it takes for one linear layer (tfla).
   static constexpr int64_t kWorth = 128 * 1024;
 
   const BlockStepParams& p;
@@ -32,7 +36,7 @@ struct BlockStep {
   const Host host;
   Scratch<T> mid, h;  // [B, H]
   Scratch<E> inner;   // [B, I]
-  Scratch<E> thread;  // [threads][2][B, H]: what is normed, the rounded h
+  Scratch<E> thread;  // [threads][2][B, H]: normed rows, and rounded h
   mutable Phase phases[3];
 
   BlockStep(const BlockStepParams& params, const Host& caller)
@@ -49,7 +53,9 @@ struct BlockStep {
       E* const own = thread + begin * 2 * p.B * H;
       const int width = columns(H), inside = columns(p.I), units = columns(p.D, p.N);
       const int64_t panels = (p.D + units - 1) / units;
-      bool ready = false;  // what a thread without a task would prepare may be written by then
+      // Set by the first task: later phases may already change what a thread without a task would
+      // read.
+      bool ready = false;
       share(phases[0], p.N * panels, [&](int64_t task) {
         if (!ready) prepare((const IO*)p.x, p.x_stride, p.mixer_norm, p.mixer_eps, own);
         if (!ready && kRounds) round_states(own + p.B * H);
@@ -66,19 +72,19 @@ struct BlockStep {
     });
   }
 
-  // Columns of a task, where `parts` times `count` of them are shared.
+  // Returns the number of columns of a task, where `parts` times `count` columns are shared out.
   int columns(int64_t count, int64_t parts = 1) const {
     const int64_t fair = count * parts / (host.threads * kTasks);
     const int64_t lines = (fair + kLine - 1) / kLine * kLine;
     return int(lines < kLine ? kLine : lines > kColumns ? kColumns : lines);
   }
 
-  // body(b, rows of x) for the rows of a task, some at a time.
+  // Calls body(b, rows of x) for groups of at most kRows rows.
   template <typename Body>
   FN void for_rows(const Body& body) const {
     for (int64_t b = 0; b < p.B; b += kRows) body(b, int(p.B - b < kRows ? p.B - b : kRows));
   }
-  // body(column, lanes, whole) for every vector of `count` columns.
+  // Calls body(column, lanes, whole) for every vector of `count` columns.
   template <typename Body>
   FN static void for_vectors(int64_t count, const Body& body) {
     int64_t c = 0;
@@ -100,7 +106,7 @@ struct BlockStep {
     memcpy(to, rounded, lanes * sizeof(E));
   }
 
-  // x / sqrt(mean(x^2) + eps) * norm of every row, as operand.
+  // Computes x / sqrt(mean(x^2) + eps) * norm for every row, as an operand of the product.
   template <typename From>
   void prepare(const From* x, int64_t stride, const void* norm, double eps, E* to) const {
     for (int64_t b = 0; b < p.B; ++b, x += stride, to += H) {
@@ -125,7 +131,7 @@ struct BlockStep {
     });
   }
 
-  // Units [unit, unit + count) of a head, or as many as it has.
+  // Phase 1 for the units [unit, unit + count) of a head, clipped to its width.
   void mix(int64_t head, int64_t unit, int64_t count, const E* own) const {
     const int units = int(p.D - unit < count ? p.D - unit : count);
     const int64_t at = head * p.D + unit;
@@ -152,7 +158,7 @@ struct BlockStep {
     });
   }
 
-  // The cell on units from column `at` of row b on; u and r have their gates kColumns apart.
+  // Runs the cell for units from column `at` of row b on; gates of u and r are kColumns apart.
   template <bool kWhole>
   FN void cell(int64_t b, int64_t at, int lanes, const T* u, const T* r) const {
     V x[G], product[G], now[K], next[K], saved[Cell::kSaved];
@@ -172,7 +178,7 @@ struct BlockStep {
     store_part<kWhole>(mid + to, residual + next[0], lanes);
   }
 
-  // Columns [at, at + count) of what the SwiGLU holds inside, or as many as there are.
+  // Phase 2 for the columns [at, at + count) inside the SwiGLU, clipped to its width.
   void gate(int64_t at, int64_t count, const E* own) const {
     const int width = int(p.I - at < count ? p.I - at : count);
     const IO* const pair[2] = {(const IO*)p.gate + at * H, (const IO*)p.up + at * H};
@@ -191,7 +197,7 @@ struct BlockStep {
     });
   }
 
-  // Columns [at, at + count) of the output and of the state, or as many as there are.
+  // Phase 3 for the columns [at, at + count) of the output and the state, clipped to the width.
   void finish(int64_t at, int64_t count) const {
     const int width = int(H - at < count ? H - at : count);
     const IO* const down = (const IO*)p.down + at * p.I;

@@ -1,4 +1,4 @@
-// How ops.cpp runs a sequence op on the CPU. cuda/call.h has the same functions.
+// Runs the sequence ops on the CPU for ops.cpp. cuda/call.h has functions of the same names.
 #pragma once
 #include "common/torch/cpu.h"
 #include "engine.h"
@@ -9,7 +9,7 @@ inline ScalarType saved_dtype(const Tensor& x) { return state_dtype(x); }
 
 inline bool takes_bias_in(ScalarType, int64_t) { return false; }
 
-inline Tensor input(const Tensor& x) {  // x as the engine reads it
+inline Tensor input(const Tensor& x) {  // x in the layout that the engine reads
   return x.stride(4) != 1 && x.size(4) > 1 ? torch::stable::contiguous(x) : x;
 }
 

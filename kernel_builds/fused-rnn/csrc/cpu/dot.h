@@ -1,13 +1,14 @@
-// Products straight from row-major weights, for matrices that are used once: packing would read
-// and write everything before the first multiplication. Rows are read along several strips at once,
-// each strip from its first row to its last: a core fetches ahead along a few long streams, not
-// along many short ones (1 MB from the L3 of a Zen 3, two threads: 90 GB/s, in their order 42).
+// Matrix products straight from row-major weights, for weights that are used once: packing would
+// read and write all of them before the first multiplication. Rows are read as several strips at
+// once, each from its first row to its last, because a core prefetches along a few long streams
+// better than along many short ones (1 MB from the L3 of a Zen 3, two threads: 90 GB/s, row after
+// row 42).
 #pragma once
 #include "common/cpu/microkernel.h"
 
 namespace flashcell::FLASHCELL_ISA {
 
-// A register of weights as the product takes them; elements of rows are loaded as columns are.
+// Loads a register of weights as an operand; elements of rows are loaded as columns are.
 template <typename IO>
 FN auto load_weights(const IO* w) {
   if constexpr (Product<IO>::kDepth == 1) {
@@ -19,7 +20,7 @@ FN auto load_weights(const IO* w) {
 template <typename IO>
 constexpr int kDotWidth = Vec<State<IO>>::kWidth * Product<IO>::kDepth;
 
-// sums[m * kStrips + j] = rows[m] . weights[j], of M rows and R of the strips.
+// sums[m * kStrips + j] = rows[m] . weights[j], for M rows and R of the strips.
 template <typename IO, int kStrips, int R, int M>
 __attribute__((noinline)) void dot_tile(const IO* const* weights, const Element<IO>* const* rows,
                                         int64_t depth, State<IO>* sums) {
@@ -63,10 +64,10 @@ __attribute__((noinline)) void dot_tile(const IO* const* weights, const Element<
   }
 }
 
-// The same of all `count` rows and all strips. Twelve sums fill the registers: four strips meet
-// three rows (two: 3.3 multiply-adds a ns of a Zen 3 with 8 rows of 256; three: 4.3), and then the
-// others while they are in the first-level cache, where eight, a power of two apart, would crowd
-// each other.
+// The same for all `count` rows and all strips. Twelve sums fill the registers, so four strips meet
+// three rows at a time (a Zen 3 with 8 rows of 256 does 4.3 multiply-adds a ns, 3.3 with two rows).
+// All rows meet four strips before the next four are read: eight strips, a power of two apart,
+// would evict each other from the first-level cache.
 template <typename IO, int kStrips>
 void dot_group(const IO* const* weights, const Element<IO>* const* rows, int count, int64_t depth,
                State<IO>* sums) {
@@ -87,8 +88,8 @@ void dot_group(const IO* const* weights, const Element<IO>* const* rows, int cou
   }
 }
 
-// c[m * c_stride + g * c_matrix + j] = rows[m] . (row j of matrices[g]) for j < columns; at most
-// kMaxCount rows. Strips are parts of every matrix.
+// c[m * c_stride + g * c_matrix + j] = rows[m] . (row j of matrices[g]) for j < columns, for at
+// most kMaxCount rows. The strips are parts of every matrix.
 template <typename IO, int kMatrices, int kMaxCount>
 void dot_rows(const Element<IO>* const* rows, int count, const IO* const* matrices, int64_t depth,
               int columns, State<IO>* c, int64_t c_stride, int64_t c_matrix = 0) {
@@ -97,7 +98,7 @@ void dot_rows(const Element<IO>* const* rows, int count, const IO* const* matric
   for (int i = 0; i < strip; ++i) {
     const IO* weights[kStrips];
     int at[kStrips];
-    for (int j = 0; j < kStrips; ++j) {  // behind the last one, the last one
+    for (int j = 0; j < kStrips; ++j) {  // strips past the last column repeat it
       const int row = j / kMatrices * strip + i;
       at[j] = row < columns ? row : columns - 1;
       weights[j] = matrices[j % kMatrices] + at[j] * depth;
@@ -112,8 +113,8 @@ void dot_rows(const Element<IO>* const* rows, int count, const IO* const* matric
   }
 }
 
-// The same tile as panel_product: [count][kUnits][kGates][width]; weight is one head's, gates
-// `gate_stride` apart. Its strips are the gates, and parts of the only gate.
+// Writes the same tile as panel_product, [count][kUnits][kGates][width]. `weight` is one head's,
+// with gates `gate_stride` apart. The strips are the gates or, with one gate, parts of it.
 template <typename IO, int kGates, int kUnits, int kMaxCount>
 void dot_panel(const Element<IO>* const* rows, int count, const IO* weight, int64_t gate_stride,
                int64_t D, int64_t first_unit, State<IO>* c) {
@@ -122,7 +123,7 @@ void dot_panel(const Element<IO>* const* rows, int count, const IO* weight, int6
   constexpr int kStrip = kUnits * kWidth / kParts;
   for (int i = 0; i < kStrip; ++i) {
     const IO* weights[kStrips];
-    for (int j = 0; j < kStrips; ++j) {  // behind the last unit, the last one
+    for (int j = 0; j < kStrips; ++j) {  // strips past the last unit repeat it
       const int64_t unit = first_unit + j / kGates * kStrip + i;
       weights[j] = weight + j % kGates * gate_stride + (unit < D ? unit : D - 1) * D;
     }

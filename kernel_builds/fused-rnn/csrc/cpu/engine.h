@@ -1,5 +1,5 @@
-// What the CPU engine offers ops.cpp. The parameters of the sequence ops are the ones of every
-// engine: ../params.h.
+// The functions that the CPU engine offers to ops.cpp. The sequence ops take the parameters of
+// ../params.h, as the CUDA engines do.
 #pragma once
 #include "../params.h"
 #include "common/cpu/host.h"
@@ -24,8 +24,8 @@ struct ColumnSumParams {  // out[n] = sum_m a[m, n]
   void* out;      // [N] io
 };
 
-// One token of a residual block, H = N D. io unless it says otherwise; rows of x are x_stride
-// apart.
+// One decoding step of a residual block, H = N D. Tensors are io unless noted; rows of x are
+// x_stride apart.
 struct BlockStepParams {
   static constexpr int kMostStates = 8;
   int64_t B, N, D, I;
@@ -36,12 +36,12 @@ struct BlockStepParams {
   const void* in_proj;           // [G H, H]
   const void* weight;            // [G, N, D, D]
   const void* bias;              // [R, N, D], or null
-  void* states[kMostStates];     // [B, N, D] state, changed
+  void* states[kMostStates];     // [B, N, D] state, changed in place
   const void *gate, *up, *down;  // [I, H], [I, H], [H, I]
   void* out;                     // [B, H]
 };
 
-// One instruction set's build of the engine; cell = position in AllCells.
+// One instruction set's build of the engine; `cell` is the index in AllCells.
 struct Backend {
   const char* name;
   void (*forward)(int cell, Dtype, const ForwardParams&, const Host&);

@@ -1,6 +1,7 @@
-// The forward time loop: product of a block of units for every gate, then the cell on the same
-// units while the product is in cache. The carried state lives in `last`, unrounded; the operand of
-// the product is double-buffered by the parity of t, because other units still read the old one.
+// The CPU's forward pass over time: for one block of units, the recurrent product of every gate,
+// then the cell on the same units while the product is in cache. The carried state is kept in
+// `last`, unrounded. The operand of the product is double-buffered by the parity of t, because
+// other units still read the old one.
 #pragma once
 #include "dot.h"
 #include "schedules.h"
@@ -13,7 +14,8 @@ struct Forward {
   using V = Vec<T>;
   using E = Element<IO>;
   static constexpr int kGates = Cell::kGates, kStates = Cell::kStates, kSaved = Cell::kSaved;
-  // Unit vectors of a panel: a line of x, or enough for a product without other gates.
+  // Vectors of units in a panel: one cache line of x or, with a single gate, enough for the
+  // product.
   static constexpr int kUnits = kGates == 1 ? 4 : 64 / kVectorBytes;
   static constexpr int kVectors = kGates * kUnits, kStride = kVectors * V::kWidth;
   static constexpr int kPanelUnits = kUnits * V::kWidth;
@@ -25,7 +27,7 @@ struct Forward {
   const bool packed;
   const Plan plan;
   const int64_t state_stride = p.S * p.N * p.D;
-  Scratch<E> weights;   // [N][panels] in parts (cpu/microkernel.h)
+  Scratch<E> weights;   // [N][panels], stored in parts (common/cpu/microkernel.h)
   Scratch<E> operands;  // [2][S][N][depth]
   Scratch<E> zeros;     // [depth]
 
@@ -97,7 +99,7 @@ struct Forward {
     });
   }
 
-  // One vector of h, of which the last one of a row may be partial.
+  // Stores one vector of h as an operand; the last vector of a row may be partial.
   void put_operand(E* to, const T* h, int n) const {
     E rounded[V::kWidth];
     store_operand<IO>(rounded, load_part<false>(h, n));
@@ -136,14 +138,15 @@ struct Forward {
   template <bool Whole>
   void cells(int64_t head, int64_t unit, int64_t t, int64_t begin, int64_t end,
              const T* product) const {
-    const ForwardParams p = this->p;  // a copy no store can alias: its members stay in registers
+    // A local copy: stores cannot alias it, so its members stay in registers.
+    const ForwardParams p = this->p;
     const int n = lanes(unit);
     const int64_t at = head * p.D + unit, ND = p.N * p.D;
     V bias[Cell::kBias];
     for (int g = 0; g < Cell::kBias; ++g) {
       bias[g] = p.bias ? load_part<Whole>((const T*)p.bias + g * ND + at, n) : V(0);
     }
-    // Addresses but for the sequence: multiplied once here, not once a sequence.
+    // The part of addresses that does not depend on the sequence, computed once.
     const IO* const x_here = (const IO*)p.x + t * p.x_time + head * p.x_head + unit;
     T* const states = (T*)p.last + at;
     E* operand_here = operand(t + 1, begin, head) + unit;
@@ -189,7 +192,7 @@ struct Forward {
     put_operand(operand_here, state_here, n);
   }
 
-  // A step that does not run leaves zeros: units [at, at + n) of a row of the outputs.
+  // Zeros the outputs of a step that does not run: units [at, at + n) of a row.
   void clear(int64_t row, int64_t at, int64_t n) const {
     const int64_t ND = p.N * p.D;
     memset((IO*)p.h + row * ND + at, 0, n * sizeof(IO));

@@ -1,6 +1,6 @@
-// A batch of strided matrix products for what surrounds the time loop: projections and weight
-// gradients. B is packed once, whole; every task then walks one block of rows over all panels it
-// was given, with its tile of C in the second-level cache and unrounded until the end.
+// A batch of strided matrix products, for the projections and weight gradients around the time
+// loop. B is packed once, as a whole. Every task then multiplies one block of rows by its share of
+// the panels, with its tile of C in the second-level cache and unrounded until the end.
 #pragma once
 #include "common/cpu/pack.h"
 #include "common/cpu/scratch.h"
@@ -17,9 +17,11 @@ struct Gemm {
   static constexpr int kVectors = kMaxVectors, kStride = kVectors * V::kWidth;
   static constexpr int64_t kRowBlock = 96;               // rows of a task
   static constexpr int64_t kPanelBlock = 768 / kStride;  // panels of a task: a tile of C, 288 KB
-  static constexpr int64_t kDepthBlock = 768;            // of A: 96 rows, 288 KB of floats
+  // Depth of a block of A: 96 rows are 288 KB of floats.
+  static constexpr int64_t kDepthBlock = 768;
   static constexpr int64_t kDotMaxRows = 4;
-  static constexpr int64_t kDotPanels = (256 + kStride - 1) / kStride;  // 8 strips of 32 rows
+  // For dot products: 8 strips of 32 rows.
+  static constexpr int64_t kDotPanels = (256 + kStride - 1) / kStride;
 
   const GemmParams& p;
   const Host& caller;
@@ -59,7 +61,7 @@ struct Gemm {
     Scratch<T> c(host, kRowBlock * count * kStride);  // [count][rows][kStride]
     Scratch<E> copy(host, kRowBlock * (kDepthBlock + V::kWidth));
     const IO* a = (const IO*)p.a + batch * p.a_batch + m0 * p.a_m;
-    // Rows that are operands as they lie need no copy.
+    // Rows that can be operands where they are need no copy.
     const bool direct = sizeof(E) == sizeof(IO) && p.a_k == 1 && p.K == depth;
     if (depth == 0) memset(c, 0, rows * count * kStride * sizeof(T));
     for (int64_t k = 0; k < depth || k == 0; k += kDepthBlock) {
@@ -81,7 +83,7 @@ struct Gemm {
     }
   }
 
-  // [rows][kDepthBlock] elements from a's rows, or from its columns; the odd last k is 0.
+  // Copies [rows][kDepthBlock] elements from rows or columns of a; an odd last k is padded with 0.
   void copy_rows(const IO* a, int64_t rows, int64_t count, E* to) const {
     constexpr int kWidth = V::kWidth;
     if (p.a_k == 1) {
@@ -101,7 +103,7 @@ struct Gemm {
     }
   }
 
-  // to[m][k] = a[k][m] for a register's width of k, of which the first `count` exist.
+  // to[m][k] = a[k][m] for one register's width of k, of which the first `count` exist.
   FN void transpose_tile(const IO* a, int64_t count, int width, E* to) const {
     constexpr int kWidth = V::kWidth;
     if constexpr (sizeof(E) == sizeof(T)) {
@@ -126,8 +128,8 @@ struct Gemm {
     }
   }
 
-  // A row of a panel. The lines that the next panel writes are on their way meanwhile: in a large C
-  // every one is a miss.
+  // Stores a row of C. The lines that the next panel will write are prefetched: in a large C each
+  // of them is a cache miss.
   void write(int64_t batch, int64_t m, int64_t n, const T* c) const {
     IO* to = (IO*)p.c + batch * p.c_batch + m * p.c_m + n;
     for (size_t at = 0; at < kStride; at += 64 / sizeof(IO)) {
@@ -179,8 +181,8 @@ struct Gemm {
   }
 };
 
-// out[n] = sum_m a[m, n], in blocks of rows so that the sum does not depend on the threads and its
-// error grows with the square root of the rows.
+// out[n] = sum_m a[m, n], summed in blocks of rows: the sum then does not depend on the threads,
+// and its error grows only with the square root of the number of rows.
 template <typename IO>
 void column_sum(const ColumnSumParams& p, const Host& host) {
   using T = State<IO>;

@@ -1,4 +1,4 @@
-// The products around the recurrence as ops of the CPU kernel, through its own GEMM.
+// Linear layers and their gradients as ops of the CPU kernel, through its own matrix product.
 #pragma once
 #include "call.h"
 
@@ -30,7 +30,7 @@ inline Tensor linear_fwd(Tensor x, Tensor weight, OptionalTensor bias) {
   return y;
 }
 
-// dx = dy weight · dweight = dy^T x · dbias = sum of dy (or [0]), all in the dtype of x
+// dx = dy weight · dweight = dy^T x · dbias = sum of dy over rows (or [0]), in the dtype of x
 inline std::tuple<Tensor, Tensor, Tensor> linear_bwd(Tensor dy, Tensor x, Tensor weight,
                                                      bool has_bias) {
   const Dtype dtype = io_dtype(x, "x");

@@ -1,6 +1,6 @@
-// Phases of one parallel region: the tasks of a phase are taken by whoever is free, and nobody goes
-// on before all of them are done. A thread that comes late, or never, is not waited for: others
-// have its tasks by then. So nothing hangs where threads run one after the other.
+// Phases of one parallel region. Free threads take the tasks of a phase, and none goes on before
+// all tasks are done. It waits for tasks, not for threads: others take the tasks of a thread that
+// comes late or never, so nothing hangs where threads run one after the other.
 #pragma once
 #include <sched.h>
 
@@ -11,14 +11,15 @@
 namespace flashcell::FLASHCELL_ISA {
 
 struct Phase {
-  alignas(64) int64_t next = 0;  // a line of their own each: one is written while the other is read
+  // Each counter has its own cache line: one is written while the other is polled.
+  alignas(64) int64_t next = 0;
   alignas(64) int64_t done = 0;
 };
 
-// task(i) for every i < count, by all threads that call this together.
+// Calls task(i) once for every i < count, shared among all threads that call this function.
 template <typename Task>
 FN void share(Phase& phase, int64_t count, const Task& task) {
-  constexpr int kPauses = 1000;  // some 20 us, after which the core is offered to who may need it
+  constexpr int kPauses = 1000;  // some 20 us, after which the core is yielded to other threads
   int64_t mine = 0;
   for (;; ++mine) {
     const int64_t i = __atomic_fetch_add(&phase.next, 1, __ATOMIC_RELAXED);

@@ -1,20 +1,20 @@
-// How the time loop meets the threads: one pure function of the shape.
+// Chooses how the time loop is divided among threads: a pure function of the shape.
 #pragma once
 #include "common/cpu/scratch.h"
 #include "engine.h"
 
 namespace flashcell::FLASHCELL_ISA {
 
-// Tasks: every thread walks through time alone, with its own (head, rows) tiles; no barrier.
-// Steps: all threads share every step, each with its own units; one barrier a step, and a core
-// streams only its share of the weights.
+// By task: every thread runs through time on its own, for its own (head, rows) tiles, without
+// barriers. By step: all threads share every step, each with its own units; this takes one barrier
+// a step, but a core streams only its share of the weights.
 struct Plan {
   bool by_task;
-  int64_t rows;  // sequences a task carries
+  int64_t rows;  // sequences of a task
 };
 
-constexpr int64_t kRowGroup = 8;             // sequences whose bias gradients are one partial sum
-constexpr int64_t kCacheBytes = 768 * 1024;  // weights of a head that stay beside a core
+constexpr int64_t kRowGroup = 8;  // sequences that share a partial sum of the bias gradient
+constexpr int64_t kCacheBytes = 768 * 1024;  // weights of a head that fit in a core's cache
 
 inline __attribute__((always_inline)) Plan make_plan(int64_t S, int64_t N, int64_t weight_bytes,
                                                      int64_t weight_count, int threads) {
@@ -24,7 +24,7 @@ inline __attribute__((always_inline)) Plan make_plan(int64_t S, int64_t N, int64
     return {N >= 4 * threads || N % threads == 0, S};
   }
   const int64_t groups = (S + kRowGroup - 1) / kRowGroup;
-  int64_t parts = 1;  // smallest number of row tiles that keeps the threads busy
+  int64_t parts = 1;  // the smallest number of row tiles that keeps all threads busy
   while (parts < groups && N * parts < 4 * threads && (N * parts) % threads != 0) ++parts;
   const int64_t rows = (groups + parts - 1) / parts * kRowGroup;
   const bool busy = N * ((S + rows - 1) / rows) >= threads;

@@ -1,4 +1,4 @@
-// What the forward and the backward pass share: rows of a step, panels of a head, both schedules.
+// The loop over time that the forward and the backward pass share: both schedules of plan.h.
 #pragma once
 #include "common/cpu/pack.h"
 #include "common/cpu/scratch.h"
@@ -6,9 +6,10 @@
 
 namespace flashcell::FLASHCELL_ISA {
 
-constexpr int kChunk = 32;  // rows whose products wait for the cell in one tile, in cache
+// Rows whose products are kept in one tile, in cache, until the cell runs on them.
+constexpr int kChunk = 32;
 
-// Rows of all sequences together, for the size of a call.
+// Returns the steps of all sequences together, a measure of the call's size.
 FN int64_t total_steps(const SequenceParams& p) {
   int64_t steps = 0;
   for (int64_t s = 0; s < p.S; ++s) steps += p.sequences[s].length;
@@ -22,21 +23,23 @@ struct Walk {
   bool reset(const Sequence& s, int64_t t) const { return p.reset && p.reset[s.row + t]; }
   bool hold(const Sequence& s, int64_t t) const { return p.hold && p.hold[s.row + t]; }
 
-  // Sequences of [begin, end) that reach step t: a prefix, for they are sorted.
+  // Returns the end of the sequences in [begin, end) that reach step t: a prefix, as they are
+  // sorted by length.
   int64_t running(int64_t t, int64_t begin, int64_t end) const {
     while (end > begin && p.sequences[end - 1].length <= t) --end;
     return end;
   }
 
-  // step(head, panel, t, begin, end) for every t of the walk; a panel is a block of units.
+  // Calls step(head, panel, t, begin, end) for every step t in order; a panel is a block of units.
   template <typename Step>
   void run(const Plan& plan, int64_t panels, bool backward, const Step& step) const {
     const int64_t steps = p.S ? p.sequences[0].length : 0;
     auto at = [&](int64_t i) { return backward ? steps - 1 - i : i; };
-    // Backward has one more step, t = -1: it completes the gradient of the initial state.
+    // The backward pass has one more step, t = -1, which completes the gradient of the initial
+    // state.
     const int64_t count = steps + (backward && steps ? 1 : 0);
-    // There and back: a cache that holds some of a thread's weights has those of its last panels,
-    // and in one order throughout none would be found there again.
+    // Panels are visited forwards and backwards in turn: a cache that holds only part of a thread's
+    // weights holds the panels visited last, and finds them again only in reverse order.
     auto turned = [](int64_t i, int64_t k, int64_t begin, int64_t end) {
       return i % 2 ? end - 1 - k : begin + k;
     };

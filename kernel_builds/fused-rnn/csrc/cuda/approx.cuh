@@ -1,7 +1,8 @@
-// The scalars of cells on tensor cores: fp32 whose non-linearities are a few hardware instructions.
-// Approx<true> for bf16: tanh.approx, one instruction, within 2^-11: a quarter of a bf16 rounding.
-// Approx<false> for fp16 and tf32: from ex2 and rcp, within 2^-22 of 1. What they do to the error
-// of h against fp64: NOTEBOOK.md, "On CUDA". Exact fp32 computes in float.
+// The scalar types of cells on tensor cores: fp32 values whose non-linearities take a few hardware
+// instructions. Approx<true>, for bf16, uses tanh.approx: one instruction, within 2^-11, a quarter
+// of a bf16 rounding. Approx<false>, for fp16 and tf32, uses ex2 and rcp: within 2^-22 of 1.
+// NOTEBOOK.md, "On CUDA", has their effect on the error of h against fp64. Exact fp32 computes in
+// float.
 #pragma once
 #include "../cells/all.h"
 #include "common/cuda/device.cuh"
@@ -47,7 +48,8 @@ DEVICE Approx<true> sigmoid(Approx<true> x) {
   return fmaf(0.5f, tanh(Approx<true>(0.5f * x.v)).v, 0.5f);
 }
 DEVICE Approx<false> sigmoid(Approx<false> x) { return __fdividef(1.0f, 1.0f + __expf(-x.v)); }
-DEVICE Approx<false> tanh(Approx<false> x) {  // e^2x may overflow: 1 - 2 / inf is right
+// Where e^2x overflows, 1 - 2 / inf is 1, as it should be.
+DEVICE Approx<false> tanh(Approx<false> x) {
   return 1.0f - __fdividef(2.0f, 1.0f + __expf(2.0f * x.v));
 }
 

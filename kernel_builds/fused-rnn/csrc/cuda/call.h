@@ -1,4 +1,4 @@
-// How ops.cpp runs a sequence op on CUDA. cpu/call.h has the same functions.
+// Runs the sequence ops on CUDA for ops.cpp. cpu/call.h has functions of the same names.
 #pragma once
 #include <cstdlib>
 #include <string_view>
@@ -10,29 +10,31 @@
 
 namespace flashcell {
 
-// A decoding step of a 16-bit model: no launch to widen its bias first.
+// Whether the bias is read in io: in a decoding step of a 16-bit model a launch that widens it
+// would cost too much.
 inline bool takes_bias_in(ScalarType io, int64_t T) { return T == 1 && io != ScalarType::Float; }
 
 inline ScalarType saved_dtype(const Tensor& x) { return x.scalar_type(); }
 
-inline bool is_aligned(const Tensor& x) {  // every row of D elements starts at 16 bytes
+// Whether every row of D elements starts at a multiple of 16 bytes.
+inline bool is_aligned(const Tensor& x) {
   const int64_t vector = 16 / x.element_size();
   bool aligned = x.stride(4) == 1 && reinterpret_cast<uintptr_t>(x.const_data_ptr()) % 16 == 0;
-  for (int i = 0; i < 4; ++i) {  // and 32 bits hold the way to the next
+  for (int i = 0; i < 4; ++i) {  // the bytes to the next row must fit in 32 bits
     aligned &= x.size(i) <= 1 || (x.stride(i) % vector == 0 && x.stride(i) < int64_t(1) << 28);
   }
   return aligned;
 }
 
-// x as the engine reads it. A copy of strides that no wide load can follow pays for itself, but not
-// in a single step.
+// Returns x in the layout that the engine reads. Copying an x whose strides prevent wide loads pays
+// off, except for a single step.
 inline Tensor input(const Tensor& x) {
   const bool could_align = x.size(1) > 1 && x.size(4) % (16 / x.element_size()) == 0;
   const bool last_is_dense = x.stride(4) == 1 || x.size(4) <= 1;
   return last_is_dense && (is_aligned(x) || !could_align) ? x : torch::stable::contiguous(x);
 }
 
-// FLASHCELL_CUDA_ENGINE=block|cluster|grid|step asks for one by name.
+// FLASHCELL_CUDA_ENGINE=block|cluster|grid|step overrides the planner's choice.
 inline cuda::Engine engine_for(const cuda::Problem& problem, const cuda::Device& device) {
   using cuda::Engine;
   const char* wanted = std::getenv("FLASHCELL_CUDA_ENGINE");

@@ -1,9 +1,9 @@
-// What runs a call on CUDA, as text for people and tests: the answers of the planner's functions,
-// which the launches call too. Host code without CUDA, so that the CPU library has it as well.
+// Describes as text how a call runs on CUDA, for users and tests, with the functions of the planner
+// that the launches call too. It is host code without CUDA, so the CPU library has it as well.
 //
-// Every line is a key and its values, separated by tabs: `engine grid`, `forward.units 24`,
-// `limit NAME USED LIMIT UNIT` (of the engine that runs) and `refused NAME USED LIMIT UNIT` (what
-// keeps a faster engine from the call).
+// Every line is a key and its values, separated by tabs: `engine grid`, `forward.units 24`, `limit
+// NAME USED LIMIT UNIT` (a limit of the engine that runs) and `refused NAME USED LIMIT UNIT` (a
+// limit that keeps a faster engine from this call).
 #pragma once
 #include <algorithm>
 #include <string>
@@ -12,7 +12,8 @@
 
 namespace flashcell::cuda {
 
-constexpr const char* kEngineNames[] = {"block", "cluster", "grid", "step"};  // in Engine's order
+// In the order of enum Engine.
+constexpr const char* kEngineNames[] = {"block", "cluster", "grid", "step"};
 
 class Explanation {
  public:
@@ -50,7 +51,7 @@ class Explanation {
     if (!limit.holds()) add("refused", "", limit);
   }
 
-  // In the order in which select_engine asks.
+  // Limits are listed in the order in which select_engine tests them.
   void explain_refusals() {
     for (const Limit& limit : limits_of_all(p_)) refuse(limit);
     if (engine_ == Engine::kBlock || !all_hold(limits_of_all(p_))) return;
@@ -66,7 +67,8 @@ class Explanation {
     add_grid_limits("refused", "backward ", backward, false);
   }
 
-  // Those that hold, or those that do not. The first is every engine's, the second both passes'.
+  // Adds the limits that hold, or those that do not. Limit 0 applies to every engine and is
+  // skipped; limit 1 is the same for both passes and gets no direction.
   void add_grid_limits(const char* key, const std::string& direction, const grid::Shape& s,
                        bool hold) {
     const auto limits = grid::limits(s, p_.D, device_);
@@ -116,7 +118,7 @@ class Explanation {
   template <typename ShapeOf>
   void explain_pass(const std::string& direction, const grid::Variants& variants,
                     ShapeOf shape_of) {
-    const bool marked = false;  // steps that no mask resets or holds
+    const bool marked = false;  // no step is reset or held
     for (int i = 0; i < variants.count; ++i) {
       const grid::Shape s = shape_of(variants.list[i]);
       const int64_t together = grid::expected_together(s, device_);

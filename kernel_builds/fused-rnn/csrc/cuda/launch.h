@@ -1,4 +1,4 @@
-// Calls of the CUDA runtime, checked, and what an engine's source file instantiates.
+// Checked launches, and the macros by which a source file instantiates an engine.
 #pragma once
 #include <stdexcept>
 #include <string>
@@ -11,7 +11,7 @@ inline constexpr char kKernelName[] = "fused_rnn";
 
 namespace flashcell::cuda {
 
-// Both directions of an engine for a cell, in the 16-bit I/O types, or in every one.
+// Instantiates both directions of an engine for a cell, with 16-bit I/O types or with all of them.
 #define FLASHCELL_INSTANTIATE_16(engine, Cell)                                       \
   template void forward_##engine<Cell, bf16>(const ForwardParams&, const Launch&);   \
   template void forward_##engine<Cell, fp16>(const ForwardParams&, const Launch&);   \

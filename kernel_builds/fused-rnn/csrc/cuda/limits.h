@@ -1,4 +1,4 @@
-// The limits that decide whether an engine runs a call, as data: the planner tests them, and
+// The limits that decide whether an engine can run a call, as data: the planner tests them, and
 // explain.h prints them.
 #pragma once
 #include <array>
@@ -7,7 +7,7 @@
 
 namespace flashcell::cuda {
 
-struct Limit {  // used <= limit, or the engine cannot run the call
+struct Limit {  // holds if used <= limit; otherwise the engine cannot run the call
   const char* name;
   int64_t used, limit;
   const char* unit;

@@ -1,5 +1,5 @@
-// Which engine runs a call: one pure function of sizes and of the GPU. Every limit stands beside
-// what set it; a width the tuned engines do not take goes to the step engine.
+// Chooses the engine for a call: a pure function of sizes and of the GPU. Every limit has its
+// reason or measurement beside it. Widths that no other engine runs go to the step engine.
 #pragma once
 #include <cstdint>
 
@@ -17,8 +17,8 @@ struct Problem {
   bool aligned;  // x can be read 16 bytes at a time
 };
 
-// Sequences of a thread block of the block engine. Of the matrix instruction's eight columns half
-// stay empty when that gives more SMs something to do: the cell takes longer than the
+// Sequences of a thread block of the block engine. With four, half of the matrix instruction's
+// columns stay empty. That pays if it puts more SMs to work, because the cell takes longer than the
 // products.
 constexpr int block_tile(const Problem& p, const Device& device) {
   return p.N * ((p.S + 3) / 4) <= device.sms ? 4 : 8;
@@ -30,7 +30,7 @@ constexpr int tile_of(Engine engine, const Problem& p, const Device& device) {
   return engine == Engine::kCluster ? cluster::tile(p.S, p.N, p.D, device) : 8;
 }
 
-// What every engine but the step engine asks.
+// The limits that every engine except the step engine has.
 constexpr std::array<Limit, 4> limits_of_all(const Problem& p) {
   const bool matrix = p.io_bytes == 2 || p.tf32;
   return {{{"steps less than two", p.T <= 1, 0, ""},
@@ -48,7 +48,7 @@ constexpr Engine select_engine(const Problem& p, const Device& device) {
   return grid::fits_every_cell(p.gates, p.io_bytes, p.D, device) ? Engine::kGrid : Engine::kStep;
 }
 
-// Whether FLASHCELL_CUDA_ENGINE may name the engine for this call.
+// Whether FLASHCELL_CUDA_ENGINE may choose this engine for the call.
 constexpr bool can_run(Engine engine, const Problem& p, const Device& device) {
   const Engine chosen = select_engine(p, device);
   if (engine == Engine::kStep || engine == chosen) return true;

@@ -1,4 +1,5 @@
-// What runs before and after the engines: the table of sequences, and the sum of the bias gradient.
+// The kernels that run before and after the engines: the table of sequences, and the sum of the
+// bias gradient.
 #include "common/cuda/sequence_table.cuh"
 #include "launch.h"
 #include "run.h"

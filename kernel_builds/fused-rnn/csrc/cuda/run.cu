@@ -1,4 +1,4 @@
-// From a cell, an I/O dtype and the chosen engine to the function that runs it.
+// Calls the function that was compiled for a cell, an I/O dtype and the chosen engine.
 #include <cuda_runtime.h>
 
 #include "../cells/all.h"
@@ -48,7 +48,7 @@ static void with_cell(CellList<Cells...>, int cell, Function function) {
   ((index++ == cell ? function.template operator()<Cells>() : void()), ...);
 }
 
-// `function` of the cell and the I/O type.
+// Calls `function` with the cell's and the I/O type.
 template <typename Function>
 static void with_types(int cell, Dtype dtype, Function function) {
   with_cell(AllCells(), cell, [&]<typename Cell>() {
@@ -60,7 +60,7 @@ int64_t forward_scratch(const ForwardParams& p, Dtype dtype, const Launch& launc
   const int io_bytes = dtype == Dtype::kFloat ? 4 : 2;
   if (launch.engine == Engine::kStep) return step_scratch(p, io_bytes);
   const bool rounds = launch.engine == Engine::kGrid && p.initial != nullptr;
-  return rounds ? p.S * p.N * p.D * io_bytes : 0;  // the first operand
+  return rounds ? p.S * p.N * p.D * io_bytes : 0;  // for the first operand
 }
 
 void forward(int cell, const ForwardParams& p, Dtype dtype, const Launch& launch) {

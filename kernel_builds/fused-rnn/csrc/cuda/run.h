@@ -1,13 +1,13 @@
-// The CUDA entry points that ops.cpp calls; needs no CUDA headers.
+// Declares the CUDA entry points that ops.cpp calls; it needs no CUDA headers.
 #pragma once
 #include "engine.h"
 
 namespace flashcell::cuda {
 
-Device current_device();             // an error where the library has no code for it
-[[noreturn]] void refuse_cluster();  // where a GPU has clusters, but its code does not
+Device current_device();             // throws if the library has no code for the GPU
+[[noreturn]] void refuse_cluster();  // for GPUs that have clusters while the code they run does not
 
-// Runs the engine that launch.engine names; cell = position in AllCells. T may be 0.
+// Runs the engine that launch.engine names; `cell` is the index in AllCells. T may be 0.
 int64_t forward_scratch(const ForwardParams&, Dtype, const Launch&);
 void forward(int cell, const ForwardParams&, Dtype, const Launch&);
 void backward(int cell, const BackwardParams&, Dtype, const Launch&);

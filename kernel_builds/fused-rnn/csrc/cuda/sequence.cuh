@@ -1,11 +1,11 @@
-// Where a step lies in memory, and which steps run: the same for every engine.
+// Where a step is in memory and which steps run, for every engine.
 #pragma once
 #include "../params.h"
 #include "tensor_core.cuh"
 
 namespace flashcell::cuda {
 
-// A column of a tile: one sequence. `s` past the last one is an empty column.
+// A column of a tile: one sequence, or, if `s` is past the last sequence, an empty column.
 struct Column {
   int64_t index = 0, row = 0, x_offset = 0;
   int length = 0, padding = 0;
@@ -30,7 +30,7 @@ struct Column {
   }
 };
 
-// What is asked of a column in every step. Sequences that are not ragged all run all steps.
+// The masks of a column's steps. If the sequences are not ragged, all steps run and none is reset.
 template <bool kRagged>
 struct Marks {
   DEVICE Marks(const SequenceParams&, int64_t) {}
@@ -55,7 +55,7 @@ struct Marks<true> {
   DEVICE bool resets(const SequenceParams& p, int t) const { return marked(p.reset, t); }
 };
 
-// Steps of the longest of the tile's sequences; every thread calls it.
+// Returns the length of the longest of the tile's sequences; every thread must call it.
 DEVICE int longest(const SequenceParams& p, int64_t first, int sequences) {
   int length = 0;
   for (int64_t s = first; s < first + sequences && s < p.S; ++s) {
@@ -64,7 +64,7 @@ DEVICE int longest(const SequenceParams& p, int64_t first, int sequences) {
   return length;
 }
 
-DEVICE float clip(float value, float bound) {  // NaN compares false and stays
+DEVICE float clip(float value, float bound) {  // NaN fails both comparisons and is returned
   return bound < value ? bound : value < -bound ? -bound : value;
 }
 

@@ -1,5 +1,5 @@
-// What cells on tensor cores have beside the matrix instruction: their scalars, and tiles of units
-// by columns. Rows of a product are units or gates of a weight, columns are sequences.
+// Helpers of cells on tensor cores, besides the matrix instruction: scalar types, and tiles of
+// units by columns. Rows of a product are units or gates of a weight, columns are sequences.
 #pragma once
 #include "approx.cuh"
 #include "common/cuda/ptx/mma.cuh"
@@ -7,7 +7,8 @@
 namespace flashcell::cuda {
 
 template <typename IO>
-struct IoTraits {  // what 32 bits and 16 bytes hold, and the scalar the cell computes in
+// Elements in 32 bits and in 16 bytes, and the scalar type in which the cell computes.
+struct IoTraits {
   static constexpr int kWord = 4 / sizeof(IO), kVector = 16 / sizeof(IO);
   using Value = Approx<std::is_same_v<IO, bf16>>;
 };
@@ -19,8 +20,8 @@ DEVICE float to_float(Approx<kCoarse> x) {
   return x.v;
 }
 
-// Unit r of columns 2 q and 2 q + 1, in lane 4 r + q: a piece of d of the matrix instruction, in
-// io.
+// The values of unit r for columns 2 q and 2 q + 1, in lane 4 r + q, as io: half of d of the matrix
+// instruction.
 template <typename IO>
 struct ColumnPair {
   Pair<IO> pair;
@@ -28,17 +29,18 @@ struct ColumnPair {
   DEVICE float2 floats() const { return pair.floats(); }
 };
 
-// Tiles in shared memory: 8 columns, kStride elements apart, by 8 neighbouring units. In 16 bits
-// four tiles are loaded by one instruction and stored by one each, transposed on their way; then
-// lane l names column l % 8 of tile l / 8. In fp32 a lane names its own first element.
+// Tiles in shared memory: 8 columns, kStride elements apart, of 8 neighbouring units. With 16-bit
+// types one instruction loads and transposes four tiles, or stores one; lane l supplies the address
+// of column l % 8 of tile l / 8. With fp32 a lane addresses its own first element.
 template <typename IO, int kStride>
-DEVICE int tile_offset() {  // what a lane adds to the place of a tile, in elements
+DEVICE int tile_offset() {  // the lane's offset in a tile, in elements
   const int lane = threadIdx.x % 32;
   return sizeof(IO) == 2 ? lane % 8 * kStride : lane % 4 * 2 * kStride + lane / 4;
 }
 
-// place(i): bytes from `address` to tile i. `address` contains the lane's tile_offset and, in 16
-// bits, the way from the first of four tiles to the lane's.
+// place(i) is the offset of tile i from `address` in bytes. `address` includes the lane's
+// tile_offset and, with 16-bit types, the offset of the tile (of four) whose address the lane
+// supplies.
 template <int kStride, int kCount, typename IO, typename Place>
 DEVICE void load_tiles(ColumnPair<IO> (&values)[kCount], uint32_t address, Place place) {
 #pragma unroll
@@ -47,7 +49,7 @@ DEVICE void load_tiles(ColumnPair<IO> (&values)[kCount], uint32_t address, Place
       uint32_t words[4];
       if (kCount - i > 2) {
         load_transposed(words, address + place(i));
-      } else {  // the other half would lie beyond the last tile
+      } else {  // the other half would be past the last tile
         asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
                      : "=r"(words[0]), "=r"(words[1])
                      : "r"(address + place(i)));
@@ -80,7 +82,7 @@ DEVICE void store_tile(uint32_t address, const ColumnPair<IO>& value) {
                  "r"(value.pair.word[0])
                  : "memory");
 #else
-    // The lane's own place, from that of the column it names.
+    // Computes the lane's own address from that of the column it supplies.
     const int lane = threadIdx.x % 32;
     const uint32_t to = address + (lane % 4 * 2 - lane % 8) * kStride * 2 + lane / 4 * 2;
     asm volatile("st.shared.b16 [%0], %1;" ::"r"(to), "h"(uint16_t(value.pair.word[0])) : "memory");
@@ -91,7 +93,8 @@ DEVICE void store_tile(uint32_t address, const ColumnPair<IO>& value) {
   }
 }
 
-// As an operand of the matrix instruction; 0 outside the head, where it is anything.
+// Rounds to an operand of the matrix instruction; units outside the head, which may hold any bits,
+// become 0.
 template <int kStride, typename IO>
 DEVICE void store_operand(uint32_t address, ColumnPair<IO> value, bool in_head) {
   for (uint32_t& word : value.pair.word) word = in_head ? operand<IO>(word) : 0;

@@ -3,18 +3,18 @@
 
 namespace flashcell::cuda::tiles {
 
-constexpr int kGridUnits = 16;   // of a thread block: the height of the matrix instruction
-constexpr int kGridWarps = 8;    // of a thread block; they split the depth of the product
-constexpr int kGridTiles = 8;    // of eight sequences that a group alternates between, at most
-constexpr int kGridStages = 6;   // of the input ring
-constexpr int kGridHeld = 128;   // registers of a lane that keep weight
-constexpr int kGridChunks = 36;  // of the depth times row tiles, that the product is unrolled for
-constexpr int kGridBlocks = 16;  // of the depth, at most: their words are on their way to a lane
+constexpr int kGridUnits = 16;   // units of a thread block: the height of the matrix instruction
+constexpr int kGridWarps = 8;    // product warps of a thread block; they split the depth
+constexpr int kGridTiles = 8;    // most tiles of eight sequences that a group alternates between
+constexpr int kGridStages = 6;   // stages of the input ring
+constexpr int kGridHeld = 128;   // registers of a lane that hold weights
+constexpr int kGridChunks = 36;  // largest product of depth chunks and row tiles that is unrolled
+constexpr int kGridBlocks = 16;  // most blocks of the depth: their words are in flight to a lane
 
-constexpr int kBlockRowBytes = 256;     // of the widest head
-constexpr int kBlockStages = 8;         // of the input ring, where ring_bytes hold them
-constexpr int kBlockFewStages = 4;      // where they do not, but hold these
-constexpr int kBlockLeastStages = 3;    // where they hold neither
-constexpr int kBlockRingBytes = 61440;  // of inputs; with operand and outbox what any arch has
+constexpr int kBlockRowBytes = 256;     // bytes of a row of the widest head
+constexpr int kBlockStages = 8;         // stages of the input ring, if they fit in ring_bytes
+constexpr int kBlockFewStages = 4;      // stages if those do not fit, but these do
+constexpr int kBlockLeastStages = 3;    // stages if neither fit
+constexpr int kBlockRingBytes = 61440;  // with operand and outputs it fits every architecture
 
 }  // namespace flashcell::cuda::tiles

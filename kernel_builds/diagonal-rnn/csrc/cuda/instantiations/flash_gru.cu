@@ -1,3 +1,4 @@
+// Compiles the CUDA engine for the cell flash_gru.
 #include "../launch/cell.cuh"
 
 namespace flashcell::cuda {

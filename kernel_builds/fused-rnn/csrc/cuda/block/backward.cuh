@@ -1,11 +1,11 @@
-// The backward of the block engine: see launch.cuh.
+// The backward pass of the block engine; launch.cuh describes the engine.
 #pragma once
 #include "pipeline.cuh"
 
 namespace flashcell::cuda {
 
-// Backward, a warp owns 16 units: rows r and r + 8 of a tile of the transposed weight are units r
-// and r + 8, the depth is (gate, unit).
+// A warp owns 16 units: rows r and r + 8 of a tile of the transposed weight are units r and r + 8,
+// and the depth of the product is (gate, unit).
 template <typename Cell_, typename IO_, int kWidth, int kPerLane, bool kRagged>
 struct BlockBackward : BlockSizes<Cell_, IO_, kWidth, 16, Cell_::kGates * kWidth> {
   using Sizes = BlockSizes<Cell_, IO_, kWidth, 16, Cell_::kGates * kWidth>;
@@ -13,11 +13,12 @@ struct BlockBackward : BlockSizes<Cell_, IO_, kWidth, 16, Cell_::kGates * kWidth
   using Sizes::kOperandBytes, Sizes::kRow, Sizes::kSteps, Sizes::kThreads;
   using typename Sizes::Cell, typename Sizes::IO, typename Sizes::V;
   static constexpr int kChains = 4;
-  using Inputs = Pipeline<IO, kWidth, kKept + 1, kThreads, 2>;  // saved values, and dh
-  using Outputs = Outbox<IO, kWidth, Cell::kSplitGrad ? 2 * G : G, kThreads>;  // dx, and dr
+  using Inputs = Pipeline<IO, kWidth, kKept + 1, kThreads, 2>;  // saved values, then dh
+  // dx, then dr if it differs.
+  using Outputs = Outbox<IO, kWidth, Cell::kSplitGrad ? 2 * G : G, kThreads>;
   static constexpr int64_t kPlannedBytes =
       block::backward_shared_bytes(kSizesOf<Cell>, kWidth, sizeof(IO));
-  using Shared = typename Sizes::template Memory<Inputs, Outputs>;  // the operand: dr of a step
+  using Shared = typename Sizes::template Memory<Inputs, Outputs>;  // its operand is dr of a step
 
   static DEVICE void run(const BackwardParams& p, Shared& shared) {
     const int lane = threadIdx.x % 32, q = lane % 4, D = int(p.D);
@@ -84,7 +85,7 @@ struct BlockBackward : BlockSizes<Cell_, IO_, kWidth, 16, Cell_::kGates * kWidth
         keep(shared_address(&shared.operand[0][lane % 8][lane / 8 * IoTraits<IO>::kVector]));
     const uint32_t write = keep(shared_address(&shared.operand[0][0][warp_unit]) +
                                 tile_offset<IO, kRow>() * sizeof(IO));
-    const auto multiply = [&](int t, float (&sums)[kChains][4]) {  // weight^T dr of step t
+    const auto multiply = [&](int t, float (&sums)[kChains][4]) {  // computes weight^T dr of step t
       const uint32_t rows = read + (t & 1) * kOperandBytes;
 #pragma unroll
       for (int i = 0; i < kSteps; i += 2) {
@@ -94,7 +95,7 @@ struct BlockBackward : BlockSizes<Cell_, IO_, kWidth, 16, Cell_::kGates * kWidth
         mma<IO>(sums[i % kChains + 1], a[i + 1], b[2], b[3]);
       }
     };
-    // The gradient that reaches the states before step t through it.
+    // Adds the gradient that reaches the states before step t through step t.
     const auto enter = [&](int t, const float (&sums)[kChains][4]) {
 #pragma unroll
       for (int c = 0; c < kPerLane; ++c) {
@@ -134,7 +135,7 @@ struct BlockBackward : BlockSizes<Cell_, IO_, kWidth, 16, Cell_::kGates * kWidth
           after[0] += value(kKept);
           Cell::backward(kept, after, dx[c], dr[c]);
           for (int k = 0; k < K; ++k) d[c][u][k] = select(runs[c], after[k], d[c][u][k]);
-          // An empty column of a tile holds anything, NaN too: it must not reach the sum.
+          // An empty column of a tile may hold any bits, even NaN: it must not reach the sum.
           const bool counts = runs[c] && exists[c];
           for (int g = 0; g < G; ++g) d_bias[g][u] += counts ? to_float(dx[c][g]) : 0.0f;
           if constexpr (R > G) d_bias[R - 1][u] += counts ? to_float(dr[c][G - 1]) : 0.0f;
@@ -162,7 +163,7 @@ struct BlockBackward : BlockSizes<Cell_, IO_, kWidth, 16, Cell_::kGates * kWidth
       enter(0, sums);
       outputs.send(0);
     }
-    // The outbox stands before step 0: going on would be downwards.
+    // Outputs are sent in descending order, so the pointer is at step 0 and padding lies above it.
     if (kRagged) outputs.clear(-(source.length + source.padding), source.padding);
 
 #pragma unroll
@@ -177,7 +178,8 @@ struct BlockBackward : BlockSizes<Cell_, IO_, kWidth, 16, Cell_::kGates * kWidth
       }
     }
 #pragma unroll
-    for (int g = 0; g < R; ++g) {  // a lane has summed its columns; now the four lanes of a row
+    // A lane has summed its own columns; add those of the four lanes of a row.
+    for (int g = 0; g < R; ++g) {
       float* to = (float*)p.dbias_partial + (tile * R + g) * ND + at;
 #pragma unroll
       for (int u = 0; u < 2; ++u) {

@@ -1,13 +1,13 @@
-// The forward of the block engine: see launch.cuh.
+// The forward pass of the block engine; launch.cuh describes the engine.
 #pragma once
 #include "pipeline.cuh"
 
 namespace flashcell::cuda {
 
-// kWidth: D rounded up. kPerLane: columns of a lane. kRagged: sequences may differ in length, and
-// steps may reset or hold.
+// kWidth is D rounded up. kPerLane is the number of columns of a lane. With kRagged sequences may
+// differ in length and steps may reset or hold.
 //
-// Forward, a warp owns 8 units: rows r and r + 8 of a tile of the weight are two gates of unit r.
+// A warp owns 8 units: rows r and r + 8 of a tile of the weight are two gates of unit r.
 template <typename Cell_, typename IO_, int kWidth, int kPerLane, bool kRagged>
 struct BlockForward : BlockSizes<Cell_, IO_, kWidth, 8, kWidth> {
   using Sizes = BlockSizes<Cell_, IO_, kWidth, 8, kWidth>;
@@ -16,10 +16,11 @@ struct BlockForward : BlockSizes<Cell_, IO_, kWidth, 8, kWidth> {
   using typename Sizes::Cell, typename Sizes::IO, typename Sizes::V;
   static constexpr int kTiles = (G + 1) / 2;
   using Inputs = Pipeline<IO, kWidth, G, kThreads, 1>;
-  using Outputs = Outbox<IO, kWidth, kKept + 2, kThreads>;  // h, h_prev, saved values
+  using Outputs = Outbox<IO, kWidth, kKept + 2, kThreads>;  // h, h_prev, then saved values
   static constexpr int64_t kPlannedBytes =
       block::forward_shared_bytes(kSizesOf<Cell>, kWidth, sizeof(IO));
-  using Shared = typename Sizes::template Memory<Inputs, Outputs>;  // the operand: h before a step
+  // Its operand is h before a step.
+  using Shared = typename Sizes::template Memory<Inputs, Outputs>;
 
   static DEVICE void run(const ForwardParams& p, Shared& shared) {
     const int lane = threadIdx.x % 32, q = lane % 4, D = int(p.D);
@@ -57,8 +58,8 @@ struct BlockForward : BlockSizes<Cell_, IO_, kWidth, 8, kWidth> {
         }
       }
     }
-    // The sums start from the bias. Of a cell with a row more, that row is the last gate's, and the
-    // row before it is added to x.
+    // The sums start from the bias. If the cell has an extra bias row, that one is added to the
+    // last gate's product, and the last gate's own row to x.
     float start[kTiles][4] = {};
     float x_bias = 0;
     if (p.bias != nullptr && in_head) {
@@ -85,7 +86,7 @@ struct BlockForward : BlockSizes<Cell_, IO_, kWidth, 8, kWidth> {
     const Marks<kRagged> marks[2] = {{p, sequence_of<kPerLane>(p, first, 2 * q)},
                                      {p, sequence_of<kPerLane>(p, first, 2 * q + 1)}};
 
-    // A value of the lane's columns in io; an odd column that is empty holds 0.
+    // Rounds a value of the lane's columns to io; an empty odd column gets 0.
     const auto both = [&](auto value) {
       return ColumnPair<IO>::of(value(0), kPerLane == 2 ? value(kPerLane - 1) : 0);
     };
@@ -95,7 +96,7 @@ struct BlockForward : BlockSizes<Cell_, IO_, kWidth, 8, kWidth> {
                                 tile_offset<IO, kRow>() * sizeof(IO));
     const bool saves = keep(p.saved != nullptr);
     bool runs[2];
-    ColumnPair<IO> before;  // h as the step sees it
+    ColumnPair<IO> before;  // h as the step reads it, after a reset
     const auto enter = [&](int t) {
 #pragma unroll
       for (int c = 0; c < kPerLane; ++c) {
@@ -111,7 +112,7 @@ struct BlockForward : BlockSizes<Cell_, IO_, kWidth, 8, kWidth> {
     inputs.wait();
     __syncthreads();
 
-    ColumnPair<IO> out[kKept + 2];  // of the step before
+    ColumnPair<IO> out[kKept + 2];  // outputs of the step before
     const auto put = [&](int t) {
       outputs.put(t, 0, out[0]);
       if (!saves) return;

@@ -1,15 +1,16 @@
-// One thread block, one head, eight sequences, all of time: the head's weight stays in registers,
-// so a step moves nothing but its own x and h. No two blocks ever wait for each other.
+// The block engine: one thread block runs one head of eight (or four) sequences over all of time.
+// The head's weight stays in registers, so a step moves nothing but its own x and h. No block ever
+// waits for another.
 //
-// Lane 4 r + q of a warp has every gate of its units for columns 2 q and 2 q + 1 (of tiles of four
-// sequences, for 2 q only: the odd columns are empty), so what the cell needs meets in one lane and
-// states never leave registers. Between two steps the operand (h forward, dr backward) crosses
-// shared memory and one barrier; whatever is not on the way from one operand to the next happens in
-// the shadow of the next step's products.
+// Lane 4 r + q of a warp has every gate of its units for columns 2 q and 2 q + 1 (in tiles of four
+// sequences only for 2 q, as odd columns are empty). So a lane has all values that its cells need,
+// and states never leave registers. Between two steps the operand (h forward, dr backward) passes
+// through shared memory and one barrier. All other work overlaps with the next step's matrix
+// instructions.
 //
-// What a step costs at least, lstm of width 64: the way through shared memory (80 clocks), 64
-// matrix instructions on 4 tensor cores of 6.5 clocks each (104) and 5 x 512 non-linearities, 16 a
-// clock (160, half of it in the shadow of the rest): about 0.15 us at 1.9 GHz.
+// The least time of a step, for an lstm of width 64: the way through shared memory (80 clocks), 64
+// matrix instructions on 4 tensor cores at 6.5 clocks each (104), and 5 x 512 non-linearities at 16
+// a clock (160, half of it overlapped): about 0.15 us at 1.9 GHz.
 #pragma once
 #include "../engine.h"
 #include "../launch.h"
@@ -18,7 +19,7 @@
 
 namespace flashcell::cuda {
 
-// The widest head: registers hold 4 gates x 128 x 128 in 16 bits, 4 x 64 x 64 in 32.
+// The widest head: registers hold 4 x 128 x 128 weights of 16 bits or 4 x 64 x 64 of 32 bits.
 template <typename IO>
 constexpr int kBlockWidth = tiles::kBlockRowBytes / sizeof(IO);
 

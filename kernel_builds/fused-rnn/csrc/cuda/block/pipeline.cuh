@@ -1,19 +1,20 @@
-// What both directions of the block engine are made of: their sizes, and the ways in and out.
+// The parts that both directions of the block engine share: sizes, and the pipelines that load
+// inputs and store outputs through shared memory.
 #pragma once
 #include "../sequence.cuh"
 #include "plan.h"
 
 namespace flashcell::cuda {
 
-// The sequence of a column of the tile that starts at `first`; p.S, an empty one, where there is
-// none. kPerLane: columns of a lane.
+// Returns the sequence of a column of the tile that starts at sequence `first`, or p.S for an empty
+// column. kPerLane is the number of columns of a lane.
 template <int kPerLane>
 DEVICE int64_t sequence_of(const SequenceParams& p, int64_t first, int column) {
   if (kPerLane == 1 && column % 2 == 1) return p.S;
   return min(p.S, first + (kPerLane == 1 ? column / 2 : column));
 }
 
-// Sizes of a direction that multiplies along `kDepth`, with `kUnitsOf` units in a warp. kWidth: D
+// Sizes of a direction whose product has depth `kDepth` and `kUnitsOf` units per warp. kWidth is D
 // rounded up.
 template <typename Cell_, typename IO_, int kWidth, int kUnitsOf, int kDepth>
 struct BlockSizes {
@@ -22,25 +23,29 @@ struct BlockSizes {
   using V = typename IoTraits<IO>::Value;
   static constexpr int G = Cell::kGates, K = Cell::kStates, R = Cell::kBias, kKept = Cell::kSaved;
   static constexpr int kUnits = kUnitsOf, kThreads = 32 * kWidth / kUnits;
-  static constexpr int kRow = kDepth + IoTraits<IO>::kVector;  // padded: columns in other banks
-  static constexpr int kSteps = kDepth / (2 * IoTraits<IO>::kVector);  // of the matrix instruction
+  // padded, so that columns start in different banks.
+  static constexpr int kRow = kDepth + IoTraits<IO>::kVector;
+  // Steps of two vectors along the depth.
+  static constexpr int kSteps = kDepth / (2 * IoTraits<IO>::kVector);
   static constexpr int kOperandBytes = kColumns * kRow * sizeof(IO);
 
   template <typename Inputs, typename Outputs>
   struct Memory {
-    IO operand[2][kColumns][kRow];  // of the product of a step, by the parity of the step
+    // Operand of the product, double-buffered by the parity of the step.
+    IO operand[2][kColumns][kRow];
     typename Inputs::Shared inputs;
     typename Outputs::Shared outputs;
   };
 };
 
-// Inputs of the steps to come, on their way from global memory: a ring of stages, each the kRows
-// rows of one step. A step every 0.2 us and a memory latency of up to 1 us make eight stages, if
+// Loads inputs ahead of their use: a ring of stages in shared memory, each with the kRows rows of
+// one step. With a step every 0.2 us and a memory latency of up to 1 us it has eight stages, if
 // they fit.
 template <typename IO, int kWidth, int kRows, int kThreads, int kSplit>
 struct Pipeline {
-  static constexpr int kVectors = kWidth / IoTraits<IO>::kVector;  // of a row
-  static constexpr int kRow = kWidth + IoTraits<IO>::kVector;      // padded: columns in other banks
+  static constexpr int kVectors = kWidth / IoTraits<IO>::kVector;  // vectors in a row
+  // padded, so that columns start in different banks.
+  static constexpr int kRow = kWidth + IoTraits<IO>::kVector;
   static constexpr int kRowsAtOnce = kThreads / (kColumns * kVectors);
   static constexpr int kStageBytes = kRows * kColumns * kRow * sizeof(IO);
   static constexpr int kStages = block::stages(kStageBytes);
@@ -49,22 +54,22 @@ struct Pipeline {
     IO rows[kStages][kRows][kColumns][kRow];
   };
 
-  // A thread always copies the same vector of the same column.
+  // A thread copies the same vector of the same column in every step.
   static DEVICE int column() { return threadIdx.x / kVectors % kColumns; }
   static DEVICE int vector() { return threadIdx.x % kVectors; }
 
   static constexpr int kRowBytes = kColumns * kRow * sizeof(IO);
 
-  uint32_t lane_tiles;    // in stage 0: the lane's part of a tile
-  uint32_t slot;          // and the vector this thread copies
-  const IO* source;       // row `first` of the next step of the thread's column
-  const IO* last_source;  // row kRows - 1 lies elsewhere, or null
-  int row_stride, step_stride, last_step_stride;  // is_aligned() bounds them
-  int length;  // steps that exist; none for vectors past the head
+  uint32_t lane_tiles;    // shared address of the lane's part of a tile, in stage 0
+  uint32_t slot;          // shared address of the vector that this thread copies, in stage 0
+  const IO* source;       // row `first` of the next step, in the thread's column
+  const IO* last_source;  // row kRows - 1 if it is in another tensor, else null
+  int row_stride, step_stride, last_step_stride;  // is_aligned() checks that these fit in 32 bits
+  int length;  // steps that exist; 0 for vectors outside the head
   int first;   // the thread copies rows first, first + kRowsAtOnce, ...
 
-  // `unit`: where the warp's tiles start. kSplit: neighbouring tiles of a row, 8 units apart. Steps
-  // go upwards (direction 1, from 0) or downwards (-1, from `from`).
+  // `unit` is the first unit of the warp's tiles. kSplit is the number of neighbouring tiles of a
+  // row, 8 units apart. Steps ascend (direction 1, from 0) or descend (-1, from `from`).
   DEVICE Pipeline(Shared& shared, int unit, int length, int D, int from, int direction,
                   const IO* source, int64_t row_stride, int64_t time_stride,
                   const IO* last_source = nullptr, int64_t last_time_stride = 0)
@@ -73,8 +78,9 @@ struct Pipeline {
         last_step_stride(direction * int(last_time_stride)),
         length(vector() * IoTraits<IO>::kVector < D ? length : 0),
         first(threadIdx.x / (kColumns * kVectors)) {
-    // A lane of an instruction for four tiles names its own: row, and in the backward half of 16
-    // units. Where there are fewer than four, the last row stands in for the others.
+    // For the instruction that loads four tiles every lane supplies a row address: it selects the
+    // row and, in the backward pass, the half of the 16 units. If there are fewer than four tiles,
+    // the last row's address is repeated.
     static_assert(kRows * kSplit < 4 || kRows * kSplit % 2 == 0 || sizeof(IO) == 4);
     const int tile = sizeof(IO) == 2 ? threadIdx.x % 32 / 8 : 0;
     const int row = min(tile / kSplit, kRows - 1), half = tile % kSplit;
@@ -90,8 +96,8 @@ struct Pipeline {
     for (int i = 0; i < kStages - 1; ++i) start(from + i * direction);
   }
 
-  // Sends for step t, the one after the last call's. Every call is one group, whether it copies or
-  // not.
+  // Starts the copies for step t, the step after that of the last call. Every call commits one
+  // group, even if it copies nothing.
   DEVICE void start(int t) {
     if (unsigned(t) < unsigned(length)) {
       const uint32_t to = slot + unsigned(t) % kStages * kStageBytes;
@@ -109,14 +115,15 @@ struct Pipeline {
     copy_commit();
   }
 
-  // Until the copies of the next step are there, of this thread: a barrier makes it all threads.
-  // kBehind: calls of start() that this step makes after its wait.
+  // Waits until this thread's copies for the next step have landed; a barrier must follow before
+  // other threads read them. kBehind is the number of calls of start() that this step makes after
+  // its wait.
   template <int kBehind = 0>
   DEVICE void wait() {
     copy_wait<kStages - 2 - kBehind>();
   }
 
-  // The warp's tiles of step t: row by row, kSplit of each.
+  // Loads the warp's tiles of step t: row by row, kSplit tiles of each.
   template <int kCount>
   DEVICE void load(ColumnPair<IO> (&values)[kCount], int t) const {
     load_tiles<kRow>(values, lane_tiles + unsigned(t) % kStages * kStageBytes, [](int i) {
@@ -125,7 +132,8 @@ struct Pipeline {
   }
 };
 
-// Outputs of the last two steps, by parity, on their way to global memory.
+// Stores outputs: keeps those of the last two steps in shared memory, by parity, and copies them to
+// global memory in whole vectors.
 template <typename IO, int kWidth, int kRows, int kThreads>
 struct Outbox {
   static constexpr int kVectors = kWidth / IoTraits<IO>::kVector,
@@ -137,22 +145,23 @@ struct Outbox {
     IO rows[2][kRows][kColumns][kRow];
   };
 
-  // A thread always sends the same vector of the same column (the one it copies for the Pipeline),
-  // of rows first, first + kRowsAtOnce, ...
+  // A thread sends the same vector of the same column (the one it copies for the Pipeline) in every
+  // step, for the rows first(), first() + kRowsAtOnce, ...
   static DEVICE int column() { return threadIdx.x / kVectors % kColumns; }
   static DEVICE int vector() { return threadIdx.x % kVectors; }
   static DEVICE int first() { return threadIdx.x / (kColumns * kVectors); }
 
   static constexpr int kRowBytes = kColumns * kRow * sizeof(IO), kBytes = kRows * kRowBytes;
 
-  uint32_t lane_tiles;  // of even steps: the lane's part of a tile
-  uint32_t slot;        // and the vector this thread sends
-  IO* to[kPasses];      // of the next step
-  int stride[kPasses];  // from a step to the next
-  int length[kPasses];  // steps to send; none for vectors past the head, or without a target
+  uint32_t lane_tiles;  // shared address of the lane's part of a tile, in even steps
+  uint32_t slot;        // shared address of the vector that this thread sends, in even steps
+  IO* to[kPasses];      // destination for the next step
+  int stride[kPasses];  // elements from a step to the next
+  // Steps to send; 0 for vectors outside the head and for rows without a target.
+  int length[kPasses];
 
-  // `unit`: where the warp's tiles start. `target(row)` is where a row of the first step to send
-  // starts, or null, `step(row)` its stride.
+  // `unit` is the first unit of the warp's tiles. `target(row)` returns where a row of the first
+  // step to send starts, or null; `step(row)` returns its stride.
   template <typename Target, typename Step>
   DEVICE Outbox(Shared& shared, int unit, int length, int D, Target target, Step step) {
     lane_tiles =
@@ -169,13 +178,13 @@ struct Outbox {
     }
   }
 
-  // The warp's tile of a row of step t, `half` 8 units further.
+  // Stores the warp's tile of a row of step t to shared memory; with half = 1, 8 units further.
   DEVICE void put(int t, int row, const ColumnPair<IO>& value, int half = 0) {
     const int at = (t & 1) * kBytes + row * kRowBytes + half * 8 * int(sizeof(IO));
     store_tile<kRow>(lane_tiles + at, value);
   }
 
-  // Sends step t, of which a barrier has made all values visible.
+  // Copies step t to global memory; all values must have been made visible by a barrier.
   DEVICE void send(int t) {
 #pragma unroll
     for (int i = 0; i < kPasses; ++i) {
@@ -190,7 +199,7 @@ struct Outbox {
     }
   }
 
-  // Zeros for `count` steps from `step` on, counted from where the next one would go.
+  // Writes zeros for `count` steps, starting `step` steps after the one that would be sent next.
   DEVICE void clear(int64_t step, int count) {
     for (int i = 0; i < kPasses; ++i) {
       for (int64_t n = step; stride[i] != 0 && n < step + count; ++n) {

@@ -1,11 +1,12 @@
-// The backward of the cluster engine: see launch.cuh.
+// The backward pass of the cluster engine; launch.cuh describes the engine.
 #pragma once
 #include "forward.cuh"
 
 namespace flashcell::cuda {
 
-// A block multiplies the dr of its own units by their rows of the weight, which gives every unit of
-// the head a part of its gradient: the owner adds the parts of all members, in their order.
+// A block multiplies the dr of its own 32 units by their rows of the weight, which gives a share of
+// the gradient of every unit of the head. It sends each share to the block that owns the unit,
+// which adds the shares of all members in rank order.
 template <typename Cell_, typename IO_, int kDepth, int kPerLane, bool kRagged>
 struct ClusterBackward {
   using Cell = Cell_;
@@ -18,19 +19,22 @@ struct ClusterBackward {
   static constexpr int kWarps = kMembers / 2, kThreads = 32 * kWarps, kTiles = 4;
   static constexpr int kSteps = G * kUnits / 16;
   static constexpr int kOperandBytes = G * kUnits * 16;
-  static constexpr int kPartBytes = kUnits * 4 * kPerLane * 4;  // of a member, to a member
-  using Inputs = Pipeline<IO, kUnits, kKept + 1, kCells, 1>;    // saved values, and dh
-  using Outputs = Outbox<IO, kUnits, Cell::kSplitGrad ? 2 * G : G, kCells>;  // dx, and dr
+  // Bytes that one member sends to another per step.
+  static constexpr int kPartBytes = kUnits * 4 * kPerLane * 4;
+  using Inputs = Pipeline<IO, kUnits, kKept + 1, kCells, 1>;  // saved values, then dh
+  // dx, then dr if it differs.
+  using Outputs = Outbox<IO, kUnits, Cell::kSplitGrad ? 2 * G : G, kCells>;
 
   static constexpr int64_t kPlannedBytes =
       cluster::backward_shared_bytes(kSizesOf<Cell>, kDepth, 4 * kPerLane);
 
   struct Shared {
-    // Parts of the gradient of h, by the parity of the step. Those that four, of eight sequences
-    // two, warps want for the same lane stand in 16 bytes, and in another order for every eight
-    // lanes, so that each warp reads from all banks.
+    // Received shares of the gradient of h, double-buffered by the parity of the step. The values
+    // that several warps (four; with eight sequences two) want for the same lane are adjacent in 16
+    // bytes. Their order alternates every eight lanes, so that each warp reads from all banks.
     alignas(16) uint8_t inbox[2][kMembers][kPartBytes];
-    alignas(16) uint8_t operand[2][kOperandBytes];  // dr of a step, [gate][unit][column]
+    // Dr of a step, [gate][unit][column], double-buffered by the parity of the step.
+    alignas(16) uint8_t operand[2][kOperandBytes];
     uint64_t received[2];
     typename Inputs::Shared inputs;
     typename Outputs::Shared outputs;
@@ -70,7 +74,7 @@ struct ClusterBackward {
       }
     }
 
-    // Sends weight^T dr of step t to whom it belongs.
+    // Computes weight^T dr of step t and sends every member its share.
     DEVICE void run(int t) const {
       const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
       float sums[kTiles][4] = {};
@@ -136,7 +140,7 @@ struct ClusterBackward {
         product.run(t);
       }
     }
-    cluster_sync();  // nobody sends to a block that has left
+    cluster_sync();  // no block may exit while others still send to its shared memory
   }
 
   static DEVICE void run_cell(const BackwardParams& p, Shared& shared, const Product& product,
@@ -183,7 +187,7 @@ struct ClusterBackward {
     const uint32_t read = keep(
         shared_address(shared.inbox[0][0]) + lane * 16 +
         (kPerLane == 1 ? (warp ^ lane / 8) * 4 : warp / 2 * 512 + ((warp ^ lane / 8) & 1) * 8));
-    // The gradient that reaches the states before step t through it.
+    // Adds the gradient that reaches the states before step t through step t.
     const auto enter = [&](int t, const Asked<kRagged>& asked) {
       float sum[2] = {};
       if (t < steps) {
@@ -195,8 +199,8 @@ struct ClusterBackward {
           const float2 part = load_part(parts + from * kPartBytes);
           sum[0] += part.x, sum[1] += part.y;
         }
-        // Who sends for step t - 2 has received all of step t - 1, which nobody sends before it has
-        // read step t: two inboxes suffice.
+        // Two buffers suffice: a member sends for step t - 2 only after it has received every share
+        // of step t - 1, and each sender sent that one after it had read step t.
         if (threadIdx.x == 0) {
           mbarrier_arrive_expect_tx(shared.received[t & 1], product.members * kPartBytes);
         }
@@ -246,7 +250,7 @@ struct ClusterBackward {
       inputs.template wait<1>();
       named_barrier_sync_diverged<kThreads>(1);
       product.run(t);
-      // The rest of the step passes behind the exchange.
+      // The rest of the step overlaps with the exchange.
       if (t + 1 < steps) outputs.send(t + 1);
 #pragma unroll
       for (int g = 0; g < G; ++g) {
@@ -256,7 +260,7 @@ struct ClusterBackward {
       inputs.start(t - (Inputs::kStages - 1));
 #pragma unroll
       for (int c = 0; c < kPerLane; ++c) {
-        // An empty column of a tile holds anything, NaN too: it must not reach the sum.
+        // An empty column of a tile may hold any bits, even NaN: it must not reach the sum.
         const bool counts = now.runs[c] && exists[c];
         for (int g = 0; g < G; ++g) d_bias[g] += counts ? to_float(dx[c][g]) : 0.0f;
         if constexpr (R > G) d_bias[R - 1] += counts ? to_float(dr[c][G - 1]) : 0.0f;
@@ -267,7 +271,7 @@ struct ClusterBackward {
       outputs.send(0);
       enter(0, asked);
     }
-    // The outbox stands before step 0: going on would be downwards.
+    // Outputs are sent in descending order, so the pointer is at step 0 and padding lies above it.
     if (kRagged) outputs.clear(-(source.length + source.padding), source.padding);
 
 #pragma unroll
@@ -280,14 +284,15 @@ struct ClusterBackward {
       }
     }
 #pragma unroll
-    for (int g = 0; g < R; ++g) {  // a lane has summed its columns; now the four lanes of a row
+    // A lane has summed its own columns; add those of the four lanes of a row.
+    for (int g = 0; g < R; ++g) {
       d_bias[g] += __shfl_xor_sync(~0u, d_bias[g], 1);
       d_bias[g] += __shfl_xor_sync(~0u, d_bias[g], 2);
       if (q == 0 && in_head) ((float*)p.dbias_partial)[(tile * R + g) * ND + at] = d_bias[g];
     }
   }
 
-  // What a member adds to the lane's columns.
+  // Loads one member's share for the lane's columns.
   static DEVICE float2 load_part(uint32_t address) {
     float2 part{};
     if constexpr (kPerLane == 1) {

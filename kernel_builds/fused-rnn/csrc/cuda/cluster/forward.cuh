@@ -1,4 +1,4 @@
-// The forward of the cluster engine: see launch.cuh.
+// The forward pass of the cluster engine; launch.cuh describes the engine.
 #pragma once
 #include "../block/forward.cuh"
 #include "common/cuda/ptx/cluster.cuh"
@@ -8,7 +8,7 @@
 
 namespace flashcell::cuda {
 
-// Reset and hold flags of a lane's columns at a step, fetched before the wait for the exchange.
+// The masks of a lane's columns at one step, loaded before the wait for the exchange.
 template <bool kRagged>
 struct Asked {
   bool runs[2], resets[2];
@@ -19,7 +19,7 @@ struct Asked {
   }
 };
 
-// kDepth: D rounded up. kPerLane, kRagged: as in the block engine.
+// kDepth is D rounded up; kPerLane and kRagged are as in the block engine.
 template <typename Cell_, typename IO_, int kDepth, int kPerLane, bool kRagged>
 struct ClusterForward {
   using Cell = Cell_;
@@ -28,21 +28,21 @@ struct ClusterForward {
   static constexpr int G = Cell::kGates, K = Cell::kStates, R = Cell::kBias, kKept = Cell::kSaved;
   static constexpr int kUnits = cluster::kUnits, kCells = 32 * cluster::kCellWarps;
   static constexpr int kMembers = kDepth / kUnits;
-  // Beyond 256 a second warp for every eight units takes the other half of the depth.
+  // Beyond a depth of 256, two warps share the same eight units, each with half of the depth.
   static constexpr int kParts = kDepth > 256 ? 2 : 1, kThreads = kParts * kCells;
   static constexpr int kSteps = kDepth / 16 / kParts, kTiles = (G + 1) / 2, kChains = 2;
-  static constexpr int kGroupBytes = 64 * kPerLane;  // eight units of the tile's sequences
+  static constexpr int kGroupBytes = 64 * kPerLane;  // eight units of all sequences of the tile
   static constexpr int kOperandBytes = kDepth / 8 * kGroupBytes;
   using Inputs = Pipeline<IO, kUnits, G, kCells, 1>;
-  using Outputs = Outbox<IO, kUnits, kKept + 2, kCells>;  // h, h_prev, saved values
+  using Outputs = Outbox<IO, kUnits, kKept + 2, kCells>;  // h, h_prev, then saved values
   using Sums = float[kTiles][4];
 
   static constexpr int64_t kPlannedBytes =
       cluster::forward_shared_bytes(kSizesOf<Cell>, kDepth, 4 * kPerLane);
 
   struct Shared {
-    // h before a step, by the parity of the step. Of eight sequences [unit][column]; of four
-    // [unit / 8][column][unit % 8].
+    // h before a step, double-buffered by the parity of the step: [unit][column] for eight
+    // sequences, [unit / 8][column][unit % 8] for four.
     alignas(16) uint8_t operand[2][kOperandBytes];
     float4 partials[kParts - 1][cluster::kCellWarps][kTiles][32];
     uint64_t received[2];
@@ -50,7 +50,7 @@ struct ClusterForward {
     typename Outputs::Shared outputs;
   };
 
-  // Both halves of the product.
+  // The product of a warp, over all or half of the depth.
   struct Product {
     uint32_t a[kTiles][kSteps][4];
     uint32_t read;
@@ -76,7 +76,7 @@ struct ClusterForward {
       read = keep(shared_address(shared.operand[0]) + part * kSteps * 2 * kGroupBytes + of_lane);
     }
 
-    // Waits for h of the whole head.
+    // Waits until h of the whole head has arrived, then multiplies.
     DEVICE void run(int t, Sums& sums, Sums& start) const {
       float chain[kTiles][4] = {};
       const uint32_t rows = read + (t & 1) * kOperandBytes;
@@ -137,7 +137,7 @@ struct ClusterForward {
         named_barrier_arrive<64>(2 + warp);
       }
     }
-    cluster_sync();  // nobody sends to a block that has left
+    cluster_sync();  // no block may exit while others still send to its shared memory
   }
 
   static DEVICE void run_cell(const ForwardParams& p, Shared& shared, const Product& product,
@@ -162,8 +162,8 @@ struct ClusterForward {
         },
         [&](int row) { return row < 2 ? ND : kKept * ND; });
 
-    // The sums start from the bias. Of a cell with a row more, that row is the last gate's, and the
-    // row before it is added to x.
+    // The sums start from the bias. If the cell has an extra bias row, that one is added to the
+    // last gate's product, and the last gate's own row to x.
     Sums start = {};
     float x_bias = 0;
     if (p.bias != nullptr && in_head) {
@@ -190,13 +190,14 @@ struct ClusterForward {
     const Marks<kRagged> marks[2] = {{p, sequence_of<kPerLane>(p, first, 2 * q)},
                                      {p, sequence_of<kPerLane>(p, first, 2 * q + 1)}};
 
-    // A value of the lane's columns in io; an odd column that is empty holds 0.
+    // Rounds a value of the lane's columns to io; an empty odd column gets 0.
     const auto both = [&](auto value) {
       return ColumnPair<IO>::of(value(0), kPerLane == 2 ? value(kPerLane - 1) : 0);
     };
-    // A warp's part of the operand is 4 kPerLane rows of 16 bytes. Each lane gathers one from four
-    // lanes, and sends it to its share of the members.
-    constexpr int kSenders = 8 / kPerLane, kTargets = kMembers / kSenders;  // of a row
+    // A warp's part of the operand is 4 kPerLane rows of 16 bytes. Each lane gathers one row from
+    // four lanes and sends it to some of the members; kSenders lanes share the members.
+    // Lanes per row, and members per lane.
+    constexpr int kSenders = 8 / kPerLane, kTargets = kMembers / kSenders;
     const int row = kPerLane == 2 ? lane / 4 : q, sender = kPerLane == 2 ? q : lane / 4;
     const uint32_t base = shared_address(&shared);
     const uint32_t place = keep(shared_address(shared.operand[0]) - base +
@@ -209,7 +210,7 @@ struct ClusterForward {
     }
     const auto send_all = [&](int t, uint32_t word) {
       if (!in_head) word = 0;
-      if constexpr (kPerLane == 1) {  // neighbouring units share a word
+      if constexpr (kPerLane == 1) {  // two neighbouring units share a word
         const uint32_t other = __shfl_xor_sync(~0u, word, 4);
         word = lane & 4 ? __byte_perm(other, word, 0x5410) : __byte_perm(word, other, 0x5410);
       }
@@ -226,7 +227,7 @@ struct ClusterForward {
     };
 
     const bool saves = keep(p.saved != nullptr);
-    ColumnPair<IO> before;  // h as the step sees it
+    ColumnPair<IO> before;  // h as the step reads it, after a reset
     const auto enter = [&](int t, const Asked<kRagged>& asked) {
 #pragma unroll
       for (int c = 0; c < kPerLane; ++c) {
@@ -248,8 +249,8 @@ struct ClusterForward {
       const Asked<kRagged> after(marks, p, t + 1);
       Sums sums;
       product.run(t, sums, start);
-      // Who sends for step t + 2 has received all of step t + 1, and so knows that every warp is
-      // through with the operand of step t: two buffers suffice.
+      // Two buffers suffice: a member sends for step t + 2 only after it has received all of step t
+      // + 1, and every warp contributes to that only after it has read the operand of step t.
       if (threadIdx.x == 0) mbarrier_arrive_expect_tx(shared.received[t & 1], bytes);
       if constexpr (kParts > 1) {
         named_barrier_sync<64>(2 + warp);
@@ -290,7 +291,7 @@ struct ClusterForward {
       }
       enter(t + 1, after);
       now = after;
-      // The rest of the step passes behind the exchange.
+      // The rest of the step overlaps with the exchange.
       outputs.put(t, 0, out[0]);
       if (saves) {
 #pragma unroll

@@ -1,16 +1,17 @@
-// A cluster of thread blocks, one head, four or eight sequences, all of time: for heads wider than
-// the block engine's. Each block keeps the weight of 32 units in registers. Forward it hands its
-// units' h to all members after every step, backward it hands every member a part of that one's
-// gradient: stores into their shared memory, counted by a barrier there (mbarrier.cuh). No fence,
-// no flag, and nothing goes through L2.
+// The cluster engine, for heads too wide for the block engine: a cluster of thread blocks runs one
+// head of four or eight sequences over all of time. Each block keeps the weight of 32 units in
+// registers. Forward it sends its units' h to all members after every step; backward it sends every
+// member that member's share of the gradient. These are stores into shared memory of the other
+// blocks, counted by an mbarrier there. There are no fences and no flags, and nothing goes through
+// L2.
 //
-// Members wait for each other only, and the hardware starts a cluster as a whole or not at all: any
-// number of clusters may queue, and none can wait for one that never starts.
+// Members wait only for each other, and the hardware starts a cluster as a whole or not at all. So
+// any number of clusters may be queued, and none waits for one that never starts.
 //
 // A lane has every gate of its unit for one or two sequences, as in the block engine. A step of 256
-// units and four sequences takes 0.41 us forward and 0.69 backward (H200, lstm): about 0.15 the
-// products, 32 matrix instructions a warp in chains of eight; 0.1 the cell; the rest the way to the
-// other members and back to the matrix instruction.
+// units and four sequences takes 0.41 us forward and 0.69 backward (H200, lstm). About 0.15 of it
+// are the products (32 matrix instructions a warp, in chains of eight), 0.1 the cell, and the rest
+// the way to the other members and back to the matrix instruction.
 #pragma once
 #include <algorithm>
 
@@ -26,7 +27,7 @@ __global__ void __launch_bounds__(Engine::kThreads) cluster_kernel(const
   extern __shared__ __align__(16) char memory[];
   Engine::run(p, *reinterpret_cast<typename Engine::Shared*>(memory));
 #else
-  __trap();  // the plan takes it where there are clusters
+  __trap();  // the planner chooses this kernel only where clusters exist
 #endif
 }
 
@@ -36,7 +37,7 @@ void launch_cluster(const Params& p, const Launch& launch) {
   const unsigned members = unsigned(cluster::members(p.D));
   const unsigned clusters = unsigned((p.S + launch.tile - 1) / launch.tile * p.N);
   if (clusters == 0) return;
-  // While all run at once anyway, no two blocks share an SM.
+  // Where all blocks fit on the GPU at once, give each its own SM.
   const bool alone = clusters <= unsigned(cluster::at_once(p.D, launch.device));
   static_assert(sizeof(typename Engine::Shared) <= 99 * 1024, "the least an arch has");
   static_assert(sizeof(typename Engine::Shared) == Engine::kPlannedBytes);

@@ -1,6 +1,7 @@
-// The gradient of the weight: dweight[g, n, j, k] = sum over rows (b, t) of dr[row, g, n, j]
-// h_prev[row, n, k]. For a head that is a matrix of G D by D, of which a thread block computes a
-// tile over a part of the rows; splits of the rows fill the GPU, and their sums are added in order.
+// The gradient of the recurrent weight: dweight[g, n, j, k] = sum over rows (b, t) of dr[row, g, n,
+// j] h_prev[row, n, k]. For one head this is a matrix of G D by D. A thread block computes a tile
+// of it over a part of the rows. The rows are split until the blocks fill the GPU, and the partial
+// sums of the splits are added in order.
 #pragma once
 #include "../engine.h"
 #include "../run.h"
@@ -8,28 +9,29 @@
 
 namespace flashcell::cuda {
 
-// Both operands lie row by row, the depth of this product: the transpose of what the matrix
-// instruction wants, which ldmatrix does on the way.
+// Rows of both operands are the depth of this product, the transpose of what the matrix instruction
+// takes; ldmatrix transposes them as it loads.
 DEVICE void load_transposed(uint32_t (&words)[4], const void* shared_row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
                : "r"(shared_address(shared_row)));
 }
 
-// Tiles of 64 kWarpsM by 32 kWarpsN, a warp each 64 by 32.
+// A tile of 64 kWarpsM by 32 kWarpsN; each warp has 64 by 32 of it.
 template <typename IO, bool kMatrix, int kWarpsM, int kWarpsN>
 struct DweightTile {
   static constexpr int kM = 64 * kWarpsM, kN = 32 * kWarpsN, kThreads = 32 * kWarpsM * kWarpsN;
-  static constexpr int kDepth = 64 / sizeof(IO), kStages = 4;  // rows of a stage, in flight
-  static constexpr int kPad = 8;  // elements: neighbouring rows in other banks
+  // Rows of a stage, and stages in flight.
+  static constexpr int kDepth = 64 / sizeof(IO), kStages = 4;
+  static constexpr int kPad = 8;  // elements of padding, so that rows start in different banks
   static constexpr int kPitchM = kM + kPad, kPitchN = kN + kPad;
   static constexpr int kStage = kDepth * (kPitchM + kPitchN);
   static constexpr int kSharedBytes = kStages * kStage * sizeof(IO);
 };
 
-// What a thread accumulates, [8 m][8 n], and where that lies in the tile.
+// The sums of one thread, [8 m][8 n], and where they lie in the tile.
 template <typename IO, bool kMatrix, int kWarpsM, int kWarpsN>
-struct DweightSums {  // tensor cores
+struct DweightSums {  // on tensor cores
   using Tile = DweightTile<IO, kMatrix, kWarpsM, kWarpsN>;
   float sums[4][4][4] = {};
   int lane = threadIdx.x % 32, r = lane / 4, q = lane % 4;
@@ -40,7 +42,7 @@ struct DweightSums {  // tensor cores
   DEVICE float value(int i, int j) const { return sums[i / 2][j / 2][i % 2 * 2 + j % 2]; }
 
   DEVICE void add(const IO* dr, const IO* h) {
-    constexpr int kInstruction = 32 / sizeof(IO);  // rows
+    constexpr int kInstruction = 32 / sizeof(IO);  // rows of one matrix instruction
 #pragma unroll
     for (int k = 0; k < Tile::kDepth; k += kInstruction) {
       uint32_t a[4][4], b[4][2];
@@ -79,7 +81,7 @@ struct DweightSums {  // tensor cores
 };
 
 template <int kWarpsM, int kWarpsN>
-struct DweightSums<float, false, kWarpsM, kWarpsN> {  // exact fp32
+struct DweightSums<float, false, kWarpsM, kWarpsN> {  // in exact fp32
   using Tile = DweightTile<float, false, kWarpsM, kWarpsN>;
   static_assert(Tile::kM == 128 && Tile::kN == 128 && Tile::kThreads == 256);
   float sums[8][8] = {};
@@ -109,17 +111,18 @@ struct DweightSums<float, false, kWarpsM, kWarpsN> {  // exact fp32
   }
 };
 
-// Copies elements [first, first + kWidth) of a head's rows, one operand's part of a stage. The head
-// has D elements of every gate, gate_stride apart. A thread always copies the same vector.
+// Copies elements [first, first + kWidth) of a head's rows, one operand's part of a stage, to
+// shared memory. A row of the head has D elements of every gate, gate_stride apart. A thread copies
+// the same vector of every row.
 template <typename IO, int kWidth, int kDepth, int kThreads, bool kVectors>
 struct DweightSource {
   static constexpr int kVector = IoTraits<IO>::kVector, kVectorsOfRow = kWidth / kVector;
   static constexpr int kRowsAtOnce = kThreads / kVectorsOfRow, kPitch = kWidth + 8;
   static_assert(kDepth % kRowsAtOnce == 0);
 
-  const IO* from;  // of the head, row 0
+  const IO* from;  // row 0 of the head
   int64_t row_stride, gate_stride;
-  int D, elements;  // of a row: D times the gates
+  int D, elements;  // elements of a row: D times the gates
   int first = 0;
 
   DEVICE int64_t offset(int element) const {
@@ -127,7 +130,8 @@ struct DweightSource {
     return gate * gate_stride + (element - gate * D);
   }
 
-  // Rows past `end` are zeros; what lies beyond the last element is never looked at.
+  // Rows past `end` become zeros. Elements past the last one need no zeros: nothing uses their
+  // sums.
   DEVICE void copy(IO* stage, int64_t row, int64_t end) const {
     const int place = threadIdx.x % kVectorsOfRow * kVector, element = first + place;
     if (element >= elements) return;
@@ -155,14 +159,15 @@ struct DweightPlan {
   int64_t split_rows;
 };
 
-// out: dweight itself in io where there is one split, else fp32 [splits, G, N, D, D].
+// `out` is dweight itself in io if there is one split, else partial sums, fp32 [splits, G, N, D,
+// D].
 template <typename IO, bool kMatrix, int kWarpsM, int kWarpsN, bool kVectors>
 __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, kVectors ? 2 : 1) dweight_kernel(
     const __grid_constant__ DweightParams p, const DweightPlan plan) {
   using Tile = DweightTile<IO, kMatrix, kWarpsM, kWarpsN>;
   extern __shared__ uint4 dweight_shared[];
   IO* stages = reinterpret_cast<IO*>(dweight_shared);
-  unsigned block = blockIdx.x;  // tiles of the same rows run together: they share L2
+  unsigned block = blockIdx.x;  // blocks that share rows are neighbours, so that they share L2
   const int first_n = block % plan.tiles_n * Tile::kN;
   const int first_m = (block /= plan.tiles_n) % plan.tiles_m * Tile::kM;
   const int64_t head = (block /= plan.tiles_m) % p.N, split = block / p.N;

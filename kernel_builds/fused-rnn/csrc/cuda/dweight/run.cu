@@ -1,3 +1,4 @@
+// Launches the kernels of the recurrent weight's gradient: chooses tile and splits, sizes scratch.
 #include "kernel.cuh"
 
 #include "../launch.h"
@@ -6,7 +7,7 @@ namespace flashcell::cuda {
 
 static int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Narrow heads get a tile of 256 by 64, which reads dr once; exact fp32 has one of 128 by 128.
+// Narrow heads use a tile of 256 by 64, which reads dr only once; exact fp32 uses 128 by 128.
 static bool is_narrow(const DweightParams& p, Dtype dtype, const Launch& launch) {
   return p.D <= 64 && (dtype != Dtype::kFloat || launch.tf32);
 }
@@ -16,7 +17,8 @@ static DweightPlan make_plan(const DweightParams& p, Dtype dtype, const Launch& 
   const int64_t tiles_m = divide_up(p.G * p.D, narrow ? 256 : 128);
   const int64_t tiles_n = divide_up(p.D, narrow ? 64 : 128);
   const int64_t depth = dtype == Dtype::kFloat ? 16 : 32;
-  // Two blocks fit an SM. A split is worth its partial sums from some stages on.
+  // Two blocks fit on an SM. Splitting pays only with enough stages per split, because of its
+  // partial sums.
   const int64_t wanted = 2 * launch.device.sms / (tiles_m * tiles_n * p.N);
   const int64_t worth = divide_up(p.rows, 8 * depth);
   const int64_t splits = wanted < 1 || worth < 1 ? 1 : wanted < worth ? wanted : worth;

@@ -1,4 +1,4 @@
-// A thread block of the grid engine: what its warps share and how they hand work over.
+// A thread block of the grid engine: the shared memory of its warps and how they synchronise.
 #pragma once
 #include "common/cuda/ptx/cluster.cuh"
 #include "common/cuda/ptx/mbarrier.cuh"
@@ -7,8 +7,8 @@
 
 namespace flashcell::cuda::grid {
 
-// The cell has a thread for each unit and each of 8 columns: [column][unit]; of 16 units columns 0,
-// 4, 1, 5, .. so that a warp finds its sums in all banks.
+// The cell has one thread for each unit and each of 8 columns, in the order [column][unit]. With 16
+// units the columns come as 0, 4, 1, 5, ..., so that a warp's reads of sums use all banks.
 DEVICE constexpr int column_of(int units, int place) {
   return units == 16 ? place / 32 + place / 16 % 2 * 4 : place / units;
 }
@@ -16,22 +16,23 @@ DEVICE constexpr int place_of(int units, int column, int unit) {
   return (units == 16 ? column % 4 * 2 + column / 4 : column) * units + unit;
 }
 
-struct Range {  // of a launch
+struct Range {  // the part of the work that one launch does
   int first_head;
-  int groups, members;  // groups of a head, thread blocks of a group
-  int depth_blocks;     // of the product
-  unsigned panel;       // elements of the medium from a gate to the next: N D
-  int64_t initial;  // elements from the medium to [S, N, D] io: the first operand, which counts as
-                    // polled
-  unsigned pause;   // clocks between a block's part of a lone tile and asking for all parts
+  int groups, members;  // groups per head, and thread blocks per group
+  int depth_blocks;     // blocks of the product's depth
+  unsigned panel;       // elements from one gate to the next in the exchange tensor: N D
+  // Elements from the exchange tensor to the rounded initial states, [S, N, D] io, from which the
+  // first operand is read.
+  int64_t initial;
+  unsigned pause;  // clocks to wait after publishing before polling, if there is a single tile
 };
 
-struct Walk {  // through the steps; within a step through the tiles of the round
+struct Walk {  // a position in the loop over steps and, within a step, over the tiles of the round
   int t, tile;
 };
 struct Route {
-  int tiles, begin, end;  // steps from begin to before end
-  bool even;              // every tile has the same number of them
+  int tiles, begin, end;  // the loop runs from step `begin` up to, not including, `end`
+  bool even;              // every tile has the same number of steps
 };
 
 template <int kFloats>
@@ -46,7 +47,7 @@ struct alignas(4 * kFloats) Slot {
 };
 
 template <typename Pass>
-struct alignas(16) Shared {  // and behind it the weight that is not in registers
+struct alignas(16) Shared {  // followed in memory by the weights that do not fit in registers
   using IO = typename Pass::IO;
   static constexpr Shape kShape = Pass::kShape;
   static constexpr int kColumnSlots = column_slots(kShape), kColumns = tile_columns(kShape);
@@ -59,19 +60,22 @@ struct alignas(16) Shared {  // and behind it the weight that is not in register
   float carried[kTiles][kShape.states + kShape.sums][kPlane];
   Column columns[kTiles][kColumns];
   int lengths[kTiles];
-  int published[kTiles][kCellWarps];  // the step that a warp of the cell has done last
-  uint64_t emptied[2];  // of the partial sums: a barrier of the cell warps for the product warps
+  int published[kTiles][kCellWarps];  // the last step that each cell warp has completed
+  uint64_t emptied[2];  // cell warps tell the product warps that partial sums have been read
   static constexpr int kFetched = fetch_threads(kShape) > 0 ? kStages : 0;
-  uint64_t fetched[kFetched], released[kFetched];  // of the ring
-  uint64_t received[2][2];  // [half of the cell warps][buffer]: barriers of the cluster's blocks
+  // For stages of the input ring: filled by Fetch, and read by the cells.
+  uint64_t fetched[kFetched], released[kFetched];
+  // [half of the cell warps][buffer]: counts what other blocks of the cluster send.
+  uint64_t received[2][2];
   float inbox[2][2][kShape.split > 1 ? kShape.split : 0][kPlane];
 };
 
-// Named barriers. The product warps arrive at kFilled + i when the partial sums i are complete, the
-// cell warps wait for them there.
+// Named barriers. Product warps arrive at kFilled + i when the partial sums of buffer i are
+// complete, and cell warps wait there.
 constexpr int kFilled = 1, kCellsOnly = 3, kRound = 4;
 
-// After what the values come from, and before what is made of them.
+// Arrives. The operands `a` and `b` keep the arrival after the loads that produce them and before
+// the arithmetic that uses them.
 DEVICE void mbarrier_arrive(uint64_t& barrier, bool arrives, float& a, float& b) {
   asm volatile(
       "{\n .reg .pred p;\n .reg .b64 state;\n setp.ne.b32 p, %3, 0;\n"
@@ -81,7 +85,7 @@ DEVICE void mbarrier_arrive(uint64_t& barrier, bool arrives, float& a, float& b)
       : "memory");
 }
 
-// At addresses in shared memory, which no pointer need be made for.
+// Loads and stores by 32-bit shared address, which saves making a pointer.
 DEVICE uint4 load_shared(uint32_t address) {
   uint4 v;
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
@@ -106,7 +110,8 @@ DEVICE void store_shared(uint32_t address, const Slot<kFloats>& slot) {
   }
 }
 
-// What both kinds of warps know: which part of which head the block works on, and when.
+// The part of the work that a thread block has, as both kinds of warps know it: which units of
+// which head, and which tiles.
 template <typename Pass>
 struct Block {
   using Params = typename Pass::Params;
@@ -127,18 +132,19 @@ struct Block {
         head(r.first_head + blockIdx.x / (r.members * r.groups)),
         first_unit(blockIdx.x % r.members * kUnits) {}
 
-  // A cluster of kSplit blocks splits the panels of the product of all its units.
+  // The kSplit blocks of a cluster split the depth of the product of all the cluster's units.
   DEVICE int rank() const { return int(blockIdx.x) % Pass::kSplit; }
   DEVICE int cluster_unit() const { return first_unit - rank() * kUnits; }
   DEVICE int first_panel() const { return rank() * Pass::kPanels; }
 
   DEVICE static int lane() { return int(threadIdx.x % 32); }
 
-  // Every sequence has all T steps, behind those of the one before: where a step lies and whether
-  // it runs is arithmetic, and nothing of a column need be read.
+  // Whether every sequence has all T steps, stored one sequence after the other: a step's row then
+  // follows by arithmetic, and no column has to be read.
   DEVICE bool whole() const { return p.sequences == nullptr; }
 
-  // round(first tile, tiles): a group takes every range.groups-th tile, some of them a round.
+  // Calls round(first tile, tiles) for each round. A group takes every range.groups-th tile, a few
+  // of them per round.
   template <typename Round>
   DEVICE void rounds(const Round& round) const {
     const int groups = range.groups, group = blockIdx.x / range.members % groups;
@@ -151,7 +157,7 @@ struct Block {
     }
   }
 
-  // The steps of a round.
+  // Returns the loop over the steps of a round.
   DEVICE Route route(int tiles) const {
     int longest = 0;
     bool even = true;
@@ -159,8 +165,8 @@ struct Block {
     for (int tile = 0; tile < tiles; ++tile) even &= longest == shared.lengths[tile];
     return {tiles, Pass::kDescends ? longest - 1 : 0, Pass::kDescends ? -2 : longest, even};
   }
-  // Through every kEvery-th tile from `lowest` on, not beyond the end: few instructions, they are
-  // in every step.
+  // first() and following() visit every kEvery-th tile from `lowest` on, and skip tiles whose
+  // sequences have ended. They run in every step, so they use few instructions.
   template <int kEvery = 1>
   DEVICE Walk first(const Route& route, int lowest = 0) const {
     const int begin = lowest < route.tiles ? route.begin : route.end;

@@ -1,5 +1,6 @@
-// The cell warps of the grid engine: a thread for each unit and column of a tile. While the
-// product is under way they fetch what else a step needs; what they publish is waited for.
+// The cell warps of the grid engine: one thread for each unit and column of a tile. While the
+// product warps multiply, they load the other inputs of a step. All blocks wait for what they
+// publish, so the path to publishing is kept short.
 #pragma once
 #include "inputs.cuh"
 
@@ -14,23 +15,25 @@ struct Cells : Block<Pass> {
   static constexpr int kGates = Pass::kGates, kStates = kShape.states, kSplit = Pass::kSplit;
   using Block<Pass>::kColumns, Block<Pass>::kUnits, Block<Pass>::kCells;
   static constexpr int kWide = Pass::kWide;  // columns of a thread, eight apart
-  static constexpr bool kPreparesLate = kWide > 1 && Pass::kDescends;  // for want of registers
+  // later, because registers are scarce.
+  static constexpr bool kPreparesLate = kWide > 1 && Pass::kDescends;
   static constexpr int kAll = kHalves * kCells, kRing = kStages / kHalves;
   static constexpr int kBlockThreads = kProducts + kAll + fetch_threads(kShape);
   static constexpr int kVector = IoTraits<IO>::kVector, kUnitVectors = kUnits / kVector;
 
   int first_tile = 0, tiles = 0;
-  unsigned item = 0;  // steps of tiles that the half has done
+  unsigned item = 0;  // number of (step, tile) pairs this half has done
   float bias[Pass::kBias];
-  uint32_t way[kSplit];  // from an address in this block to the same in another of the cluster
+  // Difference between an address in this block and the same one in another block of the cluster.
+  uint32_t way[kSplit];
 
-  // A warp copies its own inputs, unless there are warps for that (Fetch).
+  // A warp copies its own inputs, unless the block has separate warps for that (Fetch).
   static constexpr bool kCopies = fetch_threads(kShape) == 0;
   Inputs<Pass, 1> inputs;
   int stage = 0;
-  unsigned phase = 0;  // of the fetched stages
+  unsigned phase = 0;  // phase of the `fetched` barriers
 
-  // With two halves one runs the cell of tiles 0, 2, .., the other of 1, 3, ..
+  // With two halves, one runs the cell of tiles 0, 2, ..., the other of tiles 1, 3, ...
   DEVICE int thread() const { return int(threadIdx.x) - kProducts; }
   DEVICE int half() const { return int((threadIdx.x - kProducts) / kCells); }
   DEVICE bool has_cell(int tile) const { return kHalves == 1 || tile % 2 == half(); }
@@ -39,7 +42,7 @@ struct Cells : Block<Pass> {
   DEVICE int column() const { return column_of(kUnits, place()); }
   DEVICE int unit_here() const { return place() % kUnits; }
   DEVICE int unit() const { return first_unit + unit_here(); }
-  DEVICE int64_t at() const { return int64_t(head) * D + unit(); }  // in [N, D]
+  DEVICE int64_t at() const { return int64_t(head) * D + unit(); }  // offset in [N, D]
   DEVICE int64_t sequence(int tile, int c) const {
     return (first_tile + int64_t(tile) * range.groups) * kColumns + c;
   }
@@ -64,7 +67,7 @@ struct Cells : Block<Pass> {
   DEVICE void run() {
     this->rounds([&](int first, int count) {
       first_tile = first, tiles = count;
-      named_barrier_sync_diverged<kBlockThreads>(kRound);  // the round before is over
+      named_barrier_sync_diverged<kBlockThreads>(kRound);  // wait for the end of the round before
       begin_round();
       named_barrier_sync_diverged<kBlockThreads>(kRound);
       run_round();
@@ -108,7 +111,7 @@ struct Cells : Block<Pass> {
     *const_cast<volatile int*>(&shared.published[walk.tile][warp()]) = walk.t;
   }
 
-  // The half's next tile.
+  // Returns the next tile of this half.
   DEVICE Walk following(const Walk& walk, const Route& route) const {
     if (walk.t == route.end) return walk;
     return Block<Pass>::template following<kHalves>(walk, route, kHalves == 1 ? 0 : half());
@@ -137,7 +140,7 @@ struct Cells : Block<Pass> {
     }
   }
 
-  // Each half has its part of the ring: neither waits for the other.
+  // Each half has its own part of the ring, so neither waits for the other.
   DEVICE void copy_and_run(const Route& route, Walk at) {
     const int ring = half() * kRing;
     Walk ahead = at;
@@ -198,7 +201,8 @@ struct Cells : Block<Pass> {
       sums[side] = sum(shared.partials[buffer], column() + 8 * side);
     }
     __syncwarp();
-    // The arithmetic waits for it: the compiler would let the product wait for the arithmetic.
+    // Arrive before any arithmetic on the sums: otherwise the compiler would schedule the
+    // arithmetic first, and the product warps would wait for it.
     float& last = sums[kWide - 1].sum[kShape.rows - 1];
     mbarrier_arrive(shared.emptied[buffer], lane() == 0, sums[0].sum[0], last);
     if constexpr (kSplit > 1) exchange(sums);
@@ -224,9 +228,9 @@ struct Cells : Block<Pass> {
     return sums[0];
   }
 
-  // Sums of the units of every block of the cluster go there; ours are added in the order of
-  // blocks. Who sends for the second next step has received all of the next one, and so knows that
-  // the inbox of this step is read.
+  // Sends the sums of other blocks' units to those blocks, and adds the received sums of our units
+  // in the order of the blocks. Two inboxes suffice: a block sends for the step after the next only
+  // after it has received all of the next, and by then this step's inbox has been read.
   template <typename Sums>
   DEVICE void exchange(Sums (&sums)[kWide]) {
     const int buffer = item % 2, rank = this->rank();
@@ -272,7 +276,7 @@ struct Cells : Block<Pass> {
         }
       }
     }
-    if constexpr (Pass::kDescends) {  // a row of dbias_partial for eight sequences
+    if constexpr (Pass::kDescends) {  // write one row of dbias_partial for every eight sequences
       for (unsigned i = threadIdx.x - kProducts; i < tiles * kWide * kShape.sums * kUnits;
            i += kAll) {
         const int u = i % kUnits, row = i / kUnits % kShape.sums;

@@ -1,16 +1,18 @@
-// The exchange between thread blocks, through L2 and without flags: the medium is an output of the
-// op itself, filled beforehand with a word no rounding of ours produces. A reader polls the data
-// until no such word is left. Every word is written once a launch and carries its own flag, so
-// relaxed accesses suffice: no fence, no atomic, no epoch.
+// The exchange between thread blocks, through L2 and without flags. The data pass through an output
+// of the op itself, the exchange tensor, `medium` in the code (h forward, dr backward). It is
+// filled beforehand with a bit pattern that no result has, and readers poll the data until that
+// pattern is gone. Every word is written once per launch and is its own flag, so relaxed accesses
+// suffice: no fence, no atomic, no epoch.
 #pragma once
 #include "../sequence.cuh"
 
 namespace flashcell::cuda {
 
-// A NaN: cvt makes 0x7fff of every 16-bit NaN, and min() keeps fp32 from it.
+// The pattern is a NaN that no result has: cvt makes every 16-bit NaN 0x7fff, and min() keeps fp32
+// results below the pattern.
 constexpr uint32_t kUnwritten = 0xffffffffu;
 
-// Rows of the steps that run; the rest of the medium is never polled.
+// Fills the rows of steps that run; the other rows are never polled.
 template <typename IO>
 __global__ void __launch_bounds__(256) fill_kernel(const SequenceParams p, IO* medium,
                                                    int64_t row_elements) {
@@ -23,7 +25,7 @@ __global__ void __launch_bounds__(256) fill_kernel(const SequenceParams p, IO* m
   }
 }
 
-// The first operand as a reader polls it: [count] io of the state h.
+// Rounds the initial states to [count] io, the first operand, and keeps them from the pattern.
 template <typename IO>
 __global__ void __launch_bounds__(256) round_kernel(const float* from, IO* to, int64_t pairs) {
   const int64_t i = blockIdx.x * int64_t(256) + threadIdx.x;
@@ -33,7 +35,7 @@ __global__ void __launch_bounds__(256) round_kernel(const float* from, IO* to, i
   reinterpret_cast<Pair<IO>*>(to)[i] = pair;
 }
 
-// Overwrites the words when wanted; relaxed loads of gpu scope pass the L1 cache by.
+// Loads into `words` if wanted. Relaxed loads at gpu scope bypass the L1 cache.
 DEVICE void request(uint32_t (&words)[4], const void* from, bool wanted) {
   asm volatile(
       "{\n .reg .pred p;\n setp.ne.b32 p, %5, 0;\n"
@@ -51,12 +53,13 @@ DEVICE void store_relaxed(void* to, uint32_t word) {
   asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" ::"l"(to), "r"(word));
 }
 
-// The readers would wait for DRAM if the line of a step had left L2 since the fill.
+// Keeps the line of a step in L2: readers would wait for DRAM if it had been evicted since the
+// fill.
 DEVICE void prefetch_l2(const void* line) { asm volatile("prefetch.global.L2 [%0];" ::"l"(line)); }
 
-// Neighbouring lanes hold neighbouring units. Two rows at a time, so that each lane of a pair
-// stores one word: the even lane of the first row, the odd one of the second. `to` is the unit's
-// place in row 0. Every lane of the warp calls it.
+// Publishes values; neighbouring lanes hold neighbouring units. 16-bit rows are handled in pairs,
+// so that each lane of a pair stores one word: the even lane of the first row, the odd lane of the
+// second. `to` is the unit's place in row 0. All lanes of the warp must call it.
 template <typename IO, int kRows>
 DEVICE void publish(IO* to, int64_t row_stride, const float (&values)[kRows], bool valid) {
   if constexpr (sizeof(IO) == 4) {

@@ -1,11 +1,11 @@
-// The inputs of steps, on their way to a ring in shared memory before the cell needs them.
+// Copies the inputs of the next steps to a ring in shared memory before the cell needs them.
 #pragma once
 #include "block.cuh"
 
 namespace flashcell::cuda::grid {
 
-// What kShares warps of the cell need, kEvery apart. A lane copies the same vectors of the same
-// rows in every step.
+// Copies the inputs of kShares cell warps, kEvery warps apart. A lane copies the same vectors of
+// the same rows in every step.
 template <typename Pass, int kShares, int kEvery = 1>
 struct Inputs : Block<Pass> {
   using IO = typename Pass::IO;
@@ -13,12 +13,13 @@ struct Inputs : Block<Pass> {
   using Block<Pass>::head, Block<Pass>::first_unit, Block<Pass>::lane, Block<Pass>::kUnits;
   static constexpr int kRows = Pass::kShape.inputs, kWide = Pass::kWide;
   static constexpr int kVector = IoTraits<IO>::kVector;
-  static constexpr int kVectors = 32 / kVector, kRowsAtOnce = kVector / kWide;  // of a warp
+  // Vectors of a row, and rows that a warp copies at once.
+  static constexpr int kVectors = 32 / kVector, kRowsAtOnce = kVector / kWide;
   static constexpr int kTimes = int(divide_up(kRows, kRowsAtOnce));
 
-  const int warp;             // the first one
-  const IO* sources[kTimes];  // of the first share
-  const IO* line;             // of the medium
+  const int warp;             // the first of the cell warps
+  const IO* sources[kTimes];  // source addresses for the first of the cell warps
+  const IO* line;             // the line of the exchange tensor
 
   DEVICE int place(int share) const {
     return (warp + share * kEvery) * 32 + lane() % kVectors * kVector;
@@ -38,7 +39,7 @@ struct Inputs : Block<Pass> {
     }
   }
 
-  // And the step's line of the medium to L2.
+  // Copies a step's inputs, and prefetches the step's line of the exchange tensor to L2.
   DEVICE void copy(int stage, const Walk& walk, const Route& route) {
     if (walk.t == route.end) return;
 #pragma unroll
@@ -62,7 +63,7 @@ struct Inputs : Block<Pass> {
   }
 };
 
-// Warps that copy for those of the cell, which then have less to do.
+// The warps that copy inputs for the cell warps, which then have less to do.
 template <typename Pass>
 struct Fetch : Block<Pass> {
   static constexpr int kThreads = fetch_threads(Pass::kShape), kWarps = kThreads / 32;
@@ -73,14 +74,14 @@ struct Fetch : Block<Pass> {
 
   Inputs<Pass, kCellWarps / kWarps, kWarps> inputs;
   int stage = 0;
-  unsigned phase = 1;  // of the released stages: all are free
+  unsigned phase = 1;  // phase of the `released` barriers; at first all stages are free
 
   DEVICE Fetch(const Block<Pass>& block)
       : Block<Pass>(block), inputs(block, int(threadIdx.x / 32) - kProducts / 32 - kCellWarps) {}
 
   DEVICE void run() {
     this->rounds([&](int, int tiles) {
-      named_barrier_sync_diverged<kBlockThreads>(kRound);  // the round before is over
+      named_barrier_sync_diverged<kBlockThreads>(kRound);  // wait for the end of the round before
       named_barrier_sync_diverged<kBlockThreads>(kRound);
       const Route route = this->route(tiles);
       for (Walk at = this->first(route); at.t != route.end; at = this->following(at, route)) {

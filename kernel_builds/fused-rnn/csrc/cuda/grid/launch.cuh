@@ -1,14 +1,15 @@
-// The grid engine, for heads wider than one thread block: ceil(D / 16) thread blocks make a
-// group, which runs one head for some tiles of eight sequences. Each block keeps the weight of 16
-// units on chip for the whole call and, after every step, hands its part of h (backward: of dr) to
-// the others through L2 (exchange.cuh). Eight warps of a block multiply (product.cuh), four or
-// eight run the cell (cell.cuh). Where blocks of 24 units make more groups, six run it and two
-// fetch its inputs (inputs.cuh).
+// The grid engine, for heads wider than one thread block. ceil(D / 16) thread blocks form a group,
+// which runs one head for several tiles of eight sequences. Each block keeps the weight of 16 units
+// on chip for the whole call and, after every step, passes its part of h (backward: of dr) to the
+// others through L2 (exchange.cuh). Eight warps of a block multiply (product.cuh), and four or
+// eight run the cell (cell.cuh). If blocks of 24 units allow more groups, six warps run the cell
+// and two load its inputs (inputs.cuh).
 //
-// The floor of a step (H200, 16 x 1024 LSTM, bf16): 0.25-0.35 us from a store to the poll that sees
-// it, as much again for the poll that came too early, and to L2 bandwidth (16 KB a tile and block);
-// 0.15 us of matrix instructions, 0.15 us for the partial sums, 0.1 us for the cell. The exchange
-// of a tile passes while the group works on its other tiles.
+// The least time of a step (H200, 16 sequences of an LSTM of 1024 units, bf16): 0.25 to 0.35 us
+// from a store to the poll that sees it; as much again for polls that come too early and for L2
+// bandwidth (16 KB per tile and block); 0.15 us for matrix instructions; 0.15 us for the partial
+// sums; 0.1 us for the cell. The exchange of one tile overlaps with the group's work on its other
+// tiles.
 #pragma once
 #include <algorithm>
 #include <utility>
@@ -22,7 +23,7 @@
 namespace flashcell::cuda {
 namespace grid {
 
-// Registers move from the cell warps to the product warps, whose weights need them.
+// Moves registers from the cell warps to the product warps, whose weights need them.
 template <int kRegisters>
 DEVICE void take_registers() {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -49,14 +50,15 @@ __global__ void __launch_bounds__(kThreads<Pass, kBlocks, kMarked>, 1) grid_kern
     const __grid_constant__ Params p, const __grid_constant__ Range range) {
 #if defined(__CUDA_ARCH__) && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
   if constexpr (Pass::kWide > 1 || Pass::kShape.units > kUnits) {
-    __trap();  // the plan takes wide tiles and tall blocks where there is code for them
+    __trap();  // the planner chooses wide tiles and tall blocks only where they are compiled
     return;
   }
 #endif
   extern __shared__ __align__(16) unsigned char memory[];
   constexpr int kCellHalves = kHalves<Pass, kBlocks, kMarked>;
   constexpr int kFetch = kFetchThreads<Pass>;
-  constexpr bool kRoomy = Pass::kWide > 1 || Pass::kShape.units > kUnits;  // eight cell warps
+  // Such kernels have eight cell warps.
+  constexpr bool kRoomy = Pass::kWide > 1 || Pass::kShape.units > kUnits;
   const Block<Pass> block(p, range, memory);
   if (threadIdx.x < 2) mbarrier_init(block.shared.emptied[threadIdx.x], Shared<Pass>::kCellWarps);
   if (kFetch > 0 && threadIdx.x < kStages) {
@@ -66,7 +68,7 @@ __global__ void __launch_bounds__(kThreads<Pass, kBlocks, kMarked>, 1) grid_kern
   if (threadIdx.x < 4) mbarrier_init(block.shared.received[threadIdx.x / 2][threadIdx.x % 2], 1);
   if constexpr (Pass::kSplit > 1) cluster_sync();
   if (threadIdx.x < kProducts) {
-    // Registers move from the cell warps to the product warps, whose weights need them.
+    // Move registers from the cell warps to the product warps, whose weights need them.
     setmaxnreg_inc<kRoomy ? 184 : kCellHalves == 2 ? 160 : 208>();
     Product<Pass, kBlocks, kMarked>(block).run();
   } else {
@@ -77,7 +79,8 @@ __global__ void __launch_bounds__(kThreads<Pass, kBlocks, kMarked>, 1) grid_kern
       Fetch<Pass>(block).run();
     }
   }
-  if constexpr (Pass::kSplit > 1) cluster_sync();  // nobody sends to a block that has left
+  // No block may exit while others still send to its shared memory.
+  if constexpr (Pass::kSplit > 1) cluster_sync();
 }
 
 template <typename Pass>
@@ -86,7 +89,7 @@ struct Kernel {
   int threads;
 };
 
-// The kernel for so many blocks of the depth.
+// Returns the kernel compiled for a number of blocks of the depth.
 template <typename Pass, bool kMarked, int kBlocks = least_blocks(Pass::kShape, kMarked)>
 Kernel<Pass> kernel_for(int blocks) {
   constexpr int kMost = max_blocks(Pass::kShape);
@@ -100,7 +103,7 @@ Kernel<Pass> kernel_for(int blocks) {
   return {grid_kernel<Pass, kBlocks, kMarked>, kThreads<Pass, kBlocks, kMarked>};
 }
 
-// Runs the pass, if it can.
+// Runs the pass if this kernel can, else returns false.
 template <typename Pass>
 bool run(const typename Pass::Params& p, const Launch& launch) {
   using IO = typename Pass::IO;
@@ -139,7 +142,7 @@ bool run(const typename Pass::Params& p, const Launch& launch) {
   }
   if (!has_room(Pass::kShape, p.S, p.N, p.D, together, launch.device)) return false;
 
-  if (Pass::kDescends || p.T > 1) {  // nothing polls h in a single step
+  if (Pass::kDescends || p.T > 1) {  // in a single forward step nothing polls h
     const int parts = int(std::clamp<int64_t>(8 * sms / p.S, 1, 4096));
     fill_kernel<IO><<<dim3(unsigned(p.S), parts), 256, 0, launch.stream>>>(
         p, Pass::medium(p), Pass::kGates * p.N * p.D);

@@ -1,6 +1,6 @@
-// The two passes of the grid engine: what a column multiplies at a step, what a block reads,
-// and what it does with the product. The forward multiplies h [D] by gates x D rows, the backward
-// dr [gates x D] by D rows of the transposed weight.
+// The two passes of the grid engine: the operand of a step, the inputs that a block reads, and the
+// cell that follows the product. The forward pass multiplies h [D] by gates x D rows of the weight,
+// the backward pass multiplies dr [gates x D] by D rows of the transposed weight.
 #pragma once
 #include "exchange.cuh"
 #include "plan.h"
@@ -9,20 +9,20 @@ namespace flashcell::cuda::grid {
 
 enum Flag : unsigned { kRuns = 1, kResets = 2, kHolds = 4, kPolls = 8, kInitial = 16 };
 
-struct Operand {  // what a column multiplies at a step
+struct Operand {  // the operand of a column's product at one step
   unsigned flags;
-  int step;  // whose row of the medium it is, when kPolls
+  int step;  // with kPolls, the step whose row of the exchange tensor it is
 };
 
-struct Spot {      // the unit of a sequence that a thread runs the cell of, at one step
-  unsigned row;    // of the [B T] rows: 2^32 of them would be half a terabyte
+struct Spot {      // where a thread runs the cell: one unit of one sequence at one step
+  unsigned row;    // row of [B T]; 2^32 of them would be half a terabyte
   unsigned width;  // N D
-  int64_t at;      // of the unit in [N, D]
+  int64_t at;      // offset of the unit in [N, D]
   unsigned flags;
   bool writes;
 };
 
-// A column as an engine without masks sees it: no step resets, none holds.
+// The masks of a column; without kMarked no step is reset or held.
 template <bool kMarked>
 struct Steps {
   const Column& column;
@@ -33,11 +33,11 @@ struct Steps {
   DEVICE bool holds(int t) const { return kMarked && column.holds(p, t); }
 };
 
-// Values of a block's units for the columns of a tile stand kPlane apart: inputs as
-// [column][unit], the states in the order of the cell threads.
+// The number of values of a tile. Planes are kPlane apart: an input's is [column][unit], and a
+// state's is in the order of the cell threads.
 constexpr int plane(const Shape& s) { return s.units * tile_columns(s); }
 
-// kSides matrix instructions side by side make the tiles 8 or 16 sequences wide.
+// kSides matrix instructions side by side make tiles of 8 or 16 sequences.
 template <typename C, typename T, int kSides = 1, int kHeight = kUnits>
 struct ForwardPass {
   using Cell = C;
@@ -46,19 +46,19 @@ struct ForwardPass {
   using Value = typename IoTraits<IO>::Value;
   static constexpr bool kDescends = false;
   static constexpr int kRows = Cell::kGates, kBias = Cell::kBias, kPanels = 1, kSplit = 1;
-  static constexpr int kGates = 1;  // of a row of the medium
+  static constexpr int kGates = 1;  // gates in a row of the exchange tensor
   static constexpr Shape kShape = forward_shape(kRows, Cell::kStates, sizeof(IO), kSides, kHeight);
   static constexpr int kWide = kSides, kPlane = plane(kShape);
 
   FN static IO* medium(const Params& p) { return static_cast<IO*>(p.h); }
 
-  // kVector elements of row (gate, unit) of the product, from `depth` on.
+  // Loads kVector elements of row (gate, unit) of the weight, from `depth` on.
   DEVICE static uint4 weight(const Params& p, int head, int gate, int, int unit, int depth) {
     const IO* rows = static_cast<const IO*>(p.weight) + (int64_t(gate) * p.N + head) * p.D * p.D;
     return *reinterpret_cast<const uint4*>(rows + int64_t(unit) * p.D + depth);
   }
 
-  // A held step passes the operand on; its own row of h is 0.
+  // A held step passes the earlier operand on: its own row of h is 0.
   template <bool kMarked>
   DEVICE static Operand operand(const Params& p, const Steps<kMarked>& steps, int t) {
     if (!steps.runs(t)) return {0, 0};
@@ -70,12 +70,12 @@ struct ForwardPass {
     if (step >= 0) return {flags | kPolls, step};
     return {flags | (p.initial != nullptr ? kInitial : 0), 0};
   }
-  // Of a sequence that has every step, unmarked.
+  // Returns the flags of a step if the sequence has all steps and no masks.
   DEVICE static unsigned flags(const Params& p, int t) {
     return kRuns | (t > 0 || p.initial != nullptr ? kPolls : 0);
   }
 
-  // Where row `row` of the inputs begins, and from there a step of a sequence.
+  // inputs() returns where a row of the inputs starts, input() the offset of a step from there.
   DEVICE static const IO* inputs(const Params& p, int head, int row) {
     return static_cast<const IO*>(p.x) + row * p.x_gate + head * p.x_head;
   }
@@ -83,7 +83,7 @@ struct ForwardPass {
     return column.x_offset + int64_t(t) * int(p.x_time);
   }
 
-  // `to` is [K, S, N, D] less K.
+  // `to` is an offset in [S, N, D] of state k.
   DEVICE static float first_state(const Params& p, int k, int64_t to) {
     const float* initial = static_cast<const float*>(p.initial);
     return initial != nullptr ? initial[k * p.S * p.N * p.D + to] : 0.0f;
@@ -92,10 +92,10 @@ struct ForwardPass {
     static_cast<float*>(p.last)[k * p.S * p.N * p.D + to] = value;
   }
 
-  struct Unit {  // what a thread knows of its unit before the product
+  struct Unit {  // values that a thread loads for its unit before the product is ready
     Value x[kRows], now[Cell::kStates];
   };
-  // `bias` are the thread's kBias values.
+  // `bias` holds the thread's kBias values.
   DEVICE static Unit prepare(const Params&, const Spot& spot, const IO* inputs,
                              const float (&bias)[kBias], const float* states) {
     Unit unit;
@@ -138,7 +138,7 @@ struct ForwardPass {
     }
   }
 
-  // clear(tensor, rows of a step) zeroes the block's units in the padding.
+  // Calls clear(tensor, rows of a step) for the tensors whose padding must become zero.
   template <typename Clear>
   DEVICE static void pad(const Params& p, const Clear& clear) {
     clear(medium(p), 1);
@@ -147,8 +147,8 @@ struct ForwardPass {
   }
 };
 
-// kSplit thread blocks, a cluster, may share the work on their units: each multiplies all of them
-// by some of the gates, and so reads less of dr.
+// The thread blocks of a cluster (kSplit of them) may share the work on their units: each
+// multiplies all units by some of the gates, and so reads less of dr.
 template <typename C, typename T, int kBlocks = 1, int kSides = 1, int kHeight = kUnits>
 struct BackwardPass {
   using Cell = C;
@@ -164,7 +164,7 @@ struct BackwardPass {
 
   FN static IO* medium(const Params& p) { return static_cast<IO*>(Cell::kSplitGrad ? p.dr : p.dx); }
 
-  // kVector elements of row `unit` of the transposed product, from (gate, depth) on.
+  // Loads kVector elements of row `unit` of the transposed weight, from (gate, depth) on.
   DEVICE static uint4 weight(const Params& p, int head, int, int gate, int unit, int depth) {
     const IO* from = static_cast<const IO*>(p.weight) +
                      ((int64_t(gate) * p.N + head) * p.D + depth) * p.D + unit;
@@ -187,7 +187,8 @@ struct BackwardPass {
     }
     return {flags, t + 1};
   }
-  DEVICE static unsigned flags(const Params& p, int t) {  // one more step ends at the first state
+  // One step more, t = -1, completes the gradient of the initial state.
+  DEVICE static unsigned flags(const Params& p, int t) {
     return (t >= 0 ? kRuns : 0) | (t + 1 < int(p.T) ? kPolls : 0);
   }
 
@@ -208,7 +209,7 @@ struct BackwardPass {
     static_cast<float*>(p.dstate)[k * p.S * p.N * p.D + to] = k < Cell::kGradStates ? value : 0.0f;
   }
 
-  struct Unit {  // what a thread knows of its unit before the product
+  struct Unit {  // values that a thread loads for its unit before the product is ready
     Value d[Cell::kStates], saved[Cell::kSaved], dh;
   };
   DEVICE static Unit prepare(const Params&, const Spot& spot, const IO* inputs,
@@ -224,7 +225,7 @@ struct BackwardPass {
     return unit;
   }
 
-  // The sums of the bias gradient stand behind the states.
+  // `states` is followed by the sums of the bias gradient.
   DEVICE static void cell(const Params& p, const Spot& spot, const Unit& unit, const float* product,
                           const float (&)[kBias], float* states) {
     Value d[Cell::kStates], dx[kGates], dr[kGates];

@@ -1,5 +1,5 @@
-// What a thread block of the grid engine holds, and which heads it takes: pure functions of
-// the shape, for the planner, the launch and the kernel alike.
+// Decides which heads the grid engine runs, and with which sizes: pure functions of the shape, used
+// by the planner, the launch and the kernel.
 #pragma once
 #include <algorithm>
 
@@ -9,24 +9,27 @@
 
 namespace flashcell::cuda::grid {
 
-constexpr int kWarps = tiles::kGridWarps, kProducts = 32 * kWarps;  // the threads of the product
+// KProducts is the number of threads that multiply.
+constexpr int kWarps = tiles::kGridWarps, kProducts = 32 * kWarps;
 constexpr int kUnits =
-    tiles::kGridUnits;           // of a thread block: the height of the matrix instruction
-constexpr int kChunkBytes = 64;  // of the depth a warp takes at a time: four lanes, a vector each
+    tiles::kGridUnits;  // units of a thread block: the height of the matrix instruction
+// Bytes of the depth that a warp takes at a time: a vector for each of four lanes.
+constexpr int kChunkBytes = 64;
 constexpr int kTiles =
-    tiles::kGridTiles;  // a group alternates between: more than hides an exchange
-constexpr int kStages = tiles::kGridStages;  // of the input ring
+    tiles::kGridTiles;  // tiles that a group alternates between: enough to hide an exchange
+constexpr int kStages = tiles::kGridStages;  // stages of the input ring
 constexpr int kColumnBytes = 32;
 
-// One pass of one cell. A product has some rows for each unit and is panels * D deep.
+// The sizes of one pass of one cell. The product has `rows` rows for each unit, and is panels * D
+// deep.
 struct Shape {
   int rows, panels;
-  int inputs;  // rows of units a step reads: x, or saved and dh
+  int inputs;  // rows of units that a step reads: x, or saved values and dh
   int states, sums;
-  int element;         // bytes
+  int element;         // bytes of an I/O element
   int split;           // thread blocks that share a product
   int wide = 1;        // matrix instructions side by side: a tile is 8 or 16 sequences
-  int units = kUnits;  // of a thread block
+  int units = kUnits;  // units of a thread block
 };
 
 constexpr Shape forward_shape(int gates, int states, int element, int wide = 1,
@@ -38,27 +41,28 @@ constexpr Shape backward_shape(int gates, int states, int saved, int bias_rows, 
   return {split, gates / split, saved + 1, states, bias_rows, element, split, wide, units};
 }
 
-// A product is so many instructions high: eight units of a row are half of one.
+// The product's height in matrix instructions, each of which has 16 rows: eight units of two rows.
 constexpr int row_tiles(const Shape& s) { return (s.rows * s.units + 15) / 16; }
 
-constexpr int cell_threads(const Shape& s) { return 8 * s.units; }  // each unit of 8 columns
+// One thread for each unit and each of 8 columns.
+constexpr int cell_threads(const Shape& s) { return 8 * s.units; }
 // Where those are not whole fours of warps, between which registers can move, the rest fetch
 // inputs.
 constexpr int fetch_threads(const Shape& s) { return -cell_threads(s) & 127; }
 
-constexpr int tile_columns(const Shape& s) { return 8 * s.wide; }        // of a tile
-constexpr int tiles_at_once(const Shape& s) { return kTiles / s.wide; }  // of a round
+constexpr int tile_columns(const Shape& s) { return 8 * s.wide; }        // sequences of a tile
+constexpr int tiles_at_once(const Shape& s) { return kTiles / s.wide; }  // tiles of a round
 
-// A tile of sixteen sequences needs the registers that a wider head's weight would take.
+// A tile of sixteen sequences uses registers that would hold the weight of a wider head.
 constexpr int kWideHeld = 96, kWideBlocks = 4;
-// Thread blocks of 24 units are made for one depth, that of 768 units in 16 bits: more of the GPU's
-// SMs have a part of it.
+// Thread blocks of 24 units (tall blocks) are compiled for one depth only, that of 768 units in 16
+// bits; they use more of the GPU's SMs there.
 constexpr int kTallUnits = 24, kTallBlocks = 3;
 constexpr bool has_tall_blocks(int gates, int element) { return gates == 4 && element == 2; }
 
-// Chunks whose weights stay in 128 registers a lane: the rest is read from shared memory at every
-// step. A block of the depth is one chunk of every panel for every warp; the kernel is unrolled for
-// max_blocks of them.
+// The number of chunks whose weights stay in registers (128 per lane); the others are read from
+// shared memory in every step. A block of the depth has one chunk of every panel for every warp.
+// The kernel is unrolled for at most max_blocks of them.
 constexpr int held_chunks(const Shape& s) {
   return (s.wide > 1 ? kWideHeld : tiles::kGridHeld) / 8 / row_tiles(s);
 }
@@ -72,7 +76,8 @@ constexpr int max_blocks(const Shape& s) {
   return by_memory < tiles::kGridBlocks ? by_memory : tiles::kGridBlocks;
 }
 
-// Chunks of operands on their way to a lane: as many as divide them all and registers are left for.
+// The number of operand chunks that a lane loads ahead: a divisor of all chunks for which registers
+// are left.
 constexpr int chunks_ahead(const Shape& s, int blocks, bool marked) {
   const int chunks = blocks * s.panels;
   if (s.wide > 1) {
@@ -84,7 +89,7 @@ constexpr int chunks_ahead(const Shape& s, int blocks, bool marked) {
   return ahead;
 }
 
-// Twice the warps run the cell when weights and operands leave them the registers.
+// Two halves of cell warps are used if weights and operands leave enough registers.
 constexpr int cell_halves(const Shape& s, int blocks, bool marked) {
   if (s.units > kUnits) return 1;
   if (s.wide > 1) return 2;
@@ -92,7 +97,8 @@ constexpr int cell_halves(const Shape& s, int blocks, bool marked) {
   return weights + 4 * chunks_ahead(s, blocks, marked) <= 108 ? 2 : 1;
 }
 
-// A kernel is made for so many blocks of the depth, or for up to so many: those look.
+// A kernel is compiled for an exact number of blocks of the depth, or for a maximum, which then has
+// to be compared at run time.
 constexpr bool is_exact(int blocks, bool marked) { return !marked && (blocks <= 4 || blocks == 8); }
 
 constexpr int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -100,29 +106,30 @@ constexpr int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 constexpr int64_t blocks_of_depth(const Shape& s, int64_t D) {
   return divide_up(D * s.element, kWarps * kChunkBytes);
 }
-constexpr int64_t thread_blocks(const Shape& s, int64_t D) {  // of a group: whole clusters
+// Thread blocks of a group: a whole number of clusters.
+constexpr int64_t thread_blocks(const Shape& s, int64_t D) {
   return divide_up(D, s.units * s.split) * s.split;
 }
 
-// Tiles of sixteen sequences pay where a group has many of eight; the registers are those of
-// sm_90a.
+// Tiles of sixteen sequences pay if a group has many tiles of eight. They need the registers that
+// setmaxnreg moves (sm_90a).
 constexpr bool takes_wide_tiles(const Shape& s, int64_t S, int64_t N, int64_t D,
                                 const Device& device) {
   const int64_t groups = device.sms / (N * divide_up(D, kUnits));
-  const int few = s.sums > 0 ? 4 : 3;  // backward, forward: measured
+  const int few = s.sums > 0 ? 4 : 3;  // measured; backward, then forward
   return device.code.sm_90a && divide_up(S, 8) > few * (groups > 1 ? groups : 1);
 }
 
-// From the bytes that all thread blocks poll for a step of one tile each to the clocks that a
-// forward step leaves between a block's own part and its first look at all of them. Measured in 16
-// bits: at 2.1 MB 450 to 800 clocks help; at 1.2 MB 300 to 450 help little and 150 hurt, so there
-// are none.
+// The clocks that a block waits in a forward step between publishing its own part and first polling
+// the others' parts, by the bytes that all thread blocks poll for one tile each. Measured with
+// 16-bit I/O: at 2.1 MB 450 to 800 clocks help; at 1.2 MB 300 to 450 clocks help little and 150
+// hurt, so there are none.
 constexpr unsigned pause_clocks(int64_t polled) {
   return polled > 1'900'000 && polled < 2'200'000 ? 600 : 0;
 }
 
-// Sums of all rows of a unit and column stand together: a slot. A column of slots is
-// padded so that both sides of the reduction hit all banks.
+// The partial sums of all rows of one unit and column are adjacent: a slot. Columns of slots are
+// padded so that the writers and the readers of partial sums hit all banks.
 constexpr int slot_floats(const Shape& s) { return s.rows == 3 ? 4 : s.rows; }
 constexpr int column_slots(const Shape& s) { return s.units + 4 / slot_floats(s); }
 
@@ -138,7 +145,7 @@ constexpr int64_t shared_bytes(const Shape& s, int64_t D) {
          (spilt > 0 ? spilt : 0) * row_tiles(s) * 2 * 16 * kProducts;
 }
 
-// Tall blocks pay where they make more groups, which then have fewer tiles; measured.
+// Measured: tall blocks pay if they allow more groups, each of which then has fewer tiles.
 constexpr bool takes_tall_blocks(const Shape& s, int64_t S, int64_t N, int64_t D,
                                  const Device& device) {
   Shape tall = s;
@@ -149,7 +156,8 @@ constexpr bool takes_tall_blocks(const Shape& s, int64_t S, int64_t N, int64_t D
          more > groups && divide_up(S, 8) > 2 * (groups > 1 ? groups : 1);
 }
 
-// Whether the shape is the one for so many sequences, if it fits; the widest is asked first.
+// Whether the planner prefers this shape for so many sequences, if it fits. Wide shapes are tried
+// first.
 constexpr bool takes(const Shape& s, bool marked, int64_t S, int64_t N, int64_t D,
                      const Device& device) {
   if (s.wide > 1 && marked) return false;
@@ -170,8 +178,8 @@ constexpr bool fits(const Shape& s, int64_t D, const Device& device) {
          (s.units == kUnits || blocks_of_depth(s, D) == kTallBlocks);
 }
 
-// Whether a kernel of the shape runs the call, as far as sizes and code decide. Of a shape whose
-// thread blocks share products, has_room decides as well.
+// Whether a kernel of this shape can run the call, judged by sizes and compiled code. If its thread
+// blocks share products, has_room decides as well.
 constexpr bool can_run(const Shape& s, bool marked, int64_t S, int64_t N, int64_t D,
                        const Device& device) {
   return takes(s, marked, S, N, D, device) && fits(s, D, device) &&
@@ -180,8 +188,8 @@ constexpr bool can_run(const Shape& s, bool marked, int64_t S, int64_t N, int64_
 
 constexpr int64_t tiles_of(const Shape& s, int64_t S) { return divide_up(S, tile_columns(s)); }
 
-// Whether enough thread blocks run `together`. Not every SM can be part of a large cluster: no
-// reason to leave half of them idle.
+// Whether the GPU can run enough thread blocks at once; `together` is how many it can. Large
+// clusters cannot use every SM, which must not leave half of them idle.
 constexpr bool has_room(const Shape& s, int64_t S, int64_t N, int64_t D, int64_t together,
                         const Device& device) {
   const int64_t members = thread_blocks(s, D);
@@ -190,8 +198,8 @@ constexpr bool has_room(const Shape& s, int64_t S, int64_t N, int64_t D, int64_t
   return s.split <= 2 || together / (N * members) >= std::min(groups_at_most, tiles_of(s, S));
 }
 
-// What the driver is expected to run at once, for who cannot ask it: a thread block to an SM, and a
-// cluster of more than two within a part of the GPU that has 16 to 18 SMs.
+// The number of thread blocks expected to run at once, if the driver cannot be asked: one per SM,
+// and clusters of more than two within one part of the GPU (a GPC) of 16 to 18 SMs.
 constexpr int64_t expected_together(const Shape& s, const Device& device) {
   const int64_t clusters = s.split <= 2 ? device.sms / s.split : device.sms / 18 * (16 / s.split);
   return clusters * s.split;
@@ -205,7 +213,7 @@ constexpr int64_t groups_of(const Shape& s, int64_t S, int64_t heads, int64_t D,
   return std::clamp<int64_t>(together / (heads * thread_blocks(s, D)), 1, tiles_of(s, S));
 }
 
-// What kernels of a pass are compiled for, beside the cell.
+// The compile-time choices of a pass's kernel, besides the cell.
 struct Variant {
   int split = 1, wide = 1, units = kUnits;
 };
@@ -216,7 +224,7 @@ struct Variants {
   constexpr void add(Variant variant) { list[count++] = variant; }
 };
 
-// In the order in which a launch asks whether they run a call; the last is the plain one.
+// The variants in the order in which a launch tries them; the last is the plain one.
 constexpr Variants forward_variants(int gates, int element) {
   Variants all;
   if (has_tall_blocks(gates, element)) {
@@ -240,7 +248,8 @@ constexpr Variants backward_variants(int gates, int element) {
   return all;
 }
 
-// Both passes of whatever cell: no cell has more than 4 states and bias rows and 7 saved values.
+// Shapes of both passes that cover every cell: none has more than 4 states, 4 bias rows and 7 saved
+// values.
 struct Passes {
   Shape forward, backward;
 };

@@ -1,6 +1,6 @@
-// The product warps of the grid engine. They split the depth: what a warp polls are its
-// operands, straight from L2 to the matrix instruction. Operands of the next step, or of the next
-// tile, are asked for as soon as the registers of the ones before are free.
+// The product warps of the grid engine. They split the depth of the product. A warp polls its own
+// operands and passes them straight from L2 to the matrix instruction. It requests the operands of
+// the next step, or of the next tile, as soon as registers are free.
 #pragma once
 #include <cstddef>
 
@@ -8,7 +8,8 @@
 
 namespace flashcell::cuda::grid {
 
-// kBlocks: of the depth, at most. Exact ones need no look at how many there are.
+// kBlocks is the most blocks of the depth; if it is exact, no block has to be checked for
+// existence.
 template <typename Pass, int kBlocks, bool kMarked>
 struct Product : Block<Pass> {
   using IO = typename Pass::IO;
@@ -17,19 +18,22 @@ struct Product : Block<Pass> {
   static constexpr Shape kShape = Pass::kShape;
   static constexpr int kRows = Pass::kRows, kPanels = Pass::kPanels, kSplit = Pass::kSplit;
   static constexpr int kVector = IoTraits<IO>::kVector;
-  static constexpr int kBlockDepth = kWarps * 4 * kVector;  // one chunk for every warp
+  // A block of the depth is one chunk for every warp.
+  static constexpr int kBlockDepth = kWarps * 4 * kVector;
   static constexpr int kChunks = kBlocks * kPanels, kAhead = chunks_ahead(kShape, kBlocks, kMarked);
   static constexpr int kHolds = held_chunks(kShape), kHeld = kChunks < kHolds ? kChunks : kHolds;
   static constexpr int kWide = Pass::kWide, kUnits = kShape.units, kRowTiles = row_tiles(kShape);
-  // Eights of units: a row's are a piece, half the height of the matrix instruction. The sums of
-  // all units are made together, or those of one eight after the other, which takes fewer
-  // registers but all operands at once.
+  // A piece is eight units of one row of the product, half the height of the matrix instruction.
+  // The sums of all units are computed together or, with kByEights, eight units at a time, which
+  // takes fewer registers but needs all operands at once.
   static constexpr int kEights = kUnits / 8, kPieces = kEights * kRows;
   static constexpr bool kByEights = kEights > 2 && kAhead == kChunks&& kRows % 2 == 0;
-  static constexpr int kTogether = kByEights ? kRows / 2 : kRowTiles;           // row tiles
-  static constexpr int kChains = kRows * kWide >= 3 ? 1 : 4 / (kRows * kWide);  // mma has a latency
-  // Chunks asked for together, and tiles a group alternates between without asking ahead: chosen by
-  // measurement.
+  // Row tiles computed together.
+  static constexpr int kTogether = kByEights ? kRows / 2 : kRowTiles;
+  // Independent chains of sums, to hide the latency of mma.
+  static constexpr int kChains = kRows * kWide >= 3 ? 1 : 4 / (kRows * kWide);
+  // kRefill is the number of chunks requested together. With up to kPatience tiles a group requests
+  // nothing ahead. Both were chosen by measurement.
   static constexpr int kRefill = kWide > 1 ? 1 : kAhead, kPatience = 2;
   static constexpr int kHalves = cell_halves(kShape, kBlocks, kMarked);
   static constexpr bool kExact = is_exact(kBlocks, kMarked);
@@ -37,18 +41,18 @@ struct Product : Block<Pass> {
                        kAll = kProducts + kHalves * kCells + fetch_threads(kShape);
 
   static_assert(kWide == 1 || !kMarked);
-  struct Look {             // at the operands of the lane's columns
-    const IO* from[kWide];  // in the medium, or in the initial states
-    int polled[kWide];      // blocks
+  struct Look {             // where the operands of the lane's columns are
+    const IO* from[kWide];  // in the exchange tensor, or in the initial states
+    int polled[kWide];      // number of blocks of the depth to poll
   };
 
   uint32_t weight[kHeld][kRowTiles][2][4];  // [chunk][row tile][mma step]
   uint32_t words[kAhead][kWide][4];
-  const IO* const medium;  // the lane's operands in its first row
-  const int blocks;        // of the depth, with operands of the lane
+  const IO* const medium;  // the lane's operands in row 0 of the exchange tensor
+  const int blocks;        // blocks of the depth in which the lane has operands
   const uint32_t columns, sums_here;
-  unsigned parities = 0;  // of the uses of the buffers of partial sums
-  int sequence = 0;       // of the lane's first column of the round's first tile
+  unsigned parities = 0;  // parities of the buffers of partial sums, and which is next
+  int sequence = 0;       // index of the lane's first column in the round's first tile
 
   DEVICE int warp() const { return int(threadIdx.x / 32); }
   DEVICE int depth() const { return (warp() * 4 + lane() % 4) * kVector; }
@@ -66,7 +70,7 @@ struct Product : Block<Pass> {
   DEVICE void run() {
     load_weight();
     this->rounds([&](int first_tile, int tiles) {
-      named_barrier_sync_diverged<kAll>(kRound);  // the round before is over
+      named_barrier_sync_diverged<kAll>(kRound);  // wait for the end of the round before
       named_barrier_sync_diverged<kAll>(kRound);
       sequence = first_tile * Block<Pass>::kColumns + lane() / 4;
       run_round(tiles);
@@ -99,7 +103,7 @@ struct Product : Block<Pass> {
     }
   }
 
-  // The lane's row of a piece: eight units of a gate, or of a block of the cluster.
+  // Loads the lane's row of a piece: eight units of a gate, or of one block of the cluster.
   DEVICE uint4 piece(int i, int panel, int from) const {
     const int row = i % kRows, unit = i / kRows * 8 + lane() / 4;
     const int to = unit + (kSplit > 1 ? this->cluster_unit() + row * kUnits : first_unit);
@@ -124,13 +128,14 @@ struct Product : Block<Pass> {
     }
     if (eager) ask<kAhead>(0, 0, now);
     while (at.t != route.end) {
-      // Here alone, not also before the loop: that would load into other registers, and the loop
-      // would begin with moves, or with a wait for loads that are none of its own.
+      // Requested here only, not before the loop as well: the compiler would use other registers
+      // there, and the loop would begin with moves, or wait for unrelated loads.
       if (!eager) ask<kAhead>(0, 0, now);
       const int tile = at.tile;
       Look next = now;
       const auto go_on = [&] { at = this->following(at, route), next = look(at, route.end); };
-      int buffer = kEights > 2 ? empty_buffer(tile) : 0;  // while operands are on their way
+      // Waits while the operands are on their way.
+      int buffer = kEights > 2 ? empty_buffer(tile) : 0;
       if (kEights > 2 && !eager) go_on();
       if constexpr (kByEights) {
         await(0, now);
@@ -168,8 +173,8 @@ struct Product : Block<Pass> {
     }
   }
 
-  // With little else to do the other blocks are as far as this one: asking before our own part is
-  // out would only keep L2 busy.
+  // Waits until this block has published its own part of the next operand. The other blocks are
+  // about as far as this one, so polling earlier would only load L2.
   DEVICE void wait_for_ours(const Walk& walk) const {
     const int warp = place_of(kUnits, lane() / 4, kUnits - 1) / 32;
     const volatile int& step = shared.published[walk.tile][warp];
@@ -178,7 +183,8 @@ struct Product : Block<Pass> {
     __syncwarp();
   }
 
-  // Nor is all of it there at once: who asks too early asks twice, and holds up what it waits for.
+  // Waits a little longer: the other blocks' parts are not there at once, and polling too early
+  // costs a second poll and delays the data.
   DEVICE void pause() const {
     const unsigned begin = unsigned(clock());
     while (unsigned(clock()) - begin < range.pause) {
@@ -210,7 +216,7 @@ struct Product : Block<Pass> {
         row = unsigned(starts ? column.index : column.row + operand.step);
       } else {
         const uint32_t column = columns + (walk.tile * 8 * kWide + 8 * side) * kColumnBytes;
-        const uint4 rows = load_shared(column);  // words of its index and of its row
+        const uint4 rows = load_shared(column);  // words of Column::index and Column::row
         const int length = int(load_word(column + offsetof(Column, length)));
         starts = !Pass::kDescends && walk.t == 0;
         const int step = walk.t + (Pass::kDescends ? 1 : -1);
@@ -230,7 +236,7 @@ struct Product : Block<Pass> {
            chunk / kPanels * kBlockDepth;
   }
 
-  // For kCount chunks from `chunk` on, into the words of `slot` and those behind it.
+  // Requests kCount chunks from `chunk` on, into `words` from `slot` on.
   template <int kCount>
   DEVICE void ask(int slot, int chunk, const Look& look) {
 #pragma unroll
@@ -242,7 +248,7 @@ struct Product : Block<Pass> {
     }
   }
 
-  // What is late of kAhead chunks is asked for again, all at once.
+  // Waits for kAhead chunks: all that are missing are requested again together.
   DEVICE void await(int first, const Look& look) {
     for (;;) {
       bool late = false;
@@ -261,7 +267,7 @@ struct Product : Block<Pass> {
     float of[kWide][kChains][kTogether][4];
   };
 
-  // kCount chunks, for the row tiles from `top` on.
+  // Multiplies kCount chunks, for the row tiles from `top` on.
   template <int kCount>
   DEVICE void multiply(Sums& sums, int slot, int first, int top = 0) {
 #pragma unroll
@@ -294,14 +300,15 @@ struct Product : Block<Pass> {
     }
   }
 
-  // With two halves of cell warps each has its buffer.
+  // Waits until a buffer of partial sums is empty, and returns it. With two halves of cell warps,
+  // each half has its own buffer.
   DEVICE int empty_buffer(int tile) const {
     const int buffer = kHalves == 2 ? tile % 2 : parities >> 2 & 1;
     mbarrier_poll(shared.emptied[buffer], ~parities >> buffer & 1);
     return buffer;
   }
 
-  // What the lane has of an eight of units: all rows of one of them, for two columns a side.
+  // Stores the lane's sums of eight units: all rows of one of them, for two columns of each side.
   DEVICE void store(int buffer, const Sums& sums, int eight) const {
     using Slot = typename Shared<Pass>::Sums;
     const uint32_t to = sums_here + buffer * sizeof(shared.partials[0]);

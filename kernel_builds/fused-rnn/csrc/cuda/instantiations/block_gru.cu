@@ -1,3 +1,4 @@
+// Compiles the block engine for the cell gru.
 #include "../block/launch.cuh"
 
 namespace flashcell::cuda {

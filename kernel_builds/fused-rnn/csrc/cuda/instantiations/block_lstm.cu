@@ -1,3 +1,4 @@
+// Compiles the block engine for the cell lstm.
 #include "../block/launch.cuh"
 
 namespace flashcell::cuda {

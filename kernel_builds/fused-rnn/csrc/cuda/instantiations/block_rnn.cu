@@ -1,3 +1,4 @@
+// Compiles the block engine for the cells rnn_tanh and rnn_relu.
 #include "../block/launch.cuh"
 
 namespace flashcell::cuda {

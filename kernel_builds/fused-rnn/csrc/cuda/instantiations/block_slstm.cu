@@ -1,3 +1,4 @@
+// Compiles the block engine for the cell slstm.
 #include "../block/launch.cuh"
 
 namespace flashcell::cuda {

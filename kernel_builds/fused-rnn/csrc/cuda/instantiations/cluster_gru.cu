@@ -1,3 +1,4 @@
+// Compiles the cluster engine for the cell gru.
 #include "../cluster/launch.cuh"
 
 namespace flashcell::cuda {

@@ -1,3 +1,4 @@
+// Compiles the cluster engine for the cell lstm.
 #include "../cluster/launch.cuh"
 
 namespace flashcell::cuda {

@@ -1,3 +1,4 @@
+// Compiles the cluster engine for the cells rnn_tanh and rnn_relu.
 #include "../cluster/launch.cuh"
 
 namespace flashcell::cuda {

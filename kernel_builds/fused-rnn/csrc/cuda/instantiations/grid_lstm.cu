@@ -1,3 +1,4 @@
+// Compiles the grid engine for the cell lstm.
 #include "../grid/launch.cuh"
 
 namespace flashcell::cuda {

@@ -1,3 +1,4 @@
+// Compiles the grid engine for the cells rnn_tanh and rnn_relu.
 #include "../grid/launch.cuh"
 
 namespace flashcell::cuda {

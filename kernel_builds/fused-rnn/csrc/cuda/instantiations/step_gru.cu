@@ -1,3 +1,4 @@
+// Compiles the step engine for the cell gru.
 #include "../step/launch.cuh"
 
 namespace flashcell::cuda {

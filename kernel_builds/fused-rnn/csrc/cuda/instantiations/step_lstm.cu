@@ -1,3 +1,4 @@
+// Compiles the step engine for the cell lstm.
 #include "../step/launch.cuh"
 
 namespace flashcell::cuda {

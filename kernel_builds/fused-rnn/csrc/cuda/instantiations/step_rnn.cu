@@ -1,3 +1,4 @@
+// Compiles the step engine for the cells rnn_tanh and rnn_relu.
 #include "../step/launch.cuh"
 
 namespace flashcell::cuda {

@@ -1,3 +1,4 @@
+// Compiles the step engine for the cell slstm.
 #include "../step/launch.cuh"
 
 namespace flashcell::cuda {

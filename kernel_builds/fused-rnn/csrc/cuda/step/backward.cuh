@@ -1,5 +1,5 @@
-// One backward step of a tile: the product with dr of the step after completes the gradient of the
-// states, then the cell. Gradients live in `dstate`, unrounded, from launch to launch.
+// One backward step of a tile: the product with the next step's dr completes the gradient of the
+// states, then the cell runs. The gradients are kept in `dstate`, unrounded, from launch to launch.
 #pragma once
 #include "flow.cuh"
 
@@ -14,7 +14,7 @@ enum BackwardMark : unsigned {
   kClears = 32
 };
 
-// The step of a column.
+// Returns the place of a column at step t.
 DEVICE Place backward_place(const BackwardParams& p, int t, const Column& column, bool present) {
   Place place = {};
   place.row = column.row + t, place.index = int(column.index);
@@ -31,7 +31,8 @@ DEVICE Place backward_place(const BackwardParams& p, int t, const Column& column
   return place;
 }
 
-// A unit of a sequence. All it needs but the product is loaded ahead of it.
+// One unit of one sequence. load() reads everything except the product, before the product is
+// ready.
 template <typename Cell, typename IO, typename V>
 class BackwardCell {
  public:
@@ -53,7 +54,7 @@ class BackwardCell {
     for (int v = 0; v < Cell::kSaved; ++v) saved_[v] = load_io(runs, saved + int64_t(v) * step.ND);
   }
 
-  // Also the part of this cell in the gradient of every row of the bias.
+  // Runs the cell, and also returns its share of every row of the bias gradient.
   DEVICE void finish(const BackwardParams& p, const Step& step, const Place& place, int at,
                      float product, float (&dbias)[Cell::kBias]) const {
     IO* dx = static_cast<IO*>(p.dx) + place.row * Cell::kGates * step.ND + at;
@@ -95,7 +96,8 @@ class BackwardCell {
   IO saved_[Cell::kSaved], dh_;
 };
 
-// Adds what the cells of a rank left in the place of its partial sums, sequences in their order.
+// Adds the bias gradients that the cells of a rank left in place of its partial sums, in the order
+// of the sequences.
 template <typename Cell, typename Product>
 DEVICE void add_dbias(const BackwardParams& p, const Step& step, const Tile<Product>& tile) {
   const int bits = tile.bits, unit = tile.rank << bits, sequences = tile.sequences(p);
@@ -150,7 +152,8 @@ __global__ void __launch_bounds__(Product::kThreads, Product::kResident) backwar
         float dbias[Cell::kBias];
         cell.finish(p, step, places.place[column], tile.head * step.D + tile.unit + of, product[0],
                     dbias);
-    // Nobody else reads the partial sums of this cell in this block.
+    // Only this thread reads the partial sums of this cell in this block, so they can be
+    // overwritten.
 #pragma unroll
         for (int row = 0; row < Cell::kBias; ++row) *Product::at(row, 0, column, of) = dbias[row];
       });

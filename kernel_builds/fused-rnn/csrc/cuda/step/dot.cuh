@@ -1,22 +1,22 @@
-// The products of a step in fp32 arithmetic: exact fp32, widths of no whole vectors, and the few
-// sequences that would leave a tensor core idle.
+// The products of a step without tensor cores: for exact fp32, for widths that are not whole
+// vectors, and for so few sequences that tensor cores would be idle.
 #pragma once
 #include "tile.cuh"
 
 namespace flashcell::cuda {
 
-// Exact fp32 keeps an exact cell.
+// With exact fp32, the cell is computed in exact fp32 too.
 template <typename IO>
 using DotValue = std::conditional_t<sizeof(IO) == 4, float, typename IoTraits<IO>::Value>;
 
-// What a lane loads of a row at once: a vector, or one element where rows are not aligned.
+// The part of a row that a lane loads at once: a vector, or one element if rows are not aligned.
 template <typename IO, bool kVectors>
 struct Piece {
   static constexpr int kCount = kVectors ? IoTraits<IO>::kVector : 1;
   static constexpr int kFloats = kVectors ? 4 : 1, kParts = kCount / kFloats;
   Vector vector = {};
 
-  // Zeros where nothing is wanted.
+  // Loads it, or zeros if it is not wanted.
   DEVICE void load(bool wanted, const IO* from) {
     if constexpr (kVectors) {
       vector = load_weights(wanted, from);
@@ -38,7 +38,7 @@ struct Piece {
       vector = round_states<IO>(halves);
     }
   }
-  // Elements [kFloats part, kFloats (part + 1)).
+  // Converts the elements [kFloats part, kFloats (part + 1)).
   DEVICE void floats(int part, float (&to)[kFloats]) const {
     if constexpr (sizeof(IO) == 4 || !kVectors) {
 #pragma unroll
@@ -54,7 +54,7 @@ struct Piece {
 };
 
 // Sums every value over the lanes of a warp: lane l gets the total of values[l % kCount]. At every
-// exchange a lane gives half of its values away.
+// exchange a lane passes on half of its values.
 template <int kCount, int kSize>
 DEVICE float sum_over_lanes(float (&values)[kSize]) {
   if constexpr (kCount == 1) {
@@ -76,17 +76,18 @@ DEVICE float sum_over_lanes(float (&values)[kSize]) {
   }
 }
 
-// r[gate, unit] = weight[gate, unit, :] h. A warp multiplies one unit's row of every gate, its
-// lanes side by side along the row.
+// r[gate, unit] = weight[gate, unit, :] h. A warp multiplies the rows of one unit, one for every
+// gate, with its lanes side by side along the row.
 template <int kGates, typename IO, int kWidth, bool kVectors>
 struct ForwardDot : Partials<kGates, kWidth, kWidth == 1 ? 4 : 8, 1> {
   using Base = Partials<kGates, kWidth, kWidth == 1 ? 4 : 8, 1>;
   using Value = DotValue<IO>;
   using Row = Piece<IO, kVectors>;
-  static constexpr int kDeep = 1;  // warps along the depth
+  static constexpr int kDeep = 1;  // warps that share the depth
   static constexpr int kResident = kWidth == 1 && sizeof(IO) == 2 ? 4 : 1, kCells = 1;
   static constexpr int kThreads = 32 * Base::kUnits;
-  static constexpr int kLoads = 4, kSlots = 32 * kLoads;  // pieces of a row at once
+  // Pieces of a row that a lane, and a warp, loads at once.
+  static constexpr int kLoads = 4, kSlots = 32 * kLoads;
   static constexpr int kCount = Row::kCount, kChunk = kSlots * kCount;
   static constexpr int kQuantum = 1;
   // Lanes read up to four floats of the operand at once, side by side: [column][part][slot].
@@ -99,7 +100,7 @@ struct ForwardDot : Partials<kGates, kWidth, kWidth == 1 ? 4 : 8, 1> {
       kStageBytes > Base::kPartialBytes ? kStageBytes : Base::kPartialBytes;
   static constexpr int kGateSlots = kGates == 3 ? 4 : kGates;  // a power of two
 
-  struct Weights {  // of a chunk
+  struct Weights {  // the weights of one chunk
     Row rows[kLoads][kGates];
 
     DEVICE void load(const Task& task) {
@@ -121,7 +122,8 @@ struct ForwardDot : Partials<kGates, kWidth, kWidth == 1 ? 4 : 8, 1> {
     const int lane = threadIdx.x % 32, unit = threadIdx.x / 32;
     float sums[kWidth * kGateSlots] = {};
     for (int from = 0; from < task.end; from += kChunk) {
-      Row own[kLoads];  // the operand of a single column is not shared: a lane needs little of it
+      // A single column is not staged in shared memory: each lane needs only its own part.
+      Row own[kLoads];
       if constexpr (kWidth == 1) {
         const void* row = task.places[0].operand;
 #pragma unroll
@@ -146,7 +148,7 @@ struct ForwardDot : Partials<kGates, kWidth, kWidth == 1 ? 4 : 8, 1> {
       }
     }
     const float sum = sum_over_lanes<kWidth * kGateSlots>(sums);
-    if (kWidth > 1) __syncthreads();  // the sums take the place of the operand
+    if (kWidth > 1) __syncthreads();  // the sums overwrite the operand
     const int gate = lane % kGateSlots, column = lane / kGateSlots;
     if (gate < kGates && column < kWidth) *Base::at(0, gate, column, unit) = sum;
   }
@@ -208,13 +210,13 @@ struct ForwardDot : Partials<kGates, kWidth, kWidth == 1 ? 4 : 8, 1> {
   }
 };
 
-// sum over gates and j of weight[gate, j, unit] dr[gate, j], with the depth in (gate, j) order. A
-// lane has one unit, the warps take turns along the depth.
+// sum over gates and j of weight[gate, j, unit] dr[gate, j], with the depth in (gate, j) order.
+// Each lane has one unit, and the warps take turns along the depth.
 template <int, typename IO, int kWidth>
 struct BackwardDot : Partials<1, kWidth, 32, 16> {
   using Base = Partials<1, kWidth, 32, 16>;
   using Value = DotValue<IO>;
-  static constexpr int kDeep = Base::kSlices;  // warps along the depth
+  static constexpr int kDeep = Base::kSlices;  // warps that share the depth
   static constexpr int kResident = 1, kCells = 1;
   static constexpr int kThreads = 32 * Base::kSlices;
   static constexpr int kLoads = 8, kChunk = kLoads * Base::kSlices, kQuantum = Base::kSlices;
@@ -260,7 +262,8 @@ struct BackwardDot : Partials<1, kWidth, 32, 16> {
     for (int c = 0; c < kWidth; ++c) *Base::at(slice, 0, c, lane) = sums[c];
   }
 
-  // Elements [from, from + kChunk) of every column: a row of columns for each, zeros past the end.
+  // Stages elements [from, from + kChunk) of every column as [element][column], with zeros past the
+  // end.
   static DEVICE void stage(const Task& task, int from) {
     float* staged = reinterpret_cast<float*>(step_shared);
     for (int i = threadIdx.x; i < kWidth * kChunk; i += kThreads) {

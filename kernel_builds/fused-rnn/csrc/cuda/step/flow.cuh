@@ -1,13 +1,13 @@
-// What a launch of the step engine does, the same in both directions: it finds out what the step
-// means for every sequence of its tile, loads weights and all that the cells need, multiplies, and
-// runs the cells.
+// The course of a launch of the step engine, the same in both directions: it finds the place of
+// every sequence of its tile, loads weights and the inputs of the cells, multiplies, and runs the
+// cells.
 #pragma once
 #include "tile.cuh"
 
 namespace flashcell::cuda {
 
-// Rows of a forward weight on their way to the L2: the one place where they may be before the
-// launch before has ended, for whoever writes them writes them there.
+// Prefetches rows of a forward weight to L2. This is safe before the preceding kernel has ended: a
+// kernel that still writes the weights writes them to L2, so no stale copy can arise there.
 template <typename IO, typename Product>
 DEVICE void prefetch_weights([[maybe_unused]] const Task& task) {
 #if __CUDA_ARCH__ >= 900
@@ -25,17 +25,19 @@ DEVICE void prefetch_weights([[maybe_unused]] const Task& task) {
 #endif
 }
 
-// Finds the places of the tile that starts at sequence `first`, and starts to load the weights:
-// `find(s, runs, listed)` gives the place of a sequence, whether it needs a product, and whether it
-// needs anything. `ran` is the step that left the operand. False where nothing is to be done.
+// Finds the places of the tile that starts at sequence `first`, and starts to load the weights.
+// `find(s, runs, listed)` returns the place of a sequence, and sets whether it needs a product and
+// whether it needs anything at all. `ran` is the step that left the operand. Returns false if there
+// is nothing to do.
 template <typename Product, typename Find>
 DEVICE bool begin(Task& task, typename Product::Weights& weights,
                   Places<Product::kSequences>& places, const SequenceParams& p, const Step& step,
                   int64_t first, int ran, Find find) {
-  // Before the first launch of a call, anything may be writing what it reads.
+  // Before the first launch of a call, some other kernel may still be writing what this reads.
   const bool reads = p.sequences != nullptr || p.reset != nullptr || p.hold != nullptr;
   if (!step.follows && reads) wait_for_previous();
-  if (!Column(p, first).runs(ran)) task.end = task.begin;  // the longest of the tile
+  // The first sequence is the longest of the tile.
+  if (!Column(p, first).runs(ran)) task.end = task.begin;
   task.places = places.place;
   bool runs = false, listed = false;
   if (threadIdx.x < Product::kSequences) {
@@ -43,7 +45,7 @@ DEVICE bool begin(Task& task, typename Product::Weights& weights,
   }
   places.count(runs, listed);
   if (!step.follows) wait_for_previous();
-  weights.load(task);  // after the places, which would wait for these loads
+  weights.load(task);  // after finding the places, which would otherwise wait for these loads
   __syncthreads();
   const int total = places.total();
   wait_for_previous();
@@ -52,8 +54,8 @@ DEVICE bool begin(Task& task, typename Product::Weights& weights,
   return total >= 1 << 16;
 }
 
-// The product of the tile and then its cells, `finish(cell, column, unit, product)` each. A rank
-// runs those of its part of the units; neighbours in a row are neighbouring threads.
+// Computes the product of the tile, then calls finish(cell, column, unit, product) for every cell.
+// A rank runs the cells of its part of the units; neighbouring threads have neighbouring units.
 template <typename Product, typename Cell, typename Params, typename Finish>
 DEVICE void multiply_and_finish(const Task& task, typename Product::Weights& weights,
                                 const Params& p, const Step& step, const Tile<Product>& tile,

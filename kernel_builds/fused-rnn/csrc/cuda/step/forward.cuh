@@ -1,5 +1,5 @@
-// One forward step of a tile: the product with the states of the step before, then the cell. States
-// live in `last`, unrounded, from launch to launch.
+// One forward step of a tile: the product with the states before the step, then the cell. The
+// states are kept in `last`, unrounded, from launch to launch.
 #pragma once
 #include "flow.cuh"
 
@@ -7,7 +7,7 @@ namespace flashcell::cuda {
 
 enum ForwardMark : unsigned { kRuns = 1, kZeros = 2, kCarries = 4, kStarts = 8 };
 
-// The step of column s, in thread s.
+// Returns the place of column s, in thread s.
 DEVICE Place forward_place(const ForwardParams& p, const Step& step, const Column& column) {
   Place place = {};
   const bool runs = column.runs(step.t), held = column.holds(p, step.t);
@@ -21,7 +21,8 @@ DEVICE Place forward_place(const ForwardParams& p, const Step& step, const Colum
   return place;
 }
 
-// A unit of a sequence. All it needs but the product is loaded ahead of it.
+// One unit of one sequence. load() reads everything except the product, before the product is
+// ready.
 template <typename Cell, typename IO, typename V>
 class ForwardCell {
  public:
@@ -35,7 +36,8 @@ class ForwardCell {
     for (int k = 0; k < Cell::kStates; ++k) state_[k] = load_float(starts, from + k * step.SND);
     const bool biased = inside && p.bias != nullptr;
 #pragma unroll
-    for (int row = 0; row < Cell::kBias; ++row) {  // whichever is not asked for is 0
+    // One of the two loads is not wanted and returns 0.
+    for (int row = 0; row < Cell::kBias; ++row) {
       const int64_t from = int64_t(row) * step.ND + at;
       wide_bias_[row] =
           load_float(biased && !p.bias_is_io, static_cast<const float*>(p.bias) + from);
@@ -47,7 +49,7 @@ class ForwardCell {
     for (int g = 0; g < Cell::kGates; ++g) x_[g] = load_io(runs, x + g * p.x_gate);
   }
 
-  // Sequence s.
+  // Writes the results of sequence s.
   DEVICE void finish(const ForwardParams& p, const Step& step, const Place& place, int64_t s,
                      int at, const float (&product)[Cell::kGates]) const {
     V state[Cell::kStates];
@@ -75,7 +77,7 @@ class ForwardCell {
       }
 #pragma unroll
       for (int k = 0; k < Cell::kStates; ++k) state[k] = next[k];
-    } else if (place.marks & kZeros) {  // a step that does not run leaves zeros
+    } else if (place.marks & kZeros) {  // outputs of a step that does not run are zeros
       *h = from_float<IO>(0);
       if (p.h_prev) *h_prev = from_float<IO>(0);
       for (int v = 0; p.saved && v < Cell::kSaved; ++v) {
@@ -92,7 +94,7 @@ class ForwardCell {
   }
 
  private:
-  // Added here, for whoever adds must wait for both.
+  // added only here, because the sum has to wait for both loads
   DEVICE float bias(int row) const { return wide_bias_[row] + to_float(bias_[row]); }
 
   float state_[Cell::kStates], wide_bias_[Cell::kBias];

@@ -1,6 +1,6 @@
-// The step engine, host side: one launch per step, for any width, any strides and exact fp32. A
-// launch is also a decoding step. The steps are loops of the host over T, for lengths are known to
-// the device alone; sequences that have ended cost a launch little.
+// Launches the step engine: one launch per step, for any width, any strides and exact fp32. A
+// decoding step is one such launch. The host loops over all T steps, because only the device knows
+// the lengths; sequences that have ended cost a launch little.
 #pragma once
 #include <type_traits>
 
@@ -13,18 +13,18 @@
 
 namespace flashcell::cuda {
 
-// Fewer sequences than this leave tensor cores so idle that dot products are faster.
+// With fewer sequences than this, tensor cores are so idle that dot products are faster.
 constexpr int64_t kMatrixSequences = 4;
 
 inline bool aligned_to_vectors(const void* pointer) {
   return reinterpret_cast<uintptr_t>(pointer) % sizeof(Vector) == 0;
 }
 
-// The grid of a product over `depth`, and how it divides over clusters so that a small product
-// fills the GPU.
+// The grid of a product over `depth`, and how the depth is divided among the blocks of clusters so
+// that a small product fills the GPU.
 template <typename Product>
 struct StepGrid {
-  int64_t units, sequences;  // tiles
+  int64_t units, sequences;  // numbers of tiles
   int rank_bits = 0, share;
 
   StepGrid(const SequenceParams& p, int64_t depth, bool clusters, const Device& device)
@@ -32,7 +32,7 @@ struct StepGrid {
         sequences((p.S + Product::kSequences - 1) / Product::kSequences) {
     const int64_t tiles = units * p.N * sequences;
     const int64_t steps = (depth + Product::kQuantum - 1) / Product::kQuantum;
-    const int64_t least = Product::kDeep;  // a step for every warp of every rank
+    const int64_t least = Product::kDeep;  // one step of the depth for every warp of every rank
     while (clusters && rank_bits < 3 && (tiles << rank_bits) * 2 <= device.sms &&
            steps >= (2 * least) << rank_bits) {
       ++rank_bits;
@@ -41,12 +41,12 @@ struct StepGrid {
   }
 };
 
-// Enqueues steps first, first + direction, ... of a kernel.
+// Enqueues `count` launches of a kernel: for the steps first, first + direction, ...
 template <typename Product, typename Params>
 void run_steps(void (*kernel)(Params, Step), const Params& p, int64_t depth, int64_t first,
                int64_t count, int direction, void* operand, const Launch& launch) {
   if (p.S == 0 || p.N == 0 || p.D == 0) return;
-  // Only code compiled for them knows how to use clusters and how to wait for the launch before.
+  // Only code compiled for sm_90 or later uses clusters and waits for the preceding launch.
   const bool hopper = launch.device.code.arch >= 90;
   const StepGrid<Product> grid(p, depth, hopper && Product::kDeep > 1, launch.device);
   if (Product::kSharedBytes > 48 * 1024) {
@@ -87,7 +87,7 @@ void run_steps(void (*kernel)(Params, Step), const Params& p, int64_t depth, int
 
 template <typename Cell, typename IO, typename Product>
 void forward_steps(const ForwardParams& p, const Launch& launch) {
-  // Step 0 also passes the states of sequences without any step.
+  // Step 0 also passes on the states of sequences without any step.
   run_steps<Product>(&forward_step_kernel<Cell, IO, Product>, p, p.D, 0, p.T > 1 ? p.T : 1, 1,
                      p.T > 1 ? launch.scratch : nullptr, launch);
 }
@@ -105,7 +105,7 @@ void forward_step(const ForwardParams& p, const Launch& launch) {
   const bool vectors = p.D % IoTraits<IO>::kVector == 0 && aligned_to_vectors(p.weight) &&
                        aligned_to_vectors(p.initial) && aligned_to_vectors(launch.scratch);
   const bool matrix = vectors && (sizeof(IO) == 2 || launch.tf32) && p.S >= kMatrixSequences;
-  // Wide tiles read less but are fewer: small heads would leave SMs idle.
+  // Wide tiles read less, but there are fewer of them: for small heads SMs would stay idle.
   if (matrix && (p.S <= 16 || p.D <= 128)) {
     forward_steps<Cell, IO, ForwardMatrix<kGates, IO, 2>>(p, launch);
   } else if (matrix) {

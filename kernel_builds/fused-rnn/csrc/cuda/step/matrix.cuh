@@ -1,23 +1,24 @@
-// The products of a step on tensor cores. Weights go from memory straight to the registers of the
-// lanes that need them, every element once; the operand is staged in shared memory. A vector of the
-// depth is whole in one lane: it feeds two matrix instructions, two words each, in an order of the
-// depth that both operands share.
+// The products of a step on tensor cores. Weights go straight from memory to the registers of the
+// lanes that need them, each element once; the operand is staged in shared memory. A lane holds
+// whole vectors along the depth: each feeds two matrix instructions with two words each. This
+// permutes the depth, in the same way for both operands.
 #pragma once
 #include "tile.cuh"
 
 namespace flashcell::cuda {
 
-// Loads of weights are never conditional, for then each would be waited for before the next starts:
-// what lies outside becomes the last inside, which nobody uses.
+// Clamps an index so that weight loads need no condition: the compiler waits for each conditional
+// load before it starts the next. An index outside becomes the last one inside, and its sums are
+// not used.
 DEVICE int within(int index, int end, int count) { return max(min(index, end - count), 0); }
 
-// Vectors [from, from + kChunk) of the operand of every column, to rows of kPitch vectors. All
-// loads of a thread are on their way before the first is waited for.
+// Copies vectors [from, from + kChunk) of the operand of every column to shared memory, in rows of
+// kPitch vectors. A thread starts all its loads before it waits for the first.
 template <typename IO, int kMost, int kChunk, int kPitch, int kThreads, bool kStates>
 DEVICE void stage_operand(const Task& task, int from) {
   constexpr int kVector = IoTraits<IO>::kVector, kLanes = 16, kLoads = kChunk / kLanes;
   constexpr int kStep = kThreads / kLanes, kPasses = (kMost + kStep - 1) / kStep;
-  constexpr int kParts = kStates ? kVector / 4 : 1;  // loads of a vector: states are fp32
+  constexpr int kParts = kStates ? kVector / 4 : 1;  // loads per vector: states are fp32
   constexpr int kAtOnce = kLoads * kParts < 16 ? 16 / (kLoads * kParts) : 1;
   constexpr int kGroup = kAtOnce < kPasses ? kAtOnce : kPasses;
   static_assert(kChunk % kLanes == 0);
@@ -66,8 +67,9 @@ DEVICE void stage_operand(const Task& task, int from) {
   }
 }
 
-// sums[m][n] += rows[m] times the lane's vector `b` of tile n. The columns are asked for once in
-// four tiles, that their reads overlap; what stands in the columns after the last reaches nobody.
+// sums[m][n] += rows[m] times the lane's vector `b` of tile n. Columns are checked once per four
+// tiles, so that their reads overlap. Columns past the last hold garbage, and their sums are not
+// used.
 template <typename IO, int kRowTiles, int kTiles>
 DEVICE void multiply(float (&sums)[kRowTiles][kTiles][4], const uint32_t (&rows)[kRowTiles][2][4],
                      const Vector* b, int pitch, int columns) {
@@ -92,23 +94,24 @@ DEVICE void multiply(float (&sums)[kRowTiles][kTiles][4], const uint32_t (&rows)
   }
 }
 
-// r[gate, unit] = weight[gate, unit, :] h. A warp multiplies 32 units of one gate; with the vectors
-// 4 i + q of its rows, the four lanes of a row read 64 neighbouring bytes.
+// r[gate, unit] = weight[gate, unit, :] h. A warp multiplies 32 units of one gate. The four lanes
+// of a row take the vectors 4 i + q, and so read 64 contiguous bytes.
 template <int kGates, typename IO, int kTiles>
 struct ForwardMatrix : Partials<kGates, 8 * kTiles, 32, kGates == 1 ? 4 : 1> {
   using Base = Partials<kGates, 8 * kTiles, 32, kGates == 1 ? 4 : 1>;
-  static constexpr int kDeep = kGates == 1 ? 4 : 2;  // warps along the depth
+  static constexpr int kDeep = kGates == 1 ? 4 : 2;  // warps that share the depth
   static constexpr int kResident = 1, kCells = 2;
   using Value = typename IoTraits<IO>::Value;
   static constexpr int kVector = IoTraits<IO>::kVector, kQuantum = 4 * kVector;
   static constexpr int kThreads = 32 * kGates * kDeep;
-  static constexpr int kSteps = 4;  // a warp's loads at once, of four vectors a row
+  // Steps whose weights a warp loads at once, of four vectors a row.
+  static constexpr int kSteps = 4;
   static constexpr int kChunk = kSteps * kDeep * 4, kPitch = kChunk + 4;
   static constexpr int kStageBytes = Base::kSequences * kPitch * sizeof(Vector);
   static constexpr int kSharedBytes =
       kStageBytes > Base::kPartialBytes ? kStageBytes : Base::kPartialBytes;
 
-  struct Weights {  // of a chunk, in the registers of the lanes that multiply them
+  struct Weights {  // the weights of one chunk, in the registers of the lanes that multiply them
     Vector vector[kSteps][2][2];
 
     DEVICE void load(const Task& task) {
@@ -146,7 +149,7 @@ struct ForwardMatrix : Partials<kGates, 8 * kTiles, 32, kGates == 1 ? 4 : 1> {
         const int step = i * kDeep + slice;
         if ((from + step * 4) * kVector >= task.end) break;
         const bool inside = (from + step * 4 + q) * kVector < task.end;
-        uint32_t rows[2][2][4];  // of the tiles, by half of the vector, for the instruction
+        uint32_t rows[2][2][4];  // operands of the instruction: [tile][half of the vector]
 #pragma unroll
         for (int m = 0; m < 2; ++m) {
 #pragma unroll
@@ -160,7 +163,7 @@ struct ForwardMatrix : Partials<kGates, 8 * kTiles, 32, kGates == 1 ? 4 : 1> {
         multiply<IO>(sums, rows, step_shared + r * kPitch + step * 4 + q, kPitch, task.columns);
       }
     }
-    __syncthreads();  // the partial sums take the place of the operand
+    __syncthreads();  // the partial sums overwrite the operand
     const auto place = [&](int n, int i) {
       return Base::at(kDeep == 2 ? 0 : slice, gate, n * 8 + 2 * q + i % 2, i / 2 * 8 + r);
     };
@@ -173,7 +176,8 @@ struct ForwardMatrix : Partials<kGates, 8 * kTiles, 32, kGates == 1 ? 4 : 1> {
       for (int i = 0; i < 8; ++i) *place(n, i) = sums[i / 4][n][i % 4];
     }
     if (kDeep != 2) return;
-    __syncthreads();  // two warps of a gate: each adds its own sums to half of the other's
+    // Two warps share a gate: each adds its sums of half of the columns to the other's.
+    __syncthreads();
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
       if (n * 8 >= task.columns) break;
@@ -184,13 +188,14 @@ struct ForwardMatrix : Partials<kGates, 8 * kTiles, 32, kGates == 1 ? 4 : 1> {
   }
 };
 
-// sum over gates and j of weight[gate, j, unit] dr[gate, j], with the depth in (gate, j) order. A
-// lane loads the same vector of units from as many rows of the weight as a vector of the operand
-// has elements, so that eight lanes read 128 neighbouring bytes, and pairs the rows up itself.
+// sum over gates and j of weight[gate, j, unit] dr[gate, j], with the depth in (gate, j) order. The
+// weight is contiguous along units, not along the depth. So a lane loads the same vector of units
+// from as many rows as an operand vector has elements, and pairs the rows up itself; eight lanes
+// read 128 contiguous bytes.
 template <int, typename IO, int kTiles>
 struct BackwardMatrix : Partials<1, 8 * kTiles, 8 * IoTraits<IO>::kVector, 8> {
   using Base = Partials<1, 8 * kTiles, 8 * IoTraits<IO>::kVector, 8>;
-  static constexpr int kDeep = Base::kSlices;  // warps along the depth
+  static constexpr int kDeep = Base::kSlices;  // warps that share the depth
   static constexpr int kResident = 1, kCells = 2;
   using Value = typename IoTraits<IO>::Value;
   static constexpr int kVector = IoTraits<IO>::kVector, kQuantum = 4 * kVector;
@@ -259,7 +264,7 @@ struct BackwardMatrix : Partials<1, 8 * kTiles, 8 * IoTraits<IO>::kVector, 8> {
     }
   }
 
-  // Row r of tile m is unit 2 m of the lane's vector, row r + 8 unit 2 m + 1.
+  // Row r of tile m is unit 2 m of the lane's vector, and row r + 8 is unit 2 m + 1.
   static DEVICE void transpose(uint32_t (&rows)[kRowTiles][2][4], const Vector (&a)[kVector]) {
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {

@@ -1,5 +1,6 @@
-// What both directions of the step engine share: which part of a step a thread block computes, and
-// how partial sums of a product meet, in one thread block or across a cluster of them.
+// The parts that both directions of the step engine share: which part of a step a thread block
+// computes, and how partial sums of a product are added, in one thread block or across a cluster of
+// them.
 #pragma once
 #include <bit>
 
@@ -9,22 +10,23 @@
 
 namespace flashcell::cuda {
 
-struct Step {  // what a launch knows besides the parameters
+struct Step {  // the arguments of a launch besides the parameters of the op
   int t;
-  bool follows;   // another launch of the same call
-  int rank_bits;  // log2 of the blocks of a cluster: each takes a part of the depth of the product
-  int share;      // that part, in elements
+  bool follows;   // an earlier launch belongs to the same call
+  int rank_bits;  // log2 of the blocks of a cluster, which split the depth of the product
+  int share;      // elements of the depth that each block takes
   int N, D, ND;
   int64_t SND;
   void* operand;  // forward, T > 1: [2, S, N, D] io
 };
 
-// `kUnits` units of a head for `kSequences` sequences: one cluster. Its blocks are neighbours.
+// The tile of one cluster: `kUnits` units of a head for `kSequences` sequences. Blocks of a cluster
+// are neighbours in x.
 template <typename Product>
 struct Tile {
   int rank, unit, head;
   int bits;       // log2 of the units of a rank
-  int64_t first;  // first sequence
+  int64_t first;  // the first sequence
 
   DEVICE explicit Tile(const Step& step) {
     rank = blockIdx.x & ((1 << step.rank_bits) - 1), bits = Product::kUnitBits - step.rank_bits;
@@ -36,30 +38,30 @@ struct Tile {
   }
 };
 
-// What a step means for a column, found out once for all of its units.
+// What a column does at a step, worked out once for all of its units.
 struct Place {
-  const void* operand;  // of the product, null for zeros
-  int64_t row, x;       // the step in rows of outputs; in elements of x
-  int index;            // in the state tensors
+  const void* operand;  // operand of the product, or null for zeros
+  int64_t row, x;       // offsets of the step: row of the outputs, and elements of x
+  int index;            // row in the state tensors
   unsigned marks;
 };
 
-// The columns of a tile and how many of them need a product, in shared memory: the first ones, for
-// the longest come first.
+// The places of a tile's columns in shared memory, and how many columns need a product. Those are
+// the first ones, because sequences are sorted longest first.
 template <int kSequences>
 struct Places {
   static constexpr int kWarps = (kSequences + 31) / 32;
   Place place[kSequences];
   int counts[kWarps];
 
-  // Every thread calls it; a barrier must follow.
+  // Counts them; every thread must call it, and a barrier must follow.
   DEVICE void count(bool runs, bool listed) {
     if (threadIdx.x / 32 >= kWarps) return;
     const int running = __popc(__ballot_sync(~0u, runs));
     const bool any = __any_sync(~0u, listed);
     if (threadIdx.x % 32 == 0) counts[threadIdx.x / 32] = running | (any ? 1 << 16 : 0);
   }
-  DEVICE int total() const {  // above the first 16 bits: whether any is listed
+  DEVICE int total() const {  // above bit 16: whether any column needs anything
     int sum = 0;
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) sum += counts[w];
@@ -67,8 +69,8 @@ struct Places {
   }
 };
 
-// Launches overlap: once all blocks of this one are past the wait, those of the next start, load
-// what nobody writes and wait for the end of this one.
+// Programmatic dependent launch. Once all blocks of this launch have called start_next, those of
+// the next launch start, load data that no launch writes, and wait for this launch to end.
 DEVICE void start_next() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");
@@ -80,16 +82,16 @@ DEVICE void wait_for_previous() {
 #endif
 }
 
-// The product of a tile, as its warps see it.
+// The product of a tile, as its warps receive it.
 struct Task {
-  const void* weight;    // of the head, gate 0
+  const void* weight;    // of the head, at gate 0
   int64_t weight_gate;   // elements from one gate to the next
-  int64_t operand_gate;  // backward: the same in a row of the operand
-  int D, unit;           // width, first unit
-  int begin, end;        // of the depth
-  int columns;           // that run; those after them need no product
-  const Place* places;   // shared: of each column
-  bool states;           // the operand is fp32 states, to be rounded to io
+  int64_t operand_gate;  // backward: elements from one gate to the next in a row of the operand
+  int D, unit;           // head width, and first unit
+  int begin, end;        // range of the depth
+  int columns;           // number of columns that need a product: the first ones
+  const Place* places;   // in shared memory, one for each column
+  bool states;           // the operand is the fp32 states, to be rounded to io
 };
 
 struct alignas(16) Vector {
@@ -98,9 +100,9 @@ struct alignas(16) Vector {
 
 extern __shared__ Vector step_shared[];
 
-// Loads, or zeros where nothing is wanted. As one instruction each, for the compiler would move
-// what a conditional load brings, and so wait for every load before it starts the next. Weights
-// alone stay as they are while launches overlap, and take the read-only path.
+// Each load returns zeros if it is not wanted. Each is a single instruction: the compiler would
+// move the use of a conditional load into the condition, and so wait for every load before starting
+// the next. Only weights are constant while launches overlap, so only they use the read-only path.
 #define FLASHCELL_LOAD_VECTOR(path, wanted, from)                              \
   Vector v;                                                                    \
   asm volatile(                                                                \
@@ -144,7 +146,7 @@ DEVICE IO load_io(bool wanted, const IO* from) {
   }
 }
 
-// A vector of io from that many states.
+// Rounds as many states as fill a vector of io.
 template <typename IO>
 DEVICE Vector round_states(const Vector (&states)[IoTraits<IO>::kVector / 4]) {
   Vector v = states[0];
@@ -158,27 +160,28 @@ DEVICE Vector round_states(const Vector (&states)[IoTraits<IO>::kVector / 4]) {
   return v;
 }
 
-// One element, as io rounds it.
+// Loads one element as io rounds it.
 template <typename IO>
 DEVICE float load_element(const void* row, int64_t at, bool states) {
   if (!states) return to_float(static_cast<const IO*>(row)[at]);
   return to_float(from_float<IO>(static_cast<const float*>(row)[at]));
 }
 
-// Four floats at the same address in another block of the cluster.
+// Loads four floats from the same shared address in another block of the cluster.
 DEVICE float4 load_peer(const float* shared, int rank) {
   return load_cluster(cluster_address(shared_address(shared), rank));
 }
 
-// Every block of the cluster sees what all wrote to shared memory.
+// Makes the shared memory writes of every block of the cluster visible to all of them.
 DEVICE void meet(int ranks) {
   if (ranks == 1) return __syncthreads();
   cluster_arrive_diverged();
   cluster_wait_diverged();
 }
 
-// No block leaves while others may read its shared memory: a block has read, and all have. What was
-// read has arrived, so nothing needs to be released: that would wait for stores.
+// done_with_peers and leave keep a block from exiting while others may read its shared memory.
+// Loads that have been used have completed, so the arrival need not be a release, which would wait
+// for stores.
 DEVICE void done_with_peers(int ranks) {
   if (ranks > 1) cluster_arrive_relaxed_diverged();
 }
@@ -186,9 +189,10 @@ DEVICE void leave(int ranks) {
   if (ranks > 1) cluster_wait_diverged();
 }
 
-// Partial sums in shared memory, [slice][row][four units][column][unit of four], rows being the
-// gates (forward) or one: what a rank reads of another is contiguous, or the way between them would
-// be slow. Four floats of padding let the lanes of an accumulator store to 32 banks.
+// Partial sums in shared memory: [slice][row][four units][column][unit of four], where a row is a
+// gate (forward) or there is one (backward). What one rank reads of another is then contiguous,
+// which keeps transfers between SMs fast. Four floats of padding let an accumulator's lanes store
+// to 32 banks.
 template <int kRowsOf, int kColumnsOf, int kUnitsOf, int kSlicesOf>
 struct Partials {
   static constexpr int kRows = kRowsOf, kSequences = kColumnsOf, kUnits = kUnitsOf;
@@ -197,7 +201,7 @@ struct Partials {
   static constexpr int kUnitBits = std::countr_zero(unsigned(kUnits));
   static_assert(kUnits == 1 << kUnitBits);
   static constexpr int kPartials = kSlices * kSlicePitch;
-  // The totals of a rank's own units follow, laid out alike: half of all, or less.
+  // The totals of a rank's own units follow in the same layout; they take at most half the size.
   static constexpr int kPartialBytes = (kPartials + kSlicePitch / 2) * sizeof(float);
 
   static DEVICE float* at(int slice, int row, int column, int unit) {
@@ -212,8 +216,8 @@ struct Partials {
     return unit / 4 * kQuadPitch + column * 4 + unit % 4;
   }
 
-  // Adds up what the blocks of a cluster have of 2^bits units from `unit` on. A thread's loads of
-  // two places, four parts each, are on their way before the first is waited for.
+  // Adds up the partial sums that all blocks of the cluster have of the 2^bits units from `unit`
+  // on. A thread starts the loads of two places, four parts each, before it waits for the first.
   static DEVICE void gather(int ranks, int columns, int unit, int bits) {
     constexpr int kPlaces = 2, kParts = 4;
     const int quads = bits - 2, count = kRows * kSequences << quads, parts = ranks * kSlices;
@@ -261,7 +265,8 @@ struct Partials {
     done_with_peers(ranks);
   }
 
-  // In the order of the depth, whoever asks. `of` counts from the first unit of the rank.
+  // Adds up one total in the order of the depth, whichever thread asks. `of` counts from the first
+  // unit of the rank.
   static DEVICE void sum(float (&total)[kRows], int ranks, int column, int of, int bits) {
 #pragma unroll
     for (int row = 0; row < kRows; ++row) {
