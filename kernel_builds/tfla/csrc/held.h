@@ -1,5 +1,5 @@
-// Held steps: nothing that they hold may matter, but the products multiply it by 0, and 0 NaN is
-// NaN. Included behind the call.h of the device.
+// Removes held steps from the products: their values must not matter, but products multiply them by
+// 0, and 0 times NaN is NaN. Included after the device's call.h.
 #pragma once
 #include <array>
 
@@ -8,7 +8,7 @@
 namespace flashcell {
 
 #if !defined(CUDA_KERNEL)
-// Of rows [H, width] of x [B, T, H, width], the last stride of which is 1.
+// Whether all rows [H, width] of held steps in x [B, T, H, width] are finite; x's last stride is 1.
 template <typename Bits>
 bool has_finite_held(const Tensor& x, const uint8_t* hold, Bits exponent) {
   const Bits* data = static_cast<const Bits*>(x.const_data_ptr());
@@ -39,18 +39,19 @@ inline bool may_be_read(const Tensor& x, const Tensor& hold) {
   }
 }
 #else
-// The host does not wait to find out.
+// On CUDA the host does not wait to find out.
 inline bool may_be_read(const Tensor&, const Tensor&) { return false; }
 #endif
 
-// x [B, T, H, width] as the engine reads it, or a copy with zeros at held steps.
+// Returns x [B, T, H, width] in the layout that the engine reads, or a copy with zeros at held
+// steps.
 inline Tensor without_held(const Tensor& x, const OptionalTensor& hold) {
   if (!hold || x.numel() == 0 || may_be_read(x, *hold)) return x;
   using namespace torch::stable;
   const Tensor mask = unsqueeze(unsqueeze(*hold, 2), 3);
   const Tensor zero = new_zeros(x, {});
   std::array<StableIValue, 3> stack{detail::from(mask), detail::from(zero), detail::from(x)};
-  // Not masked_fill, which reads a value on the GPU from the host and so fits in no graph.
+  // masked_fill would copy its value from the host to the GPU, which a CUDA graph cannot capture.
   TORCH_ERROR_CODE_CHECK(
       torch_call_dispatcher("aten::where", "self", stack.data(), TORCH_ABI_VERSION));
   return input(detail::to<Tensor>(stack[0]));

@@ -1,5 +1,5 @@
-// What is between two steps of a model: the layers of one token a row, on CUDA in 16 bits. Included
-// behind the call.h of the device.
+// The ops of the layers between two mLSTM steps of a model, for one token per row; on CUDA in 16
+// bits. Included after the device's call.h.
 #pragma once
 #include <vector>
 
@@ -8,9 +8,9 @@
 
 namespace flashcell {
 
-// x [B, K], weights [rows, K] each · biases of the last matrices · `capped`, how many
-// of the last give the state dtype, bounded by cap · norm [K] · residual [B, rows] of the one
-// matrix.
+// x [B, K], weights [rows, K] each · biases: those of the last matrices · capped: how many of the
+// last matrices give the state dtype, bounded by cap · norm [K] · residual [B, rows], only with a
+// single matrix.
 inline constexpr char kLinearStepSchema[] =
     "linear_step(Tensor x, Tensor[] weights, Tensor[] biases, int capped, float cap, Tensor? norm, "
     "float eps, Tensor? residual, bool gated) -> (Tensor out, Tensor bounded)";
@@ -30,7 +30,8 @@ inline Dtype step_dtype(const Tensor& x, const char* name) {
   return dtype;
 }
 
-// The matrices of a call, `count` of them; biases belong to the last. They keep the biases alive.
+// The matrices of a call, `count` of them; biases belong to the last ones. It keeps the biases
+// alive.
 struct Matrices {
   std::vector<Tensor> weights, biases;
   int64_t count = int64_t(weights.size());
@@ -79,7 +80,7 @@ inline std::tuple<Tensor, Tensor> linear_step(Tensor given_x, std::vector<Tensor
   STD_TORCH_CHECK(p.K % 8 == 0, "x must have a width that is a multiple of 8, got ", p.K);
   norm = operand(norm, "norm", {p.K}, io);
   p.norm = pointer(norm), p.eps = eps, p.cap = cap, p.gated = gated, p.count = int(count);
-  int64_t widths[2] = {};  // of out and of what is bounded
+  int64_t widths[2] = {};  // widths of `out` and of `bounded`
   for (int64_t s = 0; s < count; ++s) {
     Linear& linear = p.linears[s] = given.linear(s, p.K, io);
     linear.capped = s >= count - capped;
@@ -109,7 +110,7 @@ inline std::tuple<Tensor, Tensor> linear_step(Tensor given_x, std::vector<Tensor
 }
 
 #if defined(CUDA_KERNEL)
-// x [B, K] normed, and rows of matrices that read it, in fp32.
+// Returns x [B, K] normed, and the products of the matrices with it, in fp32.
 inline std::tuple<Tensor, Tensor> norm_step(Tensor given_x, Tensor norm, double eps,
                                             std::vector<Tensor> weights, std::vector<Tensor> biases,
                                             double cap) {
@@ -139,7 +140,7 @@ inline std::tuple<Tensor, Tensor> norm_step(Tensor given_x, Tensor norm, double 
   return {out, bounded};
 }
 
-// silu(gate) * up, [B, N]
+// Returns silu(gate) * up, [B, N].
 inline Tensor gate_step(Tensor given_gate, Tensor given_up) {
   check_rank(given_gate, "gate", 2, "[B, N]");
   const Dtype dtype = step_dtype(given_gate, "gate");

@@ -25,12 +25,13 @@ inline void check_width(const Tensor& tensor, const char* name) {
                   " must have a width that is a multiple of 8 up to ", kWidest, ", got ", width);
 }
 
-// [B, T, H, width], [B, T, H], or either without T.
+// Describes [B, T, H, width], [B, T, H], or either without T.
 inline Strided strided(const Tensor& x, bool has_time) {
   return {x.const_data_ptr(), x.stride(0), has_time ? x.stride(1) : 0, x.stride(has_time ? 2 : 1)};
 }
 
-// What both directions and the step have: checked, with the tensors that params point into.
+// The inputs of both directions and the step, checked; it keeps the tensors alive that params point
+// to.
 struct Inputs {
   int64_t B, T, H, K, V, S;
   bool has_time;
@@ -201,7 +202,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   return {dq, dk, dv, di, df, first_C, first_n};
 }
 
-// norm, weight and output gate of an h of this shape: checked, with the tensors it points into.
+// The epilogue's inputs (norm, weight and output gate) for an h of this shape, checked; it keeps
+// the tensors alive that params point to.
 #if defined(CUDA_KERNEL)
 constexpr bool kReadsRoundedWeight = true;
 #else
@@ -241,7 +243,7 @@ struct EpilogueInputs {
   }
 };
 
-// h as the epilogue reads it.
+// Returns h in the layout that the epilogue reads.
 inline Tensor check_h(const Tensor& h) {
   check_rank(h, "h", 4, "[B, T, H, V]");
   check_width(h, "h");
@@ -327,7 +329,7 @@ Tensor step_in_place(Tensor q, Tensor k, Tensor v, Tensor i, Tensor f, Tensor C,
   in.take_state(C, n, m);
   const EpilogueInputs epilogue(shape_of(v), in.io, in.unrounded, out_gate, norm_weight, norm,
                                 centered, norm_eps);
-  Tensor next_C = *in.C;  // C, or a copy at an address that the engine can use
+  Tensor next_C = *in.C;  // C, or a copy if the engine cannot use C's address
   const Tensor h = run_step(in, epilogue, next_C, n ? n->mutable_data_ptr() : nullptr,
                             m ? m->mutable_data_ptr() : nullptr);
   if (next_C.const_data_ptr() != C.const_data_ptr()) torch::stable::copy_(C, next_C);

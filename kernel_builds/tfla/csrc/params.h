@@ -1,25 +1,25 @@
-// What ops.cpp (torch) hands to an engine (no torch), on the CPU and on CUDA: plain structs.
-// S sequences, T time, H heads, K width of a key, V of a value. io = the dtype of k; state = float,
-// or double when io is double.
+// Parameters that ops.cpp (with torch) passes to an engine (without torch), on the CPU and on CUDA.
+// S sequences, T time, H heads, K width of a key, V width of a value. io is the dtype of k; state
+// is float, or double when io is double.
 #pragma once
 #include "common/sequence.h"
 
 namespace flashcell {
 
-// An exponential input gate no lower, which float does not round; no m is lower but that of what
-// nothing was ever added to.
+// Lower bound of an exponential input gate, which float does not round. An m below it means that
+// nothing was ever added to the state.
 constexpr double kNever = -0x1p100;
 
-struct Strided {  // [B, T, H, width], or [B, T, H] for a gate; strides in elements, the last one is
-                  // 1
+// [B, T, H, width], or [B, T, H] for a gate; strides in elements, the last one is 1.
+struct Strided {
   const void* data;
   int64_t batch, time, head;
 };
 
 struct CellOptions {
-  bool exponential;      // e^i with the running maximum m; else sigmoid(i)
+  bool exponential;      // input gate e^i with the running maximum m; else sigmoid(i)
   bool normalized;       // h is divided by max(|n q|, e^-m) + eps
-  bool normalizer_grad;  // the gradient goes through that divisor
+  bool normalizer_grad;  // whether the gradient goes through that divisor
   double eps;
 };
 
@@ -27,39 +27,40 @@ struct MlstmParams : CellOptions {
   int64_t B, S, T, H, K, V, chunk;
   const Sequence* sequences;  // [S]
   const uint8_t* reset;       // [B, T] or null: the state becomes empty before the step
-  const uint8_t* hold;        // [B, T] or null: the state passes the step, whose h is 0
-  Strided q;                  // io; data is null where the state alone is asked for
+  const uint8_t* hold;        // [B, T] or null: the step leaves the state unchanged, and its h is 0
+  Strided q;                  // io; data is null if only the state is wanted
   Strided k, v;               // io
   Strided i, f;               // state
   const void *C, *n, *m;      // [S, H, K, V], [S, H, K], [S, H] state, or null for 0
-  int64_t kept;               // chunks, of whose states the forward keeps the first; or 0
+  int64_t kept;  // number of chunks whose states before them the forward pass keeps; or 0
 };
 
 struct ForwardParams : MlstmParams {
   void* h;                         // [B, T, H, V] io
-  void* total;                     // [B, T, H] state: n q of every step, null where there is no n
-  void *last_C, *last_n, *last_m;  // as C, n, m; n and m null where the cell has none
-  void *kept_C, *kept_n;           // [H, kept, K, V] io, [H, kept, K] state: before every chunk
+  void* total;                     // [B, T, H] state: n q of every step; null if the cell has no n
+  void *last_C, *last_n, *last_m;  // as C, n, m; n and m are null if the cell has none
+  void *kept_C, *kept_n;  // [H, kept, K, V] io, [H, kept, K] state: the states before every chunk
 };
 
 struct BackwardParams : MlstmParams {
   const void* dh;                 // [B, T, H, V] io, or null for 0
   const void *dlast_C, *dlast_n;  // state, or null for 0
-  const void *last_C, *last_n;    // the forward's
-  const void *h, *total;          // the forward's
-  const void *kept_C, *kept_n;    // the forward's
+  const void *last_C, *last_n;    // of the forward pass
+  const void *h, *total;          // of the forward pass
+  const void *kept_C, *kept_n;    // of the forward pass
   void *dq, *dk, *dv;             // [B, T, H, .] io
   void *di, *df;                  // [B, T, H] state
-  void *dC, *dn;                  // of the initial state
+  void *dC, *dn;                  // gradients of the initial state
 };
 
-// sigmoid(out_gate) norm(h) weight of every head on its own: README.md, "The epilogue".
+// sigmoid(out_gate) norm(h) weight, for every head on its own: README.md, "The epilogue".
 struct Epilogue {
-  bool norm, centered;  // h over the root of its mean square; after its mean was taken away
+  // H is divided by the root of its mean square; centered: after subtracting its mean.
+  bool norm, centered;
   double eps;
-  Strided out_gate;    // io; data is null for no gate
+  Strided out_gate;    // io; data is null if there is no gate
   const void* weight;  // [H, V] state, or null for 1
-  bool weight_is_io;   // it is io: on CUDA
+  bool weight_is_io;   // whether the weight is io instead; on CUDA only
 
   bool any() const { return norm || out_gate.data != nullptr; }
 };
@@ -67,27 +68,28 @@ struct Epilogue {
 struct EpilogueParams : Epilogue {
   int64_t B, T, H, V;
   const void* h;  // [B, T, H, V] io
-  void* y;        // the same
+  void* y;        // as h
 };
 
 struct EpilogueBackwardParams : Epilogue {
   int64_t B, T, H, V;
   const void *dy, *h;    // [B, T, H, V] io
-  void *dh, *dout_gate;  // the same; dout_gate null where there is no gate
+  void *dh, *dout_gate;  // as h; dout_gate is null if there is no gate
   void* dweight;         // [H, V] state, or null
 };
 
-// One step. The states after it are written to next_*, which may be where the old ones are.
+// One decoding step. The new states are written to next_*, which may be the same memory as the old.
 struct StepParams : CellOptions {
   int64_t B, H, K, V;
-  Strided q, k, v, i, f;  // time is not used
+  Strided q, k, v, i, f;  // their time stride is not used
   const void *C, *n, *m;
   void *next_C, *next_n, *next_m;
   Epilogue epilogue;
   void* h;  // [B, H, V] io, after the epilogue
 };
 
-// One token's linear layers, of up to kLinears matrices with the same input, io = the dtype of x.
+// The linear layers of one decoding step: up to kLinears matrices with the same input; io is the
+// dtype of x.
 constexpr int kLinears = 8;
 
 struct Linear {
@@ -95,23 +97,23 @@ struct Linear {
   const void* bias;    // [rows] io or null
   void* out;           // [B, rows], rows out_stride elements apart
   int64_t rows, out_stride;
-  bool capped;  // out is fp32, bounded by cap; else out is io
+  bool capped;  // out is fp32, bounded by cap; otherwise out is io
 };
 
 struct LinearStepParams {
   int64_t B, K;
   const void* x;  // [B, K], x_stride elements from row to row
   int64_t x_stride;
-  const void* norm;  // [K] io: x is divided by its root mean square and multiplied by it; or null
-  double eps, cap;   // cap 0: no bound
-  const void* residual;  // [B, rows] io, added to the one matrix's output; or null
+  const void* norm;      // [K] io: weight of the RMS norm that is applied to x; or null
+  double eps, cap;       // cap 0 means no bound
+  const void* residual;  // [B, rows] io, added to the output of the only matrix; or null
   int64_t residual_stride;
-  bool gated;  // two matrices, one output: silu(first) * second
+  bool gated;  // two matrices with one output: silu(first) * second
   int count;
   Linear linears[kLinears];
 };
 
-// The same norm alone, and few rows of matrices that read it: all fp32, bounded by cap.
+// The same norm alone, and a few rows of matrices that read its output: all fp32, bounded by cap.
 struct NormStepParams {
   int64_t B, K;
   const void* x;

@@ -1,14 +1,14 @@
-// What the torch operators take and return.
+// The schemas of the torch operators: what they take and return.
 #pragma once
 
 namespace flashcell {
 
 // q, k [B,T,H,K], v [B,T,H,V] strided · i, f [B,T,H], C [S,H,K,V], n [S,H,K], m [S,H] in the state
-// dtype · reset, hold [B,T] bool · lengths [B] · cu_seqlens [S+1]. q None asks for the state alone;
-// n and m are [0] where the cell has none. total [B,T,H]: n q of every step, whose size the divisor
-// is; [0] where there is none. The backward needs h where the gradient goes through the divisor.
-// kept [.., kept, ..]: on CUDA, the states before as many chunks as there are; 0 keeps none, and
-// the backward works them out again.
+// dtype · reset, hold [B,T] bool · lengths [B] · cu_seqlens [S+1]. With q None only the state is
+// computed. n and m are [0] if the cell has none. total [B,T,H] is n q of every step, whose
+// absolute value is the divisor; [0] without n. The backward needs h if the gradient goes through
+// the divisor. kept [.., kept, ..], on CUDA, has the states before all chunks; with 0 none is kept,
+// and the backward recomputes them.
 #define FLASHCELL_INPUTS                                                                          \
   "Tensor? q, Tensor k, Tensor v, Tensor i, Tensor f, Tensor? C, Tensor? n, Tensor? m, Tensor? "  \
   "reset, Tensor? hold, Tensor? lengths, Tensor? cu_seqlens, bool exponential, bool normalized, " \
@@ -23,7 +23,7 @@ inline constexpr char kBackwardSchema[] =
     ") -> (Tensor dq, Tensor dk, Tensor dv, Tensor di, Tensor df, Tensor dC, Tensor dn)";
 #undef FLASHCELL_INPUTS
 // h, dy [B,T,H,V] · out_gate as h, strided · norm_weight [H,V] in the state dtype, on CUDA also in
-// h's. Gradients of what is not there are [0].
+// h's. Gradients of absent arguments are [0].
 #define FLASHCELL_EPILOGUE "bool norm, bool centered, float norm_eps"
 inline constexpr char kEpilogueSchema[] =
     "mlstm_epilogue(Tensor h, Tensor? out_gate, Tensor? norm_weight, " FLASHCELL_EPILOGUE
@@ -31,7 +31,7 @@ inline constexpr char kEpilogueSchema[] =
 inline constexpr char kEpilogueBackwardSchema[] =
     "mlstm_epilogue_bwd(Tensor dy, Tensor h, Tensor? out_gate, Tensor? "
     "norm_weight, " FLASHCELL_EPILOGUE ") -> (Tensor dh, Tensor dout_gate, Tensor dnorm_weight)";
-// The same without T.
+// The same arguments without T.
 #define FLASHCELL_STEP_OPTIONS                                                       \
   "Tensor? out_gate, Tensor? norm_weight, bool exponential, bool normalized, float " \
   "eps, " FLASHCELL_EPILOGUE

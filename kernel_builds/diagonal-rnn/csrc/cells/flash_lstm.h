@@ -14,7 +14,7 @@ struct FlashLstm {
   template <typename V>
   struct Gates {
     V f, z, c, o, t;                               // c is c', t is tanh(c')
-    V c_along_f, c_along_z, h_along_o, h_along_c;  // derivatives; h_along_c with o's part
+    V c_along_f, c_along_z, h_along_o, h_along_c;  // derivatives; h_along_c also through o
     FN Gates(const V (&x)[kGates], const V (&w)[kWeights], const V (&s)[kStates]) {
       f = sigmoid(w[AF] * s[H] + w[PF] * s[C] + x[F]), z = tanh(w[AZ] * s[H] + x[Z]);
       c = z + f * (s[C] - z);

@@ -1,18 +1,19 @@
-// The backward pass: the states again, chunk by chunk forwards; then the chunks in reverse, with
-// the gradient of the state between them. README.md, "Gradients", has the equations.
+// The CPU's backward pass. It recomputes the states chunk by chunk in order, then runs through the
+// chunks in reverse with the gradient of the state. README.md, "Gradients", has the equations.
 #pragma once
 #include "head.h"
 
 namespace flashcell::FLASHCELL_ISA {
 
-constexpr int64_t kSnapshotBytes = 32 << 20;  // states of one thread that are kept at once
+// Most bytes of states that one thread keeps at a time.
+constexpr int64_t kSnapshotBytes = 32 << 20;
 
-// A row whose divisor has lost all but 1/32 of its terms' size to cancellation may be most of a
-// gradient, and its slope, over the square of that divisor, must not come from a rounded C:
-// NOTEBOOK.md, "Layout on the CPU".
+// In a row whose divisor has lost all but 1/32 of its terms' size to cancellation, the slope,
+// divided by the square of that divisor, may dominate a gradient. It must then not come from a
+// rounded C: NOTEBOOK.md, "Layout on the CPU".
 constexpr double kCancelled = 1.0 / (32 * 32);
 
-// A vector of T in double, in as many vectors as that takes.
+// A vector of T converted to double, in as many vectors as that takes.
 template <typename T>
 struct Wide {
   static constexpr int kParts = sizeof(double) / sizeof(T);
@@ -41,11 +42,12 @@ FN Wide<float> widen(Vec<float> x) {
   return {{__builtin_convertvector(halves[0], Raw), __builtin_convertvector(halves[1], Raw)}};
 }
 
-// What crosses a forget gate is what flows from steps before it to steps from it on. It is a sum of
-// flows of four kinds, of which none is a difference of larger ones: through the chunk, from the
-// state before it, to the state after it, and between its steps. These alone come from sums of rows
-// minus sums of columns, which are of the same numbers and in double, so that what does not cross a
-// shut gate cancels to 2^-53 of itself and does not hide the little that does.
+// The gradient of a log forget gate is what crosses it: the flow from steps before it to steps from
+// it on. It is a sum of four flows, none of which is a difference of larger ones: through the whole
+// chunk, from the state before it, to the state after it, and between its steps. Only the last
+// comes from sums over rows minus sums over columns. Both sum the same numbers in double, so the
+// part that does not cross a shut gate cancels to 2^-53 of its size and does not hide the small
+// part that does.
 template <typename IO>
 struct Backward {
   using M = Matrix<IO>;
@@ -56,7 +58,7 @@ struct Backward {
   BackwardParams p;
   const Host& caller;
   const Host host;
-  const bool has_h;  // a gradient arrives at h
+  const bool has_h;  // whether h has a gradient
   const Strided dh;
 
   Backward(const BackwardParams& params, const Host& h)
@@ -67,18 +69,19 @@ struct Backward {
         dh{p.dh, p.T * p.H * p.V, p.H * p.V, p.V} {}
 
   struct Buffers {
-    int64_t pitch, group;  // steps in a row of operands; chunks whose states are kept together
+    int64_t pitch, group;  // steps in a row of operands, and chunks whose states are kept together
     Gates<T> gates;
-    Carry<IO> state, d;  // before the chunk; gradient of the state after it
+    Carry<IO> state, d;  // state before the chunk, and gradient of the state after it
     Snapshots<IO> starts, states;
     Scratch<E> keys_t, keys, values_t, values, queries, outputs, state_t, d_t, d_packed;
     Scratch<E> left, left_t, weights_t, copies;
     Scratch<T> scores, grads, decays, from_state, dq, dk, dv;
-    Scratch<double> in, out;         // flows between steps of the chunk: to, and from a step
-    Scratch<T> state_in, state_out;  // from the state before it, to the one after it
+    Scratch<double> in, out;  // flows between steps of the chunk: into each step, and out of it
+    // Flows from the state before the chunk, and to the state after it.
+    Scratch<T> state_in, state_out;
     Scratch<double> crossing;
     Scratch<T> weight, n_weight;
-    double through;  // from before the chunk to after it
+    double through;  // flow from before the chunk to after it
 
     Buffers(const Host& host, const MlstmParams& p)
         : pitch((p.chunk + 63) / 64 * 64),
@@ -116,11 +119,12 @@ struct Backward {
           weight(host, pitch),
           n_weight(host, pitch) {}
 
-    static int64_t most(const MlstmParams& p) {  // chunks of the longest sequence
+    static int64_t most(const MlstmParams& p) {  // number of chunks of the longest sequence
       const int64_t steps = p.S ? p.sequences[0].length : 0;
       return steps ? (steps + p.chunk - 1) / p.chunk : 1;
     }
-    // As many as fit, but not fewer than the square root: both lists of snapshots stay short.
+    // As many chunks as fit, but at least the square root of all, which keeps both lists of
+    // snapshots short.
     static int64_t group_of(const MlstmParams& p) {
       const int64_t state = M::tile_size(p.K, p.V) * sizeof(T);
       int64_t group = kSnapshotBytes / state;
@@ -169,7 +173,7 @@ struct Backward {
     }
   }
 
-  // The state after chunk c.
+  // Advances to the state after chunk c.
   void advance(const Head<IO>& x, Buffers& b, int64_t c) const {
     const int64_t row = x.row(c), steps = x.steps(c);
     b.gates.scan(p, row, x.head, steps);
@@ -207,7 +211,8 @@ struct Backward {
     }
   }
 
-  // What the state after the chunk hands to k_j, v_j and the input gate of step j.
+  // Computes the share of k_j, v_j and the input gate of step j in the gradient of the state after
+  // the chunk.
   void from_next_state(const Head<IO>& x, Buffers& b, int64_t row, int64_t steps) const {
     memset(b.state_out, 0, b.pitch * sizeof(T));
     if (!b.d.any) {
@@ -242,7 +247,7 @@ struct Backward {
     if (b.state.any) M::pack_transposed(b.state_t, b.state.C, p.K, p.V);
   }
 
-  // Rows [first, first + kTile): dq of them, and their part of dk and dv.
+  // Computes dq of the rows [first, first + kTile), and their shares of dk and dv.
   void tile(const Head<IO>& x, Buffers& b, int64_t row, int64_t steps, int64_t first) const {
     const int64_t count = steps - first < kTile ? steps - first : kTile, end = first + count;
     const int64_t skipped = b.gates.start[first] / M::kStride, begin = skipped * M::kStride;
@@ -277,7 +282,7 @@ struct Backward {
     }
   }
 
-  // Row t of from_state again, with C as it is and not rounded to pairs of bf16.
+  // Recomputes row t of from_state from the unrounded C, not from its pairs of bf16.
   void unround(const Head<IO>& x, Buffers& b, int64_t row, int64_t t, int64_t r,
                int64_t count) const {
     for (int64_t k = 0; k < p.K; ++k) {
@@ -285,7 +290,8 @@ struct Backward {
     }
   }
 
-  // Row t: scores become dS, grads the weights over the divisor, dq what comes through the state.
+  // For row t: scores become dS, grads become the weights over the divisor, and dq becomes the part
+  // that comes through the state.
   void weigh(const Head<IO>& x, Buffers& b, int64_t row, int64_t t, int64_t r, int64_t count,
              int64_t begin, int64_t end) const {
     const Gates<T>& g = b.gates;
@@ -304,7 +310,7 @@ struct Backward {
     const T inflow = has_state ? g.inflow[t] * scale : T(0);
     const T q_n = has_state && p.normalized ? dot(q, b.state.n.data, p.K) : T(0);
     T q_state = has_state ? dot(q, b.from_state.data, count, r, p.K) : T(0);
-    T inverse = 1, delta = 0;  // delta: gradient of the denominator
+    T inverse = 1, delta = 0;  // delta is the gradient of the denominator
     if (p.normalized) {
       const T denominator = sum(total) + inflow * q_n;
       if (M::kDepth > 1 && has_state) {
@@ -344,7 +350,8 @@ struct Backward {
     }
     b.in[t] = pairs.total();
     b.state_in[t] = inflow * (inverse * q_state + delta * q_n);
-    b.weight[t] = g.inflow[t] * scale * inverse;  // an empty state has a gradient too
+    // Needed even if the state before is empty, which has a gradient too.
+    b.weight[t] = g.inflow[t] * scale * inverse;
     b.n_weight[t] = g.inflow[t] * scale * delta;
     M::for_columns(p.K, [&](int64_t c, int, auto) __attribute__((always_inline)) {
       V value(0);
@@ -356,7 +363,7 @@ struct Backward {
     });
   }
 
-  // di and df: what flows out of step j, and what crosses step t.
+  // di is what flows out of step j, df what crosses step t.
   void gates(const Head<IO>& x, Buffers& b, int64_t row, int64_t steps) const {
     b.gates.slopes(p, row, x.head, steps);
     double before = b.through, after = 0, between = 0;

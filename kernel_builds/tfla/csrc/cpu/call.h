@@ -1,4 +1,4 @@
-// How ops.cpp runs an op on the CPU. cuda/call.h has the same functions.
+// Runs the ops on the CPU for ops.cpp. cuda/call.h has functions of the same names.
 #pragma once
 #include "common/torch/cpu.h"
 #include "engine.h"
@@ -11,7 +11,8 @@ inline const Backend& backend() {
   return chosen;
 }
 
-// x as the engine reads it: every width of a row in place; the others may have any stride.
+// Returns x in the layout that the engine reads: rows are contiguous along the width, other
+// dimensions may have any stride.
 inline Tensor input(const Tensor& x) {
   return x.stride(x.dim() - 1) == 1 ? x : torch::stable::contiguous(x);
 }

@@ -1,4 +1,5 @@
-// What the CPU engine offers ops.cpp. Its parameters are the ones of every engine: ../params.h.
+// The functions that the CPU engine offers to ops.cpp. It takes the parameters of ../params.h, as
+// the CUDA engine does.
 #pragma once
 #include "../params.h"
 #include "common/cpu/host.h"

@@ -1,10 +1,11 @@
-// What follows h: norm, weight and output gate of every head on its own, and their gradients.
+// The epilogue on the CPU: the norm, weight and output gate that follow h, for every head on its
+// own, and their gradients.
 #pragma once
 #include "matrix.h"
 
 namespace flashcell::FLASHCELL_ISA {
 
-// One head of one row. `x` is h, widened, zero behind `width`.
+// The epilogue of one head of one row. `x` is h in the state dtype, with zeros after `width`.
 template <typename IO>
 struct HeadEpilogue {
   using T = State<IO>;
@@ -13,14 +14,14 @@ struct HeadEpilogue {
 
   const Epilogue& p;
   int64_t width;
-  const T* weight;  // of this head, or null
+  const T* weight;  // the weight of this head, or null
 
   HeadEpilogue(const Epilogue& epilogue, int64_t head, int64_t V)
       : p(epilogue),
         width(V),
         weight(epilogue.weight ? (const T*)epilogue.weight + head * V : nullptr) {}
 
-  // Centers x where that is asked for, and returns what it is then multiplied by.
+  // Centers x if the norm is centered, and returns the factor that completes the norm.
   T normalize(T* x) const {
     if (!p.norm) return T(1);
     if (p.centered) {
@@ -51,9 +52,9 @@ struct HeadEpilogue {
     });
   }
 
-  // With z = norm(h) and s = sigmoid(gate): dgate = dy z weight s (1 - s), dweight += dy s z,
-  // d = dy s weight, dh = (d - mean(d) - z mean(d z)) / root, the first mean where h is centered.
-  // d is as long as x, and zero behind `width`.
+  // With z = norm(h) and s = sigmoid(gate): dgate = dy z weight s (1 - s), dweight += dy s z, d =
+  // dy s weight, dh = (d - mean(d) - z mean(d z)) / root; mean(d) is only subtracted if h is
+  // centered. d is as long as x, with zeros after `width`.
   void backward(T* x, T* d, const IO* gate, const IO* dy, IO* dh, IO* dgate, T* dweight) const {
     const V inverse(normalize(x));
     V sums(0), products(0);
@@ -81,7 +82,7 @@ struct HeadEpilogue {
   }
 };
 
-// All rows. `At` is where row t of sequence b has head h, of a contiguous tensor or the gate.
+// The parts that both directions share: addresses of rows of h and of the gate, and widening.
 template <typename IO, typename Params>
 struct EpilogueRows {
   using T = State<IO>;
@@ -123,8 +124,8 @@ struct EpilogueForward : EpilogueRows<IO, EpilogueParams> {
   }
 };
 
-// A task is a head of a block of rows; the gradient of the weight is added up block by block, so it
-// does not depend on threads.
+// A task is one head of a block of rows. The gradient of the weight is summed block by block, so it
+// does not depend on the threads.
 template <typename IO>
 struct EpilogueBackward : EpilogueRows<IO, EpilogueBackwardParams> {
   using Rows = EpilogueRows<IO, EpilogueBackwardParams>;

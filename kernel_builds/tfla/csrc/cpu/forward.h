@@ -1,5 +1,5 @@
-// The forward pass: inside a chunk two products with the decay between them, one with the state
-// before it, and one that makes the state after it.
+// The CPU's forward pass. Each chunk takes two products inside the chunk (q k and, weighted by the
+// decays, the one with v), one with the state before it, and one that makes the state after it.
 #pragma once
 #include "head.h"
 
@@ -20,7 +20,7 @@ struct Forward {
       : p(fit_chunk(params)), caller(h), host(fitting(h, multiply_adds<IO>(p))) {}
 
   struct Buffers {
-    int64_t pitch;  // of rows of a chunk's steps
+    int64_t pitch;  // elements between rows of a chunk's weights
     Gates<T> gates;
     Carry<IO> carry;
     Scratch<E> keys, values, state, left, copies;
@@ -71,11 +71,12 @@ struct Forward {
 
   static int64_t s_end(const Sequence& s) { return s.row + s.length; }
 
-  // Rows [first, first + kTile) of a chunk of `steps` from row `row` on.
+  // Computes h for the rows [first, first + kTile) of a chunk of `steps`, whose first row is `row`.
   void tile(const Head<IO>& x, Buffers& b, int64_t row, int64_t steps, int64_t first,
             const E* state) const {
     const int64_t count = steps - first < kTile ? steps - first : kTile, end = first + count;
-    const int64_t begin = b.gates.start[first] / M::kStride * M::kStride;  // keys nobody sees
+    // Earlier keys belong to other documents.
+    const int64_t begin = b.gates.start[first] / M::kStride * M::kStride;
     const E* queries[kTile];
     M::rows(queries, b.copies, x.at(p.q, row + first), p.q.time, count, p.K);
     M::product_to_lower(queries, count, b.keys + begin * M::padded(p.K), p.K,
@@ -108,20 +109,20 @@ struct Forward {
     }
     for (int64_t r = 0; r < count; ++r) {
       IO* h = x.template out<IO>(p.h, row + first + r, p.V);
-      if (p.hold && p.hold[row + first + r]) {  // a product has multiplied NaN by its weights, 0
+      if (p.hold && p.hold[row + first + r]) {  // its weights are 0, but 0 times NaN in v is NaN
         memset(h, 0, p.V * sizeof(IO));
         continue;
       }
       M::for_columns(p.V, [&](int64_t c, int lanes, auto whole) __attribute__((always_inline)) {
-        if (kAsks) __builtin_prefetch(h + p.H * p.V + c, 1);  // the next row's
+        if (kAsks) __builtin_prefetch(h + p.H * p.V + c, 1);  // the next row
         store_part<decltype(whole)::value>(h + c, load(b.sums + M::at(count, r, c)) * V(scale[r]),
                                            lanes);
       });
     }
   }
 
-  // Rows [row, end), of the next chunk, come closer while this one is multiplied: they lie so far
-  // apart that no hardware looks ahead to them.
+  // Prefetches rows [row, end) of the next chunk while this one is multiplied: they lie too far
+  // apart for the hardware prefetcher.
   void fetch(const Head<IO>& x, int64_t row, int64_t end) const {
     constexpr int64_t kLine = 64 / sizeof(IO);
     for (; row < end && row < s_end(x.s); ++row) {
@@ -133,7 +134,7 @@ struct Forward {
     }
   }
 
-  // Row t's weights of the steps [begin, end), as left operand; returns 1 over the divisor.
+  // Writes row t's weights of the steps [begin, end), as left operand, and returns 1 / divisor.
   T weigh(const Head<IO>& x, Buffers& b, int64_t row, int64_t t, int64_t r, int64_t count,
           int64_t begin, int64_t end) const {
     const Gates<T>& g = b.gates;

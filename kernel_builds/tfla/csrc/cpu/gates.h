@@ -1,8 +1,9 @@
 // The gate pre-pass of one chunk: everything that depends on the gates alone, before any product.
 //
-// b_t = sum of the document's log forget gates, m_t by a max-plus scan. The decay of a pair is
-// e^(b_t - b_j + li_j - m_t) = e^(u_t + w_j) with u = b - m, w = li - b. Both are summed in double
-// and kept as a whole number and a rest, so that a sum of two is exact however large they are.
+// b_t is the sum of the document's log forget gates up to t, and m_t comes from a max-plus scan.
+// The decay of a pair is e^(b_t - b_j + li_j - m_t) = e^(u_t + w_j) with u = b - m and w = li - b.
+// Both are summed in double and split into an integer and a remainder, so that the sum of two is
+// exact however large they are.
 #pragma once
 #include "../params.h"
 #include "common/cpu/load_store.h"
@@ -11,14 +12,15 @@
 
 namespace flashcell::FLASHCELL_ISA {
 
-constexpr double kShut = -1000;  // a log gate no lower: its exponential is 0, and sums stay finite
+// Lower bound of log gates: its exponential is 0, and sums stay finite.
+constexpr double kShut = -1000;
 
 template <typename T>
 FN double round_to(double x) {
   return double(T(x));
 }
 
-FN double larger(double a, double b) { return a < b || b != b ? b : a; }  // NaN if one is
+FN double larger(double a, double b) { return a < b || b != b ? b : a; }  // NaN if either is
 
 template <typename T>
 struct Gates {
@@ -27,13 +29,13 @@ struct Gates {
 
   Scratch<double> wide;    // [kArrays][chunk + kWidth]
   Scratch<T> narrow;       // [7][chunk + a vector]
-  Scratch<int64_t> start;  // [chunk] first step of the step's own document in this chunk
+  Scratch<int64_t> start;  // [chunk] for each step, the first step of its document in this chunk
   const int64_t pitch;
   double *log_f, *log_i, *u, *w, *exponent;
   T *u_whole, *u_rest, *w_whole, *w_rest, *inflow, *outflow, *floor;
-  double m;        // of the state after the chunk; before scan(), of the state before it
-  double keep;     // what of the state before the chunk is left after it
-  bool has_reset;  // a step of the chunk empties the state
+  double m;        // m after the chunk; before scan(), m before it
+  double keep;     // the factor with which the state before the chunk enters the state after it
+  bool has_reset;  // whether a step of the chunk resets the state
 
   Gates(const Host& host, int64_t chunk)
       : wide(host, kArrays * (chunk + 64)),
@@ -46,9 +48,10 @@ struct Gates {
     for (int i = 0; i < 7; ++i) *narrows[i] = narrow + i * pitch;
   }
 
-  static double shift(double m) { return m < kNever ? 0 : m; }  // -inf: nothing was ever added
+  // M is -inf if nothing was ever added.
+  static double shift(double m) { return m < kNever ? 0 : m; }
 
-  // `count` steps from row `row` = b T + t on, of head `head`.
+  // Computes all values for `count` steps of head `head`, from row b T + t = `row` on.
   void scan(const MlstmParams& p, int64_t row, int64_t head, int64_t count) {
     read(p.f, p, row, head, count, log_f);
     read(p.i, p, row, head, count, log_i);
@@ -94,7 +97,7 @@ struct Gates {
     }
   }
 
-  // Over log_f and log_i: their derivatives by f and i.
+  // Overwrites log_f and log_i with their derivatives by f and i.
   void slopes(const MlstmParams& p, int64_t row, int64_t head, int64_t count) {
     read(p.f, p, row, head, count, log_f);
     read(p.i, p, row, head, count, log_i);
@@ -124,7 +127,7 @@ struct Gates {
   }
 
   static void split(const double* x, T* whole, T* rest, int64_t count) {
-    constexpr double kShifter = 0x1.8p52;  // adding it rounds to a whole number
+    constexpr double kShifter = 0x1.8p52;  // adding it rounds to an integer
     for (int64_t t = 0; t < count; ++t) {
       const bool small = x[t] > -1e15 && x[t] < 1e15;
       const double near = small ? (x[t] + kShifter) - kShifter : x[t];

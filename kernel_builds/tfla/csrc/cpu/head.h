@@ -1,4 +1,5 @@
-// What one thread works on: one head of one sequence, chunk by chunk, and the state between chunks.
+// The unit of work of one thread: one head of one sequence, chunk by chunk, with the state carried
+// between chunks.
 #pragma once
 #include "gates.h"
 #include "matrix.h"
@@ -21,19 +22,19 @@ struct Head {
   const IO* at(const Strided& x, int64_t row) const {
     return (const IO*)x.data + row / p.T * x.batch + row % p.T * x.time + head * x.head;
   }
-  // Row `row` of a contiguous [B, T, H, width], or [B, T, H].
+  // Returns row `row` of a contiguous [B, T, H, width] or [B, T, H].
   template <typename X>
   X* out(void* x, int64_t row, int64_t width) const {
     return (X*)x + (row * p.H + head) * width;
   }
-  // This sequence's and head's part of a state, `size` values.
+  // Returns this sequence's and head's part of a state, which has `size` values each.
   const T* part(const void* x, int64_t size) const {
     return (const T*)x + (s.index * p.H + head) * size;
   }
   T* part(void* x, int64_t size) const { return (T*)x + (s.index * p.H + head) * size; }
 };
 
-// C as a tile [panels of V][K][kStride], and n; m is in Gates.
+// The carried state: C as a tile [panels of V][K][kStride], and n; m is in Gates.
 template <typename IO>
 struct Carry {
   using M = Matrix<IO>;
@@ -42,7 +43,7 @@ struct Carry {
 
   int64_t K, width;
   Scratch<T> C, n;
-  bool any;  // false: all zero, and nothing has to be read
+  bool any;  // whether the state may be non-zero; if false it is all zero and need not be read
 
   Carry(const Host& host, int64_t k, int64_t v)
       : K(k), width(v), C(host, M::tile_size(k, v)), n(host, k + M::kWidth), any(false) {}
@@ -55,7 +56,7 @@ struct Carry {
     any = false;
   }
 
-  // From, and to, [K, V] and [K]; null for zero.
+  // Loads from, and stores to, [K, V] and [K]; null stands for zero.
   void load_from(const T* from_C, const T* from_n) {
     clear();
     if (from_C) {
@@ -79,24 +80,24 @@ struct Carry {
     if (to_n) memcpy(to_n, n, K * sizeof(T));
   }
   void scale(T factor) {
-    if (factor == T(0)) return clear();  // whatever it held, NaN included
+    if (factor == T(0)) return clear();  // clears even NaN
     if (!any || factor == T(1)) return;
     for (int64_t i = 0; i < size(); i += M::kWidth) store(C + i, load(C + i) * V(factor));
     for (int64_t i = 0; i < K; i += M::kWidth) store(n + i, load(n + i) * V(factor));
   }
 
-  T dot(const Carry& other) const {  // <C, C'> + <n, n'>
+  T dot(const Carry& other) const {  // returns <C, C'> + <n, n'>
     V total(0);
     for (int64_t i = 0; i < size(); i += M::kWidth) total += load(C + i) * load(other.C + i);
     for (int64_t i = 0; i < K; i += M::kWidth) total += load(n + i) * load(other.n + i);
     return sum(total);
   }
 
-  // C = keep C + rows^T packed, its rows scaled by `weight`; n = keep n + rows scaled by
-  // `n_weight`, which is null where nothing has an n.
+  // C = keep C + rows^T packed, with rows scaled by `weight`; n = keep n + rows scaled by
+  // `n_weight`, or unchanged if `n_weight` is null (the cell has no n).
   void update(T keep, const IO* rows, int64_t stride, const T* weight, const T* n_weight,
               int64_t count, const Element<IO>* packed, Element<IO>* transposed, int64_t pitch) {
-    if (!any && keep == keep) keep = 0;  // NaN spoils the empty state too
+    if (!any && keep == keep) keep = 0;  // a NaN must reach even an empty state
     M::transpose_rows(transposed, pitch, rows, stride, weight, count, K);
     M::product(transposed, pitch, K, packed, count, C, width, keep);
     if (n_weight) M::add_rows(n, rows, stride, n_weight, count, K, keep);
@@ -104,7 +105,7 @@ struct Carry {
   }
 };
 
-// States at the starts of chunks.
+// Saved states at the starts of chunks.
 template <typename IO>
 struct Snapshots {
   using T = State<IO>;
@@ -136,7 +137,7 @@ struct Snapshots {
   }
 };
 
-// Columns that a product of one row and one state has: q C, q n; width and scale in one place.
+// Product of a row with row r of a tile, or with a vector, over `width` columns.
 template <typename IO>
 FN State<IO> dot(const IO* row, const State<IO>* tile, int64_t rows, int64_t r, int64_t width) {
   using M = Matrix<IO>;
@@ -155,7 +156,7 @@ FN State<IO> dot(const IO* row, const State<IO>* values, int64_t width) {
   });
   return sum(total);
 }
-// Sum of the squares of the dot product's terms: how large it is where they have any sign.
+// Sum of the squared terms of that product: its size if the terms had random signs.
 template <typename IO>
 FN State<IO> dot_squares(const IO* row, const State<IO>* values, int64_t width) {
   using M = Matrix<IO>;
@@ -167,14 +168,14 @@ FN State<IO> dot_squares(const IO* row, const State<IO>* values, int64_t width) 
   return sum(total);
 }
 
-// e^(u_t + w_j) for one vector of j.
+// Returns e^(u_t + w_j) for one vector of j.
 template <typename T>
 FN Vec<T> pair_decay(const Gates<T>& g, int64_t t, int64_t j) {
   return exp((load(g.w_whole + j) + Vec<T>(g.u_whole[t])) +
              (load(g.w_rest + j) + Vec<T>(g.u_rest[t])));
 }
 
-// 0 in the lanes of j outside [start, t], whatever x holds there.
+// Sets the lanes of j outside [start, t] to 0, whatever x holds there.
 template <typename T>
 FN Vec<T> seen(const Gates<T>& g, int64_t t, int64_t j, Vec<T> x) {
   using V = Vec<T>;
@@ -185,7 +186,7 @@ FN Vec<T> seen(const Gates<T>& g, int64_t t, int64_t j, Vec<T> x) {
   return select(at < V(T(g.start[t])), V(0), select(V(T(t)) < at, V(0), x));
 }
 
-// The divisor of h.
+// Returns the divisor of h.
 template <typename T>
 FN T divisor(T denominator, T floor, double eps) {
   const T size = denominator < 0 ? -denominator : denominator;
@@ -201,7 +202,7 @@ int64_t multiply_adds(const MlstmParams& p) {
   return steps * p.H * (2 * p.K * p.V + p.chunk / 2 * (p.K + p.V));
 }
 
-// No chunk is longer than the longest sequence.
+// Limits the chunk length to the longest sequence.
 template <typename Params>
 FN Params fit_chunk(Params p) {
   int64_t longest = 1;
@@ -212,7 +213,8 @@ FN Params fit_chunk(Params p) {
   return p;
 }
 
-// The longest first, all heads of one beside each other, so that equal shares take equal time.
+// Visits sequences longest first, with all heads of a sequence in different shares, so that equal
+// shares take about equal time.
 template <typename Body>
 FN void for_heads(const MlstmParams& p, int64_t begin, int64_t end, const Body& body) {
   for (int64_t i = begin; i < end; ++i) body(p.sequences[i % p.S], i / p.S);

@@ -1,6 +1,6 @@
-// One token's linear layers: rows of x against rows of weights, both where they lie. Every weight
-// is read once for eight rows of x, and no sum depends on how many there are or how many threads
-// run.
+// The linear layers of one decoding step: rows of x times rows of weights, both read in place.
+// Every weight is read once for eight rows of x. A sum depends neither on the number of rows nor on
+// the number of threads.
 #pragma once
 #include "matrix.h"
 
@@ -11,23 +11,27 @@ struct LinearStep {
   using T = State<IO>;
   using V = Vec<T>;
   static constexpr int kWidth = V::kWidth;
-  static constexpr int kGroup = kWidth > 8 ? kWidth : 8;  // rows of a matrix, counted for threads
-  // Rows are read in as many strips at once, each from its first to its last: a core fetches ahead
-  // along few long streams, 90 GB/s where rows in their order gave 42 (1 MB from the L3 of a Zen 3,
-  // two threads).
+  // Rows of a matrix that threads share out together.
+  static constexpr int kGroup = kWidth > 8 ? kWidth : 8;
+  // The number of strips in which rows are read at once, each strip from its first row to its last.
+  // A core prefetches along a few long streams: 90 GB/s, where reading row after row reached 42 (1
+  // MB from the L3 of a Zen 3, two threads).
   static constexpr int kStrips = 8;
-  // Of them, whose sums with three rows of x fill the registers: with two, a product of eight rows
-  // took 3.3 multiply-adds a ns of a Zen 3, with three 4.3 (fused-rnn's dot.h, of the same loops).
+  // Strips multiplied together: their sums with three rows of x fill the registers. With two rows,
+  // a product of eight rows took 3.3 multiply-adds a ns on a Zen 3, with three 4.3 (fused-rnn's
+  // dot.h has the same loops).
   static constexpr int kTogether = 4;
-  static constexpr int kMostRows = 256, kMostInputs = 8;  // sums that wait for what follows
-  // A second thread gains from here on: half of 256 KB is 3 us of the cache, as is waiting for it.
+  // Sums kept until bias, gate and residual are applied.
+  static constexpr int kMostRows = 256, kMostInputs = 8;
+  // From this much work on a second thread gains: half of 256 KB takes 3 us from the cache, as long
+  // as waiting for it.
   static constexpr int64_t kWorth = 64 * 1024;
 
   const LinearStepParams& p;
   const Host& caller;
 
   bool in_place() const { return sizeof(T) == sizeof(IO) && !p.norm; }
-  int matrices() const { return p.gated ? 1 : p.count; }  // that have outputs of their own
+  int matrices() const { return p.gated ? 1 : p.count; }  // matrices with outputs of their own
 
   void run() const {
     int64_t groups = 0, rows = 0;
@@ -42,7 +46,7 @@ struct LinearStep {
     const int64_t stride = in_place() ? p.x_stride : p.K;
     const Host host = p.B * rows * p.K < kWorth ? fitting(caller, 0) : caller;
     parallel_ranges(host, groups, [&](int64_t begin, int64_t end) {
-      int64_t first = 0;  // group of matrix s
+      int64_t first = 0;  // index of the first group of matrix s
       for (int s = 0; s < matrices(); first += groups_of(s++)) {
         const int64_t from = (begin > first ? begin - first : 0) * kGroup;
         int64_t to = (end - first) * kGroup;
@@ -60,7 +64,7 @@ struct LinearStep {
 
   int64_t groups_of(int s) const { return (p.linears[s].rows + kGroup - 1) / kGroup; }
 
-  // A row of x, widened and normed.
+  // Widens and norms a row of x.
   void prepare(int64_t b, T* to) const {
     const IO* x = (const IO*)p.x + b * p.x_stride;
     V squares(0);
@@ -83,7 +87,8 @@ struct LinearStep {
     Matrix<IO>::for_columns(p.K, body);
   }
 
-  // Rows [row, row + count) of matrix s, or of both of a gate, for `inputs` rows of x.
+  // Computes rows [row, row + count) of matrix s (of both matrices if gated) for `inputs` rows of
+  // x.
   void block(int s, int64_t row, int count, int64_t b, int inputs, const T* x,
              int64_t stride) const {
     alignas(kVectorBytes) T sums[2][kMostInputs][kMostRows];
@@ -118,7 +123,7 @@ struct LinearStep {
     for (int r = 0; r < strip; ++r) {
       const IO* weights[kStrips];
       int at[kStrips];
-      for (int j = 0; j < kStrips; ++j) {  // behind the last one, the last one
+      for (int j = 0; j < kStrips; ++j) {  // strips past the last row repeat it
         at[j] = j * strip + r < count ? j * strip + r : count - 1;
         weights[j] = (const IO*)linear.weight + (row + at[j]) * p.K;
       }
@@ -126,8 +131,8 @@ struct LinearStep {
         tile<1, kStrips>(weights, x, stride, sums, at);
         continue;
       }
-      // Four strips meet all rows while they are in the first-level cache, where eight, a power of
-      // two apart, would crowd each other.
+      // All rows of x meet four strips before the next four: eight strips, a power of two apart,
+      // would evict each other from the first-level cache.
       for (int j = 0; j < kStrips; j += kTogether) {
         for (int m = 0; m < inputs;) {
           const int left = inputs - m;

@@ -1,5 +1,5 @@
-// The matrices of a chunk. A tile holds sums: [panels][rows][kStride] in the state dtype, which is
-// what the microkernel reads and writes. A packed matrix is its right operand:
+// The matrices of a chunk. A tile holds sums in the state dtype, [panels][rows][kStride], the
+// layout that the microkernel reads and writes. A packed matrix is the microkernel's right operand,
 // [panels][depth][kStride].
 #pragma once
 #include "../params.h"
@@ -10,7 +10,7 @@ namespace flashcell::FLASHCELL_ISA {
 
 constexpr int64_t kTile = 64;  // rows of a tile of a chunk
 
-// Whether to ask for what is read next. A Zen 3 gains by it; a Zen 5 lost where it was tried.
+// Whether to prefetch in software what is read next. A Zen 3 gains by it; a Zen 5 lost when tried.
 constexpr bool kAsks = kVectorBytes < 64;
 
 template <typename IO>
@@ -28,12 +28,12 @@ struct Matrix {
     return panels(width) * padded(depth) * kStride;
   }
 
-  // Column c of row r in a tile of `rows` rows.
+  // Returns the offset of column c of row r in a tile of `rows` rows.
   FN static int64_t at(int64_t rows, int64_t r, int64_t c) {
     return (c / kStride * rows + r) * kStride + c % kStride;
   }
 
-  // body(column, lanes, whole) for every vector of `width` columns.
+  // Calls body(column, lanes, whole) for every vector of `width` columns.
   template <typename Body>
   FN static void for_columns(int64_t width, const Body& body) {
     int64_t c = 0;
@@ -41,8 +41,9 @@ struct Matrix {
     if (c < width) body(c, int(width - c), std_false());
   }
 
-  // B[k, n] = from[k stride + n]. Where a line holds several vectors, as many rows at once as a set
-  // of the cache has lines: with a stride of a power of two a column of more would evict itself.
+  // Packs B[k, n] = from[k stride + n]. If a cache line holds several vectors, only as many rows
+  // are packed at once as a cache set has lines: with a stride of a power of two, more rows of a
+  // column would evict each other.
   static void pack(E* to, const IO* from, int64_t stride, int64_t depth, int64_t width) {
     const int64_t rows = kVectorBytes < 64 ? 8 : depth;
     for (int64_t k = 0; k < depth; k += rows, from += rows * stride) {
@@ -56,7 +57,7 @@ struct Matrix {
     }
   }
 
-  // The same of rows that lie along k: B[k, n] = from[k + n stride].
+  // Packs rows that are contiguous along k: B[k, n] = from[k + n stride].
   static void pack_rows(E* to, const IO* from, int64_t stride, int64_t depth, int64_t width) {
     for (int64_t n = 0; n < panels(width) * kStride; n += kWidth) {
       const int64_t left = width - n < kWidth ? width - n : kWidth;
@@ -66,7 +67,7 @@ struct Matrix {
     }
   }
 
-  // A tile as right operand: itself, where elements are what sums are.
+  // Returns a tile as right operand: the tile itself, if operands have the type of sums.
   static const E* pack_tile(E* to, const T* tile, int64_t depth, int64_t width) {
     if constexpr (kDepth == 1) {
       return tile;
@@ -84,8 +85,8 @@ struct Matrix {
     }
   }
 
-  // The transpose of a tile [rows, width] as right operand: depth `width`, `rows` columns. Both are
-  // multiples of 8, of which a vector may be two.
+  // Packs the transpose of a tile [rows, width] as right operand: depth `width`, `rows` columns.
+  // Both are multiples of 8, which may be half a vector.
   static void pack_transposed(E* to, const T* tile, int64_t rows, int64_t width) {
     for (int64_t n = 0; n < panels(rows) * kStride; n += kWidth) {
       E* column = to + n / kStride * width * kStride + n % kStride * kDepth;
@@ -100,8 +101,8 @@ struct Matrix {
     }
   }
 
-  // to[c][t] = from[t][c] scale[t] as left operand: rows of `pitch` elements, zeros from `count` on
-  // to a vector's end.
+  // to[c][t] = from[t][c] scale[t], as left operand: rows of `pitch` elements, padded with zeros
+  // from `count` to the end of a vector.
   static void transpose_rows(E* to, int64_t pitch, const IO* from, int64_t stride, const T* scale,
                              int64_t count, int64_t width) {
     for (int64_t t0 = 0; t0 < count; t0 += kWidth) {
@@ -124,7 +125,7 @@ struct Matrix {
     }
   }
 
-  // to[c] = keep to[c] + sum over t of from[t][c] scale[t]; where keep is 0, `to` is not read.
+  // to[c] = keep to[c] + sum over t of from[t][c] scale[t]; if keep is 0, `to` is not read.
   static void add_rows(T* to, const IO* from, int64_t stride, const T* scale, int64_t count,
                        int64_t width, T keep) {
     for_columns(width, [&](int64_t c, int, auto) __attribute__((always_inline)) {
@@ -138,7 +139,7 @@ struct Matrix {
     }
   }
 
-  // to[c][r] = tile[r][c] as left operand, for columns [begin, end) of a tile of `rows` rows.
+  // to[c][r] = tile[r][c], as left operand, for columns [begin, end) of a tile of `rows` rows.
   static void transpose_tile(E* to, int64_t pitch, const T* tile, int64_t rows, int64_t begin,
                              int64_t end) {
     for (int64_t c = begin / kWidth * kWidth; c < end; c += kWidth) {
@@ -153,7 +154,8 @@ struct Matrix {
     }
   }
 
-  // Rows as left operands: in place where elements are what memory holds, else widened copies.
+  // Returns rows as left operands: in place if operands have the type in memory, else widened
+  // copies.
   static void rows(const E** pointers, E* copies, const IO* from, int64_t stride, int64_t count,
                    int64_t width) {
     for (int64_t r = 0; r < count; ++r) {
@@ -170,8 +172,9 @@ struct Matrix {
     }
   }
 
-  // tile = keep tile + rows[count, k_begin..k_end) packed[k_begin..k_end), `width` columns; count
-  // <= kTile. The packed matrix has `depth` rows, the tile `tile_rows` from `tile` on.
+  // tile = keep tile + rows[count, k_begin..k_end) packed[k_begin..k_end), over `width` columns,
+  // count <= kTile. The packed matrix has `depth` rows, and the tile `tile_rows` rows from `tile`
+  // on.
   static void product(const E* const* rows, int64_t count, int64_t k_begin, int64_t k_end,
                       const E* packed, int64_t depth, T* tile, int64_t tile_rows, int64_t width,
                       T keep) {
@@ -182,8 +185,8 @@ struct Matrix {
     }
   }
 
-  // tile = rows packed, where row r needs no column behind `first` + r: panels that begin behind it
-  // are not written.
+  // tile = rows packed, where row r is needed only up to column `first` + r: panels after that are
+  // not written.
   static void product_to_lower(const E* const* rows, int64_t count, const E* packed, int64_t depth,
                                T* tile, int64_t width, int64_t first) {
     for (int64_t n = 0; n < width; n += kStride, packed += padded(depth) * kStride) {
@@ -193,8 +196,8 @@ struct Matrix {
     }
   }
 
-  // A panel of `tile` += rows[count, begin..) packed, of which row r has only `first` + r + 1
-  // elements: some rows at a time, so that most of the zeros behind them are not multiplied.
+  // Adds rows[count, begin..) packed to a panel of `tile`, where row r has only `first` + r + 1
+  // elements and zeros after them. Rows are taken in groups, so that most zeros are not multiplied.
   static void product_of_lower(const E* const* rows, int64_t count, int64_t begin, int64_t first,
                                const E* packed, T* panel) {
     constexpr int64_t kRows = 16;
@@ -205,7 +208,8 @@ struct Matrix {
     }
   }
 
-  // The same for any number of rows, `pitch` elements apart from `left` on, over the whole depth.
+  // The same product for any number of rows, `pitch` elements apart from `left` on, over the whole
+  // depth.
   static void product(const E* left, int64_t pitch, int64_t count, const E* packed, int64_t depth,
                       T* tile, int64_t width, T keep) {
     for (int64_t r0 = 0; r0 < count; r0 += kTile) {
@@ -230,7 +234,7 @@ struct Matrix {
     flashcell::FLASHCELL_ISA::transpose(block);
   }
 
-  // kDepth rows of a vector of columns, interleaved.
+  // Stores kDepth rows of a vector of columns, interleaved.
   FN static void store_depth(E* to, const V* rows) {
     if constexpr (kDepth == 1) {
       store_element(to, rows[0]);

@@ -1,4 +1,4 @@
-// One step: the state is read once and written once.
+// One decoding step on the CPU: the state is read once and written once.
 #pragma once
 #include "epilogue.h"
 #include "head.h"
@@ -10,11 +10,11 @@ struct Step {
   using T = State<IO>;
   using V = Vec<T>;
   using M = Matrix<IO>;
-  // Rows of C at once. With four, h is read and written a quarter as often; one alone is one
-  // stream, of which a Zen 3 reads ahead by itself, out of its last cache, and from memory when
-  // asked to.
+  // Rows of C processed together. With four, sums of h are read and written a quarter as often.
+  // With one, C is a single stream: a Zen 3 prefetches it from its last-level cache by itself, and
+  // from memory with software prefetches.
   static constexpr int kRows = kAsks ? 1 : 4;
-  static constexpr int64_t kCached = 8 << 20;  // bytes of states that may be in the last cache
+  static constexpr int64_t kCached = 8 << 20;  // bytes of states that fit in the last-level cache
 
   const StepParams& p;
   const Host& caller;
@@ -39,7 +39,7 @@ struct Step {
     double m = p.m ? double(((const T*)p.m)[i]) : 0;
     T keep, add;
     gates(*at<T>(p.i, b, h), *at<T>(p.f, b, h), m, keep, add);
-    if (!p.C && keep != keep) add = keep;  // NaN spoils the empty state too
+    if (!p.C && keep != keep) add = keep;  // a NaN must reach even an empty state
     if (p.next_m) ((T*)p.next_m)[i] = T(m);
     widen(key, at<IO>(p.k, b, h), p.K, add);
     widen(query, at<IO>(p.q, b, h), p.K, T(1 / __builtin_sqrt(double(p.K))));
@@ -68,7 +68,7 @@ struct Step {
     HeadEpilogue<IO>(p.epilogue, h, p.V).forward(sums, gate, (IO*)p.h + i * p.V);
   }
 
-  // In vectors, whose functions are ours: libm's are not on every machine.
+  // Uses vector functions because they are compiled in; libm's differ between machines.
   void gates(double i, double f, double& m, T& keep, T& add) const {
     using W = Vec<double>;
     const double log_f = at_least(logsigmoid(W(f)).raw[0], kShut);

@@ -1,11 +1,12 @@
-// How ops.cpp runs an op on CUDA. cpu/call.h has the same functions.
+// Runs the ops on CUDA for ops.cpp. cpu/call.h has functions of the same names.
 #pragma once
 #include "common/torch/cuda.h"
 #include "run.h"
 
 namespace flashcell {
 
-// x as the engine reads it: every row of a head starts at 16 bytes.
+// Returns x in the layout that the engine reads: every row of a head starts at a multiple of 16
+// bytes.
 inline Tensor input(const Tensor& x) {
   const int64_t vector = 16 / x.element_size(), last = x.dim() - 1;
   bool aligned = x.stride(last) == 1 && reinterpret_cast<uintptr_t>(x.const_data_ptr()) % 16 == 0;

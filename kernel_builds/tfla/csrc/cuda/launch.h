@@ -1,4 +1,4 @@
-// Launches of this project, and scratch memory, cut into arrays.
+// Launches of this kernel project, and scratch memory divided into arrays.
 #pragma once
 
 namespace flashcell::cuda {
@@ -9,7 +9,7 @@ inline constexpr char kKernelName[] = "tfla";
 
 namespace flashcell::cuda {
 
-// Hands out arrays one after another; without memory it only counts the bytes.
+// Hands out arrays one after the other; without memory it only counts the bytes.
 class Arrays {
  public:
   explicit Arrays(void* memory) : memory_(static_cast<char*>(memory)) {}

@@ -1,4 +1,4 @@
-// From the dtype of a call to the functions that run it.
+// Calls the functions that were compiled for the dtype of a call.
 #include <cuda_runtime.h>
 
 #include "backward/run.h"
@@ -59,8 +59,8 @@ void with_16_bits(Dtype dtype, const Function& function) {
   }
 }
 
-// Chunks no longer than the shared memory of a thread block holds: 256 steps on sm_90 and sm_100,
-// 128 on sm_80, and 64 of fp32 where there are 99 KB.
+// Limits the chunk length to what the shared memory of a thread block holds: 256 steps on sm_90 and
+// sm_100, 128 on sm_80, and 64 for fp32 where a block has 99 KB.
 template <typename Params>
 Params fit_chunk(Params p, const Launch& launch) {
   const int io_bytes = launch.dtype == Dtype::kFloat ? 4 : 2;

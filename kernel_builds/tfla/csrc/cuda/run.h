@@ -1,22 +1,23 @@
-// What call.h asks of the CUDA engine. Nothing here waits for the device or allocates; errors
+// Declares the functions that call.h calls. None of them waits for the device or allocates; errors
 // throw.
 #pragma once
 #include "../params.h"
 #include "common/cuda/code.h"
 
-using cudaStream_t = struct CUstream_st*;  // as CUDA declares it: ops.cpp needs no CUDA headers
+// Declared as CUDA does, so that ops.cpp needs no CUDA headers.
+using cudaStream_t = struct CUstream_st*;
 
 namespace flashcell::cuda {
 
-struct Device {  // what the plans need to know of a GPU
-  Code code;     // that runs there
+struct Device {  // the properties of a GPU that the plans read
+  Code code;     // describes the code object that runs on the GPU
   int sms, shared_bytes;
-  bool clusters;  // of thread blocks, on the GPU and in the code
+  bool clusters;  // whether the GPU and the code support thread block clusters
 };
-Device current_device();  // an error where the library has no code for it
+Device current_device();  // throws if the library has no code for the GPU
 
-// Whether the kernels of chunk/ring.cuh run: they are compiled for sm_90a alone, and multiply 16
-// bits.
+// Whether the kernels of chunk/ring.cuh can run: they are compiled for sm_90a only, and take 16-bit
+// types.
 constexpr bool has_wgmma(const Device& device, int io_bytes) {
   return device.code.sm_90a && device.shared_bytes >= 227 << 10 && io_bytes == 2;
 }
@@ -25,7 +26,7 @@ struct Launch {
   Device device;
   Dtype dtype;  // not kDouble
   cudaStream_t stream;
-  void* scratch;  // as many bytes as the function was asked for
+  void* scratch;  // as many bytes as scratch_bytes returned
 };
 
 int64_t scratch_bytes(const ForwardParams&, const Launch&);

@@ -1,6 +1,6 @@
-// One instruction set's build of the whole engine: includes everything into its namespace, named
-// by FLASHCELL_ISA, and fills its Backend. Nothing here may use torch or the C++ library: code they
-// would emit with this unit's flags could be merged into units that run on older machines.
+// Builds the whole engine for one instruction set: includes all of it in a namespace named by
+// FLASHCELL_ISA, and fills its Backend. Nothing here may use torch or the C++ library: the linker
+// could merge the code they emit, with this unit's flags, into units that run on older machines.
 #pragma once
 #include "../backward.h"
 #include "../engine.h"

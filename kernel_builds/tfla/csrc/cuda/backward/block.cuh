@@ -1,13 +1,14 @@
-// dq, dk and dv of 128 rows of a chunk of a head, on Hopper: products of row_block.cuh,
+// dq, dk and dv on Hopper, by the products of row_block.cuh. An item is 128 rows of a chunk of a
+// head:
 //
 //   dq = s (dh C^T / N + delta n) + dS k       rows t; dS = decay (dh v^T / N + delta)
 //   dk = a (v dC^T + dn) + dS^T q              rows j
 //   dv = a (k dC) + (W / N)^T dh               rows j; W = decay (q k^T)
 //
-// by persistent blocks. Each begins with one of the three, so that its code stays in the
-// instruction cache, and takes the next item of it that nobody has, then those of the others: some
-// blocks are a third slower than others with the same work. in_t = q dq and out_j = k dk go to
-// gate_gradients, from unrounded sums.
+// Blocks are persistent. Each starts with one of the three gradients, so that its code stays in the
+// instruction cache. It takes that gradient's next free item until none is left, then items of the
+// other gradients: some blocks take a third longer than others for the same work. The sums in_t = q
+// dq and out_j = k dk, from unrounded gradients, go to gate_gradients.
 #pragma once
 #include <algorithm>
 
@@ -19,7 +20,7 @@ namespace flashcell::cuda {
 enum class Gradient { kQuery, kKey, kValue };
 constexpr int kGradients = 3;
 
-// How many thread blocks begin with which gradient.
+// How many thread blocks start with which gradient.
 struct GradientBlocks {
   int count[kGradients];
 
@@ -27,7 +28,7 @@ struct GradientBlocks {
 };
 
 constexpr int kMostSlots = 12;
-// This producer knows more than others: it spills with fewer.
+// this producer has more values in registers than others: with fewer registers it spills
 constexpr int kBlockProducerRegisters = 88, kBlockConsumerRegisters = 208;
 
 struct BlockItem {
@@ -37,11 +38,11 @@ struct BlockItem {
   Gradient gradient;
 };
 
-// kPrecise: those chunks again that are listed, with E in two pieces. A kernel of its own: its
-// registers would cost the others a tenth of their time, and so would a look at who is listed.
+// With kPrecise it redoes the listed chunks, with E split in two pieces. It is a separate kernel,
+// because its registers, or a check of the list, would slow the common one down by a tenth.
 template <typename IO, int kKeyBlocks, int kValueBlocks, bool kPrecise>
 struct BlockGradients {
-  struct Shared {  // behind the ring's slots and the left rows
+  struct Shared {  // follows the ring's slots and the left rows in shared memory
     RowTerms rows;
     int items[ItemQueue::kAhead];
     char barriers[(kMostSlots + kMostPanels + ItemQueue::kAhead) * Slot::kBytes];
@@ -49,7 +50,7 @@ struct BlockGradients {
   __host__ DEVICE static int panels(int64_t width) {
     return int((width + kPanel<IO> - 1) / kPanel<IO>);
   }
-  // Slots of the ring: what fits.
+  // Returns how many slots of the ring fit in shared memory.
   static int slots(const BackwardParams& p, int shared_bytes) {
     const int left = panels(std::max(p.K, p.V)) * kSlotBytes + int(sizeof(Shared));
     return std::min((shared_bytes - left) / kSlotBytes, kMostSlots);
@@ -89,7 +90,7 @@ struct BlockGradients {
     constexpr int kWidth = kValueBlocks * kBlockColumns;
     return (int(p.V) + kWidth - 1) / kWidth;
   }
-  // In proportion to the products.
+  // Shares the SMs among gradients in proportion to their multiplications.
   static GradientBlocks share(const BackwardParams& p, int tiles, int sms) {
     const double pairs = 32. * tiles * (tiles + 1), state = double(p.K * p.V * tiles);
     const double keys = pairs * double(p.K + p.V) + state;
@@ -101,7 +102,7 @@ struct BlockGradients {
   DEVICE int columns(Gradient gradient) const {
     return gradient == Gradient::kValue ? value_items(p) : 1;
   }
-  DEVICE int parts(Gradient gradient) const {  // of a chunk and head
+  DEVICE int parts(Gradient gradient) const {  // items of a chunk and head
     return (terms.rows.chunks.tiles() + 1) / 2 * columns(gradient);
   }
   DEVICE int items(Gradient gradient) const {
@@ -161,7 +162,7 @@ struct BlockGradients {
 
   // ---- The producer ----
 
-  // Lands with the first panel of rows.
+  // Copies a chunk's row terms; they land with the first panel of the left rows.
   template <Gradient kGradient>
   DEVICE void copy_terms(const BlockItem& item) const {
     constexpr bool kQuery = kGradient == Gradient::kQuery, kValue = kGradient == Gradient::kValue;
@@ -218,7 +219,7 @@ struct BlockGradients {
 
   // ---- The consumers ----
 
-  // Rows of padding are 0.
+  // Stores the sums of the rows; rows of padding get zeros.
   template <int kBlocks, typename Products>
   DEVICE void store(const BlockItem& item, const Products& products,
                     const typename Products::Sums& sums, void* to, int64_t width) const {
@@ -241,7 +242,7 @@ struct BlockGradients {
       }
     }
   }
-  // Rows' products with those of x.
+  // Stores the dot product of each row's sums with the same row of x.
   template <typename Products>
   DEVICE void store_flow(const BlockItem& item, const Products& products,
                          const typename Products::Sums& sums, const Matrix<IO>& x,
@@ -250,14 +251,14 @@ struct BlockGradients {
     float total[2] = {};
 #pragma unroll
     for (int block = 0; block < kKeyBlocks; ++block) {
-      Pair<IO> pairs[2][kPairs];  // all on their way before the first is used
+      Pair<IO> pairs[2][kPairs];  // all loads are started before the first is used
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int row = products.row(half);
         const IO* from = x.data + (row < x.rows ? row : 0) * x.stride + 2 * products.quad;
 #pragma unroll
         for (int j = 0; j < kPairs; ++j) {
-          const int column = block * kBlockColumns + 8 * j;  // sums of what does not exist are 0
+          const int column = block * kBlockColumns + 8 * j;  // past the last column the sums are 0
           const IO* at = from + (column < x.columns ? column : 0);
           pairs[half][j] = reinterpret_cast<const Pair<IO>&>(*at);
         }
@@ -334,7 +335,7 @@ struct BlockGradients {
     }
   }
 
-  // All gradients, the block's own first.
+  // Calls body for all gradients, starting with the block's own.
   template <typename Body>
   DEVICE static void for_gradients(int own, const Body& body) {
     for (int i = 0; i < kGradients; ++i) {
@@ -383,7 +384,7 @@ __global__ void __launch_bounds__(kRingThreads, 1) block_gradients(const Backwar
   using Gradients = BlockGradients<IO, kKeyBlocks, kValueBlocks, kPrecise>;
   Gradients(p, terms, slots, panels, memory).run(blocks);
 #else
-  __trap();  // built for sm_90 instead of sm_90a: an error, not what memory held
+  __trap();  // Compiled for sm_90 instead of sm_90a: fail, rather than return uninitialised memory.
 #endif
 }
 

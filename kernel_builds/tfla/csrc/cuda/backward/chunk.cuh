@@ -1,17 +1,18 @@
-// dq, dk, dv and the gates' gradients of one chunk of one head: a thread block for dv, and one for
-// dq and dk. Both take products of all pairs of rows (q k, or dh v), weigh them in registers to a
-// triangle E of tiles in shared memory (W/N, or dS), and multiply that:
+// dq, dk, dv and the gates' gradients of one chunk of one head. One thread block computes dv,
+// another dq and dk. Both multiply all pairs of rows (q k or dh v), weight the products in
+// registers to form a lower triangle E of tiles in shared memory (W/N or dS), and multiply with
+// that:
 //
 //   dv = a (k dC) + E^T dh
 //   dq = s (dh C^T / N + delta n) + E k
 //   dk = a (v dC^T + dn) + E^T q
 //
-// README.md, "Gradients", has the symbols. Factors of rows are applied to sums, in fp32.
+// README.md, "Gradients", defines the symbols. Factors of rows are applied to the fp32 sums.
 //
-// What crosses a forget gate is a sum of what the chunk's pairs, the state before it and the
-// gradient of the state after it carry over that step. A shut gate lets little of it through, next
-// to all that does not cross it: so the latter cancels to 2^-53 of itself. Sums over rows and sums
-// over columns are of the same numbers, E (q k), and in double.
+// The gradient of a log forget gate is the flow that crosses its step: from the chunk's pairs, from
+// the state before it and to the state after it. A shut gate lets little through beside large flows
+// that do not cross it, which therefore must cancel to 2^-53 of their size: their sums over rows
+// and over columns are of the same numbers, E (q k), and in double.
 #pragma once
 #include "../chunk/products.cuh"
 #include "common/cuda/ptx/wgmma.cuh"
@@ -28,11 +29,11 @@ struct ChunkGradients : ChunkProducts<IO, kTiles> {
   using typename Base::Factors, typename Base::Output, typename Base::OutputSums,
       typename Base::PairSums;
   struct Shared : Base::Shared {
-    float2 of_row[kRows];          // inverse and delta
-    float in[kRows];               // of the state before the chunk
-    float through[kThreads / 32];  // <C, dC> + <n, dn>, of what passes the chunk, by warps
+    float2 of_row[kRows];          // the inverse divisor and delta of each row
+    float in[kRows];               // flow from the state before the chunk to each row
+    float through[kThreads / 32];  // flow through the chunk, <C, dC> + <n, dn>: sums of the warps
   };
-  struct PairFlows {  // sums of E (q k) over rows and over columns, by warps; where E was
+  struct PairFlows {  // sums of E (q k) over rows and over columns, by warps; stored where E was
     double in[4][kRows], out[Base::kGroups][kRows];
   };
   static_assert(sizeof(PairFlows) <= sizeof(Shared::triangle));
@@ -61,7 +62,7 @@ struct ChunkGradients : ChunkProducts<IO, kTiles> {
                           exists && has_delta ? terms.delta[at] : 0.f};
   }
 
-  // E = decay_tj (inverse_t sums + delta_t), where t sees j.
+  // Computes E = decay_tj (inverse_t sums + delta_t) where t sees j.
   template <bool kByDepth>
   DEVICE void triangle() {
     PairSums pairs;
@@ -72,11 +73,11 @@ struct ChunkGradients : ChunkProducts<IO, kTiles> {
       return [of_row](float sum) { return fmaf(of_row.x, sum, of_row.y); };
     };
     this->weigh(pairs, value_of, [](int, int, float) {});
-    __syncthreads();  // by_part lies where weigh read
+    __syncthreads();  // by_part overwrites memory that weigh read
   }
 
-  // The warp's part of the rows' products with those of x, in by_part: set or added to by the lane
-  // that owns it. Sums of what does not exist are 0.
+  // Writes the warp's part of each row's dot product with the same row of x to by_part; the lane
+  // that owns the row sets or adds it. Past the last column the sums are 0.
   DEVICE void add_flow(const OutputSums& sums, const Matrix<IO>& x, int first,
                        bool is_first) const {
     int columns[kBlocks];
@@ -116,12 +117,12 @@ struct ChunkGradients : ChunkProducts<IO, kTiles> {
   DEVICE PairFlows& pair_flows() const {
     return *reinterpret_cast<PairFlows*>(&shared.triangle[0][0]);
   }
-  // Ends E.
+  // Computes the flows between pairs of steps; this overwrites E.
   DEVICE void find_pair_flows() {
     PairSums flows;
     clear(flows);
     this->template multiply_pairs<false>(flows, this->flow_steps);
-    // body(tile, half, the flows of two neighbouring columns), of the lane's part of a row.
+    // Calls body(tile, half, flows of two neighbouring columns) for the lane's part of a row.
     const auto for_pairs = [&](int i, int down, const auto& body) {
 #pragma unroll
       for (int j = 0; j <= Base::tile_of(i); ++j) {
@@ -218,7 +219,7 @@ struct ChunkGradients : ChunkProducts<IO, kTiles> {
         nullptr);
   }
 
-  // kGate: df alone.
+  // With kGate it computes df only.
   template <bool kGate>
   DEVICE void keys() {
     if constexpr (kGate) {
@@ -265,7 +266,7 @@ struct ChunkGradients : ChunkProducts<IO, kTiles> {
     if (threadIdx.x < 32) gates<kGate>();
   }
 
-  // <C, dC> + <n, dn>, of the state before the chunk and the gradient after it.
+  // Computes <C, dC> + <n, dn> from the state before the chunk and the gradient after it.
   DEVICE void find_through() const {
     const int64_t size = p.K * p.V, here = rows.slot(head, slot);
     float sum = 0;
@@ -280,12 +281,13 @@ struct ChunkGradients : ChunkProducts<IO, kTiles> {
     if (threadIdx.x % 32 == 0) shared.through[threadIdx.x / 32] = sum;
   }
 
-  // di and df: what flows out of step j, and what crosses step t. Later steps are in lower lanes.
+  // Computes di, from what flows out of each step, and df, from what crosses it. Later steps are in
+  // lower lanes.
   template <bool kGate>
   DEVICE void gates() const {
     const int lane = threadIdx.x;
     const float keep = rows.keep[rows.slot(head, slot)];
-    double crossing = 0;  // after the chunk's last step: what passes the chunk, and what it adds
+    double crossing = 0;  // flow across the chunk's end: through the chunk, and from its steps
     for (int t = lane; t < chunk.steps; t += 32) crossing += flow(t);
     crossing = warp_sum(crossing);
     for (const float part : shared.through) crossing += keep == 0 ? 0. : double(keep) * part;
@@ -318,7 +320,7 @@ struct ChunkGradients : ChunkProducts<IO, kTiles> {
       const int64_t at = row / p.T * gate.batch + row % p.T * gate.time + head * gate.head;
       return static_cast<const float*>(gate.data)[at];
     };
-    const auto slope = [](float x) { return 1 / (1 + expf(x)); };  // of logsigmoid
+    const auto slope = [](float x) { return 1 / (1 + expf(x)); };  // derivative of logsigmoid
     const bool held = p.hold && p.hold[row];
     static_cast<float*>(p.df)[row * p.H + head] = held ? 0.f : crossing * slope(value(p.f));
     if constexpr (!kGate) {
@@ -328,7 +330,8 @@ struct ChunkGradients : ChunkProducts<IO, kTiles> {
   }
 };
 
-// In the order of blocks: chunk, head, and dq dk before dv, so that both read their rows at a time.
+// Blocks are ordered by chunk and head, dq dk before dv, so that both read their rows at the same
+// time.
 template <typename IO, int kTiles>
 __global__ void
     __launch_bounds__(ChunkGradients<IO, kTiles>::kThreads, kTiles == 2 && sizeof(IO) == 2 ? 2 : 1)
@@ -345,7 +348,7 @@ __global__ void
   }
 }
 
-// df of the chunks that gate_gradients has listed.
+// Recomputes df of the chunks that gate_gradients has listed.
 template <typename IO, int kTiles>
 __global__ void __launch_bounds__(ChunkGradients<IO, kTiles>::kThreads, 1) shut_gates(
     const BackwardParams p, const BackwardTerms terms) {
@@ -360,7 +363,7 @@ __global__ void __launch_bounds__(ChunkGradients<IO, kTiles>::kThreads, 1) shut_
     __syncthreads();
   }
 #else
-  __trap();  // only wgmma's kernels leave a list
+  __trap();  // only the wgmma kernels write this list
 #endif
 }
 

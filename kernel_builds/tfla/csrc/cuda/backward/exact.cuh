@@ -1,23 +1,23 @@
-// The divisor and delta of the few rows where that divisor nearly cancels, from products that
-// nothing rounds: NOTEBOOK.md, "The backward on CUDA".
+// Recomputes the divisor N and delta of the few rows whose divisor nearly cancels, from unrounded
+// products: NOTEBOOK.md, "The backward on CUDA".
 #pragma once
 #include "rows.cuh"
 
 namespace flashcell::cuda {
 
-// A row is worked out again if its spread is both this share of the sum over its head, and so many
-// times the mean: there cannot be many.
+// A row is recomputed if its spread (terms.cuh) is at least this share of the sum over all rows of
+// its head, and at least kExactTimes the mean. There can only be few such rows.
 constexpr float kExactShare = 1 / 256.f, kExactTimes = 2;
-// What has decayed to less than this, or lies further back, comes from the rounded state, whose
-// error is as much smaller.
+// State that has decayed to less than this, or is more chunks back, is read in its rounded form:
+// its error has decayed as well.
 constexpr float kExactDecay = 1 / 16.f;
 constexpr int kExactChunks = 8;
-// A row whose delta^2 is this share of that sum has so much of the gradient that the roundings of
-// its few large dS show: its chunk is listed.
+// If a row's delta^2 is at least this share of the head's sum, the row has so much of the gradient
+// that roundings of its few large dS matter, and its chunk is listed for kPrecise.
 constexpr float kListedShare = 1 / 16.f;
-constexpr int kExactAtOnce = 8;  // rows of a warp
+constexpr int kExactAtOnce = 8;  // rows or keys that a warp multiplies at once
 
-// Of a row t: sums of weight q k_j, and of weight (q k_j) (dh v_j).
+// For a row t: the sum over j of weight q k_j, and that of weight (q k_j) (dh v_j).
 struct RowSums {
   double keys = 0, values = 0;
 
@@ -35,7 +35,7 @@ struct ExactRow {
   const int head;
   const int64_t slot;
   const Chunk chunk;
-  float *const q, *const dh;  // of the row, in shared memory
+  float *const q, *const dh;  // the row's q and dh, in shared memory
 
   DEVICE ExactRow(const BackwardParams& params, const BackwardTerms& t, float* memory)
       : p(params),
@@ -46,7 +46,7 @@ struct ExactRow {
         q(memory),
         dh(memory + p.K) {}
 
-  // Of all rows of the head.
+  // Returns the sum over all rows of the head.
   DEVICE float sum_of_spreads() const {
     const int64_t slots = terms.rows.chunks.slots();
     float part = 0;
@@ -62,7 +62,8 @@ struct ExactRow {
   }
   DEVICE Strided given() const { return {p.dh, p.T * p.H * p.V, p.H * p.V, p.V}; }
 
-  // sums[i] += the lane's part of x[i stride ..] y; rows from `count` on are not read.
+  // sums[i] += the lane's part of the dot product of row i of x with y; rows from `count` on are
+  // not read.
   template <typename Sum, typename X>
   DEVICE static void add_dots(Sum (&sums)[kExactAtOnce], const X* x, int64_t stride, int count,
                               const float* y, int64_t width) {
@@ -76,7 +77,8 @@ struct ExactRow {
       }
     }
   }
-  // The first `end` rows j of a chunk, by weight_of(j): the warp's part.
+  // Returns the warp's part of the sums over the first `end` rows j of a chunk, weighted by
+  // weight_of(j).
   template <typename WeightOf>
   DEVICE RowSums sum_of_pairs(const Chunk& at, int end, const WeightOf& weight_of) const {
     RowSums sums;
@@ -94,7 +96,7 @@ struct ExactRow {
     }
     return sums;
   }
-  // q n and q C dh: the warp's part.
+  // Returns the warp's part of q n and of q C dh.
   template <typename X>
   DEVICE RowSums sum_of_state(const X* C, const float* n) const {
     RowSums sums;
@@ -109,7 +111,7 @@ struct ExactRow {
     return sums;
   }
 
-  // Of step t of the chunk, but for K^-1/2: the warp's part.
+  // Returns the warp's part of the sums for step t of the chunk, without the factor K^-1/2.
   DEVICE RowSums sums_of(int t) const {
     const Rows& rows = terms.rows;
     const int64_t first = rows.row(head, chunk), own = first + t;
@@ -147,7 +149,7 @@ struct ExactRow {
     return sums;
   }
 
-  // Returns delta^2.
+  // Recomputes row t, and returns delta^2.
   DEVICE float redo(int t) const {
     const IO *from_q = row_of(p.q, chunk.row + t), *from_dh = row_of(given(), chunk.row + t);
     for (int i = threadIdx.x; i < p.K; i += kRowThreads) q[i] = to_float(from_q[i]);
@@ -179,7 +181,7 @@ struct ExactRow {
     const uint32_t own = __ballot_sync(~0u, spread > 0 && spread >= enough);
     if (row % 32 == 0) found[row / 32] = own;
     __syncthreads();
-    float most = 0;  // of thread 0
+    float most = 0;  // only thread 0's value is used
     for (int word = 0; word < kLongestChunk / 32; ++word) {
       for (uint32_t rows = found[word]; rows != 0;) {
         const int last = 31 - __clz(rows);
@@ -192,7 +194,7 @@ struct ExactRow {
   }
 };
 
-// A thread block for a chunk of a head; K + V floats of shared memory.
+// Each thread block handles one chunk of one head; it needs K + V floats of shared memory.
 template <typename IO>
 __global__ void __launch_bounds__(kRowThreads) exact_rows(const BackwardParams p,
                                                           const BackwardTerms terms) {

@@ -1,19 +1,19 @@
-// The gates' gradients from what flows into and out of every step: README.md, "Gradients".
+// The gradients of the gates, from what flows into and out of every step: README.md, "Gradients".
 #pragma once
 #include "terms.cuh"
 
 namespace flashcell::cuda {
 
-// A thread block for a chunk of a head: all of it for what crosses the chunk's end, then a thread
-// for a step, later ones before.
+// One thread block handles a chunk of a head. All of it computes what crosses the chunk's end; then
+// each thread has one step, with later steps in lower threads.
 inline constexpr int kGateThreads = kLongestChunk;
-// df is a difference of sums (in - out). Their rounding, that of the 16-bit operands, must stay
-// small next to it: a chunk is listed, and shut_gates works its df out again, where a forget gate
-// is below kShutGate, or where df is below 1 / kLostShare of what the sums' sizes would make it,
-// taking root-mean-squares over the chunk.
+// df is a difference of sums (in - out). The rounding of these sums, that of the 16-bit operands,
+// must stay small compared with df. A chunk is listed for recomputation by shut_gates if a forget
+// gate is below kShutGate, or if df is smaller than 1 / kLostShare of what the size of the sums
+// suggests, comparing root mean squares over the chunk.
 inline constexpr float kShutGate = -1, kLostShare = 8;
 
-// <C, dC> + <n, dn> after the chunk, of dC as the products have it, rounded: the thread's part.
+// Returns the thread's part of <C, dC> + <n, dn> after the chunk; dC is rounded as in the products.
 template <typename IO>
 DEVICE float part_of_crossing(const BackwardParams& p, const BackwardTerms& terms,
                               const Chunk& chunk, int64_t slot, int head) {
@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(kGateThreads) gate_gradients(const BackwardPar
     const int64_t from = row / p.T * gate.batch + row % p.T * gate.time + head * gate.head;
     return exists ? static_cast<const float*>(gate.data)[from] : 0.f;
   };
-  const auto slope = [](float x) { return 1 / (1 + expf(x)); };  // of logsigmoid
+  const auto slope = [](float x) { return 1 / (1 + expf(x)); };  // derivative of logsigmoid
   const bool held = exists && p.hold && p.hold[row];
   const float f = value(p.f), i = value(p.i);
   const float slope_i = p.exponential ? float(!(i < float(kNever))) : slope(i);

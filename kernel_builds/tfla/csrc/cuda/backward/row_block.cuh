@@ -1,30 +1,30 @@
-// 128 rows of an output of a chunk of a head, on Hopper: rows times a state, and rows times the
-// rows of a tile, weighed, times rows again:
+// 128 rows of an output of a chunk of a head, on Hopper: the rows' products with a state, plus
+// their weighted products with the rows of tiles, multiplied with another matrix of rows:
 //
 //   sums = factors (left state) + E inner,   E = weigh(left right^T)
 //
-// A consumer warpgroup has 64 rows, by 128 kBlocks columns. E never leaves its registers: it is the
-// left operand of the second product as it comes out of the first.
+// A consumer warpgroup has 64 rows by 128 kBlocks columns. E never leaves its registers: the result
+// of the first product, weighted, is the left operand of the second.
 #pragma once
 #include "row_loads.cuh"
 
 namespace flashcell::cuda {
 
-// What depends on the gates, row by row of the chunk; 0 for rows that do not exist.
+// The values of a chunk's rows that depend on the gates; 0 for rows that do not exist.
 struct RowTerms {
   float2 u[kLongestChunk], w[kLongestChunk];
   float past[kLongestChunk], future[kLongestChunk];
-  float gain[kLongestChunk];  // inflow, or outflow
+  float gain[kLongestChunk];  // inflow for dq, outflow for dk and dv
   float inverse[kLongestChunk], delta[kLongestChunk];
   int start[kLongestChunk];
   float vector[2 * kBlockColumns];
   float decay[kMostTiles];
 };
 
-// Whose rows the rows of the block are: those of t, which see, or those of j, which are seen.
+// Whether the block's rows are queries t, which see keys, or keys j, which are seen.
 enum class RowsAre { kSeeing, kSeen };
 
-// A warpgroup's part.
+// The products of one warpgroup.
 template <typename IO, int kBlocks>
 struct RowProducts {
   using Sums = float[kBlocks][kBlockColumns / 8][4];
@@ -35,9 +35,10 @@ struct RowProducts {
   const LeftRows& lefts;
   const RowTerms& terms;
   const RowBlock& block;
-  const int steps;                        // of the chunk
-  const int group, warp, lane_row, quad;  // consumer, warp in it; of the lane
-  Slot running{};                         // what products read
+  const int steps;  // steps of the chunk
+  // Which consumer, its warp, and the lane's row and column quad.
+  const int group, warp, lane_row, quad;
+  Slot running{};  // the slot that running products still read
 
   DEVICE RowProducts(BlockRing& place, const LeftRows& left_rows, const RowTerms& of_rows,
                      const RowBlock& of_block, int chunk_steps)
@@ -62,18 +63,18 @@ struct RowProducts {
   DEVICE void wait_left() const {
     for (int panel = 0; panel < block.panels; ++panel) lefts.slot(panel).wait_full(lefts.round);
   }
-  // Terms are there as long as panel 0.
+  // The row terms stay valid as long as panel 0.
   DEVICE void release_left(int first, int end) const {
     for (int panel = first; panel < end; ++panel) lefts.slot(panel).release();
   }
 
-  // The address of the next slot, once it is full.
+  // Waits until the next slot is full, and returns its address.
   DEVICE uint32_t next() const {
     ring.slot().wait_full(ring.round);
     return ring.address();
   }
-  // What has been issued reads the slot; the one before it is free as soon as its products are
-  // done.
+  // Call it after issuing products that read the current slot. It releases the slot before, whose
+  // products have then completed, and advances.
   DEVICE void issued() {
     wgmma_commit();
     wgmma_wait<1>();
@@ -86,7 +87,7 @@ struct RowProducts {
     if (running.full) running.release();
     running.full = 0;
   }
-  // Slots that are for the other warpgroup alone.
+  // Skips slots that only the other warpgroup needs.
   DEVICE void skip(int slots) {
     for (int i = 0; i < slots; ++i) {
       next();
@@ -107,8 +108,8 @@ struct RowProducts {
     drain();
   }
 
-  // The compiler keeps products apart from each other unless loops run at least once, sums are
-  // cleared instead of not read, and every wait at a barrier has a fence behind it.
+  // In the loops below, loops run at least once, sums are cleared instead of starting unread, and a
+  // fence follows every wait: otherwise the compiler serialises the products.
 
   template <Major kState>
   DEVICE void multiply_state(Sums& sums) {
@@ -148,7 +149,7 @@ struct RowProducts {
     for (int k = 0; k < 4; ++k) wgmma<IO>(pairs, rows.step(k), right.step(k));
   }
 
-  // Not kLast: another product of the same slots follows.
+  // Without kLast another product reads the same slots again.
   template <bool kLast>
   DEVICE void multiply_inner(Sums& sums, Words& words) {
     const BlockRing first = ring;
@@ -169,8 +170,8 @@ struct RowProducts {
     drain(sums, words);
   }
 
-  // E = decay (inverse pairs + delta), where t sees j, as a left operand; or kRest, what rounding
-  // has cut off it.
+  // Computes E = decay (inverse pairs + delta), where t sees j, as a left operand or, with kRest,
+  // what rounding E to 16 bits has cut off.
   template <RowsAre kRowsAre, bool kRest>
   DEVICE void weigh(const Pairs& pairs, Words& words, int other) const {
     if (other == tile()) {
@@ -270,7 +271,7 @@ struct RowProducts {
       }
     }
   }
-  // Columns 8 j + 2 quad, + 1 of a row of E.
+  // Stores columns 8 j + 2 quad and the next of a row of E.
   template <bool kRest>
   DEVICE static void put(Words& words, int j, int half, float first, float second) {
     Pair<IO> pair = Pair<IO>::of(first, second);
@@ -281,12 +282,12 @@ struct RowProducts {
     words[j / 2][j % 2 * 2 + half] = pair.word[0];
   }
 
-  // sums += E inner, tile by tile. Ends the left rows: nothing of them or of terms is read
-  // afterwards. kPrecise: E in two pieces.
+  // sums += E inner, tile by tile. It releases the left rows: neither they nor the row terms are
+  // read afterwards. With kPrecise, E is split in two pieces.
   template <RowsAre kRowsAre, bool kPrecise>
   DEVICE void multiply_tiles(Sums& sums) {
     constexpr bool kSeeing = kRowsAre == RowsAre::kSeeing;
-    const int rights = (block.panels + 1) / 2;  // slots
+    const int rights = (block.panels + 1) / 2;  // slots of `right` for each tile
     const int first = kSeeing || tile() < block.first ? block.first : tile();
     const int end = kSeeing && tile() + 1 < block.end ? tile() + 1 : block.end;
     if (!exists()) {
@@ -294,7 +295,7 @@ struct RowProducts {
       release_left(0, lefts.count);
       return;
     }
-    // The other warpgroup has at most one tile more: before these, or after.
+    // The other warpgroup has at most one tile more, before or after these.
     if (first > block.first) skip(rights + kBlocks);
     Pairs pairs;
     Words words;
@@ -315,8 +316,8 @@ struct RowProducts {
     if (end < block.end) skip(rights + kBlocks);
   }
 
-  // sums = outer (gain sums + add vector), row by row, or outer sums; 0 where outer is 0, whatever
-  // the state holds.
+  // sums = outer (gain sums + add vector) for each row or, without the vector, outer sums. Where
+  // outer is 0 the result is 0, even if the state holds NaN.
   template <bool kWithVector, typename FactorsOf>
   DEVICE void scale(Sums& sums, const FactorsOf& factors_of) const {
     const auto first = factors_of(row(0)), second = factors_of(row(1));

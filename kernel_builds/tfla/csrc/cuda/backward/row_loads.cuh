@@ -1,5 +1,6 @@
-// What the producer of a Hopper block copies for 128 rows of an output (row_block.cuh): the rows'
-// own operand, which stays for all products, and through the ring a state and the rows of tiles.
+// The loads of a Hopper block's producer for 128 rows of an output (row_block.cuh): the rows' own
+// left operand, which stays in shared memory for all products, and, through the ring, a state and
+// the rows of tiles.
 #pragma once
 #include "../chunk/loads.cuh"
 #include "../chunk/ring.cuh"
@@ -7,15 +8,15 @@
 namespace flashcell::cuda {
 
 constexpr int kBlockRows = 2 * kTile, kBlockColumns = 128;
-// A slot is two tiles of 64 rows of one panel, or 128 rows of one.
+// A slot holds two tiles of 64 rows of one panel each, or one tile of 128 rows.
 constexpr int kGranule = kTile * kPanelBytes, kSlotBytes = 2 * kGranule;
-constexpr int kMostPanels = 8;  // of left rows, which stay as long as their block
+constexpr int kMostPanels = 8;  // most panels of left rows, which stay for the whole block
 using BlockRing = Ring<kSlotBytes>;
 
 struct RowBlock {
-  int row, column;  // the first of the output
-  int panels;       // of depth of left, state and right
-  int first, end;   // tiles of right and inner
+  int row, column;  // first row and column of the output
+  int panels;       // panels of the depth of left, state and right
+  int first, end;   // tiles of `right` and `inner`
   bool has_state;
 };
 template <typename IO>
@@ -23,26 +24,26 @@ struct RowInputs {
   Matrix<IO> left, state, right, inner;
 };
 
-// Left rows, panel by panel, in slots of their own. Every block takes all of them once, so that
-// they count alike; those beyond its panels stay as they are.
+// The left rows, one slot for each panel. Every block uses all slots once, so that their barriers
+// advance together; slots beyond its panels are not written.
 struct LeftRows {
   uint32_t memory, barriers;
-  int count, round = 0;  // of panels; blocks so far
+  int count, round = 0;  // panels, and blocks handled so far
 
   DEVICE uint32_t address(int panel) const { return memory + panel * kSlotBytes; }
   DEVICE Slot slot(int panel) const { return {barriers + panel * Slot::kBytes}; }
 };
 
-// The producer's thread.
+// The state of a producer thread.
 template <typename IO>
 struct BlockProducer {
   BlockRing ring;
   LeftRows left;
 
-  // Where the second tile of a slot lies in the matrix.
+  // Whether the second tile of a slot is below the first in the matrix, or beside it.
   enum class Second { kBelow, kBeside };
 
-  // Few instructions, because a warp that copies has only itself to hide what they wait for.
+  // It is written for few instructions: nothing else hides the latency of a copying warp.
   template <Second kSecond>
   DEVICE static void copy(uint32_t to, const Matrix<IO>& from, int row, int column) {
     constexpr bool kBelow = kSecond == Second::kBelow;
@@ -79,7 +80,7 @@ struct BlockProducer {
     ring.slot().fill();
     ring.advance();
   }
-  // Slots [first, end) of the state, column blocks of one panel of depth after the other.
+  // Fills slots [first, end) of the state: for every panel of depth, its column blocks in order.
   template <Major kState>
   DEVICE void fill_state(const RowBlock& block, const Matrix<IO>& from, int column_blocks,
                          int first, int end) {
@@ -93,9 +94,9 @@ struct BlockProducer {
       }
     }
   }
-  // What the consumers multiply, in their order; but as much of the state as the ring holds is on
-  // its way while they still have the left rows of the block before. also() copies what is there
-  // with the first panel.
+  // Loads what the consumers multiply, in their order. As many slots of the state as the ring holds
+  // are loaded first, while consumers still use the left rows of the block before. also() copies
+  // what must land with the first panel.
   template <Major kState, int kBlocks, typename Also>
   DEVICE void fill(const RowBlock& block, const RowInputs<IO>& from, const Also& also) {
     const int states = block.has_state ? block.panels * kBlocks : 0;

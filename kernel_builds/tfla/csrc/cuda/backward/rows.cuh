@@ -1,5 +1,5 @@
-// What the backward pass needs of every row beside the gates: the divisor, and the gradient through
-// it.
+// The values of each row that the backward pass needs besides the gates: the divisor, and its
+// gradient.
 #pragma once
 #include "common/cuda/ptx/mma.cuh"
 #include "terms.cuh"
@@ -7,10 +7,10 @@
 namespace flashcell::cuda {
 
 constexpr int kRowThreads = 256;
-constexpr int kRowsAtOnce = 4;  // of a warp: enough reads under way
+constexpr int kRowsAtOnce = 4;  // rows of a warp: enough loads in flight
 
-// dots[t] = dh_t h_t and the sum of its terms' squares, of every row of a chunk, by the block's
-// warps.
+// dots[t] = dh_t h_t and the sum of its squared terms, for every row of a chunk; the block's warps
+// share the rows.
 template <typename IO>
 DEVICE void find_dots(float2 (&dots)[kLongestChunk], const BackwardParams& p, const Chunk& chunk,
                       int head) {
@@ -40,9 +40,9 @@ DEVICE void find_dots(float2 (&dots)[kLongestChunk], const BackwardParams& p, co
   }
 }
 
-// A thread block for a chunk of a head. delta_t = -(dh_t h_t) / N_t, with the sign of the
-// denominator; h is the rounded one, whose errors are as small in the sum as those of its terms:
-// where that is not enough, exact.cuh works it out again.
+// One thread block handles a chunk of a head. delta_t = -(dh_t h_t) / N_t, with the sign of the
+// denominator. It uses the rounded h, whose errors are as small in the sum as in its terms; where
+// that is not enough, exact.cuh recomputes the row.
 template <typename IO>
 __global__ void __launch_bounds__(kRowThreads) row_gradients(const BackwardParams p,
                                                              const BackwardTerms terms) {

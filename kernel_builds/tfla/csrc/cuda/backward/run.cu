@@ -1,5 +1,5 @@
-// The backward pass: the rows of the gates and the states again, what the divisor does to rows, the
-// gradients of the states against time, and then every chunk on its own.
+// Launches the backward pass: the row terms of the gates, the states again, the divisor's gradient,
+// the gradients of the states in reverse time, and then every chunk on its own.
 #include <cmath>
 
 #include "../launch.h"
@@ -17,7 +17,7 @@ namespace {
 
 constexpr int kWidestKey = 2 * kBlockColumns, kWidestValue = kMostPanels * 64;
 
-// Whether the gradients of chunks are wgmma's (block.cuh).
+// Whether the chunks' gradients are computed by wgmma (block.cuh).
 template <typename IO>
 bool has_blocks(const BackwardParams& p, const Device& device) {
   return has_wgmma(device, sizeof(IO)) && has_h(p) && p.K <= kWidestKey && p.V <= kWidestValue;
@@ -27,11 +27,11 @@ template <typename IO>
 struct Plan {
   BackwardTerms terms{};
   void *rows, *segments;
-  IO* C;  // where the forward kept none
+  IO* C;  // recomputed, if the forward pass kept none
   float* n;
   int64_t bytes;
-  bool in_blocks;  // of rows, on Hopper
-  bool exact;      // rows whose delta has to be worked out again
+  bool in_blocks;  // in blocks of 128 rows, on Hopper
+  bool exact;      // whether rows with a nearly cancelling divisor are recomputed
 
   Plan(const BackwardParams& p, const Device& device, void* memory) {
     Arrays arrays(memory);
@@ -155,7 +155,8 @@ void run_backward(const BackwardParams& p, const Device& device, void* memory,
       if (plan.exact) launch(exact_rows<IO>, {blocks, kRowThreads, bytes, stream}, p, terms);
     }
     states.left = p.q, states.right = {p.dh, p.T * p.H * p.V, p.H * p.V, p.V};
-  } else if (terms.rows.chunks.rows > 0) {  // nothing is added to dC: k and v with weights of 0
+    // Nothing is added to dC: run with k and v and weights of 0.
+  } else if (terms.rows.chunks.rows > 0) {
     const int64_t bytes = p.H * terms.rows.chunks.rows * sizeof(float);
     check(cudaMemsetAsync(terms.weight, 0, bytes, stream));
     if (p.normalized) check(cudaMemsetAsync(terms.n_weight, 0, bytes, stream));

@@ -1,4 +1,4 @@
-// The backward pass on CUDA, of one I/O type.
+// Declares the backward pass on CUDA for one I/O type.
 #pragma once
 #include "../run.h"
 

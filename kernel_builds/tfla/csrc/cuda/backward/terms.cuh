@@ -1,4 +1,5 @@
-// What the kernels of the backward pass hand to each other. Slots are those of Chunks.
+// The intermediate values that kernels of the backward pass pass to each other. Slots are those of
+// Chunks (gates/rows.cuh).
 #pragma once
 #include "../gates/rows.cuh"
 #include "common/cuda/ptx/mma.cuh"
@@ -7,21 +8,26 @@ namespace flashcell::cuda {
 
 struct BackwardTerms {
   Rows rows;
-  float scale;               // K^-1/2
-  float *inverse, *delta;    // [H, rows] scale / N and scale delta, or null for 0
-  float *weight, *n_weight;  // [H, rows] of q_t in dC and in dn: inflow times them
-  float *spread, *spreads;   // [H, rows] how far off delta^2 may be, in roundings of h; [H, slots]
-                             // sums; or null
-  const void* C;             // [H, slots, K, V] io: before the chunk
-  const float* n;            // [H, slots, K], or null
-  void* dC;                  // likewise: the gradient after the chunk
+  float scale;             // K^-1/2
+  float *inverse, *delta;  // [H, rows] scale / N, and scale delta or null for 0
+  // [H, rows] of q_t in dC and in dn: inflow times inverse and times delta.
+  float *weight, *n_weight;
+  // [H, rows] estimated squared error of delta, in roundings of h, and [H, slots] its sums over
+  // chunks; or null.
+  float *spread, *spreads;
+  const void* C;   // [H, slots, K, V] io: the state before the chunk
+  const float* n;  // [H, slots, K], or null
+  void* dC;        // the same for the gradient after the chunk
   float* dn;
-  float *in, *out;  // [H, rows] q dq and k dk, where blocks of rows work them out
-  int* taken;       // of dq's, dk's and dv's items so far, of chunks and of precise ones, or null
+  float *in, *out;  // [H, rows] q dq and k dk, if computed by blocks of rows
+  // Number of items taken so far of dq, dk and dv, first of the common, then of the precise kernel;
+  // or null.
+  int* taken;
   int *shut, *shut_count;  // [slots * H] chunks with a shut forget gate, and how many; or null
-  int *listed, *count;  // [slots * H] chunks whose E is taken in two pieces, and how many; or null
+  // [slots * H] chunks whose E must be split in two pieces, and how many; or null.
+  int *listed, *count;
 
-  // Of its sequence.
+  // Whether the slot holds the last chunk of its sequence.
   DEVICE bool is_last(int64_t slot) const {
     if (slot + 1 == rows.chunks.slots()) return true;
     const Chunk next = rows.chunks.at(slot + 1);
@@ -29,7 +35,7 @@ struct BackwardTerms {
   }
 };
 
-// A gradient arrives at h.
+// Whether h has a gradient.
 __host__ DEVICE bool has_h(const BackwardParams& p) {
   return p.dh != nullptr && p.q.data != nullptr;
 }
@@ -61,7 +67,7 @@ DEVICE void load_eight(float (&to)[8], const IO* from) {
   }
 }
 
-// A thread's part of <x, y>, of `count` elements, a multiple of eight.
+// Returns a thread's part of the dot product of `count` elements, a multiple of eight.
 template <int kThreads, typename X, typename Y>
 DEVICE float part_of_dot(const X* x, const Y* y, int64_t count, int thread) {
   float sum = 0;
@@ -80,7 +86,7 @@ DEVICE T warp_sum(T x) {
   for (int mask = 1; mask < 32; mask *= 2) x += __shfl_xor_sync(~0u, x, mask);
   return x;
 }
-// Of all threads of a block, in each of them.
+// Returns the sum over all threads of the block, in each of them.
 template <int kThreads, typename T>
 DEVICE T block_sum(T x) {
   __shared__ T parts[kThreads / 32];

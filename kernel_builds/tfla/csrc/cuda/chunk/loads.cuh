@@ -1,4 +1,4 @@
-// What a thread block reads of one chunk of one head, and its shared memory. Loads run a stage
+// The loads of a thread block for one chunk of one head, and its shared memory. Loads run one stage
 // ahead of the products.
 #pragma once
 #include "../gates/rows.cuh"
@@ -7,7 +7,7 @@
 namespace flashcell::cuda {
 
 template <typename IO>
-struct Matrix {  // row-major, in global memory; beyond its rows and columns are zeros
+struct Matrix {  // row-major, in global memory; reads past its rows and columns give zeros
   const IO* data;
   int64_t stride;
   int rows, columns;
@@ -15,28 +15,31 @@ struct Matrix {  // row-major, in global memory; beyond its rows and columns are
 
 template <typename IO, int kTiles>
 struct ChunkLoads {
-  // Warps are groups of four: a group has every kGroups-th strip of 16 rows, each of its warps a
+  // Four warps are a group. A group has every kGroups-th strip of 16 rows, and each of its warps a
   // quarter of the columns.
   static constexpr int kGroups = kTiles == 4 ? 4 : 2, kThreads = 128 * kGroups;
   static constexpr int kRows = kTile * kTiles, kStrips = kRows / 16 / kGroups;
-  static constexpr int kColumns = 2 * kPanel<IO>;   // of an output at a time
-  static constexpr int kBlocks = kColumns / 4 / 8;  // of 8 columns, of a warp
+  // Columns of an output that are computed at a time.
+  static constexpr int kColumns = 2 * kPanel<IO>;
+  static constexpr int kBlocks = kColumns / 4 / 8;  // blocks of 8 columns for each warp
   static constexpr int kStages = 2;
-  static constexpr int kSlot = kTile * kColumns * int(sizeof(IO));  // of a state, or a tile's rows
+  // A part of a state, or a tile's rows.
+  static constexpr int kSlot = kTile * kColumns * int(sizeof(IO));
   static constexpr int kPairBytes = Tile<IO, kTile>::bytes(kTile);
   static constexpr int kRowBytes = kRows * kPanelBytes;
   static constexpr int kStage = kTiles == 1 ? kRowBytes + kSlot : kTiles * kSlot;
   static_assert(2 * kRowBytes <= kStage && kRowBytes + kSlot <= kStage);
 
-  using RowTile = Tile<IO, kRows>;          // rows of the chunk, one panel of depth
-  using PairTile = Tile<IO, kTile>;         // of E
-  using InnerTile = Tile<IO, kRows>;        // rows of the chunk, kColumns of them
-  using StateRows = Tile<IO, kColumns>;     // kColumns rows of a state, one panel of depth
-  using StateDepth = Tile<IO, kPanel<IO>>;  // one panel's rows of a state, kColumns of them
+  using RowTile = Tile<IO, kRows>;       // rows of the chunk, one panel of the depth
+  using PairTile = Tile<IO, kTile>;      // a tile of E
+  using InnerTile = Tile<IO, kRows>;     // rows of the chunk, kColumns columns of them
+  using StateRows = Tile<IO, kColumns>;  // kColumns rows of a state, one panel of the depth
+  // Rows of a state for one panel of the depth, kColumns columns of them.
+  using StateDepth = Tile<IO, kPanel<IO>>;
 
   struct Output {
     Matrix<IO> rows, state, inner;
-    int depth, blocks;  // steps through the state, blocks of columns
+    int depth, blocks;  // stages for the state, and blocks of columns
   };
   struct Shared {
     alignas(1024) char ring[kStages * kStage];
@@ -45,11 +48,11 @@ struct ChunkLoads {
       struct {
         float2 u[kRows], w[kRows];
       };
-      float by_part[4][kRows];  // sums of rows, by warps, once the pairs are weighed
+      float by_part[4][kRows];  // sums of rows by warps; used when the pairs have been weighted
     };
     float past[kRows], future[kRows], inflow[kRows], outflow[kRows];
     int start[kRows];
-    Matrix<IO> left, right;  // of the products of pairs
+    Matrix<IO> left, right;  // operands of the products of pairs
     Output outputs[2];
   };
 
@@ -60,13 +63,14 @@ struct ChunkLoads {
   const int64_t slot;
   const int head;
   const int group, part, quad, lane_row;  // of the warp, and of the lane
-  const bool has_inner;                   // products of pairs, and of E
-  bool loads_inner;                       // E's, for the outputs
+  const bool has_inner;                   // whether pairs are multiplied, and E with rows
+  bool loads_inner;                       // whether E's right operand is loaded for the outputs
   int pair_steps = 0, outputs = 1, stage = 0, loads = 0;
-  int flow_steps = 0;  // through q and k, the outputs' inner rows, after the outputs
+  // After the outputs, stages through q and k (the outputs' inner rows) for the flows.
+  int flow_steps = 0;
   struct {
     int output, block, depth;
-  } ahead{};  // what is loaded next, after the pairs' rows
+  } ahead{};  // the next part to load, after the rows of the pairs
 
   DEVICE ChunkLoads(const MlstmParams& params, const Rows& of_gates, Shared& memory, int64_t slot,
                     int head, bool has_inner)
@@ -107,7 +111,7 @@ struct ChunkLoads {
     load<kPanel<IO>>(RowTile{to + kRowBytes}, right, 0, step * kPanel<IO>);
   }
 
-  // The next stage of all that this thread block reads.
+  // Starts loading the next stage of everything this thread block reads.
   template <bool kByDepth>
   DEVICE void issue() {
     const uint32_t to = shared_address(shared.ring) + loads % kStages * kStage;
@@ -134,7 +138,7 @@ struct ChunkLoads {
     ++loads;
     copy_commit();
   }
-  // Those that are loaded, and those that nothing is loaded for.
+  // Skips outputs that are fully loaded, and those without anything to load.
   DEVICE void skip_outputs() {
     for (; ahead.output < outputs; ++ahead.output, ahead.block = 0) {
       const Output& output = shared.outputs[ahead.output];
@@ -157,13 +161,14 @@ struct ChunkLoads {
   }
 };
 
-// Bytes of shared memory that a thread block may take: the ring, the triangle, and a little a row.
+// Bytes of shared memory for a chunk of `tiles` tiles: the ring, the triangle, and some values per
+// row.
 constexpr int chunk_bytes(int tiles, int io_bytes) {
   const int ring = tiles == 1 ? 24 << 10 : tiles * (16 << 10);
   const int triangle = tiles * (tiles + 1) / 2 * kTile * kTile * io_bytes;
   return 2 * ring + triangle + (2 << 10) + tiles * (4 << 10);
 }
-// Steps of the longest chunk that fits in `shared_bytes`.
+// Returns the number of steps of the longest chunk that fits in `shared_bytes`.
 inline int longest_chunk(int io_bytes, int shared_bytes) {
   const auto fits = [&](int tiles) { return chunk_bytes(tiles, io_bytes) <= shared_bytes; };
   return kTile * (fits(4) ? 4 : fits(2) ? 2 : 1);

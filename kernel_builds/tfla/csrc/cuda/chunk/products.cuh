@@ -1,6 +1,6 @@
-// Products of one chunk of one head, of a thread block: of all pairs of rows (q k, or dh v), which
-// are weighed in registers to a triangle E of tiles in shared memory, and of rows with a state and
-// of E with rows (C q + E v, and the like).
+// The products of a thread block for one chunk of one head: of all pairs of rows (q k or dh v),
+// which are weighted in registers to form a lower triangle E of tiles in shared memory; of rows
+// with a state; and of E with rows (C q + E v, for example).
 #pragma once
 #include "loads.cuh"
 
@@ -16,21 +16,19 @@ struct ChunkProducts : ChunkLoads<IO, kTiles> {
   using typename Base::InnerTile, typename Base::PairTile, typename Base::RowTile,
       typename Base::StateDepth, typename Base::StateRows;
 
-  // Straight-line code, so that loads of operands run ahead.
-
-  // Strip i of the warp, in tile tile_of(i). Neighbouring strips are of different groups, so that
-  // each has an equal part of any triangle.
+  // Returns the first row of the warp's strip i; it lies in tile tile_of(i). Neighbouring strips
+  // belong to different groups, so that each has an equal part of a triangle.
   DEVICE int strip_row(int i) const { return (i * kGroups + group) * 16; }
   static constexpr DEVICE int tile_of(int i) { return i * kGroups / 4; }
-  // Of a tile of pairs the warp takes 8 columns of the first half and 8 of the second.
+  // In a tile of pairs the warp has 8 columns of the first half and 8 of the second.
   DEVICE int pair_column(int half) const { return half * 32 + part * 8; }
-  // Whether half `column` of tile j is above the diagonal for the whole of strip i, as far as is
-  // known here: two groups have strips of one half of a tile, four of both.
+  // Whether half `column` of tile j lies above the diagonal for the whole of strip i, as far as
+  // compile time knows: with two groups a strip lies in one half of a tile, with four in either.
   static constexpr DEVICE bool is_above(int i, int j, int column) {
     return j == tile_of(i) && kGroups == 2 && column > i % 2;
   }
 
-  // Strip i's sums of tile j are at of_pair(i, j).
+  // The sums of strip i for tile j are at of_pair(i, j).
   using PairSums = Sums<kTiles*(kTiles + 1) / kGroups * 2, 2>;
   static constexpr DEVICE int of_pair(int i, int j) {
     const int tile = tile_of(i), strips = 4 / kGroups;
@@ -39,7 +37,8 @@ struct ChunkProducts : ChunkLoads<IO, kTiles> {
 
   template <bool kByDepth>
   DEVICE void multiply_pairs(PairSums& sums, int steps) {
-    const int second_half = threadIdx.x % 32 / 16 * 24;  // lanes of the second eight columns
+    // Used by the lanes that load the second eight columns.
+    const int second_half = threadIdx.x % 32 / 16 * 24;
     for (int s = 0; s < steps; ++s) {
       const uint32_t rows = this->template next<kByDepth>();
       const Left<Lies::kAlong, IO, kRows> left(RowTile{rows}, group * 16, 0);
@@ -71,7 +70,7 @@ struct ChunkProducts : ChunkLoads<IO, kTiles> {
     return {shared_address(shared.triangle[row * (row + 1) / 2 + column])};
   }
 
-  // Rows that do not exist take and give nothing.
+  // Rows that do not exist get zeros, so that they neither take nor give anything.
   DEVICE void load_row_terms() const {
     const int row = threadIdx.x;
     if (row >= kRows) return;
@@ -84,8 +83,8 @@ struct ChunkProducts : ChunkLoads<IO, kTiles> {
     shared.start[row] = exists ? rows.start[chunk.row + row] : kRows;
   }
 
-  // E = decay_tj value_of(t)(sums), where t sees j; all of it is written that is read. body(strip,
-  // down, e) sees what the lane has of a row.
+  // Writes E = decay_tj value_of(t)(sums), where t sees j, for all elements that are read later.
+  // Calls body(strip, down, sum of two elements) for what the lane has of a row.
   template <typename ValueOf, typename Body>
   DEVICE void weigh(const PairSums& sums, const ValueOf& value_of, const Body& body) const {
     const float* decays = rows.tile_decay + rows.slot(head, slot) * rows.chunks.tiles();
@@ -177,13 +176,14 @@ struct ChunkProducts : ChunkLoads<IO, kTiles> {
     }
   }
 
-  // sums += E inner, or E^T inner; of diagonal tiles what is not above the diagonal.
+  // sums += E inner, or E^T inner; in diagonal tiles only what is not above the diagonal.
   template <bool kTransposed>
   DEVICE void multiply_triangle(OutputSums& sums, uint32_t inner) const {
     constexpr Lies kLies = kTransposed ? Lies::kAcross : Lies::kAlong;
     using Strip = Left<kLies, IO, kTile>;
     const auto strip = [&](int i) {
-      const int row = i * 32 + group * 16;  // of the tile; four groups have no second one
+      // Row of the tile; with four groups there is no second one.
+      const int row = i * 32 + group * 16;
       return Strip(pair_tile(0, 0), kTransposed ? 0 : row, kTransposed ? row : 0);
     };
     const Strip strips[2] = {strip(0), strip(kGroups == 2)};
@@ -192,14 +192,15 @@ struct ChunkProducts : ChunkLoads<IO, kTiles> {
     for (int j = 0; j < kTiles; ++j) {
 #pragma unroll
       for (int k = 0; k < kTile / kDepth<IO>; ++k) {
-        const int half = k * kDepth<IO> / 32;  // of the tile's depth
+        const int half = k * kDepth<IO> / 32;  // half of the tile's depth
         uint32_t b[kBlocks / 2][4];
 #pragma unroll
         for (int c = 0; c < kBlocks / 2; ++c) right.load(b[c], c, j * (kTile / kDepth<IO>)+k);
 #pragma unroll
         for (int i = 0; i < kStrips; ++i) {
           const int row = kTransposed ? j : tile_of(i), column = kTransposed ? tile_of(i) : j;
-          const int first = kGroups == 2 ? i % 2 : 0, last = kGroups == 2 ? i % 2 : 1;  // halves
+          // Halves of the tile.
+          const int first = kGroups == 2 ? i % 2 : 0, last = kGroups == 2 ? i % 2 : 1;
           const bool above = kTransposed ? half < first : half > last;
           if (row < column || (row == column && above)) continue;
           Strip left = strips[i % (4 / kGroups)];
@@ -214,7 +215,7 @@ struct ChunkProducts : ChunkLoads<IO, kTiles> {
 
   // ---- Outputs. ----
 
-  // body(strip, half, row, whether the row exists), for the lane's rows.
+  // Calls body(strip, half, row, whether the row exists) for the lane's rows.
   template <typename Body>
   DEVICE void for_rows(const Body& body) const {
 #pragma unroll
@@ -231,8 +232,8 @@ struct ChunkProducts : ChunkLoads<IO, kTiles> {
     float outer, gain, add;
   };
 
-  // sums = outer (gain sums + add vector), row by row; 0 where outer is 0, whatever the state
-  // holds.
+  // sums = outer (gain sums + add vector), for each row. Where outer is 0 the result is 0, even if
+  // the state holds NaN.
   template <typename FactorsOf>
   DEVICE void scale(OutputSums& sums, const float* vector, int first, int width,
                     const FactorsOf& factors_of) const {
@@ -269,7 +270,7 @@ struct ChunkProducts : ChunkLoads<IO, kTiles> {
     });
   }
 
-  // Rows of padding are 0.
+  // Sets rows of padding to 0.
   template <typename X>
   DEVICE void clear_padding(void* to, int64_t width) const {
     X* rows = static_cast<X*>(to) + (chunk.row * p.H + head) * width;

@@ -1,5 +1,6 @@
-// A thread block of three warpgroups on Hopper: the first copies into a ring of slots in shared
-// memory, the other two multiply what is there. Both go through the slots in the same order.
+// The structure of Hopper's thread blocks: three warpgroups, of which the first (the producer)
+// copies into a ring of slots in shared memory, and the other two (the consumers) multiply from
+// there. Both go through the slots in the same order.
 #pragma once
 #include "common/cuda/ptx/mbarrier.cuh"
 #include "common/cuda/ptx/registers.cuh"
@@ -8,14 +9,15 @@
 namespace flashcell::cuda {
 
 constexpr int kConsumers = 2, kRingThreads = (1 + kConsumers) * kWarpgroup;
-// Registers of their threads; the kernel starts with 168, which is what the block has room for.
+// Registers per thread of each kind. The kernel starts with 168, the most that the block can have.
 constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
 
-// Which warpgroup the thread is of: the compiler sees that it is one for all threads of a warp.
+// Returns the thread's warpgroup; the shuffle tells the compiler that it is the same for a whole
+// warp.
 DEVICE int warpgroup() { return __shfl_sync(~0u, int(threadIdx.x) / kWarpgroup, 0); }
 
-// Two barriers: a slot is full when the copies of all the producer's threads have landed, empty
-// when all consumers' warps have left it. `round` counts how often it was used before.
+// The two barriers of a slot. It is full when the copies of all producer threads have landed, and
+// empty when all consumer warps have released it. `round` is how often the slot was used before.
 struct Slot {
   uint32_t full;
   DEVICE uint32_t empty() const { return full + 8; }
@@ -25,10 +27,11 @@ struct Slot {
     mbarrier_init(full, arrivals);
     mbarrier_init(empty(), kConsumers * kWarpgroup / 32);
   }
-  // Of the producer: until it may copy to the slot; and after it has begun to.
+  // For the producer: waits until it may copy to the slot; reports that it has started its copies.
   DEVICE void wait_empty(int round) const { mbarrier_wait(empty(), round - 1); }
   DEVICE void fill() const { mbarrier_arrive_after_copies(full); }
-  // Of a consumer: until it may read the slot, by wgmma too; and when its warp will not any more.
+  // For a consumer: waits until it may read the slot, by wgmma too; reports that its warp has
+  // finished.
   DEVICE void wait_full(int round) const {
     mbarrier_wait(full, round);
     fence_proxy_async();
@@ -39,7 +42,7 @@ struct Slot {
   }
 };
 
-// Where a warpgroup is in a ring of `count` slots of kBytes.
+// A warpgroup's position in a ring of `count` slots of kBytes.
 template <int kBytes>
 struct Ring {
   uint32_t memory, barriers;
@@ -48,7 +51,7 @@ struct Ring {
   DEVICE Ring(uint32_t memory, uint32_t barriers, int count)
       : memory(memory), barriers(barriers), count(count) {}
 
-  DEVICE void init() const {  // by one thread
+  DEVICE void init() const {  // called by one thread
     for (int i = 0; i < count; ++i) Slot{barriers + i * Slot::kBytes}.init();
   }
   DEVICE Slot slot() const { return {barriers + index * Slot::kBytes}; }
@@ -58,7 +61,8 @@ struct Ring {
   }
 };
 
-// The number of the next item, from the producer's first thread to all threads of the block.
+// Passes the numbers of the next items from the producer's first thread to all threads of the
+// block.
 struct ItemQueue {
   static constexpr int kAhead = 2;
 
@@ -81,7 +85,7 @@ struct ItemQueue {
   DEVICE int take() {
     mbarrier_wait(slot().full, round);
     const int item = items[index];
-    mbarrier_arrive(slot().empty());  // every lane has read for itself
+    mbarrier_arrive(slot().empty());  // all lanes arrive, because each has read the number itself
     if (++index == kAhead) index = 0, ++round;
     return item;
   }

@@ -1,12 +1,12 @@
 // Tiles in shared memory, and a warp's products of them.
 //
-// A tile is panels of kRows rows of 128 bytes; 16-byte piece c of row r lies at piece c ^ (r % 8),
-// so that ldmatrix meets no bank twice, whichever way it reads. In 16 bits that is also wgmma's
-// 128-byte swizzle. fp32 is read by words across the rows, which asks for another order of rows.
-// Tiles start at multiples of 1024 bytes.
+// A tile consists of panels of kRows rows of 128 bytes. 16-byte piece c of row r is at piece c ^ (r
+// % 8), so that ldmatrix has no bank conflicts, whether it transposes or not. For 16-bit types that
+// is also wgmma's 128-byte swizzle. fp32 is read in words across rows, which needs another order of
+// rows (swizzle). Tiles start at multiples of 1024 bytes.
 //
-// fp32 products are three of tf32: every operand is split in two, and the product of the rests is
-// left out; 2^-22 of a term.
+// An fp32 product is computed as three tf32 products: every operand is split into a rounded value
+// and a rest, and the product of the two rests is left out, which is 2^-22 of a term.
 #pragma once
 #include "common/cuda/ptx/mma.cuh"
 
@@ -27,7 +27,7 @@ template <typename IO, int kRows>
 struct Tile {
   uint32_t address;
 
-  static constexpr int kStride = kRows * kPanelBytes;  // from panel to panel
+  static constexpr int kStride = kRows * kPanelBytes;  // bytes from panel to panel
   static constexpr int bytes(int columns) {
     return (columns + kPanel<IO> - 1) / kPanel<IO> * kStride;
   }
@@ -36,8 +36,8 @@ struct Tile {
   }
 };
 
-// Rows [0, kRows) of columns [0, kColumns) of a row-major matrix, of which `rows` and `columns`
-// exist: 0 elsewhere, and nothing else is read. Its rows are 16-byte aligned.
+// Copies rows [0, kRows) of columns [0, kColumns) of a row-major matrix, of which `rows` and
+// `columns` exist. The rest becomes 0 and is not read. The matrix's rows are 16-byte aligned.
 template <int kThreads, int kColumns, typename IO, int kRows>
 DEVICE void copy_tile(Tile<IO, kRows> to, const IO* from, int64_t stride, int rows, int columns) {
   constexpr int kPiece = 16 / sizeof(IO), kPieces = kColumns / kPiece;
@@ -45,7 +45,7 @@ DEVICE void copy_tile(Tile<IO, kRows> to, const IO* from, int64_t stride, int ro
   static_assert(kThreads % kPieces == 0 && kRows % kRowsAtOnce == 0 && kColumns % kPanel<IO> == 0);
   const int piece = threadIdx.x % kPieces, first = threadIdx.x / kPieces;
   const IO* source = from + first * stride + piece * kPiece;
-  // Rows at once are a power of two: a row's swizzle is the first row's and its own.
+  // As rows at once are a power of two, a row's swizzle is the first row's combined with its own.
   const uint32_t start = to.piece(first, piece);
   const auto at = [&](int row) { return (start ^ swizzle<IO>(row) * 16) + row * kPanelBytes; };
   if (rows >= kRows && columns >= kColumns) {
@@ -65,20 +65,21 @@ DEVICE void copy_tile(Tile<IO, kRows> to, const IO* from, int64_t stride, int ro
   }
 }
 
-// Whose rows the operand's rows in shared memory are: those of the product (of its columns, for the
-// right operand), or the depth.
+// kAlong: rows of the operand in shared memory are rows of the product (for the right operand, its
+// columns). kAcross: they are the depth.
 enum class Lies { kAlong, kAcross };
 enum class Side { kLeft, kRight };
 
-// One operand as a lane of a warp sees it. A piece is 16 rows (of the right operand: columns) of
-// the product by kDepth; its words are a0..a3, or b0 and b1 of 8 columns and of the next 8.
+// One operand as a lane of a warp reads it. A piece is kDepth of the depth by 16 rows of the
+// product (for the right operand, 16 columns). Its words are a0..a3, or b0 and b1 of the first 8
+// columns and of the next 8.
 template <Side kSide, Lies kLies, typename IO, int kRows>
 struct Operand {
   static constexpr bool kAlong = kLies == Lies::kAlong, kWords = sizeof(IO) == 4 && !kAlong;
   uint32_t lane;
 
-  // Starts at row `row` (a multiple of 16) and column `column` of the tile: a multiple of what the
-  // warp takes, if that is less than a panel, else of a panel.
+  // Starts at row `row` and column `column` of the tile. `row` is a multiple of 16, and `column` a
+  // multiple of what the warp takes or of a panel, whichever is smaller.
   DEVICE Operand(Tile<IO, kRows> tile, int row, int column) {
     const int l = threadIdx.x % 32;
     constexpr bool kColumnsFirst = (kSide == Side::kLeft) == kAlong;
@@ -89,7 +90,7 @@ struct Operand {
                   : tile.piece(row + in_row, first + in_piece);
   }
 
-  // Piece `outer` of the product's rows (columns), step `depth` of the depth.
+  // Loads piece `outer` of the product's rows (columns) at step `depth` of the depth.
   DEVICE void load(uint32_t (&words)[4], int outer, int depth) const {
     const int rows = kAlong ? outer * 16 : depth * kDepth<IO>;
     const int pieces = kAlong ? 2 * depth : outer * int(sizeof(IO));
@@ -97,8 +98,10 @@ struct Operand {
     if constexpr (kWords) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int down = kSide == Side::kLeft ? i / 2 : i % 2;   // four steps of the depth further
-        const int right = kSide == Side::kLeft ? i % 2 : i / 2;  // eight rows of the product
+        // Four elements further along the depth.
+        const int down = kSide == Side::kLeft ? i / 2 : i % 2;
+        // Eight rows further in the product.
+        const int right = kSide == Side::kLeft ? i % 2 : i / 2;
         words[i] = load_word((at ^ right * 32 ^ down * 16) + (rows + down * 4) * kPanelBytes);
       }
     } else if constexpr (kAlong) {
@@ -113,7 +116,8 @@ using Left = Operand<Side::kLeft, kLies, IO, kRows>;
 template <Lies kLies, typename IO, int kRows>
 using Right = Operand<Side::kRight, kLies, IO, kRows>;
 
-// Row 16 i + r (+ 8) of columns 8 j + 2 q, + 1 of a warp's product, in lane 4 r + q: sums[i][j].
+// The sums of a warp's product: lane 4 r + q has in sums[i][j] row 16 i + r (and + 8) of columns 8
+// j + 2 q and the next.
 template <int kM, int kN>
 using Sums = float[kM][kN][4];
 
@@ -141,8 +145,8 @@ DEVICE void multiply_piece(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, u
   }
 }
 
-// sums += left right over depth steps [first, end); change(words, i, depth) may scale the left
-// words of rows 16 i and on.
+// sums += left right at step `depth` of the depth; change(words, i, depth) may scale the left words
+// of rows from 16 i on.
 template <typename IO, int kM, int kN, typename L, typename R, typename Change>
 DEVICE void multiply(Sums<kM, kN>& sums, const L& left, const R& right, int depth, Change change) {
   static_assert(kN % 2 == 0);
@@ -165,15 +169,16 @@ DEVICE void multiply(Sums<kM, kN>& sums, const L& left, const R& right, int dept
   multiply<IO>(sums, left, right, depth, [](uint32_t (&)[4], int, int) {});
 }
 
-// Scales left words that lie across: depth 2 q, + 1 (fp32: q) and 8 (4) further, by factors of the
-// depth, as fp32 would, then rounds once: k a = k a_hi + (k a_lo), the last rounding the only one
-// that counts.
+// Scales left words with Lies::kAcross by factors of the depth. The result is that of fp32, rounded
+// once: k a = k a_hi + (k a_lo), where only the last rounding matters. A lane's words are for depth
+// 2 q, 2 q + 1 (fp32: q) and 8 (fp32: 4) further.
 template <typename IO>
 struct DepthScale {
-  // Of the nearer and the farther depth: hi, lo and what is left of them, or the fp32 factor.
+  // For the nearer and the farther depth: the factor's high part, low part and rest; or the fp32
+  // factor.
   uint32_t word[2][3];
 
-  // factors: of the first depth of the step, of which `count` exist.
+  // `factors` starts at the first depth of the step, and has `count` of them.
   DEVICE explicit DepthScale(const float* factors, int count = kDepth<IO>) {
     const int q = threadIdx.x % 4;
 #pragma unroll
@@ -195,7 +200,8 @@ struct DepthScale {
       }
     }
   }
-  // sums, of which columns 0 and 1 add up, += left times the factors, as exact as fp32.
+  // Adds left times the factors to `sums`, as exactly as fp32; the result is the sum of columns 0
+  // and 1.
   DEVICE void multiply(float (&sums)[4], const uint32_t (&left)[4]) const {
     const int r = threadIdx.x % 32 / 4;
     const auto column = [&](int i, int piece) { return r == 0 ? word[i][piece] : 0; };
@@ -219,8 +225,8 @@ struct DepthScale {
   }
 };
 
-// Two neighbouring sums, rounded, as an operand of a later product: row r, columns c and c + 1 (c
-// even) of a tile.
+// Stores two neighbouring sums, rounded, as an operand of a later product: row r, columns c and c +
+// 1 (c even) of a tile.
 template <typename IO, int kRows>
 DEVICE void store_pair(Tile<IO, kRows> tile, int row, int column, float first, float second) {
   constexpr int kPiece = 16 / sizeof(IO);
@@ -243,9 +249,9 @@ DEVICE float2 load_pair(Tile<IO, kRows> tile, int row, int column) {
   return pair.floats();
 }
 
-// A row's sums of 32 columns (`sums` of 8 each, [.][half] and [half + 1]) to global memory,
-// rounded. In 16 bits the four lanes of a row change words, so that each writes 16 bytes. `to`: the
-// row's first column here, of which `columns` exist.
+// Stores a row's sums of 32 columns to global memory, rounded; `first` and `second` have the lane's
+// pairs of four blocks of 8 columns. With 16-bit types the four lanes of a row exchange words, so
+// that each writes 16 bytes. `to` points to the first column, from which `columns` exist.
 template <typename IO>
 DEVICE void store_row(IO* to, const float (&first)[4], const float (&second)[4], bool exists,
                       int columns) {

@@ -1,12 +1,12 @@
-// Norm, weight and output gate of a row of h, in the registers of a warp or of a thread block.
+// Norm, weight and output gate of one row of h, in the registers of a warp or of a thread block.
 #pragma once
 #include "../../params.h"
 #include "common/cuda/ptx/mma.cuh"
 
 namespace flashcell::cuda {
 
-// What a thread of kThreads has of a row: kCount times kVector neighbouring columns. What lies
-// behind the row is 0.
+// A thread's part of a row that kThreads threads share: kCount times kVector neighbouring columns,
+// with zeros past the end of the row.
 template <int kThreads, int kVector, int kCount>
 struct Row {
   static constexpr int kSize = kCount * kVector, kWarps = kThreads / 32;
@@ -16,7 +16,7 @@ struct Row {
     return (int(threadIdx.x) % kThreads + kThreads * vector) * kVector;
   }
 
-  // The columns as they lie in memory.
+  // The columns as they are in memory.
   template <typename X>
   struct Raw {
     using Word = std::conditional_t<kVector * sizeof(X) == 8, uint2, uint4>;
@@ -27,7 +27,7 @@ struct Row {
     };
     Vector vectors[kCount];
 
-    // From the L2: other thread blocks may have written it.
+    // Loads from L2, because other thread blocks may have written the data.
     DEVICE void load(const X* row, int V) {
 #pragma unroll
       for (int v = 0; v < kCount; ++v) {
@@ -73,7 +73,7 @@ struct Row {
     }
   }
 
-  // term(i) over the row: the same in every thread.
+  // Returns the sum of term(i) over the whole row, the same in every thread.
   template <typename Term>
   DEVICE static float total(const Term& term) {
     float sum = 0;
@@ -83,7 +83,7 @@ struct Row {
     for (int mask = 1; mask < 32; mask *= 2) sum += __shfl_xor_sync(~0u, sum, mask);
     if constexpr (kWarps > 1) {
       __shared__ float sums[kWarps];
-      __syncthreads();  // the last total has been read
+      __syncthreads();  // all warps have read the last total
       if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
       __syncthreads();
       sum = 0;
@@ -92,7 +92,8 @@ struct Row {
     return sum;
   }
 
-  // Over the root of the mean square, which is returned inverted; centered first if asked for.
+  // Divides by the root mean square, and returns its inverse; centers first if the norm is
+  // centered.
   DEVICE float normalize(const Epilogue& p, int V) {
     if (!p.norm) return 1;
     if (p.centered) {
@@ -132,7 +133,8 @@ DEVICE const IO* gate_row(const Epilogue& p, int b, int t, int head) {
   return static_cast<const IO*>(gate.data) + b * gate.batch + t * gate.time + head * gate.head;
 }
 
-// y, where `row` is a row's h and `gate` its pre-activations, which are not read if there are none.
+// Computes y in place, where `row` has h and `gate` the gate's pre-activations, which are only read
+// if there is a gate.
 template <typename IO, typename Row>
 DEVICE void finish_row(const Epilogue& p, Row& row, const Row& weight, const Row& gate, int V) {
   row.normalize(p, V);

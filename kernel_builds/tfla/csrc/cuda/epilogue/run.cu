@@ -1,5 +1,5 @@
-// Norm, weight and output gate of every head of every row, and their gradients: one kernel there
-// and one back, a warp for a row, bound by memory.
+// The epilogue (norm, weight and output gate of every head of every row) and its gradients: one
+// kernel forward and one backward, with a warp for each row, bound by memory.
 #include "../launch.h"
 #include "row.cuh"
 #include "run.h"
@@ -11,14 +11,14 @@ extern __shared__ __align__(16) char memory[];
 namespace {
 
 constexpr int kWarps = 8, kThreads = 32 * kWarps;  // of a thread block
-constexpr int kBlockRows = 128;  // whose gradients of the weight a thread block adds up
+constexpr int kBlockRows = 128;  // rows whose gradients of the weight a thread block adds up
 constexpr int kVector = 8;       // all widths are multiples of it
 template <int kCount>
 using WarpRow = Row<32, kVector, kCount>;
 
-// The rows of a thread block: a head of kBlockRows steps, a warp's kWarps apart.
+// The rows of a thread block: kBlockRows steps of one head. A warp takes every kWarps-th row.
 struct Rows {
-  int head, begin, end;  // end: of the block
+  int head, begin, end;  // end: the first row after the block's
 
   template <typename Params>
   DEVICE explicit Rows(const Params& p) {
@@ -37,7 +37,7 @@ DEVICE const IO* gate_at(const Params& p, int row, int head) {
   return gate_row<IO>(p, row / int(p.T), row % int(p.T), head);
 }
 
-// The next row is on its way while one is worked on, in both kernels.
+// Both kernels load the next row while they work on one.
 template <typename IO, int kCount>
 __global__ void __launch_bounds__(kThreads) forward_kernel(const EpilogueParams p) {
   using Row = WarpRow<kCount>;
@@ -63,8 +63,8 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const EpilogueParams 
 }
 
 // With z = norm(h) and s = sigmoid(out_gate): dgate = dy z weight s (1 - s), dweight = sum dy s z,
-// d = dy s weight, dh = (d - mean(d) - z mean(d z)) / root, the first mean where h is centered.
-// dweight of a thread block goes to its row of parts[blocks][V].
+// d = dy s weight, dh = (d - mean(d) - z mean(d z)) / root; mean(d) is only subtracted if h is
+// centered. A thread block writes its part of dweight to its row of parts[blocks][V].
 template <typename IO, int kCount>
 __global__ void __launch_bounds__(kThreads) backward_kernel(const EpilogueBackwardParams p,
                                                             float* parts) {
@@ -122,7 +122,7 @@ __global__ void __launch_bounds__(kThreads) backward_kernel(const EpilogueBackwa
   }
 }
 
-// to[columns] = the sum of parts[blocks][columns], always in the same order.
+// to[columns] = sum over blocks of parts[blocks][columns], always in the same order.
 __global__ void __launch_bounds__(kThreads) sum_blocks(const float* parts, float* to, int blocks,
                                                        int columns) {
   __shared__ float sums[kWarps][32];
@@ -140,7 +140,7 @@ __global__ void __launch_bounds__(kThreads) sum_blocks(const float* parts, float
   to[column] = sum;
 }
 
-// Calls body with the number of vectors that a lane has of a row, rounded up to a power of two.
+// Calls body with the number of vectors of a row for each lane, rounded up to a power of two.
 template <typename Body>
 void with_count(int64_t V, const Body& body) {
   const int64_t vectors = V / kVector;
@@ -150,7 +150,7 @@ void with_count(int64_t V, const Body& body) {
 }
 
 template <typename Params>
-int64_t blocks_of(const Params& p) {  // of rows
+int64_t blocks_of(const Params& p) {  // number of blocks of rows
   if (p.B * p.T > INT32_MAX - kBlockRows) throw std::invalid_argument("tfla: too many rows");
   return (p.B * p.T + kBlockRows - 1) / kBlockRows;
 }
@@ -170,7 +170,8 @@ int64_t epilogue_scratch(const EpilogueBackwardParams& p) {
 
 template <typename IO>
 void run_epilogue(const EpilogueBackwardParams& p, void* scratch, cudaStream_t stream) {
-  const bool weighted = p.dweight != nullptr;  // without rows too, where there is no scratch
+  // Write it even if there are no rows, and so no scratch.
+  const bool weighted = p.dweight != nullptr;
   float* parts = weighted ? static_cast<float*>(scratch) : nullptr;
   const int shared = weighted ? int(kWarps * p.V * int64_t(sizeof(float))) : 0;
   with_count(p.V, [&]<int kCount>() {

@@ -1,4 +1,4 @@
-// Norm, weight and output gate on CUDA, of one I/O type.
+// Declares the epilogue (norm, weight and output gate) on CUDA for one I/O type.
 #pragma once
 #include "../run.h"
 

@@ -1,5 +1,5 @@
-// The parts of h that thread blocks of Hopper's kernel take, their shared memory, and the warpgroup
-// that copies to it: q and n of a part, then C, k and v in the order in which `wgmma.cuh`
+// The parts of h that a thread block of Hopper's forward kernel computes, its shared memory, and
+// the warpgroup that loads it: q and n of a part, then C, k and v in the order in which wgmma.cuh
 // multiplies them.
 #pragma once
 #include "../chunk/ring.cuh"
@@ -10,9 +10,9 @@
 namespace flashcell::cuda {
 
 constexpr int kSlotBytes = 16 << 10;
-constexpr int kWidestKey = 256;  // q stays in shared memory, and a tile of k has two slots
+constexpr int kWidestKey = 256;  // q stays in shared memory, and a tile of k takes two slots
 
-// One part of a chunk of a head: 128 rows, and columns from `column` on.
+// One part of a chunk of a head: 128 rows, and a block of columns from `column` on.
 struct OutputPart {
   Chunk chunk;
   int64_t slot;
@@ -21,7 +21,8 @@ struct OutputPart {
   DEVICE bool has_steps() const { return row < chunk.steps; }
 };
 
-// Numbered; those of a chunk are neighbours, which read the same rows at the same time.
+// Numbers all parts. Those of a chunk are neighbours, so that they read the same rows at the same
+// time.
 template <int kColumns>
 struct OutputParts {
   unsigned heads, by_column, in_chunk;
@@ -34,8 +35,9 @@ struct OutputParts {
   __host__ DEVICE int64_t count(const Chunks& chunks) const {
     return chunks.slots() * heads * in_chunk;
   }
-  // Later rows of a chunk cost more: a thread block that takes every so many parts, in multiples of
-  // a chunk's, gets another kind at every turn.
+  // Later rows of a chunk take longer. A thread block's stride through the parts may be a multiple
+  // of the parts of a chunk, so the part is rotated by `turn`: the block then gets a different one
+  // each time.
   DEVICE OutputPart at(const Chunks& chunks, unsigned index, unsigned turn) const {
     const unsigned unit = index / in_chunk, slot = unit / heads, part = (index + turn) % in_chunk;
     return {chunks.at(slot), slot, int(unit % heads), int(part / by_column * 128),
@@ -45,18 +47,20 @@ struct OutputParts {
 
 template <typename IO, int kColumns>
 struct OutputLoads {
-  static constexpr int kDeep = 128;                            // of K, in a slot of k
-  static constexpr int kSlotRows = kSlotBytes / 2 / kColumns;  // of v, or of C's depth
+  static constexpr int kDeep = 128;  // depth of a slot of k
+  // Rows of v, or of C's depth, in a slot.
+  static constexpr int kSlotRows = kSlotBytes / 2 / kColumns;
   using QTile = Tile<IO, 2 * kTile>;
   using KTile = Tile<IO, kTile>;
   using SlotTile = Tile<IO, kSlotRows>;
-  static constexpr int kNBytes = 8 * kPanelBytes;  // three pieces of n, for 64 of K
+  static constexpr int kNBytes = 8 * kPanelBytes;  // bytes for three pieces of n, for each 64 of K
 
-  struct Terms {  // of the 64 rows of one tile
+  struct Terms {  // values for the 64 rows of one tile
     float2 w[kTile];
     float future[kTile];
   };
-  // Dynamic shared memory: q, n, the ring's slots, their terms and barriers, q's.
+  // Offsets in dynamic shared memory: q, n, the ring's slots, their terms and their barriers, q's
+  // barriers.
   struct Layout {
     int n, slots, terms, barriers, bytes, count;
 
@@ -79,8 +83,8 @@ struct OutputLoads {
   const Layout layout;
   char* const memory;
   Ring<kSlotBytes> ring;
-  const int consumer;  // which of them, in the same for all its threads as the compiler sees it
-  int round = 0;       // parts with steps so far
+  const int consumer;  // which consumer; the compiler sees that it is uniform for a warp
+  int round = 0;       // number of parts with steps so far
   OutputPart part;
 
   DEVICE OutputLoads(const ForwardParams& params, const ForwardTerms& t, int shared_bytes,
@@ -103,7 +107,7 @@ struct OutputLoads {
     return reinterpret_cast<Terms*>(memory + layout.terms)[at.index];
   }
   DEVICE bool has_before() const { return part.chunk.number > 0 || p.C || p.n; }
-  DEVICE int tiles() const {  // that the part's rows see
+  DEVICE int tiles() const {  // number of tiles that the part's rows see
     const int steps = part.chunk.steps, end = part.row + 128 < steps ? part.row + 128 : steps;
     return (end + kTile - 1) / kTile;
   }
@@ -139,7 +143,7 @@ struct OutputLoads {
                                   from.rows - row, from.columns - column);
   }
 
-  // body(address) fills the next slot.
+  // Fills the next slot by calling body(address).
   template <typename Body>
   DEVICE void fill(const Body& body) {
     const Slot slot = ring.slot();
@@ -169,9 +173,9 @@ struct OutputLoads {
       if (i * kWarpgroup < p.K) store_n(i * kWarpgroup + threadIdx.x, n[i]);
     }
     q_slot().fill();
-    mbarrier_arrive(q_slot().full);  // for n, which is stored
+    mbarrier_arrive(q_slot().full);  // n has been stored by then
   }
-  // n in three pieces, which add up to it: rows 0 to 2 of eight.
+  // Stores n as three pieces that add up to it, in rows 0 to 2 of eight.
   DEVICE void store_n(int k, float n) const {
     IO* panel = reinterpret_cast<IO*>(memory + layout.n + k / 64 * kNBytes);
     const int piece = k % 64 / 8;
@@ -193,7 +197,7 @@ struct OutputLoads {
           fill([&](uint32_t to) { load<kColumns>(SlotTile{to}, C, depth, part.column); });
         }
       }
-      load_q();  // after what can be loaded while the part before still needs its q
+      load_q();  // after the slots that can be filled while the part before still uses its q
       const Source k = source(p.k, p.K), v = source(p.v, p.V);
       for (int tile = 0; tile < tiles(); ++tile) {
         const int row = tile * kTile;

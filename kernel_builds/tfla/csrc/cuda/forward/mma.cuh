@@ -1,5 +1,5 @@
-// h of one chunk of one head: (s (q C) + E v) / N, with E the weights W of the chunk's pairs, not
-// divided yet. README.md, "Equations".
+// h of one chunk of one head: (s (q C) + E v) / N, where E are the weights W of the chunk's pairs
+// before the division by N. README.md, "Equations".
 #pragma once
 #include "../chunk/products.cuh"
 #include "terms.cuh"
@@ -35,7 +35,7 @@ struct ChunkOutputs : ChunkProducts<IO, kTiles> {
         pairs, [&](int) { return [this](float sum) { return terms.scale * sum; }; },
         [&](int i, int half, float weights) { sums[i][half] += weights; });
     if (!p.normalized) return;
-    __syncthreads();  // by_part lies where weigh read
+    __syncthreads();  // by_part overwrites memory that weigh read
     this->for_rows([&](int i, int half, int row, bool) {
       float sum = sums[i][half];
 #pragma unroll
@@ -46,8 +46,8 @@ struct ChunkOutputs : ChunkProducts<IO, kTiles> {
 
   DEVICE float inflow(int row) const { return shared.inflow[row] * terms.scale; }
 
-  // q n of one stage, for the warp's own strip: straight-line code, so that it does not hold up the
-  // products beside it.
+  // Multiplies q n for one stage and the warp's own strip. The code is straight-line so that it
+  // does not delay the products beside it.
   DEVICE void multiply_n(float (&sums)[4], uint32_t stage, const float* n, int count) const {
     const Left<Lies::kAlong, IO, kRows> left({stage}, this->strip_row(part), 0);
 #pragma unroll
@@ -59,7 +59,7 @@ struct ChunkOutputs : ChunkProducts<IO, kTiles> {
     }
   }
 
-  // sums = s (q C); with_n: and s (q n), in which every warp of a group has a strip.
+  // sums = s (q C); with_n: also s (q n), for which the warps of a group share the strips.
   DEVICE void multiply_before(OutputSums& sums, int depth, bool with_n) {
     static_assert(kStrips <= 4);
     const bool has_strip = with_n && part < kStrips;
@@ -83,7 +83,7 @@ struct ChunkOutputs : ChunkProducts<IO, kTiles> {
 
   DEVICE bool is_held(int row) const { return shared.start[row] > row % kTile; }
 
-  // 1 / N, 0 where held; the row's total goes to the caller, once.
+  // Returns 1 / N, or 0 if the step is held. With `tell` it writes the row's total for the caller.
   DEVICE float inverse(int row, bool tell) const {
     if (row >= chunk.steps) return 0;
     const bool held = is_held(row);

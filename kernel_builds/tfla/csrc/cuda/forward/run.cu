@@ -1,4 +1,4 @@
-// The forward pass: gates, states between chunks, h of every chunk.
+// Launches the forward pass: gates, states between chunks, then h of every chunk.
 #include "../states/run.h"
 #include "mma.cuh"
 #include "run.h"
@@ -56,7 +56,7 @@ void launch_wgmma(const ForwardParams& p, const ForwardTerms& terms, const Devic
   const OutputParts<kColumns> parts(p.H, p.V, terms.rows.chunks.length);
   const int64_t count = parts.count(terms.rows.chunks);
   if (count > INT32_MAX) throw std::invalid_argument("tfla: too many rows");
-  // Thread blocks that run together have all parts of a chunk.
+  // Thread blocks that run at the same time work on parts of the same chunks.
   const int64_t at_once = device.sms / parts.in_chunk * parts.in_chunk;
   launch(outputs_wgmma<IO, kColumns>,
          {at_once > 0 && at_once < count ? at_once : count, kRingThreads, layout.bytes, stream}, p,

@@ -1,4 +1,4 @@
-// The forward pass on CUDA, of one I/O type.
+// Declares the forward pass on CUDA for one I/O type.
 #pragma once
 #include "../run.h"
 

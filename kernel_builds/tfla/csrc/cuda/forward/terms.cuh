@@ -1,4 +1,4 @@
-// What the kernels of h read beside the caller's arrays.
+// The values that the kernels of h read, besides the caller's arrays.
 #pragma once
 #include "../gates/rows.cuh"
 
@@ -7,7 +7,7 @@ namespace flashcell::cuda {
 struct ForwardTerms {
   Rows rows;
   float scale;     // K^-1/2
-  const void* C;   // [H, slots, K, V] io, before the chunk
+  const void* C;   // [H, slots, K, V] io, the state before the chunk
   const float* n;  // [H, slots, K], or null
 };
 

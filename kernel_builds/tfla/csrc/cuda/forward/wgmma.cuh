@@ -1,9 +1,10 @@
-// h on Hopper: (s (q C) + W v) / N of 128 rows of a chunk and up to kColumns columns:
-// README.md, "Equations", and `mma.cuh`, whose sums these are.
+// h on Hopper: (s (q C) + W v) / N for 128 rows of a chunk and up to kColumns columns. README.md,
+// "Equations", and mma.cuh, which computes the same sums, have the details.
 //
-// A warpgroup has 64 rows, a tile of gates/rows.cuh, and all columns in registers. The products of
-// its pairs, 64 by 64 at a time, are weighed in registers, where they are the left operand of W v.
-// Thread blocks stay, and take one part of a chunk after another; the producer runs ahead.
+// A warpgroup has 64 rows (a tile of gates/rows.cuh) and all columns in registers. It computes the
+// products of pairs 64 by 64 at a time and weights them in registers, where they are the left
+// operand of W v. Thread blocks are persistent: they take one part of a chunk after another, and
+// the producer runs ahead.
 #pragma once
 #include "loads.cuh"
 
@@ -20,14 +21,14 @@ struct OutputWgmma : OutputLoads<IO, kColumns> {
   static constexpr int kBlocks = kColumns / 8, kPairs = kTile / 8;
 
   using Outputs = float[kBlocks][4];
-  struct RowTerms {  // of the lane's two rows
+  struct RowTerms {  // for the lane's two rows
     float2 u[2];
     float past[2], inflow[2], floor[2], sum[2];
     int start[2];
   };
 
   DEVICE int own_tile() const { return part.row / kTile + consumer; }
-  // Of the lane's two rows, in the tile.
+  // Returns one of the lane's two rows, counted in the tile.
   DEVICE static int tile_row(int down) {
     return threadIdx.x % kWarpgroup / 32 * 16 + threadIdx.x % 32 / 4 + 8 * down;
   }
@@ -50,7 +51,7 @@ struct OutputWgmma : OutputLoads<IO, kColumns> {
     return r;
   }
 
-  // A tile that the warpgroup has no use for.
+  // Skips a tile that this warpgroup does not need.
   DEVICE void skip_tile() {
     for (int i = pieces(p.K, kDeep) + kTile / kSlotRows; i > 0; --i) {
       ring.slot().wait_full(ring.round);
@@ -58,13 +59,13 @@ struct OutputWgmma : OutputLoads<IO, kColumns> {
       ring.advance();
     }
   }
-  // The slots from `first` to where the warpgroup is.
+  // Releases the slots from `first` up to the warpgroup's position.
   DEVICE void release_from(Ring<kSlotBytes> first) const {
     for (; first.index != ring.index; first.advance()) first.slot().release();
   }
 
-  // sums = s (q C), and the rows' sums s (q n). One slot's products run while the next is waited
-  // for.
+  // sums = s (q C), and the rows' sums s (q n). The products of one slot run while the next slot is
+  // waited for.
   DEVICE void multiply_before(Outputs& sums, RowTerms& r) {
     const SharedOperand<Major::kDepth> q(q_tile().address + consumer * kTile * kPanelBytes);
     const auto q_step = [&](int step) { return q.at(step / 4 * QTile::kStride).step(step % 4); };
@@ -104,7 +105,7 @@ struct OutputWgmma : OutputLoads<IO, kColumns> {
           sum = s == 0 ? 0.f : s * sum;
         }
       }
-      // n's pieces are columns 0 to 2, the others 0; lanes of a row add up in the end.
+      // n's pieces are in columns 0 to 2, the others are 0; `divide` adds up the lanes of a row.
       r.sum[down] = s == 0 ? 0.f : s * (q_n[0][2 * down] + q_n[0][2 * down + 1]);
     }
   }
@@ -121,7 +122,7 @@ struct OutputWgmma : OutputLoads<IO, kColumns> {
       wgmma_fence();
       const SharedOperand<Major::kDepth> k(ring.address());
 #pragma unroll
-      for (int d = 0; d < kDeep / 16; ++d) {  // q and k have zeros beyond K
+      for (int d = 0; d < kDeep / 16; ++d) {  // q and k are padded with zeros beyond K
         wgmma<IO>(pairs, q.at((depth / 64 + d / 4) * QTile::kStride).step(d % 4),
                   k.at(d / 4 * KTile::kStride).step(d % 4));
       }
@@ -132,7 +133,7 @@ struct OutputWgmma : OutputLoads<IO, kColumns> {
     wgmma_wait<0>(pairs);
   }
 
-  // The lane's weights of tile j, rounded, as left operands of 16 columns each.
+  // The lane's weights of tile j, rounded: left operands of 16 columns each.
   using Weights = uint32_t[kTile / 16][4];
 
   DEVICE void weigh(Weights& weights, const Pairs& pairs, const Terms& columns, int tile,
@@ -165,7 +166,8 @@ struct OutputWgmma : OutputLoads<IO, kColumns> {
 #pragma unroll
         for (int down = 0; down < 2; ++down) {
           const float2 u = r.u[down];
-          // Unseen ones as well: conditions around each exponential would run one after another.
+          // Computed for unseen pairs too: with a condition around each exponential, they would run
+          // one after another.
           const auto weight = [&](int c, float whole, float rest, float pair) {
             const float decay = keep_float(exp2_approx((u.x + whole) + (u.y + rest)));
             const bool seen = r.start[down] <= c && c <= tile_row(down);
@@ -178,7 +180,7 @@ struct OutputWgmma : OutputLoads<IO, kColumns> {
     }
   }
 
-  // sums += W v of a tile.
+  // sums += W v for one tile.
   DEVICE void multiply_values(Outputs& sums, Weights& weights) {
     wgmma_fence(sums, weights);
     Slot running{};
@@ -223,7 +225,7 @@ struct OutputWgmma : OutputLoads<IO, kColumns> {
       }
     }
   }
-  // 1 / N, after the row's total went to the caller; padding and held rows have 0.
+  // Computes 1 / N, and writes the row's total for the caller (0 in padding and held rows).
   DEVICE void divide(RowTerms& r, float (&inverse)[2]) const {
 #pragma unroll
     for (int down = 0; down < 2; ++down) {
@@ -258,7 +260,7 @@ struct OutputWgmma : OutputLoads<IO, kColumns> {
         if (has_before()) multiply_before(sums, r);
         const int last = own < tiles() ? own : tiles() - 1;
         for (int tile = 0; tile <= last; ++tile) {
-          const Ring<kSlotBytes> first = ring;  // whose terms are the tile's
+          const Ring<kSlotBytes> first = ring;  // its slot's terms are the tile's
           Pairs pairs;
           multiply_pairs(pairs);
           if (tile == last) q_slot().release();
@@ -296,7 +298,7 @@ __global__ void __launch_bounds__(kRingThreads, 1) outputs_wgmma(const ForwardPa
   extern __shared__ __align__(1024) char memory[];
   OutputWgmma<IO, kColumns>(p, terms, shared_bytes, memory).run();
 #else
-  __trap();  // built for sm_90 instead of sm_90a: an error, not what memory held
+  __trap();  // Compiled for sm_90 instead of sm_90a: fail, rather than return uninitialised memory.
 #endif
 }
 

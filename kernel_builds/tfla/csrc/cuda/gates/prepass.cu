@@ -1,7 +1,8 @@
-// The gates pre-pass: what a tile does to (b, m), a scan over tiles, and the rows' factors.
+// The gate pre-pass: the effect of each tile on (b, m), a scan over tiles, and the factors of rows
+// (rows.cuh).
 //
-// A step takes a log decay b and a scale m to b + lf and max(m + lf, li): a max-plus recurrence,
-// whose steps compose. A tile is a warp's, two rows a lane. Sums are in double.
+// A step maps the log decay b to b + lf and the scale m to max(m + lf, li). This is a max-plus
+// recurrence, whose steps compose. A warp has one tile, with two rows per lane. Sums are in double.
 #include "rows.cuh"
 
 namespace flashcell::cuda {
@@ -9,15 +10,16 @@ namespace flashcell::cuda {
 namespace {
 
 constexpr int kWarps = 8;
-constexpr double kShut = -1000;  // a log gate no lower: its exponential is 0, and sums stay finite
+// Lower bound of log gates: its exponential is 0, and sums stay finite.
+constexpr double kShut = -1000;
 constexpr double kLog2e = 1.4426950408889634;
 
 struct Transfer {
-  double decay, m;  // m of what was added since
-  bool cut;         // by a reset: neither sees what was before
+  double decay, m;  // m of the steps in this range alone
+  bool cut;         // by a reset: neither depends on what was before
 };
 
-DEVICE double larger(double a, double b) { return a < b || isnan(b) ? b : a; }  // NaN if one is
+DEVICE double larger(double a, double b) { return a < b || isnan(b) ? b : a; }  // NaN if either is
 
 DEVICE Transfer join(const Transfer& first, const Transfer& second) {
   if (second.cut) return second;
@@ -30,7 +32,7 @@ DEVICE Transfer shuffle_up(const Transfer& x, int by) {
   return {shuffle_up(x.decay, by), shuffle_up(x.m, by), bool(__shfl_up_sync(~0u, int(x.cut), by))};
 }
 
-// Inclusive, over the lanes of a warp.
+// Inclusive scan over the lanes of a warp.
 DEVICE Transfer scan(Transfer x) {
 #pragma unroll
   for (int by = 1; by < 32; by *= 2) {
@@ -42,7 +44,7 @@ DEVICE Transfer scan(Transfer x) {
 
 DEVICE double shift(double m) { return m < kNever ? 0 : m; }
 DEVICE float power(double log) { return exp2f(float(log * kLog2e)); }
-DEVICE float2 split(double log) {  // base 2, a whole number and the rest
+DEVICE float2 split(double log) {  // splits a base-2 logarithm into an integer and a remainder
   const double x = log * kLog2e;
   const float whole = float(rint(x));
   return {whole, isinf(whole) ? 0.0f : float(x - whole)};
@@ -77,7 +79,7 @@ struct Step {
   }
 };
 
-// A warp's tile. Its slots are those of [H, slots, tiles].
+// The tile of a warp, one of [H, slots, tiles].
 struct Place {
   int64_t slot;
   int tile, head;
@@ -93,8 +95,8 @@ struct Place {
 };
 
 struct GateScratch {
-  double2* transfer;  // [H, slots, tiles] log decay of a tile (-inf with a reset), its own m
-  float2* m;          // [H, slots, tiles] before and after it
+  double2* transfer;  // [H, slots, tiles] the tile's log decay (-inf with a reset), and its own m
+  float2* m;          // [H, slots, tiles] m before and after the tile
 };
 
 DEVICE bool has_reset(const double2& transfer) { return transfer.x == -INFINITY; }
@@ -122,7 +124,8 @@ __global__ void __launch_bounds__(32 * kWarps) tile_kernel(const MlstmParams p, 
   }
 }
 
-// A warp for every head of a sequence: m at the ends of its tiles, some tiles a lane.
+// Computes m at the ends of tiles. One warp handles a head of a sequence, with several tiles per
+// lane.
 __global__ void __launch_bounds__(32) m_kernel(const MlstmParams p, const Rows rows,
                                                const GateScratch scratch, float* last_m) {
   const int head = int(blockIdx.x % p.H), lane = threadIdx.x;
@@ -141,7 +144,8 @@ __global__ void __launch_bounds__(32) m_kernel(const MlstmParams p, const Rows r
   const int64_t state = s.index * p.H + head;
   const float* given = static_cast<const float*>(p.m);
   double m = p.exponential && given != nullptr ? given[state] : 0;
-  const auto after = [&](const Transfer& x) {  // the sigmoid gate's is 0, or NaN if a gate is
+  // The sigmoid gate has m = 0, or NaN if a gate is NaN.
+  const auto after = [&](const Transfer& x) {
     const double next = join({0, m, false}, x).m;
     return p.exponential || isnan(next) ? next : 0;
   };
@@ -155,10 +159,10 @@ __global__ void __launch_bounds__(32) m_kernel(const MlstmParams p, const Rows r
   if (lane == 31 && last_m != nullptr) last_m[state] = float(m);
 }
 
-// The decay of tiles, one after another. What is NaN before a reset ends there.
+// The product of the decays of consecutive tiles. A NaN from before a reset ends at the reset.
 struct Decay {
   float all = 1;
-  bool reset = false;  // in one of them
+  bool reset = false;  // whether one of the tiles has a reset
 
   DEVICE void join(const GateScratch& scratch, int64_t index) {
     const double2 transfer = scratch.transfer[index];
@@ -180,14 +184,14 @@ __global__ void __launch_bounds__(32 * kWarps) row_kernel(const MlstmParams p, c
   if (first >= chunk.steps) return;
   const Step steps[2] = {{p, chunk, first + 2 * lane, place.head},
                          {p, chunk, first + 2 * lane + 1, place.head}};
-  Transfer sums[2];  // since the tile's start, or the last reset
+  Transfer sums[2];  // since the tile's start or the last reset
   const Transfer both = scan(join(steps[0].transfer(), steps[1].transfer()));
   const Transfer earlier = shuffle_up(both, 1);
   sums[0] = lane == 0 ? steps[0].transfer() : join(earlier, steps[0].transfer());
   sums[1] = join(sums[0], steps[1].transfer());
   const double end = __shfl_sync(~0u, sums[1].decay, 31);
 
-  // Documents of the tile.
+  // The first step of each row's document in the tile.
   const uint32_t near = __ballot_sync(~0u, steps[0].reset),
                  far = __ballot_sync(~0u, steps[1].reset);
   const auto last_reset = [&](uint32_t near, uint32_t far) {
@@ -196,15 +200,16 @@ __global__ void __launch_bounds__(32 * kWarps) row_kernel(const MlstmParams p, c
   };
   const int last = last_reset(near, far);
 
-  // Decays of this tile, and of those before and after it in its chunk.
+  // The decays of this tile, and of the tiles before and after it in the chunk.
   const int64_t index = place.index(rows);
   Decay before, own, after;
   for (int t = 0; t * kTile < chunk.steps; ++t) {
     (t < place.tile ? before : t == place.tile ? own : after).join(scratch, index - place.tile + t);
   }
 
-  // m at the tile's ends. If it is NaN, `past` of all that is lost says so; `future` and the tile's
-  // decay must not: products would take that past a reset, where they have 0 NaN.
+  // m at the tile's ends. If it is NaN, only `past` may become NaN. `future` and the tile's decay
+  // must not: products would carry the NaN past a reset, where its factor is 0 but 0 times NaN is
+  // NaN.
   const float2 m = scratch.m[index];
   if (lane == 0) {
     rows.tile_decay[index] = isnan(own.all) ? 0.0f : own.all;

@@ -1,30 +1,32 @@
-// States between chunks: the part of a head's state that a thread block has in registers, and the
-// walk through the chunks of a segment of its sequence.
+// States between chunks: the part of a head's state that a thread block keeps in registers, and the
+// loop over the chunks of a segment of its sequence.
 #pragma once
 #include "../chunk/tile.cuh"
 #include "run.h"
 
 namespace flashcell::cuda {
 
-// Segments of every sequence run side by side, from states that a first pass works out.
+// The segments of every sequence, which run in parallel from states that a first pass computes.
 struct Segments {
-  int count;        // of a sequence
-  float *C, *n;     // [count, S, H, K, V], [count, S, H, K]: where segments start; 0 is not used
-  bool first_pass;  // from zero, and only to the start of the next segment
+  int count;  // segments of a sequence
+  // [count, S, H, K, V], [count, S, H, K]: the states where segments start; segment 0 has none.
+  float *C, *n;
+  // The first pass starts from zero and only computes the start of the next segment.
+  bool first_pass;
 
   DEVICE static int64_t begin(int64_t chunks, int segment, int count) {
     return chunks * segment / count;
   }
 };
 
-// A thread block's part: kRows by kColumns of the state of one head, over one segment.
+// A thread block's part of the work: kRows by kColumns of the state of one head, over one segment.
 template <bool kReverse, int kRows, int kColumns>
 struct StatePlace {
   const StateParams& p;
-  int segment, row, column;  // of C: the first
-  int64_t head, state;       // of x; in [S, H]
+  int segment, row, column;  // first row and column of C
+  int64_t head, state;       // head of x, and index in [S, H]
   Sequence sequence;
-  int64_t begin, end;  // chunks, in the order of the walk
+  int64_t begin, end;  // chunks, in the order of the loop
 
   DEVICE StatePlace(const StateParams& params, const Segments& segments) : p(params) {
     int64_t block = blockIdx.x;
@@ -56,8 +58,8 @@ struct StatePlace {
     return left < p.rows.chunks.length ? left : p.rows.chunks.length;
   }
 
-  // Stage by stage: copies `rows` steps from `step` of the sequence on, which may be more than the
-  // stage has, to left [kSteps, kRows] and right [kSteps, kColumns] and to their weights.
+  // Copies one stage: `rows` steps (which may exceed the stage) from `step` of the sequence on, to
+  // left [kSteps, kRows] and right [kSteps, kColumns], with their weights.
   template <int kThreads, typename IO, int kSteps>
   DEVICE void copy(Tile<IO, kSteps> left, Tile<IO, kSteps> right, float* weight, float* n_weight,
                    int64_t step, int rows) const {
@@ -84,14 +86,15 @@ struct StatePlace {
   }
 };
 
-// A warp's part of it: kStrips of 16 rows from `row` on, kBlocks of 8 columns from `column` on.
+// A warp's part of the state: kStrips of 16 rows from `row` on, kBlocks of 8 columns from `column`
+// on.
 template <typename IO, int kStrips, int kBlocks>
 struct StateSums {
   const StateParams& p;
   const int row, column;
   const bool has_n;
   Sums<kStrips, kBlocks> C;
-  Sums<kStrips, 1> n;  // columns 0 and 1 add up
+  Sums<kStrips, 1> n;  // the sum of columns 0 and 1
 
   DEVICE StateSums(const StateParams& params, int first_row, int first_column)
       : p(params),
@@ -99,7 +102,8 @@ struct StateSums {
         column(first_column),
         has_n(params.normalized && first_column == 0) {}
 
-  // Writes the state between chunks before each of them, and add(chunk) adds what it does.
+  // Loops over chunks: writes the state before each of them, and calls add(chunk), which adds its
+  // terms.
   template <typename Place, typename Add>
   DEVICE void walk(const Place& place, const Segments& segments, const Add& add) {
     const bool starts = place.segment == 0, ends = place.segment == segments.count - 1;
@@ -117,7 +121,7 @@ struct StateSums {
     for (int64_t chunk = place.begin; chunk < place.end; ++chunk) {
       const int64_t at = p.rows.slot(int(place.head), place.slot(chunk));
       const bool given = p.first != nullptr || p.first_n != nullptr;
-      const bool empty = starts && chunk == 0 && !given;  // nobody reads it
+      const bool empty = starts && chunk == 0 && !given;  // such a state is never read
       if (!segments.first_pass && p.states != nullptr && !empty) write_chunk(at);
       scale(p.rows.keep[at]);
       add(chunk);
@@ -132,7 +136,7 @@ struct StateSums {
   }
 
  private:
-  // body(i, half, k) for the rows of the lane, whose columns are column + 8 j + 2 q + (0, 1).
+  // Calls body(i, half, k) for the rows of the lane, whose columns are column + 8 j + 2 q + (0, 1).
   template <typename Body>
   DEVICE void for_rows(const Body& body) const {
 #pragma unroll
@@ -144,7 +148,7 @@ struct StateSums {
     }
   }
 
-  // From, and to, fp32 [K, V] and [K].
+  // Reads from, and writes to, fp32 [K, V] and [K].
   DEVICE void read(const float* from, const float* from_n) {
     clear(C), clear(n);
     const int q = threadIdx.x % 4;
@@ -181,7 +185,7 @@ struct StateSums {
       to[k] = n[i][0][2 * half] + n[i][0][2 * half + 1];
     }
   }
-  // To the states between chunks.
+  // Writes to the states between chunks.
   DEVICE void write_chunk(int64_t at) const {
     IO* to = static_cast<IO*>(p.states) + at * p.K * p.V;
     for_rows([&](int i, int half, int k) {
@@ -199,7 +203,8 @@ struct StateSums {
   }
 
   DEVICE void scale(float keep) {
-    const auto by = [keep](float& x) { x = keep == 0 ? 0.0f : x * keep; };  // NaN ends there
+    // A factor of 0 clears even NaN.
+    const auto by = [keep](float& x) { x = keep == 0 ? 0.0f : x * keep; };
 #pragma unroll
     for (int i = 0; i < kStrips; ++i) {
 #pragma unroll

@@ -1,4 +1,4 @@
-// States between chunks with mma.sync: a thread block has 128 rows by 128 columns of one head's
+// States between chunks with mma.sync: a thread block keeps 128 rows by 128 columns of one head's
 // state in registers. Left rows are scaled as operands; sums are fp32.
 #pragma once
 #include "chunk_loop.cuh"
@@ -8,7 +8,7 @@ namespace flashcell::cuda {
 template <typename IO, bool kReverse>
 struct StateWalk {
   static constexpr int kThreads = 128, kSize = 128, kStages = 3;
-  static constexpr int kSteps = 128 / sizeof(IO);  // of a stage
+  static constexpr int kSteps = 128 / sizeof(IO);  // steps of a stage
   using Place = StatePlace<kReverse, kSize, kSize>;
   using Rows = Tile<IO, kSteps>;
   struct Stage {
@@ -26,7 +26,7 @@ struct StateWalk {
   int loads = 0, stage = 0;
   StateSums<IO, 4, 8> sums;
 
-  // The warp's part.
+  // The warp's part of the state.
   DEVICE static int m0() { return threadIdx.x / 64 * 64; }
   DEVICE static int n0() { return threadIdx.x / 32 % 2 * 64; }
 

@@ -1,4 +1,5 @@
-// States between chunks: which kernel, how many segments, and where those start.
+// Launches the states between chunks: chooses the kernel and the number of segments, and computes
+// the states where segments start.
 #include "mma.cuh"
 #include "wgmma.cuh"
 
@@ -8,7 +9,8 @@ namespace {
 
 constexpr int kMostSegments = 64, kJoinThreads = 256, kJoinElements = 4;
 
-// Turns what the segments before add into where segments start: C_g <- C_g + decay_{g-1} C_{g-1}.
+// Turns what each segment adds into the states where segments start: C_g <- C_g + decay_{g-1}
+// C_{g-1}.
 template <bool kReverse>
 __global__ void __launch_bounds__(kJoinThreads) join_kernel(const StateParams p,
                                                             const Segments segments) {
@@ -25,7 +27,7 @@ __global__ void __launch_bounds__(kJoinThreads) join_kernel(const StateParams p,
       const int64_t number = kReverse ? chunks - 1 - c : c;
       const int64_t slot = p.rows.chunks.first_slot(s) + number;
       const float keep = p.rows.keep[p.rows.slot(int(head), slot)];
-      product = keep == 0 ? 0.0f : product * keep;  // NaN ends there
+      product = keep == 0 ? 0.0f : product * keep;  // a factor of 0 clears even NaN
     }
     decay[threadIdx.x] = product;
   }
@@ -46,11 +48,11 @@ __global__ void __launch_bounds__(kJoinThreads) join_kernel(const StateParams p,
   }
 }
 
-// How the states are cut among thread blocks.
+// How the states are divided among thread blocks.
 struct StatePlan {
   bool wgmma;
-  int rows, columns;   // of a thread block
-  int blocks_at_once;  // on the GPU
+  int rows, columns;   // of the state, for a thread block
+  int blocks_at_once;  // that the GPU runs
 
   StatePlan(const StateParams& p, const Device& device, int io_bytes)
       : wgmma(has_wgmma(device, io_bytes)),
@@ -62,7 +64,7 @@ struct StatePlan {
     const auto parts = [](int64_t width, int size) { return (width + size - 1) / size; };
     return p.rows.chunks.S * p.H * parts(p.K, rows) * parts(p.V, columns);
   }
-  // As many as fill the GPU, none shorter than eight chunks of the longest sequence.
+  // As many segments as fill the GPU, each with at least eight chunks of the longest sequence.
   int segments(const StateParams& p) const {
     const int64_t all = blocks(p), chunks = p.rows.chunks.per_row() / 8;
     int64_t count = all ? blocks_at_once / all : 1;

@@ -1,5 +1,6 @@
-// States between chunks on Hopper: two warpgroups have 64 rows each, by all columns of the thread
-// block, of one head's state in registers. Left rows are scaled in registers, as left operands.
+// States between chunks on Hopper: each of two warpgroups keeps 64 rows by all columns of the
+// thread block of one head's state in registers. Left rows are scaled in registers, where they are
+// left operands.
 #pragma once
 #include "../chunk/ring.cuh"
 #include "chunk_loop.cuh"
@@ -51,7 +52,8 @@ struct StateWgmma {
   using Words = uint32_t[kSteps / 16][4];
   using OwnSums = StateSums<IO, 1, kColumns / 8>;
 
-  // The warp's 16 rows of a stage's left operand, scaled; and n += them by its own weights.
+  // Loads the warp's 16 rows of a stage's left operand and scales them; also adds them, by their
+  // own weights, to n.
   DEVICE void load(Words& words, OwnSums& sums, int warp) const {
     const Stage& stage = shared.stages[ring.index];
     const Left<Lies::kAcross, IO, kSteps> left(Rows{shared_address(stage.left)}, 0, warp / 4 * 64);
@@ -73,7 +75,8 @@ struct StateWgmma {
       for (int left = int(place.steps(chunk)); left > 0; left -= kSteps) {
         const Slot slot = ring.slot();
         slot.wait_full(ring.round);
-        wgmma_wait<0>(sums.C[0], words);  // reads the words until then, which nobody else knows
+        // Products read the words until then, of which the compiler does not know.
+        wgmma_wait<0>(sums.C[0], words);
         if (running.full) running.release();
         load(words, sums, warp);
         wgmma_fence(sums.C[0], words);
@@ -111,7 +114,7 @@ __global__ void __launch_bounds__(kRingThreads, 1) states_wgmma(const StateParam
   extern __shared__ __align__(1024) char memory[];
   Walk(p, segments, *reinterpret_cast<typename Walk::Shared*>(memory)).run(p, segments);
 #else
-  __trap();  // built for sm_90 instead of sm_90a: an error, not what memory held
+  __trap();  // Compiled for sm_90 instead of sm_90a: fail, rather than return uninitialised memory.
 #endif
 }
 

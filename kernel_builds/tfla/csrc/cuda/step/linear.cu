@@ -1,13 +1,14 @@
-// y = W x, for few rows of x, at the speed at which W is read: once for 16 of them.
+// y = W x for few rows of x, as fast as W can be read: it is read once for every 16 rows.
 //
-// A thread block takes tiles of 16 rows of W, its warps pieces of the depth. Every warp copies its
-// own pieces to shared memory, up to 512 bytes of a row at once, and waits for nobody else: the
-// copies run ahead, across tiles, and begin before the kernel ahead has ended, because nothing in a
-// stream of steps writes weights. In which order the depth is summed is free, so a lane's operands
-// are 16 bytes of a row where the matrix instruction's layout asks for 4 times 4. The few rows of x
-// are its right operand, most of whose columns stay empty; nobody needs them.
+// A thread block takes tiles of 16 rows of W, and its warps take pieces of the depth. Every warp
+// copies its own pieces to shared memory, up to 512 bytes of a row at once, and waits for no other
+// warp. Copies run ahead across tiles and start before the preceding kernel has ended, because no
+// kernel of a decoding step writes weights. The order in which the depth is summed is free, so a
+// lane's operands are 16 contiguous bytes of a row, where the layout of the matrix instruction
+// would be 4 times 4. The few rows of x are the right operand, most of whose columns stay empty.
 //
-// A norm costs nothing: its weight multiplies x on the way, its factor the sums at the end.
+// A norm costs nothing: its weight multiplies x as it is loaded, and its factor the sums at the
+// end.
 #include "../launch.h"
 #include "common/cuda/ptx/mma.cuh"
 #include "common/cuda/ptx/programmatic_launch.cuh"
@@ -20,29 +21,31 @@ extern __shared__ __align__(16) char memory[];
 namespace {
 
 constexpr int kWarps = 8, kThreads = 32 * kWarps;
-constexpr int kRows = 16;    // of W in a tile
-constexpr int kStep = 32;    // depth of four lanes with 16 bytes each
+constexpr int kRows = 16;    // rows of W in a tile
+constexpr int kStep = 32;    // depth that four lanes take with 16 bytes each
 constexpr int kStages = 2;   // pieces of a warp in flight
-constexpr int kColumns = 8;  // of the matrix instruction: rows of x
+constexpr int kColumns = 8;  // columns of the matrix instruction: rows of x
 constexpr int kSums = kRows * kColumns;
 
-// A piece of a tile, kSteps steps of the depth.
+// A piece of a tile: its 16 rows by kSteps steps of the depth.
 template <int kSteps>
 struct Piece {
   static constexpr int kDepth = kStep * kSteps;
-  static constexpr int kStride = 2 * kDepth + 64;  // from row to row: two meet no bank twice
+  // Bytes from row to row, so that no two rows share a bank.
+  static constexpr int kStride = 2 * kDepth + 64;
   static constexpr int kBytes = kRows * kStride, kRingBytes = kWarps * kStages * kBytes;
-  static constexpr int kLanes = kDepth / 8;  // of a row, when it is copied
+  static constexpr int kLanes = kDepth / 8;  // lanes that copy a row
   static constexpr int kRowsAtOnce = 32 / kLanes;
 };
-// 512 bytes of a row at once, or 256 where shared memory is 99 KB: sm_86, sm_89, sm_120.
+// A warp copies 512 bytes of a row at once, or 256 where a block has only 99 KB of shared memory:
+// sm_86, sm_89, sm_120.
 constexpr int kLongSteps = 8, kShortSteps = 4;
 constexpr int kSharedOfLong = 163 << 10, kSharedOfShort = 99 << 10;
 
 DEVICE int smaller(int a, int b) { return a < b ? a : b; }
 DEVICE float silu(float x) { return x / (1 + expf(-x)); }
 
-// word * weight, and its elements' squares added to `squares`.
+// Returns word * weight, and adds the squares of the word's elements to `squares`.
 template <typename IO>
 DEVICE uint32_t weigh(uint32_t word, uint32_t weight, float& squares) {
   const float2 x = Pair<IO>{{word}}.floats(), w = Pair<IO>{{weight}}.floats();
@@ -50,7 +53,8 @@ DEVICE uint32_t weigh(uint32_t word, uint32_t weight, float& squares) {
   return Pair<IO>::of(x.x * w.x, x.y * w.y).word[0];
 }
 
-// A tile: 16 rows of one matrix, or 8 of each of two gated ones, and up to 16 rows of x.
+// The first row and column of a tile: 16 rows of one matrix, or 8 of each of two gated matrices, by
+// up to 16 rows of x.
 struct Place {
   int which, row, column;
 };
@@ -68,14 +72,15 @@ DEVICE Place find(const LinearStepParams& p, int tile, int tiles, int columns) {
   return place;
 }
 
-// Copies a warp's pieces of one tile after the other, each over the last but kStages.
+// Copies a warp's pieces, tile after tile, into its ring of kStages pieces.
 template <typename IO, int kSteps>
 struct Copier {
   using Own = Piece<kSteps>;
   const LinearStepParams& p;
   int tile, tiles, all, blocks, columns, first, pieces, piece = first, stage = 0;
-  const IO *low = nullptr, *high = nullptr;  // the matrix of the tile's first 8 rows and its last
-  int row = 0, rows = 0, next = 0;           // of them: the first, all there are, the ninth
+  // The matrices of the tile's first 8 rows and of its last 8.
+  const IO *low = nullptr, *high = nullptr;
+  int row = 0, rows = 0, next = 0;  // first row, number of rows, and ninth row
 
   DEVICE void find_rows() {
     if (tile >= all) return;
@@ -189,7 +194,7 @@ __global__ void __launch_bounds__(kThreads, 1) linear_step_kernel(
     }
     __syncthreads();
 
-    const int at = threadIdx.x;  // one output a thread: where lane at % 128 / 4 held it
+    const int at = threadIdx.x;  // one output per thread, which lane at % 128 / 4 holds
     if (at >= kTiles * kSums) continue;
     const Linear& linear = p.linears[place.which];
     const int element = at % 4, column = at / kSums * kColumns + at / 4 % 4 * 2 + element % 2;
@@ -226,14 +231,14 @@ void launch_linear_step(const LinearStepParams& p, const Device& device, cudaStr
   int64_t tiles = 0;
   const int rows = p.gated ? kRows / 2 : kRows;
   for (int s = 0; s < (p.gated ? 1 : p.count); ++s) tiles += (p.linears[s].rows + rows - 1) / rows;
-  // Two passes over a small matrix, which stays in the L2, rather than idle SMs.
+  // Rather two passes over a small matrix, which stays in L2, than idle SMs.
   const int64_t wide = 2 * kColumns;
   const bool once = p.B > kColumns && (p.B + wide - 1) / wide * tiles >= device.sms;
   const int64_t columns = once ? wide : kColumns;
   const int64_t all = (p.B + columns - 1) / columns * tiles;
   const int64_t blocks = all < device.sms ? all : device.sms;
   const Grid grid{blocks, kThreads, Piece<kSteps>::kRingBytes, stream, device.code.arch >= 90};
-  const bool norm = p.norm != nullptr && p.K > 0;  // of nothing there is no mean
+  const bool norm = p.norm != nullptr && p.K > 0;  // zero columns have no mean
   const auto kernel = once ? (norm ? linear_step_kernel<IO, kSteps, 2, true>
                                    : linear_step_kernel<IO, kSteps, 2, false>)
                            : (norm ? linear_step_kernel<IO, kSteps, 1, true>

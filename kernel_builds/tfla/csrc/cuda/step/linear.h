@@ -1,4 +1,5 @@
-// What is between two steps of a model, one token a row, on CUDA in 16 bits.
+// Declares the layers between two mLSTM steps of a model, for one token per row, on CUDA in 16
+// bits.
 #pragma once
 #include "../run.h"
 

@@ -1,5 +1,5 @@
-// Between the products of a decoded batch: the norm of every row with the gates that read it, and
-// SwiGLU's gate. One launch each; both are bound by it.
+// Between the linear layers of a decoded batch: the norm of every row together with the gates that
+// read it, and the SwiGLU gate. Each is one kernel, bound by launch latency.
 #include "../launch.h"
 #include "common/cuda/ptx/mma.cuh"
 #include "common/cuda/ptx/programmatic_launch.cuh"
@@ -42,8 +42,8 @@ DEVICE float warp_sum(float sum) {
   return sum;
 }
 
-// A thread block has a row of x, whose normed values stay in shared memory for the gates: a warp
-// for each.
+// A thread block has one row of x. Its normed values stay in shared memory for the gates, which the
+// warps compute one each.
 template <typename IO>
 __global__ void __launch_bounds__(kThreads) norm_step_kernel(const
                                                              __grid_constant__ NormStepParams p) {
@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(kThreads) norm_step_kernel(const
   }
   __syncthreads();
 
-  int gate = warp;  // of all matrices' rows, one after the other
+  int gate = warp;  // counts through the rows of all matrices
   for (int s = 0; s < p.count; ++s) {
     const Linear& linear = p.linears[s];
     for (; gate < linear.rows; gate += kWarps) {

@@ -1,11 +1,11 @@
-// One step: C is read once and written once, all of a tile in flight at once.
+// One decoding step: C is read once and written once, with a whole tile of it in flight.
 //
-// The state may be updated in place, and every thread block reads all of n and m: so a second
-// kernel writes them, launched while C is on its way, when all blocks have read. It also ends h, if
-// there is an epilogue. Where all thread blocks run at once and there is none, those of a head are
-// a cluster instead, whose first one writes. An H200 runs some thirty clusters of eight at a time,
-// but 66 of two: where those do for all heads, a thread block is as wide as an SM takes, and works
-// through its columns in two turns.
+// The state may be updated in place, while every thread block reads all of n and m. So a second
+// kernel writes n and m; it is launched while C is loading, and starts when all blocks have read
+// them. It also computes the epilogue, if there is one. Without an epilogue, and if all thread
+// blocks run at once, those of a head form a cluster instead, whose first block writes n and m. An
+// H200 runs some thirty clusters of eight at a time, but 66 of two. Where clusters of two suffice
+// for all heads, a thread block is as wide as an SM allows and processes its columns in two turns.
 #include "../epilogue/row.cuh"
 #include "../gates/rows.cuh"
 #include "common/cuda/ptx/cluster.cuh"
@@ -19,13 +19,13 @@ extern __shared__ __align__(16) char memory[];
 namespace {
 
 constexpr int kMostCluster = 8;
-// Of a thread in step_kernel: two narrow thread blocks leave room on an SM for one of
+// Registers per thread of step_kernel: two narrow thread blocks then leave room on an SM for one of
 // finish_kernel.
 constexpr int kRegisters = 112;
 constexpr int kUnroll = 16;  // rows of a thread in flight
 
-// A thread block of step_kernel: kTurns tiles of a head's columns, one after another. kLanes lanes
-// have a row of a tile, four columns each.
+// A thread block of step_kernel: it takes kTurns tiles of a head's columns one after another.
+// kLanes lanes share a row of a tile, with four columns each.
 template <int kBlockThreads, int kRowLanes, int kTiles>
 struct Shape {
   static constexpr int kThreads = kBlockThreads, kWarps = kThreads / 32;
@@ -36,27 +36,29 @@ using Narrow = Shape<256, 16, 1>;
 using Wide = Shape<512, 32, 2>;
 constexpr int kFinishThreads = 256;
 
-// Of C, what is brought into the L2 while what came before still runs: of more some is gone again
-// before it is read. A thread block for every SM fetches its part.
+// Bytes of C that are prefetched to L2 while the preceding kernel still runs: of more than this,
+// part is evicted again before it is read. One thread block per SM prefetches its part.
 constexpr int64_t kFetchBytes = 6 << 20;
 constexpr float kShut = -1000;
 
 DEVICE float log_sigmoid(float x) { return fminf(x, 0.0f) - log1pf(expf(-fabsf(x))); }
-DEVICE float at_least(float least, float x) { return x < least ? least : x; }    // NaN stays
-DEVICE float times(float keep, float x) { return keep == 0 ? 0.0f : keep * x; }  // whatever x is
+DEVICE float at_least(float least, float x) { return x < least ? least : x; }  // NaN stays NaN
+// 0 if keep is 0, even for NaN.
+DEVICE float times(float keep, float x) { return keep == 0 ? 0.0f : keep * x; }
 
 template <typename X>
 DEVICE const X* at(const Strided& x, int b, int h) {
   return static_cast<const X*>(x.data) + b * x.batch + h * x.head;
 }
 
-// Into the L2, where a kernel that still runs may yet write: only a load has to wait for it.
+// Prefetches to L2, where a preceding kernel that still runs may yet write: only loads have to wait
+// for it.
 DEVICE void fetch([[maybe_unused]] const void* from, [[maybe_unused]] int bytes) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 #endif
 }
-// By one warp: of a row, up to 4 KB.
+// Prefetches a row of up to 4 KB, by one warp.
 DEVICE void fetch_row([[maybe_unused]] const void* row, [[maybe_unused]] int bytes) {
 #if __CUDA_ARCH__ >= 900
   const int at = int(threadIdx.x) % 32 * 128;
@@ -65,14 +67,14 @@ DEVICE void fetch_row([[maybe_unused]] const void* row, [[maybe_unused]] int byt
 #endif
 }
 
-// The compiler learns that there are kThreads.
+// Returns the thread's index; the modulo tells the compiler that there are kThreads.
 template <int kThreads>
 DEVICE int thread() {
   return int(threadIdx.x % kThreads);
 }
 
 struct Factors {
-  float keep, add, m;  // of the state, of k v, and the state's scale from now on
+  float keep, add, m;  // factors of the state and of k v, and the new m
 };
 DEVICE Factors find_factors(const StepParams& p, float input, float forget, float before) {
   const float log_f = at_least(kShut, log_sigmoid(forget));
@@ -85,16 +87,16 @@ DEVICE Factors find_factors(const StepParams& p, float input, float forget, floa
   return {keep, expf(float(double(log_i) - double(m))), m};
 }
 
-struct KeyRow {  // of a head
+struct KeyRow {  // one element of the key, the query and n
   float key, query, n;
 };
 
-// What a head's step reads, but for C and v.
+// The inputs of a head's step, except C and v.
 template <typename IO>
 struct Head {
   int state, b, h, K;
   const IO *k, *q;
-  const float *i, *f, *m, *n;  // m and n null for 0
+  const float *i, *f, *m, *n;  // m and n are null for 0
 
   DEVICE Head(const StepParams& p, int number, int K)
       : state(number), b(number / int(p.H)), h(number % int(p.H)), K(K) {
@@ -116,7 +118,8 @@ struct Head {
     if (r >= K) return {};
     return {to_float(k[r]), to_float(q[r]), n != nullptr ? n[r] : 0.0f};
   }
-  // Where nobody reads the old ones any more; `own` is the thread's first row.
+  // Writes n and m; call it when nothing reads the old ones any more. `own` is the thread's first
+  // row.
   template <int kThreads>
   DEVICE void write_n_and_m(const StepParams& p, const Factors& factors, const KeyRow& own) const {
     float* next_n = static_cast<float*>(p.next_n) + int64_t(state) * K;
@@ -131,9 +134,9 @@ struct Head {
   }
 };
 
-// C of a part of a head, and its h: in `unrounded` where an epilogue follows. The first `fetching`
-// thread blocks, which run at once, fetch `bytes` of C each. kKey and kValue are K and V, or 0 for
-// any.
+// Updates C for a part of a head and computes its h, to `unrounded` if an epilogue follows. The
+// first `fetching` thread blocks, which run at once, prefetch `bytes` of C each. kKey and kValue
+// are K and V, or 0 if not known at compile time.
 template <typename IO, typename Block, bool kCluster, int kKey, int kValue>
 __global__ void __maxnreg__(kRegisters) step_kernel(const StepParams p, float* unrounded,
                                                     int fetching, int bytes) {
@@ -146,7 +149,8 @@ __global__ void __maxnreg__(kRegisters) step_kernel(const StepParams p, float* u
   __shared__ float4 read[kWarps];  // n q and k q of a warp's rows, and m
   const int K = kKey > 0 ? kKey : int(p.K), V = kValue > 0 ? kValue : int(p.V);
   const int blocks = (V + Block::kColumns - 1) / Block::kColumns;
-  const int part = int(blockIdx.x) % blocks, tile = part * Block::kColumns;  // the first turn's
+  // The tile of the first turn.
+  const int part = int(blockIdx.x) % blocks, tile = part * Block::kColumns;
   const Head<IO> head(p, int(blockIdx.x) / blocks, K);
   const int thread = cuda::thread<kThreads>();
   const int first = thread / kLanes, column = tile + Four::column(0);
@@ -181,7 +185,7 @@ __global__ void __maxnreg__(kRegisters) step_kernel(const StepParams p, float* u
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) load(turn, row, u);
   };
-  __syncwarp();  // or the compiler asks for a gate after C, and the factors come last of all
+  __syncwarp();  // keeps the compiler from loading a gate after C, which would delay the factors
   load_all(0, 0);
   float n_q = own.n * own.query, k_q = own.key * own.query;
   if (thread < K) rows[thread] = {own.key, own.query};
@@ -194,11 +198,11 @@ __global__ void __maxnreg__(kRegisters) step_kernel(const StepParams p, float* u
   for (int mask = 16; mask > 0; mask /= 2) {
     n_q += __shfl_xor_sync(~0u, n_q, mask), k_q += __shfl_xor_sync(~0u, k_q, mask);
   }
-  // Stored, so that what was asked for has come: a warp reads m in one instruction.
+  // Storing `before` here makes the warp wait until its loads of m have arrived.
   if (threadIdx.x % 32 == 0) read[threadIdx.x / 32] = make_float4(n_q, k_q, before, 0);
   __syncthreads();
   if (kCluster) {
-    cluster_arrive_relaxed_diverged();  // a release would wait for C
+    cluster_arrive_relaxed_diverged();  // a release would wait for the loads of C
   } else {
     pdl_launch_dependents();
   }
@@ -258,7 +262,7 @@ __global__ void __maxnreg__(kRegisters) step_kernel(const StepParams p, float* u
   const float query_scale = rsqrtf(float(K));
   float scale = query_scale;
   if (p.normalized) {
-    const float total_q = times(factors.keep, n_q) + factors.add * k_q;  // of the new n
+    const float total_q = times(factors.keep, n_q) + factors.add * k_q;  // with the new n
     scale /= divisor(total_q * query_scale, expf(-factors.m), p.eps);
   }
 #pragma unroll
@@ -272,7 +276,7 @@ __global__ void __maxnreg__(kRegisters) step_kernel(const StepParams p, float* u
   }
 }
 
-// n and m of a head, which nobody reads any more; then its epilogue.
+// Writes n and m of a head, which are not read any more, and then computes the head's epilogue.
 template <typename IO>
 __global__ void __launch_bounds__(kFinishThreads) finish_kernel(const StepParams p,
                                                                 const float* unrounded) {
@@ -281,13 +285,13 @@ __global__ void __launch_bounds__(kFinishThreads) finish_kernel(const StepParams
   if (p.normalized) {
     const KeyRow own = head.row(thread<kFinishThreads>());
     const Factors factors = find_factors(p, *head.i, *head.f, head.m_before());
-    __syncthreads();  // all have read m
+    __syncthreads();  // all threads have read m
     head.template write_n_and_m<kFinishThreads>(p, factors, own);
   }
-  pdl_wait();  // what comes later waits for this kernel alone
+  pdl_wait();  // later kernels wait for this kernel only
   if (unrounded == nullptr) return;
   Row<kFinishThreads, 4, 1> row, weight, gate;
-  static_assert(decltype(row)::kSize * kFinishThreads >= 1024);  // the widest
+  static_assert(decltype(row)::kSize * kFinishThreads >= 1024);  // the widest row
   const int V = int(p.V);
   row.load(unrounded + int64_t(head.state) * V, V);
   weight.template load_weight<IO>(p.epilogue, head.h, V);
@@ -298,9 +302,9 @@ __global__ void __launch_bounds__(kFinishThreads) finish_kernel(const StepParams
   row.store(static_cast<IO*>(p.h) + int64_t(head.state) * V, V);
 }
 
-// With widths known to the compiler the addresses of C are constants apart, and its loads follow
-// each other at once: those of models get a kernel of their own. The others have no register to
-// spare for two turns.
+// With widths known at compile time the addresses of C are constants apart, so its loads can be
+// issued back to back. The usual model widths have such a kernel. The others have no registers left
+// for two turns.
 constexpr bool is_usual(int64_t K, int64_t V) {
   return (K == 256 && V == 512) || (K == 128 && V == 256);
 }
@@ -342,7 +346,7 @@ int64_t step_scratch(const StepParams& p) {
 
 template <typename IO>
 void run_step(const StepParams& p, const Device& device, void* scratch, cudaStream_t stream) {
-  const bool pdl = device.code.arch >= 90;  // else nothing in the kernels would wait
+  const bool pdl = device.code.arch >= 90;  // older code does not wait in its kernels
   const int64_t states = p.B * p.H, sms = device.sms;
   float* unrounded = p.epilogue.any() ? static_cast<float*>(scratch) : nullptr;
   const bool clusters = device.clusters && p.normalized && unrounded == nullptr;
@@ -351,7 +355,7 @@ void run_step(const StepParams& p, const Device& device, void* scratch, cudaStre
   if (clusters && narrow <= kMostCluster && states * narrow <= sms) {
     return launch_step<IO, Narrow, true>(p, device, unrounded, grid);
   }
-  // Fewer than three in four SMs are slower than narrow thread blocks on all of them.
+  // Wide blocks on fewer than three in four SMs are slower than narrow ones on all.
   if (clusters && is_usual(p.K, p.V) && states * wide <= sms && 4 * states * wide > 3 * sms) {
     return launch_step<IO, Wide, true>(p, device, unrounded, grid);
   }

@@ -1,4 +1,4 @@
-// The step on CUDA, of one I/O type.
+// Declares the decoding step on CUDA for one I/O type.
 #pragma once
 #include "../run.h"
 
