@@ -1,6 +1,7 @@
 // Linked into every kernel, so that a compiler newer than manylinux_2_28 (GLIBC 2.28, GLIBCXX
-// 3.4.24) makes a library that loads there. torch's stable headers use three things whose symbols
-// are younger; defining them here keeps them out of the imports, and exports.map keeps them inside.
+// 3.4.24) makes a library that loads on such a system. torch's stable headers use three things
+// whose symbols are newer. Defining them here keeps them out of the imports, and exports.map keeps
+// them private.
 #include <new>
 #include <sstream>
 

@@ -1,4 +1,4 @@
-// What runs on behind a thread's back: copies to shared memory, and products.
+// The asynchronous work of emulated threads: copies to shared memory, and products.
 #include "machine.h"
 
 namespace emulator {
@@ -16,7 +16,8 @@ void land(const Copy& copy) {
 
 }  // namespace
 
-// Between issue and wait a copy may be read and land at any time: here at one end or the other.
+// Between issue and wait a copy may read and land at any time. The emulator does both at once, when
+// it is issued or when it is waited for.
 void issue_copy(const Copy& copy) {
   char* to = shared_at(copy.to, copy.bytes);
   if (reinterpret_cast<uintptr_t>(copy.from) % copy.bytes) fail("copy from a misaligned address");

@@ -1,5 +1,5 @@
-// One kernel right, and the same with one fault each: what the emulator must see.
-// Prints "<fault>: <what the emulator says, or whether the answer is right>" for every fault.
+// One correct kernel, and the same kernel with one fault each, which the emulator must detect.
+// Prints "<fault>: <the emulator's message, or whether the result is right>" for every fault.
 #include <cstdio>
 #include <exception>
 #include <vector>
@@ -12,19 +12,20 @@ constexpr int kThreads = 64;
 enum Fault {
   kNone,
   kNoBarrier,       // reads what another warp may not have written yet
-  kNoWait,          // reads a copy that nobody waited for
-  kNoCopy,          // reads shared memory that nobody wrote
+  kNoWait,          // reads a copy that was not waited for
+  kNoCopy,          // reads shared memory that was never written
   kOutOfRange,      // copies beyond the shared memory of the launch
   kMisaligned,      // copies from an address that is no multiple of 16
   kDivergentLane,   // a lane stays away from a shuffle
-  kDivergentKinds,  // a lane is in another collective than the rest
+  kDivergentKinds,  // a lane is in another collective than the others
   kTooMuchShared    // more shared memory than the device has
 };
 const char* const kNames[] = {"none",           "no barrier",      "no wait",
                               "no copy",        "range",           "alignment",
                               "divergent lane", "divergent kinds", "too much shared"};
 
-// out[t] = 4 x[t ^ 32], by a copy to shared memory, a barrier, and a shuffle that doubles twice.
+// out[t] = 4 x[t ^ 32], through a copy to shared memory, a barrier, and a shuffle that doubles
+// twice.
 __global__ void kernel(const float* x, float* out, Fault fault) {
   extern __shared__ __align__(16) char memory[];
   float* rows = reinterpret_cast<float*>(memory);
@@ -39,7 +40,7 @@ __global__ void kernel(const float* x, float* out, Fault fault) {
   __syncthreads();
   doubled[t] = 2 * rows[t];
   if (fault == kNoBarrier) {
-    __syncwarp();  // does not do for one
+    __syncwarp();  // this does not replace __syncthreads
   } else {
     __syncthreads();
   }

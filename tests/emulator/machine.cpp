@@ -1,4 +1,4 @@
-// The fibers and shared memory.
+// The fibers and the shared memory of the emulator.
 #include "machine.h"
 
 #include <link.h>
@@ -22,11 +22,12 @@
 
 namespace flashcell::cuda {
 constexpr int kMostShared = 227 << 10;
-// What a kernel names by `extern __shared__ char memory[]`.
+// The array that kernels declare as `extern __shared__ char memory[]`.
 alignas(1024) thread_local char memory[kMostShared];
 }  // namespace flashcell::cuda
 
-// Saves what a function must keep on the stack, which it leaves at *from, and takes up `to`.
+// Saves on the stack what a function must preserve, stores the stack pointer in *from, and
+// continues `to`.
 extern "C" void emulator_switch(void** from, void* to);
 asm(R"(
 .text
@@ -60,10 +61,10 @@ constexpr size_t kStack = 256 << 10, kGuard = 4 << 10;
 constexpr int kSharedUnasked = 48 << 10, kMostThreads = 1024;
 
 std::mutex one_at_a_time;
-std::map<const void*, int> allowed;  // bytes of dynamic shared memory, by kernel
+std::map<const void*, int> allowed;  // bytes of dynamic shared memory allowed, for each kernel
 
-// All shared memory is this library's thread-local storage: `__shared__` is `thread_local`, which
-// fits an extern array and a variable of a function alike, and leaves both in one block.
+// All shared memory is thread-local storage of this library: `__shared__` becomes `thread_local`,
+// which works for an extern array and for a function's variable alike, and puts both in one block.
 struct Storage {
   char* data = nullptr;
   size_t bytes = 0;
@@ -83,13 +84,14 @@ Storage find_storage() {
     if (is_own) *static_cast<Storage*>(found) = {static_cast<char*>(library->dlpi_tls_data), bytes};
     return int(is_own);
   };
-  flashcell::cuda::memory[0] = 0;  // a thread has none before it asks for it
+  flashcell::cuda::memory[0] = 0;  // thread-local storage exists only after its first use
   dl_iterate_phdr(visit, &storage);
   if (storage.data == nullptr) throw std::runtime_error("emulator: found no thread-local storage");
   return storage;
 }
 
-// NaN in every type, and an index far out of range: what nobody wrote shows up.
+// Bits that are NaN in every type, and an index far out of range: reads of unwritten memory show
+// up.
 void poison(const Storage& storage) {
   char* memory = flashcell::cuda::memory;
   ASAN_UNPOISON_MEMORY_REGION(memory, flashcell::cuda::kMostShared);
@@ -107,7 +109,8 @@ __attribute__((no_sanitize_address)) void run_thread() {
   machine.body();
   machine.threads[machine.thread.x].alive = false;
   machine.idle = 0;
-  if (--machine.alive && machine.at_barrier == machine.alive) {  // who returns is not waited for
+  // Barriers do not wait for threads that have returned.
+  if (--machine.alive && machine.at_barrier == machine.alive) {
     machine.at_barrier = 0, ++machine.barriers;
   }
   void* never_again;
@@ -128,7 +131,7 @@ void start(Thread& thread) {
   thread.alive = true, thread.issued.clear(), thread.pending.clear();
   thread.products.clear(), thread.running.clear();
   void** top = reinterpret_cast<void**>(thread.stack + kStack);
-  *--top = nullptr;  // a call leaves the stack 8 bytes off a multiple of 16
+  *--top = nullptr;  // at a call the stack is 8 bytes off a multiple of 16
   *--top = reinterpret_cast<void*>(&run_thread);
   for (int kept = 0; kept < 6; ++kept) *--top = nullptr;
   thread.stack_pointer = top;
@@ -227,7 +230,7 @@ void launch(const void* kernel, unsigned blocks, unsigned threads, size_t shared
   ASAN_UNPOISON_MEMORY_REGION(machine.shared, flashcell::cuda::kMostShared);
   machine.body = nullptr;
   if (machine.failure == nullptr) return;
-  for (Thread& thread : machine.threads) {  // frames that nothing will leave
+  for (Thread& thread : machine.threads) {  // unwinds the frames of threads that will not run again
     ASAN_UNPOISON_MEMORY_REGION(thread.stack + kGuard, kStack - kGuard);
   }
   throw std::runtime_error(failure());

@@ -1,5 +1,5 @@
-// wgmma with every kind of operand and width, and with one fault each.
-// Prints "<kind>: right" or "wrong", or what the emulator says.
+// wgmma with every kind of operand and width, and with one fault each. Prints "<kind>: right" or
+// "wrong", or the emulator's message.
 #include <cstdio>
 #include <exception>
 #include <string>
@@ -13,12 +13,12 @@ namespace flashcell::cuda {
 constexpr int kRows = 64, kDepth = 128, kPanel = 64;
 enum Fault {
   kNone,
-  kNoWait,       // reads sums that are not there yet
-  kOverwritten,  // writes to an operand that is still read
+  kNoWait,       // reads sums that have not been waited for
+  kOverwritten,  // writes to an operand that is still being read
   kNeverArrives  // waits for a barrier that nobody arrives at
 };
 
-// A matrix [width, depth] as an operand: `lead` of 64 to a panel's row, `rows` rows to a panel.
+// The layout of an operand [width, depth] in shared memory: panels whose rows are 64 elements.
 template <Major kMajor>
 struct Layout {
   int width;
@@ -90,7 +90,7 @@ __global__ void multiply(const IO* a, const IO* b, float* out, Fault fault) {
 template <typename IO, Major kLeft, Major kRight, int kColumns, bool kRegisters = false>
 bool is_right(Fault fault = kNone) {
   std::vector<IO> a(kRows * kDepth), b(kColumns * kDepth);
-  unsigned state = 1;  // small whole numbers: every sum is exact
+  unsigned state = 1;  // small integers, so that every sum is exact
   for (auto* matrix : {&a, &b}) {
     for (IO& x : *matrix) x = IO(float(int((state = state * 1664525 + 1013904223) >> 28) - 8));
   }

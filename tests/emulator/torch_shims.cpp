@@ -1,5 +1,5 @@
-// What torch/cuda.h asks of torch's CUDA: tensors are the CPU's, so there is one stream and no
-// device: what is made for CUDA is made for the CPU.
+// Emulates the functions of torch's CUDA that torch/cuda.h needs. Tensors are on the CPU, so there
+// is one stream and no device, and CUDA allocations are CPU allocations.
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
 extern "C" {

@@ -1,5 +1,5 @@
-// Prints what common/cuda/code.cuh says of the code that runs here, and what that code was compiled
-// for.
+// Prints what common/cuda/code.cuh says about the code that runs here, and what that code was
+// compiled for.
 #include <cstdio>
 
 namespace flashcell::cuda {

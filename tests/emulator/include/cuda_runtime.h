@@ -1,4 +1,5 @@
-// What the kernels use of CUDA: its words, types, functions of a thread, and runtime.
+// The parts of CUDA that the kernels use, emulated: keywords, types, device functions, and the
+// runtime.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -15,12 +16,13 @@
 #define __device__
 #define __host__
 #define __forceinline__ inline
-#define __CUDA_ARCH_LIST__ 900  // what a library says of itself; `code` says what runs
+// What a library says it was compiled for; the option `code` says what runs.
+#define __CUDA_ARCH_LIST__ 900
 #define __launch_bounds__(...)
 #define __maxnreg__(...)
 #define __grid_constant__
 #define __align__(bytes) __attribute__((aligned(bytes)))
-#define __shared__ thread_local  // machine.cpp, Storage
+#define __shared__ thread_local  // machine.cpp, Storage, explains it
 
 using std::isinf;
 using std::isnan;
@@ -45,7 +47,7 @@ inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z,
 inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 
-// ---- Of a thread ----
+// ---- Device functions ----
 
 inline const emulator::Index &threadIdx = emulator::machine.thread,
                              &blockIdx = emulator::machine.block,
@@ -77,7 +79,7 @@ void __stcs(T* to, const T& value) {
   *to = value;
 }
 
-// Threads change places only where they wait, and see what others wrote at once.
+// Threads switch only where they wait, so they see at once what others have written.
 inline int atomicAdd(int* at, int value) {
   const int before = *at;
   *at += value;
@@ -89,7 +91,7 @@ inline void __syncthreads() { emulator::barrier(); }
 
 namespace emulator {
 
-// Each lane's x of lane `from`; its own where there is none.
+// Returns each lane's x of lane `from`, or its own if there is no such lane.
 template <typename T>
 T shuffle(unsigned mask, T x, int from) {
   static_assert(sizeof(T) <= 8);
@@ -149,7 +151,7 @@ inline const char* cudaGetErrorString(cudaError_t status) {
 }
 
 using cudaStream_t = struct CUstream_st*;
-struct dim3 {  // of one dimension only
+struct dim3 {  // one-dimensional
   unsigned x = 1;
   dim3() = default;
   dim3(unsigned count) : x(count) {}
@@ -174,7 +176,7 @@ struct cudaLaunchConfig_t {
   cudaLaunchAttribute* attrs;
   unsigned numAttrs;
 };
-// Grids run one after another, whatever the attributes allow.
+// Grids run one after the other, whatever their attributes allow.
 template <typename... Params, typename... Args>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Params...),
                                Args&&... args) {
@@ -204,7 +206,7 @@ cudaError_t cudaFuncSetAttribute(Function* kernel, cudaFuncAttribute, int bytes)
 struct cudaFuncAttributes {
   int ptxVersion, maxThreadsPerBlock;
 };
-// The bounds are those of code_kernel (code.cuh): 64 threads where the code is for 9.0a.
+// The launch bounds are those of code_kernel (code.cuh): 64 threads if the code is for 9.0a.
 template <typename Function>
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, Function*) {
   const emulator::Options options = emulator::read_options();

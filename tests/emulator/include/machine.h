@@ -1,9 +1,9 @@
-// What runs an emulated kernel: a fiber for every CUDA thread of a block, block after block.
+// Runs an emulated kernel: a fiber for every CUDA thread of a block, block after block.
 //
 // A fiber runs until it waits: at a barrier of the block, or in a collective of its warp (a
-// shuffle, ldmatrix, mma), whose answers the last lane to arrive works out for all 32. A warp runs
-// from barrier to barrier before the next one starts: in lockstep, a collective would do for a
-// barrier that is missing. README.md says what this models and what it does not.
+// shuffle, ldmatrix, mma), whose results the last lane to arrive computes for all 32. A warp runs
+// up to a barrier before the next warp starts. If warps ran in lockstep instead, a collective could
+// stand in for a missing barrier. README.md says what this models and what it does not.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -16,23 +16,23 @@ namespace emulator {
 
 constexpr int kWarpSize = 32;
 
-// FLASHCELL_EMULATOR, read at every launch: words from `backwards` (threads and blocks run last
-// first), `early` (a copy lands when it is issued, not when it is waited for), `arch=<90 for 9.0>`,
-// `code=<80: compiled for 8.0; 90 or 90a; 0: for no such GPU; arch's own>`, `processors=<count>`
-// and `shared=<KB of a block>`.
+// The options in the environment variable FLASHCELL_EMULATOR, read at every launch: words from
+// `backwards` (threads and blocks run last first), `early` (a copy lands when it is issued, not
+// when it is waited for), `arch=<90 for 9.0>`, `code=<80: compiled for 8.0; 90 or 90a; 0: for no
+// such GPU; the default is arch>`, `processors=<number of SMs>` and `shared=<KB of a block>`.
 struct Options {
   bool backwards = false, early = false;
-  int arch = 90, code = -1, processors = 132, shared_bytes = 227 << 10;  // an H200's
-  bool sm_90a = false;                                                   // in the code
+  int arch = 90, code = -1, processors = 132, shared_bytes = 227 << 10;  // the values of an H200
+  bool sm_90a = false;  // whether the code has the instructions of 9.0a
 };
 Options read_options();
-int current_gpu();  // its index: every GPU that options describe is one of its own
+int current_gpu();  // index of the GPU: every set of options is a GPU of its own
 
-struct Index {  // of one dimension only
+struct Index {  // one-dimensional
   unsigned x = 0;
 };
 
-struct Copy {  // cp.async: `bytes` zeros without a source
+struct Copy {  // a cp.async; without a source it writes `bytes` zeros
   uint32_t to;
   const void* from;
   int bytes;
@@ -44,15 +44,15 @@ struct Thread {
   bool alive = false;
   std::vector<Copy> issued;                     // since the last commit
   std::deque<std::vector<Copy>> pending;        // committed groups, oldest first
-  std::vector<std::function<void()>> products;  // wgmma: likewise
+  std::vector<std::function<void()>> products;  // wgmma products, as for copies
   std::deque<std::vector<std::function<void()>>> running;
 };
 
 struct Warp {
   int arrived = 0;
-  uint64_t generation = 0;        // counts what the warp has done together
-  const void* kind = nullptr;     // of the collective that lanes wait in
-  uint32_t given[kWarpSize][10];  // by lane; mma gives most
+  uint64_t generation = 0;        // counts the collectives that the warp has completed
+  const void* kind = nullptr;     // which collective the lanes wait in
+  uint32_t given[kWarpSize][10];  // words that each lane passes; mma passes the most
   uint32_t answer[kWarpSize][4];
 };
 
@@ -62,16 +62,16 @@ struct Machine {
   std::vector<Thread> threads;
   std::vector<Warp> warps;
   std::function<void()> body;                  // the kernel and its arguments
-  std::deque<std::function<void()>> landings;  // of copies that a barrier waits for
+  std::deque<std::function<void()>> landings;  // landings of copies that a barrier waits for
   char* shared = nullptr;                      // dynamic shared memory of the block
   uint32_t shared_bytes = 0;
   void* main_stack = nullptr;
   unsigned alive = 0, at_barrier = 0;
-  uint64_t barriers = 0, idle = 0;  // switches since anything happened
+  uint64_t barriers = 0, idle = 0;  // `idle` counts switches since anything last happened
   struct {
     unsigned arrived = 0;
     uint64_t generation = 0;
-  } named[16];  // barriers of some threads
+  } named[16];  // barriers among some of the threads
   const char* failure = nullptr;
 
   int lane() const { return int(thread.x % kWarpSize); }
@@ -79,26 +79,26 @@ struct Machine {
 };
 extern Machine machine;
 
-// Runs the kernel, or throws what it did wrong.
+// Runs the kernel, or throws an error that says what the kernel did wrong.
 void launch(const void* kernel, unsigned blocks, unsigned threads, size_t shared_bytes,
             std::function<void()> body);
-// Dynamic shared memory that a kernel may ask for beyond 48 KB; false where there is not so much.
+// Sets the dynamic shared memory that a kernel may use beyond 48 KB; false if there is not so much.
 bool allow_shared(const void* kernel, int bytes);
 
-// ---- What threads do ----
+// ---- Actions of threads ----
 
 [[noreturn]] void fail(const char* what);  // ends the launch
-// To the next living one of `count` threads.
+// Switches to the next of `count` threads, from `first` on, that has not returned.
 void yield(unsigned first, unsigned count);
 void yield_to_block();
-void barrier();  // of the threads that have not returned
+void barrier();  // waits for all threads of the block that have not returned
 void barrier(int name, unsigned threads);
 char* shared_at(uint32_t address, int bytes);
 void issue_copy(const Copy& copy);
 void commit_copies();
 void wait_copies(int pending);
-// The thread's copies since the last commit, and what follows their landing; then runs the oldest
-// such, of any thread, and says whether there was one.
+// arrive_after_copies records the thread's copies since the last commit, and what to do when they
+// have landed. land_oldest lands the oldest such copies of any thread; false if there are none.
 void arrive_after_copies(std::function<void()> arrive);
 bool land_oldest();
 void issue_product(std::function<void()> product);
@@ -108,7 +108,7 @@ void wait_products(int pending);
 template <typename Compute>
 inline constexpr char kKind = 0;
 
-// Every lane gives words; compute(warp) fills the answers of all.
+// Every lane passes words; compute(warp) fills in the results of all lanes.
 template <int kGiven, int kAnswers, typename Compute>
 void collective(const uint32_t (&given)[kGiven], uint32_t (&answer)[kAnswers], Compute compute) {
   Warp& warp = machine.warp();
@@ -123,7 +123,7 @@ void collective(const uint32_t (&given)[kGiven], uint32_t (&answer)[kAnswers], C
     compute(warp);
     warp.arrived = 0, ++warp.generation;
   } else {
-    // Only the warp's own: it runs ahead of the others as far as barriers let it.
+    // Switch only within this warp: it may run ahead of other warps as far as barriers let it.
     const unsigned first = machine.thread.x - lane;
     for (const uint64_t here = warp.generation; warp.generation == here;) yield(first, kWarpSize);
   }

@@ -1,5 +1,6 @@
-// What csrc/cuda's planner and launches decide for the calls on standard input, without explain.h:
-// the shapes are written out and asked in the order of forward_grid and backward_grid.
+// Prints what the planner and the launches in csrc/cuda decide for the calls on standard input. It
+// does not use explain.h: it lists the shapes itself, and asks in the order of forward_grid and
+// backward_grid.
 #include <iostream>
 #include <string>
 #include <vector>

@@ -1,4 +1,4 @@
-// The kernels' registration.h; ops of CUDA are registered for tensors of the CPU.
+// Replaces the kernels' registration.h: the CUDA ops are registered for CPU tensors.
 #pragma once
 #include_next "common/torch/registration.h"
 

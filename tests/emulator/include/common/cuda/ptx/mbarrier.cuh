@@ -1,10 +1,10 @@
-// The functions of common/cuda/ptx/mbarrier.cuh that the emulated kernels call.
+// Emulated functions of common/cuda/ptx/mbarrier.cuh, those that the emulated kernels call.
 #pragma once
 #include "common/cuda/ptx/shared_address.cuh"
 
 namespace flashcell::cuda {
 
-struct Mbarrier {  // in shared memory
+struct Mbarrier {  // a barrier in shared memory
   uint16_t expects, arrived;
   uint32_t phase;
 };
@@ -24,7 +24,8 @@ inline void mbarrier_arrive(uint32_t barrier) {
 inline void mbarrier_arrive_after_copies(uint32_t barrier) {
   emulator::arrive_after_copies([barrier] { mbarrier_arrive(barrier); });
 }
-// Copies land when somebody waits for them, and has waited for everything else.
+// The copies land when a thread waits for this barrier and everything else that it expects has
+// arrived.
 inline void mbarrier_wait(uint32_t barrier, int phase) {
   while ((mbarrier_at(barrier).phase & 1) == (unsigned(phase) & 1)) {
     if (!emulator::land_oldest()) emulator::yield_to_block();

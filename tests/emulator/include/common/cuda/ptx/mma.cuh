@@ -1,6 +1,5 @@
-// The functions of common/cuda/ptx/mma.cuh, where PTX is: that file has what they do, and the
-// layouts of operands, which PTX ISA 8 (mma.m16n8k16, mma.m16n8k8, ldmatrix, cp.async) gives by
-// lane.
+// Emulated functions of common/cuda/ptx/mma.cuh. That file describes what they do. The layouts of
+// operands across lanes are those of PTX ISA 8 (mma.m16n8k16, mma.m16n8k8, ldmatrix, cp.async).
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -23,7 +22,7 @@ IO from_float(float x) {
   return IO(x);
 }
 
-// Element `e` of a word of IO.
+// Returns element `e` of a word of IO.
 template <typename IO>
 float element(uint32_t word, int e) {
   if constexpr (sizeof(IO) == 4) {
@@ -63,7 +62,7 @@ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, const 
   std::memcpy(given + 6, c, sizeof c);
   emulator::collective(given, answer, [](emulator::Warp& warp) {
     constexpr int kElements = 4 / sizeof(IO), kDepth = 8 * kElements;
-    // Without cvt.rna an operand would be cut off.
+    // Operands that were not rounded with cvt.rna are truncated.
     const auto value = [](uint32_t word, int e) {
       return element<IO>(sizeof(IO) == 4 ? word & ~0x1fffu : word, e);
     };
@@ -139,7 +138,8 @@ inline void store_words(uint32_t shared, uint32_t first, uint32_t second) {
 template <typename IO>
 uint32_t multiply_add(uint32_t a, uint32_t b, uint32_t c) {
   static_assert(sizeof(IO) == 2);
-  const auto one = [&](int e) {  // fp32 holds a product of two 16-bit ones; fma rounds once more
+  // fp32 holds the product of two 16-bit values exactly; fma rounds once more.
+  const auto one = [&](int e) {
     return std::fma(double(element<IO>(a, e)), double(element<IO>(b, e)),
                     double(element<IO>(c, e)));
   };

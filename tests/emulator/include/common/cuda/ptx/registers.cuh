@@ -1,4 +1,5 @@
-// The functions of common/cuda/ptx/registers.cuh: a thread of the emulator has what it needs.
+// Emulated functions of common/cuda/ptx/registers.cuh: they do nothing, because an emulated thread
+// is not limited in registers.
 #pragma once
 
 namespace flashcell::cuda {

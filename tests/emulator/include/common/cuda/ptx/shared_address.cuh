@@ -1,4 +1,5 @@
-// The function of common/cuda/ptx/shared_address.cuh: of dynamic shared memory, offsets in it.
+// Emulated function of common/cuda/ptx/shared_address.cuh: addresses are offsets in dynamic shared
+// memory.
 #pragma once
 #include <cuda_runtime.h>
 

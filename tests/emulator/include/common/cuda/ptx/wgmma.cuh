@@ -1,6 +1,6 @@
-// The functions of common/cuda/ptx/wgmma.cuh. A product is four collectives, of the warps that have
-// a quarter of its rows each; it runs when they wait for it, and reads shared memory then; with
-// `early`, at once.
+// Emulated functions of common/cuda/ptx/wgmma.cuh. A product is four collectives, one for each warp
+// of the warpgroup with a quarter of the rows. It runs, and reads shared memory, when the warps
+// wait for it or, with the option `early`, at once.
 #pragma once
 #include "common/cuda/ptx/mma.cuh"
 #include "common/cuda/ptx/shared_operand.cuh"
@@ -19,8 +19,8 @@ void wgmma_wait(Registers&...) {
   emulator::wait_products(kPending);
 }
 
-// Element (width, depth) of an operand, as PTX ISA 8 (matrix descriptor, canonical layouts with
-// 128-byte swizzle) has it.
+// Returns element (width, depth) of an operand, at the place that PTX ISA 8 gives it (matrix
+// descriptor, canonical layouts with 128-byte swizzle).
 template <typename IO, Major kMajor>
 float operand_element(uint64_t bits, int width, int depth) {
   const auto bytes = [bits](int from) { return uint32_t(bits >> from & 0x3fff) * 16; };
@@ -35,7 +35,8 @@ float operand_element(uint64_t bits, int width, int depth) {
   return float(x);
 }
 
-// A lane gives its left words, or the left operand, the right one, and where its sums are.
+// Each lane passes its words of the left operand, or the left operand's descriptor, the right
+// operand's descriptor, and the address of its sums.
 struct LaneProduct {
   uint32_t words[4];
   uint64_t left, right;
@@ -43,7 +44,7 @@ struct LaneProduct {
 };
 static_assert(sizeof(LaneProduct) == sizeof(uint32_t[10]));
 
-// left_of(warp's lanes, row of the warp's 16, depth).
+// Returns an element of the left operand: left_of(the warp's lanes, row of the warp's 16, depth).
 template <typename IO, Major kRight, int kN, typename LeftOf>
 void multiply_now(const LaneProduct& own, LeftOf) {
   uint32_t given[10], none[1];
