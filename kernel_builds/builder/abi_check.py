@@ -1,4 +1,11 @@
-"""May this library be published? Checks one unstripped .so; prints and counts what is wrong.
+"""Checks one unstripped .so before it may be published, prints what is wrong, and exits with the
+number of problems.
+
+The symbols that it imports must exist on every manylinux_2_28 system, in Python's limited API
+3.9, and in torch's stable ABI at the oldest supported version. It may depend on torch and CUDA
+only, must not search for libraries in the builder's directories, and may export only its
+module's entry point. A CUDA library must hold machine code for exactly the architectures that it
+claims.
 
 The symbols it imports must exist on every manylinux_2_28 system, in Python's limited API 3.9, and
 in torch's stable ABI at the floor; it may depend on torch and CUDA alone, must not look for
@@ -22,12 +29,14 @@ SYMBOL_LIMITS = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11), 
 LIBRARIES = ["torch", "torch_cpu", r"stdc\+\+", "gcc_s", "m", "c", "pthread", "dl"]
 CUDA_LIBRARIES = ["torch_cuda", "cudart"]
 # Imports without a version come from Python, torch's C shim or the CUDA runtime. Any other one is
-# code that was never linked: a source missing from build.toml.
+# code that was never linked, because a source is missing from build.toml.
 UNVERSIONED = re.compile(r"_?Py[A-Z_]\w*|aoti_\w+|torch_\w+|(__)?cuda[A-Z]\w*")
 TORCH_INTERNAL = ("c10::", "at::", "torch::", "caffe2::")
 FATBIN_MAGIC = 0xBA55ED50
 FATBIN_PTX, FATBIN_ELF = 1, 2
-FATBIN_FLAG_A, FATBIN_FLAG_F = 1 << 20, 1 << 21  # sm_90a, sm_100f; found by comparing nvcc's output
+# FATBIN_FLAG_A and FATBIN_FLAG_F are 1 << 20 and 1 << 21 (sm_90a, sm_100f); found by comparing
+# nvcc's output.
+FATBIN_FLAG_A, FATBIN_FLAG_F = 1 << 20, 1 << 21
 
 
 def problems(
@@ -37,8 +46,9 @@ def problems(
     archs: tuple[str, ...] = (),
     stripped: bool = False,
 ) -> list[str]:
-    """One sentence for every violation; `archs` of a CUDA library, () for a CPU one. A `stripped`
-    one was checked whole when it was built; what its dynamic symbols say is checked again."""
+    """Returns one sentence for every problem. `archs` are those of a CUDA library, () for a CPU
+    library. A `stripped` library was fully checked when it was built; only its dynamic symbols
+    are checked again."""
     found = []
     if not stripped:
         if ".symtab" not in _run("readelf", "--wide", "--sections", library):
@@ -64,13 +74,13 @@ def problems(
     if archs and (held := cuda_archs(library)) != set(archs):
         found.append(f"holds code for {sorted(held)}, but must for {sorted(archs)}")
     elif archs and any(part != held for part in fat_binaries(library) if part):
-        # common/cuda/code.cuh asks one source file which archs it was compiled for, and speaks for all
+        # common/cuda/code.cuh reads the archs of one source file and takes them for those of all
         found.append(f"has a source file that is not compiled for all of {sorted(archs)}")
     return found
 
 
 def newer_shims(torch_include: Path, floor: str) -> set[str]:
-    """Functions of torch's stable C shim that versions older than `floor` + 1 lack."""
+    """Returns the functions of torch's stable C shim that versions before `floor` + 1 lack."""
     floor_version = tuple(map(int, floor.split(".")))
     newer, version = set(), (0, 0)
     for header in ("torch/csrc/stable/c/shim.h", "torch/csrc/inductor/aoti_torch/c/shim.h"):
@@ -85,12 +95,13 @@ def newer_shims(torch_include: Path, floor: str) -> set[str]:
 
 
 def cuda_archs(library: Path) -> set[str]:
-    """The archs in the library's fat binaries: '9.0a' for machine code, '10.0+PTX' with PTX too."""
+    """Returns the archs in the library's fat binaries: '9.0a' for machine code, '10.0+PTX' with PTX
+    too."""
     return set().union(*fat_binaries(library))
 
 
 def fat_binaries(library: Path) -> list[set[str]]:
-    """The archs of each of the library's fat binaries: there is one for a CUDA source file."""
+    """Returns the archs of each fat binary in the library; there is one for each CUDA source file."""
     sections = _run("readelf", "--wide", "--section-headers", library)
     match = re.search(r"\.nv_fatbin\s+\w+\s+\w+\s+(\w+)\s+(\w+)", sections)
     if match is None:

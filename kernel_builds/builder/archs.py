@@ -1,4 +1,5 @@
-"""CUDA archs as users and metadata write them ("9.0a", "10.0+PTX"), and as nvcc wants them."""
+"""Converts CUDA architectures between how users and metadata write them ("9.0a", "10.0+PTX") and
+nvcc's flags."""
 
 from __future__ import annotations
 
@@ -12,13 +13,13 @@ ARCH = re.compile(r"(\d{1,2})\.(\d)([af]?)(\+PTX)?")
 
 
 def default_archs(kernel: Kernel) -> tuple[str, ...]:
-    """Those that the kernel's components name."""
+    """Returns the archs that the kernel's components name."""
     named = [arch for c in kernel.components if c.backend == "cuda" for arch in c.archs]
     return parse_archs(";".join(named or DEFAULT_ARCHS))
 
 
 def parse_archs(text: str) -> tuple[str, ...]:
-    """'8.0;9.0a;10.0+PTX' -> its archs, sorted, without repetition."""
+    """Parses '8.0;9.0a;10.0+PTX' to a sorted tuple of archs without repetitions."""
     archs = {}
     for arch in filter(None, re.split(r"[;,\s]+", text)):
         match = ARCH.fullmatch(arch)
@@ -34,7 +35,7 @@ def parse_archs(text: str) -> tuple[str, ...]:
 
 
 def gencode(archs: tuple[str, ...]) -> list[str]:
-    """nvcc's flags: machine code for every arch, and PTX where it says +PTX."""
+    """Returns nvcc's flags: machine code for every arch, and PTX for those with +PTX."""
     flags = []
     for arch in archs:
         number = arch.removesuffix("+PTX").replace(".", "")

@@ -1,4 +1,8 @@
-"""A kernel project as its build.toml describes it: sources, flags, version, content hash, id.
+"""Reads a kernel project's build.toml: sources, flags, version, content hash, id.
+
+build.toml has the format of HF's kernel-builder, edition 5, and is first checked by kernels' own
+parser (`kernels._rust.Build`). The part of the format that the shared build supports is below;
+anything else is an error and never ignored.
 
 build.toml is HF kernel-builder's format, edition 5, and kernels' own parser has the first word on
 it (`kernels._rust.Build`). The part of the format that the shared build supports is below; the
@@ -28,7 +32,7 @@ KERNEL_KEYS |= {"cuda-flags", "cuda-capabilities"}
 
 
 class BuildError(Exception):
-    """Names the thing that is wrong, what it was and what it must be."""
+    """An error in build.toml; the message names the value, what it was and what it must be."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,7 @@ class Component:
     archs: tuple[str, ...] = ()
 
     def archs_for(self, requested: tuple[str, ...]) -> tuple[str, ...]:
-        """Those of the requested archs that this component is written for."""
+        """Returns those of the requested archs that this component supports."""
         if not self.archs:
             return requested
         own = {arch.removesuffix("+PTX") for arch in self.archs}
@@ -84,7 +88,7 @@ class Kernel:
             )
 
     def variant(self, backend: str, cuda: str = "") -> str:
-        """The variant's directory name; `cuda` is the toolkit's version, '13.0'."""
+        """Returns the variant's directory name; `cuda` is the toolkit's version, '13.0'."""
         if backend == "universal":
             return "torch-universal"
         abi = self.stable_abi[backend].replace(".", "")
@@ -92,7 +96,8 @@ class Kernel:
         return f"torch-stable-abi{abi}-{tag}-{CPU_ARCH}-linux"
 
     def files(self) -> list[Path]:
-        """Every file that decides what the kernel is, its own and the shared build's, sorted."""
+        """Returns every file that decides what the kernel is, its own and the shared build's,
+        sorted."""
         own = [self.root / "build.toml"]
         own += [self.root / s for c in self.components for s in c.sources]
         for folder in ("csrc", "torch-ext"):
@@ -101,7 +106,8 @@ class Kernel:
         return sorted(set(own)) + shared_files()
 
     def content_hash(self) -> str:
-        """Of paths and contents, not of git: equal sources have equal hashes in any directory."""
+        """Returns a hash of paths and contents, not of git: equal sources have equal hashes in any
+        directory."""
         digest = hashlib.sha256()
         for file in self.files():
             base = self.root if file.is_relative_to(self.root) else BUILDER.parent
@@ -111,13 +117,14 @@ class Kernel:
         return digest.hexdigest()[:HASH_DIGITS]
 
     def id(self, backend: str) -> str:
-        """Op namespace, library name and Python module name: other sources have another id."""
+        """Returns the op namespace, which is also the library's and Python module's name: other
+        sources have another id."""
         return f"_{self.python_name}_{backend}_{self.content_hash()}"
 
 
 def shared_files() -> list[Path]:
-    """What every kernel's library is made of beside its own files. The Python of common/ is not among
-    it: the kernels that use a file of it link to it, so that it is one of theirs."""
+    """Returns the shared files that are compiled into every kernel's library. The Python files of
+    common/ are not among them: a kernel that uses one links to it, and so lists it as its own."""
     own = [f for folder in (BUILDER, COMMON) for f in folder.rglob("*") if f.is_file()]
     own = [f for f in own if f.suffix != ".py"]
     return sorted(f for f in own if not _is_litter(f.relative_to(BUILDER.parent)))

@@ -1,4 +1,4 @@
-"""Writes build.toml as CMake, for CMakeLists.txt to include.
+"""Writes build.toml as a CMake file, which CMakeLists.txt includes.
 
 configure.py KERNEL_DIR --backend cpu|cuda [--archs 9.0a,10.0+PTX --cuda 13.0] OUTPUT
 """
@@ -13,7 +13,7 @@ from build_toml import BACKENDS, BuildError, Kernel, read_kernel
 
 
 def cmake_text(kernel: Kernel, backend: str, archs: tuple[str, ...], cuda: str) -> str:
-    """The kernel for CMakeLists.txt: ids, and one kernel_component() call for each component."""
+    """Returns the CMake text: the ids, and one kernel_component() call for each component."""
     quote = lambda words: " ".join(f'"{w}"' for w in words)
     lines = [
         f"set(KERNEL_ID {kernel.id(backend)})",

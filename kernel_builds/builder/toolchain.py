@@ -1,4 +1,4 @@
-"""Finds what a build runs: cmake, ninja, g++, torch's headers and, for CUDA, an nvcc."""
+"""Finds the programs that a build runs: cmake, ninja, g++, torch's headers and, for CUDA, an nvcc."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from build_toml import BuildError
 
 CMAKE_MIN = (3, 24)
 GXX_MIN = (11,)
-# The compiler fetched where there is none: NVIDIA's wheels, together one CUDA toolkit.
+# The compiler that is installed if there is none: NVIDIA's wheels, which together are a CUDA
+# toolkit.
 WHEEL_CUDA = "13.0"
 CUDA_WHEELS = (
     "nvidia-cuda-nvcc==13.0.88",
@@ -33,7 +34,8 @@ class Nvcc:
     version: str  # "13.0"
 
     def check_archs(self, archs: tuple[str, ...]) -> None:
-        """Whether this compiler knows them; its own error message names a flag, not the arch."""
+        """Raises unless this compiler knows the archs; its own error message would name a flag, not
+        the arch."""
         known = set(re.findall(r"sm_(\w+)", _output(self.path, "--list-gpu-code")))
         for arch in archs:
             number = arch.removesuffix("+PTX").replace(".", "")
@@ -69,7 +71,7 @@ def ninja_status(ninja: Path) -> dict[str, str]:
 
 
 def find_gxx() -> Path:
-    """$CXX, or g++; the ABI checks know GCC's libraries only."""
+    """Returns $CXX or g++; the ABI checks know GCC's libraries only."""
     path = _find(os.environ.get("CXX") or "g++", "your system's package g++ (build-essential)")
     version = _version(_output(path, "-dumpfullversion", "-dumpversion"))
     if version < GXX_MIN:
@@ -80,7 +82,8 @@ def find_gxx() -> Path:
 
 
 def check_torch(python: Path, floor: str) -> None:
-    """`python`'s torch is not older than the stable ABI built for. Does not import torch."""
+    """Raises if `python`'s torch is older than the stable ABI that is built for. Does not import
+    torch."""
     code = "import importlib.metadata as m; print(m.version('torch'))"
     try:
         version = _output(python, "-c", code).strip()
@@ -109,7 +112,8 @@ def check_helpers() -> None:
 
 
 def find_nvcc(home: Path, choice: str = "auto", install: bool = True) -> Nvcc:
-    """nvcc at the path `choice`; or "auto": the machine's, else the pinned wheels'; or "wheels"."""
+    """Returns the nvcc at the path `choice`; for "auto" the machine's, else the pinned wheels'; for
+    "wheels" the wheels'."""
     if choice not in ("auto", "wheels"):
         if not Path(choice).is_file():
             raise BuildError(f"--nvcc is {choice!r}, but there is no such file")
@@ -129,7 +133,7 @@ def find_nvcc(home: Path, choice: str = "auto", install: bool = True) -> Nvcc:
 
 
 def cuda_version(home: Path, choice: str) -> str:
-    """The version that find_nvcc would find, without installing anything."""
+    """Returns the version that find_nvcc would find, without installing anything."""
     if choice == "wheels" or (choice == "auto" and machine_nvcc() is None):
         return WHEEL_CUDA
     return find_nvcc(home, choice, install=False).version
@@ -150,7 +154,7 @@ def _nvcc(path: Path) -> Nvcc:
 
 
 def _install_wheels(root: Path) -> None:
-    """pip's wheels in a folder of their own, made to look like an installed toolkit."""
+    """Installs pip's wheels in a folder of their own, and makes it look like an installed toolkit."""
     partial = root.with_name(root.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     print(f"fetching nvcc {WHEEL_CUDA} (NVIDIA's wheels, about 110 MB) to {root}", flush=True)

@@ -1,4 +1,5 @@
-"""Turns a checked, stripped library into a complete Hub variant, or says that one is up to date.
+"""Turns a checked and stripped library into a complete variant for the Hub, unless it is up to
+date.
 
 A variant directory is a flat Python package: the files of torch-ext/<name>/, and for a binary the
 library, _ops.py that loads it, and metadata.json with the digest of every file.
@@ -55,7 +56,7 @@ def assemble(
 
 
 def is_up_to_date(variant: Path, kernel_id: str, archs: tuple[str, ...]) -> bool:
-    """Whether the variant was built from these sources, for these archs, and is as it was built."""
+    """Whether the variant was built from these sources for these archs, and is unchanged since."""
     try:
         metadata = json.loads((variant / METADATA).read_text())
         built = (metadata["id"], tuple(metadata["backend"].get("archs", ())))
@@ -65,7 +66,8 @@ def is_up_to_date(variant: Path, kernel_id: str, archs: tuple[str, ...]) -> bool
 
 
 def digests(variant: Path) -> dict[str, str]:
-    """sha256 of every file as kernels' own Digest.hash_variant gives it, without importing it."""
+    """Returns the sha256 of every file, as kernels' Digest.hash_variant computes it, without
+    importing it."""
     files = [f for f in sorted(variant.rglob("*")) if f.is_file() and f.name != METADATA]
     return {
         file.relative_to(variant).as_posix(): base64.b64encode(
@@ -77,7 +79,8 @@ def digests(variant: Path) -> dict[str, str]:
 
 
 def render_card(kernel: Kernel, out: Path) -> None:
-    """CARD.md with the variables of kernel-builder's card templates, to `out`/CARD.md."""
+    """Renders CARD.md with the variables of kernel-builder's card templates, and writes it to
+    `out`/CARD.md."""
     from jinja2 import Environment, StrictUndefined, UndefinedError
 
     card = kernel.root / "CARD.md"
@@ -125,7 +128,7 @@ def _write_metadata(
         "upstream": kernel.upstream,
         "source": kernel.source,
         "python-depends": [],
-        # The format has no name for "any device"; nothing but a loader's arch check reads it.
+        # The format has no name for "any device". Only a loader's arch check reads this.
         "backend": {"type": "cpu" if backend == "universal" else backend},
     }
     if archs:
@@ -152,7 +155,7 @@ def _replace(new: Path, target: Path) -> None:
 
 
 def _public_names(module: Path) -> list[str]:
-    """The names in the module's __all__, read without importing it."""
+    """Returns the names in the module's __all__, read without importing it."""
     if not module.is_file():
         return []
     for node in ast.parse(module.read_text()).body:

@@ -1,4 +1,6 @@
-"""Checks of single arguments: an error says its name, what it was and what it must be.
+"""Checks single arguments; errors name the argument, what it was and what it must be.
+
+The kernels share this file; each kernel's arguments.py checks how arguments must fit together.
 
 The kernels share this file; what a cell's arguments are together stands in arguments.py.
 
@@ -18,11 +20,13 @@ from .dispatch import shown
 from .formulas import has_tangent, in_forward_mode
 from .memory import check_memory
 
-Named = Tuple[str, Any, Tuple[int, ...], str]  # name, value, shape, its letters
+# name, value, shape, and the shape's letters for messages.
+Named = Tuple[str, Any, Tuple[int, ...], str]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
-# The most elements of a tensor: 4 TB of fp32. More is a mistake, and sums of sizes would overflow.
+# The most elements of a tensor (4 TB of fp32). More is a mistake, and products of sizes would
+# overflow.
 MOST_ELEMENTS = 2**40
 STRIDED = torch.strided
 
@@ -65,8 +69,8 @@ def check_shape(name: str, value: torch.Tensor, shape: Tuple[int, ...], letters:
 def check_operand(
     name: str, value, shape: Tuple[int, ...], letters: str, device: torch.device
 ) -> None:
-    """A floating tensor of this shape on this device."""
-    if (  # a step's calls are its time: what is right is told so by one line
+    """Raises unless `value` is a floating tensor of this shape on this device."""
+    if (  # a single test for the usual case: calls take most of a decoding step's time
         isinstance(value, torch.Tensor)
         and value.layout is torch.strided
         and not value.is_nested
@@ -81,7 +85,7 @@ def check_operand(
 
 
 def check_operands(named: Sequence[Named], dtype: torch.dtype, device: torch.device) -> None:
-    """Tensors of this dtype on this device; a bias may be None."""
+    """Raises unless all are tensors of this dtype on this device; a bias may be None."""
     for name, value, shape, letters in named:
         try:
             if (
@@ -101,7 +105,7 @@ def check_operands(named: Sequence[Named], dtype: torch.dtype, device: torch.dev
 
 
 def check_input(name: str, value) -> None:
-    """A floating tensor of any shape: the one that says what the others must be."""
+    """Raises unless `value` is a floating tensor; its shape determines what the others must be."""
     if (
         isinstance(value, torch.Tensor)
         and value.layout is torch.strided
@@ -115,12 +119,13 @@ def check_input(name: str, value) -> None:
 
 
 def check_size(name: str, value: torch.Tensor) -> None:
-    """An expanded view can have more elements than there is memory: the results would not fit."""
+    """Raises if the tensor is too large: an expanded view can have more elements than memory could
+    hold results."""
     try:
         if 0 < value.numel() < 2**31:
             return
         fits = value.numel() <= MOST_ELEMENTS and all(n < 2**31 for n in value.shape)
-    except RuntimeError:  # more than 64 bits
+    except RuntimeError:  # the number of elements exceeds 64 bits
         fits = False
     if not fits:
         raise ValueError(
@@ -144,7 +149,7 @@ def check_flag(name: str, value: object) -> None:
 
 
 def check_whole(name: str, value: object, least: int, wanted: str) -> None:
-    """An int that fits 32 bits."""
+    """Raises unless `value` is an int >= `least` that fits 32 bits."""
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**31:
         raise ValueError(f"{name} is {shown(value)}, but must be {wanted}")
 
@@ -157,7 +162,7 @@ def check_count(name: str, tensors: object, count: int, who: str) -> None:
 
 
 def check_no_gradient(who: str, names: Sequence[str], *values) -> None:
-    """`names` as check_memory's."""
+    """Raises if a value needs a gradient or has a tangent; `names` are as in check_memory."""
     recorded = torch.is_grad_enabled()
     if not (recorded or in_forward_mode()):
         return
@@ -210,7 +215,7 @@ STATE = tuple(f"state[{k}]" for k in range(8))
 
 
 def check_masks(x: torch.Tensor, reset, hold, lengths, cu_seqlens) -> int:
-    """The options of every sequence op; returns the number of sequences, S."""
+    """Checks the masks and lengths of a sequence op; returns the number of sequences, S."""
     if reset is None and hold is None and lengths is None and cu_seqlens is None:
         return x.shape[0]
     check_mask("reset", reset, x)
@@ -232,7 +237,8 @@ def check_masks(x: torch.Tensor, reset, hold, lengths, cu_seqlens) -> int:
 
 
 def check_values(x: torch.Tensor, lengths, cu_seqlens) -> None:
-    """What only the values tell. The CPU binary checks it again, for compiled graphs."""
+    """Checks the values of lengths and cu_seqlens. The CPU binary checks them again, for compiled
+    graphs."""
     if (lengths is None and cu_seqlens is None) or torch.compiler.is_compiling():
         return
     if x.device.type != "cpu" and os.environ.get("FLASHCELL_CHECK") != "1":

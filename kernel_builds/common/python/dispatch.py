@@ -1,4 +1,5 @@
-"""Which backend runs a call: one pure function of static facts, so torch.compile traces through it.
+"""Selects the backend of a call: a pure function of static facts, so that torch.compile traces
+through it.
 
 The kernels share this file.
 """
@@ -23,7 +24,8 @@ BACKENDS = ("auto", "cuda", "cpu", "reference")
 def select_backend(
     requested: str, device_type: str, binary: Optional[str], dtype: Optional[torch.dtype] = None
 ) -> str:
-    """The backend for tensors on `device_type`, given the `binary` this package holds, if any.
+    """Returns the backend for tensors on `device_type`, given the `binary` in this package, if any.
+
 
     "auto" takes the binary where it fits the device and the reference elsewhere, which is where fp64
     on CUDA goes. A backend asked for by name is used or refused, never replaced.
@@ -54,8 +56,8 @@ def select_backend(
 
 
 def shown(value: object) -> str:
-    """A wrong value in a message: a short one as it is, of others the type. A tensor is not read, for
-    its memory may be gone."""
+    """Formats a wrong value for a message: a short one as it is, otherwise its type. Tensors are
+    not read, because their memory may be gone."""
     parts = value if isinstance(value, (tuple, list)) else (value,)
     if all(v is None or isinstance(v, (str, bytes, int, float)) for v in parts):
         too_long = any(isinstance(v, int) and abs(v) >= 2**64 for v in parts)
@@ -65,15 +67,15 @@ def shown(value: object) -> str:
 
 
 def has_autocast(device_type: str) -> bool:
-    """Whether tensors there know autocast, which those on meta do not. Dynamo of torch 2.11 cannot
-    trace torch's own answer; what it compiles for is a device that does."""
+    """Whether the device type supports autocast; meta does not. Dynamo of torch 2.11 cannot trace
+    torch's own function, and what it compiles for is a device that does."""
     if device_type == "meta":
         return False
     return torch.compiler.is_compiling() or torch.amp.is_autocast_available(device_type)
 
 
 def without_autocast(device_type: str) -> ContextManager:
-    """A context in which products come in their operands' dtype."""
+    """Returns a context in which products have their operands' dtype."""
     return (
         torch.autocast(device_type, enabled=False) if has_autocast(device_type) else nullcontext()
     )

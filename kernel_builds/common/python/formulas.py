@@ -1,9 +1,10 @@
-"""Gradient formulas of the ops: registered with torch, and in eager mode called without its dispatch.
+"""Registers gradient formulas of the ops with torch, and in eager mode calls them without
+torch.library.
 
-torch.library runs a registered formula through layers of Python, which cost more than it takes to
-enqueue a short kernel. Where nothing traces, the same formula is that of an autograd.Function, and the
-op runs below torch's autograd. torch.func's grad and vmap take one of their own kind. The kernels share
-this file.
+torch.library runs a registered formula through layers of Python, which take longer than
+enqueueing a short kernel. Unless a call is traced, the same formula therefore runs as an
+autograd.Function, and the op runs below torch's autograd. torch.func's grad and vmap need an
+autograd.Function of another form. The kernels share this file.
 """
 
 from typing import Any, Callable, Dict, Optional
@@ -17,7 +18,7 @@ CALLS: Dict[str, Callable] = {}  # name of an op -> what runs it, here or in a t
 
 
 def register(name: str, backward: Callable, setup_context: Optional[Callable] = None) -> None:
-    """Makes `backward` the gradient of the op `name`, and CALLS[name] the way to call it.
+    """Makes `backward` the gradient of the op `name`, and CALLS[name] the function that calls it.
 
     The formula is torch.library.register_autograd's; it may call other ops through CALLS.
     """
@@ -63,17 +64,18 @@ def register(name: str, backward: Callable, setup_context: Optional[Callable] = 
 
 
 def is_recorded(*inputs: Optional[torch.Tensor]) -> bool:
-    """Whether a backward will follow, so that a forward does well to keep what it needs. torch.jit.trace
-    has to see the same calls with and without gradients: to it the answer is no, and a backward through
-    its graph computes again what was not kept."""
+    """Whether a backward will follow, so that a forward should keep what it needs. torch.jit.trace
+    must see the same calls with and without gradients, so the answer is no there, and a backward
+    through its graph recomputes what was not kept."""
     if not torch.is_grad_enabled() or torch._C._get_tracing_state() is not None:
         return False
     return any(t is not None and t.requires_grad for t in inputs)
 
 
 def register_fake(name: str) -> Callable:
-    """torch.library.register_fake for the op `name`, whose tensors must all be on one device: torch
-    also calls a fake where one of them is on meta, and its empty results would pass for values."""
+    """As torch.library.register_fake for the op `name`, but all tensors must be on one device:
+    torch also calls a fake if one of them is on meta, and would return its empty results as
+    values."""
     op = getattr(ops, name).default
     names = [argument.name for argument in op._schema.arguments]
 
@@ -97,8 +99,9 @@ def register_fake(name: str) -> Callable:
 
 
 def is_transformed() -> bool:
-    """Whether torch.func's grad or vmap is at work. They want an autograd.Function with setup_context,
-    which takes Python four times as long to call: so it is taken only there."""
+    """Whether torch.func's grad or vmap is active. They need an autograd.Function with
+    setup_context, which takes Python four times as long to call and is therefore used only for
+    them."""
     if torch.compiler.is_compiling():
         return False
     return torch._C._are_functorch_transforms_active()
@@ -116,7 +119,8 @@ def has_tangent(value: torch.Tensor) -> bool:
 
 
 def refuse_second_derivative(kernel: str, name: str) -> None:
-    """Gives the op `name`, a gradient itself, a gradient that says where to find it."""
+    """Registers a gradient for the op `name`, itself a gradient, that raises and names the
+    alternative."""
 
     def backward(ctx, *grads):
         raise RuntimeError(

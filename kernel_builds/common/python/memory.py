@@ -1,4 +1,8 @@
-"""Checks of where tensors lie: that their memory is there, and that what is written is nobody else's.
+"""Checks the memory of tensors: that it is there, and that tensors to be written share it with no
+other.
+
+The kernels share this file. Compiled graphs skip these checks: their tensors have no addresses
+yet.
 
 The kernels share this file. Compiled graphs carry no trace of it: their tensors have no addresses yet.
 """
@@ -7,11 +11,13 @@ from typing import Any, Optional, Sequence
 
 import torch
 
-NOWHERE = 2**64  # behind all addresses
+NOWHERE = 2**64  # above all addresses
 
 
 def check_memory(names: Sequence[str], *values: Optional[torch.Tensor]) -> None:
-    """No tensor's memory was taken away by storage().resize_(0): a read would end the process.
+    """Raises if a tensor's memory was freed by storage().resize_(0), because a read would end the
+    process.
+
 
     The last of `names` may be that of several, as state.
     """
@@ -23,7 +29,7 @@ def check_memory(names: Sequence[str], *values: Optional[torch.Tensor]) -> None:
                 break
         else:
             return
-    except RuntimeError:  # fake, or inside torch.func: it has no memory of its own
+    except RuntimeError:  # a fake tensor, or one inside torch.func, has no memory of its own
         return
     _find_freed(names, values)
 
@@ -39,7 +45,8 @@ def _find_freed(names: Sequence[str], values) -> None:
 
 
 def check_written(name: str, value: torch.Tensor) -> bool:
-    """A tensor that a step changes where it lies: whether it lies as a binary writes it."""
+    """Checks a tensor that a step changes in place; returns whether its layout lets a binary write
+    it."""
     dense = value.is_contiguous()
     if torch.compiler.is_compiling():
         return dense
@@ -57,7 +64,7 @@ def check_written(name: str, value: torch.Tensor) -> bool:
 
 
 def _overlaps(value: torch.Tensor) -> bool:
-    reach = 0  # of the dimensions so far, the nearest first
+    reach = 0  # span of the dimensions so far, innermost first
     for stride, size in sorted(zip(value.stride(), value.shape)):
         if size > 1 and stride <= reach:
             return True
@@ -66,13 +73,14 @@ def _overlaps(value: torch.Tensor) -> bool:
 
 
 def check_apart(names: Sequence[str], count: int, *values: Any) -> None:
-    """check_memory, and the last `count` values are written: none of them shares memory with another
-    value, which would be read, or written, with half of the new numbers in it."""
+    """Runs check_memory, and checks that none of the last `count` values, which are written, shares
+    memory with another value: that one would be read or written when only part of the new
+    numbers is in it."""
     if torch.compiler.is_compiling():
         return
     try:
         begins = [NOWHERE if value is None else value.data_ptr() for value in values]
-    except RuntimeError:  # fake, or inside torch.func: it has no memory of its own
+    except RuntimeError:  # a fake tensor, or one inside torch.func, has no memory of its own
         return
     if 0 in begins:
         _find_freed(names, values)
@@ -80,7 +88,7 @@ def check_apart(names: Sequence[str], count: int, *values: Any) -> None:
         begin = begins[at]
         end = begin + _reach(values[at]) if begin else 0
         for k, other in enumerate(begins[:at]):
-            # most lie behind its end, or before it by more than they are long
+            # most begin after its end, or end before it
             if other >= end:
                 continue
             value, before = values[k], begin - other
@@ -93,7 +101,7 @@ def check_apart(names: Sequence[str], count: int, *values: Any) -> None:
 
 
 def _reach(value: torch.Tensor) -> int:
-    """The bytes from its first element to the end of its last."""
+    """Returns the number of bytes from its first element to the end of its last."""
     if value.is_contiguous():
         return value.nbytes
     reach = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride()))
@@ -101,14 +109,14 @@ def _reach(value: torch.Tensor) -> int:
 
 
 def _share(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Whether two tensors whose spans meet have a byte in common: views with gaps may not."""
+    """Whether two tensors with overlapping spans have a byte in common; views with gaps may not."""
     if first.is_contiguous() and second.is_contiguous():
         return True
     return bool(torch.isin(_addresses(first), _addresses(second)).any())
 
 
 def _addresses(value: torch.Tensor) -> torch.Tensor:
-    """Of every byte."""
+    """Returns the address of every byte of the tensor."""
     width, found = value.element_size(), torch.tensor([value.data_ptr()], device="cpu")
     for size, stride in (
         (width, 1),

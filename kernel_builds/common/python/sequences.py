@@ -1,4 +1,5 @@
-"""What the kernels share around their loops: rows, documents and padding as one batch; states as one."""
+"""Prepares batches for the loops of all kernels: rows, documents and padding become one batch with
+masks."""
 
 from typing import NamedTuple, Optional
 
@@ -6,20 +7,20 @@ import torch
 
 
 class Lowered(NamedTuple):
-    """A batch of sequences whose masks are reset and hold alone."""
+    """A batch of sequences that needs no masks other than reset and hold."""
 
     x: torch.Tensor  # [S, L, ...]
     reset: Optional[torch.Tensor]  # [S, L]
     hold: Optional[torch.Tensor]  # [S, L]
-    inside: Optional[torch.Tensor]  # [S, L] places that are steps of a packed row, in its order
+    inside: Optional[torch.Tensor]  # [S, L] which places are steps of a packed row, in its order
 
     def unpack(self, h: torch.Tensor) -> torch.Tensor:
-        """h [S, L, ...] in the layout that x came in."""
+        """Returns h [S, L, ...] in the layout of the original x."""
         return h if self.inside is None else h[self.inside].unsqueeze(0)
 
 
 def lower_masks(x: torch.Tensor, reset, hold, lengths, cu_seqlens) -> Lowered:
-    """lengths and cu_seqlens as hold; x is [B, T, ...]."""
+    """Replaces lengths and cu_seqlens by hold; x is [B, T, ...]."""
     if cu_seqlens is not None:
         return _documents(x, cu_seqlens, reset, hold)
     if lengths is not None:
@@ -42,12 +43,13 @@ def _documents(x: torch.Tensor, cu_seqlens: torch.Tensor, reset, hold) -> Lowere
 
 
 def _without_held(x: torch.Tensor, hold) -> torch.Tensor:
-    """x with zeros at held steps: what they hold must not matter, and a product of NaN and 0 is NaN."""
+    """Returns x with zeros at held steps: their values must not matter, but NaN times 0 is NaN."""
     return x if hold is None else x.masked_fill(hold[(..., *[None] * (x.dim() - 2))], 0.0)
 
 
 def stack_states(states) -> torch.Tensor:
-    """[K, S, N, D]; without a copy where they are an op's last states, as between two steps."""
+    """Returns [K, S, N, D], without a copy if they are an op's last states, as between two decoding
+    steps."""
     first = states[0]
     if len(states) == 1:
         return first.unsqueeze(0)

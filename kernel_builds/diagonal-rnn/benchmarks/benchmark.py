@@ -1,4 +1,8 @@
-"""`kernels benchmark`: diagonal-rnn's forward on shapes people run, verified against loops in torch.
+"""Runs under `kernels benchmark`: diagonal-rnn's forward on common shapes, verified against loops
+in torch.
+
+The runner times one call after another and its reference once. For results to be reported use
+scripts/bench_ops, which times both in one run.
 
 The runner times one call after another and its reference once; for claims use scripts/bench_ops,
 which pairs both sides in one run.

@@ -1,4 +1,7 @@
-"""`kernels benchmark`: fused-rnn's forward on shapes people run, verified against torch.nn.
+"""Runs under `kernels benchmark`: fused-rnn's forward on common shapes, verified against torch.nn.
+
+The runner times one call after another and its reference once. For results to be reported use
+scripts/bench_ops, which times both in one run.
 
 The runner times one call after another and its reference once; for claims use scripts/bench_ops,
 which pairs both sides in one run.
@@ -12,7 +15,8 @@ class FusedRNNBenchmark(Benchmark):
     seed: int = 0
 
     def _case(self, module: type, gates: int, batch: int, steps: int, width: int) -> None:
-        """A torch.nn module of `width` units, its projected input, and its parameters in our layout."""
+        """Returns a torch.nn module of `width` units, its projected input, and its parameters in
+        our layout."""
         self.module = module(width, width, batch_first=True, device=self.device)
         self.input = torch.randn(batch, steps, width, device=self.device)
         with torch.no_grad():
@@ -21,7 +25,7 @@ class FusedRNNBenchmark(Benchmark):
         self.weight = self.module.weight_hh_l0.detach().view(gates, 1, width, width)
         input_bias = self.module.bias_ih_l0.detach().view(gates, 1, width)
         bias = self.module.bias_hh_l0.detach().view(gates, 1, width)
-        if module is torch.nn.GRU:  # n's recurrent bias stands apart: reset scales it
+        if module is torch.nn.GRU:  # the recurrent bias of n is separate: reset scales it
             sums = input_bias[:2] + bias[:2]
             self.bias = torch.cat([sums, input_bias[2:], bias[2:]])
         else:

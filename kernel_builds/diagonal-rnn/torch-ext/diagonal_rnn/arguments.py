@@ -1,4 +1,4 @@
-"""Argument validation: what x, the weights and the states must be together; a and b of a scan."""
+"""Validates arguments: how x, the weights and the states must fit together, and a and b of a scan."""
 
 from typing import Tuple
 
@@ -23,7 +23,7 @@ WIDEST_BLOCK = 4
 
 
 def sizes(x: torch.Tensor) -> Tuple[int, int, int]:
-    """B, T, D of x [B, T, G, D], or in N heads [N, B, T, G, D / N]."""
+    """Returns B, T, D of x [B, T, G, D] or, in N heads, [N, B, T, G, D / N]."""
     B, T, _, D = x.shape[-4:]
     return B, T, D if x.dim() == 4 else D * x.shape[0]
 
@@ -44,7 +44,7 @@ def check_rows(name: str, value, rows: int, D: int, x: torch.Tensor) -> None:
 
 
 def check_sequence(cell: Cell, x, state, reset, hold, lengths, cu_seqlens) -> None:
-    """Raises TypeError or ValueError for what a sequence op cannot take."""
+    """Raises TypeError or ValueError for arguments that a sequence op cannot take."""
     rows = x if x.dim() == 4 else x[0]
     sequences = check_masks(rows, reset, hold, lengths, cu_seqlens)
     letters = "[B, D]" if cu_seqlens is None else "[S, D]"

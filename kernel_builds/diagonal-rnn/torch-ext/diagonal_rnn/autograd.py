@@ -1,7 +1,7 @@
-"""Fake implementations and gradients of the ops, for every cell in one loop.
+"""Registers fake implementations and gradients of the ops, for every cell in one loop.
 
-A backward needs x, h and what the forward saved beside h; a forward op run with ``save=False`` is
-differentiable all the same, because its backward then runs it once more.
+A backward needs x, h and the states that the forward saved besides h. A forward op that was run
+with ``save=False`` is differentiable too, because its backward runs it again.
 """
 
 import torch
@@ -45,7 +45,7 @@ def register(cell: Cell) -> None:
         ctx.save_for_backward(*tensors, *(output[0:3:2] if ctx.save else ()))
 
     def backward(ctx, dh, dlast, _dsaved, _dreport):
-        everything = ctx.saved_tensors  # read once: checkpointing gives them once
+        everything = ctx.saved_tensors  # read once: checkpointing recomputes at each access
         tensors, kept = everything[:7], everything[7:]
         x, weight, state, *masks = tensors
         if not ctx.save:

@@ -1,4 +1,5 @@
-"""The cells as data: sizes and equations, each transcribed once. Ground truth, and the last fallback.
+"""Defines the cells as data: sizes and equations, each written once. Other implementations are
+tested against them.
 
 A step takes the pre-activations ``x[g]``, the weight rows ``w[p]`` and the states ``s[k]``, every
 tensor [B, D] (a row [D]) in the state dtype, and returns the next states, ``h`` first. No channel
@@ -13,7 +14,7 @@ Tensors = Tuple[torch.Tensor, ...]
 
 
 class Cell(NamedTuple):
-    """What an engine must know of a cell: sizes, and the equations as a function."""
+    """The sizes of a cell that an engine needs, and its equations as a function."""
 
     name: str
     gates: int  # G: rows of x

@@ -1,4 +1,4 @@
-"""The causal depthwise convolution that stands ahead of a diagonal cell in its published block."""
+"""The causal depthwise convolution that precedes a diagonal cell in its published block."""
 
 from typing import Optional
 
@@ -19,15 +19,17 @@ from .formulas import CALLS
 from .memory import check_memory
 from .reference import state_dtype
 
-TAPS = 4  # that the CUDA kernel has
-MOST_TAPS = 2**16  # an expanded view has any number, and the reference takes them one after another
+TAPS = 4  # the CUDA kernel's number of taps
+# An expanded view can have any number, and the reference adds them one after another.
+MOST_TAPS = 2**16
 
 
 def causal_conv(
     x: Tensor, weight: Tensor, bias: Optional[Tensor] = None, window: Optional[Tensor] = None,
     *, reset: Optional[Tensor] = None, silu: bool = False, backend: str = "auto",
 ) -> Tensor:  # fmt: skip
-    """y_t[d] = bias[d] + sum over j < K of weight[d, K - 1 - j] x_(t - j)[d], and silu of it if asked.
+    """Returns y_t[d] = bias[d] + sum over j < K of weight[d, K - 1 - j] x_(t - j)[d], or silu of
+    that.
 
     x [B, T, D], weight [D, K], bias [D] or None, window [B, K - 1, D] the steps before the first
     (zeros if None) -> y [B, T, D] in x's dtype, bf16, fp16, fp32 or fp64. reset [B, T] bool: nothing

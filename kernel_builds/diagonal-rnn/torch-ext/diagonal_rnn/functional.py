@@ -46,12 +46,12 @@ NO_MASKS = (None, None, None, None)
 
 
 class Info(NamedTuple):
-    """What a method did; nothing here waits for the device."""
+    """What the method did; reading it is the only thing that waits for the device."""
 
     method: str
     iterations: torch.Tensor  # [] int32
-    residual: torch.Tensor  # [] the largest one when the parallel part stopped; 0 for a walk
-    finished: torch.Tensor  # [] int32, steps that were run one after another to finish
+    residual: torch.Tensor  # [] the largest when the parallel part stopped; 0 for "sequential"
+    finished: torch.Tensor  # [] int32, number of steps that were run sequentially to finish
 
 
 def flash_gru(
@@ -108,8 +108,8 @@ def flash_lstm_step(x, a, p, state=None, *, bias=None, backend="auto") -> Result
 
 
 def _rows(x: torch.Tensor, weights, bias) -> torch.Tensor:
-    """The weight [P, D], and the rows of a bias after it, as the engines read them; `weights` are
-    name, value and number of rows of its parts."""
+    """Returns the weight [P, D] followed by the rows of a bias, as the engines read them; `weights`
+    are name, value and number of rows of its parts."""
     D, dtype = sizes(x)[2], reference.state_dtype(x.dtype)
     given = weights if bias is None else [*weights, ("bias", bias, 3)]
     for name, value, rows in given:
@@ -141,7 +141,7 @@ def _step(spec, x, weight, state, backend) -> Result:
 
 
 def _run(spec, x, weight, state, masks, options, backend):
-    """Every argument is checked; masks are reset, hold, lengths, cu_seqlens."""
+    """Checks every argument and runs the op; masks are reset, hold, lengths, cu_seqlens."""
     chosen = select_backend(backend, x.device.type, BACKEND, x.dtype)
     requested, tol, max_iters = options
     cu_seqlens, (B, T, D) = masks[-1], sizes(x)
@@ -159,17 +159,18 @@ def _run(spec, x, weight, state, masks, options, backend):
     return h, last.unbind(0), method, report
 
 
-# On an H200 a walk takes 70 ns a step however few channels it has, shoot 12 us at least; from
-# 16,384 threads on (of one fp32 or two 16-bit channels) the walk is bound by memory as well: flash_gru
-# fp32, 1x4096: 8,192 channels 0.284 ms walking and 0.154 shooting, 32,768 channels 0.589 and 0.596.
-SHOOT_STEPS, SHOOT_WORDS = 256, 16384
+# On an H200 "sequential" takes 70 ns a step however few channels there are, and "multiple_shooting"
+# at least 12 us. From 16,384 threads on (each with one fp32 or two 16-bit channels) "sequential" is
+# bound by memory as well: flash_gru fp32, 1x4096: 8,192 channels take 0.284 ms sequentially and
+# 0.154 by multiple shooting, 32,768 channels 0.589 and 0.596.
+PARALLEL_STEPS, PARALLEL_WORDS = 256, 16384
 
 
 def select_method(requested: str, backend: str, words: int, steps: int) -> str:
-    """The method that runs: a pure function of static facts."""
+    """Returns the method to run: a pure function of static facts."""
     if requested == "auto":
-        shoots = backend == "cuda" and steps >= SHOOT_STEPS and words < SHOOT_WORDS
-        return "multiple_shooting" if shoots else "sequential"
+        parallel = backend == "cuda" and steps >= PARALLEL_STEPS and words < PARALLEL_WORDS
+        return "multiple_shooting" if parallel else "sequential"
     if requested != "sequential" and backend == "cpu":
         raise ValueError(
             f"method is {requested!r}, but on the CPU it must be 'sequential' or 'auto': the methods that "
@@ -179,7 +180,8 @@ def select_method(requested: str, backend: str, words: int, steps: int) -> str:
 
 
 def _reference(spec, x, weight, state, masks, options):
-    """h, last and [iterations, residual, finished], from a batch with reset and hold alone."""
+    """Computes h, last and [iterations, residual, finished] of a batch that has no masks but reset
+    and hold."""
     dtype, weight, bias = x.dtype, weight[: spec.weights], weight[spec.weights :]
     if x.dim() == 5:
         x = x.permute(1, 2, 3, 0, 4).flatten(3)

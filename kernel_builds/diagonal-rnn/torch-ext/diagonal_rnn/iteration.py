@@ -1,4 +1,4 @@
-"""Newton's method on all steps of a recurrence, multiple shooting, and the exact finish.
+"""Newton's method on all steps of a recurrence, multiple shooting, and the sequential finish.
 
 Here f(h [N, *S], xs of rows [N, ...]) is a step of any cell; unknowns are states [B, T, *S].
 """
@@ -20,16 +20,16 @@ class Options(NamedTuple):
 
 
 class Iterated(NamedTuple):
-    """Where the iteration stopped."""
+    """The result of an iteration, and how far it got."""
 
     h: Tensor  # [B, T, *S]
-    right: int  # steps from the start that satisfy the recurrence
+    right: int  # number of steps from the start that satisfy the recurrence
     converged: bool
-    residuals: Tuple[float, ...]  # before every iteration: the first is the guess's
+    residuals: Tuple[float, ...]  # one before every iteration; the first is the guess's
 
 
 def shift(h0: Tensor, h: Tensor) -> Tensor:
-    """The states before each step, as rows [B T, *S]."""
+    """Returns the states before each step, as rows [B T, *S]."""
     return torch.cat([h0.unsqueeze(1), h[:, :-1]], 1).flatten(0, 1)
 
 
@@ -41,7 +41,11 @@ def iterate(
     guess: Tensor,  # [B, T, *S]
     options: Options,
 ) -> Iterated:
-    """Newton's method. By causality every iteration makes at least one more step right.
+    """Solves by Newton's method. By causality every iteration makes at least one more step right.
+
+    A step is right if its residual is at most tol and its correction so small that the square of
+    it vanishes in rounding. The residual alone is not enough: a cell that remembers a thousand
+    steps adds up a thousand residuals, and only the correction, which is applied, includes that.
 
     A step is right when its residual is at most tol and its correction small enough for the square
     of it to vanish in roundings. The residual alone does not do: a cell that remembers a thousand
@@ -56,10 +60,12 @@ def iterate(
         after, jacobian = after.unflatten(0, (B, T)), jacobian.unflatten(0, (B, T))
         r, size = after - h, h.abs().clamp(min=1)
         d = solve_linear(jacobian, r)
-        good = (r.abs() <= options.tol * size) & (d.abs() <= reach * size)  # not NaN
+        # Written so that NaN is not good.
+        good = (r.abs() <= options.tol * size) & (d.abs() <= reach * size)
         count = good.flatten(2).all(2).all(0).long().cumprod(0).sum()
         largest = r.abs().nan_to_num(float("inf")).max()
-        residual, known = torch.stack([largest.double(), count.double()]).tolist()  # waits once
+        # The host waits once.
+        residual, known = torch.stack([largest.double(), count.double()]).tolist()
         residuals.append(residual)
         right = int(known)
         h = _limit(h + d, after, guess, options.bounds)
@@ -67,7 +73,8 @@ def iterate(
 
 
 def _limit(h: Tensor, after: Tensor, guess: Tensor, bounds: Any) -> Tensor:
-    """Where an iterate overflowed, f there, else the guess; then what is known of all states."""
+    """Replaces overflowed elements of an iterate by f there, or else the guess; then clips to known
+    bounds."""
     h = torch.where(h.isfinite(), h, torch.where(after.isfinite(), after, guess))
     return h if bounds is None else torch.maximum(torch.minimum(h, bounds[1]), bounds[0])
 
@@ -82,7 +89,8 @@ def multiple_shooting(
     chunk: int,
     options: Options,
 ) -> Iterated:
-    """Newton's method on the states at the ends of chunks of C steps; f runs inside them."""
+    """Solves by Newton's method for the states at the ends of chunks of C steps; f runs inside the
+    chunks."""
     B, T = xs[0].shape[:2]
     C, W = min(chunk, T), -(-T // min(chunk, T))
     time = torch.arange(W * C, device=h0.device)
@@ -109,7 +117,8 @@ def multiple_shooting(
         h = step(h, tuple(x[:, :, c].flatten(0, 1) for x in chunks))
         states.append(h.unflatten(0, (B, W)))
     inner = torch.stack(states, 2).flatten(1, 2)[:, :T]
-    right = min((ends.right + 1) * C, T)  # the first chunk that is not right begins right
+    # The first chunk that is not right has a right initial state.
+    right = min((ends.right + 1) * C, T)
     return Iterated(inner, right, ends.converged, ends.residuals)
 
 
@@ -118,7 +127,7 @@ def _where(mask: Tensor, yes: Tensor, no: Tensor) -> Tensor:
 
 
 def finish(step: Step, h0: Tensor, xs: Rows, done: Iterated) -> Tensor:
-    """The steps that are not right yet, one after another."""
+    """Computes the steps that are not right yet, one after another."""
     if done.right == done.h.shape[1]:
         return done.h
     h = done.h[:, done.right - 1] if done.right else h0
@@ -130,7 +139,7 @@ def finish(step: Step, h0: Tensor, xs: Rows, done: Iterated) -> Tensor:
 
 
 def sequential(step: Step, h0: Tensor, xs: Rows) -> Tensor:
-    """The plain loop."""
+    """Computes all steps in a plain loop."""
     states, h = [], h0
     for t in range(xs[0].shape[1]):
         h = step(h, tuple(x[:, t] for x in xs))

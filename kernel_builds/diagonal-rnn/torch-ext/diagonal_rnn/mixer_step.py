@@ -1,6 +1,6 @@
-"""A decoded token of a diagonal cell's published block, between the block's linear layers: two
-launches on CUDA and calls on the CPU, torch elsewhere. States and windows are changed where they lie; no gradients.
-"""
+"""One decoding step of a diagonal cell's published block, between its linear layers: two kernels on
+CUDA and two calls on the CPU, torch elsewhere. States and windows are changed in place; there
+are no gradients."""
 
 import math
 from typing import List, Optional, Tuple
@@ -36,7 +36,9 @@ MIXER = [
 def conv_step(
     x: Tensor, weight: Tensor, bias: Optional[Tensor], window: Tensor, *, backend: str = "auto"
 ) -> Tensor:
-    """The next step of silu(causal_conv): x [B, D], weight [D, K], bias [D] or None -> y [B, D].
+    """Computes the next step of silu(causal_conv): x [B, D], weight [D, K], bias [D] or None -> y
+    [B, D].
+
 
     window [B, K - 1, D] holds the steps before and is changed: x is its last one then. All in x's dtype;
     the sum is in fp32 (fp64 for fp64). "cuda" and "cpu" have K = 4 and pairs of channels. ValueError and
@@ -64,7 +66,7 @@ def mixer_step(
     state: Tuple[Tensor, ...], skip: Tensor, gate: Tensor, *, bound: Optional[float] = None,
     backend: str = "auto",
 ) -> Tensor:  # fmt: skip
-    """(h' + skip x) silu(gate), where h' is the next state of the cell with this name.
+    """Computes (h' + skip x) silu(gate), where h' is the next state of the cell with this name.
 
         u[g, n J + j] = sum over i of weight[n, g, j, i] x[n I + i]  +  bias[g, n J + j]
 

@@ -1,8 +1,8 @@
-"""flash_gru and flash_lstm parallel in time in torch: what method="multiple_shooting" and "newton" compute on
-backend="reference", and the published level "pure torch".
+"""Runs flash_gru and flash_lstm parallel in time in torch, for method="multiple_shooting" and
+"newton" with backend="reference".
 
-All points at once ("newton") or the ends of chunks ("multiple_shooting") through `solve`: its iteration, its residual
-check and its exact finish.
+`solve` computes all points at once ("newton") or the ends of chunks ("multiple_shooting"), with
+its iteration, residual check and sequential finish.
 """
 
 from typing import Optional, Tuple
@@ -13,7 +13,9 @@ from torch import Tensor
 from .cells import Cell
 from .solve import solve
 
-CHUNK = 64  # steps between two unknowns of "multiple_shooting": contractive cells then need one or two iterations
+# Steps between two unknowns of "multiple_shooting"; contractive cells then need one or two
+# iterations.
+CHUNK = 64
 
 
 def sequence(
@@ -24,10 +26,11 @@ def sequence(
     reset: Optional[Tensor],  # [B, T]
     hold: Optional[Tensor],  # [B, T]
     method: str,  # "newton" or "multiple_shooting"
-    tol: Optional[float],  # None or negative for solve's own, and so is max_iters
+    tol: Optional[float],  # None or negative for solve's default, and so is max_iters
     max_iters: Optional[int],
 ) -> Tuple[Tensor, Tensor, Tensor]:  # h [B, T, D], last [K, B, D], report [3]
-    """As reference.sequence, and a report: iterations, largest residual, steps of the finish."""
+    """As reference.sequence, with a report: iterations, largest residual, number of steps finished
+    sequentially."""
     B, T, _, D = x.shape
     nothing = torch.zeros(B, T, dtype=torch.bool, device=x.device)
     reset = nothing if reset is None else reset

@@ -1,4 +1,4 @@
-"""Validates the arguments of `solve`; evaluates a user's cell, its residuals and Jacobians."""
+"""Validates the arguments of `solve`, and evaluates a user's cell, its residuals and Jacobians."""
 
 import math
 import sys
@@ -17,7 +17,7 @@ Inputs = Union[Tensor, Tuple[Tensor, ...]]
 
 
 def check_x(x: Inputs):
-    """x as a tuple, and the state's dtype."""
+    """Returns x as a tuple, and the state's dtype."""
     xs = x if isinstance(x, tuple) else (x,)
     if not xs:
         raise ValueError("x is an empty tuple, but must have at least one tensor")
@@ -35,7 +35,7 @@ def check_x(x: Inputs):
 
 
 def check_state(x: Tensor, h0, state_shape, dtype: torch.dtype) -> Tensor:
-    """h0 [B, *S] in the state's dtype."""
+    """Returns h0 [B, *S] in the state's dtype."""
     if h0 is None:
         if state_shape is None:
             raise ValueError("h0 and state_shape are both None, but one must say what a state is")
@@ -72,7 +72,7 @@ def check_params(params: Any, x: Tensor) -> None:
 
 
 def check_bounds(bounds: Any, h0: Tensor) -> Any:
-    """(low, high) in the state's dtype."""
+    """Returns (low, high) in the state's dtype."""
     if bounds is None:
         return None
     if not isinstance(bounds, (tuple, list)) or len(bounds) != 2:
@@ -84,8 +84,9 @@ def check_bounds(bounds: Any, h0: Tensor) -> Any:
 
 
 def with_own_gradient(v: Tensor) -> Tensor:
-    """v, with a gradient that is computed. What a cell adds gets one gradient from torch, of which views
-    would become the gradients of h0, x and params, all in the same memory."""
+    """Returns v with a gradient in memory of its own. If a cell adds its arguments, torch gives all
+    of them one gradient, and the gradients of h0, x and params would then be views of the same
+    memory."""
     return v.neg().neg() if v.requires_grad else v
 
 
@@ -109,7 +110,7 @@ def _bound(name: str, value: Any, h0: Tensor) -> Tensor:
 
 
 class Problem:
-    """The cell on rows, whatever of x and params it was given: everything in the state's dtype."""
+    """The cell applied to rows, for x and params in any form, with everything in the state's dtype."""
 
     def __init__(self, cell: Any, h0: Tensor, xs, params, single: bool, jacobian_fn: Any):
         real = lambda v: isinstance(v, Tensor) and v.is_floating_point()
@@ -122,7 +123,7 @@ class Problem:
         return (h, xs[0] if self.single else xs, *self.params)
 
     def step(self, h: Tensor, xs: Tuple[Tensor, ...]) -> Tensor:
-        """[N, *S] -> [N, *S]."""
+        """Computes one step: [N, *S] -> [N, *S]."""
         after = self.cell(*self.arguments(h, xs))
         check_tensor("cell(...)", after, h.device)
         check_shape("cell(...)", after, tuple(h.shape), "[N, *S]")
@@ -131,7 +132,8 @@ class Problem:
         return after
 
     def linearize(self, structure: Structure, h: Tensor, xs: Tuple[Tensor, ...], step=None):
-        """f at rows h, and J there; `step` is what stands for the cell, as many steps of it do."""
+        """Returns f at rows h, and J there; `step` replaces the cell, for example by many steps of
+        it."""
         after, pulled = torch.func.vjp(lambda s: (step or self.step)(s, xs), h)[:2]
         pull = lambda v: pulled(v)[0]
         if self.jacobian_fn is None or step is not None:

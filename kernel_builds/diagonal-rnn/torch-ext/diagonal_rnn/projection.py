@@ -1,4 +1,4 @@
-"""The input projection of a diagonal cell: the only place where channels mix."""
+"""The input projection of a diagonal cell, the only place where channels mix."""
 
 import math
 from typing import Any, Optional, Tuple
@@ -13,7 +13,7 @@ from .memory import check_memory
 
 
 def headwise_linear(x: Tensor, weight: Tensor, bias: Optional[Tensor] = None) -> Tensor:
-    """What a cell's gates see of the input, each of N heads of its own slice of it.
+    """Projects the input of a diagonal cell's gates; each of N heads reads its own slice of it.
 
         y[..., g, n J + j] = sum over i of weight[n, g, j, i] x[..., n I + i]  +  bias[g, n J + j]
 
@@ -36,7 +36,10 @@ def headwise_linear(x: Tensor, weight: Tensor, bias: Optional[Tensor] = None) ->
 
 
 def headwise_product(x: Tensor, weight: Tensor) -> Tensor:
-    """`headwise_linear` without a bias and with its heads outermost: y [N, ..., G, J].
+    """Computes `headwise_linear` without a bias and with its heads outermost: y [N, ..., G, J].
+
+    flash_gru and flash_lstm read that layout too. It is the batched product alone: x and the
+    gradient of y are read in place, and the gradients of x and weight are written in place.
 
     flash_gru and flash_lstm read that too. It is the batched product alone: x and the gradient of y
     are read, and the gradients of x and weight written, where they lie.
@@ -46,16 +49,17 @@ def headwise_product(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def multiply_heads(x: Tensor, weight: Tensor) -> Tensor:
-    """`headwise_product` of checked arguments."""
+    """Runs `headwise_product` on arguments that have been checked."""
     N, G, J, I = weight.shape
     device = x.device.type
-    # What autocast does for torch.bmm: it leaves fp64 alone, and knows no meta tensors.
+    # Does what autocast does for torch.bmm: fp64 stays as it is, and meta tensors are not
+    # supported.
     if x.dtype != torch.float64 and not x.is_meta and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         x, weight = x.to(dtype), weight.to(dtype)
     rows = x.reshape(math.prod(x.shape[:-1]), N, I)
     given = rows, weight.reshape(N, G * J, I)
-    # Products into views are not traced; the compiler plans its own layouts.
+    # Products into views cannot be traced; the compiler chooses its own layouts.
     traced = torch.compiler.is_compiling() or is_transformed()
     product = _multiply if traced else _HeadwiseProduct.apply
     return product(*given).view(N, *x.shape[:-1], G, J)
@@ -66,7 +70,7 @@ def _multiply(rows: Tensor, weight: Tensor) -> Tensor:  # [M, N, I], [N, K, I] -
 
 
 class _HeadwiseProduct(torch.autograd.Function):
-    """_multiply, whose gradients come in the layouts of rows and weight."""
+    """Differentiates _multiply, with gradients in the layouts of rows and weight."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor) -> Tensor:  # type: ignore[override]
@@ -78,7 +82,7 @@ class _HeadwiseProduct(torch.autograd.Function):
         rows, weight = ctx.saved_tensors
         drows = dweight = None
         if ctx.needs_input_grad[0]:
-            if torch.is_grad_enabled():  # to be differentiated again
+            if torch.is_grad_enabled():  # so that the gradient can be differentiated again
                 drows = torch.bmm(dy, weight).transpose(0, 1)
             else:
                 drows = rows.new_empty(rows.shape)
@@ -89,7 +93,7 @@ class _HeadwiseProduct(torch.autograd.Function):
 
 
 def _check(x: Tensor, weight: Tensor) -> Tuple[int, int, int, int]:
-    """N, G, J, I."""
+    """Checks the arguments, and returns N, G, J, I."""
     check_input("x", x)
     check_input("weight", weight)
     check_tensor("weight", weight, x.device)

@@ -19,13 +19,13 @@ def sequence(
     reset: Optional[torch.Tensor],  # [B, T]
     hold: Optional[torch.Tensor],  # [B, T]
 ) -> Tuple[torch.Tensor, torch.Tensor]:  # h [B, T, D], last [K, B, D]
-    """Runs `cell` along T; states and arithmetic in the state dtype."""
+    """Runs `cell` over T; states and arithmetic are in the state dtype."""
     B, _, _, D = x.shape
     dtype = state_dtype(x.dtype)
     w = weight.to(dtype).unbind()
     states = tuple(x.new_zeros(cell.states, B, D, dtype=dtype) if state is None else state)
     outputs = []
-    for t, row in enumerate(x.unbind(1)):  # unbind: its gradient is one stack, not T sums
+    for t, row in enumerate(x.unbind(1)):  # the gradient of unbind is one stack, not T sums
         if reset is not None:
             states = tuple(torch.where(reset[:, t, None], 0.0, s) for s in states)
         after = cell.step(row.to(dtype).unbind(1), w, states)
@@ -46,7 +46,7 @@ def scan(
     h0: Optional[torch.Tensor],  # b without T
     reverse: bool,
 ) -> torch.Tensor:  # as b
-    """h_t = a_t h_{t-1} + b_t in the state dtype, rounded to b's at the end."""
+    """Computes h_t = a_t h_{t-1} + b_t in the state dtype, rounded to b's dtype at the end."""
     dtype, T = state_dtype(b.dtype), b.shape[1]
     h = b.new_zeros(b.shape[:1] + b.shape[2:], dtype=dtype) if h0 is None else h0
     rows, outputs = list(zip(a.unbind(1), b.unbind(1))), [b] * T

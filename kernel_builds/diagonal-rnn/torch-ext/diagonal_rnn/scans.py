@@ -1,4 +1,5 @@
-"""The public scans: linear recurrences of numbers and of small blocks. Shapes as in functional.py."""
+"""The public scans: linear recurrences of numbers and of small blocks. functional.py defines the
+shapes."""
 
 import torch
 
@@ -9,7 +10,7 @@ from .formulas import CALLS
 
 
 def linear_scan(a, b, h0=None, *, reverse=False, backend="auto") -> torch.Tensor:
-    """h_t = a_t h_{t-1} + b_t, or with `reverse` h_t = a_t h_{t+1} + b_t; elementwise.
+    """Computes h_t = a_t h_{t-1} + b_t, or with `reverse` h_t = a_t h_{t+1} + b_t, elementwise.
 
     a, b [B, T, D], h0 [B, D] or None for zeros -> h [B, T, D] in b's dtype. The sum is in fp32 (fp64
     for fp64); with a and b in two dtypes both are read in the wider one.

@@ -42,19 +42,19 @@ from .problem import Inputs, Problem, check_bounds, check_params, check_sizes, c
 from .structures import STRUCTURES, choose_mode, find_structure, solve_linear
 
 MODES = ("auto", "scan", "torch", "sequential")
-MAX_ITERS = 24  # beyond it, what is left is faster one step after another
+MAX_ITERS = 24  # beyond it, running the remaining steps one after another is faster
 
 
 class SolveInfo(NamedTuple):
     """What `solve` did."""
 
     mode: str  # "scan", "torch" or "sequential"
-    structure: str  # of the Jacobian: the one found by "auto"
+    structure: str  # structure of the Jacobian; the one found by "auto"
     iterations: int
     residual: float  # the largest one before the last iteration; 0 for "sequential"
-    residuals: Tuple[float, ...]  # before every iteration: the first is the guess's
-    converged: bool  # False: steps had to be run one after another
-    finished: int  # how many; 0 for "sequential"
+    residuals: Tuple[float, ...]  # one before every iteration; the first is the guess's
+    converged: bool  # False if steps had to be run one after another
+    finished: int  # how many steps were; 0 for "sequential"
 
 
 NOTHING = SolveInfo("sequential", "auto", 0, 0.0, (), True, 0)
@@ -146,7 +146,7 @@ def solve(
 
 
 def _parallel(problem: Problem, wanted: str, mode: str, guess, chunk: int, options: Options):
-    """h [B, T, *S] and the report; differentiable once."""
+    """Computes h [B, T, *S] and the report; differentiable once."""
     h0, xs = problem.h0.detach(), tuple(v.detach() for v in problem.xs)
     B, T = xs[0].shape[:2]
     rows = tuple(v.flatten(0, 1) for v in xs)
@@ -168,8 +168,9 @@ def _parallel(problem: Problem, wanted: str, mode: str, guess, chunk: int, optio
     info = SolveInfo(mode, structure.name, *counts, done.converged, T - done.right)
     if not torch.is_grad_enabled():
         return h, info
-    # One more application, which autograd records at the solution: its vjp takes gradients to x, the
-    # parameters (also those that the cell closes over) and h0; the adjoint feeds it all steps at once.
+    # One more application, which autograd records at the solution. Its vjp takes gradients to x,
+    # the parameters (also those that the cell closes over) and h0; Adjoint feeds it the gradients
+    # of all steps.
     before = shift(problem.h0, h)
     after = problem.step(before, tuple(v.flatten(0, 1) for v in problem.xs))
     if after.requires_grad:
@@ -181,7 +182,8 @@ def _parallel(problem: Problem, wanted: str, mode: str, guess, chunk: int, optio
 
 
 class Adjoint(torch.autograd.Function):
-    """The solution h, whose gradient dh is to f(h_{t-1}, x_t):  g_t = dh_t + J_{t+1}^T g_{t+1}."""
+    """The solution h with a gradient: dh becomes that of f(h_{t-1}, x_t), g_t = dh_t + J_{t+1}^T
+    g_{t+1}."""
 
     @staticmethod
     def forward(ctx, after, h, jacobian, structure, linear):
@@ -195,9 +197,11 @@ class Adjoint(torch.autograd.Function):
         with torch.no_grad():
             later = ctx.structure.transpose(jacobian)[:, 1:]
             a = torch.cat([later, torch.zeros_like(jacobian[:, :1])], 1)
-            dh = dh.clone(memory_format=torch.contiguous_format)  # the scan of one step returns it
+            # For one step the scan returns its input.
+            dh = dh.clone(memory_format=torch.contiguous_format)
             g = ctx.linear(a, dh, True)
-        # dh often depends on nothing; g depends on the states, so a second derivative must meet this.
+        # dh is often a constant. g depends on the states, so a second derivative must be refused
+        # here.
         return NoSecondDerivative.apply(g, after), None, None, None, None
 
 

@@ -1,4 +1,9 @@
-"""What the Jacobian of a cell looks like, and all that the solver does with one of each kind.
+"""Structures of a cell's Jacobian, and the operations of the solver on each kind.
+
+A structure is data: how the Jacobian J of many rows is computed from the cell, J v, the product
+of two, and the transpose. Everything else (Newton's linear solve, the adjoint) follows from
+these by a scan. `register_structure` adds one under a name that `solve(structure=name)` then
+takes.
 
 A structure is data: how the Jacobian J of many rows is read off the cell, J v, a product of two, the
 transpose. Everything else (Newton's linear solve, the adjoint) follows from these by a scan.
@@ -31,14 +36,14 @@ class Structure(NamedTuple):
 
 
 def _block_rows(pull: Pull, h: Tensor) -> Tensor:
-    """J [N, ..., n, n], one pull a row of the blocks."""
+    """Returns J [N, ..., n, n], with one pull for each row of the blocks."""
     n = h.shape[-1]
     basis = torch.eye(n, dtype=h.dtype, device=h.device)
     return torch.stack([pull(row.expand_as(h)) for row in basis], -2)
 
 
 def _dense_rows(pull: Pull, h: Tensor) -> Tensor:
-    """J [N, m, m] of the flattened state, all rows in one batched pull."""
+    """Returns J [N, m, m] of the flattened state, with all rows in one batched pull."""
     m = h[0].numel()
     basis = torch.eye(m, dtype=h.dtype, device=h.device).view(m, 1, *h.shape[1:])
     rows = torch.func.vmap(pull)(basis.expand(m, *h.shape))
@@ -68,13 +73,13 @@ STRUCTURES: Dict[str, Structure] = {}
 
 
 def register_structure(structure: Structure) -> None:
-    """Makes `structure` one that `solve` takes by its name. "auto" looks for the built-in ones only."""
+    """Makes `structure` available to `solve` by its name. "auto" tries the built-in ones only."""
     if structure.name == "auto" or structure.name in STRUCTURES:
         raise ValueError(f"structure is {structure.name!r}, but that name is taken")
     STRUCTURES[structure.name] = structure
 
 
-ones = lambda pull, h: pull(torch.ones_like(h))  # the columns' sums are the diagonal
+ones = lambda pull, h: pull(torch.ones_like(h))  # a sum over columns, which is the diagonal
 same = lambda a: a
 register_structure(Structure("diagonal", ones, torch.mul, torch.mul, same, _linear_kernel))
 register_structure(
@@ -84,7 +89,8 @@ register_structure(Structure("dense", _dense_rows, _dense_apply, torch.matmul, _
 
 
 def choose_mode(requested: str, structure: Structure, h: Tensor) -> str:
-    """ "scan", the binary's, or "torch", scan_reference's; h [N, *S]. ValueError for what is not here."""
+    """Returns "scan" (the binary's) or "torch" (scan_reference's); h [N, *S]. Raises ValueError if
+    the mode is not available."""
     has = structure.kernel is not None and (
         structure.name != "block" or h.shape[-1] <= WIDEST_BLOCK
     )
@@ -92,7 +98,8 @@ def choose_mode(requested: str, structure: Structure, h: Tensor) -> str:
         fits = has and select_backend("auto", h.device.type, BACKEND, h.dtype) != "reference"
         return "scan" if fits else "torch"
     if requested == "scan":
-        select_backend(h.device.type, h.device.type, BACKEND, h.dtype)  # or it raises
+        # Raises if it is not available.
+        select_backend(h.device.type, h.device.type, BACKEND, h.dtype)
         if not has:
             raise ValueError(
                 f"mode is 'scan', but structure {structure.name!r} of states {list(h.shape[1:])} has "
@@ -102,7 +109,8 @@ def choose_mode(requested: str, structure: Structure, h: Tensor) -> str:
 
 
 def solve_linear(structure: Structure, a: Tensor, b: Tensor, reverse: bool, mode: str) -> Tensor:
-    """h_t = a_t h_{t-1} + b_t from 0, or with `reverse` from the end; b [B, T, *S], a [B, T, ...]."""
+    """Solves h_t = a_t h_{t-1} + b_t from 0, or with `reverse` from the end; b [B, T, *S], a [B, T,
+    ...]."""
     if mode == "scan" and structure.kernel is not None:
         return structure.kernel(a, b, reverse)
     return scan_reference.scan(a, b, structure.compose, structure.apply, reverse)
@@ -112,7 +120,9 @@ PROBES = 256
 
 
 def find_structure(jacobian: Any, h: Tensor, xs: Any, wanted: str) -> Structure:
-    """The structure named `wanted`, or for "auto" the narrowest that fits; ValueError if it does not.
+    """Returns the structure named `wanted`, or for "auto" the narrowest that fits; ValueError if
+    none does.
+
 
     jacobian(structure, h, xs) gives the Jacobians and the pull at rows h [N, *S], xs. At up to 256 of
     the rows one unit vector each (zeros outside the structure must be zeros exactly) and one vector of
@@ -144,7 +154,7 @@ def _fits(structure: Structure, found: Tuple[Tensor, Pull], vectors: Tuple[Tenso
     (a, pull), (unit, _) = found, vectors
     full = torch.full_like(a, 1 + 1j if a.is_complex() else 1)
     outside = structure.apply(structure.transpose(full), unit) == 0
-    if bool((outside & (pull(unit).nan_to_num(0.0) != 0)).any()):  # NaN x says nothing
+    if bool((outside & (pull(unit).nan_to_num(0.0) != 0)).any()):  # NaN in x gives no evidence
         return False
     for v in vectors:
         want, got = pull(v), structure.apply(structure.transpose(a), v)

@@ -1,6 +1,6 @@
 """fused_rnn: recurrent cells that mix their state (LSTM, GRU, Elman, sLSTM) in fused kernels."""
 
-from . import layers  # where `kernels` looks for torch.nn's modules
+from . import layers  # `kernels` looks for torch.nn's modules there
 from .block_step import block_step
 from .cells import CELLS
 from .dispatch import BACKEND

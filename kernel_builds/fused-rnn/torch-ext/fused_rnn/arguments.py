@@ -1,4 +1,4 @@
-"""Argument validation of the cells: what x, weight, bias and the states must be together."""
+"""Validates the arguments of cells: how x, weight, bias and the states must fit together."""
 
 import torch
 
@@ -34,7 +34,7 @@ STORED = ("x", "weight", "bias", "state")
 def check_sequence(
     cell: Cell, x, weight, bias, state, reset, hold, lengths, cu_seqlens, grad_clip
 ) -> None:
-    """Raises TypeError or ValueError for what a sequence op cannot take."""
+    """Raises TypeError or ValueError for arguments that a sequence op cannot take."""
     check_x(cell, x, "[B, T, G, N, D]", 5)
     check_parameters(cell, x, weight, bias)
     sequences = check_masks(x, reset, hold, lengths, cu_seqlens)

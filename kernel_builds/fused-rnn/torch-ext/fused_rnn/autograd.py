@@ -1,7 +1,7 @@
-"""Fake implementations and gradients of the ops, for every cell in one loop.
+"""Registers fake implementations and gradients of the ops, for every cell in one loop.
 
-The gates are either kept by the forward op (``save=True``) or computed again by the backward:
-a forward op run with ``save=False`` is differentiable all the same.
+The gates are either kept by the forward op (``save=True``) or recomputed by the backward: a
+forward op that was run with ``save=False`` is differentiable too.
 """
 
 import torch
@@ -11,8 +11,9 @@ from .cells import CELLS, Cell
 from .formulas import CALLS, refuse_second_derivative, register_fake
 from .formulas import register as register_formula
 
-# dweight[g, n, j, k] = sum over b, t of dr[b, t, g, n, j] h_prev[b, t, n, k]. Wide heads on CUDA are one
-# large product a head, which cuBLAS does best; narrow ones are tall and thin, and have our own kernel.
+# dweight[g, n, j, k] = sum over b, t of dr[b, t, g, n, j] h_prev[b, t, n, k]. For wide heads on
+# CUDA this is one large product per head, which cuBLAS does best. For narrow heads it is tall and
+# thin, and our own kernel is faster.
 WIDEST_OWN_DWEIGHT = 256
 
 

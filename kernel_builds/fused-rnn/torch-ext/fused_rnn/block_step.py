@@ -1,6 +1,5 @@
-"""A decoded token of a whole residual block around a cell: one call on the CPU, torch elsewhere. The
-states are changed where they lie; no gradients.
-"""
+"""One decoding step of a whole residual block around a cell: one call on the CPU, torch elsewhere.
+The states are changed in place; there are no gradients."""
 
 from typing import List, Optional, Tuple
 
@@ -33,7 +32,7 @@ def block_step(
     bias: Optional[Tensor], state: Tuple[Tensor, ...], mlp_norm: Tensor, gate: Tensor, up: Tensor,
     down: Tensor, *, mixer_eps: float = 1e-6, mlp_eps: float = 1e-6, backend: str = "auto",
 ) -> Tensor:  # fmt: skip
-    """One token a row through a Llama-style block whose mixer is the cell named `cell`.
+    """Runs one token per row through a Llama-style block whose mixer is the cell named `cell`.
 
         u = in_proj n(x),  n(x) = x / sqrt(mean(x^2) + mixer_eps) * mixer_norm
         h', state' = cell(u, weight, bias, state)                      y = x + h'
@@ -90,7 +89,7 @@ def block_step(
         return getattr(ops, f"{cell}_block_step_")(
             x, mixer_norm, mixer_eps, in_proj, weight, bias, list(state), mlp_norm, mlp_eps, gate, up, down
         )  # fmt: skip
-    # an operand of a product is rounded to x's dtype, as the kernel does it
+    # operands of products are rounded to x's dtype, as in the kernel
     operand = lambda t: t.to(x.dtype).to(wide)
     rounded = operand(_norm(x.to(wide), mixer_norm, mixer_eps))
     u = (rounded @ in_proj.to(wide).mT).view(B, G, N, D)

@@ -1,4 +1,5 @@
-"""The cells as data: sizes and equations, each transcribed once. Ground truth, and the last fallback.
+"""Defines the cells as data: sizes and equations, each written once. Other implementations are
+tested against them.
 
 A step takes the pre-activations ``x[g]`` (bias included), the recurrent products ``r[g]`` and the
 states ``s[k]``, every tensor [B, N, D] in the state dtype, and returns the next states, ``h`` first.
@@ -14,12 +15,13 @@ Tensors = Tuple[torch.Tensor, ...]
 
 
 class Cell(NamedTuple):
-    """What an engine must know of a cell: sizes, and the equations as a function."""
+    """The sizes of a cell that an engine needs, and its equations as a function."""
 
     name: str
     gates: int  # G: rows of x and weight
     states: int  # K: h first
-    bias_rows: int  # R: G rows added to x; a row more is added to the last gate's recurrent product
+    # R: G rows added to x; one more row, if any, is added to the last gate's recurrent product.
+    bias_rows: int
     saved: int  # V: values a step keeps for its backward
     detached_states: int  # trailing states that carry no gradient (stabilisers)
     step: Callable[[Tensors, Tensors, Tensors], Tensors]

@@ -1,4 +1,4 @@
-"""The GPUs that explain_plan knows, as the planner of the CUDA engines sees them: data."""
+"""The GPUs that explain_plan knows, with the properties that the planner of the CUDA engines reads."""
 
 import re
 from typing import NamedTuple
@@ -7,23 +7,24 @@ from .dispatch import shown
 
 
 class Code(NamedTuple):
-    """What kernels were compiled for: code for 8.0 lacks what 9.0 added, also on a GPU of 9.0."""
+    """What a library's kernels were compiled for: code for 8.0 lacks what 9.0 added, on a GPU of
+    9.0 too."""
 
     arch: int  # 90 for compute capability 9.0
-    sm_90a: bool = False  # has the instructions of 9.0 alone: compiled for 9.0a
+    sm_90a: bool = False  # compiled for 9.0a, so it has the instructions that only 9.0a has
 
 
 class Device(NamedTuple):
-    """What the plan needs to know of a GPU."""
+    """The properties of a GPU that the planner reads."""
 
     name: str
     arch: int  # 90 for compute capability 9.0
-    code: Code  # that runs there
+    code: Code  # the code that runs on it
     sms: int
-    shared_bytes: int  # a thread block may ask for
+    shared_bytes: int  # shared memory that a thread block may use
 
 
-DEVICES = (  # the first of an arch stands for it; each with code of its own
+DEVICES = (  # the first of an arch represents it; each runs code compiled for its own arch
     Device("A100", 80, Code(80), 108, 166912),
     Device("A40", 86, Code(86), 84, 101376),
     Device("RTX 3090", 86, Code(86), 82, 101376),
@@ -37,7 +38,7 @@ DEVICES = (  # the first of an arch stands for it; each with code of its own
 
 
 def find_device(arch: object) -> Device:
-    """'sm_90a', '9.0a', 90 or a GPU's name ('H200', 'NVIDIA A40') -> the device."""
+    """Finds a device by arch or name: 'sm_90a', '9.0a', 90, 'H200', 'NVIDIA A40'."""
     text = arch.strip() if isinstance(arch, str) else shown(arch)
     digits = text.lower().replace("sm_", "").replace("+ptx", "").replace(".", "").rstrip("af")
     for device in DEVICES:
@@ -48,7 +49,8 @@ def find_device(arch: object) -> Device:
 
 
 def with_code(device: Device, code: str) -> Device:
-    """The device under a library that has no code of its own for it, but runs there: '8.0' on an H200."""
+    """Returns the device with a library that has no code for its arch but runs there, as '8.0' on
+    an H200."""
     match = re.fullmatch(r"(\d+)\.(\d)(a?)(\+PTX)?", code) if isinstance(code, str) else None
     if match is not None:
         major, minor, specific, _ = match.groups()

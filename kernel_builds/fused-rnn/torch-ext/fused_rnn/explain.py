@@ -1,4 +1,4 @@
-"""What runs a call on CUDA, in words: the answer of the binary's planner (csrc/cuda/explain.h)."""
+"""Explains how a call runs on CUDA, with the answers of the binary's planner (csrc/cuda/explain.h)."""
 
 from typing import Callable, Dict, List, NamedTuple, Optional, Tuple
 
@@ -15,7 +15,7 @@ DIRECTIONS = ("forward", "backward")
 
 
 class Limit(NamedTuple):
-    """used <= limit, or the engine cannot run."""
+    """A limit of an engine, which can run only if used <= limit."""
 
     name: str
     used: int
@@ -32,20 +32,20 @@ class Limit(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """A call's engine, its tiles and what they take; prints as a few lines."""
+    """A call's engine, its tiles and the resources they take; it prints as a few lines."""
 
     engine: str
     device: Device
     what: str
     tiles: Dict[str, str]
-    limits: List[Limit]  # of the engine chosen
-    refused: List[Limit]  # that kept faster engines from it
-    engines: Tuple[str, ...]  # that FLASHCELL_CUDA_ENGINE may name for this call
-    fields: Dict[str, str]  # the planner's other answers, as it gave them
+    limits: List[Limit]  # limits of the chosen engine
+    refused: List[Limit]  # limits that kept faster engines from this call
+    engines: Tuple[str, ...]  # engines that FLASHCELL_CUDA_ENGINE may choose for this call
+    fields: Dict[str, str]  # the planner's other answers, unchanged
 
     @property
     def binding(self) -> Optional[Limit]:
-        """The limit with the least room."""
+        """Returns the limit with the least room."""
         return max(self.limits, key=lambda x: x.used / max(1, x.limit), default=None)
 
     def __repr__(self) -> str:
@@ -71,7 +71,8 @@ def explain_plan(
     precision: str = "highest",
     code: Optional[str] = None,
 ) -> Plan:
-    """What runs `cell` on x[batch, steps, G, heads, width]: engine, tiles, grid, memory, and why.
+    """Explains how `cell` runs on x[batch, steps, G, heads, width]: engine, tiles, grid, memory,
+    and why.
 
     ``dtype`` is torch's or its name; ``arch`` an arch or a GPU's name; ``code`` the arch that the
     library's kernels were compiled for, where it is not the GPU's own. Shows itself when printed.
@@ -93,7 +94,7 @@ def explain_with(
     precision: str = "highest",
     code: Optional[str] = None,
 ) -> Plan:
-    """explain_plan with a planner that takes the arguments of the op explain_plan."""
+    """As explain_plan, with a planner that takes the arguments of the op explain_plan."""
     given = {"heads": heads, "width": width, "batch": batch, "steps": steps}
     for name, value in given.items():
         check_whole(name, value, 1, "an int >= 1")
@@ -121,14 +122,14 @@ def _planner(*arguments: object) -> str:
 
 
 def _read(text: str, what: str, cell: str, bits: int, device: Device) -> Plan:
-    """The plan in the planner's lines."""
+    """Parses the planner's lines to a Plan."""
     fields: Dict[str, str] = {}
     found: Dict[str, List[Limit]] = {"limit": [], "refused": []}
     for line in text.splitlines():
         key, *values = line.split("\t")
         if key in found:
             limit = Limit(values[0], int(values[1]), int(values[2]), values[3])
-            if limit not in found[key]:  # both passes'
+            if limit not in found[key]:  # limits of both passes appear twice
                 found[key].append(limit)
         else:
             fields[key] = values[0]

@@ -1,4 +1,4 @@
-"""torch.nn's forward arguments to the engine of stack.py, and its results back.
+"""Converts torch.nn's forward arguments for the engine of stack.py, and its results back.
 
 `module` has the attributes and the check functions of a torch.nn.LSTM, GRU, RNN or cell, `kernel`
 the functions that stack.py names. Nothing else of flashcell is needed here.
@@ -21,7 +21,7 @@ from .stack import Engine, Layout, choose_chunk, make_heads, project, put_rows, 
 
 
 def run_sequence(module: Any, kernel: Any, input: Any, hx: Any = None) -> Any:
-    """Forward of a torch.nn.LSTM, GRU or RNN: -> output, h_n or (h_n, c_n)."""
+    """Runs the forward of a torch.nn.LSTM, GRU or RNN; returns output, and h_n or (h_n, c_n)."""
     if not torch.compiler.is_compiling():
         module._update_flat_weights()  # check_input reads them
     if isinstance(input, PackedSequence):
@@ -52,7 +52,7 @@ def _run_packed(module: Any, kernel: Any, input: PackedSequence, hx: Any) -> Any
         hx = module.permute_hidden(hx, sorted_indices)
     if (
         module.mode == "LSTM"
-    ):  # torch.nn's looks at nothing here, and leaves the rest to its products
+    ):  # torch.nn's forward checks nothing here, and leaves the rest to its products
         _check_tensors(data, hx, module._flat_weights[0])
     _check_sizes(module, data, hx, batch_sizes)
     packed = unpack(batch_sizes, data.device)
@@ -64,7 +64,8 @@ def _run_packed(module: Any, kernel: Any, input: PackedSequence, hx: Any) -> Any
 
 
 def _run(module: Any, kernel: Any, x: Tensor, hx: Any, layout: Layout) -> tuple[Tensor, Any]:
-    """x [B, T, I] -> [B, T, directions * P], and torch's states [layers * directions, B, ...]."""
+    """Runs x [B, T, I]; returns [B, T, directions * P], and torch's states [layers * directions, B,
+    ...]."""
     weights = _parameters(module)
     _check_tensors(x, hx, weights[0][0])
     dtype, without_autocast = _autocast(x)
@@ -97,8 +98,9 @@ def _run(module: Any, kernel: Any, x: Tensor, hx: Any, layout: Layout) -> tuple[
 
 
 def _parameters(module: Any) -> list[list[Tensor]]:
-    """Those of every layer and direction, as torch.nn read them when it looked for changes: whatever
-    computes one of them (spectral_norm's iteration) runs as often as it does there."""
+    """Returns the parameters of every layer and direction, each read once, as torch.nn does when it
+    looks for changes: computed parameters (spectral_norm's iteration) are then computed as often
+    as there."""
     if torch.compiler.is_compiling():
         return module.all_weights
     weights, each = module._flat_weights, len(module._all_weights[0])
@@ -106,7 +108,7 @@ def _parameters(module: Any) -> list[list[Tensor]]:
 
 
 def run_cell(module: Any, kernel: Any, cell: str, input: Tensor, hx: Any = None) -> Any:
-    """Forward of a torch.nn.LSTMCell, GRUCell or RNNCell: -> h' or (h', c')."""
+    """Runs the forward of a torch.nn.LSTMCell, GRUCell or RNNCell; returns h' or (h', c')."""
     _check_cell_dimensions(f"{cell.partition('_')[0].upper()}Cell", input, hx)
     batched = input.dim() == 2
     if not batched:
@@ -133,7 +135,8 @@ def run_cell(module: Any, kernel: Any, cell: str, input: Tensor, hx: Any = None)
 
 
 def _autocast(x: Tensor) -> tuple[torch.dtype, AbstractContextManager]:
-    """The dtype to compute in, and a context without autocast: products of states stay fp32."""
+    """Returns the dtype to compute in, and a context without autocast: products of states stay
+    fp32."""
     kind = x.device.type
     if not has_autocast(kind) or not torch.is_autocast_enabled(kind):
         return x.dtype, nullcontext()
@@ -142,7 +145,8 @@ def _autocast(x: Tensor) -> tuple[torch.dtype, AbstractContextManager]:
 
 
 def _precision(x: Tensor) -> str:
-    switch = torch.backends.cudnn.rnn  # replaced by an object with properties when it is imported
+    # Importing torch.backends.cudnn.rnn replaces it by an object with properties.
+    switch = torch.backends.cudnn.rnn
     tf32 = x.device.type == "cuda" and switch.fp32_precision == "tf32"  # type: ignore[attr-defined]
     return "tf32" if tf32 else "highest"
 
@@ -154,13 +158,13 @@ def _tuple(hx: Any) -> tuple[Tensor, ...]:
 
 
 def _each(hx: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """`change` of a state or of each state of a tuple, None for None."""
+    """Applies `change` to a state or to each state of a tuple; None stays None."""
     if hx is None or isinstance(hx, Tensor):
         return None if hx is None else change(hx)
     return tuple(map(change, hx))
 
 
-# The checks that torch.nn makes in its forwards and its operators, in its words.
+# The checks of torch.nn's forwards and operators, with their messages.
 
 
 def _check_sequence_dimensions(module: Any, input: Tensor, hx: Any) -> None:
@@ -190,7 +194,7 @@ def _check_sizes(module: Any, input: Tensor, hx: Any, batch_sizes: Tensor | None
 
 
 def _check_pair(cell: str, hx: Any) -> None:
-    """An LSTM's states are two: what torch.nn's operators say of it."""
+    """Checks an LSTM's pair of states, with the messages of torch.nn's operators."""
     if hx is None or not cell.startswith("lstm"):
         return
     if not isinstance(hx, (tuple, list)):
@@ -226,8 +230,9 @@ def _check_cell_sizes(module: Any, input: Tensor, states: tuple[Tensor, ...]) ->
 
 
 def _check_tensors(input: Tensor, hx: Any, weight: Tensor) -> None:
-    """torch.nn's products refuse what its checks let pass: tensors of other devices and layouts, any
-    input where autocast is on anywhere, which casts neither integers nor float64, and states."""
+    """Refuses tensors that torch.nn's checks accept and its products refuse: other devices and
+    layouts, any input that an active autocast would not cast (integers, float64), and such
+    states."""
     if input.device != weight.device:
         raise RuntimeError(
             "Input and parameter tensors are not at the same device, found input tensor at "

@@ -1,4 +1,4 @@
-"""Layers for `kernels.kernelize`: torch.nn's own recurrent modules, run by this kernel.
+"""Layers for `kernels.kernelize`: torch.nn's recurrent modules, run by this kernel.
 
     from kernels import Mode, kernelize, replace_kernel_forward_from_hub
 
@@ -23,7 +23,7 @@ KERNEL = SimpleNamespace(
 
 
 class LSTM(nn.Module):
-    """forward of torch.nn.LSTM."""
+    """Forward of torch.nn.LSTM."""
 
     has_backward = True
     can_torch_compile = True
@@ -33,7 +33,7 @@ class LSTM(nn.Module):
 
 
 class GRU(nn.Module):
-    """forward of torch.nn.GRU."""
+    """Forward of torch.nn.GRU."""
 
     has_backward = True
     can_torch_compile = True
@@ -43,7 +43,7 @@ class GRU(nn.Module):
 
 
 class RNN(nn.Module):
-    """forward of torch.nn.RNN."""
+    """Forward of torch.nn.RNN."""
 
     has_backward = True
     can_torch_compile = True
@@ -53,7 +53,7 @@ class RNN(nn.Module):
 
 
 class LSTMCell(nn.Module):
-    """forward of torch.nn.LSTMCell."""
+    """Forward of torch.nn.LSTMCell."""
 
     has_backward = True
     can_torch_compile = True
@@ -63,7 +63,7 @@ class LSTMCell(nn.Module):
 
 
 class GRUCell(nn.Module):
-    """forward of torch.nn.GRUCell."""
+    """Forward of torch.nn.GRUCell."""
 
     has_backward = True
     can_torch_compile = True
@@ -73,7 +73,7 @@ class GRUCell(nn.Module):
 
 
 class RNNCell(nn.Module):
-    """forward of torch.nn.RNNCell."""
+    """Forward of torch.nn.RNNCell."""
 
     has_backward = True
     can_torch_compile = True

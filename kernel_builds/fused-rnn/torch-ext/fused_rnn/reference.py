@@ -9,7 +9,8 @@ from .formulas import is_transformed
 
 
 class RecurrentProduct(torch.autograd.Function):
-    """r = weight h. Operands of a product are rounded to the I/O dtype, here and in its gradients."""
+    """Computes r = weight h. Operands of products are rounded to the I/O dtype, in the gradients
+    too."""
 
     @staticmethod
     def forward(ctx, h, weight, dtype: torch.dtype, grad_clip: Optional[float]):
@@ -30,7 +31,7 @@ class RecurrentProduct(torch.autograd.Function):
 
 
 class TransformableProduct(RecurrentProduct):
-    """The same for torch.func."""
+    """As RecurrentProduct, in the form that torch.func needs."""
 
     generate_vmap_rule = True
 
@@ -54,7 +55,7 @@ def sequence(
     hold: Optional[torch.Tensor],  # [B, T]
     grad_clip: Optional[float],
 ) -> Tuple[torch.Tensor, torch.Tensor]:  # h [B, T, N, D], last [K, B, N, D]
-    """Runs `cell` along T. Every 16-bit operand is widened, so sums are in the state dtype."""
+    """Runs `cell` over T. Every 16-bit operand is widened, so sums are in the state dtype."""
     B, _, G, N, D = x.shape
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     w = weight.to(dtype)
@@ -62,7 +63,7 @@ def sequence(
     states = tuple(x.new_zeros(cell.states, B, N, D, dtype=dtype) if state is None else state)
     product = TransformableProduct if is_transformed() else RecurrentProduct
     outputs = []
-    for t, row in enumerate(x.unbind(1)):  # unbind: its gradient is one stack, not T sums
+    for t, row in enumerate(x.unbind(1)):  # the gradient of unbind is one stack, not T sums
         if reset is not None:
             cleared = reset[:, t, None, None]
             states = tuple(torch.where(cleared, 0.0, s) for s in states)

@@ -1,4 +1,4 @@
-"""How a torch.nn LSTM, GRU or RNN runs on the functions of a kernel's module, here `kernel`:
+"""Runs a torch.nn LSTM, GRU or RNN on the functions of a kernel's module, here `kernel`:
 `recurrent`, `recurrent_step`, `linear`, and the sizes in `CELLS`.
 
 A *head* is one recurrence with its own input. The directions of a layer are the two heads of one
@@ -28,17 +28,17 @@ from torch.nn import functional as F
 
 States = tuple[Tensor, ...]  # K tensors [B, N, D], as the kernels have them
 
-# Where a wavefront pays. It costs (layers - 1) waves of latency and a call a wave, which the backward
-# pays again. H200, bf16, B 16, T 1024, 4 layers, ms, one layer after the other / chunks of 128:
-# inference 128: 2.58 / 2.80, 256: 5.12 / 2.84, 512: 5.91 / 4.06, 1024 (2 layers): 4.83 / 4.12;
-# forward + backward 256: 12.6 / 10.2, 512: 13.7 / 11.5. Of wider layers two fill the chip: 768, chunks
-# of 128 / 256 / 512, inference 6.44 / 6.89 / 6.14, forward + backward 18.4 / 17.2 / 15.1.
+# When a wavefront is faster: it adds (layers - 1) waves of latency and a call per wave, twice in
+# training. H200, bf16, B 16, T 1024, 4 layers, ms, layer by layer / in chunks of 128: inference at
+# width 128 2.58 / 2.80, 256 5.12 / 2.84, 512 5.91 / 4.06, 1024 (2 layers) 4.83 / 4.12; training 256
+# 12.6 / 10.2, 512 13.7 / 11.5. Two wider layers fill the GPU: 768 in chunks of 128 / 256 / 512,
+# inference 6.44 / 6.89 / 6.14, training 18.4 / 17.2 / 15.1.
 WAVE_DEVICES = ("cuda",)
 WAVE_CHUNK = 128  # steps; 64 is slower throughout
 WAVE_MIN_CHUNKS = 4
-WAVE_MIN_WIDTH = 129  # narrower heads never wait for each other
-WAVE_MAX_WIDTH = {False: 1024, True: 768}  # without and with gradients: one layer fills the chip
-WAVE_PAIR_WIDTHS = range(513, 769)  # two layers fill the chip, in small batches: the time in halves
+WAVE_MIN_WIDTH = 129  # thread blocks of narrower heads never wait for each other
+WAVE_MAX_WIDTH = {False: 1024, True: 768}  # without, with gradients: a wider layer fills the GPU
+WAVE_PAIR_WIDTHS = range(513, 769)  # two layers fill the GPU in small batches; time is halved then
 WAVE_PAIR_BATCH = 16
 
 # Where the kernel's own product is faster than torch's batched one.
@@ -49,7 +49,7 @@ def choose_chunk(
     device_type: str, layers: int, heads: int, dropout: float, packed: bool, B: int, T: int, D: int,
     trains: bool = False,
 ) -> int:  # fmt: skip
-    """Steps in a chunk of the wavefront, or 0 for the layers one after the other.
+    """Returns the steps in a chunk of the wavefront, or 0 to run the layers one after the other.
 
     Chunks are stretched to leave fewer steps over than there are chunks.
     """
@@ -64,7 +64,7 @@ def choose_chunk(
 
 
 class Heads(NamedTuple):
-    """Parameters of recurrences that run side by side."""
+    """The parameters of recurrences that run side by side."""
 
     w_ih: Tensor  # [N, G * D, I]
     w_hh: Tensor  # [G, N, D, D]
@@ -74,7 +74,7 @@ class Heads(NamedTuple):
 
 
 def make_heads(spec: Any, parameters: Sequence[Sequence[Tensor]], bias: bool) -> Heads:
-    """`parameters[n]` are torch's of head n: w_ih, w_hh, then b_ih, b_hh if `bias`, then any w_hr."""
+    """Stacks torch's `parameters[n]` of each head n: w_ih, w_hh, b_ih and b_hh if `bias`, any w_hr."""
     G, N = spec.gates, len(parameters)
     columns = list(map(list, zip(*parameters)))
     w_ih, w_hh, w_hr, w_h0 = *map(_stack, columns[:2]), None, None
@@ -91,7 +91,7 @@ def make_heads(spec: Any, parameters: Sequence[Sequence[Tensor]], bias: bool) ->
     if bias:  # summed in the states' dtype, in which the kernel adds them
         wide = torch.promote_types(columns[2][0].dtype, torch.float32)
         b_ih, b_hh = ([b.to(wide) for b in same] for same in columns[2:4])
-        both = 2 * G - spec.bias_rows  # what follows is added to the recurrent product by itself
+        both = 2 * G - spec.bias_rows  # later rows are added to the recurrent product separately
         if both == G:
             rows = split(_stack(list(map(add, b_ih, b_hh))))
         else:
@@ -101,13 +101,13 @@ def make_heads(spec: Any, parameters: Sequence[Sequence[Tensor]], bias: bool) ->
 
 
 def add(a: Tensor, b: Tensor) -> Tensor:
-    """a + b, with two gradients: torch's sum hands one tensor to both, and two parameters that reach
-    it through views would have their gradients in the same memory."""
+    """Returns a + b with two separate gradients: torch's sum gives both operands one tensor, and
+    two parameters that reach it through views would share the memory of their gradients."""
     return a - b.neg()
 
 
 def join(layers: list[Heads], dtype: torch.dtype) -> Heads:
-    """Layers as heads of one call; w_ih without the first, which reads another width."""
+    """Joins layers as heads of one call; w_ih omits the first layer, which reads another width."""
 
     biases = [heads.bias for heads in layers if heads.bias is not None]
     w_hrs = [heads.w_hr for heads in layers if heads.w_hr is not None]
@@ -128,23 +128,23 @@ def take(heads: Heads, low: int, high: int) -> Heads:
 
 
 class Layout(NamedTuple):
-    """Where sequences lie in x [B, T, ...]: each in its row, or as documents in one."""
+    """Where sequences are in x [B, T, ...]: each in its own row, or as documents in one row."""
 
     cu_seqlens: Tensor | None = None  # [S + 1]
-    backwards: Tensor | None = None  # [T]: the place of each step when its document runs backwards
+    backwards: Tensor | None = None  # [T]: the place of each step if its document runs backwards
 
     def flip(self, x: Tensor) -> Tensor:
         return x.flip(1) if self.backwards is None else put_rows(x, self.backwards)
 
     def first(self) -> tuple[Any, ...]:
-        """Index of the first steps in [N, B, T, ...]."""
+        """Returns the index of the first steps in [N, B, T, ...]."""
         if self.cu_seqlens is None:
             return slice(None), slice(None), 0
         return slice(None), 0, self.cu_seqlens[:-1]
 
 
 class Packed(NamedTuple):
-    """How the rows of a PackedSequence, all first steps first, become documents, and back."""
+    """How the rows of a PackedSequence (all first steps first) become documents, and back."""
 
     layout: Layout
     to_documents: Tensor  # [total]
@@ -152,14 +152,14 @@ class Packed(NamedTuple):
 
 
 def unpack(batch_sizes: Tensor, device: torch.device) -> Packed:
-    """All indices are computed on the CPU, where batch_sizes is, and moved at once: the host never
+    """Computes all indices on the CPU, where batch_sizes is, and moves them at once: the host never
     waits for the device. PackedSequences have no empty documents."""
     cpu = batch_sizes.device
     steps = torch.arange(len(batch_sizes), device=cpu).repeat_interleave(batch_sizes)
     total = len(steps)
     rows = torch.arange(total, device=cpu)
     begins = batch_sizes.cumsum(0) - batch_sizes
-    documents = rows - begins.repeat_interleave(batch_sizes)  # the one each packed row belongs to
+    documents = rows - begins.repeat_interleave(batch_sizes)  # each packed row's document
     lengths = documents.bincount()
     cu_seqlens = F.pad(lengths.cumsum(0), (1, 0))
     to_documents = cu_seqlens[documents] + steps
@@ -173,7 +173,7 @@ def unpack(batch_sizes: Tensor, device: torch.device) -> Packed:
 
 
 def put_rows(x: Tensor, places: Tensor) -> Tensor:
-    """y[:, places] = x, a permutation: written, not gathered, because then the gradient gathers."""
+    """Sets y[:, places] = x, a permutation; it writes, so that its gradient is a gather."""
     return torch.empty_like(x).index_copy_(1, places, x)
 
 
@@ -182,10 +182,10 @@ def _stack(tensors: list[Tensor]) -> Tensor:
 
 
 def project(kernel: Any, x: Tensor, weight: Tensor) -> Tensor:
-    """Head by head, x [N, ..., I] times weight [N, O, I] -> [N, ..., O]."""
+    """Multiplies head by head: x [N, ..., I] with weight [N, O, I] -> [N, ..., O]."""
     if len(weight) == 1:
         x, w = x[0], weight[0]
-        if x.dim() == 3 and x.transpose(0, 1).is_contiguous():  # time first in memory stays so
+        if x.dim() == 3 and x.transpose(0, 1).is_contiguous():  # keeps time first in memory
             return kernel.linear(x.transpose(0, 1), w).transpose(0, 1).unsqueeze(0)
         return kernel.linear(x, w).unsqueeze(0)
     if x.device.type in LINEAR_DEVICES:
@@ -196,7 +196,7 @@ def project(kernel: Any, x: Tensor, weight: Tensor) -> Tensor:
 
 
 class Engine(NamedTuple):
-    """What all layers have in common."""
+    """The parts that all layers have in common."""
 
     kernel: Any
     cell: str
@@ -204,7 +204,7 @@ class Engine(NamedTuple):
     options: dict[str, Any]
 
     def advance(self, heads: Heads, gates: Tensor, state: States | None) -> tuple[Tensor, States]:
-        """gates [N, B, T, G * D] -> the outputs [N, B, T, P], the last states."""
+        """Runs gates [N, B, T, G * D]; returns the outputs [N, B, T, P] and the last states."""
         G = self.kernel.CELLS[self.cell].gates
         x = gates.view(*gates.shape[:-1], G, gates.shape[-1] // G)
         x = x.permute(1, 2, 3, 0, 4)  # [B, T, G, N, D]
@@ -221,15 +221,15 @@ class Engine(NamedTuple):
         return h if heads.w_hr is None else project(self.kernel, h, heads.w_hr)
 
     def enter(self, heads: Heads, hx: States, dtype: torch.dtype) -> tuple[States, Tensor | None]:
-        """torch's states of one layer, each [N, B, ...] -> the kernel's, and with projections what
-        the first steps' gates [N, B, G * D] read of them."""
+        """Converts torch's states of one layer, each [N, B, ...], to the kernel's. With projections
+        it also returns what the first steps' gates [N, B, G * D] read of them."""
         state = tuple(s.transpose(0, 1) for s in hx)
         if heads.w_h0 is None:
             return state, None
         first = project(self.kernel, hx[0].to(dtype), heads.w_h0)
         return (torch.zeros_like(state[1]), *state[1:]), first
 
-    def leave(self, heads: Heads, state: States) -> States:  # the way back
+    def leave(self, heads: Heads, state: States) -> States:  # back to torch's states
         h, *others = (s.transpose(0, 1) for s in state)
         return self.outputs(heads, h), *others
 
@@ -238,10 +238,10 @@ class Engine(NamedTuple):
         layers: list[Heads],
         x: Tensor,  # [B, T, I]
         states: list[States] | None,
-        firsts: list[Tensor | None] | None,  # as `enter` gives them
+        firsts: list[Tensor | None] | None,  # as returned by `enter`
         dropout: float,
     ) -> tuple[Tensor, list[States]]:  # [B, T, N * P]
-        """One layer after the other."""
+        """Runs one layer after the other."""
         lasts = []
         for number, heads in enumerate(layers):
             if number > 0 and dropout > 0:
@@ -261,11 +261,11 @@ class Engine(NamedTuple):
         self, layers: list[Heads], x: Tensor, states: list[States] | None,
         firsts: list[Tensor | None] | None, trains: bool, chunk: int,
     ) -> tuple[Tensor, list[States]]:  # fmt: skip
-        """The same in waves: a call a wave instead of one a layer, each `chunk` steps long."""
+        """Does the same in waves: one call for each wave instead of each layer, `chunk` steps long."""
         (B, T, _), L = x.shape, len(layers)
         rest = T % chunk
         if rest == 0 and firsts is not None:
-            rest = chunk  # of all waves, none begins with a projected state
+            rest = chunk  # run first, so that no wave starts with a projected state
         outputs = []
         if rest > 0:
             y, states = self.run_layers(layers, x[:, :rest], states, firsts, 0.0)
@@ -275,7 +275,7 @@ class Engine(NamedTuple):
         if states is None:
             spec, D = self.kernel.CELLS[self.cell], layers[0].w_hh.shape[-1]
             states = [(x.new_zeros(B, 1, D, dtype=wide),) * spec.states] * L
-        # Gradients of weights are summed over the waves in the weights' dtype: 16 bits double their
+        # Gradients of weights are summed over the waves in the weights' dtype; 16 bits double their
         # error (0.0031 to 0.0066 for an LSTM's w_hh over 16 chunks in bf16).
         together = join(layers, wide if trains else x.dtype)
 
@@ -283,12 +283,12 @@ class Engine(NamedTuple):
         y, state, lasts = x[None, :, :0], tuple(s[:, :0] for s in states[0]), []
         for wave in range(waves):
             parts = [gates[wave]] if wave < len(gates) else []
-            below = y[: L - 1 - low]  # of the wave before, without the last layer's
+            below = y[: L - 1 - low]  # outputs of the wave before, without the last layer's
             if wave > 0 and len(below) > 0:
                 parts.append(project(self.kernel, below, together.w_ih[low : low + len(below)]))
-            if wave < L:  # one begins
+            if wave < L:  # a layer starts
                 state = tuple(torch.cat(pair, 1) for pair in zip(state, states[wave]))
-            if wave >= len(gates):  # one is done
+            if wave >= len(gates):  # a layer is done
                 lasts.append(tuple(s[:, :1] for s in state))
                 state, low = tuple(s[:, 1:] for s in state), low + 1
             high = min(wave + 1, L)

@@ -1,4 +1,5 @@
-"""tfla: mLSTM with exponential and sigmoid input gate, chunkwise, as in Tiled Flash Linear Attention."""
+"""tfla: mLSTM with an exponential or sigmoid input gate, chunkwise, as in Tiled Flash Linear
+Attention."""
 
 from .cells import CELLS
 from .context import Transfer, mlstm_carry, mlstm_compose, mlstm_transfer

@@ -1,4 +1,4 @@
-"""Argument validation: what q, k, v, the gates, the state and the epilogue must be together."""
+"""Validates arguments: how q, k, v, the gates, the state and the epilogue must fit together."""
 
 from typing import List, Tuple
 
@@ -41,7 +41,7 @@ def check_key(name: str, value, letters: str, dims: int) -> None:
 
 
 def check_inputs(k, v, i, f, letters: str, dims: int) -> None:
-    """k [..., H, K], v [..., H, V], i and f [..., H]; `letters` are those of "..."."""
+    """Checks k [..., H, K], v [..., H, V], i and f [..., H]; `letters` are those of "..."."""
     check_key("k", k, f"[{letters}, H, K]", dims)
     check_input("v", v)
     if v.dim() != dims:
@@ -84,7 +84,7 @@ STORED = ("q", "k", "v", "i", "f", "out_gate", "norm_weight", "state")
 
 
 def check_transfer(name: str, transfer) -> None:
-    """C, n, m and log_decay of one shard; n and m may be None."""
+    """Checks C, n, m and log_decay of one shard; n and m may be None."""
     check_count(name, transfer, 4, "a transfer")
     C, n, m, log_decay = transfer
     check_tensor(f"{name}[0]", C)
@@ -108,7 +108,7 @@ def check_transfer(name: str, transfer) -> None:
 
 
 def check_carried(name: str, state, transfer, who: str) -> None:
-    """A state, or what of a transfer is one, in front of the checked transfer called `who`."""
+    """Checks a state, or the state in a transfer, that precedes the checked transfer called `who`."""
     wanted = [t for t in transfer[:3] if t is not None]
     check_count(name, state, len(wanted), who)
     for s, (value, like) in enumerate(zip(state, wanted)):
@@ -133,6 +133,6 @@ def check_epilogue(v, out_gate, norm, norm_weight, norm_eps) -> None:
 
 
 def check_sequences(k, reset, hold, lengths, cu_seqlens):
-    """The number of sequences, and its letter in messages."""
+    """Returns the number of sequences, and its letter in messages."""
     count = check_masks(k, reset, hold, lengths, cu_seqlens)
     return count, "B" if cu_seqlens is None else "S"

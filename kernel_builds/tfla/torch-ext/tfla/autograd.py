@@ -1,9 +1,9 @@
-"""Fake implementations and gradients of the ops.
+"""Registers fake implementations and gradients of the ops.
 
-The forward keeps its inputs, the last state, what divides h (h itself and `total`, one number for every
-row of a head), and the states before its chunks where `kept` counts them; else the backward computes
-them again. The epilogue keeps the same h and its own inputs. mlstm_step_ is for decoding and has no
-gradient.
+The forward keeps its inputs, the last state, what divides h (h itself and `total`, one number
+for every row of a head), and, if `kept` counts them, the states before its chunks; otherwise the
+backward recomputes those. The epilogue keeps the same h and its own inputs. mlstm_step_ is for
+decoding and has no gradient.
 """
 
 import torch
@@ -14,7 +14,7 @@ from .reference import state_dtype
 
 
 def _states(k, v, cu_seqlens, exponential, normalized):
-    """Empty C, n, m; k is [B, T, H, K], or [B, H, K]."""
+    """Returns empty C, n, m; k is [B, T, H, K] or [B, H, K]."""
     S = k.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     H, K, V = k.shape[-2], k.shape[-1], v.shape[-1]
     dtype = state_dtype(k.dtype)
@@ -70,7 +70,7 @@ def _setup_context(ctx, inputs, output):
 
 def _backward(ctx, dh, dC, dn, *_):
     *tensors, last_C, last_n, h, total, kept_C, kept_n = ctx.saved_tensors
-    if tensors[0] is None:  # only the state was asked for, and h is empty
+    if tensors[0] is None:  # only the state was wanted, and h is empty
         dh = None
     of_forward = (last_C, last_n, h, total, kept_C, kept_n)
     grads = CALLS["mlstm_bwd"](dh, dC, dn, *of_forward, *tensors, *ctx.options)
@@ -132,7 +132,7 @@ def _(dy, h, out_gate, norm_weight, norm, centered, norm_eps):
 
 
 def _setup_epilogue(ctx, inputs, output):
-    ctx.save_for_backward(*inputs[:3])  # h as it was before: nothing is kept of the norm
+    ctx.save_for_backward(*inputs[:3])  # h before the norm: nothing of the norm is kept
     ctx.options = inputs[3:]
 
 

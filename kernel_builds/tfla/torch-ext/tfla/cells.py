@@ -1,4 +1,4 @@
-"""The input gates as data: what validation and the engines must know of each."""
+"""The input gates as data: the properties of each that validation and the engines need."""
 
 from typing import Dict, NamedTuple
 
@@ -7,7 +7,7 @@ class Cell(NamedTuple):
     name: str
     exponential: bool  # e^i with the running maximum m; else sigmoid(i), and m is 0
     normalized: bool  # h is divided by max(|q n|, e^-m) + eps
-    states: int  # C, then n where normalized, then m where exponential
+    states: int  # C, then n if normalized, then m if exponential
 
 
 CELLS: Dict[str, Cell] = {
@@ -19,6 +19,7 @@ INPUT_GATES = ("exp", "sigmoid")
 
 
 def pick_cell(input_gate: str, normalize) -> Cell:
-    """`normalize` is None or "floor"; the exponential gate is always normalised."""
+    """Returns the gate's properties; `normalize` is None or "floor", and the exponential gate is
+    always normalized."""
     floor = normalize is not None and input_gate == "sigmoid"
     return CELLS["sigmoid floor" if floor else input_gate]

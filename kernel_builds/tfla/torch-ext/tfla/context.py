@@ -1,4 +1,5 @@
-"""One long sequence on several devices: each runs its shard, and what crosses is one state.
+"""Runs one long sequence on several devices: each runs its shard, and one state passes between
+them.
 
     transfer = mlstm_transfer(k, v, i, f)                  on every device, at once
     state    = mlstm_carry(state, transfer)                from shard to shard, or as a tree of
@@ -32,7 +33,7 @@ from .sequences import lower_masks
 
 
 class Transfer(NamedTuple):
-    """What a shard does to a state: decays it, and adds its own. S sequences."""
+    """The effect of a shard on a state: a decay, and what the shard adds. S sequences."""
 
     C: torch.Tensor  # [S, H, K, V]
     n: Optional[torch.Tensor]  # [S, H, K]; None without a normaliser
@@ -44,7 +45,8 @@ def mlstm_transfer(
     k, v, i, f, *, input_gate="exp", reset=None, hold=None, lengths=None, cu_seqlens=None,
     chunk_size=None, normalize=None, backend="auto",
 ) -> Transfer:  # fmt: skip
-    """What the shard k [B, T, H, K], v [B, T, H, V], i, f [B, T, H] does to any incoming state.
+    """Returns the effect of the shard k [B, T, H, K], v [B, T, H, V], i, f [B, T, H] on any
+    incoming state.
 
     Arguments and errors: as `mlstm`.
     """
@@ -64,7 +66,8 @@ def mlstm_transfer(
 
 
 def mlstm_carry(state: Tuple[torch.Tensor, ...], transfer: Transfer) -> Tuple[torch.Tensor, ...]:
-    """The state after a shard, from the state before it. Wrong arguments raise as in `mlstm`."""
+    """Returns the state after a shard from the state before it. Wrong arguments raise as in
+    `mlstm`."""
     check_transfer("transfer", transfer)
     check_carried("state", state, transfer, "transfer")
     return _carry(state, transfer)
@@ -72,7 +75,8 @@ def mlstm_carry(state: Tuple[torch.Tensor, ...], transfer: Transfer) -> Tuple[to
 
 def _carry(state: Tuple[torch.Tensor, ...], transfer: Transfer) -> Tuple[torch.Tensor, ...]:
     C, n, m, log_decay = transfer
-    emptied = log_decay == -INF  # by a reset: what the state held must not matter, NaN included
+    # Emptied by a reset: the old state must not matter, not even its NaN.
+    emptied = log_decay == -INF
     state = tuple(s.masked_fill(emptied[(..., *[None] * (s.dim() - 2))], 0.0) for s in state)
     before = state[-1] if m is not None else torch.zeros_like(log_decay)
     added = torch.zeros_like(log_decay) if m is None else m
@@ -86,7 +90,7 @@ def _carry(state: Tuple[torch.Tensor, ...], transfer: Transfer) -> Tuple[torch.T
 
 
 def mlstm_compose(first: Transfer, second: Transfer) -> Transfer:
-    """The transfer of `first` and then `second`. Wrong arguments raise as in `mlstm`."""
+    """Returns the transfer of `first` and then `second`. Wrong arguments raise as in `mlstm`."""
     check_transfer("first", first)
     check_transfer("second", second)
     first, second = Transfer(*first), Transfer(*second)
@@ -99,7 +103,8 @@ def mlstm_compose(first: Transfer, second: Transfer) -> Transfer:
 
 
 def absent_state(cell: Cell, S: int, k: torch.Tensor, v: torch.Tensor):
-    """A state that adds nothing to any scale: m is -inf, where the empty state's is 0."""
+    """Returns a state that adds nothing at any scale: m is -inf, where that of the empty state is
+    0."""
     H, K = k.shape[2:]
     new = lambda value, *shape: torch.full(
         (S, H, *shape), value, dtype=state_dtype(k.dtype), device=k.device
@@ -110,7 +115,7 @@ def absent_state(cell: Cell, S: int, k: torch.Tensor, v: torch.Tensor):
 
 
 def log_decay(cell: Cell, i, f, dtype: torch.dtype, masks) -> torch.Tensor:
-    """[S, H]: the sum of the log forget gates, -inf where a reset cuts it."""
+    """Returns [S, H]: the sum of the log forget gates, or -inf if a reset cuts it."""
     rows = lower_masks(f, *masks)
     _, log_f = log_gates(cell, rows.x, rows.x, rows.hold)
     total = log_f.sum(1)

@@ -1,4 +1,5 @@
-"""What mLSTM's forward pass costs in its three forms, and the chunk size that costs least.
+"""Estimates the cost of mLSTM's forward pass in its three forms, and the chunk size that costs
+least.
 
 Per head. Every scalar operation counts one (arXiv 2503.14376, appendix F, with all factors 1), and a
 count is a polynomial of the chunk size L; the tests derive each by running a scalar program and
@@ -13,8 +14,8 @@ from .cells import Cell
 
 
 class Device(NamedTuple):
-    flops: float  # bf16 products on tensor cores, a second, without sparsity
-    bandwidth: float  # bytes a second
+    flops: float  # bf16 products on tensor cores per second, without sparsity
+    bandwidth: float  # bytes per second
 
     @property
     def intensity(self) -> float:
@@ -31,7 +32,7 @@ DEVICES: Dict[str, Device] = {
 
 
 class Count(NamedTuple):
-    """quadratic L^2 + linear L + constant, for one chunk of L steps."""
+    """The count for one chunk of L steps: quadratic L^2 + linear L + constant."""
 
     quadratic: float
     linear: float
@@ -41,12 +42,12 @@ class Count(NamedTuple):
         return (self.quadratic * L + self.linear) * L + self.constant
 
     def of_sequence(self, T: float, L: float) -> float:
-        """T steps in chunks of L."""
+        """Returns the count for T steps in chunks of L."""
         return T / L * self.of(L)
 
 
 def step_flops(cell: Cell, K: int, V: int) -> int:
-    """The recurrent form, one step."""
+    """Counts the operations of the recurrent form for one step."""
     gates = 8 if cell.exponential else 2
     state, output = 4 * K * V, 2 * K * V + K
     normalizer = 5 * K + V + 3 + 2 * cell.exponential if cell.normalized else 0
@@ -54,12 +55,14 @@ def step_flops(cell: Cell, K: int, V: int) -> int:
 
 
 def pair_flops(cell: Cell, K: int, V: int) -> int:
-    """A query and a key of one chunk: two products, and between them the decay."""
+    """Counts the operations for a query and a key of one chunk: two products, and the decay between
+    them."""
     return 2 * (K + V) + 3 + cell.normalized
 
 
 def chunk_flops(cell: Cell, K: int, V: int, causal: float = 0.5) -> Count:
-    """The chunkwise form, one chunk: inside it, from the state before, and to the state after."""
+    """Counts the operations of the chunkwise form for one chunk: inside it, from the state before,
+    and to the state after."""
     gates = 7 if cell.exponential else 6
     inflow, outflow = 2 * K * V + 2 * V + K, 2 * K * V + K
     decays = 4 if cell.exponential else 3
@@ -70,7 +73,8 @@ def chunk_flops(cell: Cell, K: int, V: int, causal: float = 0.5) -> Count:
 
 
 def parallel_flops(cell: Cell, K: int, V: int, causal: float = 0.5) -> Count:
-    """The parallel form: one chunk of all T steps, no state before or after it."""
+    """Counts the operations of the parallel form: one chunk of all T steps, without a state before
+    or after it."""
     gates = 7 if cell.exponential else 6
     normalizer = V + 3 + 2 * cell.exponential if cell.normalized else 0
     return Count(causal * pair_flops(cell, K, V), gates + K + normalizer, 0)
@@ -81,12 +85,13 @@ def state_size(cell: Cell, K: int, V: int) -> int:
 
 
 def step_bytes(cell: Cell, K: int, V: int, io: int = 2, state: int = 4) -> int:
-    """One step of the recurrent form: the state comes and goes."""
+    """Counts the bytes of one step of the recurrent form, which reads and writes the state."""
     return io * (2 * K + 2 * V + 2) + 2 * state * state_size(cell, K, V)
 
 
 def chunk_bytes(cell: Cell, K: int, V: int, io: int = 2, state: int = 4) -> Count:
-    """One chunk where states are stored between two passes, the first of which reads k and v alone."""
+    """Counts the bytes of one chunk if states are stored between two passes, the first of which
+    reads only k and v."""
     rows = io * ((K + V + 2) + (2 * K + V + 2) + V)
     return Count(0, rows, 2 * state * state_size(cell, K, V))
 
@@ -94,7 +99,8 @@ def chunk_bytes(cell: Cell, K: int, V: int, io: int = 2, state: int = 4) -> Coun
 def best_chunk(
     cell: Cell, K: int, V: int, intensity: float = 0.0, state: int = 4, causal: float = 0.5
 ) -> float:
-    """The L of least time on a device of `intensity` FLOP a byte; of least FLOP at intensity 0.
+    """Returns the L that takes least time on a device of `intensity` FLOP per byte; least FLOP at
+    intensity 0.
 
     A step costs quadratic L + linear + constant / L, so L = sqrt(constant / quadratic), where each
     byte of a state counts as `intensity` operations (equations 111 and 121).
@@ -108,8 +114,8 @@ def runtime(
     cell: Cell, K: int, V: int, T: int, L: int, device: Device, heads: int = 1, *,
     io: int = 2, state: int = 4, causal: float = 0.5, overlapped: bool = False,
 ) -> float:  # fmt: skip
-    """Seconds of one forward pass over `heads` sequences of T steps: products and memory one after
-    the other, or, if overlapped, the longer of the two."""
+    """Returns the seconds of one forward pass over `heads` sequences of T steps: the sum of the
+    times for products and for memory or, if overlapped, the longer of the two."""
     products = heads * chunk_flops(cell, K, V, causal).of_sequence(T, L) / device.flops
     moved = heads * chunk_bytes(cell, K, V, io, state).of_sequence(T, L) / device.bandwidth
     return max(products, moved) if overlapped else products + moved

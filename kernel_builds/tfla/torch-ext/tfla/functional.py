@@ -63,7 +63,8 @@ Result = Tuple[torch.Tensor, State]
 
 
 def default_chunk(cell: Cell, K: int, V: int, dtype: torch.dtype, device_type: str) -> int:
-    """The steps of a chunk where none are given: NOTEBOOK.md, "Chunk size", has what was measured.
+    """Returns the number of steps of a chunk if none is given: NOTEBOOK.md, "Chunk size", has the
+    measurements.
 
     On CUDA in 16 bits it is 128 or 256, whichever is nearer to the cost model's optimum on an H200 with
     states in 16 bits; fp32 has room for 128 in shared memory. A GPU with less shared memory takes the
@@ -78,8 +79,9 @@ def default_chunk(cell: Cell, K: int, V: int, dtype: torch.dtype, device_type: s
 
 
 def kept_chunks(k, lengths, cu_seqlens, size: int) -> int:
-    """How many chunks' states the forward keeps, so that the backward need not compute them again:
-    all on Hopper in 16 bits, where a chunk has up to 256 steps, in tiles of 64; none elsewhere."""
+    """Returns how many chunks' states the forward keeps, so that the backward need not recompute
+    them: all on Hopper in 16 bits, where a chunk has up to 256 steps in tiles of 64; none
+    elsewhere."""
     if k.device.type != "cuda" or k.dtype.itemsize != 2:
         return 0
     if torch.cuda.get_device_properties(k.device).major != 9:
@@ -117,7 +119,7 @@ def mlstm(
     check_state(cell, state, sequences, letter, k, v)
     check_memory(STORED, q, k, v, i, f, out_gate, norm_weight, *(state or ()))
     check_values(k, lengths, cu_seqlens)
-    if out_gate is not None:  # what it holds at held steps must not matter
+    if out_gate is not None:  # its values at held steps must not matter
         out_gate = lower_masks(out_gate, None, hold, lengths, None).x
     chosen = select_backend(backend, k.device.type, BACKEND, q.dtype)
     options = Options(cell, float(eps), normalizer_grad)
@@ -166,8 +168,8 @@ def mlstm_step(
 
 
 def run(chosen: str, q, k, v, i, f, state, masks, options: Options, chunk_size) -> Result:
-    """Every argument is checked; masks are reset, hold, lengths, cu_seqlens. q None asks for the state
-    alone. h is not rounded yet where the reference runs."""
+    """Checks every argument and runs the op; masks are reset, hold, lengths, cu_seqlens. With q
+    None only the state is computed. With the reference, h is not rounded yet."""
     q, k, v, i, f, carried = cast(options.cell, q, k, v, i, f, state)
     size = chunk_size or default_chunk(options.cell, k.shape[3], v.shape[3], k.dtype, k.device.type)
     if chosen == "reference":
@@ -207,7 +209,7 @@ def _run_step(q, k, v, i, f, state, options: Options, epilogue, inplace: bool) -
 
 
 def cast(cell: Cell, q, k, v, i, f, state):
-    """Operands in q's dtype, gates and states in the state dtype."""
+    """Casts operands to q's dtype, and gates and states to the state dtype."""
     io = k.dtype if q is None else q.dtype
     dtype = state_dtype(io)
     if state is not None:
@@ -219,17 +221,19 @@ def cast(cell: Cell, q, k, v, i, f, state):
 
 
 def _as(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return x if x.dtype == dtype else x.to(dtype)  # a call less: one of a step's 20 us on a CPU
+    # Saves a call, of which a step of 20 us on a CPU would notice one.
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 def pack(state: reference.State) -> State:
-    """The states a cell has, m without a gradient."""
+    """Returns the states that a cell has, with m detached."""
     m = None if state.m is None else state.m.detach()
     return tuple(s for s in (state.C, state.n, m) if s is not None)
 
 
 def finish(chosen: str, h, dtype: torch.dtype, out_gate, norm, norm_weight, norm_eps):
-    """The epilogue of h [B, T, H, V], rounded to `dtype`. The reference's h is not rounded before."""
+    """Applies the epilogue to h [B, T, H, V] and rounds to `dtype`. The reference's h is not
+    rounded before."""
     if norm is None and out_gate is None:
         return h.to(dtype)
     if chosen != "reference":
@@ -241,8 +245,8 @@ def finish(chosen: str, h, dtype: torch.dtype, out_gate, norm, norm_weight, norm
 def lower_epilogue(
     dtype: torch.dtype, out_gate, norm, norm_weight, norm_eps, *, as_it_is: bool = False
 ):  # fmt: skip
-    """What the ops take for it; the step on CUDA a weight in h's dtype too, because a cast would be a
-    launch a token."""
+    """Returns the epilogue's arguments as the ops take them. A step on CUDA also takes a weight in
+    h's dtype, because a cast would be another launch per token."""
     out_gate = None if out_gate is None else out_gate.to(dtype)
     weight = norm_weight
     if weight is not None and not (as_it_is and weight.dtype == dtype):

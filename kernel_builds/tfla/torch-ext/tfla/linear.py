@@ -1,7 +1,6 @@
-"""What is between two steps of a model, one token a row: its linear layers, norms and gates in few
-launches. On CUDA in 16 bits, `linear_step` on the CPU in every dtype; elsewhere torch computes it. For
-decoding: there is no gradient.
-"""
+"""The linear layers, norms and gates between two mLSTM steps of a model, for one token per row, in
+few launches: on CUDA in 16 bits, `linear_step` on the CPU in every dtype, torch elsewhere. They
+are for decoding and have no gradients."""
 
 from typing import List, Sequence, Tuple
 
@@ -23,14 +22,15 @@ from .dispatch import BACKEND, ops, select_backend
 from .memory import check_memory
 from .reference import state_dtype
 
-MOST = 8  # matrices of a launch
+MOST = 8  # most matrices in one launch
 
 
 def linear_step(
     x, weights, biases=(), *, capped=0, cap=0.0, norm_weight=None, norm_eps=1e-6, residual=None,
     gated=False, backend="auto",
 ) -> Tuple[torch.Tensor, ...]:  # fmt: skip
-    """x [B, K], weights [N_i, K] -> a tensor [B, N_i] for each: weight_i x + bias_i.
+    """Multiplies x [B, K] with weights [N_i, K]; returns a tensor [B, N_i] for each: weight_i x +
+    bias_i.
 
     norm_weight [K]    x is normed before: x / sqrt(mean(x^2) + norm_eps) * norm_weight
     biases [N_i]       of the last matrices
@@ -74,8 +74,9 @@ def linear_step(
 def norm_step(
     x, norm_weight, norm_eps=1e-6, weights=(), biases=(), *, cap=0.0, backend="auto"
 ) -> Tuple[torch.Tensor, ...]:  # fmt: skip
-    """x [B, K] -> y = x / sqrt(mean(x^2) + norm_eps) * norm_weight, and for each of weights [N_i, K],
-    few rows such as gates', weight_i y + bias_i [B, N_i] in fp32, bounded: cap tanh(. / cap).
+    """Norms rows and multiplies: x [B, K] -> y = x / sqrt(mean(x^2) + norm_eps) * norm_weight, and
+    for each of weights [N_i, K], a few rows such as gates', weight_i y + bias_i [B, N_i] in
+    fp32, bounded: cap tanh(. / cap).
 
     Arguments otherwise as linear_step's.
     """
@@ -93,7 +94,7 @@ def norm_step(
 
 
 def gate_step(gate, up, *, backend="auto") -> torch.Tensor:
-    """silu(gate) * up of [B, N], N a multiple of 8, rounded once."""
+    """Computes silu(gate) * up of [B, N], N a multiple of 8, rounded once."""
     check_input("gate", gate)
     if gate.dim() != 2 or gate.shape[1] % 8:
         shape = list(gate.shape)

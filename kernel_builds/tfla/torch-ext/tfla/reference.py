@@ -18,14 +18,14 @@ from torch.nn.functional import layer_norm, logsigmoid
 
 from .cells import Cell
 
-# A log gate no lower than this: its exponential is 0 in every dtype, and sums of it stay finite.
+# Lower bound of a log gate: its exponential is 0 in every dtype, and sums of it stay finite.
 SHUT = -1000.0
-NEVER = -(2.0**100)  # an exponential input gate no lower, which no dtype of a state rounds
+NEVER = -(2.0**100)  # lower bound of an exponential input gate, which no state dtype rounds
 INF = float("inf")
 
 
 class State(NamedTuple):
-    """What a sequence carries; n and m are None where the cell has none."""
+    """The state of a sequence; n and m are None if the cell has none."""
 
     C: torch.Tensor  # [B, H, K, V], true value C e^m
     n: Optional[torch.Tensor]  # [B, H, K]
@@ -50,7 +50,7 @@ def empty_state(cell: Cell, k: torch.Tensor, v: torch.Tensor) -> State:
 
 
 def log_gates(cell: Cell, i, f, hold) -> Tuple[torch.Tensor, torch.Tensor]:
-    """li, lf [B, T, H] in float64; a held step neither decays nor adds."""
+    """Returns li, lf [B, T, H] in float64; a held step neither decays nor adds."""
     i, f = i.double(), f.double()
     log_i = i.clamp_min(NEVER) if cell.exponential else logsigmoid(i).clamp_min(SHUT)
     log_f = logsigmoid(f).clamp_min(SHUT)
@@ -61,7 +61,7 @@ def log_gates(cell: Cell, i, f, hold) -> Tuple[torch.Tensor, torch.Tensor]:
 
 
 def finite(m: torch.Tensor) -> torch.Tensor:
-    """m as a shift: where nothing has ever been added (m = -inf) any shift does."""
+    """Returns m as a shift; where nothing was ever added (m = -inf) any shift is right."""
     return m.masked_fill(m == -INF, 0.0)
 
 
@@ -73,7 +73,7 @@ def divide(numerator, denominator, m, options: Options) -> torch.Tensor:
 
 
 def recurrent(q, k, v, i, f, reset, hold, state: State, options: Options):
-    """h [B, T, H, V] in the state dtype, and the last state; one step after another."""
+    """Computes h [B, T, H, V] in the state dtype, and the last state, one step after another."""
     cell, dtype = options.cell, state.C.dtype
     log_i, log_f = log_gates(cell, i, f, hold)
     q, k, v = q.to(dtype) * q.shape[-1] ** -0.5, k.to(dtype), v.to(dtype)
@@ -102,7 +102,7 @@ def recurrent(q, k, v, i, f, reset, hold, state: State, options: Options):
 
 
 def chunkwise(q, k, v, i, f, reset, hold, state: State, options: Options, size: int):
-    """The same by chunks of `size` steps: products inside a chunk, the state between chunks."""
+    """Does the same by chunks of `size` steps: products inside a chunk, the state between chunks."""
     dtype = state.C.dtype
     log_i, log_f = log_gates(options.cell, i, f, hold)
     q, k, v = q.to(dtype) * q.shape[-1] ** -0.5, k.to(dtype), v.to(dtype)
@@ -118,7 +118,7 @@ def chunkwise(q, k, v, i, f, reset, hold, state: State, options: Options, size: 
 
 
 def chunk(q, k, v, log_i, log_f, reset, state: State, options: Options):
-    """W_tj = e^(b_t - b_j + li_j - m_t) q_t k_j for j <= t in t's document, b = cumsum(lf)."""
+    """Uses W_tj = e^(b_t - b_j + li_j - m_t) q_t k_j for j <= t in t's document, b = cumsum(lf)."""
     cell, dtype = options.cell, state.C.dtype
     L = k.shape[1]
     C, n, m = state
@@ -130,13 +130,13 @@ def chunk(q, k, v, log_i, log_f, reset, state: State, options: Options):
         b,
         b.new_zeros(1) if m is None else m[:, None],
     )
-    if reset is not None:  # documents: they see themselves, and start from the empty state
+    if reset is not None:  # documents see only themselves, and start from the empty state
         document = reset.cumsum(1)
         seen, first = seen & (document[:, :, None] == document[:, None]), document == 0
         begin = torch.where(reset, steps, 0).cummax(1).values[..., None].expand_as(b)
         lost = log_f.isnan()
         count = lost.cumsum(1)
-        b = log_f.masked_fill(lost, 0.0).cumsum(1)  # a NaN is in its own document's sums
+        b = log_f.masked_fill(lost, 0.0).cumsum(1)  # a NaN stays in its own document's sums
         b = b.masked_fill(count > (count - lost.long()).gather(1, begin), float("nan"))
         start = b - (b - log_f).gather(1, begin)
         before = (
@@ -151,7 +151,7 @@ def chunk(q, k, v, log_i, log_f, reset, state: State, options: Options):
     inflow = torch.exp(start.masked_fill(~first[..., None], -INF) - shift).to(dtype)
     W = decay * torch.einsum("bthk,bjhk->btjh", q, k)
     h = torch.einsum("btjh,bjhv->bthv", W, v)
-    gone = ~first[..., None]  # the state: after a reset not even its NaN counts
+    gone = ~first[..., None]  # after a reset not even a NaN of the old state counts
     q_C = torch.einsum("bthk,bhkv->bthv", q, C).masked_fill(gone[..., None], 0.0)
     h = h + inflow[..., None] * q_C
     keep, add, gone = inflow[:, -1], decay[:, -1, ..., None] * k, gone[:, -1]
@@ -166,7 +166,7 @@ def chunk(q, k, v, log_i, log_f, reset, state: State, options: Options):
 
 
 def epilogue(h, out_gate, norm, norm_weight, norm_eps: float) -> torch.Tensor:
-    """sigmoid(out_gate) norm(h) norm_weight, every head on its own: h [..., H, V], weight [H, V]."""
+    """Computes sigmoid(out_gate) norm(h) norm_weight for every head: h [..., H, V], weight [H, V]."""
     if norm == "layer":
         h = layer_norm(h, h.shape[-1:], eps=norm_eps)
     elif norm == "rms":
