@@ -1,4 +1,4 @@
-"""Fixtures: the built kernel, a fixed seed, and memory that is NaN until something writes it."""
+"""Fixtures: the built kernels, a fixed seed, and memory that is NaN until it is written."""
 
 import os
 import subprocess
@@ -14,12 +14,12 @@ from cases import DEVICE
 ROOT = Path(__file__).resolve().parents[1]
 torch.set_default_device(DEVICE)
 if DEVICE != "cpu":
-    torch.set_num_threads(1)  # the GPU is what is tested, by many processes at a time
+    torch.set_num_threads(1)  # many processes at a time test one GPU
 
 
 def load_built(name: str, finished: str | None):
-    """The binary for DEVICE, loaded as the Hub's would be: the `finished` build, or one from this
-    tree, built if it is not up to date."""
+    """Loads the binary for DEVICE as the Hub's would be: the `finished` build, or one from this
+    tree, which is built if it is not up to date."""
     from kernels import get_local_kernel
 
     if finished is None:
@@ -34,7 +34,7 @@ def load_built(name: str, finished: str | None):
 
 @pytest.fixture(scope="session")
 def fused_rnn():
-    """FLASHCELL_TEST_KERNEL names a finished build, to try it under another torch."""
+    """fused-rnn; FLASHCELL_TEST_KERNEL names a finished build, to test it under another torch."""
     return load_built("fused-rnn", os.environ.get("FLASHCELL_TEST_KERNEL"))
 
 
@@ -55,14 +55,15 @@ def seeded():
 
 @pytest.fixture(autouse=True)
 def disjoint_gradients():
-    """No two gradients that any backward of any test gives share memory."""
+    """Fails a test if two gradients that any backward returns share memory."""
     with gradients.checked():
         yield
 
 
 @pytest.fixture
 def poisoned():
-    """torch.empty is filled with NaN, also inside the ops: what nobody writes shows up."""
+    """Fills torch.empty with NaN, inside the ops too, so that elements which are never written show
+    up."""
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield

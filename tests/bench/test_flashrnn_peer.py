@@ -1,4 +1,5 @@
-"""bench/suites/fused_rnn/flashrnn_peer.py with a package that only looks like flashrnn: no GPU, no compiler."""
+"""Tests bench/suites/fused_rnn/flashrnn_peer.py with a fake flashrnn package, without a GPU or
+compiler."""
 
 import importlib
 import importlib.metadata
@@ -56,7 +57,8 @@ NAME = "bench.suites.fused_rnn.flashrnn_peer"
 
 @pytest.fixture
 def peer(tmp_path, monkeypatch):
-    """The module, a GPU, a cuBLAS under its numbered name, and a flashrnn that needs all of them."""
+    """Fakes a GPU, cuBLAS under its numbered name, and a flashrnn that needs both; returns the
+    module."""
     for name, text in PACKAGE.items():
         path = tmp_path / "site/flashrnn" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -76,7 +78,7 @@ def peer(tmp_path, monkeypatch):
     monkeypatch.setenv("FLASHCELL_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("CUDA_LIB", "as flashrnn sets it")
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
-    # what another test has imported kept its builds elsewhere
+    # a package that another test imported keeps its builds elsewhere
     monkeypatch.delitem(sys.modules, NAME, raising=False)
     package, _, own = NAME.rpartition(".")
     monkeypatch.setattr(importlib.import_module(package), own, None, raising=False)

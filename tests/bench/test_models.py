@@ -1,4 +1,4 @@
-"""bench_models --training on the CPU, with models of a few numbers."""
+"""Tests bench_models --training on the CPU, with tiny models."""
 
 import csv
 from argparse import ArgumentParser
@@ -20,7 +20,7 @@ def shrink(side: bench.Side, model: dict) -> bench.Side:
 
 @pytest.fixture
 def small(monkeypatch):
-    """Every case, ours and the Transformer's, of one size."""
+    """Every case, of flashcell and of the Transformer, at one small size."""
     cases = {
         name: case._replace(
             ours=shrink(case.ours, SMALL), transformer=shrink(case.transformer, LLAMA)
@@ -53,7 +53,8 @@ def test_sides_have_the_same_tokens_and_nearly_the_same_weights():
                 model = AutoModelForCausalLM.from_config(make_config(recipe))
             sizes.append(sum(p.numel() for p in model.parameters()))
             settings.append((recipe.batch, recipe.length, recipe.vocab_size, side.micro_steps))
-        one_head = 1.18 if case.name.endswith("_1head") else 1.04  # published: 190 M and 162 M
+        # published: 190 M and 162 M parameters.
+        one_head = 1.18 if case.name.endswith("_1head") else 1.04
         assert 1 / 1.04 < sizes[0] / sizes[1] < one_head, case.name
         assert settings[0] == settings[1]
 
@@ -87,7 +88,7 @@ def test_peers_layers_are_kept_beside_ours(small, tmp_path, monkeypatch, capsys)
     limits = small["lstm_165m_1head"]._replace(limit=float("inf"))
     one = limits._replace(ours=limits.ours._replace(model=(*limits.ours.model, ("num_heads", 1))))
     monkeypatch.setitem(small, "lstm_165m_1head", one)
-    # oneDNN has no bf16 LSTM without AVX-512
+    # oneDNN has no bf16 LSTM without AVX-512.
     monkeypatch.setitem(bench.PEERS, "nn.LSTM", lambda model, rows: None)
 
     def breaks(model, rows):

@@ -1,4 +1,4 @@
-"""bench_ops --device cuda where there is no GPU: cases, gate, limits, rows, tables, ncu's log."""
+"""Tests bench_ops --device cuda without a GPU: cases, gate, limits, rows, tables, ncu's log."""
 
 import subprocess
 import sys
@@ -23,7 +23,7 @@ STAMP = {
 
 @pytest.fixture
 def bench():
-    """The modules of bench_ops, and torch's switches as they were."""
+    """The modules of bench_ops; restores torch's switches afterwards."""
     places = torch.backends.cuda.matmul, torch.backends.cudnn.rnn
     before = [place.fp32_precision for place in places]
     from bench import timing
@@ -72,7 +72,8 @@ def test_must_has_every_row_of_the_table(bench):
 
 
 def fake_bench(bench, monkeypatch, milliseconds):
-    """A bench on the CPU in which everything takes so long; cases are cut to run there."""
+    """A benchmark on the CPU in which everything takes a fixed time; cases are reduced to run
+    there."""
     sample = bench.Sample(milliseconds, milliseconds, milliseconds, 7, 0.1, 1.0)
 
     def time_calls(call, *_):
@@ -206,5 +207,5 @@ def test_two_machines_have_a_table_each_and_one_of_accuracy(plot, monkeypatch, t
     none = [plot.bench_table(path, "diagonal_rnn") for path in paths]
     (tmp_path / "c.csv").write_text(f"{columns}\n{row}_diagonal_rnn_cpu_0,c,2026-01-01\n")
     only = plot.bench_table(tmp_path / "c.csv", "diagonal_rnn").splitlines()
-    assert none == ["", ""]  # and no empty line of theirs:
+    assert none == ["", ""]  # and no empty line in their place
     assert plot.generate(page.format("bench-diagonal")).splitlines()[1:-1] == only

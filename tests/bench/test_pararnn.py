@@ -1,4 +1,5 @@
-"""bench_ops --suite pararnn: its cases, its floors, and the tables that plot_bench makes of rows."""
+"""Tests bench_ops --suite pararnn: its cases, its floors, and the tables that plot_bench makes of
+its rows."""
 
 import csv
 
@@ -21,7 +22,8 @@ def test_a_case_and_pass_is_one_row(suite):
 
 
 def test_floors(suite):
-    """Bytes read and written once: x and h forward; h, x, dh and dx backward; c with the LSTM."""
+    """Every byte is read and written once: x and h forward; h, x, dh and dx backward; with the LSTM
+    c too."""
     elements = 8 * 2048 * 4096
     words = {(c.op, c.which): suite.bytes_moved(c) / elements / 4 for c in suite.MUST[:8:2]}
     assert words == {

@@ -1,4 +1,4 @@
-"""The picture of the transfer behaviour is of our cells."""
+"""Tests that the plot of transfer behaviour shows flashcell's cells."""
 
 import pytest
 import torch

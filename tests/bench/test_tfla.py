@@ -1,4 +1,4 @@
-"""bench_ops --suite tfla: cases, floors, marks, and what plot_bench makes of the rows."""
+"""Tests bench_ops --suite tfla: cases, floors, marks, and what plot_bench makes of the rows."""
 
 import csv
 import sys
@@ -12,7 +12,7 @@ from flashcell.kernels import tfla as reference
 
 @pytest.fixture
 def modules():
-    """The cases of this kernel, and what runs them."""
+    """The modules of this kernel's cases and of what runs them."""
     from bench.ops import tfla
     from bench.suites.tfla import cases_cuda
 
@@ -20,7 +20,7 @@ def modules():
 
 
 def test_cases_and_floors(modules):
-    """Two cases of one name would hide each other's rows. Floors: notes/tfla.md, section 4."""
+    """Two cases of one name would hide each other's rows."""
     suite, _ = modules
     names = [case.name for case in suite.CASES]
     assert len(set(names)) == len(names)
@@ -62,7 +62,7 @@ def test_what_misses_its_mark_is_said(modules, monkeypatch):
 
 
 def test_a_peer_that_cannot_run_says_why(modules, monkeypatch, tmp_path, capsys):
-    """Each pass has a row: a time, or a note; rows of other suites may have been in the file first."""
+    """Each pass has a row with a time or a note, even if the file had rows of other suites before."""
     from bench.timing import Sample
     from measurement.record import append
 
@@ -110,7 +110,7 @@ def test_a_peer_that_cannot_run_says_why(modules, monkeypatch, tmp_path, capsys)
 
 
 def test_mamba2_is_made_without_its_package(modules, monkeypatch, tmp_path):
-    """In every case, not in the first alone."""
+    """The import fails in every case, not in the first alone."""
     suite, _ = modules
     files = {
         "__init__.py": "raise ImportError('its CUDA extension')\n",
@@ -216,7 +216,7 @@ def test_figures(plot, tmp_path):
 
 @pytest.mark.parametrize("steps", [1, 70])
 def test_cases_of_the_cpu(steps):
-    """A step is in place: its second call goes on from the first's state."""
+    """A step works in place: its second call continues from the first call's state."""
     from bench.suites import cases_of
 
     cases = cases_of("tfla")

@@ -1,4 +1,4 @@
-"""scripts/build_kernels and the shared build, on the smallest kernel project and on fused-rnn."""
+"""Tests scripts/build_kernels and the shared build on the smallest kernel project and on fused-rnn."""
 
 import json
 import shutil
@@ -52,7 +52,8 @@ def test_cpu_variant_is_complete_and_loads(project):
     assert (str(metadata.name), metadata.version, metadata.license) == ("axpy", 1, "Apache-2.0")
     keys = {"name", "id", "version", "kernels-minver", "license", "python-depends", "backend"}
     text = (directory / "metadata.json").read_text()
-    assert set(json.loads(text)) == keys | {"digest"}  # no date, path or commit: reproducible
+    # No date, path or commit, so builds are reproducible.
+    assert set(json.loads(text)) == keys | {"digest"}
     metadata.digest.validate(Digest.hash_variant(DigestAlgorithm.SHA256, directory))
     kernel = kernels.get_local_kernel(directory)
     assert kernel.BACKEND == "cpu"
@@ -93,7 +94,8 @@ def test_digests_are_those_of_kernels(project):
 @pytest.mark.parametrize("file", ["build.toml", "csrc/axpy.h", "torch-ext/axpy/__init__.py"])
 def test_id_follows_the_sources(project, tmp_path, file):
     old = build_toml.read_kernel(project).id("cpu")
-    assert old == build_toml.read_kernel(AXPY).id("cpu")  # in any directory, with git or without
+    # The same in any directory, with git or without.
+    assert old == build_toml.read_kernel(AXPY).id("cpu")
     (project / "csrc" / "__pycache__").mkdir()
     (project / "csrc" / "__pycache__" / "litter.pyc").write_text("")
     (project / "build").mkdir()
@@ -125,7 +127,7 @@ def test_forgotten_source_fails_before_publication(project):
 
 @pytest.mark.slow
 def test_cpu_build_is_reproducible(tmp_path):
-    """Other directories, other checkouts, other compiler flags in the environment: same bytes."""
+    """Other directories, checkouts and compiler flags in the environment give the same bytes."""
     outputs = []
     for folder in ("a", "deeper/b"):
         for part in ("builder", "common"):
@@ -142,7 +144,7 @@ def test_cpu_build_is_reproducible(tmp_path):
 
 @pytest.mark.slow
 def test_fused_rnn_is_reproducible(tmp_path):
-    """The variant of this checkout, and one from a copy of its sources."""
+    """The variant of this checkout equals one from a copy of its sources."""
     fused = ROOT / "kernel_builds" / "fused-rnn"
     ours = subprocess.run(
         [sys.executable, ROOT / "scripts" / "build_kernels", "--kernel", "fused-rnn"],
@@ -171,7 +173,8 @@ def test_cuda_variant_holds_the_archs_and_is_reproducible(project):
     before = variant.digests(directory)
     shutil.rmtree(project.parent / "home/build")
     shutil.rmtree(directory)
-    assert variant.digests(built(project, *cuda, name=CUDA)) == before  # from the same path
+    # Built again from the same path.
+    assert variant.digests(built(project, *cuda, name=CUDA)) == before
 
 
 def test_archs():

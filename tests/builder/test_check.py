@@ -1,4 +1,5 @@
-"""scripts/build_kernels --check: what it finds, what it leaves alone, and that it leaves nothing out."""
+"""Tests scripts/build_kernels --check: what it finds, what it accepts, and that it compiles
+everything."""
 
 import shutil
 import subprocess
@@ -60,7 +61,8 @@ def check(project, *arguments):
 
 KERNEL = "if (i < size) y[i] += a * x[i];"
 FAR = "__shared__ float far[1 << 20];\n  far[i] = a;\n  __syncthreads();\n  y[i] = far[i ^ 1];"
-BROKEN = {  # what, by what, and what is said; ptxas' error stands for the rest in the fast tier
+# What is broken, which program finds it, and its message; the fast tier tries ptxas' error only.
+BROKEN = {
     "PTX": (KERNEL, 'asm volatile("nonsense.f32;");', "Not a name of any known instruction"),
     "shared memory": (KERNEL, FAR, "uses too much shared data"),
     "C++": (KERNEL, "y[i] += missing * x[i];", 'identifier "missing" is undefined'),
@@ -92,7 +94,7 @@ def test_an_error_is_found(tmp_path, name):
 
 
 @needs_nvcc
-@pytest.mark.slow  # that it succeeds, CI's own build shows
+@pytest.mark.slow  # CI's own build shows that it succeeds.
 def test_nothing_is_written(tmp_path):
     project = Path(shutil.copytree(AXPY, tmp_path / "axpy"))
     done = check(project)
@@ -103,7 +105,8 @@ def test_nothing_is_written(tmp_path):
 
 @needs_nvcc
 def test_what_the_front_end_reads_is_whole_for_the_linker(tmp_path):
-    """An error in a source that does not become machine code is found; its functions are there."""
+    """An error in a source that is only read by the front end is found; its functions exist for the
+    linker."""
     sources = [f"csrc/cuda/instantiations/grid_{cell}.cu" for cell in ("lstm", "gru")]
     left = subset.launcher("fused-rnn", sources)
     assert left[-1] == sources[0]
@@ -128,7 +131,7 @@ def test_what_the_front_end_reads_is_whole_for_the_linker(tmp_path):
 
 @needs_nvcc
 def test_every_source_file_is_for_the_same_archs(tmp_path):
-    """One of them says for all which code a GPU runs: abi_check sees to it."""
+    """code.cuh reads the archs of one source file for all, so abi_check verifies that all agree."""
     nvcc, archs = str(toolchain.machine_nvcc()), {"a": ["8.0+PTX", "9.0a"], "b": ["9.0a"]}
     for name, own in archs.items():
         (tmp_path / f"{name}.cu").write_text(f"__global__ void {name}() {{}}")

@@ -1,4 +1,4 @@
-"""scripts/check_cuda without a GPU: a program in the sanitizer's place."""
+"""Tests scripts/check_cuda without a GPU, with a fake program in the sanitizer's place."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_leaves_nothing_behind(tmp_path, number):
-    """What it starts runs in a session of its own, and would outlive it."""
+    """The sanitizer runs in a session of its own, and would otherwise outlive the script."""
     sanitizer = tmp_path / "compute-sanitizer"
     sanitizer.write_text(f"#!/bin/sh\nsleep 300 &\necho $$ $! > {tmp_path}/started; wait\n")
     sanitizer.chmod(0o755)
@@ -38,7 +38,7 @@ def wait_for(condition, seconds: float = 30) -> None:
 
 
 def is_running(pid: int) -> bool:
-    """Not one that has ended and is waited for by nobody."""
+    """Whether the process runs; one that has ended and was not waited for does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""scripts/build_kernels writes below its state folder, and in nobody else's."""
+"""Tests that scripts/build_kernels writes below its state folder only."""
 
 import os
 import shutil
@@ -35,14 +35,14 @@ def test_cuda_is_compiled_below_the_state_folder(project, tmp_path, check):
     (tmp_path / "nvcc").chmod(0o755)
     cuda = ("--backend", "cuda", "--archs", "9.0", "--nvcc", tmp_path / "nvcc", *check)
     done = build(project, *cuda)
-    assert "cmake could not configure the build" in done.stderr  # as far as it gets without nvcc
+    assert "cmake could not configure the build" in done.stderr  # it gets no further without nvcc
     (work,) = (tmp_path / "home/build").iterdir()
     assert (work / "objects/CMakeCache.txt").is_file()
     assert f"KERNEL_DIR:PATH={project}" in (work / "objects/CMakeCache.txt").read_text()
 
 
 def in_place_of(project, tmp_path, at: str) -> Path:
-    """A victim's folder, linked to where a build would write."""
+    """Replaces a folder that a build would write to by a link to somebody's folder."""
     victim, place = tmp_path / "victim", tmp_path / "home/build"
     (victim / "objects").mkdir(parents=True)
     (victim / "objects/CMakeCache.txt").write_text("mine")

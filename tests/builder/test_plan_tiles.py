@@ -1,4 +1,5 @@
-"""scripts/plan_tiles: the published widths, the generated files, the memory that the model counts."""
+"""Tests scripts/plan_tiles: published widths, generated files, and the memory that the model
+counts."""
 
 import subprocess
 import sys
@@ -29,7 +30,7 @@ def test_published_widths(tool):
 
 
 def test_model_counts_memory_as_the_kernel_does(tool):
-    """The widest head the constraint problem accepts with the build's tiles is the planner's."""
+    """The widest head that the constraint problem accepts with the build's tiles is the planner's."""
     from tiles import model
     from tiles.planner import Planner
     from tiles.sizes import backward_shape, forward_shape

@@ -1,4 +1,4 @@
-"""The cell structs alone: finite differences, compiled with g++ and nothing else."""
+"""Tests the cell structs alone by finite differences, compiled with g++ and nothing else."""
 
 import subprocess
 from pathlib import Path

@@ -1,5 +1,10 @@
 """Records 20 steps of another program's training: each loss, gradient and parameter.
 
+A script of this folder trains with one program and ends in `record(train)`; `train(flashcell)`
+returns the trained module. With --flashcell it gets the package, otherwise functions of the same
+names that change nothing. Either way the steps are recorded by torch's own hooks in the file
+named by --out, so the program itself need not report its losses.
+
 A script of this folder trains with one program and ends in `record(train)`. `train(flashcell)` returns
 the trained module. With --flashcell it is given the package, otherwise functions of the same names
 that change nothing. Either way the file named by --out gets what the steps were, by torch's own
@@ -19,8 +24,9 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 STEPS = 20
-CLIP = 0.1  # of the gradient's norm: far below what these models begin with, so clipping happens
-TRAINER: dict[str, Any] = {  # for the programs that use Lightning's Trainer
+# Limit of the gradient's norm, far below that of these models at first, so that clipping happens.
+CLIP = 0.1
+TRAINER: dict[str, Any] = {  # options for the programs that use Lightning's Trainer
     "accelerator": "cpu",
     "gradient_clip_val": CLIP,
     "logger": False,
@@ -34,7 +40,7 @@ RECURRENT = (nn.RNNBase, nn.RNNCellBase)
 
 
 def record(train: Callable[..., nn.Module], models: tuple[str, ...] = ()) -> None:
-    """With `models`, one of their names is the script's argument, and the second of `train`."""
+    """With `models`, the script's argument is one of their names, which `train` gets second."""
     parser = argparse.ArgumentParser(description="trains 20 steps and records them")
     parser.add_argument("--flashcell", action="store_true", help="with flashcell's modules")
     parser.add_argument("--out", required=True, help="the .npz file to write")
@@ -64,7 +70,7 @@ def record(train: Callable[..., nn.Module], models: tuple[str, ...] = ()) -> Non
 
 
 def fit(model: nn.Module, losses: list[Callable[[], Tensor]]) -> nn.Module:
-    """A step for each loss, for the programs that leave training to their user."""
+    """Takes one step for each loss, for programs that leave training to their user."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for loss in losses:
         optimizer.zero_grad()
@@ -75,7 +81,7 @@ def fit(model: nn.Module, losses: list[Callable[[], Tensor]]) -> nn.Module:
 
 
 def _watch(rows: dict[str, list[Any]]) -> None:
-    """Every backward adds its loss, every optimizer step its gradients and parameters."""
+    """Records the loss at every backward, and gradients and parameters at every optimizer step."""
     backward = Tensor.backward
 
     def backward_of_a_loss(loss: Tensor, *args: Any, **kwargs: Any) -> None:

@@ -1,10 +1,10 @@
-"""Other programs train 20 steps alike on torch.nn's modules and on flashcell's.
+"""Tests that other programs train 20 steps alike on torch.nn's modules and on flashcell's.
 
 The environment clients/ of the state folder is made where it is absent: torch at the version of
 constraints.txt, flashcell from this checkout, and each program that installs beside them. One script
 by hand, in that environment:
 
-    LOCAL_KERNELS=flashcell/fused-rnn=$PWD/kernel_builds/fused-rnn \\
+    LOCAL_KERNELS=flashcell/fused-rnn=$PWD/kernel_builds/fused-rnn \
     .flashcell/clients/bin/python tests/clients/train_darts.py --flashcell --out ours.npz
 """
 
@@ -23,10 +23,11 @@ from tooling import environment as python_environment
 ROOT = Path(__file__).resolve().parents[2]
 
 HOME = Path(os.environ.get("FLASHCELL_HOME") or ROOT / ".flashcell").resolve()
-# Beside torch for the CPU torchaudio does not load, and then no transformers: without it.
+# torchaudio does not load beside torch for the CPU, and transformers then fails too: install
+# without it.
 SPEECHBRAIN = "--no-deps speechbrain==1.1.2 hyperpyyaml==1.2.3 ruamel.yaml==0.18.17 scipy"
 PYG = "torch-geometric==2.8.1"
-PROGRAMS = {  # script and its arguments: what pip is told to install
+PROGRAMS = {  # script and its arguments -> what pip installs
     "lightning": "lightning==2.6.6",
     "neuralforecast LSTM": "neuralforecast==3.3.0",
     "neuralforecast RNN": "neuralforecast==3.3.0",
@@ -34,8 +35,8 @@ PROGRAMS = {  # script and its arguments: what pip is told to install
     "darts": "darts==0.48.1",
     "gluonts": "gluonts[torch]==0.17.0",
     "pytorch_forecasting sgd": "pytorch-forecasting==1.8.0",
-    # Adam divides by the gradient's size: where that is near 0 (in fp32 a tenth of these), a rounding
-    # of it becomes a part of a step's full length, and in fp32 the parameters part by 3e-4.
+    # Adam divides by the gradient's size. Where that is near 0 (in fp32 a tenth of these), a
+    # rounding error becomes part of a full step, and in fp32 the parameters differ by 3e-4.
     "pytorch_forecasting adam --double": "pytorch-forecasting==1.8.0",
     "recurrent_ppo": "sb3-contrib==2.9.2",
     "speechbrain RNN": SPEECHBRAIN,
@@ -45,7 +46,7 @@ PROGRAMS = {  # script and its arguments: what pip is told to install
     "speechbrain LSTMCell": SPEECHBRAIN,
     "speechbrain GRUCell": SPEECHBRAIN,
     "speechbrain decoder": SPEECHBRAIN,
-    # After batch norm a rounding turns into the other side of a leaky relu: in fp32 once 5e-6.
+    # After batch norm a rounding can change the side of a leaky relu: in fp32 once 5e-6.
     "speechbrain CRDNN --double": SPEECHBRAIN,
     "torch_geometric lstm_aggregation": PYG,
     "torch_geometric gru_aggregation": PYG,
@@ -54,15 +55,15 @@ PROGRAMS = {  # script and its arguments: what pip is told to install
     "torch_geometric set2set": PYG,
     "torch_geometric attentive_fp": PYG,
 }
-# Of the norm of each step's losses, gradients or parameters. Seen: 6e-7, and 8e-12 in float64. Where two
-# biases share one gradient, which clipping then scales twice, every program is off by 1.5e-5 at least in
-# its losses.
+# Relative to the norm of each step's losses, gradients or parameters. Seen: 6e-7, and 8e-12 in
+# float64. If two biases share one gradient, which clipping then scales twice, every program would
+# be off by at least 1.5e-5 in its losses.
 BOUNDS = {"float32": 1e-6, "float64": 1e-10}
-CLIP = 0.1  # as recording.py has it
+CLIP = 0.1  # the value in recording.py
 
 
 def pip(python: Path, *arguments: str) -> str:
-    """What pip says if it fails, else nothing."""
+    """Returns pip's output if it fails, else nothing."""
     command = [python, "-m", "pip", "install", "-c", ROOT / "constraints.txt", *arguments]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     lines = done.stdout.strip().splitlines() or [f"exit status {done.returncode}"]
@@ -72,7 +73,7 @@ def pip(python: Path, *arguments: str) -> str:
 
 @pytest.fixture(scope="session")
 def install():
-    """A function of a requirement: the Python that has it, or a skip that says why it has not."""
+    """Returns a function that installs a requirement and returns the Python that has it, or skips."""
     folder = HOME / "clients"
     python = folder / "bin" / "python"
     torch = f"torch=={python_environment._pinned('torch')}"
@@ -95,7 +96,7 @@ def install():
         with open(HOME / "clients.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not done.exists():
-                # torch stands beside it, so that pip takes no other one
+                # torch is already there, so that pip installs no other one
                 code = "import torch; print(torch.__version__)"
                 have = subprocess.run([python, "-c", code], capture_output=True, text=True).stdout
                 error = pip(python, *requirement.split(), f"torch=={have.strip()}", "-e", str(ROOT))
@@ -150,7 +151,7 @@ def compare(own: dict, ours: dict, dtype: str = "float32") -> None:
 
 def recorded(is_ours: list[bool], dtype: str = "float32") -> dict:
     steps = np.ones((20, 4), dtype)
-    gradients = CLIP / 2 * steps  # of norm CLIP
+    gradients = CLIP / 2 * steps  # each of norm CLIP
     recorded = {"losses": steps[:, 0], "gradients": gradients, "parameters": steps}
     return {"ours": np.array(is_ours), **recorded}
 

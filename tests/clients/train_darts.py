@@ -1,4 +1,4 @@
-"""darts' BlockRNN, which makes its nn.LSTM inside fit."""
+"""Trains darts' BlockRNN, which makes its nn.LSTM inside fit."""
 
 import numpy as np
 from darts import TimeSeries

@@ -1,4 +1,4 @@
-"""gluonts' DeepAR, which makes its nn.LSTM inside train."""
+"""Trains gluonts' DeepAR, which makes its nn.LSTM inside train."""
 
 import numpy as np
 from gluonts.dataset.common import ListDataset
@@ -15,7 +15,7 @@ def train(flashcell):
         prediction_length=4,
         context_length=16,
         hidden_size=16,
-        dropout_rate=0.0,  # flashcell's dropout draws other numbers
+        dropout_rate=0.0,  # flashcell's dropout draws other random numbers
         batch_size=8,
         num_batches_per_epoch=STEPS,
         trainer_kwargs={"max_epochs": 1, **TRAINER},

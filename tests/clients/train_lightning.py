@@ -1,4 +1,5 @@
-"""Lightning's Trainer with gradient_clip_val: an LSTM of two layers learns the sum of its inputs."""
+"""Trains with Lightning's Trainer and gradient_clip_val: a two-layer LSTM learns the sum of its
+inputs."""
 
 import lightning
 import torch

@@ -1,4 +1,4 @@
-"""neuralforecast's LSTM, RNN or DeepAR on four noisy waves."""
+"""Trains neuralforecast's LSTM, RNN or DeepAR on four noisy waves."""
 
 import numpy as np
 import pandas as pd
@@ -13,7 +13,7 @@ MODELS = {
     "DeepAR": (
         DeepAR,
         {"lstm_hidden_size": 16, "lstm_dropout": 0.0},
-    ),  # dropout draws other numbers
+    ),  # flashcell's dropout draws other random numbers
 }
 
 

@@ -1,4 +1,9 @@
-"""pytorch-forecasting's Temporal Fusion Transformer, whose LSTM is a subclass of nn.LSTM.
+"""Trains pytorch-forecasting's Temporal Fusion Transformer, whose LSTM is a subclass of nn.LSTM.
+
+The subclass has its own forward, for sequences of length 0, which calls super().forward. What a
+forward calls cannot be told from its class, so `replace` and `drop_in` leave it alone and say
+so. Here the program is imported while torch.nn.LSTM is flashcell's, so that its super().forward
+is flashcell's.
 
 The subclass has a forward of its own, for sequences of length 0, which calls super().forward. What a
 forward calls cannot be told from its class, so `replace` and `drop_in` leave it alone and say so. Here

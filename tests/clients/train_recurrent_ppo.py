@@ -1,4 +1,5 @@
-"""sb3-contrib's RecurrentPPO on CartPole: five rollouts of 32 actions, four steps after each."""
+"""Trains sb3-contrib's RecurrentPPO on CartPole: five rollouts of 32 actions, four steps after
+each."""
 
 from recording import CLIP, STEPS, record
 from sb3_contrib import RecurrentPPO

@@ -1,4 +1,4 @@
-"""SpeechBrain: its recurrent modules, with lengths, its CRDNN and its attentional decoder."""
+"""Trains SpeechBrain's recurrent modules with lengths, its CRDNN and its attentional decoder."""
 
 import importlib.machinery
 import sys
@@ -11,7 +11,8 @@ from torch import nn
 try:
     import torchaudio  # noqa: F401
 except (ImportError, OSError):
-    # Its wheel loads beside a torch for CUDA alone. SpeechBrain imports it for what is not used here.
+    # torchaudio's wheel loads only beside torch for CUDA. SpeechBrain imports it for parts not used
+    # here.
     stub = types.ModuleType("torchaudio")
     stub.__spec__, stub.__version__ = importlib.machinery.ModuleSpec("torchaudio", None), "2.9.0"
     sys.modules["torchaudio"] = stub
@@ -20,11 +21,11 @@ from speechbrain.lobes.models.CRDNN import CRDNN
 from speechbrain.nnet import RNN as recurrent
 
 WIDTH, BATCH, TIME = 16, 6, 14
-LENGTHS = torch.tensor([1.0, 0.9, 0.9, 0.6, 0.5, 0.2])  # as parts of the longest
+LENGTHS = torch.tensor([1.0, 0.9, 0.9, 0.6, 0.5, 0.2])  # as shares of the longest
 
 
 class Sequences(nn.Module):
-    """A module of `recurrent`, with lengths if it takes them."""
+    """Runs a module of `recurrent`, with lengths if it takes them."""
 
     def __init__(self, kind, **options):
         super().__init__()
@@ -45,13 +46,13 @@ class Sequences(nn.Module):
 
 
 class Convolutions(nn.Module):
-    """Convolutions, recurrent layers and a network."""
+    """Runs convolutions, recurrent layers and a linear network."""
 
     def __init__(self):
         super().__init__()
         self.model = CRDNN(
             input_shape=[None, None, WIDTH],
-            dropout=0.0,  # flashcell's dropout draws other numbers
+            dropout=0.0,  # flashcell's dropout draws other random numbers
             cnn_blocks=1,
             cnn_channels=[4],
             time_pooling=False,

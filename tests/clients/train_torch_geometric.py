@@ -1,4 +1,4 @@
-"""PyTorch Geometric: what it builds on torch.nn's recurrent modules, trained on random graphs."""
+"""Trains PyTorch Geometric modules that are built on torch.nn's recurrent ones, on random graphs."""
 
 import torch
 from recording import STEPS, fit, record
@@ -9,7 +9,7 @@ WIDTH, NODES, GRAPHS = 16, 12, 4
 
 
 class Graphs(nn.Module):
-    """A number for each graph: convolutions over its edges, then a sum of all its nodes."""
+    """Predicts a number for each graph: convolutions over its edges, then a sum over its nodes."""
 
     def __init__(self, convolutions, jump=None, readout=None, width=WIDTH):
         super().__init__()
@@ -61,7 +61,7 @@ def train(flashcell, name):
         x = torch.randn(GRAPHS * NODES, WIDTH)
         ends = torch.randint(NODES, (2, GRAPHS, 3 * NODES)) + NODES * torch.arange(GRAPHS)[:, None]
         source, target = ends.flatten(1)
-        order = target.argsort(stable=True)  # as the LSTM's aggregation wants them
+        order = target.argsort(stable=True)  # the order that the LSTM aggregation requires
         edges = torch.stack([source[order], target[order]])
         wanted = x.new_zeros(GRAPHS, 1).index_add(0, graph, x[:, :1])
         return nn.functional.mse_loss(model(x, edges, graph), wanted)

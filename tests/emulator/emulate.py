@@ -1,4 +1,4 @@
-"""Builds a kernel project's CUDA backend for the CPU, where README.md's emulator runs it.
+"""Builds a kernel project's CUDA backend for the CPU, where the emulator (README.md) runs it.
 
     PYTHONPATH=scripts python tests/emulator/emulate.py KERNEL_DIR OUT [--sanitize]
 
@@ -38,14 +38,15 @@ SANITIZE = ["-fsanitize=address", "-fno-omit-frame-pointer"]
 
 
 class Emulated(Kernel):
-    """Its ops have a namespace of their own, so that it loads beside the CPU's binary."""
+    """A variant whose ops have a namespace of their own, so that it loads beside the CPU's binary."""
 
     def id(self, backend: str) -> str:
         return f"_{self.python_name}_emulated_{self.content_hash()}"
 
 
 def build(project: Path, out: Path, sanitize: bool = False) -> Path:
-    """`out`, with the emulated variant of the kernel project; left alone if it is up to date."""
+    """Returns `out` with the emulated variant of the kernel project; does nothing if it is up to
+    date."""
     _check_machine()
     read = read_kernel(project)
     read.check_backend("cuda")
@@ -64,7 +65,7 @@ def build(project: Path, out: Path, sanitize: bool = False) -> Path:
 
 
 def build_program(source: Path, program: Path) -> Path:
-    """A program of one source and no torch."""
+    """Builds a program of one source, without torch."""
     _check_machine()
     sources = ["-x", "c++", str(source), *map(str, MACHINE)]
     _run([_compiler(), *FLAGS, *INCLUDE[:2], *sources, "-o", str(program)])
@@ -81,7 +82,8 @@ def _is_built(out: Path, stamp: str) -> bool:
 
 
 def _stamp(kernel: Kernel, flags: list[str]) -> str:
-    """Of all that decides the binary: the kernel, the emulator, the compiler, torch's headers."""
+    """Returns a hash of everything that decides the binary: kernel, emulator, compiler, torch's
+    headers."""
     compiler = subprocess.run([_compiler(), "--version"], capture_output=True, check=True).stdout
     digest = hashlib.sha256(compiler)
     digest.update("\n".join([kernel.id("cpu"), torch.__version__, str(TORCH), *flags]).encode())
@@ -110,7 +112,7 @@ def _compile(kernel: Kernel, flags: list[str], objects: Path) -> Path:
     with concurrent.futures.ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         parts = list(pool.map(compiled, sources))
     library = objects / "library.so"
-    # -Bsymbolic: torch_shims.cpp answers, not the functions of these names in torch.
+    # -Bsymbolic: calls reach torch_shims.cpp, not torch's functions of the same names.
     link = [_compiler(), *flags, "-shared", "-Wl,-Bsymbolic", *map(str, parts)]
     _run([*link, f"-L{TORCH / 'lib'}", "-ltorch_cpu", "-o", str(library)])
     return library

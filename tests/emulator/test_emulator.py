@@ -1,4 +1,4 @@
-"""The emulator alone: it runs a right kernel, and sees every fault of faults.cu."""
+"""Tests the emulator alone: it runs a correct kernel, and detects every fault of faults.cu."""
 
 import subprocess
 
@@ -7,7 +7,7 @@ import pytest
 from emulate import HERE, SUPPORTED, build_program
 
 pytestmark = pytest.mark.skipif(not SUPPORTED, reason="the emulator needs Linux on x86_64")
-WRONG = {  # what is printed after the fault's name begins like this, whatever the order
+WRONG = {  # how the output after the fault's name begins, whatever the order of threads
     "none": "right",
     "no barrier": "wrong",
     "no copy": "wrong",
@@ -40,7 +40,7 @@ def run(program, options):
 @pytest.mark.parametrize("order", ["", "backwards"], ids=["forwards", "backwards"])
 def test_every_fault_is_seen(faults, order, copies):
     said = run(faults, f"{order} {copies}")
-    # A copy that landed early hides that nobody waited for it: why both are run.
+    # A copy that landed early hides that it was not waited for, so both orders are run.
     assert said.pop("no wait") == ("right" if copies else "wrong")
     assert said.keys() == WRONG.keys()
     for fault, begin in WRONG.items():
@@ -55,7 +55,8 @@ def test_an_unknown_option_is_refused(faults):
 @pytest.mark.parametrize("order", ["", "backwards"], ids=["forwards", "backwards"])
 def test_wgmma_multiplies_every_kind_of_operand(wgmma, order, products):
     said = run(wgmma, f"{order} {products}")
-    # What ran at once hides that nobody waited, and that an operand is gone: why both are run.
+    # A product that ran at once hides that it was not waited for, or that an operand was
+    # overwritten, so both orders are run.
     assert said.pop("no wait") == said.pop("overwritten") == ("right" if products else "wrong")
     assert said.pop("never arrives").startswith("emulator: threads wait for others that never come")
     assert len(said) == 2 * 6 * 4  # types, operands, widths

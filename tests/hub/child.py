@@ -1,4 +1,4 @@
-"""Processes that load the kernel, step by step, and write what came of it as JSON.
+"""Forks processes that load the kernel step by step and write the results as JSON.
 
 Reads requests from stdin, one JSON object a line, forks for each and prints the pid: torch is
 imported once for all; huggingface_hub, kernels and the loader start anew in every process.
@@ -46,7 +46,7 @@ def load(arguments: tuple, compiler: str | None) -> dict:
         outcome["value"] = compiled(torch.ones(1)).item()
     module = kernel_loader.load_kernel(*arguments)
     info = kernel_loader.kernel_info(*arguments)
-    if info.source != "reference":  # the toy's lstm doubles its input
+    if info.source != "reference":  # the test kernel's lstm doubles its input
         outcome.setdefault("value", call(torch.ones(1)).item())
     return outcome | {"source": info.source, "file": module.__file__, "info": str(info)}
 
@@ -67,7 +67,7 @@ def answer(request: dict) -> None:
 
 
 def main() -> None:
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # finished processes are nobody's zombies
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # finished processes do not stay as zombies
     for line in sys.stdin:
         pid = os.fork()
         if pid == 0:

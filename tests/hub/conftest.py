@@ -1,4 +1,5 @@
-"""A kernel small enough to build in a second, a Hub that has it, and fresh processes that load it.
+"""Fixtures: a kernel small enough to build in a second, a Hub that has it, and fresh processes that
+load it.
 
 The kernel calls itself fused-rnn, so that what falls back finds the wheel's reference. The loader
 is taken without the rest of the package: its processes start without transformers.
@@ -60,7 +61,7 @@ PACKAGE = {
 
 @pytest.fixture(scope="session")
 def publish_kernels():
-    """The script as a module."""
+    """The script scripts/publish_kernels as a module."""
     return load_command("publish_kernels")
 
 
@@ -81,7 +82,7 @@ def hub(local_hub, tmp_path):
 
 @dataclass(frozen=True)
 class Project:
-    """A kernel project, and how to build and publish it."""
+    """A kernel project, with functions to build and publish it."""
 
     script: object
     root: Path
@@ -122,13 +123,13 @@ def built(publish_kernels, tmp_path_factory) -> Project:
 
 @pytest.fixture
 def project(built, tmp_path) -> Project:
-    """A copy that a test may change."""
+    """A copy of the project that a test may change."""
     return Project(built.script, Path(shutil.copytree(built.root, tmp_path / "fused-rnn")))
 
 
 @pytest.fixture(scope="session")
 def seeded_hub(built, local_hub, tmp_path_factory) -> Path:
-    """A store to which the kernel was published over HTTP, with the lock beside it."""
+    """A store to which the kernel was published over HTTP, and its lock."""
     folder = tmp_path_factory.mktemp("hub")
     hub = local_hub.LocalHub(folder / "store").start()
     with pytest.MonkeyPatch.context() as patch:
@@ -139,7 +140,7 @@ def seeded_hub(built, local_hub, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def processes():
-    """child.py, with an environment that leaves nothing to the user's own."""
+    """Starts child.py with an environment that excludes the user's own settings."""
     variables = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "LOCAL_"))}
     pipe = subprocess.PIPE
     server = subprocess.Popen(
@@ -152,7 +153,7 @@ def processes():
 
 @dataclass
 class Running:
-    """A process of child.py."""
+    """A process started by child.py."""
 
     pid: int
     out: Path
@@ -169,7 +170,7 @@ class Running:
 
 @dataclass
 class Chain:
-    """A Hub with the published kernel, its lock, a cache that is empty at first."""
+    """A Hub with the published kernel, its lock, and a cache that is empty at first."""
 
     hub: object
     folder: Path
@@ -177,7 +178,7 @@ class Chain:
     variant = VARIANT
 
     def start(self, *steps: dict, **environment: object) -> Running:
-        """A process that takes the steps (child.py)."""
+        """Starts a process that takes the steps (child.py)."""
         variables = {
             "HF_HOME": str(self.folder / "cache"),
             "HF_ENDPOINT": self.hub.url,
@@ -205,7 +206,7 @@ class Chain:
         return next(self.folder.glob(f"cache/hub/kernels--*/snapshots/*/build/{VARIANT}"))
 
     def downloads(self) -> list[str]:
-        """The files that were sent."""
+        """The files that the Hub has sent."""
         gets = [r.split() for r in self.hub.requests if r.startswith("GET /kernels/")]
         return [path.rpartition("/")[2] for _, path, _ in gets]
 

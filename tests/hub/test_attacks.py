@@ -1,4 +1,4 @@
-"""A Hub that lies, a cache that others write to, files that are swapped: what runs is what is locked."""
+"""Tests a lying Hub, a cache that others write to and swapped files: only what is locked may run."""
 
 import ast
 import json
@@ -17,7 +17,7 @@ IN_CONSTRUCTOR = """
 #include <stdio.h>
 __attribute__((constructor)) static void run(void) { fclose(fopen("%s", "w")); }
 """
-# Once {target} has been opened, {swap} runs ahead of whatever the process opens or imports next.
+# Once {target} has been opened, {swap} runs before the process opens or imports anything else.
 SWAP = """
 import os, shutil, sys
 seen = []
@@ -35,7 +35,7 @@ sys.addaudithook(hook)
 
 @pytest.fixture
 def spy(tmp_path):
-    """A file that what must not run makes, and Python that makes it."""
+    """A file that forbidden code would create, and the Python code that creates it."""
     file = tmp_path / "ran"
     yield file, f"open({str(file)!r}, 'w')\n"
     assert not file.exists()
@@ -51,7 +51,7 @@ def library(chain) -> str:
 
 
 def on_hub(chain, edit) -> None:
-    """Changes what the Hub says of its files, name -> {sha256, size, oid}, at the same commit."""
+    """Changes what the Hub reports of its files, name -> {sha256, size, oid}, at the same commit."""
     file = chain.folder / "store/repos/flashcell/fused-rnn.json"
     state = json.loads(file.read_text())
     edit(state["commits"][locked(chain)["revision"]]["files"])
@@ -86,7 +86,7 @@ def test_only_locked_names_are_asked_for(chain, spy):
     assert chain.load()[0]["value"] == 2.0
     assert {p.name for p in chain.cached.iterdir()} == set(locked(chain)["files"])
     assert set(chain.downloads()) == set(locked(chain)["files"])
-    assert len(chain.hub.requests) == len(locked(chain)["files"])  # and for nothing else
+    assert len(chain.hub.requests) == len(locked(chain)["files"])  # and no other requests
 
 
 @pytest.mark.parametrize("etag", ["{victim}", "../../../../../../victim", "..", "a/b", "", "/"])
@@ -105,7 +105,7 @@ def test_what_the_hub_calls_a_file_names_no_place(chain, tmp_path, etag):
 
 
 def outside(chain) -> set[Path]:
-    """The files beside the cache, but for those that the tests' own processes write."""
+    """The files beside the cache, except those that the tests' own processes write."""
     files = chain.folder.parent.rglob("*")
     return {f for f in files if "cache" not in f.parts and f.suffix not in (".json", ".pyc")}
 
@@ -122,14 +122,15 @@ def test_a_link_does_not_lead_out_of_the_cache(chain, tmp_path, linked):
     shutil.rmtree(link, ignore_errors=True)
     victim.mkdir()
     link.symlink_to(victim)
-    assert chain.load(CPU)[0]["source"] == "hub"  # from memory; another time it is fetched again
+    # It was loaded from memory; the next time it is fetched again.
+    assert chain.load(CPU)[0]["source"] == "hub"
     assert list(victim.rglob("*")) == []
 
 
 @pytest.mark.parametrize("how", ["replaced", "blob replaced", "written"])
 @pytest.mark.parametrize("target", ["cells.py", "library"])
 def test_a_file_swapped_after_the_check_does_not_run(chain, project, spy, target, how):
-    """The swap comes right after the file was read, whatever is opened or imported next."""
+    """The swap happens right after the file was read, whatever is opened or imported next."""
     chain.load()
     name = library(chain) if target == "library" else target
     evil = project.root / "evil"
@@ -148,7 +149,7 @@ def test_a_file_swapped_after_the_check_does_not_run(chain, project, spy, target
 
 
 def test_every_module_is_imported_at_the_load(chain, spy):
-    """Of the toy: later its files may change as they like."""
+    """The test kernel's modules are all imported at the load, so its files may change later."""
     run = f"import sys; module = sys.modules[{locked(chain)['id']!r}]\n"
     run += "assert module.__path__ == [] and module.late.VALUE == 1"
     store, files = chain.hub.store, locked(chain)["files"]
@@ -163,7 +164,7 @@ def test_every_module_is_imported_at_the_load(chain, spy):
 
 @pytest.mark.parametrize("kernel", ["diagonal-rnn", "fused-rnn", "tfla"])
 def test_no_kernel_imports_when_it_is_called(kernel):
-    """What is imported late is read from a disk that nobody verifies by then."""
+    """A late import would read from a disk that nobody verifies by then."""
     sources = sorted((ROOT / "kernel_builds" / kernel / "torch-ext").rglob("*.py"))
     assert sources
     for source in sources:
@@ -261,7 +262,7 @@ def test_locks_that_are_a_fifo(chain, tmp_path):
 
 
 def test_kernels_still_loads_it_beside_ours(chain, project):
-    """Its own copy of the same kernel, and another version: each op is registered once."""
+    """kernels' own copy of the same kernel, and another version of it: each op is registered once."""
     path = project.root / "build" / chain.variant
     get = "from pathlib import Path; import kernels\n"
     get += f"toy = kernels.get_local_kernel(Path({str(path)!r})); assert toy.lstm(3) == {{}} * 3\n"

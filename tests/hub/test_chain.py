@@ -1,4 +1,4 @@
-"""The real kernels, from their builds over the Hub into a process that compiles with them."""
+"""Tests the real kernels from their builds, over the Hub, into a process that compiles with them."""
 
 import os
 import re
@@ -13,7 +13,7 @@ from tooling import pages
 
 pytestmark = pytest.mark.hub
 ROOT = Path(__file__).resolve().parents[2]
-# The kernel is loaded while Dynamo traces, by the first call of the compiled function.
+# The first call of the compiled function loads the kernel while Dynamo traces.
 USE = """
 import sys
 import torch
@@ -53,18 +53,18 @@ def run(*command, **more) -> str:
     ).stdout
 
 
-# Of the real kernels one goes the whole way on every change.
+# On every change one of the real kernels is tested all the way.
 ALWAYS = "tfla"
 MARKED = [pytest.param(k, marks=() if k == ALWAYS else pytest.mark.slow) for k in KERNELS]
 
 
 @pytest.mark.parametrize("name", MARKED)
 def test_real_kernel(request, name, local_hub, tmp_path):
-    request.getfixturevalue(name.replace("-", "_"))  # is built
+    request.getfixturevalue(name.replace("-", "_"))  # builds the kernel
     hub, lock = local_hub.LocalHub(tmp_path / "store").start(), tmp_path / "lock.py"
     try:
         build = [ROOT / "scripts/build_kernels", "--here", "--kernel", name]
-        run(*build)  # the CPU variant is there; this adds torch-universal
+        run(*build)  # the CPU variant exists; this adds torch-universal
         publish = [ROOT / "scripts/publish_kernels", "--kernel", name, "--lock", lock]
         assert "lock.py pins" in run(*publish, "--endpoint", hub.url)
         user = {k: v for k, v in os.environ.items() if k != "LOCAL_KERNELS"}
@@ -87,7 +87,8 @@ def test_the_card_runs(request, name):
 
 def test_a_second_kernel_from_disk(diagonal_rnn):
     variant = Path(diagonal_rnn.__file__).parent
-    assert not any(path.is_symlink() for path in variant.rglob("*"))  # whole without its sibling
+    # Complete without the variant beside it.
+    assert not any(path.is_symlink() for path in variant.rglob("*"))
     env = {**os.environ, "LOCAL_KERNELS": f"flashcell/diagonal-rnn={variant}"}
     name = "diagonal-rnn"
     assert run("-c", USE, name, *KERNELS[name], env=env) == "local\n"
@@ -134,7 +135,7 @@ def test_an_installed_or_exported_copy_is_no_checkout(monkeypatch, tmp_path, pla
 
 
 def test_a_second_kernel_that_is_unpublished(tmp_path):
-    """auto falls back to its own reference with a warning; by name it does not."""
+    """ "auto" falls back to its own reference with a warning; a backend asked for by name does not."""
     code = """
 import warnings
 from flashcell.hub.kernel_loader import KernelUnavailable, load_kernel
@@ -155,7 +156,7 @@ except KernelUnavailable as error:
 
 
 def test_universal_variant_is_whole(tmp_path, monkeypatch):
-    """The package alone, without binary, imported from a directory of its own."""
+    """The package without a binary is imported from a directory of its own."""
     build = [ROOT / "scripts/build_kernels", "--here", "--backend", "universal", "--out", tmp_path]
     run(*build, "--kernel", "diagonal-rnn")
     code = "import sys, torch\n"

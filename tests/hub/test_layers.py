@@ -1,4 +1,5 @@
-"""`kernels.kernelize` runs torch.nn's own modules on our layers, as its rules for Hub layers want."""
+"""Tests that `kernels.kernelize` runs torch.nn's own modules on our layers, by its rules for Hub
+layers."""
 
 from pathlib import Path
 
@@ -27,7 +28,8 @@ MODULES = {
 @pytest.mark.parametrize("name", MODULES)
 def test_kernelized_module_equals_torch(fused_rnn, name):
     module, sizes = MODULES[name]
-    twin = type(name, (module,), {})  # the switch is a class's: torch's own stay as they are
+    # The switch is set on a class: torch's own classes stay unchanged.
+    twin = type(name, (module,), {})
     replace_kernel_forward_from_hub(twin, name)
     ours, torchs = twin(*sizes), module(*sizes)
     ours.load_state_dict(torchs.state_dict())

@@ -1,4 +1,4 @@
-"""Kernels come from the Hub whole and as locked, or the loader says what is wrong."""
+"""Tests that kernels are loaded complete and as locked, or that the loader says what is wrong."""
 
 import importlib.util
 import os
@@ -64,7 +64,8 @@ def test_truncated_download_is_repeated(chain, fault):
 def test_download_that_stays_truncated_is_refused(chain):
     chain.hub.faults.shorten["cells.py"] = 99
     assert_corrupt(chain.load(AUTO, CPU), "cells.py has sha256")
-    assert chain.downloads().count("cells.py") == 4  # twice each: what is wrong is not stored
+    # Twice each: files that fail the check are not stored.
+    assert chain.downloads().count("cells.py") == 4
     assert not (chain.cached / "cells.py").exists()
 
 
@@ -120,13 +121,14 @@ def test_tampered_in_the_cache_is_refused(chain, tmp_path):
     blob.write_text(text)
 
     extra.mkdir()
-    (extra / "__init__.py").write_text(spy(tmp_path) + text)  # Python would prefer the package
+    # Python would prefer the package to the module.
+    (extra / "__init__.py").write_text(spy(tmp_path) + text)
     assert chain.load()[0]["value"] == 2.0
     extra.rename(tmp_path / "cells")
     extra.symlink_to(tmp_path / "cells")
     assert chain.load()[0]["value"] == 2.0
     assert not (tmp_path / "imported").exists()
-    assert chain.hub.requests == []  # what was wrong here was not hidden by a download
+    assert chain.hub.requests == []  # a download did not hide the wrong file
 
 
 def test_bytecode_in_the_cache_is_not_read(chain, tmp_path):
@@ -236,7 +238,8 @@ def test_lock_that_is_none(chain):
 
 def test_local_kernels_win(chain, project):
     path = project.root / "build" / chain.variant
-    (path / "cells.py").write_text("def lstm(x):\n    return 5 * x\n")  # digests are not checked
+    # Digests are not checked for local kernels.
+    (path / "cells.py").write_text("def lstm(x):\n    return 5 * x\n")
     for root in (project.root, project.root / "build", path):
         (outcome,) = chain.load(
             CPU, LOCAL_KERNELS=f"other/kernel=/nowhere:flashcell/fused-rnn={root}"

@@ -1,4 +1,5 @@
-"""scripts/tooling/local_hub.py refuses what is no request of a Hub's client, and says what it cannot do."""
+"""Tests that scripts/tooling/local_hub.py refuses requests that no Hub client sends, and says what
+it lacks."""
 
 import base64
 import json
@@ -29,14 +30,14 @@ pytestmark = pytest.mark.hub
     ],
 )
 def test_local_hub_refuses(hub, headers, body, status):
-    """Also what would make it wait for ever, and every request of a web page."""
+    """Includes requests that would make it wait for ever, and every request of a web page."""
     answer = ask(hub, f"Host: 127.0.0.1:{hub.port}\r\n{headers}", body)
     assert answer.startswith(f"HTTP/1.1 {status} ".encode()), answer
 
 
 @pytest.mark.parametrize("chunked", [False, True])
 def test_local_hub_takes_no_half_of_a_commit(hub, chunked):
-    """Of a client that was ended between two files."""
+    """A client may be killed between two files of a commit."""
     hub.store.create("org/name")
     line = json.dumps({"key": "file", "value": {"path": "a", "content": ""}}) + "\n"
     size = f"Transfer-Encoding: chunked\r\n\r\n{2 * len(line):x}" if chunked else ""
@@ -86,7 +87,7 @@ def test_local_hub_keeps_a_name_in_its_header(hub, name):
 
 
 def test_local_hub_has_its_own_names_only(hub):
-    """A web page may have its own name point to this machine."""
+    """A web page may have its own host name point to this machine."""
     for host, status in (("127.0.0.1", 400), ("localhost", 400), ("example.com", 403)):
         answer = ask(hub, f"Host: {host}:{hub.port}\r\nContent-Length: 2", "{}")
         assert answer.startswith(f"HTTP/1.1 {status} ".encode()), answer

@@ -1,4 +1,5 @@
-"""A lock that is not one is refused by the name of its field; a right one says what may run."""
+"""Tests that an invalid lock is refused with the name of its field, and what a valid one allows to
+run."""
 
 import copy
 import os
@@ -137,7 +138,7 @@ def test_lock_is_not_executed(tmp_path):
 
 @pytest.fixture
 def h200(monkeypatch):
-    """What this machine says of itself, with CUDA 13.1 and a device of capability 9.0."""
+    """The description of a machine with CUDA 13.1 and a device of capability 9.0."""
     monkeypatch.setattr(kernel_variants.torch.version, "cuda", "13.1")
     monkeypatch.setattr(kernel_variants.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(kernel_variants.torch.cuda, "get_device_capability", lambda: (9, 0))
@@ -147,7 +148,8 @@ def test_choice(h200):
     cuda = lambda tag: f"torch-stable-abi{tag}-x86_64-linux"
     archs = {cuda("210-cu126"): ["9.0a"], cuda("210-cu130"): ["9.0a"], cuda("210-cu132"): ["9.0a"]}
     archs |= {VARIANT: [], "torch-universal": [], "torch213-cxx11-cu130-x86_64-linux": ["9.0"]}
-    assert choose_variant(archs, "cuda") == cuda("210-cu130")  # not CUDA 12, not newer than torch's
+    # Not CUDA 12, and not newer than torch's CUDA.
+    assert choose_variant(archs, "cuda") == cuda("210-cu130")
     assert choose_variant(archs, "cpu") == VARIANT  # whatever torch was built for
     assert choose_variant(archs | {cuda("211-cu130"): ["9.0"]}, "cuda") == cuda("211-cu130")
     assert choose_variant(archs | {cuda("211-cu130"): ["8.0"]}, "cuda") == cuda("210-cu130")

@@ -1,4 +1,4 @@
-"""scripts/publish_kernels publishes what was built and reviewed, once, and locks it."""
+"""Tests that scripts/publish_kernels publishes what was built and reviewed, once, and locks it."""
 
 import json
 import subprocess
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.hub
 
 @pytest.fixture
 def publish(project, hub, tmp_path, monkeypatch):
-    """Publishes the project to the Hub; gives the lock's entry."""
+    """Publishes the project to the Hub; returns the lock's entry."""
 
     def run(*arguments: object) -> dict:
         lock = tmp_path / "lock.py"
@@ -71,8 +71,8 @@ def test_unchanged_version_with_other_content(publish, project, hub):
     state = hub.store.load("flashcell/fused-rnn")
     files = state["commits"][second["revision"]]["files"]
     assert second["revision"] != first["revision"]
-    assert sum(path.endswith(".so") for path in files) == 1  # the first build's is gone
-    assert first["revision"] in state["commits"]  # but whoever pinned it still has it
+    assert sum(path.endswith(".so") for path in files) == 1  # the first build's library is gone
+    assert first["revision"] in state["commits"]  # but still there for whoever pinned it
 
 
 def test_new_version(publish, project, hub):

@@ -1,4 +1,4 @@
-"""The models of model_cases.py, on the CPU binaries of this tree or whatever LOCAL_KERNELS names."""
+"""Fixtures: the models of model_cases.py, on the CPU binaries of this tree or of LOCAL_KERNELS."""
 
 import os
 from pathlib import Path
@@ -43,7 +43,7 @@ def tokens():
 
 @pytest.fixture(params=[False, True], ids=["read at once", "read late"])
 def read_at_once_and_late(request, monkeypatch):
-    """Both ways in which a Batcher reads its tokens, on any device."""
+    """Runs a test with both ways in which a Batcher reads its tokens, on any device."""
     from flashcell import Batcher
 
     begin = Batcher.__init__
@@ -57,7 +57,7 @@ def read_at_once_and_late(request, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def binaries(request, monkeypatch):
-    """The kernels as a developer's model finds them."""
+    """The kernels, found in the way that a developer's model finds them."""
     if "LOCAL_KERNELS" not in os.environ:
         built = {k: request.getfixturevalue(fixture).__file__ for k, fixture in KERNELS.items()}
         entries = [f"flashcell/{kernel}={Path(file).parent}" for kernel, file in built.items()]
@@ -66,7 +66,7 @@ def binaries(request, monkeypatch):
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread():
-    """These models are too small for two."""
+    """These models are too small for two threads."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

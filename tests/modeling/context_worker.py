@@ -1,5 +1,5 @@
-"""One of several processes of test_context_parallel.py: a sequence split over them has the logits, the
-loss and the gradients of the whole one."""
+"""One of several processes of test_context_parallel.py: a sequence split over them must have the
+logits, the loss and the gradients of the whole sequence."""
 
 import sys
 from pathlib import Path
@@ -16,8 +16,8 @@ from flashcell.state.context_parallel import ContextParallel
 from model_cases import blocks
 
 BATCH, PART = 2, 5
-# Relative, in fp64: sums in another order. Observed 1.7e-14; transformers' own loss, which is fp32
-# whatever the logits are, has 2.1e-7.
+# Relative, in fp64: sums are in another order. Observed 1.7e-14; transformers' own loss, which is
+# in fp32 for any logits, has 2.1e-7.
 BOUNDS = {"logits": 6e-14, "loss": 6e-7}
 
 
@@ -37,7 +37,7 @@ def whole(model, way, inputs, targets) -> dict[str, torch.Tensor]:
 
 
 def split(model, way, inputs, targets, context) -> dict[str, torch.Tensor]:
-    """The same from every rank's part: means over the ranks, and the logits side by side."""
+    """Computes the same from every rank's part: means over the ranks, and the logits concatenated."""
     inputs = {name: context.split(value) for name, value in inputs.items()}
     targets, ranks, found = context.split(targets), dist.get_world_size(), {}
     if way == "loss":
@@ -60,9 +60,10 @@ def check(checkpoint: Path, tokens: torch.Tensor) -> None:
     context = ContextParallel(model)
     inputs, targets = {"input_ids": tokens[:, :-1]}, tokens[:, 1:].contiguous()
     length = targets.shape[1]
-    packed = torch.stack([torch.arange(length) % n for n in (4, 7)])  # documents over the borders
+    # Documents cross the borders of parts.
+    packed = torch.stack([torch.arange(length) % n for n in (4, 7)])
     padded = torch.ones(BATCH, length, dtype=torch.long)
-    padded[0, :7], padded[1, 3:8] = 0, 0  # the whole of a part among it
+    padded[0, :7], padded[1, 3:8] = 0, 0  # includes the whole of one part
     for extra in ({}, {"position_ids": packed}, {"attention_mask": padded}):
         for way, bound in BOUNDS.items():
             want = whole(model, way, inputs | extra, targets)
@@ -74,11 +75,12 @@ def check(checkpoint: Path, tokens: torch.Tensor) -> None:
 
 
 def check_uneven_targets(checkpoint: Path, tokens: torch.Tensor) -> None:
-    """A part with few targets, one with none, or none anywhere: still the mean over the whole."""
+    """With a part of few targets, one without any, or none anywhere, the loss is the mean over the
+    whole."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float64)
     context, inputs = ContextParallel(model), {"input_ids": tokens[:, :-1]}
     targets = tokens[:, 1:].clone()
-    targets[:, : PART + 2] = -100  # all of the first part, some of the second
+    targets[:, : PART + 2] = -100  # all targets of the first part, some of the second
     want = whole(model, "loss", inputs, targets)
     for what, got in split(model, "loss", inputs, targets, context).items():
         error = (got - want[what]).norm() / want[what].norm()
@@ -94,7 +96,7 @@ def shard(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def check_wrapped(checkpoint: Path, tokens: torch.Tensor) -> None:
-    """DistributedDataParallel and FSDP2 leave the whole sequence's gradients everywhere."""
+    """With DistributedDataParallel and FSDP2 every rank has the whole sequence's gradients."""
     targets = tokens[:, 1:].contiguous()
     for wrap in (DistributedDataParallel, shard):
         model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float64)
@@ -109,7 +111,7 @@ def check_wrapped(checkpoint: Path, tokens: torch.Tensor) -> None:
 
 
 def check_guards(checkpoint: Path, tokens: torch.Tensor) -> None:
-    """Gradients that would be missing are an error on the rank that misses them."""
+    """A gradient that would be missing is an error on the rank that would miss it."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
     context = ContextParallel(model)
     part = context.split(tokens[:, :-1])
@@ -121,14 +123,14 @@ def check_guards(checkpoint: Path, tokens: torch.Tensor) -> None:
         refused = "no loss of it went through join" in str(error)
     assert refused == (context.p2p.rank < context.p2p.size - 1)
     context.join(torch.zeros(()))
-    with torch.no_grad():  # nothing flows back: nothing is missed
+    with torch.no_grad():  # no gradients flow back, so none are missing
         for _ in range(2):
             model(input_ids=part, past_key_values=context.begin(part), use_cache=True)
 
 
 @torch.no_grad()
 def check_long_part(checkpoint: Path) -> None:
-    """A part is read in one call, even one that alone would be read piece by piece."""
+    """A part is read in one call, even one that would be split if it were alone."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float64)
     context, model.prompt_tokens = ContextParallel(model), 1
     tokens = torch.randint(2, 60, (1, 300 * dist.get_world_size()))

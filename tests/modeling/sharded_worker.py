@@ -1,5 +1,5 @@
-"""One of two processes of test_sharded.py: every checkpoint, sharded by FSDP and by tensor parallelism,
-has the loss, the logits and the gradients of the whole model."""
+"""One of two processes of test_sharded.py: every checkpoint, sharded by FSDP and by tensor
+parallelism, must have the loss, the logits and the gradients of the whole model."""
 
 import sys
 from pathlib import Path
@@ -11,7 +11,7 @@ from transformers.distributed import DistributedConfig
 
 import flashcell  # noqa: F401  (registers the families)
 
-# Shards of weights are put together again; split products are sums in another order, observed: 1.3e-6.
+# Sharded weights are gathered; split products are sums in another order, observed: 1.3e-6.
 BOUNDS = {"fsdp": 0.0, "tp": 4e-6}
 
 

@@ -1,4 +1,8 @@
-"""accelerate(model): transformers' xLSTM with our mLSTM says the same, and trains as it should.
+"""Tests accelerate(model): transformers' xLSTM with our mLSTM has the same outputs and trains the
+same.
+
+If the `xlstm` package is installed, transformers takes its blocks from there, and this tests
+those.
 
 With the `xlstm` package installed transformers takes its blocks from there: then this judges those.
 """
@@ -13,7 +17,7 @@ from transformers import xLSTMConfig, xLSTMForCausalLM
 import flashcell
 from numerics import assert_close
 
-# Kernels by name, because the package's own defaults want a GPU.
+# Kernels are named, because the package's own defaults need a GPU.
 PLAIN = {
     "chunkwise_kernel": "chunkwise--native_autograd",
     "sequence_kernel": "native_sequence__native",
@@ -58,7 +62,7 @@ def test_same_text(theirs, ours, tokens):
 
 
 def test_same_weights_and_gradients(theirs, ours, tokens):
-    """Their gradient leaves the divisor out, which the norm behind it cancels."""
+    """Their gradient omits the divisor, whose effect the norm after it cancels."""
     assert list(ours.state_dict()) == list(theirs.state_dict())
     ids = tokens(2, 128)
     grads = [

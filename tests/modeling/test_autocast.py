@@ -1,4 +1,4 @@
-"""Several projections of one input under autocast share its copy."""
+"""Tests that several projections of one input share its copy under autocast."""
 
 import pytest
 import torch
@@ -18,10 +18,11 @@ def make_mlps() -> dict[str, nn.Module]:
 def test_one_copy_and_the_same_values(family, monkeypatch):
     torch.manual_seed(0)
     leaf = torch.randn(2, 5, 16, requires_grad=True)
-    mlp, x = make_mlps()[family], leaf * 1  # autocast keeps its copies of leaves by itself
+    mlp, x = make_mlps()[family], leaf * 1  # autocast caches its copies of leaves itself
 
     def run() -> tuple[torch.Tensor, int]:
-        kept: dict[int, torch.Tensor] = {}  # copies of x, by address; held, so that none is reused
+        # Copies of x, by address; kept alive so that no address is reused.
+        kept: dict[int, torch.Tensor] = {}
 
         def keep(t: torch.Tensor) -> torch.Tensor:
             kept[t.data_ptr()] = t
@@ -52,7 +53,7 @@ def test_what_autocast_leaves_alone_is_left_alone():
 
 
 def test_meta_tensors_pass_through_every_family(case, make_model):
-    """Shapes and dtypes of a model that is nowhere, under autocast: what planners of memory ask for."""
+    """Memory planners ask for shapes and dtypes of a model on the meta device, under autocast."""
     model = make_model(case).to("meta")
     ids = torch.zeros(2, 3, dtype=torch.long, device="meta")
     with torch.autocast(DEVICE, torch.bfloat16):

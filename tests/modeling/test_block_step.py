@@ -1,4 +1,5 @@
-"""A decoded block in one call on a CPU: the same model, and never past a module's back."""
+"""Tests a decoded block in one call on a CPU: same results, and no hook or replaced module is
+bypassed."""
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ CELLS = ["lstm", "gru", "rnn", "slstm"]
 
 @pytest.fixture
 def taken(monkeypatch):
-    """The rows of every block that was one call."""
+    """Records the rows of every block that ran as one call."""
     rows, run = [], RecurrentMixer.block_step
 
     def counted(self, kernel, x, *rest):
@@ -91,7 +92,7 @@ def test_columns_are_not_read_as_rows(make_model, tokens, taken, monkeypatch):
 
 
 def test_states_that_others_hold_stay(make_model, tokens):
-    """A dynamic cache's states are replaced, whoever has the old ones; and cast where they are others."""
+    """A dynamic cache's states are replaced, not changed, and are cast if they have another dtype."""
     model, ids, cache = make_model("slstm"), tokens(2, 4), None
     model.decoder.mode, cache = "eager", DynamicCache(config=model.config)
     decode(model, ids, cache)

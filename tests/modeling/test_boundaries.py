@@ -1,4 +1,4 @@
-"""Padding changes nothing, and packed documents do not see each other."""
+"""Tests that padding changes nothing and that packed documents do not see each other."""
 
 import pytest
 import torch
@@ -9,9 +9,9 @@ from flashcell.state.boundaries import cut_prompt, find_boundaries
 from model_cases import CASES, VOCABULARY, state_tensors
 from numerics import EPS, assert_close
 
-# The same sums in fp32, taken for other batch sizes: a few roundings a step, which the gates damp
-# instead of piling up. Observed: at most 10 units.
-# The mLSTM on a GPU leaves 2^-22 of a product out, 4 units; observed: 18.
+# The sums are the same in fp32 but for other batch sizes: a few roundings a step, which the gates
+# damp. Observed: at most 10 units. The mLSTM on a GPU omits 2^-22 of a product, 4 units; observed:
+# 18.
 SAME = (16 if DEVICE == "cpu" else 24) * EPS[torch.float32]
 
 
@@ -21,10 +21,11 @@ def run(model, ids, **kwargs):
 
 
 def assert_same_states(got, want, row: int = 0) -> None:
-    """Row `row` of the one's cache is the other's only row."""
+    """Asserts that row `row` of the first cache equals the only row of the second."""
     for g, w in zip(*(state_tensors(o.past_key_values) for o in (got, want)), strict=True):
         g, w = g[row], w[0]
-        if w.numel() < 8:  # m of a few heads may cancel to nothing: held to its terms' size, one
+        # M of a few heads may cancel to nothing: compare on the scale of its terms, one.
+        if w.numel() < 8:
             g, w = (torch.nn.functional.pad(m, (0, 1), value=1.0) for m in (g, w))
         assert_close("state", g, w, SAME)
 
@@ -42,7 +43,7 @@ PADDINGS = {
 def test_padded_batch_is_each_row_alone(case, make_model, tokens, where, positions):
     model, ids, mask = make_model(case), tokens(2, 8), torch.tensor(PADDINGS[where])
     kwargs = {"attention_mask": mask}
-    if positions:  # as generate makes them: 0 at padding
+    if positions:  # positions as generate makes them, 0 at padding
         kwargs["position_ids"] = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 0)
     batch = run(model, ids, **kwargs)
     for row, real in enumerate(mask.bool()):
@@ -95,7 +96,7 @@ def test_packed_rows_with_padding(case, make_model, tokens, how):
         assert_same_states(batch, alone, row)
 
 
-MASKED_STARTS = {  # of documents whose first tokens are padding, and padding inside one
+MASKED_STARTS = {  # documents whose first tokens are padding, and padding inside one
     "position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]]),
     "position 0 at padding": torch.tensor([[0, 0, 1, 2, 0, 0, 1, 0, 2]]),
     "seq_idx": torch.tensor([[3, 3, 3, 3, 5, 5, 5, 5, 5]]),
@@ -117,7 +118,7 @@ def test_packed_gradients_are_the_sum_over_documents(case, make_model, tokens):
     model, ids = make_model(case).double(), tokens(1, 9)
     names = [name for name, _ in model.named_parameters()]
     for layer in model.modules():
-        if hasattr(layer, "max_recurrent"):  # beyond it only one sign of a gradient passes
+        if hasattr(layer, "max_recurrent"):  # beyond the bound only one sign of a gradient passes
             layer.max_recurrent = None
 
     def gradients(*calls):
@@ -128,8 +129,8 @@ def test_packed_gradients_are_the_sum_over_documents(case, make_model, tokens):
     for how in ("position_ids", "cu_seq_lens_q"):
         packed = gradients((ids, PACKED[how]))
         for name, got, want in zip(names, packed, separate, strict=True):
-            # float64: an identity, up to the roundings of some hundred terms of both signs;
-            # observed: at most 73 units
+            # float64: equal up to the roundings of some hundred terms of both signs; observed: at
+            # most 73 units
             bound = 128 * EPS[torch.float64] * CASES[case].cancelled
             assert_close(f"{how} {name}", got, want, bound)
 
@@ -171,7 +172,7 @@ def test_lists_are_named(make_model, tokens, name):
 
 
 def test_wrong_offsets_are_named(make_model, tokens, monkeypatch):
-    monkeypatch.setenv("FLASHCELL_CHECK", "1")  # values on a GPU are looked at on request
+    monkeypatch.setenv("FLASHCELL_CHECK", "1")  # on a GPU, values are checked on request only
     for offsets in ([0, 5, 3, 9], [1, 9], [0, 8]):
         with pytest.raises((ValueError, RuntimeError), match="cu_seqlens"):
             run(make_model(), tokens(1, 9), cu_seq_lens_q=torch.tensor(offsets))
@@ -210,8 +211,9 @@ def test_no_tokens_and_no_rows(case, make_model, tokens):
 
 
 def test_padding_at_the_cut_of_a_long_prompt(make_model, tokens):
-    """Two documents, the second behind padding that its positions count, cut where the padding begins,
-    within it, and where it ends: the second one's states and tokens are its own."""
+    """Two documents, the second after padding that its positions count. The prompt is cut where the
+    padding begins, within it, and where it ends: the second one's states and tokens must not
+    change."""
     model = make_model()
     model.prompt_tokens = 256
     for pads, begin in ((20, 256), (20, 246), (20, 236), (0, 256)):
@@ -226,7 +228,7 @@ def test_padding_at_the_cut_of_a_long_prompt(make_model, tokens):
 
 
 def test_positions_and_numbers_are_joined():
-    """A document begins where either of them says so."""
+    """A document begins where either positions or numbers say so."""
     positions, numbers = (
         torch.tensor([[0, 1, 2, 0, 1, 2, 3]]),
         torch.tensor([[4, 4, 4, 4, 4, 5, 5]]),
@@ -243,7 +245,7 @@ def test_a_position_that_does_not_go_on_after_padding_begins_a_document(position
 
 
 def test_a_long_prompt_takes_the_last_columns_of_the_mask():
-    """The mask has the text in the cache too."""
+    """The mask then covers the text in the cache as well."""
     ids, mask = torch.zeros(1, 600, dtype=torch.long), torch.ones(1, 1000, dtype=torch.long)
     mask[0, :7] = 0
     mask[0, 400:403] = 0

@@ -1,4 +1,4 @@
-"""The cache layer by itself, and truncated backpropagation through it."""
+"""Tests the cache layer by itself, and truncated backpropagation through it."""
 
 import pytest
 import torch
@@ -77,14 +77,15 @@ def test_static_buffers_never_move(make_config):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_truncated_backpropagation(case, make_model, tokens, kind):
-    """Chunk by chunk with one cache: each chunk's gradients are those from its constant state."""
+    """With one cache for all chunks, each chunk's gradients treat its initial state as a constant."""
     model, ids = make_model(case).double().train(), tokens(2, 9)
     static = kind == "static"
     cache = StaticCache(model.config, 9) if static else DynamicCache(config=model.config)
     parameters, losses = list(model.parameters()), []
     for part in ids.split(3, dim=1):
         losses.append(model(part, past_key_values=cache, labels=part).loss)
-    together = torch.autograd.grad(sum(losses), parameters)  # after every later cache update
+    # Computed after every later cache update.
+    together = torch.autograd.grad(sum(losses), parameters)
 
     apart = [torch.zeros_like(p) for p in parameters]
     for i, part in enumerate(ids.split(3, dim=1)):
@@ -94,7 +95,7 @@ def test_truncated_backpropagation(case, make_model, tokens, kind):
         for total, g in zip(apart, torch.autograd.grad(loss, parameters), strict=True):
             total.add_(g)
     for (name, _), got, want in zip(model.named_parameters(), together, apart, strict=True):
-        # observed: at most 37 (AVX2) and 16 (AVX-512) of them
+        # in units; observed: at most 37 (AVX2) and 16 (AVX-512)
         assert_close(name, got, want, 64 * EPS[torch.float64] * CASES[case].cancelled)
 
 

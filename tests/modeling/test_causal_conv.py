@@ -1,4 +1,4 @@
-"""The causal convolution against itself on one document at a time, in float64."""
+"""Tests the causal convolution against itself on one document at a time, in float64."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ SAME = 4 * EPS[torch.float64]  # five terms in another order
 
 
 def one_by_one(conv, x, reset, hold, window=None):
-    """The definition, token by token."""
+    """Computes the definition, token by token."""
     K, ys, windows = conv.past + 1, [], []
     weight = conv.weight[:, 0]
     for b in range(len(x)):
@@ -57,7 +57,7 @@ def test_is_its_definition(kind, kernel_size, continued):
     weights = [torch.randn_like(r) for r in results[1]]
     sides = []
     for y, after in results:
-        nothing = 0 * x.sum()  # a graph, also where all is padding
+        nothing = 0 * x.sum()  # gives a graph even if everything is padding
         y, after = y.masked_fill(hold[..., None], 0) + nothing, after + nothing
         sources = [x, *conv.parameters()]
         grads = torch.autograd.grad([y, after], sources, weights, materialize_grads=True)
@@ -67,7 +67,7 @@ def test_is_its_definition(kind, kernel_size, continued):
 
 
 def test_offsets_are_resets():
-    """With an empty document in front, between and at the end."""
+    """Includes an empty document at the beginning, between others and at the end."""
     conv, x = CausalConv1d(D).double(), torch.randn(1, T, D, dtype=torch.float64)
     reset = torch.zeros(1, T, dtype=torch.bool)
     reset[0, [0, 3, 4]] = True
@@ -86,7 +86,8 @@ OFFSETS = ([0, 3, 4, T], [0, 0, 3, 3, 4, T], [0, 4, T, T], [0, T])
 @pytest.mark.parametrize("continued", [False, True])
 @pytest.mark.parametrize("kind", ["plain", "reset", *OFFSETS], ids=str)
 def test_what_the_kernel_is_asked_for(kind, continued):
-    """Boundaries as its reset, and the window to keep: with the kernel's reference, torch's values."""
+    """Boundaries become its reset, and a window is kept; with the kernel's reference it gives
+    torch's values."""
     conv = CausalConv1d(D).double()
     packed = not isinstance(kind, str)
     x = torch.randn(1 if packed else B, T, D, dtype=torch.float64)
@@ -112,5 +113,5 @@ def test_16_bits_round_once(dtype):
     for boundaries in (Boundaries(), Boundaries(hold=torch.zeros(2, 50, dtype=torch.bool))):
         y, window = conv(x, None, boundaries)
         assert y.dtype == window.dtype == dtype
-        # half a unit, at most; cuDNN adds the bias to a rounded sum
+        # half a unit at most; cuDNN adds the bias to a rounded sum
         assert_close("y", y, exact, EPS[dtype] / (2 if DEVICE == "cpu" else 1))

@@ -1,5 +1,5 @@
-"""One sequence split over several processes is the whole one: three of them on the CPU, so that one has
-a neighbour on both sides."""
+"""Tests that a sequence split over processes equals the whole one: three on the CPU, so that one
+has neighbours on both sides."""
 
 import subprocess
 import sys
@@ -18,7 +18,7 @@ from model_cases import CASES, cpu_only
 @cpu_only
 def test_parts_are_the_whole(make_model, tmp_path):
     for case, (_, options, *_) in CASES.items():
-        # beyond its bound a recurrent weight's gradient is judged part by part
+        # beyond its bound, a recurrent weight's gradient is clipped separately in each part
         free = {"max_recurrent": None} if options.get("cell", "").startswith("flash_") else {}
         make_model(case, **free).save_pretrained(tmp_path / case)
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]

@@ -1,4 +1,7 @@
-"""The decode engine takes every step that it may, and no step differs for it by a bit.
+"""Tests that the decode engine takes every step that it may, with bitwise the same results.
+
+The CPU's tape has the same buffers as a GPU's graph, so errors with them (displaced caches,
+beams, changed batches) show without a GPU; test_decode_cuda.py tests the graphs.
 
 A CPU's tape has the same buffers as a GPU's graph, so that what could go wrong with them (displaced
 caches, beams, changed batches) shows without a GPU; test_decode_cuda.py has the graphs.
@@ -22,7 +25,7 @@ from flashcell.generation.fingerprint import Fingerprint
 
 @pytest.fixture
 def steps(monkeypatch):
-    """The batch sizes of the steps that the engine ran."""
+    """Records the batch sizes of the steps that the engine ran."""
     sizes, run = [], captured_step.Recording.run
 
     def counted(self, tokens, cache):
@@ -67,7 +70,7 @@ def test_caches_of_one_batch_size_do_not_disturb_each_other(case, make_model, to
         for t in range(9):
             for ids, cache in zip(texts, caches, strict=True):
                 logits.append(model(ids[:, t : t + 1], past_key_values=cache).logits)
-            if t == 4:  # a copy in the middle of decoding goes its own way
+            if t == 4:  # a copy made during decoding continues on its own
                 caches[0] = copy.deepcopy(caches[0])
             if t == 6:
                 caches[1].reorder_cache(torch.tensor([1, 0]))
@@ -94,7 +97,7 @@ def test_recordings_are_few_and_given_back(make_model, tokens):
         assert all(map(torch.equal, caches[-1].layers[1].get_states(), states))
         want = model(ids, past_key_values=cache).logits
         assert torch.equal(model(ids, past_key_values=caches[-1]).logits, want)
-    model.double()  # states in fp32 would be too coarse
+    model.double()  # fp32 states would be too coarse
     assert not model.decoder._recordings
 
 
@@ -201,7 +204,7 @@ def test_changes_that_a_graph_would_miss_are_seen(make_model, change):
 @pytest.mark.parametrize("when", ["within", "between"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_changes_of_a_text_s_model_are_seen(make_model, tokens, change, when):
-    """By a streamer, who alone can make them within a text, and between two texts."""
+    """A streamer alone can change the model within a text; between two texts anyone can."""
 
     class Changes(BaseStreamer):
         def __init__(self, model, at):
@@ -230,7 +233,7 @@ def test_changes_of_a_text_s_model_are_seen(make_model, tokens, change, when):
         return first, greedy(model, ids)
 
     (first, second), (plain_first, plain_second) = texts("auto"), texts("eager")
-    # On a GPU the streamer hears of a token some steps late, by its speed beside the host's.
+    # On a GPU the streamer gets a token some steps late, depending on its speed.
     if when == "between" or torch.get_default_device().type == "cpu":
         assert torch.equal(first, plain_first)
     assert torch.equal(second, plain_second)

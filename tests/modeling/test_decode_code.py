@@ -1,5 +1,6 @@
-"""A decoded token is what `forward` computes, whatever Python the model is at that moment: code around
-the model runs around every token, code inside it is called, and changed values are seen at the next."""
+"""Tests that a decoded token is what `forward` computes, whatever Python the model is at that
+moment: code around the model runs for every token, code inside it is called, and changed values
+take effect at the next token."""
 
 import functools
 
@@ -14,7 +15,7 @@ from decode_cases import decode, greedy, same_as_plain, without_engine
 
 
 def doubled(forward):
-    @functools.wraps(forward)  # generate asks for the names of its arguments
+    @functools.wraps(forward)  # generate reads the names of its arguments
     def run(*args, **kwargs):
         outputs = forward(*args, **kwargs)
         outputs.logits = 2 * outputs.logits
@@ -59,7 +60,7 @@ def test_a_wrapper_of_one_model_s_forward_runs_once_a_token(make_model, tokens, 
 
 @pytest.mark.parametrize("when", ["before", "between"])
 def test_hooks_of_the_model_hear_every_token(make_model, tokens, when):
-    """And their change of the logits counts: here a token that is never chosen."""
+    """A hook's change of the logits takes effect: here one token is never chosen."""
     model, ids, calls = make_model(), tokens(2, 5), []
     if when == "between":
         greedy(model, ids)
@@ -81,7 +82,8 @@ def test_hooks_of_the_model_hear_every_token(make_model, tokens, when):
 
 
 def test_hooks_hear_what_transformers_calls(case, make_model, tokens):
-    """Of every module, without a call more to record a step, of no token that nobody generates."""
+    """Hooks of every module, without an extra call to record a step and without calls for tokens
+    nobody generates."""
     model, ids, heard = make_model(case), tokens(2, 5), []
     for name, module in model.named_modules():
         module.register_forward_pre_hook(lambda m, args, name=name: heard.append(name))
@@ -157,7 +159,7 @@ def test_a_patch_of_a_family_is_seen(make_model, tokens, monkeypatch, patch):
 
 
 class Acts(BaseStreamer):
-    """Calls a function when it hears of its fourth token."""
+    """A streamer that calls a function at its fourth token."""
 
     def __init__(self, act):
         self.act, self.left = act, 4
@@ -168,11 +170,12 @@ class Acts(BaseStreamer):
             self.act()
 
     def end(self):
-        """Nothing to do."""
+        """Does nothing."""
 
 
 def check_patch(make, ids, patch, way, monkeypatch):
-    """The same with the engine and without; returns whether the patch made a difference."""
+    """Compares the engine's results with those without it; returns whether the patch made a
+    difference."""
 
     def run(mode):
         torch.manual_seed(3)
@@ -180,7 +183,7 @@ def check_patch(make, ids, patch, way, monkeypatch):
         model.decoder.mode = mode
         before = decode(model, ids)
         with monkeypatch.context() as context:
-            if way == "within" and DEVICE == "cpu":  # a GPU's streamer hears of tokens later
+            if way == "within" and DEVICE == "cpu":  # a GPU's streamer gets tokens later
                 streamer = Acts(lambda: patch(model, context))
                 return before, greedy(model, ids[:1], streamer=streamer)
             if way == "greedy":

@@ -1,4 +1,6 @@
-"""The recorded step as a CUDA graph: what it may not miss, and what it may not cost.
+"""Tests the recorded step as a CUDA graph: which changes it must notice, and what it may cost.
+
+test_decode.py runs on the GPU too, and compares every way to generate there.
 
 test_decode.py runs on the GPU too, and compares every way to generate there.
 """
@@ -17,7 +19,7 @@ from flashcell.generation.captured_step import Recording
 from flashcell.generation.engine import KEPT
 from model_cases import state_tensors
 
-# Of cuBLAS, for each stream that a recording was captured on; release() takes another of torch's 32.
+# Memory of cuBLAS for each stream that was captured; release() uses another of torch's 32 streams.
 WORKSPACE = 32 << 20
 
 pytestmark = pytest.mark.skipif(DEVICE != "cuda", reason="needs FLASHCELL_TEST_DEVICE=cuda")
@@ -40,20 +42,21 @@ def test_replays_are_the_steps(case, make_model, tokens, dtype, batch):
 
 
 def test_a_graph_keeps_the_workspace_of_its_products(case, make_model, tokens):
-    """torch.compile frees cuBLAS's before it records graphs; flash_mlstm's products write to theirs."""
+    """torch.compile frees cuBLAS's workspace before it records graphs; flash_mlstm's products write
+    to it."""
     model, ids = make_model(case), tokens(2, 5)
     want = greedy(model, ids, new=20)
     assert replayed(model)
     torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
-    others = torch.zeros(64 << 20, dtype=torch.int32)  # where they were, if it is anyone's again
+    others = torch.zeros(64 << 20, dtype=torch.int32)  # this would reuse the freed memory
     assert torch.equal(greedy(model, ids, new=20), want)
     assert not others.any()
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_changed_model_is_recorded_anew(make_model, tokens, change):
-    """The first steps with the old model, the rest with the new, in one conversation."""
+    """Within one conversation the first steps use the old model and the rest the new one."""
 
     def conversation(mode):
         torch.manual_seed(0)
@@ -101,7 +104,8 @@ def test_memory_is_bounded_and_given_back(make_model, tokens):
         return torch.cuda.memory_reserved()
 
     before, peaks = used(), []
-    for batch in 8 * list(range(20, 21 + KEPT)):  # one more than are kept: all are recorded anew
+    # One more than are kept, so that all are recorded again.
+    for batch in 8 * list(range(20, 21 + KEPT)):
         greedy(model, tokens(batch, 4))
         peaks.append(used() - before)
     assert max(peaks[len(peaks) // 2 :]) <= max(peaks[: len(peaks) // 2]), peaks
@@ -110,7 +114,8 @@ def test_memory_is_bounded_and_given_back(make_model, tokens):
 
 
 def test_states_are_read_in_another_stream_while_the_cache_goes_on(make_model, tokens):
-    """What a second thread reads of a cache that a first one decodes is whole, and stays."""
+    """A second thread that reads a cache which a first one decodes gets complete states that stay
+    unchanged."""
     model, ids = make_model(), tokens(2, 60)
     want, cache = [], DynamicCache(config=model.config)
     for token in ids.split(1, 1):
@@ -143,8 +148,8 @@ def test_states_are_read_in_another_stream_while_the_cache_goes_on(make_model, t
 
 
 def test_a_displaced_cache_goes_on_in_its_own_stream(make_model, tokens):
-    """Another thread's token, whose stream is late, puts a cache out of the buffers; the cache's own next
-    call has no graph and does not know of that stream."""
+    """Another thread's token, whose stream is late, displaces a cache from the buffers. The cache's
+    own next call has no graph and does not know of that stream."""
     model, ids, others = make_model(), tokens(2, 12), tokens(2, 40)
 
     def run(displace):
@@ -176,7 +181,8 @@ def test_beams_are_reordered_in_streams_of_their_own(case, make_model, tokens):
 
 
 def test_packed_weights_are_recorded_once(make_model, tokens):
-    """More rows than linear_step has: the first step moves the weights, which is no change of the model."""
+    """With more rows than linear_step takes, the first step moves the weights, which does not count
+    as a change."""
     model, ids = make_model("flash_mlstm").bfloat16(), tokens(20, 3)
     model.decoder.mode = "graph"
     decode(model, ids)
@@ -195,7 +201,7 @@ def test_other_threads_and_streams(make_model, tokens):
 
 
 def in_streams(work, count):
-    """What work(0), work(1), ... return, each from a thread and a stream of its own."""
+    """Returns the results of work(0), work(1), ..., each from a thread and a stream of its own."""
     got = [None] * count
 
     def run(i):
@@ -213,7 +219,7 @@ def in_streams(work, count):
 
 
 def test_what_cannot_be_captured_says_so(make_model, tokens, monkeypatch):
-    """The model is called instead, and a capture that failed leaves nothing behind."""
+    """The model is called instead, and a failed capture leaves nothing behind."""
     model, ids = make_model(), tokens(2, 4)
     want = greedy(model, ids)
     forward = Recording.forward
@@ -265,7 +271,7 @@ def test_the_end_is_found_on_another_device_than_the_current(make_model, tokens)
 
 @pytest.mark.parametrize("new", [1, 2, 30])
 def test_the_end_is_found_a_token_late_and_unseen(make_model, tokens, new):
-    """What generate returns and streams is what it does where it asks after every token."""
+    """Returns and streams the same as if it checked for the end after every token."""
     model = make_model()
     for ids in (tokens(1, 5), tokens(4, 5)):
         text = without_engine(model, lambda ids=ids: greedy(model, ids, new=30))

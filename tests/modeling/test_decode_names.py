@@ -1,4 +1,4 @@
-"""Decoding sees what is swapped behind a model's back: functions with global names, and classes."""
+"""Tests that decoding notices swapped parts of a model: functions with global names, and classes."""
 
 import pytest
 import torch
@@ -88,7 +88,7 @@ def test_another_base_of_a_class_is_seen(make_model, tokens):
 
 @pytest.fixture
 def compared(monkeypatch):
-    """How often the contents of a model's dicts were compared."""
+    """Counts how often the contents of a model's dicts were compared."""
     calls, compare = [], Fingerprint._compare
     spy = lambda self, model: calls.append(1) or compare(self, model)
     monkeypatch.setattr(Fingerprint, "_compare", spy)
@@ -114,7 +114,7 @@ def test_only_a_change_makes_a_token_compare_dicts(case, make_model, tokens, com
 
 @pytest.mark.parametrize("place", ["attribute", "module", "class", "function", "configuration"])
 def test_each_dict_is_compared_after_its_change(make_model, compared, monkeypatch, place):
-    """Of what is put back before anybody looks, too."""
+    """Includes values that are put back before anybody looks."""
     model = make_model()
     name, owner = {
         "attribute": ("eps", vars(model.model.norm)),
@@ -138,7 +138,7 @@ def test_each_dict_is_compared_after_its_change(make_model, compared, monkeypatc
 
 
 def test_a_function_of_others_is_called_at_every_token(make_model, tokens, monkeypatch):
-    """Also one that was there before the first token, and counts."""
+    """Includes functions that were there before the first token, and that count."""
     calls, norm = [], nn.functional.rms_norm
     monkeypatch.setattr(nn.functional, "rms_norm", lambda *a, **k: calls.append(1) or norm(*a, **k))
     model, ids = make_model(), tokens(2, 6)

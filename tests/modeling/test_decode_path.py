@@ -1,4 +1,5 @@
-"""Which steps are recorded, by whose engine, and what `decoder.path` and `decoder.reason` say of it."""
+"""Tests which steps are recorded, by whose engine, and what `decoder.path` and `decoder.reason` say
+about it."""
 
 import copy
 import sys
@@ -66,7 +67,7 @@ def test_a_shallow_copy_decodes_with_what_is_its_own(make_model, tokens):
 
 
 def test_a_replica_decodes_with_what_is_its_own(make_model, tokens):
-    """As DataParallel makes them, for one call."""
+    """Replicas as DataParallel makes them, for one call."""
     model, ids = make_model(), tokens(2, 5)
     want = decode(model, ids)
     replica = model._replicate_for_data_parallel()
@@ -138,7 +139,7 @@ def test_a_model_that_changes_with_every_token_is_not_recorded_each_time(make_mo
 
 
 def test_every_family_keeps_its_recording(case, make_model, tokens):
-    """Neither generate nor a step changes what a step reads, by which it would be recorded again."""
+    """Neither generate nor a step changes what a step reads, which would make it be recorded again."""
     model, ids = make_model(case), tokens(2, 5)
     greedy(model, ids)
     (first,) = model.decoder._recordings.values()
@@ -154,7 +155,7 @@ def test_every_family_keeps_its_recording(case, make_model, tokens):
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="gloo")
 def test_fsdp_modules_are_called(make_model, tokens):
-    """From their state all of Python can be reached, and none of it is to be compared."""
+    """All of Python can be reached from their state, and none of it must be compared."""
     model, ids = make_model(), tokens(2, 5)
     want = greedy(model, ids)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -173,7 +174,7 @@ class Everything:
 
 
 def test_modules_that_hold_everything(make_model, tokens):
-    """Objects in a list of a module's, with cycles, long chains and a table that grows meanwhile."""
+    """Objects in a module's list, with cycles, long chains and a table that grows meanwhile."""
     model, ids = make_model(), tokens(2, 5)
     want, notes = greedy(model, ids), Everything()
     model.model.layers[0].notes = [notes]
@@ -194,7 +195,7 @@ def test_forward_mode_is_left_to_the_model(make_model, tokens):
 
 
 def test_weights_are_swapped_as_torch_will(case, make_model, tokens, monkeypatch):
-    """What torch.__future__ swaps, nobody else may have a view of, as a tape has."""
+    """torch.__future__ swaps only tensors of which nothing else has a view, as a tape has."""
     model, ids = make_model(case), tokens(2, 5)
     greedy(model, ids)
     monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)

@@ -1,4 +1,5 @@
-"""A cache's states are its own: whoever reads them, whenever, has what its tokens left there."""
+"""Tests that a cache's states are its own: at any time, reading them gives what its tokens left
+there."""
 
 import copy
 import pickle
@@ -19,7 +20,7 @@ FAMILIES = [name for name in CASES if name != "rnn-relu"]
 
 
 def decoded(model, ids):
-    """A cache that has been decoded, and lies in a recording's buffers."""
+    """A cache that has been decoded, whose states are in a recording's buffers."""
     cache = DynamicCache(config=model.config)
     decode(model, ids, cache)
     return cache
@@ -45,7 +46,7 @@ def state_groups(cache):
 
 @pytest.mark.parametrize("read", READS)
 def test_what_was_read_stays(make_model, tokens, read):
-    """While the cache goes on, and another one is decoded."""
+    """Even while the cache continues, and another one is decoded."""
     model, ids = make_model(), tokens(2, 6)
     want = values(without_engine(model, lambda: decoded(model, ids)))
     cache = decoded(model, ids)
@@ -76,7 +77,7 @@ def test_another_cache_is_decoded_while_states_are_mapped(make_model, tokens):
 
 
 def test_changes_of_states_in_place_count(make_model, tokens):
-    """`layer.states` are the cache's: what is written there is what the next token reads."""
+    """`layer.states` are the cache's: the next token reads what is written there."""
     model, ids = make_model(), tokens(2, 6)
 
     def run():
@@ -150,7 +151,8 @@ def in_threads(run, count):
             errors.append(error)
 
     if DEVICE == "cuda":
-        torch.cuda.synchronize()  # what the threads read was made in this one's stream
+        # The states that the threads read were made in this thread's stream.
+        torch.cuda.synchronize()
     threads = [threading.Thread(target=guarded, args=(i,)) for i in range(count)]
     for thread in threads:
         thread.start()
@@ -161,7 +163,7 @@ def in_threads(run, count):
 
 
 def conversation(model, ids, cuts):
-    """In pieces of several tokens and of one, from one cache."""
+    """Runs pieces of several tokens and of one token from one cache."""
     cache, logits = DynamicCache(config=model.config), []
     with torch.no_grad():
         for part in torch.tensor_split(ids, cuts, dim=1):
@@ -177,7 +179,7 @@ def continued(model, ids, options):
 
 
 def many(model, ids):
-    """Two slots, of which every sequence must be what it is alone."""
+    """Runs two slots; every sequence must be as it is alone."""
     done = flashcell.generate_many(
         model, ids.tolist(), slots=2, prefill_rows=2, prefill_chunk=4, max_new_tokens=6
     )
@@ -197,7 +199,7 @@ JOBS = {
 
 
 def storm(models, seconds, seed):
-    """Four threads, each with jobs of its own at random on all models; returns how many were right.
+    """Runs four threads, each with random jobs on all models; returns how many results were right.
 
     On a busy machine a thread goes on until it has done two."""
     draw = random.Random(seed)
@@ -227,7 +229,7 @@ def storm(models, seconds, seed):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_threads_that_share_a_model(make_model, family):
-    """A second of everything at once on one model."""
+    """Everything at once on one model for a second."""
     assert storm({family: make_model(family)}, 0.8, seed=1) > 4
 
 

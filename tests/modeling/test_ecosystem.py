@@ -1,4 +1,4 @@
-"""What people put around a model: pipelines, streamers, quantisation, compilation of decoding."""
+"""Tests common tools around a model: pipelines, streamers, quantisation, compilation of decoding."""
 
 import threading
 
@@ -35,7 +35,7 @@ def tokenizer():
 
 
 def test_pipeline_in_batches(case, make_model, tokenizer):
-    """Texts of different lengths in one batch: each result is the text's alone."""
+    """Texts of different lengths in one batch: each result is that of the text alone."""
     generate = pipeline("text-generation", make_model(case), tokenizer=tokenizer, device=DEVICE)
     options = {**GREEDY, "return_full_text": False}
     alone = [generate(text, **options)[0]["generated_text"] for text in TEXTS]
@@ -59,7 +59,7 @@ def test_streamer(case, make_model, tokenizer):
 
 @pytest.mark.parametrize("padded", [False, True], ids=["plain", "left-padded"])
 def test_static_cache_decodes_in_one_graph(case, make_model, tokens, padded):
-    """Two generate calls with different prompts: one graph, whole, compiled once."""
+    """Two generate calls with different prompts give one complete graph, compiled once."""
     model, graphs = make_model(case), []
 
     def backend(graph, inputs):
@@ -67,7 +67,8 @@ def test_static_cache_decodes_in_one_graph(case, make_model, tokens, padded):
         return lookup_backend("eager")(graph, inputs)
 
     compile_config = CompileConfig(fullgraph=True, mode=None, backend=backend)
-    compile_config._compile_all_devices = True  # transformers compiles on accelerators by itself
+    # Transformers by itself compiles only on accelerators.
+    compile_config._compile_all_devices = True
     torch._dynamo.reset()
     for length in (4, 7):
         ids, mask = tokens(2, length), torch.ones(2, length, dtype=torch.long)
@@ -84,7 +85,7 @@ def test_static_cache_decodes_in_one_graph(case, make_model, tokens, padded):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", kinds())
 def test_static_cache_is_compiled_by_inductor(case, make_model, tokens):
-    """As generate does by itself on a GPU: mode reduce-overhead, one graph over two calls."""
+    """As generate does on a GPU: mode reduce-overhead, one graph over two calls."""
     model, compile_config = make_model(case), CompileConfig()
     compile_config._compile_all_devices = True
     torch._dynamo.reset()
@@ -122,7 +123,7 @@ def test_exported_for_any_batch_and_length(case, make_model, tokens):
 
 @cpu_only
 def test_8_bit_linear_layers(case, make_model, tokens):
-    """Tools that replace every nn.Linear find them, gates aside, and what they replace is what runs.
+    """Tools that replace every nn.Linear find all but the gates, and the replacements run.
 
     One scale a tensor, for weights and activations: with weights as large as here, errors of a tenth
     (observed: at most 0.12).
@@ -148,7 +149,7 @@ def test_torchao(case, make_model, tokens):
 
 
 def test_bitsandbytes(case, make_model, tokens, tmp_path):
-    """In 8 bits as transformers loads it: all but the gates and the head (observed: at most 0.037)."""
+    """In 8 bits as transformers loads it: all layers but gates and head (observed: at most 0.037)."""
     pytest.importorskip("bitsandbytes")
     model, ids = make_model(case), tokens(2, 12)
     model.save_pretrained(tmp_path)
@@ -163,7 +164,7 @@ def test_bitsandbytes(case, make_model, tokens, tmp_path):
 
 
 def full_linears(model):
-    """Layers that a tool for quantised weights has passed over, and was not meant to."""
+    """Layers that the quantising tool passed over, as it should."""
     linears = (m for m in model.modules() if isinstance(m, torch.nn.Linear))
     replaced = "Linear8bitLt", "GateLinear", "InputGate"
     return (m for m in linears if type(m).__name__ not in replaced)

@@ -1,4 +1,4 @@
-"""An exported model repository needs torch and transformers, and nothing of ours."""
+"""Tests that an exported model repository needs torch and transformers, and no flashcell."""
 
 import json
 import os
@@ -64,7 +64,7 @@ def export(*arguments, **more):
 
 
 def packages_without(folder: Path, missing: tuple) -> Path:
-    """The installed packages but some, as links; an editable flashcell needs site, which is off."""
+    """Links to the installed packages except some; an editable flashcell needs site, which is off."""
     folder.mkdir()
     for place in {Path(p) for p in sys.path if p.endswith("-packages")}:
         for entry in place.iterdir():
@@ -78,7 +78,7 @@ def generated_alone(repos: Path, home: Path, missing: tuple) -> dict[str, list]:
     packages = packages_without(home / "packages", missing)
     environment = {**os.environ, "HF_HOME": str(home), "HF_HUB_OFFLINE": "1"}
     environment["PYTHONPATH"] = str(packages)
-    if "kernels" in missing:  # which a kernel named by hand insists on
+    if "kernels" in missing:  # a kernel asked for by name requires it
         environment.pop("LOCAL_KERNELS", None)
     done = subprocess.run(
         [sys.executable, "-S", "-c", ALONE, repos, *missing],
@@ -122,9 +122,9 @@ def test_the_code_is_flat_and_whole(make_model, tmp_path):
     assert {"modeling_flash_rnn.py", "configuration_flash_rnn.py", "hub_kernel_loader.py"} <= files
     assert {"fused_rnn.py", "fused_rnn_reference.py", "fused_rnn_cells.py"} <= files
     assert not any(name.endswith("_ops.py") or "autograd" in name for name in files)
-    assert (tmp_path / "repo/hub_kernels_lock.py").read_text() == text  # not what stood after it
+    assert (tmp_path / "repo/hub_kernels_lock.py").read_text() == text  # not the part after it
     assert (tmp_path / "repo/README.md").read_text() == "my card"
-    for path in (tmp_path / "repo").glob("*.py"):  # transformers refuses code that needs more
+    for path in (tmp_path / "repo").glob("*.py"):  # transformers refuses code that imports more
         needed = set(get_imports(path)) - sys.stdlib_module_names
         assert needed <= {"torch", "transformers", "huggingface_hub", "safetensors"}, path.name
     cells = (tmp_path / "repo/fused_rnn_cells.py").read_text()

@@ -1,4 +1,5 @@
-"""FlashGRU and FlashLSTM: the kernel's cells behind the published projection, initialisation and bound."""
+"""Tests FlashGRU and FlashLSTM: the kernel's cells behind the published projection, initialisation
+and bound."""
 
 import math
 import pickle
@@ -21,7 +22,7 @@ B, T, I, D = 3, 11, 12, 20
 
 
 def make(kind, **options):
-    """A layer whose gates move: larger weights than the published ones."""
+    """A layer whose gates move, with larger weights than the published ones."""
     layer = LAYERS[kind](I, D, **{"num_heads": 4, "dtype": torch.float64, **options})
     with torch.no_grad():
         for p in layer.parameters():
@@ -34,7 +35,7 @@ def rows(layer):
 
 
 def by_hand(layer, x, state=None, bound=0.5, **options):
-    """The projection as it is written in the papers, and the reference cell."""
+    """The projection as the papers write it, and the reference cell."""
     weight, heads = layer.in_proj.weight, layer.in_proj.num_heads
     slices = x.unflatten(-1, (heads, -1))
     u = torch.einsum("...ni,ngji->...gnj", slices, weight).flatten(-2) + layer.in_proj.bias
@@ -68,7 +69,8 @@ def test_is_the_projection_and_the_cell(kind, heads, masks):
     weights = [torch.randn_like(w) for _, w in pairs]
     grads = [torch.autograd.grad(list(side), sources, weights) for side in zip(*pairs, strict=True)]
     for source, g, w in zip(sources, *grads, strict=True):
-        if any(source is p for p in rows(layer)):  # the bound lets more pass, see below
+        # The bound changes these gradients; another test covers it.
+        if any(source is p for p in rows(layer)):
             g, w = (torch.where(source.abs() > 0.5, 0.0, v) for v in (g, w))
         assert_close(f"gradient {list(source.shape)}", g, w, 1e-13)
 
@@ -114,7 +116,7 @@ def test_autocast(kind):
 
 @KINDS
 def test_methods(kind):
-    """Parallel in time where they are, refused with the reason where not."""
+    """Runs parallel in time where that exists, and is refused with the reason elsewhere."""
     x = torch.randn(B, T, I)
     layer = make(kind, dtype=torch.float32)
     walk, _ = layer(x)
@@ -131,7 +133,8 @@ def test_methods(kind):
 
 @KINDS
 def test_the_binary_runs(kind):
-    dtype = torch.float64 if DEVICE == "cpu" else torch.float32  # where a binary has it
+    # The widest dtype that the binary has.
+    dtype = torch.float64 if DEVICE == "cpu" else torch.float32
     layer = make(kind, dtype=dtype)
     assert kernel_info("diagonal-rnn", DEVICE).source == "local"
     torch._dynamo.reset()
@@ -147,14 +150,14 @@ def test_published_initialisation(kind):
     deviation = 1 / math.sqrt(1024)
     for p in rows(layer):
         assert p.abs().max() <= 3 * deviation
-        assert abs(p.std() / deviation - 0.986) < 0.04  # of a normal cut at 3: 0.9866
+        assert abs(p.std() / deviation - 0.986) < 0.04  # a normal distribution cut at 3 has 0.9866
     bound = math.sqrt(6 / 128)  # Kaiming-uniform of a head's fan-in
     weight = layer.in_proj.weight
     assert weight.shape == (4, 3, 256, 128)
     assert weight.abs().max() <= bound
     assert abs(weight.std() / (bound / math.sqrt(3)) - 1) < 0.01
     assert not layer.in_proj.bias.any()
-    # 3 d_in d_h / heads + 3 d of biases + a (+ p), as the published counts have it
+    # 3 d_in d_h / heads + 3 d of biases + a (+ p), counted as published
     peepholes = 2 * 1024 if kind == "flash_lstm" else 0
     assert sum(p.numel() for p in layer.parameters()) == 3 * 512 * 1024 // 4 + 6 * 1024 + peepholes
 
@@ -169,7 +172,7 @@ def test_the_bound(kind):
 
 
 def test_the_bound_catches_nothing():
-    """Beyond it, only what leads back passes: descent moves against the gradient."""
+    """Beyond the bound only inward gradients pass; descent moves against the gradient."""
     rows = torch.tensor([0.3, 0.5, 0.7, 0.7, -0.7, -0.7], requires_grad=True)
     bounded = Bound.apply(rows, 0.5)
     assert torch.equal(bounded.detach(), torch.tensor([0.3, 0.5, 0.5, 0.5, -0.5, -0.5]))
@@ -180,7 +183,7 @@ def test_the_bound_catches_nothing():
 @pytest.mark.parametrize("heads", [1, 3])
 @pytest.mark.parametrize("bias", [False, True])
 def test_headwise_linear(heads, bias):
-    """Block-diagonal nn.Linear, any leading dimensions."""
+    """Equals a block-diagonal nn.Linear, for any leading dimensions."""
     layer = HeadwiseLinear(6, 9, 2, heads, bias, dtype=torch.float64)
     if bias:
         nn.init.normal_(layer.bias)
@@ -190,7 +193,7 @@ def test_headwise_linear(heads, bias):
     want = want + layer.bias if bias else want
     assert_close("y", layer(x), want, 1e-14)
     product, beside = layer(x, apart=True)
-    if bias:  # values that last when FSDP frees the module's parameters behind its call
+    if bias:  # values that stay when FSDP frees the module's parameters during its call
         assert torch.equal(beside, layer.bias)
         assert beside.data_ptr() != layer.bias.data_ptr()
     else:
@@ -202,7 +205,7 @@ def test_headwise_linear(heads, bias):
 
 
 def test_headwise_product():
-    """Its gradients, and theirs; both in the layouts of what they belong to; traced whole."""
+    """Its gradients and second gradients, in the layouts of their tensors; traced as one graph."""
     x = torch.randn(2, 5, 12, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(3, 2, 6, 4, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(headwise_product, (x, weight))
@@ -228,7 +231,7 @@ def test_autocast_leaves_float64_alone(kind):
 
 @KINDS
 def test_learns_and_travels(kind):
-    """It trains, and pickles and state dicts carry all of it."""
+    """It trains, and pickles and state dicts contain all of it."""
     layer = LAYERS[kind](2, 16)
     head = nn.Linear(16, 1)
     optimizer = torch.optim.Adam([*layer.parameters(), *head.parameters()], lr=0.02)
@@ -290,7 +293,7 @@ def test_wrong_inputs_are_named(kind):
         layer(torch.zeros(2, 3, I), reset=torch.zeros(3, 2, dtype=torch.bool))
     with pytest.raises(ValueError, match="state is 3 tensors"):
         layer(torch.zeros(2, 3, I), (torch.zeros(2, D),) * 3)
-    for steps in (1, 3):  # one step goes another way
+    for steps in (1, 3):  # one step uses another path
         with pytest.raises(TypeError, match="path has 'return_info', but must be of method, tol"):
             layer(torch.zeros(2, steps, I), return_info=True)
         with pytest.raises(ValueError, match="method is 'fast', but must be one of auto"):

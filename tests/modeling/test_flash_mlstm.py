@@ -1,4 +1,5 @@
-"""flash_mlstm against transformers' own xLSTM, whose checkpoints it loads, and its own options."""
+"""Tests flash_mlstm against transformers' own xLSTM, whose checkpoints it loads, and its own
+options."""
 
 import json
 
@@ -12,7 +13,7 @@ from numerics import EPS, assert_close
 
 # 128: transformers' cache rounds the keys' width up to 64, its layer does not.
 SMALL = {"vocab_size": 61, "hidden_size": 128, "num_hidden_layers": 2, "num_heads": 2}
-FUSED = {  # of the fused weight's name: what it is made of, in order
+FUSED = {  # the fused weight's name -> its parts, in order
     "mlstm_layer.qkv_opreact.weight": ("q.weight", "k.weight", "v.weight", "ogate_preact.weight"),
     "mlstm_layer.ifgate_preact.weight": ("igate_preact.weight", "fgate_preact.weight"),
     "mlstm_layer.ifgate_preact.bias": ("igate_preact.bias", "fgate_preact.bias"),
@@ -21,7 +22,7 @@ FUSED = {  # of the fused weight's name: what it is made of, in order
 
 
 def stir(model, amount: float = 0.3):
-    """Every gate moves with the token, and no norm is the identity."""
+    """Changes the weights so that every gate moves with the token, and no norm is the identity."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(amount * torch.randn_like(parameter))
@@ -43,7 +44,7 @@ def checkpoint(theirs, tmp_path_factory):
 
 
 def load(folder, **kwargs):
-    """The model, with every weight from the checkpoint and none left over."""
+    """Loads the model, with every weight from the checkpoint and none left over."""
     model, report = FlashMLSTMForCausalLM.from_pretrained(
         folder, output_loading_info=True, **kwargs
     )
@@ -52,7 +53,7 @@ def load(folder, **kwargs):
 
 
 def assert_near(name: str, got, want) -> None:
-    """The issue's bound for logits in fp32; theirs have a size of some units here."""
+    """Applies the bound for logits in fp32; these logits are of the size of some units."""
     assert got.dtype == want.dtype
     assert float((got - want).abs().max()) <= 1e-4, name
 
@@ -83,7 +84,7 @@ def test_generates_what_transformers_generates(theirs, checkpoint, tokens):
 
 
 def test_gradients_are_transformers_gradients(theirs, checkpoint, tokens):
-    """Theirs leave the gradient through the divisor out, which the norm behind it cancels."""
+    """Their gradient omits the one through the divisor, which the norm after it cancels."""
     ours, ids = load(checkpoint), tokens(2, 96)
     got = torch.autograd.grad(ours(ids, labels=ids).loss, list(ours.parameters()))
     want = torch.autograd.grad(
@@ -96,7 +97,7 @@ def test_gradients_are_transformers_gradients(theirs, checkpoint, tokens):
 
 
 def test_saved_for_transformers(theirs, checkpoint, tokens, tmp_path):
-    """What we save, transformers' own class reads."""
+    """transformers' own class reads what we save."""
     ours, ids = load(checkpoint), tokens(2, 9)
     ours.save_pretrained(tmp_path)
     back, report = xLSTMForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
@@ -106,7 +107,7 @@ def test_saved_for_transformers(theirs, checkpoint, tokens, tmp_path):
 
 
 def test_nx_ai_s_spelling(theirs, tokens, tmp_path):
-    """Their package's names: `embedding.weight`, embedding_dim, num_blocks, and its switches."""
+    """The names of their package: `embedding.weight`, embedding_dim, num_blocks, and its switches."""
     weights = {
         name.replace("backbone.embeddings", "embedding"): weight.contiguous()
         for name, weight in theirs.state_dict().items()
@@ -146,7 +147,7 @@ def test_fused_weights(theirs, tokens, tmp_path):
 
 @pytest.mark.parametrize("gate", ["exp", "sigmoid"])
 def test_against_the_equations(gate, tokens):
-    """One block in float64, the cell step by step as the papers have it."""
+    """One block in float64, with the cell step by step as the papers define it."""
     options = {"num_hidden_layers": 1, "input_gate": gate, "head_norm": "rms", "eps": 0.0}
     model = stir(FlashMLSTMForCausalLM(FlashMLSTMConfig(**{**SMALL, **options}))).double()
     block, ids = model.backbone.blocks[0], tokens(2, 9)
@@ -182,7 +183,7 @@ def test_against_the_equations(gate, tokens):
 
 
 def test_a_fixed_input_gate(tokens):
-    """Has no weights, and is a learnable one that sees nothing."""
+    """A fixed gate has no weights, and equals a learnable one with zero weights."""
     fixed = stir(FlashMLSTMForCausalLM(FlashMLSTMConfig(**SMALL, learnable_input_gate=False)))
     names = set(fixed.state_dict())
     assert not any("igate" in name for name in names)
@@ -204,7 +205,7 @@ def test_logits_are_capped_in_fp32(tokens):
 
 
 def test_a_static_cache_is_written_in_place(tokens):
-    """Decoding changes the buffers where they lie, and never while gradients are recorded."""
+    """Decoding changes the buffers in place, but never while gradients are recorded."""
     from transformers import StaticCache
 
     model, ids = stir(FlashMLSTMForCausalLM(FlashMLSTMConfig(**SMALL))), tokens(2, 6)

@@ -1,4 +1,4 @@
-"""flash_mlstm's configuration: published sizes, the weights at the start, bad input."""
+"""Tests flash_mlstm's configuration: published sizes, initial weights, bad input."""
 
 import math
 
@@ -25,8 +25,8 @@ SMALL = {"vocab_size": 61, "hidden_size": 128, "num_hidden_layers": 2, "num_head
     ],
 )
 def test_parameter_counts(preset, parameters):
-    """The published one of the 7B; the others by hand: two embeddings, and for each block q, k (d/2), v, o, out (d),
-    two gates with biases, three MLP matrices and three norms."""
+    """The published count of the 7B; the others by hand: two embeddings, and for each block q, k
+    (d/2), v, o, out (d), two gates with biases, three MLP matrices and three norms."""
     config = FlashMLSTMConfig.preset(preset)
     d, h, inner = config.hidden_size, config.num_heads, config.intermediate_size
     block = d * d + 3 * d * d + 2 * (d * h + h) + 3 * d * inner + 3 * d

@@ -1,4 +1,4 @@
-"""flash_rnn's configuration: published sizes and initial weights, bad input."""
+"""Tests flash_rnn's configuration: published sizes and initial weights, bad input."""
 
 import math
 
@@ -38,7 +38,7 @@ def test_published_parameter_counts():
         assert round(counts.pop(name) / 1e6, 1) == millions, name
     for name, exact in EXACT.items():
         assert counts.pop(name) == exact, name
-        lstm = name.replace("gru", "lstm")  # two peepholes a channel more
+        lstm = name.replace("gru", "lstm")  # two peepholes more per channel
         config = FlashRNNConfig.preset(lstm)
         assert counts.pop(lstm) == exact + 2 * config.hidden_size * config.num_hidden_layers, lstm
     assert not counts
@@ -111,7 +111,7 @@ def test_the_cell_names_are_the_kernel_s():
 
 
 def test_initial_weights():
-    """Orthogonal recurrent matrices; states that last at the start; 0.02 elsewhere."""
+    """Orthogonal recurrent matrices; states that last at first; 0.02 elsewhere."""
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_heads": 2}
     for cell in ("lstm", "gru", "rnn", "slstm"):
         model = FlashRNNForCausalLM(FlashRNNConfig(vocab_size=61, cell=cell, **sizes))
@@ -134,7 +134,8 @@ def test_initial_weights():
 
 
 def test_initial_weights_of_diagonal_cells():
-    """As published: fan-in^-1/2 cut off at three, less with depth on the way back, and the cell's."""
+    """As published: fan-in^-1/2 cut at three deviations, reduced with depth for the output layers,
+    and the cell's own."""
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_heads": 2}
     for cell in ("flash_gru", "flash_lstm"):
         model = FlashRNNForCausalLM(FlashRNNConfig(vocab_size=512, cell=cell, **sizes))

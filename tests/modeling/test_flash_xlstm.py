@@ -1,4 +1,9 @@
-"""flash_xlstm against the `xlstm` package, whose weights it takes, and its own options.
+"""Tests flash_xlstm against the `xlstm` package, whose weights it loads, and its own options.
+
+The package itself is used where it is installed (`pip install --no-deps xlstm==2.0.6
+mlstm_kernels==2.0.6` beside einops and PyYAML). Elsewhere its recorded results are:
+data/xlstm_package.json has its logits for weights that a formula gives, made by `python
+tests/modeling/test_flash_xlstm.py`.
 
 The package is judged by where it is installed (`pip install --no-deps xlstm==2.0.6 mlstm_kernels==2.0.6`
 beside einops and PyYAML); elsewhere by what it said once: data/xlstm_package.json has its logits for
@@ -27,7 +32,7 @@ PREFIX = "xlstm_block_stack.blocks."
 
 
 def formula(name: str, shape: list[int]) -> torch.Tensor:
-    """Weights that any machine makes alike: sines, begun where the name says."""
+    """Weights that are the same on every machine: sines whose phase depends on the name."""
     start = zlib.crc32(name.encode()) % 1000
     count = math.prod(shape)
     values = torch.sin(start + 0.7 * torch.arange(count, dtype=torch.float64))
@@ -35,7 +40,7 @@ def formula(name: str, shape: list[int]) -> torch.Tensor:
 
 
 def package(width: int, blocks: int, vocabulary: int, slstm_at, tied: bool = False):
-    """An xLSTMLMModel on the CPU, its weights not yet drawn."""
+    """An xLSTMLMModel on the CPU, with weights not yet drawn."""
     xlstm = pytest.importorskip("xlstm", reason="the xlstm package is not installed")
     mlstm = xlstm.mLSTMLayerConfig(conv1d_kernel_size=4, qkv_proj_blocksize=4, num_heads=2)
     slstm = xlstm.sLSTMLayerConfig(backend="vanilla", conv1d_kernel_size=4, num_heads=4)
@@ -72,7 +77,8 @@ def draw(*shape: int) -> torch.Tensor:
 
 
 def test_the_package_s_logits(theirs):
-    """The issue's bound in fp32, whole and step by step; the logits have a size of some units."""
+    """The bound in fp32, for the whole text and step by step; the logits are of the size of some
+    units."""
     ours, ids = FlashXLSTMForCausalLM.from_xlstm(theirs.state_dict()), draw(2, 70)
     assert (ours.lm_head.weight is ours.model.embed_tokens.weight) == theirs.config.tie_weights
     state, cache = None, DynamicCache(config=ours.config)
@@ -85,7 +91,7 @@ def test_the_package_s_logits(theirs):
 
 
 def without_eps(theirs):
-    """Both begin with another m, which shows in eps alone."""
+    """Both start with another m, which has an effect through eps only."""
     for block in theirs.xlstm_block_stack.blocks:
         cell = getattr(block.xlstm, "mlstm_cell", None)
         if cell is not None:
@@ -106,7 +112,7 @@ def test_the_package_s_logits_and_gradients_in_float64(theirs):
 
 
 def test_the_package_s_other_layout():
-    """Its "cuda" backend keeps the recurrent weight and the bias the other way round."""
+    """Its "cuda" backend stores the recurrent weight and the bias transposed."""
     theirs = package(64, 2, VOCABULARY, [1])
     cell = theirs.xlstm_block_stack.blocks[1].xlstm.slstm_cell
     with torch.no_grad():
@@ -114,7 +120,7 @@ def test_the_package_s_other_layout():
         cell._bias_.normal_()
     weights = theirs.state_dict()
     other = dict(weights)
-    name = f"{PREFIX}1.{RECURRENT}"  # [N, in, gates, out] is what both backends call external
+    name = f"{PREFIX}1.{RECURRENT}"  # [N, in, gates, out], which both backends call external
     other[name] = cell._recurrent_kernel_int2ext(weights[name]).reshape(4, 16, 64)
     name = f"{PREFIX}1.{BIAS}"
     other[name] = cell._bias_int2ext(weights[name]).reshape(-1)
@@ -131,7 +137,7 @@ def recorded():
 
 
 def test_the_package_s_recorded_logits(recorded):
-    """One mLSTM block, one sLSTM block; the record has fp32's digits."""
+    """One mLSTM block and one sLSTM block; the record has fp32's digits."""
     weights, ids, want = recorded
     model = FlashXLSTMForCausalLM.from_xlstm(weights)
     config = model.config
@@ -158,7 +164,7 @@ def test_what_it_does_not_have_is_refused(recorded):
 
 
 def test_sizes_and_parameter_count():
-    """By hand, of xLSTM[1:1] with 2 blocks; sizes rounded up to 64 as in the package."""
+    """Counted by hand, for xLSTM[1:1] with 2 blocks; sizes are rounded up to 64 as in the package."""
     config = FlashXLSTMConfig(hidden_size=672, num_hidden_layers=2, slstm_at=[1], vocab_size=100)
     assert (config.inner_size, config.intermediate_size) == (1344, 896)
     d, i, f, heads = 672, 1344, 896, 4
@@ -208,13 +214,13 @@ def test_block_diagonal_projections_beside_lora(tokens):
     assert {n.split(".")[-1] for n in trained if "lora" in n} <= {"weight"}
     assert not any("v_proj.lora" in n or "if_proj.lora" in n for n in trained)
     assert sum("modules_to_save" in n for n in trained) == 2
-    assert len(wide) == 4 + 2  # with the two originals kept beside
+    assert len(wide) == 4 + 2  # with the two originals kept beside them
     model(ids, labels=ids).loss.backward()
     assert all(p.grad is not None for n, p in model.named_parameters() if "modules_to_save" in n)
 
 
 def test_a_spoilt_past_ends_with_its_document(tokens):
-    """NaN states stay behind, also where padding lies between them and the new document."""
+    """NaN states do not reach the next document, even with padding between them."""
     config = FlashXLSTMConfig(hidden_size=32, num_hidden_layers=2, slstm_at=[1], vocab_size=61)
     model, ids = FlashXLSTMForCausalLM(config).eval(), tokens(1, 4)
     mask, begins = torch.tensor([[1, 1, 1, 0, 1, 1, 1]]), torch.tensor([[0, 0, 1, 2]])

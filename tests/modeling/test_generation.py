@@ -1,4 +1,4 @@
-"""generate() with the cache is generate() without, whatever way the states travel."""
+"""Tests that generate() with the cache equals generate() without, however states are stored."""
 
 import copy
 import re
@@ -22,7 +22,7 @@ SAME = 16 * EPS[torch.float32]  # see test_boundaries.py
 
 
 def greedy(model, ids, new=24, **kwargs):
-    if ids is not None:  # otherwise generate takes every token 0 of a prompt for padding
+    if ids is not None:  # without a mask, generate takes every token 0 of a prompt for padding
         kwargs.setdefault("attention_mask", torch.ones_like(ids))
     return model.generate(ids, max_new_tokens=new, do_sample=False, pad_token_id=0, **kwargs)
 
@@ -48,7 +48,7 @@ def test_every_prefix_may_be_cached(case, make_model, tokens):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bit_logits(case, make_model, tokens, dtype):
-    """With a cache they are as far from fp32 as without one, and both as near as 16 bits can be.
+    """With a cache they are as far from fp32 as without one, and both as near as 16 bits allow.
 
     In bf16 each of about ten roundings a block to 8 bits moves the residual stream by 2^-9 of its size at
     most, at random: sqrt(20) * 2^-9 is 0.9 %. The bound is three times that.
@@ -159,10 +159,11 @@ def test_a_mask_that_does_not_fit_is_named(case, make_model, tokens, options):
 
 
 def test_a_mask_beside_a_cache_is_of_the_whole_text(make_model, tokens):
-    """With a token too few, the text's last one would be left out in silence."""
+    """If the mask missed a token, the text's last token would silently be ignored."""
     model, first, second = make_model(), tokens(2, 5), tokens(2, 4)
     turn = greedy(model, first, new=6, return_dict_in_generate=True)
-    mask, cache = torch.ones(2, 15, dtype=torch.long), turn.past_key_values  # of 10 tokens
+    # The cache has 10 tokens.
+    mask, cache = torch.ones(2, 15, dtype=torch.long), turn.past_key_values
     with pytest.raises(
         ValueError, match=r"but must be \[2, 4\] or \[2, 14\]: .* the cache's 10 tok"
     ):
@@ -170,7 +171,7 @@ def test_a_mask_beside_a_cache_is_of_the_whole_text(make_model, tokens):
 
 
 def test_an_empty_prompt_is_refused(case, make_model, tokens):
-    """As nothing says what its first token comes after; transformers' own end in an IndexError."""
+    """Nothing says what its first token comes after; transformers' own models end in an IndexError."""
     model, prompt = make_model(case), tokens(2, 5)
     for options in ({}, {"use_cache": False}, {"bos_token_id": 1}, {"attention_mask": None}):
         for ids in (prompt[:, :0], prompt[:0], prompt[0], prompt[:, :0].float()):
@@ -207,12 +208,15 @@ def test_what_takes_tokens_back_is_refused(case, make_model, tokens, what, optio
 
 
 def test_a_token_costs_the_same_after_ten_thousand(make_model, tokens):
-    """The same operators on the same sizes after 10 and after 10,000 tokens, so the same work.
+    """The same operators run on the same sizes after 10 and after 10,000 tokens, so the work is the
+    same.
+
+    scripts/bench_models --decode-growth prints what `generate` costs from token to token.
 
     What `generate` costs from token to token is printed by scripts/bench_models --decode-growth.
     """
     model = make_model(num_hidden_layers=1)
-    steps = ("_fused_rnn", "cudaGraphLaunch")  # the kernel's op, or the graph that it is in
+    steps = ("_fused_rnn", "cudaGraphLaunch")  # the kernel's op, or the graph that contains it
     caches = {n: DynamicCache(config=model.config) for n in (10, 10_000)}
     work = {}
     with torch.no_grad():

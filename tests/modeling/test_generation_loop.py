@@ -1,4 +1,5 @@
-"""Our loop over tokens is transformers': the same text, the same stream, the same calls."""
+"""Tests that our loop over tokens equals transformers': the same text, the same stream, the same
+calls."""
 
 import pytest
 import torch
@@ -37,7 +38,7 @@ def generate(model, ids, **options):
 
 @pytest.fixture
 def both(make_model, tokens, monkeypatch):
-    """check(**options): both loops, of which the first one was ours."""
+    """Returns check(**options), which compares both loops, and asserts that the first was ours."""
     model, ids = make_model("lstm"), tokens(3, 6)
     ran, loop = [], RecurrentGeneration._sample_ahead
 
@@ -63,7 +64,8 @@ def both(make_model, tokens, monkeypatch):
 
 @pytest.mark.parametrize("batch", [1, 3])
 def test_ends(both, batch):
-    """At a token, at one of several, at different places in a batch, at the longest length alone."""
+    """Ends at a token, at one of several, at different places in a batch, at the longest length
+    alone."""
     text = both(batch)
     assert text.shape == (batch, NEW)
     for places in ([(0, 9)], [(0, 9), (batch - 1, 17)], [(0, 0)], [(0, NEW - 1)], [(0, NEW - 2)]):
@@ -112,7 +114,7 @@ def test_a_prompt_of_embeddings(both):
 
 
 def test_an_own_way_to_prepare_is_called(both, monkeypatch):
-    """With the whole text, as transformers does it."""
+    """It gets the whole text, as in transformers."""
     model, lengths = both.model, []
     prepare = type(model).prepare_inputs_for_generation
 
@@ -127,7 +129,7 @@ def test_an_own_way_to_prepare_is_called(both, monkeypatch):
 
 
 def test_what_is_usual():
-    """Only what reads the last tokens and the length, and nothing that is more than its class says."""
+    """Only criteria that read the last tokens and the length, of exactly the known classes."""
     ends = lambda *criteria: Ends(StoppingCriteriaList(criteria), torch.device("cpu"))
 
     class Own(EosTokenCriteria):

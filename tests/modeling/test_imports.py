@@ -1,4 +1,5 @@
-"""`import flashcell` loads torch alone; transformers' Auto classes know the models all the same."""
+"""Tests that `import flashcell` loads torch alone, while transformers' Auto classes know the
+models."""
 
 import copy
 import inspect
@@ -93,7 +94,7 @@ ORDERS = {
         "first.start(), first.join()\n"
         "assert models == [flashcell.FlashRNNForCausalLM]"
     ),
-    "in many threads": (  # transformers itself cannot be imported by several at once
+    "in many threads": (  # transformers itself cannot be imported by several threads at once
         "import threading, transformers, flashcell\n"
         "def load():\n"
         "    from transformers import AutoModelForCausalLM\n"
@@ -147,7 +148,7 @@ for use in (lambda: flashcell.FlashRNNForCausalLM, lambda: flashcell.generate_ma
 
 
 def test_an_unfit_transformers_can_be_used_beside_the_stand_ins(tmp_path):
-    """It gets a warning from its import, and no error."""
+    """The import gives a warning instead of an error."""
     folder = tmp_path
     for name in ("transformers", "models", "auto"):
         folder /= name

@@ -1,4 +1,8 @@
-"""What the recurrent models of transformers get wrong, said once and asked of all.
+"""Tests what the recurrent models of transformers get wrong, by the same checks that ours pass.
+
+Every behaviour is a function that raises if it does not hold. If a release of transformers mends
+one, its line in BROKEN fails and must be removed; the table of modeling/NOTEBOOK.md is made from
+BROKEN.
 
 Every behaviour is a function that raises where it does not hold. When a release of transformers
 mends one, its line in BROKEN fails, and goes; the table of modeling/NOTEBOOK.md is BROKEN's.
@@ -37,7 +41,7 @@ def beam_search(model):
 
 
 def continuation(model):
-    """A conversation goes on from the cache that generate returned."""
+    """A conversation continues from the cache that generate returned."""
     options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
     options |= {"return_dict_in_generate": True, "output_logits": True}
     turn = model.generate(PROMPT, attention_mask=torch.ones_like(PROMPT), **options)
@@ -48,13 +52,13 @@ def continuation(model):
     cache = {"past_key_values" if takes else "cache_params": cache}
     got = model.generate(text, attention_mask=mask, **cache, **options)
     want = model.generate(text, attention_mask=mask, **options)
-    # the likeliest tokens of a wrong state are sometimes the right ones: its logits never
+    # the likeliest tokens of a wrong state are sometimes right; its logits never are
     assert_close("logits", got.logits[0], want.logits[0], SAME)
     assert torch.equal(got.sequences, want.sequences), "another text than from the beginning"
 
 
 def train(model):
-    ids = torch.randint(2, 60, (1, 64))  # a whole chunk of the incumbent's
+    ids = torch.randint(2, 60, (1, 64))  # a whole chunk of transformers' model
     model.train()(ids, labels=ids).loss.backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
@@ -113,12 +117,12 @@ BROKEN = {  # model -> behaviour -> its failure
         packed_documents: LEAK,
     },
     "Mamba2": {
-        continuation: LEAK,  # reads all of it on top of the state
+        continuation: LEAK,  # it reads the whole text again on top of the state
         packed_documents: LEAK,
     },
 }
 BEHAVIOURS = list(BROKEN["xLSTM"])
-FEATURES = {  # as modeling/NOTEBOOK.md says them
+FEATURES = {  # with the names in modeling/NOTEBOOK.md
     left_padding: "left padding: a row is what it is alone",
     beam_search: "beam search",
     continuation: "a conversation goes on from the returned cache",
@@ -132,7 +136,8 @@ FEATURES = {  # as modeling/NOTEBOOK.md says them
 
 
 def make_incumbent(name, **config):
-    """With large weights, as ours: next to equal logits would leave the next token to rounding."""
+    """A model with large weights, as ours: with nearly equal logits rounding would choose the next
+    token."""
     config = {"vocab_size": 61, "num_hidden_layers": 2, "initializer_range": 0.3, **config}
     if name == "xLSTM":
         return xLSTMForCausalLM(xLSTMConfig(hidden_size=128, num_heads=2, **config)).eval()
@@ -158,7 +163,7 @@ def test_in_transformers(name, behaviour):
 
 
 def test_the_page_says_so():
-    """A cell of the table begins with yes where the behaviour holds, and only there."""
+    """A cell of the table begins with yes if and only if the behaviour holds."""
     rows = [line.strip("| ").split(" | ") for line in PAGE.splitlines() if line.startswith("| ")]
     said = {row[0].strip(): row[1:4] for row in rows}
     for behaviour, words in FEATURES.items():

@@ -1,4 +1,5 @@
-"""Activations of more than 2^31 elements, which training keeps whole (prompts are read in pieces)."""
+"""Tests activations of more than 2^31 elements, which training keeps whole (prompts are read in
+pieces)."""
 
 import gc
 
@@ -15,15 +16,17 @@ pytestmark = [
     pytest.mark.skipif(DEVICE != "cuda", reason="needs FLASHCELL_TEST_DEVICE=cuda"),
 ]
 ROWS, TOKENS = 8200, 1024
-WIDTH = 2**31 // (ROWS * TOKENS) + 1  # of the residual stream, so that it is one of these itself
-NEEDED = 120 * 2**30  # bytes: of mLSTM 58 were seen, of slstm 66, of xlstm 109
+# Width of the residual stream, so that it is such a tensor itself.
+WIDTH = 2**31 // (ROWS * TOKENS) + 1
+NEEDED = 120 * 2**30  # bytes; seen: mLSTM 58, slstm 66, xlstm 109 GiB
 LAST = 4  # rows that are compared
 
 
 @pytest.mark.parametrize("case", kinds())
 def test_more_than_31_bits_of_elements(case, tokens):
-    """The last rows say what they say alone, and so do their gradients, the others' being zero."""
-    gc.collect()  # what other cases left, which the allocator keeps
+    """The last rows, and their gradients with the others' being zero, equal those of the rows
+    alone."""
+    gc.collect()  # frees what other cases left to the allocator
     torch.cuda.empty_cache()
     if torch.cuda.mem_get_info()[0] < NEEDED:
         pytest.skip(f"needs {NEEDED / 2**30:.0f} GiB")

@@ -1,4 +1,4 @@
-"""Saving, loading, placing: through the Auto classes, whole, in shards, and spread over devices."""
+"""Tests saving, loading and placing: through the Auto classes, whole, in shards, and over devices."""
 
 import json
 import re
@@ -57,7 +57,7 @@ def test_every_head_takes_the_base_model_s_weights(case, make_model, tmp_path):
 
 
 def test_missing_weights_begin_as_new_ones(case, make_model, tmp_path):
-    """What a checkpoint lacks is initialised, what it has is not touched."""
+    """Weights that a checkpoint lacks are initialised; the others are not touched."""
     model = make_model(case)
     weights = {n: p for n, p in model.state_dict().items() if "0." not in n}
     saved = set(weights)
@@ -66,13 +66,13 @@ def test_missing_weights_begin_as_new_ones(case, make_model, tmp_path):
     for name, parameter in loaded.named_parameters():
         assert parameter.isfinite().all(), name
         same = torch.equal(parameter, model.get_parameter(name))
-        constant = bool((parameter == parameter.flatten()[0]).all())  # norms
+        constant = bool((parameter == parameter.flatten()[0]).all())  # weights of norms
         assert same == (name in saved) or constant, name
 
 
 @pytest.mark.parametrize("kind", kinds())
 def test_any_one_missing_weight_begins(kind, make_model, tmp_path, poisoned):
-    """Also where a module has its other weights: transformers asks every module by itself."""
+    """Also if the module's other weights are there: transformers initialises module by module."""
     model = make_model(kind, num_hidden_layers=1)
     weights = model.state_dict()
     for name in weights:
@@ -100,7 +100,7 @@ def test_run_time_fields_are_never_saved(case, make_model, tokens, tmp_path):
 
 @cpu_only
 def test_spread_over_devices(case, make_model, tokens, tmp_path):
-    """In shards, half of the blocks on the disk; none is split; a conversation goes through."""
+    """In shards, with half of the blocks on disk; no block is split, and a conversation works."""
     model, ids = make_model(case), tokens(2, 5)
     model.save_pretrained(tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
@@ -122,7 +122,7 @@ def test_spread_over_devices(case, make_model, tokens, tmp_path):
 
 
 def test_plans_name_modules(case, make_model):
-    """Every entry of the sharding plans matches, and every block is a unit of its own."""
+    """Every entry of the sharding plans matches a module, and every block is a unit of its own."""
     model = make_model(case)
     names = dict(model.named_modules())
     anywhere = {re.sub(r"\.\d+", ".*", name) for name in names}

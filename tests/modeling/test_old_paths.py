@@ -1,4 +1,5 @@
-"""Import paths from before the package had folders: one module under both names, loaded when asked for."""
+"""Tests import paths from before the package had folders: one module under both names, loaded on
+use."""
 
 import importlib
 import pickle

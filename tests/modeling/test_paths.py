@@ -1,4 +1,4 @@
-"""The way a model is run is no part of it: every way is the same model, and is the way that was asked."""
+"""Tests that every way to run a model gives the same results, and is the way that was asked for."""
 
 import pytest
 import torch
@@ -24,8 +24,8 @@ def results(model, ids) -> dict[str, torch.Tensor]:
 
 
 def test_every_way_is_the_same_model(case, make_model, tokens):
-    """float64, with padding and documents: two orders of the same sums; trained one way, a model
-    generates the same text another."""
+    """In float64, with padding and documents: sums in two orders. A model trained one way generates
+    the same text another way."""
     model, ids = make_model(case).double(), tokens(2, 9)
     options = {
         "max_new_tokens": 6,
@@ -50,7 +50,7 @@ def test_every_way_is_the_same_model(case, make_model, tokens):
 @cpu_only
 @pytest.mark.parametrize("cell", ["flash_gru", "flash_lstm"])
 def test_shapes_alone(make_model, tokens, cell):
-    """On meta tensors, which have no autocast to ask."""
+    """On meta tensors, which do not support autocast."""
     model, ids = make_model(cell).to("meta"), tokens(2, 5).to("meta")
     logits = model(ids).logits
     assert logits.is_meta
@@ -68,7 +68,7 @@ def test_method_reaches_the_kernel(make_model, tokens, cell, method):
         model(tokens(1, 4))
     model.config.backend, model.config.max_iters, model.config.tol = "reference", 3, 0.5
     model(tokens(1, 4))
-    model.config.tol = -1.0  # not checked by the configuration after it is made
+    model.config.tol = -1.0  # the configuration does not check changes after it is made
     with pytest.raises(ValueError, match=r"tol is -1\.0"):
         model(tokens(1, 4))
 

@@ -1,4 +1,5 @@
-"""The stand-ins on a GPU: torch.nn in float64 on the CPU judges, cuDNN in fp32 is the measure."""
+"""Tests the stand-ins on a GPU against torch.nn in float64 on the CPU, with cuDNN's fp32 error as
+the measure."""
 
 import copy
 

@@ -1,4 +1,5 @@
-"""drop_in: what torch.nn's constructors make inside it, in which thread, and what stays afterwards."""
+"""Tests drop_in: what torch.nn's constructors make inside it, in which thread, and what remains
+afterwards."""
 
 import asyncio
 import logging
@@ -85,7 +86,7 @@ def test_drop_in_nests_and_ends_with_an_exception():
 def test_drop_in_as_decorator():
     @flashcell.drop_in(backend="reference")
     def build(depth):
-        """Builds."""
+        """Constructs modules."""
         return [nn.LSTM(4, 6), *(build(depth - 1) if depth else [])]
 
     @flashcell.drop_in()
@@ -112,7 +113,7 @@ def test_drop_in_as_decorator():
 
 
 def test_drop_in_in_generators_that_overlap():
-    """Blocks that end in another order than they began in, each for itself."""
+    """Blocks that end in another order than they began in are independent."""
 
     def build(backend):
         with flashcell.drop_in(backend=backend):
@@ -153,7 +154,7 @@ def test_drop_in_is_of_its_thread():
 
 
 def test_drop_in_under_another_hook(monkeypatch):
-    """Somebody wraps the constructor inside, and takes the wrapper off later."""
+    """Another library wraps the constructor inside the block, and removes the wrapper later."""
     block = flashcell.drop_in()
     block.__enter__()
     hook = nn.RNNBase.__init__

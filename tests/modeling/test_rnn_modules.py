@@ -1,4 +1,5 @@
-"""flashcell.LSTM, GRU, RNN against torch.nn's, with the same parameters: every option, every gradient."""
+"""Tests flashcell.LSTM, GRU, RNN against torch.nn's with the same parameters: every option, every
+gradient."""
 
 from itertools import product
 
@@ -35,7 +36,7 @@ def without_tf32():
 
 
 def options(kind: str):
-    """All combinations of what selects another path."""
+    """All combinations of options that select another code path."""
     projections = [{}, {"proj_size": 3}] if kind == "LSTM" else [{}]
     if kind == "RNN":
         projections = [{"nonlinearity": name} for name in ("tanh", "relu")]
@@ -60,7 +61,7 @@ def test_every_option_is_torch(kind, backend, shape):
 @pytest.mark.parametrize("kind", SEQUENCES)
 @pytest.mark.parametrize("shape", ["batched", "packed"])
 def test_batched_products(kind, shape, monkeypatch):
-    """What CUDA runs: both directions in one product."""
+    """The path that CUDA takes: both directions in one product."""
     monkeypatch.setattr(stack, "LINEAR_DEVICES", ())
     test_every_option_is_torch(kind, "auto", shape)
 
@@ -78,7 +79,7 @@ def test_small_shapes(kind, batch, T):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 def test_as_accurate_as_torch(kind, dtype, packed):
-    """Judged by torch.nn in float64, beside torch.nn in the same dtype."""
+    """Compared with torch.nn in float64, beside torch.nn in the same dtype."""
     extra = [{}, {"proj_size": 8}] if kind == "LSTM" else [{}]
     for kwargs in extra:
         theirs, ours = make_twins(
@@ -96,7 +97,8 @@ def test_as_accurate_as_torch(kind, dtype, packed):
 
 @pytest.mark.parametrize("kind", SEQUENCES)
 def test_packed_keeps_the_order(kind):
-    """sorted_indices, unsorted_indices and batch_sizes come back, and states in the caller's order."""
+    """sorted_indices, unsorted_indices and batch_sizes are returned, and states are in the caller's
+    order."""
     theirs, ours = make_twins(kind, 6, 8, 2, bidirectional=True, dtype=EXACT)
     x, hx = make_inputs(ours, 4)
     for lengths, enforce_sorted in ((LENGTHS, False), (sorted(LENGTHS)[::-1], True)):
@@ -138,9 +140,10 @@ def test_dropout(kind):
 @pytest.mark.parametrize("given", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 def test_autocast(kind, given, packed):
-    """Outputs and states in autocast's dtype, as cuDNN's; gradients in the parameters'.
+    """Outputs and states are in autocast's dtype, as cuDNN's are; gradients in the parameters'.
 
-    torch has nn.LSTM's bf16 on a CPU from oneDNN, which refuses one without AVX-512."""
+    torch has nn.LSTM's bf16 on a CPU from oneDNN, which refuses one without AVX-512.
+    """
     theirs, ours = make_twins(kind, 24, 32, 2)
     x, hx = make_inputs(ours, 4, 9)
     x, lengths = x.to(given), [9, 7, 7, 2] if packed else None
@@ -155,7 +158,7 @@ def test_autocast(kind, given, packed):
     for name, want in exact.items():
         dtype, tolerance = torch.float32, 0.03  # observed over 10 seeds: at most 0.016, torch 0.019
         if name.startswith("output"):
-            dtype, tolerance = torch.bfloat16, 0.015  # 0.0075 both
+            dtype, tolerance = torch.bfloat16, 0.015  # observed: 0.0075 for both
             assert peer is None or peer[name].dtype == dtype
         assert got[name].dtype == (given if name == "d x" else dtype)
         assert_close(name, got[name], want, tolerance)
@@ -187,14 +190,14 @@ def test_compiles_to_one_graph(kind, kwargs):
     extra = {"proj_size": 3} if kind == "LSTM" else {}
     _, ours = make_twins(kind, 6, 8, **kwargs, **extra)
     x, hx = make_inputs(ours, 4)
-    torch._dynamo.reset()  # all modules share one forward, and that may have eight graphs
+    torch._dynamo.reset()  # all modules share one forward, which may have eight graphs
     with torch._dynamo.config.patch(allow_rnn=True):
         got = compute(torch.compile(ours, fullgraph=True, backend="aot_eager"), x, hx)
     assert_same({k.replace("_orig_mod.", ""): v for k, v in got.items()}, compute(ours, x, hx), 0.0)
 
 
 def test_compiles_around_the_module():
-    """Without allow_rnn the graph breaks there, and the rest is compiled."""
+    """Without allow_rnn the graph breaks at the module, and the rest is compiled."""
     model = nn.Sequential(nn.Linear(4, 6), flashcell.LSTM(6, 8))
     x = torch.randn(5, 3, 4)
     compiled = torch.compile(model, backend="aot_eager")
@@ -228,7 +231,7 @@ def test_errors_are_torch_s(kind):
         theirs, ours = (outcome(module, *call) for module in twins)
         assert ours == theirs
     packed = pack_sequence([torch.randn(3, 5)])
-    with pytest.raises(RuntimeError, match="Expected 4, got 5"):  # nn.LSTM does not look
+    with pytest.raises(RuntimeError, match="Expected 4, got 5"):  # nn.LSTM does not check this
         twins[1](packed)
     with pytest.raises(ValueError, match="backend is 'gpu', but must be one of auto, cuda, cpu"):
         getattr(flashcell, kind)(4, 8, backend="gpu")

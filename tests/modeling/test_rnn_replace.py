@@ -1,4 +1,5 @@
-"""replace(model), and what a subclass of torch.nn's modules must keep: state dicts, pickles, copies."""
+"""Tests replace(model), and what subclasses of torch.nn's modules keep: state dicts, pickles,
+copies."""
 
 import copy
 import pickle
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="test_rnn_cuda.py is abo
 
 
 class Custom(nn.LSTM):
-    """Somebody's own: what it does in forward, we cannot know."""
+    """A user's subclass with its own forward, whose behaviour is unknown."""
 
     def forward(self, input, hx=None):
         return super().forward(input, hx)

@@ -1,4 +1,5 @@
-"""replace's report, subclasses, and restore: what becomes flashcell's, and what comes back."""
+"""Tests replace's report, subclasses, and restore: which modules become flashcell's, and which come
+back."""
 
 import copy
 import io
@@ -69,7 +70,8 @@ def test_report_and_log(caplog):
     with caplog.at_level(logging.INFO, "flashcell"):
         flashcell.replace(nn.LSTM(4, 6))
         flashcell.replace(ours)
-        flashcell.replace(nn.Linear(4, 4))  # nothing was found: perhaps the wrong model
+        # Nothing was found, perhaps because it is the wrong model.
+        flashcell.replace(nn.Linear(4, 4))
     assert [r.levelname for r in caplog.records if r.name == "flashcell.layers.replace"] == [
         "INFO",
         "INFO",
@@ -167,7 +169,8 @@ def without_kernel(monkeypatch):
 
 
 def test_a_warning_says_what_runs_without_a_kernel(without_kernel, recwarn):
-    """replace leaves torch.nn's forward and says so in its report; the modules call it themselves."""
+    """replace leaves torch.nn's forward in place and reports it; the modules warn when they are
+    called."""
     model = nn.Sequential(nn.LSTM(4, 6))
     assert "no kernel here: " in str(flashcell.replace(model))
     with flashcell.drop_in():
@@ -217,7 +220,7 @@ def test_twins_agree_after_a_round_trip():
 
 
 class Locked(nn.LSTM):
-    """Takes no attributes once it is made."""
+    """A module that refuses new attributes once it is made."""
 
     def __init__(self, *args):
         super().__init__(*args)
@@ -250,7 +253,8 @@ def check_on_the_object():
 
 @pytest.mark.parametrize("make", [lambda: Checked(3, 4), check_on_the_object])
 def test_own_checks_are_run_as_torch_runs_them(make):
-    """torch.nn checks the zeros that it makes where no state is given, which flashcell does not make."""
+    """If no state is given, torch.nn checks zeros that it makes itself, which flashcell does not
+    make."""
     module = make()
     assert "check_forward_args" in flashcell.replace(module).skipped[""]
     assert not isinstance(module, flashcell.LSTM)

@@ -1,4 +1,5 @@
-"""torch's own tools on the stand-ins: fx, jit.trace, skip_init, parametrizations; and its error classes."""
+"""Tests torch's tools on the stand-ins: fx, jit.trace, skip_init, parametrizations; and its error
+classes."""
 
 import inspect
 import warnings
@@ -48,8 +49,9 @@ def test_fx_takes_them_for_leaves(kind, replaced):
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize("kind", KINDS)
 def test_jit_trace(kind):
-    """Its check runs the module again without gradients and compares the two graphs. The trace takes
-    other batches, with states that lie one behind the other in memory too, and trains."""
+    """jit.trace's check runs the module again without gradients and compares the two graphs. The
+    trace accepts other batches, also with states that are contiguous to each other in memory,
+    and trains."""
     ours = getattr(flashcell, kind)(4, 6)
     rows = (3,) if kind in CELLS else (1, 3)
 
@@ -108,7 +110,7 @@ def test_parametrizations_run_as_often_as_in_torch(kind, name):
 
 
 def test_spectral_norm_trains_as_torch():
-    """Each evaluation in training is an iteration of its power method."""
+    """Each evaluation in training is one iteration of its power method."""
     twins = make_twins("LSTM", 4, 6, dtype=torch.float64)
     for twin in twins:
         torch.manual_seed(2)
@@ -122,7 +124,8 @@ def test_spectral_norm_trains_as_torch():
 
 
 def wrong_calls(kind):
-    """What torch.nn refuses; of packed ones only those that it does not read beyond a buffer for."""
+    """Calls that torch.nn refuses; packed ones only if torch.nn does not read beyond a buffer for
+    them."""
     pair, cell = kind.startswith("LSTM"), kind in CELLS
     rows, x = (3, 6) if cell else (1, 3, 6), make_input(kind)
     h = torch.randn(rows)
@@ -160,7 +163,7 @@ def outcome(module, arguments) -> str:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_error_classes_are_torch_s(kind):
-    """For callers who catch them. The installed torch is the measure."""
+    """For callers that catch them. The installed torch is the measure."""
     theirs, ours = make_twins(kind, 4, 6)
     calls = list(wrong_calls(kind))
     outcomes = {name: (outcome(theirs, call), outcome(ours, call)) for name, call in calls}
@@ -172,7 +175,7 @@ def test_error_classes_are_torch_s(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_jit_script_is_refused_by_name(kind):
-    """Its compiler would speak of a line inside of flashcell. What it is told to do instead, works."""
+    """Its compiler would name a line inside flashcell. The alternative that the error names works."""
     model = Model(getattr(nn, kind)(4, 6))
     want = model(make_input(kind)).shape
     flashcell.replace(model)
@@ -185,7 +188,7 @@ def test_jit_script_is_refused_by_name(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_tangent_is_refused(kind):
-    """In forward mode, with frozen weights and without gradients, where it could get lost."""
+    """In forward mode, with frozen weights and without gradients, where a tangent could get lost."""
     module, x = getattr(flashcell, kind)(4, 6).requires_grad_(False), make_input(kind)
     with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="in forward mode"):
         module(forward_ad.make_dual(x, torch.ones_like(x)))

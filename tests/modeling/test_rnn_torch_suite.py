@@ -1,4 +1,5 @@
-"""torch's own cases on flashcell's modules: its module database, its documentation; and the cells."""
+"""Runs torch's own tests on flashcell's modules: its module database, its documentation; and the
+cells."""
 
 import doctest
 import sys
@@ -17,20 +18,20 @@ from torch_twins import CELLS, EXACT, SAME, SEQUENCES, assert_same, flatten, mak
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="test_rnn_cuda.py is about the GPU")
 
-# The database's inputs reach 9: 1 - tanh^2 there has few digits left. Observed in float64 over 6
-# seeds: median 4.5 units, worst 210; moving torch's own parameters by a rounding does as much.
+# The database's inputs reach 9, where 1 - tanh^2 has few digits. Observed in float64 over 6 seeds:
+# median 4.5 units, worst 210; changing torch's own parameters by a rounding has the same effect.
 SATURATED = 512 * EPS[EXACT]
 
 
 @pytest.fixture(scope="module")
 def module_db():
-    if "expecttest" not in sys.modules:  # common_utils needs its TestCase as a base, no more
+    if "expecttest" not in sys.modules:  # common_utils needs only its TestCase, as a base class
         stub = types.ModuleType("expecttest")
         stub.TestCase = unittest.TestCase
         sys.modules["expecttest"] = stub
     from torch.testing._internal.common_modules import module_db
 
-    torch.backends.__allow_nonbracketed_mutation_flag = True  # the import forbids to set any flag
+    torch.backends.__allow_nonbracketed_mutation_flag = True  # the import forbids setting any flag
     return {info.name.removeprefix("nn."): info for info in module_db}
 
 
@@ -74,7 +75,7 @@ def test_module_database(module_db, kind, training):
 
 @pytest.mark.parametrize("kind", SEQUENCES + CELLS)
 def test_gradients_by_finite_differences(module_db, kind):
-    """Of the inputs, once; of the reference twice, as the database wants it of every module."""
+    """Of the inputs once, and of the reference twice, as the database requires for every module."""
     for number, sample in enumerate(samples(module_db[kind], kind, True, False)):
         construct, forward = sample.constructor_input, sample.forward_input
         placed = {"dtype": torch.float64, "device": "cpu"}
@@ -114,7 +115,7 @@ def test_error_inputs(module_db, kind):
 
 @pytest.mark.parametrize("kind", SEQUENCES + CELLS)
 def test_documentation_examples(kind):
-    """The examples of torch's docstring, run with torch's module and with ours."""
+    """Runs the examples of torch's docstring with torch's module and with ours."""
     lines = doctest.DocTestParser().get_examples(getattr(nn, kind).__doc__)
     assert lines
     found = []
@@ -186,7 +187,7 @@ def test_cell_errors_are_torch_s(kind):
     "dtype", [torch.int64, torch.bool, torch.complex64, torch.float64], ids=str
 )
 def test_what_autocast_does_not_cast_is_refused(kind, dtype):
-    """An int64 input would be taken for its values in bf16; torch's products refuse it."""
+    """An int64 input would be read as bf16 values; torch's products refuse it."""
     twins, cell = make_twins(kind, 4, 8), kind in CELLS
     x, shape = torch.ones(3, 4) if cell else torch.ones(5, 3, 4), (3, 8) if cell else (1, 3, 8)
     packed = [] if cell else [nn.utils.rnn.pack_sequence([torch.ones(2, 4, dtype=dtype)])]

@@ -1,4 +1,9 @@
-"""Training the stand-ins as people do, changing gradients in place: torch.nn's weights, step for step.
+"""Tests training of the stand-ins with gradients changed in place: torch.nn's weights, step for
+step.
+
+Clipping, unscaling, accumulation and zero_grad(set_to_none=False) change gradients in place. Two
+gradients in the same memory then train a model wrongly, although every comparison of gradients
+passes.
 
 Clipping, unscaling, accumulation and zero_grad(set_to_none=False) change gradients where they lie, so
 two gradients in one memory train a model wrongly that every comparison of gradients passes.
@@ -44,7 +49,7 @@ def accumulate(module, loss):
 
 
 def unscale(module, loss):
-    """What GradScaler does, which refuses float64."""
+    """Does what GradScaler does, which refuses float64."""
     (1024 * loss(0)).backward()
     grads = [p.grad for p in module.parameters()]
     found = torch.zeros(1)
@@ -52,7 +57,7 @@ def unscale(module, loss):
 
 
 def keep(module, loss):
-    """Gradients that stay the same tensors from step to step."""
+    """Keeps gradients as the same tensors from step to step."""
     loss(0).backward()
     loss(1).backward()
 
@@ -78,7 +83,7 @@ MODULES = {
 
 
 def run(module, x, lengths=None):
-    """Outputs and last states; a cell runs its steps one by one."""
+    """Returns outputs and last states; a cell runs its steps one by one."""
     if not isinstance(module, nn.RNNBase):
         hx, outputs = None, []
         for row in x:
@@ -94,7 +99,7 @@ def train(module, way, lengths):
     draw = torch.Generator(DEVICE).manual_seed(1)
     optimizer = torch.optim.SGD(module.parameters(), 0.1, momentum=0.9)
     for _ in range(STEPS):
-        batches = torch.randn(3, 4, 4, WIDTH, generator=draw, dtype=EXACT)  # T = B: any layout
+        batches = torch.randn(3, 4, 4, WIDTH, generator=draw, dtype=EXACT)  # T = B: any layout fits
         loss = lambda k, given=batches: sum(
             o.square().mean() for o in run(module, given[k], lengths)
         )
@@ -121,7 +126,7 @@ def test_trains_as_torch(fused_rnn, name, lengths, way):
 
 
 def assert_separate(leaves: dict[str, torch.Tensor]) -> None:
-    """Changing one gradient changes no other."""
+    """Asserts that changing one gradient changes no other."""
     grads = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
     assert grads
     assert overlapping(grads.items()) is None
@@ -134,7 +139,7 @@ def assert_separate(leaves: dict[str, torch.Tensor]) -> None:
 
 
 def differentiate(module, dtype, run=None) -> dict[str, torch.Tensor]:
-    """The leaves of a call: parameters, input and states."""
+    """Returns the leaves of a call: parameters, input and states."""
     rows = 1 if not isinstance(module, nn.RNNBase) else 2 if module.bidirectional else 1
     rows *= getattr(module, "num_layers", 1)
     x = torch.randn(4, 3, WIDTH, dtype=dtype, requires_grad=True)
@@ -193,7 +198,7 @@ def test_gradients_of_models_are_separate(make_model, tokens, case):
 
 
 def test_frozen_and_shared_parameters_train_as_torch(fused_rnn):
-    """A bias that two layers share gets the sum of both; a frozen one gets nothing."""
+    """A bias that two layers share gets the sum of both gradients; a frozen one gets none."""
     twins = make_twins("LSTM", WIDTH, HIDDEN, 2, dtype=EXACT)
     for twin in twins:
         twin.bias_hh_l1 = twin.bias_ih_l1

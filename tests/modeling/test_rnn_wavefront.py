@@ -1,4 +1,4 @@
-"""Stacked layers as a wavefront compute what they compute one after the other."""
+"""Tests that stacked layers as a wavefront compute the same as one after the other."""
 
 from itertools import product
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="test_rnn_cuda.py is abo
 
 @pytest.fixture
 def waves(monkeypatch):
-    """Waves on any device, and a list of the chunks they ran in."""
+    """Enables the wavefront on any device, and records the chunks that ran."""
     ran, run = [], stack.Engine.run_wavefront
 
     def recorded(self, *args):
@@ -55,8 +55,8 @@ def test_same_as_one_after_the_other(kind, layers, batched, waves, monkeypatch):
 
 @pytest.mark.parametrize("kind", SEQUENCES)
 def test_gradients_in_16_bits_lose_nothing(kind, waves):
-    """Sums over the waves are not rounded wave by wave: errors grow by at most 1.23 over 4 seeds, but
-    by 2.7 if they are."""
+    """Sums over the waves are not rounded wave by wave: errors grow by at most 1.23 over 4 seeds,
+    but by 2.7 if they are rounded."""
     theirs, ours = make_twins(kind, 32, 32, 3, dtype=torch.bfloat16, gain=1.0)
     x, hx = make_inputs(ours, 4, 512)
     waves(0)

@@ -1,4 +1,4 @@
-"""Every request gets what it would have got alone."""
+"""Tests that every request in a batch gets what it would get alone."""
 
 import itertools
 
@@ -53,7 +53,8 @@ def test_sampling_has_a_generator_a_request(make_model, tokens):
     requests = [Request(p, 12, seed=i, **options) for i, p in enumerate(prompts)]
     got = collect(generate_many(model, requests, slots=2))
     for i, prompt in enumerate(prompts):
-        if prompt.device.type == "cpu":  # elsewhere a batch of one draws other numbers
+        # On other devices a batch of one draws other random numbers.
+        if prompt.device.type == "cpu":
             torch.manual_seed(i)
             assert got[i] == alone(model, prompt, new=12, **options)
     assert got == collect(generate_many(model, requests, slots=2))
@@ -63,7 +64,7 @@ def test_sampling_has_a_generator_a_request(make_model, tokens):
 
 
 class Record:
-    """Keeps the scores that a request's tokens were chosen from."""
+    """Records the scores from which a request's tokens were chosen."""
 
     def __init__(self):
         self.scores = []
@@ -74,7 +75,7 @@ class Record:
 
 
 def test_neighbours_do_not_change_a_bit(case, make_model, tokens):
-    """In other company, another slot and another prefill row: the same logits, bit by bit."""
+    """In other company, another slot and another prefill row the logits are bitwise the same."""
     widths = {"hidden_size": 64, "vocab_size": 64}
     if "intermediate_size" in CASES[case].options:
         widths["intermediate_size"] = 128
@@ -118,7 +119,8 @@ def test_cancel(make_model, tokens):
     def cancel_others(token):
         came.append(token)
         if len(came) == 10:
-            for index in (0, 2, 4, 77):  # decoding, being read or waiting, waiting, none
+            # Requests that are decoding, being read or waiting; waiting; unknown.
+            for index in (0, 2, 4, 77):
                 many.cancel(index)
 
     for i, prompt in enumerate(prompts):
@@ -174,11 +176,11 @@ def test_errors_stay_with_their_request(make_model, tokens):
 
 @pytest.mark.parametrize("slots", [1, 2])
 def test_logits_that_are_not_finite(case, make_model, slots):
-    """Nor do they stay behind in the prefill row and the slot."""
+    """Nor do they stay in the prefill row or the slot."""
     model = make_model(case)
     good = torch.tensor([1, 2, 3])
     text = alone(model, good, new=9)
-    bad = min(set(range(4, 61)) - set(text))  # 0 fills what is padded
+    bad = min(set(range(4, 61)) - set(text))  # 0 fills padding
     with torch.no_grad():
         model.get_input_embeddings().weight[bad] = float("nan")
     ends_wrong = Request(
@@ -204,7 +206,7 @@ def leave_nothing_after(tokens: int):
 
 
 def test_time_limit(make_model, tokens, monkeypatch):
-    """On a clock that goes a second ahead with each token of the request."""
+    """With a clock that advances a second with each token of the request."""
     model, now = make_model(), [100.0]
     monkeypatch.setattr("flashcell.generation.requests.time.monotonic", lambda: now[0])
 
@@ -214,7 +216,7 @@ def test_time_limit(make_model, tokens, monkeypatch):
     requests = [Request(tokens(4), 20, max_time=7, on_token=a_second_later), Request(tokens(4), 20)]
     results = {c.index: c for c in generate_many(model, requests, slots=2)}
     assert results[0].reason == "time"
-    assert len(results[0].tokens) == 8  # the first that ends later than after 7 s
+    assert len(results[0].tokens) == 8  # the first length that ends later than after 7 s
     assert results[1].reason == "length"
     assert len(results[1].tokens) == 20
 
@@ -233,13 +235,14 @@ def test_memory_does_not_grow(make_model, tokens):
 
 
 def test_slots_stay_full(make_model, tokens, monkeypatch):
-    """32 texts of which one in eight is long: padded batches of four would take 8 times the long."""
+    """32 texts, every eighth of them long: padded batches of four would take 8 times the long
+    length."""
     model, calls = make_model(), []
     decode = Batch.decode
     monkeypatch.setattr(Batch, "decode", lambda self: (calls.append(1), decode(self)))
     requests = [Request(tokens(4), 60 if i % 8 == 0 else 4) for i in range(32)]
     collect(generate_many(model, requests, slots=4, prefill_rows=4))
-    assert len(calls) < 2.5 * (4 * 60 + 28 * 4) / 4  # 8 * 60 padded
+    assert len(calls) < 2.5 * (4 * 60 + 28 * 4) / 4  # 8 * 60 if padded
 
 
 def test_text_is_refused_at_once(make_model, tokens):

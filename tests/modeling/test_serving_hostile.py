@@ -1,4 +1,5 @@
-"""Whatever a request, its callbacks or the source do, the others' tokens are what they are alone."""
+"""Tests that whatever one request, its callbacks or the source do, the others' tokens stay the
+same."""
 
 import signal
 import threading
@@ -74,8 +75,8 @@ def test_prompts_are_copied_when_they_are_taken(make_model, kind):
 @pytest.mark.parametrize("kind", [*MORE_THAN_EXCEPTIONS, StopIteration, StopAsyncIteration])
 @pytest.mark.parametrize("where", ["on_token", "logits_processor"])
 def test_what_a_callback_raises(make_model, tokens, kind, where):
-    """The request ends with it. What is more than an Exception is raised too, once, and the batch goes
-    on with the next call."""
+    """The request ends with the exception. One that is no Exception is also raised, once, and the
+    batch continues with the next call."""
     model, prompts = make_model(), [tokens(n) for n in (5, 9, 70, 4, 8)]
     want = [alone(model, p, new=10) for p in prompts]
     error = kind("mine")
@@ -130,7 +131,7 @@ def test_a_callback_does_not_run_the_batch(make_model, tokens, call):
 
 
 def test_a_source_that_raises_loses_nothing(make_model, tokens):
-    """All that was read before comes first, then the error, then what the source has after it."""
+    """Everything read before it comes first, then the error, then the rest of the source."""
     model, prompts = make_model(), [tokens(n) for n in (5, 9, 70, 4, 6)]
     want = {i: alone(model, p, new=3 + 4 * i) for i, p in enumerate(prompts)}
 
@@ -183,7 +184,7 @@ def test_a_source_is_interrupted(make_model, tokens, kind):
 
 
 def test_a_source_that_uses_the_batch(make_model, tokens):
-    """It may submit and cancel, but not step; what it yields besides requests are errors."""
+    """It may submit and cancel, but not step; anything it yields besides requests is an error."""
     model, prompt = make_model(), tokens(5)
     want = alone(model, prompt, new=6)
 
@@ -224,8 +225,8 @@ def test_cancel_from_a_signal_handler_and_of_what_is_not_read_yet(make_model, to
 
 
 def test_a_step_that_is_broken_off(make_model, tokens, monkeypatch):
-    """An interrupt, or the model's own error, in the middle of a step: sequences that were under way end
-    with an error, what waits is right, and no token is wrong."""
+    """An interrupt, or the model's own error, in the middle of a step: running sequences end with
+    an error, waiting ones are right, and no token is wrong."""
     model, prompts = make_model(), [tokens(n) for n in (5, 9, 70, 4, 3, 8)]
     want = [alone(model, p, new=12) for p in prompts]
     call = Batch._choose

@@ -1,4 +1,4 @@
-"""A storm of requests of which every second one is hostile: the others do not notice."""
+"""Tests a storm of requests of which every second one is hostile: the others must not be affected."""
 
 import random
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("read_at_once_and_late")
 
 
 def storm_of(model, draw: random.Random, count: int, many, submitted: list, taken: list):
-    """Requests and their options, None for those of the hostile ones, of which there is every kind."""
+    """Requests and their options, None for the hostile ones, which are of every kind."""
     kept = []
 
     def keep_and_spoil(ids, scores):
@@ -79,7 +79,7 @@ def storm_of(model, draw: random.Random, count: int, many, submitted: list, take
 
 @pytest.mark.parametrize(("seed", "count"), [(1, 60), pytest.param(2, 150, marks=pytest.mark.slow)])
 def test_storm(case, make_model, seed, count):
-    """Half of the requests do what they must not; the others have the tokens that they have alone."""
+    """Half of the requests misbehave; the others have the tokens that they have alone."""
     if count == 60 and case not in ("lstm", "flash_gru", "mlstm"):
         pytest.skip("in the slow storms")
     model, draw, submitted, taken = make_model(case), random.Random(seed), [], []
@@ -101,7 +101,7 @@ def test_storm(case, make_model, seed, count):
 
     many = generate_many(model, source(), **sizes)
     results, _ = outcome(many)
-    numbers = sorted(results.keys() - set(submitted))  # of the source's
+    numbers = sorted(results.keys() - set(submitted))  # the source's requests
     assert len(numbers) == count
     for i, number in enumerate(numbers):
         if i in want:

@@ -1,4 +1,4 @@
-"""FSDP and tensor parallelism as transformers runs them: two processes on the CPU."""
+"""Tests FSDP and tensor parallelism as transformers runs them, with two processes on the CPU."""
 
 import os
 import subprocess

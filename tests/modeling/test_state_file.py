@@ -1,4 +1,4 @@
-"""A conversation that was saved goes on as if it had not been."""
+"""Tests that a saved conversation continues as if it had not been saved."""
 
 import os
 import random
@@ -112,7 +112,7 @@ def test_what_is_no_state_of_the_model(talk, make_model, tmp_path):
         model.save_state(DynamicCache(config=model.config), path)
     with pytest.raises(
         ValueError, match="cache is empty"
-    ):  # states, of no tokens: no load takes it
+    ):  # states of no tokens, which no load accepts
         model.save_state(model(torch.zeros(1, 0, dtype=torch.long)).past_key_values, path)
     llama = DynamicCache()
     llama.update(torch.zeros(1, 1, 1, 4), torch.zeros(1, 1, 1, 4), 0)
@@ -183,7 +183,7 @@ def test_a_flipped_bit_is_refused_or_changes_nothing(talk, tmp_path, flips):
     path, draw = tmp_path / "talk.safetensors", random.Random(1)
     model.save_state(cache, path)
     good, loaded, refused = path.read_bytes(), 0, []
-    begin = int.from_bytes(good[:8], "little") + 8  # of the data
+    begin = int.from_bytes(good[:8], "little") + 8  # where the data begin
     for i in range(flips):
         bad = bytearray(good)
         bad[draw.randrange(begin if i % 2 else len(bad))] ^= 1 << draw.randrange(8)
@@ -210,7 +210,7 @@ def test_what_is_no_file_of_any_kind(talk, tmp_path):
         with pytest.raises(ValueError, match=r"talk\.safetensors.*must be a saved state"):
             model.load_state(path)
     path.unlink()
-    os.mkfifo(path)  # nobody writes there: to open it the usual way would wait for ever
+    os.mkfifo(path)  # nobody writes there: opening it the usual way would wait for ever
     for special in (path, Path("/dev/zero")):
         with pytest.raises(ValueError, match="must be a saved state: it is no regular file"):
             model.load_state(special)

@@ -1,4 +1,5 @@
-"""A decoded token's linear layers in few launches: the same model, and never past a module's back."""
+"""Tests a decoded token's linear layers in few launches: same results, and no hook or module is
+bypassed."""
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ def by_the_modules(monkeypatch, model, ids):
 
 @pytest.fixture
 def taken(monkeypatch):
-    """The steps taken, by the reference wherever the tests run."""
+    """Records the steps taken, by the reference wherever the tests run."""
     steps = []
 
     def find(x, backend, modules, around=()):
@@ -152,7 +153,7 @@ def test_a_weight_the_kernel_cannot_read_is_called(what):
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("batch", [1, 9, 40])
 def test_loses_nothing_in_16_bits(make_model, tokens, monkeypatch, case, batch):
-    """Against the model in fp32: no further than the modules are."""
+    """Compared with the model in fp32, it is no further off than the modules are."""
     sizes = {"hidden_size": 256, "num_heads": 4}
     model, ids = make_model(case, **sizes).bfloat16(), tokens(batch, 8)
     model.decoder.mode = "eager"
@@ -164,7 +165,7 @@ def test_loses_nothing_in_16_bits(make_model, tokens, monkeypatch, case, batch):
 
 
 def test_packing_moves_weights_and_nothing_else(make_model, tmp_path):
-    """One storage for what is one product; the parameters, a checkpoint and gradients stay theirs."""
+    """One product has one storage; parameters, checkpoints and gradients do not change."""
     model = make_model("flash_mlstm")
     mixer, before = model.backbone.blocks[0].mlstm_layer, {}
     parameters = [m.weight for m in mixer.projections[0]]
@@ -190,7 +191,7 @@ def test_packing_moves_weights_and_nothing_else(make_model, tmp_path):
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="needs FLASHCELL_TEST_DEVICE=cuda")
 def test_packing_on_another_stream_than_the_weights():
-    """The places that are given away belong to a stream that does not wait for this one."""
+    """The freed memory belongs to a stream that does not wait for this one."""
     weights = [torch.ones(2**18, 8, device="cuda") for _ in range(2)]
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
@@ -203,7 +204,8 @@ def test_packing_on_another_stream_than_the_weights():
 
 
 def test_weights_whose_place_others_know_stay(tmp_path):
-    """Views of an optimizer's flat buffer; any weight where FSDP may be, which gathers them in place."""
+    """Views of an optimizer's flat buffer, and any weight that FSDP may gather in place, are not
+    moved."""
     flat = torch.arange(40.0)
     weights = [flat[:16].view(4, 4), flat[20:].view(5, 4)]
     assert packed(weights) == weights

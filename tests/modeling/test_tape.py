@@ -1,4 +1,4 @@
-"""A decoded step on a CPU from a tape: the ops of the step, bit for bit, and nothing that it would miss."""
+"""Tests a decoded step from a tape on a CPU: bitwise the step's ops, and every change is noticed."""
 
 import copy
 import sys
@@ -78,7 +78,8 @@ def test_a_value_in_python_is_refused(way):
 
 
 def test_an_interrupt_while_recording_leaves_nothing_behind():
-    """Python delivers Ctrl-C after the call of a C function, or where a function of Python's begins."""
+    """Python delivers Ctrl-C after the call of a C function, or at the beginning of a Python
+    function."""
     x, places, stop, left = torch.ones(3), [], 0, []
 
     def watch(frame, event, _):
@@ -97,17 +98,17 @@ def test_an_interrupt_while_recording_leaves_nothing_behind():
 
     watched()
     for stop in range(1, len(places) + 1):  # noqa: B007  `watch` reads it
-        with suppress(KeyboardInterrupt):  # a destructor's is printed and dropped
+        with suppress(KeyboardInterrupt):  # an exception in a destructor is printed and dropped
             watched()
         if torch._C._len_torch_dispatch_stack():
-            torch._C._pop_torch_dispatch_stack(None)  # or every later test would be recorded
+            torch._C._pop_torch_dispatch_stack(None)  # otherwise every later test would be recorded
             left.append(places[-1])
     assert stop > 50
     assert not left
 
 
 def decoded(model, ids, between=lambda step: None):
-    """Logits of every token, and whether the last step came from a tape."""
+    """Returns the logits of every token, and whether the last step came from a tape."""
     cache, logits = DynamicCache(config=model.config), []
     with torch.no_grad():
         for t, token in enumerate(ids.split(1, 1)):
@@ -179,7 +180,7 @@ def test_changes_between_two_tokens_are_seen(make_model, tokens, change):
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_generate_with_a_streamer_and_an_end(make_model, tokens, threads):
-    """The lean loop: the tokens, in time, of rows that end at different lengths."""
+    """The fast loop returns the tokens, on time, for rows that end at different lengths."""
     model, ids = make_model(), tokens(3, 4)
     torch.set_num_threads(threads)
     whole = greedy(model, ids, new=12)

@@ -1,4 +1,4 @@
-"""Training as everybody does it: Trainer, LoRA, checkpointing, compilation, classification."""
+"""Tests training with common tools: Trainer, LoRA, checkpointing, compilation, classification."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def gradients(model, **inputs) -> dict[str, torch.Tensor]:
 
 
 def fit(model, ids, steps=30, lr=0.01) -> list[float]:
-    """The losses of a few steps of AdamW on one batch."""
+    """Returns the losses of a few steps of AdamW on one batch."""
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer, losses = torch.optim.AdamW(trained, lr=lr), []
     for _ in range(steps):
@@ -32,8 +32,8 @@ def fit(model, ids, steps=30, lr=0.01) -> list[float]:
 
 
 def test_default_config_trains(case, make_config, make_model, tokens):
-    """Nothing set but the sizes; use_cache is on, which must not get in the way."""
-    default = getattr(type(make_config(case)), "initializer_range", None)  # some have none
+    """Only the sizes are set; use_cache is on, which must not interfere."""
+    default = getattr(type(make_config(case)), "initializer_range", None)  # some families have none
     model = make_model(case, initializer_range=default).train()
     losses = fit(model, tokens(2, 12))
     assert losses[-1] < 0.5 * losses[0]
@@ -142,7 +142,7 @@ COMPILED += [pytest.param(case, "inductor", marks=pytest.mark.slow) for case in 
 
 @pytest.mark.parametrize(("case", "backend"), COMPILED)
 def test_compiled_whole(case, make_model, tokens, backend):
-    """The compiled object itself, one graph, forward and backward, with padding and documents."""
+    """The compiled object itself is one graph, forward and backward, with padding and documents."""
     model, ids = make_model(case, num_hidden_layers=1).train(), tokens(2, 5)
     mask = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 0]])
     inputs = {
@@ -160,12 +160,14 @@ def test_compiled_whole(case, make_model, tokens, backend):
     model.zero_grad()
     compiled(**inputs).loss.backward()
     for name, p in model.named_parameters():
-        assert_close(name, p.grad, want[name], 4 * SAME)  # fused sums: another order in backward
+        # Fused sums have another order in the backward.
+        assert_close(name, p.grad, want[name], 4 * SAME)
     assert counter.frame_count == 1
 
 
 def test_gradients_of_each_sample(case, make_model, tokens):
-    """torch.func.grad is backward, and vmap of it every row by itself, as per-sample methods want it."""
+    """torch.func.grad equals backward, and vmap of it gives every row's own gradient, for
+    per-sample methods."""
     model, ids = make_model(case).double(), tokens(3, 6)
     bound = (
         128 * EPS[torch.float64] * CASES[case].cancelled
@@ -187,7 +189,7 @@ def test_gradients_of_each_sample(case, make_model, tokens):
 
 
 def test_sequence_classification(case, make_model, tokens):
-    """The class is read off the last token that is not padding, on either side."""
+    """The class is read from the last token that is not padding, on either side."""
     model = make_model(case, "ForSequenceClassification", num_labels=3, pad_token_id=0)
     text = tokens(1, 5).clamp(1)
     alone = model(text).logits
@@ -202,7 +204,7 @@ def test_sequence_classification(case, make_model, tokens):
 
 
 def test_token_classification(case, make_model, tokens):
-    """Every token by the state after it: what comes later, and padding, changes nothing."""
+    """Every token is classified by the state after it: later tokens and padding change nothing."""
     model, ids = make_model(case, "ForTokenClassification", num_labels=3), tokens(2, 6)
     whole = model(ids).logits
     assert whole.shape == (2, 6, 3)

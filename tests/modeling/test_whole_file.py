@@ -1,4 +1,5 @@
-"""A file is old or new, whoever dies while it is written, and nothing else stays beside it for long."""
+"""Tests that a file is either old or new if its writer is killed, and that nothing else stays
+beside it."""
 
 import fcntl
 import os
@@ -15,20 +16,20 @@ import pytest
 from flashcell.utils import whole_file
 from flashcell.utils.whole_file import SLOTS, write_file
 
-CALLS = ("open", "link", "fsync", "replace")  # of os: between them a kill changes nothing
+CALLS = ("open", "link", "fsync", "replace")  # functions of os: a kill between them changes nothing
 OLD, NEW = b"old" * 1000, b"newer" * 1000
 
 
 @pytest.fixture(params=["nameless", "named"])
 def how(request, monkeypatch):
-    """With files that have no name while they are written, and as on a system that has none."""
+    """With files that have no name while they are written, and on a system without such files."""
     if request.param == "named":
         monkeypatch.delattr(os, "O_TMPFILE")
     return request.param
 
 
 def fork(work) -> int:
-    """The process that runs `work`; its exit status is 0 if that returned."""
+    """Runs `work` in a process; its exit status is 0 if that returned."""
     process = os.fork()
     if process == 0:
         status = 1
@@ -41,8 +42,8 @@ def fork(work) -> int:
 
 
 def killed_at(point: int, monkeypatch, path: Path) -> str | None:
-    """Writes NEW in a process that kills itself before the call of that number: the call's name, or
-    None if there is no such call."""
+    """Writes NEW in a process that kills itself before its call with that number; returns the
+    call's name, or None if there is no such call."""
     left = count()
     read, write = os.pipe()
 
