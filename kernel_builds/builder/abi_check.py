@@ -7,11 +7,6 @@ only, must not search for libraries in the builder's directories, and may export
 module's entry point. A CUDA library must hold machine code for exactly the architectures that it
 claims.
 
-The symbols it imports must exist on every manylinux_2_28 system, in Python's limited API 3.9, and
-in torch's stable ABI at the floor; it may depend on torch and CUDA alone, must not look for
-libraries in the builder's directories, and exports its module's entry point only. A CUDA library
-holds machine code for the archs it is said to hold.
-
     abi_check.py LIBRARY --stable-abi 2.10 --torch-include DIR [--archs 9.0a,10.0+PTX]
 """
 

@@ -3,10 +3,6 @@
 build.toml has the format of HF's kernel-builder, edition 5, and is first checked by kernels' own
 parser (`kernels._rust.Build`). The part of the format that the shared build supports is below;
 anything else is an error and never ignored.
-
-build.toml is HF kernel-builder's format, edition 5, and kernels' own parser has the first word on
-it (`kernels._rust.Build`). The part of the format that the shared build supports is below; the
-rest is an error, never ignored.
 """
 
 from __future__ import annotations

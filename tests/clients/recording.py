@@ -4,11 +4,6 @@ A script of this folder trains with one program and ends in `record(train)`; `tr
 returns the trained module. With --flashcell it gets the package, otherwise functions of the same
 names that change nothing. Either way the steps are recorded by torch's own hooks in the file
 named by --out, so the program itself need not report its losses.
-
-A script of this folder trains with one program and ends in `record(train)`. `train(flashcell)` returns
-the trained module. With --flashcell it is given the package, otherwise functions of the same names
-that change nothing. Either way the file named by --out gets what the steps were, by torch's own
-hooks, so that no program has to be asked for its losses.
 """
 
 import argparse

@@ -4,11 +4,6 @@ The subclass has its own forward, for sequences of length 0, which calls super()
 forward calls cannot be told from its class, so `replace` and `drop_in` leave it alone and say
 so. Here the program is imported while torch.nn.LSTM is flashcell's, so that its super().forward
 is flashcell's.
-
-The subclass has a forward of its own, for sequences of length 0, which calls super().forward. What a
-forward calls cannot be told from its class, so `replace` and `drop_in` leave it alone and say so. Here
-it is given flashcell's LSTM for its base, by importing the program while torch.nn.LSTM is that: then
-its super().forward is flashcell's.
 """
 
 from unittest.mock import patch

@@ -3,8 +3,6 @@ same.
 
 If the `xlstm` package is installed, transformers takes its blocks from there, and this tests
 those.
-
-With the `xlstm` package installed transformers takes its blocks from there: then this judges those.
 """
 
 import copy

@@ -2,9 +2,6 @@
 
 The CPU's tape has the same buffers as a GPU's graph, so errors with them (displaced caches,
 beams, changed batches) show without a GPU; test_decode_cuda.py tests the graphs.
-
-A CPU's tape has the same buffers as a GPU's graph, so that what could go wrong with them (displaced
-caches, beams, changed batches) shows without a GPU; test_decode_cuda.py has the graphs.
 """
 
 import copy

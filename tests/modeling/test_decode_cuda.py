@@ -1,8 +1,6 @@
 """Tests the recorded step as a CUDA graph: which changes it must notice, and what it may cost.
 
 test_decode.py runs on the GPU too, and compares every way to generate there.
-
-test_decode.py runs on the GPU too, and compares every way to generate there.
 """
 
 import gc

@@ -4,10 +4,6 @@ The package itself is used where it is installed (`pip install --no-deps xlstm==
 mlstm_kernels==2.0.6` beside einops and PyYAML). Elsewhere its recorded results are:
 data/xlstm_package.json has its logits for weights that a formula gives, made by `python
 tests/modeling/test_flash_xlstm.py`.
-
-The package is judged by where it is installed (`pip install --no-deps xlstm==2.0.6 mlstm_kernels==2.0.6`
-beside einops and PyYAML); elsewhere by what it said once: data/xlstm_package.json has its logits for
-weights that a formula gives, made by `python tests/modeling/test_flash_xlstm.py`.
 """
 
 import json

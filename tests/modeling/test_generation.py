@@ -212,8 +212,6 @@ def test_a_token_costs_the_same_after_ten_thousand(make_model, tokens):
     same.
 
     scripts/bench_models --decode-growth prints what `generate` costs from token to token.
-
-    What `generate` costs from token to token is printed by scripts/bench_models --decode-growth.
     """
     model = make_model(num_hidden_layers=1)
     steps = ("_fused_rnn", "cudaGraphLaunch")  # the kernel's op, or the graph that contains it

@@ -3,9 +3,6 @@
 Every behaviour is a function that raises if it does not hold. If a release of transformers mends
 one, its line in BROKEN fails and must be removed; the table of modeling/NOTEBOOK.md is made from
 BROKEN.
-
-Every behaviour is a function that raises where it does not hold. When a release of transformers
-mends one, its line in BROKEN fails, and goes; the table of modeling/NOTEBOOK.md is BROKEN's.
 """
 
 import inspect

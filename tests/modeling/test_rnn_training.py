@@ -4,9 +4,6 @@ step.
 Clipping, unscaling, accumulation and zero_grad(set_to_none=False) change gradients in place. Two
 gradients in the same memory then train a model wrongly, although every comparison of gradients
 passes.
-
-Clipping, unscaling, accumulation and zero_grad(set_to_none=False) change gradients where they lie, so
-two gradients in one memory train a model wrongly that every comparison of gradients passes.
 """
 
 import copy

@@ -1,1 +1,1 @@
-"""Tests of the kernels' ops; those of one kernel are in its folder, and import each other as ops.x.y."""
+"""Tests of the kernels' ops; each kernel's own are in its folder, and import each other as ops.x.y."""

@@ -1,8 +1,10 @@
-"""A library that was compiled for another arch than the GPU's: right values, or an error by name.
+"""Tests a library that was compiled for another arch than the GPU's: right values, or an error that
+says so.
 
-FLASHCELL_TEST_KERNEL, FLASHCELL_TEST_DIAGONAL_KERNEL and FLASHCELL_TEST_TFLA_KERNEL name finished
-builds, such as those of `scripts/build_kernels --backend cuda --archs "8.0+PTX" --out DIR`. torch.empty
-is NaN here: what a kernel without a body leaves is not overlooked.
+FLASHCELL_TEST_KERNEL, FLASHCELL_TEST_DIAGONAL_KERNEL and FLASHCELL_TEST_TFLA_KERNEL name
+finished builds, such as those of `scripts/build_kernels --backend cuda --archs "8.0+PTX" --out
+DIR`. torch.empty is filled with NaN here, so that the output of a kernel without a body is
+noticed.
 """
 
 import os
@@ -40,7 +42,7 @@ on_gpu = pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU and FLASHCELL_
 short = lambda dtype: str(dtype)[6:]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 SHAPES = [(3, 1, 336), (1, 2, 200), (129, 1, 768)]  # sequences, heads, width
-REFUSALS = (  # of an engine asked for by name
+REFUSALS = (  # errors of an engine asked for by name
     r"fused_rnn: the cluster engine, .*, has no code for .* of compute capability \d+\.\d: "
     r".*compiled for .*--archs|does not run a head of width|grid engine cannot run heads of width"
 )
@@ -63,8 +65,8 @@ def test_what_cuda_takes_of_a_build():
     "archs", ["8.0", "8.0+PTX", "9.0", "9.0+PTX", "9.0a", "8.0+PTX,9.0a", "10.0", "12.0+PTX"]
 )
 def test_the_library_knows_its_code(tmp_path, archs):
-    """Machine code and PTX, with and without the instructions of 9.0a: what the host is told is what
-    the preprocessor saw."""
+    """Machine code and PTX, with and without the instructions of 9.0a: the host is told what the
+    preprocessor saw."""
     from tooling.builder import gencode, parse_archs
 
     include = f"-I{ROOT / 'kernel_builds'}"
@@ -94,7 +96,7 @@ def name(request):
 @pytest.mark.parametrize(("B", "N", "D"), [*SHAPES, (17, 2, 64)])
 @pytest.mark.parametrize("engine", ["", "block", "cluster", "grid", "step"])
 def test_recurrent_cells(fused_rnn, monkeypatch, name, B, N, D, options, dtype, engine):
-    """The engine that is chosen is right; one that is asked for is right or refuses."""
+    """The chosen engine is right; one asked for by name is right or refuses."""
     monkeypatch.setenv("FLASHCELL_CUDA_ENGINE", engine)
     tf32 = {"precision": "tf32"} if dtype == "tf32" else {}
     io = torch.float32 if tf32 else dtype
@@ -117,7 +119,7 @@ def test_recurrent_cells(fused_rnn, monkeypatch, name, B, N, D, options, dtype, 
 @on_gpu
 @pytest.mark.parametrize(("B", "T", "N", "D"), [(3, 1019, 1, 336), (1, 400, 2, 200)])
 def test_long_lstm(fused_rnn, B, T, N, D):
-    """Long sequences of widths that take the cluster engine, where there is code for it."""
+    """Long sequences of widths for which the cluster engine is chosen, if there is code for it."""
     got, peer, exact = compare(fused_rnn, "lstm", Case(B, T, N, D), torch.bfloat16)
     for key in exact:
         values = got[key], exact[key], peer[key]
@@ -128,7 +130,7 @@ def test_long_lstm(fused_rnn, B, T, N, D):
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @pytest.mark.parametrize(("B", "N", "D"), SHAPES)
 def test_recurrent_steps(fused_rnn, name, B, N, D, dtype):
-    """One after another: launches that overlap wait for each other, or do not overlap."""
+    """Consecutive steps: overlapping launches wait for each other, or do not overlap."""
     call = make(reference.CELLS[name], Case(B, 12, N, D, ("state",)), dtype)
     x, state, given = call["x"], call["state"], (call["weight"], call["bias"])
     hs = []
@@ -191,7 +193,7 @@ def test_scans_and_convolutions(diagonal_rnn, B, N, D, dtype):
 
 
 def test_every_op_runs(fused_rnn, diagonal_rnn, tfla):
-    """What the test below calls, where there is code for it."""
+    """Tests the calls that the test below makes, where there is code for them."""
     for what, call in every_op(fused_rnn, diagonal_rnn, tfla):
         tensors = [t for t in tree_leaves(call()) if torch.is_tensor(t)]
         assert all(t.isfinite().all() for t in tensors), what
@@ -199,7 +201,8 @@ def test_every_op_runs(fused_rnn, diagonal_rnn, tfla):
 
 @on_gpu
 def test_a_gpu_without_code_is_refused_by_name(fused_rnn, diagonal_rnn, tfla):
-    """In a process whose driver compiles no PTX, a build with nothing but PTX for this GPU has none."""
+    """In a process whose driver compiles no PTX, a build with only PTX for this GPU has no code for
+    it."""
     own = choose(("8.0",), torch.cuda.get_device_capability())
     if own or any(code_of(module) != Code(80) for module in (fused_rnn, diagonal_rnn, tfla)):
         pytest.skip("needs builds for 8.0+PTX, and a GPU that runs their PTX")
@@ -216,7 +219,7 @@ def test_a_gpu_without_code_is_refused_by_name(fused_rnn, diagonal_rnn, tfla):
 @pytest.mark.skipif(NO_JIT not in os.environ, reason="run by the test above")
 def test_every_op_refuses(fused_rnn, diagonal_rnn, tfla):
     for what, call in every_op(fused_rnn, diagonal_rnn, tfla):
-        for _ in range(2):  # the error is no answer to remember
+        for _ in range(2):  # the error is not cached as an answer
             with pytest.raises(
                 RuntimeError, match=r"(rnn|tfla): this library has no code"
             ) as caught:
@@ -224,4 +227,4 @@ def test_every_op_refuses(fused_rnn, diagonal_rnn, tfla):
             said = str(caught.value)
             assert f"no code for {torch.cuda.get_device_name()}, of compute" in said, what
             assert "the library was compiled for 8.0. Take a build for this GPU" in said, what
-    torch.ones(3).sum().item()  # torch goes on
+    torch.ones(3).sum().item()  # torch still works

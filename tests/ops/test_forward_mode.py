@@ -1,4 +1,4 @@
-"""Derivatives in forward mode: no kernel has them, and none lets a tangent fall."""
+"""Tests derivatives in forward mode: no kernel has them, and none drops a tangent silently."""
 
 import pytest
 import torch
@@ -60,7 +60,7 @@ CALLS = {
     ("name", "call"), [pytest.param(k, c, id=c.__name__) for k, cs in CALLS.items() for c in cs]
 )
 def test_a_tangent_is_refused(request, name, call, recorded):
-    """With frozen weights too, where no gradient is asked for; and what has none goes through."""
+    """With frozen weights too, for which no gradient is needed; calls without tangents work."""
     kernel, x = request.getfixturevalue(name), torch.randn(96)
     with torch.set_grad_enabled(recorded), forward_ad.dual_level():
         call(kernel, x)

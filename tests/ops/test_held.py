@@ -1,5 +1,5 @@
-"""What a held step holds never matters: NaN in its inputs and in the gradient of its h change no bit of the
-outputs, the states and the gradients, which are 0 there."""
+"""Tests that a held step's values never matter: NaN in its inputs and in the gradient of its h
+changes no bit of the outputs, the states and the gradients, which are 0 there."""
 
 import pytest
 import torch

@@ -1,4 +1,5 @@
-"""Every instruction set the binary holds gives the reference's values; asking for a missing one fails."""
+"""Tests that every instruction set in the binary gives the reference's values, and that a missing
+one is refused."""
 
 import os
 import subprocess
@@ -34,7 +35,7 @@ def run(isa, *arguments):
 @pytest.mark.parametrize("kernel", FILES)
 @pytest.mark.parametrize("isa", NEEDS)
 def test_values(isa, kernel, request):
-    request.getfixturevalue(kernel)  # is built
+    request.getfixturevalue(kernel)  # builds the kernel
     if not all(flag in FLAGS for flag in NEEDS[isa]):
         pytest.skip(f"this CPU has no {isa}")
     result = run(isa, *FILES[kernel], "-k", SUBSET)

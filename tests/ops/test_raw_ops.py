@@ -1,5 +1,5 @@
-"""The ops below the Python doors, given tensors they cannot run: each is refused by its name, and none is
-read or written out of its storage. What an op changes in place is known to autograd."""
+"""Tests the raw ops with tensors that they cannot run: each is refused by its name, and none is
+read or written outside of its storage. autograd knows what an op changes in place."""
 
 import re
 
@@ -77,13 +77,13 @@ KERNELS = {"fused_rnn": fused, "diagonal_rnn": diagonal, "tfla": mlstm}
 
 @pytest.fixture(params=KERNELS)
 def kernel(request):
-    """The ops of a kernel, and arguments that each of them runs with."""
+    """Returns the ops of a kernel, with arguments that each of them accepts."""
     ops = request.getfixturevalue(request.param).dispatch.ops
     return ops, KERNELS[request.param](ops)
 
 
 def tensors(op, arguments):
-    """(name, where, tensor) of all that are one; where is (index, index in a list or None)."""
+    """Returns (name, where, tensor) of all tensors; where is (index, index in a list or None)."""
     for i, (value, argument) in enumerate(
         zip(arguments, op.default._schema.arguments, strict=True)
     ):
@@ -145,7 +145,7 @@ def test_a_bad_tensor_is_refused_by_its_name(kernel, kind):
         op(*(a.clone() if isinstance(a, torch.Tensor) else a for a in arguments))
         for argument, where, tensor in tensors(op, arguments):
             given = replaced(arguments, where, make(tensor))
-            first = where[0] == 0 and kind == "meta"  # the others are on another device then
+            first = where[0] == 0 and kind == "meta"  # the others are then on another device
             with pytest.raises((RuntimeError, ValueError), match=says) as error:
                 op(*given)
             assert argument in str(error.value) or first, (name, argument, error.value)
@@ -155,7 +155,7 @@ def test_a_bad_tensor_is_refused_by_its_name(kernel, kind):
 @pytest.mark.parametrize("kind", ODD)
 @pytest.mark.parametrize("other", ODD)
 def test_two_bad_tensors_are_refused_by_a_name(kernel, kind, other):
-    """The dispatcher takes another way for every mixture of devices and layouts."""
+    """The dispatcher takes another path for every mixture of devices and layouts."""
     ops, calls = kernel
     for name, arguments in calls.items():
         op = getattr(ops, name)
@@ -185,7 +185,7 @@ def test_tensors_of_another_device_are_refused(kernel):
 
 @pytest.mark.filterwarnings("ignore")
 def test_nested_tensors_of_inference_mode_are_refused(kernel):
-    """They reach the dispatcher without autograd's keys; beside a tensor on meta too."""
+    """They reach the dispatcher without autograd's keys, also beside a tensor on meta."""
     ops, calls = kernel
     for name, arguments in calls.items():
         op = getattr(ops, name)

@@ -1,4 +1,5 @@
-"""A step that changes its state in place: the state shares memory with nothing else that it is given."""
+"""Tests that a step which changes its state in place refuses a state that shares memory with
+another argument."""
 
 import pytest
 import torch
@@ -47,7 +48,7 @@ CALLS = {
 
 
 def flat(call):
-    """(name, where, tensor) of every tensor, where as in `put`."""
+    """Returns (name, where, tensor) of every tensor, where as in `put`."""
     for key, value in call.items():
         if isinstance(value, torch.Tensor):
             yield key, (key, None), value
@@ -63,7 +64,8 @@ def put(call, where, tensor):
 
 
 def overlapped(first, second):
-    """Two tensors like these of which the last number of the first is the first of the second."""
+    """Returns two tensors like these, in which the last number of the first is the first of the
+    second."""
     both = torch.randn(first.numel() + second.numel() - 1, device=first.device)
     one, two = both[: first.numel()], both[first.numel() - 1 :]
     return one.view(first.shape), two.view(second.shape)
@@ -97,7 +99,7 @@ def test_a_state_in_the_memory_of_another_argument_is_refused(request, name, bac
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_views_that_lie_between_each_other_are_taken(diagonal_rnn, backend):
-    """States that are columns of one buffer, as their spans of addresses meet but no element does."""
+    """States that are columns of one buffer: their spans of addresses meet but no element does."""
     call = mixer("flash_lstm")
     wide = torch.cat([*call["state"], call["x"]], 1)
     given = {**call, "state": (wide[:, :D], wide[:, D : 2 * D]), "x": wide[:, 2 * D :]}

@@ -1,4 +1,5 @@
-"""What every door refuses by the argument's name: layouts, memory that is gone, sizes, objects."""
+"""Tests what every entry point refuses by the argument's name: layouts, freed memory, sizes,
+objects."""
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ def freed(x):
     return x
 
 
-BAD = {  # what is passed: (how it is made, what is said of it)
+BAD = {  # what is passed -> (how it is made, what the error says)
     "sparse": (lambda x: x.to_sparse(), "layout torch.sparse_coo, but must be a plain strided"),
     "nested": (lambda x: torch.nested.nested_tensor(list(x)), "layout nested, but must be"),
     "freed": (freed, "must have the memory for it: its storage was freed"),
@@ -23,7 +24,7 @@ BAD = {  # what is passed: (how it is made, what is said of it)
 
 
 def calls(fused_rnn, diagonal_rnn, tfla):
-    """A door, its arguments, and the one that is spoilt."""
+    """Returns an entry point, its arguments, and which of them is made invalid."""
     r = torch.randn
     return [
         (fused_rnn.lstm, {"x": r(2, 3, 4, 1, D), "weight": r(4, 1, D, D)}, "x"),
@@ -47,7 +48,7 @@ def test_refused_by_name(fused_rnn, diagonal_rnn, tfla, kind):
 
 
 def test_a_wrong_object_is_shown_without_reading_it(fused_rnn):
-    """The text of a tensor without memory would be read from nowhere."""
+    """The text of a tensor without memory would be read from invalid addresses."""
     for wrong in (freed(torch.ones(3)), torch.ones(1000), object(), 10**400):
         with pytest.raises(ValueError, match=r"^backend is a "):
             fused_rnn.lstm(torch.randn(1, 1, 4, 1, 1), torch.randn(4, 1, 1, 1), backend=wrong)
@@ -64,7 +65,8 @@ def test_a_step_refuses_a_state_that_it_cannot_write(diagonal_rnn):
 
 
 def test_a_step_falls_back_where_the_binary_cannot_write(diagonal_rnn):
-    """A window that is strided, an odd width or none: the reference, and by name an error."""
+    """A window that is strided, of odd width or absent: "auto" takes the reference; by name it is
+    an error."""
     for width, wide in ((D, 2 * D), (5, 5), (0, 0)):
         x, weight = torch.randn(2, width), torch.randn(width, 4)
         window = torch.randn(2, 3, wide)[..., :width]

@@ -1,4 +1,4 @@
-"""diagonal-rnn's judge is judged first: the equations written out again, and float64 gradcheck."""
+"""Tests diagonal-rnn's reference: the equations written out again, and float64 gradcheck."""
 
 import math
 
@@ -20,7 +20,7 @@ def sigmoid(v: float) -> float:
 
 
 def flash_gru(x, w, h):
-    """Danieli et al. (ParaRNN), eq. 7 with diagonal A, one channel, in plain Python."""
+    """Computes Danieli et al. (ParaRNN), eq. 7 with diagonal A, one channel, in plain Python."""
     z, r = sigmoid(w[0] * h + x[0]), sigmoid(w[1] * h + x[1])
     c = math.tanh(w[2] * (h * r) + x[2])
     return ((1 - z) * h + z * c,)
@@ -75,7 +75,7 @@ def test_channels_do_not_mix(name):
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("n", [None, 1, 3])
 def test_scans(n, reverse):
-    """Against the closed form: the sum of products, and gradcheck."""
+    """Against the closed form, the sum of products, and gradcheck."""
     B, T, D = 2, 5, 3
     size = () if n is None else (n,)
     a = torch.randn(B, T, D, *size, *size, dtype=torch.float64)

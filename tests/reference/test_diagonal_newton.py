@@ -1,4 +1,5 @@
-"""flash_gru and flash_lstm parallel in time in torch: as exact as the walk, in every weight regime."""
+"""Tests flash_gru and flash_lstm parallel in time in torch: as exact as the loop, with small and
+large weights."""
 
 from dataclasses import replace
 
@@ -23,7 +24,8 @@ def run(cell, x, weight, method="sequential", **options):
 @METHODS
 @pytest.mark.parametrize("regime", REGIMES)
 def test_error_in_every_weight_regime(cell, method, regime):
-    """fp32 within 2e-6 of a float64 loop; unclipped, where roundings grow, as far as the fp32 loop."""
+    """fp32 is within 2e-6 of a float64 loop or, unclipped, where roundings grow, as far as the fp32
+    loop."""
     x, weight = draw_regime(cell, regime, 2, 300, 32)
     h, last, info = run(cell, x, weight, method)
     exact, ends, _ = run(cell, x.double(), weight)
@@ -46,7 +48,8 @@ def test_error_in_every_weight_regime(cell, method, regime):
 @pytest.mark.parametrize("max_iters", [None, 3])
 @pytest.mark.parametrize("gain", [1.2, 5.0])
 def test_parity(cell, method, max_iters, gain):
-    """Weights that compute parity, far beyond any bound: three iterations leave it wrong, and say so."""
+    """Weights that compute parity, far beyond any bound: three iterations leave it wrong, and
+    report so."""
     bits = torch.rand(4, 300, 3) < 0.5
     x, weight, state = parity(cell, bits, gain)
     options = {"state": state, "max_iters": max_iters}
@@ -68,7 +71,8 @@ def test_parity(cell, method, max_iters, gain):
 @METHODS
 @pytest.mark.parametrize("case", [*CASES, *EMPTY], ids=str)
 def test_every_option_is_the_walk(cell, method, case):
-    """Masks, packing, states, odd and empty shapes: values and gradients, in float64."""
+    """Masks, packing, states, odd and empty shapes: values and gradients equal the loop's, in
+    float64."""
     results = []
     for how in ("sequential", method):
         call, named = leaves(make(cell, replace(case, D=min(case.D, 40)), torch.float64))
@@ -89,7 +93,7 @@ def test_every_option_is_the_walk(cell, method, case):
 @METHODS
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_16_bits(cell, method, dtype):
-    """States are fp32 throughout: h is the walk's, but for ties in the last rounding."""
+    """States are fp32 throughout: h equals the loop's, except for ties in the last rounding."""
     x, weight = torch.randn(2, 70, 3, 8).to(dtype), torch.rand(cell.weights, 8) - 0.5
     (h, last, _), (want, ends, _) = (run(cell, x, weight, how) for how in (method, "sequential"))
     assert h.dtype == dtype

@@ -1,4 +1,4 @@
-"""The judge is judged first: the torch reference against torch.nn and float64 gradcheck."""
+"""Tests fused-rnn's torch reference against torch.nn and float64 gradcheck."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from flashcell.kernels.fused_rnn.stack import add
 from numerics import assert_close
 
 CELLS = reference.CELLS
-TORCH = {  # our cell: torch's module, and its bias from (b_ih, b_hh)
+TORCH = {  # our cell -> torch's module, and its bias from (b_ih, b_hh)
     "lstm": (torch.nn.LSTM, {}),
     "gru": (torch.nn.GRU, {}),
     "rnn_tanh": (torch.nn.RNN, {"nonlinearity": "tanh"}),
@@ -20,7 +20,7 @@ TORCH = {  # our cell: torch's module, and its bias from (b_ih, b_hh)
 def our_bias(cell, module):
     G = cell.gates
     b_ih, b_hh = module.bias_ih_l0.view(G, 1, -1), module.bias_hh_l0.view(G, 1, -1)
-    if cell.name == "gru":  # r and z share one bias; n keeps both
+    if cell.name == "gru":  # r and z have one bias; n keeps both
         return torch.cat([add(b_ih[:2], b_hh[:2]), b_ih[2:], b_hh[2:]])
     return add(b_ih, b_hh)
 
@@ -102,7 +102,8 @@ def test_slstm_does_not_depend_on_the_stabiliser():
 
 @pytest.mark.parametrize("row", ["all", "one"])
 def test_slstm_empty_unit_with_a_closed_gate(row):
-    """i = -110 from an empty state: n would underflow with m = 0 (FlashRNN eq. 12-15), ours is exact."""
+    """i = -110 from an empty state: n would underflow with m = 0 (FlashRNN eq. 12-15); ours is
+    exact."""
     x = torch.full((2, 3, 4, 1, 2), -110.0)
     x[:, :, 2] = 0.5
     weight = torch.zeros(4, 1, 2, 2)
@@ -115,7 +116,7 @@ def test_slstm_empty_unit_with_a_closed_gate(row):
 
 @pytest.mark.parametrize("clip", [0.0, 0.01])
 def test_grad_clip_is_elementwise_on_the_recurrent_term(clip):
-    """One step back, Elman: dh_0 = clip(R^T dr_1) exactly."""
+    """One step back for Elman's cell, dh_0 = clip(R^T dr_1) exactly."""
     call = make(CELLS["rnn_tanh"], Case(2, 1, 1, 5, ("state",)), torch.float64)
     (h0,) = call["state"]
     h0.requires_grad_()
@@ -126,7 +127,7 @@ def test_grad_clip_is_elementwise_on_the_recurrent_term(clip):
 
 
 def test_autocast_does_not_reach_the_loop():
-    """Its products stay in the states' dtype, and their gradients."""
+    """Its products, and their gradients, stay in the states' dtype."""
     call = make(reference.CELLS["lstm"], Case(2, 5, 2, 8, ("state",)), torch.float32)
     leaves = [call["x"].requires_grad_(), call["weight"].requires_grad_()]
     plain, _ = reference.lstm(**call)

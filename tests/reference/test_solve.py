@@ -1,4 +1,5 @@
-"""solve: any cell parallel in time equals the loop, in values and gradients, and says what it did."""
+"""Tests solve: any cell parallel in time equals the loop, in values and gradients, and reports what
+it did."""
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ REGISTERED = "rotation"
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread():
-    """These problems are too small for two."""
+    """These problems are too small for two threads."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -27,18 +28,18 @@ def diagonal(h, x, w):  # S = [D]
 
 def block(
     h, x, w
-):  # S = [D, 2]: an LSTM without its output gate, h and c of a channel see each other
+):  # S = [D, 2]: an LSTM without its output gate; h and c of a channel depend on each other
     f = torch.sigmoid(w[0] * h[..., 0] + x[:, 0])
     c = f * h[..., 1] + (1 - f) * torch.tanh(w[1] * h[..., 0] + x[:, 1])
     return torch.stack([torch.tanh(c), c], -1)
 
 
-def dense(h, x, w):  # S = [2, D]: every number sees all others
+def dense(h, x, w):  # S = [2, D]: every number depends on all others
     mixed = 0.5 * h.flatten(1) @ torch.linspace(-1, 1, 4 * D * D).to(h).view(2 * D, 2 * D).sin()
     return torch.tanh(mixed.view_as(h) + w * x)
 
 
-def rotation(h, x, w):  # S = [D, 2]: every channel a damped rotation, J = [[a, -b], [b, a]]
+def rotation(h, x, w):  # S = [D, 2]: every channel is a damped rotation, J = [[a, -b], [b, a]]
     angle, decay = x[:, 0], torch.sigmoid(w[0] + x[:, 1])
     turned = torch.view_as_complex(h.contiguous()) * torch.polar(decay, angle)
     return torch.view_as_real(turned) + torch.tanh(x[:, 1] * w[1])[..., None]
@@ -61,7 +62,7 @@ def run(cell, x, h0, w, **options):
 @pytest.mark.parametrize("chunk", [1, 5, 64])
 @pytest.mark.parametrize("length", [1, 2, T])
 def test_equals_the_loop(cell, chunk, length):
-    """Values and every gradient, with states that come in and go out."""
+    """Values and every gradient, with incoming and outgoing states."""
     given = problem(cell, length=length)
     h, last, info = run(cell, *given, chunk=chunk)
     want, end, plain = run(cell, *given, mode="sequential")
@@ -125,7 +126,7 @@ def test_a_module_is_a_cell():
 
 
 def test_structure_by_name():
-    """A wider one than needed is fine, one that does not hold is refused."""
+    """A wider structure than needed is accepted, one that does not hold is refused."""
     given = problem(diagonal)
     for structure in ("diagonal", "dense"):
         h, _, info = run(diagonal, *given, structure=structure)
@@ -139,7 +140,7 @@ def test_structure_by_name():
 
 
 def test_one_weak_coupling_is_found():
-    """1e-6 from one channel to its neighbour: the gradient would be off by that."""
+    """1e-6 from one channel to its neighbour: ignoring it would make the gradient wrong by that."""
 
     def coupled(h, x, w):
         return diagonal(h, x, w) + 1e-6 * h.roll(1, -1)
@@ -169,9 +170,9 @@ def test_jacobian_fn():
 
 @pytest.fixture
 def complex_structure():
-    """[[a, -b], [b, a]] as a + ib: two numbers a channel instead of four."""
+    """Represents [[a, -b], [b, a]] as a + ib: two numbers for each channel instead of four."""
 
-    def read(pull, h):  # first row of a block is (a, -b)
+    def read(pull, h):  # the first row of a block is (a, -b)
         first = torch.zeros_like(h)
         first[..., 0] = 1
         return torch.view_as_complex(pull(first).contiguous()).conj().resolve_conj()
@@ -192,7 +193,7 @@ def test_a_structure_of_one_s_own(complex_structure):
     assert (info.structure, info.iterations) == (
         REGISTERED,
         2,
-    )  # linear in h: one to solve, one to see it
+    )  # linear in h: one iteration to solve, one to see it
     assert_close("h", h, want, 1e-15)
     got, expected = (torch.autograd.grad(v.square().sum(), given) for v in (h, want))
     for g, e in zip(got, expected, strict=True):
@@ -204,7 +205,8 @@ def test_a_structure_of_one_s_own(complex_structure):
 
 
 def flip(h, x):
-    """Parity: a 1 turns the sign of h over, a 0 keeps h. h = 0, where Newton begins, is unstable."""
+    """Computes parity: a 1 flips the sign of h, a 0 keeps h. h = 0, where Newton begins, is
+    unstable."""
     return torch.where(x > 0, torch.tanh(-5 * h), h)
 
 
@@ -259,7 +261,7 @@ def test_a_good_guess_needs_one_iteration():
 
 
 def test_inputs_of_several_tensors():
-    """Token ids beside numbers; x's dtype is that of the first floating one."""
+    """Token ids beside numbers; x's dtype is that of the first floating tensor."""
     table = torch.randn(7, D, requires_grad=True)
     ids, x = torch.randint(0, 7, (B, T)), torch.randn(B, T, D, dtype=torch.bfloat16)
 

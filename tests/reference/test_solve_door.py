@@ -1,4 +1,4 @@
-"""What solve cannot take is refused by the name of the argument, and its example runs."""
+"""Tests that solve refuses bad arguments by name, and that its example runs."""
 
 import doctest
 import sys

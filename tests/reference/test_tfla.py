@@ -1,4 +1,4 @@
-"""tfla's judge is judged first: the equations written out again, the three forms, and gradcheck."""
+"""Tests tfla's reference: the equations written out again, the three forms, and gradcheck."""
 
 import itertools
 import math
@@ -32,7 +32,7 @@ def options_of(cell, call):
 
 
 def form(which, cell, call, size=None):
-    """One form of the reference on a call without lengths and cu_seqlens."""
+    """Runs one form of the reference on a call without lengths and cu_seqlens."""
     given = [call[k] for k in ("q", "k", "v", "i", "f")] + [call.get("reset"), call.get("hold")]
     options = options_of(cell, call)
     C, *others = call.get("state") or reference.empty_state(options.cell, call["k"], call["v"])[:1]
@@ -108,7 +108,7 @@ def test_gradcheck(cell, options):
 
 
 def test_published_gradient_leaves_the_divisor_out(cell):
-    """With normalizer_grad=False the divisor is a constant; behind a norm that makes no difference."""
+    """With normalizer_grad=False the divisor is a constant; before a norm that makes no difference."""
     case = Case(1, 12, 1, 8, 8, ("published",), i=2.0)
 
     def gradients(exact, norm, eps=0.0):
@@ -149,7 +149,7 @@ def test_documents_equal_separate_sequences(cell):
 
 
 def test_every_reset_position(cell):
-    """After a reset nothing of what was before is left, whatever the chunks."""
+    """After a reset nothing from before remains, whatever the chunks."""
     call = make(cell, Case(1, 20, 1, 8, 8, ("state",), 8), torch.float64)
     for t in range(20):
         reset = torch.zeros(1, 20, dtype=torch.bool)
@@ -163,7 +163,7 @@ def test_every_reset_position(cell):
 
 
 def test_forget_gradient_through_the_last_state(cell):
-    """A loss on the last state alone still teaches the forget gates (truncated BPTT)."""
+    """A loss on the last state alone still trains the forget gates (truncated BPTT)."""
     call, named = leaves(make(cell, Case(1, 9, 1, 8, 8, ("state",), 4, f=1.0), torch.float64))
     _, last = tfla.mlstm(**call)
     C = unscaled(last)[0]
@@ -179,7 +179,7 @@ def test_forget_gradient_through_the_last_state(cell):
 
 @pytest.mark.parametrize("options", [(), ("reset", "hold")], ids=short)
 def test_context_parallel_shards_compose_exactly(cell, options):
-    """One sequence in three shards: outputs, last state and all gradients are the whole call's."""
+    """One sequence in three shards: outputs, last state and all gradients equal the whole call's."""
     call, named = leaves(make(cell, Case(2, 30, 2, 8, 16, ("state", *options)), torch.float64))
     gate = names(cell)
 

@@ -1,4 +1,5 @@
-"""tfla's cost model: every polynomial against a scalar program that counts, and the published optima."""
+"""Tests tfla's cost model: every polynomial against a scalar program that counts, and published
+optima."""
 
 import math
 
@@ -13,7 +14,7 @@ each_cell = pytest.mark.parametrize("cell", CELLS, ids=lambda c: c.name)
 
 
 class Number:
-    """A float that counts what is done to it. Functions of one argument count one as well."""
+    """A float that counts the operations on it. A function of one argument counts one as well."""
 
     count = 0
 
@@ -81,7 +82,7 @@ def empty(K, V):
 
 
 def recurrent(cell, q, k, v, i, f, state):
-    """Literally the equations: k v^T is formed, then scaled, then added."""
+    """Follows the equations literally: k v^T is formed, then scaled, then added."""
     C, n, m = state
     K, V, outputs = len(q[0]), len(v[0]), []
     scale = Number(K**-0.5)
@@ -109,7 +110,7 @@ def divide(cell, h, denominator, m):
 
 
 def gate_scan(cell, i, f, m):
-    """b, m, u = b - m and w = li - b of every step: the decay of a pair is e^(u_t + w_j)."""
+    """Returns b, m, u = b - m and w = li - b of every step: the decay of a pair is e^(u_t + w_j)."""
     b, sums, maxima, u, w = Number(0.0), [], [], [], []
     for t in range(len(f)):
         log_f = f[t].sigmoid().log()
@@ -125,7 +126,7 @@ def gate_scan(cell, i, f, m):
 
 
 def inside(cell, q, k, v, u, w):
-    """Numerators and denominators of a chunk on its own, nothing above the diagonal."""
+    """Returns numerators and denominators of a chunk by itself, with nothing above the diagonal."""
     K, V, rows = len(k[0]), len(v[0]), []
     scale = Number(K**-0.5)
     for t in range(len(q)):
@@ -209,7 +210,8 @@ def test_leading_terms_are_the_published_ones(cell):
 
 
 def test_published_optima():
-    """Width 512, keys half of it, sigmoid gate: 18.4 by FLOP, and by time as the paper's appendix G."""
+    """Width 512, keys half of it, sigmoid gate: 18.4 by FLOP, and by time as in the paper's
+    appendix G."""
     sigmoid = tfla.CELLS["sigmoid"]
     assert cost.best_chunk(sigmoid, 256, 512) == pytest.approx(18.4, rel=5e-3)
     for device, state, want in (
@@ -222,7 +224,7 @@ def test_published_optima():
 
 @each_cell
 def test_the_default_chunk_is_the_models(cell):
-    """On CUDA, of the two that run there; elsewhere, and in fp32, by what was measured."""
+    """On CUDA the nearer of the two that run there; elsewhere, and in fp32, the measured one."""
     take = tfla.functional.default_chunk
     H200 = cost.DEVICES["H200"]
     for K, V, want in (

@@ -1,4 +1,4 @@
-"""scripts/check_repo holds for this tree, and finds what is planted in a copy of it."""
+"""Tests that scripts/check_repo passes for this tree, and finds what is planted in a copy of it."""
 
 import subprocess
 import sys
@@ -20,7 +20,7 @@ def check(root: Path, *options: str) -> subprocess.CompletedProcess:
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory) -> Path:
-    """A copy of what git has or would add; small enough to read in a second."""
+    """A copy of the files that git has or would add; small enough to read in a second."""
     root = tmp_path_factory.mktemp("tree")
     listing = ["git", "-C", ROOT, "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(listing, capture_output=True, check=True, text=True).stdout.split("\0")
@@ -211,7 +211,7 @@ def test_it_finds(tree, name):
 
 @pytest.mark.slow
 def test_it_runs_the_pages(tree):
-    """A block that fails, on each page, and a verb whose --help does."""
+    """Finds a block that fails, on each page, and a command whose --help does."""
     names = ("README.md", "modeling/README.md", "kernel_builds/README.md", GUIDE)
     names += ("model_cards/families.md", "model_cards/flash-rnn-python-5m/README.md")
     pages = [tree / name for name in names]

@@ -1,4 +1,4 @@
-"""scripts/demo walks the whole road: build, publish, fetch, load the shipped checkpoint, generate."""
+"""Tests scripts/demo from end to end: build, publish, fetch, load the shipped checkpoint, generate."""
 
 import os
 import subprocess
@@ -27,7 +27,7 @@ def test_first_run_fetches_and_second_run_is_cached(tmp_path, fused_rnn):
         assert origin in done.stdout
         assert "\ndef read_" in done.stdout
         assert "40 tokens in" in done.stdout
-        assert "Warning" not in done.stderr  # the reference, say
+        assert "Warning" not in done.stderr  # such as one about the reference
 
 
 def test_the_real_hub_is_not_pretended(tmp_path):

@@ -1,4 +1,4 @@
-"""scripts/fuzz: it finds nothing in the kernels, and finds what is planted in them."""
+"""Tests scripts/fuzz: it finds nothing in the kernels, and finds what is planted in them."""
 
 import subprocess
 import sys
@@ -10,7 +10,7 @@ from fuzzing import driver
 
 ROOT = Path(__file__).resolve().parents[2]
 
-pytestmark = pytest.mark.usefixtures("fused_rnn", "diagonal_rnn", "tfla")  # they build
+pytestmark = pytest.mark.usefixtures("fused_rnn", "diagonal_rnn", "tfla")  # these fixtures build
 KERNELS = ["diagonal-rnn", "fused-rnn", "tfla"]
 
 
@@ -152,8 +152,9 @@ SMALL_FAULTS = {
 
 
 def test_small_faults_are_found():
-    """1e-3 of a gradient, swapped rows, one row that is NaN or 0.01 off, float64 in fewer digits, NaN made
-    a number, an input written over, strides refused: in as many calls as a run of 2,000 has of a door."""
+    """1e-3 of a gradient, swapped rows, one row that is NaN or 0.01 off, float64 in fewer digits,
+    NaN made a number, an input overwritten, strides refused: within the number of calls that
+    2,000 calls give each function."""
     report, text = fuzz(65 * 13, ["doors"], SMALL)
     found = [(f["title"].partition("(")[0], f["problem"]) for f in report.findings]
     for doors, says in SMALL_FAULTS.items():

@@ -1,4 +1,4 @@
-"""tests/support/gradients.py finds what it is for, so that a suite that passes says something."""
+"""Tests that tests/support/gradients.py finds shared memory, so that a passing suite is evidence."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from gradients import overlapping
 
 
 class Halves(torch.autograd.Function):
-    """Two inputs; the backward returns views of one buffer, which meet if they are `wide`."""
+    """Two inputs, whose gradients are views of one buffer, which overlap if they are `wide`."""
 
     @staticmethod
     def forward(ctx, a, b, wide):
@@ -45,7 +45,7 @@ def test_views_of_one_buffer(wide):
 
 
 class Own(torch.autograd.Function):
-    """Half the square, with the input itself for a gradient."""
+    """Half the square, with the input itself as gradient."""
 
     @staticmethod
     def forward(ctx, a):

@@ -1,4 +1,5 @@
-"""tooling/layout.py finds what is planted in small trees; test_check_repo.py has the whole one."""
+"""Tests that tooling/layout.py finds what is planted in small trees; test_check_repo.py uses the
+whole one."""
 
 import pytest
 
@@ -7,7 +8,8 @@ from tooling import layout
 PROJECT = (
     '[tool.setuptools.package-dir]\n"flashcell" = "modeling"\n"flashcell.hub" = "modeling/hub"\n'
 )
-EDIT = "import sys\nsys.path" + ".insert(0, 'x')\n"  # in two parts: this file edits nothing
+# In two parts, so that this file edits nothing itself.
+EDIT = "import sys\nsys.path" + ".insert(0, 'x')\n"
 TREE = {
     "pyproject.toml": PROJECT,
     "modeling/__init__.py": "from .hub.lock import read\nfrom .model import Model\n",

@@ -1,4 +1,4 @@
-"""The first two commands of the README say what is missing, on a machine that lacks it."""
+"""Tests that the first two commands of the README say what is missing on a machine that lacks it."""
 
 import ast
 import os
@@ -59,12 +59,12 @@ def test_without_a_compiler(machine, script):
     assert done.returncode == 1
     assert f"{script}: no C++ compiler: g++ is not on PATH." in done.stderr
     assert "apt install g++" in done.stderr
-    assert not machine.home.exists()  # said before anything is made or downloaded
+    assert not machine.home.exists()  # reported before anything is made or downloaded
 
 
 def test_here_names_what_the_present_python_lacks(machine, tmp_path):
     done = machine("demo", "--here", have=("g++",))
-    assert done.returncode == 1  # no Python yet
+    assert done.returncode == 1  # there is no Python yet
     bare = machine.programs / "python3"
     bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')  # without site-packages
     bare.chmod(0o755)
@@ -116,7 +116,7 @@ def test_a_failed_pip_is_quoted_and_explained(tmp_path, said, meaning):
 
 
 def options_of_several():
-    """(script, name, keywords) of every option that takes several values at once."""
+    """Returns (script, name, keywords) of every option that takes several values at once."""
     for file in sorted((ROOT / "scripts").iterdir()):
         if not file.is_file() or "nargs=" not in (source := file.read_text(encoding="utf-8")):
             continue
@@ -128,7 +128,7 @@ def options_of_several():
 
 
 def test_repeated_options_add_up():
-    """argparse keeps the last one's values alone, and `extend` adds them to a default."""
+    """argparse keeps only the last use's values, and `extend` adds them to a default."""
     found = list(options_of_several())
     assert {("build_kernels", "--kernel"), ("bench_ops", "--case")} < {f[:2] for f in found}
     wrong = [
@@ -143,7 +143,7 @@ def test_repeated_options_add_up():
 
 def test_a_change_is_judged_by_the_fast_tier_and_the_week_by_all():
     flow = yaml.safe_load((ROOT / ".github/workflows/cpu.yml").read_text(encoding="utf-8"))
-    when, jobs = flow[True], flow["jobs"]  # "on" is YAML 1.1's true
+    when, jobs = flow[True], flow["jobs"]  # YAML 1.1 reads "on" as true
     tiers = {step["run"]: step["if"] for step in jobs["test"]["steps"] if "run" in step}
     assert set(tiers) == {".ci/run", "scripts/test --all"}
     events = {run: set(re.findall(r"'(\w+)'", said)) for run, said in tiers.items()}
@@ -178,7 +178,7 @@ def test_an_environment_is_made_once_and_again_when_the_pins_change(monkeypatch,
     for extras, steps in (
         ([], ["venv", "pip", "pip"]),
         ([], []),
-        (["dev"], ["pip", "pip"]),  # what is there is kept and added to
+        (["dev"], ["pip", "pip"]),  # existing packages are kept and added to
         ([], []),
     ):
         made.clear()

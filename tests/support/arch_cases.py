@@ -1,4 +1,4 @@
-"""Which code of a finished CUDA build the GPU here runs, and a call of every op it has."""
+"""Finds which code of a finished CUDA build the GPU here runs, and calls every op that it has."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -19,13 +19,14 @@ Calls = Iterator[tuple[str, Callable[[], Any]]]
 
 
 def built_for(module) -> tuple[str, ...]:
-    """The archs of a loaded variant: ('8.0+PTX',)."""
+    """Returns the archs of a loaded variant: ('8.0+PTX',)."""
     metadata = json.loads((Path(module.__file__).parent / "metadata.json").read_text())
     return tuple(metadata["backend"]["archs"])
 
 
 def code_of(module) -> Code | None:
-    """What CUDA takes of them: machine code of the GPU's major version, or else the newest PTX."""
+    """Returns what CUDA chooses of them: machine code of the GPU's major version, else the newest
+    PTX."""
     return choose(built_for(module), torch.cuda.get_device_capability())
 
 
@@ -46,7 +47,7 @@ def choose(archs: tuple[str, ...], capability: tuple[int, int]) -> Code | None:
 
 
 def every_op(fused, diagonal, mlstm) -> Calls:
-    """A small call of every op that has code of its own on CUDA, of the three loaded kernels."""
+    """Returns a small call of every op that has CUDA code, for the three loaded kernels."""
     yield from _fused_ops(fused)
     yield from _diagonal_ops(diagonal)
     yield from _tfla_ops(mlstm)

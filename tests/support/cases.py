@@ -1,4 +1,4 @@
-"""The one generator of problems: shapes that break kernels, and every option of the op contract.
+"""Generates the test problems: shapes that break kernels, and every option of the op contract.
 
 FLASHCELL_TEST_DEVICE=cuda runs the tests of the ops there.
 """
@@ -15,7 +15,7 @@ DEVICE = os.environ.get("FLASHCELL_TEST_DEVICE", "cpu")
 
 @dataclass(frozen=True)
 class Case:
-    """One call. `options` names what is switched on: state reset hold lengths cu clip nobias strided."""
+    """One call. `options` names what is used: state reset hold lengths cu clip nobias strided."""
 
     B: int
     T: int
@@ -68,7 +68,8 @@ def generator(case: Case) -> torch.Generator:
 
 
 def make(cell, case: Case, dtype: torch.dtype, device: str = DEVICE) -> dict:
-    """Arguments of `recurrent(cell.name, **arguments)`: values drawn in float64, then rounded."""
+    """Returns arguments of `recurrent(cell.name, **arguments)`: values drawn in float64, then
+    rounded."""
     with torch.device("cpu"):
         return to_device(_draw(cell, case, dtype), device)
 
@@ -95,7 +96,7 @@ def _draw(cell, case: Case, dtype: torch.dtype) -> dict:
         state_dtype = torch.float64 if dtype == torch.float64 else torch.float32
         state = torch.randn(cell.states, sequences, N, D, generator=g, dtype=torch.float64)
         if cell.name == "slstm":
-            state[2] = state[2].abs() + 0.5  # n > 0, but for one empty unit
+            state[2] = state[2].abs() + 0.5  # n > 0, except for one empty unit
             state[1:3, :1, :1, :1] = 0.0
         call["state"] = tuple(state.to(state_dtype))
     draw_masks(call, case, g, B, T)
@@ -107,7 +108,7 @@ def _draw(cell, case: Case, dtype: torch.dtype) -> dict:
 
 
 def draw_rows(call: dict, case: Case, g: torch.Generator) -> tuple[int, int, int]:
-    """B, T of x and the number of sequences; with "cu" all of them in one row."""
+    """Returns B, T of x and the number of sequences; with "cu" all of them are in one row."""
     if "cu0" in case.options:
         call["cu_seqlens"] = torch.zeros(1, dtype=torch.int64)
         return case.B, case.T, 0
@@ -122,7 +123,8 @@ def draw_rows(call: dict, case: Case, g: torch.Generator) -> tuple[int, int, int
 
 def draw_x(case: Case, g: torch.Generator, shape: tuple, dtype: torch.dtype) -> torch.Tensor:
     x = torch.randn(shape, generator=g, dtype=torch.float64)
-    if "strided" in case.options:  # a slice of a wider projection, batch and time swapped in memory
+    # A slice of a wider projection, with batch and time swapped in memory.
+    if "strided" in case.options:
         B, T, *middle, D = shape
         wide = torch.randn(T, B, *middle, D + 3, generator=g, dtype=torch.float64).to(dtype)
         x = wide.transpose(0, 1)[..., :D]
@@ -138,15 +140,16 @@ def draw_masks(call: dict, case: Case, g: torch.Generator, B: int, T: int) -> No
 
 
 def upcast(call: dict) -> dict:
-    """The same call in float64."""
+    """Returns the same call in float64."""
     widen = lambda v: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v
     return {k: tuple(map(widen, v)) if k == "state" else widen(v) for k, v in call.items()}
 
 
 def with_gradients(h, last, sources: dict, dh, dlast) -> dict[str, torch.Tensor]:
-    """h, the last states and the gradients of `sources` by name; dh and dlast are those of h and last."""
+    """Returns h, the last states and the gradients of `sources` by name, given dh and dlast."""
     outputs = [(h, dh), *zip(last, dlast, strict=True)]
-    outputs = [(y, dy.to(y.dtype)) for y, dy in outputs if y.requires_grad]  # T = 0: h is constant
+    # With T = 0, h is constant.
+    outputs = [(y, dy.to(y.dtype)) for y, dy in outputs if y.requires_grad]
     grads = torch.autograd.grad(
         [y for y, _ in outputs],
         list(sources.values()),
@@ -161,7 +164,7 @@ def with_gradients(h, last, sources: dict, dh, dlast) -> dict[str, torch.Tensor]
 def eager_and_compiled(
     model: Callable[..., torch.Tensor], *inputs: torch.Tensor, backend: str = "aot_eager"
 ) -> list[list[torch.Tensor]]:
-    """Output and gradients of `inputs`, of `model` and of it compiled in one graph."""
+    """Returns output and gradients of `inputs`, of `model` and of it compiled in one graph."""
     torch._dynamo.reset()
     results = []
     for function in (model, torch.compile(model, fullgraph=True, backend=backend)):
@@ -173,10 +176,11 @@ def eager_and_compiled(
 def replayed(
     once: Callable[[], Any], renew: Callable[[], Any], times: int = 3
 ) -> Iterator[tuple[Any, Any]]:
-    """What a CUDA graph of once() fills, and what once() gives, each time after `renew` of its input."""
+    """Returns what a CUDA graph of once() computes, and what once() gives, each after `renew` of
+    its input."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        once()  # what a first call makes is no part of the graph
+        once()  # work of a first call is not part of the graph
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):

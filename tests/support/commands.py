@@ -1,4 +1,4 @@
-"""Commands of scripts/ as modules and as processes."""
+"""Loads commands of scripts/ as modules, and runs them as processes."""
 
 import os
 import sys
@@ -10,7 +10,7 @@ SCRIPTS, SUPPORT = ROOT / "scripts", ROOT / "tests/support"
 
 
 def load_command(name: str) -> ModuleType:
-    """scripts/<name> as a module: it has no suffix, so no import finds it."""
+    """Loads scripts/<name> as a module: it has no suffix, so no import finds it."""
     module, path = ModuleType(name), SCRIPTS / name
     module.__file__ = str(path)
     before, sys.modules[name] = sys.dont_write_bytecode, module  # dataclasses look their module up
@@ -20,5 +20,5 @@ def load_command(name: str) -> ModuleType:
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """This process's variables and `variables`, for a Python that is to import what pytest does."""
+    """Returns this process's variables and `variables`, for a Python that imports what pytest does."""
     return {**os.environ, "PYTHONPATH": f"{SCRIPTS}{os.pathsep}{SUPPORT}", **variables}

@@ -20,7 +20,7 @@ def without_engine(model, work):
 
 
 def same_as_plain(model, work):
-    """What the engine's recorded steps and the model called without it both give."""
+    """Returns the result of the engine, asserting that the model without the engine gives the same."""
     got = work()
     assert model.decoder.path in ("graph", "tape"), model.decoder.reason
     assert torch.equal(got, without_engine(model, work))
@@ -47,7 +47,7 @@ CHANGES = {
 
 
 def decode(model, ids, cache=None):
-    """Logits of every token, decoded one by one."""
+    """Returns the logits of every token, decoded one by one."""
     cache, steps = cache or DynamicCache(config=model.config), []
     with torch.no_grad():
         for token in ids.split(1, dim=1):

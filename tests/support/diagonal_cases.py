@@ -22,7 +22,7 @@ EMPTY = [
     Case(2, 3, 1, 0),
     Case(1, 0, 1, 4, ("cu0",)),
 ]
-# a gradient clip and a bias are not this kernel's
+# this kernel has no gradient clip and no bias
 MASKED = [o for o in OPTIONS if not {"nobias", "clip", "cut"} & set(o)]
 BIASED = [("bias",), ("bias", "state", "reset", "hold"), ("bias", "state", "lengths")]
 CASES = [*SHAPES, *(replace(Case(5, 11, 1, 40), options=o) for o in [*MASKED, *BIASED])]
@@ -30,7 +30,7 @@ WEIGHTS = ("a", "p")
 
 
 def make(cell, case: Case, dtype: torch.dtype) -> dict:
-    """Arguments of the function named `cell.name`: values drawn in float64, then rounded."""
+    """Returns arguments of the function named `cell.name`: values drawn in float64, then rounded."""
     g, call = generator(case), {}
     with torch.device("cpu"):
         B, T, sequences = draw_rows(call, case, g)
@@ -50,13 +50,13 @@ def make(cell, case: Case, dtype: torch.dtype) -> dict:
 
 
 def in_heads(x: torch.Tensor, heads: int, dense: bool = True) -> torch.Tensor:
-    """x [B, T, G, D] as [N, B, T, G, D / N]."""
+    """Returns x [B, T, G, D] as [N, B, T, G, D / N]."""
     x = x.unflatten(-1, (heads, -1)).movedim(-2, 0)
     return x.contiguous() if dense else x
 
 
 def leaves(call: dict) -> dict:
-    """The call with fresh differentiable tensors, and they by name."""
+    """Returns the call with fresh differentiable tensors, and these by name."""
     leaf = lambda t: t.detach().requires_grad_()
     fresh = {k: leaf(call[k]) for k in ("x", *WEIGHTS, "bias") if k in call}
     state = tuple(map(leaf, call.get("state", ())))
@@ -64,7 +64,7 @@ def leaves(call: dict) -> dict:
     return {**call, **fresh, **({"state": state} if state else {})}, named
 
 
-# How far weights and inputs reach, and the bias of the gate that forgets
+# Ranges of weights and inputs, and the bias of the forget gate
 REGIMES = {
     "initial": (lambda *shape: torch.randn(*shape) / shape[-1] ** 0.5, 1.0, 0.0),
     "within .5": (lambda *shape: torch.rand(*shape) - 0.5, 1.0, 0.0),
@@ -77,7 +77,7 @@ REGIMES = {
 
 
 def draw_regime(cell, regime: str, B: int, T: int, D: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [B, T, 3, D] and the weight [P, D] of one of REGIMES."""
+    """Returns x [B, T, 3, D] and the weight [P, D] of one of REGIMES."""
     draw, reach, bias = REGIMES[regime]
     weight, x = draw(cell.weights, D), reach * torch.randn(B, T, 3, D)
     x[:, :, 0] += bias if cell.name == "flash_gru" else -bias
@@ -85,12 +85,12 @@ def draw_regime(cell, regime: str, B: int, T: int, D: int) -> tuple[torch.Tensor
 
 
 def split(cell, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Rows [P, D] as the arguments a, p."""
+    """Returns rows [P, D] as the arguments a, p."""
     return (weight[:3], weight[3:]) if cell.weights > 3 else (weight,)
 
 
 def parity(cell, bits: torch.Tensor, gain: float):
-    """A 1 turns the state's sign over, a 0 keeps it: x, weight [P, D], state."""
+    """A 1 flips the state's sign, a 0 keeps it; returns x, weight [P, D], state."""
     on = torch.where(bits, 20.0, -20.0)
     zero, full = torch.zeros_like(on), torch.full_like(on, 20.0)
     weight = torch.zeros(cell.weights, bits.shape[-1])

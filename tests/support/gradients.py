@@ -1,4 +1,4 @@
-"""Whether gradients share memory: what the suite asks of every backward that it runs.
+"""Finds gradients that share memory; the suite checks every backward that it runs.
 
 Whoever changes a gradient in place (clipping, unscaling, zero_grad(set_to_none=False), accumulation)
 changes every gradient that shares its memory. autograd makes that easy to get wrong: a formula that
@@ -19,7 +19,8 @@ Named = tuple[str, Tensor]
 
 
 def overlapping(grads: Iterable[Named], leaves: Iterable[Named] = ()) -> str | None:
-    """The names of two of `grads`, or of one and a leaf, that have a byte in common, or None."""
+    """Returns the names of two of `grads`, or of one and a leaf, that have a byte in common, or
+    None."""
     reach = []
     for is_grad, named in ((True, grads), (False, leaves)):
         for name, tensor in named:
@@ -39,7 +40,7 @@ def overlapping(grads: Iterable[Named], leaves: Iterable[Named] = ()) -> str | N
 
 
 def is_plain(tensor: Any) -> bool:
-    """Whether it has memory of its own to look at: torch.func's and traced tensors have not."""
+    """Whether it has memory of its own to look at; torch.func's and traced tensors do not."""
     plain = isinstance(tensor, Tensor) and tensor.layout == torch.strided and not tensor.is_meta
     if not plain or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return False
@@ -47,7 +48,7 @@ def is_plain(tensor: Any) -> bool:
 
 
 def share_bytes(a: Tensor, b: Tensor) -> bool:
-    """Exactly, for views whose reaches meet: [0::2] and [1::2] have no byte in common."""
+    """Compares exactly views whose spans meet: [0::2] and [1::2] have no byte in common."""
     storage = a.untyped_storage()
     if storage.data_ptr() != b.untyped_storage().data_ptr():
         return False
@@ -56,7 +57,7 @@ def share_bytes(a: Tensor, b: Tensor) -> bool:
 
 
 def bytes_of(tensor: Tensor, nbytes: int) -> Tensor:
-    """[nbytes] bool: the bytes of its storage that are a tensor's."""
+    """Returns [nbytes] bool: which bytes of its storage belong to a tensor."""
     marks, size = torch.zeros(nbytes, dtype=torch.bool, device="cpu"), tensor.element_size()
     steps = (*(step * size for step in tensor.stride()), 1)
     marks.as_strided((*tensor.shape, size), steps, tensor.storage_offset() * size).fill_(True)
@@ -64,7 +65,7 @@ def bytes_of(tensor: Tensor, nbytes: int) -> Tensor:
 
 
 def leaves_of(roots: Iterable[Any]) -> list[Tensor]:
-    """The leaves that a backward from `roots` accumulates gradients in."""
+    """Returns the leaves in which a backward from `roots` accumulates gradients."""
     stack = [root.grad_fn for root in roots if isinstance(root, Tensor)]
     seen, leaves = set(stack), []
     while stack:
@@ -85,10 +86,10 @@ def as_list(given: Any) -> list[Any]:
 
 @contextmanager
 def checked() -> Iterator[None]:
-    """Inside, a backward whose gradients share memory raises AssertionError.
+    """Inside this context, a backward whose gradients share memory raises AssertionError.
 
-    Looked at are the `.grad` of every leaf that the graph reaches, beside the leaves themselves, and
-    what torch.autograd.grad returns.
+    It looks at the `.grad` of every leaf that the graph reaches, beside the leaves themselves,
+    and at what torch.autograd.grad returns.
     """
     backward, grad = torch.autograd.backward, torch.autograd.grad
 

@@ -1,4 +1,4 @@
-"""Whether what a held step holds matters: NaN there changes no bit of any result."""
+"""Checks whether a held step's values matter: NaN there must change no bit of any result."""
 
 import torch
 
@@ -16,7 +16,8 @@ def held():
 
 
 def results(run, tensors, held_in, hold, value):
-    """h, the states and all gradients; the first `held_in` tensors are [B, T, ...] and hold `value`."""
+    """Returns h, the states and all gradients; the first `held_in` tensors are [B, T, ...] and hold
+    `value`."""
     torch.manual_seed(1)
     leaves = [t.clone() for t in tensors]
     for t in leaves[:held_in]:

@@ -1,4 +1,4 @@
-"""Hubs that are broken or mean to be: each answers every connection in its own wrong way."""
+"""Hubs that are broken or hostile: each answers every connection wrongly in its own way."""
 
 import contextlib
 import socket
@@ -32,7 +32,7 @@ def answer(head: bytes, body: bytes = b"") -> Callable[[socket.socket], None]:
 
 
 def drip(head: bytes, content: bytes, pause: float) -> Callable[[socket.socket], None]:
-    """The head at once, then the content again and again with a pause after each."""
+    """Sends the head at once, then the content again and again with a pause after each."""
 
     def behave(connection: socket.socket) -> None:
         connection.recv(9999)
@@ -71,7 +71,7 @@ def behaviours(revision: str) -> dict[str, Callable[[socket.socket], None]]:
 
 @contextlib.contextmanager
 def serve(behave: Callable[[socket.socket], None]) -> Iterator[str]:
-    """The URL of a Hub that behaves so."""
+    """Starts such a Hub and returns its URL."""
 
     def handle(connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError):

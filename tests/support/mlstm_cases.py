@@ -72,13 +72,13 @@ CASES = [*SHAPES, *GATES, *(replace(Case(5, 45, 2, 24, 16), options=o) for o in 
 
 
 def names(cell: str) -> dict:
-    """The arguments that choose a cell."""
+    """Returns the arguments that choose a cell."""
     floor = {"normalize": "floor"} if cell == "sigmoid floor" else {}
     return {"input_gate": cell.split()[0], **floor}
 
 
 def make(cell: str, case: Case, dtype: torch.dtype) -> dict:
-    """Arguments of `mlstm`: values drawn in float64, then rounded."""
+    """Returns arguments of `mlstm`: values drawn in float64, then rounded."""
     call, g, has = names(cell), generator(case), case.options
     H, K, V = case.H, case.K, case.V
     with torch.device("cpu"):
@@ -107,12 +107,13 @@ def make(cell: str, case: Case, dtype: torch.dtype) -> dict:
 
 
 def normal(shape, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Normal values that are the same on every device: which divisors cancel depends on them."""
+    """Draws normal values that are the same on every device: which divisors cancel depends on them."""
     return torch.randn(shape, device="cpu").to(DEVICE, dtype)
 
 
 def nearby(call: dict, distance: float) -> dict:
-    """The call with every value moved by `distance`, relatively: how much does the answer move?"""
+    """Returns the call with every value changed by `distance`, relatively, to see how much the
+    answer changes."""
     move = lambda x: x * (1 + distance * normal(x.shape, x.dtype))
     names = [name for name in INPUTS if name in call]
     state = tuple(move(s) for s in call.get("state", ()))
@@ -120,7 +121,7 @@ def nearby(call: dict, distance: float) -> dict:
 
 
 def leaves(call: dict) -> tuple[dict, dict]:
-    """The call with fresh differentiable tensors, and they by name; m takes no gradient."""
+    """Returns the call with fresh differentiable tensors, and these by name; m takes no gradient."""
     leaf = lambda t: t.detach().requires_grad_()
     fresh = {k: leaf(call[k]) for k in INPUTS if k in call}
     state = tuple(s if k == 2 else leaf(s) for k, s in enumerate(call.get("state", ())))
@@ -129,7 +130,7 @@ def leaves(call: dict) -> tuple[dict, dict]:
 
 
 def unscaled(state: tuple) -> tuple:
-    """C and n without the scale m, which rounding may move."""
+    """Returns C and n without the scale m, which rounding may change."""
     if len(state) < 3:
         return state
     C, n, m = state

@@ -1,12 +1,13 @@
-"""Whom tfla is compared with where both round to 16 bits."""
+"""The reference with which tfla is compared if both round to 16 bits."""
 
 from flashcell.kernels import tfla as reference
 
 
 class Peer:
-    """The reference in its own dtype, but for h and its gradient between the cell and the epilogue:
-    there the ops round them to 16 bits. Behind a norm that is what is left of the divisor's gradient,
-    -(dh h) / N: dh h is 1e-7 of |dh| |h|, and its roundings are 4e-4."""
+    """The reference in its own dtype, except that h and its gradient between the cell and the
+    epilogue are rounded to 16 bits, as the ops do. With a norm after it, what remains of the
+    divisor's gradient, -(dh h) / N, is such that dh h is 1e-7 of |dh| |h|, and its roundings are
+    4e-4."""
 
     @staticmethod
     def mlstm(**call):

@@ -1,4 +1,5 @@
-"""The models of the behaviour suite (tests/modeling): a family that adds its cases here has all of it.
+"""The models of the behaviour suite (tests/modeling), which every family that adds its cases here
+runs.
 
 They are small with large weights, so that every gate moves and a wrong state shows in the logits.
 """
@@ -19,13 +20,13 @@ cpu_only = pytest.mark.skipif(DEVICE != "cpu", reason="says nothing about the de
 
 class Case(NamedTuple):
     family: str  # the classes are flashcell.<family>Config, <family>ForCausalLM, ...
-    options: dict[str, Any]  # of the configuration, besides those of all
+    options: dict[str, Any]  # options of the configuration, besides those of all
     projections: set[str]  # names of the linear layers that LoRA's "all-linear" adapts
     paths: tuple[dict[str, Any], ...]  # ways to run it that must not change the model
     stir: float = 0.0  # added to weights, for families without an initializer_range
-    logits: torch.dtype | None = None  # None for the model's
-    # More roundings in float64's gradients: a norm follows the mLSTM, so what scales a head's output
-    # changes little, and most of a gate's gradient cancels. Observed 1.4.
+    logits: torch.dtype | None = None  # None for the model's dtype
+    # Gradients in float64 have more roundings here: a norm follows the mLSTM, so what scales a
+    # head's output changes little, and most of a gate's gradient cancels. Observed 1.4.
     cancelled: int = 1
 
     def config(self, **changes: Any) -> PreTrainedConfig:
@@ -33,7 +34,7 @@ class Case(NamedTuple):
         return getattr(flashcell, f"{self.family}Config")(**options)
 
     def model(self, head: str = "ForCausalLM", **changes: Any) -> PreTrainedModel:
-        """In eval mode, with biases that padding cannot hide behind."""
+        """Returns the model in eval mode, with biases that padding cannot hide behind."""
         model = getattr(flashcell, self.family + head)(self.config(**changes)).eval()
         with torch.no_grad():
             for name, parameter in model.named_parameters():
@@ -75,7 +76,7 @@ def flash_mlstm(**options: Any) -> Case:
         "num_hidden_layers": 2,
         "num_heads": 2,
         "norm_eps": 0.1,
-    }  # no norm of next to nothing
+    }  # so that no norm divides by next to nothing
     paths = REFERENCE, {"chunk_size": 3}
     return Case(
         "FlashMLSTM", {**sizes, **options}, projections, paths, 0.15, torch.float32, cancelled=2
@@ -104,7 +105,7 @@ CASES = {
 
 
 def state_tensors(cache: Any) -> list[torch.Tensor]:
-    """Every state of every layer, the batch first."""
+    """Returns every state of every layer, with the batch first."""
     return [s for layer in cache.layers for group in layer.states.values() for s in group]
 
 
@@ -114,7 +115,8 @@ def blocks(model: nn.Module) -> nn.ModuleList:
 
 
 def kinds() -> list[str]:
-    """A case for each set of weights' names: what is saved, exported and sharded in the same way."""
+    """Returns a case for each set of weights' names, which decides how it is saved, exported and
+    sharded."""
     with torch.device("meta"):
         return list(
             {frozenset(case.model().state_dict()): name for name, case in CASES.items()}.values()

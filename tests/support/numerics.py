@@ -1,8 +1,9 @@
-"""The one place that says what "equal" means.
+"""Defines what "equal" means, for all tests.
 
-Exactness is judged against float64. A kernel may be as far from it as the torch reference in the
-same dtype is, times two (sums are taken in another order), plus a few roundings of the output's
-dtype where the reference happens to be luckier. The bound moves with the reference's own error.
+Exactness is measured against float64. A kernel may be as far from it as the torch reference in
+the same dtype is, times two (sums are taken in another order), plus a few roundings of the
+output's dtype, in case the reference happens to be luckier. The bound grows with the reference's
+own error.
 """
 
 import torch
@@ -14,8 +15,9 @@ EPS = {
     torch.float64: 2.0**-53,
 }
 # Roundings on top of the reference's error, in units of the last place. 16-bit: one, of the output.
-# fp32 and fp64: two functions of 1-2 units each, and two orders to sum D terms, whose difference grows
-# with sqrt(D). fp64 has no wider judge, so there this is the whole distance (worst seen 11.4 at D 520).
+# fp32 and fp64: two functions of 1-2 units each, and two orders to sum D terms, whose difference
+# grows with sqrt(D). For fp64 there is nothing wider to compare with, so this is the whole distance
+# (worst seen 11.4 at D 520).
 UNITS = {torch.bfloat16: 0.5, torch.float16: 0.5, torch.float32: 2.5, torch.float64: 6.0}
 UNITS_PER_SUM = {torch.bfloat16: 0.0, torch.float16: 0.0, torch.float32: 0.25, torch.float64: 1.0}
 
@@ -25,7 +27,7 @@ def rms(x: torch.Tensor) -> float:
 
 
 def worst(got: torch.Tensor, want: torch.Tensor) -> str:
-    """Where two tensors differ most, and by what."""
+    """Returns where two tensors differ most, and by what."""
     gap = (got.double() - want.double()).abs().nan_to_num(nan=float("inf"))
     index = torch.unravel_index(gap.argmax(), gap.shape)
     at = tuple(int(i) for i in index)
@@ -33,14 +35,15 @@ def worst(got: torch.Tensor, want: torch.Tensor) -> str:
 
 
 # What CUDA with 16-bit I/O adds to the reference's error, in units of the I/O dtype. Gradients: it
-# keeps the values for the backward in 16 bits, as cuDNN and FlashRNN do; a gradient takes two or three
-# factors so rounded (worst seen 1.3). Values: bf16 has tanh.approx, within 2^-11; fp16 only ex2 and rcp.
+# keeps the values for the backward in 16 bits, as cuDNN and FlashRNN do, and a gradient takes two
+# or three factors so rounded (worst seen 1.3). Values: bf16 uses tanh.approx, within 2^-11; fp16
+# only ex2 and rcp.
 UNITS_OF_SAVED = 1.5
 UNITS_OF_APPROX = {torch.bfloat16: 2.0**-3, torch.float16: 2.0**-7}
 
 
 def assert_as_accurate(name: str, got, exact, peer, terms: int = 1, on_cuda=None) -> None:
-    """`got` is as close to the float64 `exact` as the same-dtype `peer` is, times two.
+    """Asserts that `got` is as close to the float64 `exact` as the same-dtype `peer` is, times two.
 
     `on_cuda` is (x's dtype, whether it is a gradient) of a value from CUDA. `terms` is how many
     products a sum has; a handful of values may cancel to almost nothing, and are
@@ -55,7 +58,7 @@ def assert_as_accurate(name: str, got, exact, peer, terms: int = 1, on_cuda=None
         io, is_gradient = on_cuda
         roundings += (UNITS_OF_SAVED if is_gradient else UNITS_OF_APPROX[io]) * EPS[io]
     error, allowed = rms(got - exact), 2 * rms(peer - exact) + roundings * scale
-    if not error <= allowed:  # also false for NaN
+    if not error <= allowed:  # also true for NaN
         raise AssertionError(
             f"{name} {got.dtype}: rms error {error:.3g} > {allowed:.3g} "
             f"(rms value {scale:.3g}); {worst(got, exact)}"
@@ -63,7 +66,8 @@ def assert_as_accurate(name: str, got, exact, peer, terms: int = 1, on_cuda=None
 
 
 def assert_close(name: str, got, want, tolerance: float) -> None:
-    """rms(got - want) <= tolerance * rms(want); the caller says where `tolerance` comes from."""
+    """Asserts rms(got - want) <= tolerance * rms(want); the caller says where `tolerance` comes
+    from."""
     assert got.shape == want.shape, f"{name}: shape {list(got.shape)}, want {list(want.shape)}"
     if got.numel() and not rms(got.double() - want.double()) <= tolerance * rms(want):
         error = rms(got.double() - want.double()) / max(rms(want), 1e-300)

@@ -1,4 +1,4 @@
-"""What serving is compared with, every request alone, and what a hostile request does."""
+"""What serving is compared with, each request alone, and what a hostile request does."""
 
 import asyncio
 
@@ -11,13 +11,13 @@ MORE_THAN_EXCEPTIONS = [KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.Ca
 
 
 def alone(model, prompt, **kwargs) -> list[int]:
-    """The tokens that model.generate gives a prompt [n]."""
+    """Returns the tokens that model.generate gives a prompt [n]."""
     out = greedy(model, prompt[None], **kwargs)
     return out[0, len(prompt) :].tolist()
 
 
 def collect(results) -> dict[int, list[int]]:
-    """The tokens by request; none may end with an error."""
+    """Returns the tokens by request; none may end with an error."""
     done = {}
     for completion in results:
         assert completion.error is None
@@ -26,7 +26,7 @@ def collect(results) -> dict[int, list[int]]:
 
 
 def once(action, at: int = 2):
-    """A callback that does `action` at its call number `at`."""
+    """Returns a callback that does `action` at its call number `at`."""
     calls = []
 
     def callback(*_):
@@ -45,12 +45,12 @@ def raises(error: BaseException):
 
 
 def processed(change):
-    """A processor that returns change(scores)."""
+    """Returns a processor that returns change(scores)."""
     return LogitsProcessorList([lambda ids, scores: change(scores)])
 
 
 def outcome(many) -> tuple[dict, list[BaseException]]:
-    """Every completion, and what was raised between them."""
+    """Returns every completion, and what was raised between them."""
     results, raised = {}, []
     while True:
         try:

@@ -1,4 +1,5 @@
-"""A torch.nn module and flashcell's of the same name with the same parameters, and all they compute."""
+"""A torch.nn module and flashcell's of the same name with the same parameters, and all they
+compute."""
 
 import abc
 from typing import Any
@@ -21,7 +22,7 @@ CELLS = ["LSTMCell", "GRUCell", "RNNCell"]
 
 
 def make_twins(kind: str, *args: Any, backend: str = "auto", gain: float = 2.0, **kwargs: Any):
-    """(torch's, ours). The weights are larger than torch draws them, so every gate moves."""
+    """Returns (torch's, ours). The weights are larger than torch draws them, so every gate moves."""
     theirs = getattr(nn, kind)(*args, **kwargs)
     ours = getattr(flashcell, kind)(*args, backend=backend, **kwargs)
     with torch.no_grad():
@@ -32,7 +33,7 @@ def make_twins(kind: str, *args: Any, backend: str = "auto", gain: float = 2.0, 
 
 
 def make_inputs(module: nn.Module, batch: int | None, T: int = 5, states: bool = True):
-    """x in the module's layout, unbatched for None, and hx or None."""
+    """Returns x in the module's layout, unbatched for None, and hx or None."""
     lead = (T,) if batch is None else (batch, T) if module.batch_first else (T, batch)
     dtype = module.weight_ih_l0.dtype
     x = torch.randn(*lead, module.input_size, dtype=dtype)
@@ -54,7 +55,8 @@ def flatten(value: Any) -> list[torch.Tensor]:
 
 
 def compute(module, x, hx=None, lengths=None, enforce_sorted=False) -> dict[str, torch.Tensor]:
-    """Outputs, states, and the gradients of a random weighting of them; packed for `lengths`."""
+    """Returns outputs, states, and the gradients of a random weighting of them; packed for
+    `lengths`."""
     copy = lambda t: t.detach().clone().requires_grad_()
     x = copy(x)
     hx = None if hx is None else copy(hx) if torch.is_tensor(hx) else tuple(map(copy, hx))
@@ -85,7 +87,7 @@ def outputs(module: nn.Module, *args: Any) -> dict:
     return {k: t.detach() for k, t in enumerate(flatten(module(*args)))}
 
 
-# Somebody's own modules.
+# modules of a user
 
 
 class Mixin(abc.ABC):

@@ -1,4 +1,4 @@
-"""A recipe of seconds, and text for it."""
+"""A recipe that trains in seconds, and text for it."""
 
 from pathlib import Path
 
@@ -37,7 +37,7 @@ TEXTS = [f"def f{i}(x):\n    return x * {i % 7} + {i}\n" * (1 + i % 3) for i in 
 
 
 def write_text(folder: Path) -> Path:
-    """A document a file."""
+    """Writes one document to each file."""
     folder.mkdir()
     for i, text in enumerate(TEXTS):
         (folder / f"{i:02}.txt").write_text(text)
@@ -50,6 +50,6 @@ def write_recipe(path: Path, **changes) -> Path:
 
 
 def text_recipe(folder: Path, **changes) -> dict:
-    """The tiny recipe on the files of `folder` instead of a standard library."""
+    """Returns the tiny recipe with the files of `folder` instead of a standard library."""
     data = {"path": "text", "data_files": [f"{folder}/*.txt"], "sample_by": "document"}
     return {**RECIPE, "python": "", "corpus_sha256": "", "data": data, **changes}

@@ -1,5 +1,5 @@
 """Damages the files of a run of scripts/train: damage_worker.py FOLDER. What cannot be repaired is
-named, and the run that is resumed has the whole run's curve and weights or does not go on."""
+named, and the resumed run has the whole run's curve and weights or does not continue."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from training.manifest import describe, write_manifest
 
 
 class Evil:
-    """A pickle that says it was run."""
+    """A pickle that tells if it was run."""
 
     def __reduce__(self):
         return print, ("the pickle was run",)
@@ -32,7 +32,7 @@ def truncate(path: Path, part: float = 0.5) -> None:
 
 
 def manifest(change):
-    """A manifest that lies."""
+    """Writes a manifest with wrong contents."""
 
     def damage(checkpoint: Path) -> None:
         files = json.loads((checkpoint / "manifest.json").read_text())
@@ -42,7 +42,7 @@ def manifest(change):
 
 
 def state(change):
-    """Another state, with a manifest that fits it."""
+    """Writes another state, with a manifest that matches it."""
 
     def damage(checkpoint: Path) -> None:
         path = checkpoint / "process-0.pt"
@@ -79,7 +79,7 @@ def replace_by_pipe(checkpoint: Path) -> None:
 
 
 FILE = "process-0.pt"
-# of the newest checkpoint, and what is said: the one before is taken
+# damage to the newest checkpoint, and the message: the checkpoint before is used
 DAMAGED = {
     "flipped": (lambda c: flip(c / FILE), "process-0.pt: sha256 is"),
     "flipped at the end": (lambda c: flip(c / FILE, 0.999), "process-0.pt: sha256 is"),
@@ -97,7 +97,8 @@ DAMAGED = {
     "far away": (manifest(lambda files: {**files, "../../x": {}}), "but must list ['proc"),
     "huge": (manifest(lambda files: {FILE: {**files[FILE], "bytes": 2**60}}), "bytes is"),
 }
-# of the newest checkpoint: the manifest fits, so somebody made it, and the run does not go on
+# damage to the newest checkpoint whose manifest matches, so it was deliberate, and the run does not
+# continue
 MADE = {
     "pickle": (state(lambda saved: Evil()), "process-0.pt is no checkpoint of this run"),
     "pickle inside": (state(lambda saved: {**saved, "progress": Evil()}), "is no checkpoint"),
@@ -106,7 +107,7 @@ MADE = {
     "moment": (state(another_moment), "exp_avg is [1] torch.float32, but must be"),
     "sharded": (state(lambda saved: {**saved, "sharded": True}), "written with --strategy fsdp2"),
 }
-# of the run
+# damage to the run
 RUN = {
     "identity": (lambda r: truncate(r / "identity.json"), "identity.json is damaged"),
     "identity list": (lambda r: (r / "identity.json").write_text("[]"), "is damaged: it is []"),

@@ -1,4 +1,5 @@
-"""Runs of scripts/train as forks of this process, which has imported everything: each starts at once."""
+"""Runs scripts/train in forks of this process, which has imported everything, so each starts at
+once."""
 
 import os
 import resource
@@ -19,7 +20,7 @@ datasets.disable_progress_bars()
 
 
 def start(folder: Path, home: str, *options: str, largest_file: int = -1) -> int:
-    """The process of a run, which cannot write more than `largest_file` bytes into one."""
+    """Starts the process of a run, which cannot write more than `largest_file` bytes into one file."""
     process = os.fork()
     if process:
         return process
@@ -45,13 +46,13 @@ def start(folder: Path, home: str, *options: str, largest_file: int = -1) -> int
 
 
 def wait(process: int) -> int:
-    """Its exit status."""
+    """Waits for the process, and returns its exit status."""
     _, status = os.waitpid(process, 0)
     return os.waitstatus_to_exitcode(status)
 
 
 def finish(folder: Path, home: str, *options: str) -> float:
-    """Seconds of a run that nobody kills."""
+    """Returns the seconds of a run that is not killed."""
     started = time.monotonic()
     assert wait(start(folder, home, *options)) == 0, (folder / f"{home}.txt").read_text()[-2000:]
     return time.monotonic() - started

@@ -1,5 +1,6 @@
-"""scripts/train as it is on GPUs, sharded by FSDP2, but on the CPU: accelerate shards there too, it only
-refuses to begin. With BY_BLOCKS in the environment a small model is sharded as a large one is."""
+"""Runs scripts/train as on GPUs, sharded by FSDP2, but on the CPU, where accelerate can shard
+although it refuses to start. With BY_BLOCKS in the environment a small model is sharded as a
+large one is."""
 
 import argparse
 import os

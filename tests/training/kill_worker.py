@@ -1,8 +1,8 @@
 """Kills scripts/train at random moments: kill_worker.py FOLDER KILLS SEED.
 
-The kills fall on a run's work, not on imports, and go on until enough of them, of ten times as many
-at most, found a checkpoint: on a busy machine the first ones may come too early. After each the checkpoints must be whole, and the run
-that is resumed to its end must have the whole run's curve and weights.
+The kills hit a run's work, not its imports, and go on until enough of them, of ten times as many
+at most, found a checkpoint: on a busy machine the first ones may come too early. After each, the checkpoints must be complete, and
+the run that is resumed to its end must have the whole run's curve and weights.
 """
 
 import os
@@ -19,7 +19,7 @@ from training.manifest import find_damage
 
 
 def check(checkpoints: Path) -> bool:
-    """Looks at the newest checkpoint and the one before; False if there is none yet."""
+    """Checks the newest checkpoint and the one before; returns False if there is none yet."""
     found = checkpoints_in(checkpoints)[:2]
     for checkpoint in found:
         assert find_damage(checkpoint, ["process-0.pt"]) is None
@@ -43,7 +43,7 @@ def main() -> None:
         if os.WIFSIGNALED(status):
             done += 1
             seen += check(checkpoints)
-        else:  # it was through: that counts as no kill, and the next run begins anew
+        else:  # it had finished: that counts as no kill, and the next run starts anew
             assert os.WEXITSTATUS(status) == 0, (folder / "broken.txt").read_text()[-2000:]
             assert results(folder, "whole") == results(folder, "broken")
             finish(folder, "broken", "--restart", "--max-minutes", "0.0001")

@@ -1,4 +1,5 @@
-"""Checkpoints without a whole run: two are kept, damage is named, and no code is read from them."""
+"""Tests checkpoints without a whole run: two are kept, damage is named, and no code is read from
+them."""
 
 import os
 import random
@@ -34,7 +35,7 @@ class Run:
         self.progress = {"step": 0, "carried": [None], "texts": {"rows": [np.arange(3)]}}
 
     def step(self) -> list[float]:
-        """Everything that a step depends on, and what it makes."""
+        """Uses everything that a step depends on, and returns what it makes."""
         model, optimizer, schedule = self.parts
         ids, (carried,) = torch.randint(16, (2, 5)), self.progress["carried"]
         output = model(ids, past_key_values=carried, use_cache=True)
@@ -60,7 +61,7 @@ def test_a_run_goes_on_where_it_was_saved(tmp_path):
     run.step(), run.step(), run.save()
     want = [run.step() for _ in range(3)]
     again = Run(tmp_path)
-    again.step()  # of which nothing must stay
+    again.step()  # nothing of this step may remain
     assert again.load() == []
     assert (again.progress["texts"]["rows"][0] == np.arange(3)).all()
     assert isinstance(again.progress["texts"]["rows"][0], np.ndarray)
@@ -74,7 +75,8 @@ def test_two_are_kept_and_the_one_before_is_taken(tmp_path):
     newest, before = checkpoints_in(tmp_path)
     assert [newest.name, before.name] == ["step-00000004", "step-00000003"]
     assert sorted(p.name for p in newest.iterdir()) == ["manifest.json", "process-0.pt"]
-    (newest / "process-0.pt").write_bytes((before / "process-0.pt").read_bytes())  # not its own
+    # Another checkpoint's file.
+    (newest / "process-0.pt").write_bytes((before / "process-0.pt").read_bytes())
     again = Run(tmp_path)
     (damaged,) = again.load()
     assert damaged.startswith(f"{newest} is damaged: process-0.pt: ")
@@ -136,7 +138,7 @@ def raise_full(*_):
 
 @pytest.mark.parametrize("name", ["run/identity.json", "run/log.csv", ".run.lock"])
 def test_a_pipe_in_a_file_s_place_is_refused(tmp_path, name):
-    """To open one would wait for ever."""
+    """Opening one would wait for ever."""
     (tmp_path / "run/checkpoints/step-1").mkdir(parents=True)
     (tmp_path / "run/identity.json").write_text("{}")
     (tmp_path / name).unlink(missing_ok=True)

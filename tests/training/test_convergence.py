@@ -1,4 +1,4 @@
-"""scripts/convergence: what its curves are, and what it says of them."""
+"""Tests scripts/convergence: what its curves are, and what it reports about them."""
 
 from functools import partial
 
@@ -36,8 +36,8 @@ def test_a_nudge_is_one_unit_in_the_last_place():
 
 
 def test_only_what_is_said_differs():
-    # Letters of its own, and many steps: whether another order of two or three rows changes a bit
-    # of six losses depends on the text, which is that of the sources.
+    # The text has its own letters and many steps: whether another order of two or three rows
+    # changes a bit of six losses depends on the text, which is that of the sources.
     letters = torch.Generator().manual_seed(0)
     batches = torch.randint(ord("a"), ord("z"), (32, 4, 17), generator=letters)
     make = partial(studies.make_model, studies.FAMILIES["lstm"], "reference")
@@ -51,7 +51,7 @@ def test_only_what_is_said_differs():
 def test_a_curve_falls():
     make = partial(studies.make_model, studies.FAMILIES["lstm"], "reference")
     (curve,) = train([Side("a", make)], draw_batches(12, 4, 16, "cpu"))
-    assert curve[-3:].mean() < curve[:3].mean() - 1  # seen: 1.8; the text is of these sources
+    assert curve[-3:].mean() < curve[:3].mean() - 1  # seen: 1.8; the text is that of these sources
 
 
 def test_torch_lstm_is_flash_rnns_but_for_the_second_bias_and_its_start(batches):
@@ -61,7 +61,8 @@ def test_torch_lstm_is_flash_rnns_but_for_the_second_bias_and_its_start(batches)
     assert distance(native, curves["nn.LSTM, one bias"]) < 5 * rounding
     for name in ("nn.LSTM", "nn.LSTM, its start"):
         ours = curves[name.replace("nn.LSTM", "flashcell.LSTM")]
-        # AdamW makes steps of one size even of gradients that are next to nothing, with their sign
+        # AdamW makes steps of one size, with their sign, even for gradients that are next to
+        # nothing
         assert distance(curves[name], ours) < 0.1 * distance(curves[name], native)
         assert distance(curves[name], native) > 100 * rounding
 

@@ -1,4 +1,5 @@
-"""The corpus is the same everywhere, no file sees another, and every held-out byte is paid for."""
+"""Tests that the corpus is the same everywhere, files do not see each other, and every held-out
+byte counts."""
 
 from types import SimpleNamespace
 

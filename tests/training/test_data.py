@@ -1,4 +1,5 @@
-"""Text of `datasets` as rows: no document sees another, none is lost, and a run that resumes reads on."""
+"""Tests text of `datasets` as rows: documents are separate, none is lost, and a resumed run reads
+on."""
 
 import itertools
 from dataclasses import replace

@@ -1,4 +1,5 @@
-"""scripts/evaluate: text scored token by token, by position, and a task of lm-eval without a network."""
+"""Tests scripts/evaluate: text scored token by token, by position, and a task of lm-eval without a
+network."""
 
 import math
 import re
@@ -20,7 +21,7 @@ TEXTS = ["def size(self):\n    return len(self.items)\n", "import os\n", "x = 'Ã
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Nothing here is large enough for a second one, which on a busy machine is waited for."""
+    """Nothing here is large enough for a second thread, for which a busy machine would wait."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -33,7 +34,7 @@ def checkpoint():
 
 
 def nats_of(model, ids: list[int], first: int) -> float:
-    """Of ids[first:], each given all before it."""
+    """Returns the nats of ids[first:], each token given all before it."""
     ids = torch.tensor([ids], device=DEVICE)
     with torch.no_grad():
         logits = model(ids[:, :-1]).logits[0].double()
@@ -106,7 +107,7 @@ def test_files_of_a_folder_are_documents(tmp_path):
 
 
 def test_a_task_of_lm_eval_runs_offline(checkpoint, monkeypatch):
-    """The harness's accuracy is that of the sums of log-probabilities, counted here."""
+    """The harness's accuracy equals one counted here from sums of log-probabilities."""
     pytest.importorskip("lm_eval", reason="lm-eval is not installed (the extra `eval`)")
     import socket
 
@@ -126,7 +127,8 @@ def test_a_task_of_lm_eval_runs_offline(checkpoint, monkeypatch):
     right = 0
     questions = load_questions()["test"].select(range(12))
     for row in questions:
-        known = len(tokenizer(row["text"].rstrip())["input_ids"])  # blanks begin an ending: lm-eval
+        # lm-eval counts blanks as the beginning of an ending.
+        known = len(tokenizer(row["text"].rstrip())["input_ids"])
         whole = [tokenizer(row["text"] + choice)["input_ids"] for choice in row["choices"]]
         nats = [nats_of(model, ids, known) for ids in whole]
         right += nats.index(min(nats)) == row["answer"]

@@ -1,4 +1,4 @@
-"""scripts/train, killed at random moments or with damaged files, goes on as if nothing had happened or
+"""Tests that scripts/train, killed at random moments or with damaged files, continues correctly or
 says what is wrong."""
 
 import subprocess
@@ -12,7 +12,7 @@ from train_cases import text_recipe, write_recipe, write_text
 
 
 def work(folder: Path, script: str, *words: str, **changes) -> str:
-    """What a worker says about runs of a small recipe."""
+    """Returns what a worker reports about runs of a small recipe."""
     text = write_text(folder / "text")
     changes = {"checkpoint_every": 1, "evaluate_every": 5, "precision": "no", **changes}
     write_recipe(folder / "tiny.yaml", **text_recipe(text, **changes))

@@ -1,4 +1,4 @@
-"""The training loss without logits, against cross_entropy on them."""
+"""Tests the training loss without logits against cross_entropy on logits."""
 
 import pytest
 import torch
@@ -44,7 +44,7 @@ def test_loss_and_gradients(monkeypatch, cap, z_loss, chunk):
 
 
 def test_no_target_is_no_loss():
-    """A process of several can get rows that are prompts alone: its share of the mean is nothing."""
+    """One process of several can get rows that are only prompts: its share of the mean is 0."""
     x, weight, targets = draw()
     loss = HeadLoss.apply(x, weight, torch.full_like(targets, -100), None, 0.1)
     grads = torch.autograd.grad(loss, [x, weight])
@@ -72,7 +72,7 @@ def test_bf16_is_as_exact_as_cross_entropy_on_bf16_logits(cap):
 
 
 def test_chunks_add_up_in_fp32(monkeypatch):
-    """Weights in bf16, as FSDP2 hands them out: many chunks round their gradient no more than one."""
+    """With weights in bf16, as FSDP2 gives them, many chunks round their gradient no more than one."""
     x, weight, targets = (t.detach() for t in draw())
     exact, errors = None, []
     for dtype, chunk in ((torch.float64, 2**28), (torch.bfloat16, 2**28), (torch.bfloat16, 1)):
@@ -106,7 +106,7 @@ MODELS = {
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_model_learns_to_return_its_loss(kind):
-    """The soft cap of flash_mlstm included; without targets it stays as it was."""
+    """With the soft cap of flash_mlstm; without targets the model returns what it did before."""
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SMALL, **MODELS[kind]))
     with torch.no_grad():
         model.lm_head.weight.mul_(300)  # far enough for the cap of 30 to matter

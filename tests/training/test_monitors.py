@@ -1,4 +1,4 @@
-"""What a run says of itself: gates as the equations have them, norms, the solver's residual."""
+"""Tests what a run reports: gates as the equations have them, norms, the solver's residual."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def gates(model, **inputs) -> dict:
 
 @pytest.mark.parametrize("cell", ["lstm", "gru", "slstm"])
 def test_gates_of_a_fused_cell(cell):
-    """Told by the torch reference of one step, from the outputs of the step before."""
+    """Computed by the torch reference of one step, from the outputs of the step before."""
     from flashcell.kernels.fused_rnn.cells import CELLS
 
     model = make("flash_rnn", cell=cell, intermediate_size=16)

@@ -1,4 +1,4 @@
-"""The published recipes are the published ones: models by their parameters, schedules, tokens."""
+"""Tests that the published recipes match the papers: models by their parameters, schedules, tokens."""
 
 from pathlib import Path
 
@@ -13,8 +13,9 @@ from training.step import make_config, make_optimizer, schedule
 ROOT = Path(__file__).resolve().parents[2]
 
 RECIPES = ROOT / "scripts/recipes"
-# Parameters as built, exactly; published: 165M, 164.5 M and 190.5 M (FlashRNN), 406M, 1.42B, 2.90B and
-# 6.76B, Transformers 412M, 1.44B, 2.80B, 6.89B, Mamba2 409M, 1.43B, 2.83B, 6.96B (ParaRNN, table 3).
+# Parameters as built, exactly; published: 165M, 164.5 M and 190.5 M (FlashRNN), 406M, 1.42B, 2.90B
+# and 6.76B, Transformers 412M, 1.44B, 2.80B, 6.89B, Mamba2 409M, 1.43B, 2.83B, 6.96B (ParaRNN,
+# table 3).
 PARAMETERS = {
     "flashrnn": {
         "lstm_165m": 164_544_768,
@@ -86,7 +87,7 @@ def test_a_recipe_makes_its_model(name, variant):
     if variant in TOKENS:
         billions = recipe.batch * recipe.length * recipe.steps / 1e9
         assert billions == pytest.approx(TOKENS[variant], rel=0.02)
-    assert recipe.batch % (8 * recipe.micro_batch or 1) == 0  # on a node of eight
+    assert recipe.batch % (8 * recipe.micro_batch or 1) == 0  # on a node of eight GPUs
     decayed = sum(p.numel() for p in make_optimizer(model, recipe)[0].param_groups[0]["params"])
     assert 0.5 < decayed / PARAMETERS[name][variant] < 1
 
@@ -108,7 +109,7 @@ def test_schedules():
 
 
 def test_detached_decay_does_not_depend_on_the_learning_rate():
-    """What a step takes off a weight without gradient: weight_decay times the schedule's factor."""
+    """A step reduces a weight without gradient by weight_decay times the schedule's factor."""
     for rate in (1e-2, 1e-4):
         recipe = Recipe(**{**RECIPE, "learning_rate": rate, "weight_decay": 0.01, "warmup": 0,
                            "detached_decay": True})  # fmt: skip

@@ -1,4 +1,5 @@
-"""scripts/train beyond one process and one run: DDP, FSDP2, the ablation, and Trainer in its place."""
+"""Tests scripts/train beyond one process and one run: DDP, FSDP2, the ablation, and Trainer instead
+of it."""
 
 import csv
 import os
@@ -43,8 +44,8 @@ def losses(folder: Path) -> list[float]:
 
 
 def test_two_processes_take_the_steps_of_one(tmp_path):
-    """The standard library's rows are the same for any number of processes: so are the losses, but
-    for the order of sums."""
+    """The standard library's rows are the same for any number of processes, so the losses are too,
+    but for the order of sums."""
     from training.corpus import Corpus, save_corpus
 
     files = tuple((f"{i}.py", text.encode()) for i, text in enumerate(TEXTS))
@@ -63,7 +64,7 @@ def test_two_processes_take_the_steps_of_one(tmp_path):
 
 
 def test_shards_take_the_steps_of_whole_models_and_go_on(tmp_path):
-    """FSDP2 against DDP: a step in shards of blocks, the others in shards of the whole model."""
+    """FSDP2 against DDP: one step in shards of blocks, the others in shards of the whole model."""
     text = write_text(tmp_path / "text")
     changes = {**QUICK, "steps": 5, "evaluate_every": 5, "model": MLSTM, "micro_batch": 1}
     write_recipe(tmp_path / "tiny.yaml", **text_recipe(text, **changes))

@@ -1,4 +1,4 @@
-"""scripts/tasks: the tasks are what they say, a stack is its models."""
+"""Tests scripts/tasks: the tasks are what they claim, and a stack of models equals its models."""
 
 import dataclasses
 
@@ -16,7 +16,7 @@ from synthetic_tasks.training import losses
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Nothing here is large enough for a second one, which on a busy machine is waited for."""
+    """Nothing here is large enough for a second thread, for which a busy machine would wait."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -133,7 +133,7 @@ def test_parameters_are_the_published_ones(name, counts):
 
 @pytest.mark.parametrize("name", ["flash_gru", "flash_lstm"])
 def test_gates_that_hold(name):
-    """From h = 1 on and without input, a channel's state is down to 1 / e within about n steps."""
+    """From h = 1 on and without input, a channel's state decays to 1 / e within about n steps."""
     cell = TaskModel(TASKS["keep-5th"], name, 0, "reference").mixer
     update = torch.sigmoid(cell.in_proj.bias[0].detach())
     forgets = update if name == "flash_gru" else 1 - update
@@ -148,7 +148,7 @@ def test_gates_that_hold(name):
 @pytest.mark.parametrize("model", NAMES)
 @pytest.mark.parametrize("name", ["parity-extrapolation", "keep-5th", "1-hop"])
 def test_a_stack_is_its_models(name, model):
-    """Values and gradients, each model on tokens of its own; and no model sees what comes later."""
+    """Values and gradients, each model on tokens of its own; and no model sees later tokens."""
     V = TASKS[name].vocabulary
     models = [TaskModel(TASKS[name], model, seed, "reference") for seed in range(3)]
     stack = Stack(models)

@@ -1,4 +1,4 @@
-"""scripts/tasks: runs end when they should, and the table fills."""
+"""Tests scripts/tasks: runs end when they should, and the table fills."""
 
 import csv
 import dataclasses
@@ -23,7 +23,7 @@ EASY = Task(
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Nothing here is large enough for a second one, which on a busy machine is waited for."""
+    """Nothing here is large enough for a second thread, for which a busy machine would wait."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -97,7 +97,7 @@ def test_a_step_reads_its_own_batch_and_rate():
 
 
 def test_it_learns_and_stops_when_every_seed_has():
-    """Of two learning rates the one that does nothing is stopped with the other's success."""
+    """Of two learning rates the one that achieves nothing is stopped when the other succeeds."""
     runs = [Run(seed, rate) for rate in (3e-3, 1e-9) for seed in range(2)]
     trained = finish(Trainer(EASY, "rnn", runs, DEVICE, "reference", 10), 0.999)
     assert [run.status for run in trained] == ["solved", "solved", "stopped", "stopped"]

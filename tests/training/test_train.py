@@ -1,4 +1,4 @@
-"""scripts/train: killed and resumed it is the same run; what goes wrong is said."""
+"""Tests scripts/train: killed and resumed it is the same run, and errors are reported."""
 
 import csv
 import json
@@ -93,15 +93,16 @@ def test_wrong_arguments_are_named(folder, arguments, message):
     assert "Traceback" not in done.stderr
 
 
-# Of one core: the recipe's own model takes minutes, most of all in bf16 where there is no AVX512-BF16.
+# For one core: the recipe's own model takes minutes, most in bf16 without AVX512-BF16.
 SMALL = {"model.hidden_size": 128, "model.intermediate_size": 256, "model.num_hidden_layers": 2}
 SMALL |= {"precision": "no", "steps": 120, "warmup": 12, "evaluate_every": 60, "log_every": 60}
 WHOLE = {"steps": 24, "warmup": 3, "evaluate_every": 12, "log_every": 12}
 
 
-# Bits per byte of held-out text. Seen with the small model: 2.466 after half, 2.317 in the end; at a
-# learning rate of 1e-12 3.061 both times. How often a token stands in the training text gives 2.437.
-# The recipe's own: 2.559 and 2.504 with AVX512-BF16; 2.586 and 2.567 without, in Debian's library.
+# Bits per byte of held-out text. Seen with the small model: 2.466 after half, 2.317 at the end;
+# with a learning rate of 1e-12 3.061 both times. Token frequencies of the training text give 2.437.
+# The recipe's own model: 2.559 and 2.504 with AVX512-BF16; 2.586 and 2.567 without, in Debian's
+# library.
 @pytest.mark.parametrize(
     ("changes", "late", "fall"),
     [
@@ -150,7 +151,7 @@ def test_a_run_that_explodes_says_where_and_keeps_its_checkpoint(folder):
 
 
 class TestGuard:
-    """What names the layer when a loss or a gradient is not finite."""
+    """Tests that the layer is named if a loss or a gradient is not finite."""
 
     @pytest.fixture
     def step(self):

@@ -2,8 +2,6 @@
 
 The kernels share this file; each kernel's arguments.py checks how arguments must fit together.
 
-The kernels share this file; what a cell's arguments are together stands in arguments.py.
-
 Shapes, dtypes and devices are static, so a compiled graph carries no trace of these checks. Values
 (the order of cu_seqlens, the range of lengths) are checked on the CPU always, on CUDA only under
 FLASHCELL_CHECK=1, because reading them there would make the host wait.

@@ -26,7 +26,6 @@ def select_backend(
 ) -> str:
     """Returns the backend for tensors on `device_type`, given the `binary` in this package, if any.
 
-
     "auto" takes the binary where it fits the device and the reference elsewhere, which is where fp64
     on CUDA goes. A backend asked for by name is used or refused, never replaced.
     """

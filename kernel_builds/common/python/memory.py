@@ -3,8 +3,6 @@ other.
 
 The kernels share this file. Compiled graphs skip these checks: their tensors have no addresses
 yet.
-
-The kernels share this file. Compiled graphs carry no trace of it: their tensors have no addresses yet.
 """
 
 from typing import Any, Optional, Sequence
@@ -17,7 +15,6 @@ NOWHERE = 2**64  # above all addresses
 def check_memory(names: Sequence[str], *values: Optional[torch.Tensor]) -> None:
     """Raises if a tensor's memory was freed by storage().resize_(0), because a read would end the
     process.
-
 
     The last of `names` may be that of several, as state.
     """

@@ -2,9 +2,6 @@
 
 The runner times one call after another and its reference once. For results to be reported use
 scripts/bench_ops, which times both in one run.
-
-The runner times one call after another and its reference once; for claims use scripts/bench_ops,
-which pairs both sides in one run.
 """
 
 import torch

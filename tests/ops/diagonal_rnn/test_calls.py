@@ -1,4 +1,5 @@
-"""diagonal-rnn's calls on CUDA: bits that repeat, graphs, streams, wild values, more than 2^31 elements."""
+"""Tests diagonal-rnn's calls on CUDA: determinism, graphs, streams, invalid values, more than 2^31
+elements."""
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ def method(request):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_deterministic(diagonal_rnn, name, method, way):
-    """Bit for bit, also while other work changes who comes first."""
+    """Bitwise the same, also while other work changes the order of thread blocks."""
     call, dh, dlast = backward_call(name, way, ("state", "reset"), torch.bfloat16)
     first = run(getattr(diagonal_rnn, name), call, dh, dlast, method=method)
     noise, stream = torch.randn(1024, 1024), torch.cuda.Stream()
@@ -70,7 +71,8 @@ def test_runs_on_the_current_stream(diagonal_rnn, method):
 
 
 def test_values_out_of_range_are_clamped(diagonal_rnn, method):
-    """CUDA does not read lengths and cu_seqlens on the host: what is outside counts as the bound."""
+    """CUDA does not read lengths and cu_seqlens on the host; values outside are clamped to the
+    bound."""
     call = make(CELLS["flash_gru"], Case(3, 70, 1, 40, ("state",)), torch.float32)
     wild, tame = torch.tensor([-5, 90, 33]), torch.tensor([0, 70, 33])
     h, last = diagonal_rnn.flash_gru(**call, lengths=wild, method=method)
@@ -84,7 +86,7 @@ def test_values_out_of_range_are_clamped(diagonal_rnn, method):
 
 
 def test_more_than_31_bits_of_elements(diagonal_rnn):
-    """The last sequence of 2.4e9 elements equals itself alone, there and back, and as a scan."""
+    """The last sequence of 2.4e9 elements equals itself alone, forward and backward, and as a scan."""
     B, T, D = 3, 32768, 8192
     x = torch.randn(B, T, 3, D, dtype=torch.bfloat16)
     a = 0.5 * torch.randn(3, D)
@@ -96,7 +98,7 @@ def test_more_than_31_bits_of_elements(diagonal_rnn):
         results.append((h[-1:], dx[-1:]))
     (h, dx), (h_alone, dx_alone) = results
     assert_bitwise("h", h, h_alone)
-    assert_close("dx", dx, dx_alone, 4e-3)  # two ways back, both rounded to bf16
+    assert_close("dx", dx, dx_alone, 4e-3)  # two ways to compute the gradient, both rounded to bf16
     gates = x.detach().view(B, 3 * T, D).sigmoid()
     scanned = diagonal_rnn.linear_scan(gates, x.view(B, 3 * T, D).detach())
     assert_bitwise(

@@ -1,4 +1,4 @@
-"""causal_conv: against its definition in float64, its gradients, and bad input."""
+"""Tests causal_conv: its definition in float64, its gradients, and bad input."""
 
 import pytest
 import torch
@@ -10,7 +10,8 @@ from numerics import EPS, assert_as_accurate, assert_bitwise, assert_close
 pytestmark = pytest.mark.usefixtures("poisoned")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 short = lambda dtype: str(dtype)[6:]
-# One chunk of the kernel has 64 steps, a word 2 to 4 channels; the last ones are shorter than the taps.
+# A chunk of the kernel has 64 steps, a word 2 to 4 channels; the last chunks are shorter than the
+# taps.
 SHAPES = [
     (2, 150, 24),
     (3, 64, 33),
@@ -40,7 +41,7 @@ def draw(shape, taps, dtype, options):
 
 
 def by_hand(x, weight, bias=None, window=None, reset=None, silu=False):
-    """Token by token."""
+    """Computes the definition, token by token."""
     K, (B, T, D) = weight.shape[1], x.shape
     past = [x.new_zeros(B, D)] * (K - 1) if window is None else list(window.unbind(1))
     ys = []

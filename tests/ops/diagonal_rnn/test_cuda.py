@@ -1,4 +1,5 @@
-"""diagonal-rnn on CUDA: every method and kernel against float64, in every weight regime."""
+"""Tests diagonal-rnn on CUDA: every method and kernel against float64, with small and large
+weights."""
 
 from dataclasses import replace
 
@@ -22,8 +23,9 @@ MASKS = ("state", "reset", "hold", "lengths")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 METHODS = ["sequential", "multiple_shooting", "newton"]
 short = lambda dtype: str(dtype)[6:]
-# Several chunks of shoot (32 steps at least), segments of newton (64) and tiles of the scan; odd
-# rows of 16 bits, more channels than a warp, documents that begin inside a chunk.
+# Several chunks of multiple shooting (32 steps at least), segments of Newton's method (64) and
+# tiles of the scan; odd rows of 16 bits, more channels than a warp, documents that begin inside a
+# chunk.
 LONG = [
     Case(2, 300, 1, 40, ("state",)),
     Case(3, 137, 1, 70, MASKS),
@@ -32,10 +34,10 @@ LONG = [
     Case(6, 50, 1, 40, ("state", "cu", "reset", "hold")),
     Case(4, 90, 1, 41, ("state", "cu")),
     Case(2, 300, 1, 40, ("bias", "state")),
-    Case(7, 11, 1, 3702, MASKS),  # enough channels to walk in pairs of fp32
+    Case(7, 11, 1, 3702, MASKS),  # enough channels for sequential passes in pairs of fp32
     Case(7, 11, 1, 3702, ("strided", "bias")),
     Case(9, 11, 1, 3701, ("bias",)),
-    Case(9, 27, 1, 3702, ("state", "lengths")),  # whole groups of its backward, and parts
+    Case(9, 27, 1, 3702, ("state", "lengths")),  # full groups of its backward, and partial ones
 ]
 
 
@@ -54,7 +56,8 @@ def to_cpu(call):
 
 
 def some_of(values, D):
-    """A few dozen channels of D, of every tensor that has them: no channel sees another."""
+    """Selects a few dozen of the D channels, in every tensor that has them: channels are
+    independent."""
     if isinstance(values, torch.Tensor):
         wanted = torch.arange(0, D, D // 48 if D > 96 else 1, device=values.device)
         return values[..., wanted] if values.shape[-1:] == (D,) else values
@@ -64,7 +67,8 @@ def some_of(values, D):
 
 
 def judge(name, call, dh, dlast):
-    """The reference in float64 and in the call's dtype, on the CPU, where its loop is faster."""
+    """Returns the reference in float64 and in the call's dtype, on the CPU, where its loop is
+    faster."""
     D = call["x"].shape[-1]
     masks = {k: call[k] for k in ("reset", "hold", "lengths", "cu_seqlens") if k in call}
     with torch.device("cpu"):
@@ -105,7 +109,7 @@ def test_empty_sizes(diagonal_rnn, name, method, case):
 
 
 def regime_call(name, which, dtype):
-    """x, the weights (a, p), and h and last states in float64 and in float32, on the CPU."""
+    """Returns x, the weights (a, p), and h and last states in float64 and in float32, on the CPU."""
     with torch.device("cpu"):
         x, weight = draw_regime(CELLS[name], which, 2, 1500, 64)
         x, weights = x.to(dtype), split(CELLS[name], weight)
@@ -118,12 +122,13 @@ def regime_call(name, which, dtype):
 
 @pytest.mark.parametrize("which", REGIMES)
 def test_error_in_every_weight_regime(diagonal_rnn, name, method, which):
-    """fp32 within 2e-6 of a float64 loop; where roundings add up, not far from the fp32 loop."""
+    """fp32 is within 2e-6 of a float64 loop or, where roundings add up, not far from the fp32 loop."""
     x, weights, exact, loop = regime_call(name, which, torch.float32)
     h, last, info = getattr(diagonal_rnn, name)(x, *weights, method=method, return_info=True)
-    worst = lambda got, want: (got.cpu() - want).abs().flatten(0, 1).amax(0)  # of each channel
+    worst = lambda got, want: (got.cpu() - want).abs().flatten(0, 1).amax(0)  # for each channel
     errors, peers = worst(h, exact[0]), worst(loop[0], exact[0])
-    if which == "unclipped":  # chaotic channels multiply any rounding: the channels as a whole
+    # Chaotic channels multiply any rounding, so compare all channels together.
+    if which == "unclipped":
         for share in (0.5, 0.9):
             assert errors.quantile(share) <= 2e-6 + 2 * peers.quantile(share)
     else:
@@ -143,19 +148,20 @@ def test_error_in_every_weight_regime(diagonal_rnn, name, method, which):
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=short)
 @pytest.mark.parametrize("which", [r for r in REGIMES if r != "unclipped"])
 def test_16_bit_functions_are_below_the_rounding(diagonal_rnn, name, method, dtype, which):
-    """bf16 takes tanh.approx: what that adds to the rounding of h is less than a tenth of it."""
+    """bf16 uses tanh.approx, which adds less than a tenth of the rounding of h."""
     x, weights, (exact, ends), _ = regime_call(name, which, dtype)
     h, last = getattr(diagonal_rnn, name)(x, *weights, method=method)
     rounding = rms(exact.to(dtype).double() - exact)
     assert rms(h.cpu().double() - exact) <= 1.1 * rounding
-    for got, want in zip(last, ends, strict=True):  # unrounded: the functions alone
+    for got, want in zip(last, ends, strict=True):  # unrounded: the error of the functions alone
         assert (got.cpu().double() - want).abs().max() <= EPS[dtype] / 2 * want.abs().max()
 
 
 @pytest.mark.parametrize("max_iters", [None, 1])
 @pytest.mark.parametrize("gain", [1.2, 5.0])
 def test_parity(diagonal_rnn, name, method, gain, max_iters):
-    """Weights that compute parity, where too few iterations are wrong: found, told and finished."""
+    """Weights that compute parity, for which few iterations are wrong: this is found, reported and
+    corrected."""
     with torch.device("cpu"):
         bits = torch.rand(4, 500, 3) < 0.5
         x, weight, state = parity(CELLS[name], bits, gain)
@@ -173,7 +179,8 @@ def test_parity(diagonal_rnn, name, method, gain, max_iters):
         assert int(info.finished) > 40
 
 
-# Sequences, steps, words (fp32 channels, or pairs of 16 bits) for which plan.h takes each way back
+# Sequences, steps, words (fp32 channels, or pairs of 16 bits) for which plan.h chooses each
+# backward
 WAYS = {
     "linear_walk": (6, 37, 2064),
     "linear_walk of pairs": (12, 37, 2070),
@@ -200,7 +207,7 @@ def test_every_way_back(diagonal_rnn, name, way, options, dtype):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_which_kernel_goes_back(diagonal_rnn, way):
-    """plan.h takes the way that the tests here mean."""
+    """plan.h chooses the backward that the tests here assume."""
     call, dh, dlast = backward_call("flash_gru", way, (), torch.float32)
     run(diagonal_rnn.flash_gru, call, dh, dlast)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -211,7 +218,7 @@ def test_which_kernel_goes_back(diagonal_rnn, way):
 
 
 def test_gradients_that_do_not_fade_go_back_as_a_scan(diagonal_rnn):
-    """z shut: dh0 is the sum of dh, and no burn-in finds the carry of a chunk of 2,000 steps."""
+    """With z shut, dh0 is the sum of dh, and no burn-in finds the carry of a chunk of 2,000 steps."""
     B, T, D = 6, 4000, 2000
     x = torch.randn(B, T, 3, D)
     x[:, :, 0] = -40
@@ -222,14 +229,15 @@ def test_gradients_that_do_not_fade_go_back_as_a_scan(diagonal_rnn):
     assert_close("dh0", dh0.double(), dh.double().sum(1), 2e-6)
 
 
-# Small enough for compute-sanitizer, together each kernel: narrow and wide walks, chunks that start
-# over, Newton's passes and the finish, tiles, ways back; with masks and without.
+# Small enough for compute-sanitizer, and together every kernel: narrow and wide sequential passes,
+# chunks that start over, Newton iterations and the finish, tiles, every backward; with and without
+# masks.
 TINY = {
     "sequential": [Case(2, 20, 1, 40, ("state",)), Case(1, 9, 1, 640), Case(3, 19, 1, 33, MASKS)],
     "multiple_shooting": [Case(1, 70, 1, 40, ("state",)), Case(2, 80, 1, 33, MASKS)],
     "newton": [Case(1, 70, 1, 40, ("state",)), Case(2, 80, 1, 33, MASKS)],
     "linear_walk": [Case(7, 6, 1, D, options) for D in (3702, 4128) for options in ((), MASKS)],
-    # The smallest that plan.h cuts into chunks: two of 256 steps
+    # The smallest that plan.h splits into chunks: two of 256 steps
     "reach": [Case(2, 511, 1, 5470), Case(2, 511, 1, 5470, ("state", "lengths"))],
 }
 
@@ -239,7 +247,7 @@ TINY = {
     ("engine", "case"), [(engine, c) for engine, cases in TINY.items() for c in cases], ids=str
 )
 def test_tiny(diagonal_rnn, name, engine, case, dtype):
-    """Every kernel of the cells once, and nothing else on the GPU: scripts/check_cuda runs this."""
+    """Runs every kernel of the cells once, and nothing else on the GPU, for scripts/check_cuda."""
     if engine == "reach":  # as many words of each type
         case = replace(case, D=case.D * 4 // dtype.itemsize)
     call = make(CELLS[name], case, dtype)
@@ -264,7 +272,7 @@ def test_tiny(diagonal_rnn, name, engine, case, dtype):
     ids=lambda v: {None: "linear_scan"}.get(v, f"block_scan{v}" if isinstance(v, int) else str(v)),
 )
 def test_tiny_scan(diagonal_rnn, shape, n, reverse, dtype):
-    """Every kernel of the scans once, there and back: scripts/check_cuda runs this."""
+    """Runs every kernel of the scans once, forward and backward, for scripts/check_cuda."""
     with torch.device("cpu"):
         given = draw(shape, n, dtype)
         dh = torch.randn(given[1].shape).to(dtype)

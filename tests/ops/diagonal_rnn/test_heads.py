@@ -1,4 +1,4 @@
-"""diagonal-rnn: x in heads, as a batched product leaves it, gives the bits of x with all together."""
+"""Tests that x in heads, as a batched product leaves it, gives the bits of x without heads."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def name(request):
     ids=str,
 )
 def test_heads_are_read_where_they_lie(diagonal_rnn, name, case, heads, dtype):
-    """The same bits as with the heads side by side, dense or not; the gradient of x in its layout."""
+    """The same bits as without heads, contiguous or not; the gradient of x has its layout."""
     call = make(CELLS[name], case, dtype)
     upper = upstream(name, call, dtype)
     want = run(getattr(diagonal_rnn, name), call, *upper)
@@ -60,7 +60,7 @@ def test_heads_are_read_where_they_lie(diagonal_rnn, name, case, heads, dtype):
     ids=str,
 )
 def test_every_method_reads_heads(diagonal_rnn, name, method, case, heads, dtype):
-    """The same bits; odd heads of an even row take other words, and so other chunks."""
+    """The same bits. Heads of odd width in an even row use other words, and so other chunks."""
     call = make(CELLS[name], case, dtype)
     upper = upstream(name, call, dtype)
     want = run(getattr(diagonal_rnn, name), call, *upper, method=method)

@@ -1,4 +1,4 @@
-"""A decoded token of a diagonal cell's block: as the ops of whole sequences have it, changed in place."""
+"""Tests a decoding step of a diagonal cell's block against the ops on whole sequences."""
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ def test_conv_step(diagonal_rnn, dtype, size, bias):
 
 
 def whole_mixer(cell, xs, weight, bias, rows, state, skip, gates, bound):
-    """Of a sequence, by the ops that training has; `state` in the state dtype."""
+    """Runs a sequence with the ops that training uses; `state` is in the state dtype."""
     rows = [r.clamp(-bound, bound) for r in rows]
     u = reference.headwise_linear(xs, weight, bias)
     h, last = getattr(reference, cell)(u, *rows, state, backend="reference")
@@ -55,7 +55,7 @@ def whole_mixer(cell, xs, weight, bias, rows, state, skip, gates, bound):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("cell", reference.CELLS)
 def test_mixer_step(diagonal_rnn, cell, dtype, size, bias):
-    """Four tokens, whose states are those of the sequence; the bound cuts some rows off."""
+    """Four tokens, whose states are those of the sequence; the bound clips some weights."""
     (B, N, J), spec, T = size, reference.CELLS[cell], 4
     D, wide = N * J, torch.float32
     xs, gates = normal(B, T, D, dtype=dtype), normal(B, T, 2 * D, dtype=dtype)
@@ -82,7 +82,7 @@ def test_mixer_step(diagonal_rnn, cell, dtype, size, bias):
         )  # fmt: skip
     assert_as_accurate("y", torch.stack(ys, 1), exact, peer, J, on_cuda=(dtype, False))
     for k in range(spec.states):
-        sides = exact_last[k], peer_last[k]  # u is rounded ahead of the cell
+        sides = exact_last[k], peer_last[k]  # u is rounded before the cell
         assert_as_accurate(f"state {k}", mine[k], *sides, J, on_cuda=(dtype, False))
 
 
@@ -169,7 +169,7 @@ def mix_arguments(B, N, J, dtype=torch.float32):
 
 
 def test_heads_without_channels(diagonal_rnn):
-    """Nothing is divided by their width."""
+    """Their width of 0 must not be a divisor."""
     step = diagonal_rnn.dispatch.ops.flash_gru_mix_step_
     for N, B in ((2, 3), (0, 3), (2, 0)):
         assert step(*mix_arguments(B, N, 0), 1.0).shape == (B, 0)

@@ -1,4 +1,4 @@
-"""diagonal-rnn's scans: values and gradients against the float64 reference, and their errors."""
+"""Tests diagonal-rnn's scans: values and gradients against the float64 reference, and their errors."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ short = lambda dtype: str(dtype)[6:]
 
 
 def draw(shape, n, dtype, initial=True):
-    """a, b, h0; a contracts, so that a long scan stays of the size of b."""
+    """Draws a, b, h0; a contracts, so that a long scan stays of the size of b."""
     B, T, D = shape
     block = () if n is None else (n,)
     a = torch.rand(B, T, D, *block, *block) * (2 / (n or 1)) - 1 / (n or 1)

@@ -1,4 +1,4 @@
-"""diagonal-rnn's scans on CUDA: the kernels that the shapes of the shared tests do not reach."""
+"""Tests diagonal-rnn's scans on CUDA: the kernels that the shapes of the shared tests do not reach."""
 
 import pytest
 import torch
@@ -21,7 +21,8 @@ pytestmark = [
     ids=str,
 )
 def test_which_kernel_scans(diagonal_rnn, shape, kernel):
-    """plan.h takes the kernel that the tests here mean: clusters where there are pieces of 16 bytes."""
+    """plan.h chooses the kernel that the tests here assume: clusters if rows are whole pieces of 16
+    bytes."""
     clusters = torch.cuda.get_device_capability()[0] in (9, 10) and code_of(diagonal_rnn).arch >= 90
     if kernel == "cluster_scan" and not clusters:
         kernel = "scan"
@@ -41,8 +42,8 @@ def test_which_kernel_scans(diagonal_rnn, shape, kernel):
     [
         *[((2, 5000, 40), n) for n in (None, 2, 3, 4)],
         ((1, 3000, 33), None),
-        ((1, 1100, 16000), None),  # a cluster of one block a column, beyond the L2
-        ((1, 33000, 264), None),  # of several blocks
+        ((1, 1100, 16000), None),  # a cluster of one block per column, beyond L2
+        ((1, 33000, 264), None),  # clusters of several blocks
         ((1, 4400, 4001), None),  # so many steps that the backward's tiles are longer
         ((9, 41, 3700), None),
         ((9, 23, 3701), None),
@@ -52,7 +53,7 @@ def test_which_kernel_scans(diagonal_rnn, shape, kernel):
     ids=str,
 )
 def test_long_and_wide_scans(diagonal_rnn, shape, n, reverse, dtype):
-    """Many tiles and groups of them; wide ones are walked."""
+    """Many tiles and groups of them; wide ones run sequentially."""
     given = draw(shape, n, dtype)
     dh = torch.randn(given[1].shape).to(dtype)
     got = run(diagonal_rnn, given, dh, reverse)
@@ -65,7 +66,7 @@ def test_long_and_wide_scans(diagonal_rnn, shape, n, reverse, dtype):
 
 
 def by_doubling(a, b, h0):
-    """linear_scan in float64 in log2(T) steps."""
+    """Computes linear_scan in float64 in log2(T) steps."""
     a, b = a.double(), b.double()
     b[:, 0] += a[:, 0] * h0.double()
     span = 1
@@ -80,7 +81,7 @@ def by_doubling(a, b, h0):
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("D", [1032, 520])
 def test_long_scan(diagonal_rnn, D, reverse, dtype):
-    """Enough steps for the clusters that plan.h keeps for them; a part of a tile and of a column."""
+    """Enough steps for the clusters that plan.h chooses for them; incomplete tiles and columns."""
     a, b, h0 = draw((1, 2**26 // D + 37, D), None, dtype)
     h = diagonal_rnn.linear_scan(a, b, h0, reverse=reverse)
     ahead = lambda t: t[..., ::21].flip(1) if reverse else t[..., ::21]
@@ -90,7 +91,7 @@ def test_long_scan(diagonal_rnn, D, reverse, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=short)
 def test_scans_that_overlap_wait_for_each_other(diagonal_rnn, dtype):
-    """A scan by clusters starts while the one ahead of it ends: its input, and memory used again."""
+    """A scan by clusters starts while the one before it ends: its input, and memory that is reused."""
     scan = diagonal_rnn.linear_scan
     a, b, h0 = draw((1, 700, 512), None, dtype)
     a, results = 0.3 * a, []
@@ -105,7 +106,7 @@ def test_scans_that_overlap_wait_for_each_other(diagonal_rnn, dtype):
     assert_bitwise("h", results[1], results[0])
 
 
-# One shape for each kernel of a scan and a number of blocks in its clusters
+# One shape for each kernel of a scan and number of blocks in its clusters
 REPEATED = [(2, 300, 40), (1, 5000, 512), (40, 300, 128), (2, 300, 33), (9, 9, 3704), (9, 9, 3701)]
 
 
@@ -113,13 +114,15 @@ REPEATED = [(2, 300, 40), (1, 5000, 512), (40, 300, 128), (2, 300, 33), (9, 9, 3
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("shape", REPEATED, ids=str)
 def test_bits_repeat_and_are_captured(diagonal_rnn, shape, reverse, dtype):
-    """Bit for bit, there and back: while other work is on its way, and replayed on new input."""
+    """Bitwise the same, forward and backward, while other work is running, and replayed on new
+    input."""
     given = [t.requires_grad_() for t in draw(shape, None, dtype)]
     dh, stream, b = torch.randn(shape, dtype=dtype), torch.cuda.Stream(), given[1]
 
     def once():
         h = diagonal_rnn.linear_scan(*given, reverse=reverse)
-        # Detached: a graph that lived on would tie its leaves to the stream that it was made on.
+        # Detached: a graph that stayed alive would tie its leaves to the stream on which it was
+        # made.
         return h.detach(), *torch.autograd.grad(h, given, dh)
 
     def check(found, wanted):

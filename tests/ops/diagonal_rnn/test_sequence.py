@@ -1,4 +1,5 @@
-"""diagonal-rnn: outputs and all gradients against the float64 reference; the rest of the op contract."""
+"""Tests diagonal-rnn's outputs and all gradients against the float64 reference, and the op
+contract."""
 
 import itertools
 
@@ -13,7 +14,7 @@ from numerics import assert_as_accurate, assert_bitwise, assert_close
 CELLS = reference.CELLS
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 if DEVICE == "cuda":
-    DTYPES.remove(torch.float64)  # the reference's
+    DTYPES.remove(torch.float64)  # float64 has the reference only
 pytestmark = pytest.mark.usefixtures("poisoned")
 CASE = Case(5, 9, 1, 40, ("state", "reset", "hold"))
 short = lambda dtype: str(dtype)[6:]
@@ -25,14 +26,14 @@ def name(request):
 
 
 def run(function, call, dh, dlast, **options):
-    """(h, states, gradients of every floating input) of one call, as named tensors."""
+    """Returns (h, states, gradients of every floating input) of one call, as named tensors."""
     call, sources = leaves(call)
     h, last = function(**call, **options)
     return with_gradients(h, last, sources, dh, dlast)
 
 
 def upstream(name, call, dtype):
-    """Random output gradients, representable in `dtype`."""
+    """Returns random output gradients, representable in `dtype`."""
     B, T, _, D = call["x"].shape
     sequences = len(call["cu_seqlens"]) - 1 if "cu_seqlens" in call else B
     return torch.randn(B, T, D).to(dtype), torch.randn(CELLS[name].states, sequences, D)
@@ -48,7 +49,7 @@ def test_kernel_is_as_exact_as_the_reference(diagonal_rnn, name, case, dtype):
     exact = run(getattr(reference, name), upcast(call), dh, dlast)
     assert got.keys() == exact.keys()
     for key in exact:
-        is_gradient = key.startswith("d")  # they read the states as h and `saved` have them
+        is_gradient = key.startswith("d")  # they read the states as rounded in h and `saved`
         of_all_steps = key in ("da", "dp", "dbias")
         terms = case.B * case.T if of_all_steps else case.T if is_gradient else 1
         rounded = (dtype, is_gradient) if is_gradient or DEVICE == "cuda" else None
@@ -57,7 +58,7 @@ def test_kernel_is_as_exact_as_the_reference(diagonal_rnn, name, case, dtype):
 
 @pytest.mark.parametrize("case", EMPTY, ids=str)
 def test_empty_sizes(diagonal_rnn, name, case):
-    """B, T, D or the number of documents may be 0: shapes are right, states pass through."""
+    """B, T, D or the number of documents may be 0: shapes are right, and states pass through."""
     call = make(CELLS[name], case, torch.float32)
     dh, dlast = upstream(name, call, torch.float32)
     got = run(getattr(diagonal_rnn, name), call, dh, dlast, backend=DEVICE)
@@ -68,7 +69,7 @@ def test_empty_sizes(diagonal_rnn, name, case):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=short)
 def test_whole_equals_chunked_equals_step_by_step(diagonal_rnn, name, dtype):
-    """Bit for bit: a channel's arithmetic is the same, and the carried state is unrounded."""
+    """Bitwise: a channel's arithmetic is the same, and the carried state is unrounded."""
     call = make(CELLS[name], Case(3, 12, 1, 40, ("state",)), dtype)
     function, step = getattr(diagonal_rnn, name), getattr(diagonal_rnn, f"{name}_step")
     h, last = function(**call)
@@ -179,7 +180,7 @@ def test_info_of_a_walk(diagonal_rnn, name):
 
 
 def test_long_sequence(diagonal_rnn, name):
-    """2000 steps: errors do not grow beyond the reference's own."""
+    """Over 2000 steps, errors do not grow beyond the reference's own."""
     call = make(CELLS[name], Case(1, 2000, 1, 16, ("state",)), torch.float32)
     dh, dlast = upstream(name, call, torch.float32)
     got = run(getattr(diagonal_rnn, name), call, dh, dlast)

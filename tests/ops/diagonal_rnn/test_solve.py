@@ -1,4 +1,4 @@
-"""solve through the binary's scans: mode "scan", which "auto" takes where there is a binary."""
+"""Tests solve through the binary's scans: mode "scan", which "auto" takes if there is a binary."""
 
 import pytest
 import torch
@@ -68,7 +68,8 @@ def test_the_reference_has_no_scan():
 @pytest.mark.parametrize("T", [1, 4])
 @pytest.mark.parametrize("mode", ["scan", "torch", "sequential"])
 def test_a_cell_that_adds_gives_separate_gradients(diagonal_rnn, mode, T):
-    """torch's sum hands one tensor to all that it adds; with one row every view of it is dense."""
+    """torch's sum gives one gradient tensor to all operands; with one row every view of it is
+    contiguous."""
     draw = lambda *shape: torch.randn(*shape, requires_grad=True)
     h0, x, y, w = draw(1, 3), draw(1, T, 3), draw(1, T, 3), draw(1, 3)
     options = {"mode": mode, "structure": "diagonal"}

@@ -1,4 +1,5 @@
-"""diagonal-rnn: bad input says what is wrong; the ops are registered fully, and compile."""
+"""Tests that diagonal-rnn's errors say what is wrong, and that its ops are fully registered and
+compile."""
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ def changed(**arguments):
 
 
 def packed(**arguments):
-    """One row of six steps."""
+    """Returns one row of six steps."""
     return changed(x=torch.randn(1, 6, 3, D), **arguments)
 
 
@@ -32,7 +33,7 @@ def ints(*values):
     return torch.tensor(values, dtype=torch.int32)
 
 
-TABLE = {  # id: (arguments, error, what it says)
+TABLE = {  # id -> (arguments, error, message)
     "x-list": (changed(x=[1.0]), TypeError, "x is a list, but must be a tensor"),
     "x-rank": (
         changed(x=lambda c: c["x"][0]),
@@ -110,7 +111,7 @@ TABLE = {  # id: (arguments, error, what it says)
 
 @pytest.fixture(params=["kernel", "reference"])
 def door(request):
-    """Both doors give the same errors: the Hub's binary and the torch reference."""
+    """Both entry points give the same errors: the Hub's binary and the torch reference."""
     return request.getfixturevalue("diagonal_rnn") if request.param == "kernel" else reference
 
 
@@ -121,7 +122,7 @@ def name(request):
 
 @pytest.mark.parametrize("row", TABLE)
 def test_sequence(door, row, monkeypatch):
-    monkeypatch.setenv("FLASHCELL_CHECK", "1")  # values too, which the CPU always looks at
+    monkeypatch.setenv("FLASHCELL_CHECK", "1")  # checks values too, which the CPU always does
     call, error, message = TABLE[row]
     with pytest.raises(error, match=message):
         door.flash_lstm(**call)
@@ -183,7 +184,7 @@ def test_opcheck_scan(diagonal_rnn, op):
 
 
 def test_ops_called_directly_are_safe(diagonal_rnn, name):
-    """torch.ops is a door too: wrong shapes raise there instead of reading out of bounds."""
+    """torch.ops is an entry point too: wrong shapes raise there instead of reading out of bounds."""
     fwd = getattr(diagonal_rnn.dispatch.ops, f"{name}_fwd")
     x, weight, *rest = op_arguments(name, ())
     for bad_x, bad_weight in ((x[0], weight), (x, weight[:, :1]), (x[:, :, :2], weight)):
@@ -212,7 +213,7 @@ def test_gradcheck(diagonal_rnn, name):
 
 
 def test_compiled_object(diagonal_rnn, name):
-    """fullgraph, forward and backward: the same bits as eager."""
+    """With fullgraph, forward and backward give the same bits as eager."""
     call, sources = leaves(make(CELLS[name], Case(2, 5, 1, 8, ("state", "reset")), torch.float32))
     x, a = sources["x"], sources["a"]
 
@@ -240,7 +241,7 @@ def test_compiled_by_inductor(diagonal_rnn):
 
 
 def test_double_backward_is_refused(diagonal_rnn, name):
-    """No second derivatives in the kernels: an error that says where they are."""
+    """The kernels have no second derivatives: the error names the alternative."""
     call, sources = leaves(base(name))
     h, _ = getattr(diagonal_rnn, name)(**call)
     (dx,) = torch.autograd.grad(h.sum(), sources["x"], create_graph=True)

@@ -1,4 +1,4 @@
-"""The recipe "add a cell" is true: a fifth cell is its header, its reference, and its name in a list.
+"""Tests the recipe "add a cell": a fifth cell is its header, its reference, and its name in a list.
 
 The minimal gated unit joins a copy of the kernel, the copy is built for the CPU, and the whole op
 contract runs on it in a process of its own.
@@ -45,7 +45,7 @@ def test_mgu_passes_the_op_contract(tmp_path):
     with open(kernel / "torch-ext/fused_rnn/cells.py", "a") as cells:
         cells.write((CELLS / "mgu.py.txt").read_text())
 
-    site = tmp_path / "site"  # the copy's package, ahead of the one this test runs in
+    site = tmp_path / "site"  # the copy's package comes before the one in which this test runs
     path = os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH")]))
     env = {**os.environ, "PYTHONPATH": path, "FLASHCELL_TEST_DEVICE": "cpu"}
     env.pop("FLASHCELL_TEST_KERNEL", None)

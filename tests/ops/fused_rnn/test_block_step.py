@@ -1,4 +1,4 @@
-"""A decoded token through a whole residual block: as its equations have it, whatever the sizes."""
+"""Tests a decoding step of a whole residual block against its equations, for all sizes."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from numerics import EPS, assert_as_accurate, assert_bitwise
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
-# B, heads, their width, inside the SwiGLU: one thread's, two threads', parts of vectors and of tasks
+# B, heads, their width, width inside the SwiGLU: for one thread and two, partial vectors and tasks
 SIZES = [(1, 1, 1, 1), (3, 2, 5, 7), (1, 2, 128, 512), (9, 1, 100, 200), (17, 3, 40, 130)]
 
 
@@ -23,7 +23,7 @@ def make(cell, size, dtype, nobias=False):
 
     state = [torch.randn(B, N, D, dtype=wide) for _ in range(spec.states)]
     if cell == "slstm":
-        state[2] = state[2].abs() + 0.5  # n > 0, but for one empty unit
+        state[2] = state[2].abs() + 0.5  # n > 0, except for one empty unit
         state[1][:1, :1, :1] = state[2][:1, :1, :1] = 0
     return {
         "x": normal(B, H), "mixer_norm": normal(H), "in_proj": normal(G * H, H, terms=H),
@@ -35,7 +35,7 @@ def make(cell, size, dtype, nobias=False):
 
 
 def copied(call, dtype=None):
-    """Its tensors anew, in `dtype` if given; states in the one that goes with it."""
+    """Returns new tensors, in `dtype` if given; states in the corresponding state dtype."""
     wide = None if dtype is None else torch.promote_types(dtype, torch.float32)
     new = lambda t, to: t.clone() if to is None else t.to(to, copy=True)
     own = {k: new(v, dtype) if isinstance(v, torch.Tensor) else v for k, v in call.items()}
@@ -43,7 +43,7 @@ def copied(call, dtype=None):
 
 
 def run(kernel, cell, call, **options):
-    """The output, and the states after it."""
+    """Returns the output, and the states after it."""
     return kernel.block_step(cell, **call, **options), *call["state"]
 
 
@@ -65,7 +65,7 @@ def test_is_its_equations(fused_rnn, cell, dtype, size, nobias):
 @pytest.mark.skipif(DEVICE != "cpu", reason="the op is the CPU's")
 @pytest.mark.parametrize("cell", reference.CELLS)
 def test_is_the_ops_that_it_stands_for(fused_rnn, cell):
-    """Norm, projection, step, norm and SwiGLU, each on its own."""
+    """Norm, projection, step, norm and SwiGLU, each run separately."""
     call = make(cell, (4, 2, 64, 96), torch.float32)
     y = torch.nn.functional.rms_norm(call["x"], (128,), call["mixer_norm"], call["mixer_eps"])
     u = fused_rnn.linear(y, call["in_proj"]).view(4, -1, 2, 64)
@@ -83,7 +83,7 @@ def test_is_the_ops_that_it_stands_for(fused_rnn, cell):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("cell", reference.CELLS)
 def test_repeats_bit_for_bit(fused_rnn, cell, dtype):
-    """For any number of threads, and for a row whatever rows are beside it."""
+    """Bitwise the same for any number of threads, and for a row whatever rows are beside it."""
     call, threads = make(cell, (11, 2, 72, 200), dtype), torch.get_num_threads()
     want = run(fused_rnn, cell, copied(call))
     try:
@@ -102,7 +102,7 @@ def test_repeats_bit_for_bit(fused_rnn, cell, dtype):
 
 
 def test_a_sequence_of_tokens(fused_rnn):
-    """States are changed where they lie; rows of x may lie apart; one row is that row of many."""
+    """States are changed in place; rows of x may be strided; one row equals that row of many."""
     call = make("lstm", (2, 2, 8, 24), torch.float32)
     xs, states = torch.randn(2, 5, 32), call["state"]
     places = [s.data_ptr() for s in states]

@@ -1,4 +1,4 @@
-"""What the op contract promises beyond values: equal by parts, deterministic, reusable, contained."""
+"""Tests the op contract beyond values: equal in parts, deterministic, reusable, rows independent."""
 
 import itertools
 
@@ -13,13 +13,13 @@ from ops.fused_rnn.test_sequence import run, upstream
 pytestmark = pytest.mark.usefixtures("poisoned")
 DTYPES = [torch.float32, torch.bfloat16]
 CASE = Case(5, 9, 2, 24, ("state", "reset", "hold"))
-# CUDA's engines differ by size: the same sums in another order, a few units of fp32; in bf16 h is
-# rounded to 2^-8 and a flipped rounding is fed back.
+# CUDA's engines depend on the size: the same sums in another order, a few units of fp32; in bf16 h
+# is rounded to 2^-8, and a flipped rounding is fed back.
 SAME_SUMS = {torch.float32: 2e-6, torch.bfloat16: 4e-3}
 
 
 def assert_same_sums(key, got, want, dtype):
-    """Bit for bit on the CPU: a sequence's sums do not depend on what else the call has."""
+    """Bitwise on the CPU: a sequence's sums do not depend on what else the call has."""
     if DEVICE == "cpu":
         assert_bitwise(key, got, want)
     else:
@@ -56,7 +56,7 @@ def test_whole_equals_chunked(fused_rnn, name, B, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
 def test_a_step_continues_a_sequence(fused_rnn, name, dtype):
-    """Each step from the state that the sequence has there, so that no rounding is fed back."""
+    """Each step starts from the state that the sequence has there, so that no rounding is fed back."""
     D = 40
     call = make(CELLS[name], Case(3, 12, 2, D, ("state",)), dtype)
     x, weight, bias, state = (call[k] for k in ("x", "weight", "bias", "state"))
@@ -67,7 +67,7 @@ def test_a_step_continues_a_sequence(fused_rnn, name, dtype):
         for k, s in enumerate(states):
             assert s.dtype == torch.float32
             assert_same_but_for_order(f"state[{k}] of {t}", s, after[k], D, dtype)
-        if DEVICE == "cpu":  # in bf16 a state may round to either side, so h is judged by its own
+        if DEVICE == "cpu":  # in bf16 a state may round either way, so h is compared by itself
             assert_bitwise(f"h of step {t}", got, states[0].to(dtype))
             assert_bitwise(f"h of {t}", h[:, t], after[0].to(dtype))
         else:
@@ -87,7 +87,7 @@ def test_step_by_step_equals_whole(fused_rnn, name):
 
 
 def test_state_is_carried_unrounded(fused_rnn):
-    """bf16 in and out, but a state that bf16 cannot hold survives a held step bit for bit."""
+    """With bf16 in and out, a state that bf16 cannot hold survives a held step bitwise."""
     call = make(CELLS["lstm"], Case(2, 3, 1, 8, ("state",)), torch.bfloat16)
     hold = torch.ones(2, 3, dtype=torch.bool)
     h, last = fused_rnn.lstm(**call, hold=hold)
@@ -145,7 +145,7 @@ def test_inputs_are_left_alone(fused_rnn, name):
 
 
 def test_nan_state_stays_in_its_row_and_reset_clears_it(fused_rnn, name):
-    """A NaN state gives NaN from that sequence alone, and only until a reset."""
+    """A NaN state gives NaN in that sequence alone, and only until a reset."""
     call = make(CELLS[name], Case(3, 6, 1, 40, ("state",)), torch.float32)
     clean, _ = fused_rnn.recurrent(name, **call)
     for s in call["state"]:

@@ -1,4 +1,4 @@
-"""The CUDA engines, each on the shapes it is for: values, masks, graphs, company on the GPU."""
+"""Tests the CUDA engines, each on the shapes it is for: values, masks, graphs, busy GPUs."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ pytestmark = [
     pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU and FLASHCELL_TEST_DEVICE=cuda"),
 ]
 MASKS = ("state", "reset", "hold", "lengths")
-# width of a head: below, at and between what the engines round to
+# head widths: below, at and between those that the engines are compiled for
 BLOCK = [
     Case(3, 7, 2, 16, MASKS),
     Case(9, 12, 3, 32, ("state",)),
@@ -34,15 +34,15 @@ GRID = [
     Case(1, 40, 1, 512, ()),
     Case(40, 8, 1, 768, ("state",)),
     Case(2, 6, 1, 1024, ("state",)),
-    Case(150, 5, 1, 768, ("state", "lengths")),  # tiles of sixteen sequences both ways
-    Case(60, 5, 1, 768, (*MASKS, "clip")),  # blocks of 24 units: with marks,
-    Case(64, 9, 1, 760, ("state",)),  # and of which the last has fewer
+    Case(150, 5, 1, 768, ("state", "lengths")),  # tiles of sixteen sequences in both directions
+    Case(60, 5, 1, 768, (*MASKS, "clip")),  # blocks of 24 units, with masks
+    Case(64, 9, 1, 760, ("state",)),  # blocks of 24 units, the last with fewer
     Case(600, 3, 1, 768, ("state", "lengths")),  # more tiles than a group takes at once
 ]
-# Small enough for compute-sanitizer; of every engine, together each of its kernels. Of the block
-# engine: width compiled for, marks or none, four or eight columns; of the grid engine: depth, and
-# blocks of 24 units with narrow and wide tiles; of the step engine: one sequence, few, up to and
-# above 16, a width of no whole vectors.
+# Small enough for compute-sanitizer, and together every kernel of each engine. Of the block engine:
+# compiled width, masks or none, four or eight columns; of the grid engine: depth, and blocks of 24
+# units with narrow and wide tiles; of the step engine: one sequence, few, up to and above 16, a
+# width of no whole vectors.
 TINY = {
     "block": [Case(3, 3, 2, D, options) for D in (16, 40, 104) for options in (("state",), MASKS)]
     + [Case(5, 2, 80, D, options) for D in (16, 40, 104) for options in ((), ("hold",))],
@@ -126,7 +126,8 @@ def test_tf32(fused_rnn, name, case):
 
 
 def far_from_zero(call):
-    """Whose sums keep their signs in any precision: a relu close to 0 could flip, its gradient with it."""
+    """Draws inputs whose sums keep their signs in any precision: a relu near 0 could flip, and its
+    gradient with it."""
     x = call["x"] + 4 * call["x"].sign()
     return {**call, "x": x, "weight": 0.2 * call["weight"], "bias": 0.1 * call["bias"]}
 
@@ -183,7 +184,7 @@ def test_in_company(fused_rnn, monkeypatch, engine, case, pass_):
     ("engine", "case"), [(engine, c) for engine, cases in TINY.items() for c in cases], ids=str
 )
 def test_tiny(fused_rnn, monkeypatch, name, engine, case, dtype):
-    """Every kernel once, and nothing else on the GPU: scripts/check_cuda runs this, and only this."""
+    """Runs every kernel once, and nothing else on the GPU, for scripts/check_cuda."""
     io = getattr(torch, dtype.replace("tf32", "float32"))
     options = {"precision": "tf32"} if dtype == "tf32" else {}
     capability, code = torch.cuda.get_device_capability(), code_of(fused_rnn)
@@ -193,7 +194,8 @@ def test_tiny(fused_rnn, monkeypatch, name, engine, case, dtype):
     if engine not in plan.engines:
         pytest.skip("not this engine's")
     monkeypatch.setenv("FLASHCELL_CUDA_ENGINE", engine)
-    monkeypatch.setattr(fused_rnn.autograd, "WIDEST_OWN_DWEIGHT", case.D)  # wider ones are cuBLAS's
+    # CuBLAS computes wider ones.
+    monkeypatch.setattr(fused_rnn.autograd, "WIDEST_OWN_DWEIGHT", case.D)
     with torch.device("cpu"):
         call = make(CELLS[name], case, io, "cpu")
         dh, dlast = upstream(name, call, io)

@@ -1,4 +1,4 @@
-"""explain_plan: the binary's planner against the functions that the CUDA launches call."""
+"""Tests explain_plan: the binary's planner against the functions that the CUDA launches call."""
 
 import random
 import re
@@ -14,7 +14,7 @@ from flashcell.kernels.fused_rnn.explain import Limit, explain_with
 
 BUILDS = Path(__file__).resolve().parents[3] / "kernel_builds"
 H200, B200, RTX_5090 = (find_device(name) for name in ("H200", "B200", "RTX 5090"))
-FOREIGN = (  # a GPU whose library has no code of its own for it
+FOREIGN = (  # GPUs with a library that has no code of its own for them
     with_code(H200, "8.0+PTX"),
     with_code(H200, "9.0"),
     with_code(B200, "9.0+PTX"),
@@ -34,7 +34,7 @@ NAMES += ("arch", "code_arch", "code_is_sm_90a", "sms", "shared_bytes")  # argum
 
 @pytest.fixture(scope="module")
 def directly(tmp_path_factory):
-    """The fields of many calls at once, by planner.cpp."""
+    """Returns the fields of many calls at once, from planner.cpp."""
     program = tmp_path_factory.mktemp("planner") / "planner"
     include = [f"-I{BUILDS}", f"-I{BUILDS / 'fused-rnn/csrc'}"]
     source = Path(__file__).with_name("planner.cpp")
@@ -52,7 +52,7 @@ def directly(tmp_path_factory):
 
 
 def arguments(cell: str, S: int, T: int, N: int, D: int, e: int, tf32: bool, d: Device) -> tuple:
-    """Of the op explain_plan."""
+    """Returns the arguments of the op explain_plan."""
     return (cell, S, T, N, D, e, tf32, d.arch, *d.code, d.sms, d.shared_bytes)
 
 
@@ -96,7 +96,7 @@ def test_every_field_is_what_the_launch_does(fused_rnn, directly):
 
 
 def test_the_plan_of_a_tall_head(fused_rnn):
-    """Blocks of 24 units, which the grid engine takes where they make more groups."""
+    """Blocks of 24 units, which the grid engine uses if they allow more groups."""
     plan = fused_rnn.explain_plan("lstm", 1, 768, 64, "bfloat16", "H200")
     fields = plan.fields
     assert (plan.engine, fields["forward.members"], fields["forward.chunks_held"]) == (
@@ -131,7 +131,7 @@ def test_it_names_engine_and_binding_limit(fused_rnn):
 
 
 def test_engines_are_those_of_the_code(fused_rnn):
-    """What a library without code for 9.0a does on Hopper: no clusters, no wide tiles, no tall blocks."""
+    """A library without code for 9.0a uses no clusters, wide tiles or tall blocks on Hopper."""
     explain_plan = fused_rnn.explain_plan
     for D, batch in ((336, 3), (200, 1), (256, 16)):
         call = ("lstm", 1, D, batch, "bfloat16", "H200")
@@ -165,7 +165,8 @@ def test_it_names_what_is_no_size(fused_rnn, change):
 
 
 def test_the_op_refuses_what_is_no_call(fused_rnn):
-    """Whoever calls the op itself: an error that names the argument, no overflow, no division by 0."""
+    """Callers of the op itself get an error that names the argument; nothing overflows or divides
+    by 0."""
     values = arguments("lstm", 16, 9, 1, 768, 2, False, H200)
     good = dict(zip(NAMES, values, strict=True))
     op = fused_rnn.dispatch.ops.explain_plan
@@ -186,7 +187,7 @@ def test_a_copy_without_binary_says_so():
 
 
 def test_block_engine_fits_every_arch(fused_rnn):
-    """Any arch's thread block can ask for what the block engine's passes take."""
+    """Any arch's thread block may have the memory that the block engine's passes need."""
     least = min(device.shared_bytes for device in DEVICES)
     planner = fused_rnn.dispatch.ops.explain_plan
     for cell in CELLS:

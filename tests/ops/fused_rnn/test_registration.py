@@ -1,4 +1,5 @@
-"""An op is registered fully: schema, fake, gradient; and the *compiled* object gives the values."""
+"""Tests that ops are fully registered (schema, fake, gradient), and that the compiled op gives the
+values."""
 
 import pytest
 import torch
@@ -42,7 +43,7 @@ def test_opcheck_linear(fused_rnn):
 
 @pytest.mark.parametrize("backend", ["auto", "reference"])
 def test_transforms_of_torch_func(fused_rnn, name, backend):
-    """grad, and the gradients of each sample by vmap, are autograd's."""
+    """torch.func's grad, and per-sample gradients by vmap, equal autograd's."""
     shape = CELLS[name].gates, 2, 8
     xs, weight = torch.randn(3, 2, 4, *shape), torch.randn(*shape, 8) / 8
 
@@ -80,7 +81,7 @@ def test_gradcheck(fused_rnn, name):
 
 @pytest.mark.parametrize("save", ["gates", "recompute"])
 def test_compiled_object(fused_rnn, name, save):
-    """fullgraph, forward and backward: the same bits as eager."""
+    """With fullgraph, forward and backward give the same bits as eager."""
     call = make(CELLS[name], Case(2, 5, 2, 8, ("state", "reset")), torch.float32)
     call["x"].requires_grad_()
     call["weight"].requires_grad_()
@@ -110,7 +111,7 @@ def test_compiled_by_inductor(fused_rnn):
 
 
 def test_double_backward_is_refused(fused_rnn, name):
-    """No second derivatives in the kernels: an error that says where they are."""
+    """The kernels have no second derivatives: the error names the alternative."""
     call = make(CELLS[name], Case(1, 2, 1, 4), torch.float32)
     x = call["x"].requires_grad_()
     h, _ = fused_rnn.recurrent(name, x, call["weight"])

@@ -1,4 +1,4 @@
-"""Every cell, every option, every dtype: outputs and all gradients against the float64 reference."""
+"""Tests every cell, option and dtype: outputs and all gradients against the float64 reference."""
 
 import pytest
 import torch
@@ -10,12 +10,12 @@ from numerics import assert_as_accurate
 CELLS = reference.CELLS
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 if DEVICE == "cuda":
-    DTYPES.remove(torch.float64)  # the reference's
+    DTYPES.remove(torch.float64)  # float64 has the reference only
 pytestmark = pytest.mark.usefixtures("poisoned")
 
 
 def run(function, name, call, dh, dlast, **options):
-    """(h, states, gradients of every floating input) of one call, as named tensors."""
+    """Returns (h, states, gradients of every floating input) of one call, as named tensors."""
     leaf = lambda t: t.detach().requires_grad_(t.is_floating_point())
     call = {k: tuple(map(leaf, v)) if k == "state" else v for k, v in call.items()}
     call.update({k: leaf(call[k]) for k in ("x", "weight", "bias") if k in call})
@@ -27,7 +27,7 @@ def run(function, name, call, dh, dlast, **options):
 
 
 def upstream(name, call, dtype):
-    """Random output gradients, representable in `dtype`."""
+    """Returns random output gradients, representable in `dtype`."""
     B, T, _, N, D = call["x"].shape
     sequences = len(call["cu_seqlens"]) - 1 if "cu_seqlens" in call else B
     dh = torch.randn(B, T, N, D).to(dtype)
@@ -53,7 +53,7 @@ def test_kernel_is_as_exact_as_the_reference(fused_rnn, name, case, dtype):
 @pytest.mark.parametrize("case", EMPTY, ids=str)
 @pytest.mark.parametrize("name", CELLS)
 def test_empty_sizes(fused_rnn, name, case):
-    """B, T, N or the number of documents may be 0: shapes are right, states pass through."""
+    """B, T, N or the number of documents may be 0: shapes are right, and states pass through."""
     call = make(CELLS[name], case, torch.float32)
     dh, dlast = upstream(name, call, torch.float32)
     got = run(fused_rnn.recurrent, name, call, dh, dlast, backend=DEVICE)

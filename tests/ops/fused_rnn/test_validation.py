@@ -1,4 +1,4 @@
-"""Bad input: the error of the table, naming the argument, what it was and what it must be."""
+"""Tests bad input: the errors of a table, which name the argument, what it was and what it must be."""
 
 import pytest
 import torch
@@ -8,12 +8,12 @@ from flashcell.kernels import fused_rnn as reference
 
 CELL = reference.CELLS["lstm"]
 B, T, N, D = 2, 4, 2, 8
-OTHER = "cuda" if DEVICE == "cpu" else "cpu"  # than the tensors are on
+OTHER = "cuda" if DEVICE == "cpu" else "cpu"  # another device than the tensors'
 
 
 @pytest.fixture(autouse=True)
 def checked(monkeypatch):
-    """On CUDA values are read, which waits for the GPU, only if asked for."""
+    """On CUDA values are read only on request, because reading waits for the GPU."""
     monkeypatch.setenv("FLASHCELL_CHECK", "1")
 
 
@@ -28,7 +28,7 @@ def changed(**arguments):
 
 
 def packed(**arguments):
-    """One row of six steps and two documents."""
+    """Returns one row of six steps and two documents."""
     call = base()
     call["x"] = torch.randn(1, 6, 4, N, D)
     call.update(arguments)
@@ -39,7 +39,7 @@ def ints(*values, dtype=torch.int32):
     return torch.tensor(values, dtype=dtype)
 
 
-TABLE = {  # id: (arguments, error, what it says)
+TABLE = {  # id -> (arguments, error, message)
     "x-list": (changed(x=[1.0]), TypeError, "x is a list, but must be a tensor"),
     "x-rank": (changed(x=lambda c: c["x"][0]), ValueError, r"x has shape \[4, 4, 2, 8\]"),
     "x-gates": (changed(x=lambda c: c["x"][:, :, :3]), ValueError, "with G = 4 for lstm"),
@@ -112,7 +112,7 @@ TABLE = {  # id: (arguments, error, what it says)
 
 @pytest.fixture(params=["kernel", "reference"])
 def door(request):
-    """Both doors give the same errors: the Hub's binary and the torch reference."""
+    """Both entry points give the same errors: the Hub's binary and the torch reference."""
     return request.getfixturevalue("fused_rnn") if request.param == "kernel" else reference
 
 
@@ -147,7 +147,7 @@ def test_linear(door):
         door.linear(x, w)
     with pytest.raises(ValueError, match=r"bias has shape \[4\], but must be \[O\] = \[5\]"):
         door.linear(x[:, :7], w, torch.randn(4))
-    with pytest.raises(TypeError, match="weight has dtype"):  # quantised: no scale
+    with pytest.raises(TypeError, match="weight has dtype"):  # quantised: its scale is not read
         door.linear(x[:, :7], w.to(torch.int8))
     with pytest.raises(TypeError, match="bias has dtype"):
         door.linear(x[:, :7], w, torch.ones(5).int())
@@ -159,7 +159,7 @@ def test_backend_by_name_is_never_replaced():
 
 
 def test_ops_called_directly_are_safe(fused_rnn):
-    """torch.ops is a door too: wrong shapes raise there instead of reading out of bounds."""
+    """torch.ops is an entry point too: wrong shapes raise there instead of reading out of bounds."""
     fwd = fused_rnn.dispatch.ops.lstm_fwd
     call = base()
     x, weight = call["x"], call["weight"]

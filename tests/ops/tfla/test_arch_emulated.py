@@ -1,4 +1,5 @@
-"""tfla on a GPU whose code was compiled for another: what that code lacks is not used, or refused."""
+"""Tests tfla with code that was compiled for another GPU: features that it lacks are not used, or
+refused."""
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from ops.tfla.test_emulated import (  # noqa: F401  (fixtures)
     tfla,
 )
 
-HOPPER = "arch=90 code=80"  # 9.0 runs PTX for 8.0: no wgmma, no clusters, no launches that overlap
+HOPPER = "arch=90 code=80"  # 9.0 runs PTX for 8.0: no wgmma, no clusters, no overlapping launches
 
 
 @pytest.mark.parametrize("code", [80, 90])  # 90 is not 90a, which alone has wgmma
@@ -53,7 +54,7 @@ def test_between_products_of_code_for_8_0(tfla, order):  # noqa: F811
 
 
 def test_no_code_is_refused_by_name(tfla, order):  # noqa: F811
-    """At every call: an error is not remembered as an answer, nor an answer for another GPU."""
+    """Refused at every call: neither an error nor an answer for another GPU is cached."""
     call = make("exp", TILES[0], torch.bfloat16)
     for device in ("arch=100 code=0", "", "arch=100 code=0"):
         order(device)

@@ -1,4 +1,5 @@
-"""tfla: 16 bits at the widths of a model, over gate biases and chunk sizes, against float64."""
+"""Tests tfla in 16 bits at the widths of a model, over gate biases and chunk sizes, against
+float64."""
 
 import pytest
 import torch
@@ -9,10 +10,11 @@ from mlstm_cases import Case, make, normal
 from numerics import assert_close
 from ops.tfla.test_sequence import run
 
-# Relative to float64. What one row whose divisor nearly cancels does to all gradients of the exponential
-# gate, CUDA works out unrounded. The CPU does so with C, but C is a sum of products of bf16 operands, of
-# which k e^w is rounded: worst seen there dq 5.5e-3, dk 4.8e-3, di 5.9e-3 (i 10, f 12, chunks of 64; 2.7e-3,
-# 2.8e-3 and 1.6e-3 in one chunk, where there is no C), dv 3.1e-3. Rounding the results is 1.8e-3.
+# Relative to float64. CUDA recomputes, unrounded, what a row whose divisor nearly cancels does to
+# all gradients of the exponential gate. The CPU does so with C, but C is a sum of products of bf16
+# operands, of which k e^w is rounded: worst seen there dq 5.5e-3, dk 4.8e-3, di 5.9e-3 (i 10, f 12,
+# chunks of 64; 2.7e-3, 2.8e-3 and 1.6e-3 in one chunk, without C), dv 3.1e-3. Rounding the results
+# gives 1.8e-3.
 BOUNDS = {"h": 3e-3, "dq": 3e-3, "dk": 3e-3, "dv": 3e-3, "di": 4e-3, "df": 1e-2}
 ON_CPU = {"h": 4e-3, "dq": 7e-3, "dk": 7e-3, "dv": 4e-3, "di": 7e-3}
 # fp16 has no states beyond 65504 (i 10), and at i -10 few bits of weights of e^-10.
@@ -46,8 +48,8 @@ def test_fp16_at_a_models_width(tfla, cell, i, f, size):
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="the CPU rounds such rows as it does others")
 def test_a_row_that_has_most_of_the_gradient(tfla):
-    """Its divisor nearly cancels, and few steps have weight: rounding their dS and W once makes up to
-    3.1e-3. The rounding of the results is 1.7e-3."""
+    """Its divisor nearly cancels, and few steps have weight: rounding their dS and W once makes up
+    to 3.1e-3. The rounding of the results is 1.7e-3."""
     for T in (125, 131, 134):
         call = make("exp", Case(1, T, 1, 40, 136, (), 128, 10.0, 3.0), torch.bfloat16)
         given = [normal(call["v"].shape, torch.bfloat16), torch.zeros(1, 1, 40, 136)]

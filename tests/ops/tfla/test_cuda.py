@@ -1,4 +1,4 @@
-"""tfla: what CUDA asks of memory and of the stream."""
+"""Tests tfla's use of memory and of the stream on CUDA."""
 
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ def cell(request):
 
 
 def test_rows_at_any_address(tfla, cell):
-    """Bit for bit: rows of 16-bit elements that start at 2 bytes, or whose strides are odd."""
+    """Bitwise the same for rows of 16-bit elements that start at 2 bytes, or whose strides are odd."""
     call = make(cell, SMALL, torch.bfloat16)
     want, _ = tfla.mlstm(**call)
     for name in ("q", "k", "v"):
@@ -52,7 +52,8 @@ def test_a_state_in_place_at_any_address(tfla, cell):
     + [(256, 128, 256)],
 )
 def test_a_step_in_place_of_many_thread_blocks(tfla, cell, B, K, V, epilogue):
-    """Each reads n and m for itself: more than run at once, so that the last begin when the first end."""
+    """Each thread block reads n and m itself. There are more than run at once, so the last start
+    when the first end."""
     call = make(cell, Case(B, 1, 8, K, V, ("state", *epilogue)), torch.bfloat16)
     call.pop("chunk_size")
     call |= {k: call[k][:, 0] for k in SEQUENCE if k in call}
@@ -72,7 +73,7 @@ def test_a_step_in_place_of_many_thread_blocks(tfla, cell, B, K, V, epilogue):
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=short)
 def test_the_same_bits_every_time(tfla, cell, dtype):
-    """Several chunks, segments of a sequence and thread blocks of one sum."""
+    """With several chunks, segments of a sequence and thread blocks for one sum."""
     call = make(cell, Case(2, 2500, 2, 128, 256, ("state", "reset", "rms"), 128), dtype)
     given = upstream(call, dtype)
     first, *others = (run(tfla, call, given) for _ in range(4))
@@ -84,7 +85,7 @@ def test_the_same_bits_every_time(tfla, cell, dtype):
 @pytest.mark.skipif(DEVICE != "cuda", reason="the CPU's op refuses them")
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=short)
 def test_offsets_that_decrease(tfla, dtype):
-    """Nobody sees them on CUDA unless FLASHCELL_CHECK is set: such a document is an empty one."""
+    """CUDA does not check them unless FLASHCELL_CHECK is set: such a document is empty."""
     call = make("exp", Case(1, 700, 2, 16, 24, (), 64), torch.float32)
     tensors = [call[k] for k in SEQUENCE[:5]] + [None] * 6
     options = (True, True, 0.0, True, 64)
@@ -101,7 +102,7 @@ def test_offsets_that_decrease(tfla, dtype):
 @pytest.mark.parametrize("options", [("state",), ("state", "reset", "hold"), ("state", "lengths")])
 @pytest.mark.parametrize(("K", "V"), [(128, 256), (256, 512), (40, 136), (136, 264)])
 def test_backward_by_rows(tfla, cell, K, V, options, dtype):
-    """More items than thread blocks, so that each takes several."""
+    """With more items than thread blocks, so that each takes several."""
     call = make(cell, Case(3, 700, 16, K, V, options, 256), dtype)
     given = upstream(call, dtype)
     got, near = run(tfla, call, given, backend=DEVICE), run(reference, call, given)
@@ -116,7 +117,7 @@ KEPT = [("state", "reset"), ("state", "cu")]
 @pytest.mark.skipif(DEVICE != "cuda", reason="the CPU's engine keeps none")
 @pytest.mark.parametrize("masks", KEPT, ids=str)
 def test_backward_from_kept_states(tfla, cell, masks):
-    """Bit for bit what it is without them; another number of chunks is refused."""
+    """Bitwise the same as without kept states; another number of chunks is refused."""
     ops, given = tfla.dispatch.ops, op_arguments(cell, masks, 150)
     given = [t.detach() if torch.is_tensor(t) else t for t in given]
     given[:3] = [t.bfloat16() for t in given[:3]]
@@ -164,7 +165,7 @@ def test_a_graph_replays_what_ran(tfla, cell):
 
 
 MASKS = ("state", "reset", "hold")
-# Widths that fill no tile and no line of memory, chunks of each length, documents of one step.
+# Widths that fill neither a tile nor a memory line, chunks of each length, documents of one step.
 SEQUENCES = [
     Case(2, 1, 3, 16, 24),
     Case(3, 37, 2, 24, 40, MASKS),
@@ -180,7 +181,7 @@ STEPS = [
     Case(2, 1, 1, 264, 520, ("state",)),
     Case(15, 1, 7, 128, 256, ("state",)),  # heads for most SMs, in wide thread blocks
     Case(7, 1, 8, 256, 512, ("state",)),
-    Case(1, 1, 2, 128, 256, ("state",)),  # widths with a kernel of their own
+    Case(1, 1, 2, 128, 256, ("state",)),  # widths that have a kernel of their own
     Case(1, 1, 2, 256, 512, ("state",)),
 ]
 
@@ -227,12 +228,12 @@ TINY = [(engine, case) for engine, (_, cases) in ENGINES.items() for case in cas
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @pytest.mark.parametrize(("engine", "case"), TINY, ids=str)
 def test_tiny(tfla, cell, engine, case, dtype):
-    """Every kernel once, and nothing else on the GPU: scripts/check_cuda runs this."""
+    """Runs every kernel once, and nothing else on the GPU, for scripts/check_cuda."""
     function, _ = ENGINES[engine]
     with torch.device("cpu"):
         call = to_device(draw_tiny(cell, case, dtype), "cpu")
         given = [dy.cpu() for dy in upstream(call, dtype)]
-        whole = engine == "backward"  # of the epilogue too
+        whole = engine == "backward"  # includes the epilogue's
         near = function(Peer if whole else reference, call, given)
         exact = function(reference, upcast(call), given)
     got = function(tfla, to_device(call), [dy.to(DEVICE) for dy in given], backend=DEVICE)

@@ -1,4 +1,5 @@
-"""tfla's CUDA kernels where there is no GPU: run by tests/emulator, judged as the CPU's engine is.
+"""Tests tfla's CUDA kernels without a GPU: tests/emulator runs them, with the bounds of the CPU
+engine.
 
 Every call runs twice, threads, blocks and copies in either order: the results are bitwise the same.
 """
@@ -60,7 +61,7 @@ def cell(request):
 
 @pytest.fixture
 def no_float64(monkeypatch):
-    """The judge's tests in the widest dtype that CUDA has, as on a GPU."""
+    """Uses the widest dtype that CUDA has, as on a GPU."""
     monkeypatch.setattr(judge, "EXACT", torch.float32)
     monkeypatch.setattr(judge, "DOUBLE", False)
 
@@ -71,7 +72,7 @@ def order(monkeypatch):
 
 
 def run_orders(tfla, order, call, given, orders=ORDERS[:2], device=""):
-    """The first order's results; the others' are the same."""
+    """Returns the first order's results, after comparing the others bitwise."""
     results = []
     for words in orders:
         order(f"{words} {device}")
@@ -88,9 +89,9 @@ def judge_case(tfla, order, cell, case, dtype, **options):
     got = run_orders(tfla, order, call, given, **options)
     near, exact = judge.run(judge.Peer, call, given), judge.run(reference, upcast(call), given)
     assert got.keys() == exact.keys()
-    lost = 2**-25 if dtype == torch.float16 else 0.0  # of an operand, half of the least step
+    lost = 2**-25 if dtype == torch.float16 else 0.0  # half of the smallest step of an operand
     for key in exact:
-        if near[key].isfinite().all():  # operands of fp16 overflow for the judge too at i = 10
+        if near[key].isfinite().all():  # operands of fp16 overflow in the reference too at i = 10
             judge.assert_near(key, key, got[key], exact[key], near[key], dtype, case.T == 1, lost)
 
 
@@ -110,7 +111,7 @@ def test_every_case_in_every_order(tfla, order, cell, case, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=judge.short)
 def test_a_smaller_gpu_has_shorter_chunks(tfla, order, cell, dtype):
-    """99 KB of shared memory, as sm_86 and sm_120 have."""
+    """With 99 KB of shared memory, as on sm_86 and sm_120."""
     judge_case(
         tfla, order, cell, Case(1, 300, 1, 24, 16, ("state",), 256), dtype, device="shared=99"
     )
@@ -143,7 +144,7 @@ def test_a_row_that_has_most_of_the_gradient(tfla):
 
 
 def test_segments_join(tfla, order):
-    """A sequence long enough to be cut for the states' walk: not by one processor, in two by many."""
+    """A sequence long enough to be split into segments: one for one SM, two for many."""
     call = make("exp", Case(1, 1100, 2, 16, 8, ("state",), 64, f=6.0), torch.float32)
     given = judge.upstream(call, torch.float32)
     exact = judge.run(reference, upcast(call), given)
@@ -225,12 +226,13 @@ def test_bf16_at_a_models_width(tfla, cell, size):
 @pytest.mark.slow
 @pytest.mark.skipif(SANITIZE in os.environ, reason="is what runs")
 def test_nothing_is_read_or_written_out_of_bounds():
-    """The fast comparisons under AddressSanitizer, there from the start, like what torch throws by."""
+    """Runs the fast comparisons under AddressSanitizer, which has to be loaded first."""
     find = lambda name: subprocess.check_output(["g++", f"-print-file-name={name}"], text=True)
     first = f"{find('libasan.so').strip()} {find('libstdc++.so.6').strip()}"
     env = {**os.environ, SANITIZE: "1", "LD_PRELOAD": first, "ASAN_OPTIONS": "detect_leaks=0"}
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-s", "-p", "no:cacheprovider", __file__]
-    command += ["-m", "not slow", "-k", "any_order and exp or test_step"]  # -s: its report is seen
+    # -s: so that its report is seen.
+    command += ["-m", "not slow", "-k", "any_order and exp or test_step"]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "passed" in done.stdout
@@ -240,9 +242,9 @@ def test_nothing_is_read_or_written_out_of_bounds():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("B", "K", "rows"), LINEARS)
 def test_linear_step(tfla, order, dtype, B, K, rows, shared):
-    """Several matrices, bounded ones, the norm, the sum and the gate; on three processors, so that a
-    thread block walks through tiles, and for 16 rows of x also in one pass; with an H200's shared
-    memory and with that of sm_86 and sm_120."""
+    """Several matrices, bounded ones, the norm, the sum and the gate; on three SMs, so that a
+    thread block takes several tiles, and for 16 rows of x also in one pass; with the shared
+    memory of an H200, and of sm_86 and sm_120."""
     op = tfla.dispatch.ops.linear_step
     x, scale = torch.randn(B, K).to(dtype), torch.randn(K).to(dtype)
     draw = lambda n: (torch.randn(n, K) / (K + 1) ** 0.5).to(dtype)

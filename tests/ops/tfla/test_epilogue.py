@@ -1,4 +1,4 @@
-"""tfla: norm, weight and output gate of h, and their gradients, against float64."""
+"""Tests tfla's epilogue (norm, weight and output gate of h) and its gradients against float64."""
 
 import pytest
 import torch
@@ -33,7 +33,8 @@ WIDTHS = [8, 136, 1024]
 
 
 def draw(parts, size, dtype):
-    """h with a mean and with rows of zeros, as held steps have; a gate that is a slice of a wider tensor."""
+    """Draws h with a mean and with rows of zeros, as held steps have; the gate is a slice of a
+    wider tensor."""
     *rows, H, V = size
     h = torch.randn(size, dtype=torch.float64) + torch.randn(*rows, H, 1, dtype=torch.float64)
     h[-1, -1] = 0
@@ -48,7 +49,8 @@ def draw(parts, size, dtype):
 
 
 def run(kernel, given, parts, backend):
-    """y and the gradients of every input, by name; the reference's y is rounded to h's dtype."""
+    """Returns y and the gradients of every input, by name; the reference's y is rounded to h's
+    dtype."""
     sources = {k: v.detach().requires_grad_() for k, v in given.items() if k != "dy"}
     h, norm = sources["h"], parts[0] if parts[0] != "gate" else None
     wide = h if backend != "reference" else h.to(reference.reference.state_dtype(h.dtype))
@@ -140,7 +142,7 @@ def test_opcheck(tfla, parts):
 @pytest.mark.parametrize("parts", PARTS, ids="-".join)
 @pytest.mark.parametrize("V", WIDTHS)
 def test_step(tfla, parts, cell, dtype, V):
-    """A step's epilogue sees the unrounded h: closer to float64 than one after the step is."""
+    """A step's epilogue reads the unrounded h, and is closer to float64 than one after the step."""
     case = Case(3, 1, 2, 24, V, ("state",))
     step = {k: v for k, v in make(cell, case, dtype).items() if k != "chunk_size"}
     step |= {k: step[k][:, 0] for k in ("q", "k", "v", "i", "f")}
@@ -156,7 +158,7 @@ def test_step(tfla, parts, cell, dtype, V):
     peer, _ = reference.mlstm_step(**step)
     exact, _ = reference.mlstm_step(**wide)
     assert_as_accurate(f"{cell} {parts}", h, exact, peer, 24)
-    if "weight" in parts:  # one rounded to h's dtype is read as it is
+    if "weight" in parts:  # a weight rounded to h's dtype is read as it is
         rounded = step["norm_weight"].to(dtype)
         same, want = (
             tfla.mlstm_step(**{**step, "norm_weight": w})[0]
@@ -176,7 +178,7 @@ def test_step(tfla, parts, cell, dtype, V):
 
 @pytest.mark.parametrize("norm", ["layer", "rms"])
 def test_gradients_of_a_step(tfla, norm):
-    """out_gate or norm_weight alone may want one."""
+    """Only one of out_gate and norm_weight may need a gradient."""
     case = Case(2, 1, 2, 16, 24, ("state", norm))
     step = {k: v for k, v in make("exp", case, torch.float32).items() if k != "chunk_size"}
     step |= {k: step[k][:, 0] for k in ("q", "k", "v", "i", "f", "out_gate")}
@@ -190,7 +192,7 @@ def test_gradients_of_a_step(tfla, norm):
 
 
 def test_gate_and_weight_in_another_dtype(tfla):
-    """fp32 parameters beside bf16 activations: gradients in their own dtype."""
+    """fp32 parameters beside bf16 activations: gradients are in their own dtype."""
     call = make("exp", Case(2, 20, 2, 16, 24, ("layer",)), torch.bfloat16)
     for name in ("norm_weight", "out_gate"):
         call[name] = call[name].float().requires_grad_()
@@ -201,7 +203,7 @@ def test_gate_and_weight_in_another_dtype(tfla):
 
 
 def test_nothing_is_kept_of_the_norm(tfla):
-    """For the backward: h, the gate and the weight, which are there anyway."""
+    """The backward needs h, the gate and the weight only, which are kept anyway."""
     call = make("exp", Case(2, 20, 2, 16, 24, ("layer",)), torch.float32)
     call["out_gate"].requires_grad_()
     kept = []

@@ -1,4 +1,4 @@
-"""tfla: gradients of gates that are saturated, and steps that are held whatever is in them."""
+"""Tests tfla's gradients of saturated gates, and held steps with any contents."""
 
 import pytest
 import torch
@@ -11,14 +11,14 @@ DTYPES = [torch.float32, torch.bfloat16] + [torch.float64] * (DEVICE == "cpu")
 
 
 def inputs(T, dtype, gate):
-    """q, k, v, i, f; the forget gates +-`gate`, at random."""
+    """Returns q, k, v, i, f; the forget gates are +-`gate` at random."""
     q, k, v = (torch.randn(B, T, H, D).to(dtype) for _ in range(3))
     i, f = (torch.randn(B, T, H) for _ in range(2))
     return q, k, v, i, gate * f.sign()
 
 
 def draw(masks, T):
-    """Some steps reset and some held, or rows cut into sequences."""
+    """Draws masks: some steps reset and some held, or rows split into sequences."""
     if "cu_seqlens" in masks:
         return {"cu_seqlens": torch.tensor([0, 150, 151, T, B * T], dtype=torch.int32)}
     return {name: torch.rand(B, T) < 0.05 for name in masks}
@@ -35,8 +35,8 @@ def error(x, exact):
     return ((x.double() - exact).norm() / exact.norm()).item()
 
 
-# The error allowed, in errors of the reference. Tensor cores cut sums off where others round them:
-# dv, in which no gate is, has 4.5 times the reference's error on them.
+# The allowed error, in errors of the reference. Tensor cores truncate sums where others round: dv,
+# which no gate affects, has 4.5 times the reference's error on them.
 TIMES = 8 if DEVICE == "cuda" else 4
 # The error allowed where the reference has almost none. A sum over 24 on tensor cores is three parts,
 # each in three passes of TF32, and each of the nine additions cuts off half of a last place on average.
@@ -48,10 +48,10 @@ def judge(tfla, cell, T, gate, dtype, backend=DEVICE, chunk_size=None, **masks):
 
 
 def judge_inputs(tfla, cell, tensors, backend=DEVICE, chunk_size=None, **masks):
-    """As exact as the reference in the dtype. Step by step, in chunks of one, nothing cancels.
+    """Tests that the inputs' gradients are as exact as the reference in the dtype.
 
-    A divisor near 0 makes an error large or small by chance: the reference's is the largest of
-    three chunk sizes'.
+    Step by step, in chunks of one, nothing cancels. A divisor near 0 makes an error large or
+    small by chance: the reference's is the largest of three chunk sizes'.
     """
     (_, T, *_), dtype = tensors[0].shape, tensors[0].dtype
     weight = torch.randn(B, T, H, D).to(dtype)
@@ -84,7 +84,7 @@ def test_forget_gates_of_both_signs(tfla, cell, T, gate, dtype):
 @pytest.mark.parametrize("mean", [-0.9, 0.5, 3.0])
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_forget_gates_that_are_half_open(tfla, cell, mean):
-    """None is shut, and d lf is small next to the sums whose difference it is."""
+    """No gate is shut, and d lf is small beside the sums whose difference it is."""
     judge_half_open(tfla, cell, mean)
 
 

@@ -1,4 +1,4 @@
-"""tfla: what a held step holds never matters, see held_steps.py."""
+"""Tests that a held step's values never matter in tfla; see held_steps.py."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""tfla's linear_step: the layers of a decoded token that read the same x."""
+"""Tests tfla's linear_step: the layers of a decoded token that read the same x."""
 
 import pytest
 import torch
@@ -11,8 +11,9 @@ pytestmark = pytest.mark.usefixtures("poisoned")
 DTYPES = [torch.bfloat16, torch.float16]
 if DEVICE == "cpu":
     DTYPES += [torch.float32, torch.float64]
-ROWS = [1, 3, 8, 9, 16, 17, 40]  # of x: a tile of the matrix instruction is 8, a pass over W 16
-DEPTHS = [8, 40, 256, 1096, 4096]  # K: no piece is full, the last is not, all warps have several
+# Rows of x: a tile of the matrix instruction is 8, a pass over W 16.
+ROWS = [1, 3, 8, 9, 16, 17, 40]
+DEPTHS = [8, 40, 256, 1096, 4096]  # K: no full piece, an incomplete last one, several for each warp
 
 
 def normal(*shape, dtype, scale=1.0):
@@ -29,11 +30,11 @@ def normed(x, weight, eps):
 
 
 def check(name, got, compute, tensors):
-    """Against float64, allowed twice what the same in fp32 and one rounding does."""
+    """Compares with float64, allowing twice the error of fp32 with one rounding."""
     exact = compute(*(t.double() for t in tensors))
     wide = torch.promote_types(tensors[0].dtype, torch.float32)
     peer = compute(*(t.to(wide) for t in tensors)).to(got.dtype)
-    terms = tensors[0].shape[1] if wide == torch.float64 else 1  # the judge rounds as often
+    terms = tensors[0].shape[1] if wide == torch.float64 else 1  # the reference rounds as often
     assert_as_accurate(name, got, exact, peer, terms, on_cuda=(tensors[0].dtype, False))
 
 
@@ -42,7 +43,7 @@ def check(name, got, compute, tensors):
 @pytest.mark.parametrize("B", ROWS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_several_matrices(tfla, dtype, B, K, norm):
-    """Of widths that fill no tile; two in the io dtype, two in fp32 with a bias and a bound."""
+    """Widths that fill no tile; two outputs in the io dtype, two in fp32 with a bias and a bound."""
     x, weights = make(dtype, B, K, [24, 17, 8, 3])
     biases = [normal(n, dtype=dtype) for n in (8, 3)]
     scale = normal(K, dtype=dtype) if norm else None
@@ -96,7 +97,7 @@ def test_norm_and_gates(tfla, dtype, B, K):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_row_of_48_kb(tfla, dtype):
-    """As much shared memory as a kernel has without asking, but for its static arrays."""
+    """Needs all the shared memory that a kernel has without opting in, less its static arrays."""
     x, scale = normal(2, 24_576, dtype=dtype), normal(24_576, dtype=dtype)
     y = tfla.norm_step(x, scale, 0.1)[0]
     check("norm", y, lambda x, w: normed(x, w, 0.1), [x, scale])
@@ -113,7 +114,7 @@ def test_a_row_that_shared_memory_cannot_hold(tfla):
 @pytest.mark.parametrize("norm", [False, True], ids=["plain", "norm"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_no_depth(tfla, dtype, norm):
-    """Sums of nothing are 0, also where there is no mean to divide by."""
+    """Sums of nothing are 0, also with a norm, whose mean would divide by 0."""
     x, weights, bias = (
         torch.ones(3, 0, dtype=dtype),
         torch.ones(24, 0, dtype=dtype),
@@ -138,7 +139,8 @@ def test_gate_of_halves(tfla, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rows_do_not_see_each_other(tfla, dtype):
-    """Nor their number what is computed: bit for bit, also where others are not finite."""
+    """Results do not depend on other rows, nor on their number: bitwise, also if others are not
+    finite."""
     x, (weight,) = make(dtype, 16, 1096, [40])
     scale = normal(1096, dtype=dtype)
     want = tfla.linear_step(x[:1], [weight], norm_weight=scale)[0]
@@ -166,7 +168,7 @@ def test_threads_do_not_change_a_bit(tfla, dtype, B):
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="on CUDA: test_compiles_and_replays")
 def test_op_is_registered_fully(tfla):
-    """Schema and fake, and one graph of it."""
+    """Schema and fake, and one compiled graph."""
     x, weights = make(torch.float32, 2, 256, [40, 8])
     op = tfla.linear.ops.linear_step
     given = (x, weights, [weights[1][:, 0].contiguous()], 1, 3.0, weights[0][0], 1e-6, None, False)

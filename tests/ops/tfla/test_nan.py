@@ -1,4 +1,4 @@
-"""tfla: how far a NaN goes, and what ends it."""
+"""Tests how far a NaN spreads in tfla, and what ends it."""
 
 import pytest
 import torch
@@ -24,14 +24,14 @@ def test_nan_stays_in_its_head_and_after_its_chunk(tfla, cell):
         sick[1, 40, 2] = float("nan")
         h, _ = tfla.mlstm(**{**call, name: sick})
         ill = torch.zeros(2, 70, 3, dtype=torch.bool)
-        ill[1, 32:, 2] = True  # a product multiplies what is masked by 0
+        ill[1, 32:, 2] = True  # a product multiplies masked values by 0
         assert h[1, 40:, 2].isnan().all(), name
         assert torch.equal(h[~ill], clean[~ill])
 
 
 @pytest.mark.parametrize("t", [0, 70, 200])
 def test_reset_ends_a_state_that_is_nan(tfla, cell, t):
-    """All of it, m too, whether the reset is in a chunk's first tile or a later one."""
+    """All of the state, m too, whether the reset is in a chunk's first tile or a later one."""
     call = make(cell, Case(1, 300, 1, 16, 16, ("state",), 256), torch.float32)
     call["state"] = tuple(torch.full_like(s, float("nan")) for s in call["state"])
     reset = torch.zeros(1, 300, dtype=torch.bool)
@@ -106,7 +106,7 @@ def test_an_n_that_is_nan_spoils_h(tfla):
 
 @pytest.mark.parametrize("backend", ["auto", "reference"])
 def test_an_input_gate_that_shuts_for_good(tfla, backend):
-    """The exponential one counts as -2^100 below that, also where nothing else was ever added."""
+    """The exponential gate counts as -2^100 below that, also if nothing else was ever added."""
     call = make("exp", Case(1, 1, 2, 16, 16), torch.float32)
     call = {k: v for k, v in call.items() if k in SEQUENCE and k != "q"}
     for value in (-1e38, -float("inf")):
@@ -119,7 +119,7 @@ def test_an_input_gate_that_shuts_for_good(tfla, backend):
 
 
 def test_what_a_held_step_holds(tfla, cell):
-    """As test_held has it of the library: this one is run by the emulator too."""
+    """As in test_held.py for the library; this one is run by the emulator too."""
     for dtype in (torch.float32, torch.bfloat16):
         test_held.test_mlstm(tfla, (cell.split()[0], None), dtype, "auto")
 

@@ -1,4 +1,4 @@
-"""ops/tfla/test_nan.py where there is no GPU: tfla's CUDA kernels, run by tests/emulator."""
+"""Runs ops/tfla/test_nan.py without a GPU: tests/emulator runs tfla's CUDA kernels."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""tfla: nothing of what was before a reset is left, wherever it stands."""
+"""Tests that nothing from before a reset remains in tfla, wherever the reset is."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def cell(request):
 
 @pytest.mark.parametrize("t", range(0, 40, 3))
 def test_reset_at_every_position(tfla, cell, t):
-    """Nothing of what was before is left, NaN included; documents of one step too."""
+    """Nothing from before remains, NaN included; documents of one step too."""
     call = make(cell, Case(1, 40, 1, 16, 16, ("state",)), torch.float32)
     call["state"][0][0, 0, 3, 2] = float("nan")
     reset = torch.zeros(1, 40, dtype=torch.bool)
@@ -37,7 +37,7 @@ def test_reset_at_every_position(tfla, cell, t):
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @pytest.mark.parametrize("size", [64, 256])
 def test_a_reset_at_every_step_of_tiles_and_chunks(tfla, cell, size, dtype):
-    """Sequence t begins anew at step t: chunks of one tile of 64 and of several, and their ends."""
+    """Sequence t is reset at step t: chunks of one tile of 64 and of several, and their ends."""
     call = make(cell, Case(140, 140, 1, 16, 24, ("state",), size), dtype)
     call["reset"] = torch.eye(140, dtype=torch.bool)
     given = upstream(call, dtype)

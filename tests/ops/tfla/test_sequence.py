@@ -1,4 +1,4 @@
-"""tfla: outputs and all gradients against the float64 reference; the rest of the op contract."""
+"""Tests tfla's outputs and all gradients against the float64 reference, and the op contract."""
 
 import itertools
 
@@ -13,8 +13,8 @@ from numerics import assert_as_accurate, assert_bitwise, assert_close, rms, wors
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 if DEVICE == "cuda":
-    DTYPES.remove(torch.float64)  # the reference's
-DOUBLE = DEVICE == "cpu"  # float64 runs in the kernel
+    DTYPES.remove(torch.float64)  # float64 has the reference only
+DOUBLE = DEVICE == "cpu"  # the kernel runs float64
 EXACT = torch.float64 if DOUBLE else torch.float32
 pytestmark = pytest.mark.usefixtures("poisoned")
 SMALL = Case(3, 45, 2, 24, 16, ("state", "reset", "hold"))
@@ -28,7 +28,8 @@ def cell(request):
 
 
 def run(kernel, call, upstream, **options):
-    """h, the last state without its scale, and the gradients of every floating input, by name."""
+    """Returns h, the last state without its scale, and the gradients of every floating input, by
+    name."""
     call, sources = leaves(call)
     h, last = kernel.mlstm(**call, **options)
     outputs = (h, *unscaled(last)[:2])
@@ -45,15 +46,16 @@ def run(kernel, call, upstream, **options):
 
 
 def upstream(call, dtype):
-    """Random output gradients, representable in `dtype`."""
+    """Returns random output gradients, representable in `dtype`."""
     h, last = reference.mlstm(**call)
     return [normal(h.shape, dtype), *(normal(s.shape) for s in last[:2])]
 
 
-# How far from float64, relative to the size of the tensor, beside four times what a divisor that nearly
-# cancels does to the reference: its own error in that dtype, or, in fp32, what it moves by where inputs move by TERM.
-# fp64: worst seen 1.8e-13. df is a difference of two sums; where nothing comes in (i -10), n's gradient is that
-# of few rows whose divisor nearly cancels. bf16 rounds weights, states and their gradients to bf16 as operands of products.
+# The distance from float64, relative to the size of the tensor, besides four times what a nearly
+# cancelling divisor does to the reference: its own error in that dtype or, in fp32, its change if
+# inputs change by TERM. fp64: worst seen 1.8e-13. df is a difference of two sums; if nothing comes
+# in (i -10), n's gradient is that of few rows whose divisor nearly cancels. bf16 rounds weights,
+# states and their gradients as operands of products.
 ROUNDINGS = {
     torch.float64: (1e-12, {}),
     torch.float32: (1e-5, {}),
@@ -65,7 +67,7 @@ TERM = 2**-22  # what a tensor core loses of a term of an fp32 product, split in
 
 
 def moved(call, given, exact):
-    """How far, by name, the exact answers move where every fp32 value moves by TERM."""
+    """Returns by how much, by name, the exact answers change if every fp32 value changes by TERM."""
     near = run(reference, nearby(upcast(call), TERM), given)
     return {key: rms(near[key] - exact[key]) if exact[key].numel() else 0.0 for key in exact}
 
@@ -105,7 +107,7 @@ def test_kernel_is_as_exact_as_the_reference(tfla, cell, case, dtype):
 
 @pytest.mark.parametrize("case", EMPTY, ids=str)
 def test_empty_sizes(tfla, cell, case):
-    """B, T, H or the number of documents may be 0: shapes are right, states pass through."""
+    """B, T, H or the number of documents may be 0: shapes are right, and states pass through."""
     call = make(cell, case, torch.float32)
     given = upstream(call, torch.float32)
     got = run(tfla, call, given, backend=DEVICE)
@@ -117,10 +119,10 @@ def test_empty_sizes(tfla, cell, case):
 @pytest.mark.parametrize("size", [1, 3, 16, 64, 100, 128, 256, 1024])
 @pytest.mark.parametrize("i", [-10.0, 0.0, 10.0])
 def test_chunk_sizes_agree(tfla, cell, size, i):
-    """Any chunk size gives the step-by-step values and gradients, far from any power of two."""
+    """Any chunk size gives the step-by-step values and gradients, far from any power of two too."""
     case = Case(1, 300, 1, 24, 16, ("state", "reset"), None, i)
     call = make(cell, case, EXACT)
-    call["reset"] = normal((1, 300)) < -2.33  # every hundredth
+    call["reset"] = normal((1, 300)) < -2.33  # every hundredth step
     given = upstream(call, EXACT)
     want = run(reference, {**upcast(call), "chunk_size": 7}, given)
     got = run(tfla, {**call, "chunk_size": size}, given, backend=DEVICE)
@@ -183,7 +185,7 @@ def test_step(tfla, cell, dtype):
 
 
 def test_documents_equal_separate_sequences(tfla, cell):
-    """Bit for bit: a document's chunks begin where it begins."""
+    """Bitwise: a document's chunks begin where it begins."""
     call = make(cell, Case(4, 21, 2, 24, 16, ("state", "cu")), torch.float32)
     h, last = tfla.mlstm(**call)
     for s, (a, b) in enumerate(itertools.pairwise(call.pop("cu_seqlens").tolist())):
@@ -239,7 +241,7 @@ def test_inputs_are_left_alone(tfla, cell):
 
 
 def test_gates_and_state_in_another_dtype(tfla, cell):
-    """As under autocast: fp32 gates beside bf16 activations; gradients in their own dtype."""
+    """As under autocast: fp32 gates beside bf16 activations; gradients are in their own dtype."""
     call = make(cell, SMALL, torch.bfloat16)
     call |= {"i": call["i"].float(), "f": call["f"].float(), "v": call["v"].float()}
     call, sources = leaves(call)
@@ -262,7 +264,7 @@ def test_long_sequence(tfla, cell):
 
 
 def test_shards_compose(tfla, cell):
-    """The context-parallel pair through the binary: outputs, last state and all gradients."""
+    """The context-parallel functions with the binary: outputs, last state and all gradients."""
     call, named = leaves(make(cell, Case(2, 90, 2, 16, 24, ("state", "reset"), 16), EXACT))
     gate = names(cell)
     h, last = tfla.mlstm(**call)

@@ -1,4 +1,4 @@
-"""tfla: bad input says what is wrong; the ops are registered fully, and compile."""
+"""Tests that tfla's errors say what is wrong, and that its ops are fully registered and compile."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def ints(*values):
     return torch.tensor(values, dtype=torch.int32)
 
 
-TABLE = {  # id: (arguments, error, what it says)
+TABLE = {  # id -> (arguments, error, message)
     "q-list": (changed(q=[1.0]), TypeError, "q is a list, but must be a tensor"),
     "k-rank": (
         changed(k=lambda c: c["k"][0]),
@@ -122,7 +122,7 @@ TABLE = {  # id: (arguments, error, what it says)
 
 @pytest.fixture(params=["kernel", "reference"])
 def door(request):
-    """Both doors give the same errors: the Hub's binary and the torch reference."""
+    """Both entry points give the same errors: the Hub's binary and the torch reference."""
     return request.getfixturevalue("tfla") if request.param == "kernel" else reference
 
 
@@ -133,7 +133,7 @@ def cell(request):
 
 @pytest.mark.parametrize("row", TABLE)
 def test_sequence(door, row, monkeypatch):
-    monkeypatch.setenv("FLASHCELL_CHECK", "1")  # values too, on CUDA
+    monkeypatch.setenv("FLASHCELL_CHECK", "1")  # checks values too, on CUDA
     call, error, message = TABLE[row]
     with pytest.raises(error, match=message):
         door.mlstm(**call)
@@ -204,7 +204,7 @@ def test_opcheck(tfla, cell, options):
     given = op_arguments(cell, options)
     op = tfla.dispatch.ops.mlstm_fwd.default
     torch.library.opcheck(op, given)
-    torch.library.opcheck(op, [None, *given[1:]])  # the state alone
+    torch.library.opcheck(op, [None, *given[1:]])  # without q, for the state only
 
 
 def test_opcheck_step(tfla, cell):
@@ -229,7 +229,7 @@ def test_total_is_what_divides_h(tfla, cell):
 
 
 def test_ops_called_directly_are_safe(tfla):
-    """torch.ops is a door too: wrong shapes raise there instead of reading out of bounds."""
+    """torch.ops is an entry point too: wrong shapes raise there instead of reading out of bounds."""
     q, k, v, i, f, *rest = (
         t.detach() if torch.is_tensor(t) else t for t in op_arguments("exp", ())
     )
@@ -266,7 +266,7 @@ def test_gradcheck(tfla, cell, options):
 
 
 def test_compiled_object(tfla, cell):
-    """fullgraph, forward and backward, and a step in place: what eager gives."""
+    """With fullgraph, forward and backward and a step in place give what eager gives."""
     case = Case(2, 9, 2, 16, 8, ("state", "reset", "layer"), 4)
     call, sources = leaves(make(cell, case, torch.float32))
     q, v = sources["q"], sources["v"]
@@ -290,7 +290,7 @@ def test_compiled_object(tfla, cell):
 
 
 def test_double_backward_is_refused(tfla):
-    """No second derivatives in the kernels: an error that says where they are."""
+    """The kernels have no second derivatives: the error names the alternative."""
     call, sources = leaves(base())
     h, _ = tfla.mlstm(**call)
     (dq,) = torch.autograd.grad(h.sum(), sources["q"], create_graph=True)

@@ -46,10 +46,6 @@ def iterate(
     A step is right if its residual is at most tol and its correction so small that the square of
     it vanishes in rounding. The residual alone is not enough: a cell that remembers a thousand
     steps adds up a thousand residuals, and only the correction, which is applied, includes that.
-
-    A step is right when its residual is at most tol and its correction small enough for the square
-    of it to vanish in roundings. The residual alone does not do: a cell that remembers a thousand
-    steps adds up a thousand residuals, and only the correction, which is made, knows of that.
     """
     B, T = guess.shape[:2]
     rows, h, right = tuple(x.flatten(0, 1) for x in xs), guess, 0

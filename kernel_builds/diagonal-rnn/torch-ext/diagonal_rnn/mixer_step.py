@@ -39,7 +39,6 @@ def conv_step(
     """Computes the next step of silu(causal_conv): x [B, D], weight [D, K], bias [D] or None -> y
     [B, D].
 
-
     window [B, K - 1, D] holds the steps before and is changed: x is its last one then. All in x's dtype;
     the sum is in fp32 (fp64 for fp64). "cuda" and "cpu" have K = 4 and pairs of channels. ValueError and
     TypeError name the argument, what it was and what it must be.

@@ -40,9 +40,6 @@ def headwise_product(x: Tensor, weight: Tensor) -> Tensor:
 
     flash_gru and flash_lstm read that layout too. It is the batched product alone: x and the
     gradient of y are read in place, and the gradients of x and weight are written in place.
-
-    flash_gru and flash_lstm read that too. It is the batched product alone: x and the gradient of y
-    are read, and the gradients of x and weight written, where they lie.
     """
     _check(x, weight)
     return multiply_heads(x, weight)

@@ -5,11 +5,6 @@ pairs: two neighbouring steps are composed to one affine map, the half as many m
 and the steps in between are filled in. (reference.scan is the same as a loop with T launches,
 against which this is tested.) `scan` takes any kind of matrix, given how two of them are
 multiplied and how one is applied.
-
-`linear_scan` and `block_scan` are what functional.py's functions of these names compute, by pairs: two
-neighbouring steps are one affine map, half as many maps are scanned, and the steps between are filled
-in. (reference.scan is the same as a loop: the obvious judge, with T launches.) `scan` takes any kind
-of matrix, given how two of them are multiplied and how one is applied.
 """
 
 from typing import Callable

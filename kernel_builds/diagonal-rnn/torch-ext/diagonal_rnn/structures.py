@@ -4,10 +4,6 @@ A structure is data: how the Jacobian J of many rows is computed from the cell, 
 of two, and the transpose. Everything else (Newton's linear solve, the adjoint) follows from
 these by a scan. `register_structure` adds one under a name that `solve(structure=name)` then
 takes.
-
-A structure is data: how the Jacobian J of many rows is read off the cell, J v, a product of two, the
-transpose. Everything else (Newton's linear solve, the adjoint) follows from these by a scan.
-`register_structure` adds one under a name that `solve(structure=name)` then takes.
 """
 
 from typing import Any, Callable, Dict, NamedTuple, Optional, Tuple
@@ -122,7 +118,6 @@ PROBES = 256
 def find_structure(jacobian: Any, h: Tensor, xs: Any, wanted: str) -> Structure:
     """Returns the structure named `wanted`, or for "auto" the narrowest that fits; ValueError if
     none does.
-
 
     jacobian(structure, h, xs) gives the Jacobians and the pull at rows h [N, *S], xs. At up to 256 of
     the rows one unit vector each (zeros outside the structure must be zeros exactly) and one vector of
