@@ -110,8 +110,8 @@ def token_losses(model, lanes: Lanes, length: int) -> Iterator[tuple[np.ndarray,
     for index in tqdm(range(lanes.chunks(length)), unit="chunk", mininterval=often):
         chunk = lanes.chunk(index, length)
         nats, carried = chunk_loss(model, chunk, carried, "none")
-        asked = (chunk[2] != -100).flatten()
-        yield chunk[1].flatten()[asked], nats.double().cpu().numpy()[asked]
+        scored = (chunk[2] != -100).flatten()
+        yield chunk[1].flatten()[scored], nats.double().cpu().numpy()[scored]
 
 
 def score(model, tokenizer, texts: list[str], length: int) -> Score:

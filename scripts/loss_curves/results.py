@@ -12,9 +12,20 @@ from measurement.record import commit
 from report.tables_training import is_noise
 
 WINDOW = 10  # steps whose mean is one point
-COLUMNS = ["comparison", "family", "precision", "side", "B", "T", "step", "loss", "device", "torch"]
+COLUMNS = [
+    "comparison",
+    "family",
+    "precision",
+    "provider",
+    "B",
+    "T",
+    "step",
+    "loss",
+    "device",
+    "torch",
+]
 COLUMNS += ["commit", "date"]
-Key = tuple[str, str]  # precision, side
+Key = tuple[str, str]  # precision, provider
 
 
 def append(folder: Path, study: str, family: str, curves: dict, stamp: dict) -> Path:
@@ -24,8 +35,8 @@ def append(folder: Path, study: str, family: str, curves: dict, stamp: dict) -> 
     rows = [r for r in read(path) if (r["comparison"], r["family"]) != (study, family)]
     stamp = stamp | {"torch": torch.__version__.split("+")[0]}
     stamp |= {"commit": stamp["commit"] or commit(), "date": datetime.date.today().isoformat()}
-    for (side, bf16), curve in curves.items():
-        head = {"comparison": study, "family": family, "side": side}
+    for (provider, bf16), curve in curves.items():
+        head = {"comparison": study, "family": family, "provider": provider}
         head["precision"] = "bf16" if bf16 else "fp32"
         for end in range(WINDOW, len(curve) + 1, WINDOW):
             loss = curve[end - WINDOW : end].mean().item()
@@ -52,7 +63,7 @@ def plot(folder: Path) -> None:
         for row in read(path):
             curves = studies[row["comparison"]].setdefault(row["family"], {})
             point = int(row["step"]), float(row["loss"])
-            curves.setdefault((row["precision"], row["side"]), []).append(point)
+            curves.setdefault((row["precision"], row["provider"]), []).append(point)
         for study, families in studies.items():
             draw(path.with_name(f"{path.stem}-{study}.svg"), families)
 
@@ -69,16 +80,16 @@ def draw(path: Path, families: dict[str, dict[Key, list[tuple[int, float]]]]) ->
         2, len(families), figsize=(max(2.1 * len(families), 7), 4.6), squeeze=False, sharex=True
     )
     for column, (family, curves) in zip(axes.T, families.items(), strict=True):
-        names = list(dict.fromkeys(side for _, side in curves if not is_noise(side)))
+        names = list(dict.fromkeys(provider for _, provider in curves if not is_noise(provider)))
         colors = {name: f"C{k}" for k, name in enumerate(names)}
         noise = {name: "0.8" for _, name in curves if is_noise(name)}
         firsts: dict[str, list[float]] = {}
-        for (precision, side), points in curves.items():
+        for (precision, provider), points in curves.items():
             steps, losses = map(list, zip(*points, strict=True))
             first = firsts.setdefault(precision, losses)
-            style = {"color": (colors | noise)[side], "linewidth": 1.0}
+            style = {"color": (colors | noise)[provider], "linewidth": 1.0}
             style |= {"linestyle": ":" if precision == "bf16" else "-"}
-            style |= {"zorder": 1} if side in noise else {"label": f"{side} {precision}"}
+            style |= {"zorder": 1} if provider in noise else {"label": f"{provider} {precision}"}
             column[0].plot(steps, losses, **style)
             if losses is not first:
                 gaps = [abs(a - b) for a, b in zip(losses, first, strict=True)]

@@ -21,7 +21,7 @@ LEARNING_RATE, CLIP = 2e-3, 1.0
 
 
 @dataclass(frozen=True)
-class Side:
+class Provider:
     """One curve: a model, the precision of its products, and perturbations of its initial
     weights."""
 
@@ -53,26 +53,26 @@ def nudge(model: nn.Module, seed: int) -> None:
 
 
 class Run:
-    """One side in training: `take` a step on rows [B, T + 1], and there are the losses so far.
+    """One provider in training: `take` a step on rows [B, T + 1], and there are the losses so far.
 
     On a GPU the steps of several runs go side by side, each on a stream of its own.
     """
 
-    def __init__(self, side: Side, rows: Tensor):
-        self.side, self.rows, device = side, rows.clone(), rows.device.type
-        generator = torch.Generator().manual_seed(side.reorder)
+    def __init__(self, provider: Provider, rows: Tensor):
+        self.provider, self.rows, device = provider, rows.clone(), rows.device.type
+        generator = torch.Generator().manual_seed(provider.reorder)
         order = torch.randperm(len(rows), generator=generator).to(rows.device)
-        self.order = order if side.reorder else torch.arange(len(rows), device=rows.device)
-        torch.backends.cudnn.rnn.fp32_precision = "tf32" if side.tf32 else "ieee"
+        self.order = order if provider.reorder else torch.arange(len(rows), device=rows.device)
+        torch.backends.cudnn.rnn.fp32_precision = "tf32" if provider.tf32 else "ieee"
         torch.manual_seed(0)
-        self.model = side.make().train()
-        if side.nudge:
-            nudge(self.model, side.nudge)
+        self.model = provider.make().train()
+        if provider.nudge:
+            nudge(self.model, provider.nudge)
         add_loss(self.model)
         self.model.to(device)
         cuda = device == "cuda"
         weights = [p for p in self.model.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.AdamW(weights, lr=side.rate, fused=cuda, capturable=cuda)
+        self.optimizer = torch.optim.AdamW(weights, lr=provider.rate, fused=cuda, capturable=cuda)
         self._losses: list[Tensor] = []
         self.stream: Any = torch.cuda.Stream() if cuda else None
         self.replay = self._record() if cuda else self._step
@@ -89,7 +89,7 @@ class Run:
 
     def _step(self) -> Tensor:
         self.optimizer.zero_grad()
-        with torch.autocast(self.rows.device.type, torch.bfloat16, enabled=self.side.bf16):
+        with torch.autocast(self.rows.device.type, torch.bfloat16, enabled=self.provider.bf16):
             loss, _ = self.model(
                 input_ids=self.rows[:, :-1], targets=self.rows[:, 1:], use_cache=False
             )
@@ -122,9 +122,9 @@ class Run:
         return replay
 
 
-def train(sides: Iterable[Side], batches: Tensor) -> Iterator[Tensor]:
+def train(providers: Iterable[Provider], batches: Tensor) -> Iterator[Tensor]:
     """Trains every model; yields its losses [steps]."""
-    runs = [Run(side, batches[0]) for side in sides]
+    runs = [Run(provider, batches[0]) for provider in providers]
     for rows in batches:
         for run in runs:
             run.take(rows)

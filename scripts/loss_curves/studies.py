@@ -9,7 +9,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import flashcell
-from loss_curves.run import VOCABULARY, Side
+from loss_curves.run import VOCABULARY, Provider
 
 NOISE = (1, 2, 3, 4)  # seeds
 SMALL = {"vocab_size": VOCABULARY, "hidden_size": 128, "num_hidden_layers": 2}
@@ -28,17 +28,17 @@ def make_model(values: dict[str, Any], backend: str) -> nn.Module:
     return AutoModelForCausalLM.from_config(config)
 
 
-def kernel_sides(family: str, kernel: str) -> Iterator[Side]:
+def kernel_providers(family: str, kernel: str) -> Iterator[Provider]:
     """Yields the kernel and the reference in fp32 and bf16, and perturbed kernels to measure noise.
 
     The perturbations are one rounding of the initial weights, and sums in another order."""
     make = partial(make_model, FAMILIES[family])
     for bf16 in (False, True):
-        yield Side("kernel", partial(make, kernel), bf16)
-        yield Side("reference", partial(make, "reference"), bf16)
+        yield Provider("kernel", partial(make, kernel), bf16)
+        yield Provider("reference", partial(make, "reference"), bf16)
         for seed in NOISE:
-            yield Side(f"nudged-{seed}", partial(make, kernel), bf16, nudge=seed)
-            yield Side(f"reordered-{seed}", partial(make, kernel), bf16, reorder=seed)
+            yield Provider(f"nudged-{seed}", partial(make, kernel), bf16, nudge=seed)
+            yield Provider(f"reordered-{seed}", partial(make, kernel), bf16, reorder=seed)
 
 
 class TorchMixer(nn.Module):
@@ -83,7 +83,7 @@ def with_torch(kernel: str, preset: str | None, **options: bool) -> nn.Module:
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512}
 PRESET_RATE = 3e-4  # of a large model without warm-up
-TORCH_SIDES: dict[str, dict[str, bool]] = {
+TORCH_PROVIDERS: dict[str, dict[str, bool]] = {
     "nn.LSTM, one bias": {"both_biases": False, "own_start": False, "own_kernel": False},
     "nn.LSTM": {"both_biases": True, "own_start": False, "own_kernel": False},
     "nn.LSTM, its start": {"both_biases": True, "own_start": True, "own_kernel": False},
@@ -92,20 +92,20 @@ TORCH_SIDES: dict[str, dict[str, bool]] = {
 }
 
 
-def torch_sides(kernel: str, preset: str | None = None) -> Iterator[Side]:
+def torch_providers(kernel: str, preset: str | None = None) -> Iterator[Provider]:
     """Yields flash_rnn's LSTM, and nn.LSTM in its place, step by step closer to its usual settings.
 
     It does so in a small model, or in a preset, without flashcell.LSTM and TF32."""
     native: Callable[[], nn.Module] = partial(make_lstm, kernel, preset)
     rate = {"rate": PRESET_RATE} if preset else {}
     for bf16 in (False, True):
-        yield Side("flash_rnn", native, bf16, **rate)
+        yield Provider("flash_rnn", native, bf16, **rate)
         for seed in NOISE if bf16 else NOISE[:1]:
-            yield Side(f"nudged-{seed}", native, bf16, nudge=seed, **rate)
-        for name, options in TORCH_SIDES.items():
+            yield Provider(f"nudged-{seed}", native, bf16, nudge=seed, **rate)
+        for name, options in TORCH_PROVIDERS.items():
             if preset is None or not options["own_kernel"]:
-                yield Side(name, partial(with_torch, kernel, preset, **options), bf16, **rate)
+                yield Provider(name, partial(with_torch, kernel, preset, **options), bf16, **rate)
     if preset is not None:
         return
-    one_bias = partial(with_torch, kernel, preset, **TORCH_SIDES["nn.LSTM, one bias"])
-    yield Side("nn.LSTM, one bias, TF32", one_bias, tf32=True)
+    one_bias = partial(with_torch, kernel, preset, **TORCH_PROVIDERS["nn.LSTM, one bias"])
+    yield Provider("nn.LSTM, one bias, TF32", one_bias, tf32=True)

@@ -34,18 +34,18 @@ def zen(family: int, model: int) -> str:
     return {23: "Zen" if model < 48 else "Zen 2", 26: "Zen 5"}.get(family, f"family {family}")
 
 
-def cpu_name(cpuinfo: str, asked: str | None = None) -> str:
+def cpu_name(cpuinfo: str, requested: str | None = None) -> str:
     """Returns the CPU's name from /proc/cpuinfo with the kernels' instruction set: 'AMD EPYC (Zen
     3, AVX2)'.
 
-    As select_isa of kernel_builds/common/torch/cpu.h; `asked` is FLASHCELL_CPU_ISA.
+    As select_isa of kernel_builds/common/torch/cpu.h; `requested` is FLASHCELL_CPU_ISA.
     """
     found = dict(re.findall(r"^(\S[^\t:]*?)\s*:\s*(.*)$", cpuinfo, re.MULTILINE))
     flags = set(found["flags"].split())
     isa = "AVX2" if {"avx2", "fma", "bmi1", "bmi2", "f16c"} <= flags else "x86-64"
     wide = {f"avx512{part}" for part in ("f", "cd", "bw", "dq", "vl", "_bf16")}
     isa = "AVX512-BF16" if isa == "AVX2" and wide <= flags else isa
-    isa = {"baseline": "x86-64", "avx2": "AVX2"}.get(asked or "", isa)
+    isa = {"baseline": "x86-64", "avx2": "AVX2"}.get(requested or "", isa)
     amd = found.get("vendor_id") == "AuthenticAMD"
     core = [zen(int(found["cpu family"]), int(found["model"]))] if amd else []
     return f"{found['model name']} ({', '.join([*core, isa])})"

@@ -29,8 +29,8 @@ def save(figure: Any, path: Path) -> None:
 def sweep(cases: dict, op: str, form: str, axis: str, fixed: dict[str, int]) -> dict[str, dict]:
     """Returns provider -> pass -> {axis value: ms} for the cases that differ only in `axis`."""
     lines: dict[str, dict[str, dict[int, float]]] = {}
-    for sides in cases.values():
-        row = next(iter(sides["ours"].values()))
+    for providers in cases.values():
+        row = next(iter(providers["ours"].values()))
         sizes = {key: int(row[key]) for key in "BTND"}
         alike = all(sizes[key] == value for key, value in fixed.items())
         plain = row["dtype"] == "bfloat16" and "recompute" not in row["case"]
@@ -38,12 +38,12 @@ def sweep(cases: dict, op: str, form: str, axis: str, fixed: dict[str, int]) -> 
             continue
         if sizes["N"] * sizes["D"] != 768:
             continue
-        for side, passes in sides.items():
+        for provider, passes in providers.items():
             for which in ("forward", "train"):
                 if which in passes:
-                    line = lines.setdefault(side, {}).setdefault(which, {})
+                    line = lines.setdefault(provider, {}).setdefault(which, {})
                     line[sizes[axis]] = float(passes[which]["p50_ms"])
-                    if side == "ours":
+                    if provider == "ours":
                         floor = lines.setdefault("floor", {}).setdefault(which, {})
                         floor[sizes[axis]] = float(passes[which]["floor_ms"])
     return lines
@@ -56,12 +56,12 @@ def draw_sweep(path: Path, title: str, axis: str, lines: dict[str, dict]) -> Non
     for which, name, ax in zip(
         ("forward", "train"), ("forward", "forward + backward"), axes, strict=True
     ):
-        for side, passes in lines.items():
+        for provider, passes in lines.items():
             points = sorted(passes.get(which, {}).items())
             if points:
-                style = {"color": "0.6", "linestyle": ":"} if side == "floor" else {
-                    "color": COLORS.get(side, "k"), "marker": "o", "markersize": 3}  # fmt: skip
-                ax.plot(*zip(*points, strict=True), label=side, **style)
+                style = {"color": "0.6", "linestyle": ":"} if provider == "floor" else {
+                    "color": COLORS.get(provider, "k"), "marker": "o", "markersize": 3}  # fmt: skip
+                ax.plot(*zip(*points, strict=True), label=provider, **style)
         ax.set(xscale="log", yscale="log", xlabel=AXES[axis], ylabel="ms", title=f"{title}, {name}")
         ax.set_xticks(sorted(lines["ours"]["forward"]), labels=sorted(lines["ours"]["forward"]))
         ax.minorticks_off()
@@ -96,11 +96,13 @@ def draw_errors(path: Path) -> None:
             1, len(columns), figsize=(2.6 * len(columns) + 1, 3), squeeze=False
         )
         for column, ax in zip(columns, axes[0], strict=True):
-            for name in dict.fromkeys((r["side"], r["dtype"]) for r in rows if r["kind"] == kind):
+            for name in dict.fromkeys(
+                (r["provider"], r["dtype"]) for r in rows if r["kind"] == kind
+            ):
                 points = [
                     (int(row["step"]), float(row[column]))
                     for row in rows
-                    if row["kind"] == kind and (row["side"], row["dtype"]) == name
+                    if row["kind"] == kind and (row["provider"], row["dtype"]) == name
                 ]
                 ax.plot(*zip(*points, strict=True), label=" ".join(name), linewidth=0.8)
             ax.set(yscale="log", xscale="log" if kind == "drift" else "linear", xlabel="step")
@@ -118,8 +120,8 @@ def draw_roofline(path: Path) -> None:
     ax.plot([ends[0], knee, ends[1]], [ends[0] * BANDWIDTH / 1e12, RATE / 1e12, RATE / 1e12], "k-")
     for x, row in zip(at, rows, strict=True):
         marker = "o" if row["pass"] == "forward" else "s"
-        label = f"{row['side']} {row['case'].replace('-linear', '')} {row['pass']}"
-        ax.plot(x, float(row["tflops"]), marker, color=COLORS.get(row["side"]), label=label)
+        label = f"{row['provider']} {row['case'].replace('-linear', '')} {row['pass']}"
+        ax.plot(x, float(row["tflops"]), marker, color=COLORS.get(row["provider"]), label=label)
     ax.set(xscale="log", yscale="log", xlabel="FLOP per byte of DRAM", ylabel="TFLOP/s")
     ax.legend(fontsize=5)
     save(figure, path.with_suffix(".svg"))
@@ -146,11 +148,13 @@ def draw_decode(path: Path) -> None:
 
 
 def draw_all(
-    results: Path, read_sides: Callable[[Path], dict], results_with: Callable[[str], Iterable[Path]]
+    results: Path,
+    read_providers: Callable[[Path], dict],
+    results_with: Callable[[str], Iterable[Path]],
 ) -> None:
     """Draws every figure that has rows, next to the CSV files in `results`."""
     for path in results_with("limit_ms"):
-        draw_sweeps(path, read_sides(path))
+        draw_sweeps(path, read_providers(path))
     for path in results_with("kind"):
         draw_errors(path)
     for path in results_with("flop_per_dram_byte"):

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from report.plots import plt, save
-from report.tables_diagonal import Sides, studies
+from report.tables_diagonal import Providers, studies
 
 METHODS = {
     "ours": "auto",
@@ -14,18 +14,18 @@ METHODS = {
 METHODS |= {"pararnn-torch": "pararnn-torch"}
 
 
-def draw_crossover(path: Path, cases: Sides) -> None:
+def draw_crossover(path: Path, cases: Providers) -> None:
     """Draws time over channels for each method and length: where the sequential method is
     faster."""
     lines: dict[int, dict[str, dict[int, float]]] = {}
-    for sides in cases.values():
-        row = sides.get("ours", {}).get("forward")
-        if row is None or row["op"] != "flash_gru" or "multiple_shooting" not in sides:
+    for providers in cases.values():
+        row = providers.get("ours", {}).get("forward")
+        if row is None or row["op"] != "flash_gru" or "multiple_shooting" not in providers:
             continue
         panel = lines.setdefault(int(row["T"]), {})
         panel.setdefault("floor", {})[int(row["D"])] = float(row["floor_ms"])
-        for side, passes in sides.items():
-            panel.setdefault(side, {})[int(row["D"])] = float(passes["forward"]["p50_ms"])
+        for provider, passes in providers.items():
+            panel.setdefault(provider, {})[int(row["D"])] = float(passes["forward"]["p50_ms"])
     lines = {T: panel for T, panel in lines.items() if len(panel["ours"]) > 1}
     if not lines:
         return
@@ -33,11 +33,11 @@ def draw_crossover(path: Path, cases: Sides) -> None:
         1, len(lines), figsize=(2.4 * len(lines) + 1, 3), sharey=True, squeeze=False
     )
     for (T, panel), ax in zip(sorted(lines.items()), axes[0], strict=True):
-        for side, points in panel.items():
-            style = {"color": "0.6", "linestyle": ":"} if side == "floor" else {"marker": "o"}
-            if side == "ours":
+        for provider, points in panel.items():
+            style = {"color": "0.6", "linestyle": ":"} if provider == "floor" else {"marker": "o"}
+            if provider == "ours":
                 style |= {"color": "k", "linewidth": 2.5, "alpha": 0.35}
-            label = METHODS.get(side, side)
+            label = METHODS.get(provider, provider)
             ax.plot(*zip(*sorted(points.items()), strict=True), label=label, markersize=3, **style)
         ax.set(xscale="log", yscale="log", xlabel="channels", title=f"T = {T}", xlim=(20, 1e5))
     most = max(range(len(lines)), key=lambda k: len(lines[sorted(lines)[k]]))
@@ -55,9 +55,9 @@ def draw_lengths(path: Path) -> None:
         strict=True,
     ):
         rows = studies(path, which)
-        for side in dict.fromkeys(row["side"] for row in rows):
-            points = [(int(r["T"]), float(r["value"])) for r in rows if r["side"] == side]
-            ax.plot(*zip(*points, strict=True), label=side, marker="o", markersize=3)
+        for provider in dict.fromkeys(row["provider"] for row in rows):
+            points = [(int(r["T"]), float(r["value"])) for r in rows if r["provider"] == provider]
+            ax.plot(*zip(*points, strict=True), label=provider, marker="o", markersize=3)
         ax.set(xscale="log", yscale="log", xlabel="length", ylabel="ms", title=title)
     axes[0].legend()
     save(figure, path.with_name(f"{path.stem}-lengths.svg"))

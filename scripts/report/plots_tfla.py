@@ -6,7 +6,7 @@ from pathlib import Path
 
 from measurement.hardware import BANDWIDTH, RATE
 from report.plots import plt, save
-from report.tables_diagonal import Row, Sides
+from report.tables_diagonal import Providers, Row
 
 PASSES = {"forward": "forward", "train": "forward + backward"}
 Lines = dict[str, dict[float, float]]
@@ -18,17 +18,17 @@ def chunk_of(row: Row) -> int:
 
 
 def lines_of(
-    cases: Sides, form: str, which: str, at: Callable[[Row], int], value: str = "p50_ms",
-    label: Callable[[Row], str] = lambda row: row["side"],
+    cases: Providers, form: str, which: str, at: Callable[[Row], int], value: str = "p50_ms",
+    label: Callable[[Row], str] = lambda row: row["provider"],
 ) -> Lines:  # fmt: skip
     """Returns label -> {axis value: value} for one suite's rows."""
     lines: Lines = {}
-    for sides in cases.values():
-        for passes in sides.values():
+    for providers in cases.values():
+        for passes in providers.values():
             row = passes.get(which)
             if row is not None and row["form"] == form and row[value]:
                 lines.setdefault(label(row), {})[at(row)] = float(row[value])
-                if row["side"] == "ours" and value == "p50_ms":
+                if row["provider"] == "ours" and value == "p50_ms":
                     lines.setdefault("floor", {})[at(row)] = float(row["floor_ms"])
     return lines
 
@@ -44,7 +44,7 @@ def draw_lines(ax, lines: Lines, scale: float = 1.0) -> None:
     ax.minorticks_off()
 
 
-def model_of(cases: Sides, state: int = 2) -> Lines:
+def model_of(cases: Providers, state: int = 2) -> Lines:
     """Returns the cost model's forward time for each shape and chunk size.
 
     It adds products and memory traffic, with states in 16 bits."""
@@ -54,7 +54,7 @@ def model_of(cases: Sides, state: int = 2) -> Lines:
     rows = [p["forward"] for s in cases.values() for p in s.values() if "forward" in p]
     lines: Lines = {}
     for row in rows:
-        if row["form"] != "chunks" or row["side"] != "ours":
+        if row["form"] != "chunks" or row["provider"] != "ours":
             continue
         _, gate, shape = row["case"].split("-")[:3]
         heads, key, value = map(int, shape.split("x"))
@@ -67,9 +67,9 @@ def model_of(cases: Sides, state: int = 2) -> Lines:
     return lines
 
 
-def draw_chunks(path: Path, cases: Sides) -> None:
+def draw_chunks(path: Path, cases: Providers) -> None:
     """Draws time and memory of both passes over the chunk size, and the cost model's forward."""
-    label = lambda row: f"{row['side']} {'-'.join(row['case'].split('-')[1:3])}"
+    label = lambda row: f"{row['provider']} {'-'.join(row['case'].split('-')[1:3])}"
     panels = [(which, value) for value in ("p50_ms", "peak_mib") for which in PASSES]
     found = [lines_of(cases, "chunks", which, chunk_of, value, label) for which, value in panels]
     if not any(found):
@@ -85,13 +85,13 @@ def draw_chunks(path: Path, cases: Sides) -> None:
                 ax.plot(*zip(*sorted(points.items()), strict=True), "--", color=color, label=name)
         ax.set(title=PASSES[which], ylabel="ms" if time else "GB beside the inputs")
     for ax in axes[1]:
-        ax.set(xlabel="chunk size asked for")
+        ax.set(xlabel="chunk size target for")
     axes[0][0].set_ylim(top=5 * axes[0][0].get_ylim()[1])  # room for the legend
     axes[0][0].legend(fontsize=5, ncols=2, loc="upper left")
     save(figure, path.with_name(f"{path.stem}-tfla-chunks.svg"))
 
 
-def draw_sweep(path: Path, cases: Sides, form: str, column: str, words: str) -> None:
+def draw_sweep(path: Path, cases: Providers, form: str, column: str, words: str) -> None:
     found = [lines_of(cases, form, which, lambda row: int(row[column])) for which in PASSES]
     if not any(found):
         return
@@ -103,12 +103,12 @@ def draw_sweep(path: Path, cases: Sides, form: str, column: str, words: str) -> 
     save(figure, path.with_name(f"{path.stem}-tfla-{form}.svg"))
 
 
-def draw_roofline(path: Path, cases: Sides) -> None:
+def draw_roofline(path: Path, cases: Providers) -> None:
     """Draws our kernel in the roofline of the device, for the cases with a target."""
     rows = [
         row
-        for sides in cases.values()
-        for row in sides.get("ours", {}).values()
+        for providers in cases.values()
+        for row in providers.get("ours", {}).values()
         if row["form"] == "must" and row["tflops"]
     ]
     if not rows:
@@ -127,7 +127,7 @@ def draw_roofline(path: Path, cases: Sides) -> None:
     save(figure, path.with_name(f"{path.stem}-tfla-roofline.svg"))
 
 
-def draw_tfla(path: Path, cases: Sides) -> None:
+def draw_tfla(path: Path, cases: Providers) -> None:
     draw_chunks(path, cases)
     draw_sweep(path, cases, "heads", "D", "width of a head, 4096 in all, B 4, T 8192")
     draw_sweep(path, cases, "lengths", "T", "length, 65,536 tokens")

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 Row = dict[str, str]
-Sides = dict[str, dict[str, Row]]  # of a case: side -> pass -> row
-ReadSides = Callable[..., dict[str, Sides]]
+Providers = dict[str, dict[str, Row]]  # of a case: provider -> pass -> row
+ReadSides = Callable[..., dict[str, Providers]]
 
 CASES = [  # (what, kernel, case, pass)
     ("nn.LSTM, 4 layers of 768", "fused_rnn", "lstm-1x768-module-layers4", "train"),
@@ -47,15 +47,15 @@ class Speedup(NamedTuple):
     row: Row
 
 
-def speedups(path: Path, read_sides: ReadSides) -> Iterator[Speedup]:
+def speedups(path: Path, read_providers: ReadSides) -> Iterator[Speedup]:
     for what, kernel, case, which in CASES:
-        sides = read_sides(path, kernel).get(case)
-        if sides is None or which not in sides["ours"]:
+        providers = read_providers(path, kernel).get(case)
+        if providers is None or which not in providers["ours"]:
             continue
-        row = sides["ours"][which]
+        row = providers["ours"][which]
         ratio, peer = min(
             (float(passes[which]["ratio"]), name)
-            for name, passes in sides.items()
+            for name, passes in providers.items()
             if which in passes and name not in NO_PEERS
         )
         name = PEERS.get(peer, peer)
@@ -64,8 +64,8 @@ def speedups(path: Path, read_sides: ReadSides) -> Iterator[Speedup]:
         )
 
 
-def speedup_table(path: Path, read_sides: ReadSides) -> str:
-    rows = list(speedups(path, read_sides))
+def speedup_table(path: Path, read_providers: ReadSides) -> str:
+    rows = list(speedups(path, read_providers))
     if not rows:
         return ""
     text = (
@@ -80,9 +80,9 @@ def speedup_table(path: Path, read_sides: ReadSides) -> str:
     return text
 
 
-def speedup_figure(path: Path, read_sides: ReadSides) -> str:
+def speedup_figure(path: Path, read_providers: ReadSides) -> str:
     """The same as an SVG: bars to the right, a line where both are equally fast."""
-    rows = list(speedups(path, read_sides))
+    rows = list(speedups(path, read_providers))
     if not rows:
         return ""
     height = TOP + ROW * len(rows) + 12

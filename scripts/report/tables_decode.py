@@ -5,8 +5,8 @@ from pathlib import Path
 
 from report.tables_training import Row, read, stamp
 
-ASKED = {("flash_mlstm_7b", 1): 240, ("flash_mlstm_7b", 8): 1600, ("flash_mlstm_7b", 64): 6500}
-ASKED_OF_PREFILL = {("flash_mlstm_7b", 32768): 0.7}
+TARGETS = {("flash_mlstm_7b", 1): 240, ("flash_mlstm_7b", 8): 1600, ("flash_mlstm_7b", 64): 6500}
+PREFILL_TARGETS = {("flash_mlstm_7b", 32768): 0.7}
 ASKED_OF_SERVING = 3
 MEASURED = {
     "flash_rnn": ("flash_gru_1b", "flash_lstm_1b", "lstm_165m"),
@@ -37,11 +37,11 @@ def decode_table(path: Path) -> str:
         "peak GiB |\n|---|---|---|---|---|---|---|---|\n"
     )
     for row in rows:
-        asked = ASKED.get((row["model"], int(row["batch"])), 0)
-        rate = marked(f"{float(row['tokens_per_s']):,.0f}", float(row["tokens_per_s"]) >= asked)
+        target = TARGETS.get((row["model"], int(row["batch"])), 0)
+        rate = marked(f"{float(row['tokens_per_s']):,.0f}", float(row["tokens_per_s"]) >= target)
         step = row["ms_step"] and f"{float(row['ms_step']):.3f}"
         text += (
-            f"| {row['model']} | {row['batch']} | {rate} | {f'{asked:,}' if asked else ''} | "
+            f"| {row['model']} | {row['batch']} | {rate} | {f'{target:,}' if target else ''} | "
             f"{float(row['ms_token']):.3f} | {step} | {float(row['floor_ms']):.3f} "
             f"({float(row['fraction']):.0%}) | {float(row['peak_gib']):.1f} |\n"
         )
@@ -55,11 +55,11 @@ def prefill_table(path: Path) -> str:
         "a token after it | peak GiB |\n|---|---|---|---|---|---|---|\n"
     )
     for row in rows:
-        asked = ASKED_OF_PREFILL.get((row["model"], int(row["position"])), 0)
-        share = marked(f"{float(row['fraction']):.0%}", float(row["fraction"]) >= asked)
+        target = PREFILL_TARGETS.get((row["model"], int(row["position"])), 0)
+        share = marked(f"{float(row['fraction']):.0%}", float(row["fraction"]) >= target)
         text += (
             f"| {row['model']} | {int(row['position']):,} | {float(row['ms_step']):,.0f} ms | {share} | "
-            f"{f'{asked:.0%}' if asked else ''} | {float(row['ms_token']):.3f} ms | "
+            f"{f'{target:.0%}' if target else ''} | {float(row['ms_token']):.3f} ms | "
             f"{float(row['peak_gib']):.1f} |\n"
         )
     return text

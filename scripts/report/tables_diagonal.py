@@ -6,7 +6,7 @@ from pathlib import Path
 
 SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 Row = dict[str, str]
-Sides = dict[str, dict[str, dict[str, Row]]]  # case -> side -> pass -> row
+Providers = dict[str, dict[str, dict[str, Row]]]  # case -> provider -> pass -> row
 
 
 def stamp(rows: list[Row], path: Path) -> str:
@@ -27,50 +27,50 @@ def shown(ms: str | float) -> str:
     return f"{ms:.3g} ms" if ms >= 0.1 else f"{ms * 1e3:.3g} us"
 
 
-def peers_of(sides: dict[str, dict[str, Row]], which: str, names: tuple[str, ...]) -> str:
-    there = [name for name in names if which in sides.get(name, {})]
-    return ", ".join(f"{name} {shown(sides[name][which]['p50_ms'])}" for name in there)
+def peers_of(providers: dict[str, dict[str, Row]], which: str, names: tuple[str, ...]) -> str:
+    there = [name for name in names if which in providers.get(name, {})]
+    return ", ".join(f"{name} {shown(providers[name][which]['p50_ms'])}" for name in there)
 
 
-def marks(path: Path, cases: Sides) -> str:
+def marks(path: Path, cases: Providers) -> str:
     """Makes the table of targets: floor, time, limit, and peers."""
     rows = [
-        (sides, row)
-        for sides in cases.values()
-        for row in sides.get("ours", {}).values()
+        (providers, row)
+        for providers in cases.values()
+        for row in providers.get("ours", {}).values()
         if row["limit_ms"] or (row["op"] == "linear_scan")
     ]
     if not rows:
         return ""
     text = stamp([row for _, row in rows], path)
     text += f"| op, B×T×D | dtype | pass | floor | plain | time | limit | peers |\n|{'---|' * 8}\n"
-    for sides, row in rows:
+    for providers, row in rows:
         name = row["op"] + (" layer" if row["form"] == "layer" else "")
         limit = row["limit_ms"]
         if limit and float(row["p50_ms"]) > float(limit):
             limit = f"**{limit}**"
-        peers = peers_of(sides, row["pass"], ("pararnn-torch", "accelerated-scan"))
+        peers = peers_of(providers, row["pass"], ("pararnn-torch", "accelerated-scan"))
         text += f"| {name} {size_of(row)} | {SHORT[row['dtype']]} | {row['pass']} "
-        plain = sides.get("plain", {}).get(row["pass"])
+        plain = providers.get("plain", {}).get(row["pass"])
         text += f"| {shown(row['floor_ms'])} | {shown(plain['p50_ms']) if plain else ''} "
         text += f"| {shown(row['p50_ms'])} | {limit} | {peers} |\n"
     return text
 
 
-def sweep(path: Path, cases: Sides) -> str:
+def sweep(path: Path, cases: Providers) -> str:
     """Makes the table of every method over channels and lengths: fp32 forward, by graph replay."""
     names = ("ours", "sequential", "multiple_shooting", "newton", "pararnn-torch")
     rows = [
-        (sides, sides["ours"]["forward"])
-        for sides in cases.values()
-        if "multiple_shooting" in sides and "forward" in sides.get("ours", {})
+        (providers, providers["ours"]["forward"])
+        for providers in cases.values()
+        if "multiple_shooting" in providers and "forward" in providers.get("ours", {})
     ]
     if not rows:
         return ""
     rows.sort(key=lambda pair: (pair[1]["op"], int(pair[1]["T"]), int(pair[1]["D"])))
     text = f"| op, B×T×D | floor | auto | {' | '.join(names[1:])} |\n|{'---|' * 7}\n"
-    for sides, row in rows:
-        times = [sides.get(name, {}).get("forward") for name in names]
+    for providers, row in rows:
+        times = [providers.get(name, {}).get("forward") for name in names]
         cells = [shown(t["p50_ms"]) if t else "" for t in times]
         text += f"| {row['op']} {size_of(row)} | {shown(row['floor_ms'])} | {' | '.join(cells)} |\n"
     return text
@@ -88,7 +88,7 @@ def errors(path: Path) -> str:
     rows = studies(path, "error")
     if not rows:
         return ""
-    sides = ("sequential", "multiple_shooting", "newton")
+    providers = ("sequential", "multiple_shooting", "newton")
     text = (
         stamp(rows, path)
         + "| cell, weights | dtype | sequential | multiple_shooting | newton | for comparison |\n"
@@ -96,10 +96,12 @@ def errors(path: Path) -> str:
     text += "|---|---|---|---|---|---|\n"
     for key in dict.fromkeys((r["op"], r["regime"], r["dtype"]) for r in rows):
         found = {
-            r["side"]: float(r["value"]) for r in rows if (r["op"], r["regime"], r["dtype"]) == key
+            r["provider"]: float(r["value"])
+            for r in rows
+            if (r["op"], r["regime"], r["dtype"]) == key
         }
-        rest = ", ".join(f"{s} {v:.1e}" for s, v in found.items() if s not in sides)
-        values = " | ".join(f"{found[s]:.1e}" for s in sides)
+        rest = ", ".join(f"{s} {v:.1e}" for s, v in found.items() if s not in providers)
+        values = " | ".join(f"{found[s]:.1e}" for s in providers)
         text += f"| {key[0]}, {key[1]} | {SHORT[key[2]]} | {values} | {rest} |\n"
     return text
 
@@ -117,11 +119,11 @@ def residuals(path: Path) -> str:
     return text if rows else ""
 
 
-def tables(read_sides: Callable[[Path], Sides]) -> dict:
+def tables(read_providers: Callable[[Path], Providers]) -> dict:
     """Returns table name -> (function of a result file, column that identifies such files)."""
     return {
-        "diagonal-marks": (lambda path: marks(path, read_sides(path)), "limit_ms"),
-        "diagonal-sweep": (lambda path: sweep(path, read_sides(path)), "limit_ms"),
+        "diagonal-marks": (lambda path: marks(path, read_providers(path)), "limit_ms"),
+        "diagonal-sweep": (lambda path: sweep(path, read_providers(path)), "limit_ms"),
         "diagonal-errors": (errors, "study"),
         "diagonal-residuals": (residuals, "study"),
     }

@@ -35,18 +35,18 @@ def training_table(path: Path) -> str:
     peers: dict[tuple[str, str], tuple[Row, Row]] = {}  # a peer's, and ours ahead of it in the file
     for row in read(path):
         case = row["case"], row["compiled"]
-        if row["side"] in ("ours", "transformer"):
-            runs[case][row["side"]] = row
+        if row["provider"] in ("ours", "transformer"):
+            runs[case][row["provider"]] = row
         else:
-            peers[row["case"], row["side"]] = row, runs[case]["ours"]
-    rows = [row for sides in runs.values() for row in sides.values()]
+            peers[row["case"], row["provider"]] = row, runs[case]["ours"]
+    rows = [row for providers in runs.values() for row in providers.values()]
     text = stamp(path, rows + [row for row, _ in peers.values()])
     text += (
         "| model | B x T | a step, ms: p50, p95, most | the Transformer's | ratio | target | tokens/s "
         "| TFLOP/s | GiB, both |\n|---|---|---|---|---|---|---|---|---|\n"
     )
-    for (case, compiled), sides in runs.items():
-        ours, theirs = sides["ours"], sides["transformer"]
+    for (case, compiled), providers in runs.items():
+        ours, theirs = providers["ours"], providers["transformer"]
         beyond = "**" if float(ours["ratio"]) > float(ours["limit"]) else ""
         several = f"{ours['micro_steps']} x " if ours["micro_steps"] != "1" else ""
         text += (
@@ -70,17 +70,17 @@ def training_table(path: Path) -> str:
 
 
 def parallel_table(path: Path) -> str:
-    runs: dict[tuple[str, str], Row] = {(r["case"], r["side"]): r for r in read(path)}
+    runs: dict[tuple[str, str], Row] = {(r["case"], r["provider"]): r for r in read(path)}
     text = stamp(path, list(runs.values()))
     text += (
         "| model | T | on | a step | one GPU's by it | target | gradients apart |\n"
         "|---|---|---|---|---|---|---|\n"
     )
-    for (case, side), row in runs.items():
-        where = "one GPU" if side == "alone" else f"{row['gpus']} GPUs, {side}"
-        asked = "" if side == "alone" else row["limit"]
+    for (case, provider), row in runs.items():
+        where = "one GPU" if provider == "alone" else f"{row['gpus']} GPUs, {provider}"
+        target = "" if provider == "alone" else row["limit"]
         text += (
-            f"| {case} | {row['T']} | {where} | {row['p50_ms']} ms | {row['ratio']} | {asked} | "
+            f"| {case} | {row['T']} | {where} | {row['p50_ms']} ms | {row['ratio']} | {target} | "
         )
         text += f"{row['gap']} |\n"
     return text
@@ -90,13 +90,13 @@ def curves_of(rows: list[Row]) -> dict[tuple[str, str], Curve]:
     """Returns the loss curves by precision and variant."""
     curves: dict[tuple[str, str], Curve] = defaultdict(list)
     for row in rows:
-        curves[row["precision"], row["side"]].append(float(row["loss"]))
+        curves[row["precision"], row["provider"]].append(float(row["loss"]))
     return curves
 
 
-def is_noise(side: str) -> bool:
+def is_noise(provider: str) -> bool:
     """Whether a variant is a repeat of another with perturbed roundings."""
-    return re.search(r"(nudged|reordered)-\d+$", side) is not None
+    return re.search(r"(nudged|reordered)-\d+$", provider) is not None
 
 
 def apart(a: Curve, b: Curve) -> str:
@@ -133,10 +133,10 @@ def convergence_table(path: Path) -> str:
             "| in the same model | last loss, fp32 | from flash_rnn | last loss, bf16 | "
             "from flash_rnn |\n|---|---|---|---|---|\n"
         )
-        for side in dict.fromkeys(side for _, side in curves if not is_noise(side)):
-            line = [side]
+        for provider in dict.fromkeys(provider for _, provider in curves if not is_noise(provider)):
+            line = [provider]
             for precision in ("fp32", "bf16"):
-                curve = curves.get((precision, side))
+                curve = curves.get((precision, provider))
                 own = curves[precision, "flash_rnn"] if curve else []
                 line += [f"{curve[-1]:.4f}", apart(curve, own)] if curve else ["", ""]
             text += f"| {' | '.join(line)} |\n"

@@ -70,7 +70,7 @@ def k_hop(rng: np.random.Generator, count: int, lengths: Lengths, V: int, k: int
     x is uniform in [0, V).
 
     P: "hop back and report the value following its previous occurrence; keep on hopping back k
-    times". Where there is no such occurrence nothing is asked: the published parameter counts leave
+    times". Where there is no such occurrence nothing is scored: the published parameter counts leave
     no room for a token that says so.
     """
     x, last = _uniform(rng, count, lengths, V)
@@ -143,7 +143,7 @@ class Task:
     test_lengths: Lengths = (100, 100)
     training_rows: int | None = 10_000  # drawn once; None for new rows at every step
     test_rows: int = 100_000
-    asked: int | None = None  # positions of every row; None where rows differ
+    scored: int | None = None  # positions of every row; None where rows differ
     full_block: bool = True  # the whole mixer of P's language model, or its recurrent cell alone
     norms: bool = True  # around the mixer
     positions: bool = False  # sinusoids are added to the embeddings
@@ -219,15 +219,15 @@ TASKS = {
     # from the start, without which a gradient does not come back over 95 steps; rows of parity that
     # are shorter than 100, at which learning begins; and MANY rows, where 10,000 were learnt by heart.
     "keep-5th": Task(
-        partial(keep_nth, V=128, n=5), 128, training_rows=MANY, asked=1, full_block=False,
+        partial(keep_nth, V=128, n=5), 128, training_rows=MANY, scored=1, full_block=False,
         norms=False, positions=True, memory=100,
     ),
-    "parity": Task(parity, 2, (1, 100), asked=1, full_block=False, max_recurrent=None),
+    "parity": Task(parity, 2, (1, 100), scored=1, full_block=False, max_recurrent=None),
     "mqar": Task(
-        partial(mqar, V=128, pairs=2, noise_from=64), 128, training_rows=5 * MANY, asked=2
+        partial(mqar, V=128, pairs=2, noise_from=64), 128, training_rows=5 * MANY, scored=2
     ),
     "mqar-zoology": Task(
-        partial(mqar, V=128, pairs=2, noise_from=0), 128, training_rows=MANY, asked=2
+        partial(mqar, V=128, pairs=2, noise_from=0), 128, training_rows=MANY, scored=2
     ),
     "1-hop": Task(partial(k_hop, V=10, k=1), 10),
     "2-hop": Task(partial(k_hop, V=5, k=2), 5, training_rows=MANY),

@@ -77,35 +77,35 @@ def rate_factor(task: Task, step: int) -> float:
 
 
 def answers(
-    stack: Stack, tokens: Tensor, targets: Tensor, asked: int | None
+    stack: Stack, tokens: Tensor, targets: Tensor, scored: int | None
 ) -> tuple[Tensor, Tensor]:
     """Returns logits [B, T, S, V] and targets [B, T, S] for tokens and targets [S, B, T].
 
-    If every row has `asked` targets, only their positions are computed instead of all T."""
+    If every row has `scored` targets, only their positions are computed instead of all T."""
     at = None
-    if asked:
-        at = (targets != IGNORED).int().topk(asked).indices
+    if scored:
+        at = (targets != IGNORED).int().topk(scored).indices
         targets = targets.gather(2, at)
     return stack(tokens, at), targets.permute(1, 2, 0)
 
 
-def losses(stack: Stack, tokens: Tensor, targets: Tensor, asked: int | None = None) -> Tensor:
+def losses(stack: Stack, tokens: Tensor, targets: Tensor, scored: int | None = None) -> Tensor:
     """Returns each model's mean cross-entropy over its targets: tokens, targets [S, B, T] ->
     [S]."""
-    logits, targets = answers(stack, tokens, targets, asked)
+    logits, targets = answers(stack, tokens, targets, scored)
     rows = logits.flatten(0, 2), targets.flatten()  # of V beside each other: softmax is fast there
     each = cross_entropy(*rows, ignore_index=IGNORED, reduction="none").view(targets.shape)
     return each.sum((0, 1)) / (targets != IGNORED).sum((0, 1))
 
 
 @torch.no_grad()
-def accuracies(stack: Stack, rows: Rows, asked: int | None = None) -> Tensor:
+def accuracies(stack: Stack, rows: Rows, scored: int | None = None) -> Tensor:
     """Returns each model's accuracy over the targets, [S]; all read the same rows."""
     device, total = stack.flat.device, 0
     right = torch.zeros(len(stack), dtype=torch.long, device=device)
     for at in range(0, len(rows[0]), ROWS_AT_ONCE):
         parts = (torch.from_numpy(part[at : at + ROWS_AT_ONCE]).to(device) for part in rows)
-        logits, y = answers(stack, *(x.expand(len(stack), -1, -1) for x in parts), asked)
+        logits, y = answers(stack, *(x.expand(len(stack), -1, -1) for x in parts), scored)
         right += ((logits.argmax(-1) == y) & (y != IGNORED)).sum((0, 1))
         total += int((rows[1][at : at + ROWS_AT_ONCE] != IGNORED).sum())
     return right / total
@@ -201,7 +201,7 @@ class Trainer:
 
     def step(self) -> Tensor:
         tokens, targets, factor = self.feed.take()
-        loss = losses(self.stack, tokens, targets, self.task.asked)
+        loss = losses(self.stack, tokens, targets, self.task.scored)
         loss.sum().backward()  # a model's parameters are in one of the terms
         self.optimizer.step(factor)
         return loss.detach()
@@ -251,7 +251,7 @@ class Trainer:
                 self.check(step, loss, solved, spent, last)
 
     def check(self, step: int, loss: Tensor, solved: float, spent: float, last: bool) -> None:
-        accuracy = accuracies(self.stack, self.validation, self.task.asked).tolist()
+        accuracy = accuracies(self.stack, self.validation, self.task.scored).tolist()
         for run, value, right in zip(self.live, loss.tolist(), accuracy, strict=True):
             run.step, run.loss = step, value
             run.good = run.good + 1 if right >= solved else 0
@@ -288,7 +288,7 @@ class Trainer:
         rows = self.stack.flat
         self.stack.flat = rows.detach()[over]
         test = self.task.rows("test", 0, 0, self.task.test_rows)
-        accuracy = accuracies(self.stack, test, self.task.asked).tolist()
+        accuracy = accuracies(self.stack, test, self.task.scored).tolist()
         for i, value in zip(over, accuracy, strict=True):
             run = self.live[i]
             run.accuracy = float("nan") if run.status == "diverged" else value

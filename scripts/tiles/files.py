@@ -104,7 +104,7 @@ def measured_steps(results: Path) -> dict[tuple[str, str, int], str]:
     times: dict[tuple[str, str, int], dict[tuple[int, int], dict[str, str]]] = {}
     with results.open(newline="") as file:
         for row in csv.DictReader(file):
-            if row["side"] != "ours" or row["form"] != "op" or row["pass"] == "step":
+            if row["provider"] != "ours" or row["form"] != "op" or row["pass"] == "step":
                 continue
             shapes = times.setdefault((row["op"], row["dtype"], int(row["D"])), {})
             shapes.setdefault((int(row["B"]), int(row["N"])), {})[row["pass"]] = row["us_step"]

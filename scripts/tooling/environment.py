@@ -94,10 +94,10 @@ def prepare(home: Path, extras: list[str]) -> Path:
                 "index of CPU builds)",
                 flush=True,
             )
-            _pip(python, torch, log, must=True)
+            _pip(python, torch, log, required=True)
         package = f"{ROOT}[{','.join(wanted['extras'])}]" if wanted["extras"] else str(ROOT)
         packages = ["install", "-c", str(CONSTRAINTS), "-e", package, *BUILD_TOOLS]
-        _pip(python, packages, log, must=True)
+        _pip(python, packages, log, required=True)
         stamp.write_text(json.dumps(wanted))
         print(f"environment ready after {time.monotonic() - started:.0f} s", flush=True)
     return python
@@ -193,12 +193,12 @@ def _make_venv(venv: Path) -> None:
         fail(f"`{' '.join(command)}` failed:\n{done.stdout.strip()}")
 
 
-def _pip(python: Path, arguments: list[str], log: Path, must: bool = False) -> bool:
+def _pip(python: Path, arguments: list[str], log: Path, required: bool = False) -> bool:
     """Runs pip into `log`; on a failure that counts, says what it said and what that means."""
     command = [str(python), "-m", "pip", *arguments, "--no-input", "--progress-bar", "off"]
     with open(log, "w") as output:
         done = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT)
-    if done.returncode == 0 or not must:
+    if done.returncode == 0 or not required:
         return done.returncode == 0
     said = log.read_text().strip()
     reason = "see above"

@@ -14,8 +14,8 @@ LLAMA = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48}
 LLAMA |= {"num_attention_heads": 2}
 
 
-def shrink(side: bench.Side, model: dict) -> bench.Side:
-    return side._replace(rows=2, length=8, model=tuple(model.items()))
+def shrink(provider: bench.Provider, model: dict) -> bench.Provider:
+    return provider._replace(rows=2, length=8, model=tuple(model.items()))
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def arguments(*words: str):
     return parser.parse_args([*words, "--steps", "2", "--commit", "c"])
 
 
-def test_sides_have_the_same_tokens_and_nearly_the_same_weights():
+def test_providers_have_the_same_tokens_and_nearly_the_same_weights():
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -47,12 +47,12 @@ def test_sides_have_the_same_tokens_and_nearly_the_same_weights():
 
     for case in bench.CASES.values():
         sizes, settings = [], []
-        for side in (case.ours, case.transformer):
-            recipe = side.recipe()
+        for provider in (case.ours, case.transformer):
+            recipe = provider.recipe()
             with torch.device("meta"):
                 model = AutoModelForCausalLM.from_config(make_config(recipe))
             sizes.append(sum(p.numel() for p in model.parameters()))
-            settings.append((recipe.batch, recipe.length, recipe.vocab_size, side.micro_steps))
+            settings.append((recipe.batch, recipe.length, recipe.vocab_size, provider.micro_steps))
         # published: 190 M and 162 M parameters.
         one_head = 1.18 if case.name.endswith("_1head") else 1.04
         assert 1 / 1.04 < sizes[0] / sizes[1] < one_head, case.name
@@ -60,7 +60,7 @@ def test_sides_have_the_same_tokens_and_nearly_the_same_weights():
 
 
 @pytest.mark.parametrize("name", ["lstm_165m", "flash_gru_7b_layer", "flash_mlstm_400m"])
-def test_both_sides_are_measured_kept_and_judged(small, tmp_path, monkeypatch, capsys, name):
+def test_both_providers_are_measured_kept_and_judged(small, tmp_path, monkeypatch, capsys, name):
     limits = {0.0: False, float("inf"): True}
     for limit, within in limits.items():
         monkeypatch.setitem(small, name, small[name]._replace(limit=limit))
@@ -69,7 +69,7 @@ def test_both_sides_are_measured_kept_and_judged(small, tmp_path, monkeypatch, c
     (path,) = tmp_path.glob("*-training.csv")
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
-    assert [row["side"] for row in rows] == ["ours", "transformer"] * 2
+    assert [row["provider"] for row in rows] == ["ours", "transformer"] * 2
     ours, theirs, *_ = rows
     assert float(ours["ratio"]) == pytest.approx(
         float(ours["p50_ms"]) / float(theirs["p50_ms"]), rel=2e-3

@@ -94,8 +94,10 @@ def test_rows_limits_and_table(bench, plot, monkeypatch, tmp_path, capsys):
     case = tiny(bench, peers=("loop", "sdpa"), limits=(0.4, 1.0))
     rows = []
     problem = bench.cuda.run_cases([case], ["loop", "sdpa"], runner, STAMP, rows.extend)
-    assert [(row["side"], row["pass"]) for row in rows] == [
-        (side, which) for side in ("ours", "loop", "sdpa") for which in bench.cases.passes(case)
+    assert [(row["provider"], row["pass"]) for row in rows] == [
+        (provider, which)
+        for provider in ("ours", "loop", "sdpa")
+        for which in bench.cases.passes(case)
     ]
     assert problem.splitlines()[1:] == ["lstm-2x16 forward: 0.5 > 0.4 ms"]
     assert "forward <= 0.4 MISSED  train <= 1 holds" in capsys.readouterr().out
@@ -115,7 +117,7 @@ def test_a_peer_that_cannot_run_says_why(bench, plot, monkeypatch, tmp_path):
     case = tiny(bench, peers=("flashrnn", "loop"), limits=(1.0, 1.0))
     rows = []
     assert not bench.cuda.run_cases([case], ["flashrnn", "loop"], runner, STAMP, rows.extend)
-    (why,) = {row["note"] for row in rows if row["side"] == "flashrnn"}
+    (why,) = {row["note"] for row in rows if row["provider"] == "flashrnn"}
     assert why.startswith("flashrnn cannot be imported")
     assert [row["p50_ms"] for row in rows] == ["0.5"] * 3 + [""] * 3 + ["0.5"] * 3
     assert "loop 1.00x" in plot.cuda_table(bench.common.append(rows, tmp_path))

@@ -40,10 +40,10 @@ def test_tables_show_what_missed_and_only_this_kernel(plot, tmp_path):
     common |= {"device": "NVIDIA H200", "driver": "1", "torch": "2", "commit": "c", "date": "d"}
     ours = {"kernel": "_diagonal_rnn_cuda_0"}
     rows = [
-        {"case": "a", "side": "ours", "p50_ms": 0.5, "limit_ms": 0.4, **common, **ours},
-        {"case": "a", "side": "pararnn-torch", "p50_ms": 3.1, "limit_ms": "", **common, **ours},
-        {"case": "b", "side": "ours", "p50_ms": 0.05, "limit_ms": 0.4, **common, **ours},
-        {"case": "c", "side": "ours", "p50_ms": 9, "limit_ms": 1, **common, "kernel": "_tfla_cuda_0"},
+        {"case": "a", "provider": "ours", "p50_ms": 0.5, "limit_ms": 0.4, **common, **ours},
+        {"case": "a", "provider": "pararnn-torch", "p50_ms": 3.1, "limit_ms": "", **common, **ours},
+        {"case": "b", "provider": "ours", "p50_ms": 0.05, "limit_ms": 0.4, **common, **ours},
+        {"case": "c", "provider": "ours", "p50_ms": 9, "limit_ms": 1, **common, "kernel": "_tfla_cuda_0"},
     ]  # fmt: skip
     path = tmp_path / "gpu.csv"
     with path.open("w", newline="") as file:

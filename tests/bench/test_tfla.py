@@ -41,7 +41,7 @@ def test_what_misses_its_mark_is_said(modules, monkeypatch):
     took = {"forward": 1.1, "train": 4.0}
 
     def measure(case, *_):
-        row = {"side": "ours", "peak_mib": "2400"}
+        row = {"provider": "ours", "peak_mib": "2400"}
         return [
             row | {"pass": which, "p50_ms": str(ms), "limit_ms": case.limit(which)}
             for which, ms in took.items()
@@ -74,17 +74,17 @@ def test_a_peer_that_cannot_run_says_why(modules, monkeypatch, tmp_path, capsys)
         "simple_gla": {"forward": took, "train": "out of resource: shared memory"},
     }
 
-    def run_side(case, name, *_):
+    def run_provider(case, name, *_):
         if name not in outcomes:
             raise suite.Unavailable(f"{name} is not installed\nat all")
         return outcomes[name], {}
 
-    monkeypatch.setattr(bench, "run_side", run_side)
+    monkeypatch.setattr(bench, "run_provider", run_provider)
     monkeypatch.setattr(suite, "draw", lambda case: {})
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
     peers = ("mlstm_kernels", "simple_gla", "mamba2")
     rows = bench.measure(suite.MUST[0], None, peers, 0.1)
-    notes = {(row["side"], row["pass"]): row["note"] for row in rows}
+    notes = {(row["provider"], row["pass"]): row["note"] for row in rows}
     assert notes == {
         ("ours", "forward"): "",
         ("ours", "train"): "",
@@ -125,8 +125,8 @@ def test_mamba2_is_made_without_its_package(modules, monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(tmp_path))
     p = suite.draw(replace(suite.MUST[0], batch=1, steps=8), "cpu")
     for case in suite.MUST[:2]:
-        side = suite.make(case, "mamba2", None)
-        assert side.call(side.native(p)) == 1
+        provider = suite.make(case, "mamba2", None)
+        assert provider.call(provider.native(p)) == 1
     for name in [name for name in sys.modules if name.split(".")[0] == "mamba_ssm"]:
         sys.modules.pop(name)
 
@@ -143,8 +143,8 @@ def write(path, rows):
         writer.writerows(COMMON | row for row in rows)
 
 
-def row(case, side, which, ms, form="must", floor=0.375, limit=""):
-    own = {"case": case, "side": side, "pass": which, "p50_ms": ms, "form": form}
+def row(case, provider, which, ms, form="must", floor=0.375, limit=""):
+    own = {"case": case, "provider": provider, "pass": which, "p50_ms": ms, "form": form}
     return COMMON | own | {"floor_ms": floor, "limit_ms": limit, "peak_mib": 1000}
 
 
@@ -170,7 +170,7 @@ def test_table_of_marks(plot, tmp_path):
         "- \\* gla-limit: eager",
         "- gla, forward: not timed in exp 16x128x256 B8T8192: does not fit",
     ]
-    assert "gla" not in plot.read_sides(tmp_path / "gpu.csv", "tfla")[big]["gla"]
+    assert "gla" not in plot.read_providers(tmp_path / "gpu.csv", "tfla")[big]["gla"]
 
 
 def test_tables_of_sweeps(plot, tmp_path):
@@ -199,15 +199,15 @@ def test_figures(plot, tmp_path):
     from report.plots_tfla import draw_tfla
 
     rows = [
-        row(f"mlstm-exp-16x128x256-B8T8192-chunk{L}", side, which, 1 + L, form="chunks")
+        row(f"mlstm-exp-16x128x256-B8T8192-chunk{L}", provider, which, 1 + L, form="chunks")
         for L in (64, 256)
-        for side in ("ours", "mlstm_kernels")
+        for provider in ("ours", "mlstm_kernels")
         for which in ("forward", "train")
     ]
     rows += [row("mlstm-exp-16x128x256-B8T8192", "ours", "forward", 1, limit=2)]
     path = tmp_path / "gpu.csv"
     write(path, rows)
-    draw_tfla(path, plot.read_sides(path, "tfla"))
+    draw_tfla(path, plot.read_providers(path, "tfla"))
     assert {p.name for p in tmp_path.glob("*.svg")} == {
         "gpu-tfla-chunks.svg",
         "gpu-tfla-roofline.svg",

@@ -7,7 +7,7 @@ import torch
 
 from commands import load_command
 from loss_curves import results, studies
-from loss_curves.run import Side, distance, draw_batches, nudge, train
+from loss_curves.run import Provider, distance, draw_batches, nudge, train
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +41,13 @@ def test_only_what_is_said_differs():
     letters = torch.Generator().manual_seed(0)
     batches = torch.randint(ord("a"), ord("z"), (32, 4, 17), generator=letters)
     make = partial(studies.make_model, studies.FAMILIES["lstm"], "reference")
-    sides = [Side("a", make), Side("b", make), Side("n", make, nudge=1), Side("r", make, reorder=1)]
-    a, b, nudged, reordered, half = train([*sides, Side("h", make, bf16=True)], batches)
+    providers = [
+        Provider("a", make),
+        Provider("b", make),
+        Provider("n", make, nudge=1),
+        Provider("r", make, reorder=1),
+    ]
+    a, b, nudged, reordered, half = train([*providers, Provider("h", make, bf16=True)], batches)
     assert torch.equal(a, b)
     assert 0 < distance(a, nudged) < 1e-5 < distance(a, half) < 1e-2
     assert 0 < distance(a, reordered) < 1e-5
@@ -50,13 +55,17 @@ def test_only_what_is_said_differs():
 
 def test_a_curve_falls():
     make = partial(studies.make_model, studies.FAMILIES["lstm"], "reference")
-    (curve,) = train([Side("a", make)], draw_batches(12, 4, 16, "cpu"))
+    (curve,) = train([Provider("a", make)], draw_batches(12, 4, 16, "cpu"))
     assert curve[-3:].mean() < curve[:3].mean() - 1  # seen: 1.8; the text is that of these sources
 
 
 def test_torch_lstm_is_flash_rnns_but_for_the_second_bias_and_its_start(batches):
-    sides = {side.name: side for side in studies.torch_sides("reference") if not side.bf16}
-    curves = dict(zip(sides, train(sides.values(), batches), strict=True))
+    providers = {
+        provider.name: provider
+        for provider in studies.torch_providers("reference")
+        if not provider.bf16
+    }
+    curves = dict(zip(providers, train(providers.values(), batches), strict=True))
     native, rounding = curves["flash_rnn"], distance(curves["flash_rnn"], curves["nudged-1"])
     assert distance(native, curves["nn.LSTM, one bias"]) < 5 * rounding
     for name in ("nn.LSTM", "nn.LSTM, its start"):

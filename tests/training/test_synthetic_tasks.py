@@ -72,10 +72,10 @@ class TestGenerators:
         assert noise.max() == 127
         for x, y in zip(tokens, targets, strict=True):
             pairs = dict(zip(x[0:4:2], x[1:4:2], strict=True))
-            asked = np.flatnonzero(y != IGNORED)
-            assert len(asked) == len(pairs) == 2
-            assert {x[i] for i in asked} == set(pairs)
-            for i in asked:
+            scored = np.flatnonzero(y != IGNORED)
+            assert len(scored) == len(pairs) == 2
+            assert {x[i] for i in scored} == set(pairs)
+            for i in scored:
                 assert i >= 4
                 assert y[i] == pairs[x[i]]
                 assert x[i] < 64 <= y[i]

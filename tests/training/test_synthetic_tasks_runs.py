@@ -36,18 +36,18 @@ def test_rows_of_adamw_are_adamw():
     theirs = [row.clone().requires_grad_() for row in values]
     rates = [1e-1, 1e-2, 1e-3]
     optimizer = RowAdamW(ours, rates, 0.1)
-    judges = [
+    each = [
         torch.optim.AdamW([row], lr=rate, weight_decay=0.1)
         for row, rate in zip(theirs, rates, strict=True)
     ]
     for step in range(5):
         ours.square().sin().sum().backward()
         optimizer.step(0.5 if step == 3 else 1.0)
-        for row, rate, judge in zip(theirs, rates, judges, strict=True):
-            judge.param_groups[0]["lr"] = rate * (0.5 if step == 3 else 1.0)
-            judge.zero_grad()
+        for row, rate, own in zip(theirs, rates, each, strict=True):
+            own.param_groups[0]["lr"] = rate * (0.5 if step == 3 else 1.0)
+            own.zero_grad()
             row.square().sin().sum().backward()
-            judge.step()
+            own.step()
     torch.testing.assert_close(ours.detach(), torch.stack(theirs).detach(), atol=1e-14, rtol=0)
     kept = optimizer.keep([2, 0])
     assert (kept == ours[[2, 0]]).all()

@@ -58,12 +58,12 @@ def run(arguments: Any) -> None:
         what: {"model": "xlstm", "what": what, "blocks": BLOCKS, "tokens": tokens}
         for what, tokens in zip(TIMES, (1, PROMPT, DOCUMENT), strict=True)
     }
-    for side in ("theirs", "ours"):
+    for provider in ("theirs", "ours"):
         model.to(torch.bfloat16).eval()
-        if side == "ours":
+        if provider == "ours":
             flashcell.accelerate(model, backend=arguments.backend)
         for what, go in runs(model).items():
-            rows[what][f"{side}_ms"] = median_ms(go, TIMES[what], device)
+            rows[what][f"{provider}_ms"] = median_ms(go, TIMES[what], device)
     stamp = provenance(device, load_kernel("tfla", device, arguments.backend), arguments.commit)
     for row in rows.values():
         row["faster"] = row["theirs_ms"] / row["ours_ms"]

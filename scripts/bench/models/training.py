@@ -1,7 +1,7 @@
 """Times training steps of recurrent models against a Transformer's, for bench_models --training.
 
 A case is a recipe of scripts/recipes/ at its local batch: micro-steps forward and backward in bf16
-autocast over fp32 parameters, clipping, AdamW, as scripts/train takes them. Both sides get the same
+autocast over fp32 parameters, clipping, AdamW, as scripts/train takes them. Both providers get the same
 tokens, loss and optimizer, and their blocks go through torch.compile either on both or on neither.
 The Transformer is transformers' Llama with nothing but flash attention allowed. A row is one
 document, so that nothing is masked.
@@ -38,7 +38,7 @@ WARM_STEPS, STEPS = 3, 20
 LAYER_VOCABULARY = 256
 
 
-class Side(NamedTuple):
+class Provider(NamedTuple):
     """One provider of a case: a model, given by a recipe's variant at the local batch."""
 
     file: str  # of scripts/recipes/
@@ -64,8 +64,8 @@ class Side(NamedTuple):
 class Case(NamedTuple):
     name: str
     kernel: str
-    ours: Side
-    transformer: Side
+    ours: Provider
+    transformer: Provider
     limit: float  # of our time in the Transformer's
 
 
@@ -94,22 +94,26 @@ class Measured(NamedTuple):
 def _cases() -> Iterator[Case]:
     """Yields the cases; their limits are targets for one H200."""
     for variant, limit in (("lstm_165m", 1.08), ("lstm_165m_1head", 1.6), ("slstm_165m", 1.12)):
-        side = Side("flashrnn.yaml", variant, micro_steps=2)
-        yield Case(variant, "fused-rnn", side, side._replace(variant="transformer_165m"), limit)
+        provider = Provider("flashrnn.yaml", variant, micro_steps=2)
+        yield Case(
+            variant, "fused-rnn", provider, provider._replace(variant="transformer_165m"), limit
+        )
     for cell, limit in (("flash_gru", 1.0), ("flash_lstm", 1.03)):
         for size in ("400m", "7b"):
-            side = Side("pararnn.yaml", f"{cell}_{size}", one_layer=size == "7b")
-            name = f"{cell}_{size}" + "_layer" * side.one_layer
-            peer = side._replace(variant=f"transformer_{size}")
-            yield Case(name, "diagonal-rnn", side, peer, limit)
-    side = Side("tfla.yaml", "flash_mlstm_400m_8heads", length=8192)
-    yield Case("flash_mlstm_400m", "tfla", side, side._replace(variant="transformer_400m"), 0.85)
+            provider = Provider("pararnn.yaml", f"{cell}_{size}", one_layer=size == "7b")
+            name = f"{cell}_{size}" + "_layer" * provider.one_layer
+            peer = provider._replace(variant=f"transformer_{size}")
+            yield Case(name, "diagonal-rnn", provider, peer, limit)
+    provider = Provider("tfla.yaml", "flash_mlstm_400m_8heads", length=8192)
+    yield Case(
+        "flash_mlstm_400m", "tfla", provider, provider._replace(variant="transformer_400m"), 0.85
+    )
     # xLSTM-7B (arXiv 2503.13427), whose training has no recipe here, and a Llama of its width
-    side = Side("tfla.yaml", "flash_mlstm_1.4b_8heads", rows=4, length=8192, one_layer=True)
+    provider = Provider("tfla.yaml", "flash_mlstm_1.4b_8heads", rows=4, length=8192, one_layer=True)
     wide = {"hidden_size": 4096, "intermediate_size": 10944, "num_attention_heads": 32}
-    peer = side._replace(variant="transformer_1.4b", model=tuple(wide.items()))
-    side = side._replace(model=(("preset", "flash_mlstm_7b"),))
-    yield Case("flash_mlstm_7b_layer", "tfla", side, peer, 0.85)
+    peer = provider._replace(variant="transformer_1.4b", model=tuple(wide.items()))
+    provider = provider._replace(model=(("preset", "flash_mlstm_7b"),))
+    yield Case("flash_mlstm_7b_layer", "tfla", provider, peer, 0.85)
 
 
 CASES = {case.name: case for case in _cases()}
@@ -170,17 +174,17 @@ def make_step(
     return step
 
 
-def measure(side: Side, device: str, backend: str, steps: int, compiled: bool, look: bool):
-    recipe = side.recipe()
+def measure(provider: Provider, device: str, backend: str, steps: int, compiled: bool, look: bool):
+    recipe = provider.recipe()
     model = make_model(recipe, None, backend, device)
     parameters, flops = sum(p.numel() for p in model.parameters()), flops_per_token(model)
-    if side.layer:
-        PEERS[side.layer](model, recipe.batch)
+    if provider.layer:
+        PEERS[provider.layer](model, recipe.batch)
     if compiled:
         blocks = next(m for m in model.base_model.children() if isinstance(m, nn.ModuleList))
         for block in blocks:
             block.compile()
-    step = make_step(model, recipe, side.micro_steps, device)
+    step = make_step(model, recipe, provider.micro_steps, device)
     cuda = device == "cuda"
     only_flash = sdpa_kernel(SDPBackend.FLASH_ATTENTION) if cuda else nullcontext()
     wait = torch.cuda.synchronize if cuda else lambda: None
@@ -202,7 +206,7 @@ def measure(side: Side, device: str, backend: str, steps: int, compiled: bool, l
         if look:
             print(profile_step(step, statistics.median(times)), flush=True)
     gc.unfreeze()
-    tokens = side.micro_steps * recipe.batch * recipe.length
+    tokens = provider.micro_steps * recipe.batch * recipe.length
     return Measured(times, statistics.median(host), peak, tokens, parameters, flops * tokens)
 
 
@@ -222,21 +226,21 @@ def compare(arguments: Any) -> bool:
         rows = {}
         kernel = load_kernel(case.kernel, device, backend)
         peers = [(name, case.ours._replace(layer=name)) for name in arguments.peers]
-        for name, side in (("ours", case.ours), ("transformer", case.transformer), *peers):
+        for name, provider in (("ours", case.ours), ("transformer", case.transformer), *peers):
             try:
-                if side not in done:
-                    done[side] = measure(side, device, backend, *how)
+                if provider not in done:
+                    done[provider] = measure(provider, device, backend, *how)
             except Exception as error:  # a peer that breaks is no reason to lose ours
-                if not side.layer:
+                if not provider.layer:
                     raise
                 print(f"{case.name:20} {name}: {first_line(error)}", flush=True)
                 continue
             finally:
                 release(device)
-            recipe = side.recipe()
-            setting = {"B": recipe.batch, "T": recipe.length, "micro_steps": side.micro_steps}
-            head = {"case": case.name, "side": name, **setting, "compiled": arguments.compile}
-            rows[name] = row = head | done[side].row()
+            recipe = provider.recipe()
+            setting = {"B": recipe.batch, "T": recipe.length, "micro_steps": provider.micro_steps}
+            head = {"case": case.name, "provider": name, **setting, "compiled": arguments.compile}
+            rows[name] = row = head | done[provider].row()
             figures = (
                 f"{key[:-3]} {row[key]}" for key in ("p50_ms", "p95_ms", "max_ms", "host_ms")
             )
@@ -273,7 +277,7 @@ def add_arguments(parser: Any) -> None:
         default=[],
         help="their layers in our model",
     )
-    add("--compile", action="store_true", help="torch.compile every block, of both sides")
+    add("--compile", action="store_true", help="torch.compile every block, of both providers")
     add("--profile", action="store_true", help="print where a step's time goes")
     add("--append", action="store_true", help="keep the rows")
     add("--results", type=Path, default=RESULTS, help="folder of the CSV")

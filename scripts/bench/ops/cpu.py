@@ -18,27 +18,27 @@ from measurement.record import Row
 GATE = {"float64": 1e-13, "float32": 1e-5, "float16": 5e-3, "bfloat16": 3e-2}
 
 
-def run(side, which: str, dh: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def run(provider, which: str, dh: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Runs the timed call of a provider: returns h, and for "train" the gradients of its leaves."""
     if which != "train":
         with torch.no_grad():
-            return (side(),)
-    h = side()
-    return h, *torch.autograd.grad(h, side.leaves, dh)
+            return (provider(),)
+    h = provider()
+    return h, *torch.autograd.grad(h, provider.leaves, dh)
 
 
-def errors(cases: ModuleType, case: Any, which: str, p, sides) -> list[float]:
+def errors(cases: ModuleType, case: Any, which: str, p, providers) -> list[float]:
     """Returns each provider's worst relative error of h and gradients, against float64."""
 
-    def values(side, dh: torch.Tensor) -> list[torch.Tensor]:
-        h, *gradients = run(side, which, dh)
-        return [h, *side.gradients(gradients)] if gradients else [h]
+    def values(provider, dh: torch.Tensor) -> list[torch.Tensor]:
+        h, *gradients = run(provider, which, dh)
+        return [h, *provider.gradients(gradients)] if gradients else [h]
 
     wide = {k: v.double() for k, v in p.items()}
     exact = cases.peer_of(case, wide, "torch" if cases.has_torch_peer(case) else "reference")
     expected = values(exact, wide["dh"])
     gap = lambda got, want: ((got.double() - want).norm() / want.norm()).item()
-    return [max(map(gap, values(side, p["dh"]), expected)) for side in sides]
+    return [max(map(gap, values(provider, p["dh"]), expected)) for provider in providers]
 
 
 def milliseconds(call, repeats: int) -> float:
@@ -56,8 +56,8 @@ def alternate(ours, peer, budget: float) -> tuple[list[float], list[float]]:
     gc.disable()
     while len(samples[0]) < 5 or (time.perf_counter() < end and len(samples[0]) < 101):
         order = (0, 1) if len(samples[0]) % 2 == 0 else (1, 0)
-        for side in order:
-            samples[side].append(milliseconds((ours, peer)[side], repeats[side]))
+        for provider in order:
+            samples[provider].append(milliseconds((ours, peer)[provider], repeats[provider]))
     gc.enable()
     return samples
 
@@ -93,8 +93,8 @@ def measure(cases: ModuleType, case: Any, which: str, kernel, budget: float) -> 
             f"error: {case.name} {which}: relative error {error:.2g} against float64, but "
             f"{case.dtype} must be within {GATE[case.dtype]:.0e}: a wrong result is not timed"
         )
-    sides = (lambda: run(ours, which, p["dh"])), (lambda: run(peer, which, p["dh"]))
-    mine, theirs = alternate(*sides, budget)
+    providers = (lambda: run(ours, which, p["dh"])), (lambda: run(peer, which, p["dh"]))
+    mine, theirs = alternate(*providers, budget)
     p20, p50, p80 = statistics.quantiles(mine, n=10, method="inclusive")[1:8:3]
     rate = lambda: product_rate(case.dtype, kernel)
     gflop, floor = cases.work(case, which, rate, copy_bandwidth)

@@ -11,7 +11,7 @@ from bench.suites.fused_rnn.case import Case
 from bench.suites.fused_rnn.cases_cuda import parameters, passes, work
 from bench.suites.fused_rnn.peers import make_peer
 from bench.suites.fused_rnn.providers_cuda import (
-    Side,
+    Provider,
     Unavailable,
     make_exact,
     make_ours,
@@ -32,16 +32,16 @@ class Wrong(Exception):
     """A provider's values differ from float64's; it is not timed."""
 
 
-def run(side: Side, which: str, x: torch.Tensor, dh: torch.Tensor) -> list[torch.Tensor]:
+def run(provider: Provider, which: str, x: torch.Tensor, dh: torch.Tensor) -> list[torch.Tensor]:
     """Runs the timed call of a provider: returns h, and for "train" the gradients of x and its
     leaves."""
     if which == "inference":
         with torch.no_grad():
-            return [side(x)]
-    h = side(x)
+            return [provider(x)]
+    h = provider(x)
     if which == "forward":
         return [h]
-    return [h, *torch.autograd.grad(h, [x, *side.leaves], dh)]
+    return [h, *torch.autograd.grad(h, [x, *provider.leaves], dh)]
 
 
 def gap(got: torch.Tensor, want: torch.Tensor) -> float:
@@ -55,7 +55,7 @@ class Bench:
     def __init__(self, kernel: Any, device: str, budget: float = 0.25, tiny: bool = False):
         self.kernel, self.device, self.budget, self.tiny = kernel, device, budget, tiny
         self.backend = "auto" if kernel is reference else device
-        self.judged: list[torch.Tensor] = []  # h and dx of the last check
+        self.exact: list[torch.Tensor] = []  # h and dx of the last check
 
     def first_call(self, start: float) -> float:
         """Makes a first, small call; returns the seconds since `start`."""
@@ -93,10 +93,10 @@ class Bench:
                 print(f"  {name:11} err " + " ".join(f"{e:.1e}" for e in errors), flush=True)
                 continue
             rows += [self.row(case, name, which, samples, best, errors) for which in samples]
-            print_side(case, name, samples, best, errors)
+            print_provider(case, name, samples, best, errors)
         return rows
 
-    def side(self, case: Case, name: str, p: dict[str, torch.Tensor]) -> Side:
+    def provider(self, case: Case, name: str, p: dict[str, torch.Tensor]) -> Provider:
         if name == "ours":
             return make_ours(case, p, self.kernel, self.backend)
         return make_peer(name, case, p)
@@ -107,8 +107,8 @@ class Bench:
         case = case.short(GATE_STEPS)
         p = parameters(case, self.device, seed=1)
         ours = make_ours(case, p, self.kernel, self.backend)
-        judge = make_exact(case, p, reference)
-        got, want = (self.values(side, p) for side in (ours, judge))
+        exact = make_exact(case, p, reference)
+        got, want = (self.values(provider, p) for provider in (ours, exact))
         gaps = [gap(a, b) for a, b in zip(got, want, strict=True)]
         h, worst = gaps[0], max(gaps[1:])
         bound = GATE[case.dtype] * math.sqrt(case.layers)
@@ -116,14 +116,14 @@ class Bench:
             raise Wrong(
                 f"errors {h:.2g} of h, {worst:.2g} of gradients, but {bound:.2g} is allowed"
             )
-        self.judged = want[:2]
+        self.exact = want[:2]
         return h, worst
 
-    def values(self, side: Side, p: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-        wide = side.leaves[0].dtype if side.leaves else p["x"].dtype
-        x = side.native(p["x"].to(wide)).detach().requires_grad_()
-        h, dx, *rest = run(side, "train", x, side.native_dh(p["dh"].to(wide)))
-        return [side.h(h).detach(), side.dx(dx), *rest]
+    def values(self, provider: Provider, p: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+        wide = provider.leaves[0].dtype if provider.leaves else p["x"].dtype
+        x = provider.native(p["x"].to(wide)).detach().requires_grad_()
+        h, dx, *rest = run(provider, "train", x, provider.native_dh(p["dh"].to(wide)))
+        return [provider.h(h).detach(), provider.dx(dx), *rest]
 
     def check_peer(self, case: Case, name: str) -> tuple[float, float]:
         """Returns a peer's errors of h and of dx, on the inputs of our check."""
@@ -133,7 +133,7 @@ class Bench:
         if not peer.comparable:
             return NO_ERRORS
         h, dx, *_ = self.values(peer, p)
-        return gap(h, self.judged[0]), gap(dx, self.judged[1])
+        return gap(h, self.exact[0]), gap(dx, self.exact[1])
 
     def check_step(self, case: Case, name: str) -> tuple[float, float]:
         """Returns a step's errors of h and of the next states; raises Wrong if ours are too
@@ -150,14 +150,14 @@ class Bench:
 
     def time(self, case: Case, name: str) -> dict[str, Sample]:
         p = parameters(case, self.device)
-        side = self.side(case, name, p)
-        x, dh = side.native(p["x"]), side.native_dh(p["dh"])
+        provider = self.provider(case, name, p)
+        x, dh = provider.native(p["x"]), provider.native_dh(p["dh"])
         count = 1 if self.tiny else copies_beyond_l2(x.nbytes + dh.nbytes)
         sets = [(x.clone().detach().requires_grad_(), dh.clone()) for _ in range(count)]
         samples = {}
         for which in passes(case):
-            side.train(which != "inference")
-            call = lambda k, which=which: run(side, which, *sets[k % count])
+            provider.train(which != "inference")
+            call = lambda k, which=which: run(provider, which, *sets[k % count])
             samples[which] = time_calls(call, self.device, self.budget)
         return samples
 
@@ -174,7 +174,13 @@ class Bench:
     ) -> Row:  # fmt: skip
         sample, (flops, moved, floor) = samples[which], work(case, which)
         comparable = name != "sdpa"
-        row = {"case": case.name, "op": case.cell, "form": case.form, "pass": which, "side": name}
+        row = {
+            "case": case.name,
+            "op": case.cell,
+            "form": case.form,
+            "pass": which,
+            "provider": name,
+        }
         row |= {"dtype": case.dtype, "B": case.batch, "T": case.steps, "N": case.heads}
         row |= {"D": case.width, "layers": case.layers, "directions": case.directions}
         values = {"p20_ms": sample.p20, "p50_ms": sample.p50, "p80_ms": sample.p80}
@@ -201,7 +207,7 @@ def floor_microseconds(case: Case, which: str) -> float:
     return seconds * 1e6 / case.steps
 
 
-def print_side(case: Case, name: str, samples, ours, errors: tuple[float, float]) -> None:
+def print_provider(case: Case, name: str, samples, ours, errors: tuple[float, float]) -> None:
     """Prints a provider's line: times, us per step over the floor, fraction of it, errors,
     ratios."""
     step = "step" in samples
@@ -234,7 +240,9 @@ def run_cases(
 ) -> str:
     """Measures all cases, saving rows as they come; returns what is wrong or over its limit."""
     problems: list[str] = []
-    print("  side         infer  forward    train    forward/floor, share   backward/floor, share")
+    print(
+        "  provider         infer  forward    train    forward/floor, share   backward/floor, share"
+    )
     for case in cases:
         print(f"{case.name}  {case.dtype} B{case.batch} T{case.steps} {case.heads}x{case.width}")
         try:

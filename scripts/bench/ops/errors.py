@@ -2,7 +2,7 @@
 
 "step" rows: percentiles over batch and units of |h - h64| at a step of an LSTM 1x768, B16, T 512.
 "drift" rows: the same over 64 steps that end at a step of an LSTM 12x64, B2, T 16384.
-All sides have the same inputs and weights, bf16 numbers; cuDNN gets x through an identity.
+All providers have the same inputs and weights, bf16 numbers; cuDNN gets x through an identity.
 """
 
 from dataclasses import replace
@@ -46,8 +46,8 @@ def ours(case: Case, p: dict[str, torch.Tensor], kernel: Any) -> torch.Tensor:
 
 @torch.no_grad()
 def flashrnn(case: Case, p: dict[str, torch.Tensor]) -> torch.Tensor:
-    side = FlashRNN(case, p)
-    return side.h(side(side.native(p["x"])))
+    provider = FlashRNN(case, p)
+    return provider.h(provider(provider.native(p["x"])))
 
 
 @torch.no_grad()
@@ -73,16 +73,16 @@ def run_errors(
     case = STEP_CASE.short(8, 2) if tiny else STEP_CASE
     p = parameters(case, device)
     want = exact(case, p)
-    sides = {f"ours {d}": lambda d=d: ours(replace(case, dtype=d), p, kernel) for d in OURS}
-    sides |= {f"cudnn {d}": lambda d=d: cudnn(replace(case, dtype=d), p) for d in CUDNN}
-    sides["flashrnn bfloat16"] = lambda: flashrnn(case, p)
+    providers = {f"ours {d}": lambda d=d: ours(replace(case, dtype=d), p, kernel) for d in OURS}
+    providers |= {f"cudnn {d}": lambda d=d: cudnn(replace(case, dtype=d), p) for d in CUDNN}
+    providers["flashrnn bfloat16"] = lambda: flashrnn(case, p)
     print(
         f"LSTM {case.heads}x{case.width} B{case.batch} T{case.steps}, |h - h64|, last step; h relative"
     )
-    for name, side in sides.items():
+    for name, provider in providers.items():
         torch.backends.cudnn.rnn.fp32_precision = "tf32" if name.endswith("tf32") else "ieee"
         try:
-            got = side()
+            got = provider()
         except (Unavailable, RuntimeError) as reason:
             print(f"  {name:18} {str(reason).partition(chr(10))[0]}", flush=True)
             continue
@@ -98,8 +98,10 @@ def run_errors(
 
 
 def rows_of(kind: str, name: str, step: int, got: torch.Tensor, want: torch.Tensor) -> Row:
-    side, dtype = name.split()
-    return {"kind": kind, "side": side, "dtype": dtype, "step": step} | percentiles(got, want)
+    provider, dtype = name.split()
+    return {"kind": kind, "provider": provider, "dtype": dtype, "step": step} | percentiles(
+        got, want
+    )
 
 
 def run_drift(kernel: Any, device: str, tiny: bool) -> tuple[list[Row], str]:

@@ -21,7 +21,7 @@ from measurement.record import Row
 LOOP = 64  # steps that the float64 reference runs
 SHORT_CALL = 0.1  # ms: below, many calls to a graph
 GATE = {"float32": 2e-6, "bfloat16": 3.5e-3}  # relative error of h; of a gradient twice that
-BUDGET = 0.06  # seconds of samples for each side
+BUDGET = 0.06  # seconds of samples for each provider
 
 
 class Wrong(Exception):
@@ -39,7 +39,7 @@ def gap(got: torch.Tensor, want: torch.Tensor) -> float:
     return ((got.double() - want).norm() / want.norm()).item()
 
 
-def judge(case: Case, p: dict, which: str) -> torch.Tensor:
+def exact_h(case: Case, p: dict, which: str) -> torch.Tensor:
     """Computes the float64 reference, for a few channels: h of the first steps, or dx of the last
     ones.
 
@@ -72,21 +72,21 @@ def judge(case: Case, p: dict, which: str) -> torch.Tensor:
         return torch.autograd.grad(h, x, wide["dh"][:, ends])[0] if which == "backward" else h
 
 
-def error_of(case: Case, side: str, call: Callable, p: dict) -> float:
+def error_of(case: Case, provider: str, call: Callable, p: dict) -> float:
     """Returns a provider's relative error of h or dx; NaN for "plain", which has none."""
-    if side == "plain":
+    if provider == "plain":
         return math.nan
     got = call()[0]
     if case.form == "layer":
-        return gap(got[:1], judge(case, p, case.which))
-    if side == "accelerated-scan":
+        return gap(got[:1], exact_h(case, p, case.which))
+    if provider == "accelerated-scan":
         got = got.transpose(1, 2)
     T = min(LOOP, case.steps)
     got = got[:, :T] if case.which == "forward" else got[:, case.steps - T :]
-    return gap(got[..., :: max(1, case.width // 64)], judge(case, p, case.which))
+    return gap(got[..., :: max(1, case.width // 64)], exact_h(case, p, case.which))
 
 
-def time_side(case: Case, call: Callable) -> Sample:
+def time_provider(case: Case, call: Callable) -> Sample:
     """Times a call by replaying a CUDA graph, or with events if it cannot be captured."""
     once = time_calls(lambda k: call(), "cuda", 0.005)
     if case.form == "layer":
@@ -104,40 +104,42 @@ def measure(case: Case, kernel: Any, peers: Iterable[str], speed: float) -> list
     moved, best = suite.bytes_moved(case), 0.0
     text = f"{case.name} {case.which}: floor {moved / speed * 1e-6:.4g} ms;"
     p = suite.draw(case)
-    for side in case.sides:
-        if side in suite.PEERS and side not in peers:
+    for provider in case.providers:
+        if provider in suite.PEERS and provider not in peers:
             continue
         try:
             with torch.no_grad():
-                call = suite.make(case, side, p, kernel)
-                error = error_of(case, side, call, p)
-                sample = time_side(case, call)
+                call = suite.make(case, provider, p, kernel)
+                error = error_of(case, provider, call, p)
+                sample = time_provider(case, call)
         except Unavailable as reason:
-            text += f" {side}: {reason};"
+            text += f" {provider}: {reason};"
             continue
         except Exception as reason:  # a peer that breaks is no reason to lose ours
-            if side not in suite.OTHERS:
+            if provider not in suite.OTHERS:
                 raise
-            text += f" {side}: {str(reason).splitlines()[0][:60] if str(reason) else type(reason)};"
+            text += (
+                f" {provider}: {str(reason).splitlines()[0][:60] if str(reason) else type(reason)};"
+            )
             continue
         bound = GATE[case.dtype] * (1 if case.which == "forward" else 2)
-        if side not in suite.OTHERS and error > bound:
-            raise Wrong(f"{case.name} {side}: error {error:.2g}, but {bound:.2g} is allowed")
-        side = "ours" if side == "auto" else side
+        if provider not in suite.OTHERS and error > bound:
+            raise Wrong(f"{case.name} {provider}: error {error:.2g}, but {bound:.2g} is allowed")
+        provider = "ours" if provider == "auto" else provider
         best = best or sample.p50
-        rows.append(row(case, side, sample, best, moved, speed, error))
-        text += f" {side} {sample.p50:.4g} (err {error:.1e})"
-        if side == "ours" and case.limit:
+        rows.append(row(case, provider, sample, best, moved, speed, error))
+        text += f" {provider} {sample.p50:.4g} (err {error:.1e})"
+        if provider == "ours" and case.limit:
             text += f" <= {case.limit} {'holds' if sample.p50 <= case.limit else 'MISSED'}"
     print(text, flush=True)
     return rows
 
 
 def row(
-    case: Case, side: str, sample: Sample, ours: float, moved: int, speed: float, error: float
+    case: Case, provider: str, sample: Sample, ours: float, moved: int, speed: float, error: float
 ) -> Row:
     row: Row = {"case": case.name, "op": case.op, "form": case.form, "pass": case.which}
-    row |= {"side": side, "dtype": case.dtype, "B": case.batch, "T": case.steps, "N": 1}
+    row |= {"provider": provider, "dtype": case.dtype, "B": case.batch, "T": case.steps, "N": 1}
     row |= {"D": case.width, "layers": 1, "directions": 1, "samples": sample.count}
     forward = case.which == "forward"
     values = {"p20_ms": sample.p20, "p50_ms": sample.p50, "p80_ms": sample.p80}
@@ -147,7 +149,7 @@ def row(
     values |= {"ratio": sample.p50 / ours, "error_h": error if forward else math.nan}
     values |= {"error_grad": math.nan if forward else error}
     row |= {k: "" if math.isnan(v) else f"{v:.4g}" for k, v in values.items()}
-    return row | {"limit_ms": case.limit if case.limit and side == "ours" else "", "note": ""}
+    return row | {"limit_ms": case.limit if case.limit and provider == "ours" else "", "note": ""}
 
 
 def run_suite(

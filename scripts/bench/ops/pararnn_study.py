@@ -21,7 +21,19 @@ REGIMES = {
     "slow to forget": (lambda P, D: torch.rand(P, D) - 0.5, 1.0, -4.0),
     "unclipped": (lambda P, D: 2 * torch.randn(P, D), 1.0, 0.0),
 }
-COLUMNS = ("study", "op", "side", "regime", "dtype", "B", "T", "D", "iteration", "chunk", "value")
+COLUMNS = (
+    "study",
+    "op",
+    "provider",
+    "regime",
+    "dtype",
+    "B",
+    "T",
+    "D",
+    "iteration",
+    "chunk",
+    "value",
+)
 
 
 def line(study: str, **values: Any) -> Row:
@@ -57,17 +69,17 @@ def errors(kernel: Any) -> list[Row]:
                     )
                     found = {}
                     last = "loop" if dtype == torch.float32 else "rounding"
-                    for side in ("sequential", "multiple_shooting", "newton", last):
-                        if side == "rounding":
+                    for provider in ("sequential", "multiple_shooting", "newton", last):
+                        if provider == "rounding":
                             h = exact.to(dtype)
-                        elif side == "loop":
+                        elif provider == "loop":
                             h, _ = getattr(reference, name)(x, *given, method="sequential")
                         else:
-                            h, _ = getattr(kernel, name)(x, *given, method=side)
-                        found[side] = float((h.double() - exact).abs().max())
+                            h, _ = getattr(kernel, name)(x, *given, method=provider)
+                        found[provider] = float((h.double() - exact).abs().max())
                     sizes = {"op": name, "regime": regime, "dtype": str(dtype)[6:]}
                     sizes |= {"B": B, "T": T, "D": D}
-                    rows += [line("error", side=s, value=v, **sizes) for s, v in found.items()]
+                    rows += [line("error", provider=s, value=v, **sizes) for s, v in found.items()]
                     shown = " ".join(f"{s} {v:.1e}" for s, v in found.items())
                     print(f"error {name} {regime} {str(dtype)[6:]}: {shown}", flush=True)
     return rows
@@ -118,7 +130,7 @@ def residuals(kernel: Any) -> list[Row]:
                     gru, x[:, :L].contiguous(), params=(a,), state_shape=(D,), mode="scan",
                     structure="diagonal", bounds=(-1.0, 1.0), return_info=True,
                 )  # fmt: skip
-                sizes = {"op": "flash_gru", "side": "solve-scan", "regime": regime}
+                sizes = {"op": "flash_gru", "provider": "solve-scan", "regime": regime}
                 sizes |= {"dtype": "float32", "B": 2, "T": L, "D": D}
                 for k, value in enumerate(info.residuals):
                     rows.append(line("residual", iteration=k, value=value, **sizes))
@@ -159,7 +171,7 @@ def chunks(kernel: Any) -> list[Row]:
                     gru, x, **g, chunk=c, mode="scan", return_info=True
                 )
                 info, taken = call()[2], milliseconds(call, 3)
-                sizes = {"op": "flash_gru", "side": "solve-scan", "regime": regime}
+                sizes = {"op": "flash_gru", "provider": "solve-scan", "regime": regime}
                 sizes |= {"dtype": "float32", "B": B, "T": T, "D": D, "chunk": chunk}
                 rows.append(line("chunk-ms", value=taken, **sizes))
                 rows.append(line("chunk-iterations", value=info.iterations, **sizes))
@@ -206,7 +218,7 @@ def lengths(kernel: Any) -> list[Row]:
                 both = lambda x=x, w=weight, f=forward: torch.autograd.grad(f().sum(), (x, w))
                 sizes = {
                     "op": "flash_gru",
-                    "side": mode,
+                    "provider": mode,
                     "dtype": "float32",
                     "B": 1,
                     "T": T,

@@ -29,16 +29,16 @@ COUNTED = {  # what we call it -> ncu's metric
 TENSOR = ("sm__pipe_tensor_cycles_active", "sm__pipe_tensor_op_hmma_cycles_active",
           "sm__inst_executed_pipe_tensor")  # fmt: skip
 STEPS = {"cudnn-bf16": 32}  # many small kernels, and ncu takes milliseconds for each
-SIDES = ("ours", "cudnn-fp16", "cudnn-bf16")
+PROVIDERS = ("ours", "cudnn-fp16", "cudnn-bf16")
 CASES = ("lstm-12x64", "lstm-1x768-linear")
 
 
 def phases() -> Iterator[tuple[str, str, str]]:
     """Yields (case, provider, pass) in the order in which they run."""
     for name in CASES:
-        for side in SIDES if name.endswith("linear") else SIDES[:1]:
-            yield name, side, "forward"
-            yield name, side, "backward"
+        for provider in PROVIDERS if name.endswith("linear") else PROVIDERS[:1]:
+            yield name, provider, "forward"
+            yield name, provider, "backward"
 
 
 def profiled() -> None:
@@ -50,21 +50,21 @@ def profiled() -> None:
 
     kernel = load_kernel("fused-rnn", "cuda", "cuda")
     ready = []
-    for name, side_name in dict.fromkeys((name, side) for name, side, _ in phases()):
+    for name, provider_name in dict.fromkeys((name, provider) for name, provider, _ in phases()):
         case = select(["must"], [name])[0]
-        case = replace(case, steps=STEPS.get(side_name, case.steps))
+        case = replace(case, steps=STEPS.get(provider_name, case.steps))
         p = parameters(case, "cuda")
-        ours = side_name == "ours"
-        side = make_ours(case, p, kernel, "cuda") if ours else make_peer(side_name, case, p)
-        x, dh = side.native(p["x"]).detach().requires_grad_(), side.native_dh(p["dh"])
-        torch.autograd.grad(side(x), [x, *side.leaves], dh)  # warm
-        ready.append((side, x, dh))
+        ours = provider_name == "ours"
+        provider = make_ours(case, p, kernel, "cuda") if ours else make_peer(provider_name, case, p)
+        x, dh = provider.native(p["x"]).detach().requires_grad_(), provider.native_dh(p["dh"])
+        torch.autograd.grad(provider(x), [x, *provider.leaves], dh)  # warm
+        ready.append((provider, x, dh))
     torch.cuda.synchronize()
     torch.cuda.cudart().cudaProfilerStart()
-    for side, x, dh in ready:
-        h = side(x)
+    for provider, x, dh in ready:
+        h = provider(x)
         torch.cuda._sleep(1)
-        torch.autograd.grad(h, [x, *side.leaves], dh)
+        torch.autograd.grad(h, [x, *provider.leaves], dh)
         torch.cuda._sleep(1)
     torch.cuda.synchronize()
     torch.cuda.cudart().cudaProfilerStop()
@@ -93,9 +93,9 @@ def make_rows(found: list[dict[str, float]], stamp: dict[str, str]) -> list[Row]
     from bench.suites.fused_rnn.cases_cuda import select, work
 
     rows = []
-    for (name, side, which), sums in zip(phases(), found, strict=True):
+    for (name, provider, which), sums in zip(phases(), found, strict=True):
         case = select(["must"], [name])[0]
-        case = replace(case, steps=STEPS.get(side, case.steps))
+        case = replace(case, steps=STEPS.get(provider, case.steps))
         flops = work(case, "forward")[0]
         if which == "backward":
             flops = work(case, "train")[0] - flops
@@ -108,7 +108,7 @@ def make_rows(found: list[dict[str, float]], stamp: dict[str, str]) -> list[Row]
         }
         values |= {"flop_per_dram_byte": flops / sums["dram_bytes"]}
         values |= {"tensor_share": sums["tensor"] / sums["sm_cycles"]}
-        row = {"case": name, "side": side, "pass": which, "T": case.steps}
+        row = {"case": name, "provider": provider, "pass": which, "T": case.steps}
         row |= {"kernels": int(sums["kernels"])} | {k: f"{v:.4g}" for k, v in values.items()}
         rows.append(row | stamp)
     return rows
@@ -146,7 +146,7 @@ def run_roofline(stamp: dict[str, str]) -> tuple[list[Row], str]:
         return [], f"ncu failed: {(done.stderr or done.stdout or text).strip()[-600:]}"
     rows = make_rows(read_log(text, tensor), stamp)
     for row in rows:
-        print("{case:18} {side:11} {pass:9} {us:>7} us {kernels:>4} kernels {dram_mb:>7} MB of DRAM, "
+        print("{case:18} {provider:11} {pass:9} {us:>7} us {kernels:>4} kernels {dram_mb:>7} MB of DRAM, "
               "{l2_mb:>7} of L2, {tflops:>6} TFLOP/s, tensor {tensor_share}".format(**row))  # fmt: skip
     return rows, ""
 

@@ -2,8 +2,8 @@
 
 "forward" keeps what the backward needs, "train" is forward and the gradients of all inputs, between
 CUDA events. A step runs as a CUDA graph of many, each with a state of its own that is not in the L2.
-The error is against float64 on the case's first steps; of sides that compute something else (other
-linear attention, softmax) there is none. A side that cannot run has rows without times: why not is
+The error is against float64 on the case's first steps; of providers that compute something else (other
+linear attention, softmax) there is none. A provider that cannot run has rows without times: why not is
 their note.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from bench.suites.tfla import cases_cuda as suite
-from bench.suites.tfla.cases_cuda import LEAVES, Case, Side
+from bench.suites.tfla.cases_cuda import LEAVES, Case, Provider
 from bench.timing import NOT_TIMED, Sample, copies_beyond_l2, time_calls, time_graph
 from flashcell.kernels import tfla as reference
 from measurement.record import Row, first_line
@@ -46,24 +46,24 @@ def first_call(kernel: Any, start: float) -> float:
     return time.perf_counter() - start
 
 
-def leaves_of(side: Side, p: dict) -> tuple[dict, torch.Tensor]:
-    p = side.native(p)
+def leaves_of(provider: Provider, p: dict) -> tuple[dict, torch.Tensor]:
+    p = provider.native(p)
     dh = p.pop("dh")
     return {n: t.detach().requires_grad_(t.is_floating_point()) for n, t in p.items()}, dh
 
 
-def judge(case: Case, side: Side, ours: bool) -> dict[str, float]:
+def errors_of(case: Case, provider: Provider, ours: bool) -> dict[str, float]:
     """Returns a provider's relative errors against float64: of h, and for ours of all gradients."""
     steps = min(max(JUDGED, case.chunk or 0), case.steps)  # peers refuse less than a chunk
     short = Case(case.gate, case.heads, case.key, case.value, 1, steps, case.chunk)
     p = suite.draw(short)
-    inputs, dh = leaves_of(side, p)
-    h = side.call(inputs)
+    inputs, dh = leaves_of(provider, p)
+    h = provider.call(inputs)
     wide = {n: p[n].double().requires_grad_() for n in LEAVES}
     exact, _ = reference.mlstm(
         *(wide[n] for n in LEAVES), input_gate=case.gate, backend="reference"
     )
-    errors = {"h": gap(side.h(h), exact)}
+    errors = {"h": gap(provider.h(h), exact)}
     if ours:
         got = torch.autograd.grad(h, [inputs[n] for n in LEAVES], dh)
         want = torch.autograd.grad(exact, list(wide.values()), p["dh"].double())
@@ -74,14 +74,14 @@ def judge(case: Case, side: Side, ours: bool) -> dict[str, float]:
     return errors
 
 
-def time_passes(side: Side, p: dict, budget: float) -> Outcomes:
-    inputs, dh = leaves_of(side, p)
+def time_passes(provider: Provider, p: dict, budget: float) -> Outcomes:
+    inputs, dh = leaves_of(provider, p)
     wanted = [t for t in inputs.values() if t.requires_grad]
 
     def train(k: int) -> Any:
-        return torch.autograd.grad(side.call(inputs), wanted, dh, allow_unused=True)
+        return torch.autograd.grad(provider.call(inputs), wanted, dh, allow_unused=True)
 
-    forward = time_calls(lambda k: side.call(inputs), "cuda", budget)
+    forward = time_calls(lambda k: provider.call(inputs), "cuda", budget)
     try:
         return {"forward": forward, "train": time_calls(train, "cuda", budget)}
     except Exception as reason:  # a peer may have no backward here; its forward counts
@@ -94,9 +94,9 @@ def measure(case: Case, kernel: Any, peers: Iterable[str], budget: float) -> lis
     rows: list[Row] = []
     ours: Outcomes = {}
     p = None if case.steps == 1 else suite.draw(case)
-    for name in ("ours", *(side for side in case.sides if side in peers)):
+    for name in ("ours", *(provider for provider in case.providers if provider in peers)):
         try:
-            outcomes, errors = run_side(case, name, kernel, p, budget)
+            outcomes, errors = run_provider(case, name, kernel, p, budget)
         except Exception as reason:  # a peer that breaks is no reason to lose ours
             if name == "ours":
                 raise
@@ -114,18 +114,18 @@ def measure(case: Case, kernel: Any, peers: Iterable[str], budget: float) -> lis
     return rows
 
 
-def run_side(
+def run_provider(
     case: Case, name: str, kernel: Any, p: dict | None, budget: float
 ) -> tuple[Outcomes, dict[str, float]]:
     if p is None:
         count = copies_beyond_l2(4 * case.batch * case.heads * case.key * case.value)
-        steps = [suite.STEP_SIDES[name](case, kernel) for _ in range(max(2, count))]
+        steps = [suite.STEP_CALLS[name](case, kernel) for _ in range(max(2, count))]
         with torch.no_grad():
             return {"step": time_graph(steps * -(-GRAPH_STEPS // len(steps)), "cuda")}, {}
-    side = suite.make(case, name, kernel)
-    errors = judge(case, side, name == "ours") if side.exact else {}
+    provider = suite.make(case, name, kernel)
+    errors = errors_of(case, provider, name == "ours") if provider.exact else {}
     torch.compiler.reset()  # what a peer compiles knows the shape that is timed, and no other
-    return time_passes(side, p, budget), errors
+    return time_passes(provider, p, budget), errors
 
 
 def print_row(case: Case, name: str, which: str, sample: Sample, errors: dict) -> None:
@@ -141,12 +141,18 @@ def print_row(case: Case, name: str, which: str, sample: Sample, errors: dict) -
 
 
 def row(
-    case: Case, side: str, which: str, outcome: Sample | str, ours: Sample | str,
+    case: Case, provider: str, which: str, outcome: Sample | str, ours: Sample | str,
     errors: dict[str, float],
 ) -> Row:  # fmt: skip
     timed = isinstance(outcome, Sample)
     sample = outcome if timed else NOT_TIMED
-    row: Row = {"case": case.name, "op": "mlstm", "form": case.of, "pass": which, "side": side}
+    row: Row = {
+        "case": case.name,
+        "op": "mlstm",
+        "form": case.of,
+        "pass": which,
+        "provider": provider,
+    }
     row |= {"dtype": "bfloat16", "B": case.batch, "T": case.steps, "N": case.heads}
     row |= {"D": case.value, "layers": 1, "directions": 1, "samples": sample.count}
     floor = suite.floor_ms(case, which)
@@ -159,8 +165,8 @@ def row(
     values |= {"floor_ms": floor, "ratio": sample.p50 / getattr(ours, "p50", math.nan)}
     values |= {"error_h": errors.get("h", math.nan), "error_grad": max(gradients, default=math.nan)}
     row |= {k: "" if math.isnan(v) else f"{v:.4g}" for k, v in values.items()}
-    row |= {"limit_ms": (case.limit(which) or "") if side == "ours" else ""}
-    eager = side.startswith("mlstm_kernels") and os.environ.get("TORCHDYNAMO_DISABLE") == "1"
+    row |= {"limit_ms": (case.limit(which) or "") if provider == "ours" else ""}
+    eager = provider.startswith("mlstm_kernels") and os.environ.get("TORCHDYNAMO_DISABLE") == "1"
     return row | {"note": EAGER * eager if timed else outcome}
 
 
@@ -194,7 +200,7 @@ def run_suite(
             print(problems[-1], flush=True)
             continue
         save([row | stamp for row in rows])
-        for r in (r for r in rows if r["side"] == "ours"):
+        for r in (r for r in rows if r["provider"] == "ours"):
             ms = float(r["p50_ms"])
             if case.of == "lengths":
                 lengths.setdefault(case.steps, {})[r["pass"]] = ms

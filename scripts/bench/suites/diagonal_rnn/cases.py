@@ -88,7 +88,7 @@ class Ours:
 class ParaRNN(Ours):
     """pararnn-torch's cell (PyPI, imported as `pararnn`) on the CPU, step by step: `sequential_apply`.
 
-    Its projection is left out, so that both sides start from pre-activations. Its Newton solver on the
+    Its projection is left out, so that both providers start from pre-activations. Its Newton solver on the
     CPU takes several times as long.
     """
 

@@ -33,12 +33,12 @@ class Case:
     dtype: str
     limit: float | None = None
     form: str = "op"
-    sides: tuple[str, ...] = ("auto",)
+    providers: tuple[str, ...] = ("auto",)
 
     @property
     def name(self) -> str:
         short = {"float32": "fp32", "bfloat16": "bf16"}[self.dtype]
-        kind = "methods" if "multiple_shooting" in self.sides else self.form
+        kind = "methods" if "multiple_shooting" in self.providers else self.form
         return f"{self.op}-{kind}-{self.batch}x{self.steps}x{self.width}-{short}"
 
     @property
@@ -59,7 +59,7 @@ MUST = [
         *shape,
         dtype,
         limit,
-        sides=PEER if shape[0] == 8 else ("auto", "plain"),
+        providers=PEER if shape[0] == 8 else ("auto", "plain"),
     )
     for shape in ((8, 2048, 4096), (32, 2048, 1024))
     for cell, which, limits in (
@@ -75,24 +75,24 @@ MUST += [
     for cell, limit in (("gru", 3.2), ("lstm", 3.6))
 ]
 MUST += [
-    Case("flash_gru", "forward", 1, 131072, 1024, "float32", 1.6, sides=PEER),
+    Case("flash_gru", "forward", 1, 131072, 1024, "float32", 1.6, providers=PEER),
     Case("flash_gru", "forward", 1, 131072, 1024, "bfloat16", 1.4),
     Case("flash_gru", "backward", 1, 131072, 1024, "float32", 1.4),
     Case("flash_lstm", "forward", 1, 131072, 1024, "float32", 4.5),
     Case("flash_lstm", "backward", 1, 131072, 1024, "float32"),
 ]
 SCANS = [
-    Case("linear_scan", which, *shape, dtype, sides=SCAN_PEER)
+    Case("linear_scan", which, *shape, dtype, providers=SCAN_PEER)
     for shape in ((8, 2048, 4096), (32, 2048, 1024), (1, 65536, 1024), (1, 4096, 512))
     for dtype in ("float32", "bfloat16")
     for which in ("forward", "backward")
 ]
 SWEEP = [
-    Case("flash_gru", "forward", 1, 4096, D, "float32", sides=METHODS)
+    Case("flash_gru", "forward", 1, 4096, D, "float32", providers=METHODS)
     for D in (32, 128, 512, 2048, 8192, 32768)
 ]
 CROSSOVER = [
-    Case(cell, "forward", 1, T, D, "float32", sides=METHODS)
+    Case(cell, "forward", 1, T, D, "float32", providers=METHODS)
     for cell, lengths in (("flash_gru", (512, 2048, 16384, 131072)), ("flash_lstm", (2048, 16384)))
     for T in lengths
     for D in (128, 1024, 4096, 16384, 65536)
@@ -243,5 +243,5 @@ PEERS = {"pararnn-torch": pararnn_torch, "accelerated-scan": accelerated_scan}
 OTHERS = PEERS | {"plain": plain}
 
 
-def make(case: Case, side: str, p: dict, kernel) -> Callable[[], tuple]:
-    return OTHERS[side](case, p) if side in OTHERS else ours(case, p, kernel, side)
+def make(case: Case, provider: str, p: dict, kernel) -> Callable[[], tuple]:
+    return OTHERS[provider](case, p) if provider in OTHERS else ours(case, p, kernel, provider)

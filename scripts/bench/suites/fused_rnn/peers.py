@@ -13,10 +13,17 @@ from torch.nn import functional as F
 
 from bench.suites.fused_rnn import flashrnn_peer
 from bench.suites.fused_rnn.case import Case
-from bench.suites.fused_rnn.providers_cuda import CUDNN, Module, Parameters, Side, Unavailable, leaf
+from bench.suites.fused_rnn.providers_cuda import (
+    CUDNN,
+    Module,
+    Parameters,
+    Provider,
+    Unavailable,
+    leaf,
+)
 
 
-class FlashRNN(Side):
+class FlashRNN(Provider):
     """flashrnn's fused kernel, in its layouts: x [T, B, N, D, G], R [N, D, G, D], h [T, B, N,
     D]."""
 
@@ -69,7 +76,7 @@ def prepare(cases: Iterable[Case], peers: Iterable[str]) -> None:
     wanted = [case for case in cases if "flashrnn" in case.peers and "flashrnn" in peers]
     try:
         flashrnn_peer.build_all(filter(None, map(flashrnn_shape, wanted)))
-    except Exception as reason:  # a note of its rows too; the other sides are worth their time
+    except Exception as reason:  # a note of its rows too; the other providers are worth their time
         print(f"flashrnn is not built: {reason}", flush=True)
 
 
@@ -100,7 +107,7 @@ def _slstm_loop(x: Tensor, w: Tensor, bias: Tensor) -> Tensor:
     return torch.stack(outputs)
 
 
-class Loop(Side):
+class Loop(Provider):
     """A loop of torch operations, head first, eager or compiled by torch.compile."""
 
     def __init__(self, case: Case, p: Parameters, compiled: bool):
@@ -129,7 +136,7 @@ class Loop(Side):
         return self.loop(x, *self.leaves)
 
 
-class Attention(Side):
+class Attention(Provider):
     """Causal FlashAttention at the same heads, batch and length, for comparison of time only."""
 
     comparable = False
@@ -152,13 +159,13 @@ class Attention(Side):
             return F.scaled_dot_product_attention(x, *self.leaves, is_causal=True)
 
 
-def make_peer(kind: str, case: Case, p: Parameters) -> Side:
+def make_peer(kind: str, case: Case, p: Parameters) -> Provider:
     if kind in CUDNN:
         return Module(case, p, torch.nn, CUDNN[kind])
     return OTHERS[kind](case, p)
 
 
-OTHERS: dict[str, Callable[[Case, Parameters], Side]] = {
+OTHERS: dict[str, Callable[[Case, Parameters], Provider]] = {
     "flashrnn": FlashRNN,
     "loop": lambda case, p: Loop(case, p, compiled=False),
     "compile": lambda case, p: Loop(case, p, compiled=True),

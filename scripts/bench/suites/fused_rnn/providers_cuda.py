@@ -36,7 +36,7 @@ def leaf(t: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return t.detach().to(dtype or t.dtype, copy=True).contiguous().requires_grad_()
 
 
-class Side:
+class Provider:
     """Base class of a provider, batch first as ours; others override the layouts."""
 
     dtype: torch.dtype | None = None  # of its tensors, if not the case's
@@ -62,7 +62,7 @@ class Side:
         raise NotImplementedError
 
 
-class Ours(Side):
+class Ours(Provider):
     """Our op, by the kernel or the reference, after F.linear if the case has the projection."""
 
     def __init__(self, case: Case, p: Parameters, kernel: Any, backend: str = "auto"):
@@ -79,7 +79,7 @@ class Ours(Side):
         return self.kernel.recurrent(self.case.cell, x, w_hh, bias, **self.options)[0].flatten(2)
 
 
-class Module(Side):
+class Module(Provider):
     """A torch.nn module, or flashcell's replacement; with one layer it has the case's weights."""
 
     def __init__(
@@ -97,7 +97,7 @@ class Module(Side):
         )  # fmt: skip
         if "w_hh" in p:
             _copy_weights(module, p)
-        module = module.to(case.torch_dtype)  # what all sides compute with
+        module = module.to(case.torch_dtype)  # what all providers compute with
         self.module = module.to(p["x"].device, dtype or p["x"].dtype)
         self.module.flatten_parameters()
         self.leaves = list(self.module.parameters())
@@ -150,7 +150,7 @@ CUDNN = {
 }
 
 
-def make_ours(case: Case, p: Parameters, kernel: Any, backend: str) -> Side:
+def make_ours(case: Case, p: Parameters, kernel: Any, backend: str) -> Provider:
     if case.form != "module":
         return Ours(case, p, kernel, backend)
     import flashcell
@@ -161,7 +161,7 @@ def make_ours(case: Case, p: Parameters, kernel: Any, backend: str) -> Side:
     return Module(case, p, flashcell, None, backend=backend)
 
 
-def make_exact(case: Case, p: Parameters, reference: Any) -> Side:
+def make_exact(case: Case, p: Parameters, reference: Any) -> Provider:
     """Returns the float64 reference of a case: our torch loop, or torch.nn's modules."""
     wide = {k: v.double() for k, v in p.items()}
     if case.form == "module":
@@ -171,14 +171,16 @@ def make_exact(case: Case, p: Parameters, reference: Any) -> Side:
     return exact
 
 
-def make_steps(side: str, case: Case, p: Parameters, kernel: Any, copies: int) -> list[Callable]:
+def make_steps(
+    provider: str, case: Case, p: Parameters, kernel: Any, copies: int
+) -> list[Callable]:
     """Makes `copies` decoding steps, each with its own weights and states, as a model's layers
     have.
 
     Every call returns h [B, I] and the next states.
     """
     spec, x = CELLS[case.cell], p["x"][:, 0]
-    if side == "ours":
+    if provider == "ours":
 
         def ours() -> Callable:
             w = {k: v.clone() for k, v in p.items()}
@@ -197,7 +199,7 @@ def make_steps(side: str, case: Case, p: Parameters, kernel: Any, copies: int) -
         return [ours() for _ in range(copies)]
 
     def cudnn() -> Callable:
-        peer = Module(case, p, torch.nn, CUDNN[side])
+        peer = Module(case, p, torch.nn, CUDNN[provider])
         peer.train(False)
         inputs = peer.native(p["x"])
         states = tuple(s.transpose(0, 1).to(inputs.dtype).contiguous() for s in p["state"])

@@ -31,7 +31,7 @@ class Case:
     chunk: int | None = None
     limits: tuple[float | None, float | None] = (None, None)  # ms; of a step the first
     memory: float | None = None  # GB that "train" may allocate beside its inputs and dh
-    sides: tuple[str, ...] = ()
+    providers: tuple[str, ...] = ()
     of: str = "must"  # suite: must, chunks, heads, lengths
 
     @property
@@ -52,8 +52,9 @@ class Case:
 GATES = ("sigmoid", "exp")
 MLSTM_PEERS = ("mlstm_kernels", "mlstm_kernels-limit", "simple_gla", "gla", "lightning_attn",
                "sdpa-flash", "sdpa-cudnn", "mamba2")  # fmt: skip
+TWO_PEERS = ("mlstm_kernels", "simple_gla")
 MUST = [
-    Case(gate, *shape, 8, 8192, limits=limits, memory=memory, sides=MLSTM_PEERS)
+    Case(gate, *shape, 8, 8192, limits=limits, memory=memory, providers=MLSTM_PEERS)
     for shape, both, memory in (
         ((16, 128, 256), ((1.2, 3.9), (1.3, 4.2)), 2.4),
         ((8, 256, 512), ((1.7, 6.0), (1.9, 6.5)), None),
@@ -61,24 +62,23 @@ MUST = [
     for gate, limits in zip(GATES, both, strict=True)
 ]
 STEPS = [
-    Case("exp", 8, 256, 512, batch, 1, limits=(limit, None), sides=("mlstm_kernels", "simple_gla"))
+    Case("exp", 8, 256, 512, batch, 1, limits=(limit, None), providers=TWO_PEERS)
     for batch, limit in ((1, 4e-3), (8, 18e-3), (64, 138e-3))
 ]
 LENGTHS = [
-    Case("exp", 16, 128, 256, TOKENS // T, T, sides=("mlstm_kernels", "simple_gla"), of="lengths")
+    Case("exp", 16, 128, 256, TOKENS // T, T, providers=TWO_PEERS, of="lengths")
     for T in (512, 2048, 8192, 32_768, 65_536)
 ]
 CHUNKS = [
-    Case(gate, *shape, 8, 8192, chunk, sides=("mlstm_kernels",), of="chunks")
+    Case(gate, *shape, 8, 8192, chunk, providers=("mlstm_kernels",), of="chunks")
     for shape in ((16, 128, 256), (8, 256, 512))
     for gate in GATES
     for chunk in (64, 128, 256, 512, 1024, 2048, 4096)
 ]
 HEADS = [
-    Case("exp", 4096 // width, width, width, 4, 8192, sides=("mlstm_kernels", "simple_gla"),
-         of="heads")
+    Case("exp", 4096 // width, width, width, 4, 8192, providers=TWO_PEERS, of="heads")
     for width in (32, 64, 128, 256, 512, 1024)
-]  # fmt: skip
+]
 CASES = [*MUST, *STEPS, *LENGTHS, *CHUNKS, *HEADS]
 
 
@@ -112,11 +112,11 @@ def draw(case: Case, device: str = "cuda", dtype=torch.bfloat16) -> dict[str, to
 
 
 LEAVES = ("q", "k", "v", "i", "f")
-Call = Callable[[dict[str, torch.Tensor]], torch.Tensor]  # leaves as a side has them -> its h
+Call = Callable[[dict[str, torch.Tensor]], torch.Tensor]  # leaves as a provider has them -> its h
 
 
 @dataclass(frozen=True)
-class Side:
+class Provider:
     """A provider: conversion to its own layout, its function, and conversion of h to ours."""
 
     call: Call
@@ -125,16 +125,16 @@ class Side:
     exact: bool = True  # computes this cell: its h is compared
 
 
-def ours(case: Case, kernel) -> Side:
+def ours(case: Case, kernel) -> Provider:
     options = {"input_gate": case.gate, "chunk_size": case.chunk, "backend": "cuda"}
-    return Side(lambda p: kernel.mlstm(*(p[n] for n in LEAVES), **options)[0])
+    return Provider(lambda p: kernel.mlstm(*(p[n] for n in LEAVES), **options)[0])
 
 
 HEAD_FIRST = lambda p: {n: t.transpose(1, 2).contiguous() for n, t in p.items()}
 OURS_AGAIN = lambda h: h.transpose(1, 2)
 
 
-def mlstm_kernels(case: Case, limit: bool = False) -> Side:
+def mlstm_kernels(case: Case, limit: bool = False) -> Provider:
     """Makes the provider mlstm_kernels (PyPI): published Triton kernels, by default with its best
     chunk.
 
@@ -156,15 +156,15 @@ def mlstm_kernels(case: Case, limit: bool = False) -> Side:
         gates = torch.bfloat16 if sigmoid else torch.float32
         return p | {n: p[n].to(gates) for n in "if"}
 
-    return Side(lambda p: run(*(p[n] for n in LEAVES), **options), native, OURS_AGAIN)
+    return Provider(lambda p: run(*(p[n] for n in LEAVES), **options), native, OURS_AGAIN)
 
 
-def fla(op: str) -> Callable[[Case], Side]:
+def fla(op: str) -> Callable[[Case], Provider]:
     """Makes a provider of flash-linear-attention (PyPI), with this cell's sizes and no input
     gate, so other values; `gla` decays every key by itself. With Triton before 3.7.1 it refuses
     simple_gla's backward on Hopper, whose values are wrong there; only its time is used."""
 
-    def make(case: Case) -> Side:
+    def make(case: Case) -> Provider:
         try:
             if op == "lightning_attn":
                 from fla.ops.lightning_attn import chunk_lightning_attn
@@ -188,15 +188,15 @@ def fla(op: str) -> Callable[[Case], Side]:
             g = g[..., None].expand_as(p["k"]).contiguous() if op == "gla" else g
             return {n: p[n] for n in ("q", "k", "v", "dh")} | {"g": g}
 
-        return Side(run, native, exact=False)
+        return Provider(run, native, exact=False)
 
     return make
 
 
-def sdpa(backend: str) -> Callable[[Case], Side]:
+def sdpa(backend: str) -> Callable[[Case], Provider]:
     """Makes a provider of causal softmax attention of the same width, with heads of 128."""
 
-    def make(case: Case) -> Side:
+    def make(case: Case) -> Provider:
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
         which, width = getattr(SDPBackend, backend), case.heads * case.value
@@ -211,12 +211,12 @@ def sdpa(backend: str) -> Callable[[Case], Side]:
             with sdpa_kernel(which):
                 return F.scaled_dot_product_attention(p["q"], p["k"], p["v"], is_causal=True)
 
-        return Side(run, native, exact=False)
+        return Provider(run, native, exact=False)
 
     return make
 
 
-def mamba2(case: Case) -> Side:
+def mamba2(case: Case) -> Provider:
     """Makes the provider mamba-ssm (PyPI): the dual form, heads of 64, state of 128. Its Triton
     kernels alone: the package as a whole imports a CUDA extension that must be built for this torch."""
     if "mamba_ssm" not in sys.modules:
@@ -240,10 +240,10 @@ def mamba2(case: Case) -> Side:
         A = -p["dt"].new_ones(heads)
         return mamba_chunk_scan_combined(p["v"], p["dt"], A, p["k"], p["q"], chunk_size=256)
 
-    return Side(run, native, exact=False)
+    return Provider(run, native, exact=False)
 
 
-PEERS: dict[str, Callable[[Case], Side]] = {
+PEERS: dict[str, Callable[[Case], Provider]] = {
     "mlstm_kernels": mlstm_kernels,
     "mlstm_kernels-limit": lambda case: mlstm_kernels(case, limit=True),
     "simple_gla": fla("simple_gla"),
@@ -255,8 +255,8 @@ PEERS: dict[str, Callable[[Case], Side]] = {
 }
 
 
-def make(case: Case, side: str, kernel) -> Side:
-    return ours(case, kernel) if side == "ours" else PEERS[side](case)
+def make(case: Case, provider: str, kernel) -> Provider:
+    return ours(case, kernel) if provider == "ours" else PEERS[provider](case)
 
 
 # One step, in place: a call that may be captured, its state of its own.
@@ -296,4 +296,4 @@ def step_simple_gla(case: Case, kernel) -> Callable[[], object]:
     )
 
 
-STEP_SIDES = {"ours": step_ours, "mlstm_kernels": step_mlstm_kernels, "simple_gla": step_simple_gla}
+STEP_CALLS = {"ours": step_ours, "mlstm_kernels": step_mlstm_kernels, "simple_gla": step_simple_gla}
