@@ -17,7 +17,7 @@ from fuzzing.draw import MAKERS
 NO_CALLS = {"register_structure"}
 
 
-def doors(kernel: ModuleType) -> dict[str, Callable]:
+def entries(kernel: ModuleType) -> dict[str, Callable]:
     """Returns the public functions of a kernel by name; each has a maker of arguments."""
     found = {n: getattr(kernel, n) for n in kernel.__all__ if n not in NO_CALLS}
     found = {n: f for n, f in found.items() if inspect.isfunction(f)}

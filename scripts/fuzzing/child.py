@@ -22,27 +22,27 @@ from typing import Any
 
 import torch
 
-from fuzzing.calls import doors
+from fuzzing.calls import entries
 from fuzzing.calls_diagonal import dense_cell, diagonal_cell
 from fuzzing.draw import MAKERS, Draw
 from fuzzing.faults import spoil
 from fuzzing.oracle import (
     EPS,
     MLSTM,
+    check_refusal,
     computed_in,
     differences,
     is_of_decoding,
     is_out_of_memory,
     is_torchs,
     is_valid,
-    judge_refusal,
     nudge,
     outcome,
     shorten,
     tensors,
     widen,
 )
-from fuzzing.raw import Recorder, judge_raw, namespace
+from fuzzing.raw import Recorder, check_raw, namespace
 
 COUNTERS = struct.Struct("<4q")  # index of the call at work, calls, accepted, refused
 MEMORY = 6 * 2**30
@@ -65,52 +65,52 @@ class Fuzzer:
         from kernels import get_local_kernel
 
         self.seed, self.kinds = seed, kinds
-        self.doors: list[tuple[str, str, Callable, Callable]] = []
+        self.entries: list[tuple[str, str, Callable, Callable]] = []
         self.ops: dict[str, dict[str, Any]] = {}
         self.modules: dict[str, Any] = {}
         for name in kernels:
             kernel = self.modules[name] = get_local_kernel(folder / name, backend="cpu")
             reference = importlib.import_module(f"flashcell.kernels.{name.replace('-', '_')}")
             self.ops[name] = namespace(kernel)
-            for door, function in doors(kernel).items():
-                self.doors.append((name, door, function, getattr(reference, door)))
+            for entry, function in entries(kernel).items():
+                self.entries.append((name, entry, function, getattr(reference, entry)))
 
     def run(self, index: int) -> tuple[str, bool, list[str]]:
         """Runs call `index`; returns its text, whether it was accepted, and the findings."""
         kind = self.kinds[index % len(self.kinds)]
         draw = Draw(f"{self.seed} {index}")
-        kernel, name, door, reference = draw.pick(self.doors)
+        kernel, name, entry, reference = draw.pick(self.entries)
         if kind == "raw":
-            return self.run_op(index, kernel, name, door)
-        return self.run_door(index, name, door, reference)
+            return self.run_op(index, kernel, name, entry)
+        return self.run_entry(index, name, entry, reference)
 
-    def make(self, index: int, name: str, door: Callable) -> tuple[dict[str, Any], list[str], Draw]:
+    def make(self, index: int, name: str, entry: Callable) -> tuple[dict, list[str], Draw]:
         draw = Draw(f"{self.seed} {index} {name}")
         call = MAKERS[name](draw)
         if draw.chance(0.7):
             wants = lambda: draw.chance(0.8)
             call = {k: with_gradient(v, wants) for k, v in call.items()}
-        done = spoil(draw, call, parameters(door))
+        done = spoil(draw, call, parameters(entry))
         return call, done, draw
 
-    def run_door(self, index: int, name: str, door: Callable, reference: Callable):
-        call, done, draw = self.make(index, name, door)
+    def run_entry(self, index: int, name: str, entry: Callable, reference: Callable):
+        call, done, draw = self.make(index, name, entry)
         grad = not (name.endswith("_step") and draw.chance(0.7))  # decoded steps have no gradients
         title = f"{name}({', '.join(done)})"
-        names = parameters(door)
+        names = parameters(entry)
         with torch.set_grad_enabled(grad):
             try:
                 with poisoned():
-                    got = outcome(door(**call), call, index)
+                    got = outcome(entry(**call), call, index)
             except Exception as error:
-                problem = judge_refusal(error, names, done, raw=False)
+                problem = check_refusal(error, names, done, raw=False)
                 if is_of_cell(error) or is_out_of_memory(error, done):
                     problem = None
                 if problem is None and is_valid(done) and not is_of_decoding(name, error):
                     problem = f"a valid call is refused: {shorten(str(error))}"
                 return title, False, [problem] if problem else []
             try:
-                return title, True, self.compare(index, name, door, reference, got)
+                return title, True, self.compare(index, name, entry, reference, got)
             except Exception as error:
                 # It widens an expanded view, or saves what the kernel does not.
                 if is_out_of_memory(error, done) or is_torchs(error, done, raw=False):
@@ -118,21 +118,21 @@ class Fuzzer:
                 return title, True, [f"the reference refuses: {shorten(repr(error))}"]
 
     def compare(
-        self, index: int, name: str, door: Callable, reference: Callable, got: dict
+        self, index: int, name: str, entry: Callable, reference: Callable, got: dict
     ) -> list[str]:
         if name == "explain_plan" or any(t.is_meta for t in got.values()):
             return []
-        again = lambda change, **other: self.judged(index, name, door, reference, change, other)
+        again = lambda change, **other: self.rerun(index, name, entry, reference, change, other)
         exact, peer = again(widen), again(keep)
         terms = max([1, *(t.numel() for t in got.values())])
-        wild, carried = self.sizes(index, name, door)
+        wild, carried = self.sizes(index, name, entry)
         if wild and name in ("mlstm", "mlstm_step"):
             # inf - inf, of terms in another order, is NaN; the norm of a row with inf is 0 and NaN.
             h = again(widen, norm=None, norm_weight=None)["result[0]"]
             large = h.abs() >= torch.finfo(computed_in(got)).max ** 0.5  # so that squares are inf
             spared = large.any(-1, keepdim=True) & ~h.isnan().any(-1, keepdim=True)
             exact["result[0]"].masked_fill_(spared, float("nan"))
-            peer["result[0]"].masked_fill_(spared, 0.0)  # NaN in one alone: no value is asked for
+            peer["result[0]"].masked_fill_(spared, 0.0)  # NaN in one alone: no value is required
         found = differences(got, exact, peer, terms, wild=wild)
         if found:
             io = computed_in(got)
@@ -141,22 +141,22 @@ class Fuzzer:
             found = differences(got, exact, peer, terms, moved, relative, io, wild, carried)
         return [shorten(text) for text in found]
 
-    def sizes(self, index: int, name: str, door: Callable) -> tuple[bool, float]:
+    def sizes(self, index: int, name: str, entry: Callable) -> tuple[bool, float]:
         """Returns whether an argument's square overflows; and the largest of states and norm factors."""
         with torch.enable_grad():
-            call, _, _ = self.make(index, name, door)
+            call, _, _ = self.make(index, name, entry)
         given = [t for k, v in call.items() for _, t in tensors(v, k) if t.dtype in EPS]
         largest = min([torch.finfo(t.dtype).max for t in given], default=1.0) ** 0.5
         factors = tensors((call.get("state"), call.get("norm_weight")), "")
         sizes = [float(t.nan_to_num(0.0, 0.0, 0.0).abs().max()) for _, t in factors if t.numel()]
         return not all(bool((t.abs() < largest).all()) for t in given), max(sizes, default=0.0)
 
-    def judged(
-        self, index: int, name: str, door: Callable, reference: Callable, change: Callable,
+    def rerun(
+        self, index: int, name: str, entry: Callable, reference: Callable, change: Callable,
         other: dict[str, Any],
     ) -> dict:  # fmt: skip
         with torch.enable_grad():  # as it was made the first time
-            call, _, _ = self.make(index, name, door)
+            call, _, _ = self.make(index, name, entry)
             call = {k: change(v) for k, v in call.items()} | other
         if change is not keep and "chunk_size" in call:
             call["chunk_size"] = 1  # a chunk multiplies NaN of later steps by 0, which is NaN
@@ -164,7 +164,7 @@ class Fuzzer:
             call["backend"] = "reference"
         return outcome(reference(**call), call, index)
 
-    def run_op(self, index: int, kernel: str, name: str, door: Callable):
+    def run_op(self, index: int, kernel: str, name: str, entry: Callable):
         """Runs a raw op that the public function called, with its arguments changed once more."""
         draw = Draw(f"{self.seed} {index} {name}")
         call = MAKERS[name](draw)
@@ -172,18 +172,18 @@ class Fuzzer:
             call = {k: with_gradient(v) for k, v in call.items()}
         recorder = Recorder(self.ops[kernel])
         with recorder, contextlib.suppress(Exception):
-            outcome(door(**call), call, index)
+            outcome(entry(**call), call, index)
         if not recorder.calls:
             return f"{name} reaches no op", True, []
-        return judge_raw(draw, *draw.pick(recorder.calls), poisoned)
+        return check_raw(draw, *draw.pick(recorder.calls), poisoned)
 
 
 def keep(value: Any) -> Any:
     return value
 
 
-def parameters(door: Callable) -> list[str]:
-    return list(inspect.signature(door).parameters)
+def parameters(entry: Callable) -> list[str]:
+    return list(inspect.signature(entry).parameters)
 
 
 def with_gradient(value: Any, wants: Callable[[], bool] = lambda: True) -> Any:

@@ -19,7 +19,7 @@ PATIENCE = 120.0  # seconds for one call
 class Options:
     calls: int
     seed: int
-    kinds: list[str]  # "doors", "raw"
+    kinds: list[str]  # "entries", "raw"
     kernels: list[str]
     folder: Path  # of built kernels
     chosen: bool = False  # whether `kernels` are not all

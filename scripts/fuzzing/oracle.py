@@ -46,7 +46,7 @@ def is_torchs(error: BaseException, faults: Iterable[str], raw: bool) -> bool:
     return "of_inference" in kinds and text.startswith(INFERENCE)
 
 
-def judge_refusal(
+def check_refusal(
     error: BaseException, names: Iterable[str], faults: Iterable[str], raw: bool
 ) -> str | None:
     """Returns what is wrong with an exception that a call raised, if anything.

@@ -1,7 +1,7 @@
 """Fuzzes the raw torch.ops: records the arguments of public calls, then changes them.
 
 Every op of a kernel's namespace is known from its schema, so none can be forgotten. What an op makes of
-odd strides, of memory that it does not own and of sizes is judged against itself, given plain copies.
+odd strides, of memory that it does not own and of sizes is compared with itself, given plain copies.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fuzzing.draw import Draw
 from fuzzing.faults import spoil
-from fuzzing.oracle import is_out_of_memory, is_readable, judge_refusal, shorten, tensors
+from fuzzing.oracle import check_refusal, is_out_of_memory, is_readable, shorten, tensors
 
 Call = tuple[Any, dict[str, Any]]  # the op, its arguments by name
 
@@ -80,7 +80,7 @@ def results(op: Any, call: dict[str, Any]) -> dict[str, torch.Tensor]:
     return named
 
 
-def judge_raw(draw: Draw, op: Any, call: dict[str, Any], poisoned: Callable):
+def check_raw(draw: Draw, op: Any, call: dict[str, Any], poisoned: Callable):
     draw.raw = True
     given = {k: copied(v) for k, v in call.items()}
     done = spoil(draw, given, list(given))
@@ -94,11 +94,11 @@ def judge_raw(draw: Draw, op: Any, call: dict[str, Any], poisoned: Callable):
         with poisoned():
             got = results(op, given)
     except Exception as error:
-        problem = judge_refusal(error, [a.name for a in op._schema.arguments], done, raw=True)
+        problem = check_refusal(error, [a.name for a in op._schema.arguments], done, raw=True)
         if is_out_of_memory(error, done):
             problem = None
         if problem is None and not done:
-            problem = f"what the door gave is refused: {shorten(str(error))}"
+            problem = f"what the entry gave is refused: {shorten(str(error))}"
         return title, False, [problem] if problem else []
     if same is None:
         return title, True, ["is accepted, though torch itself cannot read an argument"]

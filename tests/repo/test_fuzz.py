@@ -25,7 +25,7 @@ def fuzz(
 
 
 def test_a_few_calls_find_nothing():
-    report, text = fuzz(300, ["doors", "raw"])
+    report, text = fuzz(300, ["entries", "raw"])
     assert report.calls == 300
     assert report.accepted > 80
     assert report.refused > 80
@@ -41,7 +41,7 @@ def changed(value, change):
         return tuple(changed(v, change) for v in value)
     return change(value) if torch.is_tensor(value) and value.is_floating_point() else value
 
-def spoilt(door):
+def spoilt(entry):
     def faulty(*args, **kwargs):
         kind = next(calls) % 6
         if kind == 0:
@@ -53,17 +53,17 @@ def spoilt(door):
         if kind == 3:
             raise RuntimeError("x is wrong, csrc/ops.cpp:7")
         change = (lambda t: t * 1.001) if kind == 4 else torch.empty_like
-        return changed(door(*args, **kwargs), change)
-    faulty.__signature__ = inspect.signature(door)
+        return changed(entry(*args, **kwargs), change)
+    faulty.__signature__ = inspect.signature(entry)
     return faulty
 
-fuzzer.doors = [(k, n, spoilt(d), r) for k, n, d, r in fuzzer.doors if n in ("linear_scan", "causal_conv")]
+fuzzer.entries = [(k, n, spoilt(d), r) for k, n, d, r in fuzzer.entries if n in ("linear_scan", "causal_conv")]
 """
 SAID = ("SIGSEGV", "KeyError", "names no argument", "internal text", "rms error", "not finite")
 
 
 def test_what_is_planted_is_found_and_the_calls_after_it_run():
-    report, found = fuzz(90, ["doors"], PLANT, ["diagonal-rnn"])
+    report, found = fuzz(90, ["entries"], PLANT, ["diagonal-rnn"])
     assert report.calls == 90
     for text in SAID:
         assert text in found
@@ -95,25 +95,25 @@ class Gradient(torch.autograd.Function):
         return 1.001 * gradient
 
 def gradient_of(name):
-    def spoil(door, call):
+    def spoil(entry, call):
         x = call[name]
         is_plain = isinstance(x, torch.Tensor) and x.layout == torch.strided and x.requires_grad
-        return door(**{**call, name: Gradient.apply(x)} if is_plain else call)
+        return entry(**{**call, name: Gradient.apply(x)} if is_plain else call)
     return spoil
 
-def scribble(door, call):
-    result, x = door(**call), call["x"]
+def scribble(entry, call):
+    result, x = entry(**call), call["x"]
     if x.requires_grad and x.numel():
         x.data.mul_(2)  # autograd does not see it
     return result
 
-def strict(door, call):
+def strict(entry, call):
     for name, x in call.items():
         if isinstance(x, torch.Tensor) and x.layout == torch.strided and not x.is_contiguous():
             raise ValueError(f"{name} is strided, but must be contiguous")
-    return door(**call)
+    return entry(**call)
 
-result = lambda change: lambda door, call: changed(door(**call), change)
+result = lambda change: lambda entry, call: changed(entry(**call), change)
 FAULTS = {
     "linear": gradient_of("weight"),
     "linear_scan": gradient_of("a"),
@@ -130,12 +130,12 @@ FAULTS = {
     "recurrent": strict,
 }
 
-def spoilt(name, door):
-    faulty = lambda **call: FAULTS[name](door, call)
-    faulty.__signature__ = inspect.signature(door)
+def spoilt(name, entry):
+    faulty = lambda **call: FAULTS[name](entry, call)
+    faulty.__signature__ = inspect.signature(entry)
     return faulty
 
-fuzzer.doors = [(k, n, spoilt(n, d), r) for k, n, d, r in fuzzer.doors if n in FAULTS]
+fuzzer.entries = [(k, n, spoilt(n, d), r) for k, n, d, r in fuzzer.entries if n in FAULTS]
 """
 SMALL_FAULTS = {
     "linear": "gradient of weight",
@@ -155,11 +155,11 @@ def test_small_faults_are_found():
     """1e-3 of a gradient, swapped rows, one row that is NaN or 0.01 off, float64 in fewer digits,
     NaN made a number, an input overwritten, strides refused: within the number of calls that
     2,000 calls give each function."""
-    report, text = fuzz(65 * 13, ["doors"], SMALL)
+    report, text = fuzz(65 * 13, ["entries"], SMALL)
     found = [(f["title"].partition("(")[0], f["problem"]) for f in report.findings]
-    for doors, says in SMALL_FAULTS.items():
-        own = [problem for name, problem in found if name in doors.split()]
-        assert any(says in problem for problem in own), (doors, text)
+    for entries, says in SMALL_FAULTS.items():
+        own = [problem for name, problem in found if name in entries.split()]
+        assert any(says in problem for problem in own), (entries, text)
 
 
 def test_a_raw_op_that_reads_what_nobody_wrote_is_found():
@@ -176,7 +176,7 @@ def test_a_raw_op_that_reads_what_nobody_wrote_is_found():
 def test_an_op_without_a_maker_is_an_error():
     command = [sys.executable, "-c", "import torch, types; from fuzzing import calls as c;"
                "k = types.ModuleType('k'); k.__all__ = ['fresh'];"
-               "exec('def fresh(x): pass', k.__dict__); c.doors(k)"]  # fmt: skip
+               "exec('def fresh(x): pass', k.__dict__); c.entries(k)"]  # fmt: skip
     done = subprocess.run(command, cwd=ROOT / "scripts", capture_output=True, text=True)
     assert done.returncode == 1
     assert "makes no call of fresh" in done.stderr
@@ -188,7 +188,7 @@ def test_the_script_says_what_it_did():
         ROOT / "scripts/fuzz",
         "--calls",
         "20",
-        "--doors",
+        "--entries",
         "--kernel",
         "tfla",
     ]
@@ -200,6 +200,6 @@ def test_the_script_says_what_it_did():
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_twenty_thousand_calls_find_nothing(seed):
-    report, text = fuzz(5000, ["doors", "raw"], seed=1 + seed)
+    report, text = fuzz(5000, ["entries", "raw"], seed=1 + seed)
     assert report.calls == 5000
     assert not report.findings, text
