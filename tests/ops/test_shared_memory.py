@@ -75,10 +75,10 @@ def overlapped(first, second):
 @pytest.mark.parametrize("name", CALLS)
 def test_a_state_in_the_memory_of_another_argument_is_refused(request, name, backend):
     module, make = CALLS[name]
-    door = getattr(request.getfixturevalue(module), name)
-    door = getattr(MODULES[module], name) if backend == "reference" else door
+    entry = getattr(request.getfixturevalue(module), name)
+    entry = getattr(MODULES[module], name) if backend == "reference" else entry
     call = {**make(), "backend": backend}
-    door(**call)
+    entry(**call)
     written = [t for t in flat(call) if t[1][0] in ("state", "window")]
     for at, where, state in written:
         for other, there, tensor in flat(call):
@@ -90,7 +90,7 @@ def test_a_state_in_the_memory_of_another_argument_is_refused(request, name, bac
                 with pytest.raises(
                     ValueError, match=r"shares memory with .*, but is written"
                 ) as error:
-                    door(**given)
+                    entry(**given)
                 assert at in str(error.value)
                 assert other in str(error.value)
                 for (_, _, t), old in zip(flat(given), before, strict=True):

@@ -42,9 +42,9 @@ def calls(fused_rnn, diagonal_rnn, tfla):
 @pytest.mark.parametrize("kind", BAD)
 def test_refused_by_name(fused_rnn, diagonal_rnn, tfla, kind):
     make, text = BAD[kind]
-    for door, call, name in calls(fused_rnn, diagonal_rnn, tfla):
+    for entry, call, name in calls(fused_rnn, diagonal_rnn, tfla):
         with pytest.raises((TypeError, ValueError), match=f"^{name} has .*{text}"):
-            door(**{**call, name: make(call[name])})
+            entry(**{**call, name: make(call[name])})
 
 
 def test_a_wrong_object_is_shown_without_reading_it(fused_rnn):

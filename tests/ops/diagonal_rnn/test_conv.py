@@ -142,6 +142,6 @@ WRONG = {
 @pytest.mark.parametrize("row", WRONG)
 def test_bad_input(diagonal_rnn, row):
     arguments, error, message = WRONG[row]
-    for door in (diagonal_rnn, reference):
+    for entry in (diagonal_rnn, reference):
         with pytest.raises(error, match=message):
-            door.causal_conv(**{"x": X, "weight": W, **arguments})
+            entry.causal_conv(**{"x": X, "weight": W, **arguments})

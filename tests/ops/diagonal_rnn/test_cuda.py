@@ -66,7 +66,7 @@ def some_of(values, D):
     return tuple(some_of(v, D) for v in values)
 
 
-def judge(name, call, dh, dlast):
+def references(name, call, dh, dlast):
     """Returns the reference in float64 and in the call's dtype, on the CPU, where its loop is
     faster."""
     D = call["x"].shape[-1]
@@ -95,7 +95,7 @@ def test_every_method_is_as_exact_as_the_reference(diagonal_rnn, name, method, c
     call = make(CELLS[name], case, dtype)
     dh, dlast = upstream(name, call, dtype)
     got = run(getattr(diagonal_rnn, name), call, dh, dlast, method=method, backend="cuda")
-    compare(f"{name} {method} {case}", got, call, *judge(name, call, dh, dlast))
+    compare(f"{name} {method} {case}", got, call, *references(name, call, dh, dlast))
 
 
 @pytest.mark.parametrize("case", EMPTY, ids=str)
@@ -103,7 +103,7 @@ def test_empty_sizes(diagonal_rnn, name, method, case):
     call = make(CELLS[name], case, torch.float32)
     dh, dlast = upstream(name, call, torch.float32)
     got = run(getattr(diagonal_rnn, name), call, dh, dlast, method=method)
-    want, _ = judge(name, call, dh, dlast)
+    want, _ = references(name, call, dh, dlast)
     for key in want:
         assert_bitwise(key, got[key].cpu(), want[key].to(got[key].dtype))
 
@@ -202,7 +202,7 @@ def backward_call(name, way, options, dtype):
 def test_every_way_back(diagonal_rnn, name, way, options, dtype):
     call, dh, dlast = backward_call(name, way, options, dtype)
     got = run(getattr(diagonal_rnn, name), call, dh, dlast, method="sequential")
-    compare(f"{name} {way}", got, call, *judge(name, call, dh, dlast))
+    compare(f"{name} {way}", got, call, *references(name, call, dh, dlast))
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -254,7 +254,7 @@ def test_tiny(diagonal_rnn, name, engine, case, dtype):
     dh, dlast = upstream(name, call, dtype)
     method = engine if engine in METHODS else "sequential"
     got = run(getattr(diagonal_rnn, name), call, dh, dlast, method=method, backend="cuda")
-    exact, _ = judge(name, call, dh, dlast)
+    exact, _ = references(name, call, dh, dlast)
     tolerance = {torch.bfloat16: 3e-2, torch.float16: 5e-3, torch.float32: 1e-5}[dtype]
     for key in exact:
         value = some_of(got[key], case.D).cpu().double()

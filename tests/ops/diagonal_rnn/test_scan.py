@@ -91,9 +91,9 @@ def test_one_direction_is_the_other_of_the_flipped(diagonal_rnn):
     assert_bitwise("h", diagonal_rnn.block_scan(a, b, h0, reverse=True), flipped)
 
 
-@pytest.mark.parametrize("door", ["kernel", "reference"])
-def test_bad_input(request, door):
-    module = request.getfixturevalue("diagonal_rnn") if door == "kernel" else reference
+@pytest.mark.parametrize("entry", ["kernel", "reference"])
+def test_bad_input(request, entry):
+    module = request.getfixturevalue("diagonal_rnn") if entry == "kernel" else reference
     a, b, h0 = draw((2, 3, 4), None, torch.float32)
     for error, message, arguments in (
         (

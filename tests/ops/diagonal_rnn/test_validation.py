@@ -110,7 +110,7 @@ TABLE = {  # id -> (arguments, error, message)
 
 
 @pytest.fixture(params=["kernel", "reference"])
-def door(request):
+def entry(request):
     """Both entry points give the same errors: the Hub's binary and the torch reference."""
     return request.getfixturevalue("diagonal_rnn") if request.param == "kernel" else reference
 
@@ -121,22 +121,22 @@ def name(request):
 
 
 @pytest.mark.parametrize("row", TABLE)
-def test_sequence(door, row, monkeypatch):
+def test_sequence(entry, row, monkeypatch):
     monkeypatch.setenv("FLASHCELL_CHECK", "1")  # checks values too, which the CPU always does
     call, error, message = TABLE[row]
     with pytest.raises(error, match=message):
-        door.flash_lstm(**call)
+        entry.flash_lstm(**call)
 
 
-def test_step(door):
+def test_step(entry):
     call = base()
     x, a, p = call["x"], call["a"], call["p"]
     with pytest.raises(ValueError, match=r"x has shape \[4, 8\], but must be \[B, 3, D\]"):
-        door.flash_lstm_step(x[0, :, 0], a, p)
+        entry.flash_lstm_step(x[0, :, 0], a, p)
     with pytest.raises(ValueError, match=r"a has shape \[3, 8\], but must be \[3, D\] = \[3, 16\]"):
-        door.flash_lstm_step(x, a, p)  # two heads of eight channels
+        entry.flash_lstm_step(x, a, p)  # two heads of eight channels
     with pytest.raises(ValueError, match=r"state\[0\] has shape \[1, 8\]"):
-        door.flash_gru_step(x[:, 0], a, (call["state"][0][:1],))
+        entry.flash_gru_step(x[:, 0], a, (call["state"][0][:1],))
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="about the CPU")

@@ -111,46 +111,46 @@ TABLE = {  # id -> (arguments, error, message)
 
 
 @pytest.fixture(params=["kernel", "reference"])
-def door(request):
+def entry(request):
     """Both entry points give the same errors: the Hub's binary and the torch reference."""
     return request.getfixturevalue("fused_rnn") if request.param == "kernel" else reference
 
 
 @pytest.mark.parametrize("row", TABLE)
-def test_sequence(door, row):
+def test_sequence(entry, row):
     call, error, message = TABLE[row]
     with pytest.raises(error, match=message):
-        door.lstm(**call)
+        entry.lstm(**call)
 
 
-def test_cell_name(door):
+def test_cell_name(entry):
     with pytest.raises(ValueError, match="cell is 'ltsm', but must be one of lstm, gru"):
-        door.recurrent("ltsm", **base())
+        entry.recurrent("ltsm", **base())
     with pytest.raises(ValueError, match="nonlinearity is 'gelu', but must be one of tanh, relu"):
-        door.rnn(torch.randn(1, 1, 1, 1, 1), torch.randn(1, 1, 1, 1), nonlinearity="gelu")
+        entry.rnn(torch.randn(1, 1, 1, 1, 1), torch.randn(1, 1, 1, 1), nonlinearity="gelu")
 
 
-def test_step(door):
+def test_step(entry):
     call = base()
     x, weight = call["x"], call["weight"]
     with pytest.raises(
         ValueError, match=r"x has shape \[2, 4, 4, 2, 8\], but must be \[B, G, N, D\]"
     ):
-        door.lstm_step(x, weight)
+        entry.lstm_step(x, weight)
     with pytest.raises(ValueError, match=r"state\[0\] has shape \[1, 2, 8\]"):
-        door.lstm_step(x[:, 0], weight, None, tuple(s[:1] for s in call["state"]))
+        entry.lstm_step(x[:, 0], weight, None, tuple(s[:1] for s in call["state"]))
 
 
-def test_linear(door):
+def test_linear(entry):
     x, w = torch.randn(3, 8), torch.randn(5, 7)
     with pytest.raises(ValueError, match=r"weight has shape \[5, 7\], but must be \[O, I\]"):
-        door.linear(x, w)
+        entry.linear(x, w)
     with pytest.raises(ValueError, match=r"bias has shape \[4\], but must be \[O\] = \[5\]"):
-        door.linear(x[:, :7], w, torch.randn(4))
+        entry.linear(x[:, :7], w, torch.randn(4))
     with pytest.raises(TypeError, match="weight has dtype"):  # quantised: its scale is not read
-        door.linear(x[:, :7], w.to(torch.int8))
+        entry.linear(x[:, :7], w.to(torch.int8))
     with pytest.raises(TypeError, match="bias has dtype"):
-        door.linear(x[:, :7], w, torch.ones(5).int())
+        entry.linear(x[:, :7], w, torch.ones(5).int())
 
 
 def test_backend_by_name_is_never_replaced():

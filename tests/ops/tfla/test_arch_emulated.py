@@ -6,11 +6,11 @@ import torch
 
 from mlstm_cases import make
 from ops.tfla import test_cuda
-from ops.tfla import test_sequence as judge
+from ops.tfla import test_sequence as tests
 from ops.tfla.test_emulated import (  # noqa: F401  (fixtures)
     TILES,
     cell,
-    judge_case,
+    check_case,
     no_float64,
     order,
     pytestmark,
@@ -23,7 +23,7 @@ HOPPER = "arch=90 code=80"  # 9.0 runs PTX for 8.0: no wgmma, no clusters, no ov
 @pytest.mark.parametrize("code", [80, 90])  # 90 is not 90a, which alone has wgmma
 @pytest.mark.parametrize("case", TILES[:2], ids=str)
 def test_hopper_runs_code_without_wgmma(tfla, order, cell, case, code):  # noqa: F811
-    judge_case(tfla, order, cell, case, torch.bfloat16, device=f"arch=90 code={code}")
+    check_case(tfla, order, cell, case, torch.bfloat16, device=f"arch=90 code={code}")
 
 
 def test_kept_states_of_code_for_8_0(tfla, order, cell):  # noqa: F811
@@ -31,10 +31,10 @@ def test_kept_states_of_code_for_8_0(tfla, order, cell):  # noqa: F811
     test_cuda.test_backward_from_kept_states(tfla, cell, test_cuda.KEPT[0])
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=judge.short)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=tests.short)
 def test_a_step_of_code_for_8_0(tfla, order, cell, dtype):  # noqa: F811
     order(HOPPER)
-    judge.test_step(tfla, cell, dtype)
+    tests.test_step(tfla, cell, dtype)
 
 
 def test_between_products_of_code_for_8_0(tfla, order):  # noqa: F811

@@ -223,7 +223,7 @@ TINY = [(engine, case) for engine, (_, cases) in ENGINES.items() for case in cas
 
 
 @pytest.mark.skipif(
-    DEVICE != "cuda", reason="the CPU's engine is judged by ops/tfla/test_sequence.py"
+    DEVICE != "cuda", reason="the CPU's engine is tested by ops/tfla/test_sequence.py"
 )
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @pytest.mark.parametrize(("engine", "case"), TINY, ids=str)

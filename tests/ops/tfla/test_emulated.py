@@ -20,7 +20,7 @@ from numerics import EPS, assert_bitwise, assert_close
 from ops.tfla import test_bf16, test_cuda, test_nan
 from ops.tfla import test_epilogue as epilogue
 from ops.tfla import test_reset as reset
-from ops.tfla import test_sequence as judge
+from ops.tfla import test_sequence as tests
 
 ROOT = Path(__file__).resolve().parents[3]
 SANITIZE = "FLASHCELL_EMULATOR_SANITIZE"
@@ -62,8 +62,8 @@ def cell(request):
 @pytest.fixture
 def no_float64(monkeypatch):
     """Uses the widest dtype that CUDA has, as on a GPU."""
-    monkeypatch.setattr(judge, "EXACT", torch.float32)
-    monkeypatch.setattr(judge, "DOUBLE", False)
+    monkeypatch.setattr(tests, "EXACT", torch.float32)
+    monkeypatch.setattr(tests, "DOUBLE", False)
 
 
 @pytest.fixture
@@ -76,62 +76,62 @@ def run_orders(tfla, order, call, given, orders=ORDERS[:2], device=""):
     results = []
     for words in orders:
         order(f"{words} {device}")
-        results.append(judge.run(tfla, call, given, backend="cpu"))
+        results.append(tests.run(tfla, call, given, backend="cpu"))
     for words, other in zip(orders[1:], results[1:], strict=True):
         for key, value in other.items():
             assert_bitwise(f"{key}, {words}", value, results[0][key])
     return results[0]
 
 
-def judge_case(tfla, order, cell, case, dtype, **options):
+def check_case(tfla, order, cell, case, dtype, **options):
     call = make(cell, case, dtype)
-    given = judge.upstream(call, dtype)
+    given = tests.upstream(call, dtype)
     got = run_orders(tfla, order, call, given, **options)
-    near, exact = judge.run(judge.Peer, call, given), judge.run(reference, upcast(call), given)
+    near, exact = tests.run(tests.Peer, call, given), tests.run(reference, upcast(call), given)
     assert got.keys() == exact.keys()
     lost = 2**-25 if dtype == torch.float16 else 0.0  # half of the smallest step of an operand
     for key in exact:
         if near[key].isfinite().all():  # operands of fp16 overflow in the reference too at i = 10
-            judge.assert_near(key, key, got[key], exact[key], near[key], dtype, case.T == 1, lost)
+            tests.assert_near(key, key, got[key], exact[key], near[key], dtype, case.T == 1, lost)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=judge.short)
+@pytest.mark.parametrize("dtype", DTYPES, ids=tests.short)
 @pytest.mark.parametrize("case", FAST, ids=str)
 def test_as_exact_as_the_reference_in_any_order(tfla, order, cell, case, dtype):
-    judge_case(tfla, order, cell, case, dtype)
+    check_case(tfla, order, cell, case, dtype)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16], ids=judge.short)
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16], ids=tests.short)
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("cell", ["exp", "sigmoid", "sigmoid floor"])
 def test_every_case_in_every_order(tfla, order, cell, case, dtype):
-    judge_case(tfla, order, cell, case, dtype, orders=ORDERS)
+    check_case(tfla, order, cell, case, dtype, orders=ORDERS)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=judge.short)
+@pytest.mark.parametrize("dtype", DTYPES, ids=tests.short)
 def test_a_smaller_gpu_has_shorter_chunks(tfla, order, cell, dtype):
     """With 99 KB of shared memory, as on sm_86 and sm_120."""
-    judge_case(
+    check_case(
         tfla, order, cell, Case(1, 300, 1, 24, 16, ("state",), 256), dtype, device="shared=99"
     )
 
 
 @pytest.mark.parametrize("case", TILES, ids=str)
 def test_without_wgmma(tfla, order, cell, case):
-    judge_case(tfla, order, cell, case, torch.bfloat16, device="arch=80")
+    check_case(tfla, order, cell, case, torch.bfloat16, device="arch=80")
 
 
 @pytest.mark.parametrize("processors", [1, 3])
 def test_few_processors_take_many_parts_each(tfla, order, cell, processors):
     case = Case(2, 300, 2, 136, 264, ("state", "reset"), 256)
-    judge_case(tfla, order, cell, case, torch.bfloat16, device=f"processors={processors}")
+    check_case(tfla, order, cell, case, torch.bfloat16, device=f"processors={processors}")
 
 
 @pytest.mark.parametrize("options", [("state", "reset"), ("state", "lengths", "hold")], ids=str)
 def test_backward_by_few_blocks_of_rows(tfla, order, cell, options):
     case = Case(2, 300, 2, 136, 264, options, 256)
-    judge_case(tfla, order, cell, case, torch.bfloat16, device="processors=3")
+    check_case(tfla, order, cell, case, torch.bfloat16, device="processors=3")
 
 
 @pytest.mark.parametrize("masks", test_cuda.KEPT, ids=str)
@@ -146,8 +146,8 @@ def test_a_row_that_has_most_of_the_gradient(tfla):
 def test_segments_join(tfla, order):
     """A sequence long enough to be split into segments: one for one SM, two for many."""
     call = make("exp", Case(1, 1100, 2, 16, 8, ("state",), 64, f=6.0), torch.float32)
-    given = judge.upstream(call, torch.float32)
-    exact = judge.run(reference, upcast(call), given)
+    given = tests.upstream(call, torch.float32)
+    exact = tests.run(reference, upcast(call), given)
     for processors, orders in ((1, ORDERS[:1]), (132, ORDERS[:2])):
         device = f"processors={processors}"
         got = run_orders(tfla, order, call, given, orders=orders, device=device)
@@ -156,10 +156,10 @@ def test_segments_join(tfla, order):
 
 
 @pytest.mark.parametrize("words", ORDERS[:2])
-@pytest.mark.parametrize("dtype", DTYPES, ids=judge.short)
+@pytest.mark.parametrize("dtype", DTYPES, ids=tests.short)
 def test_step(tfla, order, cell, dtype, words):
     order(words)
-    judge.test_step(tfla, cell, dtype)
+    tests.test_step(tfla, cell, dtype)
 
 
 @pytest.mark.parametrize("case", test_cuda.STEPS[-2:], ids=str)
@@ -192,17 +192,17 @@ def test_epilogue_of_a_step(tfla, cell, order, parts, V):
 @pytest.mark.parametrize(
     "test",
     [
-        judge.test_documents_equal_separate_sequences,
-        judge.test_held_steps_keep_the_state_unrounded,
-        judge.test_inputs_are_left_alone,
+        tests.test_documents_equal_separate_sequences,
+        tests.test_held_steps_keep_the_state_unrounded,
+        tests.test_inputs_are_left_alone,
         test_nan.test_nan_stays_in_its_head_and_after_its_chunk,
-        judge.test_shards_compose,
+        tests.test_shards_compose,
         test_nan.test_what_a_held_step_holds,
         test_cuda.test_rows_at_any_address,
     ],
     ids=lambda test: test.__name__,
 )
-def test_as_the_judge_says(tfla, order, cell, test):
+def test_shared_tests(tfla, order, cell, test):
     order("backwards")
     test(tfla, cell)
 

@@ -43,11 +43,11 @@ TIMES = 8 if DEVICE == "cuda" else 4
 FLOOR = {torch.float32: 9 * 2.0**-24 if DEVICE == "cuda" else 4e-7, torch.bfloat16: 2.0**-8}
 
 
-def judge(tfla, cell, T, gate, dtype, backend=DEVICE, chunk_size=None, **masks):
-    judge_inputs(tfla, cell, inputs(T, dtype, gate), backend, chunk_size, **masks)
+def check(tfla, cell, T, gate, dtype, backend=DEVICE, chunk_size=None, **masks):
+    check_inputs(tfla, cell, inputs(T, dtype, gate), backend, chunk_size, **masks)
 
 
-def judge_inputs(tfla, cell, tensors, backend=DEVICE, chunk_size=None, **masks):
+def check_inputs(tfla, cell, tensors, backend=DEVICE, chunk_size=None, **masks):
     """Tests that the inputs' gradients are as exact as the reference in the dtype.
 
     Step by step, in chunks of one, nothing cancels. A divisor near 0 makes an error large or
@@ -78,20 +78,20 @@ def judge_inputs(tfla, cell, tensors, backend=DEVICE, chunk_size=None, **masks):
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_forget_gates_of_both_signs(tfla, cell, T, gate, dtype):
     """Little crosses a shut gate, and open ones have small slopes."""
-    judge(tfla, cell, T, gate, dtype)
+    check(tfla, cell, T, gate, dtype)
 
 
 @pytest.mark.parametrize("mean", [-0.9, 0.5, 3.0])
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_forget_gates_that_are_half_open(tfla, cell, mean):
     """No gate is shut, and d lf is small beside the sums whose difference it is."""
-    judge_half_open(tfla, cell, mean)
+    check_half_open(tfla, cell, mean)
 
 
-def judge_half_open(tfla, cell, mean, **options):
+def check_half_open(tfla, cell, mean, **options):
     q, k, v, i, f = inputs(256, torch.bfloat16, 1.0)
     f = (mean + torch.randn_like(f)).clamp(min=-0.95)
-    judge_inputs(tfla, cell, (q, k, v, i, f), **options)
+    check_inputs(tfla, cell, (q, k, v, i, f), **options)
 
 
 MASKS = [("reset",), ("hold",), ("reset", "hold"), ("cu_seqlens",)]
@@ -101,4 +101,4 @@ MASKS = [("reset",), ("hold",), ("reset", "hold"), ("cu_seqlens",)]
 @pytest.mark.parametrize("masks", MASKS, ids=str)
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_forget_gates_with_masks(tfla, cell, masks, dtype):
-    judge(tfla, cell, 301, 12.0, dtype, **draw(masks, 301))
+    check(tfla, cell, 301, 12.0, dtype, **draw(masks, 301))

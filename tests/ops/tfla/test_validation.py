@@ -121,7 +121,7 @@ TABLE = {  # id -> (arguments, error, message)
 
 
 @pytest.fixture(params=["kernel", "reference"])
-def door(request):
+def entry(request):
     """Both entry points give the same errors: the Hub's binary and the torch reference."""
     return request.getfixturevalue("tfla") if request.param == "kernel" else reference
 
@@ -132,11 +132,11 @@ def cell(request):
 
 
 @pytest.mark.parametrize("row", TABLE)
-def test_sequence(door, row, monkeypatch):
+def test_sequence(entry, row, monkeypatch):
     monkeypatch.setenv("FLASHCELL_CHECK", "1")  # checks values too, on CUDA
     call, error, message = TABLE[row]
     with pytest.raises(error, match=message):
-        door.mlstm(**call)
+        entry.mlstm(**call)
 
 
 def step_call():
@@ -145,31 +145,31 @@ def step_call():
     return {**call, **{k: call[k][:, 0] for k in ("q", "k", "v", "i", "f")}}
 
 
-def test_step(door):
+def test_step(entry):
     call = step_call()
     with pytest.raises(ValueError, match=r"k has shape \[2, 4, 2, 8\], but must be \[B, H, K\]"):
-        door.mlstm_step(**{**call, "k": base()["k"]})
+        entry.mlstm_step(**{**call, "k": base()["k"]})
     with pytest.raises(ValueError, match="state is None, but inplace=True needs"):
-        door.mlstm_step(**{**call, "state": None}, inplace=True)
+        entry.mlstm_step(**{**call, "state": None}, inplace=True)
     C, *rest = call["state"]
     with pytest.raises(ValueError, match=r"state\[0\] is strided, but must be torch.float32 and"):
-        door.mlstm_step(**{**call, "state": (C.mT.contiguous().mT, *rest)}, inplace=True)
+        entry.mlstm_step(**{**call, "state": (C.mT.contiguous().mT, *rest)}, inplace=True)
     with pytest.raises(ValueError, match="v requires a gradient, but inplace=True is for decoding"):
-        door.mlstm_step(**{**call, "v": call["v"].clone().requires_grad_()}, inplace=True)
+        entry.mlstm_step(**{**call, "v": call["v"].clone().requires_grad_()}, inplace=True)
     with pytest.raises(TypeError, match="inplace is a int, but must be True or False"):
-        door.mlstm_step(**call, inplace=1)
+        entry.mlstm_step(**call, inplace=1)
     gate = torch.ones(B, H, V, requires_grad=True)
     with pytest.raises(ValueError, match="out_gate requires a gradient, but inplace=True"):
-        door.mlstm_step(**call, out_gate=gate, inplace=True)
+        entry.mlstm_step(**call, out_gate=gate, inplace=True)
     with pytest.raises(ValueError, match=r"out_gate has shape \[2, 1, 2, 16\]"):
-        door.mlstm_step(**call, out_gate=gate.detach()[:, None])
+        entry.mlstm_step(**call, out_gate=gate.detach()[:, None])
 
 
-def test_transfers(door):
+def test_transfers(entry):
     """A state of another batch, or of another gate, is not broadcast or cut."""
-    call, carry, compose = base(), door.mlstm_carry, door.mlstm_compose
+    call, carry, compose = base(), entry.mlstm_carry, entry.mlstm_compose
     given, state = [call[name] for name in ("k", "v", "i", "f")], call["state"]
-    exp, sigmoid = (door.mlstm_transfer(*given, input_gate=g) for g in ("exp", "sigmoid"))
+    exp, sigmoid = (entry.mlstm_transfer(*given, input_gate=g) for g in ("exp", "sigmoid"))
     for message, function, *arguments in (
         ("state is NoneType, but transfer needs a tuple of 3", carry, None, exp),
         (r"state\[0\] has shape \[1, 2, 8, 16\]", carry, [s[:1] for s in state], exp),
