@@ -85,7 +85,7 @@ def draw_chunks(path: Path, cases: Providers) -> None:
                 ax.plot(*zip(*sorted(points.items()), strict=True), "--", color=color, label=name)
         ax.set(title=PASSES[which], ylabel="ms" if time else "GB beside the inputs")
     for ax in axes[1]:
-        ax.set(xlabel="chunk size target for")
+        ax.set(xlabel="chunk size requested")
     axes[0][0].set_ylim(top=5 * axes[0][0].get_ylim()[1])  # room for the legend
     axes[0][0].legend(fontsize=5, ncols=2, loc="upper left")
     save(figure, path.with_name(f"{path.stem}-tfla-chunks.svg"))
