@@ -44,7 +44,8 @@ MOVED = {
     "xlstm_checkpoint": "convert_xlstm",
     "xlstm_mixers": "layers.xlstm_mixers",
 }
-# Folders with the name of an old module: their other names are those of that module.
+# Folders that have the name of an old module. A name that the folder lacks is taken from the module
+# that replaced the old one.
 FOLDERS = {"generation": "generation.mixin", "layers": "layers.recurrent_mixer"}
 
 

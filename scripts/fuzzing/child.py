@@ -112,7 +112,7 @@ class Fuzzer:
             try:
                 return title, True, self.compare(index, name, entry, reference, got)
             except Exception as error:
-                # It widens an expanded view, or saves what the kernel does not.
+                # Only the reference may run out of memory: it copies expanded views, and saves more.
                 if is_out_of_memory(error, done) or is_torchs(error, done, raw=False):
                     return title, True, []
                 return title, True, [f"the reference refuses: {shorten(repr(error))}"]
@@ -142,7 +142,7 @@ class Fuzzer:
         return [shorten(text) for text in found]
 
     def sizes(self, index: int, name: str, entry: Callable) -> tuple[bool, float]:
-        """Returns whether an argument's square overflows; and the largest of states and norm factors."""
+        """Returns whether an argument's square overflows, and the largest state or norm weight."""
         with torch.enable_grad():
             call, _, _ = self.make(index, name, entry)
         given = [t for k, v in call.items() for _, t in tensors(v, k) if t.dtype in EPS]

@@ -135,8 +135,8 @@ def seeded(seed: int, name: str) -> torch.Generator:
     return torch.Generator("cpu").manual_seed(seed * 1000 + sum(map(ord, name)))
 
 
-# Of mLSTM, whose divisor may nearly cancel: the bounds of tests/ops/tfla/test_sequence.py, relative to the rms,
-# and for gradients, which a norm or a single step cancels, to that of their terms, one.
+# Bounds for mLSTM, whose divisor may nearly cancel, as in tests/ops/tfla/test_sequence.py. They are
+# relative to the rms, but at least to 1: gradients may cancel to 0, and their terms are of size one.
 MLSTM = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2.5e-2}
 
 
@@ -155,11 +155,12 @@ def differences(
 
     `peer` is the reference in the same dtype.
 
-    Where both references are finite the kernel must be, and where both are not it must not. `moved`
-    are `exact` of inputs that differ by a rounding: a call may be that ill conditioned. Gradients that
-    cancel to 0 are held to the size of their terms, one. `wild` says that an argument is so large that
-    its square is not finite. `io` is what was computed in. `carried` is the size of a state, of which an update
-    may leave little, as h + z (c - h) is c where z is 1; and of a norm's weight, in a gradient's terms.
+    Where both references are finite the kernel must be too, and where neither is the kernel must not
+    be. `moved` are results like `exact` for inputs that differ by a rounding: they show how ill
+    conditioned the call is. Errors of gradients that cancel to 0 are relative to the size of their
+    terms, one. `wild` says that an argument is so large that its square is not finite. `io` is the dtype
+    of the computation. `carried` is the largest state or norm weight: results may be small differences
+    of terms of that size.
     """
     found = []
     if set(got) != set(exact):
@@ -178,7 +179,7 @@ def differences(
             continue
         value = value.contiguous() if value.layout == torch.strided else value.to_dense()
         sure = want.isfinite() & same.isfinite()
-        if wild and name.startswith("gradient"):  # 0 * inf: NaN, or no term at all
+        if wild and name.startswith("gradient"):  # a term 0 * inf is NaN or left out
             sure &= value.isfinite()
         if bool((sure & ~value.isfinite()).any()):
             found.append(f"{name} is not finite where the reference is")

@@ -32,7 +32,9 @@ def training_table(path: Path) -> str:
 
     Below it, the same model with peers' layers and with ours, from one run."""
     runs: dict[tuple[str, str], dict[str, Row]] = defaultdict(dict)
-    peers: dict[tuple[str, str], tuple[Row, Row]] = {}  # a peer's, and ours ahead of it in the file
+    peers: dict[
+        tuple[str, str], tuple[Row, Row]
+    ] = {}  # a peer's row, and our row before it in the file
     for row in read(path):
         case = row["case"], row["compiled"]
         if row["provider"] in ("ours", "transformer"):

@@ -232,10 +232,10 @@ class Trainer:
         return replay
 
     def train(self, solved: float, seconds: float = float("inf")) -> Iterator[None]:
-        """Trains until every seed is solved at some rate, or the steps or `seconds` are over. A run
-        is solved when two checks in a row find a validation accuracy of at least `solved`, with
-        `to_the_end` the last two. It yields between the steps' launch and their end, when a GPU has
-        time for other trainers."""
+        """Trains until every seed is solved at one of its learning rates, or until all steps or
+        `seconds` are over. A run is solved if two checks in a row find a validation accuracy of at
+        least `solved`; with `to_the_end` only the last two checks count. It yields after launching
+        steps and before waiting for them, so that other trainers can use the GPU meanwhile."""
         started, step = time.monotonic(), 0
         while self.live and step < self.task.steps:
             count = min(self.check_every, self.task.steps - step)

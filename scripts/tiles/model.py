@@ -98,8 +98,8 @@ class Builder:
 def solve(cases: list[Case], pins: dict[str, int], must_fit: bool = True) -> Solution | None:
     """Solves for the grid engine's tiles for all cases at once; None if there is no solution.
 
-    Units, warps and held multiply or divide everything, so they are branched on here: seconds become
-    minutes else.
+    Each value of `units`, `warps` and `held` is solved apart, as the three multiply or divide all
+    other variables: one solve over everything takes minutes instead of seconds.
     """
     names = ("units", "warps", "held")
     choices = [[pins[n]] if n in pins else list(DOMAINS[n]) for n in names]

@@ -30,7 +30,7 @@ def forward_shape(gates: int, states: int, element: int) -> Shape:
 
 
 def backward_shape(gates: int, states: int, saved: int, bias_rows: int, element: int) -> Shape:
-    """16 units of the transposed weight, G D deep."""
+    """Returns the shape of a backward pass: 16 units of the transposed weight, G D deep."""
     return Shape(1, gates, saved + 1, states, bias_rows, element)
 
 

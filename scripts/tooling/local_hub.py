@@ -225,7 +225,7 @@ class Handler(BaseHTTPRequestHandler):
                     return self.fail(404, error.code, str(error))
                 except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
                     return self.fail(400, "BadRequest", repr(error))
-                except (ConnectionError, TimeoutError):  # the client's: there is nobody to tell
+                except (ConnectionError, TimeoutError):  # the client has gone
                     raise
                 except OSError as error:  # the disk's: it is full, or has no names of that length
                     return self.fail(500, "StorageFailed", str(error.strerror))

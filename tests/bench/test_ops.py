@@ -139,7 +139,9 @@ def test_a_wrong_kernel_is_not_timed(bench, monkeypatch, capsys):
 
 def test_floors_grow_with_the_problem(bench):
     def floor(heads, width, batch):
-        return bench.floor.step_seconds(bench.floor.Walk(4, heads, width, batch, 1, "bfloat16"))
+        return bench.floor.step_seconds(
+            bench.floor.Recurrence(4, heads, width, batch, 1, "bfloat16")
+        )
 
     chain = [floor(24, 32, 16), floor(12, 64, 16), floor(6, 128, 16), floor(3, 256, 16)]
     chain += [floor(1, 768, b) for b in (16, 64, 128)] + [floor(1, 2048, 16)]

@@ -20,7 +20,8 @@ def modules():
 
 
 def test_cases_and_floors(modules):
-    """Two cases of one name would hide each other's rows."""
+    """Case names are unique, because two cases of one name would hide each other's rows; the floors
+    have the values worked out by hand."""
     suite, _ = modules
     names = [case.name for case in suite.CASES]
     assert len(set(names)) == len(names)

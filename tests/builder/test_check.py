@@ -105,8 +105,8 @@ def test_nothing_is_written(tmp_path):
 
 @needs_nvcc
 def test_what_the_front_end_reads_is_whole_for_the_linker(tmp_path):
-    """An error in a source that is only read by the front end is found; its functions exist for the
-    linker."""
+    """A source that --check passes through the compiler's front end only still fails if it has an
+    error, and its object file still defines its functions, so that the library links."""
     sources = [f"csrc/cuda/instantiations/grid_{cell}.cu" for cell in ("lstm", "gru")]
     left = subset.launcher("fused-rnn", sources)
     assert left[-1] == sources[0]

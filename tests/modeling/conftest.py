@@ -66,7 +66,7 @@ def binaries(request, monkeypatch):
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread():
-    """These models are too small for two threads."""
+    """Runs every test with one thread: the models are too small for two."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -37,7 +37,8 @@ def whole(model, way, inputs, targets) -> dict[str, torch.Tensor]:
 
 
 def split(model, way, inputs, targets, context) -> dict[str, torch.Tensor]:
-    """Computes the same from every rank's part: means over the ranks, and the logits concatenated."""
+    """Computes logits, loss and gradients from every rank's part: the logits concatenated, the rest
+    averaged over the ranks."""
     inputs = {name: context.split(value) for name, value in inputs.items()}
     targets, ranks, found = context.split(targets), dist.get_world_size(), {}
     if way == "loss":

@@ -201,7 +201,7 @@ def test_changes_that_a_graph_would_miss_are_seen(make_model, change):
 @pytest.mark.parametrize("when", ["within", "between"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_changes_of_a_text_s_model_are_seen(make_model, tokens, change, when):
-    """A streamer alone can change the model within a text; between two texts anyone can."""
+    """A change of the model is seen: within a text, when a streamer makes it, and between texts."""
 
     class Changes(BaseStreamer):
         def __init__(self, model, at):

@@ -217,7 +217,8 @@ def in_streams(work, count):
 
 
 def test_what_cannot_be_captured_says_so(make_model, tokens, monkeypatch):
-    """The model is called instead, and a failed capture leaves nothing behind."""
+    """If a step cannot be captured, decoder.reason says why, the model is called instead, and the
+    failed capture leaves nothing behind."""
     model, ids = make_model(), tokens(2, 4)
     want = greedy(model, ids)
     forward = Recording.forward
@@ -269,7 +270,8 @@ def test_the_end_is_found_on_another_device_than_the_current(make_model, tokens)
 
 @pytest.mark.parametrize("new", [1, 2, 30])
 def test_the_end_is_found_a_token_late_and_unseen(make_model, tokens, new):
-    """Returns and streams the same as if it checked for the end after every token."""
+    """The end of a text is noticed one token late, but generate returns and streams the same as if
+    it looked after every token."""
     model = make_model()
     for ids in (tokens(1, 5), tokens(4, 5)):
         text = without_engine(model, lambda ids=ids: greedy(model, ids, new=30))

@@ -155,7 +155,8 @@ def test_every_family_keeps_its_recording(case, make_model, tokens):
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="gloo")
 def test_fsdp_modules_are_called(make_model, tokens):
-    """All of Python can be reached from their state, and none of it must be compared."""
+    """Modules wrapped by FSDP are called directly, because their state refers to nearly every object
+    of the process, which must not be compared token by token."""
     model, ids = make_model(), tokens(2, 5)
     want = greedy(model, ids)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -174,7 +175,8 @@ class Everything:
 
 
 def test_modules_that_hold_everything(make_model, tokens):
-    """Objects in a module's list, with cycles, long chains and a table that grows meanwhile."""
+    """A module that refers to a huge graph of objects, with cycles and long chains, is decoded
+    without the engine, and decoder.reason says why."""
     model, ids = make_model(), tokens(2, 5)
     want, notes = greedy(model, ids), Everything()
     model.model.layers[0].notes = [notes]

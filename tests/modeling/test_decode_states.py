@@ -105,7 +105,8 @@ def test_a_pickled_or_copied_cache_goes_its_own_way(case, make_model, tokens):
 
 
 def test_a_cache_may_be_given_to_another_model(make_model, tokens):
-    """In two threads, in both directions: two engines, two locks."""
+    """Two threads each move a cache between two models at every token, in opposite order: the
+    logits are right, and the locks of the two decode engines do not deadlock."""
     torch.manual_seed(0)
     first = make_model()
     second, ids = copy.deepcopy(first), tokens(2, 40)
@@ -229,7 +230,7 @@ def storm(models, seconds, seed):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_threads_that_share_a_model(make_model, family):
-    """Everything at once on one model for a second."""
+    """Several threads use one model in every way at once for a second."""
     assert storm({family: make_model(family)}, 0.8, seed=1) > 4
 
 

@@ -56,7 +56,7 @@ MASKS = {
 @pytest.mark.parametrize("masks", MASKS)
 @pytest.mark.parametrize("heads", [1, 4])
 def test_is_the_projection_and_the_cell(kind, heads, masks):
-    """Outputs, last states and every gradient, in float64."""
+    """Outputs, last states and gradients equal those of a linear projection and the kernel's cell."""
     layer, options = make(kind, num_heads=heads), MASKS[masks]()
     x = torch.randn(1 if masks == "cu_seqlens" else B, T, I, dtype=torch.float64).requires_grad_()
     states = reference.CELLS[kind].states
@@ -116,16 +116,16 @@ def test_autocast(kind):
 
 @KINDS
 def test_methods(kind):
-    """Runs parallel in time where that exists, and is refused with the reason elsewhere."""
+    """A method that is parallel in time runs on devices that have it; others refuse it by name."""
     x = torch.randn(B, T, I)
     layer = make(kind, dtype=torch.float32)
-    walk, _ = layer(x)
+    sequential, _ = layer(x)
     for method in ("newton", "multiple_shooting"):
         layer.method, layer.backend = method, "reference"
-        assert (layer(x)[0] - walk).abs().max() < 2e-6
+        assert (layer(x)[0] - sequential).abs().max() < 2e-6
         layer.backend = "auto"
         if DEVICE != "cpu":
-            assert (layer(x)[0] - walk).abs().max() < 2e-6
+            assert (layer(x)[0] - sequential).abs().max() < 2e-6
             continue
         with pytest.raises(ValueError, match=f"method is '{method}', but on the CPU it must be"):
             layer(x)

@@ -32,7 +32,7 @@ EXACT = {
 
 
 def test_published_parameter_counts():
-    """Every preset: arXiv 2412.07752 and 2510.21450, table 3."""
+    """Every preset has as many parameters as published (arXiv 2412.07752; 2510.21450, table 3)."""
     counts = {name: parameters(FlashRNNConfig.preset(name)) for name in FlashRNNConfig.presets}
     for name, millions in MILLIONS.items():
         assert round(counts.pop(name) / 1e6, 1) == millions, name
@@ -111,7 +111,8 @@ def test_the_cell_names_are_the_kernel_s():
 
 
 def test_initial_weights():
-    """Orthogonal recurrent matrices; states that last at first; 0.02 elsewhere."""
+    """Recurrent matrices are orthogonal, biases of the gates that keep the state make it last, and
+    input projections have a standard deviation of 0.02."""
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_heads": 2}
     for cell in ("lstm", "gru", "rnn", "slstm"):
         model = FlashRNNForCausalLM(FlashRNNConfig(vocab_size=61, cell=cell, **sizes))

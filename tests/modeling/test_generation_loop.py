@@ -129,7 +129,8 @@ def test_an_own_way_to_prepare_is_called(both, monkeypatch):
 
 
 def test_what_is_usual():
-    """Only criteria that read the last tokens and the length, of exactly the known classes."""
+    """Stopping criteria are `usual` if they are one maximal length and any number of end tokens, by
+    transformers' own classes and no subclass."""
     ends = lambda *criteria: Ends(StoppingCriteriaList(criteria), torch.device("cpu"))
 
     class Own(EosTokenCriteria):

@@ -114,7 +114,7 @@ BROKEN = {  # model -> behaviour -> its failure
         packed_documents: LEAK,
     },
     "Mamba2": {
-        continuation: LEAK,  # it reads the whole text again on top of the state
+        continuation: LEAK,  # the model reads the whole text again on top of the state
         packed_documents: LEAK,
     },
 }

@@ -24,8 +24,8 @@ LAST = 4  # rows that are compared
 
 @pytest.mark.parametrize("case", kinds())
 def test_more_than_31_bits_of_elements(case, tokens):
-    """The last rows, and their gradients with the others' being zero, equal those of the rows
-    alone."""
+    """In a batch with more than 2^31 elements, the last rows have the results that they have alone,
+    and so have the gradients of a loss on them."""
     gc.collect()  # frees what other cases left to the allocator
     torch.cuda.empty_cache()
     if torch.cuda.mem_get_info()[0] < NEEDED:

@@ -79,7 +79,7 @@ def test_small_shapes(kind, batch, T):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 def test_as_accurate_as_torch(kind, dtype, packed):
-    """Compared with torch.nn in float64, beside torch.nn in the same dtype."""
+    """Our errors against torch.nn in float64 are as small as those of torch.nn in the same dtype."""
     extra = [{}, {"proj_size": 8}] if kind == "LSTM" else [{}]
     for kwargs in extra:
         theirs, ours = make_twins(

@@ -1,5 +1,5 @@
-"""Runs torch's own tests on flashcell's modules: its module database, its documentation; and the
-cells."""
+"""Runs torch's own tests on flashcell's modules and cells: those of its module database, and the
+examples of its documentation."""
 
 import doctest
 import sys

@@ -38,7 +38,8 @@ def waves(monkeypatch):
 @pytest.mark.parametrize("kind", SEQUENCES)
 @pytest.mark.parametrize("layers", [2, 3, 5])
 def test_same_as_one_after_the_other(kind, layers, batched, waves, monkeypatch):
-    """Fewer chunks than layers, more, and steps left over; the products of CPU and of CUDA."""
+    """The wavefront of layers and chunks computes what one layer after the other does: with fewer
+    chunks than layers, with more, with steps left over, and with the products of CPU and CUDA."""
     extra = [{}, {"proj_size": 3}] if kind == "LSTM" else [{}]
     for T, kwargs, bias, states in product((3, 6, 7, 13), extra, (True, False), (True, False)):
         _, ours = make_twins(kind, 6, 8, layers, bias=bias, dtype=EXACT, **kwargs)

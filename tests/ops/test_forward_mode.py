@@ -60,7 +60,8 @@ CALLS = {
     ("name", "call"), [pytest.param(k, c, id=c.__name__) for k, cs in CALLS.items() for c in cs]
 )
 def test_a_tangent_is_refused(request, name, call, recorded):
-    """With frozen weights too, for which no gradient is needed; calls without tangents work."""
+    """Kernels refuse forward-mode tangents, also if no weight needs a gradient; the same calls
+    without tangents work."""
     kernel, x = request.getfixturevalue(name), torch.randn(96)
     with torch.set_grad_enabled(recorded), forward_ad.dual_level():
         call(kernel, x)

@@ -176,8 +176,8 @@ def eager_and_compiled(
 def replayed(
     once: Callable[[], Any], renew: Callable[[], Any], times: int = 3
 ) -> Iterator[tuple[Any, Any]]:
-    """Returns what a CUDA graph of once() computes, and what once() gives, each after `renew` of
-    its input."""
+    """Yields `times` pairs: the results of once() replayed as a CUDA graph, and those of a direct
+    call. Before each pair, renew() changes the input in place."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         once()  # work of a first call is not part of the graph

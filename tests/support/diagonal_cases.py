@@ -85,7 +85,7 @@ def draw_regime(cell, regime: str, B: int, T: int, D: int) -> tuple[torch.Tensor
 
 
 def split(cell, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Returns rows [P, D] as the arguments a, p."""
+    """Splits a parameter of P rows [P, D] into the arguments a and p."""
     return (weight[:3], weight[3:]) if cell.weights > 3 else (weight,)
 
 

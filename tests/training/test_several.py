@@ -1,5 +1,5 @@
-"""Tests scripts/train beyond one process and one run: DDP, FSDP2, the ablation, and Trainer instead
-of it."""
+"""Tests scripts/train in several processes (DDP, FSDP2), in the runs of an ablation, and against
+transformers' Trainer."""
 
 import csv
 import os

@@ -66,8 +66,8 @@ def shown(value: object) -> str:
 
 
 def has_autocast(device_type: str) -> bool:
-    """Whether the device type supports autocast; meta does not. Dynamo of torch 2.11 cannot trace
-    torch's own function, and what it compiles for is a device that does."""
+    """Whether the device type supports autocast; meta does not. While compiling, this is assumed of
+    other devices, because Dynamo of torch 2.11 cannot trace torch's own function."""
     if device_type == "meta":
         return False
     return torch.compiler.is_compiling() or torch.amp.is_autocast_available(device_type)

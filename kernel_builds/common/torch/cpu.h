@@ -46,7 +46,7 @@ inline void prefer_huge_pages(void* pointer, int64_t bytes) {
 // thread of a Zen 3 for the 9.4 MB of an LSTM's packed weights of 768 units).
 struct IdleScratch {
   static constexpr int kCount = 16;
-  // bytes: of a block at least, of all at most.
+  // The least bytes of a block that is kept, and the most bytes of all kept blocks.
   static constexpr int64_t kLeast = 128 << 10, kMost = 32 << 20;
   std::atomic_flag busy;  // nobody waits for it: a thread that finds it set asks the system
   void* blocks[kCount] = {};

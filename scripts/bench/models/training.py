@@ -44,11 +44,11 @@ class Provider(NamedTuple):
     file: str  # of scripts/recipes/
     variant: str
     micro_steps: int = 1
-    rows: int = 0  # of a micro-step, 0: the recipe's; so for length
+    rows: int = 0  # rows of a micro-step; 0: as in the recipe
     length: int = 0
     one_layer: bool = False
     model: tuple[tuple[str, Any], ...] = ()  # changes to the recipe's
-    layer: str = ""  # a peer's in the place of ours, of bench/models/training_peers.py
+    layer: str = ""  # a layer of training_peers.py, in the place of ours
 
     def recipe(self) -> Recipe:
         recipe = Recipe.read(RECIPES / self.file, [], self.variant)

@@ -11,8 +11,8 @@ from flashcell.kernels import diagonal_rnn as reference
 from measurement.record import Row
 
 CELLS = reference.CELLS
-# How far weights and inputs reach, and the bias of the gate that forgets: notes on when the
-# published three iterations are enough
+# How weights are drawn, the scale of the inputs, and the bias of the forget gate: in which of these
+# regimes are the three iterations of the published method enough?
 REGIMES = {
     "initial": (lambda P, D: torch.randn(P, D) / D**0.5, 1.0, 0.0),
     "within .5": (lambda P, D: torch.rand(P, D) - 0.5, 1.0, 0.0),
@@ -181,7 +181,7 @@ def chunks(kernel: Any) -> list[Row]:
     return rows
 
 
-POWERS = [*range(7, 20, 2), 20]  # of the lengths that solve is asked for; the op has all between
+POWERS = [*range(7, 20, 2), 20]  # of two: lengths of solve; the op also has those between
 # The sequential level takes 0.3 ms a step, 0.9 with the gradient: five minutes and fifteen at 2^20.
 MODES = {
     "sequential": 2**11,

@@ -124,7 +124,7 @@ def run_provider(
             return {"step": time_graph(steps * -(-GRAPH_STEPS // len(steps)), "cuda")}, {}
     provider = suite.make(case, name, kernel)
     errors = errors_of(case, provider, name == "ours") if provider.exact else {}
-    torch.compiler.reset()  # what a peer compiles knows the shape that is timed, and no other
+    torch.compiler.reset()  # so that a peer compiles for the timed shape alone
     return time_passes(provider, p, budget), errors
 
 

@@ -17,7 +17,8 @@ from ops.tfla.test_sequence import run
 # gives 1.8e-3.
 BOUNDS = {"h": 3e-3, "dq": 3e-3, "dk": 3e-3, "dv": 3e-3, "di": 4e-3, "df": 1e-2}
 ON_CPU = {"h": 4e-3, "dq": 7e-3, "dk": 7e-3, "dv": 4e-3, "di": 7e-3}
-# fp16 has no states beyond 65504 (i 10), and at i -10 few bits of weights of e^-10.
+# Bounds for fp16. No case has i 10, where states exceed 65504. At i -10 weights near e^-10 have few
+# bits left, hence the wider bounds of gradients.
 IN_FP16 = {"h": 8e-4, "dq": 8e-4, "dk": 2e-3, "dv": 2e-3, "di": 2e-3, "df": 6e-3}
 GATES = [(i, f) for i in (-10.0, 0.0, 10.0) for f in (3.0, 6.0, 12.0)]
 
@@ -48,8 +49,8 @@ def test_fp16_at_a_models_width(tfla, cell, i, f, size):
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="the CPU rounds such rows as it does others")
 def test_a_row_that_has_most_of_the_gradient(tfla):
-    """Its divisor nearly cancels, and few steps have weight: rounding their dS and W once makes up
-    to 3.1e-3. The rounding of the results is 1.7e-3."""
+    """One row has most of the gradient if its divisor nearly cancels. Few steps have weight there:
+    rounding their dS and W once costs up to 3.1e-3, and rounding the results 1.7e-3."""
     for T in (125, 131, 134):
         call = make("exp", Case(1, T, 1, 40, 136, (), 128, 10.0, 3.0), torch.bfloat16)
         given = [normal(call["v"].shape, torch.bfloat16), torch.zeros(1, 1, 40, 136)]

@@ -73,7 +73,8 @@ def test_a_step_in_place_of_many_thread_blocks(tfla, cell, B, K, V, epilogue):
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=short)
 def test_the_same_bits_every_time(tfla, cell, dtype):
-    """With several chunks, segments of a sequence and thread blocks for one sum."""
+    """Two calls give the same bits, with several chunks, segments of a sequence and thread blocks
+    that add to one sum."""
     call = make(cell, Case(2, 2500, 2, 128, 256, ("state", "reset", "rms"), 128), dtype)
     given = upstream(call, dtype)
     first, *others = (run(tfla, call, given) for _ in range(4))
@@ -85,7 +86,8 @@ def test_the_same_bits_every_time(tfla, cell, dtype):
 @pytest.mark.skipif(DEVICE != "cuda", reason="the CPU's op refuses them")
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=short)
 def test_offsets_that_decrease(tfla, dtype):
-    """CUDA does not check them unless FLASHCELL_CHECK is set: such a document is empty."""
+    """CUDA does not check offsets unless FLASHCELL_CHECK is set; a document whose end is before its
+    start is taken as empty."""
     call = make("exp", Case(1, 700, 2, 16, 24, (), 64), torch.float32)
     tensors = [call[k] for k in SEQUENCE[:5]] + [None] * 6
     options = (True, True, 0.0, True, 64)

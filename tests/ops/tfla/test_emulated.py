@@ -144,7 +144,7 @@ def test_a_row_that_has_most_of_the_gradient(tfla):
 
 
 def test_segments_join(tfla, order):
-    """A sequence long enough to be split into segments: one for one SM, two for many."""
+    """Results are right with one segment (on one SM) and across the border of two (on many)."""
     call = make("exp", Case(1, 1100, 2, 16, 8, ("state",), 64, f=6.0), torch.float32)
     given = tests.upstream(call, torch.float32)
     exact = tests.run(reference, upcast(call), given)

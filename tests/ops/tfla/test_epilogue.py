@@ -203,7 +203,8 @@ def test_gate_and_weight_in_another_dtype(tfla):
 
 
 def test_nothing_is_kept_of_the_norm(tfla):
-    """The backward needs h, the gate and the weight only, which are kept anyway."""
+    """The norm saves nothing of its own: its backward needs only h, the gate and the weight, which
+    are saved anyway."""
     call = make("exp", Case(2, 20, 2, 16, 24, ("layer",)), torch.float32)
     call["out_gate"].requires_grad_()
     kept = []

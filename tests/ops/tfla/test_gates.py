@@ -77,7 +77,8 @@ def check_inputs(tfla, cell, tensors, backend=DEVICE, chunk_size=None, **masks):
 @pytest.mark.parametrize("T", [40, 419])
 @pytest.mark.parametrize("cell", CELLS, ids=str)
 def test_forget_gates_of_both_signs(tfla, cell, T, gate, dtype):
-    """Little crosses a shut gate, and open ones have small slopes."""
+    """Forget gates of both signs: what crosses a shut gate is little, and open gates have small
+    slopes, so errors could hide there."""
     check(tfla, cell, T, gate, dtype)
 
 

@@ -119,7 +119,7 @@ def test_an_input_gate_that_shuts_for_good(tfla, backend):
 
 
 def test_what_a_held_step_holds(tfla, cell):
-    """As in test_held.py for the library; this one is run by the emulator too."""
+    """The values of held steps do not matter, as in test_held.py, here for the emulator too."""
     for dtype in (torch.float32, torch.bfloat16):
         test_held.test_mlstm(tfla, (cell.split()[0], None), dtype, "auto")
 
@@ -144,7 +144,8 @@ def test_h_of_a_held_step_is_0_whatever_the_others_hold(tfla, cell, dtype):
 @pytest.mark.parametrize("norm", [None, "rms", "layer"])
 @pytest.mark.parametrize("backend", test_held.BACKENDS)
 def test_an_output_gate_of_held_steps_does_not_matter(tfla, cell, backend, norm):
-    """Nor does one past a row's end: h and the gate's gradient are 0 there."""
+    """A NaN in the output gate does not matter at held steps or past a row's end: h and the gate's
+    gradient are 0 there."""
     call = make(cell, Case(2, 9, 2, 16, 16), torch.float32)
     hold = torch.arange(9).expand(2, 9) % 4 == 3
     for mask, held in (

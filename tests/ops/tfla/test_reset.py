@@ -37,7 +37,8 @@ def test_reset_at_every_position(tfla, cell, t):
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @pytest.mark.parametrize("size", [64, 256])
 def test_a_reset_at_every_step_of_tiles_and_chunks(tfla, cell, size, dtype):
-    """Sequence t is reset at step t: chunks of one tile of 64 and of several, and their ends."""
+    """Sequence t is reset at step t, so that one call has a reset at every place in a chunk: chunks
+    of one tile of 64 steps or of several, and the shorter last chunk."""
     call = make(cell, Case(140, 140, 1, 16, 24, ("state",), size), dtype)
     call["reset"] = torch.eye(140, dtype=torch.bool)
     given = upstream(call, dtype)

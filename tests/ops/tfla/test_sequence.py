@@ -156,7 +156,8 @@ def test_whole_equals_parts_equals_steps(tfla, cell, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 def test_step(tfla, cell, dtype):
-    """Against the reference, with and without a state, in place and not; then with gradients."""
+    """Compares a single step with the reference, with and without a state, in place and not, and
+    then with gradients."""
     case = Case(3, 1, 2, 40, 136, ("state", "layer"))
     call = make(cell, case, dtype)
     call.pop("chunk_size")

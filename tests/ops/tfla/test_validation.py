@@ -166,7 +166,7 @@ def test_step(entry):
 
 
 def test_transfers(entry):
-    """A state of another batch, or of another gate, is not broadcast or cut."""
+    """A state of another batch size or kind of gate is refused, and not broadcast or cut."""
     call, carry, compose = base(), entry.mlstm_carry, entry.mlstm_compose
     given, state = [call[name] for name in ("k", "v", "i", "f")], call["state"]
     exp, sigmoid = (entry.mlstm_transfer(*given, input_gate=g) for g in ("exp", "sigmoid"))

@@ -153,9 +153,9 @@ def work(
     weight = G * I * case.width * case.torch_dtype.itemsize
     if which == "step":  # one row: both weights are read once
         weight *= 1 + I // case.width
-        walk = max((project + recur) / rate * 1e3, weight / bandwidth(weight) * 1e-6)
-        return project + recur, walk
-    walk = max(recur / rate * 1e3, case.steps * weight / bandwidth(weight) * 1e-6)
+        recurrence = max((project + recur) / rate * 1e3, weight / bandwidth(weight) * 1e-6)
+        return project + recur, recurrence
+    recurrence = max(recur / rate * 1e3, case.steps * weight / bandwidth(weight) * 1e-6)
     if which == "train":
-        return 3 * (project + recur), (3 * project + recur) / rate * 1e3 + 2 * walk
-    return project + recur, project / rate * 1e3 + walk
+        return 3 * (project + recur), (3 * project + recur) / rate * 1e3 + 2 * recurrence
+    return project + recur, project / rate * 1e3 + recurrence

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 import torch
 
 from bench.suites.fused_rnn.case import Case
-from bench.suites.fused_rnn.floor_cuda import Walk, floor_seconds
+from bench.suites.fused_rnn.floor_cuda import Recurrence, floor_seconds
 from flashcell.kernels import fused_rnn as reference
 
 CELLS = reference.CELLS
@@ -75,20 +75,20 @@ def work(case: Case, which: str) -> tuple[float, float, float]:
     if which == "step":
         weight = size * G * N * D * (D + (0 if projected else I))
         moved = weight + size * rows * (G * I if projected else I)
-        return recur + project, moved, floor_seconds(_walk(case), 0, moved, 0.0)
+        return recur + project, moved, floor_seconds(_recurrence(case), 0, moved, 0.0)
     gates, h = (size * rows * k * I * case.layers * case.directions for k in (G, 1))
     moved = gates + h + (0 if which == "inference" else gates)
     if which != "train":
-        return recur + project, moved, floor_seconds(_walk(case), 1, moved, project)
+        return recur + project, moved, floor_seconds(_recurrence(case), 1, moved, project)
     moved += gates + gates + 2 * h  # read what was kept, write dx, read dh and h
     flops, beside = 3 * (recur + project), 3 * project + recur
-    return flops, moved, floor_seconds(_walk(case), 2, moved, beside)
+    return flops, moved, floor_seconds(_recurrence(case), 2, moved, beside)
 
 
-def _walk(case: Case) -> Walk:
+def _recurrence(case: Case) -> Recurrence:
     heads = case.heads * case.layers * case.directions
     steps = case.steps + case.layers - 1  # a wavefront: layers run at once, a step apart
-    return Walk(CELLS[case.cell].gates, heads, case.width, case.batch, steps, case.dtype)
+    return Recurrence(CELLS[case.cell].gates, heads, case.width, case.batch, steps, case.dtype)
 
 
 def _case(

@@ -7,7 +7,7 @@ measured by small test kernels on one H200 (SM clock 1.8 to 1.98 GHz):
     cell        a sigmoid, two tanh, and the way of h through shared memory back into operands
     exchange    where a head's weight does not fit one SM: an all-gather of h among its blocks
 
-Columns of the batch never meet, so a head is shared by as many groups of blocks as fit the chip,
+Columns of the batch never meet, so a head is shared by as many groups of blocks as fit the GPU,
 each with a tile of 8 columns of the batch or several. The bytes of a pass at the bandwidth of
 memory are a second floor. The large products before and after the recurrence are added.
 """
@@ -31,7 +31,7 @@ CLUSTER_EXCHANGE = 0.19e-6  # s, a release and an acquire between the blocks of 
 CLUSTER_BLOCKS = 16
 
 
-class Walk(NamedTuple):
+class Recurrence(NamedTuple):
     """The shape of one recurrence, as it determines the floor."""
 
     gates: int
@@ -46,36 +46,36 @@ class Walk(NamedTuple):
         return 2 if self.dtype in ("bfloat16", "float16") else 4
 
 
-def step_seconds(walk: Walk) -> float:
+def step_seconds(recurrence: Recurrence) -> float:
     """Returns the least time of one step, forward or backward."""
-    weight = walk.gates * walk.width**2 * walk.itemsize
+    weight = recurrence.gates * recurrence.width**2 * recurrence.itemsize
     blocks = ceil(weight / SM_WEIGHT)  # at least, to hold one head's weight
-    tiles = walk.heads * ceil(walk.batch / 8)
-    if blocks == 1 and walk.width <= 128:
-        return work_seconds(walk, 1, ceil(tiles / SMS))
+    tiles = recurrence.heads * ceil(recurrence.batch / 8)
+    if blocks == 1 and recurrence.width <= 128:
+        return work_seconds(recurrence, 1, ceil(tiles / SMS))
     groups = max(1, min(tiles, SMS // blocks))
     columns = ceil(tiles / groups)
-    rows = min(8 * columns, walk.batch)
-    chip = work_seconds(walk, max(blocks, SMS // groups), columns)
-    chip += EXCHANGE + walk.width * rows * walk.itemsize * EXCHANGE_BYTE
+    rows = min(8 * columns, recurrence.batch)
+    grid = work_seconds(recurrence, max(blocks, SMS // groups), columns)
+    grid += EXCHANGE + recurrence.width * rows * recurrence.itemsize * EXCHANGE_BYTE
     if blocks > CLUSTER_BLOCKS:
-        return chip
+        return grid
     clusters = SMS // CLUSTER_BLOCKS
-    cluster = work_seconds(walk, CLUSTER_BLOCKS, ceil(tiles / clusters)) + CLUSTER_EXCHANGE
-    return min(chip, cluster)
+    cluster = work_seconds(recurrence, CLUSTER_BLOCKS, ceil(tiles / clusters)) + CLUSTER_EXCHANGE
+    return min(grid, cluster)
 
 
-def work_seconds(walk: Walk, blocks: int, columns: int) -> float:
+def work_seconds(recurrence: Recurrence, blocks: int, columns: int) -> float:
     """Returns the time of a step's product and cell on `blocks` SMs for `columns` tiles of 8
     sequences."""
-    scale = walk.itemsize / 2  # tf32's m16n8k8 is half of a tile of 16 bit at the same cost
-    products = walk.gates * walk.width**2 / 256 * columns / blocks * scale
-    depth = walk.width / 16 * scale / (WARPS if blocks > 1 else 1)
+    scale = recurrence.itemsize / 2  # tf32's m16n8k8 is half of a tile of 16 bit at the same cost
+    products = recurrence.gates * recurrence.width**2 / 256 * columns / blocks * scale
+    depth = recurrence.width / 16 * scale / (WARPS if blocks > 1 else 1)
     return max(products / 4 * MMA_ISSUE, depth * MMA_CHAIN) + CELL
 
 
-def floor_seconds(walk: Walk, walks: int, bytes_moved: float, flops: float) -> float:
-    """Returns the floor of `walks` recurrences that move `bytes_moved`, plus `flops` of large
+def floor_seconds(recurrence: Recurrence, passes: int, bytes_moved: float, flops: float) -> float:
+    """Returns the floor of `passes` passes over time that move `bytes_moved`, plus `flops` of large
     products."""
-    latency = walks * walk.steps * step_seconds(walk)
-    return max(latency, bytes_moved / BANDWIDTH) + flops / RATE[walk.dtype]
+    latency = passes * recurrence.steps * step_seconds(recurrence)
+    return max(latency, bytes_moved / BANDWIDTH) + flops / RATE[recurrence.dtype]

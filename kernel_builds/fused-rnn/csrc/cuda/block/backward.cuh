@@ -14,7 +14,7 @@ struct BlockBackward : BlockSizes<Cell_, IO_, kWidth, 16, Cell_::kGates * kWidth
   using typename Sizes::Cell, typename Sizes::IO, typename Sizes::V;
   static constexpr int kChains = 4;
   using Inputs = Pipeline<IO, kWidth, kKept + 1, kThreads, 2>;  // saved values, then dh
-  // dx, then dr if it differs.
+  // The rows written are dx, then dr if it differs.
   using Outputs = Outbox<IO, kWidth, Cell::kSplitGrad ? 2 * G : G, kThreads>;
   static constexpr int64_t kPlannedBytes =
       block::backward_shared_bytes(kSizesOf<Cell>, kWidth, sizeof(IO));

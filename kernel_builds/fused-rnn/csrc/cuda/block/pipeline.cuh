@@ -23,7 +23,7 @@ struct BlockSizes {
   using V = typename IoTraits<IO>::Value;
   static constexpr int G = Cell::kGates, K = Cell::kStates, R = Cell::kBias, kKept = Cell::kSaved;
   static constexpr int kUnits = kUnitsOf, kThreads = 32 * kWidth / kUnits;
-  // padded, so that columns start in different banks.
+  // A row's length is padded, so that columns start in different banks.
   static constexpr int kRow = kDepth + IoTraits<IO>::kVector;
   // Steps of two vectors along the depth.
   static constexpr int kSteps = kDepth / (2 * IoTraits<IO>::kVector);
@@ -44,7 +44,7 @@ struct BlockSizes {
 template <typename IO, int kWidth, int kRows, int kThreads, int kSplit>
 struct Pipeline {
   static constexpr int kVectors = kWidth / IoTraits<IO>::kVector;  // vectors in a row
-  // padded, so that columns start in different banks.
+  // A row's length is padded, so that columns start in different banks.
   static constexpr int kRow = kWidth + IoTraits<IO>::kVector;
   static constexpr int kRowsAtOnce = kThreads / (kColumns * kVectors);
   static constexpr int kStageBytes = kRows * kColumns * kRow * sizeof(IO);

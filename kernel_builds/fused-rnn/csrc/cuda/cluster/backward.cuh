@@ -22,7 +22,7 @@ struct ClusterBackward {
   // Bytes that one member sends to another per step.
   static constexpr int kPartBytes = kUnits * 4 * kPerLane * 4;
   using Inputs = Pipeline<IO, kUnits, kKept + 1, kCells, 1>;  // saved values, then dh
-  // dx, then dr if it differs.
+  // The rows written are dx, then dr if it differs.
   using Outputs = Outbox<IO, kUnits, Cell::kSplitGrad ? 2 * G : G, kCells>;
 
   static constexpr int64_t kPlannedBytes =

@@ -15,7 +15,7 @@ struct Cells : Block<Pass> {
   static constexpr int kGates = Pass::kGates, kStates = kShape.states, kSplit = Pass::kSplit;
   using Block<Pass>::kColumns, Block<Pass>::kUnits, Block<Pass>::kCells;
   static constexpr int kWide = Pass::kWide;  // columns of a thread, eight apart
-  // later, because registers are scarce.
+  // Whether a column's inputs are prepared only after the sums, because registers are scarce.
   static constexpr bool kPreparesLate = kWide > 1 && Pass::kDescends;
   static constexpr int kAll = kHalves * kCells, kRing = kStages / kHalves;
   static constexpr int kBlockThreads = kProducts + kAll + fetch_threads(kShape);

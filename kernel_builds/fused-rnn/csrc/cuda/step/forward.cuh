@@ -94,7 +94,7 @@ class ForwardCell {
   }
 
  private:
-  // added only here, because the sum has to wait for both loads
+  // The two are added only here, because the sum has to wait for both loads.
   DEVICE float bias(int row) const { return wide_bias_[row] + to_float(bias_[row]); }
 
   float state_[Cell::kStates], wide_bias_[Cell::kBias];

@@ -28,7 +28,7 @@ struct GradientBlocks {
 };
 
 constexpr int kMostSlots = 12;
-// this producer has more values in registers than others: with fewer registers it spills
+// This producer has more values in registers than others: with fewer registers it spills.
 constexpr int kBlockProducerRegisters = 88, kBlockConsumerRegisters = 208;
 
 struct BlockItem {

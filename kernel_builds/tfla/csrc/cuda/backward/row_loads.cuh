@@ -43,7 +43,8 @@ struct BlockProducer {
   // Whether the second tile of a slot is below the first in the matrix, or beside it.
   enum class Second { kBelow, kBeside };
 
-  // It is written for few instructions: nothing else hides the latency of a copying warp.
+  // Copies a slot's two tiles. Few instructions matter here: a copying warp has no other work that
+  // would hide its latency.
   template <Second kSecond>
   DEVICE static void copy(uint32_t to, const Matrix<IO>& from, int row, int column) {
     constexpr bool kBelow = kSecond == Second::kBelow;

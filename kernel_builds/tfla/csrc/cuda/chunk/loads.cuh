@@ -66,7 +66,7 @@ struct ChunkLoads {
   const bool has_inner;                   // whether pairs are multiplied, and E with rows
   bool loads_inner;                       // whether E's right operand is loaded for the outputs
   int pair_steps = 0, outputs = 1, stage = 0, loads = 0;
-  // After the outputs, stages through q and k (the outputs' inner rows) for the flows.
+  // Stages of q and k (inner rows of the outputs), loaded after the outputs, for the gates' flows.
   int flow_steps = 0;
   struct {
     int output, block, depth;

@@ -51,8 +51,8 @@ DEVICE const X* at(const Strided& x, int b, int h) {
   return static_cast<const X*>(x.data) + b * x.batch + h * x.head;
 }
 
-// Prefetches to L2, where a preceding kernel that still runs may yet write: only loads have to wait
-// for it.
+// Prefetches to L2. This may run before pdl_wait(), while a preceding kernel still writes the data,
+// because its writes reach L2 as well. Only loads into registers must come after the wait.
 DEVICE void fetch([[maybe_unused]] const void* from, [[maybe_unused]] int bytes) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
