@@ -129,7 +129,7 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__, *_SUBMODULES})
 
 
-if not TYPE_CHECKING:  # for which every misspelt name would exist
+if not TYPE_CHECKING:  # type checkers would take any misspelt name for defined
     __getattr__ = _import
 
 register_with_transformers()

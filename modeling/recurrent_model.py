@@ -194,7 +194,7 @@ class RecurrentForCausalLM(RecurrentGeneration):
         self.decoder = DecodeEngine(self)
         self.post_init()
 
-    def __setstate__(self, state: dict[str, Any]) -> None:  # of copies, shallow ones too
+    def __setstate__(self, state: dict[str, Any]) -> None:  # called on every copy, also a shallow one
         super().__setstate__(state)
         self.decoder = DecodeEngine(self, self.decoder.mode)
 

@@ -64,7 +64,8 @@ def export(*arguments, **more):
 
 
 def packages_without(folder: Path, missing: tuple) -> Path:
-    """Links to the installed packages except some; an editable flashcell needs site, which is off."""
+    """Makes a folder of links to all installed packages but some. An editable flashcell is not among
+    them either: it is found through the module site, which the test's Python leaves out."""
     folder.mkdir()
     for place in {Path(p) for p in sys.path if p.endswith("-packages")}:
         for entry in place.iterdir():

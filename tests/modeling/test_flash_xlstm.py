@@ -73,8 +73,8 @@ def draw(*shape: int) -> torch.Tensor:
 
 
 def test_the_package_s_logits(theirs):
-    """The bound in fp32, for the whole text and step by step; the logits are of the size of some
-    units."""
+    """Our logits equal those of the xlstm package in fp32, for the whole text and step by step; they
+    are of the size of some units."""
     ours, ids = FlashXLSTMForCausalLM.from_xlstm(theirs.state_dict()), draw(2, 70)
     assert (ours.lm_head.weight is ours.model.embed_tokens.weight) == theirs.config.tie_weights
     state, cache = None, DynamicCache(config=ours.config)

@@ -131,7 +131,8 @@ def test_a_callback_does_not_run_the_batch(make_model, tokens, call):
 
 
 def test_a_source_that_raises_loses_nothing(make_model, tokens):
-    """Everything read before it comes first, then the error, then the rest of the source."""
+    """If a source of requests raises, the requests before the error are completed first; then the
+    error is raised, and the rest of the source can still be read."""
     model, prompts = make_model(), [tokens(n) for n in (5, 9, 70, 4, 6)]
     want = {i: alone(model, p, new=3 + 4 * i) for i, p in enumerate(prompts)}
 

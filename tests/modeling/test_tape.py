@@ -78,8 +78,8 @@ def test_a_value_in_python_is_refused(way):
 
 
 def test_an_interrupt_while_recording_leaves_nothing_behind():
-    """Python delivers Ctrl-C after the call of a C function, or at the beginning of a Python
-    function."""
+    """Ctrl-C leaves no half-made recording, wherever Python can deliver it: after a call of a C
+    function, or at the beginning of a Python function."""
     x, places, stop, left = torch.ones(3), [], 0, []
 
     def watch(frame, event, _):

@@ -8,7 +8,7 @@ from tooling import layout
 PROJECT = (
     '[tool.setuptools.package-dir]\n"flashcell" = "modeling"\n"flashcell.hub" = "modeling/hub"\n'
 )
-# In two parts, so that this file edits nothing itself.
+# In two parts, so that the rule that looks for edits of sys.path does not find this file.
 EDIT = "import sys\nsys.path" + ".insert(0, 'x')\n"
 TREE = {
     "pyproject.toml": PROJECT,

@@ -97,8 +97,8 @@ DAMAGED = {
     "far away": (manifest(lambda files: {**files, "../../x": {}}), "but must list ['proc"),
     "huge": (manifest(lambda files: {FILE: {**files[FILE], "bytes": 2**60}}), "bytes is"),
 }
-# damage to the newest checkpoint whose manifest matches, so it was deliberate, and the run does not
-# continue
+# Damage to the newest checkpoint whose manifest still matches. It must be deliberate, so the run does
+# not continue.
 MADE = {
     "pickle": (state(lambda saved: Evil()), "process-0.pt is no checkpoint of this run"),
     "pickle inside": (state(lambda saved: {**saved, "progress": Evil()}), "is no checkpoint"),

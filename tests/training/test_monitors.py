@@ -63,7 +63,8 @@ def test_gates_of_a_fused_cell(cell):
 
 
 def test_the_first_step_of_a_document_is_left_out():
-    """Its state is empty, which the outputs do not show."""
+    """A document's first step begins with an empty state, which a mixer's outputs do not show, so
+    monitors leave it out."""
     model = make("flash_rnn", intermediate_size=16)
     positions = torch.arange(12)[None] % 2  # every other step begins a document
     values = gates(model, position_ids=positions)

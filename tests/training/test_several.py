@@ -64,7 +64,8 @@ def test_two_processes_take_the_steps_of_one(tmp_path):
 
 
 def test_shards_take_the_steps_of_whole_models_and_go_on(tmp_path):
-    """FSDP2 against DDP: one step in shards of blocks, the others in shards of the whole model."""
+    """FSDP2 makes the same steps as DDP: one with a shard for each block, the others with one shard
+    for the whole model."""
     text = write_text(tmp_path / "text")
     changes = {**QUICK, "steps": 5, "evaluate_every": 5, "model": MLSTM, "micro_batch": 1}
     write_recipe(tmp_path / "tiny.yaml", **text_recipe(text, **changes))

@@ -64,7 +64,7 @@ def linear_step(
     out, bounded = ops.linear_step(
         x, list(weights), list(biases), capped, cap, norm_weight, norm_eps, residual, gated
     )
-    if gated or len(weights) == 1:  # the one of the two that has columns
+    if gated or len(weights) == 1:  # a single result, bounded or not
         return (bounded if capped else out,)
     plain = len(weights) - capped
     rows = [w.shape[0] for w in weights]

@@ -120,7 +120,7 @@ class ParaRNN(Ours):
     def gradients(self, grads) -> list[torch.Tensor]:
         """Returns the gradients in the order and shapes of Ours."""
         dx, *rows = grads
-        dx = dx[:, :, self.order]  # its own inverse
+        dx = dx[:, :, self.order]  # the permutation is its own inverse
         return [dx, *(torch.stack(part) for part in (rows[:3], rows[3:]) if part)]
 
 

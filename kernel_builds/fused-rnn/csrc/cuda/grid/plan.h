@@ -188,8 +188,8 @@ constexpr bool can_run(const Shape& s, bool marked, int64_t S, int64_t N, int64_
 
 constexpr int64_t tiles_of(const Shape& s, int64_t S) { return divide_up(S, tile_columns(s)); }
 
-// Whether the GPU can run enough thread blocks at once; `together` is how many it can. Large
-// clusters cannot use every SM, which must not leave half of them idle.
+// Whether the GPU can run a whole group of thread blocks at once; `together` is the number that it
+// can run. Clusters of more than two cannot use every SM, so with them all groups must fit at once.
 constexpr bool has_room(const Shape& s, int64_t S, int64_t N, int64_t D, int64_t together,
                         const Device& device) {
   const int64_t members = thread_blocks(s, D);

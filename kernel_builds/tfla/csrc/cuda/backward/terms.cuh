@@ -10,7 +10,7 @@ struct BackwardTerms {
   Rows rows;
   float scale;             // K^-1/2
   float *inverse, *delta;  // [H, rows] scale / N, and scale delta or null for 0
-  // [H, rows] of q_t in dC and in dn: inflow times inverse and times delta.
+  // [H, rows] the factors of q_t in dC and in dn: the row's inflow times inverse, and times delta.
   float *weight, *n_weight;
   // [H, rows] estimated squared error of delta, in roundings of h, and [H, slots] its sums over
   // chunks; or null.

@@ -231,7 +231,7 @@ void launch_linear_step(const LinearStepParams& p, const Device& device, cudaStr
   int64_t tiles = 0;
   const int rows = p.gated ? kRows / 2 : kRows;
   for (int s = 0; s < (p.gated ? 1 : p.count); ++s) tiles += (p.linears[s].rows + rows - 1) / rows;
-  // Rather two passes over a small matrix, which stays in L2, than idle SMs.
+  // Two passes over a small matrix, which stays in L2, are better than idle SMs.
   const int64_t wide = 2 * kColumns;
   const bool once = p.B > kColumns && (p.B + wide - 1) / wide * tiles >= device.sms;
   const int64_t columns = once ? wide : kColumns;

@@ -303,8 +303,8 @@ __global__ void __launch_bounds__(kFinishThreads) finish_kernel(const StepParams
 }
 
 // With widths known at compile time the addresses of C are constants apart, so its loads can be
-// issued back to back. The usual model widths have such a kernel. The others have no registers left
-// for two turns.
+// issued back to back. The usual model widths have such a kernel. The kernel for other widths
+// has too few registers to take two tiles one after another.
 constexpr bool is_usual(int64_t K, int64_t V) {
   return (K == 256 && V == 512) || (K == 128 && V == 256);
 }
