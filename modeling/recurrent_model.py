@@ -194,7 +194,9 @@ class RecurrentForCausalLM(RecurrentGeneration):
         self.decoder = DecodeEngine(self)
         self.post_init()
 
-    def __setstate__(self, state: dict[str, Any]) -> None:  # called on every copy, also a shallow one
+    def __setstate__(
+        self, state: dict[str, Any]
+    ) -> None:  # called on every copy, also a shallow one
         super().__setstate__(state)
         self.decoder = DecodeEngine(self, self.decoder.mode)
 

@@ -60,7 +60,7 @@ def test_providers_have_the_same_tokens_and_nearly_the_same_weights():
 
 
 @pytest.mark.parametrize("name", ["lstm_165m", "flash_gru_7b_layer", "flash_mlstm_400m"])
-def test_both_providers_are_measured_kept_and_judged(small, tmp_path, monkeypatch, capsys, name):
+def test_both_providers_are_measured_kept_and_compared(small, tmp_path, monkeypatch, capsys, name):
     limits = {0.0: False, float("inf"): True}
     for limit, within in limits.items():
         monkeypatch.setitem(small, name, small[name]._replace(limit=limit))

@@ -70,7 +70,7 @@ def test_parity(cell, method, max_iters, gain):
 @CELLS
 @METHODS
 @pytest.mark.parametrize("case", [*CASES, *EMPTY], ids=str)
-def test_every_option_is_the_walk(cell, method, case):
+def test_every_option_equals_sequential(cell, method, case):
     """Masks, packing, states, odd and empty shapes: values and gradients equal the loop's, in
     float64."""
     results = []

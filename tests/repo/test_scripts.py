@@ -141,7 +141,7 @@ def test_repeated_options_add_up():
     assert "cpu cuda" in done.stderr, done.stderr
 
 
-def test_a_change_is_judged_by_the_fast_tier_and_the_week_by_all():
+def test_a_change_runs_the_fast_tier_and_the_week_all():
     flow = yaml.safe_load((ROOT / ".github/workflows/cpu.yml").read_text(encoding="utf-8"))
     when, jobs = flow[True], flow["jobs"]  # YAML 1.1 reads "on" as true
     tiers = {step["run"]: step["if"] for step in jobs["test"]["steps"] if "run" in step}

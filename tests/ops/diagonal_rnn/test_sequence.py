@@ -171,7 +171,7 @@ def test_documents_equal_separate_sequences(diagonal_rnn, name):
             assert_bitwise(f"state[{k}] of {s}", last[k][s : s + 1], end[k])
 
 
-def test_info_of_a_walk(diagonal_rnn, name):
+def test_info_of_the_sequential_method(diagonal_rnn, name):
     call = make(CELLS[name], Case(2, 3, 1, 8), torch.float32)
     *_, info = getattr(diagonal_rnn, name)(**call, return_info=True, method="sequential")
     assert info.method == "sequential"

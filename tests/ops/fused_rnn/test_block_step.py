@@ -181,7 +181,7 @@ def test_opcheck(fused_rnn, cell):
         ("mlp_norm", torch.ones(8).half(), "mlp_norm must have dtype"),
     ],
 )
-def test_the_op_s_own_door(fused_rnn, name, value, text):
+def test_the_op_s_own_checks(fused_rnn, name, value, text):
     with pytest.raises(RuntimeError, match=text):
         fused_rnn.dispatch.ops.gru_block_step_(*op_arguments({**copied(CALL), name: value}))
 

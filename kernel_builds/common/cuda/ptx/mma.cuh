@@ -159,8 +159,8 @@ DEVICE void copy_async(uint32_t shared, const void* global) {
 DEVICE void copy_async(void* shared, const void* global) {
   copy_async(shared_address(shared), global);
 }
-// Starts an asynchronous copy of 16 bytes, which writes zeros where `copy` is false. The address must
-// be valid in both cases.
+// Starts an asynchronous copy of 16 bytes, which writes zeros where `copy` is false. The address
+// must be valid in both cases.
 DEVICE void copy_async_or_zero(uint32_t shared, const void* global, bool copy) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global),
                "r"(copy ? 16 : 0)

@@ -53,8 +53,8 @@ struct BlockStep {
       E* const own = thread + begin * 2 * p.B * H;
       const int width = columns(H), inside = columns(p.I), units = columns(p.D, p.N);
       const int64_t panels = (p.D + units - 1) / units;
-      // Set by the first task: later phases may already change what a thread without a task would
-      // read.
+      // A thread prepares x in its first task only: one without a task would come late, and read
+      // what later phases may already change.
       bool ready = false;
       share(phases[0], p.N * panels, [&](int64_t task) {
         if (!ready) prepare((const IO*)p.x, p.x_stride, p.mixer_norm, p.mixer_eps, own);
