@@ -13,6 +13,13 @@ import torch
 from torch.autograd import forward_ad
 
 from .dispatch import ops
+from .private_names import (
+    BelowAutograd,
+    any_requires_grad,
+    argument_names,
+    forward_level,
+    transforms_are_active,
+)
 
 CALLS: Dict[str, Callable] = {}  # name of an op -> what runs it, here or in a trace
 
@@ -26,7 +33,7 @@ def register(name: str, backward: Callable, setup_context: Optional[Callable] = 
     torch.library.register_autograd(op, backward, setup_context=setup_context)
 
     def forward(ctx, *inputs):
-        with torch._C._AutoDispatchBelowAutograd():
+        with BelowAutograd():
             output = op(*inputs)
         if setup_context is not None:
             setup_context(ctx, inputs, output)
@@ -50,14 +57,14 @@ def register(name: str, backward: Callable, setup_context: Optional[Callable] = 
     transformable: Any = type(name, (torch.autograd.Function,), functions)
 
     def call(*inputs):
-        if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+        if torch.compiler.is_compiling() or torch.jit.is_tracing():
             return op(*inputs)
         if is_transformed():  # by what refuses the registered formula
             return transformable.apply(*inputs)
-        recorded = torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs)
+        recorded = torch.is_grad_enabled() and any_requires_grad(*inputs)
         if recorded or in_forward_mode():  # which an op below autograd would not hear of
             return formula.apply(*inputs)
-        with torch._C._AutoDispatchBelowAutograd():
+        with BelowAutograd():
             return op(*inputs)
 
     CALLS[name] = call
@@ -67,7 +74,7 @@ def is_recorded(*inputs: Optional[torch.Tensor]) -> bool:
     """Whether a backward will follow, so that a forward should keep what it needs. torch.jit.trace
     must see the same calls with and without gradients, so the answer is no there, and a backward
     through its graph recomputes what was not kept."""
-    if not torch.is_grad_enabled() or torch._C._get_tracing_state() is not None:
+    if not torch.is_grad_enabled() or torch.jit.is_tracing():
         return False
     return any(t is not None and t.requires_grad for t in inputs)
 
@@ -77,7 +84,7 @@ def register_fake(name: str) -> Callable:
     torch also calls a fake if one of them is on meta, and would return its empty results as
     values."""
     op = getattr(ops, name).default
-    names = [argument.name for argument in op._schema.arguments]
+    names = argument_names(op)
 
     def decorate(fake: Callable) -> None:
         def checked(*arguments, **options):
@@ -104,14 +111,14 @@ def is_transformed() -> bool:
     them."""
     if torch.compiler.is_compiling():
         return False
-    return torch._C._are_functorch_transforms_active()
+    return transforms_are_active()
 
 
 def in_forward_mode() -> bool:
     """Whether some tensors may carry tangents, with or without gradients."""
     if torch.compiler.is_compiling():
         return False
-    return getattr(forward_ad, "_current_level", -1) >= 0
+    return forward_level() >= 0
 
 
 def has_tangent(value: torch.Tensor) -> bool:

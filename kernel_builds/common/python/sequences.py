@@ -53,7 +53,7 @@ def stack_states(states) -> torch.Tensor:
     first = states[0]
     if len(states) == 1:
         return first.unsqueeze(0)
-    traced = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+    traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
     if not traced and not any(s.requires_grad for s in states):
         follows = [
             s.is_contiguous() and s.data_ptr() == first.data_ptr() + k * first.numel() * 4

@@ -17,13 +17,14 @@ from torch.nn.utils.rnn import PackedSequence
 from .checks import DTYPES
 from .dispatch import has_autocast, without_autocast
 from .formulas import is_recorded
+from .private_names import autocast_is_on_anywhere, first_weight, update_weights, weights_of
 from .stack import Engine, Layout, choose_chunk, make_heads, project, put_rows, unpack
 
 
 def run_sequence(module: Any, kernel: Any, input: Any, hx: Any = None) -> Any:
     """Runs the forward of a torch.nn.LSTM, GRU or RNN; returns output, and h_n or (h_n, c_n)."""
     if not torch.compiler.is_compiling():
-        module._update_flat_weights()  # check_input reads them
+        update_weights(module)  # check_input reads them
     if isinstance(input, PackedSequence):
         return _run_packed(module, kernel, input, hx)
     _check_sequence_dimensions(module, input, hx)
@@ -53,7 +54,7 @@ def _run_packed(module: Any, kernel: Any, input: PackedSequence, hx: Any) -> Any
     if (
         module.mode == "LSTM"
     ):  # torch.nn's forward checks nothing here, and leaves the rest to its products
-        _check_tensors(data, hx, module._flat_weights[0])
+        _check_tensors(data, hx, first_weight(module))
     _check_sizes(module, data, hx, batch_sizes)
     packed = unpack(batch_sizes, data.device)
     x = put_rows(data.unsqueeze(0), packed.to_documents)
@@ -103,8 +104,7 @@ def _parameters(module: Any) -> list[list[Tensor]]:
     as there."""
     if torch.compiler.is_compiling():
         return module.all_weights
-    weights, each = module._flat_weights, len(module._all_weights[0])
-    return [weights[at : at + each] for at in range(0, len(weights), each)]
+    return weights_of(module)
 
 
 def run_cell(module: Any, kernel: Any, cell: str, input: Tensor, hx: Any = None) -> Any:
@@ -250,6 +250,6 @@ def _check_tensors(input: Tensor, hx: Any, weight: Tensor) -> None:
                 f"{input.device} and hidden tensor at {value.device}"
             )
     kinds, exact = {input.dtype, weight.dtype}, torch.float64
-    if len(kinds) > 1 and (exact in kinds or not torch._C._is_any_autocast_enabled()):
+    if len(kinds) > 1 and (exact in kinds or not autocast_is_on_anywhere()):
         wanted = f"the weights', {weight.dtype}"
         raise RuntimeError(f"input has dtype {input.dtype}, but must have {wanted}")

@@ -1,0 +1,97 @@
+"""The private names of torch that the kernels' Python uses, and what happens where torch lacks one.
+
+A missing name costs time, never a result. It gives one warning, which names it and says what happens
+instead. The kernels share this file.
+"""
+
+import warnings
+from contextlib import nullcontext
+from typing import Any, List
+
+import torch
+
+LONGER = "ops and their gradients take longer to call"
+
+
+def warn(name: str, instead: str, library: Any = torch) -> None:
+    """Warns that `library` has no `name`, once for all copies of this file in the process."""
+    text = f"{library.__name__} {library.__version__} has no {name}: {instead}"
+    seen = vars(library).setdefault("__warningregistry__", {})
+    warnings.warn_explicit(text, RuntimeWarning, str(library.__file__), 1, registry=seen)
+
+
+def find(name: str, instead: str) -> Any:
+    """What is at a dotted name below torch; None, after a warning, where there is nothing."""
+    found: Any = torch
+    for part in name.split(".")[1:]:
+        found = getattr(found, part, None)
+    if found is None:
+        warn(name, instead)
+    return found
+
+
+def uses(kind: type, name: str) -> bool:
+    """Whether the code of a method of the class `kind` reads or sets `name`."""
+    functions = [getattr(f, "__func__", f) for f in vars(kind).values()]
+    codes = [getattr(getattr(f, "__wrapped__", f), "__code__", None) for f in functions]
+    return any(code is not None and name in code.co_names for code in codes)
+
+
+def _look_for_gradients(*inputs: Any) -> bool:
+    values = [v for x in inputs for v in (x if isinstance(x, (list, tuple)) else [x])]
+    return any(isinstance(v, torch.Tensor) and v.requires_grad for v in values)
+
+
+# Without it, the op that an autograd.Function calls goes through torch.library's own, which records
+# nothing there.
+BelowAutograd: Any = find("torch._C._AutoDispatchBelowAutograd", LONGER) or nullcontext
+any_requires_grad: Any = find("torch._C._any_requires_grad", LONGER) or _look_for_gradients
+# True is right for every call: what torch.func needs can be called without it.
+transforms_are_active: Any = find("torch._C._are_functorch_transforms_active", LONGER)
+transforms_are_active = transforms_are_active or (lambda: True)
+has_level = find("torch.autograd.forward_ad._current_level", LONGER) is not None
+has_schema = hasattr(torch.ops.aten.clone.default, "_schema")
+if not has_schema:
+    warn("OpOverload._schema", "errors call an argument by its number")
+has_flat_weights = all(uses(torch.nn.RNNBase, n) for n in ("_flat_weights", "_all_weights"))
+has_flat_weights = has_flat_weights and hasattr(torch.nn.RNNBase, "_update_flat_weights")
+if not has_flat_weights:
+    warn(
+        "_flat_weights, _all_weights or _update_flat_weights in torch.nn.RNNBase",
+        "a parametrization of a weight is computed once more in each forward",
+    )
+
+
+def forward_level() -> int:
+    """The number of forward-mode levels less one: -1 outside; 0 where torch does not say it."""
+    return getattr(torch.autograd.forward_ad, "_current_level", 0) if has_level else 0
+
+
+def argument_names(op: Any) -> List[str]:
+    if has_schema:
+        return [argument.name for argument in op._schema.arguments]
+    return [f"argument {n}" for n in range(64)]  # more than any op has
+
+
+def update_weights(module: Any) -> None:
+    """Lets a torch.nn recurrent module see which of its parameters were replaced."""
+    if has_flat_weights:
+        module._update_flat_weights()
+
+
+def first_weight(module: Any) -> torch.Tensor:
+    return module._flat_weights[0] if has_flat_weights else module.all_weights[0][0]
+
+
+def weights_of(module: Any) -> List[List[torch.Tensor]]:
+    """The weights of every layer and direction of a torch.nn recurrent module, as `update_weights`
+    found them."""
+    if not has_flat_weights:
+        return module.all_weights
+    weights, each = module._flat_weights, len(module._all_weights[0])
+    return [weights[at : at + each] for at in range(0, len(weights), each)]
+
+
+def autocast_is_on_anywhere() -> bool:
+    kinds = ("cpu", "cuda", "mps", "xpu", "hpu", "xla", "mtia", "ipu", "maia", "privateuseone")
+    return any(map(torch.is_autocast_enabled, kinds))

@@ -1,0 +1,1 @@
+../../../common/python/private_names.py
