@@ -52,7 +52,7 @@ class CausalConv1d(nn.Conv1d):
         kernel = load_kernel("diagonal-rnn", x.device.type, backend)
         reset, (B, T, _) = boundaries.reset, x.shape
         last = x[:, T - self.past :].clone()  # a cache must not keep all of x
-        if not boundaries.none:
+        if not boundaries.none():
             document = number_documents(boundaries, B, T, 0, x.device)
             if reset is None:
                 reset = nn.functional.pad(document[:, 1:-1] != document[:, :-2], (1, 0), value=True)
@@ -69,7 +69,7 @@ class CausalConv1d(nn.Conv1d):
         if window is None:
             window = x.new_zeros(x.shape[0], self.past, x.shape[2])
         seen = torch.cat([window.to(x.dtype), x], 1)  # [B, K - 1 + T, D]
-        if boundaries.none and x.shape[1]:  # torch's needs a token
+        if boundaries.none() and x.shape[1]:  # torch's needs a token
             return super().forward(seen.mT).mT, seen[:, x.shape[1] :].clone()
         lags, window = self._lags(seen, boundaries)
         exact = torch.promote_types(x.dtype, torch.float32)

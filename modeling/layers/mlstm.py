@@ -87,7 +87,7 @@ def run_mlstm(
     )  # fmt: skip
     kernel = load_kernel("tfla", q.device.type, config.backend)
     state = None if cache is None else boundaries.first(cache.get_states())
-    if q.shape[1] == 1 and boundaries.none:
+    if q.shape[1] == 1 and boundaries.none():
         buffers = isinstance(cache, StaticRecurrentStateLayer) and not torch.is_grad_enabled()
         gate = None if out_gate is None else out_gate[:, 0]
         h, state = kernel.mlstm_step(

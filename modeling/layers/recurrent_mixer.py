@@ -125,7 +125,7 @@ class RecurrentMixer(nn.Module):
         kernel = load_kernel("fused-rnn", x.device.type, self.config.backend)
         weights = self.recurrent_weight, self.gate_bias
         state = None if cache is None else boundaries.first(cache.get_states())
-        if T == 1 and boundaries.none:
+        if T == 1 and boundaries.none():
             h, state = kernel.recurrent_step(self.cell, x[:, 0], *weights, state)
         else:
             options = {

@@ -129,7 +129,7 @@ class SLSTMMixer(nn.Module):
         kernel = load_kernel("fused-rnn", x.device.type, backend)
         weights = self.recurrent_weight, self.gate_bias
         state = None if cache is None else boundaries.first(cache.get_states())
-        if T == 1 and boundaries.none:
+        if T == 1 and boundaries.none():
             h, state = kernel.slstm_step(x[:, 0], *weights, state, backend=backend)
             h = h[:, None]
         else:

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from cases import DEVICE
+from flashcell.layers.feed_forward import SwiGLU, cast_once
 from flashcell.modeling_flash_mlstm import FlashMLSTMConfig, FlashMLSTMFeedForward
-from flashcell.recurrent_model import SwiGLU, cast_once
 
 
 def make_mlps() -> dict[str, nn.Module]:

@@ -112,7 +112,12 @@ class Logits(torch.nn.Module):
 @cpu_only
 def test_exported_for_any_batch_and_length(case, make_model, tokens):
     model = make_model(case, num_hidden_layers=1)
-    sizes = {0: torch.export.Dim("batch", min=2, max=99), 1: torch.export.Dim("time", min=2)}
+    # a convolution of torch 2.10 asks for a bound
+    bound = {"max": 2**16} if torch.__version__ < "2.11" else {}
+    sizes = {
+        0: torch.export.Dim("batch", min=2, max=99),
+        1: torch.export.Dim("time", min=2, **bound),
+    }
     with torch.no_grad():
         exported = torch.export.export(Logits(model), (tokens(3, 7),), dynamic_shapes=(sizes,))
         for ids in (tokens(2, 12), tokens(40, 5)):
