@@ -22,7 +22,7 @@ class RecurrentConfig(PreTrainedConfig):
     model: they are never saved. A model trained by one path generates by another.
     """
 
-    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "cache"]
     run_time_fields: ClassVar[tuple[str, ...]] = ("backend",)
     presets: ClassVar[dict[str, dict[str, Any]]] = {}
     # Called whenever a configuration is made or copied; flashcell.configuration sets it.

@@ -23,6 +23,7 @@ from transformers import initialization as init
 
 from .configuration.configuration_flash_mlstm import FlashMLSTMConfig
 from .layers.decode_linear import ROWS, StepLinear, find_step_linear, norm_options, step_swiglu
+from .layers.feed_forward import cast_once
 from .layers.mlstm import GateLinear, HeadNorm, residual_linear, run_mlstm, split_heads
 from .recurrent_model import (
     RecurrentBlock,
@@ -31,7 +32,6 @@ from .recurrent_model import (
     RecurrentForTokenClassification,
     RecurrentModel,
     RecurrentPreTrainedModel,
-    cast_once,
 )
 from .state.boundaries import NO_BOUNDARIES, Boundaries
 from .state.cache import RecurrentStateLayer
@@ -177,7 +177,7 @@ class FlashMLSTMBlock(RecurrentBlock):
     def find_step_linear(self, x: torch.Tensor, boundaries: Boundaries) -> StepLinear | None:
         mixer, ffn = self.mlstm_layer, self.ffn
         own = type(mixer) is FlashMLSTMMixer and type(ffn) is FlashMLSTMFeedForward
-        if not own or x.shape[1] != 1 or not boundaries.none:
+        if not own or x.shape[1] != 1 or not boundaries.none():
             return None
         if not mixer.config.learnable_input_gate:
             return None
@@ -210,7 +210,7 @@ class FlashMLSTMPreTrainedModel(RecurrentPreTrainedModel):
 
     config: FlashMLSTMConfig
     base_model_prefix = "backbone"
-    _input_embed_layer = "embeddings"
+    _embeddings = "embeddings"
     _blocks = "blocks"
     _last_norm = "out_norm"
     _no_split_modules: ClassVar = ["FlashMLSTMBlock"]

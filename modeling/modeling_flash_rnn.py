@@ -23,6 +23,7 @@ from .layers.decode_linear import (
 )
 from .layers.diagonal_mixer import DiagonalMixer
 from .layers.diagonal_rnn import FlashGRU, FlashLSTM
+from .layers.feed_forward import SwiGLU, make_norm
 from .layers.headwise_linear import HeadwiseLinear
 from .layers.recurrent_mixer import RecurrentMixer
 from .recurrent_model import (
@@ -32,8 +33,6 @@ from .recurrent_model import (
     RecurrentForTokenClassification,
     RecurrentModel,
     RecurrentPreTrainedModel,
-    SwiGLU,
-    make_norm,
 )
 from .state.boundaries import Boundaries
 from .state.cache import RecurrentStateLayer
@@ -65,7 +64,7 @@ class FlashRNNBlock(RecurrentBlock):
     def find_step_linear(self, x: torch.Tensor, boundaries: Boundaries) -> StepLinear | None:
         mixer, mlp = self.mixer, self.mlp
         own = type(mixer) in (DiagonalMixer, RecurrentMixer) and type(mlp) is SwiGLU
-        if not own or x.shape[1] != 1 or not boundaries.none:
+        if not own or x.shape[1] != 1 or not boundaries.none():
             return None
         linears = [*mixer.linears, mlp.gate_proj, mlp.up_proj, mlp.down_proj]
         norms = [*taken_along(self.mixer_norm), *taken_along(self.mlp_norm)]

@@ -16,6 +16,7 @@ from transformers import initialization as init
 from .configuration.configuration_flash_xlstm import FlashXLSTMConfig
 from .convert_xlstm import convert_xlstm, describe_xlstm
 from .layers.causal_conv import CausalConv1d
+from .layers.feed_forward import make_norm
 from .layers.headwise_linear import HeadwiseLinear
 from .layers.mlstm import GateLinear, HeadNorm
 from .layers.xlstm_mixers import GeGLU, SLSTMMixer, XLSTMMixer
@@ -26,7 +27,6 @@ from .recurrent_model import (
     RecurrentForTokenClassification,
     RecurrentModel,
     RecurrentPreTrainedModel,
-    make_norm,
 )
 from .state.boundaries import Boundaries
 from .state.cache import RecurrentStateLayer

@@ -37,35 +37,7 @@ from .generation.mixin import RecurrentGeneration
 from .layers.causal_conv import CausalConv1d
 from .layers.decode_linear import ROWS, find_step_linear
 from .state.boundaries import NO_BOUNDARIES, Boundaries, cut_prompt, find_boundaries
-from .state.cache import RecurrentStateLayer, check_cache
-
-
-def make_norm(kind: str, width: int, eps: float) -> nn.Module:
-    """Returns an RMSNorm for "rms", or a LayerNorm without bias for "layer"."""
-    return nn.RMSNorm(width, eps) if kind == "rms" else nn.LayerNorm(width, eps, bias=False)
-
-
-def cast_once(x: torch.Tensor) -> torch.Tensor:
-    """Casts x once to autocast's dtype, for several projections: they share one copy, also in
-    their backward passes, and their gradients are summed in that dtype."""
-    kind = x.device.type
-    if x.dtype == torch.float64 or x.is_meta or not torch.is_autocast_enabled(kind):
-        return x
-    return x.to(torch.get_autocast_dtype(kind))
-
-
-class SwiGLU(nn.Module):
-    """A gated MLP: down(silu(gate(x)) * up(x)) (arXiv 2002.05202)."""
-
-    def __init__(self, width: int, inner: int):
-        super().__init__()
-        self.gate_proj = nn.Linear(width, inner, bias=False)
-        self.up_proj = nn.Linear(width, inner, bias=False)
-        self.down_proj = nn.Linear(inner, width, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:  # [..., H] -> [..., H]
-        x = cast_once(x)
-        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+from .state.cache import CACHE, NAMES, RecurrentStateLayer, check_cache, one_cache
 
 
 class RecurrentBlock(GradientCheckpointingLayer):
@@ -75,8 +47,7 @@ class RecurrentBlock(GradientCheckpointingLayer):
         super().__init__()
         self.layer_idx = layer_idx
 
-    # hidden_states is positional for checkpointing and for output_hidden_states; the cache goes by
-    # its keyword, which checkpointing knows to take away: a second run must not update it again.
+    # hidden_states is positional for checkpointing and for output_hidden_states
     def forward(
         self,
         hidden_states: torch.Tensor,  # [B, T, H]
@@ -96,14 +67,20 @@ class RecurrentPreTrainedModel(PreTrainedModel):
     """Base class of all models. A family adds `config`, `_no_split_modules` and `_init_weights`."""
 
     base_model_prefix = "model"
-    _input_embed_layer = "embed_tokens"
+    _embeddings = "embed_tokens"
     _blocks = "layers"
     _last_norm = "norm"
     supports_gradient_checkpointing = True
-    _skip_keys_device_placement: ClassVar = ["past_key_values"]
+    _skip_keys_device_placement: ClassVar = list(NAMES)
     _is_stateful = True
     _can_compile_fullgraph = True
     _can_record_outputs: ClassVar = {"hidden_states": RecurrentBlock}
+
+    def get_input_embeddings(self) -> nn.Module:
+        return getattr(self.base_model, self._embeddings)
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        setattr(self.base_model, self._embeddings, value)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -127,6 +104,7 @@ class RecurrentModel:
         past_key_values: Cache | None = None,
         inputs_embeds: torch.FloatTensor | None = None,  # [B, T, H]
         use_cache: bool | None = None,
+        cache: Cache | None = None,  # past_key_values, as transformers calls it from 5.24 on
         **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPast:
         """Runs the model on tokens or embeddings: -> last_hidden_state [B, T, H], past_key_values.
@@ -143,12 +121,14 @@ class RecurrentModel:
             )
         if inputs_embeds is None:
             inputs_embeds = self.get_input_embeddings()(input_ids)
-        if past_key_values is not None and self.gradient_checkpointing and self.training:
+        past_key_values = one_cache(past_key_values, cache)
+        checkpoints = self.gradient_checkpointing and self.training
+        if past_key_values is not None and checkpoints:
             raise ValueError(
                 "past_key_values is given, but must be None under gradient checkpointing, which "
                 "runs every block twice: to generate, call eval() first"
             )
-        if use_cache and past_key_values is None:
+        if use_cache and past_key_values is None and not checkpoints:
             past_key_values = DynamicCache(config=self.config)
         if inputs_embeds.dim() != 3:
             shape = list(inputs_embeds.shape if input_ids is None else input_ids.shape)
@@ -169,7 +149,7 @@ class RecurrentModel:
             )
         return BaseModelOutputWithPast(
             last_hidden_state=getattr(self, self._last_norm)(hidden_states),
-            past_key_values=past_key_values,
+            **{CACHE: past_key_values},
         )
 
 
@@ -236,17 +216,19 @@ class RecurrentForCausalLM(RecurrentGeneration):
         labels: torch.LongTensor | None = None,  # [B, T], shifted inside; -100 = no loss
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,  # the last so many, or these positions; 0 = all
+        cache: Cache | None = None,  # past_key_values, as transformers calls it from 5.24 on
         **kwargs: Unpack[TransformersKwargs],
     ) -> CausalLMOutputWithPast:
         """Returns logits [B, T or fewer, V], and with `labels` the mean loss, its sum divided by
         num_items_in_batch if that is passed, as Trainer does."""
+        past_key_values = one_cache(past_key_values, cache)
         others = {
             "attention_mask": attention_mask, "position_ids": position_ids, "labels": labels,
             "inputs_embeds": inputs_embeds, "logits_to_keep": logits_to_keep, **kwargs,
         }  # fmt: skip
         logits = self.decoder.step(self, input_ids, past_key_values, others)
         if logits is not None:
-            return CausalLMOutputWithPast(logits=logits, past_key_values=past_key_values)
+            return CausalLMOutputWithPast(logits=logits, **{CACHE: past_key_values})
         backbone, rest = getattr(self, self.base_model_prefix), dict(kwargs, use_cache=use_cache)
         chunks: list[Any] = [(input_ids, inputs_embeds, position_ids, attention_mask)]
         last = isinstance(logits_to_keep, int) and logits_to_keep == 1 and labels is None
@@ -269,8 +251,8 @@ class RecurrentForCausalLM(RecurrentGeneration):
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
-            past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
+            **{CACHE: getattr(outputs, CACHE)},
         )
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from transformers.cache_utils import Cache
 
 from ..state.cache import Change, RecurrentStateLayer, States, StaticRecurrentStateLayer
+from ..utils.private_names import copy_all
 from .op_tape import Tape, Unrecordable
 
 
@@ -147,7 +148,7 @@ class Recording:
                     self.loan.end(layer)
         old = [s for layer in layers for group in layer.states.values() for s in group]
         turns.take(self.tokens.device)  # after the copies above, which ran in other streams
-        torch._foreach_copy_([s for group in self.groups for s in group], old)
+        copy_all([s for group in self.groups for s in group], old)
         if turns.streams:  # their memory may return to another stream's pool
             for s in old:
                 s.record_stream(turns.stream)
@@ -161,7 +162,7 @@ class Recording:
         changed = [pair for layer in self.layers for pair in layer.take_changed()]
         if changed:
             buffers, states = map(list, zip(*changed, strict=True))
-            torch._foreach_copy_(buffers, states)
+            copy_all(buffers, states)
         return logits
 
     def record(self, model: nn.Module, pool: Any, stream: Any) -> None:

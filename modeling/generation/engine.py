@@ -21,11 +21,18 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
-from torch.utils._device import DeviceContext
 from transformers.cache_utils import Cache
 
-from ..state.cache import RecurrentStateLayer, is_recurrent
+from ..kernels.fused_rnn.private_names import forward_level
+from ..state.cache import is_recurrent
+from ..utils.private_names import (
+    ENGINE,
+    DeviceContext,
+    dispatch_modes,
+    function_modes,
+    list_function_modes,
+    transforms_are_active,
+)
 from .captured_step import Recording, Refused, Turns
 from .fingerprint import Fingerprint
 
@@ -209,6 +216,8 @@ class DecodeEngine:
         """Returns why this call cannot be replayed, or None if it can."""
         if self._mode == "eager":
             return 'mode is "eager"'
+        if ENGINE.reason is not None:
+            return ENGINE.reason
         if self._model is None:
             self._model = weakref.ref(model)
         if self._model() is not model:  # such as a replica of DataParallel
@@ -241,9 +250,10 @@ def _decodes(input_ids: torch.Tensor | None, cache: Any) -> bool:
     if input_ids is None or input_ids.dim() != 2 or input_ids.shape[1] != 1 or cache is None:
         return False
     layers = getattr(cache, "layers", ())
-    kind = RecurrentStateLayer._layer_type  # only of DynamicCache's; see is_recurrent
     return bool(layers) and all(
-        is_recurrent(layer) and layer._layer_type == kind and getattr(layer, "held", ({},))[0]
+        is_recurrent(layer)
+        and getattr(layer, "in_dynamic_cache", False)
+        and getattr(layer, "held", ({},))[0]
         for layer in layers
     )
 
@@ -253,14 +263,14 @@ def _who_listens(tokens: torch.Tensor) -> str | None:
     None."""
     if type(tokens) is not torch.Tensor:
         return f"input_ids is a {type(tokens).__name__}"
-    if torch._C._are_functorch_transforms_active():
+    if transforms_are_active():
         return "torch.func transforms the call"
-    if getattr(forward_ad, "_current_level", -1) >= 0:
+    if forward_level() >= 0:
         return "derivatives are taken in forward mode"
-    if torch._C._len_torch_dispatch_stack():
+    if dispatch_modes():
         return "a dispatch mode is on"
-    if torch._C._len_torch_function_stack():
-        for mode in torch.overrides._get_current_function_mode_stack():
+    if function_modes():
+        for mode in list_function_modes():
             if type(mode) is not DeviceContext:  # that of torch.set_default_device
                 return f"{type(mode).__name__} is on"
     return None

@@ -20,17 +20,19 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..utils.private_names import (
+    GLOBAL_HOOKS,
+    GUARDS,
+    HOOKS,
+    TABLES,
+    GlobalStateGuard,
+    TensorGuards,
+    dict_version,
+)
 from .global_names import GlobalNames
-from .known_code import GLOBAL_HOOKS, HOOKS, classes_of, runs_alone, why_not
+from .known_code import classes_of, runs_alone, why_not
 
-try:  # all of torch's flags, and all tensors' layouts, at once, as torch.compile compares them
-    from torch._C._dynamo.guards import GlobalStateGuard, TensorGuards, dict_version
-
-    has_guard = True
-except ImportError:
-    has_guard = False
-
-TABLES = "_modules", "_parameters", "_buffers"
+has_guard = GUARDS.reason is None
 MOST_CONTAINERS = 1000  # all of which are watched at every token
 data_ptr: Any = torch.Tensor.data_ptr
 stride: Any = torch.Tensor.stride
@@ -148,8 +150,7 @@ class Layouts:
             return False
         if has_guard:  # one holds in a mode of autograd's, and others than the last may be on
             strides, sizes = (list(map(list, of_all)) for of_all in self._seen)
-            kind: Any = TensorGuards
-            self._guard = kind(
+            self._guard = TensorGuards(
                 *self._tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides
             )
         return True

@@ -22,7 +22,7 @@ TORCH: tuple[Any, ...] = (
     vars(torch),
     vars(nn.functional),
     vars(torch.Tensor),
-    vars(torch._C.TensorBase),
+    vars(torch.Tensor.__base__),
 )
 OPERATORS = {name for name in dir(torch.Tensor) if name.startswith("__") and name != "__doc__"}
 

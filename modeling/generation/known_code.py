@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules import module as torch_module
 from transformers import GenerationMixin, PreTrainedModel
+from transformers.utils.output_capturing import capture_outputs
 
+from ..utils.private_names import ENGINE, GLOBAL_HOOKS, HOOKS, is_compiled
 from .global_names import PACKAGE, GlobalNames
 
 # Remote code lies in transformers_modules.<repository>.<revision>, the configuration's maybe in another
@@ -30,14 +31,15 @@ DESCRIPTIONS = {
     "__dict__",
     "__weakref__",
 }
-HOOKS = "_forward_hooks", "_forward_pre_hooks"
-GLOBAL_HOOKS = (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks)
+CAPTURING = sys.modules[capture_outputs.__module__]
 
 
 def runs_alone(model: Any) -> bool:
     """Whether calling the model runs only its family's forward, without hooks, wrappers or
     overrides."""
-    if any(GLOBAL_HOOKS) or any(vars(model)[name] for name in HOOKS) or model._compiled_call_impl:
+    if ENGINE.reason is not None or is_compiled(model):
+        return False
+    if any(GLOBAL_HOOKS) or any(vars(model)[name] for name in HOOKS):
         return False
     around = ("__call__", "forward", "prepare_inputs_for_generation")
     return (
@@ -119,9 +121,8 @@ def _differs(kind: type, key: str, value: Any) -> bool:
 
 
 def _is_idle(hook: Any) -> bool:
-    """Whether a hook is one that transformers leaves behind after output_hidden_states, and now
-    idle."""
-    return getattr(hook, "__name__", "") == "output_capturing_hook" and is_ours(hook)
+    """Whether a hook is one that transformers leaves behind after output_hidden_states."""
+    return getattr(hook, "__globals__", None) is vars(CAPTURING)
 
 
 def _is_known(name: Any) -> bool:

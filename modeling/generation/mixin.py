@@ -1,23 +1,20 @@
 """Overrides of `generate` for recurrent models: refused modes and a loop that runs ahead of the
 GPU."""
 
+import functools
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 from transformers import DynamicCache, GenerationMixin, PrefixConstrainedLogitsProcessor
-from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
-from transformers.generation.utils import DeferredStopCheck, StopCheck
 
-from ..state.boundaries import check_prompt
+from ..state.cache import CACHE, NAMES
 from ..state.serialization import load_state, save_state
+from ..utils.private_names import LOOP, DeferredStopCheck, StopCheck, is_callers, pad_token_of
+from .call_checks import check_call
 from .known_code import runs_alone
 
-ROLLED_BACK = {
-    GenerationMode.ASSISTED_GENERATION: "assisted generation",
-    GenerationMode.CONTRASTIVE_SEARCH: "contrastive search",
-}
 PROMPT_ONLY = ("attention_mask", "position_ids", "token_type_ids", "labels")
 
 
@@ -109,12 +106,13 @@ class RecurrentGeneration(GenerationMixin):
             self.decoder.release()  # torch refuses to swap a tensor that has views
         return super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
 
-    def _prepare_model_inputs(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the base class's method, then checks the prompt before anything is derived from
-        it."""
-        prompt, name, rest = super()._prepare_model_inputs(*args, **kwargs)
-        check_prompt(name, prompt, rest.get("attention_mask"), rest.get("past_key_values"))
-        return prompt, name, rest
+    @functools.wraps(GenerationMixin.generate)
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Checks the prompt and the generation mode before transformers' generate derives others
+        from them."""
+        check_call(self, args, kwargs)
+        names = dict.fromkeys(NAMES, CACHE)
+        return super().generate(*args, **{names.get(n, n): v for n, v in kwargs.items()})
 
     def prepare_inputs_for_generation(
         self,
@@ -152,11 +150,11 @@ class RecurrentGeneration(GenerationMixin):
         self, outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> dict[str, Any]:
         """Passes on the new cache; with one, the mask and the positions need not grow."""
-        if outputs.get("past_key_values") is None:
+        if outputs.get(CACHE) is None:
             return super()._update_model_kwargs_for_generation(
                 outputs, model_kwargs, *args, **kwargs
             )
-        return {**model_kwargs, "past_key_values": outputs.past_key_values}
+        return {**model_kwargs, CACHE: outputs[CACHE]}
 
     def _sample(
         self,
@@ -175,16 +173,20 @@ class RecurrentGeneration(GenerationMixin):
         of its own. On a CPU `_sample_ahead` saves Python time. A model that hooks or wrappers run
         around is always called by the base class's loop.
         """
-        cache = model_kwargs.get("past_key_values")
-        seen = generation_config.return_dict_in_generate or getattr(
-            cache, "_is_user_defined", False
-        )
+        cache = model_kwargs.get(CACHE)
+        seen = generation_config.return_dict_in_generate or is_callers(cache)
         own = isinstance(cache, DynamicCache) and model_kwargs.get("use_cache")
         others = {type(criterion) for criterion in stopping_criteria} - {MaxLengthCriteria}
         seen |= bool(generation_config.do_sample and others)
         seen |= not may_run_ahead(logits_processor, stopping_criteria)
         known = input_ids.device.type in ("cuda", "cpu") and not synced_gpus
-        decoded = own and known and self.decoder.mode != "eager" and runs_alone(self)
+        decoded = (
+            LOOP.reason is None
+            and own
+            and known
+            and self.decoder.mode != "eager"
+            and runs_alone(self)
+        )
         if not decoded or seen:
             return super()._sample(
                 input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus,
@@ -211,7 +213,7 @@ class RecurrentGeneration(GenerationMixin):
         The base class's loop waits for that answer after every token and leaves the GPU idle until
         the next step is launched. Here the step computed meanwhile is dropped.
         """
-        pad: Any = generation_config._pad_token_tensor
+        pad: Any = pad_token_of(generation_config)
         draws = generation_config.do_sample
         pads = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
         pad = pad.to(input_ids.device) if pads else pad
@@ -258,10 +260,10 @@ class RecurrentGeneration(GenerationMixin):
         same.
 
         For a small model, the calls around the engine's step take as long as the step itself."""
-        cache = rest["past_key_values"]
+        cache = rest[CACHE]
         logits = self.decoder.again(tokens, cache) if unchanged else None
         if logits is None:
-            others = {k: v for k, v in rest.items() if k != "past_key_values"}
+            others = {k: v for k, v in rest.items() if k != CACHE}
             logits = self.decoder.step(self, tokens, cache, others, alone=True)
         return self(tokens, **rest, return_dict=True).logits if logits is None else logits
 
@@ -271,13 +273,3 @@ class RecurrentGeneration(GenerationMixin):
     ) -> torch.Tensor | None:
         """Returns the 2-D padding mask as it is: a recurrence needs no attention mask."""
         return attention_mask
-
-    def _get_deprecated_gen_repo(self, generation_mode: Any, *args: Any, **kwargs: Any) -> Any:
-        """Refuses the modes that roll back tokens; `generate` calls this first with the chosen
-        mode."""
-        if generation_mode in ROLLED_BACK:
-            raise ValueError(
-                f"{ROLLED_BACK[generation_mode]} is asked for, but {type(self).__name__} cannot do "
-                "it: it tries tokens and takes them back, and a recurrent state is not taken back"
-            )
-        return super()._get_deprecated_gen_repo(generation_mode, *args, **kwargs)

@@ -1,18 +1,25 @@
 """Records the torch ops of a function and replays them without the Python that called them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from ..utils.private_names import (
+    TAPE,
+    TorchDispatchMode,
+    op_of,
+    pop_dispatch_mode,
+    push_dispatch_mode,
+    schema_of,
+)
 
 
 class Unrecordable(RuntimeError):
     """The function did more than run ops on tensors; the message says what."""
 
 
-class Tape(TorchDispatchMode):
+class Tape(TorchDispatchMode):  # type: ignore[misc]
     """Records the ops that a function runs.
 
     The replay runs the ops on the same tensors: parameters, buffers and all other tensors that
@@ -35,8 +42,8 @@ class Tape(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        results = [x for x in tree_leaves(out) if x is not None]
+        given = [x for x in _leaves((*args, *kwargs.values())) if isinstance(x, torch.Tensor)]
+        results = [x for x in _leaves([out]) if x is not None]
         if not given and not any(isinstance(x, torch.Tensor) for x in results):
             return out  # works on dtypes alone, as promote_types: constant
         if not all(isinstance(x, torch.Tensor) for x in results):
@@ -44,7 +51,7 @@ class Tape(TorchDispatchMode):
         for x in given:
             if id(x) not in self._names:
                 self._fix(x)
-        returns = func._schema.returns
+        returns = schema_of(func).returns
         if any(r.alias_info is not None and not r.alias_info.is_write for r in returns):
             if all(id(x) in self._fixed for x in given):
                 for x in results:
@@ -56,8 +63,8 @@ class Tape(TorchDispatchMode):
                 return out
         called = [self._text(x) for x in args]
         called += [f"{key}={self._text(x)}" for key, x in kwargs.items()]
-        # _op saves the Python frame of OpOverload.__call__, which only forwards its arguments
-        name = self._run(func._op, called, given, func._schema.is_mutable)
+        # op_of saves the Python frame of OpOverload.__call__, which only forwards its arguments
+        name = self._run(op_of(func), called, given, schema_of(func).is_mutable)
         many = isinstance(out, (tuple, list))
         for i, x in enumerate(out if many else [out]):
             if isinstance(x, torch.Tensor) and id(x) not in self._names:
@@ -113,11 +120,13 @@ class Tape(TorchDispatchMode):
         The mode is pushed and popped by C functions instead of `with self`, whose methods are
         Python: Ctrl-C in one of those would leave the mode on for every later op of the process.
         """
+        if TAPE.reason is not None:
+            raise Unrecordable(TAPE.reason)
         try:
-            torch._C._push_on_torch_dispatch_stack(self)
+            push_dispatch_mode(self)
             result = function()
         finally:
-            torch._C._pop_torch_dispatch_stack(None)
+            pop_dispatch_mode(None)
         return self._replay(result)
 
     def _replay(self, result: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -131,6 +140,15 @@ class Tape(TorchDispatchMode):
         text = "\n".join(["def run():", *reversed(lines)])
         exec(compile(text, "<recorded step>", "exec"), self._scope)
         return self._scope.pop("run")  # a function among its own globals is a cycle
+
+
+def _leaves(values: Iterable[Any]) -> Iterator[Any]:
+    """Yields what is in nested lists and tuples, the only containers that ops take and return."""
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            yield from _leaves(value)
+        else:
+            yield value
 
 
 def _layout(x: torch.Tensor) -> Any:  # size, stride, offset

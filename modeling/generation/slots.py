@@ -7,6 +7,7 @@ import torch
 from transformers import DynamicCache
 
 from ..state.cache import copy_rows
+from ..utils.private_names import zero_all
 from .requests import Choice, Running
 
 
@@ -75,7 +76,7 @@ class Batch:
         groups = (g for layer in self.reading.layers for g in layer.states.values())
         old = [s[row] for group in groups for s in group for row in rows]
         if old:
-            torch._foreach_zero_(old)
+            zero_all(old)
 
     def fill_slots(self) -> None:
         """Moves sequences whose prompts are read into free slots."""

@@ -18,6 +18,7 @@ from torch.nn.functional import linear
 
 from ..generation.known_code import is_ours
 from ..hub.kernel_loader import KernelUnavailable, load_kernel
+from ..utils.private_names import ENGINE, HOOKS, parameters_of
 from .mlstm import GateLinear
 
 ROWS = 16  # up to which linear_step is used; cuBLAS is faster for more rows
@@ -60,14 +61,15 @@ def tfla_on_cpu() -> Any:
 
 def is_untouched(module: nn.Module) -> bool:
     """Whether calling the module runs its class's original forward, without hooks."""
-    hooks = module._forward_hooks or module._forward_pre_hooks
-    return not hooks and "forward" not in vars(module) and is_ours(type(module).forward)
+    if ENGINE.reason is not None or any(vars(module)[name] for name in HOOKS):
+        return False
+    return "forward" not in vars(module) and is_ours(type(module).forward)
 
 
 def is_plain(module: nn.Module, x: torch.Tensor) -> bool:
     """Whether the module is no more than weights of x's dtype and device that the kernel can
     read."""
-    weights = [w for w in module._parameters.values() if w is not None]
+    weights = parameters_of(module)
     return (
         type(module) in PLAIN
         and has_weights_like(module, x)

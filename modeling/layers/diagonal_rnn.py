@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from ..hub.kernel_loader import check_backend, load_kernel
+from ..kernels.diagonal_rnn.private_names import transforms_are_active
 from .headwise_linear import HeadwiseLinear
 
 State = tuple[Tensor, ...]
@@ -154,7 +155,7 @@ class _FlashLayer(nn.Module):
     def _weights(self) -> list[Tensor]:
         m = self.max_recurrent
         eager = not torch.compiler.is_compiling()
-        transformed = eager and torch._C._are_functorch_transforms_active()
+        transformed = eager and transforms_are_active()
         bound = TransformableBound if transformed else Bound  # it takes four times as long to call
         return [rows if m is None else bound.apply(rows, m) for rows in self.rows]
 

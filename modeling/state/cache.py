@@ -12,13 +12,23 @@ step overwrites (captured_step.py). The buffers are on loan: any other reader en
 copies that nothing overwrites.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Protocol
 
 import torch
-from transformers.cache_utils import STATIC_LAYER_TYPE_MAPPING, CacheLayerMixin
+from transformers.cache_utils import (
+    DYNAMIC_LAYER_TYPE_MAPPING,
+    STATIC_LAYER_TYPE_MAPPING,
+    CacheLayerMixin,
+)
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from ..utils.private_names import copy_all, mark_static_address
+
+NAMES = "past_key_values", "cache"  # of a cache, before transformers 5.24 and from there on
+CACHE = NAMES["cache" in {field.name for field in dataclasses.fields(BaseModelOutputWithPast)}]
 States = tuple[torch.Tensor, ...]  # each [B, ...]
 Change = Callable[[torch.Tensor], torch.Tensor]
 
@@ -41,7 +51,7 @@ class RecurrentStateLayer(CacheLayerMixin):
     Each update replaces the tensors, so what a backward pass still needs is never overwritten.
     """
 
-    _layer_type: str | None = "recurrent_state"  # registers this class for DynamicCache
+    in_dynamic_cache = True  # whether DynamicCache makes layers of this class
     is_compileable = True  # the shapes never change
     supports_early_init = False  # which states there are is the mixer's business
     goes_on = True  # a second call continues from the states of the first
@@ -156,7 +166,7 @@ class StaticRecurrentStateLayer(RecurrentStateLayer):
     would be compiled in and every token would recompile.
     """
 
-    _layer_type = None  # keeps the parent registered for DynamicCache
+    in_dynamic_cache = False
 
     def __init__(self, max_cache_len: int | None = None, **kwargs: Any):
         super().__init__()
@@ -183,7 +193,7 @@ class StaticRecurrentStateLayer(RecurrentStateLayer):
         self.is_initialized = True
         if not torch.compiler.is_compiling():
             for buffer in (*self.states[name], self.counter):
-                torch._dynamo.mark_static_address(buffer)
+                mark_static_address(buffer)
 
     def reset(self) -> None:
         for buffer in (*(s for group in self.states.values() for s in group), self.counter):
@@ -198,6 +208,7 @@ class StaticRecurrentStateLayer(RecurrentStateLayer):
         return self.counter if torch.compiler.is_compiling() else int(self.counter)
 
 
+DYNAMIC_LAYER_TYPE_MAPPING["recurrent_state"] = RecurrentStateLayer
 STATIC_LAYER_TYPE_MAPPING["recurrent_state"] = StaticRecurrentStateLayer
 
 
@@ -222,7 +233,7 @@ def copy_rows(target: Any, origin: Any, moves: list[tuple[int, int]]) -> None:
                 for s, other in zip(states[name], group, strict=True):
                     new += [s[row] for row, _ in moves]
                     old += [other[row] for _, row in moves]
-        torch._foreach_copy_(new, old)
+        copy_all(new, old)
 
 
 def is_recurrent(layer: Any) -> bool:
@@ -230,6 +241,15 @@ def is_recurrent(layer: Any) -> bool:
 
     It checks no class: with several exported models in a process, each has a copy of the class."""
     return hasattr(layer, "update_states")
+
+
+def one_cache(past_key_values: Any, cache: Any) -> Any:
+    """Returns the cache that was given under one of its two names, or None."""
+    if past_key_values is not None and cache is not None:
+        raise ValueError(
+            "past_key_values and cache are both given, but are two names of one argument"
+        )
+    return cache if past_key_values is None else past_key_values
 
 
 def check_cache(cache: Any, layers: int, batch: int) -> None:

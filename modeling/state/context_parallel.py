@@ -47,7 +47,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from .cache import RecurrentStateLayer, States
+from .cache import CACHE, NAMES, RecurrentStateLayer, States
 
 IGNORED = -100  # a target that counts for nothing
 Layout = dict[str, list[tuple[torch.Size, torch.dtype]]]  # of a layer's states, by group
@@ -127,7 +127,7 @@ class ContextLayer(RecurrentStateLayer):
     """One layer's cache: receives its initial states from the previous rank and sends its last
     on."""
 
-    _layer_type = None  # keeps the parent registered for DynamicCache
+    in_dynamic_cache = False
     goes_on = False  # every call takes another rank's
 
     def __init__(self, context: "ContextParallel", index: int, batch: int, device: torch.device):
@@ -200,7 +200,7 @@ class ContextParallel:
     def __call__(self, input_ids: Tensor, targets: Tensor | None = None, **inputs: Any) -> Any:
         """Runs the model on this rank's part; with `targets` [B, T / ranks] the output has a
         `loss`."""
-        for name in ("cu_seq_lens_q", "past_key_values", "labels"):
+        for name in ("cu_seq_lens_q", *NAMES, "labels"):
             if inputs.get(name) is not None:
                 instead = "targets" if name == "labels" else "position_ids"
                 raise ValueError(f"{name} is given, but must be None here: use {instead}")
@@ -215,7 +215,7 @@ class ContextParallel:
             output.loss = self.join(output.loss)
         else:
             output.logits = self.join(output.logits)
-        output.past_key_values = None
+        setattr(output, CACHE, None)
         return output
 
     def begin(self, input_ids: Tensor) -> Cache:
