@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
-from ..kernels.fused_rnn.private_names import forward_level
+from ..kernels.fused_rnn.private_names import forward_level, transforms_are_active
 from ..state.cache import is_recurrent
 from ..utils.private_names import (
     ENGINE,
@@ -31,7 +31,6 @@ from ..utils.private_names import (
     dispatch_modes,
     function_modes,
     list_function_modes,
-    transforms_are_active,
 )
 from .captured_step import Recording, Refused, Turns
 from .fingerprint import Fingerprint

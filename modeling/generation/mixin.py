@@ -11,7 +11,14 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 
 from ..state.cache import CACHE, NAMES
 from ..state.serialization import load_state, save_state
-from ..utils.private_names import LOOP, DeferredStopCheck, StopCheck, is_callers, pad_token_of
+from ..utils.private_names import (
+    LOOP,
+    DeferredStopCheck,
+    StopCheck,
+    is_callers,
+    pad_token_of,
+    prefill,
+)
 from .call_checks import check_call
 from .known_code import runs_alone
 
@@ -225,7 +232,7 @@ class RecurrentGeneration(GenerationMixin):
                 check = DeferredStopCheck(
                     input_ids, stopping_criteria.max_length, None, False, streamer
                 )
-        outputs = self._prefill(input_ids, generation_config, model_kwargs)
+        outputs = prefill(self, input_ids, generation_config, model_kwargs)
         model_kwargs = self._update_model_kwargs_for_generation(outputs, model_kwargs)
         logits = outputs.logits
         rest = {k: v for k, v in model_kwargs.items() if k not in (*PROMPT_ONLY, "inputs_embeds")}

@@ -83,8 +83,7 @@ def has_weights_like(module: nn.Module, x: torch.Tensor) -> bool:
         type(w.data) is torch.Tensor
         and (w.dtype, w.device) == (x.dtype, x.device)
         and w.is_contiguous()
-        for w in module._parameters.values()
-        if w is not None
+        for w in parameters_of(module)
     )
 
 

@@ -15,7 +15,14 @@ from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.generation import utils as generation_utils
 
-from ..kernels.fused_rnn.private_names import find, has_level, has_schema, uses, warn
+from ..kernels.fused_rnn.private_names import (
+    find,
+    has_level,
+    has_schema,
+    transforms_are_known,
+    uses,
+    warn,
+)
 
 
 class Path:
@@ -28,27 +35,28 @@ class Path:
     def find(self, name: str) -> Any:
         """Returns what is at a dotted name below torch, or None."""
         found = find(name, self.instead)
-        self._note(found is not None, name, torch)
+        self.note(found is not None, name, torch)
         return found
 
     def require(self, there: bool, name: str, library: Any = torch) -> None:
         if not there:
             warn(name, self.instead, library)
-        self._note(there, name, library)
+        self.note(there, name, library)
 
-    def _note(self, there: bool, name: str, library: Any) -> None:
+    def note(self, there: bool, name: str, library: Any) -> None:
+        """Does what `require` does where the kernels have given the warning."""
         if not there and self.reason is None:
             self.reason = f"{library.__name__} {library.__version__} has no {name}"
 
 
 # What a recorded step relies on, on a GPU and on a CPU.
 ENGINE = Path("every decoded token runs the model's forward")
-transforms_are_active = ENGINE.find("torch._C._are_functorch_transforms_active")
+ENGINE.note(transforms_are_known, "torch._C._are_functorch_transforms_active", torch)
 dispatch_modes = ENGINE.find("torch._C._len_torch_dispatch_stack")
 function_modes = ENGINE.find("torch._C._len_torch_function_stack")
 list_function_modes = ENGINE.find("torch.overrides._get_current_function_mode_stack")
 DeviceContext = ENGINE.find("torch.utils._device.DeviceContext")
-ENGINE.require(has_level, "torch.autograd.forward_ad._current_level")
+ENGINE.note(has_level, "torch.autograd.forward_ad._current_level", torch)
 GLOBAL_HOOKS = tuple(
     ENGINE.find(f"torch.nn.modules.module.{name}")
     for name in ("_global_forward_hooks", "_global_forward_pre_hooks")
@@ -63,7 +71,7 @@ TAPE = Path("every token that is decoded on a CPU runs the model's forward")
 TorchDispatchMode: Any = TAPE.find("torch.utils._python_dispatch.TorchDispatchMode") or object
 push_dispatch_mode = TAPE.find("torch._C._push_on_torch_dispatch_stack")
 pop_dispatch_mode = TAPE.find("torch._C._pop_torch_dispatch_stack")
-TAPE.require(has_schema, "OpOverload._schema")
+TAPE.note(has_schema, "OpOverload._schema", torch)
 has_op = hasattr(torch.ops.aten.clone.default, "_op")
 if not has_op:
     warn("OpOverload._op", "a recorded step takes longer on a CPU")
@@ -94,11 +102,14 @@ READ = {
     "that grow with every token",
     (PreTrainedModel, "_can_compile_fullgraph"): "generate does not compile for a static cache",
     (PreTrainedModel, "_can_record_outputs"): "output_hidden_states has no effect",
+    (PreTrainedModel, "_is_stateful"): "models that take one of these as their assistant fail when "
+    "they take tokens back",
     (PreTrainedModel, "_no_split_modules"): "device_map may divide a block between devices",
     (PreTrainedModel, "_skip_keys_device_placement"): "device_map copies caches between devices",
     (PreTrainedModel, "_tp_plan"): "tp_plan does not shard the head",
     (nn.Module, "_apply"): "recorded steps keep their memory until the next token",
 }
+NEW = ("_fsdp_plan",)  # set for releases after 5.17, which shards without it
 for (owner, name), instead in READ.items():
     if not hasattr(owner, name):
         library = torch if owner is nn.Module else transformers
@@ -164,6 +175,11 @@ def op_of(op: Any) -> Any:
 def pad_token_of(generation_config: Any) -> Any:
     """Returns the padding token as the tensor that generate has made of it, or None."""
     return generation_config._pad_token_tensor
+
+
+def prefill(model: Any, *args: Any) -> Any:
+    """Runs the prompt through the model, as transformers' loop does first."""
+    return model._prefill(*args)
 
 
 def is_callers(cache: Any) -> bool:

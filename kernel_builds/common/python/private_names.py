@@ -11,6 +11,7 @@ from typing import Any, List
 import torch
 
 LONGER = "ops and their gradients take longer to call"
+EAGER = "and every decoded token runs the model's forward"
 
 
 def warn(name: str, instead: str, library: Any = torch) -> None:
@@ -47,12 +48,13 @@ def _look_for_gradients(*inputs: Any) -> bool:
 BelowAutograd: Any = find("torch._C._AutoDispatchBelowAutograd", LONGER) or nullcontext
 any_requires_grad: Any = find("torch._C._any_requires_grad", LONGER) or _look_for_gradients
 # True is right for every call: what torch.func needs can be called without it.
-transforms_are_active: Any = find("torch._C._are_functorch_transforms_active", LONGER)
+transforms_are_active: Any = find("torch._C._are_functorch_transforms_active", f"{LONGER}, {EAGER}")
+transforms_are_known = transforms_are_active is not None
 transforms_are_active = transforms_are_active or (lambda: True)
-has_level = find("torch.autograd.forward_ad._current_level", LONGER) is not None
+has_level = find("torch.autograd.forward_ad._current_level", f"{LONGER}, {EAGER}") is not None
 has_schema = hasattr(torch.ops.aten.clone.default, "_schema")
 if not has_schema:
-    warn("OpOverload._schema", "errors call an argument by its number")
+    warn("OpOverload._schema", f"errors call an argument by its number, {EAGER} on a CPU")
 has_flat_weights = all(uses(torch.nn.RNNBase, n) for n in ("_flat_weights", "_all_weights"))
 has_flat_weights = has_flat_weights and hasattr(torch.nn.RNNBase, "_update_flat_weights")
 if not has_flat_weights:
