@@ -4,6 +4,7 @@ import ast
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -13,13 +14,14 @@ import torch
 from torch import nn
 
 import flashcell
-import missing_names
 from flashcell.hub import kernel_loader
 from flashcell.utils import private_names
 from model_cases import cpu_only
 
 pytestmark = cpu_only
 ROOT = Path(__file__).resolve().parents[2]
+WORKER = Path(__file__).with_name("missing_names_worker.py")
+worker = runpy.run_path(str(WORKER))
 SOURCES = (
     "modeling/utils/private_names.py",
     "kernel_builds/common/python/private_names.py",
@@ -43,17 +45,15 @@ EAGER = {
 LOOP = {"_sample", "_prefill", "_pad_token_tensor", "_is_user_defined"}
 LOOP |= {"StopCheck", "DeferredStopCheck"}
 ERROR = {"_init_weights", "_tied_weights_keys"}
-ERROR |= {name for name in missing_names.cases() if name.startswith(("cache_utils.", "utils."))}
-NAMES = sorted(missing_names.cases())
+ERROR |= {name for name in worker["cases"]() if name.startswith(("cache_utils.", "utils."))}
+NAMES = sorted(worker["cases"]())
 
 
 @pytest.fixture(scope="module")
 def behaviour(fused_rnn, diagonal_rnn, tfla) -> dict:
-    folders = (
-        f"flashcell/{name}={ROOT / 'kernel_builds' / name}" for name in missing_names.KERNELS
-    )
+    folders = (f"flashcell/{name}={ROOT / 'kernel_builds' / name}" for name in worker["KERNELS"])
     env = {"LOCAL_KERNELS": ":".join(folders), **os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, missing_names.__file__]
+    command = [sys.executable, WORKER]
     done = subprocess.run(command, capture_output=True, text=True, env=env)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     found = {line["name"]: line for line in lines}
