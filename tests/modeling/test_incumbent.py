@@ -71,7 +71,7 @@ def training_in_bf16(model):
 
 def fp32_states_in_bf16(model):
     outputs = model.to(torch.bfloat16)(PROMPT, use_cache=True)
-    if "past_key_values" in outputs:
+    if type(model).__module__.startswith("flashcell."):
         states = [s for layer in outputs.past_key_values.layers for s in layer.get_states("cell")]
     elif isinstance(model, Mamba2ForCausalLM):
         layers = outputs.cache_params.layers

@@ -221,6 +221,9 @@ def _check_cell_sizes(module: Any, input: Tensor, states: tuple[Tensor, ...]) ->
         had = f"got {I} expected {module.input_size}"
         raise RuntimeError(f"input has inconsistent input_size: {had}")
     for k, s in enumerate(states):
+        if s.dim() != 2:
+            had = f"(batch x hidden_size), but got {s.dim()}D tensor"
+            raise RuntimeError(f"Expected 2D hidden{k} {had}")
         if s.shape[0] != B:
             had = f"doesn't match hidden{k} batch size {s.shape[0]}"
             raise RuntimeError(f"Input batch size {B} {had}")
