@@ -103,16 +103,19 @@ def prepare(home: Path, extras: list[str]) -> Path:
     return python
 
 
-def check_torch(device: str) -> None:
-    """Exits with a clear message if `device` is "cuda" and torch can use no GPU."""
-    if device == "cuda":
-        import torch
-
-        if not torch.cuda.is_available():
-            fail(
-                f"--device is cuda, but torch {torch.__version__} of {sys.executable} can use no "
-                "GPU: run this with --here and a Python whose torch can"
-            )
+def prepare_for(home: Path, name: str, packages: list[str], gigabytes: int) -> Path:
+    """Makes or updates the environment `name` of the state folder, with the newest `packages` that
+    pip finds and this package without its dependencies; returns its Python."""
+    venv = home / name
+    python = venv / "bin" / "python"
+    with _locked(home):
+        if not python.exists():
+            _check_machine(home, gigabytes * 2**30)
+            _make_venv(venv)
+        log = home / f"pip-{name}.log"
+        _pip(python, ["install", "--upgrade", *packages], log, must=True)
+        _pip(python, ["install", "--no-deps", "-e", str(ROOT)], log, must=True)
+    return python
 
 
 def use_built_kernels(device: str, names: list[str] | None = None, build: bool = True) -> None:
@@ -167,17 +170,17 @@ def _pinned(package: str) -> str:
     raise AssertionError(f"constraints.txt does not pin {package}")
 
 
-def _check_machine(home: Path) -> None:
+def _check_machine(home: Path, needed: int = NEEDED_BYTES) -> None:
     if sys.platform != "linux" or os.uname().machine != "x86_64":
         fail(
             f"this is {sys.platform} on {os.uname().machine}; the kernels are built for Linux on "
             "x86_64. Install the package with pip: there it runs its torch reference."
         )
     free = shutil.disk_usage(home).free
-    if free < NEEDED_BYTES:
+    if free < needed:
         fail(
             f"{home} has {free / 2**30:.1f} GiB free, the environment needs "
-            f"{NEEDED_BYTES / 2**30:.0f} GiB; make room or choose another folder with --home"
+            f"{needed / 2**30:.0f} GiB; make room or choose another folder with --home"
         )
 
 

@@ -18,7 +18,7 @@ import sys
 import time
 from pathlib import Path
 
-from tooling import environment
+from tooling import environment, versions
 
 ROOT = environment.ROOT
 MODULES = ["flashcell", "jinja2", "kernel_abi_check", "kernels", "accelerate", "matplotlib", "peft"]
@@ -40,6 +40,11 @@ def parse_arguments() -> argparse.Namespace:
     add(
         "--lint", action="store_true", help="the checks that read files only; build and run nothing"
     )
+    add(
+        "--versions",
+        choices=versions.CHOICES,
+        help="test with other torch and transformers instead",
+    )
     add("--jobs", type=int, default=2, help="pytest processes")
     add("pytest", nargs="*", help="arguments for pytest, after --")
     environment.add_arguments(parser)
@@ -48,6 +53,8 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_arguments()
+    if args.versions:
+        return versions.run(args)
     if not args.lint:
         environment.find_compiler()
     started = time.monotonic()
