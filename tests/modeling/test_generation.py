@@ -245,3 +245,14 @@ def test_static_cache_is_the_dynamic_one(case, make_model, tokens):
         assert cache.get_seq_length() == 6
     for want, got in zip(*map(state_tensors, caches), strict=True):
         assert torch.equal(got, want)
+
+
+def test_a_cache_goes_by_either_name(make_model, tokens):
+    """transformers renames past_key_values to cache in 5.24."""
+    model, ids = make_model(), tokens(2, 4)
+    for call in (model, model.model):
+        first, second = (call(ids, use_cache=True).past_key_values for _ in range(2))
+        got, want = call(ids, cache=first), call(ids, past_key_values=second)
+        assert torch.equal(got[0], want[0])
+        with pytest.raises(ValueError, match="past_key_values and cache are both given"):
+            call(ids, past_key_values=first, cache=second)
