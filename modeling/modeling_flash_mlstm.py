@@ -22,8 +22,15 @@ from transformers import GenerationMixin
 from transformers import initialization as init
 
 from .configuration.configuration_flash_mlstm import FlashMLSTMConfig
-from .layers.decode_linear import ROWS, StepLinear, find_step_linear, norm_options, step_swiglu
-from .layers.feed_forward import cast_once
+from .layers.decode_linear import (
+    ROWS,
+    FusedStep,
+    StepLinear,
+    StepParts,
+    find_step_linear,
+    norm_options,
+    step_swiglu,
+)
 from .layers.mlstm import GateLinear, HeadNorm, residual_linear, run_mlstm, split_heads
 from .recurrent_model import (
     RecurrentBlock,
@@ -156,7 +163,7 @@ class FlashMLSTMFeedForward(nn.Module):
         return self.proj_down(nn.functional.silu(gate) * up)
 
 
-class FlashMLSTMBlock(RecurrentBlock):
+class FlashMLSTMBlock(FusedStep, RecurrentBlock):
     def __init__(self, config: FlashMLSTMConfig, layer_idx: int):
         super().__init__(layer_idx)
         self.norm_mlstm = nn.RMSNorm(config.hidden_size, config.norm_eps)
@@ -174,23 +181,21 @@ class FlashMLSTMBlock(RecurrentBlock):
         hidden_states = hidden_states + mixed
         return hidden_states + self.ffn(self.norm_ffn(hidden_states))
 
-    def find_step_linear(self, x: torch.Tensor, boundaries: Boundaries) -> StepLinear | None:
-        mixer, ffn = self.mlstm_layer, self.ffn
-        own = type(mixer) is FlashMLSTMMixer and type(ffn) is FlashMLSTMFeedForward
-        if not own or x.shape[1] != 1 or not boundaries.none():
-            return None
-        if not mixer.config.learnable_input_gate:
-            return None
+    @property
+    def step_parts(self) -> StepParts | str:
+        mixer, ffn, config = self.mlstm_layer, self.ffn, self.mlstm_layer.config
+        if type(mixer) is not FlashMLSTMMixer or type(ffn) is not FlashMLSTMFeedForward:
+            return "the mixer or the MLP is another class"
+        if not config.learnable_input_gate:
+            return "the input gate is not learned"
         wide, gates = mixer.projections
         layers = [*wide, *gates, mixer.out_proj, *ffn.projections, ffn.proj_down]
-        modules = [*layers, self.norm_mlstm, self.norm_ffn]
-        return find_step_linear(x, mixer.config.backend, modules, (mixer, ffn))
+        return StepParts([*layers, self.norm_mlstm, self.norm_ffn], (mixer, ffn), config.backend)
 
     def step(
         self, step_linear: StepLinear, x: torch.Tensor, cache: RecurrentStateLayer | None
     ) -> torch.Tensor:  # [B, H]
-        """Does what `run` does for one token per row, in as few launches as data dependences
-        allow."""
+        """Does what `run` does for one token per row, in few launches."""
         mixer, ffn, config = self.mlstm_layer, self.ffn, self.mlstm_layer.config
         wide, gates = mixer.projections
         outputs = step_linear(
@@ -255,11 +260,11 @@ class FlashMLSTMForCausalLM(RecurrentForCausalLM, FlashMLSTMPreTrainedModel, Gen
     """The flash_mlstm language model; its logits are soft-capped, in fp32 or wider."""
 
     backbone_class = FlashMLSTMModel
+    fused_head_rows = ROWS
     _tied_weights_keys: ClassVar = {"lm_head.weight": "backbone.embeddings.weight"}
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:  # [..., H] -> [..., V]
-        config, head = self.config, self.lm_head
-        step_linear = None
+        config, head, step_linear = self.config, self.lm_head, None
         open_batch = torch.compiler.is_compiling()
         if hidden_states.dim() == 3 and not open_batch and hidden_states.shape[0] <= ROWS:
             step_linear = find_step_linear(hidden_states, config.backend, [head])

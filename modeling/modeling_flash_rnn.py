@@ -13,11 +13,11 @@ from transformers import GenerationMixin
 from transformers import initialization as init
 
 from .configuration.configuration_flash_rnn import FlashRNNConfig
-from .hub.kernel_loader import load_kernel
+from .generation.decode_path import Decision, decide_block_step
 from .layers.decode_linear import (
+    FusedStep,
     StepLinear,
-    find_step_linear,
-    has_weights_like,
+    StepParts,
     step_swiglu,
     taken_along,
 )
@@ -38,7 +38,7 @@ from .state.boundaries import Boundaries
 from .state.cache import RecurrentStateLayer
 
 
-class FlashRNNBlock(RecurrentBlock):
+class FlashRNNBlock(FusedStep, RecurrentBlock):
     def __init__(self, config: FlashRNNConfig, layer_idx: int):
         super().__init__(layer_idx)
         width = config.hidden_size
@@ -61,32 +61,34 @@ class FlashRNNBlock(RecurrentBlock):
         hidden_states = hidden_states + mixed
         return hidden_states + self.mlp(self.mlp_norm(hidden_states))
 
-    def find_step_linear(self, x: torch.Tensor, boundaries: Boundaries) -> StepLinear | None:
+    @property
+    def step_parts(self) -> StepParts | str:
         mixer, mlp = self.mixer, self.mlp
-        own = type(mixer) in (DiagonalMixer, RecurrentMixer) and type(mlp) is SwiGLU
-        if not own or x.shape[1] != 1 or not boundaries.none():
-            return None
+        if type(mixer) not in (DiagonalMixer, RecurrentMixer) or type(mlp) is not SwiGLU:
+            return "the mixer or the MLP is another class"
         linears = [*mixer.linears, mlp.gate_proj, mlp.up_proj, mlp.down_proj]
         norms = [*taken_along(self.mixer_norm), *taken_along(self.mlp_norm)]
-        return find_step_linear(x, mixer.config.backend, [*linears, *norms], (mixer, mlp))
+        return StepParts([*linears, *norms], (mixer, mlp), mixer.config.backend)
 
-    def find_block_step(self, x: torch.Tensor, cache: RecurrentStateLayer | None) -> Any:
-        """Returns the kernel that runs the whole block in one call, or None if several calls are
-        needed."""
-        mixer, norms = self.mixer, [self.mixer_norm, self.mlp_norm]
-        if type(mixer) is not RecurrentMixer or any(type(n) is not nn.RMSNorm for n in norms):
-            return None
-        if not (has_weights_like(mixer, x) and mixer.has_wide_states(x, cache)):
-            return None
-        kernel = load_kernel("fused-rnn", x.device.type, mixer.config.backend)
-        return kernel if kernel.BACKEND == "cpu" else None
+    def decide_step(self, x: torch.Tensor) -> Decision:
+        linears = super().decide_step(x)
+        return linears if linears.kernel is None else self.decide_block_step(x, None)
+
+    def decide_block_step(self, x: torch.Tensor, cache: RecurrentStateLayer | None) -> Decision:
+        mixer: Any = self.mixer
+        if type(mixer) is not RecurrentMixer:
+            return Decision(
+                "linear_step", "the cell is diagonal, and block_step takes others alone"
+            )
+        norms, wide = (self.mixer_norm, self.mlp_norm), lambda: mixer.has_wide_states(x, cache)
+        return decide_block_step(x, mixer.config.backend, mixer, norms, wide)
 
     def step(
         self, step_linear: StepLinear, x: torch.Tensor, cache: RecurrentStateLayer | None
     ) -> torch.Tensor:  # [B, H]
         """Does what `run` does for one token per row, in few launches, or in one kernel call if
         possible."""
-        mlp, kernel = self.mlp, self.find_block_step(x, cache)
+        mlp, kernel = self.mlp, self.decide_block_step(x, cache).kernel
         if kernel is not None:
             mixer: Any = self.mixer
             return mixer.block_step(kernel, x, self.mixer_norm, self.mlp_norm, mlp, cache)

@@ -35,7 +35,7 @@ from transformers.utils.output_capturing import capture_outputs
 from .generation.engine import DecodeEngine
 from .generation.mixin import RecurrentGeneration
 from .layers.causal_conv import CausalConv1d
-from .layers.decode_linear import ROWS, find_step_linear
+from .layers.decode_linear import ROWS, FusedHead, find_step_linear
 from .state.boundaries import NO_BOUNDARIES, Boundaries, cut_prompt, find_boundaries
 from .state.cache import CACHE, NAMES, RecurrentStateLayer, check_cache, one_cache
 
@@ -153,7 +153,7 @@ class RecurrentModel:
         )
 
 
-class RecurrentForCausalLM(RecurrentGeneration):
+class RecurrentForCausalLM(FusedHead, RecurrentGeneration):
     """A language model: the base model and a head; `backbone_class` is the family's base model.
 
     decoder        the DecodeEngine

@@ -8,38 +8,42 @@ family's forward and takes every call that has a cache, one token per row, and n
 So a subclass, a wrapper or a hook of the model runs around each token as usual, and sampling,
 logits processors, streamers and stopping criteria see the logits they would see without the engine.
 
-Two rules make a replayed step equal to forward. First, a step is replayed only while every Python
-value that it read is unchanged, and it is not recorded if code of unknown origin runs inside it
-(fingerprint.py). Second, the recording's buffers hold the states of one cache on loan, and no one
+Whether a token is replayed decides decode_path.py. Two rules make a replayed step equal to forward.
+First, a step is replayed only while every Python value that it read is unchanged, and it is not
+recorded if code of unknown origin runs inside it (fingerprint.py). Second, the recording's buffers hold the states of one cache on loan, and no one
 else has access to them (captured_step.py). If either does not hold, the model is called as usual.
 """
 
 import logging
+import threading
 import weakref
 from collections import OrderedDict
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from transformers.cache_utils import Cache
 
-from ..kernels.fused_rnn.private_names import forward_level, transforms_are_active
-from ..state.cache import is_recurrent
-from ..utils.private_names import (
-    ENGINE,
-    DeviceContext,
-    dispatch_modes,
-    function_modes,
-    list_function_modes,
-)
 from .captured_step import Recording, Refused, Turns
+from .decode_path import Decision, decide_token, decodes
+from .explain import explain
 from .fingerprint import Fingerprint
 
 KEPT = 4  # recordings, each for one batch size; the least recently used goes
-LOOK = 32
+LOOK = 32  # tokens; how often a model is compared that is promised to be unchanged
 MODES = ("auto", "graph", "eager")
 
 logger = logging.getLogger(__name__)
+
+
+class Promise(threading.local):
+    """Whether this thread has promised not to change the model, and what was seen since."""
+
+    given = False
+    seen: Fingerprint | None = None  # the one that was last compared with the model
+    recording: Recording | None = None  # of the last step, if nobody's code is around it
+    steps = 0  # so many ago
 
 
 class DecodeEngine:
@@ -59,8 +63,7 @@ class DecodeEngine:
         self._model = None if model is None else weakref.ref(model)  # None: whoever is first
         self._recordings: OrderedDict[Any, Recording] = OrderedDict()
         self._fingerprint: Fingerprint | None = None
-        self._last: Recording | None = None  # of the last step, if nobody's code is around it
-        self._looked = 0  # so many steps ago
+        self._promise = Promise()
         self._pool: Any = None
         self._capturing: Any = None  # one stream for a pool, in which its workspace of cuBLAS lies
         self._turns = Turns()
@@ -86,7 +89,22 @@ class DecodeEngine:
         with self._turns.lock:
             self._turns.wait()
             self._recordings.clear()
-            self._fingerprint = self._pool = self._capturing = self._last = None
+            self._fingerprint = self._pool = self._capturing = None
+
+    @contextmanager
+    def assume_unchanged(self) -> Iterator[None]:
+        """Compares the model with its recording at every LOOKth token only, within the block.
+
+        For loops that decode, and change neither the model nor the libraries: the comparison costs
+        up to a third of a small model's token. It holds for the calling thread alone. Changes made
+        by another thread are noticed within LOOK tokens.
+        """
+        promise, outer = self._promise, self._promise.given
+        try:
+            promise.given, promise.seen = True, None
+            yield
+        finally:
+            promise.given, promise.seen, promise.recording = outer, None, None
 
     def step(
         self, model: Any, input_ids: Any, cache: Any, rest: dict[str, Any], *, alone: bool = False
@@ -98,73 +116,98 @@ class DecodeEngine:
         calling this without the model's `__call__`: then hooks or wrappers around forward also give
         None.
         """
-        if torch.compiler.is_compiling() or not _decodes(input_ids, cache):
+        if torch.compiler.is_compiling():
             return None
-        reason, logits = self._why_not_now(model, input_ids, cache, rest), None
-        if reason is None:
-            for layer in cache.layers:  # before the lock, or two engines could wait for each other
-                loan = layer.held[1]
-                if loan is not None and getattr(loan, "turns", None) is not self._turns:
-                    loan.end(layer)
-            with self._turns.lock:
-                self._last = None
+        if alone and self._promise.given:
+            logits = self._step_again(input_ids, cache)
+            if logits is not None:
+                return logits
+        if not decodes(input_ids, cache):
+            return None
+        for layer in cache.layers:  # before the lock, or two engines could wait for each other
+            loan = layer.held[1]
+            if loan is not None and getattr(loan, "turns", None) is not self._turns:
+                loan.end(layer)
+        logits = None
+        with self._turns.lock:
+            refuses = lambda: self._why_model_refuses(model, input_ids.device)
+            decision = self.decide(model, input_ids, cache, rest, refuses)
+            if decision.path != "plain":
                 try:
                     logits = self._run(model, input_ids, cache, alone)
                 except Refused as refusal:
-                    reason = str(refusal)
+                    decision = Decision("plain", str(refusal))
         if logits is None and alone:
             return None
-        if reason is not None and self._mode == "graph":
-            raise RuntimeError(f'mode is "graph", but {reason}')
-        recorded = "graph" if input_ids.is_cuda else "tape"
-        path = "plain" if logits is None else recorded
-        if (path, reason) != (self.path, self.reason):
-            logger.info("decoding: %s step%s", path, f", because {reason}" if reason else "")
-        self.path, self.reason = path, reason
+        if decision.path == "plain" and self._mode == "graph":
+            raise RuntimeError(f'mode is "graph", but {decision.reason}')
+        if (decision.path, decision.reason) != (self.path, self.reason):
+            because = f", because {decision.reason}" if decision.reason else ""
+            logger.info("decoding: %s step%s", decision.path, because)
+        self.path, self.reason = decision.path, decision.reason
         return logits
 
+    def explain(self, batch: int = 1) -> str:
+        """Returns how a token of `batch` rows would be decoded and why not faster: the path, and for
+        each block whether it is fused."""
+        if self._model is None or (model := self._model()) is None:
+            raise RuntimeError("this engine is of no model yet: decode a token first")
+        return explain(self, model, batch)
+
+    def decide(
+        self, model: Any, tokens: torch.Tensor, cache: Any, rest: dict[str, Any], refuses: Any
+    ) -> Any:
+        if self._model is None:
+            self._model = weakref.ref(model)
+        return decide_token(
+            model, tokens, cache, rest, mode=self._mode, owner=self._model(),
+            why_model_refuses=refuses,
+        )  # fmt: skip
+
     def _run(self, model: Any, tokens: torch.Tensor, cache: Cache, alone: bool) -> Any:
+        if alone and self._fingerprint is not None and not self._fingerprint.alone:
+            return None
         with torch.cuda.device(tokens.device) if tokens.is_cuda else nullcontext():
-            fingerprint = self._check_model(model, tokens.device)
-            if alone and not fingerprint.alone:
-                return None
             self._turns.take(tokens.device)
             recording = self._find(model, tokens, cache)
             if not recording.holds(cache.layers):
                 recording.bind(cache.layers, self._turns)
             logits = recording.run(tokens, cache)
-        if alone:
-            self._last, self._looked = recording, 0
+        self._promise.recording = recording if alone else None
         return logits
 
-    def again(self, tokens: torch.Tensor, cache: Cache) -> torch.Tensor | None:
-        """Does what `step(..., alone=True)` does, without revalidation; None if `step` must be
-        called.
+    def _step_again(self, tokens: torch.Tensor, cache: Cache) -> torch.Tensor | None:
+        """Replays the step that this thread replayed last, or returns None: decide anew.
 
-        Call it only if no user code ran since the last step, because such code could have changed a
-        value that the step reads. Revalidation costs a tenth of a small model's step. Changes made
-        by another thread are noticed within LOOK tokens.
-        """
+        For a small model, the decision takes a tenth of the step."""
+        promise = self._promise
         with self._turns.lock:
-            last, self._looked = self._last, self._looked + 1
-            if last is None or self._looked >= LOOK or not last.holds(cache.layers):
+            last = promise.recording
+            if last is None or promise.seen is not self._fingerprint or promise.steps >= LOOK:
                 return None
+            if not last.holds(cache.layers):
+                return None
+            promise.steps += 1
             with torch.cuda.device(tokens.device) if tokens.is_cuda else nullcontext():
                 self._turns.take(tokens.device)
                 return last.run(tokens, cache)
 
-    def _check_model(self, model: Any, device: torch.device) -> Fingerprint:
-        before = self._fingerprint
+    def _why_model_refuses(self, model: Any, device: torch.device) -> str | None:
+        """Returns why the model's step cannot be replayed now; makes a new fingerprint of a model
+        that has changed."""
+        before, promise = self._fingerprint, self._promise
+        if before is not None and promise.given and promise.seen is before and promise.steps < LOOK:
+            promise.steps += 1
+            return before.refusal
         if before is None or not before.holds(model):
             self.release()
             self._fingerprint = Fingerprint(model, device)
             # a model that changes with every token would otherwise be recorded with every token
             if before is not None and self._mode != "graph":
-                raise Refused("the model has just changed")
+                return "the model has just changed"
         fingerprint: Any = self._fingerprint
-        if fingerprint.refusal is not None:
-            raise Refused(fingerprint.refusal)
-        return fingerprint
+        promise.seen, promise.steps = fingerprint, 0
+        return fingerprint.refusal
 
     def _find(self, model: Any, tokens: torch.Tensor, cache: Cache) -> Recording:
         key = (tokens.shape[0], tokens.device)
@@ -208,68 +251,3 @@ class DecodeEngine:
             if self._fingerprint is not None:
                 self._fingerprint.refusal = refusal  # until the model changes
             raise Refused(refusal) from error
-
-    def _why_not_now(
-        self, model: Any, input_ids: torch.Tensor, cache: Cache, rest: dict[str, Any]
-    ) -> str | None:
-        """Returns why this call cannot be replayed, or None if it can."""
-        if self._mode == "eager":
-            return 'mode is "eager"'
-        if ENGINE.reason is not None:
-            return ENGINE.reason
-        if self._model is None:
-            self._model = weakref.ref(model)
-        if self._model() is not model:  # such as a replica of DataParallel
-            return "the engine is another model's"
-        for name, value in rest.items():
-            given = value is not None and value is not False
-            if given and name not in ("use_cache", "logits_to_keep"):
-                return f"{name} is given"
-        device = input_ids.device.type
-        if torch.is_grad_enabled():
-            return "gradients are recorded"
-        if torch.is_autocast_enabled(device):
-            return "autocast is on, whose casts of weights live only as long as its context"
-        if isinstance(rest.get("logits_to_keep"), torch.Tensor):
-            return "logits_to_keep is a tensor"
-        if cache.layers[0].batch_size != input_ids.shape[0]:
-            return "the cache has another batch"  # the model raises the clearer error
-        if device not in ("cuda", "cpu") or (device == "cpu" and self._mode == "graph"):
-            return f"{device} has no graphs"
-        if input_ids.is_cuda and torch.cuda.is_current_stream_capturing():
-            return "the caller is capturing a graph"
-        return _who_listens(input_ids)
-
-
-def _decodes(input_ids: torch.Tensor | None, cache: Any) -> bool:
-    """Whether the call has one token per row and a DynamicCache of ours that holds states.
-
-    A recording's own cache is excluded, and so is StaticCache, which transformers decodes by
-    torch.compile."""
-    if input_ids is None or input_ids.dim() != 2 or input_ids.shape[1] != 1 or cache is None:
-        return False
-    layers = getattr(cache, "layers", ())
-    return bool(layers) and all(
-        is_recurrent(layer)
-        and getattr(layer, "in_dynamic_cache", False)
-        and getattr(layer, "held", ({},))[0]
-        for layer in layers
-    )
-
-
-def _who_listens(tokens: torch.Tensor) -> str | None:
-    """Returns what would observe or change the step's ops one by one, such as a dispatch mode, or
-    None."""
-    if type(tokens) is not torch.Tensor:
-        return f"input_ids is a {type(tokens).__name__}"
-    if transforms_are_active():
-        return "torch.func transforms the call"
-    if forward_level() >= 0:
-        return "derivatives are taken in forward mode"
-    if dispatch_modes():
-        return "a dispatch mode is on"
-    if function_modes():
-        for mode in list_function_modes():
-            if type(mode) is not DeviceContext:  # that of torch.set_default_device
-                return f"{type(mode).__name__} is on"
-    return None

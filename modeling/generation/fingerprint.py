@@ -20,17 +20,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..utils.private_names import (
-    GLOBAL_HOOKS,
-    GUARDS,
-    HOOKS,
-    TABLES,
-    GlobalStateGuard,
-    TensorGuards,
-    dict_version,
-)
+from .decode_path import why_not_recorded
 from .global_names import GlobalNames
-from .known_code import classes_of, runs_alone, why_not
+from .known_code import GLOBAL_HOOKS, HOOKS, classes_of, runs_alone
 
 has_guard = GUARDS.reason is None
 MOST_CONTAINERS = 1000  # all of which are watched at every token
@@ -53,8 +45,8 @@ class Fingerprint:
 
     It keeps these values alive, but not the model itself.
 
-    refusal   why the model's step cannot be recorded, None if it can alone     whether no hook or
-    wrapper runs around forward, so that a step may replace the whole call
+    refusal   why the model's step cannot be recorded, None if it can
+    alone     whether no hook or wrapper runs around forward, so that a step may replace the whole call
     """
 
     def __init__(self, model: nn.Module, device: torch.device):
@@ -62,7 +54,7 @@ class Fingerprint:
         dicts = [vars(m) for m in modules]
         kinds = classes_of(modules)
         self._names, self._tensors = GlobalNames(kinds), (*model.parameters(), *model.buffers())
-        self.refusal = why_not(model, modules, self._tensors, self._names, device)
+        self.refusal = why_not_recorded(model, modules, self._tensors, self._names, device)
         # Unknown code may hold references to anything: FSDP's lead to all of Python.
         containers, holders = _containers(modules if self.refusal is None else modules[:1])
         if len(containers) > MOST_CONTAINERS:
@@ -96,7 +88,8 @@ class Fingerprint:
         self._places, self._layouts = list(map(data_ptr, self._tensors)), Layouts(self._tensors)
         self._flags = GlobalStateGuard().check if has_guard else _flags_are(_flags())
         # Again, of what the versions stand for: another thread may have changed it meanwhile.
-        self.refusal = self.refusal or why_not(model, modules, self._tensors, self._names, device)
+        about = model, modules, self._tensors, self._names, device
+        self.refusal = self.refusal or why_not_recorded(*about)
         self.alone = runs_alone(model)
 
     def holds(self, model: nn.Module) -> bool:

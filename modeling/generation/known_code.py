@@ -56,11 +56,8 @@ def why_not(
     names: GlobalNames,
     device: torch.device,
 ) -> str | None:
-    """Returns why the model's step cannot be recorded, or None if it can."""
-    if model.training or model.config.output_hidden_states:
-        return "the model is training" if model.training else "output_hidden_states is asked for"
-    if device.type == "cpu" and model.config.backend == "reference":
-        return "the torch reference is called as it is"
+    """Returns which code of unknown origin runs in the model's step, or which weight has no fixed
+    place; None if nothing keeps the step from being recorded."""
     reasons = chain(_of_code(model, modules), _of_tensors(tensors, device), _of_names(names))
     return next(reasons, None)
 

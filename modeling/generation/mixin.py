@@ -1,36 +1,19 @@
 """Overrides of `generate` for recurrent models: refused modes and a loop that runs ahead of the
 GPU."""
 
-import functools
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from transformers import DynamicCache, GenerationMixin, PrefixConstrainedLogitsProcessor
+from transformers import GenerationMixin
+from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from ..state.cache import CACHE, NAMES
 from ..state.serialization import load_state, save_state
-from ..utils.private_names import (
-    LOOP,
-    DeferredStopCheck,
-    StopCheck,
-    is_callers,
-    pad_token_of,
-    prefill,
-)
-from .call_checks import check_call
-from .known_code import runs_alone
+from .decode_path import decide_loop, runs_only_known_code
 
 PROMPT_ONLY = ("attention_mask", "position_ids", "token_type_ids", "labels")
-
-
-def may_run_ahead(logits_processor: Any, stopping_criteria: Any) -> bool:
-    """Whether all of these are transformers' own, so that one step past the end of the text is
-    harmless."""
-    steps = [*logits_processor, *stopping_criteria]
-    theirs = all(type(step).__module__.startswith("transformers.") for step in steps)
-    return theirs and not any(isinstance(s, PrefixConstrainedLogitsProcessor) for s in steps)
 
 
 class Text:
@@ -173,38 +156,50 @@ class RecurrentGeneration(GenerationMixin):
         streamer: Any = None,
         **model_kwargs: Any,
     ) -> Any:
-        """Samples by `_sample_ahead` where its extra step cannot be observed, else by the base
-        class.
+        """Samples by `_sample_ahead` or by the base class's loop (decode_path.decide_loop).
 
-        A caller could observe it in a returned cache, in scores, in the random generator or in code
-        of its own. On a CPU `_sample_ahead` saves Python time. A model that hooks or wrappers run
-        around is always called by the base class's loop.
+        On a CPU `_sample_ahead` saves Python time. A model that hooks or wrappers run around is
+        always called by the base class's loop.
         """
-        cache = model_kwargs.get(CACHE)
-        seen = generation_config.return_dict_in_generate or is_callers(cache)
-        own = isinstance(cache, DynamicCache) and model_kwargs.get("use_cache")
-        others = {type(criterion) for criterion in stopping_criteria} - {MaxLengthCriteria}
-        seen |= bool(generation_config.do_sample and others)
-        seen |= not may_run_ahead(logits_processor, stopping_criteria)
-        known = input_ids.device.type in ("cuda", "cpu") and not synced_gpus
-        decoded = (
-            LOOP.reason is None
-            and own
-            and known
-            and self.decoder.mode != "eager"
-            and runs_alone(self)
-        )
-        if not decoded or seen:
-            return super()._sample(
-                input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus,
-                streamer, **model_kwargs,
-            )  # fmt: skip
+        cache = model_kwargs.get("past_key_values")
+        loop = decide_loop(
+            self, input_ids, logits_processor, stopping_criteria, generation_config, cache,
+            model_kwargs.get("use_cache"), synced_gpus,
+        )  # fmt: skip
         device = torch.cuda.device(input_ids.device) if input_ids.is_cuda else nullcontext()
-        with device:  # DeferredStopCheck's events are of its stream
-            return self._sample_ahead(
-                input_ids, logits_processor, stopping_criteria, generation_config, streamer,
-                model_kwargs,
-            )  # fmt: skip
+        with self._promise(logits_processor, stopping_criteria, cache, streamer):
+            if loop.path == "base":
+                return super()._sample(
+                    input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus,
+                    streamer, **model_kwargs,
+                )  # fmt: skip
+            with device:  # DeferredStopCheck's events are of its stream
+                return self._sample_ahead(
+                    input_ids, logits_processor, stopping_criteria, generation_config, streamer,
+                    model_kwargs,
+                )  # fmt: skip
+
+    def _beam_search(
+        self,
+        input_ids: torch.LongTensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Runs the base class's beam search."""
+        cache = kwargs.get("past_key_values")
+        with self._promise(logits_processor, stopping_criteria, cache):
+            return super()._beam_search(
+                input_ids, logits_processor, stopping_criteria, *args, **kwargs
+            )
+
+    def _promise(
+        self, processors: Any, criteria: Any, cache: Any, streamer: Any = None
+    ) -> AbstractContextManager[None]:
+        """Returns the engine's assume_unchanged() for a loop in which only known code runs."""
+        known = streamer is None and runs_only_known_code(self, processors, criteria, cache)
+        return self.decoder.assume_unchanged() if known else nullcontext()
 
     def _sample_ahead(
         self,
@@ -237,7 +232,6 @@ class RecurrentGeneration(GenerationMixin):
         logits = outputs.logits
         rest = {k: v for k, v in model_kwargs.items() if k not in (*PROMPT_ONLY, "inputs_embeds")}
         device = device_of_tokens(self, input_ids)
-        unchanged = False  # whether no user code has run since the last step
         while True:
             logits = logits[:, -1].to(input_ids.device, torch.float32, copy=bool(logits_processor))
             scores = logits
@@ -253,25 +247,19 @@ class RecurrentGeneration(GenerationMixin):
             going = ends.go_on(going, tokens, text)
             if check(going, tokens, text.length) or ends.full(text):
                 break
-            logits = self._next_logits(tokens[:, None].to(device), rest, unchanged)
-            unchanged = streamer is None  # a streamer is the only user code in this loop
+            logits = self._next_logits(tokens[:, None].to(device), rest)
         late = check.finish()
         if streamer is not None:
             streamer.end()
         return text.read()[:, : text.length - late]
 
-    def _next_logits(
-        self, tokens: torch.Tensor, rest: dict[str, Any], unchanged: bool
-    ) -> torch.Tensor:  # [B, 1, V]
-        """Returns `self(tokens, **rest).logits`, calling the engine directly where that is the
-        same.
+    def _next_logits(self, tokens: torch.Tensor, rest: dict[str, Any]) -> torch.Tensor:
+        """Returns `self(tokens, **rest).logits` [B, 1, V], calling the engine directly where that
+        is the same.
 
         For a small model, the calls around the engine's step take as long as the step itself."""
-        cache = rest[CACHE]
-        logits = self.decoder.again(tokens, cache) if unchanged else None
-        if logits is None:
-            others = {k: v for k, v in rest.items() if k != CACHE}
-            logits = self.decoder.step(self, tokens, cache, others, alone=True)
+        others = {k: v for k, v in rest.items() if k != "past_key_values"}
+        logits = self.decoder.step(self, tokens, rest["past_key_values"], others, alone=True)
         return self(tokens, **rest, return_dict=True).logits if logits is None else logits
 
     @staticmethod

@@ -7,89 +7,75 @@ quantised or wrapped layer, one with hooks), all of them are called as modules i
 fusion saves the calls, and products of one row that torch computes slowly.
 """
 
-import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import linear
 
-from ..generation.known_code import is_ours
-from ..hub.kernel_loader import KernelUnavailable, load_kernel
-from ..utils.private_names import ENGINE, HOOKS, parameters_of
+from ..generation.decode_path import ROWS, Decision, decide_linears
+from ..state.boundaries import Boundaries
 from .mlstm import GateLinear
 
-ROWS = 16  # up to which linear_step is used; cuBLAS is faster for more rows
-PLAIN = (nn.Linear, GateLinear, nn.RMSNorm)
+PLAIN = (nn.Linear, GateLinear, nn.RMSNorm)  # no more than their weights
 StepLinear = Callable[..., tuple[torch.Tensor, ...]]
 
 
 def find_step_linear(
-    x: torch.Tensor, backend: str, modules: list[nn.Module], around: Sequence[nn.Module] = ()
+    x: torch.Tensor, backend: str, modules: Sequence[nn.Module], around: Sequence[nn.Module] = ()
 ) -> StepLinear | None:
     """Returns the fused replacement for calling `modules` on x [B, 1, H], or None: call the
-    modules.
-
-    The modules `around` them, whose forward the fused path skips, must be unmodified as well."""
+    modules. What decides is decode_path.decide_linears."""
     if torch.compiler.is_compiling():  # before the batch, which a trace leaves open, is compared
         return None
-    kind, few = x.device.type, x.shape[0] <= ROWS
-    takes = x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
-    takes |= kind == "cpu" and few and backend != "reference" and x.is_floating_point()
-    if not takes or x.shape[1] != 1 or torch.is_grad_enabled():
+    kernel = decide_linears(x, backend, modules, around, PLAIN).kernel
+    if kernel is None:
         return None
-    if torch.is_autocast_enabled(kind):
-        return None
-    if not (all(map(is_untouched, around)) and all(is_plain(module, x) for module in modules)):
-        return None
-    kernel = load_kernel("tfla", "cuda", backend) if x.is_cuda else tfla_on_cpu()
-    if kernel is None or kind != kernel.BACKEND:
-        return None
-    return kernel.linear_step if few else many_rows(kernel)
+    return kernel.linear_step if x.shape[0] <= ROWS else many_rows(kernel)
 
 
-@functools.cache
-def tfla_on_cpu() -> Any:
-    """Returns tfla's CPU kernel, or None, without a warning, if it is not available."""
-    try:
-        return load_kernel("tfla", "cpu", "cpu")
-    except KernelUnavailable:
-        return None
+class StepParts(NamedTuple):
+    """What a block's fused step replaces."""
+
+    modules: list[nn.Module]  # whose weights it reads
+    around: tuple[nn.Module, ...]  # whose forward it skips
+    backend: str
 
 
-def is_untouched(module: nn.Module) -> bool:
-    """Whether calling the module runs its class's original forward, without hooks."""
-    if ENGINE.reason is not None or any(vars(module)[name] for name in HOOKS):
-        return False
-    return "forward" not in vars(module) and is_ours(type(module).forward)
+class FusedStep:
+    """Mixin of a block that decodes one token per row with fused linear layers where it can."""
+
+    @property
+    def step_parts(self) -> StepParts | str:
+        """Returns what the step replaces, or why the block has no fused step."""
+        raise NotImplementedError
+
+    def find_step_linear(self, x: torch.Tensor, boundaries: Boundaries) -> StepLinear | None:
+        if x.shape[1] != 1 or not boundaries.none or isinstance(parts := self.step_parts, str):
+            return None
+        return find_step_linear(x, parts.backend, parts.modules, parts.around)
+
+    def decide_step(self, x: torch.Tensor) -> Decision:
+        """Decides how one token per row, x [B, 1, H], is computed: for `decoder.explain()`."""
+        parts = self.step_parts
+        if isinstance(parts, str):
+            return Decision("modules", parts)
+        return decide_linears(x, parts.backend, parts.modules, parts.around, PLAIN)
 
 
-def is_plain(module: nn.Module, x: torch.Tensor) -> bool:
-    """Whether the module is no more than weights of x's dtype and device that the kernel can
-    read."""
-    weights = parameters_of(module)
-    return (
-        type(module) in PLAIN
-        and has_weights_like(module, x)
-        and all(w.dim() < 2 or is_readable(w) for w in weights)
-    )
+class FusedHead:
+    """Mixin of a language model whose head is fused where it can be."""
 
+    fused_head_rows: int | None = None  # at most; None: any number
 
-def has_weights_like(module: nn.Module, x: torch.Tensor) -> bool:
-    """Whether the module is untouched and its weights are plain tensors of x's dtype and device."""
-    return is_untouched(module) and all(
-        type(w.data) is torch.Tensor
-        and (w.dtype, w.device) == (x.dtype, x.device)
-        and w.is_contiguous()
-        for w in parameters_of(module)
-    )
-
-
-def is_readable(weight: torch.Tensor) -> bool:
-    """Whether the kernel can read the weight's rows as 16-byte vectors of 8 values."""
-    return weight.is_contiguous() and weight.shape[1] % 8 == 0 and weight.data_ptr() % 16 == 0
+    def decide_head(self: Any, x: torch.Tensor) -> Decision:
+        """Decides how the logits of one token per row, x [B, 1, H], are computed."""
+        most = self.fused_head_rows
+        if most is not None and x.shape[0] > most:
+            return Decision("modules", f"more than {most} rows")
+        return decide_linears(x, self.config.backend, [self.lm_head], (), PLAIN)
 
 
 def norm_options(norm: nn.RMSNorm) -> dict[str, Any]:

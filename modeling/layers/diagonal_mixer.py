@@ -7,11 +7,12 @@ from torch import nn
 from transformers import initialization as init
 from transformers.utils.generic import maybe_autocast
 
+from ..generation.decode_path import has_weights_like
 from ..hub.kernel_loader import load_kernel
 from ..state.boundaries import NO_BOUNDARIES, Boundaries
 from ..state.cache import RecurrentStateLayer, own_states
 from .causal_conv import CausalConv1d, convolve
-from .decode_linear import StepLinear, apply_norm, has_weights_like, norm_options
+from .decode_linear import StepLinear, apply_norm, norm_options
 from .diagonal_rnn import FlashGRU, FlashLSTM
 from .headwise_linear import HeadwiseLinear
 

@@ -14,7 +14,7 @@ from transformers import (
 )
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria
 
-from flashcell.generation.mixin import may_run_ahead
+from flashcell.generation.decode_path import may_run_ahead
 from model_cases import CASES, blocks, state_tensors
 from numerics import EPS, assert_close
 

@@ -52,7 +52,7 @@ def test_pickles_by_old_names():
     ("old", "new"),
     [
         ("kernel_loader.load_kernel", "hub.kernel_loader"),
-        ("generation.may_run_ahead", "generation.mixin"),
+        ("generation.device_of_tokens", "generation.mixin"),
         ("layers.RecurrentMixer", "layers.recurrent_mixer"),
     ],
 )

@@ -8,15 +8,21 @@ from torch import nn
 
 from cases import DEVICE
 from decode_cases import decode
-from flashcell import modeling_flash_mlstm, modeling_flash_rnn, recurrent_model
+from flashcell import modeling_flash_mlstm, recurrent_model
+from flashcell.generation.decode_path import why_called, why_not_weights
 from flashcell.kernels import diagonal_rnn
 from flashcell.kernels import tfla as reference
-from flashcell.layers.decode_linear import ROWS, is_plain, is_untouched, many_rows, packed
+from flashcell.layers import decode_linear
+from flashcell.layers.decode_linear import PLAIN, ROWS, many_rows, packed
 from flashcell.layers.diagonal_mixer import DiagonalMixer
 from numerics import assert_close
 
 CASES = ["flash_mlstm", "flash_mlstm-sigmoid", "lstm", "slstm", "flash_gru", "flash_lstm"]
-PLACES = modeling_flash_mlstm, modeling_flash_rnn, recurrent_model
+PLACES = modeling_flash_mlstm, decode_linear, recurrent_model
+
+
+def is_plain(module, x):
+    return why_not_weights(module, x, PLAIN) is None
 
 
 def by_the_modules(monkeypatch, model, ids):
@@ -32,7 +38,7 @@ def taken(monkeypatch):
     steps = []
 
     def find(x, backend, modules, around=()):
-        plain = all(map(is_untouched, around)) and all(is_plain(m, x) for m in modules)
+        plain = not any(map(why_called, around)) and all(is_plain(m, x) for m in modules)
         if x.shape[1] != 1 or torch.is_grad_enabled() or not plain:
             return None
         steps.append(len(modules))

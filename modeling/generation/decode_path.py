@@ -1,0 +1,289 @@
+"""Decides how a decoded token is computed. Read it downwards: the loop, the token, the block.
+
+    decide_loop    which loop of `generate` runs: "ahead", ours, which launches a step before it
+                   knows whether the text has ended, or "base", transformers'
+    decide_token   "graph", a recorded CUDA graph is replayed; "tape", recorded torch ops are
+                   replayed; or "plain", the model's forward is called
+    decide_linears, decide_block_step
+                   inside the model, also while it is recorded: "block_step", the whole block is one
+                   kernel call; "linear_step", its linear layers are fused; "modules", each module
+                   is called
+
+Each returns a Decision with the reason against the faster path, and runs nothing. mixer.py, engine.py
+and layers/decode_linear.py do what is decided here; `model.decoder.explain()` prints it all. Only
+while a step is recorded can it show that it cannot be (`Refused` in engine.py): then it is "plain".
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+from torch.utils._device import DeviceContext
+from transformers import DynamicCache, PrefixConstrainedLogitsProcessor
+from transformers.generation.stopping_criteria import MaxLengthCriteria
+
+from ..hub.kernel_loader import KernelUnavailable, load_kernel
+from ..state.cache import RecurrentStateLayer, is_recurrent
+from .known_code import is_ours, runs_alone, why_not
+
+ROWS = 16  # up to which linear_step is used; cuBLAS is faster for more rows
+
+
+class Decision(NamedTuple):
+    path: str
+    reason: str | None = None  # against the faster path, None if there is none
+    kernel: Any = None  # which runs a block
+
+
+def may_run_ahead(logits_processor: Any, stopping_criteria: Any) -> bool:
+    """Whether all of these are transformers' own, so that one step past the end of the text is
+    harmless."""
+    steps = [*logits_processor, *stopping_criteria]
+    theirs = all(type(step).__module__.startswith("transformers.") for step in steps)
+    return theirs and not any(isinstance(s, PrefixConstrainedLogitsProcessor) for s in steps)
+
+
+def runs_only_known_code(model: Any, processors: Any, criteria: Any, cache: Any) -> bool:
+    """Whether no code of the caller's runs between two tokens of `generate`, streamers aside."""
+    parts = [cache, *getattr(cache, "layers", ())]
+    replaced = (callable(v) and hasattr(type(p), k) for p in parts for k, v in vars(p).items())
+    return (
+        may_run_ahead(processors, criteria)
+        and isinstance(cache, DynamicCache)
+        and all(is_ours(type(part)) for part in parts)
+        and not any(replaced)
+        and runs_alone(model)
+    )
+
+
+def decide_loop(
+    model: Any, input_ids: torch.Tensor, processors: Any, criteria: Any, config: Any,
+    cache: Any, use_cache: Any, synced_gpus: bool,
+) -> Decision:  # fmt: skip
+    """Decides whether an extra step past the end of the text is impossible to observe.
+
+    A caller could observe it in a returned cache, in scores, in the random generator or in code of
+    its own."""
+    reason = None
+    if not isinstance(cache, DynamicCache) or not use_cache:
+        reason = "there is no DynamicCache"
+    elif input_ids.device.type not in ("cuda", "cpu") or synced_gpus:
+        reason = "several GPUs generate together" if synced_gpus else "the device is another one"
+    elif model.decoder.mode == "eager":
+        reason = 'mode is "eager"'
+    elif not runs_alone(model):
+        reason = "hooks, wrappers or overrides run around the model"
+    elif config.return_dict_in_generate or getattr(cache, "_is_user_defined", False):
+        reason = "the caller gets the cache or the scores"
+    elif config.do_sample and {type(c) for c in criteria} - {MaxLengthCriteria}:
+        reason = "an extra step would draw from the random generator"
+    elif not may_run_ahead(processors, criteria):
+        reason = "a logits processor or stopping criterion is the caller's"
+    return Decision("ahead") if reason is None else Decision("base", reason)
+
+
+def decide_token(
+    model: Any, input_ids: Any, cache: Any, given: dict[str, Any], *, mode: str, owner: Any,
+    why_model_refuses: Callable[[], str | None],
+) -> Decision | None:  # fmt: skip
+    """Decides how one call of the model is computed; None if it decodes no token.
+
+    `given` are its other arguments, and `owner` is the engine's model. `why_model_refuses` looks at
+    the whole model, so it comes last: the engine compares the model with the one that it recorded,
+    and asks `why_not_recorded` about a new one.
+    """
+    if not decodes(input_ids, cache):
+        return None
+    reason = (
+        _why_not_by_setting(model, input_ids, mode, owner)
+        or _why_not_this_call(input_ids, cache, given)
+        or _why_not_now(input_ids)
+        or why_model_refuses()
+    )
+    if reason is not None:
+        return Decision("plain", reason)
+    return Decision("graph" if input_ids.is_cuda else "tape")
+
+
+def decodes(input_ids: torch.Tensor | None, cache: Any) -> bool:
+    """Whether a call has one token per row and a cache of ours that holds states."""
+    if input_ids is None or input_ids.dim() != 2 or input_ids.shape[1] != 1 or cache is None:
+        return False
+    layers = getattr(cache, "layers", ())
+    return bool(layers) and all(
+        is_recurrent(layer) and getattr(layer, "held", ({},))[0] for layer in layers
+    )
+
+
+def _why_not_by_setting(model: Any, input_ids: torch.Tensor, mode: str, owner: Any) -> str | None:
+    device = input_ids.device.type
+    if mode == "eager":
+        return 'mode is "eager"'
+    if owner is not model:  # such as a replica of DataParallel
+        return "the engine is another model's"
+    if device not in ("cuda", "cpu") or (device == "cpu" and mode == "graph"):
+        return f"{device} has no graphs"
+    return None
+
+
+def _why_not_this_call(input_ids: torch.Tensor, cache: Any, given: dict[str, Any]) -> str | None:
+    for name, value in given.items():
+        if value is not None and value is not False and name not in ("use_cache", "logits_to_keep"):
+            return f"{name} is given"
+    if isinstance(given.get("logits_to_keep"), torch.Tensor):
+        return "logits_to_keep is a tensor"
+    kind = RecurrentStateLayer._layer_type  # only of DynamicCache's; see is_recurrent
+    if any(layer._layer_type != kind for layer in cache.layers):
+        return "the cache is a StaticCache, which is there for torch.compile"
+    if cache.layers[0].batch_size != input_ids.shape[0]:
+        return "the cache has another batch"  # the model raises the clearer error
+    return None
+
+
+def _why_not_now(tokens: torch.Tensor) -> str | None:
+    """Returns what in torch's present state forbids a replay, such as a mode that would observe or
+    change the step's ops one by one."""
+    if torch.is_grad_enabled():
+        return "gradients are recorded"
+    if torch.is_autocast_enabled(tokens.device.type):
+        return "autocast is on, whose casts of weights live only as long as its context"
+    if tokens.is_cuda and torch.cuda.is_current_stream_capturing():
+        return "the caller is capturing a graph"
+    if type(tokens) is not torch.Tensor:
+        return f"input_ids is a {type(tokens).__name__}"
+    if torch._C._are_functorch_transforms_active():
+        return "torch.func transforms the call"
+    if getattr(forward_ad, "_current_level", -1) >= 0:
+        return "derivatives are taken in forward mode"
+    if torch._C._len_torch_dispatch_stack():
+        return "a dispatch mode is on"
+    if torch._C._len_torch_function_stack():
+        for mode in torch.overrides._get_current_function_mode_stack():
+            if type(mode) is not DeviceContext:  # that of torch.set_default_device
+                return f"{type(mode).__name__} is on"
+    return None
+
+
+def why_not_recorded(
+    model: Any, modules: list[nn.Module], tensors: Any, names: Any, device: torch.device
+) -> str | None:
+    """Returns why the model's step cannot be recorded, or None if it can."""
+    if model.training or model.config.output_hidden_states:
+        return "the model is training" if model.training else "output_hidden_states is asked for"
+    if device.type == "cpu" and model.config.backend == "reference":
+        return "the torch reference is called as it is"
+    return why_not(model, modules, tensors, names, device)  # code of others, weights elsewhere
+
+
+def decide_linears(
+    x: torch.Tensor, backend: str, modules: Sequence[nn.Module], around: Sequence[nn.Module],
+    kinds: Sequence[type],
+) -> Decision:  # fmt: skip
+    """Decides whether tfla's `linear_step` replaces the `modules` that read x [B, 1, H].
+
+    The modules `around` them, whose forward it skips, must be unmodified as well. `kinds` are the
+    classes of modules that are no more than their weights."""
+    few = x.shape[0] <= ROWS
+    reason = _why_not_fused(x, backend, few)
+    reason = reason or next(filter(None, map(why_called, around)), None)
+    reason = reason or next(filter(None, (why_not_weights(m, x, kinds) for m in modules)), None)
+    if reason is not None:
+        return Decision("modules", reason)
+    kernel = load_kernel("tfla", "cuda", backend) if x.is_cuda else tfla_on_cpu()
+    if kernel is None or x.device.type != kernel.BACKEND:
+        return Decision("modules", f"there is no tfla kernel for {x.device.type}")
+    return Decision("linear_step", None, kernel)
+
+
+def decide_block_step(
+    x: torch.Tensor, backend: str, mixer: nn.Module, norms: Sequence[nn.Module],
+    has_wide_states: Callable[[], bool],
+) -> Decision:  # fmt: skip
+    """Decides whether fused-rnn's `block_step` runs a whole block whose linear layers are fused.
+
+    mixer            a RecurrentMixer
+    has_wide_states  whether the cache holds the states in the dtype that a step computes in"""
+    reason = None
+    if any(type(norm) is not nn.RMSNorm for norm in norms):
+        reason = "block_step takes RMSNorm alone"
+    elif not has_weights_like(mixer, x):
+        reason = f"{type(mixer).__name__} is modified, or its weights are unlike its input"
+    elif not has_wide_states():
+        reason = "the cache holds narrow states"
+    else:
+        kernel = load_kernel("fused-rnn", x.device.type, backend)
+        if kernel.BACKEND == "cpu":
+            return Decision("block_step", None, kernel)
+        reason = "block_step is the CPU kernel's"
+    return Decision("linear_step", reason)
+
+
+def _why_not_fused(x: torch.Tensor, backend: str, few: bool) -> str | None:
+    kind = x.device.type
+    if x.shape[1] != 1:
+        return "there are several tokens"
+    if torch.is_grad_enabled():
+        return "gradients are recorded"
+    if torch.is_autocast_enabled(kind):
+        return "autocast is on"
+    if kind == "cuda":
+        half = x.dtype in (torch.bfloat16, torch.float16)
+        return None if half else f"{x.dtype} on a GPU has no fused linear layers"
+    if kind != "cpu" or not x.is_floating_point():
+        return f"{x.dtype} on {kind} has no fused linear layers"
+    if backend == "reference":
+        return 'backend is "reference"'
+    return None if few else f"more than {ROWS} rows on a CPU"
+
+
+@functools.cache
+def tfla_on_cpu() -> Any:
+    """Returns tfla's CPU kernel, or None, without a warning, if it is not available."""
+    try:
+        return load_kernel("tfla", "cpu", "cpu")
+    except KernelUnavailable:
+        return None
+
+
+def why_called(module: nn.Module) -> str | None:
+    """Returns what else than its class's original forward a call of the module would run."""
+    if module._forward_hooks or module._forward_pre_hooks:
+        return f"{type(module).__name__} has hooks"
+    if "forward" in vars(module) or not is_ours(type(module).forward):
+        return f"{type(module).__name__} has a forward of its own"
+    return None
+
+
+def why_not_weights(module: nn.Module, x: torch.Tensor, kinds: Sequence[type]) -> str | None:
+    """Returns why the module is more than weights of x's dtype and device that the kernel can
+    read."""
+    name = type(module).__name__
+    if type(module) not in kinds:
+        return f"{name} is another module than {', '.join(kind.__name__ for kind in kinds)}"
+    if (called := why_called(module)) is not None:
+        return called
+    if not has_weights_like(module, x):
+        return f"a weight of {name} is no contiguous {x.dtype} tensor on {x.device}"
+    weights = [w for w in module._parameters.values() if w is not None]
+    if all(w.dim() < 2 or is_readable(w) for w in weights):
+        return None
+    return f"the rows of {name}'s weight are no multiple of 8 values, or do not begin at 16 bytes"
+
+
+def has_weights_like(module: nn.Module, x: torch.Tensor) -> bool:
+    """Whether the module is untouched and its weights are plain tensors of x's dtype and device."""
+    return why_called(module) is None and all(
+        type(w.data) is torch.Tensor
+        and (w.dtype, w.device) == (x.dtype, x.device)
+        and w.is_contiguous()
+        for w in module._parameters.values()
+        if w is not None
+    )
+
+
+def is_readable(weight: torch.Tensor) -> bool:
+    """Whether the kernel can read the weight's rows as 16-byte vectors of 8 values."""
+    return weight.is_contiguous() and weight.shape[1] % 8 == 0 and weight.data_ptr() % 16 == 0
