@@ -8,7 +8,9 @@ each of these values is the one that the recording was made with. All of them ar
 selection. The contents of tensors are not compared, because a recording reads tensors in place.
 
 Nearly all of these values are in dicts. CPython keeps a version of each dict, so its contents are
-compared only after a change; all other values are compared before every token.
+compared only after a change; all other values are compared before every token. From Python 3.12 on,
+one number tells whether any dict has changed (`counts_changes`), so that not even the versions are
+read: what the comparison costs is mostly memory that has left the CPU's caches since the last token.
 """
 
 import gc
@@ -24,7 +26,31 @@ from .decode_path import why_not_recorded
 from .global_names import GlobalNames
 from .known_code import GLOBAL_HOOKS, HOOKS, classes_of, runs_alone
 
-has_guard = GUARDS.reason is None
+try:  # all of torch's flags, and all tensors' layouts, at once, as torch.compile compares them
+    from torch._C._dynamo.guards import GlobalStateGuard, TensorGuards, dict_version
+
+    has_guard = True
+except ImportError:
+    has_guard = False
+
+
+def counts_changes(version: Callable[[Any], int]) -> bool:
+    """Whether `version` numbers the changes of only those dicts that it was asked about before.
+
+    torch's dict_version does so from Python 3.12 on: it watches these dicts and draws the numbers
+    from one counter. A dict that is new to it gets the next number, so if that is one more than the
+    last new dict's, no watched dict has changed in between."""
+    watched, other = {0: 0}, {0: 0}
+    version(watched)
+    first = version({})
+    other[0] = 1
+    second = version({})
+    watched[0] = 1
+    return (second, version({})) == (first + 1, first + 3)
+
+
+COUNTS = has_guard and counts_changes(dict_version)
+TABLES = "_modules", "_parameters", "_buffers"
 MOST_CONTAINERS = 1000  # all of which are watched at every token
 data_ptr: Any = torch.Tensor.data_ptr
 stride: Any = torch.Tensor.stride
@@ -74,6 +100,7 @@ class Fingerprint:
         versioned = map(_dict_of, chain(dicts[1:], filled, self._names.tables))
         self._dicts = list({id(d): d for d in versioned}.values())
         # Before the copies: what changes between here and there is seen the next time.
+        self._count, self._own = _count_and_own(model)
         self._version = self._add_versions(model)
         self._attributes = [dict(d) for d in dicts]
         self._attributes[0]["decoder"] = Whatever()  # it has this fingerprint
@@ -95,7 +122,7 @@ class Fingerprint:
     def holds(self, model: nn.Module) -> bool:
         try:
             return (
-                (self._add_versions(model) == self._version or self._compare(model))
+                self._dicts_hold(model)
                 and type(model) is self._type
                 and gc.get_referents(*self._objects) == self._referents
                 and not any(self._empty)
@@ -106,6 +133,14 @@ class Fingerprint:
             )
         except Exception:  # such as of tensors that are asked whether they are equal
             return False
+
+    def _dicts_hold(self, model: nn.Module) -> bool:
+        count, own = _count_and_own(model)  # before: what changes meanwhile is seen the next time
+        none = COUNTS and (count, own) == (self._count + 1, self._own)
+        if none or self._add_versions(model) == self._version or self._compare(model):
+            self._count, self._own = count, own
+            return True
+        return False
 
     def _add_versions(self, model: nn.Module) -> float:
         """Returns the sum of all dicts' versions, which is the same only while no dict has
@@ -126,6 +161,12 @@ class Fingerprint:
         if same:
             self._version = version
         return same
+
+
+def _count_and_own(model: nn.Module) -> tuple[int, int]:
+    """Returns the number of changes of all watched dicts, and the version of the model's own dict,
+    which may be another dict than before."""
+    return (dict_version({}), dict_version(vars(model))) if COUNTS else (0, 0)
 
 
 class Layouts:

@@ -23,7 +23,8 @@ def test_a_mode_of_the_caller_sees_every_op(make_model, tokens):
         seen = 0
 
         def __torch_function__(self, func, types, args=(), kwargs=None):
-            self.seen += 1
+            # how often the kernels' checks ask these depends on where the tensors lie
+            self.seen += func.__name__ not in ("is_contiguous", "__get__")
             return func(*args, **(kwargs or {}))
 
     model, ids = make_model(), tokens(2, 6)
