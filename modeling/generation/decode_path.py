@@ -227,16 +227,14 @@ def _why_not_fused(x: torch.Tensor, backend: str, few: bool) -> str | None:
         return "there are several tokens"
     if torch.is_grad_enabled():
         return "gradients are recorded"
-    if torch.is_autocast_enabled(kind):
-        return "autocast is on"
-    if kind == "cuda":
-        half = x.dtype in (torch.bfloat16, torch.float16)
-        return None if half else f"{x.dtype} on a GPU has no fused linear layers"
-    if kind != "cpu" or not x.is_floating_point():
+    half = x.dtype in (torch.bfloat16, torch.float16)
+    if not (half if kind == "cuda" else kind == "cpu" and x.is_floating_point()):
         return f"{x.dtype} on {kind} has no fused linear layers"
-    if backend == "reference":
+    if torch.is_autocast_enabled(kind):  # only of a device that it knows
+        return "autocast is on"
+    if kind == "cpu" and backend == "reference":
         return 'backend is "reference"'
-    return None if few else f"more than {ROWS} rows on a CPU"
+    return f"more than {ROWS} rows on a CPU" if kind == "cpu" and not few else None
 
 
 @functools.cache

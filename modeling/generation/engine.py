@@ -157,6 +157,7 @@ class DecodeEngine:
     def decide(
         self, model: Any, tokens: torch.Tensor, cache: Any, rest: dict[str, Any], refuses: Any
     ) -> Any:
+        """Calls decode_path.decide_token for this engine; `refuses` is its why_model_refuses."""
         if self._model is None:
             self._model = weakref.ref(model)
         return decide_token(

@@ -15,11 +15,12 @@ def explain(engine: Any, model: Any, batch: int) -> str:
 
     The call is one as `generate` makes it, with a cache and no other arguments. Nothing is run or
     recorded, so it does not say whether recording would fail."""
-    head = model.lm_head.weight
+    if batch < 1:
+        raise ValueError(f"batch is {batch}, but must be at least 1")
     device = next(model.parameters()).device
     with torch.inference_mode():
         tokens = torch.zeros(batch, 1, dtype=torch.long, device=device)
-        x = torch.empty(batch, 1, model.config.hidden_size, dtype=head.dtype, device=device)
+        x = torch.empty(batch, 1, model.config.hidden_size, dtype=model.dtype, device=device)
         token = engine.decide(
             model, tokens, _filled_cache(model, batch), {}, lambda: _refusal(model)
         )

@@ -63,6 +63,23 @@ def test_explain_names_each_block(make_model):
     assert "no fused step" in lines(make_model("flash_xlstm"))[2]["layers.0"]
 
 
+def test_explain_takes_any_model_and_no_empty_batch(make_model):
+    model = make_model("lstm")
+    model.lm_head = nn.Sequential(model.lm_head)
+    assert lines(model)[2]["lm_head"].startswith("modules, because Sequential is another module")
+    for batch in (0, -1):
+        with pytest.raises(ValueError, match=f"batch is {batch}, but must be at least 1"):
+            model.decoder.explain(batch)
+    with torch.device("meta"):
+        empty = type(model)(model.config)
+    assert "meta has no graphs" in lines(empty)[0]
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad(), torch.device("meta"):
+        for _ in range(2):
+            logits = empty(torch.zeros(1, 1, dtype=torch.long), past_key_values=cache).logits
+    assert (logits.is_meta, empty.decoder.path) == (True, "plain")
+
+
 @pytest.mark.parametrize("what", ["eager", "training", "reference"])
 def test_explain_says_why_not(make_model, what):
     model = make_model()
