@@ -8,10 +8,11 @@ family's forward and takes every call that has a cache, one token per row, and n
 So a subclass, a wrapper or a hook of the model runs around each token as usual, and sampling,
 logits processors, streamers and stopping criteria see the logits they would see without the engine.
 
-Whether a token is replayed decides decode_path.py. Two rules make a replayed step equal to forward.
+decode_path.py decides whether a token is replayed. Two rules make a replayed step equal to forward.
 First, a step is replayed only while every Python value that it read is unchanged, and it is not
-recorded if code of unknown origin runs inside it (fingerprint.py). Second, the recording's buffers hold the states of one cache on loan, and no one
-else has access to them (captured_step.py). If either does not hold, the model is called as usual.
+recorded if code of unknown origin runs inside it (fingerprint.py). Second, the recording's buffers
+hold the states of one cache on loan, and no one else has access to them (captured_step.py). If
+either does not hold, the model is called as usual.
 """
 
 import logging

@@ -123,7 +123,7 @@ class OwnProcessor(LogitsProcessor):
 
 
 class OwnCache(DynamicCache):
-    act, reorders = None, 0
+    reorders = 0
 
     def reorder_cache(self, beams):
         self.reorders += 1
@@ -164,7 +164,7 @@ def test_generate_compares_a_model_every_so_many_tokens(make_model, tokens, comp
     compared[:] = []
     greedy(model, ids, new=40, min_new_tokens=40, **WAYS[way])
     assert model.decoder.path == RECORDED
-    assert len(compared) <= 3
+    assert 2 <= len(compared) <= 3
 
 
 BETWEEN = {
