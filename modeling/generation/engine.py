@@ -102,7 +102,7 @@ class DecodeEngine:
         """
         promise, outer = self._promise, self._promise.given
         try:
-            promise.given, promise.seen = True, None
+            promise.given, promise.seen, promise.recording = True, None, None
             yield
         finally:
             promise.given, promise.seen, promise.recording = outer, None, None
@@ -130,7 +130,8 @@ class DecodeEngine:
             if loan is not None and getattr(loan, "turns", None) is not self._turns:
                 loan.end(layer)
         logits = None
-        with self._turns.lock:
+        device = torch.cuda.device(input_ids.device) if input_ids.is_cuda else nullcontext()
+        with self._turns.lock, device:
             refuses = lambda: self._why_model_refuses(model, input_ids.device)
             decision = self.decide(model, input_ids, cache, rest, refuses)
             if decision.path != "plain":
@@ -169,12 +170,11 @@ class DecodeEngine:
     def _run(self, model: Any, tokens: torch.Tensor, cache: Cache, alone: bool) -> Any:
         if alone and self._fingerprint is not None and not self._fingerprint.alone:
             return None
-        with torch.cuda.device(tokens.device) if tokens.is_cuda else nullcontext():
-            self._turns.take(tokens.device)
-            recording = self._find(model, tokens, cache)
-            if not recording.holds(cache.layers):
-                recording.bind(cache.layers, self._turns)
-            logits = recording.run(tokens, cache)
+        self._turns.take(tokens.device)
+        recording = self._find(model, tokens, cache)
+        if not recording.holds(cache.layers):
+            recording.bind(cache.layers, self._turns)
+        logits = recording.run(tokens, cache)
         self._promise.recording = recording if alone else None
         return logits
 
