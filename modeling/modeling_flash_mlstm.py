@@ -31,6 +31,7 @@ from .layers.decode_linear import (
     norm_options,
     step_swiglu,
 )
+from .layers.feed_forward import cast_once
 from .layers.mlstm import GateLinear, HeadNorm, residual_linear, run_mlstm, split_heads
 from .recurrent_model import (
     RecurrentBlock,

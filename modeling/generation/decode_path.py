@@ -20,13 +20,23 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.autograd import forward_ad
-from torch.utils._device import DeviceContext
 from transformers import DynamicCache, PrefixConstrainedLogitsProcessor
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 from ..hub.kernel_loader import KernelUnavailable, load_kernel
-from ..state.cache import RecurrentStateLayer, is_recurrent
+from ..kernels.fused_rnn.private_names import forward_level, transforms_are_active
+from ..state.cache import is_recurrent
+from ..utils.private_names import (
+    ENGINE,
+    HOOKS,
+    LOOP,
+    DeviceContext,
+    dispatch_modes,
+    function_modes,
+    is_callers,
+    list_function_modes,
+    parameters_of,
+)
 from .known_code import is_ours, runs_alone, why_not
 
 ROWS = 16  # up to which linear_step is used; cuBLAS is faster for more rows
@@ -67,8 +77,10 @@ def decide_loop(
 
     A caller could observe it in a returned cache, in scores, in the random generator or in code of
     its own."""
-    reason = None
-    if not isinstance(cache, DynamicCache) or not use_cache:
+    reason = LOOP.reason
+    if reason is not None:
+        pass
+    elif not isinstance(cache, DynamicCache) or not use_cache:
         reason = "there is no DynamicCache"
     elif input_ids.device.type not in ("cuda", "cpu") or synced_gpus:
         reason = "several GPUs generate together" if synced_gpus else "the device is another one"
@@ -76,7 +88,7 @@ def decide_loop(
         reason = 'mode is "eager"'
     elif not runs_alone(model):
         reason = "hooks, wrappers or overrides run around the model"
-    elif config.return_dict_in_generate or getattr(cache, "_is_user_defined", False):
+    elif config.return_dict_in_generate or is_callers(cache):
         reason = "the caller gets the cache or the scores"
     elif config.do_sample and {type(c) for c in criteria} - {MaxLengthCriteria}:
         reason = "an extra step would draw from the random generator"
@@ -122,6 +134,8 @@ def _why_not_by_setting(model: Any, input_ids: torch.Tensor, mode: str, owner: A
     device = input_ids.device.type
     if mode == "eager":
         return 'mode is "eager"'
+    if ENGINE.reason is not None:
+        return ENGINE.reason
     if owner is not model:  # such as a replica of DataParallel
         return "the engine is another model's"
     if device not in ("cuda", "cpu") or (device == "cpu" and mode == "graph"):
@@ -135,8 +149,7 @@ def _why_not_this_call(input_ids: torch.Tensor, cache: Any, given: dict[str, Any
             return f"{name} is given"
     if isinstance(given.get("logits_to_keep"), torch.Tensor):
         return "logits_to_keep is a tensor"
-    kind = RecurrentStateLayer._layer_type  # only of DynamicCache's; see is_recurrent
-    if any(layer._layer_type != kind for layer in cache.layers):
+    if not all(getattr(layer, "in_dynamic_cache", False) for layer in cache.layers):
         return "the cache is a StaticCache, which is there for torch.compile"
     if cache.layers[0].batch_size != input_ids.shape[0]:
         return "the cache has another batch"  # the model raises the clearer error
@@ -154,14 +167,14 @@ def _why_not_now(tokens: torch.Tensor) -> str | None:
         return "the caller is capturing a graph"
     if type(tokens) is not torch.Tensor:
         return f"input_ids is a {type(tokens).__name__}"
-    if torch._C._are_functorch_transforms_active():
+    if transforms_are_active():
         return "torch.func transforms the call"
-    if getattr(forward_ad, "_current_level", -1) >= 0:
+    if forward_level() >= 0:
         return "derivatives are taken in forward mode"
-    if torch._C._len_torch_dispatch_stack():
+    if dispatch_modes():
         return "a dispatch mode is on"
-    if torch._C._len_torch_function_stack():
-        for mode in torch.overrides._get_current_function_mode_stack():
+    if function_modes():
+        for mode in list_function_modes():
             if type(mode) is not DeviceContext:  # that of torch.set_default_device
                 return f"{type(mode).__name__} is on"
     return None
@@ -248,7 +261,9 @@ def tfla_on_cpu() -> Any:
 
 def why_called(module: nn.Module) -> str | None:
     """Returns what else than its class's original forward a call of the module would run."""
-    if module._forward_hooks or module._forward_pre_hooks:
+    if ENGINE.reason is not None:
+        return ENGINE.reason
+    if any(vars(module)[name] for name in HOOKS):
         return f"{type(module).__name__} has hooks"
     if "forward" in vars(module) or not is_ours(type(module).forward):
         return f"{type(module).__name__} has a forward of its own"
@@ -265,8 +280,7 @@ def why_not_weights(module: nn.Module, x: torch.Tensor, kinds: Sequence[type]) -
         return called
     if not has_weights_like(module, x):
         return f"a weight of {name} is no contiguous {x.dtype} tensor on {x.device}"
-    weights = [w for w in module._parameters.values() if w is not None]
-    if all(w.dim() < 2 or is_readable(w) for w in weights):
+    if all(w.dim() < 2 or is_readable(w) for w in parameters_of(module)):
         return None
     return f"the rows of {name}'s weight are no multiple of 8 values, or do not begin at 16 bytes"
 
@@ -277,8 +291,7 @@ def has_weights_like(module: nn.Module, x: torch.Tensor) -> bool:
         type(w.data) is torch.Tensor
         and (w.dtype, w.device) == (x.dtype, x.device)
         and w.is_contiguous()
-        for w in module._parameters.values()
-        if w is not None
+        for w in parameters_of(module)
     )
 
 

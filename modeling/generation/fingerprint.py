@@ -22,16 +22,20 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..utils.private_names import (
+    GLOBAL_HOOKS,
+    GUARDS,
+    HOOKS,
+    TABLES,
+    GlobalStateGuard,
+    TensorGuards,
+    dict_version,
+)
 from .decode_path import why_not_recorded
 from .global_names import GlobalNames
-from .known_code import GLOBAL_HOOKS, HOOKS, classes_of, runs_alone
+from .known_code import classes_of, runs_alone
 
-try:  # all of torch's flags, and all tensors' layouts, at once, as torch.compile compares them
-    from torch._C._dynamo.guards import GlobalStateGuard, TensorGuards, dict_version
-
-    has_guard = True
-except ImportError:
-    has_guard = False
+has_guard = GUARDS.reason is None
 
 
 def counts_changes(version: Callable[[Any], int]) -> bool:
@@ -50,7 +54,6 @@ def counts_changes(version: Callable[[Any], int]) -> bool:
 
 
 COUNTS = has_guard and counts_changes(dict_version)
-TABLES = "_modules", "_parameters", "_buffers"
 MOST_CONTAINERS = 1000  # all of which are watched at every token
 data_ptr: Any = torch.Tensor.data_ptr
 stride: Any = torch.Tensor.stride

@@ -1,16 +1,18 @@
 """Overrides of `generate` for recurrent models: refused modes and a loop that runs ahead of the
 GPU."""
 
+import functools
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from transformers import GenerationMixin
-from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from ..state.cache import CACHE, NAMES
 from ..state.serialization import load_state, save_state
+from ..utils.private_names import DeferredStopCheck, StopCheck, pad_token_of, prefill
+from .call_checks import check_call
 from .decode_path import decide_loop, runs_only_known_code
 
 PROMPT_ONLY = ("attention_mask", "position_ids", "token_type_ids", "labels")
@@ -161,7 +163,7 @@ class RecurrentGeneration(GenerationMixin):
         On a CPU `_sample_ahead` saves Python time. A model that hooks or wrappers run around is
         always called by the base class's loop.
         """
-        cache = model_kwargs.get("past_key_values")
+        cache = model_kwargs.get(CACHE)
         loop = decide_loop(
             self, input_ids, logits_processor, stopping_criteria, generation_config, cache,
             model_kwargs.get("use_cache"), synced_gpus,
@@ -188,7 +190,7 @@ class RecurrentGeneration(GenerationMixin):
         **kwargs: Any,
     ) -> Any:
         """Runs the base class's beam search."""
-        cache = kwargs.get("past_key_values")
+        cache = kwargs.get(CACHE)
         with self._promise(logits_processor, stopping_criteria, cache):
             return super()._beam_search(
                 input_ids, logits_processor, stopping_criteria, *args, **kwargs
@@ -258,8 +260,8 @@ class RecurrentGeneration(GenerationMixin):
         is the same.
 
         For a small model, the calls around the engine's step take as long as the step itself."""
-        others = {k: v for k, v in rest.items() if k != "past_key_values"}
-        logits = self.decoder.step(self, tokens, rest["past_key_values"], others, alone=True)
+        others = {k: v for k, v in rest.items() if k != CACHE}
+        logits = self.decoder.step(self, tokens, rest[CACHE], others, alone=True)
         return self(tokens, **rest, return_dict=True).logits if logits is None else logits
 
     @staticmethod
