@@ -1,1 +1,1 @@
-"""Shared code of the commands: environment, local Hub, the kernels' builder, repository rules."""
+"""Shared code of the commands: environment, local Hub, the kernels' builder, tests."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from flashcell.hub import checkout, kernel_loader
-from tooling import pages
+from repo_checks import pages
 
 pytestmark = pytest.mark.hub
 ROOT = Path(__file__).resolve().parents[2]

@@ -257,16 +257,14 @@ def test_text_is_refused_at_once(make_model, tokens):
 
 def test_what_it_does_not_take(make_model):
     model = make_model()
-    with pytest.raises(ValueError, match="slots is 0, but must be an integer of at least 1"):
-        generate_many(model, [], slots=0)
-    with pytest.raises(
-        ValueError, match="prefill_chunk is 1, but must be an integer of at least 2"
+    for name, value, must in (
+        ("slots", 0, "an integer of at least 1"),
+        ("prefill_chunk", 1, "an integer of at least 2"),
+        ("prefill_rows", 2.5, "an integer"),
+        ("slots", True, "an integer"),
     ):
-        generate_many(model, [], prefill_chunk=1)
-    with pytest.raises(ValueError, match=r"prefill_rows is 2\.5, but must be an integer"):
-        generate_many(model, [], prefill_rows=2.5)
-    with pytest.raises(ValueError, match="slots is True, but must be an integer"):
-        generate_many(model, [], slots=True)
+        with pytest.raises(ValueError, match=f"{name} is {value}, but must be {must}"):
+            generate_many(model, [], **{name: value})
     for most in (0, True, "9"):
         with pytest.raises(ValueError, match=f"max_prompt_tokens is {most!r}, but must be None or"):
             generate_many(model, [], max_prompt_tokens=most)

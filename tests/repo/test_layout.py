@@ -1,9 +1,9 @@
-"""Tests that tooling/layout.py finds what is planted in small trees; test_check_repo.py uses the
+"""Tests that repo_checks/layout.py finds what is planted in small trees; test_check_repo.py uses the
 whole one."""
 
 import pytest
 
-from tooling import layout
+from repo_checks import layout
 
 PROJECT = (
     '[tool.setuptools.package-dir]\n"flashcell" = "modeling"\n"flashcell.hub" = "modeling/hub"\n'

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tooling import pages
+from repo_checks import pages
 
 ROOT = Path(__file__).resolve().parents[2]
 CARD = 'words\n```python\nimport os\nassert os.path.isfile(os.path.join("flashcell/{}", "config.json"))\n```\n'

@@ -1,8 +1,8 @@
-"""tooling/private_names.py finds what is planted in a small tree; test_check_repo.py has the whole one."""
+"""repo_checks/private_names.py finds what is planted in a small tree; test_check_repo.py has the whole one."""
 
 import pytest
 
-from tooling import private_names
+from repo_checks import private_names
 
 TREE = {
     "modeling/utils/private_names.py": "import torch\nfind = torch._C._get_tracing_state\n",

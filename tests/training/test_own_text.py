@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from commands import environment
-from tooling import pages
+from repo_checks import pages
 from tooling.progress import time_left
 from train_cases import text_recipe, write_recipe, write_text
 from training.documents import DatasetTexts

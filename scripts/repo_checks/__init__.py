@@ -1,0 +1,1 @@
+"""What scripts/check_repo checks: names and places, pages, words, public and private names."""
