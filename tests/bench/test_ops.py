@@ -1,5 +1,6 @@
 """Tests bench_ops --device cuda without a GPU: cases, gate, limits, rows, tables, ncu's log."""
 
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -135,6 +136,66 @@ def test_a_wrong_kernel_is_not_timed(bench, monkeypatch, capsys):
     assert rows == []
     assert "of h, 0.02" in problem
     assert "NOT TIMED" in capsys.readouterr().out
+
+
+def test_a_wrong_gradient_is_not_timed(bench, monkeypatch):
+    """h is right to the last bit, and a gradient is not."""
+
+    class Scaled(torch.autograd.Function):
+        forward = staticmethod(lambda ctx, x: x.clone())
+        backward = staticmethod(lambda ctx, dx: 1.02 * dx)
+
+    def recurrent(cell, x, weight, bias, **options):
+        return reference.recurrent(cell, Scaled.apply(x), weight, bias, **options)
+
+    runner = fake_bench(bench, monkeypatch, 0.5)
+    runner.kernel, runner.backend = SimpleNamespace(recurrent=recurrent), "auto"
+    rows = []
+    problem = bench.cuda.run_cases([tiny(bench)], [], runner, STAMP, rows.extend)
+    assert rows == []
+    assert "0.02 of gradients" in problem
+
+
+class OneCase:
+    """A suite for the CPU's bench: its call returns what `h` says, torch's 1."""
+
+    def __init__(self, h: float):
+        self.case = SimpleNamespace(
+            name="one", cell="lstm", batch=1, steps=1, heads=1, width=4, dtype="float32",
+            peers=("torch",), required=0.9,
+        )  # fmt: skip
+        self.CASES, self.h = [self.case], h
+
+    parameters = staticmethod(lambda case: {"dh": torch.ones(4)})
+    passes = staticmethod(lambda case: ("forward",))
+    has_torch_peer = staticmethod(lambda case: True)
+    work = staticmethod(lambda *_: (1.0, 1.0))
+    peer_of = staticmethod(lambda *_: lambda: torch.ones(4))
+
+    def Ours(self, *_):
+        return lambda: self.h * torch.ones(4)
+
+
+@pytest.mark.parametrize("h", [math.nan, math.inf, 1.02])
+def test_a_wrong_result_on_the_cpu_is_not_timed(h):
+    from bench.ops import cpu
+
+    suite = OneCase(h)
+    with pytest.raises(SystemExit, match="a wrong result is not timed"):
+        cpu.measure(suite, suite.case, "forward", None, 0.0)
+
+
+@pytest.mark.parametrize(("ours", "missed"), [(1.0, False), (1.2, True)])
+def test_a_slow_side_on_the_cpu_is_said(monkeypatch, capsys, ours, missed):
+    from bench.ops import cpu
+
+    monkeypatch.setattr(cpu, "alternate", lambda *_: ([ours] * 5, [1.0] * 5))
+    suite = OneCase(1.0)
+    stamp = dict.fromkeys(("device", "torch", "commit", "kernel"), "x")
+    args = SimpleNamespace(threads=1, seconds=1.0)
+    _, problem = cpu.run_cases(args, suite, None, stamp, ["one"])
+    assert problem == ("below the required ratio: one forward" if missed else "")
+    assert ("MISSED" in capsys.readouterr().out) == missed
 
 
 def test_floors_grow_with_the_problem(bench):

@@ -1,7 +1,9 @@
 """Tests that scripts/publish_kernels publishes what was built and reviewed, once, and locks it."""
 
+import hashlib
 import json
 import subprocess
+from types import SimpleNamespace
 
 import pytest
 
@@ -84,6 +86,51 @@ def test_new_version(publish, project, hub):
     second = publish()
     branches = hub.store.load("flashcell/fused-rnn")["branches"]
     assert (branches["v1"], branches["v2"]) == (first["revision"], second["revision"])
+
+
+def test_a_new_version_locks_no_variant_of_the_old_one(publish, project):
+    """On a machine that cannot build it: its bytes are those of version 1."""
+    here = project.root / "build/torch-stable-abi210-cpu-x86_64-linux"
+    there = here.with_name("torch-stable-abi210-cpu-aarch64-linux")
+    here.rename(there)
+    publish()
+    there.rename(project.root / there.name)
+    toml = project.root / "build.toml"
+    toml.write_text(toml.read_text().replace("version = 1", "version = 2"))
+    project.build()
+    assert list(publish()["variants"]) == [here.name]
+
+
+def test_a_binary_of_the_same_length_is_another_one(publish_kernels, tmp_path):
+    """The Hub keeps large files by their sha256, and others by git's hash."""
+    mine, content = tmp_path / "library.so", b"one"
+    mine.write_bytes(content)
+    digest = hashlib.sha256(content).hexdigest()
+    for sha256, expected in ((digest, True), (hashlib.sha256(b"two").hexdigest(), False)):
+        large = SimpleNamespace(size=3, sha256=sha256)
+        published = SimpleNamespace(lfs=large, size=3, blob_id="of the pointer")
+        assert publish_kernels.same(published, mine) == expected
+    for sha1, expected in ((git_hash(b"one"), True), (git_hash(b"two"), False)):
+        assert publish_kernels.same(SimpleNamespace(lfs=None, blob_id=sha1), mine) == expected
+
+
+def git_hash(content: bytes) -> str:
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+
+
+def test_the_users_token_is_not_sent_to_a_local_hub(publish, local_hub, monkeypatch):
+    sent, route = [], local_hub.Handler._route
+
+    def spy(self, *routes):
+        sent.append(self.headers.get("Authorization"))
+        return route(self, *routes)
+
+    monkeypatch.setattr(local_hub.Handler, "_route", spy)
+    monkeypatch.setenv("HF_TOKEN", "hf_the_users_own")
+    publish("--replace")
+    assert set(sent) == {None}
+    publish("--token", "hf_for_this_hub")
+    assert sent[-1] == "Bearer hf_for_this_hub"
 
 
 def test_variant_from_another_machine_stays(publish, project):

@@ -76,6 +76,27 @@ def test_another_cache_is_decoded_while_states_are_mapped(make_model, tokens):
     assert all(map(torch.equal, state_tensors(cache), want))
 
 
+def test_layers_that_change_places(make_model, tokens):
+    """The buffers belong to layers in an order: another order of the same ones is another cache."""
+    model, ids = make_model(), tokens(2, 5)
+
+    def run():
+        cache = decoded(model, ids)
+        cache.layers.reverse()
+        return decode(model, ids, cache)
+
+    assert torch.equal(run(), without_engine(model, run))
+
+
+def test_a_cache_counts_every_token(make_model, tokens):
+    """Of a call a token, and of `generate`, which leaves out what it has just looked at."""
+    model, ids = make_model(), tokens(2, 6)
+    cache = decoded(model, ids)
+    assert cache.get_seq_length() == 6
+    text = greedy(model, torch.cat([ids, tokens(2, 2)], 1), new=5, past_key_values=cache)
+    assert cache.get_seq_length() == text.shape[1] - 1
+
+
 def test_changes_of_states_in_place_count(make_model, tokens):
     """`layer.states` are the cache's: the next token reads what is written there."""
     model, ids = make_model(), tokens(2, 6)

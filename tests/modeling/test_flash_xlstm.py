@@ -189,10 +189,10 @@ def test_initial_weights():
         assert 0.9 < layer.weight.std() / small < 1.1
     assert 0.9 < second.mlp.proj_down.weight.std() / residual < 1.1
     assert not second.mixer.recurrent_weight.any()
-    for block in (second, last):
+    for block, depth in ((second, 1 / 3), (last, 1.0)):
         forget = block.mixer.gate_bias[1]
-        assert (forget[:, 0] == 5).all()
-        assert (forget[:, -1] == -7).all()
+        fall = torch.linspace(0, 1, forget.shape[1]) ** (0.3 + 1.3 * depth)
+        torch.testing.assert_close(forget, (5 - 12 * fall).expand_as(forget))
         assert not block.mixer.gate_bias[[0, 2, 3]].any()
     middle = slice(1, -1)
     assert (last.mixer.gate_bias[1, :, middle] > second.mixer.gate_bias[1, :, middle]).all()

@@ -136,6 +136,16 @@ PLANTED = {
         created("try:\n    1 / 0\nexcept Exception:\n    " + "pass\n"),
         "banned: tests/repo/test_planted.py:3: ",
     ),
+    "test that is run again": (
+        "tests/repo/test_planted.py",
+        created("import pytest\n\n@pytest.mark.flaky" + "(max=3)\ndef test_it(): ...\n"),
+        "banned: tests/repo/test_planted.py:3: ",
+    ),
+    "flag that makes all functions inexact": (
+        "kernel_builds/fused-rnn/build.toml",
+        appended("# --use_fast" + "_math\n"),
+        "accuracy is chosen per function, never by a flag",
+    ),
     "large file": ("model_cards/large.bin", created("0" * 12_000_001), "sizes: model_cards/large"),
     "verb without a docstring": (
         "scripts/planted",
@@ -207,6 +217,18 @@ def test_it_finds(tree, name):
         path.unlink() if before is None else path.write_text(before)
     assert done.returncode == 1
     assert expected in done.stderr
+
+
+def test_it_finds_a_command_that_cannot_be_run(tree):
+    verb = tree / "scripts/train"
+    before = verb.stat().st_mode
+    verb.chmod(0o644)
+    try:
+        done = check(tree, "--fast")
+    finally:
+        verb.chmod(before)
+    assert done.returncode == 1
+    assert "docstrings: scripts/train: is not executable" in done.stderr
 
 
 @pytest.mark.slow

@@ -15,6 +15,8 @@ SHAPES = [
     Case(4, 12, 1, 64),
     Case(2, 19, 1, 131, ("state",)),
     Case(1, 3, 1, 520, ("state",)),
+    Case(70, 3, 1, 5, ("state",)),  # more blocks of channels than 64: of many rows,
+    Case(1, 2, 1, 65 * 1024 + 8),  # and of one
 ]
 EMPTY = [
     Case(0, 4, 1, 8),

@@ -1,5 +1,6 @@
 """Tests the training loss without logits against cross_entropy on logits."""
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
@@ -7,7 +8,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import flashcell  # noqa: F401  registers the families
 from training import loss as training_loss
+from training.corpus import held_out_lanes
 from training.loss import HeadLoss, add_loss
+from training.step import held_out_loss
 
 TOKENS, WIDTH, VOCABULARY = 23, 8, 50
 
@@ -94,6 +97,25 @@ def plain_loss_in_fp32(x, weight, targets, cap, z_loss):
         cross_entropy(logits, targets)
         + z_loss * logits.logsumexp(-1)[targets != -100].square().mean()
     )
+
+
+def test_the_held_out_loss_counts_targets_alone():
+    """The mean over all documents of a sum by hand, where some places have no target."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("flash_rnn", **SMALL, **MODELS["flash_rnn"])
+    model = AutoModelForCausalLM.from_config(config)
+    documents = [np.array([0, *range(1, 1 + n)]) for n in (7, 5, 5)]
+    lanes = held_out_lanes(documents, 0)
+    assert (lanes.targets == -100).any()
+    total = 0.0
+    for ids in documents:
+        text = torch.tensor([[*ids, 0]])
+        with torch.no_grad():
+            logits = model(text[:, :-1]).logits[0]
+        total += cross_entropy(logits, text[0, 1:], reduction="sum").item()
+    want = total / sum(map(len, documents))
+    for length in (3, 64):
+        assert held_out_loss(model, lanes, length) == pytest.approx(want, rel=1e-5)
 
 
 SMALL = {"vocab_size": 16, "hidden_size": 16, "num_hidden_layers": 2}

@@ -14,8 +14,8 @@ def name(request):
     return request.param
 
 
-def arguments(cell, options, requires_grad=True):
-    call = make(cell, Case(2, 4, 2, 8, options), torch.float32)
+def arguments(cell, options, requires_grad=True, dtype=torch.float32):
+    call = make(cell, Case(2, 4, 2, 8, options), dtype)
     x, weight, bias = (call[k].requires_grad_(requires_grad) for k in ("x", "weight", "bias"))
     state = torch.stack(call["state"]).requires_grad_(requires_grad) if "state" in call else None
     masks = [call.get(k) for k in ("reset", "hold", "lengths", "cu_seqlens", "grad_clip")]
@@ -31,6 +31,13 @@ def test_opcheck(fused_rnn, name, options, save):
     torch.library.opcheck(
         getattr(ops, f"{name}_fwd").default, (*arguments(CELLS[name], options), save)
     )
+
+
+def test_fakes_know_which_results_are_fp32(fused_rnn, name):
+    """In bf16, where the states and what is saved are wider than x."""
+    call = (*arguments(CELLS[name], ("state", "reset"), dtype=torch.bfloat16), True)
+    op = getattr(fused_rnn.dispatch.ops, f"{name}_fwd").default
+    torch.library.opcheck(op, call, test_utils="test_faketensor")
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="torch's own elsewhere")
