@@ -21,4 +21,5 @@ def load_command(name: str) -> ModuleType:
 
 def environment(**variables: str) -> dict[str, str]:
     """Returns this process's variables and `variables`, for a Python that imports what pytest does."""
-    return {**os.environ, "PYTHONPATH": f"{SCRIPTS}{os.pathsep}{SUPPORT}", **variables}
+    places = [str(SCRIPTS), str(SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(places), **variables}
