@@ -6,7 +6,7 @@ from torch import nn
 from transformers import DynamicCache
 
 from decode_cases import decode, greedy, without_engine
-from flashcell import recurrent_model
+from flashcell import modeling_flash_mlstm
 from flashcell.generation.fingerprint import Fingerprint
 from flashcell.layers import decode_linear
 from model_cases import cpu_only
@@ -37,7 +37,7 @@ SWAPS = {
     "a method of tensors": ("flash_xlstm", lambda m, p: scaled(torch.Tensor, "__add__", p)),
     "a product": ("flash_xlstm", lambda m, p: scaled(nn.functional, "linear", p)),
     "an activation": ("flash_xlstm", lambda m, p: scaled(nn.functional, "silu", p)),
-    "a function of ours": ("flash_mlstm", lambda m, p: scaled(recurrent_model, "cast_once", p)),
+    "a function of ours": ("flash_mlstm", lambda m, p: scaled(modeling_flash_mlstm, "cast_once", p)),
     "a way to multiply": (
         "lstm",
         lambda m, p: p.setattr(decode_linear, "find_step_linear", lambda *_: None),
