@@ -23,9 +23,9 @@ MANYLINUX = "manylinux_2_28"
 SYMBOL_LIMITS = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11), "GCC": (7, 0, 0)}
 LIBRARIES = ["torch", "torch_cpu", r"stdc\+\+", "gcc_s", "m", "c", "pthread", "dl"]
 CUDA_LIBRARIES = ["torch_cuda", "cudart"]
-# Imports without a version come from Python, torch's C shim or the CUDA runtime. Any other one is
+# Imports without a version come from Python, torch's C shim, the CUDA runtime or torch's cuBLAS. Any other one is
 # code that was never linked, because a source is missing from build.toml.
-UNVERSIONED = re.compile(r"_?Py[A-Z_]\w*|aoti_\w+|torch_\w+|(__)?cuda[A-Z]\w*")
+UNVERSIONED = re.compile(r"_?Py[A-Z_]\w*|aoti_\w+|torch_\w+|(__)?cuda[A-Z]\w*|cublas[A-Z]\w*")
 TORCH_INTERNAL = ("c10::", "at::", "torch::", "caffe2::")
 FATBIN_MAGIC = 0xBA55ED50
 FATBIN_PTX, FATBIN_ELF = 1, 2

@@ -40,7 +40,7 @@ def own_widths(planner: Planner, device: Device, cell: str, dtype: str) -> tuple
     step, widest, reason = 16 // {"bfloat16": 2, "float32": 4}[dtype], 0, None
     for width in range(step, 4096, step):
         build = planner.explain(cell, 1, width, 16, dtype, device.name, precision="tf32")
-        if build.engine == "step":
+        if build.engine in ("step", "gemm"):
             reason = build.refused[-1]
             break
         widest = width

@@ -41,6 +41,13 @@ inline cudaStream_t current_stream(const Tensor& like) {
   return static_cast<cudaStream_t>(stream);
 }
 
+// torch's cuBLAS handle of this thread, on the current stream, with torch's workspace.
+inline void* current_blas_handle() {
+  void* handle = nullptr;
+  TORCH_ERROR_CODE_CHECK(torch_get_current_cuda_blas_handle(&handle));
+  return handle;
+}
+
 // Makes the table of sequences on the device, so that the host never waits for lengths or offsets.
 struct SequenceTable {
   int64_t count;

@@ -5,6 +5,7 @@
 #include "common/torch/registration.h"
 #if defined(CUDA_KERNEL)
 #include "cuda/call.h"
+#include "cuda/matmul.h"
 #else
 #include "cpu/block_ops.h"
 #include "cpu/linear.h"
@@ -40,6 +41,8 @@ inline constexpr char kLinearForwardSchema[] =
 inline constexpr char kLinearBackwardSchema[] =
     "linear_bwd(Tensor dy, Tensor x, Tensor weight, bool has_bias) "
     "-> (Tensor dx, Tensor dweight, Tensor dbias)";
+
+inline constexpr char kTf32MatmulSchema[] = "tf32_matmul(Tensor a, Tensor b) -> Tensor";  // CUDA
 
 template <typename Cell>
 std::tuple<Tensor, Tensor, Tensor, Tensor> forward(Tensor x, Tensor weight, OptionalTensor bias,
@@ -140,7 +143,9 @@ void implement(torch::stable::detail::StableLibrary& ops, CellList<Cells...>) {
   (ops.impl((std::string(Cells::kName) + "_bwd").c_str(),
             FLASHCELL_OP(kBackwardSchema, backward<Cells>)),
    ...);
-#if !defined(CUDA_KERNEL)
+#if defined(CUDA_KERNEL)
+  ops.impl("tf32_matmul", FLASHCELL_OP(kTf32MatmulSchema, tf32_matmul));
+#else
   ops.impl("linear_fwd", FLASHCELL_OP(kLinearForwardSchema, linear_fwd));
   ops.impl("linear_bwd", FLASHCELL_OP(kLinearBackwardSchema, linear_bwd));
   implement_block_step(ops, CellList<Cells...>());
@@ -159,7 +164,9 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
   flashcell::define(ops, flashcell::AllCells());
   ops.def(flashcell::kExplainPlanSchema);
   ops.def(flashcell::kLinearForwardSchema), ops.def(flashcell::kLinearBackwardSchema);
-#if !defined(CUDA_KERNEL)
+#if defined(CUDA_KERNEL)
+  ops.def(flashcell::kTf32MatmulSchema);
+#else
   flashcell::define_block_step(ops, flashcell::AllCells());
 #endif
 }

@@ -47,16 +47,18 @@ void print_plan(Problem p, const Device& d) {
   constexpr int G = Cell::kGates, K = Cell::kStates, V = Cell::kSaved, R = Cell::kBias;
   const int e = p.io_bytes;
   p.gates = G;
-  const char* names[] = {"block", "cluster", "grid", "step"};
+  const char* names[] = {"block", "cluster", "grid", "step", "gemm"};
   const Engine engine = select_engine(p, d);
   const int tile = tile_of(engine, p, d);
   const long tiles = (p.S + tile - 1) / tile;
   print("engine", names[int(engine)]);
   std::string runs;
-  if (engine == Engine::kBlock) runs += "block,";
-  if (engine != Engine::kStep && cluster::fits(p.D, e, d)) runs += "cluster,";
-  if (engine != Engine::kStep && grid::fits_every_cell(G, e, p.D, d)) runs += "grid,";
-  print("runs", runs + "step");
+  const Engine own = select_own(p, d);
+  if (engine == Engine::kGemm) print("instead_of", names[int(own)]);
+  if (own == Engine::kBlock) runs += "block,";
+  if (own != Engine::kStep && cluster::fits(p.D, e, d)) runs += "cluster,";
+  if (own != Engine::kStep && grid::fits_every_cell(G, e, p.D, d)) runs += "grid,";
+  print("runs", runs + (p.D * e % 16 == 0 && p.aligned ? "step,gemm" : "step"));
   constexpr CellSizes sizes = kSizesOf<Cell>;
   if (engine == Engine::kBlock) {
     const int width = p.D <= 32 ? 32 : p.D <= 64 ? 64 : 128;

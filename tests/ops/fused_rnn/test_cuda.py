@@ -39,6 +39,21 @@ GRID = [
     Case(64, 9, 1, 760, ("state",)),  # blocks of 24 units, the last with fewer
     Case(600, 3, 1, 768, ("state", "lengths")),  # more tiles than a group takes at once
 ]
+GEMM = [
+    Case(3, 7, 2, 16, MASKS),
+    Case(70, 9, 1, 136, (*MASKS, "clip")),
+    Case(33, 12, 2, 200, ("state",)),
+    Case(4, 6, 2, 64, ("state", "cu", "reset", "hold")),
+    Case(64, 5, 1, 1152, ()),
+]
+# Widths that no whole vectors make: they run padded.
+ODD = [
+    Case(3, 7, 2, 13, MASKS),
+    Case(5, 10, 1, 100, (*MASKS, "clip")),
+    Case(4, 6, 2, 50, ("state", "cu", "reset", "hold")),
+    Case(17, 9, 1, 333, ("state",)),
+    Case(70, 4, 1, 650, ("state", "lengths")),
+]
 # Small enough for compute-sanitizer, and together every kernel of each engine. Of the block engine:
 # compiled width, masks or none, four or eight columns; of the grid engine: depth, and blocks of 24
 # units with narrow and wide tiles; of the step engine: one sequence, few, up to and above 16, a
@@ -57,6 +72,11 @@ TINY = {
         Case(3, 3, 1, 136, MASKS),
         Case(9, 3, 1, 160, ("state",)),
         *(Case(2, 2, 1, D, ("state",)) for D in (264, 392, 512)),
+    ],
+    "gemm": [
+        Case(3, 3, 2, 40, MASKS),
+        Case(17, 3, 1, 136, ("state",)),
+        Case(9, 1, 1, 136, ()),
     ],
     "step": [
         Case(1, 1, 1, 16, ("state",)),
@@ -91,7 +111,8 @@ def compare(fused_rnn, name, case, dtype, change=dict, **options):
     [("block", c) for c in BLOCK]
     + [(engine, c) for engine in ("cluster", "grid") for c in [BLOCK[3], BLOCK[4]]]
     + [("cluster", c) for c in CLUSTER]
-    + [("grid", c) for c in GRID],
+    + [("grid", c) for c in GRID]
+    + [("gemm", c) for c in GEMM],
     ids=str,
 )
 def test_engine_is_as_exact_as_the_reference(fused_rnn, monkeypatch, name, engine, case, dtype):
@@ -105,6 +126,28 @@ def test_engine_is_as_exact_as_the_reference(fused_rnn, monkeypatch, name, engin
         assert_as_accurate(f"{name} {case} {key}", *values, case.D, (dtype, key[0] == "d"))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
+@pytest.mark.parametrize("case", ODD, ids=str)
+def test_odd_widths(fused_rnn, name, case, dtype):
+    """They run on the engines of their neighbours, and nothing of the padding is seen."""
+    change = far_from_zero if name == "rnn_relu" else dict
+    got, peer, exact = compare(fused_rnn, name, case, dtype, change)
+    for key in exact:
+        assert got[key].shape == exact[key].shape
+        values = got[key], exact[key], peer[key]
+        assert_as_accurate(f"{name} {case} {key}", *values, case.D, (dtype, key[0] == "d"))
+
+
+@pytest.mark.parametrize("case", [GEMM[1], GEMM[2], ODD[1], ODD[3]], ids=str)
+def test_exact_fp32_in_large_batches(fused_rnn, monkeypatch, name, case):
+    monkeypatch.setenv("FLASHCELL_CUDA_ENGINE", "gemm")
+    change = far_from_zero if name == "rnn_relu" else dict
+    got, peer, exact = compare(fused_rnn, name, case, torch.float32, change)
+    for key in exact:
+        values = got[key], exact[key], peer[key]
+        assert_as_accurate(f"{name} {case} {key}", *values, case.D, (torch.float32, key[0] == "d"))
+
+
 @pytest.mark.parametrize("case", HUGE, ids=str)
 @pytest.mark.parametrize("name", ["lstm", "gru", "rnn_tanh"])
 def test_widest_heads(fused_rnn, name, case):
@@ -114,7 +157,7 @@ def test_widest_heads(fused_rnn, name, case):
         assert_as_accurate(f"{name} {case} {key}", *values, case.D, (torch.bfloat16, key[0] == "d"))
 
 
-@pytest.mark.parametrize("case", [BLOCK[0], BLOCK[3], GRID[0], GRID[1], GRID[6]], ids=str)
+@pytest.mark.parametrize("case", [BLOCK[0], BLOCK[3], GRID[0], GRID[1], GRID[6], GEMM[4]], ids=str)
 def test_tf32(fused_rnn, name, case):
     """Operands keep 11 bits; sums and states are fp32."""
     change = far_from_zero if name == "rnn_relu" else dict
@@ -152,6 +195,7 @@ def test_cuda_graph(fused_rnn, name, case):
         ("grid", Case(8, 4, 1, 768)),
         ("grid", Case(104, 4, 1, 768)),  # wide tiles in tall blocks
         ("step", Case(8, 2, 1, 72)),
+        ("gemm", Case(64, 2, 1, 136)),
     ],
     ids=str,
 )

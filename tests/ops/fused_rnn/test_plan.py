@@ -22,7 +22,7 @@ FOREIGN = (  # GPUs with a library that has no code of its own for them
 )
 WIDTHS = (1, 7, 8, 32, 60, 64, 65, 72, 128, 136, 256, 320, 512)
 WIDTHS += (768, 1024, 1312, 1408, 2048, 2112, 2304)
-ALL = ("engine", "runs", "tile", "thread_blocks", "width", "clusters", "members", "units")
+ALL = ("engine", "runs", "instead_of", "tile", "thread_blocks", "width", "clusters", "members", "units")
 ALL_PASSES = ("threads", "shared_bytes", "units", "warps", "split", "tile", "members", "launches")
 ALL_PASSES += ("heads", "groups", "tiles", "chunks_held", "chunks_shared")
 
@@ -91,7 +91,7 @@ def test_every_field_is_what_the_launch_does(fused_rnn, directly):
                 assert int(used) <= int(most), call
         assert bool([r for r in rows if r[0] == "refused"]) == (fields["engine"] != "block"), call
         seen |= {fields["engine"], *fields, *(f"{way}.{fields.get(f'{way}.tile')}" for way in WAYS)}
-    assert {"block", "cluster", "grid", "step", "forward.8", "forward.16", "backward.16"} <= seen
+    assert {"block", "cluster", "grid", "step", "gemm", "forward.8", "forward.16", "backward.16"} <= seen
     assert {f"{way}.{name}" for way in WAYS for name in ALL_PASSES} | set(ALL) <= seen
 
 
@@ -116,7 +116,7 @@ def test_it_names_engine_and_binding_limit(fused_rnn):
     assert "1 heads x 2 groups x 48 thread blocks, 1 launches" in shown
     assert explain_plan("lstm", 12, 64, 16, "torch.bfloat16", "H100").engine == "block"
     wide = explain_plan("lstm", 1, 2688, 16, "float16", 90)
-    assert (wide.engine, wide.refused[-1].unit) == ("step", "bytes")
+    assert (wide.engine, wide.refused[-1].unit) == ("gemm", "bytes")
     assert ("thread blocks at once", 168, 132, "SMs") in map(tuple, wide.refused)
     assert explain_plan("lstm", 3, 256, 16, "bfloat16", "H200").engine == "cluster"
     full = explain_plan("lstm", 1, 512, 64, "bfloat16", "H200")
@@ -172,7 +172,7 @@ def test_the_op_refuses_what_is_no_call(fused_rnn):
     op = fused_rnn.dispatch.ops.explain_plan
     most = dict.fromkeys(("sequences", "steps", "heads", "width", "shared_bytes"), 2**31 - 1)
     assert op(**{**good, **most}).startswith("engine\tstep\n")
-    assert op(**{**good, **most, "width": 768}).startswith("engine\tgrid\n")
+    assert op(**{**good, **most, "width": 768}).startswith("engine\tgemm\n")
     wrong = {"cell": ["", "LSTM", "lstm\t"], "element_bytes": [0, 1, 8]}
     wrong |= {"tf32": [], "code_is_sm_90a": []}  # torch's own errors
     for name in NAMES:

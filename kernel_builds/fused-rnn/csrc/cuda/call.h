@@ -34,19 +34,17 @@ inline Tensor input(const Tensor& x) {
   return last_is_dense && (is_aligned(x) || !could_align) ? x : torch::stable::contiguous(x);
 }
 
-// FLASHCELL_CUDA_ENGINE=block|cluster|grid|step overrides the planner's choice.
+// FLASHCELL_CUDA_ENGINE=block|cluster|grid|step|gemm overrides the planner's choice.
 inline cuda::Engine engine_for(const cuda::Problem& problem, const cuda::Device& device) {
   using cuda::Engine;
   const char* wanted = std::getenv("FLASHCELL_CUDA_ENGINE");
   if (wanted == nullptr || *wanted == 0) return cuda::select_engine(problem, device);
   const std::string_view name = wanted;
-  STD_TORCH_CHECK(name == "block" || name == "cluster" || name == "grid" || name == "step",
-                  "FLASHCELL_CUDA_ENGINE is ", wanted,
-                  ", but must be block, cluster, grid or step");
-  const Engine asked = name == "block"     ? Engine::kBlock
-                       : name == "cluster" ? Engine::kCluster
-                       : name == "grid"    ? Engine::kGrid
-                                           : Engine::kStep;
+  int index = 0;
+  while (index < cuda::kEngineCount && name != cuda::kEngineNames[index]) ++index;
+  STD_TORCH_CHECK(index < cuda::kEngineCount, "FLASHCELL_CUDA_ENGINE is ", wanted,
+                  ", but must be block, cluster, grid, step or gemm");
+  const Engine asked = Engine(index);
   if (asked == Engine::kCluster && device.arch >= 90 && !cuda::cluster::has_code(device)) {
     cuda::refuse_cluster();
   }
@@ -68,6 +66,7 @@ cuda::Launch prepare(const SequenceParams& p, Dtype dtype, bool tf32, bool align
   const cuda::Problem problem{p.S, p.T, p.N, p.D, Cell::kGates, io_bytes, tf32, aligned};
   launch.engine = engine_for(problem, launch.device);
   launch.tile = cuda::tile_of(launch.engine, problem, launch.device);
+  if (launch.engine == cuda::Engine::kGemm) launch.blas = current_blas_handle();
   return launch;
 }
 
@@ -75,20 +74,25 @@ template <typename Cell>
 void run(const ForwardParams& p, Dtype dtype, bool tf32, const Tensor& x) {
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   cuda::Launch launch = prepare<Cell>(p, dtype, tf32, is_aligned(x), x);
-  const int64_t bytes = cuda::forward_scratch(p, dtype, launch);
+  const int cell = AllCells::index_of<Cell>();
+  const int64_t bytes = cuda::forward_scratch(cell, p, dtype, launch);
   const Tensor scratch = new_tensor(x, {bytes}, ScalarType::Byte);
   launch.scratch = scratch.mutable_data_ptr();
-  cuda::forward(AllCells::index_of<Cell>(), p, dtype, launch);
+  cuda::forward(cell, p, dtype, launch);
 }
 
 template <typename Cell>
 void run(BackwardParams p, Dtype dtype, bool tf32, const Tensor& dh) {
   const torch::stable::accelerator::DeviceGuard guard(dh.get_device_index());
-  const cuda::Launch launch = prepare<Cell>(p, dtype, tf32, true, dh);
+  cuda::Launch launch = prepare<Cell>(p, dtype, tf32, true, dh);
   const int64_t tiles = (p.S + launch.tile - 1) / launch.tile;
   const Tensor partial = new_tensor(dh, {tiles, Cell::kBias, p.N, p.D}, ScalarType::Float);
   p.dbias_partial = partial.mutable_data_ptr();
-  cuda::backward(AllCells::index_of<Cell>(), p, dtype, launch);
+  const int cell = AllCells::index_of<Cell>();
+  const int64_t bytes = cuda::backward_scratch(cell, p, dtype, launch);
+  const Tensor scratch = new_tensor(dh, {bytes}, ScalarType::Byte);
+  launch.scratch = scratch.mutable_data_ptr();
+  cuda::backward(cell, p, dtype, launch);
   cuda::reduce_bias(static_cast<const float*>(p.dbias_partial), tiles, Cell::kBias * p.N * p.D,
                     static_cast<float*>(p.dbias), launch.stream);
 }
@@ -104,7 +108,7 @@ inline Tensor recurrent_dweight(Tensor dr, Tensor h_prev, bool tf32) {
   Tensor dweight = new_tensor(dr, {G, N, D, D}, dr.scalar_type());
   const torch::stable::accelerator::DeviceGuard guard(dr.get_device_index());
   const cuda::Launch launch{
-      cuda::current_device(), current_stream(dr), tf32, cuda::Engine::kStep, 8, nullptr};
+      cuda::current_device(), current_stream(dr), tf32, cuda::Engine::kStep, 8, nullptr, nullptr};
   cuda::DweightParams p{
       B * T,  G, N, D, dr.const_data_ptr(), h_prev.const_data_ptr(), dweight.mutable_data_ptr(),
       nullptr};

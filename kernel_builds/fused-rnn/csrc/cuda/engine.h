@@ -9,7 +9,9 @@ using cudaStream_t = struct CUstream_st*;
 
 namespace flashcell::cuda {
 
-enum class Engine { kBlock, kCluster, kGrid, kStep };
+enum class Engine { kBlock, kCluster, kGrid, kStep, kGemm };
+constexpr const char* kEngineNames[] = {"block", "cluster", "grid", "step", "gemm"};
+constexpr int kEngineCount = 5;
 
 struct Device {  // the properties of a GPU that the planner reads
   int arch;      // 90 for compute capability 9.0
@@ -32,7 +34,8 @@ struct Launch {
   bool tf32;      // fp32 products may round their operands to tf32
   Engine engine;  // the engine chosen by the planner
   int tile;       // sequences that share a row of dbias_partial: 8, or 4
-  void* scratch;  // forward: as many bytes as forward_scratch returned
+  void* scratch;  // as many bytes as forward_scratch or backward_scratch returned
+  void* blas;     // torch's cuBLAS handle, for the gemm engine
 };
 
 // The block engine: one thread block runs whole sequences of a head, whose weight fits in its
@@ -61,5 +64,11 @@ template <typename Cell, typename IO>
 void forward_step(const ForwardParams&, const Launch&);
 template <typename Cell, typename IO>
 void backward_step(const BackwardParams&, const Launch&);
+
+// A matrix product of cuBLAS and a kernel for the cells, every step: large batches, and exact fp32.
+template <typename Cell, typename IO>
+void forward_gemm(const ForwardParams&, const Launch&);
+template <typename Cell, typename IO>
+void backward_gemm(const BackwardParams&, const Launch&);
 
 }  // namespace flashcell::cuda

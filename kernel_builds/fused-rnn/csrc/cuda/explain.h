@@ -12,21 +12,23 @@
 
 namespace flashcell::cuda {
 
-// In the order of enum Engine.
-constexpr const char* kEngineNames[] = {"block", "cluster", "grid", "step"};
-
 class Explanation {
  public:
   Explanation(const CellSizes& cell, const Problem& problem, const Device& device)
-      : cell_(cell), p_(problem), device_(device), engine_(select_engine(problem, device)) {
+      : cell_(cell),
+        p_(problem),
+        device_(device),
+        engine_(select_engine(problem, device)),
+        own_(select_own(problem, device)) {
     add("engine", kEngineNames[int(engine_)]);
     std::string runs;
-    for (int i = 0; i < 4; ++i) {
+    for (int i = 0; i < kEngineCount; ++i) {
       if (!can_run(Engine(i), p_, device_)) continue;
       runs += std::string(runs.empty() ? "" : ",") + kEngineNames[i];
     }
     add("runs", runs);
     explain_refusals();
+    if (engine_ == Engine::kGemm) add("instead_of", kEngineNames[int(own_)]);
     if (engine_ == Engine::kBlock) explain_block();
     if (engine_ == Engine::kCluster) explain_cluster();
     if (engine_ == Engine::kGrid) explain_grid();
@@ -38,7 +40,7 @@ class Explanation {
   const CellSizes cell_;
   const Problem p_;
   const Device device_;
-  const Engine engine_;
+  const Engine engine_, own_;  // own_: what would run without the gemm engine
   std::string text_;
 
   void add(const std::string& key, const std::string& value) { text_ += key + "\t" + value + "\n"; }
@@ -54,14 +56,14 @@ class Explanation {
   // Limits are listed in the order in which select_engine tests them.
   void explain_refusals() {
     for (const Limit& limit : limits_of_all(p_)) refuse(limit);
-    if (engine_ == Engine::kBlock || !all_hold(limits_of_all(p_))) return;
+    if (own_ == Engine::kBlock || !all_hold(limits_of_all(p_))) return;
     refuse(block::limit(p_.D, p_.io_bytes));
-    if (engine_ == Engine::kCluster) return;
+    if (own_ == Engine::kCluster) return;
     for (const Limit& limit : cluster::limits(p_.D, p_.io_bytes, device_)) refuse(limit);
     if (cluster::fits(p_.D, p_.io_bytes, device_)) {
       refuse(cluster::limit_of_speed(p_.S, p_.N, p_.D, device_));
     }
-    if (engine_ == Engine::kGrid) return;
+    if (own_ == Engine::kGrid) return;
     const auto [forward, backward] = grid::shapes_of_every_cell(p_.gates, p_.io_bytes);
     add_grid_limits("refused", "forward ", forward, false);
     add_grid_limits("refused", "backward ", backward, false);

@@ -5,6 +5,7 @@
 
 #include "block/plan.h"
 #include "cluster/plan.h"
+#include "gemm/plan.h"
 #include "grid/plan.h"
 
 namespace flashcell::cuda {
@@ -39,7 +40,8 @@ constexpr std::array<Limit, 4> limits_of_all(const Problem& p) {
            {"exact fp32, which no matrix instruction has", !matrix, 0, ""}}};
 }
 
-constexpr Engine select_engine(const Problem& p, const Device& device) {
+// The engine that would run the call if there were no gemm engine.
+constexpr Engine select_own(const Problem& p, const Device& device) {
   if (!all_hold(limits_of_all(p))) return Engine::kStep;
   if (block::limit(p.D, p.io_bytes).holds()) return Engine::kBlock;
   if (cluster::fits(p.D, p.io_bytes, device) && cluster::is_fastest(p.S, p.N, p.D, device)) {
@@ -48,9 +50,21 @@ constexpr Engine select_engine(const Problem& p, const Device& device) {
   return grid::fits_every_cell(p.gates, p.io_bytes, p.D, device) ? Engine::kGrid : Engine::kStep;
 }
 
+constexpr gemm::Sizes gemm_sizes(const Problem& p) {
+  return {p.S, p.T, p.N, p.D, p.gates, p.io_bytes, p.io_bytes == 4 && !p.tf32};
+}
+
+constexpr bool gemm_can_run(const Problem& p) { return p.D * p.io_bytes % 16 == 0 && p.aligned; }
+
+constexpr Engine select_engine(const Problem& p, const Device& device) {
+  const Engine own = select_own(p, device);
+  return gemm_can_run(p) && gemm::is_faster(gemm_sizes(p), own, device) ? Engine::kGemm : own;
+}
+
 // Whether FLASHCELL_CUDA_ENGINE may choose this engine for the call.
 constexpr bool can_run(Engine engine, const Problem& p, const Device& device) {
-  const Engine chosen = select_engine(p, device);
+  const Engine chosen = select_own(p, device);
+  if (engine == Engine::kGemm) return gemm_can_run(p);
   if (engine == Engine::kStep || engine == chosen) return true;
   if (chosen == Engine::kStep) return false;
   return (engine == Engine::kCluster && cluster::fits(p.D, p.io_bytes, device)) ||

@@ -5,6 +5,7 @@
 #include "launch.h"
 
 #include "common/cuda/code.cuh"
+#include "gemm/plan.h"
 #include "run.h"
 #include "step/scratch.h"
 #include "tensor_core.cuh"
@@ -56,9 +57,21 @@ static void with_types(int cell, Dtype dtype, Function function) {
   });
 }
 
-int64_t forward_scratch(const ForwardParams& p, Dtype dtype, const Launch& launch) {
+static int gates_of(int cell) {
+  int gates = 0;
+  with_cell(AllCells(), cell, [&]<typename Cell>() { gates = Cell::kGates; });
+  return gates;
+}
+
+int64_t backward_scratch(int cell, const BackwardParams& p, Dtype dtype, const Launch& launch) {
+  if (launch.engine != Engine::kGemm) return 0;
+  return gemm::Scratch(p, gates_of(cell), dtype == Dtype::kFloat ? 4 : 2, true).bytes;
+}
+
+int64_t forward_scratch(int cell, const ForwardParams& p, Dtype dtype, const Launch& launch) {
   const int io_bytes = dtype == Dtype::kFloat ? 4 : 2;
   if (launch.engine == Engine::kStep) return step_scratch(p, io_bytes);
+  if (launch.engine == Engine::kGemm) return gemm::Scratch(p, gates_of(cell), io_bytes, false).bytes;
   const bool rounds = launch.engine == Engine::kGrid && p.initial != nullptr;
   return rounds ? p.S * p.N * p.D * io_bytes : 0;  // for the first operand
 }
@@ -75,6 +88,8 @@ void forward(int cell, const ForwardParams& p, Dtype dtype, const Launch& launch
         return forward_grid<Cell, IO>(p, launch);
       case Engine::kStep:
         return forward_step<Cell, IO>(p, launch);
+      case Engine::kGemm:
+        return forward_gemm<Cell, IO>(p, launch);
     }
   });
 }
@@ -91,6 +106,8 @@ void backward(int cell, const BackwardParams& p, Dtype dtype, const Launch& laun
         return backward_grid<Cell, IO>(p, launch);
       case Engine::kStep:
         return backward_step<Cell, IO>(p, launch);
+      case Engine::kGemm:
+        return backward_gemm<Cell, IO>(p, launch);
     }
   });
 }

@@ -8,7 +8,8 @@ Device current_device();             // throws if the library has no code for th
 [[noreturn]] void refuse_cluster();  // for GPUs that have clusters while the code they run does not
 
 // Runs the engine that launch.engine names; `cell` is the index in AllCells. T may be 0.
-int64_t forward_scratch(const ForwardParams&, Dtype, const Launch&);
+int64_t forward_scratch(int cell, const ForwardParams&, Dtype, const Launch&);
+int64_t backward_scratch(int cell, const BackwardParams&, Dtype, const Launch&);
 void forward(int cell, const ForwardParams&, Dtype, const Launch&);
 void backward(int cell, const BackwardParams&, Dtype, const Launch&);
 

@@ -21,6 +21,19 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def wide_dweight(dr: torch.Tensor, h_prev: torch.Tensor, tf32: bool) -> torch.Tensor:
+    """dweight of wide heads: dr [B, T, G, N, D], h_prev [B, T, N, D] -> [G, N, D, D]."""
+    if not tf32 or dr.dtype != torch.float32:
+        return torch.einsum("btgnj,btnk->gnjk", dr, h_prev)
+    G, N, D = dr.shape[2:]
+    previous = h_prev.flatten(0, 1).transpose(0, 1)  # [N, rows, D]
+    if N == 1:
+        rows = dr.reshape(1, -1, G * D).mT
+        return CALLS["tf32_matmul"](rows, previous).view(G, 1, D, D)
+    gates = dr.flatten(0, 1).permute(1, 2, 3, 0)  # [G, N, D, rows]
+    return torch.stack([CALLS["tf32_matmul"](gate, previous) for gate in gates])
+
+
 def register(cell: Cell) -> None:
     fwd, bwd = f"{cell.name}_fwd", f"{cell.name}_bwd"
 
@@ -78,7 +91,7 @@ def register(cell: Cell) -> None:
             dh, dlast, saved, h_prev, weight, reset, hold, lengths, cu_seqlens, ctx.grad_clip, ctx.tf32, own
         )  # fmt: skip
         if needs[1] and not own:
-            dweight = torch.einsum("btgnj,btnk->gnjk", dr if dr.dim() == 5 else dx, h_prev)
+            dweight = wide_dweight(dr if dr.dim() == 5 else dx, h_prev, ctx.tf32)
         return (
             dx if needs[0] else None,
             dweight if needs[1] else None,
@@ -123,6 +136,25 @@ def _linear_backward(ctx, dy):
 
 register_formula("linear_fwd", _linear_backward, _linear_setup_context)
 refuse_second_derivative("fused_rnn", "linear_bwd")
+
+
+if BACKEND == "cuda":
+
+    @register_fake("tf32_matmul")
+    def _(a, b):
+        return a.new_empty(*a.shape[:2], b.shape[2])
+
+    def _matmul_setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    def _matmul_backward(ctx, dc):
+        a, b = ctx.saved_tensors
+        da = CALLS["tf32_matmul"](dc, b.mT) if ctx.needs_input_grad[0] else None
+        db = CALLS["tf32_matmul"](a.mT, dc) if ctx.needs_input_grad[1] else None
+        return da, db
+
+    register_formula("tf32_matmul", _matmul_backward, _matmul_setup_context)
+
 for _cell in CELLS.values():
     register(_cell)
     if BACKEND == "cpu":

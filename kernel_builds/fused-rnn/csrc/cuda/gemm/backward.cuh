@@ -1,0 +1,117 @@
+// The cells of one backward step of the gemm engine: every thread has four units of a sequence.
+// Gradients of the states live in `dstate`, unrounded, from launch to launch.
+#pragma once
+#include "../sequence.cuh"
+#include "plan.h"
+#include "quad.cuh"
+
+namespace flashcell::cuda::gemm {
+
+// Adds up the gradients of the bias of eight sequences, and adds them to their row of the table.
+template <typename Cell>
+DEVICE void add_dbias(const BackwardParams& p, const Step& step, int t,
+                      float (&sums)[Cell::kBias][kSequences][kQuads * kQuad]) {
+  for (int i = threadIdx.x; i < Cell::kBias * kQuads * kQuad; i += kSequences * kQuads) {
+    const int row = i / (kQuads * kQuad), of = i % (kQuads * kQuad);
+    const int at = blockIdx.x * kQuads * kQuad + of;
+    if (at >= step.ND) continue;
+    float* to = static_cast<float*>(p.dbias_partial) +
+                (int64_t(blockIdx.y) * Cell::kBias + row) * step.ND + at;
+    float sum = t == p.T - 1 ? 0.0f : *to;
+#pragma unroll
+    for (int s = 0; s < kSequences; ++s) sum += sums[row][s][of];
+    *to = sum;
+  }
+}
+
+template <typename Cell, typename IO, typename V>
+__global__ void __launch_bounds__(kSequences* kQuads) backward_cells_kernel(
+    const __grid_constant__ BackwardParams p, const Step step) {
+  constexpr int kGates = Cell::kGates, kStates = Cell::kStates, kSaved = Cell::kSaved;
+  __shared__ float sums[Cell::kBias][kSequences][kQuads * kQuad];
+  const int place = threadIdx.x % kQuads, sequence = threadIdx.x / kQuads;
+  const int64_t s = int64_t(blockIdx.y) * kSequences + sequence;
+  const int at = (blockIdx.x * kQuads + place) * kQuad, t = step.time();
+  const bool inside = s < p.S && at < step.ND;
+  const Column column(p, inside ? s : p.S);
+  const bool held = column.holds(p, t), runs = inside && column.runs(t) && !held;
+  const bool carries = inside && t < column.length, clears = column.resets(p, t + 1);
+  const bool zeros = inside && (held || (!carries && t >= 0 && t < column.length + column.padding));
+  const int64_t row = column.row + t;
+  IO* dx = static_cast<IO*>(p.dx) + row * kGates * step.ND + at;
+  IO* dr = static_cast<IO*>(p.dr) + row * kGates * step.ND + at;
+
+  float d[kStates][kQuad] = {}, dbias[Cell::kBias][kQuad] = {};
+  if (carries) {
+    const bool ends = t == column.length - 1;
+    if (!clears && !(ends && p.dlast == nullptr)) {
+      const int64_t from = column.index * step.ND + at;
+#pragma unroll
+      for (int k = 0; k < Cell::kGradStates; ++k) {
+        if (ends) {
+          load_each(d[k], static_cast<const float*>(p.dlast) + from + k * step.SND);
+        } else {
+          load_quad(d[k], static_cast<const float*>(p.dstate) + from + k * step.SND);
+        }
+      }
+    }
+    if (column.runs(t + 1) && !clears && !column.holds(p, t + 1)) {
+      float product[kQuad];
+      load_quad(product, step.product + s * step.ND + at);
+#pragma unroll
+      for (int i = 0; i < kQuad; ++i) d[0][i] += clip(product[i], float(p.grad_clip));
+    }
+  }
+  if (runs) {
+    float dh[kQuad], saved[kSaved][kQuad], dxs[kGates][kQuad], drs[kGates][kQuad];
+    load_quad(dh, static_cast<const IO*>(p.dh) + row * step.ND + at);
+    const IO* from = static_cast<const IO*>(p.saved) + row * kSaved * step.ND + at;
+#pragma unroll
+    for (int v = 0; v < kSaved; ++v) load_quad(saved[v], from + int64_t(v) * step.ND);
+#pragma unroll
+    for (int i = 0; i < kQuad; ++i) {
+      V kept[kSaved], states[kStates], xs[kGates], rs[kGates];
+#pragma unroll
+      for (int v = 0; v < kSaved; ++v) kept[v] = V(saved[v][i]);
+#pragma unroll
+      for (int k = 0; k < kStates; ++k) states[k] = V(d[k][i]);
+      states[0] += V(dh[i]);
+      Cell::backward(kept, states, xs, rs);
+#pragma unroll
+      for (int g = 0; g < kGates; ++g) {
+        dxs[g][i] = dbias[g][i] = to_float(xs[g]), drs[g][i] = to_float(rs[g]);
+      }
+      if (Cell::kBias > kGates) dbias[Cell::kBias - 1][i] = to_float(rs[kGates - 1]);
+#pragma unroll
+      for (int k = 0; k < kStates; ++k) d[k][i] = to_float(states[k]);
+    }
+    const int head = at / step.D;
+    IO* operand = static_cast<IO*>(step.operand) + (s * step.ND + head * step.D) * kGates +
+                  (at - head * step.D);
+#pragma unroll
+    for (int g = 0; g < kGates; ++g) {
+      store_quad(dx + int64_t(g) * step.ND, dxs[g]);
+      if (Cell::kSplitGrad) store_quad(dr + int64_t(g) * step.ND, drs[g]);
+      store_quad(operand + g * step.D, drs[g]);
+    }
+  } else if (zeros) {
+    for (int g = 0; g < kGates; ++g) {
+      store_zeros(dx + int64_t(g) * step.ND);
+      if (Cell::kSplitGrad) store_zeros(dr + int64_t(g) * step.ND);
+    }
+  }
+  if (carries) {
+    float* to = static_cast<float*>(p.dstate) + column.index * step.ND + at;
+#pragma unroll
+    for (int k = 0; k < kStates; ++k) store_quad(to + k * step.SND, d[k]);
+  }
+  if (t < 0 && p.T > 0) return;
+#pragma unroll
+  for (int row = 0; row < Cell::kBias; ++row) {
+    store_quad(&sums[row][sequence][place * kQuad], dbias[row]);
+  }
+  __syncthreads();
+  add_dbias<Cell>(p, step, t, sums);
+}
+
+}  // namespace flashcell::cuda::gemm

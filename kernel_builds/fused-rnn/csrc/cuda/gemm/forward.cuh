@@ -1,0 +1,109 @@
+// The cells of one forward step of the gemm engine: every thread has four units of a sequence.
+// States live in `last`, unrounded, from launch to launch.
+#pragma once
+#include "../sequence.cuh"
+#include "plan.h"
+#include "quad.cuh"
+
+namespace flashcell::cuda::gemm {
+
+// Rounds the initial h to the operand of the first product.
+template <typename IO>
+__global__ void __launch_bounds__(kSequences* kQuads) first_operand_kernel(
+    const __grid_constant__ ForwardParams p, const Step step) {
+  const int64_t s = int64_t(blockIdx.y) * kSequences + threadIdx.x / kQuads;
+  const int at = (blockIdx.x * kQuads + threadIdx.x % kQuads) * kQuad;
+  if (s >= p.S || at >= step.ND) return;
+  float h[kQuad];
+  load_each(h, static_cast<const float*>(p.initial) + Column(p, s).index * step.ND + at);
+  store_quad(static_cast<IO*>(step.operand) + s * step.ND + at, h);
+}
+
+template <typename Cell, typename IO, typename V>
+__global__ void __launch_bounds__(kSequences* kQuads) forward_cells_kernel(
+    const __grid_constant__ ForwardParams p, const Step step) {
+  constexpr int kGates = Cell::kGates, kStates = Cell::kStates, kSaved = Cell::kSaved;
+  const int64_t s = int64_t(blockIdx.y) * kSequences + threadIdx.x / kQuads;
+  const int at = (blockIdx.x * kQuads + threadIdx.x % kQuads) * kQuad;
+  if (s >= p.S || at >= step.ND) return;
+  const int head = at / step.D, unit = at - head * step.D;
+  const Column column(p, s, p.x_batch);
+  const int t = step.time();
+  const bool in_time = column.runs(t), held = column.holds(p, t), runs = in_time && !held;
+  const bool carries = in_time || (t == 0 && column.length == 0);  // the states
+  const bool zeros = held || (!in_time && t < column.length + column.padding);
+  if (!carries && !zeros) return;
+  const int64_t row = column.row + t, to = row * step.ND + at;
+  IO* saved = static_cast<IO*>(p.saved) + row * kSaved * step.ND + at;
+
+  float states[kStates][kQuad] = {};
+  if (carries && !column.resets(p, t)) {
+    const int64_t from = column.index * step.ND + at;
+#pragma unroll
+    for (int k = 0; k < kStates; ++k) {
+      if (t > 0) {
+        load_quad(states[k], static_cast<const float*>(p.last) + from + k * step.SND);
+      } else if (p.initial != nullptr) {
+        load_each(states[k], static_cast<const float*>(p.initial) + from + k * step.SND);
+      }
+    }
+  }
+  if (runs) {
+    if (p.h_prev != nullptr) store_quad(static_cast<IO*>(p.h_prev) + to, states[0]);
+    float x[kGates][kQuad], product[kGates][kQuad] = {};
+    const IO* from =
+        static_cast<const IO*>(p.x) + column.x_offset + t * p.x_time + head * p.x_head + unit;
+#pragma unroll
+    for (int g = 0; g < kGates; ++g) load_quad(x[g], from + g * p.x_gate);
+    if (step.has_product && !column.resets(p, t)) {
+      const float* sums = step.product + (s * step.ND + head * step.D) * kGates + unit;
+#pragma unroll
+      for (int g = 0; g < kGates; ++g) load_quad(product[g], sums + g * step.D);
+    }
+    float bias[Cell::kBias][kQuad] = {};
+    if (p.bias != nullptr) {
+#pragma unroll
+      for (int row = 0; row < Cell::kBias; ++row) {
+        const int64_t from = int64_t(row) * step.ND + at;
+        if (p.bias_is_io) {
+          load_each(bias[row], static_cast<const IO*>(p.bias) + from);
+        } else {
+          load_each(bias[row], static_cast<const float*>(p.bias) + from);
+        }
+      }
+    }
+    float values[kSaved][kQuad];
+#pragma unroll
+    for (int i = 0; i < kQuad; ++i) {
+      V xs[kGates], rs[kGates], state[kStates], next[kStates], kept[kSaved];
+#pragma unroll
+      for (int g = 0; g < kGates; ++g) xs[g] = V(x[g][i] + bias[g][i]), rs[g] = V(product[g][i]);
+      if (Cell::kBias > kGates) rs[kGates - 1] += V(bias[Cell::kBias - 1][i]);
+#pragma unroll
+      for (int k = 0; k < kStates; ++k) state[k] = V(states[k][i]);
+      Cell::forward(xs, rs, state, next, kept);
+#pragma unroll
+      for (int k = 0; k < kStates; ++k) states[k][i] = to_float(next[k]);
+#pragma unroll
+      for (int v = 0; v < kSaved; ++v) values[v][i] = to_float(kept[v]);
+    }
+    if (p.saved != nullptr) {
+#pragma unroll
+      for (int v = 0; v < kSaved; ++v) store_quad(saved + int64_t(v) * step.ND, values[v]);
+    }
+    store_quad(static_cast<IO*>(p.h) + to, states[0]);
+  } else if (zeros) {
+    store_zeros(static_cast<IO*>(p.h) + to);
+    if (p.h_prev != nullptr) store_zeros(static_cast<IO*>(p.h_prev) + to);
+    for (int v = 0; p.saved != nullptr && v < kSaved; ++v) {
+      store_zeros(saved + int64_t(v) * step.ND);
+    }
+  }
+  if (!carries) return;
+  float* last = static_cast<float*>(p.last) + column.index * step.ND + at;
+#pragma unroll
+  for (int k = 0; k < kStates; ++k) store_quad(last + k * step.SND, states[k]);
+  if (t + 1 < p.T) store_quad(static_cast<IO*>(step.operand) + s * step.ND + at, states[0]);
+}
+
+}  // namespace flashcell::cuda::gemm

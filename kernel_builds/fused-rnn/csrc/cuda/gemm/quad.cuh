@@ -1,0 +1,62 @@
+// Four neighbouring units of a row, as one load or store.
+#pragma once
+#include "../tensor_core.cuh"
+
+namespace flashcell::cuda::gemm {
+
+constexpr int kQuad = 4;
+
+DEVICE void load_quad(float (&v)[kQuad], const float* from) {
+  const float4 q = *reinterpret_cast<const float4*>(from);
+  v[0] = q.x, v[1] = q.y, v[2] = q.z, v[3] = q.w;
+}
+template <typename IO>
+DEVICE void load_quad(float (&v)[kQuad], const IO* from) {
+  if constexpr (sizeof(IO) == 4) {
+    load_quad(v, static_cast<const float*>(from));
+  } else {
+    const uint2 words = *reinterpret_cast<const uint2*>(from);
+    const float2 low = Pair<IO>{{words.x}}.floats(), high = Pair<IO>{{words.y}}.floats();
+    v[0] = low.x, v[1] = low.y, v[2] = high.x, v[3] = high.y;
+  }
+}
+DEVICE void store_quad(float* to, const float (&v)[kQuad]) {
+  *reinterpret_cast<float4*>(to) = make_float4(v[0], v[1], v[2], v[3]);
+}
+template <typename IO>
+DEVICE void store_quad(IO* to, const float (&v)[kQuad]) {
+  if constexpr (sizeof(IO) == 4) {
+    store_quad(reinterpret_cast<float*>(to), v);
+  } else {
+    const uint32_t low = Pair<IO>::of(v[0], v[1]).word[0];
+    const uint32_t high = Pair<IO>::of(v[2], v[3]).word[0];
+    *reinterpret_cast<uint2*>(to) = make_uint2(low, high);
+  }
+}
+
+template <typename IO>
+DEVICE void store_zeros(IO* to) {
+  const float zeros[kQuad] = {};
+  store_quad(to, zeros);
+}
+
+// Of tensors that the caller made, whose first element may stand anywhere.
+template <typename IO>
+DEVICE void load_each(float (&v)[kQuad], const IO* from) {
+#pragma unroll
+  for (int i = 0; i < kQuad; ++i) v[i] = to_float(from[i]);
+}
+
+struct Step {  // what a launch knows besides the parameters
+  int t;
+  const int* clock;  // what it holds is added to t; or null
+  bool has_product;  // the step before has run
+  int D, ND;         // width of a head, of all heads
+  int64_t SND;
+  const float* product;  // of the recurrent weight and the operand
+  void* operand;         // io, of the next product
+
+  DEVICE int time() const { return clock != nullptr ? t + *clock : t; }
+};
+
+}  // namespace flashcell::cuda::gemm

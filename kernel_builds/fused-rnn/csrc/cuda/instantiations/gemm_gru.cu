@@ -1,0 +1,5 @@
+#include "../gemm/launch.cuh"
+
+namespace flashcell::cuda {
+FLASHCELL_INSTANTIATE(gemm, Gru)
+}  // namespace flashcell::cuda

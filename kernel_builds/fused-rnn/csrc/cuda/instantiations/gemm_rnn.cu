@@ -1,0 +1,6 @@
+#include "../gemm/launch.cuh"
+
+namespace flashcell::cuda {
+FLASHCELL_INSTANTIATE(gemm, RnnTanh)
+FLASHCELL_INSTANTIATE(gemm, RnnRelu)
+}  // namespace flashcell::cuda
