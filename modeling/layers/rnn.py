@@ -149,7 +149,10 @@ class _Cell(_StandIn, RNNCellBase):
     def forward(self, input: Tensor, hx: Any = None) -> Any:
         """Runs one step, as torch.nn does: input [B, I] or [I], states [B, D] or [D] -> h' or (h',
         c')."""
-        kernel = self.kernel_for(input)
+        # A step of two products and one kernel takes a GPU less time than it takes Python to call ours:
+        # H100, host ms of an LSTMCell B256 600 in bf16, torch.nn's 0.05, ours 0.22.
+        torchs_own = self.kernel_backend == "auto" and isinstance(input, Tensor) and input.is_cuda
+        kernel = None if torchs_own else self.kernel_for(input)
         if kernel is None:
             return super().forward(input, hx)
         return run_cell(self, kernel, self.kernel_cell, input, hx)

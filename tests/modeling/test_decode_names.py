@@ -37,7 +37,10 @@ SWAPS = {
     "a method of tensors": ("flash_xlstm", lambda m, p: scaled(torch.Tensor, "__add__", p)),
     "a product": ("flash_xlstm", lambda m, p: scaled(nn.functional, "linear", p)),
     "an activation": ("flash_xlstm", lambda m, p: scaled(nn.functional, "silu", p)),
-    "a function of ours": ("flash_mlstm", lambda m, p: scaled(modeling_flash_mlstm, "cast_once", p)),
+    "a function of ours": (
+        "flash_mlstm",
+        lambda m, p: scaled(modeling_flash_mlstm, "cast_once", p),
+    ),
     "a way to multiply": (
         "lstm",
         lambda m, p: p.setattr(decode_linear, "find_step_linear", lambda *_: None),

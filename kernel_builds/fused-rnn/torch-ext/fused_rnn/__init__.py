@@ -18,6 +18,7 @@ from .functional import (
     slstm,
     slstm_step,
 )
+from .layer import run_layer
 
 if BACKEND is not None:
     from . import autograd  # noqa: F401  (registers fakes and gradients of the binary's ops)
@@ -37,6 +38,7 @@ __all__ = [
     "recurrent_step",
     "rnn",
     "rnn_step",
+    "run_layer",
     "slstm",
     "slstm_step",
 ]

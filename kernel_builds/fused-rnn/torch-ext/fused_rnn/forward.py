@@ -17,8 +17,10 @@ from torch.nn.utils.rnn import PackedSequence
 from .checks import DTYPES
 from .dispatch import has_autocast, without_autocast
 from .formulas import is_recorded
+from .packed import Layout, describe
+from .padding import pad_heads, padded_width
 from .private_names import autocast_is_on_anywhere, first_weight, update_weights, weights_of
-from .stack import Engine, Layout, choose_chunk, make_heads, project, put_rows, unpack
+from .stack import Engine, choose_chunk, make_heads, project
 
 
 def run_sequence(module: Any, kernel: Any, input: Any, hx: Any = None) -> Any:
@@ -40,7 +42,7 @@ def run_sequence(module: Any, kernel: Any, input: Any, hx: Any = None) -> Any:
         raise RuntimeError("Expected sequence length to be larger than 0 in RNN")
     x = input if module.batch_first else input.transpose(0, 1)
     y, last = _run(module, kernel, x, hx, Layout())
-    y = y if module.batch_first else y.transpose(0, 1).contiguous()
+    y = (y if module.batch_first else y.transpose(0, 1)).contiguous()
     if not batched:
         y, last = y.squeeze(1 - time), _each(last, lambda s: s.squeeze(1))
     return y, last
@@ -56,10 +58,9 @@ def _run_packed(module: Any, kernel: Any, input: PackedSequence, hx: Any) -> Any
     ):  # torch.nn's forward checks nothing here, and leaves the rest to its products
         _check_tensors(data, hx, first_weight(module))
     _check_sizes(module, data, hx, batch_sizes)
-    packed = unpack(batch_sizes, data.device)
-    x = put_rows(data.unsqueeze(0), packed.to_documents)
-    y, last = _run(module, kernel, x, hx, packed.layout)
-    y = put_rows(y, packed.to_packed).squeeze(0)
+    packed = describe(batch_sizes, data.device)
+    y, last = _run(module, kernel, packed.unpack(data), hx, packed.layout)
+    y = packed.pack(y)
     output = PackedSequence(y, batch_sizes, sorted_indices, unsorted_indices)
     return output, module.permute_hidden(last, unsorted_indices)
 
@@ -70,14 +71,22 @@ def _run(module: Any, kernel: Any, x: Tensor, hx: Any, layout: Layout) -> tuple[
     weights = _parameters(module)
     _check_tensors(x, hx, weights[0][0])
     dtype, without_autocast = _autocast(x)
+    if not layout.is_ragged and _is_plain(module, kernel, x, weights, dtype):
+        return _run_plain(module, kernel, x, hx, weights)
     with without_autocast:
         cell, options = module.mode.lower(), {"precision": _precision(x)}
-        engine = Engine(kernel, cell, layout, options)
-        N = 2 if module.bidirectional else 1
+        engine = Engine(kernel, cell, layout, options, module.hidden_size)
+        N, spec = 2 if module.bidirectional else 1, kernel.CELLS[cell]
         layers = [
-            make_heads(kernel.CELLS[cell], weights[at : at + N], module.bias)
+            make_heads(spec, weights[at : at + N], module.bias)
             for at in range(0, N * module.num_layers, N)
         ]
+        width = padded_width(x.device.type, dtype, x.shape[1], module.hidden_size)
+        if width != module.hidden_size:
+            layers = [
+                pad_heads(heads, spec.gates, width, N if number > 0 else 0)
+                for number, heads in enumerate(layers)
+            ]
         x, states, firsts = x.to(dtype), None, None
         if hx is not None:
             parts = zip(*(s.split(N) for s in _tuple(hx)))
@@ -85,17 +94,50 @@ def _run(module: Any, kernel: Any, x: Tensor, hx: Any, layout: Layout) -> tuple[
             states = [state for state, _ in entered]
             firsts = [first for _, first in entered] if module.proj_size > 0 else None
         dropout = module.dropout if module.training else 0.0
-        documents = layout.cu_seqlens is not None
         trains = is_recorded(x, weights[0][0])
         sizes = *x.shape[:2], module.hidden_size, trains
-        chunk = choose_chunk(x.device.type, len(layers), N, dropout, documents, *sizes)
+        chunk = choose_chunk(x.device.type, len(layers), N, dropout, layout.is_ragged, *sizes)
         if chunk > 0:
             y, lasts = engine.run_wavefront(layers, x, states, firsts, trains, chunk)
         else:
             y, lasts = engine.run_layers(layers, x, states, firsts, dropout)
         left = [engine.leave(h, s) for h, s in zip(layers, lasts)]
         last = tuple(torch.cat(parts).to(dtype) for parts in zip(*left))
+        if width != module.hidden_size and module.proj_size == 0:
+            y = y.view(*y.shape[:2], N, width)[..., : module.hidden_size].flatten(2)
     return y, last if len(last) > 1 else last[0]
+
+
+def _is_plain(module: Any, kernel: Any, x: Tensor, weights: list[list[Tensor]], dtype: Any) -> bool:
+    """Whether the layers run one after the other in one direction and one dtype, without dropout."""
+    if x.device.type != kernel.BACKEND or module.bidirectional or module.proj_size > 0:
+        return False
+    if module.training and module.dropout > 0:
+        return False
+    if any(w.dtype != dtype for layer in weights for w in layer) or x.dtype != dtype:
+        return False
+    trains = is_recorded(x, weights[0][0])
+    sizes = x.shape[0], x.shape[1], module.hidden_size, trains
+    return choose_chunk(x.device.type, module.num_layers, 1, 0.0, False, *sizes) == 0
+
+
+def _run_plain(
+    module: Any, kernel: Any, x: Tensor, hx: Any, weights: list[list[Tensor]]
+) -> tuple[Tensor, Any]:
+    """As `_run`, in fewer calls: see layer.py."""
+    cell, tf32, states = module.mode.lower(), _precision(x) == "tf32", None
+    if hx is not None:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        states = torch.stack([s.to(wide) for s in _tuple(hx)]).unsqueeze(3)  # [K, layers, B, 1, D]
+    lasts = []
+    for number, layer in enumerate(weights):
+        state = None if states is None else states[:, number]
+        x, last = kernel.run_layer(cell, x, tuple(layer), state, tf32)
+        lasts.append(last.squeeze(2))
+    # Joined, which copies, so that none is a view: those cannot be detached in place.
+    K = kernel.CELLS[cell].states
+    each = tuple(torch.cat([last[k : k + 1] for last in lasts]).to(x.dtype) for k in range(K))
+    return x, each if K > 1 else each[0]
 
 
 def _parameters(module: Any) -> list[list[Tensor]]:
@@ -124,7 +166,7 @@ def run_cell(module: Any, kernel: Any, cell: str, input: Tensor, hx: Any = None)
     _check_tensors(input, hx, parameters[0])
     dtype, without_autocast = _autocast(input)
     with without_autocast:
-        engine = Engine(kernel, cell, Layout(), {})
+        engine = Engine(kernel, cell, Layout(), {}, module.hidden_size)
         heads = make_heads(kernel.CELLS[cell], [parameters], module.bias)
         gates = project(kernel, input.to(dtype)[None, :, None], heads.w_ih)
         state = tuple(s.unsqueeze(1) for s in states) if states else None

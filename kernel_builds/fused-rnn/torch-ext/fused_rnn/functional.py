@@ -47,7 +47,9 @@ from .checks import (
 )
 from .dispatch import BACKEND, select_backend, without_autocast
 from .formulas import CALLS, is_recorded
+from .layer import project
 from .memory import check_memory
+from .padding import pad_call, padded_width
 from .sequences import lower_masks, stack_states
 
 State = Tuple[torch.Tensor, ...]
@@ -172,11 +174,12 @@ def recurrent_step(cell: str, x, weight, bias=None, state=None, *, backend="auto
     return h.squeeze(1), state
 
 
-def linear(x, weight, bias=None, *, backend="auto") -> torch.Tensor:
+def linear(x, weight, bias=None, *, precision="highest", backend="auto") -> torch.Tensor:
     """y = x weight^T + bias:  x [..., I], weight [O, I], bias [O] -> y [..., O], as F.linear.
 
     The input projection of a cell through our own GEMM on the CPU, where torch's fp32 and fp16
-    products can be several times slower; torch's own elsewhere.
+    products can be several times slower; torch's own elsewhere. With ``precision="tf32"``, large
+    products in fp32 on CUDA round their operands to TF32, as those of cuDNN's recurrent networks do.
     """
     check_input("x", x)
     check_input("weight", weight)
@@ -186,13 +189,17 @@ def linear(x, weight, bias=None, *, backend="auto") -> torch.Tensor:
             f"weight has shape {list(weight.shape)}, but must be [O, I] with I = x.shape[-1]; "
             f"x has shape {list(x.shape)}"
         )
+    check_choice("precision", precision, ("highest", "tf32"))
     if bias is not None:
         check_operand("bias", bias, (weight.shape[0],), "[O]", x.device)
     check_memory(("x", "weight", "bias", "bias"), x, weight, bias)
     weight = _as(weight, x.dtype)
     bias = None if bias is None else _as(bias, x.dtype)
-    if select_backend(backend, x.device.type, BACKEND) == "cpu":
+    chosen = select_backend(backend, x.device.type, BACKEND, x.dtype)
+    if chosen == "cpu":
         return CALLS["linear_fwd"](x, weight, bias)
+    if chosen == "cuda" and bias is None:
+        return project(x, weight, precision == "tf32")
     return torch.nn.functional.linear(x, weight, bias)
 
 
@@ -205,7 +212,13 @@ def _run(spec, x, weight, bias, state, masks, options, backend) -> Result:
         h, last = _reference(spec, inputs, masks, grad_clip)
     else:
         save = save == "gates" and is_recorded(*inputs)
+        width = x.shape[-1]
+        padded = padded_width(x.device.type, x.dtype, x.shape[1], width)
+        if padded != width:
+            inputs = pad_call(padded, *inputs)
         h, last, _, _ = CALLS[f"{spec.name}_fwd"](*inputs, *masks, grad_clip, tf32, save)
+        if padded != width:
+            h, last = h[..., :width].contiguous(), last[..., :width]
     return h, _unstack(spec, last)
 
 

@@ -14,11 +14,18 @@ from types import SimpleNamespace
 from torch import nn
 
 from .cells import CELLS
+from .dispatch import BACKEND
 from .forward import run_cell, run_sequence
 from .functional import linear, recurrent, recurrent_step
+from .layer import run_layer
 
 KERNEL = SimpleNamespace(
-    CELLS=CELLS, linear=linear, recurrent=recurrent, recurrent_step=recurrent_step
+    BACKEND=BACKEND,
+    CELLS=CELLS,
+    linear=linear,
+    recurrent=recurrent,
+    recurrent_step=recurrent_step,
+    run_layer=run_layer,
 )
 
 

@@ -26,6 +26,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .packed import Layout
+from .padding import pad_rows, pad_units
+
 States = tuple[Tensor, ...]  # K tensors [B, N, D], as the kernels have them
 
 # When a wavefront is faster: it adds (layers - 1) waves of latency and a call per wave, twice in
@@ -127,70 +130,22 @@ def take(heads: Heads, low: int, high: int) -> Heads:
     return heads._replace(w_hh=w_hh[:, low:high], bias=bias, w_hr=w_hr)
 
 
-class Layout(NamedTuple):
-    """Where sequences are in x [B, T, ...]: each in its own row, or as documents in one row."""
-
-    cu_seqlens: Tensor | None = None  # [S + 1]
-    backwards: Tensor | None = None  # [T]: the place of each step if its document runs backwards
-
-    def flip(self, x: Tensor) -> Tensor:
-        return x.flip(1) if self.backwards is None else put_rows(x, self.backwards)
-
-    def first(self) -> tuple[Any, ...]:
-        """Returns the index of the first steps in [N, B, T, ...]."""
-        if self.cu_seqlens is None:
-            return slice(None), slice(None), 0
-        return slice(None), 0, self.cu_seqlens[:-1]
-
-
-class Packed(NamedTuple):
-    """How the rows of a PackedSequence (all first steps first) become documents, and back."""
-
-    layout: Layout
-    to_documents: Tensor  # [total]
-    to_packed: Tensor  # [total]
-
-
-def unpack(batch_sizes: Tensor, device: torch.device) -> Packed:
-    """Computes all indices on the CPU, where batch_sizes is, and moves them at once: the host never
-    waits for the device. PackedSequences have no empty documents."""
-    cpu = batch_sizes.device
-    steps = torch.arange(len(batch_sizes), device=cpu).repeat_interleave(batch_sizes)
-    total = len(steps)
-    rows = torch.arange(total, device=cpu)
-    begins = batch_sizes.cumsum(0) - batch_sizes
-    documents = rows - begins.repeat_interleave(batch_sizes)  # each packed row's document
-    lengths = documents.bincount()
-    cu_seqlens = F.pad(lengths.cumsum(0), (1, 0))
-    to_documents = cu_seqlens[documents] + steps
-    to_packed = torch.empty_like(rows).index_copy_(0, to_documents, rows)
-    backwards = (cu_seqlens[:-1] + cu_seqlens[1:] - 1).repeat_interleave(lengths) - rows
-    indices = torch.cat((to_documents, to_packed, backwards, cu_seqlens))
-    if device.type == "cuda":
-        indices = indices.pin_memory()
-    parts = indices.to(device, non_blocking=True).split((total, total, total, len(cu_seqlens)))
-    return Packed(Layout(parts[3], parts[2]), parts[0], parts[1])
-
-
-def put_rows(x: Tensor, places: Tensor) -> Tensor:
-    """Sets y[:, places] = x, a permutation; it writes, so that its gradient is a gather."""
-    return torch.empty_like(x).index_copy_(1, places, x)
-
-
 def _stack(tensors: list[Tensor]) -> Tensor:
     return tensors[0].unsqueeze(0) if len(tensors) == 1 else torch.stack(tensors)
 
 
-def project(kernel: Any, x: Tensor, weight: Tensor) -> Tensor:
-    """Multiplies head by head: x [N, ..., I] with weight [N, O, I] -> [N, ..., O]."""
+def project(kernel: Any, x: Tensor, weight: Tensor, precision: str = "highest") -> Tensor:
+    """Head by head, x [N, ..., I] times weight [N, O, I] -> [N, ..., O]."""
+    x, weight = pad_rows(x, weight)
+    options = {"precision": precision} if precision != "highest" else {}
     if len(weight) == 1:
         x, w = x[0], weight[0]
-        if x.dim() == 3 and x.transpose(0, 1).is_contiguous():  # keeps time first in memory
-            return kernel.linear(x.transpose(0, 1), w).transpose(0, 1).unsqueeze(0)
-        return kernel.linear(x, w).unsqueeze(0)
-    if x.device.type in LINEAR_DEVICES:
+        if x.dim() == 3 and x.transpose(0, 1).is_contiguous():  # time first in memory stays so
+            return kernel.linear(x.transpose(0, 1), w, **options).transpose(0, 1).unsqueeze(0)
+        return kernel.linear(x, w, **options).unsqueeze(0)
+    if x.device.type in LINEAR_DEVICES or (options and x.dtype == torch.float32):
         pairs = zip(x.unbind(), weight.unbind())
-        return torch.stack([kernel.linear(*pair) for pair in pairs])
+        return torch.stack([kernel.linear(*pair, **options) for pair in pairs])
     y = torch.bmm(x.flatten(1, -2), weight.to(x.dtype).mT)
     return y.view(*x.shape[:-1], y.shape[-1])
 
@@ -202,6 +157,7 @@ class Engine(NamedTuple):
     cell: str
     layout: Layout
     options: dict[str, Any]
+    width: int  # D
 
     def advance(self, heads: Heads, gates: Tensor, state: States | None) -> tuple[Tensor, States]:
         """Runs gates [N, B, T, G * D]; returns the outputs [N, B, T, P] and the last states."""
@@ -213,25 +169,33 @@ class Engine(NamedTuple):
             h, state = self.kernel.recurrent_step(self.cell, x[:, 0], *weights, state)
             h = h.unsqueeze(1)
         else:
-            options = {**self.options, "cu_seqlens": self.layout.cu_seqlens}
+            lengths, cu_seqlens = self.layout.lengths, self.layout.cu_seqlens
+            options = {**self.options, "lengths": lengths, "cu_seqlens": cu_seqlens}
             h, state = self.kernel.recurrent(self.cell, x, *weights, state, **options)
         return self.outputs(heads, h.permute(2, 0, 1, 3)), state
 
+    def project(self, x: Tensor, weight: Tensor) -> Tensor:
+        return project(self.kernel, x, weight, self.options.get("precision", "highest"))
+
     def outputs(self, heads: Heads, h: Tensor) -> Tensor:  # [N, ..., D] -> [N, ..., P]
-        return h if heads.w_hr is None else project(self.kernel, h, heads.w_hr)
+        return h if heads.w_hr is None else self.project(h, heads.w_hr)
 
     def enter(self, heads: Heads, hx: States, dtype: torch.dtype) -> tuple[States, Tensor | None]:
         """Converts torch's states of one layer, each [N, B, ...], to the kernel's. With projections
         it also returns what the first steps' gates [N, B, G * D] read of them."""
         state = tuple(s.transpose(0, 1) for s in hx)
         if heads.w_h0 is None:
-            return state, None
-        first = project(self.kernel, hx[0].to(dtype), heads.w_h0)
+            return tuple(pad_units(s, heads.w_hh.shape[-1]) for s in state), None
+        state = state[0], pad_units(state[1], heads.w_hh.shape[-1])
+        first = self.project(hx[0].to(dtype), heads.w_h0)
         return (torch.zeros_like(state[1]), *state[1:]), first
 
     def leave(self, heads: Heads, state: States) -> States:  # back to torch's states
         h, *others = (s.transpose(0, 1) for s in state)
-        return self.outputs(heads, h), *others
+        h = self.outputs(heads, h)
+        if heads.w_hr is None:
+            h = h[..., : self.width]
+        return h, *(s[..., : self.width] for s in others)
 
     def run_layers(
         self,
@@ -248,7 +212,7 @@ class Engine(NamedTuple):
                 x = F.dropout(x, dropout)
             two = len(heads.w_ih) == 2
             xs = torch.stack((x, self.layout.flip(x))) if two else x.unsqueeze(0)
-            gates = project(self.kernel, xs, heads.w_ih)
+            gates = self.project(xs, heads.w_ih)
             first = firsts[number] if firsts else None
             if first is not None:
                 gates[self.layout.first()] += first
@@ -270,7 +234,7 @@ class Engine(NamedTuple):
         if rest > 0:
             y, states = self.run_layers(layers, x[:, :rest], states, firsts, 0.0)
             outputs.append(y)
-        gates = project(self.kernel, x[None, :, rest:], layers[0].w_ih).split(chunk, 2)
+        gates = self.project(x[None, :, rest:], layers[0].w_ih).split(chunk, 2)
         wide = torch.promote_types(x.dtype, torch.float32)
         if states is None:
             spec, D = self.kernel.CELLS[self.cell], layers[0].w_hh.shape[-1]
@@ -285,7 +249,7 @@ class Engine(NamedTuple):
             parts = [gates[wave]] if wave < len(gates) else []
             below = y[: L - 1 - low]  # outputs of the wave before, without the last layer's
             if wave > 0 and len(below) > 0:
-                parts.append(project(self.kernel, below, together.w_ih[low : low + len(below)]))
+                parts.append(self.project(below, together.w_ih[low : low + len(below)]))
             if wave < L:  # a layer starts
                 state = tuple(torch.cat(pair, 1) for pair in zip(state, states[wave]))
             if wave >= len(gates):  # a layer is done

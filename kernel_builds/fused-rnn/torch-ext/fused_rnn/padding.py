@@ -1,0 +1,75 @@
+"""Padding of odd widths on CUDA: units that stay zero make a row whole vectors of 16 bytes.
+
+A unit whose weights, bias, input and initial state are 0 has h = 0 at every step, in every cell, and
+gives nothing to the other units; its gradients are 0 too. So a head of width D runs as one of width P,
+the next multiple of 8 (fp32: 4), on the engines that read whole vectors. Of the outputs, the first D
+units are taken.
+"""
+
+from typing import Any, Optional, Tuple
+
+import torch
+from torch.nn.functional import pad
+
+VECTOR_BYTES = 16
+LEAST_PRODUCTS = 500_000_000  # multiplications of a projection
+LEAST_STEPS = 2  # a single step is the step engine's, which takes any width
+
+
+def padded_width(device_type: str, dtype: torch.dtype, steps: int, width: int) -> int:
+    """P for heads of `width` units, or `width` where padding would gain nothing."""
+    if device_type != "cuda" or dtype == torch.float64 or steps < LEAST_STEPS:
+        return width
+    units = VECTOR_BYTES // dtype.itemsize
+    return -(-width // units) * units
+
+
+def pad_weight(weight: torch.Tensor, width: int) -> torch.Tensor:
+    """[..., D, D] -> [..., P, P]."""
+    more = width - weight.shape[-1]
+    return pad(weight, (0, more, 0, more))
+
+
+def pad_units(x: Optional[torch.Tensor], width: int) -> Any:
+    """[..., D] -> [..., P]."""
+    return x if x is None or x.shape[-1] == width else pad(x, (0, width - x.shape[-1]))
+
+
+def pad_call(width: int, x: torch.Tensor, weight: Any, bias: Any, state: Any) -> Tuple[Any, ...]:
+    """The tensors of a call, x [B, T, G, N, D] and the others as the op takes them, at width P."""
+    return (
+        pad_units(x, width),
+        pad_weight(weight, width),
+        pad_units(bias, width),
+        pad_units(state, width),
+    )
+
+
+def pad_heads(heads: Any, gates: int, width: int, inner: int = 0) -> Any:
+    """stack.Heads at width P. `inner`: how many outputs of width P the layer reads, 0 of the first."""
+    w_ih, w_hh, bias, w_hr, w_h0 = heads
+    D, N, more = w_hh.shape[-1], len(w_ih), width - w_hh.shape[-1]
+
+    def rows(w: torch.Tensor) -> torch.Tensor:  # [N, G * D, I] -> [N, G * P, I]
+        return pad(w.view(N, gates, D, -1), (0, 0, 0, more)).flatten(1, 2)
+
+    if inner > 0 and w_hr is None:
+        w_ih = pad(w_ih.view(N, gates * D, inner, D), (0, more)).flatten(2)
+    w_hr = None if w_hr is None else pad_units(w_hr, width)
+    w_h0 = None if w_h0 is None else rows(w_h0)
+    return heads._replace(
+        w_ih=rows(w_ih),
+        w_hh=pad_weight(w_hh, width),
+        bias=pad_units(bias, width),
+        w_hr=w_hr,
+        w_h0=w_h0,
+    )
+
+
+def pad_rows(x: torch.Tensor, weight: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
+    """The operands of x [..., I] times weight [..., O, I] with I padded to whole vectors, where a product
+    on CUDA is so large that the copies pay."""
+    if x.numel() * weight.shape[-2] < LEAST_PRODUCTS:
+        return x, weight
+    width = padded_width(x.device.type, x.dtype, LEAST_STEPS, x.shape[-1])
+    return (x, weight) if width == x.shape[-1] else (pad_units(x, width), pad_units(weight, width))
