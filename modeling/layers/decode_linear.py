@@ -53,7 +53,7 @@ class FusedStep:
         raise NotImplementedError
 
     def find_step_linear(self, x: torch.Tensor, boundaries: Boundaries) -> StepLinear | None:
-        if x.shape[1] != 1 or not boundaries.none or isinstance(parts := self.step_parts, str):
+        if x.shape[1] != 1 or not boundaries.none() or isinstance(parts := self.step_parts, str):
             return None
         return find_step_linear(x, parts.backend, parts.modules, parts.around)
 
