@@ -1,0 +1,80 @@
+"""Draws calls at random from the space of ordinary sizes, the same for the same seed."""
+
+import random
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+NETS = {
+    "lstm": ("LSTM", {}),
+    "lstm-2": ("LSTM", {"num_layers": 2}),
+    "lstm-2-bi": ("LSTM", {"num_layers": 2, "bidirectional": True}),
+    "lstm-4": ("LSTM", {"num_layers": 4}),
+    "gru": ("GRU", {}),
+    "gru-3": ("GRU", {"num_layers": 3}),
+    "rnn-tanh": ("RNN", {}),
+    "lstm-proj": ("LSTM", {}),  # proj_size is half of the width
+    "lstm-packed": ("LSTM", {}),  # a PackedSequence of lengths between T / 2 and T
+    "lstm-cell": ("LSTMCell", {}),
+    "gru-cell": ("GRUCell", {}),
+}
+CELLS = ("lstm-cell", "gru-cell")
+BATCHES = (1, 2, 4, 8, 16, 32, 50, 64, 100, 128, 256, 512, 1000, 1024, 2048)
+STEPS = (1, 2, 5, 10, 20, 35, 50, 100, 128, 200, 333, 512, 1000, 1024, 2000)
+WIDTHS = (
+    16, 32, 50, 64, 96, 100, 128, 200, 256, 300, 333, 384, 400, 500, 512, 600, 640, 650, 700, 768, 800,
+    1000, 1024, 1150, 1280, 1500, 1536, 1800, 2000, 2048,
+)  # fmt: skip
+# fp32 is torch's default: cuDNN rounds the operands of its products to TF32. exact is fp32 without.
+PRECISIONS = {"cuda": ("bf16", "fp16", "fp32", "exact"), "cpu": ("fp32", "fp32", "fp32", "bf16")}
+DTYPES = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "exact": torch.float32,
+}
+MODES = ("inference", "training")
+# The largest calls: values of all gates of all steps and layers, and multiply-adds of a forward.
+MOST_VALUES = {"cuda": 3 * 10**9, "cpu": 10**8}
+MOST_PRODUCTS = {"cuda": 3 * 10**13, "cpu": 2 * 10**10}
+
+
+class Call(NamedTuple):
+    """One module call: a net of NETS, sizes, a precision of PRECISIONS, a mode of MODES."""
+
+    net: str
+    batch: int
+    steps: int
+    width: int
+    precision: str
+    mode: str
+
+    def __str__(self) -> str:
+        return f"{self.net} B{self.batch} T{self.steps} H{self.width} {self.precision} {self.mode}"
+
+    def gates(self) -> int:
+        """Returns the rows of all gates of all layers and directions, in units of the width."""
+        kind, options = NETS[self.net]
+        layers = options.get("num_layers", 1) * (2 if options.get("bidirectional") else 1)
+        return layers * {"LSTM": 4, "GRU": 3, "RNN": 1}[kind.removesuffix("Cell")]
+
+    def fits(self, device: str) -> bool:
+        """Returns whether the call is not larger than the largest."""
+        values = self.batch * self.steps * self.width * self.gates()
+        training = 3 if self.mode == "training" else 1
+        products = values * self.width * 2 * training
+        return values * training <= MOST_VALUES[device] and products <= MOST_PRODUCTS[device]
+
+
+def draw(seed: int, count: int, device: str) -> Iterator[Call]:
+    """Yields `count` calls that fit on the device."""
+    random_ = random.Random(seed)
+    while count > 0:
+        net = random_.choice(tuple(NETS))
+        batch, steps, width = map(random_.choice, (BATCHES, STEPS, WIDTHS))
+        precision, mode = random_.choice(PRECISIONS[device]), random_.choice(MODES)
+        call = Call(net, batch, 1 if net in CELLS else steps, width, precision, mode)
+        if call.fits(device):
+            count -= 1
+            yield call
