@@ -28,7 +28,10 @@ def load_built(name: str, finished: str | None):
     kernel = get_local_kernel(Path(finished or ROOT / "kernel_builds" / name), backend=DEVICE)
     # A package that this process has imported before is a new module, but its submodules, which are
     # not imported again, do not become its attributes.
-    kernel.dispatch = sys.modules[f"{kernel.__name__}.dispatch"]
+    for name, module in list(sys.modules.items()):
+        parent, _, child = name.rpartition(".")
+        if parent == kernel.__name__ and not hasattr(kernel, child):
+            setattr(kernel, child, module)
     return kernel
 
 

@@ -63,6 +63,7 @@ def test_explain_names_each_block(make_model):
     assert "no fused step" in lines(make_model("flash_xlstm"))[2]["layers.0"]
 
 
+@cpu_only
 def test_explain_takes_any_model_and_no_empty_batch(make_model):
     model = make_model("lstm")
     model.lm_head = nn.Sequential(model.lm_head)

@@ -22,7 +22,8 @@ TF32_PRODUCTS = 500_000_000
 def project(x: torch.Tensor, weight: torch.Tensor, tf32: bool) -> torch.Tensor:
     """x [..., I] times weight [O, I], on the device and in the dtype of the binary -> [..., O]."""
     if x.dim() == 3 and not x.is_contiguous() and x.transpose(0, 1).is_contiguous():
-        return project(x.transpose(0, 1), weight, tf32).transpose(0, 1)  # time first stays so in memory
+        by_time = project(x.transpose(0, 1), weight, tf32)  # time first in memory stays so
+        return by_time.transpose(0, 1)
     if BACKEND == "cpu":
         return CALLS["linear_fwd"](x, weight, None)
     x, weight = pad_rows(x, weight)
