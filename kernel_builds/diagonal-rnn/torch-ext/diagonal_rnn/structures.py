@@ -21,7 +21,9 @@ Pull = Callable[[Tensor], Tensor]  # v [N, *S] -> v^T J [N, *S], from torch.func
 
 
 class Structure(NamedTuple):
-    """N rows of Jacobians of states [*S], as one tensor [N, ...]; leading dimensions broadcast."""
+    """A form of Jacobians, such as diagonal, and its operations.
+
+    The Jacobians of N rows with states [*S] are one tensor [N, ...]; leading dimensions broadcast."""
 
     name: str
     jacobian: Callable[[Pull, Tensor], Tensor]  # (pull, h [N, *S]) -> J

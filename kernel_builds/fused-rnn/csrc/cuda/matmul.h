@@ -1,18 +1,19 @@
-// Products in TF32, whatever torch's own switch says: cuDNN's recurrent networks round the operands
-// of all their products so, and torch's matrix products do not.
+// Matrix products in TF32, whatever torch's setting for matrix products says. With torch's default
+// settings cuDNN computes all products of recurrent networks in TF32, and torch's own are in fp32.
 #pragma once
 #include "common/torch/cuda.h"
 #include "gemm/blas.h"
 
 namespace flashcell {
 
-// A matrix as cuBLAS takes it: rows or columns lie dense, `next` elements apart.
+// Matrices as cuBLAS takes them: the elements of a row are contiguous, or those of a column, and
+// the next row or column begins `next` elements later.
 struct Strided {
   Tensor x;
-  bool transposed;  // columns lie dense
+  bool transposed;  // the elements of a column are contiguous
   int64_t next;
 
-  // `rows` of x [N, rows, columns]
+  // Copies x [N, rows, columns] if cuBLAS cannot take it as it is.
   explicit Strided(const Tensor& given) : x(given) {
     const int64_t rows = x.size(1), columns = x.size(2);
     const auto fits = [](int64_t dense, int64_t apart, int64_t size) {
@@ -26,7 +27,7 @@ struct Strided {
   }
 };
 
-// c[n] = a[n] b[n]: a [N, M, K], b [N, K, P] fp32 -> [N, M, P]
+// Returns c [N, M, P] with c[n] = a[n] b[n], for a [N, M, K] and b [N, K, P]; all are fp32.
 inline Tensor tf32_matmul(Tensor a, Tensor b) {
   check_rank(a, "a", 3, "[N, M, K]");
   check_rank(b, "b", 3, "[N, K, P]");
@@ -45,7 +46,8 @@ inline Tensor tf32_matmul(Tensor a, Tensor b) {
   const torch::stable::accelerator::DeviceGuard guard(a.get_device_index());
   const Strided left(a), right(b);
   cuda::gemm::check_has_blas();
-  // cuBLAS's matrices lie column by column: what it multiplies are the transposes, in turn.
+  // cuBLAS stores matrices column by column, so that it reads ours as their transposes: this is
+  // c^T = b^T a^T.
   const float one = 1, zero = 0;
   cuda::gemm::check_blas(
       "cublasGemmStridedBatchedEx",

@@ -15,6 +15,6 @@ constexpr int kBlockRowBytes = 256;     // bytes of a row of the widest head
 constexpr int kBlockStages = 8;         // stages of the input ring, if they fit in ring_bytes
 constexpr int kBlockFewStages = 4;      // stages if those do not fit, but these do
 constexpr int kBlockLeastStages = 3;    // stages if neither fit
-constexpr int kBlockRingBytes = 61440;  // with operand and outputs it fits every architecture
+constexpr int kBlockRingBytes = 61440;  // leaves room for operand and outputs on every GPU
 
 }  // namespace flashcell::cuda::tiles

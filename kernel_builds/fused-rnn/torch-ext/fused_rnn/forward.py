@@ -26,7 +26,7 @@ from .stack import Engine, choose_chunk, make_heads, project
 def run_sequence(module: Any, kernel: Any, input: Any, hx: Any = None) -> Any:
     """Runs the forward of a torch.nn.LSTM, GRU or RNN; returns output, and h_n or (h_n, c_n)."""
     if not torch.compiler.is_compiling():
-        update_weights(module)  # check_input reads them
+        update_weights(module)  # check_input reads the weights
     if isinstance(input, PackedSequence):
         return _run_packed(module, kernel, input, hx)
     _check_sequence_dimensions(module, input, hx)

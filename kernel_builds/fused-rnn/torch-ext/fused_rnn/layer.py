@@ -1,7 +1,7 @@
-"""One layer and direction of a torch.nn LSTM, GRU or RNN, in as few calls as it takes.
+"""Runs one layer and direction of a torch.nn LSTM, GRU or RNN with as few calls as possible.
 
-The host's time is what a small call costs: so the caller has checked the arguments, and nothing is
-done here that the common case does not need. stack.py runs all the others.
+The host limits the speed of a small call. So the caller has checked the arguments, and this file does
+nothing that the common case does not need; stack.py runs all other cases.
 """
 
 from typing import Any, Optional, Tuple
@@ -14,16 +14,15 @@ from .dispatch import BACKEND
 from .formulas import CALLS, is_recorded
 from .padding import pad_rows, pad_units, pad_weight, padded_width
 
-# A product of fewer multiplications takes a GPU in exact fp32 less time than the host saves by torch's
-# own operator: 20 us on an H100.
+# From this many multiplications on, TF32 saves the GPU more time than it costs the host: our operator
+# takes the host 20 us longer than torch's, beside an H100.
 TF32_PRODUCTS = 500_000_000
 
 
 def project(x: torch.Tensor, weight: torch.Tensor, tf32: bool) -> torch.Tensor:
-    """x [..., I] times weight [O, I], on the device and in the dtype of the binary -> [..., O]."""
+    """Returns the product of x [..., I] and weight [O, I], which is [..., O] in the dtype of x."""
     if x.dim() == 3 and not x.is_contiguous() and x.transpose(0, 1).is_contiguous():
-        by_time = project(x.transpose(0, 1), weight, tf32)  # time first in memory stays so
-        return by_time.transpose(0, 1)
+        return project(x.transpose(0, 1), weight, tf32).transpose(0, 1)  # time stays outermost
     if BACKEND == "cpu":
         return CALLS["linear_fwd"](x, weight, None)
     x, weight = pad_rows(x, weight)
@@ -34,17 +33,16 @@ def project(x: torch.Tensor, weight: torch.Tensor, tf32: bool) -> torch.Tensor:
 
 
 def sum_biases(spec: Any, b_ih: torch.Tensor, b_hh: torch.Tensor) -> torch.Tensor:
-    """[G * D] each -> [R, 1, D] in the states' dtype, in which the kernel adds them.
+    """Adds the biases, [G * D] each; returns [R, 1, D] in the states' dtype, as the kernel takes it.
 
-    Where gradients follow, as a - (-b): torch's sum hands one tensor to both, and two parameters that
-    reach it through views would have their gradients in the same memory."""
+    If gradients are recorded, it computes a - (-b): the backward of a + b returns one tensor for both,
+    and the gradients of the two parameters, which are views here, would share its memory."""
     if b_ih.dtype in (torch.bfloat16, torch.float16):
         b_ih, b_hh = b_ih.float(), b_hh.float()
-    rows = (
-        2 * spec.gates - spec.bias_rows
-    )  # what follows is added to the recurrent product by itself
+    # b_hh of the gates after these is added to their recurrent product, so it stays apart.
+    rows = 2 * spec.gates - spec.bias_rows
     if rows == spec.gates:
-        apart = is_recorded(b_ih, b_hh) or torch.jit.is_tracing()  # a trace may get gradients later
+        apart = is_recorded(b_ih, b_hh) or torch.jit.is_tracing()  # a trace may be trained
         return (b_ih - b_hh.neg() if apart else b_ih + b_hh).view(rows, 1, -1)
     i, h = b_ih.view(spec.gates, 1, -1), b_hh.view(spec.gates, 1, -1)
     return torch.cat((i[:rows] - h[:rows].neg(), i[rows:], h[rows:]))
@@ -57,7 +55,7 @@ def run_layer(
     state: Optional[torch.Tensor],
     tf32: bool,
 ) -> Tuple[torch.Tensor, torch.Tensor]:
-    """x [B, T, I] -> h [B, T, D], the last states [K, B, 1, D].
+    """Returns h [B, T, D] and the last states [K, B, 1, D] for the input x [B, T, I].
 
     `parameters` are torch's w_ih, w_hh and, if there are any, b_ih, b_hh, in the dtype of x; `state` is
     [K, B, 1, D] in the states' dtype or None."""

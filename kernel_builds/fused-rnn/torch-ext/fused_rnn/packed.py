@@ -1,7 +1,7 @@
-"""Where sequences lie in a tensor x [B, T, ...], and how a PackedSequence becomes one.
+"""Says where sequences lie in a tensor x [B, T, ...], and converts a PackedSequence to such a tensor.
 
-Each sequence has a row of its own, where the steps after its end are padding; or all are documents in
-one row, [1, total, ...], with nothing between them.
+Either each sequence has a row of its own, padded after its end, or all of them lie end to end in one
+row, [1, total, ...].
 """
 
 from __future__ import annotations
@@ -12,48 +12,46 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-# On CUDA, an engine with a launch a step has as many launches as x has steps, and one row of documents
-# has as many as all of them together. So each gets a row, unless too much of it would be padding.
+# Some CUDA engines launch a kernel for each of the T steps of x. In one row, T is the sum of all lengths;
+# in padded rows it is the longest. So each sequence gets a row, unless too much would be padding.
 ROW_DEVICES = ("cuda",)
-MOST_PADDED = 4  # steps of the rows for each step of a sequence
+MOST_PADDED = 4  # B * T may be this many times the sum of all lengths
 
 
 class Layout(NamedTuple):
-    """Offsets or lengths of the sequences, where they have any."""
+    """The sequences in x: all in one row, or a row each, padded or (without lengths) full."""
 
-    cu_seqlens: Tensor | None = None  # [S + 1], of documents in one row
-    lengths: Tensor | None = None  # [B], of rows
-    backwards: Tensor | None = (
-        None  # [B * T]: the place of each step when its sequence runs backwards
-    )
+    cu_seqlens: Tensor | None = None  # [S + 1]: offsets of sequences in one row
+    lengths: Tensor | None = None  # [B]: lengths of padded rows
+    backwards: Tensor | None = None  # [B * T]: the place of each step once its sequence is reversed
 
     @property
     def is_ragged(self) -> bool:
         return self.backwards is not None
 
     def flip(self, x: Tensor) -> Tensor:
-        """The steps of every sequence in the opposite order; padding stays where it is."""
+        """Returns x with every sequence reversed in time; padding stays where it is."""
         if self.backwards is None:
             return x.flip(1)
         return put_rows(x.flatten(0, 1), self.backwards).view(x.shape)
 
     def first(self) -> tuple[Any, ...]:
-        """Index of the first steps in [N, B, T, ...]."""
+        """Returns the index of the first step of every sequence in a tensor [N, B, T, ...]."""
         if self.cu_seqlens is None:
             return slice(None), slice(None), 0
         return slice(None), 0, self.cu_seqlens[:-1]
 
 
 class Packed(NamedTuple):
-    """A PackedSequence's rows, all first steps first, as sequences in `layout`, and back."""
+    """Converts the data of a PackedSequence (first steps first) to an x of `layout`, and back."""
 
     layout: Layout
-    places: Tensor  # [total]: of each packed row in x [B * T, ...]
-    inverse: Tensor | None  # [total]: the way back, where x has no padding
+    places: Tensor  # [total]: where each row of the data goes in x [B * T, ...]
+    inverse: Tensor | None  # [total]: the inverse of places; None if x has padding
     shape: tuple[int, int]  # B, T
 
     def unpack(self, data: Tensor) -> Tensor:
-        """[total, I] -> x [B, T, I], with zeros as padding."""
+        """Converts data [total, I] to x [B, T, I], with zeros as padding."""
         if self.inverse is not None:
             return put_rows(data, self.places).unsqueeze(0)
         B, T = self.shape
@@ -61,23 +59,23 @@ class Packed(NamedTuple):
         return x.index_copy(0, self.places, data).view(B, T, -1)
 
     def pack(self, y: Tensor) -> Tensor:
-        """y [B, T, P] -> [total, P]."""
+        """Converts y [B, T, P] to data [total, P]."""
         rows = y.flatten(0, 1)
         return rows[self.places] if self.inverse is None else put_rows(rows, self.inverse)
 
 
 def describe(batch_sizes: Tensor, device: torch.device) -> Packed:
-    """The way of a PackedSequence with these batch sizes into x and back.
+    """Returns how to convert a PackedSequence with these batch sizes to x and back.
 
-    All indices are computed on the CPU, where batch_sizes is, and moved at once: the host never waits
-    for the device. PackedSequences have no empty sequences."""
+    All indices are computed on the CPU, where batch_sizes is, and copied to the device in one piece, so
+    that the host never waits for the device. A PackedSequence has no empty sequences."""
     cpu = batch_sizes.device
     T, B = len(batch_sizes), int(batch_sizes[0])
     steps = torch.arange(T, device=cpu).repeat_interleave(batch_sizes)
     total = len(steps)
     rows = torch.arange(total, device=cpu)
     begins = batch_sizes.cumsum(0) - batch_sizes
-    documents = rows - begins.repeat_interleave(batch_sizes)  # the one each packed row belongs to
+    documents = rows - begins.repeat_interleave(batch_sizes)  # the sequence of each row of the data
     lengths = documents.bincount()
     if device.type in ROW_DEVICES and MOST_PADDED * total >= B * T:
         places = documents * T + steps
@@ -101,5 +99,5 @@ def _move(indices: tuple[Tensor, ...], device: torch.device) -> tuple[Tensor, ..
 
 
 def put_rows(x: Tensor, places: Tensor) -> Tensor:
-    """y[places] = x, a permutation: written, not gathered, because then the gradient gathers."""
+    """Returns y with y[places] = x, for a permutation. Its backward is a gather, not a scatter."""
     return torch.empty_like(x).index_copy_(0, places, x)

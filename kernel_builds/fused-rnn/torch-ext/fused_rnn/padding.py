@@ -1,9 +1,9 @@
-"""Padding of odd widths on CUDA: units that stay zero make a row whole vectors of 16 bytes.
+"""Pads odd widths on CUDA with units that stay zero, so that a row is a multiple of 16 bytes.
 
 A unit whose weights, bias, input and initial state are 0 has h = 0 at every step, in every cell, and
-gives nothing to the other units; its gradients are 0 too. So a head of width D runs as one of width P,
-the next multiple of 8 (fp32: 4), on the engines that read whole vectors. Of the outputs, the first D
-units are taken.
+adds nothing to the other units; its gradients are 0 too. So a head of width D runs as one of width P,
+the next multiple of 8 (fp32: 4), on the engines that read vectors of 16 bytes. The outputs are the
+first D units.
 """
 
 from typing import Any, Optional, Tuple
@@ -12,12 +12,12 @@ import torch
 from torch.nn.functional import pad
 
 VECTOR_BYTES = 16
-LEAST_PRODUCTS = 500_000_000  # multiplications of a projection
-LEAST_STEPS = 2  # a single step is the step engine's, which takes any width
+LEAST_PRODUCTS = 500_000_000  # of a projection, in multiplications; a smaller one is not padded
+LEAST_STEPS = 2  # a single step runs on the step engine, which takes any width
 
 
 def padded_width(device_type: str, dtype: torch.dtype, steps: int, width: int) -> int:
-    """P for heads of `width` units, or `width` where padding would gain nothing."""
+    """Returns P for heads of `width` units, or `width` where padding would gain nothing."""
     if device_type != "cuda" or dtype == torch.float64 or steps < LEAST_STEPS:
         return width
     units = VECTOR_BYTES // dtype.itemsize
@@ -25,18 +25,18 @@ def padded_width(device_type: str, dtype: torch.dtype, steps: int, width: int) -
 
 
 def pad_weight(weight: torch.Tensor, width: int) -> torch.Tensor:
-    """[..., D, D] -> [..., P, P]."""
+    """Pads a recurrent weight [..., D, D] with zeros to [..., P, P]; `width` is P."""
     more = width - weight.shape[-1]
     return pad(weight, (0, more, 0, more))
 
 
 def pad_units(x: Optional[torch.Tensor], width: int) -> Any:
-    """[..., D] -> [..., P]."""
+    """Pads the units of x [..., D] with zeros to [..., P]; `width` is P."""
     return x if x is None or x.shape[-1] == width else pad(x, (0, width - x.shape[-1]))
 
 
 def pad_call(width: int, x: torch.Tensor, weight: Any, bias: Any, state: Any) -> Tuple[Any, ...]:
-    """The tensors of a call, x [B, T, G, N, D] and the others as the op takes them, at width P."""
+    """Pads x [B, T, G, N, D] and the other tensors of an op's call to width P."""
     return (
         pad_units(x, width),
         pad_weight(weight, width),
@@ -46,7 +46,10 @@ def pad_call(width: int, x: torch.Tensor, weight: Any, bias: Any, state: Any) ->
 
 
 def pad_heads(heads: Any, gates: int, width: int, inner: int = 0) -> Any:
-    """stack.Heads at width P. `inner`: how many outputs of width P the layer reads, 0 of the first."""
+    """Pads a stack.Heads to width P.
+
+    `inner` is the number of directions of the layer below, whose padded outputs this layer reads; 0 for
+    the first layer."""
     w_ih, w_hh, bias, w_hr, w_h0 = heads
     D, N, more = w_hh.shape[-1], len(w_ih), width - w_hh.shape[-1]
 
@@ -67,8 +70,8 @@ def pad_heads(heads: Any, gates: int, width: int, inner: int = 0) -> Any:
 
 
 def pad_rows(x: torch.Tensor, weight: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
-    """The operands of x [..., I] times weight [..., O, I] with I padded to whole vectors, where a product
-    on CUDA is so large that the copies pay."""
+    """Returns x [..., I] and weight [..., O, I], with I padded to a multiple of 16 bytes if their product
+    on CUDA is so large that it saves more time than the copies take."""
     if x.numel() * weight.shape[-2] < LEAST_PRODUCTS:
         return x, weight
     width = padded_width(x.device.type, x.dtype, LEAST_STEPS, x.shape[-1])

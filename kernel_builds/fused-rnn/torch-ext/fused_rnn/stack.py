@@ -54,7 +54,7 @@ def choose_chunk(
 ) -> int:  # fmt: skip
     """Returns the steps in a chunk of the wavefront, or 0 to run the layers one after the other.
 
-    Chunks are stretched to leave fewer steps over than there are chunks.
+    Chunks have about WAVE_CHUNK steps, and fewer steps are left over than there are chunks.
     """
     possible = layers > 1 and heads == 1 and dropout == 0 and not packed
     if not possible or device_type not in WAVE_DEVICES:

@@ -11,7 +11,7 @@ struct LinearStep {
   using T = State<IO>;
   using V = Vec<T>;
   static constexpr int kWidth = V::kWidth;
-  // Rows of a matrix that threads share out together.
+  // Rows of a matrix that go to one thread together.
   static constexpr int kGroup = kWidth > 8 ? kWidth : 8;
   // The number of strips in which rows are read at once, each strip from its first row to its last.
   // A core prefetches along a few long streams: 90 GB/s, where reading row after row reached 42 (1

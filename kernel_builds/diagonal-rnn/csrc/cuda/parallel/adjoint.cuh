@@ -49,7 +49,7 @@ struct Adjoint {
     dx = static_cast<IO*>(p->dx) + head + row * kGates * p->J + d;
   }
 
-  // Returns the number of rows of sums that the caller needs.
+  // Returns the number of summed gradients: those of the weights and, if there is one, the bias.
   static int64_t sum_rows(const Params& p) { return p.bias == nullptr ? kWeights : kSums; }
 
   DEVICE int time(int i) const { return steps - 1 - i; }

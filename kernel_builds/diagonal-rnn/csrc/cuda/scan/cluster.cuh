@@ -46,7 +46,7 @@ struct ClusterTile {
     // `full`: warp_map is written. `ready`: warp_map is read, and `carry` is written. Every lane
     // arrives for itself, so that each write is ordered directly (and compute-sanitizer sees it).
     uint64_t full[kBuffers], ready[kBuffers];
-    uint64_t told[kRounds];  // tile_map holds all maps of the round
+    uint64_t told[kRounds];  // tile_map has the maps of all blocks in the round
   };
 };
 

@@ -1,5 +1,6 @@
-// The cells of one backward step of the gemm engine: every thread has four units of a sequence.
-// Gradients of the states live in `dstate`, unrounded, from launch to launch.
+// The kernel that computes one backward step of the gemm engine, apart from the matrix product. A
+// thread computes four neighbouring units of a sequence. The gradients of the states are kept in
+// `dstate`, in fp32, between launches.
 #pragma once
 #include "../sequence.cuh"
 #include "plan.h"
@@ -7,7 +8,8 @@
 
 namespace flashcell::cuda::gemm {
 
-// Adds up the gradients of the bias of eight sequences, and adds them to their row of the table.
+// Sums this step's bias gradients over the sequences of the thread block, and adds the sums to the
+// block's row of dbias_partial; the last time step, which runs first, sets that row.
 template <typename Cell>
 DEVICE void add_dbias(const BackwardParams& p, const Step& step, int t,
                       float (&sums)[Cell::kBias][kSequences][kQuads * kQuad]) {

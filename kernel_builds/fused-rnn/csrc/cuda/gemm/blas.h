@@ -1,11 +1,12 @@
-// The functions of cuBLAS that are used, declared here, so that one binary serves every CUDA
-// version of torch. torch's CUDA library, which this one is linked to, brings cuBLAS with it.
+// Declares the cuBLAS functions that are called here, without NVIDIA's headers, so that one binary
+// serves every CUDA version of torch. This library is linked to torch's CUDA library, which loads
+// cuBLAS.
 #pragma once
 #include <cstddef>
 #include <stdexcept>
 #include <string>
 
-using cudaStream_t = struct CUstream_st*;  // as CUDA declares it: ops.cpp needs no CUDA headers
+using cudaStream_t = struct CUstream_st*;  // as in CUDA's headers, which ops.cpp lacks
 
 extern "C" __attribute__((weak)) int cublasGemmStridedBatchedEx(
     void* handle, int, int, int m, int n, int k, const void* alpha, const void* a, int, int lda,
@@ -17,13 +18,13 @@ extern "C" __attribute__((weak)) int cublasSetWorkspace_v2(void* handle, void* m
 
 namespace flashcell::cuda::gemm {
 
-// cuBLAS's names and numbers for what is used here, as its header cublas_v2.h has them.
+// Arguments of cuBLAS, with the values that they have in NVIDIA's headers.
 enum Operation { kNone = 0, kTransposed = 1 };
 enum DataType { kFloat32 = 0, kFloat16 = 2, kBFloat16 = 14 };
 enum Compute { kFp32 = 68, kExactFp32 = 69, kTf32 = 77 };
 constexpr int kDefaultAlgorithm = -1;
 
-// An error where torch's CUDA library has no cuBLAS, or not all of its functions.
+// Throws if torch's CUDA library does not bring the functions declared above.
 inline void check_has_blas() {
   if (cublasGemmStridedBatchedEx == nullptr || cublasSetStream_v2 == nullptr ||
       cublasSetWorkspace_v2 == nullptr) {

@@ -1,5 +1,4 @@
-// The matrix products of the gemm engine, by the cuBLAS that torch brings. Only the one function is
-// declared here, so that one binary serves every CUDA version of torch.
+// The matrix products of the gemm engine, computed by the cuBLAS that torch brings.
 #pragma once
 #include "../launch.h"
 #include "blas.h"
@@ -9,8 +8,8 @@
 
 namespace flashcell::cuda::gemm {
 
-// Products go to the launch's stream and work in its scratch: torch's own workspace belongs to
-// torch's stream.
+// Makes cuBLAS use the launch's stream, and the launch's scratch as its workspace: the workspace
+// that torch gave it may be used on torch's stream alone.
 inline void use_stream(const Launch& launch) {
   check_has_blas();
   check_blas("cublasSetStream", cublasSetStream_v2(launch.blas, launch.stream));
@@ -23,8 +22,9 @@ constexpr DataType kDataType = sizeof(IO) == 4            ? kFloat32
                                : std::is_same_v<IO, bf16> ? kBFloat16
                                                           : kFloat16;
 
-// c = b a^T (transposed) or b a, for `heads` matrices side by side: a [heads, rows of a, columns of
-// a] io, b [sequences, heads, depth] io, c [sequences, heads, width] fp32.
+// Computes c = b a^T if `transposed`, else c = b a, for every head. a is [heads, width, depth] if
+// `transposed`, else [heads, depth, width]; b is [sequences, heads, depth], in a's dtype, and c
+// [sequences, heads, width] in fp32.
 template <typename IO>
 void multiply(const void* a, const void* b, float* c, bool transposed, int64_t sequences,
               int64_t heads, int64_t depth, int64_t width, const Launch& launch) {
@@ -38,7 +38,8 @@ void multiply(const void* a, const void* b, float* c, bool transposed, int64_t s
   check_blas("cublasGemmStridedBatchedEx", status);
 }
 
-// The weight [G, N, D, D] with the gates of a head together, [N, G, D, D].
+// Copies the weight [G, N, D, D] to [N, G, D, D], where all gates of a head are one matrix. With
+// one head the two are the same, and nothing is copied.
 inline const void* pack_weight(const SequenceParams& p, int gates, int io_bytes, void* scratch,
                                const Launch& launch) {
   if (p.N == 1) return p.weight;

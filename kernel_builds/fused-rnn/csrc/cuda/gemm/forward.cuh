@@ -1,5 +1,6 @@
-// The cells of one forward step of the gemm engine: every thread has four units of a sequence.
-// States live in `last`, unrounded, from launch to launch.
+// The kernel that computes one forward step of the gemm engine, apart from the matrix product. A
+// thread computes four neighbouring units of a sequence. The states are kept in `last`, in fp32,
+// between launches.
 #pragma once
 #include "../sequence.cuh"
 #include "plan.h"
@@ -7,7 +8,7 @@
 
 namespace flashcell::cuda::gemm {
 
-// Rounds the initial h to the operand of the first product.
+// Rounds the initial h to the dtype of x, as the operand of the first matrix product.
 template <typename IO>
 __global__ void __launch_bounds__(kSequences* kQuads) first_operand_kernel(
     const __grid_constant__ ForwardParams p, const Step step) {
@@ -30,7 +31,7 @@ __global__ void __launch_bounds__(kSequences* kQuads) forward_cells_kernel(
   const Column column(p, s, p.x_batch);
   const int t = step.time();
   const bool in_time = column.runs(t), held = column.holds(p, t), runs = in_time && !held;
-  const bool carries = in_time || (t == 0 && column.length == 0);  // the states
+  const bool carries = in_time || (t == 0 && column.length == 0);  // writes states
   const bool zeros = held || (!in_time && t < column.length + column.padding);
   if (!carries && !zeros) return;
   const int64_t row = column.row + t, to = row * step.ND + at;

@@ -1,5 +1,6 @@
-// Repeats the same few launches many times as one CUDA graph, which costs the host a fraction of
-// what the launches do. The steps of a graph read their time from memory.
+// Runs many time steps by launching one CUDA graph of a few steps again and again, which takes the
+// host a fraction of the time of single launches. A graph's arguments cannot change, so its steps
+// read the current time from GPU memory (`clock`).
 #pragma once
 #include "cublas.cuh"
 
@@ -8,7 +9,8 @@ namespace flashcell::cuda::gemm {
 static __global__ void set_clock_kernel(int* clock, int t) { *clock = t; }
 static __global__ void advance_clock_kernel(int* clock, int steps) { *clock += steps; }
 
-// A stream for recording, kept by the thread: torch's default stream cannot record.
+// Returns the stream on which this thread records graphs, because torch's default stream cannot
+// record; null if there is none for the device.
 inline cudaStream_t recording_stream() {
   struct Streams {
     cudaStream_t of_device[64] = {};
@@ -27,7 +29,7 @@ inline cudaStream_t recording_stream() {
   return stream;
 }
 
-inline bool is_recording(cudaStream_t stream) {  // by the caller's own graph
+inline bool is_recording(cudaStream_t stream) {  // whether the caller records a graph
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusActive;
   if (cudaStreamIsCapturing(stream, &status) != cudaSuccess) {
     cudaGetLastError();
@@ -36,7 +38,7 @@ inline bool is_recording(cudaStream_t stream) {  // by the caller's own graph
   return status != cudaStreamCaptureStatusNone;
 }
 
-// Records what `record` launches on a Launch whose stream it is given.
+// Records what `record(launch)` launches; returns it as a CUDA graph, or null without a stream.
 template <typename Record>
 cudaGraphExec_t make_graph(const Launch& launch, Record record) {
   Launch recording = launch;
@@ -62,8 +64,8 @@ cudaGraphExec_t make_graph(const Launch& launch, Record record) {
   return made;
 }
 
-// Runs `count` steps, first, first + direction, ...: `step(launch, t, clock)` launches the one at
-// time t, or, where `clock` is not null, at t plus the time that it holds.
+// Runs the time steps first, first + direction, ..., `count` in all. `step(launch, t, clock)` must
+// launch time step t or, if `clock` is not null, time step t + *clock.
 template <typename RunStep>
 void run_steps(int first, int64_t count, int direction, int* clock, const Launch& launch,
                RunStep step) {

@@ -1,4 +1,5 @@
-// The gemm engine, host side: a product of cuBLAS and a kernel for the cells, for every step.
+// Launches the gemm engine: for every time step a matrix product of cuBLAS, then a kernel that
+// computes the cells.
 #pragma once
 #include "backward.cuh"
 #include "forward.cuh"
@@ -40,7 +41,7 @@ void run_forward(const ForwardParams& p, const Launch& launch) {
     launch_cells(&forward_cells_kernel<Cell, IO, V>, p, step, on);
   };
   if (step.has_product) launch_cells(&first_operand_kernel<IO>, p, step, launch);
-  run(launch, 0, nullptr);  // which also passes the states of sequences without any step
+  run(launch, 0, nullptr);  // also copies the states of sequences that have no steps
   step.has_product = true;
   run_steps(1, p.T - 1, 1, reinterpret_cast<int*>(scratch + places.clock), launch, run);
 }
@@ -69,7 +70,7 @@ void run_backward(const BackwardParams& p, const Launch& launch) {
   };
   run(launch, int(p.T) - 1, nullptr);
   step.has_product = true;
-  // Step -1 completes the gradient of the initial states.
+  // Step -1 adds the product of step 0 to the gradients of the initial states.
   run_steps(int(p.T) - 2, p.T, -1, reinterpret_cast<int*>(scratch + places.clock), launch, run);
 }
 

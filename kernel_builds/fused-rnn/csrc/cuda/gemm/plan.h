@@ -1,5 +1,6 @@
-// When the gemm engine runs a call: a matrix product of cuBLAS and one kernel for the cells, every
-// step. Its products run at the rate of the tensor cores, but each costs two launches.
+// Decides whether the gemm engine runs a call. It computes every time step with a matrix product of
+// cuBLAS and a kernel for the cells: the product runs at the full rate of the GPU, but every step
+// costs two launches.
 #pragma once
 #include <cstdint>
 
@@ -8,20 +9,22 @@
 
 namespace flashcell::cuda::gemm {
 
-constexpr size_t kWorkspaceBytes = size_t(32) << 20;  // as cuBLAS recommends for Hopper
-// As many steps repay a CUDA graph of a few of them, which is then launched again and again.
+constexpr size_t kWorkspaceBytes = size_t(32) << 20;  // what cuBLAS recommends for Hopper
+// From kLeastSteps on, steps run as a CUDA graph of kGraphSteps steps that is launched again and
+// again. For fewer steps, recording the graph takes longer than it saves.
 constexpr int kGraphSteps = 8;
 constexpr int64_t kLeastSteps = 40;
-constexpr int kSequences = 8, kQuads = 32;  // of a thread block: rows, and fours of units
+constexpr int kSequences = 8, kQuads = 32;  // per thread block; a quad is 4 units
 
 struct Sizes {
   int64_t S, T, N, D;
   int gates, io_bytes;
-  bool exact;  // fp32 whose products are not rounded to tf32
+  bool exact;  // fp32 products, not rounded to tf32
 };
 
-// Whether the engine is faster than the one that would run the call otherwise. Measured on an H100
-// (NOTEBOOK.md, "The gemm engine"): a step takes at least 8 us, or 14 where too few repay a graph.
+// Whether this engine is faster than `other`, which runs the call otherwise. The limits were
+// measured on an H100 (NOTEBOOK.md, "The gemm engine"): a step takes at least 8 us in a graph, and
+// 14 us without one.
 constexpr bool is_faster(const Sizes& z, Engine other, const Device&) {
   const int64_t rows = z.S * z.N;
   const double units = double(rows) * double(z.D);
@@ -40,12 +43,13 @@ constexpr bool is_faster(const Sizes& z, Engine other, const Device&) {
   return rows > (graph ? least : least * 3 / 2);
 }
 
-// What the engine keeps in memory from launch to launch, in bytes from the start of its scratch.
+// Where the engine's buffers lie in its scratch, in bytes from its start. cuBLAS's workspace is
+// first.
 struct Scratch {
-  int64_t clock;    // the time of a graph's first step; before it, cuBLAS's workspace
-  int64_t product;  // [S, N, G, D] fp32, of backward [S, N, D]
-  int64_t operand;  // [S, N, D] io, of backward [S, N, G, D]
-  int64_t weight;   // [N, G, D, D] io, where there are several heads
+  int64_t clock;    // int, the time of the graph's first step
+  int64_t product;  // fp32, forward [S, N, G, D], backward [S, N, D]
+  int64_t operand;  // io, forward [S, N, D], backward [S, N, G, D]
+  int64_t weight;   // io, [N, G, D, D]; empty for one head
   int64_t bytes;
 
   Scratch(const SequenceParams& p, int gates, int io_bytes, bool backward) {

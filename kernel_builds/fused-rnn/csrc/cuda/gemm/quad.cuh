@@ -1,4 +1,4 @@
-// Four neighbouring units of a row, as one load or store.
+// Loads and stores four neighbouring units of a row (a quad) at once.
 #pragma once
 #include "../tensor_core.cuh"
 
@@ -40,21 +40,21 @@ DEVICE void store_zeros(IO* to) {
   store_quad(to, zeros);
 }
 
-// Of tensors that the caller made, whose first element may stand anywhere.
+// Loads a quad element by element, from a tensor of the caller's, which need not be aligned.
 template <typename IO>
 DEVICE void load_each(float (&v)[kQuad], const IO* from) {
 #pragma unroll
   for (int i = 0; i < kQuad; ++i) v[i] = to_float(from[i]);
 }
 
-struct Step {  // what a launch knows besides the parameters
+struct Step {  // arguments of a launch, besides Params
   int t;
-  const int* clock;  // what it holds is added to t; or null
-  bool has_product;  // the step before has run
-  int D, ND;         // width of a head, of all heads
+  const int* clock;  // null, or its value is added to t
+  bool has_product;  // whether this step has a product
+  int D, ND;         // width of one head, and of all heads
   int64_t SND;
-  const float* product;  // of the recurrent weight and the operand
-  void* operand;         // io, of the next product
+  const float* product;  // recurrent weight times the last operand
+  void* operand;         // io, written here for the next product
 
   DEVICE int time() const { return clock != nullptr ? t + *clock : t; }
 };

@@ -76,8 +76,9 @@ struct ChunkGradients : ChunkProducts<IO, kTiles> {
     __syncthreads();  // by_part overwrites memory that weigh read
   }
 
-  // Writes the warp's part of each row's dot product with the same row of x to by_part; the lane
-  // that owns the row sets or adds it. Past the last column the sums are 0.
+  // Computes the warp's part of the dot product of each row of `sums` with the same row of x, and
+  // stores it in by_part, or adds it there unless `is_first`. Past the last column of x, `sums`
+  // must be 0.
   DEVICE void add_flow(const OutputSums& sums, const Matrix<IO>& x, int first,
                        bool is_first) const {
     int columns[kBlocks];

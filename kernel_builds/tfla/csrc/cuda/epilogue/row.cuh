@@ -16,7 +16,7 @@ struct Row {
     return (int(threadIdx.x) % kThreads + kThreads * vector) * kVector;
   }
 
-  // The columns as they are in memory.
+  // The thread's columns, in the dtype that they have in memory.
   template <typename X>
   struct Raw {
     using Word = std::conditional_t<kVector * sizeof(X) == 8, uint2, uint4>;
