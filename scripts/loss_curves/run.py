@@ -30,7 +30,7 @@ class Provider:
     bf16: bool = False
     nudge: int = 0  # seed of one unit in the last place of every weight, up or down; 0: none
     reorder: int = 0  # seed of another order of a batch's rows, so of every sum over them; 0: none
-    tf32: bool = False  # in torch.nn's recurrent modules, where torch has it by default
+    tf32: bool = False  # for torch.nn's recurrent modules, whose default it is
     rate: float = LEARNING_RATE
 
 

@@ -4,8 +4,8 @@ A generator takes (rng, count, lengths) and gives tokens and targets, int64 [cou
 longest length. A target is the correct token at that position, or IGNORED where there is none; what
 stands after the last target of a row is 0 and cannot matter to a causal model.
 
-Sources: keep-nth, parity, MQAR and k-hop are those of arXiv 2510.21450, appendix C.2 (P), parity
-with extrapolation that of arXiv 2412.07752, appendix K (F). What a paper leaves open is said beside.
+Sources: keep-nth, parity, MQAR and k-hop are those of arXiv 2510.21450, appendix C.2 (ParaRNN); parity
+with extrapolation is that of arXiv 2412.07752, appendix K (FlashRNN). Comments say what they leave open.
 """
 
 import os
@@ -43,11 +43,11 @@ def mqar(
 ) -> Rows:
     """Draws MQAR: key-value pairs, then noise with each key once more, whose target is its value.
 
-    P names "key-value pairs, then noise interwoven with the keys" and kappa = 2, read as the number
+    ParaRNN has "key-value pairs, then noise interwoven with the keys" and kappa = 2, read as the number
     of pairs; the rest is Zoology's (arXiv 2312.04927): keys in [1, V/2) and values in [V/2, V), each
     once; position 2 pairs + 2 g holds a query, the gaps g drawn without replacement with
     P(g) ~ (g + 1)^(a - 1), a = 0.01. Noise is uniform in [noise_from, V): from V/2 on no key is
-    left without an answer, which is how P's "for each key its value" is read; Zoology's is from 0.
+    left without an answer, which is how ParaRNN's "for each key its value" is read; Zoology's is from 0.
     """
     T, head, half = lengths[1], 2 * pairs, V // 2
     if lengths[0] != T or 2 * head > T:
@@ -69,7 +69,7 @@ def k_hop(rng: np.random.Generator, count: int, lengths: Lengths, V: int, k: int
 
     x is uniform in [0, V).
 
-    P: "hop back and report the value following its previous occurrence; keep on hopping back k
+    ParaRNN: "hop back and report the value following its previous occurrence; keep on hopping back k
     times". Where there is no such occurrence nothing is scored: the published parameter counts leave
     no room for a token that says so.
     """
@@ -90,7 +90,7 @@ def k_hop(rng: np.random.Generator, count: int, lengths: Lengths, V: int, k: int
 
 
 def find_k(rng: np.random.Generator, count: int, lengths: Lengths, V: int, k: int) -> Rows:
-    """Draws k-hop as in arXiv 2402.09268, the other reading of P: a hop goes from position i to
+    """Draws k-hop as in arXiv 2402.09268, the other reading of ParaRNN: a hop goes from position i to
     the one right after the last occurrence of x_i before i, and on from there; the answer is the
     token where k hops lead. With k = 1 both are one."""
     x, last = _uniform(rng, count, lengths, V)
@@ -134,7 +134,7 @@ def _distinct(
 
 @dataclass(frozen=True)
 class Task:
-    """A task, the model that P tests on it, and its training settings; one optimiser step per
+    """A task, the model that ParaRNN tests on it, and its training settings; one optimiser step per
     batch."""
 
     generate: Generator
@@ -144,7 +144,7 @@ class Task:
     training_rows: int | None = 10_000  # drawn once; None for new rows at every step
     test_rows: int = 100_000
     scored: int | None = None  # positions of every row; None where rows differ
-    full_block: bool = True  # the whole mixer of P's language model, or its recurrent cell alone
+    full_block: bool = True  # ParaRNN's whole mixer, or its recurrent cell alone
     norms: bool = True  # around the mixer
     positions: bool = False  # sinusoids are added to the embeddings
     memory: int | None = (
@@ -208,15 +208,16 @@ def _training_set(generate: Generator, lengths: Lengths, count: int, seed: int) 
 MANY = 200_000
 
 TASKS = {
-    # F says: lengths up to 40, tested on 40 to 256, each uniform. Its model is not published; here it
-    # is P's single layer. F names neither weight decay nor norms of gradients: there is none.
+    # FlashRNN trains on lengths up to 40 and tests on 40 to 256, each uniform. Its model is not
+    # published: here it is ParaRNN's single layer. It names neither weight decay nor clipping of
+    # gradients: there is none.
     "parity-extrapolation": Task(
         parity, 2, (1, 40), (40, 256), None, 8192, 1, full_block=False, max_recurrent=None,
         steps=100_000, batch=256, learning_rates=(1e-2, 1e-3, 1e-4), warmup=0.1, last_rate=0.1,
         weight_decay=0.0,
     ),
-    # P's counts are those without norms for keep-nth, and with them for parity. Not P's: gates that hold
-    # from the start, without which a gradient does not come back over 95 steps; rows of parity that
+    # ParaRNN's parameter counts have no norms for keep-nth, and have them for parity. Three things are
+    # ours: gates that hold from the start, without which a gradient does not come back over 95 steps; rows of parity that
     # are shorter than 100, at which learning begins; and MANY rows, where 10,000 were learnt by heart.
     "keep-5th": Task(
         partial(keep_nth, V=128, n=5), 128, training_rows=MANY, scored=1, full_block=False,

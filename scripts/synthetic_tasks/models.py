@@ -79,7 +79,7 @@ def make_mixer(task: Task, name: str, backend: str) -> nn.Module:
             if isinstance(module, GateLinear):
                 module.init_weights()
         return mlstm
-    if name == "mamba2":  # a state of 64 in each of 64 channels; its convolution and gate always
+    if name == "mamba2":  # 64 values a channel; always with convolution and gate
         inner = {"expand": 1, "head_dim": WIDTH // HEADS, "state_size": 64, "n_groups": 1}
         return Mamba2Mixer(Mamba2Config(conv_kernel=4, chunk_size=32, **inner, **sizes), 0)
     longer = task.test_lengths[1] > task.lengths[1]
@@ -103,8 +103,8 @@ def unfused() -> AbstractContextManager:
 class Published(nn.Module):
     """A Transformer layer with the published number of parameters, 31,552 + (2 * 64 + 1) V.
 
-    It has positions, attention with biases, and an MLP 64 -> 64 -> 64 with biases after a norm. P
-    states only the counts, 48.1k, 31.8k, 32.8k, 32.2k for V = 128, 2, 10, 5, not the parts."""
+    It has positions, attention with biases, and an MLP 64 -> 64 -> 64 with biases after a norm. The
+    paper (ParaRNN) states only the counts, 48.1k, 31.8k, 32.8k, 32.2k for V = 128, 2, 10, 5, not the parts."""
 
     def __init__(self, task: Task):
         super().__init__()

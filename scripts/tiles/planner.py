@@ -69,5 +69,5 @@ class Planner:
         return "".join(lines)
 
     def explain(self, *call: object, **options: object) -> Plan:
-        """explain_plan of the sources."""
+        """Does what a kernel's explain_plan does, with the planner compiled from the sources."""
         return explain_with(self, *call, **options)

@@ -116,9 +116,7 @@ def generate(args: argparse.Namespace, hub) -> None:
     logging.disable_progress_bar()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        info = kernel_info(
-            "fused-rnn", device, device
-        )  # by name: nothing stands in for it silently
+        info = kernel_info("fused-rnn", device, device)  # an error without this kernel
     except KernelError as error:
         environment.fail(str(error))
     print(f"kernel  {info.repo}@{info.revision[:12]}, {origin(hub)}, every digest as locked")

@@ -31,8 +31,8 @@ class Faults:
 
     cut: dict[str, int] = field(default_factory=dict)  # half the bytes come, all were announced
     clip: dict[str, int] = field(default_factory=dict)  # half a file, though HEAD announced all
-    shorten: dict[str, int] = field(default_factory=dict)  # half a file, and nothing says so
-    tampered: dict[str, bytes] = field(default_factory=dict)  # other content
+    shorten: dict[str, int] = field(default_factory=dict)  # half a file is announced and sent
+    tampered: dict[str, bytes] = field(default_factory=dict)  # this content is sent instead
 
     def apply(self, method: str, path: str, content: bytes) -> tuple[bytes, int]:
         """Applies the faults to a download; returns the content to announce and the bytes to

@@ -91,7 +91,7 @@ def build_steps(args: argparse.Namespace, home: Path) -> list[Step]:
     build = [sys.executable, ROOT / "scripts" / "build_kernels", "--here", "--home", home]
     steps: list[Step] = [("build", build)]
     cuda = sorted({f.parts[1] for f in map(Path, tracked()) if is_shipped_cuda(f)})
-    if cuda and (args.cuda or args.all):  # one arch: nothing here can run it
+    if cuda and (args.cuda or args.all):  # compiled, not run: one arch is enough
         options = ["--backend", "cuda", "--archs", "9.0a", "--home", home, "--kernel", *cuda]
         options += ["--out", home / "cuda"] if args.all else ["--check"]
         steps.append(("build cuda", [*build[:2], *options]))

@@ -27,7 +27,7 @@ except ImportError:  # Python 3.10; pytest brings it
 ROOT = environment.ROOT
 CHOICES = ("oldest", "newest", "today")
 TOOLS = ["accelerate", "peft", "pytest", "pytest-xdist", *environment.BUILD_TOOLS]
-# What leans on torch and transformers. What the kernels compute is the same under every torch.
+# The tests that depend on the versions of torch and transformers; the kernels' results do not.
 TESTS = ["tests/modeling", "tests/ops/test_forward_mode.py"]
 TESTS += ["tests/ops/test_raw_ops.py", "tests/ops/fused_rnn/test_registration.py"]
 TESTS += [f"tests/ops/{kernel}/test_validation.py" for kernel in ("diagonal_rnn", "tfla")]

@@ -35,7 +35,7 @@ class Recipe:
     log_every: int
     evaluate_every: int
     checkpoint_every: int
-    # The text: the standard library of one Python, whole files held out, ...
+    # The text is either the standard library of one Python version, with whole files held out ...
     python: str = ""
     corpus_sha256: str = ""
     held_out_in: int = 0  # one document in so many is held out, by its hash

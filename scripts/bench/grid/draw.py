@@ -1,4 +1,4 @@
-"""Draws calls at random from the space of ordinary sizes, the same for the same seed."""
+"""Draws random module calls of ordinary sizes; the same seed gives the same calls."""
 
 import random
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ WIDTHS = (
     16, 32, 50, 64, 96, 100, 128, 200, 256, 300, 333, 384, 400, 500, 512, 600, 640, 650, 700, 768, 800,
     1000, 1024, 1150, 1280, 1500, 1536, 1800, 2000, 2048,
 )  # fmt: skip
-# fp32 is torch's default: cuDNN rounds the operands of its products to TF32. exact is fp32 without.
+# "fp32" is torch's default: cuDNN rounds the operands of products to TF32. "exact" does not round.
 PRECISIONS = {"cuda": ("bf16", "fp16", "fp32", "exact"), "cpu": ("fp32", "fp32", "fp32", "bf16")}
 DTYPES = {
     "bf16": torch.bfloat16,
@@ -35,13 +35,14 @@ DTYPES = {
     "exact": torch.float32,
 }
 MODES = ("inference", "training")
-# The largest calls: values of all gates of all steps and layers, and multiply-adds of a forward.
+# Limits of a call: values of the gates at all steps and layers, and multiply-adds. In training each
+# counts three times.
 MOST_VALUES = {"cuda": 3 * 10**9, "cpu": 10**8}
 MOST_PRODUCTS = {"cuda": 3 * 10**13, "cpu": 2 * 10**10}
 
 
 class Call(NamedTuple):
-    """One module call: a net of NETS, sizes, a precision of PRECISIONS, a mode of MODES."""
+    """One module call: a key of NETS, sizes, a precision of PRECISIONS and a mode of MODES."""
 
     net: str
     batch: int
@@ -54,13 +55,13 @@ class Call(NamedTuple):
         return f"{self.net} B{self.batch} T{self.steps} H{self.width} {self.precision} {self.mode}"
 
     def gates(self) -> int:
-        """Returns the rows of all gates of all layers and directions, in units of the width."""
+        """Returns the number of gates, summed over layers and directions."""
         kind, options = NETS[self.net]
         layers = options.get("num_layers", 1) * (2 if options.get("bidirectional") else 1)
         return layers * {"LSTM": 4, "GRU": 3, "RNN": 1}[kind.removesuffix("Cell")]
 
     def fits(self, device: str) -> bool:
-        """Returns whether the call is not larger than the largest."""
+        """Returns whether the call is within MOST_VALUES and MOST_PRODUCTS."""
         values = self.batch * self.steps * self.width * self.gates()
         training = 3 if self.mode == "training" else 1
         products = values * self.width * 2 * training
@@ -68,7 +69,7 @@ class Call(NamedTuple):
 
 
 def draw(seed: int, count: int, device: str) -> Iterator[Call]:
-    """Yields `count` calls that fit on the device."""
+    """Yields `count` random calls that are within the device's limits."""
     random_ = random.Random(seed)
     while count > 0:
         net = random_.choice(tuple(NETS))

@@ -1,4 +1,4 @@
-"""Times one call of torch.nn's module and of flashcell's in turns, and compares their values."""
+"""Times one call of torch.nn's module and of flashcell's in turns, and compares their outputs."""
 
 import statistics
 import time
@@ -12,24 +12,24 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 import flashcell
 from bench.grid.draw import CELLS, DTYPES, NETS, Call
 
-FLUSH_BYTES = 256 * 2**20  # written between two calls, so that nothing is left in the L2 cache
-ROUNDS = {"cuda": (3, 9), "cpu": (3, 7)}  # least and most
-SECONDS = 0.25  # of timed calls, beyond the least
-HOST_SECONDS = 0.02  # of calls in a row, that show what the host takes for one
+FLUSH_BYTES = 256 * 2**20  # written before each timed call, to empty the L2 cache
+ROUNDS = {"cuda": (3, 9), "cpu": (3, 7)}  # least and most timed calls of a module
+SECONDS = 0.25  # after this, no timed calls beyond the least number
+HOST_SECONDS = 0.02  # during which calls are repeated to time the host
 
 
 class Times(NamedTuple):
-    """Milliseconds of torch.nn's and of ours, the host's share, and how the values differ."""
+    """The times of torch.nn's call and of ours, the host's part of each, and their difference."""
 
     torch_ms: float
     ours_ms: float
     torch_host_ms: float
     ours_host_ms: float
-    error: float  # the largest difference of outputs, over the largest output
+    error: float  # the largest difference of the outputs, divided by the largest output
 
     @property
     def ratio(self) -> float:
-        """Returns torch.nn's time over ours: above 1 ours is faster."""
+        """Returns torch.nn's time divided by ours: above 1 ours is faster."""
         return self.torch_ms / self.ours_ms
 
 
@@ -50,7 +50,7 @@ def make_modules(call: Call, device: str) -> tuple[nn.Module, nn.Module]:
 
 
 def make_input(call: Call, device: str) -> Any:
-    """Returns a tensor, or a PackedSequence of lengths between T / 2 and T."""
+    """Returns the call's input: a tensor, or a PackedSequence of lengths between T / 2 and T."""
     dtype = DTYPES[call.precision]
     if call.net in CELLS:
         return torch.randn(call.batch, call.width, device=device, dtype=dtype)
@@ -67,8 +67,8 @@ def output_of(result: Any) -> Tensor:
 
 
 def make_step(module: nn.Module, x: Any, mode: str) -> Callable[[], Tensor]:
-    """Returns a function that calls the module once; in training mode with the backward pass, whose
-    gradients of the weights are set to None first."""
+    """Returns a function that calls the module once. In training mode it first sets the gradients of
+    the weights to None, and then also runs the backward pass."""
 
     def infer() -> Tensor:
         with torch.no_grad():
@@ -87,7 +87,7 @@ def make_step(module: nn.Module, x: Any, mode: str) -> Callable[[], Tensor]:
 
 
 def time_one(step: Callable[[], Tensor], flush: Tensor | None) -> float:
-    """Returns the milliseconds of a call: on a GPU from an empty queue until it has ended."""
+    """Returns the milliseconds of a call, on a GPU from an empty queue until the GPU is done."""
     if flush is None:
         start = time.perf_counter()
         step()
@@ -103,7 +103,7 @@ def time_one(step: Callable[[], Tensor], flush: Tensor | None) -> float:
 
 
 def time_host(step: Callable[[], Tensor], once_ms: float, device: str) -> float:
-    """Returns the milliseconds that the host takes to enqueue a call, as the least of several."""
+    """Returns the milliseconds that the host takes to enqueue a call: the least of several times."""
     if device == "cpu":
         return once_ms
     times = []
@@ -117,7 +117,7 @@ def time_host(step: Callable[[], Tensor], once_ms: float, device: str) -> float:
 
 
 def measure(call: Call, device: str) -> Times:
-    """Times both modules in turns, after one call of each that warms up, and takes the medians."""
+    """Times both modules in turns, after warm-up calls, and returns the medians."""
     torch.manual_seed(0)
     torch.backends.cudnn.rnn.fp32_precision = "ieee" if call.precision == "exact" else "tf32"
     x = make_input(call, device)

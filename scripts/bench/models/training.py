@@ -41,7 +41,7 @@ LAYER_VOCABULARY = 256
 class Provider(NamedTuple):
     """One provider of a case: a model, given by a recipe's variant at the local batch."""
 
-    file: str  # of scripts/recipes/
+    file: str  # a recipe in scripts/recipes/
     variant: str
     micro_steps: int = 1
     rows: int = 0  # rows of a micro-step; 0: as in the recipe

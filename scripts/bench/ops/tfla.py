@@ -97,7 +97,7 @@ def measure(case: Case, kernel: Any, peers: Iterable[str], budget: float) -> lis
     for name in ("ours", *(provider for provider in case.providers if provider in peers)):
         try:
             outcomes, errors = run_provider(case, name, kernel, p, budget)
-        except Exception as reason:  # a peer that breaks is no reason to lose ours
+        except Exception as reason:  # our times are kept if a peer fails
             if name == "ours":
                 raise
             outcomes, errors = dict.fromkeys(case.passes, first_line(reason)), {}

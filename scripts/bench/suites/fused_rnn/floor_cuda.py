@@ -27,7 +27,7 @@ WARPS = 8  # that share the depth of a product
 CELL = 33e-9 + 2 * 8.6e-9 + 38.8e-9  # s, sigmoid, tanh twice, st.shared + barrier + ldmatrix
 EXCHANGE = 0.25e-6  # s, a word from one SM to another through L2, one way: 0.18 to 0.35 us ...
 EXCHANGE_BYTE = 1 / 112e9  # s, ... and h of the whole head into an SM: 64 bytes a clock
-CLUSTER_EXCHANGE = 0.19e-6  # s, a release and an acquire between the blocks of a cluster
+CLUSTER_EXCHANGE = 0.19e-6  # s, one release and one acquire between thread blocks of a cluster
 CLUSTER_BLOCKS = 16
 
 
