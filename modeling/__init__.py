@@ -82,7 +82,7 @@ __all__ = [
     "restore",
 ]
 
-_MODULES = {  # of the names that are imported when they are asked for; see also _module_of
+_MODULES = {  # name -> the module that it is imported from when first used; see also _module_of
     "Batcher": "generation.batching",
     "Completion": "generation.requests",
     "FlashGRU": "layers.diagonal_rnn",

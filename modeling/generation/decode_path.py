@@ -188,7 +188,7 @@ def why_not_recorded(
         return "the model is training" if model.training else "output_hidden_states is asked for"
     if device.type == "cpu" and model.config.backend == "reference":
         return "the torch reference is called as it is"
-    return why_not(model, modules, tensors, names, device)  # code of others, weights elsewhere
+    return why_not(model, modules, tensors, names, device)  # foreign code, offloaded weights, ...
 
 
 def decide_linears(

@@ -138,7 +138,7 @@ class Fingerprint:
             return False
 
     def _dicts_hold(self, model: nn.Module) -> bool:
-        count, own = _count_and_own(model)  # before: what changes meanwhile is seen the next time
+        count, own = _count_and_own(model)  # first, so that later changes are seen by the next call
         none = COUNTS and (count, own) == (self._count + 1, self._own)
         if none or self._add_versions(model) == self._version or self._compare(model):
             self._count, self._own = count, own
@@ -154,7 +154,7 @@ class Fingerprint:
 
     def _compare(self, model: nn.Module) -> bool:
         """Compares the contents of the dicts, which may be equal although a version has changed."""
-        version = self._add_versions(model)  # before: what changes meanwhile is seen the next time
+        version = self._add_versions(model)  # first, as above
         same = (
             [vars(model), *self._inside] == self._attributes
             and self._filled == self._copies

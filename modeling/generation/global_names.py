@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-# Remote code lies flat, in transformers_modules.<repository>.<revision>.
+# transformers puts all files of remote code in one package: transformers_modules.<repository>.<revision>.
 REMOTE = __name__.startswith("transformers_modules.")
 PACKAGE = __name__.rpartition(".")[0] if REMOTE else __name__.partition(".")[0]
 TORCH: tuple[Any, ...] = (

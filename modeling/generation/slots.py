@@ -18,8 +18,8 @@ class Batch:
         self.model, self.prefill_chunk = model, prefill_chunk
         self.slots: list[Running | None] = [None] * slots
         self.prefill_rows: list[Running | None] = [None] * prefill_rows
-        self.reading = DynamicCache(config=model.config)  # of the prefill rows
-        self.decoding = DynamicCache(config=model.config)  # of the slots
+        self.reading = DynamicCache(config=model.config)  # the states of the prefill rows
+        self.decoding = DynamicCache(config=model.config)  # the states of the slots
         self.choices: list[Choice] = []  # not looked at yet
         self.decoded: Choice | None = None  # the slots' last one, if it is among them
 

@@ -64,7 +64,7 @@ def hub_deadline() -> Iterator[float]:
     try:
         yield started + timeout
     except HubDown as error:
-        if time.monotonic() - started > 1.0:  # else it costs nothing to ask again
+        if time.monotonic() - started > 1.0:  # asking again after a quick failure is cheap
             _down = time.monotonic(), str(error)
         raise
 

@@ -26,8 +26,8 @@ def import_package(
 ) -> ModuleType:
     """Imports the package `name` from `files`, its relative paths and their bytes.
 
-    `folder` is the path that tracebacks and `__file__` show. `imported_package` returns
-    `digests`."""
+    `folder` is the path that tracebacks and `__file__` show. `digests` are kept with the package,
+    for `imported_package` to return."""
     package = _Package(name, files, folder)
     package.digests = digests
     sys.meta_path.insert(0, package)

@@ -67,9 +67,7 @@ class _StandIn(nn.Module):
 
         None means that "auto" found no kernel for the device and dtype."""
         data = input.data if isinstance(input, PackedSequence) else input
-        if not isinstance(
-            data, Tensor
-        ):  # the class of error that torch.nn's first look at it ends in
+        if not isinstance(data, Tensor):  # raises AttributeError, as torch.nn does
             kind = type(input).__name__
             raise AttributeError(f"input is a {kind}, but must be a tensor or a PackedSequence")
         fallback = "torch.nn's own forward"

@@ -27,7 +27,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from ..utils.private_names import copy_all, mark_static_address
 
-NAMES = "past_key_values", "cache"  # of a cache, before transformers 5.24 and from there on
+NAMES = "past_key_values", "cache"  # models call a cache so: before transformers 5.24, and since
 CACHE = NAMES["cache" in {field.name for field in dataclasses.fields(BaseModelOutputWithPast)}]
 States = tuple[torch.Tensor, ...]  # each [B, ...]
 Change = Callable[[torch.Tensor], torch.Tensor]

@@ -59,7 +59,7 @@ class P2P:
 
     def __init__(self, group: Any):
         self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
-        self.sent: list[tuple[Any, Tensor]] = []  # a buffer lives until it has been read
+        self.sent: list[tuple[Any, Tensor]] = []  # keeps buffers alive while they are sent
 
     def peer(self, step: int) -> int:
         """Returns the global rank of the process `step` places after this one."""

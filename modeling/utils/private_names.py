@@ -76,7 +76,7 @@ has_op = hasattr(torch.ops.aten.clone.default, "_op")
 if not has_op:
     warn("OpOverload._op", "a recorded step takes longer on a CPU")
 
-# What compares all dicts, all tensors' layouts and all of torch's flags at once, as torch.compile does.
+# torch.compile's guards, which compare all dicts, all tensors' layouts and all of torch's flags at once.
 GUARDS = Path("a recorded step's values are compared one by one, which takes longer")
 GlobalStateGuard = GUARDS.find("torch._C._dynamo.guards.GlobalStateGuard")
 TensorGuards = GUARDS.find("torch._C._dynamo.guards.TensorGuards")

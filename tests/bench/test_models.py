@@ -20,7 +20,7 @@ def shrink(provider: bench.Provider, model: dict) -> bench.Provider:
 
 @pytest.fixture
 def small(monkeypatch):
-    """Every case, of flashcell and of the Transformer, at one small size."""
+    """Shrinks every case, of flashcell and of the Transformer, to one small size."""
     cases = {
         name: case._replace(
             ours=shrink(case.ours, SMALL), transformer=shrink(case.transformer, LLAMA)

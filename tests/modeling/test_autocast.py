@@ -18,7 +18,7 @@ def make_mlps() -> dict[str, nn.Module]:
 def test_one_copy_and_the_same_values(family, monkeypatch):
     torch.manual_seed(0)
     leaf = torch.randn(2, 5, 16, requires_grad=True)
-    mlp, x = make_mlps()[family], leaf * 1  # autocast caches its copies of leaves itself
+    mlp, x = make_mlps()[family], leaf * 1  # not a leaf: autocast caches copies of leaves
 
     def run() -> tuple[torch.Tensor, int]:
         # Copies of x, by address; kept alive so that no address is reused.

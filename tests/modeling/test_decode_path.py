@@ -23,7 +23,7 @@ def test_a_mode_of_the_caller_sees_every_op(make_model, tokens):
         seen = 0
 
         def __torch_function__(self, func, types, args=(), kwargs=None):
-            # how often the kernels' checks ask these depends on where the tensors lie
+            # not counted: the kernels' checks call these more or less often, by the tensors' memory
             self.seen += func.__name__ not in ("is_contiguous", "__get__")
             return func(*args, **(kwargs or {}))
 

@@ -257,5 +257,5 @@ def test_threads_that_share_a_model(make_model, family):
 
 @pytest.mark.slow
 def test_threads_that_share_nine_models(make_model):
-    """flash_rnn's cells, flash_mlstm and flash_xlstm for a minute."""
+    """Threads decode with one model of every family and cell for a minute."""
     assert storm({name: make_model(name) for name in FAMILIES}, 60, seed=2) > 200

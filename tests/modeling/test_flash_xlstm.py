@@ -63,7 +63,7 @@ def theirs(request):
     model = package(64, blocks, VOCABULARY, STACKS[request.param], request.param == "tied")
     model.reset_parameters()
     with torch.no_grad():
-        for parameter in model.parameters():  # gates that move, recurrence, norms that scale
+        for parameter in model.parameters():  # else gates, norms and recurrence start trivial
             parameter.add_(0.1 * torch.randn_like(parameter))
     return model
 

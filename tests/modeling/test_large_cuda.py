@@ -19,7 +19,7 @@ ROWS, TOKENS = 8200, 1024
 # Width of the residual stream, so that it is such a tensor itself.
 WIDTH = 2**31 // (ROWS * TOKENS) + 1
 NEEDED = 120 * 2**30  # bytes; seen: mLSTM 58, slstm 66, xlstm 109 GiB
-LAST = 4  # rows that are compared
+LAST = 4  # rows, at the end of the batch, that are compared
 
 
 @pytest.mark.parametrize("case", kinds())

@@ -253,8 +253,8 @@ def check_on_the_object():
 
 @pytest.mark.parametrize("make", [lambda: Checked(3, 4), check_on_the_object])
 def test_own_checks_are_run_as_torch_runs_them(make):
-    """If no state is given, torch.nn checks zeros that it makes itself, which flashcell does not
-    make."""
+    """A module with checks of its own stays torch.nn's, which passes them zeros if no state is given;
+    flashcell makes no such zeros."""
     module = make()
     assert "check_forward_args" in flashcell.replace(module).skipped[""]
     assert not isinstance(module, flashcell.LSTM)

@@ -75,7 +75,7 @@ class Record:
 
 
 def test_neighbours_do_not_change_a_bit(case, make_model, tokens):
-    """In other company, another slot and another prefill row the logits are bitwise the same."""
+    """Other requests, another slot and another prefill row leave the logits bitwise the same."""
     widths = {"hidden_size": 64, "vocab_size": 64}
     if "intermediate_size" in CASES[case].options:
         widths["intermediate_size"] = 128

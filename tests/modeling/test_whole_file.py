@@ -16,7 +16,7 @@ import pytest
 from flashcell.utils import whole_file
 from flashcell.utils.whole_file import SLOTS, write_file
 
-CALLS = ("open", "link", "fsync", "replace")  # functions of os: a kill between them changes nothing
+CALLS = ("open", "link", "fsync", "replace")  # the functions of os at which a kill matters
 OLD, NEW = b"old" * 1000, b"newer" * 1000
 
 

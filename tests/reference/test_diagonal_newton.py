@@ -48,8 +48,8 @@ def test_error_in_every_weight_regime(cell, method, regime):
 @pytest.mark.parametrize("max_iters", [None, 3])
 @pytest.mark.parametrize("gain", [1.2, 5.0])
 def test_parity(cell, method, max_iters, gain):
-    """Weights that compute parity, far beyond any bound: three iterations leave it wrong, and
-    report so."""
+    """Newton's method converges with weights that compute parity, far above max_recurrent; after
+    three iterations the result is wrong, and `info` says so."""
     bits = torch.rand(4, 300, 3) < 0.5
     x, weight, state = parity(cell, bits, gain)
     options = {"state": state, "max_iters": max_iters}

@@ -28,7 +28,7 @@ def our_bias(cell, module):
 @pytest.mark.parametrize("name", TORCH)
 @pytest.mark.parametrize("T", [1, 9])
 def test_equals_torch_nn(name, T):
-    """Outputs, last states and every gradient of torch's own module, in float64."""
+    """Outputs, last states and every gradient equal those of torch's own module, in float64."""
     cell, (cls, options) = CELLS[name], TORCH[name]
     B, D = 3, 10
     module = cls(7, D, batch_first=True, **options).double()
@@ -72,7 +72,7 @@ def test_gradcheck(name, options):
     tensors = [call[k].requires_grad_() for k in sources]
     carried = cell.states - cell.detached_states
     state = call.get("state", ())
-    if name == "slstm" and state:  # n = 0 is a jump: finite differences need every unit filled
+    if name == "slstm" and state:  # the cell is not continuous at n = 0
         state = (*state[:2], state[2].clamp(min=0.5), state[3])
     tensors += [s.requires_grad_() for s in state[:carried]]
 

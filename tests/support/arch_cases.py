@@ -25,8 +25,8 @@ def built_for(module) -> tuple[str, ...]:
 
 
 def code_of(module) -> Code | None:
-    """Returns what CUDA chooses of them: machine code of the GPU's major version, else the newest
-    PTX."""
+    """Returns the code that CUDA chooses from a build: machine code of the GPU's major version, else
+    the newest PTX."""
     return choose(built_for(module), torch.cuda.get_device_capability())
 
 
@@ -104,7 +104,7 @@ def _tfla_ops(module) -> Calls:
     yield "mlstm backward", lambda: module.mlstm(**call)[0].sum().backward()
     yield "mlstm_step", lambda: module.mlstm_step(**{k: v[:, 0] for k, v in plain.items()})
     yield "linear_step", lambda: ops.linear_step(x, weights, [], 0, 0.0, None, 0.1, None, False)
-    if DEVICE == "cuda":  # the CPU has none
+    if DEVICE == "cuda":  # the CPU has no such ops
         yield "norm_step", lambda: ops.norm_step(x, x[0], 0.1, weights, [], 0.0)
         yield "gate_step", lambda: ops.gate_step(x, x)
     dy, h = _zeros(2, 20, 1, 16), _zeros(2, 20, 1, 16)

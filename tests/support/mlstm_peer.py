@@ -1,13 +1,14 @@
-"""The reference with which tfla is compared if both round to 16 bits."""
+"""The reference for tests of tfla in 16 bits: it rounds where tfla rounds."""
 
 from flashcell.kernels import tfla as reference
 
 
 class Peer:
     """The reference in its own dtype, except that h and its gradient between the cell and the
-    epilogue are rounded to 16 bits, as the ops do. With a norm after it, what remains of the
-    divisor's gradient, -(dh h) / N, is such that dh h is 1e-7 of |dh| |h|, and its roundings are
-    4e-4."""
+    epilogue are rounded to 16 bits, as the ops do.
+
+    This matters in the divisor's gradient, -(dh h) / N: if a norm follows, the terms of dh h cancel
+    to 1e-7 of |dh| |h|, and the rounding is 4e-4."""
 
     @staticmethod
     def mlstm(**call):

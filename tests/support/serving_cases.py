@@ -1,4 +1,4 @@
-"""What serving is compared with, each request alone, and what a hostile request does."""
+"""Helpers for tests of serving: each request run alone, and requests that do harm."""
 
 import asyncio
 

@@ -147,7 +147,7 @@ def test_linear(entry):
         entry.linear(x, w)
     with pytest.raises(ValueError, match=r"bias has shape \[4\], but must be \[O\] = \[5\]"):
         entry.linear(x[:, :7], w, torch.randn(4))
-    with pytest.raises(TypeError, match="weight has dtype"):  # quantised: its scale is not read
+    with pytest.raises(TypeError, match="weight has dtype"):  # int8 weights have no scale here
         entry.linear(x[:, :7], w.to(torch.int8))
     with pytest.raises(TypeError, match="bias has dtype"):
         entry.linear(x[:, :7], w, torch.ones(5).int())

@@ -1,5 +1,5 @@
-"""Tests tfla with code that was compiled for another GPU: features that it lacks are not used, or
-refused."""
+"""Tests tfla with machine code that was compiled for another GPU: features that this code lacks are
+not used, or asking for them is an error."""
 
 import pytest
 import torch
