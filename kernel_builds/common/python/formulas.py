@@ -59,10 +59,10 @@ def register(name: str, backward: Callable, setup_context: Optional[Callable] = 
     def call(*inputs):
         if torch.compiler.is_compiling() or torch.jit.is_tracing():
             return op(*inputs)
-        if is_transformed():  # by what refuses the registered formula
+        if is_transformed():  # by transforms that refuse the registered formula
             return transformable.apply(*inputs)
         recorded = torch.is_grad_enabled() and any_requires_grad(*inputs)
-        if recorded or in_forward_mode():  # which an op below autograd would not hear of
+        if recorded or in_forward_mode():  # an op below autograd would not see these
             return formula.apply(*inputs)
         with BelowAutograd():
             return op(*inputs)

@@ -96,7 +96,7 @@ class Validator {
   size_t index_ = 0;
   int32_t device_index_ = -1;  // device of the first tensor
   std::string first_;
-  std::vector<Span> spans_;  // of the tensors with elements, if the op changes a tensor
+  std::vector<Span> spans_;  // memory of non-empty tensors, if the op changes any
 
   void check(const Tensor& tensor, const Argument& argument, const char* name) {
     TensorView view;

@@ -45,9 +45,9 @@ struct ForwardParams : MlstmParams {
 struct BackwardParams : MlstmParams {
   const void* dh;                 // [B, T, H, V] io, or null for 0
   const void *dlast_C, *dlast_n;  // state, or null for 0
-  const void *last_C, *last_n;    // of the forward pass
-  const void *h, *total;          // of the forward pass
-  const void *kept_C, *kept_n;    // of the forward pass
+  const void *last_C, *last_n;    // results of the forward
+  const void *h, *total;          // results of the forward
+  const void *kept_C, *kept_n;    // kept by the forward
   void *dq, *dk, *dv;             // [B, T, H, .] io
   void *di, *df;                  // [B, T, H] state
   void *dC, *dn;                  // gradients of the initial state
@@ -68,13 +68,13 @@ struct Epilogue {
 struct EpilogueParams : Epilogue {
   int64_t B, T, H, V;
   const void* h;  // [B, T, H, V] io
-  void* y;        // as h
+  void* y;        // shape and dtype of h
 };
 
 struct EpilogueBackwardParams : Epilogue {
   int64_t B, T, H, V;
   const void *dy, *h;    // [B, T, H, V] io
-  void *dh, *dout_gate;  // as h; dout_gate is null if there is no gate
+  void *dh, *dout_gate;  // like h; dout_gate is null if there is no gate
   void* dweight;         // [H, V] state, or null
 };
 

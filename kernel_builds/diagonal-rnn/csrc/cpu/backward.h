@@ -15,7 +15,7 @@ struct Backward {
   const BackwardParams& p;
   const Host& host;
   const Walk walk{p, host};
-  const int64_t rows;  // of dweight: the weight's rows and, if there is a bias, its rows
+  const int64_t rows;  // rows of dweight: those of the weight, then those of the bias, if any
   Scratch<T> partial;  // [S][rows][D]
   Scratch<T> zeros;    // [D]: stands in for a state that was reset or not given
 

@@ -45,7 +45,7 @@ def scan(
     b: torch.Tensor,  # [B, T, D] or [B, T, D, n]
     h0: Optional[torch.Tensor],  # b without T
     reverse: bool,
-) -> torch.Tensor:  # as b
+) -> torch.Tensor:  # shaped like b
     """Computes h_t = a_t h_{t-1} + b_t in the state dtype, rounded to b's dtype at the end."""
     dtype, T = state_dtype(b.dtype), b.shape[1]
     h = b.new_zeros(b.shape[:1] + b.shape[2:], dtype=dtype) if h0 is None else h0

@@ -51,8 +51,8 @@ class SolveInfo(NamedTuple):
     mode: str  # "scan", "torch" or "sequential"
     structure: str  # structure of the Jacobian; the one found by "auto"
     iterations: int
-    residual: float  # the largest one before the last iteration; 0 for "sequential"
-    residuals: Tuple[float, ...]  # one before every iteration; the first is the guess's
+    residual: float  # largest residual before the last iteration; 0 for "sequential"
+    residuals: Tuple[float, ...]  # largest residual before each iteration
     converged: bool  # False if steps had to be run one after another
     finished: int  # how many steps were; 0 for "sequential"
 

@@ -134,7 +134,7 @@ def _run_plain(
         state = None if states is None else states[:, number]
         x, last = kernel.run_layer(cell, x, tuple(layer), state, tf32)
         lasts.append(last.squeeze(2))
-    # Joined, which copies, so that none is a view: those cannot be detached in place.
+    # torch.cat copies, so that no state is a view: views cannot be detached in place.
     K = kernel.CELLS[cell].states
     each = tuple(torch.cat([last[k : k + 1] for last in lasts]).to(x.dtype) for k in range(K))
     return x, each if K > 1 else each[0]

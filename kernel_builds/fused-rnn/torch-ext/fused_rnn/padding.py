@@ -12,7 +12,7 @@ import torch
 from torch.nn.functional import pad
 
 VECTOR_BYTES = 16
-LEAST_PRODUCTS = 500_000_000  # of a projection, in multiplications; a smaller one is not padded
+LEAST_PRODUCTS = 500_000_000  # projections with fewer multiplications are not padded
 LEAST_STEPS = 2  # a single step runs on the step engine, which takes any width
 
 

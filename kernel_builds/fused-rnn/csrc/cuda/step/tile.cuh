@@ -84,7 +84,7 @@ DEVICE void wait_for_previous() {
 
 // The product of a tile, as its warps receive it.
 struct Task {
-  const void* weight;    // of the head, at gate 0
+  const void* weight;    // the head's weight, gate 0
   int64_t weight_gate;   // elements from one gate to the next
   int64_t operand_gate;  // backward: elements from one gate to the next in a row of the operand
   int D, unit;           // head width, and first unit

@@ -62,7 +62,7 @@ struct ChunkLoads {
   const Chunk chunk;
   const int64_t slot;
   const int head;
-  const int group, part, quad, lane_row;  // of the warp, and of the lane
+  const int group, part, quad, lane_row;  // the warp's, and the lane's
   const bool has_inner;                   // whether pairs are multiplied, and E with rows
   bool loads_inner;                       // whether E's right operand is loaded for the outputs
   int pair_steps = 0, outputs = 1, stage = 0, loads = 0;

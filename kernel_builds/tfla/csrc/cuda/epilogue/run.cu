@@ -10,7 +10,7 @@ extern __shared__ __align__(16) char memory[];
 
 namespace {
 
-constexpr int kWarps = 8, kThreads = 32 * kWarps;  // of a thread block
+constexpr int kWarps = 8, kThreads = 32 * kWarps;  // in a thread block
 constexpr int kBlockRows = 128;  // rows whose gradients of the weight a thread block adds up
 constexpr int kVector = 8;       // all widths are multiples of it
 template <int kCount>

@@ -16,7 +16,7 @@ constexpr double kLog2e = 1.4426950408889634;
 
 struct Transfer {
   double decay, m;  // m of the steps in this range alone
-  bool cut;         // by a reset: neither depends on what was before
+  bool cut;         // a reset makes both independent of earlier steps
 };
 
 DEVICE double larger(double a, double b) { return a < b || isnan(b) ? b : a; }  // NaN if either is

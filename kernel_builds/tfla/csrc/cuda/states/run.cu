@@ -51,8 +51,8 @@ __global__ void __launch_bounds__(kJoinThreads) join_kernel(const StateParams p,
 // How the states are divided among thread blocks.
 struct StatePlan {
   bool wgmma;
-  int rows, columns;   // of the state, for a thread block
-  int blocks_at_once;  // that the GPU runs
+  int rows, columns;   // the part of the state of a thread block
+  int blocks_at_once;  // thread blocks that the GPU runs at once
 
   StatePlan(const StateParams& p, const Device& device, int io_bytes)
       : wgmma(has_wgmma(device, io_bytes)),
