@@ -72,7 +72,7 @@ class RecurrentConfig(PreTrainedConfig):
         return output
 
     def save_pretrained(self, save_directory: str | os.PathLike, **kwargs: Any) -> None:
-        if not os.path.isfile(save_directory):  # which the base class refuses
+        if not os.path.isfile(save_directory):  # the base class refuses a file
             os.makedirs(save_directory, exist_ok=True)
             RecurrentConfig.on_saving(self, os.fspath(save_directory))
         super().save_pretrained(save_directory, **kwargs)

@@ -37,7 +37,7 @@ NORMS = {
     "xlstm.group_norm.weight": "mixer.head_norm.weight",
     "ffn_norm.weight": "mlp_norm.weight",
 }
-STACKED = {  # of ours: the package's, in the order of our gates
+STACKED = {  # our name -> the package's names, in the order of our gates
     "mixer.qk_proj.weight": ("xlstm.q_proj.weight", "xlstm.k_proj.weight"),
     "mixer.v_proj.weight": ("xlstm.v_proj.weight",),
     "mixer.if_proj.weight": ("xlstm.fgate.weight", "xlstm.igate.weight"),

@@ -99,7 +99,7 @@ class FlashMLSTMMixer(nn.Module):
 
     def mix(
         self,
-        operands: list[torch.Tensor],  # of `project`, the gates bounded
+        operands: list[torch.Tensor],  # what `project` returns, with bounded gates
         cache: RecurrentStateLayer | None,
         boundaries: Boundaries,
     ) -> torch.Tensor:  # [B, T, v_dim]

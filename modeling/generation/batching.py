@@ -63,7 +63,7 @@ def generate_many(
     ended. In both cases the next call goes on. The result's `cancel(index)` ends a request with the
     tokens so far.
     """
-    Request((), **defaults)  # TypeError for another name
+    Request((), **defaults)  # raises TypeError for an unknown name
     given = [requests] if isinstance(requests, str) else requests
     if isinstance(given, list | tuple):
         for text in (prompt for prompt in given if isinstance(prompt, str)):

@@ -35,7 +35,7 @@ class Turns:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self.stream: Any = None  # of the last turn
+        self.stream: Any = None  # the stream of the last turn
         self.streams = False  # whether there have been several
 
     def take(self, device: torch.device) -> None:
@@ -61,7 +61,7 @@ class BufferLoan:
 
     def __init__(self, turns: Turns, device: torch.device):
         self.turns, self.device = turns, device
-        self.stream: Any = None  # of the cache's last token, as if its states had been made there
+        self.stream: Any = None  # the stream of the cache's last token
 
     def end(self, layer: Any, change: Change | None = None) -> bool:
         with self.turns.lock:

@@ -45,7 +45,7 @@ ROWS = 16  # up to which linear_step is used; cuBLAS is faster for more rows
 class Decision(NamedTuple):
     path: str
     reason: str | None = None  # against the faster path, None if there is none
-    kernel: Any = None  # which runs a block
+    kernel: Any = None  # the kernel that runs a block
 
 
 def may_run_ahead(logits_processor: Any, stopping_criteria: Any) -> bool:
@@ -175,7 +175,7 @@ def _why_not_now(tokens: torch.Tensor) -> str | None:
         return "a dispatch mode is on"
     if function_modes():
         for mode in list_function_modes():
-            if type(mode) is not DeviceContext:  # that of torch.set_default_device
+            if type(mode) is not DeviceContext:  # the mode of torch.set_default_device
                 return f"{type(mode).__name__} is on"
     return None
 

@@ -43,7 +43,7 @@ class Promise(threading.local):
 
     given = False
     seen: Fingerprint | None = None  # the one that was last compared with the model
-    recording: Recording | None = None  # of the last step, if nobody's code is around it
+    recording: Recording | None = None  # the last step's, if no foreign code is around it
     steps = 0  # so many ago
 
 

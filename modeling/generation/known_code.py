@@ -70,7 +70,7 @@ def _of_code(model: nn.Module, modules: list[nn.Module]) -> Iterator[str]:
         for kind in type(m).__mro__:
             home = kind.__module__
             elsewhere = home.startswith("torch.") and not home.startswith("torch.nn.modules.")
-            if elsewhere or not _is_known(home):  # of torch's, FSDP's, quantised, parametrised ones
+            if elsewhere or not _is_known(home):  # such as classes that FSDP or quantisation makes
                 yield f"{name} is code of {home}"
         if any(not _is_idle(hook) for hooks in HOOKS for hook in vars(m)[hooks].values()):
             yield f"{name} has hooks"

@@ -30,10 +30,10 @@ class Tape(TorchDispatchMode):  # type: ignore[misc]
 
     def __init__(self) -> None:
         super().__init__()
-        self._names: dict[int, str] = {}  # of tensors, by their id
+        self._names: dict[int, str] = {}  # id of a tensor -> its name
         self._alive: list[Any] = []  # so that no id is used twice
         self._fixed: set[int] = set()  # tensors that were there before, and views of them
-        self._bases: dict[int, torch.Tensor] = {}  # of views of what an op returns
+        self._bases: dict[int, torch.Tensor] = {}  # id of a view -> the op's result that it views
         self._layouts: dict[Any, str] = {}  # names of what an op returns and its views
         self._scope: dict[str, Any] = {}
         # result, call, what it reads, whether it writes
@@ -78,7 +78,8 @@ class Tape(TorchDispatchMode):  # type: ignore[misc]
         key = id(base), _layout(x)
         if key not in self._layouts:
             called = [self._names[id(base)], *map(repr, _layout(x))]
-            self._layouts[key] = self._run(torch.as_strided, called, [base])  # half of aten's time
+            # torch.as_strided takes half the time of torch.ops.aten.as_strided.
+            self._layouts[key] = self._run(torch.as_strided, called, [base])
         self._name(x, self._layouts[key])
         self._bases[id(x)] = base
 
@@ -134,7 +135,7 @@ class Tape(TorchDispatchMode):  # type: ignore[misc]
             raise Unrecordable("the result is of no op")
         wanted, lines = {self._result(result)}, [f"    return {self._names[id(result)]}"]
         for name, call, reads, writes in reversed(self._steps):
-            if writes or name in wanted:  # what nobody reads need not run
+            if writes or name in wanted:  # an op whose result nobody reads need not run
                 wanted |= reads
                 lines.append(f"    {name} = {call}")
         text = "\n".join(["def run():", *reversed(lines)])

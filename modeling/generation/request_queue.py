@@ -21,7 +21,7 @@ class Intake:
     def __init__(self, model: Any, max_prompt_tokens: int | None):
         self.model, self.max_prompt_tokens = model, max_prompt_tokens
         self.source: Iterator[Any] = iter(())
-        self.defaults: dict[str, Any] | None = None  # of a source that yields prompts
+        self.defaults: dict[str, Any] | None = None  # defaults for a source that yields prompts
         self.source_error: Exception | None = None  # for the caller, once all before it has ended
         # holds ended ones too; a source's entry is (request, number) until it is copied
         self.waiting: deque[Running | tuple[Any, int]] = deque()

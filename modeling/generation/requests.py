@@ -55,7 +55,7 @@ class Completion:
     `reason` is "stop" (an end token, which is the last of `tokens`), "length", "time", "cancelled"
     or "error", with the exception in `error`."""
 
-    index: int  # of the request, in the order of submission
+    index: int  # the request's number in the order of submission
     tokens: list[int]  # new ones only
     reason: str
     error: BaseException | None = None
@@ -208,7 +208,7 @@ class Choice:
     scores: torch.Tensor  # [rows, V]
     best: torch.Tensor  # [rows]
     table: torch.Tensor  # [rows] on the CPU: best, NaN where its score is not finite
-    event: Any  # of the copy, None where it is there
+    event: Any  # ends the copy; None if there is none to wait for
 
     @classmethod
     def between(cls, rows: dict[int, Running], scores: torch.Tensor) -> "Choice":

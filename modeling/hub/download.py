@@ -23,7 +23,7 @@ REST = 60.0  # seconds in which a Hub that was down is not asked for another ker
 CONNECTIONS = 8
 REDIRECTS = 20
 TRANSIENT = {408, 429, 500, 502, 503, 504}
-ENCODINGS = {"", "identity", "gzip", "deflate"}  # those that cannot make gigabytes of a packet
+ENCODINGS = {"", "identity", "gzip", "deflate"}  # no others: some unpack to gigabytes
 
 _down: tuple[float, str] | None = None  # when a Hub failed last in this process, and how
 

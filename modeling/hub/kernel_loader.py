@@ -277,7 +277,7 @@ def _loaded(identifier: str, path: Path, files: dict[str, str] | None) -> Any:
         wrong = "from other files of that name"
     elif files is None:
         wrong = f"from {origin}, not {path}" if origin.resolve() != path.resolve() else None
-    else:  # by the user, with `kernels`
+    else:  # the user imported it, with `kernels`
         try:
             absent = files.keys() - read_verified(origin, files)
             wrong = f"without {', '.join(sorted(absent))}" if absent else None

@@ -58,7 +58,7 @@ def runs_on(arch: str, capability: tuple[int, int]) -> bool:
     """Whether code for a CUDA arch (8.0, 9.0a, 10.0f, 12.0+PTX) runs on a device."""
     number = arch.removesuffix("+PTX")
     built = _version(number)
-    if number.endswith("a"):  # that chip's own instructions
+    if number.endswith("a"):  # code with instructions of that chip alone
         return capability == built
     if arch.endswith("+PTX") and number[-1].isdigit() and capability >= built:
         return True

@@ -51,7 +51,7 @@ def read_lock(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise LockError(f"kernel lock {path} cannot be read: {error.strerror}") from error
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError) as error:
-        why = str(error) or type(error).__name__  # a MemoryError says nothing
+        why = str(error) or type(error).__name__  # a MemoryError has no text
         raise LockError(f"kernel lock {path} is not LOCK = {{a literal}}: {why}") from error
     if len(lock) != 1:
         raise LockError(f"kernel lock {path} assigns LOCK {len(lock)} times, but must do so once")

@@ -74,7 +74,7 @@ def run_mlstm(
     cache: RecurrentStateLayer | None,
     boundaries: Boundaries,
     out_gate: torch.Tensor | None = None,  # [B, T, H, V]
-    **options: Any,  # of the kernel's mlstm and mlstm_step
+    **options: Any,  # passed to the kernel's mlstm and mlstm_step
 ) -> tuple[torch.Tensor, State]:
     """Runs the mLSTM: returns h [B, T, H V], normed and gated, and the new states; see the kernel.
 

@@ -137,7 +137,7 @@ def check_prompt(
         return
     B, T = shape[:2]
     past = int(cache.get_seq_length()) if hasattr(cache, "get_seq_length") else 0
-    lengths = sorted({T, T + past})  # of the text, if all of it is passed or the new tokens alone
+    lengths = sorted({T, T + past})  # with the whole text, or its new tokens alone
     if attention_mask.dim() != 2 or list(attention_mask.shape) not in [[B, n] for n in lengths]:
         wanted = " or ".join(f"[{B}, {n}]" for n in lengths)
         after = f", or the cache's {past} tokens and these" if past else ""

@@ -53,7 +53,7 @@ class RecurrentStateLayer(CacheLayerMixin):
 
     in_dynamic_cache = True  # whether DynamicCache makes layers of this class
     is_compileable = True  # the shapes never change
-    supports_early_init = False  # which states there are is the mixer's business
+    supports_early_init = False  # the mixer knows which states there are
     goes_on = True  # a second call continues from the states of the first
 
     def __init__(self, **kwargs: Any):
@@ -79,7 +79,7 @@ class RecurrentStateLayer(CacheLayerMixin):
             loan.end(self)
         self.held = (states, None)
 
-    def __getstate__(self) -> dict[str, Any]:  # of copies and pickles
+    def __getstate__(self) -> dict[str, Any]:  # for copies and pickles
         return {**vars(self), "held": (dict(self.states), None)}
 
     @contextmanager

@@ -50,7 +50,9 @@ from transformers.cache_utils import Cache
 from .cache import CACHE, NAMES, RecurrentStateLayer, States
 
 IGNORED = -100  # a target that counts for nothing
-Layout = dict[str, list[tuple[torch.Size, torch.dtype]]]  # of a layer's states, by group
+Layout = dict[
+    str, list[tuple[torch.Size, torch.dtype]]
+]  # group -> shapes and dtypes of a layer's states
 
 
 class P2P:

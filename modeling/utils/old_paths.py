@@ -63,7 +63,7 @@ class OldPaths(MetaPathFinder, Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         assert module.__spec__ is not None
-        module.__spec__ = module.__spec__.loader_state  # which the import system has replaced
+        module.__spec__ = module.__spec__.loader_state  # the import system has replaced the spec
 
 
 class OldModule(ModuleType):

@@ -37,7 +37,7 @@ def write_file(path: str | os.PathLike, content: bytes, mode: int = 0o666) -> No
             write_file_at(folder, name, content, mode)
         finally:
             os.close(folder)
-    except OSError as error:  # which names a descriptor's file at best
+    except OSError as error:  # its text does not name the file
         raise OSError(error.errno, error.strerror, os.fspath(path)) from error
 
 

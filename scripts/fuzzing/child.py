@@ -155,7 +155,7 @@ class Fuzzer:
         self, index: int, name: str, entry: Callable, reference: Callable, change: Callable,
         other: dict[str, Any],
     ) -> dict:  # fmt: skip
-        with torch.enable_grad():  # as it was made the first time
+        with torch.enable_grad():  # as in the first call
             call, _, _ = self.make(index, name, entry)
             call = {k: change(v) for k, v in call.items()} | other
         if change is not keep and "chunk_size" in call:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-EXACT = (torch.float32, torch.float64)  # what a small error shows in: of two calls in three
+EXACT = (torch.float32, torch.float64)  # small errors show in these: two calls in three
 MAKERS: dict[str, Callable[[Draw], dict[str, Any]]] = {}
 
 

@@ -21,7 +21,7 @@ class Options:
     seed: int
     kinds: list[str]  # "entries", "raw"
     kernels: list[str]
-    folder: Path  # of built kernels
+    folder: Path  # the folder of the built kernels
     chosen: bool = False  # whether `kernels` are not all
     asan: bool = False
     only: int | None = None

@@ -241,7 +241,7 @@ def fault_of(draw: Draw, value: Any) -> tuple[str, Any]:
             fault = other_sequence
     try:
         return fault.__name__, fault(draw, value)
-    except Exception:  # as of what an earlier fault left
+    except Exception:  # such as for a value that an earlier fault changed
         return fault.__name__, SAME
 
 

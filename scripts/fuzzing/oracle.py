@@ -42,7 +42,7 @@ def is_torchs(error: BaseException, faults: Iterable[str], raw: bool) -> bool:
     if raw and kinds & {"negated", "imaginary"} and NEGATED.search(text):
         return True
     if raw and {"of_inference", "other_layout"} <= kinds and text.endswith(".default"):
-        return isinstance(error, NotImplementedError)  # of a jagged tensor, which is Python's
+        return isinstance(error, NotImplementedError)  # jagged tensors raise it from Python
     return "of_inference" in kinds and text.startswith(INFERENCE)
 
 
@@ -167,7 +167,7 @@ def differences(
         return [f"gives {sorted(set(got) ^ set(exact))} on one side alone"]
     for name, value in got.items():
         if value.dtype not in EPS:  # whole numbers, and the 8-bit ones that solve widens
-            is_gradient = name.startswith("gradient")  # which autograd rounds to 8 bits
+            is_gradient = name.startswith("gradient")  # autograd rounds it to 8 bits
             if not is_gradient and not torch.equal(plain(value), plain(exact[name])):
                 found.append(f"{name} differs")
             continue

@@ -122,5 +122,5 @@ def agree(a: torch.Tensor, b: torch.Tensor) -> bool:
     if not a.is_floating_point():
         return torch.equal(a, b)
     wide = torch.float64 if a.dtype == torch.float64 else torch.float32
-    gap = 64 * torch.finfo(wide).eps + 2 * torch.finfo(a.dtype).eps  # of sums, and of the result
+    gap = 64 * torch.finfo(wide).eps + 2 * torch.finfo(a.dtype).eps  # roundings of sums and result
     return torch.allclose(a.double(), b.double(), gap, gap, equal_nan=True)

@@ -49,9 +49,9 @@ def shared(draw: Draw, call: dict[str, Any]) -> str:
             first = draw.pick((0, draw.rng.randint(0, source.numel() - t.numel())))
             part = source.detach().view(-1)[first : first + t.numel()].view(t.shape)
             if bool((t > 0).all()) and not bool((part > 0).all()):
-                continue  # as sLSTM's n, which it divides by
+                continue  # such as sLSTM's n, a divisor
             if not float(part.abs().max()) <= 2 * float(t.detach().abs().max()):
-                continue  # as a recurrent weight, which is scaled so that errors do not grow
+                continue  # such as a recurrent weight, scaled so that errors do not grow
             put(call, name, k, part.requires_grad_(t.requires_grad))
             return f"{name} in {other}'s memory"
     return ""

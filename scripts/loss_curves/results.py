@@ -99,7 +99,7 @@ def draw(path: Path, families: dict[str, dict[Key, list[tuple[int, float]]]]) ->
     axes[0, 0].set_ylabel("loss, nats a byte")
     axes[1, 0].set_ylabel("distance from the first")
     handles, labels = axes[0, 0].get_legend_handles_labels()
-    columns = min(len(families) + 1, 5)  # as many as the picture is wide for
+    columns = min(len(families) + 1, 5)  # the picture is wide enough for five
     figure.legend(handles, labels, loc="lower center", ncols=columns, frameon=False)
     figure.tight_layout(rect=(0, 0.06 + 0.03 * (len(labels) // columns), 1, 1))
     figure.savefig(path, metadata={"Date": None})

@@ -82,7 +82,7 @@ def with_torch(kernel: str, preset: str | None, **options: bool) -> nn.Module:
 
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512}
-PRESET_RATE = 3e-4  # of a large model without warm-up
+PRESET_RATE = 3e-4  # learning rate of a large model without warm-up
 TORCH_PROVIDERS: dict[str, dict[str, bool]] = {
     "nn.LSTM, one bias": {"both_biases": False, "own_start": False, "own_kernel": False},
     "nn.LSTM": {"both_biases": True, "own_start": False, "own_kernel": False},

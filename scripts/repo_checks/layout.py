@@ -19,7 +19,8 @@ except ImportError:  # Python 3.10; pytest brings it
 
 Text = Callable[[str], "str | None"]
 Graph = dict[str, set[str]]
-CONVENTIONS = ("modeling/modeling_*.py", "configuration/configuration_*.py")  # of transformers
+# File names that transformers asks for.
+CONVENTIONS = ("modeling/modeling_*.py", "configuration/configuration_*.py")
 PATH_EDIT = re.compile(
     r"sys\.path(?:\.(?:insert|append|extend|remove)\(|(?:\[[^]\n]*\])?\s*[+|]?=(?!=))"
 )
@@ -111,7 +112,7 @@ def circles(names: tuple[str, ...], text: Text) -> Iterator[str]:
     for name, others in files.items():
         for other in others:
             ends = [PurePath(n).parent.as_posix() for n in (name, other)]
-            packages = (name + other).count("__init__.py")  # which gather what lies below them
+            packages = (name + other).count("__init__.py")  # these collect the modules below them
             if ends[0] != ends[1] and not packages:
                 folders[ends[0]].add(ends[1])
     yield from (

@@ -12,7 +12,7 @@ from pathlib import Path
 Text = Callable[[str], "str | None"]
 LINES = {"README.md": 150, "modeling/README.md": 200}
 COLUMNS = 120
-TABLES, ROWS = 1, 12  # of README.md
+TABLES, ROWS = 1, 12  # README.md has at most so many
 PROGRAMS = ("README.md", "modeling/README.md", "kernel_builds/README.md", "model_cards/families.md")
 
 

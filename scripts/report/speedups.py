@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 Row = dict[str, str]
-Providers = dict[str, dict[str, Row]]  # of a case: provider -> pass -> row
+Providers = dict[str, dict[str, Row]]  # a case's rows: provider -> pass -> row
 ReadSides = Callable[..., dict[str, Providers]]
 
 CASES = [  # (what, kernel, case, pass)

@@ -77,7 +77,7 @@ def k_hop(rng: np.random.Generator, count: int, lengths: Lengths, V: int, k: int
     first, columns = V * np.arange(count), np.ascontiguousarray(x.T)
     after = np.full(
         (k, count * V), IGNORED
-    )  # what followed the last k of a token, the latest first
+    )  # the tokens after the last k occurrences of a token, latest first
     y = np.empty_like(columns)
     for i in range(len(columns)):
         if i:
@@ -154,7 +154,7 @@ class Task:
     steps: int = 1_875_000  # 3000 epochs of 625 batches
     batch: int = 16
     learning_rates: tuple[float, ...] = (5e-4,)
-    warmup: float = 0.0  # of all steps, linear
+    warmup: float = 0.0  # share of all steps; linear
     last_rate: float = 0.0  # in units of the learning rate: where half a cosine ends
     weight_decay: float = 1e-6
 

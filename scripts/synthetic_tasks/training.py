@@ -15,7 +15,7 @@ from synthetic_tasks.data import IGNORED, Kept, Rows, Task
 from synthetic_tasks.models import TaskModel
 from synthetic_tasks.stack import Stack
 
-ROWS_AT_ONCE = 256  # of an evaluation: Mamba2 of transformers needs a gigabyte for 40 of them
+ROWS_AT_ONCE = 256  # rows in an evaluation: transformers' Mamba2 takes 1 GB for 40
 
 
 @dataclass
@@ -93,7 +93,7 @@ def losses(stack: Stack, tokens: Tensor, targets: Tensor, scored: int | None = N
     """Returns each model's mean cross-entropy over its targets: tokens, targets [S, B, T] ->
     [S]."""
     logits, targets = answers(stack, tokens, targets, scored)
-    rows = logits.flatten(0, 2), targets.flatten()  # of V beside each other: softmax is fast there
+    rows = logits.flatten(0, 2), targets.flatten()  # [*, V]: softmax is fast on its last dimension
     each = cross_entropy(*rows, ignore_index=IGNORED, reduction="none").view(targets.shape)
     return each.sum((0, 1)) / (targets != IGNORED).sum((0, 1))
 

@@ -15,7 +15,8 @@ from tiles.ptxas import Measured
 WIDTHS = (32, 64, 128, 256)
 # Registers of a lane besides weights before ptxas has said: states, gates, addresses.
 WORKING = {"forward": 48, "backward": 88}
-STAGES = range(2, 9)  # of the ring, with one being read: 1 us of memory behind steps of 0.15 us
+# Stages of the ring, one of which is being read: memory takes 1 us, and a step 0.15 us.
+STAGES = range(2, 9)
 RING_BYTES = 61440  # beyond it the ring has few_stages
 
 

@@ -39,7 +39,7 @@ HIDDEN_TILES = 8  # others that hide a tile's exchange of 0.7 us at 0.1 us each
 # Clocks of an SM, in quarters: 6.5 for a matrix instruction on each of 4 tensor cores, 128 bytes of
 # shared memory, 64 bytes from L2, 16 non-linearities.
 MMA, SHARED, L2 = 26, 4, 4
-BATCH_TILES = 2  # of the reference batch of 16
+BATCH_TILES = 2  # tiles of 8 sequences in the reference batch of 16
 
 DOMAINS = {
     "units": range(16, 65, 16),
@@ -65,7 +65,7 @@ class Solution:
     values: dict[str, int]
     objective: int
     cost: int  # clocks of all cases' steps
-    fits: list[bool]  # of each case
+    fits: list[bool]  # whether each case fits
 
 
 class Builder:

@@ -67,7 +67,7 @@ def attainable(width: int, sms: int, shared_bytes: int, forward: bool) -> bool:
     warps = b.product(w_p, w_a, w_b, most=WARPS)
     blocks = b.product(b_p, b_a, b_b, most=sms)
     m.add(cached <= l_a)
-    held = b.product(E_A * e_p, cached, w_p, w_a)  # of R, in one block
+    held = b.product(E_A * e_p, cached, w_p, w_a)  # elements of R in one thread block
     m.add(held + b.product(2 * 256, l_b, warps) + b.product(E_A * e_b, warps) <= WORDS)
     matrix = GATES * width * width + parallel * PADDING
     rest = b.new(2 * 10**8)  # bytes of R that registers do not hold, for all blocks of a batch tile

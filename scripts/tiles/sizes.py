@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 LANES, COLUMNS, VECTOR = 32, 8, 16  # of a warp; sequences of a matrix instruction; bytes of a load
-CHUNK_BYTES = 64  # of the depth: a vector for each of the four lanes of a row
+CHUNK_BYTES = 64  # along the depth: a vector for each of the 4 lanes of a row
 COLUMN_BYTES, CELL_WARPS = 32, 4  # struct Column; warps that run the cell of a tile
 THREAD_REGISTERS, BLOCK_REGISTERS, BLOCK_THREADS = 255, 65536, 1024
 

@@ -4,7 +4,7 @@ import argparse
 import re
 from pathlib import Path
 
-GPU_FILES = ("/dev/nvidiactl", "/dev/dxg")  # of NVIDIA's driver, and of Windows's Linux
+GPU_FILES = ("/dev/nvidiactl", "/dev/dxg")  # one of NVIDIA's driver, one of WSL
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 

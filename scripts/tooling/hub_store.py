@@ -37,7 +37,7 @@ class Store:
     def put(self, content: bytes) -> dict:
         sha256 = hashlib.sha256(content).hexdigest()
         write_file(self.root / "blobs" / sha256, content)
-        oid = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()  # as git names it
+        oid = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()  # as in git
         return {"sha256": sha256, "size": len(content), "oid": oid}
 
     def get(self, file: dict) -> bytes:

@@ -100,7 +100,7 @@ def build_steps(args: argparse.Namespace, home: Path) -> list[Step]:
 
 
 def tests(args: argparse.Namespace, home: Path) -> Step:
-    command = [sys.executable, ROOT / "scripts", "pytest"]  # which finds the plugin there
+    command = [sys.executable, ROOT / "scripts", "pytest"]  # where pytest finds the plugin
     command += ["-n", str(args.jobs), "--dist", "worksteal", "--durations=10"]
     command += ["-o", f"cache_dir={home / 'pytest'}", "-o", "console_output_style=classic"]
     command += ["-p", "tooling.test_report", "-rfE"]

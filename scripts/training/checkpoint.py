@@ -195,7 +195,7 @@ def read_state(path: Path) -> dict:
         raise
     except pickle.UnpicklingError:  # torch's text says how to run what is in there
         raise ValueError("it holds more than plain values and tensors: it is not read") from None
-    except Exception as error:  # of bytes that nobody vouches for
+    except Exception as error:  # the bytes may be anything
         raise ValueError(f"it cannot be read: {error!r:.200}") from None
     if not isinstance(state, dict):
         raise ValueError(f"it is a {type(state).__name__}, but must be a dict")

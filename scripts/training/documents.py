@@ -198,7 +198,7 @@ class DatasetTexts:
         return kept_tokenizer(folder, self._train_tokenizer)
 
     def _train_tokenizer(self):
-        source = Documents(self.recipe)  # of all processes
+        source = Documents(self.recipe)  # the documents of all processes
         texts = source._stream() if source.streams else source._table()
         held_out = set(self.held_out_texts)
         some = [t for t, _ in zip(texts, range(FOR_TOKENIZER), strict=False) if t.strip()]

@@ -65,7 +65,7 @@ def watch_gates(model: nn.Module):
 
 
 def note(values: Values, where: str, what: str, x: Tensor) -> None:
-    """Adds a gate's mean and saturation [..., any], after its sigmoid, or a number, to `values`."""
+    """Adds x to `values`: its value if it is a number; for a gate after its sigmoid, mean and saturation."""
     if x.numel() == 1:
         values[where, what] = x.item()
         return

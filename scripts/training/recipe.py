@@ -30,7 +30,7 @@ class Recipe:
     learning_rate: float
     final_learning_rate: float  # at the end of the cosine
     weight_decay: float
-    clip: float  # of the gradient's norm
+    clip: float  # largest norm of the gradient
     precision: str  # accelerate's: "no" or "bf16"
     log_every: int
     evaluate_every: int
@@ -46,7 +46,7 @@ class Recipe:
     isolate: bool = True  # no document sees the one before it in its row
     micro_batch: int = 0  # rows a device takes at a time; 0 for all of its rows
     cooldown: int = 0  # the last so many steps: linear to 0
-    dropout: float = 0.0  # of the embeddings and of what is added to the residual stream
+    dropout: float = 0.0  # on embeddings and on all that is added to the residual stream
     z_loss: float = 0.0  # times the mean square of log(sum(exp(logits)))
     betas: list = field(default_factory=lambda: [0.9, 0.95])
     eps: float = 1e-8
@@ -76,7 +76,7 @@ class Recipe:
         if wrong:
             raise ValueError(f"{path}: missing or unknown {', '.join(sorted(wrong))}")
         if values["precision"] is False:
-            values["precision"] = "no"  # which is what YAML makes of it
+            values["precision"] = "no"  # YAML reads "no" as false
         for name in values:
             kind: Any = names[name]
             accepted = (int, float) if kind is float else kind

@@ -16,7 +16,7 @@ from training.recipe import Recipe
 # Parameters below which FSDP2 takes a model as one unit, gathered and reduced once a step: lstm_165m
 # (164 M) on two H200s then takes 1.04 times one GPU's step; by blocks, gathered at every use, 1.18.
 ONE_UNIT = 2**28
-BRANCHES = ("mixer", "mlstm_layer", "mlp", "ffn")  # of a block, which adds them to the residual
+BRANCHES = ("mixer", "mlstm_layer", "mlp", "ffn")  # what a block adds to the residual stream
 
 
 def keep_memory() -> None:

@@ -33,7 +33,7 @@ def test_all_that_is_missing_is_named_at_once():
     [
         ("1.13.2.git.kitware.jobserver-pipe-1", "[%f of %t, %W left] "),
         ("1.12.0", "[%f of %t, %W left] "),
-        ("1.11.1", "[%f of %t] "),  # which stops at a %W that it does not know
+        ("1.11.1", "[%f of %t] "),  # stops at %W, which it does not know
     ],
 )
 def test_progress_of_a_build(tmp_path, version, status):

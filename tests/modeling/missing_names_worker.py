@@ -171,7 +171,7 @@ def behave() -> dict:
             loops.append(1)
             super().__init__(*args)
 
-    mixin.Text = Text  # of the loop that runs ahead
+    mixin.Text = Text  # used by the loop that runs ahead
     for family in ("RNN", "XLSTM"):
         config = getattr(flashcell, f"Flash{family}Config")(
             vocab_size=31, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_heads=2

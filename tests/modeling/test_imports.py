@@ -76,7 +76,7 @@ ORDERS = {
         "from transformers import AutoModel\n"
         "assert type(config) in AutoModel._model_mapping"
     ),
-    "an unpickled configuration": (  # as a spawned process gets it: nothing calls its __init__
+    "an unpickled configuration": (  # spawned processes get one, without __init__
         "from copyreg import __newobj__\nimport flashcell\nfrom transformers import AutoModel\n"
         "config = __newobj__(flashcell.FlashRNNConfig)\n"
         "config.__setstate__({'model_type': 'flash_rnn'})\n"

@@ -75,7 +75,7 @@ def test_module_database(module_db, kind, training):
 
 @pytest.mark.parametrize("kind", SEQUENCES + CELLS)
 def test_gradients_by_finite_differences(module_db, kind):
-    """Of the inputs once, and of the reference twice, as the database requires for every module."""
+    """First derivatives by the inputs, and the reference's second ones, as the database requires."""
     for number, sample in enumerate(samples(module_db[kind], kind, True, False)):
         construct, forward = sample.constructor_input, sample.forward_input
         placed = {"dtype": torch.float64, "device": "cpu"}

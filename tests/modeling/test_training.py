@@ -171,7 +171,7 @@ def test_gradients_of_each_sample(case, make_model, tokens):
     model, ids = make_model(case).double(), tokens(3, 6)
     bound = (
         128 * EPS[torch.float64] * CASES[case].cancelled
-    )  # as in test_boundaries.py; observed 73
+    )  # bound of test_boundaries.py; observed 73
     weights = {name: p.detach() for name, p in model.named_parameters()}
 
     def loss(weights, ids):

@@ -15,7 +15,7 @@ def freed(x):
     return x
 
 
-BAD = {  # what is passed -> (how it is made, what the error says)
+BAD = {  # invalid value -> (how it is made, what the error says)
     "sparse": (lambda x: x.to_sparse(), "layout torch.sparse_coo, but must be a plain strided"),
     "nested": (lambda x: torch.nested.nested_tensor(list(x)), "layout nested, but must be"),
     "freed": (freed, "must have the memory for it: its storage was freed"),

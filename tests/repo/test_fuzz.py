@@ -78,7 +78,7 @@ def changed(value, change):
         return tuple(changed(v, change) for v in value)
     return change(value) if torch.is_tensor(value) and value.is_floating_point() else value
 
-def last_row(change):  # of a tensor, or of the last in a tuple
+def last_row(change):  # changes a tensor, or the last in a tuple
     def spoil(t):
         if t.dim() and t.numel():
             t = t.clone()

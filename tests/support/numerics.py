@@ -43,11 +43,11 @@ UNITS_OF_APPROX = {torch.bfloat16: 2.0**-3, torch.float16: 2.0**-7}
 
 
 def assert_as_accurate(name: str, got, exact, peer, terms: int = 1, on_cuda=None) -> None:
-    """Asserts that `got` is as close to the float64 `exact` as the same-dtype `peer` is, times two.
+    """Asserts that `got` is at most twice as far from the float64 `exact` as the same-dtype `peer`.
 
     `on_cuda` is (x's dtype, whether it is a gradient) of a value from CUDA. `terms` is how many
-    products a sum has; a handful of values may cancel to almost nothing, and are
-    held to the size of their terms, one.
+    products a sum has. Fewer than eight values may cancel to almost nothing: their errors are
+    compared with the size of their terms, one.
     """
     assert got.shape == exact.shape, f"{name}: shape {list(got.shape)}, want {list(exact.shape)}"
     if got.numel() == 0:

@@ -66,7 +66,7 @@ class Case(NamedTuple):
     kernel: str
     ours: Provider
     transformer: Provider
-    limit: float  # of our time in the Transformer's
+    limit: float  # of our time divided by the Transformer's
 
 
 class Measured(NamedTuple):
@@ -77,7 +77,7 @@ class Measured(NamedTuple):
     peak: float
     tokens: int
     parameters: int
-    flops: int  # of a step, see flops_per_token
+    flops: int  # in a step; see flops_per_token
 
     def row(self) -> Row:
         p50, seconds = statistics.median(self.times), statistics.median(self.times) / 1e3
@@ -192,7 +192,7 @@ def measure(provider: Provider, device: str, backend: str, steps: int, compiled:
     with only_flash:
         for _ in range(WARM_STEPS):
             step()
-        gc.collect()  # as after thousands of steps, not in the middle of one
+        gc.collect()  # so that none happens while a step is timed
         gc.freeze()
         if cuda:
             torch.cuda.reset_peak_memory_stats()

@@ -181,7 +181,7 @@ def chunks(kernel: Any) -> list[Row]:
     return rows
 
 
-POWERS = [*range(7, 20, 2), 20]  # of two: lengths of solve; the op also has those between
+POWERS = [*range(7, 20, 2), 20]  # powers of two: lengths for solve; the op also runs those between
 # The sequential level takes 0.3 ms a step, 0.9 with the gradient: five minutes and fifteen at 2^20.
 MODES = {
     "sequential": 2**11,

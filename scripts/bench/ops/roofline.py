@@ -18,8 +18,8 @@ import torch
 
 from measurement.record import PROJECT, ROOT, Row, output_of
 
-SEPARATOR = "spin_kernel"  # of torch.cuda._sleep
-COUNTED = {  # what we call it -> ncu's metric
+SEPARATOR = "spin_kernel"  # the kernel of torch.cuda._sleep
+COUNTED = {  # our name -> ncu's metric
     "dram_bytes": "dram__bytes.sum",
     "l2_bytes": "lts__t_bytes.sum",
     "sm_cycles": "sm__cycles_elapsed.avg",

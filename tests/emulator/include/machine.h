@@ -51,7 +51,7 @@ struct Thread {
 struct Warp {
   int arrived = 0;
   uint64_t generation = 0;        // counts the collectives that the warp has completed
-  const void* kind = nullptr;     // which collective the lanes wait in
+  const void* kind = nullptr;     // the collective in which the lanes wait
   uint32_t given[kWarpSize][10];  // words that each lane passes; mma passes the most
   uint32_t answer[kWarpSize][4];
 };

@@ -248,7 +248,7 @@ TINY = {
 )
 def test_tiny(diagonal_rnn, name, engine, case, dtype):
     """Runs every kernel of the cells once, and nothing else on the GPU, for scripts/check_cuda."""
-    if engine == "reach":  # as many words of each type
+    if engine == "reach":  # the same number of words for each dtype
         case = replace(case, D=case.D * 4 // dtype.itemsize)
     call = make(CELLS[name], case, dtype)
     dh, dlast = upstream(name, call, dtype)

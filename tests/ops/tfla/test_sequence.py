@@ -63,7 +63,7 @@ ROUNDINGS = {
     torch.bfloat16: (6e-3, {"df": 2.5e-2, "dstate[1]": 1e-2}),
 }
 
-TERM = 2**-22  # what a tensor core loses of a term of an fp32 product, split into three of tf32
+TERM = 2**-22  # relative error of an fp32 product that tensor cores compute as three of tf32
 
 
 def moved(call, given, exact):

@@ -103,7 +103,7 @@ class ParaRNN(Ours):
         self.cell = (ParaGRU if gru else ParaLSTM)(1, case.width, dtype=p["x"].dtype)
         self.cell.W_x = torch.nn.Identity()
         self.names = ("a_z", "a_r", "a_n") if gru else ("a_f", "a_o", "a_z", "c_f", "c_o")
-        self.order = [0, 1, 2] if gru else [0, 2, 1]  # of the gates in x: f, z, o
+        self.order = [0, 1, 2] if gru else [0, 2, 1]  # of the peer's gates in x: f, z, o
         x, *weights = self.leaves
         rows = torch.cat(weights).detach()
         with torch.no_grad():

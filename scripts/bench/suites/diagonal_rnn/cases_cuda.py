@@ -203,7 +203,7 @@ def pararnn_torch(case: Case, p: dict) -> Callable[[], tuple]:
     cell = (ParaGRU if gru else ParaLSTM)(1, case.width, dtype=case.torch_dtype).cuda()
     cell.W_x = torch.nn.Identity()
     names = ("a_z", "a_r", "a_n") if gru else ("a_f", "a_o", "a_z", "c_f", "c_o")
-    order = [0, 1, 2] if gru else [0, 2, 1]  # of the gates in pararnn's x: f, z, o
+    order = [0, 1, 2] if gru else [0, 2, 1]  # of pararnn's gates in x: f, z, o
     with torch.no_grad():
         for k, name in enumerate(names):
             getattr(cell, name).copy_(p["weight"][k])

@@ -44,9 +44,9 @@ def parameters(case: Case, device: str, seed: int = 0) -> dict[str, torch.Tensor
     if case.form in ("linear", "linear-step"):
         p["w_ih"] = normal(G, N, D, inputs, scale=inputs**-0.5)
     if case.is_step:
-        p["state"] = normal(spec.states, B, N, D, scale=0.5).float()  # as the step before left it
+        p["state"] = normal(spec.states, B, N, D, scale=0.5).float()  # fp32, as a step returns it
         if case.cell == "slstm":
-            p["state"][2] = p["state"][2].abs() + 0.5  # n > 0
+            p["state"][2] = p["state"][2].abs() + 0.5  # n is positive
     return p
 
 

@@ -41,7 +41,7 @@ CELLS = ("lstm", "slstm")
 ROOT = Path(__file__).resolve().parents[4]
 STATE = Path(os.environ.get("FLASHCELL_HOME") or ROOT / ".flashcell")
 LOADED = Path("/proc/self/maps")  # libraries of this process
-JOBS = 4  # of one compilation, which has six files
+JOBS = 4  # processes in one compilation, of six files
 Shape = tuple[str, int, int, int]  # cell, heads, width, batch
 
 

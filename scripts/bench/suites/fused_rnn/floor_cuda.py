@@ -23,7 +23,7 @@ SMS = 132
 SM_WEIGHT = (128 + 180) * 1024  # bytes of a weight that one SM keeps: registers, shared memory
 MMA_CHAIN = 13.8e-9  # s, one m16n8k16 that needs the one before
 MMA_ISSUE = 3.4e-9  # s, one m16n8k16 of many on one of the SM's four tensor cores
-WARPS = 8  # that share the depth of a product
+WARPS = 8  # warps that share the depth of a product
 CELL = 33e-9 + 2 * 8.6e-9 + 38.8e-9  # s, sigmoid, tanh twice, st.shared + barrier + ldmatrix
 EXCHANGE = 0.25e-6  # s, a word from one SM to another through L2, one way: 0.18 to 0.35 us ...
 EXCHANGE_BYTE = 1 / 112e9  # s, ... and h of the whole head into an SM: 64 bytes a clock
@@ -35,7 +35,7 @@ class Recurrence(NamedTuple):
     """The shape of one recurrence, as it determines the floor."""
 
     gates: int
-    heads: int  # that run at once: also directions, and the layers of a wavefront
+    heads: int  # recurrences at once: heads, directions, layers of a wavefront
     width: int
     batch: int
     steps: int

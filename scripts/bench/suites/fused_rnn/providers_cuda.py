@@ -39,7 +39,7 @@ def leaf(t: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 class Provider:
     """Base class of a provider, batch first as ours; others override the layouts."""
 
-    dtype: torch.dtype | None = None  # of its tensors, if not the case's
+    dtype: torch.dtype | None = None  # dtype of its tensors, if not the case's
     leaves: list[Tensor]
     comparable = True  # computes the same function, so that its error means something
 
@@ -97,7 +97,7 @@ class Module(Provider):
         )  # fmt: skip
         if "w_hh" in p:
             _copy_weights(module, p)
-        module = module.to(case.torch_dtype)  # what all providers compute with
+        module = module.to(case.torch_dtype)  # the dtype in which all providers compute
         self.module = module.to(p["x"].device, dtype or p["x"].dtype)
         self.module.flatten_parameters()
         self.leaves = list(self.module.parameters())

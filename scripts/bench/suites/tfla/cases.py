@@ -24,7 +24,7 @@ class Case:
     steps: int  # 1: one decoding step, in place
     heads: int
     key: int
-    width: int  # of a value
+    width: int  # of the values (V)
     dtype: str
     required: float | None
     passes: tuple[str, ...] = ("forward", "train")

@@ -22,7 +22,7 @@ class Unavailable(Exception):
 class Case:
     """One shape in bf16, with limits in ms for "forward", "train" and "step"."""
 
-    gate: str  # of the input: "exp", "sigmoid"
+    gate: str  # the input gate: "exp" or "sigmoid"
     heads: int
     key: int
     value: int
