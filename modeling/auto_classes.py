@@ -76,7 +76,8 @@ def register_with_transformers() -> None:
 
 
 def register_configs() -> None:
-    """An unfit transformers gives a warning: whoever imports it may want none of our models."""
+    """Registers our configurations with AutoConfig; only warns if transformers does not fit, because
+    whoever imported transformers may want none of our models."""
     package = importlib.import_module(PACKAGE)
     try:
         configs = {kind: getattr(package, f"{family}Config") for kind, family in FAMILIES.items()}

@@ -174,7 +174,7 @@ def _install_wheels(root: Path) -> None:
 
 
 def _which(program: str) -> str | None:
-    """On PATH, or beside the running Python, where pip puts programs."""
+    """Finds a program on PATH or beside the running Python, where pip puts programs."""
     folders = [sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)]
     return shutil.which(program, path=os.pathsep.join(folders))
 

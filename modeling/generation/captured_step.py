@@ -149,7 +149,7 @@ class Recording:
         old = [s for layer in layers for group in layer.states.values() for s in group]
         turns.take(self.tokens.device)  # after the copies above, which ran in other streams
         copy_all([s for group in self.groups for s in group], old)
-        if turns.streams:  # their memory may return to another stream's pool
+        if turns.streams:  # another stream may own their memory
             for s in old:
                 s.record_stream(turns.stream)
         self.loan = BufferLoan(turns, self.tokens.device)

@@ -243,7 +243,7 @@ def _why_not_fused(x: torch.Tensor, backend: str, few: bool) -> str | None:
     half = x.dtype in (torch.bfloat16, torch.float16)
     if not (half if kind == "cuda" else kind == "cpu" and x.is_floating_point()):
         return f"{x.dtype} on {kind} has no fused linear layers"
-    if torch.is_autocast_enabled(kind):  # only of a device that it knows
+    if torch.is_autocast_enabled(kind):  # `kind` is cpu or cuda here
         return "autocast is on"
     if kind == "cpu" and backend == "reference":
         return 'backend is "reference"'

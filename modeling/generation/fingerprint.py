@@ -102,11 +102,11 @@ class Fingerprint:
         filled = [t for t in self._filled if not isinstance(t, (list, set))]
         versioned = map(_dict_of, chain(dicts[1:], filled, self._names.tables))
         self._dicts = list({id(d): d for d in versioned}.values())
-        # Before the copies: what changes between here and there is seen the next time.
+        # Before the copies, so that the next check sees what changes meanwhile.
         self._count, self._own = _count_and_own(model)
         self._version = self._add_versions(model)
         self._attributes = [dict(d) for d in dicts]
-        self._attributes[0]["decoder"] = Whatever()  # it has this fingerprint
+        self._attributes[0]["decoder"] = Whatever()  # the decoder holds this fingerprint
         self._copies = [_copy(t) for t in self._filled]
         self._listed = [_copy(t) for t in self._lists]
         # two of one value are equal, the others neither equal nor unequal

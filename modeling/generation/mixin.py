@@ -225,7 +225,7 @@ class RecurrentGeneration(GenerationMixin):
         text, ends = Text(input_ids), Ends(stopping_criteria, input_ids.device)
         check: StopCheck = HostCheck(streamer)
         if input_ids.is_cuda:
-            with torch.device("cpu"):  # it allocates pinned memory
+            with torch.device("cpu"):  # its pinned memory is the CPU's
                 check = DeferredStopCheck(
                     input_ids, stopping_criteria.max_length, None, False, streamer
                 )

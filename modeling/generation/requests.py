@@ -67,7 +67,7 @@ class Running:
 
     index: int
     model: Any
-    wrong: BaseException | None = None  # with the request
+    wrong: BaseException | None = None  # what is wrong with the request
     tokens: list[int] = field(default_factory=list)
     ended: bool = False
 

@@ -20,8 +20,8 @@ class Batch:
         self.prefill_rows: list[Running | None] = [None] * prefill_rows
         self.reading = DynamicCache(config=model.config)  # the states of the prefill rows
         self.decoding = DynamicCache(config=model.config)  # the states of the slots
-        self.choices: list[Choice] = []  # not looked at yet
-        self.decoded: Choice | None = None  # the slots' last one, if it is among them
+        self.choices: list[Choice] = []  # whose tokens have not been read yet
+        self.decoded: Choice | None = None  # the slots' newest choice, if it has not been read
 
     @property
     def running(self) -> list[Running]:

@@ -137,7 +137,7 @@ def _one_process(repo: str, variant: str, deadline: float) -> Iterator[None]:
         yield
     finally:
         with contextlib.suppress(OSError):
-            fcntl.flock(lock, fcntl.LOCK_UN)  # also for a child that was forked meanwhile
+            fcntl.flock(lock, fcntl.LOCK_UN)  # a child forked meanwhile has the lock, too
         os.close(lock)
 
 

@@ -146,4 +146,4 @@ class DiagonalMixer(nn.Module):
         h, state = self.cell(x, state, **boundaries._asdict(), **path)
         if cache is not None:
             cache.update_states(T, cell=boundaries.last(state), conv=window)
-        return torch.addcmul(h, x, self.skip.to(h.dtype)), gate  # under autocast not in fp32
+        return torch.addcmul(h, x, self.skip.to(h.dtype)), gate  # in h's dtype, also under autocast

@@ -194,7 +194,7 @@ def _uninstall() -> None:
         _blocks -= 1
         if _blocks == 0:
             for base, own, hook in _hooks:
-                if base.__init__ is hook:  # else somebody has hooked it since, and calls ours
+                if base.__init__ is hook:  # else other code has wrapped our hook since
                     base.__init__ = own
             _hooks.clear()
 
@@ -250,9 +250,8 @@ def _target(module: nn.Module, backend: str) -> type[nn.Module] | str:
             return f"its {name} was set on the object: replace before hooks are added"
     target = class_for(base_class(module))
     device = next((p.device.type for p in module.parameters()), "cpu")
-    if (
-        isinstance(target, str) or backend != "auto" or device == "meta"
-    ):  # where it will be, is open
+    # A module on the meta device may go to any device later.
+    if isinstance(target, str) or backend != "auto" or device == "meta":
         return target
     info = kernel_info("fused-rnn", device, backend)
     return f"no kernel here: {info.reason}" if info.source == "reference" else target

@@ -44,7 +44,7 @@ class _StandIn(nn.Module):
     """Adds to torch.nn's recurrent modules what all replacements share: backend, kernel and
     forward."""
 
-    kernel_backend = "auto"  # on the class too: pickles of torch.nn's modules have none
+    kernel_backend = "auto"  # for pickles of torch.nn's modules, which have none
 
     def stand_in(self, backend: str) -> None:
         """Sets the attributes that a torch.nn module needs in order to work as one of flashcell's.
@@ -73,7 +73,7 @@ class _StandIn(nn.Module):
         fallback = "torch.nn's own forward"
         kernel = load_kernel("fused-rnn", data.device.type, self.kernel_backend, fallback)
         if self.kernel_backend == "auto":
-            exact = data.is_cuda and data.dtype == torch.float64  # in no CUDA kernel
+            exact = data.is_cuda and data.dtype == torch.float64  # no CUDA kernel has it
             return None if exact or kernel is fused_rnn else kernel
         return kernel
 

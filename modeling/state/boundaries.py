@@ -108,7 +108,7 @@ def cut_prompt(
         attention_mask = attention_mask[:, -T:]
         if position_ids is not None:
             reset = find_boundaries(B, T, attention_mask, position_ids).reset
-            position_ids = _count_from(reset)  # where padding hides the beginning, a chunk shows it
+            position_ids = _count_from(reset)  # counted over the text, not in each chunk
     whole = (input_ids, inputs_embeds, position_ids, attention_mask)
     return [
         tuple(None if t is None else t[:, start : start + size] for t in whole)

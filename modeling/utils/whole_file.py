@@ -110,14 +110,14 @@ def _remove_abandoned(folder: int, name: str) -> None:
     """Removes an unfinished file whose writer has ended."""
     try:
         handle = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
-    except OSError:  # there is none, or it is somebody else's
+    except OSError:  # there is no such file, or it is another user's
         return
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if stat.S_ISREG(os.fstat(handle).st_mode) and _is_at(folder, name, handle):
             os.unlink(name, dir_fd=folder)
     except OSError:
-        pass  # its writer lives, or the file system has no locks to tell
+        pass  # its writer still runs, or the file system has no locks
     finally:
         os.close(handle)
 

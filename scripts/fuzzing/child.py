@@ -286,7 +286,7 @@ def how_it_ended(status: int, answers: bool, errors: str) -> str:
     lines = errors.strip().splitlines()
     summary = [line for line in lines if "SUMMARY: AddressSanitizer" in line]
     if summary and "out-of-memory" in summary[0] and "operator new" in errors:
-        return ""  # where it would be thrown, a run without AddressSanitizer judges what is said
+        return ""  # without AddressSanitizer it is an exception, which such a run judges
     if summary:
         frames = [line.split(" in ", 1)[-1] for line in lines if " in " in line and "#" in line]
         own = next((frame for frame in frames if "csrc/" in frame), frames[0] if frames else "")

@@ -21,7 +21,7 @@ SCHEMA = re.compile(r"for argument '(\w+)'|argument '(\w+)' \(position")
 PLACE = re.compile(r"^\w+, [\w/.-]+:\d+, ")
 # autograd's own words: it knows the tensors that it saves, not whose arguments they are
 INFERENCE = "Inference tensors cannot be saved for backward"
-# what stands in front of an op that changes an argument, and cannot take a negated view to it
+# torch's errors for a negated view that is passed to an op which changes that argument
 NEGATED = re.compile(r"MathBitsFallback|mutable TensorLists with negation|negation fallback")
 ANY_STRIDES = {"transposed", "sliced", "every_second", "misaligned", "neighbours"}
 OUT_OF_MEMORY = re.compile(r"can't allocate memory|not enough memory")

@@ -32,7 +32,7 @@ PEERS = {
 }
 NO_PEERS = ("ours", "sdpa", "plain")  # attention, and a copy of as many bytes
 
-ROW, LEFT, WIDTH, TOP, UNIT = 24, 250, 760, 44, 27  # in pixels; UNIT is as fast as the peer
+ROW, LEFT, WIDTH, TOP, UNIT = 24, 250, 760, 44, 27  # in pixels; UNIT is a ratio of 1
 GAIN, LOSS = "#2f6db3", "#c0392b"
 
 

@@ -155,7 +155,7 @@ class Task:
     batch: int = 16
     learning_rates: tuple[float, ...] = (5e-4,)
     warmup: float = 0.0  # share of all steps; linear
-    last_rate: float = 0.0  # in units of the learning rate: where half a cosine ends
+    last_rate: float = 0.0  # share of the learning rate at which half a cosine ends
     weight_decay: float = 1e-6
 
     def rows(self, split: str, seed: int, part: int, count: int) -> Rows:

@@ -49,7 +49,7 @@ class Stack:
     def __call__(self, tokens: Tensor, at: Tensor | None = None) -> Tensor:
         p, model = self.named(), self.model
         table = p["embed.weight"]
-        # A product: the gradient of an embedding sorts tokens, and few of them take many rows each.
+        # One-hot rows times the table: the backward of an embedding is slow where few tokens occur often.
         every = torch.arange(table.shape[1], device=tokens.device)
         chosen = tokens.permute(1, 2, 0)[..., None] == every
         x = linear(chosen.to(table.dtype), table.transpose(1, 2))  # [B, T, S, 64]

@@ -175,7 +175,7 @@ class Handler(BaseHTTPRequestHandler):
         self.reply({})
 
     def preupload(self, repo: str, revision: str) -> None:
-        mode = {"uploadMode": "regular", "shouldIgnore": False}  # never LFS
+        mode = {"uploadMode": "regular", "shouldIgnore": False}  # no file is sent by LFS
         files = [{"path": f["path"], "oid": None, **mode} for f in json.loads(self.body)["files"]]
         self.reply({"files": files})
 

@@ -35,7 +35,8 @@ RECURRENT = (nn.RNNBase, nn.RNNCellBase)
 
 
 def record(train: Callable[..., nn.Module], models: tuple[str, ...] = ()) -> None:
-    """With `models`, the script's argument is one of their names, which `train` gets second."""
+    """Runs `train` as a script that records losses and gradients; with `models`, its argument is one of
+    their names, which `train` gets second."""
     parser = argparse.ArgumentParser(description="trains 20 steps and records them")
     parser.add_argument("--flashcell", action="store_true", help="with flashcell's modules")
     parser.add_argument("--out", required=True, help="the .npz file to write")

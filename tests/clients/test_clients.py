@@ -151,7 +151,7 @@ def compare(own: dict, ours: dict, dtype: str = "float32") -> None:
 
 def recorded(is_ours: list[bool], dtype: str = "float32") -> dict:
     steps = np.ones((20, 4), dtype)
-    gradients = CLIP / 2 * steps  # each of norm CLIP
+    gradients = CLIP / 2 * steps  # the norm of each step's gradient is CLIP
     recorded = {"losses": steps[:, 0], "gradients": gradients, "parameters": steps}
     return {"ours": np.array(is_ours), **recorded}
 

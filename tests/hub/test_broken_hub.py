@@ -47,7 +47,7 @@ def test_a_hub_without_end_is_not_read_to_it(chain, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["hangs", "answers 500", "sends a byte a second"])
 def test_however_many_wait_for_a_broken_hub(chain, name):
-    """They wait at the same time, and no longer than one alone."""
+    """Eight processes wait at the same time, and no longer than one alone."""
     with serve(behaviours(revision(chain))[name]) as url:
         running = [chain.start(AUTO, HF_ENDPOINT=url) for _ in range(8)]
         outcomes = [process.finish()[0] for process in running]

@@ -95,7 +95,7 @@ def test_a_second_kernel_from_disk(diagonal_rnn):
 
 
 def test_the_build_of_a_checkout(diagonal_rnn, monkeypatch):
-    """It is used without LOCAL_KERNELS, unless that or FLASHCELL_LOCK says otherwise."""
+    """A checkout's build is used unless LOCAL_KERNELS or FLASHCELL_LOCK names another."""
     env = {k: v for k, v in os.environ.items() if k not in ("LOCAL_KERNELS", "FLASHCELL_LOCK")}
     tell = "from flashcell import kernel_info; info = kernel_info('diagonal-rnn', 'cpu')\n"
     source, path = run("-c", f"{tell}print(info.source, info.path)", env=env).split()

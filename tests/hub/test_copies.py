@@ -39,7 +39,7 @@ def copied(chain):
 
 @pytest.mark.parametrize("cache", ["cache", "file/cache"])
 def test_another_copy_of_the_loader_takes_the_module_that_is_there(copied, cache):
-    """Its files were verified, whether or not they are still on disk."""
+    """A module that is imported is used again: its files were verified, even if they are gone."""
     (copied.folder / "file").touch()  # so that no folder can be made below it
     outcomes = copied.load(CPU, CPU | {"run": OTHER}, HF_HUB_CACHE=copied.folder / cache)
     assert [outcome["value"] for outcome in outcomes] == [2.0, 2.0]

@@ -89,7 +89,7 @@ def test_new_version(publish, project, hub):
 
 
 def test_a_new_version_locks_no_variant_of_the_old_one(publish, project):
-    """On a machine that cannot build it: its bytes are those of version 1."""
+    """A variant that this machine cannot build still has the bytes of version 1: it is not locked."""
     here = project.root / "build/torch-stable-abi210-cpu-x86_64-linux"
     there = here.with_name("torch-stable-abi210-cpu-aarch64-linux")
     here.rename(there)

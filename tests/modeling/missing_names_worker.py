@@ -26,7 +26,7 @@ KERNELS = ("fused-rnn", "diagonal-rnn", "tfla")
 
 @contextlib.contextmanager
 def attribute(owner: object, name: str):
-    """Without an attribute of a module, a class or an object."""
+    """Takes an attribute of a module, a class or an object away."""
     holders = owner.__mro__ if isinstance(owner, type) else [owner]
     holder = next(h for h in holders if name in vars(h))
     value = vars(holder)[name]
@@ -37,7 +37,7 @@ def attribute(owner: object, name: str):
 
 @contextlib.contextmanager
 def in_instances(name: str):
-    """Without an attribute that torch.nn.Module sets on each module."""
+    """Takes an attribute away that torch.nn.Module sets on each module."""
     init = nn.Module.__init__
 
     def without(self, *args, **kwargs):
@@ -51,7 +51,7 @@ def in_instances(name: str):
 
 @contextlib.contextmanager
 def in_code(kind: type, name: str):
-    """With another name in place of `name` in all code of a class."""
+    """Renames `name` in all code of a class, so that it is not found."""
     functions = [getattr(f, "__func__", f) for f in vars(kind).values()]
     functions = [f for f in map(innermost, functions) if hasattr(f, "__code__")]
     codes = [f.__code__ for f in functions]

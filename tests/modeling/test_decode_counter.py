@@ -42,7 +42,7 @@ class Calls(list):
 
 @pytest.fixture(params=["counter", "versions"])
 def summed(request, monkeypatch):
-    """How often the versions of all dicts were added up, with either way to see a change."""
+    """Counts how often the versions of all dicts are added up, for both ways to notice a change."""
     calls, add = Calls(), Fingerprint._add_versions
     if request.param == "counter":
         monkeypatch.setattr(fingerprint, "dict_version", Watcher())

@@ -21,7 +21,7 @@ RECORDED = "tape" if DEVICE == "cpu" else "graph"
 
 @pytest.fixture
 def compared(monkeypatch):
-    """How often a model was compared with its fingerprint."""
+    """Counts how often a model is compared with its fingerprint."""
     calls, holds = [], Fingerprint.holds
     monkeypatch.setattr(Fingerprint, "holds", lambda *args: calls.append(1) or holds(*args))
     return calls

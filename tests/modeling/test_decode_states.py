@@ -46,7 +46,7 @@ def state_groups(cache):
 
 @pytest.mark.parametrize("read", READS)
 def test_what_was_read_stays(make_model, tokens, read):
-    """Even while the cache continues, and another one is decoded."""
+    """States read from a cache keep their values while it, or another cache, is decoded."""
     model, ids = make_model(), tokens(2, 6)
     want = values(without_engine(model, lambda: decoded(model, ids)))
     cache = decoded(model, ids)
@@ -89,7 +89,7 @@ def test_layers_that_change_places(make_model, tokens):
 
 
 def test_a_cache_counts_every_token(make_model, tokens):
-    """Of a call a token, and of `generate`, which leaves out what it has just looked at."""
+    """The cache counts the tokens of calls, and those of `generate` except its last one."""
     model, ids = make_model(), tokens(2, 6)
     cache = decoded(model, ids)
     assert cache.get_seq_length() == 6

@@ -205,7 +205,7 @@ def test_headwise_linear(heads, bias):
 
 
 def test_headwise_product():
-    """Its gradients and second gradients, in the layouts of their tensors; traced as one graph."""
+    """First and second gradients are right, contiguous, and the same where it is compiled."""
     x = torch.randn(2, 5, 12, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(3, 2, 6, 4, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(headwise_product, (x, weight))
@@ -231,7 +231,7 @@ def test_autocast_leaves_float64_alone(kind):
 
 @KINDS
 def test_learns_and_travels(kind):
-    """It trains, and pickles and state dicts contain all of it."""
+    """A layer trains, and its pickle and its state dict contain all of it."""
     layer = LAYERS[kind](2, 16)
     head = nn.Linear(16, 1)
     optimizer = torch.optim.Adam([*layer.parameters(), *head.parameters()], lr=0.02)

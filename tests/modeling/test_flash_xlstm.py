@@ -87,7 +87,7 @@ def test_the_package_s_logits(theirs):
 
 
 def without_eps(theirs):
-    """Both start with another m, which has an effect through eps only."""
+    """Sets eps to 0: ours and theirs start with different m, which matters only through eps."""
     for block in theirs.xlstm_block_stack.blocks:
         cell = getattr(block.xlstm, "mlstm_cell", None)
         if cell is not None:
@@ -108,7 +108,7 @@ def test_the_package_s_logits_and_gradients_in_float64(theirs):
 
 
 def test_the_package_s_other_layout():
-    """Its "cuda" backend stores the recurrent weight and the bias transposed."""
+    """The package's "cuda" backend stores recurrent weight and bias transposed."""
     theirs = package(64, 2, VOCABULARY, [1])
     cell = theirs.xlstm_block_stack.blocks[1].xlstm.slstm_cell
     with torch.no_grad():
@@ -133,7 +133,7 @@ def recorded():
 
 
 def test_the_package_s_recorded_logits(recorded):
-    """One mLSTM block and one sLSTM block; the record has fp32's digits."""
+    """A model of one mLSTM and one sLSTM block has the recorded logits, to fp32's digits."""
     weights, ids, want = recorded
     model = FlashXLSTMForCausalLM.from_xlstm(weights)
     config = model.config

@@ -171,7 +171,7 @@ def test_a_mask_beside_a_cache_is_of_the_whole_text(make_model, tokens):
 
 
 def test_an_empty_prompt_is_refused(case, make_model, tokens):
-    """Nothing says what its first token comes after; transformers' own models end in an IndexError."""
+    """Its first token would follow nothing; transformers' own models raise an IndexError."""
     model, prompt = make_model(case), tokens(2, 5)
     for options in ({}, {"use_cache": False}, {"bos_token_id": 1}, {"attention_mask": None}):
         for ids in (prompt[:, :0], prompt[:0], prompt[0], prompt[:, :0].float()):

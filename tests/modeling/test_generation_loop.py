@@ -114,7 +114,7 @@ def test_a_prompt_of_embeddings(both):
 
 
 def test_an_own_way_to_prepare_is_called(both, monkeypatch):
-    """It gets the whole text, as in transformers."""
+    """An override of prepare_inputs_for_generation gets the whole text, as in transformers."""
     model, lengths = both.model, []
     prepare = type(model).prepare_inputs_for_generation
 

@@ -72,7 +72,9 @@ def test_missing_weights_begin_as_new_ones(case, make_model, tmp_path):
 
 @pytest.mark.parametrize("kind", kinds())
 def test_any_one_missing_weight_begins(kind, make_model, tmp_path, poisoned):
-    """Also if the module's other weights are there: transformers initialises module by module."""
+    """A weight that a checkpoint lacks is initialised, and no other weight of its module is.
+
+    transformers by itself initialises whole modules."""
     model = make_model(kind, num_hidden_layers=1)
     weights = model.state_dict()
     for name in weights:

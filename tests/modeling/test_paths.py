@@ -24,8 +24,8 @@ def results(model, ids) -> dict[str, torch.Tensor]:
 
 
 def test_every_way_is_the_same_model(case, make_model, tokens):
-    """In float64, with padding and documents: sums in two orders. A model trained one way generates
-    the same text another way."""
+    """All ways to compute a model agree in float64, with padding and documents, and generate the
+    same text; only the order of sums differs."""
     model, ids = make_model(case).double(), tokens(2, 9)
     options = {
         "max_new_tokens": 6,
@@ -50,7 +50,7 @@ def test_every_way_is_the_same_model(case, make_model, tokens):
 @cpu_only
 @pytest.mark.parametrize("cell", ["flash_gru", "flash_lstm"])
 def test_shapes_alone(make_model, tokens, cell):
-    """On meta tensors, which do not support autocast."""
+    """A model on the meta device, which does not support autocast, returns meta logits."""
     model, ids = make_model(cell).to("meta"), tokens(2, 5).to("meta")
     logits = model(ids).logits
     assert logits.is_meta

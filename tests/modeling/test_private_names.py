@@ -109,7 +109,7 @@ def test_every_name_is_taken_away():
 
 
 def test_every_override_of_a_private_name_is_listed():
-    """What our classes define under a private name of a base class from torch or transformers."""
+    """Every private name that our classes override in torch or transformers is in a list."""
     listed = {name for _, name in private_names.READ} | set(private_names.NEW)
     listed |= {"_sample", "_init_weights", "_tied_weights_keys"}
     kinds = [getattr(flashcell, name) for name in dir(flashcell)]

@@ -163,7 +163,7 @@ def outcome(module, arguments) -> str:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_error_classes_are_torch_s(kind):
-    """For callers that catch them. The installed torch is the measure."""
+    """Wrong calls raise the same class of error as the installed torch.nn, for callers that catch it."""
     theirs, ours = make_twins(kind, 4, 6)
     calls = list(wrong_calls(kind))
     outcomes = {name: (outcome(theirs, call), outcome(ours, call)) for name, call in calls}
@@ -188,7 +188,8 @@ def test_jit_script_is_refused_by_name(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_tangent_is_refused(kind):
-    """In forward mode, with frozen weights and without gradients, where a tangent could get lost."""
+    """Forward mode raises an error also with frozen weights and no_grad, where a tangent could get
+    lost."""
     module, x = getattr(flashcell, kind)(4, 6).requires_grad_(False), make_input(kind)
     with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="in forward mode"):
         module(forward_ad.make_dual(x, torch.ones_like(x)))

@@ -206,7 +206,7 @@ def leave_nothing_after(tokens: int):
 
 
 def test_time_limit(make_model, tokens, monkeypatch):
-    """With a clock that advances a second with each token of the request."""
+    """A request ends after max_time, on a clock that advances a second with each of its tokens."""
     model, now = make_model(), [100.0]
     monkeypatch.setattr("flashcell.generation.requests.time.monotonic", lambda: now[0])
 
@@ -246,7 +246,7 @@ def test_slots_stay_full(make_model, tokens, monkeypatch):
 
 
 def test_text_is_refused_at_once(make_model, tokens):
-    """Of a list, which is there; what a generator yields ends alone."""
+    """Text in a list raises at once; text that a generator yields ends only its own request."""
     model = make_model()
     for requests in ("text", ["text"], (tokens(3), "text"), [Request(tokens(3)), "text"]):
         with pytest.raises(TypeError, match="requests has the text 'text', but must have token"):

@@ -22,7 +22,7 @@ def warn(name: str, instead: str, library: Any = torch) -> None:
 
 
 def find(name: str, instead: str) -> Any:
-    """What is at a dotted name below torch; None, after a warning, where there is nothing."""
+    """Returns what has a dotted name below torch; None, after a warning, if nothing has it."""
     found: Any = torch
     for part in name.split(".")[1:]:
         found = getattr(found, part, None)

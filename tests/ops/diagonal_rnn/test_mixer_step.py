@@ -169,7 +169,7 @@ def mix_arguments(B, N, J, dtype=torch.float32):
 
 
 def test_heads_without_channels(diagonal_rnn):
-    """Their width of 0 must not be a divisor."""
+    """Nothing divides by the heads' width, which is 0."""
     step = diagonal_rnn.dispatch.ops.flash_gru_mix_step_
     for N, B in ((2, 3), (0, 3), (2, 0)):
         assert step(*mix_arguments(B, N, 0), 1.0).shape == (B, 0)

@@ -148,7 +148,7 @@ def test_nan_state_stays_in_its_channel_and_reset_clears_it(diagonal_rnn, name):
 
 
 def test_weights_in_another_dtype_get_gradients_in_their_own(diagonal_rnn, name):
-    """As under autocast: bf16 activations beside fp32 parameters, and the other way round."""
+    """Activations are bf16 and parameters fp32, as under autocast, and the other way round."""
     for x_dtype, dtype in ((torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)):
         call = make(CELLS[name], CASE, x_dtype)
         call |= {k: call[k].to(dtype) for k in WEIGHTS if k in call}

@@ -228,7 +228,7 @@ def test_compiled_object(diagonal_rnn, name):
 
 @pytest.mark.slow
 def test_compiled_by_inductor(diagonal_rnn):
-    """Every value and gradient, through kernels of inductor's before and after the op."""
+    """Values and gradients are right where inductor compiles what stands before and after the op."""
     call, sources = leaves(base())
     x, a = sources["x"], sources["a"]
 

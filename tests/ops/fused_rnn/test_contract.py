@@ -162,7 +162,7 @@ def test_nan_state_stays_in_its_row_and_reset_clears_it(fused_rnn, name):
 
 
 def test_weights_in_another_dtype_get_gradients_in_their_own(fused_rnn, name):
-    """As under autocast: bf16 activations beside fp32 parameters."""
+    """Activations are bf16 and parameters fp32, as under autocast."""
     call = make(CELLS[name], CASE, torch.bfloat16)
     for k in ("weight", "bias"):
         call[k] = call[k].float().requires_grad_()

@@ -46,7 +46,7 @@ GEMM = [
     Case(4, 6, 2, 64, ("state", "cu", "reset", "hold")),
     Case(64, 5, 1, 1152, ()),
 ]
-# Widths that no whole vectors make: they run padded.
+# Widths that are no multiple of a 16-byte vector: they run padded.
 ODD = [
     Case(3, 7, 2, 13, MASKS),
     Case(5, 10, 1, 100, (*MASKS, "clip")),
@@ -129,7 +129,7 @@ def test_engine_is_as_exact_as_the_reference(fused_rnn, monkeypatch, name, engin
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
 @pytest.mark.parametrize("case", ODD, ids=str)
 def test_odd_widths(fused_rnn, name, case, dtype):
-    """They run on the engines of their neighbours, and nothing of the padding is seen."""
+    """Padded to whole vectors, they give the results and shapes of their own width."""
     change = far_from_zero if name == "rnn_relu" else dict
     got, peer, exact = compare(fused_rnn, name, case, dtype, change)
     for key in exact:

@@ -17,7 +17,7 @@ def name(request):
 
 @pytest.mark.parametrize("backend", [DEVICE, "reference"])
 def test_a_nan_in_x_is_seen(fused_rnn, name, backend):
-    """From its step on, in its sequence alone: a relu is no way out, either."""
+    """A NaN in x shows from its step on, in its sequence alone, also after a relu."""
     call = make(CELLS[name], Case(3, 5, 1, 8, ("state",)), torch.float32)
     clean, _ = fused_rnn.recurrent(name, **call, backend=backend)
     call["x"][1, 2, :, 0, 3] = float("nan")
@@ -40,7 +40,7 @@ def test_a_bias_in_fp32_is_not_rounded_to_bf16(fused_rnn, backend):
 
 @pytest.mark.parametrize("backend", [DEVICE, "reference"])
 def test_h_is_rounded_to_the_nearest_even(fused_rnn, backend):
-    """As torch rounds; the sums here lie halfway between two numbers of bf16."""
+    """h is rounded as torch rounds it; the sums lie halfway between two numbers of bf16."""
     bias = (1 + torch.arange(1, 32, 2) * 2.0**-8).view(1, 1, 16)
     x, weight = torch.zeros(1, 1, 1, 1, 16).bfloat16(), torch.zeros(1, 1, 16, 16).bfloat16()
     h, (state,) = fused_rnn.rnn(x, weight, bias, nonlinearity="relu", backend=backend)

@@ -34,7 +34,7 @@ def test_opcheck(fused_rnn, name, options, save):
 
 
 def test_fakes_know_which_results_are_fp32(fused_rnn, name):
-    """In bf16, where the states and what is saved are wider than x."""
+    """Fakes have the right dtypes in bf16, where the states and saved values are wider than x."""
     call = (*arguments(CELLS[name], ("state", "reset"), dtype=torch.bfloat16), True)
     op = getattr(fused_rnn.dispatch.ops, f"{name}_fwd").default
     torch.library.opcheck(op, call, test_utils="test_faketensor")

@@ -104,7 +104,7 @@ def test_offsets_that_decrease(tfla, dtype):
 @pytest.mark.parametrize("options", [("state",), ("state", "reset", "hold"), ("state", "lengths")])
 @pytest.mark.parametrize(("K", "V"), [(128, 256), (256, 512), (40, 136), (136, 264)])
 def test_backward_by_rows(tfla, cell, K, V, options, dtype):
-    """With more items than thread blocks, so that each takes several."""
+    """There are more rows of work than thread blocks, so that each block takes several."""
     call = make(cell, Case(3, 700, 16, K, V, options, 256), dtype)
     given = upstream(call, dtype)
     got, near = run(tfla, call, given, backend=DEVICE), run(reference, call, given)

@@ -111,7 +111,7 @@ def test_every_case_in_every_order(tfla, order, cell, case, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=tests.short)
 def test_a_smaller_gpu_has_shorter_chunks(tfla, order, cell, dtype):
-    """With 99 KB of shared memory, as on sm_86 and sm_120."""
+    """Results are right on a GPU with 99 KB of shared memory, as sm_86 and sm_120 have."""
     check_case(
         tfla, order, cell, Case(1, 300, 1, 24, 16, ("state",), 256), dtype, device="shared=99"
     )

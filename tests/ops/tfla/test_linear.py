@@ -132,7 +132,7 @@ def test_no_depth(tfla, dtype, norm):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gate_of_halves(tfla, dtype):
-    """Two halves of one output, as a packed product leaves them."""
+    """Gate and up are two halves of one output, as a packed product leaves them."""
     gate, up = normal(5, 2 * 136, dtype=dtype).chunk(2, -1)
     check("gate", tfla.gate_step(gate, up), lambda g, u: silu(g) * u, [gate, up])
 

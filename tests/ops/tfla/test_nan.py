@@ -61,7 +61,7 @@ def test_a_gate_that_is_nan_spoils_the_state(tfla, cell, gate):
 
 @pytest.mark.parametrize("t", [0, 80, 200])
 def test_a_gate_that_is_nan_is_in_m_until_a_reset(tfla, t):
-    """In a chunk's first tile or a later one."""
+    """The NaN may be in a chunk's first tile or in a later one."""
     call = make("exp", Case(1, 300, 2, 16, 16, ("state",), 256), torch.float32)
     call["i"][0, t, 1] = float("nan")
     reset = torch.zeros(1, 300, dtype=torch.bool)
@@ -78,7 +78,7 @@ def test_a_gate_that_is_nan_is_in_m_until_a_reset(tfla, t):
 @pytest.mark.parametrize("gate", ["i", "f"])
 @pytest.mark.parametrize("backend", ["auto", "reference"])
 def test_a_gate_that_is_nan_does_not_pass_a_reset(tfla, cell, gate, backend):
-    """In one chunk, in one tile of it and in several."""
+    """The reset is in the chunk of the NaN: in the same tile, or in a later one."""
     call = make(cell, Case(1, 150, 2, 16, 16, ("state",), 128), torch.float32)
     call[gate][0, 3] = float("nan")
     for t in (5, 90):

@@ -242,7 +242,7 @@ def test_inputs_are_left_alone(tfla, cell):
 
 
 def test_gates_and_state_in_another_dtype(tfla, cell):
-    """As under autocast: fp32 gates beside bf16 activations; gradients are in their own dtype."""
+    """Gates are fp32 and activations bf16, as under autocast; gradients have their inputs' dtype."""
     call = make(cell, SMALL, torch.bfloat16)
     call |= {"i": call["i"].float(), "f": call["f"].float(), "v": call["v"].float()}
     call, sources = leaves(call)

@@ -4,7 +4,7 @@
 #include "../params.h"
 #include "common/cuda/code.h"
 
-// Declared as CUDA does, so that ops.cpp needs no CUDA headers.
+// Declared as in CUDA's headers, so that ops.cpp need not include them.
 using cudaStream_t = struct CUstream_st*;
 
 namespace flashcell::cuda {

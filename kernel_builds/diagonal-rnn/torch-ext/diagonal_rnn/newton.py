@@ -29,8 +29,8 @@ def sequence(
     tol: Optional[float],  # None or negative for solve's default, and so is max_iters
     max_iters: Optional[int],
 ) -> Tuple[Tensor, Tensor, Tensor]:  # h [B, T, D], last [K, B, D], report [3]
-    """As reference.sequence, with a report: iterations, largest residual, number of steps finished
-    sequentially."""
+    """Does what reference.sequence does, and reports the number of iterations, the largest residual and
+    the number of steps that were finished sequentially."""
     B, T, _, D = x.shape
     nothing = torch.zeros(B, T, dtype=torch.bool, device=x.device)
     reset = nothing if reset is None else reset

@@ -182,8 +182,8 @@ def _parallel(problem: Problem, wanted: str, mode: str, guess, chunk: int, optio
 
 
 class Adjoint(torch.autograd.Function):
-    """The solution h with a gradient: dh becomes that of f(h_{t-1}, x_t), g_t = dh_t + J_{t+1}^T
-    g_{t+1}."""
+    """Returns the solution h. Its backward turns the gradient dh of h into that of f(h_{t-1}, x_t),
+    which is g_t = dh_t + J_{t+1}^T g_{t+1}."""
 
     @staticmethod
     def forward(ctx, after, h, jacobian, structure, linear):

@@ -94,7 +94,7 @@ def explain_with(
     precision: str = "highest",
     code: Optional[str] = None,
 ) -> Plan:
-    """As explain_plan, with a planner that takes the arguments of the op explain_plan."""
+    """Does what explain_plan does, with a planner that takes the op's arguments."""
     given = {"heads": heads, "width": width, "batch": batch, "steps": steps}
     for name, value in given.items():
         check_whole(name, value, 1, "an int >= 1")

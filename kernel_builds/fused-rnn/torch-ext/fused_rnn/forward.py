@@ -124,7 +124,7 @@ def _is_plain(module: Any, kernel: Any, x: Tensor, weights: list[list[Tensor]], 
 def _run_plain(
     module: Any, kernel: Any, x: Tensor, hx: Any, weights: list[list[Tensor]]
 ) -> tuple[Tensor, Any]:
-    """As `_run`, in fewer calls: see layer.py."""
+    """Does what `_run` does, in fewer calls (see layer.py)."""
     cell, tf32, states = module.mode.lower(), _precision(x) == "tf32", None
     if hx is not None:
         wide = torch.promote_types(x.dtype, torch.float32)

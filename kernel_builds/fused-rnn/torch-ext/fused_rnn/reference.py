@@ -31,7 +31,7 @@ class RecurrentProduct(torch.autograd.Function):
 
 
 class TransformableProduct(RecurrentProduct):
-    """As RecurrentProduct, in the form that torch.func needs."""
+    """RecurrentProduct in the form that torch.func needs."""
 
     generate_vmap_rule = True
 

@@ -40,7 +40,7 @@ WAVE_DEVICES = ("cuda",)
 WAVE_CHUNK = 128  # steps; 64 is slower throughout
 WAVE_MIN_CHUNKS = 4
 WAVE_MIN_WIDTH = 129  # thread blocks of narrower heads never wait for each other
-WAVE_MAX_WIDTH = {False: 1024, True: 768}  # without, with gradients: a wider layer fills the GPU
+WAVE_MAX_WIDTH = {False: 1024, True: 768}  # key: with gradients? Wider layers fill the GPU
 WAVE_PAIR_WIDTHS = range(513, 769)  # two layers fill the GPU in small batches; time is halved then
 WAVE_PAIR_BATCH = 16
 
@@ -250,7 +250,7 @@ class Engine(NamedTuple):
             below = y[: L - 1 - low]  # outputs of the wave before, without the last layer's
             if wave > 0 and len(below) > 0:
                 parts.append(self.project(below, together.w_ih[low : low + len(below)]))
-            if wave < L:  # a layer starts
+            if wave < L:  # layer `wave` starts
                 state = tuple(torch.cat(pair, 1) for pair in zip(state, states[wave]))
             if wave >= len(gates):  # a layer is done
                 lasts.append(tuple(s[:, :1] for s in state))

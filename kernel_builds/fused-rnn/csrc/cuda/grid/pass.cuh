@@ -11,7 +11,7 @@ enum Flag : unsigned { kRuns = 1, kResets = 2, kHolds = 4, kPolls = 8, kInitial 
 
 struct Operand {  // the operand of a column's product at one step
   unsigned flags;
-  int step;  // with kPolls, the step whose row of the exchange tensor it is
+  int step;  // with kPolls, the step from whose row of the exchange tensor it comes
 };
 
 struct Spot {      // where a thread runs the cell: one unit of one sequence at one step

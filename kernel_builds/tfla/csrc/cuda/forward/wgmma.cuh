@@ -260,7 +260,7 @@ struct OutputWgmma : OutputLoads<IO, kColumns> {
         if (has_before()) multiply_before(sums, r);
         const int last = own < tiles() ? own : tiles() - 1;
         for (int tile = 0; tile <= last; ++tile) {
-          const Ring<kSlotBytes> first = ring;  // its slot's terms are the tile's
+          const Ring<kSlotBytes> first = ring;  // the slot that holds the tile's terms
           Pairs pairs;
           multiply_pairs(pairs);
           if (tile == last) q_slot().release();
