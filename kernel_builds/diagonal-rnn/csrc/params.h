@@ -42,7 +42,7 @@ struct BackwardParams : SequenceParams {
   const void* dlast;  // [K, S, D] state, or null for 0
   const void* h;      // [B, T, D] io
   const void* saved;  // [B, T, V, D] io
-  void* dx;           // io, as x
+  void* dx;           // io, strided like x
   int64_t dx_head;    // elements of a head of dx
   void* dweight;      // [P, D] state, then with a bias its [G, D]
   void* dstate;       // [K, S, D] state

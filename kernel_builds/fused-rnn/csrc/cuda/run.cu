@@ -71,9 +71,10 @@ int64_t backward_scratch(int cell, const BackwardParams& p, Dtype dtype, const L
 int64_t forward_scratch(int cell, const ForwardParams& p, Dtype dtype, const Launch& launch) {
   const int io_bytes = dtype == Dtype::kFloat ? 4 : 2;
   if (launch.engine == Engine::kStep) return step_scratch(p, io_bytes);
-  if (launch.engine == Engine::kGemm) return gemm::Scratch(p, gates_of(cell), io_bytes, false).bytes;
+  if (launch.engine == Engine::kGemm)
+    return gemm::Scratch(p, gates_of(cell), io_bytes, false).bytes;
   const bool rounds = launch.engine == Engine::kGrid && p.initial != nullptr;
-  return rounds ? p.S * p.N * p.D * io_bytes : 0;  // for the first operand
+  return rounds ? p.S * p.N * p.D * io_bytes : 0;  // memory for the first operand
 }
 
 void forward(int cell, const ForwardParams& p, Dtype dtype, const Launch& launch) {

@@ -140,7 +140,7 @@ def project(kernel: Any, x: Tensor, weight: Tensor, precision: str = "highest") 
     options = {"precision": precision} if precision != "highest" else {}
     if len(weight) == 1:
         x, w = x[0], weight[0]
-        if x.dim() == 3 and x.transpose(0, 1).is_contiguous():  # time first in memory stays so
+        if x.dim() == 3 and x.transpose(0, 1).is_contiguous():  # time stays outermost in memory
             return kernel.linear(x.transpose(0, 1), w, **options).transpose(0, 1).unsqueeze(0)
         return kernel.linear(x, w, **options).unsqueeze(0)
     if x.device.type in LINEAR_DEVICES or (options and x.dtype == torch.float32):
@@ -182,7 +182,7 @@ class Engine(NamedTuple):
 
     def enter(self, heads: Heads, hx: States, dtype: torch.dtype) -> tuple[States, Tensor | None]:
         """Converts torch's states of one layer, each [N, B, ...], to the kernel's. With projections
-        it also returns what the first steps' gates [N, B, G * D] read of them."""
+        it also returns their product for the gates of the first step, [N, B, G * D]."""
         state = tuple(s.transpose(0, 1) for s in hx)
         if heads.w_h0 is None:
             return tuple(pad_units(s, heads.w_hh.shape[-1]) for s in state), None
@@ -190,7 +190,7 @@ class Engine(NamedTuple):
         first = self.project(hx[0].to(dtype), heads.w_h0)
         return (torch.zeros_like(state[1]), *state[1:]), first
 
-    def leave(self, heads: Heads, state: States) -> States:  # back to torch's states
+    def leave(self, heads: Heads, state: States) -> States:  # converts to torch's states
         h, *others = (s.transpose(0, 1) for s in state)
         h = self.outputs(heads, h)
         if heads.w_hr is None:
@@ -229,7 +229,9 @@ class Engine(NamedTuple):
         (B, T, _), L = x.shape, len(layers)
         rest = T % chunk
         if rest == 0 and firsts is not None:
-            rest = chunk  # run first, so that no wave starts with a projected state
+            rest = (
+                chunk  # the shorter chunk runs first, so that no wave starts with a projected state
+            )
         outputs = []
         if rest > 0:
             y, states = self.run_layers(layers, x[:, :rest], states, firsts, 0.0)

@@ -24,7 +24,7 @@ constexpr bool has_wgmma(const Device& device, int io_bytes) {
 
 struct Launch {
   Device device;
-  Dtype dtype;  // not kDouble
+  Dtype dtype;  // any but kDouble
   cudaStream_t stream;
   void* scratch;  // as many bytes as scratch_bytes returned
 };

@@ -132,7 +132,7 @@ def _(dy, h, out_gate, norm_weight, norm, centered, norm_eps):
 
 
 def _setup_epilogue(ctx, inputs, output):
-    ctx.save_for_backward(*inputs[:3])  # h before the norm: nothing of the norm is kept
+    ctx.save_for_backward(*inputs[:3])  # h before the norm; results of the norm are not kept
     ctx.options = inputs[3:]
 
 

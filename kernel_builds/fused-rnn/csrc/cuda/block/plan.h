@@ -44,7 +44,7 @@ constexpr int64_t ring_and_outbox_bytes(int inputs, int outputs, int64_t width, 
 constexpr int forward_inputs(const CellSizes& cell) { return cell.gates; }
 // With h and h_prev.
 constexpr int forward_outputs(const CellSizes& cell) { return cell.saved + 2; }
-constexpr int backward_inputs(const CellSizes& cell) { return cell.saved + 1; }  // with dh
+constexpr int backward_inputs(const CellSizes& cell) { return cell.saved + 1; }  // saved and dh
 constexpr int backward_outputs(const CellSizes& cell) {
   return cell.splits_gradient ? 2 * cell.gates : cell.gates;  // dx, and dr if it differs
 }

@@ -8,7 +8,7 @@
 namespace flashcell::cuda::cluster {
 
 constexpr int kUnits = 32;     // units of a thread block
-constexpr int kCellWarps = 4;  // with eight units each
+constexpr int kCellWarps = 4;  // warps that run the cell, 8 units each
 
 constexpr int64_t members(int64_t D) { return (D + kUnits - 1) / kUnits; }
 

@@ -31,7 +31,7 @@ struct DweightTile {
 
 // The sums of one thread, [8 m][8 n], and where they lie in the tile.
 template <typename IO, bool kMatrix, int kWarpsM, int kWarpsN>
-struct DweightSums {  // on tensor cores
+struct DweightSums {  // computed on tensor cores
   using Tile = DweightTile<IO, kMatrix, kWarpsM, kWarpsN>;
   float sums[4][4][4] = {};
   int lane = threadIdx.x % 32, r = lane / 4, q = lane % 4;
@@ -81,7 +81,7 @@ struct DweightSums {  // on tensor cores
 };
 
 template <int kWarpsM, int kWarpsN>
-struct DweightSums<float, false, kWarpsM, kWarpsN> {  // in exact fp32
+struct DweightSums<float, false, kWarpsM, kWarpsN> {  // computed in exact fp32
   using Tile = DweightTile<float, false, kWarpsM, kWarpsN>;
   static_assert(Tile::kM == 128 && Tile::kN == 128 && Tile::kThreads == 256);
   float sums[8][8] = {};

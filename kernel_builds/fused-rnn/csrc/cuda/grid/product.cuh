@@ -42,7 +42,7 @@ struct Product : Block<Pass> {
 
   static_assert(kWide == 1 || !kMarked);
   struct Look {             // where the operands of the lane's columns are
-    const IO* from[kWide];  // in the exchange tensor, or in the initial states
+    const IO* from[kWide];  // points into the exchange tensor, or the initial states
     int polled[kWide];      // number of blocks of the depth to poll
   };
 

@@ -163,7 +163,7 @@ struct ForwardMatrix : Partials<kGates, 8 * kTiles, 32, kGates == 1 ? 4 : 1> {
         multiply<IO>(sums, rows, step_shared + r * kPitch + step * 4 + q, kPitch, task.columns);
       }
     }
-    __syncthreads();  // the partial sums overwrite the operand
+    __syncthreads();  // partial sums will overwrite the operand
     const auto place = [&](int n, int i) {
       return Base::at(kDeep == 2 ? 0 : slice, gate, n * 8 + 2 * q + i % 2, i / 2 * 8 + r);
     };

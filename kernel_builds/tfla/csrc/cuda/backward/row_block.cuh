@@ -287,7 +287,7 @@ struct RowProducts {
   template <RowsAre kRowsAre, bool kPrecise>
   DEVICE void multiply_tiles(Sums& sums) {
     constexpr bool kSeeing = kRowsAre == RowsAre::kSeeing;
-    const int rights = (block.panels + 1) / 2;  // slots of `right` for each tile
+    const int rights = (block.panels + 1) / 2;  // ring slots that `right` takes for each tile
     const int first = kSeeing || tile() < block.first ? block.first : tile();
     const int end = kSeeing && tile() + 1 < block.end ? tile() + 1 : block.end;
     if (!exists()) {

@@ -27,10 +27,10 @@ template <typename IO>
 struct Plan {
   BackwardTerms terms{};
   void *rows, *segments;
-  IO* C;  // recomputed, if the forward pass kept none
+  IO* C;  // states; recomputed if the forward kept none
   float* n;
   int64_t bytes;
-  bool in_blocks;  // in blocks of 128 rows, on Hopper
+  bool in_blocks;  // whether rows go in blocks of 128, on Hopper
   bool exact;      // whether rows with a nearly cancelling divisor are recomputed
 
   Plan(const BackwardParams& p, const Device& device, void* memory) {

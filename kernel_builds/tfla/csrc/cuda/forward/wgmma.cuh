@@ -21,7 +21,7 @@ struct OutputWgmma : OutputLoads<IO, kColumns> {
   static constexpr int kBlocks = kColumns / 8, kPairs = kTile / 8;
 
   using Outputs = float[kBlocks][4];
-  struct RowTerms {  // for the lane's two rows
+  struct RowTerms {  // terms of the lane's two rows
     float2 u[2];
     float past[2], inflow[2], floor[2], sum[2];
     int start[2];

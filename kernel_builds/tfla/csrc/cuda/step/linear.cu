@@ -23,7 +23,7 @@ namespace {
 constexpr int kWarps = 8, kThreads = 32 * kWarps;
 constexpr int kRows = 16;    // rows of W in a tile
 constexpr int kStep = 32;    // depth that four lanes take with 16 bytes each
-constexpr int kStages = 2;   // pieces of a warp in flight
+constexpr int kStages = 2;   // pieces that a warp loads at once
 constexpr int kColumns = 8;  // columns of the matrix instruction: rows of x
 constexpr int kSums = kRows * kColumns;
 

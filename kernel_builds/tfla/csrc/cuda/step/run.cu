@@ -79,8 +79,7 @@ struct Factors {
 DEVICE Factors find_factors(const StepParams& p, float input, float forget, float before) {
   const float log_f = at_least(kShut, log_sigmoid(forget));
   if (!p.exponential) return {expf(log_f), expf(log_sigmoid(input)), 0};
-  const float log_i =
-      at_least(float(kNever), input);  // m is rounded, and the factors make up for it
+  const float log_i = at_least(float(kNever), input);  // the factors use the rounded m
   const double carried = double(log_f) + double(before);
   const float m = float(carried < log_i || isnan(log_i) ? double(log_i) : carried);
   const float keep = before < float(kNever) ? 0.0f : expf(float(carried - double(m)));
@@ -262,7 +261,7 @@ __global__ void __maxnreg__(kRegisters) step_kernel(const StepParams p, float* u
   const float query_scale = rsqrtf(float(K));
   float scale = query_scale;
   if (p.normalized) {
-    const float total_q = times(factors.keep, n_q) + factors.add * k_q;  // with the new n
+    const float total_q = times(factors.keep, n_q) + factors.add * k_q;  // n q with the new n
     scale /= divisor(total_q * query_scale, expf(-factors.m), p.eps);
   }
 #pragma unroll
