@@ -108,7 +108,7 @@ class FlashMLSTMConfig(RecurrentConfig):
                 )
         theirs = [name for name in HOW_THEY_RUN if name in kwargs]
         if theirs:
-            self.chunk_size = None  # theirs is that of their kernel
+            self.chunk_size = None  # theirs is for their own kernel
         for name in theirs:
             del kwargs[name]
         self.base_model_tp_plan = self._split()  # type: ignore[misc]  # a tied head adds to it

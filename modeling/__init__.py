@@ -119,7 +119,7 @@ def _import(name: str) -> Any:
         globals()[name] = value
         return value
     if name in _SUBMODULES:
-        for module in (*_FAMILIES.values(), name):  # so that their submodules are there, too
+        for module in (*_FAMILIES.values(), name):  # lists their submodules, too
             found = import_with_transformers(module, name)
         return found
     return import_old(name)

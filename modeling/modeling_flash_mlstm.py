@@ -45,7 +45,7 @@ from .state.boundaries import NO_BOUNDARIES, Boundaries
 from .state.cache import RecurrentStateLayer
 
 NX_AI_NAMES = {r"^embedding\.weight$": "backbone.embeddings.weight"}
-FORGET_GATE_BIAS = 3.0, 6.0  # at the start, from the first head to the last
+FORGET_GATE_BIAS = 3.0, 6.0  # initial values, from the first head to the last
 
 
 def soft_cap(x: torch.Tensor, cap: float) -> torch.Tensor:

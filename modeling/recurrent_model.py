@@ -215,7 +215,7 @@ class RecurrentForCausalLM(FusedHead, RecurrentGeneration):
         inputs_embeds: torch.FloatTensor | None = None,  # [B, T, H]
         labels: torch.LongTensor | None = None,  # [B, T], shifted inside; -100 = no loss
         use_cache: bool | None = None,
-        logits_to_keep: int | torch.Tensor = 0,  # the last so many, or these positions; 0 = all
+        logits_to_keep: int | torch.Tensor = 0,  # how many of the last positions, or which; 0 = all
         cache: Cache | None = None,  # past_key_values, as transformers calls it from 5.24 on
         **kwargs: Unpack[TransformersKwargs],
     ) -> CausalLMOutputWithPast:
@@ -236,7 +236,7 @@ class RecurrentForCausalLM(FusedHead, RecurrentGeneration):
             chunks = cut_prompt(
                 *chunks[0], tokens=self.prompt_tokens, cache=past_key_values, rest=rest
             )
-        for ids, embeds, positions, mask in chunks:  # only the last one's outputs are asked for
+        for ids, embeds, positions, mask in chunks:  # the caller gets the last chunk's outputs
             outputs = backbone(
                 input_ids=ids, attention_mask=mask, position_ids=positions,
                 past_key_values=past_key_values, inputs_embeds=embeds, **rest,

@@ -107,13 +107,13 @@ class Batcher(Iterator[Completion]):
             had = f"max_prompt_tokens is {max_prompt_tokens!r}"
             raise ValueError(f"{had}, but must be None or an integer of at least 1")
         self.batch = Batch(model, slots, prefill_rows, prefill_chunk)
-        self.ahead = cuda  # elsewhere nothing runs beside this code
+        self.ahead = cuda  # a CPU computes nothing beside this code
         self._intake = Intake(model, max_prompt_tokens)
         # by index; setting an entry, which is atomic in Python, is what ends a request
         self._ended: dict[int, tuple[Running, Completion]] = {}
         self._interrupt: BaseException | None = None  # raised at the end of the step
-        self._whole = True  # no step was broken off halfway
-        self._one = threading.Lock()  # held by who steps
+        self._whole = True  # False after a step that stopped halfway
+        self._one = threading.Lock()  # held by the thread that steps
 
     def reading(self, source: Iterable[Any], defaults: dict[str, Any] | None = None) -> "Batcher":
         """Sets the source that requests are read from; `defaults` turn its bare prompts into
@@ -253,7 +253,7 @@ class Batcher(Iterator[Completion]):
                 scores = choice.scores[row : row + 1] if running.decides else None
                 try:
                     reason = running.take(table[row], scores)
-                except BaseException as error:  # whatever a request's own functions raise
+                except BaseException as error:  # a request's own functions may raise anything
                     self._end_wrong(running, error)
                 else:
                     if reason is not None:

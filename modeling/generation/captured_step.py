@@ -36,7 +36,7 @@ class Turns:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.stream: Any = None  # the stream of the last turn
-        self.streams = False  # whether there have been several
+        self.streams = False  # whether there were turns in several streams
 
     def take(self, device: torch.device) -> None:
         """Makes the current stream wait for all work that other streams did with the buffers."""
@@ -122,11 +122,13 @@ class Recording:
         self.groups = _groups(self.layers)
         self.cache = Cache(layers=self.layers)
         self.tokens = torch.zeros_like(tokens)
-        self.owners: list[Any] = []  # weak: the cache layers that the buffers were last lent to
+        self.owners: list[
+            Any
+        ] = []  # weak references to the cache layers that last borrowed the buffers
         self.loan: BufferLoan | None = None
         self.graph: Any = None
         self.logits: Any = None
-        self.replay: Any = None  # without graphs: the step's ops
+        self.replay: Any = None  # runs the step's ops where there are no graphs
 
     def fits(self, layers: list[RecurrentStateLayer]) -> bool:
         return self.holds(layers) or _describe(layers) == _describe(self.layers)
@@ -199,7 +201,7 @@ class Recording:
         self.loan.stream = self.loan.turns.stream
         self.tokens.copy_(tokens)
         if self.graph is None:
-            with torch.inference_mode():  # without autograd's checks in Python
+            with torch.inference_mode():  # saves autograd's checks in Python
                 logits = self.replay()
         else:
             self.graph.replay()

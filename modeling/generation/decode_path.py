@@ -44,7 +44,7 @@ ROWS = 16  # up to which linear_step is used; cuBLAS is faster for more rows
 
 class Decision(NamedTuple):
     path: str
-    reason: str | None = None  # against the faster path, None if there is none
+    reason: str | None = None  # why not the faster path; None if there is none
     kernel: Any = None  # the kernel that runs a block
 
 

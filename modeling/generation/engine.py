@@ -42,9 +42,9 @@ class Promise(threading.local):
     """Whether this thread has promised not to change the model, and what was seen since."""
 
     given = False
-    seen: Fingerprint | None = None  # the one that was last compared with the model
+    seen: Fingerprint | None = None  # the fingerprint last compared with the model
     recording: Recording | None = None  # the last step's, if no foreign code is around it
-    steps = 0  # so many ago
+    steps = 0  # the number of steps since then
 
 
 class DecodeEngine:
@@ -66,7 +66,7 @@ class DecodeEngine:
         self._fingerprint: Fingerprint | None = None
         self._promise = Promise()
         self._pool: Any = None
-        self._capturing: Any = None  # one stream for a pool, in which its workspace of cuBLAS lies
+        self._capturing: Any = None  # one stream, whose cuBLAS workspace is in the pool
         self._turns = Turns()
 
     def __reduce__(self) -> Any:  # copies and pickles of a model record anew
@@ -215,7 +215,7 @@ class DecodeEngine:
         key = (tokens.shape[0], tokens.device)
         found = self._recordings.pop(key, None)
         if found is None or not found.fits(cache.layers):
-            self._turns.wait()  # a recording may go
+            self._turns.wait()  # a recording may be freed
             found = self._record(model, tokens, cache)
         self._recordings[key] = found
         while len(self._recordings) > KEPT:

@@ -54,7 +54,7 @@ def counts_changes(version: Callable[[Any], int]) -> bool:
 
 
 COUNTS = has_guard and counts_changes(dict_version)
-MOST_CONTAINERS = 1000  # all of which are watched at every token
+MOST_CONTAINERS = 1000  # every one costs time at every token
 data_ptr: Any = torch.Tensor.data_ptr
 stride: Any = torch.Tensor.stride
 size: Any = torch.Tensor.size

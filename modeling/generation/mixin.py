@@ -31,7 +31,7 @@ class Text:
     def add(self, tokens: torch.Tensor) -> None:  # [B]
         self._new.append(tokens)
         self.length += 1
-        if len(self._new) == 256:  # bounds the number of small tensors
+        if len(self._new) == 256:  # joins them, so that there are few tensors
             self.read()
 
     def read(self) -> torch.Tensor:
@@ -225,7 +225,7 @@ class RecurrentGeneration(GenerationMixin):
         text, ends = Text(input_ids), Ends(stopping_criteria, input_ids.device)
         check: StopCheck = HostCheck(streamer)
         if input_ids.is_cuda:
-            with torch.device("cpu"):  # its pinned memory is the CPU's
+            with torch.device("cpu"):  # whatever the default device is
                 check = DeferredStopCheck(
                     input_ids, stopping_criteria.max_length, None, False, streamer
                 )
@@ -237,7 +237,7 @@ class RecurrentGeneration(GenerationMixin):
         while True:
             logits = logits[:, -1].to(input_ids.device, torch.float32, copy=bool(logits_processor))
             scores = logits
-            for process in logits_processor:  # the list would inspect each one's signature
+            for process in logits_processor:  # LogitsProcessorList would inspect each signature
                 scores = process(text.read(), scores)
             if draws:
                 tokens = torch.multinomial(scores.softmax(-1), num_samples=1)[:, 0]

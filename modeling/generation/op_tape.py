@@ -45,7 +45,7 @@ class Tape(TorchDispatchMode):  # type: ignore[misc]
         given = [x for x in _leaves((*args, *kwargs.values())) if isinstance(x, torch.Tensor)]
         results = [x for x in _leaves([out]) if x is not None]
         if not given and not any(isinstance(x, torch.Tensor) for x in results):
-            return out  # works on dtypes alone, as promote_types: constant
+            return out  # an op on dtypes, such as promote_types: a constant
         if not all(isinstance(x, torch.Tensor) for x in results):
             raise Unrecordable(f"{func} reads a value")
         for x in given:
@@ -105,7 +105,7 @@ class Tape(TorchDispatchMode):  # type: ignore[misc]
         self._scope[name] = value
         return name
 
-    def _result(self, x: torch.Tensor) -> str:  # the step's, of which x may be one of several
+    def _result(self, x: torch.Tensor) -> str:  # the name of the step that gives x
         return self._names[id(x)].split("[")[0]
 
     def _text(self, x: Any) -> str:
@@ -140,7 +140,7 @@ class Tape(TorchDispatchMode):  # type: ignore[misc]
                 lines.append(f"    {name} = {call}")
         text = "\n".join(["def run():", *reversed(lines)])
         exec(compile(text, "<recorded step>", "exec"), self._scope)
-        return self._scope.pop("run")  # a function among its own globals is a cycle
+        return self._scope.pop("run")  # left there, it would be a reference cycle
 
 
 def _leaves(values: Iterable[Any]) -> Iterator[Any]:

@@ -22,11 +22,11 @@ class Intake:
         self.model, self.max_prompt_tokens = model, max_prompt_tokens
         self.source: Iterator[Any] = iter(())
         self.defaults: dict[str, Any] | None = None  # defaults for a source that yields prompts
-        self.source_error: Exception | None = None  # for the caller, once all before it has ended
+        self.source_error: Exception | None = None  # raised once all requests before it have ended
         # holds ended ones too; a source's entry is (request, number) until it is copied
         self.waiting: deque[Running | tuple[Any, int]] = deque()
         self._numbers = itertools.count()
-        self._newest = -1  # the highest number that has come here
+        self._newest = -1  # the highest request number so far
         self._to_cancel: deque[int] = deque()
         self._cancelled: set[int] = set()
 

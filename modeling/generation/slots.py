@@ -49,7 +49,7 @@ class Batch:
         begin, last = [], {}
         for row, running in enumerate(self.prefill_rows):
             if running is None or not running.unread:
-                continue  # all padding: its state waits
+                continue  # only padding: its state does not change
             start = self.prefill_chunk - running.next_size(self.prefill_chunk)
             if running.unread == len(running.prompt):
                 begin.append(row)

@@ -103,7 +103,7 @@ class Transfer:
                 continue
             except FilesUnavailable:
                 raise
-            except Exception as error:  # the client's HTTP library is not the same in all versions
+            except Exception as error:  # the class depends on the client's HTTP library
                 first = (str(error).splitlines() or [""])[0]
                 failure: Exception = HubDown(f"{type(error).__name__}: {first}")
             else:
@@ -142,7 +142,7 @@ class Transfer:
             raise _HubBusy(status, float(wait) if wait.isdecimal() else 0.0)
         if status != 200:  # the body of an error may be endless: it is not read
             raise FilesUnavailable(f"{status} {response.headers.get('X-Error-Code', '')[:99]}")
-        if self.revision not in commits:  # such as the page of a hotel's network
+        if self.revision not in commits:  # such as a login page of a hotel's network
             raise FilesUnavailable(f"{response.url} is not of a Hub that has that revision")
         encoding = response.headers.get("Content-Encoding", "").lower()
         if encoding not in ENCODINGS:
@@ -199,7 +199,7 @@ def fetch(
     for number in range(min(CONNECTIONS, len(files))):
         try:
             threading.Thread(target=work, name="flashcell-download", daemon=True).start()
-        except RuntimeError as error:  # this user may have no more threads; fewer do, too
+        except RuntimeError as error:  # the user's limit of threads; fewer are enough
             if number == 0:
                 raise FilesUnavailable(f"no thread for downloads: {error}") from error
             break

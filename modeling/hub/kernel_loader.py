@@ -78,7 +78,7 @@ class KernelInfo:
     revision: str | None = None
     variant: str | None = None
     path: Path | None = None
-    reason: str | None = None  # why "auto" came to the reference
+    reason: str | None = None  # why "auto" chose the reference
 
     def __str__(self) -> str:
         if self.source == "reference":

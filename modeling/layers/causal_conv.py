@@ -69,7 +69,7 @@ class CausalConv1d(nn.Conv1d):
         if window is None:
             window = x.new_zeros(x.shape[0], self.past, x.shape[2])
         seen = torch.cat([window.to(x.dtype), x], 1)  # [B, K - 1 + T, D]
-        if boundaries.none() and x.shape[1]:  # torch's needs a token
+        if boundaries.none() and x.shape[1]:  # torch's convolution needs a token
             return super().forward(seen.mT).mT, seen[:, x.shape[1] :].clone()
         lags, window = self._lags(seen, boundaries)
         exact = torch.promote_types(x.dtype, torch.float32)
@@ -130,7 +130,7 @@ def number_documents(
     boundaries: Boundaries, B: int, T: int, past: int, device: torch.device
 ) -> torch.Tensor:
     """Returns the document numbers, [B, past + T + 1], of the window, of x and of the next token."""
-    if boundaries.cu_seqlens is not None:  # nothing before continues: -1
+    if boundaries.cu_seqlens is not None:  # documents do not continue each other: -1
         ends = boundaries.cu_seqlens[1:].to(device)
         at = torch.arange(T, dtype=ends.dtype, device=device)
         number = torch.searchsorted(ends, at, right=True)[None]

@@ -19,7 +19,8 @@ from ..generation.decode_path import ROWS, Decision, decide_linears
 from ..state.boundaries import Boundaries
 from .mlstm import GateLinear
 
-PLAIN = (nn.Linear, GateLinear, nn.RMSNorm)  # no more than their weights
+# Classes whose forward needs no more than their weights.
+PLAIN = (nn.Linear, GateLinear, nn.RMSNorm)
 StepLinear = Callable[..., tuple[torch.Tensor, ...]]
 
 
@@ -28,7 +29,9 @@ def find_step_linear(
 ) -> StepLinear | None:
     """Returns the fused replacement for calling `modules` on x [B, 1, H], or None: call the
     modules. What decides is decode_path.decide_linears."""
-    if torch.compiler.is_compiling():  # before the batch, which a trace leaves open, is compared
+    if (
+        torch.compiler.is_compiling()
+    ):  # a trace leaves the batch size open, so it cannot be compared
         return None
     kernel = decide_linears(x, backend, modules, around, PLAIN).kernel
     if kernel is None:
@@ -39,8 +42,8 @@ def find_step_linear(
 class StepParts(NamedTuple):
     """What a block's fused step replaces."""
 
-    modules: list[nn.Module]  # whose weights it reads
-    around: tuple[nn.Module, ...]  # whose forward it skips
+    modules: list[nn.Module]  # the modules whose weights it reads
+    around: tuple[nn.Module, ...]  # the modules whose forward it skips
     backend: str
 
 
@@ -68,7 +71,7 @@ class FusedStep:
 class FusedHead:
     """Mixin of a language model whose head is fused where it can be."""
 
-    fused_head_rows: int | None = None  # at most; None: any number
+    fused_head_rows: int | None = None  # most rows with a fused head; None: any number
 
     def decide_head(self: Any, x: torch.Tensor) -> Decision:
         """Decides how the logits of one token per row, x [B, 1, H], are computed."""
@@ -154,7 +157,7 @@ def many_rows(kernel: Any) -> StepLinear:
             bounded = tuple(others)
         elif gates:
             bounded = kernel.linear_step(x, gates, biases, capped=capped, cap=cap)
-        if residual is not None:  # addmm copies it first, and picks slower products
+        if residual is not None:  # addmm would copy the residual first, and be slower
             return (linear(x, plain[0]).add_(residual),)
         matrices = packed(plain)
         outputs = [linear(x, w) for w in matrices]

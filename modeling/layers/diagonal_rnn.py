@@ -125,7 +125,7 @@ class _FlashLayer(nn.Module):
         if wrong:
             raise TypeError(f"path has {wrong[0]!r}, but must be of {', '.join(PATH)}")
         path = {"method": self.method, "backend": self.backend, **path}
-        check_method(path["method"])  # one step has no method, but the same errors
+        check_method(path["method"])  # unused in a step, but checked alike
         masks = {"reset": reset, "hold": hold, "lengths": lengths, "cu_seqlens": cu_seqlens}
         if x.shape[1] == 1 and all(mask is None for mask in masks.values()):
             h, state = self.step(x[:, 0], state, backend=path["backend"])
@@ -156,7 +156,8 @@ class _FlashLayer(nn.Module):
         m = self.max_recurrent
         eager = not torch.compiler.is_compiling()
         transformed = eager and transforms_are_active()
-        bound = TransformableBound if transformed else Bound  # it takes four times as long to call
+        # A call of TransformableBound takes four times as long.
+        bound = TransformableBound if transformed else Bound
         return [rows if m is None else bound.apply(rows, m) for rows in self.rows]
 
     def _check(self, x: Tensor, letters: str, dims: int) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..kernels.diagonal_rnn.projection import (  # torch alone, whatever the backend
+from ..kernels.diagonal_rnn.projection import (  # pure torch, for every backend
     headwise_linear,
     headwise_product,
 )

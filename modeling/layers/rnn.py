@@ -52,10 +52,10 @@ class _StandIn(nn.Module):
         torch.fx and the tools built on it treat a module as a leaf if its `__module__` begins with
         "torch.nn". It is set on the object only, because pickle finds the class by the class's own.
         """
-        # past a __setattr__ of the user's
+        # not through a user's own __setattr__
         vars(self).update(kernel_backend=check_backend(backend), __module__="torch.nn")
 
-    def __prepare_scriptable__(self) -> None:  # the first that torch.jit.script asks of a module
+    def __prepare_scriptable__(self) -> None:  # torch.jit.script calls this first
         raise NotImplementedError(
             f"torch.jit.script cannot compile flashcell's {type(self).__name__}: use torch.jit.trace or "
             "torch.export, or script torch.nn's module (flashcell.restore undoes flashcell.replace)"

@@ -33,7 +33,7 @@ class TflaBackend(nn.Module):
             C, n, m = (given[name] for name in ORDER[5:])
             state = C, n, m.squeeze(-1)
             if torch.is_grad_enabled():
-                state = tuple(s.clone() for s in state)  # the model overwrites them
+                state = tuple(s.clone() for s in state)  # because the model overwrites its states
         kernel = load_kernel("tfla", q.device.type, self.backend)
         options = {"eps": self.config.eps, "backend": self.backend}
         if q.shape[1] == 1:

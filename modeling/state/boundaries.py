@@ -13,7 +13,7 @@ class Boundaries(NamedTuple):
     hold: torch.Tensor | None = None  # [B, T] bool: padding, the state passes through
     cu_seqlens: torch.Tensor | None = None  # [S + 1] int: offsets of the documents of one row
 
-    def none(self) -> bool:  # no property: Dynamo of torch 2.10 cannot trace a named tuple's
+    def none(self) -> bool:  # no property: torch 2.10's Dynamo cannot trace one in a named tuple
         return self.reset is None and self.hold is None and self.cu_seqlens is None
 
     def first(self, states: tuple | None) -> tuple | None:

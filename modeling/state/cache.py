@@ -75,7 +75,7 @@ class RecurrentStateLayer(CacheLayerMixin):
     @states.setter
     def states(self, states: dict[str, States]) -> None:
         loan = self.held[1]
-        if loan is not None:  # or what is about to end it would overwrite this
+        if loan is not None:  # else the end of the loan would overwrite these states
             loan.end(self)
         self.held = (states, None)
 

@@ -87,7 +87,7 @@ class P2P:
             work.wait()
         self.sent = []
 
-    def __del__(self) -> None:  # gloo takes back what nobody waits for
+    def __del__(self) -> None:  # gloo cancels sends that nobody waits for
         self.drain()
 
 
@@ -130,7 +130,7 @@ class ContextLayer(RecurrentStateLayer):
     on."""
 
     in_dynamic_cache = False
-    goes_on = False  # every call takes another rank's
+    goes_on = False  # every call begins with another rank's states
 
     def __init__(self, context: "ContextParallel", index: int, batch: int, device: torch.device):
         super().__init__()
@@ -206,7 +206,7 @@ class ContextParallel:
             if inputs.get(name) is not None:
                 instead = "targets" if name == "labels" else "position_ids"
                 raise ValueError(f"{name} is given, but must be None here: use {instead}")
-        if targets is not None:  # shifted already
+        if targets is not None:  # `targets` are shifted already
             count = (targets != IGNORED).sum()
             dist.all_reduce(count, group=self.p2p.group)
             share = count.clamp(min=1) / self.p2p.size

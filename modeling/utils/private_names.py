@@ -86,7 +86,7 @@ dict_version = GUARDS.find("torch._C._dynamo.guards.dict_version")
 LOOP = Path("generate runs transformers' loop, which waits for every token")
 for name in ("_sample", "_prefill"):
     LOOP.require(hasattr(GenerationMixin, name), f"GenerationMixin.{name}", transformers)
-for name in ("_pad_token_tensor", "_is_user_defined"):  # set on what it hands to the loop
+for name in ("_pad_token_tensor", "_is_user_defined"):  # attributes that generate sets for the loop
     LOOP.require(uses(GenerationMixin, name), f"{name} in GenerationMixin", transformers)
 for name in ("StopCheck", "DeferredStopCheck"):
     there = hasattr(generation_utils, name)
@@ -109,12 +109,12 @@ READ = {
     (PreTrainedModel, "_tp_plan"): "tp_plan does not shard the head",
     (nn.Module, "_apply"): "recorded steps keep their memory until the next token",
 }
-NEW = ("_fsdp_plan",)  # set for releases after 5.17, which shards without it
+NEW = ("_fsdp_plan",)  # for releases after 5.17; 5.17 shards without it
 for (owner, name), instead in READ.items():
     if not hasattr(owner, name):
         library = torch if owner is nn.Module else transformers
         warn(f"{owner.__name__}.{name}", instead, library)
-for name in ("_init_weights", "_tied_weights_keys"):  # models would begin with other weights
+for name in ("_init_weights", "_tied_weights_keys"):  # without them models begin with other weights
     if not hasattr(PreTrainedModel, name):
         raise ImportError(
             f"transformers {transformers.__version__} has no PreTrainedModel.{name}, but the models "

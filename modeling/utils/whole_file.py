@@ -21,7 +21,7 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-SLOTS = 32  # so many processes and threads may write one file at a time
+SLOTS = 32  # most writers of one file at a time, processes or threads
 Made = TypeVar("Made")
 
 
@@ -66,7 +66,7 @@ def write_file_at(folder: int, name: str, content: bytes, mode: int = 0o666) -> 
             if at is not None and at != name and _is_at(folder, at, handle):
                 os.unlink(at, dir_fd=folder)
             raise
-    os.fsync(folder)  # the name
+    os.fsync(folder)  # flushes the name
 
 
 def _open_nameless(folder: int, mode: int) -> int | None:
@@ -91,7 +91,7 @@ def _open_named(folder: int, names: list[str], mode: int) -> tuple[int, str]:
         _lock(handle)
         if _is_at(folder, name, handle):
             return handle
-        os.close(handle)  # another took it for abandoned before it was locked
+        os.close(handle)  # another process removed it before it was locked
         raise FileExistsError
 
     name, handle = _first_free(names, create)

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-WARM_SECONDS = 0.03  # the clocks are up after this
-SLOW = 100.0  # ms: fewer samples of what takes longer
+WARM_SECONDS = 0.03  # after this the clocks have risen
+SLOW = 100.0  # ms; longer calls are sampled less often
 L2_BYTES = 60 * 2**20
 
 

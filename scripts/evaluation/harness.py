@@ -30,7 +30,7 @@ def run(
     A recurrent model has no maximum length. Texts longer than `max_length` lose their beginning, as
     with a Transformer of that context length."""
     only_ours = all(task in local_tasks() for task, _ in plan)
-    if only_ours:  # read by the libraries when they are imported
+    if only_ours:  # the libraries read these at import
         os.environ["HF_DATASETS_OFFLINE"] = os.environ["HF_HUB_OFFLINE"] = "1"
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM

@@ -105,7 +105,7 @@ def lay_out(tokenizer, texts: list[str]) -> Lanes:
 def token_losses(model, lanes: Lanes, length: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yields, for `length` tokens of every lane at a time, positions in the documents and nats."""
     carried = None
-    # a bar in a terminal, and in a log a line from time to time
+    # A terminal gets a progress bar, a log a line from time to time.
     often = 0.1 if sys.stderr.isatty() else 20
     for index in tqdm(range(lanes.chunks(length)), unit="chunk", mininterval=often):
         chunk = lanes.chunk(index, length)

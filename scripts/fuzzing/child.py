@@ -46,7 +46,7 @@ from fuzzing.raw import Recorder, check_raw, namespace
 
 COUNTERS = struct.Struct("<4q")  # index of the call at work, calls, accepted, refused
 MEMORY = 6 * 2**30
-SHARE = 5000  # calls of one process: what it leaks ends with it
+SHARE = 5000  # calls of one process, so that leaks do not add up
 
 
 @contextlib.contextmanager
@@ -129,7 +129,7 @@ class Fuzzer:
         if wild and name in ("mlstm", "mlstm_step"):
             # inf - inf, of terms in another order, is NaN; the norm of a row with inf is 0 and NaN.
             h = again(widen, norm=None, norm_weight=None)["result[0]"]
-            large = h.abs() >= torch.finfo(computed_in(got)).max ** 0.5  # so that squares are inf
+            large = h.abs() >= torch.finfo(computed_in(got)).max ** 0.5  # their squares are inf
             spared = large.any(-1, keepdim=True) & ~h.isnan().any(-1, keepdim=True)
             exact["result[0]"].masked_fill_(spared, float("nan"))
             peer["result[0]"].masked_fill_(spared, 0.0)  # NaN in one alone: no value is required

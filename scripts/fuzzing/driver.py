@@ -22,7 +22,7 @@ class Options:
     kinds: list[str]  # "entries", "raw"
     kernels: list[str]
     folder: Path  # the folder of the built kernels
-    chosen: bool = False  # whether `kernels` are not all
+    chosen: bool = False  # whether only some kernels were chosen
     asan: bool = False
     only: int | None = None
     plant: str = ""  # a fault for the test of the fuzzer: Python that the processes run first

@@ -102,7 +102,7 @@ class Run:
         """Records the step as a CUDA graph; leaves model and optimizer unchanged."""
         before = {name: value.clone() for name, value in self.model.state_dict().items()}
         torch.cuda.synchronize()
-        with torch.cuda.stream(self.stream):  # everything lazy happens here
+        with torch.cuda.stream(self.stream):  # a first step, for lazy initialisation
             self._step()
         torch.cuda.synchronize()
         self.model.load_state_dict(before)

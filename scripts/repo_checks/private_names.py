@@ -18,7 +18,7 @@ SHIPPED = (
     "kernel_builds/common/python/*.py",
     "kernel_builds/*/torch-ext/*.py",
 )
-COLLECTED = "private_names.py"  # where each has a replacement, and a test without it
+COLLECTED = "private_names.py"  # the file in which each has a fallback
 PRIVATE = re.compile(r"_(?!_)\w+")
 PUBLIC = {"_asdict", "_fields", "_make", "_replace"}  # documented for Python's named tuples
 IN_PLACE = {  # file -> names used there, and why

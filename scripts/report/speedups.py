@@ -30,7 +30,7 @@ PEERS = {
     "mamba2": "Mamba2",
     "simple_gla": "simple GLA (fla)",
 }
-NO_PEERS = ("ours", "sdpa", "plain")  # attention, and a copy of as many bytes
+NO_PEERS = ("ours", "sdpa", "plain")  # attention and a copy of as many bytes are no peers
 
 ROW, LEFT, WIDTH, TOP, UNIT = 24, 250, 760, 44, 27  # in pixels; UNIT is a ratio of 1
 GAIN, LOSS = "#2f6db3", "#c0392b"

@@ -34,7 +34,7 @@ def training_table(path: Path) -> str:
     runs: dict[tuple[str, str], dict[str, Row]] = defaultdict(dict)
     peers: dict[
         tuple[str, str], tuple[Row, Row]
-    ] = {}  # a peer's row, and our row before it in the file
+    ] = {}  # a peer's row, and our last row above it in the file
     for row in read(path):
         case = row["case"], row["compiled"]
         if row["provider"] in ("ours", "transformer"):

@@ -79,7 +79,7 @@ def make_mixer(task: Task, name: str, backend: str) -> nn.Module:
             if isinstance(module, GateLinear):
                 module.init_weights()
         return mlstm
-    if name == "mamba2":  # 64 values a channel; always with convolution and gate
+    if name == "mamba2":  # Mamba2 always has a convolution and a gate
         inner = {"expand": 1, "head_dim": WIDTH // HEADS, "state_size": 64, "n_groups": 1}
         return Mamba2Mixer(Mamba2Config(conv_kernel=4, chunk_size=32, **inner, **sizes), 0)
     longer = task.test_lengths[1] > task.lengths[1]
@@ -92,7 +92,8 @@ def hold(cell: FlashGRU | FlashLSTM, steps: int) -> None:
 
     A channel forgets 1 / (1 + n) of its state per step, n uniform in 1 to `steps`."""
     bias = torch.empty(cell.hidden_size).uniform_(1, steps).log()
-    cell.in_proj.bias[0] = bias if isinstance(cell, FlashLSTM) else -bias  # f keeps, z lets in
+    # Opens FlashLSTM's gate f or closes FlashGRU's z: either keeps the state.
+    cell.in_proj.bias[0] = bias if isinstance(cell, FlashLSTM) else -bias
 
 
 def unfused() -> AbstractContextManager:

@@ -116,7 +116,7 @@ def mix_diagonal_block(mixer: DiagonalMixer, p: Named, x: Tensor) -> Tensor:
     x, gate = linear(x, p["in_proj.weight"]).chunk(2, -1)
     weight, bias = p["conv.weight"].flatten(0, 1), p["conv.bias"].flatten()
     kernel = load_kernel("diagonal-rnn", x.device.type, mixer.cell.backend)
-    backend = mixer.cell.backend if x.is_cuda else "reference"  # the convolution has no other
+    backend = mixer.cell.backend if x.is_cuda else "reference"  # no CPU binary for this convolution
     y = kernel.causal_conv(x.flatten(2), weight[:, 0], bias, silu=True, backend=backend)
     x = y.view(x.shape)
     h = mix_diagonal(mixer.cell, below(p, "cell"), x.contiguous())

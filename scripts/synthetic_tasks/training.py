@@ -28,7 +28,7 @@ class Run:
     step: int = 0
     loss: float = float("nan")
     accuracy: float = float("nan")  # on the test rows, at the end
-    good: int = 0  # checks in a row at which it was solved
+    good: int = 0  # consecutive checks at which it was solved
 
 
 class RowAdamW:
@@ -212,7 +212,7 @@ class Trainer:
         if not self.stream:
             return self.step
         optimizer = self.optimizer
-        self.feed.at.zero_()  # behind the last step there is nothing to read
+        self.feed.at.zero_()  # there are no rows after the last step's
         state = optimizer.rows, optimizer.m, optimizer.v, optimizer.t, self.feed.at
         with self.aside(), torch.no_grad():
             before = [tensor.clone() for tensor in state]

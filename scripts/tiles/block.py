@@ -29,7 +29,7 @@ class Case:
     direction: str
     width: int
     device: Device
-    working: int | None = None  # measured
+    working: int | None = None  # registers besides weights, measured
 
     def threads(self) -> int:
         return self.width * (4 if self.direction == "forward" else 2)

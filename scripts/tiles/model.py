@@ -33,9 +33,9 @@ from flashcell.kernels.fused_rnn.devices import Device
 from flashcell.kernels.fused_rnn.tiles import GRID
 from tiles import sizes
 
-WORKING = 104  # registers of a lane besides weights, before ptxas has said
-LATENCY_STAGES = 6  # a load of 1 us behind steps of 0.25 us, and one stage being read
-HIDDEN_TILES = 8  # others that hide a tile's exchange of 0.7 us at 0.1 us each
+WORKING = 104  # registers of a lane besides weights, an estimate before ptxas
+LATENCY_STAGES = 6  # hides a load of 1 us behind steps of 0.25 us; one more is being read
+HIDDEN_TILES = 8  # other tiles, 0.1 us each, that hide a tile's exchange of 0.7 us
 # Clocks of an SM, in quarters: 6.5 for a matrix instruction on each of 4 tensor cores, 128 bytes of
 # shared memory, 64 bytes from L2, 16 non-linearities.
 MMA, SHARED, L2 = 26, 4, 4
@@ -178,7 +178,7 @@ def _solve(
     # A tile or a stage less costs an exposed latency, 100 clocks, at every step of every case.
     m.minimize(sum(costs) - 400 * len(cases) * (tiles + stages) + held)
     solver = cp_model.CpSolver()
-    solver.parameters.num_workers = 1  # and so the same solution every time
+    solver.parameters.num_workers = 1  # gives the same solution every time
     if solver.solve(m) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return None
     values = {v.name: solver.value(v) for v in (units, warps, tiles, stages, held)}

@@ -35,7 +35,7 @@ class Kernel(NamedTuple):
     direction: str
     cell: str
     bits: int
-    width: int  # compiled for; 0 where the kernel takes any
+    width: int  # the width it is compiled for; 0 for any
 
     def __str__(self) -> str:
         name = f"{self.engine}-{self.direction}-{self.cell}-{self.bits}"

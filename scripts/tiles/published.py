@@ -30,7 +30,7 @@ BATCH = 16
 class Gpu(NamedTuple):
     name: str
     sms: int
-    shared_bytes: int  # a block may ask for, less the 1 KB the system takes
+    shared_bytes: int  # most shared memory of a block, less 1 KB for the system
     published: tuple[int, ...]  # attainable head widths from 1280 on
 
 
@@ -60,7 +60,7 @@ def attainable(width: int, sms: int, shared_bytes: int, forward: bool) -> bool:
     w_p, w_a, w_b = factor(WARPS), factor(WARPS), factor(WARPS)
     b_p, b_a, b_b = factor(sms), factor(sms), factor(sms)
     l_p, l_a, l_b = factor(parallel // 8), factor(accumulated // E_A), factor(4)
-    cached, turns = factor(accumulated // E_A), factor(BATCH)  # turns: of the whole time loop
+    cached, turns = factor(accumulated // E_A), factor(BATCH)  # turns: runs of the time loop
     m.add_multiplication_equality(parallel, [e_p, w_p, b_p, l_p])
     m.add_multiplication_equality(accumulated // E_A, [w_a, b_a, l_a])
     m.add_multiplication_equality(BATCH, [e_b, w_b, b_b, l_b, turns])

@@ -29,7 +29,7 @@ REPO = r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)"
 class Faults:
     """Faults that tests inject into downloads, by the ending of the path."""
 
-    cut: dict[str, int] = field(default_factory=dict)  # half the bytes come, all were announced
+    cut: dict[str, int] = field(default_factory=dict)  # all bytes are announced, half are sent
     clip: dict[str, int] = field(default_factory=dict)  # half a file, though HEAD announced all
     shorten: dict[str, int] = field(default_factory=dict)  # half a file is announced and sent
     tampered: dict[str, bytes] = field(default_factory=dict)  # this content is sent instead
@@ -153,7 +153,7 @@ class Handler(BaseHTTPRequestHandler):
         self.reply(list(rows.values()))
 
     def organization(self, name: str) -> None:
-        trust = {"trustedKernelPublisher": True}  # kernels.get_kernel asks
+        trust = {"trustedKernelPublisher": True}  # kernels.get_kernel asks for it
         self.reply({"name": name, "fullname": name, "avatarUrl": "", **trust})
 
     def create_repo(self) -> None:
@@ -215,7 +215,7 @@ class Handler(BaseHTTPRequestHandler):
         try:
             self.query, self.body = parse_qs(url.query), self._read_body()
         except ValueError as error:
-            self.close_connection = True  # where the next request begins is unknown
+            self.close_connection = True  # nobody knows where the next request begins
             return self.fail(400, "BadRequest", str(error))
         for pattern, answer in routes:
             if match := re.fullmatch(pattern, url.path):

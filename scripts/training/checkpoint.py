@@ -57,7 +57,7 @@ class Checkpoints:
             files = dict(gather_object(list(written.items())))
             if main:
                 write_manifest(staging, files)
-                remove(target)  # it is there only if it is damaged
+                remove(target)  # exists only if it is damaged
                 os.rename(staging, target)
                 sync(self.folder)
         except BaseException:
@@ -179,7 +179,7 @@ def write_state(path: Path, state: dict) -> dict:
         hashed = Hashed(file)
         try:
             torch.save(state, hashed)
-        except (OSError, RuntimeError):  # torch's own, of a file that is shorter than it must be
+        except (OSError, RuntimeError):  # torch raises RuntimeError if a write falls short
             if hashed.error is None:
                 raise
             raise OSError(hashed.error.errno, hashed.error.strerror, str(path)) from None
@@ -193,7 +193,7 @@ def read_state(path: Path) -> dict:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except OSError:
         raise
-    except pickle.UnpicklingError:  # torch's text says how to run what is in there
+    except pickle.UnpicklingError:  # torch's message suggests an unsafe load
         raise ValueError("it holds more than plain values and tensors: it is not read") from None
     except Exception as error:  # the bytes may be anything
         raise ValueError(f"it cannot be read: {error!r:.200}") from None

@@ -26,7 +26,7 @@ from training.corpus import _positions as positions_since
 
 OURS = ("column", "held_out_split", "held_out_documents")
 AT_A_TIME = 64  # documents the tokenizer is given together: it spreads them over the cores
-AHEAD = 4  # chunks made before they are asked for
+AHEAD = 4  # chunks that are made in advance
 FOR_TOKENIZER = 20_000  # documents that a tokenizer is trained on
 
 
@@ -87,7 +87,7 @@ class Documents:
     def __iter__(self):
         one_in = 0 if self.held_out_split else self.recipe.held_out_in
         while True:
-            empty = not self.state["at"]  # else resumed, perhaps after the last one
+            empty = not self.state["at"]  # otherwise it was resumed, maybe at the end
             for text in self._stream() if self.streams else self._table():
                 if text.strip() and not is_held_out(text, one_in):
                     empty = False
@@ -150,7 +150,7 @@ class Rows:
 
     def _filled(self, row, source):
         tokens, positions = [row[0]], [row[1]]
-        while sum(map(len, tokens)) <= self.length:  # one more: the last target
+        while sum(map(len, tokens)) <= self.length:  # one token more, for the last target
             if not self.pending:
                 texts = [next(source) for _ in range(AT_A_TIME)]
                 self.pending = encode_documents(self.tokenizer, texts)
@@ -228,7 +228,7 @@ class DatasetTexts:
         try:
             for made in self.rows.chunks():
                 self.ready.put(made)
-        except BaseException as error:  # shown where the chunk is asked for
+        except BaseException as error:  # raised where the chunk is asked for
             self.ready.put(error)
 
     def state(self) -> dict:

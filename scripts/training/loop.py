@@ -119,7 +119,7 @@ class Training:
         chunk, first = self.texts.training_chunk(progress["step"])
         pieces = self.pieces(chunk)
         carried = [None] * len(pieces) if first or not recipe.carry else progress["carried"]
-        kept = copy.deepcopy(carried)  # the step moves it on, the guard would need it as it was
+        kept = copy.deepcopy(carried)  # the step changes it, and the guard needs the old one
         watched = (progress["step"] + 1) % recipe.log_every == 0
         losses, values = [], {}
         for index, piece in enumerate(pieces):

@@ -41,7 +41,7 @@ class HeadLoss(torch.autograd.Function):
             operand = weight.new_zeros(-(-vocabulary // TILE) * TILE, x.shape[1], dtype=dtype)
             operand[:vocabulary] = weight
             counted = targets != IGNORED
-            share = counted.to(exact) / counted.sum().clamp(min=1)  # no target, no loss
+            share = counted.to(exact) / counted.sum().clamp(min=1)  # without targets the loss is 0
             dx, dw = torch.empty_like(x), torch.zeros_like(weight, dtype=exact)
             loss = share.new_zeros(())
             rows = 1 << max(0, (CHUNK // vocabulary).bit_length() - 1)

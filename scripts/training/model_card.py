@@ -23,7 +23,7 @@ def save_model(folder: Path, training, state: dict[str, torch.Tensor]) -> None:
     logging.disable_progress_bar()
     training.unwrapped.save_pretrained(folder, state_dict=state)
     for file in folder.glob("*.safetensors"):
-        file.chmod(0o644)  # written for its owner only
+        file.chmod(0o644)  # it was readable for its owner only
     training.texts.tokenizer.save_pretrained(folder)
     training.recipe.write(folder / "recipe.yaml")
     shutil.copyfile(training.run / "training_log.csv", folder / "training_log.csv")

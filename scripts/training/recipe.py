@@ -47,7 +47,7 @@ class Recipe:
     micro_batch: int = 0  # rows a device takes at a time; 0 for all of its rows
     cooldown: int = 0  # the last so many steps: linear to 0
     dropout: float = 0.0  # on embeddings and on all that is added to the residual stream
-    z_loss: float = 0.0  # times the mean square of log(sum(exp(logits)))
+    z_loss: float = 0.0  # factor of the mean square of log(sum(exp(logits)))
     betas: list = field(default_factory=lambda: [0.9, 0.95])
     eps: float = 1e-8
     decay_embeddings: bool = True

@@ -80,7 +80,9 @@ class Log:
         if not check_file(self.path).exists():
             return []
         with open(self.path, newline="") as file:
-            whole = [line for line in file if line.endswith("\n")]  # not one cut off by a kill
+            whole = [
+                line for line in file if line.endswith("\n")
+            ]  # without a line that a kill cut off
         reader = csv.DictReader(whole)
         rows = list(reader)
         if whole and reader.fieldnames != self.columns:

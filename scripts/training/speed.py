@@ -28,6 +28,6 @@ def matmul_rate(device: torch.device, precision: str) -> float:
     for _ in range(times):
         started = time.perf_counter()
         product = a @ a
-        product[0, 0].item()  # waits
+        product[0, 0].item()  # waits for the product
         best = min(best, time.perf_counter() - started)
     return 2 * size**3 / best

@@ -26,7 +26,7 @@ from measurement.record import Row, append, provenance
 PROMPT = 16
 BATCHES, LENGTHS = (1, 8, 64), (100, 32768, 99900)
 PIECE = 4096  # tokens a peer reads at once
-WARM = 20  # tokens ahead of those that are timed
+WARM = 20  # untimed tokens before the timed ones
 PEER_SHARE = 8  # peers, many times slower, are timed over so many times fewer tokens
 GRAPH = "-graph"
 FAMILIES = (flashcell.FlashRNNConfig, flashcell.FlashMLSTMConfig, flashcell.FlashXLSTMConfig)
@@ -85,7 +85,7 @@ def make_model(name: str, dtype: torch.dtype, device: str, **changes: Any) -> An
                 p.normal_(0, 0.02)
             else:
                 p.fill_(1.0 if "norm" in path else 0.1)
-        for module in model.modules():  # tables that are no weights, such as angles of positions
+        for module in model.modules():  # fills tables that are no weights, such as rotary angles
             for key, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[key] = _again(module, key, buffer)
@@ -146,7 +146,7 @@ def replay_seconds(model: Any) -> float:
 def decode_row(name: str, model: Any, batch: int, tokens: int) -> Row:
     ids = torch.randint(1, 1000, (batch, PROMPT), device=model.device)
     if is_ours(model):
-        model.decoder.release()  # the peak is this batch's alone
+        model.decoder.release()  # so that the peak memory is of this batch alone
     else:
         tokens = max(tokens // PEER_SHARE, 1)
     generate(model, ids, 4)
@@ -169,7 +169,7 @@ def prefill_rows(name: str, model: Any, lengths: list[int], steps: int = 200) ->
     rows, steps = [], steps if is_ours(model) else max(steps // PEER_SHARE, 1)
     for length in lengths:
         ids = torch.randint(1, 1000, (1, length), device=model.device)
-        prefill(model, ids, new_cache(name, model, length))  # kernels are compiled for a length
+        prefill(model, ids, new_cache(name, model, length))  # compiles kernels for this length
         torch.cuda.reset_peak_memory_stats()
         cache = new_cache(name, model, length + WARM + 2 * steps)
         seconds = prefill(model, ids, cache)
@@ -202,7 +202,8 @@ def call(model: Any, ids: torch.Tensor, cache: Any) -> Any:
 
 
 def prefill(model: Any, ids: torch.Tensor, cache: Any) -> float:
-    whole = is_ours(model) or model.config.model_type == "xlstm"  # they cut it themselves
+    # These models cut a long prompt themselves.
+    whole = is_ours(model) or model.config.model_type == "xlstm"
     torch.cuda.synchronize()
     start = time.perf_counter()
     for piece in [ids] if whole else ids.split(PIECE, 1):
@@ -275,5 +276,5 @@ def run(arguments: Any) -> None:
             stamp = provenance("cuda", kernel, arguments.commit)
             append([row | stamp for row in rows], arguments.results, "decode")
         del model
-        gc.collect()  # a graph's recording and its model know each other
+        gc.collect()  # recording and model refer to each other
         torch.cuda.empty_cache()

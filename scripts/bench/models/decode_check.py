@@ -26,7 +26,7 @@ from flashcell.generation.fingerprint import Fingerprint
 from measurement.record import KERNELS
 
 PROMPT, TOKENS, SAMPLES = 16, 64, 41
-ALLOWED = 3.0  # percent of a token
+ALLOWED = 3.0  # percent of a token's time
 SMALL = {
     "lstm": (flashcell.FlashRNNConfig, {"cell": "lstm"}),
     "gru": (flashcell.FlashRNNConfig, {"cell": "gru"}),

@@ -31,7 +31,7 @@ def generate(model: Any, ids: torch.Tensor) -> tuple[float, torch.Tensor]:
     start = time.perf_counter()
     tokens = model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=TOKENS, do_sample=False,
-        pad_token_id=0, eos_token_id=model.config.vocab_size,  # looked for, as ever, and not found
+        pad_token_id=0, eos_token_id=model.config.vocab_size,  # an end token that never comes
     )  # fmt: skip
     return (time.perf_counter() - start) / TOKENS * 1e3, tokens
 

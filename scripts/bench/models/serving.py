@@ -127,7 +127,7 @@ def compare(
         print(
             f"{len(load.prompts)} requests, {read} prompt tokens, {written} new ones, {slots} at a time"
         )
-        run(model, Load(load.prompts[:4], [2] * 4), slots, prefill_rows)  # everything lazy
+        run(model, Load(load.prompts[:4], [2] * 4), slots, prefill_rows)  # warms everything up
         if model.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         start, busy = time.perf_counter(), time.process_time()

@@ -47,7 +47,7 @@ class Provider(NamedTuple):
     rows: int = 0  # rows of a micro-step; 0: as in the recipe
     length: int = 0
     one_layer: bool = False
-    model: tuple[tuple[str, Any], ...] = ()  # changes to the recipe's
+    model: tuple[tuple[str, Any], ...] = ()  # changes to the recipe's model
     layer: str = ""  # a layer of training_peers.py, in the place of ours
 
     def recipe(self) -> Recipe:
@@ -66,7 +66,7 @@ class Case(NamedTuple):
     kernel: str
     ours: Provider
     transformer: Provider
-    limit: float  # of our time divided by the Transformer's
+    limit: float  # limit on our time divided by the Transformer's
 
 
 class Measured(NamedTuple):
@@ -230,7 +230,7 @@ def compare(arguments: Any) -> bool:
             try:
                 if provider not in done:
                     done[provider] = measure(provider, device, backend, *how)
-            except Exception as error:  # a peer that breaks is no reason to lose ours
+            except Exception as error:  # our times are kept if a peer fails
                 if not provider.layer:
                     raise
                 print(f"{case.name:20} {name}: {first_line(error)}", flush=True)

@@ -250,7 +250,7 @@ def run_cases(
         except Unavailable as reason:
             print(f"  skipped: {reason}", flush=True)
             continue
-        except Exception as error:  # the other cases are worth their time on the GPU
+        except Exception as error:  # go on with the other cases
             print(f"  NOT TIMED: {first_line(error)}", flush=True)
             problems.append(f"{case.name}: {first_line(error)[:80]}")
             continue

@@ -19,7 +19,7 @@ from flashcell.kernels import diagonal_rnn as reference
 from measurement.record import Row
 
 LOOP = 64  # steps that the float64 reference runs
-SHORT_CALL = 0.1  # ms: below, many calls to a graph
+SHORT_CALL = 0.1  # ms; shorter calls are timed several to a graph
 GATE = {"float32": 2e-6, "bfloat16": 3.5e-3}  # relative error of h; of a gradient twice that
 BUDGET = 0.06  # seconds of samples for each provider
 
@@ -93,7 +93,7 @@ def time_provider(case: Case, call: Callable) -> Sample:
         return time_calls(lambda k: call(), "cuda", BUDGET)
     try:
         return time_graph([call] * (20 if once.p50 < SHORT_CALL else 2), "cuda")
-    except Exception:  # a peer's kernels may wait for the host, or allocate
+    except Exception:  # not capturable: a peer may wait for the host, or allocate
         torch.cuda.synchronize()
         return time_calls(lambda k: call(), "cuda", BUDGET)
 

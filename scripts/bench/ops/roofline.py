@@ -28,7 +28,7 @@ COUNTED = {  # our name -> ncu's metric
 # Cycles of an SM's tensor cores: the first of these that this ncu and this chip know.
 TENSOR = ("sm__pipe_tensor_cycles_active", "sm__pipe_tensor_op_hmma_cycles_active",
           "sm__inst_executed_pipe_tensor")  # fmt: skip
-STEPS = {"cudnn-bf16": 32}  # many small kernels, and ncu takes milliseconds for each
+STEPS = {"cudnn-bf16": 32}  # fewer steps: ncu takes milliseconds for each small kernel
 PROVIDERS = ("ours", "cudnn-fp16", "cudnn-bf16")
 CASES = ("lstm-12x64", "lstm-1x768-linear")
 
@@ -57,7 +57,7 @@ def profiled() -> None:
         ours = provider_name == "ours"
         provider = make_ours(case, p, kernel, "cuda") if ours else make_peer(provider_name, case, p)
         x, dh = provider.native(p["x"]).detach().requires_grad_(), provider.native_dh(p["dh"])
-        torch.autograd.grad(provider(x), [x, *provider.leaves], dh)  # warm
+        torch.autograd.grad(provider(x), [x, *provider.leaves], dh)  # warms up
         ready.append((provider, x, dh))
     torch.cuda.synchronize()
     torch.cuda.cudart().cudaProfilerStart()

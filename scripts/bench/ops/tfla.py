@@ -21,12 +21,12 @@ from bench.timing import NOT_TIMED, Sample, copies_beyond_l2, time_calls, time_g
 from flashcell.kernels import tfla as reference
 from measurement.record import Row, first_line
 
-JUDGED = 512  # steps, of one sequence
+JUDGED = 512  # steps of one sequence whose values are checked
 GATE = {"h": 3e-3, "q": 3e-3, "k": 3e-3, "v": 3e-3, "i": 4e-3, "f": 1e-2}  # relative errors
 LONGEST_PASS = 1.3  # times as long as the same tokens in sequences of 8192
 FIRST_CALL = 1.0  # seconds: the binary is loaded, and a small call and its gradient have ended
 GRAPH_STEPS = 64  # at least: the launch of a graph of 16 is 0.27 us of a step of B 8
-EAGER = "its functions for torch.compile ran without"  # a note
+EAGER = "its functions for torch.compile ran without"  # a note in the table
 Outcomes = dict[str, Sample | str]  # pass -> its time, or why there is none
 
 

@@ -26,7 +26,7 @@ class Case:
     # CUDA: of peers.PEERS. CPU: "torch", torch.nn with one module per head; "reference", our loop
     peers: tuple[str, ...] = ()
     limits: tuple[float | None, float | None] = (None, None)  # ms: forward or step, train
-    required: float | None = None  # times the peer's speed
+    required: float | None = None  # least speed, in units of the peer's
     save: str = "gates"
     layers: int = 1
     directions: int = 1

@@ -76,7 +76,7 @@ def config(shape: Shape, dtype: str = "bfloat16", backend: str = "cuda_fused") -
 def gpu_info(device_id: int) -> dict[str, int]:
     found = torch.cuda.get_device_properties(device_id)
     return {
-        "maxThreadsPerBlock": 1024,  # on every GPU so far
+        "maxThreadsPerBlock": 1024,  # the same on every GPU so far
         "regsPerMultiprocessor": found.regs_per_multiprocessor,
         "multiProcessorCount": found.multi_processor_count,
         "sharedMemPerBlockOptin": found.shared_memory_per_block_optin,
@@ -84,7 +84,7 @@ def gpu_info(device_id: int) -> dict[str, int]:
 
 
 def folder_of_cublas() -> Path:
-    torch.cuda.current_blas_handle()  # now it is loaded
+    torch.cuda.current_blas_handle()  # loads cuBLAS
     found = re.search(r"/.*/libcublas\.so.*", LOADED.read_text())
     assert found is not None, f"torch's cuBLAS is not in {LOADED}"
     link = store() / "libcublas.so"

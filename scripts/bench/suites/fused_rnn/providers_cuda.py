@@ -138,7 +138,7 @@ def _copy_weights(module: torch.nn.RNNBase, p: Parameters) -> None:
         module.weight_hh_l0.copy_(p["w_hh"].flatten(0, 2))
         module.bias_ih_l0.copy_(bias[: G * D])
         module.bias_hh_l0.zero_()
-        if len(bias) > G * D:  # n's recurrent bias stands apart
+        if len(bias) > G * D:  # n has a recurrent bias of its own
             module.bias_hh_l0[-D:] = bias[G * D :]
 
 
@@ -146,7 +146,7 @@ CUDNN = {
     "cudnn-fp16": torch.float16,
     "cudnn-bf16": torch.bfloat16,
     "cudnn-fp32": torch.float32,
-    "cudnn-tf32": torch.float32,  # the case's switch is on
+    "cudnn-tf32": torch.float32,  # the case has switched TF32 on
 }
 
 

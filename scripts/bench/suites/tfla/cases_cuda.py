@@ -29,7 +29,7 @@ class Case:
     batch: int
     steps: int  # 1: one decoding step, in place
     chunk: int | None = None
-    limits: tuple[float | None, float | None] = (None, None)  # ms; of a step the first
+    limits: tuple[float | None, float | None] = (None, None)  # ms: forward or step, train
     memory: float | None = None  # GB that "train" may allocate beside its inputs and dh
     providers: tuple[str, ...] = ()
     of: str = "must"  # suite: must, chunks, heads, lengths
@@ -38,7 +38,7 @@ class Case:
     def name(self) -> str:
         shape = f"{self.heads}x{self.key}x{self.value}-B{self.batch}T{self.steps}"
         chunk = f"-chunk{self.chunk}" if self.chunk else ""
-        sweep = "-lengths" if self.of == "lengths" else ""  # one of them is also a case of must
+        sweep = "-lengths" if self.of == "lengths" else ""  # as one case is also in must
         return f"mlstm-{self.gate}-{shape}{chunk}{sweep}"
 
     @property
@@ -223,7 +223,7 @@ def mamba2(case: Case) -> Provider:
         found = importlib.util.find_spec("mamba_ssm")
         if found is None:
             raise Unavailable("mamba_ssm is not installed")
-        sys.modules["mamba_ssm"] = importlib.util.module_from_spec(found)  # and does not run it
+        sys.modules["mamba_ssm"] = importlib.util.module_from_spec(found)  # its code is not run
     try:
         from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
     except ImportError as error:
