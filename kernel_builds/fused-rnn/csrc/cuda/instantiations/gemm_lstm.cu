@@ -1,3 +1,4 @@
+// Compiles the gemm engine for the cell lstm.
 #include "../gemm/launch.cuh"
 
 namespace flashcell::cuda {

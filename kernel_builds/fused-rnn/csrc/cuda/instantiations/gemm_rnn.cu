@@ -1,3 +1,4 @@
+// Compiles the gemm engine for the cells rnn_tanh and rnn_relu.
 #include "../gemm/launch.cuh"
 
 namespace flashcell::cuda {

@@ -1,3 +1,4 @@
+// Compiles the gemm engine for the cell slstm.
 #include "../gemm/launch.cuh"
 
 namespace flashcell::cuda {
