@@ -20,7 +20,7 @@ from .memory import check_memory
 from .reference import state_dtype
 
 TAPS = 4  # the CUDA kernel's number of taps
-# An expanded view can have any number, and the reference adds them one after another.
+# A limit, because an expanded weight can have any number of taps, and the reference loops over them.
 MOST_TAPS = 2**16
 
 

@@ -18,7 +18,7 @@ struct BlockBackward : BlockSizes<Cell_, IO_, kWidth, 16, Cell_::kGates * kWidth
   using Outputs = Outbox<IO, kWidth, Cell::kSplitGrad ? 2 * G : G, kThreads>;
   static constexpr int64_t kPlannedBytes =
       block::backward_shared_bytes(kSizesOf<Cell>, kWidth, sizeof(IO));
-  using Shared = typename Sizes::template Memory<Inputs, Outputs>;  // its operand is dr of a step
+  using Shared = typename Sizes::template Memory<Inputs, Outputs>;  // the operand is dr of a step
 
   static DEVICE void run(const BackwardParams& p, Shared& shared) {
     const int lane = threadIdx.x % 32, q = lane % 4, D = int(p.D);

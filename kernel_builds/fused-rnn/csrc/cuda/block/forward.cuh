@@ -19,7 +19,7 @@ struct BlockForward : BlockSizes<Cell_, IO_, kWidth, 8, kWidth> {
   using Outputs = Outbox<IO, kWidth, kKept + 2, kThreads>;  // h, h_prev, then saved values
   static constexpr int64_t kPlannedBytes =
       block::forward_shared_bytes(kSizesOf<Cell>, kWidth, sizeof(IO));
-  // Its operand is h before a step.
+  // The operand in shared memory is h before a step.
   using Shared = typename Sizes::template Memory<Inputs, Outputs>;
 
   static DEVICE void run(const ForwardParams& p, Shared& shared) {

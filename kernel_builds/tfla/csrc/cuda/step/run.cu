@@ -126,7 +126,7 @@ struct Head {
       if (r < K) next_n[r] = times(factors.keep, old.n) + factors.add * old.key;
     };
     write(thread<kThreads>(), own);
-#pragma unroll 1  // few heads are so wide
+#pragma unroll 1  // rarely runs: few heads are so wide
     for (int r = thread<kThreads>() + kThreads; r < K; r += kThreads) write(r, row(r));
     if (thread<kThreads>() == 0 && p.next_m != nullptr)
       static_cast<float*>(p.next_m)[state] = factors.m;
@@ -188,7 +188,7 @@ __global__ void __maxnreg__(kRegisters) step_kernel(const StepParams p, float* u
   load_all(0, 0);
   float n_q = own.n * own.query, k_q = own.key * own.query;
   if (thread < K) rows[thread] = {own.key, own.query};
-#pragma unroll 1  // few heads are so wide
+#pragma unroll 1  // rarely runs: few heads are so wide
   for (int r = thread + kThreads; r < K; r += kThreads) {
     const KeyRow more = head.row(r);
     n_q += more.n * more.query, k_q += more.key * more.query, rows[r] = {more.key, more.query};
