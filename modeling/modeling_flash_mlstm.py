@@ -280,14 +280,14 @@ class FlashMLSTMForSequenceClassification(
 ):
     """Classifies each sequence by the hidden state at its last token that is not padding."""
 
-    base_model_prefix = "backbone"  # past the generic class, whose name for it is "model"
+    base_model_prefix = "backbone"  # the generic class would call it "model"
     backbone_class = FlashMLSTMModel
 
 
 class FlashMLSTMForTokenClassification(RecurrentForTokenClassification, FlashMLSTMPreTrainedModel):
     """Classifies each token by the hidden state at it."""
 
-    base_model_prefix = "backbone"  # past the generic class, whose name for it is "model"
+    base_model_prefix = "backbone"  # the generic class would call it "model"
     backbone_class = FlashMLSTMModel
 
 

@@ -18,9 +18,9 @@ from .global_names import PACKAGE, GlobalNames
 # revision than the model's.
 REPOSITORY = PACKAGE.rpartition(".")[0] if PACKAGE.count(".") > 1 else PACKAGE
 KNOWN = {"torch", "transformers", "builtins", "abc", "typing", "collections", "contextlib"}
-# Whose functions the code around a step imports, for loading and saving.
+# Libraries whose functions the code around a step imports, to load and save models.
 LIBRARIES = {*sys.stdlib_module_names, "huggingface_hub", "kernels", "safetensors"}
-# What a subclass or an instance of a language model may have of its own: it runs around the step.
+# Attributes that a subclass or an instance of a language model may define: they run around the step.
 AROUND = {"forward", "generate", "__init__", *vars(GenerationMixin)}
 SHARED = {*GenerationMixin.__mro__, *PreTrainedModel.__mro__} - {nn.Module}
 DESCRIPTIONS = {

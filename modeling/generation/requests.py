@@ -168,7 +168,7 @@ class Running:
         """Chooses a token from scores [1, V], a copy of this request's own."""
         text = [self.prompt, torch.tensor(self.tokens, dtype=torch.long, device="cpu")]
         ids, device, shape = torch.cat(text)[None].to(scores.device), scores.device, scores.shape
-        with torch.no_grad():  # see take
+        with torch.no_grad():  # as in take
             scores = self.processors(ids, scores)
         _check_scores(scores, shape, device)
         if not self.request.do_sample:

@@ -17,8 +17,8 @@ REPLACEMENTS: dict[type[nn.Module], type[nn.Module]] = {
     nn.GRUCell: GRUCell,
     nn.RNNCell: RNNCell,
 }
-# What decides on a module's results besides the methods that flashcell's forward calls as torch.nn's does:
-# it makes no zeros where no state is given, which torch.nn's checks.
+# A module that overrides one of these stays torch.nn's. torch.nn passes zeros to CHECKS where no state is
+# given, and flashcell's forward makes no zeros.
 CHECKS = ("check_forward_args", "check_hidden_size", "get_expected_hidden_size")
 FORWARD = ("forward", "permute_hidden", "all_weights", *CHECKS)
 

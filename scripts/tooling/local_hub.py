@@ -200,7 +200,7 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection |= sent not in (None, len(body))
 
     def fail(self, status: int, code: str, message: str) -> None:
-        in_a_header = json.dumps(message)[1:-1]  # ASCII, and without the end of a line
+        in_a_header = json.dumps(message)[1:-1]  # escapes line ends and non-ASCII characters
         self.reply({"error": message}, status, X_Error_Code=code, X_Error_Message=in_a_header)
 
     def log_message(self, *args: object) -> None:

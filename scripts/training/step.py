@@ -26,7 +26,7 @@ def keep_memory() -> None:
     time."""
     library = ctypes.CDLL(None)
     if hasattr(library, "mallopt"):
-        trim_threshold, mmap_threshold = -1, -3  # malloc.h
+        trim_threshold, mmap_threshold = -1, -3  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
         library.mallopt(mmap_threshold, 2**30)
         library.mallopt(trim_threshold, 2**31 - 1)
 

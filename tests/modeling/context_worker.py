@@ -124,7 +124,7 @@ def check_guards(checkpoint: Path, tokens: torch.Tensor) -> None:
         refused = "no loss of it went through join" in str(error)
     assert refused == (context.p2p.rank < context.p2p.size - 1)
     context.join(torch.zeros(()))
-    with torch.no_grad():  # no gradients flow back, so none are missing
+    with torch.no_grad():  # without gradients nothing is refused
         for _ in range(2):
             model(input_ids=part, past_key_values=context.begin(part), use_cache=True)
 

@@ -84,7 +84,7 @@ def test_truncated_backpropagation(case, make_model, tokens, kind):
     parameters, losses = list(model.parameters()), []
     for part in ids.split(3, dim=1):
         losses.append(model(part, past_key_values=cache, labels=part).loss)
-    # Computed after every later cache update.
+    # All gradients at once, after the last update of the cache.
     together = torch.autograd.grad(sum(losses), parameters)
 
     apart = [torch.zeros_like(p) for p in parameters]

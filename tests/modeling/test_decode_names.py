@@ -49,7 +49,7 @@ SWAPS = {
     "all attributes": ("lstm", another_dict),
     "all of the configuration": ("flash_mlstm", another_configuration),
 }
-INERT = {"a function of ours", "a way to multiply"}  # not in every build
+INERT = {"a function of ours", "a way to multiply"}  # without effect in some builds
 
 
 @pytest.mark.parametrize("swap", SWAPS)

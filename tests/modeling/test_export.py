@@ -94,7 +94,7 @@ def test_loads_where_flashcell_is_not(make_model, tmp_path, missing):
     ids, mask = torch.arange(12).view(2, 6), torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6])
     options = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
     want = {}
-    for case in CASES if missing else kinds():  # the reference of every cell, once
+    for case in CASES if missing else kinds():  # the reference runs all, binaries one of each kind
         model = make_model(case, tie_word_embeddings=bool(missing))
         model.config.backend = "reference" if missing else "auto"
         model.save_pretrained(tmp_path / "checkpoints" / case)
@@ -123,7 +123,9 @@ def test_the_code_is_flat_and_whole(make_model, tmp_path):
     assert {"modeling_flash_rnn.py", "configuration_flash_rnn.py", "hub_kernel_loader.py"} <= files
     assert {"fused_rnn.py", "fused_rnn_reference.py", "fused_rnn_cells.py"} <= files
     assert not any(name.endswith("_ops.py") or "autograd" in name for name in files)
-    assert (tmp_path / "repo/hub_kernels_lock.py").read_text() == text  # not the part after it
+    assert (
+        tmp_path / "repo/hub_kernels_lock.py"
+    ).read_text() == text  # the code after the lock is left out
     assert (tmp_path / "repo/README.md").read_text() == "my card"
     for path in (tmp_path / "repo").glob("*.py"):  # transformers refuses code that imports more
         needed = set(get_imports(path)) - sys.stdlib_module_names

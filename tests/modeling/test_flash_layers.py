@@ -150,7 +150,7 @@ def test_published_initialisation(kind):
     deviation = 1 / math.sqrt(1024)
     for p in rows(layer):
         assert p.abs().max() <= 3 * deviation
-        assert abs(p.std() / deviation - 0.986) < 0.04  # 0.9866: a normal distribution, cut at 3
+        assert abs(p.std() / deviation - 0.986) < 0.04  # 0.9866 for a normal distribution cut at 3
     bound = math.sqrt(6 / 128)  # Kaiming-uniform of a head's fan-in
     weight = layer.in_proj.weight
     assert weight.shape == (4, 3, 256, 128)

@@ -119,7 +119,7 @@ def test_cancel(make_model, tokens):
     def cancel_others(token):
         came.append(token)
         if len(came) == 10:
-            # Requests that are decoding, being read or waiting; waiting; unknown.
+            # Request 0 decodes, 2 is being read or waits, 4 waits, and 77 does not exist.
             for index in (0, 2, 4, 77):
                 many.cancel(index)
 

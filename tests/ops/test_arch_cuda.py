@@ -219,7 +219,7 @@ def test_a_gpu_without_code_is_refused_by_name(fused_rnn, diagonal_rnn, tfla):
 @pytest.mark.skipif(NO_JIT not in os.environ, reason="run by the test above")
 def test_every_op_refuses(fused_rnn, diagonal_rnn, tfla):
     for what, call in every_op(fused_rnn, diagonal_rnn, tfla):
-        for _ in range(2):  # the error is not cached as an answer
+        for _ in range(2):  # the second call must fail, too
             with pytest.raises(
                 RuntimeError, match=r"(rnn|tfla): this library has no code"
             ) as caught:

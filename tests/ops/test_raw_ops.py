@@ -145,7 +145,7 @@ def test_a_bad_tensor_is_refused_by_its_name(kernel, kind):
         op(*(a.clone() if isinstance(a, torch.Tensor) else a for a in arguments))
         for argument, where, tensor in tensors(op, arguments):
             given = replaced(arguments, where, make(tensor))
-            first = where[0] == 0 and kind == "meta"  # the error then names another argument
+            first = where[0] == 0 and kind == "meta"  # the error may then name another argument
             with pytest.raises((RuntimeError, ValueError), match=says) as error:
                 op(*given)
             assert argument in str(error.value) or first, (name, argument, error.value)

@@ -232,7 +232,7 @@ def test_no_iterations_is_the_loop():
 
 
 def test_an_iteration_that_overflows():
-    """h^2 leaves fp32 from where the linearised system sends it; the true states stay below one."""
+    """Newton's iterates grow until h^2 overflows fp32, while the true states stay below one."""
     cell = lambda h, x: 0.5 * (1 - 1.8 * h * h) + x
     x = 0.1 * torch.randn(2, 300, 3)
     for options in ({}, {"bounds": (-1.0, 1.0)}, {"guess": torch.full((2, 300, 3), 1e30)}):

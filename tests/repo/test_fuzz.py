@@ -34,7 +34,7 @@ def test_a_few_calls_find_nothing():
 
 PLANT = """
 import inspect, itertools, os
-calls = itertools.count(1)  # after a crash, from here again
+calls = itertools.count(1)  # starts again after a crash
 
 def changed(value, change):
     if isinstance(value, tuple):

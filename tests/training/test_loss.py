@@ -128,7 +128,8 @@ MODELS = {
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_model_learns_to_return_its_loss(kind):
-    """With the soft cap of flash_mlstm; without targets the model returns what it did before."""
+    """A model with add_loss returns its loss for targets, soft-capped logits included; without targets
+    its logits do not change."""
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SMALL, **MODELS[kind]))
     with torch.no_grad():
         model.lm_head.weight.mul_(300)  # far enough for the cap of 30 to matter

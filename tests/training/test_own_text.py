@@ -62,7 +62,7 @@ def test_few_files_end_with_a_hint(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "launch",
     [
-        (),  # with the variables that accelerate sets
+        (),  # no launcher, but the variables that accelerate sets
         pytest.param(
             ("-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"),
             marks=pytest.mark.slow,

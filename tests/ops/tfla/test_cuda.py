@@ -181,7 +181,7 @@ STEPS = [
     Case(3, 1, 2, 24, 40, ("state", "layer")),
     Case(2, 1, 3, 96, 80, ("state", "rms")),
     Case(2, 1, 1, 264, 520, ("state",)),
-    Case(15, 1, 7, 128, 256, ("state",)),  # heads for most SMs, in wide thread blocks
+    Case(15, 1, 7, 128, 256, ("state",)),  # enough heads for most SMs, in wide thread blocks
     Case(7, 1, 8, 256, 512, ("state",)),
     Case(1, 1, 2, 128, 256, ("state",)),  # widths that have a kernel of their own
     Case(1, 1, 2, 256, 512, ("state",)),

@@ -242,9 +242,9 @@ def test_nothing_is_read_or_written_out_of_bounds():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("B", "K", "rows"), LINEARS)
 def test_linear_step(tfla, order, dtype, B, K, rows, shared):
-    """Several matrices, bounded ones, the norm, the sum and the gate; on three SMs, so that a
-    thread block takes several tiles, and for 16 rows of x also in one pass; with the shared
-    memory of an H200, and of sm_86 and sm_120."""
+    """Tests several matrices, bounded ones, the norm, the sum and the gate: on three SMs, so that a
+    thread block takes several tiles, for 16 rows of x also in one pass, and with the shared memory
+    of an H200 and of sm_86 and sm_120."""
     op = tfla.dispatch.ops.linear_step
     x, scale = torch.randn(B, K).to(dtype), torch.randn(K).to(dtype)
     draw = lambda n: (torch.randn(n, K) / (K + 1) ** 0.5).to(dtype)

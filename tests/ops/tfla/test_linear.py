@@ -34,7 +34,7 @@ def check(name, got, compute, tensors):
     exact = compute(*(t.double() for t in tensors))
     wide = torch.promote_types(tensors[0].dtype, torch.float32)
     peer = compute(*(t.to(wide) for t in tensors)).to(got.dtype)
-    terms = tensors[0].shape[1] if wide == torch.float64 else 1  # the reference rounds as often
+    terms = tensors[0].shape[1] if wide == torch.float64 else 1  # in fp32 the peer rounds as often
     assert_as_accurate(name, got, exact, peer, terms, on_cuda=(tensors[0].dtype, False))
 
 
