@@ -110,9 +110,7 @@ def write_loader(config: Any, folder: str) -> None:
     So programs that never import this package load the model where it is installed. What auto_map
     says about other code is kept if the code lies in the folder."""
     family = FAMILIES.get(config.model_type)
-    if family is None or not type(config).__module__.startswith(
-        f"{PACKAGE}."
-    ):  # a user's own class
+    if family is None or not type(config).__module__.startswith(f"{PACKAGE}."):  # a user's class
         return
     classes = {"AutoConfig": f"{family}Config"}
     classes |= {auto: f"{family}{head}" for head, (auto, _) in HEADS.items()}

@@ -186,7 +186,7 @@ class RecurrentForCausalLM(FusedHead, RecurrentGeneration):
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
-        return True  # GenerationMixin decides by the class name: no "xlstm"
+        return True  # GenerationMixin says no to class names with "xlstm"
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:  # [..., H] -> [..., V]
         one = hidden_states.dim() == 3

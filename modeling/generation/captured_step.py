@@ -182,7 +182,7 @@ class Recording:
             with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
                 self.logits = self.forward(model)
         except BaseException:
-            # torch leaves its generator as in a capture, where it draws no numbers outside of one
+            # after a failed capture torch's generator still expects one, and draws nothing outside
             random.graphsafe_set_state(random.clone_state())
             raise
         self.graph = graph

@@ -61,7 +61,8 @@ class DecodeEngine:
         self.mode = mode
         self.path: str | None = None
         self.reason: str | None = None
-        self._model = None if model is None else weakref.ref(model)  # None: whoever is first
+        # None is replaced by the first model that decodes.
+        self._model = None if model is None else weakref.ref(model)
         self._recordings: OrderedDict[Any, Recording] = OrderedDict()
         self._fingerprint: Fingerprint | None = None
         self._promise = Promise()

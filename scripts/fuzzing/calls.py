@@ -13,7 +13,7 @@ from fuzzing import (
 )
 from fuzzing.draw import MAKERS
 
-# What changes a registry for good, and is no call of a kernel.
+# Public functions that run no kernel, but change a registry for good.
 NO_CALLS = {"register_structure"}
 
 

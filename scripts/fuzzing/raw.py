@@ -89,7 +89,7 @@ def check_raw(draw: Draw, op: Any, call: dict[str, Any], poisoned: Callable):
     try:
         same = {k: plain(v) for k, v in given.items()}
     except Exception:
-        same = None  # no torch function reads it: then the op must refuse it
+        same = None  # torch itself cannot read a tensor: the op must refuse it
     try:
         with poisoned():
             got = results(op, given)

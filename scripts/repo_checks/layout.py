@@ -14,7 +14,7 @@ from pathlib import PurePath
 
 try:
     import tomllib
-except ImportError:  # Python 3.10; pytest brings it
+except ImportError:  # Python 3.10 has no tomllib; pytest installs tomli
     import tomli as tomllib
 
 Text = Callable[[str], "str | None"]

@@ -189,7 +189,9 @@ class Handler(BaseHTTPRequestHandler):
         self, content: object, status: int = 200, sent: int | None = None, **headers: str
     ) -> None:
         body = content if isinstance(content, bytes) else json.dumps(content).encode()
-        path = json.dumps(unquote(urlsplit(self.path).path))[1:-1]  # in one line
+        path = json.dumps(unquote(urlsplit(self.path).path))[
+            1:-1
+        ]  # so that the log has one line a request
         self.hub.note(f"{self.command} {path} {status}")
         self.send_response(status)
         for name, value in {**headers, "Content-Length": str(len(body))}.items():

@@ -21,7 +21,7 @@ from tooling import environment
 
 try:
     import tomllib
-except ImportError:  # Python 3.10; pytest brings it
+except ImportError:  # Python 3.10 has no tomllib; pytest installs tomli
     import tomli as tomllib
 
 ROOT = environment.ROOT

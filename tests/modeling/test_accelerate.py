@@ -60,7 +60,7 @@ def test_same_text(theirs, ours, tokens):
 
 
 def test_same_weights_and_gradients(theirs, ours, tokens):
-    """Their gradient omits the divisor, whose effect the norm after it cancels."""
+    """transformers' gradient omits the divisor, whose effect the norm after it cancels."""
     assert list(ours.state_dict()) == list(theirs.state_dict())
     ids = tokens(2, 128)
     grads = [

@@ -118,7 +118,7 @@ def test_the_counter_saves_the_versions(make_model, summed):
         assert all(seen.holds(model) for _ in range(5))
         assert len(summed) == (0 if summed.counter else 5)
         norm = model.model.norm
-        norm.normalized_shape = (*norm.normalized_shape,)  # equal, and another
+        norm.normalized_shape = (*norm.normalized_shape,)  # an equal but new object
         assert all(seen.holds(model) for _ in range(5))
         assert len(summed) == (2 if summed.counter else 10 + 1)
 

@@ -68,7 +68,7 @@ def test_a_shallow_copy_decodes_with_what_is_its_own(make_model, tokens):
 
 
 def test_a_replica_decodes_with_what_is_its_own(make_model, tokens):
-    """Replicas as DataParallel makes them, for one call."""
+    """A replica, as DataParallel makes it for one call, decodes with its own modules."""
     model, ids = make_model(), tokens(2, 5)
     want = decode(model, ids)
     replica = model._replicate_for_data_parallel()

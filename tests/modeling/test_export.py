@@ -123,9 +123,8 @@ def test_the_code_is_flat_and_whole(make_model, tmp_path):
     assert {"modeling_flash_rnn.py", "configuration_flash_rnn.py", "hub_kernel_loader.py"} <= files
     assert {"fused_rnn.py", "fused_rnn_reference.py", "fused_rnn_cells.py"} <= files
     assert not any(name.endswith("_ops.py") or "autograd" in name for name in files)
-    assert (
-        tmp_path / "repo/hub_kernels_lock.py"
-    ).read_text() == text  # the code after the lock is left out
+    # The code after the lock is left out.
+    assert (tmp_path / "repo/hub_kernels_lock.py").read_text() == text
     assert (tmp_path / "repo/README.md").read_text() == "my card"
     for path in (tmp_path / "repo").glob("*.py"):  # transformers refuses code that imports more
         needed = set(get_imports(path)) - sys.stdlib_module_names

@@ -84,7 +84,7 @@ def test_generates_what_transformers_generates(theirs, checkpoint, tokens):
 
 
 def test_gradients_are_transformers_gradients(theirs, checkpoint, tokens):
-    """Their gradient omits the one through the divisor, which the norm after it cancels."""
+    """transformers omits the gradient through the divisor, which the norm after it cancels."""
     ours, ids = load(checkpoint), tokens(2, 96)
     got = torch.autograd.grad(ours(ids, labels=ids).loss, list(ours.parameters()))
     want = torch.autograd.grad(

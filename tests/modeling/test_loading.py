@@ -102,7 +102,8 @@ def test_run_time_fields_are_never_saved(case, make_model, tokens, tmp_path):
 
 @cpu_only
 def test_spread_over_devices(case, make_model, tokens, tmp_path):
-    """In shards, with half of the blocks on disk; no block is split, and a conversation works."""
+    """A model saved in shards loads with half of its blocks on disk; no block is split, and a
+    conversation works."""
     model, ids = make_model(case), tokens(2, 5)
     model.save_pretrained(tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2

@@ -116,7 +116,7 @@ def test_packed_keeps_the_order(kind):
 
 @pytest.mark.parametrize("kind", SEQUENCES)
 def test_dropout(kind):
-    """Between the layers, in training only, and scaled."""
+    """Dropout acts between the layers, in training only, and scales what it keeps."""
     theirs, ours = make_twins(kind, 6, 8, 2, dropout=1.0, dtype=EXACT)
     x, hx = make_inputs(ours, 3)
     assert_same(compute(ours, x, hx), compute(theirs, x, hx), SAME)

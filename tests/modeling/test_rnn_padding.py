@@ -1,5 +1,5 @@
-"""What runs padded on CUDA, run padded here: odd widths as whole vectors, and a PackedSequence as rows.
-Outputs, states and every gradient are torch.nn's, in float64."""
+"""Tests padding, which only CUDA uses, on any device: odd widths as whole vectors, PackedSequences as
+rows. Outputs, states and every gradient are torch.nn's, in float64."""
 
 import sys
 

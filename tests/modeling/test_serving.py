@@ -281,7 +281,7 @@ def test_what_it_does_not_take(make_model):
 
 @pytest.mark.slow
 def test_a_thousand_requests(make_model):
-    """Prompts of 8 to 2,048 tokens, outputs of 1 to 1,024, log-uniform: each as generate alone."""
+    """Prompts of 8 to 2,048 tokens and outputs of 1 to 1,024 (log-uniform) give what generate gives."""
     model = make_model(num_hidden_layers=1)
 
     def log_uniform(low: int, high: int) -> list[int]:

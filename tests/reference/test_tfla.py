@@ -97,7 +97,7 @@ def test_large_gates_cancel_exactly(cell, f):
 
 @pytest.mark.parametrize("options", [*MASKS, ("state", "layer"), ("rms",)], ids=short)
 def test_gradcheck(cell, options):
-    """Every gradient against finite differences; of the last state without its scale m."""
+    """Every gradient agrees with finite differences; those of the last state without its scale m."""
     call, named = leaves(make(cell, Case(2, 4, 1, 8, 8, options, chunk=3, f=1.0), torch.float64))
 
     def outputs(*_):

@@ -115,7 +115,7 @@ def measure(case: Case, kernel: Any, peers: Iterable[str], speed: float) -> list
         except Unavailable as reason:
             text += f" {provider}: {reason};"
             continue
-        except Exception as reason:  # a peer that breaks is no reason to lose ours
+        except Exception as reason:  # our times are kept if a peer fails
             if provider not in suite.OTHERS:
                 raise
             text += (

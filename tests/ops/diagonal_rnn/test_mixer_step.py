@@ -55,7 +55,7 @@ def whole_mixer(cell, xs, weight, bias, rows, state, skip, gates, bound):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("cell", reference.CELLS)
 def test_mixer_step(diagonal_rnn, cell, dtype, size, bias):
-    """Four tokens, whose states are those of the sequence; the bound clips some weights."""
+    """Four single tokens have the states of a sequence of four; the bound clips some weights."""
     (B, N, J), spec, T = size, reference.CELLS[cell], 4
     D, wide = N * J, torch.float32
     xs, gates = normal(B, T, D, dtype=dtype), normal(B, T, 2 * D, dtype=dtype)

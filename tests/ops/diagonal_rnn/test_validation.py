@@ -201,7 +201,7 @@ def test_ops_called_directly_are_safe(diagonal_rnn, name):
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="fp64 is the CPU's")
 def test_gradcheck(diagonal_rnn, name):
-    """The hold rows are the only ones that read the state from `saved`."""
+    """Gradients agree with finite differences, with held steps, which read the state from `saved`."""
     options = ("state", "reset", "hold")
     call, sources = leaves(make(CELLS[name], Case(2, 5, 1, 3, options), torch.float64))
 

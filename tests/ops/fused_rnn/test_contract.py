@@ -152,7 +152,7 @@ def test_nan_state_stays_in_its_row_and_reset_clears_it(fused_rnn, name):
         s[1] = float("nan")
     h, _ = fused_rnn.recurrent(name, **call)
     assert torch.equal(h[[0, 2]], clean[[0, 2]])
-    if name != "rnn_relu":  # max(NaN, 0) is whatever the reference says, tested with the values
+    if name != "rnn_relu":  # other tests compare max(NaN, 0) with the reference's
         assert h[1].isnan().any()
     reset = torch.zeros(3, 6, dtype=torch.bool)
     reset[1, 2] = True

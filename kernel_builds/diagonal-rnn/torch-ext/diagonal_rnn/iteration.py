@@ -56,7 +56,7 @@ def iterate(
         after, jacobian = after.unflatten(0, (B, T)), jacobian.unflatten(0, (B, T))
         r, size = after - h, h.abs().clamp(min=1)
         d = solve_linear(jacobian, r)
-        # Written so that NaN is not good.
+        # Written as <=, so that NaN counts as not converged.
         good = (r.abs() <= options.tol * size) & (d.abs() <= reach * size)
         count = good.flatten(2).all(2).all(0).long().cumprod(0).sum()
         largest = r.abs().nan_to_num(float("inf")).max()

@@ -8,7 +8,7 @@
 
 namespace flashcell::FLASHCELL_ISA {
 
-// Loads a register of weights as an operand; elements of rows are loaded as columns are.
+// Loads a register of weights as an operand of the product.
 template <typename IO>
 FN auto load_weights(const IO* w) {
   if constexpr (Product<IO>::kDepth == 1) {

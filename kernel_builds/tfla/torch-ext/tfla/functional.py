@@ -221,7 +221,7 @@ def cast(cell: Cell, q, k, v, i, f, state):
 
 
 def _as(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    # Saves a call, of which a step of 20 us on a CPU would notice one.
+    # Saves a function call, which would show in a step of 20 us on a CPU.
     return x if x.dtype == dtype else x.to(dtype)
 
 

@@ -38,7 +38,7 @@ class Case:
     def name(self) -> str:
         shape = f"{self.heads}x{self.key}x{self.value}-B{self.batch}T{self.steps}"
         chunk = f"-chunk{self.chunk}" if self.chunk else ""
-        sweep = "-lengths" if self.of == "lengths" else ""  # as one case is also in must
+        sweep = "-lengths" if self.of == "lengths" else ""  # one name would be in two suites
         return f"mlstm-{self.gate}-{shape}{chunk}{sweep}"
 
     @property

@@ -75,7 +75,7 @@ struct StateWgmma {
       for (int left = int(place.steps(chunk)); left > 0; left -= kSteps) {
         const Slot slot = ring.slot();
         slot.wait_full(ring.round);
-        // Products read the words until then, of which the compiler does not know.
+        // Until then products read the words, which the compiler does not know.
         wgmma_wait<0>(sums.C[0], words);
         if (running.full) running.release();
         load(words, sums, warp);
