@@ -24,7 +24,7 @@ BLOCK_NAMES = {
     "stages": "stages of the input ring, if they fit in ring_bytes",
     "few_stages": "stages if those do not fit, but these do",
     "least_stages": "stages if neither fit",
-    "ring_bytes": "with operand and outputs it fits every architecture",
+    "ring_bytes": "leaves room for operand and outputs on every GPU",
 }
 NAMES = {"grid": GRID_NAMES, "block": BLOCK_NAMES}
 

@@ -25,7 +25,7 @@ class Iterated(NamedTuple):
     h: Tensor  # [B, T, *S]
     right: int  # number of steps from the start that satisfy the recurrence
     converged: bool
-    residuals: Tuple[float, ...]  # one before every iteration; the first is the guess's
+    residuals: Tuple[float, ...]  # largest residual before each iteration
 
 
 def shift(h0: Tensor, h: Tensor) -> Tensor:

@@ -94,7 +94,7 @@ void forward_steps(const ForwardParams& p, const Launch& launch) {
 
 template <typename Cell, typename IO, typename Product>
 void backward_steps(const BackwardParams& p, const Launch& launch) {
-  // Step -1 completes the gradient of the initial states.
+  // Step -1 adds the product of step 0 to the gradients of the initial states.
   run_steps<Product>(&backward_step_kernel<Cell, IO, Product>, p, Cell::kGates * p.D, p.T - 1,
                      p.T + 1, -1, nullptr, launch);
 }

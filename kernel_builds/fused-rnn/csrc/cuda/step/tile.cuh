@@ -54,7 +54,7 @@ struct Places {
   Place place[kSequences];
   int counts[kWarps];
 
-  // Counts them; every thread must call it, and a barrier must follow.
+  // Sets the counts; every thread must call it, and a barrier must follow.
   DEVICE void count(bool runs, bool listed) {
     if (threadIdx.x / 32 >= kWarps) return;
     const int running = __popc(__ballot_sync(~0u, runs));

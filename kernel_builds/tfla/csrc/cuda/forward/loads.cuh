@@ -197,7 +197,7 @@ struct OutputLoads {
           fill([&](uint32_t to) { load<kColumns>(SlotTile{to}, C, depth, part.column); });
         }
       }
-      load_q();  // after the slots that can be filled while the part before still uses its q
+      load_q();  // last, because the part before may still use its q
       const Source k = source(p.k, p.K), v = source(p.v, p.V);
       for (int tile = 0; tile < tiles(); ++tile) {
         const int row = tile * kTile;
