@@ -94,6 +94,5 @@ class Intake:
         known = [*running, *self._settled()]
         yield from (r for r in known if r.index in self._cancelled and not r.ended)
         self._newest = max([self._newest, *(r.index for r in known)])
-        self._cancelled = {
-            i for i in self._cancelled if i > self._newest
-        }  # requests that are yet to come
+        # Requests that have not been read yet are cancelled when they are.
+        self._cancelled = {i for i in self._cancelled if i > self._newest}
