@@ -185,7 +185,7 @@ class Layouts:
             return True
         if self._look() != self._seen:
             return False
-        if has_guard:  # one holds in a mode of autograd's, and others than the last may be on
+        if has_guard:  # a guard holds in one autograd mode, and the mode may have changed
             strides, sizes = (list(map(list, of_all)) for of_all in self._seen)
             self._guard = TensorGuards(
                 *self._tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides

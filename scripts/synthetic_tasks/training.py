@@ -217,7 +217,7 @@ class Trainer:
         with self.aside(), torch.no_grad():
             before = [tensor.clone() for tensor in state]
             with torch.enable_grad():
-                self.step()  # everything lazy happens here
+                self.step()  # a first step, for lazy initialisation
             for tensor, value in zip(state, before, strict=True):
                 tensor.copy_(value)
         self.stream.synchronize()

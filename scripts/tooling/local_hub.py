@@ -189,9 +189,8 @@ class Handler(BaseHTTPRequestHandler):
         self, content: object, status: int = 200, sent: int | None = None, **headers: str
     ) -> None:
         body = content if isinstance(content, bytes) else json.dumps(content).encode()
-        path = json.dumps(unquote(urlsplit(self.path).path))[
-            1:-1
-        ]  # so that the log has one line a request
+        # Escaped, so that a request is one line of the log.
+        path = json.dumps(unquote(urlsplit(self.path).path))[1:-1]
         self.hub.note(f"{self.command} {path} {status}")
         self.send_response(status)
         for name, value in {**headers, "Content-Length": str(len(body))}.items():

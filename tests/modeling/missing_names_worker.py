@@ -81,7 +81,7 @@ def of_transformers(name: str):
 
 
 def cases() -> dict:
-    """Returns name -> what takes it away."""
+    """Returns name -> the context manager that takes it away."""
     found = {
         f"torch.{name}": functools.partial(dotted, f"torch.{name}")
         for name in (

@@ -27,7 +27,7 @@ def test_first_run_fetches_and_second_run_is_cached(tmp_path, fused_rnn):
         assert origin in done.stdout
         assert "\ndef read_" in done.stdout
         assert "40 tokens in" in done.stdout
-        assert "Warning" not in done.stderr  # such as one about the reference
+        assert "Warning" not in done.stderr  # such as that the reference is used
 
 
 def test_the_real_hub_is_not_pretended(tmp_path):

@@ -79,7 +79,7 @@ class Bench:
                 if name != "ours":
                     errors = self.check_step(case, name) if step else self.check_peer(case, name)
                 samples = self.time_steps(case, name) if step else self.time(case, name)
-            except Exception as reason:  # a peer that breaks is no reason to lose ours
+            except Exception as reason:  # our times are kept if a peer fails
                 if name == "ours":
                     raise
                 note = first_line(reason)

@@ -195,7 +195,7 @@ def run_suite(
     for case in filter(takes, suite.CASES):
         try:
             rows = measure(case, kernel, peers, budget)
-        except Exception as error:  # the other cases are worth their time on the GPU
+        except Exception as error:  # go on with the other cases
             problems.append(f"{case.name}: {first_line(error)}")
             print(problems[-1], flush=True)
             continue

@@ -1,4 +1,4 @@
-"""tf32_matmul: the products around a recurrence, as exact as TF32 is, of any layout."""
+"""Tests tf32_matmul: products of any layout are as exact as TF32 is."""
 
 import pytest
 import torch

@@ -103,7 +103,7 @@ def test_compiled_object(fused_rnn, name, save):
 
 
 def test_compiled_by_inductor(fused_rnn):
-    """Every value and gradient, through kernels of inductor's before and after the op."""
+    """Values and gradients are right where inductor compiles what stands before and after the op."""
     call = make(CELLS["lstm"], Case(2, 5, 2, 8, ("state", "reset")), torch.float32)
     x, weight = call.pop("x").requires_grad_(), call.pop("weight").requires_grad_()
 

@@ -31,7 +31,7 @@ def test_nan_stays_in_its_head_and_after_its_chunk(tfla, cell):
 
 @pytest.mark.parametrize("t", [0, 70, 200])
 def test_reset_ends_a_state_that_is_nan(tfla, cell, t):
-    """All of the state, m too, whether the reset is in a chunk's first tile or a later one."""
+    """A reset empties all of the state, m too, in a chunk's first tile and in a later one."""
     call = make(cell, Case(1, 300, 1, 16, 16, ("state",), 256), torch.float32)
     call["state"] = tuple(torch.full_like(s, float("nan")) for s in call["state"])
     reset = torch.zeros(1, 300, dtype=torch.bool)
