@@ -86,7 +86,7 @@ class RecurrentPreTrainedModel(PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
         if isinstance(module, CausalConv1d):
-            module.reset_parameters()  # torch's: transformers' draws from initializer_range
+            module.reset_parameters()  # torch's initialisation, not initializer_range's
 
 
 class RecurrentModel:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 try:
     import tomllib
-except ImportError:  # Python 3.10
+except ImportError:  # Python 3.10 has no tomllib
     import tomli as tomllib
 
 BUILDER = Path(__file__).resolve().parent

@@ -130,7 +130,7 @@ def number_documents(
     boundaries: Boundaries, B: int, T: int, past: int, device: torch.device
 ) -> torch.Tensor:
     """Returns the document numbers, [B, past + T + 1], of the window, of x and of the next token."""
-    if boundaries.cu_seqlens is not None:  # documents do not continue each other: -1
+    if boundaries.cu_seqlens is not None:  # the window belongs to no document: -1
         ends = boundaries.cu_seqlens[1:].to(device)
         at = torch.arange(T, dtype=ends.dtype, device=device)
         number = torch.searchsorted(ends, at, right=True)[None]

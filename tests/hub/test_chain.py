@@ -106,7 +106,7 @@ def test_the_build_of_a_checkout(diagonal_rnn, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     _, info = kernel_loader._from_disk(*call)
     assert info.path == Path(diagonal_rnn.__file__).parent
-    assert kernel_loader._from_disk(*call[:2], "mps") is None  # a build without it is no error
+    assert kernel_loader._from_disk(*call[:2], "mps") is None  # no build for mps: no error
     lock = {"FLASHCELL_LOCK": str(ROOT / "modeling/hub/kernels_lock.py")}
     for other in ({"LOCAL_KERNELS": ""}, {"LOCAL_KERNELS": "a/b=/c"}, lock):
         with monkeypatch.context() as changed:

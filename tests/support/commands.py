@@ -13,7 +13,7 @@ def load_command(name: str) -> ModuleType:
     """Loads scripts/<name> as a module: it has no suffix, so no import finds it."""
     module, path = ModuleType(name), SCRIPTS / name
     module.__file__ = str(path)
-    before, sys.modules[name] = sys.dont_write_bytecode, module  # where dataclasses look
+    before, sys.modules[name] = sys.dont_write_bytecode, module  # dataclasses look there
     exec(compile(path.read_bytes(), path, "exec"), module.__dict__)
     sys.dont_write_bytecode = before
     return module

@@ -16,7 +16,7 @@ struct Piece {
   static constexpr int kFloats = kVectors ? 4 : 1, kParts = kCount / kFloats;
   Vector vector = {};
 
-  // Loads it, or zeros if it is not wanted.
+  // Loads a vector, or zeros if it is not wanted.
   DEVICE void load(bool wanted, const IO* from) {
     if constexpr (kVectors) {
       vector = load_weights(wanted, from);

@@ -38,7 +38,7 @@ struct Chunks {
   const Sequence* list;  // [S] longest first, or null: every row of x is a sequence
   const Chunk* table;    // [slots], null with list
   int64_t S, T, rows;
-  int length;             // L
+  int length;             // steps of a chunk (L in the equations)
   int64_t of_a_row, all;  // chunks of a row, and of all rows; divided once, on the host
 
   __host__ DEVICE int64_t per_row() const { return of_a_row; }
