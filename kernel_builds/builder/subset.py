@@ -24,6 +24,7 @@ SUBSET = {
         "block": ("gru", "slstm"),
         "cluster": ("gru", "lstm", "slstm"),
         "grid": ("gru", "slstm"),
+        "gemm": ("gru", "slstm"),
         "step": ("gru", "rnn", "slstm"),
     }
 }

@@ -96,6 +96,10 @@ DeferredStopCheck: Any = getattr(generation_utils, "DeferredStopCheck", None)
 
 # What the models override or set for transformers and torch to read -> what happens if these do not.
 READ = {
+    (
+        GenerationMixin,
+        "_beam_search",
+    ): "the model is compared with its recorded step at every token of a beam search",
     (GenerationMixin, "_supports_default_dynamic_cache"): "generate makes no cache for FlashXLSTM, "
     "and runs transformers' loop",
     (GenerationMixin, "_update_model_kwargs_for_generation"): "generate keeps a mask and positions "

@@ -113,9 +113,21 @@ def prepare_for(home: Path, name: str, packages: list[str], gigabytes: int) -> P
             _check_machine(home, gigabytes * 2**30)
             _make_venv(venv)
         log = home / f"pip-{name}.log"
-        _pip(python, ["install", "--upgrade", *packages], log, must=True)
-        _pip(python, ["install", "--no-deps", "-e", str(ROOT)], log, must=True)
+        _pip(python, ["install", "--upgrade", *packages], log, required=True)
+        _pip(python, ["install", "--no-deps", "-e", str(ROOT)], log, required=True)
     return python
+
+
+def check_torch(device: str) -> None:
+    """Exits with a clear message if `device` is "cuda" and torch can use no GPU."""
+    if device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            fail(
+                f"--device is cuda, but torch {torch.__version__} of {sys.executable} can use no "
+                "GPU: run this with --here and a Python whose torch can"
+            )
 
 
 def use_built_kernels(device: str, names: list[str] | None = None, build: bool = True) -> None:

@@ -101,7 +101,7 @@ def test_drop_in_as_decorator():
         return nn.LSTM(4, 6)
 
     assert [m.kernel_backend for m in build(2)] == ["reference"] * 3
-    assert (build.__name__, build.__doc__) == ("build", "Builds.")
+    assert (build.__name__, build.__doc__) == ("build", "Constructs modules.")
     assert [type(m) for m in asyncio.run(both())] == [flashcell.LSTM, nn.LSTM]
 
     def generator():

@@ -111,7 +111,7 @@ def test_a_failed_pip_is_quoted_and_explained(tmp_path, said, meaning):
     python.write_text(f'#!/bin/sh\necho "{said}"\nexit 1\n')
     python.chmod(0o755)
     with pytest.raises(SystemExit, match=meaning) as error:
-        python_environment._pip(python, ["install", "torch"], tmp_path / "pip.log", must=True)
+        python_environment._pip(python, ["install", "torch"], tmp_path / "pip.log", required=True)
     assert said in str(error.value)
 
 
