@@ -58,7 +58,7 @@ void print_plan(Problem p, const Device& d) {
   if (own == Engine::kBlock) runs += "block,";
   if (own != Engine::kStep && cluster::fits(p.D, e, d)) runs += "cluster,";
   if (own != Engine::kStep && grid::fits_every_cell(G, e, p.D, d)) runs += "grid,";
-  print("runs", runs + (p.D * e % 16 == 0 && p.aligned ? "step,gemm" : "step"));
+  print("runs", runs + (p.D * e % 16 == 0 && p.aligned && p.S <= 524280 ? "step,gemm" : "step"));
   constexpr CellSizes sizes = kSizesOf<Cell>;
   if (engine == Engine::kBlock) {
     const int width = p.D <= 32 ? 32 : p.D <= 64 ? 64 : 128;

@@ -124,6 +124,8 @@ def test_it_names_engine_and_binding_limit(fused_rnn):
     full = explain_plan("lstm", 1, 512, 64, "bfloat16", "H200")
     assert (full.engine, full.refused[-1].name) == ("grid", "clusters at once")
     assert "48 thread blocks" in str(explain_plan("gru", 1, 768, 128, "bfloat16", "H200"))
+    most = {S: explain_plan("lstm", 1, 64, S, "float32", "H100").engine for S in (524_280, 524_281)}
+    assert most == {524_280: "gemm", 524_281: "step"}  # 65,535 rows of thread blocks
     exact = explain_plan("gru", 1, 64, 16, "float32", "9.0a")
     assert "exact fp32" in exact.refused[0].name
     with pytest.raises(ValueError, match="arch is 'sm_70', but must be one of"):
@@ -174,7 +176,7 @@ def test_the_op_refuses_what_is_no_call(fused_rnn):
     op = fused_rnn.dispatch.ops.explain_plan
     most = dict.fromkeys(("sequences", "steps", "heads", "width", "shared_bytes"), 2**31 - 1)
     assert op(**{**good, **most}).startswith("engine\tstep\n")
-    assert op(**{**good, **most, "width": 768}).startswith("engine\tgemm\n")
+    assert op(**{**good, **most, "width": 768}).startswith("engine\tgrid\n")
     wrong = {"cell": ["", "LSTM", "lstm\t"], "element_bytes": [0, 1, 8]}
     wrong |= {"tf32": [], "code_is_sm_90a": []}  # torch's own errors
     for name in NAMES:

@@ -54,7 +54,9 @@ constexpr gemm::Sizes gemm_sizes(const Problem& p) {
   return {p.S, p.T, p.N, p.D, p.gates, p.io_bytes, p.io_bytes == 4 && !p.tf32};
 }
 
-constexpr bool gemm_can_run(const Problem& p) { return p.D * p.io_bytes % 16 == 0 && p.aligned; }
+constexpr bool gemm_can_run(const Problem& p) {
+  return p.D * p.io_bytes % 16 == 0 && p.aligned && p.S <= gemm::kMostSequences;
+}
 
 constexpr Engine select_engine(const Problem& p, const Device& device) {
   const Engine own = select_own(p, device);
