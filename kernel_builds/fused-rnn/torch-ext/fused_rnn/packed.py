@@ -61,7 +61,11 @@ class Packed(NamedTuple):
     def pack(self, y: Tensor) -> Tensor:
         """Converts y [B, T, P] to data [total, P]."""
         rows = y.flatten(0, 1)
-        return rows[self.places] if self.inverse is None else put_rows(rows, self.inverse)
+        return (
+            rows.index_select(0, self.places)
+            if self.inverse is None
+            else put_rows(rows, self.inverse)
+        )
 
 
 def describe(batch_sizes: Tensor, device: torch.device) -> Packed:
