@@ -96,9 +96,9 @@ def _run(module: Any, kernel: Any, x: Tensor, hx: Any, layout: Layout) -> tuple[
         dropout = module.dropout if module.training else 0.0
         trains = is_recorded(x, weights[0][0])
         sizes = *x.shape[:2], module.hidden_size, trains
-        chunk = choose_chunk(x.device.type, len(layers), N, dropout, layout.is_ragged, *sizes)
+        chunk = choose_chunk(x.device.type, len(layers), N, layout.is_ragged, *sizes)
         if chunk > 0:
-            y, lasts = engine.run_wavefront(layers, x, states, firsts, trains, chunk)
+            y, lasts = engine.run_wavefront(layers, x, states, firsts, dropout, trains, chunk)
         else:
             y, lasts = engine.run_layers(layers, x, states, firsts, dropout)
         left = [engine.leave(h, s) for h, s in zip(layers, lasts)]
@@ -118,7 +118,7 @@ def _is_plain(module: Any, kernel: Any, x: Tensor, weights: list[list[Tensor]], 
         return False
     trains = is_recorded(x, weights[0][0])
     sizes = x.shape[0], x.shape[1], module.hidden_size, trains
-    return choose_chunk(x.device.type, module.num_layers, 1, 0.0, False, *sizes) == 0
+    return choose_chunk(x.device.type, module.num_layers, 1, False, *sizes) == 0
 
 
 def _run_plain(

@@ -49,14 +49,14 @@ LINEAR_DEVICES = ("cpu",)
 
 
 def choose_chunk(
-    device_type: str, layers: int, heads: int, dropout: float, packed: bool, B: int, T: int, D: int,
+    device_type: str, layers: int, heads: int, packed: bool, B: int, T: int, D: int,
     trains: bool = False,
 ) -> int:  # fmt: skip
     """Returns the steps in a chunk of the wavefront, or 0 to run the layers one after the other.
 
     Chunks have about WAVE_CHUNK steps, and fewer steps are left over than there are chunks.
     """
-    possible = layers > 1 and heads == 1 and dropout == 0 and not packed
+    possible = layers > 1 and heads == 1 and not packed
     if not possible or device_type not in WAVE_DEVICES:
         return 0
     if not WAVE_MIN_WIDTH <= D <= WAVE_MAX_WIDTH[trains] or T < WAVE_MIN_CHUNKS * WAVE_CHUNK:
@@ -223,7 +223,7 @@ class Engine(NamedTuple):
 
     def run_wavefront(
         self, layers: list[Heads], x: Tensor, states: list[States] | None,
-        firsts: list[Tensor | None] | None, trains: bool, chunk: int,
+        firsts: list[Tensor | None] | None, dropout: float, trains: bool, chunk: int,
     ) -> tuple[Tensor, list[States]]:  # fmt: skip
         """Does the same in waves: one call for each wave instead of each layer, `chunk` steps long."""
         (B, T, _), L = x.shape, len(layers)
@@ -234,7 +234,7 @@ class Engine(NamedTuple):
             )
         outputs = []
         if rest > 0:
-            y, states = self.run_layers(layers, x[:, :rest], states, firsts, 0.0)
+            y, states = self.run_layers(layers, x[:, :rest], states, firsts, dropout)
             outputs.append(y)
         gates = self.project(x[None, :, rest:], layers[0].w_ih).split(chunk, 2)
         wide = torch.promote_types(x.dtype, torch.float32)
@@ -251,6 +251,8 @@ class Engine(NamedTuple):
             parts = [gates[wave]] if wave < len(gates) else []
             below = y[: L - 1 - low]  # outputs of the wave before, without the last layer's
             if wave > 0 and len(below) > 0:
+                if dropout > 0:
+                    below = F.dropout(below, dropout)
                 parts.append(self.project(below, together.w_ih[low : low + len(below)]))
             if wave < L:  # layer `wave` starts
                 state = tuple(torch.cat(pair, 1) for pair in zip(state, states[wave]))
