@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -75,6 +76,29 @@ def test_killed_and_resumed_it_takes_the_same_steps_bit_for_bit(folder, fused_rn
     done = train(folder, "whole", "--any-corpus", "--resume", "--set", "seed=2")
     assert done.returncode == 1
     assert "began with recipe" in done.stderr
+
+
+def test_micro_batches_take_the_step_of_the_whole_batch(folder):
+    """The gradient of a step is the mean over its micro-batches, not their sum."""
+    from accelerate import Accelerator
+
+    from training.corpus import Texts, load_corpus
+    from training.loop import Training
+    from training.recipe import Recipe
+
+    taken = []
+    for micro_batch in (0, 1, 2):
+        changes = {"precision": "no", "micro_batch": micro_batch, "warmup": 1, "clip": 1e9}
+        recipe = Recipe.read(write_recipe(folder / "tiny.yaml", **changes), [])
+        run = folder / str(micro_batch)
+        run.mkdir()
+        texts = Texts(load_corpus(folder / "corpus.zip"), recipe, run / "tokenizer", 0, 1)
+        args = SimpleNamespace(backend="reference", tensorboard=False)
+        training = Training(args, recipe, texts, run, Accelerator(cpu=True))
+        training.step(), training.step()
+        taken.append([*training.progress["losses"], *training.progress["norms"]])
+    assert taken[1] == pytest.approx(taken[0], rel=1e-4)
+    assert taken[2] == pytest.approx(taken[0], rel=1e-4)
 
 
 @pytest.mark.parametrize(
