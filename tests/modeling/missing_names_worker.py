@@ -237,8 +237,18 @@ def try_without(name: str, take_away) -> dict:
     return {"name": name, "error": error, "warnings": said, "found": found}
 
 
+def import_once() -> None:
+    """Imports what takes longest, so that no fork has to: it is not flashcell's."""
+    import transformers.modeling_layers
+    import transformers.models.auto.modeling_auto  # noqa: F401
+
+    with forward_ad.dual_level():  # compiles functions when it is first used
+        forward_ad.make_dual(torch.ones(1), torch.ones(1))
+
+
 def main() -> None:
     torch.set_num_threads(1)
+    import_once()
     everything = {"": contextlib.nullcontext, **cases()}
     for name in sys.argv[1:] or everything:
         child = os.fork()
