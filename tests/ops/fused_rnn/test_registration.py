@@ -3,6 +3,7 @@ values."""
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cases import DEVICE, Case, eager_and_compiled, make
 from flashcell.kernels.fused_rnn import CELLS
@@ -38,6 +39,27 @@ def test_fakes_know_which_results_are_fp32(fused_rnn, name):
     call = (*arguments(CELLS[name], ("state", "reset"), dtype=torch.bfloat16), True)
     op = getattr(fused_rnn.dispatch.ops, f"{name}_fwd").default
     torch.library.opcheck(op, call, test_utils="test_faketensor")
+
+
+@pytest.mark.parametrize("options", [("state", "reset"), ("state", "cu")], ids="-".join)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fakes_of_the_backward(fused_rnn, name, options, dtype):
+    """The fake of a backward has its results' shapes: among them dr, which is empty where it is dx."""
+    op, calls = getattr(fused_rnn.dispatch.ops, f"{name}_bwd").default, []
+
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function is op:
+                calls.append(args)
+            return function(*args, **(kwargs or {}))
+
+    call = make(CELLS[name], Case(2, 4, 2, 8, options), dtype)
+    call["x"].requires_grad_()
+    h, _ = fused_rnn.recurrent(name, **call)
+    with Recorder():
+        h.sum().backward()
+    (args,) = calls
+    torch.library.opcheck(op, args, test_utils="test_faketensor")
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="torch's own elsewhere")
