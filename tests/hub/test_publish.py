@@ -77,6 +77,16 @@ def test_unchanged_version_with_other_content(publish, project, hub):
     assert first["revision"] in state["commits"]  # but still there for whoever pinned it
 
 
+def test_a_published_file_that_this_build_lacks_is_a_difference(publish, project):
+    folder = project.root / "benchmarks"
+    folder.mkdir()
+    (folder / "benchmark.py").write_text("small = 1\n")
+    (folder / "benchmark_large.py").write_text("large = 1\n")
+    publish()
+    (folder / "benchmark_large.py").unlink()
+    assert "its benchmarks differs from this build" in refusal(publish)
+
+
 def test_new_version(publish, project, hub):
     first = publish()
     toml = project.root / "build.toml"
