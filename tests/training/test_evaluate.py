@@ -133,7 +133,7 @@ def test_a_task_of_lm_eval_runs_offline(checkpoint, monkeypatch):
         nats = [nats_of(model, ids, known) for ids in whole]
         right += nats.index(min(nats)) == row["answer"]
     assert value == right / len(questions)
-    assert value > 0.7  # four choices; observed 0.84 of all 32
+    assert value > 0.7  # four choices; observed 0.94 of all 32
 
 
 def test_the_published_suite():
