@@ -113,7 +113,8 @@ def prepare_for(home: Path, name: str, packages: list[str], gigabytes: int) -> P
             _check_machine(home, gigabytes * 2**30)
             _make_venv(venv)
         log = home / f"pip-{name}.log"
-        _pip(python, ["install", "--upgrade", *packages], log, required=True)
+        patience = "--timeout=60", "--retries=2"  # an index that does not answer is an error
+        _pip(python, ["install", *patience, "--upgrade", *packages], log, required=True)
         _pip(python, ["install", "--no-deps", "-e", str(ROOT)], log, required=True)
     return python
 

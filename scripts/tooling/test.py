@@ -1,8 +1,9 @@
 """Checks style, types and structure, then builds the kernels and runs the tests.
 
     scripts/test                 what takes at most 15 minutes on two cores
-    scripts/test --cuda          besides, whether the CUDA sources compile: CI on every change
-    scripts/test --all           besides, the tests marked slow, and CUDA compiled as it ships
+    scripts/test --ci            besides, whether the CUDA sources compile, and the tests of models with
+                                 the oldest or the newest torch and transformers, by the day
+    scripts/test --all           the tests marked slow too, and CUDA compiled as it ships
     scripts/test -- -k lstm -x   arguments after -- go to pytest
 
 Makes its own environment (--here: uses the present one). Every step runs, whatever came before; the
@@ -36,14 +37,14 @@ def parse_arguments() -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--all", action="store_true", help="run the slow tests too, and compile CUDA as it ships")
-    add("--cuda", action="store_true", help="see that the CUDA sources compile")
+    add("--ci", action="store_true", help="what CI runs on every change")
     add(
         "--lint", action="store_true", help="the checks that read files only; build and run nothing"
     )
     add(
         "--versions",
         choices=versions.CHOICES,
-        help="test with other torch and transformers instead",
+        help="test with other torch and transformers, and nothing else",
     )
     add("--jobs", type=int, default=2, help="pytest processes")
     add("pytest", nargs="*", help="arguments for pytest, after --")
@@ -61,9 +62,7 @@ def main() -> None:
     home = environment.enter(args, ["dev", "train"], MODULES)
     os.environ["HF_HOME"] = str(home / "huggingface")
     os.environ["RUFF_CACHE_DIR"] = str(home / "ruff")
-    steps = lint_steps()
-    if not args.lint:
-        steps += [*build_steps(args, home), tests(args, home)]
+    steps = lint_steps() if args.lint else [*lint_steps(), *run_steps(args, home)]
     failed = [
         name
         for number, (name, command) in enumerate(steps, 1)
@@ -87,16 +86,19 @@ def lint_steps() -> list[Step]:
     ]
 
 
-def build_steps(args: argparse.Namespace, home: Path) -> list[Step]:
+def run_steps(args: argparse.Namespace, home: Path) -> list[Step]:
     build = [sys.executable, ROOT / "scripts" / "build_kernels", "--here", "--home", home]
     steps: list[Step] = [("build", build)]
     cuda = sorted({f.parts[1] for f in map(Path, tracked()) if is_shipped_cuda(f)})
-    if cuda and (args.cuda or args.all):  # compiled, not run: one arch is enough
+    if cuda and (args.ci or args.all):  # compiled, not run: one arch is enough
         options = ["--backend", "cuda", "--archs", "9.0a", "--home", home, "--kernel", *cuda]
         options += ["--out", home / "cuda"] if args.all else ["--check"]
         steps.append(("build cuda", [*build[:2], *options]))
     steps.append(("repository", [sys.executable, ROOT / "scripts" / "check_repo"]))
-    return steps
+    if args.ci:
+        versions = [sys.executable, ROOT / "scripts", "tooling.test", "--versions", "today"]
+        steps.append(("versions", [*versions, "--here", "--home", home, "--jobs", args.jobs]))
+    return [*steps, tests(args, home)]
 
 
 def tests(args: argparse.Namespace, home: Path) -> Step:

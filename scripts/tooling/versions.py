@@ -57,9 +57,10 @@ def run(args: argparse.Namespace) -> None:
         f"FLASHCELL_TEST_{k}KERNEL": str(ROOT / "kernel_builds" / n) for k, n in KERNELS.items()
     }
     variables = {**os.environ, **built, "PATH": beside, "HF_HOME": str(home / "huggingface")}
-    command = [python, "-m", "pytest", "-n", str(args.jobs), "--dist", "worksteal"]
-    command += ["-m", "not slow"]
-    command += ["-o", f"cache_dir={home / 'pytest'}", *TESTS, *args.pytest]
+    command = [python, ROOT / "scripts", "pytest", "-n", args.jobs, "--dist", "worksteal"]
+    command += ["-m", "not slow", "-p", "tooling.test_report", "-rfE"]
+    command += ["-o", "console_output_style=classic", "-o", f"cache_dir={home / 'pytest'}"]
+    command += [*TESTS, *args.pytest]
     command += NEWEST_ONLY if end == "newest" else []
     done = subprocess.run(list(map(str, command)), cwd=ROOT, env=variables)
     raise SystemExit(done.returncode)

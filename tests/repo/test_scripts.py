@@ -154,15 +154,21 @@ def test_a_change_runs_the_fast_tier_and_the_week_all():
 
 @pytest.mark.parametrize(
     ("option", "cuda", "slow"),
-    [("", None, False), ("cuda", "--check", False), ("all", "--out", True)],
+    [("", None, False), ("ci", "--check", False), ("all", "--out", True)],
 )
 def test_what_each_tier_runs(tmp_path, option, cuda, slow):
-    args = SimpleNamespace(**{"all": False, "cuda": False, "jobs": 2, "pytest": [], option: True})
-    steps = dict(test_command.build_steps(args, tmp_path))
-    assert set(steps) == {"build", "repository", *(["build cuda"] if cuda else [])}
+    args = SimpleNamespace(**{"all": False, "ci": False, "jobs": 2, "pytest": [], option: True})
+    steps = dict(test_command.run_steps(args, tmp_path))
+    versions = ["versions"] if option == "ci" else []
+    assert list(steps) == [
+        "build",
+        *(["build cuda"] if cuda else []),
+        "repository",
+        *versions,
+        "tests",
+    ]
     assert cuda is None or cuda in steps["build cuda"]
-    _, command = test_command.tests(args, tmp_path)
-    assert ("not slow" not in command) == slow
+    assert ("not slow" not in steps["tests"]) == slow
 
 
 def test_an_environment_is_made_once_and_again_when_the_pins_change(monkeypatch, tmp_path):
