@@ -268,7 +268,7 @@ class Batcher(Iterator[Completion]):
 
     def _end(self, running: Running, reason: str, error: BaseException | None = None) -> None:
         completion = Completion(running.index, running.tokens, reason, error)
-        self._ended.setdefault(running.index, (running, completion))
+        self._ended[running.index] = running, completion
         self._leave(running)
 
     def _leave(self, running: Running) -> None:

@@ -250,6 +250,21 @@ def test_a_step_that_is_broken_off(make_model, tokens, monkeypatch):
             assert "was broken off" in str(results[ended[0]].error)
 
 
+def test_a_request_ends_once_though_its_last_step_is_broken_off(make_model, tokens, monkeypatch):
+    """An interrupt after its end is noted, before it leaves the batch: the reason stays."""
+    model, prompts = make_model(), [tokens(5), tokens(9)]
+    many = generate_many(model, prompts, max_new_tokens=4, slots=2, prefill_rows=2)
+    leave, broken = Batcher._leave, once(raises(KeyboardInterrupt("stop")), at=1)
+    monkeypatch.setattr(Batcher, "_leave", lambda *args: broken() or leave(*args))
+    with pytest.raises(KeyboardInterrupt):
+        while True:
+            assert many.step() == []
+    results = {done.index: done for done in many.step()}
+    first = min(i for i, done in results.items() if done.reason == "length")
+    assert results[first].tokens == alone(model, prompts[first], new=4)
+    assert results.keys() == {0, 1}
+
+
 def test_threads_that_submit_cancel_and_step(make_model, tokens):
     model, prompts = make_model(), [tokens(1 + 9 * i % 40) for i in range(24)]
     want = [alone(model, p, new=1 + i % 9) for i, p in enumerate(prompts)]
