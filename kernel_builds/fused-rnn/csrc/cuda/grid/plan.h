@@ -145,15 +145,18 @@ constexpr int64_t shared_bytes(const Shape& s, int64_t D) {
          (spilt > 0 ? spilt : 0) * row_tiles(s) * 2 * 16 * kProducts;
 }
 
-// Measured: tall blocks pay if they allow more groups, each of which then has fewer tiles.
+// Tall blocks pay if they allow more groups, each of which then has fewer tiles (measured), or if
+// the heads then need fewer launches, which run one after the other.
 constexpr bool takes_tall_blocks(const Shape& s, int64_t S, int64_t N, int64_t D,
                                  const Device& device) {
+  if (!device.code.sm_90a || s.element != 2 || blocks_of_depth(s, D) != kTallBlocks) return false;
   Shape tall = s;
   tall.units = kTallUnits;
-  const int64_t groups = device.sms / (N * divide_up(D, kUnits));
-  const int64_t more = device.sms / (N * thread_blocks(tall, D));
-  return device.code.sm_90a && s.element == 2 && blocks_of_depth(s, D) == kTallBlocks &&
-         more > groups && divide_up(S, 8) > 2 * (groups > 1 ? groups : 1);
+  const int64_t heads = device.sms / divide_up(D, kUnits);  // heads that run at once
+  const int64_t tall_heads = device.sms / thread_blocks(tall, D);
+  if (heads > 0 && divide_up(N, tall_heads) < divide_up(N, heads)) return true;
+  const int64_t groups = heads / N, more = tall_heads / N;
+  return more > groups && divide_up(S, 8) > 2 * (groups > 1 ? groups : 1);
 }
 
 // Whether the planner prefers this shape for so many sequences, if it fits. Wide shapes are tried
