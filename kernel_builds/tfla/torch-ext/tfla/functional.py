@@ -66,14 +66,16 @@ def default_chunk(cell: Cell, K: int, V: int, dtype: torch.dtype, device_type: s
     """Returns the number of steps of a chunk if none is given: NOTEBOOK.md, "Chunk size", has the
     measurements.
 
-    On CUDA in 16 bits it is 128 or 256, whichever is nearer to the cost model's optimum on an H200 with
-    states in 16 bits; fp32 has room for 128 in shared memory. A GPU with less shared memory takes the
-    longest chunk that fits.
+    On CUDA in 16 bits it is 64 for heads of up to 64, whose states stay in registers; for others 128 or
+    256, whichever is nearer to the cost model's optimum on an H200 with states in 16 bits; fp32 has
+    room for 128 in shared memory. A GPU with less shared memory takes the longest chunk that fits.
     """
     if device_type != "cuda":
         return 128 if dtype.itemsize == 2 else 64
     if dtype.itemsize != 2:
         return 128
+    if max(K, V) <= 64:
+        return 64
     best = best_chunk(cell, K, V, DEVICES["H200"].intensity, state=2)
     return 128 if best * best < 128 * 256 else 256
 

@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "../launch.h"
+#include "../narrow/run.h"
 #include "../states/run.h"
 #include "block.cuh"
 #include "chunk.cuh"
@@ -30,8 +31,9 @@ struct Plan {
   IO* C;  // states; recomputed if the forward kept none
   float* n;
   int64_t bytes;
-  bool in_blocks;  // whether rows go in blocks of 128, on Hopper
-  bool exact;      // whether rows with a nearly cancelling divisor are recomputed
+  Segments narrow{};  // none, if narrow heads do not go by a kernel of their own
+  bool in_blocks;     // whether rows go in blocks of 128, on Hopper
+  bool exact;         // whether rows with a nearly cancelling divisor are recomputed
 
   Plan(const BackwardParams& p, const Device& device, void* memory) {
     Arrays arrays(memory);
@@ -53,8 +55,10 @@ struct Plan {
     terms.spreads = arrays.take<float>(exact ? slots : 0);
     n = arrays.take<float>(p.kept ? 0 : of_n), terms.dn = arrays.take<float>(of_n);
     terms.n = p.kept ? static_cast<const float*>(p.kept_n) : n;
-    in_blocks = has_blocks<IO>(p, device);
-    if (in_blocks) {
+    const NarrowPlan narrow_plan(p, chunks, device, sizeof(IO));
+    if (narrow_plan.used && has_h(p)) narrow = narrow_plan.take(p, arrays);
+    in_blocks = narrow.count == 0 && has_blocks<IO>(p, device);
+    if (in_blocks || narrow.count > 0) {
       terms.in = arrays.take<float>(values), terms.out = arrays.take<float>(values);
       terms.taken = arrays.take<int>(2 * kGradients);
       terms.shut = arrays.take<int>(slots), terms.shut_count = arrays.take<int>(1);
@@ -89,6 +93,16 @@ void run_shut(const BackwardParams& p, const BackwardTerms& terms, const Device&
          {blocks, Gradients::kThreads, int(sizeof(typename Gradients::Shared)), stream}, p, terms);
 }
 
+template <typename IO>
+void run_gates(const BackwardParams& p, const BackwardTerms& terms, const Device& device,
+               cudaStream_t stream) {
+  const Chunks& chunks = terms.rows.chunks;
+  launch(gate_gradients<IO>, {chunks.slots() * p.H, kGateThreads, 0, stream}, p, terms);
+  if (chunks.tiles() == 1) return run_shut<IO, 1>(p, terms, device, stream);
+  if (chunks.tiles() == 2) return run_shut<IO, 2>(p, terms, device, stream);
+  run_shut<IO, 4>(p, terms, device, stream);
+}
+
 template <typename IO, int kKeyBlocks, int kValueBlocks>
 void run_blocks(const BackwardParams& p, const BackwardTerms& terms, const Device& device,
                 cudaStream_t stream) {
@@ -108,10 +122,7 @@ void run_blocks(const BackwardParams& p, const BackwardTerms& terms, const Devic
              panels);
     }
   }
-  launch(gate_gradients<IO>, {chunks.slots() * p.H, kGateThreads, 0, stream}, p, terms);
-  if (chunks.tiles() == 1) return run_shut<IO, 1>(p, terms, device, stream);
-  if (chunks.tiles() == 2) return run_shut<IO, 2>(p, terms, device, stream);
-  run_shut<IO, 4>(p, terms, device, stream);
+  run_gates<IO>(p, terms, device, stream);
 }
 template <typename IO>
 void run_blocks(const BackwardParams& p, const BackwardTerms& terms, const Device& device,
@@ -119,6 +130,21 @@ void run_blocks(const BackwardParams& p, const BackwardTerms& terms, const Devic
   if (p.K > kBlockColumns) return run_blocks<IO, 2, 2>(p, terms, device, stream);
   if (p.V > kBlockColumns) return run_blocks<IO, 1, 2>(p, terms, device, stream);
   run_blocks<IO, 1, 1>(p, terms, device, stream);
+}
+
+// Computes the states before chunks, which the forward has not kept.
+template <typename IO>
+void run_states_again(const BackwardParams& p, const StateParams& states, const Plan<IO>& plan,
+                      const Device& device, cudaStream_t stream) {
+  if constexpr (sizeof(IO) == 2) {
+    if (plan.narrow.count > 0) {
+      ForwardParams forward{};
+      static_cast<MlstmParams&>(forward) = p;
+      forward.q.data = nullptr;
+      return run_narrow_outputs<IO>(forward, states, plan.narrow, stream);
+    }
+  }
+  run_states<IO, false>(states, device, plan.segments, stream);
 }
 
 }  // namespace
@@ -144,7 +170,7 @@ void run_backward(const BackwardParams& p, const Device& device, void* memory,
     states.n_weight = terms.rows.outflow;
     states.first = static_cast<const float*>(p.C), states.first_n = static_cast<const float*>(p.n);
     states.states = plan.C, states.n = p.normalized ? plan.n : nullptr;
-    run_states<IO, false>(states, device, plan.segments, stream);
+    run_states_again<IO>(p, states, plan, device, stream);
   }
 
   if (has_h(p)) {
@@ -166,6 +192,12 @@ void run_backward(const BackwardParams& p, const Device& device, void* memory,
   states.first_n = static_cast<const float*>(p.dlast_n);
   states.last = static_cast<float*>(p.dC), states.last_n = static_cast<float*>(p.dn);
   states.states = terms.dC, states.n = terms.dn;
+  if constexpr (sizeof(IO) == 2) {
+    if (plan.narrow.count > 0) {
+      run_narrow_gradients<IO>(p, terms, states, plan.narrow, stream);
+      return run_gates<IO>(p, terms, device, stream);
+    }
+  }
   run_states<IO, true>(states, device, plan.segments, stream);
 
   if constexpr (sizeof(IO) == 2) {

@@ -1,4 +1,5 @@
 // Launches the forward pass: gates, states between chunks, then h of every chunk.
+#include "../narrow/run.h"
 #include "../states/run.h"
 #include "mma.cuh"
 #include "run.h"
@@ -13,6 +14,7 @@ struct Plan {
   StateParams states{};
   ForwardTerms terms{};
   void *rows, *segments;
+  Segments narrow{};  // none, if narrow heads do not go by a kernel of their own
   int64_t bytes;
 
   Plan(const ForwardParams& p, const Device& device, void* scratch) {
@@ -24,6 +26,13 @@ struct Plan {
     states.left = p.k, states.right = p.v;
     states.first = static_cast<const float*>(p.C), states.first_n = static_cast<const float*>(p.n);
     states.last = static_cast<float*>(p.last_C), states.last_n = static_cast<float*>(p.last_n);
+    const NarrowPlan narrow_plan(p, states.rows.chunks, device, sizeof(IO));
+    if (narrow_plan.used) {
+      narrow = narrow_plan.take(p, arrays);
+      states.states = p.kept_C, states.n = static_cast<float*>(p.kept_n);
+      bytes = arrays.bytes();
+      return;
+    }
     if (p.q.data != nullptr) {
       const int64_t slots = states.rows.chunks.slots() * p.H;
       IO* C = p.kept ? static_cast<IO*>(p.kept_C) : arrays.take<IO>(slots * p.K * p.V);
@@ -77,6 +86,9 @@ void run_forward(const ForwardParams& p, const Device& device, void* scratch, cu
   plan.states.rows = plan.terms.rows = rows;
   plan.states.weight = rows.outflow;
   plan.states.n_weight = rows.outflow;
+  if constexpr (sizeof(IO) == 2) {
+    if (plan.narrow.count > 0) return run_narrow_outputs<IO>(p, plan.states, plan.narrow, stream);
+  }
   run_states<IO, false>(plan.states, device, plan.segments, stream);
   if (p.q.data == nullptr) return;
   if constexpr (sizeof(IO) == 2) {

@@ -6,6 +6,8 @@
 
 namespace flashcell::cuda {
 
+constexpr int kMostSegments = 64;
+
 // The segments of every sequence, which run in parallel from states that a first pass computes.
 struct Segments {
   int count;  // segments of a sequence
@@ -18,6 +20,11 @@ struct Segments {
     return chunks * segment / count;
   }
 };
+
+// Turns what each segment adds, which the first pass has written, into the states where segments
+// start.
+template <bool kReverse>
+void join_segments(const StateParams& p, const Segments& segments, cudaStream_t stream);
 
 // A thread block's part of the work: kRows by kColumns of the state of one head, over one segment.
 template <bool kReverse, int kRows, int kColumns>
@@ -106,36 +113,47 @@ struct StateSums {
   // terms.
   template <typename Place, typename Add>
   DEVICE void walk(const Place& place, const Segments& segments, const Add& add) {
-    const bool starts = place.segment == 0, ends = place.segment == segments.count - 1;
-    const int64_t size = p.rows.chunks.S * p.H, C_size = p.K * p.V, state = place.state;
-    const auto start = [&](int s) { return s * size + state; };
-    if (segments.first_pass) {
-      read(nullptr, nullptr);
-    } else if (starts) {
-      read(p.first ? p.first + state * C_size : nullptr,
-           p.first_n ? p.first_n + state * p.K : nullptr);
-    } else {
-      read(segments.C + start(place.segment) * C_size,
-           has_n ? segments.n + start(place.segment) * p.K : nullptr);
-    }
+    begin(place, segments);
     for (int64_t chunk = place.begin; chunk < place.end; ++chunk) {
       const int64_t at = p.rows.slot(int(place.head), place.slot(chunk));
       const bool given = p.first != nullptr || p.first_n != nullptr;
-      const bool empty = starts && chunk == 0 && !given;  // such a state is never read
+      const bool empty = place.segment == 0 && chunk == 0 && !given;  // never read
       if (!segments.first_pass && p.states != nullptr && !empty) write_chunk(at);
       scale(p.rows.keep[at]);
       add(chunk);
     }
+    end(place, segments);
+  }
+
+  // Reads the state with which the segment starts.
+  template <typename Place>
+  DEVICE void begin(const Place& place, const Segments& segments) {
+    const int64_t state = place.state, at = start_of(place, segments, place.segment);
     if (segments.first_pass) {
-      const int64_t next = start(place.segment + 1);
-      write(segments.C + next * C_size, segments.n + next * p.K);
-    } else if (ends) {
-      write(p.last ? p.last + state * C_size : nullptr,
+      read(nullptr, nullptr);
+    } else if (place.segment == 0) {
+      read(p.first ? p.first + state * p.K * p.V : nullptr,
+           p.first_n ? p.first_n + state * p.K : nullptr);
+    } else {
+      read(segments.C + at * p.K * p.V, has_n ? segments.n + at * p.K : nullptr);
+    }
+  }
+  // Writes the state with which the segment ends, for the next segment or the caller.
+  template <typename Place>
+  DEVICE void end(const Place& place, const Segments& segments) const {
+    const int64_t state = place.state, next = start_of(place, segments, place.segment + 1);
+    if (segments.first_pass) {
+      write(segments.C + next * p.K * p.V, segments.n + next * p.K);
+    } else if (place.segment == segments.count - 1) {
+      write(p.last ? p.last + state * p.K * p.V : nullptr,
             p.last_n ? p.last_n + state * p.K : nullptr);
     }
   }
+  template <typename Place>
+  DEVICE int64_t start_of(const Place& place, const Segments& segments, int segment) const {
+    return segment * p.rows.chunks.S * p.H + place.state;
+  }
 
- private:
   // Calls body(i, half, k) for the rows of the lane, whose columns are column + 8 j + 2 q + (0, 1).
   template <typename Body>
   DEVICE void for_rows(const Body& body) const {

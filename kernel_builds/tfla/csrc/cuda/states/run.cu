@@ -7,7 +7,7 @@ namespace flashcell::cuda {
 
 namespace {
 
-constexpr int kMostSegments = 64, kJoinThreads = 256, kJoinElements = 4;
+constexpr int kJoinThreads = 256, kJoinElements = 4;
 
 // Turns what each segment adds into the states where segments start: C_g <- C_g + decay_{g-1}
 // C_{g-1}.
@@ -102,6 +102,15 @@ void launch_walk(const StateParams& p, const StatePlan& plan, const Segments& se
 
 }  // namespace
 
+template <bool kReverse>
+void join_segments(const StateParams& p, const Segments& segments, cudaStream_t stream) {
+  const int64_t each = kJoinThreads * kJoinElements, heads = p.rows.chunks.S * p.H;
+  launch(join_kernel<kReverse>,
+         {heads * ((p.K * p.V + p.K + each - 1) / each), kJoinThreads, 0, stream}, p, segments);
+}
+template void join_segments<false>(const StateParams&, const Segments&, cudaStream_t);
+template void join_segments<true>(const StateParams&, const Segments&, cudaStream_t);
+
 template <typename IO>
 int64_t states_scratch(const StateParams& p, const Device& device) {
   Arrays arrays(nullptr);
@@ -118,9 +127,7 @@ void run_states(const StateParams& p, const Device& device, void* scratch, cudaS
     segments.first_pass = true;
     launch_walk<IO, kReverse>(p, plan, segments, stream);
     segments.first_pass = false;
-    const int64_t each = kJoinThreads * kJoinElements, heads = p.rows.chunks.S * p.H;
-    launch(join_kernel<kReverse>,
-           {heads * ((p.K * p.V + p.K + each - 1) / each), kJoinThreads, 0, stream}, p, segments);
+    join_segments<kReverse>(p, segments, stream);
   }
   launch_walk<IO, kReverse>(p, plan, segments, stream);
 }
