@@ -13,6 +13,8 @@ inline constexpr int kGateThreads = kLongestChunk;
 // suggests, comparing root mean squares over the chunk.
 inline constexpr float kShutGate = -1, kLostShare = 8;
 
+DEVICE float gate_slope(float x) { return 1 / (1 + expf(x)); }  // derivative of logsigmoid
+
 // Returns the thread's part of <C, dC> + <n, dn> after the chunk; dC is rounded as in the products.
 template <typename IO>
 DEVICE float part_of_crossing(const BackwardParams& p, const BackwardTerms& terms,
@@ -53,10 +55,9 @@ __global__ void __launch_bounds__(kGateThreads) gate_gradients(const BackwardPar
     const int64_t from = row / p.T * gate.batch + row % p.T * gate.time + head * gate.head;
     return exists ? static_cast<const float*>(gate.data)[from] : 0.f;
   };
-  const auto slope = [](float x) { return 1 / (1 + expf(x)); };  // derivative of logsigmoid
   const bool held = exists && p.hold && p.hold[row];
   const float f = value(p.f), i = value(p.i);
-  const float slope_i = p.exponential ? float(!(i < float(kNever))) : slope(i);
+  const float slope_i = p.exponential ? float(!(i < float(kNever))) : gate_slope(i);
   const int64_t flow = terms.rows.row(head, chunk) + t;
   const float out = exists ? terms.out[flow] : 0.f;
   bool stopped = exists && p.reset && p.reset[row];  // nothing crosses a reset
@@ -79,7 +80,7 @@ __global__ void __launch_bounds__(kGateThreads) gate_gradients(const BackwardPar
     crossing = totals[warp] + (stops[warp] ? 0.f : crossing);
   }
   if (!stopped) total += crossing;
-  const float slope_f = exists && !held ? slope(f) : 0.f;
+  const float slope_f = exists && !held ? gate_slope(f) : 0.f;
   const float sizes = block_sum<kGateThreads>(in * in + out * out);
   const float slopes = block_sum<kGateThreads>(slope_f * slope_f);
   const float found =

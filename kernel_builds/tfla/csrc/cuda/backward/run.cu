@@ -58,9 +58,11 @@ struct Plan {
     const NarrowPlan narrow_plan(p, chunks, device, sizeof(IO));
     if (narrow_plan.used && has_h(p)) narrow = narrow_plan.take(p, arrays);
     in_blocks = narrow.count == 0 && has_blocks<IO>(p, device);
-    if (in_blocks || narrow.count > 0) {
+    if (in_blocks) {
       terms.in = arrays.take<float>(values), terms.out = arrays.take<float>(values);
       terms.taken = arrays.take<int>(2 * kGradients);
+    }
+    if (in_blocks || narrow.count > 0) {
       terms.shut = arrays.take<int>(slots), terms.shut_count = arrays.take<int>(1);
     }
     const bool lists = in_blocks && exact && std::is_same_v<IO, bf16>;  // fp16 rounds far less
@@ -93,16 +95,6 @@ void run_shut(const BackwardParams& p, const BackwardTerms& terms, const Device&
          {blocks, Gradients::kThreads, int(sizeof(typename Gradients::Shared)), stream}, p, terms);
 }
 
-template <typename IO>
-void run_gates(const BackwardParams& p, const BackwardTerms& terms, const Device& device,
-               cudaStream_t stream) {
-  const Chunks& chunks = terms.rows.chunks;
-  launch(gate_gradients<IO>, {chunks.slots() * p.H, kGateThreads, 0, stream}, p, terms);
-  if (chunks.tiles() == 1) return run_shut<IO, 1>(p, terms, device, stream);
-  if (chunks.tiles() == 2) return run_shut<IO, 2>(p, terms, device, stream);
-  run_shut<IO, 4>(p, terms, device, stream);
-}
-
 template <typename IO, int kKeyBlocks, int kValueBlocks>
 void run_blocks(const BackwardParams& p, const BackwardTerms& terms, const Device& device,
                 cudaStream_t stream) {
@@ -122,7 +114,10 @@ void run_blocks(const BackwardParams& p, const BackwardTerms& terms, const Devic
              panels);
     }
   }
-  run_gates<IO>(p, terms, device, stream);
+  launch(gate_gradients<IO>, {chunks.slots() * p.H, kGateThreads, 0, stream}, p, terms);
+  if (chunks.tiles() == 1) return run_shut<IO, 1>(p, terms, device, stream);
+  if (chunks.tiles() == 2) return run_shut<IO, 2>(p, terms, device, stream);
+  run_shut<IO, 4>(p, terms, device, stream);
 }
 template <typename IO>
 void run_blocks(const BackwardParams& p, const BackwardTerms& terms, const Device& device,
@@ -195,7 +190,7 @@ void run_backward(const BackwardParams& p, const Device& device, void* memory,
   if constexpr (sizeof(IO) == 2) {
     if (plan.narrow.count > 0) {
       run_narrow_gradients<IO>(p, terms, states, plan.narrow, stream);
-      return run_gates<IO>(p, terms, device, stream);
+      return run_shut<IO, 1>(p, terms, device, stream);
     }
   }
   run_states<IO, true>(states, device, plan.segments, stream);

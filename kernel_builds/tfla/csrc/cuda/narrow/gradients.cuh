@@ -1,4 +1,4 @@
-// All gradients of narrow heads, but for the gates' last sums, in one kernel: four warps walk
+// All gradients of narrow heads in one kernel: four warps walk
 // through the chunks of one head of a sequence against time, with dC in registers. A chunk is one
 // tile; each warp has 16 of its rows of dq, dk and dv:
 //
@@ -9,7 +9,7 @@
 // In bf16 dS and W / N are split in two pieces, because a few of their elements may be most of a
 // gradient.
 #pragma once
-#include "../backward/terms.cuh"
+#include "../backward/gates.cuh"
 #include "../states/chunk_loop.cuh"
 #include "tile.cuh"
 
@@ -18,6 +18,8 @@ namespace flashcell::cuda {
 template <typename IO, int kWidth>
 struct NarrowGradients {
   static constexpr int kBlocks = kWidth / 8, kDepths = kWidth / 16, kStages = 2;
+  static constexpr int kSummer =
+      3;  // the warp with the fewest pairs also sums the gates' gradients
   static constexpr bool kSplit = std::is_same_v<IO, bf16>;  // fp16 rounds far less
   using RowTile = NarrowTile<kWidth>;
   using Place = StatePlace<true, kWidth, kWidth>;
@@ -32,6 +34,11 @@ struct NarrowGradients {
     float n[kWidth];
     float keep;
   };
+  struct Gates {                  // of a chunk
+    float i[kTile], f[kTile];     // pre-activations
+    float in[kTile], out[kTile];  // q dq and k dk, from unrounded gradients
+    float crossing[4];            // each warp's part of <C, dC> + <n, dn> after the chunk
+  };
   struct State {  // dC rounded, as an operand, and dn
     alignas(1024) char C[RowTile::bytes(kWidth)];
     float n[kWidth];
@@ -39,6 +46,7 @@ struct NarrowGradients {
   struct Shared {
     Stage stages[kStages];
     State states[2];
+    Gates gates[3];  // the last chunk's, this one's, and the next one's
   };
   using OwnSums = StateSums<IO, 1, kBlocks>;
   using Sums = float[kBlocks][4];
@@ -73,6 +81,10 @@ struct NarrowGradients {
   }
   DEVICE Stage& stage(int64_t walked) { return shared.stages[unsigned(walked) % kStages]; }
   DEVICE State& state(int64_t walked) { return shared.states[unsigned(walked) % 2]; }
+  DEVICE Gates& gates(int64_t walked) { return shared.gates[unsigned(walked) % 3]; }
+  DEVICE Chunk chunk_at(int64_t walked) const {
+    return Chunks::part(place.sequence, place.number(walked), kTile);
+  }
   DEVICE bool has_before(int64_t walked) const { return place.number(walked) > 0 || p.C || p.n; }
   DEVICE bool has_after(int64_t walked) const {
     return walked > 0 || gradients.first != nullptr || gradients.first_n != nullptr;
@@ -96,6 +108,8 @@ struct NarrowGradients {
       if (p.normalized) copy_floats<kTile>(to.n_weight, terms.n_weight + at, rows, kTile);
       copy_floats<1>(&to.keep, all.keep + slot, 1);
       if (!first_pass) {
+        copy_gate(gates(walked).i, p.i, first, rows, 0);
+        copy_gate(gates(walked).f, p.f, first, rows, kTile);
         copy(to.k, k, p.k.time, p.K);
         copy(to.v, v, p.v.time, p.V);
         copy_floats<2 * kTile>(to.u, all.u + at, 2 * rows);
@@ -116,6 +130,13 @@ struct NarrowGradients {
       }
     }
     copy_commit();
+  }
+  DEVICE void copy_gate(float* to, const Strided& gate, int64_t row, int rows, int thread) const {
+    const int t = int(threadIdx.x) - thread;
+    if (t < 0 || t >= kTile) return;
+    const float* from = static_cast<const float*>(gate.data) + row / p.T * gate.batch +
+                        row % p.T * gate.time + place.head * gate.head;
+    copy_word_or_zero(to + t, from + (t < rows ? t * gate.time : 0), t < rows);
   }
   DEVICE void copy_state(char* to, const IO* C) const {
     const RowTile tile{shared_address(to)};
@@ -178,7 +199,7 @@ struct NarrowGradients {
     return keep_float(exp2_approx((u.x + whole) + (u.y + rest)));
   }
 
-  DEVICE void query(const Stage& from, bool before, const Chunk& chunk) const {
+  DEVICE void query(const Stage& from, Gates& to, bool before, const Chunk& chunk) const {
     uint32_t left[kDepths][4];
     load_left(left, from.dh, warp * 16);
     Sums sums = {};
@@ -216,10 +237,10 @@ struct NarrowGradients {
       multiply_inner(sums, e, from.k, 16 * j);
     }
     store(sums, p.dq, p.K, chunk);
-    store_flow(sums, from.q, terms.in, chunk);
+    store_flow(sums, from.q, to.in);
   }
 
-  DEVICE void key_and_value(const Stage& from, const State& after_state, bool after,
+  DEVICE void key_and_value(const Stage& from, Gates& to, const State& after_state, bool after,
                             const Chunk& chunk) const {
     uint32_t left_v[kDepths][4], left_k[kDepths][4];
     load_left(left_v, from.v, warp * 16);
@@ -273,7 +294,7 @@ struct NarrowGradients {
       multiply_inner(dv, ev, from.dh, 16 * t);
     }
     store(dk, p.dk, p.K, chunk);
-    store_flow(dk, from.k, terms.out, chunk);
+    store_flow(dk, from.k, to.out);
     store(dv, p.dv, p.V, chunk);
   }
 
@@ -297,7 +318,7 @@ struct NarrowGradients {
     }
   }
   // Stores the dot product of each row's sums with the same row of x.
-  DEVICE void store_flow(const Sums& sums, const char* x, float* to, const Chunk& chunk) const {
+  DEVICE void store_flow(const Sums& sums, const char* x, float* to) const {
     const RowTile tile{shared_address(x)};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -311,9 +332,117 @@ struct NarrowGradients {
       }
 #pragma unroll
       for (int mask = 1; mask < 4; mask *= 2) total += __shfl_xor_sync(~0u, total, mask);
-      if (quad == 0 && t < chunk.steps) {
-        to[terms.rows.row(int(place.head), chunk) + t] = total;
+      if (quad == 0) to[t] = total;
+    }
+  }
+
+  // Stores the warp's part of <C, dC> + <n, dn>, with dC rounded as in the products; C_of(k, v)
+  // returns two neighbours in a row of C.
+  template <typename COf>
+  DEVICE void store_crossing(const OwnSums& own, const float* n, const COf& C_of, float& to) const {
+    float sum = 0;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int k = row + 8 * half;
+#pragma unroll
+      for (int j = 0; j < kBlocks; ++j) {
+        const float2 C = C_of(k, 8 * j + 2 * quad);
+        const float2 dC = Pair<IO>::of(own.C[0][j][2 * half], own.C[0][j][2 * half + 1]).floats();
+        sum = fmaf(C.x, dC.x, fmaf(C.y, dC.y, sum));
       }
+      if (n != nullptr && own.has_n && quad == 0 && k < p.K) {
+        sum = fmaf(n[k], own.n[0][0][2 * half] + own.n[0][0][2 * half + 1], sum);
+      }
+    }
+    sum = warp_sum(sum);
+    if (threadIdx.x % 32 == 0) to = sum;
+  }
+  // The same for the first chunk of the walk, whose C is in global memory.
+  DEVICE void store_first_crossing(const OwnSums& own) {
+    float& to = gates(place.begin).crossing[warp];
+    const auto from = [&](const auto* C, const float* n) {
+      store_crossing(
+          own, n,
+          [&](int k, int v) {
+            const bool exists = k < p.K && v < p.V;
+            const auto* at = C + (exists ? k * p.V + v : 0);
+            return exists ? float2{to_float(at[0]), to_float(at[1])} : float2{};
+          },
+          to);
+    };
+    if (!has_after(place.begin)) {
+      if (threadIdx.x % 32 == 0) to = 0;
+    } else if (place.begin == 0) {
+      const float* n = static_cast<const float*>(p.last_n);
+      from(static_cast<const float*>(p.last_C) + place.state * p.K * p.V,
+           p.normalized ? n + place.state * p.K : nullptr);
+    } else {
+      const int64_t at = terms.rows.slot(int(place.head), place.slot(place.begin - 1));
+      from(static_cast<const IO*>(terms.C) + at * p.K * p.V,
+           p.normalized ? terms.n + at * p.K : nullptr);
+    }
+  }
+
+  // di and df of a chunk: as gate_gradients, by one warp with two steps per lane, later ones in
+  // lower lanes.
+  DEVICE void gate_sums(int64_t walked) {
+    const Gates& from = gates(walked);
+    const Chunk chunk = chunk_at(walked);
+    const int lane = threadIdx.x % 32;
+    float *di = static_cast<float*>(p.di), *df = static_cast<float*>(p.df);
+    float total[2], slope_f[2], sizes = 0;
+    bool stopped[2], held[2], shut = false;
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const int t = kTile - 1 - 2 * lane - e;
+      const bool exists = t < chunk.steps;
+      const int64_t at = chunk.row + t;
+      held[e] = exists && p.hold && p.hold[at];
+      stopped[e] = exists && p.reset && p.reset[at];  // nothing crosses a reset
+      const float in = exists ? from.in[t] : 0.f, out = exists ? from.out[t] : 0.f;
+      total[e] = exists && !stopped[e] ? in - out : 0.f;
+      slope_f[e] = exists && !held[e] ? gate_slope(from.f[t]) : 0.f;
+      shut |= exists && from.f[t] < kShutGate && !held[e] && !stopped[e];
+      sizes += in * in + out * out;
+    }
+    // What all steps of the lane pass on to earlier ones.
+    float later = stopped[1] ? total[1] : total[1] + total[0];
+    bool stop = stopped[1] || stopped[0];
+#pragma unroll
+    for (int by = 1; by < 32; by *= 2) {
+      const float before = __shfl_up_sync(~0u, later, by);
+      const bool before_stop = __shfl_up_sync(~0u, int(stop), by);
+      if (lane >= by && !stop) later += before, stop = before_stop;
+    }
+    float crossing = 0;
+#pragma unroll
+    for (int i = 0; i < kWidth / 16; ++i) crossing += from.crossing[i];
+    later = __shfl_up_sync(~0u, later, 1), stop = __shfl_up_sync(~0u, int(stop), 1);
+    if (lane == 0) later = 0, stop = false;
+    if (!stop) later += crossing;
+    if (!stopped[0]) total[0] += later;
+    if (!stopped[1]) total[1] += total[0];
+    float slopes = 0, found = 0;
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      slopes = fmaf(slope_f[e], slope_f[e], slopes);
+      const float x = slope_f[e] == 0 ? 0.f : total[e] * slope_f[e];
+      found = fmaf(x, x, found);
+      const int t = kTile - 1 - 2 * lane - e;
+      if (t >= chunk.rows) continue;
+      const bool runs = t < chunk.steps && !held[e];
+      const int64_t at = (chunk.row + t) * p.H + place.head;
+      const float i = from.i[t];
+      const float slope_i = p.exponential ? float(!(i < float(kNever))) : gate_slope(i);
+      di[at] = runs ? from.out[t] * slope_i : 0.f;
+      df[at] = runs ? total[e] * slope_f[e] : 0.f;
+    }
+    sizes = warp_sum(sizes), slopes = warp_sum(slopes), found = warp_sum(found);
+    const bool lost = sizes * slopes > kLostShare * kLostShare * found;
+    shut = __ballot_sync(~0u, shut) != 0;
+    if ((shut || lost) && lane == 0) {
+      const int64_t slot = place.slot(walked);
+      terms.shut[atomicAdd(terms.shut_count, 1)] = int(slot * p.H + place.head);
     }
   }
 
@@ -353,6 +482,7 @@ struct NarrowGradients {
     if (has_state()) {
       own.begin(place, segments);
       share(own, state(place.begin));
+      if (!first_pass && place.begin < place.end) store_first_crossing(own);
     }
     for (int64_t walked = place.begin; walked < place.end; ++walked) {
       copy_wait<kStages - 2>();
@@ -361,20 +491,30 @@ struct NarrowGradients {
       const Stage& from = stage(walked);
       const bool after = has_after(walked);
       if (!first_pass) {
+        if (warp == kSummer && walked > place.begin) gate_sums(walked - 1);
         if (has_state() && after) {
           own.write_chunk(terms.rows.slot(int(place.head), place.slot(walked)));
         }
-        const Chunk chunk = Chunks::part(place.sequence, place.number(walked), kTile);
-        query(from, has_before(walked), chunk);
-        key_and_value(from, state(walked), after, chunk);
+        const Chunk chunk = chunk_at(walked);
+        query(from, gates(walked), has_before(walked), chunk);
+        key_and_value(from, gates(walked), state(walked), after, chunk);
       }
       if (has_state()) {
         add(own, from);
         share(own, state(walked + 1));
+        if (!first_pass && walked + 1 < place.end) {
+          const RowTile C{shared_address(from.C)};
+          store_crossing(
+              own, from.n, [&](int k, int v) { return Pair<IO>{load_word(C.word(k, v))}.floats(); },
+              gates(walked + 1).crossing[warp]);
+        }
       }
     }
     if (has_state()) own.end(place, segments);
-    if (!first_pass && place.segment == 0) clear_padding();
+    if (first_pass) return;
+    __syncthreads();
+    if (warp == kSummer && place.begin < place.end) gate_sums(place.end - 1);
+    if (place.segment == 0) clear_padding();
   }
 
   // Clears the gradients of what follows the last chunk that runs.
@@ -388,6 +528,7 @@ struct NarrowGradients {
         for (int i = 0; i < width / 8; ++i) words[i] = make_uint4(0, 0, 0, 0);
       };
       clear(p.dq, p.K), clear(p.dk, p.K), clear(p.dv, p.V);
+      static_cast<float*>(p.di)[at] = static_cast<float*>(p.df)[at] = 0;
     }
   }
 };

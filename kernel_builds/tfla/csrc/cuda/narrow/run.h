@@ -37,8 +37,8 @@ struct NarrowPlan {
 template <typename IO>
 void run_narrow_outputs(const ForwardParams& p, const StateParams& states, const Segments& segments,
                         cudaStream_t stream);
-// Computes dq, dk, dv, terms.in, terms.out, and the gradients of the states: states.left is q, and
-// states.right dh.
+// Computes all gradients, but for df of the chunks that it lists in terms.shut: states.left is q,
+// and states.right dh.
 template <typename IO>
 void run_narrow_gradients(const BackwardParams& p, const BackwardTerms& terms,
                           const StateParams& states, const Segments& segments, cudaStream_t stream);
