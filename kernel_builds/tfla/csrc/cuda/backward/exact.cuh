@@ -37,24 +37,15 @@ struct ExactRow {
   const Chunk chunk;
   float *const q, *const dh;  // the row's q and dh, in shared memory
 
-  DEVICE ExactRow(const BackwardParams& params, const BackwardTerms& t, float* memory)
+  DEVICE ExactRow(const BackwardParams& params, const BackwardTerms& t, int of_head,
+                  int64_t of_slot, float* memory)
       : p(params),
         terms(t),
-        head(int(blockIdx.x % unsigned(p.H))),
-        slot(blockIdx.x / unsigned(p.H)),
+        head(of_head),
+        slot(of_slot),
         chunk(t.rows.chunks.at(slot)),
         q(memory),
         dh(memory + p.K) {}
-
-  // Returns the sum over all rows of the head.
-  DEVICE float sum_of_spreads() const {
-    const int64_t slots = terms.rows.chunks.slots();
-    float part = 0;
-    for (int64_t i = threadIdx.x; i < slots; i += kRowThreads) {
-      part += terms.spreads[terms.rows.slot(head, i)];
-    }
-    return block_sum<kRowThreads>(part);
-  }
 
   DEVICE const IO* row_of(const Strided& x, int64_t row) const {
     return static_cast<const IO*>(x.data) + row / p.T * x.batch + row % p.T * x.time +
@@ -168,38 +159,59 @@ struct ExactRow {
     terms.delta[at] = delta, terms.n_weight[at] = inflow * delta;
     return delta * delta;
   }
-
-  DEVICE void run() const {
-    if (chunk.steps == 0) return;
-    const float all = sum_of_spreads();
-    const float enough = all * fmaxf(kExactShare, kExactTimes / float(terms.rows.chunks.rows));
-    const int64_t first = terms.rows.row(head, chunk);
-    __shared__ uint32_t found[kLongestChunk / 32];
-    const int row = threadIdx.x;
-    static_assert(kRowThreads == kLongestChunk);
-    const float spread = row < chunk.steps ? terms.spread[first + row] : 0.f;
-    const uint32_t own = __ballot_sync(~0u, spread > 0 && spread >= enough);
-    if (row % 32 == 0) found[row / 32] = own;
-    __syncthreads();
-    float most = 0;  // only thread 0's value is used
-    for (int word = 0; word < kLongestChunk / 32; ++word) {
-      for (uint32_t rows = found[word]; rows != 0;) {
-        const int last = 31 - __clz(rows);
-        rows ^= 1u << last;
-        most = fmaxf(most, redo(word * 32 + last));
-      }
-    }
-    if (terms.listed == nullptr || !(most > all * kListedShare)) return;
-    terms.listed[atomicAdd(terms.count, 1)] = int(blockIdx.x);
-  }
 };
 
-// Each thread block handles one chunk of one head; it needs K + V floats of shared memory.
+// Returns the sum of the spreads of all rows of a head.
+DEVICE float sum_of_spreads(const BackwardTerms& terms, int head) {
+  const int64_t slots = terms.rows.chunks.slots();
+  float part = 0;
+  for (int64_t i = threadIdx.x; i < slots; i += kRowThreads) {
+    part += terms.spreads[terms.rows.slot(head, i)];
+  }
+  return block_sum<kRowThreads>(part);
+}
+
+// How many chunks of a head a thread block of exact_rows handles: as many as have a row for each of
+// its threads.
+__host__ DEVICE int exact_chunks(const Chunks& chunks) { return kRowThreads / chunks.length; }
+
+// It needs K + V floats of shared memory.
 template <typename IO>
 __global__ void __launch_bounds__(kRowThreads) exact_rows(const BackwardParams p,
                                                           const BackwardTerms terms) {
+  static_assert(kRowThreads == kLongestChunk);
   extern __shared__ __align__(1024) char memory[];
-  ExactRow<IO>(p, terms, reinterpret_cast<float*>(memory)).run();
+  __shared__ uint32_t found[kRowThreads / 32];
+  const Chunks& chunks = terms.rows.chunks;
+  const int head = int(blockIdx.x % unsigned(p.H)), at_once = exact_chunks(chunks);
+  const int64_t first = int64_t(blockIdx.x / unsigned(p.H)) * at_once;
+  const float all = sum_of_spreads(terms, head);
+  const float enough = all * fmaxf(kExactShare, kExactTimes / float(chunks.rows));
+
+  const int part = int(threadIdx.x) / chunks.length, row = int(threadIdx.x) % chunks.length;
+  float spread = 0;
+  if (part < at_once && first + part < chunks.slots()) {
+    const Chunk chunk = chunks.at(first + part);
+    if (row < chunk.steps) spread = terms.spread[terms.rows.row(head, chunk) + row];
+  }
+  const uint32_t own = __ballot_sync(~0u, spread > 0 && spread >= enough);
+  if (threadIdx.x % 32 == 0) found[threadIdx.x / 32] = own;
+  __syncthreads();
+  const int words = chunks.length / 32;  // of a chunk
+  for (int part = 0; part < at_once; ++part) {
+    float most = 0;  // only thread 0's value is used
+    for (int word = 0; word < words; ++word) {
+      for (uint32_t rows = found[part * words + word]; rows != 0;) {
+        const int last = 31 - __clz(rows);
+        rows ^= 1u << last;
+        const ExactRow<IO> exact(p, terms, head, first + part, reinterpret_cast<float*>(memory));
+        most = fmaxf(most, exact.redo(word * 32 + last));
+      }
+    }
+    if (terms.listed != nullptr && most > all * kListedShare) {
+      terms.listed[atomicAdd(terms.count, 1)] = int((first + part) * p.H + head);
+    }
+  }
 }
 
 }  // namespace flashcell::cuda

@@ -40,44 +40,54 @@ DEVICE void find_dots(float2 (&dots)[kLongestChunk], const BackwardParams& p, co
   }
 }
 
-// One thread block handles a chunk of a head. delta_t = -(dh_t h_t) / N_t, with the sign of the
-// denominator. It uses the rounded h, whose errors are as small in the sum as in its terms; where
-// that is not enough, exact.cuh recomputes the row.
+// Computes and stores the terms of a row t, given its dh_t h_t and the sum of the squared terms;
+// returns its spread. delta_t = -(dh_t h_t) / N_t, with the sign of the denominator. It uses the
+// rounded h, whose errors are as small in the sum as in its terms; where that is not enough,
+// exact.cuh recomputes the row.
+DEVICE float store_row_terms(const BackwardParams& p, const BackwardTerms& terms,
+                             const Chunk& chunk, int head, int t, float2 dot) {
+  const int64_t at = terms.rows.row(head, chunk) + t;
+  const float inflow = terms.rows.inflow[at];
+  float inverse = terms.scale, delta = 0, spread = 0;
+  if (p.normalized) {
+    const float total = static_cast<const float*>(p.total)[(chunk.row + t) * p.H + head];
+    const float floor = terms.rows.floor[at];
+    inverse = terms.scale / divisor(total, floor, p.eps);
+    if (p.normalizer_grad && fabsf(total) > floor) {
+      delta = -copysignf(dot.x * inverse, dot.x * inverse * total);
+      spread = dot.y * inverse * inverse;
+    }
+    terms.delta[at] = delta, terms.n_weight[at] = inflow * delta;
+  }
+  if (terms.spread != nullptr) terms.spread[at] = spread;
+  terms.weight[at] = inflow * inverse, terms.inverse[at] = inverse;
+  return spread;
+}
+
+// Clears the counters of the kernels that follow; one thread block calls it.
+DEVICE void clear_counters(const BackwardTerms& terms) {
+  if (threadIdx.x < 6 && terms.taken != nullptr) terms.taken[threadIdx.x] = 0;
+  if (threadIdx.x > 0) return;
+  if (terms.count != nullptr) *terms.count = 0;
+  if (terms.shut_count != nullptr) *terms.shut_count = 0;
+}
+
+// One thread block handles a chunk of a head.
 template <typename IO>
 __global__ void __launch_bounds__(kRowThreads) row_gradients(const BackwardParams p,
                                                              const BackwardTerms terms) {
   __shared__ float2 dots[kLongestChunk];
-  if (blockIdx.x == 0 && threadIdx.x < 6 && terms.taken != nullptr) terms.taken[threadIdx.x] = 0;
-  if (blockIdx.x == 0 && threadIdx.x == 0) {
-    if (terms.count != nullptr) *terms.count = 0;
-    if (terms.shut_count != nullptr) *terms.shut_count = 0;
-  }
+  if (blockIdx.x == 0) clear_counters(terms);
   const int head = int(blockIdx.x % unsigned(p.H));
   const int64_t slot = blockIdx.x / unsigned(p.H);
   const Chunk chunk = terms.rows.chunks.at(slot);
-  const bool through_divisor = p.normalized && p.normalizer_grad;
-  if (through_divisor) {
+  if (p.normalized && p.normalizer_grad) {
     find_dots<IO>(dots, p, chunk, head);
     __syncthreads();
   }
   float spreads = 0;
   for (int t = threadIdx.x; t < chunk.steps; t += kRowThreads) {
-    const int64_t at = terms.rows.row(head, chunk) + t;
-    const float inflow = terms.rows.inflow[at];
-    float inverse = terms.scale, delta = 0, spread = 0;
-    if (p.normalized) {
-      const float total = static_cast<const float*>(p.total)[(chunk.row + t) * p.H + head];
-      const float floor = terms.rows.floor[at];
-      inverse = terms.scale / divisor(total, floor, p.eps);
-      if (through_divisor && fabsf(total) > floor) {
-        const float2 dot = dots[t];
-        delta = -copysignf(dot.x * inverse, dot.x * inverse * total);
-        spread = dot.y * inverse * inverse;
-      }
-      terms.delta[at] = delta, terms.n_weight[at] = inflow * delta;
-    }
-    if (terms.spread != nullptr) terms.spread[at] = spread, spreads += spread;
-    terms.weight[at] = inflow * inverse, terms.inverse[at] = inverse;
+    spreads += store_row_terms(p, terms, chunk, head, t, dots[t]);
   }
   if (terms.spread == nullptr) return;
   spreads = block_sum<kRowThreads>(spreads);

@@ -142,6 +142,26 @@ void run_states_again(const BackwardParams& p, const StateParams& states, const 
   run_states<IO, false>(states, device, plan.segments, stream);
 }
 
+// Computes the terms of rows besides the gates.
+template <typename IO>
+void find_row_terms(const BackwardParams& p, const Plan<IO>& plan, cudaStream_t stream) {
+  const BackwardTerms& terms = plan.terms;
+  const Chunks& chunks = terms.rows.chunks;
+  if constexpr (sizeof(IO) == 2) {
+    if (plan.narrow.count > 0) {
+      run_narrow_rows<IO>(p, terms, stream);
+    } else {
+      launch(row_gradients<IO>, {chunks.slots() * p.H, kRowThreads, 0, stream}, p, terms);
+    }
+    if (!plan.exact) return;
+    const int at_once = exact_chunks(chunks), bytes = int(p.K + p.V) * int(sizeof(float));
+    const int64_t blocks = (chunks.slots() + at_once - 1) / at_once * p.H;
+    launch(exact_rows<IO>, {blocks, kRowThreads, bytes, stream}, p, terms);
+  } else {
+    launch(row_gradients<IO>, {chunks.slots() * p.H, kRowThreads, 0, stream}, p, terms);
+  }
+}
+
 }  // namespace
 
 template <typename IO>
@@ -169,12 +189,7 @@ void run_backward(const BackwardParams& p, const Device& device, void* memory,
   }
 
   if (has_h(p)) {
-    const int64_t blocks = terms.rows.chunks.slots() * p.H;
-    launch(row_gradients<IO>, {blocks, kRowThreads, 0, stream}, p, terms);
-    if constexpr (sizeof(IO) == 2) {
-      const int bytes = int(p.K + p.V) * int(sizeof(float));
-      if (plan.exact) launch(exact_rows<IO>, {blocks, kRowThreads, bytes, stream}, p, terms);
-    }
+    find_row_terms<IO>(p, plan, stream);
     states.left = p.q, states.right = {p.dh, p.T * p.H * p.V, p.H * p.V, p.V};
     // Nothing is added to dC: run with k and v and weights of 0.
   } else if (terms.rows.chunks.rows > 0) {

@@ -3,6 +3,7 @@
 
 #include "gradients.cuh"
 #include "outputs.cuh"
+#include "rows.cuh"
 
 namespace flashcell::cuda {
 
@@ -56,6 +57,12 @@ void run_narrow_outputs(const ForwardParams& p, const StateParams& states, const
                   : run_outputs<IO, 64>(p, states, segments, stream);
 }
 template <typename IO>
+void run_narrow_rows(const BackwardParams& p, const BackwardTerms& terms, cudaStream_t stream) {
+  const int64_t groups = (p.H + kHeadsAtOnce - 1) / kHeadsAtOnce;
+  const Grid grid{terms.rows.chunks.slots() * groups, kRowThreads, 0, stream};
+  launch(p.V > 32 ? narrow_rows<IO, 8> : narrow_rows<IO, 4>, grid, p, terms);
+}
+template <typename IO>
 void run_narrow_gradients(const BackwardParams& p, const BackwardTerms& terms,
                           const StateParams& states, const Segments& segments,
                           cudaStream_t stream) {
@@ -66,6 +73,7 @@ void run_narrow_gradients(const BackwardParams& p, const BackwardTerms& terms,
 #define FLASHCELL_INSTANTIATE(IO)                                                                 \
   template void run_narrow_outputs<IO>(const ForwardParams&, const StateParams&, const Segments&, \
                                        cudaStream_t);                                             \
+  template void run_narrow_rows<IO>(const BackwardParams&, const BackwardTerms&, cudaStream_t);   \
   template void run_narrow_gradients<IO>(const BackwardParams&, const BackwardTerms&,             \
                                          const StateParams&, const Segments&, cudaStream_t);
 FLASHCELL_INSTANTIATE(bf16)
