@@ -114,6 +114,12 @@ def is_transformed() -> bool:
     return transforms_are_active()
 
 
+def is_eager() -> bool:
+    """Whether nothing is active that follows tensors from op to op: a trace, or a transform."""
+    traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    return not (traced or transforms_are_active() or forward_level() >= 0)
+
+
 def in_forward_mode() -> bool:
     """Whether some tensors may carry tangents, with or without gradients."""
     if torch.compiler.is_compiling():

@@ -85,13 +85,12 @@ def first_weight(module: Any) -> torch.Tensor:
     return module._flat_weights[0] if has_flat_weights else module.all_weights[0][0]
 
 
-def weights_of(module: Any) -> List[List[torch.Tensor]]:
-    """The weights of every layer and direction of a torch.nn recurrent module, as `update_weights`
+def weights_of(module: Any) -> List[torch.Tensor]:
+    """The weights of all layers and directions of a torch.nn recurrent module, as `update_weights`
     found them."""
     if not has_flat_weights:
-        return module.all_weights
-    weights, each = module._flat_weights, len(module._all_weights[0])
-    return [weights[at : at + each] for at in range(0, len(weights), each)]
+        return [weight for layer in module.all_weights for weight in layer]
+    return module._flat_weights
 
 
 def autocast_is_on_anywhere() -> bool:

@@ -12,6 +12,7 @@
 #endif
 #include "common/torch/op.h"
 #include "plan_op.h"
+#include "stack/op.h"
 
 #include <limits>
 #include <tuple>
@@ -143,6 +144,12 @@ void implement(torch::stable::detail::StableLibrary& ops, CellList<Cells...>) {
   (ops.impl((std::string(Cells::kName) + "_bwd").c_str(),
             FLASHCELL_OP(kBackwardSchema, backward<Cells>)),
    ...);
+  (ops.impl((std::string(Cells::kName) + "_layers_fwd").c_str(),
+            FLASHCELL_OP(kLayersForwardSchema, layers_fwd<Cells>)),
+   ...);
+  (ops.impl((std::string(Cells::kName) + "_layers_bwd").c_str(),
+            FLASHCELL_OP(kLayersBackwardSchema, layers_bwd<Cells>)),
+   ...);
 #if defined(CUDA_KERNEL)
   ops.impl("tf32_matmul", FLASHCELL_OP(kTf32MatmulSchema, tf32_matmul));
 #else
@@ -156,6 +163,8 @@ template <typename... Cells>
 void define(torch::stable::detail::StableLibrary& ops, CellList<Cells...>) {
   (ops.def((std::string(Cells::kName) + kForwardSchema).c_str()), ...);
   (ops.def((std::string(Cells::kName) + kBackwardSchema).c_str()), ...);
+  (ops.def((std::string(Cells::kName) + kLayersForwardSchema).c_str()), ...);
+  (ops.def((std::string(Cells::kName) + kLayersBackwardSchema).c_str()), ...);
 }
 
 }  // namespace flashcell

@@ -97,25 +97,30 @@ void run(BackwardParams p, Dtype dtype, bool tf32, const Tensor& dh) {
                     static_cast<float*>(p.dbias), launch.stream);
 }
 
-// dweight[g, n, j, k] = sum_bt dr[b, t, g, n, j] h_prev[b, t, n, k]
-inline Tensor recurrent_dweight(Tensor dr, Tensor h_prev, bool tf32) {
+// Writes dweight[g, n, j, k] = sum_bt dr[b, t, g, n, j] h_prev[b, t, n, k], for `rows` = B T.
+inline void write_recurrent_dweight(const Tensor& dr, const Tensor& h_prev, int64_t rows, int64_t G,
+                                    int64_t N, int64_t D, bool tf32, Tensor& dweight) {
   const Dtype dtype = io_dtype(dr, "dr");
-  check_rank(dr, "dr", 5, "[B, T, G, N, D]");
-  const int64_t B = dr.size(0), T = dr.size(1), G = dr.size(2), N = dr.size(3), D = dr.size(4);
   STD_TORCH_CHECK(dtype != Dtype::kDouble, "dr must be float32, float16 or bfloat16 on CUDA");
-  dr = dense(dr);
-  h_prev = operand(h_prev, "h_prev", {B, T, N, D}, dr.scalar_type());
-  Tensor dweight = new_tensor(dr, {G, N, D, D}, dr.scalar_type());
   const torch::stable::accelerator::DeviceGuard guard(dr.get_device_index());
   const cuda::Launch launch{
       cuda::current_device(), current_stream(dr), tf32, cuda::Engine::kStep, 8, nullptr, nullptr};
   cuda::DweightParams p{
-      B * T,  G, N, D, dr.const_data_ptr(), h_prev.const_data_ptr(), dweight.mutable_data_ptr(),
+      rows,   G, N, D, dr.const_data_ptr(), h_prev.const_data_ptr(), dweight.mutable_data_ptr(),
       nullptr};
   const Tensor scratch =
       new_tensor(dr, {cuda::dweight_scratch(p, dtype, launch)}, ScalarType::Byte);
   p.scratch = scratch.mutable_data_ptr();
   cuda::recurrent_dweight(p, dtype, launch);
+}
+
+inline Tensor recurrent_dweight(Tensor dr, Tensor h_prev, bool tf32) {
+  check_rank(dr, "dr", 5, "[B, T, G, N, D]");
+  const int64_t B = dr.size(0), T = dr.size(1), G = dr.size(2), N = dr.size(3), D = dr.size(4);
+  dr = dense(dr);
+  h_prev = operand(h_prev, "h_prev", {B, T, N, D}, dr.scalar_type());
+  Tensor dweight = new_tensor(dr, {G, N, D, D}, dr.scalar_type());
+  write_recurrent_dweight(dr, h_prev, B * T, G, N, D, tf32, dweight);
   return dweight;
 }
 

@@ -1,5 +1,6 @@
 // Declares the CUDA entry points that ops.cpp calls; it needs no CUDA headers.
 #pragma once
+#include "../stack/params.h"
 #include "engine.h"
 
 namespace flashcell::cuda {
@@ -26,5 +27,7 @@ struct DweightParams {
 };
 int64_t dweight_scratch(const DweightParams&, Dtype, const Launch&);
 void recurrent_dweight(const DweightParams&, Dtype, const Launch&);
+
+void copy_all(const Copy* copies, int64_t count, cudaStream_t stream);  // no float64
 
 }  // namespace flashcell::cuda

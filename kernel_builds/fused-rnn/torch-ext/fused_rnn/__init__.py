@@ -19,6 +19,7 @@ from .functional import (
     slstm_step,
 )
 from .layer import run_layer as run_layer  # which torch.nn's stand-ins call, and checks nothing
+from .layers_op import run_layers as run_layers
 
 if BACKEND is not None:
     from . import autograd  # noqa: F401  (registers fakes and gradients of the binary's ops)

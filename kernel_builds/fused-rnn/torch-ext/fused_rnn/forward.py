@@ -16,9 +16,9 @@ from torch.nn.utils.rnn import PackedSequence
 
 from .checks import DTYPES
 from .dispatch import has_autocast, without_autocast
-from .formulas import is_recorded
+from .formulas import is_eager, is_recorded
 from .packed import Layout, describe
-from .padding import pad_heads, padded_width
+from .padding import pad_heads, pad_rows, padded_width
 from .private_names import autocast_is_on_anywhere, first_weight, update_weights, weights_of
 from .stack import Engine, choose_chunk, make_heads, project
 
@@ -40,9 +40,14 @@ def run_sequence(module: Any, kernel: Any, input: Any, hx: Any = None) -> Any:
     _check_pair(module.mode.lower(), hx)
     if input.shape[time] == 0:
         raise RuntimeError("Expected sequence length to be larger than 0 in RNN")
-    x = input if module.batch_first else input.transpose(0, 1)
-    y, last = _run(module, kernel, x, hx, Layout())
-    y = (y if module.batch_first else y.transpose(0, 1)).contiguous()
+    weights = _parameters(module)
+    _check_tensors(input, hx, weights[0])
+    if _is_plain(module, kernel, input, hx, weights):
+        y, last = _run_plain(module, kernel, input, hx, weights)
+    else:
+        x = input if module.batch_first else input.transpose(0, 1)
+        y, last = _run(module, kernel, x, hx, weights, Layout())
+        y = (y if module.batch_first else y.transpose(0, 1)).contiguous()
     if not batched:
         y, last = y.squeeze(1 - time), _each(last, lambda s: s.squeeze(1))
     return y, last
@@ -58,27 +63,29 @@ def _run_packed(module: Any, kernel: Any, input: PackedSequence, hx: Any) -> Any
     ):  # torch.nn's forward checks nothing here, and leaves the rest to its products
         _check_tensors(data, hx, first_weight(module))
     _check_sizes(module, data, hx, batch_sizes)
+    weights = _parameters(module)
+    _check_tensors(data, hx, weights[0])
     packed = describe(batch_sizes, data.device)
-    y, last = _run(module, kernel, packed.unpack(data), hx, packed.layout)
+    y, last = _run(module, kernel, packed.unpack(data), hx, weights, packed.layout)
     y = packed.pack(y)
     output = PackedSequence(y, batch_sizes, sorted_indices, unsorted_indices)
     return output, module.permute_hidden(last, unsorted_indices)
 
 
-def _run(module: Any, kernel: Any, x: Tensor, hx: Any, layout: Layout) -> tuple[Tensor, Any]:
+def _run(
+    module: Any, kernel: Any, x: Tensor, hx: Any, weights: list[Tensor], layout: Layout
+) -> tuple[Tensor, Any]:
     """Runs x [B, T, I]; returns [B, T, directions * P], and torch's states [layers * directions, B,
     ...]."""
-    weights = _parameters(module)
-    _check_tensors(x, hx, weights[0][0])
     dtype, without_autocast = _autocast(x)
-    if not layout.is_ragged and _is_plain(module, kernel, x, weights, dtype):
-        return _run_plain(module, kernel, x, hx, weights)
     with without_autocast:
         cell, options = module.mode.lower(), {"precision": _precision(x)}
         engine = Engine(kernel, cell, layout, options, module.hidden_size)
         N, spec = 2 if module.bidirectional else 1, kernel.CELLS[cell]
+        each = len(weights) // (N * module.num_layers)  # parameters of a head
+        parameters = [weights[at : at + each] for at in range(0, len(weights), each)]
         layers = [
-            make_heads(spec, weights[at : at + N], module.bias)
+            make_heads(spec, parameters[at : at + N], module.bias)
             for at in range(0, N * module.num_layers, N)
         ]
         width = padded_width(x.device.type, dtype, x.shape[1], module.hidden_size)
@@ -94,7 +101,7 @@ def _run(module: Any, kernel: Any, x: Tensor, hx: Any, layout: Layout) -> tuple[
             states = [state for state, _ in entered]
             firsts = [first for _, first in entered] if module.proj_size > 0 else None
         dropout = module.dropout if module.training else 0.0
-        trains = is_recorded(x, weights[0][0])
+        trains = is_recorded(x, weights[0])
         sizes = *x.shape[:2], module.hidden_size, trains
         chunk = choose_chunk(x.device.type, len(layers), N, layout.is_ragged, *sizes)
         if chunk > 0:
@@ -108,44 +115,52 @@ def _run(module: Any, kernel: Any, x: Tensor, hx: Any, layout: Layout) -> tuple[
     return y, last if len(last) > 1 else last[0]
 
 
-def _is_plain(module: Any, kernel: Any, x: Tensor, weights: list[list[Tensor]], dtype: Any) -> bool:
-    """Whether the layers run one after the other in one direction and one dtype, without dropout."""
-    if x.device.type != kernel.BACKEND or module.bidirectional or module.proj_size > 0:
+def _is_plain(module: Any, kernel: Any, x: Tensor, hx: Any, weights: list[Tensor]) -> bool:
+    """Whether one op can run all layers: in one dtype, without projections, traces and transforms."""
+    kind, dtype, D = x.device.type, x.dtype, module.hidden_size
+    if kind != kernel.BACKEND or module.proj_size > 0:
         return False
-    if module.training and module.dropout > 0:
+    dropout = module.dropout if module.training else 0.0
+    if not (dropout == 0 if torch.compiler.is_compiling() else is_eager()):
         return False
-    if any(w.dtype != dtype for layer in weights for w in layer) or x.dtype != dtype:
+    if torch.is_autocast_enabled(kind) or (kind == "cuda" and dtype == torch.float64):
         return False
-    trains = is_recorded(x, weights[0][0])
-    sizes = x.shape[0], x.shape[1], module.hidden_size, trains
-    return choose_chunk(x.device.type, module.num_layers, 1, False, *sizes) == 0
+    for w in weights:
+        if w.dtype is not dtype:
+            return False
+    for s in _tuple(hx):
+        if s.dtype is not dtype and s.dtype is not torch.promote_types(dtype, torch.float32):
+            return False
+    if x.numel() == 0:
+        return False
+    if kind == "cpu":
+        return True
+    if pad_rows(x, weights[0])[0] is not x:
+        return False
+    B, T, _ = x.shape if module.batch_first else (x.shape[1], x.shape[0], 0)
+    N, trains = 2 if module.bidirectional else 1, is_recorded(x, weights[0])
+    return choose_chunk(kind, module.num_layers, N, False, B, T, D, trains) == 0
 
 
 def _run_plain(
-    module: Any, kernel: Any, x: Tensor, hx: Any, weights: list[list[Tensor]]
+    module: Any, kernel: Any, x: Tensor, hx: Any, weights: list[Tensor]
 ) -> tuple[Tensor, Any]:
-    """Does what `_run` does, in fewer calls (see layer.py)."""
-    cell, tf32, states = module.mode.lower(), _precision(x) == "tf32", None
-    if hx is not None:
-        wide = torch.promote_types(x.dtype, torch.float32)
-        states = torch.stack([s.to(wide) for s in _tuple(hx)]).unsqueeze(3)  # [K, layers, B, 1, D]
-    lasts = []
-    for number, layer in enumerate(weights):
-        state = None if states is None else states[:, number]
-        x, last = kernel.run_layer(cell, x, tuple(layer), state, tf32)
-        lasts.append(last.squeeze(2))
-    # torch.cat copies, so that no state is a view: views cannot be detached in place.
-    K = kernel.CELLS[cell].states
-    each = tuple(torch.cat([last[k : k + 1] for last in lasts]).to(x.dtype) for k in range(K))
-    return x, each if K > 1 else each[0]
+    """Does what `_run` does, with x and the outputs in the module's layout."""
+    kind, directions = x.device.type, 2 if module.bidirectional else 1
+    width = padded_width(kind, x.dtype, x.shape[1 if module.batch_first else 0], module.hidden_size)
+    dropout = float(module.dropout) if module.training else 0.0
+    tf32 = kind == "cuda" and _precision(x) == "tf32"
+    options = (module.bias, directions, module.batch_first, width, dropout, tf32)
+    y, last = kernel.run_layers(module.mode.lower(), x, _tuple(hx), weights, options)
+    return y, tuple(last) if len(last) > 1 else last[0]
 
 
-def _parameters(module: Any) -> list[list[Tensor]]:
-    """Returns the parameters of every layer and direction, each read once, as torch.nn does when it
+def _parameters(module: Any) -> list[Tensor]:
+    """Returns the parameters of all layers and directions, each read once, as torch.nn does when it
     looks for changes: computed parameters (spectral_norm's iteration) are then computed as often
     as there."""
     if torch.compiler.is_compiling():
-        return module.all_weights
+        return [w for layer in module.all_weights for w in layer]
     return weights_of(module)
 
 

@@ -18,6 +18,7 @@ from .dispatch import BACKEND
 from .forward import run_cell, run_sequence
 from .functional import linear, recurrent, recurrent_step
 from .layer import run_layer
+from .layers_op import run_layers
 
 KERNEL = SimpleNamespace(
     BACKEND=BACKEND,
@@ -26,6 +27,7 @@ KERNEL = SimpleNamespace(
     recurrent=recurrent,
     recurrent_step=recurrent_step,
     run_layer=run_layer,
+    run_layers=run_layers,
 )
 
 

@@ -1,0 +1,77 @@
+// Runs the copies and products of ../stack/params.h on the CPU.
+#pragma once
+#include <torch/headeronly/util/BFloat16.h>
+#include <torch/headeronly/util/Half.h>
+
+#include <type_traits>
+#include <vector>
+
+#include "../stack/params.h"
+#include "call.h"
+
+namespace flashcell {
+
+// Calls `function` with a value of the type that `dtype` names.
+template <typename Function>
+void with_type(Dtype dtype, Function function) {
+  switch (dtype) {
+    case Dtype::kFloat:
+      return function(float());
+    case Dtype::kDouble:
+      return function(double());
+    case Dtype::kHalf:
+      return function(c10::Half());
+    case Dtype::kBFloat16:
+      return function(c10::BFloat16());
+  }
+}
+
+template <typename Out, typename In>
+void copy_rows(const Copy& c, int64_t begin, int64_t end) {
+  using Wide = std::conditional_t<std::is_same_v<In, double>, double, float>;
+  for (int64_t row = begin; row < end; ++row) {
+    const int64_t k = row % c.size[2], j = row / c.size[2] % c.size[1];
+    const int64_t i = row / (c.size[1] * c.size[2]);
+    const int64_t from = i * c.in_stride[0] + j * c.in_stride[1] + k * c.in_stride[2];
+    Out* out = static_cast<Out*>(c.out) + i * c.out_stride[0] + j * c.out_stride[1] +
+               k * c.out_stride[2];
+    const In* in = static_cast<const In*>(c.in) + from;
+    const int64_t n = c.size[3], to_next = c.out_stride[3], next = c.in_stride[3];
+    if (c.plus != nullptr) {
+      const In* plus = static_cast<const In*>(c.plus) + from;
+      for (int64_t x = 0; x < n; ++x) {
+        out[x * to_next] = Out(Wide(in[x * next]) + Wide(plus[x * next]));
+      }
+    } else if (std::is_same_v<Out, In> && to_next == 1 && next == 1) {
+      std::memcpy(out, in, size_t(n) * sizeof(In));
+    } else {
+      for (int64_t x = 0; x < n; ++x) out[x * to_next] = Out(Wide(in[x * next]));
+    }
+  }
+}
+
+inline void run_copies(const std::vector<Copy>& copies, const Tensor& /*like*/) {
+  constexpr int64_t kElementsOfThread = 32768;
+  for (const Copy& c : copies) {
+    const int64_t rows = c.size[0] * c.size[1] * c.size[2];
+    if (c.count() == 0) continue;
+    with_type(c.out_type, [&](auto out) {
+      with_type(c.in_type, [&](auto in) {
+        const auto run = [&c](int64_t begin, int64_t end) {
+          copy_rows<decltype(out), decltype(in)>(c, begin, end);
+        };
+        if (c.count() <= kElementsOfThread) return run(0, rows);
+        torch::stable::parallel_for(0, rows, (kElementsOfThread + c.size[3] - 1) / c.size[3], run);
+      });
+    });
+  }
+}
+
+inline void multiply(const Product& p, Dtype dtype, bool /*tf32*/, const Tensor& /*like*/) {
+  backend().gemm(dtype,
+                 {p.M, p.N, p.K, p.batch, 1, p.a, p.a_batch, p.a_m, p.a_k, p.b, 0, p.b_k, p.b_n,
+                  p.c, p.c_batch, p.c_m, nullptr},
+                 host());
+}
+
+}  // namespace flashcell

@@ -1,0 +1,40 @@
+// Runs the copies and products of ../stack/params.h on CUDA.
+#pragma once
+#include "../stack/params.h"
+#include "call.h"
+#include "gemm/blas.h"
+
+namespace flashcell {
+
+inline void run_copies(const std::vector<Copy>& copies, const Tensor& like) {
+  cuda::copy_all(copies.data(), int64_t(copies.size()), current_stream(like));
+}
+
+// Products of this many multiplications take an H100 about 2 us in exact fp32; TF32 saves time from
+// here on.
+inline constexpr int64_t kTf32Products = 50'000'000;
+
+// dweight of wide heads is one large product per head, which cuBLAS does best. For narrow heads it is
+// tall and thin, and our own kernel is faster.
+inline constexpr int64_t kWidestOwnDweight = 256;
+
+inline void multiply(const Product& p, Dtype dtype, bool tf32, const Tensor& /*like*/) {
+  using namespace cuda::gemm;
+  check_has_blas();
+  const bool fp32 = dtype == Dtype::kFloat;
+  const DataType io = fp32 ? kFloat32 : dtype == Dtype::kHalf ? kFloat16 : kBFloat16;
+  const bool rounds = fp32 && tf32 && p.M * p.N * p.K * p.batch >= kTf32Products;
+  const float one = 1, zero = 0;
+  // cuBLAS stores matrices column by column, so that it reads ours as their transposes: this is
+  // c^T = b^T a^T.
+  const bool b_by_rows = p.b_n == 1, a_by_rows = p.a_k == 1;
+  check_blas("cublasGemmStridedBatchedEx",
+             cublasGemmStridedBatchedEx(
+                 current_blas_handle(), b_by_rows ? kNone : kTransposed,
+                 a_by_rows ? kNone : kTransposed, int(p.N), int(p.M), int(p.K), &one, p.b, io,
+                 int(b_by_rows ? p.b_k : p.b_n), 0, p.a, io, int(a_by_rows ? p.a_m : p.a_k),
+                 p.a_batch, &zero, p.c, io, int(p.c_m), p.c_batch, int(p.batch),
+                 rounds ? kTf32 : kFp32, kDefaultAlgorithm));
+}
+
+}  // namespace flashcell

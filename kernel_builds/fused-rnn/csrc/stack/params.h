@@ -1,0 +1,30 @@
+// What a stack of layers (op.h) asks of a device besides the engines: strided copies, which bring
+// parameters and states into the engines' layout and back and turn sequences around in time, and
+// matrix products.
+#pragma once
+#include "common/sequence.h"
+
+namespace flashcell {
+
+// out[i] = in[i] + plus[i] for every index i of four dimensions; a stride may be negative.
+struct Copy {
+  void* out;
+  const void *in, *plus;  // plus has the dtype and the strides of `in`, or is null for 0
+  Dtype out_type, in_type;
+  int64_t size[4], out_stride[4], in_stride[4];  // in elements
+
+  int64_t count() const { return size[0] * size[1] * size[2] * size[3]; }
+};
+
+// For every i < batch: c_i[m, n] = sum_k a_i[m, k] b[k, n]
+struct Product {
+  int64_t M, N, K, batch;
+  const void* a;  // io; strides in elements; one of a_m, a_k is 1
+  int64_t a_batch, a_m, a_k;
+  const void* b;  // io; one of b_k, b_n is 1
+  int64_t b_k, b_n;
+  void* c;  // io; rows of N contiguous elements
+  int64_t c_batch, c_m;
+};
+
+}  // namespace flashcell

@@ -1,0 +1,186 @@
+"""Runs all layers of a torch.nn LSTM, GRU or RNN as one op, and their gradients as another.
+
+The host limits the speed of a small call. So this file does nothing that the common case does not need;
+stack.py runs all other cases.
+"""
+
+from typing import Any, Dict, NamedTuple, Sequence, Tuple
+
+import torch
+
+from .cells import CELLS, Cell
+from .dispatch import BACKEND, ops
+from .formulas import is_recorded, register_fake
+from .private_names import BelowAutograd, any_requires_grad
+
+Tensors = Sequence[torch.Tensor]
+# has_bias, directions, batch_first, width, dropout, tf32: the arguments of the ops that are no tensors
+Options = Tuple[bool, int, bool, int, float, bool]
+
+
+class LayerOps(NamedTuple):
+    """The ops of a cell."""
+
+    forward: Any
+    backward: Any
+
+
+OPS: Dict[str, LayerOps] = {}
+
+
+def run_layers(
+    cell: str, x: torch.Tensor, state: Tensors, weights: Tensors, options: Options
+) -> Tuple[torch.Tensor, Tensors]:
+    """Returns the outputs, [B, T, directions * D] or [T, B, directions * D] as x, and the K last
+    states, [layers * directions, B, D], in the dtype of x.
+
+    `state` is empty or has K tensors as the last states, in the dtype of x or in the states'; `weights`
+    are the parameters of a torch.nn module in its order, in the dtype of x. torch.compile follows it,
+    but no other trace or transform does (formulas.is_eager)."""
+    layer_ops = OPS[cell]
+    if torch.compiler.is_compiling():
+        save = is_recorded(x, *state, *weights)
+        y, last, _ = layer_ops.forward(x, state, weights, *options, save)
+        return y, last
+    if torch.is_grad_enabled() and any_requires_grad(x, *state, *weights):
+        y, *last = _Layers.apply(layer_ops, options, len(state), x, *state, *weights)
+        return y, last
+    with BelowAutograd():
+        y, last, _ = layer_ops.forward(x, state, weights, *options, False)
+    return y, last
+
+
+class _Layers(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, layer_ops: LayerOps, options: Options, K: int, x: Any, *tensors: Any) -> Any:
+        state, weights = tensors[:K], tensors[K:]
+        with BelowAutograd():
+            y, last, kept = layer_ops.forward(x, state, weights, *options, True)
+        _keep(ctx, layer_ops, x, state, weights, options, kept)
+        return (y, *last)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Any, *dlast: Any) -> Any:
+        wants_dx, wants_dstate = ctx.needs_input_grad[3], any(ctx.needs_input_grad[4 : -ctx.count])
+        with BelowAutograd():
+            dx, dstate, dweights = _differentiate(ctx, dy, dlast, wants_dx, wants_dstate)
+        grads = (dx, *(dstate or [None] * len(ctx.state_dtypes)), *dweights)
+        if torch.is_grad_enabled():  # create_graph=True
+            grads = _refuse_second_derivative((dy, *dlast, *ctx.saved_tensors), grads)
+        return (None, None, None, *grads)
+
+
+def _keep(
+    ctx: Any, layer_ops: LayerOps, x: torch.Tensor, state: Tensors, weights: Tensors,
+    options: Options, kept: Tensors,
+) -> None:  # fmt: skip
+    """Keeps in an autograd context what the backward reads."""
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(x, *weights, *kept)
+    ctx.layer_ops, ctx.options, ctx.count = layer_ops, options, len(weights)
+    ctx.state_dtypes = [s.dtype for s in state]
+
+
+def _differentiate(ctx: Any, dy: Any, dlast: Sequence[Any], wants_dx: bool, wants_dstate: bool) -> Any:
+    """Returns the gradients of x or None, of the states or an empty list, and of the weights."""
+    x, *saved = ctx.saved_tensors
+    weights, kept = saved[: ctx.count], saved[ctx.count :]
+    known = [d for d in dlast if d is not None]
+    if len(known) < len(dlast):
+        dlast = [torch.zeros_like(known[0]) if d is None else d for d in dlast] if known else []
+    dx, dstate, dweights = ctx.layer_ops.backward(
+        dy, dlast, x, weights, kept, *ctx.options, wants_dx, wants_dstate
+    )
+    dstate = [d.to(dtype) for d, dtype in zip(dstate, ctx.state_dtypes)]
+    return dx if wants_dx else None, dstate, dweights
+
+
+class _Refused(torch.autograd.Function):
+    """Returns gradients as they are, and refuses to differentiate them."""
+
+    @staticmethod
+    def forward(ctx: Any, source: torch.Tensor, *grads: torch.Tensor) -> Any:
+        return tuple(grad.clone() for grad in grads)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise RuntimeError(
+            "fused_rnn has no second derivatives in its kernels: pass backend='reference', "
+            "which autograd differentiates any number of times"
+        )
+
+
+def _refuse_second_derivative(inputs: Sequence[Any], grads: Sequence[Any]) -> Sequence[Any]:
+    sources = [t for t in inputs if t is not None and t.requires_grad]
+    if not sources:
+        return grads
+    refused = iter(_Refused.apply(sources[0], *(g for g in grads if g is not None)))
+    return [None if g is None else next(refused) for g in grads]
+
+
+def _register(cell: Cell) -> None:
+    """Registers the fakes and, for compiled graphs, the gradient of a cell's ops."""
+    layer_ops = OPS[cell.name]
+    G, K, V = cell.gates, cell.states, cell.saved
+
+    @register_fake(f"{cell.name}_layers_fwd")
+    def _(x, state, weights, has_bias, directions, batch_first, width, dropout, tf32, save):
+        N, D, I = directions, weights[1].shape[1], weights[0].shape[1]
+        L = len(weights) // ((4 if has_bias else 2) * N)
+        B, T = x.shape[:2] if batch_first else (x.shape[1], x.shape[0])
+        wide = torch.promote_types(x.dtype, torch.float32)
+        y = x.new_empty(*x.shape[:2], N * D)
+        last = [x.new_empty(L * N, B, D) for _ in range(K)]
+        if not save:
+            return y, last, []
+        kept, size = [], 0
+        for number in range(L):
+            if number > 0 and dropout > 0:
+                kept.append(x.new_empty(B, T, N * D, dtype=torch.bool))
+            if number > 0:
+                kept.append(x.new_empty(B, T, N * D))
+            kept.append(x.new_empty(B, T, V, N, width, dtype=x.dtype if x.is_cuda else wide))
+            kept.append(x.new_empty(B, T, N, width))
+            size += _aligned(G * N * width * width)
+            if width != D:
+                size += N * _aligned(G * width * (N * D if number > 0 else I))
+        packed = [x.new_empty(size)] if N == 2 or width != D else []
+        return y, last, packed + kept
+
+    @register_fake(f"{cell.name}_layers_bwd")
+    def _(
+        dy, dlast, x, weights, kept, has_bias, directions, batch_first, width, dropout, tf32,
+        wants_dx, wants_dstate,
+    ):  # fmt: skip
+        sizes = len(weights) // (4 if has_bias else 2), x.shape[0 if batch_first else 1]
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        states = range(K if wants_dstate else 0)
+        dstate = [x.new_empty(*sizes, weights[1].shape[1], dtype=dtype) for _ in states]
+        dx = x.new_empty(x.shape if wants_dx else (0,))
+        return dx, dstate, [w.new_empty(w.shape) for w in weights]
+
+    def setup_context(ctx, inputs, output):
+        x, state, weights, *options, _ = inputs
+        _keep(ctx, layer_ops, x, state, weights, options, output[2])
+
+    def backward(ctx, dy, dlast, _):
+        x, state, *_ = ctx.needs_input_grad
+        wants_dstate = any(state) if isinstance(state, (list, tuple)) else bool(state)
+        grads = _differentiate(ctx, dy, dlast, x, wants_dstate)
+        dx, dstate, dweights = grads
+        return (dx, dstate or [None] * len(ctx.state_dtypes), dweights, *(None,) * 7)
+
+    torch.library.register_autograd(layer_ops.forward, backward, setup_context=setup_context)
+
+
+def _aligned(elements: int) -> int:
+    return (elements + 63) // 64 * 64
+
+
+if BACKEND is not None:
+    for _cell in CELLS.values():
+        OPS[_cell.name] = LayerOps(
+            getattr(ops, f"{_cell.name}_layers_fwd").default,
+            getattr(ops, f"{_cell.name}_layers_bwd").default,
+        )
+        _register(_cell)
