@@ -10,6 +10,21 @@ inline void run_copies(const std::vector<Copy>& copies, const Tensor& like) {
   cuda::copy_all(copies.data(), int64_t(copies.size()), current_stream(like));
 }
 
+// Fills `begins` [T], `firsts` [B] and `lengths` [B]; for the engines every sequence has T rows.
+inline void write_packed_rows(const std::vector<int64_t>& batch_sizes, Tensor& begins,
+                              Tensor& firsts, Tensor& lengths) {
+  cuda::write_packed_rows(batch_sizes.data(), int64_t(batch_sizes.size()),
+                          (int64_t*)begins.mutable_data_ptr(), (int64_t*)firsts.mutable_data_ptr(),
+                          (int64_t*)lengths.mutable_data_ptr(), current_stream(begins));
+}
+
+inline int64_t engine_rows(int64_t B, int64_t T, int64_t /*total*/) { return B * T; }
+
+inline SequenceTable packed_sequences(const Tensor& /*firsts*/, const Tensor& lengths, int64_t T,
+                                      int64_t stride) {
+  return sequences(lengths, lengths.numel(), T, lengths, std::nullopt, T * stride, stride);
+}
+
 // Products of this many multiplications take an H100 about 2 us in exact fp32; TF32 saves time from
 // here on.
 inline constexpr int64_t kTf32Products = 50'000'000;

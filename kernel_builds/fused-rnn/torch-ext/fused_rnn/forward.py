@@ -17,8 +17,8 @@ from torch.nn.utils.rnn import PackedSequence
 from .checks import DTYPES
 from .dispatch import has_autocast, without_autocast
 from .formulas import is_eager, is_recorded
-from .packed import Layout, describe
-from .padding import pad_heads, pad_rows, padded_width
+from .packed import Layout, describe, fits_rows
+from .padding import pad_heads, padded_width, rows_are_padded
 from .private_names import autocast_is_on_anywhere, first_weight, update_weights, weights_of
 from .stack import Engine, choose_chunk, make_heads, project
 
@@ -65,9 +65,12 @@ def _run_packed(module: Any, kernel: Any, input: PackedSequence, hx: Any) -> Any
     _check_sizes(module, data, hx, batch_sizes)
     weights = _parameters(module)
     _check_tensors(data, hx, weights[0])
-    packed = describe(batch_sizes, data.device)
-    y, last = _run(module, kernel, packed.unpack(data), hx, weights, packed.layout)
-    y = packed.pack(y)
+    if _is_plain(module, kernel, data, hx, weights, batch_sizes):
+        y, last = _run_plain(module, kernel, data, hx, weights, batch_sizes.tolist())
+    else:
+        packed = describe(batch_sizes, data.device)
+        y, last = _run(module, kernel, packed.unpack(data), hx, weights, packed.layout)
+        y = packed.pack(y)
     output = PackedSequence(y, batch_sizes, sorted_indices, unsorted_indices)
     return output, module.permute_hidden(last, unsorted_indices)
 
@@ -115,44 +118,62 @@ def _run(
     return y, last if len(last) > 1 else last[0]
 
 
-def _is_plain(module: Any, kernel: Any, x: Tensor, hx: Any, weights: list[Tensor]) -> bool:
+def _is_plain(
+    module: Any, kernel: Any, x: Tensor, hx: Any, weights: list[Tensor], batch_sizes: Any = None
+) -> bool:
     """Whether one op can run all layers: in one dtype, without projections, traces and transforms."""
-    kind, dtype, D = x.device.type, x.dtype, module.hidden_size
+    kind, stored = x.device.type, weights[0].dtype
     if kind != kernel.BACKEND or module.proj_size > 0:
         return False
-    dropout = module.dropout if module.training else 0.0
-    if not (dropout == 0 if torch.compiler.is_compiling() else is_eager()):
+    traced = torch.compiler.is_compiling()
+    random = module.training and module.dropout > 0
+    if (random or batch_sizes is not None) if traced else not is_eager():
         return False
-    if torch.is_autocast_enabled(kind) or (kind == "cuda" and dtype == torch.float64):
+    dtype = _dtype(x)
+    wide = torch.promote_types(dtype, torch.float32)
+    if stored is not dtype and (stored is not torch.float32 or wide is not torch.float32):
+        return False
+    if x.numel() == 0 or (kind == "cuda" and dtype == torch.float64):
         return False
     for w in weights:
-        if w.dtype is not dtype:
+        if w.dtype is not stored:
             return False
     for s in _tuple(hx):
-        if s.dtype is not dtype and s.dtype is not torch.promote_types(dtype, torch.float32):
+        if s.dtype is not dtype and s.dtype is not wide:
             return False
-    if x.numel() == 0:
-        return False
-    if kind == "cpu":
+    if kind == "cpu" and not (traced or module.num_layers > 1):
         return True
-    if pad_rows(x, weights[0])[0] is not x:
+    if rows_are_padded(x, weights[0]):
         return False
+    if batch_sizes is not None:
+        return kind == "cpu" or fits_rows(len(x), len(batch_sizes), int(batch_sizes[0]))
+    L, N, D = module.num_layers, 2 if module.bidirectional else 1, module.hidden_size
     B, T, _ = x.shape if module.batch_first else (x.shape[1], x.shape[0], 0)
-    N, trains = 2 if module.bidirectional else 1, is_recorded(x, weights[0])
-    return choose_chunk(kind, module.num_layers, N, False, B, T, D, trains) == 0
+    return choose_chunk(kind, L, N, False, B, T, D, is_recorded(x, weights[0])) == 0
 
 
 def _run_plain(
-    module: Any, kernel: Any, x: Tensor, hx: Any, weights: list[Tensor]
+    module: Any, kernel: Any, x: Tensor, hx: Any, weights: list[Tensor], batch_sizes: Any = ()
 ) -> tuple[Tensor, Any]:
     """Does what `_run` does, with x and the outputs in the module's layout."""
-    kind, directions = x.device.type, 2 if module.bidirectional else 1
-    width = padded_width(kind, x.dtype, x.shape[1 if module.batch_first else 0], module.hidden_size)
-    dropout = float(module.dropout) if module.training else 0.0
+    kind, dtype = x.device.type, _dtype(x)
     tf32 = kind == "cuda" and _precision(x) == "tf32"
-    options = (module.bias, directions, module.batch_first, width, dropout, tf32)
+    x = x if x.dtype is dtype else x.to(dtype)
+    steps = len(batch_sizes) or x.shape[1 if module.batch_first else 0]
+    width = padded_width(kind, dtype, steps, module.hidden_size)
+    directions = 2 if module.bidirectional else 1
+    dropout = float(module.dropout) if module.training else 0.0
+    options = (batch_sizes, module.bias, directions, module.batch_first, width, dropout, tf32)
     y, last = kernel.run_layers(module.mode.lower(), x, _tuple(hx), weights, options)
     return y, tuple(last) if len(last) > 1 else last[0]
+
+
+def _dtype(x: Tensor) -> torch.dtype:
+    """Returns the dtype to compute in."""
+    kind = x.device.type
+    if x.dtype is torch.float64 or not has_autocast(kind) or not torch.is_autocast_enabled(kind):
+        return x.dtype
+    return torch.get_autocast_dtype(kind)
 
 
 def _parameters(module: Any) -> list[Tensor]:
@@ -197,8 +218,7 @@ def _autocast(x: Tensor) -> tuple[torch.dtype, AbstractContextManager]:
     kind = x.device.type
     if not has_autocast(kind) or not torch.is_autocast_enabled(kind):
         return x.dtype, nullcontext()
-    dtype = x.dtype if x.dtype == torch.float64 else torch.get_autocast_dtype(kind)
-    return dtype, without_autocast(kind)
+    return _dtype(x), without_autocast(kind)
 
 
 def _precision(x: Tensor) -> str:

@@ -14,8 +14,9 @@ from .formulas import is_recorded, register_fake
 from .private_names import BelowAutograd, any_requires_grad
 
 Tensors = Sequence[torch.Tensor]
-# has_bias, directions, batch_first, width, dropout, tf32: the arguments of the ops that are no tensors
-Options = Tuple[bool, int, bool, int, float, bool]
+# The arguments of the ops that are no tensors: batch_sizes, has_bias, directions, batch_first, width,
+# dropout, tf32
+Options = Tuple[Sequence[int], bool, int, bool, int, float, bool]
 
 
 class LayerOps(NamedTuple):
@@ -31,12 +32,13 @@ OPS: Dict[str, LayerOps] = {}
 def run_layers(
     cell: str, x: torch.Tensor, state: Tensors, weights: Tensors, options: Options
 ) -> Tuple[torch.Tensor, Tensors]:
-    """Returns the outputs, [B, T, directions * D] or [T, B, directions * D] as x, and the K last
-    states, [layers * directions, B, D], in the dtype of x.
+    """Returns the outputs, with rows as those of x, and the K last states, [layers * directions, B, D],
+    in the dtype of x.
 
-    `state` is empty or has K tensors as the last states, in the dtype of x or in the states'; `weights`
-    are the parameters of a torch.nn module in its order, in the dtype of x. torch.compile follows it,
-    but no other trace or transform does (formulas.is_eager)."""
+    x is [B, T, I], [T, B, I] or the data of a PackedSequence; `state` is empty or has K tensors as the
+    last states, in the dtype of x or in the states'; `weights` are the parameters of a torch.nn module
+    in its order, in the dtype of x or in fp32. torch.compile follows it, but no other trace or
+    transform does (formulas.is_eager)."""
     layer_ops = OPS[cell]
     if torch.compiler.is_compiling():
         save = is_recorded(x, *state, *weights)
@@ -124,35 +126,41 @@ def _register(cell: Cell) -> None:
     G, K, V = cell.gates, cell.states, cell.saved
 
     @register_fake(f"{cell.name}_layers_fwd")
-    def _(x, state, weights, has_bias, directions, batch_first, width, dropout, tf32, save):
+    def _(
+        x, state, weights, batch_sizes, has_bias, directions, batch_first, width, dropout, tf32, save
+    ):
         N, D, I = directions, weights[1].shape[1], weights[0].shape[1]
         L = len(weights) // ((4 if has_bias else 2) * N)
-        B, T = x.shape[:2] if batch_first else (x.shape[1], x.shape[0])
+        B = batch_sizes[0] if batch_sizes else x.shape[0 if batch_first else 1]
+        rows = x.shape[0] if batch_sizes else x.shape[0] * x.shape[1]
+        inner = (rows,) if batch_sizes else (B, x.shape[1 if batch_first else 0])
+        own = B * len(batch_sizes) if batch_sizes and x.is_cuda else rows  # rows of the engine
         wide = torch.promote_types(x.dtype, torch.float32)
-        y = x.new_empty(*x.shape[:2], N * D)
+        y = x.new_empty(*x.shape[:-1], N * D)
         last = [x.new_empty(L * N, B, D) for _ in range(K)]
         if not save:
             return y, last, []
-        kept, size = [], 0
+        kept, size, packs = [], 0, width != D or weights[0].dtype != x.dtype
         for number in range(L):
             if number > 0 and dropout > 0:
-                kept.append(x.new_empty(B, T, N * D, dtype=torch.bool))
+                kept.append(x.new_empty(*inner, N * D, dtype=torch.bool))
             if number > 0:
-                kept.append(x.new_empty(B, T, N * D))
-            kept.append(x.new_empty(B, T, V, N, width, dtype=x.dtype if x.is_cuda else wide))
-            kept.append(x.new_empty(B, T, N, width))
+                kept.append(x.new_empty(*inner, N * D))
+            kept.append(x.new_empty(own, V, N, width, dtype=x.dtype if x.is_cuda else wide))
+            kept.append(x.new_empty(own, N, width))
             size += _aligned(G * N * width * width)
-            if width != D:
+            if packs:
                 size += N * _aligned(G * width * (N * D if number > 0 else I))
-        packed = [x.new_empty(size)] if N == 2 or width != D else []
+        packed = [x.new_empty(size)] if N == 2 or packs else []
         return y, last, packed + kept
 
     @register_fake(f"{cell.name}_layers_bwd")
     def _(
-        dy, dlast, x, weights, kept, has_bias, directions, batch_first, width, dropout, tf32,
-        wants_dx, wants_dstate,
+        dy, dlast, x, weights, kept, batch_sizes, has_bias, directions, batch_first, width, dropout,
+        tf32, wants_dx, wants_dstate,
     ):  # fmt: skip
-        sizes = len(weights) // (4 if has_bias else 2), x.shape[0 if batch_first else 1]
+        B = batch_sizes[0] if batch_sizes else x.shape[0 if batch_first else 1]
+        sizes = len(weights) // (4 if has_bias else 2), B
         dtype = torch.promote_types(x.dtype, torch.float32)
         states = range(K if wants_dstate else 0)
         dstate = [x.new_empty(*sizes, weights[1].shape[1], dtype=dtype) for _ in states]
@@ -168,7 +176,7 @@ def _register(cell: Cell) -> None:
         wants_dstate = any(state) if isinstance(state, (list, tuple)) else bool(state)
         grads = _differentiate(ctx, dy, dlast, x, wants_dstate)
         dx, dstate, dweights = grads
-        return (dx, dstate or [None] * len(ctx.state_dtypes), dweights, *(None,) * 7)
+        return (dx, dstate or [None] * len(ctx.state_dtypes), dweights, *(None,) * 8)
 
     torch.library.register_autograd(layer_ops.forward, backward, setup_context=setup_context)
 

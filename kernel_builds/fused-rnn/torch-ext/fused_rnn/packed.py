@@ -68,6 +68,11 @@ class Packed(NamedTuple):
         )
 
 
+def fits_rows(total: int, T: int, B: int) -> bool:
+    """Whether sequences of `total` steps may have a row each, of the longest's T steps."""
+    return MOST_PADDED * total >= B * T
+
+
 def describe(batch_sizes: Tensor, device: torch.device) -> Packed:
     """Returns how to convert a PackedSequence with these batch sizes to x and back.
 
@@ -81,7 +86,7 @@ def describe(batch_sizes: Tensor, device: torch.device) -> Packed:
     begins = batch_sizes.cumsum(0) - batch_sizes
     documents = rows - begins.repeat_interleave(batch_sizes)  # the sequence of each row of the data
     lengths = documents.bincount()
-    if device.type in ROW_DEVICES and MOST_PADDED * total >= B * T:
+    if device.type in ROW_DEVICES and fits_rows(total, T, B):
         places = documents * T + steps
         backwards = torch.arange(B * T, device=cpu)
         backwards[places] = documents * T + lengths[documents] - 1 - steps

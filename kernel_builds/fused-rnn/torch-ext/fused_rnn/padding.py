@@ -69,10 +69,18 @@ def pad_heads(heads: Any, gates: int, width: int, inner: int = 0) -> Any:
     )
 
 
-def pad_rows(x: torch.Tensor, weight: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
-    """Returns x [..., I] and weight [..., O, I], with I padded to a multiple of 16 bytes if their product
-    on CUDA is so large that it saves more time than the copies take."""
+def rows_are_padded(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether x [..., I] and weight [..., O, I] are padded before their product on CUDA: it is so large
+    that this saves more time than the copies take."""
     if x.numel() * weight.shape[-2] < LEAST_PRODUCTS:
+        return False
+    return padded_width(x.device.type, x.dtype, LEAST_STEPS, x.shape[-1]) != x.shape[-1]
+
+
+def pad_rows(x: torch.Tensor, weight: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
+    """Returns x [..., I] and weight [..., O, I], with I padded to a multiple of 16 bytes if
+    rows_are_padded."""
+    if not rows_are_padded(x, weight):
         return x, weight
     width = padded_width(x.device.type, x.dtype, LEAST_STEPS, x.shape[-1])
-    return (x, weight) if width == x.shape[-1] else (pad_units(x, width), pad_units(weight, width))
+    return pad_units(x, width), pad_units(weight, width)
