@@ -251,6 +251,25 @@ def test_tiny(fused_rnn, monkeypatch, name, engine, case, dtype):
         assert_close(f"{name} {case} {key}", got[key].cpu().double(), exact[key], tolerance)
 
 
+@pytest.mark.parametrize(("engine", "D"), [("block", 64), ("cluster", 160)])
+def test_an_empty_column_may_hold_anything(fused_rnn, monkeypatch, name, engine, D):
+    """A tile's columns without a sequence read what an earlier launch left in shared memory: here NaN."""
+    if engine == "cluster" and code_of(fused_rnn).arch < 90:
+        pytest.skip("no code for it")
+    monkeypatch.setenv("FLASHCELL_CUDA_ENGINE", engine)
+    call = make(CELLS[name], Case(9, 3, 1, D), torch.bfloat16)
+    inputs = [call[k].requires_grad_() for k in ("x", "weight", "bias")]
+    h, _ = fused_rnn.recurrent(name, **call)
+    gradients = lambda: torch.autograd.grad(h, inputs, torch.ones_like(h), retain_graph=True)
+    want = gradients()
+    whole = make(CELLS[name], Case(512, 3, 1, D), torch.bfloat16)  # all columns of all tiles
+    whole["x"].fill_(torch.nan).requires_grad_()
+    fused_rnn.recurrent(name, **whole)[0].sum().backward()
+    for key, got, usual in zip(("dx", "dweight", "dbias"), gradients(), want, strict=True):
+        assert usual.isfinite().all()
+        assert_bitwise(key, got, usual)
+
+
 def test_no_drift(fused_rnn):
     """The error of h does not grow with T: the last steps of 4,096 are as exact as the first."""
     call = make(CELLS["lstm"], Case(2, 4096, 2, 64, ("state",)), torch.bfloat16)
