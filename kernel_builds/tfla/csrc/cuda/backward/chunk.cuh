@@ -349,29 +349,23 @@ __global__ void
   }
 }
 
-// Chunks of one tile may be narrow heads', on any GPU; wgmma's kernels alone list others.
-template <int kTiles>
-constexpr bool kLists = kTiles == 1
-#if FLASHCELL_WGMMA_CODE
-                        || true
-#endif
-    ;
-
 // Recomputes df of the chunks that gate_gradients has listed.
 template <typename IO, int kTiles>
 __global__ void __launch_bounds__(ChunkGradients<IO, kTiles>::kThreads, 1) shut_gates(
     const BackwardParams p, const BackwardTerms terms) {
-  if constexpr (kLists<kTiles>) {
-    using Gradients = ChunkGradients<IO, kTiles>;
-    extern __shared__ __align__(1024) char memory[];
-    for (int i = blockIdx.x; i < *terms.shut_count; i += gridDim.x) {
-      const int place = terms.shut[i];
-      Gradients gradients(p, terms, *reinterpret_cast<typename Gradients::Shared*>(memory),
-                          place / int(p.H), place % int(p.H));
-      gradients.template keys<true>();
-      __syncthreads();
-    }
+#if FLASHCELL_WGMMA_CODE
+  using Gradients = ChunkGradients<IO, kTiles>;
+  extern __shared__ __align__(1024) char memory[];
+  for (int i = blockIdx.x; i < *terms.shut_count; i += gridDim.x) {
+    const int place = terms.shut[i];
+    Gradients gradients(p, terms, *reinterpret_cast<typename Gradients::Shared*>(memory),
+                        place / int(p.H), place % int(p.H));
+    gradients.template keys<true>();
+    __syncthreads();
   }
+#else
+  __trap();  // only the wgmma kernels write this list
+#endif
 }
 
 }  // namespace flashcell::cuda

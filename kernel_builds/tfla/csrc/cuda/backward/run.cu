@@ -48,21 +48,20 @@ struct Plan {
     rows = arrays.take<char>(rows_scratch(p));
     segments = arrays.take<char>(states_scratch<IO>(states, device));
     C = arrays.take<IO>(p.kept ? 0 : slots * p.K * p.V), terms.C = p.kept ? p.kept_C : C;
-    terms.dC = arrays.take<IO>(slots * p.K * p.V);
+    const NarrowPlan narrow_plan(p, chunks, device, sizeof(IO));
+    if (narrow_plan.used && has_h(p)) narrow = narrow_plan.take(p, arrays);
+    const bool has_dC = narrow.count == 0;  // the kernel of narrow heads has them in registers
+    terms.dC = arrays.take<IO>(has_dC ? slots * p.K * p.V : 0);
     terms.weight = arrays.take<float>(values), terms.n_weight = arrays.take<float>(divided);
     terms.inverse = arrays.take<float>(values), terms.delta = arrays.take<float>(divided);
     terms.spread = arrays.take<float>(exact ? values : 0);
     terms.spreads = arrays.take<float>(exact ? slots : 0);
-    n = arrays.take<float>(p.kept ? 0 : of_n), terms.dn = arrays.take<float>(of_n);
+    n = arrays.take<float>(p.kept ? 0 : of_n), terms.dn = arrays.take<float>(has_dC ? of_n : 0);
     terms.n = p.kept ? static_cast<const float*>(p.kept_n) : n;
-    const NarrowPlan narrow_plan(p, chunks, device, sizeof(IO));
-    if (narrow_plan.used && has_h(p)) narrow = narrow_plan.take(p, arrays);
     in_blocks = narrow.count == 0 && has_blocks<IO>(p, device);
     if (in_blocks) {
       terms.in = arrays.take<float>(values), terms.out = arrays.take<float>(values);
       terms.taken = arrays.take<int>(2 * kGradients);
-    }
-    if (in_blocks || narrow.count > 0) {
       terms.shut = arrays.take<int>(slots), terms.shut_count = arrays.take<int>(1);
     }
     const bool lists = in_blocks && exact && std::is_same_v<IO, bf16>;  // fp16 rounds far less
@@ -204,8 +203,7 @@ void run_backward(const BackwardParams& p, const Device& device, void* memory,
   states.states = terms.dC, states.n = terms.dn;
   if constexpr (sizeof(IO) == 2) {
     if (plan.narrow.count > 0) {
-      run_narrow_gradients<IO>(p, terms, states, plan.narrow, stream);
-      return run_shut<IO, 1>(p, terms, device, stream);
+      return run_narrow_gradients<IO>(p, terms, states, plan.narrow, stream);
     }
   }
   run_states<IO, true>(states, device, plan.segments, stream);

@@ -24,7 +24,7 @@ struct NarrowGradients {
   using RowTile = NarrowTile<kWidth>;
   using Place = StatePlace<true, kWidth, kWidth>;
   struct Stage {
-    alignas(1024) char q[RowTile::bytes(kTile)];
+    alignas(128) char q[RowTile::bytes(kTile)];
     char k[RowTile::bytes(kTile)], v[RowTile::bytes(kTile)], dh[RowTile::bytes(kTile)];
     char C[RowTile::bytes(kWidth)];
     float2 u[kTile], w[kTile];
@@ -34,18 +34,24 @@ struct NarrowGradients {
     float n[kWidth];
     float keep;
   };
-  struct Gates {                  // of a chunk
-    float i[kTile], f[kTile];     // pre-activations
-    float in[kTile], out[kTile];  // q dq and k dk, from unrounded gradients
-    float crossing[4];            // each warp's part of <C, dC> + <n, dn> after the chunk
-  };
   struct State {  // dC rounded, as an operand, and dn
-    alignas(1024) char C[RowTile::bytes(kWidth)];
+    alignas(128) char C[RowTile::bytes(kWidth)];
     float n[kWidth];
+  };
+  // What flows through the pairs of a chunk's steps, and through the states, by which the gates'
+  // gradients are found: E (q k) by rows and by columns, of the same numbers.
+  struct Flows {
+    double in[4][kTile], out[kTile];  // of pairs: by warps
+    float state_in[kTile], state_out[kTile];
+    double crossing[4];  // by warps: across the chunk's end, from its steps and through it
+  };
+  struct Gates {  // pre-activations
+    float i[kTile], f[kTile];
   };
   struct Shared {
     Stage stages[kStages];
     State states[2];
+    Flows flows[2];
     Gates gates[3];  // the last chunk's, this one's, and the next one's
   };
   using OwnSums = StateSums<IO, 1, kBlocks>;
@@ -81,6 +87,7 @@ struct NarrowGradients {
   }
   DEVICE Stage& stage(int64_t walked) { return shared.stages[unsigned(walked) % kStages]; }
   DEVICE State& state(int64_t walked) { return shared.states[unsigned(walked) % 2]; }
+  DEVICE Flows& flows(int64_t walked) { return shared.flows[unsigned(walked) % 2]; }
   DEVICE Gates& gates(int64_t walked) { return shared.gates[unsigned(walked) % 3]; }
   DEVICE Chunk chunk_at(int64_t walked) const {
     return Chunks::part(place.sequence, place.number(walked), kTile);
@@ -199,7 +206,7 @@ struct NarrowGradients {
     return keep_float(exp2_approx((u.x + whole) + (u.y + rest)));
   }
 
-  DEVICE void query(const Stage& from, Gates& to, bool before, const Chunk& chunk) const {
+  DEVICE void query(const Stage& from, Flows& to, bool before, const Chunk& chunk) const {
     uint32_t left[kDepths][4];
     load_left(left, from.dh, warp * 16);
     Sums sums = {};
@@ -211,6 +218,7 @@ struct NarrowGradients {
       for (int d = 0; d < kDepths; ++d) multiply_row<IO>(sums, left[d], C, d);
       scale(sums, {from.inflow[row], from.inflow[row + 8]}, inverse, delta, from.n);
     }
+    store_flow(sums, from.q, to.state_in);
     const float2 u[2] = {from.u[row], from.u[row + 8]};
     const int start[2] = {from.start[row], from.start[row + 8]};
 #pragma unroll 1
@@ -237,10 +245,9 @@ struct NarrowGradients {
       multiply_inner(sums, e, from.k, 16 * j);
     }
     store(sums, p.dq, p.K, chunk);
-    store_flow(sums, from.q, to.in);
   }
 
-  DEVICE void key_and_value(const Stage& from, Gates& to, const State& after_state, bool after,
+  DEVICE void key_and_value(const Stage& from, Flows& to, const State& after_state, bool after,
                             const Chunk& chunk) const {
     uint32_t left_v[kDepths][4], left_k[kDepths][4];
     load_left(left_v, from.v, warp * 16);
@@ -257,6 +264,8 @@ struct NarrowGradients {
       scale(dk, outer, one, one, p.normalized ? after_state.n : nullptr);
       scale(dv, outer, one, one, nullptr);
     }
+    store_flow(dk, from.k, to.state_out);
+    double out[2] = {};
     const float2 w[2] = {from.w[row], from.w[row + 8]};
 #pragma unroll 1
     for (int t = warp; t < kTile / 16; ++t) {  // 16 columns of pairs, which are steps that see
@@ -268,6 +277,7 @@ struct NarrowGradients {
       for (int d = 0; d < kDepths; ++d) multiply_row<IO>(ek, left_v[d], dh_rows, d);
 #pragma unroll
       for (int d = 0; d < kDepths; ++d) multiply_row<IO>(ev, left_k[d], q_rows, d);
+      double in[2][2] = {};
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int column = 16 * t + 8 * i + 2 * quad;
@@ -278,24 +288,45 @@ struct NarrowGradients {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const int j = row + 8 * half;
-          const auto weigh = [&](int t, int first, float whole, float rest, float inverse,
-                                 float delta, float& x, float& y) {
+          const auto weigh = [&](int e, int first, float whole, float rest, float inverse,
+                                 float delta) {
+            float &x = ek[i][2 * half + e], &y = ev[i][2 * half + e];
             const float decay = decay_of(w[half], whole, rest);
-            const bool seen = first <= j && j <= t && t < chunk.steps;
+            const int s = column + e;
+            const bool seen = first <= j && j <= s && s < chunk.steps;
             x = seen ? decay * fmaf(inverse, x, delta) : 0.f;
+            const double flow = x == 0 ? 0.f : x * y;
+            in[i][e] += flow, out[half] += flow;
             y = seen ? decay * (inverse * y) : 0.f;
           };
-          weigh(column, start[0], u.x, u.y, inverse.x, delta.x, ek[i][2 * half], ev[i][2 * half]);
-          weigh(column + 1, start[1], u.z, u.w, inverse.y, delta.y, ek[i][2 * half + 1],
-                ev[i][2 * half + 1]);
+          weigh(0, start[0], u.x, u.y, inverse.x, delta.x);
+          weigh(1, start[1], u.z, u.w, inverse.y, delta.y);
         }
       }
+      store_in(in, to.in[warp] + 16 * t);
       multiply_inner(dk, ek, from.q, 16 * t);
       multiply_inner(dv, ev, from.dh, 16 * t);
     }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int mask = 1; mask < 4; mask *= 2) out[half] += __shfl_xor_sync(~0u, out[half], mask);
+      if (quad == 0) to.out[row + 8 * half] = out[half];
+    }
     store(dk, p.dk, p.K, chunk);
-    store_flow(dk, from.k, to.out);
     store(dv, p.dv, p.V, chunk);
+  }
+  // Stores the sums over the warp's rows of 16 columns.
+  DEVICE void store_in(double (&in)[2][2], double* to) const {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+#pragma unroll
+        for (int mask = 4; mask < 32; mask *= 2) in[i][e] += __shfl_xor_sync(~0u, in[i][e], mask);
+        if (r == 0) to[8 * i + 2 * quad + e] = in[i][e];
+      }
+    }
   }
 
   // Stores the lane's rows; padding gets zeros.
@@ -336,113 +367,78 @@ struct NarrowGradients {
     }
   }
 
-  // Stores the warp's part of <C, dC> + <n, dn>, with dC rounded as in the products; C_of(k, v)
-  // returns two neighbours in a row of C.
-  template <typename COf>
-  DEVICE void store_crossing(const OwnSums& own, const float* n, const COf& C_of, float& to) const {
+  // Stores the warp's part of what crosses the chunk's end: from its steps, and <C, dC> + <n, dn>
+  // through the chunk, with the state before it and the gradient after it.
+  DEVICE void store_crossing(const OwnSums& own, const Stage& from, bool through, Flows& to) const {
     float sum = 0;
+    if (through && has_state()) {
+      const RowTile C{shared_address(from.C)};
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int k = row + 8 * half;
+      for (int half = 0; half < 2; ++half) {
+        const int k = row + 8 * half;
 #pragma unroll
-      for (int j = 0; j < kBlocks; ++j) {
-        const float2 C = C_of(k, 8 * j + 2 * quad);
-        const float2 dC = Pair<IO>::of(own.C[0][j][2 * half], own.C[0][j][2 * half + 1]).floats();
-        sum = fmaf(C.x, dC.x, fmaf(C.y, dC.y, sum));
-      }
-      if (n != nullptr && own.has_n && quad == 0 && k < p.K) {
-        sum = fmaf(n[k], own.n[0][0][2 * half] + own.n[0][0][2 * half + 1], sum);
+        for (int j = 0; j < kBlocks; ++j) {
+          const float2 x = Pair<IO>{load_word(C.word(k, 8 * j + 2 * quad))}.floats();
+          const float2 dx = Pair<IO>::of(own.C[0][j][2 * half], own.C[0][j][2 * half + 1]).floats();
+          sum = fmaf(x.x, dx.x, fmaf(x.y, dx.y, sum));
+        }
+        if (own.has_n && quad == 0) {
+          sum = fmaf(from.n[k], own.n[0][0][2 * half] + own.n[0][0][2 * half + 1], sum);
+        }
       }
     }
-    sum = warp_sum(sum);
-    if (threadIdx.x % 32 == 0) to = sum;
-  }
-  // The same for the first chunk of the walk, whose C is in global memory.
-  DEVICE void store_first_crossing(const OwnSums& own) {
-    float& to = gates(place.begin).crossing[warp];
-    const auto from = [&](const auto* C, const float* n) {
-      store_crossing(
-          own, n,
-          [&](int k, int v) {
-            const bool exists = k < p.K && v < p.V;
-            const auto* at = C + (exists ? k * p.V + v : 0);
-            return exists ? float2{to_float(at[0]), to_float(at[1])} : float2{};
-          },
-          to);
-    };
-    if (!has_after(place.begin)) {
-      if (threadIdx.x % 32 == 0) to = 0;
-    } else if (place.begin == 0) {
-      const float* n = static_cast<const float*>(p.last_n);
-      from(static_cast<const float*>(p.last_C) + place.state * p.K * p.V,
-           p.normalized ? n + place.state * p.K : nullptr);
-    } else {
-      const int64_t at = terms.rows.slot(int(place.head), place.slot(place.begin - 1));
-      from(static_cast<const IO*>(terms.C) + at * p.K * p.V,
-           p.normalized ? terms.n + at * p.K : nullptr);
-    }
+    double crossing = from.keep == 0 ? 0. : double(from.keep) * warp_sum(sum);
+    const int lane = threadIdx.x % 32;
+    crossing += warp_sum(lane < 16 ? double(to.state_out[warp * 16 + lane]) : 0.);
+    if (lane == 0) to.crossing[warp] = crossing;
   }
 
-  // di and df of a chunk: as gate_gradients, by one warp with two steps per lane, later ones in
-  // lower lanes.
+  // di, from what flows out of each step, and df, from what crosses it, of a chunk: by one warp
+  // with two steps per lane, later ones in lower lanes. The flows cancel to 2^-53 of their size: a
+  // shut gate lets little through beside large flows that do not cross it.
   DEVICE void gate_sums(int64_t walked) {
-    const Gates& from = gates(walked);
+    const Flows& from = flows(walked);
+    const Gates& gate = gates(walked);
     const Chunk chunk = chunk_at(walked);
     const int lane = threadIdx.x % 32;
-    float *di = static_cast<float*>(p.di), *df = static_cast<float*>(p.df);
-    float total[2], slope_f[2], sizes = 0;
-    bool stopped[2], held[2], shut = false;
+    double total[2], out[2];
+    bool stopped[2];
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       const int t = kTile - 1 - 2 * lane - e;
       const bool exists = t < chunk.steps;
-      const int64_t at = chunk.row + t;
-      held[e] = exists && p.hold && p.hold[at];
-      stopped[e] = exists && p.reset && p.reset[at];  // nothing crosses a reset
-      const float in = exists ? from.in[t] : 0.f, out = exists ? from.out[t] : 0.f;
-      total[e] = exists && !stopped[e] ? in - out : 0.f;
-      slope_f[e] = exists && !held[e] ? gate_slope(from.f[t]) : 0.f;
-      shut |= exists && from.f[t] < kShutGate && !held[e] && !stopped[e];
-      sizes += in * in + out * out;
+      double in = 0;
+      for (int by = 0; by <= t / 16; ++by) in += from.in[by][t];
+      in += from.state_in[t], out[e] = from.out[t] + from.state_out[t];
+      stopped[e] = exists && p.reset && p.reset[chunk.row + t];  // nothing crosses a reset
+      total[e] = exists && !stopped[e] ? in - out[e] : 0;
     }
-    // What all steps of the lane pass on to earlier ones.
-    float later = stopped[1] ? total[1] : total[1] + total[0];
+    // What the lane's steps pass on to earlier ones.
+    double later = stopped[1] ? total[1] : total[1] + total[0];
     bool stop = stopped[1] || stopped[0];
 #pragma unroll
     for (int by = 1; by < 32; by *= 2) {
-      const float before = __shfl_up_sync(~0u, later, by);
+      const double before = __shfl_up_sync(~0u, later, by);
       const bool before_stop = __shfl_up_sync(~0u, int(stop), by);
       if (lane >= by && !stop) later += before, stop = before_stop;
     }
-    float crossing = 0;
-#pragma unroll
-    for (int i = 0; i < kWidth / 16; ++i) crossing += from.crossing[i];
     later = __shfl_up_sync(~0u, later, 1), stop = __shfl_up_sync(~0u, int(stop), 1);
     if (lane == 0) later = 0, stop = false;
-    if (!stop) later += crossing;
+    if (!stop) {
+      for (const double part : from.crossing) later += part;
+    }
     if (!stopped[0]) total[0] += later;
     if (!stopped[1]) total[1] += total[0];
-    float slopes = 0, found = 0;
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-      slopes = fmaf(slope_f[e], slope_f[e], slopes);
-      const float x = slope_f[e] == 0 ? 0.f : total[e] * slope_f[e];
-      found = fmaf(x, x, found);
       const int t = kTile - 1 - 2 * lane - e;
       if (t >= chunk.rows) continue;
-      const bool runs = t < chunk.steps && !held[e];
-      const int64_t at = (chunk.row + t) * p.H + place.head;
-      const float i = from.i[t];
+      const int64_t row = chunk.row + t, at = row * p.H + place.head;
+      const bool runs = t < chunk.steps && !(p.hold && p.hold[row]);
+      const float i = gate.i[t];
       const float slope_i = p.exponential ? float(!(i < float(kNever))) : gate_slope(i);
-      di[at] = runs ? from.out[t] * slope_i : 0.f;
-      df[at] = runs ? total[e] * slope_f[e] : 0.f;
-    }
-    sizes = warp_sum(sizes), slopes = warp_sum(slopes), found = warp_sum(found);
-    const bool lost = sizes * slopes > kLostShare * kLostShare * found;
-    shut = __ballot_sync(~0u, shut) != 0;
-    if ((shut || lost) && lane == 0) {
-      const int64_t slot = place.slot(walked);
-      terms.shut[atomicAdd(terms.shut_count, 1)] = int(slot * p.H + place.head);
+      static_cast<float*>(p.di)[at] = runs ? float(out[e]) * slope_i : 0.f;
+      static_cast<float*>(p.df)[at] = runs ? float(total[e]) * gate_slope(gate.f[t]) : 0.f;
     }
   }
 
@@ -482,32 +478,25 @@ struct NarrowGradients {
     if (has_state()) {
       own.begin(place, segments);
       share(own, state(place.begin));
-      if (!first_pass && place.begin < place.end) store_first_crossing(own);
     }
     for (int64_t walked = place.begin; walked < place.end; ++walked) {
       copy_wait<kStages - 2>();
       __syncthreads();
       load(walked + kStages - 1);
       const Stage& from = stage(walked);
-      const bool after = has_after(walked);
       if (!first_pass) {
         if (warp == kSummer && walked > place.begin) gate_sums(walked - 1);
-        if (has_state() && after) {
-          own.write_chunk(terms.rows.slot(int(place.head), place.slot(walked)));
-        }
         const Chunk chunk = chunk_at(walked);
-        query(from, gates(walked), has_before(walked), chunk);
-        key_and_value(from, gates(walked), state(walked), after, chunk);
+        const bool before = has_before(walked), after = has_after(walked);
+        Flows& to = flows(walked);
+        query(from, to, before, chunk);
+        key_and_value(from, to, state(walked), after, chunk);
+        __syncwarp();
+        store_crossing(own, from, before && after, to);
       }
       if (has_state()) {
         add(own, from);
         share(own, state(walked + 1));
-        if (!first_pass && walked + 1 < place.end) {
-          const RowTile C{shared_address(from.C)};
-          store_crossing(
-              own, from.n, [&](int k, int v) { return Pair<IO>{load_word(C.word(k, v))}.floats(); },
-              gates(walked + 1).crossing[warp]);
-        }
       }
     }
     if (has_state()) own.end(place, segments);

@@ -40,8 +40,7 @@ void run_narrow_outputs(const ForwardParams& p, const StateParams& states, const
 // Computes the terms of rows besides the gates, as row_gradients.
 template <typename IO>
 void run_narrow_rows(const BackwardParams& p, const BackwardTerms& terms, cudaStream_t stream);
-// Computes all gradients, but for df of the chunks that it lists in terms.shut: states.left is q,
-// and states.right dh.
+// Computes all gradients: states.left is q, and states.right dh.
 template <typename IO>
 void run_narrow_gradients(const BackwardParams& p, const BackwardTerms& terms,
                           const StateParams& states, const Segments& segments, cudaStream_t stream);
