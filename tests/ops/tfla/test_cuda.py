@@ -72,10 +72,11 @@ def test_a_step_in_place_of_many_thread_blocks(tfla, cell, B, K, V, epilogue):
     DEVICE != "cuda", reason="the CPU's is test_deterministic_and_independent_of_threads"
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=short)
-def test_the_same_bits_every_time(tfla, cell, dtype):
+@pytest.mark.parametrize(("K", "V", "chunk"), [(128, 256, 128), (64, 64, 64), (32, 32, 64)])
+def test_the_same_bits_every_time(tfla, cell, K, V, chunk, dtype):
     """Two calls give the same bits, with several chunks, segments of a sequence and thread blocks
     that add to one sum."""
-    call = make(cell, Case(2, 2500, 2, 128, 256, ("state", "reset", "rms"), 128), dtype)
+    call = make(cell, Case(2, 2500, 2, K, V, ("state", "reset", "rms"), chunk), dtype)
     given = upstream(call, dtype)
     first, *others = (run(tfla, call, given) for _ in range(4))
     for other in others:
@@ -105,7 +106,20 @@ def test_offsets_that_decrease(tfla, dtype):
 @pytest.mark.parametrize(("K", "V"), [(128, 256), (256, 512), (40, 136), (136, 264)])
 def test_backward_by_rows(tfla, cell, K, V, options, dtype):
     """There are more rows of work than thread blocks, so that each block takes several."""
-    call = make(cell, Case(3, 700, 16, K, V, options, 256), dtype)
+    check_case(tfla, make(cell, Case(3, 700, 16, K, V, options, 256), dtype), dtype)
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=short)
+@pytest.mark.parametrize("options", [("state",), ("state", "reset", "hold"), ("state", "lengths")])
+@pytest.mark.parametrize(("B", "T", "H"), [(3, 700, 250), (5, 65, 9), (2, 4100, 2)])
+@pytest.mark.parametrize(("K", "V"), [(64, 64), (32, 32), (16, 40)])
+def test_narrow_heads(tfla, cell, B, T, H, K, V, options, dtype):
+    """More heads than thread blocks that run at once; and so few that a sequence has segments."""
+    check_case(tfla, make(cell, Case(B, T, H, K, V, options, None), dtype), dtype)
+
+
+def check_case(tfla, call, dtype):
     given = upstream(call, dtype)
     got, near = run(tfla, call, given, backend=DEVICE), run(reference, call, given)
     exact = run(reference, upcast(call), given)

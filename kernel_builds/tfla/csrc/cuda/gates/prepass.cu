@@ -63,12 +63,14 @@ struct Step {
     log_f = 0, log_i = -INFINITY, reset = false, held = true;
     if (step >= chunk.steps) return;
     const int64_t row = chunk.row + step;
+    // In 32 bits: a division of 64 takes as long as all the rest.
+    const unsigned b = unsigned(chunk.row) / unsigned(p.T);
+    const unsigned t = unsigned(row) - b * unsigned(p.T);  // a chunk lies in one row of x
     reset = p.reset != nullptr && p.reset[row];
     held = p.hold != nullptr && p.hold[row];
     if (held) return;
     const auto gate = [&](const Strided& x) {
-      const int64_t at = row / p.T * x.batch + row % p.T * x.time + head * x.head;
-      return static_cast<const float*>(x.data)[at];
+      return static_cast<const float*>(x.data)[b * x.batch + t * x.time + head * x.head];
     };
     const float i = gate(p.i);
     log_f = log_sigmoid(gate(p.f));
@@ -84,10 +86,18 @@ struct Place {
   int64_t slot;
   int tile, head;
 
+  // The warps of a block have neighbouring heads.
   DEVICE Place(const Rows& rows, int64_t heads) {
-    int64_t warp = blockIdx.x * int64_t(kWarps) + threadIdx.x / 32;
-    head = int(warp % heads), warp /= heads;
-    tile = int(warp % rows.chunks.tiles()), slot = warp / rows.chunks.tiles();
+    const unsigned groups = head_groups(heads), tiles = unsigned(rows.chunks.tiles());
+    const unsigned place = blockIdx.x / groups;  // in 32 bits: 64 take far longer
+    head = int(blockIdx.x % groups * kWarps + threadIdx.x / 32);
+    tile = int(place % tiles), slot = place / tiles;
+  }
+  __host__ DEVICE static unsigned head_groups(int64_t heads) {
+    return unsigned(heads + kWarps - 1) / kWarps;
+  }
+  DEVICE bool exists(const Rows& rows, int64_t heads) const {
+    return head < heads && slot < rows.chunks.slots();
   }
   DEVICE int64_t index(const Rows& rows) const {
     return rows.slot(head, slot) * rows.chunks.tiles() + tile;
@@ -112,7 +122,7 @@ __global__ void __launch_bounds__(256) list_kernel(const Chunks chunks, Chunk* t
 __global__ void __launch_bounds__(32 * kWarps) tile_kernel(const MlstmParams p, const Rows rows,
                                                            const GateScratch scratch) {
   const Place place(rows, p.H);
-  if (place.slot >= rows.chunks.slots()) return;
+  if (!place.exists(rows, p.H)) return;
   const Chunk chunk = rows.chunks.at(place.slot);
   const int first = place.tile * kTile, lane = threadIdx.x % 32;
   if (first >= chunk.steps) return;
@@ -178,7 +188,7 @@ struct Decay {
 __global__ void __launch_bounds__(32 * kWarps) row_kernel(const MlstmParams p, const Rows rows,
                                                           const GateScratch scratch) {
   const Place place(rows, p.H);
-  if (place.slot >= rows.chunks.slots()) return;
+  if (!place.exists(rows, p.H)) return;
   const Chunk chunk = rows.chunks.at(place.slot);
   const int first = place.tile * kTile, lane = threadIdx.x % 32;
   if (first >= chunk.steps) return;
@@ -284,7 +294,7 @@ Rows prepare_rows(const MlstmParams& p, void* scratch, float* last_m, cudaStream
     check(cudaMemsetAsync(layout.table, 0, slots * sizeof(Chunk), stream));
     launch(list_kernel, {p.S, 256, 0, stream}, rows.chunks, layout.table);
   }
-  const int64_t blocks = (slots * rows.chunks.tiles() * p.H + kWarps - 1) / kWarps;
+  const int64_t blocks = slots * rows.chunks.tiles() * Place::head_groups(p.H);
   launch(tile_kernel, {blocks, 32 * kWarps, 0, stream}, p, rows, layout.scratch);
   launch(m_kernel, {p.S * p.H, 32, 0, stream}, p, rows, layout.scratch, last_m);
   launch(row_kernel, {blocks, 32 * kWarps, 0, stream}, p, rows, layout.scratch);
