@@ -35,12 +35,6 @@ TILES = [
     Case(1, 300, 1, 16, 8, ("state",), 256),
     Case(1, 200, 2, 32, 32, ("state",), 64, 10.0, -2.0),
 ]
-NARROW = [
-    Case(1, 1100, 1, 64, 64, ("state",), 64, f=6.0),
-    Case(1, 1100, 2, 32, 24, ("state", "reset"), 64),
-    Case(2, 150, 9, 16, 32, ("state", "lengths", "hold"), 64),
-    Case(5, 90, 3, 40, 64, ("state", "cu"), 64),
-]
 FAST = [case for case in CASES if case.T <= 45 and max(case.K, case.V) < 1024] + TILES
 pytestmark = [
     pytest.mark.skipif(not emulate.SUPPORTED, reason="the emulator needs Linux on x86_64"),
@@ -126,13 +120,6 @@ def test_a_smaller_gpu_has_shorter_chunks(tfla, order, cell, dtype):
 @pytest.mark.parametrize("case", TILES, ids=str)
 def test_without_wgmma(tfla, order, cell, case):
     check_case(tfla, order, cell, case, torch.bfloat16, device="arch=80")
-
-
-@pytest.mark.parametrize("processors", [1, 132])
-@pytest.mark.parametrize("case", NARROW, ids=str)
-def test_narrow_heads(tfla, order, cell, case, processors):
-    """Several chunks in one thread block, and, on many processors, a sequence in segments."""
-    check_case(tfla, order, cell, case, torch.bfloat16, device=f"processors={processors}")
 
 
 @pytest.mark.parametrize("processors", [1, 3])

@@ -9,152 +9,19 @@
 // In bf16 dS and W / N are split in two pieces, because a few of their elements may be most of a
 // gradient.
 #pragma once
-#include "../backward/gates.cuh"
-#include "../states/chunk_loop.cuh"
-#include "tile.cuh"
+#include "gate_flows.cuh"
 
 namespace flashcell::cuda {
 
 template <typename IO, int kWidth>
-struct NarrowGradients {
-  static constexpr int kBlocks = kWidth / 8, kDepths = kWidth / 16, kStages = 2;
-  static constexpr int kSummer =
-      3;  // the warp with the fewest pairs also sums the gates' gradients
-  static constexpr bool kSplit = std::is_same_v<IO, bf16>;  // fp16 rounds far less
-  using RowTile = NarrowTile<kWidth>;
-  using Place = StatePlace<true, kWidth, kWidth>;
-  struct Stage {
-    alignas(128) char q[RowTile::bytes(kTile)];
-    char k[RowTile::bytes(kTile)], v[RowTile::bytes(kTile)], dh[RowTile::bytes(kTile)];
-    char C[RowTile::bytes(kWidth)];
-    float2 u[kTile], w[kTile];
-    float inflow[kTile], outflow[kTile], inverse[kTile], delta[kTile];
-    float weight[kTile], n_weight[kTile];
-    int start[kTile];
-    float n[kWidth];
-    float keep;
-  };
-  struct State {  // dC rounded, as an operand, and dn
-    alignas(128) char C[RowTile::bytes(kWidth)];
-    float n[kWidth];
-  };
-  // What flows through the pairs of a chunk's steps, and through the states, by which the gates'
-  // gradients are found: E (q k) by rows and by columns, of the same numbers.
-  struct Flows {
-    double in[4][kTile], out[kTile];  // of pairs: by warps
-    float state_in[kTile], state_out[kTile];
-    double crossing[4];  // by warps: across the chunk's end, from its steps and through it
-  };
-  struct Gates {  // pre-activations
-    float i[kTile], f[kTile];
-  };
-  struct Shared {
-    Stage stages[kStages];
-    State states[2];
-    Flows flows[2];
-    Gates gates[3];  // the last chunk's, this one's, and the next one's
-  };
-  using OwnSums = StateSums<IO, 1, kBlocks>;
-  using Sums = float[kBlocks][4];
-
-  const BackwardParams& p;
-  const BackwardTerms& terms;
-  const StateParams& gradients;  // of the states
-  const Place place;
-  Shared& shared;
-  const bool first_pass;     // computes dC alone
-  const IO *q, *k, *v, *dh;  // the sequence's first rows
-  const int warp = threadIdx.x / 32, r = threadIdx.x % 32 / 4, quad = threadIdx.x % 4;
-  const int row = warp * 16 + r;  // the lane's rows are this and 8 further
-
-  DEVICE NarrowGradients(const BackwardParams& params, const BackwardTerms& t, const StateParams& g,
-                         const Segments& segments, Shared& memory)
-      : p(params),
-        terms(t),
-        gradients(g),
-        place(g, segments),
-        shared(memory),
-        first_pass(segments.first_pass),
-        q(rows_of(params.q)),
-        k(rows_of(params.k)),
-        v(rows_of(params.v)),
-        dh(rows_of(g.right)) {}
-
-  DEVICE const IO* rows_of(const Strided& x) const {
-    const int64_t first = place.sequence.row;
-    return static_cast<const IO*>(x.data) + first / p.T * x.batch + first % p.T * x.time +
-           place.head * x.head;
-  }
-  DEVICE Stage& stage(int64_t walked) { return shared.stages[unsigned(walked) % kStages]; }
-  DEVICE State& state(int64_t walked) { return shared.states[unsigned(walked) % 2]; }
-  DEVICE Flows& flows(int64_t walked) { return shared.flows[unsigned(walked) % 2]; }
-  DEVICE Gates& gates(int64_t walked) { return shared.gates[unsigned(walked) % 3]; }
-  DEVICE Chunk chunk_at(int64_t walked) const {
-    return Chunks::part(place.sequence, place.number(walked), kTile);
-  }
-  DEVICE bool has_before(int64_t walked) const { return place.number(walked) > 0 || p.C || p.n; }
-  DEVICE bool has_after(int64_t walked) const {
-    return walked > 0 || gradients.first != nullptr || gradients.first_n != nullptr;
-  }
-
-  DEVICE void load(int64_t walked) {
-    if (walked < place.end) {
-      Stage& to = stage(walked);
-      const int64_t step = place.first_step(walked);
-      const int rows = int(place.steps(walked));
-      const auto copy = [&](char* tile, const IO* from, int64_t stride, int64_t columns) {
-        copy_narrow<kWidth>(RowTile{shared_address(tile)}, from + step * stride, stride, rows,
-                            int(columns));
-      };
-      const Rows& all = terms.rows;
-      const int64_t first = place.sequence.row + step, at = place.head * all.chunks.rows + first;
-      const int64_t slot = all.slot(int(place.head), place.slot(walked));
-      copy(to.q, q, p.q.time, p.K);
-      copy(to.dh, dh, gradients.right.time, p.V);
-      copy_floats<kTile>(to.weight, terms.weight + at, rows);
-      if (p.normalized) copy_floats<kTile>(to.n_weight, terms.n_weight + at, rows, kTile);
-      copy_floats<1>(&to.keep, all.keep + slot, 1);
-      if (!first_pass) {
-        copy_gate(gates(walked).i, p.i, first, rows, 0);
-        copy_gate(gates(walked).f, p.f, first, rows, kTile);
-        copy(to.k, k, p.k.time, p.K);
-        copy(to.v, v, p.v.time, p.V);
-        copy_floats<2 * kTile>(to.u, all.u + at, 2 * rows);
-        copy_floats<2 * kTile>(to.w, all.w + at, 2 * rows);
-        copy_floats<kTile>(to.inflow, all.inflow + at, rows);
-        copy_floats<kTile>(to.outflow, all.outflow + at, rows, kTile);
-        copy_floats<kTile>(to.inverse, terms.inverse + at, rows);
-        copy_floats<kTile>(to.start, all.start + first, rows, kTile);
-        // A cell without n has no delta and no n: zeros.
-        copy_floats<kTile>(to.delta, p.normalized ? terms.delta + at : terms.inverse,
-                           p.normalized ? rows : 0, kTile);
-        if (has_before(walked)) {
-          const IO* C = static_cast<const IO*>(terms.C) + slot * p.K * p.V;
-          copy_state(to.C, C);
-          copy_floats<kWidth>(to.n, p.normalized ? terms.n + slot * p.K : terms.inverse,
-                              p.normalized ? int(p.K) : 0);
-        }
-      }
-    }
-    copy_commit();
-  }
-  DEVICE void copy_gate(float* to, const Strided& gate, int64_t row, int rows, int thread) const {
-    const int t = int(threadIdx.x) - thread;
-    if (t < 0 || t >= kTile) return;
-    const float* from = static_cast<const float*>(gate.data) + row / p.T * gate.batch +
-                        row % p.T * gate.time + place.head * gate.head;
-    copy_word_or_zero(to + t, from + (t < rows ? t * gate.time : 0), t < rows);
-  }
-  DEVICE void copy_state(char* to, const IO* C) const {
-    const RowTile tile{shared_address(to)};
-    constexpr int kPieces = kWidth / 8;
-#pragma unroll
-    for (int i = threadIdx.x; i < kWidth * kPieces; i += kNarrowThreads) {
-      const int k = i / kPieces, piece = i % kPieces;
-      const bool exists = k < p.K && piece * 8 < p.V;
-      copy_async_or_zero(tile.piece(k, piece), exists ? C + k * p.V + piece * 8 : C, exists);
-    }
-  }
+struct NarrowGradients : NarrowGateFlows<IO, kWidth> {
+  using Base = NarrowGateFlows<IO, kWidth>;
+  using Base::Base;
+  using Base::first_pass, Base::gradients, Base::kBlocks, Base::kDepths, Base::kSplit,
+      Base::kStages, Base::kSummer, Base::p, Base::place, Base::quad, Base::r, Base::row,
+      Base::terms, Base::warp;
+  using typename Base::Flows, typename Base::OwnSums, typename Base::RowTile, typename Base::Stage,
+      typename Base::State, typename Base::Sums;
 
   DEVICE static void load_left(uint32_t (&to)[kDepths][4], const char* rows, int first) {
     const NarrowLeft<Lies::kAlong, kWidth> left({shared_address(rows)}, first, 0);
@@ -218,7 +85,7 @@ struct NarrowGradients {
       for (int d = 0; d < kDepths; ++d) multiply_row<IO>(sums, left[d], C, d);
       scale(sums, {from.inflow[row], from.inflow[row + 8]}, inverse, delta, from.n);
     }
-    store_flow(sums, from.q, to.state_in);
+    this->store_flow(sums, from.q, to.state_in);
     const float2 u[2] = {from.u[row], from.u[row + 8]};
     const int start[2] = {from.start[row], from.start[row + 8]};
 #pragma unroll 1
@@ -264,7 +131,7 @@ struct NarrowGradients {
       scale(dk, outer, one, one, p.normalized ? after_state.n : nullptr);
       scale(dv, outer, one, one, nullptr);
     }
-    store_flow(dk, from.k, to.state_out);
+    this->store_flow(dk, from.k, to.state_out);
     double out[2] = {};
     const float2 w[2] = {from.w[row], from.w[row + 8]};
 #pragma unroll 1
@@ -303,7 +170,7 @@ struct NarrowGradients {
           weigh(1, start[1], u.z, u.w, inverse.y, delta.y);
         }
       }
-      store_in(in, to.in[warp] + 16 * t);
+      this->store_in(in, to.in[warp] + 16 * t);
       multiply_inner(dk, ek, from.q, 16 * t);
       multiply_inner(dv, ev, from.dh, 16 * t);
     }
@@ -316,19 +183,6 @@ struct NarrowGradients {
     store(dk, p.dk, p.K, chunk);
     store(dv, p.dv, p.V, chunk);
   }
-  // Stores the sums over the warp's rows of 16 columns.
-  DEVICE void store_in(double (&in)[2][2], double* to) const {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-#pragma unroll
-        for (int mask = 4; mask < 32; mask *= 2) in[i][e] += __shfl_xor_sync(~0u, in[i][e], mask);
-        if (r == 0) to[8 * i + 2 * quad + e] = in[i][e];
-      }
-    }
-  }
-
   // Stores the lane's rows; padding gets zeros.
   DEVICE void store(const Sums& sums, void* to, int64_t width, const Chunk& chunk) const {
 #pragma unroll
@@ -348,101 +202,6 @@ struct NarrowGradients {
       }
     }
   }
-  // Stores the dot product of each row's sums with the same row of x.
-  DEVICE void store_flow(const Sums& sums, const char* x, float* to) const {
-    const RowTile tile{shared_address(x)};
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int t = row + 8 * half;
-      float total = 0;
-#pragma unroll
-      for (int j = 0; j < kBlocks; ++j) {
-        const float2 pair = Pair<IO>{load_word(tile.word(t, 8 * j + 2 * quad))}.floats();
-        total = fmaf(sums[j][2 * half], pair.x, total);
-        total = fmaf(sums[j][2 * half + 1], pair.y, total);
-      }
-#pragma unroll
-      for (int mask = 1; mask < 4; mask *= 2) total += __shfl_xor_sync(~0u, total, mask);
-      if (quad == 0) to[t] = total;
-    }
-  }
-
-  // Stores the warp's part of what crosses the chunk's end: from its steps, and <C, dC> + <n, dn>
-  // through the chunk, with the state before it and the gradient after it.
-  DEVICE void store_crossing(const OwnSums& own, const Stage& from, bool through, Flows& to) const {
-    float sum = 0;
-    if (through && has_state()) {
-      const RowTile C{shared_address(from.C)};
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int k = row + 8 * half;
-#pragma unroll
-        for (int j = 0; j < kBlocks; ++j) {
-          const float2 x = Pair<IO>{load_word(C.word(k, 8 * j + 2 * quad))}.floats();
-          const float2 dx = Pair<IO>::of(own.C[0][j][2 * half], own.C[0][j][2 * half + 1]).floats();
-          sum = fmaf(x.x, dx.x, fmaf(x.y, dx.y, sum));
-        }
-        if (own.has_n && quad == 0) {
-          sum = fmaf(from.n[k], own.n[0][0][2 * half] + own.n[0][0][2 * half + 1], sum);
-        }
-      }
-    }
-    double crossing = from.keep == 0 ? 0. : double(from.keep) * warp_sum(sum);
-    const int lane = threadIdx.x % 32;
-    crossing += warp_sum(lane < 16 ? double(to.state_out[warp * 16 + lane]) : 0.);
-    if (lane == 0) to.crossing[warp] = crossing;
-  }
-
-  // di, from what flows out of each step, and df, from what crosses it, of a chunk: by one warp
-  // with two steps per lane, later ones in lower lanes. The flows cancel to 2^-53 of their size: a
-  // shut gate lets little through beside large flows that do not cross it.
-  DEVICE void gate_sums(int64_t walked) {
-    const Flows& from = flows(walked);
-    const Gates& gate = gates(walked);
-    const Chunk chunk = chunk_at(walked);
-    const int lane = threadIdx.x % 32;
-    double total[2], out[2];
-    bool stopped[2];
-#pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      const int t = kTile - 1 - 2 * lane - e;
-      const bool exists = t < chunk.steps;
-      double in = 0;
-      for (int by = 0; by <= t / 16; ++by) in += from.in[by][t];
-      in += from.state_in[t], out[e] = from.out[t] + from.state_out[t];
-      stopped[e] = exists && p.reset && p.reset[chunk.row + t];  // nothing crosses a reset
-      total[e] = exists && !stopped[e] ? in - out[e] : 0;
-    }
-    // What the lane's steps pass on to earlier ones.
-    double later = stopped[1] ? total[1] : total[1] + total[0];
-    bool stop = stopped[1] || stopped[0];
-#pragma unroll
-    for (int by = 1; by < 32; by *= 2) {
-      const double before = __shfl_up_sync(~0u, later, by);
-      const bool before_stop = __shfl_up_sync(~0u, int(stop), by);
-      if (lane >= by && !stop) later += before, stop = before_stop;
-    }
-    later = __shfl_up_sync(~0u, later, 1), stop = __shfl_up_sync(~0u, int(stop), 1);
-    if (lane == 0) later = 0, stop = false;
-    if (!stop) {
-      for (const double part : from.crossing) later += part;
-    }
-    if (!stopped[0]) total[0] += later;
-    if (!stopped[1]) total[1] += total[0];
-#pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      const int t = kTile - 1 - 2 * lane - e;
-      if (t >= chunk.rows) continue;
-      const int64_t row = chunk.row + t, at = row * p.H + place.head;
-      const bool runs = t < chunk.steps && !(p.hold && p.hold[row]);
-      const float i = gate.i[t];
-      const float slope_i = p.exponential ? float(!(i < float(kNever))) : gate_slope(i);
-      static_cast<float*>(p.di)[at] = runs ? float(out[e]) * slope_i : 0.f;
-      static_cast<float*>(p.df)[at] = runs ? float(total[e]) * gate_slope(gate.f[t]) : 0.f;
-    }
-  }
-
-  DEVICE bool has_state() const { return warp < kWidth / 16; }
   // Adds a chunk to the warp's 16 rows of dC.
   DEVICE void add(OwnSums& own, const Stage& from) const {
     const NarrowLeft<Lies::kAcross, kWidth> q_rows({shared_address(from.q)}, 0, warp * 16);
@@ -473,36 +232,36 @@ struct NarrowGradients {
   }
 
   DEVICE void run(const Segments& segments) {
-    for (int i = 0; i < kStages - 1; ++i) load(place.begin + i);
+    for (int i = 0; i < kStages - 1; ++i) this->load(place.begin + i);
     OwnSums own(gradients, warp * 16, 0);
-    if (has_state()) {
+    if (this->has_state()) {
       own.begin(place, segments);
-      share(own, state(place.begin));
+      share(own, this->state(place.begin));
     }
     for (int64_t walked = place.begin; walked < place.end; ++walked) {
       copy_wait<kStages - 2>();
       __syncthreads();
-      load(walked + kStages - 1);
-      const Stage& from = stage(walked);
+      this->load(walked + kStages - 1);
+      const Stage& from = this->stage(walked);
       if (!first_pass) {
-        if (warp == kSummer && walked > place.begin) gate_sums(walked - 1);
-        const Chunk chunk = chunk_at(walked);
-        const bool before = has_before(walked), after = has_after(walked);
-        Flows& to = flows(walked);
+        if (warp == kSummer && walked > place.begin) this->gate_sums(walked - 1);
+        const Chunk chunk = this->chunk_at(walked);
+        const bool before = this->has_before(walked), after = this->has_after(walked);
+        Flows& to = this->flows(walked);
         query(from, to, before, chunk);
-        key_and_value(from, to, state(walked), after, chunk);
+        key_and_value(from, to, this->state(walked), after, chunk);
         __syncwarp();
-        store_crossing(own, from, before && after, to);
+        this->store_crossing(own, from, before && after, to);
       }
-      if (has_state()) {
+      if (this->has_state()) {
         add(own, from);
-        share(own, state(walked + 1));
+        share(own, this->state(walked + 1));
       }
     }
-    if (has_state()) own.end(place, segments);
+    if (this->has_state()) own.end(place, segments);
     if (first_pass) return;
     __syncthreads();
-    if (warp == kSummer && place.begin < place.end) gate_sums(place.end - 1);
+    if (warp == kSummer && place.begin < place.end) this->gate_sums(place.end - 1);
     if (place.segment == 0) clear_padding();
   }
 
