@@ -1,9 +1,11 @@
 // Argument checks: every message names the argument, what it was and what it must be.
 #pragma once
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
 #include <initializer_list>
+#include <new>
 #include <optional>
 #include <string>
 #include <vector>
@@ -64,6 +66,21 @@ inline Dtype io_dtype(const Tensor& tensor, const char* name) {
 
 inline ScalarType state_dtype(const Tensor& tensor) {
   return tensor.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+}
+
+// Returns a new tensor. torch::stable::new_empty would look the op up by name at every call.
+inline Tensor empty(const Shape& shape, ScalarType dtype, int32_t device_type,
+                    int32_t device_index) {
+  namespace detail = torch::stable::detail;
+  Shape strides(shape.size());
+  int64_t stride = 1;
+  for (size_t i = shape.size(); i-- > 0; stride *= shape[i] > 0 ? shape[i] : 1) strides[i] = stride;
+  AtenTensorHandle tensor = nullptr;
+  const AOTITorchError error = aoti_torch_empty_strided(
+      int64_t(shape.size()), shape.data(), strides.data(), detail::to<int32_t>(detail::from(dtype)),
+      device_type, device_index, &tensor);
+  if (error) throw std::bad_alloc();
+  return Tensor(tensor);
 }
 
 // Returns a contiguous tensor that, on CUDA, is aligned for the widest loads: a slice of another

@@ -112,14 +112,10 @@ inline Host host() {
   return {run_parallel, allocate, release, int(torch::stable::get_num_threads())};
 }
 
-inline Tensor new_tensor(const Tensor& like, const Shape& shape, ScalarType dtype) {
-  try {
-    Tensor tensor = torch::stable::new_empty(like, shape, dtype);
-    prefer_huge_pages(tensor.mutable_data_ptr(), tensor.numel() * tensor.element_size());
-    return tensor;
-  } catch (const std::exception&) {
-    throw std::bad_alloc();
-  }
+inline Tensor new_tensor(const Tensor& /*like*/, const Shape& shape, ScalarType dtype) {
+  Tensor tensor = empty(shape, dtype, aoti_torch_device_type_cpu(), -1);
+  prefer_huge_pages(tensor.mutable_data_ptr(), tensor.numel() * tensor.element_size());
+  return tensor;
 }
 
 inline Shape read_integers(const Tensor& tensor, const char* name, int64_t count) {

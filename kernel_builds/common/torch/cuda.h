@@ -1,9 +1,6 @@
 // Services a CUDA engine needs from torch: memory, the stream, and the table of sequences.
 #pragma once
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
-
-#include <new>
 
 #include "common/torch/checks.h"
 
@@ -21,18 +18,8 @@ void sequence_table(Sequence* table, int64_t S, int64_t T, const void* values, b
 
 namespace flashcell {
 
-// torch::stable::new_empty would look the op up by name at every call.
 inline Tensor new_tensor(const Tensor& like, const Shape& shape, ScalarType dtype) {
-  namespace detail = torch::stable::detail;
-  Shape strides(shape.size());
-  int64_t stride = 1;
-  for (size_t i = shape.size(); i-- > 0; stride *= shape[i] > 0 ? shape[i] : 1) strides[i] = stride;
-  AtenTensorHandle tensor = nullptr;
-  const AOTITorchError error = aoti_torch_empty_strided(
-      int64_t(shape.size()), shape.data(), strides.data(), detail::to<int32_t>(detail::from(dtype)),
-      aoti_torch_device_type_cuda(), like.get_device_index(), &tensor);
-  if (error) throw std::bad_alloc();
-  return Tensor(tensor);
+  return empty(shape, dtype, aoti_torch_device_type_cuda(), like.get_device_index());
 }
 
 inline cudaStream_t current_stream(const Tensor& like) {

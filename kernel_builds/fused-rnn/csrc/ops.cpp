@@ -12,7 +12,8 @@
 #endif
 #include "common/torch/op.h"
 #include "plan_op.h"
-#include "stack/op.h"
+#include "stack/backward.h"
+#include "stack/forward.h"
 
 #include <limits>
 #include <tuple>

@@ -75,9 +75,11 @@ void run(const ForwardParams& p, Dtype dtype, bool tf32, const Tensor& x) {
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   cuda::Launch launch = prepare<Cell>(p, dtype, tf32, is_aligned(x), x);
   const int cell = AllCells::index_of<Cell>();
-  const int64_t bytes = cuda::forward_scratch(cell, p, dtype, launch);
-  const Tensor scratch = new_tensor(x, {bytes}, ScalarType::Byte);
-  launch.scratch = scratch.mutable_data_ptr();
+  Tensor scratch;
+  if (const int64_t bytes = cuda::forward_scratch(cell, p, dtype, launch)) {
+    scratch = new_tensor(x, {bytes}, ScalarType::Byte);
+    launch.scratch = scratch.mutable_data_ptr();
+  }
   cuda::forward(cell, p, dtype, launch);
 }
 
@@ -89,9 +91,11 @@ void run(BackwardParams p, Dtype dtype, bool tf32, const Tensor& dh) {
   const Tensor partial = new_tensor(dh, {tiles, Cell::kBias, p.N, p.D}, ScalarType::Float);
   p.dbias_partial = partial.mutable_data_ptr();
   const int cell = AllCells::index_of<Cell>();
-  const int64_t bytes = cuda::backward_scratch(cell, p, dtype, launch);
-  const Tensor scratch = new_tensor(dh, {bytes}, ScalarType::Byte);
-  launch.scratch = scratch.mutable_data_ptr();
+  Tensor scratch;
+  if (const int64_t bytes = cuda::backward_scratch(cell, p, dtype, launch)) {
+    scratch = new_tensor(dh, {bytes}, ScalarType::Byte);
+    launch.scratch = scratch.mutable_data_ptr();
+  }
   cuda::backward(cell, p, dtype, launch);
   cuda::reduce_bias(static_cast<const float*>(p.dbias_partial), tiles, Cell::kBias * p.N * p.D,
                     static_cast<float*>(p.dbias), launch.stream);

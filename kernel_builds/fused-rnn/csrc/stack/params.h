@@ -1,6 +1,6 @@
-// What a stack of layers (op.h) asks of a device besides the engines: strided copies, which bring
-// parameters and states into the engines' layout and back and turn sequences around in time, and
-// matrix products.
+// What a stack of layers (layers.h) asks of a device besides the engines: strided copies, which
+// bring parameters and states into the engines' layout and back and turn sequences around in time,
+// and matrix products.
 #pragma once
 #include "common/sequence.h"
 
@@ -18,9 +18,9 @@ struct Copy {
   const void *in, *plus;  // plus has the dtype and the strides of `in`, or is null for 0
   Dtype out_type, in_type;
   int64_t size[4], out_stride[4], in_stride[4];  // in elements
-  // If `packed` has arrays, indices 1 and 2 are b and t: stride 2 is that between rows, stride 1 is not
-  // read, and steps past a sequence's end are left out. `out` or `in` has the rows of the engines;
-  // `turns` takes these in reverse order.
+  // If `packed` has arrays, indices 1 and 2 are b and t: stride 2 is that between rows, stride 1 is
+  // not read, and steps past a sequence's end are left out. `out` or `in` has the rows of the
+  // engines; `turns` takes these in reverse order.
   PackedRows packed;
   bool out_is_engine, turns;
 

@@ -18,8 +18,7 @@ from .functional import (
     slstm,
     slstm_step,
 )
-from .layer import run_layer as run_layer  # which torch.nn's stand-ins call, and checks nothing
-from .layers_op import run_layers as run_layers
+from .layers_op import run_layers as run_layers  # which torch.nn's stand-ins call
 
 if BACKEND is not None:
     from . import autograd  # noqa: F401  (registers fakes and gradients of the binary's ops)

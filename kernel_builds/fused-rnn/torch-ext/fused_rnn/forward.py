@@ -16,9 +16,10 @@ from torch.nn.utils.rnn import PackedSequence
 
 from .checks import DTYPES
 from .dispatch import has_autocast, without_autocast
-from .formulas import is_eager, is_recorded
-from .packed import Layout, describe, fits_rows
-from .padding import pad_heads, padded_width, rows_are_padded
+from .formulas import is_recorded
+from .packed import Layout, describe
+from .padding import pad_heads, padded_width
+from .plain import as_tuple, compute_dtype, is_plain, precision, run_plain
 from .private_names import autocast_is_on_anywhere, first_weight, update_weights, weights_of
 from .stack import Engine, choose_chunk, make_heads, project
 
@@ -42,8 +43,8 @@ def run_sequence(module: Any, kernel: Any, input: Any, hx: Any = None) -> Any:
         raise RuntimeError("Expected sequence length to be larger than 0 in RNN")
     weights = _parameters(module)
     _check_tensors(input, hx, weights[0])
-    if _is_plain(module, kernel, input, hx, weights):
-        y, last = _run_plain(module, kernel, input, hx, weights)
+    if is_plain(module, kernel, input, hx, weights):
+        y, last = run_plain(module, kernel, input, hx, weights)
     else:
         x = input if module.batch_first else input.transpose(0, 1)
         y, last = _run(module, kernel, x, hx, weights, Layout())
@@ -65,8 +66,8 @@ def _run_packed(module: Any, kernel: Any, input: PackedSequence, hx: Any) -> Any
     _check_sizes(module, data, hx, batch_sizes)
     weights = _parameters(module)
     _check_tensors(data, hx, weights[0])
-    if _is_plain(module, kernel, data, hx, weights, batch_sizes):
-        y, last = _run_plain(module, kernel, data, hx, weights, batch_sizes.tolist())
+    if is_plain(module, kernel, data, hx, weights, batch_sizes):
+        y, last = run_plain(module, kernel, data, hx, weights, batch_sizes.tolist())
     else:
         packed = describe(batch_sizes, data.device)
         y, last = _run(module, kernel, packed.unpack(data), hx, weights, packed.layout)
@@ -82,7 +83,7 @@ def _run(
     ...]."""
     dtype, without_autocast = _autocast(x)
     with without_autocast:
-        cell, options = module.mode.lower(), {"precision": _precision(x)}
+        cell, options = module.mode.lower(), {"precision": precision(x)}
         engine = Engine(kernel, cell, layout, options, module.hidden_size)
         N, spec = 2 if module.bidirectional else 1, kernel.CELLS[cell]
         each = len(weights) // (N * module.num_layers)  # parameters of a head
@@ -99,7 +100,7 @@ def _run(
             ]
         x, states, firsts = x.to(dtype), None, None
         if hx is not None:
-            parts = zip(*(s.split(N) for s in _tuple(hx)))
+            parts = zip(*(s.split(N) for s in as_tuple(hx)))
             entered = [engine.enter(h, s, dtype) for h, s in zip(layers, parts)]
             states = [state for state, _ in entered]
             firsts = [first for _, first in entered] if module.proj_size > 0 else None
@@ -116,64 +117,6 @@ def _run(
         if width != module.hidden_size and module.proj_size == 0:
             y = y.view(*y.shape[:2], N, width)[..., : module.hidden_size].flatten(2)
     return y, last if len(last) > 1 else last[0]
-
-
-def _is_plain(
-    module: Any, kernel: Any, x: Tensor, hx: Any, weights: list[Tensor], batch_sizes: Any = None
-) -> bool:
-    """Whether one op can run all layers: in one dtype, without projections, traces and transforms."""
-    kind, stored = x.device.type, weights[0].dtype
-    if kind != kernel.BACKEND or module.proj_size > 0:
-        return False
-    traced = torch.compiler.is_compiling()
-    random = module.training and module.dropout > 0
-    if (random or batch_sizes is not None) if traced else not is_eager():
-        return False
-    dtype = _dtype(x)
-    wide = torch.promote_types(dtype, torch.float32)
-    if stored is not dtype and (stored is not torch.float32 or wide is not torch.float32):
-        return False
-    if x.numel() == 0 or (kind == "cuda" and dtype == torch.float64):
-        return False
-    for w in weights:
-        if w.dtype is not stored:
-            return False
-    for s in _tuple(hx):
-        if s.dtype is not dtype and s.dtype is not wide:
-            return False
-    if kind == "cpu" and not (traced or module.num_layers > 1):
-        return True
-    if rows_are_padded(x, weights[0]):
-        return False
-    if batch_sizes is not None:
-        return kind == "cpu" or fits_rows(len(x), len(batch_sizes), int(batch_sizes[0]))
-    L, N, D = module.num_layers, 2 if module.bidirectional else 1, module.hidden_size
-    B, T, _ = x.shape if module.batch_first else (x.shape[1], x.shape[0], 0)
-    return choose_chunk(kind, L, N, False, B, T, D, is_recorded(x, weights[0])) == 0
-
-
-def _run_plain(
-    module: Any, kernel: Any, x: Tensor, hx: Any, weights: list[Tensor], batch_sizes: Any = ()
-) -> tuple[Tensor, Any]:
-    """Does what `_run` does, with x and the outputs in the module's layout."""
-    kind, dtype = x.device.type, _dtype(x)
-    tf32 = kind == "cuda" and _precision(x) == "tf32"
-    x = x if x.dtype is dtype else x.to(dtype)
-    steps = len(batch_sizes) or x.shape[1 if module.batch_first else 0]
-    width = padded_width(kind, dtype, steps, module.hidden_size)
-    directions = 2 if module.bidirectional else 1
-    dropout = float(module.dropout) if module.training else 0.0
-    options = (batch_sizes, module.bias, directions, module.batch_first, width, dropout, tf32)
-    y, last = kernel.run_layers(module.mode.lower(), x, _tuple(hx), weights, options)
-    return y, tuple(last) if len(last) > 1 else last[0]
-
-
-def _dtype(x: Tensor) -> torch.dtype:
-    """Returns the dtype to compute in."""
-    kind = x.device.type
-    if x.dtype is torch.float64 or not has_autocast(kind) or not torch.is_autocast_enabled(kind):
-        return x.dtype
-    return torch.get_autocast_dtype(kind)
 
 
 def _parameters(module: Any) -> list[Tensor]:
@@ -195,7 +138,7 @@ def run_cell(module: Any, kernel: Any, cell: str, input: Tensor, hx: Any = None)
             pair = cell == "lstm"
             hx = (hx[0].unsqueeze(0), hx[1].unsqueeze(0)) if pair else hx.unsqueeze(0)
     _check_pair(cell, hx)
-    states = _tuple(hx)
+    states = as_tuple(hx)
     _check_cell_sizes(module, input, states)
     names = ("weight_ih", "weight_hh", *(("bias_ih", "bias_hh") if module.bias else ()))
     parameters = [getattr(module, name) for name in names]
@@ -218,20 +161,7 @@ def _autocast(x: Tensor) -> tuple[torch.dtype, AbstractContextManager]:
     kind = x.device.type
     if not has_autocast(kind) or not torch.is_autocast_enabled(kind):
         return x.dtype, nullcontext()
-    return _dtype(x), without_autocast(kind)
-
-
-def _precision(x: Tensor) -> str:
-    # Importing torch.backends.cudnn.rnn replaces it by an object with properties.
-    switch = torch.backends.cudnn.rnn
-    tf32 = x.device.type == "cuda" and switch.fp32_precision == "tf32"  # type: ignore[attr-defined]
-    return "tf32" if tf32 else "highest"
-
-
-def _tuple(hx: Any) -> tuple[Tensor, ...]:
-    if hx is None:
-        return ()
-    return (hx,) if isinstance(hx, Tensor) else tuple(hx)
+    return compute_dtype(x), without_autocast(kind)
 
 
 def _each(hx: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -318,7 +248,7 @@ def _check_tensors(input: Tensor, hx: Any, weight: Tensor) -> None:
             "Input and parameter tensors are not at the same device, found input tensor at "
             f"{input.device} and parameter tensor at {weight.device}"
         )
-    for name, value in (("input", input), *(("hx", s) for s in _tuple(hx))):
+    for name, value in (("input", input), *(("hx", s) for s in as_tuple(hx))):
         if value.dtype not in DTYPES:
             allowed = ", ".join(map(str, DTYPES))
             raise RuntimeError(f"{name} has dtype {value.dtype}, but must be one of {allowed}")

@@ -47,7 +47,7 @@ from .checks import (
 )
 from .dispatch import BACKEND, select_backend, without_autocast
 from .formulas import CALLS, is_recorded
-from .layer import project
+from .projection import project
 from .memory import check_memory
 from .padding import pad_call, padded_width
 from .sequences import lower_masks, stack_states

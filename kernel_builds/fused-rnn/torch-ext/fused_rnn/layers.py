@@ -17,7 +17,6 @@ from .cells import CELLS
 from .dispatch import BACKEND
 from .forward import run_cell, run_sequence
 from .functional import linear, recurrent, recurrent_step
-from .layer import run_layer
 from .layers_op import run_layers
 
 KERNEL = SimpleNamespace(
@@ -26,7 +25,6 @@ KERNEL = SimpleNamespace(
     linear=linear,
     recurrent=recurrent,
     recurrent_step=recurrent_step,
-    run_layer=run_layer,
     run_layers=run_layers,
 )
 

@@ -54,7 +54,9 @@ def run_layers(
 
 class _Layers(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, layer_ops: LayerOps, options: Options, K: int, x: Any, *tensors: Any) -> Any:
+    def forward(
+        ctx: Any, layer_ops: LayerOps, options: Options, K: int, x: Any, *tensors: Any
+    ) -> Any:
         state, weights = tensors[:K], tensors[K:]
         with BelowAutograd():
             y, last, kept = layer_ops.forward(x, state, weights, *options, True)
@@ -66,7 +68,7 @@ class _Layers(torch.autograd.Function):
         wants_dx, wants_dstate = ctx.needs_input_grad[3], any(ctx.needs_input_grad[4 : -ctx.count])
         with BelowAutograd():
             dx, dstate, dweights = _differentiate(ctx, dy, dlast, wants_dx, wants_dstate)
-        grads = (dx, *(dstate or [None] * len(ctx.state_dtypes)), *dweights)
+        grads: Sequence[Any] = (dx, *(dstate or [None] * len(ctx.state_dtypes)), *dweights)
         if torch.is_grad_enabled():  # create_graph=True
             grads = _refuse_second_derivative((dy, *dlast, *ctx.saved_tensors), grads)
         return (None, None, None, *grads)
@@ -83,7 +85,9 @@ def _keep(
     ctx.state_dtypes = [s.dtype for s in state]
 
 
-def _differentiate(ctx: Any, dy: Any, dlast: Sequence[Any], wants_dx: bool, wants_dstate: bool) -> Any:
+def _differentiate(
+    ctx: Any, dy: Any, dlast: Sequence[Any], wants_dx: bool, wants_dstate: bool
+) -> Any:
     """Returns the gradients of x or None, of the states or an empty list, and of the weights."""
     x, *saved = ctx.saved_tensors
     weights, kept = saved[: ctx.count], saved[ctx.count :]
@@ -127,7 +131,17 @@ def _register(cell: Cell) -> None:
 
     @register_fake(f"{cell.name}_layers_fwd")
     def _(
-        x, state, weights, batch_sizes, has_bias, directions, batch_first, width, dropout, tf32, save
+        x,
+        state,
+        weights,
+        batch_sizes,
+        has_bias,
+        directions,
+        batch_first,
+        width,
+        dropout,
+        tf32,
+        save,
     ):
         N, D, I = directions, weights[1].shape[1], weights[0].shape[1]
         L = len(weights) // ((4 if has_bias else 2) * N)
@@ -174,9 +188,10 @@ def _register(cell: Cell) -> None:
     def backward(ctx, dy, dlast, _):
         x, state, *_ = ctx.needs_input_grad
         wants_dstate = any(state) if isinstance(state, (list, tuple)) else bool(state)
-        grads = _differentiate(ctx, dy, dlast, x, wants_dstate)
-        dx, dstate, dweights = grads
-        return (dx, dstate or [None] * len(ctx.state_dtypes), dweights, *(None,) * 8)
+        dx, dstate, dweights = _differentiate(ctx, dy, dlast, x, wants_dstate)
+        dstate = dstate or [None] * len(ctx.state_dtypes)
+        sizes: Any = None if ctx.options[0] else []  # torch takes an empty list for one of tensors
+        return (dx, dstate, dweights, sizes, *(None,) * 7)
 
     torch.library.register_autograd(layer_ops.forward, backward, setup_context=setup_context)
 

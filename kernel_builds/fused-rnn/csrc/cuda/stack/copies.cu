@@ -1,9 +1,9 @@
-// Runs the copies of ../stack/params.h on CUDA: up to kMost of them in one launch.
+// Runs the copies of ../../stack/params.h on CUDA: up to kMost of them in one launch.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include "launch.h"
-#include "run.h"
+#include "../launch.h"
+#include "../run.h"
 
 namespace flashcell::cuda {
 
@@ -87,9 +87,9 @@ struct Steps {
   int sizes[kSizes];  // sequences at each step, which never increase
 };
 
-__global__ void __launch_bounds__(kThreads)
-    rows_kernel(const __grid_constant__ Steps steps, int64_t B, int64_t T, int64_t* begins,
-                int64_t* firsts, int64_t* lengths) {
+__global__ void __launch_bounds__(kThreads) rows_kernel(const __grid_constant__ Steps steps,
+                                                        int64_t B, int64_t T, int64_t* begins,
+                                                        int64_t* firsts, int64_t* lengths) {
   if (threadIdx.x == 0 && blockIdx.x == 0) {
     int64_t row = steps.begin;
     for (int i = 0; i < steps.count; ++i) begins[steps.step + i] = row, row += steps.sizes[i];

@@ -1,8 +1,8 @@
-// Runs the copies and products of ../stack/params.h on CUDA.
+// Runs the copies and products of ../../stack/params.h on CUDA.
 #pragma once
-#include "../stack/params.h"
-#include "call.h"
-#include "gemm/blas.h"
+#include "../../stack/params.h"
+#include "../call.h"
+#include "../gemm/blas.h"
 
 namespace flashcell {
 
@@ -29,8 +29,8 @@ inline SequenceTable packed_sequences(const Tensor& /*firsts*/, const Tensor& le
 // here on.
 inline constexpr int64_t kTf32Products = 50'000'000;
 
-// dweight of wide heads is one large product per head, which cuBLAS does best. For narrow heads it is
-// tall and thin, and our own kernel is faster.
+// dweight of wide heads is one large product per head, which cuBLAS does best. For narrow heads it
+// is tall and thin, and our own kernel is faster.
 inline constexpr int64_t kWidestOwnDweight = 256;
 
 inline void multiply(const Product& p, Dtype dtype, bool tf32, const Tensor& /*like*/) {
@@ -44,12 +44,12 @@ inline void multiply(const Product& p, Dtype dtype, bool tf32, const Tensor& /*l
   // c^T = b^T a^T.
   const bool b_by_rows = p.b_n == 1, a_by_rows = p.a_k == 1;
   check_blas("cublasGemmStridedBatchedEx",
-             cublasGemmStridedBatchedEx(
-                 current_blas_handle(), b_by_rows ? kNone : kTransposed,
-                 a_by_rows ? kNone : kTransposed, int(p.N), int(p.M), int(p.K), &one, p.b, io,
-                 int(b_by_rows ? p.b_k : p.b_n), 0, p.a, io, int(a_by_rows ? p.a_m : p.a_k),
-                 p.a_batch, &zero, p.c, io, int(p.c_m), p.c_batch, int(p.batch),
-                 rounds ? kTf32 : kFp32, kDefaultAlgorithm));
+             cublasGemmStridedBatchedEx(current_blas_handle(), b_by_rows ? kNone : kTransposed,
+                                        a_by_rows ? kNone : kTransposed, int(p.N), int(p.M),
+                                        int(p.K), &one, p.b, io, int(b_by_rows ? p.b_k : p.b_n), 0,
+                                        p.a, io, int(a_by_rows ? p.a_m : p.a_k), p.a_batch, &zero,
+                                        p.c, io, int(p.c_m), p.c_batch, int(p.batch),
+                                        rounds ? kTf32 : kFp32, kDefaultAlgorithm));
 }
 
 }  // namespace flashcell

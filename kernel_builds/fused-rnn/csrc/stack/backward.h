@@ -1,0 +1,195 @@
+// The gradients of the op of forward.h.
+#pragma once
+#include <limits>
+
+#include "layers.h"
+
+namespace flashcell {
+
+// dy as y · dlast: K tensors as last, or none · wants_dx, wants_dstate: whether to compute these
+// -> the gradients of x ([0] if not wanted), of the states in the state dtype (K tensors, or none),
+// and of the weights
+inline constexpr char kLayersBackwardSchema[] =
+    "_layers_bwd(Tensor? dy, Tensor[] dlast, Tensor x, Tensor[] weights, Tensor[] kept, "
+    "int[] batch_sizes, bool has_bias, int directions, bool batch_first, int width, float dropout, "
+    "bool tf32, bool wants_dx, bool wants_dstate) -> (Tensor dx, Tensor[] dstate, Tensor[] "
+    "dweights)";
+
+inline Tensor drop_gradient(const Tensor& dy, const Tensor& mask, double probability) {
+  const double scale = probability < 1 ? 1 / (1 - probability) : 0;
+  std::array<StableIValue, 3> stack{torch::stable::detail::from(dy),
+                                    torch::stable::detail::from(mask),
+                                    torch::stable::detail::from(scale)};
+  TORCH_ERROR_CODE_CHECK(
+      torch_call_dispatcher("aten::native_dropout_backward", "", stack.data(), TORCH_ABI_VERSION));
+  return torch::stable::detail::to<Tensor>(stack[0]);
+}
+
+// Writes the gradients of a layer's recurrent weights, or adds the copies that do.
+template <typename Cell>
+void write_dweight(const Layers<Cell>& s, const Tensor& dr, const Tensor& h_prev, int64_t layer,
+                   bool tf32, Tensors& dweights, Copies& copies, Tensors& alive) {
+  constexpr int64_t G = Cell::kGates;
+  const int64_t N = s.N, D = s.D, P = s.P, rows = s.engine_rows;
+#if defined(CUDA_KERNEL)
+  if (P <= kWidestOwnDweight) {
+    const bool is_apart = N == 2 || s.is_padded() || s.casts();
+    Tensor whole = is_apart ? new_tensor(dr, {G, N, P, P}, s.io) : dweights[s.index(layer, 0, 1)];
+    write_recurrent_dweight(dr, h_prev, rows, G, N, P, tf32, whole);
+    for (int64_t n = 0; n < N && is_apart; ++n) {
+      copies.add(dweights[s.index(layer, n, 1)], 0, {0, D * D, D, 1}, whole, n * P * P,
+                 {0, N * P * P, P, 1}, {1, G, D, D});
+    }
+    alive.push_back(whole);
+    return;
+  }
+#endif
+  for (int64_t n = 0; n < N; ++n) {
+    s.write_gradient(copies, alive, dweights[s.index(layer, n, 1)], [&](Tensor& to) {
+      multiply({D, D, rows, G, at(dr, n * P), N * P, 1, G * N * P, at(h_prev, n * P), N * P, 1,
+                to.mutable_data_ptr(), D * D, D},
+               s.dtype, tf32, dr);
+    });
+  }
+}
+
+template <typename Cell>
+std::tuple<Tensor, Tensors, Tensors> layers_bwd(OptionalTensor dy, Tensors dlast, Tensor x,
+                                                Tensors weights, Tensors kept,
+                                                std::vector<int64_t> batch_sizes, bool has_bias,
+                                                int64_t directions, bool batch_first, int64_t width,
+                                                double dropout, bool tf32, bool wants_dx,
+                                                bool wants_dstate) {
+#if defined(CUDA_KERNEL)
+  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+#endif
+  Layers<Cell> s(x, weights, batch_sizes, has_bias, directions, batch_first, width);
+  using Rows = typename Layers<Cell>::Rows;
+  const int64_t L = s.L, N = s.N, B = s.B, T = s.T, D = s.D, P = s.P, rows = s.rows;
+  const int64_t E = s.engine_rows;
+  constexpr int64_t G = Cell::kGates;
+  dlast = s.check_states(dlast, "dlast");
+  if (s.is_packed) write_packed_rows(batch_sizes, s.begins, s.firsts, s.lengths);
+  x = dense(x);
+  Copies copies(x);
+  Tensors alive;  // what copies read until they have run
+
+  size_t first = 0, next = kept.size();
+  const auto take = [&](const char* name, const Shape& shape, ScalarType type) {
+    STD_TORCH_CHECK(next > first, "kept must have what the forward kept, got ", kept.size(),
+                    " tensors");
+    return operand(kept[--next], name, shape, type);
+  };
+  Tensor packed;
+  if (s.packs()) {
+    STD_TORCH_CHECK(!kept.empty(), "kept must have what the forward kept, got no tensors");
+    packed = operand(kept[first++], "kept weights", {s.place_of(L, 0, false)}, s.io);
+  }
+  Tensor last;
+  if (!dlast.empty()) {
+    last = s.new_heads(x, {L * s.states()}, s.unrounded);
+    s.bring_states(copies, last, dlast);
+  }
+  Tensor dbias = new_tensor(x, {L * Cell::kBias * N * P}, s.unrounded);
+  Tensor dinitial = new_tensor(x, {L * s.states()}, s.unrounded);
+  Tensors dweights;
+  for (const Tensor& weight : s.weights) {
+    dweights.push_back(new_tensor(x, shape_of(weight), s.stored));
+  }
+
+  Tensor upper;  // the gradient of a layer's outputs
+  Rows place = s.inner(N * D);
+  if (dy) {
+    check_shape(*dy, "dy", s.shape(N * D));
+    check_dtype(*dy, "dy", s.io);
+    upper = *dy;
+    place.batch = s.is_packed ? 0 : upper.stride(batch_first ? 0 : 1);
+    place.time = upper.stride(batch_first && !s.is_packed ? 1 : 0);
+    place.unit = upper.stride(s.is_packed ? 1 : 2);
+  } else {
+    upper = new_tensor(x, s.inner_shape(N * D), s.io);
+    torch::stable::zero_(upper);
+  }
+  for (int64_t l = L - 1; l >= 0; --l) {
+    const int64_t I = s.width_of(l);
+    const Tensor h_prev = take("kept h_prev", {E, N, P}, s.io);
+    const Tensor saved = take("kept saved", {E, Cell::kSaved, N, P}, saved_dtype(x));
+    const Tensor input = l > 0 ? take("kept input", s.inner_shape(I), s.io) : x;
+    Tensor dh = upper;
+    const bool is_dense = (place.batch == T * N * D || B == 1) && (place.time == N * D || T == 1) &&
+                          (place.unit == 1 || D == 1);
+    if (N == 2 || P != D || s.is_packed || !is_dense) {
+      dh = s.new_rows(x, {E, N * P});
+      for (int64_t n = 0; n < N; ++n) {
+        const Rows from{n * D * place.unit, place.batch, place.time, place.unit};
+        s.enter(copies, dh, n * P, N * P, upper, from, D, n == 1);
+      }
+    }
+    copies.run();
+    dh = dense(dh);  // a slice of another tensor may not be aligned
+
+    Tensor dgates = new_tensor(x, {E, G, N, P}, s.io);
+    Tensor dr = Cell::kSplitGrad ? new_tensor(x, {E, G, N, P}, s.io) : dgates;
+    BackwardParams p{};
+    p.S = B, p.N = N, p.D = P, p.T = T;
+    const auto list = list_sequences(s, dh, 0, 0);
+    p.sequences = list.data();
+    p.weight = s.w_hh(packed, l), p.dh = dh.const_data_ptr();
+    p.dlast = dlast.empty() ? nullptr : at(last, l * s.states());
+    p.saved = saved.const_data_ptr(), p.grad_clip = std::numeric_limits<double>::infinity();
+    p.dx = dgates.mutable_data_ptr(), p.dr = Cell::kSplitGrad ? dr.mutable_data_ptr() : nullptr;
+    p.dbias = at(dbias, l * Cell::kBias * N * P), p.dstate = at(dinitial, l * s.states());
+    run<Cell>(p, s.dtype, tf32, dh);
+
+    // The gradients of each direction's gates, [N, rows, G, P], with rows as those of the input.
+    Tensor ordered = dgates;
+    if (N == 2 || s.is_packed || (l == 0 && !s.has_engine_rows())) {
+      ordered = new_tensor(x, {N, rows, G * P}, s.io);
+      for (int64_t n = 0; n < N; ++n) {
+        for (int64_t g = 0; g < G; ++g) {
+          const int64_t begin = n * rows * G * P + g * P;
+          const Rows to = l == 0 ? s.outer(G * P, begin) : s.inner(G * P, begin);
+          s.leave(copies, ordered, to, dgates, (g * N + n) * P, G * N * P, P, n == 1);
+        }
+      }
+      copies.run();
+    }
+    write_dweight<Cell>(s, dr, h_prev, l, tf32, dweights, copies, alive);
+    for (int64_t n = 0; n < N; ++n) {
+      s.write_gradient(copies, alive, dweights[s.index(l, n, 0)], [&](Tensor& to) {
+        const int64_t batch = s.is_padded() ? G : 1;  // without the padded units of each gate
+        multiply({batch == 1 ? G * D : D, I, rows, batch, at(ordered, n * rows * G * P), P, 1,
+                  G * P, input.const_data_ptr(), I, 1, to.mutable_data_ptr(), D * I, I},
+                 s.dtype, tf32, x);
+      });
+    }
+    if (l == 0 && !wants_dx) {
+      upper = new_tensor(x, {0}, s.io);
+      break;
+    }
+    upper = new_tensor(x, l == 0 ? shape_of(x) : s.inner_shape(I), s.io);
+    place = s.inner(I);
+    for (int64_t n = 0; n < N; ++n) {
+      Tensor part = n == 0 ? upper : new_tensor(x, {rows, I}, s.io);
+      multiply({rows, I, G * P, 1, at(ordered, n * rows * G * P), 0, G * P, 1, s.w_ih(packed, l, n),
+                I, 1, part.mutable_data_ptr(), 0, I},
+               s.dtype, tf32, x);
+      if (n == 0) continue;
+      copies.add(upper, 0, {0, 0, 0, 1}, upper, 0, {0, 0, 0, 1}, {1, 1, 1, rows * I}, &part);
+      copies.run();
+    }
+    if (l > 0 && dropout > 0) {
+      upper = drop_gradient(upper, take("kept mask", s.inner_shape(I), ScalarType::Bool), dropout);
+    }
+  }
+  Tensors dstate;
+  if (wants_dstate) {
+    dstate = s.new_states(x, s.unrounded);
+    s.return_states(copies, dstate, dinitial);
+  }
+  if (has_bias) s.return_bias(copies, dweights, dbias);
+  copies.run();
+  return {upper, dstate, dweights};
+}
+
+}  // namespace flashcell

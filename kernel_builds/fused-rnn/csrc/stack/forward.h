@@ -1,0 +1,151 @@
+// The op that runs all layers of a module (layers.h has its shapes).
+#pragma once
+#include "layers.h"
+
+namespace flashcell {
+
+// x [B,T,I], or [T,B,I] unless batch_first, or, with batch_sizes, [rows,I] · state: K tensors [L
+// N,B,D], in the dtype of x or in the state dtype, or none · weights: for each layer and direction
+// w_ih [G D,I], w_hh [G D,D] and, if has_bias, b_ih [G D], b_hh [G D], in the dtype of x or in fp32
+// · batch_sizes: of a PackedSequence, or none · width: P, at least D · dropout: probability,
+// between layers
+// -> y as x, N D wide · last: K tensors [L N,B,D] in the dtype of x · kept: what the backward
+// reads, empty unless `save`
+inline constexpr char kLayersForwardSchema[] =
+    "_layers_fwd(Tensor x, Tensor[] state, Tensor[] weights, int[] batch_sizes, bool has_bias, "
+    "int directions, bool batch_first, int width, float dropout, bool tf32, bool save) "
+    "-> (Tensor y, Tensor[] last, Tensor[] kept)";
+
+inline Tensor drop(const Tensor& x, double probability, Tensor& mask) {
+  std::array<StableIValue, 3> stack{torch::stable::detail::from(x),
+                                    torch::stable::detail::from(probability),
+                                    torch::stable::detail::from(std::optional<bool>(true))};
+  TORCH_ERROR_CODE_CHECK(
+      torch_call_dispatcher("aten::native_dropout", "", stack.data(), TORCH_ABI_VERSION));
+  mask = torch::stable::detail::to<Tensor>(stack[1]);
+  return torch::stable::detail::to<Tensor>(stack[0]);
+}
+
+template <typename Cell>
+std::tuple<Tensor, Tensors, Tensors> layers_fwd(Tensor x, Tensors state, Tensors weights,
+                                                std::vector<int64_t> batch_sizes, bool has_bias,
+                                                int64_t directions, bool batch_first, int64_t width,
+                                                double dropout, bool tf32, bool save) {
+#if defined(CUDA_KERNEL)
+  const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+#endif
+  Layers<Cell> s(x, weights, batch_sizes, has_bias, directions, batch_first, width);
+  using Rows = typename Layers<Cell>::Rows;
+  const int64_t L = s.L, N = s.N, D = s.D, P = s.P, rows = s.rows, E = s.engine_rows;
+  constexpr int64_t G = Cell::kGates;
+  state = s.check_states(state, "state");
+  STD_TORCH_CHECK(0 <= dropout && dropout <= 1, "dropout must be from 0 to 1, got ", dropout);
+  if (s.is_packed) write_packed_rows(batch_sizes, s.begins, s.firsts, s.lengths);
+  x = dense(x);
+  Copies copies(x);
+  Tensors alive, kept;  // `alive` holds what copies read until they have run
+
+  Tensor initial, bias, packed;
+  if (!state.empty()) {
+    initial = s.new_heads(x, {L * s.states()}, s.unrounded);
+    s.bring_states(copies, initial, state);
+  }
+  if (has_bias) {
+    bias = s.new_heads(x, {L * Cell::kBias * N * P}, s.unrounded);
+    s.bring_bias(copies, bias);
+  }
+  if (s.packs()) {
+    packed = s.new_heads(x, {s.place_of(L, 0, false)}, s.io);
+    s.bring_weights(copies, packed);
+    if (save) kept.push_back(packed);
+  }
+  Tensor last = new_tensor(x, {L * s.states()}, s.unrounded);
+
+  // The input of a layer, and the same turned around in time. That of a PackedSequence is turned
+  // around when its gates are brought to the engines' rows.
+  Tensor input = x, turned;
+  if (N == 2 && !s.is_packed) {
+    turned = new_tensor(x, shape_of(x), s.io);
+    s.move(copies, turned, s.outer(s.I), x, s.outer(s.I), s.I, true);
+  }
+  for (int64_t l = 0; l < L; ++l) {
+    copies.run();
+    const bool is_top = l == L - 1;
+    const int64_t I = s.width_of(l);
+    Tensor gates = new_tensor(x, {N, rows, 1, G, P}, s.io);
+    for (int64_t n = 0; n < N; ++n) {
+      const Tensor& read = n == 0 || s.is_packed ? input : turned;
+      multiply({rows, G * P, I, 1, read.const_data_ptr(), 0, I, 1, s.w_ih(packed, l, n), 1, I,
+                at(gates, n * rows * G * P), 0, G * P},
+               s.dtype, tf32, x);
+    }
+    Rows at_gates = l == 0 ? s.outer(G * P) : s.inner(G * P);
+    if (s.is_packed) {
+      Tensor brought = s.new_rows(x, {N, E, 1, G, P});
+      for (int64_t n = 0; n < N; ++n) {
+        s.enter(copies, brought, n * E * G * P, G * P, gates, {n * rows * G * P, 0, G * P}, G * P,
+                n == 1);
+      }
+      copies.run();
+      gates = brought, at_gates = {0, s.T * G * P, G * P};
+    }
+    // Whether the outputs of the recurrence are those of the layer.
+    const bool is_done = N == 1 && P == D && !s.is_packed && (!is_top || s.has_engine_rows());
+    const Shape done = is_top ? s.shape(D) : s.inner_shape(D);
+    Tensor h = new_tensor(x, is_done ? done : Shape{E, N * P}, s.io);
+    Tensor saved, h_prev;
+    if (save) {
+      saved = new_tensor(x, {E, Cell::kSaved, N, P}, saved_dtype(x));
+      h_prev = new_tensor(x, {E, N, P}, s.io);
+      kept.push_back(saved), kept.push_back(h_prev);
+    }
+    ForwardParams p{};
+    p.S = s.B, p.N = N, p.D = P, p.T = s.T;
+    p.weight = s.w_hh(packed, l), p.x = gates.const_data_ptr();
+    p.x_batch = at_gates.batch, p.x_time = at_gates.time, p.x_gate = P, p.x_head = E * G * P;
+    const auto list = list_sequences(s, gates, p.x_batch, p.x_time);
+    p.sequences = list.data();
+    if (has_bias) p.bias = at(bias, l * Cell::kBias * N * P);
+    if (!state.empty()) p.initial = at(initial, l * s.states());
+    p.h = h.mutable_data_ptr(), p.last = at(last, l * s.states());
+    p.saved = save ? saved.mutable_data_ptr() : nullptr;
+    p.h_prev = save ? h_prev.mutable_data_ptr() : nullptr;
+    run<Cell>(p, s.dtype, tf32, gates);
+
+    if (is_done) {
+      input = h;
+    } else {
+      input = new_tensor(x, is_top ? s.shape(N * D) : s.inner_shape(N * D), s.io);
+      for (int64_t n = 0; n < N; ++n) {
+        const Rows to = is_top ? s.outer(N * D, n * D) : s.inner(N * D, n * D);
+        s.leave(copies, input, to, h, n * P, N * P, D, n == 1);
+      }
+      alive.push_back(h);
+    }
+    if (is_top) break;
+    if (dropout > 0) {
+      Tensor mask;
+      copies.run();
+      input = drop(input, dropout, mask);
+      if (save) kept.push_back(mask);
+    }
+    if (N == 2 && !s.is_packed) {
+      turned = new_tensor(x, s.inner_shape(N * D), s.io);
+      for (int64_t n = 0; n < N; ++n) {
+        const Rows place = s.inner(N * D, n * D);
+        if (dropout > 0) {
+          s.move(copies, turned, place, input, place, D, true);
+        } else {
+          s.move(copies, turned, place, h, s.inner(N * P, n * P), D, n == 0);
+        }
+      }
+    }
+    if (save) kept.push_back(input);
+  }
+  Tensors returned = s.new_states(x, s.io);
+  s.return_states(copies, returned, last);
+  copies.run();
+  return {input, returned, kept};
+}
+
+}  // namespace flashcell

@@ -1,0 +1,334 @@
+// The sizes and the parameters of a torch.nn LSTM, GRU or RNN, all of whose layers run as one op
+// (forward.h), and their gradients as another (backward.h): projections, recurrences, directions,
+// dropout, and torch's layouts of parameters and states.
+// L layers, N directions, B batch, T time, I input width, D hidden width; G gates, K states, R bias
+// rows. The directions of a layer are heads of one recurrence. The second one runs on an input that
+// is turned around in time, and its outputs are turned back. The recurrence may be wider than D,
+// with P units a head: the others have zeros as parameters, and stay zero. Of a PackedSequence, x
+// and y are the rows; the engines have rows of their own (PackedRows).
+#pragma once
+#include "../cells/all.h"
+#include "common/torch/op.h"
+#include "params.h"
+#if defined(CUDA_KERNEL)
+#include "../cuda/stack/run.h"
+#else
+#include "../cpu/linear.h"
+#include "../cpu/stack.h"
+#endif
+
+#include <tuple>
+
+namespace flashcell {
+
+using Tensors = std::vector<Tensor>;
+
+inline char* at(Tensor& tensor, int64_t element) {
+  return (char*)tensor.mutable_data_ptr() + element * tensor.element_size();
+}
+inline const char* at(const Tensor& tensor, int64_t element) {
+  return (const char*)tensor.const_data_ptr() + element * tensor.element_size();
+}
+
+// Collects copies, and runs those that it has when `run` is called. A tensor must live until then.
+class Copies {
+ public:
+  explicit Copies(const Tensor& like) : like_(like) {}
+
+  struct Strides {
+    int64_t of[4];
+  };
+
+  void add(Tensor& out, int64_t out_at, Strides out_strides, const Tensor& in, int64_t in_at,
+           Strides in_strides, Strides sizes, const Tensor* plus = nullptr) {
+    Copy copy{};
+    copy.out = at(out, out_at), copy.in = at(in, in_at);
+    copy.plus = plus ? at(*plus, in_at) : nullptr;
+    copy.out_type = io_dtype(out, "a result"), copy.in_type = io_dtype(in, "a copy");
+    for (int i = 0; i < 4; ++i) {
+      copy.size[i] = sizes.of[i];
+      copy.out_stride[i] = out_strides.of[i], copy.in_stride[i] = in_strides.of[i];
+    }
+    copies_.push_back(copy);
+  }
+
+  // Makes the last copy one between rows of a PackedSequence and the engines'.
+  void map_rows(const PackedRows& packed, bool out_is_engine, bool turns) {
+    Copy& copy = copies_.back();
+    copy.packed = packed, copy.out_is_engine = out_is_engine, copy.turns = turns;
+  }
+
+  void run() {
+    if (!copies_.empty()) run_copies(copies_, like_);
+    copies_.clear();
+  }
+
+ private:
+  const Tensor& like_;
+  std::vector<Copy> copies_;
+};
+
+// The sizes of a call, checked, and its parameters as dense tensors.
+template <typename Cell>
+struct Layers {
+  static constexpr int64_t G = Cell::kGates, K = Cell::kStates, R = Cell::kBias;
+  static constexpr int64_t kSummed = 2 * G - R;  // rows of b_ih and b_hh that are added up
+  int64_t L, N, B, T, I, D, P, each;
+  int64_t rows, engine_rows;         // of x and y, and of the engines' tensors
+  int64_t x_batch, x_time;           // strides of the rows of x
+  ScalarType io, unrounded, stored;  // of x, of the states and of the weights
+  Dtype dtype;
+  bool has_bias, batch_first, is_packed;
+  Tensors weights;
+  Tensor begins, firsts, lengths;  // the arrays of packed_rows
+  PackedRows packed_rows{};
+
+  Layers(const Tensor& x, const Tensors& given, const std::vector<int64_t>& batch_sizes, bool bias,
+         int64_t directions, bool by_batch, int64_t width)
+      : N(directions),
+        P(width),
+        each(bias ? 4 : 2),
+        has_bias(bias),
+        batch_first(by_batch),
+        is_packed(!batch_sizes.empty()),
+        weights(given) {
+    STD_TORCH_CHECK(N == 1 || N == 2, "directions must be 1 or 2, got ", N);
+    const int64_t count = int64_t(weights.size());
+    STD_TORCH_CHECK(count > 0 && count % (N * each) == 0, "weights must be ", each,
+                    " for each layer and direction, got ", count);
+    L = count / (N * each);
+    if (is_packed) {
+      check_rank(x, "x", 2, "[rows, I]");
+      check_batch_sizes(batch_sizes, x.size(0));
+      B = batch_sizes[0], T = int64_t(batch_sizes.size()), I = x.size(1), rows = x.size(0);
+      x_batch = 0, x_time = 1;
+    } else {
+      check_rank(x, "x", 3, batch_first ? "[B, T, I]" : "[T, B, I]");
+      B = x.size(batch_first ? 0 : 1), T = x.size(batch_first ? 1 : 0), I = x.size(2), rows = B * T;
+      x_batch = batch_first ? T : 1, x_time = batch_first ? 1 : B;
+    }
+    engine_rows = is_packed ? flashcell::engine_rows(B, T, rows) : rows;
+    check_rank(weights[1], "weights[1]", 2, "[G D, D]");
+    D = weights[1].size(1);
+    STD_TORCH_CHECK(B > 0 && T > 0 && I > 0 && D > 0, "x must not be empty, got shape ",
+                    to_string(shape_of(x)));
+    STD_TORCH_CHECK(D <= P && P < int64_t(1) << 31, "width must be from ", D,
+                    " to 2147483647, got ", P);
+    dtype = io_dtype(x, "x"), io = x.scalar_type(), unrounded = state_dtype(x);
+#if defined(CUDA_KERNEL)
+    STD_TORCH_CHECK(dtype != Dtype::kDouble, "x must be float32, float16 or bfloat16 on CUDA");
+#endif
+    stored = weights[0].scalar_type();
+    if (stored != io) check_dtype(weights[0], "weights[0]", ScalarType::Float);
+    for (int64_t i = 0; i < count; ++i) {
+      const Shape shape = i % each == 0   ? Shape{G * D, width_of(i / (N * each))}
+                          : i % each == 1 ? Shape{G * D, D}
+                                          : Shape{G * D};
+      weights[i] =
+          operand(weights[i], ("weights[" + std::to_string(i) + "]").c_str(), shape, stored);
+    }
+    if (!is_packed) return;
+    begins = new_tensor(x, {T}, ScalarType::Long);
+    firsts = new_tensor(x, {B}, ScalarType::Long);
+    lengths = new_tensor(x, {B}, ScalarType::Long);
+    packed_rows = {(const int64_t*)begins.const_data_ptr(), (const int64_t*)firsts.const_data_ptr(),
+                   (const int64_t*)lengths.const_data_ptr()};
+  }
+
+  static void check_batch_sizes(const std::vector<int64_t>& sizes, int64_t rows) {
+    int64_t total = 0, before = int64_t(1) << 31;
+    for (const int64_t size : sizes) {
+      STD_TORCH_CHECK(0 < size && size <= before && size < int64_t(1) << 31,
+                      "batch_sizes must be positive and never increase, got ", to_string(sizes));
+      before = size, total += size;
+    }
+    STD_TORCH_CHECK(total == rows, "batch_sizes must sum up to the rows of x, ", rows, ", got ",
+                    total);
+  }
+
+  int64_t width_of(int64_t layer) const { return layer == 0 ? I : N * D; }
+  int64_t states() const { return K * B * N * P; }  // elements of a layer's states
+  bool is_padded() const { return P != D; }
+  bool casts() const { return stored != io; }
+  // Whether the rows of x are those of the engines.
+  bool has_engine_rows() const { return !is_packed && (batch_first || B == 1 || T == 1); }
+  Shape shape(int64_t width) const {  // of x and y
+    return is_packed ? Shape{rows, width} : batch_first ? Shape{B, T, width} : Shape{T, B, width};
+  }
+  Shape inner_shape(int64_t width) const {  // of what layers pass to each other
+    return is_packed ? Shape{rows, width} : Shape{B, T, width};
+  }
+
+  const Tensor& weight(int64_t layer, int64_t direction, int64_t which) const {
+    return weights[index(layer, direction, which)];
+  }
+  size_t index(int64_t layer, int64_t direction, int64_t which) const {
+    return size_t((layer * N + direction) * each + which);
+  }
+
+  // The weights as the engines and products read them. They are torch's own, or lie in one tensor:
+  // for each layer w_hh [G, N, P, P] and, if padded or cast, w_ih [N, G P, I].
+  bool packs() const { return N == 2 || is_padded() || casts(); }
+  bool packs_w_ih() const { return is_padded() || casts(); }
+  static int64_t aligned(int64_t elements) { return (elements + 63) / 64 * 64; }
+  int64_t place_of(int64_t layer, int64_t direction, bool is_input) const {
+    int64_t place = 0;
+    for (int64_t l = 0; l < layer; ++l) {
+      place += aligned(G * N * P * P);
+      if (packs_w_ih()) place += N * aligned(G * P * width_of(l));
+    }
+    if (!is_input) return place;
+    return place + aligned(G * N * P * P) + direction * aligned(G * P * width_of(layer));
+  }
+  const void* w_hh(const Tensor& packed, int64_t layer) const {
+    return packs() ? at(packed, place_of(layer, 0, false)) : weight(layer, 0, 1).const_data_ptr();
+  }
+  const void* w_ih(const Tensor& packed, int64_t layer, int64_t direction) const {
+    return packs_w_ih() ? at(packed, place_of(layer, direction, true))
+                        : weight(layer, direction, 0).const_data_ptr();
+  }
+  void bring_weights(Copies& copies, Tensor& packed) const {
+    for (int64_t l = 0; l < L; ++l) {
+      for (int64_t n = 0; n < N; ++n) {
+        copies.add(packed, place_of(l, 0, false) + n * P * P, {0, N * P * P, P, 1}, weight(l, n, 1),
+                   0, {0, D * D, D, 1}, {1, G, D, D});
+        if (!packs_w_ih()) continue;
+        const int64_t width = width_of(l);
+        copies.add(packed, place_of(l, n, true), {0, 0, P * width, 1}, weight(l, n, 0), 0,
+                   {0, 0, D * width, 1}, {1, 1, G, D * width});
+      }
+    }
+  }
+
+  // A new tensor of heads, with zeros where units are padded.
+  Tensor new_heads(const Tensor& like, const Shape& shape, ScalarType type) const {
+    Tensor heads = new_tensor(like, shape, type);
+    if (is_padded()) torch::stable::zero_(heads);
+    return heads;
+  }
+
+  // Adds copies between torch's states, K tensors [L N, B, D], and [L, K, B, N, P].
+  void bring_states(Copies& copies, Tensor& packed, const Tensors& from) const {
+    for (int64_t k = 0; k < K; ++k) {
+      const int64_t next = from[k].stride(0);
+      copies.add(packed, k * B * N * P, {states(), P, N * P, 1}, from[k], 0,
+                 {N * next, next, from[k].stride(1), from[k].stride(2)}, {L, N, B, D});
+    }
+  }
+  void return_states(Copies& copies, Tensors& to, const Tensor& packed) const {
+    for (int64_t k = 0; k < K; ++k) {
+      copies.add(to[k], 0, {N * B * D, B * D, D, 1}, packed, k * B * N * P, {states(), P, N * P, 1},
+                 {L, N, B, D});
+    }
+  }
+  Tensors check_states(const Tensors& given, const char* name) const {
+    STD_TORCH_CHECK(given.empty() || int64_t(given.size()) == K, name, " must be ", K,
+                    " tensors or none, got ", given.size());
+    for (const Tensor& state : given) {
+      check_shape(state, name, {L * N, B, D});
+      if (state.scalar_type() != io) check_dtype(state, name, unrounded);
+    }
+    return given;
+  }
+  Tensors new_states(const Tensor& like, ScalarType type) const {
+    Tensors states;
+    for (int64_t k = 0; k < K; ++k) states.push_back(new_tensor(like, {L * N, B, D}, type));
+    return states;
+  }
+
+  // Adds the copies between torch's biases and [L, R, N, P].
+  void bring_bias(Copies& copies, Tensor& bias) const {
+    const int64_t row = N * P;
+    for (int64_t i = 0; i < L * N; ++i) {
+      const Tensor &ih = weight(0, i, 2), &hh = weight(0, i, 3);
+      const int64_t to = i / N * R * row + i % N * P;
+      copies.add(bias, to, {0, 0, row, 1}, ih, 0, {0, 0, D, 1}, {1, 1, kSummed, D}, &hh);
+      if (kSummed == G) continue;
+      copies.add(bias, to + kSummed * row, {0, 0, row, 1}, ih, kSummed * D, {0, 0, D, 1},
+                 {1, 1, G - kSummed, D});
+      copies.add(bias, to + G * row, {0, 0, row, 1}, hh, kSummed * D, {0, 0, D, 1},
+                 {1, 1, G - kSummed, D});
+    }
+  }
+  void return_bias(Copies& copies, Tensors& dweights, const Tensor& dbias) const {
+    const int64_t row = N * P;
+    for (int64_t i = 0; i < L * N; ++i) {
+      Tensor &ih = dweights[index(0, i, 2)], &hh = dweights[index(0, i, 3)];
+      const int64_t from = i / N * R * row + i % N * P;
+      copies.add(ih, 0, {0, 0, D, 1}, dbias, from, {0, 0, row, 1}, {1, 1, G, D});
+      copies.add(hh, 0, {0, 0, D, 1}, dbias, from, {0, 0, row, 1}, {1, 1, kSummed, D});
+      if (kSummed == G) continue;
+      copies.add(hh, kSummed * D, {0, 0, D, 1}, dbias, from + G * row, {0, 0, row, 1},
+                 {1, 1, G - kSummed, D});
+    }
+  }
+
+  // Calls `write` with a tensor for a weight's gradient in the dtype of x, and adds the copy to
+  // `out`, which may have another.
+  template <typename Write>
+  void write_gradient(Copies& copies, Tensors& alive, Tensor& out, Write write) const {
+    if (!casts()) return write(out);
+    Tensor rounded = new_tensor(out, shape_of(out), io);
+    write(rounded);
+    copies.add(out, 0, {0, 0, 0, 1}, rounded, 0, {0, 0, 0, 1}, {1, 1, 1, out.numel()});
+    alive.push_back(rounded);
+  }
+
+  // A new tensor of the engines' rows, with zeros where no copy writes.
+  Tensor new_rows(const Tensor& like, const Shape& shape) const {
+    Tensor tensor = new_tensor(like, shape, io);
+    if (is_padded() || engine_rows != rows) torch::stable::zero_(tensor);
+    return tensor;
+  }
+
+  // Where a tensor's rows are, in elements.
+  struct Rows {
+    int64_t begin, batch, time, unit = 1;
+  };
+  // The rows of x and y if they are `width` apart, and those between layers.
+  Rows outer(int64_t width, int64_t begin = 0) const {
+    return {begin, x_batch * width, x_time * width};
+  }
+  Rows inner(int64_t width, int64_t begin = 0) const {
+    return {begin, is_packed ? 0 : T * width, width};
+  }
+
+  // Adds copies of C elements of every row, from [G, rows of x or y] to [rows of the engines, G],
+  // and back; `turns` the sequences around in time.
+  void enter(Copies& copies, Tensor& engine, int64_t begin, int64_t width, const Tensor& x,
+             Rows from, int64_t C, bool turns) const {
+    if (is_packed) {
+      copies.add(engine, begin, {0, 0, width, 1}, x, from.begin, {0, 0, from.time, from.unit},
+                 {1, B, T, C});
+      copies.map_rows(packed_rows, true, turns);
+    } else {
+      move(copies, engine, {begin, T * width, width}, x, from, C, turns);
+    }
+  }
+  void leave(Copies& copies, Tensor& y, Rows to, const Tensor& engine, int64_t begin, int64_t width,
+             int64_t C, bool turns) const {
+    if (is_packed) {
+      copies.add(y, to.begin, {0, 0, to.time, to.unit}, engine, begin, {0, 0, width, 1},
+                 {1, B, T, C});
+      copies.map_rows(packed_rows, false, turns);
+    } else {
+      move(copies, y, to, engine, {begin, T * width, width}, C, turns);
+    }
+  }
+  // Does the same between rows that are in the order of the batch and of time.
+  void move(Copies& copies, Tensor& out, Rows to, const Tensor& in, Rows from, int64_t C,
+            bool turns) const {
+    const int64_t begin = turns ? to.begin + (T - 1) * to.time : to.begin;
+    copies.add(out, begin, {0, to.batch, turns ? -to.time : to.time, to.unit}, in, from.begin,
+               {0, from.batch, from.time, from.unit}, {1, B, T, C});
+  }
+};
+
+// The list of sequences for an engine whose x has rows `stride` elements apart, or batch and time.
+template <typename Cell>
+auto list_sequences(const Layers<Cell>& s, const Tensor& like, int64_t batch, int64_t time) {
+  return s.is_packed ? packed_sequences(s.firsts, s.lengths, s.T, time)
+                     : sequences(like, s.B, s.T, std::nullopt, std::nullopt, batch, time);
+}
+
+}  // namespace flashcell

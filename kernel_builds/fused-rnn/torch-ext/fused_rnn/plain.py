@@ -1,0 +1,85 @@
+"""Runs the modules of torch.nn whose layers are one op (layers_op.py), and says which are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .dispatch import has_autocast
+from .formulas import is_eager, is_recorded
+from .packed import fits_rows
+from .padding import padded_width, rows_are_padded
+from .stack import choose_chunk
+
+
+def is_plain(
+    module: Any, kernel: Any, x: Tensor, hx: Any, weights: list[Tensor], batch_sizes: Any = None
+) -> bool:
+    """Whether one op can run all layers: in one dtype, without projections, traces and transforms."""
+    kind, stored = x.device.type, weights[0].dtype
+    if kind != kernel.BACKEND or module.proj_size > 0:
+        return False
+    traced = torch.compiler.is_compiling()
+    random = module.training and module.dropout > 0
+    if (random or batch_sizes is not None) if traced else not is_eager():
+        return False
+    dtype = compute_dtype(x)
+    wide = torch.float64 if dtype is torch.float64 else torch.float32  # of the states
+    if stored is not dtype and (stored is not torch.float32 or wide is not torch.float32):
+        return False
+    if x.numel() == 0 or (kind == "cuda" and dtype == torch.float64):
+        return False
+    for w in weights:
+        if w.dtype is not stored:
+            return False
+    for s in as_tuple(hx):
+        if s.dtype is not dtype and s.dtype is not wide:
+            return False
+    if kind == "cpu" and not (traced or module.num_layers > 1):
+        return True
+    if rows_are_padded(x, weights[0]):
+        return False
+    if batch_sizes is not None:
+        return kind == "cpu" or fits_rows(len(x), len(batch_sizes), int(batch_sizes[0]))
+    L, N, D = module.num_layers, 2 if module.bidirectional else 1, module.hidden_size
+    B, T, _ = x.shape if module.batch_first else (x.shape[1], x.shape[0], 0)
+    return choose_chunk(kind, L, N, False, B, T, D, is_recorded(x, weights[0])) == 0
+
+
+def run_plain(
+    module: Any, kernel: Any, x: Tensor, hx: Any, weights: list[Tensor], batch_sizes: Any = ()
+) -> tuple[Tensor, Any]:
+    """Does what `_run` does, with x and the outputs in the module's layout."""
+    kind, dtype = x.device.type, compute_dtype(x)
+    tf32 = kind == "cuda" and precision(x) == "tf32"
+    x = x if x.dtype is dtype else x.to(dtype)
+    steps = len(batch_sizes) or x.shape[1 if module.batch_first else 0]
+    width = padded_width(kind, dtype, steps, module.hidden_size)
+    directions = 2 if module.bidirectional else 1
+    dropout = float(module.dropout) if module.training else 0.0
+    options = (batch_sizes, module.bias, directions, module.batch_first, width, dropout, tf32)
+    y, last = kernel.run_layers(module.mode.lower(), x, as_tuple(hx), weights, options)
+    return y, tuple(last) if len(last) > 1 else last[0]
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """Returns the dtype to compute in."""
+    kind = x.device.type
+    if x.dtype is torch.float64 or not has_autocast(kind) or not torch.is_autocast_enabled(kind):
+        return x.dtype
+    return torch.get_autocast_dtype(kind)
+
+
+def precision(x: Tensor) -> str:
+    # Importing torch.backends.cudnn.rnn replaces it by an object with properties.
+    switch = torch.backends.cudnn.rnn
+    tf32 = x.device.type == "cuda" and switch.fp32_precision == "tf32"  # type: ignore[attr-defined]
+    return "tf32" if tf32 else "highest"
+
+
+def as_tuple(hx: Any) -> tuple[Tensor, ...]:
+    if hx is None:
+        return ()
+    return (hx,) if isinstance(hx, Tensor) else tuple(hx)

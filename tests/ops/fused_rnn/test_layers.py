@@ -1,0 +1,165 @@
+"""Tests the ops that run all layers of a module at once: how they are registered, and what only they
+have. tests/modeling compares what they compute with torch.nn."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import flashcell
+from cases import DEVICE
+from numerics import EPS, assert_bitwise, assert_close
+
+CALLS = {
+    "plain": {},
+    "stacked": {"layers": 3, "bias": False},
+    "both directions": {"layers": 2, "directions": 2, "states": True},
+    "padded": {"layers": 2, "width": 8, "batch_first": True},
+    "packed": {"layers": 2, "directions": 2, "batch_sizes": (3, 3, 2, 1), "states": True},
+    "cast": {"layers": 2, "dtype": torch.bfloat16},
+    "dropped out": {"layers": 2, "dropout": 0.5},
+}
+
+
+def make(gates, K, I=3, D=5, B=3, T=4, layers=1, directions=1, bias=True, states=False, width=0,
+         batch_first=False, batch_sizes=(), dtype=torch.float32, dropout=0.0):  # fmt: skip
+    """Returns x, the states, the weights and the options of a call."""
+    r = lambda *shape, dtype=torch.float32: torch.randn(shape, dtype=dtype, device=DEVICE) / 2
+    if batch_sizes:
+        x = r(sum(batch_sizes), I, dtype=dtype)
+    else:
+        x = r(*((B, T) if batch_first else (T, B)), I, dtype=dtype)
+    weights = []
+    for layer in range(layers):
+        shapes = (gates * D, directions * D if layer else I), (gates * D, D)
+        shapes += ((gates * D,), (gates * D,)) if bias else ()
+        weights += [r(*shape) for _ in range(directions) for shape in shapes]
+    state = [r(layers * directions, B, D) for _ in range(K if states else 0)]
+    options = batch_sizes, bias, directions, batch_first, width or D, dropout, False
+    return x, state, weights, options
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("name", ["lstm", "gru"])
+def test_opcheck(fused_rnn, name, call):
+    cell = fused_rnn.CELLS[name]
+    x, state, weights, options = make(cell.gates, cell.states, **CALLS[call])
+    given = [t.requires_grad_() for t in (x, *state, *weights)]
+    op = getattr(fused_rnn.dispatch.ops, f"{name}_layers_fwd").default
+    checks = ["test_schema", "test_faketensor", "test_autograd_registration"]
+    if call in ("plain", "stacked"):  # others keep weights with gaps, which nothing writes
+        checks.append("test_aot_dispatch_dynamic")
+    torch.library.opcheck(op, (x, state, weights, *options, True), test_utils=checks)
+    with torch.no_grad():
+        y, last, kept = op(x, state, weights, *options, True)
+        backward = getattr(fused_rnn.dispatch.ops, f"{name}_layers_bwd").default
+        call = (y, last, x, weights, kept, *options, True, bool(state))
+    torch.library.opcheck(backward, call, test_utils=["test_schema", "test_faketensor"])
+    assert len(given) == 1 + len(state) + len(weights)
+
+
+@pytest.mark.parametrize("name", ["lstm", "gru", "rnn_tanh"])
+@pytest.mark.parametrize("directions", [1, 2])
+def test_padded_units_change_nothing(fused_rnn, name, directions):
+    cell = fused_rnn.CELLS[name]
+    x, state, weights, options = make(
+        cell.gates, cell.states, layers=2, directions=directions, states=True
+    )
+    given = [t.requires_grad_() for t in (x, *state, *weights)]
+    found = []
+    for width in (5, 8):
+        y, last = fused_rnn.run_layers(name, x, state, weights, (*options[:4], width, *options[5:]))
+        loss = sum((t.square() * (k + 1)).sum() for k, t in enumerate((y, *last)))
+        found.append([y, *last, *torch.autograd.grad(loss, given)])
+    for padded, plain in zip(*reversed(found), strict=True):
+        assert_close("padded", padded, plain, 16 * EPS[torch.float32])
+
+
+@pytest.mark.parametrize("name", ["lstm", "gru"])
+@pytest.mark.parametrize("directions", [1, 2])
+def test_sequences_of_one_length_are_a_batch(fused_rnn, name, directions):
+    """A PackedSequence of sequences that are all as long as the batch gives the batch's bits."""
+    cell = fused_rnn.CELLS[name]
+    x, state, weights, options = make(
+        cell.gates, cell.states, layers=2, directions=directions, states=True
+    )
+    given = [t.requires_grad_() for t in (x, *state, *weights)]
+    results = []
+    for data, sizes in ((x, ()), (x.flatten(0, 1), (3,) * 4)):
+        y, last = fused_rnn.run_layers(name, data, state, weights, (sizes, *options[1:]))
+        loss = y.square().sum() + sum(s.sum() for s in last)
+        results.append([y.flatten(0, -2), *last, *torch.autograd.grad(loss, given)])
+    for packed, batch in zip(*results, strict=True):
+        assert_close("packed", packed, batch, 8 * EPS[torch.float32])
+
+
+def test_dropout_keeps_what_its_mask_says(fused_rnn):
+    """With a probability of 1 the second layer reads zeros, so that the first one has no gradient."""
+    x, state, weights, options = make(4, 2, layers=2, dropout=1.0)
+    given = [w.requires_grad_() for w in weights]
+    y, _ = fused_rnn.run_layers("lstm", x, state, weights, options)
+    zero = torch.zeros(4, 3, 5, device=DEVICE)
+    second, _ = fused_rnn.run_layers("lstm", zero, [], weights[4:], (*options[:5], 0.0, False))
+    assert_bitwise("output", y, second)
+    grads = torch.autograd.grad(y.sum(), given)
+    assert all(not grad.any() for grad in grads[:4])
+    assert all(grad.any() for grad in (grads[5], *grads[6:]))
+
+
+def test_second_derivatives_are_refused(fused_rnn):
+    x, state, weights, options = make(4, 2)
+    y, _ = fused_rnn.run_layers("lstm", x.requires_grad_(), state, weights, options)
+    (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"second derivatives.*backend='reference'"):
+        dx.sum().backward()
+
+
+BAD = {
+    "x": (lambda c: {**c, "x": c["x"][..., 0]}, r"x must be \[T, B, I\]"),
+    "empty": (lambda c: {**c, "x": c["x"][:0]}, "x must not be empty"),
+    "directions": (lambda c: {**c, "directions": 3}, "directions must be 1 or 2, got 3"),
+    "count": (lambda c: {**c, "weights": c["weights"][:3]}, "weights must be 4 for each"),
+    "shape": (lambda c: {**c, "weights": [w[1:] for w in c["weights"]]}, r"weights\[0\] must have"),
+    "dtype": (lambda c: {**c, "x": c["x"].half(), "weights": [w.bfloat16() for w in c["weights"]]},
+              r"weights\[0\] must have dtype Float"),
+    "states": (lambda c: {**c, "state": [c["x"]]}, "state must be 2 tensors or none, got 1"),
+    "width": (lambda c: {**c, "width": 4}, "width must be from 5"),
+    "dropout": (lambda c: {**c, "dropout": 1.5}, "dropout must be from 0 to 1, got 1.5"),
+    "increasing": (lambda c: {**c, "x": c["x"][0], "batch_sizes": (1, 2)}, "never increase"),
+    "sum": (lambda c: {**c, "x": c["x"][0], "batch_sizes": (2, 2)}, "sum up to the rows of x, 3"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_what_does_not_fit_is_refused(fused_rnn, what):
+    x, state, weights, _ = make(4, 2)
+    call = {"x": x, "state": state, "weights": weights, "batch_sizes": (), "bias": True}
+    call |= {"directions": 1, "batch_first": False, "width": 5, "dropout": 0.0, "tf32": False}
+    change, says = BAD[what]
+    with pytest.raises(RuntimeError, match=says):
+        fused_rnn.dispatch.ops.lstm_layers_fwd(*change(call).values(), False)
+
+
+class Counter(TorchDispatchMode):
+    def __init__(self):
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"num_layers": 3, "bidirectional": True, "dropout": 0.1}])
+def test_a_call_of_a_module_is_one_op(kwargs):
+    module = flashcell.LSTM(8, 16, device=DEVICE, **kwargs)
+    x = torch.randn(4, 2, 8, device=DEVICE)
+    with torch.no_grad(), Counter() as inference:
+        module(x)
+    assert inference.names == ["lstm_layers_fwd.default"]
+    with Counter() as training:
+        y, _ = module(x)
+    assert training.names[0] == "lstm_layers_fwd.default"
+    assert set(training.names[1:]) <= {"detach.default"}
+    dy = torch.ones_like(y)
+    with Counter() as backward:
+        y.backward(dy)
+    assert [n for n in backward.names if n != "detach.default"] == ["lstm_layers_bwd.default"]
