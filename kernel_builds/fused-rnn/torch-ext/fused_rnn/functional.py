@@ -47,9 +47,9 @@ from .checks import (
 )
 from .dispatch import BACKEND, select_backend, without_autocast
 from .formulas import CALLS, is_recorded
-from .projection import project
 from .memory import check_memory
 from .padding import pad_call, padded_width
+from .projection import project
 from .sequences import lower_masks, stack_states
 
 State = Tuple[torch.Tensor, ...]
