@@ -27,7 +27,7 @@ def fused(ops):
     calls["lstm_bwd"] = [*given, *masks(), None, False, True]
     x, state = r(B, T, H), [r(2, B, D), r(2, B, D)]
     weights = [w for width in (H, D) for w in (r(4 * D, width), r(4 * D, D), r(4 * D), r(4 * D))]
-    options = (), True, 1, True, D, 0.0, False
+    options = (), True, False, 1, True, D, 0.0, False
     calls["lstm_layers_fwd"] = [x, state, weights, *options, True]
     _, last, kept = ops.lstm_layers_fwd(*calls["lstm_layers_fwd"])
     calls["lstm_layers_bwd"] = [r(B, T, D), last, x, weights, kept, *options, True, True]

@@ -1,6 +1,8 @@
 """Tests the ops that run all layers of a module at once: how they are registered, and what only they
 have. tests/modeling compares what they compute with torch.nn."""
 
+from itertools import product
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,7 +23,7 @@ CALLS = {
 
 
 def make(gates, K, I=3, D=5, B=3, T=4, layers=1, directions=1, bias=True, states=False, width=0,
-         batch_first=False, batch_sizes=(), dtype=torch.float32, dropout=0.0):  # fmt: skip
+         batch_first=False, batch_sizes=(), dtype=torch.float32, dropout=0.0, O=0):  # fmt: skip
     """Returns x, the states, the weights and the options of a call."""
     r = lambda *shape, dtype=torch.float32: torch.randn(shape, dtype=dtype, device=DEVICE) / 2
     if batch_sizes:
@@ -30,19 +32,28 @@ def make(gates, K, I=3, D=5, B=3, T=4, layers=1, directions=1, bias=True, states
         x = r(*((B, T) if batch_first else (T, B)), I, dtype=dtype)
     weights = []
     for layer in range(layers):
-        shapes = (gates * D, directions * D if layer else I), (gates * D, D)
+        shapes = (gates * D, directions * (O or D) if layer else I), (gates * D, O or D)
         shapes += ((gates * D,), (gates * D,)) if bias else ()
+        shapes += ((O, D),) if O else ()
         weights += [r(*shape) for _ in range(directions) for shape in shapes]
-    state = [r(layers * directions, B, D) for _ in range(K if states else 0)]
-    options = batch_sizes, bias, directions, batch_first, width or D, dropout, False
+    sizes = layers * directions, B
+    state = [r(*sizes, D if k else O or D) for k in range(K if states else 0)]
+    options = batch_sizes, bias, O > 0, directions, batch_first, width or D, dropout, False
     return x, state, weights, options
 
 
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("name", ["lstm", "gru"])
+PROJECTED = {
+    "projected": {"layers": 2, "directions": 2, "O": 2, "states": True},
+    "projected and padded": {"O": 3, "width": 8},
+}
+
+
+@pytest.mark.parametrize(
+    "name, call", [*product(["lstm", "gru"], CALLS), *product(["lstm"], PROJECTED)]
+)
 def test_opcheck(fused_rnn, name, call):
     cell = fused_rnn.CELLS[name]
-    x, state, weights, options = make(cell.gates, cell.states, **CALLS[call])
+    x, state, weights, options = make(cell.gates, cell.states, **(CALLS | PROJECTED)[call])
     given = [t.requires_grad_() for t in (x, *state, *weights)]
     op = getattr(fused_rnn.dispatch.ops, f"{name}_layers_fwd").default
     checks = ["test_schema", "test_faketensor", "test_autograd_registration"]
@@ -67,7 +78,7 @@ def test_padded_units_change_nothing(fused_rnn, name, directions):
     given = [t.requires_grad_() for t in (x, *state, *weights)]
     found = []
     for width in (5, 8):
-        y, last = fused_rnn.run_layers(name, x, state, weights, (*options[:4], width, *options[5:]))
+        y, last = fused_rnn.run_layers(name, x, state, weights, (*options[:5], width, *options[6:]))
         loss = sum((t.square() * (k + 1)).sum() for k, t in enumerate((y, *last)))
         found.append([y, *last, *torch.autograd.grad(loss, given)])
     for padded, plain in zip(*reversed(found), strict=True):
@@ -98,7 +109,7 @@ def test_dropout_keeps_what_its_mask_says(fused_rnn):
     given = [w.requires_grad_() for w in weights]
     y, _ = fused_rnn.run_layers("lstm", x, state, weights, options)
     zero = torch.zeros(4, 3, 5, device=DEVICE)
-    second, _ = fused_rnn.run_layers("lstm", zero, [], weights[4:], (*options[:5], 0.0, False))
+    second, _ = fused_rnn.run_layers("lstm", zero, [], weights[4:], (*options[:6], 0.0, False))
     assert_bitwise("output", y, second)
     grads = torch.autograd.grad(y.sum(), given)
     assert all(not grad.any() for grad in grads[:4])
@@ -133,7 +144,7 @@ BAD = {
 def test_what_does_not_fit_is_refused(fused_rnn, what):
     x, state, weights, _ = make(4, 2)
     call = {"x": x, "state": state, "weights": weights, "batch_sizes": (), "bias": True}
-    call |= {"directions": 1, "batch_first": False, "width": 5, "dropout": 0.0, "tf32": False}
+    call |= {"projects": False, "directions": 1, "batch_first": False, "width": 5, "dropout": 0.0, "tf32": False}
     change, says = BAD[what]
     with pytest.raises(RuntimeError, match=says):
         fused_rnn.dispatch.ops.lstm_layers_fwd(*change(call).values(), False)

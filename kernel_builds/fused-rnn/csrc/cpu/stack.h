@@ -48,9 +48,11 @@ void copy_rows(const Copy& c, int64_t begin, int64_t end) {
     const In* in = static_cast<const In*>(c.in) + from;
     const int64_t n = c.size[3], to_next = c.out_stride[3], next = c.in_stride[3];
     if (c.plus != nullptr) {
-      const In* plus = static_cast<const In*>(c.plus) + from;
+      const int64_t* strides = c.plus_stride;
+      const In* plus =
+          static_cast<const In*>(c.plus) + i * strides[0] + j * strides[1] + k * strides[2];
       for (int64_t x = 0; x < n; ++x) {
-        out[x * to_next] = Out(Wide(in[x * next]) + Wide(plus[x * next]));
+        out[x * to_next] = Out(Wide(in[x * next]) + Wide(plus[x * strides[3]]));
       }
     } else if (std::is_same_v<Out, In> && to_next == 1 && next == 1) {
       std::memcpy(out, in, size_t(n) * sizeof(In));

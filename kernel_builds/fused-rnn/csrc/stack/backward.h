@@ -2,7 +2,7 @@
 #pragma once
 #include <limits>
 
-#include "layers.h"
+#include "projection.h"
 
 namespace flashcell {
 
@@ -11,9 +11,9 @@ namespace flashcell {
 // and of the weights
 inline constexpr char kLayersBackwardSchema[] =
     "_layers_bwd(Tensor? dy, Tensor[] dlast, Tensor x, Tensor[] weights, Tensor[] kept, "
-    "int[] batch_sizes, bool has_bias, int directions, bool batch_first, int width, float dropout, "
-    "bool tf32, bool wants_dx, bool wants_dstate) -> (Tensor dx, Tensor[] dstate, Tensor[] "
-    "dweights)";
+    "int[] batch_sizes, bool has_bias, bool projects, int directions, bool batch_first, int width, "
+    "float dropout, bool tf32, bool wants_dx, bool wants_dstate) "
+    "-> (Tensor dx, Tensor[] dstate, Tensor[] dweights)";
 
 inline Tensor drop_gradient(const Tensor& dy, const Tensor& mask, double probability) {
   const double scale = probability < 1 ? 1 / (1 - probability) : 0;
@@ -25,27 +25,28 @@ inline Tensor drop_gradient(const Tensor& dy, const Tensor& mask, double probabi
   return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
-// Writes the gradients of a layer's recurrent weights, or adds the copies that do.
+// Writes the gradients of a layer's recurrent weights, one tensor [G D, D] for each direction, or
+// adds the copies that do.
 template <typename Cell>
-void write_dweight(const Layers<Cell>& s, const Tensor& dr, const Tensor& h_prev, int64_t layer,
-                   bool tf32, Tensors& dweights, Copies& copies, Tensors& alive) {
+void write_dweight(const Layers<Cell>& s, const Tensor& dr, const Tensor& h_prev, bool tf32,
+                   const std::vector<Tensor*>& dweights, Copies& copies, Tensors& alive) {
   constexpr int64_t G = Cell::kGates;
   const int64_t N = s.N, D = s.D, P = s.P, rows = s.engine_rows;
 #if defined(CUDA_KERNEL)
   if (P <= kWidestOwnDweight) {
     const bool is_apart = N == 2 || s.is_padded() || s.casts();
-    Tensor whole = is_apart ? new_tensor(dr, {G, N, P, P}, s.io) : dweights[s.index(layer, 0, 1)];
+    Tensor whole = is_apart ? new_tensor(dr, {G, N, P, P}, s.io) : *dweights[0];
     write_recurrent_dweight(dr, h_prev, rows, G, N, P, tf32, whole);
     for (int64_t n = 0; n < N && is_apart; ++n) {
-      copies.add(dweights[s.index(layer, n, 1)], 0, {0, D * D, D, 1}, whole, n * P * P,
-                 {0, N * P * P, P, 1}, {1, G, D, D});
+      copies.add(*dweights[n], 0, {0, D * D, D, 1}, whole, n * P * P, {0, N * P * P, P, 1},
+                 {1, G, D, D});
     }
     alive.push_back(whole);
     return;
   }
 #endif
   for (int64_t n = 0; n < N; ++n) {
-    s.write_gradient(copies, alive, dweights[s.index(layer, n, 1)], [&](Tensor& to) {
+    s.write_gradient(copies, alive, *dweights[n], [&](Tensor& to) {
       multiply({D, D, rows, G, at(dr, n * P), N * P, 1, G * N * P, at(h_prev, n * P), N * P, 1,
                 to.mutable_data_ptr(), D * D, D},
                s.dtype, tf32, dr);
@@ -57,16 +58,16 @@ template <typename Cell>
 std::tuple<Tensor, Tensors, Tensors> layers_bwd(OptionalTensor dy, Tensors dlast, Tensor x,
                                                 Tensors weights, Tensors kept,
                                                 std::vector<int64_t> batch_sizes, bool has_bias,
-                                                int64_t directions, bool batch_first, int64_t width,
-                                                double dropout, bool tf32, bool wants_dx,
-                                                bool wants_dstate) {
+                                                bool projects, int64_t directions, bool batch_first,
+                                                int64_t width, double dropout, bool tf32,
+                                                bool wants_dx, bool wants_dstate) {
 #if defined(CUDA_KERNEL)
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
 #endif
-  Layers<Cell> s(x, weights, batch_sizes, has_bias, directions, batch_first, width);
+  Layers<Cell> s(x, weights, batch_sizes, has_bias, projects, directions, batch_first, width);
   using Rows = typename Layers<Cell>::Rows;
-  const int64_t L = s.L, N = s.N, B = s.B, T = s.T, D = s.D, P = s.P, rows = s.rows;
-  const int64_t E = s.engine_rows;
+  const int64_t L = s.L, N = s.N, B = s.B, T = s.T, D = s.D, P = s.P, O = s.O;
+  const int64_t rows = s.rows, E = s.engine_rows;
   constexpr int64_t G = Cell::kGates;
   dlast = s.check_states(dlast, "dlast");
   if (s.is_packed) write_packed_rows(batch_sizes, s.begins, s.firsts, s.lengths);
@@ -85,6 +86,15 @@ std::tuple<Tensor, Tensors, Tensors> layers_bwd(OptionalTensor dy, Tensors dlast
     STD_TORCH_CHECK(!kept.empty(), "kept must have what the forward kept, got no tensors");
     packed = operand(kept[first++], "kept weights", {s.place_of(L, 0, false)}, s.io);
   }
+  Tensor projected, dprojected;
+  if (projects) {
+    STD_TORCH_CHECK(first < kept.size(), "kept must have what the forward kept, got ", kept.size(),
+                    " tensors");
+    const bool has_state = kept[first].numel() > 0;
+    projected = operand(kept[first++], "kept states", {has_state ? L * N : 0, B, O}, s.io);
+    dprojected = new_tensor(x, {L * N, B, O}, s.io);
+    if (!has_state) torch::stable::zero_(dprojected);
+  }
   Tensor last;
   if (!dlast.empty()) {
     last = s.new_heads(x, {L * s.states()}, s.unrounded);
@@ -98,35 +108,40 @@ std::tuple<Tensor, Tensors, Tensors> layers_bwd(OptionalTensor dy, Tensors dlast
   }
 
   Tensor upper;  // the gradient of a layer's outputs
-  Rows place = s.inner(N * D);
+  Rows place = s.inner(N * O);
   if (dy) {
-    check_shape(*dy, "dy", s.shape(N * D));
+    check_shape(*dy, "dy", s.shape(N * O));
     check_dtype(*dy, "dy", s.io);
     upper = *dy;
     place.batch = s.is_packed ? 0 : upper.stride(batch_first ? 0 : 1);
     place.time = upper.stride(batch_first && !s.is_packed ? 1 : 0);
     place.unit = upper.stride(s.is_packed ? 1 : 2);
   } else {
-    upper = new_tensor(x, s.inner_shape(N * D), s.io);
+    upper = new_tensor(x, s.inner_shape(N * O), s.io);
     torch::stable::zero_(upper);
   }
   for (int64_t l = L - 1; l >= 0; --l) {
     const int64_t I = s.width_of(l);
+    const Tensor h = projects ? take("kept h", {E, N * P}, s.io) : Tensor();
     const Tensor h_prev = take("kept h_prev", {E, N, P}, s.io);
     const Tensor saved = take("kept saved", {E, Cell::kSaved, N, P}, saved_dtype(x));
     const Tensor input = l > 0 ? take("kept input", s.inner_shape(I), s.io) : x;
     Tensor dh = upper;
-    const bool is_dense = (place.batch == T * N * D || B == 1) && (place.time == N * D || T == 1) &&
-                          (place.unit == 1 || D == 1);
-    if (N == 2 || P != D || s.is_packed || !is_dense) {
-      dh = s.new_rows(x, {E, N * P});
+    const bool is_dense = (place.batch == T * N * O || B == 1) && (place.time == N * O || T == 1) &&
+                          (place.unit == 1 || O == 1);
+    const int64_t pitch = projects ? O : P;  // from one head's outputs to the next head's
+    const bool adds_last = projects && !dlast.empty();
+    if (N == 2 || pitch != O || s.is_packed || !is_dense || adds_last) {
+      dh = s.new_rows(x, {E, N * pitch});
       for (int64_t n = 0; n < N; ++n) {
-        const Rows from{n * D * place.unit, place.batch, place.time, place.unit};
-        s.enter(copies, dh, n * P, N * P, upper, from, D, n == 1);
+        const Rows from{n * O * place.unit, place.batch, place.time, place.unit};
+        s.enter(copies, dh, n * pitch, N * pitch, upper, from, O, n == 1);
       }
     }
+    if (adds_last) add_last(s, copies, dh, dlast[0], l);
     copies.run();
     dh = dense(dh);  // a slice of another tensor may not be aligned
+    if (projects) dh = project_back(s, dh, h, l, tf32, dweights);
 
     Tensor dgates = new_tensor(x, {E, G, N, P}, s.io);
     Tensor dr = Cell::kSplitGrad ? new_tensor(x, {E, G, N, P}, s.io) : dgates;
@@ -154,7 +169,26 @@ std::tuple<Tensor, Tensors, Tensors> layers_bwd(OptionalTensor dy, Tensors dlast
       }
       copies.run();
     }
-    write_dweight<Cell>(s, dr, h_prev, l, tf32, dweights, copies, alive);
+    Tensors products;  // d(R W_hr)
+    std::vector<Tensor*> recurrent;
+    for (int64_t n = 0; n < N && projects; ++n) {
+      products.push_back(new_tensor(x, {G * D, D}, s.io));
+    }
+    for (int64_t n = 0; n < N; ++n) {
+      recurrent.push_back(projects ? &products[n] : &dweights[s.index(l, n, 1)]);
+    }
+    write_dweight<Cell>(s, dr, h_prev, tf32, recurrent, copies, alive);
+    if (projects) {
+      copies.run();
+      split_dweight(s, copies, alive, products, l, tf32, dweights);
+      copies.run();
+      if (projected.numel() > 0) {
+        const Rows gates = l == 0 ? s.outer(G * P) : s.inner(G * P);
+        differentiate_projected(s, copies, alive, ordered, gates, projected, dprojected, l, tf32,
+                                dweights);
+        copies.run();
+      }
+    }
     for (int64_t n = 0; n < N; ++n) {
       s.write_gradient(copies, alive, dweights[s.index(l, n, 0)], [&](Tensor& to) {
         const int64_t batch = s.is_padded() ? G : 1;  // without the padded units of each gate
@@ -175,7 +209,7 @@ std::tuple<Tensor, Tensors, Tensors> layers_bwd(OptionalTensor dy, Tensors dlast
                 I, 1, part.mutable_data_ptr(), 0, I},
                s.dtype, tf32, x);
       if (n == 0) continue;
-      copies.add(upper, 0, {0, 0, 0, 1}, upper, 0, {0, 0, 0, 1}, {1, 1, 1, rows * I}, &part);
+      accumulate(copies, alive, upper, part);
       copies.run();
     }
     if (l > 0 && dropout > 0) {
@@ -186,6 +220,10 @@ std::tuple<Tensor, Tensors, Tensors> layers_bwd(OptionalTensor dy, Tensors dlast
   if (wants_dstate) {
     dstate = s.new_states(x, s.unrounded);
     s.return_states(copies, dstate, dinitial);
+    if (projects) {
+      copies.add(dstate[0], 0, {0, 0, 0, 1}, dprojected, 0, {0, 0, 0, 1},
+                 {1, 1, 1, dprojected.numel()});
+    }
   }
   if (has_bias) s.return_bias(copies, dweights, dbias);
   copies.run();

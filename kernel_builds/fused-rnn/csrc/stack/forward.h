@@ -1,6 +1,6 @@
 // The op that runs all layers of a module (layers.h has its shapes).
 #pragma once
-#include "layers.h"
+#include "projection.h"
 
 namespace flashcell {
 
@@ -13,7 +13,8 @@ namespace flashcell {
 // reads, empty unless `save`
 inline constexpr char kLayersForwardSchema[] =
     "_layers_fwd(Tensor x, Tensor[] state, Tensor[] weights, int[] batch_sizes, bool has_bias, "
-    "int directions, bool batch_first, int width, float dropout, bool tf32, bool save) "
+    "bool projects, int directions, bool batch_first, int width, float dropout, bool tf32, bool "
+    "save) "
     "-> (Tensor y, Tensor[] last, Tensor[] kept)";
 
 inline Tensor drop(const Tensor& x, double probability, Tensor& mask) {
@@ -29,14 +30,15 @@ inline Tensor drop(const Tensor& x, double probability, Tensor& mask) {
 template <typename Cell>
 std::tuple<Tensor, Tensors, Tensors> layers_fwd(Tensor x, Tensors state, Tensors weights,
                                                 std::vector<int64_t> batch_sizes, bool has_bias,
-                                                int64_t directions, bool batch_first, int64_t width,
-                                                double dropout, bool tf32, bool save) {
+                                                bool projects, int64_t directions, bool batch_first,
+                                                int64_t width, double dropout, bool tf32,
+                                                bool save) {
 #if defined(CUDA_KERNEL)
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
 #endif
-  Layers<Cell> s(x, weights, batch_sizes, has_bias, directions, batch_first, width);
+  Layers<Cell> s(x, weights, batch_sizes, has_bias, projects, directions, batch_first, width);
   using Rows = typename Layers<Cell>::Rows;
-  const int64_t L = s.L, N = s.N, D = s.D, P = s.P, rows = s.rows, E = s.engine_rows;
+  const int64_t L = s.L, N = s.N, D = s.D, P = s.P, O = s.O, rows = s.rows, E = s.engine_rows;
   constexpr int64_t G = Cell::kGates;
   state = s.check_states(state, "state");
   STD_TORCH_CHECK(0 <= dropout && dropout <= 1, "dropout must be from 0 to 1, got ", dropout);
@@ -57,9 +59,13 @@ std::tuple<Tensor, Tensors, Tensors> layers_fwd(Tensor x, Tensors state, Tensors
   if (s.packs()) {
     packed = s.new_heads(x, {s.place_of(L, 0, false)}, s.io);
     s.bring_weights(copies, packed);
+    if (projects) multiply_projections(s, packed, tf32);
     if (save) kept.push_back(packed);
   }
+  Tensor projected;  // the projected initial states, in the dtype of x
+  if (projects) projected = bring_projected(s, copies, x, state, kept, save);
   Tensor last = new_tensor(x, {L * s.states()}, s.unrounded);
+  Tensors returned = s.new_states(x, s.io);
 
   // The input of a layer, and the same turned around in time. That of a PackedSequence is turned
   // around when its gates are brought to the engines' rows.
@@ -89,10 +95,14 @@ std::tuple<Tensor, Tensors, Tensors> layers_fwd(Tensor x, Tensors state, Tensors
       copies.run();
       gates = brought, at_gates = {0, s.T * G * P, G * P};
     }
-    // Whether the outputs of the recurrence are those of the layer.
-    const bool is_done = N == 1 && P == D && !s.is_packed && (!is_top || s.has_engine_rows());
-    const Shape done = is_top ? s.shape(D) : s.inner_shape(D);
-    Tensor h = new_tensor(x, is_done ? done : Shape{E, N * P}, s.io);
+    if (projects && !state.empty()) {
+      add_projected(s, copies, gates, at_gates, projected, l, tf32);
+    }
+    // Whether the outputs of the recurrence, or of its projection, are those of the layer.
+    const bool has_rows = N == 1 && !s.is_packed && (!is_top || s.has_engine_rows());
+    const bool is_done = has_rows && (projects || P == D);
+    const Shape done = is_top ? s.shape(O) : s.inner_shape(O);
+    Tensor h = new_tensor(x, is_done && !projects ? done : Shape{E, N * P}, s.io);
     Tensor saved, h_prev;
     if (save) {
       saved = new_tensor(x, {E, Cell::kSaved, N, P}, saved_dtype(x));
@@ -111,16 +121,21 @@ std::tuple<Tensor, Tensors, Tensors> layers_fwd(Tensor x, Tensors state, Tensors
     p.saved = save ? saved.mutable_data_ptr() : nullptr;
     p.h_prev = save ? h_prev.mutable_data_ptr() : nullptr;
     run<Cell>(p, s.dtype, tf32, gates);
+    if (projects) {
+      if (save) kept.push_back(h);
+      h = project_outputs(s, copies, h, is_done ? done : Shape{E, N * O}, returned[0], l, tf32);
+    }
+    const int64_t pitch = projects ? O : P;  // from one head's outputs to the next head's
 
+    alive.push_back(h);
     if (is_done) {
       input = h;
     } else {
-      input = new_tensor(x, is_top ? s.shape(N * D) : s.inner_shape(N * D), s.io);
+      input = new_tensor(x, is_top ? s.shape(N * O) : s.inner_shape(N * O), s.io);
       for (int64_t n = 0; n < N; ++n) {
-        const Rows to = is_top ? s.outer(N * D, n * D) : s.inner(N * D, n * D);
-        s.leave(copies, input, to, h, n * P, N * P, D, n == 1);
+        const Rows to = is_top ? s.outer(N * O, n * O) : s.inner(N * O, n * O);
+        s.leave(copies, input, to, h, n * pitch, N * pitch, O, n == 1);
       }
-      alive.push_back(h);
     }
     if (is_top) break;
     if (dropout > 0) {
@@ -130,19 +145,18 @@ std::tuple<Tensor, Tensors, Tensors> layers_fwd(Tensor x, Tensors state, Tensors
       if (save) kept.push_back(mask);
     }
     if (N == 2 && !s.is_packed) {
-      turned = new_tensor(x, s.inner_shape(N * D), s.io);
+      turned = new_tensor(x, s.inner_shape(N * O), s.io);
       for (int64_t n = 0; n < N; ++n) {
-        const Rows place = s.inner(N * D, n * D);
+        const Rows place = s.inner(N * O, n * O);
         if (dropout > 0) {
-          s.move(copies, turned, place, input, place, D, true);
+          s.move(copies, turned, place, input, place, O, true);
         } else {
-          s.move(copies, turned, place, h, s.inner(N * P, n * P), D, n == 0);
+          s.move(copies, turned, place, h, s.inner(N * pitch, n * pitch), O, n == 0);
         }
       }
     }
     if (save) kept.push_back(input);
   }
-  Tensors returned = s.new_states(x, s.io);
   s.return_states(copies, returned, last);
   copies.run();
   return {input, returned, kept};

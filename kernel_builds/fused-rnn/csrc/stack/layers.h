@@ -40,16 +40,22 @@ class Copies {
   };
 
   void add(Tensor& out, int64_t out_at, Strides out_strides, const Tensor& in, int64_t in_at,
-           Strides in_strides, Strides sizes, const Tensor* plus = nullptr) {
+           Strides in_strides, Strides sizes) {
     Copy copy{};
     copy.out = at(out, out_at), copy.in = at(in, in_at);
-    copy.plus = plus ? at(*plus, in_at) : nullptr;
     copy.out_type = io_dtype(out, "a result"), copy.in_type = io_dtype(in, "a copy");
     for (int i = 0; i < 4; ++i) {
       copy.size[i] = sizes.of[i];
       copy.out_stride[i] = out_strides.of[i], copy.in_stride[i] = in_strides.of[i];
     }
     copies_.push_back(copy);
+  }
+
+  // Makes the last copy add elements of `plus`.
+  void plus(const Tensor& plus, int64_t plus_at, Strides strides) {
+    Copy& copy = copies_.back();
+    copy.plus = at(plus, plus_at);
+    for (int i = 0; i < 4; ++i) copy.plus_stride[i] = strides.of[i];
   }
 
   // Makes the last copy one between rows of a PackedSequence and the engines'.
@@ -73,22 +79,23 @@ template <typename Cell>
 struct Layers {
   static constexpr int64_t G = Cell::kGates, K = Cell::kStates, R = Cell::kBias;
   static constexpr int64_t kSummed = 2 * G - R;  // rows of b_ih and b_hh that are added up
-  int64_t L, N, B, T, I, D, P, each;
+  int64_t L, N, B, T, I, D, P, O, each;
   int64_t rows, engine_rows;         // of x and y, and of the engines' tensors
   int64_t x_batch, x_time;           // strides of the rows of x
   ScalarType io, unrounded, stored;  // of x, of the states and of the weights
   Dtype dtype;
-  bool has_bias, batch_first, is_packed;
+  bool has_bias, projects, batch_first, is_packed;
   Tensors weights;
   Tensor begins, firsts, lengths;  // the arrays of packed_rows
   PackedRows packed_rows{};
 
   Layers(const Tensor& x, const Tensors& given, const std::vector<int64_t>& batch_sizes, bool bias,
-         int64_t directions, bool by_batch, int64_t width)
+         bool projected, int64_t directions, bool by_batch, int64_t width)
       : N(directions),
         P(width),
-        each(bias ? 4 : 2),
+        each((bias ? 4 : 2) + projected),
         has_bias(bias),
+        projects(projected),
         batch_first(by_batch),
         is_packed(!batch_sizes.empty()),
         weights(given) {
@@ -108,9 +115,9 @@ struct Layers {
       x_batch = batch_first ? T : 1, x_time = batch_first ? 1 : B;
     }
     engine_rows = is_packed ? flashcell::engine_rows(B, T, rows) : rows;
-    check_rank(weights[1], "weights[1]", 2, "[G D, D]");
-    D = weights[1].size(1);
-    STD_TORCH_CHECK(B > 0 && T > 0 && I > 0 && D > 0, "x must not be empty, got shape ",
+    check_rank(weights[1], "weights[1]", 2, "[G D, O]");
+    D = weights[1].size(0) / G, O = weights[1].size(1);
+    STD_TORCH_CHECK(B > 0 && T > 0 && I > 0 && D > 0 && O > 0, "x must not be empty, got shape ",
                     to_string(shape_of(x)));
     STD_TORCH_CHECK(D <= P && P < int64_t(1) << 31, "width must be from ", D,
                     " to 2147483647, got ", P);
@@ -121,11 +128,18 @@ struct Layers {
     stored = weights[0].scalar_type();
     if (stored != io) check_dtype(weights[0], "weights[0]", ScalarType::Float);
     for (int64_t i = 0; i < count; ++i) {
-      const Shape shape = i % each == 0   ? Shape{G * D, width_of(i / (N * each))}
-                          : i % each == 1 ? Shape{G * D, D}
-                                          : Shape{G * D};
+      const int64_t which = i % each;
+      const Shape shape = which == 0                      ? Shape{G * D, width_of(i / (N * each))}
+                          : which == 1                    ? Shape{G * D, projects ? O : D}
+                          : projects && which == each - 1 ? Shape{O, D}
+                                                          : Shape{G * D};
       weights[i] =
           operand(weights[i], ("weights[" + std::to_string(i) + "]").c_str(), shape, stored);
+    }
+    if (projects) {
+      STD_TORCH_CHECK(K == 2 && !is_packed && stored == io,
+                      "weights must be an LSTM's of the dtype of x, and x no PackedSequence's, if "
+                      "there are projections");
     }
     if (!is_packed) return;
     begins = new_tensor(x, {T}, ScalarType::Long);
@@ -146,7 +160,7 @@ struct Layers {
                     total);
   }
 
-  int64_t width_of(int64_t layer) const { return layer == 0 ? I : N * D; }
+  int64_t width_of(int64_t layer) const { return layer == 0 ? I : N * O; }
   int64_t states() const { return K * B * N * P; }  // elements of a layer's states
   bool is_padded() const { return P != D; }
   bool casts() const { return stored != io; }
@@ -162,13 +176,17 @@ struct Layers {
   const Tensor& weight(int64_t layer, int64_t direction, int64_t which) const {
     return weights[index(layer, direction, which)];
   }
+  const Tensor& w_hr(int64_t layer, int64_t direction) const {
+    return weight(layer, direction, each - 1);
+  }
   size_t index(int64_t layer, int64_t direction, int64_t which) const {
     return size_t((layer * N + direction) * each + which);
   }
 
   // The weights as the engines and products read them. They are torch's own, or lie in one tensor:
-  // for each layer w_hh [G, N, P, P] and, if padded or cast, w_ih [N, G P, I].
-  bool packs() const { return N == 2 || is_padded() || casts(); }
+  // for each layer w_hh [G, N, P, P] and, if padded or cast, w_ih [N, G P, I]. With projections,
+  // w_hh is torch's times w_hr.
+  bool packs() const { return N == 2 || is_padded() || casts() || projects; }
   bool packs_w_ih() const { return is_padded() || casts(); }
   static int64_t aligned(int64_t elements) { return (elements + 63) / 64 * 64; }
   int64_t place_of(int64_t layer, int64_t direction, bool is_input) const {
@@ -190,8 +208,10 @@ struct Layers {
   void bring_weights(Copies& copies, Tensor& packed) const {
     for (int64_t l = 0; l < L; ++l) {
       for (int64_t n = 0; n < N; ++n) {
-        copies.add(packed, place_of(l, 0, false) + n * P * P, {0, N * P * P, P, 1}, weight(l, n, 1),
-                   0, {0, D * D, D, 1}, {1, G, D, D});
+        if (!projects) {
+          copies.add(packed, place_of(l, 0, false) + n * P * P, {0, N * P * P, P, 1},
+                     weight(l, n, 1), 0, {0, D * D, D, 1}, {1, G, D, D});
+        }
         if (!packs_w_ih()) continue;
         const int64_t width = width_of(l);
         copies.add(packed, place_of(l, n, true), {0, 0, P * width, 1}, weight(l, n, 0), 0,
@@ -200,23 +220,26 @@ struct Layers {
     }
   }
 
-  // A new tensor of heads, with zeros where units are padded.
+  // A new tensor of heads, with zeros where no copy writes: in padded units, and in projected
+  // states.
   Tensor new_heads(const Tensor& like, const Shape& shape, ScalarType type) const {
     Tensor heads = new_tensor(like, shape, type);
-    if (is_padded()) torch::stable::zero_(heads);
+    if (is_padded() || projects) torch::stable::zero_(heads);
     return heads;
   }
 
-  // Adds copies between torch's states, K tensors [L N, B, D], and [L, K, B, N, P].
+  int64_t state_width(int64_t k) const { return k == 0 ? O : D; }
+  // Adds copies between torch's states, K tensors [L N, B, D or O], and [L, K, B, N, P]. The
+  // engines have no projected states.
   void bring_states(Copies& copies, Tensor& packed, const Tensors& from) const {
-    for (int64_t k = 0; k < K; ++k) {
+    for (int64_t k = projects; k < K; ++k) {
       const int64_t next = from[k].stride(0);
       copies.add(packed, k * B * N * P, {states(), P, N * P, 1}, from[k], 0,
                  {N * next, next, from[k].stride(1), from[k].stride(2)}, {L, N, B, D});
     }
   }
   void return_states(Copies& copies, Tensors& to, const Tensor& packed) const {
-    for (int64_t k = 0; k < K; ++k) {
+    for (int64_t k = projects; k < K; ++k) {
       copies.add(to[k], 0, {N * B * D, B * D, D, 1}, packed, k * B * N * P, {states(), P, N * P, 1},
                  {L, N, B, D});
     }
@@ -224,15 +247,17 @@ struct Layers {
   Tensors check_states(const Tensors& given, const char* name) const {
     STD_TORCH_CHECK(given.empty() || int64_t(given.size()) == K, name, " must be ", K,
                     " tensors or none, got ", given.size());
-    for (const Tensor& state : given) {
-      check_shape(state, name, {L * N, B, D});
-      if (state.scalar_type() != io) check_dtype(state, name, unrounded);
+    for (size_t k = 0; k < given.size(); ++k) {
+      check_shape(given[k], name, {L * N, B, state_width(int64_t(k))});
+      if (given[k].scalar_type() != io) check_dtype(given[k], name, unrounded);
     }
     return given;
   }
   Tensors new_states(const Tensor& like, ScalarType type) const {
     Tensors states;
-    for (int64_t k = 0; k < K; ++k) states.push_back(new_tensor(like, {L * N, B, D}, type));
+    for (int64_t k = 0; k < K; ++k) {
+      states.push_back(new_tensor(like, {L * N, B, state_width(k)}, type));
+    }
     return states;
   }
 
@@ -242,7 +267,8 @@ struct Layers {
     for (int64_t i = 0; i < L * N; ++i) {
       const Tensor &ih = weight(0, i, 2), &hh = weight(0, i, 3);
       const int64_t to = i / N * R * row + i % N * P;
-      copies.add(bias, to, {0, 0, row, 1}, ih, 0, {0, 0, D, 1}, {1, 1, kSummed, D}, &hh);
+      copies.add(bias, to, {0, 0, row, 1}, ih, 0, {0, 0, D, 1}, {1, 1, kSummed, D});
+      copies.plus(hh, 0, {0, 0, D, 1});
       if (kSummed == G) continue;
       copies.add(bias, to + kSummed * row, {0, 0, row, 1}, ih, kSummed * D, {0, 0, D, 1},
                  {1, 1, G - kSummed, D});

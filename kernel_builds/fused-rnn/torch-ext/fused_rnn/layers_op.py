@@ -14,9 +14,9 @@ from .formulas import is_recorded, register_fake
 from .private_names import BelowAutograd, any_requires_grad
 
 Tensors = Sequence[torch.Tensor]
-# The arguments of the ops that are no tensors: batch_sizes, has_bias, directions, batch_first, width,
-# dropout, tf32
-Options = Tuple[Sequence[int], bool, int, bool, int, float, bool]
+# The arguments of the ops that are no tensors: batch_sizes, has_bias, projects, directions, batch_first,
+# width, dropout, tf32
+Options = Tuple[Sequence[int], bool, bool, int, bool, int, float, bool]
 
 
 class LayerOps(NamedTuple):
@@ -24,6 +24,7 @@ class LayerOps(NamedTuple):
 
     forward: Any
     backward: Any
+    gates: int
 
 
 OPS: Dict[str, LayerOps] = {}
@@ -93,7 +94,10 @@ def _differentiate(
     weights, kept = saved[: ctx.count], saved[ctx.count :]
     known = [d for d in dlast if d is not None]
     if len(known) < len(dlast):
-        dlast = [torch.zeros_like(known[0]) if d is None else d for d in dlast] if known else []
+        rows, O = weights[1].shape
+        widths = O, *[rows // ctx.layer_ops.gates] * (len(dlast) - 1)
+        zeros = (known[0].new_zeros(*known[0].shape[:2], width) for width in widths if known)
+        dlast = [z if d is None else d for d, z in zip(dlast, zeros)]
     dx, dstate, dweights = ctx.layer_ops.backward(
         dy, dlast, x, weights, kept, *ctx.options, wants_dx, wants_dstate
     )
@@ -131,53 +135,48 @@ def _register(cell: Cell) -> None:
 
     @register_fake(f"{cell.name}_layers_fwd")
     def _(
-        x,
-        state,
-        weights,
-        batch_sizes,
-        has_bias,
-        directions,
-        batch_first,
-        width,
-        dropout,
-        tf32,
-        save,
-    ):
-        N, D, I = directions, weights[1].shape[1], weights[0].shape[1]
-        L = len(weights) // ((4 if has_bias else 2) * N)
+        x, state, weights, batch_sizes, has_bias, projects, directions, batch_first, width, dropout,
+        tf32, save,
+    ):  # fmt: skip
+        N, D, O = directions, weights[1].shape[0] // G, weights[1].shape[1]
+        L = len(weights) // (((4 if has_bias else 2) + projects) * N)
         B = batch_sizes[0] if batch_sizes else x.shape[0 if batch_first else 1]
         rows = x.shape[0] if batch_sizes else x.shape[0] * x.shape[1]
         inner = (rows,) if batch_sizes else (B, x.shape[1 if batch_first else 0])
         own = B * len(batch_sizes) if batch_sizes and x.is_cuda else rows  # rows of the engine
         wide = torch.promote_types(x.dtype, torch.float32)
-        y = x.new_empty(*x.shape[:-1], N * D)
-        last = [x.new_empty(L * N, B, D) for _ in range(K)]
+        y = x.new_empty(*x.shape[:-1], N * O)
+        last = [x.new_empty(L * N, B, D if k > 0 else O) for k in range(K)]
         if not save:
             return y, last, []
         kept, size, packs = [], 0, width != D or weights[0].dtype != x.dtype
         for number in range(L):
             if number > 0 and dropout > 0:
-                kept.append(x.new_empty(*inner, N * D, dtype=torch.bool))
+                kept.append(x.new_empty(*inner, N * O, dtype=torch.bool))
             if number > 0:
-                kept.append(x.new_empty(*inner, N * D))
+                kept.append(x.new_empty(*inner, N * O))
             kept.append(x.new_empty(own, V, N, width, dtype=x.dtype if x.is_cuda else wide))
             kept.append(x.new_empty(own, N, width))
+            if projects:
+                kept.append(x.new_empty(own, N * width))
             size += _aligned(G * N * width * width)
             if packs:
-                size += N * _aligned(G * width * (N * D if number > 0 else I))
-        packed = [x.new_empty(size)] if N == 2 or packs else []
-        return y, last, packed + kept
+                size += N * _aligned(G * width * (N * O if number > 0 else x.shape[-1]))
+        first = [x.new_empty(size)] if N == 2 or packs or projects else []
+        if projects:
+            first.append(x.new_empty(L * N if len(state) else 0, B, O))
+        return y, last, first + kept
 
     @register_fake(f"{cell.name}_layers_bwd")
     def _(
-        dy, dlast, x, weights, kept, batch_sizes, has_bias, directions, batch_first, width, dropout,
-        tf32, wants_dx, wants_dstate,
+        dy, dlast, x, weights, kept, batch_sizes, has_bias, projects, directions, batch_first, width,
+        dropout, tf32, wants_dx, wants_dstate,
     ):  # fmt: skip
         B = batch_sizes[0] if batch_sizes else x.shape[0 if batch_first else 1]
-        sizes = len(weights) // (4 if has_bias else 2), B
+        LN = len(weights) // ((4 if has_bias else 2) + projects)
+        widths = [weights[1].shape[1], *[weights[1].shape[0] // G] * (K - 1)]
         dtype = torch.promote_types(x.dtype, torch.float32)
-        states = range(K if wants_dstate else 0)
-        dstate = [x.new_empty(*sizes, weights[1].shape[1], dtype=dtype) for _ in states]
+        dstate = [x.new_empty(LN, B, width, dtype=dtype) for width in widths if wants_dstate]
         dx = x.new_empty(x.shape if wants_dx else (0,))
         return dx, dstate, [w.new_empty(w.shape) for w in weights]
 
@@ -191,7 +190,7 @@ def _register(cell: Cell) -> None:
         dx, dstate, dweights = _differentiate(ctx, dy, dlast, x, wants_dstate)
         dstate = dstate or [None] * len(ctx.state_dtypes)
         sizes: Any = None if ctx.options[0] else []  # torch takes an empty list for one of tensors
-        return (dx, dstate, dweights, sizes, *(None,) * 7)
+        return (dx, dstate, dweights, sizes, *(None,) * 8)
 
     torch.library.register_autograd(layer_ops.forward, backward, setup_context=setup_context)
 
@@ -205,5 +204,6 @@ if BACKEND is not None:
         OPS[_cell.name] = LayerOps(
             getattr(ops, f"{_cell.name}_layers_fwd").default,
             getattr(ops, f"{_cell.name}_layers_bwd").default,
+            _cell.gates,
         )
         _register(_cell)

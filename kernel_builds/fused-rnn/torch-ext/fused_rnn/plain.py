@@ -17,15 +17,17 @@ from .stack import choose_chunk
 def is_plain(
     module: Any, kernel: Any, x: Tensor, hx: Any, weights: list[Tensor], batch_sizes: Any = None
 ) -> bool:
-    """Whether one op can run all layers: in one dtype, without projections, traces and transforms."""
+    """Whether one op can run all layers: with weights of one dtype, without traces and transforms."""
     kind, stored = x.device.type, weights[0].dtype
-    if kind != kernel.BACKEND or module.proj_size > 0:
+    if kind != kernel.BACKEND:
         return False
     traced = torch.compiler.is_compiling()
     random = module.training and module.dropout > 0
     if (random or batch_sizes is not None) if traced else not is_eager():
         return False
     dtype = compute_dtype(x)
+    if module.proj_size > 0 and (batch_sizes is not None or stored is not dtype):
+        return False
     wide = torch.float64 if dtype is torch.float64 else torch.float32  # of the states
     if stored is not dtype and (stored is not torch.float32 or wide is not torch.float32):
         return False
@@ -59,7 +61,10 @@ def run_plain(
     width = padded_width(kind, dtype, steps, module.hidden_size)
     directions = 2 if module.bidirectional else 1
     dropout = float(module.dropout) if module.training else 0.0
-    options = (batch_sizes, module.bias, directions, module.batch_first, width, dropout, tf32)
+    projects = module.proj_size > 0
+    options = (
+        batch_sizes, module.bias, projects, directions, module.batch_first, width, dropout, tf32
+    )  # fmt: skip
     y, last = kernel.run_layers(module.mode.lower(), x, as_tuple(hx), weights, options)
     return y, tuple(last) if len(last) > 1 else last[0]
 

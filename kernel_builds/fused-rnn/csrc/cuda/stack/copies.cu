@@ -10,7 +10,7 @@ namespace flashcell::cuda {
 namespace {
 
 constexpr int kThreads = 256, kPerThread = 4;
-constexpr int kMost = 20;  // parameters of a kernel have 4 KB
+constexpr int kMost = 18;  // parameters of a kernel have 4 KB
 
 struct Job {
   Copy copy;
@@ -63,7 +63,11 @@ __device__ void run(const Job& job) {
       static_cast<uint4*>(c.out)[to] = static_cast<const uint4*>(c.in)[from];
     } else {
       float value = read(c.in, c.in_type, from);
-      if (c.plus != nullptr) value += read(c.plus, c.in_type, from);
+      if (c.plus != nullptr) {
+        const int64_t* strides = c.plus_stride;
+        const int64_t plus = i0 * strides[0] + i1 * strides[1] + i2 * strides[2] + i3 * strides[3];
+        value += read(c.plus, c.in_type, plus);
+      }
       write(c.out, c.out_type, to, value);
     }
   }
