@@ -49,7 +49,7 @@ PROJECTED = {
 
 
 @pytest.mark.parametrize(
-    "name, call", [*product(["lstm", "gru"], CALLS), *product(["lstm"], PROJECTED)]
+    ("name", "call"), [*product(["lstm", "gru"], CALLS), *product(["lstm"], PROJECTED)]
 )
 def test_opcheck(fused_rnn, name, call):
     cell = fused_rnn.CELLS[name]
@@ -144,7 +144,14 @@ BAD = {
 def test_what_does_not_fit_is_refused(fused_rnn, what):
     x, state, weights, _ = make(4, 2)
     call = {"x": x, "state": state, "weights": weights, "batch_sizes": (), "bias": True}
-    call |= {"projects": False, "directions": 1, "batch_first": False, "width": 5, "dropout": 0.0, "tf32": False}
+    call |= {
+        "projects": False,
+        "directions": 1,
+        "batch_first": False,
+        "width": 5,
+        "dropout": 0.0,
+        "tf32": False,
+    }
     change, says = BAD[what]
     with pytest.raises(RuntimeError, match=says):
         fused_rnn.dispatch.ops.lstm_layers_fwd(*change(call).values(), False)

@@ -4,18 +4,17 @@
 
 namespace flashcell {
 
-// x [B,T,I], or [T,B,I] unless batch_first, or, with batch_sizes, [rows,I] · state: K tensors [L
-// N,B,D], in the dtype of x or in the state dtype, or none · weights: for each layer and direction
-// w_ih [G D,I], w_hh [G D,D] and, if has_bias, b_ih [G D], b_hh [G D], in the dtype of x or in fp32
-// · batch_sizes: of a PackedSequence, or none · width: P, at least D · dropout: probability,
-// between layers
-// -> y as x, N D wide · last: K tensors [L N,B,D] in the dtype of x · kept: what the backward
-// reads, empty unless `save`
+// x: [B,T,I], or [T,B,I] unless batch_first, or, with batch_sizes, [rows,I].
+// state: K tensors [L N,B,D], h [L N,B,O], in the dtype of x or in the state dtype, or none.
+// weights: for each layer and direction w_ih [G D,I], w_hh [G D,O], if has_bias b_ih, b_hh [G D],
+// and if projects w_hr [O,D], in the dtype of x or in fp32.
+// batch_sizes: those of a PackedSequence, or none. width: P. dropout: a probability.
+// -> y with the rows of x, N O wide. last: as state, in the dtype of x. kept: what the backward
+// reads; empty unless `save`.
 inline constexpr char kLayersForwardSchema[] =
     "_layers_fwd(Tensor x, Tensor[] state, Tensor[] weights, int[] batch_sizes, bool has_bias, "
-    "bool projects, int directions, bool batch_first, int width, float dropout, bool tf32, bool "
-    "save) "
-    "-> (Tensor y, Tensor[] last, Tensor[] kept)";
+    "bool projects, int directions, bool batch_first, int width, float dropout, bool tf32, "
+    "bool save) -> (Tensor y, Tensor[] last, Tensor[] kept)";
 
 inline Tensor drop(const Tensor& x, double probability, Tensor& mask) {
   std::array<StableIValue, 3> stack{torch::stable::detail::from(x),

@@ -1,11 +1,12 @@
 // The sizes and the parameters of a torch.nn LSTM, GRU or RNN, all of whose layers run as one op
 // (forward.h), and their gradients as another (backward.h): projections, recurrences, directions,
 // dropout, and torch's layouts of parameters and states.
-// L layers, N directions, B batch, T time, I input width, D hidden width; G gates, K states, R bias
-// rows. The directions of a layer are heads of one recurrence. The second one runs on an input that
-// is turned around in time, and its outputs are turned back. The recurrence may be wider than D,
-// with P units a head: the others have zeros as parameters, and stay zero. Of a PackedSequence, x
-// and y are the rows; the engines have rows of their own (PackedRows).
+// L layers, N directions, B batch, T time, I input width, D hidden width, O output width of a
+// direction (proj_size, or D); G gates, K states, R bias rows. The directions of a layer are heads
+// of one recurrence. The second one runs on an input that is turned around in time, and its outputs
+// are turned back. The recurrence may be wider than D, with P units a head: the others have zeros
+// as parameters, and stay zero. Of a PackedSequence, x and y are the rows; the engines have rows of
+// their own (PackedRows).
 #pragma once
 #include "../cells/all.h"
 #include "common/torch/op.h"
