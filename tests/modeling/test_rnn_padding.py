@@ -1,16 +1,13 @@
 """Tests padding, which only CUDA uses, on any device: odd widths as whole vectors, PackedSequences as
 rows. Outputs, states and every gradient are torch.nn's, in float64."""
 
-import sys
-
 import pytest
 import torch
 from torch.nn.utils.rnn import pack_padded_sequence
 
 import flashcell
 from cases import DEVICE
-from flashcell.hub.kernel_loader import load_kernel
-from flashcell.kernels.fused_rnn import forward, packed
+from flashcell.kernels.fused_rnn import forward, packed, plain
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="on CUDA it runs so by itself")
 NETS = {
@@ -25,18 +22,19 @@ NETS = {
 I, D, B, T = 7, 13, 4, 9
 
 
-@pytest.fixture
-def padded(monkeypatch):
+@pytest.fixture(params=["all layers at once", "layer by layer"])
+def padded(monkeypatch, request):
     """Pads every width to a multiple of 8, and counts how often."""
     widths = []
+    if request.param == "layer by layer":  # as in traces
+        monkeypatch.setattr(forward, "is_plain", lambda *args: False)
 
     def to_eights(device_type, dtype, steps, width):
         widths.append(width)
         return -(-width // 8) * 8
 
-    kernel = load_kernel("fused-rnn", "cpu")
-    monkeypatch.setattr(forward, "padded_width", to_eights)
-    monkeypatch.setattr(sys.modules[f"{kernel.__name__}.layer"], "padded_width", to_eights)
+    for module in (forward, plain):
+        monkeypatch.setattr(module, "padded_width", to_eights)
     monkeypatch.setattr(packed, "ROW_DEVICES", ("cpu",))
     return widths
 
