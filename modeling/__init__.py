@@ -8,6 +8,7 @@ is used.
 from typing import TYPE_CHECKING, Any
 
 from .auto_classes import import_with_transformers, register_with_transformers
+from .choice.backend_choice import explain
 from .hub.kernel_loader import kernel_info, load_kernel
 from .layers.replace import drop_in, replace, restore
 from .layers.rnn import GRU, LSTM, RNN, GRUCell, LSTMCell, RNNCell
@@ -75,6 +76,7 @@ __all__ = [
     "Request",
     "accelerate",
     "drop_in",
+    "explain",
     "generate_many",
     "kernel_info",
     "load_kernel",

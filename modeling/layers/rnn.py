@@ -3,8 +3,9 @@
 Each is a subclass of the torch.nn module of its name, so parameters, their initialisation, state
 dicts, isinstance and repr are torch's. They differ in `forward`, and in one keyword more:
 
-    backend   "auto"|"cuda"|"cpu"|"reference", see kernel_loader.py; kept as kernel_backend. Where
-              "auto" has no kernel, torch.nn's own forward runs
+    backend   "auto"|"cuda"|"cpu"|"reference", see kernel_loader.py; kept as kernel_backend. "auto"
+              runs torch.nn's own forward where there is no kernel, or where that is measured to be
+              the faster one (choice/backend_choice.py); flashcell.explain(module, input) says which
 
 Sequence modules, h0 and c0 as torch.nn documents them (`nn.LSTM`, `nn.GRU`, `nn.RNN`):
 
@@ -14,14 +15,15 @@ Sequence modules, h0 and c0 as torch.nn documents them (`nn.LSTM`, `nn.GRU`, `nn
 
 dtypes: bf16, fp16, fp32, fp64; outputs and states come in the input's, under torch.autocast in
 autocast's, as cuDNN has it (torch.nn on the CPU leaves some in fp32: the GRU's, packed ones, a
-projected LSTM's c_n). Between the steps states are fp32 (fp64). An initial state may have another
+projected LSTM's c_n). Between the steps states of our kernels are fp32 (fp64). An initial state may have another
 dtype than the input. Products of fp32 recurrences on CUDA follow `torch.backends.cudnn.rnn.fp32_precision`, which
 `torch.backends.cudnn.allow_tf32` sets too.
 
 Errors are torch.nn's: RuntimeError and ValueError for shapes and dtypes that do not fit the module.
 
 What differs: dropout draws other numbers from the same seed; outputs are contiguous with and
-without batch_first; there are no second derivatives (except with backend="reference"), no derivatives
+without batch_first; there are no second derivatives (except with backend="reference", and on a CPU
+where torch.nn's forward runs), no derivatives
 in forward mode (torch.func's grad, vjp and vmap work, jvp does not) and no torch.jit.script (errors say
 so). torch.compile breaks the graph at every module that is an nn.LSTM, nn.GRU or
 nn.RNN, these too; with torch._dynamo.config.allow_rnn = True these compile with fullgraph=True.
@@ -35,6 +37,8 @@ from torch import Tensor, nn
 from torch.nn.modules.rnn import RNNBase, RNNCellBase
 from torch.nn.utils.rnn import PackedSequence
 
+from ..choice.backend_choice import runs_torch
+from ..choice.cost_model import KINDS
 from ..hub.kernel_loader import check_backend, load_kernel
 from ..kernels import fused_rnn
 from ..kernels.fused_rnn.forward import run_cell, run_sequence
@@ -45,6 +49,7 @@ class _StandIn(nn.Module):
     forward."""
 
     kernel_backend = "auto"  # for pickles of torch.nn's modules, which have none
+    call_kind: int  # a place in cost_model.KINDS
 
     def stand_in(self, backend: str) -> None:
         """Sets the attributes that a torch.nn module needs in order to work as one of flashcell's.
@@ -84,13 +89,21 @@ class _Sequence(_StandIn, RNNBase):
         self.stand_in(backend)
 
     def flatten_parameters(self) -> None:
-        """Does nothing: the kernels read every parameter in place."""
+        """Moves the weights on a GPU into one storage, where cuDNN reads them; our kernels read them
+        anywhere."""
+        if not torch.compiler.is_compiling():  # Dynamo cannot trace it
+            super().flatten_parameters()
 
     def forward(self, input: Any, hx: Any = None) -> Any:
         """Runs the layers, as torch.nn does: input, hx -> output, h_n or (h_n, c_n)."""
         kernel = self.kernel_for(input)
-        if kernel is None:
-            return super().forward(input, hx)
+        auto = self.kernel_backend == "auto"
+        if kernel is None or (auto and runs_torch(self, self.call_kind, input, hx)):
+            output, last = super().forward(input, hx)
+            # torch.nn computes [T, B, ...] and returns a transposed one with batch_first.
+            return output.contiguous() if self.batch_first and isinstance(
+                output, Tensor
+            ) else output, last
         return run_sequence(self, kernel, input, hx)
 
 
@@ -105,6 +118,8 @@ class LSTM(_Sequence, nn.LSTM):
     (h_0, c_0)=None) -> output, (h_n, c_n). Shapes, dtypes and errors: see the module.
     """
 
+    call_kind = KINDS.index("LSTM")
+
 
 class GRU(_Sequence, nn.GRU):
     """Gated recurrent unit in place of torch.nn.GRU (arXiv 1406.1078v1, reset after the product).
@@ -117,6 +132,8 @@ class GRU(_Sequence, nn.GRU):
     output, h_n. Shapes, dtypes and errors: see the module.
     """
 
+    call_kind = KINDS.index("GRU")
+
 
 class RNN(_Sequence, nn.RNN):
     """Elman's network (1990) in place of torch.nn.RNN:  h' = act(W x + b + R h + b'), act tanh or relu.
@@ -125,6 +142,8 @@ class RNN(_Sequence, nn.RNN):
     dropout=0.0, bidirectional=False, device=None, dtype=None, *, backend="auto"); forward(input,
     h_0=None) -> output, h_n. Shapes, dtypes and errors: see the module.
     """
+
+    call_kind = KINDS.index("RNN")
 
 
 class _Cell(_StandIn, RNNCellBase):
@@ -151,7 +170,8 @@ class _Cell(_StandIn, RNNCellBase):
         # H100, host ms of an LSTMCell B256 600 in bf16, torch.nn's 0.05, ours 0.22.
         torchs_own = self.kernel_backend == "auto" and isinstance(input, Tensor) and input.is_cuda
         kernel = None if torchs_own else self.kernel_for(input)
-        if kernel is None:
+        auto = self.kernel_backend == "auto"
+        if kernel is None or (auto and runs_torch(self, self.call_kind, input, hx)):
             return super().forward(input, hx)
         return run_cell(self, kernel, self.kernel_cell, input, hx)
 
@@ -160,16 +180,20 @@ class LSTMCell(_Cell, nn.LSTMCell):
     """One step of `LSTM`, in place of torch.nn.LSTMCell: input, (h, c)=None -> h', c'."""
 
     kernel_cell = "lstm"
+    call_kind = KINDS.index("LSTMCell")
 
 
 class GRUCell(_Cell, nn.GRUCell):
     """One step of `GRU`, in place of torch.nn.GRUCell: input, h=None -> h'."""
 
     kernel_cell = "gru"
+    call_kind = KINDS.index("GRUCell")
 
 
 class RNNCell(_Cell, nn.RNNCell):
     """One step of `RNN`, in place of torch.nn.RNNCell: input, h=None -> h'."""
+
+    call_kind = KINDS.index("RNNCell")
 
     def __init__(
         self,

@@ -90,11 +90,16 @@ def first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0][:120]
 
 
+def path_of(row: Row, folder: Path, kind: str = "") -> Path:
+    """Returns folder/<device>[-<kind>].csv."""
+    name = re.sub(r"[^a-z0-9]+", "-", f"{row['device']} {kind}".lower()).strip("-")
+    return folder / f"{name}.csv"
+
+
 def append(rows: list[Row], folder: Path, kind: str = "") -> Path:
-    """Appends rows to folder/<device>[-<kind>].csv in its column order; creates it if missing."""
-    name = re.sub(r"[^a-z0-9]+", "-", f"{rows[0]['device']} {kind}".lower()).strip("-")
+    """Appends rows to the file of their device in its column order; creates it if missing."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{name}.csv"
+    path = path_of(rows[0], folder, kind)
     with path.open("a+", newline="") as file:
         file.seek(0)
         header = next(csv.reader(file), None)

@@ -1,7 +1,8 @@
-"""A torch.nn module and flashcell's of the same name with the same parameters, and all they
-compute."""
+"""A torch.nn module and flashcell's of the same name with the same parameters, all they compute, and
+tables of costs by which backend="auto" chooses between the two."""
 
 import abc
+import json
 from typing import Any
 
 import torch
@@ -118,3 +119,23 @@ class OtherForward(nn.GRU):
 class OtherOrder(nn.RNN):
     def permute_hidden(self, hx, permutation):
         return hx
+
+
+FORMS = ("inference", "training")
+GROUPS = ("cell", "onednn", "loop", "sequence", "packed", "projected")
+
+
+def table(torch_us: float, kernel_us: float, **changes) -> dict:
+    """A CPU's entry in which every call takes the same time."""
+    sides = {
+        name: {
+            f"{g} {f} {p}": {"call": us} for g in GROUPS for f in FORMS for p in ("fp32", "bf16")
+        }
+        for name, us in (("torch", torch_us), ("kernel", kernel_us))
+    }
+    entry = {"device": "cpu", "name": "CPU", "capability": 512, "units": 1, "margin": 1.0}
+    return {**entry, "source": "a test", **sides, **changes}
+
+
+def as_file(*entries: dict) -> bytes:
+    return json.dumps({"format": 1, "devices": list(entries)}).encode()

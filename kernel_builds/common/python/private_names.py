@@ -96,3 +96,31 @@ def weights_of(module: Any) -> List[torch.Tensor]:
 def autocast_is_on_anywhere() -> bool:
     kinds = ("cpu", "cuda", "mps", "xpu", "hpu", "xla", "mtia", "ipu", "maia", "privateuseone")
     return any(map(torch.is_autocast_enabled, kinds))
+
+
+_rnn_precision: Any = find("torch._C._get_fp32_precision_getter", LONGER)
+
+
+def recurrent_precision() -> str:
+    """Returns torch.backends.cudnn.rnn.fp32_precision, whose property takes several times as long."""
+    if _rnn_precision is not None:
+        return _rnn_precision("cuda", "rnn")
+    switch: Any = (
+        torch.backends.cudnn.rnn
+    )  # importing it by name gives the module, without the property
+    return switch.fp32_precision
+
+
+def weight_of(module: Any, name: str) -> Any:
+    """Returns the parameter `name` of the module itself; None for one that is computed."""
+    return module._parameters.get(name)
+
+
+def weights_are_flat(module: Any) -> bool:
+    """Whether the weights of a torch.nn recurrent module lie in one storage, as cuDNN reads them
+    without a copy."""
+    if not has_flat_weights:
+        return False
+    weights = module._flat_weights
+    first, last = weights[0].untyped_storage(), weights[-1].untyped_storage()
+    return first.data_ptr() == last.data_ptr()

@@ -68,6 +68,11 @@ class Call(NamedTuple):
         return values * training <= MOST_VALUES[device] and products <= MOST_PRODUCTS[device]
 
 
+def lengths(call: Call) -> torch.Tensor:
+    """Returns the lengths of a packed call's sequences, between T / 2 and T."""
+    return torch.linspace(call.steps, (call.steps + 1) // 2, call.batch).long()
+
+
 def draw(seed: int, count: int, device: str) -> Iterator[Call]:
     """Yields `count` random calls that are within the device's limits."""
     random_ = random.Random(seed)

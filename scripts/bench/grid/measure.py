@@ -1,5 +1,6 @@
 """Times one call of torch.nn's module and of flashcell's in turns, and compares their outputs."""
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -10,43 +11,44 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 import flashcell
-from bench.grid.draw import CELLS, DTYPES, NETS, Call
+from bench.grid.draw import CELLS, DTYPES, NETS, Call, lengths
 
 FLUSH_BYTES = 256 * 2**20  # written before each timed call, to empty the L2 cache
-ROUNDS = {"cuda": (3, 9), "cpu": (3, 7)}  # least and most timed calls of a module
+ROUNDS = (3, 101)  # least and most timed calls of a module
 SECONDS = 0.25  # after this, no timed calls beyond the least number
 HOST_SECONDS = 0.02  # during which calls are repeated to time the host
+NAMES = ("torch", "kernel", "auto")  # torch.nn, our kernels, and what backend="auto" chooses
 
 
 class Times(NamedTuple):
-    """The times of torch.nn's call and of ours, the host's part of each, and their difference."""
+    """The times of torch.nn's call, of our kernels' and of backend="auto", and the host's part."""
 
     torch_ms: float
-    ours_ms: float
+    kernel_ms: float
+    auto_ms: float
     torch_host_ms: float
-    ours_host_ms: float
-    error: float  # the largest difference of the outputs, divided by the largest output
+    kernel_host_ms: float
+    auto_host_ms: float
+    ratio: float  # torch.nn's time divided by that of "auto": above 1 ours is faster
+    rounds: int
+    error: float  # the largest difference of the outputs of "auto", divided by the largest output
+    choice: str  # what "auto" ran: "torch" or "kernel"
 
-    @property
-    def ratio(self) -> float:
-        """Returns torch.nn's time divided by ours: above 1 ours is faster."""
-        return self.torch_ms / self.ours_ms
 
-
-def make_modules(call: Call, device: str) -> tuple[nn.Module, nn.Module]:
-    """Returns torch.nn's module and flashcell's, with the same parameters."""
+def make_modules(call: Call, device: str) -> dict[str, nn.Module]:
+    """Returns torch.nn's module and two of flashcell's, by NAMES, with the same parameters."""
     kind, options = NETS[call.net]
     if call.net not in CELLS:
         options = {**options, "batch_first": True}
     if call.net == "lstm-proj":
         options = {**options, "proj_size": max(1, call.width // 2)}
     dtype = DTYPES[call.precision]
-    reference = getattr(nn, kind)(call.width, call.width, **options).to(device, dtype)
-    ours = getattr(flashcell, kind)(call.width, call.width, **options).to(device, dtype)
-    ours.load_state_dict(reference.state_dict())
-    if device == "cuda" and call.net not in CELLS:
-        reference.flatten_parameters()
-    return reference, ours
+    sizes, options = (call.width, call.width), {**options, "device": device, "dtype": dtype}
+    made: dict[str, nn.Module] = {"torch": getattr(nn, kind)(*sizes, **options)}
+    for name, backend in (("kernel", device), ("auto", "auto")):
+        made[name] = getattr(flashcell, kind)(*sizes, **options, backend=backend)
+        made[name].load_state_dict(made["torch"].state_dict())
+    return made
 
 
 def make_input(call: Call, device: str) -> Any:
@@ -57,8 +59,7 @@ def make_input(call: Call, device: str) -> Any:
     x = torch.randn(call.batch, call.steps, call.width, device=device, dtype=dtype)
     if call.net != "lstm-packed":
         return x
-    lengths = torch.linspace(call.steps, (call.steps + 1) // 2, call.batch).long()
-    return pack_padded_sequence(x, lengths, batch_first=True)
+    return pack_padded_sequence(x, lengths(call), batch_first=True)
 
 
 def output_of(result: Any) -> Tensor:
@@ -116,26 +117,36 @@ def time_host(step: Callable[[], Tensor], once_ms: float, device: str) -> float:
     return min(times)
 
 
-def measure(call: Call, device: str) -> Times:
-    """Times both modules in turns, after warm-up calls, and returns the medians."""
+def measure(call: Call, device: str, names: tuple[str, ...] = NAMES) -> Times:
+    """Times the modules in turns, after warm-up calls; without "auto" our kernels' times stand for it.
+
+    Times are medians. The ratio is the median of the ratios of neighbouring calls, which differ less
+    than the medians do if other programs or the clock change the machine's speed meanwhile."""
     torch.manual_seed(0)
     torch.backends.cudnn.rnn.fp32_precision = "ieee" if call.precision == "exact" else "tf32"
     x = make_input(call, device)
     flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device) if device == "cuda" else None
-    steps = [make_step(module, x, call.mode) for module in make_modules(call, device)]
-    expected, found = (step().detach().float() for step in steps)
-    scale = max(expected.abs().max().item(), 1e-6)
-    error = (expected - found).abs().max().item() / scale
-    del expected, found
-    for step in steps:
+    modules = make_modules(call, device)
+    steps = {name: make_step(modules[name], x, call.mode) for name in names}
+    with torch.set_grad_enabled(call.mode == "training"):
+        choice = flashcell.explain(modules["auto"], x).partition(":")[0]
+    last = names[-1]
+    outputs = {name: steps[name]().detach().float() for name in ("torch", last)}
+    scale = max(outputs["torch"].abs().max().item(), 1e-6)
+    error = (outputs["torch"] - outputs[last]).abs().max().item() / scale
+    del outputs
+    for step in steps.values():
         step()
-    least, most = ROUNDS[device]
-    rounds: list[list[float]] = []
+    rounds: list[dict[str, float]] = []
+    # The order changes, so that none of the modules always follows the same one.
+    orders = itertools.cycle(itertools.permutations(names))
     start = time.perf_counter()
-    while len(rounds) < least or (len(rounds) < most and time.perf_counter() < start + SECONDS):
-        rounds.append([time_one(step, flush) for step in steps])
-    reference, ours = (statistics.median(times) for times in zip(*rounds, strict=True))
-    hosts = [
-        time_host(step, once, device) for step, once in zip(steps, (reference, ours), strict=True)
-    ]
-    return Times(reference, ours, hosts[0], hosts[1], error)
+    while len(rounds) < ROUNDS[0] or (
+        len(rounds) < ROUNDS[1] and time.perf_counter() < start + SECONDS
+    ):
+        rounds.append({name: time_one(steps[name], flush) for name in next(orders)})
+    times = {name: statistics.median(r[name] for r in rounds) for name in names}
+    hosts = {name: time_host(steps[name], times[name], device) for name in names}
+    ratio = statistics.median(r["torch"] / r[last] for r in rounds)
+    all_times = (found.get(name, found[last]) for found in (times, hosts) for name in NAMES)
+    return Times(*all_times, ratio, len(rounds), error, choice)

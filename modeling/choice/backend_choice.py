@@ -1,0 +1,284 @@
+"""Decides whether a module with backend="auto" runs torch.nn's own forward or our kernels.
+
+The decision follows from the call's sizes and a table of measured costs (cost_model.py): costs.json,
+and before it the user's own table, which `scripts/tune` writes. That is the file $FLASHCELL_TUNED
+names, or else flashcell/tuned.json in $XDG_CACHE_HOME (~/.cache). It is read once, at the first
+decision. One that cannot be used gives a warning that names it, and counts as absent.
+
+torch.nn's forward runs only where it keeps all that our modules promise. Our kernels stay: under
+autocast, torch.func's transforms, forward-mode derivatives, torch.compile, torch.export and
+torch.jit.trace; for tensor subclasses, parametrized or replaced weights and states of another dtype;
+on a GPU also in a CUDA graph, under torch.use_deterministic_algorithms (cuDNN's gradients may differ
+between runs), where FLASHCELL_CUDA_ENGINE is set, and for weights that cuDNN would copy.
+"""
+
+import os
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.nn.utils.rnn import PackedSequence
+
+from ..kernels.fused_rnn.private_names import (
+    forward_level,
+    recurrent_precision,
+    transforms_are_active,
+    weight_of,
+    weights_are_flat,
+)
+from .cost_model import (
+    CELLS,
+    LARGEST_FILE,
+    PRECISIONS,
+    Call,
+    Device,
+    Prediction,
+    TableError,
+    nearest,
+    predict,
+    read_table,
+)
+
+MOST_CALLS = 4096  # decisions that are kept
+CODES = {
+    torch.bfloat16: PRECISIONS.index("bf16"),
+    torch.float16: PRECISIONS.index("fp16"),
+    torch.float32: PRECISIONS.index("fp32"),
+}
+TF32 = PRECISIONS.index("tf32")
+VECTORS = {"AVX512": 512, "AVX2": 256}  # bits, by torch's name of what the CPU has
+_Key = tuple[Any, ...]
+
+_decided: dict[_Key, bool] = {}
+_tables: list[list[dict[str, Any]]] = []  # the user's and ours, once they are read
+_devices: dict[int, Device] = {}
+_lock = threading.Lock()
+
+
+def runs_torch(module: Any, kind: int, input: Any, hx: Any) -> bool:
+    """Whether a call of `module`, whose place in cost_model.KINDS is `kind`, runs torch.nn's
+    forward."""
+    if torch.compiler.is_compiling():
+        return False
+    key = _key(module, kind, input)
+    if key is None:
+        return False
+    found = _decided.get(key)
+    if found is None:
+        found = _decide(key)
+    return found and _obstacle(module, kind, input, hx) is None
+
+
+def explain(module: Any, input: Any, hx: Any = None) -> str:
+    """Says what a call of one of flashcell's recurrent modules would run, and why.
+
+        print(flashcell.explain(module, x))
+
+    With backend="auto" it is torch.nn's forward or our kernels; the text has the predicted time of
+    both and the table it comes from. Nothing is computed."""
+    if not hasattr(module, "call_kind"):
+        raise TypeError(
+            f"module is a {type(module).__name__}, but must be flashcell's LSTM, GRU, RNN or a cell"
+        )
+    kernel = module.kernel_for(input)  # raises for what is no input
+    data = _data(input)
+    if module.kernel_backend != "auto":
+        return f"kernel: backend={module.kernel_backend!r} was asked for"
+    if kernel is None:
+        return f"torch: no kernel of ours runs {data.dtype} on {data.device.type} here"
+    if module.call_kind >= CELLS and data.is_cuda:
+        return "torch: a GPU runs a single step sooner than Python calls our kernel"
+    key = _key(module, module.call_kind, input)
+    found = None if key is None else _predict(key)
+    if found is None:
+        return f"kernel: no table has the costs of such calls on {data.device.type}"
+    times = (
+        f"torch.nn's forward is predicted to take {found.torch_us:.0f} us and our kernels "
+        f"{found.kernel_us:.0f} us (by {found.source}; ours run where they are at least "
+        f"{found.margin:g} times as fast)"
+    )
+    if not found.torch_wins:
+        return f"kernel: {times}"
+    obstacle = _obstacle(module, module.call_kind, input, hx)
+    return f"torch: {times}" if obstacle is None else f"kernel: {obstacle}, although {times}"
+
+
+def _data(input: Any) -> Tensor:
+    return input.data if isinstance(input, PackedSequence) else input
+
+
+def _key(module: Any, kind: int, input: Any) -> _Key | None:
+    """Returns what the decision depends on, or None where our kernels run in any case."""
+    packed = 0
+    if type(input) is PackedSequence:
+        packed, input = input.batch_sizes.shape[0], input.data
+    if type(input) is not Tensor:
+        return None
+    weight = weight_of(module, "weight_ih" if kind >= CELLS else "weight_ih_l0")
+    if type(weight) is not Parameter:
+        return None
+    code = CODES.get(input.dtype)
+    if code is None:
+        return None
+    device = input.get_device()
+    if device < 0:
+        device = -torch.get_num_threads()
+    elif code == CODES[torch.float32] and recurrent_precision() == "tf32":
+        code = TF32
+    trains = torch.is_grad_enabled() and (weight.requires_grad or input.requires_grad)
+    sizes = kind, input.shape, module.hidden_size, code, trains, device
+    if kind >= CELLS:
+        return sizes
+    form = module.num_layers, module.bidirectional, module.proj_size, module.batch_first
+    return (*sizes, packed, *form)
+
+
+def _decide(key: _Key) -> bool:
+    """Decides for a key that is not in the cache. Two threads may do so at once: they agree."""
+    prediction = _predict(key)
+    found = prediction is not None and prediction.torch_wins
+    with _lock:
+        if len(_decided) >= MOST_CALLS:
+            _decided.clear()
+        _decided[key] = found
+    return found
+
+
+def _predict(key: _Key) -> Prediction | None:
+    call, device = _call(key), key[5]
+    if call is None:
+        return None
+    if device not in _devices:
+        _devices[device] = describe(device)
+    if not _tables:
+        _read_tables()
+    own, shipped = (nearest(table, _devices[device]) for table in _tables)
+    # The user's own measurements count for the device they were made on.
+    same = own is not None and own["capability"] == _devices[device].capability
+    entry = own if same else shipped
+    return None if entry is None else predict(entry, call)
+
+
+def _call(key: _Key) -> Call | None:
+    kind, shape, width, code, trains, _, *form = key
+    if kind >= CELLS:
+        if len(shape) not in (1, 2):
+            return None
+        batch = shape[0] if len(shape) == 2 else 1
+        return Call(kind, 1, 1, 0, batch, 1, shape[-1], width, code, int(trains), 0)
+    packed, layers, bidirectional, projection, batch_first = form
+    if len(shape) != (2 if packed else 3) and not (len(shape) == 2 and not packed):
+        return None
+    if packed:
+        batch, steps = -(-shape[0] // packed), packed
+    elif len(shape) == 2:
+        batch, steps = 1, shape[0]
+    else:
+        batch, steps = shape[:2] if batch_first else (shape[1], shape[0])
+    if 0 in (batch, steps):
+        return None
+    directions = 2 if bidirectional else 1
+    sizes = layers, directions, projection, batch, steps, shape[-1], width, code
+    return Call(kind, *sizes, int(trains), int(packed > 0))
+
+
+def _obstacle(module: Any, kind: int, input: Any, hx: Any) -> str | None:
+    """Returns why torch.nn's forward would not keep what our modules promise, or None."""
+    data = input.data if type(input) is PackedSequence else input
+    if transforms_are_active():
+        return "a transform of torch.func is active"
+    if forward_level() >= 0:
+        return "forward-mode derivatives are taken"
+    if torch.jit.is_tracing():
+        return "the call is traced"
+    on_gpu = data.is_cuda
+    if torch.is_autocast_enabled("cuda" if on_gpu else "cpu"):
+        return "autocast is enabled"
+    weight = weight_of(module, "weight_ih" if kind >= CELLS else "weight_ih_l0")
+    if weight.dtype != data.dtype or weight.device != data.device or data.layout != torch.strided:
+        return "the input is not of the weights' dtype, device and layout"
+    if hx is not None:
+        pair = kind % CELLS == 0
+        if pair and (type(hx) is not tuple or len(hx) != 2):
+            return "hx is no tuple of two tensors"
+        for state in hx if pair else (hx,):
+            if not isinstance(state, Tensor) or state.dtype != data.dtype:
+                return "a state is no tensor of the input's dtype"
+            if type(state) not in (Tensor, Parameter) or state.device != data.device:
+                return "a state is a tensor subclass or on another device"
+    if on_gpu:
+        return _obstacle_on_gpu(module, kind, weight)
+    return None
+
+
+def _obstacle_on_gpu(module: Any, kind: int, weight: Tensor) -> str | None:
+    if torch.are_deterministic_algorithms_enabled():
+        return "torch.use_deterministic_algorithms is on"
+    if torch.cuda.is_current_stream_capturing():
+        return "a CUDA graph is captured"
+    if "FLASHCELL_CUDA_ENGINE" in os.environ:
+        return "FLASHCELL_CUDA_ENGINE is set"
+    # Of bf16, torch.nn flattens no weights, so their copy is a part of its measured times.
+    if kind < CELLS and weight.dtype != torch.bfloat16 and not weights_are_flat(module):
+        return "cuDNN would copy the weights, which are not in one storage"
+    return None
+
+
+COSTS = Path(__file__).resolve().with_name("costs.json")
+
+
+def describe(device: int) -> Device:
+    """Describes a GPU by its index, or the CPU with -device threads."""
+    if device < 0:
+        bits = VECTORS.get(torch.backends.cpu.get_cpu_capability(), 128)
+        return Device("cpu", "CPU", bits, -device)
+    gpu = torch.cuda.get_device_properties(device)
+    return Device("cuda", gpu.name, 10 * gpu.major + gpu.minor, gpu.multi_processor_count)
+
+
+def own_table() -> Path:
+    """Returns where the user's own table is read from."""
+    named = os.environ.get("FLASHCELL_TUNED")
+    if named:
+        return Path(named)
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(cache).expanduser() / "flashcell" / "tuned.json"
+
+
+def _read_tables() -> None:
+    """Reads the user's own table and ours; a bad one of the user's counts as absent."""
+    own: list[dict[str, Any]] = []
+    problem = None
+    try:
+        own = _read_own()
+    except TableError as error:
+        problem = str(error)
+    with _lock:
+        if _tables:
+            return
+        _tables[:] = [own, read_table(COSTS.read_bytes(), COSTS.name)]
+    if problem is not None:
+        text = (
+            f"{problem}: backend='auto' decides by flashcell's own table (scripts/tune writes one)"
+        )
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
+
+
+def _read_own() -> list[dict[str, Any]]:
+    path: Any = os.environ.get("FLASHCELL_TUNED")
+    try:
+        path = own_table()
+        handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # a pipe would block
+        with open(handle, "rb") as file:
+            content = file.read(LARGEST_FILE + 1)
+    except FileNotFoundError as error:
+        if "FLASHCELL_TUNED" not in os.environ:
+            return []
+        raise TableError(f"{path}, which FLASHCELL_TUNED names, is not there") from error
+    except (OSError, RuntimeError, ValueError) as error:
+        raise TableError(f"{path} cannot be read ({error})") from error
+    return read_table(content, str(path))
