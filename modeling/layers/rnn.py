@@ -100,10 +100,10 @@ class _Sequence(_StandIn, RNNBase):
         auto = self.kernel_backend == "auto"
         if kernel is None or (auto and runs_torch(self, self.call_kind, input, hx)):
             output, last = super().forward(input, hx)
-            # torch.nn computes [T, B, ...] and returns a transposed one with batch_first.
-            return output.contiguous() if self.batch_first and isinstance(
-                output, Tensor
-            ) else output, last
+            # With batch_first torch.nn returns a transposed [T, B, ...].
+            if self.batch_first and isinstance(output, Tensor):
+                output = output.contiguous()
+            return output, last
         return run_sequence(self, kernel, input, hx)
 
 
