@@ -32,6 +32,7 @@ template <typename IO, int kWidth>
 void run_outputs(const ForwardParams& p, const StateParams& states, const Segments& segments,
                  cudaStream_t stream) {
   using Shared = typename NarrowOutputs<IO, kWidth>::Shared;
+  static_assert(sizeof(Shared) <= narrow_bytes(kWidth > 32));
   for_segments<false>(states, segments, stream, [&](const Segments& s) {
     launch(narrow_outputs<IO, kWidth>, grid_of(states, s, sizeof(Shared), stream), p, states, s);
   });
@@ -40,6 +41,7 @@ template <typename IO, int kWidth>
 void run_gradients(const BackwardParams& p, const BackwardTerms& terms, const StateParams& states,
                    const Segments& segments, cudaStream_t stream) {
   using Shared = typename NarrowGradients<IO, kWidth>::Shared;
+  static_assert(sizeof(Shared) <= narrow_bytes(kWidth > 32));
   for_segments<true>(states, segments, stream, [&](const Segments& s) {
     launch(narrow_gradients<IO, kWidth>, grid_of(states, s, sizeof(Shared), stream), p, terms,
            states, s);

@@ -7,6 +7,9 @@
 
 namespace flashcell::cuda {
 
+// Bytes of shared memory that a thread block needs for heads of up to 32, or of up to 64.
+constexpr int narrow_bytes(bool wide) { return (wide ? 113 : 57) << 10; }
+
 // A thread block takes a head of a sequence, or a segment of it, instead of a chunk: states stay in
 // registers.
 struct NarrowPlan {
@@ -14,12 +17,13 @@ struct NarrowPlan {
   int segments;  // of a sequence
 
   NarrowPlan(const MlstmParams& p, const Chunks& chunks, const Device& device, int io_bytes)
-      : used(io_bytes == 2 && p.K <= kWidestNarrow && p.V <= kWidestNarrow &&
-             chunks.length == kTile),
-        segments(1) {
+      : segments(1) {
+    const bool wide = p.K > 32 || p.V > 32;
+    used = io_bytes == 2 && p.K <= kWidestNarrow && p.V <= kWidestNarrow &&
+           chunks.length == kTile && narrow_bytes(wide) <= device.shared_bytes;
     // As many segments as fill the GPU, each with at least eight chunks of the longest sequence: to
     // know where they start, rows are read once more.
-    const int64_t heads = p.S * p.H, at_once = device.sms * (p.K > 32 || p.V > 32 ? 2 : 4);
+    const int64_t heads = p.S * p.H, at_once = device.sms * (wide ? 2 : 4);
     const int64_t chunks_each = chunks.per_row() / 8;
     int64_t count = heads ? at_once / heads : 1;
     if (count > chunks_each) count = chunks_each;
