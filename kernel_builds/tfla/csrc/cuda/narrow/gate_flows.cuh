@@ -1,7 +1,6 @@
 // The gradients of narrow heads' gates: what flows through the pairs of a chunk's steps and through
 // its states, and its sums.
 #pragma once
-#include "../backward/gates.cuh"
 #include "gradient_loads.cuh"
 
 namespace flashcell::cuda {
@@ -29,7 +28,8 @@ struct NarrowGateFlows : NarrowGradientLoads<IO, kWidth> {
   }
 
   // Stores the dot product of each row's sums with the same row of x.
-  DEVICE void store_flow(const Sums& sums, const char* x, float* to) const {
+  template <typename Flow>
+  DEVICE void store_flow(const Sums& sums, const char* x, Flow* to) const {
     const RowTile tile{shared_address(x)};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -74,22 +74,26 @@ struct NarrowGateFlows : NarrowGradientLoads<IO, kWidth> {
   }
 
   // di, from what flows out of each step, and df, from what crosses it, of a chunk: by one warp
-  // with two steps per lane, later ones in lower lanes. The flows cancel to 2^-53 of their size: a
-  // shut gate lets little through beside large flows that do not cross it.
+  // with two steps per lane, later ones in lower lanes. Where a gate is shut the flows cancel to
+  // 2^-53 of their size: it lets little through beside large flows that do not cross it.
   DEVICE void gate_sums(int64_t walked) {
     const Flows& from = this->flows(walked);
     const Gates& gate = this->gates(walked);
     const Chunk chunk = this->chunk_at(walked);
     const int lane = threadIdx.x % 32;
+    const bool shut = gate.is_shut();
     double total[2], out[2];
     bool stopped[2];
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       const int t = kTile - 1 - 2 * lane - e;
       const bool exists = t < chunk.steps;
-      double in = 0;
-      for (int by = 0; by <= t / 16; ++by) in += from.in[by][t];
-      in += from.state_in[t], out[e] = from.out[t] + from.state_out[t];
+      double in = from.state_in[t];
+      out[e] = from.out[t];
+      if (shut) {
+        for (int by = 0; by <= t / 16; ++by) in += from.in[by][t];
+        out[e] += from.state_out[t];
+      }
       stopped[e] = exists && p.reset && p.reset[chunk.row + t];  // nothing crosses a reset
       total[e] = exists && !stopped[e] ? in - out[e] : 0;
     }

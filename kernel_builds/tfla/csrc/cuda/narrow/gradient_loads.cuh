@@ -1,6 +1,6 @@
 // What a thread block of the backward of narrow heads has in shared memory, and the copies into it.
 #pragma once
-#include "../backward/terms.cuh"
+#include "../backward/gates.cuh"
 #include "../states/chunk_loop.cuh"
 #include "tile.cuh"
 
@@ -11,7 +11,6 @@ struct NarrowGradientLoads {
   static constexpr int kBlocks = kWidth / 8, kDepths = kWidth / 16, kStages = 2;
   static constexpr int kSummer =
       3;  // the warp with the fewest pairs also sums the gates' gradients
-  static constexpr bool kSplit = std::is_same_v<IO, bf16>;  // fp16 rounds far less
   using RowTile = NarrowTile<kWidth>;
   using Place = StatePlace<true, kWidth, kWidth>;
   struct Stage {
@@ -20,17 +19,17 @@ struct NarrowGradientLoads {
     char C[RowTile::bytes(kWidth)];
     float2 u[kTile], w[kTile];
     float inflow[kTile], outflow[kTile], inverse[kTile], delta[kTile];
-    float weight[kTile], n_weight[kTile];
+    float weight[kTile], n_weight[kTile];  // pairs of arrays are copied together
     int start[kTile];
-    float n[kWidth];
-    float keep;
+    float n[kWidth], keep;
   };
   struct State {  // dC rounded, as an operand, and dn
     alignas(128) char C[RowTile::bytes(kWidth)];
     float n[kWidth];
   };
-  // What flows through the pairs of a chunk's steps, and through the states, by which the gates'
-  // gradients are found: E (q k) by rows and by columns, of the same numbers.
+  // What flows through the pairs of a chunk's steps and through the states, by which the gates'
+  // gradients are found. If a forget gate is shut, that of pairs is E (q k) by rows and by columns,
+  // of the same numbers; otherwise `state_in` and `out` are q dq and k dk.
   struct Flows {
     double in[4][kTile], out[kTile];  // of pairs: by warps
     float state_in[kTile], state_out[kTile];
@@ -38,6 +37,13 @@ struct NarrowGradientLoads {
   };
   struct Gates {  // pre-activations
     float i[kTile], f[kTile];
+
+    // Whether one of the forget gates is so nearly shut that the flows' difference would lose what
+    // crosses it; a warp calls it.
+    DEVICE bool is_shut() const {
+      const int lane = threadIdx.x % 32;
+      return __ballot_sync(~0u, f[lane] < kShutGate || f[lane + 32] < kShutGate) != 0;
+    }
   };
   struct Shared {
     Stage stages[kStages];
@@ -100,41 +106,46 @@ struct NarrowGradientLoads {
       const Rows& all = terms.rows;
       const int64_t first = place.sequence.row + step, at = place.head * all.chunks.rows + first;
       const int64_t slot = all.slot(int(place.head), place.slot(walked));
+      const int thread = threadIdx.x, t = thread % kTile;
+      const bool exists = t < rows, by_n = p.normalized;
+      const int64_t own = at + (exists ? t : 0);
       copy(to.q, q, p.q.time, p.K);
       copy(to.dh, dh, gradients.right.time, p.V);
-      copy_floats<kTile>(to.weight, terms.weight + at, rows);
-      if (p.normalized) copy_floats<kTile>(to.n_weight, terms.n_weight + at, rows, kTile);
-      copy_floats<1>(&to.keep, all.keep + slot, 1);
+      copy_halves(to.weight, terms.weight, by_n ? terms.n_weight : terms.weight, own,
+                  exists && (by_n || thread < kTile));
+      if (thread == 0) copy_word_or_zero(&to.keep, all.keep + slot, true);
       if (!first_pass) {
-        copy_gate(gates(walked).i, p.i, first, rows, 0);
-        copy_gate(gates(walked).f, p.f, first, rows, kTile);
+        const unsigned b = unsigned(first) / unsigned(p.T), time = unsigned(first) - b * p.T;
+        const Strided& gate = thread < kTile ? p.i : p.f;
+        copy_word_or_zero(gates(walked).i + thread,
+                          static_cast<const float*>(gate.data) + b * gate.batch +
+                              (time + (exists ? t : 0)) * gate.time + place.head * gate.head,
+                          exists);
         copy(to.k, k, p.k.time, p.K);
         copy(to.v, v, p.v.time, p.V);
-        copy_floats<2 * kTile>(to.u, all.u + at, 2 * rows);
-        copy_floats<2 * kTile>(to.w, all.w + at, 2 * rows);
-        copy_floats<kTile>(to.inflow, all.inflow + at, rows);
-        copy_floats<kTile>(to.outflow, all.outflow + at, rows, kTile);
-        copy_floats<kTile>(to.inverse, terms.inverse + at, rows);
-        copy_floats<kTile>(to.start, all.start + first, rows, kTile);
+        const bool pair_exists = thread / 2 < rows;
+        const int64_t pair = 2 * at + (pair_exists ? thread : 0);
+        copy_word_or_zero(&to.u[0].x + thread, &all.u[0].x + pair, pair_exists);
+        copy_word_or_zero(&to.w[0].x + thread, &all.w[0].x + pair, pair_exists);
+        copy_halves(to.inflow, all.inflow, all.outflow, own, exists);
         // A cell without n has no delta and no n: zeros.
-        copy_floats<kTile>(to.delta, p.normalized ? terms.delta + at : terms.inverse,
-                           p.normalized ? rows : 0, kTile);
+        copy_halves(to.inverse, terms.inverse, by_n ? terms.delta : terms.inverse, own,
+                    exists && (by_n || thread < kTile));
+        if (thread < kTile) {
+          copy_word_or_zero(reinterpret_cast<float*>(to.start + thread),
+                            reinterpret_cast<const float*>(all.start + first + own - at), exists);
+        }
         if (has_before(walked)) {
-          const IO* C = static_cast<const IO*>(terms.C) + slot * p.K * p.V;
-          copy_state(to.C, C);
-          copy_floats<kWidth>(to.n, p.normalized ? terms.n + slot * p.K : terms.inverse,
-                              p.normalized ? int(p.K) : 0);
+          copy_state(to.C, static_cast<const IO*>(terms.C) + slot * p.K * p.V);
+          if (t < kWidth && thread >= kTile) {
+            const bool has_n = by_n && t < p.K;
+            copy_word_or_zero(
+                to.n + t, (by_n ? terms.n : terms.inverse) + (has_n ? slot * p.K + t : 0), has_n);
+          }
         }
       }
     }
     copy_commit();
-  }
-  DEVICE void copy_gate(float* to, const Strided& gate, int64_t row, int rows, int thread) const {
-    const int t = int(threadIdx.x) - thread;
-    if (t < 0 || t >= kTile) return;
-    const float* from = static_cast<const float*>(gate.data) + row / p.T * gate.batch +
-                        row % p.T * gate.time + place.head * gate.head;
-    copy_word_or_zero(to + t, from + (t < rows ? t * gate.time : 0), t < rows);
   }
   DEVICE void copy_state(char* to, const IO* C) const {
     const RowTile tile{shared_address(to)};

@@ -6,8 +6,8 @@
 //   dk = a (v dC^T + dn) + dS^T q              rows j
 //   dv = a (k dC) + (W / N)^T dh               rows j; W = decay (q k^T)
 //
-// In bf16 dS and W / N are split in two pieces, because a few of their elements may be most of a
-// gradient.
+// dS and W / N are split in two pieces, because a few of their elements may be most of a gradient,
+// and because the gates' are differences of q dq and k dk.
 #pragma once
 #include "gate_flows.cuh"
 
@@ -17,9 +17,8 @@ template <typename IO, int kWidth>
 struct NarrowGradients : NarrowGateFlows<IO, kWidth> {
   using Base = NarrowGateFlows<IO, kWidth>;
   using Base::Base;
-  using Base::first_pass, Base::gradients, Base::kBlocks, Base::kDepths, Base::kSplit,
-      Base::kStages, Base::kSummer, Base::p, Base::place, Base::quad, Base::r, Base::row,
-      Base::terms, Base::warp;
+  using Base::first_pass, Base::gradients, Base::kBlocks, Base::kDepths, Base::kStages,
+      Base::kSummer, Base::p, Base::place, Base::quad, Base::r, Base::row, Base::terms, Base::warp;
   using typename Base::Flows, typename Base::OwnSums, typename Base::RowTile, typename Base::Stage,
       typename Base::State, typename Base::Sums;
 
@@ -39,16 +38,14 @@ struct NarrowGradients : NarrowGateFlows<IO, kWidth> {
       const Pair<IO> pair = Pair<IO>::of(x, y);
       const float2 back = pair.floats();
       whole[i] = pair.word[0];
-      if (kSplit) rest[i] = Pair<IO>::of(x - back.x, y - back.y).word[0];
+      rest[i] = Pair<IO>::of(x - back.x, y - back.y).word[0];
     }
 #pragma unroll
     for (int j = 0; j < kBlocks; j += 2) {
       uint32_t b[4];
       right.load(b, j / 2, 0);
-      if (kSplit) {
-        mma<IO>(sums[j], rest, b[0], b[1]);
-        mma<IO>(sums[j + 1], rest, b[2], b[3]);
-      }
+      mma<IO>(sums[j], rest, b[0], b[1]);
+      mma<IO>(sums[j + 1], rest, b[2], b[3]);
       mma<IO>(sums[j], whole, b[0], b[1]);
       mma<IO>(sums[j + 1], whole, b[2], b[3]);
     }
@@ -73,7 +70,13 @@ struct NarrowGradients : NarrowGateFlows<IO, kWidth> {
     return keep_float(exp2_approx((u.x + whole) + (u.y + rest)));
   }
 
-  DEVICE void query(const Stage& from, Flows& to, bool before, const Chunk& chunk) const {
+  // Whether all steps of the chunk run and see all before them in it.
+  DEVICE bool is_plain(const Chunk& chunk) const {
+    return chunk.steps == kTile && p.reset == nullptr && p.hold == nullptr;
+  }
+
+  DEVICE void query(const Stage& from, Flows& to, bool before, bool shut,
+                    const Chunk& chunk) const {
     uint32_t left[kDepths][4];
     load_left(left, from.dh, warp * 16);
     Sums sums = {};
@@ -85,11 +88,10 @@ struct NarrowGradients : NarrowGateFlows<IO, kWidth> {
       for (int d = 0; d < kDepths; ++d) multiply_row<IO>(sums, left[d], C, d);
       scale(sums, {from.inflow[row], from.inflow[row + 8]}, inverse, delta, from.n);
     }
-    this->store_flow(sums, from.q, to.state_in);
+    if (shut) this->store_flow(sums, from.q, to.state_in);
     const float2 u[2] = {from.u[row], from.u[row + 8]};
     const int start[2] = {from.start[row], from.start[row + 8]};
-#pragma unroll 1
-    for (int j = 0; j <= warp; ++j) {  // 16 columns of pairs
+    const auto add_pairs = [&]<bool kMasked>(int j) {  // 16 columns of pairs
       float e[2][4] = {};
       const NarrowRight<Lies::kAlong, kWidth> v_rows({shared_address(from.v)}, 16 * j, 0);
 #pragma unroll
@@ -102,7 +104,7 @@ struct NarrowGradients : NarrowGateFlows<IO, kWidth> {
         for (int half = 0; half < 2; ++half) {
           const auto weigh = [&](int c, float whole, float rest, float& x) {
             const float decay = decay_of(u[half], whole, rest);
-            const bool seen = start[half] <= c && c <= row + 8 * half;
+            const bool seen = !kMasked || (start[half] <= c && c <= row + 8 * half);
             x = seen ? decay * fmaf(inverse[half], x, delta[half]) : 0.f;
           };
           weigh(column, w.x, w.y, e[i][2 * half]);
@@ -110,12 +112,18 @@ struct NarrowGradients : NarrowGateFlows<IO, kWidth> {
         }
       }
       multiply_inner(sums, e, from.k, 16 * j);
-    }
+    };
+    const int seen = is_plain(chunk) ? warp : 0;  // columns without a mask
+#pragma unroll 1
+    for (int j = 0; j < seen; ++j) add_pairs.template operator()<false>(j);
+#pragma unroll 1
+    for (int j = seen; j <= warp; ++j) add_pairs.template operator()<true>(j);
+    if (!shut) this->store_flow(sums, from.q, to.state_in);
     store(sums, p.dq, p.K, chunk);
   }
 
   DEVICE void key_and_value(const Stage& from, Flows& to, const State& after_state, bool after,
-                            const Chunk& chunk) const {
+                            bool shut, const Chunk& chunk) const {
     uint32_t left_v[kDepths][4], left_k[kDepths][4];
     load_left(left_v, from.v, warp * 16);
     load_left(left_k, from.k, warp * 16);
@@ -134,9 +142,8 @@ struct NarrowGradients : NarrowGateFlows<IO, kWidth> {
     this->store_flow(dk, from.k, to.state_out);
     double out[2] = {};
     const float2 w[2] = {from.w[row], from.w[row + 8]};
-#pragma unroll 1
-    for (int t = warp; t < kTile / 16; ++t) {  // 16 columns of pairs, which are steps that see
-      if (16 * t >= chunk.steps) break;
+    // Adds 16 columns of pairs, which are steps that see the lane's rows.
+    const auto add_pairs = [&]<bool kShut, bool kMasked>(int t) {
       float ek[2][4] = {}, ev[2][4] = {};
       const NarrowRight<Lies::kAlong, kWidth> dh_rows({shared_address(from.dh)}, 16 * t, 0);
       const NarrowRight<Lies::kAlong, kWidth> q_rows({shared_address(from.q)}, 16 * t, 0);
@@ -151,57 +158,80 @@ struct NarrowGradients : NarrowGateFlows<IO, kWidth> {
         const float4 u = reinterpret_cast<const float4&>(from.u[column]);
         const float2 inverse = reinterpret_cast<const float2&>(from.inverse[column]);
         const float2 delta = reinterpret_cast<const float2&>(from.delta[column]);
-        const int start[2] = {from.start[column], from.start[column + 1]};
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const int j = row + 8 * half;
-          const auto weigh = [&](int e, int first, float whole, float rest, float inverse,
-                                 float delta) {
+          const auto weigh = [&](int e, float whole, float rest, float inverse, float delta) {
             float &x = ek[i][2 * half + e], &y = ev[i][2 * half + e];
             const float decay = decay_of(w[half], whole, rest);
             const int s = column + e;
-            const bool seen = first <= j && j <= s && s < chunk.steps;
+            const bool seen = !kMasked || (from.start[s] <= j && j <= s && s < chunk.steps);
             x = seen ? decay * fmaf(inverse, x, delta) : 0.f;
-            const double flow = x == 0 ? 0.f : x * y;
-            in[i][e] += flow, out[half] += flow;
+            if constexpr (kShut) {
+              const double flow = x == 0 ? 0.f : x * y;
+              in[i][e] += flow, out[half] += flow;
+            }
             y = seen ? decay * (inverse * y) : 0.f;
           };
-          weigh(0, start[0], u.x, u.y, inverse.x, delta.x);
-          weigh(1, start[1], u.z, u.w, inverse.y, delta.y);
+          weigh(0, u.x, u.y, inverse.x, delta.x);
+          weigh(1, u.z, u.w, inverse.y, delta.y);
         }
       }
-      this->store_in(in, to.in[warp] + 16 * t);
+      if constexpr (kShut) this->store_in(in, to.in[this->warp] + 16 * t);
       multiply_inner(dk, ek, from.q, 16 * t);
       multiply_inner(dv, ev, from.dh, 16 * t);
+    };
+    const int end = (chunk.steps + 15) / 16;
+    if (shut) {
+#pragma unroll 1
+      for (int t = warp; t < end; ++t) add_pairs.template operator()<true, true>(t);
+    } else {
+      const int seen = is_plain(chunk) ? warp + 1 : end;  // columns without a mask from here on
+#pragma unroll 1
+      for (int t = warp; t < seen && t < end; ++t) add_pairs.template operator()<false, true>(t);
+#pragma unroll 1
+      for (int t = seen; t < end; ++t) add_pairs.template operator()<false, false>(t);
     }
+    if (shut) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
+      for (int half = 0; half < 2; ++half) {
 #pragma unroll
-      for (int mask = 1; mask < 4; mask *= 2) out[half] += __shfl_xor_sync(~0u, out[half], mask);
-      if (quad == 0) to.out[row + 8 * half] = out[half];
+        for (int mask = 1; mask < 4; mask *= 2) out[half] += __shfl_xor_sync(~0u, out[half], mask);
+        if (quad == 0) to.out[row + 8 * half] = out[half];
+      }
+    } else {
+      this->store_flow(dk, from.k, to.out);
     }
     store(dk, p.dk, p.K, chunk);
     store(dv, p.dv, p.V, chunk);
   }
+
   // Stores the lane's rows; padding gets zeros.
-  DEVICE void store(const Sums& sums, void* to, int64_t width, const Chunk& chunk) const {
+  DEVICE void store(Sums& sums, void* to, int64_t width, const Chunk& chunk) const {
+    if (chunk.steps < kTile) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const bool runs = row + i / 2 * 8 < chunk.steps;
+#pragma unroll
+        for (int j = 0; j < kBlocks; ++j) sums[j][i] = runs ? sums[j][i] : 0.f;
+      }
+    }
+    IO* first = static_cast<IO*>(to) + ((chunk.row + row) * p.H + place.head) * width;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int t = row + 8 * half;
-      const bool runs = t < chunk.steps;
-      IO* at = static_cast<IO*>(to) + ((chunk.row + t) * p.H + place.head) * width;
+      IO* at = first + half * (8 * p.H * width);
 #pragma unroll
       for (int j = 0; j < kBlocks; j += 4) {
         float low[4], high[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          low[i] = runs ? sums[j + i][2 * half] : 0.f;
-          high[i] = runs ? sums[j + i][2 * half + 1] : 0.f;
+          low[i] = sums[j + i][2 * half], high[i] = sums[j + i][2 * half + 1];
         }
-        store_row<IO>(at + 8 * j, low, high, t < chunk.rows, int(width) - 8 * j);
+        store_row<IO>(at + 8 * j, low, high, row + 8 * half < chunk.rows, int(width) - 8 * j);
       }
     }
   }
+
   // Adds a chunk to the warp's 16 rows of dC.
   DEVICE void add(OwnSums& own, const Stage& from) const {
     const NarrowLeft<Lies::kAcross, kWidth> q_rows({shared_address(from.q)}, 0, warp * 16);
@@ -248,8 +278,9 @@ struct NarrowGradients : NarrowGateFlows<IO, kWidth> {
         const Chunk chunk = this->chunk_at(walked);
         const bool before = this->has_before(walked), after = this->has_after(walked);
         Flows& to = this->flows(walked);
-        query(from, to, before, chunk);
-        key_and_value(from, to, this->state(walked), after, chunk);
+        const bool shut = this->gates(walked).is_shut();
+        query(from, to, before, shut, chunk);
+        key_and_value(from, to, this->state(walked), after, shut, chunk);
         __syncwarp();
         this->store_crossing(own, from, before && after, to);
       }

@@ -16,7 +16,8 @@ struct NarrowOutputs {
     alignas(1024) char q[RowTile::bytes(kTile)];
     char k[RowTile::bytes(kTile)], v[RowTile::bytes(kTile)];
     float2 u[kTile], w[kTile];
-    float inflow[kTile], outflow[kTile], floor[kTile];
+    float inflow[kTile], outflow[kTile];  // pairs of arrays are copied together
+    float floor[kTile];
     int start[kTile];
     float keep;
   };
@@ -70,13 +71,16 @@ struct NarrowOutputs {
       copy(to.v, v, p.v.time, p.V);
       const auto& all = terms.rows;
       const int64_t row = place.sequence.row + step, at = place.head * all.chunks.rows + row;
-      copy_floats<2 * kTile>(to.u, all.u + at, 2 * rows);
-      copy_floats<2 * kTile>(to.w, all.w + at, 2 * rows);
-      copy_floats<kTile>(to.inflow, all.inflow + at, rows);
-      copy_floats<kTile>(to.outflow, all.outflow + at, rows, kTile);
-      copy_floats<kTile>(to.floor, all.floor + at, rows);
-      copy_floats<kTile>(to.start, all.start + row, rows, kTile);
-      copy_floats<1>(&to.keep, all.keep + all.slot(int(place.head), place.slot(chunk)), 1);
+      const int thread = threadIdx.x, t = thread % kTile;
+      const bool exists = t < rows, pair_exists = thread / 2 < rows;
+      const int64_t own = at + (exists ? t : 0), pair = 2 * at + (pair_exists ? thread : 0);
+      copy_word_or_zero(&to.u[0].x + thread, &all.u[0].x + pair, pair_exists);
+      copy_word_or_zero(&to.w[0].x + thread, &all.w[0].x + pair, pair_exists);
+      copy_halves(to.inflow, all.inflow, all.outflow, own, exists);
+      copy_halves(to.floor, all.floor, all.start + (row - at), own, exists);
+      if (thread == 0) {
+        copy_word_or_zero(&to.keep, all.keep + all.slot(int(place.head), place.slot(chunk)), true);
+      }
     }
     copy_commit();
   }
@@ -94,8 +98,7 @@ struct NarrowOutputs {
 
     const float2 u[2] = {from.u[t0], from.u[t0 + 8]};
     const int start[2] = {from.start[t0], from.start[t0 + 8]};
-#pragma unroll 1
-    for (int j = 0; j <= warp / 2; ++j) {  // 32 columns of pairs
+    const auto add_pairs = [&]<bool kMasked>(int j) {  // 32 columns of pairs
       float pairs[4][4] = {};
       const NarrowRight<Lies::kAlong, kWidth> k_rows({shared_address(from.k)}, 32 * j, 0);
 #pragma unroll
@@ -111,7 +114,8 @@ struct NarrowOutputs {
           // one after another.
           const auto weight = [&](int c, float whole, float rest, float pair) {
             const float decay = keep_float(exp2_approx((u[half].x + whole) + (u[half].y + rest)));
-            return start[half] <= c && c <= t0 + 8 * half ? decay * (scale * pair) : 0.f;
+            const bool seen = !kMasked || (start[half] <= c && c <= t0 + 8 * half);
+            return seen ? decay * (scale * pair) : 0.f;
           };
           const float near = weight(column, w.x, w.y, pairs[i][2 * half]);
           const float far = weight(column + 1, w.z, w.w, pairs[i][2 * half + 1]);
@@ -122,7 +126,14 @@ struct NarrowOutputs {
       const NarrowRight<Lies::kAcross, kWidth> v_rows({shared_address(from.v)}, 32 * j, 0);
       multiply_row<IO>(sums, weights[0], v_rows, 0);
       if (2 * j < warp) multiply_row<IO>(sums, weights[1], v_rows, 1);
-    }
+    };
+    // All steps of the chunk run and see all before them in it: only the last columns have a mask.
+    const bool plain = chunk.steps == kTile && p.reset == nullptr && p.hold == nullptr;
+    const int seen = plain ? warp / 2 : 0;
+#pragma unroll 1
+    for (int j = 0; j < seen; ++j) add_pairs.template operator()<false>(j);
+#pragma unroll 1
+    for (int j = seen; j <= warp / 2; ++j) add_pairs.template operator()<true>(j);
     store(sums, total, from, start, chunk);
   }
 

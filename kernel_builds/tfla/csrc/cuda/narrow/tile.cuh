@@ -73,22 +73,30 @@ DEVICE void copy_narrow(NarrowTile<kWidth> to, const IO* from, int64_t stride, i
   constexpr int kPieces = kWidth / 8, kAtOnce = kNarrowThreads / kPieces;
   const int piece = threadIdx.x % kPieces, first = threadIdx.x / kPieces;
   const IO* source = from + first * stride + piece * 8;
-  const bool inside = piece * 8 < columns;
+  const uint32_t start = to.piece(first, piece);  // a row's swizzle is the first row's
+  static_assert(kAtOnce % 8 == 0);
+  if (rows >= kTile && columns >= kWidth) {
 #pragma unroll
+    for (int row = 0; row < kTile; row += kAtOnce) {
+      copy_async(start + row * NarrowTile<kWidth>::kRowBytes, source);
+      source += kAtOnce * stride;
+    }
+    return;
+  }
+  const bool inside = piece * 8 < columns;
+#pragma unroll 1
   for (int row = 0; row < kTile; row += kAtOnce) {
     const bool exists = inside && first + row < rows;
-    copy_async_or_zero(to.piece(first + row, piece), exists ? source : from, exists);
+    copy_async_or_zero(start + row * NarrowTile<kWidth>::kRowBytes, exists ? source : from, exists);
     source += kAtOnce * stride;
   }
 }
-// Starts copying one float for each of kCount places, of which `count` exist; threads from `first`
-// on do.
-template <int kCount>
-DEVICE void copy_floats(void* to, const void* from, int count, int first = 0) {
-  const int i = int(threadIdx.x) - first;
-  if (i < 0 || i >= kCount) return;
-  const bool exists = i < count;
-  copy_word_or_zero(static_cast<float*>(to) + i, static_cast<const float*>(from) + (exists ? i : 0),
+
+// Starts copying a value of each row, of two arrays: 64 to `to`, and 64 of the other behind them. A
+// thread has one value; `at` is its place in the array, if it `exists`.
+DEVICE void copy_halves(void* to, const void* first, const void* second, int64_t at, bool exists) {
+  const void* from = threadIdx.x < kTile ? first : second;
+  copy_word_or_zero(static_cast<float*>(to) + threadIdx.x, static_cast<const float*>(from) + at,
                     exists);
 }
 
