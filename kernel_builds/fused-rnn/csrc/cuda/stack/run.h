@@ -33,6 +33,20 @@ inline constexpr int64_t kTf32Products = 50'000'000;
 // is tall and thin, and our own kernel is faster.
 inline constexpr int64_t kWidestOwnDweight = 256;
 
+// How cuBLAS reads a matrix: the elements of a row are contiguous, or those of a column, and the
+// next row or column begins `next` elements later, which must be at least its length.
+struct Matrix {
+  bool transposed;  // the elements of a column are contiguous
+  int64_t next;
+
+  Matrix(int64_t rows, int64_t columns, int64_t row_stride, int64_t column_stride) {
+    transposed = column_stride != 1 || (columns > 1 && row_stride < columns);
+    next = transposed ? column_stride : row_stride;
+    const int64_t least = transposed ? rows : columns;
+    if (next < least && (transposed ? columns : rows) == 1) next = least;  // it is not read
+  }
+};
+
 inline void multiply(const Product& p, Dtype dtype, bool tf32, const Tensor& /*like*/) {
   using namespace cuda::gemm;
   check_has_blas();
@@ -42,14 +56,12 @@ inline void multiply(const Product& p, Dtype dtype, bool tf32, const Tensor& /*l
   const float one = 1, zero = 0;
   // cuBLAS stores matrices column by column, so that it reads ours as their transposes: this is
   // c^T = b^T a^T.
-  const bool b_by_rows = p.b_n == 1, a_by_rows = p.a_k == 1;
+  const Matrix b(p.K, p.N, p.b_k, p.b_n), a(p.M, p.K, p.a_m, p.a_k);
   check_blas("cublasGemmStridedBatchedEx",
-             cublasGemmStridedBatchedEx(current_blas_handle(), b_by_rows ? kNone : kTransposed,
-                                        a_by_rows ? kNone : kTransposed, int(p.N), int(p.M),
-                                        int(p.K), &one, p.b, io, int(b_by_rows ? p.b_k : p.b_n), 0,
-                                        p.a, io, int(a_by_rows ? p.a_m : p.a_k), p.a_batch, &zero,
-                                        p.c, io, int(p.c_m), p.c_batch, int(p.batch),
-                                        rounds ? kTf32 : kFp32, kDefaultAlgorithm));
+             cublasGemmStridedBatchedEx(
+                 current_blas_handle(), b.transposed, a.transposed, int(p.N), int(p.M), int(p.K),
+                 &one, p.b, io, int(b.next), 0, p.a, io, int(a.next), p.a_batch, &zero, p.c, io,
+                 int(p.c_m), p.c_batch, int(p.batch), rounds ? kTf32 : kFp32, kDefaultAlgorithm));
 }
 
 }  // namespace flashcell
