@@ -168,7 +168,7 @@ class Counter(TorchDispatchMode):
 
 @pytest.mark.parametrize("kwargs", [{}, {"num_layers": 3, "bidirectional": True, "dropout": 0.1}])
 def test_a_call_of_a_module_is_one_op(kwargs):
-    module = flashcell.LSTM(8, 16, device=DEVICE, **kwargs)
+    module = flashcell.LSTM(8, 16, device=DEVICE, backend=DEVICE, **kwargs)
     x = torch.randn(4, 2, 8, device=DEVICE)
     with torch.no_grad(), Counter() as inference:
         module(x)

@@ -63,8 +63,10 @@ std::tuple<Tensor, Tensors, Tensors> layers_fwd(Tensor x, Tensors state, Tensors
   }
   Tensor projected;  // the projected initial states, in the dtype of x
   if (projects) projected = bring_projected(s, copies, x, state, kept, save);
-  Tensor last = new_tensor(x, {L * s.states()}, s.unrounded);
   Tensors returned = s.new_states(x, s.io);
+  // Whether a single state comes from the engines as torch has it.
+  const bool is_last = s.io == s.unrounded && s.K == 1 && (N == 1 || s.B == 1) && P == D;
+  Tensor last = is_last ? returned[0] : new_tensor(x, {L * s.states()}, s.unrounded);
 
   // The input of a layer, and the same turned around in time. That of a PackedSequence is turned
   // around when its gates are brought to the engines' rows.
@@ -156,7 +158,7 @@ std::tuple<Tensor, Tensors, Tensors> layers_fwd(Tensor x, Tensors state, Tensors
     }
     if (save) kept.push_back(input);
   }
-  s.return_states(copies, returned, last);
+  if (!is_last) s.return_states(copies, returned, last);
   copies.run();
   return {input, returned, kept};
 }

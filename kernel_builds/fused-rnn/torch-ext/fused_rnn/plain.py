@@ -11,6 +11,7 @@ from .dispatch import has_autocast
 from .formulas import is_eager, is_recorded
 from .packed import fits_rows
 from .padding import padded_width, rows_are_padded
+from .private_names import recurrent_precision
 from .stack import choose_chunk
 
 
@@ -55,7 +56,7 @@ def run_plain(
 ) -> tuple[Tensor, Any]:
     """Does what `_run` does, with x and the outputs in the module's layout."""
     kind, dtype = x.device.type, compute_dtype(x)
-    tf32 = kind == "cuda" and precision(x) == "tf32"
+    tf32 = dtype is torch.float32 and precision(x) == "tf32"
     x = x if x.dtype is dtype else x.to(dtype)
     steps = len(batch_sizes) or x.shape[1 if module.batch_first else 0]
     width = padded_width(kind, dtype, steps, module.hidden_size)
@@ -78,10 +79,13 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 
 
 def precision(x: Tensor) -> str:
-    # Importing torch.backends.cudnn.rnn replaces it by an object with properties.
-    switch = torch.backends.cudnn.rnn
-    tf32 = x.device.type == "cuda" and switch.fp32_precision == "tf32"  # type: ignore[attr-defined]
-    return "tf32" if tf32 else "highest"
+    if x.device.type != "cuda":
+        return "highest"
+    if torch.compiler.is_compiling():  # Dynamo knows the property only
+        # Importing torch.backends.cudnn.rnn replaces it by an object with properties.
+        switch: Any = torch.backends.cudnn.rnn
+        return "tf32" if switch.fp32_precision == "tf32" else "highest"
+    return "tf32" if recurrent_precision() == "tf32" else "highest"
 
 
 def as_tuple(hx: Any) -> tuple[Tensor, ...]:
