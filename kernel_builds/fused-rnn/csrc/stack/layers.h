@@ -55,6 +55,9 @@ class Copies {
   // Makes the last copy add elements of `plus`.
   void plus(const Tensor& plus, int64_t plus_at, Strides strides) {
     Copy& copy = copies_.back();
+    STD_TORCH_CHECK(io_dtype(plus, "a summand") == copy.in_type,
+                    "summands must have one dtype, got ",
+                    torch::headeronly::toString(plus.scalar_type()), " for one of them");
     copy.plus = at(plus, plus_at);
     for (int i = 0; i < 4; ++i) copy.plus_stride[i] = strides.of[i];
   }
