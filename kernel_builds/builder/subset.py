@@ -25,6 +25,7 @@ SUBSET = {
         "cluster": ("gru", "lstm", "slstm"),
         "grid": ("gru", "slstm"),
         "gemm": ("gru", "slstm"),
+        "fma": ("gru", "slstm"),
         "step": ("gru", "rnn", "slstm"),
     }
 }

@@ -47,19 +47,36 @@ void print_plan(Problem p, const Device& d) {
   constexpr int G = Cell::kGates, K = Cell::kStates, V = Cell::kSaved, R = Cell::kBias;
   const int e = p.io_bytes;
   p.gates = G;
-  const char* names[] = {"block", "cluster", "grid", "step", "gemm"};
+  const char* names[] = {"block", "cluster", "grid", "step", "gemm", "fma"};
   const Engine engine = select_engine(p, d);
   const int tile = tile_of(engine, p, d);
   const long tiles = (p.S + tile - 1) / tile;
   print("engine", names[int(engine)]);
   std::string runs;
-  const Engine own = select_own(p, d);
-  if (engine == Engine::kGemm) print("instead_of", names[int(own)]);
+  const Engine own = select_matrix(p, d);
+  if (engine == Engine::kGemm) print("instead_of", names[int(select_own(p, d))]);
+  if (engine == Engine::kFma) print("instead_of", names[int(own)]);
   if (own == Engine::kBlock) runs += "block,";
   if (own != Engine::kStep && cluster::fits(p.D, e, d)) runs += "cluster,";
   if (own != Engine::kStep && grid::fits_every_cell(G, e, p.D, d)) runs += "grid,";
-  print("runs", runs + (p.D * e % 16 == 0 && p.aligned && p.S <= 524280 ? "step,gemm" : "step"));
+  runs += p.D * e % 16 == 0 && p.aligned && p.S <= 524280 ? "step,gemm" : "step";
+  const long wide = p.D <= 64 ? (p.D <= 32 ? 32 : 64) : p.D <= 96 ? 96 : p.D <= 128 ? 128 : 256;
+  const long own_units = G == 1 ? std::min(wide, 128l) : wide <= 96 ? wide : wide == 128 ? 64 : 32;
+  const long blocks = (p.D + own_units - 1) / own_units;
+  const bool fma = e == 4 && p.T > 1 && p.D % 4 == 0 && p.D <= 256;
+  print("runs", runs + (fma && (blocks == 1 || d.code.arch >= 90) ? ",fma" : ""));
   constexpr CellSizes sizes = kSizesOf<Cell>;
+  if (engine == Engine::kFma) {
+    const long units = ((p.D + blocks - 1) / blocks + 3) / 4 * 4;
+    const long there = G == 1 ? (units + 3) / 4 * 8 : units * (wide <= 128 ? 4 : 8);
+    const long back = blocks > 1 ? 256 : (p.D + 3) / 4 * (G == 1 ? 8 : 16);
+    print("tile", tile), print("clusters", tiles * p.N), print("members", blocks);
+    print("units", units), print("width", wide);
+    print("forward.threads", (there + 31) / 32 * 32);
+    print("backward.threads", (back + 31) / 32 * 32);
+    print("forward.shared_bytes", fma::forward_memory(sizes, p.D, tile).bytes());
+    print("backward.shared_bytes", fma::backward_memory(sizes, p.D, tile).bytes());
+  }
   if (engine == Engine::kBlock) {
     const int width = p.D <= 32 ? 32 : p.D <= 64 ? 64 : 128;
     print("tile", tile), print("thread_blocks", tiles * p.N), print("width", width);

@@ -46,6 +46,22 @@ GEMM = [
     Case(4, 6, 2, 64, ("state", "cu", "reset", "hold")),
     Case(64, 5, 1, 1152, ()),
 ]
+# Widths of every compiled width, in one block or a cluster; tiles of one, four and more sequences.
+FMA = [
+    Case(3, 7, 2, 16, MASKS),
+    Case(9, 12, 1, 32, ("state",)),
+    Case(17, 9, 2, 44, MASKS),
+    Case(4, 6, 2, 64, ("state", "cu", "reset", "hold")),
+    Case(140, 5, 1, 64, MASKS),
+    Case(600, 4, 2, 48, ("state", "lengths")),
+    Case(5, 10, 1, 96, (*MASKS, "clip")),
+    Case(150, 6, 1, 92, (*MASKS, "clip")),
+    Case(3, 9, 1, 100, MASKS),
+    Case(130, 5, 1, 128, ("state", "lengths")),
+    Case(4, 6, 2, 132, ("state", "cu", "reset", "hold")),
+    Case(70, 5, 2, 200, MASKS),
+    Case(20, 7, 1, 256, (*MASKS, "clip")),
+]
 # Widths that are no multiple of a 16-byte vector: they run padded.
 ODD = [
     Case(3, 7, 2, 13, MASKS),
@@ -77,6 +93,11 @@ TINY = {
         Case(3, 3, 2, 40, MASKS),
         Case(17, 3, 1, 136, ("state",)),
         Case(9, 1, 1, 136, ()),
+    ],
+    "fma": [
+        *(Case(1, 3, 1, D, MASKS) for D in (16, 48, 96)),
+        *(Case(140, 2, 1, D, MASKS) for D in (16, 48, 96)),
+        *(Case(B, 2, 1, D, MASKS) for B, D in ((1, 104), (70, 104), (1, 136), (70, 136))),
     ],
     "step": [
         Case(1, 1, 1, 16, ("state",)),
@@ -138,9 +159,16 @@ def test_odd_widths(fused_rnn, name, case, dtype):
         assert_as_accurate(f"{name} {case} {key}", *values, case.D, (dtype, key[0] == "d"))
 
 
-@pytest.mark.parametrize("case", [GEMM[1], GEMM[2], ODD[1], ODD[3]], ids=str)
-def test_exact_fp32_in_large_batches(fused_rnn, monkeypatch, name, case):
-    monkeypatch.setenv("FLASHCELL_CUDA_ENGINE", "gemm")
+@pytest.mark.parametrize(
+    ("engine", "case"),
+    [("gemm", c) for c in [GEMM[1], GEMM[2], ODD[1], ODD[3]]]
+    + [("fma", c) for c in [*FMA, *ODD[:3]]],
+    ids=str,
+)
+def test_exact_fp32(fused_rnn, monkeypatch, name, engine, case):
+    if engine == "fma" and case.D > 96 and code_of(fused_rnn).arch < 90:
+        pytest.skip("no clusters")
+    monkeypatch.setenv("FLASHCELL_CUDA_ENGINE", engine)
     change = far_from_zero if name == "rnn_relu" else dict
     got, peer, exact = compare(fused_rnn, name, case, torch.float32, change)
     for key in exact:
@@ -196,13 +224,15 @@ def test_cuda_graph(fused_rnn, name, case):
         ("grid", Case(104, 4, 1, 768)),  # wide tiles in tall blocks
         ("step", Case(8, 2, 1, 72)),
         ("gemm", Case(64, 2, 1, 136)),
+        ("fma", Case(8, 4, 2, 64)),
+        ("fma", Case(40, 4, 1, 256)),
     ],
     ids=str,
 )
 def test_in_company(fused_rnn, monkeypatch, engine, case, pass_):
     """Other streams keep the GPU busy: of 10,000 launches none hangs, and all give the same bits."""
     monkeypatch.setenv("FLASHCELL_CUDA_ENGINE", engine)
-    call = make(CELLS["lstm"], case, torch.bfloat16)
+    call = make(CELLS["lstm"], case, torch.float32 if engine == "fma" else torch.bfloat16)
     x = call["x"].requires_grad_(pass_ == "backward")
     h, _ = fused_rnn.lstm(**call)
     dh = torch.randn_like(h)

@@ -92,7 +92,7 @@ def test_every_field_is_what_the_launch_does(fused_rnn, directly):
                 assert int(used) <= int(most), call
         assert bool([r for r in rows if r[0] == "refused"]) == (fields["engine"] != "block"), call
         seen |= {fields["engine"], *fields, *(f"{way}.{fields.get(f'{way}.tile')}" for way in WAYS)}
-    assert {"block", "cluster", "grid", "step", "gemm"} <= seen
+    assert {"block", "cluster", "grid", "step", "gemm", "fma"} <= seen
     assert {"forward.8", "forward.16", "backward.16"} <= seen
     assert {f"{way}.{name}" for way in WAYS for name in ALL_PASSES} | set(ALL) <= seen
 
@@ -124,10 +124,19 @@ def test_it_names_engine_and_binding_limit(fused_rnn):
     full = explain_plan("lstm", 1, 512, 64, "bfloat16", "H200")
     assert (full.engine, full.refused[-1].name) == ("grid", "clusters at once")
     assert "48 thread blocks" in str(explain_plan("gru", 1, 768, 128, "bfloat16", "H200"))
-    most = {S: explain_plan("lstm", 1, 64, S, "float32", "H100").engine for S in (524_280, 524_281)}
+    most = {
+        S: explain_plan("lstm", 1, 320, S, "float32", "H100").engine for S in (524_280, 524_281)
+    }
     assert most == {524_280: "gemm", 524_281: "step"}  # 65,535 rows of thread blocks
     exact = explain_plan("gru", 1, 64, 16, "float32", "9.0a")
+    assert (exact.engine, exact.fields["instead_of"]) == ("fma", "step")
     assert "exact fp32" in exact.refused[0].name
+    assert "16 thread blocks, 1 sequences each" in str(exact)
+    assert "2 clusters of 7 thread blocks" in str(explain_plan("lstm", 1, 200, 2, "float32", 90))
+    old = explain_plan("lstm", 1, 200, 2, "float32", "A100")
+    assert (old.engine, old.refused[-1].name) == ("step", "thread blocks of a cluster")
+    wide = explain_plan("lstm", 1, 260, 2, "float32", 90)
+    assert (wide.engine, wide.refused[-1].name) == ("step", "width of a head in fp32 registers")
     with pytest.raises(ValueError, match="arch is 'sm_70', but must be one of"):
         find_device("sm_70")
     with pytest.raises(ValueError, match="cell is 'lstmp'"):

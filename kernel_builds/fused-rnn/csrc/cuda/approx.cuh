@@ -1,15 +1,18 @@
-// The scalar types of cells on tensor cores: fp32 values whose non-linearities take a few hardware
-// instructions. Approx<true>, for bf16, uses tanh.approx: one instruction, within 2^-11, a quarter
-// of a bf16 rounding. Approx<false>, for fp16 and tf32, uses ex2 and rcp: within 2^-22 of 1.
-// NOTEBOOK.md, "On CUDA", has their effect on the error of h against fp64. Exact fp32 computes in
-// float.
+// The scalar types of cells on CUDA: fp32 values whose non-linearities take a few hardware
+// instructions. kCoarse, for bf16, uses tanh.approx: one instruction, within 2^-11, a quarter of a
+// bf16 rounding. kFast, for fp16 and tf32, uses ex2 and rcp: within 2^-22 of 1. kFull, for exact
+// fp32 in the fma engine, uses CUDA's exp and tanh, and a division within 2 ulp, because the
+// correctly rounded one takes four times as many instructions. NOTEBOOK.md, "On CUDA", has their
+// effect on the error of h against fp64. The other engines compute exact fp32 in float.
 #pragma once
 #include "../cells/all.h"
 #include "common/cuda/device.cuh"
 
 namespace flashcell {
 
-template <bool kCoarse>
+enum class Accuracy { kCoarse, kFast, kFull };
+
+template <Accuracy kAccuracy>
 struct Approx {
   float v;
   Approx() = default;
@@ -27,30 +30,39 @@ struct Approx {
   friend FN Approx select(bool take_a, Approx a, Approx b) { return take_a ? a : b; }
 };
 
-template <bool kCoarse>
-DEVICE Approx<kCoarse> operator/(Approx<kCoarse> a, Approx<kCoarse> b) {
+using Coarse = Approx<Accuracy::kCoarse>;
+using Fast = Approx<Accuracy::kFast>;
+using Full = Approx<Accuracy::kFull>;
+
+template <Accuracy kAccuracy>
+DEVICE Approx<kAccuracy> operator/(Approx<kAccuracy> a, Approx<kAccuracy> b) {
   return __fdividef(a.v, b.v);
 }
-template <bool kCoarse>
-DEVICE Approx<kCoarse> exp(Approx<kCoarse> x) {
-  return __expf(x.v);
+template <Accuracy kAccuracy>
+DEVICE Approx<kAccuracy> exp(Approx<kAccuracy> x) {
+  return kAccuracy == Accuracy::kFull ? expf(x.v) : __expf(x.v);
 }
-template <bool kCoarse>
-DEVICE Approx<kCoarse> log1p(Approx<kCoarse> x) {
-  return __logf(1.0f + x.v);
+template <Accuracy kAccuracy>
+DEVICE Approx<kAccuracy> log1p(Approx<kAccuracy> x) {
+  return kAccuracy == Accuracy::kFull ? log1pf(x.v) : __logf(1.0f + x.v);
 }
-DEVICE Approx<true> tanh(Approx<true> x) {
+DEVICE Coarse tanh(Coarse x) {
   float y;
   asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x.v));
   return y;
 }
-DEVICE Approx<true> sigmoid(Approx<true> x) {
-  return fmaf(0.5f, tanh(Approx<true>(0.5f * x.v)).v, 0.5f);
-}
-DEVICE Approx<false> sigmoid(Approx<false> x) { return __fdividef(1.0f, 1.0f + __expf(-x.v)); }
+DEVICE Coarse sigmoid(Coarse x) { return fmaf(0.5f, tanh(Coarse(0.5f * x.v)).v, 0.5f); }
+DEVICE Fast sigmoid(Fast x) { return __fdividef(1.0f, 1.0f + __expf(-x.v)); }
 // Where e^2x overflows, 1 - 2 / inf is 1, as it should be.
-DEVICE Approx<false> tanh(Approx<false> x) {
-  return 1.0f - __fdividef(2.0f, 1.0f + __expf(2.0f * x.v));
+DEVICE Fast tanh(Fast x) { return 1.0f - __fdividef(2.0f, 1.0f + __expf(2.0f * x.v)); }
+DEVICE Full tanh(Full x) { return tanhf(x.v); }
+// The exponent is never positive, so the relative error of the power is at most that of its
+// exponent, and what is flushed to 0 is less than 2^-126.
+DEVICE Full sigmoid(Full x) {
+  float e, inverse;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(-1.44269504f * fabsf(x.v)));
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(1.0f + e));
+  return (x.v < 0 ? e : 1.0f) * inverse;
 }
 
 }  // namespace flashcell

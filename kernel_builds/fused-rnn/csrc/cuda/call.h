@@ -34,7 +34,7 @@ inline Tensor input(const Tensor& x) {
   return last_is_dense && (is_aligned(x) || !could_align) ? x : torch::stable::contiguous(x);
 }
 
-// FLASHCELL_CUDA_ENGINE=block|cluster|grid|step|gemm overrides the planner's choice.
+// FLASHCELL_CUDA_ENGINE=block|cluster|grid|step|gemm|fma overrides the planner's choice.
 inline cuda::Engine engine_for(const cuda::Problem& problem, const cuda::Device& device) {
   using cuda::Engine;
   const char* wanted = std::getenv("FLASHCELL_CUDA_ENGINE");
@@ -43,7 +43,7 @@ inline cuda::Engine engine_for(const cuda::Problem& problem, const cuda::Device&
   int index = 0;
   while (index < cuda::kEngineCount && name != cuda::kEngineNames[index]) ++index;
   STD_TORCH_CHECK(index < cuda::kEngineCount, "FLASHCELL_CUDA_ENGINE is ", wanted,
-                  ", but must be block, cluster, grid, step or gemm");
+                  ", but must be block, cluster, grid, step, gemm or fma");
   const Engine asked = Engine(index);
   if (asked == Engine::kCluster && device.arch >= 90 && !cuda::cluster::has_code(device)) {
     cuda::refuse_cluster();

@@ -9,9 +9,9 @@ using cudaStream_t = struct CUstream_st*;
 
 namespace flashcell::cuda {
 
-enum class Engine { kBlock, kCluster, kGrid, kStep, kGemm };
-constexpr const char* kEngineNames[] = {"block", "cluster", "grid", "step", "gemm"};
-constexpr int kEngineCount = 5;
+enum class Engine { kBlock, kCluster, kGrid, kStep, kGemm, kFma };
+constexpr const char* kEngineNames[] = {"block", "cluster", "grid", "step", "gemm", "fma"};
+constexpr int kEngineCount = 6;
 
 struct Device {  // the properties of a GPU that the planner reads
   int arch;      // 90 for compute capability 9.0
@@ -33,7 +33,7 @@ struct Launch {
   cudaStream_t stream;
   bool tf32;      // fp32 products may round their operands to tf32
   Engine engine;  // the engine chosen by the planner
-  int tile;       // sequences that share a row of dbias_partial: 8, or 4
+  int tile;       // sequences that share a row of dbias_partial
   void* scratch;  // as many bytes as forward_scratch or backward_scratch returned
   void* blas;     // torch's cuBLAS handle, for the gemm engine
 };
@@ -70,5 +70,12 @@ template <typename Cell, typename IO>
 void forward_gemm(const ForwardParams&, const Launch&);
 template <typename Cell, typename IO>
 void backward_gemm(const BackwardParams&, const Launch&);
+
+// The fma engine: a thread block, or a cluster for wider heads, runs whole sequences of a head in
+// exact fp32, with the weight in registers. fp32 I/O only.
+template <typename Cell, typename IO>
+void forward_fma(const ForwardParams&, const Launch&);
+template <typename Cell, typename IO>
+void backward_fma(const BackwardParams&, const Launch&);
 
 }  // namespace flashcell::cuda

@@ -19,7 +19,8 @@ class Explanation {
         p_(problem),
         device_(device),
         engine_(select_engine(problem, device)),
-        own_(select_own(problem, device)) {
+        own_(select_own(problem, device)),
+        matrix_(select_matrix(problem, device)) {
     add("engine", kEngineNames[int(engine_)]);
     std::string runs;
     for (int i = 0; i < kEngineCount; ++i) {
@@ -28,10 +29,13 @@ class Explanation {
     }
     add("runs", runs);
     explain_refusals();
-    if (engine_ == Engine::kGemm) add("instead_of", kEngineNames[int(own_)]);
+    if (engine_ != matrix_) {
+      add("instead_of", kEngineNames[int(engine_ == Engine::kGemm ? own_ : matrix_)]);
+    }
     if (engine_ == Engine::kBlock) explain_block();
     if (engine_ == Engine::kCluster) explain_cluster();
     if (engine_ == Engine::kGrid) explain_grid();
+    if (engine_ == Engine::kFma) explain_fma();
   }
 
   const std::string& text() const { return text_; }
@@ -40,7 +44,9 @@ class Explanation {
   const CellSizes cell_;
   const Problem p_;
   const Device device_;
-  const Engine engine_, own_;  // own_: what would run without the gemm engine
+  const Engine engine_;
+  const Engine own_;     // what would run without the gemm engine
+  const Engine matrix_;  // and without the fma engine
   std::string text_;
 
   void add(const std::string& key, const std::string& value) { text_ += key + "\t" + value + "\n"; }
@@ -56,14 +62,20 @@ class Explanation {
   // Limits are listed in the order in which select_engine tests them.
   void explain_refusals() {
     for (const Limit& limit : limits_of_all(p_)) refuse(limit);
-    if (own_ == Engine::kBlock || !all_hold(limits_of_all(p_))) return;
+    if (!all_hold(limits_of_all(p_))) return;
+    refuse(limit_of_matrix(p_));
+    if (!limit_of_matrix(p_).holds()) {
+      for (const Limit& limit : fma::limits(p_.D, p_.gates, p_.io_bytes, device_)) refuse(limit);
+      return;
+    }
+    if (matrix_ == Engine::kBlock) return;
     refuse(block::limit(p_.D, p_.io_bytes));
-    if (own_ == Engine::kCluster) return;
+    if (matrix_ == Engine::kCluster) return;
     for (const Limit& limit : cluster::limits(p_.D, p_.io_bytes, device_)) refuse(limit);
     if (cluster::fits(p_.D, p_.io_bytes, device_)) {
       refuse(cluster::limit_of_speed(p_.S, p_.N, p_.D, device_));
     }
-    if (own_ == Engine::kGrid) return;
+    if (matrix_ == Engine::kGrid) return;
     const auto [forward, backward] = grid::shapes_of_every_cell(p_.gates, p_.io_bytes);
     add_grid_limits("refused", "forward ", forward, false);
     add_grid_limits("refused", "backward ", backward, false);
@@ -105,6 +117,21 @@ class Explanation {
     if (p_.D > 256) add("limit", "", cluster::limit_of_speed(p_.S, p_.N, p_.D, device_));
     add_shared_bytes("forward", cluster::forward_shared_bytes(cell_, p_.D, tile));
     add_shared_bytes("backward", cluster::backward_shared_bytes(cell_, p_.D, tile));
+  }
+
+  void explain_fma() {
+    const int tile = fma::tile(p_.S, p_.N, p_.D, p_.gates, device_);
+    const int width = fma::compiled_width(p_.D), units = fma::units(p_.gates, p_.D);
+    const fma::Division back = fma::backward_division(p_.gates, width);
+    add("tile", tile);
+    add("clusters", p_.N * fma::divide_up(p_.S, tile));
+    add("members", fma::members(p_.gates, p_.D));
+    add("units", units);
+    add("width", width);
+    add("forward.threads", fma::forward_division(p_.gates, width).threads(units));
+    add("backward.threads", back.threads(fma::uses_cluster(p_.gates, width) ? width : p_.D));
+    add_shared_bytes("forward", fma::forward_memory(cell_, p_.D, tile).bytes());
+    add_shared_bytes("backward", fma::backward_memory(cell_, p_.D, tile).bytes());
   }
 
   void explain_grid() {

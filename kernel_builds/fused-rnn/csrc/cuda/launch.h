@@ -11,15 +11,18 @@ inline constexpr char kKernelName[] = "fused_rnn";
 
 namespace flashcell::cuda {
 
-// Instantiates both directions of an engine for a cell, with 16-bit I/O types or with all of them.
+// Instantiates both directions of an engine for a cell, with 16-bit I/O types, fp32, or all of
+// them.
 #define FLASHCELL_INSTANTIATE_16(engine, Cell)                                       \
   template void forward_##engine<Cell, bf16>(const ForwardParams&, const Launch&);   \
   template void forward_##engine<Cell, fp16>(const ForwardParams&, const Launch&);   \
   template void backward_##engine<Cell, bf16>(const BackwardParams&, const Launch&); \
   template void backward_##engine<Cell, fp16>(const BackwardParams&, const Launch&);
-#define FLASHCELL_INSTANTIATE(engine, Cell)                                         \
-  FLASHCELL_INSTANTIATE_16(engine, Cell)                                            \
+#define FLASHCELL_INSTANTIATE_32(engine, Cell)                                      \
   template void forward_##engine<Cell, float>(const ForwardParams&, const Launch&); \
   template void backward_##engine<Cell, float>(const BackwardParams&, const Launch&);
+#define FLASHCELL_INSTANTIATE(engine, Cell) \
+  FLASHCELL_INSTANTIATE_16(engine, Cell)    \
+  FLASHCELL_INSTANTIATE_32(engine, Cell)
 
 }  // namespace flashcell::cuda

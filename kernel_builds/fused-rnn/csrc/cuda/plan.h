@@ -5,6 +5,7 @@
 
 #include "block/plan.h"
 #include "cluster/plan.h"
+#include "fma/plan.h"
 #include "gemm/plan.h"
 #include "grid/plan.h"
 
@@ -28,21 +29,30 @@ constexpr int block_tile(const Problem& p, const Device& device) {
 // Sequences that share a row of dbias_partial.
 constexpr int tile_of(Engine engine, const Problem& p, const Device& device) {
   if (engine == Engine::kBlock) return block_tile(p, device);
+  if (engine == Engine::kFma) return fma::tile(p.S, p.N, p.D, p.gates, device);
   return engine == Engine::kCluster ? cluster::tile(p.S, p.N, p.D, device) : 8;
 }
 
 // The limits that every engine except the step engine has.
-constexpr std::array<Limit, 4> limits_of_all(const Problem& p) {
-  const bool matrix = p.io_bytes == 2 || p.tf32;
+constexpr std::array<Limit, 3> limits_of_all(const Problem& p) {
   return {{{"steps less than two", p.T <= 1, 0, ""},
            {"row in whole vectors, bytes over", p.D * p.io_bytes % 16, 0, "bytes"},
-           {"x not aligned to 16 bytes", !p.aligned, 0, ""},
-           {"exact fp32, which no matrix instruction has", !matrix, 0, ""}}};
+           {"x not aligned to 16 bytes", !p.aligned, 0, ""}}};
 }
 
-// The engine that would run the call if there were no gemm engine.
-constexpr Engine select_own(const Problem& p, const Device& device) {
-  if (!all_hold(limits_of_all(p))) return Engine::kStep;
+// The limit that the engines with matrix instructions have: block, cluster and grid.
+constexpr Limit limit_of_matrix(const Problem& p) {
+  const bool exact = p.io_bytes == 4 && !p.tf32;
+  return {"exact fp32, which no matrix instruction has", exact, 0, ""};
+}
+
+constexpr bool fma_can_run(const Problem& p, const Device& device) {
+  return all_hold(limits_of_all(p)) && all_hold(fma::limits(p.D, p.gates, p.io_bytes, device));
+}
+
+// The engine that would run the call if there were no gemm and no fma engine.
+constexpr Engine select_matrix(const Problem& p, const Device& device) {
+  if (!all_hold(limits_of_all(p)) || !limit_of_matrix(p).holds()) return Engine::kStep;
   if (block::limit(p.D, p.io_bytes).holds()) return Engine::kBlock;
   if (cluster::fits(p.D, p.io_bytes, device) && cluster::is_fastest(p.S, p.N, p.D, device)) {
     return Engine::kCluster;
@@ -58,6 +68,13 @@ constexpr bool gemm_can_run(const Problem& p) {
   return p.D * p.io_bytes % 16 == 0 && p.aligned && p.S <= gemm::kMostSequences;
 }
 
+// The engine that would run the call if there were no gemm engine.
+constexpr Engine select_own(const Problem& p, const Device& device) {
+  const Engine matrix = select_matrix(p, device);
+  const bool fma = fma_can_run(p, device) && fma::is_faster(p.D, p.gates, matrix);
+  return fma ? Engine::kFma : matrix;
+}
+
 constexpr Engine select_engine(const Problem& p, const Device& device) {
   const Engine own = select_own(p, device);
   return gemm_can_run(p) && gemm::is_faster(gemm_sizes(p), own, device) ? Engine::kGemm : own;
@@ -65,8 +82,9 @@ constexpr Engine select_engine(const Problem& p, const Device& device) {
 
 // Whether FLASHCELL_CUDA_ENGINE may choose this engine for the call.
 constexpr bool can_run(Engine engine, const Problem& p, const Device& device) {
-  const Engine chosen = select_own(p, device);
+  const Engine chosen = select_matrix(p, device);
   if (engine == Engine::kGemm) return gemm_can_run(p);
+  if (engine == Engine::kFma) return fma_can_run(p, device);
   if (engine == Engine::kStep || engine == chosen) return true;
   if (chosen == Engine::kStep) return false;
   return (engine == Engine::kCluster && cluster::fits(p.D, p.io_bytes, device)) ||

@@ -91,6 +91,9 @@ void forward(int cell, const ForwardParams& p, Dtype dtype, const Launch& launch
         return forward_step<Cell, IO>(p, launch);
       case Engine::kGemm:
         return forward_gemm<Cell, IO>(p, launch);
+      case Engine::kFma:
+        if constexpr (sizeof(IO) == 4) return forward_fma<Cell, IO>(p, launch);
+        break;
     }
   });
 }
@@ -109,6 +112,9 @@ void backward(int cell, const BackwardParams& p, Dtype dtype, const Launch& laun
         return backward_step<Cell, IO>(p, launch);
       case Engine::kGemm:
         return backward_gemm<Cell, IO>(p, launch);
+      case Engine::kFma:
+        if constexpr (sizeof(IO) == 4) return backward_fma<Cell, IO>(p, launch);
+        break;
     }
   });
 }

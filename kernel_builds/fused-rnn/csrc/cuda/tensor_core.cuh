@@ -10,13 +10,13 @@ template <typename IO>
 // Elements in 32 bits and in 16 bytes, and the scalar type in which the cell computes.
 struct IoTraits {
   static constexpr int kWord = 4 / sizeof(IO), kVector = 16 / sizeof(IO);
-  using Value = Approx<std::is_same_v<IO, bf16>>;
+  using Value = std::conditional_t<std::is_same_v<IO, bf16>, Coarse, Fast>;
 };
 
 constexpr int kColumns = 8;  // sequences of a tile: the width of the matrix instruction
 
-template <bool kCoarse>
-DEVICE float to_float(Approx<kCoarse> x) {
+template <Accuracy kAccuracy>
+DEVICE float to_float(Approx<kAccuracy> x) {
   return x.v;
 }
 

@@ -134,7 +134,7 @@ def _read(text: str, what: str, cell: str, bits: int, device: Device) -> Plan:
         else:
             fields[key] = values[0]
     engine, engines = fields.pop("engine"), tuple(fields.pop("runs").split(","))
-    tiles = {"block": _of_block, "cluster": _of_cluster, "grid": _of_grid}.get(engine)
+    tiles = TILES.get(engine)
     shown_tiles = tiles(fields) if tiles is not None else {}
     if engine in ("block", "grid"):
         size = f"{bits}-{fields['width']}" if engine == "block" else f"{bits}"
@@ -167,6 +167,13 @@ def _of_cluster(fields: Dict[str, str]) -> Dict[str, str]:
     }
 
 
+def _of_fma(fields: Dict[str, str]) -> Dict[str, str]:
+    tiles = {**_of_cluster(fields), "width compiled": fields["width"]}
+    if fields["members"] == "1":
+        tiles["grid"] = f"{fields['clusters']} thread blocks, {fields['tile']} sequences each"
+    return {**tiles, **{f"threads {d}": fields[f"{d}.threads"] for d in DIRECTIONS}}
+
+
 def _of_grid(fields: Dict[str, str]) -> Dict[str, str]:
     tiles: Dict[str, str] = {}
     for direction in DIRECTIONS:
@@ -186,3 +193,6 @@ def _of_grid(fields: Dict[str, str]) -> Dict[str, str]:
             f"{of['chunks_held']} in registers, {of['chunks_shared']} in shared memory"
         )
     return tiles
+
+
+TILES = {"block": _of_block, "cluster": _of_cluster, "grid": _of_grid, "fma": _of_fma}

@@ -30,6 +30,7 @@ constexpr bool is_faster(const Sizes& z, Engine other, const Device&) {
   const int64_t rows = z.S * z.N;
   const double units = double(rows) * double(z.D);
   const bool graph = z.T > kLeastSteps;
+  if (other == Engine::kFma) return z.exact && (z.D > 128 ? rows > 768 : units > 1'048'576);
   if (other == Engine::kStep) {
     return z.exact ? units >= (graph ? 24'576 : 49'152)
                    : units * double(z.D) >= (graph ? 70'000'000 : 150'000'000);
