@@ -88,6 +88,7 @@ def cases() -> dict:
             "_C._AutoDispatchBelowAutograd",
             "_C._any_requires_grad",
             "_C._are_functorch_transforms_active",
+            "_C._get_fp32_precision_getter",
             "_C._len_torch_dispatch_stack",
             "_C._len_torch_function_stack",
             "_C._push_on_torch_dispatch_stack",

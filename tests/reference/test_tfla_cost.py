@@ -224,12 +224,12 @@ def test_published_optima():
 
 @each_cell
 def test_the_default_chunk_is_the_models(cell):
-    """On CUDA the nearer of the two that run there; elsewhere, and in fp32, the measured one."""
+    """On CUDA the nearer of the two that run there; for narrow heads, elsewhere and in fp32 the
+    measured one."""
     take = tfla.functional.default_chunk
     H200 = cost.DEVICES["H200"]
     for K, V, want in (
-        (32, 32, 128),
-        (64, 64, 128),
+        (64, 128, 128),
         (128, 128, 256),
         (128, 256, 256),
         (512, 512, 256),
@@ -237,6 +237,7 @@ def test_the_default_chunk_is_the_models(cell):
         time = lambda L, K=K, V=V: cost.runtime(cell, K, V, 8192, L, H200, state=2)
         assert take(cell, K, V, torch.bfloat16, "cuda") == want
         assert time(want) <= min(time(128), time(256))
+    assert [take(cell, D, D, torch.bfloat16, "cuda") for D in (32, 64)] == [64, 64]
     assert take(cell, 512, 512, torch.float32, "cuda") == 128
     assert [take(cell, 8, 8, dtype, "cpu") for dtype in (torch.float32, torch.float16)] == [64, 128]
 
