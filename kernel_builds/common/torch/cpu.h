@@ -45,17 +45,29 @@ inline void prefer_huge_pages(void* pointer, int64_t bytes) {
 // Caches scratch of finished calls: a fresh mapping costs page faults and zeroing (3 ms on one
 // thread of a Zen 3 for the 9.4 MB of an LSTM's packed weights of 768 units).
 struct IdleScratch {
-  static constexpr int kCount = 16;
+  static constexpr int kCount = 32;
   // The least bytes of a block that is kept, and the most bytes of all kept blocks.
-  static constexpr int64_t kLeast = 128 << 10, kMost = 32 << 20;
-  std::atomic_flag busy;  // nobody waits for it: a thread that finds it set asks the system
+  static constexpr int64_t kLeast = 128 << 10, kMost = 96 << 20;
+  std::atomic_flag busy;
   void* blocks[kCount] = {};
   int64_t total = 0;
 
   static int64_t size(void* block) { return block ? int64_t(malloc_usable_size(block)) : 0; }
 
+  // Waits for other threads, but not for long: one that holds the lock may have lost its core, and
+  // after a fork it does not exist. The caller then does without the cache.
+  bool enter() {
+    constexpr int kTries = 200;
+    for (int i = 0; i < kTries; ++i) {
+      if (!busy.test_and_set(std::memory_order_acquire)) return true;
+      __builtin_ia32_pause();
+    }
+    return false;
+  }
+  void leave() { busy.clear(std::memory_order_release); }
+
   void* take(int64_t bytes) {  // the smallest that fits, if it is not far too large
-    if (busy.test_and_set(std::memory_order_acquire)) return nullptr;
+    if (!enter()) return nullptr;
     void** best = nullptr;
     for (void*& block : blocks) {
       const bool fits = size(block) >= bytes && size(block) <= 2 * bytes;
@@ -63,26 +75,33 @@ struct IdleScratch {
     }
     void* found = best ? std::exchange(*best, nullptr) : nullptr;
     total -= size(found);
-    busy.clear(std::memory_order_release);
+    leave();
     return found;
   }
 
+  // Keeps a block, for which it may free others: the smallest if all places are taken, and any of
+  // them to stay within kMost.
   bool keep(void* kept) {
     const int64_t bytes = size(kept);
-    if (bytes < kLeast || bytes > kMost || busy.test_and_set(std::memory_order_acquire)) {
-      return false;
+    if (bytes < kLeast || bytes > kMost || !enter()) return false;
+    void** place = &blocks[0];
+    for (void*& block : blocks) {
+      if (size(block) < size(*place)) place = &block;
     }
-    for (void*& block : blocks) {  // frees other blocks until there is room
-      if (block && total + bytes <= kMost) continue;
-      total -= size(block);
-      std::free(std::exchange(block, nullptr));
-      if (total + bytes > kMost) continue;
-      total += bytes;
-      block = std::exchange(kept, nullptr);
-      break;
+    const bool keeps = size(*place) < bytes;
+    if (keeps) {
+      put(*place, kept);
+      for (void*& block : blocks) {
+        if (total > kMost && &block != place) put(block, nullptr);
+      }
     }
-    busy.clear(std::memory_order_release);
-    return kept == nullptr;
+    leave();
+    return keeps;
+  }
+
+  void put(void*& block, void* next) {
+    total += size(next) - size(block);
+    std::free(std::exchange(block, next));
   }
 };
 

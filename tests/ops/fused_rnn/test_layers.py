@@ -1,6 +1,7 @@
 """Tests the ops that run all layers of a module at once: how they are registered, and what only they
 have. tests/modeling compares what they compute with torch.nn."""
 
+import resource
 from itertools import product
 
 import pytest
@@ -19,24 +20,27 @@ CALLS = {
     "packed": {"layers": 2, "directions": 2, "batch_sizes": (3, 3, 2, 1), "states": True},
     "cast": {"layers": 2, "dtype": torch.bfloat16},
     "dropped out": {"layers": 2, "dropout": 0.5},
+    "one step": {"T": 1, "layers": 2},
+    "cell": {"T": 0},
+    "cell with states": {"T": 0, "states": True, "dtype": torch.bfloat16},
 }
 
 
 def make(gates, K, I=3, D=5, B=3, T=4, layers=1, directions=1, bias=True, states=False, width=0,
          batch_first=False, batch_sizes=(), dtype=torch.float32, dropout=0.0, O=0):  # fmt: skip
-    """Returns x, the states, the weights and the options of a call."""
+    """Returns x, the states, the weights and the options of a call; T = 0 makes that of a cell."""
     r = lambda *shape, dtype=torch.float32: torch.randn(shape, dtype=dtype, device=DEVICE) / 2
     if batch_sizes:
         x = r(sum(batch_sizes), I, dtype=dtype)
     else:
-        x = r(*((B, T) if batch_first else (T, B)), I, dtype=dtype)
+        x = r(*((B, T) if batch_first else (T, B)) if T else (B,), I, dtype=dtype)
     weights = []
     for layer in range(layers):
         shapes = (gates * D, directions * (O or D) if layer else I), (gates * D, O or D)
         shapes += ((gates * D,), (gates * D,)) if bias else ()
         shapes += ((O, D),) if O else ()
         weights += [r(*shape) for _ in range(directions) for shape in shapes]
-    sizes = layers * directions, B
+    sizes = (layers * directions, B) if T else (B,)
     state = [r(*sizes, D if k else O or D) for k in range(K if states else 0)]
     options = batch_sizes, bias, O > 0, directions, batch_first, width or D, dropout, False
     return x, state, weights, options
@@ -125,7 +129,9 @@ def test_second_derivatives_are_refused(fused_rnn):
 
 
 BAD = {
-    "x": (lambda c: {**c, "x": c["x"][..., 0]}, r"x must be \[T, B, I\]"),
+    "x": (lambda c: {**c, "x": c["x"][None]}, r"x must be \[T, B, I\]"),
+    "cell": (lambda c: {**c, "x": c["x"][0], "directions": 2, "weights": 2 * c["weights"]},
+             r"x must be \[B, T, I\] or \[T, B, I\] for several layers, directions"),
     "empty": (lambda c: {**c, "x": c["x"][:0]}, "x must not be empty"),
     "directions": (lambda c: {**c, "directions": 3}, "directions must be 1 or 2, got 3"),
     "count": (lambda c: {**c, "weights": c["weights"][:3]}, "weights must be 4 for each"),
@@ -181,3 +187,56 @@ def test_a_call_of_a_module_is_one_op(kwargs):
     with Counter() as backward:
         y.backward(dy)
     assert [n for n in backward.names if n != "detach.default"] == ["lstm_layers_bwd.default"]
+
+
+@pytest.mark.parametrize("with_state", [False, True])
+def test_a_call_of_a_cell_is_one_op(with_state):
+    module = flashcell.LSTMCell(8, 16, device=DEVICE, backend=DEVICE)
+    x = torch.randn(4, 8, device=DEVICE)
+    state = tuple(torch.randn(4, 16, device=DEVICE) for _ in range(2)) if with_state else None
+    with torch.no_grad(), Counter() as inference:
+        module(x, state)
+    assert inference.names == ["lstm_layers_fwd.default"]
+    h, c = module(x, state)
+    loss = h.sum() + c.sum()
+    with Counter() as backward:
+        loss.backward()
+    assert "lstm_layers_bwd.default" in backward.names
+    assert module.weight_hh.grad.any().item() == with_state
+
+
+@pytest.mark.parametrize("name", ["lstm", "gru", "rnn_tanh"])
+@pytest.mark.parametrize("with_state", [False, True])
+def test_one_step_is_a_sequence_of_one(name, with_state, fused_rnn):
+    """A cell's call, x [B, I], is that of a module with T = 1, also for its gradients."""
+    cell = fused_rnn.CELLS[name]
+    x, state, weights, options = make(cell.gates, cell.states, T=1, B=33, states=with_state)
+    given = [t.requires_grad_() for t in (x, *state, *weights)]
+    y, last = fused_rnn.run_layers(name, x, state, weights, options)
+    h, last_of_cell = fused_rnn.run_layers(name, x[0], [s[0] for s in state], weights, options)
+    assert h.equal(y[0])
+    assert all(a.equal(b[0]) for a, b in zip(last_of_cell, last, strict=True))
+    loss = lambda y, last: y.square().sum() + last[-1].square().sum()
+    grads, of_cell = (
+        torch.autograd.grad(loss(y, last), given),
+        torch.autograd.grad(loss(h, last_of_cell), given),
+    )
+    assert all(a.equal(b) for a, b in zip(grads, of_cell, strict=True))
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="about memory of the CPU kernel")
+def test_scratch_stays_for_the_next_call(fused_rnn):
+    """Blocks of many sizes do not push the large ones out: fresh memory costs page faults."""
+    calls = [(torch.randn(96 + n, 640), torch.randn(640, 640)) for n in range(24)]
+    x, weight = torch.randn(128, 1024), torch.randn(2048, 1024)
+    faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    with torch.no_grad():
+        for _ in range(3):
+            for a, b in calls:
+                fused_rnn.linear(a, b)
+        for _ in range(5):
+            fused_rnn.linear(x, weight)
+        before = faults()
+        for _ in range(20):
+            fused_rnn.linear(x, weight)
+    assert (faults() - before) / 20 < 20
