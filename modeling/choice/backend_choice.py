@@ -195,20 +195,27 @@ def _obstacle(module: Any, kind: int, input: Any, hx: Any) -> str | None:
         return "forward-mode derivatives are taken"
     if torch.jit.is_tracing():
         return "the call is traced"
-    on_gpu = data.is_cuda
+    index, dtype = (
+        data.get_device(),
+        data.dtype,
+    )  # comparing two devices takes several times as long
+    on_gpu = index >= 0
     if torch.is_autocast_enabled("cuda" if on_gpu else "cpu"):
         return "autocast is enabled"
     weight = weight_of(module, "weight_ih" if kind >= CELLS else "weight_ih_l0")
-    if weight.dtype != data.dtype or weight.device != data.device or data.layout != torch.strided:
+    same = weight.dtype is dtype and weight.get_device() == index
+    if not same or data.layout is not torch.strided:
         return "the input is not of the weights' dtype, device and layout"
     if hx is not None:
         pair = kind % CELLS == 0
         if pair and (type(hx) is not tuple or len(hx) != 2):
             return "hx is no tuple of two tensors"
         for state in hx if pair else (hx,):
-            if not isinstance(state, Tensor) or state.dtype != data.dtype:
+            if not isinstance(state, Tensor) or state.dtype is not dtype:
                 return "a state is no tensor of the input's dtype"
-            if type(state) not in (Tensor, Parameter) or state.device != data.device:
+            form = type(state)
+            plain = form is Tensor or form is Parameter
+            if not plain or state.get_device() != index or state.is_meta:
                 return "a state is a tensor subclass or on another device"
     if on_gpu:
         return _obstacle_on_gpu(module, kind, weight)

@@ -116,6 +116,12 @@ def weight_of(module: Any, name: str) -> Any:
     return module._parameters.get(name)
 
 
+def parameter_of(module: Any, name: str) -> Any:
+    """Returns getattr(module, name), which takes several times as long for a parameter."""
+    found = module._parameters.get(name)
+    return getattr(module, name) if found is None else found
+
+
 def weights_are_flat(module: Any) -> bool:
     """Whether the weights of a torch.nn recurrent module lie in one storage, as cuDNN reads them
     without a copy."""

@@ -39,6 +39,7 @@ struct BackwardParams : SequenceParams {
   void* dbias;          // [R, N, D] state
   void* dbias_partial;  // CUDA: [tiles of sequences][R, N, D] state
   void* dstate;         // [K, S, N, D] state
+  bool skips_initial;   // CPU: dstate is not read, and may stay undefined
 };
 
 }  // namespace flashcell

@@ -22,6 +22,7 @@ struct Backward {
   const int64_t panels = (p.D + kPanelUnits - 1) / kPanelUnits;
   const int64_t groups = (p.S + kRowGroup - 1) / kRowGroup;
   const Plan plan;
+  const bool multiplies;  // whether any step has a recurrent product
   // [N][panels], stored in parts (common/cpu/microkernel.h); the depth is (gate, to).
   Scratch<E> weights;
   Scratch<E> operands;  // [2][S][N][G][gate_depth]
@@ -31,7 +32,8 @@ struct Backward {
       : p(params),
         host(fitting(h, total_steps(p) * p.N * kGates * p.D * p.D)),
         plan(make_plan(p.S, p.N, kGates * p.D * p.D * sizeof(E), kGates * p.D * p.D, host.threads)),
-        weights(host, p.N * panels * depth * kStride),
+        multiplies(p.S && (p.sequences[0].length > 1 || !p.skips_initial)),
+        weights(host, multiplies ? p.N * panels * depth * kStride : 0),
         operands(host, 2 * p.S * p.N * depth),
         partial(host, groups * Cell::kBias * p.N * p.D) {}
 
@@ -82,6 +84,7 @@ struct Backward {
       const int64_t count = Cell::kBias * p.N * p.D;
       memset(partial + i * count, 0, count * sizeof(T));
     });
+    if (!multiplies) return;
     parallel_for(host, p.N * panels, [&](int64_t i) {
       for (int v = 0; v < kVectors * kGates; ++v) {
         const int64_t gate = v / kVectors, head = i / panels;
@@ -97,6 +100,7 @@ struct Backward {
   }
 
   void step(int64_t head, int64_t panel, int64_t t, int64_t begin, int64_t end) const {
+    if (t < 0 && p.skips_initial) return;
     const E* rows[kChunk];
     int count = 0;
     for (int64_t s = begin; s < end; ++s) {

@@ -24,7 +24,7 @@ struct Forward {
   const Host host;
   const int64_t depth = padded_depth<IO>(p.D);
   const int64_t panels = (p.D + kPanelUnits - 1) / kPanelUnits;
-  const bool packed;
+  const bool packed;  // whether the weights are, as they are read often enough
   const Plan plan;
   const int64_t state_stride = p.S * p.N * p.D;
   Scratch<E> weights;   // [N][panels], stored in parts (common/cpu/microkernel.h)
@@ -36,7 +36,7 @@ struct Forward {
   Forward(const ForwardParams& params, const Host& h)
       : p(params),
         host(fitting(h, total_steps(p) * p.N * kGates * p.D * p.D)),
-        packed(longest(params) > 1),
+        packed(longest(params) > 1 || p.S > kChunk),
         plan(make_plan(p.S, p.N, kGates * p.D * p.D * sizeof(E), kGates * p.D * p.D, host.threads)),
         weights(host, packed ? p.N * panels * depth * kStride : 0),
         operands(host, 2 * p.S * p.N * depth),

@@ -113,9 +113,9 @@ std::tuple<Tensor, Tensors, Tensors> layers_bwd(OptionalTensor dy, Tensors dlast
     check_shape(*dy, "dy", s.shape(N * O));
     check_dtype(*dy, "dy", s.io);
     upper = *dy;
-    place.batch = s.is_packed ? 0 : upper.stride(batch_first ? 0 : 1);
-    place.time = upper.stride(batch_first && !s.is_packed ? 1 : 0);
-    place.unit = upper.stride(s.is_packed ? 1 : 2);
+    place.batch = s.is_packed ? 0 : upper.stride(batch_first || s.is_cell ? 0 : 1);
+    place.time = s.is_cell ? 0 : upper.stride(batch_first && !s.is_packed ? 1 : 0);
+    place.unit = upper.stride(s.is_packed || s.is_cell ? 1 : 2);
   } else {
     upper = new_tensor(x, s.inner_shape(N * O), s.io);
     torch::stable::zero_(upper);
@@ -123,7 +123,10 @@ std::tuple<Tensor, Tensors, Tensors> layers_bwd(OptionalTensor dy, Tensors dlast
   for (int64_t l = L - 1; l >= 0; --l) {
     const int64_t I = s.width_of(l);
     const Tensor h = projects ? take("kept h", {E, N * P}, s.io) : Tensor();
-    const Tensor h_prev = take("kept h_prev", {E, N, P}, s.io);
+    STD_TORCH_CHECK(next > first, "kept must have what the forward kept, got ", kept.size(),
+                    " tensors");
+    const bool has_h_prev = s.has_h_prev(kept[next - 1].numel() > 0);
+    const Tensor h_prev = take("kept h_prev", {has_h_prev ? E : 0, N, P}, s.io);
     const Tensor saved = take("kept saved", {E, Cell::kSaved, N, P}, saved_dtype(x));
     const Tensor input = l > 0 ? take("kept input", s.inner_shape(I), s.io) : x;
     Tensor dh = upper;
@@ -154,6 +157,7 @@ std::tuple<Tensor, Tensors, Tensors> layers_bwd(OptionalTensor dy, Tensors dlast
     p.saved = saved.const_data_ptr(), p.grad_clip = std::numeric_limits<double>::infinity();
     p.dx = dgates.mutable_data_ptr(), p.dr = Cell::kSplitGrad ? dr.mutable_data_ptr() : nullptr;
     p.dbias = at(dbias, l * Cell::kBias * N * P), p.dstate = at(dinitial, l * s.states());
+    p.skips_initial = !wants_dstate;
     run<Cell>(p, s.dtype, tf32, dh);
 
     // The gradients of each direction's gates, [N, rows, G, P], with rows as those of the input.
@@ -177,7 +181,11 @@ std::tuple<Tensor, Tensors, Tensors> layers_bwd(OptionalTensor dy, Tensors dlast
     for (int64_t n = 0; n < N; ++n) {
       recurrent.push_back(projects ? &products[n] : &dweights[s.index(l, n, 1)]);
     }
-    write_dweight<Cell>(s, dr, h_prev, tf32, recurrent, copies, alive);
+    if (has_h_prev) {
+      write_dweight<Cell>(s, dr, h_prev, tf32, recurrent, copies, alive);
+    } else {
+      for (Tensor* dweight : recurrent) torch::stable::zero_(*dweight);
+    }
     if (projects) {
       copies.run();
       split_dweight(s, copies, alive, products, l, tf32, dweights);

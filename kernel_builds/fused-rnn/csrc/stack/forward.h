@@ -4,11 +4,11 @@
 
 namespace flashcell {
 
-// x: [B,T,I], or [T,B,I] unless batch_first, or, with batch_sizes, [rows,I].
-// state: K tensors [L N,B,D], h [L N,B,O], in the dtype of x or in the state dtype, or none.
-// weights: for each layer and direction w_ih [G D,I], w_hh [G D,O], if has_bias b_ih, b_hh [G D],
-// and if projects w_hr [O,D], in the dtype of x or in fp32.
-// batch_sizes: those of a PackedSequence, or none. width: P. dropout: a probability.
+// x: [B,T,I], or [T,B,I] unless batch_first, or, with batch_sizes, [rows,I]; [B,I] for a cell.
+// state: K tensors [L N,B,D], h [L N,B,O], of a cell [B,D], in the dtype of x or in the state
+// dtype, or none. weights: for each layer and direction w_ih [G D,I], w_hh [G D,O], if has_bias
+// b_ih, b_hh [G D], and if projects w_hr [O,D], in the dtype of x or in fp32. batch_sizes: those of
+// a PackedSequence, or none. width: P. dropout: a probability.
 // -> y with the rows of x, N O wide. last: as state, in the dtype of x. kept: what the backward
 // reads; empty unless `save`.
 inline constexpr char kLayersForwardSchema[] =
@@ -107,7 +107,7 @@ std::tuple<Tensor, Tensors, Tensors> layers_fwd(Tensor x, Tensors state, Tensors
     Tensor saved, h_prev;
     if (save) {
       saved = new_tensor(x, {E, Cell::kSaved, N, P}, saved_dtype(x));
-      h_prev = new_tensor(x, {E, N, P}, s.io);
+      h_prev = new_tensor(x, {s.has_h_prev(!state.empty()) ? E : 0, N, P}, s.io);
       kept.push_back(saved), kept.push_back(h_prev);
     }
     ForwardParams p{};
@@ -120,7 +120,7 @@ std::tuple<Tensor, Tensors, Tensors> layers_fwd(Tensor x, Tensors state, Tensors
     if (!state.empty()) p.initial = at(initial, l * s.states());
     p.h = h.mutable_data_ptr(), p.last = at(last, l * s.states());
     p.saved = save ? saved.mutable_data_ptr() : nullptr;
-    p.h_prev = save ? h_prev.mutable_data_ptr() : nullptr;
+    p.h_prev = save && h_prev.numel() > 0 ? h_prev.mutable_data_ptr() : nullptr;
     run<Cell>(p, s.dtype, tf32, gates);
     if (projects) {
       if (save) kept.push_back(h);

@@ -6,7 +6,8 @@
 // of one recurrence. The second one runs on an input that is turned around in time, and its outputs
 // are turned back. The recurrence may be wider than D, with P units a head: the others have zeros
 // as parameters, and stay zero. Of a PackedSequence, x and y are the rows; the engines have rows of
-// their own (PackedRows).
+// their own (PackedRows). A cell of torch.nn (LSTMCell, GRUCell, RNNCell) is one layer of one step:
+// x is [B, I], its states are [B, D], and y is the next h.
 #pragma once
 #include "../cells/all.h"
 #include "common/torch/op.h"
@@ -88,7 +89,7 @@ struct Layers {
   int64_t x_batch, x_time;           // strides of the rows of x
   ScalarType io, unrounded, stored;  // of x, of the states and of the weights
   Dtype dtype;
-  bool has_bias, projects, batch_first, is_packed;
+  bool has_bias, projects, batch_first, is_packed, is_cell;
   Tensors weights;
   Tensor begins, firsts, lengths;  // the arrays of packed_rows
   PackedRows packed_rows{};
@@ -102,6 +103,7 @@ struct Layers {
         projects(projected),
         batch_first(by_batch),
         is_packed(!batch_sizes.empty()),
+        is_cell(!is_packed && x.dim() == 2),
         weights(given) {
     STD_TORCH_CHECK(N == 1 || N == 2, "directions must be 1 or 2, got ", N);
     const int64_t count = int64_t(weights.size());
@@ -113,6 +115,13 @@ struct Layers {
       check_batch_sizes(batch_sizes, x.size(0));
       B = batch_sizes[0], T = int64_t(batch_sizes.size()), I = x.size(1), rows = x.size(0);
       x_batch = 0, x_time = 1;
+    } else if (is_cell) {
+      STD_TORCH_CHECK(L == 1 && N == 1 && !projects,
+                      "x must be [B, T, I] or [T, B, I] for several layers, directions or a "
+                      "projection, got shape ",
+                      to_string(shape_of(x)));
+      B = rows = x.size(0), T = 1, I = x.size(1);
+      x_batch = x_time = 1;
     } else {
       check_rank(x, "x", 3, batch_first ? "[B, T, I]" : "[T, B, I]");
       B = x.size(batch_first ? 0 : 1), T = x.size(batch_first ? 1 : 0), I = x.size(2), rows = B * T;
@@ -167,14 +176,17 @@ struct Layers {
   int64_t width_of(int64_t layer) const { return layer == 0 ? I : N * O; }
   int64_t states() const { return K * B * N * P; }  // elements of a layer's states
   bool is_padded() const { return P != D; }
+  // Whether any step reads an h that is not zero, so that w_hh has a gradient.
+  bool has_h_prev(bool has_state) const { return has_state || T > 1; }
   bool casts() const { return stored != io; }
   // Whether the rows of x are those of the engines.
   bool has_engine_rows() const { return !is_packed && (batch_first || B == 1 || T == 1); }
   Shape shape(int64_t width) const {  // of x and y
-    return is_packed ? Shape{rows, width} : batch_first ? Shape{B, T, width} : Shape{T, B, width};
+    if (is_packed || is_cell) return {rows, width};
+    return batch_first ? Shape{B, T, width} : Shape{T, B, width};
   }
   Shape inner_shape(int64_t width) const {  // of what layers pass to each other
-    return is_packed ? Shape{rows, width} : Shape{B, T, width};
+    return is_packed || is_cell ? Shape{rows, width} : Shape{B, T, width};
   }
 
   const Tensor& weight(int64_t layer, int64_t direction, int64_t which) const {
@@ -233,13 +245,16 @@ struct Layers {
   }
 
   int64_t state_width(int64_t k) const { return k == 0 ? O : D; }
+  Shape state_shape(int64_t k) const {
+    return is_cell ? Shape{B, D} : Shape{L * N, B, state_width(k)};
+  }
   // Adds copies between torch's states, K tensors [L N, B, D or O], and [L, K, B, N, P]. The
   // engines have no projected states.
   void bring_states(Copies& copies, Tensor& packed, const Tensors& from) const {
     for (int64_t k = projects; k < K; ++k) {
-      const int64_t next = from[k].stride(0);
+      const int64_t next = is_cell ? 0 : from[k].stride(0), axis = is_cell ? 0 : 1;
       copies.add(packed, k * B * N * P, {states(), P, N * P, 1}, from[k], 0,
-                 {N * next, next, from[k].stride(1), from[k].stride(2)}, {L, N, B, D});
+                 {N * next, next, from[k].stride(axis), from[k].stride(axis + 1)}, {L, N, B, D});
     }
   }
   void return_states(Copies& copies, Tensors& to, const Tensor& packed) const {
@@ -252,7 +267,7 @@ struct Layers {
     STD_TORCH_CHECK(given.empty() || int64_t(given.size()) == K, name, " must be ", K,
                     " tensors or none, got ", given.size());
     for (size_t k = 0; k < given.size(); ++k) {
-      check_shape(given[k], name, {L * N, B, state_width(int64_t(k))});
+      check_shape(given[k], name, state_shape(int64_t(k)));
       if (given[k].scalar_type() != io) check_dtype(given[k], name, unrounded);
     }
     return given;
@@ -260,7 +275,7 @@ struct Layers {
   Tensors new_states(const Tensor& like, ScalarType type) const {
     Tensors states;
     for (int64_t k = 0; k < K; ++k) {
-      states.push_back(new_tensor(like, {L * N, B, state_width(k)}, type));
+      states.push_back(new_tensor(like, state_shape(k), type));
     }
     return states;
   }

@@ -19,8 +19,14 @@ from .dispatch import has_autocast, without_autocast
 from .formulas import is_recorded
 from .packed import Layout, describe
 from .padding import pad_heads, padded_width
-from .plain import as_tuple, compute_dtype, is_plain, precision, run_plain
-from .private_names import autocast_is_on_anywhere, first_weight, update_weights, weights_of
+from .plain import as_tuple, compute_dtype, is_plain, precision, run_plain, run_plain_cell
+from .private_names import (
+    autocast_is_on_anywhere,
+    first_weight,
+    parameter_of,
+    update_weights,
+    weights_of,
+)
 from .stack import Engine, choose_chunk, make_heads, project
 
 
@@ -130,19 +136,52 @@ def _parameters(module: Any) -> list[Tensor]:
 
 def run_cell(module: Any, kernel: Any, cell: str, input: Tensor, hx: Any = None) -> Any:
     """Runs the forward of a torch.nn.LSTMCell, GRUCell or RNNCell; returns h' or (h', c')."""
-    _check_cell_dimensions(f"{cell.partition('_')[0].upper()}Cell", input, hx)
-    batched = input.dim() == 2
-    if not batched:
-        input = input.unsqueeze(0)
-        if hx is not None:
-            pair = cell == "lstm"
-            hx = (hx[0].unsqueeze(0), hx[1].unsqueeze(0)) if pair else hx.unsqueeze(0)
-    _check_pair(cell, hx)
-    states = as_tuple(hx)
-    _check_cell_sizes(module, input, states)
     names = ("weight_ih", "weight_hh", *(("bias_ih", "bias_hh") if module.bias else ()))
-    parameters = [getattr(module, name) for name in names]
-    _check_tensors(input, hx, parameters[0])
+    parameters = [parameter_of(module, name) for name in names]
+    batched = input.dim() == 2
+    states = as_tuple(hx)
+    if not _is_ordinary(module, cell, input, states, parameters[0]):
+        _check_cell_dimensions(f"{cell.partition('_')[0].upper()}Cell", input, hx)
+        if not batched:
+            input = input.unsqueeze(0)
+            if hx is not None:
+                pair = cell == "lstm"
+                hx = (hx[0].unsqueeze(0), hx[1].unsqueeze(0)) if pair else hx.unsqueeze(0)
+        _check_pair(cell, hx)
+        states = as_tuple(hx)
+        _check_cell_sizes(module, input, states)
+        _check_tensors(input, hx, parameters[0])
+    last = run_plain_cell(kernel, cell, input, states, parameters)
+    if last is None:
+        last = _run_cell(module, kernel, cell, input, states, parameters)
+    last = last if batched else tuple(s.squeeze(0) for s in last)
+    return last if len(last) > 1 else last[0]
+
+
+def _is_ordinary(
+    module: Any, cell: str, input: Tensor, states: tuple[Tensor, ...], weight: Tensor
+) -> bool:
+    """Whether a cell's call has a batch and passes all checks, found out faster than by them."""
+    dtype, index = input.dtype, input.get_device()
+    if input.dim() != 2 or dtype is not weight.dtype or index != weight.get_device():
+        return False
+    B, I = input.shape
+    if module.input_size != I or input.layout is not torch.strided or input.is_meta:
+        return False
+    size = (B, module.hidden_size)
+    for s in states:
+        if not isinstance(s, Tensor) or s.shape != size or s.dtype is not dtype:
+            return False
+        if s.get_device() != index or s.layout is not torch.strided or s.is_meta:
+            return False
+    return dtype in DTYPES and len(states) in (0, 2 if cell == "lstm" else 1)
+
+
+def _run_cell(
+    module: Any, kernel: Any, cell: str, input: Tensor, states: tuple[Tensor, ...],
+    parameters: list[Tensor],
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Does what run_plain_cell does, by ops that traces and transforms follow."""
     dtype, without_autocast = _autocast(input)
     with without_autocast:
         engine = Engine(kernel, cell, Layout(), {}, module.hidden_size)
@@ -150,9 +189,7 @@ def run_cell(module: Any, kernel: Any, cell: str, input: Tensor, hx: Any = None)
         gates = project(kernel, input.to(dtype)[None, :, None], heads.w_ih)
         state = tuple(s.unsqueeze(1) for s in states) if states else None
         h, (_, *others) = engine.advance(heads, gates, state)
-        last = (h[0, :, 0], *(s[:, 0].to(dtype) for s in others))
-    last = last if batched else tuple(s.squeeze(0) for s in last)
-    return last if len(last) > 1 else last[0]
+        return h[0, :, 0], *(s[:, 0].to(dtype) for s in others)
 
 
 def _autocast(x: Tensor) -> tuple[torch.dtype, AbstractContextManager]:

@@ -36,8 +36,8 @@ def run_layers(
     """Returns the outputs, with rows as those of x, and the K last states, [layers * directions, B, D],
     in the dtype of x.
 
-    x is [B, T, I], [T, B, I] or the data of a PackedSequence; `state` is empty or has K tensors as the
-    last states, in the dtype of x or in the states'; `weights` are the parameters of a torch.nn module
+    x is [B, T, I], [T, B, I] or the data of a PackedSequence, or [B, I] for one step of a cell, whose
+    states are [B, D]; `state` is empty or has K tensors as the last states, in the dtype of x or in the states'; `weights` are the parameters of a torch.nn module
     in its order, in the dtype of x or in fp32. torch.compile follows it, but no other trace or
     transform does (formulas.is_eager)."""
     layer_ops = OPS[cell]
@@ -96,7 +96,7 @@ def _differentiate(
     if len(known) < len(dlast):
         rows, O = weights[1].shape
         widths = O, *[rows // ctx.layer_ops.gates] * (len(dlast) - 1)
-        zeros = (known[0].new_zeros(*known[0].shape[:2], width) for width in widths if known)
+        zeros = (known[0].new_zeros(*known[0].shape[:-1], width) for width in widths if known)
         dlast = [z if d is None else d for d, z in zip(dlast, zeros)]
     dx, dstate, dweights = ctx.layer_ops.backward(
         dy, dlast, x, weights, kept, *ctx.options, wants_dx, wants_dstate
@@ -140,13 +140,16 @@ def _register(cell: Cell) -> None:
     ):  # fmt: skip
         N, D, O = directions, weights[1].shape[0] // G, weights[1].shape[1]
         L = len(weights) // (((4 if has_bias else 2) + projects) * N)
-        B = batch_sizes[0] if batch_sizes else x.shape[0 if batch_first else 1]
-        rows = x.shape[0] if batch_sizes else x.shape[0] * x.shape[1]
-        inner = (rows,) if batch_sizes else (B, x.shape[1 if batch_first else 0])
+        if x.dim() == 2:
+            rows, B = x.shape[0], batch_sizes[0] if batch_sizes else x.shape[0]
+            inner, outer = (rows,), (L * N, B) if batch_sizes else (B,)
+        else:
+            rows, B = x.shape[0] * x.shape[1], x.shape[0 if batch_first else 1]
+            inner, outer = (B, x.shape[1 if batch_first else 0]), (L * N, B)
         own = B * len(batch_sizes) if batch_sizes and x.is_cuda else rows  # rows of the engine
         wide = torch.promote_types(x.dtype, torch.float32)
         y = x.new_empty(*x.shape[:-1], N * O)
-        last = [x.new_empty(L * N, B, D if k > 0 else O) for k in range(K)]
+        last = [x.new_empty(*outer, D if k > 0 else O) for k in range(K)]
         if not save:
             return y, last, []
         kept, size, packs = [], 0, width != D or weights[0].dtype != x.dtype
@@ -156,7 +159,9 @@ def _register(cell: Cell) -> None:
             if number > 0:
                 kept.append(x.new_empty(*inner, N * O))
             kept.append(x.new_empty(own, V, N, width, dtype=x.dtype if x.is_cuda else wide))
-            kept.append(x.new_empty(own, N, width))
+            steps = len(batch_sizes) if batch_sizes else inner[1] if x.dim() == 3 else 1
+            reads_h = len(state) or steps > 1
+            kept.append(x.new_empty(own if reads_h else 0, N, width))
             if projects:
                 kept.append(x.new_empty(own, N * width))
             size += _aligned(G * N * width * width)
@@ -172,11 +177,12 @@ def _register(cell: Cell) -> None:
         dy, dlast, x, weights, kept, batch_sizes, has_bias, projects, directions, batch_first, width,
         dropout, tf32, wants_dx, wants_dstate,
     ):  # fmt: skip
-        B = batch_sizes[0] if batch_sizes else x.shape[0 if batch_first else 1]
+        B = batch_sizes[0] if batch_sizes else x.shape[0 if batch_first or x.dim() == 2 else 1]
         LN = len(weights) // ((4 if has_bias else 2) + projects)
+        outer = (B,) if x.dim() == 2 and not batch_sizes else (LN, B)
         widths = [weights[1].shape[1], *[weights[1].shape[0] // G] * (K - 1)]
         dtype = torch.promote_types(x.dtype, torch.float32)
-        dstate = [x.new_empty(LN, B, width, dtype=dtype) for width in widths if wants_dstate]
+        dstate = [x.new_empty(*outer, width, dtype=dtype) for width in widths if wants_dstate]
         dx = x.new_empty(x.shape if wants_dx else (0,))
         return dx, dstate, [w.new_empty(w.shape) for w in weights]
 

@@ -29,17 +29,8 @@ def is_plain(
     dtype = compute_dtype(x)
     if module.proj_size > 0 and (batch_sizes is not None or stored is not dtype):
         return False
-    wide = torch.float64 if dtype is torch.float64 else torch.float32  # of the states
-    if stored is not dtype and (stored is not torch.float32 or wide is not torch.float32):
+    if not _fits(x, dtype, as_tuple(hx), weights):
         return False
-    if x.numel() == 0 or (kind == "cuda" and dtype == torch.float64):
-        return False
-    for w in weights:
-        if w.dtype is not stored:
-            return False
-    for s in as_tuple(hx):
-        if s.dtype is not dtype and s.dtype is not wide:
-            return False
     if kind == "cpu" and not (traced or module.num_layers > 1):
         return True
     if rows_are_padded(x, weights[0]):
@@ -49,6 +40,38 @@ def is_plain(
     L, N, D = module.num_layers, 2 if module.bidirectional else 1, module.hidden_size
     B, T, _ = x.shape if module.batch_first else (x.shape[1], x.shape[0], 0)
     return choose_chunk(kind, L, N, False, B, T, D, is_recorded(x, weights[0])) == 0
+
+
+def _fits(x: Tensor, dtype: torch.dtype, states: tuple[Tensor, ...], weights: list[Tensor]) -> bool:
+    """Whether the op takes the tensors, to compute in `dtype`."""
+    stored = weights[0].dtype
+    wide = torch.float64 if dtype is torch.float64 else torch.float32  # of the states
+    if stored is not dtype and (stored is not torch.float32 or wide is not torch.float32):
+        return False
+    if x.numel() == 0 or (x.is_cuda and dtype is torch.float64):
+        return False
+    for w in weights:
+        if w.dtype is not stored:
+            return False
+    return all(s.dtype is dtype or s.dtype is wide for s in states)
+
+
+def run_plain_cell(
+    kernel: Any, cell: str, x: Tensor, states: tuple[Tensor, ...], weights: list[Tensor]
+) -> tuple[Tensor, ...] | None:
+    """Runs a cell of torch.nn by the op for layers: x [B, I], states [B, D] -> the next states. Returns
+    None where the op cannot run it."""
+    if x.device.type != kernel.BACKEND or not is_eager():
+        return None
+    dtype = compute_dtype(x)
+    if not _fits(x, dtype, states, weights):
+        return None
+    tf32 = dtype is torch.float32 and precision(x) == "tf32"
+    x = x if x.dtype is dtype else x.to(dtype)
+    width = weights[1].shape[1]
+    options = ((), len(weights) > 2, False, 1, True, width, 0.0, tf32)
+    h, last = kernel.run_layers(cell, x, states, weights, options)
+    return (h, *last[1:])
 
 
 def run_plain(
