@@ -29,7 +29,7 @@ def padded(monkeypatch, request):
     if request.param == "layer by layer":  # as in traces
         monkeypatch.setattr(forward, "is_plain", lambda *args: False)
 
-    def to_eights(device_type, dtype, steps, width):
+    def to_eights(device_type, dtype, steps, width, rows=1):
         widths.append(width)
         return -(-width // 8) * 8
 

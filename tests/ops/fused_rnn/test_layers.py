@@ -224,6 +224,30 @@ def test_one_step_is_a_sequence_of_one(name, with_state, fused_rnn):
     assert all(a.equal(b) for a, b in zip(grads, of_cell, strict=True))
 
 
+@pytest.mark.skipif(DEVICE != "cuda", reason="about products of cuBLAS")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_large_products_of_odd_widths(dtype, monkeypatch):
+    """Products through padded copies: the input's, and the gradients of weights and input."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    torch.manual_seed(0)
+    twins = (
+        torch.nn.LSTM(333, 301, 2, device=DEVICE),
+        flashcell.LSTM(333, 301, 2, device=DEVICE, dtype=dtype, backend=DEVICE),
+    )
+    twins[0].load_state_dict({k: v.float() for k, v in twins[1].state_dict().items()})
+    x = torch.randn(9, 512, 333, device=DEVICE, dtype=dtype)
+    assert 9 * 512 * 333 * 4 * 301 > 500_000_000
+    found = []
+    for twin in twins:
+        leaf = x.to(next(twin.parameters()).dtype).requires_grad_()
+        y, _ = twin(leaf)
+        grads = torch.autograd.grad(y.float().square().mean(), [leaf, *twin.parameters()])
+        found.append([y, *grads])
+    for want, have in zip(*found, strict=True):
+        error = (want - have.float()).abs().max() / want.abs().max()
+        assert error < 40 * torch.finfo(dtype).eps, error
+
+
 @pytest.mark.skipif(DEVICE != "cpu", reason="about memory of the CPU kernel")
 def test_scratch_stays_for_the_next_call(fused_rnn):
     """Blocks of many sizes do not push the large ones out: fresh memory costs page faults."""

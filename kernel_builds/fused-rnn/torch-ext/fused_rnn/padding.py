@@ -13,12 +13,18 @@ from torch.nn.functional import pad
 
 VECTOR_BYTES = 16
 LEAST_PRODUCTS = 500_000_000  # projections with fewer multiplications are not padded
-LEAST_STEPS = 2  # a single step runs on the step engine, which takes any width
+LEAST_STEPS = 2  # the step engine takes any width; for a single step padding would take longer
 
 
-def padded_width(device_type: str, dtype: torch.dtype, steps: int, width: int) -> int:
-    """Returns P for heads of `width` units, or `width` where padding would gain nothing."""
-    if device_type != "cuda" or dtype == torch.float64 or steps < LEAST_STEPS:
+def padded_width(
+    device_type: str, dtype: torch.dtype, steps: int, width: int, rows: int = 1
+) -> int:
+    """Returns P for heads of `width` units, or `width` where padding would gain nothing.
+
+    A single step is padded if the products of its `rows`, with the input and with h, are large."""
+    if device_type != "cuda" or dtype == torch.float64:
+        return width
+    if steps < LEAST_STEPS and 8 * rows * width * width < LEAST_PRODUCTS:
         return width
     units = VECTOR_BYTES // dtype.itemsize
     return -(-width // units) * units

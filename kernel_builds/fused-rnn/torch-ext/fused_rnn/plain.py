@@ -10,7 +10,7 @@ from torch import Tensor
 from .dispatch import has_autocast
 from .formulas import is_eager, is_recorded
 from .packed import fits_rows
-from .padding import padded_width, rows_are_padded
+from .padding import padded_width
 from .private_names import recurrent_precision
 from .stack import choose_chunk
 
@@ -33,8 +33,6 @@ def is_plain(
         return False
     if kind == "cpu" and not (traced or module.num_layers > 1):
         return True
-    if rows_are_padded(x, weights[0]):
-        return False
     if batch_sizes is not None:
         return kind == "cpu" or fits_rows(len(x), len(batch_sizes), int(batch_sizes[0]))
     L, N, D = module.num_layers, 2 if module.bidirectional else 1, module.hidden_size
@@ -68,7 +66,7 @@ def run_plain_cell(
         return None
     tf32 = dtype is torch.float32 and precision(x) == "tf32"
     x = x if x.dtype is dtype else x.to(dtype)
-    width = weights[1].shape[1]
+    width = padded_width(x.device.type, dtype, 1, weights[1].shape[1], x.shape[0])
     options = ((), len(weights) > 2, False, 1, True, width, 0.0, tf32)
     h, last = kernel.run_layers(cell, x, states, weights, options)
     return (h, *last[1:])
@@ -82,7 +80,8 @@ def run_plain(
     tf32 = dtype is torch.float32 and precision(x) == "tf32"
     x = x if x.dtype is dtype else x.to(dtype)
     steps = len(batch_sizes) or x.shape[1 if module.batch_first else 0]
-    width = padded_width(kind, dtype, steps, module.hidden_size)
+    rows = int(batch_sizes[0]) if batch_sizes else x.shape[0 if module.batch_first else 1]
+    width = padded_width(kind, dtype, steps, module.hidden_size, rows)
     directions = 2 if module.bidirectional else 1
     dropout = float(module.dropout) if module.training else 0.0
     projects = module.proj_size > 0

@@ -1,5 +1,7 @@
 // Runs the copies and products of ../../stack/params.h on CUDA.
 #pragma once
+#include <array>
+
 #include "../../stack/params.h"
 #include "../call.h"
 #include "../gemm/blas.h"
@@ -47,7 +49,7 @@ struct Matrix {
   }
 };
 
-inline void multiply(const Product& p, Dtype dtype, bool tf32, const Tensor& /*like*/) {
+inline void multiply_as_is(const Product& p, Dtype dtype, bool tf32) {
   using namespace cuda::gemm;
   check_has_blas();
   const bool fp32 = dtype == Dtype::kFloat;
@@ -62,6 +64,57 @@ inline void multiply(const Product& p, Dtype dtype, bool tf32, const Tensor& /*l
                  current_blas_handle(), b.transposed, a.transposed, int(p.N), int(p.M), int(p.K),
                  &one, p.b, io, int(b.next), 0, p.a, io, int(a.next), p.a_batch, &zero, p.c, io,
                  int(p.c_m), p.c_batch, int(p.batch), rounds ? kTf32 : kFp32, kDefaultAlgorithm));
+}
+
+// Large products of matrices whose rows are no whole vectors of 16 bytes, which slows cuBLAS's
+// kernels down, go through copies that are padded with zeros, from this many multiplications on.
+inline constexpr int64_t kPaddedProducts = 500'000'000;
+
+inline void multiply(const Product& p, Dtype dtype, bool tf32, const Tensor& like) {
+  const int64_t size = dtype == Dtype::kFloat ? 4 : 2, vector = 16 / size;
+  const auto padded = [&](int64_t n) { return (n + vector - 1) / vector * vector; };
+  const bool by_depth = p.a_k == 1 || p.b_k == 1;  // whether K runs along rows
+  const int64_t K = by_depth ? padded(p.K) : p.K, N = padded(p.N);
+  if ((K == p.K && N == p.N) || p.M * p.N * p.K * p.batch < kPaddedProducts) {
+    return multiply_as_is(p, dtype, tf32);
+  }
+  const auto copy = [&](void* out, const void* in, std::array<int64_t, 3> sizes,
+                        std::array<int64_t, 3> to, std::array<int64_t, 3> from) {
+    Copy made{};
+    made.out = out, made.in = in, made.out_type = made.in_type = dtype, made.size[0] = 1;
+    for (int i = 0; i < 3; ++i) {
+      made.size[i + 1] = sizes[i], made.out_stride[i + 1] = to[i], made.in_stride[i + 1] = from[i];
+    }
+    return made;
+  };
+  const ScalarType type = like.scalar_type();
+  Product q = p;
+  q.K = K, q.N = N;
+  std::vector<Copy> copies;
+  Tensor a, b, c;
+  if (K != p.K) {
+    a = new_tensor(like, {p.batch * p.M * K}, type);
+    torch::stable::zero_(a);
+    q.a = a.const_data_ptr(), q.a_batch = p.M * K;
+    q.a_m = p.a_k == 1 ? K : 1, q.a_k = p.a_k == 1 ? 1 : p.M;
+    copies.push_back(copy(a.mutable_data_ptr(), p.a, {p.batch, p.M, p.K}, {q.a_batch, q.a_m, q.a_k},
+                          {p.a_batch, p.a_m, p.a_k}));
+  }
+  b = new_tensor(like, {K * N}, type);
+  torch::stable::zero_(b);
+  q.b = b.const_data_ptr(), q.b_k = p.b_k == 1 ? 1 : N, q.b_n = p.b_k == 1 ? K : 1;
+  copies.push_back(
+      copy(b.mutable_data_ptr(), p.b, {1, p.K, p.N}, {0, q.b_k, q.b_n}, {0, p.b_k, p.b_n}));
+  if (N != p.N) {
+    c = new_tensor(like, {p.batch * p.M * N}, type);
+    q.c = c.mutable_data_ptr(), q.c_batch = p.M * N, q.c_m = N;
+  }
+  run_copies(copies, like);
+  multiply_as_is(q, dtype, tf32);
+  if (N != p.N) {
+    run_copies({copy(p.c, q.c, {p.batch, p.M, p.N}, {p.c_batch, p.c_m, 1}, {q.c_batch, N, 1})},
+               like);
+  }
 }
 
 }  // namespace flashcell
