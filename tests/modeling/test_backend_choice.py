@@ -64,7 +64,7 @@ def test_torch_gives_what_ours_gives(kind, shape, torch_runs):
             assert_same(got, compute(ours, x, hx, lengths), 2e-5, options)
             torch_runs.clear()
             for output in flatten(chosen(x, hx)):
-                assert output.is_contiguous()
+                assert output.is_contiguous() or chosen.batch_first
                 assert output.dtype == torch.float32
 
 

@@ -241,7 +241,7 @@ def test_large_products_of_odd_widths(dtype, monkeypatch):
     for twin in twins:
         leaf = x.to(next(twin.parameters()).dtype).requires_grad_()
         y, _ = twin(leaf)
-        grads = torch.autograd.grad(y.float().square().mean(), [leaf, *twin.parameters()])
+        grads = torch.autograd.grad(y.float().square().sum() / 512, [leaf, *twin.parameters()])
         found.append([y, *grads])
     for want, have in zip(*found, strict=True):
         error = (want - have.float()).abs().max() / want.abs().max()

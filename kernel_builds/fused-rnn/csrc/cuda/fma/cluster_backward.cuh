@@ -102,6 +102,9 @@ struct FmaClusterBackward {
         }
       }
       exchange.wait(n);
+      // What arrived came from other blocks too, so it does not say that all warps of this one have
+      // read the operand, which the cells overwrite.
+      __syncthreads();
     };
     const auto sum_of = [&](int n, int s) {
       const float* part = memory + m.inbox + n % 2 * m.members * parts + s * m.units + unit;
