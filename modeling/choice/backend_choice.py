@@ -23,6 +23,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.utils.rnn import PackedSequence
 
+from ..hub.kernel_loader import load_kernel
+from ..kernels.fused_rnn.padding import padded_width
 from ..kernels.fused_rnn.private_names import (
     forward_level,
     recurrent_precision,
@@ -50,6 +52,7 @@ CODES = {
     torch.float32: PRECISIONS.index("fp32"),
 }
 TF32 = PRECISIONS.index("tf32")
+ENGINE_CELLS = ("lstm", "gru", "rnn_tanh")  # by kind
 VECTORS = {"AVX512": 512, "AVX2": 256}  # bits, by torch's name of what the CPU has
 _Key = tuple[Any, ...]
 
@@ -156,11 +159,36 @@ def _predict(key: _Key) -> Prediction | None:
         _devices[device] = describe(device)
     if not _tables:
         _read_tables()
+    if device >= 0:
+        call = with_engine(call, _devices[device].capability)
     own, shipped = (nearest(table, _devices[device]) for table in _tables)
     # The user's own measurements count for the device they were made on.
     same = own is not None and own["capability"] == _devices[device].capability
     entry = own if same else shipped
     return None if entry is None else predict(entry, call)
+
+
+def with_engine(call: Call, capability: int) -> Call:
+    """Returns the call with the engine that fused-rnn's planner chooses on a GPU; without one if it
+    does not know the GPU."""
+    precision = PRECISIONS[call.precision]
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
+    width = padded_width("cuda", dtype, call.steps, call.width, call.batch)
+    kernel = load_kernel("fused-rnn", "cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        plan = kernel.explain_plan(
+            ENGINE_CELLS[call.kind],
+            call.directions,
+            width,
+            call.batch,
+            dtype,
+            capability,
+            steps=call.steps,
+            precision="tf32" if precision == "tf32" else "highest",
+        )
+    except (RuntimeError, ValueError):
+        return call
+    return call._replace(engine=plan.engine)
 
 
 def _call(key: _Key) -> Call | None:

@@ -5,12 +5,12 @@ A call's time is a sum of amounts (its steps, its products, ...), each times a c
     time = sum over AMOUNTS of amount(call) * cost
 
 A table holds the costs of each device that was measured, apart for every algorithm, mode and
-precision. `scripts/tune` fits them to times that `scripts/bench_grid` measured. costs.json is the
+precision; an algorithm of our kernels on a GPU is an engine of fused-rnn. `scripts/tune` fits them to times that `scripts/bench_grid` measured. costs.json is the
 table of this package; a user's own table has the same format:
 
     {"format": 1, "devices": [{"device": "cuda", "name": "H100", "capability": 90, "units": 132,
       "margin": 1.1, "torch": {"cudnn inference bf16": {"call": 60.0, "step": 9.1}},
-      "kernel": {"sequence inference bf16": {"call": 90.0, "step": 2.3}}, "source": "..."}]}
+      "kernel": {"grid inference bf16": {"call": 90.0, "step": 2.3}}, "source": "..."}]}
 
 `units` are a GPU's multiprocessors or a CPU's threads, `capability` a GPU's compute capability
 times 10 or the bits of a CPU's vectors. Our kernels run where torch.nn's time is predicted to be at
@@ -55,6 +55,7 @@ class Call(NamedTuple):
     precision: int  # a place in PRECISIONS
     trains: int  # 1 if gradients are recorded
     packed: int  # 1 for a PackedSequence
+    engine: str = ""  # of our kernels on a GPU
 
 
 class Device(NamedTuple):
@@ -108,7 +109,8 @@ def groups(call: Call, device: str) -> tuple[str, str]:
     form = f"{'training' if call.trains else 'inference'} {PRECISIONS[call.precision]}"
     if call.kind >= CELLS:
         return f"cell {form}", f"cell {form}"
-    ours = "packed" if call.packed else "projected" if call.projection else "sequence"
+    kinds = ("packed" * call.packed, "projected" * (call.projection > 0), call.engine)
+    ours = " ".join(filter(None, kinds)) or "sequence"
     if device == "cpu":
         # oneDNN has LSTMs alone; the rest is a loop of ops.
         whole = call.kind == 0 and not call.packed and not call.projection

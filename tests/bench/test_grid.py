@@ -46,7 +46,7 @@ def measured(count: int, noise: float = 0.0) -> list[fit.Measured]:
     chance = random.Random(1)
     found = []
     for one in draw.draw(7, count, "cuda"):
-        call = fit.as_call(one, "cuda")
+        call = fit.as_call(one, "cuda", 90)
         factor = lambda: chance.uniform(1 - noise, 1 + noise)
         if fit.has_choice(one.net, "cuda"):
             found.append(fit.Measured(call, *(made_up(call, s) * factor() for s in (0, 1))))
@@ -54,7 +54,7 @@ def measured(count: int, noise: float = 0.0) -> list[fit.Measured]:
 
 
 def test_the_fit_finds_the_costs():
-    those = measured(400)
+    those = measured(1600)
     sides = [fit.fit_side(those, "cuda", side) for side in (0, 1)]
     entry = {**ABOUT, "margin": 1.0, "torch": sides[0], "kernel": sides[1]}
     read_table(json.dumps({"format": 1, "devices": [entry]}).encode(), "a table")
@@ -73,7 +73,7 @@ def test_the_fit_finds_the_costs():
 
 
 def test_noise_is_not_fitted():
-    those = measured(300, noise=0.2)
+    those = measured(900, noise=0.2)
     assert sum(m.ratio < 1 for m in those) > 30
     guesses = fit.held_out(those, ABOUT)
     result = fit.outcome((m, r < 1.0) for m, r in guesses)
@@ -100,7 +100,7 @@ def test_nonnegative_least_squares():
 def test_sizes_of_the_nets():
     for net, (kind, options) in draw.NETS.items():
         call = draw.Call(net, 4, 1 if net in draw.CELLS else 7, 16, "exact", "training")
-        found = fit.as_call(call, "cuda")
+        found = fit.as_call(call, "cuda", 90)
         projection = {"proj_size": found.projection} if found.projection else {}
         module = getattr(torch.nn, kind)(16, 16, **options, **projection, bias=False)
         weights = sum(p.numel() for p in module.parameters())
@@ -151,7 +151,7 @@ def results(tmp_path):
         writer = csv.DictWriter(file, columns)
         writer.writeheader()
         for call in calls:
-            us = [made_up(fit.as_call(call, "cuda"), side) for side in (0, 1)]
+            us = [made_up(fit.as_call(call, "cuda", 90), side) for side in (0, 1)]
             row = {**stamp, "torch": "2.11.0", "commit": "abc", **call._asdict()}
             writer.writerow(row | {"torch_ms": us[0] / 1e3, "kernel_ms": us[1] / 1e3})
     return path
@@ -193,7 +193,7 @@ def test_tune_leaves_what_it_cannot_read(run, results, tmp_path):
 
 def test_tune_measures(run, tmp_path, monkeypatch):
     def measured(call, device, names):
-        us = [made_up(fit.as_call(call, "cpu"), side) for side in (0, 1)]
+        us = [made_up(fit.as_call(call, "cpu", 512), side) for side in (0, 1)]
         timed.append(call)
         return times(us[0] / us[1])._replace(torch_ms=us[0] / 1e3, kernel_ms=us[1] / 1e3)
 

@@ -94,7 +94,7 @@ def test_gradients_share_no_memory(kind, dtype, torch_runs):
 
 def test_states_can_be_detached_in_place(torch_runs):
     for kind in SEQUENCES:
-        module = getattr(flashcell, kind)(4, 4, num_layers=2, batch_first=True)
+        module = getattr(flashcell, kind)(4, 4, num_layers=2)
         output, last = module(torch.randn(2, 3, 4))
         for state in flatten(last):
             state.detach_()

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from bench.grid import draw
+from bench.grid.draw import CELLS
+from flashcell.choice.backend_choice import with_engine
 from flashcell.choice.cost_model import (
     AMOUNTS,
     KINDS,
@@ -22,7 +24,8 @@ from flashcell.choice.cost_model import (
 ENOUGH = 20  # calls from which a group has costs of its own; fewer share those of all precisions
 ROUNDS = 5  # of weights that turn a least-squares fit into one of relative errors
 PARTS = 5  # of the calls; each is predicted from the others to choose the margin
-MARGINS = (0.9, 1.0, 1.05, 1.1, 1.15, 1.2, 1.3, 1.4, 1.5, 1.75, 2.0)
+LOSS = 5  # how much more a loss counts than a gain of the same factor
+MARGINS = (0.8, 0.9, 1.0, 1.05, 1.1, 1.15, 1.2, 1.3, 1.4, 1.5, 1.75, 2.0)
 SLOWER = 0.97  # a ratio below is a loss
 
 
@@ -55,7 +58,7 @@ class Outcome(NamedTuple):
         )
 
 
-def as_call(call: draw.Call, device: str) -> Call:
+def as_call(call: draw.Call, device: str, capability: int) -> Call:
     """Returns the sizes by which the rule decides of a call of the grid."""
     kind, options = draw.NETS[call.net]
     layers = options.get("num_layers", 1)
@@ -69,7 +72,8 @@ def as_call(call: draw.Call, device: str) -> Call:
     )
     sizes = layers, directions, projection, batch, call.steps, call.width, call.width
     trains = int(call.mode == "training")
-    return Call(KINDS.index(kind), *sizes, PRECISIONS.index(name), trains, int(packed))
+    found = Call(KINDS.index(kind), *sizes, PRECISIONS.index(name), trains, int(packed))
+    return with_engine(found, capability) if device == "cuda" and call.net not in CELLS else found
 
 
 def has_choice(net: str, device: str) -> bool:
@@ -86,7 +90,7 @@ def from_rows(rows: Iterable[dict[str, str]], device: str) -> list[Measured]:
         sizes = (int(row[name]) for name in ("batch", "steps", "width"))
         call = draw.Call(row["net"], *sizes, row["precision"], row["mode"])
         times = (1e3 * float(row[name]) for name in ("torch_ms", "kernel_ms"))
-        found.append(Measured(as_call(call, device), *times))
+        found.append(Measured(as_call(call, device, int(row["capability"])), *times))
     return found
 
 
@@ -201,8 +205,11 @@ def outcome(choices: Iterable[tuple[Measured, bool]]) -> Outcome:
 
 
 def best_margin(guesses: Guesses) -> float:
-    """Returns the least margin with at most 1 % of held-out calls below SLOWER, or the one that
-    leaves the fewest."""
-    tried = [(outcome((m, r < margin) for m, r in guesses), margin) for margin in MARGINS]
-    good = [margin for result, margin in tried if result.slower <= 0.01]
-    return good[0] if good else min(tried, key=lambda pair: (pair[0].slower, pair[1]))[1]
+    """Returns the margin with the largest mean of the logarithms of the held-out calls' ratios, of
+    which those below 1 count LOSS times."""
+
+    def value(margin: float) -> float:
+        logs = [0.0 if r < margin else math.log(m.ratio) for m, r in guesses]
+        return statistics.fmean(x if x > 0 else LOSS * x for x in logs)
+
+    return max(MARGINS, key=value)
