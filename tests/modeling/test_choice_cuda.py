@@ -18,6 +18,8 @@ from torch_twins import SEQUENCES, as_file, flatten
 pytestmark = pytest.mark.skipif(DEVICE != "cuda", reason="needs FLASHCELL_TEST_DEVICE=cuda")
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+ENGINES = ("block", "cluster", "grid", "step", "gemm", "fma", "batch")
+KERNEL_GROUPS = [f"{form}{e}" for form in ("", "packed ", "projected ") for e in ENGINES]
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +31,7 @@ def torch_is_predicted(use_costs):
         name: {f"{group} {form}": {"call": us} for group in groups for form in forms}
         for name, us, groups in (
             ("torch", 1.0, ("cudnn", "cudnn-small")),
-            ("kernel", 2.0, ("sequence", "packed", "projected")),
+            ("kernel", 2.0, KERNEL_GROUPS),
         )
     }
     about = {"device": "cuda", "name": "GPU", "capability": 90, "units": 132, "source": "a test"}

@@ -19,7 +19,6 @@ struct Gemm {
   static constexpr int64_t kPanelBlock = 768 / kStride;  // panels of a task: a tile of C, 288 KB
   // Depth of a block of A: 96 rows are 288 KB of floats.
   static constexpr int64_t kDepthBlock = 768;
-  static constexpr int64_t kDotMaxRows = 4;
   // For dot products: 8 strips of 32 rows.
   static constexpr int64_t kDotPanels = (256 + kStride - 1) / kStride;
 
@@ -33,7 +32,8 @@ struct Gemm {
 
   void run() const {
     if (p.M == 0 || p.N == 0) return;
-    if (p.M <= kDotMaxRows && p.batch == 1 && p.a_k == 1 && p.b_k == 1) return few_rows();
+    if (p.M <= most_dot_rows(p.N * p.K * sizeof(IO)) && p.batch == 1 && p.a_k == 1 && p.b_k == 1)
+      return few_rows();
     Scratch<E> packed(host, p.batch_b * panels * depth * kStride);
     parallel_for(host, p.batch_b * panels, [&](int64_t i) {
       const IO* b = (const IO*)p.b + i / panels * p.b_batch;
