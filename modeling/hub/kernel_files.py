@@ -61,8 +61,10 @@ def verified_files(
     return place, found
 
 
-def read_verified(folder: Path, files: dict[str, str]) -> dict[str, bytes]:
-    """Returns the bytes of those `files` that exist in `folder`; raises if a digest is wrong."""
+def read_verified(folder: Path, files: dict[str, str], again: str = "") -> dict[str, bytes]:
+    """Returns the bytes of those `files` that exist in `folder`; raises if a digest is wrong.
+
+    `again` is the command that replaces damaged files; without one, that is to delete them."""
     found, wrong = {}, []
     for file, sha256 in files.items():
         try:
@@ -78,7 +80,8 @@ def read_verified(folder: Path, files: dict[str, str]) -> dict[str, bytes]:
     if wrong:
         raise FilesDiffer(
             f"{folder} is not what the lock pins and was not imported: {'; '.join(wrong)}. If it was "
-            "damaged here, delete that directory and try again; if not, ask who published it"
+            f"damaged here, {again or 'delete that directory and try again'}; if not, ask who "
+            "published it"
         )
     return found
 

@@ -90,7 +90,7 @@ class _Library(ExtensionFileLoader):
     """Loads an extension module from bytes.
 
     Its file stays open: the linker identifies libraries by path, here /proc/self/fd/<number>, so
-    the number must not be reused."""
+    the number must not be reused. Nothing closes it, so a number is kept and no file object."""
 
     def __init__(self, name: str, content: bytes):
         super().__init__(name, "")
@@ -100,10 +100,11 @@ class _Library(ExtensionFileLoader):
         failures = []
         for new_file in (self._in_memory, tempfile.TemporaryFile):
             try:
-                self.file = new_file()
-                self.file.write(self.content)
-                self.file.flush()
-                self.path = spec.origin = f"/proc/self/fd/{self.file.fileno()}"
+                with new_file() as file:
+                    file.write(self.content)
+                    file.flush()
+                    number = os.dup(file.fileno())
+                self.path = spec.origin = f"/proc/self/fd/{number}"
                 module = super().create_module(spec)
             except (OSError, ImportError) as error:
                 failures.append(str(error))

@@ -6,7 +6,7 @@ carry it and only their `.py` files are copied. It is read without being execute
     format    1, the int
     kernels   name -> repo      "org/name" on the Hub
                       version   the branch v<version> it is published on
-                      revision  commit of that branch, or None: not published yet
+                      revision  commit of that branch, or None: not on the Hub
                       variants  directory below build/ -> id     Python module and op namespace
                                                           archs  CUDA archs, [] for the CPU
                                                           files  relative path -> sha256
@@ -24,6 +24,9 @@ from typing import Any
 
 FORMAT = 1
 DOCSTRING = '"""The published kernels that flashcell runs. Written by scripts/publish_kernels."""'
+INSTALLED = (
+    '"""The kernels that wheels of this release bring. Written when flashcell\'s wheel is built."""'
+)
 NAME = r"[a-z][-a-z0-9]*[a-z0-9]"
 REPO = r"[A-Za-z0-9][A-Za-z0-9_.-]*/[A-Za-z0-9][A-Za-z0-9_.-]*"
 REVISION = r"[0-9a-f]{40}"
@@ -60,11 +63,11 @@ def read_lock(path: Path) -> dict[str, Any]:
     return check_lock(lock[0], str(path))
 
 
-def lock_source(lock: dict[str, Any], where: str) -> bytes:
+def lock_source(lock: dict[str, Any], where: str, docstring: str = DOCSTRING) -> bytes:
     """Returns the content of a lock file for `lock`, after checking it."""
     text = json.dumps(check_lock(lock, where), indent=4).replace(": null", ": None")
     text = re.sub(r'(["\]}e\d])\n', r"\1,\n", text)  # trailing commas, as the formatter wants them
-    return f"{DOCSTRING}\n\nLOCK = {text}\n".encode()
+    return f"{docstring}\n\nLOCK = {text}\n".encode()
 
 
 def check_lock(lock: Any, where: str) -> dict[str, Any]:
@@ -84,8 +87,8 @@ def check_lock(lock: Any, where: str) -> dict[str, Any]:
         if revision is not None:
             _match(REVISION, revision, f"{at}.revision", "a commit, 40 hex digits, or None")
         variants = _dict(kernel["variants"], f"{at}.variants")
-        must = "empty while revision is None, and only then"
-        _require(bool(variants) != (revision is None), f"{at}.variants", sorted(variants), must)
+        must = "those of the revision, at least one"
+        _require(bool(variants) or revision is None, f"{at}.variants", sorted(variants), must)
         for variant, entry in variants.items():
             _check_variant(variant, entry, f"{at}.variants[{variant!r}]")
     return lock

@@ -5,9 +5,11 @@ imported once for all; huggingface_hub, kernels and the loader start anew in eve
 
 A request is {"environment": variables, "path": for sys.path, "steps": [step, ...], "out": FILE}, a
 step {"device": "cpu", "backend": "auto", "path": a folder that imports look into first, "run": Python to
-execute first, "compile": a backend of torch.compile}, of which every part may be left out.
+execute first, "compile": a backend of torch.compile, "package": the loader's}, of which every part may
+be left out. A variable that is null is not set.
 """
 
+import importlib
 import json
 import os
 import signal
@@ -29,16 +31,15 @@ def take(step: dict) -> dict:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            outcome = load(arguments, step.get("compile"))
+            outcome = load(arguments, step.get("compile"), step.get("package", "flat"))
         except Exception as error:
             outcome = {"error": type(error).__name__, "message": str(error)}
     outcome["warnings"] = [str(w.message) for w in caught if "fused-rnn" in str(w.message)]
     return outcome | {"seconds": time.monotonic() - started}
 
 
-def load(arguments: tuple, compiler: str | None) -> dict:
-    from flat.hub import kernel_loader
-
+def load(arguments: tuple, compiler: str | None, package: str) -> dict:
+    kernel_loader = importlib.import_module(f"{package}.hub.kernel_loader")
     call = lambda x: kernel_loader.load_kernel(*arguments).lstm(x)
     outcome = {}
     if compiler is not None:
@@ -53,7 +54,9 @@ def load(arguments: tuple, compiler: str | None) -> dict:
 
 def answer(request: dict) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    os.environ.update(request["environment"])
+    for name, value in request["environment"].items():
+        os.environ.pop(name, None)
+        os.environ.update({} if value is None else {name: value})
     sys.path.insert(0, request["path"])
     try:
         result = json.dumps([take(step) for step in request["steps"]])

@@ -20,13 +20,16 @@ import pytest
 from commands import load_command
 from flashcell.hub.lock_format import lock_source, read_lock
 from flashcell.utils.whole_file import write_file
+from tooling.builder import variant
 
 ROOT = Path(__file__).resolve().parents[2]
 CHILD = Path(__file__).with_name("child.py")
 LOADER = [
     *(
         "hub/checkout",
+        "hub/installed",
         "hub/kernel_loader",
+        "hub/kernel_sources",
         "hub/kernel_variants",
         "hub/kernel_files",
         "hub/kernel_import",
@@ -96,9 +99,9 @@ class Project:
         library = self.root / "library.so"
         command = ["gcc", *flags, f"-I{include}", self.root / "library.c", "-o", library]
         subprocess.run(command, check=True)
-        self.script.shared.assemble(kernel, "universal", "torch-universal", out)
+        variant.assemble(kernel, "universal", "torch-universal", out)
         (out / "CARD.md").write_text("a card")
-        return self.script.shared.assemble(kernel, "cpu", VARIANT, out, library)
+        return variant.assemble(kernel, "cpu", VARIANT, out, library)
 
     def publish(self, monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
         command = ["publish_kernels", "--kernel", str(self.root), *map(str, arguments)]
@@ -186,7 +189,8 @@ class Chain:
             "FLASHCELL_LOCK": str(self.folder / "lock.py"),
         }
         out = self.folder / f"{time.monotonic_ns()}.json"
-        request = {"environment": variables | {k: str(v) for k, v in environment.items()}}
+        text = {k: v if v is None else str(v) for k, v in environment.items()}
+        request = {"environment": variables | text}
         request |= {"steps": steps or [{}], "path": str(self.folder), "out": str(out)}
         self.processes.stdin.write(json.dumps(request) + "\n")
         self.processes.stdin.flush()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from flashcell.hub import checkout, kernel_loader
+from flashcell.hub import checkout, kernel_sources
 from repo_checks import pages
 
 pytestmark = pytest.mark.hub
@@ -104,15 +104,15 @@ def test_the_build_of_a_checkout(diagonal_rnn, monkeypatch):
     call = ("diagonal-rnn", "flashcell/diagonal-rnn", "cpu")
     for name in ("LOCAL_KERNELS", "FLASHCELL_LOCK"):
         monkeypatch.delenv(name, raising=False)
-    _, info = kernel_loader._from_disk(*call)
+    _, info = kernel_sources.from_disk(*call)
     assert info.path == Path(diagonal_rnn.__file__).parent
-    assert kernel_loader._from_disk(*call[:2], "mps") is None  # no build for mps: no error
+    assert kernel_sources.from_disk(*call[:2], "mps") is None  # no build for mps: no error
     lock = {"FLASHCELL_LOCK": str(ROOT / "modeling/hub/kernels_lock.py")}
     for other in ({"LOCAL_KERNELS": ""}, {"LOCAL_KERNELS": "a/b=/c"}, lock):
         with monkeypatch.context() as changed:
             for name, value in other.items():
                 changed.setenv(name, value)
-            assert kernel_loader._from_disk(*call) is None, other
+            assert kernel_sources.from_disk(*call) is None, other
 
 
 @pytest.mark.parametrize(
