@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 GPU_FILES = ("/dev/nvidiactl", "/dev/dxg")  # one of NVIDIA's driver, one of WSL
+RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
@@ -14,6 +15,13 @@ def file(name: str) -> Path:
         problem = "is a folder" if path.is_dir() else "does not exist"
         raise argparse.ArgumentTypeError(f"{name} {problem}, but must be a file")
     return path
+
+
+def recipe(name: str) -> Path:
+    """Takes a file, or the name of one of scripts/recipes."""
+    shipped = RECIPES / f"{name.removesuffix('.yaml')}.yaml"
+    is_shipped = not Path(name).exists() and Path(name).name == name and shipped.is_file()
+    return shipped if is_shipped else file(name)
 
 
 def file_or_folder(name: str) -> Path:

@@ -2,6 +2,9 @@
 
 The state folder (--home, $FLASHCELL_HOME or .flashcell/ in the checkout) holds the environment, the
 builds, the local Hub and the caches; nothing is written outside it, and removing it undoes all.
+
+In an installed package there is no checkout: the present Python is used, the kernels are those that
+the package finds, and the state folder is .flashcell/ in the current folder.
 """
 
 import argparse
@@ -18,6 +21,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+IS_CHECKOUT = (ROOT / "pyproject.toml").is_file()
 CONSTRAINTS = ROOT / "constraints.txt"
 # What build_kernels needs besides the package itself; all of it comes as wheels.
 BUILD_TOOLS = ["cmake", "ninja", "kernel-abi-check", "jinja2"]
@@ -36,7 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def state_folder(home: Path | None) -> Path:
     """Chooses the state folder, exports it to child processes, and puts all caches inside it."""
-    home = (home or Path(os.environ.get("FLASHCELL_HOME") or ROOT / ".flashcell")).resolve()
+    default = (ROOT if IS_CHECKOUT else Path()) / ".flashcell"
+    home = (home or Path(os.environ.get("FLASHCELL_HOME") or default)).resolve()
     try:
         home.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -48,8 +53,13 @@ def state_folder(home: Path | None) -> Path:
 def enter(args: argparse.Namespace, extras: list[str], modules: list[str]) -> Path:
     """Returns the state folder in a Python that has `modules`; makes one and restarts if need be."""
     home = state_folder(args.home)
-    if args.here or os.environ.pop(PASSED_ON, None):
+    if args.here or not IS_CHECKOUT or os.environ.pop(PASSED_ON, None):
         missing = [name for name in modules if find_spec(name) is None]
+        if missing and not IS_CHECKOUT:
+            fail(
+                f"{sys.executable} has no {', '.join(missing)}: "
+                f"pip install 'flashcell[{','.join(extras)}]'"
+            )
         if missing:
             wanted = f".[{','.join(extras)}]" if extras else "."
             fail(
@@ -132,10 +142,11 @@ def check_torch(device: str) -> None:
 
 
 def use_built_kernels(device: str, names: list[str] | None = None, build: bool = True) -> None:
-    """Builds kernels (all, or `names`) and adds them to $LOCAL_KERNELS, unless named there already.
+    """Builds kernels (all, or `names`) and adds them to $LOCAL_KERNELS, unless named there already,
+    or no checkout is there to build them.
 
     With `build` false another process has built them."""
-    if "LOCAL_KERNELS" in os.environ:
+    if "LOCAL_KERNELS" in os.environ or not IS_CHECKOUT:
         return
     if names is None:
         names = sorted(file.parent.name for file in (ROOT / "kernel_builds").glob("*/build.toml"))
