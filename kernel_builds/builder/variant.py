@@ -38,8 +38,8 @@ def assemble(
     kernel_id = kernel.id(backend)
     if expected_id not in (None, kernel_id):
         raise BuildError(f"{kernel.name}: its sources changed during the build; build it again")
+    _remove_leftovers(out, name)
     staging = out / f".{name}.{os.getpid()}"
-    shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
     try:
         _copy_package(kernel, staging)
@@ -138,6 +138,14 @@ def _write_metadata(
     text = json.dumps({k: v for k, v in metadata.items() if v is not None}, indent=2) + "\n"
     Metadata.from_bytes(text.encode())  # the loader's own parser agrees, or raises
     (variant / METADATA).write_text(text)
+
+
+def _remove_leftovers(out: Path, name: str) -> None:
+    """Removes what killed builds, whose process is in the name, have left beside the variants."""
+    for folder in out.glob(f".{name}.*"):
+        pid = folder.name.removeprefix(f".{name}.").partition(".")[0]
+        if pid.isdecimal() and (int(pid) == os.getpid() or not Path("/proc", pid).exists()):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _replace(new: Path, target: Path) -> None:
