@@ -1,0 +1,74 @@
+"""Writes the wheels that bring CUDA kernels: flashcell-cu13 for every CUDA 13, flashcell-cu12 for 12.
+
+Such a wheel is a package of files, flashcell_cu13/<kernel>/<variant>/, without code of its own.
+flashcell finds them by the package's name and verifies them against its own lock, which pins them: so
+a wheel of CUDA kernels needs the flashcell of its own version.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from tooling.builder import Kernel
+from tooling.finished import UnfitVariant, Variant
+
+from . import archive, contents
+
+INIT = '''"""CUDA {major} kernels of flashcell {version}, which finds and verifies them: nothing to import."""
+
+__version__ = "{version}"
+'''
+METADATA = """Metadata-Version: 2.4
+Name: flashcell-cu{major}
+Version: {version}
+Summary: CUDA {major} kernels of flashcell: recurrent networks on NVIDIA GPUs.
+License-Expression: Apache-2.0
+License-File: LICENSE
+{urls}{classifiers}Requires-Python: >=3.10
+Requires-Dist: flashcell=={version}
+Description-Content-Type: text/markdown
+
+# flashcell-cu{major}
+
+The CUDA {major} kernels of [flashcell](https://huggingface.co/flashcell), compiled: {names}. Install it beside a torch
+for CUDA {major}: `pip install "flashcell[cu{major}]"`. flashcell verifies every file before it runs one, and
+`flashcell.kernel_info("fused-rnn", "cuda")` says whether it does.
+
+Machine code for compute capabilities {archs}.
+"""
+
+
+def write(
+    out: Path, version: str, found: dict[str, tuple[Kernel, list[Variant]]], needed: bool
+) -> list[str]:
+    """Writes a wheel for each CUDA among the variants, and returns their names.
+
+    One that some kernel has no variant for is an error if wheels are `needed`, else left out."""
+    project, names = contents.project(), []
+    variants = [variant for _, own in found.values() for variant in own]
+    tags = (re.search(r"-cu(\d+)\d-", variant.name) for variant in variants)
+    for major in sorted({tag[1] for tag in tags if tag}):
+        package = f"flashcell_cu{major}"
+        try:
+            files = contents.kernels_of(found, f"cu{major}", package)
+        except UnfitVariant as error:
+            if needed:
+                raise
+            print(f"left out: flashcell-cu{major}: {error}", flush=True)
+            continue
+        archs = {arch for v in variants if f"-cu{major}" in v.name for arch in v.archs}
+        values = {
+            "major": major,
+            "version": version,
+            "names": ", ".join(found),
+            "archs": ", ".join(sorted(archs, key=lambda arch: float(re.match(r"[\d.]+", arch)[0]))),
+            "urls": "".join(f"Project-URL: {n}, {u}\n" for n, u in project["urls"].items()),
+            "classifiers": "".join(f"Classifier: {c}\n" for c in project["classifiers"]),
+        }
+        info = f"{package}-{version}.dist-info"
+        files[f"{package}/__init__.py"] = INIT.format_map(values).encode()
+        files[f"{info}/METADATA"] = METADATA.format_map(values).encode()
+        files[f"{info}/licenses/LICENSE"] = (contents.ROOT / "LICENSE").read_bytes()
+        names.append(archive.write_wheel(out, files, contents.CPU_TAG))
+    return names
