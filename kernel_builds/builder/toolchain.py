@@ -15,7 +15,7 @@ from pathlib import Path
 from build_toml import BuildError
 
 CMAKE_MIN = (3, 24)
-GXX_MIN = (11,)
+COMPILER_MIN = {"g++": (11,), "clang++": (14,)}
 # The compiler that is installed if there is none: NVIDIA's wheels, which together are a CUDA
 # toolkit.
 WHEEL_CUDA = "13.0"
@@ -71,11 +71,14 @@ def ninja_status(ninja: Path) -> dict[str, str]:
 
 
 def find_gxx() -> Path:
-    """Returns $CXX or g++; the ABI checks know GCC's libraries only."""
+    """Returns $CXX or g++: a g++ or clang++ on GCC's libraries, the only ones the ABI checks know."""
     path = _find(os.environ.get("CXX") or "g++", "your system's package g++ (build-essential)")
-    version = _version(_output(path, "-dumpfullversion", "-dumpversion"))
-    if version < GXX_MIN:
-        raise BuildError(f"{path} has version {_dotted(version)}, but must have 11 or later")
+    kind = "clang++" if "clang" in _output(path, "--version") else "g++"
+    version = _version(_output(path, "-dumpfullversion" * (kind == "g++") or "-dumpversion"))
+    if version < COMPILER_MIN[kind]:
+        raise BuildError(
+            f"{path} is {kind} {_dotted(version)}, but must be {_dotted(COMPILER_MIN[kind])} or later"
+        )
     for tool in ("nm", "readelf", "strip", "c++filt"):
         _find(tool, "your system's package binutils")
     return path

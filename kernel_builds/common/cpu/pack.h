@@ -1,5 +1,7 @@
 // Packs a matrix, row-major or column-major, into panels for the microkernel.
 #pragma once
+#include <utility>
+
 #include "common/cpu/microkernel.h"
 
 namespace flashcell::FLASHCELL_ISA {
@@ -21,22 +23,28 @@ FN void widen(Element<IO>* to, const IO* from, int count) {
 
 // Swaps the off-diagonal blocks of kSize x kSize, in rows kSize apart. The indices are compile-time
 // constants: a shuffle by variable indices takes three instructions on AVX2.
-template <typename T, int kSize, int... kLane>
-FN void swap_blocks(Vec<T>& first, Vec<T>& second) {
-  using Int = typename Lane<T>::Int;
+template <int kSize, typename T, int... kLane>
+FN void swap_blocks(Vec<T>& first, Vec<T>& second, std::integer_sequence<int, kLane...>) {
   constexpr int kWidth = Vec<T>::kWidth;
   const auto a = first.raw, b = second.raw;
+#ifdef __clang__
+  first = __builtin_shufflevector(a, b, (kLane & kSize ? kLane - kSize + kWidth : kLane)...);
+  second = __builtin_shufflevector(a, b, (kLane & kSize ? kLane + kWidth : kLane + kSize)...);
+#else
+  using Int = typename Lane<T>::Int;
   first = __builtin_shuffle(a, b, Int{(kLane & kSize ? kLane - kSize + kWidth : kLane)...});
   second = __builtin_shuffle(a, b, Int{(kLane & kSize ? kLane + kWidth : kLane + kSize)...});
+#endif
 }
 
 // Transposes a block in place by swapping off-diagonal blocks of doubling size.
 template <typename T, int kSize = 1>
 FN void transpose(Vec<T>* block) {
   constexpr int kWidth = Vec<T>::kWidth;
+  constexpr std::make_integer_sequence<int, kWidth> kLanes;
 #pragma GCC unroll 16
   for (int r = 0; r < kWidth; ++r) {
-    if (!(r & kSize)) swap_blocks<T, kSize, __integer_pack(kWidth)...>(block[r], block[r + kSize]);
+    if (!(r & kSize)) swap_blocks<kSize>(block[r], block[r + kSize], kLanes);
   }
   if constexpr (2 * kSize < kWidth) transpose<T, 2 * kSize>(block);
 }

@@ -1,5 +1,5 @@
-// Host services of a CPU engine, on torch: threads, memory, the choice of instruction set, and the
-// list of sequences. Only ops.cpp includes it, and it is compiled for the oldest machine.
+// Host services of a CPU engine, on torch: threads, memory, the list of sequences; isa.h has the
+// choice of instruction set. Only ops.cpp includes it, and it is compiled for the oldest machine.
 #pragma once
 #include <malloc.h>
 #include <sys/mman.h>
@@ -8,14 +8,13 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cstdlib>
-#include <cstring>
 #include <new>
 #include <utility>
 #include <vector>
 
 #include "common/cpu/host.h"
 #include "common/torch/checks.h"
+#include "common/torch/isa.h"
 
 namespace flashcell {
 
@@ -183,33 +182,6 @@ inline std::vector<Sequence> sequences(const Tensor& /*like*/, int64_t B, int64_
   std::stable_sort(list.begin(), list.end(),
                    [](const Sequence& a, const Sequence& b) { return a.length > b.length; });
   return list;
-}
-
-enum class Isa { kBaseline, kAvx2, kAvx512 };
-
-// Chooses the widest engine that this CPU runs; FLASHCELL_CPU_ISA=baseline|avx2|avx512 names one.
-inline Isa select_isa() {
-  __builtin_cpu_init();
-  const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-                        __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2") &&
-                        __builtin_cpu_supports("f16c") && __builtin_cpu_supports("lzcnt");
-  const bool has_avx512 =
-      has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512cd") &&
-      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bf16");
-  const char* wanted = std::getenv("FLASHCELL_CPU_ISA");
-  if (wanted == nullptr || *wanted == 0) {
-    return has_avx512 ? Isa::kAvx512 : has_avx2 ? Isa::kAvx2 : Isa::kBaseline;
-  }
-  if (!std::strcmp(wanted, "baseline")) return Isa::kBaseline;
-  if (!std::strcmp(wanted, "avx2")) {
-    STD_TORCH_CHECK(has_avx2, "FLASHCELL_CPU_ISA=avx2: this CPU lacks AVX2, FMA or F16C");
-    return Isa::kAvx2;
-  }
-  STD_TORCH_CHECK(!std::strcmp(wanted, "avx512"), "FLASHCELL_CPU_ISA=", wanted,
-                  ": must be baseline, avx2 or avx512");
-  STD_TORCH_CHECK(has_avx512, "FLASHCELL_CPU_ISA=avx512: this CPU lacks AVX-512 or AVX512-BF16");
-  return Isa::kAvx512;
 }
 
 }  // namespace flashcell
