@@ -62,7 +62,14 @@ class Build:
             time.sleep(0.05)
 
 
-@pytest.mark.parametrize("killed", ["build", "ninja", "both"])
+@pytest.mark.parametrize(
+    "killed",
+    [
+        pytest.param("build", marks=pytest.mark.slow),
+        pytest.param("ninja", marks=pytest.mark.slow),
+        "both",
+    ],
+)
 def test_a_killed_build_leaves_no_compiler(project, tmp_path, killed):
     compiler = tmp_path / "g++"
     compiler.write_text(SLOW.format(folder=tmp_path))

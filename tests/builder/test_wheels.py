@@ -235,7 +235,9 @@ def test_the_commands_train_and_evaluate(user):
     text.mkdir()
     for number in range(40):
         (text / f"{number}.txt").write_text("\n\n".join(f"line {n} of {number}" for n in range(99)))
-    small = ["vocab_size=300", "hidden_size=32", "steps=4", "name=mine"]
+    small = ["name=mine", "vocab_size=300", "steps=4", "warmup=1", "batch=2", "length=32"]
+    small += ["model.hidden_size=32", "model.num_hidden_layers=1", "model.intermediate_size=64"]
+    small += ["log_every=2", "evaluate_every=4", "checkpoint_every=4"]
     options = [word for value in small for word in ("--set", value)]
     done = user.run("flashcell", "train", "flash-rnn-python-5m", "--text", text, *options)
     assert done.returncode == 0, done.stdout + done.stderr
