@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tooling.builder import variant
+
 ROOT = Path(__file__).resolve().parents[2]
 NVCC = """#!/bin/sh
 case $1 in
@@ -83,3 +85,19 @@ def test_another_user_s_folder_is_refused(project, tmp_path):
     os.chown(tmp_path / "home/build", 65534, 65534)
     done = build(project, "--backend", "universal")
     assert "is not a folder of this user's own" in done.stderr
+
+
+@pytest.mark.slow
+def test_two_checkouts_build_at_once_and_one_twice(project, tmp_path):
+    """They share a state folder; the second build of one project finds what the first has built."""
+    other = Path(shutil.copytree(project, tmp_path / "deeper" / "axpy"))
+    command = [sys.executable, ROOT / "scripts/build_kernels", "--backend", "cpu", "--here"]
+    command += ["--home", tmp_path / "home", "--jobs", "2", "--kernel"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    builds = [subprocess.Popen([*command, at], **pipes) for at in (project, other, project)]
+    said = [build.communicate()[0] for build in builds]
+    assert [build.returncode for build in builds] == [0, 0, 0], said
+    assert len(list((tmp_path / "home/build").iterdir())) == 2
+    assert sorted("up to date" in text for text in said) == [False, False, True]
+    made = [next((at / "build").glob("torch-stable*")) for at in (project, other)]
+    assert variant.digests(made[0]) == variant.digests(made[1])
