@@ -85,7 +85,7 @@ def _wanted(settings: Settings) -> str | None:
             f"error: kernels is 'build', but must be 'none' on {' '.join(here)}: kernels are built "
             "for Linux on x86-64 with glibc"
         )
-    if not Path(wanted).is_dir():
+    if not isinstance(wanted, str) or not Path(wanted).is_dir():
         raise SystemExit(
             f"error: kernels is {wanted!r}, but must be 'build', 'none' or a folder of builds"
         )

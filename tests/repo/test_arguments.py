@@ -74,3 +74,13 @@ def test_a_gpu_that_torch_cannot_use(monkeypatch):
     environment.check_torch("cpu")
     with pytest.raises(SystemExit, match=r"--device is cuda, but torch .* can use no GPU"):
         environment.check_torch("cuda")
+
+
+def test_a_recipe_is_a_file_or_the_name_of_a_shipped_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert arguments.recipe(RECIPE.stem) == arguments.recipe(RECIPE.name) == RECIPE
+    Path(RECIPE.name).touch()  # one's own of that name comes first
+    assert arguments.recipe(RECIPE.name) == Path(RECIPE.name)
+    for wrong in ("nosuch", f"folder/{RECIPE.name}", f"../{RECIPE.name}"):
+        with pytest.raises(argparse.ArgumentTypeError, match="does not exist, but must be a file"):
+            arguments.recipe(wrong)
