@@ -26,6 +26,7 @@ SUBSET = {
         "grid": ("gru", "slstm"),
         "gemm": ("gru", "slstm"),
         "fma": ("gru", "slstm"),
+        "batch": ("gru",),
         "step": ("gru", "rnn", "slstm"),
     }
 }

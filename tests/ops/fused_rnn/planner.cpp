@@ -47,7 +47,7 @@ void print_plan(Problem p, const Device& d) {
   constexpr int G = Cell::kGates, K = Cell::kStates, V = Cell::kSaved, R = Cell::kBias;
   const int e = p.io_bytes;
   p.gates = G;
-  const char* names[] = {"block", "cluster", "grid", "step", "gemm", "fma"};
+  const char* names[] = {"block", "cluster", "grid", "step", "gemm", "fma", "batch"};
   const Engine engine = select_engine(p, d);
   const int tile = tile_of(engine, p, d);
   const long tiles = (p.S + tile - 1) / tile;
@@ -56,6 +56,7 @@ void print_plan(Problem p, const Device& d) {
   const Engine own = select_matrix(p, d);
   if (engine == Engine::kGemm) print("instead_of", names[int(select_own(p, d))]);
   if (engine == Engine::kFma) print("instead_of", names[int(own)]);
+  if (engine == Engine::kBatch) print("instead_of", names[int(select_backward(p, d))]);
   if (own == Engine::kBlock) runs += "block,";
   if (own != Engine::kStep && cluster::fits(p.D, e, d)) runs += "cluster,";
   if (own != Engine::kStep && grid::fits_every_cell(G, e, p.D, d)) runs += "grid,";
@@ -64,7 +65,9 @@ void print_plan(Problem p, const Device& d) {
   const long own_units = G == 1 ? std::min(wide, 128l) : wide <= 96 ? wide : wide == 128 ? 64 : 32;
   const long blocks = (p.D + own_units - 1) / own_units;
   const bool fma = e == 4 && p.T > 1 && p.D % 4 == 0 && p.D <= 256;
-  print("runs", runs + (fma && (blocks == 1 || d.code.arch >= 90) ? ",fma" : ""));
+  if (fma && (blocks == 1 || d.code.arch >= 90)) runs += ",fma";
+  const bool batch = e == 2 && p.T > 1 && p.D % 8 == 0 && d.code.sm_90a;
+  print("runs", runs + (batch && p.S * p.N * p.D < 1l << 30 ? ",batch" : ""));
   constexpr CellSizes sizes = kSizesOf<Cell>;
   if (engine == Engine::kFma) {
     const long units = ((p.D + blocks - 1) / blocks + 3) / 4 * 4;
@@ -76,6 +79,17 @@ void print_plan(Problem p, const Device& d) {
     print("backward.threads", (back + 31) / 32 * 32);
     print("forward.shared_bytes", fma::forward_memory(sizes, p.D, tile).bytes());
     print("backward.shared_bytes", fma::backward_memory(sizes, p.D, tile).bytes());
+  }
+  if (engine == Engine::kBatch) {
+    const batch::Sizes sizes{p.S, p.N, p.D, G};
+    const batch::Tile t = batch::tiles(G)[batch::best_tile(sizes, d)];
+    const long rows = 64 * t.blocks * (t.turns ? 1 : 2), stage = 128 * (rows + t.units * G);
+    const long count = p.N * ((p.S + rows - 1) / rows) * ((p.D + t.units - 1) / t.units);
+    const long rounds = (count + d.sms - 1) / d.sms;
+    print("backward", names[int(select_backward(p, d))]);
+    print("tile", rows), print("units", t.units), print("tiles", count);
+    print("thread_blocks", (count + rounds - 1) / rounds);
+    print("forward.shared_bytes", 1040 + std::min(8l, (225 << 10) / stage) * (stage + 16));
   }
   if (engine == Engine::kBlock) {
     const int width = p.D <= 32 ? 32 : p.D <= 64 ? 64 : 128;

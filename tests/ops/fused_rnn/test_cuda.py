@@ -7,6 +7,17 @@ from arch_cases import code_of
 from cases import DEVICE, Case, make, replayed, to_device, upcast
 from flashcell.kernels import fused_rnn as reference
 from numerics import assert_as_accurate, assert_bitwise, assert_close
+from ops.fused_rnn.engine_cases import (
+    BATCH,
+    BLOCK,
+    CLUSTER,
+    FMA,
+    GEMM,
+    GRID,
+    HUGE,
+    ODD,
+    TINY,
+)
 from ops.fused_rnn.test_sequence import run, upstream
 
 CELLS = reference.CELLS
@@ -14,101 +25,6 @@ pytestmark = [
     pytest.mark.usefixtures("poisoned"),
     pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU and FLASHCELL_TEST_DEVICE=cuda"),
 ]
-MASKS = ("state", "reset", "hold", "lengths")
-# head widths: below, at and between those that the engines are compiled for
-BLOCK = [
-    Case(3, 7, 2, 16, MASKS),
-    Case(9, 12, 3, 32, ("state",)),
-    Case(17, 9, 2, 40, MASKS),
-    Case(8, 33, 2, 64, ("state",)),
-    Case(4, 6, 2, 64, ("state", "cu", "reset", "hold")),
-    Case(5, 10, 1, 104, (*MASKS, "clip")),
-    Case(16, 21, 2, 128, ("state",)),
-]
-GRID = [
-    Case(3, 7, 1, 136, MASKS),
-    Case(8, 12, 2, 256, ("state",)),
-    Case(17, 9, 1, 200, MASKS),
-    Case(4, 6, 1, 320, ("state", "cu", "reset", "hold")),
-    Case(5, 10, 3, 264, (*MASKS, "clip")),
-    Case(1, 40, 1, 512, ()),
-    Case(40, 8, 1, 768, ("state",)),
-    Case(2, 6, 1, 1024, ("state",)),
-    Case(150, 5, 1, 768, ("state", "lengths")),  # tiles of sixteen sequences in both directions
-    Case(60, 5, 1, 768, (*MASKS, "clip")),  # blocks of 24 units, with masks
-    Case(64, 9, 1, 760, ("state",)),  # blocks of 24 units, the last with fewer
-    Case(600, 3, 1, 768, ("state", "lengths")),  # more tiles than a group takes at once
-]
-GEMM = [
-    Case(3, 7, 2, 16, MASKS),
-    Case(70, 9, 1, 136, (*MASKS, "clip")),
-    Case(33, 12, 2, 200, ("state",)),
-    Case(4, 6, 2, 64, ("state", "cu", "reset", "hold")),
-    Case(64, 5, 1, 1152, ()),
-]
-# Widths of every compiled width, in one block or a cluster; tiles of one, four and more sequences.
-FMA = [
-    Case(3, 7, 2, 16, MASKS),
-    Case(9, 12, 1, 32, ("state",)),
-    Case(17, 9, 2, 44, MASKS),
-    Case(4, 6, 2, 64, ("state", "cu", "reset", "hold")),
-    Case(140, 5, 1, 64, MASKS),
-    Case(600, 4, 2, 48, ("state", "lengths")),
-    Case(5, 10, 1, 96, (*MASKS, "clip")),
-    Case(150, 6, 1, 92, (*MASKS, "clip")),
-    Case(3, 9, 1, 100, MASKS),
-    Case(130, 5, 1, 128, ("state", "lengths")),
-    Case(4, 6, 2, 132, ("state", "cu", "reset", "hold")),
-    Case(70, 5, 2, 200, MASKS),
-    Case(20, 7, 1, 256, (*MASKS, "clip")),
-]
-# Widths that are no multiple of a 16-byte vector: they run padded.
-ODD = [
-    Case(3, 7, 2, 13, MASKS),
-    Case(5, 10, 1, 100, (*MASKS, "clip")),
-    Case(4, 6, 2, 50, ("state", "cu", "reset", "hold")),
-    Case(17, 9, 1, 333, ("state",)),
-    Case(70, 4, 1, 650, ("state", "lengths")),
-]
-# Small enough for compute-sanitizer, and together every kernel of each engine. Of the block engine:
-# compiled width, masks or none, four or eight columns; of the grid engine: depth, and blocks of 24
-# units with narrow and wide tiles; of the step engine: one sequence, few, up to and above 16, a
-# width of no whole vectors.
-TINY = {
-    "block": [Case(3, 3, 2, D, options) for D in (16, 40, 104) for options in (("state",), MASKS)]
-    + [Case(5, 2, 80, D, options) for D in (16, 40, 104) for options in ((), ("hold",))],
-    "grid": [
-        Case(3, 3, 1, 136, MASKS),
-        Case(9, 3, 1, 160, ("state",)),
-        *(Case(2, 2, 1, D, ("state",)) for D in (264, 520, 1048)),
-        *(Case(49, 2, 1, 712, options) for options in (("state",), MASKS)),
-        Case(97, 2, 1, 712, ("state",)),
-    ],
-    "cluster": [
-        Case(3, 3, 1, 136, MASKS),
-        Case(9, 3, 1, 160, ("state",)),
-        *(Case(2, 2, 1, D, ("state",)) for D in (264, 392, 512)),
-    ],
-    "gemm": [
-        Case(3, 3, 2, 40, MASKS),
-        Case(17, 3, 1, 136, ("state",)),
-        Case(9, 1, 1, 136, ()),
-    ],
-    "fma": [
-        *(Case(1, 3, 1, D, MASKS) for D in (16, 48, 96)),
-        *(Case(140, 2, 1, D, MASKS) for D in (16, 48, 96)),
-        *(Case(B, 2, 1, D, MASKS) for B, D in ((1, 104), (70, 104), (1, 136), (70, 136))),
-    ],
-    "step": [
-        Case(1, 1, 1, 16, ("state",)),
-        Case(3, 3, 2, 40, MASKS),
-        Case(6, 2, 1, 72, ("state",)),
-        Case(17, 3, 1, 136, MASKS),
-        Case(5, 2, 2, 13, ("state",)),
-    ],
-}
-CLUSTER = [case for case in GRID if case.D <= 512]
-HUGE = [Case(2, 4, 1, 2048, ("state",)), Case(2, 3, 1, 2104, ("state",)), Case(2, 3, 1, 2688, ())]
 DTYPES = [torch.bfloat16, torch.float16]
 
 
@@ -133,11 +49,14 @@ def compare(fused_rnn, name, case, dtype, change=dict, **options):
     + [(engine, c) for engine in ("cluster", "grid") for c in [BLOCK[3], BLOCK[4]]]
     + [("cluster", c) for c in CLUSTER]
     + [("grid", c) for c in GRID]
-    + [("gemm", c) for c in GEMM],
+    + [("gemm", c) for c in GEMM]
+    + [("batch", c) for c in BATCH],
     ids=str,
 )
 def test_engine_is_as_exact_as_the_reference(fused_rnn, monkeypatch, name, engine, case, dtype):
     if engine == "cluster" and code_of(fused_rnn).arch < 90:
+        pytest.skip("no code for it")
+    if engine == "batch" and not code_of(fused_rnn).sm_90a:
         pytest.skip("no code for it")
     monkeypatch.setenv("FLASHCELL_CUDA_ENGINE", engine)
     change = far_from_zero if name == "rnn_relu" else dict
@@ -224,6 +143,8 @@ def test_cuda_graph(fused_rnn, name, case):
         ("grid", Case(104, 4, 1, 768)),  # wide tiles in tall blocks
         ("step", Case(8, 2, 1, 72)),
         ("gemm", Case(64, 2, 1, 136)),
+        ("batch", Case(64, 4, 1, 136)),
+        ("batch", Case(300, 3, 1, 384)),
         ("fma", Case(8, 4, 2, 64)),
         ("fma", Case(40, 4, 1, 256)),
     ],

@@ -23,7 +23,7 @@ FOREIGN = (  # GPUs with a library that has no code of its own for them
 WIDTHS = (1, 7, 8, 32, 60, 64, 65, 72, 128, 136, 256, 320, 512)
 WIDTHS += (768, 1024, 1312, 1408, 2048, 2112, 2304)
 ALL = ("engine", "runs", "instead_of", "tile", "thread_blocks", "width", "clusters", "members")
-ALL += ("units",)
+ALL += ("units", "backward", "tiles")
 ALL_PASSES = ("threads", "shared_bytes", "units", "warps", "split", "tile", "members", "launches")
 ALL_PASSES += ("heads", "groups", "tiles", "chunks_held", "chunks_shared")
 
@@ -92,7 +92,7 @@ def test_every_field_is_what_the_launch_does(fused_rnn, directly):
                 assert int(used) <= int(most), call
         assert bool([r for r in rows if r[0] == "refused"]) == (fields["engine"] != "block"), call
         seen |= {fields["engine"], *fields, *(f"{way}.{fields.get(f'{way}.tile')}" for way in WAYS)}
-    assert {"block", "cluster", "grid", "step", "gemm", "fma"} <= seen
+    assert {"block", "cluster", "grid", "step", "gemm", "fma", "batch"} <= seen
     assert {"forward.8", "forward.16", "backward.16"} <= seen
     assert {f"{way}.{name}" for way in WAYS for name in ALL_PASSES} | set(ALL) <= seen
 
@@ -133,6 +133,12 @@ def test_it_names_engine_and_binding_limit(fused_rnn):
     assert "exact fp32" in exact.refused[0].name
     assert "16 thread blocks, 1 sequences each" in str(exact)
     assert "2 clusters of 7 thread blocks" in str(explain_plan("lstm", 1, 200, 2, "float32", 90))
+    large = explain_plan("lstm", 1, 1152, 1024, "bfloat16", "H100")
+    assert (large.engine, large.fields["instead_of"]) == ("batch", "gemm")
+    assert "288 of 128 sequences x 32 units" in str(large)
+    assert "backward pass: gemm engine" in str(large)
+    assert explain_plan("lstm", 1, 1152, 1024, "bfloat16", "A100").engine == "gemm"
+    assert explain_plan("lstm", 1, 1152, 1024, "float32", "H100").engine == "gemm"
     old = explain_plan("lstm", 1, 200, 2, "float32", "A100")
     assert (old.engine, old.refused[-1].name) == ("step", "thread blocks of a cluster")
     wide = explain_plan("lstm", 1, 260, 2, "float32", 90)

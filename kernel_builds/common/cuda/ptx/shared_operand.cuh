@@ -42,7 +42,8 @@ struct SharedOperand {
 };
 
 template <int kColumns>
-constexpr bool kHasWgmma = kColumns == 8 || kColumns == 64 || kColumns == 128 || kColumns == 256;
+constexpr bool kHasWgmma = kColumns == 8 || kColumns == 64 || kColumns == 96 || kColumns == 128 ||
+                           kColumns == 192 || kColumns == 256;
 
 template <int kN>
 DEVICE void clear(float (&sums)[kN][4]) {

@@ -13,6 +13,7 @@ struct Lstm {
   static constexpr int kBias = kGates;
   static constexpr int kGradStates = kStates;
   static constexpr bool kSplitGrad = false;  // dr equals dx
+  static constexpr bool kReadsH = false;     // a step reads h in the product alone
 
   template <typename V>
   static FN void forward(const V (&x)[kGates], const V (&r)[kGates], const V (&s)[kStates],

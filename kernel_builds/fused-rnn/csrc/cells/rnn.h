@@ -37,6 +37,7 @@ struct Rnn {
   static constexpr int kBias = kGates;
   static constexpr int kGradStates = kStates;
   static constexpr bool kSplitGrad = false;
+  static constexpr bool kReadsH = false;  // a step reads h in the product alone
 
   template <typename V>
   static FN void forward(const V (&x)[kGates], const V (&r)[kGates], const V (&)[kStates],

@@ -16,6 +16,7 @@ struct Slstm {
   static constexpr int kBias = kGates;
   static constexpr int kGradStates = M;  // states from this one on carry no gradient
   static constexpr bool kSplitGrad = false;
+  static constexpr bool kReadsH = false;  // a step reads h in the product alone
 
   template <typename V>
   static FN void forward(const V (&x)[kGates], const V (&r)[kGates], const V (&s)[kStates],

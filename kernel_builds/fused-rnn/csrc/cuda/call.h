@@ -34,27 +34,31 @@ inline Tensor input(const Tensor& x) {
   return last_is_dense && (is_aligned(x) || !could_align) ? x : torch::stable::contiguous(x);
 }
 
-// FLASHCELL_CUDA_ENGINE=block|cluster|grid|step|gemm|fma overrides the planner's choice.
-inline cuda::Engine engine_for(const cuda::Problem& problem, const cuda::Device& device) {
+// FLASHCELL_CUDA_ENGINE=block|cluster|grid|step|gemm|fma|batch overrides the planner's choice.
+// The batch engine has no backward pass.
+inline cuda::Engine engine_for(const cuda::Problem& problem, const cuda::Device& device,
+                               bool backward) {
   using cuda::Engine;
   const char* wanted = std::getenv("FLASHCELL_CUDA_ENGINE");
-  if (wanted == nullptr || *wanted == 0) return cuda::select_engine(problem, device);
+  if (wanted == nullptr || *wanted == 0) {
+    return backward ? cuda::select_backward(problem, device) : cuda::select_engine(problem, device);
+  }
   const std::string_view name = wanted;
   int index = 0;
   while (index < cuda::kEngineCount && name != cuda::kEngineNames[index]) ++index;
   STD_TORCH_CHECK(index < cuda::kEngineCount, "FLASHCELL_CUDA_ENGINE is ", wanted,
-                  ", but must be block, cluster, grid, step, gemm or fma");
+                  ", but must be block, cluster, grid, step, gemm, fma or batch");
   const Engine asked = Engine(index);
   if (asked == Engine::kCluster && device.arch >= 90 && !cuda::cluster::has_code(device)) {
     cuda::refuse_cluster();
   }
   STD_TORCH_CHECK(cuda::can_run(asked, problem, device), "FLASHCELL_CUDA_ENGINE=", wanted,
                   " does not run a head of width ", problem.D, " here");
-  return asked;
+  return backward && asked == Engine::kBatch ? cuda::select_backward(problem, device) : asked;
 }
 
 template <typename Cell>
-cuda::Launch prepare(const SequenceParams& p, Dtype dtype, bool tf32, bool aligned,
+cuda::Launch prepare(const SequenceParams& p, Dtype dtype, bool tf32, bool aligned, bool backward,
                      const Tensor& like) {
   STD_TORCH_CHECK(dtype != Dtype::kDouble, "x must be float32, float16 or bfloat16 on CUDA, got ",
                   torch::headeronly::toString(like.scalar_type()));
@@ -64,7 +68,7 @@ cuda::Launch prepare(const SequenceParams& p, Dtype dtype, bool tf32, bool align
   launch.tf32 = tf32;
   const int io_bytes = dtype == Dtype::kFloat ? 4 : 2;
   const cuda::Problem problem{p.S, p.T, p.N, p.D, Cell::kGates, io_bytes, tf32, aligned};
-  launch.engine = engine_for(problem, launch.device);
+  launch.engine = engine_for(problem, launch.device, backward);
   launch.tile = cuda::tile_of(launch.engine, problem, launch.device);
   if (launch.engine == cuda::Engine::kGemm) launch.blas = current_blas_handle();
   return launch;
@@ -73,7 +77,7 @@ cuda::Launch prepare(const SequenceParams& p, Dtype dtype, bool tf32, bool align
 template <typename Cell>
 void run(const ForwardParams& p, Dtype dtype, bool tf32, const Tensor& x) {
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
-  cuda::Launch launch = prepare<Cell>(p, dtype, tf32, is_aligned(x), x);
+  cuda::Launch launch = prepare<Cell>(p, dtype, tf32, is_aligned(x), false, x);
   const int cell = AllCells::index_of<Cell>();
   Tensor scratch;
   if (const int64_t bytes = cuda::forward_scratch(cell, p, dtype, launch)) {
@@ -86,7 +90,7 @@ void run(const ForwardParams& p, Dtype dtype, bool tf32, const Tensor& x) {
 template <typename Cell>
 void run(BackwardParams p, Dtype dtype, bool tf32, const Tensor& dh) {
   const torch::stable::accelerator::DeviceGuard guard(dh.get_device_index());
-  cuda::Launch launch = prepare<Cell>(p, dtype, tf32, true, dh);
+  cuda::Launch launch = prepare<Cell>(p, dtype, tf32, true, true, dh);
   const int64_t tiles = (p.S + launch.tile - 1) / launch.tile;
   const Tensor partial = new_tensor(dh, {tiles, Cell::kBias, p.N, p.D}, ScalarType::Float);
   p.dbias_partial = partial.mutable_data_ptr();

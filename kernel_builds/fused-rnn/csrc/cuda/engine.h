@@ -9,9 +9,9 @@ using cudaStream_t = struct CUstream_st*;
 
 namespace flashcell::cuda {
 
-enum class Engine { kBlock, kCluster, kGrid, kStep, kGemm, kFma };
-constexpr const char* kEngineNames[] = {"block", "cluster", "grid", "step", "gemm", "fma"};
-constexpr int kEngineCount = 6;
+enum class Engine { kBlock, kCluster, kGrid, kStep, kGemm, kFma, kBatch };
+constexpr const char* kEngineNames[] = {"block", "cluster", "grid", "step", "gemm", "fma", "batch"};
+constexpr int kEngineCount = 7;
 
 struct Device {  // the properties of a GPU that the planner reads
   int arch;      // 90 for compute capability 9.0
@@ -77,5 +77,11 @@ template <typename Cell, typename IO>
 void forward_fma(const ForwardParams&, const Launch&);
 template <typename Cell, typename IO>
 void backward_fma(const BackwardParams&, const Launch&);
+
+// The batch engine: thread blocks compute the products of large tiles of sequences and units with
+// wgmma, and their cells, and exchange h through L2 after every step. 16-bit I/O on sm_90a, and the
+// forward pass only: another engine runs the backward pass.
+template <typename Cell, typename IO>
+void forward_batch(const ForwardParams&, const Launch&);
 
 }  // namespace flashcell::cuda

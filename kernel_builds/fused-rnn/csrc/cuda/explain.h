@@ -19,6 +19,7 @@ class Explanation {
         p_(problem),
         device_(device),
         engine_(select_engine(problem, device)),
+        backward_(select_backward(problem, device)),
         own_(select_own(problem, device)),
         matrix_(select_matrix(problem, device)) {
     add("engine", kEngineNames[int(engine_)]);
@@ -30,12 +31,15 @@ class Explanation {
     add("runs", runs);
     explain_refusals();
     if (engine_ != matrix_) {
-      add("instead_of", kEngineNames[int(engine_ == Engine::kGemm ? own_ : matrix_)]);
+      add("instead_of", kEngineNames[int(engine_ == Engine::kBatch  ? backward_
+                                         : engine_ == Engine::kGemm ? own_
+                                                                    : matrix_)]);
     }
     if (engine_ == Engine::kBlock) explain_block();
     if (engine_ == Engine::kCluster) explain_cluster();
     if (engine_ == Engine::kGrid) explain_grid();
     if (engine_ == Engine::kFma) explain_fma();
+    if (engine_ == Engine::kBatch) explain_batch();
   }
 
   const std::string& text() const { return text_; }
@@ -45,7 +49,9 @@ class Explanation {
   const Problem p_;
   const Device device_;
   const Engine engine_;
-  const Engine own_;     // what would run without the gemm engine
+  const Engine
+      backward_;         // what runs the backward pass, and would run both without the batch engine
+  const Engine own_;     // and without the gemm engine
   const Engine matrix_;  // and without the fma engine
   std::string text_;
 
@@ -132,6 +138,18 @@ class Explanation {
     add("backward.threads", back.threads(fma::uses_cluster(p_.gates, width) ? width : p_.D));
     add_shared_bytes("forward", fma::forward_memory(cell_, p_.D, tile).bytes());
     add_shared_bytes("backward", fma::backward_memory(cell_, p_.D, tile).bytes());
+  }
+
+  void explain_batch() {
+    const batch::Sizes sizes = batch_sizes(p_);
+    const batch::Tile tile = batch::tiles(p_.gates)[batch::best_tile(sizes, device_)];
+    const int64_t tiles = batch::count_tiles(tile, sizes);
+    add("backward", kEngineNames[int(backward_)]);
+    add("tile", tile.rows());
+    add("units", tile.units);
+    add("tiles", tiles);
+    add("thread_blocks", batch::count_blocks(tiles, device_));
+    add_shared_bytes("forward", tile.shared_bytes(p_.gates));
   }
 
   void explain_grid() {

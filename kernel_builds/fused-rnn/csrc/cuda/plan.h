@@ -3,6 +3,7 @@
 #pragma once
 #include <cstdint>
 
+#include "batch/plan.h"
 #include "block/plan.h"
 #include "cluster/plan.h"
 #include "fma/plan.h"
@@ -75,9 +76,23 @@ constexpr Engine select_own(const Problem& p, const Device& device) {
   return fma ? Engine::kFma : matrix;
 }
 
-constexpr Engine select_engine(const Problem& p, const Device& device) {
+// The engine of the backward pass, and of the forward pass if there were no batch engine.
+constexpr Engine select_backward(const Problem& p, const Device& device) {
   const Engine own = select_own(p, device);
   return gemm_can_run(p) && gemm::is_faster(gemm_sizes(p), own, device) ? Engine::kGemm : own;
+}
+
+constexpr batch::Sizes batch_sizes(const Problem& p) { return {p.S, p.N, p.D, p.gates}; }
+
+constexpr bool batch_can_run(const Problem& p, const Device& device) {
+  return all_hold(limits_of_all(p)) && all_hold(batch::limits(batch_sizes(p), p.io_bytes, device));
+}
+
+constexpr Engine select_engine(const Problem& p, const Device& device) {
+  const Engine other = select_backward(p, device);
+  const bool faster =
+      batch_can_run(p, device) && batch::is_faster(batch_sizes(p), p.T, other, device);
+  return faster ? Engine::kBatch : other;
 }
 
 // Whether FLASHCELL_CUDA_ENGINE may choose this engine for the call.
@@ -85,6 +100,7 @@ constexpr bool can_run(Engine engine, const Problem& p, const Device& device) {
   const Engine chosen = select_matrix(p, device);
   if (engine == Engine::kGemm) return gemm_can_run(p);
   if (engine == Engine::kFma) return fma_can_run(p, device);
+  if (engine == Engine::kBatch) return batch_can_run(p, device);
   if (engine == Engine::kStep || engine == chosen) return true;
   if (chosen == Engine::kStep) return false;
   return (engine == Engine::kCluster && cluster::fits(p.D, p.io_bytes, device)) ||

@@ -4,6 +4,7 @@
 #include "../cells/all.h"
 #include "launch.h"
 
+#include "batch/plan.h"
 #include "common/cuda/code.cuh"
 #include "gemm/plan.h"
 #include "run.h"
@@ -57,22 +58,24 @@ static void with_types(int cell, Dtype dtype, Function function) {
   });
 }
 
-static int gates_of(int cell) {
-  int gates = 0;
-  with_cell(AllCells(), cell, [&]<typename Cell>() { gates = Cell::kGates; });
-  return gates;
+static CellSizes sizes_of(int cell) {
+  CellSizes sizes{};
+  with_cell(AllCells(), cell, [&]<typename Cell>() { sizes = kSizesOf<Cell>; });
+  return sizes;
 }
 
 int64_t backward_scratch(int cell, const BackwardParams& p, Dtype dtype, const Launch& launch) {
   if (launch.engine != Engine::kGemm) return 0;
-  return gemm::Scratch(p, gates_of(cell), dtype == Dtype::kFloat ? 4 : 2, true).bytes;
+  return gemm::Scratch(p, sizes_of(cell).gates, dtype == Dtype::kFloat ? 4 : 2, true).bytes;
 }
 
 int64_t forward_scratch(int cell, const ForwardParams& p, Dtype dtype, const Launch& launch) {
   const int io_bytes = dtype == Dtype::kFloat ? 4 : 2;
   if (launch.engine == Engine::kStep) return step_scratch(p, io_bytes);
   if (launch.engine == Engine::kGemm)
-    return gemm::Scratch(p, gates_of(cell), io_bytes, false).bytes;
+    return gemm::Scratch(p, sizes_of(cell).gates, io_bytes, false).bytes;
+  if (launch.engine == Engine::kBatch)
+    return batch::scratch_bytes(p, sizes_of(cell), launch.device);
   const bool rounds = launch.engine == Engine::kGrid && p.initial != nullptr;
   return rounds ? p.S * p.N * p.D * io_bytes : 0;  // memory for the first operand
 }
@@ -94,6 +97,9 @@ void forward(int cell, const ForwardParams& p, Dtype dtype, const Launch& launch
       case Engine::kFma:
         if constexpr (sizeof(IO) == 4) return forward_fma<Cell, IO>(p, launch);
         break;
+      case Engine::kBatch:
+        if constexpr (sizeof(IO) == 2) return forward_batch<Cell, IO>(p, launch);
+        break;
     }
   });
 }
@@ -114,6 +120,8 @@ void backward(int cell, const BackwardParams& p, Dtype dtype, const Launch& laun
         return backward_gemm<Cell, IO>(p, launch);
       case Engine::kFma:
         if constexpr (sizeof(IO) == 4) return backward_fma<Cell, IO>(p, launch);
+        break;
+      case Engine::kBatch:  // never chosen for a backward pass
         break;
     }
   });

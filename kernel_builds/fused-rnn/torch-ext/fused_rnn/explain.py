@@ -174,6 +174,15 @@ def _of_fma(fields: Dict[str, str]) -> Dict[str, str]:
     return {**tiles, **{f"threads {d}": fields[f"{d}.threads"] for d in DIRECTIONS}}
 
 
+def _of_batch(fields: Dict[str, str]) -> Dict[str, str]:
+    tiles = f"{fields['tiles']} of {fields['tile']} sequences x {fields['units']} units"
+    return {
+        "grid": f"{fields['thread_blocks']} thread blocks",
+        "tiles": tiles,
+        "backward pass": f"{fields['backward']} engine",
+    }
+
+
 def _of_grid(fields: Dict[str, str]) -> Dict[str, str]:
     tiles: Dict[str, str] = {}
     for direction in DIRECTIONS:
@@ -195,4 +204,10 @@ def _of_grid(fields: Dict[str, str]) -> Dict[str, str]:
     return tiles
 
 
-TILES = {"block": _of_block, "cluster": _of_cluster, "grid": _of_grid, "fma": _of_fma}
+TILES = {
+    "block": _of_block,
+    "cluster": _of_cluster,
+    "grid": _of_grid,
+    "fma": _of_fma,
+    "batch": _of_batch,
+}

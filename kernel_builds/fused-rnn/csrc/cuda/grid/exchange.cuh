@@ -5,6 +5,7 @@
 // suffice: no fence, no atomic, no epoch.
 #pragma once
 #include "../sequence.cuh"
+#include "common/cuda/ptx/prefetch.cuh"
 
 namespace flashcell::cuda {
 
@@ -52,10 +53,6 @@ DEVICE bool unwritten(const uint32_t (&words)[4]) {
 DEVICE void store_relaxed(void* to, uint32_t word) {
   asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" ::"l"(to), "r"(word));
 }
-
-// Keeps the line of a step in L2: readers would wait for DRAM if it had been evicted since the
-// fill.
-DEVICE void prefetch_l2(const void* line) { asm volatile("prefetch.global.L2 [%0];" ::"l"(line)); }
 
 // Publishes values; neighbouring lanes hold neighbouring units. 16-bit rows are handled in pairs,
 // so that each lane of a pair stores one word: the even lane of the first row, the odd lane of the

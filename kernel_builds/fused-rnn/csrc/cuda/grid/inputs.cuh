@@ -56,6 +56,7 @@ struct Inputs : Block<Pass> {
         }
         if (part % 16 == 0 && row < Pass::kGates) {
           const uint64_t to = (unsigned(column.row) + walk.t) * Pass::kGates + i * kRowsAtOnce;
+          // Readers would wait for DRAM if the line had been evicted since the fill.
           prefetch_l2(line + to * range.panel + on);
         }
       }

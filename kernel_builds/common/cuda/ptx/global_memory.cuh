@@ -1,0 +1,41 @@
+// Accesses of global memory that C++ cannot express.
+#pragma once
+#include <cstdint>
+
+#include "common/cuda/device.cuh"
+
+namespace flashcell::cuda {
+
+// Loads from memory that nothing writes meanwhile, if `wanted`; otherwise the words stay as they
+// are.
+DEVICE void load_constant_if(uint32_t (&words)[2], const void* from, bool wanted) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %3, 0;\n@p ld.global.nc.v2.b32 {%0, %1}, [%2];\n}"
+               : "+r"(words[0]), "+r"(words[1])
+               : "l"(from), "r"(int(wanted)));
+}
+DEVICE void load_if(float (&values)[4], const void* from, bool wanted) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n@p ld.global.v4.f32 {%0, %1, %2, %3}, [%4];\n}"
+      : "+f"(values[0]), "+f"(values[1]), "+f"(values[2]), "+f"(values[3])
+      : "l"(from), "r"(int(wanted)));
+}
+
+// A counter by which thread blocks tell each other what they have written. What the thread wrote
+// before add_released, and what it knows of, is visible after wait_acquired has seen the sum.
+DEVICE void add_released(unsigned* counter, unsigned value) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(counter), "r"(value) : "memory");
+}
+DEVICE void wait_acquired(const unsigned* counter, unsigned least) {
+  unsigned value;
+  do {
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
+  } while (value < least);
+}
+
+// Keeps the compiler from computing several pointers from this one ahead of their use.
+template <typename T>
+DEVICE void keep_pointer(T*& pointer) {
+  asm volatile("" : "+l"(pointer));
+}
+
+}  // namespace flashcell::cuda

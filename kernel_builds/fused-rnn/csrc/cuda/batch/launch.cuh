@@ -1,0 +1,60 @@
+// The batch engine, for large batches on Hopper: one persistent kernel for the whole pass. A thread
+// block owns tiles of sequences by units. At every step one warp copies h of the tile's sequences
+// and the units' weights from L2 into a ring of stages in shared memory (product.cuh), wgmma
+// multiplies them, and the same threads run the cells on the sums (cells.cuh), write h for the next
+// step, and count up. The blocks of the same sequences wait for that count, and for nothing else.
+//
+// What a step needs at least, of an LSTM of 1024 units and sequences: 9.3 us for the products of a
+// tile of 256 sequences by 32 units, and 1.5 us for the 5 tanh of its cells. The loads from L2, 100
+// MB, run beside the products. With two or more tiles, the two warpgroups take turns: the cells and
+// the exchange of one tile run beside the products of the next.
+#pragma once
+#include <utility>
+
+#include "../launch.h"
+#include "forward.cuh"
+#include "prepare.cuh"
+
+namespace flashcell::cuda {
+
+namespace batch {
+
+template <typename Cell, typename IO, int kTile>
+void run_forward(const ForwardParams& p, const Launch& launch) {
+  constexpr Tile kThis = tiles(Cell::kGates)[kTile];
+  Work work(p, Cell::kGates, Cell::kBias, kThis, launch.scratch);
+  work.has_initial = p.initial != nullptr;
+  prepare_kernel<Cell, IO><<<unsigned(8 * launch.device.sms), kPrepareThreads, 0, launch.stream>>>(
+      p, work, kThis.units);
+  check(cudaGetLastError());
+
+  const auto kernel = p.saved != nullptr ? forward_kernel<Shape<Cell, IO, kTile, true>>
+                                         : forward_kernel<Shape<Cell, IO, kTile, false>>;
+  const int bytes = kThis.shared_bytes(Cell::kGates);
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+  int of_sm = 0;
+  check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&of_sm, kernel, kThreads, size_t(bytes)));
+  if (of_sm == 0) throw std::runtime_error("fused_rnn: the batch engine does not fit on this GPU");
+  const int64_t tiles = int64_t(work.N) * work.row_tiles * work.unit_tiles;
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeCooperative, attribute.val.cooperative = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = unsigned(count_blocks(tiles, launch.device));
+  config.blockDim = unsigned(kThreads);
+  config.dynamicSmemBytes = size_t(bytes), config.stream = launch.stream;
+  config.attrs = &attribute, config.numAttrs = 1;
+  check(cudaLaunchKernelEx(&config, kernel, p, work));
+}
+
+}  // namespace batch
+
+template <typename Cell, typename IO>
+void forward_batch(const ForwardParams& p, const Launch& launch) {
+  if (p.S == 0) return;
+  const int best = batch::best_tile({p.S, p.N, p.D, Cell::kGates}, launch.device);
+  [&]<int... i>(std::integer_sequence<int, i...>) {
+    ((i == best ? batch::run_forward<Cell, IO, i>(p, launch) : void()), ...);
+  }(std::make_integer_sequence<int, batch::tile_count(Cell::kGates)>());
+}
+
+}  // namespace flashcell::cuda

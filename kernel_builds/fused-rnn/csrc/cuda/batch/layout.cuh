@@ -1,0 +1,21 @@
+// Where a unit's weights, operands and sums lie.
+#pragma once
+#include "../sequence.cuh"
+#include "common/cuda/ptx/shared_operand.cuh"
+#include "plan.h"
+
+namespace flashcell::cuda::batch {
+
+// The columns of a tile are ordered so that a thread finds all gates of four neighbouring units in
+// its sums: column 8 j + 2 q + e, which lane 4 r + q has, is unit 16 p + 4 q + 2 k + e of the tile
+// and gate g, where j = 2 (G p + g) + k.
+struct Place {
+  int gate, unit;
+};
+DEVICE Place place_of_column(int column, int gates) {
+  const int j = column / 8, q = column / 2 % 4;
+  const int pair = j / 2, k = j % 2;
+  return {pair % gates, pair / gates * 16 + 4 * q + 2 * k + column % 2};
+}
+
+}  // namespace flashcell::cuda::batch

@@ -1,0 +1,151 @@
+// Decides whether the batch engine runs a call, and with which tiles.
+//
+// A thread block computes tiles of sequences by hidden units: a matrix product over the whole depth
+// D, then the cells. It reads (sequences + G units) D elements from L2 for a tile.
+#pragma once
+#include <algorithm>
+#include <array>
+#include <cstdint>
+
+#include "../../params.h"
+#include "../engine.h"
+#include "../limits.h"
+
+namespace flashcell::cuda::batch {
+
+constexpr int kDepth = 64;         // elements of the depth in a stage: 128 bytes of a row
+constexpr int kRowBytes = 128;     // of an operand in a stage
+constexpr int kThreads = 3 * 128;  // one warpgroup copies, two multiply and compute the cells
+constexpr int kMostShared = 225 << 10;
+constexpr int kMostStages = 8;
+
+constexpr int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+struct Tile {
+  int blocks;  // of 64 sequences, for each warpgroup
+  int units;   // a multiple of 16
+  // Whether the two warpgroups take turns with tiles of their own: one multiplies while the other
+  // runs cells and waits. Otherwise they have halves of the same tile.
+  bool turns;
+
+  constexpr int warpgroups() const { return turns ? 1 : 2; }  // of a tile
+  constexpr int rows() const { return 64 * blocks * warpgroups(); }
+  constexpr int stage_bytes(int gates) const { return (rows() + units * gates) * kRowBytes; }
+  constexpr int stages(int gates) const {
+    return std::min(kMostStages, kMostShared / stage_bytes(gates));
+  }
+  constexpr int shared_bytes(int gates) const {
+    return 1024 + stages(gates) * (stage_bytes(gates) + 16) + 16;
+  }
+};
+
+// The tiles that are compiled for a cell; the last one for four gates only. Their products have
+// 128, 96 or 64 columns, the last one's 64.
+constexpr std::array<Tile, 4> tiles(int gates) {
+  const int units = gates > 1 ? 32 : 64;
+  return {{{2, units, true}, {2, units, false}, {1, units, false}, {1, 16, false}}};
+}
+constexpr int tile_count(int gates) { return gates == 4 ? 4 : 3; }
+
+struct Sizes {
+  int64_t S, N, D;
+  int gates;
+};
+
+constexpr int64_t count_tiles(const Tile& tile, const Sizes& z) {
+  return z.N * divide_up(z.S, tile.rows()) * divide_up(z.D, tile.units);
+}
+
+// As many thread blocks as run at once, or fewer if they then have as few tiles each.
+constexpr int64_t count_blocks(int64_t tiles, const Device& device) {
+  return divide_up(tiles, divide_up(tiles, device.sms));
+}
+
+// The time of a step in us, fitted to measurements of an LSTM on an H100 (NOTEBOOK.md, "The batch
+// engine"): the blocks with the most tiles take for each of them a time per panel of the depth, and
+// a time for the cells and the exchange.
+constexpr double step_us(const Tile& tile, const Sizes& z, const Device& device) {
+  const double panels = double(divide_up(z.D, kDepth));
+  const int64_t rounds = divide_up(count_tiles(tile, z), device.sms);
+  if (tile.turns) return rounds > 1 ? double(rounds) * (0.4 * panels + 3) : 0.45 * panels + 5;
+  if (tile.blocks == 2) return double(rounds) * (0.58 * panels + 7.5);
+  if (tile.units == 16) return double(rounds) * (0.35 * panels + 2) + (rounds == 1);
+  return double(rounds) * (0.45 * panels + 4.7);
+}
+
+// The index in `tiles` of the tile that takes the least time.
+constexpr int best_tile(const Sizes& z, const Device& device) {
+  int best = 0;
+  for (int i = 1; i < tile_count(z.gates); ++i) {
+    const double least = step_us(tiles(z.gates)[best], z, device);
+    if (step_us(tiles(z.gates)[i], z, device) < least) best = i;
+  }
+  return best;
+}
+
+constexpr std::array<Limit, 3> limits(const Sizes& z, int io_bytes, const Device& device) {
+  constexpr int64_t kMostElements = (int64_t(1) << 30) - 1;  // offsets in a state fit in 32 bits
+  const bool overflows = z.S * z.N > kMostElements / z.D;
+  const int64_t elements = overflows ? kMostElements + 1 : z.S * z.N * z.D;
+  return {{{"instructions of code for 9.0a", !device.code.sm_90a, 0, ""},
+           {"element for wgmma", io_bytes, 2, "bytes"},
+           {"a state", elements, kMostElements, "elements"}}};
+}
+
+// The same for the engines that would run the call otherwise.
+constexpr double grid_us(const Sizes& z) {
+  const double width = double(z.D) / 1024;
+  return 0.0414 * double(z.S * z.N) * (0.4 + 0.6 * width) * width * z.gates / 4;
+}
+constexpr double gemm_us(const Sizes& z) {
+  const double sums = double(z.S * z.N) * double(z.D) * z.gates;
+  return 8 + sums * double(z.D) * 2 / 700e6 + std::max(0.0, sums / 1e6 - 1) * 3.1;
+}
+
+// Whether this engine is faster than `other`, which runs the call otherwise. The weights of wider
+// heads do not stay in L2; narrower ones, short calls and cells of one gate were not measured.
+constexpr bool is_faster(const Sizes& z, int64_t T, Engine other, const Device& device) {
+  if (T < 16 || z.D < 384 || z.D * z.D * z.N * z.gates > 20'000'000 || z.gates < 3) return false;
+  const double us = step_us(tiles(z.gates)[best_tile(z, device)], z, device);
+  if (other == Engine::kGrid || other == Engine::kCluster) return us < 0.9 * grid_us(z);
+  return other == Engine::kGemm && us < 0.9 * gemm_us(z);
+}
+
+// What a launch works on. The operands are stored as their stages will lie in shared memory: for
+// every head and every kDepth elements of the depth a panel, whose rows are kRowBytes, swizzled.
+struct Work {
+  int D, N, unit_tiles, row_tiles;
+  int panels;             // of the depth
+  bool has_initial;       // whether the first step has a product
+  int64_t row_capacity;   // rows of a panel of h: S rounded up to whole tiles
+  int64_t operand_bytes;  // of one buffer of h
+  char* weight;           // [N, unit tiles, panels, columns] rows
+  char* operand;          // [2, N, panels, row_capacity] rows: h after even and after odd steps
+  float* bias;            // [N, bias rows, units of all tiles]
+  unsigned* published;    // [N, row tiles], counts the warpgroups that have published their tile
+  int64_t bytes;          // of the buffers
+
+  Work(const SequenceParams& p, int gates, int bias_rows, const Tile& tile, void* scratch) {
+    D = int(p.D), N = int(p.N), has_initial = false;
+    unit_tiles = int(divide_up(p.D, tile.units)), row_tiles = int(divide_up(p.S, tile.rows()));
+    panels = int(divide_up(p.D, kDepth));
+    row_capacity = int64_t(row_tiles) * tile.rows();
+    operand_bytes = int64_t(N) * panels * row_capacity * kRowBytes;
+    const auto next = [](int64_t size) { return (size + 255) / 256 * 256; };
+    char* const start = static_cast<char*>(scratch);
+    const int64_t units = int64_t(unit_tiles) * tile.units;
+    weight = start;
+    operand = weight + N * units * panels * gates * kRowBytes;
+    bias = reinterpret_cast<float*>(operand + 2 * operand_bytes);
+    const int64_t biases = N * bias_rows * units * int64_t(sizeof(float));
+    published = reinterpret_cast<unsigned*>(reinterpret_cast<char*>(bias) + next(biases));
+    bytes = reinterpret_cast<char*>(published + int64_t(N) * row_tiles) - start;
+  }
+};
+
+inline int64_t scratch_bytes(const SequenceParams& p, const CellSizes& cell, const Device& device) {
+  const Tile tile = tiles(cell.gates)[best_tile({p.S, p.N, p.D, cell.gates}, device)];
+  return Work(p, cell.gates, cell.bias_rows, tile, nullptr).bytes;
+}
+
+}  // namespace flashcell::cuda::batch

@@ -1,0 +1,92 @@
+// The kernel that brings a call's operands into the layout of layout.cuh, once a call.
+#pragma once
+#include "layout.cuh"
+
+namespace flashcell::cuda::batch {
+
+constexpr int kPrepareThreads = 256;
+
+// Loads 8 elements of a tensor of the caller's, which need not be aligned.
+template <typename IO>
+DEVICE uint4 load_piece(const IO* from) {
+  if (reinterpret_cast<uintptr_t>(from) % 16 == 0) return *reinterpret_cast<const uint4*>(from);
+  const uint16_t* words = reinterpret_cast<const uint16_t*>(from);
+  uint32_t v[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) v[i] = words[2 * i] | uint32_t(words[2 * i + 1]) << 16;
+  return make_uint4(v[0], v[1], v[2], v[3]);
+}
+
+template <typename IO>
+DEVICE uint4 round_piece(const float* from) {
+  uint32_t v[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) v[i] = Pair<IO>::of(from[2 * i], from[2 * i + 1]).word[0];
+  return make_uint4(v[0], v[1], v[2], v[3]);
+}
+
+struct Threads {  // of a launch; calls body(i) for all i below count
+  template <typename Body>
+  DEVICE static void for_each(int64_t count, Body body) {
+    const int64_t first = blockIdx.x * int64_t(kPrepareThreads) + threadIdx.x;
+    for (int64_t i = first; i < count; i += gridDim.x * int64_t(kPrepareThreads)) body(i);
+  }
+};
+
+// Besides the weight it writes the states before the first step and their h, rounded, zeros past
+// the depth, the bias, and the counters. States are 0 before a step that resets.
+template <typename Cell, typename IO>
+__global__ void __launch_bounds__(kPrepareThreads) prepare_kernel(const
+                                                                  __grid_constant__ ForwardParams p,
+                                                                  const Work work, int tile_units) {
+  constexpr int G = Cell::kGates, R = Cell::kBias;
+  const int64_t D = work.D, ND = work.N * D;
+  const uint4 zeros = make_uint4(0, 0, 0, 0);
+  const int columns = tile_units * G;
+  const int64_t rows = int64_t(work.N) * work.unit_tiles * work.panels * columns;
+  Threads::for_each(rows * 8, [&](int64_t i) {
+    const int piece = int(i % 8), column = int(i / 8 % columns);
+    const int64_t block = i / 8 / columns, tile = block / work.panels;
+    const Place place = place_of_column(column, G);
+    const int64_t head = tile / work.unit_tiles;
+    const int64_t unit = tile % work.unit_tiles * tile_units + place.unit;
+    const int64_t depth = block % work.panels * kDepth + piece * 8;
+    const IO* from =
+        static_cast<const IO*>(p.weight) + ((place.gate * work.N + head) * D + unit) * D + depth;
+    char* to = work.weight + i / 8 * kRowBytes + (piece ^ column % 8) * 16;
+    *reinterpret_cast<uint4*>(to) = unit < D && depth < D ? load_piece(from) : zeros;
+  });
+  Threads::for_each(work.operand_bytes / 16, [&](int64_t i) {
+    const int piece = int(i % 8);
+    const int64_t s = i / 8 % work.row_capacity, panel = i / 8 / work.row_capacity;
+    const int unit = int(panel % work.panels) * kDepth + piece * 8;
+    const int64_t head = panel / work.panels;
+    uint4 before = zeros;
+    const Column column(p, s);
+    if (p.initial != nullptr && s < p.S && unit < D && !column.resets(p, 0)) {
+      before = round_piece<IO>(static_cast<const float*>(p.initial) + column.index * ND + head * D +
+                               unit);
+    }
+    char* to = work.operand + i / 8 * kRowBytes + (piece ^ int(s % 8)) * 16;
+    *reinterpret_cast<uint4*>(to) = zeros;
+    *reinterpret_cast<uint4*>(to + work.operand_bytes) = before;
+  });
+  Threads::for_each(Cell::kStates * p.S * ND, [&](int64_t i) {
+    const Column column(p, i / ND % p.S);
+    const int64_t place = (i / ND / p.S * p.S + column.index) * ND + i % ND;
+    const bool given = p.initial != nullptr && !column.resets(p, 0);
+    static_cast<float*>(p.last)[place] = given ? static_cast<const float*>(p.initial)[place] : 0.f;
+  });
+  const int units = work.unit_tiles * tile_units;
+  Threads::for_each(int64_t(work.N) * R * units, [&](int64_t i) {
+    const int unit = int(i % units), row = int(i / units % R);
+    const int64_t from = row * ND + i / units / R * D + unit;
+    const bool inside = p.bias != nullptr && unit < D;
+    work.bias[i] = !inside        ? 0.f
+                   : p.bias_is_io ? to_float(static_cast<const IO*>(p.bias)[from])
+                                  : static_cast<const float*>(p.bias)[from];
+  });
+  Threads::for_each(int64_t(work.N) * work.row_tiles, [&](int64_t i) { work.published[i] = 0; });
+}
+
+}  // namespace flashcell::cuda::batch

@@ -1,0 +1,7 @@
+// Compiles the batch engine for the cells rnn_tanh and rnn_relu.
+#include "../batch/launch.cuh"
+
+namespace flashcell::cuda {
+FLASHCELL_INSTANTIATE_FORWARD_16(batch, RnnTanh)
+FLASHCELL_INSTANTIATE_FORWARD_16(batch, RnnRelu)
+}  // namespace flashcell::cuda
