@@ -1,9 +1,6 @@
 """Decides whether a module with backend="auto" runs torch.nn's own forward or our kernels.
 
-The decision follows from the call's sizes and a table of measured costs (cost_model.py): costs.json,
-and before it the user's own table, which `scripts/tune` writes. That is the file $FLASHCELL_TUNED
-names, or else flashcell/tuned.json in $XDG_CACHE_HOME (~/.cache). It is read once, at the first
-decision. One that cannot be used gives a warning that names it, and counts as absent.
+The decision follows from the call's sizes and a table of measured costs (cost_tables.py).
 
 torch.nn's forward runs only where it keeps all that our modules promise. Our kernels stay: under
 autocast, torch.func's transforms, forward-mode derivatives, torch.compile, torch.export and
@@ -14,8 +11,6 @@ between runs), where FLASHCELL_CUDA_ENGINE is set, and for weights that cuDNN wo
 
 import os
 import threading
-import warnings
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,17 +27,15 @@ from ..kernels.fused_rnn.private_names import (
     weight_of,
     weights_are_flat,
 )
+from . import cost_tables
 from .cost_model import (
     CELLS,
-    LARGEST_FILE,
     PRECISIONS,
     Call,
     Device,
     Prediction,
-    TableError,
     nearest,
     predict,
-    read_table,
 )
 
 MOST_CALLS = 4096  # decisions that are kept
@@ -57,7 +50,6 @@ VECTORS = {"AVX512": 512, "AVX2": 256}  # bits, by torch's name of what the CPU 
 _Key = tuple[Any, ...]
 
 _decided: dict[_Key, bool] = {}
-_tables: list[list[dict[str, Any]]] = []  # the user's and ours, once they are read
 _devices: dict[int, Device] = {}
 _lock = threading.Lock()
 
@@ -157,11 +149,9 @@ def _predict(key: _Key) -> Prediction | None:
         return None
     if device not in _devices:
         _devices[device] = describe(device)
-    if not _tables:
-        _read_tables()
     if device >= 0:
         call = with_engine(call, _devices[device].capability)
-    own, shipped = (nearest(table, _devices[device]) for table in _tables)
+    own, shipped = (nearest(table, _devices[device]) for table in cost_tables.tables())
     # The user's own measurements count for the device they were made on.
     same = own is not None and own["capability"] == _devices[device].capability
     entry = own if same else shipped
@@ -263,9 +253,6 @@ def _obstacle_on_gpu(module: Any, kind: int, weight: Tensor) -> str | None:
     return None
 
 
-COSTS = Path(__file__).resolve().with_name("costs.json")
-
-
 def describe(device: int) -> Device:
     """Describes a GPU by its index, or the CPU with -device threads."""
     if device < 0:
@@ -273,47 +260,3 @@ def describe(device: int) -> Device:
         return Device("cpu", "CPU", bits, -device)
     gpu = torch.cuda.get_device_properties(device)
     return Device("cuda", gpu.name, 10 * gpu.major + gpu.minor, gpu.multi_processor_count)
-
-
-def own_table() -> Path:
-    """Returns where the user's own table is read from."""
-    named = os.environ.get("FLASHCELL_TUNED")
-    if named:
-        return Path(named)
-    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(cache).expanduser() / "flashcell" / "tuned.json"
-
-
-def _read_tables() -> None:
-    """Reads the user's own table and ours; a bad one of the user's counts as absent."""
-    own: list[dict[str, Any]] = []
-    problem = None
-    try:
-        own = _read_own()
-    except TableError as error:
-        problem = str(error)
-    with _lock:
-        if _tables:
-            return
-        _tables[:] = [own, read_table(COSTS.read_bytes(), COSTS.name)]
-    if problem is not None:
-        text = (
-            f"{problem}: backend='auto' decides by flashcell's own table (scripts/tune writes one)"
-        )
-        warnings.warn(text, RuntimeWarning, stacklevel=2)
-
-
-def _read_own() -> list[dict[str, Any]]:
-    path: Any = os.environ.get("FLASHCELL_TUNED")
-    try:
-        path = own_table()
-        handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # a pipe would block
-        with open(handle, "rb") as file:
-            content = file.read(LARGEST_FILE + 1)
-    except FileNotFoundError as error:
-        if "FLASHCELL_TUNED" not in os.environ:
-            return []
-        raise TableError(f"{path}, which FLASHCELL_TUNED names, is not there") from error
-    except (OSError, RuntimeError, ValueError) as error:
-        raise TableError(f"{path} cannot be read ({error})") from error
-    return read_table(content, str(path))

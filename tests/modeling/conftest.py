@@ -78,22 +78,22 @@ def kernels_alone(monkeypatch):
     """Takes the tables of costs away from backend="auto", so that our kernels run whatever they say.
 
     test_backend_choice.py tests the choice, and torch.nn's forward where it is chosen."""
-    from flashcell.choice import backend_choice
+    from flashcell.choice import backend_choice, cost_tables
 
-    monkeypatch.setattr(backend_choice, "_tables", [[], []])
+    monkeypatch.setattr(cost_tables, "_tables", [[], []])
     monkeypatch.setattr(backend_choice, "_decided", {})
 
 
 @pytest.fixture
 def use_costs(tmp_path, monkeypatch, kernels_alone):
     """Lets backend="auto" decide by a user's table with the content given; returns its path."""
-    from flashcell.choice import backend_choice
+    from flashcell.choice import backend_choice, cost_tables
 
     def use(content: bytes) -> str:
         path = tmp_path / "tuned.json"
         path.write_bytes(content)
         monkeypatch.setenv("FLASHCELL_TUNED", str(path))
-        monkeypatch.setattr(backend_choice, "_tables", [])
+        monkeypatch.setattr(cost_tables, "_tables", [])
         monkeypatch.setattr(backend_choice, "_decided", {})
         return str(path)
 

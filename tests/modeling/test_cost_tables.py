@@ -9,7 +9,7 @@ from torch import nn
 
 import flashcell
 from cases import DEVICE
-from flashcell.choice import backend_choice, cost_model
+from flashcell.choice import cost_model, cost_tables
 from flashcell.choice.cost_model import (
     Call,
     Device,
@@ -131,7 +131,7 @@ def test_amounts():
 
 
 def test_the_shipped_table():
-    entries = read_table(backend_choice.COSTS.read_bytes(), "costs.json")
+    entries = read_table(cost_tables.COSTS.read_bytes(), "costs.json")
     devices = {e["device"] for e in entries}
     assert devices == {"cpu", "cuda"}
     for entry in entries:

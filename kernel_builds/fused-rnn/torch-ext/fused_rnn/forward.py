@@ -193,8 +193,7 @@ def _run_cell(
 
 
 def _autocast(x: Tensor) -> tuple[torch.dtype, AbstractContextManager]:
-    """Returns the dtype to compute in, and a context without autocast: products of states stay
-    fp32."""
+    """Returns the dtype to compute in, and a context without autocast: states' products stay fp32."""
     kind = x.device.type
     if not has_autocast(kind) or not torch.is_autocast_enabled(kind):
         return x.dtype, nullcontext()
@@ -209,8 +208,6 @@ def _each(hx: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 # The checks of torch.nn's forwards and operators, with their messages.
-
-
 def _check_sequence_dimensions(module: Any, input: Tensor, hx: Any) -> None:
     wanted = input.dim()
     if wanted not in (2, 3):

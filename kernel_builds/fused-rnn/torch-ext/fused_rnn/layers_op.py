@@ -141,11 +141,12 @@ def _register(cell: Cell) -> None:
         N, D, O = directions, weights[1].shape[0] // G, weights[1].shape[1]
         L = len(weights) // (((4 if has_bias else 2) + projects) * N)
         if x.dim() == 2:
-            rows, B = x.shape[0], batch_sizes[0] if batch_sizes else x.shape[0]
-            inner, outer = (rows,), (L * N, B) if batch_sizes else (B,)
+            rows, B, T = x.shape[0], (batch_sizes or x.shape)[0], len(batch_sizes) or 1
         else:
             rows, B = x.shape[0] * x.shape[1], x.shape[0 if batch_first else 1]
-            inner, outer = (B, x.shape[1 if batch_first else 0]), (L * N, B)
+            T = x.shape[1 if batch_first else 0]
+        inner = (rows,) if x.dim() == 2 else (B, T)
+        outer = (L * N, B) if x.dim() == 3 or batch_sizes else (B,)
         own = B * len(batch_sizes) if batch_sizes and x.is_cuda else rows  # rows of the engine
         wide = torch.promote_types(x.dtype, torch.float32)
         y = x.new_empty(*x.shape[:-1], N * O)
@@ -159,9 +160,7 @@ def _register(cell: Cell) -> None:
             if number > 0:
                 kept.append(x.new_empty(*inner, N * O))
             kept.append(x.new_empty(own, V, N, width, dtype=x.dtype if x.is_cuda else wide))
-            steps = len(batch_sizes) if batch_sizes else inner[1] if x.dim() == 3 else 1
-            reads_h = len(state) or steps > 1
-            kept.append(x.new_empty(own if reads_h else 0, N, width))
+            kept.append(x.new_empty(own if len(state) or T > 1 else 0, N, width))
             if projects:
                 kept.append(x.new_empty(own, N * width))
             size += _aligned(G * N * width * width)
