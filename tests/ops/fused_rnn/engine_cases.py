@@ -44,6 +44,7 @@ BATCH = [
     Case(300, 4, 1, 264, MASKS),
     Case(600, 3, 3, 384, ("state", "lengths")),
     Case(1024, 3, 1, 1152, ("hold",)),
+    Case(512, 16, 1, 512, ("state",)),  # chosen by the planner
 ]
 # Widths of every compiled width, in one block or a cluster; tiles of one, four and more sequences.
 FMA = [

@@ -122,7 +122,9 @@ def far_from_zero(call):
     return {**call, "x": x, "weight": 0.2 * call["weight"], "bias": 0.1 * call["bias"]}
 
 
-@pytest.mark.parametrize("case", [BLOCK[3], GRID[1], Case(4, 6, 2, 30, ("state",))], ids=str)
+@pytest.mark.parametrize(
+    "case", [BLOCK[3], GRID[1], Case(4, 6, 2, 30, ("state",)), BATCH[-1]], ids=str
+)
 def test_cuda_graph(fused_rnn, name, case):
     """Forward and backward are captured, and every replay gives the eager bits on new input."""
     call = make(CELLS[name], case, torch.bfloat16)

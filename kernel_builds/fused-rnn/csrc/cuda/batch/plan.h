@@ -61,9 +61,9 @@ constexpr int64_t count_blocks(int64_t tiles, const Device& device) {
   return divide_up(tiles, divide_up(tiles, device.sms));
 }
 
-// The time of a step in us, fitted to measurements of an LSTM on an H100 (NOTEBOOK.md, "The batch
-// engine"): the blocks with the most tiles take for each of them a time per panel of the depth, and
-// a time for the cells and the exchange.
+// The time of a step in us, fitted to measurements of an LSTM on an H100
+// (NOTEBOOK.md, "The batch engine"): the blocks with the most tiles take for each of them a time
+// per panel of the depth, and a time for the cells and the exchange.
 constexpr double step_us(const Tile& tile, const Sizes& z, const Device& device) {
   const double panels = double(divide_up(z.D, kDepth));
   const int64_t rounds = divide_up(count_tiles(tile, z), device.sms);
