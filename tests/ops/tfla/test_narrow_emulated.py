@@ -22,7 +22,12 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("device", ["processors=1", "processors=132", "arch=80 shared=99"])
+slow = lambda device: pytest.param(device, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    "device", ["processors=132", slow("processors=1"), slow("arch=80 shared=99")]
+)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_as_exact_as_the_reference(tfla, order, cell, case, device):  # noqa: F811
     """Several chunks in one thread block; on many processors, a sequence in segments; and where the
