@@ -11,6 +11,7 @@ import flashcell
 from cases import DEVICE
 from flashcell.choice import cost_model, cost_tables
 from flashcell.choice.cost_model import (
+    PRECISIONS,
     Call,
     Device,
     TableError,
@@ -135,7 +136,13 @@ def test_the_shipped_table():
     devices = {e["device"] for e in entries}
     assert devices == {"cpu", "cuda"}
     for entry in entries:
-        long = predict(entry, Call(0, 1, 1, 0, 8, 1000, 64, 64, 2, 0, 0))
-        short = predict(entry, Call(0, 1, 1, 0, 8, 1, 64, 64, 2, 0, 0))
+        engine = "block" if entry["device"] == "cuda" else ""
+        precision = PRECISIONS.index("bf16")
+        long, short = (
+            predict(entry, Call(0, 1, 1, 0, 8, steps, 64, 64, precision, 0, 0, engine))
+            for steps in (1000, 1)
+        )
+        assert long is not None
+        assert short is not None
         assert 0 < short.torch_us < long.torch_us < 1e7
         assert 0 < short.kernel_us < long.kernel_us < 1e7

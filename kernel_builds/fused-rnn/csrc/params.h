@@ -27,6 +27,9 @@ struct ForwardParams : SequenceParams {
   void* last;           // [K, S, N, D] state
   void* saved;          // [B, T, V, N, D] state (CUDA: io), or null
   void* h_prev;         // [B, T, N, D] io, or null: the operand of the recurrent product
+  // CPU: whether a single step of many sequences may pack the weights. Its products are then summed
+  // in another order than those of few sequences, so that decoding does without.
+  bool packs_one_step;
 };
 
 struct BackwardParams : SequenceParams {

@@ -36,7 +36,8 @@ struct Forward {
   Forward(const ForwardParams& params, const Host& h)
       : p(params),
         host(fitting(h, total_steps(p) * p.N * kGates * p.D * p.D)),
-        packed(longest(params) > 1 || p.S > most_dot_rows(kGates * p.D * p.D * sizeof(IO))),
+        packed(longest(params) > 1 ||
+               (p.packs_one_step && p.S > most_dot_rows(kGates * p.D * p.D * sizeof(IO)))),
         plan(make_plan(p.S, p.N, kGates * p.D * p.D * sizeof(E), kGates * p.D * p.D, host.threads)),
         weights(host, packed ? p.N * panels * depth * kStride : 0),
         operands(host, 2 * p.S * p.N * depth),

@@ -118,6 +118,7 @@ std::tuple<Tensor, Tensors, Tensors> layers_fwd(Tensor x, Tensors state, Tensors
     p.sequences = list.data();
     if (has_bias) p.bias = at(bias, l * Cell::kBias * N * P);
     if (!state.empty()) p.initial = at(initial, l * s.states());
+    p.packs_one_step = true;
     p.h = h.mutable_data_ptr(), p.last = at(last, l * s.states());
     p.saved = save ? saved.mutable_data_ptr() : nullptr;
     p.h_prev = save && h_prev.numel() > 0 ? h_prev.mutable_data_ptr() : nullptr;

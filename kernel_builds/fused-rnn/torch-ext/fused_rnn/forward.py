@@ -139,8 +139,7 @@ def run_cell(module: Any, kernel: Any, cell: str, input: Tensor, hx: Any = None)
     names = ("weight_ih", "weight_hh", *(("bias_ih", "bias_hh") if module.bias else ()))
     parameters = [parameter_of(module, name) for name in names]
     batched = input.dim() == 2
-    states = as_tuple(hx)
-    if not _is_ordinary(module, cell, input, states, parameters[0]):
+    if not _is_ordinary(module, cell, input, hx, parameters[0]):
         _check_cell_dimensions(f"{cell.partition('_')[0].upper()}Cell", input, hx)
         if not batched:
             input = input.unsqueeze(0)
@@ -148,9 +147,9 @@ def run_cell(module: Any, kernel: Any, cell: str, input: Tensor, hx: Any = None)
                 pair = cell == "lstm"
                 hx = (hx[0].unsqueeze(0), hx[1].unsqueeze(0)) if pair else hx.unsqueeze(0)
         _check_pair(cell, hx)
-        states = as_tuple(hx)
-        _check_cell_sizes(module, input, states)
+        _check_cell_sizes(module, input, as_tuple(hx))
         _check_tensors(input, hx, parameters[0])
+    states = as_tuple(hx)
     last = run_plain_cell(kernel, cell, input, states, parameters)
     if last is None:
         last = _run_cell(module, kernel, cell, input, states, parameters)
@@ -158,10 +157,10 @@ def run_cell(module: Any, kernel: Any, cell: str, input: Tensor, hx: Any = None)
     return last if len(last) > 1 else last[0]
 
 
-def _is_ordinary(
-    module: Any, cell: str, input: Tensor, states: tuple[Tensor, ...], weight: Tensor
-) -> bool:
+def _is_ordinary(module: Any, cell: str, input: Tensor, hx: Any, weight: Tensor) -> bool:
     """Whether a cell's call has a batch and passes all checks, found out faster than by them."""
+    if cell == "lstm" and hx is not None and (type(hx) is not tuple or len(hx) != 2):
+        return False
     dtype, index = input.dtype, input.get_device()
     if input.dim() != 2 or dtype is not weight.dtype or index != weight.get_device():
         return False
@@ -169,12 +168,12 @@ def _is_ordinary(
     if module.input_size != I or input.layout is not torch.strided or input.is_meta:
         return False
     size = (B, module.hidden_size)
-    for s in states:
+    for s in () if hx is None else hx if cell == "lstm" else (hx,):
         if not isinstance(s, Tensor) or s.shape != size or s.dtype is not dtype:
             return False
         if s.get_device() != index or s.layout is not torch.strided or s.is_meta:
             return False
-    return dtype in DTYPES and len(states) in (0, 2 if cell == "lstm" else 1)
+    return dtype in DTYPES
 
 
 def _run_cell(
