@@ -229,7 +229,6 @@ def test_the_default_chunk_is_the_models(cell):
     take = tfla.functional.default_chunk
     H200 = cost.DEVICES["H200"]
     for K, V, want in (
-        (64, 128, 128),
         (128, 128, 256),
         (128, 256, 256),
         (512, 512, 256),
