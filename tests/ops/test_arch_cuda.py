@@ -31,7 +31,8 @@ from ops.diagonal_rnn import test_conv as conv
 from ops.diagonal_rnn import test_cuda as diagonal
 from ops.diagonal_rnn import test_mixer_step as mixer
 from ops.diagonal_rnn import test_scan as scan
-from ops.fused_rnn.test_cuda import MASKS, compare, far_from_zero
+from ops.fused_rnn.engine_cases import MASKS
+from ops.fused_rnn.test_cuda import compare, far_from_zero
 from ops.tfla import test_linear as linear
 from ops.tfla import test_sequence as mlstm
 
