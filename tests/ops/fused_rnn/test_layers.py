@@ -260,7 +260,10 @@ def test_scratch_stays_for_the_next_call(fused_rnn):
                 fused_rnn.linear(a, b)
         for _ in range(5):
             fused_rnn.linear(x, weight)
-        before = faults()
-        for _ in range(20):
-            fused_rnn.linear(x, weight)
-    assert (faults() - before) / 20 < 20
+        rounds = []  # the least, as a thread that lost its core may keep others from the cache
+        for _ in range(10):
+            before = faults()
+            for _ in range(5):
+                fused_rnn.linear(x, weight)
+            rounds.append(faults() - before)
+    assert min(rounds) < 50, rounds
