@@ -14,7 +14,7 @@ table of this package; a user's own table has the same format:
 
 `units` are a GPU's multiprocessors or a CPU's threads, `capability` a GPU's compute capability
 times 10 or the bits of a CPU's vectors. Our kernels run where torch.nn's time is predicted to be at
-least `margin` times theirs: a wrong choice of theirs costs more than one of torch.nn's.
+least `margin` times theirs; the fit chooses the margin by calls that it has not seen.
 """
 
 import json

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from bench.grid import draw
-from bench.grid.draw import CELLS
 from flashcell.choice.backend_choice import with_engine
 from flashcell.choice.cost_model import (
     AMOUNTS,
@@ -73,7 +72,8 @@ def as_call(call: draw.Call, device: str, capability: int) -> Call:
     sizes = layers, directions, projection, batch, call.steps, call.width, call.width
     trains = int(call.mode == "training")
     found = Call(KINDS.index(kind), *sizes, PRECISIONS.index(name), trains, int(packed))
-    return with_engine(found, capability) if device == "cuda" and call.net not in CELLS else found
+    asks = device == "cuda" and has_choice(call.net, device)
+    return with_engine(found, capability) if asks else found
 
 
 def has_choice(net: str, device: str) -> bool:
