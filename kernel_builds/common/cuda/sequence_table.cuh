@@ -54,9 +54,13 @@ static __global__ void __launch_bounds__(kTableThreads) table_kernel(Sequence* t
                                                                      int64_t x_time) {
   const int64_t s = blockIdx.x * int64_t(kTableThreads) + threadIdx.x;
   int64_t start = 0, length = 0, place = 0;
-  steps.for_each([&](int64_t i, int64_t first, int64_t count) {
-    if (i == s) start = first, length = count;
-  });
+  if (steps.is_cu_seqlens) {
+    steps.for_each([&](int64_t i, int64_t first, int64_t count) {
+      if (i == s) start = first, length = count;
+    });
+  } else if (s < steps.S) {
+    length = steps.value(s);
+  }
   steps.for_each([&](int64_t i, int64_t, int64_t count) {
     place += count > length || (count == length && i < s);
   });

@@ -35,4 +35,8 @@ void copy_all(const Copy* copies, int64_t count, cudaStream_t stream);  // no fl
 void write_packed_rows(const int64_t* batch_sizes, int64_t T, int64_t* begins, int64_t* firsts,
                        int64_t* lengths, cudaStream_t stream);
 
+// Writes the table of those sequences, [B]; `stride` is that between rows of x.
+void write_packed_table(Sequence* table, const int64_t* lengths, int64_t B, int64_t T,
+                        int64_t stride, cudaStream_t stream);
+
 }  // namespace flashcell::cuda

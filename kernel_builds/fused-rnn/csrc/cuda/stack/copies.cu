@@ -10,12 +10,25 @@ namespace flashcell::cuda {
 namespace {
 
 constexpr int kThreads = 256, kPerThread = 4;
-constexpr int kMost = 18;  // parameters of a kernel have 4 KB
+constexpr int kMost = 16;  // parameters of a kernel have 4 KB
+
+// Divides numbers below 2^31 without a division: n / divisor = (n multiplier) >> (32 + shift).
+struct Divisor {
+  uint32_t value, multiplier, shift;
+
+  Divisor() = default;
+  explicit Divisor(int64_t divisor) : value(uint32_t(divisor)), shift(0) {
+    while ((int64_t(1) << shift) < divisor) ++shift;
+    multiplier = uint32_t(((uint64_t(1) << 32) * ((uint64_t(1) << shift) - value)) / value + 1);
+  }
+  __device__ uint32_t divide(uint32_t n) const { return (__umulhi(n, multiplier) + n) >> shift; }
+};
 
 struct Job {
-  Copy copy;
-  int64_t count;
-  bool by_vector;  // sizes and strides are in 16 bytes
+  Copy copy;       // sizes and strides in units
+  int64_t count;   // units
+  int unit_bytes;  // of what one load reads; 0 if elements are converted or added
+  Divisor d1, d2, d3;
 };
 
 struct Jobs {
@@ -38,19 +51,18 @@ __device__ void write(void* x, Dtype dtype, int64_t at, float value) {
   }
 }
 
-template <typename Index>
-__device__ void run(const Job& job) {
-  const Copy& c = job.copy;
-  const Index count = Index(job.count), step = Index(gridDim.x) * kThreads;
-  const Index d3 = Index(c.size[3]), d2 = Index(c.size[2]), d1 = Index(c.size[1]);
-  for (Index i = Index(blockIdx.x) * kThreads + threadIdx.x; i < count; i += step) {
-    const Index i3 = i % d3, rest = i / d3, i2 = rest % d2, rest2 = rest / d2;
-    const Index i1 = rest2 % d1, i0 = rest2 / d1;
-    int64_t from = i0 * c.in_stride[0] + i3 * c.in_stride[3];
-    int64_t to = i0 * c.out_stride[0] + i3 * c.out_stride[3];
+// Where unit i is read, written and added; `runs` is false past the end of a sequence.
+struct Address {
+  int64_t from = 0, to = 0, plus = 0;
+  bool runs = true;
+
+  __device__ Address(const Copy& c, int64_t i0, int64_t i1, int64_t i2, int64_t i3) {
+    from = i0 * c.in_stride[0] + i3 * c.in_stride[3];
+    to = i0 * c.out_stride[0] + i3 * c.out_stride[3];
     if (c.packed.begins != nullptr) {
       const int64_t length = c.packed.lengths[i1];
-      if (int64_t(i2) >= length) continue;
+      runs = i2 < length;
+      if (!runs) return;
       const int64_t packed = c.packed.begins[i2] + i1;
       const int64_t engine = c.packed.firsts[i1] + (c.turns ? length - 1 - i2 : i2);
       to += (c.out_is_engine ? engine : packed) * c.out_stride[2];
@@ -59,23 +71,70 @@ __device__ void run(const Job& job) {
       to += i1 * c.out_stride[1] + i2 * c.out_stride[2];
       from += i1 * c.in_stride[1] + i2 * c.in_stride[2];
     }
-    if (job.by_vector) {
-      static_cast<uint4*>(c.out)[to] = static_cast<const uint4*>(c.in)[from];
-    } else {
-      float value = read(c.in, c.in_type, from);
-      if (c.plus != nullptr) {
-        const int64_t* strides = c.plus_stride;
-        const int64_t plus = i0 * strides[0] + i1 * strides[1] + i2 * strides[2] + i3 * strides[3];
-        value += read(c.plus, c.in_type, plus);
-      }
-      write(c.out, c.out_type, to, value);
+    if (c.plus == nullptr) return;
+    const int64_t* strides = c.plus_stride;
+    plus = i0 * strides[0] + i1 * strides[1] + i2 * strides[2] + i3 * strides[3];
+  }
+};
+
+__device__ Address address_of(const Job& job, uint32_t i) {
+  const uint32_t rest = job.d3.divide(i), rest2 = job.d2.divide(rest), i0 = job.d1.divide(rest2);
+  return {job.copy, i0, rest2 - i0 * job.d1.value, rest - rest2 * job.d2.value,
+          i - rest * job.d3.value};
+}
+__device__ Address address_of(const Job& job, int64_t i) {
+  const int64_t* size = job.copy.size;
+  const int64_t rest = i / size[3], rest2 = rest / size[2];
+  return {job.copy, rest2 / size[1], rest2 % size[1], rest % size[2], i % size[3]};
+}
+
+template <typename Unit, typename Index>
+__device__ void move(const Job& job) {
+  const Index count = Index(job.count), step = Index(gridDim.x) * kThreads;
+  for (Index i = Index(blockIdx.x) * kThreads + threadIdx.x; i < count; i += step * kPerThread) {
+    Unit units[kPerThread];
+    Unit* to[kPerThread];
+#pragma unroll
+    for (int k = 0; k < kPerThread; ++k) {  // all loads go out before the first store waits
+      to[k] = nullptr;
+      if (i + k * step >= count) continue;
+      const Address address = address_of(job, Index(i + k * step));
+      if (!address.runs) continue;
+      units[k] = static_cast<const Unit*>(job.copy.in)[address.from];
+      to[k] = static_cast<Unit*>(job.copy.out) + address.to;
+    }
+#pragma unroll
+    for (int k = 0; k < kPerThread; ++k) {
+      if (to[k] != nullptr) *to[k] = units[k];
     }
   }
 }
 
+template <typename Index>
+__device__ void compute(const Job& job) {
+  const Copy& c = job.copy;
+  const Index count = Index(job.count), step = Index(gridDim.x) * kThreads;
+  for (Index i = Index(blockIdx.x) * kThreads + threadIdx.x; i < count; i += step) {
+    const Address address = address_of(job, i);
+    if (!address.runs) continue;
+    float value = read(c.in, c.in_type, address.from);
+    if (c.plus != nullptr) value += read(c.plus, c.in_type, address.plus);
+    write(c.out, c.out_type, address.to, value);
+  }
+}
+
+template <typename Index>
+__device__ void run(const Job& job) {
+  if (job.unit_bytes == 16) return move<uint4, Index>(job);
+  if (job.unit_bytes == 8) return move<uint2, Index>(job);
+  if (job.unit_bytes == 4) return move<uint32_t, Index>(job);
+  if (job.unit_bytes == 2) return move<uint16_t, Index>(job);
+  compute<Index>(job);
+}
+
 __global__ void __launch_bounds__(kThreads) copy_kernel(const __grid_constant__ Jobs jobs) {
   const Job& job = jobs.jobs[blockIdx.y];
-  if (job.count < (int64_t(1) << 31)) {
+  if (job.count < int64_t(1) << 30) {  // so that no index overflows
     run<uint32_t>(job);
   } else {
     run<int64_t>(job);
@@ -114,21 +173,42 @@ __global__ void __launch_bounds__(kThreads) rows_kernel(const __grid_constant__ 
   }
 }
 
+__global__ void __launch_bounds__(kThreads) table_kernel(Sequence* table, const int64_t* lengths,
+                                                         int64_t B, int64_t T, int64_t stride) {
+  const int64_t b = int64_t(blockIdx.x) * kThreads + threadIdx.x;
+  if (b < B) table[b] = {b, b * T, b * T * stride, lengths[b], T - lengths[b]};
+}
+
 int64_t bytes_of(Dtype dtype) { return dtype == Dtype::kFloat ? 4 : 2; }
 
-// Moves 16 bytes at a time if pointers, strides and the innermost size allow it.
-Job make_job(Copy c) {
-  const int64_t bytes = bytes_of(c.in_type), vector = 16 / bytes;
-  bool fits = c.in_type == c.out_type && c.plus == nullptr && c.size[3] % vector == 0;
+// Whether every row of a copy without a conversion consists of whole units of so many bytes.
+bool has_units(const Copy& c, int64_t bytes) {
+  const int64_t elements = bytes / bytes_of(c.in_type);
+  bool fits = elements > 0 && c.size[3] % elements == 0;
   fits &= c.in_stride[3] == 1 && c.out_stride[3] == 1;
-  fits &= (reinterpret_cast<uintptr_t>(c.in) | reinterpret_cast<uintptr_t>(c.out)) % 16 == 0;
+  fits &= (reinterpret_cast<uintptr_t>(c.in) | reinterpret_cast<uintptr_t>(c.out)) % bytes == 0;
   for (int i = 0; i < 3; ++i) {
-    fits &= c.size[i] == 1 || (c.in_stride[i] % vector == 0 && c.out_stride[i] % vector == 0);
+    fits &= c.size[i] == 1 || (c.in_stride[i] % elements == 0 && c.out_stride[i] % elements == 0);
   }
-  if (!fits) return {c, c.count(), false};
-  c.size[3] /= vector;
-  for (int i = 0; i < 3; ++i) c.in_stride[i] /= vector, c.out_stride[i] /= vector;
-  return {c, c.count(), true};
+  return fits;
+}
+
+Job make_job(Copy c) {
+  Job job{};
+  if (c.in_type == c.out_type && c.plus == nullptr) {
+    job.unit_bytes = 16;
+    while (job.unit_bytes > bytes_of(c.in_type) && !has_units(c, job.unit_bytes)) {
+      job.unit_bytes /= 2;
+    }
+    const int64_t elements = job.unit_bytes / bytes_of(c.in_type);
+    c.size[3] /= elements;
+    for (int i = 0; i < 3; ++i) c.in_stride[i] /= elements, c.out_stride[i] /= elements;
+  }
+  job.copy = c, job.count = c.count();
+  if (job.count < int64_t(1) << 30) {
+    job.d1 = Divisor(c.size[1]), job.d2 = Divisor(c.size[2]), job.d3 = Divisor(c.size[3]);
+  }
+  return job;
 }
 
 }  // namespace
@@ -145,6 +225,13 @@ void write_packed_rows(const int64_t* batch_sizes, int64_t T, int64_t* begins, i
     check(cudaGetLastError());
     for (int i = 0; i < steps.count; ++i) steps.begin += steps.sizes[i];
   }
+}
+
+void write_packed_table(Sequence* table, const int64_t* lengths, int64_t B, int64_t T,
+                        int64_t stride, cudaStream_t stream) {
+  const int64_t blocks = (B + kThreads - 1) / kThreads;
+  table_kernel<<<unsigned(blocks), kThreads, 0, stream>>>(table, lengths, B, T, stride);
+  check(cudaGetLastError());
 }
 
 void copy_all(const Copy* copies, int64_t count, cudaStream_t stream) {

@@ -22,9 +22,15 @@ inline void write_packed_rows(const std::vector<int64_t>& batch_sizes, Tensor& b
 
 inline int64_t engine_rows(int64_t B, int64_t T, int64_t /*total*/) { return B * T; }
 
+// The sequences of a packed call, which are in order; `stride` is that between rows of x.
 inline SequenceTable packed_sequences(const Tensor& /*firsts*/, const Tensor& lengths, int64_t T,
                                       int64_t stride) {
-  return sequences(lengths, lengths.numel(), T, lengths, std::nullopt, T * stride, stride);
+  const int64_t B = lengths.numel();
+  Tensor table = new_tensor(lengths, {B * int64_t(sizeof(Sequence))}, ScalarType::Byte);
+  cuda::write_packed_table(static_cast<Sequence*>(table.mutable_data_ptr()),
+                           (const int64_t*)lengths.const_data_ptr(), B, T, stride,
+                           current_stream(lengths));
+  return {B, table};
 }
 
 // Products of this many multiplications take an H100 about 2 us in exact fp32; TF32 saves time from
