@@ -16,14 +16,24 @@ inline bool takes_bias_in(ScalarType io, int64_t T) { return T == 1 && io != Sca
 
 inline ScalarType saved_dtype(const Tensor& x) { return x.scalar_type(); }
 
-// Whether every row of D elements starts at a multiple of 16 bytes.
-inline bool is_aligned(const Tensor& x) {
-  const int64_t vector = 16 / x.element_size();
-  bool aligned = x.stride(4) == 1 && reinterpret_cast<uintptr_t>(x.const_data_ptr()) % 16 == 0;
-  for (int i = 0; i < 4; ++i) {  // the bytes to the next row must fit in 32 bits
-    aligned &= x.size(i) <= 1 || (x.stride(i) % vector == 0 && x.stride(i) < int64_t(1) << 28);
-  }
+struct Axis {
+  int64_t size, stride;  // in elements
+};
+
+// Whether every row of D elements starts at a multiple of 16 bytes, so that x can be read 16 bytes
+// at a time. The bytes from a step and from a gate to the next one must fit in 32 bits.
+inline bool is_aligned(const void* x, int64_t element_size, Axis batch, Axis time, Axis gate,
+                       Axis head) {
+  const int64_t vector = 16 / element_size, far = int64_t(1) << 28;
+  bool aligned = reinterpret_cast<uintptr_t>(x) % 16 == 0;
+  for (const Axis& a : {batch, time, gate, head}) aligned &= a.size <= 1 || a.stride % vector == 0;
+  for (const Axis& a : {time, gate}) aligned &= a.size <= 1 || a.stride < far;
   return aligned;
+}
+inline bool is_aligned(const Tensor& x) {
+  const auto axis = [&](int i) { return Axis{x.size(i), x.stride(i)}; };
+  return x.stride(4) == 1 &&
+         is_aligned(x.const_data_ptr(), x.element_size(), axis(0), axis(1), axis(2), axis(3));
 }
 
 // Returns x in the layout that the engine reads. Copying an x whose strides prevent wide loads pays
@@ -77,7 +87,9 @@ cuda::Launch prepare(const SequenceParams& p, Dtype dtype, bool tf32, bool align
 template <typename Cell>
 void run(const ForwardParams& p, Dtype dtype, bool tf32, const Tensor& x) {
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
-  cuda::Launch launch = prepare<Cell>(p, dtype, tf32, is_aligned(x), false, x);
+  const bool aligned = is_aligned(p.x, x.element_size(), {p.S, p.x_batch}, {p.T, p.x_time},
+                                  {Cell::kGates, p.x_gate}, {p.N, p.x_head});
+  cuda::Launch launch = prepare<Cell>(p, dtype, tf32, aligned, false, x);
   const int cell = AllCells::index_of<Cell>();
   Tensor scratch;
   if (const int64_t bytes = cuda::forward_scratch(cell, p, dtype, launch)) {

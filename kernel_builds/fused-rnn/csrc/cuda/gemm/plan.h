@@ -36,7 +36,8 @@ constexpr bool is_faster(const Sizes& z, Engine other, const Device&) {
                    : units * double(z.D) >= (graph ? 70'000'000 : 150'000'000);
   }
   if (other != Engine::kGrid || z.D < 384) return false;
-  const int64_t least = z.io_bytes == 4 ? (z.D > 512   ? 176
+  const int64_t least = z.io_bytes == 4 ? (z.D > 1056  ? 96
+                                           : z.D > 512 ? 176
                                            : z.D > 448 ? 1024
                                                        : INT32_MAX)
                         : z.D > 1056    ? 96
