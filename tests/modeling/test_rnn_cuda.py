@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(DEVICE != "cuda", reason="needs FLASHCELL_TEST_D
 OPTIONS = {
     "plain": {},
     "bidirectional": {"bidirectional": True},
-    "stacked": {"num_layers": 3},  # long enough for a wavefront
+    "stacked": {"num_layers": 3},
     "batch-first": {"batch_first": True},
     "projected": {"proj_size": 24},
     "packed": {},

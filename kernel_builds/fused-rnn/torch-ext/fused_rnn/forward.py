@@ -16,7 +16,6 @@ from torch.nn.utils.rnn import PackedSequence
 
 from .checks import DTYPES
 from .dispatch import has_autocast, without_autocast
-from .formulas import is_recorded
 from .packed import Layout, describe
 from .padding import pad_heads, padded_width
 from .plain import as_tuple, compute_dtype, is_plain, precision, run_plain, run_plain_cell
@@ -27,7 +26,7 @@ from .private_names import (
     update_weights,
     weights_of,
 )
-from .stack import Engine, choose_chunk, make_heads, project
+from .stack import Engine, make_heads, project
 
 
 def run_sequence(module: Any, kernel: Any, input: Any, hx: Any = None) -> Any:
@@ -111,13 +110,7 @@ def _run(
             states = [state for state, _ in entered]
             firsts = [first for _, first in entered] if module.proj_size > 0 else None
         dropout = module.dropout if module.training else 0.0
-        trains = is_recorded(x, weights[0])
-        sizes = *x.shape[:2], module.hidden_size, trains
-        chunk = choose_chunk(x.device.type, len(layers), N, layout.is_ragged, *sizes)
-        if chunk > 0:
-            y, lasts = engine.run_wavefront(layers, x, states, firsts, dropout, trains, chunk)
-        else:
-            y, lasts = engine.run_layers(layers, x, states, firsts, dropout)
+        y, lasts = engine.run_layers(layers, x, states, firsts, dropout)
         left = [engine.leave(h, s) for h, s in zip(layers, lasts)]
         last = tuple(torch.cat(parts).to(dtype) for parts in zip(*left))
         if width != module.hidden_size and module.proj_size == 0:

@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from .dispatch import has_autocast
-from .formulas import is_eager, is_recorded
+from .formulas import is_eager
 from .packed import fits_rows
 from .padding import padded_width
 from .private_names import recurrent_precision
-from .stack import choose_chunk
 
 
 def is_plain(
@@ -31,13 +30,9 @@ def is_plain(
         return False
     if not _fits(x, dtype, as_tuple(hx), weights):
         return False
-    if kind == "cpu" and not (traced or module.num_layers > 1):
+    if batch_sizes is None or kind == "cpu":
         return True
-    if batch_sizes is not None:
-        return kind == "cpu" or fits_rows(len(x), len(batch_sizes), int(batch_sizes[0]))
-    L, N, D = module.num_layers, 2 if module.bidirectional else 1, module.hidden_size
-    B, T, _ = x.shape if module.batch_first else (x.shape[1], x.shape[0], 0)
-    return choose_chunk(kind, L, N, False, B, T, D, is_recorded(x, weights[0])) == 0
+    return fits_rows(len(x), len(batch_sizes), int(batch_sizes[0]))
 
 
 def _fits(x: Tensor, dtype: torch.dtype, states: tuple[Tensor, ...], weights: list[Tensor]) -> bool:

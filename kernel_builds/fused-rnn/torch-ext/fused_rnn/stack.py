@@ -2,12 +2,7 @@
 `recurrent`, `recurrent_step`, `linear`, and the sizes in `CELLS`.
 
 A *head* is one recurrence with its own input. The directions of a layer are the two heads of one
-call, the second one's input flipped in time; in a wavefront, the layers at work are the heads:
-
-    wave            0   1   2   3   4          layer l takes chunk k of the time at wave k + l:
-    layer 0         0   1   2                  what it reads, layer l - 1 wrote one wave before
-    layer 1             0   1   2
-    layer 2                 0   1   2
+call, the second one's input flipped in time.
 
 Shapes: B batch, T time, I input width, G gates, N heads, D hidden width, P output width (proj_size,
 or D), K states. Documents of a PackedSequence lie in one row: then B is 1, and states have S rows.
@@ -31,39 +26,8 @@ from .padding import pad_rows, pad_units
 
 States = tuple[Tensor, ...]  # K tensors [B, N, D], as the kernels have them
 
-# When a wavefront is faster: it adds (layers - 1) waves of latency and a call per wave, twice in
-# training. H200, bf16, B 16, T 1024, 4 layers, ms, layer by layer / in chunks of 128: inference at
-# width 128 2.58 / 2.80, 256 5.12 / 2.84, 512 5.91 / 4.06, 1024 (2 layers) 4.83 / 4.12; training 256
-# 12.6 / 10.2, 512 13.7 / 11.5. Two wider layers fill the GPU: 768 in chunks of 128 / 256 / 512,
-# inference 6.44 / 6.89 / 6.14, training 18.4 / 17.2 / 15.1.
-WAVE_DEVICES = ("cuda",)
-WAVE_CHUNK = 128  # steps; 64 is slower throughout
-WAVE_MIN_CHUNKS = 4
-WAVE_MIN_WIDTH = 129  # thread blocks of narrower heads never wait for each other
-WAVE_MAX_WIDTH = {False: 1024, True: 768}  # key: with gradients? Wider layers fill the GPU
-WAVE_PAIR_WIDTHS = range(513, 769)  # two layers fill the GPU in small batches; time is halved then
-WAVE_PAIR_BATCH = 16
-
 # Where the kernel's own product is faster than torch's batched one.
 LINEAR_DEVICES = ("cpu",)
-
-
-def choose_chunk(
-    device_type: str, layers: int, heads: int, packed: bool, B: int, T: int, D: int,
-    trains: bool = False,
-) -> int:  # fmt: skip
-    """Returns the steps in a chunk of the wavefront, or 0 to run the layers one after the other.
-
-    Chunks have about WAVE_CHUNK steps, and fewer steps are left over than there are chunks.
-    """
-    possible = layers > 1 and heads == 1 and not packed
-    if not possible or device_type not in WAVE_DEVICES:
-        return 0
-    if not WAVE_MIN_WIDTH <= D <= WAVE_MAX_WIDTH[trains] or T < WAVE_MIN_CHUNKS * WAVE_CHUNK:
-        return 0
-    if D in WAVE_PAIR_WIDTHS:
-        return T // 2 if B <= WAVE_PAIR_BATCH else 0
-    return T // round(T / WAVE_CHUNK)
 
 
 class Heads(NamedTuple):
@@ -107,27 +71,6 @@ def add(a: Tensor, b: Tensor) -> Tensor:
     """Returns a + b with two separate gradients: torch's sum gives both operands one tensor, and
     two parameters that reach it through views would share the memory of their gradients."""
     return a - b.neg()
-
-
-def join(layers: list[Heads], dtype: torch.dtype) -> Heads:
-    """Joins layers as heads of one call; w_ih omits the first layer, which reads another width."""
-
-    biases = [heads.bias for heads in layers if heads.bias is not None]
-    w_hrs = [heads.w_hr for heads in layers if heads.w_hr is not None]
-    return Heads(
-        torch.cat([heads.w_ih for heads in layers[1:]]).to(dtype),
-        torch.cat([heads.w_hh for heads in layers], 1).to(dtype),
-        torch.cat(biases, 1) if biases else None,
-        torch.cat(w_hrs).to(dtype) if w_hrs else None,
-        None,
-    )
-
-
-def take(heads: Heads, low: int, high: int) -> Heads:
-    _, w_hh, bias, w_hr, _ = heads
-    bias = None if bias is None else bias[:, low:high]
-    w_hr = None if w_hr is None else w_hr[low:high]
-    return heads._replace(w_hh=w_hh[:, low:high], bias=bias, w_hr=w_hr)
 
 
 def _stack(tensors: list[Tensor]) -> Tensor:
@@ -220,47 +163,3 @@ class Engine(NamedTuple):
             x = torch.cat((y[0], self.layout.flip(y[1])), -1) if two else y[0]
             lasts.append(last)
         return x, lasts
-
-    def run_wavefront(
-        self, layers: list[Heads], x: Tensor, states: list[States] | None,
-        firsts: list[Tensor | None] | None, dropout: float, trains: bool, chunk: int,
-    ) -> tuple[Tensor, list[States]]:  # fmt: skip
-        """Does the same in waves: one call for each wave instead of each layer, `chunk` steps long."""
-        (B, T, _), L = x.shape, len(layers)
-        rest = T % chunk
-        if rest == 0 and firsts is not None:
-            rest = (
-                chunk  # the shorter chunk runs first, so that no wave starts with a projected state
-            )
-        outputs = []
-        if rest > 0:
-            y, states = self.run_layers(layers, x[:, :rest], states, firsts, dropout)
-            outputs.append(y)
-        gates = self.project(x[None, :, rest:], layers[0].w_ih).split(chunk, 2)
-        wide = torch.promote_types(x.dtype, torch.float32)
-        if states is None:
-            spec, D = self.kernel.CELLS[self.cell], layers[0].w_hh.shape[-1]
-            states = [(x.new_zeros(B, 1, D, dtype=wide),) * spec.states] * L
-        # Gradients of weights are summed over the waves in the weights' dtype; 16 bits double their
-        # error (0.0031 to 0.0066 for an LSTM's w_hh over 16 chunks in bf16).
-        together = join(layers, wide if trains else x.dtype)
-
-        low, waves = 0, len(gates) + L - 1  # layers low <= l < high work in this wave
-        y, state, lasts = x[None, :, :0], tuple(s[:, :0] for s in states[0]), []
-        for wave in range(waves):
-            parts = [gates[wave]] if wave < len(gates) else []
-            below = y[: L - 1 - low]  # outputs of the wave before, without the last layer's
-            if wave > 0 and len(below) > 0:
-                if dropout > 0:
-                    below = F.dropout(below, dropout)
-                parts.append(self.project(below, together.w_ih[low : low + len(below)]))
-            if wave < L:  # layer `wave` starts
-                state = tuple(torch.cat(pair, 1) for pair in zip(state, states[wave]))
-            if wave >= len(gates):  # a layer is done
-                lasts.append(tuple(s[:, :1] for s in state))
-                state, low = tuple(s[:, 1:] for s in state), low + 1
-            high = min(wave + 1, L)
-            y, state = self.advance(take(together, low, high), torch.cat(parts), state)
-            if high == L:
-                outputs.append(y[-1])
-        return torch.cat(outputs, 1), [*lasts, state]
