@@ -76,7 +76,7 @@ struct Backward {
   void prepare() {
     const int64_t one = p.S * p.N * p.D;
     const int64_t carried = p.dlast ? Cell::kGradStates * one : 0;
-    if (carried) memcpy(p.dstate, p.dlast, carried * sizeof(T));
+    if (carried && p.dlast != p.dstate) memcpy(p.dstate, p.dlast, carried * sizeof(T));
     memset((T*)p.dstate + carried, 0, (kStates * one - carried) * sizeof(T));
     parallel_for(host, 2 * p.S * p.N,
                  [&](int64_t i) { memset(operands + i * depth, 0, depth * sizeof(E)); });

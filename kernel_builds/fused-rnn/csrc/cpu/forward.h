@@ -24,7 +24,8 @@ struct Forward {
   const Host host;
   const int64_t depth = padded_depth<IO>(p.D);
   const int64_t panels = (p.D + kPanelUnits - 1) / kPanelUnits;
-  const bool packed;  // whether the weights are, as they are read often enough
+  const bool begins_with_zeros;  // no recurrent product in the first step
+  const bool packed;             // whether the weights are, as they are read often enough
   const Plan plan;
   const int64_t state_stride = p.S * p.N * p.D;
   Scratch<E> weights;   // [N][panels], stored in parts (common/cpu/microkernel.h)
@@ -36,8 +37,9 @@ struct Forward {
   Forward(const ForwardParams& params, const Host& h)
       : p(params),
         host(fitting(h, total_steps(p) * p.N * kGates * p.D * p.D)),
-        packed(longest(params) > 1 ||
-               (p.packs_one_step && p.S > most_dot_rows(kGates * p.D * p.D * sizeof(IO)))),
+        begins_with_zeros(p.initial == nullptr || p.h_begins_as_zero),
+        packed(longest(p) > 1 || (p.packs_one_step && !begins_with_zeros &&
+                                  p.S > most_dot_rows(kGates * p.D * p.D * sizeof(IO)))),
         plan(make_plan(p.S, p.N, kGates * p.D * p.D * sizeof(E), kGates * p.D * p.D, host.threads)),
         weights(host, packed ? p.N * panels * depth * kStride : 0),
         operands(host, 2 * p.S * p.N * depth),
@@ -77,7 +79,7 @@ struct Forward {
 
   void prepare() {
     const int64_t state_count = kStates * p.S * p.N * p.D;
-    if (p.initial) memcpy(p.last, p.initial, state_count * sizeof(T));
+    if (p.initial && p.initial != p.last) memcpy(p.last, p.initial, state_count * sizeof(T));
     if (!p.initial) memset(p.last, 0, state_count * sizeof(T));
     memset(zeros, 0, depth * sizeof(E));
     parallel_for(host, p.S * p.N, [&](int64_t i) {
@@ -116,7 +118,9 @@ struct Forward {
       rows[count++] = reset(sequence, t) ? zeros : operand(t, s, head);
     }
     alignas(kVectorBytes) T products[kChunk * kStride];
-    if (packed) {
+    if (t == 0 && begins_with_zeros) {
+      memset(products, 0, count * kStride * sizeof(T));
+    } else if (packed) {
       parts_product<IO, kVectors>(rows, count, depth, panel_weights(head, panel), products);
     } else {
       dot_panel<IO, kGates, kUnits, kChunk>(rows, count, (const IO*)p.weight + head * p.D * p.D,

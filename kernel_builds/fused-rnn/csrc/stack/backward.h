@@ -46,9 +46,11 @@ void write_dweight(const Layers<Cell>& s, const Tensor& dr, const Tensor& h_prev
   }
 #endif
   for (int64_t n = 0; n < N; ++n) {
-    s.write_gradient(copies, alive, *dweights[n], [&](Tensor& to) {
-      multiply({D, D, rows, G, at(dr, n * P), N * P, 1, G * N * P, at(h_prev, n * P), N * P, 1,
-                to.mutable_data_ptr(), D * D, D},
+    s.write_padded(copies, alive, *dweights[n], P, D, [&](Tensor& to) {
+      // Of one head, the gates are one product.
+      const int64_t parts = N == 1 ? 1 : G, units = N == 1 ? G * P : P;
+      multiply({units, P, rows, parts, at(dr, n * P), N * P, 1, G * N * P, at(h_prev, n * P), N * P,
+                1, to.mutable_data_ptr(), units * P, P},
                s.dtype, tf32, dr);
     });
   }
@@ -126,7 +128,7 @@ std::tuple<Tensor, Tensors, Tensors> layers_bwd(OptionalTensor dy, Tensors dlast
     STD_TORCH_CHECK(next > first, "kept must have what the forward kept, got ", kept.size(),
                     " tensors");
     const bool has_h_prev = s.has_h_prev(kept[next - 1].numel() > 0);
-    const Tensor h_prev = take("kept h_prev", {has_h_prev ? E : 0, N, P}, s.io);
+    const Tensor h_prev = take("kept h_prev", {has_h_prev ? E : 0, N, s.read_width()}, s.io);
     const Tensor saved = take("kept saved", {E, Cell::kSaved, N, P}, saved_dtype(x));
     const Tensor input = l > 0 ? take("kept input", s.inner_shape(I), s.io) : x;
     Tensor dh = upper;
@@ -134,7 +136,7 @@ std::tuple<Tensor, Tensors, Tensors> layers_bwd(OptionalTensor dy, Tensors dlast
                           (place.unit == 1 || O == 1);
     const int64_t pitch = projects ? O : P;  // from one head's outputs to the next head's
     const bool adds_last = projects && !dlast.empty();
-    if (N == 2 || pitch != O || s.is_packed || !is_dense || adds_last) {
+    if (N == 2 || pitch != O || s.is_packed || !is_dense || adds_last || s.steps()) {
       dh = s.new_rows(x, {E, N * pitch});
       for (int64_t n = 0; n < N; ++n) {
         const Rows from{n * O * place.unit, place.batch, place.time, place.unit};
@@ -144,7 +146,7 @@ std::tuple<Tensor, Tensors, Tensors> layers_bwd(OptionalTensor dy, Tensors dlast
     if (adds_last) add_last(s, copies, dh, dlast[0], l);
     copies.run();
     dh = dense(dh);  // a slice of another tensor may not be aligned
-    if (projects) dh = project_back(s, dh, h, l, tf32, dweights);
+    if (projects && !s.steps()) dh = project_back(s, dh, h, l, tf32, dweights);
 
     Tensor dgates = new_tensor(x, {E, G, N, P}, s.io);
     Tensor dr = Cell::kSplitGrad ? new_tensor(x, {E, G, N, P}, s.io) : dgates;
@@ -152,13 +154,17 @@ std::tuple<Tensor, Tensors, Tensors> layers_bwd(OptionalTensor dy, Tensors dlast
     p.S = B, p.N = N, p.D = P, p.T = T;
     const auto list = list_sequences(s, dh, 0, 0);
     p.sequences = list.data();
-    p.weight = s.w_hh(packed, l), p.dh = dh.const_data_ptr();
+    p.weight = s.steps() ? nullptr : s.w_hh(packed, l), p.dh = dh.const_data_ptr();
     p.dlast = dlast.empty() ? nullptr : at(last, l * s.states());
     p.saved = saved.const_data_ptr(), p.grad_clip = std::numeric_limits<double>::infinity();
     p.dx = dgates.mutable_data_ptr(), p.dr = Cell::kSplitGrad ? dr.mutable_data_ptr() : nullptr;
     p.dbias = at(dbias, l * Cell::kBias * N * P), p.dstate = at(dinitial, l * s.states());
     p.skips_initial = !wants_dstate;
-    run<Cell>(p, s.dtype, tf32, dh);
+    if (s.steps()) {
+      differentiate_projected_steps(s, copies, p, dh, dgates, dprojected, l, tf32);
+    } else {
+      run<Cell>(p, s.dtype, tf32, dh);
+    }
 
     // The gradients of each direction's gates, [N, rows, G, P], with rows as those of the input.
     Tensor ordered = dgates;
@@ -173,22 +179,28 @@ std::tuple<Tensor, Tensors, Tensors> layers_bwd(OptionalTensor dy, Tensors dlast
       }
       copies.run();
     }
-    Tensors products;  // d(R W_hr)
+    const bool splits =
+        projects && has_h_prev && !s.steps();  // d(R W_hr) into dR and a part of dW_hr
+    Tensors products;                          // d(R W_hr)
     std::vector<Tensor*> recurrent;
-    for (int64_t n = 0; n < N && projects; ++n) {
+    for (int64_t n = 0; n < N && splits; ++n) {
       products.push_back(new_tensor(x, {G * D, D}, s.io));
     }
     for (int64_t n = 0; n < N; ++n) {
-      recurrent.push_back(projects ? &products[n] : &dweights[s.index(l, n, 1)]);
+      recurrent.push_back(splits ? &products[n] : &dweights[s.index(l, n, 1)]);
     }
-    if (has_h_prev) {
+    if (s.steps()) {
+      write_projected_dweights(s, dh, h, h_prev, dgates, l, tf32, dweights);
+    } else if (has_h_prev) {
       write_dweight<Cell>(s, dr, h_prev, tf32, recurrent, copies, alive);
     } else {
       for (Tensor* dweight : recurrent) torch::stable::zero_(*dweight);
     }
-    if (projects) {
+    if (splits) {
       copies.run();
       split_dweight(s, copies, alive, products, l, tf32, dweights);
+    }
+    if (projects && !s.steps()) {
       copies.run();
       if (projected.numel() > 0) {
         const Rows gates = l == 0 ? s.outer(G * P) : s.inner(G * P);
@@ -198,10 +210,9 @@ std::tuple<Tensor, Tensors, Tensors> layers_bwd(OptionalTensor dy, Tensors dlast
       }
     }
     for (int64_t n = 0; n < N; ++n) {
-      s.write_gradient(copies, alive, dweights[s.index(l, n, 0)], [&](Tensor& to) {
-        const int64_t batch = s.is_padded() ? G : 1;  // without the padded units of each gate
-        multiply({batch == 1 ? G * D : D, I, rows, batch, at(ordered, n * rows * G * P), P, 1,
-                  G * P, input.const_data_ptr(), I, 1, to.mutable_data_ptr(), D * I, I},
+      s.write_padded(copies, alive, dweights[s.index(l, n, 0)], I, I, [&](Tensor& to) {
+        multiply({G * P, I, rows, 1, at(ordered, n * rows * G * P), 0, 1, G * P,
+                  input.const_data_ptr(), I, 1, to.mutable_data_ptr(), 0, I},
                  s.dtype, tf32, x);
       });
     }

@@ -37,7 +37,8 @@ std::tuple<Tensor, Tensors, Tensors> layers_fwd(Tensor x, Tensors state, Tensors
 #endif
   Layers<Cell> s(x, weights, batch_sizes, has_bias, projects, directions, batch_first, width);
   using Rows = typename Layers<Cell>::Rows;
-  const int64_t L = s.L, N = s.N, D = s.D, P = s.P, O = s.O, rows = s.rows, E = s.engine_rows;
+  const int64_t L = s.L, N = s.N, T = s.T, D = s.D, P = s.P, O = s.O;
+  const int64_t rows = s.rows, E = s.engine_rows;
   constexpr int64_t G = Cell::kGates;
   state = s.check_states(state, "state");
   STD_TORCH_CHECK(0 <= dropout && dropout <= 1, "dropout must be from 0 to 1, got ", dropout);
@@ -58,7 +59,7 @@ std::tuple<Tensor, Tensors, Tensors> layers_fwd(Tensor x, Tensors state, Tensors
   if (s.packs()) {
     packed = s.new_heads(x, {s.place_of(L, 0, false)}, s.io);
     s.bring_weights(copies, packed);
-    if (projects) multiply_projections(s, packed, tf32);
+    if (projects && T > 1) multiply_projections(s, packed, tf32);  // or they stay zero
     if (save) kept.push_back(packed);
   }
   Tensor projected;  // the projected initial states, in the dtype of x
@@ -107,8 +108,7 @@ std::tuple<Tensor, Tensors, Tensors> layers_fwd(Tensor x, Tensors state, Tensors
     Tensor saved, h_prev;
     if (save) {
       saved = new_tensor(x, {E, Cell::kSaved, N, P}, saved_dtype(x));
-      h_prev = new_tensor(x, {s.has_h_prev(!state.empty()) ? E : 0, N, P}, s.io);
-      kept.push_back(saved), kept.push_back(h_prev);
+      if (!s.steps()) h_prev = new_tensor(x, {s.has_h_prev(!state.empty()) ? E : 0, N, P}, s.io);
     }
     ForwardParams p{};
     p.S = s.B, p.N = N, p.D = P, p.T = s.T;
@@ -121,11 +121,26 @@ std::tuple<Tensor, Tensors, Tensors> layers_fwd(Tensor x, Tensors state, Tensors
     p.packs_one_step = true;
     p.h = h.mutable_data_ptr(), p.last = at(last, l * s.states());
     p.saved = save ? saved.mutable_data_ptr() : nullptr;
-    p.h_prev = save && h_prev.numel() > 0 ? h_prev.mutable_data_ptr() : nullptr;
-    run<Cell>(p, s.dtype, tf32, gates);
-    if (projects) {
+    if (s.steps()) {
+      const Tensor outputs = h;
+      h = run_projected_steps(s, copies, p, gates, at_gates, h, is_done ? done : Shape{E, N * O}, l,
+                              tf32);
+      return_projected(s, copies, h, returned[0], l);
+      if (save) {
+        const bool reads_h = s.has_h_prev(!state.empty());
+        h_prev =
+            reads_h ? projected_inputs(s, copies, h, projected, l) : new_tensor(x, {0, N, O}, s.io);
+        kept.push_back(saved), kept.push_back(h_prev), kept.push_back(outputs);
+      }
+    } else {
+      p.h_prev = save && h_prev.numel() > 0 ? h_prev.mutable_data_ptr() : nullptr;
+      run<Cell>(p, s.dtype, tf32, gates);
+      if (save) kept.push_back(saved), kept.push_back(h_prev);
+    }
+    if (projects && !s.steps()) {
       if (save) kept.push_back(h);
-      h = project_outputs(s, copies, h, is_done ? done : Shape{E, N * O}, returned[0], l, tf32);
+      h = project_outputs(s, h, is_done ? done : Shape{E, N * O}, l, tf32);
+      return_projected(s, copies, h, returned[0], l);
     }
     const int64_t pitch = projects ? O : P;  // from one head's outputs to the next head's
 

@@ -176,8 +176,9 @@ struct Layers {
   int64_t width_of(int64_t layer) const { return layer == 0 ? I : N * O; }
   int64_t states() const { return K * B * N * P; }  // elements of a layer's states
   bool is_padded() const { return P != D; }
-  // Whether any step reads an h that is not zero, so that w_hh has a gradient.
-  bool has_h_prev(bool has_state) const { return has_state || T > 1; }
+  // Whether any step of the engines reads an h that is not zero, so that w_hh has a gradient. With
+  // projections their h begins as zero.
+  bool has_h_prev(bool has_state) const { return (has_state && (!projects || steps())) || T > 1; }
   bool casts() const { return stored != io; }
   // Whether the rows of x are those of the engines.
   bool has_engine_rows() const { return !is_packed && (batch_first || B == 1 || T == 1); }
@@ -199,10 +200,18 @@ struct Layers {
     return size_t((layer * N + direction) * each + which);
   }
 
+  // Whether projections are computed step by step (projected_steps.h).
+#if defined(CUDA_KERNEL)
+  bool steps() const { return false; }
+#else
+  bool steps() const { return projects && !is_padded(); }
+#endif
+  int64_t read_width() const { return steps() ? O : P; }  // of what a recurrent product reads
+
   // The weights as the engines and products read them. They are torch's own, or lie in one tensor:
   // for each layer w_hh [G, N, P, P] and, if padded or cast, w_ih [N, G P, I]. With projections,
   // w_hh is torch's times w_hr.
-  bool packs() const { return N == 2 || is_padded() || casts() || projects; }
+  bool packs() const { return !steps() && (N == 2 || is_padded() || casts() || projects); }
   bool packs_w_ih() const { return is_padded() || casts(); }
   static int64_t aligned(int64_t elements) { return (elements + 63) / 64 * 64; }
   int64_t place_of(int64_t layer, int64_t direction, bool is_input) const {
@@ -308,15 +317,17 @@ struct Layers {
     }
   }
 
-  // Calls `write` with a tensor for a weight's gradient in the dtype of x, and adds the copy to
-  // `out`, which may have another.
+  // Calls `write` with a tensor [G, P, pitch] in the dtype of x for a weight's gradient, `out`
+  // [G, D, width]: this one, or one from which a copy is added, without the padded units.
   template <typename Write>
-  void write_gradient(Copies& copies, Tensors& alive, Tensor& out, Write write) const {
-    if (!casts()) return write(out);
-    Tensor rounded = new_tensor(out, shape_of(out), io);
-    write(rounded);
-    copies.add(out, 0, {0, 0, 0, 1}, rounded, 0, {0, 0, 0, 1}, {1, 1, 1, out.numel()});
-    alive.push_back(rounded);
+  void write_padded(Copies& copies, Tensors& alive, Tensor& out, int64_t pitch, int64_t width,
+                    Write write) const {
+    if (!casts() && !is_padded()) return write(out);
+    Tensor whole = new_tensor(out, {G, P, pitch}, io);
+    write(whole);
+    copies.add(out, 0, {0, D * width, width, 1}, whole, 0, {0, P * pitch, pitch, 1},
+               {1, G, D, width});
+    alive.push_back(whole);
   }
 
   // A new tensor of the engines' rows, with zeros where no copy writes.

@@ -1,8 +1,9 @@
-// The projections of an LSTM with proj_size, O units wide: h_p = W_hr h. The recurrence stays in
-// the hidden space, R h_p = (R W_hr) h, and W_hr is applied to all outputs at once. An initial h_p
-// has no h that it comes from: the first step reads R h_p as part of its input, and h begins empty.
+// The projections of an LSTM with proj_size, O units wide: h_p = W_hr h. On a GPU the recurrence
+// stays in the hidden space, R h_p = (R W_hr) h, and W_hr is applied to all outputs at once. An
+// initial h_p has no h that it comes from: the first step reads R h_p as part of its input, and h
+// begins empty.
 #pragma once
-#include "layers.h"
+#include "projected_steps.h"
 
 namespace flashcell {
 
@@ -57,20 +58,29 @@ void add_projected(const Layers<Cell>& s, Copies& copies, Tensor& gates,
   copies.run();
 }
 
-// Returns the projected outputs, [rows, N O], and adds the copies of the last ones to `last`.
+// Returns the projected outputs, [rows, N O].
 template <typename Cell>
-Tensor project_outputs(const Layers<Cell>& s, Copies& copies, const Tensor& h, const Shape& shape,
-                       Tensor& last, int64_t layer, bool tf32) {
-  const int64_t N = s.N, B = s.B, T = s.T, O = s.O;
+Tensor project_outputs(const Layers<Cell>& s, const Tensor& h, const Shape& shape, int64_t layer,
+                       bool tf32) {
+  const int64_t N = s.N, O = s.O;
   Tensor y = new_tensor(h, shape, s.io);
   for (int64_t n = 0; n < N; ++n) {
     multiply({s.rows, O, s.D, 1, at(h, n * s.P), 0, N * s.P, 1, s.w_hr(layer, n).const_data_ptr(),
               1, s.D, at(y, n * O), 0, N * O},
              s.dtype, tf32, h);
+  }
+  return y;
+}
+
+// Adds the copies of the last projected outputs of a layer to `last`.
+template <typename Cell>
+void return_projected(const Layers<Cell>& s, Copies& copies, const Tensor& y, Tensor& last,
+                      int64_t layer) {
+  const int64_t N = s.N, B = s.B, T = s.T, O = s.O;
+  for (int64_t n = 0; n < N; ++n) {
     copies.add(last, (layer * N + n) * B * O, {0, 0, O, 1}, y, ((T - 1) * N + n) * O,
                {0, 0, T * N * O, 1}, {1, 1, B, O});
   }
-  return y;
 }
 
 // Adds the gradient of a layer's last h_p to that of its outputs, dy [rows, N O].

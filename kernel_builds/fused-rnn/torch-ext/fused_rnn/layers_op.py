@@ -160,13 +160,16 @@ def _register(cell: Cell) -> None:
             if number > 0:
                 kept.append(x.new_empty(*inner, N * O))
             kept.append(x.new_empty(own, V, N, width, dtype=x.dtype if x.is_cuda else wide))
-            kept.append(x.new_empty(own if len(state) or T > 1 else 0, N, width))
+            reads_h = T > 1 or (len(state) > 0 and not (projects and x.is_cuda))
+            read = O if projects and not x.is_cuda else width
+            kept.append(x.new_empty(own if reads_h else 0, N, read))
             if projects:
                 kept.append(x.new_empty(own, N * width))
             size += _aligned(G * N * width * width)
             if packs:
                 size += N * _aligned(G * width * (N * O if number > 0 else x.shape[-1]))
-        first = [x.new_empty(size)] if N == 2 or packs or projects else []
+        packs = x.is_cuda if projects else N == 2 or packs
+        first = [x.new_empty(size)] if packs else []
         if projects:
             first.append(x.new_empty(L * N if len(state) else 0, B, O))
         return y, last, first + kept
