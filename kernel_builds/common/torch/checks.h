@@ -31,9 +31,40 @@ inline Shape shape_of(const Tensor& tensor) {
   return shape;
 }
 
+// The description of a tensor that every check reads.
+struct TensorView {
+  int64_t rank = 0;
+  int64_t *sizes = nullptr, *strides = nullptr;
+
+  // Returns false without sizes and strides, or if elements are no numbers by themselves.
+  bool read(const Tensor& tensor) {
+    const AtenTensorHandle handle = tensor.get();
+    int32_t layout = -1;
+    if (aoti_torch_get_layout(handle, &layout) || layout != aoti_torch_layout_strided()) {
+      return false;
+    }
+    try {
+      tensor.scalar_type();
+    } catch (const std::exception&) {
+      return false;
+    }
+    return !aoti_torch_get_dim(handle, &rank) && !aoti_torch_get_sizes(handle, &sizes) &&
+           !aoti_torch_get_strides(handle, &strides);
+  }
+};
+
 inline void check_rank(const Tensor& tensor, const char* name, int64_t rank, const char* layout) {
   STD_TORCH_CHECK(tensor.dim() == rank, name, " must be ", layout, ", got shape ",
                   to_string(shape_of(tensor)));
+}
+
+inline bool has_shape(const Tensor& tensor, std::initializer_list<int64_t> sizes) {
+  if (tensor.dim() != int64_t(sizes.size())) return false;
+  int64_t i = 0;
+  for (const int64_t size : sizes) {
+    if (tensor.size(i++) != size) return false;
+  }
+  return true;
 }
 
 inline void check_shape(const Tensor& tensor, const char* name, const Shape& expected) {

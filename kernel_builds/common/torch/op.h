@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <limits>
 #include <new>
+#include <optional>
 #include <utility>
 
 #include "common/torch/arguments.h"
@@ -25,45 +26,22 @@ inline constexpr const char* kDeviceName = "the CPU";
 inline int32_t own_device_type() { return aoti_torch_device_type_cpu(); }
 #endif
 
-// The description of a tensor that every check reads.
-struct TensorView {
-  int64_t rank = 0;
-  int64_t *sizes = nullptr, *strides = nullptr;
-
-  // Returns false without sizes and strides, or if elements are no numbers by themselves.
-  bool read(const Tensor& tensor) {
-    const AtenTensorHandle handle = tensor.get();
-    int32_t layout = -1;
-    if (aoti_torch_get_layout(handle, &layout) || layout != aoti_torch_layout_strided()) {
-      return false;
-    }
-    try {
-      tensor.scalar_type();
-    } catch (const std::exception&) {
-      return false;
-    }
-    return !aoti_torch_get_dim(handle, &rank) && !aoti_torch_get_sizes(handle, &sizes) &&
-           !aoti_torch_get_strides(handle, &strides);
-  }
-};
-
 // The arguments of one call, which are checked one after another.
 class Validator {
  public:
-  explicit Validator(const std::vector<Argument>& arguments) : arguments_(arguments) {}
+  // `changes_any` says whether the op changes any of the arguments.
+  Validator(const std::vector<Argument>& arguments, bool changes_any)
+      : arguments_(arguments), changes_any_(changes_any) {}
 
   template <typename T>
   void take(const T& value) {
     const Argument& argument = arguments_[index_++];
     if constexpr (std::is_same_v<T, Tensor>) {
-      check(value, argument, argument.name.c_str());
+      check(value, {argument});
     } else if constexpr (std::is_same_v<T, OptionalTensor>) {
-      if (value) check(*value, argument, argument.name.c_str());
+      if (value) check(*value, {argument});
     } else if constexpr (std::is_same_v<T, std::vector<Tensor>>) {
-      for (size_t i = 0; i < value.size(); ++i) {
-        const std::string name = argument.name + "[" + std::to_string(i) + "]";
-        check(value[i], argument, name.c_str());
-      }
+      for (size_t i = 0; i < value.size(); ++i) check(value[i], {argument, int64_t(i)});
     }
   }
 
@@ -79,9 +57,18 @@ class Validator {
     }
   }
 
-  const std::string& first() const { return first_; }
+  std::string first() const { return first_ ? first_->text() : ""; }
 
  private:
+  // An argument, or an entry of one that is a list. Its text is made for an error only.
+  struct Name {
+    const Argument& argument;
+    int64_t entry = -1;
+
+    std::string text() const {
+      return entry < 0 ? argument.name : argument.name + "[" + std::to_string(entry) + "]";
+    }
+  };
   struct Span {
     std::string name;
     bool is_changed;
@@ -94,56 +81,53 @@ class Validator {
 
   const std::vector<Argument>& arguments_;
   size_t index_ = 0;
+  bool changes_any_;
   int32_t device_index_ = -1;  // device of the first tensor
-  std::string first_;
+  std::optional<Name> first_;
   std::vector<Span> spans_;  // memory of non-empty tensors, if the op changes any
 
-  void check(const Tensor& tensor, const Argument& argument, const char* name) {
+  void check(const Tensor& tensor, const Name& name) {
     TensorView view;
-    STD_TORCH_CHECK(view.read(tensor), name,
+    STD_TORCH_CHECK(view.read(tensor), name.text(),
                     " must be a strided tensor, not a sparse, mkldnn, nested or quantized one");
     check_device(tensor, name);
     const int64_t bytes = check_memory(tensor, view, name);
-    if (bytes > 0 && changes_any()) {
+    if (bytes > 0 && changes_any_) {
       const char* begin = (const char*)tensor.const_data_ptr();
-      spans_.push_back({name, argument.is_changed, begin, begin + bytes});
+      spans_.push_back({name.text(), name.argument.is_changed, begin, begin + bytes});
     }
-    if (argument.is_changed) mark_changed(tensor, name);
+    if (name.argument.is_changed) mark_changed(tensor, name.text().c_str());
   }
 
-  void check_device(const Tensor& tensor, const char* name) {
+  void check_device(const Tensor& tensor, const Name& name) {
     int32_t type = 0, index = 0;
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &type));
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(tensor.get(), &index));
-    if (first_.empty()) {
-      STD_TORCH_CHECK(type == own_device_type(), name, " must be on ", kDeviceName);
-      device_index_ = index, first_ = name;
+    if (!first_) {
+      STD_TORCH_CHECK(type == own_device_type(), name.text(), " must be on ", kDeviceName);
+      device_index_ = index, first_.emplace(name);
     }
-    STD_TORCH_CHECK(type == own_device_type() && index == device_index_, name,
-                    " must be on the device of ", first_);
-  }
-
-  bool changes_any() const {
-    return std::any_of(arguments_.begin(), arguments_.end(), [](auto& a) { return a.is_changed; });
+    STD_TORCH_CHECK(type == own_device_type() && index == device_index_, name.text(),
+                    " must be on the device of ", first());
   }
 
   // Returns the number of bytes from the first element to the end of the last.
-  static int64_t check_memory(const Tensor& tensor, const TensorView& view, const char* name) {
+  static int64_t check_memory(const Tensor& tensor, const TensorView& view, const Name& name) {
     const int64_t width = tensor.element_size(), offset = tensor.storage_offset();
     int64_t bytes = width, end = 1, stored = 0;
     for (int64_t i = 0; i < view.rank; ++i) {
-      STD_TORCH_CHECK(view.sizes[i] <= kMostOfOne, name, " must have sizes below 2^31, got shape ",
-                      to_string(shape_of(tensor)));
+      STD_TORCH_CHECK(view.sizes[i] <= kMostOfOne, name.text(),
+                      " must have sizes below 2^31, got shape ", to_string(shape_of(tensor)));
       if (view.sizes[i] == 0) return 0;
     }
     for (int64_t i = 0; i < view.rank; ++i) {
       const bool fits = !__builtin_mul_overflow(bytes, view.sizes[i], &bytes) && bytes < kMostBytes;
-      STD_TORCH_CHECK(fits, name, " must have fewer elements, got shape ",
+      STD_TORCH_CHECK(fits, name.text(), " must have fewer elements, got shape ",
                       to_string(shape_of(tensor)));
       end += (view.sizes[i] - 1) * view.strides[i];
     }
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(tensor.get(), &stored));
-    STD_TORCH_CHECK(offset >= 0 && (offset + end) * width <= stored, name,
+    STD_TORCH_CHECK(offset >= 0 && (offset + end) * width <= stored, name.text(),
                     " must lie within its storage, but reaches to byte ", (offset + end) * width,
                     " of ", stored, ": was it freed or made smaller?");
     return end * width;
@@ -182,7 +166,9 @@ struct Op<kSchema, kFunction> {
 
   static Result call(Arguments... arguments) {
     static const std::vector<Argument> names = arguments_of(kSchema);
-    Validator validator(names);
+    static const bool changes_any =
+        std::any_of(names.begin(), names.end(), [](const Argument& a) { return a.is_changed; });
+    Validator validator(names, changes_any);
     (validator.take(arguments), ...);
     validator.close();
     try {
