@@ -28,6 +28,7 @@ SUBSET = {
         "fma": ("gru", "slstm"),
         "batch": ("gru",),
         "step": ("gru", "rnn", "slstm"),
+        "cell": ("gru", "slstm"),
     }
 }
 CUDA = (13, 0)  # nvcc of this version supports these archs

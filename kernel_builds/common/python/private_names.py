@@ -6,7 +6,7 @@ instead. The kernels share this file.
 
 import warnings
 from contextlib import nullcontext
-from typing import Any, List
+from typing import Any, List, Sequence
 
 import torch
 
@@ -116,10 +116,14 @@ def weight_of(module: Any, name: str) -> Any:
     return module._parameters.get(name)
 
 
-def parameter_of(module: Any, name: str) -> Any:
-    """Returns getattr(module, name), which takes several times as long for a parameter."""
-    found = module._parameters.get(name)
-    return getattr(module, name) if found is None else found
+def parameters_of(module: Any, names: Sequence[str]) -> List[torch.Tensor]:
+    """Returns getattr(module, name) of each name, which takes several times as long for
+    parameters."""
+    found = [module._parameters.get(name) for name in names]
+    for parameter in found:
+        if parameter is None:
+            return [getattr(module, name) for name in names]
+    return found
 
 
 def weights_are_flat(module: Any) -> bool:

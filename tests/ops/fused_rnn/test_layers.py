@@ -215,8 +215,8 @@ def test_one_step_is_a_sequence_of_one(name, with_state, fused_rnn):
     y, last = fused_rnn.run_layers(name, x, state, weights, options)
     h, last_of_cell = fused_rnn.run_layers(name, x[0], [s[0] for s in state], weights, options)
     assert h.equal(y[0])
-    assert all(a.equal(b[0]) for a, b in zip(last_of_cell, last, strict=True))
-    loss = lambda y, last: y.square().sum() + last[-1].square().sum()
+    assert all(a.equal(b[0]) for a, b in zip((h, *last_of_cell), last, strict=True))
+    loss = lambda y, last: y.square().sum() + (y, *last)[-1].square().sum()
     grads, of_cell = (
         torch.autograd.grad(loss(y, last), given),
         torch.autograd.grad(loss(h, last_of_cell), given),

@@ -5,6 +5,7 @@
 #include "launch.h"
 
 #include "batch/plan.h"
+#include "cell/call.h"
 #include "common/cuda/code.cuh"
 #include "gemm/plan.h"
 #include "run.h"
@@ -125,6 +126,19 @@ void backward(int cell, const BackwardParams& p, Dtype dtype, const Launch& laun
         break;
     }
   });
+}
+
+void cell_forward(int cell, const CellForward& p, Dtype dtype, const Launch& launch) {
+  with_types(cell, dtype, [&]<typename Cell, typename IO>() { forward_cell<Cell, IO>(p, launch); });
+}
+
+void cell_backward(int cell, const CellBackward& p, Dtype dtype, const Launch& launch) {
+  with_types(cell, dtype,
+             [&]<typename Cell, typename IO>() { backward_cell<Cell, IO>(p, launch); });
+}
+
+void fill_zeros(void* memory, int64_t bytes, cudaStream_t stream) {
+  check(cudaMemsetAsync(memory, 0, size_t(bytes), stream));
 }
 
 }  // namespace flashcell::cuda

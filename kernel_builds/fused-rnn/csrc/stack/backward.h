@@ -3,10 +3,13 @@
 #include <limits>
 
 #include "projection.h"
+#if defined(CUDA_KERNEL)
+#include "one_step.h"
+#endif
 
 namespace flashcell {
 
-// dy as y · dlast: K tensors as last, or none · wants_dx, wants_dstate: whether to compute these
+// dy as y · dlast: tensors as last, or none · wants_dx, wants_dstate: whether to compute these
 // -> the gradients of x ([0] if not wanted), of the states in the state dtype (K tensors, or none),
 // and of the weights
 inline constexpr char kLayersBackwardSchema[] =
@@ -65,13 +68,19 @@ std::tuple<Tensor, Tensors, Tensors> layers_bwd(OptionalTensor dy, Tensors dlast
                                                 bool wants_dx, bool wants_dstate) {
 #if defined(CUDA_KERNEL)
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+  OneStep<Cell> step;
+  if (step.fits(x, weights, batch_sizes, has_bias, projects, directions, batch_first, width) &&
+      step.fits_states(dlast, Cell::kStates - step.is_cell) && step.fits_kept(dy, kept)) {
+    step.tf32 = tf32;
+    return step.backward(dy, dlast, x, weights, kept, wants_dx, wants_dstate);
+  }
 #endif
   Layers<Cell> s(x, weights, batch_sizes, has_bias, projects, directions, batch_first, width);
   using Rows = typename Layers<Cell>::Rows;
   const int64_t L = s.L, N = s.N, B = s.B, T = s.T, D = s.D, P = s.P, O = s.O;
   const int64_t rows = s.rows, E = s.engine_rows;
   constexpr int64_t G = Cell::kGates;
-  dlast = s.check_states(dlast, "dlast");
+  dlast = s.check_states(dlast, "dlast", s.is_cell);
   if (s.is_packed) write_packed_rows(batch_sizes, s.begins, s.firsts, s.lengths);
   x = dense(x);
   Copies copies(x);
@@ -100,7 +109,8 @@ std::tuple<Tensor, Tensors, Tensors> layers_bwd(OptionalTensor dy, Tensors dlast
   Tensor last;
   if (!dlast.empty()) {
     last = s.new_heads(x, {L * s.states()}, s.unrounded);
-    s.bring_states(copies, last, dlast);
+    if (s.is_cell) torch::stable::zero_(last);  // h has no gradient besides dy
+    s.bring_states(copies, last, dlast, s.is_cell);
   }
   Tensor dbias = new_tensor(x, {L * Cell::kBias * N * P}, s.unrounded);
   Tensor dinitial = new_tensor(x, {L * s.states()}, s.unrounded);

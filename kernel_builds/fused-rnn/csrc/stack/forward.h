@@ -1,6 +1,9 @@
 // The op that runs all layers of a module (layers.h has its shapes).
 #pragma once
 #include "projection.h"
+#if defined(CUDA_KERNEL)
+#include "one_step.h"
+#endif
 
 namespace flashcell {
 
@@ -9,8 +12,8 @@ namespace flashcell {
 // dtype, or none. weights: for each layer and direction w_ih [G D,I], w_hh [G D,O], if has_bias
 // b_ih, b_hh [G D], and if projects w_hr [O,D], in the dtype of x or in fp32. batch_sizes: those of
 // a PackedSequence, or none. width: P. dropout: a probability.
-// -> y with the rows of x, N O wide. last: as state, in the dtype of x. kept: what the backward
-// reads; empty unless `save`.
+// -> y with the rows of x, N O wide. last: as state, in the dtype of x; of a cell without h, which
+// is y. kept: what the backward reads; empty unless `save`.
 inline constexpr char kLayersForwardSchema[] =
     "_layers_fwd(Tensor x, Tensor[] state, Tensor[] weights, int[] batch_sizes, bool has_bias, "
     "bool projects, int directions, bool batch_first, int width, float dropout, bool tf32, "
@@ -34,6 +37,12 @@ std::tuple<Tensor, Tensors, Tensors> layers_fwd(Tensor x, Tensors state, Tensors
                                                 bool save) {
 #if defined(CUDA_KERNEL)
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+  OneStep<Cell> step;
+  if (step.fits(x, weights, batch_sizes, has_bias, projects, directions, batch_first, width) &&
+      step.fits_states(state, Cell::kStates) && 0 <= dropout && dropout <= 1) {
+    step.tf32 = tf32;
+    return step.forward(x, state, weights, save);
+  }
 #endif
   Layers<Cell> s(x, weights, batch_sizes, has_bias, projects, directions, batch_first, width);
   using Rows = typename Layers<Cell>::Rows;
@@ -64,9 +73,10 @@ std::tuple<Tensor, Tensors, Tensors> layers_fwd(Tensor x, Tensors state, Tensors
   }
   Tensor projected;  // the projected initial states, in the dtype of x
   if (projects) projected = bring_projected(s, copies, x, state, kept, save);
-  Tensors returned = s.new_states(x, s.io);
+  Tensors returned = s.new_states(x, s.io, s.is_cell);
   // Whether a single state comes from the engines as torch has it.
-  const bool is_last = s.io == s.unrounded && s.K == 1 && (N == 1 || s.B == 1) && P == D;
+  const bool is_last =
+      !s.is_cell && s.io == s.unrounded && s.K == 1 && (N == 1 || s.B == 1) && P == D;
   Tensor last = is_last ? returned[0] : new_tensor(x, {L * s.states()}, s.unrounded);
 
   // The input of a layer, and the same turned around in time. That of a PackedSequence is turned
@@ -174,8 +184,9 @@ std::tuple<Tensor, Tensors, Tensors> layers_fwd(Tensor x, Tensors state, Tensors
     }
     if (save) kept.push_back(input);
   }
-  if (!is_last) s.return_states(copies, returned, last);
+  if (!is_last) s.return_states(copies, returned, last, s.is_cell);
   copies.run();
+  if (s.is_cell) returned.erase(returned.begin());
   return {input, returned, kept};
 }
 

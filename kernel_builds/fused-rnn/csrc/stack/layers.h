@@ -19,6 +19,7 @@
 #include "../cpu/stack.h"
 #endif
 
+#include <algorithm>
 #include <tuple>
 
 namespace flashcell {
@@ -142,12 +143,12 @@ struct Layers {
     if (stored != io) check_dtype(weights[0], "weights[0]", ScalarType::Float);
     for (int64_t i = 0; i < count; ++i) {
       const int64_t which = i % each;
-      const Shape shape = which == 0                      ? Shape{G * D, width_of(i / (N * each))}
-                          : which == 1                    ? Shape{G * D, projects ? O : D}
-                          : projects && which == each - 1 ? Shape{O, D}
-                                                          : Shape{G * D};
-      weights[i] =
-          operand(weights[i], ("weights[" + std::to_string(i) + "]").c_str(), shape, stored);
+      const bool fits = which == 0   ? has_shape(weights[i], {G * D, width_of(i / (N * each))})
+                        : which == 1 ? has_shape(weights[i], {G * D, projects ? O : D})
+                        : projects && which == each - 1 ? has_shape(weights[i], {O, D})
+                                                        : has_shape(weights[i], {G * D});
+      if (!fits || weights[i].scalar_type() != stored) refuse_weight(i);
+      weights[i] = dense(weights[i]);
     }
     if (projects) {
       STD_TORCH_CHECK(K == 2 && !is_packed && stored == io,
@@ -160,6 +161,16 @@ struct Layers {
     lengths = new_tensor(x, {B}, ScalarType::Long);
     packed_rows = {(const int64_t*)begins.const_data_ptr(), (const int64_t*)firsts.const_data_ptr(),
                    (const int64_t*)lengths.const_data_ptr()};
+  }
+
+  // Says what is wrong with a weight's shape or dtype.
+  void refuse_weight(int64_t i) const {
+    const int64_t which = i % each;
+    const Shape shape = which == 0                      ? Shape{G * D, width_of(i / (N * each))}
+                        : which == 1                    ? Shape{G * D, projects ? O : D}
+                        : projects && which == each - 1 ? Shape{O, D}
+                                                        : Shape{G * D};
+    operand(weights[i], ("weights[" + std::to_string(i) + "]").c_str(), shape, stored);
   }
 
   static void check_batch_sizes(const std::vector<int64_t>& sizes, int64_t rows) {
@@ -259,31 +270,36 @@ struct Layers {
   }
   // Adds copies between torch's states, K tensors [L N, B, D or O], and [L, K, B, N, P]. The
   // engines have no projected states.
-  void bring_states(Copies& copies, Tensor& packed, const Tensors& from) const {
-    for (int64_t k = projects; k < K; ++k) {
-      const int64_t next = is_cell ? 0 : from[k].stride(0), axis = is_cell ? 0 : 1;
-      copies.add(packed, k * B * N * P, {states(), P, N * P, 1}, from[k], 0,
-                 {N * next, next, from[k].stride(axis), from[k].stride(axis + 1)}, {L, N, B, D});
+  // `first` is 1 if `from` has no h.
+  void bring_states(Copies& copies, Tensor& packed, const Tensors& from, int64_t first = 0) const {
+    for (int64_t k = std::max<int64_t>(projects, first); k < K; ++k) {
+      const Tensor& state = from[k - first];
+      const int64_t next = is_cell ? 0 : state.stride(0), axis = is_cell ? 0 : 1;
+      copies.add(packed, k * B * N * P, {states(), P, N * P, 1}, state, 0,
+                 {N * next, next, state.stride(axis), state.stride(axis + 1)}, {L, N, B, D});
     }
   }
-  void return_states(Copies& copies, Tensors& to, const Tensor& packed) const {
-    for (int64_t k = projects; k < K; ++k) {
+  // From the state `first` on, as new_states has made them.
+  void return_states(Copies& copies, Tensors& to, const Tensor& packed, int64_t first = 0) const {
+    for (int64_t k = std::max<int64_t>(projects, first); k < K; ++k) {
       copies.add(to[k], 0, {N * B * D, B * D, D, 1}, packed, k * B * N * P, {states(), P, N * P, 1},
                  {L, N, B, D});
     }
   }
-  Tensors check_states(const Tensors& given, const char* name) const {
-    STD_TORCH_CHECK(given.empty() || int64_t(given.size()) == K, name, " must be ", K,
-                    " tensors or none, got ", given.size());
+  // `first` is 1 if there is no h.
+  Tensors check_states(const Tensors& given, const char* name, int64_t first = 0) const {
+    STD_TORCH_CHECK(given.empty() || int64_t(given.size()) == K - first, name, " must be ",
+                    K - first, " tensors or none, got ", given.size());
     for (size_t k = 0; k < given.size(); ++k) {
-      check_shape(given[k], name, state_shape(int64_t(k)));
+      check_shape(given[k], name, state_shape(int64_t(k) + first));
       if (given[k].scalar_type() != io) check_dtype(given[k], name, unrounded);
     }
     return given;
   }
-  Tensors new_states(const Tensor& like, ScalarType type) const {
-    Tensors states;
-    for (int64_t k = 0; k < K; ++k) {
+  // K new tensors; those before `first` are undefined.
+  Tensors new_states(const Tensor& like, ScalarType type, int64_t first = 0) const {
+    Tensors states(first);
+    for (int64_t k = first; k < K; ++k) {
       states.push_back(new_tensor(like, state_shape(k), type));
     }
     return states;

@@ -18,15 +18,25 @@ from .checks import DTYPES
 from .dispatch import has_autocast, without_autocast
 from .packed import Layout, describe
 from .padding import pad_heads, padded_width
-from .plain import as_tuple, compute_dtype, is_plain, precision, run_plain, run_plain_cell
+from .plain import (
+    as_tuple,
+    compute_dtype,
+    is_plain,
+    precision,
+    run_ordinary_cell,
+    run_plain,
+    run_plain_cell,
+)
 from .private_names import (
     autocast_is_on_anywhere,
     first_weight,
-    parameter_of,
+    parameters_of,
     update_weights,
     weights_of,
 )
 from .stack import Engine, make_heads, project
+
+CELL_PARAMETERS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
 
 
 def run_sequence(module: Any, kernel: Any, input: Any, hx: Any = None) -> Any:
@@ -129,44 +139,26 @@ def _parameters(module: Any) -> list[Tensor]:
 
 def run_cell(module: Any, kernel: Any, cell: str, input: Tensor, hx: Any = None) -> Any:
     """Runs the forward of a torch.nn.LSTMCell, GRUCell or RNNCell; returns h' or (h', c')."""
-    names = ("weight_ih", "weight_hh", *(("bias_ih", "bias_hh") if module.bias else ()))
-    parameters = [parameter_of(module, name) for name in names]
+    weights = parameters_of(module, CELL_PARAMETERS if module.bias else CELL_PARAMETERS[:2])
+    next_state = run_ordinary_cell(module, kernel, cell, input, hx, weights)
+    if next_state is not None:
+        return next_state
+    _check_cell_dimensions(f"{cell.partition('_')[0].upper()}Cell", input, hx)
     batched = input.dim() == 2
-    if not _is_ordinary(module, cell, input, hx, parameters[0]):
-        _check_cell_dimensions(f"{cell.partition('_')[0].upper()}Cell", input, hx)
-        if not batched:
-            input = input.unsqueeze(0)
-            if hx is not None:
-                pair = cell == "lstm"
-                hx = (hx[0].unsqueeze(0), hx[1].unsqueeze(0)) if pair else hx.unsqueeze(0)
-        _check_pair(cell, hx)
-        _check_cell_sizes(module, input, as_tuple(hx))
-        _check_tensors(input, hx, parameters[0])
+    if not batched:
+        input = input.unsqueeze(0)
+        if hx is not None:
+            pair = cell == "lstm"
+            hx = (hx[0].unsqueeze(0), hx[1].unsqueeze(0)) if pair else hx.unsqueeze(0)
+    _check_pair(cell, hx)
+    _check_cell_sizes(module, input, as_tuple(hx))
+    _check_tensors(input, hx, weights[0])
     states = as_tuple(hx)
-    last = run_plain_cell(kernel, cell, input, states, parameters)
+    last = run_plain_cell(kernel, cell, input, states, weights)
     if last is None:
-        last = _run_cell(module, kernel, cell, input, states, parameters)
+        last = _run_cell(module, kernel, cell, input, states, weights)
     last = last if batched else tuple(s.squeeze(0) for s in last)
     return last if len(last) > 1 else last[0]
-
-
-def _is_ordinary(module: Any, cell: str, input: Tensor, hx: Any, weight: Tensor) -> bool:
-    """Whether a cell's call has a batch and passes all checks, found out faster than by them."""
-    if cell == "lstm" and hx is not None and (type(hx) is not tuple or len(hx) != 2):
-        return False
-    dtype, index = input.dtype, input.get_device()
-    if input.dim() != 2 or dtype is not weight.dtype or index != weight.get_device():
-        return False
-    B, I = input.shape
-    if module.input_size != I or input.layout is not torch.strided or input.is_meta:
-        return False
-    size = (B, module.hidden_size)
-    for s in () if hx is None else hx if cell == "lstm" else (hx,):
-        if not isinstance(s, Tensor) or s.shape != size or s.dtype is not dtype:
-            return False
-        if s.get_device() != index or s.layout is not torch.strided or s.is_meta:
-            return False
-    return dtype in DTYPES
 
 
 def _run_cell(

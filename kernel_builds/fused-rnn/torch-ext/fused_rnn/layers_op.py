@@ -34,7 +34,7 @@ def run_layers(
     cell: str, x: torch.Tensor, state: Tensors, weights: Tensors, options: Options
 ) -> Tuple[torch.Tensor, Tensors]:
     """Returns the outputs, with rows as those of x, and the K last states, [layers * directions, B, D],
-    in the dtype of x.
+    in the dtype of x; of a cell without h, which is the output.
 
     x is [B, T, I], [T, B, I] or the data of a PackedSequence, or [B, I] for one step of a cell, whose
     states are [B, D]; `state` is empty or has K tensors as the last states, in the dtype of x or in the states'; `weights` are the parameters of a torch.nn module
@@ -150,29 +150,31 @@ def _register(cell: Cell) -> None:
         own = B * len(batch_sizes) if batch_sizes and x.is_cuda else rows  # rows of the engine
         wide = torch.promote_types(x.dtype, torch.float32)
         y = x.new_empty(*x.shape[:-1], N * O)
-        last = [x.new_empty(*outer, D if k > 0 else O) for k in range(K)]
+        first = 1 if x.dim() == 2 and not batch_sizes else 0  # a cell's h is y
+        last = [x.new_empty(*outer, D if k > 0 else O) for k in range(first, K)]
         if not save:
             return y, last, []
         kept, size, packs = [], 0, width != D or weights[0].dtype != x.dtype
+        steps = projects and width == D and not x.is_cuda
         for number in range(L):
             if number > 0 and dropout > 0:
                 kept.append(x.new_empty(*inner, N * O, dtype=torch.bool))
             if number > 0:
                 kept.append(x.new_empty(*inner, N * O))
             kept.append(x.new_empty(own, V, N, width, dtype=x.dtype if x.is_cuda else wide))
-            reads_h = T > 1 or (len(state) > 0 and not (projects and x.is_cuda))
-            read = O if projects and not x.is_cuda else width
+            reads_h = T > 1 or (len(state) > 0 and (steps or not projects))
+            read = O if steps else width
             kept.append(x.new_empty(own if reads_h else 0, N, read))
             if projects:
                 kept.append(x.new_empty(own, N * width))
             size += _aligned(G * N * width * width)
             if packs:
                 size += N * _aligned(G * width * (N * O if number > 0 else x.shape[-1]))
-        packs = x.is_cuda if projects else N == 2 or packs
-        first = [x.new_empty(size)] if packs else []
+        packs = not steps and (N == 2 or packs or projects)
+        packed = [x.new_empty(size)] if packs else []
         if projects:
-            first.append(x.new_empty(L * N if len(state) else 0, B, O))
-        return y, last, first + kept
+            packed.append(x.new_empty(L * N if len(state) else 0, B, O))
+        return y, last, packed + kept
 
     @register_fake(f"{cell.name}_layers_bwd")
     def _(

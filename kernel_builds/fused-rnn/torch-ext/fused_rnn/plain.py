@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .checks import DTYPES
 from .dispatch import has_autocast
 from .formulas import is_eager
 from .packed import fits_rows
@@ -49,6 +50,44 @@ def _fits(x: Tensor, dtype: torch.dtype, states: tuple[Tensor, ...], weights: li
     return all(s.dtype is dtype or s.dtype is wide for s in states)
 
 
+def run_ordinary_cell(
+    module: Any, kernel: Any, cell: str, x: Tensor, hx: Any, weights: list[Tensor]
+) -> Any:
+    """Runs the call of a cell that has a batch, passes all checks and needs no conversion; returns h'
+    or (h', c'), and None for other calls. Nothing is asked twice, because the host limits the speed
+    of one step."""
+    kind, dtype, index = kernel.BACKEND, x.dtype, x.get_device()
+    if kind is None or dtype not in DTYPES or x.dim() != 2 or x.layout is not torch.strided:
+        return None
+    B, I = x.shape
+    if module.input_size != I or B == 0 or I == 0 or (dtype is torch.float64 and kind == "cuda"):
+        return None
+    for w in weights:
+        if w.dtype is not dtype or w.get_device() != index:
+            return None
+    pair = cell == "lstm"
+    if hx is None:
+        states: tuple[Tensor, ...] = ()
+    elif not pair:
+        states = (hx,)
+    elif type(hx) is tuple and len(hx) == 2:
+        states = hx
+    else:
+        return None
+    size = B, module.hidden_size
+    for s in states:
+        if not isinstance(s, Tensor) or s.shape != size or s.dtype is not dtype:
+            return None
+        if s.get_device() != index or s.layout is not torch.strided or s.is_meta:
+            return None
+    if x.is_meta or torch.is_autocast_enabled(kind) or not is_eager():
+        return None
+    tf32 = dtype is torch.float32 and index >= 0 and recurrent_precision() == "tf32"
+    options = ((), len(weights) > 2, False, 1, True, size[1], 0.0, tf32)
+    h, last = kernel.run_layers(cell, x, states, weights, options)
+    return (h, *last) if pair else h
+
+
 def run_plain_cell(
     kernel: Any, cell: str, x: Tensor, states: tuple[Tensor, ...], weights: list[Tensor]
 ) -> tuple[Tensor, ...] | None:
@@ -61,10 +100,9 @@ def run_plain_cell(
         return None
     tf32 = dtype is torch.float32 and precision(x) == "tf32"
     x = x if x.dtype is dtype else x.to(dtype)
-    width = padded_width(x.device.type, dtype, 1, weights[1].shape[1], x.shape[0])
-    options = ((), len(weights) > 2, False, 1, True, width, 0.0, tf32)
+    options = ((), len(weights) > 2, False, 1, True, weights[1].shape[1], 0.0, tf32)
     h, last = kernel.run_layers(cell, x, states, weights, options)
-    return (h, *last[1:])
+    return (h, *last)
 
 
 def run_plain(
@@ -76,8 +114,10 @@ def run_plain(
     x = x if x.dtype is dtype else x.to(dtype)
     steps = len(batch_sizes) or x.shape[1 if module.batch_first else 0]
     rows = int(batch_sizes[0]) if batch_sizes else x.shape[0 if module.batch_first else 1]
-    width = padded_width(kind, dtype, steps, module.hidden_size, rows)
     directions = 2 if module.bidirectional else 1
+    width = module.hidden_size
+    if steps > 1 or directions * module.num_layers > 1:  # one step's kernels take any width
+        width = padded_width(kind, dtype, steps, width, rows)
     dropout = float(module.dropout) if module.training else 0.0
     projects = module.proj_size > 0
     options = (

@@ -55,21 +55,37 @@ struct Matrix {
   }
 };
 
-inline void multiply_as_is(const Product& p, Dtype dtype, bool tf32) {
+inline cuda::gemm::DataType blas_type(Dtype dtype) {
+  using namespace cuda::gemm;
+  return dtype == Dtype::kFloat ? kFloat32 : dtype == Dtype::kHalf ? kFloat16 : kBFloat16;
+}
+
+// Computes the product with c of the type `out`, or adds it to c.
+inline void multiply_into(const Product& p, cuda::gemm::DataType out, bool adds, Dtype dtype,
+                          bool tf32) {
   using namespace cuda::gemm;
   check_has_blas();
   const bool fp32 = dtype == Dtype::kFloat;
-  const DataType io = fp32 ? kFloat32 : dtype == Dtype::kHalf ? kFloat16 : kBFloat16;
+  const DataType io = blas_type(dtype);
   const bool rounds = fp32 && tf32 && p.M * p.N * p.K * p.batch >= kTf32Products;
-  const float one = 1, zero = 0;
+  const float one = 1, before = adds ? 1 : 0;
   // cuBLAS stores matrices column by column, so that it reads ours as their transposes: this is
   // c^T = b^T a^T.
   const Matrix b(p.K, p.N, p.b_k, p.b_n), a(p.M, p.K, p.a_m, p.a_k);
   check_blas("cublasGemmStridedBatchedEx",
              cublasGemmStridedBatchedEx(
                  current_blas_handle(), b.transposed, a.transposed, int(p.N), int(p.M), int(p.K),
-                 &one, p.b, io, int(b.next), 0, p.a, io, int(a.next), p.a_batch, &zero, p.c, io,
+                 &one, p.b, io, int(b.next), 0, p.a, io, int(a.next), p.a_batch, &before, p.c, out,
                  int(p.c_m), p.c_batch, int(p.batch), rounds ? kTf32 : kFp32, kDefaultAlgorithm));
+}
+
+inline void multiply_as_is(const Product& p, Dtype dtype, bool tf32) {
+  multiply_into(p, blas_type(dtype), false, dtype, tf32);
+}
+
+// Does the same with c in fp32, or adds the product to c.
+inline void multiply_wide(const Product& p, Dtype dtype, bool tf32, bool adds) {
+  multiply_into(p, cuda::gemm::kFloat32, adds, dtype, tf32);
 }
 
 // Large products of matrices whose rows are no whole vectors of 16 bytes, which slows cuBLAS's

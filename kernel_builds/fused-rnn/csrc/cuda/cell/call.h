@@ -1,0 +1,66 @@
+// Declares the kernels for one step of one layer and head, which read and write the tensors of
+// torch.nn's modules as they are. stack/one_step.h calls them; it needs no CUDA headers.
+// B sequences, I input width, D units, G gates, K states, R bias rows, V saved values. io is the
+// dtype of x and of the weights.
+#pragma once
+#include "../engine.h"
+
+namespace flashcell::cuda {
+
+constexpr int kMostStates = 4;
+
+// [B, D], or no tensor at all, which counts as zeros.
+struct StateView {
+  const void* data;   // io, or fp32 unless is_io
+  int64_t row, unit;  // strides in elements
+  bool is_io;
+};
+
+// One side of the gates' sums: weight [G, D, depth] times an operand [B, depth].
+struct CellProduct {
+  const void* weight;  // io, contiguous; null: no such product
+  StateView operand;
+  int64_t depth;
+};
+
+struct CellForward {
+  int64_t B, D;
+  CellProduct input, recurrent;  // what the kernel multiplies itself, or
+  const void* gates;             // [B, G, D]: the input's product, io, or fp32 unless gates_are_io
+  const float* sums;             // [B, G, D]: the recurrent product, or null for 0
+  bool gates_are_io;
+  const void *b_ih, *b_hh;         // [G, D] io, or null
+  StateView initial[kMostStates];  // K
+  void* next[kMostStates];         // [B, D] io each; null: not wanted. The first is h
+  void* h;                         // [B, D] io: a second copy of h, or null
+  void* saved;                     // [B, V, D] io, or null
+  void* h_prev;                    // [B, D] io: h before the step, or null
+};
+
+struct CellBackward {
+  int64_t B, D;
+  StateView dh;                  // of the first copy of h
+  StateView dlast[kMostStates];  // K
+  const void* saved;             // [B, V, D] io
+  void *dx, *dr;                 // [B, G, D] io; dr null: it equals dx, or is not wanted
+  float* dstate[kMostStates];    // K of [B, D], without the product of dr, or null
+  void *db_ih, *db_hh;           // [G, D] io, or null
+  float* partial;                // [cell_chunks(B), R, D]; not read if there is one chunk
+};
+
+// Rows whose bias gradients one thread block adds up.
+constexpr int64_t kCellChunk = 64;
+constexpr int64_t cell_chunks(int64_t B) { return (B + kCellChunk - 1) / kCellChunk; }
+
+// `cell` is the index in AllCells. The backward sums db in an order that only depends on B.
+void cell_forward(int cell, const CellForward&, Dtype, const Launch&);
+void cell_backward(int cell, const CellBackward&, Dtype, const Launch&);
+void fill_zeros(void* memory, int64_t bytes, cudaStream_t stream);
+
+// Instantiated for every cell and I/O type.
+template <typename Cell, typename IO>
+void forward_cell(const CellForward&, const Launch&);
+template <typename Cell, typename IO>
+void backward_cell(const CellBackward&, const Launch&);
+
+}  // namespace flashcell::cuda
