@@ -85,8 +85,6 @@ def explain(module: Any, input: Any, hx: Any = None) -> str:
         return f"kernel: backend={module.kernel_backend!r} was asked for"
     if kernel is None:
         return f"torch: no kernel of ours runs {data.dtype} on {data.device.type} here"
-    if module.call_kind >= CELLS and data.is_cuda:
-        return "torch: a GPU runs a single step sooner than Python calls our kernel"
     key = _key(module, module.call_kind, input)
     found = None if key is None else _predict(key)
     if found is None:
