@@ -147,7 +147,7 @@ def _predict(key: _Key) -> Prediction | None:
         return None
     if device not in _devices:
         _devices[device] = describe(device)
-    if device >= 0:
+    if device >= 0 and call.kind < CELLS:
         call = with_engine(call, _devices[device].capability)
     own, shipped = (nearest(table, _devices[device]) for table in cost_tables.tables())
     # The user's own measurements count for the device they were made on.
