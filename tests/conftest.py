@@ -13,8 +13,9 @@ from cases import DEVICE
 
 ROOT = Path(__file__).resolve().parents[1]
 torch.set_default_device(DEVICE)
-if DEVICE != "cpu":
-    torch.set_num_threads(1)  # many processes at a time test one GPU
+# One thread also in the processes that tests start: two in each of pytest-xdist's workers would mostly
+# wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def load_built(name: str, finished: str | None):
@@ -54,6 +55,12 @@ def tfla():
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """One thread, whatever number the test before has set: the problems are too small for two."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)

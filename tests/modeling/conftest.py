@@ -64,15 +64,6 @@ def binaries(request, monkeypatch):
         monkeypatch.setenv("LOCAL_KERNELS", ":".join(entries))
 
 
-@pytest.fixture(scope="session", autouse=True)
-def one_thread():
-    """Runs every test with one thread: the models are too small for two."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(autouse=True)
 def kernels_alone(monkeypatch):
     """Takes the tables of costs away from backend="auto", so that our kernels run whatever they say.

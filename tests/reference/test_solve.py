@@ -12,15 +12,6 @@ B, T, D = 2, 37, 4
 REGISTERED = "rotation"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """These problems are too small for two threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def diagonal(h, x, w):  # S = [D]
     z = torch.sigmoid(w[0] * h + x[:, 0])
     return z * h + (1 - z) * torch.tanh(w[1] * h + x[:, 1])

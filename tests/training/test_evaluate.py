@@ -19,15 +19,6 @@ CHECKPOINT = ROOT / "model_cards/flash-rnn-python-5m"
 TEXTS = ["def size(self):\n    return len(self.items)\n", "import os\n", "x = 'ä'\n" * 3]
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Nothing here is large enough for a second thread, for which a busy machine would wait."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def checkpoint():
     return load(str(CHECKPOINT), DEVICE, "reference")

@@ -14,15 +14,6 @@ from synthetic_tasks.stack import Stack
 from synthetic_tasks.training import losses
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Nothing here is large enough for a second thread, for which a busy machine would wait."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def rows(name: str, split: str = "train", count: int = 50):
     return TASKS[name].rows(split, 3, 1, count)
 

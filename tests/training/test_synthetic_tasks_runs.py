@@ -21,15 +21,6 @@ EASY = Task(
 )  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Nothing here is large enough for a second thread, for which a busy machine would wait."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def test_rows_of_adamw_are_adamw():
     values = torch.randn(3, 5, dtype=torch.float64)
     ours = values.clone().requires_grad_()
