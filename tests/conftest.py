@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import gradients
+import thinning
 from cases import DEVICE
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -16,6 +17,11 @@ torch.set_default_device(DEVICE)
 # One thread also in the processes that tests start: two in each of pytest-xdist's workers would mostly
 # wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
+def pytest_collection_modifyitems(items):
+    thinning.mark_rest_slow(items)
 
 
 def load_built(name: str, finished: str | None):

@@ -57,6 +57,7 @@ def test_streamer(case, make_model, tokenizer):
     assert len(pieces) > 4, "not streamed"
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("padded", [False, True], ids=["plain", "left-padded"])
 def test_static_cache_decodes_in_one_graph(case, make_model, tokens, padded):
     """Two generate calls with different prompts give one complete graph, compiled once."""

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.dynamic_module_utils import get_imports
 
+from commands import load_command
 from flashcell.hub.lock_format import lock_source
 from flashcell.kernels.fused_rnn import CELLS
 from model_cases import CASES, cpu_only, kinds
@@ -58,9 +59,21 @@ print(json.dumps(texts))
 """
 
 
-def export(*arguments, **more):
+def run_export(*arguments, **more):
+    """Runs the command as a process; returns it, ended, with its output."""
     command = [sys.executable, ROOT / "scripts/export_model", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, **more)
+
+
+def export(checkpoint, out, lock=None):
+    """Exports in this process, which has imported what the command would import first."""
+    load_command("export_model").export(Path(checkpoint), Path(out), lock and Path(lock))
+
+
+def refusal(*arguments) -> str:
+    with pytest.raises(SystemExit) as refused:
+        export(*arguments)
+    return str(refused.value)
 
 
 def packages_without(folder: Path, missing: tuple) -> Path:
@@ -98,8 +111,7 @@ def test_loads_where_flashcell_is_not(make_model, tmp_path, missing):
         model = make_model(case, tie_word_embeddings=bool(missing))
         model.config.backend = "reference" if missing else "auto"
         model.save_pretrained(tmp_path / "checkpoints" / case)
-        done = export(tmp_path / "checkpoints" / case, tmp_path / "repos" / case)
-        assert done.returncode == 0, done.stderr
+        export(tmp_path / "checkpoints" / case, tmp_path / "repos" / case)
         want[case] = model.generate(ids, **options).tolist()
         card = (tmp_path / "repos" / case / "README.md").read_text()
         assert "trust_remote_code=True" in card
@@ -118,7 +130,8 @@ def test_the_code_is_flat_and_whole(make_model, tmp_path):
     lock.write_text(text + "open('/nowhere/ran', 'w')\n")
     (tmp_path / "checkpoint/README.md").write_text("my card")
     for _ in range(2):  # an earlier export may be replaced
-        assert export(tmp_path / "checkpoint", tmp_path / "repo", "--lock", lock).returncode == 0
+        done = run_export(tmp_path / "checkpoint", tmp_path / "repo", "--lock", lock)
+        assert done.returncode == 0, done.stderr
     files = {path.name for path in (tmp_path / "repo").iterdir()}
     assert {"modeling_flash_rnn.py", "configuration_flash_rnn.py", "hub_kernel_loader.py"} <= files
     assert {"fused_rnn.py", "fused_rnn_reference.py", "fused_rnn_cells.py"} <= files
@@ -136,20 +149,23 @@ def test_the_code_is_flat_and_whole(make_model, tmp_path):
 def test_refusals(make_model, tmp_path):
     model, checkpoint = make_model(), tmp_path / "checkpoint"
     (tmp_path / "lock.py").write_text("LOCK = {}")
-    assert "has no config.json" in export(tmp_path, tmp_path / "repo").stderr
+    done = run_export(tmp_path, tmp_path / "repo")
+    assert done.returncode == 1
+    assert "has no config.json" in done.stderr
+    assert "Traceback" not in done.stderr
     model.config.save_pretrained(checkpoint)
-    assert "has no *.safetensors" in export(checkpoint, tmp_path / "repo").stderr
+    assert "has no *.safetensors" in refusal(checkpoint, tmp_path / "repo")
     model.save_pretrained(checkpoint)
-    assert "exists and is not an earlier export" in export(checkpoint, ROOT / "tests").stderr
-    done = export(checkpoint, tmp_path / "repo", "--lock", tmp_path / "lock.py")
-    assert "lock.py: LOCK is a dict of" in done.stderr
+    assert "exists and is not an earlier export" in refusal(checkpoint, ROOT / "tests")
+    said = refusal(checkpoint, tmp_path / "repo", tmp_path / "lock.py")
+    assert "lock.py: LOCK is a dict of" in said
     assert not (tmp_path / "repo").exists()
     exported = tmp_path / "exported"
-    assert export(checkpoint, exported).returncode == 0
-    assert "but must be another folder" in export(exported, exported).stderr
+    export(checkpoint, exported)
+    assert "but must be another folder" in refusal(exported, exported)
     assert (exported / "model.safetensors").is_file()
     (checkpoint / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    assert "model_type is 'llama', but must be" in export(checkpoint, tmp_path / "repo").stderr
+    assert "model_type is 'llama', but must be" in refusal(checkpoint, tmp_path / "repo")
     model.config.save_pretrained(checkpoint)
     config = json.loads((checkpoint / "config.json").read_text())
     for change, says in (
@@ -160,21 +176,19 @@ def test_refusals(make_model, tmp_path):
     ):
         text = json.dumps({**config, **change} if isinstance(change, dict) else change)
         (checkpoint / "config.json").write_text(text)
-        done = export(checkpoint, exported)
-        assert says in done.stderr
-        assert "Traceback" not in done.stderr
+        assert says in refusal(checkpoint, exported)
         assert (exported / "model.safetensors").is_file(), "the earlier export is lost"
     (checkpoint / "config.json").write_text("{")
-    assert "is not JSON" in export(checkpoint, exported).stderr
+    assert "is not JSON" in refusal(checkpoint, exported)
 
 
 def test_an_export_that_cannot_be_written_leaves_the_earlier_one(make_model, tmp_path):
     checkpoint, out = tmp_path / "checkpoint", tmp_path / "out/exported"
     make_model().save_pretrained(checkpoint)
-    assert export(checkpoint, out).returncode == 0
+    export(checkpoint, out)
     before = {path.name: path.read_bytes() for path in out.iterdir()}
     limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-    done = export(checkpoint, out, preexec_fn=limit)
+    done = run_export(checkpoint, out, preexec_fn=limit)
     assert done.returncode == 1
     assert "cannot be written: File too large" in done.stderr
     assert "Traceback" not in done.stderr

@@ -164,6 +164,7 @@ def op_arguments(name, options, requires_grad=True):
     return [x, weight, state, *masks, "sequential", -1.0, -1]
 
 
+@pytest.mark.thin(pairs=True)
 @pytest.mark.parametrize("save", [True, False])
 @pytest.mark.parametrize(
     "options",

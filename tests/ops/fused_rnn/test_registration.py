@@ -23,6 +23,7 @@ def arguments(cell, options, requires_grad=True, dtype=torch.float32):
     return [x, weight, bias, state, *masks, False]
 
 
+@pytest.mark.thin(pairs=True)
 @pytest.mark.parametrize("save", [True, False])
 @pytest.mark.parametrize(
     "options", [("state", "reset", "hold", "clip"), ("state", "lengths"), ("state", "cu"), ()]

@@ -95,6 +95,7 @@ def check_case(tfla, order, cell, case, dtype, **options):
             tests.assert_near(key, key, got[key], exact[key], near[key], dtype, case.T == 1, lost)
 
 
+@pytest.mark.thin(pairs=True)
 @pytest.mark.parametrize("dtype", DTYPES, ids=tests.short)
 @pytest.mark.parametrize("case", FAST, ids=str)
 def test_as_exact_as_the_reference_in_any_order(tfla, order, cell, case, dtype):

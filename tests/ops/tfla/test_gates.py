@@ -72,6 +72,7 @@ def check_inputs(tfla, cell, tensors, backend=DEVICE, chunk_size=None, **masks):
         assert error(got, want) < allowed, name
 
 
+@pytest.mark.thin(pairs=True)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("gate", [3.0, 6.0, 12.0, 20.0])
 @pytest.mark.parametrize("T", [40, 419])
@@ -98,6 +99,7 @@ def check_half_open(tfla, cell, mean, **options):
 MASKS = [("reset",), ("hold",), ("reset", "hold"), ("cu_seqlens",)]
 
 
+@pytest.mark.thin(pairs=True)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("masks", MASKS, ids=str)
 @pytest.mark.parametrize("cell", CELLS, ids=str)
