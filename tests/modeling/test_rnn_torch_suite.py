@@ -92,7 +92,8 @@ def test_gradients_by_finite_differences(module_db, kind):
 
             assert torch.autograd.gradcheck(call, args)
             if backend == "reference" and number < 2:
-                assert torch.autograd.gradgradcheck(call, args)
+                # As torch's own suite, along random directions.
+                assert torch.autograd.gradgradcheck(call, args, fast_mode=True)
 
 
 @pytest.mark.parametrize("kind", SEQUENCES + CELLS)

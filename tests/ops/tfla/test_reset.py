@@ -34,6 +34,7 @@ def test_reset_at_every_position(tfla, cell, t):
         assert_close("state", got, exact, 1e-6)
 
 
+@pytest.mark.thin(pairs=True)
 @pytest.mark.parametrize("dtype", DTYPES, ids=short)
 @pytest.mark.parametrize("size", [64, 256])
 def test_a_reset_at_every_step_of_tiles_and_chunks(tfla, cell, size, dtype):
