@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import gradients
-import thinning
 from cases import DEVICE
+from tooling import thinning
 
 ROOT = Path(__file__).resolve().parents[1]
 torch.set_default_device(DEVICE)

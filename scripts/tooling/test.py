@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -103,7 +104,10 @@ def run_steps(args: argparse.Namespace, home: Path) -> list[Step]:
 
 def tests(args: argparse.Namespace, home: Path) -> Step:
     command = [sys.executable, ROOT / "scripts", "pytest"]  # where pytest finds the plugin
-    command += ["-n", str(args.jobs), "--dist", "worksteal", "--durations=10"]
+    command += ["-n", str(args.jobs), "--dist", "worksteal"]
+    chosen = [*args.pytest, *shlex.split(os.environ.get("PYTEST_ADDOPTS", ""))]
+    if not any(word.startswith("--durations") for word in chosen):
+        command += ["--durations=10"]
     command += ["-o", f"cache_dir={home / 'pytest'}", "-o", "console_output_style=classic"]
     command += ["-p", "tooling.test_report", "-rfE"]
     if not args.all:

@@ -14,10 +14,10 @@ from serving_cases import alone, collect
 
 LENGTHS = (1, 2, 63, 64, 65, 200, 256, 257, 290, 5)
 
-
 pytestmark = pytest.mark.usefixtures("read_at_once_and_late")
 
 
+@pytest.mark.thin
 def test_greedy_is_generate(case, make_model, tokens):
     model = make_model(case)
     prompts = [tokens(n) for n in LENGTHS]
@@ -74,6 +74,7 @@ class Record:
         return scores
 
 
+@pytest.mark.thin
 def test_neighbours_do_not_change_a_bit(case, make_model, tokens):
     """Other requests, another slot and another prefill row leave the logits bitwise the same."""
     widths = {"hidden_size": 64, "vocab_size": 64}
@@ -85,11 +86,8 @@ def test_neighbours_do_not_change_a_bit(case, make_model, tokens):
         record = Record()
         others = [Request(tokens(1 + 37 * i % 90), 1 + 11 * i % 17) for i in range(before + after)]
         mine = Request(prompt, 20, logits_processor=LogitsProcessorList([record]))
-        collect(
-            generate_many(
-                model, [*others[:before], mine, *others[before:]], slots=4, prefill_rows=2
-            )
-        )
+        requests = [*others[:before], mine, *others[before:]]
+        collect(generate_many(model, requests, slots=4, prefill_rows=2))
         return torch.cat(record.scores)
 
     want = scores(0, 0)
@@ -174,6 +172,7 @@ def test_errors_stay_with_their_request(make_model, tokens):
         assert results[2 * i + 1].tokens == want
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("slots", [1, 2])
 def test_logits_that_are_not_finite(case, make_model, slots):
     """Nor do they stay in the prefill row or the slot."""

@@ -93,6 +93,7 @@ def test_loss_is_averaged_over_the_items_the_trainer_counts(case, make_model, to
     assert_close("shifted inside", loss, want, SAME)
 
 
+@pytest.mark.thin
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 @cpu_only  # Trainer draws its batches on the default device
 def test_trainer(case, make_model, tokens, tmp_path, packed):

@@ -123,18 +123,13 @@ def test_without_wgmma(tfla, order, cell, case):
     check_case(tfla, order, cell, case, torch.bfloat16, device="arch=80")
 
 
-@pytest.mark.thin
+@pytest.mark.thin(pairs=True)
 @pytest.mark.parametrize("processors", [1, 3])
-def test_few_processors_take_many_parts_each(tfla, order, cell, processors):
-    case = Case(2, 300, 2, 136, 264, ("state", "reset"), 256)
-    check_case(tfla, order, cell, case, torch.bfloat16, device=f"processors={processors}")
-
-
-@pytest.mark.thin
 @pytest.mark.parametrize("options", [("state", "reset"), ("state", "lengths", "hold")], ids=str)
-def test_backward_by_few_blocks_of_rows(tfla, order, cell, options):
+def test_few_processors_take_many_parts_each(tfla, order, cell, options, processors):
+    """In the backward a few blocks of rows are left for each."""
     case = Case(2, 300, 2, 136, 264, options, 256)
-    check_case(tfla, order, cell, case, torch.bfloat16, device="processors=3")
+    check_case(tfla, order, cell, case, torch.bfloat16, device=f"processors={processors}")
 
 
 @pytest.mark.parametrize("masks", test_cuda.KEPT, ids=str)
