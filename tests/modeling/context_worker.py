@@ -1,11 +1,15 @@
-"""One of several processes of test_context_parallel.py: a sequence split over them must have the
-logits, the loss and the gradients of the whole sequence."""
+"""The processes of test_context_parallel.py: a sequence split over them must have the logits, the loss
+and the gradients of the whole sequence.
+
+    python context_worker.py CHECKPOINTS STORE    STORE is a file through which they find each other
+"""
 
 import sys
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
@@ -15,7 +19,7 @@ import flashcell  # noqa: F401  (registers the families)
 from flashcell.state.context_parallel import ContextParallel
 from model_cases import blocks
 
-BATCH, PART = 2, 5
+RANKS, BATCH, PART = 3, 2, 5
 # Relative, in fp64: sums are in another order. Observed 1.7e-14; transformers' own loss, which is
 # in fp32 for any logits, has 2.1e-7.
 BOUNDS = {"logits": 6e-14, "loss": 6e-7}
@@ -142,12 +146,11 @@ def check_long_part(checkpoint: Path) -> None:
         assert error <= BOUNDS["logits"], f"long part: relative error {error:.2g}"
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+def check_all(rank: int, folder: str, store: str) -> None:
+    dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=RANKS)
     torch.manual_seed(0)
     tokens = torch.randint(2, 60, (BATCH, PART * dist.get_world_size() + 1))
-    checkpoints = sorted(Path(sys.argv[1]).iterdir())
+    checkpoints = sorted(Path(folder).iterdir())
     for checkpoint in checkpoints:
         check(checkpoint, tokens)
     check_uneven_targets(checkpoints[0], tokens)
@@ -156,6 +159,14 @@ def main() -> None:
     check_long_part(checkpoints[0])
     dist.barrier()
     dist.destroy_process_group()
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    # Forks have imported everything; if one fails, the others are ended.
+    torch.multiprocessing.start_processes(
+        check_all, sys.argv[1:], nprocs=RANKS, start_method="fork"
+    )
 
 
 if __name__ == "__main__":

@@ -20,13 +20,11 @@ def test_parts_are_the_whole(make_model, tmp_path):
     for case, (_, options, *_) in CASES.items():
         # beyond its bound, a recurrent weight's gradient is clipped separately in each part
         free = {"max_recurrent": None} if options.get("cell", "").startswith("flash_") else {}
-        make_model(case, **free).save_pretrained(tmp_path / case)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
+        make_model(case, **free).save_pretrained(tmp_path / "models" / case)
     worker = Path(__file__).with_name("context_worker.py")
-    done = subprocess.run(
-        [*launch, worker, tmp_path], capture_output=True, text=True,
-        env=environment(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1"),
-    )  # fmt: skip
+    command = [sys.executable, worker, tmp_path / "models", tmp_path / "store"]
+    alone = environment(CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
+    done = subprocess.run(command, capture_output=True, text=True, env=alone)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
