@@ -123,7 +123,7 @@ def test_without_wgmma(tfla, order, cell, case):
     check_case(tfla, order, cell, case, torch.bfloat16, device="arch=80")
 
 
-@pytest.mark.thin(pairs=True)
+@pytest.mark.thin
 @pytest.mark.parametrize("processors", [1, 3])
 @pytest.mark.parametrize("options", [("state", "reset"), ("state", "lengths", "hold")], ids=str)
 def test_few_processors_take_many_parts_each(tfla, order, cell, options, processors):
