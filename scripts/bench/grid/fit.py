@@ -72,21 +72,14 @@ def as_call(call: draw.Call, device: str, capability: int) -> Call:
     sizes = layers, directions, projection, batch, call.steps, call.width, call.width
     trains = int(call.mode == "training")
     found = Call(KINDS.index(kind), *sizes, PRECISIONS.index(name), trains, int(packed))
-    asks = device == "cuda" and has_choice(call.net, device)
+    asks = device == "cuda" and call.net not in draw.CELLS
     return with_engine(found, capability) if asks else found
 
 
-def has_choice(net: str, device: str) -> bool:
-    """Whether costs decide; on a GPU cells run torch.nn's forward in any case."""
-    return not (device == "cuda" and net in draw.CELLS)
-
-
 def from_rows(rows: Iterable[dict[str, str]], device: str) -> list[Measured]:
-    """Returns the calls of a CSV file that scripts/bench_grid wrote, for which there is a choice."""
+    """Returns the calls of a CSV file that scripts/bench_grid wrote."""
     found = []
     for row in rows:
-        if not has_choice(row["net"], device):
-            continue
         sizes = (int(row[name]) for name in ("batch", "steps", "width"))
         call = draw.Call(row["net"], *sizes, row["precision"], row["mode"])
         times = (1e3 * float(row[name]) for name in ("torch_ms", "kernel_ms"))

@@ -11,9 +11,12 @@
 
 namespace flashcell {
 
-// Our kernel multiplies by itself for at most this many sequences, or for some more if the products
-// have few multiplications; otherwise cuBLAS's products are faster.
-inline constexpr int64_t kFewSequences = 8, kSomeSequences = 32, kFewProducts = 30'000'000;
+// Our kernel multiplies by itself for at most kSomeSequences, while the products have few
+// multiplications; otherwise cuBLAS's products are faster. For kFewSequences, whose rows it reads
+// once, these may be more. Rows that are no whole vectors are read slowly.
+inline constexpr int64_t kFewSequences = 8, kSomeSequences = 32;
+inline constexpr int64_t kMostProducts = 70'000'000, kSomeProducts = 30'000'000;
+inline constexpr int64_t kUnalignedProducts = 8'000'000;
 
 // Products of rows that are no whole vectors go through padded copies from this many
 // multiplications on: for one step, copies of the weights take longer than they save below it.
@@ -197,9 +200,13 @@ class OneStep {
 
  private:
   bool is_small(bool has_state) const {
-    return B <= kFewSequences ||
-           (B <= kSomeSequences && B * G * D * (I + (has_state ? D : 0)) <= kFewProducts);
+    const int64_t products = B * G * D * (I + (has_state ? D : 0)), vector = io_vector();
+    if (I % vector != 0 || D % vector != 0) {
+      return B <= kSomeSequences && products <= kUnalignedProducts;
+    }
+    return B <= kSomeSequences && products <= (B <= kFewSequences ? kMostProducts : kSomeProducts);
   }
+  int64_t io_vector() const { return io == ScalarType::Float ? 4 : 8; }  // elements of 16 bytes
 
   // Computes the gates' products by cuBLAS: the input's in io or, if there is a state, both in fp32
   // and, unless the cell needs them apart, as one sum.

@@ -193,8 +193,25 @@ bool has_units(const Copy& c, int64_t bytes) {
   return fits;
 }
 
+// Exchanges two dimensions of a copy.
+void swap_dimensions(Copy& c, int i, int j) {
+  const auto swap = [](int64_t& a, int64_t& b) {
+    const int64_t first = a;
+    a = b, b = first;
+  };
+  swap(c.size[i], c.size[j]), swap(c.plus_stride[i], c.plus_stride[j]);
+  swap(c.in_stride[i], c.in_stride[j]), swap(c.out_stride[i], c.out_stride[j]);
+}
+
 Job make_job(Copy c) {
   Job job{};
+  // Neighbouring threads get neighbouring elements.
+  for (int i = 0; i < 3 && c.packed.begins == nullptr; ++i) {
+    const bool is_apart = c.in_stride[3] != 1 || c.out_stride[3] != 1;
+    if (is_apart && c.size[i] > 1 && c.in_stride[i] == 1 && c.out_stride[i] == 1) {
+      swap_dimensions(c, i, 3);
+    }
+  }
   if (c.in_type == c.out_type && c.plus == nullptr) {
     job.unit_bytes = 16;
     while (job.unit_bytes > bytes_of(c.in_type) && !has_units(c, job.unit_bytes)) {
