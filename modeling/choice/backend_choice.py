@@ -22,6 +22,7 @@ from ..hub.kernel_loader import load_kernel
 from ..kernels.fused_rnn.padding import padded_width
 from ..kernels.fused_rnn.private_names import (
     forward_level,
+    product_precision,
     recurrent_precision,
     transforms_are_active,
     weight_of,
@@ -120,7 +121,7 @@ def _key(module: Any, kind: int, input: Any) -> _Key | None:
     device = input.get_device()
     if device < 0:
         device = -torch.get_num_threads()
-    elif code == CODES[torch.float32] and recurrent_precision() == "tf32":
+    elif code == CODES[torch.float32] and _fp32_precision(kind) == "tf32":
         code = TF32
     trains = torch.is_grad_enabled() and (weight.requires_grad or input.requires_grad)
     sizes = kind, input.shape, module.hidden_size, code, trains, device
@@ -128,6 +129,10 @@ def _key(module: Any, kind: int, input: Any) -> _Key | None:
         return sizes
     form = module.num_layers, module.bidirectional, module.proj_size, module.batch_first
     return (*sizes, packed, *form)
+
+
+def _fp32_precision(kind: int) -> str:
+    return product_precision() if kind >= CELLS else recurrent_precision()
 
 
 def _decide(key: _Key) -> bool:

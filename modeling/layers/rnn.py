@@ -17,7 +17,7 @@ dtypes: bf16, fp16, fp32, fp64; outputs and states come in the input's, under to
 autocast's, as cuDNN has it (torch.nn on the CPU leaves some in fp32: the GRU's, packed ones, a
 projected LSTM's c_n). Between the steps states of our kernels are fp32 (fp64). An initial state may have another
 dtype than the input. Products of fp32 recurrences on CUDA follow `torch.backends.cudnn.rnn.fp32_precision`, which
-`torch.backends.cudnn.allow_tf32` sets too.
+`torch.backends.cudnn.allow_tf32` sets too; those of a cell `torch.backends.cuda.matmul.fp32_precision`.
 
 Errors are torch.nn's: RuntimeError and ValueError for shapes and dtypes that do not fit the module.
 

@@ -55,3 +55,39 @@ def test_as_exact_as_cudnn(fused_rnn, monkeypatch, kind, option, width):
         assert rms(a - c) <= 3 * rms(b - c) + 1e-6 * rms(c), (
             f"{k}: {rms(a - c)}, cuDNN {rms(b - c)}"
         )
+
+
+def cell_results(cell, x, hx, weight):
+    x, *hx = (t.clone().requires_grad_() for t in (x, *hx))
+    out = cell(x, None if not hx else tuple(hx) if isinstance(cell, torch.nn.LSTMCell) else hx[0])
+    out = out if isinstance(out, tuple) else (out,)
+    loss = sum((y * weight).sum() for y in out)
+    # One at a time: torch.nn's LSTMCell gives both biases one gradient tensor, which tests refuse.
+    gradients = [
+        torch.autograd.grad(loss, leaf, retain_graph=True)[0]
+        for leaf in (x, *hx, *cell.parameters())
+    ]
+    return [*out, *gradients]
+
+
+# Sizes that the kernel multiplies by itself, with vectors and without, and that cuBLAS multiplies.
+@pytest.mark.parametrize(
+    ("B", "I", "D"), [(1, 64, 48), (7, 33, 50), (24, 64, 1000), (65, 350, 350)]
+)
+@pytest.mark.parametrize("state", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["LSTMCell", "GRUCell", "RNNCell"])
+def test_cells_are_as_exact_as_torchs(fused_rnn, kind, dtype, state, B, I, D):
+    """With torch's default settings, which do not round the operands of fp32 products to TF32."""
+    theirs = getattr(torch.nn, kind)(I, D, dtype=dtype)
+    ours = getattr(flashcell, kind)(I, D, dtype=dtype, backend="cuda")
+    ours.load_state_dict(theirs.state_dict())
+    exact = copy.deepcopy(theirs).double().cpu()
+    x, weight = torch.randn(B, I, dtype=dtype), torch.randn(B, D, dtype=dtype)
+    hx = [torch.randn(B, D, dtype=dtype) for _ in range(2 if kind == "LSTMCell" else 1)] * state
+    got, peer = (cell_results(m, x, hx, weight) for m in (ours, theirs))
+    double = lambda t: t.double().cpu()
+    want = cell_results(exact, double(x), list(map(double, hx)), double(weight))
+    least = 4 * torch.finfo(dtype).eps
+    for k, (a, b, c) in enumerate(zip(got, peer, want, strict=True)):
+        assert rms(double(a) - c) <= 2 * rms(double(b) - c) + least * rms(c), f"result {k}"

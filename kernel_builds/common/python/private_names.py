@@ -98,16 +98,23 @@ def autocast_is_on_anywhere() -> bool:
     return any(map(torch.is_autocast_enabled, kinds))
 
 
-_rnn_precision: Any = find("torch._C._get_fp32_precision_getter", LONGER)
+_fp32_precision: Any = find("torch._C._get_fp32_precision_getter", LONGER)
 
 
 def recurrent_precision() -> str:
     """Returns torch.backends.cudnn.rnn.fp32_precision, whose property takes several times as long."""
-    if _rnn_precision is not None:
-        return _rnn_precision("cuda", "rnn")
-    switch: Any = (
-        torch.backends.cudnn.rnn
-    )  # importing it by name gives the module, without the property
+    if _fp32_precision is not None:
+        return _fp32_precision("cuda", "rnn")
+    # Importing it by name gives the module, without the property.
+    switch: Any = torch.backends.cudnn.rnn
+    return switch.fp32_precision
+
+
+def product_precision() -> str:
+    """Returns torch.backends.cuda.matmul.fp32_precision, likewise."""
+    if _fp32_precision is not None:
+        return _fp32_precision("cuda", "matmul")
+    switch: Any = torch.backends.cuda.matmul
     return switch.fp32_precision
 
 

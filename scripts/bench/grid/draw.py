@@ -26,7 +26,7 @@ WIDTHS = (
     16, 32, 50, 64, 96, 100, 128, 200, 256, 300, 333, 384, 400, 500, 512, 600, 640, 650, 700, 768, 800,
     1000, 1024, 1150, 1280, 1500, 1536, 1800, 2000, 2048,
 )  # fmt: skip
-# "fp32" is torch's default: cuDNN rounds the operands of products to TF32. "exact" does not round.
+# "fp32" is torch's default: cuDNN rounds the operands of products to TF32, cells do not. "exact" never rounds.
 PRECISIONS = {"cuda": ("bf16", "fp16", "fp32", "exact"), "cpu": ("fp32", "fp32", "fp32", "bf16")}
 DTYPES = {
     "bf16": torch.bfloat16,

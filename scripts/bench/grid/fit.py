@@ -66,9 +66,9 @@ def as_call(call: draw.Call, device: str, capability: int) -> Call:
     packed, batch = call.net == "lstm-packed", call.batch
     if packed:  # the rule sees rows and steps
         batch = -(-int(draw.lengths(call).sum()) // call.steps)
-    name = {"exact": "fp32", "fp32": "tf32" if device == "cuda" else "fp32"}.get(
-        call.precision, call.precision
-    )
+    rounds = device == "cuda" and call.net not in draw.CELLS  # fp32 products, to TF32, by default
+    names = {"exact": "fp32", "fp32": "tf32" if rounds else "fp32"}
+    name = names.get(call.precision, call.precision)
     sizes = layers, directions, projection, batch, call.steps, call.width, call.width
     trains = int(call.mode == "training")
     found = Call(KINDS.index(kind), *sizes, PRECISIONS.index(name), trains, int(packed))

@@ -138,7 +138,7 @@ std::tuple<Tensor, Tensors, Tensors> layers_bwd(OptionalTensor dy, Tensors dlast
     STD_TORCH_CHECK(next > first, "kept must have what the forward kept, got ", kept.size(),
                     " tensors");
     const bool has_h_prev = s.has_h_prev(kept[next - 1].numel() > 0);
-    const Tensor h_prev = take("kept h_prev", {has_h_prev ? E : 0, N, s.read_width()}, s.io);
+    const Tensor h_prev = take("kept h_prev", {has_h_prev ? E : 0, N, s.steps() ? O : P}, s.io);
     const Tensor saved = take("kept saved", {E, Cell::kSaved, N, P}, saved_dtype(x));
     const Tensor input = l > 0 ? take("kept input", s.inner_shape(I), s.io) : x;
     Tensor dh = upper;

@@ -187,8 +187,7 @@ struct Layers {
   int64_t width_of(int64_t layer) const { return layer == 0 ? I : N * O; }
   int64_t states() const { return K * B * N * P; }  // elements of a layer's states
   bool is_padded() const { return P != D; }
-  // Whether any step of the engines reads an h that is not zero, so that w_hh has a gradient. With
-  // projections their h begins as zero.
+  // Whether a step of the engines reads an h; with projections the first one does not.
   bool has_h_prev(bool has_state) const { return (has_state && (!projects || steps())) || T > 1; }
   bool casts() const { return stored != io; }
   // Whether the rows of x are those of the engines.
@@ -212,12 +211,7 @@ struct Layers {
   }
 
   // Whether projections are computed step by step (projected_steps.h).
-#if defined(CUDA_KERNEL)
-  bool steps() const { return false; }
-#else
-  bool steps() const { return projects && !is_padded(); }
-#endif
-  int64_t read_width() const { return steps() ? O : P; }  // of what a recurrent product reads
+  bool steps() const { return kProjectsBySteps && projects && !is_padded(); }
 
   // The weights as the engines and products read them. They are torch's own, or lie in one tensor:
   // for each layer w_hh [G, N, P, P] and, if padded or cast, w_ih [N, G P, I]. With projections,

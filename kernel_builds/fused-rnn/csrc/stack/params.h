@@ -6,6 +6,12 @@
 
 namespace flashcell {
 
+#if defined(CUDA_KERNEL)
+inline constexpr bool kProjectsBySteps = false;
+#else
+inline constexpr bool kProjectsBySteps = true;
+#endif
+
 // The rows of a PackedSequence: step t of sequence b is row begins[t] + b, and for the engines row
 // firsts[b] + t. Sequences are sorted, longest first. The arrays are on the device.
 struct PackedRows {

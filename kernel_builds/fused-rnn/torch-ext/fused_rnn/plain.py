@@ -12,7 +12,7 @@ from .dispatch import has_autocast
 from .formulas import is_eager
 from .packed import fits_rows
 from .padding import padded_width
-from .private_names import recurrent_precision
+from .private_names import product_precision, recurrent_precision
 
 
 def is_plain(
@@ -82,7 +82,8 @@ def run_ordinary_cell(
             return None
     if x.is_meta or torch.is_autocast_enabled(kind) or not is_eager():
         return None
-    tf32 = dtype is torch.float32 and index >= 0 and recurrent_precision() == "tf32"
+    # torch.nn's cells are products of torch, and follow their setting.
+    tf32 = dtype is torch.float32 and index >= 0 and product_precision() == "tf32"
     options = ((), len(weights) > 2, False, 1, True, size[1], 0.0, tf32)
     h, last = kernel.run_layers(cell, x, states, weights, options)
     return (h, *last) if pair else h
@@ -98,7 +99,7 @@ def run_plain_cell(
     dtype = compute_dtype(x)
     if not _fits(x, dtype, states, weights):
         return None
-    tf32 = dtype is torch.float32 and precision(x) == "tf32"
+    tf32 = dtype is torch.float32 and x.is_cuda and product_precision() == "tf32"
     x = x if x.dtype is dtype else x.to(dtype)
     options = ((), len(weights) > 2, False, 1, True, weights[1].shape[1], 0.0, tf32)
     h, last = kernel.run_layers(cell, x, states, weights, options)
