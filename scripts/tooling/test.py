@@ -55,12 +55,12 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_arguments()
-    if args.versions:
-        return versions.run(args)
     if not args.lint:
         environment.find_compiler()
     started = time.monotonic()
     home = environment.enter(args, ["dev", "train"], MODULES)
+    if args.versions:
+        return versions.run(args)
     os.environ["HF_HOME"] = str(home / "huggingface")
     os.environ["RUFF_CACHE_DIR"] = str(home / "ruff")
     steps = lint_steps() if args.lint else [*lint_steps(), *run_steps(args, home)]
