@@ -137,6 +137,19 @@ def test_dropout(kind):
 
 
 @pytest.mark.parametrize("kind", SEQUENCES)
+def test_dropout_in_a_transform(kind):
+    """torch.func's transforms run the layers as single ops; dropout acts between these layers too."""
+    theirs, ours = make_twins(kind, 6, 8, 2, dropout=1.0, dtype=EXACT)
+    x, _ = make_inputs(ours, 3)
+    last = lambda module: lambda x: module(x)[1]
+    got, _ = torch.func.vjp(last(ours), x.detach())
+    want = theirs(x)[1]
+    pairs = zip(got, want, strict=True) if isinstance(want, tuple) else [(got, want)]
+    for k, (a, b) in enumerate(pairs):
+        assert_same({k: a.detach()}, {k: b.detach()}, SAME)
+
+
+@pytest.mark.parametrize("kind", SEQUENCES)
 @pytest.mark.parametrize("given", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 def test_autocast(kind, given, packed):
