@@ -135,7 +135,6 @@ std::tuple<Tensor, Tensors, Tensors> layers_fwd(Tensor x, Tensors state, Tensors
       const Tensor outputs = h;
       h = run_projected_steps(s, copies, p, gates, at_gates, h, is_done ? done : Shape{E, N * O}, l,
                               tf32);
-      return_projected(s, copies, h, returned[0], l);
       if (save) {
         const bool reads_h = s.has_h_prev(!state.empty());
         h_prev =
@@ -146,12 +145,12 @@ std::tuple<Tensor, Tensors, Tensors> layers_fwd(Tensor x, Tensors state, Tensors
       p.h_prev = save && h_prev.numel() > 0 ? h_prev.mutable_data_ptr() : nullptr;
       run<Cell>(p, s.dtype, tf32, gates);
       if (save) kept.push_back(saved), kept.push_back(h_prev);
+      if (projects) {
+        if (save) kept.push_back(h);
+        h = project_outputs(s, h, is_done ? done : Shape{E, N * O}, l, tf32);
+      }
     }
-    if (projects && !s.steps()) {
-      if (save) kept.push_back(h);
-      h = project_outputs(s, h, is_done ? done : Shape{E, N * O}, l, tf32);
-      return_projected(s, copies, h, returned[0], l);
-    }
+    if (projects) return_projected(s, copies, h, returned[0], l);
     const int64_t pitch = projects ? O : P;  // from one head's outputs to the next head's
 
     alive.push_back(h);
