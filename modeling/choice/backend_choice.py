@@ -50,23 +50,24 @@ ENGINE_CELLS = ("lstm", "gru", "rnn_tanh")  # by kind
 VECTORS = {"AVX512": 512, "AVX2": 256}  # bits, by torch's name of what the CPU has
 _Key = tuple[Any, ...]
 
-_decided: dict[_Key, bool] = {}
+_decided: dict[_Key, Any] = {}  # the kernel that runs a call, or None: torch.nn's forward
 _devices: dict[int, Device] = {}
 _lock = threading.Lock()
 
 
-def runs_torch(module: Any, kind: int, input: Any, hx: Any) -> bool:
-    """Whether a call of `module`, whose place in cost_model.KINDS is `kind`, runs torch.nn's
-    forward."""
-    if torch.compiler.is_compiling():
-        return False
-    key = _key(module, kind, input)
+def choose(module: Any, kind: int, input: Any, hx: Any) -> Any:
+    """Returns the kernel that runs a call of `module`, whose place in cost_model.KINDS is `kind`, or
+    None: torch.nn's forward runs."""
+    key = None if torch.compiler.is_compiling() else _key(module, kind, input)
     if key is None:
-        return False
-    found = _decided.get(key)
-    if found is None:
-        found = _decide(key)
-    return found and _obstacle(module, kind, input, hx) is None
+        return module.kernel_for(input)
+    try:
+        kernel = _decided[key]
+    except KeyError:
+        kernel = _decide(key, module.kernel_for(input))
+    if kernel is not None or _obstacle(module, kind, input, hx) is None:
+        return kernel
+    return module.kernel_for(input)
 
 
 def explain(module: Any, input: Any, hx: Any = None) -> str:
@@ -106,7 +107,7 @@ def _data(input: Any) -> Tensor:
 
 
 def _key(module: Any, kind: int, input: Any) -> _Key | None:
-    """Returns what the decision depends on, or None where our kernels run in any case."""
+    """Returns what the decision depends on, or None for a call about which no table says anything."""
     packed = 0
     if type(input) is PackedSequence:
         packed, input = input.batch_sizes.shape[0], input.data
@@ -119,8 +120,10 @@ def _key(module: Any, kind: int, input: Any) -> _Key | None:
     if code is None:
         return None
     device = input.get_device()
-    if device < 0:
+    if input.is_cpu:
         device = -torch.get_num_threads()
+    elif not input.is_cuda:
+        return None
     elif code == CODES[torch.float32] and _fp32_precision(kind) == "tf32":
         code = TF32
     trains = torch.is_grad_enabled() and (weight.requires_grad or input.requires_grad)
@@ -135,15 +138,16 @@ def _fp32_precision(kind: int) -> str:
     return product_precision() if kind >= CELLS else recurrent_precision()
 
 
-def _decide(key: _Key) -> bool:
+def _decide(key: _Key, kernel: Any) -> Any:
     """Decides for a key that is not in the cache. Two threads may do so at once: they agree."""
-    prediction = _predict(key)
-    found = prediction is not None and prediction.torch_wins
+    prediction = None if kernel is None else _predict(key)
+    if prediction is not None and prediction.torch_wins:
+        kernel = None
     with _lock:
         if len(_decided) >= MOST_CALLS:
             _decided.clear()
-        _decided[key] = found
-    return found
+        _decided[key] = kernel
+    return kernel
 
 
 def _predict(key: _Key) -> Prediction | None:

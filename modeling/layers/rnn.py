@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from torch.nn.modules.rnn import RNNBase, RNNCellBase
 from torch.nn.utils.rnn import PackedSequence
 
-from ..choice.backend_choice import runs_torch
+from ..choice.backend_choice import choose
 from ..choice.cost_model import KINDS
 from ..hub.kernel_loader import check_backend, load_kernel
 from ..kernels import fused_rnn
@@ -82,6 +82,12 @@ class _StandIn(nn.Module):
             return None if exact or kernel is fused_rnn else kernel
         return kernel
 
+    def choose_kernel(self, input: Any, hx: Any) -> Any:
+        """Returns the kernel that runs a call, or None: run torch.nn's own forward."""
+        if self.kernel_backend == "auto":
+            return choose(self, self.call_kind, input, hx)
+        return self.kernel_for(input)
+
 
 class _Sequence(_StandIn, RNNBase):
     def __init__(self, *args: Any, backend: str = "auto", **kwargs: Any):
@@ -96,9 +102,8 @@ class _Sequence(_StandIn, RNNBase):
 
     def forward(self, input: Any, hx: Any = None) -> Any:
         """Runs the layers, as torch.nn does: input, hx -> output, h_n or (h_n, c_n)."""
-        kernel = self.kernel_for(input)
-        auto = self.kernel_backend == "auto"
-        if kernel is None or (auto and runs_torch(self, self.call_kind, input, hx)):
+        kernel = self.choose_kernel(input, hx)
+        if kernel is None:
             return super().forward(input, hx)
         return run_sequence(self, kernel, input, hx)
 
@@ -162,9 +167,7 @@ class _Cell(_StandIn, RNNCellBase):
     def forward(self, input: Tensor, hx: Any = None) -> Any:
         """Runs one step, as torch.nn does: input [B, I] or [I], states [B, D] or [D] -> h' or (h',
         c')."""
-        if self.kernel_backend == "auto" and runs_torch(self, self.call_kind, input, hx):
-            return super().forward(input, hx)
-        kernel = self.kernel_for(input)
+        kernel = self.choose_kernel(input, hx)
         if kernel is None:
             return super().forward(input, hx)
         return run_cell(self, kernel, self.kernel_cell, input, hx)

@@ -112,7 +112,7 @@ def cases() -> dict:
     }
     for name in ("_modules", "_parameters", "_buffers", "_forward_hooks", "_forward_pre_hooks"):
         found[name] = functools.partial(in_instances, name)
-    for name in ("_flat_weights", "_all_weights"):
+    for name in ("_flat_weights", "_flat_weights_names", "_all_weights"):
         found[name] = functools.partial(in_code, nn.RNNBase, name)
     for name in ("_schema", "_op"):
         found[name] = functools.partial(attribute, torch.ops.aten.clone.default, name)

@@ -211,7 +211,7 @@ def test_the_choice_follows_the_table(use_costs):
         assert text.startswith(f"{want}: ")
         assert f"{torch_us} us" in text
         assert f"{kernel_us} us" in text
-        assert backend_choice.runs_torch(module, 0, x, None) == (want == "torch")
+        assert (backend_choice.choose(module, 0, x, None) is None) == (want == "torch")
     use_costs(as_file(table(10, 20)))
     assert flashcell.explain(flashcell.LSTM(4, 4, backend="cpu"), x).startswith("kernel: backend=")
     double = flashcell.LSTM(4, 4, dtype=torch.float64)
@@ -238,6 +238,14 @@ def test_a_decision_is_made_once(use_costs, monkeypatch):
         assert len(backend_choice._decided) <= 5
 
 
+def test_a_decision_for_the_cpu_is_none_for_meta():
+    module, x = flashcell.LSTM(4, 4), torch.randn(3, 2, 4)
+    assert not module(x)[0].is_meta
+    y, (h_n, c_n) = module.to("meta")(x.to("meta"))
+    assert all(result.is_meta for result in (y, h_n, c_n))
+    assert y.shape == (3, 2, 4)
+
+
 def test_threads_agree(use_costs):
     use_costs(as_file(table(10, 20)))
     found, module = [], flashcell.LSTM(4, 4)
@@ -247,7 +255,7 @@ def test_threads_agree(use_costs):
         start.wait()
         for steps in range(1, 200):
             x = torch.empty(steps, 2, 4)
-            found.append(backend_choice.runs_torch(module, 0, x, None))
+            found.append(backend_choice.choose(module, 0, x, None) is None)
 
     threads = [threading.Thread(target=decide, args=(n,)) for n in range(8)]
     for thread in threads:

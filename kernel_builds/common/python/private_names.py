@@ -6,7 +6,7 @@ instead. The kernels share this file.
 
 import warnings
 from contextlib import nullcontext
-from typing import Any, List, Sequence
+from typing import Any, List, Optional, Sequence
 
 import torch
 
@@ -55,11 +55,12 @@ has_level = find("torch.autograd.forward_ad._current_level", f"{LONGER}, {EAGER}
 has_schema = hasattr(torch.ops.aten.clone.default, "_schema")
 if not has_schema:
     warn("OpOverload._schema", f"errors call an argument by its number, {EAGER} on a CPU")
-has_flat_weights = all(uses(torch.nn.RNNBase, n) for n in ("_flat_weights", "_all_weights"))
+FLAT = ("_flat_weights", "_flat_weights_names", "_all_weights")
+has_flat_weights = all(uses(torch.nn.RNNBase, name) for name in FLAT)
 has_flat_weights = has_flat_weights and hasattr(torch.nn.RNNBase, "_update_flat_weights")
 if not has_flat_weights:
     warn(
-        "_flat_weights, _all_weights or _update_flat_weights in torch.nn.RNNBase",
+        f"{', '.join(FLAT)} or _update_flat_weights in torch.nn.RNNBase",
         "a parametrization of a weight is computed once more in each forward",
     )
 
@@ -91,6 +92,18 @@ def weights_of(module: Any) -> List[torch.Tensor]:
     if not has_flat_weights:
         return [weight for layer in module.all_weights for weight in layer]
     return module._flat_weights
+
+
+def unchanged_weights(module: Any) -> Optional[List[torch.Tensor]]:
+    """The weights that weights_of(module) returns after update_weights(module), found in a fraction of
+    the time; None if a parameter is computed, or was replaced since the last update."""
+    if not has_flat_weights:
+        return None
+    parameters, weights = module._parameters, module._flat_weights
+    for name, weight in zip(module._flat_weights_names, weights):
+        if parameters.get(name) is not weight:
+            return None
+    return weights
 
 
 def autocast_is_on_anywhere() -> bool:

@@ -24,6 +24,7 @@ from .plain import (
     is_plain,
     precision,
     run_ordinary_cell,
+    run_ordinary_sequence,
     run_plain,
     run_plain_cell,
 )
@@ -42,6 +43,9 @@ CELL_PARAMETERS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
 def run_sequence(module: Any, kernel: Any, input: Any, hx: Any = None) -> Any:
     """Runs the forward of a torch.nn.LSTM, GRU or RNN; returns output, and h_n or (h_n, c_n)."""
     if not torch.compiler.is_compiling():
+        result = run_ordinary_sequence(module, kernel, input, hx)
+        if result is not None:
+            return result
         update_weights(module)  # check_input reads the weights
     if isinstance(input, PackedSequence):
         return _run_packed(module, kernel, input, hx)

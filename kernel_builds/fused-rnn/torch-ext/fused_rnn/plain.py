@@ -6,13 +6,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from .checks import DTYPES
 from .dispatch import has_autocast
 from .formulas import is_eager
 from .packed import fits_rows
 from .padding import padded_width
-from .private_names import product_precision, recurrent_precision
+from .private_names import product_precision, recurrent_precision, unchanged_weights
 
 
 def is_plain(
@@ -56,37 +57,52 @@ def run_ordinary_cell(
     """Runs the call of a cell that has a batch, passes all checks and needs no conversion; returns h'
     or (h', c'), and None for other calls. Nothing is asked twice, because the host limits the speed
     of one step."""
-    kind, dtype, index = kernel.BACKEND, x.dtype, x.get_device()
-    if kind is None or dtype not in DTYPES or x.dim() != 2 or x.layout is not torch.strided:
+    pair = cell == "lstm"
+    states = _as_states(hx, pair)
+    if states is None or not _are_ordinary(kernel.BACKEND, x, states, weights) or x.dim() != 2:
         return None
     B, I = x.shape
-    if module.input_size != I or B == 0 or I == 0 or (dtype is torch.float64 and kind == "cuda"):
-        return None
-    for w in weights:
-        if w.dtype is not dtype or w.get_device() != index:
-            return None
-    pair = cell == "lstm"
-    if hx is None:
-        states: tuple[Tensor, ...] = ()
-    elif not pair:
-        states = (hx,)
-    elif type(hx) is tuple and len(hx) == 2:
-        states = hx
-    else:
-        return None
     size = B, module.hidden_size
-    for s in states:
-        if not isinstance(s, Tensor) or s.shape != size or s.dtype is not dtype:
-            return None
-        if s.get_device() != index or s.layout is not torch.strided or s.is_meta:
-            return None
-    if x.is_meta or torch.is_autocast_enabled(kind) or not is_eager():
+    if module.input_size != I:
         return None
+    for s in states:
+        if s.shape != size:
+            return None
     # torch.nn's cells are products of torch, and follow their setting.
-    tf32 = dtype is torch.float32 and index >= 0 and product_precision() == "tf32"
+    tf32 = x.dtype is torch.float32 and x.is_cuda and product_precision() == "tf32"
     options = ((), len(weights) > 2, False, 1, True, size[1], 0.0, tf32)
     h, last = kernel.run_layers(cell, x, states, weights, options)
     return (h, *last) if pair else h
+
+
+def _as_states(hx: Any, pair: bool) -> tuple[Any, ...] | None:
+    """Returns the states in a tuple, and None if hx is no tuple of two where it must be one."""
+    if hx is None:
+        return ()
+    if not pair:
+        return (hx,)
+    return hx if type(hx) is tuple and len(hx) == 2 else None
+
+
+def _are_ordinary(
+    kind: str | None, x: Tensor, states: tuple[Any, ...], weights: list[Tensor]
+) -> bool:
+    """Whether all are tensors of one dtype on one device, and nothing converts or follows them: no
+    autocast, trace or transform."""
+    dtype, index = x.dtype, x.get_device()
+    if kind is None or dtype not in DTYPES or x.layout is not torch.strided or x.is_meta:
+        return False
+    if x.numel() == 0 or (dtype is torch.float64 and kind == "cuda"):
+        return False
+    for w in weights:
+        if w.dtype is not dtype or w.get_device() != index:
+            return False
+    for s in states:
+        if not isinstance(s, Tensor) or s.dtype is not dtype or s.get_device() != index:
+            return False
+        if s.layout is not torch.strided or s.is_meta:
+            return False
+    return not torch.is_autocast_enabled(kind) and is_eager()
 
 
 def run_plain_cell(
@@ -106,25 +122,65 @@ def run_plain_cell(
     return (h, *last)
 
 
+def run_ordinary_sequence(module: Any, kernel: Any, input: Any, hx: Any) -> Any:
+    """Does for the layers of an LSTM, GRU or RNN what run_ordinary_cell does for a cell: returns output,
+    and h_n or (h_n, c_n), and None for a call that is not ordinary."""
+    weights = unchanged_weights(module)
+    packed = type(input) is PackedSequence
+    x = input.data if packed else input
+    if weights is None or type(x) is not Tensor or x.dim() != (2 if packed else 3):
+        return None
+    states = _as_states(hx, module.mode == "LSTM")
+    if states is None or not _are_ordinary(kernel.BACKEND, x, states, weights):
+        return None
+    batch_sizes: Any = ()
+    if packed:
+        if states or module.proj_size > 0:
+            return None
+        module.check_input(x, input.batch_sizes)
+        batch_sizes = input.batch_sizes.tolist()
+        if x.is_cuda and not fits_rows(len(x), len(batch_sizes), batch_sizes[0]):
+            return None
+    elif states:
+        for s in states:
+            if s.dim() != 3:
+                return None
+        module.check_forward_args(x, hx, None)
+    else:
+        module.check_input(x, None)
+    tf32 = x.dtype is torch.float32 and x.is_cuda and recurrent_precision() == "tf32"
+    y, last = _run_layers(module, kernel, x, states, weights, batch_sizes, tf32)
+    if not packed:
+        return y, last
+    output = PackedSequence(y, input.batch_sizes, input.sorted_indices, input.unsorted_indices)
+    return output, module.permute_hidden(last, input.unsorted_indices)
+
+
 def run_plain(
     module: Any, kernel: Any, x: Tensor, hx: Any, weights: list[Tensor], batch_sizes: Any = ()
 ) -> tuple[Tensor, Any]:
     """Does what `_run` does, with x and the outputs in the module's layout."""
-    kind, dtype = x.device.type, compute_dtype(x)
+    dtype = compute_dtype(x)
     tf32 = dtype is torch.float32 and precision(x) == "tf32"
     x = x if x.dtype is dtype else x.to(dtype)
+    return _run_layers(module, kernel, x, as_tuple(hx), weights, batch_sizes, tf32)
+
+
+def _run_layers(
+    module: Any, kernel: Any, x: Tensor, states: tuple[Tensor, ...], weights: list[Tensor],
+    batch_sizes: Any, tf32: bool,
+) -> tuple[Tensor, Any]:  # fmt: skip
+    directions, width = 2 if module.bidirectional else 1, module.hidden_size
     steps = len(batch_sizes) or x.shape[1 if module.batch_first else 0]
-    rows = int(batch_sizes[0]) if batch_sizes else x.shape[0 if module.batch_first else 1]
-    directions = 2 if module.bidirectional else 1
-    width = module.hidden_size
     if steps > 1 or directions * module.num_layers > 1:  # one step's kernels take any width
-        width = padded_width(kind, dtype, steps, width, rows)
+        rows = batch_sizes[0] if batch_sizes else x.shape[0 if module.batch_first else 1]
+        width = padded_width(kernel.BACKEND, x.dtype, steps, width, rows)
     dropout = float(module.dropout) if module.training else 0.0
-    projects = module.proj_size > 0
     options = (
-        batch_sizes, module.bias, projects, directions, module.batch_first, width, dropout, tf32
+        batch_sizes, module.bias, module.proj_size > 0, directions, module.batch_first, width,
+        dropout, tf32,
     )  # fmt: skip
-    y, last = kernel.run_layers(module.mode.lower(), x, as_tuple(hx), weights, options)
+    y, last = kernel.run_layers(module.mode.lower(), x, states, weights, options)
     return y, tuple(last) if len(last) > 1 else last[0]
 
 
