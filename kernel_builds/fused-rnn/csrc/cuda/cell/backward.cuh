@@ -5,7 +5,7 @@
 
 namespace flashcell::cuda {
 
-constexpr int kGradientUnits = 32, kGradientRows = 8;  // threads of a block
+constexpr int kGradientUnits = 32, kGradientRows = 32;  // threads of a block
 
 // Writes a row of the bias gradient to both biases, which share those of all gates but, if the cell
 // has one bias row more than gates, the last.
@@ -48,7 +48,7 @@ DEVICE void differentiate_cell(const CellBackward& p, int64_t b, int64_t d,
   }
 }
 
-// A thread runs the cells of one unit for every eighth row of a chunk of the batch.
+// A thread runs the cells of one unit for every kGradientRows-th row of a chunk of the batch.
 template <typename Cell, typename IO>
 __global__ void __launch_bounds__(kGradientUnits* kGradientRows) gradient_kernel(
     const __grid_constant__ CellBackward p, int unit_blocks) {

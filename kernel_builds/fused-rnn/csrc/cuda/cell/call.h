@@ -48,8 +48,8 @@ struct CellBackward {
   float* partial;                // [cell_chunks(B), R, D]; not read if there is one chunk
 };
 
-// Rows whose bias gradients one thread block adds up.
-constexpr int64_t kCellChunk = 64;
+// Rows whose bias gradients one thread block adds up: up to here no second kernel is launched.
+constexpr int64_t kCellChunk = 256;
 constexpr int64_t cell_chunks(int64_t B) { return (B + kCellChunk - 1) / kCellChunk; }
 
 // `cell` is the index in AllCells. The backward sums db in an order that only depends on B.
