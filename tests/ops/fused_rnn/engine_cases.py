@@ -61,6 +61,7 @@ FMA = [
     Case(4, 6, 2, 132, ("state", "cu", "reset", "hold")),
     Case(70, 5, 2, 200, MASKS),
     Case(20, 7, 1, 256, (*MASKS, "clip")),
+    Case(516, 3, 2, 24, ("state",)),  # too many sequences for a product in parts
 ]
 # Widths that are no multiple of a 16-byte vector: they run padded.
 ODD = [

@@ -76,10 +76,14 @@ constexpr Engine select_own(const Problem& p, const Device& device) {
   return fma ? Engine::kFma : matrix;
 }
 
-// The engine of the backward pass, and of the forward pass if there were no batch engine.
-constexpr Engine select_backward(const Problem& p, const Device& device) {
+// The engine if there were no batch engine, which has no backward pass.
+constexpr Engine select_other(const Problem& p, const Device& device, bool backward) {
   const Engine own = select_own(p, device);
-  return gemm_can_run(p) && gemm::is_faster(gemm_sizes(p), own, device) ? Engine::kGemm : own;
+  return gemm_can_run(p) && gemm::is_faster(gemm_sizes(p), own, backward) ? Engine::kGemm : own;
+}
+
+constexpr Engine select_backward(const Problem& p, const Device& device) {
+  return select_other(p, device, true);
 }
 
 constexpr batch::Sizes batch_sizes(const Problem& p) { return {p.S, p.N, p.D, p.gates}; }
@@ -89,7 +93,7 @@ constexpr bool batch_can_run(const Problem& p, const Device& device) {
 }
 
 constexpr Engine select_engine(const Problem& p, const Device& device) {
-  const Engine other = select_backward(p, device);
+  const Engine other = select_other(p, device, false);
   const bool faster =
       batch_can_run(p, device) && batch::is_faster(batch_sizes(p), p.T, other, device);
   return faster ? Engine::kBatch : other;

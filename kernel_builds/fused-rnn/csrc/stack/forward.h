@@ -67,7 +67,7 @@ std::tuple<Tensor, Tensors, Tensors> layers_fwd(Tensor x, Tensors state, Tensors
   }
   if (s.packs()) {
     packed = s.new_heads(x, {s.place_of(L, 0, false)}, s.io);
-    s.bring_weights(copies, packed);
+    s.bring_weights(copies, packed, save || s.has_h_prev(!state.empty()));
     if (projects && T > 1) multiply_projections(s, packed, tf32);  // or they stay zero
     if (save) kept.push_back(packed);
   }

@@ -235,10 +235,11 @@ struct Layers {
     return packs_w_ih() ? at(packed, place_of(layer, direction, true))
                         : weight(layer, direction, 0).const_data_ptr();
   }
-  void bring_weights(Copies& copies, Tensor& packed) const {
+  // `reads_h`: whether any step multiplies by w_hh.
+  void bring_weights(Copies& copies, Tensor& packed, bool reads_h) const {
     for (int64_t l = 0; l < L; ++l) {
       for (int64_t n = 0; n < N; ++n) {
-        if (!projects) {
+        if (!projects && reads_h) {
           copies.add(packed, place_of(l, 0, false) + n * P * P, {0, N * P * P, P, 1},
                      weight(l, n, 1), 0, {0, D * D, D, 1}, {1, G, D, D});
         }

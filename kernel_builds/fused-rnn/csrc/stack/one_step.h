@@ -19,8 +19,8 @@ inline constexpr int64_t kMostProducts = 70'000'000, kSomeProducts = 30'000'000;
 inline constexpr int64_t kUnalignedProducts = 8'000'000;
 
 // Products of rows that are no whole vectors go through padded copies from this many
-// multiplications on: for one step, copies of the weights take longer than they save below it.
-inline constexpr int64_t kPaddedStep = 4'000'000'000;
+// multiplications on: below it, the host takes longer to launch the copies than the GPU saves.
+inline constexpr int64_t kPaddedStep = 20'000'000'000;
 
 // The sizes and the parameters of a call of one step.
 template <typename Cell>

@@ -12,19 +12,23 @@ import torch
 from torch.nn.functional import pad
 
 VECTOR_BYTES = 16
-LEAST_PRODUCTS = 500_000_000  # projections with fewer multiplications are not padded
-LEAST_STEPS = 2  # the step engine takes any width; for a single step padding would take longer
+SEVERAL_STEPS = 2  # any number above one
+# The step engine takes any width: a single step with fewer multiplications is not padded, because
+# padding would take longer than it saves.
+LEAST_PRODUCTS = 500_000_000
+LEAST_WITHOUT_STATE = 3_000_000_000  # where h is 0, the recurrent weight is not read
 
 
 def padded_width(
-    device_type: str, dtype: torch.dtype, steps: int, width: int, rows: int = 1
+    device_type: str, dtype: torch.dtype, steps: int, width: int, rows: int = 1, state: bool = True
 ) -> int:
     """Returns P for heads of `width` units, or `width` where padding would gain nothing.
 
-    A single step is padded if the products of its `rows`, with the input and with h, are large."""
+    A single step is padded if the products of its `rows` are large. `state`: whether it has an h."""
     if device_type != "cuda" or dtype == torch.float64:
         return width
-    if steps < LEAST_STEPS and 8 * rows * width * width < LEAST_PRODUCTS:
+    least = LEAST_PRODUCTS if state else LEAST_WITHOUT_STATE
+    if steps == 1 and 8 * rows * width * width < least:
         return width
     units = VECTOR_BYTES // dtype.itemsize
     return -(-width // units) * units
@@ -80,7 +84,7 @@ def rows_are_padded(x: torch.Tensor, weight: torch.Tensor) -> bool:
     that this saves more time than the copies take."""
     if x.numel() * weight.shape[-2] < LEAST_PRODUCTS:
         return False
-    return padded_width(x.device.type, x.dtype, LEAST_STEPS, x.shape[-1]) != x.shape[-1]
+    return padded_width(x.device.type, x.dtype, SEVERAL_STEPS, x.shape[-1]) != x.shape[-1]
 
 
 def pad_rows(x: torch.Tensor, weight: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
@@ -88,5 +92,5 @@ def pad_rows(x: torch.Tensor, weight: torch.Tensor) -> Tuple[torch.Tensor, torch
     rows_are_padded."""
     if not rows_are_padded(x, weight):
         return x, weight
-    width = padded_width(x.device.type, x.dtype, LEAST_STEPS, x.shape[-1])
+    width = padded_width(x.device.type, x.dtype, SEVERAL_STEPS, x.shape[-1])
     return pad_units(x, width), pad_units(weight, width)

@@ -59,7 +59,16 @@ __global__ void __launch_bounds__(kSequences* kQuads) backward_cells_kernel(
     }
     if (column.runs(t + 1) && !clears && !column.holds(p, t + 1)) {
       float product[kQuad];
-      load_quad(product, step.product + s * step.ND + at);
+      const int head = at / step.D;
+      const float* from =
+          step.product + (s * step.ND + head * step.D) * step.parts + (at - head * step.D);
+      load_quad(product, from);
+      for (int part = 1; part < step.parts; ++part) {
+        float more[kQuad];
+        load_quad(more, from + int64_t(part) * step.D);
+#pragma unroll
+        for (int i = 0; i < kQuad; ++i) product[i] += more[i];
+      }
 #pragma unroll
       for (int i = 0; i < kQuad; ++i) d[0][i] += clip(product[i], float(p.grad_clip));
     }

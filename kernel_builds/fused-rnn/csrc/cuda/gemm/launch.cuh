@@ -32,7 +32,8 @@ void run_forward(const ForwardParams& p, const Launch& launch) {
             int(p.N * p.D),
             p.S * p.N * p.D,
             product,
-            scratch + places.operand};
+            scratch + places.operand,
+            1};
   const auto run = [&](const Launch& on, int t, const int* clock) {
     if (step.has_product) {
       multiply<IO>(weight, step.operand, product, true, p.S, p.N, p.D, Cell::kGates * p.D, on);
@@ -60,10 +61,12 @@ void run_backward(const BackwardParams& p, const Launch& launch) {
             int(p.N * p.D),
             p.S * p.N * p.D,
             product,
-            scratch + places.operand};
+            scratch + places.operand,
+            parts_of(p, Cell::kGates)};
+  const int64_t heads = p.N * step.parts, depth = Cell::kGates * p.D / step.parts;
   const auto run = [&](const Launch& on, int t, const int* clock) {
     if (step.has_product) {
-      multiply<IO>(weight, step.operand, product, false, p.S, p.N, Cell::kGates * p.D, p.D, on);
+      multiply<IO>(weight, step.operand, product, false, p.S, heads, depth, p.D, on);
     }
     step.t = t, step.clock = clock;
     launch_cells(&backward_cells_kernel<Cell, IO, V>, p, step, on);

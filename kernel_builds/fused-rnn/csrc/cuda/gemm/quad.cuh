@@ -55,6 +55,7 @@ struct Step {  // arguments of a launch, besides Params
   int64_t SND;
   const float* product;  // recurrent weight times the last operand
   void* operand;         // io, written here for the next product
+  int parts;             // of a backward product
 
   DEVICE int time() const { return clock != nullptr ? t + *clock : t; }
 };
