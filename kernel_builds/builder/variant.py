@@ -23,6 +23,7 @@ from build_toml import BUILDER, BuildError, Kernel, read_kernel
 # The first kernels release that reads these files, as kernel-builder writes it.
 KERNELS_MINVER = "0.14.0"
 METADATA = "metadata.json"
+SIGNATURE = "metadata.json.sigstore"  # of the metadata, which holds the digests of the rest
 
 
 def assemble(
@@ -68,13 +69,14 @@ def is_up_to_date(variant: Path, kernel_id: str, archs: tuple[str, ...]) -> bool
 def digests(variant: Path) -> dict[str, str]:
     """Returns the sha256 of every file, as kernels' Digest.hash_variant computes it, without
     importing it."""
-    files = [f for f in sorted(variant.rglob("*")) if f.is_file() and f.name != METADATA]
+    files = [f for f in sorted(variant.rglob("*")) if f.is_file()]
+    own = (variant / METADATA, variant / SIGNATURE)
     return {
         file.relative_to(variant).as_posix(): base64.b64encode(
             hashlib.sha256(file.read_bytes()).digest()
         ).decode()
         for file in files
-        if file.suffix != ".pyc"
+        if file not in own and file.suffix != ".pyc"
     }
 
 

@@ -77,6 +77,23 @@ def test_unchanged_version_with_other_content(publish, project, hub):
     assert first["revision"] in state["commits"]  # but still there for whoever pinned it
 
 
+def test_a_signature_travels_and_is_not_locked(publish, project, hub):
+    """Each signature of a file is another one: it is uploaded once, and a new one changes nothing."""
+    first = publish()
+    variant = project.root / "build/torch-stable-abi210-cpu-x86_64-linux"
+    for content in (b"one", b"two"):
+        (variant / "metadata.json.sigstore").write_bytes(content)
+        signed = publish()
+        assert signed["variants"] == first["variants"]
+        files = hub.store.load("flashcell/fused-rnn")["commits"][signed["revision"]]["files"]
+        assert hub.store.get(files[f"build/{variant.name}/metadata.json.sigstore"]) == b"one"
+    change_source(project)
+    variant = project.build()
+    again = publish("--replace")
+    files = hub.store.load("flashcell/fused-rnn")["commits"][again["revision"]]["files"]
+    assert not any(path.endswith(".sigstore") for path in files)  # it was of another file
+
+
 def test_a_published_file_that_this_build_lacks_is_a_difference(publish, project):
     folder = project.root / "benchmarks"
     folder.mkdir()
