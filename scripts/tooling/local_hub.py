@@ -1,9 +1,9 @@
-"""A Hugging Face Hub for kernel repositories on 127.0.0.1, for scripts/demo and tests/hub.
+"""A Hugging Face Hub for kernels and models on 127.0.0.1, for scripts/demo, scripts/release and tests.
 
     python scripts tooling.local_hub --root DIRECTORY [--port 0] [--log FILE]
 
 prints its URL (port 0: a free one) and serves until it is interrupted. What huggingface_hub and
-kernels ask of a Hub to create, fill, list and download kernel repositories is here; everything else
+kernels ask of a Hub to create, fill, list and download kernel and model repositories is here; the rest
 is 404. There are no users and no tokens, and every file travels inside its commit (no LFS). Web pages
 are kept out: a request that names another host, or an origin, is refused.
 """
@@ -22,7 +22,8 @@ from urllib.parse import parse_qs, unquote, urlsplit
 from tooling.hub_store import NotFound, Store
 
 LARGEST_REQUEST = 2**30  # bytes
-REPO = r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)"
+NAME = r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*"
+REPO = rf"(?:kernels/|(?=models/))((?:models/)?{NAME})"  # matches org/name, or models/org/name
 
 
 @dataclass
@@ -95,10 +96,14 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self._route(
-            (rf"/kernels/{REPO}/resolve/([^/]+)/(.+)", self.file),
-            (rf"/api/kernels/{REPO}/refs", self.refs),
-            (rf"/api/kernels/{REPO}(?:/revision/([^/]+))?", self.info),
-            (rf"/api/kernels/{REPO}/tree/([^/]+)(?:/(.*))?", self.tree),
+            (rf"/kernels/({NAME})/resolve/([^/]+)/(.+)", self.file),
+            (
+                rf"/({NAME})/resolve/([^/]+)/(.+)",
+                lambda repo, *of: self.file(f"models/{repo}", *of),
+            ),
+            (rf"/api/{REPO}/refs", self.refs),
+            (rf"/api/{REPO}(?:/revision/([^/]+))?", self.info),
+            (rf"/api/{REPO}/tree/([^/]+)(?:/(.*))?", self.tree),
             (r"/api/organizations/([^/]+)/overview", self.organization),
         )
 
@@ -106,9 +111,9 @@ class Handler(BaseHTTPRequestHandler):
         self._route(
             (r"/api/repos/create", self.create_repo),
             (r"/api/validate-yaml", lambda: self.reply({"errors": [], "warnings": []})),
-            (rf"/api/kernels/{REPO}/branch/([^/]+)", self.create_branch),
-            (rf"/api/kernels/{REPO}/preupload/([^/]+)", self.preupload),
-            (rf"/api/kernels/{REPO}/commit/([^/]+)", self.commit),
+            (rf"/api/{REPO}/branch/([^/]+)", self.create_branch),
+            (rf"/api/{REPO}/preupload/([^/]+)", self.preupload),
+            (rf"/api/{REPO}/commit/([^/]+)", self.commit),
         )
 
     def file(self, repo: str, revision: str, path: str) -> None:
@@ -127,9 +132,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def info(self, repo: str, revision: str | None) -> None:
         commit = self.hub.store.resolve(self.hub.store.load(repo), revision or "main")
-        org = repo.split("/")[0]
+        name = repo.removeprefix("models/")
         flags = {"private": False, "gated": False, "downloads": 0, "likes": 0}
-        self.reply({"id": repo, "author": org, "sha": commit, **flags})
+        self.reply({"id": name, "author": name.split("/")[0], "sha": commit, **flags})
 
     def tree(self, repo: str, revision: str, folder: str | None) -> None:
         state = self.hub.store.load(repo)
@@ -159,14 +164,22 @@ class Handler(BaseHTTPRequestHandler):
     def create_repo(self) -> None:
         request = json.loads(self.body)
         repo = f"{request.get('organization') or 'local'}/{request['name']}"
-        if request.get("type") != "kernel" or not re.fullmatch(REPO, repo):
-            return self.fail(400, "BadRequest", f"no kernel repository: {repo}")
-        answer = {"url": f"{self.hub.url}/kernels/{repo}", "name": repo, "id": repo}
+        kinds = {"kernel": "", "model": "models/"}
+        prefix = kinds.get(request.get("type", "model"))
+        if prefix is None or not re.fullmatch(NAME, repo):
+            return self.fail(
+                400, "BadRequest", f"neither a kernel's nor a model's repository: {repo}"
+            )
+        answer = {"url": self.page(prefix + repo), "name": repo, "id": repo}
         with self.hub.store.lock:
-            if self.hub.store.exists(repo):
+            if self.hub.store.exists(prefix + repo):
                 return self.reply({"error": "it exists", **answer}, status=409)
-            self.hub.store.create(repo)
+            self.hub.store.create(prefix + repo)
         self.reply(answer)
+
+    def page(self, repo: str) -> str:
+        is_model = repo.startswith("models/")
+        return f"{self.hub.url}/{repo.removeprefix('models/') if is_model else f'kernels/{repo}'}"
 
     def create_branch(self, repo: str, branch: str) -> None:
         start = json.loads(self.body or b"{}").get("startingPoint", "main")
@@ -182,7 +195,7 @@ class Handler(BaseHTTPRequestHandler):
     def commit(self, repo: str, branch: str) -> None:
         changes = [json.loads(line) for line in self.body.splitlines() if line.strip()]
         commit = self.hub.store.commit(repo, branch, changes)
-        url = f"{self.hub.url}/kernels/{repo}/commit/{commit}"
+        url = f"{self.page(repo)}/commit/{commit}"
         self.reply({"success": True, "commitOid": commit, "commitUrl": url, "hookOutput": ""})
 
     def reply(

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 import pytest
 
@@ -49,6 +50,30 @@ def test_local_hub_takes_no_half_of_a_commit(hub, chunked):
         assert connection.recv(9999).startswith(b"HTTP/1.1 400 ")
     state = hub.store.load("org/name")
     assert not state["commits"][state["branches"]["main"]]["files"]
+
+
+def test_local_hub_keeps_models_and_kernels_apart(hub, tmp_path):
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    api, folder = HfApi(endpoint=hub.url, token=False), tmp_path / "folder"
+    folder.mkdir()
+    for kind, content in (("model", b"a model"), ("kernel", b"a kernel")):
+        for _ in range(2):
+            api.create_repo("org/name", repo_type=kind, exist_ok=True)
+        (folder / "README.md").write_bytes(content)
+        commit = api.upload_folder(
+            repo_id="org/name", repo_type=kind, folder_path=folder, delete_patterns="*"
+        )
+        assert commit.commit_url.startswith(f"{hub.url}/{'kernels/' * (kind == 'kernel')}org/name/")
+    for kind, content in (("model", b"a model"), ("kernel", b"a kernel")):
+        where = {"repo_id": "org/name", "repo_type": kind, "cache_dir": tmp_path / "cache"}
+        file = api.hf_hub_download(filename="README.md", **where)
+        assert Path(file).read_bytes() == content
+        assert api.repo_info("org/name", repo_type=kind).id == "org/name"
+        assert list(Path(api.snapshot_download(**where)).iterdir()) == [Path(file)]
+    with pytest.raises(HfHubHTTPError, match="neither a kernel's nor a model's repository"):
+        api.create_repo("org/data", repo_type="dataset")
 
 
 @pytest.mark.parametrize("body", ["1", "[]", '{"type": []}', "[" * 100_000])
