@@ -20,6 +20,8 @@ import time
 from importlib.util import find_spec
 from pathlib import Path
 
+from tooling.processes import end_with
+
 ROOT = Path(__file__).resolve().parents[2]
 IS_CHECKOUT = (ROOT / "pyproject.toml").is_file()
 CONSTRAINTS = ROOT / "constraints.txt"
@@ -93,18 +95,9 @@ def prepare(home: Path, extras: list[str]) -> Path:
             print(f"making a Python environment in {venv}", flush=True)
             _make_venv(venv)
         stamp.unlink(missing_ok=True)
-        version = _pinned("torch")
-        print(f"installing torch {version} (CPU), transformers and the rest", flush=True)
-        torch = ["install", "-c", str(CONSTRAINTS), f"torch=={version}"]
+        print(f"installing torch {_pinned('torch')} (CPU), transformers and the rest", flush=True)
         log = home / "pip.log"
-        if not _pip(python, [*torch[:-1], f"{torch[-1]}+cpu"], log):
-            print(
-                f"no CPU build of torch {version} on pip's index: taking the default build, which "
-                "may bring gigabytes of CUDA\n(to avoid that, set PIP_EXTRA_INDEX_URL to PyTorch's "
-                "index of CPU builds)",
-                flush=True,
-            )
-            _pip(python, torch, log, required=True)
+        _install_torch(python, log)
         package = f"{ROOT}[{','.join(wanted['extras'])}]" if wanted["extras"] else str(ROOT)
         packages = ["install", "-c", str(CONSTRAINTS), "-e", package, *BUILD_TOOLS]
         _pip(python, packages, log, required=True)
@@ -127,6 +120,30 @@ def prepare_for(home: Path, name: str, packages: list[str], gigabytes: int) -> P
         _pip(python, ["install", *patience, "--upgrade", *packages], log, required=True)
         _pip(python, ["install", "--no-deps", "-e", str(ROOT)], log, required=True)
     return python
+
+
+def make_user(venv: Path, log: Path, packages: list[str]) -> Path:
+    """Makes an environment as a user has it, with the pinned torch and `packages`, among which may be
+    options of pip; returns its Python."""
+    _make_venv(venv)
+    python = venv / "bin" / "python"
+    _install_torch(python, log)
+    _pip(python, ["install", "-c", str(CONSTRAINTS), *packages], log, required=True)
+    return python
+
+
+def make_tools(home: Path, name: str, tools: list[str]) -> Path:
+    """Makes the environment `name` of the state folder with `tools`, unless it is there; returns the
+    folder of its programs."""
+    venv, stamp = home / name, home / name / "tools.json"
+    wanted = {"tools": [f"{tool}=={_pinned(tool)}" for tool in tools]}
+    with _locked(home):
+        if _read(stamp) != wanted:
+            _make_venv(venv)
+            log = home / f"pip-{name}.log"
+            _pip(venv / "bin/python", ["install", *wanted["tools"]], log, required=True)
+            stamp.write_text(json.dumps(wanted))
+    return venv / "bin"
 
 
 def check_torch(device: str) -> None:
@@ -194,6 +211,20 @@ def _pinned(package: str) -> str:
     raise AssertionError(f"constraints.txt does not pin {package}")
 
 
+def _install_torch(python: Path, log: Path) -> None:
+    """Installs the pinned torch: its CPU build, if pip finds one."""
+    version = _pinned("torch")
+    torch = ["install", "-c", str(CONSTRAINTS), f"torch=={version}"]
+    if not _pip(python, [*torch[:-1], f"{torch[-1]}+cpu"], log):
+        print(
+            f"no CPU build of torch {version} on pip's index: taking the default build, which "
+            "may bring gigabytes of CUDA\n(to avoid that, set PIP_EXTRA_INDEX_URL to PyTorch's "
+            "index of CPU builds)",
+            flush=True,
+        )
+        _pip(python, torch, log, required=True)
+
+
 def _check_machine(home: Path, needed: int = NEEDED_BYTES) -> None:
     if sys.platform != "linux" or os.uname().machine != "x86_64":
         fail(
@@ -224,7 +255,9 @@ def _pip(python: Path, arguments: list[str], log: Path, required: bool = False) 
     """Runs pip into `log`; on a failure that counts, says what it said and what that means."""
     command = [str(python), "-m", "pip", *arguments, "--no-input", "--progress-bar", "off"]
     with open(log, "w") as output:
-        done = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT)
+        done = subprocess.run(
+            command, stdout=output, stderr=subprocess.STDOUT, preexec_fn=end_with(os.getpid())
+        )
     if done.returncode == 0 or not required:
         return done.returncode == 0
     said = log.read_text().strip()

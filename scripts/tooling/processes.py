@@ -15,7 +15,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
@@ -28,14 +28,8 @@ def run(
     command: list[str], environment: dict[str, str], lock: IO[str], quiet: bool = False
 ) -> tuple[int, str]:
     """Runs a program that holds `lock`, and returns its exit status and, if `quiet`, what it said."""
-    libc, builder = ctypes.CDLL(None, use_errno=True), os.getpid()
-
-    def follow_the_builder() -> None:
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != builder:  # it has ended meanwhile
-            os._exit(1)
-
-    libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
+    builder = os.getpid()
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     process = subprocess.Popen(
         command,
         env=environment | {BUILDER: f"{builder} {_started(builder)}"},
@@ -43,7 +37,7 @@ def run(
         stderr=subprocess.STDOUT if quiet else None,
         text=True,
         pass_fds=[lock.fileno()],
-        preexec_fn=follow_the_builder,
+        preexec_fn=end_with(builder),
     )
     try:
         said, _ = process.communicate()
@@ -54,6 +48,18 @@ def run(
     finally:
         end_programs()
     return process.returncode, said or ""
+
+
+def end_with(parent: int) -> Callable[[], None]:
+    """Returns what a child of the process `parent` calls first, to be told to end when that ends."""
+    libc = ctypes.CDLL(None)
+
+    def follow() -> None:
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:  # it has ended meanwhile
+            os._exit(1)
+
+    return follow
 
 
 def end_programs() -> None:

@@ -20,7 +20,7 @@ import sys
 import time
 from pathlib import Path
 
-from tooling import environment, versions
+from tooling import environment, processes, versions
 
 ROOT = environment.ROOT
 MODULES = ["flashcell", "jinja2", "kernel_abi_check", "kernels", "accelerate", "matplotlib", "peft"]
@@ -140,7 +140,8 @@ def tool(module: str, *arguments: str) -> list:
 def passes(name: str, command: list, place: str) -> bool:
     print(f"\n== {name} ({place})", flush=True)
     started = time.monotonic()
-    done = subprocess.run([str(word) for word in command], cwd=ROOT)
+    words = [str(word) for word in command]
+    done = subprocess.run(words, cwd=ROOT, preexec_fn=processes.end_with(os.getpid()))
     if name == "tests":  # pytest has said it, and the last lines are its summary and ours
         return done.returncode == 0
     verdict = "passed" if done.returncode == 0 else f"FAILED (exit status {done.returncode})"

@@ -25,7 +25,13 @@ CPU_TAG = "py3-none-manylinux_2_28_x86_64"
 COMMANDS = (
     *("train", "evaluate", "export_model"),
     *("tooling/__init__.py", "tooling/arguments.py", "tooling/environment.py"),
-    *("tooling/progress.py", "training/*.py", "evaluation/*.py", "evaluation/tasks/*"),
+    *(
+        "tooling/processes.py",
+        "tooling/progress.py",
+        "training/*.py",
+        "evaluation/*.py",
+        "evaluation/tasks/*",
+    ),
     "recipes/*.yaml",
 )
 CARDS = "model_cards/TEMPLATE*.md"  # what a trained model's page is made from
