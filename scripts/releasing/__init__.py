@@ -1,0 +1,1 @@
+"""The steps of scripts/release: what each does, what is done already, and where a release goes."""
