@@ -8,6 +8,9 @@
 //  d = {(r, 2q), (r, 2q + 1), (r + 8, 2q), (r + 8, 2q + 1)}
 //
 // The layout is the same for every dtype because vectors are always 16 bytes.
+//
+// Code for Turing multiplies fp16 with the smaller matrix instruction that it has, and bf16 and
+// fp32 in fp32: lanes hand each other their operands, and fp32 operands are not rounded.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -16,7 +19,7 @@
 #include <type_traits>
 
 #include "common/cuda/device.cuh"
-#include "common/cuda/ptx/shared_address.cuh"
+#include "common/cuda/ptx/copy_async.cuh"
 
 namespace flashcell::cuda {
 
@@ -47,6 +50,9 @@ struct Pair {
     Pair pair;
     if constexpr (sizeof(IO) == 4) {
       pair.word[0] = __float_as_uint(lo), pair.word[1] = __float_as_uint(hi);
+    } else if constexpr (kIsTuring) {  // no instruction converts both
+      const IO both[2] = {from_float<IO>(lo), from_float<IO>(hi)};
+      pair.word[0] = reinterpret_cast<const uint32_t&>(both);
     } else if constexpr (std::is_same_v<IO, bf16>) {
       asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair.word[0]) : "f"(hi), "f"(lo));
     } else {
@@ -68,8 +74,50 @@ struct Pair {
 // Rounds fp32 operands of the matrix instruction to tf32; the hardware would truncate them.
 template <typename IO>
 DEVICE uint32_t operand(uint32_t word) {
-  if constexpr (sizeof(IO) == 4) asm("cvt.rna.tf32.f32 %0, %0;" : "+r"(word));
+  if constexpr (sizeof(IO) == 4 && !kIsTuring) asm("cvt.rna.tf32.f32 %0, %0;" : "+r"(word));
   return word;
+}
+
+// The products of Turing: d = a b + c.
+template <typename IO>
+DEVICE void mma_turing(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
+                       const float (&c)[4]) {
+  if constexpr (std::is_same_v<IO, fp16>) {
+    asm("{\n.reg .f32 e<4>;\n"
+        "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {e0,e1,e2,e3}, {%4,%5}, {%8}, "
+        "{%10,%11,%12,%13};\n"
+        "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%6,%7}, {%9}, "
+        "{e0,e1,e2,e3};\n}"
+        : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]),
+          "f"(c[2]), "f"(c[3]));
+  } else {
+    const int lane = threadIdx.x % 32, row = lane / 4 * 4, columns = lane % 4 * 8;
+    float sums[4] = {c[0], c[1], c[2], c[3]};
+    // Lane q of a row or column has its words q. Unrolled, this would be too much code for kernels
+    // with many products.
+#pragma unroll 1
+    for (int q = 0; q < 4; ++q) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const uint32_t b = half == 0 ? b0 : b1;
+        const auto from = [&](uint32_t word, int lane_of_row) {
+          const uint32_t got = __shfl_sync(~0u, word, lane_of_row + q);
+          if constexpr (sizeof(IO) == 4) return make_float2(__uint_as_float(got), 0);
+          return Pair<bf16>{{got}}.floats();
+        };
+        const float2 left[2] = {from(a[2 * half], row), from(a[2 * half + 1], row)};
+        const float2 right[2] = {from(b, columns), from(b, columns + 4)};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          sums[i] = fmaf(left[i / 2].x, right[i % 2].x, sums[i]);
+          if constexpr (sizeof(IO) == 2) sums[i] = fmaf(left[i / 2].y, right[i % 2].y, sums[i]);
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) d[i] = sums[i];
+  }
 }
 
 // d = a b + c
@@ -81,7 +129,9 @@ DEVICE void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
       : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])                                       \
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]),  \
         "f"(c[2]), "f"(c[3]))
-  if constexpr (sizeof(IO) == 4) {
+  if constexpr (kIsTuring) {
+    mma_turing<IO>(d, a, b0, b1, c);
+  } else if constexpr (sizeof(IO) == 4) {
     FLASHCELL_MMA("m16n8k8.row.col.f32.tf32.tf32.f32");
   } else if constexpr (std::is_same_v<IO, bf16>) {
     FLASHCELL_MMA("m16n8k16.row.col.f32.bf16.bf16.f32");
@@ -133,12 +183,16 @@ DEVICE void store_words(uint32_t shared, uint32_t first, uint32_t second) {
                : "memory");
 }
 
-// Computes a b + c for both 16-bit elements of a word, rounding once.
+// Computes a b + c for both 16-bit elements of a word, rounding once (Turing, for bf16: first to
+// fp32, then to bf16).
 template <typename IO>
 DEVICE uint32_t multiply_add(uint32_t a, uint32_t b, uint32_t c) {
   static_assert(sizeof(IO) == 2);
   uint32_t d;
-  if constexpr (std::is_same_v<IO, bf16>) {
+  if constexpr (std::is_same_v<IO, bf16> && kIsTuring) {
+    const float2 x = Pair<IO>{{a}}.floats(), y = Pair<IO>{{b}}.floats(), z = Pair<IO>{{c}}.floats();
+    d = Pair<IO>::of(fmaf(x.x, y.x, z.x), fmaf(x.y, y.y, z.y)).word[0];
+  } else if constexpr (std::is_same_v<IO, bf16>) {
     asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
   } else {
     asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
@@ -150,32 +204,6 @@ DEVICE float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
-}
-
-// Starts an asynchronous 16-byte copy from global to shared memory.
-DEVICE void copy_async(uint32_t shared, const void* global) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
-}
-DEVICE void copy_async(void* shared, const void* global) {
-  copy_async(shared_address(shared), global);
-}
-// Starts an asynchronous copy of 16 bytes, which writes zeros where `copy` is false. The address
-// must be valid in both cases.
-DEVICE void copy_async_or_zero(uint32_t shared, const void* global, bool copy) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global),
-               "r"(copy ? 16 : 0)
-               : "memory");
-}
-// The same for one float.
-DEVICE void copy_word_or_zero(float* shared, const float* global, bool copy) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(shared)),
-               "l"(global), "r"(copy ? 4 : 0)
-               : "memory");
-}
-DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int kPending>
-DEVICE void copy_wait() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
 }  // namespace flashcell::cuda

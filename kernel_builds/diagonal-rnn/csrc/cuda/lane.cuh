@@ -9,6 +9,7 @@
 #include <type_traits>
 
 #include "common/cuda/device.cuh"
+#include "common/cuda/ptx/copy_async.cuh"
 
 namespace flashcell::cuda {
 
@@ -85,23 +86,18 @@ DEVICE void store_away(IO* to, const Word<IO, kN>& word) {
 enum class Leaves { kInTurn, kLast };
 template <Leaves kLeaves>
 DEVICE uint64_t cache_policy() {
-  uint64_t policy = 0;
-  if constexpr (kLeaves == Leaves::kLast) {
-    asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
-  }
-  return policy;
+  return kLeaves == Leaves::kLast ? evict_last_policy() : 0;
 }
 constexpr int kCacheLine = 128;
 constexpr int64_t kCacheBytes = 50 << 20;
 DEVICE void give_back(const void* of_line) {
-  const uintptr_t line = reinterpret_cast<uintptr_t>(of_line) / kCacheLine * kCacheLine;
-  asm volatile("applypriority.global.L2::evict_normal [%0], 128;" ::"l"(line) : "memory");
+  evict_in_turn(reinterpret_cast<uintptr_t>(of_line) / kCacheLine * kCacheLine);
 }
 
 // Starts an asynchronous copy of a word to shared memory. Two-byte words are copied synchronously,
 // because cp.async takes at least 4 bytes.
 template <int kBytes, Leaves kLeaves = Leaves::kInTurn>
-DEVICE void copy_async(void* shared, const void* global, uint64_t policy = 0) {
+DEVICE void copy_word(void* shared, const void* global, uint64_t policy = 0) {
   constexpr int kPiece = alignment_of(kBytes);
 #pragma unroll
   for (int i = 0; i < kBytes; i += kPiece) {
@@ -109,29 +105,15 @@ DEVICE void copy_async(void* shared, const void* global, uint64_t policy = 0) {
     const char* from = static_cast<const char*>(global) + i;
     if constexpr (kLeaves == Leaves::kLast) {
       static_assert(kPiece == 16, "what leaves last comes past L1");
-      asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(
-                       uint32_t(__cvta_generic_to_shared(to))),
-                   "l"(from), "l"(policy)
-                   : "memory");
+      copy_async_evicted_last(to, from, policy);
     } else if constexpr (kPiece == 2) {
       *reinterpret_cast<uint16_t*>(to) = *reinterpret_cast<const uint16_t*>(from);
-    } else if constexpr (kPiece == 16) {  // bypasses L1
-      asm volatile(
-          "cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(uint32_t(__cvta_generic_to_shared(to))),
-          "l"(from)
-          : "memory");
+    } else if constexpr (kPiece == 16) {
+      copy_async(to, from);
     } else {
-      asm volatile(
-          "cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(uint32_t(__cvta_generic_to_shared(to))),
-          "l"(from), "n"(kPiece)
-          : "memory");
+      copy_short_async<kPiece>(to, from);
     }
   }
-}
-DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int kLeft>  // the number of groups that may still be in flight
-DEVICE void wait_copies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
 }
 
 }  // namespace flashcell::cuda

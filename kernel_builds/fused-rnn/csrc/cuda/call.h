@@ -75,7 +75,7 @@ cuda::Launch prepare(const SequenceParams& p, Dtype dtype, bool tf32, bool align
   cuda::Launch launch{};
   launch.device = cuda::current_device();
   launch.stream = current_stream(like);
-  launch.tf32 = tf32;
+  launch.tf32 = tf32 && cuda::has_tf32(launch.device);
   const int io_bytes = dtype == Dtype::kFloat ? 4 : 2;
   const cuda::Problem problem{p.S, p.T, p.N, p.D, Cell::kGates, io_bytes, tf32, aligned};
   launch.engine = engine_for(problem, launch.device, backward);
@@ -123,8 +123,10 @@ inline void write_recurrent_dweight(const Tensor& dr, const Tensor& h_prev, int6
   const Dtype dtype = io_dtype(dr, "dr");
   STD_TORCH_CHECK(dtype != Dtype::kDouble, "dr must be float32, float16 or bfloat16 on CUDA");
   const torch::stable::accelerator::DeviceGuard guard(dr.get_device_index());
+  const cuda::Device device = cuda::current_device();
   const cuda::Launch launch{
-      cuda::current_device(), current_stream(dr), tf32, cuda::Engine::kStep, 8, nullptr, nullptr};
+      device, current_stream(dr), tf32 && cuda::has_tf32(device), cuda::Engine::kStep, 8, nullptr,
+      nullptr};
   cuda::DweightParams p{
       rows,   G, N, D, dr.const_data_ptr(), h_prev.const_data_ptr(), dweight.mutable_data_ptr(),
       nullptr};

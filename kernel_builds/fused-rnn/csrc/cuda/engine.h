@@ -17,8 +17,11 @@ struct Device {  // the properties of a GPU that the planner reads
   int arch;      // 90 for compute capability 9.0
   Code code;     // describes the code object that runs on the GPU
   int sms;
-  int shared_bytes;  // shared memory that a thread block may use
+  int shared_bytes;  // shared memory that a thread block of this code may use
 };
+
+// Whether fp32 products may round their operands to tf32: code for Turing has no such instruction.
+constexpr bool has_tf32(const Device& device) { return !device.code.is_turing(); }
 
 struct CellSizes {  // the sizes of a cell that the planner reads
   int gates, states, bias_rows, saved;
@@ -53,7 +56,7 @@ template <typename Cell, typename IO>
 void backward_cluster(const BackwardParams&, const Launch&);
 
 // The grid engine: all thread blocks run at once. Each keeps the weight of 16 or 24 units of a
-// head, and they exchange h (backward: dr) through L2 after every step.
+// head, and they exchange h (backward: dr) through L2 after every step. Not in code for Turing.
 template <typename Cell, typename IO>
 void forward_grid(const ForwardParams&, const Launch&);
 template <typename Cell, typename IO>

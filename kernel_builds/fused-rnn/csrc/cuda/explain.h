@@ -69,19 +69,20 @@ class Explanation {
   void explain_refusals() {
     for (const Limit& limit : limits_of_all(p_)) refuse(limit);
     if (!all_hold(limits_of_all(p_))) return;
-    refuse(limit_of_matrix(p_));
-    if (!limit_of_matrix(p_).holds()) {
+    refuse(limit_of_matrix(p_, device_));
+    if (!limit_of_matrix(p_, device_).holds()) {
       for (const Limit& limit : fma::limits(p_.D, p_.gates, p_.io_bytes, device_)) refuse(limit);
       return;
     }
     if (matrix_ == Engine::kBlock) return;
-    refuse(block::limit(p_.D, p_.io_bytes));
+    refuse(block::limit(p_.D, p_.io_bytes, device_));
     if (matrix_ == Engine::kCluster) return;
     for (const Limit& limit : cluster::limits(p_.D, p_.io_bytes, device_)) refuse(limit);
     if (cluster::fits(p_.D, p_.io_bytes, device_)) {
       refuse(cluster::limit_of_speed(p_.S, p_.N, p_.D, device_));
     }
     if (matrix_ == Engine::kGrid) return;
+    refuse(grid::limit_of_code(device_));
     const auto [forward, backward] = grid::shapes_of_every_cell(p_.gates, p_.io_bytes);
     add_grid_limits("refused", "forward ", forward, false);
     add_grid_limits("refused", "backward ", backward, false);
@@ -104,13 +105,14 @@ class Explanation {
 
   void explain_block() {
     const int tile = block_tile(p_, device_), width = block::compiled_width(p_.D);
+    const bool turing = device_.code.is_turing();
     add("tile", tile);
     add("thread_blocks", p_.N * grid::divide_up(p_.S, tile));
     add("width", width);
     add("forward.threads", block::forward_threads(width));
     add("backward.threads", block::backward_threads(width));
-    add_shared_bytes("forward", block::forward_shared_bytes(cell_, width, p_.io_bytes));
-    add_shared_bytes("backward", block::backward_shared_bytes(cell_, width, p_.io_bytes));
+    add_shared_bytes("forward", block::forward_shared_bytes(cell_, width, p_.io_bytes, turing));
+    add_shared_bytes("backward", block::backward_shared_bytes(cell_, width, p_.io_bytes, turing));
   }
 
   void explain_cluster() {

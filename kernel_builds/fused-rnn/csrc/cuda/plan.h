@@ -41,10 +41,15 @@ constexpr std::array<Limit, 3> limits_of_all(const Problem& p) {
            {"x not aligned to 16 bytes", !p.aligned, 0, ""}}};
 }
 
+// Whether fp32 products are exact, because the caller wants it or because code for Turing has no
+// tf32.
+constexpr bool is_exact(const Problem& p, const Device& device) {
+  return p.io_bytes == 4 && !(p.tf32 && has_tf32(device));
+}
+
 // The limit that the engines with matrix instructions have: block, cluster and grid.
-constexpr Limit limit_of_matrix(const Problem& p) {
-  const bool exact = p.io_bytes == 4 && !p.tf32;
-  return {"exact fp32, which no matrix instruction has", exact, 0, ""};
+constexpr Limit limit_of_matrix(const Problem& p, const Device& device) {
+  return {"exact fp32, which no matrix instruction has", is_exact(p, device), 0, ""};
 }
 
 constexpr bool fma_can_run(const Problem& p, const Device& device) {
@@ -53,16 +58,16 @@ constexpr bool fma_can_run(const Problem& p, const Device& device) {
 
 // The engine that would run the call if there were no gemm and no fma engine.
 constexpr Engine select_matrix(const Problem& p, const Device& device) {
-  if (!all_hold(limits_of_all(p)) || !limit_of_matrix(p).holds()) return Engine::kStep;
-  if (block::limit(p.D, p.io_bytes).holds()) return Engine::kBlock;
+  if (!all_hold(limits_of_all(p)) || !limit_of_matrix(p, device).holds()) return Engine::kStep;
+  if (block::limit(p.D, p.io_bytes, device).holds()) return Engine::kBlock;
   if (cluster::fits(p.D, p.io_bytes, device) && cluster::is_fastest(p.S, p.N, p.D, device)) {
     return Engine::kCluster;
   }
   return grid::fits_every_cell(p.gates, p.io_bytes, p.D, device) ? Engine::kGrid : Engine::kStep;
 }
 
-constexpr gemm::Sizes gemm_sizes(const Problem& p) {
-  return {p.S, p.T, p.N, p.D, p.gates, p.io_bytes, p.io_bytes == 4 && !p.tf32};
+constexpr gemm::Sizes gemm_sizes(const Problem& p, const Device& device) {
+  return {p.S, p.T, p.N, p.D, p.gates, p.io_bytes, is_exact(p, device)};
 }
 
 constexpr bool gemm_can_run(const Problem& p) {
@@ -79,7 +84,8 @@ constexpr Engine select_own(const Problem& p, const Device& device) {
 // The engine if there were no batch engine, which has no backward pass.
 constexpr Engine select_other(const Problem& p, const Device& device, bool backward) {
   const Engine own = select_own(p, device);
-  return gemm_can_run(p) && gemm::is_faster(gemm_sizes(p), own, backward) ? Engine::kGemm : own;
+  const bool gemm = gemm_can_run(p) && gemm::is_faster(gemm_sizes(p, device), own, backward);
+  return gemm ? Engine::kGemm : own;
 }
 
 constexpr Engine select_backward(const Problem& p, const Device& device) {

@@ -20,7 +20,8 @@ static Device describe(int index) {
   check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, index));
   check(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, index));
   check(cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, index));
-  return {major * 10 + minor, find_code(), sms, shared_bytes};
+  const Code code = find_code();
+  return {major * 10 + minor, code, sms, usable_shared_bytes(code, shared_bytes)};
 }
 Device current_device() { return of_current_gpu(&describe); }
 

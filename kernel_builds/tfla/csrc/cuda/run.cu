@@ -22,7 +22,8 @@ static Device describe(int index) {
     return value;
   };
   const Code code = find_code();
-  return {code, read(cudaDevAttrMultiProcessorCount), read(cudaDevAttrMaxSharedMemoryPerBlockOptin),
+  return {code, read(cudaDevAttrMultiProcessorCount),
+          usable_shared_bytes(code, read(cudaDevAttrMaxSharedMemoryPerBlockOptin)),
           code.arch >= 90 && read(cudaDevAttrClusterLaunch) != 0};
 }
 Device current_device() { return of_current_gpu(&describe); }
@@ -60,11 +61,11 @@ void with_16_bits(Dtype dtype, const Function& function) {
 }
 
 // Limits the chunk length to what the shared memory of a thread block holds: 256 steps on sm_90 and
-// sm_100, 128 on sm_80, and 64 for fp32 where a block has 99 KB.
+// sm_100, 128 on sm_80, and 64 on sm_75, and for fp32 where a block has 99 KB.
 template <typename Params>
 Params fit_chunk(Params p, const Launch& launch) {
   const int io_bytes = launch.dtype == Dtype::kFloat ? 4 : 2;
-  const int tiles = longest_chunk(io_bytes, launch.device.shared_bytes);
+  const int tiles = longest_chunk(io_bytes, launch.device);
   if (p.chunk > tiles) p.chunk = tiles;
   return p;
 }

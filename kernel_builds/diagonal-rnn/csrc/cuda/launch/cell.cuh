@@ -50,7 +50,7 @@ template <typename Track>
 void run_walk(const ForwardParams& p, const Launch& to) {
   const int64_t blocks_of_row = ceil_div(p.D, Track::kThreads * Track::kN);
   launch(walk_kernel<Track>,
-         {p.S * blocks_of_row, Track::kThreads, Track::Steps::kBytes, to.stream}, p,
+         {p.S * blocks_of_row, Track::kThreads, Track::Steps::bytes(to.device.code), to.stream}, p,
          int(blocks_of_row));
 }
 
@@ -70,10 +70,11 @@ void run_shoot(const ForwardParams& p, const Launch& to) {
   shoot.start = static_cast<float*>(to.scratch), shoot.end = shoot.start + boundaries;
   shoot.slope = shoot.end + boundaries;
   launch(shoot_kernel<Shooter>,
-         {p.S * shoot.chunks * shoot.blocks_of_row, 32, Shooter::Steps::kBytes, to.stream}, p,
-         shoot);
+         {p.S * shoot.chunks * shoot.blocks_of_row, 32, Shooter::Steps::bytes(to.device.code),
+          to.stream},
+         p, shoot);
   launch(settle_kernel<Settler>,
-         {p.S * shoot.groups_of_row, 256, Settler::Steps::kBytes, to.stream,
+         {p.S * shoot.groups_of_row, 256, Settler::Steps::bytes(to.device.code), to.stream,
           to.device.code.arch >= 90},
          p, shoot);
 }

@@ -79,8 +79,8 @@ struct Walk {
     using Track = LinearTrack<Element, kThreads, kSteps, kGroups, kLeaves>;
     const int64_t blocks_of_row = ceil_div(p.D, kThreads * Element::kN);
     launch(linear_walk_kernel<Track>,
-           {S * blocks_of_row, kThreads, Track::Steps::kBytes, to.stream}, p, int(blocks_of_row),
-           static_cast<float*>(to.scratch));
+           {S * blocks_of_row, kThreads, Track::Steps::bytes(to.device.code), to.stream}, p,
+           int(blocks_of_row), static_cast<float*>(to.scratch));
   }
 };
 
@@ -147,16 +147,16 @@ struct Parallel {
     check(cudaMemsetAsync(to.scratch, 0xff, size_t(published), to.stream));
     const int64_t tiles = scan.columns * scan.tiles, resident = kResident * to.device.sms;
     launch(scan_kernel<Element, 8, kScanSteps, kResident>,
-           {tiles < resident ? tiles : resident, T::kThreads, int(sizeof(typename T::Shared)),
-            to.stream},
+           {tiles < resident ? tiles : resident, T::kThreads, T::bytes(to.device.code), to.stream},
            p, scan);
   }
 
   static void chunks(const Params& p, int64_t S, const Reach& reach, const Launch& to) {
     using Track = LinearTrack<Element, 32, kReachSteps, kReachGroups>;
     const int64_t rows = S * reach.chunks;
-    launch(reach_kernel<Track>, {rows * reach.blocks_of_row, 32, Track::Steps::kBytes, to.stream},
-           p, reach);
+    launch(reach_kernel<Track>,
+           {rows * reach.blocks_of_row, 32, Track::Steps::bytes(to.device.code), to.stream}, p,
+           reach);
     launch(agree_kernel<T::K>, {ceil_div(rows * p.D, 256), 256, 0, to.stream},
            static_cast<const SequenceParams&>(p), reach);
   }

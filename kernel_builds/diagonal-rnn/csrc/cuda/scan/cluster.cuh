@@ -17,12 +17,6 @@
 
 namespace flashcell::cuda {
 
-DEVICE void copy_piece(void* shared, const char* global) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)),
-               "l"(global)
-               : "memory");
-}
-
 template <typename ElementOf, int kWarpsOf, int kStepsOf, int kSlotsOf, int kLagOf = 1>
 struct ClusterTile {
   using Element = ElementOf;
@@ -196,7 +190,7 @@ struct Worker {
 #pragma unroll
       for (int k = 0; k < kSteps; k += Tile::kTogether) {
         if (first + k < e.steps && e.needs(r, first + k)) {
-          copy_piece(to + k * int(sizeof(Word)) * 32, row + int64_t(k) * e.bytes(r));
+          copy_async(to + k * int(sizeof(Word)) * 32, row + int64_t(k) * e.bytes(r));
         }
       }
     }
@@ -292,7 +286,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) cluster_scan_kernel(
 #pragma unroll 1
     for (int round = 0; round < Tile::kSlots; ++round) {
       if (round < rounds) worker.request(round);
-      commit_copies();
+      copy_commit();
     }
     cluster_wait();
 #pragma unroll 1
@@ -300,9 +294,9 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) cluster_scan_kernel(
       const int before = round - Tile::kLag;
       if (round < rounds) {
         if (round < Tile::kSlots)
-          wait_copies<Tile::kSlots - 1>();
+          copy_wait<Tile::kSlots - 1>();
         else
-          wait_copies<Tile::kSlots - Tile::kLag - 1>();
+          copy_wait<Tile::kSlots - Tile::kLag - 1>();
         __syncwarp();
         worker.compose_steps(round);
       }
@@ -310,7 +304,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1) cluster_scan_kernel(
         worker.advance(before);
         if (before + Tile::kSlots < rounds) worker.request(before + Tile::kSlots);
       }
-      commit_copies();
+      copy_commit();
     }
   }
   // No cluster barrier is needed at the end: a block's last warp exits only after it has received

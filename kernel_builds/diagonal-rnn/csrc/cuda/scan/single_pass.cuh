@@ -7,7 +7,8 @@
 //
 // The published data are their own flags: the host fills the words with a NaN that is never written
 // as data. Blocks draw tiles by ticket, so a tile only waits for tiles that are already being
-// worked on. The rows of the next tile are copied while a block works on the current one.
+// worked on. The rows of the next tile are copied while a block works on the current one, except on
+// Turing, whose copies are not asynchronous.
 #pragma once
 #include "../sequential/linear.cuh"
 
@@ -46,10 +47,11 @@ struct Tile {
   // The number of tiles in a group, between two published carries: a group's maps are in shared
   // memory together.
   static constexpr int kGroup = K <= 2 ? 16 : K == 3 ? 8 : 4;
+  static constexpr int kAhead = kIsTuring ? 0 : 1;  // tiles whose rows are copied ahead
 
   struct Shared {
-    // Each thread's steps of the current tile and of the next one.
-    Word rows[2][kSteps][kRows][kThreads];
+    // Each thread's steps of the current tile and of those ahead.
+    Word rows[1 + kAhead][kSteps][kRows][kThreads];
     union {
       struct {
         float warp_map[kWarps][kMap][kChannels];
@@ -61,6 +63,11 @@ struct Tile {
     float carry[K][kChannels];  // the carry into the group
     uint32_t ticket;
   };
+  // Bytes of shared memory of a thread block that runs this code.
+  static constexpr int bytes(const Code& code) {
+    return int(sizeof(Shared)) +
+           ((code.is_turing() ? 0 : 1) - kAhead) * int(sizeof(Shared::rows[0]));
+  }
 
   struct Place {  // the tile that a ticket stands for
     int tile;
@@ -80,7 +87,7 @@ struct Tile {
 #pragma unroll
       for (int k = 0; k < kSteps; ++k) {
         if (whole || (first + k < e.steps && e.needs(r, first + k))) {
-          copy_async<sizeof(Word)>(&to[k][r][threadIdx.x], from + int64_t(k) * e.bytes(r));
+          copy_word<sizeof(Word)>(&to[k][r][threadIdx.x], from + int64_t(k) * e.bytes(r));
         }
       }
     }
@@ -132,7 +139,8 @@ __global__ void __launch_bounds__(32 * kWarps, kResident) scan_kernel(const __gr
                                                                       const Scan scan) {
   using T = Tile<Element, kWarps, kSteps>;
   constexpr int K = T::K, kN = T::kN, kMap = T::kMap, P = Element::kSums;
-  static_assert(sizeof(typename T::Shared) <= 99 << 10, "a block may have 99 KB on every arch");
+  static_assert(sizeof(typename T::Shared) <= (kIsTuring ? kTuringSharedBytes : 99 << 10),
+                "a block may have 99 KB on every arch from 8.0 on");
   if (scan.wanted != nullptr && *scan.wanted == 0) return;
   extern __shared__ __align__(16) unsigned char memory[];
   auto& shared = *reinterpret_cast<typename T::Shared*>(memory);
@@ -149,8 +157,11 @@ __global__ void __launch_bounds__(32 * kWarps, kResident) scan_kernel(const __gr
   typename T::Place place(scan, shared.ticket);
   uint32_t ticket = shared.ticket;
   Element e(p, place.s, place.channel + lane * kN);
-  if (ticket < tickets) T::request(e, place.tile * T::kLength + warp * kSteps, shared.rows[0]);
-  commit_copies();
+  const auto first_of = [&](const typename T::Place& of) {
+    return of.tile * T::kLength + warp * kSteps;
+  };
+  if (T::kAhead > 0 && ticket < tickets) T::request(e, first_of(place), shared.rows[0]);
+  copy_commit();
   __syncthreads();
   draw();
 
@@ -159,23 +170,26 @@ __global__ void __launch_bounds__(32 * kWarps, kResident) scan_kernel(const __gr
     const uint32_t next_ticket = shared.ticket;
     const typename T::Place next_place(scan, next_ticket < tickets ? next_ticket : ticket);
     Element next(p, next_place.s, next_place.channel + lane * kN);
-    if (next_ticket < tickets) {
-      T::request(next, next_place.tile * T::kLength + warp * kSteps, shared.rows[stage ^ 1]);
+    if constexpr (T::kAhead == 0) {
+      T::request(e, first_of(place), shared.rows[0]);
+    } else if (next_ticket < tickets) {
+      T::request(next, first_of(next_place), shared.rows[stage ^ 1]);
     }
-    commit_copies();
-    wait_copies<1>();
+    copy_commit();
+    copy_wait<1>();
 
     const int tile = place.tile, begin = tile * T::kLength, first = begin + warp * kSteps;
     const int group = tile / kGroup, in_group = tile % kGroup;
     float A[kN][K][K], b[kN][K];
 #pragma unroll
     for (int c = 0; c < kN; ++c) identity(A[c], b[c]);
-    T::for_steps(e, first, shared.rows[stage], [&](int k, const typename Element::Raw& raw) {
-      float step_A[kN][K][K], step_b[kN][K];
-      e.map(raw, first + k, e.mark(first + k), step_A, step_b);
+    T::for_steps(e, first, shared.rows[stage * T::kAhead],
+                 [&](int k, const typename Element::Raw& raw) {
+                   float step_A[kN][K][K], step_b[kN][K];
+                   e.map(raw, first + k, e.mark(first + k), step_A, step_b);
 #pragma unroll
-      for (int c = 0; c < kN; ++c) compose(step_A[c], step_b[c], A[c], b[c]);
-    });
+                   for (int c = 0; c < kN; ++c) compose(step_A[c], step_b[c], A[c], b[c]);
+                 });
     T::put(shared.warp_map[warp], A, b);
     __syncthreads();
 
@@ -280,9 +294,10 @@ __global__ void __launch_bounds__(32 * kWarps, kResident) scan_kernel(const __gr
           }
         }
       }
-      T::for_steps(e, first, shared.rows[stage], [&](int k, const typename Element::Raw& raw) {
-        e.advance(raw, first + k, e.mark(first + k), carry);
-      });
+      T::for_steps(e, first, shared.rows[stage * T::kAhead],
+                   [&](int k, const typename Element::Raw& raw) {
+                     e.advance(raw, first + k, e.mark(first + k), carry);
+                   });
     }
     e.pad(max(first, e.steps), min(first + kSteps, e.steps + e.padding));
 

@@ -60,7 +60,7 @@ struct LinearTrack {
     ring_.take(ahead_);
     marks_.start(begin);
   }
-  DEVICE void drain() const { wait_copies<0>(); }
+  DEVICE void drain() const { copy_wait<0>(); }
 
   // Advances the carry and its tangent over [begin, end), in full groups, without storing results.
   DEVICE void approach(int begin, int end) {

@@ -1,9 +1,11 @@
 // A ring of prefetched steps: each thread has its own column in shared memory, filled by
 // asynchronous copies. A ring in registers would not work: the hardware tracks loads with only a
 // few counters, so waiting for the oldest load waits for younger ones too. No thread reads
-// another's column, so no synchronisation is needed.
+// another's column, so no synchronisation is needed. Turing, whose copies are not asynchronous, has
+// one group, which is copied when it is taken.
 #pragma once
 #include "../lane.cuh"
+#include "common/cuda/code.h"
 
 namespace flashcell::cuda {
 
@@ -16,9 +18,12 @@ template <typename WordOf, int kRowsOf, int kStepsOf, int kGroupsOf, int kThread
 class Ring {
  public:
   using Word = WordOf;
-  static constexpr int kSteps = kStepsOf, kGroups = kGroupsOf, kRows = kRowsOf;
+  static constexpr int kSteps = kStepsOf, kGroups = kIsTuring ? 1 : kGroupsOf, kRows = kRowsOf;
   static constexpr int kGroup = kSteps * kRows * kThreads;
-  static constexpr int kBytes = kGroups * kGroup * int(sizeof(Word));
+  // Bytes of shared memory of a thread block that runs this code.
+  static constexpr int bytes(const Code& code) {
+    return (code.is_turing() ? 1 : kGroupsOf) * kGroup * int(sizeof(Word));
+  }
 
   DEVICE Ring(unsigned char* shared) : column_(reinterpret_cast<Word*>(shared) + threadIdx.x) {}
 
@@ -38,7 +43,7 @@ class Ring {
   // takes time too.
   DEVICE void take(Word (&words)[kSteps][kRows]) {
     request();
-    wait_copies<kGroups - 1>();
+    copy_wait<kGroups - 1>();
     const Word* group = column_ + take_ * kGroup;
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
@@ -68,7 +73,7 @@ class Ring {
       for (int k = 0; k < left_; ++k) copy_rows<0, kOnce>(k, k, to);
       if (left_ > 0) copy_rows<kOnce, kRows>(left_ - 1, kSteps - 1, to);
     }
-    commit_copies();
+    copy_commit();
 #pragma unroll
     for (int r = 0; r < kRows; ++r) from_[r] += int64_t(bytes_[r]) * kSteps;
     left_ -= kSteps, fill_ = fill_ + 1 == kGroups ? 0 : fill_ + 1;
@@ -77,8 +82,8 @@ class Ring {
   DEVICE void copy_rows(int step, int place, Word* to) const {
 #pragma unroll
     for (int r = kFirst; r < kEnd; ++r) {
-      copy_async<sizeof(Word), kLeaves>(to + (place * kRows + r) * kThreads,
-                                        from_[r] + int64_t(bytes_[r]) * step, policy_);
+      copy_word<sizeof(Word), kLeaves>(to + (place * kRows + r) * kThreads,
+                                       from_[r] + int64_t(bytes_[r]) * step, policy_);
     }
   }
   // Returns the cache lines of the group just taken to normal priority. The thread with the first

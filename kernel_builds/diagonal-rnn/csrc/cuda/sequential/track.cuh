@@ -77,7 +77,7 @@ class Track {
     ring_.take(ahead_);
     marks_.start(begin);
   }
-  DEVICE void drain() const { wait_copies<0>(); }
+  DEVICE void drain() const { copy_wait<0>(); }
 
   // Runs the steps [begin, end). Only the end of the prefetched range may be no multiple of kSteps.
   template <bool kTangent, bool kStore>

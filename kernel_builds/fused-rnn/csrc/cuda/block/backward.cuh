@@ -16,8 +16,9 @@ struct BlockBackward : BlockSizes<Cell_, IO_, kWidth, 16, Cell_::kGates * kWidth
   using Inputs = Pipeline<IO, kWidth, kKept + 1, kThreads, 2>;  // saved values, then dh
   // The rows written are dx, then dr if it differs.
   using Outputs = Outbox<IO, kWidth, Cell::kSplitGrad ? 2 * G : G, kThreads>;
-  static constexpr int64_t kPlannedBytes =
-      block::backward_shared_bytes(kSizesOf<Cell>, kWidth, sizeof(IO));
+  static constexpr int64_t planned_bytes(bool turing) {
+    return block::backward_shared_bytes(kSizesOf<Cell>, kWidth, sizeof(IO), turing);
+  }
   using Shared = typename Sizes::template Memory<Inputs, Outputs>;  // the operand is dr of a step
 
   static DEVICE void run(const BackwardParams& p, Shared& shared) {

@@ -17,8 +17,9 @@ struct BlockForward : BlockSizes<Cell_, IO_, kWidth, 8, kWidth> {
   static constexpr int kTiles = (G + 1) / 2;
   using Inputs = Pipeline<IO, kWidth, G, kThreads, 1>;
   using Outputs = Outbox<IO, kWidth, kKept + 2, kThreads>;  // h, h_prev, then saved values
-  static constexpr int64_t kPlannedBytes =
-      block::forward_shared_bytes(kSizesOf<Cell>, kWidth, sizeof(IO));
+  static constexpr int64_t planned_bytes(bool turing) {
+    return block::forward_shared_bytes(kSizesOf<Cell>, kWidth, sizeof(IO), turing);
+  }
   // The operand in shared memory is h before a step.
   using Shared = typename Sizes::template Memory<Inputs, Outputs>;
 

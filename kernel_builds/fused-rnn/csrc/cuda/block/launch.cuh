@@ -23,17 +23,27 @@ namespace flashcell::cuda {
 template <typename IO>
 constexpr int kBlockWidth = tiles::kBlockRowBytes / sizeof(IO);
 
+// Whether the planner offers these sizes to code for Turing.
+template <typename Engine>
+constexpr bool kFitsTuring = Engine::kWeightRowBytes <= block::kTuringRowBytes;
+
 template <typename Engine, typename Params>
 __global__ void __launch_bounds__(Engine::kThreads) block_kernel(const __grid_constant__ Params p) {
   extern __shared__ __align__(16) char memory[];
-  Engine::run(p, *reinterpret_cast<typename Engine::Shared*>(memory));
+  using Shared = typename Engine::Shared;
+  if constexpr (kIsTuring && (sizeof(typename Engine::IO) == 4 || !kFitsTuring<Engine>)) {
+    __trap();  // the planner chooses the kernels of tf32 and of wide heads for other code
+  } else {
+    Engine::run(p, *reinterpret_cast<Shared*>(memory));
+  }
 }
 
 template <typename Engine, typename Params>
 void launch_block(const Params& p, const Launch& launch) {
-  constexpr int bytes = sizeof(typename Engine::Shared);
-  static_assert(bytes <= 99 * 1024, "the least an arch we build for has");
-  static_assert(bytes == Engine::kPlannedBytes);
+  static_assert(sizeof(typename Engine::Shared) == Engine::planned_bytes(kIsTuring));
+  static_assert(Engine::planned_bytes(false) <= 99 * 1024, "the least an arch from 8.0 on has");
+  static_assert(!kFitsTuring<Engine> || Engine::planned_bytes(true) <= kTuringSharedBytes);
+  const int bytes = int(Engine::planned_bytes(launch.device.code.is_turing()));
   const auto kernel = block_kernel<Engine, Params>;
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
   const int64_t tiles = (p.S + launch.tile - 1) / launch.tile;

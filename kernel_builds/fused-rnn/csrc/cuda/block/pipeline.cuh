@@ -23,6 +23,7 @@ struct BlockSizes {
   using V = typename IoTraits<IO>::Value;
   static constexpr int G = Cell::kGates, K = Cell::kStates, R = Cell::kBias, kKept = Cell::kSaved;
   static constexpr int kUnits = kUnitsOf, kThreads = 32 * kWidth / kUnits;
+  static constexpr int kWeightRowBytes = kWidth * sizeof(IO);
   // A row's length is padded, so that columns start in different banks.
   static constexpr int kRow = kDepth + IoTraits<IO>::kVector;
   // Steps of two vectors along the depth.
@@ -48,7 +49,7 @@ struct Pipeline {
   static constexpr int kRow = kWidth + IoTraits<IO>::kVector;
   static constexpr int kRowsAtOnce = kThreads / (kColumns * kVectors);
   static constexpr int kStageBytes = kRows * kColumns * kRow * sizeof(IO);
-  static constexpr int kStages = block::stages(kStageBytes);
+  static constexpr int kStages = block::stages(kStageBytes, kIsTuring);
 
   struct Shared {
     IO rows[kStages][kRows][kColumns][kRow];

@@ -40,7 +40,7 @@ void launch_cluster(const Params& p, const Launch& launch) {
   // Where all blocks fit on the GPU at once, give each its own SM.
   const bool alone = clusters <= unsigned(cluster::at_once(p.D, launch.device));
   static_assert(sizeof(typename Engine::Shared) <= 99 * 1024, "the least an arch has");
-  static_assert(sizeof(typename Engine::Shared) == Engine::kPlannedBytes);
+  static_assert(kIsTuring || sizeof(typename Engine::Shared) == Engine::kPlannedBytes);
   const int bytes = std::max<int>(sizeof(typename Engine::Shared),
                                   alone ? launch.device.shared_bytes / 2 + 1024 : 0);
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));

@@ -62,13 +62,13 @@ constexpr int64_t forward_shared_bytes(const CellSizes& cell, int64_t D, int til
   const int64_t partials = depth > 256 ? kCellWarps * ((cell.gates + 1) / 2) * 32 * 16 : 0;
   return 2 * depth * tile * 2 + partials + 16 +
          block::ring_and_outbox_bytes(block::forward_inputs(cell), block::forward_outputs(cell),
-                                      kUnits, 2);
+                                      kUnits, 2, false);
 }
 constexpr int64_t backward_shared_bytes(const CellSizes& cell, int64_t D, int tile) {
   const int64_t inbox = 2 * compiled_depth(D) * tile * 4, operand = 2 * cell.gates * kUnits * 16;
   return inbox + operand + 16 +
          block::ring_and_outbox_bytes(block::backward_inputs(cell), block::backward_outputs(cell),
-                                      kUnits, 2);
+                                      kUnits, 2, false);
 }
 
 }  // namespace flashcell::cuda::cluster

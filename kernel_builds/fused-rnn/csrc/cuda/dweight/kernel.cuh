@@ -6,6 +6,7 @@
 #include "../engine.h"
 #include "../run.h"
 #include "../tensor_core.cuh"
+#include "common/cuda/stages.cuh"
 
 namespace flashcell::cuda {
 
@@ -22,11 +23,13 @@ template <typename IO, bool kMatrix, int kWarpsM, int kWarpsN>
 struct DweightTile {
   static constexpr int kM = 64 * kWarpsM, kN = 32 * kWarpsN, kThreads = 32 * kWarpsM * kWarpsN;
   // Rows of a stage, and stages in flight.
-  static constexpr int kDepth = 64 / sizeof(IO), kStages = 4;
+  static constexpr int kDepth = 64 / sizeof(IO), kMostStages = 4, kStages = kStagesOf<kMostStages>;
   static constexpr int kPad = 8;  // elements of padding, so that rows start in different banks
   static constexpr int kPitchM = kM + kPad, kPitchN = kN + kPad;
   static constexpr int kStage = kDepth * (kPitchM + kPitchN);
-  static constexpr int kSharedBytes = kStages * kStage * sizeof(IO);
+  static constexpr int shared_bytes(const Code& code) {
+    return (code.is_turing() ? 1 : kMostStages) * kStage * int(sizeof(IO));
+  }
 };
 
 // The sums of one thread, [8 m][8 n], and where they lie in the tile.
@@ -192,9 +195,7 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, kVectors ? 2 : 1) dwei
 
   DweightSums<IO, kMatrix, kWarpsM, kWarpsN> sums;
   for (int i = 0; i < count; ++i) {
-    copy_wait<Tile::kStages - 2>();
-    __syncthreads();
-    start(i + Tile::kStages - 1);
+    next_stage<Tile::kStages>([&] { start(i + Tile::kStages - 1); });
     const IO* stage = stages + i % Tile::kStages * Tile::kStage;
     sums.add(stage, stage + Tile::kDepth * Tile::kPitchM);
   }

@@ -36,10 +36,10 @@ template <typename IO, bool kMatrix, int kWarpsM, int kWarpsN, bool kVectors>
 static void run(const DweightParams& p, const DweightPlan& plan, const Launch& launch) {
   using Tile = DweightTile<IO, kMatrix, kWarpsM, kWarpsN>;
   const auto kernel = dweight_kernel<IO, kMatrix, kWarpsM, kWarpsN, kVectors>;
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                             Tile::kSharedBytes));
+  const int bytes = Tile::shared_bytes(launch.device.code);
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
   const int64_t blocks = int64_t(plan.tiles_m) * plan.tiles_n * p.N * plan.splits;
-  kernel<<<unsigned(blocks), Tile::kThreads, Tile::kSharedBytes, launch.stream>>>(p, plan);
+  kernel<<<unsigned(blocks), Tile::kThreads, bytes, launch.stream>>>(p, plan);
   check(cudaGetLastError());
   if (plan.splits == 1) return;
   const int64_t count = p.G * p.N * p.D * p.D;

@@ -134,14 +134,14 @@ constexpr int64_t at_once(int64_t D, int gates, const Device& device) {
   return count == 1 ? device.sms * resident(compiled_width(D)) : device.sms / 18 * (16 / count);
 }
 
-// The most sequences of a block, by shared memory. Of all cells an slstm needs most: 4 states and
-// 7 saved values.
+// The most sequences of a block, by shared memory: one, or a multiple of four. Of all cells an
+// slstm needs most: 4 states and 7 saved values.
 constexpr int most_sequences(int64_t D, int gates, const Device& device) {
   const CellSizes largest{gates, 4, gates + 1, 7, true};
   int most = 16;
-  while (most > 4 && (backward_memory(largest, D, most).bytes() > device.shared_bytes ||
+  while (most > 1 && (backward_memory(largest, D, most).bytes() > device.shared_bytes ||
                       forward_memory(largest, D, most).bytes() > device.shared_bytes)) {
-    most -= 4;
+    most = most > 4 ? most - 4 : 1;
   }
   return most;
 }
@@ -150,8 +150,8 @@ constexpr int most_sequences(int64_t D, int gates, const Device& device) {
 // an lstm of 64 units takes 0.5 us for one sequence, 1.0 for four and 1.8 for eight (H100).
 constexpr int tile(int64_t S, int64_t N, int64_t D, int gates, const Device& device) {
   const int64_t together = at_once(D, gates, device);
-  if (S * N <= together) return 1;
   const int most = most_sequences(D, gates, device);
+  if (S * N <= together || most == 1) return 1;
   int tile = 4;
   while (tile < most && N * divide_up(S, tile) > together) tile += 4;
   return tile;

@@ -48,6 +48,9 @@ constexpr int kThreads =
 template <typename Pass, int kBlocks, bool kMarked, typename Params = typename Pass::Params>
 __global__ void __launch_bounds__(kThreads<Pass, kBlocks, kMarked>, 1) grid_kernel(
     const __grid_constant__ Params p, const __grid_constant__ Range range) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+  __trap();  // the planner chooses this kernel only where barriers in shared memory exist
+#else
 #if defined(__CUDA_ARCH__) && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
   if constexpr (Pass::kWide > 1 || Pass::kShape.units > kUnits) {
     __trap();  // the planner chooses wide tiles and tall blocks only where they are compiled
@@ -81,6 +84,7 @@ __global__ void __launch_bounds__(kThreads<Pass, kBlocks, kMarked>, 1) grid_kern
   }
   // No block may exit while others still send to its shared memory.
   if constexpr (Pass::kSplit > 1) cluster_sync();
+#endif
 }
 
 template <typename Pass>

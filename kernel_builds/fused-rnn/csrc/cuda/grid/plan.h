@@ -176,8 +176,12 @@ constexpr std::array<Limit, 4> limits(const Shape& s, int64_t D, const Device& d
            {"shared memory", shared_bytes(s, D), device.shared_bytes, "bytes"}}};
 }
 
+constexpr Limit limit_of_code(const Device& device) {
+  return {"barriers in shared memory, of code for 8.0 or later", device.code.is_turing(), 0, ""};
+}
+
 constexpr bool fits(const Shape& s, int64_t D, const Device& device) {
-  return all_hold(limits(s, D, device)) &&
+  return limit_of_code(device).holds() && all_hold(limits(s, D, device)) &&
          (s.units == kUnits || blocks_of_depth(s, D) == kTallBlocks);
 }
 

@@ -99,17 +99,27 @@ void backward_steps(const BackwardParams& p, const Launch& launch) {
                      p.T + 1, -1, nullptr, launch);
 }
 
+// Whether a product's shared memory, and its places, fit in a thread block.
+template <typename Product>
+bool fits(const Launch& launch) {
+  constexpr int kBytes = Product::kSharedBytes + int(sizeof(Places<Product::kSequences>));
+  return kBytes <= launch.device.shared_bytes;
+}
+
 template <typename Cell, typename IO>
 void forward_step(const ForwardParams& p, const Launch& launch) {
   constexpr int kGates = Cell::kGates;
   const bool vectors = p.D % IoTraits<IO>::kVector == 0 && aligned_to_vectors(p.weight) &&
                        aligned_to_vectors(p.initial) && aligned_to_vectors(launch.scratch);
   const bool matrix = vectors && (sizeof(IO) == 2 || launch.tf32) && p.S >= kMatrixSequences;
-  // Wide tiles read less, but there are fewer of them: for small heads SMs would stay idle.
-  if (matrix && (p.S <= 16 || p.D <= 128)) {
-    forward_steps<Cell, IO, ForwardMatrix<kGates, IO, 2>>(p, launch);
+  // Wide tiles read less, but there are fewer of them: for small heads SMs would stay idle. Turing
+  // has no room for some.
+  using Narrow = ForwardMatrix<kGates, IO, 2>;
+  using Wide = ForwardMatrix<kGates, IO, 8>;
+  if (matrix && (p.S <= 16 || p.D <= 128 || !fits<Wide>(launch))) {
+    forward_steps<Cell, IO, Narrow>(p, launch);
   } else if (matrix) {
-    forward_steps<Cell, IO, ForwardMatrix<kGates, IO, 8>>(p, launch);
+    forward_steps<Cell, IO, Wide>(p, launch);
   } else if (vectors && p.S == 1) {
     forward_steps<Cell, IO, ForwardDot<kGates, IO, 1, true>>(p, launch);
   } else if (vectors) {
@@ -125,10 +135,12 @@ void backward_step(const BackwardParams& p, const Launch& launch) {
   const bool matrix = p.D % IoTraits<IO>::kVector == 0 && (sizeof(IO) == 2 || launch.tf32) &&
                       aligned_to_vectors(p.weight) && aligned_to_vectors(p.dx) &&
                       aligned_to_vectors(p.dr);
-  if (matrix && p.S <= 16) {
-    backward_steps<Cell, IO, BackwardMatrix<kGates, IO, 2>>(p, launch);
+  using Narrow = BackwardMatrix<kGates, IO, 2>;
+  using Wide = BackwardMatrix<kGates, IO, 4>;
+  if (matrix && (p.S <= 16 || !fits<Wide>(launch))) {
+    backward_steps<Cell, IO, Narrow>(p, launch);
   } else if (matrix) {
-    backward_steps<Cell, IO, BackwardMatrix<kGates, IO, 4>>(p, launch);
+    backward_steps<Cell, IO, Wide>(p, launch);
   } else {
     backward_steps<Cell, IO, BackwardDot<kGates, IO, 8>>(p, launch);
   }

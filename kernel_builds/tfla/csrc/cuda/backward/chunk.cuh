@@ -339,13 +339,17 @@ __global__ void
     chunk_gradients(const BackwardParams p, const BackwardTerms terms) {
   using Gradients = ChunkGradients<IO, kTiles>;
   extern __shared__ __align__(1024) char memory[];
-  const int64_t block = blockIdx.x / 2;
-  Gradients gradients(p, terms, *reinterpret_cast<typename Gradients::Shared*>(memory), block / p.H,
-                      int(block % p.H));
-  if (blockIdx.x % 2) {
-    gradients.values();
+  if constexpr (kIsTuring && kTiles > 1) {
+    __trap();  // longest_chunk is one tile there
   } else {
-    gradients.template keys<false>();
+    const int64_t block = blockIdx.x / 2;
+    Gradients gradients(p, terms, *reinterpret_cast<typename Gradients::Shared*>(memory),
+                        block / p.H, int(block % p.H));
+    if (blockIdx.x % 2) {
+      gradients.values();
+    } else {
+      gradients.template keys<false>();
+    }
   }
 }
 

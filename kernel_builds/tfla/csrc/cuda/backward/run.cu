@@ -76,10 +76,12 @@ struct Plan {
 };
 
 template <typename IO, int kTiles>
-void run_chunks(const BackwardParams& p, const BackwardTerms& terms, cudaStream_t stream) {
+void run_chunks(const BackwardParams& p, const BackwardTerms& terms, const Device& device,
+                cudaStream_t stream) {
   using Gradients = ChunkGradients<IO, kTiles>;
-  const int bytes = sizeof(typename Gradients::Shared);
-  static_assert(sizeof(typename Gradients::Shared) <= chunk_bytes(kTiles, sizeof(IO)));
+  using Shared = typename Gradients::Shared;
+  const int bytes = Gradients::template bytes<Shared>(device.code);
+  static_assert(sizeof(Shared) <= chunk_bytes(kTiles, sizeof(IO), Gradients::kStages));
   const int64_t blocks = terms.rows.chunks.slots() * p.H * 2;
   launch(chunk_gradients<IO, kTiles>, {blocks, Gradients::kThreads, bytes, stream}, p, terms);
 }
@@ -213,11 +215,11 @@ void run_backward(const BackwardParams& p, const Device& device, void* memory,
   }
   switch (terms.rows.chunks.tiles()) {
     case 1:
-      return run_chunks<IO, 1>(p, terms, stream);
+      return run_chunks<IO, 1>(p, terms, device, stream);
     case 2:
-      return run_chunks<IO, 2>(p, terms, stream);
+      return run_chunks<IO, 2>(p, terms, device, stream);
     default:
-      if constexpr (sizeof(IO) == 2) return run_chunks<IO, 4>(p, terms, stream);
+      if constexpr (sizeof(IO) == 2) return run_chunks<IO, 4>(p, terms, device, stream);
       throw std::invalid_argument("tfla: chunks of fp32 have at most 128 steps");
   }
 }

@@ -1,7 +1,9 @@
 // The loads of a thread block for one chunk of one head, and its shared memory. Loads run one stage
-// ahead of the products.
+// ahead of the products, except on Turing (stages.cuh).
 #pragma once
 #include "../gates/rows.cuh"
+#include "../run.h"
+#include "common/cuda/stages.cuh"
 #include "tile.cuh"
 
 namespace flashcell::cuda {
@@ -22,7 +24,7 @@ struct ChunkLoads {
   // Columns of an output that are computed at a time.
   static constexpr int kColumns = 2 * kPanel<IO>;
   static constexpr int kBlocks = kColumns / 4 / 8;  // blocks of 8 columns for each warp
-  static constexpr int kStages = 2;
+  static constexpr int kMostStages = 2, kStages = kStagesOf<kMostStages>;
   // A part of a state, or a tile's rows.
   static constexpr int kSlot = kTile * kColumns * int(sizeof(IO));
   static constexpr int kPairBytes = Tile<IO, kTile>::bytes(kTile);
@@ -55,6 +57,11 @@ struct ChunkLoads {
     Matrix<IO> left, right;  // operands of the products of pairs
     Output outputs[2];
   };
+  // Bytes of a Shared, or of a larger one that extends it.
+  template <typename Extended>
+  static constexpr int bytes(const Code& code) {
+    return bytes_with_stages<Extended>(code, kStages, kMostStages, kStage);
+  }
 
   const MlstmParams& p;
   const Rows& rows;
@@ -154,23 +161,24 @@ struct ChunkLoads {
   }
   template <bool kByDepth>
   DEVICE uint32_t next() {
-    copy_wait<kStages - 2>();
-    __syncthreads();
-    issue<kByDepth>();
+    next_stage<kStages>([&] { issue<kByDepth>(); });
     return shared_address(shared.ring) + stage++ % kStages * kStage;
   }
 };
 
 // Bytes of shared memory for a chunk of `tiles` tiles: the ring, the triangle, and some values per
 // row.
-constexpr int chunk_bytes(int tiles, int io_bytes) {
+constexpr int chunk_bytes(int tiles, int io_bytes, int stages = 2) {
   const int ring = tiles == 1 ? 24 << 10 : tiles * (16 << 10);
   const int triangle = tiles * (tiles + 1) / 2 * kTile * kTile * io_bytes;
-  return 2 * ring + triangle + (2 << 10) + tiles * (4 << 10);
+  return stages * ring + triangle + (2 << 10) + tiles * (4 << 10);
 }
-// Returns the number of steps of the longest chunk that fits in `shared_bytes`.
-inline int longest_chunk(int io_bytes, int shared_bytes) {
-  const auto fits = [&](int tiles) { return chunk_bytes(tiles, io_bytes) <= shared_bytes; };
+// Returns the number of steps of the longest chunk that fits in a thread block's shared memory.
+inline int longest_chunk(int io_bytes, const Device& device) {
+  const int stages = device.code.is_turing() ? 1 : 2;
+  const auto fits = [&](int tiles) {
+    return chunk_bytes(tiles, io_bytes, stages) <= device.shared_bytes;
+  };
   return kTile * (fits(4) ? 4 : fits(2) ? 2 : 1);
 }
 

@@ -6,7 +6,8 @@
 // rows (swizzle). Tiles start at multiples of 1024 bytes.
 //
 // An fp32 product is computed as three tf32 products: every operand is split into a rounded value
-// and a rest, and the product of the two rests is left out, which is 2^-22 of a term.
+// and a rest, and the product of the two rests is left out, which is 2^-22 of a term. Turing's
+// product of fp32 is exact (mma.cuh).
 #pragma once
 #include "common/cuda/ptx/mma.cuh"
 
@@ -129,7 +130,7 @@ DEVICE void clear(Sums<kM, kN>& sums) {
 
 template <typename IO>
 DEVICE void multiply_piece(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  if constexpr (sizeof(IO) == 2) {
+  if constexpr (sizeof(IO) == 2 || kIsTuring) {
     mma<IO>(d, a, b0, b1);
   } else {
     const auto rest = [](uint32_t word, uint32_t rounded) {

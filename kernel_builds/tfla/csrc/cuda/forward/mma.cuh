@@ -131,9 +131,13 @@ __global__ void
     chunk_outputs(const ForwardParams p, const ForwardTerms terms) {
   using Outputs = ChunkOutputs<IO, kTiles>;
   extern __shared__ __align__(1024) char memory[];
-  Outputs(p, terms, *reinterpret_cast<typename Outputs::Shared*>(memory), blockIdx.x / p.H,
-          int(blockIdx.x % p.H))
-      .run();
+  if constexpr (kIsTuring && kTiles > 1) {
+    __trap();  // longest_chunk is one tile there
+  } else {
+    Outputs(p, terms, *reinterpret_cast<typename Outputs::Shared*>(memory), blockIdx.x / p.H,
+            int(blockIdx.x % p.H))
+        .run();
+  }
 }
 
 }  // namespace flashcell::cuda

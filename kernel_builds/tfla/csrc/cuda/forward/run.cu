@@ -48,13 +48,14 @@ struct Plan {
 };
 
 template <typename IO, int kTiles>
-void launch_outputs(const ForwardParams& p, const ForwardTerms& terms, cudaStream_t stream) {
+void launch_outputs(const ForwardParams& p, const ForwardTerms& terms, const Device& device,
+                    cudaStream_t stream) {
   using Outputs = ChunkOutputs<IO, kTiles>;
-  static_assert(sizeof(typename Outputs::Shared) <= chunk_bytes(kTiles, sizeof(IO)));
+  using Shared = typename Outputs::Shared;
+  static_assert(sizeof(Shared) <= chunk_bytes(kTiles, sizeof(IO), Outputs::kStages));
+  const int bytes = Outputs::template bytes<Shared>(device.code);
   launch(chunk_outputs<IO, kTiles>,
-         {terms.rows.chunks.slots() * p.H, Outputs::kThreads, int(sizeof(typename Outputs::Shared)),
-          stream},
-         p, terms);
+         {terms.rows.chunks.slots() * p.H, Outputs::kThreads, bytes, stream}, p, terms);
 }
 
 template <typename IO, int kColumns>
@@ -99,11 +100,11 @@ void run_forward(const ForwardParams& p, const Device& device, void* scratch, cu
   }
   switch (rows.chunks.tiles()) {
     case 1:
-      return launch_outputs<IO, 1>(p, plan.terms, stream);
+      return launch_outputs<IO, 1>(p, plan.terms, device, stream);
     case 2:
-      return launch_outputs<IO, 2>(p, plan.terms, stream);
+      return launch_outputs<IO, 2>(p, plan.terms, device, stream);
     default:
-      if constexpr (sizeof(IO) == 2) return launch_outputs<IO, 4>(p, plan.terms, stream);
+      if constexpr (sizeof(IO) == 2) return launch_outputs<IO, 4>(p, plan.terms, device, stream);
   }
 }
 

@@ -318,8 +318,12 @@ __global__ void __launch_bounds__(kNarrowThreads, kWidth == 32 ? 4 : 2) narrow_g
     const Segments segments) {
   using Gradients = NarrowGradients<IO, kWidth>;
   extern __shared__ __align__(1024) char memory[];
-  Gradients(p, terms, states, segments, *reinterpret_cast<typename Gradients::Shared*>(memory))
-      .run(segments);
+  if constexpr (kIsTuring && kWidth > 32) {
+    __trap();  // narrow_bytes is more than its thread blocks may use
+  } else {
+    Gradients(p, terms, states, segments, *reinterpret_cast<typename Gradients::Shared*>(memory))
+        .run(segments);
+  }
 }
 
 }  // namespace flashcell::cuda

@@ -276,7 +276,12 @@ __global__ void __launch_bounds__(kNarrowThreads, kWidth == 32 ? 4 : 2) narrow_o
     const ForwardParams p, const StateParams states, const Segments segments) {
   using Outputs = NarrowOutputs<IO, kWidth>;
   extern __shared__ __align__(1024) char memory[];
-  Outputs(p, states, segments, *reinterpret_cast<typename Outputs::Shared*>(memory)).run(segments);
+  if constexpr (kIsTuring && kWidth > 32) {
+    __trap();  // narrow_bytes is more than its thread blocks may use
+  } else {
+    Outputs(p, states, segments, *reinterpret_cast<typename Outputs::Shared*>(memory))
+        .run(segments);
+  }
 }
 
 }  // namespace flashcell::cuda

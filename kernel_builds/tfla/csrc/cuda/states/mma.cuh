@@ -2,12 +2,14 @@
 // state in registers. Left rows are scaled as operands; sums are fp32.
 #pragma once
 #include "chunk_loop.cuh"
+#include "common/cuda/stages.cuh"
 
 namespace flashcell::cuda {
 
 template <typename IO, bool kReverse>
 struct StateWalk {
-  static constexpr int kThreads = 128, kSize = 128, kStages = 3;
+  static constexpr int kThreads = 128, kSize = 128;
+  static constexpr int kMostStages = 3, kStages = kStagesOf<kMostStages>;
   static constexpr int kSteps = 128 / sizeof(IO);  // steps of a stage
   using Place = StatePlace<kReverse, kSize, kSize>;
   using Rows = Tile<IO, kSteps>;
@@ -19,6 +21,10 @@ struct StateWalk {
     Stage stages[kStages];
     float weight[kStages][kSteps], n_weight[kStages][kSteps];
   };
+  static constexpr int bytes(const Code& code) {
+    constexpr int kOfStage = int(sizeof(Stage)) + 2 * kSteps * int(sizeof(float));
+    return bytes_with_stages<Shared>(code, kStages, kMostStages, kOfStage);
+  }
 
   const Place place;
   Shared& shared;
@@ -73,9 +79,7 @@ struct StateWalk {
     sums.walk(place, segments, [&](int64_t chunk) {
       const int count = int(place.steps(chunk));
       for (int step = 0; step < count; step += kSteps, ++stage) {
-        copy_wait<kStages - 2>();
-        __syncthreads();
-        load();
+        next_stage<kStages>([&] { load(); });
         add(stage % kStages, count - step);
       }
     });

@@ -80,12 +80,11 @@ Segments take_segments(const StateParams& p, const StatePlan& plan, Arrays& arra
 }
 
 template <typename IO, bool kReverse>
-void launch_walk(const StateParams& p, const StatePlan& plan, const Segments& segments,
-                 cudaStream_t stream) {
+void launch_walk(const StateParams& p, const StatePlan& plan, const Code& code,
+                 const Segments& segments, cudaStream_t stream) {
   const int64_t blocks = plan.blocks(p) * (segments.count - segments.first_pass);
   const auto walk = [&]<typename Walk>(auto kernel) {
-    launch(kernel, {blocks, Walk::kThreads, int(sizeof(typename Walk::Shared)), stream}, p,
-           segments);
+    launch(kernel, {blocks, Walk::kThreads, Walk::bytes(code), stream}, p, segments);
   };
   if constexpr (sizeof(IO) == 2) {
     if (plan.wgmma) {
@@ -125,11 +124,11 @@ void run_states(const StateParams& p, const Device& device, void* scratch, cudaS
   Segments segments = take_segments(p, plan, arrays);
   if (segments.count > 1) {
     segments.first_pass = true;
-    launch_walk<IO, kReverse>(p, plan, segments, stream);
+    launch_walk<IO, kReverse>(p, plan, device.code, segments, stream);
     segments.first_pass = false;
     join_segments<kReverse>(p, segments, stream);
   }
-  launch_walk<IO, kReverse>(p, plan, segments, stream);
+  launch_walk<IO, kReverse>(p, plan, device.code, segments, stream);
 }
 
 #define FLASHCELL_INSTANTIATE(IO)                                                              \

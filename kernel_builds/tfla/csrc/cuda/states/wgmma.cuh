@@ -22,6 +22,7 @@ struct StateWgmma {
     float weight[kSlots][kSteps], n_weight[kSlots][kSteps];
     alignas(8) char barriers[kSlots * Slot::kBytes];
   };
+  static constexpr int bytes(const Code&) { return int(sizeof(Shared)); }
 
   const Place place;
   Shared& shared;

@@ -41,6 +41,8 @@ struct Piece {
 // sm_86, sm_89, sm_120.
 constexpr int kLongSteps = 8, kShortSteps = 4;
 constexpr int kSharedOfLong = 163 << 10, kSharedOfShort = 99 << 10;
+// Turing's 64 KB hold 128 bytes of a row, and the sums of 8 rows of x.
+constexpr int kTuringSteps = 2;
 
 DEVICE int smaller(int a, int b) { return a < b ? a : b; }
 DEVICE float silu(float x) { return x / (1 + expf(-x)); }
@@ -120,7 +122,13 @@ __global__ void __launch_bounds__(kThreads, 1) linear_step_kernel(
   __shared__ float squares[2][kWarps][kTiles * kColumns];
   using Own = Piece<kSteps>;
   static_assert(Own::kRingBytes + int(sizeof sums + sizeof squares) <=
-                (kSteps == kLongSteps ? kSharedOfLong : kSharedOfShort));
+                (kSteps == kLongSteps    ? kSharedOfLong
+                 : kSteps == kShortSteps ? kSharedOfShort
+                                         : kTuringSharedBytes));
+  if constexpr (kIsTuring != (kSteps == kTuringSteps)) {
+    __trap();  // run_linear_step chooses by the code
+    return;
+  }
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4, quarter = lane % 4;
   const int K = int(p.K), pieces = (K + Own::kDepth - 1) / Own::kDepth;
   const char* ring = memory + warp * kStages * Own::kBytes;
@@ -233,14 +241,16 @@ void launch_linear_step(const LinearStepParams& p, const Device& device, cudaStr
   for (int s = 0; s < (p.gated ? 1 : p.count); ++s) tiles += (p.linears[s].rows + rows - 1) / rows;
   // Two passes over a small matrix, which stays in L2, are better than idle SMs.
   const int64_t wide = 2 * kColumns;
-  const bool once = p.B > kColumns && (p.B + wide - 1) / wide * tiles >= device.sms;
+  constexpr bool kHasWide = kSteps > kTuringSteps;
+  const bool once = kHasWide && p.B > kColumns && (p.B + wide - 1) / wide * tiles >= device.sms;
   const int64_t columns = once ? wide : kColumns;
   const int64_t all = (p.B + columns - 1) / columns * tiles;
   const int64_t blocks = all < device.sms ? all : device.sms;
   const Grid grid{blocks, kThreads, Piece<kSteps>::kRingBytes, stream, device.code.arch >= 90};
   const bool norm = p.norm != nullptr && p.K > 0;  // zero columns have no mean
-  const auto kernel = once ? (norm ? linear_step_kernel<IO, kSteps, 2, true>
-                                   : linear_step_kernel<IO, kSteps, 2, false>)
+  constexpr int kMost = kHasWide ? 2 : 1;
+  const auto kernel = once ? (norm ? linear_step_kernel<IO, kSteps, kMost, true>
+                                   : linear_step_kernel<IO, kSteps, kMost, false>)
                            : (norm ? linear_step_kernel<IO, kSteps, 1, true>
                                    : linear_step_kernel<IO, kSteps, 1, false>);
   launch(kernel, grid, p, int(tiles), int(all), int(blocks));
@@ -250,7 +260,9 @@ void launch_linear_step(const LinearStepParams& p, const Device& device, cudaStr
 
 template <typename IO>
 void run_linear_step(const LinearStepParams& p, const Device& device, cudaStream_t stream) {
-  if (device.shared_bytes >= kSharedOfLong) {
+  if (device.code.is_turing()) {
+    launch_linear_step<IO, kTuringSteps>(p, device, stream);
+  } else if (device.shared_bytes >= kSharedOfLong) {
     launch_linear_step<IO, kLongSteps>(p, device, stream);
   } else {
     launch_linear_step<IO, kShortSteps>(p, device, stream);
