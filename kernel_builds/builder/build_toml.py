@@ -44,11 +44,25 @@ class Component:
     archs: tuple[str, ...] = ()
 
     def archs_for(self, requested: tuple[str, ...]) -> tuple[str, ...]:
-        """Returns those of the requested archs that this component supports."""
+        """Returns those of the requested archs that this component supports: those that it names, and
+        later ones without instructions of their own, because what compiles for an arch compiles for
+        all that follow it."""
         if not self.archs:
             return requested
         own = {arch.removesuffix("+PTX") for arch in self.archs}
-        return tuple(arch for arch in requested if arch.removesuffix("+PTX") in own)
+        plain = [_capability(arch) for arch in own if arch[-1].isdigit()]
+
+        def supports(arch: str) -> bool:
+            number = arch.removesuffix("+PTX")
+            later = number[-1].isdigit() and plain and _capability(number) > min(plain)
+            return number in own or bool(later)
+
+        return tuple(filter(supports, requested))
+
+
+def _capability(arch: str) -> tuple[int, ...]:
+    """Returns (10, 3) for the arch 10.3."""
+    return tuple(int(part) for part in arch.split("."))
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 import mlstm_cases
-from arch_cases import choose, code_of, every_op
+from arch_cases import built_for, choose, code_of, every_op
 from cases import DEVICE, Case, make, upcast
 from flashcell.hub.kernel_variants import runs_on
 from flashcell.kernels import diagonal_rnn as diagonal_reference
@@ -56,7 +56,8 @@ def test_what_cuda_takes_of_a_build():
     assert choose(("8.0+PTX", "9.0a"), (10, 0)) == Code(80)
     assert choose(("9.0a",), (10, 0)) is choose(("8.0",), (9, 0)) is None
     archs = ("7.5", "8.0", "8.0+PTX", "8.6", "9.0", "9.0a", "9.0a+PTX", "10.0f", "10.0+PTX", "12.0")
-    for arch, capability in product(archs, ((8, 0), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0))):
+    gpus = [(int(major), int(minor)) for _, major, minor in map(str.split, CAPABILITIES)]
+    for arch, capability in product(archs, gpus):
         assert (choose((arch,), capability) is not None) == runs_on(arch, capability)
 
 

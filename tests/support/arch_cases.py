@@ -1,10 +1,12 @@
-"""Finds which code of a finished CUDA build the GPU here runs, and calls every op that it has."""
+"""Finds which code of a finished CUDA build the GPU here runs and which engines of fused-rnn it
+offers, and calls every op that a build has."""
 
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import diagonal_cases
@@ -46,6 +48,29 @@ def choose(archs: tuple[str, ...], capability: tuple[int, int]) -> Code | None:
     return max(machine or ptx, default=None)
 
 
+def skip_unless_offered(module, engine: str, cell: str, case: Case, dtype: torch.dtype, **given):
+    """Skips the test if the loaded library's code lacks this engine, or its tiles of this size. Code
+    for 9.0a on its own GPU lacks none that a test asks for."""
+    if engine in engines_of(module, cell, case, dtype, **given):
+        return
+    code = code_of(module)
+    assert not code.sm_90a, f"{engine} does not run {case} in {dtype}"
+    pytest.skip(f"code for {code.arch / 10} has no {engine} engine for this head")
+
+
+def engines_of(module, cell: str, case: Case, dtype: torch.dtype, tf32: bool = False) -> list[str]:
+    """Returns the engines that FLASHCELL_CUDA_ENGINE may choose for the case on the GPU here."""
+    gpu, code = torch.cuda.get_device_properties(), code_of(module)
+    vector = 16 // dtype.itemsize  # heads run padded to whole vectors
+    width = -(-case.D // vector) * vector
+    sizes = (case.B, case.T, case.N, width, dtype.itemsize, tf32)
+    shared_bytes = code.usable_shared_bytes(gpu.shared_memory_per_block_optin)
+    about = (10 * gpu.major + gpu.minor, *code, gpu.multi_processor_count, shared_bytes)
+    text = module.dispatch.ops.explain_plan(cell, *sizes, *about)
+    fields = dict(line.split("\t")[:2] for line in text.splitlines())
+    return fields["runs"].split(",")
+
+
 def every_op(fused, diagonal, mlstm) -> Calls:
     """Returns a small call of every op that has CUDA code, for the three loaded kernels."""
     yield from _fused_ops(fused)
@@ -67,6 +92,34 @@ def _fused_ops(module) -> Calls:
         yield name, lambda n=name, c=given: module.recurrent(n, **c)
         yield f"{name} with lengths", lambda n=name, c=listed: module.recurrent(n, **c)
         yield f"{name} backward", lambda b=backward, a=(h, None, saved, h, weight): b(*a, *REST)
+        yield from _layers(ops, name, cell)
+    a, b = torch.zeros(1, 5, 40), torch.zeros(1, 40, 7)
+    if DEVICE == "cuda":  # the CPU has no such op
+        yield "tf32_matmul", lambda: ops.tf32_matmul(a, b)
+    else:
+        x, weight = torch.zeros(5, 40), torch.zeros(7, 40)
+        yield "linear", lambda: ops.linear_fwd(x, weight, None)
+        yield "linear backward", lambda: ops.linear_bwd(torch.zeros(5, 7), x, weight, True)
+
+
+def _layers(ops, name: str, cell) -> Calls:
+    """Two layers of a torch.nn module of 40 units, and one step of one layer."""
+    forward, backward = getattr(ops, f"{name}_layers_fwd"), getattr(ops, f"{name}_layers_bwd")
+    for L, T in ((2, 3), (1, 1)):
+        zeros = torch.zeros(cell.gates * 40, 40), torch.zeros(cell.gates * 40)
+        weights, x = [zeros[0], zeros[0], zeros[1], zeros[1]] * L, torch.zeros(2, T, 40)
+        state = [torch.zeros(L, 2, 40) for _ in range(cell.states)]
+        given = (), True, False, 1, True, 40, 0.0, False
+
+        def there(x=x, state=state, weights=weights, given=given):
+            return forward(x, state, weights, *given, True)
+
+        def back(x=x, state=state, weights=weights, given=given):
+            _, last, kept = there(x, state, weights, given)
+            return backward(x, last, x, weights, kept, *given, True, True)
+
+        yield f"{name} {L} layers", there
+        yield f"{name} {L} layers backward", back
 
 
 def _diagonal_ops(module) -> Calls:
@@ -102,7 +155,10 @@ def _tfla_ops(module) -> Calls:
     plain = {k: v for k, v in call.items() if k in ("q", "k", "v", "i", "f")}
     yield "mlstm", lambda: module.mlstm(**call)
     yield "mlstm backward", lambda: module.mlstm(**call)[0].sum().backward()
-    yield "mlstm_step", lambda: module.mlstm_step(**{k: v[:, 0] for k, v in plain.items()})
+    one = {k: v[:, 0].detach() for k, v in plain.items()}
+    state = tuple(torch.zeros(2, 1, *size) for size in ((16, 16), (16,), ()))
+    yield "mlstm_step", lambda: module.mlstm_step(**one)
+    yield "mlstm_step_", lambda: module.mlstm_step(**one, state=state, inplace=True)
     yield "linear_step", lambda: ops.linear_step(x, weights, [], 0, 0.0, None, 0.1, None, False)
     if DEVICE == "cuda":  # the CPU has no such ops
         yield "norm_step", lambda: ops.norm_step(x, x[0], 0.1, weights, [], 0.0)

@@ -64,11 +64,14 @@ static std::string no_code(const std::string& what, const std::string& why,
   for (const int arch : {__CUDA_ARCH_LIST__}) {
     archs += (archs.empty() ? "" : ", ") + text(arch / 10);
   }
+  const std::string remedy =
+      10 * gpu.major + gpu.minor < 75
+          ? "No build runs on GPUs before 7.5: "
+          : "Take a build for this GPU (scripts/build_kernels --backend cuda --archs " +
+                capability + (gpu.major == 9 ? "a" : "") + "), or ";
   return std::string(kKernelName) + ": " + what + " has no code for " + gpu.name +
          ", of compute capability " + capability + ": " + why +
-         ", and the library was compiled for " + archs +
-         ". Take a build for this GPU (scripts/build_kernels --backend cuda --archs " + capability +
-         (gpu.major == 9 ? "a" : "") + "), or " + otherwise + ".";
+         ", and the library was compiled for " + archs + ". " + remedy + otherwise + ".";
 }
 
 void fail(cudaError_t status) {

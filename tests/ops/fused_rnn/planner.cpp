@@ -92,11 +92,12 @@ void print_plan(Problem p, const Device& d) {
     print("forward.shared_bytes", 1040 + std::min(8l, (225 << 10) / stage) * (stage + 16));
   }
   if (engine == Engine::kBlock) {
+    const bool turing = d.code.arch < 80;
     const int width = p.D <= 32 ? 32 : p.D <= 64 ? 64 : 128;
     print("tile", tile), print("thread_blocks", tiles * p.N), print("width", width);
     print("forward.threads", 4 * width), print("backward.threads", 2 * width);
-    print("forward.shared_bytes", block::forward_shared_bytes(sizes, width, e));
-    print("backward.shared_bytes", block::backward_shared_bytes(sizes, width, e));
+    print("forward.shared_bytes", block::forward_shared_bytes(sizes, width, e, turing));
+    print("backward.shared_bytes", block::backward_shared_bytes(sizes, width, e, turing));
   }
   if (engine == Engine::kCluster) {
     print("tile", tile), print("clusters", tiles * p.N), print("members", (p.D + 31) / 32);

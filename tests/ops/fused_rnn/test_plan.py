@@ -3,6 +3,7 @@
 import random
 import re
 import subprocess
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from flashcell.kernels.fused_rnn.explain import Limit, explain_with
 BUILDS = Path(__file__).resolve().parents[3] / "kernel_builds"
 H200, B200, RTX_5090 = (find_device(name) for name in ("H200", "B200", "RTX 5090"))
 FOREIGN = (  # GPUs with a library that has no code of its own for them
+    with_code(H200, "7.5+PTX"),
     with_code(H200, "8.0+PTX"),
     with_code(H200, "9.0"),
     with_code(B200, "9.0+PTX"),
@@ -143,6 +145,16 @@ def test_it_names_engine_and_binding_limit(fused_rnn):
     assert (old.engine, old.refused[-1].name) == ("step", "thread blocks of a cluster")
     wide = explain_plan("lstm", 1, 260, 2, "float32", 90)
     assert (wide.engine, wide.refused[-1].name) == ("step", "width of a head in fp32 registers")
+    turing = explain_plan("lstm", 1, 64, 16, "float32", "T4", precision="tf32")
+    assert (turing.engine, turing.fields["instead_of"]) == ("fma", "step")
+    assert "exact fp32" in turing.refused[0].name
+    turing = explain_plan("lstm", 1, 256, 16, "float16", "T4")
+    assert (turing.engine, turing.engines) == ("step", ("step", "gemm"))
+    assert [limit.name for limit in turing.refused] == [
+        "row of the weight in registers",
+        "thread blocks of a cluster",
+        "barriers in shared memory, of code for 8.0 or later",
+    ]
     with pytest.raises(ValueError, match="arch is 'sm_70', but must be one of"):
         find_device("sm_70")
     with pytest.raises(ValueError, match="cell is 'lstmp'"):
@@ -166,6 +178,9 @@ def test_engines_are_those_of_the_code(fused_rnn):
         assert "of 16 sequences" not in str(explain_plan(*call, code=code))
     foreign = explain_plan("lstm", 1, 512, 1, "bfloat16", "RTX 5090", code="9.0+PTX")
     assert ("thread blocks of a cluster", 16, 8, "blocks") in map(tuple, foreign.refused)
+    foreign = explain_plan("lstm", 1, 64, 16, "bfloat16", "H200", code="7.5+PTX")
+    assert foreign.engine == "block"
+    assert foreign.limits[0].limit == 65536  # what a GPU of 7.5 has
     for code in ("10.0", "sm_80", "9.0b", "", 80, "8.0a"):
         with pytest.raises(ValueError, match=r"code is .*, but must be an arch that"):
             explain_plan(*call, code=code)
@@ -207,14 +222,15 @@ def test_a_copy_without_binary_says_so():
 
 def test_block_engine_fits_every_arch(fused_rnn):
     """Any arch's thread block may have the memory that the block engine's passes need."""
-    least = min(device.shared_bytes for device in DEVICES)
+    least = min(device.shared_bytes for device in DEVICES if device.arch >= 80)
     planner = fused_rnn.dispatch.ops.explain_plan
-    for cell in CELLS:
-        for width, dtype in ((32, "float32"), (64, "float32"), (128, "bfloat16")):
-            call = (cell, 1, width, 16, dtype, "A40")
-            plan = explain_with(planner, *call, precision="tf32")
-            assert plan.engine == "block"
-            assert [limit.used <= least for limit in plan.limits] == [True, True], plan
+    calls = [("A40", *c) for c in ((32, "float32"), (64, "float32"), (128, "bfloat16"))]
+    calls += [("T4", width, dtype) for width in (32, 64) for dtype in ("float16", "bfloat16")]
+    for cell, (gpu, width, dtype) in product(CELLS, calls):
+        plan = explain_with(planner, cell, 1, width, 16, dtype, gpu, precision="tf32")
+        assert plan.engine == "block"
+        most = 65536 if gpu == "T4" else least
+        assert [limit.used <= most for limit in plan.limits] == [True, True], plan
 
 
 def test_the_guides_table_of_engines(fused_rnn):
@@ -236,7 +252,7 @@ def test_the_guides_table_of_engines(fused_rnn):
         if re.match(r"\| .*\(sm_\d+\) \|", line)
     ]
     assert [row[0].rpartition(" (")[0] for row in rows] == [
-        *("A100", "RTX 3090", "RTX 4090", "H100, H200", "B200", "RTX 5090")
+        *("T4", "A100", "RTX 3090", "RTX 4090", "H100, H200", "B200", "RTX 5090")
     ]
     for names, *cells in rows:
         gpus, arch = names.split(" (sm_")

@@ -13,6 +13,11 @@ class Code(NamedTuple):
     arch: int  # 90 for compute capability 9.0
     sm_90a: bool = False  # compiled for 9.0a, so it has the instructions that only 9.0a has
 
+    def usable_shared_bytes(self, of_gpu: int) -> int:
+        """Returns the shared memory that a thread block may use: code for 7.5 uses no more than a
+        GPU of 7.5 has."""
+        return min(of_gpu, 65536) if self.arch < 80 else of_gpu
+
 
 class Device(NamedTuple):
     """The properties of a GPU that the planner reads."""
@@ -25,6 +30,8 @@ class Device(NamedTuple):
 
 
 DEVICES = (  # the first of an arch represents it; each runs code compiled for its own arch
+    Device("T4", 75, Code(75), 40, 65536),
+    Device("RTX 2080 Ti", 75, Code(75), 68, 65536),
     Device("A100", 80, Code(80), 108, 166912),
     Device("A40", 86, Code(86), 84, 101376),
     Device("RTX 3090", 86, Code(86), 82, 101376),
@@ -56,5 +63,6 @@ def with_code(device: Device, code: str) -> Device:
         major, minor, specific, _ = match.groups()
         built = Code(int(major + minor), sm_90a=(major, minor, specific) == ("9", "0", "a"))
         if built.arch == device.arch or (built.arch < device.arch and not specific):
-            return device._replace(code=built)
+            shared_bytes = built.usable_shared_bytes(device.shared_bytes)
+            return device._replace(code=built, shared_bytes=shared_bytes)
     raise ValueError(f"code is {shown(code)}, but must be an arch that {device.name} runs: '8.0'")
