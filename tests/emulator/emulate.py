@@ -1,6 +1,6 @@
 """Builds a kernel project's CUDA backend for the CPU, where the emulator (README.md) runs it.
 
-    PYTHONPATH=scripts python tests/emulator/emulate.py KERNEL_DIR OUT [--sanitize]
+    PYTHONPATH=scripts python tests/emulator/emulate.py KERNEL_DIR OUT [--sanitize] [--turing]
 
 makes OUT/build/<variant>, which `kernels.get_local_kernel(OUT, backend="cpu")` loads: the sources of
 build.toml's cuda components as they are, by g++, with the headers of include/ before the kernels'.
@@ -35,6 +35,7 @@ INCLUDE += ["-isystem", str(TORCH / "include")]
 FLAGS = ["-std=c++20", "-O1", "-g1", "-fPIC", "-fvisibility=hidden", "-fno-strict-aliasing"]
 FLAGS += ["-fno-extern-tls-init", "-DCUDA_KERNEL", "-DUSE_CUDA"]
 SANITIZE = ["-fsanitize=address", "-fno-omit-frame-pointer"]
+TURING = ["-DEMULATES_TURING"]
 
 
 class Emulated(Kernel):
@@ -44,15 +45,23 @@ class Emulated(Kernel):
         return f"_{self.python_name}_emulated_{self.content_hash()}"
 
 
-def build(project: Path, out: Path, sanitize: bool = False) -> Path:
-    """Returns `out` with the emulated variant of the kernel project; does nothing if it is up to
-    date."""
+class EmulatedTuring(Emulated):
+    """The same, with the code for Turing."""
+
+    def id(self, backend: str) -> str:
+        return f"{super().id(backend)}_turing"
+
+
+def build(project: Path, out: Path, sanitize: bool = False, turing: bool = False) -> Path:
+    """Returns `out` with the emulated variant of the kernel project, compiled for Turing or for all
+    others; does nothing if it is up to date."""
     _check_machine()
     read = read_kernel(project)
     read.check_backend("cuda")
-    kernel = Emulated(**{f.name: getattr(read, f.name) for f in dataclasses.fields(read)})
+    kind = EmulatedTuring if turing else Emulated
+    kernel = kind(**{f.name: getattr(read, f.name) for f in dataclasses.fields(read)})
     out.mkdir(parents=True, exist_ok=True)
-    flags = [*FLAGS, *SANITIZE] if sanitize else FLAGS
+    flags = [*FLAGS, *SANITIZE * sanitize, *TURING * turing]
     stamp = _stamp(kernel, flags)
     with (out / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -133,9 +142,10 @@ def main() -> None:
     parser.add_argument("kernel", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--sanitize", action="store_true", help="with AddressSanitizer")
+    parser.add_argument("--turing", action="store_true", help="for arch=75 shared=64")
     args = parser.parse_args()
     try:
-        print(build(args.kernel, args.out.resolve(), args.sanitize))
+        print(build(args.kernel, args.out.resolve(), args.sanitize, args.turing))
     except BuildError as error:
         raise SystemExit(f"error: {error}") from None
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import mlstm_cases
@@ -35,8 +36,13 @@ from ops.fused_rnn.engine_cases import MASKS
 from ops.fused_rnn.test_cuda import compare, far_from_zero
 from ops.tfla import test_linear as linear
 from ops.tfla import test_sequence as mlstm
+from tooling.builder import default_archs, gencode, parse_archs, read_kernel
 
 ROOT = Path(__file__).resolve().parents[2]
+BUILDS = ROOT / "kernel_builds"
+KERNELS = ("fused-rnn", "diagonal-rnn", "tfla")
+# The compute capabilities of all GPUs since Turing.
+GPUS = ((7, 5), (8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (10, 3), (11, 0), (12, 0), (12, 1))
 NO_JIT = "CUDA_DISABLE_PTX_JIT"
 pytestmark = pytest.mark.usefixtures("poisoned")
 on_gpu = pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU and FLASHCELL_TEST_DEVICE=cuda")
@@ -56,21 +62,58 @@ def test_what_cuda_takes_of_a_build():
     assert choose(("8.0+PTX", "9.0a"), (10, 0)) == Code(80)
     assert choose(("9.0a",), (10, 0)) is choose(("8.0",), (9, 0)) is None
     archs = ("7.5", "8.0", "8.0+PTX", "8.6", "9.0", "9.0a", "9.0a+PTX", "10.0f", "10.0+PTX", "12.0")
-    gpus = [(int(major), int(minor)) for _, major, minor in map(str.split, CAPABILITIES)]
-    for arch, capability in product(archs, gpus):
+    for arch, capability in product(archs, GPUS):
         assert (choose((arch,), capability) is not None) == runs_on(arch, capability)
+
+
+def test_the_guides_table_of_gpus():
+    """Which code the default build has for every GPU since Turing, as fused-rnn's README says."""
+    page = (BUILDS / "fused-rnn/README.md").read_text().split("Every NVIDIA GPU since Turing")[1]
+    rows = re.findall(r"^\| .* \| (\d+)\.(\d) \| (\S+)(, PTX)? \| .* \|$", page, re.MULTILINE)
+    assert [(int(major), int(minor)) for major, minor, *_ in rows] == list(GPUS)
+    for kernel, (major, minor, code, ptx) in product(KERNELS, rows):
+        archs = default_archs(read_kernel(BUILDS / kernel))
+        machine = tuple(arch.removesuffix("+PTX") for arch in archs)
+        capability = int(major), int(minor)
+        number = code.rstrip("a").replace(".", "")
+        chosen = Code(int(number), sm_90a=code.endswith("a"))
+        assert choose(archs, capability) == chosen, (kernel, capability)
+        assert choose(machine, capability) == (None if ptx else chosen), (kernel, capability)
+    later = choose(default_archs(read_kernel(BUILDS / KERNELS[0])), (13, 0))
+    assert later == Code(100)
+
+
+@pytest.mark.parametrize("capability", [(8, 7), (10, 3), (11, 0), (12, 1)], ids=str)
+def test_a_build_for_any_gpu_is_a_build(capability):
+    """The archs that an error message asks for are compiled, though build.toml does not name them."""
+    arch = "{}.{}".format(*capability)
+    for kernel in KERNELS:
+        (component,) = (c for c in read_kernel(BUILDS / kernel).components if c.backend == "cuda")
+        assert component.archs_for((arch,)) == (arch,)
+        assert component.archs_for((arch + "+PTX", "9.0a")) == (arch + "+PTX", "9.0a")
+        assert component.archs_for(("7.0", "10.3a", "8.0")) == ("8.0",)
 
 
 @on_gpu
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 @pytest.mark.parametrize(
-    "archs", ["8.0", "8.0+PTX", "9.0", "9.0+PTX", "9.0a", "8.0+PTX,9.0a", "10.0", "12.0+PTX"]
+    "archs",
+    [
+        "7.5",
+        "7.5+PTX",
+        "8.0",
+        "8.0+PTX",
+        "9.0",
+        "9.0+PTX",
+        "9.0a",
+        "8.0+PTX,9.0a",
+        "10.0",
+        "12.0+PTX",
+    ],
 )
 def test_the_library_knows_its_code(tmp_path, archs):
     """Machine code and PTX, with and without the instructions of 9.0a: the host is told what the
     preprocessor saw."""
-    from tooling.builder import gencode, parse_archs
-
     include = f"-I{ROOT / 'kernel_builds'}"
     source, program = ROOT / "tests/ops/arch_probe.cu", tmp_path / "probe"
     command = ["nvcc", "-std=c++20", include, *gencode(parse_archs(archs)), source, "-o", program]
@@ -85,6 +128,12 @@ def test_the_library_knows_its_code(tmp_path, archs):
     assert f"probe: this library has no code for {gpu}, of compute capability {number}: " in said
     numbers = [arch.removesuffix("+PTX").rstrip("a") for arch in parse_archs(archs)]
     assert f"the library was compiled for {', '.join(numbers)}. Take a build" in said
+
+
+def compiled_for(module):
+    """Returns how an error message lists a library's archs."""
+    numbers = [arch.removesuffix("+PTX").rstrip("a") for arch in built_for(module)]
+    return f"the library was compiled for {', '.join(numbers)}"
 
 
 @pytest.fixture(params=reference.CELLS)
@@ -147,15 +196,14 @@ def test_recurrent_steps(fused_rnn, name, B, N, D, dtype):
 @on_gpu
 def test_a_cluster_without_code_is_an_error(fused_rnn, monkeypatch):
     if torch.cuda.get_device_capability()[0] < 9 or code_of(fused_rnn).arch >= 90:
-        pytest.skip("needs a GPU with clusters and a build without: 8.0+PTX")
+        pytest.skip("needs a GPU with clusters and a build without: 7.5+PTX or 8.0+PTX")
     monkeypatch.setenv("FLASHCELL_CUDA_ENGINE", "cluster")
     call = make(reference.CELLS["lstm"], Case(3, 5, 1, 336), torch.bfloat16)
     with pytest.raises(RuntimeError, match=REFUSALS) as caught:
         fused_rnn.lstm(**call)
     assert torch.cuda.get_device_name() in str(caught.value)
-    assert "clusters need code for 9.0 or later, and the library was compiled for 8.0" in str(
-        caught.value
-    )
+    said = f"clusters need code for 9.0 or later, and {compiled_for(fused_rnn)}"
+    assert said in str(caught.value)
 
 
 @on_gpu
@@ -194,20 +242,42 @@ def test_scans_and_convolutions(diagonal_rnn, B, N, D, dtype):
     mixer.test_conv_step(diagonal_rnn, dtype, (B, N, D), True)
 
 
+class Called(TorchDispatchMode):
+    """Notes the names of all ops that are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.names.add(op.name())
+        return op(*args, **(kwargs or {}))
+
+
 def test_every_op_runs(fused_rnn, diagonal_rnn, tfla):
-    """Tests the calls that the test below makes, where there is code for them."""
-    for what, call in every_op(fused_rnn, diagonal_rnn, tfla):
-        tensors = [t for t in tree_leaves(call()) if torch.is_tensor(t)]
-        assert all(t.isfinite().all() for t in tensors), what
+    """Tests the calls that the test below makes, where there is code for them, and that they are of
+    every op."""
+    with Called() as called:
+        for what, call in every_op(fused_rnn, diagonal_rnn, tfla):
+            tensors = [t for t in tree_leaves(call()) if torch.is_tensor(t)]
+            assert all(t.isfinite().all() for t in tensors), what
+    own = [f"{module.dispatch.ops.name}::" for module in (fused_rnn, diagonal_rnn, tfla)]
+    key = "CUDA" if DEVICE == "cuda" else "CPU"
+    ops = [op for op in torch._C._dispatch_get_all_op_names() if op.startswith(tuple(own))]
+    ops = [op for op in ops if torch._C._dispatch_has_kernel_for_dispatch_key(op, key)]
+    assert len(ops) > 30
+    assert {op for op in ops if op not in called.names} == set()
 
 
 @on_gpu
 def test_a_gpu_without_code_is_refused_by_name(fused_rnn, diagonal_rnn, tfla):
     """In a process whose driver compiles no PTX, a build with only PTX for this GPU has no code for
     it."""
-    own = choose(("8.0",), torch.cuda.get_device_capability())
-    if own or any(code_of(module) != Code(80) for module in (fused_rnn, diagonal_rnn, tfla)):
-        pytest.skip("needs builds for 8.0+PTX, and a GPU that runs their PTX")
+    capability = torch.cuda.get_device_capability()
+    for archs in map(built_for, (fused_rnn, diagonal_rnn, tfla)):
+        machine = tuple(arch.removesuffix("+PTX") for arch in archs)
+        if choose(machine, capability) or not choose(archs, capability):
+            pytest.skip("needs builds of whose code the GPU runs the PTX alone: 7.5+PTX or 8.0+PTX")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
     command += ["-k", "test_every_op_refuses"]
     done = subprocess.run(
@@ -228,5 +298,5 @@ def test_every_op_refuses(fused_rnn, diagonal_rnn, tfla):
                 call()
             said = str(caught.value)
             assert f"no code for {torch.cuda.get_device_name()}, of compute" in said, what
-            assert "the library was compiled for 8.0. Take a build for this GPU" in said, what
+            assert f"{compiled_for(fused_rnn)}. Take a build for this GPU" in said, what
     torch.ones(3).sum().item()  # torch still works

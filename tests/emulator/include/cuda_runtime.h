@@ -122,6 +122,7 @@ template <typename T>
 T __shfl_up_sync(unsigned mask, T x, int by) {
   return emulator::shuffle(mask, x, emulator::machine.lane() - by);
 }
+[[noreturn]] inline void __trap() { emulator::fail("__trap: a kernel without code"); }
 inline void __syncwarp(unsigned mask = ~0u) { emulator::shuffle(mask, 0, 0); }
 inline unsigned __ballot_sync(unsigned mask, bool x) {
   unsigned ballot = 0;

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from arch_cases import code_of
+from arch_cases import engines_of, skip_unless_offered
 from cases import DEVICE, Case, make, replayed, to_device, upcast
 from flashcell.kernels import fused_rnn as reference
 from numerics import assert_as_accurate, assert_bitwise, assert_close
@@ -54,10 +54,7 @@ def compare(fused_rnn, name, case, dtype, change=dict, **options):
     ids=str,
 )
 def test_engine_is_as_exact_as_the_reference(fused_rnn, monkeypatch, name, engine, case, dtype):
-    if engine == "cluster" and code_of(fused_rnn).arch < 90:
-        pytest.skip("no code for it")
-    if engine == "batch" and not code_of(fused_rnn).sm_90a:
-        pytest.skip("no code for it")
+    skip_unless_offered(fused_rnn, engine, name, case, dtype)
     monkeypatch.setenv("FLASHCELL_CUDA_ENGINE", engine)
     change = far_from_zero if name == "rnn_relu" else dict
     got, peer, exact = compare(fused_rnn, name, case, dtype, change)
@@ -85,8 +82,7 @@ def test_odd_widths(fused_rnn, name, case, dtype):
     ids=str,
 )
 def test_exact_fp32(fused_rnn, monkeypatch, name, engine, case):
-    if engine == "fma" and case.D > 96 and code_of(fused_rnn).arch < 90:
-        pytest.skip("no clusters")
+    skip_unless_offered(fused_rnn, engine, name, case, torch.float32)
     monkeypatch.setenv("FLASHCELL_CUDA_ENGINE", engine)
     change = far_from_zero if name == "rnn_relu" else dict
     got, peer, exact = compare(fused_rnn, name, case, torch.float32, change)
@@ -154,8 +150,10 @@ def test_cuda_graph(fused_rnn, name, case):
 )
 def test_in_company(fused_rnn, monkeypatch, engine, case, pass_):
     """Other streams keep the GPU busy: of 10,000 launches none hangs, and all give the same bits."""
+    dtype = torch.float32 if engine == "fma" else torch.bfloat16
+    skip_unless_offered(fused_rnn, engine, "lstm", case, dtype)
     monkeypatch.setenv("FLASHCELL_CUDA_ENGINE", engine)
-    call = make(CELLS["lstm"], case, torch.float32 if engine == "fma" else torch.bfloat16)
+    call = make(CELLS["lstm"], case, dtype)
     x = call["x"].requires_grad_(pass_ == "backward")
     h, _ = fused_rnn.lstm(**call)
     dh = torch.randn_like(h)
@@ -184,11 +182,7 @@ def test_tiny(fused_rnn, monkeypatch, name, engine, case, dtype):
     """Runs every kernel once, and nothing else on the GPU, for scripts/check_cuda."""
     io = getattr(torch, dtype.replace("tf32", "float32"))
     options = {"precision": "tf32"} if dtype == "tf32" else {}
-    capability, code = torch.cuda.get_device_capability(), code_of(fused_rnn)
-    shape = (case.N, case.D, case.B, io, "sm_{}{}".format(*capability), case.T)
-    code_name = f"{code.arch // 10}.{code.arch % 10}{'a' if code.sm_90a else ''}"
-    plan = fused_rnn.explain_plan(name, *shape, **options, code=code_name)
-    if engine not in plan.engines:
+    if engine not in engines_of(fused_rnn, name, case, io, tf32=dtype == "tf32"):
         pytest.skip("not this engine's")
     monkeypatch.setenv("FLASHCELL_CUDA_ENGINE", engine)
     # CuBLAS computes wider ones.
@@ -207,10 +201,10 @@ def test_tiny(fused_rnn, monkeypatch, name, engine, case, dtype):
 @pytest.mark.parametrize(("engine", "D"), [("block", 64), ("cluster", 160)])
 def test_an_empty_column_may_hold_anything(fused_rnn, monkeypatch, name, engine, D):
     """A tile's columns without a sequence read what an earlier launch left in shared memory: here NaN."""
-    if engine == "cluster" and code_of(fused_rnn).arch < 90:
-        pytest.skip("no code for it")
+    case = Case(9, 3, 1, D)
+    skip_unless_offered(fused_rnn, engine, name, case, torch.bfloat16)
     monkeypatch.setenv("FLASHCELL_CUDA_ENGINE", engine)
-    call = make(CELLS[name], Case(9, 3, 1, D), torch.bfloat16)
+    call = make(CELLS[name], case, torch.bfloat16)
     inputs = [call[k].requires_grad_() for k in ("x", "weight", "bias")]
     h, _ = fused_rnn.recurrent(name, **call)
     gradients = lambda: torch.autograd.grad(h, inputs, torch.ones_like(h), retain_graph=True)

@@ -5,9 +5,12 @@ import pytest
 import torch
 
 from mlstm_cases import make
-from ops.tfla import test_cuda
+from numerics import assert_bitwise
+from ops.tfla import test_cuda, test_emulated
 from ops.tfla import test_sequence as tests
 from ops.tfla.test_emulated import (  # noqa: F401  (fixtures)
+    FAST,
+    LINEARS,
     TILES,
     cell,
     check_case,
@@ -15,8 +18,11 @@ from ops.tfla.test_emulated import (  # noqa: F401  (fixtures)
     order,
     pytestmark,
     tfla,
+    tfla_turing,
 )
+from ops.tfla.test_validation import op_arguments
 
+TURING = "arch=75 processors=40 shared=64"  # a T4
 HOPPER = "arch=90 code=80"  # 9.0 runs PTX for 8.0: no wgmma, no clusters, no overlapping launches
 
 
@@ -24,6 +30,44 @@ HOPPER = "arch=90 code=80"  # 9.0 runs PTX for 8.0: no wgmma, no clusters, no ov
 @pytest.mark.parametrize("case", TILES[:2], ids=str)
 def test_hopper_runs_code_without_wgmma(tfla, order, cell, case, code):  # noqa: F811
     check_case(tfla, order, cell, case, torch.bfloat16, device=f"arch=90 code={code}")
+
+
+@pytest.mark.thin(pairs=True)
+@pytest.mark.parametrize("dtype", tests.DTYPES, ids=tests.short)
+@pytest.mark.parametrize("case", FAST, ids=str)
+def test_turing(tfla_turing, order, cell, case, dtype):  # noqa: F811
+    """Chunks of 64 steps in 64 KB, one stage of loads, and bf16 and fp32 without a matrix
+    instruction."""
+    check_case(tfla_turing, order, cell, case, dtype, device=TURING)
+
+
+@pytest.mark.parametrize("dtype", tests.DTYPES, ids=tests.short)
+def test_a_step_on_turing(tfla_turing, order, cell, dtype):  # noqa: F811
+    order(TURING)
+    tests.test_step(tfla_turing, cell, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("B", "K", "rows"), LINEARS, ids=str)
+def test_linear_steps_on_turing(tfla_turing, order, dtype, B, K, rows):  # noqa: F811
+    there = lambda words: order(f"{words} arch=75")
+    test_emulated.test_linear_step(tfla_turing, there, dtype, B, K, rows, shared=64)
+
+
+def test_code_for_turing_on_hopper(tfla_turing, order, cell):  # noqa: F811
+    """It uses no more than Turing's 64 KB, and keeps no states of chunks longer than fit there."""
+    order("arch=90 code=75")
+    given = op_arguments(cell, ("state", "reset"), 150)
+    given = [t.detach() if torch.is_tensor(t) else t for t in given]
+    given[:3], given[-1] = [t.bfloat16() for t in given[:3]], 128
+    ops, chunks = tfla_turing.dispatch.ops, 2 * len(given[1])
+    h, C, n, _, total, kept_C, kept_n = ops.mlstm_fwd(*given, kept=chunks)
+    given = [torch.ones_like(h), None, None, C, n, h, total], given
+    kept = kept_C, kept_n if kept_n.numel() else None
+    got = ops.mlstm_bwd(*given[0], *kept, *given[1])
+    want = ops.mlstm_bwd(*given[0], None, None, *given[1])
+    for number, (a, b) in enumerate(zip(got, want, strict=True)):
+        assert_bitwise(f"gradient {number}", a, b)
 
 
 def test_kept_states_of_code_for_8_0(tfla, order, cell):  # noqa: F811

@@ -19,6 +19,7 @@
 #include <type_traits>
 
 #include "common/cuda/device.cuh"
+#include "common/cuda/multiply_by_shuffles.cuh"
 #include "common/cuda/ptx/copy_async.cuh"
 
 namespace flashcell::cuda {
@@ -92,31 +93,7 @@ DEVICE void mma_turing(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint3
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c[0]), "f"(c[1]),
           "f"(c[2]), "f"(c[3]));
   } else {
-    const int lane = threadIdx.x % 32, row = lane / 4 * 4, columns = lane % 4 * 8;
-    float sums[4] = {c[0], c[1], c[2], c[3]};
-    // Lane q of a row or column has its words q. Unrolled, this would be too much code for kernels
-    // with many products.
-#pragma unroll 1
-    for (int q = 0; q < 4; ++q) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const uint32_t b = half == 0 ? b0 : b1;
-        const auto from = [&](uint32_t word, int lane_of_row) {
-          const uint32_t got = __shfl_sync(~0u, word, lane_of_row + q);
-          if constexpr (sizeof(IO) == 4) return make_float2(__uint_as_float(got), 0);
-          return Pair<bf16>{{got}}.floats();
-        };
-        const float2 left[2] = {from(a[2 * half], row), from(a[2 * half + 1], row)};
-        const float2 right[2] = {from(b, columns), from(b, columns + 4)};
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          sums[i] = fmaf(left[i / 2].x, right[i % 2].x, sums[i]);
-          if constexpr (sizeof(IO) == 2) sums[i] = fmaf(left[i / 2].y, right[i % 2].y, sums[i]);
-        }
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) d[i] = sums[i];
+    multiply_by_shuffles<4 / int(sizeof(IO))>(d, a, b0, b1, c);
   }
 }
 

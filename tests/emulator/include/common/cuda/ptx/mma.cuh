@@ -1,12 +1,13 @@
 // Emulated functions of common/cuda/ptx/mma.cuh. That file describes what they do. The layouts of
-// operands across lanes are those of PTX ISA 8 (mma.m16n8k16, mma.m16n8k8, ldmatrix, cp.async).
+// operands across lanes are those of PTX ISA 8 (mma.m16n8k16, mma.m16n8k8, ldmatrix).
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
 #include "common/cuda/device.cuh"
-#include "common/cuda/ptx/shared_address.cuh"
+#include "common/cuda/multiply_by_shuffles.cuh"
+#include "common/cuda/ptx/copy_async.cuh"
 
 namespace flashcell::cuda {
 
@@ -53,11 +54,14 @@ struct Pair {
 // tf32 has 10 bits of mantissa; cvt.rna rounds halves away from zero.
 template <typename IO>
 uint32_t operand(uint32_t word) {
-  return sizeof(IO) == 4 ? (word + 0x1000) & ~0x1fffu : word;
+  return sizeof(IO) == 4 && !kIsTuring ? (word + 0x1000) & ~0x1fffu : word;
 }
 
 template <typename IO>
 void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, const float (&c)[4]) {
+  if constexpr (kIsTuring && !std::is_same_v<IO, fp16>) {
+    return multiply_by_shuffles<4 / int(sizeof(IO))>(d, a, b0, b1, c);
+  }
   uint32_t given[10] = {a[0], a[1], a[2], a[3], b0, b1}, answer[4];
   std::memcpy(given + 6, c, sizeof c);
   emulator::collective(given, answer, [](emulator::Warp& warp) {
@@ -147,23 +151,5 @@ uint32_t multiply_add(uint32_t a, uint32_t b, uint32_t c) {
 }
 
 inline float exp2_approx(float x) { return std::exp2(x); }
-
-inline void copy_async(uint32_t shared, const void* global) {
-  emulator::issue_copy({shared, global, 16});
-}
-inline void copy_async(void* shared, const void* global) {
-  copy_async(shared_address(shared), global);
-}
-inline void copy_async_or_zero(uint32_t shared, const void* global, bool copy) {
-  emulator::issue_copy({shared, copy ? global : nullptr, 16});
-}
-inline void copy_word_or_zero(float* shared, const float* global, bool copy) {
-  emulator::issue_copy({shared_address(shared), copy ? global : nullptr, 4});
-}
-inline void copy_commit() { emulator::commit_copies(); }
-template <int kPending>
-void copy_wait() {
-  emulator::wait_copies(kPending);
-}
 
 }  // namespace flashcell::cuda
