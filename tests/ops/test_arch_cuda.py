@@ -17,11 +17,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import mlstm_cases
-from arch_cases import built_for, choose, code_of, every_op
+from arch_cases import Called, built_for, choose, code_of, every_op, ops_of
 from cases import DEVICE, Case, make, upcast
 from flashcell.hub.kernel_variants import runs_on
 from flashcell.kernels import diagonal_rnn as diagonal_reference
@@ -67,8 +66,8 @@ def test_what_cuda_takes_of_a_build():
 
 
 def test_the_guides_table_of_gpus():
-    """Which code the default build has for every GPU since Turing, as fused-rnn's README says."""
-    page = (BUILDS / "fused-rnn/README.md").read_text().split("Every NVIDIA GPU since Turing")[1]
+    """Which code the default build has for every GPU since Turing, as the kernels' README says."""
+    page = (BUILDS / "README.md").read_text().split("Every NVIDIA GPU since Turing")[1]
     rows = re.findall(r"^\| .* \| (\d+)\.(\d) \| (\S+)(, PTX)? \| .* \|$", page, re.MULTILINE)
     assert [(int(major), int(minor)) for major, minor, *_ in rows] == list(GPUS)
     for kernel, (major, minor, code, ptx) in product(KERNELS, rows):
@@ -242,18 +241,6 @@ def test_scans_and_convolutions(diagonal_rnn, B, N, D, dtype):
     mixer.test_conv_step(diagonal_rnn, dtype, (B, N, D), True)
 
 
-class Called(TorchDispatchMode):
-    """Notes the names of all ops that are called."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = set()
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        self.names.add(op.name())
-        return op(*args, **(kwargs or {}))
-
-
 def test_every_op_runs(fused_rnn, diagonal_rnn, tfla):
     """Tests the calls that the test below makes, where there is code for them, and that they are of
     every op."""
@@ -261,12 +248,9 @@ def test_every_op_runs(fused_rnn, diagonal_rnn, tfla):
         for what, call in every_op(fused_rnn, diagonal_rnn, tfla):
             tensors = [t for t in tree_leaves(call()) if torch.is_tensor(t)]
             assert all(t.isfinite().all() for t in tensors), what
-    own = [f"{module.dispatch.ops.name}::" for module in (fused_rnn, diagonal_rnn, tfla)]
-    key = "CUDA" if DEVICE == "cuda" else "CPU"
-    ops = [op for op in torch._C._dispatch_get_all_op_names() if op.startswith(tuple(own))]
-    ops = [op for op in ops if torch._C._dispatch_has_kernel_for_dispatch_key(op, key)]
+    ops = ops_of(fused_rnn, diagonal_rnn, tfla)
     assert len(ops) > 30
-    assert {op for op in ops if op not in called.names} == set()
+    assert ops - called.names == set()
 
 
 @on_gpu

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import diagonal_cases
 import mlstm_cases
@@ -69,6 +70,26 @@ def engines_of(module, cell: str, case: Case, dtype: torch.dtype, tf32: bool = F
     text = module.dispatch.ops.explain_plan(cell, *sizes, *about)
     fields = dict(line.split("\t")[:2] for line in text.splitlines())
     return fields["runs"].split(",")
+
+
+class Called(TorchDispatchMode):
+    """Notes the names of all ops that are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.names.add(op.name())
+        return op(*args, **(kwargs or {}))
+
+
+def ops_of(*modules) -> set[str]:
+    """Returns the names of all ops of the loaded kernels that have code for DEVICE."""
+    spaces = tuple(f"{module.dispatch.ops.name}::" for module in modules)
+    key, has_kernel = DEVICE.upper(), torch._C._dispatch_has_kernel_for_dispatch_key
+    names = torch._C._dispatch_get_all_op_names()
+    return {op for op in names if op.startswith(spaces) and has_kernel(op, key)}
 
 
 def every_op(fused, diagonal, mlstm) -> Calls:

@@ -54,16 +54,6 @@ def tfla():
     return get_local_kernel(out, backend="cpu")
 
 
-@pytest.fixture(scope="session")
-def tfla_turing():
-    """The same sources, compiled for Turing."""
-    from kernels import get_local_kernel
-
-    home = Path(os.environ.get("FLASHCELL_HOME") or ROOT / ".flashcell").resolve()
-    out = emulate.build(ROOT / "kernel_builds/tfla", home / "emulated/tfla-turing", turing=True)
-    return get_local_kernel(out, backend="cpu")
-
-
 @pytest.fixture(params=["exp", "sigmoid"])
 def cell(request):
     return request.param
