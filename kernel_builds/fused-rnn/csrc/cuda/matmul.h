@@ -45,7 +45,8 @@ inline Tensor tf32_matmul(Tensor a, Tensor b) {
   if (N * M * P == 0) return c;
   if (K == 0) return torch::stable::zero_(c);
   const torch::stable::accelerator::DeviceGuard guard(a.get_device_index());
-  cuda::current_device();  // refuses a GPU without code, as every op does, though cuBLAS has its own
+  cuda::current_device();  // refuses a GPU without code, as every op does, though cuBLAS has its
+                           // own
   const Strided left(a), right(b);
   cuda::gemm::check_has_blas();
   // cuBLAS stores matrices column by column, so that it reads ours as their transposes: this is

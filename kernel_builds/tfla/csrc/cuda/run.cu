@@ -62,8 +62,8 @@ void with_16_bits(Dtype dtype, const Function& function) {
 
 // Limits the chunk length to what the shared memory of a thread block holds: 256 steps on sm_90 and
 // sm_100, 128 on sm_80, and 64 on sm_75, and for fp32 where a block has 99 KB. A caller that keeps
-// states has counted longer chunks then, as on Hopper with a library for 7.5: the backward recomputes
-// them.
+// states has counted longer chunks then, as on Hopper with a library for 7.5: the backward
+// recomputes them.
 template <typename Params>
 Params fit_chunk(Params p, const Launch& launch) {
   const int io_bytes = launch.dtype == Dtype::kFloat ? 4 : 2;

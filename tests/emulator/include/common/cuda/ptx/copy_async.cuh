@@ -1,5 +1,5 @@
-// Emulated functions of common/cuda/ptx/copy_async.cuh. That file describes what they do. Turing's are
-// asynchronous here, too: what waits for them on other GPUs waits on Turing.
+// Emulated functions of common/cuda/ptx/copy_async.cuh. That file describes what they do. Turing's
+// are asynchronous here, too: what waits for them on other GPUs waits on Turing.
 #pragma once
 #include <cuda_runtime.h>
 
