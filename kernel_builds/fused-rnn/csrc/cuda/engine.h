@@ -22,6 +22,8 @@ struct Device {  // the properties of a GPU that the planner reads
 
 // Whether fp32 products may round their operands to tf32: code for Turing has no such instruction.
 constexpr bool has_tf32(const Device& device) { return !device.code.is_turing(); }
+// The same for products of cuBLAS, whose code is not this library's.
+constexpr bool has_blas_tf32(const Device& device) { return device.arch >= 80; }
 
 struct CellSizes {  // the sizes of a cell that the planner reads
   int gates, states, bias_rows, saved;

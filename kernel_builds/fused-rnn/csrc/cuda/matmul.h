@@ -45,8 +45,8 @@ inline Tensor tf32_matmul(Tensor a, Tensor b) {
   if (N * M * P == 0) return c;
   if (K == 0) return torch::stable::zero_(c);
   const torch::stable::accelerator::DeviceGuard guard(a.get_device_index());
-  cuda::current_device();  // refuses a GPU without code, as every op does, though cuBLAS has its
-                           // own
+  // Besides, every op refuses a GPU without code of this library, though cuBLAS has its own.
+  const bool rounds = cuda::has_blas_tf32(cuda::current_device());
   const Strided left(a), right(b);
   cuda::gemm::check_has_blas();
   // cuBLAS stores matrices column by column, so that it reads ours as their transposes: this is
@@ -58,8 +58,8 @@ inline Tensor tf32_matmul(Tensor a, Tensor b) {
           current_blas_handle(), right.transposed, left.transposed, int(P), int(M), int(K), &one,
           right.x.const_data_ptr(), cuda::gemm::kFloat32, int(right.next), right.x.stride(0),
           left.x.const_data_ptr(), cuda::gemm::kFloat32, int(left.next), left.x.stride(0), &zero,
-          c.mutable_data_ptr(), cuda::gemm::kFloat32, int(P), M * P, int(N), cuda::gemm::kTf32,
-          cuda::gemm::kDefaultAlgorithm));
+          c.mutable_data_ptr(), cuda::gemm::kFloat32, int(P), M * P, int(N),
+          rounds ? cuda::gemm::kTf32 : cuda::gemm::kFp32, cuda::gemm::kDefaultAlgorithm));
   return c;
 }
 

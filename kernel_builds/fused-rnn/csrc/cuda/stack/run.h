@@ -67,7 +67,8 @@ inline void multiply_into(const Product& p, cuda::gemm::DataType out, bool adds,
   check_has_blas();
   const bool fp32 = dtype == Dtype::kFloat;
   const DataType io = blas_type(dtype);
-  const bool rounds = fp32 && tf32 && p.M * p.N * p.K * p.batch >= kTf32Products;
+  const bool rounds = fp32 && tf32 && p.M * p.N * p.K * p.batch >= kTf32Products &&
+                      cuda::has_blas_tf32(cuda::current_device());
   const float one = 1, before = adds ? 1 : 0;
   // cuBLAS stores matrices column by column, so that it reads ours as their transposes: this is
   // c^T = b^T a^T.
