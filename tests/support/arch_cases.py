@@ -85,11 +85,13 @@ class Called(TorchDispatchMode):
 
 
 def ops_of(*modules) -> set[str]:
-    """Returns the names of all ops of the loaded kernels that have code for DEVICE."""
+    """Returns the names of the loaded kernels' ops that have code for DEVICE, without the plans, which
+    need no GPU, and block_step, which the CPU alone has."""
     spaces = tuple(f"{module.dispatch.ops.name}::" for module in modules)
     key, has_kernel = DEVICE.upper(), torch._C._dispatch_has_kernel_for_dispatch_key
     names = torch._C._dispatch_get_all_op_names()
-    return {op for op in names if op.startswith(spaces) and has_kernel(op, key)}
+    own = [op for op in names if op.startswith(spaces) and has_kernel(op, key)]
+    return {op for op in own if not op.endswith(("::explain_plan", "_block_step_"))}
 
 
 def every_op(fused, diagonal, mlstm) -> Calls:
