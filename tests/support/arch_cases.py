@@ -168,6 +168,9 @@ def _diagonal_ops(module) -> Calls:
         yield f"{name} backward", lambda f=backward, a=a, b=b: f(b, a, b, None, False)
     taps, x = zeros(40, 4), h.clone().requires_grad_()
     yield "causal_conv", lambda: module.causal_conv(x, taps).sum().backward()
+    if DEVICE == "cuda":  # on the CPU it is torch's
+        rows = zeros(5, 40)
+        yield "its backward", lambda: ops.causal_conv_bwd(h, h, rows, None, None, True)
     yield "conv_step", lambda: module.conv_step(row, taps, None, zeros(2, 3, 40))
 
 
