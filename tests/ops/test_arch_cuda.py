@@ -82,7 +82,7 @@ def test_the_guides_table_of_gpus():
     assert later == Code(100)
 
 
-@pytest.mark.parametrize("capability", [(8, 7), (10, 3), (11, 0), (12, 1)], ids=str)
+@pytest.mark.parametrize("capability", [(8, 7), (8, 9), (10, 3), (11, 0), (12, 1)], ids=str)
 def test_a_build_for_any_gpu_is_a_build(capability):
     """The archs that an error message asks for are compiled, though build.toml does not name them."""
     arch = "{}.{}".format(*capability)

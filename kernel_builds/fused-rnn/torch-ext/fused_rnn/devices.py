@@ -29,14 +29,14 @@ class Device(NamedTuple):
     shared_bytes: int  # shared memory that a thread block may use
 
 
-DEVICES = (  # the first of an arch represents it; each runs code compiled for its own arch
+DEVICES = (  # the first of an arch represents it; with the code that the default build has for it
     Device("T4", 75, Code(75), 40, 65536),
     Device("RTX 2080 Ti", 75, Code(75), 68, 65536),
     Device("A100", 80, Code(80), 108, 166912),
     Device("A40", 86, Code(86), 84, 101376),
     Device("RTX 3090", 86, Code(86), 82, 101376),
-    Device("L40S", 89, Code(89), 142, 101376),
-    Device("RTX 4090", 89, Code(89), 128, 101376),
+    Device("L40S", 89, Code(86), 142, 101376),
+    Device("RTX 4090", 89, Code(86), 128, 101376),
     Device("H200", 90, Code(90, sm_90a=True), 132, 232448),
     Device("H100", 90, Code(90, sm_90a=True), 132, 232448),
     Device("B200", 100, Code(100), 148, 232448),
