@@ -26,7 +26,7 @@ struct Sizes {
 // Whether this engine is faster than the step engine for exact fp32, measured on an H200 with an
 // LSTM and a GRU of 384 to 2048 units and 1 to 256 sequences. `size` counts a step's gates.
 constexpr bool is_faster_in_fp32(const Sizes& z, bool graph, bool backward) {
-  const double size = double(z.S) * double(z.D) * z.gates;
+  const double size = double(z.D > 1024 ? z.S : z.S * z.N) * double(z.D) * z.gates;
   if (!backward) {
     if (z.D > 1536) return size >= 150'000;
     return size >= (graph ? 120'000 : z.D <= 512 ? 220'000 : 150'000);
