@@ -67,6 +67,7 @@ std::tuple<Tensor, Tensors, Tensors> layers_fwd(Tensor x, Tensors state, Tensors
   }
   if (s.packs()) {
     packed = s.new_heads(x, {s.place_of(L, 0, false)}, s.io);
+    // Without an h no step reads w_hh, but a backward pass does.
     s.bring_weights(copies, packed, save || s.has_h_prev(!state.empty()));
     if (projects && T > 1) multiply_projections(s, packed, tf32);  // or they stay zero
     if (save) kept.push_back(packed);

@@ -235,7 +235,6 @@ struct Layers {
     return packs_w_ih() ? at(packed, place_of(layer, direction, true))
                         : weight(layer, direction, 0).const_data_ptr();
   }
-  // `reads_h`: whether any step multiplies by w_hh.
   void bring_weights(Copies& copies, Tensor& packed, bool reads_h) const {
     for (int64_t l = 0; l < L; ++l) {
       for (int64_t n = 0; n < N; ++n) {
