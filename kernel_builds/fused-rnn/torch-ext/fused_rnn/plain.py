@@ -170,9 +170,9 @@ def _run_layers(
     module: Any, kernel: Any, x: Tensor, states: tuple[Tensor, ...], weights: list[Tensor],
     batch_sizes: Any, tf32: bool,
 ) -> tuple[Tensor, Any]:  # fmt: skip
-    # The kernels for one step of one layer take any width.
     directions, width = 2 if module.bidirectional else 1, module.hidden_size
     steps = len(batch_sizes) or x.shape[1 if module.batch_first else 0]
+    # The kernels for one step of one layer without a projection take any width.
     if steps > 1 or directions * module.num_layers > 1 or module.proj_size > 0:
         rows = batch_sizes[0] if batch_sizes else x.shape[0 if module.batch_first else 1]
         width = padded_width(kernel.BACKEND, x.dtype, steps, width, rows, len(states) > 0)
