@@ -264,8 +264,9 @@ def test_a_gpu_without_code_is_refused_by_name(fused_rnn, diagonal_rnn, tfla):
             pytest.skip("needs builds of whose code the GPU runs the PTX alone: 7.5+PTX or 8.0+PTX")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
     command += ["-k", "test_every_op_refuses"]
+    no_jit = {NO_JIT: "1", "CUDA_CACHE_DISABLE": "1"}  # nor code that it compiled before
     done = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, NO_JIT: "1"}, capture_output=True, text=True
+        command, cwd=ROOT, env={**os.environ, **no_jit}, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout
     assert "1 passed" in done.stdout, done.stdout

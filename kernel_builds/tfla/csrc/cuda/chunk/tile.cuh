@@ -6,8 +6,9 @@
 // rows (swizzle). Tiles start at multiples of 1024 bytes.
 //
 // An fp32 product is computed as three tf32 products: every operand is split into a rounded value
-// and a rest, and the product of the two rests is left out, which is 2^-22 of a term. Turing's
-// product of fp32 is exact (mma.cuh).
+// and a rest, and the product of the two rests is left out, which is 2^-22 of a term. Tensor cores
+// truncate the sums they add to, so that errors of a long sum would all have one sign: the product
+// of one step is summed from 0, and added in fp32. Turing's product of fp32 is exact (mma.cuh).
 #pragma once
 #include "common/cuda/ptx/mma.cuh"
 
@@ -140,9 +141,12 @@ DEVICE void multiply_piece(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, u
 #pragma unroll
     for (int i = 0; i < 4; ++i) whole[i] = operand<IO>(a[i]), rests[i] = rest(a[i], whole[i]);
     const uint32_t c0 = operand<IO>(b0), c1 = operand<IO>(b1);
-    mma<IO>(d, whole, rest(b0, c0), rest(b1, c1));
-    mma<IO>(d, rests, c0, c1);
-    mma<IO>(d, whole, c0, c1);
+    float product[4] = {};
+    mma<IO>(product, whole, rest(b0, c0), rest(b1, c1));
+    mma<IO>(product, rests, c0, c1);
+    mma<IO>(product, whole, c0, c1);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) d[i] += product[i];
   }
 }
 
