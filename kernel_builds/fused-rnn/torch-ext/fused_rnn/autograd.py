@@ -4,6 +4,8 @@ The gates are either kept by the forward op (``save=True``) or recomputed by the
 forward op that was run with ``save=False`` is differentiable too.
 """
 
+from typing import Any, Optional, Tuple
+
 import torch
 
 from ._ops import BACKEND
@@ -32,6 +34,19 @@ def wide_dweight(dr: torch.Tensor, h_prev: torch.Tensor, tf32: bool) -> torch.Te
         return CALLS["tf32_matmul"](rows, previous).view(G, 1, D, D)
     gates = dr.flatten(0, 1).permute(1, 2, 3, 0)  # [G, N, D, rows]
     return torch.stack([CALLS["tf32_matmul"](gate, previous) for gate in gates])
+
+
+def gradients(
+    cell: Cell, given: Tuple[Any, ...], grad_clip: Optional[float], tf32: bool, wants_dweight: bool
+) -> Tuple[torch.Tensor, Optional[torch.Tensor], torch.Tensor, torch.Tensor]:
+    """Returns dx, dweight, dbias and dstate. `given`: dh, dlast, what the forward kept, weight, and
+    the masks."""
+    h_prev, weight = given[3], given[4]
+    own = wants_dweight and (weight.device.type != "cuda" or weight.shape[-1] <= WIDEST_OWN_DWEIGHT)
+    dx, dr, dbias, dstate, dweight = CALLS[f"{cell.name}_bwd"](*given, grad_clip, tf32, own)
+    if wants_dweight and not own:
+        dweight = wide_dweight(dr if dr.dim() == 5 else dx, h_prev, tf32)
+    return dx, dweight if wants_dweight else None, dbias, dstate
 
 
 def register(cell: Cell) -> None:
@@ -86,15 +101,11 @@ def register(cell: Cell) -> None:
         if dh is None:
             dh = torch.zeros_like(h_prev)
         needs = ctx.needs_input_grad
-        own = needs[1] and (weight.device.type != "cuda" or weight.shape[-1] <= WIDEST_OWN_DWEIGHT)
-        dx, dr, dbias, dstate, dweight = CALLS[bwd](
-            dh, dlast, saved, h_prev, weight, reset, hold, lengths, cu_seqlens, ctx.grad_clip, ctx.tf32, own
-        )  # fmt: skip
-        if needs[1] and not own:
-            dweight = wide_dweight(dr if dr.dim() == 5 else dx, h_prev, ctx.tf32)
+        given = dh, dlast, saved, h_prev, weight, reset, hold, lengths, cu_seqlens
+        dx, dweight, dbias, dstate = gradients(cell, given, ctx.grad_clip, ctx.tf32, needs[1])
         return (
             dx if needs[0] else None,
-            dweight if needs[1] else None,
+            dweight,
             dbias.to(ctx.bias_dtype) if needs[2] else None,
             dstate if needs[3] else None,
             *(None,) * 7,

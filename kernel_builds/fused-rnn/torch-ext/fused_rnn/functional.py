@@ -8,6 +8,8 @@ Every sequence function takes, besides what its docstring says,
     bias        [R, N, D]        R rows, None for zero
     state       K tensors [B, N, D], None for the empty state (zeros); differentiable
     reset       [B, T] bool      the state is emptied *before* a marked step (document boundaries)
+    reset_state K tensors [R, N, D]  the states that take the place of the emptied ones, one for each
+                                 of the R marks of reset, row by row; differentiable
     hold        [B, T] bool      at a marked step the state passes through and h is 0 (padding)
     lengths     [B] int          row b ends after lengths[b] steps: later marks of reset count no more
     cu_seqlens  [S + 1] int      documents packed into one row: x is [1, total, G, N, D], states are
@@ -17,20 +19,23 @@ Every sequence function takes, besides what its docstring says,
                                  recurrent product to [-grad_clip, grad_clip]; 0 cuts it
     precision   "highest"|"tf32" fp32 products on tensor cores; the CPU always computes "highest"
     save        "gates"|"recompute"  keep the gates for the backward, or run the forward again there
+    return_states  bool          return a third value, the K states of every step [B, T, N, D], h first;
+                                 the others are in fp32 (fp64), 0 at held steps, and differentiable
+                                 but for m of slstm. The gates are kept, whatever `save` says
     backend     "auto"|"cuda"|"cpu"|"reference"  one asked for by name is used or refused
 
-and returns ``(h, state)``: h [B, T, N, D] in x's dtype and the K last states in fp32 (fp64 for
-fp64), unrounded. Sums are in fp32 (fp64); h is rounded to x's dtype only as an operand of the
-recurrent product. Weights in another dtype than x are cast inside, their gradients come back in
+and returns ``(h, state)``, or ``(h, state, states)``: h [B, T, N, D] in x's dtype and the K last
+states in fp32 (fp64 for fp64), unrounded. Sums are in fp32 (fp64); h is rounded to x's dtype only as
+an operand of the recurrent product. Weights in another dtype than x are cast inside, their gradients come back in
 their own. Wrong arguments raise TypeError or ValueError naming the argument, what it was and what
 it must be; a backend that is not here raises RuntimeError. What only the values of lengths and
-cu_seqlens tell (their range and order) is checked on the CPU. On CUDA, where reading them would wait
+cu_seqlens tell (their range and order), and the number of reset's marks, is checked on the CPU. On CUDA, where reading them would wait
 for the GPU, it is checked if FLASHCELL_CHECK=1 is set, and not in a compiled graph: without the check,
 lengths are clamped to 0..T, and what cu_seqlens gives is undefined, though nothing is read or written
 outside the tensors.
 """
 
-from typing import Tuple
+from typing import Any, Tuple
 
 import torch
 
@@ -38,6 +43,7 @@ from . import reference
 from .arguments import STORED, check_parameters, check_sequence, check_x
 from .checks import (
     check_choice,
+    check_flag,
     check_input,
     check_operand,
     check_state,
@@ -50,15 +56,20 @@ from .formulas import CALLS, is_recorded
 from .memory import check_memory
 from .padding import pad_call, padded_width
 from .projection import project
+from .reset_states import check_reset_state, split
 from .sequences import lower_masks, stack_states
 
+if BACKEND is not None:
+    from .all_states import AllStates
+
 State = Tuple[torch.Tensor, ...]
-Result = Tuple[torch.Tensor, State]
+Result = Tuple[Any, ...]  # (h, state) or (h, state, states)
 
 
 def lstm(
-    x, weight, bias=None, state=None, *, reset=None, hold=None, lengths=None, cu_seqlens=None,
-    grad_clip=None, precision="highest", save="gates", backend="auto",
+    x, weight, bias=None, state=None, *, reset=None, reset_state=None, hold=None, lengths=None,
+    cu_seqlens=None, grad_clip=None, precision="highest", save="gates", return_states=False,
+    backend="auto",
 ) -> Result:  # fmt: skip
     """Long short-term memory (Hochreiter & Schmidhuber 1997 with forget gate), as torch.nn.LSTM.
 
@@ -68,14 +79,16 @@ def lstm(
     Gates i, f, g, o; states (h, c); bias 4 rows. Arguments and errors: see the module.
     """
     return recurrent(
-        "lstm", x, weight, bias, state, reset=reset, hold=hold, lengths=lengths,
-        cu_seqlens=cu_seqlens, grad_clip=grad_clip, precision=precision, save=save, backend=backend,
+        "lstm", x, weight, bias, state, reset=reset, reset_state=reset_state, hold=hold,
+        lengths=lengths, cu_seqlens=cu_seqlens, grad_clip=grad_clip, precision=precision, save=save,
+        return_states=return_states, backend=backend,
     )  # fmt: skip
 
 
 def gru(
-    x, weight, bias=None, state=None, *, reset=None, hold=None, lengths=None, cu_seqlens=None,
-    grad_clip=None, precision="highest", save="gates", backend="auto",
+    x, weight, bias=None, state=None, *, reset=None, reset_state=None, hold=None, lengths=None,
+    cu_seqlens=None, grad_clip=None, precision="highest", save="gates", return_states=False,
+    backend="auto",
 ) -> Result:  # fmt: skip
     """Gated recurrent unit (arXiv 1406.1078v1, reset after the product), as torch.nn.GRU.
 
@@ -85,14 +98,16 @@ def gru(
     Gates r, z, n; states (h,); bias 4 rows r, z, n_x, n_h. Arguments and errors: see the module.
     """
     return recurrent(
-        "gru", x, weight, bias, state, reset=reset, hold=hold, lengths=lengths,
-        cu_seqlens=cu_seqlens, grad_clip=grad_clip, precision=precision, save=save, backend=backend,
+        "gru", x, weight, bias, state, reset=reset, reset_state=reset_state, hold=hold,
+        lengths=lengths, cu_seqlens=cu_seqlens, grad_clip=grad_clip, precision=precision, save=save,
+        return_states=return_states, backend=backend,
     )  # fmt: skip
 
 
 def rnn(
-    x, weight, bias=None, state=None, *, nonlinearity="tanh", reset=None, hold=None, lengths=None,
-    cu_seqlens=None, grad_clip=None, precision="highest", save="gates", backend="auto",
+    x, weight, bias=None, state=None, *, nonlinearity="tanh", reset=None, reset_state=None,
+    hold=None, lengths=None, cu_seqlens=None, grad_clip=None, precision="highest", save="gates",
+    return_states=False, backend="auto",
 ) -> Result:  # fmt: skip
     """Elman's network (1990), as torch.nn.RNN:  h' = act(x + R h + b), act tanh or relu.
 
@@ -100,14 +115,16 @@ def rnn(
     """
     check_choice("nonlinearity", nonlinearity, ("tanh", "relu"))
     return recurrent(
-        f"rnn_{nonlinearity}", x, weight, bias, state, reset=reset, hold=hold, lengths=lengths,
-        cu_seqlens=cu_seqlens, grad_clip=grad_clip, precision=precision, save=save, backend=backend,
+        f"rnn_{nonlinearity}", x, weight, bias, state, reset=reset, reset_state=reset_state, hold=hold,
+        lengths=lengths, cu_seqlens=cu_seqlens, grad_clip=grad_clip, precision=precision, save=save,
+        return_states=return_states, backend=backend,
     )  # fmt: skip
 
 
 def slstm(
-    x, weight, bias=None, state=None, *, reset=None, hold=None, lengths=None, cu_seqlens=None,
-    grad_clip=None, precision="highest", save="gates", backend="auto",
+    x, weight, bias=None, state=None, *, reset=None, reset_state=None, hold=None, lengths=None,
+    cu_seqlens=None, grad_clip=None, precision="highest", save="gates", return_states=False,
+    backend="auto",
 ) -> Result:  # fmt: skip
     """sLSTM (xLSTM, arXiv 2405.04517; FlashRNN, arXiv 2412.07752, eq. 12-15), exponential input gate.
 
@@ -120,8 +137,9 @@ def slstm(
     c and n are taken at fixed m. Arguments and errors: see the module.
     """
     return recurrent(
-        "slstm", x, weight, bias, state, reset=reset, hold=hold, lengths=lengths,
-        cu_seqlens=cu_seqlens, grad_clip=grad_clip, precision=precision, save=save, backend=backend,
+        "slstm", x, weight, bias, state, reset=reset, reset_state=reset_state, hold=hold,
+        lengths=lengths, cu_seqlens=cu_seqlens, grad_clip=grad_clip, precision=precision, save=save,
+        return_states=return_states, backend=backend,
     )  # fmt: skip
 
 
@@ -147,8 +165,9 @@ def slstm_step(x, weight, bias=None, state=None, *, backend="auto") -> Result:
 
 
 def recurrent(
-    cell: str, x, weight, bias=None, state=None, *, reset=None, hold=None, lengths=None,
-    cu_seqlens=None, grad_clip=None, precision="highest", save="gates", backend="auto",
+    cell: str, x, weight, bias=None, state=None, *, reset=None, reset_state=None, hold=None,
+    lengths=None, cu_seqlens=None, grad_clip=None, precision="highest", save="gates",
+    return_states=False, backend="auto",
 ) -> Result:  # fmt: skip
     """Runs the cell named `cell`, one of `CELLS`: what lstm, gru, rnn and slstm call."""
     spec = find_cell(cell)
@@ -156,9 +175,19 @@ def recurrent(
     check_values(x, lengths, cu_seqlens)
     check_choice("precision", precision, ("highest", "tf32"))
     check_choice("save", save, ("gates", "recompute"))
+    check_flag("return_states", return_states)
     masks = (reset, hold, lengths, cu_seqlens)
-    options = grad_clip, precision == "tf32", save
-    return _run(spec, x, weight, bias, state, masks, options, backend)
+    options = grad_clip, precision == "tf32", save, return_states
+    if reset_state is None:
+        h, last, states = _run(spec, x, weight, bias, state, masks, options, backend)
+    else:
+        check_reset_state(spec, x, reset, reset_state)
+        parts = split(x, state, masks, reset_state)
+        masks = (None, parts.hold, None, parts.cu_seqlens)
+        h, last, states = _run(spec, parts.x, weight, bias, parts.state, masks, options, backend)
+        h, *states = (parts.join(s) for s in (h, *states))
+        last = tuple(s[parts.ends] for s in last)
+    return (h, last, (h, *states)) if return_states else (h, last)
 
 
 def recurrent_step(cell: str, x, weight, bias=None, state=None, *, backend="auto") -> Result:
@@ -170,7 +199,8 @@ def recurrent_step(cell: str, x, weight, bias=None, state=None, *, backend="auto
     check_memory(STORED, x, weight, bias, *(state or ()))
     no_masks = (None, None, None, None)
     x = x.unsqueeze(1)
-    h, state = _run(spec, x, weight, bias, state, no_masks, (None, False, "gates"), backend)
+    options = None, False, "gates", False
+    h, state, _ = _run(spec, x, weight, bias, state, no_masks, options, backend)
     return h.squeeze(1), state
 
 
@@ -203,23 +233,29 @@ def linear(x, weight, bias=None, *, precision="highest", backend="auto") -> torc
     return torch.nn.functional.linear(x, weight, bias)
 
 
-def _run(spec, x, weight, bias, state, masks, options, backend) -> Result:
-    """Checks every argument and runs the op; masks are reset, hold, lengths, cu_seqlens."""
+def _run(spec, x, weight, bias, state, masks, options, backend):
+    """Checks every argument and runs the op; masks are reset, hold, lengths, cu_seqlens. Returns h,
+    the last states, and those of every step but h if they are asked for."""
     chosen = select_backend(backend, x.device.type, BACKEND, x.dtype)
-    grad_clip, tf32, save = options
-    inputs = _cast(x, weight, bias, state)
+    grad_clip, tf32, save, return_states = options
+    inputs, states = _cast(x, weight, bias, state), []
     if chosen == "reference":
-        h, last = _reference(spec, inputs, masks, grad_clip)
+        h, last, states = _reference(spec, inputs, masks, grad_clip, return_states)
     else:
-        save = save == "gates" and is_recorded(*inputs)
         width = x.shape[-1]
         padded = padded_width(x.device.type, x.dtype, x.shape[1], width)
         if padded != width:
             inputs = pad_call(padded, *inputs)
-        h, last, _, _ = CALLS[f"{spec.name}_fwd"](*inputs, *masks, grad_clip, tf32, save)
+        if return_states and spec.states > 1:
+            given = *inputs, *masks, grad_clip, tf32
+            h, last, _, _, *states = AllStates.apply(spec.name, *given)
+        else:
+            save = save == "gates" and is_recorded(*inputs)
+            h, last, _, _ = CALLS[f"{spec.name}_fwd"](*inputs, *masks, grad_clip, tf32, save)
         if padded != width:
             h, last = h[..., :width].contiguous(), last[..., :width]
-    return h, _unstack(spec, last)
+            states = [s[..., :width] for s in states]
+    return h, _unstack(spec, last), states
 
 
 def _cast(x, weight, bias, state):
@@ -246,12 +282,13 @@ def _unstack(spec, last) -> State:
     return states[:carried] + tuple(s.detach() for s in states[carried:])
 
 
-def _reference(spec, inputs, masks, grad_clip):
+def _reference(spec, inputs, masks, grad_clip, return_states):
     """Replaces lengths and cu_seqlens by hold, and runs the loop."""
     x, weight, bias, state = inputs
     lowered = lower_masks(x, *masks)
     with without_autocast(x.device.type):  # the loop itself rounds where the kernels do
-        h, last = reference.sequence(
-            spec, lowered.x, weight, bias, state, lowered.reset, lowered.hold, grad_clip
-        )
-    return lowered.unpack(h), last
+        h, last, states = reference.sequence(
+            spec, lowered.x, weight, bias, state, lowered.reset, lowered.hold, grad_clip,
+            return_states,
+        )  # fmt: skip
+    return lowered.unpack(h), last, [lowered.unpack(s) for s in states]

@@ -1,6 +1,6 @@
 """The recurrence as a plain loop over time, in torch, differentiable by autograd."""
 
-from typing import Optional, Tuple
+from typing import List, Optional, Tuple
 
 import torch
 
@@ -54,8 +54,11 @@ def sequence(
     reset: Optional[torch.Tensor],  # [B, T]
     hold: Optional[torch.Tensor],  # [B, T]
     grad_clip: Optional[float],
-) -> Tuple[torch.Tensor, torch.Tensor]:  # h [B, T, N, D], last [K, B, N, D]
-    """Runs `cell` over T. Every 16-bit operand is widened, so sums are in the state dtype."""
+    return_states: bool = False,
+) -> Tuple[torch.Tensor, torch.Tensor, List[torch.Tensor]]:
+    """Runs `cell` over T: h [B, T, N, D], the last states [K, B, N, D] and, with `return_states`, the
+    K - 1 other states of every step [B, T, N, D]. Every 16-bit operand is widened, so sums are in
+    the state dtype."""
     B, _, G, N, D = x.shape
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     w = weight.to(dtype)
@@ -72,12 +75,15 @@ def sequence(
             r[-1] = r[-1] + bias[G]
         gates = row.to(dtype).unbind(1)
         after = cell.step(tuple(gates[g] + bias[g] for g in range(G)), tuple(r), states)
-        h = after[0]
+        each = after
         if hold is not None:
             held = hold[:, t, None, None]
             after = tuple(torch.where(held, s, a) for s, a in zip(states, after))
-            h = torch.where(held, 0.0, h)
+            each = tuple(torch.where(held, 0.0, s) for s in each)
         states = after
-        outputs.append(h.to(x.dtype))
-    h = torch.stack(outputs, 1) if outputs else x.new_zeros(B, 0, N, D)
-    return h, torch.stack(states)
+        outputs.append((each[0].to(x.dtype), *(each[1:] if return_states else ())))
+    if not outputs:
+        none = x.new_zeros(cell.states - 1 if return_states else 0, B, 0, N, D, dtype=dtype)
+        return x.new_zeros(B, 0, N, D), torch.stack(states), list(none)
+    h, *each_other = (torch.stack(s, 1) for s in zip(*outputs))
+    return h, torch.stack(states), each_other

@@ -1,0 +1,222 @@
+"""The states of every step, beside h: c of lstm; c, n and m of slstm.
+
+What the forward keeps for its backward tells c and n: c' = f c + i g, from the gates and the c before
+the step. m is a running maximum of the gates, which are computed again. Gradients dc of these states
+take two ways into the backward. Along c they are a linear recurrence with known coefficients,
+
+    A[t] = dc[t] + f[t + 1] A[t + 1],
+
+which gives the gates their gradients. Through the recurrent product it is weight^T of those, which
+the op's own backward takes as a part of dh. Both are computed for all steps at once, by `scan_back`,
+and the op's backward runs once, as it does without dc.
+"""
+
+from typing import Any, List, NamedTuple, Optional, Tuple
+
+import torch
+import torch.nn.functional as F
+
+from .autograd import gradients, state_dtype
+from .cells import CELLS, Cell
+from .formulas import CALLS
+
+Masks = Tuple[Optional[torch.Tensor], ...]  # reset, hold, lengths, cu_seqlens
+
+
+class Marks(NamedTuple):
+    """What becomes of the state at each step."""
+
+    held: Optional[torch.Tensor]  # [B, T, 1, 1] bool: it passes through; None if no step is held
+    cleared: Optional[torch.Tensor]  # [B, T, 1, 1] bool: it is emptied before the step
+    first: torch.Tensor  # [B, T, 1, 1] bool: it is a given one, because a sequence begins
+    sequence: torch.Tensor  # [B, T] int: the sequence's row of the given states [S, N, D]
+
+    def keep(self, gain: torch.Tensor, when_held: float) -> torch.Tensor:
+        """Returns the derivative of the state after each step by the state before it, if it is
+        `gain` at the steps that are not held."""
+        if self.held is not None:
+            gain = torch.where(self.held, when_held, gain)
+        return gain if self.cleared is None else torch.where(self.cleared, 0.0, gain)
+
+    def given(self, state: torch.Tensor) -> torch.Tensor:  # [S, N, D] -> [B, T, N, D]
+        return state[self.sequence]
+
+    def to_given(self, d: torch.Tensor, sequences: int) -> torch.Tensor:
+        """Sums d [B, T, N, D] of first steps into rows of the given states: [S, N, D]."""
+        rows = torch.where(self.first, d, 0.0).flatten(0, 1)
+        total = rows.new_zeros(sequences, *rows.shape[1:])
+        return total.index_add(0, self.sequence.flatten(), rows)
+
+
+def find_marks(x: torch.Tensor, masks: Masks) -> Marks:
+    reset, hold, lengths, cu_seqlens = masks
+    B, T = x.shape[:2]
+    time = torch.arange(T, device=x.device).expand(B, T)
+    if cu_seqlens is None:
+        sequence, first = torch.arange(B, device=x.device)[:, None].expand(B, T), time == 0
+    else:
+        starts = cu_seqlens.long()
+        sequence = torch.searchsorted(starts[1:], time.contiguous(), right=True)
+        first = time == starts[sequence]
+    if lengths is not None:
+        past = time >= lengths[:, None]
+        hold = past if hold is None else hold | past
+    wide = lambda mark: None if mark is None else mark[..., None, None]
+    return Marks(wide(hold), wide(reset), first[..., None, None], sequence)
+
+
+def scan_back(d: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:  # [B, T, N, D], both
+    """Returns A with A[t] = d[t] + keep[t + 1] A[t + 1], doubling the number of terms in each
+    round."""
+    keep, reach = torch.cat([keep[:, 1:], torch.zeros_like(keep[:, :1])], 1), 1
+    while reach < d.shape[1]:
+        near = d[:, :-reach] + keep[:, :-reach] * d[:, reach:]
+        d = torch.cat([near, d[:, -reach:]], 1)
+        keep = torch.cat([keep[:, :-reach] * keep[:, reach:], keep[:, -reach:]], 1)
+        reach *= 2
+    return d
+
+
+def running_maximum(new: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:  # [B, T, N, D], both
+    """Returns m with m[t] = max(new[t], gain[t] + m[t - 1]), and m[0] = new[0]."""
+    reach = 1
+    while reach < new.shape[1]:
+        far = torch.maximum(new[:, reach:], gain[:, reach:] + new[:, :-reach])
+        new = torch.cat([new[:, :reach], far], 1)
+        gain = torch.cat([gain[:, :reach], gain[:, reach:] + gain[:, :-reach]], 1)
+        reach *= 2
+    return new
+
+
+def stabiliser(cell_inputs: Any, n: torch.Tensor, h_prev: torch.Tensor, marks: Marks):
+    """Returns sLSTM's m of every step; n [B, T, N, D] is that before the step."""
+    x, weight, bias, state = cell_inputs
+    r = torch.einsum("btnk,gnjk->btgnj", h_prev, weight[:2])  # of the gates i and f
+    pre = x[:, :, :2].to(n.dtype) + r
+    i, f = (pre if bias is None else pre + bias[:2]).unbind(2)
+    log_f, empty = F.logsigmoid(f), n == 0
+    new, gain = i, torch.where(empty, -torch.inf, log_f)
+    before = torch.full_like(i, -torch.inf) if state is None else marks.given(state[3])
+    new = torch.where(marks.first & ~empty, torch.maximum(i, log_f + before), new)
+    if marks.held is not None:
+        passed = torch.where(marks.first, before, -torch.inf)
+        new, gain = torch.where(marks.held, passed, new), torch.where(marks.held, 0.0, gain)
+    return running_maximum(new, torch.where(marks.first, -torch.inf, gain))
+
+
+class AllStates(torch.autograd.Function):
+    """Runs a cell's ops: h, the last states, and the states of every step but h, in the state
+    dtype."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(cell: str, x, weight, bias, state, reset, hold, lengths, cu_seqlens, clip, tf32):
+        masks = reset, hold, lengths, cu_seqlens
+        run = CALLS[f"{cell}_fwd"]
+        h, last, saved, h_prev = run(x, weight, bias, state, *masks, clip, tf32, True)
+        marks, values = find_marks(x, masks), saved.to(state_dtype(x.dtype)).unbind(2)
+        if cell == "lstm":
+            i, f, g, _, c = values
+            states = [f * c + i * g]
+        else:
+            a, b, z, _, _, c, n = values
+            m = stabiliser((x, weight, bias, state), n, h_prev, marks)
+            states = [a * c + b * z, a * n + b, m]
+        if marks.held is not None:
+            states = [torch.where(marks.held, 0.0, s) for s in states]
+        return (h, last, saved, h_prev, *states)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        cell, _, weight, bias, _, *masks, ctx.clip, ctx.tf32 = inputs
+        _, _, saved, h_prev, *states = output
+        ctx.cell, ctx.bias_dtype = CELLS[cell], None if bias is None else bias.dtype
+        ctx.save_for_backward(weight, saved, h_prev, *masks)
+        detached = states[len(states) - ctx.cell.detached_states :]
+        ctx.mark_non_differentiable(saved, h_prev, *detached)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx, dh, dlast, _saved, _h_prev, *dstates):
+        weight, saved, h_prev, *masks = ctx.saved_tensors
+        dstates = dstates[: ctx.cell.states - 1 - ctx.cell.detached_states]
+        extra = None
+        if any(d is not None for d in dstates):
+            extra = through_states(ctx, dstates, weight, saved, h_prev, tuple(masks))
+            dh = (extra.dh if dh is None else dh + extra.dh).to(h_prev.dtype)
+        elif dh is None:
+            dh = torch.zeros_like(h_prev)
+        needs = ctx.needs_input_grad[1:5]
+        given = dh, dlast, saved, h_prev, weight, *masks
+        dx, dweight, dbias, dstate = gradients(ctx.cell, given, ctx.clip, ctx.tf32, needs[1])
+        if extra is not None:
+            dx, dbias = (dx + extra.dx).to(dx.dtype), dbias + extra.dx.sum((0, 1))
+            dstate = dstate + extra.dstate
+            dweight = None if dweight is None else dweight + extra.dweight
+        results = dx, dweight, None if ctx.bias_dtype is None else dbias.to(ctx.bias_dtype), dstate
+        return None, *(d if need else None for d, need in zip(results, needs)), *(None,) * 6
+
+
+class Through(NamedTuple):
+    """Gradients that reach the op's inputs, and its outputs h, by way of the states of each step."""
+
+    dx: (
+        torch.Tensor
+    )  # [B, T, G, N, D] in the state dtype; those of the pre-activations are the same
+    dh: torch.Tensor  # [B, T, N, D] in the state dtype
+    dweight: torch.Tensor  # [G, N, D, D]
+    dstate: torch.Tensor  # [K, S, N, D]
+
+
+def through_states(ctx, dstates, weight, saved, h_prev, masks: Masks) -> Through:
+    if ctx.clip not in (None, 0.0):
+        raise RuntimeError(
+            f"grad_clip is {ctx.clip}, but must be None or 0 for gradients of the states that "
+            "return_states gives: pass backend='reference', or take gradients of h alone"
+        )
+    cell: Cell = ctx.cell
+    marks, dtype = find_marks(h_prev, masks), state_dtype(h_prev.dtype)
+    values = saved.to(dtype)
+    if marks.held is not None:  # what is saved there is not defined
+        values = torch.where(marks.held[:, :, None], 0.0, values)
+    values = values.unbind(2)
+    forget = values[1] if cell.name == "lstm" else values[0]
+    keep = marks.keep(forget, 1.0)
+    sequences = len(h_prev) if masks[3] is None else len(masks[3]) - 1
+    dstate = forget.new_zeros(cell.states, sequences, *h_prev.shape[2:])
+    after: List[torch.Tensor] = []  # gradients of c, n after each step
+    for k, d in enumerate(dstates, 1):
+        d = torch.zeros_like(forget) if d is None else d.to(dtype)
+        d = d if marks.held is None else torch.where(marks.held, 0.0, d)
+        after.append(scan_back(d, torch.where(marks.first, 0.0, keep)))
+        dstate[k] = marks.to_given(keep * after[-1], sequences)
+    if cell.name == "lstm":
+        i, f, g, _, c = values
+        (dc,) = after
+        gates = [dc * g * i * (1 - i), dc * c * f * (1 - f), dc * i * (1 - g * g)]
+    else:
+        _, b, z, _, f, c, n = values
+        dc, dn = after
+        gates = [(dc * z + dn) * b, (dc * c + dn * n) * values[0] * (1 - f), dc * b * (1 - z * z)]
+    gates.append(torch.zeros_like(forget))  # the output gate comes after the states
+    dx = torch.stack(gates, 2)
+    if marks.held is not None:
+        dx = torch.where(marks.held[:, :, None], 0.0, dx)
+    # The products are in the state dtype: the op's backward rounds its own part of the same sums.
+    previous = h_prev.to(dtype)
+    dweight = torch.einsum("btgnj,btnk->gnjk", dx, previous).to(weight.dtype)
+    # The gradient of the h that enters a step, and from it that of the h that left the step before.
+    entering = torch.zeros_like(previous)
+    if ctx.clip is None:
+        entering = torch.einsum("btgnj,gnjk->btnk", dx, weight.to(dtype))
+    entering = marks.keep(entering, 0.0)
+    inside = torch.where(marks.first, 0.0, entering)
+    leaving = torch.cat([inside[:, 1:], torch.zeros_like(inside[:, :1])], 1)
+    if marks.held is not None:
+        passes = marks.keep(torch.zeros_like(leaving), 1.0)
+        leaving = scan_back(leaving, torch.where(marks.first, 0.0, passes))
+        entering = entering + passes * leaving
+        leaving = torch.where(marks.held, 0.0, leaving)
+    dstate[0] = marks.to_given(entering, sequences)
+    return Through(dx, leaving, dweight, dstate)
