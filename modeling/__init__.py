@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 from .auto_classes import import_with_transformers, register_with_transformers
 from .choice.backend_choice import explain
 from .hub.kernel_loader import kernel_info, load_kernel
+from .integrations.accelerate import accelerate
+from .integrations.flashrnn import flashrnn
 from .layers.replace import drop_in, replace, restore
 from .layers.rnn import GRU, LSTM, RNN, GRUCell, LSTMCell, RNNCell
-from .layers.transformers_xlstm import accelerate
 from .utils.old_paths import import_old
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ __all__ = [
     "accelerate",
     "drop_in",
     "explain",
+    "flashrnn",
     "generate_many",
     "kernel_info",
     "load_kernel",

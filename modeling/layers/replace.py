@@ -19,7 +19,16 @@ from torch import nn
 from torch.nn.modules.rnn import RNNBase, RNNCellBase
 
 from ..hub.kernel_loader import check_backend, kernel_info
-from .rnn_classes import FORWARD, REPLACEMENTS, adopt, base_class, class_for, release
+from .rnn_classes import (
+    FORWARD,
+    KEPT,
+    REPLACEMENTS,
+    adopt,
+    base_class,
+    class_for,
+    release,
+    undo,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -66,8 +75,19 @@ def replace(model: nn.Module, *, backend: str = "auto") -> ReplaceReport:
     `kernel_loader.load_kernel` raises if the backend asked for by name cannot be had: then nothing
     is changed.
     """
-    _check_module(model)
-    _check_kernel(backend)
+    check_module(model)
+    check_kernel(backend)
+    report, found = find_replacements(model, backend)
+    for module, kind in found:
+        adopt(module, kind, backend)
+    report.log()
+    return report
+
+
+def find_replacements(
+    model: nn.Module, backend: str
+) -> tuple[ReplaceReport, list[tuple[nn.Module, type[nn.Module]]]]:
+    """Returns the report that `replace` will give, and the modules with the classes that they get."""
     report, found = ReplaceReport(), []
     for name, module in model.named_modules():
         if not _is_recurrent(module):
@@ -78,21 +98,19 @@ def replace(model: nn.Module, *, backend: str = "auto") -> ReplaceReport:
         else:
             report.replaced[name] = base_class(module).__name__
             found.append((module, target))
-    for module, kind in found:
-        adopt(module, kind, backend)
-    report.log()
-    return report
+    return report, found
 
 
 def restore(model: nn.Module) -> list[str]:
-    """Undoes `replace` and `drop_in` in `model`, and returns the names of the modules it changed.
+    """Undoes `replace`, `drop_in` and `accelerate` in `model`, and returns the names of the modules it
+    changed.
 
     They are torch.nn's again, or their own class's, with their Parameters as they are now. What was
     made as flashcell.LSTM(...) stays. Raises ValueError, before anything is changed, for a module
     whose forward was set on the object after it was replaced: that goes on calling flashcell's.
     """
-    _check_module(model)
-    found = {name: m for name, m in model.named_modules() if "_replaced" in vars(m)}
+    check_module(model)
+    found = {name: m for name, m in model.named_modules() if vars(m).keys() & {"_replaced", KEPT}}
     for name, module in found.items():
         if "forward" in vars(module):
             raise ValueError(
@@ -100,7 +118,10 @@ def restore(model: nn.Module) -> list[str]:
                 "but must have its class's: remove the hook first"
             )
     for module in found.values():
-        release(module)
+        if KEPT in vars(module):
+            undo(module)
+        else:
+            release(module)
     return list(found)
 
 
@@ -126,7 +147,7 @@ class drop_in:
     """
 
     def __init__(self, *, backend: str = "auto"):
-        _check_kernel(backend)
+        check_kernel(backend)
         self._backend, self._report = backend, None  # type: tuple[str, ReplaceReport | None]
 
     def __enter__(self) -> ReplaceReport:
@@ -216,12 +237,12 @@ def _hooked(init: Callable[..., None]) -> Callable[..., None]:
     return __init__
 
 
-def _check_module(model: Any) -> None:
+def check_module(model: Any) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}, but must be a torch.nn.Module")
 
 
-def _check_kernel(backend: str) -> None:
+def check_kernel(backend: str) -> None:
     """Raises if a backend that was named, other than "auto", is not available."""
     if check_backend(backend) in ("cpu", "cuda"):
         kernel_info("fused-rnn", backend, backend)

@@ -22,15 +22,17 @@ REPLACEMENTS: dict[type[nn.Module], type[nn.Module]] = {
 CHECKS = ("check_forward_args", "check_hidden_size", "get_expected_hidden_size")
 FORWARD = ("forward", "permute_hidden", "all_weights", *CHECKS)
 
+KEPT = "_accelerated"  # what `change_module` has replaced: names and values, "__class__" among them
+
 _lock = threading.Lock()
 _metaclasses: dict[type, type] = {}
 
 
 class AdoptedType(type):
-    """Metaclass of the classes that `adopted` makes, which lets pickle handle them.
+    """Metaclass of the classes that `adopted` and `mixed` make, which lets pickle handle them.
 
     pickle finds a class by its name, but these have the name of the user's class. So they are
-    pickled as a call of `class_for` with the user's class."""
+    pickled as a call of `class_for`, or of `mixed`, with the user's class."""
 
 
 def class_for(own: type[nn.Module]) -> type[nn.Module] | str:
@@ -57,11 +59,23 @@ def adopted(own: type[nn.Module], ours: type[nn.Module]) -> type[nn.Module]:
     class alive."""
     with _lock:
         for known in own.__subclasses__():
-            if isinstance(known, AdoptedType) and vars(known).get("own") is own:
+            kind = vars(known)
+            if isinstance(known, AdoptedType) and kind.get("own") is own and "mixin" not in kind:
                 return known
         members = {name: getattr(own, name) for name in ("__module__", "__qualname__", "__doc__")}
         members["own"] = own
         return metaclass_for(type(own))(own.__name__, (own, ours), members)
+
+
+def mixed(own: type[nn.Module], mixin: type) -> type[nn.Module]:
+    """Returns a subclass of `own`, with its name, in which the methods of `mixin` come first."""
+    with _lock:
+        for known in own.__subclasses__():
+            if isinstance(known, AdoptedType) and vars(known).get("mixin") is mixin:
+                return known
+        members = {name: getattr(own, name) for name in ("__module__", "__qualname__", "__doc__")}
+        members |= {"own": own, "mixin": mixin}
+        return metaclass_for(type(own))(own.__name__, (mixin, own), members)
 
 
 def metaclass_for(meta: type) -> type:
@@ -78,6 +92,8 @@ def _reduce_class(kind: type) -> Any:
     own = vars(kind).get("own")
     if own is None:  # somebody's subclass of such a class, which is found by its name
         return kind.__qualname__
+    if "mixin" in vars(kind):
+        return mixed, (own, vars(kind)["mixin"])
     return class_for, (own,)
 
 
@@ -108,3 +124,26 @@ def release(module: Any) -> None:
     set_class(module, vars(module)["_replaced"])
     for attribute in ("kernel_backend", "__module__", "_replaced"):
         vars(module).pop(attribute, None)
+
+
+def change_module(module: nn.Module, change: dict[str, Any]) -> None:
+    """Sets attributes of `module`, its class if "__class__" is one, and keeps the old for `undo`."""
+    kept = vars(module).setdefault(KEPT, {})
+    for name, value in change.items():
+        kept.setdefault(name, getattr(module, name, None))
+        if name == "__class__":
+            set_class(module, value)
+        else:
+            setattr(module, name, value)
+
+
+def undo(module: nn.Module) -> None:
+    """Undoes `change_module`."""
+    for name, value in vars(module)[KEPT].items():
+        if name == "__class__":
+            set_class(module, value)
+        elif value is None:
+            delattr(module, name)
+        else:
+            setattr(module, name, value)
+    del vars(module)[KEPT]

@@ -11,7 +11,7 @@ from typing import Any
 
 PACKAGE = __name__.partition(".")[0]
 MOVED = {
-    "accelerated_xlstm": "layers.transformers_xlstm",
+    "accelerated_xlstm": "integrations.accelerate",
     "batch": "generation.slots",
     "boundaries": "state.boundaries",
     "cache": "state.cache",

@@ -117,7 +117,9 @@ def test_the_backend_can_be_changed(ours, tokens):
 def test_refusals(theirs):
     with pytest.raises(ValueError, match="backend is 'gpu', but must be one of"):
         flashcell.accelerate(theirs, backend="gpu")
-    with pytest.raises(ValueError, match="model is a Linear without an mLSTM, but must be"):
+    with pytest.raises(
+        ValueError, match="model is a Linear without a recurrent module that is known"
+    ):
         flashcell.accelerate(nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="model is a str without an mLSTM, but must be"):
+    with pytest.raises(TypeError, match=r"model is a str, but must be a torch\.nn\.Module"):
         flashcell.accelerate("NX-AI/xLSTM-7b")

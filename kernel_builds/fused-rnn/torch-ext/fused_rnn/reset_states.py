@@ -17,7 +17,7 @@ def check_reset_state(cell: Cell, x: torch.Tensor, reset, reset_state) -> None:
     if reset is None:
         raise ValueError("reset_state is given without reset, but holds the states for its marks")
     check_count("reset_state", reset_state, cell.states, cell.name)
-    rows = len(check_tensor("reset_state[0]", reset_state[0]).reshape(-1, *x.shape[-2:]))
+    rows = check_tensor("reset_state[0]", reset_state[0]).shape[:1].numel()
     for k, s in enumerate(reset_state):
         check_operand(f"reset_state[{k}]", s, (rows, *x.shape[-2:]), "[R, N, D]", x.device)
     check_memory(("x",) + ("reset_state",) * cell.states, x, *reset_state)

@@ -1,0 +1,7 @@
+"""Other people's models on flashcell's kernels: `accelerate`, and the function `flashrnn`.
+
+slstm_cells.py   sLSTM and LSTM cells of the packages xlstm, tirex-ts and tirex-2
+mlstm_cells.py   mLSTM cells of xlstm, mlstm_kernels and transformers
+accelerate.py    finds them in a model, swaps them and swaps them back
+flashrnn.py      the function and configuration of the package flashrnn
+"""

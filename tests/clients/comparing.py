@@ -1,0 +1,95 @@
+"""Compares another package's model with itself after `flashcell.accelerate`: values, gradients, time.
+
+A script of this folder makes one model with random weights and ends in `compare(build)`, where
+`build(name)` returns the model and a function that runs it and returns a tensor. It prints one line of
+JSON. Errors are root mean squares, relative to those of the model's own values.
+"""
+
+import argparse
+import copy
+import json
+import random
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+Run = Callable[[nn.Module], Tensor]
+Build = Callable[[str], tuple[nn.Module, Run]]
+
+
+def compare(build: Build, names: tuple[str, ...], train: bool = True) -> None:
+    parser = argparse.ArgumentParser(
+        description="compares a model with itself on flashcell's kernels"
+    )
+    parser.add_argument("model", choices=names)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--seconds", type=float, default=0.0, help="time each side for so long")
+    arguments = parser.parse_args()
+    device = torch.device(arguments.device)
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002 -- the programs draw from the global generator
+    torch.manual_seed(0)
+    model, run = build(arguments.model)
+    model.to(device).eval()
+
+    import flashcell
+
+    ours = flashcell.accelerate(copy.deepcopy(model))
+    swapped = [name for name, m in ours.named_modules() if is_ours(m)]
+    result = {"model": arguments.model, "swapped": len(swapped), "kind": kinds(ours)}
+    result["same_state_dict"] = same_state(model, ours)
+    with torch.no_grad():
+        want, got = run(model), run(ours)
+    result["error"] = relative(got, want)
+    if train:
+        result["gradient_error"] = relative(gradients(ours, run), gradients(model, run))
+    if arguments.seconds:
+        result["ms_before"], result["ms_after"] = times(run, model, ours, arguments.seconds)
+    flashcell.restore(ours)
+    with torch.no_grad():
+        result["restored"] = torch.equal(run(ours), want) and kinds(ours) == ""
+    print(json.dumps(result))
+
+
+def is_ours(module: nn.Module) -> bool:
+    return "_accelerated" in vars(module) or "_replaced" in vars(module)
+
+
+def kinds(model: nn.Module) -> str:
+    return ", ".join(sorted({type(m).__name__ for m in model.modules() if is_ours(m)}))
+
+
+def same_state(first: nn.Module, second: nn.Module) -> bool:
+    one, other = first.state_dict(), second.state_dict()
+    return one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
+
+
+def gradients(model: nn.Module, run: Run) -> Tensor:
+    model.zero_grad()
+    y = run(model)
+    weight = torch.linspace(-1, 1, y.numel(), dtype=y.dtype, device=y.device).view(y.shape)
+    (y * weight).sum().backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def relative(got: Tensor, want: Tensor) -> float:
+    got, want = got.double(), want.double()
+    return ((got - want).pow(2).mean().sqrt() / want.pow(2).mean().sqrt()).item()
+
+
+def times(run: Run, model: nn.Module, ours: nn.Module, seconds: float) -> tuple[float, float]:
+    """Returns the median milliseconds of both, run in turns."""
+    taken: tuple[list[float], list[float]] = ([], [])
+    with torch.no_grad():
+        end = time.perf_counter() + 2 * seconds
+        while time.perf_counter() < end or len(taken[1]) < 3:
+            for side, which in zip(taken, (model, ours), strict=True):
+                start = time.perf_counter()
+                run(which)
+                if torch.cuda.is_available():
+                    torch.cuda.synchronize()
+                side.append(1e3 * (time.perf_counter() - start))
+    return float(np.median(taken[0])), float(np.median(taken[1]))
