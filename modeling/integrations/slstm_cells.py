@@ -13,6 +13,7 @@ import torch
 from ..hub.kernel_loader import load_kernel
 
 CELLS = ("slstm", "lstm")
+PARAMETERS = ("_recurrent_kernel_", "_bias_")  # the names that checkpoints of both packages have
 
 
 def split(x: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
@@ -24,6 +25,19 @@ def split(x: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
             f"{math.prod(sizes)} ({wanted})"
         )
     return x.unflatten(-1, sizes)
+
+
+def inputs_first(
+    weight: torch.Tensor, bias: torch.Tensor, sizes: tuple[int, int, int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns weight [N, D in, G D out] and bias [N G D] as [G, N, D out, D in] and [G, N, D]."""
+    N, G, D = sizes
+    return weight.view(N, D, G, D).permute(2, 0, 3, 1), bias.view(N, G, D).transpose(0, 1)
+
+
+def missing_parameter(cell: torch.nn.Module) -> str | None:
+    known = dict(cell.named_parameters())
+    return next((f"it has no parameter {n}" for n in PARAMETERS if n not in known), None)
 
 
 class RunsOnKernel:
@@ -64,15 +78,18 @@ class XlstmCell(RunsOnKernel):
         x = x if config.input_shape == "BSGNH" else x.transpose(0, 1)
         mixed = config.backend == "cuda" and config.enable_automatic_mixed_precision
         dtype = config.torch_dtype_w if mixed else x.dtype
-        weight = self.recurrent_kernel.clone().reshape(N, D, G, D)  # [N, D in, G, D out]
-        bias = self.bias.clone().reshape(N, G, D)
+        weight, bias = (self.get_parameter(name) for name in PARAMETERS)
+        if config.backend == "cuda":
+            weight, bias = inputs_first(weight, bias, (N, G, D))
+        else:
+            weight, bias = weight.view(N, G, D, D).transpose(0, 1), bias.view(G, N, D)
         options = {}
         if config.gradient_recurrent_cut:
             options["grad_clip"] = 0.0
         elif config.gradient_recurrent_clipval is not None:
             options["grad_clip"] = config.gradient_recurrent_clipval
         h, last = self.run_cell(
-            config.function, x.to(dtype), weight.permute(2, 0, 3, 1), bias.transpose(0, 1),
+            config.function, x.to(dtype), weight, bias,
             None if state is None else split(state, (N, D)), **options,
         )  # fmt: skip
         if config.output_shape == "BNSH":
@@ -88,6 +105,8 @@ class XlstmCell(RunsOnKernel):
     @staticmethod
     def refusal(cell: Any) -> str | None:
         """Returns why the cell stays as it is, or None."""
+        if missing := missing_parameter(cell):
+            return missing
         if cell.config.function not in CELLS:
             return f"its function is {cell.config.function!r}, not one of {', '.join(CELLS)}"
         if cell.config.forward_clipval is not None:
@@ -100,23 +119,19 @@ class XlstmCell(RunsOnKernel):
 class TirexCell(RunsOnKernel):
     """sLSTMCell of tirex-ts, which computes in bfloat16 whatever the model's dtype, as does this."""
 
-    PARAMETERS = ("_recurrent_kernel_", "_bias_")  # as checkpoints name them
-
     def forward(self: Any, input: torch.Tensor, state: Any) -> Any:
         config = self.config
         N, G, D = config.num_heads, config.num_gates, config.head_dim
         x = split(input, (G, N, D)).to(torch.bfloat16)
-        weight, bias = (self.get_parameter(name) for name in self.PARAMETERS)
-        weight = weight.view(N, D, G, D).permute(2, 0, 3, 1)
-        bias = bias.view(N, G, D).transpose(0, 1).float()
+        weight, bias = (self.get_parameter(name) for name in PARAMETERS)
+        weight, bias = inputs_first(weight, bias, (N, G, D))
         state = None if state is None else split(state, (N, D))
-        h, last = self.run_cell("slstm", x, weight, bias, state)
+        h, last = self.run_cell("slstm", x, weight, bias.float(), state)
         return h.transpose(1, 2).to(input.dtype), last.flatten(2).to(input.dtype)
 
     @staticmethod
     def refusal(cell: Any) -> str | None:
-        missing = [n for n in TirexCell.PARAMETERS if n not in dict(cell.named_parameters())]
-        return f"it has no parameter {missing[0]}, as tirex-ts 1.4 has" if missing else None
+        return missing_parameter(cell)
 
 
 class Tirex2Layer(RunsOnKernel):
