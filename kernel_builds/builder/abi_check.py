@@ -5,9 +5,9 @@ The symbols that it imports must exist on every manylinux_2_28 system, in Python
 3.9, and in torch's stable ABI at the oldest supported version. It may depend on torch and CUDA
 only, must not search for libraries in the builder's directories, and may export only its
 module's entry point. A CUDA library must hold machine code for exactly the architectures that it
-claims.
+claims, and need the runtime of its own CUDA.
 
-    abi_check.py LIBRARY --stable-abi 2.10 --torch-include DIR [--archs 9.0a,10.0+PTX]
+    abi_check.py LIBRARY --stable-abi 2.10 --torch-include DIR [--archs 9.0a,10.0+PTX --cuda 13.0]
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ PYTHON_ABI = "3.9"
 MANYLINUX = "manylinux_2_28"
 SYMBOL_LIMITS = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11), "GCC": (7, 0, 0)}
 LIBRARIES = ["torch", "torch_cpu", r"stdc\+\+", "gcc_s", "m", "c", "pthread", "dl"]
-CUDA_LIBRARIES = ["torch_cuda", "cudart"]
 # Imports without a version come from Python, torch's C shim, the CUDA runtime or torch's cuBLAS. Any other one is
 # code that was never linked, because a source is missing from build.toml.
 UNVERSIONED = re.compile(r"_?Py[A-Z_]\w*|aoti_\w+|torch_\w+|(__)?cuda[A-Z]\w*|cublas[A-Z]\w*")
@@ -39,10 +38,11 @@ def problems(
     stable_abi: str,
     torch_include: Path,
     archs: tuple[str, ...] = (),
+    cuda: str = "",
     stripped: bool = False,
 ) -> list[str]:
     """Returns one sentence for every problem. `archs` are those of a CUDA library, () for a CPU
-    library. A `stripped` library was fully checked when it was built; only its dynamic symbols
+    library, and `cuda` is the version that it is for. A `stripped` library was fully checked when it was built; only its dynamic symbols
     are checked again."""
     found = []
     if not stripped:
@@ -61,11 +61,15 @@ def problems(
         found.append("exports no PyInit_*: REGISTER_EXTENSION is missing")
     dynamic = _run("readelf", "--wide", "--dynamic", library)
     found += [f"has {tag}" for tag in re.findall(r"\((RPATH|RUNPATH)\)", dynamic)]
-    allowed = "|".join(LIBRARIES + (CUDA_LIBRARIES if archs else []))
-    allowed = re.compile(rf"(lib({allowed})|ld-linux[-\w]*)\.so[.\d]*")
-    for name in re.findall(r"\(NEEDED\).*\[(.+?)\]", dynamic):
-        if not allowed.fullmatch(name):
-            found.append(f"needs {name}, which is not torch, CUDA's runtime, libc or libstdc++")
+    needed = re.findall(r"\(NEEDED\).*\[(.+?)\]", dynamic)
+    allowed = re.compile(rf"(lib({'|'.join(LIBRARIES)})|ld-linux[-\w]*)\.so[.\d]*")
+    cuda_libraries = (
+        {"libtorch_cuda.so", f"libcudart.so.{cuda.partition('.')[0]}"} if cuda else set()
+    )
+    for name in needed:
+        if name not in cuda_libraries and not allowed.fullmatch(name):
+            runtime = f"CUDA {cuda}'s runtime, " if cuda else ""
+            found.append(f"needs {name}, which is not torch, {runtime}libc or libstdc++")
     if archs and (held := cuda_archs(library)) != set(archs):
         found.append(f"holds code for {sorted(held)}, but must for {sorted(archs)}")
     elif archs and any(part != held for part in fat_binaries(library) if part):
@@ -161,9 +165,10 @@ def main() -> None:
     parser.add_argument("--stable-abi", required=True)
     parser.add_argument("--torch-include", type=Path, required=True)
     parser.add_argument("--archs", default="")
+    parser.add_argument("--cuda", default="")
     args = parser.parse_args()
     archs = tuple(filter(None, args.archs.split(",")))
-    found = problems(args.library, args.stable_abi, args.torch_include, archs)
+    found = problems(args.library, args.stable_abi, args.torch_include, archs, args.cuda)
     for sentence in found:
         print(f"error: {args.library.name} {sentence}")
     raise SystemExit(len(found) > 0)

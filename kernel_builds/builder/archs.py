@@ -12,10 +12,20 @@ DEFAULT_ARCHS = ("7.5", "8.0", "8.6", "8.9", "9.0", "10.0", "12.0+PTX")
 ARCH = re.compile(r"(\d{1,2})\.(\d)([af]?)(\+PTX)?")
 
 
-def default_archs(kernel: Kernel) -> tuple[str, ...]:
-    """Returns the archs that the kernel's components name."""
+def default_archs(kernel: Kernel, cuda: str) -> tuple[str, ...]:
+    """Returns the archs that the kernel's components name, as far as CUDA `cuda` compiles for them."""
     named = [arch for c in kernel.components if c.backend == "cuda" for arch in c.archs]
-    return parse_archs(";".join(named or DEFAULT_ARCHS))
+    archs = parse_archs(";".join(named or DEFAULT_ARCHS))
+    version = tuple(map(int, cuda.split(".")))
+    if version >= (13,):
+        return archs
+    # 12.8 brought machine code for 10.0 and 12.0. PTX, which GPUs run that came later, is that of the newest
+    # arch before these, for the nvcc that is fetched for 12.8 ends at 9.0 (toolkits.py).
+    machine = [arch.removesuffix("+PTX") for arch in archs]
+    before = [arch for arch in machine if _number(arch) < 100]
+    last = max((arch for arch in before if arch[-1].isdigit()), key=_number, default=None)
+    kept = before if version < (12, 8) else machine
+    return tuple(f"{a}+PTX" if a == last and archs != tuple(machine) else a for a in kept)
 
 
 def parse_archs(text: str) -> tuple[str, ...]:
@@ -43,3 +53,8 @@ def gencode(archs: tuple[str, ...]) -> list[str]:
         if arch.endswith("+PTX"):
             flags.append(f"-gencode=arch=compute_{number},code=compute_{number}")
     return flags
+
+
+def _number(arch: str) -> int:
+    """Returns 90 for 9.0a."""
+    return int(arch.rstrip("af").replace(".", ""))

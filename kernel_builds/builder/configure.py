@@ -9,7 +9,7 @@ import argparse
 from pathlib import Path
 
 from archs import default_archs, gencode, parse_archs
-from build_toml import BACKENDS, BuildError, Kernel, read_kernel
+from build_toml import BACKENDS, BuildError, Component, Kernel, read_kernel
 
 
 def cmake_text(kernel: Kernel, backend: str, archs: tuple[str, ...], cuda: str) -> str:
@@ -32,9 +32,18 @@ def cmake_text(kernel: Kernel, backend: str, archs: tuple[str, ...], cuda: str) 
             f"\n  SOURCES {quote(kernel.root / s for s in component.sources)}"
             f"\n  INCLUDE {quote(kernel.root / i for i in component.include)}"
             f"\n  CXX_FLAGS {quote(component.cxx_flags)}"
-            f"\n  CUDA_FLAGS {quote([*component.cuda_flags, *gencode(own)])})"
+            f"\n  CUDA_FLAGS {quote([*cuda_flags(component, cuda), *gencode(own)])})"
         )
     return "\n".join(lines) + "\n"
+
+
+def cuda_flags(component: Component, cuda: str) -> list[str]:
+    """Returns the component's flags for nvcc, in the words of CUDA `cuda`."""
+    if cuda and int(cuda.split(".")[0]) >= 13:
+        return list(component.cuda_flags)
+    # nvcc knows --compress-mode since 12.8, and drivers of all CUDA 12 unpack what this makes.
+    words = {"--compress-mode=size": "-Xfatbin=-compress-all"}
+    return [words.get(flag, flag) for flag in component.cuda_flags]
 
 
 def main() -> None:
@@ -42,7 +51,9 @@ def main() -> None:
     parser.add_argument("kernel", type=Path)
     parser.add_argument("--backend", choices=BACKENDS, required=True)
     parser.add_argument("--archs", default="")
-    parser.add_argument("--cuda", default="", help="the toolkit's version, 13.0")
+    parser.add_argument(
+        "--cuda", default="", help="the toolkit's version, 13.0; for the cuda backend"
+    )
     parser.add_argument("output", type=Path)
     args = parser.parse_args()
     try:
@@ -50,7 +61,7 @@ def main() -> None:
         kernel.check_backend(args.backend)
         archs = ()
         if args.backend == "cuda":
-            archs = parse_archs(args.archs) if args.archs else default_archs(kernel)
+            archs = parse_archs(args.archs) if args.archs else default_archs(kernel, args.cuda)
         args.output.write_text(cmake_text(kernel, args.backend, archs, args.cuda))
     except BuildError as error:
         raise SystemExit(f"error: {error}") from None

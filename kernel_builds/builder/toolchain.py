@@ -9,40 +9,41 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import toolkits
 from build_toml import BuildError
 
 CMAKE_MIN = (3, 24)
 COMPILER_MIN = {"g++": (11,), "clang++": (14,)}
-# The compiler that is installed if there is none: NVIDIA's wheels, which together are a CUDA
-# toolkit.
-WHEEL_CUDA = "13.0"
-CUDA_WHEELS = (
-    "nvidia-cuda-nvcc==13.0.88",
-    "nvidia-cuda-crt==13.0.88",
-    "nvidia-nvvm==13.0.88",
-    "nvidia-cuda-runtime==13.0.96",
-    "nvidia-cuda-cccl==13.0.85",
-)
 
 
 @dataclass(frozen=True)
 class Nvcc:
     path: Path
-    version: str  # "13.0"
+    version: str  # "13.0", the version of the toolkit
 
     def check_archs(self, archs: tuple[str, ...]) -> None:
         """Raises unless this compiler knows the archs; its own error message would name a flag, not
         the arch."""
-        known = set(re.findall(r"sm_(\w+)", _output(self.path, "--list-gpu-code")))
+        self._check(archs, "--list-gpu-code", "sm_", "compiles for")
+        self._check(
+            [a for a in archs if a.endswith("+PTX")],
+            "--list-gpu-arch",
+            "compute_",
+            "writes PTX for",
+        )
+
+    def _check(self, archs: Sequence[str], option: str, prefix: str, what: str) -> None:
+        known = set(re.findall(rf"{prefix}(\w+)", _output(self.path, option)))
         for arch in archs:
             number = arch.removesuffix("+PTX").replace(".", "")
             if number.rstrip("af") not in known:
                 raise BuildError(
                     f"CUDA arch {arch} is unknown to nvcc {self.version} ({self.path}), "
-                    f"which compiles for {', '.join(sorted(known, key=int))}"
+                    f"which {what} {', '.join(sorted(known, key=int))}"
                 )
 
     def check_version(self, least: tuple[int, ...], what: str) -> None:
@@ -114,32 +115,46 @@ def check_helpers() -> None:
         )
 
 
-def find_nvcc(home: Path, choice: str = "auto", install: bool = True) -> Nvcc:
-    """Returns the nvcc at the path `choice`; for "auto" the machine's, else the pinned wheels'; for
-    "wheels" the wheels'."""
+def find_nvcc(
+    home: Path, choice: str = "auto", cuda: str | None = None, install: bool = True
+) -> Nvcc:
+    """Returns the nvcc of CUDA `cuda`: at the path `choice`, for "auto" the machine's if it has that
+    version, else, and for "wheels", that of a toolkit that is fetched."""
     if choice not in ("auto", "wheels"):
         if not Path(choice).is_file():
             raise BuildError(f"--nvcc is {choice!r}, but there is no such file")
-        return _nvcc(Path(choice))
+        nvcc = _nvcc(Path(choice))
+        if cuda not in (None, nvcc.version):
+            raise BuildError(f"--cuda is {cuda!r}, but --nvcc, {choice}, is of CUDA {nvcc.version}")
+        return nvcc
     if choice == "auto" and (path := machine_nvcc()) is not None:
-        return _nvcc(path)
-    root = home / f"cuda-{WHEEL_CUDA}"
-    path = root / "nvidia" / "cu13" / "bin" / "nvcc"
+        nvcc = _nvcc(path)
+        if cuda in (None, nvcc.version):
+            return nvcc
+    cuda = cuda or toolkits.DEFAULT
+    if cuda not in toolkits.VERSIONS:
+        raise BuildError(
+            f"--cuda is {cuda!r}, but can be fetched for {', '.join(toolkits.VERSIONS)} only: for "
+            "another version name its nvcc with --nvcc"
+        )
+    path = toolkits.nvcc(home, cuda)
     if not path.is_file():
         if not install:
             raise BuildError(
-                "nvcc is not on this machine (PATH, $CUDA_HOME, /usr/local/cuda), and --here "
-                "installs nothing: leave --here out to fetch NVIDIA's compiler wheels"
+                f"nvcc {cuda} is not on this machine (PATH, $CUDA_HOME, /usr/local/cuda), and --here "
+                "installs nothing: leave --here out to fetch a toolkit"
             )
-        _install_wheels(root)
-    return _nvcc(path)
+        toolkits.fetch(home, cuda)
+    return Nvcc(path, cuda)
 
 
-def cuda_version(home: Path, choice: str) -> str:
+def cuda_version(home: Path, choice: str, cuda: str | None = None) -> str:
     """Returns the version that find_nvcc would find, without installing anything."""
-    if choice == "wheels" or (choice == "auto" and machine_nvcc() is None):
-        return WHEEL_CUDA
-    return find_nvcc(home, choice, install=False).version
+    if cuda is None and (choice == "wheels" or (choice == "auto" and machine_nvcc() is None)):
+        return toolkits.DEFAULT
+    if cuda in toolkits.VERSIONS and choice in ("auto", "wheels"):
+        return cuda
+    return find_nvcc(home, choice, cuda, install=False).version
 
 
 def machine_nvcc() -> Path | None:
@@ -154,26 +169,6 @@ def _nvcc(path: Path) -> Nvcc:
     if match is None:
         raise BuildError(f"{path} is not NVIDIA's nvcc: --version names no release")
     return Nvcc(path, match[1])
-
-
-def _install_wheels(root: Path) -> None:
-    """Installs pip's wheels in a folder of their own, and makes it look like an installed toolkit."""
-    partial = root.with_name(root.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    print(f"fetching nvcc {WHEEL_CUDA} (NVIDIA's wheels, about 110 MB) to {root}", flush=True)
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", partial]
-    try:
-        subprocess.run([*pip, *CUDA_WHEELS], check=True)
-    except subprocess.CalledProcessError:
-        raise BuildError(
-            f"pip could not install {', '.join(CUDA_WHEELS)} (see above): "
-            "without a network, put an nvcc on PATH or name one with --nvcc"
-        ) from None
-    toolkit = partial / "nvidia" / "cu13"
-    (toolkit / "lib64").symlink_to("lib")
-    (toolkit / "lib" / "libcudart.so").symlink_to("libcudart.so.13")
-    shutil.rmtree(root, ignore_errors=True)
-    partial.rename(root)
 
 
 def _which(program: str) -> str | None:

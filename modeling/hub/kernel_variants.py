@@ -46,7 +46,11 @@ def unfit(variant: str, archs: Sequence[str], device_type: str) -> str | None:
         return None
     cuda = _version(torch.version.cuda or "0.0")
     if cuda[0] != int(cuda_major) or cuda[1] < int(cuda_minor):
-        return f"for CUDA {cuda_major}.{cuda_minor} or a later {cuda_major}.x"
+        own = f"CUDA {torch.version.cuda}" if torch.version.cuda else "the CPU alone"
+        return (
+            f"for CUDA {cuda_major}.{cuda_minor} or a later {cuda_major}.x, but torch is built for "
+            f"{own}: take a torch for CUDA {cuda_major}, or a variant for {own}"
+        )
     if torch.cuda.is_available():
         capability = torch.cuda.get_device_capability()
         if not any(runs_on(arch, capability) for arch in archs):

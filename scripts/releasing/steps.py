@@ -13,7 +13,7 @@ from releasing import notes, people
 from releasing.progress import Step, Stop
 from releasing.release import LOCK, ROOT, Release, git
 from tooling import environment
-from tooling.builder import variant
+from tooling.builder import toolkits, variant
 
 FIRST_USE = Path(__file__).with_name("first_use.py")
 MODEL = "flash-rnn-python-5m"  # the model that is loaded by name at the end
@@ -101,7 +101,7 @@ def pin(release: Release) -> str:
 def build_wheels(release: Release) -> str:
     dist = release.folder / "dist"
     shutil.rmtree(dist, ignore_errors=True)
-    chosen = ["--backend", *(b for b in release.backends if b != "universal")]
+    chosen = [word for word in backends(release) if word != "universal"]
     options = [*chosen, "--home", release.home, "--out", dist]
     release.script("build_wheels", *options, failure="the wheels could not be built")
     files = sorted(dist.iterdir())
@@ -187,7 +187,8 @@ def built(tree: Path, backends: list[str]) -> list[Path]:
 
 
 def backends(release: Release) -> list[str]:
-    return ["--backend", *release.backends]
+    cudas = ["--cuda", *toolkits.VERSIONS] if "cuda" in release.backends else []
+    return ["--backend", *release.backends, *cudas]
 
 
 def hub_options(release: Release) -> list[str]:

@@ -13,6 +13,7 @@ import archs
 import build_toml
 import subset
 import toolchain
+import toolkits
 import variant
 from archs import default_archs, gencode, parse_archs
 from build_toml import BUILDER, BuildError, Kernel, read_kernel
@@ -30,5 +31,6 @@ __all__ = [
     "read_kernel",
     "subset",
     "toolchain",
+    "toolkits",
     "variant",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,10 +28,20 @@ class Variant:
     id: str
     archs: list[str]
 
+    @property
+    def cuda(self) -> str:
+        return cuda_of(self.name)
+
     def locked(self) -> dict:
         sha256 = lambda file: hashlib.sha256(file.read_bytes()).hexdigest()
         files = {path: sha256(file) for path, file in self.files.items()}
         return {"id": self.id, "archs": self.archs, "files": files}
+
+
+def cuda_of(variant: str) -> str:
+    """Returns the version of CUDA that a variant is for, or "" if it is for the CPU."""
+    match = re.search(r"-cu(\d+)(\d)-", variant)
+    return f"{match[1]}.{match[2]}" if match else ""
 
 
 def read_variants(kernel: Kernel, build: Path, torch_include: Path) -> list[Variant]:
@@ -75,7 +86,12 @@ def read_variant(kernel: Kernel, folder: Path, torch_include: Path) -> Variant:
         raise UnfitVariant(f"{folder} must hold one library, {metadata['id']}.abi3.so")
     for library in libraries:
         problems = abi_check.problems(
-            library, kernel.stable_abi[backend], torch_include, tuple(archs), stripped=True
+            library,
+            kernel.stable_abi[backend],
+            torch_include,
+            tuple(archs),
+            cuda_of(folder.name),
+            stripped=True,
         )
         if problems:
             raise UnfitVariant(f"{library} fails the ABI check: {'; '.join(problems)}")

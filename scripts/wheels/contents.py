@@ -113,7 +113,7 @@ def lock_text(lock: dict, only: str = "") -> bytes:
 def kernels_of(
     found: dict[str, tuple[Kernel, list[Variant]]], backend: str, place: str
 ) -> dict[str, bytes]:
-    """Returns the files of all variants for a backend (cpu, cu13), below the folder `place`."""
+    """Returns the files of all variants for a backend (cpu, cu130), below the folder `place`."""
     files = {}
     for name, (_, variants) in found.items():
         mine = [v for v in variants if f"-{backend}" in v.name]

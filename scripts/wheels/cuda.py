@@ -1,5 +1,7 @@
 """Writes the wheels that bring CUDA kernels: flashcell-cu13 for every CUDA 13, flashcell-cu12 for 12.
 
+A wheel holds the variants for the oldest CUDA of its major version that there are variants for: they run
+with every later one, and two sets would make a wheel too large. The Hub has all of them.
 Such a wheel is a package of files, flashcell_cu13/<kernel>/<variant>/, without code of its own.
 flashcell finds them by the package's name and verifies them against its own lock, which pins them: so
 a wheel of CUDA kernels needs the flashcell of its own version.
@@ -32,11 +34,15 @@ Description-Content-Type: text/markdown
 # flashcell-cu{major}
 
 The CUDA {major} kernels of [flashcell](https://huggingface.co/flashcell), compiled: {names}. Install it beside a torch
-for CUDA {major}: `pip install "flashcell[cu{major}]"`. flashcell verifies every file before it runs one, and
+for CUDA {cuda} or a later {major}.x: `pip install "flashcell[cu{major}]"`. flashcell verifies every file before it runs one, and
 `flashcell.kernel_info("fused-rnn", "cuda")` says whether it does.
 
 Machine code for compute capabilities {archs}.
 """
+
+
+def version_key(version: str) -> tuple[int, ...]:
+    return tuple(map(int, version.split(".")))
 
 
 def write(
@@ -47,19 +53,22 @@ def write(
     One that some kernel has no variant for is an error if wheels are `needed`, else left out."""
     project, names = contents.project(), []
     variants = [variant for _, own in found.values() for variant in own]
-    tags = (re.search(r"-cu(\d+)\d-", variant.name) for variant in variants)
-    for major in sorted({tag[1] for tag in tags if tag}):
-        package = f"flashcell_cu{major}"
+    oldest: dict[str, str] = {}
+    for cuda in sorted({variant.cuda for variant in variants if variant.cuda}, key=version_key):
+        oldest.setdefault(cuda.split(".")[0], cuda)
+    for major, cuda in oldest.items():
+        package, tag = f"flashcell_cu{major}", f"cu{cuda.replace('.', '')}"
         try:
-            files = contents.kernels_of(found, f"cu{major}", package)
+            files = contents.kernels_of(found, tag, package)
         except UnfitVariant as error:
             if needed:
                 raise
             print(f"left out: flashcell-cu{major}: {error}", flush=True)
             continue
-        archs = {arch for v in variants if f"-cu{major}" in v.name for arch in v.archs}
+        archs = {arch for v in variants if v.cuda == cuda for arch in v.archs}
         values = {
             "major": major,
+            "cuda": cuda,
             "version": version,
             "names": ", ".join(found),
             "archs": ", ".join(sorted(archs, key=lambda arch: float(re.match(r"[\d.]+", arch)[0]))),
