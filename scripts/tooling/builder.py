@@ -11,6 +11,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "kernel_builds/buil
 import abi_check
 import archs
 import build_toml
+import configure
+import later_gpus
 import subset
 import toolchain
 import toolkits
@@ -25,8 +27,10 @@ __all__ = [
     "abi_check",
     "archs",
     "build_toml",
+    "configure",
     "default_archs",
     "gencode",
+    "later_gpus",
     "parse_archs",
     "read_kernel",
     "subset",

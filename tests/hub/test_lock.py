@@ -160,6 +160,26 @@ def test_choice(h200):
 
 
 @pytest.mark.parametrize(
+    ("own", "chosen"),
+    [
+        *[("12.6", "cu126"), ("12.8", "cu128"), ("12.9", "cu128")],
+        *[("13.0", "cu130"), ("13.2", "cu130")],
+        *[("12.4", None), ("14.0", None), (None, None)],
+    ],
+)
+def test_the_variant_of_torchs_cuda(h200, monkeypatch, own, chosen):
+    archs = {VARIANT.replace("cpu", tag): ["9.0a"] for tag in ("cu126", "cu128", "cu130")}
+    monkeypatch.setattr(kernel_variants.torch.version, "cuda", own)
+    expected = chosen and VARIANT.replace("cpu", chosen)
+    assert choose_variant(archs, "cuda") == expected
+    if chosen is None:
+        has = f"CUDA {own}" if own else "the CPU alone"
+        remedy = f"take a torch for CUDA 12, or a variant for {has}"
+        said = f"for CUDA 12.8 or a later 12.x, but torch is built for {has}: {remedy}"
+        assert said in kernel_variants.explain(archs, "cuda")
+
+
+@pytest.mark.parametrize(
     ("arch", "capability", "runs"),
     [
         ("8.0", (8, 0), True),

@@ -35,7 +35,7 @@ from ops.fused_rnn.engine_cases import MASKS
 from ops.fused_rnn.test_cuda import compare, far_from_zero
 from ops.tfla import test_linear as linear
 from ops.tfla import test_sequence as mlstm
-from tooling.builder import default_archs, gencode, parse_archs, read_kernel
+from tooling.builder import default_archs, gencode, parse_archs, read_kernel, toolkits
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILDS = ROOT / "kernel_builds"
@@ -71,14 +71,14 @@ def test_the_guides_table_of_gpus():
     rows = re.findall(r"^\| .* \| (\d+)\.(\d) \| (\S+)(, PTX)? \| .* \|$", page, re.MULTILINE)
     assert [(int(major), int(minor)) for major, minor, *_ in rows] == list(GPUS)
     for kernel, (major, minor, code, ptx) in product(KERNELS, rows):
-        archs = default_archs(read_kernel(BUILDS / kernel))
+        archs = default_archs(read_kernel(BUILDS / kernel), toolkits.DEFAULT)
         machine = tuple(arch.removesuffix("+PTX") for arch in archs)
         capability = int(major), int(minor)
         number = code.rstrip("a").replace(".", "")
         chosen = Code(int(number), sm_90a=code.endswith("a"))
         assert choose(archs, capability) == chosen, (kernel, capability)
         assert choose(machine, capability) == (None if ptx else chosen), (kernel, capability)
-    later = choose(default_archs(read_kernel(BUILDS / KERNELS[0])), (13, 0))
+    later = choose(default_archs(read_kernel(BUILDS / KERNELS[0]), toolkits.DEFAULT), (13, 0))
     assert later == Code(100)
 
 
