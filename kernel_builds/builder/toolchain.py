@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,23 +27,18 @@ class Nvcc:
     def check_archs(self, archs: tuple[str, ...]) -> None:
         """Raises unless this compiler knows the archs; its own error message would name a flag, not
         the arch."""
-        self._check(archs, "--list-gpu-code", "sm_", "compiles for")
-        self._check(
-            [a for a in archs if a.endswith("+PTX")],
-            "--list-gpu-arch",
-            "compute_",
-            "writes PTX for",
-        )
-
-    def _check(self, archs: Sequence[str], option: str, prefix: str, what: str) -> None:
-        known = set(re.findall(rf"{prefix}(\w+)", _output(self.path, option)))
-        for arch in archs:
-            number = arch.removesuffix("+PTX").replace(".", "")
-            if number.rstrip("af") not in known:
-                raise BuildError(
-                    f"CUDA arch {arch} is unknown to nvcc {self.version} ({self.path}), "
-                    f"which {what} {', '.join(sorted(known, key=int))}"
-                )
+        ptx = [arch for arch in archs if arch.endswith("+PTX")]
+        for wanted, option, prefix, does in (
+            (archs, "--list-gpu-code", "sm_", "compiles for"),
+            (ptx, "--list-gpu-arch", "compute_", "writes PTX for"),
+        ):
+            known = set(re.findall(rf"{prefix}(\w+)", _output(self.path, option))) if wanted else ()
+            for arch in wanted:
+                if arch.removesuffix("+PTX").rstrip("af").replace(".", "") not in known:
+                    raise BuildError(
+                        f"CUDA arch {arch} is unknown to nvcc {self.version} ({self.path}), "
+                        f"which {does} {', '.join(sorted(known, key=int))}"
+                    )
 
     def check_version(self, least: tuple[int, ...], what: str) -> None:
         if _version(self.version) < least:

@@ -196,7 +196,7 @@ BAD_ARGUMENTS = {
     "no torch": (["--backend", "cpu", "--python", "/bin/false"], "/bin/false has no torch"),
     "no wheels": (
         ["--backend", "cuda", "--nvcc", "wheels", "--here"],
-        "nvcc is not on this machine",
+        "nvcc 13.0 is not on this machine",
     ),
 }
 
