@@ -40,6 +40,17 @@ class Nvcc:
                         f"which {does} {', '.join(sorted(known, key=int))}"
                     )
 
+    def check_host(self, gxx: Path) -> None:
+        """Raises if nvcc refuses the host's compiler, which its own message does not name a way out of."""
+        if _nvcc(self.path).version != toolkits.COMPILER_12:
+            return
+        kind, version = _compiler(gxx)
+        if version[:1] > (most := toolkits.HOST_MAX_12[kind]):
+            raise BuildError(
+                f"{gxx} is {kind} {_dotted(version)}, but nvcc {toolkits.COMPILER_12}, which compiles "
+                f"for CUDA {self.version}, takes {kind} {_dotted(most)} or earlier: name one with CXX"
+            )
+
     def check_version(self, least: tuple[int, ...], what: str) -> None:
         if _version(self.version) < least:
             raise BuildError(
@@ -68,8 +79,7 @@ def ninja_status(ninja: Path) -> dict[str, str]:
 def find_gxx() -> Path:
     """Returns $CXX or g++: a g++ or clang++ on GCC's libraries, the only ones the ABI checks know."""
     path = _find(os.environ.get("CXX") or "g++", "your system's package g++ (build-essential)")
-    kind = "clang++" if "clang" in _output(path, "--version") else "g++"
-    version = _version(_output(path, "-dumpfullversion" * (kind == "g++") or "-dumpversion"))
+    kind, version = _compiler(path)
     if version < COMPILER_MIN[kind]:
         raise BuildError(
             f"{path} is {kind} {_dotted(version)}, but must be {_dotted(COMPILER_MIN[kind])} or later"
@@ -151,11 +161,36 @@ def cuda_version(home: Path, choice: str, cuda: str | None = None) -> str:
     return find_nvcc(home, choice, cuda, install=False).version
 
 
+def cuda_for(torch_cuda: str, choice: str) -> str | None:
+    """Returns the version to build for, so that a torch for `torch_cuda` loads it; None: nvcc's."""
+    own, fits = (
+        _version(torch_cuda)[:2],
+        lambda cuda: _version(cuda)[0] == own[0] and _version(cuda) <= own,
+    )
+    if choice not in ("auto", "wheels"):
+        return None
+    if choice == "auto" and (path := machine_nvcc()) is not None and fits(_nvcc(path).version):
+        return None
+    fitting = [version for version in toolkits.VERSIONS if fits(version)]
+    if not fitting:
+        raise BuildError(
+            f"torch is built for CUDA {torch_cuda}, but an nvcc can be fetched for "
+            f"{', '.join(toolkits.VERSIONS)} only: name one of CUDA {torch_cuda} with --nvcc"
+        )
+    return max(fitting, key=_version)
+
+
 def machine_nvcc() -> Path | None:
     homes = [os.environ.get("CUDA_HOME"), "/usr/local/cuda"]
     folders = [os.environ.get("PATH", os.defpath), *(f"{h}/bin" for h in homes if h)]
     found = shutil.which("nvcc", path=os.pathsep.join(folders))
     return Path(found) if found else None
+
+
+def _compiler(path: Path) -> tuple[str, tuple[int, ...]]:
+    """Returns what a compiler is, "g++" or "clang++", and its version."""
+    kind = "clang++" if "clang" in _output(path, "--version") else "g++"
+    return kind, _version(_output(path, "-dumpfullversion" * (kind == "g++") or "-dumpversion"))
 
 
 def _nvcc(path: Path) -> Nvcc:

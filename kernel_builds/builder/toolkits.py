@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -27,6 +28,10 @@ WHEELS_13 = (
     "nvidia-cuda-runtime==13.0.96",
     "nvidia-cuda-cccl==13.0.85",
 )
+COMPILER_12, HOST_MAX_12 = (
+    "12.4",
+    {"g++": (13,), "clang++": (17,)},
+)  # crt/host_config.h refuses later ones
 # Headers must be of nvcc's version. A library links to the oldest runtime, and runs with every later 12.x.
 HEADERS_12 = (
     "nvidia-cuda-nvcc-cu12==12.4.131",
@@ -79,6 +84,11 @@ def nvcc(home: Path, version: str) -> Path:
 
 def fetch(home: Path, version: str) -> None:
     """Makes a toolkit in a folder beside its place, then renames it."""
+    if version != DEFAULT and platform.machine() != "x86_64":
+        raise BuildError(
+            f"CUDA {version} can be fetched for x86_64 only, but this machine is {platform.machine()}: "
+            "name an nvcc of that version with --nvcc"
+        )
     root = home / f"cuda-{version}"
     partial = root.with_name(f"{root.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)

@@ -113,6 +113,43 @@ def test_which_nvcc(nvcc, tmp_path):
         toolchain.find_nvcc(tmp_path, "auto", "12.6", install=False)
 
 
+@pytest.mark.parametrize(
+    ("own", "version"),
+    [("12.9", None), ("12.8", "12.8"), ("12.7", "12.6"), ("13.0", "13.0"), ("13.2", "13.0")],
+)
+def test_the_cuda_of_this_machines_torch(nvcc, own, version):
+    """With an nvcc of 12.9: what is built by default must be loaded by the torch that is there."""
+    assert toolchain.cuda_for(own, "auto") == version
+    assert toolchain.cuda_for(own, "wheels") == (version or "12.8")
+    assert toolchain.cuda_for(own, "/some/nvcc") is None
+
+
+def test_no_cuda_for_this_machines_torch(nvcc):
+    with pytest.raises(BuildError, match=r"torch is built for CUDA 12.4, but .* --nvcc"):
+        toolchain.cuda_for("12.4", "auto")
+
+
+@pytest.mark.parametrize(
+    ("kind", "version", "release", "fits"),
+    [
+        ("g++", "13.2.0", "12.4", True),
+        ("g++", "14.2.0", "12.4", False),
+        ("g++", "14.2.0", "12.8", True),
+        ("clang++", "17.0.6", "12.4", True),
+        ("clang++", "19.1.7", "12.4", False),
+    ],
+)
+def test_the_hosts_compiler(tmp_path, kind, version, release, fits):
+    nvcc = toolchain.Nvcc(program(tmp_path / "nvcc", NVCC.format(version=release)), "12.8")
+    said = "Debian clang" if kind == "clang++" else "g++ (Debian)"
+    text = f'#!/bin/sh\ncase $1 in --version) echo "{said}";; *) echo {version};; esac\n'
+    compiler = program(tmp_path / "c++", text)
+    if fits:
+        return nvcc.check_host(compiler)
+    with pytest.raises(BuildError, match=rf"is {re.escape(kind)} {version}, but nvcc 12.4, .* CXX"):
+        nvcc.check_host(compiler)
+
+
 def test_archs_that_an_nvcc_lacks(nvcc):
     found = toolchain.find_nvcc(nvcc.parent, install=False)
     found.check_archs(("8.0+PTX", "9.0a"))
