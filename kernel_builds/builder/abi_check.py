@@ -42,8 +42,8 @@ def problems(
     stripped: bool = False,
 ) -> list[str]:
     """Returns one sentence for every problem. `archs` are those of a CUDA library, () for a CPU
-    library, and `cuda` is the version that it is for. A `stripped` library was fully checked when it was built; only its dynamic symbols
-    are checked again."""
+    library, and `cuda` is the version that it is for. A `stripped` library was fully checked when
+    it was built; only its dynamic symbols are checked again."""
     found = []
     if not stripped:
         if ".symtab" not in _run("readelf", "--wide", "--sections", library):

@@ -13,14 +13,14 @@ ARCH = re.compile(r"(\d{1,2})\.(\d)([af]?)(\+PTX)?")
 
 
 def default_archs(kernel: Kernel, cuda: str) -> tuple[str, ...]:
-    """Returns the archs that the kernel's components name, as far as CUDA `cuda` compiles for them."""
+    """Returns the archs that the kernel's components name, as far as CUDA `cuda` has them."""
     named = [arch for c in kernel.components if c.backend == "cuda" for arch in c.archs]
     archs = parse_archs(";".join(named or DEFAULT_ARCHS))
     version = tuple(map(int, cuda.split(".")))
     if version >= (13,):
         return archs
-    # 12.8 brought machine code for 10.0 and 12.0. PTX, which GPUs run that came later, is that of the newest
-    # arch before these, for the nvcc that is fetched for 12.8 ends at 9.0 (toolkits.py).
+    # 12.8 brought machine code for 10.0 and 12.0. The PTX that later GPUs run is that of the newest
+    # arch before these: the nvcc that is fetched for 12.8 ends at 9.0 (toolkits.py).
     machine = [arch.removesuffix("+PTX") for arch in archs]
     before = [arch for arch in machine if _number(arch) < 100]
     last = max((arch for arch in before if arch[-1].isdigit()), key=_number, default=None)

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """The programs nvcc and fatbinary of a toolkit whose ptxas knows GPUs that its nvcc does not.
 
-nvcc 12.4 ends at 9.0; ptxas 12.8 compiles its PTX for 9.0 to machine code for 10.0 and 12.0, as a driver
-would when the PTX is first used. This file stands in the toolkit's bin/ under both names. As nvcc it asks
-the compiler for PTX for 9.0 in place of machine code for 10.0 and 12.0; as fatbinary, which nvcc calls
-with the files that go into an object, it puts the machine code in that PTX's place.
+nvcc 12.4 ends at 9.0; ptxas 12.8 compiles its PTX for 9.0 to machine code for 10.0 and 12.0, as a
+driver would when the PTX is first used. This file stands in the toolkit's bin/ under both names. As
+nvcc it asks the compiler for PTX for 9.0 in place of machine code for 10.0 and 12.0; as fatbinary,
+which nvcc calls with the files that go into an object, it puts machine code in that PTX's place.
 """
 
 import os
@@ -30,7 +30,7 @@ def nvcc(words):
 
 
 def fatbinary(words, later):
-    """Makes the machine code for `later` GPUs and runs fatbinary with it; returns its exit status."""
+    """Makes code for the `later` GPUs and runs fatbinary with it; returns its exit status."""
     command, made = [os.path.join(BIN, REAL["fatbinary"])], []
     try:
         for word in words:

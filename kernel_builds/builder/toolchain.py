@@ -41,14 +41,15 @@ class Nvcc:
                     )
 
     def check_host(self, gxx: Path) -> None:
-        """Raises if nvcc refuses the host's compiler, which its own message does not name a way out of."""
+        """Raises if nvcc refuses the host's compiler; its own message would suggest a flag."""
         if _nvcc(self.path).version != toolkits.COMPILER_12:
             return
         kind, version = _compiler(gxx)
         if version[:1] > (most := toolkits.HOST_MAX_12[kind]):
             raise BuildError(
-                f"{gxx} is {kind} {_dotted(version)}, but nvcc {toolkits.COMPILER_12}, which compiles "
-                f"for CUDA {self.version}, takes {kind} {_dotted(most)} or earlier: name one with CXX"
+                f"{gxx} is {kind} {_dotted(version)}, but nvcc {toolkits.COMPILER_12}, which "
+                f"compiles for CUDA {self.version}, takes {kind} {_dotted(most)} or earlier: "
+                "name one with CXX"
             )
 
     def check_version(self, least: tuple[int, ...], what: str) -> None:
@@ -122,8 +123,8 @@ def check_helpers() -> None:
 def find_nvcc(
     home: Path, choice: str = "auto", cuda: str | None = None, install: bool = True
 ) -> Nvcc:
-    """Returns the nvcc of CUDA `cuda`: at the path `choice`, for "auto" the machine's if it has that
-    version, else, and for "wheels", that of a toolkit that is fetched."""
+    """Returns the nvcc of CUDA `cuda`: at the path `choice`, for "auto" the machine's if it has
+    that version, else, and for "wheels", that of a toolkit that is fetched."""
     if choice not in ("auto", "wheels"):
         if not Path(choice).is_file():
             raise BuildError(f"--nvcc is {choice!r}, but there is no such file")
@@ -145,8 +146,8 @@ def find_nvcc(
     if not path.is_file():
         if not install:
             raise BuildError(
-                f"nvcc {cuda} is not on this machine (PATH, $CUDA_HOME, /usr/local/cuda), and --here "
-                "installs nothing: leave --here out to fetch a toolkit"
+                f"nvcc {cuda} is not on this machine (PATH, $CUDA_HOME, /usr/local/cuda), and "
+                "--here installs nothing: leave --here out to fetch a toolkit"
             )
         toolkits.fetch(home, cuda)
     return Nvcc(path, cuda)

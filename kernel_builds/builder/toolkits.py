@@ -1,9 +1,9 @@
 """Fetches CUDA toolkits into the state folder, at pinned versions.
 
-NVIDIA's wheels of CUDA 13 are a whole toolkit. Those of CUDA 12 hold the assembler, the headers and the
-runtime, but no nvcc, which Debian packages for 12.4. So the toolkits 12.6 and 12.8 are nvcc and headers of
-12.4 with the assembler (ptxas) of their own version, and machine code is that version's. later_gpus.py
-says how 12.8 compiles for GPUs that nvcc 12.4 does not know.
+NVIDIA's wheels of CUDA 13 are a whole toolkit. Those of CUDA 12 hold the assembler, the headers and
+the runtime, but no nvcc, which Debian packages for 12.4. So the toolkits 12.6 and 12.8 are nvcc and
+headers of 12.4 with the assembler (ptxas) of their own version, which makes the machine code.
+later_gpus.py says how 12.8 compiles for GPUs that nvcc 12.4 does not know.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ COMPILER_12, HOST_MAX_12 = (
     "12.4",
     {"g++": (13,), "clang++": (17,)},
 )  # crt/host_config.h refuses later ones
-# Headers must be of nvcc's version. A library links to the oldest runtime, and runs with every later 12.x.
+# Headers must be of nvcc's version. A library runs with the runtime that it links to and later ones.
 HEADERS_12 = (
     "nvidia-cuda-nvcc-cu12==12.4.131",
     "nvidia-cuda-runtime-cu12==12.4.127",
@@ -42,9 +42,9 @@ ASSEMBLERS_12 = {
     "12.6": "nvidia-cuda-nvcc-cu12==12.6.85",
     "12.8": "nvidia-cuda-nvcc-cu12==12.8.93",
 }
-# The program that puts code into objects, of 13.0: it compresses as 12.8 does, to less than half of what 12.4
-# leaves, which drivers of CUDA 12.4 and later unpack; and beside code for 10.0 and 12.0 it writes the
-# attributes that NVIDIA's own libraries of 12.8 have there, and 12.4 does not.
+# The program that puts code into objects, of 13.0: it compresses as 12.8 does, to less than half of
+# what 12.4 leaves, and drivers of CUDA 12.4 and later unpack that; and with code for 10.0 and 12.0
+# it writes the attributes that NVIDIA's own libraries of 12.8 have there, which 12.4 does not.
 FATBINARY_12 = "nvidia-cuda-nvcc==13.0.88"
 VERSIONS = (*ASSEMBLERS_12, DEFAULT)
 
@@ -86,8 +86,8 @@ def fetch(home: Path, version: str) -> None:
     """Makes a toolkit in a folder beside its place, then renames it."""
     if version != DEFAULT and platform.machine() != "x86_64":
         raise BuildError(
-            f"CUDA {version} can be fetched for x86_64 only, but this machine is {platform.machine()}: "
-            "name an nvcc of that version with --nvcc"
+            f"CUDA {version} can be fetched for x86_64 only, but this machine is "
+            f"{platform.machine()}: name an nvcc of that version with --nvcc"
         )
     root = home / f"cuda-{version}"
     partial = root.with_name(f"{root.name}.partial")
@@ -154,7 +154,7 @@ def _install_wheels(wheels: tuple[str, ...], target: Path) -> None:
 
 
 def _extract(package: Package, target: Path) -> None:
-    """Downloads a package with apt, from the mirror of Debian that this machine uses, and unpacks it.
+    """Downloads a package with apt, from this machine's mirror of Debian, and unpacks it.
 
     apt gets a folder of its own, so the machine's package lists stay as they are."""
     folder = target / "apt"
@@ -201,6 +201,6 @@ def _mirror() -> str:
         if url.rstrip("/").endswith("/debian"):
             return url
     raise BuildError(
-        "CUDA 12's nvcc comes from Debian, but apt on this machine has no mirror of Debian: name an "
-        "nvcc of CUDA 12 with --nvcc"
+        "CUDA 12's nvcc comes from Debian, but apt on this machine has no mirror of Debian: "
+        "name an nvcc of CUDA 12 with --nvcc"
     )

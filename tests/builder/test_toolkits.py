@@ -162,7 +162,9 @@ def test_archs_that_an_nvcc_lacks(nvcc):
 def test_errors_name_the_argument(tmp_path, nvcc):
     where = ("--kernel", AXPY, "--out", tmp_path / "out", "--home", tmp_path / "home")
     done = build(*where, "--backend", "cpu", "--cuda", "12.8")
-    assert "--cuda is '12.8', but is for the cuda backend; --backend is cpu" in done.stderr
+    assert (
+        "--cuda is '12.8', but only the cuda backend has versions; --backend is cpu" in done.stderr
+    )
     done = build(*where, "--backend", "cuda", "--cuda", "11.8")
     assert "--cuda is '11.8', but can be fetched for 12.6, 12.8, 13.0 only" in done.stderr
     done = build(*where, "--backend", "cuda", "--cuda", "12.8")
