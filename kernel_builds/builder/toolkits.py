@@ -28,11 +28,9 @@ WHEELS_13 = (
     "nvidia-cuda-runtime==13.0.96",
     "nvidia-cuda-cccl==13.0.85",
 )
-COMPILER_12, HOST_MAX_12 = (
-    "12.4",
-    {"g++": (13,), "clang++": (17,)},
-)  # crt/host_config.h refuses later ones
-# Headers must be of nvcc's version. A library runs with the runtime that it links to and later ones.
+COMPILER_12 = "12.4"
+HOST_MAX_12 = {"g++": (13,), "clang++": (17,)}  # its crt/host_config.h refuses later ones
+# Headers must be of nvcc's version. A library runs with the runtime that it links to or a later one.
 HEADERS_12 = (
     "nvidia-cuda-nvcc-cu12==12.4.131",
     "nvidia-cuda-runtime-cu12==12.4.127",

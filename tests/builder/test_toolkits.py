@@ -1,4 +1,4 @@
-"""The variants for each version of CUDA: their names, archs and flags, and where nvcc comes from."""
+"""Variants for each version of CUDA: names, archs and flags, and where their nvcc comes from."""
 
 import os
 import re
