@@ -191,6 +191,28 @@ def test_cuda_kernels_come_with_a_wheel_of_their_own(wheel, cuda):
     assert installed.find_installed("fused-rnn", "cpu").distribution == "flashcell"
 
 
+def test_the_wheel_of_torchs_cuda(wheel, cuda, monkeypatch):
+    """flashcell-cu12 has the variant for 12.6, which serves 12.8; the lock pins the Hub's, too."""
+    lock = read_lock(wheel.lock)
+    variants = lock["kernels"]["fused-rnn"]["variants"]
+    variants |= {cuda.name.replace("cu130", tag): variants[cuda.name] for tag in ("cu126", "cu128")}
+    wheel.lock.write_bytes(lock_source(lock, "lock.py", INSTALLED))
+    shutil.copytree(wheel.variant, cuda)
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    with pytest.raises(installed.NotInstalled, match="another wheel: pip install flashcell-cu12"):
+        installed.find_installed("fused-rnn", "cuda")
+    older = wheel.site / "flashcell_cu12/fused-rnn" / cuda.name.replace("cu130", "cu126")
+    shutil.copytree(wheel.variant, older)
+    importlib.invalidate_caches()
+    found = installed.find_installed("fused-rnn", "cuda")
+    assert (found.path, found.distribution) == (older, "flashcell-cu12")
+    shutil.rmtree(cuda.parents[1])
+    importlib.invalidate_caches()
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    with pytest.raises(installed.NotInstalled, match="another wheel: pip install flashcell-cu13"):
+        installed.find_installed("fused-rnn", "cuda")
+
+
 @pytest.mark.parametrize(
     ("place", "is_installed"),
     [
