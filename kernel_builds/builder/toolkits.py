@@ -40,8 +40,8 @@ ASSEMBLERS_12 = {
     "12.6": "nvidia-cuda-nvcc-cu12==12.6.85",
     "12.8": "nvidia-cuda-nvcc-cu12==12.8.93",
 }
-# The program that puts code into objects, of 13.0: it compresses as 12.8 does, to less than half of
-# what 12.4 leaves, and drivers of CUDA 12.4 and later unpack that; and with code for 10.0 and 12.0
+# The program that puts code into objects, of 13.0: it compresses as 12.8 does, to two thirds of what
+# 12.4 leaves or less, and drivers of CUDA 12.4 and later unpack that; and with code for 10.0 and 12.0
 # it writes the attributes that NVIDIA's own libraries of 12.8 have there, which 12.4 does not.
 FATBINARY_12 = "nvidia-cuda-nvcc==13.0.88"
 VERSIONS = (*ASSEMBLERS_12, DEFAULT)
