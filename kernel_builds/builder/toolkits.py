@@ -30,7 +30,7 @@ WHEELS_13 = (
 )
 COMPILER_12 = "12.4"
 HOST_MAX_12 = {"g++": (13,), "clang++": (17,)}  # its crt/host_config.h refuses later ones
-# Headers must be of nvcc's version. A library runs with the runtime that it links to or a later one.
+# Headers must be of nvcc's version. A library runs with the runtime that it links to, or a later.
 HEADERS_12 = (
     "nvidia-cuda-nvcc-cu12==12.4.131",
     "nvidia-cuda-runtime-cu12==12.4.127",
@@ -40,9 +40,9 @@ ASSEMBLERS_12 = {
     "12.6": "nvidia-cuda-nvcc-cu12==12.6.85",
     "12.8": "nvidia-cuda-nvcc-cu12==12.8.93",
 }
-# The program that puts code into objects, of 13.0: it compresses as 12.8 does, to two thirds of what
-# 12.4 leaves or less, and drivers of CUDA 12.4 and later unpack that; and with code for 10.0 and 12.0
-# it writes the attributes that NVIDIA's own libraries of 12.8 have there, which 12.4 does not.
+# The program that puts code into objects, of 13.0: it compresses as 12.8 does, to two thirds of
+# what 12.4 leaves or less, and drivers of CUDA 12.4 and later unpack that; and with code for 10.0
+# and 12.0 it writes the attributes that NVIDIA's own libraries of 12.8 have there; 12.4 does not.
 FATBINARY_12 = "nvidia-cuda-nvcc==13.0.88"
 VERSIONS = (*ASSEMBLERS_12, DEFAULT)
 
