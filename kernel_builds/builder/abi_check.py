@@ -5,9 +5,10 @@ The symbols that it imports must exist on every manylinux_2_28 system, in Python
 3.9, and in torch's stable ABI at the oldest supported version. It may depend on torch and CUDA
 only, must not search for libraries in the builder's directories, and may export only its
 module's entry point. A CUDA library must hold machine code for exactly the architectures that it
-claims, and need the runtime of its own CUDA.
+claims, and need the runtime of its own CUDA; and every library code for the machine that it claims.
 
-    abi_check.py LIBRARY --stable-abi 2.10 --torch-include DIR [--archs 9.0a,10.0+PTX --cuda 13.0]
+    abi_check.py LIBRARY --machine x86_64 --stable-abi 2.10 --torch-include DIR
+                 [--archs 9.0a,10.0+PTX --cuda 13.0]
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ LIBRARIES = ["torch", "torch_cpu", r"stdc\+\+", "gcc_s", "m", "c", "pthread", "d
 # code that was never linked, because a source is missing from build.toml.
 UNVERSIONED = re.compile(r"_?Py[A-Z_]\w*|aoti_\w+|torch_\w+|(__)?cuda[A-Z]\w*|cublas[A-Z]\w*")
 TORCH_INTERNAL = ("c10::", "at::", "torch::", "caffe2::")
+ELF_MACHINES = {62: "x86_64", 183: "aarch64"}
 FATBIN_MAGIC = 0xBA55ED50
 FATBIN_PTX, FATBIN_ELF = 1, 2
 # FATBIN_FLAG_A and FATBIN_FLAG_F are 1 << 20 and 1 << 21 (sm_90a, sm_100f); found by comparing
@@ -37,6 +39,7 @@ def problems(
     library: Path,
     stable_abi: str,
     torch_include: Path,
+    machine: str,
     archs: tuple[str, ...] = (),
     cuda: str = "",
     stripped: bool = False,
@@ -45,6 +48,8 @@ def problems(
     library, and `cuda` is the version that it is for. A `stripped` library was fully checked when
     it was built; only its dynamic symbols are checked again."""
     found = []
+    if (built := machine_of(library)) != machine:
+        return [f"is for {built}, but must be for {machine}"]
     if not stripped:
         if ".symtab" not in _run("readelf", "--wide", "--sections", library):
             return ["it is stripped, but the Python API can only be checked before that"]
@@ -76,6 +81,12 @@ def problems(
         # common/cuda/code.cuh reads the archs of one source file and takes them for those of all
         found.append(f"has a source file that is not compiled for all of {sorted(archs)}")
     return found
+
+
+def machine_of(library: Path) -> str:
+    """Returns the machine that the library's code is for, or its number in ELF."""
+    number = struct.unpack("<H", library.read_bytes()[18:20])[0]
+    return ELF_MACHINES.get(number, f"ELF machine {number}")
 
 
 def newer_shims(torch_include: Path, floor: str) -> set[str]:
@@ -162,13 +173,16 @@ def _run(*command: str | Path) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("library", type=Path)
+    parser.add_argument("--machine", required=True)
     parser.add_argument("--stable-abi", required=True)
     parser.add_argument("--torch-include", type=Path, required=True)
     parser.add_argument("--archs", default="")
     parser.add_argument("--cuda", default="")
     args = parser.parse_args()
     archs = tuple(filter(None, args.archs.split(",")))
-    found = problems(args.library, args.stable_abi, args.torch_include, archs, args.cuda)
+    found = problems(
+        args.library, args.stable_abi, args.torch_include, args.machine, archs, args.cuda
+    )
     for sentence in found:
         print(f"error: {args.library.name} {sentence}")
     raise SystemExit(len(found) > 0)

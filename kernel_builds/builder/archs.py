@@ -4,6 +4,8 @@ nvcc's flags."""
 from __future__ import annotations
 
 import re
+import subprocess
+from pathlib import Path
 
 from build_toml import BuildError, Kernel
 
@@ -53,6 +55,22 @@ def gencode(archs: tuple[str, ...]) -> list[str]:
         if arch.endswith("+PTX"):
             flags.append(f"-gencode=arch=compute_{number},code=compute_{number}")
     return flags
+
+
+def find_gpu(python: Path) -> tuple[str, str] | None:
+    """Returns the first GPU's arch ("9.0a") and torch's CUDA, or None if torch can use no GPU."""
+    if not Path("/dev/nvidiactl").exists():
+        return None
+    code = (
+        "import torch; c = torch.cuda; "
+        "print(*((*c.get_device_capability(), torch.version.cuda) if c.is_available() else ()))"
+    )
+    done = subprocess.run([python, "-c", code], capture_output=True, text=True)
+    if done.returncode or not done.stdout.strip():
+        print("this machine has a GPU, but torch cannot use it: building for the CPU", flush=True)
+        return None
+    major, minor, cuda = done.stdout.split()
+    return f"{major}.{minor}a" if (major, minor) == ("9", "0") else f"{major}.{minor}", cuda
 
 
 def _number(arch: str) -> int:

@@ -8,6 +8,7 @@ anything else is an error and never ignored.
 from __future__ import annotations
 
 import hashlib
+import platform
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +20,8 @@ except ImportError:  # Python 3.10 has no tomllib
 BUILDER = Path(__file__).resolve().parent
 COMMON = BUILDER.parent / "common"
 BACKENDS = ("cpu", "cuda")
-CPU_ARCH = "x86_64"
+MACHINES = {"x86_64": "x86-64", "aarch64": "armv"}  # -> how its -march values begin
+HERE = platform.machine()
 HASH_DIGITS = 10
 GENERAL_KEYS = {"name", "version", "edition", "license", "backends", "upstream", "source", "hub"}
 TORCH_KEYS = {"src", "include", "cxx-flags", "pyext", "stable-abi"}
@@ -42,6 +44,13 @@ class Component:
     cxx_flags: tuple[str, ...] = ()
     cuda_flags: tuple[str, ...] = ()
     archs: tuple[str, ...] = ()
+
+    def compiles_for(self, machine: str) -> bool:
+        """Whether no -march flag names another machine."""
+        values = [
+            flag.removeprefix("-march=") for flag in self.cxx_flags if flag.startswith("-march=")
+        ]
+        return all(value.startswith(MACHINES[machine]) for value in values)
 
     def archs_for(self, requested: tuple[str, ...]) -> tuple[str, ...]:
         """Returns those of the requested archs that this component supports: those that it names, and
@@ -87,8 +96,10 @@ class Kernel:
     def package(self) -> Path:
         return self.root / "torch-ext" / self.python_name
 
-    def components_for(self, backend: str) -> list[Component]:
-        return [c for c in self.components if c.backend in (None, backend)]
+    def components_for(self, backend: str, machine: str = HERE) -> list[Component]:
+        """Returns what a library is compiled from; code for another machine's -march is left out."""
+        mine = [c for c in self.components if c.backend in (None, backend)]
+        return [c for c in mine if c.compiles_for(machine)]
 
     def check_backend(self, backend: str) -> None:
         if backend != "universal" and backend not in self.backends:
@@ -97,13 +108,13 @@ class Kernel:
                 f"{', '.join(self.backends)} (and every kernel builds 'universal')"
             )
 
-    def variant(self, backend: str, cuda: str = "") -> str:
+    def variant(self, backend: str, cuda: str = "", machine: str = HERE) -> str:
         """Returns the variant's directory name; `cuda` is the toolkit's version, '13.0'."""
         if backend == "universal":
             return "torch-universal"
         abi = self.stable_abi[backend].replace(".", "")
         tag = f"cu{cuda.replace('.', '')}" if backend == "cuda" else backend
-        return f"torch-stable-abi{abi}-{tag}-{CPU_ARCH}-linux"
+        return f"torch-stable-abi{abi}-{tag}-{machine}-linux"
 
     def files(self) -> list[Path]:
         """Returns every file that decides what the kernel is, its own and the shared build's,

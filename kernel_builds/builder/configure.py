@@ -1,6 +1,6 @@
 """Writes build.toml as a CMake file, which CMakeLists.txt includes.
 
-configure.py KERNEL_DIR --backend cpu|cuda [--archs 9.0a,10.0+PTX --cuda 13.0] OUTPUT
+configure.py KERNEL_DIR --backend cpu|cuda --machine x86_64 [--archs 9.0a,10.0+PTX --cuda 13.0] OUTPUT
 """
 
 from __future__ import annotations
@@ -9,20 +9,22 @@ import argparse
 from pathlib import Path
 
 from archs import default_archs, gencode, parse_archs
-from build_toml import BACKENDS, BuildError, Component, Kernel, read_kernel
+from build_toml import BACKENDS, MACHINES, BuildError, Component, Kernel, read_kernel
 
 
-def cmake_text(kernel: Kernel, backend: str, archs: tuple[str, ...], cuda: str) -> str:
+def cmake_text(
+    kernel: Kernel, backend: str, archs: tuple[str, ...], cuda: str, machine: str
+) -> str:
     """Returns the CMake text: the ids, and one kernel_component() call for each component."""
     quote = lambda words: " ".join(f'"{w}"' for w in words)
     lines = [
         f"set(KERNEL_ID {kernel.id(backend)})",
-        f"set(KERNEL_VARIANT {kernel.variant(backend, cuda)})",
+        f"set(KERNEL_VARIANT {kernel.variant(backend, cuda, machine)})",
         f"set(KERNEL_ARCHS {quote([','.join(archs)])})",
         f"set(KERNEL_STABLE_ABI {kernel.stable_abi[backend]})",
         f"set(KERNEL_FILES {quote(kernel.files())})",
     ]
-    for component in kernel.components_for(backend):
+    for component in kernel.components_for(backend, machine):
         own = component.archs_for(archs)
         if component.backend == "cuda" and not own:
             lines.append(f'message(STATUS "{component.name}: for none of the archs, left out")')
@@ -50,6 +52,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("kernel", type=Path)
     parser.add_argument("--backend", choices=BACKENDS, required=True)
+    parser.add_argument("--machine", choices=MACHINES, required=True)
     parser.add_argument("--archs", default="")
     parser.add_argument(
         "--cuda", default="", help="the toolkit's version, 13.0; for the cuda backend"
@@ -62,7 +65,8 @@ def main() -> None:
         archs = ()
         if args.backend == "cuda":
             archs = parse_archs(args.archs) if args.archs else default_archs(kernel, args.cuda)
-        args.output.write_text(cmake_text(kernel, args.backend, archs, args.cuda))
+        text = cmake_text(kernel, args.backend, archs, args.cuda, args.machine)
+        args.output.write_text(text)
     except BuildError as error:
         raise SystemExit(f"error: {error}") from None
 

@@ -90,6 +90,19 @@ def find_gxx() -> Path:
     return path
 
 
+def find_cross_gxx(machine: str) -> Path:
+    """Returns the g++ for another machine, as Debian and Ubuntu name it; $CXX is for this one."""
+    package = f"g++-{machine.replace('_', '-')}-linux-gnu"
+    path = _find(
+        f"{machine}-linux-gnu-g++", f"your system's package {package}, on Debian and Ubuntu"
+    )
+    version = _version(_output(path, "-dumpfullversion"))
+    if version < COMPILER_MIN["g++"]:
+        least = _dotted(COMPILER_MIN["g++"])
+        raise BuildError(f"{path} is g++ {_dotted(version)}, but must be {least} or later")
+    return path
+
+
 def check_torch(python: Path, floor: str) -> None:
     """Raises if `python`'s torch is older than the stable ABI that is built for. Does not import
     torch."""

@@ -17,11 +17,13 @@ import subset
 import toolchain
 import toolkits
 import variant
-from archs import default_archs, gencode, parse_archs
-from build_toml import BUILDER, BuildError, Kernel, read_kernel
+from archs import default_archs, find_gpu, gencode, parse_archs
+from build_toml import BUILDER, HERE, MACHINES, BuildError, Kernel, read_kernel
 
 __all__ = [
     "BUILDER",
+    "HERE",
+    "MACHINES",
     "BuildError",
     "Kernel",
     "abi_check",
@@ -29,6 +31,7 @@ __all__ = [
     "build_toml",
     "configure",
     "default_archs",
+    "find_gpu",
     "gencode",
     "later_gpus",
     "parse_archs",

@@ -231,6 +231,11 @@ def _check_machine(home: Path, needed: int = NEEDED_BYTES) -> None:
             f"this is {sys.platform} on {os.uname().machine}; the kernels are built for Linux on "
             "x86_64. Install the package with pip: there it runs its torch reference."
         )
+    check_space(home, needed)
+
+
+def check_space(home: Path, needed: int) -> None:
+    """Exits with a clear message if less than `needed` bytes are free."""
     free = shutil.disk_usage(home).free
     if free < needed:
         fail(
@@ -249,6 +254,11 @@ def _make_venv(venv: Path) -> None:
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode:
         fail(f"`{' '.join(command)}` failed:\n{done.stdout.strip()}")
+
+
+def pip(arguments: list, log: Path) -> None:
+    """Runs the present Python's pip, or exits with what it said."""
+    _pip(Path(sys.executable), [str(word) for word in arguments], log, required=True)
 
 
 def _pip(python: Path, arguments: list[str], log: Path, required: bool = False) -> bool:

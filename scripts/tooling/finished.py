@@ -32,6 +32,10 @@ class Variant:
     def cuda(self) -> str:
         return cuda_of(self.name)
 
+    @property
+    def machine(self) -> str:
+        return machine_of(self.name)
+
     def locked(self) -> dict:
         sha256 = lambda file: hashlib.sha256(file.read_bytes()).hexdigest()
         files = {path: sha256(file) for path, file in self.files.items()}
@@ -42,6 +46,11 @@ def cuda_of(variant: str) -> str:
     """Returns the version of CUDA that a variant is for, or "" if it is for the CPU."""
     match = re.search(r"-cu(\d+)(\d)-", variant)
     return f"{match[1]}.{match[2]}" if match else ""
+
+
+def machine_of(variant: str) -> str:
+    """Returns the machine that a variant's name ends with: x86_64, or aarch64."""
+    return variant.removesuffix("-linux").rpartition("-")[2]
 
 
 def read_variants(kernel: Kernel, build: Path, torch_include: Path) -> list[Variant]:
@@ -89,6 +98,7 @@ def read_variant(kernel: Kernel, folder: Path, torch_include: Path) -> Variant:
             library,
             kernel.stable_abi[backend],
             torch_include,
+            machine_of(folder.name),
             tuple(archs),
             cuda_of(folder.name),
             stripped=True,

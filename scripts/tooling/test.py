@@ -20,7 +20,7 @@ import sys
 import time
 from pathlib import Path
 
-from tooling import environment, processes, versions
+from tooling import emulated, environment, processes, versions
 
 ROOT = environment.ROOT
 MODULES = ["flashcell", "jinja2", "kernel_abi_check", "kernels", "accelerate", "matplotlib", "peft"]
@@ -47,6 +47,11 @@ def parse_arguments() -> argparse.Namespace:
         choices=versions.CHOICES,
         help="test with other torch and transformers, and nothing else",
     )
+    add(
+        "--machine",
+        choices=emulated.MACHINES,
+        help="test the kernels for another machine under emulation, and nothing else",
+    )
     add("--jobs", type=int, default=2, help="pytest processes")
     add("pytest", nargs="*", help="arguments for pytest, after --")
     environment.add_arguments(parser)
@@ -61,6 +66,8 @@ def main() -> None:
     home = environment.enter(args, ["dev", "train"], MODULES)
     if args.versions:
         return versions.run(args)
+    if args.machine:
+        return emulated.run(args)
     os.environ["HF_HOME"] = str(home / "huggingface")
     os.environ["RUFF_CACHE_DIR"] = str(home / "ruff")
     steps = lint_steps() if args.lint else [*lint_steps(), *run_steps(args, home)]

@@ -1,11 +1,12 @@
 """The build backend that pip calls (PEP 517): setuptools', with kernels and commands in its wheels.
 
-A wheel for Linux on x86-64 has the CPU kernels, which are compiled for it. `kernels`, one of pip's
---config-settings, changes that:
+A wheel for Linux on x86-64 or AArch64 has the CPU kernels, which are compiled for it. `kernels`, one of
+pip's --config-settings, changes that:
 
     kernels=build    compile them, or take what scripts/build_kernels has built here (the default)
     kernels=none     leave them out: the wheel is of Python alone (the default on other machines)
-    kernels=DIR      take finished builds from DIR/<kernel>/build, as scripts/build_wheels does
+    kernels=DIR      take finished builds from DIR/<kernel>/build, as scripts/build_wheels does; with
+                     machine=aarch64 those for that machine, and the wheel is for it
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from pathlib import Path
 from setuptools import build_meta
 from setuptools.build_meta import *  # noqa: F403  the hooks that stay as they are
 
-from tooling.builder import BuildError
+from tooling.builder import HERE, MACHINES, BuildError
 from wheels import archive, contents
 
 TORCH = "torch>=2.10"
@@ -58,10 +59,11 @@ def build_wheel(
     tag = "py3-none-any"
     if wanted is not None:
         try:
-            files |= _kernels(wanted)
+            machine = (config_settings or {}).get("machine", HERE)
+            files |= _kernels(wanted, machine)
         except (contents.UnfitVariant, BuildError) as error:
             raise SystemExit(f"error: {error}") from None
-        tag = contents.CPU_TAG
+        tag = contents.wheel_tag(machine)
     return archive.write_wheel(Path(wheel_directory), files, tag)
 
 
@@ -74,7 +76,8 @@ def build_sdist(sdist_directory: str, config_settings: Settings = None) -> str:
 def _wanted(settings: Settings) -> str | None:
     """Returns "build" or a folder of finished builds, or None for a wheel without kernels."""
     here = platform.system(), platform.machine()
-    can_build = here == ("Linux", "x86_64") and platform.libc_ver()[0] == "glibc"
+    is_known = here[0] == "Linux" and here[1] in MACHINES
+    can_build = is_known and platform.libc_ver()[0] == "glibc"
     wanted = (settings or {}).get("kernels", "build" if can_build else "none")
     if wanted == "none":
         return None
@@ -83,7 +86,7 @@ def _wanted(settings: Settings) -> str | None:
     if wanted == "build":
         raise SystemExit(
             f"error: kernels is 'build', but must be 'none' on {' '.join(here)}: kernels are built "
-            "for Linux on x86-64 with glibc"
+            f"for Linux on {' or '.join(MACHINES)} with glibc"
         )
     if not isinstance(wanted, str) or not Path(wanted).is_dir():
         raise SystemExit(
@@ -92,7 +95,7 @@ def _wanted(settings: Settings) -> str | None:
     return wanted
 
 
-def _kernels(wanted: str) -> dict[str, bytes]:
+def _kernels(wanted: str, machine: str) -> dict[str, bytes]:
     """Returns the CPU kernels' files and the lock, as they lie in the wheel."""
     torch = torch_folder()
     if torch is None:
@@ -100,8 +103,8 @@ def _kernels(wanted: str) -> dict[str, bytes]:
     builds = contents.ROOT / "kernel_builds" if wanted == "build" else Path(wanted)
     if wanted == "build":
         _compile(torch)
-    found = contents.finished(builds, torch / "include")
-    files = contents.kernels_of(found, "cpu", "flashcell/installed")
+    found = contents.finished(builds, torch / "include", machine)
+    files = contents.kernels_of(found, "cpu", machine, "flashcell/installed")
     return files | {"flashcell/installed/lock.py": contents.lock_text(contents.lock_of(found))}
 
 

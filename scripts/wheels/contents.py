@@ -14,13 +14,19 @@ except ImportError:  # Python 3.10 has no tomllib
     import tomli as tomllib
 
 from tooling.builder import Kernel, read_kernel
-from tooling.finished import UNIVERSAL, UnfitVariant, Variant, folders, read_variant
+from tooling.finished import (
+    UNIVERSAL,
+    UnfitVariant,
+    Variant,
+    folders,
+    machine_of,
+    read_variant,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 PINS = (
     "scripts/wheels/pins.py"  # in a source archive: the variants of its release for other devices
 )
-CPU_TAG = "py3-none-manylinux_2_28_x86_64"
 # The commands of `flashcell`, below scripts/, with all that they import; not the project's own tools.
 COMMANDS = (
     *("train", "evaluate", "export_model"),
@@ -36,6 +42,10 @@ COMMANDS = (
 )
 CARDS = "model_cards/TEMPLATE*.md"  # what a trained model's page is made from
 LINK = re.compile(r"(!?)\[([^]]*)\]\((?!https?:|mailto:|#)[^)]*\)")
+
+
+def wheel_tag(machine: str) -> str:
+    return f"py3-none-manylinux_2_28_{machine}"
 
 
 def project() -> dict[str, Any]:
@@ -63,11 +73,12 @@ def commands() -> dict[str, bytes]:
 
 
 def finished(
-    builds: Path, torch_include: Path, needed: str = "-cpu-"
+    builds: Path, torch_include: Path, machine: str, needed: str = "-cpu-"
 ) -> dict[str, tuple[Kernel, list[Variant]]]:
     """Returns the finished variants of every kernel of this tree, in `builds`/<kernel>/build.
 
-    One whose name has not `needed`, and which is of other sources, is left out and named."""
+    One for another machine, or whose name has not `needed`, and which is of other sources, is left
+    out and named."""
     found = {}
     for file in sorted((ROOT / "kernel_builds").glob("*/build.toml")):
         kernel, variants = read_kernel(file.parent), []
@@ -76,7 +87,7 @@ def finished(
                 if folder.name != UNIVERSAL:
                     variants.append(read_variant(kernel, folder, torch_include))
             except UnfitVariant as error:
-                if needed in folder.name:
+                if needed in folder.name and machine_of(folder.name) == machine:
                     raise
                 print(f"left out: {error}", flush=True)
         found[kernel.name] = kernel, variants
@@ -111,14 +122,16 @@ def lock_text(lock: dict, only: str = "") -> bytes:
 
 
 def kernels_of(
-    found: dict[str, tuple[Kernel, list[Variant]]], backend: str, place: str
+    found: dict[str, tuple[Kernel, list[Variant]]], backend: str, machine: str, place: str
 ) -> dict[str, bytes]:
-    """Returns the files of all variants for a backend (cpu, cu130), below the folder `place`."""
+    """Returns the files of all variants for a backend (cpu, cu130) and a machine, below the folder
+    `place`."""
     files = {}
     for name, (_, variants) in found.items():
-        mine = [v for v in variants if f"-{backend}" in v.name]
+        mine = [v for v in variants if f"-{backend}" in v.name and v.machine == machine]
         if not mine:
-            raise UnfitVariant(f"{name} has no finished variant for {backend}: build it first")
+            what = f"{backend} on {machine}"
+            raise UnfitVariant(f"{name} has no finished variant for {what}: build it first")
         for variant in mine:
             for path, file in variant.files.items():
                 files[f"{place}/{name}/{variant.name}/{path}"] = file.read_bytes()

@@ -46,20 +46,24 @@ def version_key(version: str) -> tuple[int, ...]:
 
 
 def write(
-    out: Path, version: str, found: dict[str, tuple[Kernel, list[Variant]]], needed: bool
+    out: Path,
+    version: str,
+    found: dict[str, tuple[Kernel, list[Variant]]],
+    machine: str,
+    needed: bool,
 ) -> list[str]:
-    """Writes a wheel for each CUDA among the variants, and returns their names.
+    """Writes a wheel for each CUDA among the variants for a machine, and returns their names.
 
     One that some kernel has no variant for is an error if wheels are `needed`, else left out."""
     project, names = contents.project(), []
-    variants = [variant for _, own in found.values() for variant in own]
+    variants = [v for _, own in found.values() for v in own if v.machine == machine]
     oldest: dict[str, str] = {}
     for cuda in sorted({variant.cuda for variant in variants if variant.cuda}, key=version_key):
         oldest.setdefault(cuda.split(".")[0], cuda)
     for major, cuda in oldest.items():
         package, tag = f"flashcell_cu{major}", f"cu{cuda.replace('.', '')}"
         try:
-            files = contents.kernels_of(found, tag, package)
+            files = contents.kernels_of(found, tag, machine, package)
         except UnfitVariant as error:
             if needed:
                 raise
@@ -79,5 +83,5 @@ def write(
         files[f"{package}/__init__.py"] = INIT.format_map(values).encode()
         files[f"{info}/METADATA"] = METADATA.format_map(values).encode()
         files[f"{info}/licenses/LICENSE"] = (contents.ROOT / "LICENSE").read_bytes()
-        names.append(archive.write_wheel(out, files, contents.CPU_TAG))
+        names.append(archive.write_wheel(out, files, contents.wheel_tag(machine)))
     return names

@@ -293,6 +293,6 @@ def test_abi_check(tmp_path, name):
     source.write_text(INIT + code.replace(" a(void)", " PyInit_a(void)"))
     subprocess.run(["gcc", "-shared", "-fPIC", source, "-o", library, *flags], check=True)
     include = Path(torch.__file__).parent / "include"
-    found = abi_check.problems(library, "2.10", include)
+    found = abi_check.problems(library, "2.10", include, build_toml.HERE)
     assert len(found) == (message is not None) or name == "glibc", found
     assert message is None or message in found[0] or message in found[-1], found

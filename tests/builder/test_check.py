@@ -141,7 +141,9 @@ def test_every_source_file_is_for_the_same_archs(tmp_path):
         library, parts = tmp_path / f"{objects}.so", [tmp_path / f"{name}.o" for name in objects]
         subprocess.run(["g++", "-shared", *parts, "-o", library], check=True)
         include = Path(torch.__file__).parent / "include"
-        found = abi_check.problems(library, "2.10", include, tuple(held), stripped=True)
+        found = abi_check.problems(
+            library, "2.10", include, build_toml.HERE, tuple(held), stripped=True
+        )
         said = f"has a source file that is not compiled for all of {held}"
         assert (said in found) == (objects == "ab"), found
 

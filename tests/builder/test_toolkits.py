@@ -15,6 +15,7 @@ import torch
 from tooling.builder import (
     BuildError,
     abi_check,
+    build_toml,
     configure,
     default_archs,
     later_gpus,
@@ -235,7 +236,12 @@ def test_the_runtime_is_that_of_the_variant(tmp_path, cuda, runtime, fits):
         [*compiler, source, "-o", library, "-Wl,--no-as-needed", "-x", "none", needed], check=True
     )
     found = abi_check.problems(
-        library, "2.10", Path(torch.__file__).parent / "include", cuda=cuda, stripped=True
+        library,
+        "2.10",
+        Path(torch.__file__).parent / "include",
+        build_toml.HERE,
+        cuda=cuda,
+        stripped=True,
     )
     said = f"CUDA {cuda}'s runtime, " if cuda else ""
     wrong = f"needs {needed.name}, which is not torch, {said}libc or libstdc++"

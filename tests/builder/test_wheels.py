@@ -17,7 +17,8 @@ from wheels import archive, backend, contents, cuda
 
 ROOT = Path(__file__).resolve().parents[2]
 VERSION = contents.project()["version"]
-NAME = f"flashcell-{VERSION}-{contents.CPU_TAG}.whl"
+TAG = contents.wheel_tag("x86_64")
+NAME = f"flashcell-{VERSION}-{TAG}.whl"
 # What a new user does first, in twelve lines; a warning is an error.
 TWELVE = """
 import flashcell, torch
@@ -41,8 +42,8 @@ def test_a_wheel_has_a_true_record_and_always_the_same_bytes(tmp_path):
     for order in (files, dict(reversed(files.items()))):
         folder = tmp_path / f"{len(names)}"
         folder.mkdir()
-        names.append(folder / archive.write_wheel(folder, order, contents.CPU_TAG))
-    assert names[0].name == f"k-1-{contents.CPU_TAG}.whl"
+        names.append(folder / archive.write_wheel(folder, order, TAG))
+    assert names[0].name == f"k-1-{TAG}.whl"
     assert names[0].read_bytes() == names[1].read_bytes()
     assert (
         zipfile.ZipFile(names[0]).namelist()[-1].startswith("k-1.dist-info/")
@@ -103,8 +104,8 @@ def test_cuda_kernels_are_a_wheel_for_each_cuda(tmp_path):
         contents.Variant(f"torch-stable-abi210-{name}-x86_64-linux", {"f": tmp_path / "file"}, "_k",
                          ["10.0", "9.0a"]) for name in names
     ]  # fmt: skip
-    made = cuda.write(tmp_path, "1.2", {"tfla": (kernel, variants)}, needed=True)
-    assert made == [f"flashcell_cu{n}-1.2-{contents.CPU_TAG}.whl" for n in (12, 13)]
+    made = cuda.write(tmp_path, "1.2", {"tfla": (kernel, variants)}, "x86_64", needed=True)
+    assert made == [f"flashcell_cu{n}-1.2-{TAG}.whl" for n in (12, 13)]
     files = archive.read_wheel(tmp_path / made[0])
     assert "flashcell_cu12/tfla/torch-stable-abi210-cu126-x86_64-linux/f" in files
     # With one of cu128 too it would be too large; that of cu126 serves every CUDA 12 from then on.
@@ -115,10 +116,10 @@ def test_cuda_kernels_are_a_wheel_for_each_cuda(tmp_path):
     assert "torch\nfor CUDA 12.6 or a later 12.x: " in metadata
     some = {"tfla": (kernel, variants), "diagonal-rnn": (kernel, variants[:2])}
     with pytest.raises(
-        contents.UnfitVariant, match="diagonal-rnn has no finished variant for cu13"
+        contents.UnfitVariant, match="diagonal-rnn has no finished variant for cu13 on x86_64"
     ):
-        cuda.write(tmp_path, "1.2", some, needed=True)
-    assert cuda.write(tmp_path, "1.2", some, needed=False) == made[:1]
+        cuda.write(tmp_path, "1.2", some, "x86_64", needed=True)
+    assert cuda.write(tmp_path, "1.2", some, "x86_64", needed=False) == made[:1]
 
 
 @pytest.fixture(scope="module")

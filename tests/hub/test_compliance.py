@@ -5,7 +5,7 @@ import shutil
 import pytest
 from kernels.variants import VariantAccepted, parse_variant
 
-from tooling import compliance
+from releasing import compliance
 
 X86 = "torch-stable-abi210-{}-x86_64-linux"
 

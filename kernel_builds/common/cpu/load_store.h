@@ -4,6 +4,8 @@
 #include "common/cpu/vec.h"
 #if defined(__F16C__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 namespace flashcell::FLASHCELL_ISA {
@@ -52,6 +54,10 @@ FN Word to_bf16(Vec<float> v) {  // rounds to nearest even; NaN becomes the quie
 FN void store_io(bf16* p, Vec<float> v) {
 #if defined(__AVX512F__)  // one instruction; GCC would take two, of eight lanes each
   const __m256i bits = _mm512_cvtepi32_epi16((__m512i)to_bf16(v));
+#elif defined(FLASHCELL_NEON_BF16)
+  const float32x4_t f = (float32x4_t)v.raw;
+  const uint16x4_t rounded = vreinterpret_u16_bf16(vcvt_bf16_f32(f));  // keeps a NaN's bits
+  const uint16x4_t bits = vbsl_u16(vmovn_u32(vceqq_f32(f, f)), rounded, vdup_n_u16(0x7fc0));
 #else
   const Short bits = __builtin_convertvector(to_bf16(v), Short);
 #endif
@@ -71,6 +77,13 @@ FN Vec<float> load_io(const fp16* p) {
 }
 FN void store_io(fp16* p, Vec<float> v) {
   _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph((__m256)v.raw, _MM_FROUND_TO_NEAREST_INT));
+}
+#elif defined(__aarch64__)  // these conversions are part of armv8-a
+FN Vec<float> load_io(const fp16* p) {
+  return (Vec<float>::Raw)vcvt_f32_f16((float16x4_t)vld1_u16((const uint16_t*)p));
+}
+FN void store_io(fp16* p, Vec<float> v) {
+  vst1_u16((uint16_t*)p, (uint16x4_t)vcvt_f16_f32((float32x4_t)v.raw));
 }
 #else
 FN float to_float(fp16 half) {

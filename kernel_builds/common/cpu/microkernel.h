@@ -11,9 +11,13 @@
 namespace flashcell::FLASHCELL_ISA {
 
 // kMaxVectors is the width of a panel, and kMaxRows the number of rows of C in registers. MR * NV
-// sums, NV columns and one broadcast value must fit in 32 (AVX-512) or 16 registers. Of a Zen 3's
-// peak, 6 x 2 and 4 x 3 reach 97 %, 3 x 4 reaches 83 %.
-constexpr bool kFewRegisters = kVectorBytes < 64;
+// sums, NV columns and one broadcast value must fit in 32 (AVX-512, NEON) or 16 registers. Of a
+// Zen 3's peak, 6 x 2 and 4 x 3 reach 97 %, 3 x 4 reaches 83 %.
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr bool kFewRegisters = false;
+#else
+constexpr bool kFewRegisters = true;
+#endif
 constexpr int kMaxVectors = kFewRegisters ? 2 : 4;
 template <int NV>
 constexpr int kMaxRows = kFewRegisters ? (NV == 3   ? 4
@@ -22,10 +26,10 @@ constexpr int kMaxRows = kFewRegisters ? (NV == 3   ? 4
                                        : (NV == 4 ? 6 : 8);
 // A panel wider than the registers allow is stored as several narrower panels, its parts.
 template <int NV>
-constexpr int kPartVectors = !kFewRegisters ? NV
-                             : NV % 3 == 0  ? 3
-                             : NV % 2 == 0  ? 2
-                                            : 1;
+constexpr int kPartVectors = !kFewRegisters && NV % 4 == 0 ? 4
+                             : NV % 3 == 0                 ? 3
+                             : NV % 2 == 0                 ? 2
+                                                           : 1;
 
 // Prefetch distance for panels larger than the second-level cache: hardware prefetch stops at page
 // boundaries.

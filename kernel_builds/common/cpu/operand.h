@@ -55,6 +55,23 @@ struct WidenedPairs {
     return acc + a * b;
   }
 };
+#elif defined(FLASHCELL_NEON_BF16)
+template <>
+struct Product<bf16> {
+  using Element = bf16;
+  static constexpr int kDepth = 2, kTurns = 1;
+  static FN bfloat16x8_t broadcast(const bf16* p, int = 0) {
+    uint32_t pair;
+    memcpy(&pair, p, sizeof pair);
+    return vreinterpretq_bf16_u32(vdupq_n_u32(pair));
+  }
+  static FN bfloat16x8_t load_columns(const bf16* p, int = 0) {
+    return vreinterpretq_bf16_u16(vld1q_u16((const uint16_t*)p));
+  }
+  static FN Vec<float> multiply_add(Vec<float> acc, bfloat16x8_t a, bfloat16x8_t b) {
+    return (Vec<float>::Raw)vbfdotq_f32((float32x4_t)acc.raw, a, b);
+  }
+};
 #endif
 
 template <typename IO>

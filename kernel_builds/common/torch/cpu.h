@@ -59,7 +59,7 @@ struct IdleScratch {
     constexpr int kTries = 200;
     for (int i = 0; i < kTries; ++i) {
       if (!busy.test_and_set(std::memory_order_acquire)) return true;
-      __builtin_ia32_pause();
+      pause_core();
     }
     return false;
   }

@@ -1,14 +1,34 @@
 // The choice of a CPU engine's instruction set.
 #pragma once
-#include <cpuid.h>
 #include <torch/headeronly/util/Exception.h>
 
 #include <cstdlib>
-#include <cstring>
+#include <string>
+#include <vector>
+#if defined(__aarch64__)
+#include <sys/auxv.h>
+#else
+#include <cpuid.h>
+#endif
 
 namespace flashcell {
 
-enum class Isa { kBaseline, kAvx2, kAvx512 };
+struct Level {
+  std::string name;
+  bool runs;         // on this CPU
+  const char* lack;  // what a CPU that does not run it lacks
+};
+
+#if defined(__aarch64__)
+
+// Returns FLASHCELL_LEVELS, in the same order.
+inline std::vector<Level> levels() {
+  constexpr unsigned long kBf16 = 1 << 14;  // HWCAP2_BF16: older system headers do not name it
+  return {{"baseline", true, ""},
+          {"neon_bf16", (getauxval(AT_HWCAP2) & kBf16) != 0, "BF16 instructions"}};
+}
+
+#else
 
 // Clang's __builtin_cpu_supports does not know these two.
 inline bool has_f16c_and_lzcnt() {
@@ -17,8 +37,8 @@ inline bool has_f16c_and_lzcnt() {
   return has_f16c && __get_cpuid(0x80000001, &a, &b, &c, &d) && c & 1u << 5;
 }
 
-// Chooses the widest engine that this CPU runs; FLASHCELL_CPU_ISA=baseline|avx2|avx512 names one.
-inline Isa select_isa() {
+// Returns FLASHCELL_LEVELS, in the same order.
+inline std::vector<Level> levels() {
   __builtin_cpu_init();
   const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
                         __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2") &&
@@ -27,19 +47,31 @@ inline Isa select_isa() {
       has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512cd") &&
       __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bf16");
+  return {{"baseline", true, ""},
+          {"avx2", has_avx2, "AVX2, FMA or F16C"},
+          {"avx512", has_avx512, "AVX-512 or AVX512-BF16"}};
+}
+
+#endif
+
+// Returns the index of the last level that this CPU runs, or of that which FLASHCELL_CPU_ISA names.
+inline size_t select_level() {
+  const std::vector<Level> all = levels();
   const char* wanted = std::getenv("FLASHCELL_CPU_ISA");
-  if (wanted == nullptr || *wanted == 0) {
-    return has_avx512 ? Isa::kAvx512 : has_avx2 ? Isa::kAvx2 : Isa::kBaseline;
+  size_t chosen = 0;
+  std::string names;
+  for (size_t i = 0; i < all.size(); ++i) {
+    if (wanted == nullptr || *wanted == 0) {
+      if (all[i].runs) chosen = i;
+    } else if (all[i].name == wanted) {
+      STD_TORCH_CHECK(all[i].runs, "FLASHCELL_CPU_ISA=", wanted, ": this CPU lacks ", all[i].lack);
+      return i;
+    }
+    names += (i == 0 ? "" : i + 1 == all.size() ? " or " : ", ") + all[i].name;
   }
-  if (!std::strcmp(wanted, "baseline")) return Isa::kBaseline;
-  if (!std::strcmp(wanted, "avx2")) {
-    STD_TORCH_CHECK(has_avx2, "FLASHCELL_CPU_ISA=avx2: this CPU lacks AVX2, FMA or F16C");
-    return Isa::kAvx2;
-  }
-  STD_TORCH_CHECK(!std::strcmp(wanted, "avx512"), "FLASHCELL_CPU_ISA=", wanted,
-                  ": must be baseline, avx2 or avx512");
-  STD_TORCH_CHECK(has_avx512, "FLASHCELL_CPU_ISA=avx512: this CPU lacks AVX-512 or AVX512-BF16");
-  return Isa::kAvx512;
+  STD_TORCH_CHECK(wanted == nullptr || *wanted == 0, "FLASHCELL_CPU_ISA=", wanted, ": must be ",
+                  names);
+  return chosen;
 }
 
 }  // namespace flashcell

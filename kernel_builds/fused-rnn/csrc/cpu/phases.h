@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "common/cells/math.h"
+#include "common/cpu/host.h"
 
 namespace flashcell::FLASHCELL_ISA {
 
@@ -28,7 +29,7 @@ FN void share(Phase& phase, int64_t count, const Task& task) {
   }
   __atomic_fetch_add(&phase.done, mine, __ATOMIC_RELEASE);
   for (int n = 1; __atomic_load_n(&phase.done, __ATOMIC_ACQUIRE) < count; ++n) {
-    __builtin_ia32_pause();
+    pause_core();
     if (n % kPauses == 0) sched_yield();
   }
 }

@@ -6,8 +6,10 @@
 namespace flashcell {
 
 inline const Backend& backend() {
-  static const Backend* const engines[] = {&baseline::kBackend, &avx2::kBackend, &avx512::kBackend};
-  static const Backend& chosen = *engines[int(select_isa())];
+#define FLASHCELL_ENGINE(level) &level::kBackend,
+  static const Backend* const engines[] = {FLASHCELL_LEVELS(FLASHCELL_ENGINE)};
+#undef FLASHCELL_ENGINE
+  static const Backend& chosen = *engines[select_level()];
   return chosen;
 }
 

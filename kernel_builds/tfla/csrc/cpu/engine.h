@@ -3,6 +3,7 @@
 #pragma once
 #include "../params.h"
 #include "common/cpu/host.h"
+#include "common/cpu/levels.h"
 
 namespace flashcell {
 
@@ -17,14 +18,11 @@ struct Backend {
   void (*epilogue_backward)(Dtype, const EpilogueBackwardParams&, const Host&);
 };
 
-namespace baseline {
-extern const Backend kBackend;
-}
-namespace avx2 {
-extern const Backend kBackend;
-}
-namespace avx512 {
-extern const Backend kBackend;
-}
+#define FLASHCELL_DECLARE(level) \
+  namespace level {              \
+  extern const Backend kBackend; \
+  }
+FLASHCELL_LEVELS(FLASHCELL_DECLARE)
+#undef FLASHCELL_DECLARE
 
 }  // namespace flashcell

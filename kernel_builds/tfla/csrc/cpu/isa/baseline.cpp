@@ -1,3 +1,3 @@
-// The engine for any x86-64 (build.toml sets the flags).
+// The engine for any x86-64, and any AArch64 (NEON).
 #define FLASHCELL_ISA baseline
 #include "backend.h"
