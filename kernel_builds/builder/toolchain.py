@@ -52,6 +52,14 @@ class Nvcc:
                 "name one with CXX"
             )
 
+    def cross_flags(self, runtime: Path) -> str:
+        """Returns flags to compile for another machine: with this machine's headers, which serve all
+        but which nvcc would seek in that machine's folder, and the CUDA `runtime` in a folder."""
+        command = [self.path, "--dryrun", "-c", "-x", "cu", os.devnull]
+        said = subprocess.run(command, capture_output=True, text=True).stderr
+        found = re.findall(r"^#\$ (?:SYSTEM_)?INCLUDES=(.*)$", said, re.MULTILINE)
+        return " ".join([*(flags.strip() for flags in found), f"-L{runtime}"])
+
     def check_version(self, least: tuple[int, ...], what: str) -> None:
         if _version(self.version) < least:
             raise BuildError(

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import later_gpus
-from build_toml import BUILDER, BuildError
+from build_toml import BUILDER, HERE, BuildError
 
 DEFAULT = "13.0"
 WHEELS_13 = (
@@ -104,6 +104,40 @@ def fetch(home: Path, version: str) -> None:
     partial.rename(root)
 
 
+def runtime(home: Path, version: str, machine: str, install: bool = True) -> Path:
+    """Returns a folder with the CUDA runtime of `version` for another machine, whose code nvcc links."""
+    folder = home / f"cudart-{version}-{machine}"
+    if folder.is_dir():
+        return folder
+    major = version.partition(".")[0]
+    pinned = WHEELS_13 if major == "13" else HEADERS_12
+    (wheel,) = (name for name in pinned if name.startswith("nvidia-cuda-runtime"))
+    if not install:
+        raise BuildError(
+            f"the state folder has no CUDA runtime for {machine}, and --here installs nothing: leave "
+            f"--here out to fetch {wheel}"
+        )
+    partial = folder.with_name(f"{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    print(f"fetching {wheel} for {machine} to {folder}", flush=True)
+    _install_wheels((wheel,), partial / "wheel", machine)
+    for file in (partial / "wheel").glob("nvidia/*/lib/libcuda*"):
+        shutil.move(file, partial)
+    shutil.rmtree(partial / "wheel")
+    _complete(partial, major)
+    partial.rename(folder)
+    return folder
+
+
+def _complete(lib: Path, major: str) -> None:
+    """Adds what linkers look for and wheels lack."""
+    (lib / "libcudart.so").symlink_to(f"libcudart.so.{major}")
+    # CMake's first test links these two, which our libraries do not need.
+    for name, content in (("cudart_static", b"INPUT(libcudart.so)\n"), ("cudadevrt", b"!<arch>\n")):
+        if not (lib / f"lib{name}.a").exists():
+            (lib / f"lib{name}.a").write_bytes(content)
+
+
 def _assemble(root: Path, version: str) -> None:
     """Puts a CUDA 12 toolkit together."""
     parts = root / "parts"
@@ -126,11 +160,8 @@ def _assemble(root: Path, version: str) -> None:
         shutil.copy(parts / "assembler/nvidia" / package / "bin" / name, root / "bin")
     (root / "bin/nvcc.profile").write_text(PROFILE)
     shutil.copy(headers / "cuda_runtime/lib/libcudart.so.12", root / "lib")
-    (root / "lib/libcudart.so").symlink_to("libcudart.so.12")
+    _complete(root / "lib", "12")
     (root / "lib64").symlink_to("lib")
-    # CMake's first test links these two, which no wheel has and our libraries do not need.
-    (root / "lib/libcudart_static.a").write_text("INPUT(libcudart.so)\n")
-    (root / "lib/libcudadevrt.a").write_bytes(b"!<arch>\n")
     if version == "12.8":
         for name, real in later_gpus.REAL.items():
             (root / "bin" / name).rename(root / "bin" / real)
@@ -140,8 +171,11 @@ def _assemble(root: Path, version: str) -> None:
     shutil.rmtree(parts)
 
 
-def _install_wheels(wheels: tuple[str, ...], target: Path) -> None:
+def _install_wheels(wheels: tuple[str, ...], target: Path, machine: str = HERE) -> None:
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", target]
+    if machine != HERE:
+        tags = (f"manylinux2014_{machine}", f"manylinux_2_17_{machine}")
+        pip += ["--only-binary=:all:", *(f"--platform={tag}" for tag in tags)]
     try:
         subprocess.run([*pip, *wheels], check=True)
     except subprocess.CalledProcessError:
