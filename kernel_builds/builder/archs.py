@@ -67,7 +67,7 @@ def find_gpu(python: Path) -> tuple[str, str] | None:
     )
     done = subprocess.run([python, "-c", code], capture_output=True, text=True)
     if done.returncode or not done.stdout.strip():
-        print("this machine has a GPU, but torch cannot use it: building for the CPU", flush=True)
+        print("this machine has a GPU, but torch cannot use it", flush=True)
         return None
     major, minor, cuda = done.stdout.split()
     return f"{major}.{minor}a" if (major, minor) == ("9", "0") else f"{major}.{minor}", cuda

@@ -38,7 +38,7 @@ def cpu_name(cpuinfo: str, requested: str | None = None) -> str:
     """Returns the CPU's name from /proc/cpuinfo with the kernels' instruction set: 'AMD EPYC (Zen
     3, AVX2)'.
 
-    As select_isa of kernel_builds/common/torch/cpu.h; `requested` is FLASHCELL_CPU_ISA.
+    As select_level of kernel_builds/common/torch/isa.h; `requested` is FLASHCELL_CPU_ISA.
     """
     found = dict(re.findall(r"^(\S[^\t:]*?)\s*:\s*(.*)$", cpuinfo, re.MULTILINE))
     flags = set(found["flags"].split())
