@@ -22,10 +22,10 @@ dtype than the input. Products of fp32 recurrences on CUDA follow `torch.backend
 Errors are torch.nn's: RuntimeError and ValueError for shapes and dtypes that do not fit the module.
 
 What differs: dropout draws other numbers from the same seed; outputs of our kernels are contiguous
-with batch_first too, those of torch.nn's forward are not; there are no second derivatives (except with backend="reference", and on a CPU
-where torch.nn's forward runs), no derivatives
-in forward mode (torch.func's grad, vjp and vmap work, jvp does not) and no torch.jit.script (errors say
-so). torch.compile breaks the graph at every module that is an nn.LSTM, nn.GRU or
+with batch_first too, those of torch.nn's forward are not; gradients that are to be differentiated
+again (create_graph=True) are computed by torch's own code, which takes longer and gives a warning,
+without dropout between layers; there are no derivatives in forward mode (torch.func's grad, vjp and
+vmap work once, jvp does not) and no torch.jit.script (errors say so). torch.compile breaks the graph at every module that is an nn.LSTM, nn.GRU or
 nn.RNN, these too; with torch._dynamo.config.allow_rnn = True these compile with fullgraph=True.
 torch.export takes them as they are.
 """

@@ -120,14 +120,6 @@ def test_dropout_keeps_what_its_mask_says(fused_rnn):
     assert all(grad.any() for grad in (grads[5], *grads[6:]))
 
 
-def test_second_derivatives_are_refused(fused_rnn):
-    x, state, weights, options = make(4, 2)
-    y, _ = fused_rnn.run_layers("lstm", x.requires_grad_(), state, weights, options)
-    (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match=r"second derivatives.*backend='reference'"):
-        dx.sum().backward()
-
-
 BAD = {
     "x": (lambda c: {**c, "x": c["x"][None]}, r"x must be \[T, B, I\]"),
     "cell": (lambda c: {**c, "x": c["x"][0], "directions": 2, "weights": 2 * c["weights"]},

@@ -12,6 +12,7 @@ from .cells import CELLS, Cell
 from .dispatch import BACKEND, ops
 from .formulas import is_recorded, register_fake
 from .private_names import BelowAutograd, any_requires_grad
+from .second_order import differentiable_gradients, versions
 
 Tensors = Sequence[torch.Tensor]
 # The arguments of the ops that are no tensors: batch_sizes, has_bias, projects, directions, batch_first,
@@ -25,6 +26,7 @@ class LayerOps(NamedTuple):
     forward: Any
     backward: Any
     gates: int
+    cell: str
 
 
 OPS: Dict[str, LayerOps] = {}
@@ -62,17 +64,17 @@ class _Layers(torch.autograd.Function):
         with BelowAutograd():
             y, last, kept = layer_ops.forward(x, state, weights, *options, True)
         _keep(ctx, layer_ops, x, state, weights, options, kept)
+        ctx.state, ctx.versions = state, versions(state)
         return (y, *last)
 
     @staticmethod
     def backward(ctx: Any, dy: Any, *dlast: Any) -> Any:
+        if torch.is_grad_enabled():  # create_graph=True
+            return (None, None, None, *_differentiate_twice(ctx, dy, dlast))
         wants_dx, wants_dstate = ctx.needs_input_grad[3], any(ctx.needs_input_grad[4 : -ctx.count])
         with BelowAutograd():
             dx, dstate, dweights = _differentiate(ctx, dy, dlast, wants_dx, wants_dstate)
-        grads: Sequence[Any] = (dx, *(dstate or [None] * len(ctx.state_dtypes)), *dweights)
-        if torch.is_grad_enabled():  # create_graph=True
-            grads = _refuse_second_derivative((dy, *dlast, *ctx.saved_tensors), grads)
-        return (None, None, None, *grads)
+        return (None, None, None, dx, *(dstate or [None] * len(ctx.state_dtypes)), *dweights)
 
 
 def _keep(
@@ -105,27 +107,23 @@ def _differentiate(
     return dx if wants_dx else None, dstate, dweights
 
 
-class _Refused(torch.autograd.Function):
-    """Returns gradients as they are, and refuses to differentiate them."""
-
-    @staticmethod
-    def forward(ctx: Any, source: torch.Tensor, *grads: torch.Tensor) -> Any:
-        return tuple(grad.clone() for grad in grads)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
+def _differentiate_twice(ctx: Any, dy: Any, dlast: Sequence[Any]) -> Sequence[Any]:
+    """Returns the gradients of x, states and weights, differentiable."""
+    dropout = ctx.options[6]
+    if dropout > 0:
         raise RuntimeError(
-            "fused_rnn has no second derivatives in its kernels: pass backend='reference', "
-            "which autograd differentiates any number of times"
+            f"dropout is {dropout} between layers, but must be 0 for create_graph=True: call eval(), or "
+            "torch.nn's module"
         )
-
-
-def _refuse_second_derivative(inputs: Sequence[Any], grads: Sequence[Any]) -> Sequence[Any]:
-    sources = [t for t in inputs if t is not None and t.requires_grad]
-    if not sources:
-        return grads
-    refused = iter(_Refused.apply(sources[0], *(g for g in grads if g is not None)))
-    return [None if g is None else next(refused) for g in grads]
+    if versions(ctx.state) != ctx.versions:
+        raise RuntimeError(
+            "an initial state was changed in place after the forward, but create_graph=True needs it "
+            "as it was: pass a clone"
+        )
+    x, *saved = ctx.saved_tensors
+    cell, gates = ctx.layer_ops.cell, ctx.layer_ops.gates
+    given = x, ctx.state, saved[: ctx.count], ctx.options
+    return differentiable_gradients(cell, gates, *given, dy, dlast)
 
 
 def _register(cell: Cell) -> None:
@@ -215,5 +213,6 @@ if BACKEND is not None:
             getattr(ops, f"{_cell.name}_layers_fwd").default,
             getattr(ops, f"{_cell.name}_layers_bwd").default,
             _cell.gates,
+            _cell.name,
         )
         _register(_cell)

@@ -1,0 +1,153 @@
+"""Tests second derivatives of the stand-ins for torch.nn's modules: create_graph=True."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import gradcheck, gradgradcheck
+from torch.nn.utils.rnn import pack_padded_sequence
+
+import flashcell
+
+I, D, B, T = 3, 4, 2, 5
+SEQUENCES = {
+    "LSTM": (flashcell.LSTM, {}),
+    "LSTM of 2 layers, both ways": (flashcell.LSTM, {"num_layers": 2, "bidirectional": True}),
+    "LSTM with a projection": (flashcell.LSTM, {"proj_size": 2}),
+    "LSTM without a bias": (flashcell.LSTM, {"bias": False, "batch_first": True}),
+    "GRU": (flashcell.GRU, {"num_layers": 2}),
+    "GRU both ways": (flashcell.GRU, {"bidirectional": True, "batch_first": True}),
+    "RNN": (flashcell.RNN, {}),
+    "RNN with relu": (flashcell.RNN, {"nonlinearity": "relu", "num_layers": 2}),
+}
+CELLS = {"LSTMCell": flashcell.LSTMCell, "GRUCell": flashcell.GRUCell, "RNNCell": flashcell.RNNCell}
+pytestmark = pytest.mark.filterwarnings("ignore:create_graph=True")
+
+
+def flat(result):
+    """Returns all tensors of a module's result."""
+    y, last = result
+    return (y, *(last if isinstance(last, tuple) else (last,)))
+
+
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_sequences(name):
+    kind, options = SEQUENCES[name]
+    module = kind(I, D, dtype=torch.float64, **options)
+    shape = (B, T, I) if options.get("batch_first") else (T, B, I)
+    x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    parameters = tuple(module.parameters())
+
+    def run(x, *parameters):
+        given = dict(zip(dict(module.named_parameters()), parameters, strict=True))
+        return flat(torch.func.functional_call(module, given, (x,)))
+
+    assert gradcheck(run, (x, *parameters), fast_mode=True)
+    assert gradgradcheck(run, (x, *parameters), fast_mode=True)
+
+
+@pytest.mark.parametrize("name", CELLS)
+@pytest.mark.parametrize("with_state", [True, False])
+def test_cells(name, with_state):
+    cell = CELLS[name](I, D, dtype=torch.float64)
+    x = torch.randn(B, I, dtype=torch.float64, requires_grad=True)
+    count = (2 if name == "LSTMCell" else 1) if with_state else 0
+    states = [torch.randn(B, D, dtype=torch.float64, requires_grad=True) for _ in range(count)]
+
+    def run(x, *states):
+        hx = None if not states else states if name == "LSTMCell" else states[0]
+        return cell(x, hx)
+
+    assert gradgradcheck(run, (x, *states))
+
+
+def test_packed_sequences_and_states():
+    module = flashcell.LSTM(I, D, dtype=torch.float64)
+    x = torch.randn(T, 3, I, dtype=torch.float64, requires_grad=True)
+    h = torch.randn(1, 3, D, dtype=torch.float64, requires_grad=True)
+
+    def run(x, h):
+        y, (h_n, c_n) = module(pack_padded_sequence(x, [2, 5, 3], enforce_sorted=False), (h, h))
+        return y.data, h_n, c_n
+
+    assert gradgradcheck(run, (x, h))
+    assert gradgradcheck(lambda x: module(pack_padded_sequence(x, [5, 5, 1]))[0].data, (x,))
+
+
+def test_first_derivatives_are_the_kernels():
+    """With and without create_graph the gradients agree; the warning comes with it alone."""
+    module = flashcell.GRU(8, 16, num_layers=2)
+    x = torch.randn(9, 3, 8, requires_grad=True)
+    sources = [x, *module.parameters()]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        own = torch.autograd.grad(module(x)[0].pow(2).sum(), sources)
+    with pytest.warns(
+        RuntimeWarning, match="create_graph=True: fused_rnn's kernels have no second"
+    ):
+        again = torch.autograd.grad(module(x)[0].pow(2).sum(), sources, create_graph=True)
+    torch.testing.assert_close(again, own)
+
+
+def test_a_gradient_penalty_is_torchs():
+    """A step of WGAN-GP (arXiv 1704.00028) changes the critic as it does with torch.nn's module."""
+
+    def step(critic):
+        torch.manual_seed(3)
+        real, fake = torch.randn(2, 6, 7, 5)
+        mixed = torch.lerp(real, fake, torch.rand(6, 1, 1)).requires_grad_()
+        (slope,) = torch.autograd.grad(critic(mixed).sum(), mixed, create_graph=True)
+        penalty = (slope.flatten(1).norm(dim=1) - 1).square().mean()
+        (critic(fake).mean() - critic(real).mean() + 10 * penalty).backward()
+        return [p.grad for p in critic.parameters()]
+
+    class Critic(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lstm, self.out = nn.LSTM(5, 8, batch_first=True), nn.Linear(8, 1)
+
+        def forward(self, x):
+            return self.out(self.lstm(x)[0][:, -1])
+
+    torch.manual_seed(0)
+    critic = Critic()
+    with torch.backends.mkldnn.flags(enabled=False):
+        want = [g.clone() for g in step(critic)]
+    critic.zero_grad()
+    flashcell.replace(critic)
+    torch.testing.assert_close(step(critic), want, rtol=1e-4, atol=1e-5)
+
+
+def test_what_cannot_be_differentiated_twice_is_refused():
+    module = flashcell.LSTM(I, D, num_layers=2, dropout=0.5)
+    x = torch.randn(T, B, I, requires_grad=True)
+    with pytest.raises(RuntimeError, match=r"dropout is 0\.5 between layers, but must be 0"):
+        torch.autograd.grad(module(x)[0].sum(), x, create_graph=True)
+    torch.autograd.grad(module.eval()(x)[0].sum(), x, create_graph=True)
+    h, c = torch.zeros(2, B, D), torch.zeros(2, B, D)
+    y, _ = module(x, (h, c))
+    h.add_(1)
+    torch.autograd.grad(y.sum(), x, retain_graph=True)
+    with pytest.raises(RuntimeError, match="an initial state was changed in place"):
+        torch.autograd.grad(y.sum(), x, create_graph=True)
+
+
+def test_torchs_switches_stay():
+    before = torch.backends.cudnn.enabled, torch.backends.mkldnn.enabled
+    cell = flashcell.LSTMCell(I, D)
+    x = torch.randn(B, I, requires_grad=True)
+    torch.autograd.grad(cell(x)[0].sum(), x, create_graph=True)
+    assert (torch.backends.cudnn.enabled, torch.backends.mkldnn.enabled) == before
+
+
+def test_hessian_vector_products():
+    module = flashcell.RNN(I, D, dtype=torch.float64)
+    torchs = nn.RNN(I, D, dtype=torch.float64)
+    torchs.load_state_dict(module.state_dict())
+    x, v = torch.randn(2, T, B, I, dtype=torch.float64)
+    products = [
+        torch.autograd.functional.hvp(lambda x, m=m: m(x)[0].pow(3).sum(), x, v)[1]
+        for m in (module, torchs)
+    ]
+    torch.testing.assert_close(*products)
