@@ -91,8 +91,8 @@ def running_maximum(new: torch.Tensor, gain: torch.Tensor) -> torch.Tensor:  # [
 def stabiliser(cell_inputs: Any, n: torch.Tensor, h_prev: torch.Tensor, marks: Marks):
     """Returns sLSTM's m of every step; n [B, T, N, D] is that before the step."""
     x, weight, bias, state = cell_inputs
-    r = torch.einsum("btnk,gnjk->btgnj", h_prev, weight[:2])  # of the gates i and f
-    pre = x[:, :, :2].to(n.dtype) + r
+    previous, rows = h_prev.to(n.dtype), weight[:2].to(n.dtype)  # of the gates i and f
+    pre = x[:, :, :2].to(n.dtype) + torch.einsum("btnk,gnjk->btgnj", previous, rows)
     i, f = (pre if bias is None else pre + bias[:2]).unbind(2)
     log_f, empty = F.logsigmoid(f), n == 0
     new, gain = i, torch.where(empty, -torch.inf, log_f)
