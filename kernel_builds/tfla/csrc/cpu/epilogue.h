@@ -36,9 +36,14 @@ struct HeadEpilogue {
 
   template <typename Term>
   FN T total(const T* x, const Term& term) const {
-    V sums(0);
-    for (int64_t c = 0; c < width; c += M::kWidth) sums += term(load(x + c));
-    return sum(sums);
+    // Several sums: one would wait for each addition, and round more where a vector is short.
+    V sums[4] = {V(0), V(0), V(0), V(0)};
+    for (int64_t c = 0; c < width; c += 4 * M::kWidth) {
+      for (int k = 0; k < 4; ++k) {
+        if (c + k * M::kWidth < width) sums[k] += term(load(x + c + k * M::kWidth));
+      }
+    }
+    return sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
   }
 
   void forward(T* x, const IO* gate, IO* out) const {
