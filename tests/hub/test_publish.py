@@ -1,5 +1,6 @@
 """Tests that scripts/publish_kernels publishes what was built and reviewed, once, and locks it."""
 
+import base64
 import hashlib
 import json
 import subprocess
@@ -115,11 +116,27 @@ def test_new_version(publish, project, hub):
     assert (branches["v1"], branches["v2"]) == (first["revision"], second["revision"])
 
 
-def test_a_new_version_locks_no_variant_of_the_old_one(publish, project):
-    """A variant that this machine cannot build still has the bytes of version 1: it is not locked."""
+def of_another_machine(project):
+    """Makes the variant one for aarch64, as its name and its library's ELF header say. Returns what
+    its folder was called, and is."""
     here = project.root / "build/torch-stable-abi210-cpu-x86_64-linux"
     there = here.with_name("torch-stable-abi210-cpu-aarch64-linux")
     here.rename(there)
+    (library,) = there.glob("*.so")
+    content = bytearray(library.read_bytes())
+    content[18:20] = (183).to_bytes(2, "little")  # EM_AARCH64
+    library.write_bytes(content)
+    file = there / "metadata.json"
+    metadata = json.loads(file.read_text())
+    digest = base64.b64encode(hashlib.sha256(content).digest()).decode()
+    metadata["digest"]["files"][library.name] = digest
+    file.write_text(json.dumps(metadata))
+    return here, there
+
+
+def test_a_new_version_locks_no_variant_of_the_old_one(publish, project):
+    """A variant that this machine cannot build still has the bytes of version 1: it is not locked."""
+    here, there = of_another_machine(project)
     publish()
     there.rename(project.root / there.name)
     toml = project.root / "build.toml"
@@ -161,9 +178,7 @@ def test_the_users_token_is_not_sent_to_a_local_hub(publish, local_hub, monkeypa
 
 
 def test_variant_from_another_machine_stays(publish, project):
-    here = project.root / "build/torch-stable-abi210-cpu-x86_64-linux"
-    there = here.with_name("torch-stable-abi210-cpu-aarch64-linux")
-    here.rename(there)
+    here, there = of_another_machine(project)
     publish()
     there.rename(project.root / there.name)
     project.build()

@@ -16,7 +16,7 @@ from typing import Any, List, NamedTuple, Optional, Tuple
 import torch
 import torch.nn.functional as F
 
-from .autograd import gradients, state_dtype
+from .backward import gradients, state_dtype
 from .cells import CELLS, Cell
 from .formulas import CALLS
 

@@ -4,49 +4,13 @@ The gates are either kept by the forward op (``save=True``) or recomputed by the
 forward op that was run with ``save=False`` is differentiable too.
 """
 
-from typing import Any, Optional, Tuple
-
 import torch
 
 from ._ops import BACKEND
+from .backward import gradients, state_dtype
 from .cells import CELLS, Cell
 from .formulas import CALLS, refuse_second_derivative, register_fake
 from .formulas import register as register_formula
-
-# dweight[g, n, j, k] = sum over b, t of dr[b, t, g, n, j] h_prev[b, t, n, k]. For wide heads on
-# CUDA this is one large product per head, which cuBLAS does best. For narrow heads it is tall and
-# thin, and our own kernel is faster.
-WIDEST_OWN_DWEIGHT = 256
-
-
-def state_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def wide_dweight(dr: torch.Tensor, h_prev: torch.Tensor, tf32: bool) -> torch.Tensor:
-    """dweight of wide heads: dr [B, T, G, N, D], h_prev [B, T, N, D] -> [G, N, D, D]."""
-    if not tf32 or dr.dtype != torch.float32:
-        return torch.einsum("btgnj,btnk->gnjk", dr, h_prev)
-    G, N, D = dr.shape[2:]
-    previous = h_prev.flatten(0, 1).transpose(0, 1)  # [N, rows, D]
-    if N == 1:
-        rows = dr.reshape(1, -1, G * D).mT
-        return CALLS["tf32_matmul"](rows, previous).view(G, 1, D, D)
-    gates = dr.flatten(0, 1).permute(1, 2, 3, 0)  # [G, N, D, rows]
-    return torch.stack([CALLS["tf32_matmul"](gate, previous) for gate in gates])
-
-
-def gradients(
-    cell: Cell, given: Tuple[Any, ...], grad_clip: Optional[float], tf32: bool, wants_dweight: bool
-) -> Tuple[torch.Tensor, Optional[torch.Tensor], torch.Tensor, torch.Tensor]:
-    """Returns dx, dweight, dbias and dstate. `given`: dh, dlast, what the forward kept, weight, and
-    the masks."""
-    h_prev, weight = given[3], given[4]
-    own = wants_dweight and (weight.device.type != "cuda" or weight.shape[-1] <= WIDEST_OWN_DWEIGHT)
-    dx, dr, dbias, dstate, dweight = CALLS[f"{cell.name}_bwd"](*given, grad_clip, tf32, own)
-    if wants_dweight and not own:
-        dweight = wide_dweight(dr if dr.dim() == 5 else dx, h_prev, tf32)
-    return dx, dweight if wants_dweight else None, dbias, dstate
 
 
 def register(cell: Cell) -> None:

@@ -40,6 +40,7 @@ from typing import Any, Tuple
 import torch
 
 from . import reference
+from .all_states import AllStates
 from .arguments import STORED, check_parameters, check_sequence, check_x
 from .checks import (
     check_choice,
@@ -58,9 +59,6 @@ from .padding import pad_call, padded_width
 from .projection import project
 from .reset_states import check_reset_state, split
 from .sequences import lower_masks, stack_states
-
-if BACKEND is not None:
-    from .all_states import AllStates
 
 State = Tuple[torch.Tensor, ...]
 Result = Tuple[Any, ...]  # (h, state) or (h, state, states)
