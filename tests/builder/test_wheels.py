@@ -116,7 +116,7 @@ def test_cuda_kernels_are_a_wheel_for_each_cuda(tmp_path):
     assert "torch\nfor CUDA 12.6 or a later 12.x: " in metadata
     some = {"tfla": (kernel, variants), "diagonal-rnn": (kernel, variants[:2])}
     with pytest.raises(
-        contents.UnfitVariant, match="diagonal-rnn has no finished variant for cu13 on x86_64"
+        contents.UnfitVariant, match="diagonal-rnn has no finished variant for cu130 on x86_64"
     ):
         cuda.write(tmp_path, "1.2", some, "x86_64", needed=True)
     assert cuda.write(tmp_path, "1.2", some, "x86_64", needed=False) == made[:1]
