@@ -189,12 +189,13 @@ def _extract(package: Package, target: Path) -> None:
     """Downloads a package with apt, from this machine's mirror of Debian, and unpacks it.
 
     apt gets a folder of its own, so the machine's package lists stay as they are."""
+    mirror = debian_mirror("CUDA 12's nvcc", "name an nvcc of CUDA 12 with --nvcc")
     folder = target / "apt"
     (folder / "state/lists/partial").mkdir(parents=True)
     (folder / "cache/archives/partial").mkdir(parents=True)
     (folder / "status").touch()
     (folder / "sources.list").write_text(
-        f"deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] {_mirror()} "
+        f"deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] {mirror} "
         f"{package.suite} {package.component}\n"
     )
     (folder / "apt.conf").write_text(
@@ -223,8 +224,9 @@ def check_sha256(file: Path, expected: str) -> None:
         raise BuildError(f"{file.name} has sha256 {found}, but must have {expected}: do not use it")
 
 
-def _mirror() -> str:
-    """Returns the URL of the first Debian mirror among apt's sources."""
+def debian_mirror(what: str, instead: str) -> str:
+    """Returns the URL of the first Debian mirror among apt's sources; the error says `what` comes from
+    there, and what to do `instead`."""
     command = ["apt-get", "indextargets", "--format", "$(REPO_URI)"]
     said = ""
     if shutil.which("apt-get") and shutil.which("dpkg-deb"):
@@ -233,6 +235,5 @@ def _mirror() -> str:
         if url.rstrip("/").endswith("/debian"):
             return url
     raise BuildError(
-        "CUDA 12's nvcc comes from Debian, but apt on this machine has no mirror of Debian: "
-        "name an nvcc of CUDA 12 with --nvcc"
+        f"{what} comes from Debian, but apt on this machine has no mirror of Debian: {instead}"
     )

@@ -20,10 +20,11 @@ import sys
 from pathlib import Path
 
 from tooling import environment, processes
+from tooling.builder import BuildError, toolkits
 
 ROOT = environment.ROOT
 MACHINES = ("aarch64",)
-DEBIAN, RELEASE, ARCHITECTURE = "http://deb.debian.org/debian", "bookworm", "arm64"
+RELEASE, ARCHITECTURE = "bookworm", "arm64"
 KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")
 PYTHON, PACKAGES = "3.11", ["python3.11", "libstdc++6"]
 PROGRAMS = {  # program -> the package of Debian and Ubuntu that has it
@@ -131,7 +132,11 @@ def fetch_packages(apt: Path, log: Path) -> list[Path]:
     for folder in ("lists/partial", "cache/archives/partial", "etc/preferences.d"):
         (apt / folder).mkdir(parents=True, exist_ok=True)
     (apt / "status").write_text("")  # no package is installed
-    source = f"deb [arch={ARCHITECTURE} signed-by={KEYRING}] {DEBIAN} {RELEASE} main\n"
+    try:
+        mirror = toolkits.debian_mirror("the emulated Python", "run it on Debian")
+    except BuildError as error:
+        environment.fail(str(error))
+    source = f"deb [arch={ARCHITECTURE} signed-by={KEYRING}] {mirror} {RELEASE} main\n"
     (apt / "sources.list").write_text(source)
     settings = {
         "APT::Architecture": ARCHITECTURE,

@@ -187,7 +187,7 @@ def test_without_a_mirror_of_debian(tmp_path, monkeypatch, sources):
         program(tmp_path / "apt-get", f"#!/bin/sh\necho {sources}\n")
         program(tmp_path / "dpkg-deb", "#!/bin/sh\n")
     with pytest.raises(BuildError, match=r"no mirror of Debian: name an nvcc of CUDA 12 with --nv"):
-        toolkits._mirror()
+        toolkits.debian_mirror("CUDA 12's nvcc", "name an nvcc of CUDA 12 with --nvcc")
 
 
 def test_code_for_later_gpus(tmp_path):
