@@ -1,7 +1,8 @@
 """Compares another package's model with itself after `flashcell.accelerate`: values, gradients, time.
 
 A script of this folder makes one model with random weights and ends in `compare(build)`, where
-`build(name)` returns the model and a function that runs it and returns a tensor. It prints one line of
+`build(name, device)` returns the model, with the package's own code for that device, and a function that
+runs it and returns a tensor. It prints one line of
 JSON. Errors are root mean squares, relative to those of the model's own values.
 """
 
@@ -17,10 +18,11 @@ import torch
 from torch import Tensor, nn
 
 Run = Callable[[nn.Module], Tensor]
-Build = Callable[[str], tuple[nn.Module, Run]]
+Build = Callable[[str, str], tuple[nn.Module, Run]]
 
 
 def compare(build: Build, names: tuple[str, ...], train: bool = True) -> None:
+    """`train`: gradients are compared too, in training mode (the models have no dropout)."""
     parser = argparse.ArgumentParser(
         description="compares a model with itself on flashcell's kernels"
     )
@@ -32,7 +34,7 @@ def compare(build: Build, names: tuple[str, ...], train: bool = True) -> None:
     random.seed(0)
     np.random.seed(0)  # noqa: NPY002 -- the programs draw from the global generator
     torch.manual_seed(0)
-    model, run = build(arguments.model)
+    model, run = build(arguments.model, device.type)
     model.to(device).eval()
 
     import flashcell
@@ -68,8 +70,9 @@ def same_state(first: nn.Module, second: nn.Module) -> bool:
 
 
 def gradients(model: nn.Module, run: Run) -> Tensor:
-    model.zero_grad()
+    model.train().zero_grad()
     y = run(model)
+    model.eval()
     weight = torch.linspace(-1, 1, y.numel(), dtype=y.dtype, device=y.device).view(y.shape)
     (y * weight).sum().backward()
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])

@@ -4,7 +4,7 @@ import torch
 from comparing import compare
 from tirex.models.tirex import TiRexZero
 
-SIZES = {"TiRex, 1 series": 1, "TiRex, 64 series": 64}
+SIZES = {"TiRex, 1 series": 1, "TiRex, 16 series": 16, "TiRex, 64 series": 64}
 CONFIG = {
     "input_patch_size": 32,
     "output_patch_size": 32,
@@ -14,8 +14,8 @@ CONFIG = {
 }
 
 
-def build(name):
-    model = TiRexZero("torch", CONFIG, train_ctx_len=2048)
+def build(name, device):
+    model = TiRexZero("cuda" if device == "cuda" else "torch", CONFIG, train_ctx_len=2048)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.04)
     context = torch.randn(SIZES[name], 2016).cumsum(1)

@@ -7,6 +7,7 @@ from tirex2.model.types import TimeseriesType
 
 SIZES = {
     "TiRex-2 sLSTM, 1 series": ("bi-slstm", 1),
+    "TiRex-2 sLSTM, 16 series": ("bi-slstm", 16),
     "TiRex-2 sLSTM, 64 series": ("bi-slstm", 64),
     "TiRex-2 mLSTM, 1 series": ("bi-mlstm", 1),
     "TiRex-2 mLSTM, 64 series": ("bi-mlstm", 64),
@@ -15,7 +16,7 @@ WIDTH, BLOCKS, PATCH = 512, 6, 32
 TOKENS = {"output_patch_size": PATCH, "input_patch_size": PATCH, "input_patch_stride": PATCH}
 
 
-def build(name):
+def build(name, device):
     kind, series = SIZES[name]
     block = {
         "time_mixer": {"model_type": kind, "embedding_dim": WIDTH, "num_heads": 4},
@@ -29,7 +30,7 @@ def build(name):
         num_blocks=BLOCKS, embedding_dim=WIDTH, input_patch_size=PATCH, output_patch_size=PATCH,
         quantiles=[0.1, 0.5, 0.9], tokenizer_cfg=TOKENS, scaler_cfg={}, h_expand=2.0,
         context_len=2048, future_len=64, input_ff_dim=1024, act_func="SiLU", dropout=0.0,
-        device="cpu",
+        device=device,
     )  # fmt: skip
     with torch.no_grad():
         for parameter in model.parameters():

@@ -17,7 +17,7 @@ BLOCKS = {"sLSTM and mLSTM": [1, 3], "sLSTM": "all", "mLSTM": []}
 WIDTH, TIME = 128, 200
 
 
-def build(name):
+def build(name, device):
     if name == "xLSTMLarge":
         config = xLSTMLargeConfig(
             embedding_dim=256, num_heads=4, num_blocks=3, vocab_size=400, return_last_states=True,
@@ -26,7 +26,8 @@ def build(name):
         )  # fmt: skip
         tokens = torch.randint(400, (4, TIME))
         return shake(xLSTMLarge(config)), lambda model: model(tokens.to(device_of(model)))[0]
-    slstm = sLSTMLayerConfig(backend="vanilla", num_heads=4, conv1d_kernel_size=4)
+    backend = "cuda" if device == "cuda" else "vanilla"
+    slstm = sLSTMLayerConfig(backend=backend, num_heads=4, conv1d_kernel_size=4)
     config = xLSTMBlockStackConfig(
         mlstm_block=mLSTMBlockConfig(mlstm=mLSTMLayerConfig(conv1d_kernel_size=4, num_heads=4)),
         slstm_block=sLSTMBlockConfig(slstm=slstm, feedforward=FeedForwardConfig()),
