@@ -7,12 +7,13 @@ autograd.Function, and the op runs below torch's autograd. torch.func's grad and
 autograd.Function of another form. The kernels share this file.
 """
 
-from typing import Any, Callable, Dict, Optional
+import warnings
+from typing import Any, Callable, Dict, Optional, Sequence, Tuple
 
 import torch
 from torch.autograd import forward_ad
 
-from .dispatch import ops
+from .dispatch import ops, without_autocast
 from .private_names import (
     BelowAutograd,
     any_requires_grad,
@@ -129,6 +130,40 @@ def in_forward_mode() -> bool:
 
 def has_tangent(value: torch.Tensor) -> bool:
     return in_forward_mode() and forward_ad.unpack_dual(value).tangent is not None
+
+
+def is_differentiated_again() -> bool:
+    """Whether a backward that runs now is recorded (create_graph=True) in eager mode. Transforms
+    record every backward."""
+    return torch.is_grad_enabled() and is_eager()
+
+
+def gradients_by(
+    reference: Callable, inputs: Sequence[Any], grads: Sequence[Optional[torch.Tensor]]
+) -> Tuple[Optional[torch.Tensor], ...]:
+    """Returns the gradients of `inputs`, differentiable any number of times: those of `reference`,
+    which computes the op's outputs in torch. None where none is needed."""
+    warnings.warn(
+        "create_graph=True: the kernel has no second derivatives, so the reference computes these "
+        "gradients, which takes longer",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    device = next(t for t in inputs if t is not None).device.type
+    with without_autocast(device):
+        outputs = reference(*inputs)
+        pairs = [
+            (o, d.to(o.dtype))
+            for o, d in zip(outputs, grads)
+            if d is not None and o is not None and o.requires_grad
+        ]
+        sources = [t for t in inputs if t is not None and t.requires_grad]
+        if not pairs or not sources:
+            return (None,) * len(inputs)
+        ys, ds = [o for o, _ in pairs], [d for _, d in pairs]
+        options: Any = {"create_graph": True, "allow_unused": True}
+        found = iter(torch.autograd.grad(ys, sources, ds, **options))
+    return tuple(next(found) if t is not None and t.requires_grad else None for t in inputs)
 
 
 def refuse_second_derivative(kernel: str, name: str) -> None:

@@ -239,12 +239,3 @@ def test_compiled_by_inductor(diagonal_rnn):
 
     for eager, traced in zip(*eager_and_compiled(model, x, a, backend="inductor"), strict=True):
         assert_close("compiled", traced, eager, EPS[torch.float32])  # observed 0.13
-
-
-def test_double_backward_is_refused(diagonal_rnn, name):
-    """The kernels have no second derivatives: the error names the alternative."""
-    call, sources = leaves(base(name))
-    h, _ = getattr(diagonal_rnn, name)(**call)
-    (dx,) = torch.autograd.grad(h.sum(), sources["x"], create_graph=True)
-    with pytest.raises(RuntimeError, match=r"second derivatives.*backend='reference'"):
-        dx.sum().backward()

@@ -140,15 +140,21 @@ def test_compiled_by_inductor(fused_rnn):
         assert_close("compiled", traced, eager, 8 * EPS[torch.float32])  # observed 2
 
 
-def test_double_backward_is_refused(fused_rnn, name):
-    """The kernels have no second derivatives: the error names the alternative."""
+def test_third_derivatives_are_refused(fused_rnn, name):
+    """The kernels have two derivatives: the error names the alternative."""
     call = make(CELLS[name], Case(1, 2, 1, 4), torch.float32)
     x = call["x"].requires_grad_()
-    h, _ = fused_rnn.recurrent(name, x, call["weight"])
-    (dx,) = torch.autograd.grad(h.sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match=r"second derivatives.*backend='reference'"):
-        dx.sum().backward()
-    h, _ = fused_rnn.recurrent(name, x, call["weight"], backend="reference")
-    (dx,) = torch.autograd.grad(h.pow(2).sum(), x, create_graph=True)
-    dx.sum().backward()
-    assert torch.isfinite(x.grad).all()
+
+    def differentiate(times, **options):
+        d = fused_rnn.recurrent(name, x, call["weight"], **options)[0].pow(3).sum()
+        for _ in range(times):
+            (dx,) = torch.autograd.grad(d, x, create_graph=True)
+            d = dx.pow(2).sum()
+        return dx
+
+    assert differentiate(2).isfinite().all()
+    with pytest.raises(RuntimeError, match=r"third derivatives.*backend='reference'"):
+        differentiate(3)
+    assert differentiate(3, backend="reference").isfinite().all()
+    with pytest.raises(RuntimeError, match=r"grad_clip is 1.0.*backend='reference'"):
+        differentiate(2, grad_clip=1.0)

@@ -287,12 +287,3 @@ def test_compiled_object(tfla, cell):
     assert torch.equal(eager, traced)
     for a, b in zip(*states, strict=True):
         assert torch.equal(a, b)
-
-
-def test_double_backward_is_refused(tfla):
-    """The kernels have no second derivatives: the error names the alternative."""
-    call, sources = leaves(base())
-    h, _ = tfla.mlstm(**call)
-    (dq,) = torch.autograd.grad(h.sum(), sources["q"], create_graph=True)
-    with pytest.raises(RuntimeError, match=r"second derivatives.*backend='reference'"):
-        dq.sum().backward()

@@ -9,9 +9,16 @@ import torch
 from ._ops import BACKEND
 from .arguments import sizes
 from .cells import CELLS, Cell
-from .formulas import CALLS, refuse_second_derivative, register_fake
+from .conv_reference import convolve
+from .formulas import (
+    CALLS,
+    gradients_by,
+    is_differentiated_again,
+    refuse_second_derivative,
+    register_fake,
+)
 from .formulas import register as register_formula
-from .reference import state_dtype
+from .reference import lower, sequence, state_dtype
 
 
 def register(cell: Cell) -> None:
@@ -48,6 +55,15 @@ def register(cell: Cell) -> None:
         everything = ctx.saved_tensors  # read once: checkpointing recomputes at each access
         tensors, kept = everything[:7], everything[7:]
         x, weight, state, *masks = tensors
+        if is_differentiated_again():
+
+            def run(x, weight, state):
+                lowered, weights = lower(cell, x, weight, masks)
+                given = lowered.x, weights, state, lowered.reset, lowered.hold
+                h, last = sequence(cell, *given)
+                return lowered.unpack(h).to(x.dtype), last
+
+            return *gradients_by(run, (x, weight, state), (dh, dlast)), *(None,) * 8
         if not ctx.save:
             h, _, saved, _ = CALLS[fwd](*tensors, ctx.method, ctx.tol, ctx.max_iters, True)
             kept = h, saved
@@ -57,6 +73,26 @@ def register(cell: Cell) -> None:
 
     register_formula(fwd, backward, setup_context)
     refuse_second_derivative("diagonal_rnn", bwd)
+
+
+def differentiable_gradients(fwd: str, dh, a, h, h0, reverse: bool):
+    """Returns da, db, dh0 of a scan, by a scan the other way: l_t = dh_t + a_{t+1}^T l_{t+1},
+    da_t = l_t h_{t-1}^T, db = l. It is differentiable, as h is, which the forward returned."""
+    block = a.dim() > h.dim()
+    first, end = (-1, 0) if reverse else (0, -1)
+    start = torch.zeros_like(h[:, first]) if h0 is None else h0.to(h.dtype)
+    towards = lambda one, t: torch.cat([one[:, None], t[:, :-1]], 1)
+    away = lambda one, t: torch.cat([t[:, 1:], one[:, None]], 1)
+    nothing = torch.zeros_like(a[:, end])
+    before = away(start, h) if reverse else towards(start, h)
+    after = towards(nothing, a) if reverse else away(nothing, a)
+    found = CALLS[fwd](after.mT if block else after, dh, None, not reverse)
+    if block:
+        da = found[..., None] * before[..., None, :]
+        dh0 = (a[:, first].mT @ found[:, first, ..., None]).squeeze(-1)
+    else:
+        da, dh0 = found * before, a[:, first] * found[:, first]
+    return da.to(a.dtype), found, None if h0 is None else dh0.to(h0.dtype)
 
 
 def register_scan(name: str) -> None:
@@ -78,6 +114,8 @@ def register_scan(name: str) -> None:
 
     def backward(ctx, dh):
         a, h, h0 = ctx.saved_tensors
+        if is_differentiated_again():
+            return *differentiable_gradients(fwd, dh, a, h, h0, ctx.reverse), None
         da, db, dh0 = CALLS[bwd](dh, a, h, h0, ctx.reverse)
         return da, db, None if h0 is None else dh0, None
 
@@ -107,6 +145,11 @@ def register_conv() -> None:
 
     def backward(ctx, dy):
         x, weight, window, reset = ctx.saved_tensors
+        if is_differentiated_again():
+            run = lambda x, rows, window: (
+                convolve(x, rows[:-1].mT, rows[-1], window, reset, ctx.silu),
+            )
+            return *gradients_by(run, (x, weight, window), (dy,)), None, None
         dx, dweight, dwindow = CALLS[bwd](dy, x, weight, window, reset, ctx.silu)
         return dx, dweight, None if window is None else dwindow, None, None
 

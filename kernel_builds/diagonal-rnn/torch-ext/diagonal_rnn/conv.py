@@ -3,7 +3,6 @@
 from typing import Optional
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .checks import (
@@ -14,6 +13,7 @@ from .checks import (
     check_size,
     check_tensor,
 )
+from .conv_reference import convolve
 from .dispatch import BACKEND, select_backend
 from .formulas import CALLS
 from .memory import check_memory
@@ -69,21 +69,4 @@ def causal_conv(
         return CALLS["causal_conv_fwd"](x, rows, window, reset, silu)
     if backend == "cuda":
         raise ValueError(f"weight has {past + 1} taps, but backend 'cuda' must have {TAPS}")
-    return _reference(x, weight, bias, window, reset, silu)
-
-
-def _reference(x, weight, bias, window, reset, silu) -> Tensor:
-    exact, past = state_dtype(x.dtype), weight.shape[1] - 1
-    window = x.new_zeros(x.shape[0], past, x.shape[2]) if window is None else window.to(x.dtype)
-    seen = torch.cat([window, x], 1)
-    document = None if reset is None else F.pad(reset.long(), (past, 0)).cumsum(1)
-    taps, T = weight.to(exact), x.shape[1]
-    y = x * taps[:, past]
-    for j in range(1, past + 1):
-        lag = seen[:, past - j : past - j + T]
-        if document is not None:
-            same = document[:, past - j : past - j + T] == document[:, past:]
-            lag = torch.where(same[..., None], lag, 0.0)
-        y = y + lag * taps[:, past - j]
-    y = y if bias is None else y + bias.to(exact)
-    return (F.silu(y) if silu else y).to(x.dtype)
+    return convolve(x, weight, bias, window, reset, silu)

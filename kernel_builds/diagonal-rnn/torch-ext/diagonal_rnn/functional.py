@@ -38,7 +38,7 @@ from .dispatch import BACKEND, select_backend
 from .formulas import CALLS, is_recorded
 from .memory import check_memory
 from .newton import sequence as parallel_sequence
-from .sequences import lower_masks, stack_states
+from .sequences import stack_states
 
 State = Tuple[torch.Tensor, ...]
 Result = Tuple[torch.Tensor, State]
@@ -182,12 +182,8 @@ def select_method(requested: str, backend: str, words: int, steps: int) -> str:
 def _reference(spec, x, weight, state, masks, options):
     """Computes h, last and [iterations, residual, finished] of a batch that has no masks but reset
     and hold."""
-    dtype, weight, bias = x.dtype, weight[: spec.weights], weight[spec.weights :]
-    if x.dim() == 5:
-        x = x.permute(1, 2, 3, 0, 4).flatten(3)
-    if len(bias):
-        x = x.to(weight.dtype) + bias
-    lowered = lower_masks(x, *masks)
+    dtype = x.dtype
+    lowered, weight = reference.lower(spec, x, weight, masks)
     given = spec, lowered.x, weight, state, lowered.reset, lowered.hold
     if options[0] == "sequential":
         h, last = reference.sequence(*given)

@@ -5,10 +5,22 @@ from typing import Optional, Tuple
 import torch
 
 from .cells import Cell
+from .sequences import Lowered, lower_masks
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def lower(cell: Cell, x: torch.Tensor, weight: torch.Tensor, masks) -> Tuple[Lowered, torch.Tensor]:
+    """Returns what the ops take as a batch [S, L, G, D] with no masks but reset and hold, the bias
+    added, and the weight [P, D] without the bias."""
+    weight, bias = weight[: cell.weights], weight[cell.weights :]
+    if x.dim() == 5:
+        x = x.permute(1, 2, 3, 0, 4).flatten(3)
+    if len(bias):
+        x = x.to(weight.dtype) + bias
+    return lower_masks(x, *masks), weight
 
 
 def sequence(

@@ -11,7 +11,7 @@ the op's own backward takes as a part of dh. Both are computed for all steps at 
 and the op's backward runs once, as it does without dc.
 """
 
-from typing import Any, List, NamedTuple, Optional, Tuple
+from typing import Any, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -61,13 +61,20 @@ def find_marks(x: torch.Tensor, masks: Masks) -> Marks:
     if lengths is not None:
         past = time >= lengths[:, None]
         hold = past if hold is None else hold | past
+        reset = None if reset is None else reset & ~past
     wide = lambda mark: None if mark is None else mark[..., None, None]
     return Marks(wide(hold), wide(reset), first[..., None, None], sequence)
 
 
 def scan_back(d: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:  # [B, T, N, D], both
-    """Returns A with A[t] = d[t] + keep[t + 1] A[t + 1], doubling the number of terms in each
-    round."""
+    """Returns A with A[t] = d[t] + keep[t + 1] A[t + 1]: step by step on a CPU, whose memory is slow,
+    and elsewhere, where a launch is, by doubling the number of terms in each round."""
+    if d.device.type == "cpu" and d.shape[1]:
+        ds, keeps = d.unbind(1), keep.unbind(1)
+        found = [ds[-1]]
+        for t in range(len(ds) - 2, -1, -1):
+            found.append(torch.addcmul(ds[t], keeps[t + 1], found[-1]))
+        return torch.stack(found[::-1], 1)
     keep, reach = torch.cat([keep[:, 1:], torch.zeros_like(keep[:, :1])], 1), 1
     while reach < d.shape[1]:
         near = d[:, :-reach] + keep[:, :-reach] * d[:, reach:]
@@ -143,7 +150,8 @@ class AllStates(torch.autograd.Function):
         dstates = dstates[: ctx.cell.states - 1 - ctx.cell.detached_states]
         extra = None
         if any(d is not None for d in dstates):
-            extra = through_states(ctx, dstates, weight, saved, h_prev, tuple(masks))
+            given = ctx.cell, ctx.clip, dstates, None
+            extra = through_states(*given, weight, saved, h_prev, tuple(masks))
             dh = (extra.dh if dh is None else dh + extra.dh).to(h_prev.dtype)
         elif dh is None:
             dh = torch.zeros_like(h_prev)
@@ -151,68 +159,97 @@ class AllStates(torch.autograd.Function):
         given = dh, dlast, saved, h_prev, weight, *masks
         dx, dweight, dbias, dstate = gradients(ctx.cell, given, ctx.clip, ctx.tf32, needs[1])
         if extra is not None:
-            dx, dbias = (dx + extra.dx).to(dx.dtype), dbias + extra.dx.sum((0, 1))
+            dx, dbias = extra.add_to(dx, dbias)
             dstate = dstate + extra.dstate
             dweight = None if dweight is None else dweight + extra.dweight
         results = dx, dweight, None if ctx.bias_dtype is None else dbias.to(ctx.bias_dtype), dstate
         return None, *(d if need else None for d, need in zip(results, needs)), *(None,) * 6
 
 
-class Through(NamedTuple):
-    """Gradients that reach the op's inputs, and its outputs h, by way of the states of each step."""
+class Sources(NamedTuple):
+    """Gradients of what enters each step, beside those of its outputs; None for zero."""
 
-    dx: (
-        torch.Tensor
-    )  # [B, T, G, N, D] in the state dtype; those of the pre-activations are the same
+    pre: Optional[torch.Tensor]  # [B, T, R, N, D]: pre-activations; GRU's last row is R_n h + b_nh
+    states: Optional[Sequence[torch.Tensor]]  # [B, T, N, D] each: c, n before the step
+    h: Optional[torch.Tensor]  # [B, T, N, D]: h before the step
+
+
+class Through(NamedTuple):
+    """Gradients that reach the op's inputs, and its outputs h, by way of states and sources."""
+
+    dx: torch.Tensor  # [B, T, R, N, D] in the state dtype: those of all pre-activations
     dh: torch.Tensor  # [B, T, N, D] in the state dtype
     dweight: torch.Tensor  # [G, N, D, D]
     dstate: torch.Tensor  # [K, S, N, D]
 
+    def add_to(self, dx: torch.Tensor, dbias: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
+        own = self.dx[:, :, : dx.shape[2]]
+        return (dx + own).to(dx.dtype), dbias + self.dx.sum((0, 1))
 
-def through_states(ctx, dstates, weight, saved, h_prev, masks: Masks) -> Through:
-    if ctx.clip not in (None, 0.0):
+
+def through_states(
+    cell: Cell, clip: Optional[float], dstates: Sequence[Optional[torch.Tensor]],
+    sources: Optional[Sources], weight: torch.Tensor, saved: torch.Tensor, h_prev: torch.Tensor,
+    masks: Masks,
+) -> Through:  # fmt: skip
+    """Takes `dstates`, of c and n after each step, and `sources` to everything before them."""
+    if clip not in (None, 0.0):
         raise RuntimeError(
-            f"grad_clip is {ctx.clip}, but must be None or 0 for gradients of the states that "
+            f"grad_clip is {clip}, but must be None or 0 for gradients of the states that "
             "return_states gives: pass backend='reference', or take gradients of h alone"
         )
-    cell: Cell = ctx.cell
     marks, dtype = find_marks(h_prev, masks), state_dtype(h_prev.dtype)
-    values = saved.to(dtype)
+    wide = lambda d: None if d is None else d.to(dtype)
+    kept = saved.to(dtype)
     if marks.held is not None:  # what is saved there is not defined
-        values = torch.where(marks.held[:, :, None], 0.0, values)
-    values = values.unbind(2)
+        kept = torch.where(marks.held[:, :, None], 0.0, kept)
+    values = kept.unbind(2)
+    carried = cell.states - cell.detached_states
     forget = values[1] if cell.name == "lstm" else values[0]
     keep = marks.keep(forget, 1.0)
     sequences = len(h_prev) if masks[3] is None else len(masks[3]) - 1
     dstate = forget.new_zeros(cell.states, sequences, *h_prev.shape[2:])
+    shift = lambda d: torch.cat([d[:, 1:], torch.zeros_like(d[:, :1])], 1)
     after: List[torch.Tensor] = []  # gradients of c, n after each step
-    for k, d in enumerate(dstates, 1):
-        d = torch.zeros_like(forget) if d is None else d.to(dtype)
+    for k in range(1, carried):
+        d = wide(dstates[k - 1]) if dstates else None
+        d = torch.zeros_like(forget) if d is None else d
         d = d if marks.held is None else torch.where(marks.held, 0.0, d)
+        if sources is not None and sources.states is not None:
+            entering = marks.keep(sources.states[k - 1].to(dtype), 0.0)
+            d = d + shift(torch.where(marks.first, 0.0, entering))
+            dstate[k] = marks.to_given(entering, sequences)
         after.append(scan_back(d, torch.where(marks.first, 0.0, keep)))
-        dstate[k] = marks.to_given(keep * after[-1], sequences)
+        dstate[k] += marks.to_given(keep * after[-1], sequences)
     if cell.name == "lstm":
         i, f, g, _, c = values
         (dc,) = after
         gates = [dc * g * i * (1 - i), dc * c * f * (1 - f), dc * i * (1 - g * g)]
-    else:
+    elif cell.name == "slstm":
         _, b, z, _, f, c, n = values
         dc, dn = after
         gates = [(dc * z + dn) * b, (dc * c + dn * n) * values[0] * (1 - f), dc * b * (1 - z * z)]
-    gates.append(torch.zeros_like(forget))  # the output gate comes after the states
+    else:
+        gates = []  # no state but h
+    while len(gates) < cell.bias_rows:  # the output gate comes after the states
+        gates.append(torch.zeros_like(forget))
     dx = torch.stack(gates, 2)
+    if sources is not None and sources.pre is not None:
+        dx = dx + sources.pre
     if marks.held is not None:
         dx = torch.where(marks.held[:, :, None], 0.0, dx)
+    dr = dx if cell.bias_rows == cell.gates else dx[:, :, [*range(cell.gates - 1), -1]]
     # The products are in the state dtype: the op's backward rounds its own part of the same sums.
     previous = h_prev.to(dtype)
-    dweight = torch.einsum("btgnj,btnk->gnjk", dx, previous).to(weight.dtype)
+    dweight = torch.einsum("btgnj,btnk->gnjk", dr, previous).to(weight.dtype)
     # The gradient of the h that enters a step, and from it that of the h that left the step before.
     entering = torch.zeros_like(previous)
-    if ctx.clip is None:
-        entering = torch.einsum("btgnj,gnjk->btnk", dx, weight.to(dtype))
+    if clip is None:
+        entering = torch.einsum("btgnj,gnjk->btnk", dr, weight.to(dtype))
+    if sources is not None and sources.h is not None:
+        entering = entering + sources.h
     entering = marks.keep(entering, 0.0)
-    inside = torch.where(marks.first, 0.0, entering)
-    leaving = torch.cat([inside[:, 1:], torch.zeros_like(inside[:, :1])], 1)
+    leaving = shift(torch.where(marks.first, 0.0, entering))
     if marks.held is not None:
         passes = marks.keep(torch.zeros_like(leaving), 1.0)
         leaving = scan_back(leaving, torch.where(marks.first, 0.0, passes))

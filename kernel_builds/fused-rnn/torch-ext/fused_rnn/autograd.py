@@ -9,8 +9,9 @@ import torch
 from ._ops import BACKEND
 from .backward import gradients, state_dtype
 from .cells import CELLS, Cell
-from .formulas import CALLS, refuse_second_derivative, register_fake
+from .formulas import CALLS, is_differentiated_again, refuse_second_derivative, register_fake
 from .formulas import register as register_formula
+from .second_derivatives import Gradients
 
 
 def register(cell: Cell) -> None:
@@ -49,11 +50,12 @@ def register(cell: Cell) -> None:
     def setup_context(ctx, inputs, output):
         x, weight, bias, state, *masks, ctx.grad_clip, ctx.tf32, ctx.save = inputs
         ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.again = False
         ctx.set_materialize_grads(False)
         kept = output[2:] if ctx.save else (x, bias, state)
         ctx.save_for_backward(weight, *masks, *kept)
 
-    def backward(ctx, dh, dlast, _dsaved, _dh_prev):
+    def backward(ctx, dh, dlast, dsaved, dh_prev):
         weight, reset, hold, lengths, cu_seqlens, *kept = ctx.saved_tensors
         if ctx.save:
             saved, h_prev = kept
@@ -66,7 +68,16 @@ def register(cell: Cell) -> None:
             dh = torch.zeros_like(h_prev)
         needs = ctx.needs_input_grad
         given = dh, dlast, saved, h_prev, weight, reset, hold, lengths, cu_seqlens
-        dx, dweight, dbias, dstate = gradients(cell, given, ctx.grad_clip, ctx.tf32, needs[1])
+        if is_differentiated_again():
+            ctx.again = (
+                True  # dsaved and dh_prev may now come from Gradients; otherwise they say nothing
+            )
+        if ctx.again:
+            dx, dweight, dbias, dstate = Gradients.apply(
+                cell, ctx.grad_clip, ctx.tf32, needs[1], dsaved, dh_prev, *given
+            )
+        else:
+            dx, dweight, dbias, dstate = gradients(cell, given, ctx.grad_clip, ctx.tf32, needs[1])
         return (
             dx if needs[0] else None,
             dweight,
@@ -105,6 +116,10 @@ def _linear_setup_context(ctx, inputs, output):
 
 
 def _linear_backward(ctx, dy):
+    if is_differentiated_again():
+        x, weight = ctx.saved_tensors
+        rows = dy.flatten(0, -2)
+        return dy @ weight, rows.mT @ x.flatten(0, -2), rows.sum(0) if ctx.has_bias else None
     dx, dweight, dbias = CALLS["linear_bwd"](dy, *ctx.saved_tensors, ctx.has_bias)
     return dx, dweight, dbias if ctx.has_bias else None
 

@@ -9,8 +9,16 @@ decoding and has no gradient.
 import torch
 
 from ._ops import BACKEND
-from .formulas import CALLS, refuse_second_derivative, register, register_fake
-from .reference import state_dtype
+from .cells import find_cell
+from .formulas import (
+    CALLS,
+    gradients_by,
+    is_differentiated_again,
+    refuse_second_derivative,
+    register,
+    register_fake,
+)
+from .reference import Options, State, epilogue, run_chunks, state_dtype
 
 
 def _states(k, v, cu_seqlens, exponential, normalized):
@@ -72,6 +80,16 @@ def _backward(ctx, dh, dC, dn, *_):
     *tensors, last_C, last_n, h, total, kept_C, kept_n = ctx.saved_tensors
     if tensors[0] is None:  # only the state was wanted, and h is empty
         dh = None
+    if is_differentiated_again():
+        exponential, normalized, eps, normalizer_grad, size = ctx.options
+        options = Options(find_cell(exponential, normalized), eps, normalizer_grad)
+
+        def run(q, k, v, i, f, C, n):
+            state = None if C is None else State(C, n, tensors[7])
+            h, last = run_chunks(q, k, v, i, f, state, tensors[8:12], options, size)
+            return h.to(k.dtype), last.C, last.n
+
+        return *gradients_by(run, tensors[:7], (dh, dC, dn)), *(None,) * 11
     of_forward = (last_C, last_n, h, total, kept_C, kept_n)
     grads = CALLS["mlstm_bwd"](dh, dC, dn, *of_forward, *tensors, *ctx.options)
     wanted = ctx.needs_input_grad[:7]
@@ -137,6 +155,13 @@ def _setup_epilogue(ctx, inputs, output):
 
 
 def _backward_epilogue(ctx, dy):
+    if is_differentiated_again():
+        norm, centered, eps = ctx.options
+        name = ("layer" if centered else "rms") if norm else None
+        run = lambda h, gate, weight: (
+            epilogue(h.to(state_dtype(h.dtype)), gate, name, weight, eps),
+        )
+        return *gradients_by(run, ctx.saved_tensors, (dy,)), None, None, None
     grads = CALLS["mlstm_epilogue_bwd"](dy, *ctx.saved_tensors, *ctx.options)
     given = [g if want else None for g, want in zip(grads, ctx.needs_input_grad)]
     return *given, None, None, None

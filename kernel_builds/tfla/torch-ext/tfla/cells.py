@@ -18,6 +18,11 @@ CELLS: Dict[str, Cell] = {
 INPUT_GATES = ("exp", "sigmoid")
 
 
+def find_cell(exponential: bool, normalized: bool) -> Cell:
+    """Returns the gate with the properties that the ops take."""
+    return next(c for c in CELLS.values() if c[1:3] == (exponential, normalized))
+
+
 def pick_cell(input_gate: str, normalize) -> Cell:
     """Returns the gate's properties; `normalize` is None or "floor", and the exponential gate is
     always normalized."""

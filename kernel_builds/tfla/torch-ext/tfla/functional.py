@@ -175,16 +175,9 @@ def run(chosen: str, q, k, v, i, f, state, masks, options: Options, chunk_size) 
     q, k, v, i, f, carried = cast(options.cell, q, k, v, i, f, state)
     size = chunk_size or default_chunk(options.cell, k.shape[3], v.shape[3], k.dtype, k.device.type)
     if chosen == "reference":
-        lowered = [lower_masks(t, *masks) for t in (k if q is None else q, k, v, i, f)]
-        rows = lowered[0]
-        q, k, v, i, f = (one.x for one in lowered)
-        if carried is None:
-            carried = reference.empty_state(options.cell, k, v)
         with without_autocast(k.device.type):  # its sums are in the states' dtype
-            h, last = reference.chunkwise(
-                q, k, v, i, f, rows.reset, rows.hold, carried, options, size
-            )
-        return rows.unpack(h), pack(last)
+            h, last = reference.run_chunks(q, k, v, i, f, carried, masks, options, size)
+        return h, pack(last)
     C, n, m = (None, None, None) if carried is None else carried
     exponential, normalized = options.cell.exponential, options.cell.normalized
     trains = q is not None and is_recorded(q, k, v, i, f, C, n)

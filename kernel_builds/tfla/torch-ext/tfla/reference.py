@@ -17,6 +17,7 @@ import torch
 from torch.nn.functional import layer_norm, logsigmoid
 
 from .cells import Cell
+from .sequences import lower_masks
 
 # Lower bound of a log gate: its exponential is 0 in every dtype, and sums of it stay finite.
 SHUT = -1000.0
@@ -115,6 +116,17 @@ def chunkwise(q, k, v, i, f, reset, hold, state: State, options: Options, size: 
         outputs.append(h)
     h = torch.cat(outputs, 1) if outputs else torch.zeros_like(v)
     return h if hold is None else h.masked_fill(hold[..., None, None], 0.0), state
+
+
+def run_chunks(q, k, v, i, f, state: Optional[State], masks, options: Options, size: int):
+    """`chunkwise` for what the op takes: masks are reset, hold, lengths and cu_seqlens, an absent state
+    is empty, and without q only the state counts."""
+    lowered = [lower_masks(t, *masks) for t in (k if q is None else q, k, v, i, f)]
+    rows = lowered[0]
+    q, k, v, i, f = (one.x for one in lowered)
+    state = empty_state(options.cell, k, v) if state is None else state
+    h, last = chunkwise(q, k, v, i, f, rows.reset, rows.hold, state, options, size)
+    return rows.unpack(h), last
 
 
 def chunk(q, k, v, log_i, log_f, reset, state: State, options: Options):
