@@ -27,7 +27,8 @@ again (create_graph=True) are computed by torch's own code, which takes longer a
 without dropout between layers; there are no derivatives in forward mode (torch.func's grad, vjp and
 vmap work once, jvp does not) and no torch.jit.script (errors say so). torch.compile breaks the graph at every module that is an nn.LSTM, nn.GRU or
 nn.RNN, these too; with torch._dynamo.config.allow_rnn = True these compile with fullgraph=True.
-torch.export takes them as they are.
+torch.export takes them as they are, and torch.onnx.export writes ONNX's own operators
+(onnx_export.py).
 """
 
 from typing import Any
@@ -42,6 +43,7 @@ from ..choice.cost_model import KINDS
 from ..hub.kernel_loader import check_backend, load_kernel
 from ..kernels import fused_rnn
 from ..kernels.fused_rnn.forward import run_cell, run_sequence
+from .onnx_export import export_sequence, is_onnx_export
 
 
 class _StandIn(nn.Module):
@@ -84,6 +86,8 @@ class _StandIn(nn.Module):
 
     def choose_kernel(self, input: Any, hx: Any) -> Any:
         """Returns the kernel that runs a call, or None: run torch.nn's own forward."""
+        if is_onnx_export():
+            return None
         if self.kernel_backend == "auto":
             return choose(self, self.call_kind, input, hx)
         return self.kernel_for(input)
@@ -103,6 +107,8 @@ class _Sequence(_StandIn, RNNBase):
     def forward(self, input: Any, hx: Any = None) -> Any:
         """Runs the layers, as torch.nn does: input, hx -> output, h_n or (h_n, c_n)."""
         kernel = self.choose_kernel(input, hx)
+        if kernel is None and torch.compiler.is_compiling() and is_onnx_export():
+            return export_sequence(self, input, hx)
         if kernel is None:
             return super().forward(input, hx)
         return run_sequence(self, kernel, input, hx)
