@@ -12,6 +12,7 @@ from .choice.backend_choice import explain
 from .hub.kernel_loader import kernel_info, load_kernel
 from .integrations.accelerate import accelerate
 from .integrations.flashrnn import flashrnn
+from .layers.quantize import quantize_dynamic
 from .layers.replace import drop_in, replace, restore
 from .layers.rnn import GRU, LSTM, RNN, GRUCell, LSTMCell, RNNCell
 from .utils.old_paths import import_old
@@ -82,6 +83,7 @@ __all__ = [
     "generate_many",
     "kernel_info",
     "load_kernel",
+    "quantize_dynamic",
     "replace",
     "restore",
 ]
