@@ -7,8 +7,8 @@ and G gates in an order of its own,
     X [T, B, I], W [N, G D, I], R [N, G D, D], B [N, 2 G D], initial_h, initial_c [N, B, D]
     -> Y [T, N, B, D], Y_h, Y_c [N, B, D]
 
-T and B may be dynamic axes. torch's operators stand in the graph only as placeholders of these, so the
-exporter's option `verify`, which runs them, compares with zeros: compare with the model instead.
+T and B may be dynamic axes. The program that torch captures holds placeholders of these operators, which
+return zeros. So the exporter's option `verify` reports differences: compare with the model instead.
 """
 
 from typing import Any

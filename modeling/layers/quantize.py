@@ -107,7 +107,8 @@ def quantize_dynamic(
         model = copy.deepcopy(model)
     if isinstance(model, (RNNBase, RNNCellBase)):  # torch converts what a model holds
         holder: Any = nn.Sequential(model)
-        return quantize_dynamic(holder, qconfig_spec, dtype, mapping, inplace=True)[0]
+        quantize_dynamic(holder, qconfig_spec, dtype, mapping, inplace=True)
+        return holder[0]
     table = dict(torch_mapping() if mapping is None else mapping)
     for own, ours in CLASSES.items():
         if own in table:
