@@ -1,7 +1,8 @@
 """Gradients of the layers that are differentiable themselves (create_graph=True).
 
-The kernels have none. So torch's own recurrent functions run the layers again, without cuDNN and oneDNN,
-whose gradients cannot be differentiated, and autograd differentiates them as often as asked.
+The ops of whole layers have none. On CUDA the cells' own ops run the layers again, whose gradients can be
+differentiated once more. Elsewhere, for packed sequences and for projections, torch's recurrent functions
+do, without cuDNN and oneDNN, whose gradients cannot be differentiated.
 """
 
 import warnings
@@ -9,12 +10,13 @@ from contextlib import contextmanager
 from typing import Any, Iterator, List, Optional, Sequence, Tuple
 
 import torch
+import torch.nn.functional as F
 
 from .dispatch import without_autocast
 
 Tensors = Sequence[torch.Tensor]
 SLOWER = (
-    "create_graph=True: fused_rnn's kernels have no second derivatives, so torch's own code computes "
+    "create_graph=True: fused_rnn has no second derivatives of this call, so torch's own code computes "
     "these gradients, which takes longer"
 )
 
@@ -29,17 +31,33 @@ def differentiable_gradients(
     dy: Optional[torch.Tensor], dlast: Sequence[Optional[torch.Tensor]],
 ) -> List[Optional[torch.Tensor]]:  # fmt: skip
     """Returns the gradients of x, of the states and of the weights; None for those that need none."""
-    warnings.warn(SLOWER, RuntimeWarning, stacklevel=2)
     inputs = [x, *state, *weights]
+    batch_sizes, _, projects, *_ = options
+    native = x.device.type == "cuda" and not projects and not batch_sizes
+    if not native:
+        warnings.warn(SLOWER, RuntimeWarning, stacklevel=2)
     with torch.enable_grad(), without_autocast(x.device.type), _plain_torch():
-        y, last = run(cell, gates, x, state, weights, options)
+        y, last = (run_cells if native else run)(cell, gates, x, state, weights, options)
     pairs = [(o, d) for o, d in zip((y, *last), (dy, *dlast)) if d is not None and o.requires_grad]
     sources = [t for t in inputs if t.requires_grad]
     if not pairs:
         return [None] * len(inputs)
     outputs, given = zip(*((o, d.to(o.dtype)) for o, d in pairs))
     found = iter(torch.autograd.grad(outputs, sources, given, create_graph=True, allow_unused=True))
-    return [next(found) if t.requires_grad else None for t in inputs]
+    grads = [next(found) if t.requires_grad else None for t in inputs]
+    return _in_memory_of_their_own(grads)
+
+
+def _in_memory_of_their_own(grads: List[Optional[torch.Tensor]]) -> List[Optional[torch.Tensor]]:
+    """Copies a gradient that is the same tensor as another: of b_ih and b_hh, which are added."""
+    seen, results = set(), []
+    for grad in grads:
+        if grad is not None:
+            memory = grad.untyped_storage().data_ptr()
+            grad = grad.clone() if memory in seen else grad
+            seen.add(memory)
+        results.append(grad)
+    return results
 
 
 def run(
@@ -68,6 +86,45 @@ def run(
     else:
         y, *last = function(x, hx, weights, *fixed, batch_first)
     return y, last
+
+
+def run_cells(
+    cell: str, gates: int, x: torch.Tensor, state: Tensors, weights: Tensors, options: Any
+) -> Tuple[torch.Tensor, Tensors]:
+    """Does what `run` does, by the cells' ops, without projections and packed sequences."""
+    from .functional import recurrent  # which imports the layers
+
+    _, has_bias, _, directions, batch_first, _, _, _ = options
+    is_cell = x.dim() == 2
+    y = x[:, None] if is_cell else x if batch_first else x.transpose(0, 1)
+    given = iter(w.to(x.dtype) for w in weights)
+    count = len(weights) // (4 if has_bias else 2)
+    lasts, outputs = [], []
+    for k in range(count):
+        backwards = k % directions == 1
+        w_ih, w_hh = next(given), next(given)
+        H = w_hh.shape[1]
+        bias = _join_biases(cell, next(given), next(given), H) if has_bias else None
+        rows = F.linear(y.flip(1) if backwards else y, w_ih).unflatten(-1, (gates, 1, H))
+        first = tuple((s if is_cell else s[k]).unsqueeze(1) for s in state) or None
+        h, last = recurrent(cell, rows, w_hh.view(gates, 1, H, H), bias, first)
+        h = h.squeeze(2)
+        outputs.append(h.flip(1) if backwards else h)
+        lasts.append(last)
+        if len(outputs) == directions:
+            y, outputs = torch.cat(outputs, -1), []
+    if is_cell:
+        return y.squeeze(1), [s.squeeze(1).to(x.dtype) for s in lasts[0][1:]]
+    last = [torch.stack(s).squeeze(2).to(x.dtype) for s in zip(*lasts)]
+    return y if batch_first else y.transpose(0, 1), last
+
+
+def _join_biases(cell: str, b_ih: torch.Tensor, b_hh: torch.Tensor, H: int) -> torch.Tensor:
+    """Returns [R, 1, H]; GRU's last row is of b_hh alone, for it is inside the reset gate's product."""
+    if cell != "gru":
+        return (b_ih + b_hh).view(-1, 1, H)
+    both, own = b_ih + b_hh, [b_ih[2 * H :], b_hh[2 * H :]]
+    return torch.cat([both[: 2 * H], *own]).view(4, 1, H)
 
 
 @contextmanager
