@@ -10,6 +10,7 @@ from ..layers.replace import check_kernel, check_module, find_replacements
 from ..layers.rnn_classes import KEPT, adopt, change_module, mixed
 from . import mlstm_cells
 from .slstm_cells import Tirex2Layer, TirexCell, XlstmCell
+from .trajectories import RecurrentPolicy, TorchrlGRU, TorchrlLSTM
 
 
 class Known(NamedTuple):
@@ -36,6 +37,13 @@ KNOWN = {
         "fused-rnn", _mixin(Tirex2Layer)
     ),
     ("xlstm.blocks.mlstm.cell", "mLSTMCell"): Known("tfla", mlstm_cells.stand_ins),
+    ("torchrl.modules.tensordict_module.rnn", "LSTMModule"): Known(
+        "fused-rnn", _mixin(TorchrlLSTM)
+    ),
+    ("torchrl.modules.tensordict_module.rnn", "GRUModule"): Known("fused-rnn", _mixin(TorchrlGRU)),
+    ("sb3_contrib.common.recurrent.policies", "RecurrentActorCriticPolicy"): Known(
+        "fused-rnn", _mixin(RecurrentPolicy)
+    ),
 }
 HOLDER = Known("tfla", mlstm_cells.stand_ins)  # a module whose mlstm_backend is one of THEIRS
 
@@ -57,7 +65,9 @@ def accelerate(model: nn.Module, *, backend: str = "auto") -> nn.Module:
     - torch.nn's LSTM, GRU, RNN and cells, as `flashcell.replace` takes them;
     - the package xlstm: sLSTM and mLSTM cells, so its xLSTMBlockStack and xLSTMLarge;
     - tirex-ts (TiRex) and tirex-2 (TiRex-2);
-    - transformers' xLSTM, and every module that computes with mlstm_kernels' mLSTMBackend.
+    - transformers' xLSTM, and every module that computes with mlstm_kernels' mLSTMBackend;
+    - TorchRL's LSTMModule and GRUModule, and sb3-contrib's recurrent policies: with resets in the
+      middle of a row all trajectories of a batch run in one call, from the states they begin with.
 
     Parameters, state dict and configuration do not change, and outputs only by rounding.
     `flashcell.restore` undoes it. A line in the log says what was swapped, and what was not and why.
@@ -95,8 +105,8 @@ def accelerate(model: nn.Module, *, backend: str = "auto") -> nn.Module:
     if not report.replaced and not report.skipped:
         raise ValueError(
             f"model is a {type(model).__name__} without a recurrent module that is known, but must "
-            "have one: torch.nn's LSTM, GRU, RNN or a cell, or one of xlstm, tirex-ts, tirex-2 or "
-            "transformers' xLSTM"
+            "have one: torch.nn's LSTM, GRU, RNN or a cell, or one of xlstm, tirex-ts, tirex-2, "
+            "transformers' xLSTM, torchrl or sb3-contrib"
         )
     for module, kind in found:
         adopt(module, kind, backend)

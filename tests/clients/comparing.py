@@ -1,14 +1,14 @@
 """Compares another package's model with itself after `flashcell.accelerate`: values, gradients, time.
 
-A script of this folder makes one model with random weights and ends in `compare(build)`, where
-`build(name, device)` returns the model, with the package's own code for that device, and a function that
-runs it and returns a tensor. It prints one line of
-JSON. Errors are root mean squares, relative to those of the model's own values.
+A script of this folder has a table of models with random weights and ends in `compare(models)`; each
+entry is a function that returns the model and a function that runs it and returns a tensor. It prints
+one line of JSON. Errors are root mean squares, relative to those of the model's own values.
 """
 
 import argparse
 import copy
 import json
+import logging
 import random
 import time
 from collections.abc import Callable
@@ -18,15 +18,25 @@ import torch
 from torch import Tensor, nn
 
 Run = Callable[[nn.Module], Tensor]
-Build = Callable[[str, str], tuple[nn.Module, Run]]
+Models = dict[str, Callable[[], tuple[nn.Module, Run]]]
 
 
-def compare(build: Build, names: tuple[str, ...], train: bool = True) -> None:
-    """`train`: gradients are compared too, in training mode (the models have no dropout)."""
+class Lines(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def compare(models: Models, train: bool = True) -> None:
     parser = argparse.ArgumentParser(
         description="compares a model with itself on flashcell's kernels"
     )
-    parser.add_argument("model", choices=names)
+    parser.add_argument("model", choices=models)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--seconds", type=float, default=0.0, help="time each side for so long")
     arguments = parser.parse_args()
@@ -34,14 +44,20 @@ def compare(build: Build, names: tuple[str, ...], train: bool = True) -> None:
     random.seed(0)
     np.random.seed(0)  # noqa: NPY002 -- the programs draw from the global generator
     torch.manual_seed(0)
-    model, run = build(arguments.model, device.type)
+    model, run = models[arguments.model]()
     model.to(device).eval()
 
     import flashcell
 
+    log = Lines()
+    logger = logging.getLogger("flashcell")
+    logger.addHandler(log)
+    logger.setLevel(logging.INFO)
     ours = flashcell.accelerate(copy.deepcopy(model))
+    logger.removeHandler(log)
     swapped = [name for name, m in ours.named_modules() if is_ours(m)]
     result = {"model": arguments.model, "swapped": len(swapped), "kind": kinds(ours)}
+    result["log"] = log.lines
     result["same_state_dict"] = same_state(model, ours)
     with torch.no_grad():
         want, got = run(model), run(ours)
@@ -49,7 +65,12 @@ def compare(build: Build, names: tuple[str, ...], train: bool = True) -> None:
     if train:
         result["gradient_error"] = relative(gradients(ours, run), gradients(model, run))
     if arguments.seconds:
-        result["ms_before"], result["ms_after"] = times(run, model, ours, arguments.seconds)
+        with torch.no_grad():
+            result["ms"] = times(run, model, ours, arguments.seconds)
+        if train:
+            result["training_ms"] = times(
+                lambda m: gradients(m, run), model, ours, arguments.seconds
+            )
     flashcell.restore(ours)
     with torch.no_grad():
         result["restored"] = torch.equal(run(ours), want) and kinds(ours) == ""
@@ -70,9 +91,8 @@ def same_state(first: nn.Module, second: nn.Module) -> bool:
 
 
 def gradients(model: nn.Module, run: Run) -> Tensor:
-    model.train().zero_grad()
+    model.zero_grad()
     y = run(model)
-    model.eval()
     weight = torch.linspace(-1, 1, y.numel(), dtype=y.dtype, device=y.device).view(y.shape)
     (y * weight).sum().backward()
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
@@ -86,13 +106,12 @@ def relative(got: Tensor, want: Tensor) -> float:
 def times(run: Run, model: nn.Module, ours: nn.Module, seconds: float) -> tuple[float, float]:
     """Returns the median milliseconds of both, run in turns."""
     taken: tuple[list[float], list[float]] = ([], [])
-    with torch.no_grad():
-        end = time.perf_counter() + 2 * seconds
-        while time.perf_counter() < end or len(taken[1]) < 3:
-            for side, which in zip(taken, (model, ours), strict=True):
-                start = time.perf_counter()
-                run(which)
-                if torch.cuda.is_available():
-                    torch.cuda.synchronize()
-                side.append(1e3 * (time.perf_counter() - start))
-    return float(np.median(taken[0])), float(np.median(taken[1]))
+    end = time.perf_counter() + 2 * seconds
+    while time.perf_counter() < end or len(taken[1]) < 3:
+        for side, which in zip(taken, (model, ours), strict=True):
+            start = time.perf_counter()
+            run(which)
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            side.append(1e3 * (time.perf_counter() - start))
+    return round(float(np.median(taken[0])), 3), round(float(np.median(taken[1])), 3)

@@ -1,5 +1,7 @@
 """Forecasts with TiRex (tirex-ts), at the sizes of its published model: 35 M parameters."""
 
+from functools import partial
+
 import torch
 from comparing import compare
 from tirex.models.tirex import TiRexZero
@@ -28,4 +30,4 @@ def build(name, device):
 
 
 if __name__ == "__main__":
-    compare(build, tuple(SIZES))
+    compare({name: partial(build, name) for name in SIZES})

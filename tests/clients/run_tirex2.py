@@ -1,5 +1,7 @@
 """Forecasts with TiRex-2 (tirex-2), with blocks of sLSTM or of mLSTM in both directions."""
 
+from functools import partial
+
 import torch
 from comparing import compare
 from tirex2.model.tirex2 import TiRex2
@@ -44,4 +46,4 @@ def build(name, device):
 
 
 if __name__ == "__main__":
-    compare(build, tuple(SIZES), train=False)
+    compare({name: partial(build, name) for name in SIZES}, train=False)

@@ -1,5 +1,7 @@
 """Runs the models of the package xlstm: block stacks of its sLSTM and mLSTM, and xLSTMLarge."""
 
+from functools import partial
+
 import torch
 from comparing import compare
 from xlstm import (
@@ -49,4 +51,4 @@ def device_of(model):
 
 
 if __name__ == "__main__":
-    compare(build, (*BLOCKS, "xLSTMLarge"))
+    compare({name: partial(build, name) for name in (*BLOCKS, "xLSTMLarge")})
