@@ -7,7 +7,7 @@ from torch import nn
 
 from ..hub.kernel_loader import check_backend, kernel_info
 from ..layers.replace import check_kernel, check_module, find_replacements
-from ..layers.rnn_classes import KEPT, adopt, change_module, mixed
+from ..layers.rnn_classes import KEPT, REPLACEMENTS, adopt, adopted, change_module, mixed
 from . import mlstm_cells
 from .slstm_cells import Tirex2Layer, TirexCell, XlstmCell
 from .trajectories import RecurrentPolicy, TorchrlGRU, TorchrlLSTM
@@ -29,6 +29,13 @@ def _mixin(kind: Any) -> Callable[[Any, type[nn.Module], str], dict[str, Any] | 
     return change
 
 
+def _through_super(module: Any, own: type[nn.Module], backend: str) -> dict[str, Any] | str:
+    """Changes a subclass of torch.nn's whose forward is known to call super().forward, which is then
+    flashcell's."""
+    kind = next(ours for base, ours in REPLACEMENTS.items() if issubclass(own, base))
+    return {"__class__": adopted(own, kind), "kernel_backend": backend}
+
+
 # By module and name, because no package of these is imported here.
 KNOWN = {
     ("xlstm.blocks.slstm.cell", "sLSTMCellBase"): Known("fused-rnn", _mixin(XlstmCell)),
@@ -37,6 +44,8 @@ KNOWN = {
         "fused-rnn", _mixin(Tirex2Layer)
     ),
     ("xlstm.blocks.mlstm.cell", "mLSTMCell"): Known("tfla", mlstm_cells.stand_ins),
+    ("pytorch_forecasting.models.nn.rnn", "LSTM"): Known("fused-rnn", _through_super),
+    ("pytorch_forecasting.models.nn.rnn", "GRU"): Known("fused-rnn", _through_super),
     ("torchrl.modules.tensordict_module.rnn", "LSTMModule"): Known(
         "fused-rnn", _mixin(TorchrlLSTM)
     ),
@@ -66,6 +75,7 @@ def accelerate(model: nn.Module, *, backend: str = "auto") -> nn.Module:
     - the package xlstm: sLSTM and mLSTM cells, so its xLSTMBlockStack and xLSTMLarge;
     - tirex-ts (TiRex) and tirex-2 (TiRex-2);
     - transformers' xLSTM, and every module that computes with mlstm_kernels' mLSTMBackend;
+    - pytorch-forecasting's LSTM and GRU, whose forward calls torch.nn's;
     - TorchRL's LSTMModule and GRUModule, and sb3-contrib's recurrent policies: with resets in the
       middle of a row all trajectories of a batch run in one call, from the states they begin with.
 
@@ -101,12 +111,13 @@ def accelerate(model: nn.Module, *, backend: str = "auto") -> nn.Module:
             report.skipped[name] = change
         else:
             report.replaced[name] = own.__name__
+            report.skipped.pop(name, None)
             changes.append((module, change))
     if not report.replaced and not report.skipped:
         raise ValueError(
             f"model is a {type(model).__name__} without a recurrent module that is known, but must "
             "have one: torch.nn's LSTM, GRU, RNN or a cell, or one of xlstm, tirex-ts, tirex-2, "
-            "transformers' xLSTM, torchrl or sb3-contrib"
+            "transformers' xLSTM, pytorch-forecasting, torchrl or sb3-contrib"
         )
     for module, kind in found:
         adopt(module, kind, backend)
