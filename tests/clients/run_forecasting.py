@@ -35,7 +35,7 @@ def darts():
         train_sample_shape=[(PAST, 1), (AHEAD, 1)],
     )  # fmt: skip
     data = PLModuleInput(past_target=torch.randn(BATCH, PAST, 1).cumsum(1))
-    return model, lambda model: model(data)
+    return model, lambda model: model(data).prediction
 
 
 def gluonts():
