@@ -123,3 +123,11 @@ def test_refusals(theirs):
         flashcell.accelerate(nn.Linear(2, 2))
     with pytest.raises(TypeError, match=r"model is a str, but must be a torch\.nn\.Module"):
         flashcell.accelerate("NX-AI/xLSTM-7b")
+
+
+def test_another_call_changes_the_backend():
+    model = nn.Sequential(nn.LSTM(4, 8), nn.GRUCell(8, 8))
+    flashcell.accelerate(model, backend="reference")
+    assert [m.kernel_backend for m in model] == ["reference"] * 2
+    flashcell.accelerate(model)
+    assert [m.kernel_backend for m in model] == ["auto"] * 2
