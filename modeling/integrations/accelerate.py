@@ -123,9 +123,9 @@ def accelerate(model: nn.Module, *, backend: str = "auto") -> nn.Module:
         adopt(module, kind, backend)
     for module, change in changes:
         change_module(module, change)
-    for module in model.modules():
-        if "_replaced" in vars(module):  # by an earlier call, perhaps for another backend
-            module.stand_in(backend)
+    adopted_ones: list[Any] = [m for m in model.modules() if "_replaced" in vars(m)]
+    for module in adopted_ones:  # those of an earlier call too, perhaps for another backend
+        module.stand_in(backend)
     report.log()
     return model
 
