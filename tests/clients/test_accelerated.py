@@ -28,27 +28,27 @@ MODELS = {
     "tirex: TiRex, 1 series": (TIREX, 12, 4e-4, 7e-2),
     "tirex2: TiRex-2 sLSTM, 1 series": (TIREX_2, 6, 1e-6, None),
     "tirex2: TiRex-2 mLSTM, 1 series": (TIREX_2, 6, 3e-6, None),
-    "reinforcement: TorchRL LSTMModule": (TORCHRL, 2, 1e-6, 1e-6),
-    "reinforcement: TorchRL LSTMModule, 2 layers": (TORCHRL, 2, 1e-6, 1e-6),
-    "reinforcement: TorchRL LSTMModule, no resets": (TORCHRL, 2, 1e-6, 1e-6),
-    "reinforcement: TorchRL GRUModule": (TORCHRL, 2, 1e-6, 1e-6),
-    "reinforcement: sb3-contrib RecurrentPPO": (PPO, 3, 1e-6, 1e-6),
-    "forecasting: darts BlockRNN": (DARTS, 1, 1e-6, 3e-6),
+    "reinforcement: TorchRL LSTMModule": (TORCHRL, 2, 1e-6, 3e-6),
+    "reinforcement: TorchRL LSTMModule, 2 layers": (TORCHRL, 2, 1e-6, 3e-6),
+    "reinforcement: TorchRL LSTMModule, no resets": (TORCHRL, 2, 1e-6, 3e-6),
+    "reinforcement: TorchRL GRUModule": (TORCHRL, 2, 1e-6, 3e-6),
+    "reinforcement: sb3-contrib RecurrentPPO": (PPO, 3, 1e-6, 2e-6),
+    "forecasting: darts BlockRNN": (DARTS, 1, 1e-6, 4e-6),
     "forecasting: neuralforecast LSTM": (NEURALFORECAST, 1, 1e-6, 2e-6),
     "forecasting: neuralforecast DeepAR": (NEURALFORECAST, 1, 1e-6, 2e-6),
-    "forecasting: gluonts DeepAR": (GLUONTS, 1, 1e-6, 5e-6),
+    "forecasting: gluonts DeepAR": (GLUONTS, 1, 1e-6, 6e-6),
     "forecasting: pytorch-forecasting TFT": (TFT, 2, 1e-6, 2e-6),
-    "layers: speechbrain CRDNN": (SPEECHBRAIN, 1, 1e-6, 3e-6),
+    "layers: speechbrain CRDNN": (SPEECHBRAIN, 1, 1e-6, 4e-6),
     "layers: speechbrain decoder": (SPEECHBRAIN, 2, 1e-6, 1e-6),
-    "layers: Demucs": (DEMUCS, 5, 1e-6, 1e-6),
-    "layers: PyG LSTM aggregation": (PYG, 1, 1e-6, 1e-6),
+    "layers: Demucs": (DEMUCS, 5, 1e-6, 3e-6),
+    "layers: PyG LSTM aggregation": (PYG, 1, 1e-6, 6e-6),
     "layers: PyG Set2Set": (PYG, 1, 1e-6, 2e-6),
-    "transformers: EnCodec": (TRANSFORMERS, 2, 1e-6, 1e-5),
+    "transformers: EnCodec": (TRANSFORMERS, 2, 1e-6, 3e-6),
     "transformers: Parakeet TDT": (TRANSFORMERS, 1, 1e-6, 1e-6),
     "transformers: Nemotron ASR streaming": (TRANSFORMERS, 1, 1e-6, 1e-6),
     "transformers: Nemotron 3.5 ASR": (TRANSFORMERS, 1, 1e-6, 1e-6),
-    "transformers: SLANet": (TRANSFORMERS, 1, 1e-6, 1e-5),
-    "transformers: SLANeXt": (TRANSFORMERS, 1, 1e-6, 1e-5),
+    "transformers: SLANet": (TRANSFORMERS, 1, 1e-6, 2e-6),
+    "transformers: SLANeXt": (TRANSFORMERS, 1, 1e-6, 2e-6),
 }
 
 
@@ -75,3 +75,4 @@ def test_computes_alike(install, fused_rnn, tfla, program):  # noqa: F811
     assert result["error"] <= bound, result
     if gradient_bound is not None:
         assert result["gradient_error"] <= gradient_bound, result
+        assert result["gradient_error_inside"] <= gradient_bound, result
