@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 Run = Callable[[nn.Module], Tensor]
-Models = dict[str, Callable[[], tuple[nn.Module, Run]]]
+Models = dict[str, Callable[..., tuple[nn.Module, Run]]]
 
 
 class Lines(logging.Handler):
@@ -32,7 +32,12 @@ class Lines(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def compare(models: Models, train: bool = True) -> None:
+def compare(
+    models: Models, train: tuple[str, ...] = ("cpu", "cuda"), by_device: bool = False
+) -> None:
+    """`train`: devices on which gradients are compared, too. With `by_device` an entry of `models` takes
+    the device's type, because the package has code of its own for CUDA, which has gradients in training
+    mode alone (the models have no dropout)."""
     parser = argparse.ArgumentParser(
         description="compares a model with itself on flashcell's kernels"
     )
@@ -44,7 +49,7 @@ def compare(models: Models, train: bool = True) -> None:
     random.seed(0)
     np.random.seed(0)  # noqa: NPY002 -- the programs draw from the global generator
     torch.manual_seed(0)
-    model, run = models[arguments.model]()
+    model, run = models[arguments.model](*[device.type][: int(by_device)])
     model.to(device).eval()
 
     import flashcell
@@ -63,8 +68,8 @@ def compare(models: Models, train: bool = True) -> None:
     with torch.no_grad():
         want, got = run(model), run(ours)
     result["error"] = relative(got, want)
-    if train:
-        got_all, want_all = gradients(ours, run), gradients(model, run)
+    if device.type in train:
+        got_all, want_all = (gradients(m, run, by_device) for m in (ours, model))
         result["gradient_error"] = relative(join(got_all), join(want_all))
         # Elsewhere a model may have gradients so large that these would not be seen.
         inside = [n for n in want_all if n.startswith(tuple(swapped))]
@@ -74,9 +79,9 @@ def compare(models: Models, train: bool = True) -> None:
         flashcell.accelerate(ours)  # backend "auto": what a user gets
         with torch.no_grad():
             result["ms"] = times(run, model, ours, arguments.seconds)
-        if train:
+        if device.type in train:
             result["training_ms"] = times(
-                lambda m: gradients(m, run), model, ours, arguments.seconds
+                lambda m: gradients(m, run, by_device), model, ours, arguments.seconds
             )
     flashcell.restore(ours)
     with torch.no_grad():
@@ -97,9 +102,10 @@ def same_state(first: nn.Module, second: nn.Module) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
 
 
-def gradients(model: nn.Module, run: Run) -> dict[str, Tensor]:
-    model.zero_grad()
+def gradients(model: nn.Module, run: Run, training: bool) -> dict[str, Tensor]:
+    model.train(training).zero_grad()
     y = run(model)
+    model.eval()
     # Not a ramp, of which the sums over time that a convolution makes would cancel.
     weight = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y)
     (y * weight).sum().backward()

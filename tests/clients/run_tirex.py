@@ -30,4 +30,4 @@ def build(name, device):
 
 
 if __name__ == "__main__":
-    compare({name: partial(build, name) for name in SIZES})
+    compare({name: partial(build, name) for name in SIZES}, train=("cpu",), by_device=True)

@@ -46,4 +46,4 @@ def build(name, device):
 
 
 if __name__ == "__main__":
-    compare({name: partial(build, name) for name in SIZES}, train=False)
+    compare({name: partial(build, name) for name in SIZES}, train=(), by_device=True)

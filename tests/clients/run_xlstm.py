@@ -51,4 +51,4 @@ def device_of(model):
 
 
 if __name__ == "__main__":
-    compare({name: partial(build, name) for name in (*BLOCKS, "xLSTMLarge")})
+    compare({name: partial(build, name) for name in (*BLOCKS, "xLSTMLarge")}, by_device=True)
