@@ -39,8 +39,8 @@ def find_trajectories(marks: Tensor) -> Trajectories:
     starts, ends = starts[by_length], ends[by_length]
     batch_sizes = len(starts) - lengths.bincount().cumsum(0)[:-1]
     begins = batch_sizes.cumsum(0) - batch_sizes
-    steps = torch.arange(len(batch_sizes)).repeat_interleave(batch_sizes)
-    which = torch.arange(first.numel()) - begins.repeat_interleave(batch_sizes)
+    steps = torch.arange(len(batch_sizes), device="cpu").repeat_interleave(batch_sizes)
+    which = torch.arange(first.numel(), device="cpu") - begins.repeat_interleave(batch_sizes)
     places, device = starts[which] + steps, marks.device
     return Trajectories(places.to(device), batch_sizes, starts.to(device), ends.to(device))
 

@@ -41,7 +41,7 @@ def by_heads(function, Wx, R, b, states):
             "bias_ih_l0": bias_ih.reshape(-1),
             "bias_hh_l0": bias_hh.reshape(-1),
         }
-        hx = tuple(states[:, :, :, n].transpose(1, 2))
+        hx = tuple(s.contiguous() for s in states[:, :, :, n].transpose(1, 2))
         x = Wx[:, :, :, n].reshape(B, T, -1)
         hx = hx if function == "lstm" else hx[0]
         y, last = torch.func.functional_call(module, parameters, (x, hx))

@@ -59,8 +59,8 @@ def test_they_are_the_references(fused_rnn, name, case, dtype):
     exact = second_gradients(reference.recurrent, name, upcast(call), wide, weights)
     assert got.keys() == exact.keys()
     for key in exact:
-        # Two sums, and on CUDA exponentials that are not exact: observed 1.3 times the bound of two.
-        terms = (8 if DEVICE == "cuda" else 2) * (
+        # Two sums, and on CUDA exponentials that are not exact: observed 1.3 times the bound of two sums.
+        terms = (16 if DEVICE == "cuda" else 2) * (
             max(case.D, case.B * case.T) if key in ("dweight", "dbias") else case.D
         )
         assert_as_accurate(key, got[key], exact[key], peer[key], terms)

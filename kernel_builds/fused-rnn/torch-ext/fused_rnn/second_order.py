@@ -104,8 +104,9 @@ def run_cells(
         backwards = k % directions == 1
         w_ih, w_hh = next(given), next(given)
         H = w_hh.shape[1]
-        bias = _join_biases(cell, next(given), next(given), H) if has_bias else None
-        rows = F.linear(y.flip(1) if backwards else y, w_ih).unflatten(-1, (gates, 1, H))
+        b_ih, b_hh = (next(given), next(given)) if has_bias else (None, None)
+        rows = F.linear(y.flip(1) if backwards else y, w_ih, b_ih).unflatten(-1, (gates, 1, H))
+        bias = None if b_hh is None else _rows_of(cell, b_hh, H)
         first = tuple((s if is_cell else s[k]).unsqueeze(1) for s in state) or None
         h, last = recurrent(cell, rows, w_hh.view(gates, 1, H, H), bias, first)
         h = h.squeeze(2)
@@ -119,12 +120,11 @@ def run_cells(
     return y if batch_first else y.transpose(0, 1), last
 
 
-def _join_biases(cell: str, b_ih: torch.Tensor, b_hh: torch.Tensor, H: int) -> torch.Tensor:
-    """Returns [R, 1, H]; GRU's last row is of b_hh alone, for it is inside the reset gate's product."""
-    if cell != "gru":
-        return (b_ih + b_hh).view(-1, 1, H)
-    both, own = b_ih + b_hh, [b_ih[2 * H :], b_hh[2 * H :]]
-    return torch.cat([both[: 2 * H], *own]).view(4, 1, H)
+def _rows_of(cell: str, b_hh: torch.Tensor, H: int) -> torch.Tensor:
+    """Returns b_hh as the cell's bias [R, 1, H]: GRU's third row is the input's alone."""
+    if cell == "gru":
+        b_hh = torch.cat([b_hh[: 2 * H], b_hh.new_zeros(H), b_hh[2 * H :]])
+    return b_hh.view(-1, 1, H)
 
 
 @contextmanager
