@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from .dispatch import without_autocast
+from .functional import recurrent
 
 Tensors = Sequence[torch.Tensor]
 SLOWER = (
@@ -92,8 +93,6 @@ def run_cells(
     cell: str, gates: int, x: torch.Tensor, state: Tensors, weights: Tensors, options: Any
 ) -> Tuple[torch.Tensor, Tensors]:
     """Does what `run` does, by the cells' ops, without projections and packed sequences."""
-    from .functional import recurrent  # which imports the layers
-
     _, has_bias, _, directions, batch_first, _, _, _ = options
     is_cell = x.dim() == 2
     y = x[:, None] if is_cell else x if batch_first else x.transpose(0, 1)
