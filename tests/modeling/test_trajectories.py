@@ -53,3 +53,12 @@ def test_each_as_if_alone(kind, marked):
     want_grads = torch.autograd.grad(want_sum, inputs)
     for got, want in zip(torch.autograd.grad(got_sum, inputs), want_grads, strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+
+
+def test_the_default_device_does_not_matter():
+    marks = torch.rand(3, 5, device="cpu") < 0.4
+    want = find_trajectories(marks)
+    with torch.device("meta"):
+        found = find_trajectories(marks)
+    for got, expected in zip(found, want, strict=True):
+        assert torch.equal(got, expected)
