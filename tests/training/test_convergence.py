@@ -66,7 +66,9 @@ def test_torch_lstm_is_flash_rnns_but_for_the_second_bias_and_its_start(batches)
         if not provider.bf16
     }
     curves = dict(zip(providers, train(providers.values(), batches), strict=True))
-    native, rounding = curves["flash_rnn"], distance(curves["flash_rnn"], curves["nudged-1"])
+    native = curves["flash_rnn"]
+    # How far one rounding moves the losses depends on the text: several are asked.
+    rounding = max(distance(native, c) for name, c in curves.items() if name.startswith("nudged"))
     assert distance(native, curves["nn.LSTM, one bias"]) < 5 * rounding
     for name in ("nn.LSTM", "nn.LSTM, its start"):
         ours = curves[name.replace("nn.LSTM", "flashcell.LSTM")]

@@ -224,7 +224,7 @@ def run_tangents(
     starts = marks.first.squeeze(-1).unbind(1)  # T times [B, 1, 1]
     begins = [False] * T if cu_seqlens is None else marks.first.flatten(2).any(2).any(0).tolist()
     s = [*given_states] if cu_seqlens is None else [h_prev.new_zeros(B, N, D)] * K
-    pres, befores, afters = [], [], []
+    all_pre, all_before, all_after = [], [], []
     for t in range(T):
         if begins[t]:
             first = (g[marks.sequence[:, t]] for g in given_states)
@@ -232,8 +232,8 @@ def run_tangents(
         if marks.cleared is not None:
             s = [torch.where(marks.cleared[:, t], 0.0, old) for old in s]
         pre = add_product(base[:, t], s[0], R)
-        befores.append(s)
-        pres.append(pre)
+        all_before.append(s)
+        all_pre.append(pre)
         along = [*pre.unbind(1), *s]
         new = []
         for terms in slopes:
@@ -245,17 +245,17 @@ def run_tangents(
         if marks.held is not None:
             new = [torch.where(marks.held[:, t], old, n) for old, n in zip(s, new)]
         s = new
-        afters.append(s)
+        all_after.append(s)
     last = h_prev.new_zeros(cell.states, S, N, D)
     last[:K] = torch.stack([*given_states])  # of sequences without a step
-    if not afters:
+    if not all_after:
         return Tangents(base, [h_prev] * K, h_prev, last)
-    after = [torch.stack(each, 1) for each in zip(*afters)]
+    after = [torch.stack(each, 1) for each in zip(*all_after)]
     rows, times, some = last_steps(h_prev, cu_seqlens)
     for k, each in enumerate(after):
         last[k, some] = each[rows, times]
     h = after[0] if marks.held is None else torch.where(marks.held, 0.0, after[0])
-    return Tangents(torch.stack(pres, 1), [torch.stack(b, 1) for b in zip(*befores)], h, last)
+    return Tangents(torch.stack(all_pre, 1), [torch.stack(b, 1) for b in zip(*all_before)], h, last)
 
 
 def slopes_of(after: torch.Tensor, by: Tensors) -> List[Tuple[int, Tensors]]:
