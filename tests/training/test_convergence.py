@@ -1,5 +1,6 @@
 """Tests scripts/convergence: what its curves are, and what it reports about them."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -65,10 +66,14 @@ def test_torch_lstm_is_flash_rnns_but_for_the_second_bias_and_its_start(batches)
         for provider in studies.torch_providers("reference")
         if not provider.bf16
     }
+    # How far one rounding moves the losses depends on which it is and on the text, so three are asked.
+    for seed in (2, 3):
+        providers[f"nudged-{seed}"] = replace(
+            providers["nudged-1"], name=f"nudged-{seed}", nudge=seed
+        )
     curves = dict(zip(providers, train(providers.values(), batches), strict=True))
     native = curves["flash_rnn"]
-    # How far one rounding moves the losses depends on the text: several are asked.
-    rounding = max(distance(native, c) for name, c in curves.items() if name.startswith("nudged"))
+    rounding = max(distance(native, curves[f"nudged-{seed}"]) for seed in (1, 2, 3))
     assert distance(native, curves["nn.LSTM, one bias"]) < 5 * rounding
     for name in ("nn.LSTM", "nn.LSTM, its start"):
         ours = curves[name.replace("nn.LSTM", "flashcell.LSTM")]
