@@ -172,7 +172,7 @@ def refuse_second_derivative(kernel: str, name: str) -> None:
 
     def backward(ctx, *grads):
         raise RuntimeError(
-            f"{kernel} has no second derivatives in its kernels: pass backend='reference', "
+            f"{kernel} has no second derivatives of this call: pass backend='reference', "
             "which autograd differentiates any number of times"
         )
 

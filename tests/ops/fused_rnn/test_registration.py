@@ -158,3 +158,15 @@ def test_third_derivatives_are_refused(fused_rnn, name):
     assert differentiate(3, backend="reference").isfinite().all()
     with pytest.raises(RuntimeError, match=r"grad_clip is 1.0.*backend='reference'"):
         differentiate(2, grad_clip=1.0)
+
+
+@pytest.mark.parametrize("trained", ["x alone", "both"])
+def test_second_derivatives_of_all_states_are_refused(fused_rnn, trained):
+    """Also where the gradients of the outputs are constants and the weight has none."""
+    call = make(CELLS["lstm"], Case(1, 3, 1, 4), torch.float32)
+    x = call["x"].requires_grad_()
+    weight = call["weight"].requires_grad_(trained == "both")
+    h, _, (_, c) = fused_rnn.lstm(x, weight, return_states=True)
+    (dx,) = torch.autograd.grad(h.sum() + c.sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"no second derivatives.*backend='reference'"):
+        dx.sum().backward()

@@ -57,13 +57,16 @@ def test_they_are_the_references(fused_rnn, name, case, dtype):
     peer = second_gradients(reference.recurrent, name, call, given, weights)
     wide = [d.double() for d in given]
     exact = second_gradients(reference.recurrent, name, upcast(call), wide, weights)
-    assert got.keys() == exact.keys()
+    options = {"backend": DEVICE, "save": "recompute"}
+    recomputed = second_gradients(fused_rnn.recurrent, name, call, given, weights, **options)
+    assert got.keys() == exact.keys() == recomputed.keys()
     for key in exact:
         # Two sums, and on CUDA exponentials that are not exact: observed 1.3 times the bound of two sums.
         terms = (16 if DEVICE == "cuda" else 2) * (
             max(case.D, case.B * case.T) if key in ("dweight", "dbias") else case.D
         )
         assert_as_accurate(key, got[key], exact[key], peer[key], terms)
+        assert_as_accurate(key, recomputed[key], exact[key], peer[key], terms)
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="the kernels on CUDA have no fp64")

@@ -141,7 +141,8 @@ class AllStates(torch.autograd.Function):
         ctx.cell, ctx.bias_dtype = CELLS[cell], None if bias is None else bias.dtype
         ctx.save_for_backward(weight, saved, h_prev, *masks)
         detached = states[len(states) - ctx.cell.detached_states :]
-        ctx.mark_non_differentiable(saved, h_prev, *detached)
+        # `saved` stays attached, so that the op below sees a second derivative and refuses it.
+        ctx.mark_non_differentiable(*detached)
         ctx.set_materialize_grads(False)
 
     @staticmethod

@@ -68,11 +68,10 @@ def register(cell: Cell) -> None:
             dh = torch.zeros_like(h_prev)
         needs = ctx.needs_input_grad
         given = dh, dlast, saved, h_prev, weight, reset, hold, lengths, cu_seqlens
-        if is_differentiated_again():
-            ctx.again = (
-                True  # dsaved and dh_prev may now come from Gradients; otherwise they say nothing
-            )
-        if ctx.again:
+        again = is_differentiated_again()
+        if again:  # the node that made `saved` is this one, or that of the forward that ran above
+            saved.grad_fn.again = True  # so its dsaved and dh_prev come from Gradients
+        if again or ctx.again:
             dx, dweight, dbias, dstate = Gradients.apply(
                 cell, ctx.grad_clip, ctx.tf32, needs[1], dsaved, dh_prev, *given
             )

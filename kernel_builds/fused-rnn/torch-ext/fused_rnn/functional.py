@@ -27,7 +27,8 @@ Every sequence function takes, besides what its docstring says,
 and returns ``(h, state)``, or ``(h, state, states)``: h [B, T, N, D] in x's dtype and the K last
 states in fp32 (fp64 for fp64), unrounded. Sums are in fp32 (fp64); h is rounded to x's dtype only as
 an operand of the recurrent product. Weights in another dtype than x are cast inside, their gradients come back in
-their own, and can be differentiated once more (create_graph=True) unless grad_clip is given.
+their own, and can be differentiated once more (create_graph=True) unless grad_clip
+or return_states is given.
 Wrong arguments raise TypeError or ValueError naming the argument, what it was and what
 it must be; a backend that is not here raises RuntimeError. What only the values of lengths and
 cu_seqlens tell (their range and order), and the number of reset's marks, is checked on the CPU. On CUDA, where reading them would wait
