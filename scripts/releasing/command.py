@@ -13,7 +13,7 @@ from releasing.progress import State, Step, Stop
 from releasing.release import Rehearsal, Release, check_clean, git, opened, package_version
 from releasing.steps import ROOT, steps
 from tooling import processes
-from tooling.builder import BuildError
+from tooling.builder import MACHINES, BuildError
 
 NO_SIGNATURES = "signatures, because a rehearsal has nobody's identity"
 
@@ -24,14 +24,14 @@ def run(args: argparse.Namespace, home: Path, started: float) -> int:
     try:
         version = package_version()
         backends = [*(args.backend or ["cpu", "cuda"]), "universal"]
-        release = kind(version, home, backends, args.here)
+        machines = args.machine or list(MACHINES)
+        release = kind(version, home, backends, machines, args.archs, args.here)
         todo = steps(args.rehearse)
         progress.check(todo, args.skip)
         check_clean()
         release.folder.mkdir(parents=True, exist_ok=True)
         with processes.locked(release.folder / "lock") as release.handle, opened(release):
-            of = {"version": version, "sources": release.sources, "backends": " ".join(backends)}
-            state = State(release.folder / "state.json", of)
+            state = State(release.folder / "state.json", release.what())
             if args.list:
                 print(listing(todo, state, release))
                 return 0
@@ -76,6 +76,10 @@ def summary(
         left_out.append(NO_SIGNATURES)
         if "cuda" not in release.backends:
             left_out.append("kernels and packages for cuda, because of --backend")
+        if release.archs:
+            left_out.append(f"CUDA archs but {release.archs}, because of --archs")
+        others = sorted({*MACHINES} - {*release.machines})
+        left_out += [f"kernels and packages for {name}, because of --machine" for name in others]
     lines += [f"left out: {line}" for line in left_out]
     if not args.rehearse:
         lines.append(f"left for a person: the tag and the release page, {people.PAGE}")

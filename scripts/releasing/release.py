@@ -41,6 +41,8 @@ class Release:
     version: str
     home: Path  # the state folder
     backends: list[str]
+    machines: list[str]  # whose CPUs have variants; CUDA's are for this machine
+    archs: str | None  # CUDA's, or None: those of build.toml
     here: bool  # of the command line: make no environment for the tests
     handle: IO[str] = field(init=False)  # the lock on this release, which its programs hold too
     rehearsal = False
@@ -77,6 +79,13 @@ class Release:
         lines = git(ROOT, "ls-tree", "-r", "HEAD").splitlines()
         kept = "\n".join(line for line in lines if not line.endswith(f"\t{LOCK}"))
         return hashlib.sha256(kept.encode()).hexdigest()[:16]
+
+    def what(self) -> dict[str, str]:
+        """Names what is released; steps that were done for something else are not done."""
+        names = {"backends": " ".join(self.backends), "machines": " ".join(self.machines)}
+        return {
+            "version": self.version, "sources": self.sources, **names, "archs": self.archs or ""
+        }  # fmt: skip
 
     def key(self, step: Step) -> str:
         if step.of == "sources" or not self.tree.exists():

@@ -13,7 +13,7 @@ from releasing import notes, people
 from releasing.progress import Step, Stop
 from releasing.release import LOCK, ROOT, Release, git
 from tooling import environment
-from tooling.builder import toolkits, variant
+from tooling.builder import HERE, toolkits, variant
 
 FIRST_USE = Path(__file__).with_name("first_use.py")
 MODEL = "flash-rnn-python-5m"  # the model that is loaded by name at the end
@@ -28,7 +28,7 @@ def clone(release: Release) -> str:
     git(ROOT, "clone", "--quiet", str(ROOT), str(partial))
     commit = git(ROOT, "rev-parse", "HEAD")
     git(partial, "checkout", "--quiet", "--detach", commit)
-    for folder in built(ROOT, release.backends):  # build_kernels checks their digests
+    for folder in built(ROOT, release):  # build_kernels checks their digests
         shutil.copytree(folder, partial / folder.relative_to(ROOT))
     partial.rename(release.tree)
     return f"commit {commit[:12]}"
@@ -42,12 +42,12 @@ def run_tests(release: Release) -> str:
 
 
 def build_kernels(release: Release) -> str:
-    release.script(
-        "build_kernels", *backends(release), "--home", release.home,
-        failure="a kernel could not be built",
-    )  # fmt: skip
+    for options in builds(release):
+        release.script(
+            "build_kernels", *options, "--home", release.home, failure="a kernel could not be built"
+        )
     release.script("publish_kernels", "--compliance", failure="the list cannot be made")
-    found = built(release.tree, release.backends)
+    found = built(release.tree, release)
     return f"{len(found)} variants: {', '.join(sorted({folder.name for folder in found}))}"
 
 
@@ -59,11 +59,12 @@ def build_again(release: Release) -> str:
     for toolkit in release.home.glob("cuda-*"):  # nvcc, which is not built but fetched
         if not (home / toolkit.name).exists():
             (home / toolkit.name).symlink_to(toolkit)
-    release.script(
-        "build_kernels", *backends(release), "--home", home, "--out", again / "variants",
-        failure="a kernel could not be built a second time", CCACHE_DISABLE="1",
-    )  # fmt: skip
-    found = built(release.tree, release.backends)
+    for options in builds(release):
+        release.script(
+            "build_kernels", *options, "--home", home, "--out", again / "variants",
+            failure="a kernel could not be built a second time", CCACHE_DISABLE="1",
+        )  # fmt: skip
+    found = built(release.tree, release)
     for first in found:
         second = again / "variants" / first.parent.parent.name / first.name
         if (one := variant.digests(first)) != (other := variant.digests(second)):
@@ -77,7 +78,7 @@ def build_again(release: Release) -> str:
 
 
 def sign(release: Release) -> str:
-    return people.check_signatures(built(release.tree, release.backends))
+    return people.check_signatures(built(release.tree, release))
 
 
 def publish(release: Release) -> str:
@@ -101,9 +102,13 @@ def pin(release: Release) -> str:
 def build_wheels(release: Release) -> str:
     dist = release.folder / "dist"
     shutil.rmtree(dist, ignore_errors=True)
-    chosen = [word for word in backends(release) if word != "universal"]
-    options = [*chosen, "--home", release.home, "--out", dist]
-    release.script("build_wheels", *options, failure="the wheels could not be built")
+    # This machine's last: the source archive has the digests of its CUDA variants.
+    for options in reversed(builds(release)):
+        chosen = [word for word in options if word != "universal"]
+        release.script(
+            "build_wheels", *chosen, "--home", release.home, "--out", dist,
+            failure="the wheels could not be built",
+        )  # fmt: skip
     files = sorted(dist.iterdir())
     twine = release.tools() / "twine"
     release.program(twine, "check", "--strict", *files, failure="an index would refuse a package")
@@ -178,17 +183,25 @@ def install(release: Release) -> str:
     return f"from {got['url']}; kernels from the wheel and from the Hub, and flashcell/{MODEL}"
 
 
-def built(tree: Path, backends: list[str]) -> list[Path]:
-    """Returns the folders of the finished variants for these backends."""
-    parts = {"cpu": "-cpu-", "cuda": "-cu1", "universal": "torch-universal"}
-    wanted = [parts[backend] for backend in backends]
+def built(tree: Path, release: Release) -> list[Path]:
+    """Returns the folders of the finished variants that this release has."""
+    parts = ["torch-universal", *(f"-cpu-{machine}-" for machine in release.machines)]
+    parts += ["-cu1"] if "cuda" in release.backends else []
     folders = sorted(file.parent for file in tree.glob("kernel_builds/*/build/[!.]*/metadata.json"))
-    return [folder for folder in folders if any(part in folder.name for part in wanted)]
+    return [folder for folder in folders if any(part in folder.name for part in parts)]
 
 
-def backends(release: Release) -> list[str]:
-    cudas = ["--cuda", *toolkits.VERSIONS] if "cuda" in release.backends else []
-    return ["--backend", *release.backends, *cudas]
+def builds(release: Release) -> list[list[str]]:
+    """Returns the options of every call of build_kernels, this machine's first."""
+    options = ["--backend", *release.backends]
+    if "cuda" in release.backends:
+        options += [
+            "--cuda",
+            *toolkits.VERSIONS,
+            *(["--archs", release.archs] * bool(release.archs)),
+        ]
+    others = [machine for machine in release.machines if machine != HERE]
+    return [options, *(["--backend", "cpu", "--machine", machine] for machine in others)]
 
 
 def hub_options(release: Release) -> list[str]:

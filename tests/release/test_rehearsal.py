@@ -15,6 +15,7 @@ import pytest
 from releasing import release
 from releasing.progress import State, Stop, check
 from releasing.steps import steps
+from tooling.builder import HERE, MACHINES
 
 ROOT = Path(__file__).resolve().parents[2]
 SKIPPED = ("tests",)  # this is one of them
@@ -82,6 +83,15 @@ def test_what_is_refused(checkout):
     assert (status, "--skip is tests, but a release is whole: use --rehearse" in said) == (2, True)
     status, said = Command(checkout, "--rehearse", "--backend", "cuda").wait()
     assert (status, "--backend is cuda, but must have cpu" in said) == (2, True)
+    status, said = Command(checkout, "--archs", "9.0a").wait()
+    assert (status, "--archs is 9.0a, but a release is whole: use --rehearse" in said) == (2, True)
+    status, said = Command(checkout, "--rehearse", "--backend", "cpu", "--archs", "9.0a").wait()
+    assert (status, "--archs is '9.0a', but only the cuda backend" in said) == (2, True)
+    (other,) = {*MACHINES} - {HERE}
+    status, said = Command(checkout, "--rehearse", "--machine", other).wait()
+    assert (status, f"--machine is {other}, but must have {HERE}" in said) == (2, True)
+    status, said = Command(checkout, "--help").wait()
+    assert (status, f"default: {' '.join(sorted(MACHINES))}" in said) == (0, True)
     status, said = Command(checkout, "--rehearse", "--skip", "wheels").wait()
     assert (status, "--skip is wheels, but index, install, notes need it" in said) == (1, True)
     (checkout / "new").touch()
@@ -112,13 +122,14 @@ def test_a_release_stops_where_a_person_is_needed(checkout, monkeypatch):
     """As far as it comes without a network: unsigned variants, and a changelog without a date."""
     monkeypatch.setattr(release, "ROOT", checkout)
     home = checkout / ".flashcell"
-    made = release.Release("0.1.0", home, ["cpu", "cuda", "universal"], here=True)
+    made = release.Release(
+        "0.1.0", home, ["cpu", "cuda", "universal"], [*MACHINES], None, here=True
+    )
     variant = checkout / "kernel_builds/tfla/build/torch-stable-abi210-cpu-x86_64-linux"
     variant.mkdir(parents=True)
     (variant / "metadata.json").touch()
     made.folder.mkdir(parents=True)
-    of = {"version": "0.1.0", "sources": made.sources, "backends": " ".join(made.backends)}
-    state = State(made.folder / "state.json", of)
+    state = State(made.folder / "state.json", made.what())
     try:
         for name in ("tests", "kernels", "reproduce"):
             state.record(
@@ -148,7 +159,7 @@ def test_killed_in_every_step_and_resumed(checkout, fused_rnn, diagonal_rnn, tfl
     """Each run goes on at the step that was cut; the last finds nothing to do; no program is left."""
     for build in ROOT.glob("kernel_builds/*/build"):  # as if they had been built there
         shutil.copytree(build, checkout / build.relative_to(ROOT), dirs_exist_ok=True)
-    options = ("--rehearse", "--backend", "cpu", "--skip", *SKIPPED)
+    options = ("--rehearse", "--backend", "cpu", "--machine", HERE, "--skip", *SKIPPED)
     check(steps(rehearsal=True), SKIPPED)
     state, drawn = checkout / ".flashcell/rehearsal/state.json", random.Random(0)
     done: list[str] = []

@@ -87,7 +87,9 @@ struct LinearTrack {
   template <bool kMeasured = false>
   DEVICE void walk(int begin, int end) {
     int i = begin;
-#pragma unroll 2
+    // With masks, one group in a round is as fast as two or faster, and smaller code (LSTM bf16
+    // 8x2048x4096 with resets, H200: both passes 0.82 ms against 1.00).
+#pragma unroll(Element::kMasked ? 1 : 2)
     for (; i + kSteps <= whole_; i += kSteps) {
       Word now[kSteps][kRows];
       take(now, i);

@@ -19,6 +19,10 @@ class Track {
   // Prefetch 24 to 32 steps: with one warp per scheduler a step may take 30 ns, and memory 700 ns.
   using Steps = Ring<Words, kGates, 8, kGroups, kThreads>;
   static constexpr int kSteps = Steps::kSteps;
+  // Groups in a round of the loop. With masks, one is as fast as two and smaller code, but for a
+  // 16-bit GRU (8x2048x4096 with resets, H200: LSTM fp32 0.314 ms against 0.332 with two, GRU bf16
+  // 0.239 against 0.205).
+  static constexpr int kGroupsAtOnce = kMasked && (kStates > 1 || sizeof(IO) == 4) ? 1 : 2;
 
   float state[kN][kStates];
   float tangent[kN][kStates][kStates];
@@ -85,7 +89,7 @@ class Track {
     IO* h = h_ + begin * p_.D;
     IO* saved = saved_ + begin * p_.V * p_.D;
     int t = begin;
-#pragma unroll 2
+#pragma unroll kGroupsAtOnce
     for (; t + kSteps <= end; t += kSteps) {
       Words now[kSteps][kGates];
       take(now, t);
