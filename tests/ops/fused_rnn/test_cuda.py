@@ -186,7 +186,7 @@ def test_tiny(fused_rnn, monkeypatch, name, engine, case, dtype):
         pytest.skip("not this engine's")
     monkeypatch.setenv("FLASHCELL_CUDA_ENGINE", engine)
     # CuBLAS computes wider ones.
-    monkeypatch.setattr(fused_rnn.autograd, "WIDEST_OWN_DWEIGHT", case.D)
+    monkeypatch.setattr(fused_rnn.backward, "WIDEST_OWN_DWEIGHT", case.D)
     with torch.device("cpu"):
         call = make(CELLS[name], case, io, "cpu")
         dh, dlast = upstream(name, call, io)

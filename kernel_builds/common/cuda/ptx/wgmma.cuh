@@ -130,6 +130,29 @@ DEVICE void wgmma(float (&d)[kN][4], const uint32_t (&left)[4], SharedOperand<kR
                     "%134")
 }
 
+#define FLASHCELL_WGMMA_TF32(n, i0, i1, i2, i3, i4, i5)                                            \
+  if constexpr (kColumns == n) {                                                                   \
+    asm volatile(                                                                                  \
+        "{\n.reg .pred p;\nsetp.ne.b32 p, " i5 ", 0;\nwgmma.mma_async.sync.aligned.m64n" #n        \
+        "k8.f32.tf32.tf32"                                                                         \
+        " {" FLASHCELL_LIST_##n "}, {" i0 ", " i1 ", " i2 ", " i3 "}, " i4 ", p, 1, 1;\n}"         \
+        : FLASHCELL_SUMS_##n(0)                                                                    \
+        : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right.bits), "r"(int(add))); \
+  }
+
+// The same over a depth of 8 elements of fp32, of whose bits the instruction reads those of TF32. A
+// row of 128 bytes in shared memory holds 32 of them. Lane 4 r + q of warp w holds of the left
+// operand rows 16 w + r and 16 w + r + 8 of column q, then those of column q + 4.
+template <int kN>
+DEVICE void wgmma_tf32(float (&d)[kN][4], const uint32_t (&left)[4],
+                       SharedOperand<Major::kDepth> right, bool add = true) {
+  constexpr int kColumns = 8 * kN;
+  static_assert(kColumns == 64 || kColumns == 128);
+  FLASHCELL_WGMMA_TF32(64, "%32", "%33", "%34", "%35", "%36", "%37")
+  FLASHCELL_WGMMA_TF32(128, "%64", "%65", "%66", "%67", "%68", "%69")
+}
+
+#undef FLASHCELL_WGMMA_TF32
 #undef FLASHCELL_BY_TYPE
 #undef FLASHCELL_WGMMA_REGISTERS
 #undef FLASHCELL_WGMMA_SHARED

@@ -68,14 +68,14 @@ static CellSizes sizes_of(int cell) {
 
 int64_t backward_scratch(int cell, const BackwardParams& p, Dtype dtype, const Launch& launch) {
   if (launch.engine != Engine::kGemm) return 0;
-  return gemm::Scratch(p, sizes_of(cell).gates, dtype == Dtype::kFloat ? 4 : 2, true).bytes;
+  return gemm::Scratch(p, sizes_of(cell).gates, dtype == Dtype::kFloat ? 4 : 2, true, launch).bytes;
 }
 
 int64_t forward_scratch(int cell, const ForwardParams& p, Dtype dtype, const Launch& launch) {
   const int io_bytes = dtype == Dtype::kFloat ? 4 : 2;
   if (launch.engine == Engine::kStep) return step_scratch(p, io_bytes);
   if (launch.engine == Engine::kGemm)
-    return gemm::Scratch(p, sizes_of(cell).gates, io_bytes, false).bytes;
+    return gemm::Scratch(p, sizes_of(cell).gates, io_bytes, false, launch).bytes;
   if (launch.engine == Engine::kBatch)
     return batch::scratch_bytes(p, sizes_of(cell), launch.device);
   const bool rounds = launch.engine == Engine::kGrid && p.initial != nullptr;

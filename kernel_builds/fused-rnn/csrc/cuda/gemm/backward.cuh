@@ -4,7 +4,7 @@
 #pragma once
 #include "../sequence.cuh"
 #include "plan.h"
-#include "quad.cuh"
+#include "step.cuh"
 
 namespace flashcell::cuda::gemm {
 
@@ -58,17 +58,8 @@ __global__ void __launch_bounds__(kSequences* kQuads) backward_cells_kernel(
       }
     }
     if (column.runs(t + 1) && !clears && !column.holds(p, t + 1)) {
-      float product[kQuad];
-      const int head = at / step.D;
-      const float* from =
-          step.product + (s * step.ND + head * step.D) * step.parts + (at - head * step.D);
-      load_quad(product, from);
-      for (int part = 1; part < step.parts; ++part) {
-        float more[kQuad];
-        load_quad(more, from + int64_t(part) * step.D);
-#pragma unroll
-        for (int i = 0; i < kQuad; ++i) product[i] += more[i];
-      }
+      float product[kQuad] = {};
+      step.add_product(product, s, at, 1, 0);
 #pragma unroll
       for (int i = 0; i < kQuad; ++i) d[0][i] += clip(product[i], float(p.grad_clip));
     }
@@ -96,14 +87,11 @@ __global__ void __launch_bounds__(kSequences* kQuads) backward_cells_kernel(
 #pragma unroll
       for (int k = 0; k < kStates; ++k) d[k][i] = to_float(states[k]);
     }
-    const int head = at / step.D;
-    IO* operand = static_cast<IO*>(step.operand) + (s * step.ND + head * step.D) * kGates +
-                  (at - head * step.D);
 #pragma unroll
     for (int g = 0; g < kGates; ++g) {
       store_quad(dx + int64_t(g) * step.ND, dxs[g]);
       if (Cell::kSplitGrad) store_quad(dr + int64_t(g) * step.ND, drs[g]);
-      store_quad(operand + g * step.D, drs[g]);
+      step.template keep<IO>(s, at, kGates, g, drs[g]);
     }
   } else if (zeros) {
     for (int g = 0; g < kGates; ++g) {

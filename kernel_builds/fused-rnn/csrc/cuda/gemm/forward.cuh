@@ -4,7 +4,7 @@
 #pragma once
 #include "../sequence.cuh"
 #include "plan.h"
-#include "quad.cuh"
+#include "step.cuh"
 
 namespace flashcell::cuda::gemm {
 
@@ -17,7 +17,7 @@ __global__ void __launch_bounds__(kSequences* kQuads) first_operand_kernel(
   if (s >= p.S || at >= step.ND) return;
   float h[kQuad];
   load_each(h, static_cast<const float*>(p.initial) + Column(p, s).index * step.ND + at);
-  store_quad(static_cast<IO*>(step.operand) + s * step.ND + at, h);
+  step.template keep<IO>(s, at, 1, 0, h);
 }
 
 template <typename Cell, typename IO, typename V>
@@ -57,9 +57,8 @@ __global__ void __launch_bounds__(kSequences* kQuads) forward_cells_kernel(
 #pragma unroll
     for (int g = 0; g < kGates; ++g) load_quad(x[g], from + g * p.x_gate);
     if (step.has_product && !column.resets(p, t)) {
-      const float* sums = step.product + (s * step.ND + head * step.D) * kGates + unit;
 #pragma unroll
-      for (int g = 0; g < kGates; ++g) load_quad(product[g], sums + g * step.D);
+      for (int g = 0; g < kGates; ++g) step.add_product(product[g], s, at, kGates, g);
     }
     float bias[Cell::kBias][kQuad] = {};
     if (p.bias != nullptr) {
@@ -104,7 +103,7 @@ __global__ void __launch_bounds__(kSequences* kQuads) forward_cells_kernel(
   float* last = static_cast<float*>(p.last) + column.index * step.ND + at;
 #pragma unroll
   for (int k = 0; k < kStates; ++k) store_quad(last + k * step.SND, states[k]);
-  if (t + 1 < p.T) store_quad(static_cast<IO*>(step.operand) + s * step.ND + at, states[0]);
+  if (t + 1 < p.T) step.template keep<IO>(s, at, 1, 0, states[0]);
 }
 
 }  // namespace flashcell::cuda::gemm

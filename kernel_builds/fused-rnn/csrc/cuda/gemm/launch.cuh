@@ -1,5 +1,5 @@
-// Launches the gemm engine: for every time step a matrix product of cuBLAS, then a kernel that
-// computes the cells.
+// Launches the gemm engine: for every time step a matrix product, of cuBLAS or split, then a kernel
+// that computes the cells.
 #pragma once
 #include "backward.cuh"
 #include "forward.cuh"
@@ -18,25 +18,44 @@ void launch_cells(void (*kernel)(Params, Step), const Params& p, const Step& ste
   check(cudaGetLastError());
 }
 
+// Brings the weight and the operand's memory into the layout of the product; returns the weight.
+inline const void* prepare(const SequenceParams& p, int gates, int io_bytes, bool backward,
+                           const Scratch& places, const Launch& launch) {
+  char* scratch = static_cast<char*>(launch.scratch);
+  if (!places.split.used) return pack_weight(p, gates, io_bytes, scratch + places.weight, launch);
+  pack_weight(p, gates, backward, scratch + places.weight, places.split, launch);
+  if (p.D % kPanel != 0) {  // what pads the depth must be numbers
+    const auto bytes = size_t(2 * places.split.operand.bytes);
+    check(cudaMemsetAsync(scratch + places.operand, 0, bytes, launch.stream));
+  }
+  return scratch + places.weight;
+}
+
+inline Step first_step(const SequenceParams& p, const Scratch& places, void* scratch) {
+  char* base = static_cast<char*>(scratch);
+  Step step{};
+  step.D = int(p.D), step.ND = int(p.N * p.D), step.SND = p.S * p.N * p.D;
+  step.product = reinterpret_cast<float*>(base + places.product);
+  step.operand = base + places.operand;
+  step.parts = places.parts;
+  step.is_split = places.split.used, step.halves = places.split.operand;
+  return step;
+}
+
 template <typename Cell, typename IO, typename V>
 void run_forward(const ForwardParams& p, const Launch& launch) {
-  const Scratch places(p, Cell::kGates, sizeof(IO), false);
-  char* scratch = static_cast<char*>(launch.scratch);
-  float* product = reinterpret_cast<float*>(scratch + places.product);
+  constexpr int G = Cell::kGates;
+  const Scratch places(p, G, sizeof(IO), false, launch);
   use_stream(launch);
-  const void* weight = pack_weight(p, Cell::kGates, sizeof(IO), scratch + places.weight, launch);
-  Step step{0,
-            nullptr,
-            p.initial != nullptr,
-            int(p.D),
-            int(p.N * p.D),
-            p.S * p.N * p.D,
-            product,
-            scratch + places.operand,
-            1};
+  const void* weight = prepare(p, G, sizeof(IO), false, places, launch);
+  Step step = first_step(p, places, launch.scratch);
+  step.has_product = p.initial != nullptr;
   const auto run = [&](const Launch& on, int t, const int* clock) {
-    if (step.has_product) {
-      multiply<IO>(weight, step.operand, product, true, p.S, p.N, p.D, Cell::kGates * p.D, on);
+    float* sums = const_cast<float*>(step.product);
+    if (step.has_product && places.split.used) {
+      multiply_split(weight, step.operand, sums, p.S, G * p.D, places.split, on);
+    } else if (step.has_product) {
+      multiply<IO>(weight, step.operand, sums, true, p.S, p.N, p.D, G * p.D, on);
     }
     step.t = t, step.clock = clock;
     launch_cells(&forward_cells_kernel<Cell, IO, V>, p, step, on);
@@ -44,29 +63,24 @@ void run_forward(const ForwardParams& p, const Launch& launch) {
   if (step.has_product) launch_cells(&first_operand_kernel<IO>, p, step, launch);
   run(launch, 0, nullptr);  // also copies the states of sequences that have no steps
   step.has_product = true;
-  run_steps(1, p.T - 1, 1, reinterpret_cast<int*>(scratch + places.clock), launch, run);
+  int* clock = reinterpret_cast<int*>(static_cast<char*>(launch.scratch) + places.clock);
+  run_steps(1, p.T - 1, 1, clock, launch, run);
 }
 
 template <typename Cell, typename IO, typename V>
 void run_backward(const BackwardParams& p, const Launch& launch) {
-  const Scratch places(p, Cell::kGates, sizeof(IO), true);
-  char* scratch = static_cast<char*>(launch.scratch);
-  float* product = reinterpret_cast<float*>(scratch + places.product);
+  constexpr int G = Cell::kGates;
+  const Scratch places(p, G, sizeof(IO), true, launch);
   use_stream(launch);
-  const void* weight = pack_weight(p, Cell::kGates, sizeof(IO), scratch + places.weight, launch);
-  Step step{0,
-            nullptr,
-            false,
-            int(p.D),
-            int(p.N * p.D),
-            p.S * p.N * p.D,
-            product,
-            scratch + places.operand,
-            parts_of(p, Cell::kGates)};
-  const int64_t heads = p.N * step.parts, depth = Cell::kGates * p.D / step.parts;
+  const void* weight = prepare(p, G, sizeof(IO), true, places, launch);
+  Step step = first_step(p, places, launch.scratch);
+  const int64_t heads = p.N * step.parts, depth = G * p.D / step.parts;
   const auto run = [&](const Launch& on, int t, const int* clock) {
-    if (step.has_product) {
-      multiply<IO>(weight, step.operand, product, false, p.S, heads, depth, p.D, on);
+    float* sums = const_cast<float*>(step.product);
+    if (step.has_product && places.split.used) {
+      multiply_split(weight, step.operand, sums, p.S, p.D, places.split, on);
+    } else if (step.has_product) {
+      multiply<IO>(weight, step.operand, sums, false, p.S, heads, depth, p.D, on);
     }
     step.t = t, step.clock = clock;
     launch_cells(&backward_cells_kernel<Cell, IO, V>, p, step, on);
@@ -74,7 +88,8 @@ void run_backward(const BackwardParams& p, const Launch& launch) {
   run(launch, int(p.T) - 1, nullptr);
   step.has_product = true;
   // Step -1 adds the product of step 0 to the gradients of the initial states.
-  run_steps(int(p.T) - 2, p.T, -1, reinterpret_cast<int*>(scratch + places.clock), launch, run);
+  int* clock = reinterpret_cast<int*>(static_cast<char*>(launch.scratch) + places.clock);
+  run_steps(int(p.T) - 2, p.T, -1, clock, launch, run);
 }
 
 }  // namespace gemm

@@ -6,6 +6,7 @@
 
 #include "../../params.h"
 #include "../engine.h"
+#include "split.h"
 
 namespace flashcell::cuda::gemm {
 
@@ -70,21 +71,26 @@ constexpr int parts_of(const SequenceParams& p, int gates) {
 // Where the engine's buffers lie in its scratch, in bytes from its start. cuBLAS's workspace is
 // first.
 struct Scratch {
+  Split split;      // of exact products
+  int parts;        // of a product, which the cells add up
   int64_t clock;    // int, the time of the graph's first step
-  int64_t product;  // fp32, forward [S, N, G, D], backward [S, N, parts, D]
-  int64_t operand;  // io, forward [S, N, D], backward [S, N, G, D]
-  int64_t weight;   // io, [N, G, D, D]; empty for one head
+  int64_t product;  // fp32, forward [S, N, parts, G, D], backward [S, N, parts, D]
+  int64_t operand;  // io, forward [S, N, D], backward [S, N, G, D]; or split
+  int64_t weight;   // io, [N, G, D, D]; empty for one head; or split
   int64_t bytes;
 
-  Scratch(const SequenceParams& p, int gates, int io_bytes, bool backward) {
+  Scratch(const SequenceParams& p, int gates, int io_bytes, bool backward, const Launch& launch)
+      : split(p, gates, backward, launch.device, io_bytes == 4 && !launch.tf32) {
     const int64_t units = p.S * p.N * p.D;
-    const auto next = [&](int64_t size) { return (size + 255) / 256 * 256; };
+    const auto next = [&](int64_t size) { return round_up(size, 256); };
     clock = int64_t(kWorkspaceBytes);
     product = clock + 256;
-    const int parts = backward ? parts_of(p, gates) : gates;
-    operand = product + next(units * parts * int64_t(sizeof(float)));
-    weight = operand + next(units * (backward ? gates : 1) * io_bytes);
-    bytes = weight + (p.N > 1 ? next(gates * p.N * p.D * p.D * io_bytes) : 0);
+    parts = split.used ? split.tiles.parts : backward ? parts_of(p, gates) : 1;
+    operand = product + next(units * parts * (backward ? 1 : gates) * int64_t(sizeof(float)));
+    weight = operand +
+             next(split.used ? 2 * split.operand.bytes : units * (backward ? gates : 1) * io_bytes);
+    const int64_t copied = p.N > 1 ? gates * p.N * p.D * p.D * io_bytes : 0;
+    bytes = weight + next(split.used ? split.weight.bytes : copied);
   }
 };
 

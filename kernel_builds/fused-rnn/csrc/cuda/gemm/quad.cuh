@@ -47,17 +47,4 @@ DEVICE void load_each(float (&v)[kQuad], const IO* from) {
   for (int i = 0; i < kQuad; ++i) v[i] = to_float(from[i]);
 }
 
-struct Step {  // arguments of a launch, besides Params
-  int t;
-  const int* clock;  // null, or its value is added to t
-  bool has_product;  // whether this step has a product
-  int D, ND;         // width of one head, and of all heads
-  int64_t SND;
-  const float* product;  // recurrent weight times the last operand
-  void* operand;         // io, written here for the next product
-  int parts;             // of a backward product
-
-  DEVICE int time() const { return clock != nullptr ? t + *clock : t; }
-};
-
 }  // namespace flashcell::cuda::gemm

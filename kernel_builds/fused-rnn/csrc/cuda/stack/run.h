@@ -5,6 +5,7 @@
 #include "../../stack/params.h"
 #include "../call.h"
 #include "../gemm/blas.h"
+#include "../gemm/split.h"
 
 namespace flashcell {
 
@@ -93,7 +94,26 @@ inline void multiply_wide(const Product& p, Dtype dtype, bool tf32, bool adds) {
 // kernels down, go through copies that are padded with zeros, from this many multiplications on.
 inline constexpr int64_t kPaddedProducts = 500'000'000;
 
+// Computes large products of exact fp32 in halves, where that is faster. Returns whether it did.
+inline bool multiply_split(const Product& p, Dtype dtype, bool tf32, const Tensor& like) {
+  if (dtype != Dtype::kFloat || tf32 || p.M * p.N * p.K * p.batch == 0) return false;
+  const cuda::Device device = cuda::current_device();
+  const auto of = [](const void* data, int64_t i) { return static_cast<const float*>(data) + i; };
+  std::vector<cuda::gemm::Matrices> products;
+  for (int64_t i = 0; i < p.batch; ++i) {
+    products.push_back({p.M, p.N, p.K, of(p.a, i * p.a_batch), p.a_m, p.a_k, of(p.b, 0), p.b_k,
+                        p.b_n, static_cast<float*>(p.c) + i * p.c_batch, p.c_m, false});
+  }
+  if (!products[0].split_is_faster(device)) return false;
+  Tensor scratch = new_tensor(like, {products[0].scratch_bytes(device)}, ScalarType::Byte);
+  for (const auto& one : products) {
+    multiply_matrices(one, device, scratch.mutable_data_ptr(), current_stream(like));
+  }
+  return true;
+}
+
 inline void multiply(const Product& p, Dtype dtype, bool tf32, const Tensor& like) {
+  if (multiply_split(p, dtype, tf32, like)) return;
   const int64_t size = dtype == Dtype::kFloat ? 4 : 2, vector = 16 / size;
   const auto padded = [&](int64_t n) { return (n + vector - 1) / vector * vector; };
   const bool by_depth = p.a_k == 1 || p.b_k == 1;  // whether K runs along rows

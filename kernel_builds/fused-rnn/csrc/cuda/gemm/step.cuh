@@ -1,0 +1,48 @@
+// The arguments of a step's kernels, besides Params.
+#pragma once
+#include "split_operands.cuh"
+
+namespace flashcell::cuda::gemm {
+
+struct Step {
+  int t;
+  const int* clock;  // null, or its value is added to t
+  bool has_product;  // whether this step has a product
+  int D, ND;         // width of one head, and of all heads
+  int64_t SND;
+  const float* product;  // recurrent weight times the last operand
+  void* operand;         // written here for the next product
+  int parts;             // of the product, which the cells add up
+  bool is_split;         // whether the operand is written in halves
+  Operand halves;        // how
+
+  DEVICE int time() const { return clock != nullptr ? t + *clock : t; }
+
+  // Writes four neighbouring units of a sequence for the next product; `gates` are those of an
+  // operand, `gate` one of them.
+  template <typename IO>
+  DEVICE void keep(int64_t s, int at, int gates, int gate, const float (&v)[kQuad]) const {
+    const int head = at / D, unit = at - head * D;
+    if constexpr (sizeof(IO) == 4) {
+      if (is_split) {
+        const int64_t place = place_of_quad(halves, s, head, gate, unit);
+        return store_halves(static_cast<char*>(operand) + place, halves.bytes, v);
+      }
+    }
+    store_quad(static_cast<IO*>(operand) + (s * ND + head * D) * gates + gate * D + unit, v);
+  }
+
+  // Adds the product of a quad: of `rows` rows of a unit and head, row `row`.
+  DEVICE void add_product(float (&v)[kQuad], int64_t s, int at, int rows, int row) const {
+    const int head = at / D, unit = at - head * D;
+    const float* from = product + (s * ND + head * D) * rows * parts + row * D + unit;
+    for (int part = 0; part < parts; ++part) {
+      float more[kQuad];
+      load_quad(more, from + int64_t(part) * rows * D);
+#pragma unroll
+      for (int i = 0; i < kQuad; ++i) v[i] += more[i];
+    }
+  }
+};
+
+}  // namespace flashcell::cuda::gemm
