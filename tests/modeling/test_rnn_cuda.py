@@ -57,6 +57,30 @@ def test_as_exact_as_cudnn(fused_rnn, monkeypatch, kind, option, width):
         )
 
 
+# Tiles of 64 and of 128 rows; depths and widths that end within a tile; a product in several parts.
+LARGE = [
+    (256, 20, 512, 512, {}),
+    (70, 33, 300, 420, {"bidirectional": True}),
+    (600, 5, 96, 1000, {}),
+]
+
+
+@pytest.mark.parametrize(("B", "T", "I", "H", "options"), LARGE)
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+def test_large_products_are_as_exact_as_cudnn(fused_rnn, monkeypatch, kind, B, T, I, H, options):
+    """Products of the inputs, of the steps and of the weights' gradients, all on tensor cores."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    cudnn = getattr(torch.nn, kind)(I, H, **options)
+    ours = getattr(flashcell, kind)(I, H, **options, backend="cuda")
+    ours.load_state_dict(cudnn.state_dict())
+    exact = copy.deepcopy(cudnn).double()
+    x, dy = torch.randn(T, B, I), torch.randn(T * B * 2 * H)
+    got, peer = (results(m, x, dy, None) for m in (ours, cudnn))
+    want = results(exact, x.double(), dy.double(), None)
+    for k, (a, b, c) in enumerate(zip(got, peer, want, strict=True)):
+        assert rms(a - c) <= 1.2 * rms(b - c) + 2e-7 * rms(c), f"{k}: {rms(a - c)}, {rms(b - c)}"
+
+
 def cell_results(cell, x, hx, weight):
     x, *hx = (t.clone().requires_grad_() for t in (x, *hx))
     out = cell(x, None if not hx else tuple(hx) if isinstance(cell, torch.nn.LSTMCell) else hx[0])

@@ -33,6 +33,7 @@ GEMM = [
     Case(33, 12, 2, 200, ("state",)),
     Case(4, 6, 2, 64, ("state", "cu", "reset", "hold")),
     Case(64, 5, 1, 1152, ()),
+    Case(200, 4, 2, 264, ("state", "lengths")),  # two tiles of sequences
 ]
 # One tile of sequences and several, the last with fewer; units that do not fill their tiles; a depth
 # that ends within a panel of 64; a block with one tile, and with several.

@@ -67,7 +67,14 @@ constexpr Engine select_matrix(const Problem& p, const Device& device) {
 }
 
 constexpr gemm::Sizes gemm_sizes(const Problem& p, const Device& device) {
-  return {p.S, p.T, p.N, p.D, p.gates, p.io_bytes, is_exact(p, device)};
+  return {p.S,
+          p.T,
+          p.N,
+          p.D,
+          p.gates,
+          p.io_bytes,
+          is_exact(p, device),
+          device.code.sm_90a && p.S >= gemm::kLeastSplit};
 }
 
 constexpr bool gemm_can_run(const Problem& p) {

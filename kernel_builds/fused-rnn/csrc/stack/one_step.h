@@ -187,7 +187,7 @@ class OneStep {
     if (wants_dstate) {
       multiply_wide({B, D, G * D, 1, recurrent, 0, G * D, 1, weights[1].const_data_ptr(), D, 1,
                      p.dstate[0], 0, D},
-                    dtype, tf32, true);
+                    dtype, tf32, true, x);
     }
     Tensor dx = new_tensor(x, wants_dx ? shape(I) : Shape{0}, io);
     if (wants_dx) {
@@ -221,7 +221,7 @@ class OneStep {
         0, G * D};
     p.gates = gates.const_data_ptr(), p.gates_are_io = !has_state;
     if (!has_state) return multiply_rounded(product, x);
-    multiply_wide(product, dtype, tf32, false);
+    multiply_wide(product, dtype, tf32, false, x);
 
     cuda::StateView h = p.recurrent.operand;
     if (!is_matrix(h, D)) {
@@ -238,7 +238,7 @@ class OneStep {
     float* sums = static_cast<float*>(gates.mutable_data_ptr());
     if (Cell::kSplitGrad) p.sums = sums += count;
     multiply_wide({B, G * D, D, 1, h.data, 0, h.row, 1, p.recurrent.weight, 1, D, sums, 0, G * D},
-                  dtype, tf32, !Cell::kSplitGrad);
+                  dtype, tf32, !Cell::kSplitGrad, x);
   }
 };
 

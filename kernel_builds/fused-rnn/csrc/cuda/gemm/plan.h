@@ -22,12 +22,20 @@ struct Sizes {
   int64_t S, T, N, D;
   int gates, io_bytes;
   bool exact;  // fp32 products, not rounded to tf32
+  bool split;  // which run on tensor cores (split.h)
 };
 
 // Whether this engine is faster than the step engine for exact fp32, measured on an H200 with an
-// LSTM and a GRU of 384 to 2048 units and 1 to 256 sequences. `size` counts a step's gates.
+// LSTM and a GRU of 384 to 2048 units and 1 to 256 sequences.
 constexpr bool is_faster_in_fp32(const Sizes& z, bool graph, bool backward) {
-  const double size = double(z.D > 1024 ? z.S : z.S * z.N) * double(z.D) * z.gates;
+  const double weights = double(z.N) * double(z.D) * double(z.D) * z.gates;
+  if (!backward && z.split) {
+    // A step of this engine takes 12 us (18 without a graph) and 1.7 us for a million weights; one
+    // of the step engine 3.5 us, and 0.18 us a sequence for as many.
+    return (0.18 * double(z.S) - 1.7) * weights >= (graph ? 8.5e6 : 14.5e6);
+  }
+  const double size =
+      double(z.D > 1024 ? z.S : z.S * z.N) * double(z.D) * z.gates;  // a step's gates
   if (!backward) {
     if (z.D > 1536) return size >= 150'000;
     return size >= (graph ? 120'000 : z.D <= 512 ? 220'000 : 150'000);
@@ -43,7 +51,11 @@ constexpr bool is_faster(const Sizes& z, Engine other, bool backward) {
   const int64_t rows = z.S * z.N;
   const double units = double(rows) * double(z.D);
   const bool graph = z.T > kLeastSteps;
-  if (other == Engine::kFma) return z.exact && (z.D > 128 ? rows > 768 : units > 1'048'576);
+  if (other == Engine::kFma) {
+    if (!z.exact) return false;
+    if (z.D <= 128) return units > 1'048'576;
+    return rows > (!z.split ? 768 : backward ? 288 : 640);
+  }
   if (other == Engine::kStep) {
     return z.exact ? is_faster_in_fp32(z, graph, backward)
                    : units * double(z.D) >= (graph ? 70'000'000 : 150'000'000);

@@ -81,28 +81,16 @@ inline void multiply_into(const Product& p, cuda::gemm::DataType out, bool adds,
                  int(p.c_m), p.c_batch, int(p.batch), rounds ? kTf32 : kFp32, kDefaultAlgorithm));
 }
 
-inline void multiply_as_is(const Product& p, Dtype dtype, bool tf32) {
-  multiply_into(p, blas_type(dtype), false, dtype, tf32);
-}
-
-// Does the same with c in fp32, or adds the product to c.
-inline void multiply_wide(const Product& p, Dtype dtype, bool tf32, bool adds) {
-  multiply_into(p, cuda::gemm::kFloat32, adds, dtype, tf32);
-}
-
-// Large products of matrices whose rows are no whole vectors of 16 bytes, which slows cuBLAS's
-// kernels down, go through copies that are padded with zeros, from this many multiplications on.
-inline constexpr int64_t kPaddedProducts = 500'000'000;
-
 // Computes large products of exact fp32 in halves, where that is faster. Returns whether it did.
-inline bool multiply_split(const Product& p, Dtype dtype, bool tf32, const Tensor& like) {
+inline bool multiply_split(const Product& p, Dtype dtype, bool tf32, bool adds,
+                           const Tensor& like) {
   if (dtype != Dtype::kFloat || tf32 || p.M * p.N * p.K * p.batch == 0) return false;
   const cuda::Device device = cuda::current_device();
   const auto of = [](const void* data, int64_t i) { return static_cast<const float*>(data) + i; };
   std::vector<cuda::gemm::Matrices> products;
   for (int64_t i = 0; i < p.batch; ++i) {
     products.push_back({p.M, p.N, p.K, of(p.a, i * p.a_batch), p.a_m, p.a_k, of(p.b, 0), p.b_k,
-                        p.b_n, static_cast<float*>(p.c) + i * p.c_batch, p.c_m, false});
+                        p.b_n, static_cast<float*>(p.c) + i * p.c_batch, p.c_m, adds});
   }
   if (!products[0].split_is_faster(device)) return false;
   Tensor scratch = new_tensor(like, {products[0].scratch_bytes(device)}, ScalarType::Byte);
@@ -112,8 +100,22 @@ inline bool multiply_split(const Product& p, Dtype dtype, bool tf32, const Tenso
   return true;
 }
 
+inline void multiply_as_is(const Product& p, Dtype dtype, bool tf32) {
+  multiply_into(p, blas_type(dtype), false, dtype, tf32);
+}
+
+// Does the same with c in fp32, or adds the product to c.
+inline void multiply_wide(const Product& p, Dtype dtype, bool tf32, bool adds, const Tensor& like) {
+  if (multiply_split(p, dtype, tf32, adds, like)) return;
+  multiply_into(p, cuda::gemm::kFloat32, adds, dtype, tf32);
+}
+
+// Large products of matrices whose rows are no whole vectors of 16 bytes, which slows cuBLAS's
+// kernels down, go through copies that are padded with zeros, from this many multiplications on.
+inline constexpr int64_t kPaddedProducts = 500'000'000;
+
 inline void multiply(const Product& p, Dtype dtype, bool tf32, const Tensor& like) {
-  if (multiply_split(p, dtype, tf32, like)) return;
+  if (multiply_split(p, dtype, tf32, false, like)) return;
   const int64_t size = dtype == Dtype::kFloat ? 4 : 2, vector = 16 / size;
   const auto padded = [&](int64_t n) { return (n + vector - 1) / vector * vector; };
   const bool by_depth = p.a_k == 1 || p.b_k == 1;  // whether K runs along rows
