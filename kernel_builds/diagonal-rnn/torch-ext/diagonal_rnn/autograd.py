@@ -1,12 +1,14 @@
 """Registers fake implementations and gradients of the ops, for every cell in one loop.
 
 A backward needs x, h and the states that the forward saved besides h. A forward op that was run
-with ``save=False`` is differentiable too, because its backward runs it again.
+with ``save=False`` is differentiable too, because its backward runs it again. What is saved is an
+output with a gradient: `return_states` gives it to the caller.
 """
 
 import torch
 
 from ._ops import BACKEND
+from .all_states import through_states
 from .arguments import sizes
 from .cells import CELLS, Cell
 from .conv_reference import convolve
@@ -51,24 +53,33 @@ def register(cell: Cell) -> None:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors, *(output[0:3:2] if ctx.save else ()))
 
-    def backward(ctx, dh, dlast, _dsaved, _dreport):
+    def backward(ctx, dh, dlast, dsaved, _dreport):
         everything = ctx.saved_tensors  # read once: checkpointing recomputes at each access
         tensors, kept = everything[:7], everything[7:]
         x, weight, state, *masks = tensors
+        if not ctx.save:  # it is empty
+            dsaved = None
         if is_differentiated_again():
 
             def run(x, weight, state):
                 lowered, weights = lower(cell, x, weight, masks)
                 given = lowered.x, weights, state, lowered.reset, lowered.hold
-                h, last = sequence(cell, *given)
-                return lowered.unpack(h).to(x.dtype), last
+                h, last, others = sequence(cell, *given, return_states=True)
+                return (lowered.unpack(h).to(x.dtype), last, *map(lowered.unpack, others))
 
-            return *gradients_by(run, (x, weight, state), (dh, dlast)), *(None,) * 8
+            dothers = [None] * (cell.states - 1) if dsaved is None else dsaved.unbind(2)
+            grads = dh, dlast, *dothers[: cell.states - 1]
+            return *gradients_by(run, (x, weight, state), grads), *(None,) * 8
         if not ctx.save:
             h, _, saved, _ = CALLS[fwd](*tensors, ctx.method, ctx.tol, ctx.max_iters, True)
             kept = h, saved
-        dh = torch.zeros_like(kept[0]) if dh is None else dh
+        dh, extra = torch.zeros_like(kept[0]) if dh is None else dh, None
+        if dsaved is not None and cell.states > 1:
+            extra = through_states(cell, dsaved, (x, weight, state), kept, tuple(masks))
+            dh = (dh + extra.dh).to(dh.dtype)
         dx, dweight, dstate = CALLS[bwd](dh, dlast, x, weight, *kept, state, *masks, ctx.method)
+        if extra is not None:
+            dx, dweight, dstate = extra.add_to(dx), dweight + extra.dweight, dstate + extra.dstate
         return dx, dweight, None if state is None else dstate, *(None,) * 8
 
     register_formula(fwd, backward, setup_context)

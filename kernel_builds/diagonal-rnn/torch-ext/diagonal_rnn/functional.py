@@ -17,7 +17,11 @@ Every cell takes, besides what its docstring says,
                               `max_iters` are done, then finished exactly; CUDA and the reference
                 "auto"        whichever is faster for this shape on this device
     tol, max_iters            None for the method's own
-    return_info               a third result, `Info`: what the method did
+    return_states             return a third value, the K states of every step [B, T, D], h first: flash_gru
+                              has h alone, c of flash_lstm is in fp32 (fp64) and 0 at held steps.
+                              Differentiable. On CUDA and the CPU it is what the forward keeps for the
+                              backward, which is rounded to x's dtype
+    return_info               one more result, the last: `Info`, what the method did
     backend     "auto"|"cuda"|"cpu"|"reference"  one asked for by name is used or refused
 
 and returns ``(h, state)``: h [B, T, D] in x's dtype and the K last states in fp32 (fp64 for fp64),
@@ -26,7 +30,7 @@ of what they belong to. Wrong arguments raise TypeError or ValueError naming the
 was and what it must be; a backend that is not here raises RuntimeError.
 """
 
-from typing import NamedTuple, Tuple
+from typing import Any, NamedTuple, Tuple
 
 import torch
 
@@ -41,7 +45,7 @@ from .newton import sequence as parallel_sequence
 from .sequences import stack_states
 
 State = Tuple[torch.Tensor, ...]
-Result = Tuple[torch.Tensor, State]
+Result = Tuple[Any, ...]  # (h, state), then states and info if they are asked for
 NO_MASKS = (None, None, None, None)
 
 
@@ -56,7 +60,7 @@ class Info(NamedTuple):
 
 def flash_gru(
     x, a, state=None, *, bias=None, reset=None, hold=None, lengths=None, cu_seqlens=None,
-    method="auto", tol=None, max_iters=None, return_info=False, backend="auto",
+    method="auto", tol=None, max_iters=None, return_states=False, return_info=False, backend="auto",
 ) -> Result:  # fmt: skip
     """Gated recurrent unit with a diagonal recurrence (arXiv 2510.21450): a [3, D].
 
@@ -69,12 +73,13 @@ def flash_gru(
     spec = CELLS["flash_gru"]
     check_x(spec, x, "B, T", 4)
     masks, weight = (reset, hold, lengths, cu_seqlens), _rows(x, [("a", a, 3)], bias)
-    return _sequence(spec, x, weight, state, masks, (method, tol, max_iters), return_info, backend)
+    options, returned = (method, tol, max_iters), (return_states, return_info)
+    return _sequence(spec, x, weight, state, masks, options, returned, backend)
 
 
 def flash_lstm(
     x, a, p, state=None, *, bias=None, reset=None, hold=None, lengths=None, cu_seqlens=None,
-    method="auto", tol=None, max_iters=None, return_info=False, backend="auto",
+    method="auto", tol=None, max_iters=None, return_states=False, return_info=False, backend="auto",
 ) -> Result:  # fmt: skip
     """Long short-term memory with a diagonal recurrence (arXiv 2510.21450): a [3, D], p [2, D].
 
@@ -88,7 +93,8 @@ def flash_lstm(
     check_x(spec, x, "B, T", 4)
     masks = reset, hold, lengths, cu_seqlens
     weight = _rows(x, [("a", a, 3), ("p", p, 2)], bias)
-    return _sequence(spec, x, weight, state, masks, (method, tol, max_iters), return_info, backend)
+    options, returned = (method, tol, max_iters), (return_states, return_info)
+    return _sequence(spec, x, weight, state, masks, options, returned, backend)
 
 
 def flash_gru_step(x, a, state=None, *, bias=None, backend="auto") -> Result:
@@ -120,15 +126,19 @@ def _rows(x: torch.Tensor, weights, bias) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _sequence(spec, x, weight, state, masks, options, return_info, backend):
+def _sequence(spec, x, weight, state, masks, options, returned, backend):
+    return_states, return_info = returned
+    check_flag("return_states", return_states)
     check_flag("return_info", return_info)
     check_sequence(spec, x, state, *masks)
     check_method(*options)
-    h, last, method, report = _run(spec, x, weight, state, masks, options, backend)
+    given = spec, x, weight, state, masks, options, return_states, backend
+    h, last, others, method, report = _run(*given)
+    result = (h, last, (h, *others)) if return_states else (h, last)
     if not return_info:
-        return h, last
+        return result
     done, residual, finished = report.detach().unbind()
-    return h, last, Info(method, done.to(torch.int32), residual, finished.to(torch.int32))
+    return *result, Info(method, done.to(torch.int32), residual, finished.to(torch.int32))
 
 
 def _step(spec, x, weight, state, backend) -> Result:
@@ -136,12 +146,13 @@ def _step(spec, x, weight, state, backend) -> Result:
     check_state(spec, state, (B, D), "[B, D]", x)
     check_memory(("state",), *(state or ()))
     options = "sequential", None, None
-    h, last, _, _ = _run(spec, x, weight, state, NO_MASKS, options, backend)
+    h, last, *_ = _run(spec, x, weight, state, NO_MASKS, options, False, backend)
     return h.squeeze(1), last
 
 
-def _run(spec, x, weight, state, masks, options, backend):
-    """Checks every argument and runs the op; masks are reset, hold, lengths, cu_seqlens."""
+def _run(spec, x, weight, state, masks, options, return_states, backend):
+    """Chooses backend and method, and runs the op; masks are reset, hold, lengths, cu_seqlens. Returns
+    h, the last states, those of every step but h if they are asked for, the method and its report."""
     chosen = select_backend(backend, x.device.type, BACKEND, x.dtype)
     requested, tol, max_iters = options
     cu_seqlens, (B, T, D) = masks[-1], sizes(x)
@@ -151,12 +162,18 @@ def _run(spec, x, weight, state, masks, options, backend):
     if state is not None:
         state = stack_states([s.to(weight.dtype) for s in state])
     if chosen == "reference":
-        h, last, report = _reference(spec, x, weight, state, masks, (method, tol, max_iters))
+        given = (method, tol, max_iters), return_states
+        h, last, others, report = _reference(spec, x, weight, state, masks, *given)
     else:
-        save = is_recorded(x, weight, state)
-        fwd = CALLS[f"{spec.name}_fwd"]
-        h, last, _, report = fwd(x, weight, state, *masks, method, tol, max_iters, save)
-    return h, last.unbind(0), method, report
+        asked = return_states and spec.states > 1
+        save = asked or is_recorded(x, weight, state)
+        fwd, others = CALLS[f"{spec.name}_fwd"], []
+        h, last, saved, report = fwd(x, weight, state, *masks, method, tol, max_iters, save)
+        if asked:
+            others = [s.to(weight.dtype) for s in saved.unbind(2)[: spec.states - 1]]
+            if masks[1] is not None:  # a held step keeps what passes through it
+                others = [s.masked_fill(masks[1][..., None], 0.0) for s in others]
+    return h, last.unbind(0), others, method, report
 
 
 # On an H200 "sequential" takes 70 ns a step however few channels there are, and "multiple_shooting"
@@ -179,15 +196,14 @@ def select_method(requested: str, backend: str, words: int, steps: int) -> str:
     return requested
 
 
-def _reference(spec, x, weight, state, masks, options):
-    """Computes h, last and [iterations, residual, finished] of a batch that has no masks but reset
-    and hold."""
+def _reference(spec, x, weight, state, masks, options, return_states):
+    """Computes h, last, the other states of every step and [iterations, residual, finished]."""
     dtype = x.dtype
     lowered, weight = reference.lower(spec, x, weight, masks)
     given = spec, lowered.x, weight, state, lowered.reset, lowered.hold
     if options[0] == "sequential":
-        h, last = reference.sequence(*given)
+        h, last, others = reference.sequence(*given, return_states)
         report = torch.zeros(3, device=x.device)
     else:
-        h, last, report = parallel_sequence(*given, *options)
-    return lowered.unpack(h).to(dtype), last, report
+        h, last, others, report = parallel_sequence(*given, *options)
+    return lowered.unpack(h).to(dtype), last, [lowered.unpack(s) for s in others], report

@@ -110,7 +110,7 @@ def mixer_step(
     u = u if bias is None else u + bias
     own = torch.cat([r.to(wide) for r in rows])
     own = own if bound is None else own.clamp(-bound, bound)
-    h, last = reference.sequence(spec, u[:, None], own, torch.stack(state), None, None)
+    h, last, _ = reference.sequence(spec, u[:, None], own, torch.stack(state), None, None)
     for s, new in zip(state, last):
         s.copy_(new)
     return ((h[:, 0] + skip * x) * F.silu(gate.to(wide))).to(x.dtype)

@@ -5,7 +5,7 @@
 its iteration, residual check and sequential finish.
 """
 
-from typing import Optional, Tuple
+from typing import List, Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -28,9 +28,9 @@ def sequence(
     method: str,  # "newton" or "multiple_shooting"
     tol: Optional[float],  # None or negative for solve's default, and so is max_iters
     max_iters: Optional[int],
-) -> Tuple[Tensor, Tensor, Tensor]:  # h [B, T, D], last [K, B, D], report [3]
-    """Does what reference.sequence does, and reports the number of iterations, the largest residual and
-    the number of steps that were finished sequentially."""
+) -> Tuple[Tensor, Tensor, List[Tensor], Tensor]:
+    """Does what reference.sequence does with `return_states`, and reports [3] the number of
+    iterations, the largest residual and the number of steps that were finished sequentially."""
     B, T, _, D = x.shape
     nothing = torch.zeros(B, T, dtype=torch.bool, device=x.device)
     reset = nothing if reset is None else reset
@@ -55,6 +55,6 @@ def sequence(
         max_iters=None if max_iters is None or max_iters < 0 else max_iters,
         bounds=(-limit, limit), mode="torch", return_info=True,
     )  # fmt: skip
-    h = states[..., 0].masked_fill(held[..., None], 0.0).to(x.dtype)
+    h, *others = states.masked_fill(held[..., None, None], 0.0).unbind(-1)
     report = [float(info.iterations), info.residual, float(info.finished)]
-    return h, last.movedim(-1, 0), torch.tensor(report, device=x.device)
+    return h.to(x.dtype), last.movedim(-1, 0), others, torch.tensor(report, device=x.device)

@@ -1,6 +1,6 @@
 """The recurrences as plain loops over time, in torch, differentiable by autograd."""
 
-from typing import Optional, Tuple
+from typing import List, Optional, Tuple
 
 import torch
 
@@ -30,8 +30,10 @@ def sequence(
     state: Optional[torch.Tensor],  # [K, B, D]
     reset: Optional[torch.Tensor],  # [B, T]
     hold: Optional[torch.Tensor],  # [B, T]
-) -> Tuple[torch.Tensor, torch.Tensor]:  # h [B, T, D], last [K, B, D]
-    """Runs `cell` over T; states and arithmetic are in the state dtype."""
+    return_states: bool = False,
+) -> Tuple[torch.Tensor, torch.Tensor, List[torch.Tensor]]:
+    """Runs `cell` over T: h [B, T, D], the last states [K, B, D] and, with `return_states`, the K - 1
+    other states of every step [B, T, D]. States and arithmetic are in the state dtype."""
     B, _, _, D = x.shape
     dtype = state_dtype(x.dtype)
     w = weight.to(dtype).unbind()
@@ -41,15 +43,18 @@ def sequence(
         if reset is not None:
             states = tuple(torch.where(reset[:, t, None], 0.0, s) for s in states)
         after = cell.step(row.to(dtype).unbind(1), w, states)
-        h = after[0]
+        each = after if return_states else after[:1]
         if hold is not None:
             held = hold[:, t, None]
             after = tuple(torch.where(held, s, a) for s, a in zip(states, after))
-            h = torch.where(held, 0.0, h)
+            each = tuple(torch.where(held, 0.0, s) for s in each)
         states = after
-        outputs.append(h.to(x.dtype))
-    h = torch.stack(outputs, 1) if outputs else x.new_zeros(B, 0, D)
-    return h, torch.stack(states)
+        outputs.append((each[0].to(x.dtype), *each[1:]))
+    if not outputs:
+        none = x.new_zeros(cell.states - 1 if return_states else 0, B, 0, D, dtype=dtype)
+        return x.new_zeros(B, 0, D), torch.stack(states), list(none)
+    h, *others = (torch.stack(s, 1) for s in zip(*outputs))
+    return h, torch.stack(states), others
 
 
 def scan(

@@ -19,51 +19,7 @@ import torch.nn.functional as F
 from .backward import gradients, state_dtype
 from .cells import CELLS, Cell
 from .formulas import CALLS
-
-Masks = Tuple[Optional[torch.Tensor], ...]  # reset, hold, lengths, cu_seqlens
-
-
-class Marks(NamedTuple):
-    """What becomes of the state at each step."""
-
-    held: Optional[torch.Tensor]  # [B, T, 1, 1] bool: it passes through; None if no step is held
-    cleared: Optional[torch.Tensor]  # [B, T, 1, 1] bool: it is emptied before the step
-    first: torch.Tensor  # [B, T, 1, 1] bool: it is a given one, because a sequence begins
-    sequence: torch.Tensor  # [B, T] int: the sequence's row of the given states [S, N, D]
-
-    def keep(self, gain: torch.Tensor, when_held: float) -> torch.Tensor:
-        """Returns the derivative of the state after each step by the state before it, if it is
-        `gain` at the steps that are not held."""
-        if self.held is not None:
-            gain = torch.where(self.held, when_held, gain)
-        return gain if self.cleared is None else torch.where(self.cleared, 0.0, gain)
-
-    def given(self, state: torch.Tensor) -> torch.Tensor:  # [S, N, D] -> [B, T, N, D]
-        return state[self.sequence]
-
-    def to_given(self, d: torch.Tensor, sequences: int) -> torch.Tensor:
-        """Sums d [B, T, N, D] of first steps into rows of the given states: [S, N, D]."""
-        rows = torch.where(self.first, d, 0.0).flatten(0, 1)
-        total = rows.new_zeros(sequences, *rows.shape[1:])
-        return total.index_add(0, self.sequence.flatten(), rows)
-
-
-def find_marks(x: torch.Tensor, masks: Masks) -> Marks:
-    reset, hold, lengths, cu_seqlens = masks
-    B, T = x.shape[:2]
-    time = torch.arange(T, device=x.device).expand(B, T)
-    if cu_seqlens is None:
-        sequence, first = torch.arange(B, device=x.device)[:, None].expand(B, T), time == 0
-    else:
-        starts = cu_seqlens.long()
-        sequence = torch.searchsorted(starts[1:], time.contiguous(), right=True)
-        first = time == starts[sequence]
-    if lengths is not None:
-        past = time >= lengths[:, None]
-        hold = past if hold is None else hold | past
-        reset = None if reset is None else reset & ~past
-    wide = lambda mark: None if mark is None else mark[..., None, None]
-    return Marks(wide(hold), wide(reset), first[..., None, None], sequence)
+from .marks import Marks, Masks, find_marks, shift
 
 
 def scan_back(d: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:  # [B, T, N, D], both
@@ -210,7 +166,6 @@ def through_states(
     keep = marks.keep(forget, 1.0)
     sequences = len(h_prev) if masks[3] is None else len(masks[3]) - 1
     dstate = forget.new_zeros(cell.states, sequences, *h_prev.shape[2:])
-    shift = lambda d: torch.cat([d[:, 1:], torch.zeros_like(d[:, :1])], 1)
     after: List[torch.Tensor] = []  # gradients of c, n after each step
     for k in range(1, carried):
         d = wide(dstates[k - 1]) if dstates else None
@@ -249,12 +204,6 @@ def through_states(
         entering = torch.einsum("btgnj,gnjk->btnk", dr, weight.to(dtype))
     if sources is not None and sources.h is not None:
         entering = entering + sources.h
-    entering = marks.keep(entering, 0.0)
-    leaving = shift(torch.where(marks.first, 0.0, entering))
-    if marks.held is not None:
-        passes = marks.keep(torch.zeros_like(leaving), 1.0)
-        leaving = scan_back(leaving, torch.where(marks.first, 0.0, passes))
-        entering = entering + passes * leaving
-        leaving = torch.where(marks.held, 0.0, leaving)
+    entering, leaving = marks.leave(marks.keep(entering, 0.0), scan_back)
     dstate[0] = marks.to_given(entering, sequences)
     return Through(dx, leaving, dweight, dstate)

@@ -16,10 +16,11 @@ from typing import Any, List, NamedTuple, Optional, Tuple
 
 import torch
 
-from .all_states import Marks, Sources, find_marks, scan_back, through_states
+from .all_states import Sources, scan_back, through_states
 from .backward import gradients, state_dtype
 from .cells import Cell
 from .kept_steps import STEPS, Tensors
+from .marks import Marks, find_marks, shift
 
 
 class Step(NamedTuple):
@@ -183,7 +184,7 @@ def after_each_step(
             else:
                 gain = slope
         entering = torch.where(marks.first, 0.0, marks.keep(entering, 0.0))
-        d = torch.cat([entering[:, 1:], torch.zeros_like(entering[:, :1])], 1)
+        d = shift(entering)
         if k == 0:
             own = dh.detach().to(d.dtype)
             d = d + (own if marks.held is None else torch.where(marks.held, 0.0, own))

@@ -1,0 +1,1 @@
+../../../common/python/marks.py
