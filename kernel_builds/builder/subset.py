@@ -29,6 +29,7 @@ SUBSET = {
         "batch": ("gru",),
         "step": ("gru", "rnn", "slstm"),
         "cell": ("gru", "slstm"),
+        "cut": ("gru", "slstm"),
     }
 }
 CUDA = (13, 0)  # nvcc of this version supports these archs

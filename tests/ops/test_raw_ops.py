@@ -21,10 +21,10 @@ def masks():
 
 def fused(ops):
     x, weight, bias, state = r(B, T, 4, N, D), r(4, N, D, D), r(4, N, D), r(2, B, N, D)
-    calls = {"lstm_fwd": [x, weight, bias, state, *masks(), None, False, True]}
+    calls = {"lstm_fwd": [x, weight, bias, state, *masks(), None, False, True, None]}
     _, _, saved, h_prev = ops.lstm_fwd(*calls["lstm_fwd"])
     given = [r(B, T, N, D), state, saved, h_prev, weight]
-    calls["lstm_bwd"] = [*given, *masks(), None, False, True]
+    calls["lstm_bwd"] = [*given, *masks(), None, False, True, None]
     x, state = r(B, T, H), [r(2, B, D), r(2, B, D)]
     weights = [w for width in (H, D) for w in (r(4 * D, width), r(4 * D, D), r(4 * D), r(4 * D))]
     options = (), True, False, 1, True, D, 0.0, False

@@ -24,11 +24,11 @@ namespace flashcell {
 // [K,S,N,D] in the state dtype · reset, hold [B,T] bool · lengths [B] · cu_seqlens [S+1]
 // -> h [B,T,N,D] · last [K,S,N,D] · saved [B,T,V,N,D], h_prev [B,T,N,D] (both [0] unless `save`)
 // grad_clip is for the autograd formula only: the forward does not read it. tf32 concerns fp32 on
-// CUDA.
+// CUDA. clip_state bounds the state that a step adds up (cells/bound.h); the CPU alone takes it.
 inline constexpr char kForwardSchema[] =
     "_fwd(Tensor x, Tensor weight, Tensor? bias, Tensor? state, Tensor? reset, Tensor? hold, "
-    "Tensor? lengths, Tensor? cu_seqlens, float? grad_clip, bool tf32, bool save) "
-    "-> (Tensor h, Tensor last, Tensor saved, Tensor h_prev)";
+    "Tensor? lengths, Tensor? cu_seqlens, float? grad_clip, bool tf32, bool save, "
+    "float? clip_state=None) -> (Tensor h, Tensor last, Tensor saved, Tensor h_prev)";
 
 // dh [B,T,N,D] · dlast [K,S,N,D]
 // -> dx [B,T,G,N,D] · dr [B,T,G,N,D] ([0] where it equals dx) · dbias [R,N,D] · dstate [K,S,N,D] ·
@@ -36,7 +36,8 @@ inline constexpr char kForwardSchema[] =
 inline constexpr char kBackwardSchema[] =
     "_bwd(Tensor dh, Tensor? dlast, Tensor saved, Tensor h_prev, Tensor weight, Tensor? reset, "
     "Tensor? hold, Tensor? lengths, Tensor? cu_seqlens, float? grad_clip, bool tf32, "
-    "bool wants_dweight) -> (Tensor dx, Tensor dr, Tensor dbias, Tensor dstate, Tensor dweight)";
+    "bool wants_dweight, float? clip_state=None) -> (Tensor dx, Tensor dr, Tensor dbias, Tensor "
+    "dstate, Tensor dweight)";
 
 inline constexpr char kLinearForwardSchema[] =
     "linear_fwd(Tensor x, Tensor weight, Tensor? bias) -> Tensor";
@@ -46,13 +47,26 @@ inline constexpr char kLinearBackwardSchema[] =
 
 inline constexpr char kTf32MatmulSchema[] = "tf32_matmul(Tensor a, Tensor b) -> Tensor";  // CUDA
 
+// Returns the bound that the engine reads: 0 for none.
+template <typename Cell>
+double bound_of(std::optional<double> clip_state) {
+  if (!clip_state) return 0;
+  STD_TORCH_CHECK(kHasBound<Cell>, "clip_state must be None for ", Cell::kName, ", got ",
+                  *clip_state);
+  STD_TORCH_CHECK(*clip_state > 0, "clip_state must be more than 0, got ", *clip_state);
+#if defined(CUDA_KERNEL)
+  STD_TORCH_CHECK(false, "clip_state must be None on CUDA, got ", *clip_state);
+#endif
+  return *clip_state;
+}
+
 template <typename Cell>
 std::tuple<Tensor, Tensor, Tensor, Tensor> forward(Tensor x, Tensor weight, OptionalTensor bias,
                                                    OptionalTensor state, OptionalTensor reset,
                                                    OptionalTensor hold, OptionalTensor lengths,
                                                    OptionalTensor cu_seqlens,
                                                    std::optional<double> /*grad_clip*/, bool tf32,
-                                                   bool save) {
+                                                   bool save, std::optional<double> clip_state) {
   check_rank(x, "x", 5, "[B, T, G, N, D]");
   const int64_t B = x.size(0), T = x.size(1), N = x.size(3), D = x.size(4);
   check_shape(x, "x", {B, T, Cell::kGates, N, D});
@@ -87,6 +101,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> forward(Tensor x, Tensor weight, Opti
     params.h = h.mutable_data_ptr(), params.last = last.mutable_data_ptr();
     params.saved = save ? saved.mutable_data_ptr() : nullptr;
     params.h_prev = save ? h_prev.mutable_data_ptr() : nullptr;
+    params.bound = bound_of<Cell>(clip_state);
     run<Cell>(params, dtype, tf32, x);
   }
   return {h, last, saved, h_prev};
@@ -96,7 +111,8 @@ template <typename Cell>
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     Tensor dh, OptionalTensor dlast, Tensor saved, Tensor h_prev, Tensor weight,
     OptionalTensor reset, OptionalTensor hold, OptionalTensor lengths, OptionalTensor cu_seqlens,
-    std::optional<double> grad_clip, bool tf32, bool wants_dweight) {
+    std::optional<double> grad_clip, bool tf32, bool wants_dweight,
+    std::optional<double> clip_state) {
   check_rank(dh, "dh", 4, "[B, T, N, D]");
   const int64_t B = dh.size(0), T = dh.size(1), N = dh.size(2), D = dh.size(3);
   const Dtype dtype = io_dtype(dh, "dh");
@@ -126,6 +142,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     params.dh = dh.const_data_ptr(), params.dlast = pointer(dlast);
     params.saved = saved.const_data_ptr();
     params.grad_clip = grad_clip.value_or(std::numeric_limits<double>::infinity());
+    params.bound = bound_of<Cell>(clip_state);
     params.dx = dx.mutable_data_ptr();
     params.dr = Cell::kSplitGrad ? dr.mutable_data_ptr() : nullptr;
     params.dbias = dbias.mutable_data_ptr(), params.dstate = dstate.mutable_data_ptr();

@@ -31,6 +31,7 @@ struct ForwardParams : SequenceParams {
   // in another order than those of few sequences, so that decoding does without.
   bool packs_one_step;
   bool h_begins_as_zero;  // CPU: the first state of `initial` is 0
+  double bound;           // CPU: on the state that a step adds up (cells/bound.h); 0 for none
 };
 
 struct BackwardParams : SequenceParams {
@@ -44,6 +45,7 @@ struct BackwardParams : SequenceParams {
   void* dbias_partial;  // CUDA: [tiles of sequences][R, N, D] state
   void* dstate;         // [K, S, N, D] state
   bool skips_initial;   // CPU: dstate is not read, and may stay undefined
+  double bound;         // CPU: the forward's
 };
 
 }  // namespace flashcell

@@ -66,6 +66,8 @@ inline float __uint_as_float(uint32_t word) {
 }
 inline int __clz(int x) { return x ? __builtin_clz(unsigned(x)) : 32; }
 inline float rsqrtf(float x) { return 1 / std::sqrt(x); }
+inline float __fdividef(float a, float b) { return a / b; }
+inline int max(int a, int b) { return a < b ? b : a; }
 template <typename T>
 T __ldcs(const T* from) {
   return *from;

@@ -1,6 +1,6 @@
 // h' = act(x + r),  act = tanh or relu                                     (torch.nn.RNN)
 #pragma once
-#include "common/cells/math.h"
+#include "bound.h"
 
 namespace flashcell {
 
@@ -33,22 +33,23 @@ struct Rnn {
   static constexpr const char* kName = Activation::kName;
   enum Gate { A, kGates };
   enum State { H, kStates };
-  enum Saved { SH, kSaved };  // SH is h'
+  enum Saved { SH, kSaved };  // SH is h' before any bound
   static constexpr int kBias = kGates;
   static constexpr int kGradStates = kStates;
   static constexpr bool kSplitGrad = false;
-  static constexpr bool kReadsH = false;  // a step reads h in the product alone
+  static constexpr bool kReadsH = false;   // a step reads h in the product alone
+  static constexpr bool kHasBound = true;  // of h
 
-  template <typename V>
+  template <typename V, typename Bounds = NoBound>
   static FN void forward(const V (&x)[kGates], const V (&r)[kGates], const V (&)[kStates],
-                         V (&next)[kStates], V (&saved)[kSaved]) {
-    next[H] = saved[SH] = Activation::value(x[A] + r[A]);
+                         V (&next)[kStates], V (&saved)[kSaved], const Bounds& bound = {}) {
+    next[H] = bound.clip(saved[SH] = Activation::value(x[A] + r[A]));
   }
 
-  template <typename V>
+  template <typename V, typename Bounds = NoBound>
   static FN void backward(const V (&saved)[kSaved], V (&d_state)[kStates], V (&dx)[kGates],
-                          V (&dr)[kGates]) {
-    dx[A] = dr[A] = Activation::gradient(saved[SH], d_state[H]);
+                          V (&dr)[kGates], const Bounds& bound = {}) {
+    dx[A] = dr[A] = Activation::gradient(saved[SH], bound.gradient(saved[SH], d_state[H]));
     d_state[H] = V(0);
   }
 };

@@ -16,13 +16,19 @@ struct Backward {
   static constexpr int kVectors = 4, kPanelUnits = kVectors * V::kWidth;
   static constexpr int kStride = kPanelUnits;
 
+  // A cell takes as long as so many multiply-adds (lstm, fp32, 8 x 1024 units: 1.2 ns).
+  static constexpr int64_t kCellCost = 32;
+
   const BackwardParams& p;
+  const bool cut;              // no gradient reaches h through the recurrent product
+  const int64_t step_cost;     // multiply-adds of a head and a sequence
+  const int64_t weight_bytes;  // of a head
   const Host host;
   const int64_t gate_depth = padded_depth<IO>(p.D), depth = kGates * gate_depth;
   const int64_t panels = (p.D + kPanelUnits - 1) / kPanelUnits;
   const int64_t groups = (p.S + kRowGroup - 1) / kRowGroup;
   const Plan plan;
-  const bool multiplies;  // whether any step has a recurrent product
+  const bool multiplies;  // whether any step has a recurrent product: none has one that is cut
   // [N][panels], stored in parts (common/cpu/microkernel.h); the depth is (gate, to).
   Scratch<E> weights;
   Scratch<E> operands;  // [2][S][N][G][gate_depth]
@@ -30,11 +36,14 @@ struct Backward {
 
   Backward(const BackwardParams& params, const Host& h)
       : p(params),
-        host(fitting(h, total_steps(p) * p.N * kGates * p.D * p.D)),
-        plan(make_plan(p.S, p.N, kGates * p.D * p.D * sizeof(E), kGates * p.D * p.D, host.threads)),
-        multiplies(p.S && (p.sequences[0].length > 1 || !p.skips_initial)),
+        cut(p.grad_clip == 0),
+        step_cost(cut ? kCellCost * p.D : kGates * p.D * p.D),
+        weight_bytes(cut ? 0 : kGates * p.D * p.D * sizeof(E)),
+        host(fitting(h, total_steps(p) * p.N * step_cost)),
+        plan(make_plan(p.S, p.N, weight_bytes, step_cost, host.threads)),
+        multiplies(p.S && !cut && (p.sequences[0].length > 1 || !p.skips_initial)),
         weights(host, multiplies ? p.N * panels * depth * kStride : 0),
-        operands(host, 2 * p.S * p.N * depth),
+        operands(host, cut ? 0 : 2 * p.S * p.N * depth),
         partial(host, groups * Cell::kBias * p.N * p.D) {}
 
   E* operand(int64_t t, int64_t s, int64_t head) const {
@@ -78,8 +87,10 @@ struct Backward {
     const int64_t carried = p.dlast ? Cell::kGradStates * one : 0;
     if (carried && p.dlast != p.dstate) memcpy(p.dstate, p.dlast, carried * sizeof(T));
     memset((T*)p.dstate + carried, 0, (kStates * one - carried) * sizeof(T));
-    parallel_for(host, 2 * p.S * p.N,
-                 [&](int64_t i) { memset(operands + i * depth, 0, depth * sizeof(E)); });
+    if (!cut) {
+      parallel_for(host, 2 * p.S * p.N,
+                   [&](int64_t i) { memset(operands + i * depth, 0, depth * sizeof(E)); });
+    }
     parallel_for(host, groups, [&](int64_t i) {
       const int64_t count = Cell::kBias * p.N * p.D;
       memset(partial + i * count, 0, count * sizeof(T));
@@ -109,8 +120,10 @@ struct Backward {
       rows[count++] = operand(t + 1, s, head);
     }
     alignas(kVectorBytes) T products[kChunk * kStride];
-    parts_product<IO, kVectors>(rows, count, depth,
-                                weights + (head * panels + panel) * depth * kStride, products);
+    if (!cut) {
+      parts_product<IO, kVectors>(rows, count, depth,
+                                  weights + (head * panels + panel) * depth * kStride, products);
+    }
     for (int u = 0; u < kVectors; ++u) {
       const int64_t unit = panel * kPanelUnits + u * V::kWidth;
       const T* product = products + u * V::kWidth;
@@ -125,6 +138,17 @@ struct Backward {
   template <bool Whole>
   void cells(int64_t head, int64_t unit, int64_t t, int64_t begin, int64_t end,
              const T* product) const {
+    if constexpr (kHasBound<Cell>) {
+      if (p.bound > 0) {
+        return cells<Whole>(head, unit, t, begin, end, product, Bound<V>{V(T(p.bound))});
+      }
+    }
+    cells<Whole>(head, unit, t, begin, end, product, NoBound());
+  }
+
+  template <bool Whole, typename Bounds>
+  void cells(int64_t head, int64_t unit, int64_t t, int64_t begin, int64_t end, const T* product,
+             const Bounds& bound) const {
     const int n = lanes(unit);
     const int64_t at = head * p.D + unit, ND = p.N * p.D;
     V d_bias[Cell::kBias];
@@ -138,7 +162,7 @@ struct Backward {
       if (t + 1 < sequence.length) {
         if (reset(sequence, t + 1)) {
           for (int k = 0; k < kStates; ++k) d[k] = V(0);
-        } else if (!hold(sequence, t + 1)) {
+        } else if (!cut && !hold(sequence, t + 1)) {
           d[0] += clip(load(product));
           product += kStride;
         }
@@ -146,7 +170,7 @@ struct Backward {
       if (t >= 0 && hold(sequence, t)) {
         clear(sequence.row + t, at, n);
       } else if (t >= 0) {
-        cell<Whole>(sequence.row + t, at, n, d, operand(t, s, head) + unit, d_bias);
+        cell<Whole>(sequence.row + t, at, n, d, operand(t, s, head) + unit, d_bias, bound);
       }
       for (int k = 0; k < kStates; ++k) store_part<Whole>(state(k, s, head) + unit, d[k], n);
       if (t >= 0 && (s % kRowGroup == kRowGroup - 1 || s == end - 1)) {
@@ -158,9 +182,9 @@ struct Backward {
     }
   }
 
-  template <bool Whole>
+  template <bool Whole, typename Bounds>
   FN void cell(int64_t row, int64_t at, int n, V (&d)[kStates], E* dr_operand,
-               V (&d_bias)[Cell::kBias]) const {
+               V (&d_bias)[Cell::kBias], const Bounds& bound) const {
     const int64_t ND = p.N * p.D;
     V saved[kSaved], dx[kGates], dr[kGates];
     const T* from = (const T*)p.saved + row * kSaved * ND + at;
@@ -170,13 +194,19 @@ struct Backward {
     }
     d[0] += load_part<Whole>((const IO*)p.dh + row * ND + at, n);
     __builtin_prefetch((const IO*)p.dh + (row - 1) * ND + at);
-    Cell::backward(saved, d, dx, dr);
+    if constexpr (kHasBound<Cell>) {
+      Cell::backward(saved, d, dx, dr, bound);
+    } else {
+      Cell::backward(saved, d, dx, dr);
+    }
     for (int g = 0; g < kGates; ++g) {
       const int64_t to = (row * kGates + g) * ND + at;
       store_part<Whole>((IO*)p.dx + to, dx[g], n);
       if (Cell::kSplitGrad) store_part<Whole>((IO*)p.dr + to, dr[g], n);
       d_bias[g] += dx[g];
-      if (Whole) {
+      if (cut) {
+        continue;
+      } else if (Whole) {
         store_operand<IO>(dr_operand + g * gate_depth, dr[g]);
       } else {
         E rounded[V::kWidth];

@@ -137,12 +137,23 @@ struct Forward {
     }
   }
 
-  bool reset(const Sequence& s, int64_t t) const { return Walk{p, host}.reset(s, t); }
-  bool hold(const Sequence& s, int64_t t) const { return Walk{p, host}.hold(s, t); }
-
   template <bool Whole>
   void cells(int64_t head, int64_t unit, int64_t t, int64_t begin, int64_t end,
              const T* product) const {
+    if constexpr (kHasBound<Cell>) {
+      if (p.bound > 0) {
+        return cells<Whole>(head, unit, t, begin, end, product, Bound<V>{V(T(p.bound))});
+      }
+    }
+    cells<Whole>(head, unit, t, begin, end, product, NoBound());
+  }
+
+  bool reset(const Sequence& s, int64_t t) const { return Walk{p, host}.reset(s, t); }
+  bool hold(const Sequence& s, int64_t t) const { return Walk{p, host}.hold(s, t); }
+
+  template <bool Whole, typename Bounds>
+  void cells(int64_t head, int64_t unit, int64_t t, int64_t begin, int64_t end, const T* product,
+             const Bounds& bound) const {
     // A local copy: stores cannot alias it, so its members stay in registers.
     const ForwardParams p = this->p;
     const int n = lanes(unit);
@@ -177,7 +188,11 @@ struct Forward {
       }
       if (Cell::kBias > kGates) r[kGates - 1] += bias[Cell::kBias - 1];
       product += kStride;
-      Cell::forward(x, r, now, next, saved);
+      if constexpr (kHasBound<Cell>) {
+        Cell::forward(x, r, now, next, saved, bound);
+      } else {
+        Cell::forward(x, r, now, next, saved);
+      }
       pass<Whole>(next, state_here, operand_here, n);
       store_part<Whole>((IO*)p.h + row, next[0], n);
       if (p.h_prev) store_part<Whole>((IO*)p.h_prev + row, now[0], n);

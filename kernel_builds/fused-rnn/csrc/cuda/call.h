@@ -103,6 +103,7 @@ template <typename Cell>
 void run(BackwardParams p, Dtype dtype, bool tf32, const Tensor& dh) {
   const torch::stable::accelerator::DeviceGuard guard(dh.get_device_index());
   cuda::Launch launch = prepare<Cell>(p, dtype, tf32, true, true, dh);
+  if (cuda::is_cut(p)) launch.tile = cuda::kCutTile;
   const int64_t tiles = (p.S + launch.tile - 1) / launch.tile;
   const Tensor partial = new_tensor(dh, {tiles, Cell::kBias, p.N, p.D}, ScalarType::Float);
   p.dbias_partial = partial.mutable_data_ptr();

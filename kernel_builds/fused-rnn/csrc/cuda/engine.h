@@ -76,6 +76,13 @@ void forward_gemm(const ForwardParams&, const Launch&);
 template <typename Cell, typename IO>
 void backward_gemm(const BackwardParams&, const Launch&);
 
+// The backward pass of every engine if grad_clip is 0: nothing is multiplied by the weight, and one
+// launch runs all steps. Of any width.
+constexpr int kCutTile = 8;  // sequences that share a row of dbias_partial
+inline bool is_cut(const BackwardParams& p) { return p.grad_clip == 0; }
+template <typename Cell, typename IO>
+void backward_cut(const BackwardParams&, const Launch&);
+
 // The fma engine: a thread block, or a cluster for wider heads, runs whole sequences of a head in
 // exact fp32, with the weight in registers. fp32 I/O only.
 template <typename Cell, typename IO>

@@ -28,4 +28,10 @@ namespace flashcell::cuda {
   FLASHCELL_INSTANTIATE_16(engine, Cell)    \
   FLASHCELL_INSTANTIATE_32(engine, Cell)
 
+// Instantiates the backward direction alone.
+#define FLASHCELL_INSTANTIATE_BACKWARD(engine, Cell)                                 \
+  template void backward_##engine<Cell, bf16>(const BackwardParams&, const Launch&); \
+  template void backward_##engine<Cell, fp16>(const BackwardParams&, const Launch&); \
+  template void backward_##engine<Cell, float>(const BackwardParams&, const Launch&);
+
 }  // namespace flashcell::cuda

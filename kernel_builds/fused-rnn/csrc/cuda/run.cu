@@ -67,7 +67,7 @@ static CellSizes sizes_of(int cell) {
 }
 
 int64_t backward_scratch(int cell, const BackwardParams& p, Dtype dtype, const Launch& launch) {
-  if (launch.engine != Engine::kGemm) return 0;
+  if (is_cut(p) || launch.engine != Engine::kGemm) return 0;
   return gemm::Scratch(p, sizes_of(cell).gates, dtype == Dtype::kFloat ? 4 : 2, true, launch).bytes;
 }
 
@@ -108,6 +108,7 @@ void forward(int cell, const ForwardParams& p, Dtype dtype, const Launch& launch
 
 void backward(int cell, const BackwardParams& p, Dtype dtype, const Launch& launch) {
   with_types(cell, dtype, [&]<typename Cell, typename IO>() {
+    if (is_cut(p)) return backward_cut<Cell, IO>(p, launch);
     switch (launch.engine) {
       case Engine::kBlock:
         return backward_block<Cell, IO>(p, launch);
