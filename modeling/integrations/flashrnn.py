@@ -128,7 +128,8 @@ def _check(config: Any, tensors: dict[str, Any]) -> None:
             raise ValueError(f"{name} has shape {list(tensors[name].shape)}, but must be {letters}")
     if config.forward_clipval is not None:
         raise ValueError(
-            f"forward_clipval is {config.forward_clipval}, but must be None: no kernel clips states"
+            f"forward_clipval is {config.forward_clipval}, but must be None: no kernel clips h of "
+            "every cell"
         )
 
 

@@ -46,8 +46,8 @@ def register(name: str, backward: Callable, setup_context: Optional[Callable] = 
 
     def jvp(ctx, *tangents):
         raise NotImplementedError(
-            f"{name} has no derivatives in forward mode (jvp, jacfwd, hessian): "
-            "take backward mode's (grad, vjp, jacrev)"
+            f"{name} has no derivatives in forward mode (jvp, jacfwd, hessian): take backward "
+            "mode's (grad, vjp, jacrev), or pass backend='reference'"
         )
 
     functions: Dict[str, Any] = {"forward": staticmethod(forward), "jvp": staticmethod(jvp)}
@@ -130,6 +130,32 @@ def in_forward_mode() -> bool:
 
 def has_tangent(value: torch.Tensor) -> bool:
     return in_forward_mode() and forward_ad.unpack_dual(value).tangent is not None
+
+
+def may_have_tangents(*values: Optional[torch.Tensor]) -> bool:
+    """Whether a value has a tangent, or a transform that may hide one."""
+    if not in_forward_mode():
+        return False
+    return is_transformed() or any(v is not None and has_tangent(v) for v in values)
+
+
+def fall_back_for_tangents(
+    chosen: str, requested: str, *inputs: Optional[torch.Tensor], stacklevel: int = 4
+) -> str:
+    """Returns the backend of a call: where "auto" chose the binary, which has no derivatives in forward
+    mode, and the call needs them, the reference. A backend asked for by name stays, and refuses."""
+    if chosen == "reference" or requested != "auto" or not may_have_tangents(*inputs):
+        return chosen
+    reason = "the kernel has no derivatives in forward mode"
+    return fall_back(reason, stacklevel=stacklevel + 1)
+
+
+def fall_back(reason: str, stacklevel: int = 3) -> str:
+    """Returns "reference", with a warning that says why."""
+    if not torch.compiler.is_compiling():
+        message = f"{reason}, so the reference runs, which takes longer"
+        warnings.warn(message, RuntimeWarning, stacklevel=stacklevel)
+    return "reference"
 
 
 def is_differentiated_again() -> bool:

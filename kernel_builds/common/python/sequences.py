@@ -5,6 +5,8 @@ from typing import NamedTuple, Optional
 
 import torch
 
+from .formulas import is_eager
+
 
 class Lowered(NamedTuple):
     """A batch of sequences that needs no masks other than reset and hold."""
@@ -53,8 +55,7 @@ def stack_states(states) -> torch.Tensor:
     first = states[0]
     if len(states) == 1:
         return first.unsqueeze(0)
-    traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
-    if not traced and not any(s.requires_grad for s in states):
+    if is_eager() and not any(s.requires_grad for s in states):
         follows = [
             s.is_contiguous() and s.data_ptr() == first.data_ptr() + k * first.numel() * 4
             for k, s in enumerate(states)

@@ -85,3 +85,19 @@ def test_gradgradcheck(fused_rnn, name):
     if others:
         inputs[-1] = inputs[-1] + 0.5  # n, which is not continuous at 0
     assert torch.autograd.gradgradcheck(run, [t.requires_grad_() for t in inputs])
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_third_derivatives_are_refused_where_they_are_linear(fused_rnn, name):
+    """torch.autograd.functional.hvp differentiates a second backward by its incoming gradient."""
+    call = make(CELLS[name], Case(2, 4, 1, 3), torch.float32)
+    loss = lambda x: fused_rnn.recurrent(name, x, call["weight"])[0].pow(3).sum()
+    v = torch.randn_like(call["x"])
+    with pytest.raises(RuntimeError, match=r"no third derivatives.*hvp.*backend='reference'"):
+        torch.autograd.functional.hvp(loss, call["x"], v)
+    _, got = torch.autograd.functional.vhp(loss, call["x"], v)
+    exact = lambda x: (
+        fused_rnn.recurrent(name, x, call["weight"], backend="reference")[0].pow(3).sum()
+    )
+    _, want = torch.autograd.functional.hvp(exact, call["x"], v)
+    torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .cells import Cell
+from .formulas import in_forward_mode
 from .solve import solve
 
 # Steps between two unknowns of "multiple_shooting"; contractive cells then need one or two
@@ -31,6 +32,10 @@ def sequence(
 ) -> Tuple[Tensor, Tensor, List[Tensor], Tensor]:
     """Does what reference.sequence does with `return_states`, and reports [3] the number of
     iterations, the largest residual and the number of steps that were finished sequentially."""
+    if in_forward_mode():
+        raise NotImplementedError(
+            f"method is {method!r}, but must be 'auto' or 'sequential' for derivatives in forward mode"
+        )
     B, T, _, D = x.shape
     nothing = torch.zeros(B, T, dtype=torch.bool, device=x.device)
     reset = nothing if reset is None else reset

@@ -36,6 +36,7 @@ from .checks import (
     check_whole,
 )
 from .dispatch import without_autocast
+from .formulas import in_forward_mode
 from .iteration import Options, finish, iterate, multiple_shooting, sequential, shift
 from .memory import check_memory
 from .problem import Inputs, Problem, check_bounds, check_params, check_sizes, check_state, check_x
@@ -99,7 +100,7 @@ def solve(
     with return_info a `SolveInfo`. Steps before the first unconverged one do not depend on it, so
     they are right; from there the cell is run step by step: what is returned satisfies the recurrence
     to tol everywhere, NaN where it has NaN. Gradients are those at the solution, no iteration is
-    recorded; there are no second ones. The host waits for the device once an iteration, and
+    recorded; there are no second ones. In forward mode "auto" is the plain loop. The host waits for the device once an iteration, and
     torch.compile breaks its graph here. Wrong arguments raise TypeError or ValueError naming the
     argument, what it was and what it must be.
     """
@@ -131,6 +132,12 @@ def solve(
         check_shape("guess", guess, (B, T, *h0.shape[1:]), "[B, T, *S]")
         guess = guess.detach().to(dtype)
     bounds = check_bounds(bounds, h0)
+    if mode != "sequential" and in_forward_mode():  # whose tangents no iteration follows
+        if mode != "auto":
+            raise NotImplementedError(
+                f"mode is {mode!r}, but must be 'auto' or 'sequential' for derivatives in forward mode"
+            )
+        mode = "sequential"
     problem = Problem(cell, h0, xs, params, not isinstance(x, tuple), jacobian_fn)
     with without_autocast(h0.device.type):
         if mode == "sequential" or h0.numel() * T == 0:

@@ -16,7 +16,7 @@ from typing import Any, List, NamedTuple, Optional, Sequence, Tuple
 import torch
 import torch.nn.functional as F
 
-from .backward import gradients, state_dtype
+from .backward import Clips, gradients, state_dtype
 from .cells import CELLS, Cell
 from .formulas import CALLS
 from .marks import Marks, Masks, find_marks, shift
@@ -74,14 +74,18 @@ class AllStates(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(cell: str, x, weight, bias, state, reset, hold, lengths, cu_seqlens, clip, tf32):
+    def forward(
+        cell: str, x, weight, bias, state, reset, hold, lengths, cu_seqlens, clip, tf32, clip_state
+    ):
         masks = reset, hold, lengths, cu_seqlens
         run = CALLS[f"{cell}_fwd"]
-        h, last, saved, h_prev = run(x, weight, bias, state, *masks, clip, tf32, True)
+        options = (clip, tf32, True) if clip_state is None else (clip, tf32, True, clip_state)
+        h, last, saved, h_prev = run(x, weight, bias, state, *masks, *options)
         marks, values = find_marks(x, masks), saved.to(state_dtype(x.dtype)).unbind(2)
         if cell == "lstm":
             i, f, g, _, c = values
-            states = [f * c + i * g]
+            c = f * c + i * g
+            states = [c if clip_state is None else c.clamp(-clip_state, clip_state)]
         else:
             a, b, z, _, _, c, n = values
             m = stabiliser((x, weight, bias, state), n, h_prev, marks)
@@ -92,7 +96,8 @@ class AllStates(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        cell, _, weight, bias, _, *masks, ctx.clip, ctx.tf32 = inputs
+        cell, _, weight, bias, _, *masks, clip, ctx.tf32, clip_state = inputs
+        ctx.clips = Clips(clip, clip_state)
         _, _, saved, h_prev, *states = output
         ctx.cell, ctx.bias_dtype = CELLS[cell], None if bias is None else bias.dtype
         ctx.save_for_backward(weight, saved, h_prev, *masks)
@@ -107,20 +112,20 @@ class AllStates(torch.autograd.Function):
         dstates = dstates[: ctx.cell.states - 1 - ctx.cell.detached_states]
         extra = None
         if any(d is not None for d in dstates):
-            given = ctx.cell, ctx.clip, dstates, None
+            given = ctx.cell, ctx.clips, dstates, None
             extra = through_states(*given, weight, saved, h_prev, tuple(masks))
             dh = (extra.dh if dh is None else dh + extra.dh).to(h_prev.dtype)
         elif dh is None:
             dh = torch.zeros_like(h_prev)
         needs = ctx.needs_input_grad[1:5]
         given = dh, dlast, saved, h_prev, weight, *masks
-        dx, dweight, dbias, dstate = gradients(ctx.cell, given, ctx.clip, ctx.tf32, needs[1])
+        dx, dweight, dbias, dstate = gradients(ctx.cell, given, ctx.clips, ctx.tf32, needs[1])
         if extra is not None:
             dx, dbias = extra.add_to(dx, dbias)
             dstate = dstate + extra.dstate
             dweight = None if dweight is None else dweight + extra.dweight
         results = dx, dweight, None if ctx.bias_dtype is None else dbias.to(ctx.bias_dtype), dstate
-        return None, *(d if need else None for d, need in zip(results, needs)), *(None,) * 6
+        return None, *(d if need else None for d, need in zip(results, needs)), *(None,) * 7
 
 
 class Sources(NamedTuple):
@@ -145,14 +150,14 @@ class Through(NamedTuple):
 
 
 def through_states(
-    cell: Cell, clip: Optional[float], dstates: Sequence[Optional[torch.Tensor]],
+    cell: Cell, clips: Clips, dstates: Sequence[Optional[torch.Tensor]],
     sources: Optional[Sources], weight: torch.Tensor, saved: torch.Tensor, h_prev: torch.Tensor,
     masks: Masks,
 ) -> Through:  # fmt: skip
     """Takes `dstates`, of c and n after each step, and `sources` to everything before them."""
-    if clip not in (None, 0.0):
+    if clips.gradient not in (None, 0.0):
         raise RuntimeError(
-            f"grad_clip is {clip}, but must be None or 0 for gradients of the states that "
+            f"grad_clip is {clips.gradient}, but must be None or 0 for gradients of the states that "
             "return_states gives: pass backend='reference', or take gradients of h alone"
         )
     marks, dtype = find_marks(h_prev, masks), state_dtype(h_prev.dtype)
@@ -163,6 +168,9 @@ def through_states(
     values = kept.unbind(2)
     carried = cell.states - cell.detached_states
     forget = values[1] if cell.name == "lstm" else values[0]
+    inside = None  # where c is not clipped; a clipped one passes no gradient on
+    if cell.name == "lstm" and clips.state is not None:
+        inside = (forget * values[4] + values[0] * values[2]).abs() <= clips.state
     keep = marks.keep(forget, 1.0)
     sequences = len(h_prev) if masks[3] is None else len(masks[3]) - 1
     dstate = forget.new_zeros(cell.states, sequences, *h_prev.shape[2:])
@@ -175,7 +183,11 @@ def through_states(
             entering = marks.keep(sources.states[k - 1].to(dtype), 0.0)
             d = d + shift(torch.where(marks.first, 0.0, entering))
             dstate[k] = marks.to_given(entering, sequences)
-        after.append(scan_back(d, torch.where(marks.first, 0.0, keep)))
+        gain = torch.where(marks.first, 0.0, keep)
+        if inside is not None:  # of the step before, through which the gradient would go
+            d = torch.where(inside, d, 0.0)
+            gain = torch.where(torch.cat([inside[:, :1], inside[:, :-1]], 1), gain, 0.0)
+        after.append(scan_back(d, gain))
         dstate[k] += marks.to_given(keep * after[-1], sequences)
     if cell.name == "lstm":
         i, f, g, _, c = values
@@ -200,7 +212,7 @@ def through_states(
     dweight = torch.einsum("btgnj,btnk->gnjk", dr, previous).to(weight.dtype)
     # The gradient of the h that enters a step, and from it that of the h that left the step before.
     entering = torch.zeros_like(previous)
-    if clip is None:
+    if clips.gradient is None:
         entering = torch.einsum("btgnj,gnjk->btnk", dr, weight.to(dtype))
     if sources is not None and sources.h is not None:
         entering = entering + sources.h

@@ -31,9 +31,7 @@ def check_parameters(cell: Cell, x, weight, bias) -> None:
 STORED = ("x", "weight", "bias", "state")
 
 
-def check_sequence(
-    cell: Cell, x, weight, bias, state, reset, hold, lengths, cu_seqlens, grad_clip
-) -> None:
+def check_sequence(cell: Cell, x, weight, bias, state, reset, hold, lengths, cu_seqlens) -> None:
     """Raises TypeError or ValueError for arguments that a sequence op cannot take."""
     check_x(cell, x, "[B, T, G, N, D]", 5)
     check_parameters(cell, x, weight, bias)
@@ -41,5 +39,17 @@ def check_sequence(
     letters = "[B, N, D]" if cu_seqlens is None else "[S, N, D]"
     check_state(cell, state, (sequences, *x.shape[-2:]), letters, x)
     check_memory(STORED, x, weight, bias, *(state or ()))
+
+
+def check_clips(cell: Cell, grad_clip, clip_state) -> None:
+    if clip_state is not None:
+        check_number("clip_state", clip_state, "None or a number > 0")
+        if clip_state == 0:
+            raise ValueError("clip_state is 0, but must be None or a number > 0")
+        if not cell.bounded:
+            raise ValueError(
+                f"clip_state is {clip_state}, but must be None for {cell.name}, which has no bound: "
+                "lstm, gru and rnn clip states"
+            )
     if grad_clip is not None:
         check_number("grad_clip", grad_clip, "None or a number >= 0")

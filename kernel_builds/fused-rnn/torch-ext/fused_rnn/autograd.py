@@ -4,10 +4,12 @@ The gates are either kept by the forward op (``save=True``) or recomputed by the
 forward op that was run with ``save=False`` is differentiable too.
 """
 
+from typing import Any, Tuple
+
 import torch
 
 from ._ops import BACKEND
-from .backward import gradients, state_dtype
+from .backward import Clips, gradients, state_dtype
 from .cells import CELLS, Cell
 from .formulas import CALLS, is_differentiated_again, refuse_second_derivative, register_fake
 from .formulas import register as register_formula
@@ -18,7 +20,10 @@ def register(cell: Cell) -> None:
     fwd, bwd = f"{cell.name}_fwd", f"{cell.name}_bwd"
 
     @register_fake(fwd)
-    def _(x, weight, bias, state, reset, hold, lengths, cu_seqlens, grad_clip, tf32, save):
+    def _(
+        x, weight, bias, state, reset, hold, lengths, cu_seqlens, grad_clip, tf32, save,
+        clip_state=None,
+    ):  # fmt: skip
         B, T, _, N, D = x.shape
         S = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
         dtype = state_dtype(x.dtype)
@@ -33,7 +38,7 @@ def register(cell: Cell) -> None:
     @register_fake(bwd)
     def _(
         dh, dlast, saved, h_prev, weight, reset, hold, lengths, cu_seqlens, grad_clip, tf32,
-        wants_dweight,
+        wants_dweight, clip_state=None,
     ):  # fmt: skip
         B, T, N, D = dh.shape
         S = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -48,7 +53,9 @@ def register(cell: Cell) -> None:
         )
 
     def setup_context(ctx, inputs, output):
-        x, weight, bias, state, *masks, ctx.grad_clip, ctx.tf32, ctx.save = inputs
+        x, weight, bias, state, *masks = inputs[:8]
+        grad_clip, ctx.tf32, ctx.save, *clip_state = inputs[8:]  # the last may be left out
+        ctx.clips = Clips(grad_clip, clip_state[0] if clip_state else None)
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.again = False
         ctx.set_materialize_grads(False)
@@ -62,7 +69,9 @@ def register(cell: Cell) -> None:
         else:
             x, bias, state = kept
             masks = (reset, hold, lengths, cu_seqlens)
-            options = ctx.grad_clip, ctx.tf32, True
+            options: Tuple[Any, ...] = ctx.clips.gradient, ctx.tf32, True
+            if ctx.clips.state is not None:
+                options = *options, ctx.clips.state
             _, _, saved, h_prev = CALLS[fwd](x, weight, bias, state, *masks, *options)
         if dh is None:
             dh = torch.zeros_like(h_prev)
@@ -73,16 +82,16 @@ def register(cell: Cell) -> None:
             saved.grad_fn.again = True  # so its dsaved and dh_prev come from Gradients
         if again or ctx.again:
             dx, dweight, dbias, dstate = Gradients.apply(
-                cell, ctx.grad_clip, ctx.tf32, needs[1], dsaved, dh_prev, *given
+                cell, ctx.clips, ctx.tf32, needs[1], dsaved, dh_prev, *given
             )
         else:
-            dx, dweight, dbias, dstate = gradients(cell, given, ctx.grad_clip, ctx.tf32, needs[1])
+            dx, dweight, dbias, dstate = gradients(cell, given, ctx.clips, ctx.tf32, needs[1])
         return (
             dx if needs[0] else None,
             dweight,
             dbias.to(ctx.bias_dtype) if needs[2] else None,
             dstate if needs[3] else None,
-            *(None,) * 7,
+            *(None,) * (len(needs) - 4),
         )
 
     register_formula(fwd, backward, setup_context)

@@ -1,6 +1,6 @@
 """Runs a cell's backward op, and the product that it may leave to cuBLAS."""
 
-from typing import Any, Optional, Tuple
+from typing import Any, NamedTuple, Optional, Tuple
 
 import torch
 
@@ -11,6 +11,11 @@ from .formulas import CALLS
 # CUDA this is one large product per head, which cuBLAS does best. For narrow heads it is tall and
 # thin, and our own kernel is faster.
 WIDEST_OWN_DWEIGHT = 256
+
+
+class Clips(NamedTuple):
+    gradient: Optional[float]  # grad_clip
+    state: Optional[float]  # clip_state
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -31,13 +36,14 @@ def wide_dweight(dr: torch.Tensor, h_prev: torch.Tensor, tf32: bool) -> torch.Te
 
 
 def gradients(
-    cell: Cell, given: Tuple[Any, ...], grad_clip: Optional[float], tf32: bool, wants_dweight: bool
+    cell: Cell, given: Tuple[Any, ...], clips: Clips, tf32: bool, wants_dweight: bool
 ) -> Tuple[torch.Tensor, Optional[torch.Tensor], torch.Tensor, torch.Tensor]:
     """Returns dx, dweight, dbias and dstate. `given`: dh, dlast, what the forward kept, weight, and
     the masks."""
     h_prev, weight = given[3], given[4]
     own = wants_dweight and (weight.device.type != "cuda" or weight.shape[-1] <= WIDEST_OWN_DWEIGHT)
-    dx, dr, dbias, dstate, dweight = CALLS[f"{cell.name}_bwd"](*given, grad_clip, tf32, own)
+    bwd, state = CALLS[f"{cell.name}_bwd"], () if clips.state is None else (clips.state,)
+    dx, dr, dbias, dstate, dweight = bwd(*given, clips.gradient, tf32, own, *state)
     if wants_dweight and not own:
         dweight = wide_dweight(dr if dr.dim() == 5 else dx, h_prev, tf32)
     return dx, dweight if wants_dweight else None, dbias, dstate

@@ -3,6 +3,7 @@ tested against them.
 
 A step takes the pre-activations ``x[g]`` (bias included), the recurrent products ``r[g]`` and the
 states ``s[k]``, every tensor [B, N, D] in the state dtype, and returns the next states, ``h`` first.
+A bounded cell also takes ``clip``, which bounds what the step adds up before anything reads it.
 Each C++ cell of the same name (csrc/cells/) declares the same sizes.
 """
 
@@ -24,49 +25,57 @@ class Cell(NamedTuple):
     bias_rows: int
     saved: int  # V: values a step keeps for its backward
     detached_states: int  # trailing states that carry no gradient (stabilisers)
-    step: Callable[[Tensors, Tensors, Tensors], Tensors]
+    step: Callable[..., Tensors]
+    bounded: bool  # whether the step takes `clip`
 
 
 CELLS: Dict[str, Cell] = {}
 
 
-def cell(gates: int, states: int, saved: int, extra_bias: int = 0, detached_states: int = 0):
+def cell(
+    gates: int, states: int, saved: int, extra_bias: int = 0, detached_states: int = 0,
+    bounded: bool = False,
+):  # fmt: skip
     """Registers a step function as the cell of the same name."""
 
-    def register(step: Callable[[Tensors, Tensors, Tensors], Tensors]) -> Callable:
-        name = step.__name__
-        CELLS[name] = Cell(name, gates, states, gates + extra_bias, saved, detached_states, step)
+    def register(step: Callable[..., Tensors]) -> Callable:
+        name, rows = step.__name__, gates + extra_bias
+        CELLS[name] = Cell(name, gates, states, rows, saved, detached_states, step, bounded)
         return step
 
     return register
 
 
-@cell(gates=4, states=2, saved=5)
-def lstm(x: Tensors, r: Tensors, s: Tensors) -> Tensors:
+def as_it_is(state: torch.Tensor) -> torch.Tensor:
+    return state
+
+
+@cell(gates=4, states=2, saved=5, bounded=True)
+def lstm(x: Tensors, r: Tensors, s: Tensors, clip: Callable = as_it_is) -> Tensors:
     """i, f, o = sigmoid(x + r), g = tanh(x + r);  c' = f c + i g,  h' = o tanh(c')."""
     i, f, g, o = (x[k] + r[k] for k in range(4))
-    c = torch.sigmoid(f) * s[1] + torch.sigmoid(i) * torch.tanh(g)
+    c = clip(torch.sigmoid(f) * s[1] + torch.sigmoid(i) * torch.tanh(g))
     return torch.sigmoid(o) * torch.tanh(c), c
 
 
-@cell(gates=3, states=1, saved=5, extra_bias=1)
-def gru(x: Tensors, r: Tensors, s: Tensors) -> Tensors:
+@cell(gates=3, states=1, saved=5, extra_bias=1, bounded=True)
+def gru(x: Tensors, r: Tensors, s: Tensors, clip: Callable = as_it_is) -> Tensors:
     """r, z = sigmoid(x + r), n = tanh(x_n + r * r_n) with r_n = R_n h + b_nh;  h' = (1-z) n + z h."""
     reset, z = torch.sigmoid(x[0] + r[0]), torch.sigmoid(x[1] + r[1])
     n = torch.tanh(x[2] + reset * r[2])
-    return ((1 - z) * n + z * s[0],)
+    return (clip((1 - z) * n + z * s[0]),)
 
 
-@cell(gates=1, states=1, saved=1)
-def rnn_tanh(x: Tensors, r: Tensors, s: Tensors) -> Tensors:
+@cell(gates=1, states=1, saved=1, bounded=True)
+def rnn_tanh(x: Tensors, r: Tensors, s: Tensors, clip: Callable = as_it_is) -> Tensors:
     """h' = tanh(x + r), Elman's cell."""
-    return (torch.tanh(x[0] + r[0]),)
+    return (clip(torch.tanh(x[0] + r[0])),)
 
 
-@cell(gates=1, states=1, saved=1)
-def rnn_relu(x: Tensors, r: Tensors, s: Tensors) -> Tensors:
+@cell(gates=1, states=1, saved=1, bounded=True)
+def rnn_relu(x: Tensors, r: Tensors, s: Tensors, clip: Callable = as_it_is) -> Tensors:
     """h' = max(x + r, 0)."""
-    return (torch.relu(x[0] + r[0]),)
+    return (clip(torch.relu(x[0] + r[0])),)
 
 
 @cell(gates=4, states=4, saved=7, detached_states=1)

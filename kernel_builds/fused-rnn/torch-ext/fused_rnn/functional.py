@@ -16,7 +16,12 @@ Every sequence function takes, besides what its docstring says,
                                  [S, N, D], document s is x[0, cu_seqlens[s]:cu_seqlens[s + 1]]:
                                  offsets from 0 to total that never decrease
     grad_clip   float            clips, element by element, the gradient that reaches h through the
-                                 recurrent product to [-grad_clip, grad_clip]; 0 cuts it
+                                 recurrent product to [-grad_clip, grad_clip]; 0 cuts it, and then the
+                                 backward has no recurrent product
+    clip_state  float            clips what every step adds up, c of lstm and h of gru and rnn, to
+                                 [-clip_state, clip_state] before anything reads it, as TensorFlow's
+                                 cell_clip does; gradients pass where it lies inside. Not for slstm.
+                                 The CPU and the reference have it; "auto" runs the reference on CUDA
     precision   "highest"|"tf32" fp32 products on tensor cores; the CPU always computes "highest"
     save        "gates"|"recompute"  keep the gates for the backward, or run the forward again there
     return_states  bool          return a third value, the K states of every step [B, T, N, D], h first;
@@ -27,8 +32,9 @@ Every sequence function takes, besides what its docstring says,
 and returns ``(h, state)``, or ``(h, state, states)``: h [B, T, N, D] in x's dtype and the K last
 states in fp32 (fp64 for fp64), unrounded. Sums are in fp32 (fp64); h is rounded to x's dtype only as
 an operand of the recurrent product. Weights in another dtype than x are cast inside, their gradients come back in
-their own, and can be differentiated once more (create_graph=True) unless grad_clip
-or return_states is given.
+their own, and can be differentiated once more (create_graph=True) unless grad_clip, clip_state
+or return_states is given. Derivatives in forward mode (torch.func.jvp, jacfwd, hessian) are the
+reference's, with a warning, where backend is "auto".
 Wrong arguments raise TypeError or ValueError naming the argument, what it was and what
 it must be; a backend that is not here raises RuntimeError. What only the values of lengths and
 cu_seqlens tell (their range and order), and the number of reset's marks, is checked on the CPU. On CUDA, where reading them would wait
@@ -41,9 +47,7 @@ from typing import Any, Tuple
 
 import torch
 
-from . import reference
-from .all_states import AllStates
-from .arguments import STORED, check_parameters, check_sequence, check_x
+from .arguments import STORED, check_clips, check_parameters, check_sequence, check_x
 from .checks import (
     check_choice,
     check_flag,
@@ -54,22 +58,20 @@ from .checks import (
     check_values,
     find_cell,
 )
-from .dispatch import BACKEND, select_backend, without_autocast
-from .formulas import CALLS, is_recorded
+from .dispatch import BACKEND, select_backend
+from .formulas import CALLS, may_have_tangents
 from .memory import check_memory
-from .padding import pad_call, padded_width
 from .projection import project
 from .reset_states import check_reset_state, split
-from .sequences import lower_masks, stack_states
+from .run import Options, as_dtype, run
 
-State = Tuple[torch.Tensor, ...]
 Result = Tuple[Any, ...]  # (h, state) or (h, state, states)
 
 
 def lstm(
     x, weight, bias=None, state=None, *, reset=None, reset_state=None, hold=None, lengths=None,
-    cu_seqlens=None, grad_clip=None, precision="highest", save="gates", return_states=False,
-    backend="auto",
+    cu_seqlens=None, grad_clip=None, clip_state=None, precision="highest", save="gates",
+    return_states=False, backend="auto",
 ) -> Result:  # fmt: skip
     """Long short-term memory (Hochreiter & Schmidhuber 1997 with forget gate), as torch.nn.LSTM.
 
@@ -80,15 +82,15 @@ def lstm(
     """
     return recurrent(
         "lstm", x, weight, bias, state, reset=reset, reset_state=reset_state, hold=hold,
-        lengths=lengths, cu_seqlens=cu_seqlens, grad_clip=grad_clip, precision=precision, save=save,
-        return_states=return_states, backend=backend,
+        lengths=lengths, cu_seqlens=cu_seqlens, grad_clip=grad_clip, clip_state=clip_state,
+        precision=precision, save=save, return_states=return_states, backend=backend,
     )  # fmt: skip
 
 
 def gru(
     x, weight, bias=None, state=None, *, reset=None, reset_state=None, hold=None, lengths=None,
-    cu_seqlens=None, grad_clip=None, precision="highest", save="gates", return_states=False,
-    backend="auto",
+    cu_seqlens=None, grad_clip=None, clip_state=None, precision="highest", save="gates",
+    return_states=False, backend="auto",
 ) -> Result:  # fmt: skip
     """Gated recurrent unit (arXiv 1406.1078v1, reset after the product), as torch.nn.GRU.
 
@@ -99,15 +101,15 @@ def gru(
     """
     return recurrent(
         "gru", x, weight, bias, state, reset=reset, reset_state=reset_state, hold=hold,
-        lengths=lengths, cu_seqlens=cu_seqlens, grad_clip=grad_clip, precision=precision, save=save,
-        return_states=return_states, backend=backend,
+        lengths=lengths, cu_seqlens=cu_seqlens, grad_clip=grad_clip, clip_state=clip_state,
+        precision=precision, save=save, return_states=return_states, backend=backend,
     )  # fmt: skip
 
 
 def rnn(
     x, weight, bias=None, state=None, *, nonlinearity="tanh", reset=None, reset_state=None,
-    hold=None, lengths=None, cu_seqlens=None, grad_clip=None, precision="highest", save="gates",
-    return_states=False, backend="auto",
+    hold=None, lengths=None, cu_seqlens=None, grad_clip=None, clip_state=None, precision="highest",
+    save="gates", return_states=False, backend="auto",
 ) -> Result:  # fmt: skip
     """Elman's network (1990), as torch.nn.RNN:  h' = act(x + R h + b), act tanh or relu.
 
@@ -116,15 +118,15 @@ def rnn(
     check_choice("nonlinearity", nonlinearity, ("tanh", "relu"))
     return recurrent(
         f"rnn_{nonlinearity}", x, weight, bias, state, reset=reset, reset_state=reset_state, hold=hold,
-        lengths=lengths, cu_seqlens=cu_seqlens, grad_clip=grad_clip, precision=precision, save=save,
-        return_states=return_states, backend=backend,
+        lengths=lengths, cu_seqlens=cu_seqlens, grad_clip=grad_clip, clip_state=clip_state,
+        precision=precision, save=save, return_states=return_states, backend=backend,
     )  # fmt: skip
 
 
 def slstm(
     x, weight, bias=None, state=None, *, reset=None, reset_state=None, hold=None, lengths=None,
-    cu_seqlens=None, grad_clip=None, precision="highest", save="gates", return_states=False,
-    backend="auto",
+    cu_seqlens=None, grad_clip=None, clip_state=None, precision="highest", save="gates",
+    return_states=False, backend="auto",
 ) -> Result:  # fmt: skip
     """sLSTM (xLSTM, arXiv 2405.04517; FlashRNN, arXiv 2412.07752, eq. 12-15), exponential input gate.
 
@@ -134,29 +136,33 @@ def slstm(
 
     Gates i, f, z, o (pre-activations x + R h + b); states (h, c, n, m); bias 4 rows. A unit with
     n = 0 is empty: the terms of its old state are 0. m carries no gradient, and the gradients of
-    c and n are taken at fixed m. Arguments and errors: see the module.
+    c and n are taken at fixed m. clip_state must be None: c and n are relative to e^m, so that a
+    bound on them would be another one at every step, and |c| <= n bounds h. Arguments and errors: see the module.
     """
     return recurrent(
         "slstm", x, weight, bias, state, reset=reset, reset_state=reset_state, hold=hold,
-        lengths=lengths, cu_seqlens=cu_seqlens, grad_clip=grad_clip, precision=precision, save=save,
-        return_states=return_states, backend=backend,
+        lengths=lengths, cu_seqlens=cu_seqlens, grad_clip=grad_clip, clip_state=clip_state,
+        precision=precision, save=save, return_states=return_states, backend=backend,
     )  # fmt: skip
 
 
-def lstm_step(x, weight, bias=None, state=None, *, backend="auto") -> Result:
+def lstm_step(x, weight, bias=None, state=None, *, clip_state=None, backend="auto") -> Result:
     """One step of `lstm`: x [B, 4, N, D] -> h [B, N, D], (h, c)."""
-    return recurrent_step("lstm", x, weight, bias, state, backend=backend)
+    return recurrent_step("lstm", x, weight, bias, state, clip_state=clip_state, backend=backend)
 
 
-def gru_step(x, weight, bias=None, state=None, *, backend="auto") -> Result:
+def gru_step(x, weight, bias=None, state=None, *, clip_state=None, backend="auto") -> Result:
     """One step of `gru`: x [B, 3, N, D] -> h [B, N, D], (h,)."""
-    return recurrent_step("gru", x, weight, bias, state, backend=backend)
+    return recurrent_step("gru", x, weight, bias, state, clip_state=clip_state, backend=backend)
 
 
-def rnn_step(x, weight, bias=None, state=None, *, nonlinearity="tanh", backend="auto") -> Result:
+def rnn_step(
+    x, weight, bias=None, state=None, *, nonlinearity="tanh", clip_state=None, backend="auto"
+) -> Result:
     """One step of `rnn`: x [B, 1, N, D] -> h [B, N, D], (h,)."""
     check_choice("nonlinearity", nonlinearity, ("tanh", "relu"))
-    return recurrent_step(f"rnn_{nonlinearity}", x, weight, bias, state, backend=backend)
+    cell, given = f"rnn_{nonlinearity}", (x, weight, bias, state)
+    return recurrent_step(cell, *given, clip_state=clip_state, backend=backend)
 
 
 def slstm_step(x, weight, bias=None, state=None, *, backend="auto") -> Result:
@@ -166,41 +172,45 @@ def slstm_step(x, weight, bias=None, state=None, *, backend="auto") -> Result:
 
 def recurrent(
     cell: str, x, weight, bias=None, state=None, *, reset=None, reset_state=None, hold=None,
-    lengths=None, cu_seqlens=None, grad_clip=None, precision="highest", save="gates",
-    return_states=False, backend="auto",
+    lengths=None, cu_seqlens=None, grad_clip=None, clip_state=None, precision="highest",
+    save="gates", return_states=False, backend="auto",
 ) -> Result:  # fmt: skip
     """Runs the cell named `cell`, one of `CELLS`: what lstm, gru, rnn and slstm call."""
     spec = find_cell(cell)
-    check_sequence(spec, x, weight, bias, state, reset, hold, lengths, cu_seqlens, grad_clip)
+    check_sequence(spec, x, weight, bias, state, reset, hold, lengths, cu_seqlens)
+    check_clips(spec, grad_clip, clip_state)
     check_values(x, lengths, cu_seqlens)
     check_choice("precision", precision, ("highest", "tf32"))
     check_choice("save", save, ("gates", "recompute"))
     check_flag("return_states", return_states)
     masks = (reset, hold, lengths, cu_seqlens)
-    options = grad_clip, precision == "tf32", save, return_states
+    options = Options(grad_clip, clip_state, precision == "tf32", save, return_states)
     if reset_state is None:
-        h, last, states = _run(spec, x, weight, bias, state, masks, options, backend)
+        h, last, states = run(spec, x, weight, bias, state, masks, options, backend)
     else:
         check_reset_state(spec, x, reset, reset_state)
         parts = split(x, state, masks, reset_state)
         masks = (None, parts.hold, None, parts.cu_seqlens)
-        h, last, states = _run(spec, parts.x, weight, bias, parts.state, masks, options, backend)
+        h, last, states = run(spec, parts.x, weight, bias, parts.state, masks, options, backend)
         h, *states = (parts.join(s) for s in (h, *states))
         last = tuple(s[parts.ends] for s in last)
     return (h, last, (h, *states)) if return_states else (h, last)
 
 
-def recurrent_step(cell: str, x, weight, bias=None, state=None, *, backend="auto") -> Result:
+def recurrent_step(
+    cell: str, x, weight, bias=None, state=None, *, clip_state=None, backend="auto"
+) -> Result:
     """One step of the cell named `cell`: x [B, G, N, D], states [B, N, D] -> h [B, N, D], states."""
     spec = find_cell(cell)
     check_x(spec, x, "[B, G, N, D]", 4)
     check_parameters(spec, x, weight, bias)
     check_state(spec, state, (x.shape[0], *x.shape[-2:]), "[B, N, D]", x)
+    check_clips(spec, None, clip_state)
     check_memory(STORED, x, weight, bias, *(state or ()))
     no_masks = (None, None, None, None)
     x = x.unsqueeze(1)
-    options = None, False, "gates", False
-    h, state, _ = _run(spec, x, weight, bias, state, no_masks, options, backend)
+    options = Options(clip_state=clip_state)
+    h, state, _ = run(spec, x, weight, bias, state, no_masks, options, backend)
     return h.squeeze(1), state
 
 
@@ -223,72 +233,13 @@ def linear(x, weight, bias=None, *, precision="highest", backend="auto") -> torc
     if bias is not None:
         check_operand("bias", bias, (weight.shape[0],), "[O]", x.device)
     check_memory(("x", "weight", "bias", "bias"), x, weight, bias)
-    weight = _as(weight, x.dtype)
-    bias = None if bias is None else _as(bias, x.dtype)
+    weight = as_dtype(weight, x.dtype)
+    bias = None if bias is None else as_dtype(bias, x.dtype)
     chosen = select_backend(backend, x.device.type, BACKEND, x.dtype)
+    if may_have_tangents(x, weight, bias) and backend == "auto":
+        chosen = "reference"  # torch's own, which is not slow
     if chosen == "cpu":
         return CALLS["linear_fwd"](x, weight, bias)
     if chosen == "cuda" and bias is None:
         return project(x, weight, precision == "tf32")
     return torch.nn.functional.linear(x, weight, bias)
-
-
-def _run(spec, x, weight, bias, state, masks, options, backend):
-    """Checks every argument and runs the op; masks are reset, hold, lengths, cu_seqlens. Returns h,
-    the last states, and those of every step but h if they are asked for."""
-    chosen = select_backend(backend, x.device.type, BACKEND, x.dtype)
-    grad_clip, tf32, save, return_states = options
-    inputs, states = _cast(x, weight, bias, state), []
-    if chosen == "reference":
-        h, last, states = _reference(spec, inputs, masks, grad_clip, return_states)
-    else:
-        width = x.shape[-1]
-        padded = padded_width(x.device.type, x.dtype, x.shape[1], width)
-        if padded != width:
-            inputs = pad_call(padded, *inputs)
-        if return_states and spec.states > 1:
-            given = *inputs, *masks, grad_clip, tf32
-            h, last, _, _, *states = AllStates.apply(spec.name, *given)
-        else:
-            save = save == "gates" and is_recorded(*inputs)
-            h, last, _, _ = CALLS[f"{spec.name}_fwd"](*inputs, *masks, grad_clip, tf32, save)
-        if padded != width:
-            h, last = h[..., :width].contiguous(), last[..., :width]
-            states = [s[..., :width] for s in states]
-    return h, _unstack(spec, last), states
-
-
-def _cast(x, weight, bias, state):
-    """Returns weight in x's dtype (the operand), the stacked states [K, S, N, D] in the state
-    dtype, and bias in either."""
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    if bias is not None and bias.dtype != x.dtype:
-        bias = _as(bias, dtype)
-    if state is not None:
-        state = stack_states([_as(s, dtype) for s in state])
-    return x, _as(weight, x.dtype), bias, state
-
-
-def _as(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    # Without a call of `to`: it takes time that shows in a step of 30 us on a CPU.
-    return x if x.dtype == dtype else x.to(dtype)
-
-
-def _unstack(spec, last) -> State:
-    states = last.unbind(0)
-    if spec.detached_states == 0:
-        return states
-    carried = spec.states - spec.detached_states
-    return states[:carried] + tuple(s.detach() for s in states[carried:])
-
-
-def _reference(spec, inputs, masks, grad_clip, return_states):
-    """Replaces lengths and cu_seqlens by hold, and runs the loop."""
-    x, weight, bias, state = inputs
-    lowered = lower_masks(x, *masks)
-    with without_autocast(x.device.type):  # the loop itself rounds where the kernels do
-        h, last, states = reference.sequence(
-            spec, lowered.x, weight, bias, state, lowered.reset, lowered.hold, grad_clip,
-            return_states,
-        )  # fmt: skip
-    return lowered.unpack(h), last, [lowered.unpack(s) for s in states]

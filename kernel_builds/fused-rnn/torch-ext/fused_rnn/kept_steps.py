@@ -4,7 +4,7 @@ The forward keeps activations and not the pre-activations before them, so the de
 the former: `sigmoid_at(p, y)` is y, with the derivative of sigmoid at the p that gives y.
 """
 
-from typing import Callable, Dict, Sequence
+from typing import Callable, Dict, List, Sequence, Tuple
 
 import torch
 
@@ -80,3 +80,10 @@ STEPS: Dict[str, Callable[[Tensors, Tensors, Tensors], Tensors]] = {
     "rnn_relu": _rnn_relu,
     "slstm": _slstm,
 }
+
+
+def slopes_of(after: torch.Tensor, by: Tensors) -> List[Tuple[int, Tensors]]:
+    """Returns the derivatives of `after` that are not zero: by which of `by`, and T times [B, N, D]."""
+    ones = torch.ones_like(after)
+    found = torch.autograd.grad(after, by, ones, retain_graph=True, allow_unused=True)
+    return [(k, slope.unbind(1)) for k, slope in enumerate(found) if slope is not None]

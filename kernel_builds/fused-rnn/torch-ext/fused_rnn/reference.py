@@ -5,7 +5,7 @@ from typing import List, Optional, Tuple
 import torch
 
 from .cells import Cell
-from .formulas import is_transformed
+from .formulas import in_forward_mode, is_transformed
 
 
 class RecurrentProduct(torch.autograd.Function):
@@ -24,14 +24,17 @@ class RecurrentProduct(torch.autograd.Function):
     def backward(ctx, dr):
         operand, weight = ctx.saved_tensors
         dr = dr.to(ctx.dtype).to(dr.dtype)
-        dh = torch.einsum("gbnj,gnjk->bnk", dr, weight)
+        if ctx.grad_clip == 0:
+            dh = torch.zeros_like(operand)
+        else:
+            dh = torch.einsum("gbnj,gnjk->bnk", dr, weight)
         if ctx.grad_clip is not None:
             dh = dh.clamp(-ctx.grad_clip, ctx.grad_clip)
         return dh, torch.einsum("gbnj,bnk->gnjk", dr, operand), None, None
 
 
 class TransformableProduct(RecurrentProduct):
-    """RecurrentProduct in the form that torch.func needs."""
+    """RecurrentProduct in the form that torch.func needs, with derivatives in forward mode."""
 
     generate_vmap_rule = True
 
@@ -43,6 +46,19 @@ class TransformableProduct(RecurrentProduct):
     def setup_context(ctx, inputs, output):
         h, weight, ctx.dtype, ctx.grad_clip = inputs
         ctx.save_for_backward(h.to(ctx.dtype).to(h.dtype), weight)
+        ctx.save_for_forward(h, weight)
+
+    @staticmethod
+    def jvp(ctx, dh, dweight, _dtype, _grad_clip):  # type: ignore[override]
+        # A product is linear in either operand. grad_clip concerns gradients alone.
+        h, weight = ctx.saved_tensors
+        rounded = lambda t: t.to(ctx.dtype).to(t.dtype)
+        parts = []
+        if dh is not None:
+            parts.append(torch.einsum("bnk,gnjk->gbnj", rounded(dh), weight))
+        if dweight is not None:
+            parts.append(torch.einsum("bnk,gnjk->gbnj", rounded(h), dweight))
+        return sum(parts[1:], parts[0])
 
 
 def sequence(
@@ -54,6 +70,7 @@ def sequence(
     reset: Optional[torch.Tensor],  # [B, T]
     hold: Optional[torch.Tensor],  # [B, T]
     grad_clip: Optional[float],
+    clip_state: Optional[float] = None,
     return_states: bool = False,
 ) -> Tuple[torch.Tensor, torch.Tensor, List[torch.Tensor]]:
     """Runs `cell` over T: h [B, T, N, D], the last states [K, B, N, D] and, with `return_states`, the
@@ -64,7 +81,9 @@ def sequence(
     w = weight.to(dtype)
     bias = x.new_zeros(cell.bias_rows, N, D, dtype=dtype) if bias is None else bias.to(dtype)
     states = tuple(x.new_zeros(cell.states, B, N, D, dtype=dtype) if state is None else state)
-    product = TransformableProduct if is_transformed() else RecurrentProduct
+    transformed = is_transformed() or in_forward_mode()
+    product = TransformableProduct if transformed else RecurrentProduct
+    bound = {} if clip_state is None else {"clip": lambda s: s.clamp(-clip_state, clip_state)}
     outputs = []
     for t, row in enumerate(x.unbind(1)):  # the gradient of unbind is one stack, not T sums
         if reset is not None:
@@ -74,7 +93,7 @@ def sequence(
         if cell.bias_rows > G:
             r[-1] = r[-1] + bias[G]
         gates = row.to(dtype).unbind(1)
-        after = cell.step(tuple(gates[g] + bias[g] for g in range(G)), tuple(r), states)
+        after = cell.step(tuple(gates[g] + bias[g] for g in range(G)), tuple(r), states, **bound)
         each = after
         if hold is not None:
             held = hold[:, t, None, None]

@@ -17,9 +17,9 @@ from typing import Any, List, NamedTuple, Optional, Tuple
 import torch
 
 from .all_states import Sources, scan_back, through_states
-from .backward import gradients, state_dtype
+from .backward import Clips, gradients, state_dtype
 from .cells import Cell
-from .kept_steps import STEPS, Tensors
+from .kept_steps import STEPS, Tensors, slopes_of
 from .marks import Marks, find_marks, shift
 
 
@@ -59,20 +59,39 @@ def unpack(cell: Cell, places: Optional[torch.Tensor], h: Optional[torch.Tensor]
     return Sources(places[:, :, : cell.bias_rows], before, h)
 
 
+NO_THIRD = (
+    "fused_rnn has no third derivatives, nor torch.autograd.functional.hvp, which takes three (vhp and "
+    "torch.func.jvp of torch.func.grad take two): pass backend='reference', which autograd "
+    "differentiates any number of times"
+)
+
+
+class Last(torch.autograd.Function):
+    """Returns the first `count` tensors, results of the others, with a gradient that raises."""
+
+    @staticmethod
+    def forward(ctx, count: int, *tensors):
+        return tuple(t.view_as(t) for t in tensors[:count])
+
+    @staticmethod
+    def backward(ctx, *grads):
+        raise RuntimeError(NO_THIRD)
+
+
 class Gradients(torch.autograd.Function):
     """`backward.gradients`, with its own gradient. dsaved and dh_prev are what `pack` returned."""
 
     @staticmethod
-    def forward(ctx, cell: Cell, clip, tf32, wants_dweight, dsaved, dh_prev, *given):
+    def forward(ctx, cell: Cell, clips: Clips, tf32, wants_dweight, dsaved, dh_prev, *given):
         dh, dlast, saved, h_prev, weight, *masks = given
         extra = None
         if dsaved is not None or dh_prev is not None:
             sources = unpack(cell, dsaved, dh_prev)
-            extra = through_states(cell, clip, (), sources, weight, saved, h_prev, tuple(masks))
+            extra = through_states(cell, clips, (), sources, weight, saved, h_prev, tuple(masks))
             dh = (dh + extra.dh).to(h_prev.dtype)
         given = dh, dlast, saved, h_prev, weight, *masks
-        dx, dweight, dbias, dstate = gradients(cell, given, clip, tf32, wants_dweight)
-        ctx.cell, ctx.clip, ctx.third = cell, clip, extra is not None
+        dx, dweight, dbias, dstate = gradients(cell, given, clips, tf32, wants_dweight)
+        ctx.cell, ctx.clips, ctx.third = cell, clips, extra is not None
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(dx, *given)
         if extra is not None:
@@ -82,19 +101,22 @@ class Gradients(torch.autograd.Function):
         return dx, dweight, dbias, dstate
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, u, dweight, dbias, dstate):
         if ctx.third:
-            raise RuntimeError(
-                "fused_rnn has no third derivatives: pass backend='reference', which autograd "
-                "differentiates any number of times"
-            )
-        if ctx.clip is not None:
-            raise RuntimeError(
-                f"grad_clip is {ctx.clip}, but must be None for second derivatives: pass "
-                "backend='reference'"
-            )
-        results = transpose(ctx.cell, ctx.saved_tensors, u, dweight, dbias, dstate)
+            raise RuntimeError(NO_THIRD)
+        for name, clip in zip(("grad_clip", "clip_state"), ctx.clips):
+            if clip is not None:
+                raise RuntimeError(
+                    f"{name} is {clip}, but must be None for second derivatives: pass "
+                    "backend='reference'"
+                )
+        tensors, given = ctx.saved_tensors, (u, dweight, dbias, dstate)
+        with torch.no_grad():
+            results = transpose(ctx.cell, tensors, *given)
+        if torch.is_grad_enabled():
+            there = [r for r in results if r is not None]
+            computed = iter(Last.apply(len(there), *there, *given, *tensors))
+            results = tuple(None if r is None else next(computed) for r in results)
         return *(None,) * 6, *results, *(None,) * 4
 
 
@@ -257,13 +279,6 @@ def run_tangents(
         last[k, some] = each[rows, times]
     h = after[0] if marks.held is None else torch.where(marks.held, 0.0, after[0])
     return Tangents(torch.stack(all_pre, 1), [torch.stack(b, 1) for b in zip(*all_before)], h, last)
-
-
-def slopes_of(after: torch.Tensor, by: Tensors) -> List[Tuple[int, Tensors]]:
-    """Returns the derivatives of `after` that are not zero: by which of `by`, and T times [B, N, D]."""
-    ones = torch.ones_like(after)
-    found = torch.autograd.grad(after, by, ones, retain_graph=True, allow_unused=True)
-    return [(k, slope.unbind(1)) for k, slope in enumerate(found) if slope is not None]
 
 
 def add_product(base: torch.Tensor, h: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
