@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .configuration import FlashMLSTMConfig, FlashRNNConfig, FlashXLSTMConfig
     from .generation.batching import Batcher, generate_many
     from .generation.requests import Completion, Request
+    from .layers.block_gru import BlockGRU, BlockGRUCell
     from .layers.diagonal_rnn import FlashGRU, FlashLSTM
     from .modeling_flash_mlstm import (
         FlashMLSTMForCausalLM,
@@ -51,6 +52,8 @@ __all__ = [
     "LSTM",
     "RNN",
     "Batcher",
+    "BlockGRU",
+    "BlockGRUCell",
     "Completion",
     "FlashGRU",
     "FlashLSTM",
@@ -90,6 +93,8 @@ __all__ = [
 
 _MODULES = {  # name -> the module that it is imported from when first used; see also _module_of
     "Batcher": "generation.batching",
+    "BlockGRU": "layers.block_gru",
+    "BlockGRUCell": "layers.block_gru",
     "Completion": "generation.requests",
     "FlashGRU": "layers.diagonal_rnn",
     "FlashLSTM": "layers.diagonal_rnn",
