@@ -42,7 +42,10 @@ def _recurrent(draw: Draw, name: str) -> dict[str, Any]:
     call["grad_clip"] = draw.maybe(draw.pick((0.0, 0.05, 1)), 0.2)
     call["precision"] = draw.pick(("highest", "tf32"))
     call["save"] = draw.pick(("gates", "recompute"))
-    return {**call, "backend": draw.backend()}
+    call["backend"] = draw.backend()
+    if spec.bounded and call["backend"] != "cuda":
+        call["clip_state"] = draw.maybe(draw.pick((0.25, 1, float("inf"))), 0.2)
+    return call
 
 
 @maker("lstm_step", "gru_step", "rnn_step", "slstm_step", "recurrent_step")
