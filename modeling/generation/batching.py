@@ -26,8 +26,9 @@ from typing import Any
 
 import torch
 
+from .request_checks import is_count
 from .request_queue import Intake
-from .requests import Choice, Completion, Request, Running, is_count
+from .requests import Choice, Completion, Request, Running
 from .slots import Batch
 
 
@@ -177,8 +178,8 @@ class Batcher(Iterator[Completion]):
         if wait:
             self._take(batch.choices)
         earlier, batch.choices = batch.choices, []
-        if batch.worth_reading():
-            batch.read()
+        for running in batch.read() if batch.worth_reading() else ():
+            self._give_state(running)
         batch.fill_slots()
         if any(batch.slots):
             batch.decode()
@@ -236,6 +237,7 @@ class Batcher(Iterator[Completion]):
     def _start(self, running: Running, row: int) -> None:
         try:
             running.begin()
+            self.batch.check_state(running)
         except BaseException as error:
             self._end_wrong(running, error)
         else:
@@ -253,6 +255,8 @@ class Batcher(Iterator[Completion]):
                 scores = choice.scores[row : row + 1] if running.decides else None
                 try:
                     reason = running.take(table[row], scores)
+                    if reason is not None:
+                        self.batch.give_state(running)
                 except BaseException as error:  # a request's own functions may raise anything
                     self._end_wrong(running, error)
                 else:
@@ -261,13 +265,20 @@ class Batcher(Iterator[Completion]):
             if choice is self.batch.decoded:
                 self.batch.decoded = None
 
+    def _give_state(self, running: Running) -> None:
+        try:
+            self.batch.give_state(running)
+        except BaseException as error:  # as in _take
+            self._end_wrong(running, error)
+
     def _end_wrong(self, running: Running, error: BaseException) -> None:
         self._end(running, "error", error)
         if not isinstance(error, Exception):
             self._interrupt = self._interrupt or error
 
     def _end(self, running: Running, reason: str, error: BaseException | None = None) -> None:
-        completion = Completion(running.index, running.tokens, reason, error)
+        told = running.tokens, reason, error, running.logprobs
+        completion = Completion(running.index, *told)
         self._ended[running.index] = running, completion
         self._leave(running)
 

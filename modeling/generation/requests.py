@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers.generation import (
@@ -12,6 +12,17 @@ from transformers.generation import (
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
+
+from .request_checks import check_cuts, check_scores, first_unread, is_count, token_ids
+
+
+class Logprobs(NamedTuple):
+    """The logarithm of a token's probability, and the likeliest tokens with theirs.
+
+    They are the model's own: before temperature, top_k, top_p and other processing."""
+
+    token: float
+    top: list[tuple[int, float]]
 
 
 @dataclass
@@ -28,11 +39,19 @@ class Request:
             None: another one every time.
         logits_processor: applied before all of these, as generate's: (ids [1, n], scores [1, V]).
         max_time: seconds from the moment the prompt begins to be read.
-        on_token: called with every token as it comes.
+        on_token: called with every token as it comes, and with its Logprobs if `logprobs` is set.
+        logprobs: how many of the likeliest tokens to give with each token, None for no Logprobs.
+        past_key_values: the state after the first tokens of the prompt, a cache of one row: only
+            the tokens behind these are read. It is not copied and must not be changed.
+        keep_at: numbers of tokens of the prompt after which `on_state` is called.
+        on_state: called there, and when the text has ended by itself, with the tokens read so far
+            [n] and the state after them, a cache of one row.
 
-    All values are copied when the request is submitted or read, so a list or a tensor can be
-    reused. Callbacks (`logits_processor`, `on_token`) run inside the step of the whole batch. The
-    tensors they get are copies. They may submit and cancel requests, but not run the batch.
+    All other values are copied when the request is submitted or read, so a list or a tensor can be
+    reused. Callbacks (`logits_processor`, `on_token`, `on_state`) run inside the step of the whole
+    batch. The tensors they get are copies. They may submit and cancel requests, but not run the
+    batch. A prompt with a state before it is read in other chunks than the whole prompt, so the
+    scores are the same up to rounding.
     """
 
     prompt: Sequence[int] | torch.Tensor
@@ -45,7 +64,11 @@ class Request:
     seed: int | None = None
     logits_processor: LogitsProcessorList | None = None
     max_time: float | None = None
-    on_token: Callable[[int], Any] | None = None
+    on_token: Callable[..., Any] | None = None
+    logprobs: int | None = None
+    past_key_values: Any = None
+    keep_at: Sequence[int] = ()
+    on_state: Callable[[torch.Tensor, Any], Any] | None = None
 
 
 @dataclass
@@ -59,6 +82,7 @@ class Completion:
     tokens: list[int]  # new ones only
     reason: str
     error: BaseException | None = None
+    logprobs: list[Logprobs] = field(default_factory=list)  # one a token, if the request asks so
 
 
 @dataclass(eq=False)
@@ -69,6 +93,7 @@ class Running:
     model: Any
     wrong: BaseException | None = None  # what is wrong with the request
     tokens: list[int] = field(default_factory=list)
+    logprobs: list[Logprobs] = field(default_factory=list)
     ended: bool = False
 
     def copy(self, request: Request, max_prompt_tokens: int | None) -> None:
@@ -78,7 +103,10 @@ class Running:
         self.request = replace(request, prompt=())
         self.prompt = token_ids("prompt", request.prompt)
         self._check(max_prompt_tokens)
-        self.unread = len(self.prompt)
+        # how many tokens the state holds: of the prompt at first, then of the new ones too
+        self.position = self.begins_at = first_unread(request.past_key_values, len(self.prompt))
+        self.cuts = check_cuts(request.keep_at, self.begins_at, len(self.prompt))
+        self.given_at = -1  # the position of the last on_state
         end = request.eos_token_id
         if end is None:
             end = self.model.generation_config.eos_token_id
@@ -111,9 +139,12 @@ class Running:
             raise ValueError(
                 f"prompt has token {low if low < 0 else high}, but must be in 0..{vocabulary - 1}"
             )
-        most = self.request.max_new_tokens
+        most, likeliest = self.request.max_new_tokens, self.request.logprobs
         if not is_count(most):
             raise ValueError(f"max_new_tokens is {most!r}, but must be an integer of at least 1")
+        if likeliest is not None and not (is_count(likeliest, 0) and likeliest <= vocabulary):
+            had = f"logprobs is {likeliest!r:.60}"
+            raise ValueError(f"{had}, but must be None or an integer in 0..{vocabulary}")
         limit = self.request.max_time
         if isinstance(limit, bool) or not isinstance(limit, int | float | None):
             raise TypeError(f"max_time is {limit!r}, but must be None or a number of seconds")
@@ -126,6 +157,7 @@ class Running:
             raise TypeError(f"logits_processor is a {kind}, but must be None or a list of them")
         for name, function in (
             ("on_token", self.request.on_token),
+            ("on_state", self.request.on_state),
             *(("logits_processor", function) for function in processors or ()),
         ):
             if function is not None and not callable(function):
@@ -134,16 +166,34 @@ class Running:
     @property
     def decides(self) -> bool:
         """Whether the next token is chosen by sampling or logits processors instead of argmax."""
-        return bool(self.processors) or self.request.do_sample
+        request = self.request
+        return bool(self.processors) or request.do_sample or request.logprobs is not None
+
+    @property
+    def unread(self) -> int:
+        """The number of tokens of the prompt that have not been read."""
+        return max(len(self.prompt) - self.position, 0)
 
     def next_size(self, chunk: int) -> int:
-        """Returns the size of the next prompt chunk; all chunks but the first are full."""
-        return (self.unread - 1) % chunk + 1
+        """Returns the size of the next prompt chunk; all chunks but the first before a cut are
+        full."""
+        cut = next(cut for cut in (*self.cuts, len(self.prompt)) if cut > self.position)
+        return (cut - self.position - 1) % chunk + 1
 
     def read(self, size: int) -> torch.Tensor:
-        start = len(self.prompt) - self.unread
-        self.unread -= size
+        start = self.position
+        self.position += size
         return self.prompt[start : start + size]
+
+    def give_state(self, take: Callable[[], Any]) -> None:
+        """Calls `on_state` with the state that `take` copies, unless it has had this one."""
+        if self.request.on_state is None or self.given_at == self.position:
+            return
+        self.given_at = self.position
+        new = torch.tensor(self.tokens, dtype=torch.long, device="cpu")
+        read = torch.cat([self.prompt, new])[: self.position]
+        with torch.no_grad():  # as in take
+            self.request.on_state(read, take())
 
     def take(self, token: int | None, scores: torch.Tensor | None) -> str | None:
         """Appends the argmax `token`, or one chosen from scores [1, V] if `decides`.
@@ -151,12 +201,16 @@ class Running:
         Returns why this was the last token, or None."""
         if token is None:
             raise FloatingPointError("the logits are not finite")
+        rest: tuple[Logprobs, ...] = ()
         if scores is not None:
             token = self._choose(scores.float().clone())
+            if self.request.logprobs is not None:
+                rest = (logprobs_of(token, scores[0], self.request.logprobs),)
         self.tokens.append(token)
+        self.logprobs += rest
         if self.request.on_token is not None:
             with torch.no_grad():  # restores the gradient mode if the function changes it
-                self.request.on_token(token)
+                self.request.on_token(token, *rest)
         if token in self.ends:
             return "stop"
         if len(self.tokens) >= self.request.max_new_tokens:
@@ -166,38 +220,19 @@ class Running:
 
     def _choose(self, scores: torch.Tensor) -> int:
         """Chooses a token from scores [1, V], a copy of this request's own."""
-        text = [self.prompt, torch.tensor(self.tokens, dtype=torch.long, device="cpu")]
-        ids, device, shape = torch.cat(text)[None].to(scores.device), scores.device, scores.shape
-        with torch.no_grad():  # as in take
-            scores = self.processors(ids, scores)
-        _check_scores(scores, shape, device)
+        if self.processors:
+            text = [self.prompt, torch.tensor(self.tokens, dtype=torch.long, device="cpu")]
+            ids = torch.cat(text)[None].to(scores.device)
+            device, shape = scores.device, scores.shape
+            with torch.no_grad():  # as in take
+                scores = self.processors(ids, scores)
+            check_scores(scores, shape, device)
         if not self.request.do_sample:
             return int(scores.argmax(-1))
         probabilities = scores.softmax(-1)
         if not probabilities.isfinite().all():  # multinomial would take the whole GPU down
             raise ValueError("logits_processor left a score that is infinite")
         return int(torch.multinomial(probabilities, 1, generator=self.generator))
-
-
-def _check_scores(scores: Any, shape: torch.Size, device: torch.device) -> None:
-    """Raises unless a request's processors returned valid scores, from which a token can be
-    chosen."""
-    had = "logits_processor returned"
-    if not isinstance(scores, torch.Tensor):
-        kind = type(scores).__name__
-        raise TypeError(f"{had} a {kind}, but must return a tensor of scores {list(shape)}")
-    had += " scores"
-    if scores.shape != shape:
-        raise ValueError(f"{had} {list(scores.shape)}, but must return {list(shape)}")
-    if scores.device != device:
-        raise ValueError(f"{had} on {scores.device}, but must return them on {device}")
-    if not scores.is_floating_point():
-        raise TypeError(f"{had} of {scores.dtype}, but must return a floating dtype")
-    greatest = float(scores.max())  # NaN is the greatest
-    if greatest != greatest:
-        raise ValueError("logits_processor left a score of NaN")
-    if greatest == -torch.inf:
-        raise ValueError("logits_processor left no token with a finite score")
 
 
 @dataclass(eq=False)
@@ -226,26 +261,6 @@ class Choice:
         return [None if token != token else int(token) for token in self.table.tolist()]
 
 
-def is_count(value: Any, least: int = 1) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def token_ids(name: str, value: Any) -> torch.Tensor:
-    """Returns `value` as a new int64 tensor on the CPU; raises TypeError for anything but
-    integers."""
-    try:
-        ids = torch.as_tensor(value, device="cpu")
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(f"{name} is {value!r:.60}, but must be token ids: {error}") from None
-    if ids.layout != torch.strided:
-        raise TypeError(
-            f"{name} is {value!r:.60}, but must be token ids: its layout is {ids.layout}"
-        )
-    if ids.numel() and (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool):
-        raise TypeError(f"{name} is {value!r:.60}, but must be token ids, which are integers")
-    return ids.to(torch.long, copy=True)
-
-
 def _warpers(request: Request) -> LogitsProcessorList:
     warpers = LogitsProcessorList()
     if request.temperature is not None:
@@ -255,3 +270,12 @@ def _warpers(request: Request) -> LogitsProcessorList:
     if request.top_p is not None:
         warpers.append(TopPLogitsWarper(request.top_p))
     return warpers
+
+
+def logprobs_of(token: int, scores: torch.Tensor, likeliest: int) -> Logprobs:
+    """Returns the Logprobs of a token from the model's scores [V]."""
+    all_of_them = scores.float().log_softmax(-1)
+    values, ids = all_of_them.topk(likeliest)
+    return Logprobs(
+        float(all_of_them[token]), list(zip(ids.tolist(), values.tolist(), strict=True))
+    )

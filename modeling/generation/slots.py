@@ -1,12 +1,14 @@
 """The batch of a Batcher: the running sequences, and the model calls for prefill and decoding."""
 
 from collections import deque
+from functools import partial
 from typing import Any
 
 import torch
 from transformers import DynamicCache
 
 from ..state.cache import copy_rows
+from ..state.rows import Shapes, check_row, state_shapes, take_row
 from ..utils.private_names import zero_all
 from .requests import Choice, Running
 
@@ -22,6 +24,7 @@ class Batch:
         self.decoding = DynamicCache(config=model.config)  # the states of the slots
         self.choices: list[Choice] = []  # whose tokens have not been read yet
         self.decoded: Choice | None = None  # the slots' newest choice, if it has not been read
+        self._shapes: Shapes | None = None  # of a row's states
 
     @property
     def running(self) -> list[Running]:
@@ -32,6 +35,19 @@ class Batch:
             if running in places:
                 places[places.index(running)] = None
 
+    def check_state(self, running: Running) -> None:
+        """Raises unless the state that a request begins with is one of this model."""
+        if running.begins_at:
+            self._shapes = self._shapes or state_shapes(self.model)
+            check_row("past_key_values", running.request.past_key_values, self._shapes)
+
+    def give_state(self, running: Running) -> None:
+        """Gives a request's `on_state` a copy of its state."""
+        for cache, places in ((self.decoding, self.slots), (self.reading, self.prefill_rows)):
+            if running in places:
+                place = cache, places.index(running), running.position, self.model.config
+                running.give_state(partial(take_row, *place))
+
     def worth_reading(self) -> bool:
         """Whether to run a prefill call now, or wait until more of its rows have a prompt to read.
 
@@ -41,28 +57,32 @@ class Batch:
         ready = [s for s in self.prefill_rows if s is not None and not s.unread]
         return bool(reading) and (not ready or 4 * len(reading) >= 3 * len(self.prefill_rows))
 
-    def read(self) -> None:
+    def read(self) -> list[Running]:
+        """Reads a chunk of the prompts; returns the requests that have come to a cut."""
         ids = torch.zeros(
             len(self.prefill_rows), self.prefill_chunk, dtype=torch.long, device="cpu"
         )
         mask = torch.zeros_like(ids)
-        begin, last = [], {}
+        begin, last, cut = list[int](), dict[int, Running](), list[Running]()
         for row, running in enumerate(self.prefill_rows):
             if running is None or not running.unread:
                 continue  # only padding: its state does not change
             start = self.prefill_chunk - running.next_size(self.prefill_chunk)
-            if running.unread == len(running.prompt):
+            if running.position == running.begins_at:
                 begin.append(row)
             ids[row, start:] = running.read(self.prefill_chunk - start)
             mask[row, start:] = 1
             if not running.unread:
                 last[row] = running
-        self._empty_prefill_rows(begin)
+            if running.position in running.cuts:
+                cut.append(running)
+        self._begin_prefill_rows(begin)
         logits = self.model(
             input_ids=self._send(ids), attention_mask=self._send(mask),
             past_key_values=self.reading, logits_to_keep=1,
         ).logits  # fmt: skip
         self._choose(last, logits)
+        return cut
 
     def _send(self, values: torch.Tensor) -> torch.Tensor:
         """Copies `values` to the model's device without waiting for work that runs there."""
@@ -70,13 +90,30 @@ class Batch:
             return values.to(self.model.device)
         return values.pin_memory().to(self.model.device, non_blocking=True)
 
-    def _empty_prefill_rows(self, rows: list[int]) -> None:
-        """Zeroes the states of `rows`. A reset argument would not do: some layers multiply, and NaN
-        stays."""
+    def _begin_prefill_rows(self, rows: list[int]) -> None:
+        """Gives `rows` the states that their requests begin with: zeros, or the given ones.
+
+        A reset argument would not do: some layers multiply, and NaN stays."""
         groups = (g for layer in self.reading.layers for g in layer.states.values())
         old = [s[row] for group in groups for s in group for row in rows]
         if old:
             zero_all(old)
+        for row in rows:
+            running = self.prefill_rows[row]
+            if running is not None and running.begins_at:
+                state = running.request.past_key_values
+                if self.reading.batch_size == -1:
+                    self._allocate(self.reading, state, len(self.prefill_rows))
+                copy_rows(self.reading, state, [(row, 0)])
+
+    def _allocate(self, cache: Any, like: Any, rows: int) -> None:
+        """Gives an empty cache states of zeros, as wide as those of another one."""
+        for ours, theirs in zip(cache.layers, like.layers, strict=True):
+            groups = {
+                name: tuple(s.new_zeros(rows, *s.shape[1:], device=self.model.device) for s in g)
+                for name, g in theirs.states.items()
+            }
+            ours.update_states(0, **groups)
 
     def fill_slots(self) -> None:
         """Moves sequences whose prompts are read into free slots."""
@@ -90,18 +127,16 @@ class Batch:
         if not moves:
             return
         if self.decoding.batch_size == -1:
-            for ours, theirs in zip(self.decoding.layers, self.reading.layers, strict=True):
-                ours.update_states(0, **{n: self._empty(g) for n, g in theirs.states.items()})
+            self._allocate(self.decoding, self.reading, len(self.slots))
         copy_rows(self.decoding, self.reading, moves)
-
-    def _empty(self, group: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        return tuple(s.new_zeros(len(self.slots), *s.shape[1:]) for s in group)
 
     def decode(self) -> None:
         logits = self.model(
             input_ids=self._next_tokens(), past_key_values=self.decoding, use_cache=True
         ).logits
         rows = {row: s for row, s in enumerate(self.slots) if s is not None}
+        for running in rows.values():
+            running.position += 1
         self.decoded = self._choose(rows, logits)
 
     def _next_tokens(self) -> torch.Tensor:  # [slots, 1]

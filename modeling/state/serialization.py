@@ -6,8 +6,9 @@
 
 The size of the file does not depend on the number of tokens. Its tensors are named
 `layers.<number>.<group>.<number>`, such as layers.3.cell.0; its metadata hold the format's name and
-version, the model family, the number of tokens, and a SHA-256 of all that is in the file. The file
-does not identify the weights: the caller must load a state into the model that it came from.
+version, the model family, the number of tokens, these tokens if they were given, and a SHA-256 of
+all that is in the file. The file does not identify the weights: the caller must load a state into
+the model that it came from.
 """
 
 import hashlib
@@ -25,14 +26,16 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from ..utils.whole_file import write_file
 from .cache import is_recurrent
+from .rows import Shapes, named_states, state_shapes
 
 FORMAT = {"format": "flashcell.state", "version": "1"}
 
 
-def save_state(model: Any, cache: Cache, path: str | os.PathLike) -> None:
+def save_state(model: Any, cache: Cache, path: str | os.PathLike, input_ids: Any = None) -> None:
     """Writes the states of `cache`, a DynamicCache or StaticCache of `model`, all rows of its batch.
 
-    The file is written whole or not at all, also after a kill or on a full disk.
+    `input_ids` are the tokens that the one row of the cache has read: `flashcell serve` finds a
+    state by them. The file is written whole or not at all, also after a kill or on a full disk.
     TypeError or ValueError for a cache that is not a recurrent model's, is empty or is another
     model's; OSError that names `path` if it cannot be written.
     """
@@ -43,19 +46,42 @@ def save_state(model: Any, cache: Cache, path: str | os.PathLike) -> None:
             raise TypeError(
                 f"cache has a {type(layer).__name__}, but every layer must be a RecurrentStateLayer"
             )
-    tensors = _named(cache)
+    tensors = named_states(cache)
     if not tensors or not int(cache.get_seq_length()):
         raise ValueError("cache is empty, but must hold the states after at least one token")
-    _check_shapes("cache", tensors, model)
+    _check_shapes("cache", tensors, state_shapes(model))
+    ids = None if input_ids is None else _ids_of(input_ids, cache)
     place = _place(path)
     if not place.name or place.is_dir():
         raise ValueError(f"path is {str(path)!r}, but must be a file's, not a folder's")
-    metadata = {
-        **FORMAT, "model_type": model.config.model_type, "tokens": str(int(cache.get_seq_length()))
-    }  # fmt: skip
-    own = {name: s.detach().to("cpu", copy=True).contiguous() for name, s in tensors.items()}
+    write_file(place, state_bytes(model.config.model_type, cache, ids))
+
+
+def state_bytes(model_type: str, cache: Cache, ids: list[int] | None = None) -> bytes:
+    """Returns the content of the file of a state."""
+    tokens = str(int(cache.get_seq_length()))
+    metadata = {**FORMAT, "model_type": model_type, "tokens": tokens}
+    if ids is not None:
+        metadata["input_ids"] = json.dumps(ids, separators=(",", ":"))
+    states = named_states(cache)
+    own = {name: s.detach().to("cpu", copy=True).contiguous() for name, s in states.items()}
     metadata["sha256"] = _digest(metadata, own)
-    write_file(place, save(own, metadata))
+    return save(own, metadata)
+
+
+def _ids_of(input_ids: Any, cache: Cache) -> list[int]:
+    ids, tokens = torch.as_tensor(input_ids, device="cpu"), int(cache.get_seq_length())
+    if ids.is_floating_point() or ids.is_complex() or ids.shape not in ((tokens,), (1, tokens)):
+        raise ValueError(
+            f"input_ids is {list(ids.shape)} {ids.dtype}, but must be the {tokens} token ids that "
+            "the cache has read"
+        )
+    if cache.layers[0].batch_size != 1:
+        raise ValueError(
+            f"input_ids is given for a cache of {cache.layers[0].batch_size} rows, but it must "
+            "have one"
+        )
+    return ids.view(-1).tolist()
 
 
 def load_state(model: Any, path: str | os.PathLike) -> DynamicCache:
@@ -63,8 +89,17 @@ def load_state(model: Any, path: str | os.PathLike) -> DynamicCache:
 
     Raises ValueError if the file was changed, or if its family or the names, shapes or dtypes of
     its states are not the model's."""
+    return read_state(model.config, path, state_shapes(model), model.device)[0]
+
+
+def read_state(
+    config: Any, path: str | os.PathLike, shapes: Shapes, device: torch.device | str = "cpu"
+) -> tuple[DynamicCache, list[int] | None]:
+    """Loads a saved cache and the tokens that it has read, without a model to try it on.
+
+    `shapes` are the model's state_shapes; the tokens are None if the file has none."""
     metadata, tensors = _read(_place(path))
-    wanted = {**FORMAT, "model_type": model.config.model_type}
+    wanted = {**FORMAT, "model_type": config.model_type}
     for name, value in wanted.items():
         if metadata.get(name) != value:
             raise ValueError(
@@ -78,15 +113,17 @@ def load_state(model: Any, path: str | os.PathLike) -> DynamicCache:
     tokens = metadata.get("tokens", "")
     if not re.fullmatch("[0-9]{1,18}", tokens) or int(tokens) < 1:
         raise ValueError(f"{path}: tokens is {tokens!r}, but must be a number of at least 1")
-    _check_shapes(str(path), tensors, model)
-    cache = DynamicCache(config=model.config)
+    _check_shapes(str(path), tensors, shapes)
+    cache = DynamicCache(config=config)
     for i, layer in enumerate(cache.layers):
         groups: dict[str, list[torch.Tensor]] = {}
         for name in (n for n in _order(tensors) if n.startswith(f"layers.{i}.")):
-            own = tensors[name].to(model.device, copy=True)
+            own = tensors[name].to(device, copy=True)
             groups.setdefault(name.split(".")[2], []).append(own)
         layer.update_states(int(tokens), **{name: tuple(group) for name, group in groups.items()})
-    return cache
+    return cache, _ids_of(
+        json.loads(metadata["input_ids"]), cache
+    ) if "input_ids" in metadata else None
 
 
 def _place(path: Any) -> Path:
@@ -130,27 +167,13 @@ def _digest(metadata: dict[str, str], tensors: dict[str, torch.Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _named(cache: Cache) -> dict[str, torch.Tensor]:
-    return {
-        f"layers.{i}.{name}.{k}": s
-        for i, layer in enumerate(cache.layers)
-        for name, group in layer.states.items()
-        for k, s in enumerate(group)
-    }
-
-
 def _order(names: Any) -> list[str]:
     return sorted(names, key=lambda name: int(name.rsplit(".", 1)[1]))
 
 
-@torch.no_grad()
-def _check_shapes(origin: str, tensors: dict[str, torch.Tensor], model: Any) -> None:
+def _check_shapes(origin: str, tensors: dict[str, torch.Tensor], wanted: Shapes) -> None:
     """Raises unless the tensors have the names, shapes and dtypes of the states that the model
     makes."""
-    token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
-    cache = DynamicCache(config=model.config)
-    model(token, past_key_values=cache)
-    wanted = _named(cache)
     if wanted.keys() != tensors.keys():
         missing, extra = sorted(wanted.keys() - tensors), sorted(tensors.keys() - wanted)
         raise ValueError(
@@ -159,7 +182,7 @@ def _check_shapes(origin: str, tensors: dict[str, torch.Tensor], model: Any) -> 
     batch = tensors[next(iter(wanted))].shape[:1]
     for name in wanted:  # in the layers' order, which a file does not keep
         s = tensors[name]
-        shape, dtype = (*batch, *wanted[name].shape[1:]), wanted[name].dtype
+        shape, dtype = (*batch, *wanted[name][0]), wanted[name][1]
         if s.shape != shape or s.dtype != dtype:
             raise ValueError(
                 f"{origin}: {name} is {list(s.shape)} {s.dtype}, but must be {list(shape)} {dtype}"

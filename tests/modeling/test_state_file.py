@@ -16,7 +16,8 @@ from transformers import DynamicCache, StaticCache
 
 from cases import DEVICE
 from decode_cases import greedy
-from flashcell.state.serialization import FORMAT, _digest
+from flashcell.state.rows import state_shapes
+from flashcell.state.serialization import FORMAT, _digest, read_state
 from model_cases import state_tensors
 
 CONTINUE = """
@@ -249,3 +250,24 @@ def test_a_full_disk_leaves_the_file_that_was_there(talk, tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     assert path.read_bytes() == before
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+def test_the_tokens_are_kept(make_model, tmp_path, tokens):
+    """A file holds the tokens that its state has read, if they were given."""
+    model, ids = make_model(), tokens(1, 7)
+    cache = model(ids).past_key_values
+    model.save_state(cache, tmp_path / "with", input_ids=ids)
+    model.save_state(cache, tmp_path / "without")
+    shapes = state_shapes(model)
+    loaded, read = read_state(model.config, tmp_path / "with", shapes)
+    assert read == ids[0].tolist()
+    assert read_state(model.config, tmp_path / "without", shapes)[1] is None
+    for got, want in zip(state_tensors(loaded), state_tensors(cache), strict=True):
+        assert torch.equal(got.to(want.device), want)
+    for wrong in (ids[0, :6], ids.float(), tokens(7, 1)):
+        with pytest.raises(ValueError, match="but must be the 7 token ids that the cache has read"):
+            model.save_state(cache, tmp_path / "wrong", input_ids=wrong)
+    two = model(tokens(2, 7)).past_key_values
+    with pytest.raises(ValueError, match="a cache of 2 rows, but it must have one"):
+        model.save_state(two, tmp_path / "wrong", input_ids=ids)
+    assert not (tmp_path / "wrong").exists()
