@@ -3,6 +3,7 @@
 flashcell train RECIPE ...       as scripts/train
 flashcell evaluate ...           as scripts/evaluate
 flashcell export CHECKPOINT OUT  as scripts/export_model
+flashcell serve MODEL            OpenAI's HTTP API (serving/)
 """
 
 import os
@@ -15,12 +16,14 @@ USAGE = """usage: flashcell COMMAND ...
     train      trains a language model by a recipe
     evaluate   measures a model's loss on text, or runs lm-evaluation-harness
     export     writes a checkpoint as a repository that loads without flashcell
+    serve      answers OpenAI's HTTP API with a model
 
 `flashcell COMMAND --help` says more, `flashcell --version` the version."""
 
 
 def main() -> None:
-    """Runs the command that the first argument names, in place of this process."""
+    """Runs the command that the first argument names: `serve` here, others in place of this
+    process."""
     name, *rest = sys.argv[1:] or [""]
     if name in ("-h", "--help"):
         print(USAGE)
@@ -28,10 +31,14 @@ def main() -> None:
         from . import __version__
 
         print(f"flashcell {__version__}")
+    elif name == "serve":
+        from .serving.command import main as serve
+
+        serve(rest)
     elif name not in COMMANDS:
         raise SystemExit(
             f"{USAGE}\n\nflashcell: the command is {name!r}, but must be one of "
-            f"{', '.join(COMMANDS)}"
+            f"{', '.join([*COMMANDS, 'serve'])}"
         )
     else:
         command = [sys.executable, str(folder() / COMMANDS[name]), *rest]

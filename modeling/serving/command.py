@@ -1,0 +1,189 @@
+"""The command `flashcell serve MODEL`: OpenAI's HTTP API for a recurrent language model.
+
+It listens on this machine alone unless --host says otherwise. The key comes from the environment
+variable FLASHCELL_API_KEY or from a file, so that no list of processes shows it.
+"""
+
+import argparse
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+MIB = 2**20
+NEEDED = "fastapi, uvicorn, httptools, jinja2, prometheus_client"
+
+
+def parse_arguments(given: list[str]) -> argparse.Namespace:
+    summary, _, manual = (__doc__ or "").partition("\n")
+    parser = argparse.ArgumentParser(
+        prog="flashcell serve", description=summary, epilog=manual,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )  # fmt: skip
+    add = parser.add_argument
+    add("model", help="a folder or a name on the Hub")
+    add("--host", default="127.0.0.1", help="address to listen on")
+    add("--port", type=count(0, 65535), default=8000, help="0 for any that is free")
+    add("--allow-host", action="append", default=[], metavar="NAME",
+        help="a name that clients may call this server by")  # fmt: skip
+    add("--name", help="of the model, for clients; the folder's without it")
+    add("--api-key-file", type=Path, help="file with the key that clients must send")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="torch's name")
+    add("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
+    add("--threads", type=count(1), help="of torch on a CPU; its own choice without it")
+    add("--slots", type=count(1), default=32, help="sequences decoded together")
+    add("--prefill-rows", type=count(1), help="prompts read together; by the device without it")
+    add("--prefill-chunk", type=count(2), help="tokens of each in one call; by the device")
+    add("--queue", type=count(0), default=1024, help="choices that may wait; more get status 429")
+    add("--max-prompt-tokens", type=count(1), default=32_768)
+    add("--max-new-tokens", type=count(1), default=4096)
+    add("--max-body-bytes", type=count(1), default=4 * MIB)
+    add("--max-connections", type=count(1), default=2048)
+    add("--body-seconds", type=float, default=30.0, help="for the body of a request to come")
+    add("--head-seconds", type=float, default=20.0, help="for its head")
+    add("--stalled-seconds", type=float, default=120.0,
+        help="after which a client that reads nothing is given up")  # fmt: skip
+    add("--chat-template", type=Path, help="Jinja file, for a tokenizer without one")
+    add("--state-device-mib", type=count(0), default=1024, help="for states on a GPU")
+    add("--state-host-mib", type=count(0), default=1024, help="for states in host memory")
+    add("--state-folder", type=Path, help="keeps states on disk too, for the next start")
+    add("--state-folder-mib", type=count(1), default=4096)
+    add("--prefix-state", type=Path, action="append", default=[], metavar="FILE",
+        help="a file of save_state with its input_ids: prompts that begin so go on there")  # fmt: skip
+    add("--shutdown-seconds", type=count(1),
+        help="what runs may take after SIGTERM; without it all of it finishes")  # fmt: skip
+    return parser.parse_args(given)
+
+
+def count(least: int, most: int | None = None) -> Any:
+    def read(text: str) -> int:
+        value = int(text)
+        if value < least or (most is not None and value > most):
+            limit = f"at least {least}" if most is None else f"in {least}..{most}"
+            raise argparse.ArgumentTypeError(f"it is {value}, but must be {limit}")
+        return value
+
+    read.__name__ = "integer"  # argparse says so
+    return read
+
+
+def load(arguments: argparse.Namespace) -> tuple[Any, Any]:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    if arguments.threads is not None:
+        torch.set_num_threads(arguments.threads)
+    dtype = arguments.dtype if arguments.dtype == "auto" else getattr(torch, arguments.dtype)
+    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=dtype)
+    return model.to(arguments.device).eval(), AutoTokenizer.from_pretrained(arguments.model)
+
+
+def make_states(model: Any, arguments: argparse.Namespace) -> Any:
+    """Returns the PrefixStates, with the files of --prefix-state; None if there is no memory for
+    them."""
+    from ..state.disk_states import StateFolder
+    from ..state.prefix_states import PrefixStates, model_identity
+    from ..state.rows import state_shapes
+    from ..state.serialization import read_state
+
+    if not arguments.state_device_mib and not arguments.state_host_mib:
+        return None
+    config, folder, identity = model.config, None, os.urandom(32)
+    shapes = state_shapes(model)
+    if arguments.state_folder is not None:
+        identity = model_identity(model)
+        budget = arguments.state_folder_mib * MIB
+        folder = StateFolder(arguments.state_folder, identity, config, shapes, budget)
+    budgets = arguments.state_device_mib * MIB, arguments.state_host_mib * MIB
+    states = PrefixStates(identity, config, model.device, *budgets, folder)
+    for file in arguments.prefix_state:
+        state, ids = read_state(config, file, shapes, model.device)
+        if ids is None:
+            raise SystemExit(
+                f"flashcell serve: --prefix-state {file} has no token ids, but must: save it with "
+                "model.save_state(cache, path, input_ids=ids)"
+            )
+        states.keep(torch.tensor(ids, device="cpu"), state, pinned=True)
+    return states
+
+
+def make_server(model: Any, tokenizer: Any, arguments: argparse.Namespace) -> Any:
+    """Returns the Server of app.py around a model."""
+    from ..generation.batching import Batcher
+    from .app import Server
+    from .door import allowed_hosts
+    from .engine import Engine
+    from .metrics import Metrics
+    from .protocol import Limits, Protocol
+
+    limits = Limits(arguments.max_prompt_tokens, arguments.max_new_tokens, arguments.max_body_bytes)
+    name = arguments.name or Path(arguments.model).name
+    template = arguments.chat_template and arguments.chat_template.read_text()
+    vocabulary = min(model.config.vocab_size, max(len(tokenizer), 1))
+    protocol = Protocol({name, arguments.model}, tokenizer, vocabulary, limits, template)
+    sizes = arguments.slots, arguments.prefill_rows, arguments.prefill_chunk
+    batcher, metrics = Batcher(model, *sizes), Metrics()
+    most = arguments.slots + len(batcher.batch.prefill_rows) + arguments.queue
+    engine = Engine(batcher, most, metrics.step.observe)
+    states = make_states(model, arguments)
+    metrics.watch(engine, states)
+
+    def decode(ids: list[int]) -> str:
+        return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    return Server(
+        name, protocol, engine, metrics, decode, states, read_key(arguments),
+        allowed_hosts(arguments.host, arguments.allow_host), arguments.body_seconds,
+    )  # fmt: skip
+
+
+def read_key(arguments: argparse.Namespace) -> str | None:
+    if arguments.api_key_file is not None:
+        key = arguments.api_key_file.read_text().strip()
+        if not key:
+            raise SystemExit(
+                f"flashcell serve: {arguments.api_key_file} is empty, but must be a key"
+            )
+        return key
+    return os.environ.get("FLASHCELL_API_KEY") or None
+
+
+def main(given: list[str]) -> None:
+    arguments = parse_arguments(given)
+    try:
+        import uvicorn
+
+        from .app import make_app
+        from .connections import limited
+    except ImportError as error:
+        raise SystemExit(
+            f"flashcell serve: {error.name} is not installed, but the server needs {NEEDED}: "
+            'pip install "flashcell[serve]"'
+        ) from None
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    model, tokenizer = load(arguments)
+    server = make_server(model, tokenizer, arguments)
+    if server.hosts is None and server.key is None:
+        logging.warning("anyone who reaches %s may use this server: it has no key", arguments.host)
+    # The threads of a step and of the loop change places often: a step has hundreds of short ops.
+    sys.setswitchinterval(2e-4)
+    connection = limited(
+        MOST=arguments.max_connections, HEAD_SECONDS=arguments.head_seconds,
+        STALLED_SECONDS=arguments.stalled_seconds,
+    )  # fmt: skip
+    config = uvicorn.Config(
+        make_app(server), arguments.host, arguments.port, http=connection, ws="none",
+        access_log=False, server_header=False, timeout_keep_alive=30,
+        timeout_graceful_shutdown=arguments.shutdown_seconds, lifespan="on",
+    )  # fmt: skip
+    signal.signal(signal.SIGTERM, stop)  # uvicorn sends the signal again when all has ended
+    signal.signal(signal.SIGINT, stop)
+    uvicorn.Server(config).run()
+
+
+def stop(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(0)

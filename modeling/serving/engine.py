@@ -1,0 +1,216 @@
+"""Runs a Batcher in a thread of its own, beside the event loop that talks to the clients.
+
+The loop puts requests and cancellations into a deque and wakes the thread; the thread gathers what
+a step has given, and hands it to the loop in one call a step. Neither waits for the other.
+"""
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from itertools import zip_longest
+from typing import Any
+
+from ..generation.batching import Batcher
+from ..generation.requests import Completion, Request
+from .errors import ClientGone, of_server
+from .text import Text
+
+logger = logging.getLogger(__name__)
+FAILURES = 3  # steps that fail one after another, after which the server gives up
+
+
+class Choice:
+    """One sequence of an answer. The Batcher's thread makes it longer, the event loop reads it."""
+
+    def __init__(self, number: int, request: Request, text: Text, live: bool):
+        self.number, self.request, self.text, self.live = number, request, text, live
+        self.prompt_tokens = len(request.prompt)
+        state = request.past_key_values
+        self.cached_tokens = 0 if state is None else int(state.get_seq_length())
+        self.answer: Answer | None = None
+        self.fresh: list[tuple[Any, ...]] = []  # tokens that have come, with their Logprobs
+        self.tokens: list[int] = []
+        self.logprobs: list[Any] = []
+        self.completion: Completion | None = None  # the Batcher's, when it has ended
+        self.reason: str | None = None  # for the client: "stop" or "length"
+        self.began = self.first = self.last = time.perf_counter()
+
+    def advance(self) -> tuple[str, Sequence[int], Sequence[Any]]:
+        """Takes the tokens that have come; returns the text that they add, themselves, and their
+        Logprobs.
+
+        Raises ApiError if the choice ended with an error."""
+        fresh, self.fresh = self.fresh, []
+        done = self.completion
+        if done is not None and done.error is not None:
+            raise of_server(f"the model failed: {done.error}")
+        if done is not None and not self.live:
+            fresh = list(zip_longest(done.tokens, done.logprobs))
+        if self.reason is not None or not (fresh or done):
+            return "", (), ()
+        if fresh and not self.tokens:
+            self.first = time.perf_counter()
+        self.last = time.perf_counter()
+        # One at a time where a stop string may come: what comes behind it is not counted.
+        groups = [[one] for one in fresh] if self.text.stops else [fresh]
+        piece, taken = "", list[tuple[Any, ...]]()
+        for group in groups or [[]]:
+            last = done is not None and len(taken) + len(group) == len(fresh)
+            piece += self.text.add([token for token, *_ in group], last)
+            taken += group
+            if self.text.stopped:
+                break
+        tokens = [token for token, *_ in taken]
+        logprobs = [rest[0] for _, *rest in taken if rest and rest[0] is not None]
+        self.tokens += tokens
+        self.logprobs += logprobs
+        if self.text.stopped:
+            self.reason = "stop"
+        elif done is not None:
+            self.reason = "stop" if done.reason == "stop" else "length"
+        return piece, tokens, logprobs
+
+
+class Answer:
+    """The choices of one request of a client, and a flag that wakes its writer."""
+
+    def __init__(self, choices: list[Choice]):
+        self.choices, self.ready, self.gone = choices, asyncio.Event(), False
+        for choice in choices:
+            choice.answer = self
+
+    async def changed(self) -> list[Choice]:
+        """Waits until tokens have come or a choice has ended; returns the choices that have."""
+        await self.ready.wait()
+        self.ready.clear()
+        if self.gone:
+            raise ClientGone
+        return [c for c in self.choices if c.fresh or (c.completion and c.reason is None)]
+
+    def leave(self) -> None:
+        self.gone = True
+        self.ready.set()
+
+
+class Engine:
+    """The Batcher's thread. All methods but `_run` and those that it calls belong to the loop."""
+
+    def __init__(self, batcher: Batcher, most: int, stepped: Callable[[float], Any] | None = None):
+        self.batcher, self.most = batcher, most
+        self.unfinished: set[Choice] = set()  # of the loop: neither ended nor left by its client
+        self.broken: str | None = None  # why the server cannot go on
+        self.slots = len(batcher.batch.slots)
+        self._stepped = stepped
+        self._inbox: deque[tuple[Choice, bool]] = deque()  # with whether to cancel it
+        self._wake, self._stopping = threading.Event(), False
+        self._running: dict[int, Choice] = {}  # of the thread: by the Batcher's index
+        self._indices: dict[Choice, int] = {}
+        self._outbox: list[tuple[Choice, Any]] = []
+        self._thread = threading.Thread(target=self._run, name="batcher", daemon=True)
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._thread.start()
+
+    async def stop(self) -> None:
+        """Waits until all that was submitted has ended."""
+        self._stopping = True
+        self._wake.set()
+        await asyncio.to_thread(self._thread.join)
+
+    @property
+    def free(self) -> int:
+        """How many more choices may be submitted."""
+        return self.most - len(self.unfinished)
+
+    def submit(self, answer: Answer) -> None:
+        for choice in answer.choices:
+            self.unfinished.add(choice)
+            self._inbox.append((choice, False))
+        self._wake.set()
+
+    def cancel(self, choices: Iterable[Choice]) -> None:
+        """Ends choices that nobody waits for; those that have ended are left alone.
+
+        Each counts as unfinished until the Batcher has let go of it."""
+        for choice in choices:
+            if choice in self.unfinished:
+                self._inbox.append((choice, True))
+        self._wake.set()
+
+    def _deliver(self, outbox: list[tuple[Choice, Any]]) -> None:
+        answers = set()
+        for choice, given in outbox:
+            if isinstance(given, Completion):
+                choice.completion = given
+                self.unfinished.discard(choice)
+            else:
+                choice.fresh.append(given)
+            answers.add(choice.answer)
+        for answer in answers:
+            if answer is not None:
+                answer.ready.set()
+
+    def _run(self) -> None:
+        failures = 0
+        while failures < FAILURES:
+            while self._inbox:
+                self._accept(*self._inbox.popleft())
+            if not self.batcher.busy:
+                if self._stopping:
+                    break
+                self._wake.wait()
+                self._wake.clear()
+                continue
+            began = time.perf_counter()
+            try:
+                ended, failures = self.batcher.step(), 0
+            except Exception as error:  # the next step ends what ran, each with an error
+                logger.exception("a step of the model failed")
+                ended, failures, why = [], failures + 1, f"{type(error).__name__}: {error}"
+            for completion in ended:
+                self._end(completion)
+            self._send()
+            if self._stepped is not None:
+                self._stepped(time.perf_counter() - began)
+        if failures:
+            self.broken = f"{FAILURES} steps of the model failed, the last with {why}"
+            self._fail_all()
+
+    def _accept(self, choice: Choice, cancel: bool) -> None:
+        if cancel:
+            if choice in self._indices:
+                self.batcher.cancel(self._indices[choice])
+            return
+        if choice.live:
+            choice.request.on_token = lambda *given: self._outbox.append((choice, given))
+        index = self.batcher.submit(choice.request)
+        self._running[index], self._indices[choice] = choice, index
+
+    def _end(self, completion: Completion) -> None:
+        choice = self._running.pop(completion.index)
+        del self._indices[choice]
+        self._outbox.append((choice, completion))
+
+    def _send(self) -> None:
+        if self._outbox:
+            outbox, self._outbox = self._outbox, []
+            self._loop.call_soon_threadsafe(self._deliver, outbox)
+
+    def _fail_all(self) -> None:
+        """Ends all that is there and all that comes, with an error, until the server stops."""
+        while not self._stopping or self._inbox or self._running:
+            while self._inbox:
+                choice, cancel = self._inbox.popleft()
+                if not cancel:
+                    self._running[id(choice)] = choice
+            for choice in self._running.values():
+                error = RuntimeError(self.broken)
+                self._outbox.append((choice, Completion(0, [], "error", error)))
+            self._running.clear()
+            self._send()
+            self._wake.wait()
+            self._wake.clear()
