@@ -209,8 +209,11 @@ class Running:
         self.tokens.append(token)
         self.logprobs += rest
         if self.request.on_token is not None:
-            with torch.no_grad():  # restores the gradient mode if the function changes it
+            try:
                 self.request.on_token(token, *rest)
+            finally:  # no_grad() around it would cost as much as the rest of this method
+                if torch.is_grad_enabled():
+                    torch.set_grad_enabled(False)
         if token in self.ends:
             return "stop"
         if len(self.tokens) >= self.request.max_new_tokens:

@@ -55,6 +55,9 @@ class Writer:
                 for choice in await self.answer.changed():
                     piece, tokens, logprobs = self._advance(choice)
                     if piece or choice.reason is not None or (logprobs and tokens):
+                        if self.asked.continuous_usage:
+                            usage = json.dumps(self._usage()).encode()
+                            tail = b'], "usage": ' + usage + b"}\n\n"
                         yield head + self._delta(choice, piece, tokens, logprobs) + tail
                     left -= choice.reason is not None
         except ApiError as error:
@@ -80,7 +83,7 @@ class Writer:
             said["message"] = {"role": "assistant", "content": text, "refusal": None}
         else:
             said["text"] = text
-        said["logprobs"] = self._logprobs(choice, choice.tokens, choice.logprobs, 0)
+        said["logprobs"] = self._logprobs(choice, choice.tokens, choice.logprobs)
         return {**said, "finish_reason": choice.reason}
 
     def _delta(
@@ -94,13 +97,12 @@ class Writer:
             said["delta"] = {} if ends else {**role, "content": piece}
         else:
             said["text"] = piece
-        offset = len(choice.tokens) - len(tokens)
-        said["logprobs"] = self._logprobs(choice, tokens, logprobs, offset)
+        said["logprobs"] = self._logprobs(choice, tokens, logprobs)
         said["finish_reason"] = choice.reason
         return json.dumps(said).encode()
 
     def _logprobs(
-        self, choice: Choice, tokens: Sequence[int], logprobs: Sequence[Any], before: int
+        self, choice: Choice, tokens: Sequence[int], logprobs: Sequence[Any]
     ) -> dict[str, Any] | None:
         if self.asked.logprobs is None or not logprobs:
             return None
@@ -110,11 +112,10 @@ class Writer:
         ]
         if self.asked.chat:
             return {"content": [{**own, "top_logprobs": top} for own, top in rows], "refusal": None}
-        start = len(self.decode(choice.tokens[:before]))
         offsets = []
         for own, _ in rows:
-            offsets.append(start)
-            start += len(own["token"])
+            offsets.append(choice.offset)
+            choice.offset += len(own["token"])
         return {
             "tokens": [own["token"] for own, _ in rows],
             "token_logprobs": [own["logprob"] for own, _ in rows],

@@ -138,8 +138,9 @@ class EventStream(StreamingResponse):
         gone = asyncio.ensure_future(until_gone(receive, self.answer))
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            directly = scope.get("flashcell.send", send)
             async for chunk in self.body_iterator:
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                await directly({"type": "http.response.body", "body": chunk, "more_body": True})
             await send({"type": "http.response.body", "body": b""})
         except ClientGone:
             pass

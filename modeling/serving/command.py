@@ -39,13 +39,15 @@ def parse_arguments(given: list[str]) -> argparse.Namespace:
     add("--slots", type=count(1), default=32, help="sequences decoded together")
     add("--prefill-rows", type=count(1), help="prompts read together; by the device without it")
     add("--prefill-chunk", type=count(2), help="tokens of each in one call; by the device")
+    add("--interval-ms", type=float, default=25.0,
+        help="tokens of running streams are sent at most so often, several at a time")  # fmt: skip
     add("--queue", type=count(0), default=1024, help="choices that may wait; more get status 429")
     add("--max-prompt-tokens", type=count(1), default=32_768)
     add("--max-new-tokens", type=count(1), default=4096)
     add("--max-body-bytes", type=count(1), default=4 * MIB)
     add("--max-connections", type=count(1), default=2048)
     add("--body-seconds", type=float, default=30.0, help="for the body of a request to come")
-    add("--head-seconds", type=float, default=20.0, help="for its head")
+    add("--head-seconds", type=float, default=25.0, help="for its head")
     add("--stalled-seconds", type=float, default=120.0,
         help="after which a client that reads nothing is given up")  # fmt: skip
     add("--chat-template", type=Path, help="Jinja file, for a tokenizer without one")
@@ -128,17 +130,35 @@ def make_server(model: Any, tokenizer: Any, arguments: argparse.Namespace) -> An
     sizes = arguments.slots, arguments.prefill_rows, arguments.prefill_chunk
     batcher, metrics = Batcher(model, *sizes), Metrics()
     most = arguments.slots + len(batcher.batch.prefill_rows) + arguments.queue
-    engine = Engine(batcher, most, metrics.step.observe)
+    engine = Engine(batcher, most, arguments.interval_ms / 1e3, metrics.step.observe)
     states = make_states(model, arguments)
     metrics.watch(engine, states)
 
-    def decode(ids: list[int]) -> str:
-        return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-
     return Server(
-        name, protocol, engine, metrics, decode, states, read_key(arguments),
+        name, protocol, engine, metrics, make_decode(tokenizer), states, read_key(arguments),
         allowed_hosts(arguments.host, arguments.allow_host), arguments.body_seconds,
     )  # fmt: skip
+
+
+def make_decode(tokenizer: Any) -> Any:
+    """Returns the function from token ids to text, without special tokens; it remembers the text of
+    single tokens."""
+    backend, known = getattr(tokenizer, "backend_tokenizer", None), dict[int, str]()
+
+    def decode(ids: list[int]) -> str:
+        if len(ids) == 1 and ids[0] in known:
+            return known[ids[0]]
+        if backend is not None:
+            text = backend.decode(ids, skip_special_tokens=True)
+        else:
+            text = tokenizer.decode(
+                ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+        if len(ids) == 1:
+            known[ids[0]] = text
+        return text
+
+    return decode
 
 
 def read_key(arguments: argparse.Namespace) -> str | None:

@@ -5,6 +5,7 @@ uvicorn waits for ever for the end of a request's head, and keeps all of it.
 
 import asyncio
 import logging
+import socket
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -19,6 +20,7 @@ class Connection(HttpToolsProtocol):
 
     MOST = 2048  # connections at a time
     HEAD_BYTES = 32_768
+    SEND_BYTES = 131_072  # that the kernel keeps for a reader
     HEAD_SECONDS = 20.0  # for the head of a request, from its first byte or the connection's begin
     STALLED_SECONDS = 120.0  # after which a client that reads nothing is given up
 
@@ -31,6 +33,10 @@ class Connection(HttpToolsProtocol):
         if len(self.connections) > self.MOST:
             self._refuse(of_server(f"there are {self.MOST} connections, which is the most", 503))
             return
+        # The kernel's own buffers would take megabytes that nobody reads.
+        transport.get_extra_info("socket").setsockopt(
+            socket.SOL_SOCKET, socket.SO_SNDBUF, self.SEND_BYTES
+        )
         self._watch_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -53,6 +59,8 @@ class Connection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         self._in_head, self._head_bytes = True, 0
+        if self._head is None:
+            self._watch_head()
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
@@ -118,8 +126,12 @@ class Connection(HttpToolsProtocol):
             f"HTTP/1.1 {error.status} Refused\r\ncontent-type: application/json\r\n"
             f"content-length: {len(content)}\r\nconnection: close\r\n\r\n"
         )
-        if self.cycle is None or self.cycle.response_complete:  # else it would be part of an answer
-            self.transport.write(head.encode() + content)
+        cycle = self.cycle
+        if cycle is None or cycle.response_complete or not cycle.response_started:
+            self.transport.write(head.encode() + content)  # else it would be part of an answer
+        if cycle is not None and not cycle.response_complete:
+            cycle.disconnected = True
+            cycle.message_event.set()
         self.transport.close()
 
     def _give_up(self) -> None:

@@ -33,6 +33,7 @@ class Door:
                 self.metrics.requests.labels(path, str(message["status"])).inc()
             await send(message)
 
+        scope["flashcell.send"] = send  # for streams: without the calls of every layer between
         error = self._refusal(scope)
         app = self.app if error is None else response_of(error)
         await app(scope, receive, count)
@@ -72,4 +73,6 @@ def allowed_hosts(host: str, more: list[str]) -> set[str] | None:
 
 
 def response_of(error: ApiError) -> Response:
-    return JSONResponse(error.body(), error.status, error.headers)
+    # With these the rest of the body has not been read, and nothing good may follow it.
+    close = {"connection": "close"} if error.status in (401, 408, 413, 415, 421) else {}
+    return JSONResponse(error.body(), error.status, {**error.headers, **close})

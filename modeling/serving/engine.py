@@ -1,7 +1,8 @@
 """Runs a Batcher in a thread of its own, beside the event loop that talks to the clients.
 
 The loop puts requests and cancellations into a deque and wakes the thread; the thread gathers what
-a step has given, and hands it to the loop in one call a step. Neither waits for the other.
+its steps have given, and hands it to the loop in one call. Neither waits for the other, but both
+need Python's lock: so the thread gathers for a moment (`interval`), unless a sequence begins or ends.
 """
 
 import asyncio
@@ -35,6 +36,7 @@ class Choice:
         self.tokens: list[int] = []
         self.logprobs: list[Any] = []
         self.completion: Completion | None = None  # the Batcher's, when it has ended
+        self.offset = 0  # characters of the tokens whose log-probabilities were written
         self.reason: str | None = None  # for the client: "stop" or "length"
         self.began = self.first = self.last = time.perf_counter()
 
@@ -98,8 +100,11 @@ class Answer:
 class Engine:
     """The Batcher's thread. All methods but `_run` and those that it calls belong to the loop."""
 
-    def __init__(self, batcher: Batcher, most: int, stepped: Callable[[float], Any] | None = None):
-        self.batcher, self.most = batcher, most
+    def __init__(
+        self, batcher: Batcher, most: int, interval: float = 0.0,
+        stepped: Callable[[float], Any] | None = None,
+    ):  # fmt: skip
+        self.batcher, self.most, self.interval = batcher, most, interval
         self.unfinished: set[Choice] = set()  # of the loop: neither ended nor left by its client
         self.broken: str | None = None  # why the server cannot go on
         self.slots = len(batcher.batch.slots)
@@ -109,6 +114,7 @@ class Engine:
         self._running: dict[int, Choice] = {}  # of the thread: by the Batcher's index
         self._indices: dict[Choice, int] = {}
         self._outbox: list[tuple[Choice, Any]] = []
+        self._urgent, self._sent = False, 0.0  # whether the outbox must go, and when the last went
         self._thread = threading.Thread(target=self._run, name="batcher", daemon=True)
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -155,6 +161,15 @@ class Engine:
                 answer.ready.set()
 
     def _run(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:  # nobody else would hear of it, and all would wait
+            logger.exception("the thread of the Batcher failed")
+            self.broken = f"{type(error).__name__}: {error}"
+        if self.broken is not None:
+            self._fail_all()
+
+    def _work(self) -> None:
         failures = 0
         while failures < FAILURES:
             while self._inbox:
@@ -178,7 +193,6 @@ class Engine:
                 self._stepped(time.perf_counter() - began)
         if failures:
             self.broken = f"{FAILURES} steps of the model failed, the last with {why}"
-            self._fail_all()
 
     def _accept(self, choice: Choice, cancel: bool) -> None:
         if cancel:
@@ -186,18 +200,33 @@ class Engine:
                 self.batcher.cancel(self._indices[choice])
             return
         if choice.live:
-            choice.request.on_token = lambda *given: self._outbox.append((choice, given))
+            choice.request.on_token = self._first_token(choice)
         index = self.batcher.submit(choice.request)
         self._running[index], self._indices[choice] = choice, index
+
+    def _first_token(self, choice: Choice) -> Callable[..., None]:
+        append, begun = self._outbox.append, False
+
+        def on_token(*given: Any) -> None:
+            nonlocal begun
+            if not begun:
+                begun = self._urgent = True
+            append((choice, given))
+
+        return on_token
 
     def _end(self, completion: Completion) -> None:
         choice = self._running.pop(completion.index)
         del self._indices[choice]
         self._outbox.append((choice, completion))
+        self._urgent = True
 
     def _send(self) -> None:
-        if self._outbox:
-            outbox, self._outbox = self._outbox, []
+        now = time.perf_counter()
+        if self._outbox and (self._urgent or now - self._sent >= self.interval):
+            outbox = list(self._outbox)
+            self._outbox.clear()
+            self._urgent, self._sent = False, now
             self._loop.call_soon_threadsafe(self._deliver, outbox)
 
     def _fail_all(self) -> None:
@@ -211,6 +240,7 @@ class Engine:
                 error = RuntimeError(self.broken)
                 self._outbox.append((choice, Completion(0, [], "error", error)))
             self._running.clear()
+            self._urgent = True
             self._send()
             self._wake.wait()
             self._wake.clear()

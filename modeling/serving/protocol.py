@@ -39,6 +39,7 @@ class Asked:
     stop: list[str] = field(default_factory=list)
     stream: bool = False
     include_usage: bool = False
+    continuous_usage: bool = False
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] = field(default_factory=dict)
@@ -184,8 +185,9 @@ class Protocol:
         if options is not None and not given.get("stream"):
             raise wrong("stream_options", options, "left out unless stream is true")
         usage = bool((options or {}).get("include_usage"))
+        often = bool((options or {}).get("continuous_usage_stats"))
         new = given.pop("max_tokens", min(new, self.limits.new_tokens))
-        return Asked(prompts, new, include_usage=usage, **given)
+        return Asked(prompts, new, include_usage=usage, continuous_usage=often, **given)
 
     @staticmethod
     def _required(given: dict[str, Any], *names: str) -> dict[str, Any]:
@@ -259,4 +261,8 @@ def stops(name: str, value: Any) -> list[str]:
 def stream_options(name: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise wrong(name, value, "an object")
-    return take(value, {"include_usage": boolean, "include_obfuscation": only(False)}, f"{name}.")
+    checks: dict[str, Check] = {
+        "include_usage": boolean, "continuous_usage_stats": boolean,
+        "include_obfuscation": only(False),
+    }  # fmt: skip
+    return take(value, checks, f"{name}.")

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 UNFINISHED = "�"  # what a decoder gives for bytes that are not a whole character
-LONGEST = 16  # tokens that are held back because they end within a character
+LONGEST = 16  # tokens that are kept because the text ends within a character
 CONTEXT = 4  # tokens of the prompt before the text, which decide whether it begins with a space
 
 
@@ -14,9 +14,8 @@ class Text:
         self, decode: Callable[[list[int]], str], prompt: Sequence[int], stops: Sequence[str]
     ):
         self._decode, self.stops = decode, stops
-        self._ids = list(prompt[-CONTEXT:])  # from the newest token whose text is known to be whole
-        self._known = decode(self._ids).rstrip(UNFINISHED)  # their text
-        self._new = 0  # how many of them are not in it
+        self._ids = list(prompt[-CONTEXT:])  # the newest ones
+        self._known = decode(self._ids).rstrip(UNFINISHED)  # as much of their text as was given out
         self._held = ""  # may be the beginning of a stop string
         self.stopped = False  # whether a stop string was found: the text ends before it
 
@@ -25,24 +24,44 @@ class Text:
         if self.stopped:
             return ""
         piece = self._held + self._decoded(tokens, last)
-        end = min((at for at in map(piece.find, self.stops) if at >= 0), default=-1)
-        if end >= 0:
+        found = [(at + len(stop), at) for stop in self.stops if (at := piece.find(stop)) >= 0]
+        if found:  # the one that is complete first, however the text was cut into pieces
             self.stopped, self._held = True, ""
-            return piece[:end]
+            return piece[: min(found)[1]]
         hold = 0 if last else self._hold(piece)
         self._held = piece[len(piece) - hold :]
         return piece[: len(piece) - hold]
 
     def _decoded(self, tokens: Sequence[int], last: bool) -> str:
         self._ids += tokens
-        self._new += len(tokens)
         text = self._decode(self._ids)
-        if text.endswith(UNFINISHED) and not last and self._new < LONGEST:
-            return ""
-        piece = text[len(self._known) :]
-        self._ids = self._ids[-max(self._new, 1) :]
-        self._known, self._new = self._decode(self._ids), 0
+        whole = text if last else text.rstrip(UNFINISHED)
+        given = len(self._known)
+        piece = whole[given:]
+        self._known += piece
+        if whole == text:
+            self._keep(max(len(tokens), 1))
+        elif len(self._ids) > LONGEST:
+            ends = range(len(self._ids) - 1, 1, -1)
+            end = next((n for n in ends if self._is_whole(n)), None)
+            self._keep(1 if end is None else len(self._ids) - end + 1)
+            if end is None:  # these bytes are no character
+                return piece + text[max(len(whole), given) :]
         return piece
+
+    def _is_whole(self, tokens: int) -> bool:
+        return not self._decode(self._ids[:tokens]).endswith(UNFINISHED)
+
+    def _keep(self, tokens: int) -> None:
+        """Keeps the newest tokens alone, and those before them as far as these begin within a
+        character: they are the context of what comes."""
+        unfinished = not self._is_whole(len(self._ids))
+        kept = self._ids[-tokens:]
+        while self._decode(kept).startswith(UNFINISHED) and len(kept) < len(self._ids):
+            kept = self._ids[-len(kept) - 1 :]  # it began within a character
+        self._ids, self._known = kept, self._decode(kept)
+        if unfinished and tokens > 1:
+            self._known = self._known.rstrip(UNFINISHED)
 
     def _hold(self, piece: str) -> int:
         """Returns how many characters at the end of `piece` may begin a stop string."""

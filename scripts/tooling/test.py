@@ -24,7 +24,7 @@ from tooling import emulated, environment, processes, versions
 
 ROOT = environment.ROOT
 MODULES = ["flashcell", "jinja2", "kernel_abi_check", "kernels", "accelerate", "matplotlib", "peft"]
-MODULES += ["pytest", "xdist", "ruff", "mypy", "codespell_lib"]
+MODULES += ["pytest", "xdist", "ruff", "mypy", "codespell_lib", "fastapi", "openai"]
 Step = tuple[str, list]
 
 
@@ -63,7 +63,7 @@ def main() -> None:
     if not args.lint:
         environment.find_compiler()
     started = time.monotonic()
-    home = environment.enter(args, ["dev", "train"], MODULES)
+    home = environment.enter(args, ["dev", "serve", "train"], MODULES)
     if args.versions:
         return versions.run(args)
     if args.machine:
