@@ -4,13 +4,14 @@ A sequence's state is a few rows that never grow, so a batch is a fixed number o
 sequence leaves its slot at once and the next one's state is written there; meanwhile new prompts
 are read, several at a time and chunk by chunk, in prefill rows beside the slots.
 
-Requests do not influence each other. Every call of the model has one of two shapes, [slots, 1] for
-decoding and [prefill_rows, prefill_chunk] for a chunk of a prompt, and how a prompt is cut depends
-on its own length alone. So a request runs the same kernels whatever the other rows hold, and no
-kernel mixes rows. The slot of a request does not change its result by a bit, either: on a GPU every
-row runs the same instructions; on the CPU this needs layer widths that are multiples of 64, and a
-multiple of four `slots` per thread, because torch rounds differently at the ends of its vectors and
-for a thread with a single row.
+Requests do not influence each other. Every call of the model has one of three shapes: [slots, 1] for
+decoding, [prefill_rows, prefill_chunk] for a chunk of a prompt, and an eighth of that for a short
+one, such as the new tokens of a conversation. How a prompt is cut depends on its own length alone.
+So a request runs the same kernels whatever the other rows hold, and no kernel mixes rows. The slot
+of a request does not change its result by a bit, either: on a GPU every row runs the same
+instructions; on the CPU this needs layer widths that are multiples of 64, and a multiple of four
+`slots` per thread, because torch rounds differently at the ends of its vectors and for a thread
+with a single row.
 
 On a GPU the argmax token goes into the next step before the CPU has read it. So the end of a
 request is known one step late, and the token computed for it meanwhile is dropped. While a request

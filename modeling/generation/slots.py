@@ -12,12 +12,18 @@ from ..state.rows import Shapes, check_row, state_shapes, take_row
 from ..utils.private_names import zero_all
 from .requests import Choice, Running
 
+SHORTER = 8  # times; how much a call for short chunks is shorter
+
 
 class Batch:
     """Decoding slots and prefill rows, with a cache for each of the two. See batching.py."""
 
     def __init__(self, model: Any, slots: int, prefill_rows: int, prefill_chunk: int):
         self.model, self.prefill_chunk = model, prefill_chunk
+        self.short_chunk = (
+            prefill_chunk // SHORTER if prefill_chunk >= 2 * SHORTER else 0
+        )  # 0: none
+        self._read_short = False  # whether the last call read short chunks
         self.slots: list[Running | None] = [None] * slots
         self.prefill_rows: list[Running | None] = [None] * prefill_rows
         self.reading = DynamicCache(config=model.config)  # the states of the prefill rows
@@ -59,18 +65,18 @@ class Batch:
 
     def read(self) -> list[Running]:
         """Reads a chunk of the prompts; returns the requests that have come to a cut."""
-        ids = torch.zeros(
-            len(self.prefill_rows), self.prefill_chunk, dtype=torch.long, device="cpu"
-        )
+        chunk = self._next_chunk()
+        ids = torch.zeros(len(self.prefill_rows), chunk, dtype=torch.long, device="cpu")
         mask = torch.zeros_like(ids)
         begin, last, cut = list[int](), dict[int, Running](), list[Running]()
         for row, running in enumerate(self.prefill_rows):
-            if running is None or not running.unread:
+            if running is None or not running.unread or self._chunk_of(running) != chunk:
                 continue  # only padding: its state does not change
-            start = self.prefill_chunk - running.next_size(self.prefill_chunk)
+            size = running.next_size(self.prefill_chunk)
+            start = chunk - size
             if running.position == running.begins_at:
                 begin.append(row)
-            ids[row, start:] = running.read(self.prefill_chunk - start)
+            ids[row, start:] = running.read(size)
             mask[row, start:] = 1
             if not running.unread:
                 last[row] = running
@@ -83,6 +89,22 @@ class Batch:
         ).logits  # fmt: skip
         self._choose(last, logits)
         return cut
+
+    def _next_chunk(self) -> int:
+        """Returns the size of the next call: of short chunks first, and in turns while there are
+        both."""
+        wanted = {self._chunk_of(s) for s in self.prefill_rows if s is not None and s.unread}
+        self._read_short = min(wanted) == self.short_chunk and not (
+            self._read_short and len(wanted) > 1
+        )
+        return self.short_chunk if self._read_short else self.prefill_chunk
+
+    def _chunk_of(self, running: Running) -> int:
+        """Returns the size of the call that reads a request's next chunk.
+
+        It depends on the request alone, and not on its neighbours."""
+        size = running.next_size(self.prefill_chunk)
+        return self.short_chunk if size <= self.short_chunk else self.prefill_chunk
 
     def _send(self, values: torch.Tensor) -> torch.Tensor:
         """Copies `values` to the model's device without waiting for work that runs there."""
