@@ -37,7 +37,6 @@ MOVED = {
     "rnn": "layers.rnn",
     "rnn_classes": "layers.rnn_classes",
     "rnn_replace": "layers.replace",
-    "serving": "generation.batching",
     "state_file": "state.serialization",
     "step_linear": "layers.decode_linear",
     "tape": "generation.op_tape",

@@ -186,14 +186,20 @@ def test_jit_script_is_refused_by_name(kind):
     assert model(make_input(kind)).shape == want
 
 
+@pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_tangent_is_refused(kind):
-    """Forward mode raises an error also with frozen weights and no_grad, where a tangent could get
-    lost."""
-    module, x = getattr(flashcell, kind)(4, 6).requires_grad_(False), make_input(kind)
-    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="in forward mode"):
-        module(forward_ad.make_dual(x, torch.ones_like(x)))
-    with torch.no_grad(), pytest.raises(NotImplementedError, match="in forward mode"):
-        torch.func.jvp(lambda x: flatten(module(x))[0], (x,), (torch.ones_like(x),))
-    with pytest.raises(NotImplementedError, match="in forward mode"):
-        torch.func.linearize(lambda x: flatten(module(x))[0], x)
+def test_tangents_are_those_of_differences(kind, frozen):
+    """Forward mode, also with frozen weights and no_grad, where a tangent could get lost."""
+    module = getattr(flashcell, kind)(4, 6, dtype=torch.float64).requires_grad_(not frozen)
+    x = make_input(kind).double()
+    t, size = torch.randn_like(x), 1e-6
+    run = lambda x: flatten(module(x))[0]
+    with torch.no_grad():
+        want = (run(x + size * t) - run(x - size * t)) / (2 * size)
+    with forward_ad.dual_level():
+        got = [forward_ad.unpack_dual(run(forward_ad.make_dual(x, t))).tangent]
+    for grad in (False, True):
+        with torch.set_grad_enabled(grad):
+            got.append(torch.func.jvp(run, (x,), (t,))[1])
+    for tangent in got:
+        torch.testing.assert_close(tangent, want, rtol=0, atol=1e-7)
