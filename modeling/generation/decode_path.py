@@ -26,6 +26,7 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria
 from ..hub.kernel_loader import KernelUnavailable, load_kernel
 from ..kernels.fused_rnn.private_names import forward_level, transforms_are_active
 from ..state.cache import is_recurrent
+from ..state.rollback import owed_tokens
 from ..utils.private_names import (
     ENGINE,
     HOOKS,
@@ -147,6 +148,8 @@ def _why_not_this_call(input_ids: torch.Tensor, cache: Any, given: dict[str, Any
     for name, value in given.items():
         if value is not None and value is not False and name not in ("use_cache", "logits_to_keep"):
             return f"{name} is given"
+    if owed_tokens(cache):
+        return "the cache must read tokens again"  # the model raises the clearer error
     if isinstance(given.get("logits_to_keep"), torch.Tensor):
         return "logits_to_keep is a tensor"
     if not all(getattr(layer, "in_dynamic_cache", False) for layer in cache.layers):

@@ -100,14 +100,13 @@ READ = {
         GenerationMixin,
         "_beam_search",
     ): "the model is compared with its recorded step at every token of a beam search",
+    (GenerationMixin, "_assisted_decoding"): "assisted decoding fails when it takes tokens back",
     (GenerationMixin, "_supports_default_dynamic_cache"): "generate makes no cache for FlashXLSTM, "
     "and runs transformers' loop",
     (GenerationMixin, "_update_model_kwargs_for_generation"): "generate keeps a mask and positions "
     "that grow with every token",
     (PreTrainedModel, "_can_compile_fullgraph"): "generate does not compile for a static cache",
     (PreTrainedModel, "_can_record_outputs"): "output_hidden_states has no effect",
-    (PreTrainedModel, "_is_stateful"): "models that take one of these as their assistant fail when "
-    "they take tokens back",
     (PreTrainedModel, "_no_split_modules"): "device_map may divide a block between devices",
     (PreTrainedModel, "_skip_keys_device_placement"): "device_map copies caches between devices",
     (PreTrainedModel, "_tp_plan"): "tp_plan does not shard the head",
