@@ -32,11 +32,11 @@ from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from .generation.assisted import tried_tokens
 from .generation.engine import DecodeEngine
 from .generation.mixin import RecurrentGeneration
 from .layers.causal_conv import CausalConv1d
 from .layers.decode_linear import ROWS, FusedHead, find_step_linear
+from .state.assisted import tried_tokens
 from .state.boundaries import NO_BOUNDARIES, Boundaries, cut_prompt, find_boundaries, join_chunks
 from .state.cache import CACHE, NAMES, RecurrentStateLayer, check_cache, one_cache
 
@@ -250,7 +250,7 @@ class RecurrentForCausalLM(FusedHead, RecurrentGeneration):
             )  # fmt: skip
             hidden_states.append(outputs.hidden_states)
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.compute_logits(outputs.last_hidden_state[:, keep])
+        logits = self.logits_of_few(outputs.last_hidden_state[:, keep], past_key_values)
         loss = None
         if labels is not None:
             loss = self.loss_function(

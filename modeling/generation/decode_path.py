@@ -126,9 +126,8 @@ def decodes(input_ids: torch.Tensor | None, cache: Any) -> bool:
     if input_ids is None or input_ids.dim() != 2 or input_ids.shape[1] != 1 or cache is None:
         return False
     layers = getattr(cache, "layers", ())
-    return bool(layers) and all(
-        is_recurrent(layer) and getattr(layer, "held", ({},))[0] for layer in layers
-    )
+    held = all(is_recurrent(layer) and getattr(layer, "held", ({},))[0] for layer in layers)
+    return bool(layers) and held and not owed_tokens(cache)
 
 
 def _why_not_by_setting(model: Any, input_ids: torch.Tensor, mode: str, owner: Any) -> str | None:
@@ -148,8 +147,6 @@ def _why_not_this_call(input_ids: torch.Tensor, cache: Any, given: dict[str, Any
     for name, value in given.items():
         if value is not None and value is not False and name not in ("use_cache", "logits_to_keep"):
             return f"{name} is given"
-    if owed_tokens(cache):
-        return "the cache must read tokens again"  # the model raises the clearer error
     if isinstance(given.get("logits_to_keep"), torch.Tensor):
         return "logits_to_keep is a tensor"
     if not all(getattr(layer, "in_dynamic_cache", False) for layer in cache.layers):

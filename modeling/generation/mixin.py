@@ -9,11 +9,11 @@ import torch
 from transformers import GenerationMixin
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
+from ..state.assisted import PROMPT_ONLY, AssistedGeneration
 from ..state.cache import CACHE, NAMES, is_recurrent
 from ..state.rollback import takes_back
 from ..state.serialization import load_state, save_state
 from ..utils.private_names import DeferredStopCheck, StopCheck, pad_token_of, prefill
-from .assisted import PROMPT_ONLY, AssistedGeneration
 from .call_checks import check_call
 from .decode_path import decide_loop, runs_only_known_code
 

@@ -3,7 +3,7 @@
 A recurrent state cannot forget a token, so a layer keeps earlier states. After `crop` it holds the
 last kept state that has seen none of the removed tokens, and owes the tokens in between: `owed` of
 them were not removed and must be read again. The next call reads them together with its new tokens
-(generation/assisted.py), which is cheaper than a call of their own. Until then the cache counts them
+(assisted.py), which is cheaper than a call of their own. Until then the cache counts them
 in its length, and the model refuses the cache.
 """
 

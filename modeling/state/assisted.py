@@ -1,7 +1,7 @@
 """Assisted decoding: transformers' loop tries several tokens in one call and takes back the wrong
 ones.
 
-The states that a cache goes back to are kept by state/rollback.py. The model reads a known text and
+The states that a cache goes back to are kept by rollback.py. The model reads a known text and
 the tokens that are tried after it in two calls if the text is long, and keeps the states in between;
 a short text (REREAD) is read again after each try, in the call that tries the next tokens: on a CPU
 the number of calls matters more than that of tokens.
@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from transformers import GenerationMixin
 
-from ..state.cache import CACHE, is_recurrent
-from ..state.rollback import forgive_owed, owed_tokens, refuse_owed, takes_back
 from ..utils.private_names import is_callers
+from .cache import CACHE, is_recurrent
+from .rollback import forgive_owed, owed_tokens, refuse_owed, takes_back
 
 REREAD = 32  # tokens
 PROMPT_ONLY = ("attention_mask", "position_ids", "token_type_ids", "labels")
