@@ -194,7 +194,11 @@ class FlashMLSTMBlock(FusedStep, RecurrentBlock):
         return StepParts([*layers, self.norm_mlstm, self.norm_ffn], (mixer, ffn), config.backend)
 
     def step(
-        self, step_linear: StepLinear, x: torch.Tensor, cache: RecurrentStateLayer | None, T: int = 1
+        self,
+        step_linear: StepLinear,
+        x: torch.Tensor,
+        cache: RecurrentStateLayer | None,
+        T: int = 1,
     ) -> torch.Tensor:  # [B T, H]
         """Does what `run` does for T tokens per row, x [B T, H], in few launches."""
         mixer, ffn, config = self.mlstm_layer, self.ffn, self.mlstm_layer.config

@@ -84,7 +84,11 @@ class FlashRNNBlock(FusedStep, RecurrentBlock):
         return decide_block_step(x, mixer.config.backend, mixer, norms, wide)
 
     def step(
-        self, step_linear: StepLinear, x: torch.Tensor, cache: RecurrentStateLayer | None, T: int = 1
+        self,
+        step_linear: StepLinear,
+        x: torch.Tensor,
+        cache: RecurrentStateLayer | None,
+        T: int = 1,
     ) -> torch.Tensor:  # [B T, H]
         """Does what `run` does for T tokens per row, x [B T, H], in few launches, or for one in one
         kernel call if possible."""

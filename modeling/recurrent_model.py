@@ -239,7 +239,7 @@ class RecurrentForCausalLM(FusedHead, RecurrentGeneration):
             chunks = cut_prompt(
                 *chunks[0], tokens=self.prompt_tokens, cache=past_key_values, rest=rest, tried=tried
             )
-        hidden_states = []
+        hidden_states = list[Any]()
         for ids, embeds, positions, mask in chunks:  # the caller gets the last chunk's outputs
             if tried and hidden_states and len(hidden_states) == len(chunks) - 1:
                 for layer in past_key_values.layers:

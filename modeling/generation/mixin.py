@@ -126,7 +126,7 @@ class RecurrentGeneration(AssistedGeneration):
                 f"input_ids has {input_ids.shape[1]}: pass the whole text, or the new tokens and "
                 "an attention_mask over the whole text"
             )
-        cache = kwargs.get(CACHE)
+        cache: Any = kwargs.get(CACHE)
         if takes_back(cache) and cache.get_seq_length() and not is_first_iteration:
             kwargs = {k: v for k, v in kwargs.items() if k not in PROMPT_ONLY}
         next_sequence_length = self._add_owed(input_ids, next_sequence_length, kwargs)

@@ -17,13 +17,11 @@ from ..utils.private_names import is_callers
 from .cache import CACHE, is_recurrent
 from .rollback import forgive_owed, owed_tokens, refuse_owed, takes_back
 
-REREAD = 32  # tokens
+REREAD = 8  # tokens; 0 and 32 are up to 7 and 11 % slower (NOTEBOOK.md)
 PROMPT_ONLY = ("attention_mask", "position_ids", "token_type_ids", "labels")
 
 
-def tried_tokens(
-    length: int, keep: Any, cache: Any, attention_mask: Any, position_ids: Any
-) -> int:
+def tried_tokens(length: int, keep: Any, cache: Any, attention_mask: Any, position_ids: Any) -> int:
     """Returns how many of a call's last tokens are read by a call of their own, so that the states
     before them are kept; 0 for none.
 
@@ -73,6 +71,7 @@ class AssistedGeneration(GenerationMixin):
             return next_sequence_length
         if next_sequence_length is None or input_ids.shape[1] < next_sequence_length + owed:
             refuse_owed(cache)
+        assert next_sequence_length is not None
         if kwargs.get("output_hidden_states") or self.config.output_hidden_states:
             self._read_owed(cache, input_ids[:, :-next_sequence_length])
             return next_sequence_length

@@ -84,17 +84,17 @@ class Rollback:
 
 def owed_tokens(cache: Any) -> int:
     """Returns how many tokens the cache must read again before it goes on."""
-    layers = getattr(cache, "layers", ())
+    layers: Any = getattr(cache, "layers", ())
     return getattr(layers[0], "owed", 0) if layers else 0
 
 
 def forgive_owed(cache: Any) -> int:
-    return [layer.forgive() for layer in cache.layers][0]
+    return max(layer.forgive() for layer in cache.layers)
 
 
 def takes_back(cache: Any) -> bool:
     """Whether the cache keeps earlier states."""
-    layers = getattr(cache, "layers", ())
+    layers: Any = getattr(cache, "layers", ())
     return bool(layers) and getattr(layers[0], "record_past", False)
 
 
