@@ -17,7 +17,7 @@ from ..utils.private_names import is_callers
 from .cache import CACHE, is_recurrent
 from .rollback import forgive_owed, owed_tokens, refuse_owed, takes_back
 
-REREAD = 8  # tokens; 0 and 32 are up to 7 and 11 % slower (NOTEBOOK.md)
+REREAD = 8  # tokens, as measured in NOTEBOOK.md
 PROMPT_ONLY = ("attention_mask", "position_ids", "token_type_ids", "labels")
 
 
