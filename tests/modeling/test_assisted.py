@@ -21,6 +21,9 @@ LENGTHS = (1, 2, 7, 40)  # of prompts; the last is longer than what is read agai
 
 def greedy(model, ids, new=24, **options):
     options = {"attention_mask": torch.ones_like(ids), "return_dict_in_generate": True, **options}
+    if "assistant_model" in options:  # else an unsure draft would stop after a token
+        config = options["assistant_model"].generation_config
+        config.assistant_confidence_threshold, config.num_assistant_tokens = 0.0, 5
     return model.generate(ids, max_new_tokens=new, do_sample=False, pad_token_id=0, **options)
 
 
@@ -90,12 +93,13 @@ def test_a_recurrent_draft_serves_an_attention_model(case, make_model, tokens):
 
 
 def test_tokens_are_accepted_and_taken_back(case, make_model, tokens, calls):
-    model, ids = make_model(case), tokens(1, 9)
-    greedy(model, ids, new=40, assistant_model=noisy(model))
+    # a draft takes token 0 of the prompt for padding, because transformers gives it no mask
+    model, ids = make_model(case), tokens(1, 9).clamp_min(1)
+    greedy(model, ids, new=40, assistant_model=noisy(model, 0.1))
     assert any(calls)
     del calls[:]
     greedy(model, ids, new=40, assistant_model=model)
-    assert len(calls) < 40
+    assert len(calls) <= 2 * 8  # the draft's and the model's, for each 6 of 40 tokens
 
 
 @pytest.mark.parametrize("reread", [0, 1000])
