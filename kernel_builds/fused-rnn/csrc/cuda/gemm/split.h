@@ -25,8 +25,9 @@ constexpr int kPanel = 32;        // elements of the depth: 128 bytes of a row
 constexpr int kPanelBytes = 128;  // of a row
 constexpr int kLeftRows = 128;    // of a tile
 constexpr int kMostSplitParts = 8;
-constexpr int64_t kLeastSplit = 8;                   // sequences; cuBLAS is as fast with fewer
-constexpr int64_t kMostPacked = int64_t(256) << 20;  // bytes of a packed operand
+constexpr int64_t kLeastSplit = 8;                       // sequences; cuBLAS is as fast with fewer
+constexpr int64_t kMostHeads = 65535 / kMostSplitParts;  // a grid has 65,535 layers of blocks
+constexpr int64_t kMostPacked = int64_t(256) << 20;      // bytes of a packed operand
 
 constexpr int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
@@ -76,7 +77,7 @@ struct Split {
 
   constexpr Split(const SequenceParams& p, int gates, bool backward, const Device& device,
                   bool exact)
-      : used(exact && device.code.sm_90a && p.S >= kLeastSplit) {
+      : used(exact && device.code.sm_90a && p.S >= kLeastSplit && p.N <= kMostHeads) {
     if (!used) return;
     const int64_t width = backward ? p.D : gates * p.D;
     const int panels = int(round_up(p.D, kPanel) / kPanel), groups = backward ? gates : 1;
