@@ -129,7 +129,9 @@ class RecurrentGeneration(AssistedGeneration):
         cache: Any = kwargs.get(CACHE)
         if takes_back(cache) and cache.get_seq_length() and not is_first_iteration:
             kwargs = {k: v for k, v in kwargs.items() if k not in PROMPT_ONLY}
-        next_sequence_length = self._add_owed(input_ids, next_sequence_length, kwargs)
+        next_sequence_length = self._add_owed(
+            input_ids, next_sequence_length, is_first_iteration, kwargs
+        )
         if next_sequence_length == 1 and not is_first_iteration:
             token = input_ids[:, -1:].to(device_of_tokens(self, input_ids))
             token = token.clone(memory_format=torch.contiguous_format)

@@ -33,6 +33,22 @@ def tried_tokens(length: int, keep: Any, cache: Any, attention_mask: Any, positi
     return keep if once or length - keep > REREAD else 0
 
 
+def held_of_text(input_ids: torch.Tensor, generation_config: Any, given: dict[str, Any]) -> int:
+    """Returns how many tokens of `input_ids` the cache holds: none, if they are new tokens alone,
+    for which the mask is longer."""
+    mask: Any = given.get("attention_mask")
+    columns = getattr(generation_config, "_mask_length", -1) if mask is None else mask.shape[1]
+    held = int(given[CACHE].get_seq_length())
+    if columns != input_ids.shape[1]:
+        return 0
+    if held >= input_ids.shape[1]:
+        raise ValueError(
+            f"the cache already holds {held} tokens, but input_ids has {input_ids.shape[1]}: pass the "
+            "whole text, or the new tokens and an attention_mask over the whole text"
+        )
+    return held
+
+
 class AssistedGeneration(GenerationMixin):
     """GenerationMixin with assisted decoding for recurrent states, as the model or its draft."""
 
@@ -46,6 +62,7 @@ class AssistedGeneration(GenerationMixin):
         records, layers = takes_back(cache), getattr(cache, "layers", ())
         for layer in filter(is_recurrent, layers):  # before 5.22, the loop does not say so
             layer.activate_past_recording()
+            layer.seen_before = held_of_text(input_ids, generation_config, kwargs)
         known = kwargs.get("assistant_model") is None
         promise = self._promise(logits_processor, stopping_criteria, cache)
         with promise if known else nullcontext():
@@ -62,11 +79,13 @@ class AssistedGeneration(GenerationMixin):
 
     def _add_owed(
         self: Any, input_ids: torch.LongTensor, next_sequence_length: int | None,
-        kwargs: dict[str, Any],
+        is_first_iteration: bool | None, kwargs: dict[str, Any],
     ) -> int | None:  # fmt: skip
         """Returns `next_sequence_length` with the tokens that the cache must read again."""
-        cache = kwargs.get(CACHE)
+        cache: Any = kwargs.get(CACHE)
         owed = owed_tokens(cache)
+        if is_first_iteration and takes_back(cache) and (seen := cache.layers[0].seen_before):
+            return input_ids.shape[1] - seen  # the base class's loop passes the whole text
         if not owed:
             return next_sequence_length
         if next_sequence_length is None or input_ids.shape[1] < next_sequence_length + owed:

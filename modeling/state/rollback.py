@@ -22,12 +22,14 @@ class Rollback:
     record_past  whether earlier states are kept
     past         (number of tokens, states), the last ones kept; the empty state is always there
     owed         how many of the `length` tokens the states have not seen
+    seen_before  how many tokens of the text the cache held when assisted decoding began
     """
 
     in_dynamic_cache = True
     record_past = False
     past: tuple[tuple[int, dict[str, States]], ...] = ()
     owed = 0
+    seen_before = 0
     states: dict[str, States]
     length: int
     is_initialized: bool
@@ -42,7 +44,7 @@ class Rollback:
         self.record_past = True
 
     def stop_past_recording(self) -> None:
-        self.record_past, self.past = False, ()
+        self.record_past, self.past, self.seen_before = False, (), 0
 
     def keep_past(self) -> None:
         """Keeps the present states for `crop`."""
