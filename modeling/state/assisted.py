@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import GenerationMixin
 
-from ..utils.private_names import is_callers
+from ..utils.private_names import is_callers, mask_columns
 from .cache import CACHE, is_recurrent
 from .rollback import forgive_owed, owed_tokens, refuse_owed, takes_back
 
@@ -37,7 +37,7 @@ def held_of_text(input_ids: torch.Tensor, generation_config: Any, given: dict[st
     """Returns how many tokens of `input_ids` the cache holds: none, if they are new tokens alone,
     for which the mask is longer."""
     mask: Any = given.get("attention_mask")
-    columns = getattr(generation_config, "_mask_length", -1) if mask is None else mask.shape[1]
+    columns = mask_columns(generation_config) if mask is None else mask.shape[1]
     held = int(given[CACHE].get_seq_length())
     if columns != input_ids.shape[1]:
         return 0

@@ -188,3 +188,9 @@ def prefill(model: Any, *args: Any) -> Any:
 def is_callers(cache: Any) -> bool:
     """Whether a cache was passed to generate."""
     return getattr(cache, "_is_user_defined", False)
+
+
+def mask_columns(generation_config: Any) -> int:
+    """Returns how many columns a mask of ones had that generate has dropped; -1 if that is not known:
+    then assisted decoding takes input_ids for new tokens."""
+    return getattr(generation_config, "_mask_length", -1)
