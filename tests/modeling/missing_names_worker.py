@@ -214,12 +214,10 @@ def behave() -> dict:
     wanted = x.clone().requires_grad_()
     loss_of(wanted).backward()
     found["gradient"] = wanted.grad.tolist()
-    try:
-        with forward_ad.dual_level():
-            layer(forward_ad.make_dual(x, torch.ones_like(x)))
-        found["forward mode"] = "no error"
-    except NotImplementedError as error:
-        found["forward mode"] = str(error)
+    with forward_ad.dual_level(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "the kernel has no derivatives in forward mode")
+        out = layer(forward_ad.make_dual(x, torch.ones_like(x)))[0]
+        found["forward mode"] = forward_ad.unpack_dual(out).tangent.tolist()
     try:
         kernel = flashcell.load_kernel("fused-rnn", "cpu", "cpu")
         kernel.lstm(x.to("meta"), *(p.detach() for p in layer.parameters()))

@@ -67,7 +67,7 @@ def test_with_all_names(behaviour):
     assert usual["error"] is None
     assert usual["found"]["RNN path"] == usual["found"]["XLSTM path"] == "tape"
     assert usual["found"]["own loop"] == 2
-    assert "no derivatives in forward mode" in usual["found"]["forward mode"]
+    assert any(any(row) for step in usual["found"]["forward mode"] for row in step)
 
 
 @pytest.mark.parametrize("name", NAMES)
