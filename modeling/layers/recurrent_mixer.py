@@ -71,15 +71,14 @@ class RecurrentMixer(nn.Module):
     def step(
         self,
         step_linear: StepLinear,
-        x: torch.Tensor,  # [B T, H]
+        x: torch.Tensor,  # [B, H]
         norm: nn.Module,
         cache: RecurrentStateLayer | None,
-        T: int = 1,
-    ) -> torch.Tensor:  # [B T, H]
-        """Computes x + forward(norm(x)) for T tokens per row."""
+    ) -> torch.Tensor:  # [B, H]
+        """Computes x + forward(norm(x)) for one token per row."""
         y, options = apply_norm(norm, x)
         gates = step_linear(y, [self.in_proj.weight], **options)[0]
-        return x + self.mix(gates.unflatten(0, (-1, T)), cache, NO_BOUNDARIES).flatten(0, 1)
+        return x + self.mix(gates[:, None], cache, NO_BOUNDARIES)[:, 0]
 
     def block_step(
         self,

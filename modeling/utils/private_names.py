@@ -100,13 +100,14 @@ READ = {
         GenerationMixin,
         "_beam_search",
     ): "the model is compared with its recorded step at every token of a beam search",
-    (GenerationMixin, "_assisted_decoding"): "assisted decoding fails when it takes tokens back",
     (GenerationMixin, "_supports_default_dynamic_cache"): "generate makes no cache for FlashXLSTM, "
     "and runs transformers' loop",
     (GenerationMixin, "_update_model_kwargs_for_generation"): "generate keeps a mask and positions "
     "that grow with every token",
     (PreTrainedModel, "_can_compile_fullgraph"): "generate does not compile for a static cache",
     (PreTrainedModel, "_can_record_outputs"): "output_hidden_states has no effect",
+    (PreTrainedModel, "_is_stateful"): "models that take one of these as their assistant fail when "
+    "they take tokens back",
     (PreTrainedModel, "_no_split_modules"): "device_map may divide a block between devices",
     (PreTrainedModel, "_skip_keys_device_placement"): "device_map copies caches between devices",
     (PreTrainedModel, "_tp_plan"): "tp_plan does not shard the head",
@@ -188,9 +189,3 @@ def prefill(model: Any, *args: Any) -> Any:
 def is_callers(cache: Any) -> bool:
     """Whether a cache was passed to generate."""
     return getattr(cache, "_is_user_defined", False)
-
-
-def mask_columns(generation_config: Any) -> int:
-    """Returns how many columns a mask of ones had that generate has dropped; -1 if that is not known:
-    then assisted decoding takes input_ids for new tokens."""
-    return getattr(generation_config, "_mask_length", -1)
