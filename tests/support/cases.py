@@ -145,11 +145,14 @@ def upcast(call: dict) -> dict:
     return {k: tuple(map(widen, v)) if k == "state" else widen(v) for k, v in call.items()}
 
 
-def with_gradients(h, last, sources: dict, dh, dlast) -> dict[str, torch.Tensor]:
-    """Returns h, the last states and the gradients of `sources` by name, given dh and dlast."""
-    outputs = [(h, dh), *zip(last, dlast, strict=True)]
+def with_gradients(
+    h, last, sources: dict, dh, dlast, states=(), dstates=()
+) -> dict[str, torch.Tensor]:
+    """Returns h, the last states, those of every step and the gradients of `sources` by name, given
+    the gradients of the former; None for one that has none."""
+    outputs = [(h, dh), *zip(last, dlast, strict=True), *zip(states, dstates, strict=True)]
     # With T = 0, h is constant.
-    outputs = [(y, dy.to(y.dtype)) for y, dy in outputs if y.requires_grad]
+    outputs = [(y, dy.to(y.dtype)) for y, dy in outputs if dy is not None and y.requires_grad]
     grads = torch.autograd.grad(
         [y for y, _ in outputs],
         list(sources.values()),
@@ -157,6 +160,7 @@ def with_gradients(h, last, sources: dict, dh, dlast) -> dict[str, torch.Tensor]
         materialize_grads=True,
     )
     named = {"h": h, **{f"last[{k}]": s for k, s in enumerate(last)}}
+    named |= {f"states[{k}]": s for k, s in enumerate(states, 1)}
     named.update({f"d{k}": g for k, g in zip(sources, grads, strict=True)})
     return {k: v.detach() for k, v in named.items()}
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cases import DEVICE, Case, upcast
+from cases import DEVICE, Case, upcast, with_gradients
 from diagonal_cases import CASES, EMPTY, in_heads, leaves, make
 from flashcell.kernels import diagonal_rnn as reference
 from numerics import assert_as_accurate, assert_bitwise
@@ -20,15 +20,8 @@ def run(function, call, given, **options):
     call, sources = leaves(call)
     h, last, states = function(**call, return_states=True, **options)
     assert states[0] is h
-    outputs = [h, *last, *states[1:]]
-    pairs = [(y, d.to(y.dtype)) for y, d in zip(outputs, given, strict=True) if d is not None]
-    pairs = [(y, d) for y, d in pairs if y.requires_grad]  # with T = 0, h is constant
-    ys, ds = [y for y, _ in pairs], [d for _, d in pairs]
-    grads = torch.autograd.grad(ys, list(sources.values()), ds, materialize_grads=True)
-    named = {"h": h, **{f"last[{k}]": s for k, s in enumerate(last)}}
-    named |= {f"states[{k}]": s for k, s in enumerate(states[1:], 1)}
-    named |= {f"d{k}": g for k, g in zip(sources, grads, strict=True)}
-    return {k: v.detach() for k, v in named.items()}
+    dh, dlast, dstates = given[0], given[1 : 1 + len(last)], given[1 + len(last) :]
+    return with_gradients(h, last, sources, dh, dlast, states[1:], dstates)
 
 
 def draw(name, call, dtype):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cases import CASES, DEVICE, EMPTY, Case, make, upcast
+from cases import CASES, DEVICE, EMPTY, Case, make, upcast, with_gradients
 from flashcell.kernels import fused_rnn as reference
 from numerics import assert_as_accurate
 from ops.fused_rnn.test_sequence import CELLS, DTYPES, upstream
@@ -25,15 +25,9 @@ def run(function, name, call, given, **options):
     sources = {k: call[k] for k in ("x", "weight", "bias") if k in call}
     sources |= {f"state[{k}]": s for k, s in enumerate(call.get("state", ())[:carried])}
     assert not any(s.requires_grad for s in states[carried:])
-    outputs = [h, *last[:carried], *states[1:carried]]
-    pairs = [(y, d.to(y.dtype)) for y, d in zip(outputs, given, strict=True) if d is not None]
-    pairs = [(y, d) for y, d in pairs if y.requires_grad]  # with T = 0, h is constant
-    ys, ds = [y for y, _ in pairs], [d for _, d in pairs]
-    grads = torch.autograd.grad(ys, list(sources.values()), ds, materialize_grads=True)
-    named = {"h": h, **{f"last[{k}]": s for k, s in enumerate(last)}}
-    named |= {f"states[{k}]": s for k, s in enumerate(states[1:], 1)}
-    named |= {f"d{k}": g for k, g in zip(sources, grads, strict=True)}
-    return {k: v.detach() for k, v in named.items()}
+    none = [None] * (len(last) - carried)
+    dlast, dstates = [*given[1 : 1 + carried], *none], [*given[1 + carried :], *none]
+    return with_gradients(h, last, sources, given[0], dlast, states[1:], dstates)
 
 
 def draw(name, call, dtype):

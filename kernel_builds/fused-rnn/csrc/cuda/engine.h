@@ -70,7 +70,8 @@ void forward_step(const ForwardParams&, const Launch&);
 template <typename Cell, typename IO>
 void backward_step(const BackwardParams&, const Launch&);
 
-// A matrix product of cuBLAS and a kernel for the cells, every step: large batches, and exact fp32.
+// The gemm engine: a matrix product and a kernel for the cells, every step. Large batches, and
+// exact fp32.
 template <typename Cell, typename IO>
 void forward_gemm(const ForwardParams&, const Launch&);
 template <typename Cell, typename IO>

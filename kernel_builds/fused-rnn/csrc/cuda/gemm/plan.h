@@ -1,6 +1,6 @@
-// Decides whether the gemm engine runs a call. It computes every time step with a matrix product of
-// cuBLAS and a kernel for the cells: the product runs at the full rate of the GPU, but every step
-// costs two launches.
+// Decides whether the gemm engine runs a call. It computes every time step with a matrix product,
+// of cuBLAS or in exact fp32 of split.h, and a kernel for the cells: the product runs at the full
+// rate of the GPU, but every step costs two launches.
 #pragma once
 #include <cstdint>
 
@@ -30,8 +30,9 @@ struct Sizes {
 constexpr bool is_faster_in_fp32(const Sizes& z, bool graph, bool backward) {
   const double weights = double(z.N) * double(z.D) * double(z.D) * z.gates;
   if (!backward && z.split) {
-    // A step of this engine takes 12 us (18 without a graph) and 1.7 us for a million weights; one
-    // of the step engine 3.5 us, and 0.18 us a sequence for as many.
+    // A step of this engine takes 12 us (18 us without a graph) and 1.7 us for every million
+    // weights. A step of the step engine takes 3.5 us, and 0.18 us for every sequence and million
+    // weights.
     return (0.18 * double(z.S) - 1.7) * weights >= (graph ? 8.5e6 : 14.5e6);
   }
   const double size =

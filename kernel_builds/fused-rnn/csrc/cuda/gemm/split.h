@@ -1,11 +1,11 @@
-// Exact fp32 products on Hopper's tensor cores. A number of fp32 is the sum of two of TF32, high
-// and low, but for 2^-22 of it, so
+// Exact fp32 products on Hopper's tensor cores. A number of fp32 is the sum of two numbers of TF32,
+// high + low, with a relative error of 2^-22. The product
 //
 //     a b = high(a) high(b) + high(a) low(b) + low(a) high(b)
 //
-// but for as much. The sums of 32 elements of the depth are added up in fp32: tensor cores truncate
-// the sums they add to. So the product is at least as accurate as one of fp32's own instructions,
-// which have an eighth of the rate.
+// leaves out low(a) low(b), which is as small. Tensor cores truncate the sums they add to, so only
+// 32 elements of the depth are added up there, and the rest in fp32. The result is at least as
+// accurate as that of fp32's own instructions, which have an eighth of the rate.
 //
 // It is c[s, w] = sum over the depth of right[s, depth] left[w, depth]. Both operands lie in memory
 // as they do in a stage of shared memory: panels of 32 elements of the depth, all rows of a panel
