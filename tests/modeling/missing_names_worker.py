@@ -10,6 +10,7 @@ import functools
 import importlib
 import json
 import os
+import re
 import sys
 import traceback
 import warnings
@@ -232,7 +233,11 @@ def try_without(name: str, take_away) -> dict:
             except ImportError as failure:
                 error = str(failure)
         found = {} if error else behave()
-        said = [str(w.message) for w in caught if " has no " in str(w.message)]
+        said = [
+            str(w.message)
+            for w in caught
+            if re.match(r"(torch|transformers) \S+ has no ", str(w.message))
+        ]
     return {"name": name, "error": error, "warnings": said, "found": found}
 
 

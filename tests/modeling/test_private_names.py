@@ -86,6 +86,10 @@ def test_without(name, behaviour):
     paths = {found.pop(f"{family} path") for family in ("RNN", "XLSTM")}
     reasons = {found.pop(f"{family} reason") for family in ("RNN", "XLSTM")}
     loops = found.pop("own loop")
+    if last == "_current_level":  # a transform may hide tangents then, so the reference runs
+        got, want = (torch.tensor(row["transform"]) for row in (found, usual))
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-7)
+        del found["transform"]
     assert found == {key: usual[key] for key in found}, "another result"
     if name in EAGER:
         assert paths == {"plain"}
