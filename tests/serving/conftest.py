@@ -13,18 +13,26 @@ from served import FOLDER, Served
 pytest.importorskip("fastapi", reason='the server needs pip install "flashcell[serve]"')
 
 
-@pytest.fixture(scope="session", autouse=True)
-def kernels(request):
-    """The kernel, found in the way that a developer's model finds it."""
-    if "LOCAL_KERNELS" not in os.environ:
-        built = Path(request.getfixturevalue("fused_rnn").__file__).parent
-        os.environ["LOCAL_KERNELS"] = f"flashcell/fused-rnn={built}"
+@pytest.fixture(scope="session")
+def kernels(request) -> dict[str, str]:
+    """The variable by which a model finds the kernel, as a developer's does."""
+    if "LOCAL_KERNELS" in os.environ:
+        return {}
+    built = Path(request.getfixturevalue("fused_rnn").__file__).parent
+    return {"LOCAL_KERNELS": f"flashcell/fused-rnn={built}"}
+
+
+@pytest.fixture(autouse=True)
+def found_here(kernels, monkeypatch):
+    """Sets it for each test of this folder, and for no other."""
+    for name, value in kernels.items():
+        monkeypatch.setenv(name, value)
 
 
 @pytest.fixture(scope="session")
 def served(kernels, tmp_path_factory):
     """A server for all tests that leave it as it was."""
-    one = Served(tmp_path_factory.mktemp("served"), "--slots", 8, "--queue", 600)
+    one = Served(tmp_path_factory.mktemp("served"), "--slots", 8, "--queue", 600, **kernels)
     yield one
     assert one.stop() == 0, one.log()
 
@@ -37,7 +45,7 @@ def start(kernels, tmp_path):
     def run(*options: object, **variables: str) -> Served:
         folder = tmp_path / f"server{len(started)}"
         folder.mkdir()
-        started.append(Served(folder, *options, **variables))
+        started.append(Served(folder, *options, **{**kernels, **variables}))
         return started[-1]
 
     yield run
@@ -47,7 +55,7 @@ def start(kernels, tmp_path):
 
 
 @pytest.fixture(scope="session")
-def model(kernels):
+def model():
     return flashcell.FlashRNNForCausalLM.from_pretrained(FOLDER).eval()
 
 
