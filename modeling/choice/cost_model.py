@@ -5,8 +5,9 @@ A call's time is a sum of amounts (its steps, its products, ...), each times a c
     time = sum over AMOUNTS of amount(call) * cost
 
 A table holds the costs of each device that was measured, apart for every algorithm, mode and
-precision; an algorithm of our kernels on a GPU is an engine of fused-rnn. `scripts/tune` fits them to times that `scripts/bench_grid` measured. costs.json is the
-table of this package; a user's own table has the same format:
+precision; an algorithm of our kernels on a GPU is an engine of fused-rnn. `scripts/tune` fits them to
+times that `scripts/bench_grid` measured. costs.json is the table of this package; a user's own table
+has the same format:
 
     {"format": 1, "devices": [{"device": "cuda", "name": "H100", "capability": 90, "units": 132,
       "margin": 1.1, "torch": {"cudnn inference bf16": {"call": 60.0, "step": 9.1}},
@@ -108,9 +109,9 @@ def groups(call: Call, device: str) -> tuple[str, str]:
     """Returns the names of the costs that hold for torch.nn's forward and for our kernels."""
     form = f"{'training' if call.trains else 'inference'} {PRECISIONS[call.precision]}"
     if call.kind >= CELLS:
-        return f"cell {form}", f"cell {form}"
-    kinds = ("packed" * call.packed, "projected" * (call.projection > 0), call.engine)
-    ours = " ".join(filter(None, kinds)) or "sequence"
+        return f"{KINDS[call.kind]} {form}", f"{KINDS[call.kind]} {form}"
+    kinds = "packed" * call.packed, "projected" * (call.projection > 0)
+    ours = " ".join(filter(None, (*kinds, call.engine))) or "sequence"
     if device == "cpu":
         # oneDNN has LSTMs alone; the rest is a loop of ops.
         whole = call.kind == 0 and not call.packed and not call.projection
@@ -119,6 +120,7 @@ def groups(call: Call, device: str) -> tuple[str, str]:
         # torch takes cuDNN's kernels for small widths up to these (RNN.cpp), which have no bf16.
         few = call.width <= (256 if call.trains else 384)
         theirs = "cudnn-small" if few and PRECISIONS[call.precision] != "bf16" else "cudnn"
+        theirs = " ".join(filter(None, (*kinds, theirs)))
     return f"{theirs} {form}", f"{ours} {form}"
 
 

@@ -46,6 +46,9 @@ def _look_for_gradients(*inputs: Any) -> bool:
 # Without it, the op that an autograd.Function calls goes through torch.library's own, which records
 # nothing there.
 BelowAutograd: Any = find("torch._C._AutoDispatchBelowAutograd", LONGER) or nullcontext
+# Without it, each call looks for transforms of torch.func and their dead wrappers once more.
+EagerFunction: Any = find("torch.autograd.function._SingleLevelFunction", LONGER)
+EagerFunction = EagerFunction or torch.autograd.Function
 any_requires_grad: Any = find("torch._C._any_requires_grad", LONGER) or _look_for_gradients
 # True is right for every call: what torch.func needs can be called without it.
 transforms_are_active: Any = find("torch._C._are_functorch_transforms_active", f"{LONGER}, {EAGER}")

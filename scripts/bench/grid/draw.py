@@ -18,8 +18,9 @@ NETS = {
     "lstm-packed": ("LSTM", {}),  # a PackedSequence of lengths between T / 2 and T
     "lstm-cell": ("LSTMCell", {}),
     "gru-cell": ("GRUCell", {}),
+    "rnn-cell": ("RNNCell", {}),
 }
-CELLS = ("lstm-cell", "gru-cell")
+CELLS = ("lstm-cell", "gru-cell", "rnn-cell")
 BATCHES = (1, 2, 4, 8, 16, 32, 50, 64, 100, 128, 256, 512, 1000, 1024, 2048)
 STEPS = (1, 2, 5, 10, 20, 35, 50, 100, 128, 200, 333, 512, 1000, 1024, 2000)
 WIDTHS = (

@@ -139,8 +139,4 @@ void cell_backward(int cell, const CellBackward& p, Dtype dtype, const Launch& l
              [&]<typename Cell, typename IO>() { backward_cell<Cell, IO>(p, launch); });
 }
 
-void fill_zeros(void* memory, int64_t bytes, cudaStream_t stream) {
-  check(cudaMemsetAsync(memory, 0, size_t(bytes), stream));
-}
-
 }  // namespace flashcell::cuda

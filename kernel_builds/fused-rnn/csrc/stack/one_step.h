@@ -170,6 +170,10 @@ class OneStep {
         p.partial = static_cast<float*>(partial.mutable_data_ptr());
       }
     }
+    if (!has_state) {
+      p.zeros = dweights[1].mutable_data_ptr();
+      p.zero_bytes = G * D * D * dweights[1].element_size();
+    }
     cuda::cell_backward(AllCells::index_of<Cell>(), p, dtype, launch(x));
 
     const void* recurrent = p.dr != nullptr ? p.dr : p.dx;
@@ -180,9 +184,6 @@ class OneStep {
       multiply_rounded({G * D, D, B, 1, recurrent, 0, 1, G * D, h_prev.const_data_ptr(), D, 1,
                         dweights[1].mutable_data_ptr(), 0, D},
                        x);
-    } else {
-      cuda::fill_zeros(dweights[1].mutable_data_ptr(), G * D * D * dweights[1].element_size(),
-                       current_stream(x));
     }
     if (wants_dstate) {
       multiply_wide({B, D, G * D, 1, recurrent, 0, G * D, 1, weights[1].const_data_ptr(), D, 1,

@@ -11,7 +11,7 @@ import torch
 from .cells import CELLS, Cell
 from .dispatch import BACKEND, ops
 from .formulas import is_recorded, register_fake
-from .private_names import BelowAutograd, any_requires_grad
+from .private_names import BelowAutograd, EagerFunction, any_requires_grad
 from .second_order import differentiable_gradients, versions
 
 Tensors = Sequence[torch.Tensor]
@@ -55,7 +55,7 @@ def run_layers(
     return y, last
 
 
-class _Layers(torch.autograd.Function):
+class _Layers(EagerFunction):
     @staticmethod
     def forward(
         ctx: Any, layer_ops: LayerOps, options: Options, K: int, x: Any, *tensors: Any

@@ -5,7 +5,11 @@
 
 namespace flashcell::cuda {
 
-constexpr int kGradientUnits = 32, kGradientRows = 32;  // threads of a block
+// Threads of a block. With few units to a block, most GPUs have a block for each multiprocessor.
+constexpr int kGradientUnits = 8, kGradientRows = 128;
+constexpr int kGradientThreads = kGradientUnits * kGradientRows;
+constexpr int kZeroVectors = 4;  // that a thread of a block which fills memory with zeros writes
+constexpr int64_t kZeroBytes = int64_t(kGradientThreads) * kZeroVectors * sizeof(float4);
 
 // Writes a row of the bias gradient to both biases, which share those of all gates but, if the cell
 // has one bias row more than gates, the last.
@@ -48,13 +52,29 @@ DEVICE void differentiate_cell(const CellBackward& p, int64_t b, int64_t d,
   }
 }
 
-// A thread runs the cells of one unit for every kGradientRows-th row of a chunk of the batch.
+// Fills the block's part of the memory. It begins at a multiple of 16 bytes, as torch's tensors do.
+DEVICE void write_zeros(const CellBackward& p, int64_t block) {
+  char* memory = static_cast<char*>(p.zeros);
+#pragma unroll
+  for (int i = 0; i < kZeroVectors; ++i) {
+    const int64_t at = block * kZeroBytes + (i * kGradientThreads + threadIdx.x) * sizeof(float4);
+    if (at + int64_t(sizeof(float4)) <= p.zero_bytes) {
+      *reinterpret_cast<float4*>(memory + at) = {};
+    } else {
+      for (int64_t byte = at; byte < p.zero_bytes; ++byte) memory[byte] = 0;
+    }
+  }
+}
+
+// A thread runs the cells of one unit for every kGradientRows-th row of a chunk of the batch. Blocks
+// from `gradient_blocks` on fill memory with zeros.
 template <typename Cell, typename IO>
-__global__ void __launch_bounds__(kGradientUnits* kGradientRows) gradient_kernel(
-    const __grid_constant__ CellBackward p, int unit_blocks) {
+__global__ void __launch_bounds__(kGradientThreads) gradient_kernel(
+    const __grid_constant__ CellBackward p, int unit_blocks, int64_t gradient_blocks) {
   constexpr int kBias = Cell::kBias;
   __shared__ float parts[kBias][kGradientRows][kGradientUnits];
   pdl_wait();
+  if (blockIdx.x >= gradient_blocks) return write_zeros(p, blockIdx.x - gradient_blocks);
   const int lane = threadIdx.x % kGradientUnits, first = threadIdx.x / kGradientUnits;
   const int64_t d = int64_t(blockIdx.x % unit_blocks) * kGradientUnits + lane;
   const int64_t chunk = blockIdx.x / unit_blocks, begin = chunk * kCellChunk;
@@ -72,7 +92,7 @@ __global__ void __launch_bounds__(kGradientUnits* kGradientRows) gradient_kernel
   if (d >= p.D) return;
   for (int row = first; row < kBias; row += kGradientRows) {
     float sum = 0;
-#pragma unroll
+#pragma unroll 16
     for (int i = 0; i < kGradientRows; ++i) sum += parts[row][i][lane];
     if (p.B <= kCellChunk) {
       write_bias<Cell, IO>(p, row, d, sum);
@@ -84,11 +104,11 @@ __global__ void __launch_bounds__(kGradientUnits* kGradientRows) gradient_kernel
 
 // Adds up the chunks' rows of the bias gradient.
 template <typename Cell, typename IO>
-__global__ void __launch_bounds__(kGradientUnits* kGradientRows) bias_sums_kernel(
+__global__ void __launch_bounds__(kGradientThreads) bias_sums_kernel(
     const __grid_constant__ CellBackward p, int64_t chunks) {
   pdl_wait();
   const int64_t count = Cell::kBias * p.D;
-  const int64_t at = int64_t(blockIdx.x) * kGradientUnits * kGradientRows + threadIdx.x;
+  const int64_t at = int64_t(blockIdx.x) * kGradientThreads + threadIdx.x;
   if (at >= count) return;
   float sum = 0;
 #pragma unroll 8

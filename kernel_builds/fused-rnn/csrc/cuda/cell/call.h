@@ -46,16 +46,17 @@ struct CellBackward {
   float* dstate[kMostStates];    // K of [B, D], without the product of dr, or null
   void *db_ih, *db_hh;           // [G, D] io, or null
   float* partial;                // [cell_chunks(B), R, D]; not read if there is one chunk
+  void* zeros;                   // filled with zeros: a gradient that nothing contributes to
+  int64_t zero_bytes;
 };
 
 // Rows whose bias gradients one thread block adds up: up to here no second kernel is launched.
-constexpr int64_t kCellChunk = 256;
+constexpr int64_t kCellChunk = 1024;
 constexpr int64_t cell_chunks(int64_t B) { return (B + kCellChunk - 1) / kCellChunk; }
 
 // `cell` is the index in AllCells. The backward sums db in an order that only depends on B.
 void cell_forward(int cell, const CellForward&, Dtype, const Launch&);
 void cell_backward(int cell, const CellBackward&, Dtype, const Launch&);
-void fill_zeros(void* memory, int64_t bytes, cudaStream_t stream);
 
 // Instantiated for every cell and I/O type.
 template <typename Cell, typename IO>

@@ -47,13 +47,14 @@ void forward_cell(const CellForward& p, const Launch& launch_of) {
 
 template <typename Cell, typename IO>
 void backward_cell(const CellBackward& p, const Launch& launch_of) {
-  constexpr int kThreads = kGradientUnits * kGradientRows;
   const int64_t blocks = (p.D + kGradientUnits - 1) / kGradientUnits;
   const int64_t chunks = cell_chunks(p.B);
-  Grid grid{blocks * chunks, kThreads, 0, launch_of.stream, overlaps(launch_of)};
-  launch(&gradient_kernel<Cell, IO>, grid, p, int(blocks));
+  const int64_t zero_blocks = (p.zero_bytes + kZeroBytes - 1) / kZeroBytes;
+  Grid grid{blocks * chunks + zero_blocks, kGradientThreads, 0, launch_of.stream,
+            overlaps(launch_of)};
+  launch(&gradient_kernel<Cell, IO>, grid, p, int(blocks), blocks * chunks);
   if (p.db_ih == nullptr || p.B <= kCellChunk) return;
-  grid.blocks = (Cell::kBias * p.D + kThreads - 1) / kThreads;
+  grid.blocks = (Cell::kBias * p.D + kGradientThreads - 1) / kGradientThreads;
   launch(&bias_sums_kernel<Cell, IO>, grid, p, chunks);
 }
 
