@@ -115,3 +115,40 @@ def test_cells_are_as_exact_as_torchs(fused_rnn, kind, dtype, state, B, I, D):
     least = 4 * torch.finfo(dtype).eps
     for k, (a, b, c) in enumerate(zip(got, peer, want, strict=True)):
         assert rms(double(a) - c) <= 2 * rms(double(b) - c) + least * rms(c), f"result {k}"
+
+
+@pytest.mark.parametrize(
+    ("B", "I", "D"), [(1, 64, 48), (7, 33, 50), (24, 64, 1000), (300, 350, 350)]
+)
+@pytest.mark.parametrize("state", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+def test_one_step_of_stacked_layers_is_as_exact_as_cudnns(
+    fused_rnn, monkeypatch, kind, dtype, state, B, I, D
+):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    options = {"num_layers": 3, "batch_first": state, "bias": B != 7}
+    theirs = getattr(torch.nn, kind)(I, D, dtype=dtype, **options)
+    ours = getattr(flashcell, kind)(I, D, dtype=dtype, backend="cuda", **options)
+    ours.load_state_dict(theirs.state_dict())
+    exact = copy.deepcopy(theirs).double()
+    x = torch.randn(*((B, 1) if state else (1, B)), I, dtype=dtype)
+    hx = [torch.randn(3, B, D, dtype=dtype) for _ in range(2 if kind == "LSTM" else 1)] * state
+    weight = torch.randn(B, D, dtype=dtype)
+
+    def run(module, convert):
+        given = [convert(t).clone().requires_grad_() for t in (x, *hx)]
+        states = given[1:]
+        pair = tuple(states) if kind == "LSTM" else states[0] if states else None
+        y, last = module(given[0], pair if states else None)
+        last = last if isinstance(last, tuple) else (last,)
+        scale = convert(weight)
+        loss = (y * scale.view(B, 1, D).view_as(y)).sum() + sum((s * scale).sum() for s in last)
+        leaves = [*given, *module.parameters()]
+        return [y, *last, *torch.autograd.grad(loss, leaves)]
+
+    got, peer = (run(m, lambda t: t) for m in (ours, theirs))
+    want = run(exact, torch.Tensor.double)
+    least = 4 * torch.finfo(dtype).eps
+    for k, (a, b, c) in enumerate(zip(got, peer, want, strict=True)):
+        assert rms(a - c) <= 2 * rms(b - c) + least * rms(c), f"result {k}"

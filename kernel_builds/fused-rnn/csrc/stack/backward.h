@@ -69,7 +69,8 @@ std::tuple<Tensor, Tensors, Tensors> layers_bwd(OptionalTensor dy, Tensors dlast
 #if defined(CUDA_KERNEL)
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   OneStep<Cell> step;
-  if (step.fits(x, weights, batch_sizes, has_bias, projects, directions, batch_first, width) &&
+  if (step.fits(x, weights, batch_sizes, has_bias, projects, directions, batch_first, width,
+                dropout) &&
       step.fits_states(dlast, Cell::kStates - step.is_cell) && step.fits_kept(dy, kept)) {
     step.tf32 = tf32;
     return step.backward(dy, dlast, x, weights, kept, wants_dx, wants_dstate);

@@ -38,8 +38,9 @@ std::tuple<Tensor, Tensors, Tensors> layers_fwd(Tensor x, Tensors state, Tensors
 #if defined(CUDA_KERNEL)
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   OneStep<Cell> step;
-  if (step.fits(x, weights, batch_sizes, has_bias, projects, directions, batch_first, width) &&
-      step.fits_states(state, Cell::kStates) && 0 <= dropout && dropout <= 1) {
+  if (step.fits(x, weights, batch_sizes, has_bias, projects, directions, batch_first, width,
+                dropout) &&
+      step.fits_states(state, Cell::kStates)) {
     step.tf32 = tf32;
     return step.forward(x, state, weights, save);
   }

@@ -1,7 +1,7 @@
-// The ops of forward.h and backward.h on CUDA, for one step of one layer in one direction: calls of
-// torch.nn's cells, and of its sequence modules with T = 1. Nothing is brought into an engine's
-// layout: kernels read parameters and states, and write gradients, as torch has them. Without a
-// state nothing reads the recurrent weight.
+// The ops of forward.h and backward.h on CUDA, for one step in one direction: calls of torch.nn's
+// cells, and of its sequence modules with T = 1. Nothing is brought into an engine's layout:
+// kernels read parameters and states, and write gradients, as torch has them. Without a state
+// nothing reads the recurrent weights.
 #pragma once
 #include <cstdlib>
 #include <optional>
@@ -27,18 +27,21 @@ template <typename Cell>
 class OneStep {
  public:
   static constexpr int64_t G = Cell::kGates, K = Cell::kStates;
-  int64_t B = 0, I = 0, D = 0;
+  int64_t L = 0, B = 0, I = 0, D = 0, each = 0;  // `each`: parameters of a layer
   bool is_cell = false, batch_first = false, has_bias = false, tf32 = false;
   ScalarType io{};
   Dtype dtype{};
 
   // Whether the call is one of these. Of a call that is none, Layers checks every argument.
   bool fits(const Tensor& x, const Tensors& weights, const std::vector<int64_t>& batch_sizes,
-            bool bias, bool projects, int64_t directions, bool by_batch, int64_t width) {
-    has_bias = bias, batch_first = by_batch, is_cell = x.dim() == 2;
+            bool bias, bool projects, int64_t directions, bool by_batch, int64_t width,
+            double dropout) {
+    has_bias = bias, batch_first = by_batch, is_cell = x.dim() == 2, each = bias ? 4 : 2;
     if (!batch_sizes.empty() || projects || directions != 1) return false;
-    if (weights.size() != (bias ? 4u : 2u) || weights[1].dim() != 2) return false;
-    if (!is_cell && (x.dim() != 3 || x.size(batch_first ? 1 : 0) != 1)) return false;
+    L = int64_t(weights.size()) / each;
+    if (L == 0 || int64_t(weights.size()) != L * each || weights[1].dim() != 2) return false;
+    if (is_cell ? L > 1 : x.dim() != 3 || x.size(batch_first ? 1 : 0) != 1) return false;
+    if (L == 1 ? !(0 <= dropout && dropout <= 1) : dropout != 0) return false;
     B = x.size(axis()), I = x.size(is_cell ? 1 : 2), D = weights[1].size(1);
     if (B == 0 || I == 0 || D == 0 || D != width || B * D >= int64_t(1) << 38) return false;
     io = x.scalar_type();
@@ -46,11 +49,14 @@ class OneStep {
       return false;
     }
     dtype = io_dtype(x, "x");
-    for (const Tensor& weight : weights) {
+    for (int64_t i = 0; i < L * each; ++i) {
+      const Tensor& weight = weights[i];
       if (weight.scalar_type() != io || !weight.is_contiguous()) return false;
+      const int64_t which = i % each;
+      const bool has = which > 1 ? has_shape(weight, {G * D})
+                                 : has_shape(weight, {G * D, which == 0 ? width_of(i / each) : D});
+      if (!has) return false;
     }
-    if (!has_shape(weights[0], {G * D, I}) || !has_shape(weights[1], {G * D, D})) return false;
-    if (bias && !(has_shape(weights[2], {G * D}) && has_shape(weights[3], {G * D}))) return false;
     const char* engine = std::getenv("FLASHCELL_CUDA_ENGINE");
     return engine == nullptr || *engine == 0;
   }
@@ -59,7 +65,7 @@ class OneStep {
     if (states.empty()) return true;
     if (int64_t(states.size()) != count) return false;
     for (const Tensor& state : states) {
-      const bool has = is_cell ? has_shape(state, {B, D}) : has_shape(state, {1, B, D});
+      const bool has = is_cell ? has_shape(state, {B, D}) : has_shape(state, {L, B, D});
       const ScalarType type = state.scalar_type();
       if (!has || (type != io && type != ScalarType::Float)) return false;
     }
@@ -71,7 +77,8 @@ class OneStep {
   Shape shape(int64_t width) const {
     return is_cell ? Shape{B, width} : batch_first ? Shape{B, 1, width} : Shape{1, B, width};
   }
-  Shape state_shape() const { return is_cell ? Shape{B, D} : Shape{1, B, D}; }
+  Shape state_shape() const { return is_cell ? Shape{B, D} : Shape{L, B, D}; }
+  int64_t width_of(int64_t layer) const { return layer == 0 ? I : D; }
 
   // How a kernel reads rows of the batch along `axis`.
   cuda::StateView view(const Tensor& x, int64_t axis) const {
@@ -79,7 +86,20 @@ class OneStep {
     const int64_t row = B > 1 ? x.stride(axis) : width, unit = width > 1 ? x.stride(last) : 1;
     return {x.const_data_ptr(), row, unit, x.scalar_type() == io};
   }
-  cuda::StateView view_state(const Tensor& state) const { return view(state, is_cell ? 0 : 1); }
+  cuda::StateView view_state(const Tensor& state, int64_t layer) const {
+    if (is_cell) return view(state, 0);
+    cuda::StateView one = view(state, 1);
+    one.data = at(state, L > 1 ? layer * state.stride(0) : 0);
+    return one;
+  }
+  // The input of a layer, [B, 1, D] between layers; one that cuBLAS cannot read becomes dense.
+  cuda::StateView view_input(Tensor& x, int64_t layer) const {
+    const int64_t rows = layer == 0 ? axis() : 0;
+    const cuda::StateView as_it_is = view(x, rows);
+    if (is_matrix(as_it_is, width_of(layer))) return as_it_is;
+    x = dense(x);
+    return view(x, rows);
+  }
   // Whether cuBLAS can read rows of this width.
   bool is_matrix(const cuda::StateView& view, int64_t width) const {
     return view.is_io && view.unit == 1 && view.row >= width && view.row < int64_t(1) << 31;
@@ -95,67 +115,101 @@ class OneStep {
         cuda::current_device(), current_stream(x), tf32, cuda::Engine::kStep, 8, nullptr, nullptr};
   }
 
-  std::tuple<Tensor, Tensors, Tensors> forward(Tensor x, const Tensors& state,
+  std::tuple<Tensor, Tensors, Tensors> forward(const Tensor& x, const Tensors& state,
                                                const Tensors& weights, bool save) const {
-    const bool has_state = !state.empty();
-    cuda::CellForward p{};
-    p.B = B, p.D = D;
-    p.input = {weights[0].const_data_ptr(), view(x, axis()), I};
-    if (!is_matrix(p.input.operand, I)) x = dense(x), p.input.operand = view(x, axis());
-    if (has_bias) p.b_ih = weights[2].const_data_ptr(), p.b_hh = weights[3].const_data_ptr();
-    for (size_t k = 0; k < state.size(); ++k) p.initial[k] = view_state(state[k]);
-    if (has_state) p.recurrent = {weights[1].const_data_ptr(), p.initial[0], D};
-
-    Tensor y = new_tensor(x, shape(D), io);
+    Tensor y = new_tensor(x, shape(D), io), input = x;
     Tensors last, kept;
-    p.next[0] = y.mutable_data_ptr();
-    for (int64_t k = is_cell; k < K; ++k) {
-      last.push_back(new_tensor(x, state_shape(), io));
-      (k == 0 ? p.h : p.next[k]) = last.back().mutable_data_ptr();
+    for (int64_t k = is_cell; k < K; ++k) last.push_back(new_tensor(x, state_shape(), io));
+    for (int64_t l = 0; l < L; ++l) {
+      if (save && l > 0) kept.push_back(input);
+      Tensor output = l == L - 1 ? y : new_tensor(x, {B, 1, D}, io);
+      forward_layer(l, input, output, state, weights.data() + l * each, last, save, kept);
+      input = output;
     }
-    if (save) {
-      kept.push_back(new_tensor(x, {B, Cell::kSaved, 1, D}, io));
-      kept.push_back(new_tensor(x, {has_state ? B : 0, 1, D}, io));
-      p.saved = kept[0].mutable_data_ptr();
-      p.h_prev = has_state ? kept[1].mutable_data_ptr() : nullptr;
-    }
-    Tensor gates, rounded;  // alive until the launch
-    if (!is_small(has_state)) multiply_gates(p, gates, rounded, x);
-    cuda::cell_forward(AllCells::index_of<Cell>(), p, dtype, launch(x));
     return {y, last, kept};
   }
 
+  // Each layer but the first keeps its input, and each its saved values and the h it has read.
+  static int64_t saved_of(int64_t layer) { return 3 * layer; }
+
   bool fits_kept(const OptionalTensor& dy, const Tensors& kept) const {
-    if (kept.size() != 2 || !has_shape(kept[0], {B, Cell::kSaved, 1, D})) return false;
-    if (!has_shape(kept[1], {kept[1].numel() > 0 ? B : 0, 1, D})) return false;
+    if (int64_t(kept.size()) != 3 * L - 1) return false;
+    const bool has_state = kept[1].numel() > 0;
+    for (int64_t l = 0; l < L; ++l) {
+      const int64_t at = saved_of(l);
+      if (l > 0 && !has_shape(kept[at - 1], {B, 1, D})) return false;
+      if (!has_shape(kept[at], {B, Cell::kSaved, 1, D})) return false;
+      if (!has_shape(kept[at + 1], {has_state ? B : 0, 1, D})) return false;
+    }
     for (const Tensor& tensor : kept) {
       if (tensor.scalar_type() != io || !tensor.is_contiguous()) return false;
     }
-    if (!dy) return true;
-    const bool has = is_cell       ? has_shape(*dy, {B, D})
-                     : batch_first ? has_shape(*dy, {B, 1, D})
-                                   : has_shape(*dy, {1, B, D});
-    return has && dy->scalar_type() == io;
+    return !dy || (shape_of(*dy) == shape(D) && dy->scalar_type() == io);
   }
 
   std::tuple<Tensor, Tensors, Tensors> backward(const OptionalTensor& dy, const Tensors& dlast,
-                                                Tensor x, const Tensors& weights,
+                                                const Tensor& x, const Tensors& weights,
                                                 const Tensors& kept, bool wants_dx,
                                                 bool wants_dstate) const {
-    const Tensor& h_prev = kept[1];
-    const bool has_state = h_prev.numel() > 0;
-    cuda::CellBackward p{};
-    p.B = B, p.D = D, p.saved = kept[0].const_data_ptr();
-    if (dy) p.dh = view(*dy, axis());
-    for (size_t k = 0; k < dlast.size(); ++k) p.dlast[k + is_cell] = view_state(dlast[k]);
-    cuda::StateView rows = view(x, axis());
-    if (!is_matrix(rows, I)) x = dense(x), rows = view(x, axis());
-
     Tensors dweights, dstate;
     for (const Tensor& weight : weights) dweights.push_back(new_tensor(x, shape_of(weight), io));
     for (int64_t k = 0; wants_dstate && k < K; ++k) {
       dstate.push_back(new_tensor(x, state_shape(), ScalarType::Float));
-      p.dstate[k] = static_cast<float*>(dstate.back().mutable_data_ptr());
+    }
+    Tensor upper;  // the gradient of a layer's outputs
+    cuda::StateView dh{};
+    if (dy) dh = view(*dy, axis());
+    for (int64_t l = L - 1; l >= 0; --l) {
+      const bool wants_input = l > 0 || wants_dx;
+      Tensor dinput = new_tensor(x, l > 0 ? Shape{B, 1, D} : wants_dx ? shape(I) : Shape{0}, io);
+      backward_layer(l, dh, dlast, l > 0 ? kept[saved_of(l) - 1] : x, weights.data() + l * each,
+                     kept[saved_of(l)], kept[saved_of(l) + 1], dstate, dweights.data() + l * each,
+                     wants_input ? dinput.mutable_data_ptr() : nullptr);
+      upper = dinput, dh = {upper.const_data_ptr(), D, 1, true};
+    }
+    return {upper, dstate, dweights};
+  }
+
+ private:
+  // Runs a layer, whose parameters are `weights`; writes its part of `last`, and adds to `kept`.
+  void forward_layer(int64_t l, Tensor x, Tensor& y, const Tensors& state, const Tensor* weights,
+                     Tensors& last, bool save, Tensors& kept) const {
+    const bool has_state = !state.empty();
+    cuda::CellForward p{};
+    p.B = B, p.D = D;
+    p.input = {weights[0].const_data_ptr(), view_input(x, l), width_of(l)};
+    if (has_bias) p.b_ih = weights[2].const_data_ptr(), p.b_hh = weights[3].const_data_ptr();
+    for (size_t k = 0; k < state.size(); ++k) p.initial[k] = view_state(state[k], l);
+    if (has_state) p.recurrent = {weights[1].const_data_ptr(), p.initial[0], D};
+
+    p.next[0] = y.mutable_data_ptr();
+    for (int64_t k = is_cell; k < K; ++k) {
+      (k == 0 ? p.h : p.next[k]) = at(last[k - is_cell], l * B * D);
+    }
+    if (save) {
+      kept.push_back(new_tensor(x, {B, Cell::kSaved, 1, D}, io));
+      p.saved = kept.back().mutable_data_ptr();
+      kept.push_back(new_tensor(x, {has_state ? B : 0, 1, D}, io));
+      p.h_prev = has_state ? kept.back().mutable_data_ptr() : nullptr;
+    }
+    Tensor gates, rounded;  // alive until the launch
+    if (!is_small(width_of(l), has_state)) multiply_gates(p, gates, rounded, x);
+    cuda::cell_forward(AllCells::index_of<Cell>(), p, dtype, launch(x));
+  }
+
+  // Writes the gradients of a layer: of its parameters, its part of `dstate` and, unless null, of
+  // its input.
+  void backward_layer(int64_t l, const cuda::StateView& dh, const Tensors& dlast, Tensor x,
+                      const Tensor* weights, const Tensor& saved, const Tensor& h_prev,
+                      Tensors& dstate, Tensor* dweights, void* dx) const {
+    const int64_t width = width_of(l);
+    const bool has_state = h_prev.numel() > 0;
+    cuda::CellBackward p{};
+    p.B = B, p.D = D, p.saved = saved.const_data_ptr(), p.dh = dh;
+    for (size_t k = 0; k < dlast.size(); ++k) p.dlast[k + is_cell] = view_state(dlast[k], l);
+    const cuda::StateView rows = view_input(x, l);
+    for (size_t k = 0; k < dstate.size(); ++k) {
+      p.dstate[k] = reinterpret_cast<float*>(at(dstate[k], l * B * D));
     }
     Tensor dgates = new_tensor(x, {B * G * D}, io), dr, partial;
     p.dx = dgates.mutable_data_ptr();
@@ -177,32 +231,29 @@ class OneStep {
     cuda::cell_backward(AllCells::index_of<Cell>(), p, dtype, launch(x));
 
     const void* recurrent = p.dr != nullptr ? p.dr : p.dx;
-    multiply_rounded({G * D, I, B, 1, p.dx, 0, 1, G * D, rows.data, rows.row, 1,
-                      dweights[0].mutable_data_ptr(), 0, I},
+    multiply_rounded({G * D, width, B, 1, p.dx, 0, 1, G * D, rows.data, rows.row, 1,
+                      dweights[0].mutable_data_ptr(), 0, width},
                      x);
     if (has_state) {
       multiply_rounded({G * D, D, B, 1, recurrent, 0, 1, G * D, h_prev.const_data_ptr(), D, 1,
                         dweights[1].mutable_data_ptr(), 0, D},
                        x);
     }
-    if (wants_dstate) {
+    if (!dstate.empty()) {
       multiply_wide({B, D, G * D, 1, recurrent, 0, G * D, 1, weights[1].const_data_ptr(), D, 1,
                      p.dstate[0], 0, D},
                     dtype, tf32, true, x);
     }
-    Tensor dx = new_tensor(x, wants_dx ? shape(I) : Shape{0}, io);
-    if (wants_dx) {
-      multiply_rounded({B, I, G * D, 1, p.dx, 0, G * D, 1, weights[0].const_data_ptr(), I, 1,
-                        dx.mutable_data_ptr(), 0, I},
+    if (dx != nullptr) {
+      multiply_rounded({B, width, G * D, 1, p.dx, 0, G * D, 1, weights[0].const_data_ptr(), width,
+                        1, dx, 0, width},
                        x);
     }
-    return {dx, dstate, dweights};
   }
 
- private:
-  bool is_small(bool has_state) const {
-    const int64_t products = B * G * D * (I + (has_state ? D : 0)), vector = io_vector();
-    if (I % vector != 0 || D % vector != 0) {
+  bool is_small(int64_t width, bool has_state) const {
+    const int64_t products = B * G * D * (width + (has_state ? D : 0)), vector = io_vector();
+    if (width % vector != 0 || D % vector != 0) {
       return B <= kSomeSequences && products <= kUnalignedProducts;
     }
     return B <= kSomeSequences && products <= (B <= kFewSequences ? kMostProducts : kSomeProducts);
@@ -217,9 +268,10 @@ class OneStep {
     const int64_t count = B * G * D;
     gates = new_tensor(x, {count * (has_state && Cell::kSplitGrad ? 2 : 1)},
                        has_state ? ScalarType::Float : io);
-    Product product{
-        B, G * D, I, 1, in.data, 0, in.row, 1, p.input.weight, 1, I, gates.mutable_data_ptr(),
-        0, G * D};
+    const int64_t width = p.input.depth;
+    Product product{B,      G * D, width,          1, in.data, 0,
+                    in.row, 1,     p.input.weight, 1, width,   gates.mutable_data_ptr(),
+                    0,      G * D};
     p.gates = gates.const_data_ptr(), p.gates_are_io = !has_state;
     if (!has_state) return multiply_rounded(product, x);
     multiply_wide(product, dtype, tf32, false, x);

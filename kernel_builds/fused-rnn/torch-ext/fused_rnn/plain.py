@@ -172,11 +172,12 @@ def _run_layers(
 ) -> tuple[Tensor, Any]:  # fmt: skip
     directions, width = 2 if module.bidirectional else 1, module.hidden_size
     steps = len(batch_sizes) or x.shape[1 if module.batch_first else 0]
-    # The kernels for one step of one layer without a projection take any width.
-    if steps > 1 or directions * module.num_layers > 1 or module.proj_size > 0:
+    dropout = float(module.dropout) if module.training and module.num_layers > 1 else 0.0
+    # The kernels for one step take any width; the other engines are faster if it is padded.
+    one_step = steps == 1 and directions == 1 and module.proj_size == 0 and dropout == 0
+    if not one_step or weights[0].dtype is not x.dtype:
         rows = batch_sizes[0] if batch_sizes else x.shape[0 if module.batch_first else 1]
         width = padded_width(kernel.BACKEND, x.dtype, steps, width, rows, len(states) > 0)
-    dropout = float(module.dropout) if module.training else 0.0
     options = (
         batch_sizes, module.bias, module.proj_size > 0, directions, module.batch_first, width,
         dropout, tf32,
