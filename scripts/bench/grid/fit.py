@@ -161,7 +161,7 @@ Guesses = list[tuple[Measured, float]]  # calls and the ratios that were predict
 def fit_entry(
     measured: Sequence[Measured], about: dict[str, Any], guesses: Guesses
 ) -> dict[str, Any]:
-    """Returns a device's entry of the table.
+    """Returns the entry of the table for the device on which the calls were measured.
 
     `about` has its device, name, capability, units and source; `guesses` are those of held_out."""
     torch_costs, kernel_costs = (fit_side(measured, about["device"], side) for side in (0, 1))
@@ -169,11 +169,14 @@ def fit_entry(
     return {**about, "margin": best_margin(guesses), **costs}
 
 
-def held_out(measured: Sequence[Measured], about: dict[str, Any]) -> Guesses:
-    """Returns each call with the ratio that costs fitted to the other parts of the calls predict."""
+def held_out(
+    measured: Sequence[Measured], about: dict[str, Any], alike: Sequence[Measured] = ()
+) -> Guesses:
+    """Returns each call with the ratio that costs fitted to the other parts of the calls, and to those
+    of devices that are alike, predict."""
     found = []
     for part in range(PARTS):
-        rest = [m for n, m in enumerate(measured) if n % PARTS != part]
+        rest = [m for n, m in enumerate(measured) if n % PARTS != part] + list(alike)
         sides = [fit_side(rest, about["device"], side) for side in (0, 1)]
         entry = {**about, "margin": 1.0, "torch": sides[0], "kernel": sides[1]}
         for one in measured[part::PARTS]:

@@ -43,7 +43,15 @@ __global__ void __launch_bounds__(kSequences* kQuads) backward_cells_kernel(
   IO* dx = static_cast<IO*>(p.dx) + row * kGates * step.ND + at;
   IO* dr = static_cast<IO*>(p.dr) + row * kGates * step.ND + at;
 
+  // What precedes the product is read while it ends. It was written before the product began.
   float d[kStates][kQuad] = {}, dbias[Cell::kBias][kQuad] = {};
+  float dh[kQuad], saved[kSaved][kQuad];
+  if (runs) {
+    load_quad(dh, static_cast<const IO*>(p.dh) + row * step.ND + at);
+    const IO* from = static_cast<const IO*>(p.saved) + row * kSaved * step.ND + at;
+#pragma unroll
+    for (int v = 0; v < kSaved; ++v) load_quad(saved[v], from + int64_t(v) * step.ND);
+  }
   if (carries) {
     const bool ends = t == column.length - 1;
     if (!clears && !(ends && p.dlast == nullptr)) {
@@ -57,6 +65,9 @@ __global__ void __launch_bounds__(kSequences* kQuads) backward_cells_kernel(
         }
       }
     }
+  }
+  step.wait();
+  if (carries) {
     if (column.runs(t + 1) && !clears && !column.holds(p, t + 1)) {
       float product[kQuad] = {};
       step.add_product(product, s, at, 1, 0);
@@ -65,11 +76,7 @@ __global__ void __launch_bounds__(kSequences* kQuads) backward_cells_kernel(
     }
   }
   if (runs) {
-    float dh[kQuad], saved[kSaved][kQuad], dxs[kGates][kQuad], drs[kGates][kQuad];
-    load_quad(dh, static_cast<const IO*>(p.dh) + row * step.ND + at);
-    const IO* from = static_cast<const IO*>(p.saved) + row * kSaved * step.ND + at;
-#pragma unroll
-    for (int v = 0; v < kSaved; ++v) load_quad(saved[v], from + int64_t(v) * step.ND);
+    float dxs[kGates][kQuad], drs[kGates][kQuad];
 #pragma unroll
     for (int i = 0; i < kQuad; ++i) {
       V kept[kSaved], states[kStates], xs[kGates], rs[kGates];

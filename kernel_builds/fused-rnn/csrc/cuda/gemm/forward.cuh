@@ -33,10 +33,11 @@ __global__ void __launch_bounds__(kSequences* kQuads) forward_cells_kernel(
   const bool in_time = column.runs(t), held = column.holds(p, t), runs = in_time && !held;
   const bool carries = in_time || (t == 0 && column.length == 0);  // writes states
   const bool zeros = held || (!in_time && t < column.length + column.padding);
-  if (!carries && !zeros) return;
+  if (!carries && !zeros) return step.wait();
   const int64_t row = column.row + t, to = row * step.ND + at;
   IO* saved = static_cast<IO*>(p.saved) + row * kSaved * step.ND + at;
 
+  // What precedes the product is read while it ends. It was written before the product began.
   float states[kStates][kQuad] = {};
   if (carries && !column.resets(p, t)) {
     const int64_t from = column.index * step.ND + at;
@@ -49,18 +50,12 @@ __global__ void __launch_bounds__(kSequences* kQuads) forward_cells_kernel(
       }
     }
   }
+  float x[kGates][kQuad], bias[Cell::kBias][kQuad] = {};
   if (runs) {
-    if (p.h_prev != nullptr) store_quad(static_cast<IO*>(p.h_prev) + to, states[0]);
-    float x[kGates][kQuad], product[kGates][kQuad] = {};
     const IO* from =
         static_cast<const IO*>(p.x) + column.x_offset + t * p.x_time + head * p.x_head + unit;
 #pragma unroll
     for (int g = 0; g < kGates; ++g) load_quad(x[g], from + g * p.x_gate);
-    if (step.has_product && !column.resets(p, t)) {
-#pragma unroll
-      for (int g = 0; g < kGates; ++g) step.add_product(product[g], s, at, kGates, g);
-    }
-    float bias[Cell::kBias][kQuad] = {};
     if (p.bias != nullptr) {
 #pragma unroll
       for (int row = 0; row < Cell::kBias; ++row) {
@@ -71,6 +66,15 @@ __global__ void __launch_bounds__(kSequences* kQuads) forward_cells_kernel(
           load_each(bias[row], static_cast<const float*>(p.bias) + from);
         }
       }
+    }
+  }
+  step.wait();
+  if (runs) {
+    if (p.h_prev != nullptr) store_quad(static_cast<IO*>(p.h_prev) + to, states[0]);
+    float product[kGates][kQuad] = {};
+    if (step.has_product && !column.resets(p, t)) {
+#pragma unroll
+      for (int g = 0; g < kGates; ++g) step.add_product(product[g], s, at, kGates, g);
     }
     float values[kSaved][kQuad];
 #pragma unroll

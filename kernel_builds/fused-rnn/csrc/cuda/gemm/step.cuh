@@ -1,5 +1,6 @@
 // The arguments of a step's kernels, besides Params.
 #pragma once
+#include "common/cuda/ptx/programmatic_launch.cuh"
 #include "split_operands.cuh"
 
 namespace flashcell::cuda::gemm {
@@ -17,6 +18,10 @@ struct Step {
   Operand halves;        // how
 
   DEVICE int time() const { return clock != nullptr ? t + *clock : t; }
+
+  // Waits until the product is there: a kernel of the cells may start while the product ends. At
+  // least one thread must wait, so that the next product starts after this one.
+  DEVICE void wait() const { pdl_wait(); }
 
   // Writes four neighbouring units of a sequence for the next product; `gates` are those of an
   // operand, `gate` one of them.
