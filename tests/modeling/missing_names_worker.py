@@ -101,6 +101,7 @@ def cases() -> dict:
             "_foreach_copy_",
             "_foreach_zero_",
             "autograd.forward_ad._current_level",
+            "autograd.function._SingleLevelFunction",
             "nn.Module._apply",
             "nn.Module._compiled_call_impl",
             "nn.RNNBase._update_flat_weights",

@@ -122,7 +122,7 @@ class OtherOrder(nn.RNN):
 
 
 FORMS = ("inference", "training")
-GROUPS = ("cell", "onednn", "loop", "sequence", "packed", "projected")
+GROUPS = (*CELLS, "onednn", "loop", "sequence", "packed", "projected")
 
 
 def table(torch_us: float, kernel_us: float, **changes) -> dict:

@@ -54,7 +54,7 @@ class Bench:
 
     def __init__(self, kernel: Any, device: str, budget: float = 0.25, tiny: bool = False):
         self.kernel, self.device, self.budget, self.tiny = kernel, device, budget, tiny
-        self.backend = "auto" if kernel is reference else device
+        self.backend = "reference" if kernel is reference else device
         self.exact: list[torch.Tensor] = []  # h and dx of the last check
 
     def first_call(self, start: float) -> float:
