@@ -1,19 +1,10 @@
 // The cells of a tile: sums of the product in, states and h out.
 #pragma once
+#include "../reads_h.h"
 #include "common/cuda/ptx/named_barrier.cuh"
 #include "product.cuh"
 
 namespace flashcell::cuda::batch {
-
-// Whether a step reads the h before it, apart from the product.
-template <typename Cell>
-constexpr bool kReadsH = [] {
-  if constexpr (requires { Cell::kReadsH; }) {
-    return Cell::kReadsH;
-  } else {
-    return true;
-  }
-}();
 
 template <typename S>
 DEVICE float4 load_bias(const Work& work, const Position<S>& at, int row, int unit) {

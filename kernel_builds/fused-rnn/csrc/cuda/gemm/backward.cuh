@@ -44,13 +44,15 @@ __global__ void __launch_bounds__(kSequences* kQuads) backward_cells_kernel(
   IO* dr = static_cast<IO*>(p.dr) + row * kGates * step.ND + at;
 
   // What precedes the product is read while it ends. It was written before the product began.
+  // The gradient of an h that a cell reads in the product alone is that of the product.
+  const bool keeps_dh = kReadsH<Cell> || p.hold != nullptr;
   float d[kStates][kQuad] = {}, dbias[Cell::kBias][kQuad] = {};
   float dh[kQuad], saved[kSaved][kQuad];
   if (runs) {
-    load_quad(dh, static_cast<const IO*>(p.dh) + row * step.ND + at);
+    load_quad_once(dh, static_cast<const IO*>(p.dh) + row * step.ND + at);
     const IO* from = static_cast<const IO*>(p.saved) + row * kSaved * step.ND + at;
 #pragma unroll
-    for (int v = 0; v < kSaved; ++v) load_quad(saved[v], from + int64_t(v) * step.ND);
+    for (int v = 0; v < kSaved; ++v) load_quad_once(saved[v], from + int64_t(v) * step.ND);
   }
   if (carries) {
     const bool ends = t == column.length - 1;
@@ -60,7 +62,7 @@ __global__ void __launch_bounds__(kSequences* kQuads) backward_cells_kernel(
       for (int k = 0; k < Cell::kGradStates; ++k) {
         if (ends) {
           load_each(d[k], static_cast<const float*>(p.dlast) + from + k * step.SND);
-        } else {
+        } else if (k > 0 || keeps_dh) {
           load_quad(d[k], static_cast<const float*>(p.dstate) + from + k * step.SND);
         }
       }
@@ -109,7 +111,9 @@ __global__ void __launch_bounds__(kSequences* kQuads) backward_cells_kernel(
   if (carries) {
     float* to = static_cast<float*>(p.dstate) + column.index * step.ND + at;
 #pragma unroll
-    for (int k = 0; k < kStates; ++k) store_quad(to + k * step.SND, d[k]);
+    for (int k = 0; k < kStates; ++k) {
+      if (k > 0 || keeps_dh || t < 0) store_quad(to + k * step.SND, d[k]);
+    }
   }
   if (t < 0 && p.T > 0) return;
 #pragma unroll

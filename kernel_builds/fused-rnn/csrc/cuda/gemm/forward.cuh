@@ -38,12 +38,16 @@ __global__ void __launch_bounds__(kSequences* kQuads) forward_cells_kernel(
   IO* saved = static_cast<IO*>(p.saved) + row * kSaved * step.ND + at;
 
   // What precedes the product is read while it ends. It was written before the product began.
+  // The h of a cell that reads it in the product alone is the last output.
+  const bool keeps_h = kReadsH<Cell> || p.hold != nullptr;
   float states[kStates][kQuad] = {};
   if (carries && !column.resets(p, t)) {
     const int64_t from = column.index * step.ND + at;
 #pragma unroll
     for (int k = 0; k < kStates; ++k) {
-      if (t > 0) {
+      if (t > 0 && k == 0 && !keeps_h) {
+        if (p.h_prev != nullptr) load_quad(states[0], static_cast<const IO*>(p.h) + to - step.ND);
+      } else if (t > 0) {
         load_quad(states[k], static_cast<const float*>(p.last) + from + k * step.SND);
       } else if (p.initial != nullptr) {
         load_each(states[k], static_cast<const float*>(p.initial) + from + k * step.SND);
@@ -55,7 +59,7 @@ __global__ void __launch_bounds__(kSequences* kQuads) forward_cells_kernel(
     const IO* from =
         static_cast<const IO*>(p.x) + column.x_offset + t * p.x_time + head * p.x_head + unit;
 #pragma unroll
-    for (int g = 0; g < kGates; ++g) load_quad(x[g], from + g * p.x_gate);
+    for (int g = 0; g < kGates; ++g) load_quad_once(x[g], from + g * p.x_gate);
     if (p.bias != nullptr) {
 #pragma unroll
       for (int row = 0; row < Cell::kBias; ++row) {
@@ -106,7 +110,9 @@ __global__ void __launch_bounds__(kSequences* kQuads) forward_cells_kernel(
   if (!carries) return;
   float* last = static_cast<float*>(p.last) + column.index * step.ND + at;
 #pragma unroll
-  for (int k = 0; k < kStates; ++k) store_quad(last + k * step.SND, states[k]);
+  for (int k = 0; k < kStates; ++k) {
+    if (k > 0 || keeps_h || t >= column.length - 1) store_quad(last + k * step.SND, states[k]);
+  }
   if (t + 1 < p.T) step.template keep<IO>(s, at, 1, 0, states[0]);
 }
 

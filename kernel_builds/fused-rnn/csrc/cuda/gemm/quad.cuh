@@ -6,20 +6,33 @@ namespace flashcell::cuda::gemm {
 
 constexpr int kQuad = 4;
 
-DEVICE void load_quad(float (&v)[kQuad], const float* from) {
-  const float4 q = *reinterpret_cast<const float4*>(from);
+DEVICE void unpack(float (&v)[kQuad], const float4& q) {
   v[0] = q.x, v[1] = q.y, v[2] = q.z, v[3] = q.w;
 }
 template <typename IO>
+DEVICE void unpack(float (&v)[kQuad], const uint2& words) {
+  const float2 low = Pair<IO>{{words.x}}.floats(), high = Pair<IO>{{words.y}}.floats();
+  v[0] = low.x, v[1] = low.y, v[2] = high.x, v[3] = high.y;
+}
+
+template <typename IO>
 DEVICE void load_quad(float (&v)[kQuad], const IO* from) {
   if constexpr (sizeof(IO) == 4) {
-    load_quad(v, static_cast<const float*>(from));
+    unpack(v, *reinterpret_cast<const float4*>(from));
   } else {
-    const uint2 words = *reinterpret_cast<const uint2*>(from);
-    const float2 low = Pair<IO>{{words.x}}.floats(), high = Pair<IO>{{words.y}}.floats();
-    v[0] = low.x, v[1] = low.y, v[2] = high.x, v[3] = high.y;
+    unpack<IO>(v, *reinterpret_cast<const uint2*>(from));
   }
 }
+// Does the same with values that are not read again: they are the first to leave the L2 cache.
+template <typename IO>
+DEVICE void load_quad_once(float (&v)[kQuad], const IO* from) {
+  if constexpr (sizeof(IO) == 4) {
+    unpack(v, __ldcs(reinterpret_cast<const float4*>(from)));
+  } else {
+    unpack<IO>(v, __ldcs(reinterpret_cast<const uint2*>(from)));
+  }
+}
+
 DEVICE void store_quad(float* to, const float (&v)[kQuad]) {
   *reinterpret_cast<float4*>(to) = make_float4(v[0], v[1], v[2], v[3]);
 }
