@@ -1,6 +1,6 @@
 // The cells of a tile: sums of the product in, states and h out.
 #pragma once
-#include "../reads_h.h"
+#include "../../cells/reads_h.h"
 #include "common/cuda/ptx/named_barrier.cuh"
 #include "product.cuh"
 

@@ -1,6 +1,6 @@
 // The arguments of a step's kernels, besides Params.
 #pragma once
-#include "../reads_h.h"
+#include "../../cells/reads_h.h"
 #include "common/cuda/ptx/programmatic_launch.cuh"
 #include "split_operands.cuh"
 

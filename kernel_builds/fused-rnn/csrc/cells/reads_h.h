@@ -2,7 +2,7 @@
 // engines need no h in fp32 between steps.
 #pragma once
 
-namespace flashcell::cuda {
+namespace flashcell {
 
 template <typename Cell>
 constexpr bool kReadsH = [] {
@@ -13,4 +13,4 @@ constexpr bool kReadsH = [] {
   }
 }();
 
-}  // namespace flashcell::cuda
+}  // namespace flashcell
