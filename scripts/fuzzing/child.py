@@ -23,8 +23,8 @@ from typing import Any
 import torch
 
 from fuzzing.calls import entries
-from fuzzing.calls_diagonal import dense_cell, diagonal_cell
-from fuzzing.draw import MAKERS, Draw
+from fuzzing.calls_diagonal import is_of_cell
+from fuzzing.draw import MAKERS, Draw, with_gradient
 from fuzzing.faults import spoil
 from fuzzing.oracle import (
     EPS,
@@ -36,6 +36,7 @@ from fuzzing.oracle import (
     is_out_of_memory,
     is_torchs,
     is_valid,
+    leave_products_out,
     nudge,
     outcome,
     shorten,
@@ -134,7 +135,11 @@ class Fuzzer:
             spared = large.any(-1, keepdim=True) & ~h.isnan().any(-1, keepdim=True)
             exact["result[0]"].masked_fill_(spared, float("nan"))
             peer["result[0]"].masked_fill_(spared, 0.0)  # NaN in one alone: no value is required
-        self.allow_skipped_products(index, name, entry, reference, got, exact, peer)
+        weight = self.recurrent_weight(index, name, entry)
+        if weight is not None:
+            for found, change in ((exact, widen), (peer, keep)):
+                finite = weight.nan_to_num(0.0, 0.0, 0.0).requires_grad_(weight.requires_grad)
+                leave_products_out(found, again(change, weight=change(finite)), got, weight)
         found = differences(got, exact, peer, terms, wild=wild)
         if found:
             io = computed_in(got)
@@ -143,28 +148,18 @@ class Fuzzer:
             found = differences(got, exact, peer, terms, moved, relative, io, wild, carried)
         return [shorten(text) for text in found]
 
-    def allow_skipped_products(
-        self, index: int, name: str, entry: Callable, reference: Callable,
-        got: dict, exact: dict, peer: dict,
-    ) -> None:  # fmt: skip
-        """Where a recurrent weight is not finite, and a result is NaN in the reference alone, changes the
-        reference's to that of a weight with zeros instead. A kernel leaves the product out where h
-        is 0: without a state and after a reset."""
+    def recurrent_weight(self, index: int, name: str, entry: Callable) -> torch.Tensor | None:
+        """Returns the recurrent weight of the call if it is not finite."""
+        if name not in RECURRENT:
+            return None
         with torch.enable_grad():
-            call, _, _ = self.make(index, name, entry)
-        weight = call.get("weight")
-        if name not in RECURRENT or not isinstance(weight, torch.Tensor):
-            return
-        if weight.is_meta or bool(weight.isfinite().all()):
-            return
-        finite = weight.detach().nan_to_num(0.0, 0.0, 0.0).requires_grad_(weight.requires_grad)
-        for references, change in ((exact, widen), (peer, keep)):
-            without = self.rerun(index, name, entry, reference, change, {"weight": change(finite)})
-            for key, want in references.items():
-                if key.startswith("gradient") or want.dtype not in EPS:
-                    continue
-                skipped = want.isnan() & got[key].isfinite() & without[key].isfinite()
-                references[key] = torch.where(skipped, without[key], want)
+            weight = self.make(index, name, entry)[0].get("weight")
+        has_values = isinstance(weight, torch.Tensor) and not weight.is_meta
+        return (
+            None
+            if not has_values or bool(weight.isfinite().all())
+            else weight.detach().requires_grad_(weight.requires_grad)
+        )
 
     def sizes(self, index: int, name: str, entry: Callable) -> tuple[bool, float]:
         """Returns whether an argument's square overflows, and the largest state or norm weight."""
@@ -209,27 +204,6 @@ def keep(value: Any) -> Any:
 
 def parameters(entry: Callable) -> list[str]:
     return list(inspect.signature(entry).parameters)
-
-
-def with_gradient(value: Any, wants: Callable[[], bool] = lambda: True) -> Any:
-    if isinstance(value, torch.Tensor) and value.is_floating_point() and wants():
-        return value.requires_grad_()
-    if isinstance(value, (tuple, list)):
-        return getattr(type(value), "_make", type(value))([with_gradient(v, wants) for v in value])
-    return value
-
-
-def is_of_cell(error: BaseException) -> bool:
-    """Whether the error came from the cell given to solve, which is the caller's code."""
-    trace = error.__traceback__
-    while trace is not None:
-        code, last = trace.tb_frame.f_code, trace.tb_next is None
-        calls = code.co_name in ("step", "linearize") and code.co_filename.endswith("problem.py")
-        own = code in (diagonal_cell.__code__, dense_cell.__code__)
-        if own or (last and calls and "cell(...)" not in str(error)):
-            return True
-        trace = trace.tb_next
-    return False
 
 
 def main() -> None:

@@ -81,3 +81,11 @@ def maker(*names: str) -> Callable:
         return function
 
     return register
+
+
+def with_gradient(value: Any, wants: Callable[[], bool] = lambda: True) -> Any:
+    if isinstance(value, torch.Tensor) and value.is_floating_point() and wants():
+        return value.requires_grad_()
+    if isinstance(value, (tuple, list)):
+        return getattr(type(value), "_make", type(value))([with_gradient(v, wants) for v in value])
+    return value
