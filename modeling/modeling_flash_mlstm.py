@@ -175,9 +175,9 @@ class FlashMLSTMBlock(FusedStep, RecurrentBlock):
     def run(
         self, hidden_states: torch.Tensor, cache: RecurrentStateLayer | None, boundaries: Boundaries
     ) -> torch.Tensor:  # [B, T, H]
-        step_linear = self.find_step_linear(hidden_states, boundaries)
-        if step_linear is not None:
-            return self.step(step_linear, hidden_states[:, 0], cache)[:, None]
+        fused = self.run_fused(hidden_states, cache, boundaries)
+        if fused is not None:
+            return fused
         mixed = self.mlstm_layer(self.norm_mlstm(hidden_states), cache, boundaries)
         hidden_states = hidden_states + mixed
         return hidden_states + self.ffn(self.norm_ffn(hidden_states))
@@ -194,18 +194,22 @@ class FlashMLSTMBlock(FusedStep, RecurrentBlock):
         return StepParts([*layers, self.norm_mlstm, self.norm_ffn], (mixer, ffn), config.backend)
 
     def step(
-        self, step_linear: StepLinear, x: torch.Tensor, cache: RecurrentStateLayer | None
-    ) -> torch.Tensor:  # [B, H]
-        """Does what `run` does for one token per row, in few launches."""
+        self,
+        step_linear: StepLinear,
+        x: torch.Tensor,
+        cache: RecurrentStateLayer | None,
+        T: int = 1,
+    ) -> torch.Tensor:  # [B T, H]
+        """Does what `run` does for T tokens per row, x [B T, H], in few launches."""
         mixer, ffn, config = self.mlstm_layer, self.ffn, self.mlstm_layer.config
         wide, gates = mixer.projections
         outputs = step_linear(
             x, [m.weight for m in (*wide, *gates)], [m.bias for m in gates], capped=len(gates),
             cap=config.gate_soft_cap, **norm_options(self.norm_mlstm),
         )  # fmt: skip
-        operands = [y[:, None] for y in mixer.divide(outputs)]
+        operands = [y.unflatten(0, (-1, T)) for y in mixer.divide(outputs)]
         h = mixer.mix(operands, cache, NO_BOUNDARIES)
-        x = step_linear(h[:, 0], [mixer.out_proj.weight], residual=x)[0]
+        x = step_linear(h.flatten(0, 1), [mixer.out_proj.weight], residual=x)[0]
         pair = [m.weight for m in ffn.projections]
         pair = list(pair[0].chunk(2)) if ffn.fused else pair
         return step_swiglu(step_linear, x, self.norm_ffn, pair, ffn.proj_down.weight)

@@ -54,9 +54,9 @@ class FlashRNNBlock(FusedStep, RecurrentBlock):
     def run(
         self, hidden_states: torch.Tensor, cache: RecurrentStateLayer | None, boundaries: Boundaries
     ) -> torch.Tensor:  # [B, T, H]
-        step_linear = self.find_step_linear(hidden_states, boundaries)
-        if step_linear is not None:
-            return self.step(step_linear, hidden_states[:, 0], cache)[:, None]
+        fused = self.run_fused(hidden_states, cache, boundaries)
+        if fused is not None:
+            return fused
         mixed = self.mixer(self.mixer_norm(hidden_states), cache, boundaries)
         hidden_states = hidden_states + mixed
         return hidden_states + self.mlp(self.mlp_norm(hidden_states))
@@ -84,15 +84,19 @@ class FlashRNNBlock(FusedStep, RecurrentBlock):
         return decide_block_step(x, mixer.config.backend, mixer, norms, wide)
 
     def step(
-        self, step_linear: StepLinear, x: torch.Tensor, cache: RecurrentStateLayer | None
-    ) -> torch.Tensor:  # [B, H]
-        """Does what `run` does for one token per row, in few launches, or in one kernel call if
-        possible."""
+        self,
+        step_linear: StepLinear,
+        x: torch.Tensor,
+        cache: RecurrentStateLayer | None,
+        T: int = 1,
+    ) -> torch.Tensor:  # [B T, H]
+        """Does what `run` does for T tokens per row, x [B T, H], in few launches, or for one in one
+        kernel call if possible."""
         mlp, kernel = self.mlp, self.decide_block_step(x, cache).kernel
-        if kernel is not None:
+        if kernel is not None and T == 1:
             mixer: Any = self.mixer
             return mixer.block_step(kernel, x, self.mixer_norm, self.mlp_norm, mlp, cache)
-        x = self.mixer.step(step_linear, x, self.mixer_norm, cache)
+        x = self.mixer.step(step_linear, x, self.mixer_norm, cache, T)
         pair = mlp.gate_proj.weight, mlp.up_proj.weight
         return step_swiglu(step_linear, x, self.mlp_norm, pair, mlp.down_proj.weight)
 

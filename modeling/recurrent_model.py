@@ -36,7 +36,8 @@ from .generation.engine import DecodeEngine
 from .generation.mixin import RecurrentGeneration
 from .layers.causal_conv import CausalConv1d
 from .layers.decode_linear import ROWS, FusedHead, find_step_linear
-from .state.boundaries import NO_BOUNDARIES, Boundaries, cut_prompt, find_boundaries
+from .state.assisted import tried_tokens
+from .state.boundaries import NO_BOUNDARIES, Boundaries, cut_prompt, find_boundaries, join_chunks
 from .state.cache import CACHE, NAMES, RecurrentStateLayer, check_cache, one_cache
 
 
@@ -72,7 +73,6 @@ class RecurrentPreTrainedModel(PreTrainedModel):
     _last_norm = "norm"
     supports_gradient_checkpointing = True
     _skip_keys_device_placement: ClassVar = list(NAMES)
-    _is_stateful = True
     _can_compile_fullgraph = True
     _can_record_outputs: ClassVar = {"hidden_states": RecurrentBlock}
 
@@ -231,18 +231,26 @@ class RecurrentForCausalLM(FusedHead, RecurrentGeneration):
             return CausalLMOutputWithPast(logits=logits, **{CACHE: past_key_values})
         backbone, rest = getattr(self, self.base_model_prefix), dict(kwargs, use_cache=use_cache)
         chunks: list[Any] = [(input_ids, inputs_embeds, position_ids, attention_mask)]
+        given: Any = input_ids if inputs_embeds is None else inputs_embeds
+        length = given.shape[1] if labels is None and getattr(given, "ndim", 0) > 1 else 0
+        tried = tried_tokens(length, logits_to_keep, past_key_values, attention_mask, position_ids)
         last = isinstance(logits_to_keep, int) and logits_to_keep == 1 and labels is None
-        if last and past_key_values is not None:
+        if (last or tried) and past_key_values is not None:
             chunks = cut_prompt(
-                *chunks[0], tokens=self.prompt_tokens, cache=past_key_values, rest=rest
+                *chunks[0], tokens=self.prompt_tokens, cache=past_key_values, rest=rest, tried=tried
             )
+        hidden_states: list[Any] = []
         for ids, embeds, positions, mask in chunks:  # the caller gets the last chunk's outputs
+            if tried and hidden_states and len(hidden_states) == len(chunks) - 1:
+                for layer in past_key_values.layers:
+                    layer.keep_past()
             outputs = backbone(
                 input_ids=ids, attention_mask=mask, position_ids=positions,
                 past_key_values=past_key_values, inputs_embeds=embeds, **rest,
             )  # fmt: skip
+            hidden_states.append(outputs.hidden_states)
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.compute_logits(outputs.last_hidden_state[:, keep])
+        logits = self.logits_of_few(outputs.last_hidden_state[:, keep], past_key_values)
         loss = None
         if labels is not None:
             loss = self.loss_function(
@@ -251,7 +259,7 @@ class RecurrentForCausalLM(FusedHead, RecurrentGeneration):
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
-            hidden_states=outputs.hidden_states,
+            hidden_states=join_chunks(hidden_states),
             **{CACHE: getattr(outputs, CACHE)},
         )
 

@@ -10,9 +10,11 @@ from transformers.generation.configuration_utils import GenerationMode
 from ..state.boundaries import check_prompt
 from ..state.cache import NAMES, one_cache
 
-ROLLED_BACK = {
-    GenerationMode.ASSISTED_GENERATION: "assisted generation",
-    GenerationMode.CONTRASTIVE_SEARCH: "contrastive search",
+# Ways of assisted decoding that need what a recurrent model does not have.
+OTHER_DRAFTS = {
+    "assistant_early_exit": "its cache is of all its layers",
+    "use_mtp": "it has no heads for later tokens",
+    "speculation_type": "it has no attention whose keys a draft could read",
 }
 SIGNATURE = inspect.signature(GenerationMixin.generate)
 
@@ -31,16 +33,24 @@ def check_call(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Non
     if prompt is not None:  # else generate begins with bos_token_id
         name = "input_ids" if name == "inputs" else name
         check_prompt(name, prompt, rest.get("attention_mask"), cache)
-    mode = chosen_mode(model, given, rest)
-    if mode in ROLLED_BACK:
+    config = chosen_config(model, given, rest)
+    mode = config.get_generation_mode(given.get("assistant_model"))
+    if mode == GenerationMode.CONTRASTIVE_SEARCH:
         raise ValueError(
-            f"{ROLLED_BACK[mode]} is asked for, but {type(model).__name__} cannot do it: it tries "
-            "tokens and takes them back, and a recurrent state is not taken back"
+            f"contrastive search is asked for, but {type(model).__name__} cannot do it: it reads "
+            "many tokens after one state"
         )
+    if mode == GenerationMode.ASSISTED_GENERATION:
+        for name, reason in OTHER_DRAFTS.items():
+            if getattr(config, name, None):
+                raise ValueError(
+                    f"{name} is {getattr(config, name)!r}, but {type(model).__name__} cannot do it: "
+                    f"{reason}: pass assistant_model or prompt_lookup_num_tokens"
+                )
 
 
-def chosen_mode(model: Any, given: dict[str, Any], rest: dict[str, Any]) -> GenerationMode:
-    """Returns the mode that `generate` takes: keywords count before the given configuration, and
+def chosen_config(model: Any, given: dict[str, Any], rest: dict[str, Any]) -> Any:
+    """Returns the configuration that `generate` takes: keywords count before the one given, and
     that before the model's own."""
     config = copy.copy(model.generation_config)
     for name, value in vars(given.get("generation_config") or config).items():
@@ -48,4 +58,4 @@ def chosen_mode(model: Any, given: dict[str, Any], rest: dict[str, Any]) -> Gene
             setattr(config, name, value)
     for name in rest.keys() & vars(config).keys():
         setattr(config, name, rest[name])
-    return config.get_generation_mode(given.get("assistant_model"))
+    return config

@@ -26,6 +26,7 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria
 from ..hub.kernel_loader import KernelUnavailable, load_kernel
 from ..kernels.fused_rnn.private_names import forward_level, transforms_are_active
 from ..state.cache import is_recurrent
+from ..state.rollback import owed_tokens
 from ..utils.private_names import (
     ENGINE,
     HOOKS,
@@ -125,9 +126,8 @@ def decodes(input_ids: torch.Tensor | None, cache: Any) -> bool:
     if input_ids is None or input_ids.dim() != 2 or input_ids.shape[1] != 1 or cache is None:
         return False
     layers = getattr(cache, "layers", ())
-    return bool(layers) and all(
-        is_recurrent(layer) and getattr(layer, "held", ({},))[0] for layer in layers
-    )
+    held = all(is_recurrent(layer) and getattr(layer, "held", ({},))[0] for layer in layers)
+    return bool(layers) and held and not owed_tokens(cache)
 
 
 def _why_not_by_setting(model: Any, input_ids: torch.Tensor, mode: str, owner: Any) -> str | None:

@@ -9,13 +9,13 @@ import torch
 from transformers import GenerationMixin
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
-from ..state.cache import CACHE, NAMES
+from ..state.assisted import PROMPT_ONLY, AssistedGeneration
+from ..state.cache import CACHE, NAMES, is_recurrent
+from ..state.rollback import takes_back
 from ..state.serialization import load_state, save_state
 from ..utils.private_names import DeferredStopCheck, StopCheck, pad_token_of, prefill
 from .call_checks import check_call
 from .decode_path import decide_loop, runs_only_known_code
-
-PROMPT_ONLY = ("attention_mask", "position_ids", "token_type_ids", "labels")
 
 
 class Text:
@@ -87,7 +87,7 @@ def device_of_tokens(model: Any, ids: torch.Tensor) -> torch.device:
     return ids.device if model.device.type == "meta" else model.device
 
 
-class RecurrentGeneration(GenerationMixin):
+class RecurrentGeneration(AssistedGeneration):
     """GenerationMixin for recurrent models, with `save_state` and `load_state`
     (serialization.py)."""
 
@@ -126,6 +126,12 @@ class RecurrentGeneration(GenerationMixin):
                 f"input_ids has {input_ids.shape[1]}: pass the whole text, or the new tokens and "
                 "an attention_mask over the whole text"
             )
+        cache: Any = kwargs.get(CACHE)
+        if takes_back(cache) and cache.get_seq_length() and not is_first_iteration:
+            kwargs = {k: v for k, v in kwargs.items() if k not in PROMPT_ONLY}
+        next_sequence_length = self._add_owed(
+            input_ids, next_sequence_length, is_first_iteration, kwargs
+        )
         if next_sequence_length == 1 and not is_first_iteration:
             token = input_ids[:, -1:].to(device_of_tokens(self, input_ids))
             token = token.clone(memory_format=torch.contiguous_format)
@@ -164,6 +170,9 @@ class RecurrentGeneration(GenerationMixin):
         always called by the base class's loop.
         """
         cache = model_kwargs.get(CACHE)
+        if generation_config.is_assistant:
+            for layer in filter(is_recurrent, getattr(cache, "layers", ())):
+                layer.activate_past_recording()
         loop = decide_loop(
             self, input_ids, logits_processor, stopping_criteria, generation_config, cache,
             model_kwargs.get("use_cache"), synced_gpus,

@@ -55,10 +55,16 @@ class FusedStep:
         """Returns what the step replaces, or why the block has no fused step."""
         raise NotImplementedError
 
-    def find_step_linear(self, x: torch.Tensor, boundaries: Boundaries) -> StepLinear | None:
-        if x.shape[1] != 1 or not boundaries.none() or isinstance(parts := self.step_parts, str):
+    def run_fused(self: Any, x: torch.Tensor, cache: Any, boundaries: Boundaries) -> Any:
+        """Returns the block's output for x [B, T, H] by `step`, or None: call the modules."""
+        T, rows = x.shape[1], few_rows(x, cache)
+        if rows is None or not boundaries.none() or isinstance(parts := self.step_parts, str):
             return None
-        return find_step_linear(x, parts.backend, parts.modules, parts.around)
+        step_linear = find_step_linear(rows, parts.backend, parts.modules, parts.around)
+        if step_linear is None:
+            return None
+        y = self.step(step_linear, rows[:, 0], cache, T)
+        return y[:, None] if T == 1 else y.unflatten(0, (-1, T))
 
     def decide_step(self, x: torch.Tensor) -> Decision:
         """Decides how one token per row, x [B, 1, H], is computed: for `decoder.explain()`."""
@@ -68,10 +74,29 @@ class FusedStep:
         return decide_linears(x, parts.backend, parts.modules, parts.around, PLAIN)
 
 
+def few_rows(x: torch.Tensor, cache: Any) -> torch.Tensor | None:
+    """Returns x [B, T, H] as [B T, 1, H] if fused linear layers may take it, or None.
+
+    Several tokens are taken on a CPU from a text that assisted decoding tries: torch needs three
+    times as long for so few rows. All other texts are computed as without assistance."""
+    if x.shape[1] == 1:
+        return x
+    few = getattr(cache, "record_past", False) and x.shape[0] * x.shape[1] <= ROWS
+    return x.reshape(-1, 1, x.shape[2]) if few and x.device.type == "cpu" else None
+
+
 class FusedHead:
     """Mixin of a language model whose head is fused where it can be."""
 
     fused_head_rows: int | None = None  # most rows with a fused head; None: any number
+
+    def logits_of_few(self: Any, x: torch.Tensor, cache: Any) -> torch.Tensor:
+        """Returns compute_logits(x), [B, T, H] -> [B, T, V], by the fused head if T is small."""
+        layers = getattr(cache, "layers", ())
+        rows = few_rows(x, layers[0]) if layers and x.dim() == 3 else None
+        if rows is None or rows is x:
+            return self.compute_logits(x)
+        return self.compute_logits(rows).view(*x.shape[:2], -1)
 
     def decide_head(self: Any, x: torch.Tensor) -> Decision:
         """Decides how the logits of one token per row, x [B, 1, H], are computed."""

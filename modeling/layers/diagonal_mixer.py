@@ -75,16 +75,17 @@ class DiagonalMixer(nn.Module):
     def step(
         self,
         step_linear: StepLinear,
-        x: torch.Tensor,  # [B, H]
+        x: torch.Tensor,  # [B T, H]
         norm: nn.Module,
         cache: RecurrentStateLayer | None,
-    ) -> torch.Tensor:  # [B, H]
-        """Computes x + forward(norm(x)) for one token per row."""
+        T: int = 1,
+    ) -> torch.Tensor:  # [B T, H]
+        """Computes x + forward(norm(x)) for T tokens per row."""
         y, options = apply_norm(norm, x)
         pair = step_linear(y, [self.in_proj.weight], **options)[0]
         kernel, options = self.find_kernel(x), {}
-        if kernel is None:
-            y = self.norm(*self.mix(pair[:, None], cache, NO_BOUNDARIES))[:, 0]
+        if kernel is None or T > 1:
+            y = self.norm(*self.mix(pair.unflatten(0, (-1, T)), cache, NO_BOUNDARIES)).flatten(0, 1)
         else:
             y, options = self.mix_step(kernel, pair, cache), norm_options(self.norm)
         return step_linear(y, [self.out_proj.weight], residual=x, **options)[0]

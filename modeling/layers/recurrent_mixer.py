@@ -71,14 +71,15 @@ class RecurrentMixer(nn.Module):
     def step(
         self,
         step_linear: StepLinear,
-        x: torch.Tensor,  # [B, H]
+        x: torch.Tensor,  # [B T, H]
         norm: nn.Module,
         cache: RecurrentStateLayer | None,
-    ) -> torch.Tensor:  # [B, H]
-        """Computes x + forward(norm(x)) for one token per row."""
+        T: int = 1,
+    ) -> torch.Tensor:  # [B T, H]
+        """Computes x + forward(norm(x)) for T tokens per row."""
         y, options = apply_norm(norm, x)
         gates = step_linear(y, [self.in_proj.weight], **options)[0]
-        return x + self.mix(gates[:, None], cache, NO_BOUNDARIES)[:, 0]
+        return x + self.mix(gates.unflatten(0, (-1, T)), cache, NO_BOUNDARIES).flatten(0, 1)
 
     def block_step(
         self,

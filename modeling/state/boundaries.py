@@ -1,5 +1,6 @@
 """Translates transformers' padding and packing arguments to the kernels', and cuts long prompts."""
 
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -85,24 +86,27 @@ def cut_prompt(
     tokens: int,
     cache: Any,
     rest: dict[str, Any],
+    tried: int = 0,
 ) -> list[tuple[torch.Tensor | None, ...]]:
     """Cuts the arguments of a prompt into chunks of at most `tokens` tokens, in multiples of 256
     per row.
 
-    A prompt stays whole while gradients are recorded, if its documents are given by number or
-    offset, if the outputs of all layers are requested, and if `cache` takes its states from another
-    rank.
+    The last `tried` tokens are a chunk of their own. A prompt stays whole while gradients are
+    recorded, if its documents are given by number or offset, if the outputs of all layers are
+    requested (unless tokens are tried), and if `cache` takes its states from another rank.
     """
     whole = (input_ids, inputs_embeds, position_ids, attention_mask)
     given = input_ids if inputs_embeds is None else inputs_embeds
-    others = any(v is not None and v is not False for k, v in rest.items() if k != "use_cache")
+    plain = ("use_cache", *(("output_hidden_states", "output_attentions") if tried else ()))
+    others = any(v is not None and v is not False for k, v in rest.items() if k not in plain)
     if given is None or others or torch.is_grad_enabled() or torch.compiler.is_compiling():
         return [whole]
     if not all(getattr(layer, "goes_on", True) for layer in getattr(cache, "layers", ())):
         return [whole]
     B, T = given.shape[:2]
     size = max(tokens // max(B, 1) // 256, 1) * 256
-    if size >= T:
+    starts = [*range(0, T - tried, size), *([T - tried] if tried else [])]
+    if len(starts) < 2:
         return [whole]
     if attention_mask is not None:
         attention_mask = attention_mask[:, -T:]
@@ -111,9 +115,16 @@ def cut_prompt(
             position_ids = _count_from(reset)  # counted over the text, not in each chunk
     whole = (input_ids, inputs_embeds, position_ids, attention_mask)
     return [
-        tuple(None if t is None else t[:, start : start + size] for t in whole)
-        for start in range(0, T, size)
+        tuple(None if t is None else t[:, start:end] for t in whole)
+        for start, end in pairwise([*starts, T])
     ]
+
+
+def join_chunks(parts: list[Any]) -> Any:  # for each chunk None, or [B, T, H] for each layer
+    """Joins the hidden states of the chunks."""
+    if len(parts) == 1 or parts[0] is None:
+        return parts[-1]
+    return tuple(torch.cat(layer, 1) for layer in zip(*parts, strict=True))
 
 
 def check_prompt(

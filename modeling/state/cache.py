@@ -26,10 +26,10 @@ from transformers.cache_utils import (
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from ..utils.private_names import copy_all, mark_static_address
+from .rollback import Rollback, States, refuse_owed
 
 NAMES = "past_key_values", "cache"  # models call a cache so: before transformers 5.24, and since
 CACHE = NAMES["cache" in {field.name for field in dataclasses.fields(BaseModelOutputWithPast)}]
-States = tuple[torch.Tensor, ...]  # each [B, ...]
 Change = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -45,7 +45,7 @@ class Loan(Protocol):
         """Locks the states for the block, whether the loan goes on or has ended."""
 
 
-class RecurrentStateLayer(CacheLayerMixin):
+class RecurrentStateLayer(Rollback, CacheLayerMixin):
     """The states of one layer after the tokens seen so far, for DynamicCache.
 
     Each update replaces the tensors, so what a backward pass still needs is never overwritten.
@@ -98,6 +98,8 @@ class RecurrentStateLayer(CacheLayerMixin):
 
     def update_states(self, num_new_tokens: int, **states: States) -> None:
         """Stores every group of the layer's states, after `num_new_tokens` more tokens."""
+        if self.record_past and not self.past:
+            self.keep_past()
         new = {name: tuple(s.detach() for s in group) for name, group in states.items()}
         self.states = {**self.states, **new}
         self.length += num_new_tokens
@@ -105,14 +107,16 @@ class RecurrentStateLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         self.states, self.length, self.is_initialized = {}, 0, False
+        self.past, self.owed = (), 0
 
     def map_states(self, change: Change) -> None:
+        self.past = ()  # of other rows
         self.states = {name: tuple(change(s) for s in group) for name, group in self.states.items()}
 
     def _renew_states(self, change: Change) -> None:
         """Applies `change`, which must make new tensors, without first copying states that are on
         loan."""
-        loan = self.held[1]
+        self.past, loan = (), self.held[1]
         if loan is None or not loan.end(self, change):
             self.map_states(change)
 
@@ -124,13 +128,6 @@ class RecurrentStateLayer(CacheLayerMixin):
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         self.map_states(lambda s: s[indices])
-
-    def crop(self, tokens_to_remove: int) -> None:
-        if tokens_to_remove != 0:
-            raise RuntimeError(
-                f"tokens_to_remove is {tokens_to_remove}, but must be 0: "
-                "a recurrent state cannot forget the tokens it has seen"
-            )
 
     @property
     def batch_size(self) -> int:
@@ -267,3 +264,4 @@ def check_cache(cache: Any, layers: int, batch: int) -> None:
         raise ValueError(
             f"past_key_values holds the states of {held} rows, but must hold {batch}, the batch's"
         )
+    refuse_owed(cache)

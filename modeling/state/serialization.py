@@ -26,6 +26,7 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from ..utils.whole_file import write_file
 from .cache import is_recurrent
+from .rollback import refuse_owed
 from .rows import Shapes, named_states, state_shapes
 
 FORMAT = {"format": "flashcell.state", "version": "1"}
@@ -46,6 +47,7 @@ def save_state(model: Any, cache: Cache, path: str | os.PathLike, input_ids: Any
             raise TypeError(
                 f"cache has a {type(layer).__name__}, but every layer must be a RecurrentStateLayer"
             )
+    refuse_owed(cache)
     tensors = named_states(cache)
     if not tensors or not int(cache.get_seq_length()):
         raise ValueError("cache is empty, but must hold the states after at least one token")

@@ -100,20 +100,21 @@ READ = {
         GenerationMixin,
         "_beam_search",
     ): "the model is compared with its recorded step at every token of a beam search",
+    (GenerationMixin, "_assisted_decoding"): "assisted decoding fails when it takes tokens back",
     (GenerationMixin, "_supports_default_dynamic_cache"): "generate makes no cache for FlashXLSTM, "
     "and runs transformers' loop",
     (GenerationMixin, "_update_model_kwargs_for_generation"): "generate keeps a mask and positions "
     "that grow with every token",
     (PreTrainedModel, "_can_compile_fullgraph"): "generate does not compile for a static cache",
     (PreTrainedModel, "_can_record_outputs"): "output_hidden_states has no effect",
-    (PreTrainedModel, "_is_stateful"): "models that take one of these as their assistant fail when "
-    "they take tokens back",
     (PreTrainedModel, "_no_split_modules"): "device_map may divide a block between devices",
     (PreTrainedModel, "_skip_keys_device_placement"): "device_map copies caches between devices",
     (PreTrainedModel, "_tp_plan"): "tp_plan does not shard the head",
     (nn.Module, "_apply"): "recorded steps keep their memory until the next token",
 }
-NEW = ("_fsdp_plan",)  # for releases after 5.17; 5.17 shards without it
+# Names of releases after 5.17. 5.17 shards without the first; without the second, assisted decoding
+# takes input_ids for new tokens.
+NEW = "_fsdp_plan", "_mask_length"
 for (owner, name), instead in READ.items():
     if not hasattr(owner, name):
         library = torch if owner is nn.Module else transformers
@@ -189,3 +190,9 @@ def prefill(model: Any, *args: Any) -> Any:
 def is_callers(cache: Any) -> bool:
     """Whether a cache was passed to generate."""
     return getattr(cache, "_is_user_defined", False)
+
+
+def mask_columns(generation_config: Any) -> int:
+    """Returns how many columns a mask of ones had that generate has dropped; -1 if that is not
+    known."""
+    return getattr(generation_config, "_mask_length", -1)

@@ -120,7 +120,13 @@ def cases() -> dict:
         found[name] = functools.partial(attribute, torch.ops.aten.clone.default, name)
     for name in ("_pad_token_tensor", "_is_user_defined"):
         found[name] = functools.partial(in_code, GenerationMixin, name)
-    for name in ("_sample", "_prefill", "_beam_search", "_supports_default_dynamic_cache"):
+    for name in (
+        "_sample",
+        "_prefill",
+        "_beam_search",
+        "_assisted_decoding",
+        "_supports_default_dynamic_cache",
+    ):
         found[name] = functools.partial(attribute, GenerationMixin, name)
     found["_update_model_kwargs_for_generation"] = functools.partial(
         attribute, GenerationMixin, "_update_model_kwargs_for_generation"
@@ -131,7 +137,6 @@ def cases() -> dict:
         "_can_compile_fullgraph",
         "_can_record_outputs",
         "_init_weights",
-        "_is_stateful",
         "_no_split_modules",
         "_skip_keys_device_placement",
         "_tied_weights_keys",
