@@ -19,7 +19,11 @@ pytestmark = pytest.mark.skipif(DEVICE != "cuda", reason="needs FLASHCELL_TEST_D
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 ENGINES = ("block", "cluster", "grid", "step", "gemm", "fma", "batch")
-KERNEL_GROUPS = [f"{form}{e}" for form in ("", "packed ", "projected ") for e in ENGINES]
+CALLS = "", "packed ", "projected "
+GROUPS = {
+    "torch": [f"{call}{g}" for call in CALLS for g in ("cudnn", "cudnn-small")],
+    "kernel": [f"{call}{engine}" for call in CALLS for engine in ENGINES],
+}
 
 
 @pytest.fixture(autouse=True)
@@ -28,11 +32,8 @@ def torch_is_predicted(use_costs):
         f"{f} {p}" for f in ("inference", "training") for p in ("fp32", "tf32", "fp16", "bf16")
     ]
     sides = {
-        name: {f"{group} {form}": {"call": us} for group in groups for form in forms}
-        for name, us, groups in (
-            ("torch", 1.0, ("cudnn", "cudnn-small")),
-            ("kernel", 2.0, KERNEL_GROUPS),
-        )
+        name: {f"{group} {form}": {"call": us} for group in GROUPS[name] for form in forms}
+        for name, us in (("torch", 1.0), ("kernel", 2.0))
     }
     about = {"device": "cuda", "name": "GPU", "capability": 90, "units": 132, "source": "a test"}
     use_costs(as_file({**about, "margin": 1.0, **sides}))
