@@ -66,8 +66,8 @@ DEVICE void write_zeros(const CellBackward& p, int64_t block) {
   }
 }
 
-// A thread runs the cells of one unit for every kGradientRows-th row of a chunk of the batch. Blocks
-// from `gradient_blocks` on fill memory with zeros.
+// A thread runs the cells of one unit for every kGradientRows-th row of a chunk of the batch.
+// Blocks from `gradient_blocks` on fill memory with zeros.
 template <typename Cell, typename IO>
 __global__ void __launch_bounds__(kGradientThreads) gradient_kernel(
     const __grid_constant__ CellBackward p, int unit_blocks, int64_t gradient_blocks) {
