@@ -34,6 +34,11 @@ class Rollback:
     length: int
     is_initialized: bool
 
+    @property
+    def is_croppable(self) -> bool:
+        """Whether `crop` can take tokens back, as transformers asks from 5.24 on."""
+        return self.record_past
+
     def activate_past_recording(self) -> None:
         """Keeps earlier states from now on, so that `crop` can take tokens back."""
         if not self.in_dynamic_cache:
