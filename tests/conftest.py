@@ -70,6 +70,16 @@ def one_thread():
 
 
 @pytest.fixture(autouse=True)
+def same_precision():
+    """Restores how cuDNN rounds the products of RNNs in fp32, which our tools set for their process."""
+    switch = torch.backends.cudnn.rnn
+    before = switch.fp32_precision
+    yield
+    if switch.fp32_precision != before:
+        switch.fp32_precision = before
+
+
+@pytest.fixture(autouse=True)
 def disjoint_gradients():
     """Fails a test if two gradients that any backward returns share memory."""
     with gradients.checked():
