@@ -112,8 +112,8 @@ READ = {
     (PreTrainedModel, "_tp_plan"): "tp_plan does not shard the head",
     (nn.Module, "_apply"): "recorded steps keep their memory until the next token",
 }
-# Names of releases after 5.17. 5.17 shards without the first; without the second, assisted decoding
-# takes input_ids for new tokens.
+# transformers 5.17 does not have these yet. Without the first it shards all the same; without the second,
+# assisted decoding takes input_ids for new tokens.
 NEW = "_fsdp_plan", "_mask_length"
 for (owner, name), instead in READ.items():
     if not hasattr(owner, name):

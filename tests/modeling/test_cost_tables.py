@@ -131,6 +131,14 @@ def test_amounts():
     ] * 1e6 == pytest.approx(weights)
 
 
+def test_calls_that_run_other_code_have_costs_of_their_own():
+    lstm = cost_model.Call(0, 1, 1, 0, 4, 5, 32, 32, 0, 0, 0, "grid")
+    calls = [lstm, lstm._replace(packed=1), lstm._replace(projection=8)]
+    calls += [lstm._replace(kind=kind) for kind in range(cost_model.CELLS, len(cost_model.KINDS))]
+    for side in (0, 1):
+        assert len({cost_model.groups(call, "cuda")[side] for call in calls}) == len(calls)
+
+
 def test_the_shipped_table():
     entries = read_table(cost_tables.COSTS.read_bytes(), "costs.json")
     devices = {e["device"] for e in entries}

@@ -46,7 +46,7 @@ def _look_for_gradients(*inputs: Any) -> bool:
 # Without it, the op that an autograd.Function calls goes through torch.library's own, which records
 # nothing there.
 BelowAutograd: Any = find("torch._C._AutoDispatchBelowAutograd", LONGER) or nullcontext
-# Without it, each call looks for transforms of torch.func and their dead wrappers once more.
+# Without it, each call asks once more whether a transform of torch.func is active.
 EagerFunction: Any = find("torch.autograd.function._SingleLevelFunction", LONGER)
 EagerFunction = EagerFunction or torch.autograd.Function
 any_requires_grad: Any = find("torch._C._any_requires_grad", LONGER) or _look_for_gradients
