@@ -59,6 +59,7 @@ void copy_rows(const Copy& c, int64_t begin, int64_t end) {
     } else {
       for (int64_t x = 0; x < n; ++x) out[x * to_next] = Out(Wide(in[x * next]));
     }
+    for (int64_t x = n; x < c.padded; ++x) out[x * to_next] = Out(Wide(0));
   }
 }
 

@@ -152,6 +152,7 @@ std::tuple<Tensor, Tensors, Tensors> layers_bwd(OptionalTensor dy, Tensors dlast
       for (int64_t n = 0; n < N; ++n) {
         const Rows from{n * O * place.unit, place.batch, place.time, place.unit};
         s.enter(copies, dh, n * pitch, N * pitch, upper, from, O, n == 1);
+        copies.pad(pitch);
       }
     }
     if (adds_last) add_last(s, copies, dh, dlast[0], l);

@@ -51,8 +51,12 @@ class Copies {
       copy.size[i] = sizes.of[i];
       copy.out_stride[i] = out_strides.of[i], copy.in_stride[i] = in_strides.of[i];
     }
+    copy.padded = copy.size[3];
     copies_.push_back(copy);
   }
+
+  // Makes the last copy write zeros behind each of its rows, up to so many elements.
+  void pad(int64_t elements) { copies_.back().padded = elements; }
 
   // Makes the last copy add elements of `plus`.
   void plus(const Tensor& plus, int64_t plus_at, Strides strides) {
@@ -340,10 +344,10 @@ struct Layers {
     alive.push_back(whole);
   }
 
-  // A new tensor of the engines' rows, with zeros where no copy writes.
+  // A new tensor of the engines' rows, with zeros in those that no sequence has.
   Tensor new_rows(const Tensor& like, const Shape& shape) const {
     Tensor tensor = new_tensor(like, shape, io);
-    if (is_padded() || engine_rows != rows) torch::stable::zero_(tensor);
+    if (engine_rows != rows) torch::stable::zero_(tensor);
     return tensor;
   }
 

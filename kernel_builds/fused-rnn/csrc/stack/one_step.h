@@ -282,7 +282,7 @@ class OneStep {
       Copy copy{};
       copy.out = rounded.mutable_data_ptr(), copy.in = h.data;
       copy.out_type = dtype, copy.in_type = h.is_io ? dtype : Dtype::kFloat;
-      copy.size[0] = copy.size[1] = 1, copy.size[2] = B, copy.size[3] = D;
+      copy.size[0] = copy.size[1] = 1, copy.size[2] = B, copy.size[3] = copy.padded = D;
       copy.out_stride[2] = D, copy.out_stride[3] = 1;
       copy.in_stride[2] = h.row, copy.in_stride[3] = h.unit;
       run_copies({copy}, x);

@@ -24,6 +24,7 @@ struct Copy {
   const void *in, *plus;  // plus has the dtype of `in`, or is null for 0
   Dtype out_type, in_type;
   int64_t size[4], out_stride[4], in_stride[4], plus_stride[4];  // in elements
+  int64_t padded;  // elements of a row of `out` (dimension 3): those from size[3] on become 0
   // If `packed` has arrays, indices 1 and 2 are b and t: stride 2 is that between rows, stride 1 is
   // not read, and steps past a sequence's end are left out. `out` or `in` has the rows of the
   // engines; `turns` takes these in reverse order.

@@ -110,6 +110,33 @@ inline void multiply_wide(const Product& p, Dtype dtype, bool tf32, bool adds, c
   multiply_into(p, cuda::gemm::kFloat32, adds, dtype, tf32);
 }
 
+// Rows of contiguous elements, `pitch` elements apart; matrices of a batch are `next` apart.
+struct Rows {
+  const void* data;
+  int64_t batch, next, rows, columns, pitch;
+};
+
+// Returns a copy of rows to `out`, whose rows get zeros up to `padded` elements.
+inline Copy copy_of(const Rows& from, void* out, int64_t next, int64_t pitch, int64_t padded,
+                    Dtype dtype) {
+  Copy copy{};
+  copy.out = out, copy.in = from.data, copy.out_type = copy.in_type = dtype;
+  copy.size[0] = 1, copy.size[1] = from.batch, copy.size[2] = from.rows;
+  copy.size[3] = from.columns, copy.padded = padded;
+  copy.in_stride[1] = from.next, copy.in_stride[2] = from.pitch, copy.in_stride[3] = 1;
+  copy.out_stride[1] = next, copy.out_stride[2] = pitch, copy.out_stride[3] = 1;
+  return copy;
+}
+
+// Returns dense matrices with zeros up to `rows` rows of `columns`, which a copy will write.
+inline Tensor padded(const Rows& from, int64_t rows, int64_t columns, Dtype dtype,
+                     std::vector<Copy>& copies, const Tensor& like) {
+  Tensor to = new_tensor(like, {from.batch * rows * columns}, like.scalar_type());
+  if (rows != from.rows) torch::stable::zero_(to);
+  copies.push_back(copy_of(from, to.mutable_data_ptr(), rows * columns, columns, columns, dtype));
+  return to;
+}
+
 // Large products of matrices whose rows are no whole vectors of 16 bytes, which slows cuBLAS's
 // kernels down, go through copies that are padded with zeros, from this many multiplications on.
 inline constexpr int64_t kPaddedProducts = 500'000'000;
@@ -117,49 +144,37 @@ inline constexpr int64_t kPaddedProducts = 500'000'000;
 inline void multiply(const Product& p, Dtype dtype, bool tf32, const Tensor& like) {
   if (multiply_split(p, dtype, tf32, false, like)) return;
   const int64_t size = dtype == Dtype::kFloat ? 4 : 2, vector = 16 / size;
-  const auto padded = [&](int64_t n) { return (n + vector - 1) / vector * vector; };
+  const auto whole = [&](int64_t n) { return (n + vector - 1) / vector * vector; };
   const bool by_depth = p.a_k == 1 || p.b_k == 1;  // whether K runs along rows
-  const int64_t K = by_depth ? padded(p.K) : p.K, N = padded(p.N);
+  const int64_t K = by_depth ? whole(p.K) : p.K, N = whole(p.N);
   if ((K == p.K && N == p.N) || p.M * p.N * p.K * p.batch < kPaddedProducts) {
     return multiply_as_is(p, dtype, tf32);
   }
-  const auto copy = [&](void* out, const void* in, std::array<int64_t, 3> sizes,
-                        std::array<int64_t, 3> to, std::array<int64_t, 3> from) {
-    Copy made{};
-    made.out = out, made.in = in, made.out_type = made.in_type = dtype, made.size[0] = 1;
-    for (int i = 0; i < 3; ++i) {
-      made.size[i + 1] = sizes[i], made.out_stride[i + 1] = to[i], made.in_stride[i + 1] = from[i];
-    }
-    return made;
-  };
-  const ScalarType type = like.scalar_type();
   Product q = p;
   q.K = K, q.N = N;
   std::vector<Copy> copies;
   Tensor a, b, c;
   if (K != p.K) {
-    a = new_tensor(like, {p.batch * p.M * K}, type);
-    torch::stable::zero_(a);
+    const bool along = p.a_k == 1;
+    const Rows rows = along ? Rows{p.a, p.batch, p.a_batch, p.M, p.K, p.a_m}
+                            : Rows{p.a, p.batch, p.a_batch, p.K, p.M, p.a_k};
+    a = padded(rows, along ? p.M : K, along ? K : p.M, dtype, copies, like);
     q.a = a.const_data_ptr(), q.a_batch = p.M * K;
-    q.a_m = p.a_k == 1 ? K : 1, q.a_k = p.a_k == 1 ? 1 : p.M;
-    copies.push_back(copy(a.mutable_data_ptr(), p.a, {p.batch, p.M, p.K}, {q.a_batch, q.a_m, q.a_k},
-                          {p.a_batch, p.a_m, p.a_k}));
+    q.a_m = along ? K : 1, q.a_k = along ? 1 : p.M;
   }
-  b = new_tensor(like, {K * N}, type);
-  torch::stable::zero_(b);
-  q.b = b.const_data_ptr(), q.b_k = p.b_k == 1 ? 1 : N, q.b_n = p.b_k == 1 ? K : 1;
-  copies.push_back(
-      copy(b.mutable_data_ptr(), p.b, {1, p.K, p.N}, {0, q.b_k, q.b_n}, {0, p.b_k, p.b_n}));
+  const bool along = p.b_k == 1;
+  const Rows rows = along ? Rows{p.b, 1, 0, p.N, p.K, p.b_n} : Rows{p.b, 1, 0, p.K, p.N, p.b_k};
+  b = padded(rows, along ? N : K, along ? K : N, dtype, copies, like);
+  q.b = b.const_data_ptr(), q.b_k = along ? 1 : N, q.b_n = along ? K : 1;
   if (N != p.N) {
-    c = new_tensor(like, {p.batch * p.M * N}, type);
+    c = new_tensor(like, {p.batch * p.M * N}, like.scalar_type());
     q.c = c.mutable_data_ptr(), q.c_batch = p.M * N, q.c_m = N;
   }
   run_copies(copies, like);
   multiply_as_is(q, dtype, tf32);
-  if (N != p.N) {
-    run_copies({copy(p.c, q.c, {p.batch, p.M, p.N}, {p.c_batch, p.c_m, 1}, {q.c_batch, N, 1})},
-               like);
-  }
+  if (N == p.N) return;
+  const Rows product{q.c, p.batch, q.c_batch, p.M, p.N, N};
+  run_copies({copy_of(product, p.c, p.c_batch, p.c_m, p.N, dtype)}, like);
 }
 
 }  // namespace flashcell
