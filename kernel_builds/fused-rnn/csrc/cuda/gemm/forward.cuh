@@ -20,9 +20,35 @@ __global__ void __launch_bounds__(kSequences* kQuads) first_operand_kernel(
   step.template keep<IO>(s, at, 1, 0, h);
 }
 
+// Adds the bias of a quad's gates to x; of a gate with two biases, to `own` the one of the product.
+template <typename Cell, typename IO>
+DEVICE void add_bias(float (&x)[Cell::kGates][kQuad], float (&own)[kQuad], const ForwardParams& p,
+                     int64_t ND, int at) {
+  if (p.bias == nullptr) return;
+#pragma unroll
+  for (int row = 0; row < Cell::kBias; ++row) {
+    float bias[kQuad];
+    if (p.bias_is_io) {
+      load_any(bias, static_cast<const IO*>(p.bias) + row * ND + at);
+    } else {
+      load_any(bias, static_cast<const float*>(p.bias) + row * ND + at);
+    }
+#pragma unroll
+    for (int i = 0; i < kQuad; ++i) {
+      if (row < Cell::kGates) {
+        x[row][i] += bias[i];
+      } else {
+        own[i] = bias[i];
+      }
+    }
+  }
+}
+
+// Enough thread blocks on an SM keep enough loads in flight; without the limit the compiler
+// takes so many registers that two fit.
 template <typename Cell, typename IO, typename V>
-__global__ void __launch_bounds__(kSequences* kQuads) forward_cells_kernel(
-    const __grid_constant__ ForwardParams p, const Step step) {
+__global__ void __launch_bounds__(kSequences* kQuads, Cell::kStates > 2 ? 3 : 4)
+forward_cells_kernel(const __grid_constant__ ForwardParams p, const Step step) {
   constexpr int kGates = Cell::kGates, kStates = Cell::kStates, kSaved = Cell::kSaved;
   const int64_t s = int64_t(blockIdx.y) * kSequences + threadIdx.x / kQuads;
   const int at = (blockIdx.x * kQuads + threadIdx.x % kQuads) * kQuad;
@@ -54,23 +80,13 @@ __global__ void __launch_bounds__(kSequences* kQuads) forward_cells_kernel(
       }
     }
   }
-  float x[kGates][kQuad], bias[Cell::kBias][kQuad] = {};
+  float x[kGates][kQuad], own[kQuad] = {};
   if (runs) {
     const IO* from =
         static_cast<const IO*>(p.x) + column.x_offset + t * p.x_time + head * p.x_head + unit;
 #pragma unroll
     for (int g = 0; g < kGates; ++g) load_quad_once(x[g], from + g * p.x_gate);
-    if (p.bias != nullptr) {
-#pragma unroll
-      for (int row = 0; row < Cell::kBias; ++row) {
-        const int64_t from = int64_t(row) * step.ND + at;
-        if (p.bias_is_io) {
-          load_each(bias[row], static_cast<const IO*>(p.bias) + from);
-        } else {
-          load_each(bias[row], static_cast<const float*>(p.bias) + from);
-        }
-      }
-    }
+    add_bias<Cell, IO>(x, own, p, step.ND, at);
   }
   step.wait();
   if (runs) {
@@ -85,8 +101,8 @@ __global__ void __launch_bounds__(kSequences* kQuads) forward_cells_kernel(
     for (int i = 0; i < kQuad; ++i) {
       V xs[kGates], rs[kGates], state[kStates], next[kStates], kept[kSaved];
 #pragma unroll
-      for (int g = 0; g < kGates; ++g) xs[g] = V(x[g][i] + bias[g][i]), rs[g] = V(product[g][i]);
-      if (Cell::kBias > kGates) rs[kGates - 1] += V(bias[Cell::kBias - 1][i]);
+      for (int g = 0; g < kGates; ++g) xs[g] = V(x[g][i]), rs[g] = V(product[g][i]);
+      if (Cell::kBias > kGates) rs[kGates - 1] += V(own[i]);
 #pragma unroll
       for (int k = 0; k < kStates; ++k) state[k] = V(states[k][i]);
       Cell::forward(xs, rs, state, next, kept);

@@ -60,4 +60,14 @@ DEVICE void load_each(float (&v)[kQuad], const IO* from) {
   for (int i = 0; i < kQuad; ++i) v[i] = to_float(from[i]);
 }
 
+// Loads a quad at once if it is aligned.
+template <typename IO>
+DEVICE void load_any(float (&v)[kQuad], const IO* from) {
+  if (reinterpret_cast<uintptr_t>(from) % (kQuad * sizeof(IO)) == 0) {
+    load_quad(v, from);
+  } else {
+    load_each(v, from);
+  }
+}
+
 }  // namespace flashcell::cuda::gemm
