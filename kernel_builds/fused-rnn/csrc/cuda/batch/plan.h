@@ -61,16 +61,28 @@ constexpr int64_t count_blocks(int64_t tiles, const Device& device) {
   return divide_up(tiles, divide_up(tiles, device.sms));
 }
 
-// The time of a step in us, fitted to measurements of an LSTM on an H100
-// (NOTEBOOK.md, "The batch engine"): the blocks with the most tiles take for each of them a time
-// per panel of the depth, and a time for the cells and the exchange.
+// The time of a step in us, fitted to measurements of an LSTM and a GRU on an H200 (NOTEBOOK.md,
+// "The batch engine"). The blocks with the most tiles take for each of them a time per panel of the
+// depth, and a time for the cells and the exchange; or the loads from L2 are the limit.
 constexpr double step_us(const Tile& tile, const Sizes& z, const Device& device) {
-  const double panels = double(divide_up(z.D, kDepth));
-  const int64_t rounds = divide_up(count_tiles(tile, z), device.sms);
-  if (tile.turns) return rounds > 1 ? double(rounds) * (0.4 * panels + 3) : 0.45 * panels + 5;
-  if (tile.blocks == 2) return double(rounds) * (0.58 * panels + 7.5);
-  if (tile.units == 16) return double(rounds) * (0.35 * panels + 2) + (rounds == 1);
-  return double(rounds) * (0.45 * panels + 4.7);
+  const int64_t tiles = count_tiles(tile, z), rounds = divide_up(tiles, device.sms);
+  const double times = double(rounds), gates = double(z.gates) / 4;
+  const double panels = double(divide_up(z.D, kDepth)), depth = panels * (0.3 + 0.7 * gates);
+  double us = 0, bytes_of_us = 7.0e6;
+  if (tile.turns) {
+    us = rounds > 1 ? times * (0.32 * depth + 3) : 0.44 * depth + 4.6;
+    bytes_of_us = 7.5e6;
+  } else if (tile.blocks == 2) {
+    us = times * (0.58 * depth + 6);
+    bytes_of_us = 5.6e6;
+  } else if (tile.units == 16) {
+    us = times * (0.355 * panels + 1.7) + 0.8;
+  } else {
+    us = times * (0.42 * depth + 3.3);
+  }
+  const double cells = double(z.S * z.N) * double(z.D) * gates;
+  return std::max(us,
+                  (double(tiles) * tile.stage_bytes(z.gates) * panels + 20 * cells) / bytes_of_us);
 }
 
 // The index in `tiles` of the tile that takes the least time.
@@ -92,10 +104,12 @@ constexpr std::array<Limit, 3> limits(const Sizes& z, int io_bytes, const Device
            {"a state", elements, kMostElements, "elements"}}};
 }
 
-// The same for the engines that would run the call otherwise.
-constexpr double grid_us(const Sizes& z) {
-  const double width = double(z.D) / 1024;
-  return 0.0414 * double(z.S * z.N) * (0.4 + 0.6 * width) * width * z.gates / 4;
+// The same for the engines that would run the call otherwise. All heads that fit on the GPU at once
+// take 64 sequences a pass in the grid engine.
+constexpr double grid_us(const Sizes& z, const Device& device) {
+  const int64_t heads = std::max<int64_t>(1, device.sms / divide_up(z.D, 16));
+  const double passes = double(divide_up(divide_up(z.S, 64) * z.N, heads));
+  return passes * (z.D > 1056 ? 9 : z.D > 768 ? 4.8 : 3.0);
 }
 constexpr double gemm_us(const Sizes& z) {
   const double sums = double(z.S * z.N) * double(z.D) * z.gates;
@@ -103,11 +117,12 @@ constexpr double gemm_us(const Sizes& z) {
 }
 
 // Whether this engine is faster than `other`, which runs the call otherwise. The weights of wider
-// heads do not stay in L2; narrower ones, short calls and cells of one gate were not measured.
+// heads do not stay in L2; narrower ones are faster in clusters; short calls and cells of one gate
+// were not measured.
 constexpr bool is_faster(const Sizes& z, int64_t T, Engine other, const Device& device) {
-  if (T < 16 || z.D < 384 || z.D * z.D * z.N * z.gates > 20'000'000 || z.gates < 3) return false;
+  if (T < 16 || z.D <= 256 || z.D * z.D * z.N * z.gates > 20'000'000 || z.gates < 3) return false;
   const double us = step_us(tiles(z.gates)[best_tile(z, device)], z, device);
-  if (other == Engine::kGrid || other == Engine::kCluster) return us < 0.9 * grid_us(z);
+  if (other == Engine::kGrid || other == Engine::kCluster) return us < 0.9 * grid_us(z, device);
   return other == Engine::kGemm && us < 0.9 * gemm_us(z);
 }
 
