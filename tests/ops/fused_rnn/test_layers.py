@@ -218,16 +218,18 @@ def test_one_step_is_a_sequence_of_one(name, with_state, fused_rnn):
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="about products of cuBLAS")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_large_products_of_odd_widths(dtype, monkeypatch):
+@pytest.mark.parametrize("options", [{}, {"batch_first": True}, {"bidirectional": True}])
+def test_large_products_of_odd_widths(dtype, options, monkeypatch):
     """Products through padded copies: the input's, and the gradients of weights and input."""
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     torch.manual_seed(0)
     twins = (
-        torch.nn.LSTM(333, 301, 2, device=DEVICE),
-        flashcell.LSTM(333, 301, 2, device=DEVICE, dtype=dtype, backend=DEVICE),
+        torch.nn.LSTM(333, 301, 2, device=DEVICE, **options),
+        flashcell.LSTM(333, 301, 2, device=DEVICE, dtype=dtype, backend=DEVICE, **options),
     )
     twins[0].load_state_dict({k: v.float() for k, v in twins[1].state_dict().items()})
-    x = torch.randn(9, 512, 333, device=DEVICE, dtype=dtype)
+    shape = (512, 9) if "batch_first" in options else (9, 512)
+    x = torch.randn(*shape, 333, device=DEVICE, dtype=dtype)
     assert 9 * 512 * 333 * 4 * 301 > 500_000_000
     found = []
     for twin in twins:

@@ -112,6 +112,8 @@ inline std::vector<Sequence> packed_sequences(const Tensor& firsts, const Tensor
   return list;
 }
 
+inline bool copies_rows(const Product& /*p*/, Dtype /*dtype*/, bool /*tf32*/) { return false; }
+
 inline void multiply(const Product& p, Dtype dtype, bool /*tf32*/, const Tensor& /*like*/) {
   backend().gemm(dtype,
                  {p.M, p.N, p.K, p.batch, 1, p.a, p.a_batch, p.a_m, p.a_k, p.b, 0, p.b_k, p.b_n,

@@ -93,13 +93,32 @@ std::tuple<Tensor, Tensors, Tensors> layers_fwd(Tensor x, Tensors state, Tensors
     const bool is_top = l == L - 1;
     const int64_t I = s.width_of(l);
     Tensor gates = new_tensor(x, {N, rows, 1, G, P}, s.io);
+    Rows at_gates = l == 0 ? s.outer(G * P) : s.inner(G * P);
+    bool by_time = false;
     for (int64_t n = 0; n < N; ++n) {
       const Tensor& read = n == 0 || s.is_packed ? input : turned;
-      multiply({rows, G * P, I, 1, read.const_data_ptr(), 0, I, 1, s.w_ih(packed, l, n), 1, I,
-                at(gates, n * rows * G * P), 0, G * P},
-               s.dtype, tf32, x);
+      Product product{rows,
+                      G * P,
+                      I,
+                      1,
+                      read.const_data_ptr(),
+                      0,
+                      I,
+                      1,
+                      s.w_ih(packed, l, n),
+                      1,
+                      I,
+                      at(gates, n * rows * G * P),
+                      0,
+                      G * P};
+      // Steps read the gates of all sequences: where a copy is made, it is in the order of time.
+      if (!s.is_packed && at_gates.batch > at_gates.time && copies_rows(product, s.dtype, tf32)) {
+        product.group = s.B, product.a_group = I, product.a_m = T * I;
+        by_time = true;
+      }
+      multiply(product, s.dtype, tf32, x);
     }
-    Rows at_gates = l == 0 ? s.outer(G * P) : s.inner(G * P);
+    if (by_time) at_gates = {0, G * P, s.B * G * P};
     if (s.is_packed) {
       Tensor brought = s.new_rows(x, {N, E, 1, G, P});
       for (int64_t n = 0; n < N; ++n) {

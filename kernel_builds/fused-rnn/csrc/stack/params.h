@@ -43,6 +43,9 @@ struct Product {
   int64_t b_k, b_n;
   void* c;  // io; rows of N contiguous elements
   int64_t c_batch, c_m;
+  // If `group` is not 0, the rows of a lie in groups: row m begins at (m / group) a_group + (m %
+  // group) a_m. Only where copies_rows() says that a is copied, and for a batch of one.
+  int64_t group = 0, a_group = 0;
 };
 
 }  // namespace flashcell

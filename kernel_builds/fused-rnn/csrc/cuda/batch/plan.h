@@ -65,24 +65,22 @@ constexpr int64_t count_blocks(int64_t tiles, const Device& device) {
 // "The batch engine"). The blocks with the most tiles take for each of them a time per panel of the
 // depth, and a time for the cells and the exchange; or the loads from L2 are the limit.
 constexpr double step_us(const Tile& tile, const Sizes& z, const Device& device) {
-  const int64_t tiles = count_tiles(tile, z), rounds = divide_up(tiles, device.sms);
-  const double times = double(rounds), gates = double(z.gates) / 4;
-  const double panels = double(divide_up(z.D, kDepth)), depth = panels * (0.3 + 0.7 * gates);
-  double us = 0, bytes_of_us = 7.0e6;
+  const double rounds = double(divide_up(count_tiles(tile, z), device.sms));
+  const double panels = double(divide_up(z.D, kDepth)), gates = double(z.gates) / 4;
+  const double depth = panels * (0.3 + 0.7 * gates);
+  double us = rounds * (0.42 * depth + 3.3), bytes_of_us = 7.6e6;
   if (tile.turns) {
-    us = rounds > 1 ? times * (0.32 * depth + 3) : 0.44 * depth + 4.6;
-    bytes_of_us = 7.5e6;
+    us = rounds > 1 ? rounds * (0.32 * depth + 3) : 0.44 * depth + 4.6;
+    bytes_of_us = 8.2e6;
   } else if (tile.blocks == 2) {
-    us = times * (0.58 * depth + 6);
-    bytes_of_us = 5.6e6;
+    us = rounds * (0.58 * depth + 6);
+    bytes_of_us = 6.6e6;
   } else if (tile.units == 16) {
-    us = times * (0.355 * panels + 1.7) + 0.8;
-  } else {
-    us = times * (0.42 * depth + 3.3);
+    us = rounds * (0.355 * panels + 1.7) + 0.8;
   }
   const double cells = double(z.S * z.N) * double(z.D) * gates;
-  return std::max(us,
-                  (double(tiles) * tile.stage_bytes(z.gates) * panels + 20 * cells) / bytes_of_us);
+  const double bytes = rounds * device.sms * tile.stage_bytes(z.gates) * panels + 20 * cells;
+  return std::max(us, bytes / bytes_of_us);
 }
 
 // The index in `tiles` of the tile that takes the least time.

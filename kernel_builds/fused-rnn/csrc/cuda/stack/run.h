@@ -116,6 +116,22 @@ struct Rows {
   int64_t batch, next, rows, columns, pitch;
 };
 
+// Large products of matrices whose rows are no whole vectors of 16 bytes, which slows cuBLAS's
+// kernels down, go through copies that are padded with zeros, from this many multiplications on.
+inline constexpr int64_t kPaddedProducts = 500'000'000;
+
+inline int64_t whole_vectors(int64_t n, Dtype dtype) {
+  const int64_t vector = dtype == Dtype::kFloat ? 4 : 8;
+  return (n + vector - 1) / vector * vector;
+}
+
+// Whether a product of rows of a, which are contiguous, goes through a copy of a.
+inline bool copies_rows(const Product& p, Dtype dtype, bool tf32) {
+  const bool splits = dtype == Dtype::kFloat && !tf32;  // exact products may read them as they are
+  return p.a_k == 1 && !splits && whole_vectors(p.K, dtype) != p.K &&
+         p.M * p.N * p.K * p.batch >= kPaddedProducts;
+}
+
 // Returns a copy of rows to `out`, whose rows get zeros up to `padded` elements.
 inline Copy copy_of(const Rows& from, void* out, int64_t next, int64_t pitch, int64_t padded,
                     Dtype dtype) {
@@ -137,16 +153,10 @@ inline Tensor padded(const Rows& from, int64_t rows, int64_t columns, Dtype dtyp
   return to;
 }
 
-// Large products of matrices whose rows are no whole vectors of 16 bytes, which slows cuBLAS's
-// kernels down, go through copies that are padded with zeros, from this many multiplications on.
-inline constexpr int64_t kPaddedProducts = 500'000'000;
-
 inline void multiply(const Product& p, Dtype dtype, bool tf32, const Tensor& like) {
   if (multiply_split(p, dtype, tf32, false, like)) return;
-  const int64_t size = dtype == Dtype::kFloat ? 4 : 2, vector = 16 / size;
-  const auto whole = [&](int64_t n) { return (n + vector - 1) / vector * vector; };
   const bool by_depth = p.a_k == 1 || p.b_k == 1;  // whether K runs along rows
-  const int64_t K = by_depth ? whole(p.K) : p.K, N = whole(p.N);
+  const int64_t K = by_depth ? whole_vectors(p.K, dtype) : p.K, N = whole_vectors(p.N, dtype);
   if ((K == p.K && N == p.N) || p.M * p.N * p.K * p.batch < kPaddedProducts) {
     return multiply_as_is(p, dtype, tf32);
   }
@@ -156,9 +166,14 @@ inline void multiply(const Product& p, Dtype dtype, bool tf32, const Tensor& lik
   Tensor a, b, c;
   if (K != p.K) {
     const bool along = p.a_k == 1;
-    const Rows rows = along ? Rows{p.a, p.batch, p.a_batch, p.M, p.K, p.a_m}
-                            : Rows{p.a, p.batch, p.a_batch, p.K, p.M, p.a_k};
-    a = padded(rows, along ? p.M : K, along ? K : p.M, dtype, copies, like);
+    if (p.group > 0) {
+      const Rows rows{p.a, p.M / p.group, p.a_group, p.group, p.K, p.a_m};
+      a = padded(rows, p.group, K, dtype, copies, like);
+    } else {
+      const Rows rows = along ? Rows{p.a, p.batch, p.a_batch, p.M, p.K, p.a_m}
+                              : Rows{p.a, p.batch, p.a_batch, p.K, p.M, p.a_k};
+      a = padded(rows, along ? p.M : K, along ? K : p.M, dtype, copies, like);
+    }
     q.a = a.const_data_ptr(), q.a_batch = p.M * K;
     q.a_m = along ? K : 1, q.a_k = along ? 1 : p.M;
   }
