@@ -20,6 +20,7 @@
 #endif
 
 #include <algorithm>
+#include <array>
 #include <tuple>
 
 namespace flashcell {
@@ -38,9 +39,7 @@ class Copies {
  public:
   explicit Copies(const Tensor& like) : like_(like) {}
 
-  struct Strides {
-    int64_t of[4];
-  };
+  using Strides = std::array<int64_t, 4>;
 
   void add(Tensor& out, int64_t out_at, Strides out_strides, const Tensor& in, int64_t in_at,
            Strides in_strides, Strides sizes) {
@@ -48,16 +47,14 @@ class Copies {
     copy.out = at(out, out_at), copy.in = at(in, in_at);
     copy.out_type = io_dtype(out, "a result"), copy.in_type = io_dtype(in, "a copy");
     for (int i = 0; i < 4; ++i) {
-      copy.size[i] = sizes.of[i];
-      copy.out_stride[i] = out_strides.of[i], copy.in_stride[i] = in_strides.of[i];
+      copy.size[i] = sizes[i];
+      copy.out_stride[i] = out_strides[i], copy.in_stride[i] = in_strides[i];
     }
-    copy.padded = copy.size[3];
-    copies_.push_back(copy);
+    copy.padded = copy.size[3], copies_.push_back(copy);
   }
 
   // Makes the last copy write zeros behind each of its rows, up to so many elements.
   void pad(int64_t elements) { copies_.back().padded = elements; }
-
   // Makes the last copy add elements of `plus`.
   void plus(const Tensor& plus, int64_t plus_at, Strides strides) {
     Copy& copy = copies_.back();
@@ -65,9 +62,8 @@ class Copies {
                     "summands must have one dtype, got ",
                     torch::headeronly::toString(plus.scalar_type()), " for one of them");
     copy.plus = at(plus, plus_at);
-    for (int i = 0; i < 4; ++i) copy.plus_stride[i] = strides.of[i];
+    for (int i = 0; i < 4; ++i) copy.plus_stride[i] = strides[i];
   }
-
   // Makes the last copy one between rows of a PackedSequence and the engines'.
   void map_rows(const PackedRows& packed, bool out_is_engine, bool turns) {
     Copy& copy = copies_.back();
