@@ -145,7 +145,7 @@ __device__ void move_segments(const Job& job) {
     const int64_t begin = index.at[3] * kSegment + threadIdx.x % 32;
     const Unit* from = static_cast<const Unit*>(job.copy.in) + address.from + begin;
     Unit* to = static_cast<Unit*>(job.copy.out) + address.to + begin;
-    const int read = int(job.copy.size[3] - begin), written = int(job.copy.padded - begin);
+    const int64_t read = job.copy.size[3] - begin, written = job.copy.padded - begin;
     Unit units[kLoads];
 #pragma unroll
     for (int k = 0; k < kLoads; ++k) units[k] = 32 * k < read ? from[32 * k] : Unit{};
