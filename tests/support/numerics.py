@@ -16,9 +16,10 @@ EPS = {
 }
 # Roundings on top of the reference's error, in units of the last place. 16-bit: one, of the output.
 # fp32 and fp64: two functions of 1-2 units each, and two orders to sum D terms, whose difference
-# grows with sqrt(D). For fp64 there is nothing wider to compare with, so this is the whole distance
-# (worst seen 11.4 at D 520).
-UNITS = {torch.bfloat16: 0.5, torch.float16: 0.5, torch.float32: 2.5, torch.float64: 6.0}
+# grows with sqrt(D). For fp64 there is nothing wider to compare with, so this is the whole distance,
+# of both sides' functions: sLSTM has five a step, and torch takes exp from another library on Intel
+# CPUs (worst seen there 11.3 where 10 are summed, elsewhere 11.4 at D 520).
+UNITS = {torch.bfloat16: 0.5, torch.float16: 0.5, torch.float32: 2.5, torch.float64: 8.0}
 UNITS_PER_SUM = {torch.bfloat16: 0.0, torch.float16: 0.0, torch.float32: 0.25, torch.float64: 1.0}
 
 
