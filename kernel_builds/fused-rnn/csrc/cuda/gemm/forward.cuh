@@ -10,9 +10,9 @@ namespace flashcell::cuda::gemm {
 
 // Rounds the initial h to the dtype of x, as the operand of the first matrix product.
 template <typename IO>
-__global__ void __launch_bounds__(kForwardSequences* kQuads) first_operand_kernel(
+__global__ void __launch_bounds__(kSequences* kQuads) first_operand_kernel(
     const __grid_constant__ ForwardParams p, const Step step) {
-  const int64_t s = int64_t(blockIdx.y) * kForwardSequences + threadIdx.x / kQuads;
+  const int64_t s = int64_t(blockIdx.y) * kSequences + threadIdx.x / kQuads;
   const int at = (blockIdx.x * kQuads + threadIdx.x % kQuads) * kQuad;
   if (s >= p.S || at >= step.ND) return;
   float h[kQuad];
@@ -45,12 +45,12 @@ DEVICE void add_bias(float (&x)[Cell::kGates][kQuad], float (&own)[kQuad], const
 }
 
 // Enough thread blocks on an SM keep enough loads in flight; without the limit the compiler
-// takes so many registers that half as many fit.
+// takes so many registers that two fit.
 template <typename Cell, typename IO, typename V>
-__global__ void __launch_bounds__(kForwardSequences* kQuads, Cell::kStates > 2 ? 6 : 8)
+__global__ void __launch_bounds__(kSequences* kQuads, Cell::kStates > 2 ? 3 : 4)
 forward_cells_kernel(const __grid_constant__ ForwardParams p, const Step step) {
   constexpr int kGates = Cell::kGates, kStates = Cell::kStates, kSaved = Cell::kSaved;
-  const int64_t s = int64_t(blockIdx.y) * kForwardSequences + threadIdx.x / kQuads;
+  const int64_t s = int64_t(blockIdx.y) * kSequences + threadIdx.x / kQuads;
   const int at = (blockIdx.x * kQuads + threadIdx.x % kQuads) * kQuad;
   if (s >= p.S || at >= step.ND) return;
   const int head = at / step.D, unit = at - head * step.D;

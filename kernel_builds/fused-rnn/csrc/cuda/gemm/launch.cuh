@@ -9,18 +9,17 @@ namespace flashcell::cuda {
 
 namespace gemm {
 
-// `sequences`: of a thread block. `overlaps`: the kernel may start while the product before it
-// ends.
+// `overlaps`: the kernel may start while the product before it ends.
 template <typename Params>
-void launch_cells(void (*kernel)(Params, Step), const Params& p, const Step& step, int sequences,
+void launch_cells(void (*kernel)(Params, Step), const Params& p, const Step& step,
                   const Launch& launch, bool overlaps) {
   cudaLaunchAttribute early{};
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   early.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(unsigned((step.ND / kQuad + kQuads - 1) / kQuads),
-                        unsigned((p.S + sequences - 1) / sequences));
-  config.blockDim = unsigned(sequences * kQuads), config.stream = launch.stream;
+                        unsigned((p.S + kSequences - 1) / kSequences));
+  config.blockDim = kSequences * kQuads, config.stream = launch.stream;
   config.attrs = &early, config.numAttrs = overlaps && launch.device.code.arch >= 90;
   check(cudaLaunchKernelEx(&config, kernel, p, step));
 }
@@ -65,11 +64,9 @@ void run_forward(const ForwardParams& p, const Launch& launch) {
       multiply<IO>(weight, step.operand, sums, true, p.S, p.N, p.D, G * p.D, on);
     }
     step.t = t, step.clock = clock;
-    launch_cells(&forward_cells_kernel<Cell, IO, V>, p, step, kForwardSequences, on,
-                 step.has_product);
+    launch_cells(&forward_cells_kernel<Cell, IO, V>, p, step, on, step.has_product);
   };
-  if (step.has_product)
-    launch_cells(&first_operand_kernel<IO>, p, step, kForwardSequences, launch, false);
+  if (step.has_product) launch_cells(&first_operand_kernel<IO>, p, step, launch, false);
   run(launch, 0, nullptr);  // also copies the states of sequences that have no steps
   step.has_product = true;
   int* clock = reinterpret_cast<int*>(static_cast<char*>(launch.scratch) + places.clock);
@@ -92,7 +89,7 @@ void run_backward(const BackwardParams& p, const Launch& launch) {
       multiply<IO>(weight, step.operand, sums, false, p.S, heads, depth, p.D, on);
     }
     step.t = t, step.clock = clock;
-    launch_cells(&backward_cells_kernel<Cell, IO, V>, p, step, kSequences, on, step.has_product);
+    launch_cells(&backward_cells_kernel<Cell, IO, V>, p, step, on, step.has_product);
   };
   run(launch, int(p.T) - 1, nullptr);
   step.has_product = true;

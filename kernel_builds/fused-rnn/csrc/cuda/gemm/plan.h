@@ -16,8 +16,7 @@ constexpr size_t kWorkspaceBytes = size_t(32) << 20;  // what cuBLAS recommends 
 constexpr int kGraphSteps = 8;
 constexpr int64_t kLeastSteps = 40;
 constexpr int kSequences = 8, kQuads = 32;  // per thread block; a quad is 4 units
-constexpr int kForwardSequences = 4;        // the same of the forward pass, which sums no biases
-constexpr int64_t kMostSequences = 65535 * int64_t(kForwardSequences);  // 65,535: rows of a grid
+constexpr int64_t kMostSequences = 65535 * int64_t(kSequences);  // a grid has 65,535 rows of blocks
 
 struct Sizes {
   int64_t S, T, N, D;
