@@ -111,7 +111,7 @@ std::tuple<Tensor, Tensors, Tensors> layers_fwd(Tensor x, Tensors state, Tensors
                       at(gates, n * rows * G * P),
                       0,
                       G * P};
-      // Steps read the gates of all sequences: where a copy is made, it is in the order of time.
+      // A step reads the gates of all sequences, so a copy of the input has the order of time.
       if (!s.is_packed && at_gates.batch > at_gates.time && copies_rows(product, s.dtype, tf32)) {
         product.group = s.B, product.a_group = I, product.a_m = T * I;
         by_time = true;

@@ -102,8 +102,8 @@ constexpr std::array<Limit, 3> limits(const Sizes& z, int io_bytes, const Device
            {"a state", elements, kMostElements, "elements"}}};
 }
 
-// The same for the engines that would run the call otherwise. All heads that fit on the GPU at once
-// take 64 sequences a pass in the grid engine.
+// The same for the engines that would run the call otherwise. In one pass the grid engine runs 64
+// sequences of as many heads as fit on the GPU at once.
 constexpr double grid_us(const Sizes& z, const Device& device) {
   const int64_t heads = std::max<int64_t>(1, device.sms / divide_up(z.D, 16));
   const double passes = double(divide_up(divide_up(z.S, 64) * z.N, heads));

@@ -44,8 +44,8 @@ DEVICE void add_bias(float (&x)[Cell::kGates][kQuad], float (&own)[kQuad], const
   }
 }
 
-// Enough thread blocks on an SM keep enough loads in flight; without the limit the compiler
-// takes so many registers that two fit.
+// So many thread blocks on an SM keep enough loads in flight. Without this limit the compiler takes
+// so many registers that only two fit.
 template <typename Cell, typename IO, typename V>
 __global__ void __launch_bounds__(kSequences* kQuads, Cell::kStates > 2 ? 3 : 4)
 forward_cells_kernel(const __grid_constant__ ForwardParams p, const Step step) {

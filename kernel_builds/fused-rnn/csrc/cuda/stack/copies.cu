@@ -31,10 +31,10 @@ struct Job {
   int64_t last;       // units of a row, padded, or its segments
   int64_t count;      // of all rows
   int unit_bytes;     // of what one load reads; 0 if elements are converted or added
-  bool has_segments;  // which warps move
+  bool has_segments;  // whether warps move segments of rows
   Divisor d1, d2, d3;
 
-  int64_t blocks() const {  // in which every thread has one turn
+  int64_t blocks() const {  // thread blocks, if every thread has one turn
     const int64_t of_block = has_segments ? kThreads / 32 : kThreads * kPerThread;
     return (count + of_block - 1) / of_block;
   }

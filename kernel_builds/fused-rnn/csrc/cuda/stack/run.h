@@ -122,7 +122,7 @@ inline constexpr int64_t kPaddedProducts = 500'000'000;
 
 // The length of a copied row: a multiple of 32 bytes, which is what the L2 cache reads. Rows that
 // are whole vectors stay as they are.
-inline int64_t whole_vectors(int64_t n, Dtype dtype) {
+inline int64_t padded_length(int64_t n, Dtype dtype) {
   const int64_t vector = dtype == Dtype::kFloat ? 4 : 8;
   return n % vector == 0 ? n : (n + 2 * vector - 1) / (2 * vector) * (2 * vector);
 }
@@ -130,7 +130,7 @@ inline int64_t whole_vectors(int64_t n, Dtype dtype) {
 // Whether a product of rows of a, which are contiguous, goes through a copy of a.
 inline bool copies_rows(const Product& p, Dtype dtype, bool tf32) {
   const bool splits = dtype == Dtype::kFloat && !tf32;  // exact products may read them as they are
-  return p.a_k == 1 && !splits && whole_vectors(p.K, dtype) != p.K &&
+  return p.a_k == 1 && !splits && padded_length(p.K, dtype) != p.K &&
          p.M * p.N * p.K * p.batch >= kPaddedProducts;
 }
 
@@ -158,7 +158,7 @@ inline Tensor padded(const Rows& from, int64_t rows, int64_t columns, Dtype dtyp
 inline void multiply(const Product& p, Dtype dtype, bool tf32, const Tensor& like) {
   if (multiply_split(p, dtype, tf32, false, like)) return;
   const bool by_depth = p.a_k == 1 || p.b_k == 1;  // whether K runs along rows
-  const int64_t K = by_depth ? whole_vectors(p.K, dtype) : p.K, N = whole_vectors(p.N, dtype);
+  const int64_t K = by_depth ? padded_length(p.K, dtype) : p.K, N = padded_length(p.N, dtype);
   if ((K == p.K && N == p.N) || p.M * p.N * p.K * p.batch < kPaddedProducts) {
     return multiply_as_is(p, dtype, tf32);
   }
