@@ -17,6 +17,8 @@ torch.set_default_device(DEVICE)
 # One thread also in the processes that tests start: two in each of pytest-xdist's workers would mostly
 # wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# What an op allocates is NaN until it writes it. It is read once, when the op first allocates.
+os.environ.setdefault("FLASHCELL_FILL_MEMORY", "1")
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
@@ -88,8 +90,8 @@ def disjoint_gradients():
 
 @pytest.fixture
 def poisoned():
-    """Fills torch.empty with NaN, so that elements which are never written show up. The ops allocate
-    by torch's C interface, which does not fill: what they allocate themselves is not covered."""
+    """Fills torch.empty with NaN, so that elements which are never written show up. Memory that an op
+    allocates itself is filled by FLASHCELL_FILL_MEMORY."""
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield

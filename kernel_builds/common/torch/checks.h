@@ -4,6 +4,8 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <cmath>
+#include <cstdlib>
 #include <initializer_list>
 #include <new>
 #include <optional>
@@ -99,6 +101,23 @@ inline ScalarType state_dtype(const Tensor& tensor) {
   return tensor.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
 }
 
+// Whether new memory is filled with bytes of 255, which are NaN in every floating-point dtype. The
+// tests ask for it, so that elements which are read but never written show up.
+inline bool fills_memory() {
+  static const bool fills = [] {
+    const char* wanted = std::getenv("FLASHCELL_FILL_MEMORY");
+    return wanted != nullptr && *wanted != 0 && *wanted != '0';
+  }();
+  return fills;
+}
+
+inline void fill(Tensor& tensor) {
+  const ScalarType dtype = tensor.scalar_type();
+  const bool integer =
+      dtype == ScalarType::Byte || dtype == ScalarType::Int || dtype == ScalarType::Long;
+  torch::stable::fill_(tensor, dtype == ScalarType::Byte ? 255 : integer ? -1 : std::nan(""));
+}
+
 // Returns a new tensor. torch::stable::new_empty would look the op up by name at every call.
 inline Tensor empty(const Shape& shape, ScalarType dtype, int32_t device_type,
                     int32_t device_index) {
@@ -111,7 +130,9 @@ inline Tensor empty(const Shape& shape, ScalarType dtype, int32_t device_type,
       int64_t(shape.size()), shape.data(), strides.data(), detail::to<int32_t>(detail::from(dtype)),
       device_type, device_index, &tensor);
   if (error) throw std::bad_alloc();
-  return Tensor(tensor);
+  Tensor result(tensor);
+  if (fills_memory()) fill(result);
+  return result;
 }
 
 // Returns a contiguous tensor that, on CUDA, is aligned for the widest loads: a slice of another

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstring>
 #include <new>
 #include <utility>
 #include <vector>
@@ -112,13 +113,14 @@ inline IdleScratch& idle_scratch() {
 inline void* allocate(int64_t bytes) {
   constexpr int64_t kHugePage = 2 << 20;
   if (bytes < 0) throw std::bad_alloc();  // more than 2^63 bytes
-  if (bytes >= IdleScratch::kLeast) {
-    if (void* idle = idle_scratch().take(bytes)) return idle;
+  void* pointer = bytes >= IdleScratch::kLeast ? idle_scratch().take(bytes) : nullptr;
+  if (pointer == nullptr) {
+    const int64_t alignment = bytes >= kHugePage ? kHugePage : 64;
+    pointer = std::aligned_alloc(alignment, (bytes + alignment - 1) / alignment * alignment);
+    if (pointer == nullptr) throw std::bad_alloc();
+    prefer_huge_pages(pointer, bytes);
   }
-  const int64_t alignment = bytes >= kHugePage ? kHugePage : 64;
-  void* pointer = std::aligned_alloc(alignment, (bytes + alignment - 1) / alignment * alignment);
-  if (pointer == nullptr) throw std::bad_alloc();
-  prefer_huge_pages(pointer, bytes);
+  if (fills_memory()) std::memset(pointer, 255, bytes);
   return pointer;
 }
 

@@ -152,6 +152,10 @@ def test_third_derivatives_are_refused(fused_rnn, name):
             d = dx.pow(2).sum()
         return dx
 
+    if name not in fused_rnn.kept_steps.STEPS:
+        with pytest.raises(RuntimeError, match=rf"no second derivatives of {name}.*'reference'"):
+            differentiate(2)
+        return
     assert differentiate(2).isfinite().all()
     with pytest.raises(RuntimeError, match=r"third derivatives.*backend='reference'"):
         differentiate(3)

@@ -84,7 +84,7 @@ constexpr bool gemm_can_run(const Problem& p) {
 // The engine that would run the call if there were no gemm engine.
 constexpr Engine select_own(const Problem& p, const Device& device) {
   const Engine matrix = select_matrix(p, device);
-  const bool fma = fma_can_run(p, device) && fma::is_faster(p.D, p.gates, matrix);
+  const bool fma = fma_can_run(p, device) && fma::is_faster(p.S, p.N, p.D, p.gates, matrix, device);
   return fma ? Engine::kFma : matrix;
 }
 

@@ -104,6 +104,11 @@ class Gradients(torch.autograd.Function):
     def backward(ctx, u, dweight, dbias, dstate):
         if ctx.third:
             raise RuntimeError(NO_THIRD)
+        if ctx.cell.name not in STEPS:
+            raise RuntimeError(
+                f"fused_rnn has no second derivatives of {ctx.cell.name}, which has no step in "
+                "kept_steps.py: pass backend='reference'"
+            )
         for name, clip in zip(("grad_clip", "clip_state"), ctx.clips):
             if clip is not None:
                 raise RuntimeError(
