@@ -158,12 +158,15 @@ constexpr int tile(int64_t S, int64_t N, int64_t D, int gates, const Device& dev
 }
 
 // Whether this engine is faster than `other`, the engine with matrix instructions (or step, for
-// exact fp32) that runs the call otherwise. In tf32 this one is faster while a thread block or a
-// cluster runs one sequence and has its SMs to itself: a step of a gru of 16, 64 and 128 units
-// takes 0.36, 0.52 and 0.7 us, in the block engine 0.46 and 0.63, in the grid engine 1.2 (H200).
+// exact fp32) that runs the call otherwise. In tf32 it is faster than the grid engine while each
+// cluster runs one sequence: a step of a gru of 128 units takes 0.7 us instead of 1.2, of an lstm
+// 0.95 instead of 1.2, with four sequences 1.45 and 1.65. Up to 64 units it is faster for a gru
+// alone, while each thread block has an SM: 0.36 and 0.52 us for 16 and 64 units, in the block
+// engine 0.46 and 0.63; of an lstm both take 0.58, and of an slstm it takes 0.65 instead of 0.56
+// (H200).
 constexpr bool is_faster(int64_t S, int64_t N, int64_t D, int gates, Engine other,
                          const Device& device) {
-  if (other == Engine::kBlock) return S * N <= device.sms;
+  if (other == Engine::kBlock) return gates == 3 && S * N <= device.sms;
   if (other != Engine::kGrid) return other == Engine::kStep;
   return members(gates, D) == 1 || S * N <= at_once(D, gates, device);
 }
