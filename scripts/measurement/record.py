@@ -43,9 +43,9 @@ def cpu_name(cpuinfo: str, requested: str | None = None) -> str:
     found = dict(re.findall(r"^(\S[^\t:]*?)\s*:\s*(.*)$", cpuinfo, re.MULTILINE))
     flags = set(found["flags"].split())
     isa = "AVX2" if {"avx2", "fma", "bmi1", "bmi2", "f16c"} <= flags else "x86-64"
-    wide = {f"avx512{part}" for part in ("f", "cd", "bw", "dq", "vl", "_bf16")}
-    isa = "AVX512-BF16" if isa == "AVX2" and wide <= flags else isa
-    isa = {"baseline": "x86-64", "avx2": "AVX2"}.get(requested or "", isa)
+    if isa == "AVX2" and {f"avx512{part}" for part in ("f", "cd", "bw", "dq", "vl")} <= flags:
+        isa = "AVX512-BF16" if "avx512_bf16" in flags else "AVX512"
+    isa = {"baseline": "x86-64", "avx2": "AVX2", "avx512": "AVX512"}.get(requested or "", isa)
     amd = found.get("vendor_id") == "AuthenticAMD"
     core = [zen(int(found["cpu family"]), int(found["model"]))] if amd else []
     return f"{found['model name']} ({', '.join([*core, isa])})"

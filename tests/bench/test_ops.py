@@ -242,7 +242,8 @@ OLD = "sse2 sse4_2 avx"
         ("AuthenticAMD", 26, 2, ZEN_5, "avx2", "Some CPU (Zen 5, AVX2)"),
         ("AuthenticAMD", 23, 49, ZEN_3, None, "Some CPU (Zen 2, AVX2)"),
         ("AuthenticAMD", 21, 2, OLD, None, "Some CPU (family 21, x86-64)"),
-        ("GenuineIntel", 6, 85, ZEN_5.replace("avx512_bf16", "vnni"), None, "Some CPU (AVX2)"),
+        ("AuthenticAMD", 26, 2, ZEN_5, "avx512", "Some CPU (Zen 5, AVX512)"),
+        ("GenuineIntel", 6, 85, ZEN_5.replace("avx512_bf16", "vnni"), None, "Some CPU (AVX512)"),
         ("GenuineIntel", 6, 143, ZEN_5, "baseline", "Some CPU (x86-64)"),
     ],
 )

@@ -42,7 +42,7 @@ def axpy(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("machine", "levels"),
-    [("x86_64", ["avx2", "avx512"]), ("aarch64", [])],
+    [("x86_64", ["avx2", "avx512", "avx512_bf16"]), ("aarch64", [])],
 )
 @pytest.mark.parametrize("name", ["fused-rnn", "diagonal-rnn", "tfla"])
 def test_names_and_sources(name, machine, levels):

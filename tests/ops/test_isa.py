@@ -15,7 +15,8 @@ from cases import DEVICE
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="about the CPU")
 TESTS = Path(__file__).parents[1]
 FLAGS = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-NEEDS = {"baseline": (), "avx2": ("avx2", "fma", "f16c"), "avx512": ("avx512bw", "avx512_bf16")}
+NEEDS = {"baseline": (), "avx2": ("avx2", "fma", "f16c"), "avx512": ("avx512bw", "avx512vl")}
+NEEDS["avx512_bf16"] = (*NEEDS["avx512"], "avx512_bf16")
 if platform.machine() == "aarch64":  # under emulation /proc/cpuinfo is the host's
     FLAGS = "bf16" if ctypes.CDLL(None).getauxval(26) & 1 << 14 else ""  # AT_HWCAP2, HWCAP2_BF16
     NEEDS = {"baseline": (), "neon_bf16": ("bf16",)}

@@ -5,5 +5,5 @@
 #if defined(__aarch64__)
 #define FLASHCELL_LEVELS(USE) USE(baseline) USE(neon_bf16)
 #else
-#define FLASHCELL_LEVELS(USE) USE(baseline) USE(avx2) USE(avx512)
+#define FLASHCELL_LEVELS(USE) USE(baseline) USE(avx2) USE(avx512) USE(avx512_bf16)
 #endif

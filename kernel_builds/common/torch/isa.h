@@ -43,13 +43,15 @@ inline std::vector<Level> levels() {
   const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
                         __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2") &&
                         has_f16c_and_lzcnt();
-  const bool has_avx512 =
-      has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512cd") &&
-      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bf16");
+  const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") &&
+                          __builtin_cpu_supports("avx512cd") &&
+                          __builtin_cpu_supports("avx512bw") &&
+                          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  const bool has_bf16 = has_avx512 && __builtin_cpu_supports("avx512bf16");
   return {{"baseline", true, ""},
           {"avx2", has_avx2, "AVX2, FMA or F16C"},
-          {"avx512", has_avx512, "AVX-512 or AVX512-BF16"}};
+          {"avx512", has_avx512, "AVX-512 (F, CD, BW, DQ and VL)"},
+          {"avx512_bf16", has_bf16, "AVX-512 or AVX512-BF16"}};
 }
 
 #endif

@@ -1,4 +1,3 @@
-// The engine for -march=x86-64-v4 -mavx512bf16: AVX-512 with bf16 products (build.toml sets the
-// flags).
+// The engine for -march=x86-64-v4: AVX-512 (build.toml sets the flags).
 #define FLASHCELL_ISA avx512
 #include "backend.h"
