@@ -124,11 +124,11 @@ void panel_product(const Element<IO>* const* rows, int count, int64_t k_begin, i
 }
 
 // Multiplies a panel that is stored in parts, over its whole depth.
-template <typename IO, int NV>
+template <typename IO, int NV, int kStride = NV * Vec<State<IO>>::kWidth>
 FN void parts_product(const Element<IO>* const* rows, int count, int64_t depth,
                       const Element<IO>* panel, State<IO>* c) {
   constexpr int kPart = kPartVectors<NV>, kColumns = kPart * Vec<State<IO>>::kWidth;
-  constexpr int kStride = NV * Vec<State<IO>>::kWidth, kParts = NV / kPart;
+  constexpr int kParts = NV / kPart;
   const int64_t part = depth * kColumns;
   // With one or two rows, the sums of one part are too few to hide the latency of a multiply-add,
   // so several parts are multiplied together.
@@ -150,6 +150,23 @@ FN void parts_product(const Element<IO>* const* rows, int count, int64_t depth,
   for (int i = 0; i < kParts; ++i, panel += part, c += kColumns) {
     panel_product<IO, kPart, kStride>(rows, count, 0, depth, panel, c);
   }
+}
+
+// The last panel of a matrix has only the vectors that it needs, at most four: padding to whole
+// panels would double the products of a head of 32 units.
+constexpr int part_of(int vectors) {
+  constexpr int kParts[] = {1, 1, kPartVectors<2>, kPartVectors<3>, kPartVectors<4>};
+  return kParts[vectors];
+}
+template <typename IO, int kStride, int NV = 4>
+FN void narrow_product(int vectors, const Element<IO>* const* rows, int count, int64_t depth,
+                       const Element<IO>* panel, State<IO>* c) {
+  if constexpr (NV > 1) {
+    if (vectors < NV) {
+      return narrow_product<IO, kStride, NV - 1>(vectors, rows, count, depth, panel, c);
+    }
+  }
+  parts_product<IO, NV, kStride>(rows, count, depth, panel, c);
 }
 
 }  // namespace flashcell::FLASHCELL_ISA

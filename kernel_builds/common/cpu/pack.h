@@ -64,11 +64,11 @@ FN Vec<State<IO>> load_lanes(const IO* from, int count) {
   }
 }
 
-// Returns the offset of vector v, within its part, of a panel of NV vectors and `depth` rows.
-template <typename IO, int NV>
-FN Element<IO>* panel_vector(Element<IO>* panel, int64_t depth, int v) {
-  constexpr int kPart = kPartVectors<NV>, kWidth = Vec<State<IO>>::kWidth;
-  return panel + v / kPart * depth * kPart * kWidth + v % kPart * kWidth * Product<IO>::kDepth;
+// Returns where vector v begins in a panel of `depth` rows whose parts have `part` vectors.
+template <typename IO>
+FN Element<IO>* panel_vector(Element<IO>* panel, int64_t depth, int v, int part) {
+  constexpr int kWidth = Vec<State<IO>>::kWidth;
+  return panel + v / part * depth * part * kWidth + v % part * kWidth * Product<IO>::kDepth;
 }
 
 // Packs one register's width of columns that are contiguous along k, to the depth one register
@@ -95,8 +95,11 @@ void pack_vector(Element<IO>* to, int panel_vectors, const IO* from, int64_t k_s
   constexpr int kWidth = Vec<State<IO>>::kWidth, kDepth = Product<IO>::kDepth;
   const int64_t step = int64_t(panel_vectors) * kWidth * kDepth;
   if (n_stride == 1) {
+    // Rows lie pages apart, so the CPU does not prefetch them by itself.
+    constexpr int kAhead = 16;
     for (int64_t k = 0; k < depth; k += kDepth, to += step) {
       const IO* source = from + k * k_stride;
+      for (int d = 0; d < kDepth; ++d) __builtin_prefetch(source + (kAhead + d) * k_stride);
       if constexpr (kDepth == 1) {
         widen(to, source, columns);
       } else {

@@ -55,6 +55,10 @@ struct Backward {
   int lanes(int64_t unit) const {
     return p.D - unit >= V::kWidth ? V::kWidth : p.D > unit ? int(p.D - unit) : 0;
   }
+  int vectors_of(int64_t panel) const {
+    const int64_t left = (p.D - panel * kPanelUnits + V::kWidth - 1) / V::kWidth;
+    return left < kVectors ? int(left) : kVectors;
+  }
   bool reset(const Sequence& s, int64_t t) const { return Walk{p, host}.reset(s, t); }
   bool hold(const Sequence& s, int64_t t) const { return Walk{p, host}.hold(s, t); }
 
@@ -97,15 +101,14 @@ struct Backward {
     });
     if (!multiplies) return;
     parallel_for(host, p.N * panels, [&](int64_t i) {
-      for (int v = 0; v < kVectors * kGates; ++v) {
-        const int64_t gate = v / kVectors, head = i / panels;
-        const int64_t unit = i % panels * kPanelUnits + v % kVectors * V::kWidth;
-        constexpr int kPart = kPartVectors<kVectors>;
-        pack_vector<IO>(
-            panel_vector<IO, kVectors>(weights + i * depth * kStride, depth, v % kVectors) +
-                gate * gate_depth * kPart * V::kWidth,
-            kPart, (const IO*)p.weight + (gate * p.N + head) * p.D * p.D + unit, p.D, 1, p.D,
-            lanes(unit));
+      const int vectors = vectors_of(i % panels), part = part_of(vectors);
+      for (int v = 0; v < vectors * kGates; ++v) {
+        const int64_t gate = v / vectors, head = i / panels;
+        const int64_t unit = i % panels * kPanelUnits + v % vectors * V::kWidth;
+        pack_vector<IO>(panel_vector<IO>(weights + i * depth * kStride, depth, v % vectors, part) +
+                            gate * gate_depth * part * V::kWidth,
+                        part, (const IO*)p.weight + (gate * p.N + head) * p.D * p.D + unit, p.D, 1,
+                        p.D, lanes(unit));
       }
     });
   }
@@ -121,7 +124,7 @@ struct Backward {
     }
     alignas(kVectorBytes) T products[kChunk * kStride];
     if (!cut) {
-      parts_product<IO, kVectors>(rows, count, depth,
+      narrow_product<IO, kStride>(vectors_of(panel), rows, count, depth,
                                   weights + (head * panels + panel) * depth * kStride, products);
     }
     for (int u = 0; u < kVectors; ++u) {

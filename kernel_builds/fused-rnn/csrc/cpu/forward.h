@@ -51,6 +51,11 @@ struct Forward {
   const E* panel_weights(int64_t head, int64_t panel) const {
     return weights + (head * panels + panel) * depth * kStride;
   }
+  // Of one gate, the last panel has fewer vectors; of several gates every panel has one of each.
+  int vectors_of(int64_t panel) const {
+    const int64_t left = (p.D - panel * kPanelUnits + V::kWidth - 1) / V::kWidth;
+    return kGates == 1 && left < kVectors ? int(left) : kVectors;
+  }
   const IO* weight_rows(int64_t head, int gate) const {
     return (const IO*)p.weight + (gate * p.N + head) * p.D * p.D;
   }
@@ -93,11 +98,12 @@ struct Forward {
     });
     if (!packed) return;
     parallel_for(host, p.N * panels, [&](int64_t i) {
-      for (int v = 0; v < kVectors; ++v) {
+      const int vectors = vectors_of(i % panels);
+      const int part = vectors == kVectors ? kPartVectors<kVectors> : part_of(vectors);
+      for (int v = 0; v < vectors; ++v) {
         const int64_t head = i / panels, unit = i % panels * kPanelUnits + v / kGates * V::kWidth;
-        pack_vector<IO>(panel_vector<IO, kVectors>(weights + i * depth * kStride, depth, v),
-                        kPartVectors<kVectors>, weight_rows(head, v % kGates) + unit * p.D, 1, p.D,
-                        p.D, lanes(unit));
+        pack_vector<IO>(panel_vector<IO>(weights + i * depth * kStride, depth, v, part), part,
+                        weight_rows(head, v % kGates) + unit * p.D, 1, p.D, p.D, lanes(unit));
       }
     });
   }
@@ -120,6 +126,9 @@ struct Forward {
     alignas(kVectorBytes) T products[kChunk * kStride];
     if (t == 0 && begins_with_zeros) {
       memset(products, 0, count * kStride * sizeof(T));
+    } else if (packed && kGates == 1) {
+      narrow_product<IO, kStride>(vectors_of(panel), rows, count, depth, panel_weights(head, panel),
+                                  products);
     } else if (packed) {
       parts_product<IO, kVectors>(rows, count, depth, panel_weights(head, panel), products);
     } else {

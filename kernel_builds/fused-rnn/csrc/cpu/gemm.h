@@ -27,6 +27,10 @@ struct Gemm {
   const Host host = fitting(caller, multiply_adds());
   const int64_t depth = padded_depth<IO>(p.K);
   const int64_t panels = (p.N + kStride - 1) / kStride;
+  // The last panel has only the vectors that it needs: of 96 columns a quarter would be padding.
+  const int last_vectors = int((p.N - (panels - 1) * kStride + V::kWidth - 1) / V::kWidth);
+
+  int vectors_of(int64_t panel) const { return panel + 1 == panels ? last_vectors : kVectors; }
 
   int64_t multiply_adds() const { return p.batch * p.M * p.N * p.K; }
 
@@ -37,11 +41,12 @@ struct Gemm {
     Scratch<E> packed(host, p.batch_b * panels * depth * kStride);
     parallel_for(host, p.batch_b * panels, [&](int64_t i) {
       const IO* b = (const IO*)p.b + i / panels * p.b_batch;
-      for (int v = 0; v < kVectors; ++v) {
+      const int vectors = vectors_of(i % panels);
+      for (int v = 0; v < vectors; ++v) {
         const int64_t n = i % panels * kStride + v * V::kWidth;
         const int64_t left = p.N - n < V::kWidth ? p.N - n : V::kWidth;
-        pack_vector<IO>(packed + i * depth * kStride + v * V::kWidth * Product<IO>::kDepth,
-                        kVectors, b + n * p.b_n, p.b_k, p.b_n, p.K, left > 0 ? int(left) : 0);
+        pack_vector<IO>(packed + i * depth * kStride + v * V::kWidth * Product<IO>::kDepth, vectors,
+                        b + n * p.b_n, p.b_k, p.b_n, p.K, int(left));
       }
     });
     const int64_t row_blocks = (p.M + kRowBlock - 1) / kRowBlock;
@@ -72,15 +77,23 @@ struct Gemm {
         pointers[m] = direct ? (const E*)a + m * p.a_m : copy + m * kDepthBlock - k;
       }
       for (int64_t i = 0; i < count; ++i) {
-        panel_product<IO, kVectors>(pointers, int(rows), k, end,
-                                    packed + (panel0 + i) * depth * kStride,
-                                    c + i * rows * kStride);
+        multiply<kVectors>(vectors_of(panel0 + i), pointers, int(rows), k, end,
+                           packed + (panel0 + i) * depth * kStride, c + i * rows * kStride);
         if (end < depth) continue;
         for (int64_t m = 0; m < rows; ++m) {
           write(batch, m0 + m, (panel0 + i) * kStride, c + (i * rows + m) * kStride);
         }
       }
     }
+  }
+
+  template <int NV>
+  static FN void multiply(int vectors, const E* const* rows, int count, int64_t k_begin,
+                          int64_t k_end, const E* panel, T* c) {
+    if constexpr (NV > 1) {
+      if (vectors < NV) return multiply<NV - 1>(vectors, rows, count, k_begin, k_end, panel, c);
+    }
+    panel_product<IO, NV, kStride>(rows, count, k_begin, k_end, panel, c);
   }
 
   // Copies [rows][kDepthBlock] elements from rows or columns of a; an odd last k is padded with 0.
