@@ -260,10 +260,22 @@ def _obstacle_on_gpu(module: Any, kind: int, weight: Tensor) -> str | None:
     return None
 
 
+def _cpu_name() -> str:
+    """Returns the CPU's name as Linux has it, such as "AMD EPYC 9R14"."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            for line in lines:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return "CPU"
+
+
 def describe(device: int) -> Device:
     """Describes a GPU by its index, or the CPU with -device threads."""
     if device < 0:
         bits = VECTORS.get(torch.backends.cpu.get_cpu_capability(), 128)
-        return Device("cpu", "CPU", bits, -device)
+        return Device("cpu", _cpu_name(), bits, -device)
     gpu = torch.cuda.get_device_properties(device)
     return Device("cuda", gpu.name, 10 * gpu.major + gpu.minor, gpu.multi_processor_count)

@@ -13,9 +13,10 @@ has the same format:
       "margin": 1.1, "torch": {"cudnn inference bf16": {"call": 60.0, "step": 9.1}},
       "kernel": {"grid inference bf16": {"call": 90.0, "step": 2.3}}, "source": "..."}]}
 
-`units` are a GPU's multiprocessors or a CPU's threads, `capability` a GPU's compute capability
-times 10 or the bits of a CPU's vectors. Our kernels run where torch.nn's time is predicted to be at
-least `margin` times theirs; the fit chooses the margin by calls that it has not seen.
+`name` is a part of the device's name, of a CPU its maker. `units` are a GPU's multiprocessors or a
+CPU's threads, `capability` a GPU's compute capability times 10 or the bits of a CPU's vectors. Our
+kernels run where torch.nn's time is predicted to be at least `margin` times theirs; the fit chooses
+the margin by calls that it has not seen.
 """
 
 import json
@@ -139,7 +140,8 @@ def predict(entry: dict[str, Any], call: Call) -> Prediction | None:
 
 
 def nearest(entries: Sequence[dict[str, Any]], device: Device) -> dict[str, Any] | None:
-    """Returns the entry of the device, or else the one nearest in capability and then in units."""
+    """Returns the entry of the device, or else the one nearest in capability, then of the same name
+    (of CPUs the maker's) and then in units."""
     alike = [e for e in entries if e["device"] == device.device]
 
     def distance(entry: dict[str, Any]) -> tuple[float, ...]:

@@ -98,8 +98,9 @@ def test_the_nearest_device():
         table(1, 1, device="cuda", name="NVIDIA H100", capability=90, units=132),
         table(1, 1, device="cuda", name="NVIDIA H200", capability=90, units=132),
         table(1, 1, device="cuda", name="NVIDIA A100", capability=80, units=108),
-        table(1, 1, name="CPU", units=1),
-        table(1, 1, name="CPU", units=8),
+        table(1, 1, name="AMD", units=1),
+        table(1, 1, name="AMD", units=8),
+        table(1, 1, name="Intel", units=2),
     ]
     found = lambda *device: nearest(entries, Device(*device))
     assert found("cuda", "NVIDIA H200", 90, 132)["name"] == "NVIDIA H200"
@@ -108,8 +109,10 @@ def test_the_nearest_device():
     assert found("cuda", "NVIDIA L4", 89, 58)["capability"] == 90
     assert found("cuda", "NVIDIA A10", 86, 72)["capability"] == 90
     assert found("cuda", "NVIDIA A30", 80, 56)["name"] == "NVIDIA A100"
-    assert found("cpu", "CPU", 512, 2)["units"] == 1
-    assert found("cpu", "CPU", 512, 64)["units"] == 8
+    assert found("cpu", "AMD EPYC 9R14", 512, 2) == entries[3]
+    assert found("cpu", "AMD EPYC 9R14", 256, 64) == entries[4]
+    assert found("cpu", "Intel(R) Xeon(R) Processor @ 2.50GHz", 512, 64) == entries[5]
+    assert found("cpu", "CPU", 512, 2) == entries[5]
     assert nearest(entries[:3], Device("cpu", "CPU", 512, 2)) is None
 
 
