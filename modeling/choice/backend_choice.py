@@ -263,7 +263,7 @@ def _obstacle_on_gpu(module: Any, kind: int, weight: Tensor) -> str | None:
 def _cpu_name() -> str:
     """Returns the CPU's name as Linux has it, such as "AMD EPYC 9R14"."""
     try:
-        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
             for line in lines:
                 if line.startswith("model name"):
                     return line.partition(":")[2].strip()
