@@ -32,7 +32,7 @@ def main() -> None:
 
         print(f"flashcell {__version__}")
     elif name == "serve":
-        from .serving.command import main as serve
+        from .serving.replicas.command import main as serve
 
         serve(rest)
     elif name not in COMMANDS:

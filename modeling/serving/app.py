@@ -50,26 +50,8 @@ class Server:
     body_seconds: float = 30.0  # for the body of a request
     created: int = field(default_factory=lambda: int(time.time()))
 
-    async def read_body(self, request: Request) -> bytes:
-        """Returns the body of a request, if it is JSON, not too large and not too slow."""
-        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json":  # a page of another site could send others unasked
-            raise ApiError(
-                415, f"content-type is {kind or 'missing'!r:.60}, but must be application/json"
-            )
-        if request.headers.get("content-encoding", "identity") != "identity":
-            raise ApiError(415, "content-encoding must be left out")
-        most = self.protocol.limits.body_bytes
-        length = request.headers.get("content-length", "0")
-        if length.isdigit() and int(length) > most:
-            raise ApiError(413, f"the body has {length:.20} bytes, but may have {most}")
-        try:
-            return await asyncio.wait_for(receive_all(request, most), self.body_seconds)
-        except (asyncio.TimeoutError, TimeoutError):
-            raise ApiError(408, f"the body took more than {self.body_seconds:g} s") from None
-
     async def answer(self, request: Request, read: Callable[[bytes], Asked]) -> Response:
-        body = await self.read_body(request)
+        body = await read_body(request, self.protocol.limits.body_bytes, self.body_seconds)
         if len(body) > SMALL or (self.states is not None and self.states.folder is not None):
             asked, choices = await asyncio.to_thread(self.prepare, read, body)
         else:
@@ -156,6 +138,24 @@ async def until_gone(receive: Any, answer: Answer) -> None:
     answer.leave()
 
 
+async def read_body(request: Request, most: int, seconds: float) -> bytes:
+    """Returns the body of a request, if it is JSON, not too large and not too slow."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":  # a page of another site could send others unasked
+        raise ApiError(
+            415, f"content-type is {kind or 'missing'!r:.60}, but must be application/json"
+        )
+    if request.headers.get("content-encoding", "identity") != "identity":
+        raise ApiError(415, "content-encoding must be left out")
+    length = request.headers.get("content-length", "0")
+    if length.isdigit() and int(length) > most:
+        raise ApiError(413, f"the body has {length:.20} bytes, but may have {most}")
+    try:
+        return await asyncio.wait_for(receive_all(request, most), seconds)
+    except (asyncio.TimeoutError, TimeoutError):
+        raise ApiError(408, f"the body took more than {seconds:g} s") from None
+
+
 async def receive_all(request: Request, most: int) -> bytes:
     parts, size = list[bytes](), 0
     while True:
@@ -170,17 +170,8 @@ async def receive_all(request: Request, most: int) -> bytes:
             return b"".join(parts)
 
 
-def make_app(server: Server) -> Any:
-    """Returns the ASGI application."""
-
-    @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        server.engine.start(asyncio.get_running_loop())
-        yield
-        await server.engine.stop()
-        if server.states is not None and server.states.folder is not None:
-            await asyncio.to_thread(server.states.folder.close)
-
+def plain_app(lifespan: Any = None) -> FastAPI:
+    """Returns an application that has the page at / alone, and answers errors in OpenAI's form."""
     app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
 
     @app.exception_handler(ApiError)
@@ -199,6 +190,26 @@ def make_app(server: Server) -> Any:
     @app.exception_handler(Exception)
     async def unexpected(_: Request, error: Exception) -> Response:
         return response_of(of_server("the server failed; its log says why"))
+
+    @app.get("/")
+    async def page() -> Response:
+        return Response(PAGE.read_bytes(), media_type="text/html; charset=utf-8", headers=SECURITY)
+
+    return app
+
+
+def make_app(server: Server) -> Any:
+    """Returns the ASGI application."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        server.engine.start(asyncio.get_running_loop())
+        yield
+        await server.engine.stop()
+        if server.states is not None and server.states.folder is not None:
+            await asyncio.to_thread(server.states.folder.close)
+
+    app = plain_app(lifespan)
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
@@ -235,9 +246,5 @@ def make_app(server: Server) -> Any:
     @app.get("/metrics")
     async def metrics() -> Response:
         return Response(server.metrics.text(), media_type="text/plain; version=0.0.4")
-
-    @app.get("/")
-    async def page() -> Response:
-        return Response(PAGE.read_bytes(), media_type="text/html; charset=utf-8", headers=SECURITY)
 
     return Door(app, server.metrics, server.key, server.hosts)

@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -19,7 +20,8 @@ MIB = 2**20
 NEEDED = "fastapi, uvicorn, httptools, jinja2, prometheus_client"
 
 
-def parse_arguments(given: list[str]) -> argparse.Namespace:
+def make_parser() -> argparse.ArgumentParser:
+    """Returns the parser of the options of one server."""
     summary, _, manual = (__doc__ or "").partition("\n")
     parser = argparse.ArgumentParser(
         prog="flashcell serve", description=summary, epilog=manual,
@@ -59,7 +61,7 @@ def parse_arguments(given: list[str]) -> argparse.Namespace:
         help="a file of save_state with its input_ids: prompts that begin so go on there")  # fmt: skip
     add("--shutdown-seconds", type=count(1),
         help="what runs may take after SIGTERM; without it all of it finishes")  # fmt: skip
-    return parser.parse_args(given)
+    return parser
 
 
 def count(least: int, most: int | None = None) -> Any:
@@ -140,6 +142,12 @@ def make_server(model: Any, tokenizer: Any, arguments: argparse.Namespace) -> An
     )  # fmt: skip
 
 
+def load_server(arguments: argparse.Namespace) -> Any:
+    """Returns the Server around the model that the arguments name."""
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    return make_server(*load(arguments), arguments)
+
+
 def make_decode(tokenizer: Any) -> Any:
     """Returns the function from token ids to text, without special tokens; it remembers the text of
     single tokens."""
@@ -172,37 +180,55 @@ def read_key(arguments: argparse.Namespace) -> str | None:
     return os.environ.get("FLASHCELL_API_KEY") or None
 
 
-def main(given: list[str]) -> None:
-    arguments = parse_arguments(given)
+def need(extra: str, needed: str = NEEDED, others: Callable[[], Any] | None = None) -> None:
+    """Ends the command if packages of an extra are missing; `others` imports more of them."""
     try:
-        import uvicorn
+        from . import app, connections  # noqa: F401
 
-        from .app import make_app
-        from .connections import limited
+        if others is not None:
+            others()
     except ImportError as error:
         raise SystemExit(
-            f"flashcell serve: {error.name} is not installed, but the server needs {NEEDED}: "
-            'pip install "flashcell[serve]"'
+            f"flashcell serve: {error.name} is not installed, but the server needs {needed}: "
+            f'pip install "flashcell[{extra}]"'
         ) from None
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
-    model, tokenizer = load(arguments)
-    server = make_server(model, tokenizer, arguments)
-    if server.hosts is None and server.key is None:
+
+
+def serve(arguments: argparse.Namespace) -> None:
+    """Answers with one model in this process, until it is told to stop."""
+    need("serve")
+    from .app import make_app
+
+    server = load_server(arguments)
+    run(make_app(server), server.key, server.hosts, arguments)
+
+
+def run(app: Any, key: str | None, hosts: set[str] | None, arguments: argparse.Namespace) -> None:
+    """Listens, and answers until the process is told to stop."""
+    import uvicorn
+
+    from .connections import limited
+    from .engine import SWITCH_SECONDS
+
+    if hosts is None and key is None:
         logging.warning("anyone who reaches %s may use this server: it has no key", arguments.host)
-    # The threads of a step and of the loop change places often: a step has hundreds of short ops.
-    sys.setswitchinterval(2e-4)
+    sys.setswitchinterval(SWITCH_SECONDS)
     connection = limited(
         MOST=arguments.max_connections, HEAD_SECONDS=arguments.head_seconds,
         STALLED_SECONDS=arguments.stalled_seconds,
     )  # fmt: skip
     config = uvicorn.Config(
-        make_app(server), arguments.host, arguments.port, http=connection, ws="none",
+        app, arguments.host, arguments.port, http=connection, ws="none",
         access_log=False, server_header=False, timeout_keep_alive=30,
         timeout_graceful_shutdown=arguments.shutdown_seconds, lifespan="on",
     )  # fmt: skip
-    signal.signal(signal.SIGTERM, stop)  # uvicorn sends the signal again when all has ended
-    signal.signal(signal.SIGINT, stop)
+    stop_at_signals()  # uvicorn sends the signal again when all has ended
     uvicorn.Server(config).run()
+
+
+def stop_at_signals() -> None:
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, stop)
 
 
 def stop(number: int, frame: FrameType | None) -> None:

@@ -20,6 +20,8 @@ from .errors import ClientGone, of_server
 from .text import Text
 
 logger = logging.getLogger(__name__)
+# The threads of a step and of the loop change places often: a step has hundreds of short ops.
+SWITCH_SECONDS = 2e-4
 FAILURES = 3  # steps that fail one after another, after which the server gives up
 
 

@@ -63,7 +63,7 @@ def main() -> None:
     if not args.lint:
         environment.find_compiler()
     started = time.monotonic()
-    home = environment.enter(args, ["dev", "serve", "train"], MODULES)
+    home = environment.enter(args, ["dev", "ray", "serve", "train"], MODULES)
     if args.versions:
         return versions.run(args)
     if args.machine:

@@ -25,6 +25,8 @@ TEMPLATE = r"""{% for m in messages %}{{ "# " + m.role + "\n" + m.content + "\n"
 class Served:
     """A server process, with its URL."""
 
+    session = False  # whether signals to the group of this process do not reach it
+
     def __init__(self, folder: Path, *options: object, model: object = FOLDER, **variables: str):
         self.folder, self.options, self.model = folder, options, model
         self.variables = variables
@@ -39,7 +41,7 @@ class Served:
         with (self.folder / "log").open("w") as log:
             self.process = subprocess.Popen(
                 [str(word) for word in command], stdout=log, stderr=log, cwd=ROOT,
-                env=environment(**self.variables),
+                env=environment(**self.variables), start_new_session=self.session,
             )  # fmt: skip
         deadline = time.monotonic() + 120
         while not (found := re.search(r"running on http://\S+?:(\d+)", self.log())):
