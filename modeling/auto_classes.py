@@ -102,6 +102,18 @@ def register_models() -> None:
         for head, (auto, mapping) in HEADS.items():
             if config not in getattr(transformers, mapping):
                 getattr(transformers, auto).register(config, getattr(package, f"{family}{head}"))
+            put_into_transformers(f"{family}{head}", getattr(package, f"{family}{head}"))
+
+
+def put_into_transformers(name: str, model: type) -> None:
+    """Makes a class an attribute of transformers: `transformers serve` takes a model's class from
+    there, by its name, and from no Auto class."""
+    # transformers imports itself a second time, so the command may hold a module that sys.modules
+    # has no more.
+    command = sys.modules.get("transformers.cli.serving.model_manager")
+    for place in (sys.modules["transformers"], getattr(command, "transformers", None)):
+        if place is not None and not hasattr(place, name):
+            setattr(place, name, model)
 
 
 def write_loader(config: Any, folder: str) -> None:
