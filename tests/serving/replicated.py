@@ -51,6 +51,11 @@ class Replicated(Served):
             if name.startswith("ray::ServeReplica")
         }
 
+    def ray_folder(self) -> Path:
+        """Returns the folder that Ray has its files in."""
+        pattern = rf"(/\S+/flashcell-ray-{self.process.pid}-\w+)/"
+        return Path(re.search(pattern, " ".join(commands(descendants(self.process.pid)))).group(1))
+
     def each(self, metric: str) -> list[float]:
         """Returns a metric of every replica, the smallest first."""
         pattern = rf'^flashcell_{metric}{{replica="\w+"}} (\S+)$'

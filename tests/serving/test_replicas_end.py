@@ -158,7 +158,7 @@ def test_what_runs_finishes_at_the_end(start, number, monkeypatch):
 
 def kill_under_load(one: Replicated, prompt: str, want: str) -> None:
     """Kills the server while streams run; its replicas end too, and the next start serves."""
-    below = descendants(one.process.pid)
+    below, folder = descendants(one.process.pid), one.ray_folder()
     with ThreadPoolExecutor(4) as threads:
         begun = [threading.Event() for _ in range(4)]
         streams = [
@@ -170,6 +170,7 @@ def kill_under_load(one: Replicated, prompt: str, want: str) -> None:
         assert all(stream.exception() is not None for stream in streams)
     one.start()
     assert one.text(prompt) == want
+    assert not folder.exists()
     wait_gone(below)
 
 

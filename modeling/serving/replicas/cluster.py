@@ -11,7 +11,8 @@ import secrets
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0"}  # Ray would tell its makers
@@ -21,6 +22,7 @@ OWN = {
     "RAY_worker_niceness": "0",  # 15 without it: any other program would go before the replicas
 }  # fmt: skip
 APPLICATION, DEPLOYMENT = "flashcell", "model"  # their names in Ray Serve
+FOLDER = "flashcell-ray"  # the beginning of the name of a folder for Ray's files
 ROUTER = "flashcell.serving.replicas.router.PrefixRouter"
 HEALTH_SECONDS = 1.0  # between two looks at a replica: one that has ended is replaced then
 BACKOFF_SECONDS = 0.1  # at most between two looks for a replica that is not full
@@ -90,7 +92,7 @@ def replicas(arguments: argparse.Namespace, make: Callable[[], Any]) -> Iterator
     from ray import serve
 
     own = arguments.ray_address is None
-    folder = tempfile.mkdtemp(prefix="flashcell-ray-") if own else None
+    folder = make_folder() if own else None
     try:
         connect(arguments, folder)
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
@@ -107,6 +109,25 @@ def replicas(arguments: argparse.Namespace, make: Callable[[], Any]) -> Iterator
         ray.shutdown()
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def make_folder() -> str:
+    """Makes the folder of a Ray of our own; removes those whose process was killed."""
+    for left in Path(tempfile.gettempdir()).glob(f"{FOLDER}-*-*"):
+        with suppress(ValueError, OSError):
+            if left.stat().st_uid == os.getuid() and not is_running(int(left.name.split("-")[2])):
+                shutil.rmtree(left, ignore_errors=True)
+    return tempfile.mkdtemp(prefix=f"{FOLDER}-{os.getpid()}-")
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 def connect(arguments: argparse.Namespace, folder: str | None) -> None:

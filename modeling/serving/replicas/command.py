@@ -51,7 +51,9 @@ def serve_replicas(arguments: argparse.Namespace) -> None:
     stop_at_signals()
     arguments.created = int(time.time())
     key, hosts = read_key(arguments), allowed_hosts(arguments.host, arguments.allow_host)
-    theirs = argparse.Namespace(**{**vars(arguments), "api_key_file": None})  # the key stays here
+    # The key stays here, and a replica has as many threads as Ray reserves cores for it.
+    changes = {"api_key_file": None, "threads": arguments.threads or 1}
+    theirs = argparse.Namespace(**{**vars(arguments), **changes})
     with replicas(arguments, partial(load_server, theirs)) as handle:
         front = Front(
             handle, Metrics(), arguments.max_body_bytes, arguments.body_seconds, key, hosts
