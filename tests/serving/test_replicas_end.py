@@ -156,9 +156,12 @@ def test_what_runs_finishes_at_the_end(start, number, monkeypatch):
     wait_gone(below)
 
 
-def kill_under_load(one: Replicated, prompt: str, want: str) -> None:
-    """Kills the server while streams run; its replicas end too, and the next start serves."""
-    below, folder = descendants(one.process.pid), one.ray_folder()
+def kill_under_load(one: Replicated, prompt: str, want: str) -> dict[int, str]:
+    """Kills the server while streams run; its replicas end too, and the next start serves.
+
+    Returns the processes that were below it."""
+    below, replicas, folder = descendants(one.process.pid), one.replicas(), one.ray_folder()
+    assert replicas
     with ThreadPoolExecutor(4) as threads:
         begun = [threading.Event() for _ in range(4)]
         streams = [
@@ -171,18 +174,20 @@ def kill_under_load(one: Replicated, prompt: str, want: str) -> None:
     one.start()
     assert one.text(prompt) == want
     assert not folder.exists()
-    wait_gone(below)
+    wait_gone(replicas)
+    return below
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", range(2))
+@pytest.mark.parametrize("part", range(4))
 def test_the_server_is_killed_twenty_times(start, tmp_path, part):
-    """States on disk are whole or gone, and found by the next replica; ten times in each part."""
+    """States on disk are whole or gone, and found by the next replica; five times in each part."""
     one = start("--state-folder", tmp_path / "states")
-    prompt = "def read_" * 8
+    prompt, below = "def read_" * 8, dict[int, str]()
     want = one.text(prompt)
-    for _ in range(10):
-        kill_under_load(one, prompt, want)
+    for _ in range(5):
+        below |= kill_under_load(one, prompt, want)
+        assert not re.search("is not used", one.log())
     answer = one.post(prompt=f"{prompt}x", max_tokens=1, temperature=0).json()
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 16
-    assert not re.search("is not used", one.log())
+    wait_gone(below, 90)  # Ray's agents look a while for what was killed
