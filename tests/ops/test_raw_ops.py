@@ -28,9 +28,9 @@ def fused(ops):
     x, state = r(B, T, H), [r(2, B, D), r(2, B, D)]
     weights = [w for width in (H, D) for w in (r(4 * D, width), r(4 * D, D), r(4 * D), r(4 * D))]
     options = (), True, False, 1, True, D, 0.0, False
-    calls["lstm_layers_fwd"] = [x, state, weights, *options, True]
+    calls["lstm_layers_fwd"] = [x, state, weights, *options, True, 0]
     _, last, kept = ops.lstm_layers_fwd(*calls["lstm_layers_fwd"])
-    calls["lstm_layers_bwd"] = [r(B, T, D), last, x, weights, kept, *options, True, True]
+    calls["lstm_layers_bwd"] = [r(B, T, D), last, x, weights, kept, *options, True, True, 0]
     if DEVICE == "cpu":
         calls["linear_fwd"] = [r(B, T, H), r(24, H), r(24)]
         calls["linear_bwd"] = [r(B, T, 24), r(B, T, H), r(24, H), True]

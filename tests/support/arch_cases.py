@@ -91,7 +91,9 @@ def ops_of(*modules) -> set[str]:
     key, has_kernel = DEVICE.upper(), torch._C._dispatch_has_kernel_for_dispatch_key
     names = torch._C._dispatch_get_all_op_names()
     own = [op for op in names if op.startswith(spaces) and has_kernel(op, key)]
-    return {op for op in own if not op.endswith(("::explain_plan", "_block_step_"))}
+    return {
+        op for op in own if not op.endswith(("::explain_plan", "::plan_layers", "_block_step_"))
+    }
 
 
 def every_op(fused, diagonal, mlstm) -> Calls:
@@ -135,11 +137,11 @@ def _layers(ops, name: str, cell) -> Calls:
         given = (), True, False, 1, True, 40, 0.0, False
 
         def there(x=x, state=state, weights=weights, given=given):
-            return forward(x, state, weights, *given, True)
+            return forward(x, state, weights, *given, True, 0)
 
         def back(x=x, state=state, weights=weights, given=given):
             _, last, kept = there(x, state, weights, given)
-            return backward(x, last, x, weights, kept, *given, True, True)
+            return backward(x, last, x, weights, kept, *given, True, True, 0)
 
         yield f"{name} {L} layers", there
         yield f"{name} {L} layers backward", back

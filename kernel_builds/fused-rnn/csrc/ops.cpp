@@ -156,6 +156,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
 template <typename... Cells>
 void implement(torch::stable::detail::StableLibrary& ops, CellList<Cells...>) {
   ops.impl("explain_plan", FLASHCELL_OP(kExplainPlanSchema, explain_plan));
+  ops.impl("plan_layers", FLASHCELL_OP(kPlanLayersSchema, plan_layers));
   (ops.impl((std::string(Cells::kName) + "_fwd").c_str(),
             FLASHCELL_OP(kForwardSchema, forward<Cells>)),
    ...);
@@ -190,6 +191,7 @@ void define(torch::stable::detail::StableLibrary& ops, CellList<Cells...>) {
 STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
   flashcell::define(ops, flashcell::AllCells());
   ops.def(flashcell::kExplainPlanSchema);
+  ops.def(flashcell::kPlanLayersSchema);
   ops.def(flashcell::kLinearForwardSchema), ops.def(flashcell::kLinearBackwardSchema);
 #if defined(CUDA_KERNEL)
   ops.def(flashcell::kTf32MatmulSchema);

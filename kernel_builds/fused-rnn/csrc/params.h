@@ -12,6 +12,9 @@ struct SequenceParams {
   const uint8_t* reset;       // [B, T] or null: states become 0 before the step
   const uint8_t* hold;        // [B, T] or null: the step leaves the states unchanged
   const void* weight;         // [G, N, D, D] io: gate, head, unit it computes, unit it reads
+  // CUDA: the heads that run, of those that the tensors have; run() (cuda/call.h) makes 0 heads all
+  // of them. The step, gemm and batch engines run all heads.
+  int64_t first_head, heads;
 };
 
 struct ForwardParams : SequenceParams {
@@ -44,7 +47,7 @@ struct BackwardParams : SequenceParams {
   void* dbias;          // [R, N, D] state
   void* dbias_partial;  // CUDA: [tiles of sequences][R, N, D] state
   void* dstate;         // [K, S, N, D] state
-  bool skips_initial;   // CPU: dstate is not read, and may stay undefined
+  bool skips_initial;   // dstate is not read, and may stay undefined
   double bound;         // CPU: the forward's
 };
 

@@ -4,6 +4,10 @@
 #include "cells/all.h"
 #include "common/torch/op.h"
 #include "cuda/explain.h"
+#include "cuda/stack/plan.h"
+#if defined(CUDA_KERNEL)
+#include "cuda/run.h"
+#endif
 
 namespace flashcell {
 
@@ -25,26 +29,60 @@ inline int whole(const char* name, int64_t value) {
   return int(value);
 }
 
+inline cuda::Problem problem_of(const cuda::CellSizes& sizes, int64_t sequences, int64_t steps,
+                                int64_t heads, int64_t width, int64_t element_bytes, bool tf32) {
+  STD_TORCH_CHECK(element_bytes == 2 || element_bytes == 4, "element_bytes is ", element_bytes,
+                  ", but must be 2 or 4");
+  return {whole("sequences", sequences),
+          whole("steps", steps),
+          whole("heads", heads),
+          whole("width", width),
+          sizes.gates,
+          int(element_bytes),
+          tf32,
+          true};
+}
+
+inline cuda::Device device_of(int64_t arch, int64_t code_arch, bool code_is_sm_90a, int64_t sms,
+                              int64_t shared_bytes) {
+  return {whole("arch", arch),
+          {whole("code_arch", code_arch), code_is_sm_90a},
+          whole("sms", sms),
+          whole("shared_bytes", shared_bytes)};
+}
+
 inline std::string explain_plan(std::string cell, int64_t sequences, int64_t steps, int64_t heads,
                                 int64_t width, int64_t element_bytes, bool tf32, int64_t arch,
                                 int64_t code_arch, bool code_is_sm_90a, int64_t sms,
                                 int64_t shared_bytes) {
   const cuda::CellSizes sizes = sizes_of(AllCells(), cell);
-  STD_TORCH_CHECK(element_bytes == 2 || element_bytes == 4, "element_bytes is ", element_bytes,
-                  ", but must be 2 or 4");
-  const cuda::Problem problem{whole("sequences", sequences),
-                              whole("steps", steps),
-                              whole("heads", heads),
-                              whole("width", width),
-                              sizes.gates,
-                              int(element_bytes),
-                              tf32,
-                              true};
-  const cuda::Device device{whole("arch", arch),
-                            {whole("code_arch", code_arch), code_is_sm_90a},
-                            whole("sms", sms),
-                            whole("shared_bytes", shared_bytes)};
-  return cuda::explain(sizes, problem, device);
+  const cuda::Problem problem =
+      problem_of(sizes, sequences, steps, heads, width, element_bytes, tf32);
+  return cuda::explain(sizes, problem,
+                       device_of(arch, code_arch, code_is_sm_90a, sms, shared_bytes));
+}
+
+// The steps of a chunk of layers that run side by side; 0 for one layer after the other. With arch
+// 0 of the CUDA library, the GPU is the current one.
+inline constexpr char kPlanLayersSchema[] =
+    "plan_layers(str cell, int layers, bool saves, int sequences, int steps, int width, "
+    "int element_bytes, bool tf32, int arch=0, int code_arch=0, bool code_is_sm_90a=False, "
+    "int sms=0, int shared_bytes=0) -> int";
+
+inline int64_t plan_layers(std::string cell, int64_t layers, bool saves, int64_t sequences,
+                           int64_t steps, int64_t width, int64_t element_bytes, bool tf32,
+                           int64_t arch, int64_t code_arch, bool code_is_sm_90a, int64_t sms,
+                           int64_t shared_bytes) {
+  const cuda::Problem problem =
+      problem_of(sizes_of(AllCells(), cell), sequences, steps, 1, width, element_bytes, tf32);
+  if (whole("layers", layers) == 1) return 0;
+#if defined(CUDA_KERNEL)
+  if (arch == 0) {
+    return cuda::wavefront::chunk_of(problem, layers, saves, cuda::current_device());
+  }
+#endif
+  return cuda::wavefront::chunk_of(problem, layers, saves,
+                                   device_of(arch, code_arch, code_is_sm_90a, sms, shared_bytes));
 }
 
 }  // namespace flashcell

@@ -63,11 +63,11 @@ def test_opcheck(fused_rnn, name, call):
     checks = ["test_schema", "test_faketensor", "test_autograd_registration"]
     if call in ("plain", "stacked"):  # others keep weights with gaps, which nothing writes
         checks.append("test_aot_dispatch_dynamic")
-    torch.library.opcheck(op, (x, state, weights, *options, True), test_utils=checks)
+    torch.library.opcheck(op, (x, state, weights, *options, True, 0), test_utils=checks)
     with torch.no_grad():
-        y, last, kept = op(x, state, weights, *options, True)
+        y, last, kept = op(x, state, weights, *options, True, 0)
         backward = getattr(fused_rnn.dispatch.ops, f"{name}_layers_bwd").default
-        call = (y, last, x, weights, kept, *options, True, bool(state))
+        call = (y, last, x, weights, kept, *options, True, bool(state), 0)
     torch.library.opcheck(backward, call, test_utils=["test_schema", "test_faketensor"])
     assert len(given) == 1 + len(state) + len(weights)
 
@@ -152,7 +152,7 @@ def test_what_does_not_fit_is_refused(fused_rnn, what):
     }
     change, says = BAD[what]
     with pytest.raises(RuntimeError, match=says):
-        fused_rnn.dispatch.ops.lstm_layers_fwd(*change(call).values(), False)
+        fused_rnn.dispatch.ops.lstm_layers_fwd(*change(call).values(), False, 0)
 
 
 class Counter(TorchDispatchMode):

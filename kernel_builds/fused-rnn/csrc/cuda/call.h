@@ -67,6 +67,11 @@ inline cuda::Engine engine_for(const cuda::Problem& problem, const cuda::Device&
   return backward && asked == Engine::kBatch ? cuda::select_backward(problem, device) : asked;
 }
 
+// Sets `heads` to the number of heads that run.
+inline void choose_heads(SequenceParams& p) {
+  if (p.heads == 0) p.heads = p.N;
+}
+
 template <typename Cell>
 cuda::Launch prepare(const SequenceParams& p, Dtype dtype, bool tf32, bool aligned, bool backward,
                      const Tensor& like) {
@@ -77,15 +82,22 @@ cuda::Launch prepare(const SequenceParams& p, Dtype dtype, bool tf32, bool align
   launch.stream = current_stream(like);
   launch.tf32 = tf32 && cuda::has_tf32(launch.device);
   const int io_bytes = dtype == Dtype::kFloat ? 4 : 2;
-  const cuda::Problem problem{p.S, p.T, p.N, p.D, Cell::kGates, io_bytes, tf32, aligned};
-  launch.engine = engine_for(problem, launch.device, backward);
+  const bool is_part = p.heads < p.N;
+  // The engines that run a part of the heads run one step like any other.
+  const int64_t steps = is_part ? std::max<int64_t>(p.T, 2) : p.T;
+  const cuda::Problem problem{p.S, steps, p.heads, p.D, Cell::kGates, io_bytes, tf32, aligned};
+  launch.engine = is_part ? cuda::select_own(problem, launch.device)
+                          : engine_for(problem, launch.device, backward);
+  STD_TORCH_CHECK(!is_part || launch.engine != cuda::Engine::kStep,
+                  "the step engine runs all heads, got ", p.heads, " of ", p.N);
   launch.tile = cuda::tile_of(launch.engine, problem, launch.device);
   if (launch.engine == cuda::Engine::kGemm) launch.blas = current_blas_handle();
   return launch;
 }
 
 template <typename Cell>
-void run(const ForwardParams& p, Dtype dtype, bool tf32, const Tensor& x) {
+void run(ForwardParams p, Dtype dtype, bool tf32, const Tensor& x) {
+  choose_heads(p);
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   const bool aligned = is_aligned(p.x, x.element_size(), {p.S, p.x_batch}, {p.T, p.x_time},
                                   {Cell::kGates, p.x_gate}, {p.N, p.x_head});
@@ -99,14 +111,29 @@ void run(const ForwardParams& p, Dtype dtype, bool tf32, const Tensor& x) {
   cuda::forward(cell, p, dtype, launch);
 }
 
+// Returns the tiles of sequences of a backward pass, each of which has a row of dbias_partial.
+template <typename Cell>
+int64_t bias_tiles(BackwardParams p, Dtype dtype, bool tf32, const Tensor& like) {
+  choose_heads(p);
+  const cuda::Launch launch = prepare<Cell>(p, dtype, tf32, true, true, like);
+  return (p.S + launch.tile - 1) / launch.tile;
+}
+
+// If `dbias_partial` is given, adds nothing up: the caller does, and has zeros in rows that no
+// launch writes.
 template <typename Cell>
 void run(BackwardParams p, Dtype dtype, bool tf32, const Tensor& dh) {
+  choose_heads(p);
   const torch::stable::accelerator::DeviceGuard guard(dh.get_device_index());
   cuda::Launch launch = prepare<Cell>(p, dtype, tf32, true, true, dh);
   if (cuda::is_cut(p)) launch.tile = cuda::kCutTile;
   const int64_t tiles = (p.S + launch.tile - 1) / launch.tile;
-  const Tensor partial = new_tensor(dh, {tiles, Cell::kBias, p.N, p.D}, ScalarType::Float);
-  p.dbias_partial = partial.mutable_data_ptr();
+  const bool adds_up = p.dbias_partial == nullptr;
+  Tensor partial;
+  if (adds_up) {
+    partial = new_tensor(dh, {tiles, Cell::kBias, p.N, p.D}, ScalarType::Float);
+    p.dbias_partial = partial.mutable_data_ptr();
+  }
   const int cell = AllCells::index_of<Cell>();
   Tensor scratch;
   if (const int64_t bytes = cuda::backward_scratch(cell, p, dtype, launch)) {
@@ -114,27 +141,37 @@ void run(BackwardParams p, Dtype dtype, bool tf32, const Tensor& dh) {
     launch.scratch = scratch.mutable_data_ptr();
   }
   cuda::backward(cell, p, dtype, launch);
+  if (!adds_up) return;
   cuda::reduce_bias(static_cast<const float*>(p.dbias_partial), tiles, Cell::kBias * p.N * p.D,
                     static_cast<float*>(p.dbias), launch.stream);
 }
 
-// Writes dweight[g, n, j, k] = sum_bt dr[b, t, g, n, j] h_prev[b, t, n, k], for `rows` = B T.
-inline void write_recurrent_dweight(const Tensor& dr, const Tensor& h_prev, int64_t rows, int64_t G,
-                                    int64_t N, int64_t D, bool tf32, Tensor& dweight) {
-  const Dtype dtype = io_dtype(dr, "dr");
+inline void add_up_bias(const Tensor& partial, int64_t tiles, Tensor& dbias) {
+  cuda::reduce_bias(static_cast<const float*>(partial.const_data_ptr()), tiles, dbias.numel(),
+                    static_cast<float*>(dbias.mutable_data_ptr()), current_stream(partial));
+}
+
+// Writes the gradients that `p` describes, but for its scratch, in the dtype of `like`.
+inline void write_dweight(cuda::DweightParams p, bool tf32, const Tensor& like) {
+  const Dtype dtype = io_dtype(like, "dr");
   STD_TORCH_CHECK(dtype != Dtype::kDouble, "dr must be float32, float16 or bfloat16 on CUDA");
-  const torch::stable::accelerator::DeviceGuard guard(dr.get_device_index());
+  const torch::stable::accelerator::DeviceGuard guard(like.get_device_index());
   const cuda::Device device = cuda::current_device();
   const cuda::Launch launch{
-      device, current_stream(dr), tf32 && cuda::has_tf32(device), cuda::Engine::kStep, 8, nullptr,
-      nullptr};
-  cuda::DweightParams p{
-      rows,   G, N, D, dr.const_data_ptr(), h_prev.const_data_ptr(), dweight.mutable_data_ptr(),
+      device, current_stream(like), tf32 && cuda::has_tf32(device), cuda::Engine::kStep, 8, nullptr,
       nullptr};
   const Tensor scratch =
-      new_tensor(dr, {cuda::dweight_scratch(p, dtype, launch)}, ScalarType::Byte);
+      new_tensor(like, {cuda::dweight_scratch(p, dtype, launch)}, ScalarType::Byte);
   p.scratch = scratch.mutable_data_ptr();
   cuda::recurrent_dweight(p, dtype, launch);
+}
+
+// Writes dweight[g, n, j, k] = sum over `rows` rows of dr[row, g, n, j] h_prev[row, n, k].
+inline void write_recurrent_dweight(const Tensor& dr, const Tensor& h_prev, int64_t rows, int64_t G,
+                                    int64_t N, int64_t D, bool tf32, Tensor& dweight) {
+  write_dweight({rows, G, N, D, dr.const_data_ptr(), h_prev.const_data_ptr(),
+                 dweight.mutable_data_ptr(), nullptr, N, 0},
+                tf32, dr);
 }
 
 inline Tensor recurrent_dweight(Tensor dr, Tensor h_prev, bool tf32) {

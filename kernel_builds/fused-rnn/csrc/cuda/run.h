@@ -14,16 +14,18 @@ int64_t backward_scratch(int cell, const BackwardParams&, Dtype, const Launch&);
 void forward(int cell, const ForwardParams&, Dtype, const Launch&);
 void backward(int cell, const BackwardParams&, Dtype, const Launch&);
 
-// out[i] = sum over the tiles, in order, of partial[tile][i]
+// out[i] = sum over the tiles, in a fixed order, of partial[tile][i]
 void reduce_bias(const float* partial, int64_t tiles, int64_t count, float* out,
                  cudaStream_t stream);
 
 struct DweightParams {
   int64_t rows, G, N, D;  // rows = B T
-  const void* dr;         // [rows, G, N, D] io
-  const void* h_prev;     // [rows, N, D] io
+  const void* dr;         // [rows, G, row_heads, D] io
+  const void* h_prev;     // [rows, row_heads, D] io
   void* dweight;          // [G, N, D, D] io
   void* scratch;          // dweight_scratch bytes
+  int64_t row_heads;      // N, or more if the rows have other heads behind these
+  int64_t shift;          // rows from the first row of a head to that of the next
 };
 int64_t dweight_scratch(const DweightParams&, Dtype, const Launch&);
 void recurrent_dweight(const DweightParams&, Dtype, const Launch&);

@@ -2,31 +2,24 @@
 #pragma once
 #include <limits>
 
+#include "dropout.h"
 #include "projection.h"
 #if defined(CUDA_KERNEL)
 #include "one_step.h"
+#include "wavefront_backward.h"
 #endif
 
 namespace flashcell {
 
-// dy as y · dlast: tensors as last, or none · wants_dx, wants_dstate: whether to compute these
+// dy as y · dlast: tensors as last, or none · wants_dx, wants_dstate: whether to compute these ·
+// chunk: the forward's
 // -> the gradients of x ([0] if not wanted), of the states in the state dtype (K tensors, or none),
 // and of the weights
 inline constexpr char kLayersBackwardSchema[] =
     "_layers_bwd(Tensor? dy, Tensor[] dlast, Tensor x, Tensor[] weights, Tensor[] kept, "
     "int[] batch_sizes, bool has_bias, bool projects, int directions, bool batch_first, int width, "
-    "float dropout, bool tf32, bool wants_dx, bool wants_dstate) "
+    "float dropout, bool tf32, bool wants_dx, bool wants_dstate, int chunk) "
     "-> (Tensor dx, Tensor[] dstate, Tensor[] dweights)";
-
-inline Tensor drop_gradient(const Tensor& dy, const Tensor& mask, double probability) {
-  const double scale = probability < 1 ? 1 / (1 - probability) : 0;
-  std::array<StableIValue, 3> stack{torch::stable::detail::from(dy),
-                                    torch::stable::detail::from(mask),
-                                    torch::stable::detail::from(scale)};
-  TORCH_ERROR_CODE_CHECK(
-      torch_call_dispatcher("aten::native_dropout_backward", "", stack.data(), TORCH_ABI_VERSION));
-  return torch::stable::detail::to<Tensor>(stack[0]);
-}
 
 // Writes the gradients of a layer's recurrent weights, one tensor [G D, D] for each direction, or
 // adds the copies that do.
@@ -65,7 +58,7 @@ std::tuple<Tensor, Tensors, Tensors> layers_bwd(OptionalTensor dy, Tensors dlast
                                                 std::vector<int64_t> batch_sizes, bool has_bias,
                                                 bool projects, int64_t directions, bool batch_first,
                                                 int64_t width, double dropout, bool tf32,
-                                                bool wants_dx, bool wants_dstate) {
+                                                bool wants_dx, bool wants_dstate, int64_t chunk) {
 #if defined(CUDA_KERNEL)
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   OneStep<Cell> step;
@@ -82,6 +75,14 @@ std::tuple<Tensor, Tensors, Tensors> layers_bwd(OptionalTensor dy, Tensors dlast
   const int64_t rows = s.rows, E = s.engine_rows;
   constexpr int64_t G = Cell::kGates;
   dlast = s.check_states(dlast, "dlast", s.is_cell);
+#if defined(CUDA_KERNEL)
+  if (chunk != 0) {
+    const Wavefront<Cell> wavefront(s, chunk, dropout, tf32);
+    return wavefront.backward(dy, dlast, x, kept, wants_dx, wants_dstate);
+  }
+#else
+  STD_TORCH_CHECK(chunk == 0, "chunk must be 0 on the CPU, got ", chunk);
+#endif
   if (s.is_packed) write_packed_rows(batch_sizes, s.begins, s.firsts, s.lengths);
   x = dense(x);
   Copies copies(x);
@@ -256,7 +257,7 @@ std::tuple<Tensor, Tensors, Tensors> layers_bwd(OptionalTensor dy, Tensors dlast
                  {1, 1, 1, dprojected.numel()});
     }
   }
-  if (has_bias) s.return_bias(copies, dweights, dbias);
+  if (has_bias) s.return_bias(copies, dweights, dbias, s.bias_rows());
   copies.run();
   return {upper, dstate, dweights};
 }

@@ -1,8 +1,10 @@
 // The op that runs all layers of a module (layers.h has its shapes).
 #pragma once
+#include "dropout.h"
 #include "projection.h"
 #if defined(CUDA_KERNEL)
 #include "one_step.h"
+#include "wavefront_forward.h"
 #endif
 
 namespace flashcell {
@@ -11,30 +13,21 @@ namespace flashcell {
 // state: K tensors [L N,B,D], h [L N,B,O], of a cell [B,D], in the dtype of x or in the state
 // dtype, or none. weights: for each layer and direction w_ih [G D,I], w_hh [G D,O], if has_bias
 // b_ih, b_hh [G D], and if projects w_hr [O,D], in the dtype of x or in fp32. batch_sizes: those of
-// a PackedSequence, or none. width: P. dropout: a probability.
+// a PackedSequence, or none. width: P. dropout: a probability. chunk: on CUDA, the steps of a chunk
+// of layers that run side by side (wavefront.h); 0 for one layer after the other.
 // -> y with the rows of x, N O wide. last: as state, in the dtype of x; of a cell without h, which
 // is y. kept: what the backward reads; empty unless `save`.
 inline constexpr char kLayersForwardSchema[] =
     "_layers_fwd(Tensor x, Tensor[] state, Tensor[] weights, int[] batch_sizes, bool has_bias, "
     "bool projects, int directions, bool batch_first, int width, float dropout, bool tf32, "
-    "bool save) -> (Tensor y, Tensor[] last, Tensor[] kept)";
-
-inline Tensor drop(const Tensor& x, double probability, Tensor& mask) {
-  std::array<StableIValue, 3> stack{torch::stable::detail::from(x),
-                                    torch::stable::detail::from(probability),
-                                    torch::stable::detail::from(std::optional<bool>(true))};
-  TORCH_ERROR_CODE_CHECK(
-      torch_call_dispatcher("aten::native_dropout", "", stack.data(), TORCH_ABI_VERSION));
-  mask = torch::stable::detail::to<Tensor>(stack[1]);
-  return torch::stable::detail::to<Tensor>(stack[0]);
-}
+    "bool save, int chunk) -> (Tensor y, Tensor[] last, Tensor[] kept)";
 
 template <typename Cell>
 std::tuple<Tensor, Tensors, Tensors> layers_fwd(Tensor x, Tensors state, Tensors weights,
                                                 std::vector<int64_t> batch_sizes, bool has_bias,
                                                 bool projects, int64_t directions, bool batch_first,
-                                                int64_t width, double dropout, bool tf32,
-                                                bool save) {
+                                                int64_t width, double dropout, bool tf32, bool save,
+                                                int64_t chunk) {
 #if defined(CUDA_KERNEL)
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   OneStep<Cell> step;
@@ -52,6 +45,11 @@ std::tuple<Tensor, Tensors, Tensors> layers_fwd(Tensor x, Tensors state, Tensors
   constexpr int64_t G = Cell::kGates;
   state = s.check_states(state, "state");
   STD_TORCH_CHECK(0 <= dropout && dropout <= 1, "dropout must be from 0 to 1, got ", dropout);
+#if defined(CUDA_KERNEL)
+  if (chunk != 0) return Wavefront<Cell>(s, chunk, dropout, tf32).forward(dense(x), state, save);
+#else
+  STD_TORCH_CHECK(chunk == 0, "chunk must be 0 on the CPU, got ", chunk);
+#endif
   if (s.is_packed) write_packed_rows(batch_sizes, s.begins, s.firsts, s.lengths);
   x = dense(x);
   Copies copies(x);
@@ -64,7 +62,7 @@ std::tuple<Tensor, Tensors, Tensors> layers_fwd(Tensor x, Tensors state, Tensors
   }
   if (has_bias) {
     bias = s.new_heads(x, {L * Cell::kBias * N * P}, s.unrounded);
-    s.bring_bias(copies, bias);
+    s.bring_bias(copies, bias, s.bias_rows());
   }
   if (s.packs()) {
     packed = s.new_heads(x, {s.place_of(L, 0, false)}, s.io);

@@ -299,12 +299,17 @@ struct Layers {
     return states;
   }
 
-  // Adds the copies between torch's biases and [L, R, N, P].
-  void bring_bias(Copies& copies, Tensor& bias) const {
-    const int64_t row = N * P;
+  // Where the biases of layers and directions are, in elements: [L, R, N, P] unless given.
+  struct BiasRows {
+    int64_t begin, layer, row;
+  };
+  BiasRows bias_rows() const { return {0, R * N * P, N * P}; }
+  // Adds the copies between torch's biases and those.
+  void bring_bias(Copies& copies, Tensor& bias, BiasRows rows) const {
+    const int64_t row = rows.row;
     for (int64_t i = 0; i < L * N; ++i) {
       const Tensor &ih = weight(0, i, 2), &hh = weight(0, i, 3);
-      const int64_t to = i / N * R * row + i % N * P;
+      const int64_t to = rows.begin + i / N * rows.layer + i % N * P;
       copies.add(bias, to, {0, 0, row, 1}, ih, 0, {0, 0, D, 1}, {1, 1, kSummed, D});
       copies.plus(hh, 0, {0, 0, D, 1});
       if (kSummed == G) continue;
@@ -314,11 +319,11 @@ struct Layers {
                  {1, 1, G - kSummed, D});
     }
   }
-  void return_bias(Copies& copies, Tensors& dweights, const Tensor& dbias) const {
-    const int64_t row = N * P;
+  void return_bias(Copies& copies, Tensors& dweights, const Tensor& dbias, BiasRows rows) const {
+    const int64_t row = rows.row;
     for (int64_t i = 0; i < L * N; ++i) {
       Tensor &ih = dweights[index(0, i, 2)], &hh = dweights[index(0, i, 3)];
-      const int64_t from = i / N * R * row + i % N * P;
+      const int64_t from = rows.begin + i / N * rows.layer + i % N * P;
       copies.add(ih, 0, {0, 0, D, 1}, dbias, from, {0, 0, row, 1}, {1, 1, G, D});
       copies.add(hh, 0, {0, 0, D, 1}, dbias, from, {0, 0, row, 1}, {1, 1, kSummed, D});
       if (kSummed == G) continue;
@@ -389,12 +394,5 @@ struct Layers {
                {0, from.batch, from.time, from.unit}, {1, B, T, C});
   }
 };
-
-// The list of sequences for an engine whose x has rows `stride` elements apart, or batch and time.
-template <typename Cell>
-auto list_sequences(const Layers<Cell>& s, const Tensor& like, int64_t batch, int64_t time) {
-  return s.is_packed ? packed_sequences(s.firsts, s.lengths, s.T, time)
-                     : sequences(like, s.B, s.T, std::nullopt, std::nullopt, batch, time);
-}
 
 }  // namespace flashcell

@@ -34,7 +34,7 @@ struct Copy {
   int64_t count() const { return size[0] * size[1] * size[2] * size[3]; }
 };
 
-// For every i < batch: c_i[m, n] = sum_k a_i[m, k] b[k, n]
+// For every i < batch: c_i[m, n] = sum_k a_i[m, k] b_i[k, n]
 struct Product {
   int64_t M, N, K, batch;
   const void* a;  // io; strides in elements; one of a_m, a_k is 1
@@ -46,6 +46,7 @@ struct Product {
   // If `group` is not 0, the rows of a lie in groups: row m begins at (m / group) a_group + (m %
   // group) a_m. Only where copies_rows() says that a is copied, and for a batch of one.
   int64_t group = 0, a_group = 0;
+  int64_t b_batch = 0;  // not 0 only where nothing of the product is copied
 };
 
 }  // namespace flashcell

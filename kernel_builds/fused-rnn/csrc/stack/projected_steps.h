@@ -9,6 +9,13 @@
 
 namespace flashcell {
 
+// The list of sequences for an engine whose x has rows `stride` elements apart, or batch and time.
+template <typename Cell>
+auto list_sequences(const Layers<Cell>& s, const Tensor& like, int64_t batch, int64_t time) {
+  return s.is_packed ? packed_sequences(s.firsts, s.lengths, s.T, time)
+                     : sequences(like, s.B, s.T, std::nullopt, std::nullopt, batch, time);
+}
+
 // The sequences of one step, for an engine whose tensors have rows in the order of batch and time.
 template <typename Cell>
 std::vector<Sequence> sequences_of_step(const Layers<Cell>& s, int64_t t, int64_t x_batch,

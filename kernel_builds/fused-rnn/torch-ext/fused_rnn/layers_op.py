@@ -13,6 +13,7 @@ from .dispatch import BACKEND, ops
 from .formulas import is_recorded, register_fake
 from .private_names import BelowAutograd, EagerFunction, any_requires_grad
 from .second_order import differentiable_gradients, versions
+from .wavefront import Sizes, chunk_of, kept_of_chunks
 
 Tensors = Sequence[torch.Tensor]
 # The arguments of the ops that are no tensors: batch_sizes, has_bias, projects, directions, batch_first,
@@ -45,13 +46,14 @@ def run_layers(
     layer_ops = OPS[cell]
     if torch.compiler.is_compiling():
         save = is_recorded(x, *state, *weights)
-        y, last, _ = layer_ops.forward(x, state, weights, *options, save)
+        y, last, _ = layer_ops.forward(x, state, weights, *options, save, 0)
         return y, last
     if torch.is_grad_enabled() and any_requires_grad(x, *state, *weights):
         y, *last = _Layers.apply(layer_ops, options, len(state), x, *state, *weights)
         return y, last
+    chunk = chunk_of(cell, x, weights, options, False)
     with BelowAutograd():
-        y, last, _ = layer_ops.forward(x, state, weights, *options, False)
+        y, last, _ = layer_ops.forward(x, state, weights, *options, False, chunk)
     return y, last
 
 
@@ -61,9 +63,10 @@ class _Layers(EagerFunction):
         ctx: Any, layer_ops: LayerOps, options: Options, K: int, x: Any, *tensors: Any
     ) -> Any:
         state, weights = tensors[:K], tensors[K:]
+        chunk = chunk_of(layer_ops.cell, x, weights, options, True)
         with BelowAutograd():
-            y, last, kept = layer_ops.forward(x, state, weights, *options, True)
-        _keep(ctx, layer_ops, x, state, weights, options, kept)
+            y, last, kept = layer_ops.forward(x, state, weights, *options, True, chunk)
+        _keep(ctx, layer_ops, x, state, weights, options, kept, chunk)
         ctx.state, ctx.versions = state, versions(state)
         return (y, *last)
 
@@ -79,12 +82,12 @@ class _Layers(EagerFunction):
 
 def _keep(
     ctx: Any, layer_ops: LayerOps, x: torch.Tensor, state: Tensors, weights: Tensors,
-    options: Options, kept: Tensors,
+    options: Options, kept: Tensors, chunk: int,
 ) -> None:  # fmt: skip
     """Keeps in an autograd context what the backward reads."""
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(x, *weights, *kept)
-    ctx.layer_ops, ctx.options, ctx.count = layer_ops, options, len(weights)
+    ctx.layer_ops, ctx.options, ctx.count, ctx.chunk = layer_ops, options, len(weights), chunk
     ctx.state_dtypes = [s.dtype for s in state]
 
 
@@ -101,7 +104,7 @@ def _differentiate(
         zeros = (known[0].new_zeros(*known[0].shape[:-1], width) for width in widths if known)
         dlast = [z if d is None else d for d, z in zip(dlast, zeros)]
     dx, dstate, dweights = ctx.layer_ops.backward(
-        dy, dlast, x, weights, kept, *ctx.options, wants_dx, wants_dstate
+        dy, dlast, x, weights, kept, *ctx.options, wants_dx, wants_dstate, ctx.chunk
     )
     dstate = [d.to(dtype) for d, dtype in zip(dstate, ctx.state_dtypes)]
     return dx if wants_dx else None, dstate, dweights
@@ -134,7 +137,7 @@ def _register(cell: Cell) -> None:
     @register_fake(f"{cell.name}_layers_fwd")
     def _(
         x, state, weights, batch_sizes, has_bias, projects, directions, batch_first, width, dropout,
-        tf32, save,
+        tf32, save, chunk,
     ):  # fmt: skip
         N, D, O = directions, weights[1].shape[0] // G, weights[1].shape[1]
         L = len(weights) // (((4 if has_bias else 2) + projects) * N)
@@ -152,6 +155,10 @@ def _register(cell: Cell) -> None:
         last = [x.new_empty(*outer, D if k > 0 else O) for k in range(first, K)]
         if not save:
             return y, last, []
+        if chunk > 0:
+            sizes = Sizes(L, B, T, x.shape[-1], width, G, V, chunk)
+            packs = width != D or weights[0].dtype != x.dtype
+            return y, last, kept_of_chunks(x, sizes, dropout, packs)
         kept, size, packs = [], 0, width != D or weights[0].dtype != x.dtype
         steps = projects and width == D and not x.is_cuda
         for number in range(L):
@@ -177,7 +184,7 @@ def _register(cell: Cell) -> None:
     @register_fake(f"{cell.name}_layers_bwd")
     def _(
         dy, dlast, x, weights, kept, batch_sizes, has_bias, projects, directions, batch_first, width,
-        dropout, tf32, wants_dx, wants_dstate,
+        dropout, tf32, wants_dx, wants_dstate, chunk,
     ):  # fmt: skip
         B = batch_sizes[0] if batch_sizes else x.shape[0 if batch_first or x.dim() == 2 else 1]
         LN = len(weights) // ((4 if has_bias else 2) + projects)
@@ -189,8 +196,8 @@ def _register(cell: Cell) -> None:
         return dx, dstate, [w.new_empty(w.shape) for w in weights]
 
     def setup_context(ctx, inputs, output):
-        x, state, weights, *options, _ = inputs
-        _keep(ctx, layer_ops, x, state, weights, options, output[2])
+        x, state, weights, *options, _, chunk = inputs
+        _keep(ctx, layer_ops, x, state, weights, options, output[2], chunk)
 
     def backward(ctx, dy, dlast, _):
         x, state, *_ = ctx.needs_input_grad
@@ -198,7 +205,7 @@ def _register(cell: Cell) -> None:
         dx, dstate, dweights = _differentiate(ctx, dy, dlast, x, wants_dstate)
         dstate = dstate or [None] * len(ctx.state_dtypes)
         sizes: Any = None if ctx.options[0] else []  # torch takes an empty list for one of tensors
-        return (dx, dstate, dweights, sizes, *(None,) * 8)
+        return (dx, dstate, dweights, sizes, *(None,) * 9)
 
     torch.library.register_autograd(layer_ops.forward, backward, setup_context=setup_context)
 

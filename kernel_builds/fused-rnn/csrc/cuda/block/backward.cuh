@@ -25,7 +25,8 @@ struct BlockBackward : BlockSizes<Cell_, IO_, kWidth, 16, Cell_::kGates * kWidth
     const int lane = threadIdx.x % 32, q = lane % 4, D = int(p.D);
     const int warp_unit = threadIdx.x / 32 * Sizes::kUnits, unit = warp_unit + lane / 4;
     const bool in_head[2] = {unit < D, unit + 8 < D};
-    const int64_t head = blockIdx.x % p.N, tile = blockIdx.x / p.N, first = tile * (4 * kPerLane);
+    const int64_t head = p.first_head + blockIdx.x % p.heads;
+    const int64_t tile = blockIdx.x / p.heads, first = tile * (4 * kPerLane);
     const int64_t ND = p.N * p.D, at = head * p.D + unit;
     const int steps = kRagged ? longest(p, first, 4 * kPerLane) : int(keep(uint32_t(p.T)));
     const float bound = float(p.grad_clip);

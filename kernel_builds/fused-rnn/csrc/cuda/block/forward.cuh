@@ -27,7 +27,8 @@ struct BlockForward : BlockSizes<Cell_, IO_, kWidth, 8, kWidth> {
     const int lane = threadIdx.x % 32, q = lane % 4, D = int(p.D);
     const int warp_unit = threadIdx.x / 32 * Sizes::kUnits, unit = warp_unit + lane / 4;
     const bool in_head = unit < D;
-    const int64_t head = blockIdx.x % p.N, first = blockIdx.x / p.N * (4 * kPerLane);
+    const int64_t head = p.first_head + blockIdx.x % p.heads;
+    const int64_t first = blockIdx.x / p.heads * (4 * kPerLane);
     const int64_t ND = p.N * p.D, at = head * p.D + unit;
     const int steps = kRagged ? longest(p, first, 4 * kPerLane) : int(keep(uint32_t(p.T)));
 

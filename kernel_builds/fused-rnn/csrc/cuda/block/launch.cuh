@@ -47,7 +47,7 @@ void launch_block(const Params& p, const Launch& launch) {
   const auto kernel = block_kernel<Engine, Params>;
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
   const int64_t tiles = (p.S + launch.tile - 1) / launch.tile;
-  kernel<<<unsigned(tiles * p.N), Engine::kThreads, bytes, launch.stream>>>(p);
+  kernel<<<unsigned(tiles * p.heads), Engine::kThreads, bytes, launch.stream>>>(p);
   check(cudaGetLastError());
 }
 

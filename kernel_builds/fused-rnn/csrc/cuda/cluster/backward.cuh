@@ -121,7 +121,8 @@ struct ClusterBackward {
 
   static DEVICE void run(const BackwardParams& p, Shared& shared) {
     const int members = cluster_size(), rank = cluster_rank();
-    const int64_t group = blockIdx.x / members, head = group % p.N, tile = group / p.N;
+    const int64_t group = blockIdx.x / members, tile = group / p.heads;
+    const int64_t head = p.first_head + group % p.heads;
     const int steps =
         kRagged ? longest(p, tile * (4 * kPerLane), 4 * kPerLane) : int(keep(uint32_t(p.T)));
     if (threadIdx.x == 0) {

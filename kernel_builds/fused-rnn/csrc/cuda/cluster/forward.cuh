@@ -106,8 +106,8 @@ struct ClusterForward {
 
   static DEVICE void run(const ForwardParams& p, Shared& shared) {
     const int lane = threadIdx.x % 32, members = cluster_size(), rank = cluster_rank();
-    const int64_t group = blockIdx.x / members, head = group % p.N;
-    const int64_t first = group / p.N * (4 * kPerLane);
+    const int64_t group = blockIdx.x / members, head = p.first_head + group % p.heads;
+    const int64_t first = group / p.heads * (4 * kPerLane);
     const int warp = threadIdx.x / 32 % cluster::kCellWarps, part = threadIdx.x / kCells;
     const int first_unit = rank * kUnits, unit = first_unit + warp * 8 + lane / 4;
     const int steps = kRagged ? longest(p, first, 4 * kPerLane) : int(keep(uint32_t(p.T)));

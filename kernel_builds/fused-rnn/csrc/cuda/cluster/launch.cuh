@@ -35,7 +35,7 @@ template <typename Engine, typename Params>
 void launch_cluster(const Params& p, const Launch& launch) {
   const auto kernel = cluster_kernel<Engine, Params>;
   const unsigned members = unsigned(cluster::members(p.D));
-  const unsigned clusters = unsigned((p.S + launch.tile - 1) / launch.tile * p.N);
+  const unsigned clusters = unsigned((p.S + launch.tile - 1) / launch.tile * p.heads);
   if (clusters == 0) return;
   // Where all blocks fit on the GPU at once, give each its own SM.
   const bool alone = clusters <= unsigned(cluster::at_once(p.D, launch.device));

@@ -174,20 +174,30 @@ __global__ void __launch_bounds__(32 * kWarpsM * kWarpsN, kVectors ? 2 : 1) dwei
   const int first_n = block % plan.tiles_n * Tile::kN;
   const int first_m = (block /= plan.tiles_n) % plan.tiles_m * Tile::kM;
   const int64_t head = (block /= plan.tiles_m) % p.N, split = block / p.N;
-  const int64_t begin = split * plan.split_rows, D = p.D, ND = p.N * D;
+  const int64_t begin = split * plan.split_rows, D = p.D, ND = p.N * D, row = p.row_heads * D;
   const int64_t end = min(begin + plan.split_rows, p.rows);
 
   const DweightSource<IO, Tile::kM, Tile::kDepth, Tile::kThreads, kVectors> dr{
-      static_cast<const IO*>(p.dr) + head * D, p.G * ND, ND, int(D), int(p.G * D), first_m};
+      static_cast<const IO*>(p.dr) + head * (D + p.shift * p.G * row),
+      p.G * row,
+      row,
+      int(D),
+      int(p.G * D),
+      first_m};
   const DweightSource<IO, Tile::kN, Tile::kDepth, Tile::kThreads, kVectors> h{
-      static_cast<const IO*>(p.h_prev) + head * D, ND, 0, int(D), int(D), first_n};
+      static_cast<const IO*>(p.h_prev) + head * (D + p.shift * row),
+      row,
+      0,
+      int(D),
+      int(D),
+      first_n};
   const int count = begin < end ? int((end - begin + Tile::kDepth - 1) / Tile::kDepth) : 0;
   const auto start = [&](int i) {
     if (i < count) {
-      const int64_t row = begin + int64_t(i) * Tile::kDepth;
+      const int64_t from = begin + int64_t(i) * Tile::kDepth;
       IO* stage = stages + i % Tile::kStages * Tile::kStage;
-      dr.copy(stage, row, end);
-      h.copy(stage + Tile::kDepth * Tile::kPitchM, row, end);
+      dr.copy(stage, from, end);
+      h.copy(stage + Tile::kDepth * Tile::kPitchM, from, end);
     }
     copy_commit();
   };

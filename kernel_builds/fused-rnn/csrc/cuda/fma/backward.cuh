@@ -26,7 +26,8 @@ struct FmaBackward {
 
   static DEVICE void run(const BackwardParams& p, const fma::Memory& m, float* memory) {
     const int D = int(p.D), threads = blockDim.x, group = threadIdx.x / kLanes;
-    const int64_t head = blockIdx.x % p.N, index = blockIdx.x / p.N, first = index * m.tile;
+    const int64_t head = p.first_head + blockIdx.x % p.heads;
+    const int64_t index = blockIdx.x / p.heads, first = index * m.tile;
     const int width = int(p.N * p.D), at = int(head * p.D);
     const int steps = longest(p, first, m.tile), passes = kOne ? 1 : m.tile / kSequences;
 

@@ -32,8 +32,8 @@ struct FmaClusterBackward {
     const int D = int(p.D), group = threadIdx.x / kLanes;
     const int rank = blockIdx.x % m.members, first_unit = rank * m.units;
     const int units = min(m.units, D - first_unit);  // of this block
-    const int64_t head = blockIdx.x / m.members % p.N, index = blockIdx.x / m.members / p.N;
-    const int64_t first = index * m.tile;
+    const int64_t cluster = blockIdx.x / m.members, index = cluster / p.heads;
+    const int64_t head = p.first_head + cluster % p.heads, first = index * m.tile;
     const int width = int(p.N * p.D), at = int(head * p.D) + first_unit;
     const int steps = longest(p, first, m.tile);
     const int unit = threadIdx.x % kBlockUnits;

@@ -47,7 +47,7 @@ struct FmaForward {
     const int rank = kCluster ? blockIdx.x % m.members : 0, first_unit = rank * m.units;
     const int units = min(m.units, D - first_unit);  // of this block
     const int64_t index = blockIdx.x / (kCluster ? m.members : 1);
-    const int64_t head = index % p.N, first = index / p.N * m.tile;
+    const int64_t head = p.first_head + index % p.heads, first = index / p.heads * m.tile;
     const int width = int(p.N * p.D), at = int(head * p.D) + first_unit;
     const int steps = longest(p, first, m.tile);
 

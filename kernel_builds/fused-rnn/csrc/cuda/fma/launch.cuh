@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(Pass::kThreads, Pass::kResident) fma_kernel(
 
 template <typename Pass, typename Params>
 void launch_fma(const Params& p, const fma::Memory& m, int threads, const Launch& launch) {
-  const int64_t blocks = p.N * fma::divide_up(p.S, m.tile) * m.members;
+  const int64_t blocks = p.heads * fma::divide_up(p.S, m.tile) * m.members;
   const Grid grid{blocks, threads, int(m.bytes()), launch.stream, false, m.members};
   cuda::launch(&fma_kernel<Pass, Params>, grid, p, m);
 }

@@ -13,16 +13,20 @@ namespace flashcell::cuda {
 // results below the pattern.
 constexpr uint32_t kUnwritten = 0xffffffffu;
 
-// Fills the rows of steps that run; the other rows are never polled.
+// Fills the rows of steps that run; the other rows are never polled. A row has `gates` parts of N
+// heads each.
 template <typename IO>
-__global__ void __launch_bounds__(256) fill_kernel(const SequenceParams p, IO* medium,
-                                                   int64_t row_elements) {
+__global__ void __launch_bounds__(256) fill_kernel(const SequenceParams p, IO* medium, int gates) {
   const Column column(p, blockIdx.x);
-  const int64_t vectors = row_elements / IoTraits<IO>::kVector;
-  uint4* to = reinterpret_cast<uint4*>(medium) + column.row * vectors;
-  for (int64_t i = blockIdx.y * 256 + threadIdx.x; i < column.length * vectors;
-       i += gridDim.y * 256) {
-    to[i] = make_uint4(kUnwritten, kUnwritten, kUnwritten, kUnwritten);
+  const bool all = p.heads == p.N;  // then the rows of all gates follow each other without gaps
+  const int64_t whole = p.N * p.D / IoTraits<IO>::kVector;  // vectors of a part
+  const int64_t vectors = p.heads * p.D / IoTraits<IO>::kVector * (all ? gates : 1);
+  const int64_t first = p.first_head * p.D / IoTraits<IO>::kVector;
+  uint4* to = reinterpret_cast<uint4*>(medium) + column.row * gates * whole + first;
+  const int64_t count = column.length * (all ? 1 : gates) * vectors;
+  for (int64_t i = blockIdx.y * 256 + threadIdx.x; i < count; i += gridDim.y * 256) {
+    to[all ? i : i / vectors * whole + i % vectors] =
+        make_uint4(kUnwritten, kUnwritten, kUnwritten, kUnwritten);
   }
 }
 

@@ -115,9 +115,9 @@ bool run(const typename Pass::Params& p, const Launch& launch) {
   static_assert(sizeof(Shared<Pass>) <= shared_bytes(Pass::kShape, 0));
   const int64_t tiles = tiles_of(Pass::kShape, p.S);
   const int64_t members = thread_blocks(Pass::kShape, p.D);
-  if (tiles * members * p.N == 0) return true;
+  if (tiles * members * p.heads == 0) return true;
   const bool marked = p.reset != nullptr || p.hold != nullptr;
-  if (!can_run(Pass::kShape, marked, p.S, p.N, p.D, launch.device)) return false;
+  if (!can_run(Pass::kShape, marked, p.S, p.heads, p.D, launch.device)) return false;
 
   const int sms = launch.device.sms;
   const int bytes = int(shared_bytes(Pass::kShape, p.D));
@@ -144,12 +144,12 @@ bool run(const typename Pass::Params& p, const Launch& launch) {
                                                         bytes));
     together = together > 0 ? sms : 0;
   }
-  if (!has_room(Pass::kShape, p.S, p.N, p.D, together, launch.device)) return false;
+  if (!has_room(Pass::kShape, p.S, p.heads, p.D, together, launch.device)) return false;
 
   if (Pass::kDescends || p.T > 1) {  // in a single forward step nothing polls h
     const int parts = int(std::clamp<int64_t>(8 * sms / p.S, 1, 4096));
-    fill_kernel<IO><<<dim3(unsigned(p.S), parts), 256, 0, launch.stream>>>(
-        p, Pass::medium(p), Pass::kGates * p.N * p.D);
+    fill_kernel<IO>
+        <<<dim3(unsigned(p.S), parts), 256, 0, launch.stream>>>(p, Pass::medium(p), Pass::kGates);
     check(cudaGetLastError());
   }
   int64_t initial = 0;
@@ -164,9 +164,10 @@ bool run(const typename Pass::Params& p, const Launch& launch) {
       check(cudaGetLastError());
     }
   }
-  const int64_t heads = heads_at_once(Pass::kShape, p.N, p.D, together);
-  for (int64_t head = 0; head < p.N; head += heads) {
-    const int64_t count = std::min(heads, p.N - head);
+  const int64_t heads = heads_at_once(Pass::kShape, p.heads, p.D, together);
+  const int64_t end = p.first_head + p.heads;
+  for (int64_t head = p.first_head; head < end; head += heads) {
+    const int64_t count = std::min(heads, end - head);
     const int64_t groups = groups_of(Pass::kShape, p.S, count, p.D, together);
     const int64_t polled =
         count * groups * members * p.D * int64_t(sizeof(IO)) * std::min<int64_t>(8, p.S);

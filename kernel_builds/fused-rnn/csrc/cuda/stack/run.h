@@ -74,11 +74,12 @@ inline void multiply_into(const Product& p, cuda::gemm::DataType out, bool adds,
   // cuBLAS stores matrices column by column, so that it reads ours as their transposes: this is
   // c^T = b^T a^T.
   const Matrix b(p.K, p.N, p.b_k, p.b_n), a(p.M, p.K, p.a_m, p.a_k);
-  check_blas("cublasGemmStridedBatchedEx",
-             cublasGemmStridedBatchedEx(
-                 current_blas_handle(), b.transposed, a.transposed, int(p.N), int(p.M), int(p.K),
-                 &one, p.b, io, int(b.next), 0, p.a, io, int(a.next), p.a_batch, &before, p.c, out,
-                 int(p.c_m), p.c_batch, int(p.batch), rounds ? kTf32 : kFp32, kDefaultAlgorithm));
+  check_blas(
+      "cublasGemmStridedBatchedEx",
+      cublasGemmStridedBatchedEx(current_blas_handle(), b.transposed, a.transposed, int(p.N),
+                                 int(p.M), int(p.K), &one, p.b, io, int(b.next), p.b_batch, p.a, io,
+                                 int(a.next), p.a_batch, &before, p.c, out, int(p.c_m), p.c_batch,
+                                 int(p.batch), rounds ? kTf32 : kFp32, kDefaultAlgorithm));
 }
 
 // Computes large products of exact fp32 in halves, where that is faster. Returns whether it did.
@@ -89,8 +90,8 @@ inline bool multiply_split(const Product& p, Dtype dtype, bool tf32, bool adds,
   const auto of = [](const void* data, int64_t i) { return static_cast<const float*>(data) + i; };
   std::vector<cuda::gemm::Matrices> products;
   for (int64_t i = 0; i < p.batch; ++i) {
-    products.push_back({p.M, p.N, p.K, of(p.a, i * p.a_batch), p.a_m, p.a_k, of(p.b, 0), p.b_k,
-                        p.b_n, static_cast<float*>(p.c) + i * p.c_batch, p.c_m, adds});
+    products.push_back({p.M, p.N, p.K, of(p.a, i * p.a_batch), p.a_m, p.a_k, of(p.b, i * p.b_batch),
+                        p.b_k, p.b_n, static_cast<float*>(p.c) + i * p.c_batch, p.c_m, adds});
   }
   if (!products[0].split_is_faster(device)) return false;
   Tensor scratch = new_tensor(like, {products[0].scratch_bytes(device)}, ScalarType::Byte);

@@ -94,9 +94,11 @@ void forward_steps(const ForwardParams& p, const Launch& launch) {
 
 template <typename Cell, typename IO, typename Product>
 void backward_steps(const BackwardParams& p, const Launch& launch) {
-  // Step -1 adds the product of step 0 to the gradients of the initial states.
+  // Step -1 adds the product of step 0 to the gradients of the initial states, and passes on those
+  // of sequences without any step.
+  const int64_t steps = p.T + (p.T == 0 || !p.skips_initial);
   run_steps<Product>(&backward_step_kernel<Cell, IO, Product>, p, Cell::kGates * p.D, p.T - 1,
-                     p.T + 1, -1, nullptr, launch);
+                     steps, -1, nullptr, launch);
 }
 
 // Whether a product's shared memory, and its places, fit in a thread block.

@@ -1,0 +1,117 @@
+// Decides whether the layers of a module run side by side (../../stack/wavefront.h), and in chunks
+// of how many steps: a pure function of sizes and of the GPU.
+#pragma once
+#include "../plan.h"
+
+namespace flashcell::cuda::wavefront {
+
+// Times in us. Those of a step grow with the load, which is how often its thread blocks would fill
+// the GPU, or a group's tiles, and with what it reads of the weight. `width` and `load_width` are
+// those of 1024 units of a cell with four gates, `product` that of a matrix product of 1e6 fp16
+// multiplications.
+struct Costs {
+  double step, load, width, load_width, product;
+  double layer, wave, call;  // a layer that runs alone; a wave; and a call with waves
+};
+
+// Fitted to 4,900 times of random modules on an H200: of an inference, and of a forward and a
+// backward pass.
+constexpr Costs kCosts[kEngineCount][2] = {
+    {{0.09, 0.107, 2.89, 0.00, 4.32, 57, 18, 147}, {0.06, 0.406, 3.91, 7.99, 3.56, 358, 52, 1011}},
+    {{0.31, 0.086, 0.66, 0.00, 2.63, 56, 16, 126}, {0.40, 0.208, 1.12, 0.13, 2.44, 344, 47, 889}},
+    {{0.50, 0.128, 0.47, 0.00, 3.36, 77, 26, 148}, {0.66, 0.353, 1.09, 0.00, 2.41, 345, 73, 773}},
+    {},  // step
+    {},  // gemm
+    {{0.24, 0, 2.31, 0, 6.47, 46, 17, 139}, {0.20, 0, 3.45, 0, 3.94, 342, 58, 863}},
+    {},  // batch
+};
+
+// Side by side has to take less than kShare of the time of one layer after the other, and to save
+// so many us more, because 1 in 10 estimates is off by a third.
+constexpr double kShare[2] = {0.85, 0.8}, kLeastSaved[2] = {100, 250};
+constexpr int64_t kShortestChunk = 4, kMostChunks = 64;
+// The tensors of all layers are there at once in the backward pass; so many bytes at most.
+constexpr int64_t kMostBytes = int64_t(4) << 30;
+
+struct Load {
+  int64_t launches;  // that a step's heads are divided among
+  double load;       // 1 or more
+};
+
+constexpr Load load_of(Engine engine, const Problem& p, const Device& device) {
+  const auto ceil = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
+  if (engine == Engine::kBlock) {
+    return {1, std::max(1.0, double(p.N * ceil(p.S, block_tile(p, device))) / device.sms)};
+  }
+  if (engine == Engine::kCluster) {
+    const int64_t clusters = p.N * ceil(p.S, cluster::tile(p.S, p.N, p.D, device));
+    return {1, double(ceil(clusters, cluster::at_once(p.D, device)))};
+  }
+  if (engine == Engine::kFma) return {1, 1};
+  Load best{0, 0};
+  double least = 0;
+  for (const int units : {grid::kTallUnits, grid::kUnits}) {
+    const grid::Shape shape = grid::forward_shape(p.gates, 4, p.io_bytes, 1, units);
+    const bool tall = units > grid::kUnits;
+    if (tall && !(device.code.sm_90a && grid::has_tall_blocks(p.gates, p.io_bytes) &&
+                  grid::blocks_of_depth(shape, p.D) == grid::kTallBlocks)) {
+      continue;
+    }
+    const int64_t blocks = ceil(p.D, units), tiles = ceil(p.S, 8);
+    const int64_t launches = ceil(p.N, std::max<int64_t>(1, device.sms / blocks));
+    const int64_t heads = ceil(p.N, launches);
+    const int64_t groups = std::clamp<int64_t>(device.sms / (heads * blocks), 1, tiles);
+    const Load load{launches, double(ceil(tiles, groups))};
+    const double time = double(launches) * (1 + 0.4 * load.load);
+    if (best.launches == 0 || time < least) best = load, least = time;
+  }
+  return best;
+}
+
+// The time of a step of p.N layers, without the products of inputs and of weights' gradients.
+constexpr double step_time(const Costs& costs, Engine engine, const Problem& p,
+                           const Device& device) {
+  const Load at = load_of(engine, p, device);
+  const double size = double(p.D) / 1024 * (p.gates + 1) / 4, more = at.load - 1;
+  return double(at.launches) *
+         (costs.step + costs.load * more + (costs.width + costs.load_width * more) * size);
+}
+
+// Returns the steps of a chunk of `layers` layers, each of which is p (p.N = 1), or 0 for one layer
+// after the other. `saves`: whether a backward pass will follow.
+constexpr int64_t chunk_of(Problem p, int64_t layers, bool saves, const Device& device) {
+  const Engine alone = select_own(p, device);
+  // A block of several sequences takes longer in ways that these costs do not describe.
+  if (alone == Engine::kFma && p.S * layers > fma::at_once(p.D, p.gates, device)) return 0;
+  Engine together = alone;
+  for (int64_t heads = 1; heads <= layers; heads += layers - 1) {
+    p.N = heads, together = select_own(p, device);
+    if (together == Engine::kStep || select_engine(p, device) != together) return 0;
+    if (saves && select_backward(p, device) != together) return 0;
+  }
+  const double rate = p.io_bytes == 2 ? 500 : is_exact(p, device) ? 80 : 200;
+  const double multiplied = 2.0 * double(p.S) * p.gates * double(p.D) * double(p.D);
+  const double products = multiplied / 1e6 / rate * (saves ? 4 : 1) * double(layers);
+
+  const Costs &one = kCosts[int(alone)][saves], &all = kCosts[int(together)][saves];
+  const double of_all = step_time(all, together, p, device);
+  p.N = 1;
+  const double of_one = step_time(one, alone, p, device);
+  const double each =
+      double(p.T) * (double(layers) * of_one + products * one.product) + double(layers) * one.layer;
+  double least = kShare[saves] * each - kLeastSaved[saves];
+  int64_t best = 0;
+  for (int64_t chunks = 2; chunks <= kMostChunks && p.T / chunks >= kShortestChunk; ++chunks) {
+    const int64_t steps = p.T / chunks, rest = p.T % chunks;
+    if (rest >= steps) continue;  // fewer steps would make more chunks
+    const int64_t waves = chunks + layers - 1, rows = (waves * steps + rest) * p.S;
+    if (saves && rows * layers * p.D * 2 * (p.gates + 4) * p.io_bytes > kMostBytes) continue;
+    const double time = double(waves * steps) * of_all + double(layers * rest) * of_one +
+                        double(p.T) * products * all.product + all.call +
+                        double(waves + (rest > 0 ? layers : 0)) * all.wave;
+    if (time < least) least = time, best = steps;
+  }
+  return best;
+}
+
+}  // namespace flashcell::cuda::wavefront
