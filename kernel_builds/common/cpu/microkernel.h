@@ -35,25 +35,22 @@ constexpr int kPartVectors = !kFewRegisters && NV % 4 == 0 ? 4
 // boundaries.
 constexpr int kPrefetchBytes = 4096;
 
-// Multiplies kParts parts of NV vectors, `part` elements apart; rows of C are kStride apart.
-template <typename IO, int NV, int kParts, int kStride, int MR, typename P = Product<IO>>
-__attribute__((noinline)) void microkernel(const Element<IO>* const* rows, int64_t k_begin,
-                                           int64_t k_end, const Element<IO>* panel, int64_t part,
-                                           State<IO>* c, State<IO> keep) {
+// Multiplies kParts parts of NV vectors, `part` elements apart, by the rows whose element (m, k)
+// is at element(m, k); rows of C are `stride` apart.
+template <typename IO, int NV, int kParts, int MR, typename P, typename At>
+FN void multiply_tile(const At& element, int64_t depth, const Element<IO>* b, int64_t part,
+                      State<IO>* c, int64_t stride, State<IO> keep) {
   using V = Vec<State<IO>>;
   constexpr int kAll = NV * kParts, kStep = NV * V::kWidth * P::kDepth;
-  const Element<IO>* a[MR];
   V acc[MR][kAll];
 #pragma GCC unroll 8
   for (int m = 0; m < MR; ++m) {
-    a[m] = rows[m];
 #pragma GCC unroll 8
     for (int v = 0; v < kAll; ++v) {
-      acc[m][v] = keep != 0 ? V(keep) * load(c + m * kStride + v * V::kWidth) : V(0);
+      acc[m][v] = keep != 0 ? V(keep) * load(c + m * stride + v * V::kWidth) : V(0);
     }
   }
-  const Element<IO>* b = panel + k_begin * NV * V::kWidth;
-  for (int64_t k = k_begin; k < k_end; k += P::kDepth, b += kStep) {
+  for (int64_t k = 0; k < depth; k += P::kDepth, b += kStep) {
 #pragma GCC unroll 2
     for (int turn = 0; turn < P::kTurns; ++turn) {
       decltype(P::load_columns(b, turn)) columns[kAll];
@@ -67,7 +64,7 @@ __attribute__((noinline)) void microkernel(const Element<IO>* const* rows, int64
       }
 #pragma GCC unroll 8
       for (int m = 0; m < MR; ++m) {
-        const auto value = P::broadcast(a[m] + k, turn);
+        const auto value = P::broadcast(element(m, k), turn);
 #pragma GCC unroll 8
         for (int v = 0; v < kAll; ++v) acc[m][v] = P::multiply_add(acc[m][v], value, columns[v]);
       }
@@ -76,28 +73,41 @@ __attribute__((noinline)) void microkernel(const Element<IO>* const* rows, int64
 #pragma GCC unroll 8
   for (int m = 0; m < MR; ++m) {
 #pragma GCC unroll 8
-    for (int v = 0; v < kAll; ++v) store(c + m * kStride + v * V::kWidth, acc[m][v]);
+    for (int v = 0; v < kAll; ++v) store(c + m * stride + v * V::kWidth, acc[m][v]);
   }
 }
 
-template <typename IO, int NV, int kStride, int MR>
+template <typename IO, int NV, int kParts, int MR, typename P = Product<IO>>
+__attribute__((noinline)) void microkernel(const Element<IO>* const* rows, int64_t k_begin,
+                                           int64_t k_end, const Element<IO>* panel, int64_t part,
+                                           State<IO>* c, int64_t stride, State<IO> keep) {
+  const Element<IO>* a[MR];
+#pragma GCC unroll 8
+  for (int m = 0; m < MR; ++m) a[m] = rows[m] + k_begin;
+  multiply_tile<IO, NV, kParts, MR, P>(
+      [&](int m, int64_t k) __attribute__((always_inline)) { return a[m] + k; }, k_end - k_begin,
+      panel + k_begin * NV * Vec<State<IO>>::kWidth, part, c, stride, keep);
+}
+
+template <typename IO, int NV, int MR = kMaxRows<NV>>
 FN void microkernel_rows(int rows_now, const Element<IO>* const* rows, int64_t k_begin,
-                         int64_t k_end, const Element<IO>* panel, State<IO>* c, State<IO> keep) {
+                         int64_t k_end, const Element<IO>* panel, State<IO>* c, int64_t stride,
+                         State<IO> keep) {
   if constexpr (MR > 1) {
     if (rows_now < MR) {
-      return microkernel_rows<IO, NV, kStride, MR - 1>(rows_now, rows, k_begin, k_end, panel, c,
-                                                       keep);
+      return microkernel_rows<IO, NV, MR - 1>(rows_now, rows, k_begin, k_end, panel, c, stride,
+                                              keep);
     }
   }
 #if defined(__AVX512BF16__)
   if constexpr (Product<IO>::kDepth == 2) {
     if (__builtin_cpu_is("intel")) {
-      return microkernel<IO, NV, 1, kStride, MR, WidenedPairs>(rows, k_begin, k_end, panel, 0, c,
-                                                               keep);
+      return microkernel<IO, NV, 1, MR, WidenedPairs>(rows, k_begin, k_end, panel, 0, c, stride,
+                                                      keep);
     }
   }
 #endif
-  microkernel<IO, NV, 1, kStride, MR>(rows, k_begin, k_end, panel, 0, c, keep);
+  microkernel<IO, NV, 1, MR>(rows, k_begin, k_end, panel, 0, c, stride, keep);
 }
 
 // Splits the rows into tiles of nearly equal height. All of them read the same k block of the panel
@@ -117,8 +127,8 @@ void panel_product(const Element<IO>* const* rows, int count, int64_t k_begin, i
     const int64_t end = k + block < k_end ? k + block : k_end;
     for (int tile = 0; tile < tiles; ++tile) {
       const int first = tile * count / tiles, next = (tile + 1) * count / tiles;
-      microkernel_rows<IO, NV, kStride, kRows>(next - first, rows + first, k, end, panel,
-                                               c + first * kStride, k > 0 ? 1 : keep);
+      microkernel_rows<IO, NV>(next - first, rows + first, k, end, panel, c + first * kStride,
+                               kStride, k > 0 ? 1 : keep);
     }
   }
 }
@@ -136,13 +146,13 @@ FN void parts_product(const Element<IO>* const* rows, int count, int64_t depth,
     constexpr int kTwo = kParts % 2 == 0 ? 2 : 1, kOne = kParts % 4 == 0 ? 4 : kTwo;
     if (count == 1) {
       for (int i = 0; i < kParts; i += kOne, panel += kOne * part, c += kOne * kColumns) {
-        microkernel<IO, kPart, kOne, kStride, 1>(rows, 0, depth, panel, part, c, 0);
+        microkernel<IO, kPart, kOne, 1>(rows, 0, depth, panel, part, c, kStride, 0);
       }
       return;
     }
     if (count == 2) {
       for (int i = 0; i < kParts; i += kTwo, panel += kTwo * part, c += kTwo * kColumns) {
-        microkernel<IO, kPart, kTwo, kStride, 2>(rows, 0, depth, panel, part, c, 0);
+        microkernel<IO, kPart, kTwo, 2>(rows, 0, depth, panel, part, c, kStride, 0);
       }
       return;
     }

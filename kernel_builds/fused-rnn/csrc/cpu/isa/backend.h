@@ -5,6 +5,7 @@
 #include "../../cells/all.h"
 #include "../backward.h"
 #include "../block_step.h"
+#include "../column_sum.h"
 #include "../forward.h"
 #include "../gemm.h"
 #include "common/cpu/dispatch.h"
