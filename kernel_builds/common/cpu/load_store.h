@@ -131,22 +131,68 @@ FN void store_io(fp16* p, Vec<float> v) {
 }
 #endif
 
-// Loads the first `count` lanes and sets the others to 0. The type Whole states at compile time
-// that `count` is the full width.
-template <bool Whole, typename IO>
-FN Vec<State<IO>> load_part(const IO* p, int count) {
-  if (Whole) return load_io(p);
+#if defined(__AVX512F__)
+// Masked loads and stores of the first `count` lanes: a copy of a size known only at run time takes
+// several times as long, and is read back before its bytes have left the store buffer.
+FN uint16_t first_lanes(int count) { return uint16_t((1u << count) - 1); }
+FN Vec<float> load_first(const float* p, int count) {
+  return (Vec<float>::Raw)_mm512_maskz_loadu_ps(first_lanes(count), p);
+}
+FN Vec<double> load_first(const double* p, int count) {
+  return (Vec<double>::Raw)_mm512_maskz_loadu_pd(__mmask8(first_lanes(count)), p);
+}
+FN Vec<float> load_first(const fp16* p, int count) {
+  return (Vec<float>::Raw)_mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first_lanes(count), p));
+}
+FN Vec<float> load_first(const bf16* p, int count) {
+  const __m256i bits = _mm256_maskz_loadu_epi16(first_lanes(count), p);
+  return (Vec<float>::Raw)_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16);
+}
+FN void store_first(float* p, Vec<float> v, int count) {
+  _mm512_mask_storeu_ps(p, first_lanes(count), (__m512)v.raw);
+}
+FN void store_first(double* p, Vec<double> v, int count) {
+  _mm512_mask_storeu_pd(p, __mmask8(first_lanes(count)), (__m512d)v.raw);
+}
+template <typename IO>
+FN void store_first(IO* p, Vec<float> v, int count) {
+  __m256i bits;
+  store_io((IO*)&bits, v);
+  _mm256_mask_storeu_epi16(p, first_lanes(count), bits);
+}
+#else
+template <typename IO>
+FN Vec<State<IO>> load_first(const IO* p, int count) {
   IO lanes[Vec<State<IO>>::kWidth] = {};
   memcpy(lanes, p, count * sizeof(IO));
   return load_io(lanes);
 }
-
-template <bool Whole, typename IO>
-FN void store_part(IO* p, Vec<State<IO>> v, int count) {
-  if (Whole) return store_io(p, v);
+template <typename IO>
+FN void store_first(IO* p, Vec<State<IO>> v, int count) {
   IO lanes[Vec<State<IO>>::kWidth];
   store_io(lanes, v);
   memcpy(p, lanes, count * sizeof(IO));
+}
+#endif
+
+// Loads the first `count` lanes and sets the others to 0. The type Whole states at compile time
+// that `count` is the full width.
+template <bool Whole, typename IO>
+FN Vec<State<IO>> load_part(const IO* p, int count) {
+  if constexpr (Whole) {
+    return load_io(p);
+  } else {
+    return load_first(p, count);
+  }
+}
+
+template <bool Whole, typename IO>
+FN void store_part(IO* p, Vec<State<IO>> v, int count) {
+  if constexpr (Whole) {
+    store_io(p, v);
+  } else {
+    store_first(p, v, count);
+  }
 }
 
 }  // namespace flashcell::FLASHCELL_ISA

@@ -104,6 +104,18 @@ FN void store_operand(Element<IO>* p, Vec<State<IO>> v) {
   }
 }
 
+// The same for the first `count` lanes.
+template <typename IO>
+FN void store_operand_part(Element<IO>* p, Vec<State<IO>> v, int count) {
+  if constexpr (sizeof(IO) == sizeof(Element<IO>)) {
+    store_part<false>(p, v, count);
+  } else {
+    IO rounded[Vec<State<IO>>::kWidth];
+    store_io(rounded, v);
+    store_part<false>(p, load_io(rounded), count);
+  }
+}
+
 template <typename IO>
 constexpr int64_t padded_depth(int64_t k) {
   return (k + Product<IO>::kDepth - 1) / Product<IO>::kDepth * Product<IO>::kDepth;

@@ -11,7 +11,7 @@ namespace flashcell::FLASHCELL_ISA {
 template <typename IO>
 FN void widen(Element<IO>* to, const IO* from, int count) {
   constexpr int kWidth = Vec<State<IO>>::kWidth;
-  if constexpr (sizeof(Element<IO>) == sizeof(IO)) {
+  if constexpr (Product<IO>::kDepth == 2) {
     // A constant size: compiled to moves, not to a call.
     if (count == kWidth) return (void)memcpy(to, from, kWidth * sizeof *to);
     memcpy(to, from, count * sizeof *to);
@@ -53,7 +53,7 @@ FN void transpose(Vec<T>* block) {
 template <typename IO>
 FN Vec<State<IO>> load_lanes(const IO* from, int count) {
   using V = Vec<State<IO>>;
-  if constexpr (sizeof(Element<IO>) == sizeof(IO)) {
+  if constexpr (Product<IO>::kDepth == 2) {
     typename V::Raw raw{};
     // A constant size: compiled to moves, not to a call.
     if (count * sizeof(IO) == sizeof raw) return load((const State<IO>*)from);
