@@ -173,6 +173,7 @@ inline std::vector<Sequence> sequences(const Tensor& /*like*/, int64_t B, int64_
       list.push_back({int64_t(s), at[s], at[s] * x_time, at[s + 1] - at[s], 0});
     }
   } else {
+    list.reserve(B);
     Shape steps(B, T);
     if (lengths) steps = read_integers(*lengths, "lengths", B);
     for (int64_t b = 0; b < B; ++b) {
@@ -181,6 +182,7 @@ inline std::vector<Sequence> sequences(const Tensor& /*like*/, int64_t B, int64_
       list.push_back({b, b * T, b * x_batch, steps[b], T - steps[b]});
     }
   }
+  if (!lengths && !cu_seqlens) return list;  // all of one length
   std::stable_sort(list.begin(), list.end(),
                    [](const Sequence& a, const Sequence& b) { return a.length > b.length; });
   return list;

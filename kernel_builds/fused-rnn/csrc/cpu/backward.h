@@ -43,7 +43,7 @@ struct Backward {
         plan(make_plan(p.S, p.N, weight_bytes, step_cost, host.threads)),
         multiplies(p.S && !cut && (p.sequences[0].length > 1 || !p.skips_initial)),
         weights(host, multiplies ? p.N * panels * depth * kStride : 0),
-        operands(host, cut ? 0 : 2 * p.S * p.N * depth),
+        operands(host, multiplies ? 2 * p.S * p.N * depth : 0),
         partial(host, groups * Cell::kBias * p.N * p.D) {}
 
   E* operand(int64_t t, int64_t s, int64_t head) const {
@@ -91,7 +91,7 @@ struct Backward {
     const int64_t carried = p.dlast ? Cell::kGradStates * one : 0;
     if (carried && p.dlast != p.dstate) memcpy(p.dstate, p.dlast, carried * sizeof(T));
     memset((T*)p.dstate + carried, 0, (kStates * one - carried) * sizeof(T));
-    if (!cut) {
+    if (multiplies) {
       parallel_for(host, 2 * p.S * p.N,
                    [&](int64_t i) { memset(operands + i * depth, 0, depth * sizeof(E)); });
     }
@@ -123,7 +123,7 @@ struct Backward {
       rows[count++] = operand(t + 1, s, head);
     }
     alignas(kVectorBytes) T products[kChunk * kStride];
-    if (!cut) {
+    if (multiplies) {
       narrow_product<IO, kStride>(vectors_of(panel), rows, count, depth,
                                   weights + (head * panels + panel) * depth * kStride, products);
     }
@@ -154,6 +154,7 @@ struct Backward {
              const Bounds& bound) const {
     const int n = lanes(unit);
     const int64_t at = head * p.D + unit, ND = p.N * p.D;
+    constexpr int64_t kAhead = 8;  // sequences
     V d_bias[Cell::kBias];
     for (int64_t s = begin; s < end; ++s) {
       if (s % kRowGroup == 0) {
@@ -165,11 +166,13 @@ struct Backward {
       if (t + 1 < sequence.length) {
         if (reset(sequence, t + 1)) {
           for (int k = 0; k < kStates; ++k) d[k] = V(0);
-        } else if (!cut && !hold(sequence, t + 1)) {
+        } else if (multiplies && !hold(sequence, t + 1)) {
           d[0] += clip(load(product));
           product += kStride;
         }
       }
+      const Sequence& ahead = p.sequences[s + kAhead < end ? s + kAhead : s];
+      prefetch((ahead.row + t) * ND, at);
       if (t >= 0 && hold(sequence, t)) {
         clear(sequence.row + t, at, n);
       } else if (t >= 0) {
@@ -191,12 +194,9 @@ struct Backward {
     const int64_t ND = p.N * p.D;
     V saved[kSaved], dx[kGates], dr[kGates];
     const T* from = (const T*)p.saved + row * kSaved * ND + at;
-    for (int v = 0; v < kSaved; ++v) {
-      saved[v] = load_part<Whole>(from + v * ND, n);
-      __builtin_prefetch(from + (v - kSaved) * ND);  // the step before in time, which comes next
-    }
+    for (int v = 0; v < kSaved; ++v) saved[v] = load_part<Whole>(from + v * ND, n);
+    prefetch((row - 1) * ND, at);  // the step before in time, which comes next
     d[0] += load_part<Whole>((const IO*)p.dh + row * ND + at, n);
-    __builtin_prefetch((const IO*)p.dh + (row - 1) * ND + at);
     if constexpr (kHasBound<Cell>) {
       Cell::backward(saved, d, dx, dr, bound);
     } else {
@@ -207,17 +207,22 @@ struct Backward {
       store_part<Whole>((IO*)p.dx + to, dx[g], n);
       if (Cell::kSplitGrad) store_part<Whole>((IO*)p.dr + to, dr[g], n);
       d_bias[g] += dx[g];
-      if (cut) {
+      if (!multiplies) {
         continue;
       } else if (Whole) {
         store_operand<IO>(dr_operand + g * gate_depth, dr[g]);
       } else {
-        E rounded[V::kWidth];
-        store_operand<IO>(rounded, dr[g]);
-        memcpy(dr_operand + g * gate_depth, rounded, n * sizeof(E));
+        store_operand_part<IO>(dr_operand + g * gate_depth, dr[g], n);
       }
     }
     if (Cell::kBias > kGates) d_bias[Cell::kBias - 1] += dr[kGates - 1];
+  }
+
+  // Prefetches what a cell will read: rows lie far apart.
+  FN void prefetch(int64_t begin, int64_t at) const {
+    const T* const from = (const T*)p.saved + begin * kSaved + at;
+    for (int v = 0; v < kSaved; ++v) __builtin_prefetch(from + v * p.N * p.D);
+    __builtin_prefetch((const IO*)p.dh + begin + at);
   }
 
   FN V clip(V v) const {  // NaN fails both comparisons and is returned

@@ -25,6 +25,7 @@ struct Forward {
   const int64_t depth = padded_depth<IO>(p.D);
   const int64_t panels = (p.D + kPanelUnits - 1) / kPanelUnits;
   const bool begins_with_zeros;  // no recurrent product in the first step
+  const bool multiplies;         // whether any step has one
   const bool packed;             // whether the weights are, as they are read often enough
   const Plan plan;
   const int64_t state_stride = p.S * p.N * p.D;
@@ -38,11 +39,12 @@ struct Forward {
       : p(params),
         host(fitting(h, total_steps(p) * p.N * kGates * p.D * p.D)),
         begins_with_zeros(p.initial == nullptr || p.h_begins_as_zero),
+        multiplies(longest(p) > 1 || !begins_with_zeros),
         packed(longest(p) > 1 || (p.packs_one_step && !begins_with_zeros &&
                                   p.S > most_dot_rows(kGates * p.D * p.D * sizeof(IO)))),
         plan(make_plan(p.S, p.N, kGates * p.D * p.D * sizeof(E), kGates * p.D * p.D, host.threads)),
         weights(host, packed ? p.N * panels * depth * kStride : 0),
-        operands(host, 2 * p.S * p.N * depth),
+        operands(host, multiplies ? 2 * p.S * p.N * depth : 0),
         zeros(host, depth) {}
 
   E* operand(int64_t t, int64_t s, int64_t head) const {
@@ -86,6 +88,7 @@ struct Forward {
     const int64_t state_count = kStates * p.S * p.N * p.D;
     if (p.initial && p.initial != p.last) memcpy(p.last, p.initial, state_count * sizeof(T));
     if (!p.initial) memset(p.last, 0, state_count * sizeof(T));
+    if (!multiplies) return;
     memset(zeros, 0, depth * sizeof(E));
     parallel_for(host, p.S * p.N, [&](int64_t i) {
       const int64_t s = i / p.N, head = i % p.N;
@@ -93,8 +96,10 @@ struct Forward {
       E* to = operand(0, s, head);
       memset(to, 0, depth * sizeof(E));
       const T* h = state(0, s, head);
-      for (int64_t unit = 0; unit < p.D; unit += V::kWidth)
-        put_operand(to + unit, h + unit, lanes(unit));
+      for (int64_t unit = 0; unit < p.D; unit += V::kWidth) {
+        const int n = lanes(unit);
+        store_operand_part<IO>(to + unit, load_part<false>(h + unit, n), n);
+      }
     });
     if (!packed) return;
     parallel_for(host, p.N * panels, [&](int64_t i) {
@@ -106,13 +111,6 @@ struct Forward {
                         weight_rows(head, v % kGates) + unit * p.D, 1, p.D, p.D, lanes(unit));
       }
     });
-  }
-
-  // Stores one vector of h as an operand; the last vector of a row may be partial.
-  void put_operand(E* to, const T* h, int n) const {
-    E rounded[V::kWidth];
-    store_operand<IO>(rounded, load_part<false>(h, n));
-    memcpy(to, rounded, n * sizeof(E));
   }
 
   void step(int64_t head, int64_t panel, int64_t t, int64_t begin, int64_t end) const {
@@ -174,6 +172,7 @@ struct Forward {
     // The part of addresses that does not depend on the sequence, computed once.
     const IO* const x_here = (const IO*)p.x + t * p.x_time + head * p.x_head + unit;
     T* const states = (T*)p.last + at;
+    constexpr int64_t kAhead = 8;  // sequences whose rows are prefetched: rows lie far apart
     E* operand_here = operand(t + 1, begin, head) + unit;
     const int64_t operand_stride = p.N * depth;
     for (int64_t s = begin; s < end; ++s, operand_here += operand_stride) {
@@ -190,9 +189,10 @@ struct Forward {
         continue;
       }
       const IO* in = x_here + sequence.x_offset;
-      for (int g = 0; g < kGates; ++g, in += p.x_gate) {
+      const IO* ahead = x_here + p.sequences[s + kAhead < end ? s + kAhead : s].x_offset;
+      for (int g = 0; g < kGates; ++g, in += p.x_gate, ahead += p.x_gate) {
         x[g] = load_part<Whole>(in, n) + bias[g];
-        __builtin_prefetch(in + kPanelUnits);
+        __builtin_prefetch(ahead);
         r[g] = load(product + g * V::kWidth);
       }
       if (Cell::kBias > kGates) r[kGates - 1] += bias[Cell::kBias - 1];
@@ -217,8 +217,9 @@ struct Forward {
     for (int k = 0; k < kStates; ++k) {
       store_part<Whole>(state_here + k * state_stride, next[k], n);
     }
+    if (!multiplies) return;
     if (Whole) return store_operand<IO>(operand_here, next[0]);
-    put_operand(operand_here, state_here, n);
+    store_operand_part<IO>(operand_here, next[0], n);
   }
 
   // Zeros the outputs of a step that does not run: units [at, at + n) of a row.

@@ -48,10 +48,13 @@ struct Walk {
       parallel_for(host, p.N * tiles, [&](int64_t task) {
         const int64_t head = task / tiles, begin = task % tiles * plan.rows;
         const int64_t last = begin + plan.rows < p.S ? begin + plan.rows : p.S;
-        for (int64_t i = 0; i < count; ++i) {
-          const int64_t end = running(at(i), begin, last);
-          for (int64_t k = 0; k < panels; ++k) {
-            step(head, turned(i, k, 0, panels), at(i), begin, end);
+        for (int64_t s = begin; s < last; s += plan.together) {
+          const int64_t end = s + plan.together < last ? s + plan.together : last;
+          for (int64_t i = 0; i < count; ++i) {
+            const int64_t reach = running(at(i), s, end);
+            for (int64_t k = 0; k < panels; ++k) {
+              step(head, turned(i, k, 0, panels), at(i), s, reach);
+            }
           }
         }
       });
