@@ -217,6 +217,7 @@ def test_plan(fused_rnn):
         assert ask(4, 1, 1000, 256, saves, e=4, tf32=True) > 0
         assert ask(4, 1, 1000, 128, saves, e=4) > 0
         assert ask(1, 16, 1024, 768, saves) == 0
+        assert ask(4, 1, 4_000_000, 256, saves) == 0  # 8 GB of outputs
         assert ask(4, 16, 16, 768, saves) == 0
         assert ask(4, 1024, 1024, 1024, saves) == 0
         assert (

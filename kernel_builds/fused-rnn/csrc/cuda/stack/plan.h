@@ -30,7 +30,8 @@ constexpr Costs kCosts[kEngineCount][2] = {
 // so many us more, because 1 in 10 estimates is off by a third.
 constexpr double kShare[2] = {0.85, 0.8}, kLeastSaved[2] = {100, 250};
 constexpr int64_t kShortestChunk = 4, kMostChunks = 64;
-// The tensors of all layers are there at once in the backward pass; so many bytes at most.
+// The outputs of all layers are there at once, in a backward pass their gradients too: so many
+// bytes at most.
 constexpr int64_t kMostBytes = int64_t(4) << 30;
 
 struct Load {
@@ -105,7 +106,8 @@ constexpr int64_t chunk_of(Problem p, int64_t layers, bool saves, const Device& 
     const int64_t steps = p.T / chunks, rest = p.T % chunks;
     if (rest >= steps) continue;  // fewer steps would make more chunks
     const int64_t waves = chunks + layers - 1, rows = (waves * steps + rest) * p.S;
-    if (saves && rows * layers * p.D * 2 * (p.gates + 4) * p.io_bytes > kMostBytes) continue;
+    const int64_t kept = saves ? 2 * (p.gates + 4) : 1;  // values of a unit at a step
+    if (rows * layers * p.D * kept * p.io_bytes > kMostBytes) continue;
     const double time = double(waves * steps) * of_all + double(layers * rest) * of_one +
                         double(p.T) * products * all.product + all.call +
                         double(waves + (rest > 0 ? layers : 0)) * all.wave;
