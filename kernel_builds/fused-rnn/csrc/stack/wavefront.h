@@ -107,7 +107,7 @@ struct Wavefront {
   // of the waves.
   int64_t block() const { return K * B * L * P; }
   int64_t state_blocks() const { return waves + 1 + (rest > 0); }
-  // Adds copies between those that a layer begins or ends with and torch's, [L, B, D].
+  // Where the first layer's states are, and how far from there the next layer's.
   struct StatePlace {
     int64_t begin, layer;
   };
@@ -116,6 +116,7 @@ struct Wavefront {
     return {head_of(0) * P, block() - P};
   }
   StatePlace last_place() const { return {chunks * block() + head_of(0) * P, block() - P}; }
+  // Adds copies between the states at a place and torch's, [L, B, D].
   void bring_states(Copies& copies, Tensor& blocks, StatePlace to, const Tensors& from) const {
     for (size_t k = 0; k < from.size(); ++k) {
       copies.add(blocks, to.begin + int64_t(k) * B * L * P, {0, to.layer, L * P, 1}, from[k], 0,

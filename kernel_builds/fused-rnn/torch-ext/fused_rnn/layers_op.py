@@ -13,7 +13,7 @@ from .dispatch import BACKEND, ops
 from .formulas import is_recorded, register_fake
 from .private_names import BelowAutograd, EagerFunction, any_requires_grad
 from .second_order import differentiable_gradients, versions
-from .wavefront import Sizes, chunk_of, kept_of_chunks
+from .wavefront import Sizes, aligned, chunk_of, kept_of_chunks
 
 Tensors = Sequence[torch.Tensor]
 # The arguments of the ops that are no tensors: batch_sizes, has_bias, projects, directions, batch_first,
@@ -172,9 +172,9 @@ def _register(cell: Cell) -> None:
             kept.append(x.new_empty(own if reads_h else 0, N, read))
             if projects:
                 kept.append(x.new_empty(own, N * width))
-            size += _aligned(G * N * width * width)
+            size += aligned(G * N * width * width)
             if packs:
-                size += N * _aligned(G * width * (N * O if number > 0 else x.shape[-1]))
+                size += N * aligned(G * width * (N * O if number > 0 else x.shape[-1]))
         packs = not steps and (N == 2 or packs or projects)
         packed = [x.new_empty(size)] if packs else []
         if projects:
@@ -208,10 +208,6 @@ def _register(cell: Cell) -> None:
         return (dx, dstate, dweights, sizes, *(None,) * 9)
 
     torch.library.register_autograd(layer_ops.forward, backward, setup_context=setup_context)
-
-
-def _aligned(elements: int) -> int:
-    return (elements + 63) // 64 * 64
 
 
 if BACKEND is not None:

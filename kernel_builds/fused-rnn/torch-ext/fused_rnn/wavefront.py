@@ -55,7 +55,7 @@ def kept_of_chunks(
     L, B, T, I, P, G, V, chunk = sizes
     rest, waves = B * (T % chunk), T // chunk + L - 1
     rows = rest + waves * B * chunk
-    weights = _aligned(G * L * P * P) + (L - 1) * _aligned(G * P * P) + (G * P * I if packs else 0)
+    weights = aligned(G * L * P * P) + (L - 1) * aligned(G * P * P) + (G * P * I if packs else 0)
     kept = [
         x.new_empty(weights),
         x.new_empty(B * T, I),
@@ -70,5 +70,6 @@ def kept_of_chunks(
     return kept
 
 
-def _aligned(elements: int) -> int:
+def aligned(elements: int) -> int:
+    """Returns where the next weight begins, in elements, behind so many."""
     return (elements + 63) // 64 * 64
