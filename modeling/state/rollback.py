@@ -59,6 +59,7 @@ class Rollback:
         """Removes the last tokens, whose number is given negative, as Cache.crop says.
 
         crop(0) removes none, and the states before the last call need not be kept any longer."""
+        tokens_to_remove = int(tokens_to_remove)  # older transformers give a tensor
         target = self.length + tokens_to_remove
         if tokens_to_remove == 0:
             self.past = self.past if self.owed else ()
