@@ -59,6 +59,39 @@ def _recurrent_step(draw: Draw, name: str) -> dict[str, Any]:
     return {**call, "backend": draw.backend()}
 
 
+@maker("run_layers")
+def _run_layers(draw: Draw, name: str) -> dict[str, Any]:
+    from flashcell.kernels.fused_rnn import CELLS
+
+    spec = CELLS[draw.pick(("lstm", "gru", "rnn_tanh", "rnn_relu", "slstm"))]
+    layers, directions = draw.pick((1, 1, 2, 3)), draw.pick((1, 2))
+    B, T, I, D = (
+        draw.rng.randint(1, 4),
+        draw.pick((1, 2, 5)),
+        draw.pick((1, 3, 8)),
+        draw.pick((1, 4, 9)),
+    )
+    has_bias, projects = draw.chance(0.5), spec.name == "lstm" and draw.chance(0.3)
+    O = draw.rng.randint(1, D) if projects else D
+    weights = []
+    for number in range(layers * directions):
+        inputs = I if number < directions else directions * O
+        shapes = [(spec.gates * D, inputs), (spec.gates * D, O)]
+        shapes += [(spec.gates * D,)] * 2 * has_bias + [(O, D)] * projects
+        weights += [draw.normal(*shape, scale=D**-0.5) for shape in shapes]
+    batch_first = draw.chance(0.5)
+    x, batch_sizes = draw.normal(*((B, T, I) if batch_first else (T, B, I))), []
+    if not projects and draw.chance(0.3):  # a PackedSequence
+        batch_sizes = sorted((draw.rng.randint(1, B) for _ in range(T)), reverse=True)
+        B, x = batch_sizes[0], draw.normal(sum(batch_sizes), I)
+    widths = [O, *[D] * (spec.states - 1)]
+    state = [draw.normal(layers * directions, B, width) for width in widths]
+    width = draw.pick((D, D, -(-D // 8) * 8))
+    options = (batch_sizes, has_bias, projects, directions, batch_first, width, 0.0, False)
+    call = {"cell": spec.name, "x": x, "weights": weights, "options": options}
+    return {**call, "state": draw.pick((state, []))}
+
+
 @maker("linear")
 def _linear(draw: Draw, name: str) -> dict[str, Any]:
     I, O = draw.pick((0, 1, 3, 8, 33)), draw.pick((0, 1, 5, 16, 40))

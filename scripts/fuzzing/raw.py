@@ -94,7 +94,9 @@ def check_raw(draw: Draw, op: Any, call: dict[str, Any], poisoned: Callable):
         with poisoned():
             got = results(op, given)
     except Exception as error:
-        problem = check_refusal(error, [a.name for a in op._schema.arguments], done, raw=True)
+        names = [a.name for a in op._schema.arguments]
+        names.append(r"kept \w+")  # one of several tensors is named by what it holds
+        problem = check_refusal(error, names, done, raw=True)
         if is_out_of_memory(error, done):
             problem = None
         if problem is None and not done:
@@ -108,11 +110,10 @@ def check_raw(draw: Draw, op: Any, call: dict[str, Any], poisoned: Callable):
         want = results(op, same)
     except Exception as error:
         return title, True, [f"plain copies are refused: {shorten(str(error))}"]
-    return (
-        title,
-        True,
-        [f"{n} is not that of plain copies" for n, t in got.items() if not agree(t, want[n])],
-    )
+    if name.endswith("_layers_fwd"):  # memory that aligns the packed weights is not written
+        got.pop("result[2][0]", None)
+    wrong = [n for n, t in got.items() if not agree(t, want[n])]
+    return title, True, [f"{n} is not that of plain copies" for n in wrong]
 
 
 def agree(a: torch.Tensor, b: torch.Tensor) -> bool:
