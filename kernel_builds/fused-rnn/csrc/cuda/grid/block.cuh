@@ -163,7 +163,8 @@ struct Block {
     bool even = true;
     for (int tile = 0; tile < tiles; ++tile) longest = max(longest, shared.lengths[tile]);
     for (int tile = 0; tile < tiles; ++tile) even &= longest == shared.lengths[tile];
-    return {tiles, Pass::kDescends ? longest - 1 : 0, Pass::kDescends ? -2 : longest, even};
+    if constexpr (Pass::kDescends) return {tiles, longest - 1, p.skips_initial ? -1 : -2, even};
+    return {tiles, 0, longest, even};
   }
   // first() and following() visit every kEvery-th tile from `lowest` on, and skip tiles whose
   // sequences have ended. They run in every step, so they use few instructions.

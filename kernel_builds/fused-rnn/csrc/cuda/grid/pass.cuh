@@ -187,7 +187,7 @@ struct BackwardPass {
     }
     return {flags, t + 1};
   }
-  // One step more, t = -1, completes the gradient of the initial state.
+  // One step more, t = -1, completes the gradient of the initial state, if that is read.
   DEVICE static unsigned flags(const Params& p, int t) {
     return (t >= 0 ? kRuns : 0) | (t + 1 < int(p.T) ? kPolls : 0);
   }
