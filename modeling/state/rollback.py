@@ -103,7 +103,7 @@ def forgive_owed(cache: Any) -> int:
 def takes_back(cache: Any) -> bool:
     """Whether the cache keeps earlier states."""
     layers: Any = getattr(cache, "layers", ())
-    return bool(layers) and getattr(layers[0], "record_past", False)
+    return len(layers) > 0 and getattr(layers[0], "record_past", False)
 
 
 def refuse_owed(cache: Any) -> None:

@@ -126,9 +126,10 @@ def test_a_draft_reads_a_long_prompt_once(make_model, tokens):
 def test_stop_tokens_and_lengths(case, make_model, tokens):
     model, ids = make_model(case), tokens(1, 7)
     text = greedy(model, ids).sequences[0, 7:].tolist()
+    last = int(ids[0, -1])  # a prompt that ends with a stop token ends transformers 5.17
     for at in (0, 3, 11):
         for options in ({"prompt_lookup_num_tokens": 5}, {"assistant_model": model}):
-            stops = {"eos_token_id": [text[at], VOCABULARY - 1]}
+            stops = {"eos_token_id": sorted({text[at], VOCABULARY - 1} - {last})}
             check_same(greedy(model, ids, **stops, **options), greedy(model, ids, **stops))
     for new in (1, 2, 3, 10):
         for options in ({"prompt_lookup_num_tokens": 5}, {"assistant_model": model}):
