@@ -5,17 +5,23 @@
 
 namespace flashcell::cuda::wavefront {
 
-// Times in us. Those of a step grow with the load, which is how often its thread blocks would fill
-// the GPU, or a group's tiles, and with what it reads of the weight. `width` and `load_width` are
-// those of 1024 units of a cell with four gates, `product` that of a matrix product of 1e6 fp16
-// multiplications.
+// Times in us, or how many of each a call takes: its time is the sum of the products. Those of a
+// step grow with the load, which is how often its thread blocks would fill the GPU, or a group's
+// tiles, and with what it reads of the weight. `width` and `load_width` are those of 1024 units of
+// a cell with four gates, `product` that of a matrix product of 1e6 fp16 multiplications.
 struct Costs {
   double step, load, width, load_width, product;
   double layer, wave, call;  // a layer that runs alone; a wave; and a call with waves
 };
 
-// Fitted to 7,129 times of random modules on an H200: of an inference, and of a forward and a
-// backward pass.
+constexpr double total(const Costs& n, const Costs& each) {
+  return n.step * each.step + n.load * each.load + n.width * each.width +
+         n.load_width * each.load_width + n.product * each.product + n.layer * each.layer +
+         n.wave * each.wave + n.call * each.call;
+}
+
+// Fitted to 7,129 times of random modules on an H200 (scripts/plan_chunks): of an inference, and of
+// a forward and a backward pass.
 constexpr Costs kCosts[kEngineCount][2] = {
     {{0.09, 0.107, 2.89, 0.00, 4.32, 57, 18, 147}, {0.06, 0.406, 3.91, 7.99, 3.56, 358, 52, 1011}},
     {{0.31, 0.086, 0.66, 0.00, 2.63, 56, 16, 126}, {0.40, 0.208, 1.12, 0.13, 2.44, 344, 47, 889}},
@@ -69,48 +75,88 @@ constexpr Load load_of(Engine engine, const Problem& p, const Device& device) {
   return best;
 }
 
-// The time of a step of p.N layers, without the products of inputs and of weights' gradients.
-constexpr double step_time(const Costs& costs, Engine engine, const Problem& p,
-                           const Device& device) {
+// Adds `steps` steps of p.N layers, without the products of inputs and of weights' gradients.
+constexpr void add_steps(Costs& n, double steps, Engine engine, const Problem& p,
+                         const Device& device) {
   const Load at = load_of(engine, p, device);
-  const double size = double(p.D) / 1024 * (p.gates + 1) / 4, more = at.load - 1;
-  return double(at.launches) *
-         (costs.step + costs.load * more + (costs.width + costs.load_width * more) * size);
+  const double count = steps * double(at.launches), more = at.load - 1;
+  const double size = double(p.D) / 1024 * (p.gates + 1) / 4;
+  n.step += count, n.load += count * more;
+  n.width += count * size, n.load_width += count * more * size;
 }
+
+// A module of `layers` layers, each of which is p (p.N = 1).
+struct Module {
+  Problem p;
+  int64_t layers;
+  bool saves;  // whether a backward pass follows
+  Device device;
+
+  constexpr Problem together() const {
+    Problem all = p;
+    all.N = layers;
+    return all;
+  }
+  constexpr Engine engine() const { return select_own(p, device); }
+  constexpr Engine engine_together() const { return select_own(together(), device); }
+
+  // Whether the layers may run side by side: all launches run on the same engine.
+  constexpr bool may_join() const {
+    // A block of several sequences takes longer in ways that these costs do not describe.
+    if (engine() == Engine::kFma && p.S * layers > fma::at_once(p.D, p.gates, device)) return false;
+    for (const Problem& q : {p, together()}) {
+      const Engine own = select_own(q, device);
+      if (own == Engine::kStep || select_engine(q, device) != own) return false;
+      if (saves && select_backward(q, device) != own) return false;
+    }
+    return true;
+  }
+
+  constexpr double products() const {  // of a step of all layers
+    const double rate = p.io_bytes == 2 ? 500 : is_exact(p, device) ? 80 : 200;
+    const double multiplied = 2.0 * double(p.S) * p.gates * double(p.D) * double(p.D);
+    return multiplied / 1e6 / rate * (saves ? 4 : 1) * double(layers);
+  }
+
+  constexpr Costs alone() const {
+    Costs n{};
+    add_steps(n, double(p.T * layers), engine(), p, device);
+    n.product = double(p.T) * products(), n.layer = double(layers);
+    return n;
+  }
+
+  constexpr int64_t waves(int64_t steps) const { return p.T / steps + layers - 1; }
+  // Side by side in chunks of `steps` steps. The first T % steps run one layer after the other.
+  constexpr Costs chunked(int64_t steps) const {
+    Costs n{};
+    const int64_t rest = p.T % steps;
+    add_steps(n, double(waves(steps) * steps), engine_together(), together(), device);
+    add_steps(n, double(layers * rest), engine(), p, device);
+    n.product = double(p.T) * products(), n.call = 1;
+    n.wave = double(waves(steps) + (rest > 0 ? layers : 0));
+    return n;
+  }
+
+  constexpr bool has_room(int64_t steps) const {
+    const int64_t rows = (waves(steps) * steps + p.T % steps) * p.S;
+    const int64_t kept = saves ? 2 * (p.gates + 4) : 1;  // values of a unit at a step
+    return rows * layers * p.D * kept * p.io_bytes <= kMostBytes;
+  }
+};
 
 // Returns the steps of a chunk of `layers` layers, each of which is p (p.N = 1), or 0 for one layer
 // after the other. `saves`: whether a backward pass will follow.
-constexpr int64_t chunk_of(Problem p, int64_t layers, bool saves, const Device& device) {
-  const Engine alone = select_own(p, device);
-  // A block of several sequences takes longer in ways that these costs do not describe.
-  if (alone == Engine::kFma && p.S * layers > fma::at_once(p.D, p.gates, device)) return 0;
-  Engine together = alone;
-  for (int64_t heads = 1; heads <= layers; heads += layers - 1) {
-    p.N = heads, together = select_own(p, device);
-    if (together == Engine::kStep || select_engine(p, device) != together) return 0;
-    if (saves && select_backward(p, device) != together) return 0;
-  }
-  const double rate = p.io_bytes == 2 ? 500 : is_exact(p, device) ? 80 : 200;
-  const double multiplied = 2.0 * double(p.S) * p.gates * double(p.D) * double(p.D);
-  const double products = multiplied / 1e6 / rate * (saves ? 4 : 1) * double(layers);
-
-  const Costs &one = kCosts[int(alone)][saves], &all = kCosts[int(together)][saves];
-  const double of_all = step_time(all, together, p, device);
-  p.N = 1;
-  const double of_one = step_time(one, alone, p, device);
-  const double each =
-      double(p.T) * (double(layers) * of_one + products * one.product) + double(layers) * one.layer;
-  double least = kShare[saves] * each - kLeastSaved[saves];
+constexpr int64_t chunk_of(const Problem& p, int64_t layers, bool saves, const Device& device) {
+  const Module module{p, layers, saves, device};
+  if (!module.may_join()) return 0;
+  const Costs& one = kCosts[int(module.engine())][saves];
+  const Costs& all = kCosts[int(module.engine_together())][saves];
+  double least = kShare[saves] * total(module.alone(), one) - kLeastSaved[saves];
   int64_t best = 0;
   for (int64_t chunks = 2; chunks <= kMostChunks && p.T / chunks >= kShortestChunk; ++chunks) {
-    const int64_t steps = p.T / chunks, rest = p.T % chunks;
-    if (rest >= steps) continue;  // fewer steps would make more chunks
-    const int64_t waves = chunks + layers - 1, rows = (waves * steps + rest) * p.S;
-    const int64_t kept = saves ? 2 * (p.gates + 4) : 1;  // values of a unit at a step
-    if (rows * layers * p.D * kept * p.io_bytes > kMostBytes) continue;
-    const double time = double(waves * steps) * of_all + double(layers * rest) * of_one +
-                        double(p.T) * products * all.product + all.call +
-                        double(waves + (rest > 0 ? layers : 0)) * all.wave;
+    const int64_t steps = p.T / chunks;
+    if (p.T % chunks >= steps || !module.has_room(steps)) continue;
+    const double time = total(module.chunked(steps), all);
     if (time < least) least = time, best = steps;
   }
   return best;
