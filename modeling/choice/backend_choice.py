@@ -166,26 +166,24 @@ def _predict(key: _Key) -> Prediction | None:
 
 
 def with_engine(call: Call, capability: int) -> Call:
-    """Returns the call with the engine that fused-rnn's planner chooses on a GPU; without one if it
-    does not know the GPU."""
+    """Returns the call with the engine that fused-rnn's planner chooses on a GPU, followed by
+    " layers" if layers run side by side; without one if it does not know the GPU."""
     precision = PRECISIONS[call.precision]
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
     width = padded_width("cuda", dtype, call.steps, call.width, call.batch)
     kernel = load_kernel("fused-rnn", "cuda" if torch.cuda.is_available() else "cpu")
+    cell, sizes = ENGINE_CELLS[call.kind], (width, call.batch, dtype, capability, call.steps)
+    products = "tf32" if precision == "tf32" else "highest"
     try:
-        plan = kernel.explain_plan(
-            ENGINE_CELLS[call.kind],
-            call.directions,
-            width,
-            call.batch,
-            dtype,
-            capability,
-            steps=call.steps,
-            precision="tf32" if precision == "tf32" else "highest",
-        )
+        engine = kernel.explain_plan(cell, call.directions, *sizes, products).engine
+        one_way = call.directions == 1 and not call.projection and not call.packed
+        if one_way and kernel.explain_layers(
+            cell, call.layers, *sizes, products, training=bool(call.trains)
+        ):
+            engine += " layers"
     except (RuntimeError, ValueError):
         return call
-    return call._replace(engine=plan.engine)
+    return call._replace(engine=engine)
 
 
 def _call(key: _Key) -> Call | None:
