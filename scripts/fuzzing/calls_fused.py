@@ -121,18 +121,15 @@ def _block_step(draw: Draw, name: str) -> dict[str, Any]:
     return {**call, "backend": draw.backend()}
 
 
-@maker("explain_plan")
-def _explain_plan(draw: Draw, name: str) -> dict[str, Any]:
+@maker("explain_plan", "explain_layers")
+def _explain(draw: Draw, name: str) -> dict[str, Any]:
     from flashcell.kernels.fused_rnn import CELLS
 
     call = {
         "cell": draw.pick(CELLS),
         "dtype": draw.pick(("bfloat16", torch.float16)),
-        "arch": "9.0",
-    }
-    sizes = {
-        "heads": draw.pick((1, 4)),
+        "arch": draw.pick(("H200", "A100")),
         "width": draw.pick((8, 64, 768)),
         "batch": draw.pick((1, 16)),
     }
-    return {**call, **sizes, "arch": draw.pick(("H200", "A100"))}
+    return call | {"heads" if name == "explain_plan" else "layers": draw.pick((1, 4))}

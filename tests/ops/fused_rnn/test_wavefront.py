@@ -190,6 +190,19 @@ def test_a_module_runs_the_chunks_that_the_plan_names(fused_rnn, monkeypatch):
     assert_bitwise("y", alone, forward(x, state, weights, *options, False, 0)[0])
 
 
+@on_cuda
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name", MODULES)
+def test_tiny_layers(fused_rnn, name, dtype):
+    """Runs every copy of the modules' layers, in chunks and without, for scripts/check_cuda."""
+    for size in ("padded", "one step left"):
+        for dropout in (0.0, 0.5):
+            *given, chunk = call(fused_rnn, name, size, getattr(torch, dtype), dropout=dropout)
+            for steps in (0, chunk):
+                got, _, _ = run(fused_rnn, name, *given, steps)
+                assert all(value.isfinite().all() for value in got.values())
+
+
 def test_wrong_chunks_are_errors(fused_rnn):
     x, state, weights, options = make(4, 2, layers=2)
     forward, _ = ops_of(fused_rnn, "lstm")
@@ -223,6 +236,15 @@ def test_plan(fused_rnn):
         assert (
             ask(4, 16, 1024, 1024, saves, e=4) == 0
         )  # exact fp32: no engine of a part of the heads
+    explain = fused_rnn.explain_layers
+    for training in (False, True):
+        told = explain("lstm", 4, 768, 16, "bfloat16", "H200", training=training)
+        assert told == ask(4, 16, 1024, 768, training) > 0
+    call = "lstm", 4, 256, 1, "float32", "H200", 1000
+    assert explain(*call, precision="tf32") == ask(4, 1, 1000, 256, e=4, tf32=True)
+    assert explain("lstm", 4, 768, 16, "bfloat16", "H200", 16) == 0
+    with pytest.raises(ValueError, match="layers is 0, but must be an int >= 1"):
+        explain("lstm", 0, 768, 16, "bfloat16", "H200")
     with pytest.raises(RuntimeError, match="element_bytes is 3"):
         ask(4, 16, 1024, 768, e=3)
     with pytest.raises(RuntimeError, match="layers is 0"):

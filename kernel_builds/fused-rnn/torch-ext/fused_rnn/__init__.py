@@ -4,7 +4,7 @@ from . import layers  # `kernels` looks for torch.nn's modules there
 from .block_step import block_step
 from .cells import CELLS
 from .dispatch import BACKEND
-from .explain import explain_plan
+from .explain import explain_layers, explain_plan
 from .functional import (
     gru,
     gru_step,
@@ -27,6 +27,7 @@ __all__ = [
     "BACKEND",
     "CELLS",
     "block_step",
+    "explain_layers",
     "explain_plan",
     "gru",
     "gru_step",

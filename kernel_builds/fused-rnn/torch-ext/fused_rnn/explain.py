@@ -1,6 +1,6 @@
 """Explains how a call runs on CUDA, with the answers of the binary's planner (csrc/cuda/explain.h)."""
 
-from typing import Callable, Dict, List, NamedTuple, Optional, Tuple
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
 
 import torch
 
@@ -95,30 +95,66 @@ def explain_with(
     code: Optional[str] = None,
 ) -> Plan:
     """Does what explain_plan does, with a planner that takes the op's arguments."""
-    given = {"heads": heads, "width": width, "batch": batch, "steps": steps}
-    for name, value in given.items():
+    sizes = {"heads": heads, "width": width, "batch": batch, "steps": steps}
+    name, device = _check(cell, sizes, dtype, arch, precision)
+    if code is not None:
+        device = with_code(device, code)
+    element = ELEMENT_BYTES[name]
+    problem = (cell, batch, steps, heads, width, element, precision == "tf32")
+    what = f"{cell} {heads}x{width}, batch {batch}, {steps} steps, {name}"
+    return _read(planner(*problem, *_gpu(device)), what, cell, 8 * element, device)
+
+
+def explain_layers(
+    cell: str,
+    layers: int,
+    width: int,
+    batch: int,
+    dtype: object,
+    arch: object,
+    steps: int = 1024,
+    precision: str = "highest",
+    training: bool = False,
+) -> int:
+    """Returns in chunks of how many steps the layers of a torch.nn module in one direction run side by
+    side, or 0 if they run one after the other.
+
+    Arguments otherwise as explain_plan's; ``training``: whether a backward pass follows."""
+    sizes = {"layers": layers, "width": width, "batch": batch, "steps": steps}
+    name, device = _check(cell, sizes, dtype, arch, precision)
+    problem = (batch, steps, width, ELEMENT_BYTES[name], precision == "tf32")
+    return _binary().plan_layers(cell, layers, bool(training), *problem, *_gpu(device))
+
+
+def _check(
+    cell: str, sizes: Dict[str, int], dtype: object, arch: object, precision: str
+) -> Tuple[str, Device]:
+    """Returns the dtype's name and the GPU."""
+    for name, value in sizes.items():
         check_whole(name, value, 1, "an int >= 1")
     check_choice("precision", precision, ("highest", "tf32"))
     name = str(dtype if isinstance(dtype, (str, torch.dtype)) else shown(dtype))
     name = name.replace("torch.", "")
     find_cell(cell)
     check_choice("dtype", name, tuple(ELEMENT_BYTES))
-    element, device = ELEMENT_BYTES[name], find_device(arch)
-    if code is not None:
-        device = with_code(device, code)
-    problem = (cell, batch, steps, heads, width, element, precision == "tf32")
-    gpu = (device.arch, *device.code, device.sms, device.shared_bytes)
-    what = f"{cell} {heads}x{width}, batch {batch}, {steps} steps, {name}"
-    return _read(planner(*problem, *gpu), what, cell, 8 * element, device)
+    return name, find_device(arch)
+
+
+def _gpu(device: Device) -> Tuple[int, ...]:
+    return (device.arch, *device.code, device.sms, device.shared_bytes)
+
+
+def _binary() -> Any:
+    if dispatch.ops is None:
+        raise RuntimeError(
+            "the planner is a part of the kernel's binary, but this copy of fused_rnn holds none: load a "
+            "CPU or a CUDA variant of the kernel"
+        )
+    return dispatch.ops
 
 
 def _planner(*arguments: object) -> str:
-    if dispatch.ops is None:
-        raise RuntimeError(
-            "explain_plan asks the planner in the kernel's binary, but this copy of fused_rnn "
-            "holds no binary: load a CPU or a CUDA variant of the kernel"
-        )
-    return dispatch.ops.explain_plan(*arguments)
+    return _binary().explain_plan(*arguments)
 
 
 def _read(text: str, what: str, cell: str, bits: int, device: Device) -> Plan:
