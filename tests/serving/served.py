@@ -13,6 +13,8 @@ from pathlib import Path
 import httpx
 
 from commands import environment
+from flashcell.state.rows import state_shapes
+from flashcell.state.serialization import read_state
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "model_cards/flash-rnn-python-5m"
@@ -113,3 +115,14 @@ class Served:
         """Returns the bytes that the process has in memory."""
         pages = Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]
         return int(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+def check_states(folder: Path, model) -> int:
+    """Checks that every state on disk is whole, with all of its tokens; returns how many there are.
+
+    What a killed writer leaves has another name, if it leaves anything."""
+    files = list(folder.rglob("*.safetensors"))
+    for file in files:
+        _, ids = read_state(model.config, file, state_shapes(model))  # compares the file's SHA-256
+        assert len(ids) == int(file.name.partition("-")[0])
+    return len(files)

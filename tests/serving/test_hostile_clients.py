@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from served import NAME
+from served import NAME, check_states
 
 LONG = {"prompt": "def read_", "max_tokens": 500, "ignore_eos": True, "stream": True}
 
@@ -159,18 +159,27 @@ def test_what_runs_finishes_at_the_end(start, alone):
     assert one.process.wait(30) == 0
 
 
-def kill_and_start(one, times: int) -> None:
-    want = one.text("def read_" * 8)
-    for _ in range(times):
+def kill_and_start(one, times: int, folder, model) -> None:
+    """Kills a server while it reads new prompts, writes their states and sends answers, each time
+    a little later; the next start answers the first request."""
+    want, seconds, found = one.text("def read_" * 8), [], [check_states(folder, model)]
+    for kill in range(times):
         running = [one.connect() for _ in range(6)]
         for number, connection in enumerate(running):
-            connection.sendall(one.request(**{**LONG, "prompt": f"def f{number}(): # " * 9}))
+            prompt = f"def f{kill}_{number}(): # " * 9
+            connection.sendall(one.request(**{**LONG, "prompt": prompt}))
         running[0].recv(10)
+        time.sleep(0.05 * kill)  # reading the prompts takes about half a second
         one.kill()
+        found.append(check_states(folder, model))
         one.start()
+        began = time.perf_counter()
         assert one.text("def read_" * 8) == want
+        seconds.append(time.perf_counter() - began)
         for connection in running:
             connection.close()
+    print(f"first answer of the next start after at most {max(seconds):.2f} s; states: {found}")
+    assert found[-1] > found[0], "no kill came while there were new states"
 
 
 def test_a_killed_server_starts_again(start, tmp_path):
@@ -190,7 +199,8 @@ def test_a_killed_server_starts_again(start, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_server_is_killed_twenty_times(start, tmp_path):
+def test_a_server_is_killed_twenty_times(start, tmp_path, model):
+    """Takes 3 to 4 minutes; pytest -n 0 -s -m slow tests/serving -k killed shows what it found."""
     one = start("--state-folder", tmp_path / "states", "--slots", 4)
-    kill_and_start(one, 20)
+    kill_and_start(one, 20, tmp_path / "states", model)
     assert "is not used" not in one.log()

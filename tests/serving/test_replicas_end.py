@@ -15,7 +15,7 @@ import pytest
 from commands import environment
 from flashcell.serving.replicas.command import parse_arguments
 from replicated import LONG, Replicated, descendants, wait_gone
-from served import FOLDER, ROOT, START
+from served import FOLDER, ROOT, START, check_states
 
 pytest.importorskip("ray.serve", reason='replicas need pip install "flashcell[ray]"')
 
@@ -156,8 +156,9 @@ def test_what_runs_finishes_at_the_end(start, number, monkeypatch):
     wait_gone(below)
 
 
-def kill_under_load(one: Replicated, prompt: str, want: str) -> dict[int, str]:
-    """Kills the server while streams run; its replicas end too, and the next start serves.
+def kill_under_load(one: Replicated, prompt: str, want: str, kill: int) -> dict[int, str]:
+    """Kills the server while streams of new prompts run, the later the higher `kill` is; its
+    replicas end too, and the next start answers the first request.
 
     Returns the processes that were below it."""
     below, replicas, folder = descendants(one.process.pid), one.replicas(), one.ray_folder()
@@ -165,10 +166,11 @@ def kill_under_load(one: Replicated, prompt: str, want: str) -> dict[int, str]:
     with ThreadPoolExecutor(4) as threads:
         begun = [threading.Event() for _ in range(4)]
         streams = [
-            threads.submit(one.stream, event, prompt=f"def f{number}(): # " * 9)
+            threads.submit(one.stream, event, prompt=f"def f{kill}_{number}(): # " * 9)
             for number, event in enumerate(begun)
         ]
         assert all(event.wait(60) for event in begun)
+        time.sleep(0.05 * kill)
         one.kill()
         assert all(stream.exception() is not None for stream in streams)
     one.start()
@@ -180,13 +182,14 @@ def kill_under_load(one: Replicated, prompt: str, want: str) -> dict[int, str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(4))
-def test_the_server_is_killed_twenty_times(start, tmp_path, part):
+def test_the_server_is_killed_twenty_times(start, tmp_path, model, part):
     """States on disk are whole or gone, and found by the next replica; five times in each part."""
     one = start("--state-folder", tmp_path / "states")
     prompt, below = "def read_" * 8, dict[int, str]()
     want = one.text(prompt)
-    for _ in range(5):
-        below |= kill_under_load(one, prompt, want)
+    for kill in range(5 * part, 5 * part + 5):
+        below |= kill_under_load(one, prompt, want, kill)
+        assert check_states(tmp_path / "states", model) > 0
         assert not re.search("is not used", one.log())
     answer = one.post(prompt=f"{prompt}x", max_tokens=1, temperature=0).json()
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 16
