@@ -209,7 +209,8 @@ class RNNCell(_Cell, nn.RNNCell):
         *,
         backend: str = "auto",
     ):
-        nn.RNNCell.__init__(self, input_size, hidden_size, bias, nonlinearity, device, dtype)
+        # Not by the name nn.RNNCell, in whose place somebody may have put this class.
+        super(_Cell, self).__init__(input_size, hidden_size, bias, nonlinearity, device, dtype)  # type: ignore[call-arg]
         self.stand_in(backend)
 
     @property

@@ -210,3 +210,15 @@ def test_what_autocast_does_not_cast_is_refused(kind, dtype):
             for module in twins:
                 with pytest.raises(RuntimeError):
                     module(x, (h, h) if kind.startswith("LSTM") else h)
+
+
+@pytest.mark.parametrize("kind", SEQUENCES + CELLS)
+def test_flashcell_s_class_under_torch_s_name(kind, monkeypatch):
+    """Somebody sets torch.nn.LSTM = flashcell.LSTM, as scripts/torch_tests does."""
+    monkeypatch.setattr(nn, kind, getattr(flashcell, kind))
+    module = getattr(nn, kind)(3, 4)
+    shape = (2, 3) if kind in CELLS else (5, 2, 3)
+    out = flatten(module(torch.randn(shape)))
+    assert out[0].shape == (*shape[:-1], 4)
+    with pytest.raises((RuntimeError, ValueError)):
+        module(torch.randn(*shape[:-1], 7))
