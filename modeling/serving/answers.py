@@ -90,6 +90,11 @@ class Writer:
         self, choice: Choice, piece: str, tokens: Sequence[int], logprobs: Sequence[Any],
         begins: bool = False,
     ) -> bytes:  # fmt: skip
+        if not (logprobs or begins or choice.reason):  # nearly all: without making a dictionary
+            text = json.dumps(piece)
+            what = f'"delta": {{"content": {text}}}' if self.asked.chat else f'"text": {text}'
+            end = ', "logprobs": null, "finish_reason": null}'
+            return f'{{"index": {choice.number}, {what}{end}'.encode()
         said: dict[str, Any] = {"index": choice.number}
         if self.asked.chat:
             role = {"role": "assistant"} if begins else {}

@@ -2,7 +2,8 @@
 
 The loop puts requests and cancellations into a deque and wakes the thread; the thread gathers what
 its steps have given, and hands it to the loop in one call. Neither waits for the other, but both
-need Python's lock: so the thread gathers for a moment (`interval`), unless a sequence begins or ends.
+need Python's lock: so the thread gathers for a moment (`interval`), unless a sequence begins or ends,
+and longer where the loop takes longer to write it all.
 """
 
 import asyncio
@@ -11,7 +12,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from itertools import zip_longest
 from typing import Any
 
 from ..generation.batching import Batcher
@@ -22,6 +22,8 @@ from .text import Text
 logger = logging.getLogger(__name__)
 # The threads of a step and of the loop change places often: a step has hundreds of short ops.
 SWITCH_SECONDS = 2e-4
+PAUSE = 12  # times as long as the loop wrote, before it gets more: at most 1 / PAUSE of the time
+LONGEST_PAUSE = 0.25  # seconds
 FAILURES = 3  # steps that fail one after another, after which the server gives up
 
 
@@ -34,7 +36,11 @@ class Choice:
         state = request.past_key_values
         self.cached_tokens = 0 if state is None else int(state.get_seq_length())
         self.answer: Answer | None = None
-        self.fresh: list[tuple[Any, ...]] = []  # tokens that have come, with their Logprobs
+        self.wants_logprobs = request.logprobs is not None
+        # tokens that have come, or pairs with their Logprobs: those that the Batcher's thread keeps
+        # for a moment, and those that the loop has
+        self.came: list[Any] = []
+        self.fresh: list[Any] = []
         self.tokens: list[int] = []
         self.logprobs: list[Any] = []
         self.completion: Completion | None = None  # the Batcher's, when it has ended
@@ -52,7 +58,8 @@ class Choice:
         if done is not None and done.error is not None:
             raise of_server(f"the model failed: {done.error}")
         if done is not None and not self.live:
-            fresh = list(zip_longest(done.tokens, done.logprobs))
+            pairs = zip(done.tokens, done.logprobs, strict=True)
+            fresh = list(pairs) if self.wants_logprobs else done.tokens
         if self.reason is not None or not (fresh or done):
             return "", (), ()
         if fresh and not self.tokens:
@@ -60,15 +67,16 @@ class Choice:
         self.last = time.perf_counter()
         # One at a time where a stop string may come: what comes behind it is not counted.
         groups = [[one] for one in fresh] if self.text.stops else [fresh]
-        piece, taken = "", list[tuple[Any, ...]]()
+        piece, tokens, logprobs = "", list[int](), list[Any]()
         for group in groups or [[]]:
-            last = done is not None and len(taken) + len(group) == len(fresh)
-            piece += self.text.add([token for token, *_ in group], last)
-            taken += group
+            new = [token for token, _ in group] if self.wants_logprobs else group
+            last = done is not None and len(tokens) + len(new) == len(fresh)
+            piece += self.text.add(new, last)
+            tokens += new
+            if self.wants_logprobs:
+                logprobs += [logprob for _, logprob in group]
             if self.text.stopped:
                 break
-        tokens = [token for token, *_ in taken]
-        logprobs = [rest[0] for _, *rest in taken if rest and rest[0] is not None]
         self.tokens += tokens
         self.logprobs += logprobs
         if self.text.stopped:
@@ -115,8 +123,11 @@ class Engine:
         self._wake, self._stopping = threading.Event(), False
         self._running: dict[int, Choice] = {}  # of the thread: by the Batcher's index
         self._indices: dict[Choice, int] = {}
-        self._outbox: list[tuple[Choice, Any]] = []
-        self._urgent, self._sent = False, 0.0  # whether the outbox must go, and when the last went
+        self._live: set[Choice] = set()  # those whose tokens go out as they come
+        self._unbegun: set[Choice] = set()  # those of them that have none yet
+        self._ended: list[tuple[Choice, Completion]] = []
+        self._sent = self._written = 0.0  # when tokens last went to the loop, and how long it took
+        self._writing = False
         self._thread = threading.Thread(target=self._run, name="batcher", daemon=True)
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -149,18 +160,22 @@ class Engine:
                 self._inbox.append((choice, True))
         self._wake.set()
 
-    def _deliver(self, outbox: list[tuple[Choice, Any]]) -> None:
-        answers = set()
-        for choice, given in outbox:
-            if isinstance(given, Completion):
-                choice.completion = given
-                self.unfinished.discard(choice)
-            else:
-                choice.fresh.append(given)
-            answers.add(choice.answer)
-        for answer in answers:
+    def _deliver(
+        self, came: list[tuple[Choice, list[Any]]], ended: list[tuple[Choice, Completion]]
+    ) -> None:
+        began = time.perf_counter()
+        for choice, tokens in came:
+            choice.fresh += tokens
+        for choice, completion in ended:
+            choice.completion = completion
+            self.unfinished.discard(choice)
+        for answer in {choice.answer for choice, _ in (*came, *ended)}:
             if answer is not None:
                 answer.ready.set()
+        self._loop.call_soon(self._has_written, began)  # behind the writers that this has woken
+
+    def _has_written(self, began: float) -> None:
+        self._written, self._writing = time.perf_counter() - began, False
 
     def _run(self) -> None:
         try:
@@ -202,34 +217,41 @@ class Engine:
                 self.batcher.cancel(self._indices[choice])
             return
         if choice.live:
-            choice.request.on_token = self._first_token(choice)
+            came = choice.came
+            choice.request.on_token = (
+                (lambda *pair: came.append(pair)) if choice.wants_logprobs else came.append
+            )
+            self._live.add(choice)
+            self._unbegun.add(choice)
         index = self.batcher.submit(choice.request)
         self._running[index], self._indices[choice] = choice, index
-
-    def _first_token(self, choice: Choice) -> Callable[..., None]:
-        append, begun = self._outbox.append, False
-
-        def on_token(*given: Any) -> None:
-            nonlocal begun
-            if not begun:
-                begun = self._urgent = True
-            append((choice, given))
-
-        return on_token
 
     def _end(self, completion: Completion) -> None:
         choice = self._running.pop(completion.index)
         del self._indices[choice]
-        self._outbox.append((choice, completion))
-        self._urgent = True
+        self._ended.append((choice, completion))
 
     def _send(self) -> None:
-        now = time.perf_counter()
-        if self._outbox and (self._urgent or now - self._sent >= self.interval):
-            outbox = list(self._outbox)
-            self._outbox.clear()
-            self._urgent, self._sent = False, now
-            self._loop.call_soon_threadsafe(self._deliver, outbox)
+        begun = {choice for choice in self._unbegun if choice.came}
+        if not (begun or self._ended) and (
+            self._writing or time.perf_counter() - self._sent < self._pause
+        ):
+            return
+        self._unbegun -= begun
+        came = [(choice, choice.came[:]) for choice in self._live if choice.came]
+        for choice, _ in came:
+            choice.came.clear()
+        ended, self._ended = self._ended, []
+        for choice, _ in ended:
+            self._live.discard(choice)
+            self._unbegun.discard(choice)
+        if came or ended:
+            self._sent, self._writing = time.perf_counter(), True
+            self._loop.call_soon_threadsafe(self._deliver, came, ended)
+
+    @property
+    def _pause(self) -> float:
+        return max(self.interval, min(PAUSE * self._written, LONGEST_PAUSE))
 
     def _fail_all(self) -> None:
         """Ends all that is there and all that comes, with an error, until the server stops."""
@@ -240,9 +262,8 @@ class Engine:
                     self._running[id(choice)] = choice
             for choice in self._running.values():
                 error = RuntimeError(self.broken)
-                self._outbox.append((choice, Completion(0, [], "error", error)))
+                self._ended.append((choice, Completion(0, [], "error", error)))
             self._running.clear()
-            self._urgent = True
             self._send()
             self._wake.wait()
             self._wake.clear()

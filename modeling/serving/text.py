@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 UNFINISHED = "�"  # what a decoder gives for bytes that are not a whole character
 LONGEST = 16  # tokens that are kept because the text ends within a character
+BYTES = 4  # of a character, at most; so a token that begins within one is among its first four
 CONTEXT = 4  # tokens of the prompt before the text, which decide whether it begins with a space
 
 
@@ -36,36 +37,36 @@ class Text:
         self._ids += tokens
         text = self._decode(self._ids)
         whole = text if last else text.rstrip(UNFINISHED)
-        given = len(self._known)
+        given, many = len(self._known), len(self._ids)
         piece = whole[given:]
         self._known += piece
         if whole == text:
-            self._keep(max(len(tokens), 1))
-        elif len(self._ids) > LONGEST:
-            ends = range(len(self._ids) - 1, 1, -1)
-            end = next((n for n in ends if self._is_whole(n)), None)
-            self._keep(1 if end is None else len(self._ids) - end + 1)
-            if end is None:  # these bytes are no character
+            self._keep(1)
+        elif many > LONGEST:
+            ends = range(many - 1, max(many - BYTES, 1), -1)
+            end = next((n for n in ends if not self._decode(self._ids[:n]).endswith(UNFINISHED)), 0)
+            if not end:  # these bytes are no character
+                self._keep(1)
                 return piece + text[max(len(whole), given) :]
+            self._keep(many - end + 1)
+            self._known = self._known.rstrip(UNFINISHED)
         return piece
-
-    def _is_whole(self, tokens: int) -> bool:
-        return not self._decode(self._ids[:tokens]).endswith(UNFINISHED)
 
     def _keep(self, tokens: int) -> None:
         """Keeps the newest tokens alone, and those before them as far as these begin within a
-        character: they are the context of what comes."""
-        unfinished = not self._is_whole(len(self._ids))
-        kept = self._ids[-tokens:]
-        while self._decode(kept).startswith(UNFINISHED) and len(kept) < len(self._ids):
-            kept = self._ids[-len(kept) - 1 :]  # it began within a character
-        self._ids, self._known = kept, self._decode(kept)
-        if unfinished and tokens > 1:
-            self._known = self._known.rstrip(UNFINISHED)
+        character or have no text: they are the context of what comes."""
+        for many in range(tokens, tokens + BYTES):
+            kept = self._ids[-many:]
+            self._known = self._decode(kept)
+            if self._known and not self._known.startswith(UNFINISHED):
+                break
+        self._ids = kept
 
     def _hold(self, piece: str) -> int:
         """Returns how many characters at the end of `piece` may begin a stop string."""
-        most = max(map(len, self.stops), default=1) - 1
+        if not self.stops:
+            return 0
+        most = max(map(len, self.stops)) - 1
         for size in range(min(most, len(piece)), 0, -1):
             if any(stop.startswith(piece[-size:]) for stop in self.stops):
                 return size
