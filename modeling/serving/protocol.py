@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..utils.encode import Encoder
 from .errors import ApiError, wrong
 from .fields import (
     Check,
@@ -66,6 +67,7 @@ class Protocol:
         chat_template: str | None = None,
     ):  # fmt: skip
         self.names, self.tokenizer, self.vocabulary = names, tokenizer, vocabulary
+        self.encode = Encoder(tokenizer)
         self.limits, self.chat_template = limits, chat_template
         token = integer(0, vocabulary - 1)
 
@@ -176,7 +178,7 @@ class Protocol:
             raise ApiError(
                 400, f"the chat template refuses the messages: {error}", param="messages"
             ) from None
-        return self._checked_length("messages", self._encode(text, add_special_tokens=False))
+        return self._checked_length("messages", self.encode(text))
 
     def _asked(self, given: dict[str, Any], prompts: list[list[int]], new: int) -> Asked:
         given.pop("model")
@@ -226,13 +228,10 @@ class Protocol:
         return [readers[type(one)](f"{name}[{i}]", one) for i, one in enumerate(value)]
 
     def _tokens(self, name: str, text: str) -> list[int]:
-        ids = self._encode(string()(name, text))
+        ids = self.tokenizer(string()(name, text), verbose=False)["input_ids"]
         if not ids and self.tokenizer.bos_token_id is not None:
             ids = [self.tokenizer.bos_token_id]
         return self._checked_length(name, ids)
-
-    def _encode(self, text: str, **options: Any) -> list[int]:
-        return self.tokenizer(text, verbose=False, **options)["input_ids"]
 
     def _ids(self, name: str, value: list[Any]) -> list[int]:
         for one in value:
