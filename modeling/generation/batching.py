@@ -4,9 +4,10 @@ A sequence's state is a few rows that never grow, so a batch is a fixed number o
 sequence leaves its slot at once and the next one's state is written there; meanwhile new prompts
 are read, several at a time and chunk by chunk, in prefill rows beside the slots.
 
-Requests do not influence each other. Every call of the model has one of three shapes: [slots, 1] for
-decoding, [prefill_rows, prefill_chunk] for a chunk of a prompt, and an eighth of that for a short
-one, such as the new tokens of a conversation. How a prompt is cut depends on its own length alone.
+Requests do not influence each other. Calls of the model have few shapes: [slots, 1] for decoding,
+[prefill_rows, prefill_chunk] for a chunk of a prompt, and on a GPU an eighth of that for a short one,
+such as the new tokens of a conversation. A CPU, which takes as long as there are tokens, reads T
+tokens of up to half a chunk in a call [1, T]. How a prompt is cut depends on its own length alone.
 So a request runs the same kernels whatever the other rows hold, and no kernel mixes rows. The slot
 of a request does not change its result by a bit, either: on a GPU every row runs the same
 instructions; on the CPU this needs layer widths that are multiples of 64, and a multiple of four

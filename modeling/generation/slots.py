@@ -12,7 +12,8 @@ from ..state.rows import Shapes, check_row, state_shapes, take_row
 from ..utils.private_names import zero_all
 from .requests import Choice, Running
 
-SHORTER = 8  # times; how much a call for short chunks is shorter
+SHORTER = 8  # times; how much a GPU's call for short chunks is shorter
+SHORTER_ALONE = 2  # on a CPU, where each of these is read in a call of its own length
 
 
 class Batch:
@@ -20,9 +21,11 @@ class Batch:
 
     def __init__(self, model: Any, slots: int, prefill_rows: int, prefill_chunk: int):
         self.model, self.prefill_chunk = model, prefill_chunk
-        self.short_chunk = (
-            prefill_chunk // SHORTER if prefill_chunk >= 2 * SHORTER else 0
-        )  # 0: none
+        # A GPU takes about as long for one row as for all; a CPU takes as long as there are tokens.
+        self.alone = model.device.type == "cpu"
+        shorter = SHORTER_ALONE if self.alone else SHORTER
+        # tokens; 0: there are no calls for short chunks
+        self.short_chunk = prefill_chunk // shorter if prefill_chunk >= 2 * SHORTER else 0
         self._read_short = False  # whether the last call read short chunks
         self.slots: list[Running | None] = [None] * slots
         self.prefill_rows: list[Running | None] = [None] * prefill_rows
@@ -66,6 +69,13 @@ class Batch:
     def read(self) -> list[Running]:
         """Reads a chunk of the prompts; returns the requests that have come to a cut."""
         chunk = self._next_chunk()
+        if self.alone and chunk == self.short_chunk:
+            wanted = [
+                row
+                for row, running in enumerate(self.prefill_rows)
+                if running is not None and running.unread and self._chunk_of(running) == chunk
+            ]
+            return [running for row in wanted for running in self._read_alone(row)]
         ids = torch.zeros(len(self.prefill_rows), chunk, dtype=torch.long, device="cpu")
         mask = torch.zeros_like(ids)
         begin, last, cut = list[int](), dict[int, Running](), list[Running]()
@@ -89,6 +99,28 @@ class Batch:
         ).logits  # fmt: skip
         self._choose(last, logits)
         return cut
+
+    def _read_alone(self, row: int) -> list[Running]:
+        """Reads a chunk of one prompt; returns its request if it has come to a cut."""
+        running, config = self.prefill_rows[row], self.model.config
+        assert running is not None
+        if running.position == running.begins_at:
+            self._begin_prefill_rows([row])
+        first = self.reading.batch_size == -1
+        state = (
+            DynamicCache(config=config)
+            if first
+            else take_row(self.reading, row, running.position, config)
+        )
+        ids = running.read(running.next_size(self.prefill_chunk))[None]  # [1, T]
+        logits = self.model(
+            input_ids=self._send(ids), past_key_values=state, use_cache=True, logits_to_keep=1
+        ).logits
+        if first:
+            self._allocate(self.reading, state, len(self.prefill_rows))
+        copy_rows(self.reading, state, [(row, 0)])
+        self._choose({} if running.unread else {0: running}, logits)
+        return [running] if running.position in running.cuts else []
 
     def _next_chunk(self) -> int:
         """Returns the size of the next call: of short chunks first, and in turns while there are
