@@ -46,7 +46,7 @@ class Reader(asyncio.Protocol):
     def __init__(self, sent: bytes):
         self.sent, self.ended = sent, asyncio.get_running_loop().create_future()
         self.times = list[float]()  # of the events, one or more tokens each
-        self.head, self.tail = b"", b""
+        self.head, self.tail, self.status = b"", b"", 0
 
     def connection_made(self, transport: Any) -> None:
         self.began = time.perf_counter()
@@ -73,16 +73,11 @@ class Result(NamedTuple):
     whole: float
 
 
-async def ask(url: str, model: str, planned: Planned, key: str | None = None) -> Result:
+async def stream(url: str, path: str, asked: dict, key: str | None = None) -> Reader:
     """Sends a request and reads its stream to the end."""
-    place = urlsplit(url)
-    asked = {
-        "model": model, "prompt": planned.prompt, "max_tokens": planned.new, "temperature": 0,
-        "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True},
-    }  # fmt: skip
-    body = json.dumps(asked).encode()
+    place, body = urlsplit(url), json.dumps(asked).encode()
     head = (
-        f"POST /v1/completions HTTP/1.1\r\nhost: {place.netloc}\r\nconnection: close\r\n"
+        f"POST {path} HTTP/1.1\r\nhost: {place.netloc}\r\nconnection: close\r\n"
         f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
     )
     head += f"authorization: Bearer {key}\r\n\r\n" if key else "\r\n"
@@ -91,7 +86,18 @@ async def ask(url: str, model: str, planned: Planned, key: str | None = None) ->
         lambda: Reader(head.encode() + body), place.hostname, place.port
     )
     error = await reader.ended
-    status = int(reader.head.split(b" ")[1]) if reader.head and error is None else 0
+    reader.status = int(reader.head.split(b" ")[1]) if reader.head and error is None else 0
+    return reader
+
+
+async def ask(url: str, model: str, planned: Planned, key: str | None = None) -> Result:
+    """Sends a planned request and reads its stream to the end."""
+    asked = {
+        "model": model, "prompt": planned.prompt, "max_tokens": planned.new, "temperature": 0,
+        "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True},
+    }  # fmt: skip
+    reader = await stream(url, "/v1/completions", asked, key)
+    status = reader.status
     usage = USAGE.search(reader.tail)
     tokens = int(usage.group(1)) if usage and b"[DONE]" in reader.tail else 0
     times = reader.times[:-1]  # the last event is the usage
