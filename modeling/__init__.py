@@ -44,6 +44,7 @@ if TYPE_CHECKING:
         FlashXLSTMModel,
         FlashXLSTMPreTrainedModel,
     )
+    from .quantization.config import EightBitConfig, quantize_weights
 
 __version__ = "0.1.0"
 
@@ -55,6 +56,7 @@ __all__ = [
     "BlockGRU",
     "BlockGRUCell",
     "Completion",
+    "EightBitConfig",
     "FlashGRU",
     "FlashLSTM",
     "FlashMLSTMConfig",
@@ -87,6 +89,7 @@ __all__ = [
     "kernel_info",
     "load_kernel",
     "quantize_dynamic",
+    "quantize_weights",
     "replace",
     "restore",
 ]
@@ -96,10 +99,12 @@ _MODULES = {  # name -> the module that it is imported from when first used; see
     "BlockGRU": "layers.block_gru",
     "BlockGRUCell": "layers.block_gru",
     "Completion": "generation.requests",
+    "EightBitConfig": "quantization.config",
     "FlashGRU": "layers.diagonal_rnn",
     "FlashLSTM": "layers.diagonal_rnn",
     "Request": "generation.requests",
     "generate_many": "generation.batching",
+    "quantize_weights": "quantization.config",
 }
 _FAMILIES = {
     "FlashMLSTM": "modeling_flash_mlstm",

@@ -29,6 +29,7 @@ from .layers.decode_linear import (
     StepParts,
     find_step_linear,
     norm_options,
+    operands,
     step_swiglu,
 )
 from .layers.feed_forward import cast_once
@@ -204,15 +205,16 @@ class FlashMLSTMBlock(FusedStep, RecurrentBlock):
         mixer, ffn, config = self.mlstm_layer, self.ffn, self.mlstm_layer.config
         wide, gates = mixer.projections
         outputs = step_linear(
-            x, [m.weight for m in (*wide, *gates)], [m.bias for m in gates], capped=len(gates),
+            x, **operands(*wide, *gates), biases=[m.bias for m in gates], capped=len(gates),
             cap=config.gate_soft_cap, **norm_options(self.norm_mlstm),
         )  # fmt: skip
-        operands = [y.unflatten(0, (-1, T)) for y in mixer.divide(outputs)]
-        h = mixer.mix(operands, cache, NO_BOUNDARIES)
-        x = step_linear(h.flatten(0, 1), [mixer.out_proj.weight], residual=x)[0]
-        pair = [m.weight for m in ffn.projections]
-        pair = list(pair[0].chunk(2)) if ffn.fused else pair
-        return step_swiglu(step_linear, x, self.norm_ffn, pair, ffn.proj_down.weight)
+        inputs = [y.unflatten(0, (-1, T)) for y in mixer.divide(outputs)]
+        h = mixer.mix(inputs, cache, NO_BOUNDARIES)
+        x = step_linear(h.flatten(0, 1), **operands(mixer.out_proj), residual=x)[0]
+        pair = operands(*ffn.projections)
+        if ffn.fused:
+            pair = {name: list(tensors[0].chunk(2)) for name, tensors in pair.items()}
+        return step_swiglu(step_linear, x, self.norm_ffn, pair, ffn.proj_down)
 
 
 class FlashMLSTMPreTrainedModel(RecurrentPreTrainedModel):
@@ -275,7 +277,7 @@ class FlashMLSTMForCausalLM(RecurrentForCausalLM, FlashMLSTMPreTrainedModel, Gen
             step_linear = find_step_linear(hidden_states, config.backend, [head])
         if step_linear is not None:
             options = {"capped": 1, "cap": config.output_logit_soft_cap}
-            return step_linear(hidden_states[:, 0], [head.weight], **options)[0][:, None]
+            return step_linear(hidden_states[:, 0], **operands(head), **options)[0][:, None]
         return soft_cap(head(hidden_states), config.output_logit_soft_cap)
 
 

@@ -18,6 +18,7 @@ from .layers.decode_linear import (
     FusedStep,
     StepLinear,
     StepParts,
+    operands,
     step_swiglu,
     taken_along,
 )
@@ -97,8 +98,8 @@ class FlashRNNBlock(FusedStep, RecurrentBlock):
             mixer: Any = self.mixer
             return mixer.block_step(kernel, x, self.mixer_norm, self.mlp_norm, mlp, cache)
         x = self.mixer.step(step_linear, x, self.mixer_norm, cache, T)
-        pair = mlp.gate_proj.weight, mlp.up_proj.weight
-        return step_swiglu(step_linear, x, self.mlp_norm, pair, mlp.down_proj.weight)
+        pair = operands(mlp.gate_proj, mlp.up_proj)
+        return step_swiglu(step_linear, x, self.mlp_norm, pair, mlp.down_proj)
 
 
 class FlashRNNPreTrainedModel(RecurrentPreTrainedModel):

@@ -35,7 +35,9 @@ from transformers.utils.output_capturing import capture_outputs
 from .generation.engine import DecodeEngine
 from .generation.mixin import RecurrentGeneration
 from .layers.causal_conv import CausalConv1d
-from .layers.decode_linear import ROWS, FusedHead, find_step_linear
+from .layers.decode_linear import ROWS, FusedHead, find_step_linear, operands
+from .quantization.config import check_trainable
+from .quantization.linear import QuantizedLinear
 from .state.assisted import tried_tokens
 from .state.boundaries import NO_BOUNDARIES, Boundaries, cut_prompt, find_boundaries, join_chunks
 from .state.cache import CACHE, NAMES, RecurrentStateLayer, check_cache, one_cache
@@ -123,6 +125,8 @@ class RecurrentModel:
             inputs_embeds = self.get_input_embeddings()(input_ids)
         past_key_values = one_cache(past_key_values, cache)
         checkpoints = self.gradient_checkpointing and self.training
+        if self.training and torch.is_grad_enabled():
+            check_trainable(self)
         if past_key_values is not None and checkpoints:
             raise ValueError(
                 "past_key_values is given, but must be None under gradient checkpointing, which "
@@ -194,8 +198,8 @@ class RecurrentForCausalLM(FusedHead, RecurrentGeneration):
         if not step:
             return self.lm_head(hidden_states)
         weight, x = self.lm_head.weight, hidden_states[:, 0]
-        if x.shape[0] <= ROWS:
-            return step(x, [weight])[0][:, None]
+        if x.shape[0] <= ROWS or isinstance(self.lm_head, QuantizedLinear):
+            return step(x, **operands(self.lm_head))[0][:, None]
         # Rows of 50,257 logits begin at odd places, for which cuBLAS takes 155 us instead of 25: columns.
         return (weight @ x.mT).mT[:, None]
 

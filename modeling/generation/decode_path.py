@@ -25,6 +25,7 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 from ..hub.kernel_loader import KernelUnavailable, load_kernel
 from ..kernels.fused_rnn.private_names import forward_level, transforms_are_active
+from ..quantization.linear import QuantizedLinear, is_readable, why_not_eight_bits
 from ..state.cache import is_recurrent
 from ..state.rollback import owed_tokens
 from ..utils.private_names import (
@@ -203,6 +204,7 @@ def decide_linears(
     reason = _why_not_fused(x, backend, few)
     reason = reason or next(filter(None, map(why_called, around)), None)
     reason = reason or next(filter(None, (why_not_weights(m, x, kinds) for m in modules)), None)
+    reason = reason or why_not_eight_bits(x, modules)
     if reason is not None:
         return Decision("modules", reason)
     kernel = load_kernel("tfla", "cuda", backend) if x.is_cuda else tfla_on_cpu()
@@ -286,15 +288,12 @@ def why_not_weights(module: nn.Module, x: torch.Tensor, kinds: Sequence[type]) -
 
 
 def has_weights_like(module: nn.Module, x: torch.Tensor) -> bool:
-    """Whether the module is untouched and its weights are plain tensors of x's dtype and device."""
+    """Whether the module is untouched and its weights are plain tensors of its dtypes on x's device."""
+    own = QuantizedLinear.dtypes if isinstance(module, QuantizedLinear) else (x.dtype,)
     return why_called(module) is None and all(
         type(w.data) is torch.Tensor
-        and (w.dtype, w.device) == (x.dtype, x.device)
+        and w.dtype in own
+        and w.device == x.device
         and w.is_contiguous()
         for w in parameters_of(module)
     )
-
-
-def is_readable(weight: torch.Tensor) -> bool:
-    """Whether the kernel can read the weight's rows as 16-byte vectors of 8 values."""
-    return weight.is_contiguous() and weight.shape[1] % 8 == 0 and weight.data_ptr() % 16 == 0

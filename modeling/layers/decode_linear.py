@@ -2,9 +2,10 @@
 
 With one token per row a GPU does little but read weights, so the time between launches is lost.
 tfla's `linear_step` fuses the norm before, several matrices, and the sum or the gate after them. It
-reads the modules' own weights in place. If one module is more than its weight (an adapter, a
-quantised or wrapped layer, one with hooks), all of them are called as modules instead. On a CPU,
-fusion saves the calls, and products of one row that torch computes slowly.
+reads the modules' own weights in place, those of 8 bits too (quantization/). If one module is
+more than its weight (an adapter, a wrapped layer, one that another tool quantised, one with hooks),
+all of them are called as modules instead. On a CPU, fusion saves the calls, and products of one row
+that torch computes slowly.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,11 +17,12 @@ from torch import nn
 from torch.nn.functional import linear
 
 from ..generation.decode_path import ROWS, Decision, decide_linears
+from ..quantization.linear import QuantizedLinear
 from ..state.boundaries import Boundaries
 from .mlstm import GateLinear
 
 # Classes whose forward needs no more than their weights.
-PLAIN = (nn.Linear, GateLinear, nn.RMSNorm)
+PLAIN = (nn.Linear, GateLinear, nn.RMSNorm, QuantizedLinear)
 StepLinear = Callable[..., tuple[torch.Tensor, ...]]
 
 
@@ -36,7 +38,8 @@ def find_step_linear(
     kernel = decide_linears(x, backend, modules, around, PLAIN).kernel
     if kernel is None:
         return None
-    return kernel.linear_step if x.shape[0] <= ROWS else many_rows(kernel)
+    eight_bits = any(isinstance(m, QuantizedLinear) for m in modules)
+    return kernel.linear_step if x.shape[0] <= ROWS or eight_bits else many_rows(kernel)
 
 
 class StepParts(NamedTuple):
@@ -106,6 +109,14 @@ class FusedHead:
         return decide_linears(x, self.config.backend, [self.lm_head], (), PLAIN)
 
 
+def operands(*linears: nn.Module) -> dict[str, list[torch.Tensor]]:
+    """Returns the weights of linear layers as arguments of a step linear, and the scales of those
+    with 8 bits, which must come first."""
+    scales = [m.scale for m in linears if isinstance(m, QuantizedLinear)]
+    weights = {"weights": [m.weight for m in linears]}
+    return weights | {"scales": scales} if scales else weights
+
+
 def norm_options(norm: nn.RMSNorm) -> dict[str, Any]:
     return {"norm_weight": norm.weight, "norm_eps": norm.eps}
 
@@ -125,13 +136,13 @@ def step_swiglu(
     step_linear: StepLinear,
     x: torch.Tensor,  # [B, H]
     norm: nn.Module,
-    pair: Sequence[torch.Tensor],  # the weights of the gate and of what it gates
-    down: torch.Tensor,
+    pair: dict[str, list[torch.Tensor]],  # `operands` of the gate and of what it gates
+    down: nn.Module,
 ) -> torch.Tensor:  # [B, H]
     """Computes x + SwiGLU(norm(x)) in two launches, or three if the norm cannot be fused."""
     y, options = apply_norm(norm, x)
-    inner = step_linear(y, list(pair), gated=True, **options)[0]
-    return step_linear(inner, [down], residual=x)[0]
+    inner = step_linear(y, **pair, gated=True, **options)[0]
+    return step_linear(inner, **operands(down), residual=x)[0]
 
 
 def packed(weights: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -12,7 +12,7 @@ from ..hub.kernel_loader import load_kernel
 from ..state.boundaries import NO_BOUNDARIES, Boundaries
 from ..state.cache import RecurrentStateLayer, own_states
 from .causal_conv import CausalConv1d, convolve
-from .decode_linear import StepLinear, apply_norm, norm_options
+from .decode_linear import StepLinear, apply_norm, norm_options, operands
 from .diagonal_rnn import FlashGRU, FlashLSTM
 from .headwise_linear import HeadwiseLinear
 
@@ -82,13 +82,13 @@ class DiagonalMixer(nn.Module):
     ) -> torch.Tensor:  # [B T, H]
         """Computes x + forward(norm(x)) for T tokens per row."""
         y, options = apply_norm(norm, x)
-        pair = step_linear(y, [self.in_proj.weight], **options)[0]
+        pair = step_linear(y, **operands(self.in_proj), **options)[0]
         kernel, options = self.find_kernel(x), {}
         if kernel is None or T > 1:
             y = self.norm(*self.mix(pair.unflatten(0, (-1, T)), cache, NO_BOUNDARIES)).flatten(0, 1)
         else:
             y, options = self.mix_step(kernel, pair, cache), norm_options(self.norm)
-        return step_linear(y, [self.out_proj.weight], residual=x, **options)[0]
+        return step_linear(y, **operands(self.out_proj), residual=x, **options)[0]
 
     def find_kernel(self, x: torch.Tensor) -> Any:
         """Returns the kernel whose `mix_step` runs this mixer on x [B, H], or None: call the

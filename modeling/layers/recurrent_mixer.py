@@ -10,7 +10,7 @@ from ..hub.kernel_loader import load_kernel
 from ..kernels.fused_rnn.cells import CELLS
 from ..state.boundaries import NO_BOUNDARIES, Boundaries
 from ..state.cache import RecurrentStateLayer, own_states
-from .decode_linear import StepLinear, apply_norm
+from .decode_linear import StepLinear, apply_norm, operands
 
 
 class RecurrentMixer(nn.Module):
@@ -78,7 +78,7 @@ class RecurrentMixer(nn.Module):
     ) -> torch.Tensor:  # [B T, H]
         """Computes x + forward(norm(x)) for T tokens per row."""
         y, options = apply_norm(norm, x)
-        gates = step_linear(y, [self.in_proj.weight], **options)[0]
+        gates = step_linear(y, **operands(self.in_proj), **options)[0]
         return x + self.mix(gates.unflatten(0, (-1, T)), cache, NO_BOUNDARIES).flatten(0, 1)
 
     def block_step(
@@ -99,10 +99,11 @@ class RecurrentMixer(nn.Module):
             x.new_zeros(shape, dtype=wide) for _ in range(CELLS[self.cell].states)
         )
         state = own_states(cache, "cell", empty)
+        given = operands(self.in_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+        in_proj, *others = given.pop("weights")
         y = kernel.block_step(
-            self.cell, x, norm.weight, self.in_proj.weight, self.recurrent_weight, self.gate_bias,
-            state, mlp_norm.weight, mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight,
-            mixer_eps=norm.eps, mlp_eps=mlp_norm.eps,
+            self.cell, x, norm.weight, in_proj, self.recurrent_weight, self.gate_bias, state,
+            mlp_norm.weight, *others, **given, mixer_eps=norm.eps, mlp_eps=mlp_norm.eps,
         )  # fmt: skip
         if cache is not None:
             cache.update_states(1, cell=state)

@@ -12,7 +12,7 @@ import yaml
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import flashcell  # noqa: F401  registers the model families
+from flashcell import EightBitConfig  # importing flashcell registers the model families
 from training.corpus import Lanes, collect_standard_library, held_out_lanes, load_corpus
 from training.step import chunk_loss
 
@@ -39,10 +39,13 @@ class Score:
         return self.nats / math.log(2) / self.bytes
 
 
-def load(name: str, device: str, backend: str):
-    """Loads a checkpoint of one of our families, in fp32, and its tokenizer."""
+def load(name: str, device: str, backend: str, weights: str | None = None):
+    """Loads a checkpoint of one of our families, in fp32, and its tokenizer; `weights` "int8" or "fp8"
+    quantises its linear layers."""
     tokenizer = AutoTokenizer.from_pretrained(name)
-    model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).to(device).eval()
+    config = {} if weights is None else {"quantization_config": EightBitConfig(weights)}
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, **config)
+    model = model.to(device).eval()
     if set(getattr(model.config, "layer_types", None) or ()) != {"recurrent_state"}:
         raise ValueError(
             f"{name} is a {model.config.model_type}, but must be of one of flashcell's families: "

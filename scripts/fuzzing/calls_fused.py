@@ -118,6 +118,10 @@ def _block_step(draw: Draw, name: str) -> dict[str, Any]:
     call |= {"state": recurrent_state(draw, spec, B, N, D)}
     call |= {"gate": draw.normal(I, H, **scale), "up": draw.normal(I, H, **scale)}
     call |= {"down": draw.normal(H, I, scale=I**-0.5), "mlp_eps": draw.pick((1e-6, 1e-3))}
+    if draw.chance(0.3):
+        eight = {name: draw.eight_bits(call[name]) for name in ("in_proj", "gate", "up", "down")}
+        call |= {name: bits for name, (bits, _) in eight.items()}
+        call["scales"] = tuple(scale for _, scale in eight.values())
     return {**call, "backend": draw.backend()}
 
 

@@ -111,6 +111,11 @@ def _linear_step(draw: Draw, name: str) -> dict[str, Any]:
         call["biases"] = tuple(draw.normal(n) for n in rows[first:])
         call |= {"capped": draw.rng.randint(0, count), "cap": draw.pick((0.0, 15.0, 2))}
     call["residual"] = draw.normal(B, rows[0]) if kind == "residual" else None
+    if draw.chance(0.3):
+        first = count if kind == "gated" else draw.rng.randint(1, count)
+        eight = [draw.eight_bits(w) for w in call["weights"][:first]]
+        call["weights"] = [bits for bits, _ in eight] + call["weights"][first:]
+        call["scales"] = [scale for _, scale in eight]
     return {**call, "gated": kind == "gated", "backend": draw.backend()}
 
 

@@ -45,6 +45,12 @@ class Draw:
             *shape, scale=scale, dtype=self.pick(FLOATS) if self.chance(0.2) else None
         )
 
+    def eight_bits(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Draws int8 in a matrix's shape, and scales with which its values have the same size."""
+        bits = torch.randint(-128, 128, weight.shape, generator=self.generator, dtype=torch.int8)
+        largest = weight.double().abs().amax(1) if weight.shape[1] else weight.new_ones(len(weight))
+        return bits, (largest / 127).float()
+
     def maybe(self, value: Any, p: float = 0.5) -> Any:
         return value if self.chance(p) else None
 

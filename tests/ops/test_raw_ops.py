@@ -19,6 +19,10 @@ def masks():
     return [torch.zeros(B, T, dtype=torch.bool), None, torch.full((B,), T), None]
 
 
+def bits(*shape):
+    return torch.randint(-128, 128, shape, dtype=torch.int8)
+
+
 def fused(ops):
     x, weight, bias, state = r(B, T, 4, N, D), r(4, N, D, D), r(4, N, D), r(2, B, N, D)
     calls = {"lstm_fwd": [x, weight, bias, state, *masks(), None, False, True, None]}
@@ -36,7 +40,8 @@ def fused(ops):
         calls["linear_bwd"] = [r(B, T, 24), r(B, T, H), r(24, H), True]
         state = [r(B, N, D), r(B, N, D)]
         calls["lstm_block_step_"] = [
-            r(B, H), r(H), 1e-6, r(4 * H, H), weight, bias, state, r(H), 1e-6, r(24, H), r(24, H), r(H, 24),
+            r(B, H), r(H), 1e-6, bits(4 * H, H), weight, bias, state, r(H), 1e-6, bits(24, H), bits(24, H),
+            bits(H, 24), [r(4 * H), r(24), r(24), r(H)],
         ]  # fmt: skip
     return calls
 
@@ -73,7 +78,18 @@ def mlstm(ops):
     calls["mlstm_epilogue"] = epilogue
     calls["mlstm_epilogue_bwd"] = [r(B, T, N, D), *epilogue]
     if DEVICE == "cpu":
-        given = [r(B, H), [r(24, H)], [r(24)], 0, 0.0, r(H), 1e-6, r(B, 24), False]
+        given = [
+            r(B, H),
+            [bits(24, H), r(24, H)],
+            [r(24)],
+            [r(24)],
+            1,
+            0.0,
+            r(H),
+            1e-6,
+            None,
+            False,
+        ]
         calls["linear_step"] = given
     return calls
 

@@ -187,7 +187,7 @@ def _tfla_ops(module) -> Calls:
     state = tuple(torch.zeros(2, 1, *size) for size in ((16, 16), (16,), ()))
     yield "mlstm_step", lambda: module.mlstm_step(**one)
     yield "mlstm_step_", lambda: module.mlstm_step(**one, state=state, inplace=True)
-    yield "linear_step", lambda: ops.linear_step(x, weights, [], 0, 0.0, None, 0.1, None, False)
+    yield "linear_step", lambda: ops.linear_step(x, weights, [], [], 0, 0.0, None, 0.1, None, False)
     if DEVICE == "cuda":  # the CPU has no such ops
         yield "norm_step", lambda: ops.norm_step(x, x[0], 0.1, weights, [], 0.0)
         yield "gate_step", lambda: ops.gate_step(x, x)

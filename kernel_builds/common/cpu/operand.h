@@ -92,10 +92,10 @@ FN void store_element(float* p, Vec<float> v) { store(p, v); }
 FN void store_element(double* p, Vec<double> v) { store(p, v); }
 FN void store_element(bf16* p, Vec<float> v) { store_io(p, v); }
 
-// Rounds to IO, then stores as the element type of operands.
-template <typename IO>
-FN void store_operand(Element<IO>* p, Vec<State<IO>> v) {
-  if constexpr (sizeof(IO) == sizeof(Element<IO>)) {
+// Rounds to IO, then stores as an element type of operands: IO or its state.
+template <typename IO, typename E>
+FN void store_operand(E* p, Vec<State<IO>> v) {
+  if constexpr (sizeof(IO) == sizeof(E)) {
     store_io(p, v);
   } else {
     IO rounded[Vec<State<IO>>::kWidth];

@@ -8,12 +8,12 @@
 
 namespace flashcell {
 
-// x [B, K], weights [rows, K] each · biases: those of the last matrices · capped: how many of the
-// last matrices give the state dtype, bounded by cap · norm [K] · residual [B, rows], only with a
-// single matrix.
+// x [B, K], weights [rows, K] each · scales [rows] fp32: those of the first matrices, which have 8
+// bits · biases: those of the last matrices · capped: how many of the last matrices give the state
+// dtype, bounded by cap · norm [K] · residual [B, rows], only with a single matrix.
 inline constexpr char kLinearStepSchema[] =
-    "linear_step(Tensor x, Tensor[] weights, Tensor[] biases, int capped, float cap, Tensor? norm, "
-    "float eps, Tensor? residual, bool gated) -> (Tensor out, Tensor bounded)";
+    "linear_step(Tensor x, Tensor[] weights, Tensor[] scales, Tensor[] biases, int capped, float "
+    "cap, Tensor? norm, float eps, Tensor? residual, bool gated) -> (Tensor out, Tensor bounded)";
 
 inline constexpr char kNormStepSchema[] =
     "norm_step(Tensor x, Tensor norm, float eps, Tensor[] weights, Tensor[] biases, float cap) -> "
@@ -30,22 +30,27 @@ inline Dtype step_dtype(const Tensor& x, const char* name) {
   return dtype;
 }
 
-// The matrices of a call, `count` of them; biases belong to the last ones. It keeps the biases
-// alive.
+// The matrices of a call, `count` of them; biases belong to the last ones, scales to the first
+// ones, whose weights have 8 bits. It keeps biases and scales alive.
 struct Matrices {
-  std::vector<Tensor> weights, biases;
+  std::vector<Tensor> weights, biases, scales{};
   int64_t count = int64_t(weights.size());
 
   Linear linear(int64_t s, int64_t K, ScalarType io) {
     const Tensor& weight = weights[s];
     check_rank(weight, "weights", 2, "[rows, K]");
     check_shape(weight, "weights", {weight.size(0), K});
-    check_dtype(weight, "weights", io);
+    const bool scaled = s < int64_t(scales.size());
+    check_dtype(weight, "weights", scaled ? weights[0].scalar_type() : io);
     STD_TORCH_CHECK(input(weight).const_data_ptr() == weight.const_data_ptr() &&
                         (weight.size(0) <= 1 || K == 0 || weight.stride(0) == K),
                     "weights must be contiguous and begin at 16 bytes");
     Linear linear{};
     linear.weight = weight.const_data_ptr(), linear.rows = weight.size(0);
+    if (scaled) {
+      scales[s] = operand(scales[s], "scales", {linear.rows}, ScalarType::Float);
+      linear.scale = static_cast<const float*>(scales[s].const_data_ptr());
+    }
     const int64_t b = s - (count - int64_t(biases.size()));
     if (b < 0) return linear;
     check_shape(biases[b], "biases", {linear.rows}), check_dtype(biases[b], "biases", io);
@@ -57,14 +62,30 @@ struct Matrices {
                     kLinears, " matrices, got ", count);
     STD_TORCH_CHECK(int64_t(biases.size()) <= count, "biases must be at most one for each of ",
                     count, " weights, got ", biases.size());
+    STD_TORCH_CHECK(int64_t(scales.size()) <= count, "scales must be at most one for each of ",
+                    count, " weights, got ", scales.size());
+  }
+  // Returns what the weights with scales are, which K values of x meet.
+  Eight eight(int64_t K) const {
+    if (scales.empty()) return Eight::kNone;
+    const ScalarType dtype = weights[0].scalar_type();
+#if defined(CUDA_KERNEL)
+    STD_TORCH_CHECK(K % 16 == 0, "x must have a width that is a multiple of 16, got ", K);
+    if (dtype == ScalarType::Float8_e4m3fn) return Eight::kFp8;
+#endif
+    STD_TORCH_CHECK(dtype == ScalarType::Char,
+                    "weights must be int8 or, on CUDA, float8_e4m3fn where there are scales, got ",
+                    torch::headeronly::toString(dtype));
+    return Eight::kInt8;
   }
 };
 
 inline std::tuple<Tensor, Tensor> linear_step(Tensor given_x, std::vector<Tensor> weights,
+                                              std::vector<Tensor> scales,
                                               std::vector<Tensor> biases, int64_t capped,
                                               double cap, OptionalTensor norm, double eps,
                                               OptionalTensor residual, bool gated) {
-  Matrices given{std::move(weights), std::move(biases)};
+  Matrices given{std::move(weights), std::move(biases), std::move(scales)};
   given.check_counts(1);
   const int64_t count = given.count;
   check_rank(given_x, "x", 2, "[B, K]");
@@ -80,6 +101,7 @@ inline std::tuple<Tensor, Tensor> linear_step(Tensor given_x, std::vector<Tensor
   STD_TORCH_CHECK(p.K % 8 == 0, "x must have a width that is a multiple of 8, got ", p.K);
   norm = operand(norm, "norm", {p.K}, io);
   p.norm = pointer(norm), p.eps = eps, p.cap = cap, p.gated = gated, p.count = int(count);
+  p.eight = given.eight(p.K);
   int64_t widths[2] = {};  // widths of `out` and of `bounded`
   for (int64_t s = 0; s < count; ++s) {
     Linear& linear = p.linears[s] = given.linear(s, p.K, io);
@@ -88,6 +110,7 @@ inline std::tuple<Tensor, Tensor> linear_step(Tensor given_x, std::vector<Tensor
   }
   if (gated) {
     check_shape(given.weights[1], "weights", shape_of(given.weights[0]));
+    STD_TORCH_CHECK(given.scales.size() != 1, "scales must be two or none with gated, got 1");
     widths[0] /= 2;
   }
   if (residual) {

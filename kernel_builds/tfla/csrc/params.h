@@ -92,8 +92,12 @@ struct StepParams : CellOptions {
 // dtype of x.
 constexpr int kLinears = 8;
 
+// What the weights with scales are: int8, or float8_e4m3fn, on CUDA only.
+enum class Eight { kNone, kInt8, kFp8 };
+
 struct Linear {
-  const void* weight;  // [rows, K] io
+  const void* weight;  // [rows, K] io, or 8 bits where there is a scale
+  const float* scale;  // [rows] factors of the weight's rows, or null
   const void* bias;    // [rows] io or null
   void* out;           // [B, rows], rows out_stride elements apart
   int64_t rows, out_stride;
@@ -109,6 +113,7 @@ struct LinearStepParams {
   const void* residual;  // [B, rows] io, added to the output of the only matrix; or null
   int64_t residual_stride;
   bool gated;  // two matrices with one output: silu(first) * second
+  Eight eight;
   int count;
   Linear linears[kLinears];
 };

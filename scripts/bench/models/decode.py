@@ -104,6 +104,12 @@ def is_ours(model: Any) -> bool:
     return hasattr(model, "decoder")
 
 
+def dtype_of(model: Any) -> str:
+    """Returns the dtype of the linear layers' weights."""
+    config = getattr(model.config, "quantization_config", None)
+    return str(model.dtype).removeprefix("torch.") if config is None else config.weights
+
+
 def floor_seconds(model: Any) -> float:
     """Returns the floor of one decoding step at the last batch size; for peers it counts weights
     only."""
@@ -154,7 +160,7 @@ def decode_row(name: str, model: Any, batch: int, tokens: int) -> Row:
     seconds = generate(model, ids, tokens)
     floor = floor_seconds(model) * tokens
     return {
-        "model": name, "what": "decode", "dtype": str(model.dtype).removeprefix("torch."),
+        "model": name, "what": "decode", "dtype": dtype_of(model),
         "batch": batch, "position": PROMPT, "tokens": tokens,
         "tokens_per_s": batch * tokens / seconds, "ms_token": seconds / tokens * 1e3,
         "ms_step": replay_seconds(model) * 1e3 if is_ours(model) else "",
@@ -179,7 +185,7 @@ def prefill_rows(name: str, model: Any, lengths: list[int], steps: int = 200) ->
         weights = sum(p.numel() for p in model.parameters())
         floor = 2 * weights * length / RATE
         rows.append({
-            "model": name, "what": "prefill", "dtype": str(model.dtype).removeprefix("torch."),
+            "model": name, "what": "prefill", "dtype": dtype_of(model),
             "batch": 1, "position": length, "tokens": steps, "tokens_per_s": length / seconds,
             "ms_token": after * 1e3, "ms_step": seconds * 1e3, "floor_ms": floor * 1e3,
             "fraction": floor / seconds, "peak_gib": peak,
@@ -265,6 +271,8 @@ def add_arguments(parser: Any) -> None:
 def run(arguments: Any) -> None:
     for name in arguments.decode or arguments.prefill:
         model = make_model(name, torch.bfloat16, "cuda")
+        if arguments.weights:
+            flashcell.quantize_weights(model, flashcell.EightBitConfig(arguments.weights))
         if arguments.decode:
             batches = arguments.batch or BATCHES
             rows = [decode_row(name, model, batch, arguments.tokens) for batch in batches]

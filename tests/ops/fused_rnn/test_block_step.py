@@ -199,3 +199,45 @@ def test_compiled_object(fused_rnn):
         assert_bitwise("y", compiled(call["x"], *mine), step(call["x"], *other))
         for got, want in zip(mine, other, strict=True):
             assert_bitwise("state", got, want)
+
+
+LINEARS = "in_proj", "gate", "up", "down"
+
+
+def eight_bits(call):
+    """Returns the call with linear layers of random int8 and scales, and one with their values."""
+    wide = {name: call[name] for name in LINEARS}
+    given = {n: torch.randint(-128, 128, w.shape, dtype=torch.int8) for n, w in wide.items()}
+    scales = tuple(torch.rand(len(w)) / (100 * w.shape[1] ** 0.5) for w in wide.values())
+    for (name, w), s in zip(given.items(), scales, strict=True):
+        wide[name] = w.double() * s.double()[:, None]
+    return call | given | {"scales": scales}, copied(call, torch.float64) | wide
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("cell", reference.CELLS)
+def test_eight_bits_are_their_values(fused_rnn, cell, dtype, size):
+    call, exact = eight_bits(make(cell, size, dtype))
+    again = lambda: call | {"state": tuple(s.clone() for s in call["state"])}
+    got = run(fused_rnn, cell, again())
+    peer = run(reference, cell, again(), backend="reference")
+    want = run(reference, cell, exact, backend="reference")
+    terms = max(size[1] * size[2], size[3])
+    for i, (y, right, other) in enumerate(zip(got, want, peer, strict=True)):
+        assert_as_accurate(f"result {i}", y, right, other, terms)
+
+
+def test_eight_bits_that_do_not_fit_are_refused(fused_rnn):
+    call, _ = eight_bits(make("lstm", (2, 2, 8, 24), torch.float32))
+    scales = call["scales"]
+    for changes, says in (
+        ({"up": call["up"].float()}, "up has dtype torch.float32, but must be int8 where scales"),
+        ({"gate": call["gate"][:, :8]}, r"gate has shape \[24, 8\], but must be \[I, H\]"),
+        ({"scales": ()}, "in_proj has dtype torch.int8, but must be one of"),
+        ({"scales": scales[:3]}, "scales are 3, but must be a tuple of 4 tensors"),
+        ({"scales": (*scales[:3], scales[3].double())}, r"scales\[3\] has dtype torch.float64"),
+        ({"scales": (*scales[:3], scales[0])}, r"scales\[3\] has shape \[64\], but must be \[H\]"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=says):
+            fused_rnn.block_step("lstm", **call | changes)

@@ -10,7 +10,7 @@ import torch
 import emulate
 from mlstm_cases import make
 from numerics import assert_bitwise
-from ops.tfla import test_cuda, test_emulated
+from ops.tfla import test_cuda, test_linear_emulated
 from ops.tfla import test_sequence as tests
 from ops.tfla.test_emulated import (  # noqa: F401  (fixtures)
     FAST,
@@ -66,7 +66,14 @@ def test_a_step_on_turing(tfla_turing, order, cell, dtype):  # noqa: F811
 @pytest.mark.parametrize(("B", "K", "rows"), LINEARS, ids=str)
 def test_linear_steps_on_turing(tfla_turing, order, dtype, B, K, rows):  # noqa: F811
     there = lambda words: order(f"{words} arch=75")
-    test_emulated.test_linear_step(tfla_turing, there, dtype, B, K, rows, shared=64)
+    test_linear_emulated.test_linear_step(tfla_turing, there, dtype, B, K, rows, shared=64)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("eight", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_eight_bits_on_turing(tfla_turing, order, eight, dtype):  # noqa: F811
+    there = lambda words: order(f"{words} arch=75")
+    test_linear_emulated.test_eight_bits(tfla_turing, there, eight, dtype, 9, 1104, [40], shared=64)
 
 
 def test_code_for_turing_on_hopper(tfla_turing, order, cell):  # noqa: F811
@@ -100,7 +107,7 @@ def test_between_products_of_code_for_8_0(tfla, order):  # noqa: F811
     x, weight = torch.randn(2, 64).bfloat16(), torch.randn(24, 64).bfloat16()
     ops = tfla.dispatch.ops
     calls = [
-        lambda: ops.linear_step(x, [weight], [], 0, 0.0, None, 0.1, None, False)[0],
+        lambda: ops.linear_step(x, [weight], [], [], 0, 0.0, None, 0.1, None, False)[0],
         lambda: ops.norm_step(x, x[0], 0.1, [weight], [], 0.0)[0],
         lambda: ops.gate_step(x, x),
     ]

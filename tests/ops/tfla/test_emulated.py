@@ -16,7 +16,7 @@ import emulate
 from cases import DEVICE, upcast
 from flashcell.kernels import tfla as reference
 from mlstm_cases import CASES, Case, make
-from numerics import EPS, assert_bitwise, assert_close
+from numerics import assert_bitwise, assert_close
 from ops.tfla import test_bf16, test_cuda, test_nan
 from ops.tfla import test_epilogue as epilogue
 from ops.tfla import test_reset as reset
@@ -24,9 +24,6 @@ from ops.tfla import test_sequence as tests
 
 ROOT = Path(__file__).resolve().parents[3]
 SANITIZE = "FLASHCELL_EMULATOR_SANITIZE"
-LINEAR = ["x", "weights", "biases", "capped", "cap", "norm_weight", "norm_eps", "residual", "gated"]
-LINEARS = [(1, 8, [24]), (3, 40, [24, 17]), (8, 1096, [40]), (16, 2056, [48]), (17, 256, [33])]
-LINEARS += [(40, 200, [20]), (2, 0, [24])]
 ORDERS = ("", "backwards early", "backwards", "early")
 DTYPES = [torch.bfloat16, torch.float32]
 TILES = [
@@ -234,65 +231,3 @@ def test_nothing_is_read_or_written_out_of_bounds():
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "passed" in done.stdout
-
-
-@pytest.mark.parametrize("shared", [227, 99])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(("B", "K", "rows"), LINEARS)
-def test_linear_step(tfla, order, dtype, B, K, rows, shared):
-    """Tests several matrices, bounded ones, the norm, the sum and the gate: on three SMs, so that a
-    thread block takes several tiles, for 16 rows of x also in one pass, and with the shared memory
-    of an H200 and of sm_86 and sm_120."""
-    op = tfla.dispatch.ops.linear_step
-    x, scale = torch.randn(B, K).to(dtype), torch.randn(K).to(dtype)
-    draw = lambda n: (torch.randn(n, K) / (K + 1) ** 0.5).to(dtype)
-    plain, gates = ([draw(n) for n in ns] for ns in (rows, (8, 3)))
-    biases = [torch.randn(n).to(dtype) for n in (8, 3)]
-    residual = torch.randn(B, rows[0]).to(dtype)
-    calls = [
-        (x, plain + gates, biases, 2, 3.0, None, 0.1, None, False),
-        (x, plain + gates, biases, 2, 3.0, scale, 0.1, None, False),
-        (x, plain[:1], [], 0, 0.0, scale, 0.1, residual, False),
-        (x, [plain[0], plain[0].flip(0)], [], 0, 0.0, scale, 0.1, None, True),
-    ]
-    for call in calls:
-        results = []
-        for words in ORDERS[:2]:
-            order(f"{words} processors=3 shared={shared}")
-            results.append(op(*call))
-        for one, other in zip(*results, strict=True):
-            assert_bitwise("the other order", other, one)
-        arguments = dict(zip(LINEAR, call, strict=True))
-        wide = upcast(arguments)
-        for name in ("weights", "biases"):
-            wide[name] = [w.double() for w in arguments[name]]
-        want = reference.linear_step(**wide)
-        count = len(want) - call[3]
-        got = [*results[0][0].split([w.shape[1] for w in want[:count]], 1)]
-        got += results[0][1].split([w.shape[1] for w in want[count:]], 1) if call[3] else []
-        for y, exact in zip(got, want, strict=True):
-            assert_close("linear_step", y, exact, 1.5 * EPS[dtype])
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(("B", "K"), [(1, 8), (5, 1096), (2, 8200)])
-def test_between_products(tfla, order, dtype, B, K):
-    """norm_step with gates, and gate_step of two halves of one tensor."""
-    ops = tfla.dispatch.ops
-    x, scale, bias = (torch.randn(*shape).to(dtype) for shape in ((B, K), (K,), (19,)))
-    weights = [(torch.randn(n, K) * K**-0.5).to(dtype) for n in (8, 19)]
-    results = []
-    for words in ORDERS[:2]:
-        order(words)
-        results.append([*ops.norm_step(x, scale, 0.1, weights, [bias], 3.0), ops.gate_step(x, x)])
-    for one, other in zip(*results, strict=True):
-        assert_bitwise("the other order", other, one)
-    y, bounded, _ = results[0]
-    want = reference.norm_step(x.double(), scale.double(), 0.1)[0]
-    assert_close("norm", y, want, 1.5 * EPS[dtype])
-    wide = [w.double() for w in weights]
-    gates = reference.linear_step(y.double(), wide, [bias.double()], capped=2, cap=3.0)
-    assert_close("gates", bounded, torch.cat(gates, 1), 16 * EPS[torch.float32])
-    halves = torch.randn(B, 2 * K).to(dtype).chunk(2, -1)
-    want = reference.gate_step(*(h.double() for h in halves))
-    assert_close("gate", ops.gate_step(*halves), want, 1.5 * EPS[dtype])

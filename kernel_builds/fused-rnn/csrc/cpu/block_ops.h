@@ -7,11 +7,12 @@ namespace flashcell {
 
 // x [B,H] · norms [H] · in_proj [G H,H] · weight [G,N,D,D] · bias [R,N,D] · state: K tensors
 // [B,N,D] in the state dtype, changed in place · gate, up [I,H] · down [H,I] -> [B,H]. H = N D;
-// every other tensor has the dtype of x.
+// every other tensor has the dtype of x, or in_proj, gate, up and down are int8, and scales the
+// factors of their rows: [G H], [I], [I], [H] fp32.
 inline constexpr char kBlockStepSchema[] =
     "_block_step_(Tensor x, Tensor mixer_norm, float mixer_eps, Tensor in_proj, Tensor weight, "
     "Tensor? bias, Tensor(a!)[] state, Tensor mlp_norm, float mlp_eps, Tensor gate, Tensor up, "
-    "Tensor down) -> Tensor";
+    "Tensor down, Tensor[] scales) -> Tensor";
 
 // Checks that the tensor can be used in place: a copy would cost what the op saves, and changing a
 // copied state would have no effect.
@@ -25,7 +26,7 @@ inline const void* in_place(const Tensor& tensor, const char* name, const Shape&
 template <typename Cell>
 Tensor block_step(Tensor x, Tensor mixer_norm, double mixer_eps, Tensor in_proj, Tensor weight,
                   OptionalTensor bias, std::vector<Tensor> state, Tensor mlp_norm, double mlp_eps,
-                  Tensor gate, Tensor up, Tensor down) {
+                  Tensor gate, Tensor up, Tensor down, std::vector<Tensor> scales) {
   check_rank(x, "x", 2, "[B, H]"), check_rank(weight, "weight", 4, "[G, N, D, D]");
   check_rank(gate, "gate", 2, "[I, H]");
   constexpr int64_t G = Cell::kGates;
@@ -36,10 +37,11 @@ Tensor block_step(Tensor x, Tensor mixer_norm, double mixer_eps, Tensor in_proj,
                   to_string(shape_of(weight)));
   const Dtype dtype = io_dtype(x, "x");
   const ScalarType io = x.scalar_type(), unrounded = state_dtype(x);
+  const ScalarType linear = scales.empty() ? io : ScalarType::Char;
   if (x.stride(1) != 1) x = dense(x);
   p.x = x.const_data_ptr(), p.x_stride = x.stride(0);
   p.mixer_norm = in_place(mixer_norm, "mixer_norm", {H}, io), p.mixer_eps = mixer_eps;
-  p.in_proj = in_place(in_proj, "in_proj", {G * H, H}, io);
+  p.in_proj = in_place(in_proj, "in_proj", {G * H, H}, linear);
   p.weight = in_place(weight, "weight", {G, p.N, p.D, p.D}, io);
   if (bias) p.bias = in_place(*bias, "bias", {Cell::kBias, p.N, p.D}, io);
   STD_TORCH_CHECK(int64_t(state.size()) == Cell::kStates, "state must be ", Cell::kStates,
@@ -49,8 +51,14 @@ Tensor block_step(Tensor x, Tensor mixer_norm, double mixer_eps, Tensor in_proj,
     p.states[k] = state[k].mutable_data_ptr();
   }
   p.mlp_norm = in_place(mlp_norm, "mlp_norm", {H}, io), p.mlp_eps = mlp_eps;
-  p.gate = in_place(gate, "gate", {p.I, H}, io), p.up = in_place(up, "up", {p.I, H}, io);
-  p.down = in_place(down, "down", {H, p.I}, io);
+  p.gate = in_place(gate, "gate", {p.I, H}, linear);
+  p.up = in_place(up, "up", {p.I, H}, linear), p.down = in_place(down, "down", {H, p.I}, linear);
+  STD_TORCH_CHECK(scales.empty() || scales.size() == 4, "scales must be 4 tensors or none, got ",
+                  scales.size());
+  const int64_t rows[] = {G * H, p.I, p.I, H};
+  for (size_t s = 0; s < scales.size(); ++s) {
+    p.scales[s] = (const float*)in_place(scales[s], "scales", {rows[s]}, ScalarType::Float);
+  }
   Tensor out = new_tensor(x, {p.B, H}, io);
   p.out = out.mutable_data_ptr();
   backend().block_step(AllCells::index_of<Cell>(), dtype, p, host());

@@ -8,6 +8,7 @@
 //
 // The state h changes only in phase 3, because other threads may still read it in phase 1.
 #pragma once
+#include "common/cpu/eight_bits.h"
 #include "common/cpu/scratch.h"
 #include "common/cpu/vec_math.h"
 #include "dot.h"
@@ -15,11 +16,14 @@
 
 namespace flashcell::FLASHCELL_ISA {
 
-template <typename Cell, typename IO>
+// W is the type of the linear layers' weights: IO, or int8<IO> with scales of its rows.
+template <typename Cell, typename IO, typename W>
 struct BlockStep {
   using T = State<IO>;
   using V = Vec<T>;
-  using E = Element<IO>;
+  using E = Element<W>;        // of rows that meet the linear layers
+  using EState = Element<IO>;  // of rounded h, which meets the recurrent weight
+  static constexpr bool kScaled = sizeof(W) == 1;
   static constexpr int G = Cell::kGates, K = Cell::kStates;
   static_assert(K <= BlockStepParams::kMostStates);
   static constexpr int kRows = 8;      // rows of x that share one pass of a task over its weights
@@ -34,9 +38,10 @@ struct BlockStep {
   const BlockStepParams& p;
   const int64_t H = p.N * p.D;
   const Host host;
-  Scratch<T> mid, h;  // [B, H]
-  Scratch<E> inner;   // [B, I]
-  Scratch<E> thread;  // [threads][2][B, H]: normed rows, and rounded h
+  Scratch<T> mid, h;        // [B, H]
+  Scratch<E> inner;         // [B, I]
+  Scratch<E> normed;        // [threads][B, H]: normed rows
+  Scratch<EState> rounded;  // [threads][B, H]: rounded h
   mutable Phase phases[3];
 
   BlockStep(const BlockStepParams& params, const Host& caller)
@@ -45,12 +50,14 @@ struct BlockStep {
         mid(host, p.B * H),
         h(host, p.B * H),
         inner(host, p.B * p.I),
-        thread(host, host.threads * 2 * p.B * H) {}
+        normed(host, host.threads * p.B * H),
+        rounded(host, kRounds ? host.threads * p.B * H : 0) {}
 
   void run() const {
     if (p.B * H == 0) return;
     parallel_ranges(host, host.threads, [&](int64_t begin, int64_t) {
-      E* const own = thread + begin * 2 * p.B * H;
+      E* const own = normed + begin * p.B * H;
+      EState* const own_h = rounded + (kRounds ? begin * p.B * H : 0);
       const int width = columns(H), inside = columns(p.I), units = columns(p.D, p.N);
       const int64_t panels = (p.D + units - 1) / units;
       // A thread prepares x in its first task only: one without a task would come late, and read
@@ -58,9 +65,9 @@ struct BlockStep {
       bool ready = false;
       share(phases[0], p.N * panels, [&](int64_t task) {
         if (!ready) prepare((const IO*)p.x, p.x_stride, p.mixer_norm, p.mixer_eps, own);
-        if (!ready && kRounds) round_states(own + p.B * H);
+        if (!ready && kRounds) round_states(own_h);
         ready = true;
-        mix(task / panels, task % panels * units, units, own);
+        mix(task / panels, task % panels * units, units, own, own_h);
       });
       ready = false;
       share(phases[1], (p.I + inside - 1) / inside, [&](int64_t task) {
@@ -98,12 +105,19 @@ struct BlockStep {
     static constexpr bool value = false;
   };
 
-  template <bool kWhole>
-  FN static void put(E* to, V v, int lanes) {
+  template <bool kWhole, typename To>
+  FN static void put(To* to, V v, int lanes) {
     if (kWhole) return store_operand<IO>(to, v);
-    E rounded[V::kWidth];
-    store_operand<IO>(rounded, v);
-    memcpy(to, rounded, lanes * sizeof(E));
+    To part[V::kWidth];
+    store_operand<IO>(part, v);
+    memcpy(to, part, lanes * sizeof(To));
+  }
+
+  // Returns sums of products times the factors of their rows, if there are any.
+  template <bool kWhole>
+  FN static V scaled(V sums, const float* scale, int64_t at, int lanes) {
+    if constexpr (kScaled) return sums * load_scales<kWhole, T>(scale + at, lanes);
+    return sums;
   }
 
   // Computes x / sqrt(mean(x^2) + eps) * norm for every row, as an operand of the product.
@@ -124,7 +138,7 @@ struct BlockStep {
     }
   }
 
-  void round_states(E* to) const {
+  void round_states(EState* to) const {
     for_vectors(p.B * H, [&](int64_t k, int lanes, auto whole) __attribute__((always_inline)) {
       constexpr bool kWhole = decltype(whole)::value;
       put<kWhole>(to + k, load_part<kWhole>((const T*)p.states[0] + k, lanes), lanes);
@@ -132,23 +146,25 @@ struct BlockStep {
   }
 
   // Phase 1 for the units [unit, unit + count) of a head, clipped to its width.
-  void mix(int64_t head, int64_t unit, int64_t count, const E* own) const {
+  void mix(int64_t head, int64_t unit, int64_t count, const E* own, const EState* own_h) const {
     const int units = int(p.D - unit < count ? p.D - unit : count);
     const int64_t at = head * p.D + unit;
-    const IO *projection[G], *recurrence[G];
+    const W* projection[G];
+    const IO* recurrence[G];
     for (int g = 0; g < G; ++g) {
-      projection[g] = (const IO*)p.in_proj + (g * H + at) * H;
+      projection[g] = (const W*)p.in_proj + (g * H + at) * H;
       recurrence[g] = (const IO*)p.weight + ((g * p.N + head) * p.D + unit) * p.D;
     }
-    const E* const old = kRounds ? own + p.B * H : (const E*)p.states[0];
+    const EState* const old = kRounds ? own_h : (const EState*)p.states[0];
     alignas(kVectorBytes) T u[kRows][G][kColumns], r[kRows][G][kColumns];
     for_rows([&](int64_t b, int rows) {
-      const E *normed[kRows], *states[kRows];
+      const E* x[kRows];
+      const EState* states[kRows];
       for (int m = 0; m < rows; ++m) {
-        normed[m] = own + (b + m) * H, states[m] = old + (b + m) * H + head * p.D;
+        x[m] = own + (b + m) * H, states[m] = old + (b + m) * H + head * p.D;
       }
       constexpr int kStride = G * kColumns;
-      dot_rows<IO, G, kRows>(normed, rows, projection, H, units, u[0][0], kStride, kColumns);
+      dot_rows<W, G, kRows>(x, rows, projection, H, units, u[0][0], kStride, kColumns);
       dot_rows<IO, G, kRows>(states, rows, recurrence, p.D, units, r[0][0], kStride, kColumns);
       for (int m = 0; m < rows; ++m) {
         for_vectors(units, [&](int64_t v, int lanes, auto whole) __attribute__((always_inline)) {
@@ -163,7 +179,8 @@ struct BlockStep {
   FN void cell(int64_t b, int64_t at, int lanes, const T* u, const T* r) const {
     V x[G], product[G], now[K], next[K], saved[Cell::kSaved];
     for (int g = 0; g < G; ++g) {
-      x[g] = load(u + g * kColumns), product[g] = load(r + g * kColumns);
+      x[g] = scaled<kWhole>(load(u + g * kColumns), p.scales[0], g * H + at, lanes);
+      product[g] = load(r + g * kColumns);
       if (p.bias) x[g] += load_part<kWhole>((const IO*)p.bias + g * H + at, lanes);
     }
     if (p.bias && Cell::kBias > G) {
@@ -181,17 +198,18 @@ struct BlockStep {
   // Phase 2 for the columns [at, at + count) inside the SwiGLU, clipped to its width.
   void gate(int64_t at, int64_t count, const E* own) const {
     const int width = int(p.I - at < count ? p.I - at : count);
-    const IO* const pair[2] = {(const IO*)p.gate + at * H, (const IO*)p.up + at * H};
+    const W* const pair[2] = {(const W*)p.gate + at * H, (const W*)p.up + at * H};
     alignas(kVectorBytes) T y[kRows][2][kColumns];
     for_rows([&](int64_t b, int rows) {
-      const E* normed[kRows];
-      for (int m = 0; m < rows; ++m) normed[m] = own + (b + m) * H;
-      dot_rows<IO, 2, kRows>(normed, rows, pair, H, width, y[0][0], 2 * kColumns, kColumns);
+      const E* x[kRows];
+      for (int m = 0; m < rows; ++m) x[m] = own + (b + m) * H;
+      dot_rows<W, 2, kRows>(x, rows, pair, H, width, y[0][0], 2 * kColumns, kColumns);
       for (int m = 0; m < rows; ++m) {
         for_vectors(width, [&](int64_t v, int lanes, auto whole) __attribute__((always_inline)) {
-          const V gated = load(y[m][0] + v), up = load(y[m][1] + v);
-          put<decltype(whole)::value>(inner + (b + m) * p.I + at + v, gated * sigmoid(gated) * up,
-                                      lanes);
+          constexpr bool kWhole = decltype(whole)::value;
+          const V gated = scaled<kWhole>(load(y[m][0] + v), p.scales[1], at + v, lanes);
+          const V up = scaled<kWhole>(load(y[m][1] + v), p.scales[2], at + v, lanes);
+          put<kWhole>(inner + (b + m) * p.I + at + v, gated * sigmoid(gated) * up, lanes);
         });
       }
     });
@@ -200,18 +218,19 @@ struct BlockStep {
   // Phase 3 for the columns [at, at + count) of the output and the state, clipped to the width.
   void finish(int64_t at, int64_t count) const {
     const int width = int(H - at < count ? H - at : count);
-    const IO* const down = (const IO*)p.down + at * p.I;
+    const W* const down = (const W*)p.down + at * p.I;
     alignas(kVectorBytes) T y[kRows][kColumns];
     for_rows([&](int64_t b, int rows) {
       const E* inside[kRows];
       for (int m = 0; m < rows; ++m) inside[m] = inner + (b + m) * p.I;
-      dot_rows<IO, 1, kRows>(inside, rows, &down, p.I, width, y[0], kColumns);
+      dot_rows<W, 1, kRows>(inside, rows, &down, p.I, width, y[0], kColumns);
       for (int m = 0; m < rows; ++m) {
         const int64_t to = (b + m) * H + at;
         memcpy((T*)p.states[0] + to, h + to, width * sizeof(T));
         for_vectors(width, [&](int64_t v, int lanes, auto whole) __attribute__((always_inline)) {
           constexpr bool kWhole = decltype(whole)::value;
-          const V sum = load(y[m] + v) + load_part<kWhole>(mid + to + v, lanes);
+          const V product = scaled<kWhole>(load(y[m] + v), p.scales[3], at + v, lanes);
+          const V sum = product + load_part<kWhole>(mid + to + v, lanes);
           store_part<kWhole>((IO*)p.out + to + v, sum, lanes);
         });
       }

@@ -39,7 +39,9 @@ struct BlockStepParams {
   const void* bias;              // [R, N, D], or null
   void* states[kMostStates];     // [B, N, D] state, changed in place
   const void *gate, *up, *down;  // [I, H], [I, H], [H, I]
-  void* out;                     // [B, H]
+  // Factors of the rows of in_proj, gate, up and down, which then are int8; or null.
+  const float* scales[4];
+  void* out;  // [B, H]
 };
 
 // One instruction set's build of the engine; `cell` is the index in AllCells.

@@ -1,7 +1,7 @@
 """One decoding step of a whole residual block around a cell: one call on the CPU, torch elsewhere.
 The states are changed in place; there are no gradients."""
 
-from typing import List, Optional, Tuple
+from typing import List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from .checks import (
     check_no_gradient,
     check_number,
     check_operands,
+    check_shape,
     check_size,
     check_tensor,
     find_cell,
@@ -24,13 +25,15 @@ from .checks import (
 from .dispatch import BACKEND, ops, select_backend
 from .memory import check_apart, check_written
 
-NAMES = ("x", "mixer_norm", "in_proj", "weight", "bias", "mlp_norm", "gate", "up", "down", "state")
+NAMES = ("x", "mixer_norm", "in_proj", "weight", "bias", "mlp_norm", "gate", "up", "down")
+SCALES = tuple(f"scales[{i}]" for i in range(4))
 
 
 def block_step(
     cell: str, x: Tensor, mixer_norm: Tensor, in_proj: Tensor, weight: Tensor,
     bias: Optional[Tensor], state: Tuple[Tensor, ...], mlp_norm: Tensor, gate: Tensor, up: Tensor,
-    down: Tensor, *, mixer_eps: float = 1e-6, mlp_eps: float = 1e-6, backend: str = "auto",
+    down: Tensor, *, scales: Tuple[Tensor, ...] = (), mixer_eps: float = 1e-6,
+    mlp_eps: float = 1e-6, backend: str = "auto",
 ) -> Tensor:  # fmt: skip
     """Runs one token per row through a Llama-style block whose mixer is the cell named `cell`.
 
@@ -42,6 +45,8 @@ def block_step(
     [R, N, D] or None, gate, up [I, H], down [H, I], all of x's dtype and contiguous. state: the cell's
     tensors [B, N, D] in fp32 (fp64 for fp64), contiguous, changed; zeros are the empty one. Sums are in
     fp32 (fp64); of what lies between x and out only operands of products are rounded to x's dtype.
+    With scales, fp32 [G H], [I], [I], [H], the linear layers' weights are int8, and each row of in_proj, gate,
+    up and down is multiplied by its scale; weight stays in x's dtype.
     On the CPU all of it is one parallel region that reads the weights once for 8 rows; "auto" elsewhere is
     the reference. ValueError and TypeError name the argument, what it was and what it must be.
     """
@@ -61,24 +66,31 @@ def block_step(
             f"weight has shape {list(weight.shape)}, but must be [G, N, D, D] with N D = {H}"
         )
     named: List[Named] = [
-        ("mixer_norm", mixer_norm, (H,), "[H]"), ("in_proj", in_proj, (G * H, H), "[G H, H]"),
-        ("weight", weight, (G, N, D, D), "[G, N, D, D]"),
+        ("mixer_norm", mixer_norm, (H,), "[H]"), ("weight", weight, (G, N, D, D), "[G, N, D, D]"),
         ("bias", bias, (spec.bias_rows, N, D), "[R, N, D]"), ("mlp_norm", mlp_norm, (H,), "[H]"),
-        ("gate", gate, (width, H), "[I, H]"), ("up", up, (width, H), "[I, H]"),
-        ("down", down, (H, width), "[H, I]"),
+    ]  # fmt: skip
+    linears: List[Named] = [
+        ("in_proj", in_proj, (G * H, H), "[G H, H]"), ("gate", gate, (width, H), "[I, H]"),
+        ("up", up, (width, H), "[I, H]"), ("down", down, (H, width), "[H, I]"),
     ]  # fmt: skip
     check_operands(named, x.dtype, x.device)
+    named += linears
+    if not scales:
+        check_operands(linears, x.dtype, x.device)
+    else:
+        named += _check_scaled(linears, scales, x.device)
     check_count("state", state, spec.states, spec.name)
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     states = [(STATE[k], s, (B, N, D), "[B, N, D]") for k, s in enumerate(state)]
     check_operands(states, wide, x.device)
     check_number("mixer_eps", mixer_eps)
     check_number("mlp_eps", mlp_eps)
-    given = (x, mixer_norm, in_proj, weight, bias, mlp_norm, gate, up, down, *state)
-    check_no_gradient("block_step", NAMES, *given)
+    given = (x, mixer_norm, in_proj, weight, bias, mlp_norm, gate, up, down, *scales, *state)
+    names = (*NAMES, *(SCALES if scales else ()), "state")
+    check_no_gradient("block_step", names, *given)
     for k, s in enumerate(state):
         check_written(STATE[k], s)
-    check_apart(NAMES, spec.states, *given)
+    check_apart(names, spec.states, *given)
     if not is_dense(*given[1:]):
         for name, value, _, _ in (*named, *states):
             if not is_dense(value):
@@ -87,12 +99,17 @@ def block_step(
     binary = BACKEND if BACKEND == "cpu" else None
     if select_backend(backend, x.device.type, binary, x.dtype) == "cpu":
         return getattr(ops, f"{cell}_block_step_")(
-            x, mixer_norm, mixer_eps, in_proj, weight, bias, list(state), mlp_norm, mlp_eps, gate, up, down
+            x, mixer_norm, mixer_eps, in_proj, weight, bias, list(state), mlp_norm, mlp_eps, gate, up, down,
+            list(scales),
         )  # fmt: skip
     # operands of products are rounded to x's dtype, as in the kernel
     operand = lambda t: t.to(x.dtype).to(wide)
+    weights = [w.to(wide) for w in (in_proj, gate, up, down)]
+    if scales:
+        weights = [w * s[:, None] for w, s in zip(weights, scales)]
+    in_proj, gate, up, down = weights
     rounded = operand(_norm(x.to(wide), mixer_norm, mixer_eps))
-    u = (rounded @ in_proj.to(wide).mT).view(B, G, N, D)
+    u = (rounded @ in_proj.mT).view(B, G, N, D)
     r = list(reference.RecurrentProduct.apply(state[0], weight.to(wide), x.dtype, None))
     if bias is not None:
         u = u + bias[:G]
@@ -103,8 +120,27 @@ def block_step(
         s.copy_(new)
     y = x + after[0].reshape(B, H)
     inside = operand(_norm(y, mlp_norm, mlp_eps))
-    inner = silu(inside @ gate.to(wide).mT) * (inside @ up.to(wide).mT)
-    return (y + operand(inner) @ down.to(wide).mT).to(x.dtype)
+    inner = silu(inside @ gate.mT) * (inside @ up.mT)
+    return (y + operand(inner) @ down.mT).to(x.dtype)
+
+
+def _check_scaled(
+    linears: Sequence[Named], scales: Tuple[Tensor, ...], device: torch.device
+) -> List[Named]:
+    """Checks weights in int8 and their scales; returns the scales with names and shapes."""
+    if not isinstance(scales, (tuple, list)) or len(scales) != len(linears):
+        had = len(scales) if isinstance(scales, (tuple, list)) else type(scales).__name__
+        raise ValueError(f"scales are {had}, but must be a tuple of {len(linears)} tensors, or ()")
+    factors: List[Named] = []
+    for i, (name, value, shape, letters) in enumerate(linears):
+        check_tensor(name, value, device)
+        check_shape(name, value, shape, letters)
+        if value.dtype != torch.int8:
+            wanted = "int8 where scales are given"
+            raise TypeError(f"{name} has dtype {value.dtype}, but must be {wanted}")
+        factors.append((SCALES[i], scales[i], shape[:1], letters.split(",")[0] + "]"))
+    check_operands(factors, torch.float32, device)
+    return factors
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

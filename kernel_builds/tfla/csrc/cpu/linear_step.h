@@ -2,6 +2,7 @@
 // Every weight is read once for eight rows of x. A sum depends neither on the number of rows nor on
 // the number of threads.
 #pragma once
+#include "common/cpu/eight_bits.h"
 #include "matrix.h"
 
 namespace flashcell::FLASHCELL_ISA {
@@ -92,8 +93,14 @@ struct LinearStep {
   void block(int s, int64_t row, int count, int64_t b, int inputs, const T* x,
              int64_t stride) const {
     alignas(kVectorBytes) T sums[2][kMostInputs][kMostRows];
-    products(p.linears[s], row, count, inputs, x, stride, sums[0]);
-    if (p.gated) products(p.linears[1], row, count, inputs, x, stride, sums[1]);
+    for (int j = 0; j <= int(p.gated); ++j) {
+      const Linear& linear = p.linears[s + j];
+      if (linear.scale) {
+        products<int8<IO>>(linear, row, count, inputs, x, stride, sums[j]);
+      } else {
+        products<IO>(linear, row, count, inputs, x, stride, sums[j]);
+      }
+    }
     const Linear& linear = p.linears[s];
     for (int m = 0; m < inputs; ++m) {
       for (int v = 0; v < count; v += kWidth) {
@@ -106,6 +113,10 @@ struct LinearStep {
 
   template <bool Whole>
   FN void finish(const Linear& linear, int64_t b, int64_t row, int lanes, V y, V up) const {
+    if (linear.scale) y = y * load_scales<Whole, T>(linear.scale + row, lanes);
+    if (p.gated && p.linears[1].scale) {
+      up = up * load_scales<Whole, T>(p.linears[1].scale + row, lanes);
+    }
     if (linear.bias) y += load_part<Whole>((const IO*)linear.bias + row, lanes);
     if (p.gated) y = y * sigmoid(y) * up;
     if (p.residual) {
@@ -117,15 +128,16 @@ struct LinearStep {
     store_part<Whole>((T*)linear.out + at, y, lanes);
   }
 
+  template <typename W>
   void products(const Linear& linear, int64_t row, int count, int inputs, const T* x,
                 int64_t stride, T (&sums)[kMostInputs][kMostRows]) const {
     const int strip = (count + kStrips - 1) / kStrips;
     for (int r = 0; r < strip; ++r) {
-      const IO* weights[kStrips];
+      const W* weights[kStrips];
       int at[kStrips];
       for (int j = 0; j < kStrips; ++j) {  // strips past the last row repeat it
         at[j] = j * strip + r < count ? j * strip + r : count - 1;
-        weights[j] = (const IO*)linear.weight + (row + at[j]) * p.K;
+        weights[j] = (const W*)linear.weight + (row + at[j]) * p.K;
       }
       if (inputs == 1) {
         tile<1, kStrips>(weights, x, stride, sums, at);
@@ -146,8 +158,8 @@ struct LinearStep {
     }
   }
 
-  template <int M, int R>
-  FN void tile(const IO* const* weights, const T* x, int64_t stride, T (*sums)[kMostRows],
+  template <int M, int R, typename W>
+  FN void tile(const W* const* weights, const T* x, int64_t stride, T (*sums)[kMostRows],
                const int* at) const {
     V acc[M][R];
 #pragma GCC unroll 8

@@ -2,7 +2,7 @@
 few launches: on CUDA in 16 bits, `linear_step` on the CPU in every dtype, torch elsewhere. They
 are for decoding and have no gradients."""
 
-from typing import List, Sequence, Tuple
+from typing import List, Optional, Sequence, Tuple
 
 import torch
 
@@ -23,28 +23,33 @@ from .memory import check_memory
 from .reference import state_dtype
 
 MOST = 8  # most matrices in one launch
+EIGHT_BITS = (torch.int8, torch.float8_e4m3fn)  # dtypes of weights with scales
 
 
 def linear_step(
-    x, weights, biases=(), *, capped=0, cap=0.0, norm_weight=None, norm_eps=1e-6, residual=None,
-    gated=False, backend="auto",
+    x, weights, biases=(), *, scales=(), capped=0, cap=0.0, norm_weight=None, norm_eps=1e-6,
+    residual=None, gated=False, backend="auto",
 ) -> Tuple[torch.Tensor, ...]:  # fmt: skip
     """Multiplies x [B, K] with weights [N_i, K]; returns a tensor [B, N_i] for each: weight_i x +
     bias_i.
 
     norm_weight [K]    x is normed before: x / sqrt(mean(x^2) + norm_eps) * norm_weight
+    scales [N_i]       fp32, of the first matrices, which then are int8 or float8_e4m3fn: weight_i is
+                       scales_i[:, None] * weights_i
     biases [N_i]       of the last matrices
     capped, cap        so many of the last come in fp32 (fp64 for fp64), bounded: cap tanh(y / cap);
                        cap 0: no bound
     residual [B, N]    is added to the one matrix's output
     gated              of two matrices: silu(weight_0 x) * (weight_1 x) [B, N] alone
 
-    At most 8 matrices, contiguous, of x's dtype; sums in fp32 (fp64), rounded once. On CUDA in 16 bits every
-    weight is read once for 16 rows of x, at the memory's speed; more rows are a product for cuBLAS.
-    There it may be read before the kernel ahead on the stream has ended: that must not write it.
+    At most 8 matrices, contiguous, of x's dtype if they have no scales; sums in fp32 (fp64), rounded once.
+    Values of 8 bits are exact in every dtype of x, so a scale is the only rounding of theirs. On CUDA in 16
+    bits every weight is read once for 16 rows of x, at the memory's speed; more rows are a product for
+    cuBLAS. There it may be read before the kernel ahead on the stream has ended: that must not write it.
+    float8_e4m3fn is computed by the reference on a CPU, and so are 8 bits on CUDA where K is no multiple of 16.
     ValueError and TypeError name the argument.
     """
-    _check("linear_step", x, weights, biases, norm_weight, residual)
+    _check("linear_step", x, weights, biases, norm_weight, residual, scales=scales)
     check_number("cap", cap)
     check_number("norm_eps", norm_eps)
     check_flag("gated", gated)
@@ -59,11 +64,15 @@ def linear_step(
         raise ValueError("gated is True, but needs two weights, no biases and nothing capped")
     if gated:
         check_shape("weights[1]", weights[1], tuple(weights[0].shape), "[N, K] of weights[0]")
-    if _select(backend, "linear_step", x) == "reference":
-        return _reference(x, weights, biases, capped, cap, norm_weight, norm_eps, residual, gated)
+        if len(scales) == 1:
+            raise ValueError("scales are 1, but must be 2 or none where gated is True")
+    if _select(backend, "linear_step", x, weights[0].dtype if scales else None) == "reference":
+        rest = capped, cap, norm_weight, norm_eps, residual, gated
+        return _reference(x, weights, scales, biases, *rest)
     out, bounded = ops.linear_step(
-        x, list(weights), list(biases), capped, cap, norm_weight, norm_eps, residual, gated
-    )
+        x, list(weights), list(scales), list(biases), capped, cap, norm_weight, norm_eps, residual,
+        gated,
+    )  # fmt: skip
     if gated or len(weights) == 1:  # a single result, bounded or not
         return (bounded if capped else out,)
     plain = len(weights) - capped
@@ -90,7 +99,7 @@ def norm_step(
     wide = state_dtype(x.dtype)
     out = _norm(x.to(wide), norm_weight, norm_eps).to(x.dtype)
     rest = (len(weights), cap, None, norm_eps, None, False)
-    return out, *(_reference(out, weights, biases, *rest) if weights else ())
+    return out, *(_reference(out, weights, (), biases, *rest) if weights else ())
 
 
 def gate_step(gate, up, *, backend="auto") -> torch.Tensor:
@@ -111,11 +120,13 @@ def gate_step(gate, up, *, backend="auto") -> torch.Tensor:
     return (torch.nn.functional.silu(gate.to(wide)) * up).to(gate.dtype)
 
 
-def _select(backend: str, name: str, x) -> str:
+def _select(backend: str, name: str, x, eight: Optional[torch.dtype] = None) -> str:
+    """Returns which implementation runs; `eight` is the dtype of weights with scales."""
     if BACKEND == "cpu":
-        fits = name == "linear_step"
+        fits = name == "linear_step" and eight is not torch.float8_e4m3fn
     else:
         fits = x.dtype in (torch.bfloat16, torch.float16)
+        fits = fits and (eight is None or x.shape[1] % 16 == 0)
     binary = BACKEND if fits else None
     return select_backend(backend, x.device.type, binary, x.dtype)
 
@@ -125,28 +136,43 @@ def _norm(x, weight, eps):
 
 
 def _check(
-    who: str, x, weights: Sequence, biases: Sequence, norm_weight, residual, least: int = 1
-) -> None:
+    who: str, x, weights: Sequence, biases: Sequence, norm_weight, residual, least: int = 1,
+    scales: Sequence = (),
+) -> None:  # fmt: skip
     check_input("x", x)
     if x.dim() != 2 or x.shape[1] % 8:
         raise ValueError(f"x has shape {list(x.shape)}, but must be [B, K] with K a multiple of 8")
-    for name, given in (("weights", weights), ("biases", biases)):
+    for name, given in (("weights", weights), ("biases", biases), ("scales", scales)):
         if not isinstance(given, (tuple, list)):
             raise TypeError(f"{name} is a {type(given).__name__}, but must be a list of tensors")
     if not least <= len(weights) <= MOST:
         raise ValueError(f"weights are {len(weights)}, but must be {least} to {MOST} matrices")
     if len(biases) > len(weights):
         raise ValueError(f"biases are {len(biases)}, but must be at most one for each weight")
+    if len(scales) > len(weights):
+        raise ValueError(f"scales are {len(scales)}, but must be at most one for each weight")
     for i, w in enumerate(weights):
         check_tensor(f"weights[{i}]", w, x.device)
         check_size(f"weights[{i}]", w)
         if w.dim() != 2:
             raise ValueError(f"weights[{i}] has shape {list(w.shape)}, but must be [N, K]")
     rows = [w.shape[0] for w in weights]
-    named: List[Named] = [
+    shapes: List[Named] = [
         (f"weights[{i}]", w, (n, x.shape[1]), "[N, K]")
         for i, (w, n) in enumerate(zip(weights, rows))
     ]
+    eight, named = shapes[: len(scales)], shapes[len(scales) :]
+    if eight and weights[0].dtype not in EIGHT_BITS:
+        wanted = "int8 or float8_e4m3fn where scales are given"
+        raise TypeError(f"weights[0] has dtype {weights[0].dtype}, but must be {wanted}")
+    factors: List[Named] = [
+        (f"scales[{i}]", s, (n,), "[N]") for i, (s, n) in enumerate(zip(scales, rows))
+    ]
+    check_operands(factors, torch.float32, x.device)
+    for name, w, shape, letters in eight:
+        check_shape(name, w, shape, letters)
+        if w.dtype != weights[0].dtype:
+            raise TypeError(f"{name} has dtype {w.dtype}, but must be {weights[0].dtype}")
     first = len(weights) - len(biases)
     named += [
         (f"biases[{i}]", b, (n,), "[N]") for i, (b, n) in enumerate(zip(biases, rows[first:]))
@@ -156,6 +182,7 @@ def _check(
     if residual is not None:
         named.append(("residual", residual, (x.shape[0], rows[0]), "[B, N]"))
     check_operands(named, x.dtype, x.device)
+    named += [*eight, *factors]
     names, values = ("x", *(n for n, _, _, _ in named), ""), (x, *(v for _, v, _, _ in named))
     check_memory(names, *values)
     check_no_gradient(who, names, *values)
@@ -164,12 +191,13 @@ def _check(
             raise ValueError(f"weights[{i}] has strides {w.stride()}, but must be contiguous")
 
 
-def _reference(x, weights, biases, capped, cap, norm_weight, norm_eps, residual, gated):
+def _reference(x, weights, scales, biases, capped, cap, norm_weight, norm_eps, residual, gated):
     io, wide = x.dtype, state_dtype(x.dtype)
     x = x.to(wide)
     if norm_weight is not None:
         x = _norm(x, norm_weight, norm_eps)
     outs = [x @ w.to(wide).mT for w in weights]
+    outs = [*(y * s for y, s in zip(outs, scales)), *outs[len(scales) :]]
     for i, b in enumerate(biases, len(weights) - len(biases)):
         outs[i] = outs[i] + b
     if gated:

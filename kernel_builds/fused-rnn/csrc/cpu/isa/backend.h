@@ -21,6 +21,16 @@ template <typename IO>
 struct RunColumnSum {
   static void run(const ColumnSumParams& params, const Host& host) { column_sum<IO>(params, host); }
 };
+template <typename Cell, typename IO>
+struct RunBlockStep {
+  const BlockStepParams& params;
+  const Host& host;
+  RunBlockStep(const BlockStepParams& p, const Host& h) : params(p), host(h) {}
+  void run() const {
+    if (params.scales[0]) return BlockStep<Cell, IO, int8<IO>>(params, host).run();
+    BlockStep<Cell, IO, IO>(params, host).run();
+  }
+};
 
 const Backend kBackend = {
     kIsaName,
@@ -37,7 +47,7 @@ const Backend kBackend = {
       for_dtype<RunColumnSum>(dtype, params, host);
     },
     [](int cell, Dtype dtype, const BlockStepParams& params, const Host& host) {
-      for_cell<BlockStep>(AllCells(), cell, dtype, params, host);
+      for_cell<RunBlockStep>(AllCells(), cell, dtype, params, host);
     },
 };
 
