@@ -14,7 +14,6 @@ from ops.tfla import test_cuda, test_linear_emulated
 from ops.tfla import test_sequence as tests
 from ops.tfla.test_emulated import (  # noqa: F401  (fixtures)
     FAST,
-    LINEARS,
     ROOT,
     TILES,
     cell,
@@ -24,6 +23,7 @@ from ops.tfla.test_emulated import (  # noqa: F401  (fixtures)
     pytestmark,
     tfla,
 )
+from ops.tfla.test_linear_emulated import LINEARS
 from ops.tfla.test_validation import op_arguments
 
 TURING = "arch=75 processors=40 shared=64"  # a T4

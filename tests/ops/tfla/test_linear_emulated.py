@@ -27,7 +27,7 @@ def test_linear_step(tfla, order, dtype, B, K, rows, shared):  # noqa: F811
     check_linear_step(tfla, order, dtype, B, K, rows, shared, draw, lambda n: None)
 
 
-def check_linear_step(tfla, order, dtype, B, K, rows, shared, draw, scale_of):
+def check_linear_step(tfla, order, dtype, B, K, rows, shared, draw, scale_of):  # noqa: F811
     op = tfla.dispatch.ops.linear_step
     x, norm = torch.randn(B, K).to(dtype), torch.randn(K).to(dtype)
     plain, scales = [draw(n) for n in rows], [scale_of(n) for n in rows]
