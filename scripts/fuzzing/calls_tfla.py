@@ -63,6 +63,40 @@ def _mlstm_step(draw: Draw, name: str) -> dict[str, Any]:
     return {**call, "backend": draw.backend()}
 
 
+def ring(draw: Draw, *sizes: int) -> Any:
+    from flashcell.kernels.tfla import Ring
+
+    B, H, K, V = sizes
+    R = draw.pick((1, 2, 5))
+    used = [[draw.rng.randint(0, R)] * H for _ in range(B)]
+    gates = (draw.normal(B, H, R, dtype=draw.wide) for _ in range(2))
+    counts = torch.tensor(used, dtype=torch.int32).reshape(B, H)
+    return Ring(draw.normal(B, H, R, K), draw.normal(B, H, R, V), *gates, counts)
+
+
+@maker("mlstm_replay_step")
+def _mlstm_replay_step(draw: Draw, name: str) -> dict[str, Any]:
+    choice, count = gate(draw)
+    rows = (draw.pick((1, 2, 5, 0)),)
+    call, H, K, V = mlstm_inputs(draw, rows)
+    call |= {**choice, **epilogue(draw, rows, H, V), "eps": draw.pick((0.0, 1e-3))}
+    call["state"] = mlstm_state(draw, count, *rows, H, K, V)
+    return {**call, "ring": ring(draw, *rows, H, K, V)}
+
+
+@maker("mlstm_fold")
+def _mlstm_fold(draw: Draw, name: str) -> dict[str, Any]:
+    choice, count = gate(draw)
+    sizes = draw.pick((1, 2, 0)), draw.pick((1, 2, 0)), draw.pick((8, 24)), draw.pick((8, 40))
+    return {**choice, "state": mlstm_state(draw, count, *sizes), "ring": ring(draw, *sizes)}
+
+
+@maker("mlstm_ring")
+def _mlstm_ring(draw: Draw, name: str) -> dict[str, Any]:
+    sizes = draw.pick((1, 2, 0)), draw.pick((1, 2, 0)), draw.pick((8, 24)), draw.pick((8, 40))
+    return {"C": draw.normal(*sizes), "dtype": draw.io, "steps": draw.pick((1, 3, 16))}
+
+
 @maker("mlstm_transfer")
 def _mlstm_transfer(draw: Draw, name: str) -> dict[str, Any]:
     choice, _ = gate(draw)

@@ -86,12 +86,15 @@ def is_valid(faults: list[str]) -> bool:
     return all(fault.rpartition(" ")[2] in ANY_STRIDES for fault in faults)
 
 
+DECODING = "_step", "_fold"  # how names of functions without gradients end
+
+
 def is_of_decoding(name: str, error: Exception) -> bool:
     """Whether the error is a documented limit of decoding functions.
 
     They have no gradients, need contiguous weight rows, and update states in place."""
     says = "is for decoding|must be contiguous|is written|inplace=True"
-    return name.endswith("_step") and bool(re.search(says, str(error)))
+    return name.endswith(DECODING) and bool(re.search(says, str(error)))
 
 
 def shorten(text: str) -> str:

@@ -150,7 +150,7 @@ def mlstm_step(
     check_flag("inplace", inplace)
     options = Options(cell, float(eps), True)
     if inplace:
-        _check_inplace(q, k, v, i, f, state, out_gate, norm_weight)
+        check_inplace(q, k, v, i, f, state, out_gate, norm_weight)
     else:
         check_memory(STORED, q, k, v, i, f, out_gate, norm_weight, *(state or ()))
     chosen = select_backend(backend, k.device.type, BACKEND, q.dtype)
@@ -260,16 +260,17 @@ def _wants_grad(*tensors: Optional[torch.Tensor]) -> bool:
     )
 
 
-def _check_inplace(q, k, v, i, f, state, out_gate, norm_weight) -> None:
+def check_inplace(
+    q, k, v, i, f, state, out_gate, norm_weight, *, who="inplace=True", dtype=None
+) -> None:  # fmt: skip
+    """Checks a state that a step overwrites; `dtype` is q's where there is no q."""
     if state is None:
-        raise ValueError("state is None, but inplace=True needs the state to write into")
-    check_no_gradient("inplace=True", STORED, q, k, v, i, f, out_gate, norm_weight, *state)
-    dtype = state_dtype(q.dtype)
+        raise ValueError(f"state is None, but {who} needs the state to write into")
+    check_no_gradient(who, STORED, q, k, v, i, f, out_gate, norm_weight, *state)
+    dtype = state_dtype(q.dtype if dtype is None else dtype)
     for s, value in enumerate(state):
         check_written(STATE[s], value)
         if value.dtype != dtype or not value.is_contiguous():
             had = value.dtype if value.dtype != dtype else "strided"
-            raise ValueError(
-                f"state[{s}] is {had}, but must be {dtype} and contiguous when inplace=True"
-            )
+            raise ValueError(f"state[{s}] is {had}, but must be {dtype} and contiguous for {who}")
     check_apart(STORED, len(state), q, k, v, i, f, out_gate, norm_weight, *state)

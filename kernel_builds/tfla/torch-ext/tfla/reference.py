@@ -177,6 +177,39 @@ def chunk(q, k, v, log_i, log_f, reset, state: State, options: Options):
     return h, State(C, n, after[:, -1] if cell.exponential else None)
 
 
+def read_ring(q, ring, used, state: State, options: Options):
+    """Computes h [B, H, V] of q [B, H, K], and the state, after the first `used` [B, H] entries of a
+    ring (replay.py), as one chunk of R steps."""
+    k, v, i, f = (x.transpose(1, 2) for x in ring[:4])
+    hold = torch.arange(k.shape[1], device=k.device) >= used[:, :1]  # [B, R]
+    log_i, log_f = log_gates(options.cell, i, f, hold)
+    k, v = (x.to(state.C.dtype).masked_fill(hold[..., None, None], 0.0) for x in (k, v))
+    q = (q.to(state.C.dtype) * q.shape[-1] ** -0.5)[:, None].expand_as(k)
+    h, last = chunk(q, k, v, log_i, log_f, None, state, options)
+    return h[:, -1], last  # held entries pass the state through
+
+
+def fold(state: State, ring, used, options: Options) -> None:
+    """Writes the state after the first `used` [B, H] entries of the ring over `state`."""
+    _, last = read_ring(ring.k[:, :, 0], ring, used, state, options)
+    for old, new in zip(state, last):
+        if old is not None:
+            old.copy_(new)
+
+
+def replay_step(q, k, v, i, f, state: State, ring, options: Options) -> torch.Tensor:
+    """Writes a step into the ring, after folding full ones, and returns its h [B, H, V]."""
+    size = ring.k.shape[2]
+    full = ring.used >= size
+    fold(state, ring, torch.where(full, size, 0), options)
+    at = ring.used.masked_fill(full, 0).clamp_min(0)
+    for entries, new in zip(ring, (k, v, i, f)):
+        place = at.long()[(..., *[None] * (entries.dim() - 2))]
+        entries.scatter_(2, place.expand(*at.shape, 1, *entries.shape[3:]), new[:, :, None])
+    ring.used.copy_(at + 1)
+    return read_ring(q, ring, ring.used, state, options)[0]
+
+
 def epilogue(h, out_gate, norm, norm_weight, norm_eps: float) -> torch.Tensor:
     """Computes sigmoid(out_gate) norm(h) norm_weight for every head: h [..., H, V], weight [H, V]."""
     if norm == "layer":
