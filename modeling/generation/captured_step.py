@@ -3,7 +3,7 @@ hold."""
 
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -59,8 +59,9 @@ class BufferLoan:
 
     The loan ends when other code reads the states or when another cache is decoded."""
 
-    def __init__(self, turns: Turns, device: torch.device):
+    def __init__(self, turns: Turns, device: torch.device, steps: dict[Any, "StepLayer"]):
         self.turns, self.device = turns, device
+        self.steps = steps  # weak references to the cache's layers, and their buffers
         self.stream: Any = None  # the stream of the cache's last token
 
     def end(self, layer: Any, change: Change | None = None) -> bool:
@@ -70,6 +71,7 @@ class BufferLoan:
                 return False
             with nullcontext() if change is not None else self._in_the_tokens_stream():
                 self.turns.take(self.device)
+                self._fold(layer)
                 new = {n: tuple(map(change or torch.clone, group)) for n, group in states.items()}
             layer.held = new, None
         return True
@@ -85,16 +87,38 @@ class BufferLoan:
             yield
 
     @contextmanager
-    def borrow(self, layer: Any) -> Iterator[None]:
+    def borrow(self, layer: Any, rows: Sequence[int], overwritten: bool) -> Iterator[None]:
         with self.turns.lock:
             self.turns.take(self.device)
             self.stream = self.turns.stream
+            replay = self.steps[weakref.ref(layer)].replay if layer.held[1] is self else None
+            if replay is not None and overwritten:
+                replay.empty(rows)
+            elif replay is not None:
+                for row in rows:
+                    replay.fold(slice(row, row + 1))
             yield
+
+    def take_back(self, layer: Any, tokens: int) -> bool:
+        with self.turns.lock:
+            held = all((one := ref()) is not None and one.held[1] is self for ref in self.steps)
+            replay = self.steps[weakref.ref(layer)].replay
+            if replay is None or not held or not all(s.has_ring_alone for s in self.steps.values()):
+                return False
+            self.turns.take(self.device)
+            self.stream = self.turns.stream
+            return replay.take_back(tokens)
+
+    def _fold(self, layer: Any) -> None:
+        if (replay := self.steps[weakref.ref(layer)].replay) is not None:
+            replay.fold()
 
 
 class StepLayer(StaticRecurrentStateLayer):
     """One layer's buffers inside a recording; `changed` lists states that a step did not write in
     place."""
+
+    keeps_ring = True
 
     def __init__(self, layer: RecurrentStateLayer):
         super().__init__()
@@ -108,6 +132,11 @@ class StepLayer(StaticRecurrentStateLayer):
                     raise Refused(f"the {name} states change from {buffer.dtype} to {s.dtype}")
                 if s is not buffer:
                     self.changed.append((buffer, s))
+
+    @property
+    def has_ring_alone(self) -> bool:
+        """Whether the ring holds all that the last tokens changed."""
+        return self.replay is not None and len(self.states) == 1
 
     def take_changed(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         changed, self.changed = self.changed, []
@@ -154,8 +183,12 @@ class Recording:
         if turns.streams:  # another stream may own their memory
             for s in old:
                 s.record_stream(turns.stream)
-        self.loan = BufferLoan(turns, self.tokens.device)
+        for own in self.layers:
+            if own.replay is not None:
+                own.replay.ring.used.zero_()
         self.owners = [weakref.ref(layer) for layer in layers]
+        steps = dict(zip(self.owners, self.layers, strict=True))
+        self.loan = BufferLoan(turns, self.tokens.device, steps)
         for own, layer in zip(self.layers, layers, strict=True):
             layer.held = ({name: own.states[name] for name in layer.states}, self.loan)
 

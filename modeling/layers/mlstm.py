@@ -9,6 +9,7 @@ from transformers import initialization as init
 from ..hub.kernel_loader import load_kernel
 from ..state.boundaries import Boundaries
 from ..state.cache import RecurrentStateLayer, StaticRecurrentStateLayer
+from ..state.replay import Replay, pays
 
 State = tuple[torch.Tensor, ...]
 
@@ -67,6 +68,15 @@ def split_heads(x: torch.Tensor, heads: int) -> torch.Tensor:  # [..., N D] -> [
     )  # unflatten is opaque to Dynamo under a device context
 
 
+def find_replay(
+    kernel: Any, cache: Any, q: torch.Tensor, state: State, options: dict[str, Any]
+) -> Replay | None:
+    """Returns the ring of a recorded step's buffers, made at the first step, or None."""
+    if cache.replay is None and cache.keeps_ring and pays(kernel, q):
+        cache.replay = Replay(kernel, state, q.dtype, options)
+    return cache.replay
+
+
 def run_mlstm(
     config: Any,
     operands: tuple[torch.Tensor, ...],  # q, k [B, T, H, K], v [B, T, H, V], i, f [B, T, H]
@@ -86,14 +96,17 @@ def run_mlstm(
         backend=config.backend,
     )  # fmt: skip
     kernel = load_kernel("tfla", q.device.type, config.backend)
-    state = None if cache is None else boundaries.first(cache.get_states())
+    state: Any = None if cache is None else boundaries.first(cache.get_states())
     if q.shape[1] == 1 and boundaries.none():
         buffers = isinstance(cache, StaticRecurrentStateLayer) and not torch.is_grad_enabled()
-        gate = None if out_gate is None else out_gate[:, 0]
-        h, state = kernel.mlstm_step(
-            *(x[:, 0] for x in operands), state,
-            out_gate=gate, inplace=buffers and state is not None, **options,
-        )  # fmt: skip
+        given = [x[:, 0] for x in operands]
+        options["out_gate"] = None if out_gate is None else out_gate[:, 0]
+        inplace = buffers and state is not None
+        replay = find_replay(kernel, cache, q, state, options) if inplace else None
+        if replay is None:
+            h, state = kernel.mlstm_step(*given, state, inplace=inplace, **options)
+        else:
+            h = kernel.mlstm_replay_step(*given, state, replay.ring, **options)
         h = h[:, None]
     else:
         options.update(boundaries._asdict(), chunk_size=config.chunk_size)

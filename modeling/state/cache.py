@@ -13,7 +13,7 @@ copies that nothing overwrites.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Protocol
 
@@ -26,6 +26,7 @@ from transformers.cache_utils import (
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from ..utils.private_names import copy_all, mark_static_address
+from .replay import Replay
 from .rollback import Rollback, States, refuse_owed
 
 NAMES = "past_key_values", "cache"  # models call a cache so: before transformers 5.24, and since
@@ -41,8 +42,14 @@ class Loan(Protocol):
 
         Returns False if the loan had ended before. `change` must return new tensors."""
 
-    def borrow(self, layer: Any) -> AbstractContextManager[None]:
-        """Locks the states for the block, whether the loan goes on or has ended."""
+    def borrow(
+        self, layer: Any, rows: Sequence[int], overwritten: bool
+    ) -> AbstractContextManager[None]:
+        """Locks the states for the block, whether the loan goes on or has ended; those of `rows` are
+        whole in it, or will be `overwritten`."""
+
+    def take_back(self, layer: Any, tokens: int) -> bool:
+        """Takes back the layer's last tokens if the buffers can; returns whether."""
 
 
 class RecurrentStateLayer(Rollback, CacheLayerMixin):
@@ -83,14 +90,20 @@ class RecurrentStateLayer(Rollback, CacheLayerMixin):
         return {**vars(self), "held": (dict(self.states), None)}
 
     @contextmanager
-    def borrow_states(self) -> Iterator[dict[str, States]]:
-        """Yields the states in place, without copies, for use within the block only."""
+    def borrow_states(
+        self, rows: Sequence[int], overwritten: bool = False
+    ) -> Iterator[dict[str, States]]:
+        """Yields the states in place, without copies, for use of `rows` within the block only."""
         loan = self.held[1]
         if loan is None:
             yield self.held[0]
         else:
-            with loan.borrow(self):
+            with loan.borrow(self, rows, overwritten):
                 yield self.held[0]
+
+    def take_back(self, tokens: int) -> bool:
+        loan = self.held[1]
+        return loan is not None and loan.take_back(self, tokens)
 
     def get_states(self, name: str = "cell") -> States | None:
         """Returns the group of states to continue from, None at the start of a sequence."""
@@ -164,6 +177,8 @@ class StaticRecurrentStateLayer(RecurrentStateLayer):
     """
 
     in_dynamic_cache = False
+    keeps_ring = False  # whether the last tokens may be kept beside the states, see replay.py
+    replay: Replay | None = None
 
     def __init__(self, max_cache_len: int | None = None, **kwargs: Any):
         super().__init__()
@@ -225,7 +240,8 @@ def copy_rows(target: Any, origin: Any, moves: list[tuple[int, int]]) -> None:
     new, old = list[torch.Tensor](), list[torch.Tensor]()
     with ExitStack() as stack:
         for ours, theirs in zip(target.layers, origin.layers, strict=True):
-            states = stack.enter_context(ours.borrow_states())
+            rows = [row for row, _ in moves]
+            states = stack.enter_context(ours.borrow_states(rows, overwritten=True))
             for name, group in theirs.states.items():
                 for s, other in zip(states[name], group, strict=True):
                     new += [s[row] for row, _ in moves]

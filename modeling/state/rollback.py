@@ -34,6 +34,11 @@ class Rollback:
     length: int
     is_initialized: bool
 
+    def take_back(self, tokens: int) -> bool:
+        """Takes back the last tokens if the states are kept so that it costs nothing; returns
+        whether."""
+        return False
+
     @property
     def is_croppable(self) -> bool:
         """Whether `crop` can take tokens back, as transformers asks from 5.24 on."""
@@ -64,13 +69,17 @@ class Rollback:
         if tokens_to_remove == 0:
             self.past = self.past if self.owed else ()
             return
+        inside = 0 <= target < self.length
+        if inside and not self.owed and self.take_back(-tokens_to_remove):
+            self.length = target
+            return
         if not self.record_past:
             raise RuntimeError(
                 f"tokens_to_remove is {tokens_to_remove}, but must be 0: a recurrent state cannot "
                 "forget the tokens it has seen, and earlier states are not kept: call "
                 "activate_past_recording before the tokens are read"
             )
-        if not 0 <= target < self.length:
+        if not inside:
             raise RuntimeError(
                 f"tokens_to_remove is {tokens_to_remove}, but must be from {-self.length} to 0: so "
                 "many tokens has the cache"

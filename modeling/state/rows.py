@@ -56,7 +56,7 @@ def take_row(cache: Any, row: int, length: int, config: Any) -> DynamicCache:
     taken = DynamicCache(config=config)
     targets, sources = list[torch.Tensor](), list[torch.Tensor]()
     for layer, own in zip(cache.layers, taken.layers, strict=True):
-        with layer.borrow_states() as states:
+        with layer.borrow_states([row]) as states:
             groups = {
                 name: tuple(torch.empty_like(s[row : row + 1]) for s in group)
                 for name, group in states.items()
