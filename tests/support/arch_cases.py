@@ -191,6 +191,8 @@ def _tfla_ops(module) -> Calls:
     if DEVICE == "cuda":  # the CPU has no such ops
         yield "norm_step", lambda: ops.norm_step(x, x[0], 0.1, weights, [], 0.0)
         yield "gate_step", lambda: ops.gate_step(x, x)
+        given = {**one, "state": state, "ring": module.mlstm_ring(state[0], torch.bfloat16)}
+        yield "mlstm_replay_", lambda: module.mlstm_replay_step(**given)
     dy, h = _zeros(2, 20, 1, 16), _zeros(2, 20, 1, 16)
     yield "mlstm_epilogue", lambda: ops.mlstm_epilogue(h, h, None, False, False, 0.1)
     yield "its backward", lambda: ops.mlstm_epilogue_bwd(dy, h, h, None, False, False, 0.1)

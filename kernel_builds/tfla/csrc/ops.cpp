@@ -9,118 +9,12 @@
 #include "cpu/call.h"
 #endif
 #include "common/torch/op.h"
-#include "held.h"
+#include "inputs.h"
 #include "linear_ops.h"
 
 #include <tuple>
-#include <utility>
 
 namespace flashcell {
-
-constexpr int64_t kWidest = 1024;
-
-inline void check_width(const Tensor& tensor, const char* name) {
-  const int64_t width = tensor.size(tensor.dim() - 1);
-  STD_TORCH_CHECK(width % 8 == 0 && 0 < width && width <= kWidest, name,
-                  " must have a width that is a multiple of 8 up to ", kWidest, ", got ", width);
-}
-
-// Describes [B, T, H, width], [B, T, H], or either without T.
-inline Strided strided(const Tensor& x, bool has_time) {
-  return {x.const_data_ptr(), x.stride(0), has_time ? x.stride(1) : 0, x.stride(has_time ? 2 : 1)};
-}
-
-// The inputs of both directions and the step, checked; it keeps the tensors alive that params point
-// to.
-struct Inputs {
-  int64_t B, T, H, K, V, S;
-  bool has_time;
-  Dtype dtype;
-  ScalarType io, unrounded;
-  OptionalTensor q;
-  Tensor k, v, i, f;
-  OptionalTensor C, n, m, reset, hold;
-  using List = decltype(sequences(std::declval<const Tensor&>(), 0, 0, {}, {}, 0, 0));
-  List list{};
-  CellOptions cell;
-
-  Inputs(const OptionalTensor& given_q, const Tensor& given_k, const Tensor& given_v,
-         const Tensor& given_i, const Tensor& given_f, bool time, CellOptions options)
-      : has_time(time), k(given_k), v(given_v), i(given_i), f(given_f), cell(options) {
-    const int64_t rank = time ? 4 : 3;
-    check_rank(k, "k", rank, time ? "[B, T, H, K]" : "[B, H, K]");
-    check_rank(v, "v", rank, time ? "[B, T, H, V]" : "[B, H, V]");
-    check_width(k, "k"), check_width(v, "v");
-    dtype = io_dtype(k, "k"), io = k.scalar_type(), unrounded = state_dtype(k);
-    B = k.size(0), T = time ? k.size(1) : 1, H = k.size(rank - 2);
-    K = k.size(rank - 1), V = v.size(rank - 1), S = B;
-    Shape rows = shape_of(k);
-    rows.pop_back();
-    for (const auto& [gate, name] : {std::pair(&i, "i"), std::pair(&f, "f")}) {
-      check_shape(*gate, name, rows);
-      check_dtype(*gate, name, unrounded);
-    }
-    Shape values = rows;
-    values.push_back(V);
-    check_shape(v, "v", values);
-    check_dtype(v, "v", io);
-    if (given_q) {
-      check_shape(*given_q, "q", shape_of(k));
-      check_dtype(*given_q, "q", io);
-      q = input(*given_q);
-    }
-    k = input(k), v = input(v);
-    STD_TORCH_CHECK(cell.eps >= 0, "eps must not be negative, got ", cell.eps);
-    STD_TORCH_CHECK(cell.normalized || !cell.exponential,
-                    "exponential must not be without normalized");
-  }
-
-  void take_masks(const OptionalTensor& given_reset, const OptionalTensor& given_hold,
-                  const OptionalTensor& lengths, const OptionalTensor& cu_seqlens) {
-    reset = operand(given_reset, "reset", {B, T}, ScalarType::Bool);
-    hold = operand(given_hold, "hold", {B, T}, ScalarType::Bool);
-    list = sequences(k, B, T, lengths, cu_seqlens, 0, 0);
-    S = list.size();
-    if (q) q = without_held(*q, hold);
-    k = without_held(k, hold), v = without_held(v, hold);
-  }
-
-  void take_state(const OptionalTensor& given_C, const OptionalTensor& given_n,
-                  const OptionalTensor& given_m) {
-    C = operand(given_C, "C", {S, H, K, V}, unrounded);
-    n = cell.normalized ? operand(given_n, "n", {S, H, K}, unrounded) : std::nullopt;
-    m = cell.exponential ? operand(given_m, "m", {S, H}, unrounded) : std::nullopt;
-  }
-
-  Tensor state(Shape shape, bool has) const {
-    return new_tensor(k, has ? shape : Shape{0}, unrounded);
-  }
-  Tensor new_C() const { return state({S, H, K, V}, true); }
-  Tensor new_n() const { return state({S, H, K}, cell.normalized); }
-  Tensor new_m() const { return state({S, H}, cell.exponential); }
-  Shape total_shape() const { return cell.normalized && q ? Shape{B, T, H} : Shape{0}; }
-
-  template <typename Params>
-  void fill(Params& p) const {
-    (CellOptions&)p = cell;
-    p.H = H, p.K = K, p.V = V;
-    if (q) p.q = strided(*q, has_time);
-    p.k = strided(k, has_time), p.v = strided(v, has_time);
-    p.i = strided(i, has_time), p.f = strided(f, has_time);
-    p.C = pointer(C), p.n = pointer(n), p.m = pointer(m);
-  }
-  void fill_sequence(MlstmParams& p, int64_t chunk_size) const {
-    STD_TORCH_CHECK(chunk_size >= 1, "chunk_size must be at least 1, got ", chunk_size);
-    fill(p);
-    p.B = B, p.S = S, p.T = T, p.chunk = chunk_size;
-    p.sequences = list.data();
-    p.reset = (const uint8_t*)pointer(reset), p.hold = (const uint8_t*)pointer(hold);
-  }
-};
-
-inline void* writable(Tensor& tensor, bool has) {
-  return has ? tensor.mutable_data_ptr() : nullptr;
-}
 
 inline void check_kept(int64_t kept, [[maybe_unused]] bool has_q) {
 #if defined(CUDA_KERNEL)
@@ -202,47 +96,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   return {dq, dk, dv, di, df, first_C, first_n};
 }
 
-// The epilogue's inputs (norm, weight and output gate) for an h of this shape, checked; it keeps
-// the tensors alive that params point to.
-#if defined(CUDA_KERNEL)
-constexpr bool kReadsRoundedWeight = true;
-#else
-constexpr bool kReadsRoundedWeight = false;
-#endif
-
-struct EpilogueInputs {
-  OptionalTensor gate, weight;
-  Epilogue params{};
-
-  EpilogueInputs(const Shape& h, ScalarType io, ScalarType unrounded,
-                 const OptionalTensor& out_gate, const OptionalTensor& norm_weight, bool norm,
-                 bool centered, double eps) {
-    const size_t rank = h.size();
-    if (out_gate) {
-      check_shape(*out_gate, "out_gate", h);
-      check_dtype(*out_gate, "out_gate", io);
-      gate = input(*out_gate);
-      params.out_gate = strided(*gate, rank == 4);
-    }
-    const bool rounded = kReadsRoundedWeight && norm_weight && norm_weight->scalar_type() == io;
-    params.weight_is_io = rounded && io != unrounded;
-    weight = operand(norm_weight, "norm_weight", {h[rank - 2], h[rank - 1]},
-                     params.weight_is_io ? io : unrounded);
-    STD_TORCH_CHECK(norm || !(weight || centered),
-                    "norm must be true where there is a norm_weight, or centered is");
-    STD_TORCH_CHECK(eps >= 0, "norm_eps must not be negative, got ", eps);
-    params.norm = norm, params.centered = centered, params.eps = eps;
-    params.weight = pointer(weight);
-  }
-
-  template <typename Params>
-  void fill(Params& p, const Tensor& h) const {
-    (Epilogue&)p = params;
-    p.B = h.size(0), p.T = h.size(1), p.H = h.size(2), p.V = h.size(3);
-    p.h = h.const_data_ptr();
-  }
-};
-
 // Returns h in the layout that the epilogue reads.
 inline Tensor check_h(const Tensor& h) {
   check_rank(h, "h", 4, "[B, T, H, V]");
@@ -288,11 +141,11 @@ std::tuple<Tensor, Tensor, Tensor> epilogue_backward(Tensor given_dy, Tensor giv
 }
 
 inline Tensor run_step(Inputs& in, const EpilogueInputs& epilogue, Tensor& next_C, void* next_n,
-                       void* next_m) {
-  Tensor h = new_tensor(in.k, {in.B, in.H, in.V}, in.io);
+                       void* next_m, const RingParams& ring = {}) {
+  Tensor h = new_tensor(in.k, in.q ? Shape{in.B, in.H, in.V} : Shape{0}, in.io);
   StepParams params{};
   in.fill(params);
-  params.B = in.B, params.epilogue = epilogue.params;
+  params.B = in.B, params.epilogue = epilogue.params, params.ring = ring;
   params.next_C = next_C.mutable_data_ptr(), params.next_n = next_n, params.next_m = next_m;
   params.h = h.mutable_data_ptr();
   run(params, in.dtype, in.k);
@@ -315,17 +168,22 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> step(Tensor q, Tensor k, Tensor v, Te
   return {h, next_C, next_n, next_m};
 }
 
-Tensor step_in_place(Tensor q, Tensor k, Tensor v, Tensor i, Tensor f, Tensor C, OptionalTensor n,
-                     OptionalTensor m, OptionalTensor out_gate, OptionalTensor norm_weight,
-                     bool exponential, bool normalized, double eps, bool norm, bool centered,
-                     double norm_eps) {
-  Inputs in(q, k, v, i, f, false, {exponential, normalized, true, eps});
-  STD_TORCH_CHECK(n.has_value() == normalized && m.has_value() == exponential,
+inline void check_written_state(const Inputs& in, const Tensor& C, const OptionalTensor& n,
+                                const OptionalTensor& m) {
+  STD_TORCH_CHECK(n.has_value() == in.cell.normalized && m.has_value() == in.cell.exponential,
                   "n and m must be given where the cell has them, and only there");
   for (const Tensor* state : {&C, n ? &*n : nullptr, m ? &*m : nullptr}) {
     STD_TORCH_CHECK(state == nullptr || state->is_contiguous(),
                     "C, n and m must be contiguous to be written in place");
   }
+}
+
+Tensor step_in_place(Tensor q, Tensor k, Tensor v, Tensor i, Tensor f, Tensor C, OptionalTensor n,
+                     OptionalTensor m, OptionalTensor out_gate, OptionalTensor norm_weight,
+                     bool exponential, bool normalized, double eps, bool norm, bool centered,
+                     double norm_eps) {
+  Inputs in(q, k, v, i, f, false, {exponential, normalized, true, eps});
+  check_written_state(in, C, n, m);
   in.take_state(C, n, m);
   const EpilogueInputs epilogue(shape_of(v), in.io, in.unrounded, out_gate, norm_weight, norm,
                                 centered, norm_eps);
@@ -336,6 +194,55 @@ Tensor step_in_place(Tensor q, Tensor k, Tensor v, Tensor i, Tensor f, Tensor C,
   return h;
 }
 
+#if defined(CUDA_KERNEL)
+// Checks a tensor that is written where it lies, in vectors of 16 bytes if it has rows; returns its
+// address.
+inline void* written(Tensor& x, const char* name, const Shape& shape, ScalarType dtype) {
+  check_shape(x, name, shape);
+  check_dtype(x, name, dtype);
+  const bool aligned =
+      shape.size() < 4 || reinterpret_cast<uintptr_t>(x.const_data_ptr()) % 16 == 0;
+  STD_TORCH_CHECK(x.is_contiguous() && aligned, name,
+                  " must be contiguous, and begin at a multiple of 16 bytes");
+  return x.mutable_data_ptr();
+}
+
+constexpr int64_t kMostRingSteps = 16;
+
+Tensor replay_in_place(OptionalTensor q, OptionalTensor k, OptionalTensor v, OptionalTensor i,
+                       OptionalTensor f, Tensor C, OptionalTensor n, OptionalTensor m,
+                       Tensor ring_k, Tensor ring_v, Tensor ring_i, Tensor ring_f, Tensor used,
+                       OptionalTensor out_gate, OptionalTensor norm_weight, bool exponential,
+                       bool normalized, double eps, bool norm, bool centered, double norm_eps) {
+  check_rank(ring_k, "ring_k", 4, "[B, H, R, K]"), check_rank(ring_v, "ring_v", 4, "[B, H, R, V]");
+  const int64_t R = ring_k.size(2);
+  STD_TORCH_CHECK(1 <= R && R <= kMostRingSteps, "ring_k must have 1 to ", kMostRingSteps,
+                  " entries, got ", R);
+  if (!q) {  // k, v, i and f are not used then, but for their shapes
+    STD_TORCH_CHECK(!k && !v && !i && !f, "k, v, i and f must be None where q is");
+    const int64_t B = ring_k.size(0), H = ring_k.size(1);
+    k = new_tensor(ring_k, {B, H, ring_k.size(3)}, ring_k.scalar_type());
+    v = new_tensor(ring_k, {B, H, ring_v.size(3)}, ring_k.scalar_type());
+    i = f = new_tensor(ring_k, {B, H}, state_dtype(ring_k));
+  }
+  STD_TORCH_CHECK(k && v && i && f, "k, v, i and f must be given where q is");
+  Inputs in(q, *k, *v, *i, *f, false, {exponential, normalized, true, eps});
+  check_written_state(in, C, n, m);
+  in.take_state(C, n, m);
+  const EpilogueInputs epilogue(shape_of(*v), in.io, in.unrounded, out_gate, norm_weight, norm,
+                                centered, norm_eps);
+  RingParams ring{R};
+  written(C, "C", {in.B, in.H, in.K, in.V}, in.unrounded);
+  ring.k = written(ring_k, "ring_k", {in.B, in.H, R, in.K}, in.io);
+  ring.v = written(ring_v, "ring_v", {in.B, in.H, R, in.V}, in.io);
+  ring.i = (float*)written(ring_i, "ring_i", {in.B, in.H, R}, in.unrounded);
+  ring.f = (float*)written(ring_f, "ring_f", {in.B, in.H, R}, in.unrounded);
+  ring.used = (int32_t*)written(used, "used", {in.B, in.H}, ScalarType::Int);
+  return run_step(in, epilogue, C, n ? n->mutable_data_ptr() : nullptr,
+                  m ? m->mutable_data_ptr() : nullptr, ring);
+}
+#endif
+
 void implement(torch::stable::detail::StableLibrary& ops) {
   ops.impl("mlstm_fwd", FLASHCELL_OP(kForwardSchema, forward));
   ops.impl("mlstm_bwd", FLASHCELL_OP(kBackwardSchema, backward));
@@ -345,6 +252,7 @@ void implement(torch::stable::detail::StableLibrary& ops) {
 #if defined(CUDA_KERNEL)
   ops.impl("norm_step", FLASHCELL_OP(kNormStepSchema, norm_step));
   ops.impl("gate_step", FLASHCELL_OP(kGateStepSchema, gate_step));
+  ops.impl("mlstm_replay_", FLASHCELL_OP(kReplaySchema, replay_in_place));
 #endif
   ops.impl("mlstm_epilogue", FLASHCELL_OP(kEpilogueSchema, epilogue));
   ops.impl("mlstm_epilogue_bwd", FLASHCELL_OP(kEpilogueBackwardSchema, epilogue_backward));
@@ -361,6 +269,7 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
 #if defined(CUDA_KERNEL)
   ops.def(flashcell::kNormStepSchema);
   ops.def(flashcell::kGateStepSchema);
+  ops.def(flashcell::kReplaySchema);
 #endif
   ops.def(flashcell::kEpilogueSchema);
   ops.def(flashcell::kEpilogueBackwardSchema);

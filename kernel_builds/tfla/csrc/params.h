@@ -78,7 +78,16 @@ struct EpilogueBackwardParams : Epilogue {
   void* dweight;         // [H, V] state, or null
 };
 
+// The last steps of each row, which the state does not hold yet; on CUDA only.
+struct RingParams {
+  int64_t steps;  // R, or 0 if there is no ring
+  void *k, *v;    // [B, H, R, K], [B, H, R, V] io
+  float *i, *f;   // [B, H, R]
+  int32_t* used;  // [B, H] number of entries that hold steps
+};
+
 // One decoding step. The new states are written to next_*, which may be the same memory as the old.
+// With a ring they are the same memory; and if q is null there is no step: the ring is folded.
 struct StepParams : CellOptions {
   int64_t B, H, K, V;
   Strided q, k, v, i, f;  // their time stride is not used
@@ -86,6 +95,7 @@ struct StepParams : CellOptions {
   void *next_C, *next_n, *next_m;
   Epilogue epilogue;
   void* h;  // [B, H, V] io, after the epilogue
+  RingParams ring;
 };
 
 // The linear layers of one decoding step: up to kLinears matrices with the same input; io is the

@@ -41,6 +41,12 @@ inline constexpr char kStepSchema[] =
 inline constexpr char kStepInPlaceSchema[] =
     "mlstm_step_(Tensor q, Tensor k, Tensor v, Tensor i, Tensor f, Tensor(a!) C, Tensor(b!)? n, "
     "Tensor(c!)? m, " FLASHCELL_STEP_OPTIONS ") -> Tensor";
+// On CUDA: a step that is written into a ring (replay.py) of R steps. Without q, k, v, i and f the
+// ring is folded into the state, and h is [0].
+inline constexpr char kReplaySchema[] =
+    "mlstm_replay_(Tensor? q, Tensor? k, Tensor? v, Tensor? i, Tensor? f, Tensor(a!) C, "
+    "Tensor(b!)? n, Tensor(c!)? m, Tensor(d!) ring_k, Tensor(e!) ring_v, Tensor(f!) ring_i, "
+    "Tensor(g!) ring_f, Tensor(h!) used, " FLASHCELL_STEP_OPTIONS ") -> Tensor";
 #undef FLASHCELL_STEP_OPTIONS
 #undef FLASHCELL_EPILOGUE
 

@@ -107,8 +107,10 @@ void run(const BackwardParams& p, const Launch& launch) {
   });
 }
 void run(const StepParams& p, const Launch& launch) {
-  with_io(launch.dtype,
-          [&]<typename IO>() { run_step<IO>(p, launch.device, launch.scratch, launch.stream); });
+  with_io(launch.dtype, [&]<typename IO>() {
+    const auto run = p.ring.steps ? run_replay<IO> : run_step<IO>;
+    run(p, launch.device, launch.scratch, launch.stream);
+  });
 }
 void run(const LinearStepParams& p, const Launch& launch) {
   with_16_bits(launch.dtype,

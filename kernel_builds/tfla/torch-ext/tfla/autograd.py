@@ -2,8 +2,8 @@
 
 The forward keeps its inputs, the last state, what divides h (h itself and `total`, one number
 for every row of a head), and, if `kept` counts them, the states before its chunks; otherwise the
-backward recomputes those. The epilogue keeps the same h and its own inputs. mlstm_step_ is for
-decoding and has no gradient.
+backward recomputes those. The epilogue keeps the same h and its own inputs. mlstm_step_ and
+mlstm_replay_ are for decoding and have no gradient.
 """
 
 import torch
@@ -135,6 +135,10 @@ if BACKEND == "cuda":
     @register_fake("gate_step")
     def _fake_gate_step(gate, up):
         return gate.new_empty(gate.shape)
+
+    @register_fake("mlstm_replay_")
+    def _fake_replay(q, k, v, i, f, C, n, m, ring_k, *_):
+        return ring_k.new_empty(v.shape if q is not None else (0,))
 
 
 @register_fake("mlstm_epilogue")
