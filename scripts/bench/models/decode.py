@@ -2,8 +2,9 @@
 --prefill.
 
 The floor is the least time of a token: reading every weight once except the embedding table, and
-reading and writing every state once. A row's `fraction` is the floor over the wall-clock time of
-`generate`.
+reading and writing every state once; with a ring of the last tokens, writing it once in as many
+tokens, and reading half a ring. NAME-noring is the preset NAME without rings. A row's `fraction` is
+the floor over the wall-clock time of `generate`.
 """
 
 import gc
@@ -20,6 +21,7 @@ from transformers.utils import is_xlstm_available
 
 import flashcell
 from flashcell import load_kernel
+from flashcell.state import replay
 from measurement.hardware import BANDWIDTH, RATE
 from measurement.record import Row, append, provenance
 
@@ -28,7 +30,7 @@ BATCHES, LENGTHS = (1, 8, 64), (100, 32768, 99900)
 PIECE = 4096  # tokens a peer reads at once
 WARM = 20  # untimed tokens before the timed ones
 PEER_SHARE = 8  # peers, many times slower, are timed over so many times fewer tokens
-GRAPH = "-graph"
+GRAPH, NO_RING = "-graph", "-noring"
 FAMILIES = (flashcell.FlashRNNConfig, flashcell.FlashMLSTMConfig, flashcell.FlashXLSTMConfig)
 # xLSTM[7:1] with the sizes of its paper's 350M.
 SHAPES = {
@@ -59,7 +61,7 @@ NX_AI = "xlstm-nx-ai"
 
 
 def make_config(name: str, **changes: Any) -> Any:
-    name = name.removesuffix(GRAPH)
+    name = name.removesuffix(GRAPH).removesuffix(NO_RING)
     if name in (PEERS | SHAPES):
         return AutoConfig.for_model(name, **((PEERS | SHAPES)[name] | changes))
     if name == NX_AI:
@@ -120,8 +122,16 @@ def floor_seconds(model: Any) -> float:
     if not is_ours(model):
         return weights / BANDWIDTH
     recording = next(reversed(model.decoder._recordings.values()))
-    states = sum(s.nbytes for group in recording.groups for s in group)
-    return (weights + 2 * states) / BANDWIDTH
+    return (weights + sum(map(moved_bytes, recording.layers))) / BANDWIDTH
+
+
+def moved_bytes(layer: Any) -> float:
+    """Returns the bytes of a recorded layer's states and ring that a token moves, on average."""
+    states = sum(s.nbytes for group in layer.states.values() for s in group)
+    if layer.replay is None:
+        return 2 * states
+    ring = layer.replay.ring
+    return states * (1 + 1 / ring.k.shape[2]) + (ring.k.nbytes + ring.v.nbytes) / 2
 
 
 def generate(model: Any, ids: torch.Tensor, tokens: int) -> float:
@@ -139,14 +149,14 @@ def replay_seconds(model: Any) -> float:
     """Times the recorded decoding step alone, by replaying it after the last `generate`."""
     graph = next(reversed(model.decoder._recordings.values())).graph
     times = []
-    for _ in range(20):
+    for _ in range(3 * 16):  # whole turns of a ring, so the mean has all its steps
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         graph.replay()
         end.record()
         torch.cuda.synchronize()
         times.append(begin.elapsed_time(end) / 1e3)
-    return statistics.median(times)
+    return statistics.mean(times)
 
 
 def decode_row(name: str, model: Any, batch: int, tokens: int) -> Row:
@@ -269,7 +279,9 @@ def add_arguments(parser: Any) -> None:
 
 
 def run(arguments: Any) -> None:
+    rows_with_ring = replay.ROWS["cuda"]
     for name in arguments.decode or arguments.prefill:
+        replay.ROWS["cuda"] = 2**31 if name.endswith(NO_RING) else rows_with_ring
         model = make_model(name, torch.bfloat16, "cuda")
         if arguments.weights:
             flashcell.quantize_weights(model, flashcell.EightBitConfig(arguments.weights))
