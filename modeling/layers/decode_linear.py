@@ -109,12 +109,12 @@ class FusedHead:
         return decide_linears(x, self.config.backend, [self.lm_head], (), PLAIN)
 
 
-def operands(*linears: nn.Module) -> dict[str, list[torch.Tensor]]:
+def operands(*linears: Any) -> dict[str, list[torch.Tensor]]:
     """Returns the weights of linear layers as arguments of a step linear, and the scales of those
     with 8 bits, which must come first."""
+    found = {"weights": [m.weight for m in linears]}
     scales = [m.scale for m in linears if isinstance(m, QuantizedLinear)]
-    weights = {"weights": [m.weight for m in linears]}
-    return weights | {"scales": scales} if scales else weights
+    return found | {"scales": scales} if scales else found
 
 
 def norm_options(norm: nn.RMSNorm) -> dict[str, Any]:
