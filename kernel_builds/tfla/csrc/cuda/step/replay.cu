@@ -216,11 +216,11 @@ __global__ void __launch_bounds__(kFinishThreads) finish_replay_kernel(const Ste
   const int K = int(p.K), V = int(p.V), thread = cuda::thread<kFinishThreads>();
   const Head<IO> head(p, int(blockIdx.x), K);
   pdl_launch_dependents();
-  pdl_wait();  // the other kernel has read the ring, n and m
   const RingGates gates(p, head);
   const Replay ring(p, gates);
   if (thread < 32) weights[thread] = ring.weight;
   __syncthreads();  // all threads have read m and the gates
+  pdl_wait();       // and the other kernel the ring, n and m
   IO* ring_k = static_cast<IO*>(p.ring.k) + gates.first * K;
   IO* ring_v = static_cast<IO*>(p.ring.v) + gates.first * V;
   const bool steps = p.q.data != nullptr;
