@@ -3,7 +3,7 @@
 
 The floor is the least time of a token: reading every weight once except the embedding table, and
 reading and writing every state once; with a ring of the last tokens, writing it once in as many
-tokens, and reading half a ring. NAME-noring is the preset NAME without rings. A row's `fraction` is
+tokens, and reading half a ring. NAME-ring and NAME-noring are the preset NAME with and without rings. A row's `fraction` is
 the floor over the wall-clock time of `generate`.
 """
 
@@ -30,7 +30,8 @@ BATCHES, LENGTHS = (1, 8, 64), (100, 32768, 99900)
 PIECE = 4096  # tokens a peer reads at once
 WARM = 20  # untimed tokens before the timed ones
 PEER_SHARE = 8  # peers, many times slower, are timed over so many times fewer tokens
-GRAPH, NO_RING = "-graph", "-noring"
+GRAPH, RING, NO_RING = "-graph", "-ring", "-noring"
+NEVER = 2**31  # rows
 FAMILIES = (flashcell.FlashRNNConfig, flashcell.FlashMLSTMConfig, flashcell.FlashXLSTMConfig)
 # xLSTM[7:1] with the sizes of its paper's 350M.
 SHAPES = {
@@ -61,7 +62,7 @@ NX_AI = "xlstm-nx-ai"
 
 
 def make_config(name: str, **changes: Any) -> Any:
-    name = name.removesuffix(GRAPH).removesuffix(NO_RING)
+    name = name.removesuffix(GRAPH).removesuffix(NO_RING).removesuffix(RING)
     if name in (PEERS | SHAPES):
         return AutoConfig.for_model(name, **((PEERS | SHAPES)[name] | changes))
     if name == NX_AI:
@@ -279,9 +280,11 @@ def add_arguments(parser: Any) -> None:
 
 
 def run(arguments: Any) -> None:
-    rows_with_ring = replay.ROWS["cuda"]
+    shipped = dict(replay.ROWS)
     for name in arguments.decode or arguments.prefill:
-        replay.ROWS["cuda"] = 2**31 if name.endswith(NO_RING) else rows_with_ring
+        replay.ROWS.update(cuda=shipped.get("cuda", NEVER))
+        if name.endswith((RING, NO_RING)):
+            replay.ROWS["cuda"] = 1 if name.endswith(RING) else NEVER
         model = make_model(name, torch.bfloat16, "cuda")
         if arguments.weights:
             flashcell.quantize_weights(model, flashcell.EightBitConfig(arguments.weights))
