@@ -3,8 +3,8 @@
 
 The floor is the least time of a token: reading every weight once except the embedding table, and
 reading and writing every state once; with a ring of the last tokens, writing it once in as many
-tokens, and reading half a ring. NAME-ring and NAME-noring are the preset NAME with and without rings. A row's `fraction` is
-the floor over the wall-clock time of `generate`.
+tokens, and reading half a ring. NAME-ring is the preset NAME with rings, NAME-noring without. A
+row's `fraction` is the floor over the wall-clock time of `generate`.
 """
 
 import gc
@@ -31,7 +31,6 @@ PIECE = 4096  # tokens a peer reads at once
 WARM = 20  # untimed tokens before the timed ones
 PEER_SHARE = 8  # peers, many times slower, are timed over so many times fewer tokens
 GRAPH, RING, NO_RING = "-graph", "-ring", "-noring"
-NEVER = 2**31  # rows
 FAMILIES = (flashcell.FlashRNNConfig, flashcell.FlashMLSTMConfig, flashcell.FlashXLSTMConfig)
 # xLSTM[7:1] with the sizes of its paper's 350M.
 SHAPES = {
@@ -280,11 +279,9 @@ def add_arguments(parser: Any) -> None:
 
 
 def run(arguments: Any) -> None:
-    shipped = dict(replay.ROWS)
     for name in arguments.decode or arguments.prefill:
-        replay.ROWS.update(cuda=shipped.get("cuda", NEVER))
         if name.endswith((RING, NO_RING)):
-            replay.ROWS["cuda"] = 1 if name.endswith(RING) else NEVER
+            replay.ROWS["cuda"] = 1 if name.endswith(RING) else 2**31
         model = make_model(name, torch.bfloat16, "cuda")
         if arguments.weights:
             flashcell.quantize_weights(model, flashcell.EightBitConfig(arguments.weights))
