@@ -279,9 +279,9 @@ def add_arguments(parser: Any) -> None:
 
 
 def run(arguments: Any) -> None:
+    shipped, rings = replay.ROWS, {"ring": {"cuda": 1}, "noring": {}}  # rows by device
     for name in arguments.decode or arguments.prefill:
-        if name.endswith((RING, NO_RING)):
-            replay.ROWS["cuda"] = 1 if name.endswith(RING) else 2**31
+        replay.ROWS = rings.get(name.rpartition("-")[2], shipped)
         model = make_model(name, torch.bfloat16, "cuda")
         if arguments.weights:
             flashcell.quantize_weights(model, flashcell.EightBitConfig(arguments.weights))
