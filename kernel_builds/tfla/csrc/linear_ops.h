@@ -66,7 +66,7 @@ struct Matrices {
                     count, " weights, got ", scales.size());
   }
   // Returns what the weights with scales are, which K values of x meet.
-  Eight eight(int64_t K) const {
+  Eight eight([[maybe_unused]] int64_t K) const {
     if (scales.empty()) return Eight::kNone;
     const ScalarType dtype = weights[0].scalar_type();
 #if defined(CUDA_KERNEL)
