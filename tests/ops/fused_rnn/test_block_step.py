@@ -159,7 +159,8 @@ def test_a_gradient_is_refused(fused_rnn):
 
 def op_arguments(call):
     order = "x mixer_norm mixer_eps in_proj weight bias state mlp_norm mlp_eps gate up down"
-    return [list(call[k]) if k == "state" else call[k] for k in order.split()]
+    given = [list(call[k]) if k == "state" else call[k] for k in order.split()]
+    return [*given, list(call.get("scales", ()))]
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="the op is the CPU's")

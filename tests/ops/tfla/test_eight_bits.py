@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import silu
 
+from cases import DEVICE
 from ops.tfla.test_linear import DTYPES, make, normal, normed
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -72,3 +73,18 @@ def test_eight_bits_that_do_not_fit_are_refused(tfla):
             tfla.linear_step(x, weights, scales=scales)
     with pytest.raises(ValueError, match="scales are 1, but must be 2 or none where gated"):
         tfla.linear_step(x, [bits, w], scales=[s], gated=True)
+
+
+@pytest.mark.parametrize("eight", [False, True])
+def test_compiled(tfla, eight):
+    """The op's shapes are known without running it."""
+    dtype = torch.float32 if DEVICE == "cpu" else torch.bfloat16
+    x = torch.randn(3, 32, device=DEVICE, dtype=dtype)
+    weights = [torch.randn(rows, 32, device=DEVICE, dtype=dtype) for rows in (16, 24, 5)]
+    scales = []
+    if eight:
+        weights[:2] = [(w * 20).round().to(torch.int8) for w in weights[:2]]
+        scales = [torch.rand(len(w), device=DEVICE) for w in weights[:2]]
+    given = x, weights, scales, [], 1, 15.0, None, 1e-6, None, False
+    op = tfla.dispatch.ops.linear_step.default
+    torch.library.opcheck(op, given, test_utils=["test_schema", "test_faketensor"])

@@ -101,8 +101,9 @@ def register(cell: Cell) -> None:
 def register_block_step(cell: Cell) -> None:
     @register_fake(f"{cell.name}_block_step_")
     def _(
-        x, mixer_norm, mixer_eps, in_proj, weight, bias, state, mlp_norm, mlp_eps, gate, up, down
-    ):
+        x, mixer_norm, mixer_eps, in_proj, weight, bias, state, mlp_norm, mlp_eps, gate, up, down,
+        scales,
+    ):  # fmt: skip
         return x.new_empty(x.shape)
 
 

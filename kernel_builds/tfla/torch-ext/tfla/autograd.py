@@ -117,7 +117,7 @@ def _(
 
 
 @register_fake("linear_step")
-def _(x, weights, biases, capped, cap, norm, eps, residual, gated):
+def _(x, weights, scales, biases, capped, cap, norm, eps, residual, gated):
     rows = [w.shape[0] for w in weights]
     plain = len(rows) - capped
     out = rows[0] if gated else sum(rows[:plain])
