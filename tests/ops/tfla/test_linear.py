@@ -172,7 +172,8 @@ def test_op_is_registered_fully(tfla):
     """Schema and fake, and one compiled graph."""
     x, weights = make(torch.float32, 2, 256, [40, 8])
     op = tfla.linear.ops.linear_step
-    given = (x, weights, [weights[1][:, 0].contiguous()], 1, 3.0, weights[0][0], 1e-6, None, False)
+    bias = weights[1][:, 0].contiguous()
+    given = (x, weights, [], [bias], 1, 3.0, weights[0][0], 1e-6, None, False)
     checks = "test_schema", "test_faketensor"
     torch.library.opcheck(op.default, given, test_utils=checks)
     work = lambda x: torch.cat(tfla.linear_step(x, weights, capped=1), 1)
