@@ -176,7 +176,7 @@ class Fuzzer:
     ) -> dict:  # fmt: skip
         with torch.enable_grad():  # as in the first call
             call, _, _ = self.make(index, name, entry)
-            call = {k: change(v) for k, v in call.items()} | other
+            call = {k: v if k == "scales" else change(v) for k, v in call.items()} | other
         if change is not keep and "chunk_size" in call:
             call["chunk_size"] = 1  # a chunk multiplies NaN of later steps by 0, which is NaN
         if call.get("backend") == "cpu":
