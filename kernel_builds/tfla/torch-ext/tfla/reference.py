@@ -191,6 +191,8 @@ def read_ring(q, ring, used, state: State, options: Options):
 
 def fold(state: State, ring, used, options: Options) -> None:
     """Writes the state after the first `used` [B, H] entries of the ring over `state`."""
+    if not used.numel():
+        return
     _, last = read_ring(ring.k[:, :, 0], ring, used, state, options)
     for old, new in zip(state, last):
         if old is not None:
@@ -199,6 +201,8 @@ def fold(state: State, ring, used, options: Options) -> None:
 
 def replay_step(q, k, v, i, f, state: State, ring, options: Options) -> torch.Tensor:
     """Writes a step into the ring, after folding full ones, and returns its h [B, H, V]."""
+    if not ring.used.numel():
+        return torch.zeros_like(v)
     size = ring.k.shape[2]
     full = ring.used >= size
     fold(state, ring, torch.where(full, size, 0), options)
