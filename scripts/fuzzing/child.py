@@ -124,7 +124,9 @@ class Fuzzer:
     def compare(
         self, index: int, name: str, entry: Callable, reference: Callable, got: dict
     ) -> list[str]:
-        if name.startswith("explain_") or any(t.is_meta for t in got.values()):
+        # mlstm_ring reads the shape of its argument, and no value.
+        no_values = name.startswith("explain_") or name == "mlstm_ring"
+        if no_values or any(t.is_meta for t in got.values()):
             return []
         again = lambda change, **other: self.rerun(index, name, entry, reference, change, other)
         exact, peer = again(widen), again(keep)
