@@ -39,7 +39,7 @@ class EightBitConfig(QuantizationConfigMixin):
         self, weights: str = "int8", modules_to_not_convert: list[str] | None = None,
         quant_method: str = METHOD,
     ):  # fmt: skip
-        if weights not in DTYPES:
+        if not isinstance(weights, str) or weights not in DTYPES:
             raise ValueError(f"weights is {weights!r}, but must be one of {', '.join(DTYPES)}")
         kept = [] if modules_to_not_convert is None else modules_to_not_convert
         if not isinstance(kept, list) or not all(isinstance(name, str) for name in kept):
@@ -62,9 +62,11 @@ def replace_linears(model: Any, config: EightBitConfig, make: Any) -> None:
     """Puts make(module, dtype) in the place of every layer that gets 8 bits.
 
     A head that shares its weight with the embedding gets a weight of its own."""
-    for name, module in linears_of(model, config).items():
+    eight = DTYPES[config.weights]
+    made = {name: make(module, eight) for name, module in linears_of(model, config).items()}
+    for name, layer in made.items():  # now, so that a weight that is refused changes nothing
         owner, _, own = name.rpartition(".")
-        setattr(model.get_submodule(owner), own, make(module, DTYPES[config.weights]))
+        setattr(model.get_submodule(owner), own, layer)
         if model.all_tied_weights_keys.pop(f"{name}.weight", None) is not None:
             model.config.tie_word_embeddings = False
 
@@ -78,9 +80,10 @@ def quantize_weights(model: Any, config: EightBitConfig) -> Any:
         raise TypeError(f"config is a {type(config).__name__}, but must be an EightBitConfig")
     if getattr(model, "hf_quantizer", None) is not None:
         raise ValueError("model is quantised, but must have floating weights")
-    model.hf_quantizer = EightBitQuantizer(config, pre_quantized=False)
-    model.is_quantized, model.quantization_method = True, METHOD
-    return model.hf_quantizer.postprocess_model(model) or model
+    quantizer = EightBitQuantizer(config, pre_quantized=False)
+    model = quantizer.postprocess_model(model) or model
+    model.hf_quantizer, model.is_quantized, model.quantization_method = quantizer, True, METHOD
+    return model
 
 
 class EightBitQuantizer(HfQuantizer):

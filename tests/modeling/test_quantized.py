@@ -178,6 +178,8 @@ def test_a_classifier_begins_with_a_head_to_train(tmp_path, model):
 
 
 def test_arguments_are_named(model):
+    with pytest.raises(ValueError, match=r"weights is \['int8'\], but must be one of int8, fp8"):
+        EightBitConfig(["int8"])
     with pytest.raises(ValueError, match="weights is 'int3', but must be one of int8, fp8"):
         EightBitConfig("int3")
     with pytest.raises(TypeError, match="modules_to_not_convert is 'lm_head', but must be a list"):
@@ -201,3 +203,12 @@ def test_shipped_checkpoints_keep_their_text(folder):
         losses = [model(text, labels=text).loss.item() for model in models]
     assert abs(losses[1] / losses[0] - 1) < 0.005
     assert isinstance(models[1].lm_head, QuantizedLinear)
+
+
+def test_a_refused_weight_changes_nothing(make_model):
+    model = make_model("lstm")
+    model.lm_head.weight.data[0, 0] = torch.nan
+    with pytest.raises(ValueError, match="not finite"):
+        quantize_weights(model, EightBitConfig())
+    assert not any(isinstance(module, QuantizedLinear) for module in model.modules())
+    assert getattr(model, "hf_quantizer", None) is None

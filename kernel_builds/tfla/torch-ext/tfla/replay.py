@@ -1,7 +1,7 @@
 """Decoding that reads C in every step and writes it once in R: the last steps of each row wait in a
 ring, and a step replays them (as ReplaySSM does for Mamba: dao-lab.ai/blog/2026/replayssm).
 
-C is most of what a step moves, so with many rows a step takes little more than half the time. With
+C is most of what a step moves with many rows, so a step moves little more than half the bytes. With
 C, n, m the state before the ring's j entries, b = cumsum(lf) from the first of them, and the new step
 as the last one, t:
 
