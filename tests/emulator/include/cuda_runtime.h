@@ -45,7 +45,8 @@ struct alignas(16) uint4 {
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
-// Selects four of the eight bytes of x (0 to 3) and y (4 to 7), by the low three bits of each digit.
+// Selects four of the eight bytes of x (0 to 3) and y (4 to 7), by the low three bits of each
+// digit.
 inline unsigned __byte_perm(unsigned x, unsigned y, unsigned digits) {
   const uint64_t bytes = x | uint64_t(y) << 32;
   unsigned word = 0;

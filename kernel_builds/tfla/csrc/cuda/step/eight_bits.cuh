@@ -8,7 +8,7 @@
 namespace flashcell::cuda {
 
 // Returns both elements of a word twice the same constant.
-constexpr uint32_t twice(uint32_t bits) { return bits | bits << 16; }
+DEVICE constexpr uint32_t twice(uint32_t bits) { return bits | bits << 16; }
 
 // Returns two int8, each in the low byte of an element, as IO.
 template <typename IO>
