@@ -44,7 +44,7 @@ if TYPE_CHECKING:
         FlashXLSTMModel,
         FlashXLSTMPreTrainedModel,
     )
-    from .quantization.config import EightBitConfig, quantize_weights
+    from .quantization.config import QuantizationConfig, quantize_weights
 
 __version__ = "0.1.0"
 
@@ -56,7 +56,6 @@ __all__ = [
     "BlockGRU",
     "BlockGRUCell",
     "Completion",
-    "EightBitConfig",
     "FlashGRU",
     "FlashLSTM",
     "FlashMLSTMConfig",
@@ -79,6 +78,7 @@ __all__ = [
     "FlashXLSTMPreTrainedModel",
     "GRUCell",
     "LSTMCell",
+    "QuantizationConfig",
     "RNNCell",
     "Request",
     "accelerate",
@@ -99,7 +99,7 @@ _MODULES = {  # name -> the module that it is imported from when first used; see
     "BlockGRU": "layers.block_gru",
     "BlockGRUCell": "layers.block_gru",
     "Completion": "generation.requests",
-    "EightBitConfig": "quantization.config",
+    "QuantizationConfig": "quantization.config",
     "FlashGRU": "layers.diagonal_rnn",
     "FlashLSTM": "layers.diagonal_rnn",
     "Request": "generation.requests",

@@ -25,7 +25,7 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 from ..hub.kernel_loader import KernelUnavailable, load_kernel
 from ..kernels.fused_rnn.private_names import forward_level, transforms_are_active
-from ..quantization.linear import QuantizedLinear, is_readable, why_not_eight_bits
+from ..quantization.linear import QuantizedLinear, is_readable, why_not_quantized
 from ..state.cache import is_recurrent
 from ..state.rollback import owed_tokens
 from ..utils.private_names import (
@@ -204,7 +204,7 @@ def decide_linears(
     reason = _why_not_fused(x, backend, few)
     reason = reason or next(filter(None, map(why_called, around)), None)
     reason = reason or next(filter(None, (why_not_weights(m, x, kinds) for m in modules)), None)
-    reason = reason or why_not_eight_bits(x, modules)
+    reason = reason or why_not_quantized(x, modules)
     if reason is not None:
         return Decision("modules", reason)
     kernel = load_kernel("tfla", "cuda", backend) if x.is_cuda else tfla_on_cpu()
@@ -282,7 +282,8 @@ def why_not_weights(module: nn.Module, x: torch.Tensor, kinds: Sequence[type]) -
         return called
     if not has_weights_like(module, x):
         return f"a weight of {name} is no contiguous {x.dtype} tensor on {x.device}"
-    if all(w.dim() < 2 or is_readable(w) for w in parameters_of(module)):
+    weight: Any = module.weight
+    if weight.dim() < 2 or is_readable(weight):
         return None
     return f"the rows of {name}'s weight are no multiple of 8 values, or do not begin at 16 bytes"
 

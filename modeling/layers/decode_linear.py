@@ -2,7 +2,7 @@
 
 With one token per row a GPU does little but read weights, so the time between launches is lost.
 tfla's `linear_step` fuses the norm before, several matrices, and the sum or the gate after them. It
-reads the modules' own weights in place, those of 8 bits too (quantization/). If one module is
+reads the modules' own weights in place, those of 8 and 4 bits too (quantization/). If one module is
 more than its weight (an adapter, a wrapped layer, one that another tool quantised, one with hooks),
 all of them are called as modules instead. On a CPU, fusion saves the calls, and products of one row
 that torch computes slowly.
@@ -38,8 +38,8 @@ def find_step_linear(
     kernel = decide_linears(x, backend, modules, around, PLAIN).kernel
     if kernel is None:
         return None
-    eight_bits = any(isinstance(m, QuantizedLinear) for m in modules)
-    return kernel.linear_step if x.shape[0] <= ROWS or eight_bits else many_rows(kernel)
+    quantized = any(isinstance(m, QuantizedLinear) for m in modules)
+    return kernel.linear_step if x.shape[0] <= ROWS or quantized else many_rows(kernel)
 
 
 class StepParts(NamedTuple):
@@ -111,7 +111,7 @@ class FusedHead:
 
 def operands(*linears: Any) -> dict[str, list[torch.Tensor]]:
     """Returns the weights of linear layers as arguments of a step linear, and the scales of those
-    with 8 bits, which must come first."""
+    that are quantised, which must come first."""
     found = {"weights": [m.weight for m in linears]}
     scales = [m.scale for m in linears if isinstance(m, QuantizedLinear)]
     return found | {"scales": scales} if scales else found

@@ -1,1 +1,1 @@
-"""Weights of 8 bits: how a model gets them, and the layer that holds them."""
+"""Weights of 8 and 4 bits: how a model gets them, and the layer that holds them."""

@@ -1,14 +1,17 @@
-"""Models whose linear layers have weights of 8 bits, which a decoding step reads in half or a quarter of the time.
+"""Models whose linear layers have weights of 8 or 4 bits, which a decoding step reads in less time.
 
-    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=EightBitConfig("int8"))
+    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=QuantizationConfig("int8"))
 
 A row n of a weight W [N, K] is kept as integers (or float8_e4m3fn) times one number:
 
     W_nk ~ scale_n q_nk,   scale_n = max_k |W_nk| / m,   q_nk = W_nk / scale_n, rounded to nearest
 
-with m = 127 for int8 and 448, its largest value, for float8_e4m3fn. x is not rounded. Quantised are all
-nn.Linear; embeddings, norms, gates, convolutions and recurrent weights stay as they are. Decoding reads
-the 8 bits (decode_linear.py); everything else multiplies by q as x's dtype, and by scale after it.
+with m = 127 for int8 and 448, its largest value, for float8_e4m3fn. For int4, q is from -8 to 7, and every
+32 neighbours in a row have a scale of their own, the one of several between 0.7 and 1 times the largest that
+gives the least squared error; a layer whose inputs are no multiple of 32, and the head, get int8. x is not
+rounded. Quantised are all nn.Linear; embeddings, norms, gates, convolutions and recurrent weights stay
+as they are. Decoding reads the narrow weights (decode_linear.py); everything else multiplies by q as x's
+dtype, and by scale after it, or by int4 weights as x's dtype.
 """
 
 from typing import Any
@@ -18,18 +21,18 @@ from torch import nn
 from transformers.quantizers import HfQuantizer, auto
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from .linear import QuantizedLinear
+from .linear import GROUP, QuantizedLinear
 
 METHOD = "flashcell"
-DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "int4": torch.uint8}
 CLASSIFIER = "score"  # the head of a classifier, which begins with random weights
 
 
-class EightBitConfig(QuantizationConfigMixin):
-    """Says which weights of a model get 8 bits, for from_pretrained(quantization_config=...).
+class QuantizationConfig(QuantizationConfigMixin):
+    """Says which weights of a model get 8 or 4 bits, for from_pretrained(quantization_config=...).
 
-    weights                 "int8", or "fp8" (float8_e4m3fn: closer for small values, coarser for
-                            large ones)
+    weights                 "int8", "fp8" (float8_e4m3fn: closer for small values, coarser for large
+                            ones) or "int4" (4.5 bits with scales; the head gets int8)
     modules_to_not_convert  names of linear layers that stay as they are, or of modules around them
 
     ValueError and TypeError name the argument, what it was and what it must be.
@@ -50,20 +53,31 @@ class EightBitConfig(QuantizationConfigMixin):
         self.weights, self.modules_to_not_convert = weights, kept
 
 
-def linears_of(model: nn.Module, config: EightBitConfig) -> dict[str, nn.Linear]:
-    """Returns the layers that get 8 bits: those of exactly the class nn.Linear, by their names."""
+def linears_of(model: nn.Module, config: QuantizationConfig) -> dict[str, nn.Linear]:
+    """Returns the layers that are quantised: those of exactly the class nn.Linear, by their names."""
     kept = (*config.modules_to_not_convert, CLASSIFIER)
     stays = lambda name: any(f".{part}." in f".{name}." for part in kept)
     found = {name: m for name, m in model.named_modules() if type(m) is nn.Linear}
     return {name: m for name, m in found.items() if not stays(name)}
 
 
-def replace_linears(model: Any, config: EightBitConfig, make: Any) -> None:
-    """Puts make(module, dtype) in the place of every layer that gets 8 bits.
+def dtype_of(module: nn.Linear, config: QuantizationConfig, is_head: bool) -> torch.dtype:
+    """Returns the dtype of a layer's weight. A head in int4 would cost as much accuracy as all other
+    layers together."""
+    if config.weights == "int4" and (is_head or module.in_features % GROUP):
+        return torch.int8
+    return DTYPES[config.weights]
+
+
+def replace_linears(model: Any, config: QuantizationConfig, make: Any) -> None:
+    """Puts make(module, dtype) in the place of every layer that is quantised.
 
     A head that shares its weight with the embedding gets a weight of its own."""
-    eight = DTYPES[config.weights]
-    made = {name: make(module, eight) for name, module in linears_of(model, config).items()}
+    head = model.get_output_embeddings()
+    made = {
+        name: make(module, dtype_of(module, config, module is head))
+        for name, module in linears_of(model, config).items()
+    }
     for name, layer in made.items():  # now, so that a weight that is refused changes nothing
         owner, _, own = name.rpartition(".")
         setattr(model.get_submodule(owner), own, layer)
@@ -72,22 +86,22 @@ def replace_linears(model: Any, config: EightBitConfig, make: Any) -> None:
 
 
 @torch.no_grad()
-def quantize_weights(model: Any, config: EightBitConfig) -> Any:
-    """Gives the linear layers of a model 8 bits, in place, and returns it.
+def quantize_weights(model: Any, config: QuantizationConfig) -> Any:
+    """Gives the linear layers of a model weights of 8 or 4 bits, in place, and returns it.
 
     It does to a model in memory what from_pretrained(..., quantization_config=config) does."""
-    if not isinstance(config, EightBitConfig):
-        raise TypeError(f"config is a {type(config).__name__}, but must be an EightBitConfig")
+    if not isinstance(config, QuantizationConfig):
+        raise TypeError(f"config is a {type(config).__name__}, but must be a QuantizationConfig")
     if getattr(model, "hf_quantizer", None) is not None:
         raise ValueError("model is quantised, but must have floating weights")
-    quantizer = EightBitQuantizer(config, pre_quantized=False)
+    quantizer = RecurrentQuantizer(config, pre_quantized=False)
     model = quantizer.postprocess_model(model) or model
     model.hf_quantizer, model.is_quantized, model.quantization_method = quantizer, True, METHOD
     return model
 
 
-class EightBitQuantizer(HfQuantizer):
-    """Does what an EightBitConfig says when transformers loads a model."""
+class RecurrentQuantizer(HfQuantizer):
+    """Does what a QuantizationConfig says when transformers loads a model."""
 
     requires_calibration = False
 
@@ -111,9 +125,11 @@ class EightBitQuantizer(HfQuantizer):
 
 
 def check_trainable(model: Any) -> None:
-    """Raises RuntimeError if a model has 8 bits, and no parameter that can be trained."""
+    """Raises RuntimeError if a model is quantised, and has no parameter that can be trained."""
     config = getattr(model.config, "quantization_config", None)
-    if isinstance(config, EightBitConfig) and not any(w.requires_grad for w in model.parameters()):
+    if isinstance(config, QuantizationConfig) and not any(
+        w.requires_grad for w in model.parameters()
+    ):
         raise RuntimeError(
             f"the model has weights in {config.weights}, and nothing in it can be trained: add "
             "adapters (LoRA), or load it without quantization_config"
@@ -121,5 +137,5 @@ def check_trainable(model: Any) -> None:
 
 
 if METHOD not in auto.AUTO_QUANTIZATION_CONFIG_MAPPING:  # an exported model may have registered it
-    auto.register_quantization_config(METHOD)(EightBitConfig)
-    auto.register_quantizer(METHOD)(EightBitQuantizer)
+    auto.register_quantization_config(METHOD)(QuantizationConfig)
+    auto.register_quantizer(METHOD)(RecurrentQuantizer)

@@ -1,4 +1,4 @@
-"""A linear layer with a weight of 8 bits, and when decoding reads it as it is."""
+"""A linear layer with a weight of 8 or 4 bits, and when decoding reads it as it is."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,47 +7,59 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
+from ..kernels.tfla.int4 import GROUP, pack_int4, unpack_int4
+
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 # Up to which linear_step is used on a GPU: it reads a weight once for 16 rows, where the module reads
 # it, writes it in 16 bits, and reads that.
 ROWS = 64
+INT4 = torch.uint8  # of weights of 4 bits, two in a byte
+FACTORS = 1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7  # of the scale that reaches the largest weight
 
 
 class QuantizedLinear(nn.Linear):
-    """nn.Linear with a weight of 8 bits [N, K] and a scale [N] in fp32, which have no gradients.
+    """nn.Linear with a weight of 8 bits [N, K] and a scale [N] in fp32, or of 4 bits, uint8 [N, K / 2],
+    and bf16 [N, K / 32] (unpack_int4), which have no gradients.
 
     x [..., K] -> (x weight^T) scale + bias [..., N]; gradients pass to x. `.to(dtype)`, `.half()`
     and the like leave weight and scale as they are, and cast the bias.
     """
 
-    dtypes = torch.int8, torch.float8_e4m3fn, torch.float32  # of weights, and of scales
+    # of weights, and of scales
+    dtypes = torch.int8, torch.float8_e4m3fn, INT4, torch.float32, torch.bfloat16
 
     def __init__(
-        self, inputs: int, outputs: int, eight: torch.dtype, bias: bool = False, device: Any = None,
+        self, inputs: int, outputs: int, kept: torch.dtype, bias: bool = False, device: Any = None,
         dtype: torch.dtype | None = None,
     ):  # fmt: skip
         nn.Module.__init__(self)  # nn.Linear's would make a floating weight
+        if kept == INT4 and inputs % GROUP:
+            raise ValueError(f"inputs are {inputs}, but must be a multiple of {GROUP} for 4 bits")
         self.in_features, self.out_features = inputs, outputs
         empty = lambda *shape, dtype: nn.Parameter(
             torch.empty(shape, dtype=dtype, device=device), requires_grad=False
         )
-        self.weight = empty(outputs, inputs, dtype=eight)
-        self.scale = empty(outputs, dtype=torch.float32)
+        if kept == INT4:
+            self.weight = empty(outputs, inputs // 2, dtype=kept)
+            self.scale = empty(outputs, inputs // GROUP, dtype=torch.bfloat16)
+        else:
+            self.weight = empty(outputs, inputs, dtype=kept)
+            self.scale = empty(outputs, dtype=torch.float32)
         self.register_parameter("bias", empty(outputs, dtype=dtype) if bias else None)
 
     @classmethod
-    def like(cls, module: nn.Linear, eight: torch.dtype) -> "QuantizedLinear":
+    def like(cls, module: nn.Linear, kept: torch.dtype) -> "QuantizedLinear":
         """Returns a layer of the module's sizes, with empty weights."""
         w, has_bias = module.weight, module.bias is not None
-        made = cls(module.in_features, module.out_features, eight, has_bias, w.device, w.dtype)
+        made = cls(module.in_features, module.out_features, kept, has_bias, w.device, w.dtype)
         return made.train(module.training)
 
     @classmethod
     @torch.no_grad()
-    def of(cls, module: nn.Linear, eight: torch.dtype) -> "QuantizedLinear":
+    def of(cls, module: nn.Linear, kept: torch.dtype) -> "QuantizedLinear":
         """Returns a layer that computes nearly what `module` does."""
-        made = cls.like(module, eight)
-        made.weight.data, made.scale.data = quantize(module.weight, eight)
+        made = cls.like(module, kept)
+        made.weight.data, made.scale.data = quantize(module.weight, kept)
         if module.bias is not None:
             made.bias.data = module.bias.data
         return made
@@ -56,7 +68,10 @@ class QuantizedLinear(nn.Linear):
         kind = x.device.type
         if torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
             x = x.to(torch.get_autocast_dtype(kind))
-        y = (linear(x, self.weight.to(x.dtype)) * self.scale).to(x.dtype)
+        if self.weight.dtype == INT4:
+            y = linear(x, unpack_int4(self.weight, self.scale).to(x.dtype))
+        else:
+            y = (linear(x, self.weight.to(x.dtype)) * self.scale).to(x.dtype)
         return y if self.bias is None else y + self.bias.to(x.dtype)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
@@ -66,33 +81,58 @@ class QuantizedLinear(nn.Linear):
 
 
 def quantize(weight: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns a weight [N, K] in 8 bits, and the scales [N] of its rows in fp32.
+    """Returns a weight [N, K] in 8 or 4 bits, and its scales.
 
     ValueError if a value is not finite."""
     wide = weight.detach().float()
     most = wide.abs().amax(1) if wide.shape[1] else wide.new_zeros(len(wide))
     if not most.isfinite().all():
-        raise ValueError("weight has values that are not finite, but needs finite ones for 8 bits")
+        raise ValueError("weight has values that are not finite, but needs finite ones")
+    if dtype == INT4:
+        return quantize_int4(wide)
     # a row below this could not be divided by its scale
     scale = (most / LARGEST[dtype]).clamp_min(torch.finfo(torch.float32).tiny)
     quotient = wide / scale[:, None]
     return (quotient.round() if dtype == torch.int8 else quotient).to(dtype), scale
 
 
-def why_not_eight_bits(x: torch.Tensor, modules: Sequence[nn.Module]) -> str | None:
-    """Returns why tfla's `linear_step` does not take x [B, 1, H] and the modules' weights of 8 bits, or
+def quantize_int4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns a finite weight [N, K] in 4 bits, and the scales of its groups.
+
+    A scale is tried with each of FACTORS, once so that the group's largest value is reached by -8, once
+    by 7 or -7; the one with the least squared error, as a part of that value, stays."""
+    groups = weight.reshape(len(weight), weight.shape[1] // GROUP, GROUP)
+    largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
+    best, kept = torch.zeros_like(groups), torch.ones_like(largest)  # a scale of 1 for zeros
+    least = (groups / largest).square().sum(-1, keepdim=True)
+    for factor in FACTORS:
+        for reached in (-largest / 8, largest.abs() / 7):
+            scale = (factor * reached).bfloat16().float()
+            values = (groups / scale).round().clamp(-8, 7)
+            error = ((values * scale - groups) / largest).square().sum(-1, keepdim=True)
+            better = error < least  # never where a division by 0 has made it NaN
+            best, kept = torch.where(better, values, best), torch.where(better, scale, kept)
+            least = torch.where(better, error, least)
+    return pack_int4(best), kept[..., 0].bfloat16()
+
+
+def why_not_quantized(x: torch.Tensor, modules: Sequence[nn.Module]) -> str | None:
+    """Returns why tfla's `linear_step` does not take x [B, 1, H] and the modules' quantised weights, or
     None, also if there are none."""
     dtypes = {m.weight.dtype for m in modules if isinstance(m, QuantizedLinear)}
     if not dtypes:
         return None
     if len(dtypes) > 1 or any(type(m) is nn.Linear for m in modules):
-        return "some linear layers have weights of 8 bits, and others have not"
+        return "some linear layers are quantised in another way than others"
     if not x.is_cuda:
-        return "8-bit floats have no kernel on a CPU" if torch.int8 not in dtypes else None
-    return f"more than {ROWS} rows with weights of 8 bits" if x.shape[0] > ROWS else None
+        return "8-bit floats have no kernel on a CPU" if torch.float8_e4m3fn in dtypes else None
+    return f"more than {ROWS} rows with quantised weights" if x.shape[0] > ROWS else None
 
 
 def is_readable(weight: torch.Tensor) -> bool:
     """Whether the kernel can read the weight's rows as vectors of 8 values, on a GPU of 16 bytes."""
-    values = 16 if weight.is_cuda and weight.element_size() == 1 else 8
+    if weight.dtype == INT4:
+        values = GROUP if weight.is_cuda else GROUP // 2  # on a GPU two scales are copied at once
+    else:
+        values = 16 if weight.is_cuda and weight.element_size() == 1 else 8
     return weight.is_contiguous() and weight.shape[1] % values == 0 and weight.data_ptr() % 16 == 0

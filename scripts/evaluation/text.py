@@ -12,7 +12,7 @@ import yaml
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from flashcell import EightBitConfig  # importing flashcell registers the model families
+from flashcell import QuantizationConfig  # importing flashcell registers the model families
 from training.corpus import Lanes, collect_standard_library, held_out_lanes, load_corpus
 from training.step import chunk_loss
 
@@ -43,7 +43,7 @@ def load(name: str, device: str, backend: str, weights: str | None = None):
     """Loads a checkpoint of one of our families, in fp32, and its tokenizer; `weights` "int8" or "fp8"
     quantises its linear layers."""
     tokenizer = AutoTokenizer.from_pretrained(name)
-    config = {} if weights is None else {"quantization_config": EightBitConfig(weights)}
+    config = {} if weights is None else {"quantization_config": QuantizationConfig(weights)}
     model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, **config)
     model = model.to(device).eval()
     if set(getattr(model.config, "layer_types", None) or ()) != {"recurrent_state"}:

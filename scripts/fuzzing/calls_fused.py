@@ -107,8 +107,8 @@ def _block_step(draw: Draw, name: str) -> dict[str, Any]:
     B, N, D, I = (
         draw.pick((1, 2, 9)),
         draw.pick((1, 2)),
-        draw.pick((1, 4, 8, 17)),
-        draw.pick((1, 8, 20)),
+        draw.pick((1, 4, 8, 17, 32)),
+        draw.pick((1, 8, 20, 32)),
     )
     H, G = N * D, spec.gates
     scale = {"scale": H**-0.5}
@@ -119,9 +119,10 @@ def _block_step(draw: Draw, name: str) -> dict[str, Any]:
     call |= {"gate": draw.normal(I, H, **scale), "up": draw.normal(I, H, **scale)}
     call |= {"down": draw.normal(H, I, scale=I**-0.5), "mlp_eps": draw.pick((1e-6, 1e-3))}
     if draw.chance(0.3):
-        eight = {name: draw.eight_bits(call[name]) for name in ("in_proj", "gate", "up", "down")}
-        call |= {name: bits for name, (bits, _) in eight.items()}
-        call["scales"] = tuple(scale for _, scale in eight.values())
+        quantize = draw.four_bits if H % 32 == I % 32 == 0 and draw.chance(0.5) else draw.eight_bits
+        kept = {name: quantize(call[name]) for name in ("in_proj", "gate", "up", "down")}
+        call |= {name: bits for name, (bits, _) in kept.items()}
+        call["scales"] = tuple(scale for _, scale in kept.values())
     return {**call, "backend": draw.backend()}
 
 

@@ -130,7 +130,7 @@ def _mlstm_compose(draw: Draw, name: str) -> dict[str, Any]:
 
 @maker("linear_step")
 def _linear_step(draw: Draw, name: str) -> dict[str, Any]:
-    B, K = draw.pick((1, 2, 5, 0)), draw.pick((8, 16, 40))
+    B, K = draw.pick((1, 2, 5, 0)), draw.pick((8, 16, 40, 64))
     count = draw.pick((1, 1, 2, 3))
     rows = [draw.pick((1, 4, 9, 0)) for _ in range(count)]
     call: dict[str, Any] = {"x": draw.normal(B, K), "norm_weight": draw.maybe(draw.normal(K))}
@@ -147,9 +147,10 @@ def _linear_step(draw: Draw, name: str) -> dict[str, Any]:
     call["residual"] = draw.normal(B, rows[0]) if kind == "residual" else None
     if draw.chance(0.3):
         first = count if kind == "gated" else draw.rng.randint(1, count)
-        eight = [draw.eight_bits(w) for w in call["weights"][:first]]
-        call["weights"] = [bits for bits, _ in eight] + call["weights"][first:]
-        call["scales"] = [scale for _, scale in eight]
+        quantize = draw.four_bits if K % 32 == 0 and draw.chance(0.5) else draw.eight_bits
+        kept = [quantize(w) for w in call["weights"][:first]]
+        call["weights"] = [bits for bits, _ in kept] + call["weights"][first:]
+        call["scales"] = [scale for _, scale in kept]
     return {**call, "gated": kind == "gated", "backend": draw.backend()}
 
 

@@ -51,6 +51,12 @@ class Draw:
         largest = weight.double().abs().amax(1) if weight.shape[1] else weight.new_ones(len(weight))
         return bits, (largest / 127).float()
 
+    def four_bits(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Draws int4 for a matrix [N, K], K a multiple of 32, and scales like its values."""
+        N, K = weight.shape
+        bits = torch.randint(256, (N, K // 2), generator=self.generator, dtype=torch.uint8)
+        return bits, self.normal(N, K // 32, scale=K**-0.5 / 8 if K else 1.0, dtype=torch.bfloat16)
+
     def maybe(self, value: Any, p: float = 0.5) -> Any:
         return value if self.chance(p) else None
 

@@ -1,4 +1,4 @@
-"""Tests models whose linear layers have weights of 8 bits: loading, saving, decoding, adapters."""
+"""Tests models whose linear layers have weights of 8 or 4 bits: loading, saving, decoding, adapters."""
 
 import copy
 import json
@@ -14,19 +14,20 @@ from transformers import (
 )
 
 from cases import DEVICE
-from flashcell import EightBitConfig, FlashMLSTMConfig, FlashRNNConfig, quantize_weights
+from flashcell import FlashMLSTMConfig, FlashRNNConfig, QuantizationConfig, quantize_weights
+from flashcell.kernels.tfla.int4 import unpack_int4
 from flashcell.quantization.linear import QuantizedLinear, quantize
 
-SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 2}
+SIZES = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, "num_heads": 2}
 CONFIGS = {
-    "lstm": lambda: FlashRNNConfig(**SIZES, cell="lstm", intermediate_size=48),
+    "lstm": lambda: FlashRNNConfig(**SIZES, cell="lstm", intermediate_size=96),
     "flash_gru": lambda: FlashRNNConfig(
-        **SIZES, cell="flash_gru", intermediate_size=48, tie_word_embeddings=True
+        **SIZES, cell="flash_gru", intermediate_size=96, tie_word_embeddings=True
     ),
     "flash_mlstm": lambda: FlashMLSTMConfig(**SIZES),
     "fused": lambda: FlashMLSTMConfig(**SIZES, weight_mode="fused"),
 }
-KINDS = ["int8"] if DEVICE == "cpu" else ["int8", "fp8"]  # those that a kernel decodes
+KINDS = ["int8", "int4"] + ["fp8"] * (DEVICE == "cuda")  # those that a kernel decodes
 DTYPE = torch.float32 if DEVICE == "cpu" else torch.bfloat16
 
 
@@ -47,9 +48,44 @@ def logits(model):
         return model(tokens()).logits.float()
 
 
+def test_4_bits_are_the_closest_of_several_scales():
+    torch.manual_seed(0)
+    weight = torch.randn(9, 64) * torch.logspace(-45, 30, 9)[:, None]
+    weight[4] = weight[5, :32] = 0
+    bits, scale = quantize(weight, torch.uint8)
+    assert (bits.dtype, bits.shape) == (torch.uint8, (9, 32))
+    assert (scale.dtype, scale.shape) == (torch.bfloat16, (9, 2))
+    values = unpack_int4(bits, scale).double()
+    error = (values - weight).norm(dim=1)
+    groups = weight.view(9, 2, 32)
+    plain = (groups.abs().amax(-1, keepdim=True) / 7).bfloat16().double()  # the largest weight is 7
+    rounded = ((groups / plain).round() * plain).nan_to_num().view(9, 64)
+    plain_error = (rounded - weight).norm(dim=1) + 1e-40
+    assert (error <= 1.0001 * plain_error).all()
+    assert (error / plain_error).mean() < 0.95
+    assert not values[4].any()
+    assert not values[5, :32].any()
+    with pytest.raises(ValueError, match="not finite"):
+        quantize(weight / 0, torch.uint8)
+
+
+def test_where_int4_is_int8():
+    """The head, and layers whose inputs are no multiple of 32."""
+    sizes = SIZES | {"hidden_size": 64, "intermediate_size": 48}
+    model = AutoModelForCausalLM.from_config(
+        FlashRNNConfig(**sizes, cell="gru"), dtype=DTYPE
+    ).eval()
+    quantize_weights(model, QuantizationConfig("int4"))
+    mlp, mixer = model.model.layers[0].mlp, model.model.layers[0].mixer
+    assert {mlp.gate_proj.weight.dtype, mixer.in_proj.weight.dtype} == {torch.uint8}
+    assert {model.lm_head.weight.dtype, mlp.down_proj.weight.dtype} == {torch.int8}
+    assert "quantised in another way" in model.decoder.explain()
+    assert model.generate(tokens(), max_new_tokens=3, do_sample=False).shape == (2, 10)
+
+
 @pytest.mark.parametrize("weights", ["int8", "fp8"])
 def test_a_weight_is_its_scale_times_8_bits(weights):
-    config = EightBitConfig(weights)
+    config = QuantizationConfig(weights)
     eight = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}[config.weights]
     weight = torch.randn(9, 33) * torch.logspace(-45, 30, 9)[:, None]
     weight[4] = 0
@@ -64,10 +100,10 @@ def test_a_weight_is_its_scale_times_8_bits(weights):
         quantize(weight / 0, eight)
 
 
-@pytest.mark.parametrize("weights", ["int8", "fp8"])
+@pytest.mark.parametrize("weights", ["int8", "fp8", "int4"])
 def test_is_saved_and_loaded(tmp_path, model, weights):
     model.save_pretrained(tmp_path / "float")
-    config = EightBitConfig(weights)
+    config = QuantizationConfig(weights)
     small = AutoModelForCausalLM.from_pretrained(
         tmp_path / "float", quantization_config=config
     ).eval()
@@ -76,7 +112,8 @@ def test_is_saved_and_loaded(tmp_path, model, weights):
     assert {name for name, kind in kinds.items() if kind is QuantizedLinear} == linears
     assert "lm_head" in linears
     want, given = logits(small), logits(model)
-    assert 0 < (want - given).norm() < (0.02 if weights == "int8" else 0.08) * given.norm()
+    most = {"int8": 0.02, "fp8": 0.08, "int4": 0.25}[weights]
+    assert 0 < (want - given).norm() < most * given.norm()
 
     small.save_pretrained(tmp_path / weights)
     said = json.loads((tmp_path / weights / "config.json").read_text())["quantization_config"]
@@ -91,7 +128,7 @@ def test_is_saved_and_loaded(tmp_path, model, weights):
 
 
 def test_dtypes_of_the_rest_follow_the_call(tmp_path, model):
-    quantize_weights(model, EightBitConfig()).save_pretrained(tmp_path)
+    quantize_weights(model, QuantizationConfig()).save_pretrained(tmp_path)
     half = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     for loaded in (half, model.to(torch.bfloat16)):
         head, table = loaded.lm_head, loaded.get_input_embeddings()
@@ -104,7 +141,7 @@ def test_dtypes_of_the_rest_follow_the_call(tmp_path, model):
 @pytest.mark.parametrize("batch", [1, 3, 20])
 @pytest.mark.parametrize("weights", KINDS)
 def test_decodes_what_the_whole_text_gives(model, weights, batch):
-    model = quantize_weights(model, EightBitConfig(weights))
+    model = quantize_weights(model, QuantizationConfig(weights))
     ids = tokens(batch)
     with torch.no_grad():
         cache = model(ids[:, :3], use_cache=True).past_key_values
@@ -123,16 +160,18 @@ def test_decodes_what_the_whole_text_gives(model, weights, batch):
 @pytest.mark.skipif(DEVICE != "cpu", reason="a GPU has a kernel for 8-bit floats")
 def test_what_has_no_kernel_calls_modules(model):
     half = copy.deepcopy(model)
-    said = quantize_weights(model, EightBitConfig("fp8")).decoder.explain()
+    said = quantize_weights(model, QuantizationConfig("fp8")).decoder.explain()
     assert "8-bit floats have no kernel on a CPU" in said
     part = "mlp" if hasattr(half, "model") else "ffn"
-    said = quantize_weights(half, EightBitConfig(modules_to_not_convert=[part])).decoder.explain()
-    assert "some linear layers have weights of 8 bits, and others have not" in said
+    said = quantize_weights(
+        half, QuantizationConfig(modules_to_not_convert=[part])
+    ).decoder.explain()
+    assert "some linear layers are quantised in another way than others" in said
     assert "lm_head   linear_step" in said
 
 
 def test_a_pure_8_bit_model_is_not_trained(model, tmp_path):
-    model = quantize_weights(model, EightBitConfig()).train()
+    model = quantize_weights(model, QuantizationConfig()).train()
     with pytest.raises(
         RuntimeError, match="weights in int8, and nothing in it can be trained: add"
     ):
@@ -144,7 +183,7 @@ def test_a_pure_8_bit_model_is_not_trained(model, tmp_path):
 
 def test_adapters_are_trained_and_decode(model):
     peft = pytest.importorskip("peft")
-    model = quantize_weights(model, EightBitConfig())
+    model = quantize_weights(model, QuantizationConfig())
     last = "down_proj" if hasattr(model, "model") else "proj_down"
     wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=[last], r=2))
     before = wrapped.eval().generate(input_ids=tokens(), max_new_tokens=4, do_sample=False)
@@ -168,7 +207,7 @@ def test_adapters_are_trained_and_decode(model):
 
 def test_a_classifier_begins_with_a_head_to_train(tmp_path, model):
     model.save_pretrained(tmp_path)
-    config = EightBitConfig()
+    config = QuantizationConfig()
     found = AutoModelForSequenceClassification.from_pretrained(
         tmp_path, quantization_config=config, num_labels=3
     )
@@ -178,25 +217,28 @@ def test_a_classifier_begins_with_a_head_to_train(tmp_path, model):
 
 
 def test_arguments_are_named(model):
-    with pytest.raises(ValueError, match=r"weights is \['int8'\], but must be one of int8, fp8"):
-        EightBitConfig(["int8"])
+    with pytest.raises(
+        ValueError, match=r"weights is \['int8'\], but must be one of int8, fp8, int4"
+    ):
+        QuantizationConfig(["int8"])
     with pytest.raises(ValueError, match="weights is 'int3', but must be one of int8, fp8"):
-        EightBitConfig("int3")
+        QuantizationConfig("int3")
     with pytest.raises(TypeError, match="modules_to_not_convert is 'lm_head', but must be a list"):
-        EightBitConfig(modules_to_not_convert="lm_head")
-    with pytest.raises(TypeError, match="config is a str, but must be an EightBitConfig"):
+        QuantizationConfig(modules_to_not_convert="lm_head")
+    with pytest.raises(TypeError, match="config is a str, but must be a QuantizationConfig"):
         quantize_weights(model, "int8")
-    quantize_weights(model, EightBitConfig())
+    quantize_weights(model, QuantizationConfig())
     with pytest.raises(ValueError, match="model is quantised, but must have floating weights"):
-        quantize_weights(model, EightBitConfig())
+        quantize_weights(model, QuantizationConfig())
 
 
+@pytest.mark.parametrize("weights", ["int8", "int4"])
 @pytest.mark.parametrize("folder", ["flash-gru-python-5m", "flash-rnn-python-5m"])
-def test_shipped_checkpoints_keep_their_text(folder):
+def test_shipped_checkpoints_keep_their_text(folder, weights):
     path = Path(__file__).resolve().parents[2] / "model_cards" / folder
     models = [
         AutoModelForCausalLM.from_pretrained(path, **options).eval()
-        for options in ({}, {"quantization_config": EightBitConfig()})
+        for options in ({}, {"quantization_config": QuantizationConfig(weights)})
     ]
     text = torch.randint(3, 3000, (4, 64), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -209,6 +251,6 @@ def test_a_refused_weight_changes_nothing(make_model):
     model = make_model("lstm")
     model.lm_head.weight.data[0, 0] = torch.nan
     with pytest.raises(ValueError, match="not finite"):
-        quantize_weights(model, EightBitConfig())
+        quantize_weights(model, QuantizationConfig())
     assert not any(isinstance(module, QuantizedLinear) for module in model.modules())
     assert getattr(model, "hf_quantizer", None) is None

@@ -8,9 +8,10 @@
 
 namespace flashcell {
 
-// x [B, K], weights [rows, K] each · scales [rows] fp32: those of the first matrices, which have 8
-// bits · biases: those of the last matrices · capped: how many of the last matrices give the state
-// dtype, bounded by cap · norm [K] · residual [B, rows], only with a single matrix.
+// x [B, K], weights [rows, K] each · scales: those of the first matrices, which have 8 bits (scales
+// [rows] fp32) or 4 (weights [rows, K / 2] uint8, scales [rows, K / 32] bf16) · biases: those of
+// the last matrices · capped: how many of the last matrices give the state dtype, bounded by cap ·
+// norm [K] · residual [B, rows], only with a single matrix.
 inline constexpr char kLinearStepSchema[] =
     "linear_step(Tensor x, Tensor[] weights, Tensor[] scales, Tensor[] biases, int capped, float "
     "cap, Tensor? norm, float eps, Tensor? residual, bool gated) -> (Tensor out, Tensor bounded)";
@@ -31,7 +32,7 @@ inline Dtype step_dtype(const Tensor& x, const char* name) {
 }
 
 // The matrices of a call, `count` of them; biases belong to the last ones, scales to the first
-// ones, whose weights have 8 bits. It keeps biases and scales alive.
+// ones, whose weights have fewer bits. It keeps biases and scales alive.
 struct Matrices {
   std::vector<Tensor> weights, biases, scales{};
   int64_t count = int64_t(weights.size());
@@ -39,18 +40,22 @@ struct Matrices {
   Linear linear(int64_t s, int64_t K, ScalarType io) {
     const Tensor& weight = weights[s];
     check_rank(weight, "weights", 2, "[rows, K]");
-    check_shape(weight, "weights", {weight.size(0), K});
     const bool scaled = s < int64_t(scales.size());
-    check_dtype(weight, "weights", scaled ? weights[0].scalar_type() : io);
+    const ScalarType dtype = scaled ? weights[0].scalar_type() : io;
+    const bool packed = dtype == ScalarType::Byte;
+    const int64_t width = packed ? K / 2 : K;
+    check_shape(weight, "weights", {weight.size(0), width}), check_dtype(weight, "weights", dtype);
     STD_TORCH_CHECK(input(weight).const_data_ptr() == weight.const_data_ptr() &&
-                        (weight.size(0) <= 1 || K == 0 || weight.stride(0) == K),
+                        (weight.size(0) <= 1 || K == 0 || weight.stride(0) == width),
                     "weights must be contiguous and begin at 16 bytes");
     Linear linear{};
     linear.weight = weight.const_data_ptr(), linear.rows = weight.size(0);
-    if (scaled) {
+    if (scaled && packed) {
+      scales[s] = operand(scales[s], "scales", {linear.rows, K / kInt4Group}, ScalarType::BFloat16);
+    } else if (scaled) {
       scales[s] = operand(scales[s], "scales", {linear.rows}, ScalarType::Float);
-      linear.scale = static_cast<const float*>(scales[s].const_data_ptr());
     }
+    if (scaled) linear.scale = scales[s].const_data_ptr();
     const int64_t b = s - (count - int64_t(biases.size()));
     if (b < 0) return linear;
     check_shape(biases[b], "biases", {linear.rows}), check_dtype(biases[b], "biases", io);
@@ -66,17 +71,26 @@ struct Matrices {
                     count, " weights, got ", scales.size());
   }
   // Returns what the weights with scales are, which K values of x meet.
-  Eight eight([[maybe_unused]] int64_t K) const {
-    if (scales.empty()) return Eight::kNone;
+  Format format(int64_t K) const {
+    if (scales.empty()) return Format::kPlain;
     const ScalarType dtype = weights[0].scalar_type();
 #if defined(CUDA_KERNEL)
-    STD_TORCH_CHECK(K % 16 == 0, "x must have a width that is a multiple of 16, got ", K);
-    if (dtype == ScalarType::Float8_e4m3fn) return Eight::kFp8;
+    const int64_t of_words =
+        dtype == ScalarType::Byte ? 64 : 16;  // whole words of scales or weights
+#else
+    const int64_t of_words = dtype == ScalarType::Byte ? kInt4Group : 8;
+#endif
+    STD_TORCH_CHECK(K % of_words == 0, "x must have a width that is a multiple of ", of_words,
+                    ", got ", K);
+    if (dtype == ScalarType::Byte) return Format::kInt4;
+#if defined(CUDA_KERNEL)
+    if (dtype == ScalarType::Float8_e4m3fn) return Format::kFp8;
 #endif
     STD_TORCH_CHECK(dtype == ScalarType::Char,
-                    "weights must be int8 or, on CUDA, float8_e4m3fn where there are scales, got ",
+                    "weights must be int8, uint8 or, on CUDA, "
+                    "float8_e4m3fn where there are scales, got ",
                     torch::headeronly::toString(dtype));
-    return Eight::kInt8;
+    return Format::kInt8;
   }
 };
 
@@ -101,7 +115,7 @@ inline std::tuple<Tensor, Tensor> linear_step(Tensor given_x, std::vector<Tensor
   STD_TORCH_CHECK(p.K % 8 == 0, "x must have a width that is a multiple of 8, got ", p.K);
   norm = operand(norm, "norm", {p.K}, io);
   p.norm = pointer(norm), p.eps = eps, p.cap = cap, p.gated = gated, p.count = int(count);
-  p.eight = given.eight(p.K);
+  p.format = given.format(p.K);
   int64_t widths[2] = {};  // widths of `out` and of `bounded`
   for (int64_t s = 0; s < count; ++s) {
     Linear& linear = p.linears[s] = given.linear(s, p.K, io);

@@ -2,6 +2,7 @@
 // S sequences, T time, H heads, K width of a key, V width of a value. io is the dtype of k; state
 // is float, or double when io is double.
 #pragma once
+#include "common/quantized.h"
 #include "common/sequence.h"
 
 namespace flashcell {
@@ -102,12 +103,9 @@ struct StepParams : CellOptions {
 // dtype of x.
 constexpr int kLinears = 8;
 
-// What the weights with scales are: int8, or float8_e4m3fn, on CUDA only.
-enum class Eight { kNone, kInt8, kFp8 };
-
 struct Linear {
-  const void* weight;  // [rows, K] io, or 8 bits where there is a scale
-  const float* scale;  // [rows] factors of the weight's rows, or null
+  const void* weight;  // [rows, K] io, or of LinearStepParams::format where there is a scale
+  const void* scale;   // factors of its rows or groups (common/quantized.h), or null
   const void* bias;    // [rows] io or null
   void* out;           // [B, rows], rows out_stride elements apart
   int64_t rows, out_stride;
@@ -123,7 +121,7 @@ struct LinearStepParams {
   const void* residual;  // [B, rows] io, added to the output of the only matrix; or null
   int64_t residual_stride;
   bool gated;  // two matrices with one output: silu(first) * second
-  Eight eight;
+  Format format;
   int count;
   Linear linears[kLinears];
 };

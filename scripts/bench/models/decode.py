@@ -284,7 +284,7 @@ def run(arguments: Any) -> None:
         replay.ROWS = rings.get(name.rpartition("-")[2], shipped)
         model = make_model(name, torch.bfloat16, "cuda")
         if arguments.weights:
-            flashcell.quantize_weights(model, flashcell.EightBitConfig(arguments.weights))
+            flashcell.quantize_weights(model, flashcell.QuantizationConfig(arguments.weights))
         if arguments.decode:
             batches = arguments.batch or BATCHES
             rows = [decode_row(name, model, batch, arguments.tokens) for batch in batches]

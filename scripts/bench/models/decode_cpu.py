@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from flashcell import EightBitConfig, load_kernel
+from flashcell import QuantizationConfig, load_kernel
 from measurement.record import KERNELS, Row, append, provenance
 
 PROMPT = 16
@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> bool:
     folders = ":".join(f"flashcell/{name}={folder}" for name, folder in KERNELS.items())
     os.environ.setdefault("LOCAL_KERNELS", folders)
     rows, weights = [], arguments.weights
-    config = {"quantization_config": EightBitConfig(weights)} if weights else {}
+    config = {"quantization_config": QuantizationConfig(weights)} if weights else {}
     timed, required = ("cpu", "reference"), dict.fromkeys(BATCHES, REQUIRED)
     if weights:
         timed, required = ("cpu", "fp32"), {1: REQUIRED_OF_EIGHT_BITS}

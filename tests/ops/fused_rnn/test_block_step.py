@@ -205,21 +205,32 @@ def test_compiled_object(fused_rnn):
 LINEARS = "in_proj", "gate", "up", "down"
 
 
-def eight_bits(call):
-    """Returns the call with linear layers of random int8 and scales, and one with their values."""
-    wide = {name: call[name] for name in LINEARS}
-    given = {n: torch.randint(-128, 128, w.shape, dtype=torch.int8) for n, w in wide.items()}
-    scales = tuple(torch.rand(len(w)) / (100 * w.shape[1] ** 0.5) for w in wide.values())
-    for (name, w), s in zip(given.items(), scales, strict=True):
-        wide[name] = w.double() * s.double()[:, None]
-    return call | given | {"scales": scales}, copied(call, torch.float64) | wide
+def quantized(call, packed):
+    """Returns the call with linear layers of random int8, or int4 if packed, and their scales, and a
+    call with their values."""
+    wide, given, scales = {}, {}, []
+    for name in LINEARS:
+        N, K = call[name].shape
+        if packed:
+            given[name] = torch.randint(256, (N, K // 2), dtype=torch.uint8)
+            scales.append((torch.randn(N, K // 32) / (4 * K**0.5)).bfloat16())
+            wide[name] = reference.int4.unpack_int4(given[name], scales[-1]).double()
+        else:
+            given[name] = torch.randint(-128, 128, (N, K), dtype=torch.int8)
+            scales.append(torch.rand(N) / (100 * K**0.5))
+            wide[name] = given[name].double() * scales[-1].double()[:, None]
+    return call | given | {"scales": tuple(scales)}, copied(call, torch.float64) | wide
 
 
-@pytest.mark.parametrize("size", SIZES, ids=str)
+INT4_SIZES = [(1, 1, 32, 32), (1, 2, 128, 512), (9, 1, 96, 160), (17, 3, 32, 64)]
+FORMATS = [(False, size) for size in SIZES] + [(True, size) for size in INT4_SIZES]
+
+
+@pytest.mark.parametrize(("packed", "size"), FORMATS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("cell", reference.CELLS)
-def test_eight_bits_are_their_values(fused_rnn, cell, dtype, size):
-    call, exact = eight_bits(make(cell, size, dtype))
+def test_quantized_weights_are_their_values(fused_rnn, cell, dtype, packed, size):
+    call, exact = quantized(make(cell, size, dtype), packed)
     again = lambda: call | {"state": tuple(s.clone() for s in call["state"])}
     got = run(fused_rnn, cell, again())
     peer = run(reference, cell, again(), backend="reference")
@@ -229,16 +240,37 @@ def test_eight_bits_are_their_values(fused_rnn, cell, dtype, size):
         assert_as_accurate(f"result {i}", y, right, other, terms)
 
 
-def test_eight_bits_that_do_not_fit_are_refused(fused_rnn):
-    call, _ = eight_bits(make("lstm", (2, 2, 8, 24), torch.float32))
-    scales = call["scales"]
-    for changes, says in (
-        ({"up": call["up"].float()}, "up has dtype torch.float32, but must be int8 where scales"),
-        ({"gate": call["gate"][:, :8]}, r"gate has shape \[24, 8\], but must be \[I, H\]"),
-        ({"scales": ()}, "in_proj has dtype torch.int8, but must be one of"),
-        ({"scales": scales[:3]}, "scales are 3, but must be a tuple of 4 tensors"),
-        ({"scales": (*scales[:3], scales[3].double())}, r"scales\[3\] has dtype torch.float64"),
-        ({"scales": (*scales[:3], scales[0])}, r"scales\[3\] has shape \[64\], but must be \[H\]"),
+def test_quantized_weights_that_do_not_fit_are_refused(fused_rnn):
+    plain = make("lstm", (2, 2, 16, 64), torch.float32)
+    int8, int4 = (quantized(plain, packed)[0] for packed in (False, True))
+    scales = int8["scales"]
+    for call, changes, says in (
+        (int8, {"up": int4["up"]}, "up has dtype torch.uint8, but must be torch.int8 as in_proj"),
+        (
+            int8,
+            {"in_proj": plain["in_proj"]},
+            "in_proj has dtype torch.float32, but must be int8 or",
+        ),
+        (int8, {"gate": int8["gate"][:, :8]}, r"gate has shape \[64, 8\], but must be \[I, H\]"),
+        (int8, {"scales": ()}, "in_proj has dtype torch.int8, but must be one of"),
+        (int8, {"scales": scales[:3]}, "scales are 3, but must be a tuple of 4 tensors"),
+        (
+            int8,
+            {"scales": (*scales[:3], scales[3].double())},
+            r"scales\[3\] has dtype torch.float64",
+        ),
+        (int8, {"scales": (*scales[:3], scales[0])}, r"scales\[3\] has shape \[128\], but must be"),
+        (int4, {"scales": scales}, r"scales\[0\] has shape \[128\], but must be \[G H, H / 32\]"),
+        (
+            int4,
+            {"down": int4["down"][:, :8]},
+            r"down has shape \[32, 8\], but must be \[H, I / 2\]",
+        ),
     ):
         with pytest.raises((TypeError, ValueError), match=says):
             fused_rnn.block_step("lstm", **call | changes)
+    narrow, _ = quantized(make("lstm", (2, 1, 8, 32), torch.float32), False)
+    with pytest.raises(
+        ValueError, match="in_proj is of 8 inputs, but needs a multiple of 32 for 4"
+    ):
+        fused_rnn.block_step("lstm", **narrow | {"in_proj": narrow["in_proj"].view(torch.uint8)})

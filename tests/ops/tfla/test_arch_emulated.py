@@ -76,6 +76,12 @@ def test_eight_bits_on_turing(tfla_turing, order, eight, dtype):  # noqa: F811
     test_linear_emulated.test_eight_bits(tfla_turing, there, eight, dtype, 9, 1104, [40], shared=64)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_int4_on_turing(tfla_turing, order, dtype):  # noqa: F811
+    there = lambda words: order(f"{words} arch=75")
+    test_linear_emulated.test_int4(tfla_turing, there, dtype, 9, 1088, [40], shared=64)
+
+
 def test_code_for_turing_on_hopper(tfla_turing, order, cell):  # noqa: F811
     """It uses no more than Turing's 64 KB, and keeps no states of chunks longer than fit there."""
     order("arch=90 code=75")

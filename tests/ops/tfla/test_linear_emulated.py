@@ -12,8 +12,9 @@ LINEAR = ["x", "weights", "scales", "biases", "capped", "cap", "norm_weight", "n
 LINEAR += ["residual", "gated"]
 LINEARS = [(1, 8, [24]), (3, 40, [24, 17]), (8, 1096, [40]), (16, 2056, [48]), (17, 256, [33])]
 LINEARS += [(40, 200, [20]), (2, 0, [24])]
-# No whole piece of 8 bits, or more than one for each of 8 warps.
+# No whole piece of 8 or 4 bits, or more than one for each of 8 warps.
 EIGHT_BITS = [(1, 16, [24]), (3, 48, [24, 17]), (8, 1104, [40]), (17, 2320, [33]), (2, 0, [24])]
+INT4 = [(1, 64, [24]), (3, 192, [24, 17]), (8, 1088, [40]), (17, 2368, [33]), (2, 0, [24])]
 
 
 @pytest.mark.parametrize("shared", [227, 99])
@@ -54,8 +55,12 @@ def check_linear_step(tfla, order, dtype, B, K, rows, shared, draw, scale_of):  
         arguments = dict(zip(LINEAR, call, strict=True))
         wide = upcast(arguments)
         wide["weights"] = [w.double() for w in arguments["weights"]]
-        for at, s in enumerate(wide.pop("scales")):
-            wide["weights"][at] *= s.double()[:, None]
+        wide.pop("scales")
+        for at, (w, s) in enumerate(zip(call[1], call[2], strict=False)):
+            if w.dtype == torch.uint8:
+                wide["weights"][at] = reference.int4.unpack_int4(w, s).to(dtype).double()
+            else:
+                wide["weights"][at] *= s.double()[:, None]
         wide["biases"] = [b.double() for b in arguments["biases"]]
         want = reference.linear_step(**wide)
         count = len(want) - call[4]
@@ -105,4 +110,19 @@ def test_eight_bits(tfla, order, eight, dtype, B, K, rows, shared):  # noqa: F81
         return bits.view(eight)
 
     scale = lambda n: torch.rand(n) / (300 if eight.is_floating_point else 100) / (K + 1) ** 0.5
+    check_linear_step(tfla, order, dtype, B, K, rows, shared, draw, scale)
+
+
+@pytest.mark.parametrize("shared", [227, 99])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("B", "K", "rows"), INT4)
+def test_int4(tfla, order, dtype, B, K, rows, shared):  # noqa: F811
+    """The same with weights of 4 bits, which are rounded to x's dtype after their scale."""
+
+    def draw(n):
+        bits = torch.randint(256, (n, K // 2), dtype=torch.uint8)
+        bits.view(-1)[:256] = torch.arange(256)[: bits.numel()]
+        return bits
+
+    scale = lambda n: (torch.randn(n, K // 32) / (4 * (K + 1) ** 0.5)).bfloat16()
     check_linear_step(tfla, order, dtype, B, K, rows, shared, draw, scale)

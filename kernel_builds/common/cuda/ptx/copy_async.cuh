@@ -55,12 +55,15 @@ DEVICE void copy_async_or_zero(uint32_t shared, const void* global, bool copy) {
                "r"(copy ? 16 : 0)
                : "memory");
 }
-// The same for one float.
-DEVICE void copy_word_or_zero(float* shared, const float* global, bool copy) {
-  if constexpr (kIsTuring) return copy_at_once<4>(shared_address(shared), global, copy);
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(shared)),
-               "l"(global), "r"(copy ? 4 : 0)
+// The same for 4 bytes.
+DEVICE void copy_word_or_zero(uint32_t shared, const void* global, bool copy) {
+  if constexpr (kIsTuring) return copy_at_once<4>(shared, global, copy);
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global),
+               "r"(copy ? 4 : 0)
                : "memory");
+}
+DEVICE void copy_word_or_zero(float* shared, const float* global, bool copy) {
+  copy_word_or_zero(shared_address(shared), global, copy);
 }
 
 // The L2 eviction policy for copy_async_evicted_last (Turing has none), and the copy of 16 bytes

@@ -7,8 +7,9 @@ namespace flashcell {
 
 // x [B,H] · norms [H] · in_proj [G H,H] · weight [G,N,D,D] · bias [R,N,D] · state: K tensors
 // [B,N,D] in the state dtype, changed in place · gate, up [I,H] · down [H,I] -> [B,H]. H = N D;
-// every other tensor has the dtype of x, or in_proj, gate, up and down are int8, and scales the
-// factors of their rows: [G H], [I], [I], [H] fp32.
+// every other tensor has the dtype of x. Or in_proj, gate, up and down are int8, and scales the
+// factors of their rows, [G H], [I], [I], [H] fp32; or they are int4 (common/quantized.h), uint8 of
+// half the width, and scales the factors of their groups, bf16 of a thirty-second of the width.
 inline constexpr char kBlockStepSchema[] =
     "_block_step_(Tensor x, Tensor mixer_norm, float mixer_eps, Tensor in_proj, Tensor weight, "
     "Tensor? bias, Tensor(a!)[] state, Tensor mlp_norm, float mlp_eps, Tensor gate, Tensor up, "
@@ -37,11 +38,17 @@ Tensor block_step(Tensor x, Tensor mixer_norm, double mixer_eps, Tensor in_proj,
                   to_string(shape_of(weight)));
   const Dtype dtype = io_dtype(x, "x");
   const ScalarType io = x.scalar_type(), unrounded = state_dtype(x);
-  const ScalarType linear = scales.empty() ? io : ScalarType::Char;
+  const bool packed = !scales.empty() && in_proj.scalar_type() == ScalarType::Byte;
+  const ScalarType linear = scales.empty() ? io : packed ? ScalarType::Byte : ScalarType::Char;
+  p.format = scales.empty() ? Format::kPlain : packed ? Format::kInt4 : Format::kInt8;
+  STD_TORCH_CHECK(!packed || (H % kInt4Group == 0 && p.I % kInt4Group == 0),
+                  "x and gate must have widths that are multiples of ", kInt4Group, ", got ", H,
+                  " and ", p.I);
+  const auto width = [&](int64_t weights) { return packed ? weights / 2 : weights; };
   if (x.stride(1) != 1) x = dense(x);
   p.x = x.const_data_ptr(), p.x_stride = x.stride(0);
   p.mixer_norm = in_place(mixer_norm, "mixer_norm", {H}, io), p.mixer_eps = mixer_eps;
-  p.in_proj = in_place(in_proj, "in_proj", {G * H, H}, linear);
+  p.in_proj = in_place(in_proj, "in_proj", {G * H, width(H)}, linear);
   p.weight = in_place(weight, "weight", {G, p.N, p.D, p.D}, io);
   if (bias) p.bias = in_place(*bias, "bias", {Cell::kBias, p.N, p.D}, io);
   STD_TORCH_CHECK(int64_t(state.size()) == Cell::kStates, "state must be ", Cell::kStates,
@@ -51,13 +58,16 @@ Tensor block_step(Tensor x, Tensor mixer_norm, double mixer_eps, Tensor in_proj,
     p.states[k] = state[k].mutable_data_ptr();
   }
   p.mlp_norm = in_place(mlp_norm, "mlp_norm", {H}, io), p.mlp_eps = mlp_eps;
-  p.gate = in_place(gate, "gate", {p.I, H}, linear);
-  p.up = in_place(up, "up", {p.I, H}, linear), p.down = in_place(down, "down", {H, p.I}, linear);
+  p.gate = in_place(gate, "gate", {p.I, width(H)}, linear);
+  p.up = in_place(up, "up", {p.I, width(H)}, linear),
+  p.down = in_place(down, "down", {H, width(p.I)}, linear);
   STD_TORCH_CHECK(scales.empty() || scales.size() == 4, "scales must be 4 tensors or none, got ",
                   scales.size());
-  const int64_t rows[] = {G * H, p.I, p.I, H};
+  const int64_t rows[] = {G * H, p.I, p.I, H}, columns[] = {H, H, H, p.I};
   for (size_t s = 0; s < scales.size(); ++s) {
-    p.scales[s] = (const float*)in_place(scales[s], "scales", {rows[s]}, ScalarType::Float);
+    const Shape shape = packed ? Shape{rows[s], columns[s] / kInt4Group} : Shape{rows[s]};
+    p.scales[s] =
+        in_place(scales[s], "scales", shape, packed ? ScalarType::BFloat16 : ScalarType::Float);
   }
   Tensor out = new_tensor(x, {p.B, H}, io);
   p.out = out.mutable_data_ptr();

@@ -8,7 +8,7 @@
 //
 // The state h changes only in phase 3, because other threads may still read it in phase 1.
 #pragma once
-#include "common/cpu/eight_bits.h"
+#include "common/cpu/quantized.h"
 #include "common/cpu/scratch.h"
 #include "common/cpu/vec_math.h"
 #include "dot.h"
@@ -16,14 +16,13 @@
 
 namespace flashcell::FLASHCELL_ISA {
 
-// W is the type of the linear layers' weights: IO, or int8<IO> with scales of its rows.
+// W is the type of the linear layers' weights: IO, or int8<IO> or int4<IO> with scales.
 template <typename Cell, typename IO, typename W>
 struct BlockStep {
   using T = State<IO>;
   using V = Vec<T>;
   using E = Element<W>;        // of rows that meet the linear layers
   using EState = Element<IO>;  // of rounded h, which meets the recurrent weight
-  static constexpr bool kScaled = sizeof(W) == 1;
   static constexpr int G = Cell::kGates, K = Cell::kStates;
   static_assert(K <= BlockStepParams::kMostStates);
   static constexpr int kRows = 8;      // rows of x that share one pass of a task over its weights
@@ -113,10 +112,10 @@ struct BlockStep {
     memcpy(to, part, lanes * sizeof(To));
   }
 
-  // Returns sums of products times the factors of their rows, if there are any.
+  // Returns sums of products times the factors of their rows, if rows have any.
   template <bool kWhole>
-  FN static V scaled(V sums, const float* scale, int64_t at, int lanes) {
-    if constexpr (kScaled) return sums * load_scales<kWhole, T>(scale + at, lanes);
+  FN static V scaled(V sums, const void* scale, int64_t at, int lanes) {
+    if constexpr (kIsInt8<W>) return sums * load_scales<kWhole, T>((const float*)scale + at, lanes);
     return sums;
   }
 
@@ -149,10 +148,11 @@ struct BlockStep {
   void mix(int64_t head, int64_t unit, int64_t count, const E* own, const EState* own_h) const {
     const int units = int(p.D - unit < count ? p.D - unit : count);
     const int64_t at = head * p.D + unit;
-    const W* projection[G];
+    const Row<W> all = RowOf<W>::first(p.in_proj, p.scales[0]);
+    Row<W> projection[G];
     const IO* recurrence[G];
     for (int g = 0; g < G; ++g) {
-      projection[g] = (const W*)p.in_proj + (g * H + at) * H;
+      projection[g] = RowOf<W>::at(all, g * H + at, H);
       recurrence[g] = (const IO*)p.weight + ((g * p.N + head) * p.D + unit) * p.D;
     }
     const EState* const old = kRounds ? own_h : (const EState*)p.states[0];
@@ -198,7 +198,8 @@ struct BlockStep {
   // Phase 2 for the columns [at, at + count) inside the SwiGLU, clipped to its width.
   void gate(int64_t at, int64_t count, const E* own) const {
     const int width = int(p.I - at < count ? p.I - at : count);
-    const W* const pair[2] = {(const W*)p.gate + at * H, (const W*)p.up + at * H};
+    const Row<W> pair[2] = {RowOf<W>::at(RowOf<W>::first(p.gate, p.scales[1]), at, H),
+                            RowOf<W>::at(RowOf<W>::first(p.up, p.scales[2]), at, H)};
     alignas(kVectorBytes) T y[kRows][2][kColumns];
     for_rows([&](int64_t b, int rows) {
       const E* x[kRows];
@@ -218,7 +219,7 @@ struct BlockStep {
   // Phase 3 for the columns [at, at + count) of the output and the state, clipped to the width.
   void finish(int64_t at, int64_t count) const {
     const int width = int(H - at < count ? H - at : count);
-    const W* const down = (const W*)p.down + at * p.I;
+    const Row<W> down = RowOf<W>::at(RowOf<W>::first(p.down, p.scales[3]), at, p.I);
     alignas(kVectorBytes) T y[kRows][kColumns];
     for_rows([&](int64_t b, int rows) {
       const E* inside[kRows];

@@ -5,6 +5,7 @@
 // row 42).
 #pragma once
 #include "common/cpu/microkernel.h"
+#include "common/cpu/quantized.h"
 
 namespace flashcell::FLASHCELL_ISA {
 
@@ -28,19 +29,12 @@ FN auto load_weights(const IO* w) {
 template <typename IO>
 constexpr int kDotWidth = Vec<State<IO>>::kWidth * Product<IO>::kDepth;
 
-// sums[m * kStrips + j] = rows[m] . weights[j], for M rows and R of the strips.
-template <typename IO, int kStrips, int R, int M>
-__attribute__((noinline)) void dot_tile(const IO* const* weights, const Element<IO>* const* rows,
-                                        int64_t depth, State<IO>* sums) {
+// Adds rows[m] . weights[j] to acc, for M rows and R of the strips.
+template <typename IO, int R, int M>
+FN void multiply_rows(const IO* const* weights, const Element<IO>* const* rows, int64_t depth,
+                      Vec<State<IO>> (&acc)[M][R]) {
   using P = Product<IO>;
-  using V = Vec<State<IO>>;
   constexpr int kStep = kDotWidth<IO>;
-  V acc[M][R];
-#pragma GCC unroll 3
-  for (int m = 0; m < M; ++m) {
-#pragma GCC unroll 8
-    for (int j = 0; j < R; ++j) acc[m][j] = V(0);
-  }
   auto step = [&](auto weight, auto element) __attribute__((always_inline)) {
     decltype(P::load_columns(rows[0])) a[M];
 #pragma GCC unroll 3
@@ -65,6 +59,24 @@ __attribute__((noinline)) void dot_tile(const IO* const* weights, const Element<
     step([&](int j) __attribute__((always_inline)) { return w[j]; },
          [&](int m) __attribute__((always_inline)) { return a[m]; });
   }
+}
+
+// sums[m * kStrips + j] = rows[m] . weights[j], for M rows and R of the strips.
+template <typename IO, int kStrips, int R, int M>
+__attribute__((noinline)) void dot_tile(const Row<IO>* weights, const Element<IO>* const* rows,
+                                        int64_t depth, State<IO>* sums) {
+  using V = Vec<State<IO>>;
+  V acc[M][R];
+#pragma GCC unroll 3
+  for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 8
+    for (int j = 0; j < R; ++j) acc[m][j] = V(0);
+  }
+  if constexpr (kIsInt4<IO>) {
+    multiply_int4(weights, rows, depth, acc);
+  } else {
+    multiply_rows<IO>(weights, rows, depth, acc);
+  }
 #pragma GCC unroll 3
   for (int m = 0; m < M; ++m) {
 #pragma GCC unroll 8
@@ -77,7 +89,7 @@ __attribute__((noinline)) void dot_tile(const IO* const* weights, const Element<
 // All rows meet four strips before the next four are read: eight strips, a power of two apart,
 // would evict each other from the first-level cache.
 template <typename IO, int kStrips>
-void dot_group(const IO* const* weights, const Element<IO>* const* rows, int count, int64_t depth,
+void dot_group(const Row<IO>* weights, const Element<IO>* const* rows, int count, int64_t depth,
                State<IO>* sums) {
   if (count == 1) return dot_tile<IO, kStrips, kStrips, 1>(weights, rows, depth, sums);
   constexpr int kTogether = kStrips == 8 ? 4 : kStrips, kRows = kTogether <= 4 ? 3 : 2;
@@ -99,17 +111,17 @@ void dot_group(const IO* const* weights, const Element<IO>* const* rows, int cou
 // c[m * c_stride + g * c_matrix + j] = rows[m] . (row j of matrices[g]) for j < columns, for at
 // most kMaxCount rows. The strips are parts of every matrix.
 template <typename IO, int kMatrices, int kMaxCount>
-void dot_rows(const Element<IO>* const* rows, int count, const IO* const* matrices, int64_t depth,
+void dot_rows(const Element<IO>* const* rows, int count, const Row<IO>* matrices, int64_t depth,
               int columns, State<IO>* c, int64_t c_stride, int64_t c_matrix = 0) {
   constexpr int kParts = kMatrices < 8 ? 8 / kMatrices : 1, kStrips = kMatrices * kParts;
   const int strip = (columns + kParts - 1) / kParts;
   for (int i = 0; i < strip; ++i) {
-    const IO* weights[kStrips];
+    Row<IO> weights[kStrips];
     int at[kStrips];
     for (int j = 0; j < kStrips; ++j) {  // strips past the last column repeat it
       const int row = j / kMatrices * strip + i;
       at[j] = row < columns ? row : columns - 1;
-      weights[j] = matrices[j % kMatrices] + at[j] * depth;
+      weights[j] = RowOf<IO>::at(matrices[j % kMatrices], at[j], depth);
     }
     State<IO> sums[kMaxCount * kStrips];
     dot_group<IO, kStrips>(weights, rows, count, depth, sums);

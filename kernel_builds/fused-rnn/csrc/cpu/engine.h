@@ -4,6 +4,7 @@
 #include "../params.h"
 #include "common/cpu/host.h"
 #include "common/cpu/levels.h"
+#include "common/quantized.h"
 
 namespace flashcell {
 
@@ -39,9 +40,9 @@ struct BlockStepParams {
   const void* bias;              // [R, N, D], or null
   void* states[kMostStates];     // [B, N, D] state, changed in place
   const void *gate, *up, *down;  // [I, H], [I, H], [H, I]
-  // Factors of the rows of in_proj, gate, up and down, which then are int8; or null.
-  const float* scales[4];
-  void* out;  // [B, H]
+  Format format;                 // of in_proj, gate, up and down
+  const void* scales[4];         // their factors (common/quantized.h), or null
+  void* out;                     // [B, H]
 };
 
 // One instruction set's build of the engine; `cell` is the index in AllCells.

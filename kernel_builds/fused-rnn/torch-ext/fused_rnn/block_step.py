@@ -23,6 +23,7 @@ from .checks import (
     is_dense,
 )
 from .dispatch import BACKEND, ops, select_backend
+from .int4 import GROUP, unpack_int4
 from .memory import check_apart, check_written
 
 NAMES = ("x", "mixer_norm", "in_proj", "weight", "bias", "mlp_norm", "gate", "up", "down")
@@ -46,7 +47,8 @@ def block_step(
     tensors [B, N, D] in fp32 (fp64 for fp64), contiguous, changed; zeros are the empty one. Sums are in
     fp32 (fp64); of what lies between x and out only operands of products are rounded to x's dtype.
     With scales, fp32 [G H], [I], [I], [H], the linear layers' weights are int8, and each row of in_proj, gate,
-    up and down is multiplied by its scale; weight stays in x's dtype.
+    up and down is multiplied by its scale. With bf16 scales [., K / 32] they have 4 bits, uint8 [., K / 2] for
+    a layer of K inputs: int4.unpack_int4(in_proj, scales[0]) and so on. weight stays in x's dtype.
     On the CPU all of it is one parallel region that reads the weights once for 8 rows; "auto" elsewhere is
     the reference. ValueError and TypeError name the argument, what it was and what it must be.
     """
@@ -104,10 +106,12 @@ def block_step(
         )  # fmt: skip
     # operands of products are rounded to x's dtype, as in the kernel
     operand = lambda t: t.to(x.dtype).to(wide)
-    weights = [w.to(wide) for w in (in_proj, gate, up, down)]
-    if scales:
-        weights = [w * s[:, None] for w, s in zip(weights, scales)]
-    in_proj, gate, up, down = weights
+    in_proj, gate, up, down = (
+        w.to(wide) if s is None
+        else unpack_int4(w, s).to(wide) if w.dtype == torch.uint8
+        else w.to(wide) * s[:, None]
+        for w, s in zip((in_proj, gate, up, down), scales or (None,) * 4)
+    )  # fmt: skip
     rounded = operand(_norm(x.to(wide), mixer_norm, mixer_eps))
     u = (rounded @ in_proj.mT).view(B, G, N, D)
     r = list(reference.RecurrentProduct.apply(state[0], weight.to(wide), x.dtype, None))
@@ -127,19 +131,28 @@ def block_step(
 def _check_scaled(
     linears: Sequence[Named], scales: Tuple[Tensor, ...], device: torch.device
 ) -> List[Named]:
-    """Checks weights in int8 and their scales; returns the scales with names and shapes."""
+    """Checks weights of 8 or 4 bits and their scales; returns the scales with names and shapes."""
     if not isinstance(scales, (tuple, list)) or len(scales) != len(linears):
         had = len(scales) if isinstance(scales, (tuple, list)) else type(scales).__name__
         raise ValueError(f"scales are {had}, but must be a tuple of {len(linears)} tensors, or ()")
     factors: List[Named] = []
-    for i, (name, value, shape, letters) in enumerate(linears):
+    packed = torch.is_tensor(linears[0][1]) and linears[0][1].dtype == torch.uint8
+    dtype = torch.uint8 if packed else torch.int8
+    for i, (name, value, (rows, K), letters) in enumerate(linears):
+        if packed and K % GROUP:
+            raise ValueError(f"{name} is of {K} inputs, but needs a multiple of {GROUP} for 4 bits")
         check_tensor(name, value, device)
-        check_shape(name, value, shape, letters)
-        if value.dtype != torch.int8:
-            wanted = "int8 where scales are given"
+        if value.dtype != dtype:
+            wanted = f"{dtype} as in_proj" if i else "int8 or uint8 where scales are given"
             raise TypeError(f"{name} has dtype {value.dtype}, but must be {wanted}")
-        factors.append((SCALES[i], scales[i], shape[:1], letters.split(",")[0] + "]"))
-    check_operands(factors, torch.float32, device)
+        row = letters.split(",")[0]
+        if packed:
+            check_shape(name, value, (rows, K // 2), f"{letters[:-1]} / 2]")
+            factors.append((SCALES[i], scales[i], (rows, K // GROUP), f"{letters[:-1]} / 32]"))
+        else:
+            check_shape(name, value, (rows, K), letters)
+            factors.append((SCALES[i], scales[i], (rows,), f"{row}]"))
+    check_operands(factors, torch.bfloat16 if packed else torch.float32, device)
     return factors
 
 

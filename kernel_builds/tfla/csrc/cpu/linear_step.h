@@ -2,7 +2,7 @@
 // Every weight is read once for eight rows of x. A sum depends neither on the number of rows nor on
 // the number of threads.
 #pragma once
-#include "common/cpu/eight_bits.h"
+#include "common/cpu/quantized.h"
 #include "matrix.h"
 
 namespace flashcell::FLASHCELL_ISA {
@@ -95,7 +95,9 @@ struct LinearStep {
     alignas(kVectorBytes) T sums[2][kMostInputs][kMostRows];
     for (int j = 0; j <= int(p.gated); ++j) {
       const Linear& linear = p.linears[s + j];
-      if (linear.scale) {
+      if (linear.scale && p.format == Format::kInt4) {
+        products<int4<IO>>(linear, row, count, inputs, x, stride, sums[j]);
+      } else if (linear.scale) {
         products<int8<IO>>(linear, row, count, inputs, x, stride, sums[j]);
       } else {
         products<IO>(linear, row, count, inputs, x, stride, sums[j]);
@@ -113,9 +115,12 @@ struct LinearStep {
 
   template <bool Whole>
   FN void finish(const Linear& linear, int64_t b, int64_t row, int lanes, V y, V up) const {
-    if (linear.scale) y = y * load_scales<Whole, T>(linear.scale + row, lanes);
-    if (p.gated && p.linears[1].scale) {
-      up = up * load_scales<Whole, T>(p.linears[1].scale + row, lanes);
+    if (linear.scale && p.format == Format::kInt8) {
+      const auto factors = [&](const void* scale) __attribute__((always_inline)) {
+        return load_scales<Whole, T>((const float*)scale + row, lanes);
+      };
+      y = y * factors(linear.scale);
+      if (p.gated) up = up * factors(p.linears[1].scale);
     }
     if (linear.bias) y += load_part<Whole>((const IO*)linear.bias + row, lanes);
     if (p.gated) y = y * sigmoid(y) * up;
@@ -132,12 +137,13 @@ struct LinearStep {
   void products(const Linear& linear, int64_t row, int count, int inputs, const T* x,
                 int64_t stride, T (&sums)[kMostInputs][kMostRows]) const {
     const int strip = (count + kStrips - 1) / kStrips;
+    const Row<W> first = RowOf<W>::first(linear.weight, linear.scale);
     for (int r = 0; r < strip; ++r) {
-      const W* weights[kStrips];
+      Row<W> weights[kStrips];
       int at[kStrips];
       for (int j = 0; j < kStrips; ++j) {  // strips past the last row repeat it
         at[j] = j * strip + r < count ? j * strip + r : count - 1;
-        weights[j] = (const W*)linear.weight + (row + at[j]) * p.K;
+        weights[j] = RowOf<W>::at(first, row + at[j], p.K);
       }
       if (inputs == 1) {
         tile<1, kStrips>(weights, x, stride, sums, at);
@@ -158,8 +164,8 @@ struct LinearStep {
     }
   }
 
-  template <int M, int R, typename W>
-  FN void tile(const W* const* weights, const T* x, int64_t stride, T (*sums)[kMostRows],
+  template <int M, int R, typename Row>
+  FN void tile(const Row* weights, const T* x, int64_t stride, T (*sums)[kMostRows],
                const int* at) const {
     V acc[M][R];
 #pragma GCC unroll 8
@@ -167,6 +173,21 @@ struct LinearStep {
 #pragma GCC unroll 3
       for (int m = 0; m < M; ++m) acc[m][j] = V(0);
     }
+    multiply(weights, x, stride, acc);
+    for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 8
+      for (int j = 0; j < R; ++j) sums[m][at[j]] = sum(acc[m][j]);
+    }
+  }
+
+  template <int M, int R>
+  FN void multiply(const Int4Row* weights, const T* x, int64_t stride, V (&acc)[M][R]) const {
+    const T* rows[M];
+    for (int m = 0; m < M; ++m) rows[m] = x + m * stride;
+    multiply_int4(weights, rows, p.K, acc);
+  }
+  template <int M, int R, typename W>
+  FN void multiply(const W* const* weights, const T* x, int64_t stride, V (&acc)[M][R]) const {
     for_columns([&](int64_t k, int lanes, auto whole) __attribute__((always_inline)) {
       constexpr bool kWhole = decltype(whole)::value;
       V a[M];
@@ -179,10 +200,6 @@ struct LinearStep {
         for (int m = 0; m < M; ++m) acc[m][j] += a[m] * w;
       }
     });
-    for (int m = 0; m < M; ++m) {
-#pragma GCC unroll 8
-      for (int j = 0; j < R; ++j) sums[m][at[j]] = sum(acc[m][j]);
-    }
   }
 };
 

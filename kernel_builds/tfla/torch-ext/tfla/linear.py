@@ -19,11 +19,12 @@ from .checks import (
     check_whole,
 )
 from .dispatch import BACKEND, ops, select_backend
+from .int4 import GROUP, unpack_int4
 from .memory import check_memory
 from .reference import state_dtype
 
 MOST = 8  # most matrices in one launch
-EIGHT_BITS = (torch.int8, torch.float8_e4m3fn)  # dtypes of weights with scales
+QUANTIZED = (torch.int8, torch.float8_e4m3fn, torch.uint8)  # dtypes of weights with scales
 
 
 def linear_step(
@@ -35,7 +36,8 @@ def linear_step(
 
     norm_weight [K]    x is normed before: x / sqrt(mean(x^2) + norm_eps) * norm_weight
     scales [N_i]       fp32, of the first matrices, which then are int8 or float8_e4m3fn: weight_i is
-                       scales_i[:, None] * weights_i
+                       scales_i[:, None] * weights_i. Or bf16 [N_i, K / 32], of matrices of 4 bits, uint8
+                       [N_i, K / 2]: weight_i is int4.unpack_int4(weights_i, scales_i)
     biases [N_i]       of the last matrices
     capped, cap        so many of the last come in fp32 (fp64 for fp64), bounded: cap tanh(y / cap);
                        cap 0: no bound
@@ -43,10 +45,11 @@ def linear_step(
     gated              of two matrices: silu(weight_0 x) * (weight_1 x) [B, N] alone
 
     At most 8 matrices, contiguous, of x's dtype if they have no scales; sums in fp32 (fp64), rounded once.
-    Values of 8 bits are exact in every dtype of x, so a scale is the only rounding of theirs. On CUDA in 16
-    bits every weight is read once for 16 rows of x, at the memory's speed; more rows are a product for
-    cuBLAS. There it may be read before the kernel ahead on the stream has ended: that must not write it.
-    float8_e4m3fn is computed by the reference on a CPU, and so are 8 bits on CUDA where K is no multiple of 16.
+    Values of 8 bits are exact in every dtype of x, so a scale is the only rounding of theirs; weights of 4
+    bits are rounded to x's dtype on CUDA. On CUDA in 16 bits every weight is read once for 16 rows of x, at
+    the memory's speed; more rows are a product for cuBLAS. There weights and scales may be read before the
+    kernel ahead on the stream has ended: that must not write them. The reference computes float8_e4m3fn on a
+    CPU, and on CUDA 8 bits where K is no multiple of 16, and 4 bits where it is none of 64.
     ValueError and TypeError name the argument.
     """
     _check("linear_step", x, weights, biases, norm_weight, residual, scales=scales)
@@ -120,13 +123,13 @@ def gate_step(gate, up, *, backend="auto") -> torch.Tensor:
     return (torch.nn.functional.silu(gate.to(wide)) * up).to(gate.dtype)
 
 
-def _select(backend: str, name: str, x, eight: Optional[torch.dtype] = None) -> str:
-    """Returns which implementation runs; `eight` is the dtype of weights with scales."""
+def _select(backend: str, name: str, x, kept: Optional[torch.dtype] = None) -> str:
+    """Returns which implementation runs; `kept` is the dtype of weights with scales."""
     if BACKEND == "cpu":
-        fits = name == "linear_step" and eight is not torch.float8_e4m3fn
+        fits = name == "linear_step" and kept is not torch.float8_e4m3fn
     else:
         fits = x.dtype in (torch.bfloat16, torch.float16)
-        fits = fits and (eight is None or x.shape[1] % 16 == 0)
+        fits = fits and (kept is None or x.shape[1] % (64 if kept is torch.uint8 else 16) == 0)
     binary = BACKEND if fits else None
     return select_backend(backend, x.device.type, binary, x.dtype)
 
@@ -156,20 +159,28 @@ def _check(
         check_size(f"weights[{i}]", w)
         if w.dim() != 2:
             raise ValueError(f"weights[{i}] has shape {list(w.shape)}, but must be [N, K]")
-    rows = [w.shape[0] for w in weights]
+    rows, K = [w.shape[0] for w in weights], x.shape[1]
+    packed = bool(scales) and weights[0].dtype == torch.uint8
+    if packed and K % GROUP:
+        raise ValueError(
+            f"x has shape {list(x.shape)}, but needs K a multiple of {GROUP} for 4 bits"
+        )
+    narrow = (K // 2, "[N, K / 2]") if packed else (K, "[N, K]")
     shapes: List[Named] = [
-        (f"weights[{i}]", w, (n, x.shape[1]), "[N, K]")
+        (f"weights[{i}]", w, (n, width), letters)
         for i, (w, n) in enumerate(zip(weights, rows))
+        for width, letters in [narrow if i < len(scales) else (K, "[N, K]")]
     ]
-    eight, named = shapes[: len(scales)], shapes[len(scales) :]
-    if eight and weights[0].dtype not in EIGHT_BITS:
-        wanted = "int8 or float8_e4m3fn where scales are given"
+    kept, named = shapes[: len(scales)], shapes[len(scales) :]
+    if kept and weights[0].dtype not in QUANTIZED:
+        wanted = "int8, float8_e4m3fn or uint8 where scales are given"
         raise TypeError(f"weights[0] has dtype {weights[0].dtype}, but must be {wanted}")
     factors: List[Named] = [
-        (f"scales[{i}]", s, (n,), "[N]") for i, (s, n) in enumerate(zip(scales, rows))
+        (f"scales[{i}]", s, (n, K // GROUP) if packed else (n,), "[N, K / 32]" if packed else "[N]")
+        for i, (s, n) in enumerate(zip(scales, rows))
     ]
-    check_operands(factors, torch.float32, x.device)
-    for name, w, shape, letters in eight:
+    check_operands(factors, torch.bfloat16 if packed else torch.float32, x.device)
+    for name, w, shape, letters in kept:
         check_shape(name, w, shape, letters)
         if w.dtype != weights[0].dtype:
             raise TypeError(f"{name} has dtype {w.dtype}, but must be {weights[0].dtype}")
@@ -182,7 +193,7 @@ def _check(
     if residual is not None:
         named.append(("residual", residual, (x.shape[0], rows[0]), "[B, N]"))
     check_operands(named, x.dtype, x.device)
-    named += [*eight, *factors]
+    named += [*kept, *factors]
     names, values = ("x", *(n for n, _, _, _ in named), ""), (x, *(v for _, v, _, _ in named))
     check_memory(names, *values)
     check_no_gradient(who, names, *values)
@@ -191,13 +202,20 @@ def _check(
             raise ValueError(f"weights[{i}] has strides {w.stride()}, but must be contiguous")
 
 
+def _product(x, weight, scale):
+    """Returns x weight^T for a weight with scales."""
+    if weight.dtype == torch.uint8:
+        return x @ unpack_int4(weight, scale).to(x.dtype).mT
+    return (x @ weight.to(x.dtype).mT) * scale
+
+
 def _reference(x, weights, scales, biases, capped, cap, norm_weight, norm_eps, residual, gated):
     io, wide = x.dtype, state_dtype(x.dtype)
     x = x.to(wide)
     if norm_weight is not None:
         x = _norm(x, norm_weight, norm_eps)
-    outs = [x @ w.to(wide).mT for w in weights]
-    outs = [*(y * s for y, s in zip(outs, scales)), *outs[len(scales) :]]
+    outs = [x @ w.to(wide).mT for w in weights[len(scales) :]]
+    outs = [_product(x, w, s) for w, s in zip(weights, scales)] + outs
     for i, b in enumerate(biases, len(weights) - len(biases)):
         outs[i] = outs[i] + b
     if gated:

@@ -40,7 +40,7 @@ from .checks import (
 )
 from .dispatch import BACKEND, ops, select_backend, without_autocast
 from .functional import State, cast, check_inplace, finish, lower_epilogue
-from .memory import check_apart, check_written
+from .memory import check_apart, check_memory, check_written
 from .reference import Options, state_dtype
 
 MOST_STEPS = 16  # of a ring
@@ -119,6 +119,7 @@ def mlstm_fold(state, ring, *, input_gate="exp", normalize=None, backend="auto")
     check_key("ring[1]", ring.v, "[B, H, R, V]", 4)
     if not (ring.k.shape[2] and ring.v.shape[2]):
         raise ValueError(f"ring[0] has shape {list(ring.k.shape)}, but must have entries")
+    check_memory(("ring[0]", "ring[1]"), ring.k, ring.v)  # a part of freed memory cannot be taken
     entry = (ring.k[:, :, 0], ring.v[:, :, 0])
     check_state(cell, state, ring.k.shape[0], "B", *entry)
     check_inplace(*(None,) * 5, state, None, None, who="mlstm_fold", dtype=ring.k.dtype)

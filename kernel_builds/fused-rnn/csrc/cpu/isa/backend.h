@@ -27,7 +27,8 @@ struct RunBlockStep {
   const Host& host;
   RunBlockStep(const BlockStepParams& p, const Host& h) : params(p), host(h) {}
   void run() const {
-    if (params.scales[0]) return BlockStep<Cell, IO, int8<IO>>(params, host).run();
+    if (params.format == Format::kInt8) return BlockStep<Cell, IO, int8<IO>>(params, host).run();
+    if (params.format == Format::kInt4) return BlockStep<Cell, IO, int4<IO>>(params, host).run();
     BlockStep<Cell, IO, IO>(params, host).run();
   }
 };

@@ -8,9 +8,9 @@ namespace flashcell::cuda {
 template <typename IO>
 void run_linear_step(const LinearStepParams& p, const Device& device, cudaStream_t stream);
 
-// The same where the matrices with scales are of kind kEight; `run_linear_step` calls it.
-template <typename IO, Eight kEight>
-void run_eight_bits(const LinearStepParams& p, const Device& device, cudaStream_t stream);
+// The same where the matrices with scales are of format kFormat; `run_linear_step` calls it.
+template <typename IO, Format kFormat>
+void run_quantized(const LinearStepParams& p, const Device& device, cudaStream_t stream);
 
 template <typename IO>
 void run_norm_step(const NormStepParams& p, const Device& device, cudaStream_t stream);

@@ -17,8 +17,11 @@ inline void copy_async(void* shared, const void* global) {
 inline void copy_async_or_zero(uint32_t shared, const void* global, bool copy) {
   emulator::issue_copy({shared, copy ? global : nullptr, 16});
 }
+inline void copy_word_or_zero(uint32_t shared, const void* global, bool copy) {
+  emulator::issue_copy({shared, copy ? global : nullptr, 4});
+}
 inline void copy_word_or_zero(float* shared, const float* global, bool copy) {
-  emulator::issue_copy({shared_address(shared), copy ? global : nullptr, 4});
+  copy_word_or_zero(shared_address(shared), global, copy);
 }
 inline void copy_commit() { emulator::commit_copies(); }
 template <int kPending>

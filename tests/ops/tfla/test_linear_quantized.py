@@ -1,4 +1,4 @@
-"""Tests tfla's linear_step with weights of 8 bits and scales."""
+"""Tests tfla's linear_step with weights of 8 and 4 bits and scales."""
 
 import pytest
 import torch
@@ -8,29 +8,48 @@ from cases import DEVICE
 from ops.tfla.test_linear import DTYPES, make, normal, normed
 
 pytestmark = pytest.mark.usefixtures("poisoned")
-EIGHT_BITS = [torch.int8, torch.float8_e4m3fn]
+# The dtype of weights, and their widths: on a GPU kernels take int4 at multiples of 64.
+FORMATS = [(dtype, K) for dtype in (torch.int8, torch.float8_e4m3fn) for K in (16, 48, 1104, 4096)]
+FORMATS += [(torch.uint8, K) for K in (32, 64, 192, 1120, 1088, 4096)]
 
 
-def eight_bits(eight, n, K):
-    """Returns a matrix of 8 bits, of all values that there are, the scales of its rows, and their
-    product."""
-    bits = torch.randint(256, (n, K), dtype=torch.uint8)
+def quantized(kept, n, K):
+    """Returns a matrix of all bits that there are, its scales, and its values in fp64."""
+    bits = torch.randint(256, (n, K // 2 if kept == torch.uint8 else K), dtype=torch.uint8)
     bits.view(-1)[:256] = torch.arange(256, dtype=torch.uint8)[: bits.numel()]
-    if eight.is_floating_point:
+    if kept == torch.uint8:
+        scale = (torch.randn(n, K // 32) / (4 * (K + 1) ** 0.5)).bfloat16()
+        return bits, scale, int4_values(bits, scale)
+    if kept.is_floating_point:
         bits[bits & 0x7F == 0x7F] = 0x7E  # NaN becomes the largest value
-    weight = bits.view(eight)
-    scale = torch.rand(n) / ((300 if eight.is_floating_point else 100) * (K + 1) ** 0.5)
+    weight = bits.view(kept)
+    scale = torch.rand(n) / ((300 if kept.is_floating_point else 100) * (K + 1) ** 0.5)
     return weight, scale, weight.double() * scale.double()[:, None]
 
 
-@pytest.mark.parametrize("K", [16, 48, 1104, 4096])
+def int4_values(bits, scale):
+    """Reads a matrix of 4 bits, one weight of all groups after the other."""
+    values = torch.empty(len(bits), 2 * bits.shape[1], dtype=torch.double)
+    for i in range(32):
+        byte = bits[:, i % 16 :: 16].int()
+        values[:, i::32] = ((byte >> 4 if i >= 16 else byte & 15) - 8) * scale.double()
+    return values
+
+
+def test_int4_is_packed_and_unpacked(tfla):
+    bits, scale, values = quantized(torch.uint8, 16, 96)
+    assert torch.equal(tfla.int4.unpack_int4(bits, scale).double().cpu(), values.cpu())
+    integers = (values / scale.double().repeat_interleave(32, 1)).round()
+    assert torch.equal(tfla.int4.pack_int4(integers.view(16, 3, 32)), bits)
+
+
 @pytest.mark.parametrize("B", [1, 3, 9, 17])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("eight", EIGHT_BITS, ids=str)
-def test_eight_bits(tfla, eight, dtype, B, K):
-    """Two matrices of 8 bits beside one of x's dtype, with a norm; the sum; and the gate."""
+@pytest.mark.parametrize(("kept", "K"), FORMATS, ids=str)
+def test_quantized(tfla, kept, K, dtype, B):
+    """Two quantised matrices beside one of x's dtype, with a norm; the sum; and the gate."""
     x, (gates,) = make(dtype, B, K, [5])
-    (first, s, one), (second, t, two) = (eight_bits(eight, n, K) for n in (40, 40))
+    (first, s, one), (second, t, two) = (quantized(kept, n, K) for n in (40, 40))
     norm, bias, residual = (normal(*size, dtype=dtype) for size in ((K,), (5,), (B, 40)))
     options = {"norm_weight": norm, "norm_eps": 0.1}
     got = tfla.linear_step(
@@ -43,19 +62,20 @@ def test_eight_bits(tfla, eight, dtype, B, K):
     want += [x.double() @ one.mT + residual]
     got += tfla.linear_step(x, [first, second], scales=[s, t], gated=True, **options)
     want += [silu(y @ one.mT) * (y @ two.mT)]
-    # fp32 sums of 8 bits, and x times the norm's weight rounded on a GPU
-    eps = max(torch.finfo(dtype).eps, 2.0**-50) * (8 if dtype.itemsize > 2 else 1.5)
+    # fp32 sums of exact weights; on a GPU x times the norm's weight is rounded, and so is int4
+    eps = max(torch.finfo(dtype).eps, 2.0**-50) * (2 + K**0.5 / 8 if dtype.itemsize > 2 else 1.5)
     for i, (z, exact) in enumerate(zip(got, want, strict=True)):
         error = (z.double() - exact).pow(2).mean().sqrt()
         assert error <= eps * exact.pow(2).mean().sqrt(), (i, error)
 
 
-def test_eight_bits_that_do_not_fit_are_refused(tfla):
+def test_what_does_not_fit_is_refused(tfla):
     x, (w,) = make(DTYPES[0], 2, 32, [8])
-    bits, s, _ = eight_bits(torch.int8, 8, 32)
+    bits, s, _ = quantized(torch.int8, 8, 32)
     fp8 = bits.to(torch.float8_e4m3fn)
+    packed, two, _ = quantized(torch.uint8, 8, 32)
     for weights, scales, says in (
-        ([w], [s], r"weights\[0\] has dtype \S+, but must be int8 or float8_e4m3fn where scales"),
+        ([w], [s], r"weights\[0\] has dtype \S+, but must be int8, float8_e4m3fn or uint8 where"),
         ([bits], [], r"weights\[0\] has dtype torch.int8, but must be"),
         (
             [bits, fp8],
@@ -68,11 +88,30 @@ def test_eight_bits_that_do_not_fit_are_refused(tfla):
         ([bits], s, "scales is a Tensor, but must be a list of tensors"),
         ([bits[:, :24]], [s], r"weights\[0\] has shape \[8, 24\], but must be \[N, K\]"),
         ([bits.mT.contiguous().mT], [s], r"weights\[0\] has strides"),
+        (
+            [packed],
+            [two.float()],
+            r"scales\[0\] has dtype torch.float32, but must be torch.bfloat16",
+        ),
+        (
+            [packed],
+            [two[:, :0]],
+            r"scales\[0\] has shape \[8, 0\], but must be \[N, K / 32\] = \[8, 1\]",
+        ),
+        (
+            [bits.view(torch.uint8)],
+            [two],
+            r"weights\[0\] has shape \[8, 32\], but must be \[N, K / 2\]",
+        ),
     ):
         with pytest.raises((TypeError, ValueError), match=says):
             tfla.linear_step(x, weights, scales=scales)
     with pytest.raises(ValueError, match="scales are 1, but must be 2 or none where gated"):
         tfla.linear_step(x, [bits, w], scales=[s], gated=True)
+    with pytest.raises(
+        ValueError, match=r"x has shape \[2, 40\], but needs K a multiple of 32 for 4"
+    ):
+        tfla.linear_step(normal(2, 40, dtype=DTYPES[0]), [packed], scales=[two])
 
 
 def test_op_is_registered_fully(tfla):

@@ -1,6 +1,6 @@
-// Widens 8-bit weights to the 16-bit operands of the matrix instruction, without rounding: bf16 and
-// fp16 hold all values of int8 and of float8_e4m3fn. A byte becomes part of a 16-bit number whose
-// exponent is known, and one multiply-add takes that away again.
+// Widens weights of 8 and 4 bits to the 16-bit operands of the matrix instruction. Their bits
+// become part of a 16-bit number whose exponent is known, and one multiply-add takes that away
+// again. That rounds nothing: bf16 and fp16 hold all values of int8, float8_e4m3fn and int4.
 #pragma once
 #include "../../params.h"
 #include "common/cuda/ptx/mma.cuh"
@@ -37,15 +37,39 @@ DEVICE uint32_t widen_fp8(uint32_t bytes) {
 }
 
 // Returns the four values of a word, first to last, as two words of IO.
-template <typename IO, Eight kEight>
+template <typename IO, Format kFormat>
 DEVICE uint2 widen(uint32_t word) {
-  if constexpr (kEight == Eight::kInt8) {
+  if constexpr (kFormat == Format::kInt8) {
     return {widen_int8<IO>(__byte_perm(word, 0, 0x4140)),
             widen_int8<IO>(__byte_perm(word, 0, 0x4342))};
   } else {
     return {widen_fp8<IO>(__byte_perm(word, 0, 0x1404)),
             widen_fp8<IO>(__byte_perm(word, 0, 0x3424))};
   }
+}
+
+// Returns both elements of a word the factor of a group, which comes as the bits of a bf16.
+template <typename IO>
+DEVICE uint32_t twice_scale(uint32_t bits) {
+  if constexpr (std::is_same_v<IO, bf16>) return bits | bits << 16;
+  const float scale = __uint_as_float(bits << 16);
+  return Pair<IO>::of(scale, scale).word[0];
+}
+
+// Returns the weights in the low four bits of the word's bytes, first to last, times their group's
+// factor, rounded to IO.
+template <typename IO>
+DEVICE uint2 widen_int4(uint32_t word, uint32_t scale) {
+  constexpr bool kIsBf16 = std::is_same_v<IO, bf16>;
+  // the bits after 128 or 1024, of which the numbers are 128 or 1024 + 8 + the weight
+  constexpr uint32_t kBits = kIsBf16 ? 0x43 : 0x64, kOne = kIsBf16 ? 0x3f80 : 0x3c00;
+  constexpr uint32_t kLess = kIsBf16 ? 0xc308 : 0xe408, kMinusZero = 0x8000;
+  word &= 0x0f0f0f0f;
+  const auto two = [&](uint32_t bytes) {
+    const uint32_t weights = multiply_add<IO>(bytes, twice(kOne), twice(kLess));
+    return multiply_add<IO>(weights, scale, twice(kMinusZero));
+  };
+  return {two(__byte_perm(word, kBits, 0x4140)), two(__byte_perm(word, kBits, 0x4342))};
 }
 
 }  // namespace flashcell::cuda

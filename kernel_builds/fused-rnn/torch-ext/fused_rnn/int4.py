@@ -1,0 +1,1 @@
+../../../common/python/int4.py
