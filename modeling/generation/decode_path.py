@@ -25,7 +25,7 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 from ..hub.kernel_loader import KernelUnavailable, load_kernel
 from ..kernels.fused_rnn.private_names import forward_level, transforms_are_active
-from ..quantization.linear import QuantizedLinear, is_readable, why_not_quantized
+from ..quantization.linear import QuantizedLinear, why_not_quantized, why_not_readable
 from ..state.cache import is_recurrent
 from ..state.rollback import owed_tokens
 from ..utils.private_names import (
@@ -273,8 +273,7 @@ def why_called(module: nn.Module) -> str | None:
 
 
 def why_not_weights(module: nn.Module, x: torch.Tensor, kinds: Sequence[type]) -> str | None:
-    """Returns why the module is more than weights of x's dtype and device that the kernel can
-    read."""
+    """Returns why the module is more than weights that the kernel can read beside x."""
     name = type(module).__name__
     if type(module) not in kinds:
         return f"{name} is another module than {', '.join(kind.__name__ for kind in kinds)}"
@@ -283,18 +282,17 @@ def why_not_weights(module: nn.Module, x: torch.Tensor, kinds: Sequence[type]) -
     if not has_weights_like(module, x):
         return f"a weight of {name} is no contiguous {x.dtype} tensor on {x.device}"
     weight: Any = module.weight
-    if weight.dim() < 2 or is_readable(weight):
-        return None
-    return f"the rows of {name}'s weight are no multiple of 8 values, or do not begin at 16 bytes"
+    reason = why_not_readable(weight) if weight.dim() > 1 else None
+    return None if reason is None else f"the weight of {name} {reason}"
 
 
 def has_weights_like(module: nn.Module, x: torch.Tensor) -> bool:
     """Whether the module is untouched and its weights are plain tensors of its dtypes on x's device."""
-    own = QuantizedLinear.dtypes if isinstance(module, QuantizedLinear) else (x.dtype,)
-    return why_called(module) is None and all(
-        type(w.data) is torch.Tensor
-        and w.dtype in own
-        and w.device == x.device
-        and w.is_contiguous()
-        for w in parameters_of(module)
-    )
+    weights = parameters_of(module)
+    if isinstance(module, QuantizedLinear):
+        own = module.fits(x.dtype)
+    else:
+        own = all(w.dtype == x.dtype for w in weights)
+    plain = (type(w.data) is torch.Tensor and w.is_contiguous() for w in weights)
+    near = (w.device == x.device for w in weights)
+    return why_called(module) is None and own and all(plain) and all(near)

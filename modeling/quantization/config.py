@@ -6,12 +6,15 @@ A row n of a weight W [N, K] is kept as integers (or float8_e4m3fn) times one nu
 
     W_nk ~ scale_n q_nk,   scale_n = max_k |W_nk| / m,   q_nk = W_nk / scale_n, rounded to nearest
 
-with m = 127 for int8 and 448, its largest value, for float8_e4m3fn. For int4, q is from -8 to 7, and every
-32 neighbours in a row have a scale of their own, the one of several between 0.7 and 1 times the largest that
-gives the least squared error; a layer whose inputs are no multiple of 32, and the head, get int8. x is not
-rounded. Quantised are all nn.Linear; embeddings, norms, gates, convolutions and recurrent weights stay
-as they are. Decoding reads the narrow weights (decode_linear.py); everything else multiplies by q as x's
-dtype, and by scale after it, or by int4 weights as x's dtype.
+with m = 127 for int8 and 448, its largest value, for float8_e4m3fn. Of int4, q is from -8 to 7, and
+every 32 neighbours in a row share a scale s in bf16, which may be negative:
+
+    W ~ s q,   s = f max |W| / 7 or -f w / 8,   w the weight of the largest size, f = 0.7, 0.75 ... 1
+
+whichever has the least squared error. The head of an int4 model gets int8. x is not rounded. Quantised
+are all nn.Linear; embeddings, norms, gates, convolutions and recurrent weights stay as they are. Decoding
+reads the narrow weights (decode_linear.py). Elsewhere x is multiplied by q of 8 bits and then by the
+scale, and int4 is unpacked to x's dtype first.
 """
 
 from typing import Any
@@ -21,7 +24,7 @@ from torch import nn
 from transformers.quantizers import HfQuantizer, auto
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from .linear import GROUP, QuantizedLinear
+from .linear import INPUTS_OF_INT4, INT4, QuantizedLinear
 
 METHOD = "flashcell"
 DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "int4": torch.uint8}
@@ -61,23 +64,25 @@ def linears_of(model: nn.Module, config: QuantizationConfig) -> dict[str, nn.Lin
     return {name: m for name, m in found.items() if not stays(name)}
 
 
-def dtype_of(module: nn.Linear, config: QuantizationConfig, is_head: bool) -> torch.dtype:
+def dtype_of(config: QuantizationConfig, is_head: bool) -> torch.dtype:
     """Returns the dtype of a layer's weight. A head in int4 would cost as much accuracy as all other
     layers together."""
-    if config.weights == "int4" and (is_head or module.in_features % GROUP):
-        return torch.int8
-    return DTYPES[config.weights]
+    return torch.int8 if is_head and config.weights == "int4" else DTYPES[config.weights]
 
 
 def replace_linears(model: Any, config: QuantizationConfig, make: Any) -> None:
     """Puts make(module, dtype) in the place of every layer that is quantised.
 
     A head that shares its weight with the embedding gets a weight of its own."""
-    head = model.get_output_embeddings()
-    made = {
-        name: make(module, dtype_of(module, config, module is head))
-        for name, module in linears_of(model, config).items()
-    }
+    head, found = model.get_output_embeddings(), linears_of(model, config)
+    dtypes = {name: dtype_of(config, module is head) for name, module in found.items()}
+    for name, module in found.items():
+        if dtypes[name] == INT4 and module.in_features % INPUTS_OF_INT4:
+            raise ValueError(
+                f"weights is 'int4', but {name} has {module.in_features} inputs, which are no multiple of "
+                f"{INPUTS_OF_INT4}: name it in modules_to_not_convert, or ask for 'int8'"
+            )
+    made = {name: make(module, dtypes[name]) for name, module in found.items()}
     for name, layer in made.items():  # now, so that a weight that is refused changes nothing
         owner, _, own = name.rpartition(".")
         setattr(model.get_submodule(owner), own, layer)
@@ -114,6 +119,19 @@ class RecurrentQuantizer(HfQuantizer):
             replace_linears(model, self.quantization_config, QuantizedLinear.of)
         for name, weight in model.named_parameters():  # adapters are trained, not the model itself
             weight.requires_grad_(name.startswith(f"{CLASSIFIER}."))
+        return model
+
+    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+        wide = dtype or model.dtype
+        for name, layer in list(model.named_modules()):
+            if not isinstance(layer, QuantizedLinear):
+                continue
+            has_bias = layer.bias is not None
+            made = nn.Linear(layer.in_features, layer.out_features, has_bias, "meta", wide)
+            made.weight = nn.Parameter(layer.dequantized(wide))
+            made.bias = nn.Parameter(layer.bias.to(wide)) if layer.bias is not None else None
+            owner, _, own = name.rpartition(".")
+            setattr(model.get_submodule(owner), own, made.train(layer.training))
         return model
 
     def is_serializable(self, *_: Any, **__: Any) -> bool:

@@ -14,6 +14,10 @@ LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 # it, writes it in 16 bits, and reads that.
 ROWS = 64
 INT4 = torch.uint8  # of weights of 4 bits, two in a byte
+ROWS_OF_INT4 = (
+    256  # the module's way moves six times the bytes that it moves of 8 bits; by arithmetic
+)
+INPUTS_OF_INT4 = 64  # those of a layer are a multiple: on a GPU two scales are read at once
 FACTORS = 1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7  # of the scale that reaches the largest weight
 
 
@@ -21,20 +25,21 @@ class QuantizedLinear(nn.Linear):
     """nn.Linear with a weight of 8 bits [N, K] and a scale [N] in fp32, or of 4 bits, uint8 [N, K / 2],
     and bf16 [N, K / 32] (unpack_int4), which have no gradients.
 
-    x [..., K] -> (x weight^T) scale + bias [..., N]; gradients pass to x. `.to(dtype)`, `.half()`
-    and the like leave weight and scale as they are, and cast the bias.
+    x [..., K] -> x W^T + bias [..., N], where W is scale[:, None] weight, or unpack_int4(weight, scale);
+    gradients pass to x. `.to(dtype)`, `.half()` and the like leave weight and scale as they are, and
+    cast the bias.
     """
-
-    # of weights, and of scales
-    dtypes = torch.int8, torch.float8_e4m3fn, INT4, torch.float32, torch.bfloat16
 
     def __init__(
         self, inputs: int, outputs: int, kept: torch.dtype, bias: bool = False, device: Any = None,
         dtype: torch.dtype | None = None,
     ):  # fmt: skip
         nn.Module.__init__(self)  # nn.Linear's would make a floating weight
-        if kept == INT4 and inputs % GROUP:
-            raise ValueError(f"inputs are {inputs}, but must be a multiple of {GROUP} for 4 bits")
+        self._is_hf_initialized = True  # transformers draws no weights for it
+        if kept == INT4 and inputs % INPUTS_OF_INT4:
+            raise ValueError(
+                f"inputs are {inputs}, but must be a multiple of {INPUTS_OF_INT4} for int4"
+            )
         self.in_features, self.out_features = inputs, outputs
         empty = lambda *shape, dtype: nn.Parameter(
             torch.empty(shape, dtype=dtype, device=device), requires_grad=False
@@ -64,12 +69,24 @@ class QuantizedLinear(nn.Linear):
             made.bias.data = module.bias.data
         return made
 
+    def dequantized(self, dtype: torch.dtype) -> torch.Tensor:  # [N, K]
+        if self.weight.dtype == INT4:
+            return unpack_int4(self.weight, self.scale, dtype)
+        return (self.weight.float() * self.scale[:, None]).to(dtype)
+
+    def fits(self, dtype: torch.dtype) -> bool:
+        """Whether kernels take its weight, scale and bias with x of this dtype: other tools cast
+        parameters."""
+        packed = self.weight.dtype == INT4
+        bias = self.bias is None or self.bias.dtype == dtype
+        return bias and self.scale.dtype == (torch.bfloat16 if packed else torch.float32)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # [..., K] -> [..., N]
         kind = x.device.type
         if torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
             x = x.to(torch.get_autocast_dtype(kind))
         if self.weight.dtype == INT4:
-            y = linear(x, unpack_int4(self.weight, self.scale).to(x.dtype))
+            y = linear(x, self.dequantized(x.dtype))
         else:
             y = (linear(x, self.weight.to(x.dtype)) * self.scale).to(x.dtype)
         return y if self.bias is None else y + self.bias.to(x.dtype)
@@ -78,6 +95,15 @@ class QuantizedLinear(nn.Linear):
         """Moves weight and scale as bytes, which no cast changes."""
         as_bytes = lambda t: fn(t.view(torch.uint8)).view(t.dtype)
         return super()._apply(lambda t: fn(t) if t is self.bias else as_bytes(t), recurse)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        """Refuses a weight of another dtype, whose values would be cut to whole numbers."""
+        given = state_dict.get(f"{prefix}weight")
+        if isinstance(given, torch.Tensor) and given.dtype != self.weight.dtype:
+            errors = rest[-1]
+            errors.append(f"{prefix}weight is {given.dtype}, but must be {self.weight.dtype}")
+            return
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
 def quantize(weight: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -126,13 +152,17 @@ def why_not_quantized(x: torch.Tensor, modules: Sequence[nn.Module]) -> str | No
         return "some linear layers are quantised in another way than others"
     if not x.is_cuda:
         return "8-bit floats have no kernel on a CPU" if torch.float8_e4m3fn in dtypes else None
-    return f"more than {ROWS} rows with quantised weights" if x.shape[0] > ROWS else None
+    most = ROWS_OF_INT4 if INT4 in dtypes else ROWS
+    return f"more than {most} rows with quantised weights" if x.shape[0] > most else None
 
 
-def is_readable(weight: torch.Tensor) -> bool:
-    """Whether the kernel can read the weight's rows as vectors of 8 values, on a GPU of 16 bytes."""
-    if weight.dtype == INT4:
-        values = GROUP if weight.is_cuda else GROUP // 2  # on a GPU two scales are copied at once
-    else:
-        values = 16 if weight.is_cuda and weight.element_size() == 1 else 8
-    return weight.is_contiguous() and weight.shape[1] % values == 0 and weight.data_ptr() % 16 == 0
+def why_not_readable(weight: torch.Tensor) -> str | None:
+    """Returns why the kernel cannot read the weight's rows as vectors, or None."""
+    packed, eight = weight.dtype == INT4, weight.is_cuda and weight.element_size() == 1
+    values = INPUTS_OF_INT4 if packed else 16 if eight else 8
+    inputs = weight.shape[1] * (2 if packed else 1)
+    if inputs % values:
+        return f"has rows of {inputs} values, which are no multiple of {values}"
+    if not weight.is_contiguous() or weight.data_ptr() % 16:
+        return "is not contiguous, or does not begin at 16 bytes"
+    return None

@@ -40,8 +40,8 @@ class Score:
 
 
 def load(name: str, device: str, backend: str, weights: str | None = None):
-    """Loads a checkpoint of one of our families, in fp32, and its tokenizer; `weights` "int8" or "fp8"
-    quantises its linear layers."""
+    """Loads a checkpoint of one of our families, in fp32, and its tokenizer; `weights` "int8", "fp8" or
+    "int4" quantises its linear layers."""
     tokenizer = AutoTokenizer.from_pretrained(name)
     config = {} if weights is None else {"quantization_config": QuantizationConfig(weights)}
     model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, **config)

@@ -20,9 +20,9 @@ from flashcell.quantization.linear import QuantizedLinear, quantize
 
 SIZES = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, "num_heads": 2}
 CONFIGS = {
-    "lstm": lambda: FlashRNNConfig(**SIZES, cell="lstm", intermediate_size=96),
+    "lstm": lambda: FlashRNNConfig(**SIZES, cell="lstm", intermediate_size=128),
     "flash_gru": lambda: FlashRNNConfig(
-        **SIZES, cell="flash_gru", intermediate_size=96, tie_word_embeddings=True
+        **SIZES, cell="flash_gru", intermediate_size=128, tie_word_embeddings=True
     ),
     "flash_mlstm": lambda: FlashMLSTMConfig(**SIZES),
     "fused": lambda: FlashMLSTMConfig(**SIZES, weight_mode="fused"),
@@ -69,18 +69,55 @@ def test_4_bits_are_the_closest_of_several_scales():
         quantize(weight / 0, torch.uint8)
 
 
-def test_where_int4_is_int8():
-    """The head, and layers whose inputs are no multiple of 32."""
-    sizes = SIZES | {"hidden_size": 64, "intermediate_size": 48}
-    model = AutoModelForCausalLM.from_config(
-        FlashRNNConfig(**sizes, cell="gru"), dtype=DTYPE
-    ).eval()
+def test_the_head_of_int4_is_int8(model):
     quantize_weights(model, QuantizationConfig("int4"))
-    mlp, mixer = model.model.layers[0].mlp, model.model.layers[0].mixer
-    assert {mlp.gate_proj.weight.dtype, mixer.in_proj.weight.dtype} == {torch.uint8}
-    assert {model.lm_head.weight.dtype, mlp.down_proj.weight.dtype} == {torch.int8}
-    assert "quantised in another way" in model.decoder.explain()
+    kinds = {n: m.weight.dtype for n, m in model.named_modules() if isinstance(m, QuantizedLinear)}
+    assert kinds.pop("lm_head") == torch.int8
+    assert set(kinds.values()) == {torch.uint8}
+
+
+def test_a_width_that_int4_cannot_have_is_named():
+    sizes = SIZES | {"intermediate_size": 96}
+    model = AutoModelForCausalLM.from_config(FlashRNNConfig(**sizes, cell="gru"), dtype=DTYPE)
+    says = "down_proj has 96 inputs, which are no multiple of 64: name it in modules_to_not_convert"
+    with pytest.raises(ValueError, match=says):
+        quantize_weights(model, QuantizationConfig("int4"))
+    assert not any(isinstance(module, QuantizedLinear) for module in model.modules())
+    config = QuantizationConfig("int4", modules_to_not_convert=["down_proj"])
+    quantize_weights(model.eval(), config)
     assert model.generate(tokens(), max_new_tokens=3, do_sample=False).shape == (2, 10)
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_cast_scales_are_decoded_by_modules(model, weights):
+    """peft.prepare_model_for_kbit_training casts scales of bf16, and users cast parameters."""
+    quantize_weights(model, QuantizationConfig(weights))
+    want = logits(model)
+    other = torch.float32 if weights == "int4" else torch.bfloat16
+    for module in model.modules():
+        if isinstance(module, QuantizedLinear):
+            module.scale.data = module.scale.data.to(other)
+    assert model.generate(tokens(), max_new_tokens=3, do_sample=False).shape == (2, 10)
+    assert "is no contiguous" in model.decoder.explain()
+    assert (logits(model) - want).norm() < 0.02 * want.norm()
+
+
+@pytest.mark.parametrize("weights", ["int8", "fp8", "int4"])
+def test_dequantize(model, weights):
+    quantize_weights(model, QuantizationConfig(weights))
+    want = logits(model)
+    model.dequantize()
+    assert not any(isinstance(module, QuantizedLinear) for module in model.modules())
+    bound = {torch.float32: 1e-4, torch.bfloat16: 3e-2}[DTYPE]
+    assert (logits(model) - want).norm() < bound * want.norm()
+    quantize_weights(model, QuantizationConfig(weights))  # and back
+
+
+def test_a_floating_state_dict_is_refused(model):
+    given = copy.deepcopy(model.state_dict())
+    quantize_weights(model, QuantizationConfig())
+    with pytest.raises(RuntimeError, match=r"weight is torch\.\w+, but must be torch.int8"):
+        model.load_state_dict(given, strict=False)
 
 
 @pytest.mark.parametrize("weights", ["int8", "fp8"])
@@ -112,7 +149,7 @@ def test_is_saved_and_loaded(tmp_path, model, weights):
     assert {name for name, kind in kinds.items() if kind is QuantizedLinear} == linears
     assert "lm_head" in linears
     want, given = logits(small), logits(model)
-    most = {"int8": 0.02, "fp8": 0.08, "int4": 0.25}[weights]
+    most = {"int8": 0.02, "fp8": 0.1, "int4": 0.25}[weights]
     assert 0 < (want - given).norm() < most * given.norm()
 
     small.save_pretrained(tmp_path / weights)

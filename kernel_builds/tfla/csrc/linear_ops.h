@@ -51,7 +51,12 @@ struct Matrices {
     Linear linear{};
     linear.weight = weight.const_data_ptr(), linear.rows = weight.size(0);
     if (scaled && packed) {
-      scales[s] = operand(scales[s], "scales", {linear.rows, K / kInt4Group}, ScalarType::BFloat16);
+      // read before the kernel ahead has ended, which a copy would be
+      check_shape(scales[s], "scales", {linear.rows, K / kInt4Group});
+      check_dtype(scales[s], "scales", ScalarType::BFloat16);
+      STD_TORCH_CHECK(input(scales[s]).const_data_ptr() == scales[s].const_data_ptr() &&
+                          scales[s].is_contiguous(),
+                      "scales must be contiguous and begin at 16 bytes");
     } else if (scaled) {
       scales[s] = operand(scales[s], "scales", {linear.rows}, ScalarType::Float);
     }

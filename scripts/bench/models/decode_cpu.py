@@ -5,7 +5,7 @@ The same model runs the same `generate` with backend "cpu" and with backend "ref
 in one run on the same threads. Nothing is timed unless both choose the same tokens. A ratio is the
 reference's time over the kernel's: the median over neighbouring pairs. With weights of 8 bits, the
 time beside the kernel's is that of the kernel with fp32, and the same ratio of one row is required to
-be REQUIRED_OF_EIGHT_BITS.
+be REQUIRED_OF_WEIGHTS.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from measurement.record import KERNELS, Row, append, provenance
 PROMPT = 16
 TOKENS = 256  # a sample, of which the prompt and what generate prepares (30 ms) are little
 SAMPLES = 9
-REQUIRED, REQUIRED_OF_EIGHT_BITS = 5.0, 1.4
+REQUIRED, REQUIRED_OF_WEIGHTS = 5.0, 1.4
 BATCHES = (1, 8)
 
 
@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace) -> bool:
     config = {"quantization_config": QuantizationConfig(weights)} if weights else {}
     timed, required = ("cpu", "reference"), dict.fromkeys(BATCHES, REQUIRED)
     if weights:
-        timed, required = ("cpu", "fp32"), {1: REQUIRED_OF_EIGHT_BITS}
+        timed, required = ("cpu", "fp32"), {1: REQUIRED_OF_WEIGHTS}
     for folder in arguments.decode_cpu:
         models = {backend: load(folder, backend, **config) for backend in ("cpu", "reference")}
         if weights:

@@ -88,6 +88,7 @@ def test_what_does_not_fit_is_refused(tfla):
         ([bits], s, "scales is a Tensor, but must be a list of tensors"),
         ([bits[:, :24]], [s], r"weights\[0\] has shape \[8, 24\], but must be \[N, K\]"),
         ([bits.mT.contiguous().mT], [s], r"weights\[0\] has strides"),
+        ([packed, packed], [two, two.repeat(1, 2)[:, ::2]], r"scales\[1\] has strides"),
         (
             [packed],
             [two.float()],

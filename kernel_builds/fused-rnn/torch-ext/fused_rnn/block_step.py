@@ -77,7 +77,7 @@ def block_step(
     ]  # fmt: skip
     check_operands(named, x.dtype, x.device)
     named += linears
-    if not scales:
+    if isinstance(scales, (tuple, list)) and not scales:
         check_operands(linears, x.dtype, x.device)
     else:
         named += _check_scaled(linears, scales, x.device)
@@ -108,7 +108,7 @@ def block_step(
     operand = lambda t: t.to(x.dtype).to(wide)
     in_proj, gate, up, down = (
         w.to(wide) if s is None
-        else unpack_int4(w, s).to(wide) if w.dtype == torch.uint8
+        else unpack_int4(w, s, wide) if w.dtype == torch.uint8
         else w.to(wide) * s[:, None]
         for w, s in zip((in_proj, gate, up, down), scales or (None,) * 4)
     )  # fmt: skip

@@ -130,8 +130,14 @@ def _select(backend: str, name: str, x, kept: Optional[torch.dtype] = None) -> s
     else:
         fits = x.dtype in (torch.bfloat16, torch.float16)
         fits = fits and (kept is None or x.shape[1] % (64 if kept is torch.uint8 else 16) == 0)
-    binary = BACKEND if fits else None
-    return select_backend(backend, x.device.type, binary, x.dtype)
+    if backend == BACKEND and not fits and x.device.type == BACKEND:
+        wanted = "K a multiple of 64" if kept is torch.uint8 else "K a multiple of 16, and 16 bits"
+        raise ValueError(
+            f"backend is {backend!r}, but {name} of x {x.dtype} {list(x.shape)}"
+            f"{f' and weights {kept}' if kept else ''} has no kernel there"
+            f"{f' (it needs {wanted})' if BACKEND == 'cuda' else ''}: ask for 'auto'"
+        )
+    return select_backend(backend, x.device.type, BACKEND if fits else None, x.dtype)
 
 
 def _norm(x, weight, eps):
@@ -197,15 +203,17 @@ def _check(
     names, values = ("x", *(n for n, _, _, _ in named), ""), (x, *(v for _, v, _, _ in named))
     check_memory(names, *values)
     check_no_gradient(who, names, *values)
-    for i, w in enumerate(weights):
-        if not w.is_contiguous():
-            raise ValueError(f"weights[{i}] has strides {w.stride()}, but must be contiguous")
+    read = [(f"weights[{i}]", w) for i, w in enumerate(weights)]
+    read += [(f"scales[{i}]", s) for i, s in enumerate(scales) if packed]
+    for name, value in read:  # a copy would be written while the kernel begins
+        if not value.is_contiguous():
+            raise ValueError(f"{name} has strides {value.stride()}, but must be contiguous")
 
 
 def _product(x, weight, scale):
     """Returns x weight^T for a weight with scales."""
     if weight.dtype == torch.uint8:
-        return x @ unpack_int4(weight, scale).to(x.dtype).mT
+        return x @ unpack_int4(weight, scale, x.dtype).mT
     return (x @ weight.to(x.dtype).mT) * scale
 
 

@@ -48,11 +48,12 @@ DEVICE uint2 widen(uint32_t word) {
   }
 }
 
-// Returns both elements of a word the factor of a group, which comes as the bits of a bf16.
+// Returns both elements of a word the factor of a group, which comes as the bits of a bf16. That of
+// fp16 is 32 times as large, so that factors from 2e-6 on lose no bits; widen_int4 takes it back.
 template <typename IO>
 DEVICE uint32_t twice_scale(uint32_t bits) {
   if constexpr (std::is_same_v<IO, bf16>) return bits | bits << 16;
-  const float scale = __uint_as_float(bits << 16);
+  const float scale = __uint_as_float(bits << 16) * 32;
   return Pair<IO>::of(scale, scale).word[0];
 }
 
@@ -61,12 +62,15 @@ DEVICE uint32_t twice_scale(uint32_t bits) {
 template <typename IO>
 DEVICE uint2 widen_int4(uint32_t word, uint32_t scale) {
   constexpr bool kIsBf16 = std::is_same_v<IO, bf16>;
-  // the bits after 128 or 1024, of which the numbers are 128 or 1024 + 8 + the weight
-  constexpr uint32_t kBits = kIsBf16 ? 0x43 : 0x64, kOne = kIsBf16 ? 0x3f80 : 0x3c00;
-  constexpr uint32_t kLess = kIsBf16 ? 0xc308 : 0xe408, kMinusZero = 0x8000;
+  // The high byte of 128 (bf16) or 1024 (fp16): with the four bits below it the number is that,
+  // plus 8, plus the weight.
+  constexpr uint32_t kBits = kIsBf16 ? 0x43 : 0x64;
+  constexpr uint32_t kFactor = kIsBf16 ? 0x3f80 : 0x2800;  // 1, or 1 / 32
+  constexpr uint32_t kLess = kIsBf16 ? 0xc308 : 0xd008;    // -136, or -1032 / 32
+  constexpr uint32_t kMinusZero = 0x8000;
   word &= 0x0f0f0f0f;
   const auto two = [&](uint32_t bytes) {
-    const uint32_t weights = multiply_add<IO>(bytes, twice(kOne), twice(kLess));
+    const uint32_t weights = multiply_add<IO>(bytes, twice(kFactor), twice(kLess));
     return multiply_add<IO>(weights, scale, twice(kMinusZero));
   };
   return {two(__byte_perm(word, kBits, 0x4140)), two(__byte_perm(word, kBits, 0x4342))};
