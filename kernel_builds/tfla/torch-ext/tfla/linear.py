@@ -130,12 +130,12 @@ def _select(backend: str, name: str, x, kept: Optional[torch.dtype] = None) -> s
     else:
         fits = x.dtype in (torch.bfloat16, torch.float16)
         fits = fits and (kept is None or x.shape[1] % (64 if kept is torch.uint8 else 16) == 0)
-    if backend == BACKEND and not fits and x.device.type == BACKEND:
-        wanted = "K a multiple of 64" if kept is torch.uint8 else "K a multiple of 16, and 16 bits"
+    if isinstance(backend, str) and backend == BACKEND == x.device.type and not fits:
+        multiple = 64 if kept is torch.uint8 else 16
+        only = f" (16 bits, and K a multiple of {multiple})" if BACKEND == "cuda" else ""
         raise ValueError(
-            f"backend is {backend!r}, but {name} of x {x.dtype} {list(x.shape)}"
-            f"{f' and weights {kept}' if kept else ''} has no kernel there"
-            f"{f' (it needs {wanted})' if BACKEND == 'cuda' else ''}: ask for 'auto'"
+            f"backend is {backend!r}, but {name} has no kernel there for x {x.dtype} {list(x.shape)} "
+            f"and weights {kept or x.dtype}{only}: ask for 'auto'"
         )
     return select_backend(backend, x.device.type, BACKEND if fits else None, x.dtype)
 
