@@ -45,6 +45,10 @@ BATCH = [
     Case(300, 4, 1, 264, MASKS),
     Case(600, 3, 3, 384, ("state", "lengths")),
     Case(1024, 3, 1, 1152, ("hold",)),
+    Case(1024, 4, 1, 1152, ("state", "lengths", "reset")),  # states kept; a last tile of 32 units
+    Case(1024, 4, 1, 1128, ("state",)),  # a last tile of 8 units
+    Case(1024, 4, 1, 1536, ("state", "lengths")),  # warpgroups take turns
+    Case(2048, 3, 1, 1152, ("state",)),  # tiles whose state is not kept
     Case(512, 16, 1, 512, ("state",)),  # chosen by the planner
 ]
 # Widths of every compiled width, in one block or a cluster; tiles of one, four and more sequences.

@@ -81,7 +81,8 @@ void print_plan(Problem p, const Device& d) {
     print("backward.shared_bytes", fma::backward_memory(sizes, p.D, tile).bytes());
   }
   if (engine == Engine::kBatch) {
-    const batch::Sizes sizes{p.S, p.N, p.D, G};
+    const bool keeps = kSizesOf<Cell>.states - !kSizesOf<Cell>.reads_h == 1;
+    const batch::Sizes sizes{p.S, p.N, p.D, G, keeps};
     const batch::Tile t = batch::tiles(G)[batch::best_tile(sizes, d)];
     const long rows = 64 * t.blocks * (t.turns ? 1 : 2), stage = 128 * (rows + t.units * G);
     const long count = p.N * ((p.S + rows - 1) / rows) * ((p.D + t.units - 1) / t.units);
@@ -89,7 +90,9 @@ void print_plan(Problem p, const Device& d) {
     print("backward", names[int(select_backward(p, d))]);
     print("tile", rows), print("units", t.units), print("tiles", count);
     print("thread_blocks", (count + rounds - 1) / rounds);
-    print("forward.shared_bytes", 1040 + std::min(8l, (225 << 10) / stage) * (stage + 16));
+    const long kept = keeps ? (t.turns ? 4 : 1) * rows * t.units * 4 : 0;
+    const long stages = std::min(8l, ((225 << 10) - kept) / stage);
+    print("forward.shared_bytes", 1040 + stages * (stage + 16) + kept);
   }
   if (engine == Engine::kBlock) {
     const bool turing = d.code.arch < 80;

@@ -64,6 +64,26 @@ def test_engine_is_as_exact_as_the_reference(fused_rnn, monkeypatch, name, engin
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
+@pytest.mark.parametrize("case", BATCH, ids=str)
+def test_batch_engine_that_saves_nothing(fused_rnn, monkeypatch, name, case, dtype):
+    """It may have other tiles then."""
+    skip_unless_offered(fused_rnn, "batch", name, case, dtype)
+    monkeypatch.setenv("FLASHCELL_CUDA_ENGINE", "batch")
+    call = make(CELLS[name], case, dtype)
+    got, peer, exact = (
+        {"h": h, **{f"last[{i}]": s for i, s in enumerate(last)}}
+        for h, last in (
+            fused_rnn.recurrent(name, **call, backend="cuda"),
+            reference.recurrent(name, **call),
+            reference.recurrent(name, **upcast(call)),
+        )
+    )
+    for key in exact:
+        values = got[key], exact[key], peer[key]
+        assert_as_accurate(f"{name} {case} {key}", *values, case.D, (dtype, False))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
 @pytest.mark.parametrize("case", ODD, ids=str)
 def test_odd_widths(fused_rnn, name, case, dtype):
     """Padded to whole vectors, they give the results and shapes of their own width."""

@@ -13,6 +13,16 @@ DEVICE void load_constant_if(uint32_t (&words)[2], const void* from, bool wanted
                : "+r"(words[0]), "+r"(words[1])
                : "l"(from), "r"(int(wanted)));
 }
+DEVICE void load_constant_if(uint32_t& word, const void* from, bool wanted) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\n@p ld.global.nc.b32 %0, [%1];\n}"
+               : "+r"(word)
+               : "l"(from), "r"(int(wanted)));
+}
+DEVICE void load_if(float& a, float& b, const void* from, bool wanted) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %3, 0;\n@p ld.global.v2.f32 {%0, %1}, [%2];\n}"
+               : "+f"(a), "+f"(b)
+               : "l"(from), "r"(int(wanted)));
+}
 DEVICE void load_if(float (&values)[4], const void* from, bool wanted) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n@p ld.global.v4.f32 {%0, %1, %2, %3}, [%4];\n}"

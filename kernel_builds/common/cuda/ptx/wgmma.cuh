@@ -67,6 +67,8 @@ DEVICE void wgmma_wait(Registers&... registers) {
   FLASHCELL_TEN("1") FLASHCELL_TEN("2") FLASHCELL_TEN("3") "%40, %41, %42, %43, %44, %45, %46, " \
                                                            "%47"
 #define FLASHCELL_LIST_128 FLASHCELL_SIXTY "%60, %61, %62, %63"
+#define FLASHCELL_LIST_160 \
+  FLASHCELL_SIXTY FLASHCELL_TEN("6") "%70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
 #define FLASHCELL_LIST_192                              \
   FLASHCELL_SIXTY FLASHCELL_TEN("6") FLASHCELL_TEN("7") \
       FLASHCELL_TEN("8") "%90, %91, %92, %93, %94, %95"
@@ -79,6 +81,7 @@ DEVICE void wgmma_wait(Registers&... registers) {
 #define FLASHCELL_SUMS_64(j) FLASHCELL_SUMS_32(j), FLASHCELL_SUMS_32(j + 4)
 #define FLASHCELL_SUMS_96(j) FLASHCELL_SUMS_64(j), FLASHCELL_SUMS_32(j + 8)
 #define FLASHCELL_SUMS_128(j) FLASHCELL_SUMS_64(j), FLASHCELL_SUMS_64(j + 8)
+#define FLASHCELL_SUMS_160(j) FLASHCELL_SUMS_128(j), FLASHCELL_SUMS_32(j + 16)
 #define FLASHCELL_SUMS_192(j) FLASHCELL_SUMS_128(j), FLASHCELL_SUMS_64(j + 16)
 #define FLASHCELL_SUMS_256(j) FLASHCELL_SUMS_128(j), FLASHCELL_SUMS_128(j + 16)
 #define FLASHCELL_WGMMA(n, type, left, right, add, across, ...)                          \
@@ -115,6 +118,7 @@ DEVICE void wgmma(float (&d)[kN][4], SharedOperand<kLeft> left, SharedOperand<kR
   FLASHCELL_BY_TYPE(FLASHCELL_WGMMA_SHARED, 64, "%32", "%33", "%34", "%35", "%36")
   FLASHCELL_BY_TYPE(FLASHCELL_WGMMA_SHARED, 96, "%48", "%49", "%50", "%51", "%52")
   FLASHCELL_BY_TYPE(FLASHCELL_WGMMA_SHARED, 128, "%64", "%65", "%66", "%67", "%68")
+  FLASHCELL_BY_TYPE(FLASHCELL_WGMMA_SHARED, 160, "%80", "%81", "%82", "%83", "%84")
   FLASHCELL_BY_TYPE(FLASHCELL_WGMMA_SHARED, 192, "%96", "%97", "%98", "%99", "%100")
   FLASHCELL_BY_TYPE(FLASHCELL_WGMMA_SHARED, 256, "%128", "%129", "%130", "%131", "%132")
 }
@@ -122,7 +126,8 @@ template <typename IO, Major kRight, int kN>
 DEVICE void wgmma(float (&d)[kN][4], const uint32_t (&left)[4], SharedOperand<kRight> right,
                   bool add = true) {
   constexpr int kColumns = 8 * kN;
-  static_assert(kHasWgmma<kColumns> && kColumns != 96 && kColumns != 192 && sizeof(IO) == 2);
+  static_assert(kHasWgmma<kColumns> && kColumns != 96 && kColumns != 160 && kColumns != 192 &&
+                sizeof(IO) == 2);
   FLASHCELL_BY_TYPE(FLASHCELL_WGMMA_REGISTERS, 8, "%4", "%5", "%6", "%7", "%8", "%9", "%10")
   FLASHCELL_BY_TYPE(FLASHCELL_WGMMA_REGISTERS, 64, "%32", "%33", "%34", "%35", "%36", "%37", "%38")
   FLASHCELL_BY_TYPE(FLASHCELL_WGMMA_REGISTERS, 128, "%64", "%65", "%66", "%67", "%68", "%69", "%70")
@@ -159,6 +164,7 @@ DEVICE void wgmma_tf32(float (&d)[kN][4], const uint32_t (&left)[4],
 #undef FLASHCELL_WGMMA
 #undef FLASHCELL_SUMS_256
 #undef FLASHCELL_SUMS_192
+#undef FLASHCELL_SUMS_160
 #undef FLASHCELL_SUMS_128
 #undef FLASHCELL_SUMS_96
 #undef FLASHCELL_SUMS_64
@@ -166,6 +172,7 @@ DEVICE void wgmma_tf32(float (&d)[kN][4], const uint32_t (&left)[4],
 #undef FLASHCELL_SUMS_8
 #undef FLASHCELL_LIST_256
 #undef FLASHCELL_LIST_192
+#undef FLASHCELL_LIST_160
 #undef FLASHCELL_LIST_128
 #undef FLASHCELL_LIST_96
 #undef FLASHCELL_SIXTY

@@ -1,6 +1,7 @@
 // Declares the engines: for each, one function per direction, instantiated for every cell and I/O
 // type in its own source file. None of them waits for the device or allocates; errors throw.
 #pragma once
+#include "../cells/reads_h.h"
 #include "../params.h"
 #include "common/cuda/code.h"
 
@@ -28,10 +29,11 @@ constexpr bool has_blas_tf32(const Device& device) { return device.arch >= 80; }
 struct CellSizes {  // the sizes of a cell that the planner reads
   int gates, states, bias_rows, saved;
   bool splits_gradient;  // dr differs from dx
+  bool reads_h;          // the step before's, apart from the product
 };
 template <typename Cell>
-constexpr CellSizes kSizesOf = {Cell::kGates, Cell::kStates, Cell::kBias, Cell::kSaved,
-                                Cell::kSplitGrad};
+constexpr CellSizes kSizesOf = {Cell::kGates, Cell::kStates,    Cell::kBias,
+                                Cell::kSaved, Cell::kSplitGrad, kReadsH<Cell>};
 
 struct Launch {
   Device device;

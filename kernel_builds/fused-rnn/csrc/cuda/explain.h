@@ -143,7 +143,8 @@ class Explanation {
   }
 
   void explain_batch() {
-    const batch::Sizes sizes = batch_sizes(p_);
+    batch::Sizes sizes = batch_sizes(p_);
+    sizes.has_wide = batch::keeps_state(cell_);
     const batch::Tile tile = batch::tiles(p_.gates)[batch::best_tile(sizes, device_)];
     const int64_t tiles = batch::count_tiles(tile, sizes);
     add("backward", kEngineNames[int(backward_)]);
@@ -151,7 +152,7 @@ class Explanation {
     add("units", tile.units);
     add("tiles", tiles);
     add("thread_blocks", batch::count_blocks(tiles, device_));
-    add_shared_bytes("forward", tile.shared_bytes(p_.gates));
+    add_shared_bytes("forward", tile.shared_bytes(p_.gates, batch::keeps_state(cell_)));
   }
 
   void explain_grid() {

@@ -1,20 +1,51 @@
 // The cells of a tile: sums of the product in, states and h out.
 #pragma once
-#include "../../cells/reads_h.h"
 #include "common/cuda/ptx/named_barrier.cuh"
 #include "product.cuh"
 
 namespace flashcell::cuda::batch {
 
-template <typename S>
-DEVICE float4 load_bias(const Work& work, const Position<S>& at, int row, int unit) {
-  const int units = work.unit_tiles * S::kUnits;
-  const int64_t place = (int64_t(at.head) * S::R + row) * units + at.unit0 + unit;
-  return __ldg(reinterpret_cast<const float4*>(work.bias + place));
+// N elements of a type of kBytes as one access.
+template <int kBytes>
+struct WordsOf;
+template <>
+struct WordsOf<4> {
+  using type = uint32_t;
+};
+template <>
+struct WordsOf<8> {
+  using type = uint2;
+};
+template <>
+struct WordsOf<16> {
+  using type = uint4;
+};
+template <typename T, int kCount>
+DEVICE void store_global(void* to, const T (&values)[kCount]) {
+  using Words = typename WordsOf<int(sizeof(T)) * kCount>::type;
+  Words words;
+  static_assert(sizeof words == sizeof values);
+  memcpy(&words, values, sizeof words);
+  *static_cast<Words*>(to) = words;
 }
 
-// A warp runs 16 units of 8 rows at a time, a lane 4 units of a row: a group. While it runs one, it
-// loads the inputs of the next ones.
+template <typename S, int U>
+DEVICE void load_bias(float (&bias)[U], const Work& work, const Position<S>& at, int row,
+                      int unit) {
+  const int units = work.unit_tiles * S::kUnits;
+  const int64_t place = (int64_t(at.head) * S::R + row) * units + at.unit0 + unit;
+  const float* from = work.bias + place;
+  if constexpr (U == 4) {
+    const float4 b = __ldg(reinterpret_cast<const float4*>(from));
+    bias[0] = b.x, bias[1] = b.y, bias[2] = b.z, bias[3] = b.w;
+  } else {
+    const float2 b = __ldg(reinterpret_cast<const float2*>(from));
+    bias[0] = b.x, bias[1] = b.y;
+  }
+}
+
+// A warp runs 16 units of 8 rows at a time, a lane 4 units of a row: a group; of a last group of 8
+// units a lane has 2. While it runs one, it loads the inputs of the next ones.
 template <typename S>
 struct Cells {
   using Cell = typename S::Cell;
@@ -26,49 +57,57 @@ struct Cells {
   // is loaded with the states.
   static constexpr bool kSumsX = !Cell::kSplitGrad;
 
-  // A sequence of the tile as a lane sees it: offsets are those of the lane's first unit, in bytes.
+  // A sequence of the tile as a lane sees it: offsets are those of the tile's first unit, in bytes.
   struct Row {
     const char* x;
     int64_t h;       // offset in h
     uint32_t state;  // offset in a state
+    uint32_t kept;   // where the state is kept, in shared memory
     bool carries;    // the step is one of the sequence's
     bool runs, zeros, ends;
     bool clears;  // the next step resets: the states after this one are 0
   };
-  struct Inputs {  // of four units
+  struct Inputs {  // of four units, or of the first two
     uint32_t x[G][2];
     float states[K][4];
   };
+  // The lane's first unit of a group, in the tile.
+  template <int group>
+  DEVICE static int unit_of() {
+    return group * 16 + threadIdx.x % 4 * S::template kOfLane<group>;
+  }
 
   // Sets the sums to the bias (of an extra bias row, which belongs to the last gate's product, if
   // there is one) plus x, while h is not there yet.
   DEVICE void start(typename S::Sums& sums) const {
-    const int unit = threadIdx.x % 4 * 4;
 #pragma unroll
     for (int m = 0; m < S::kBlocks; ++m) {
-      uint32_t x[2][S::kGroups][G][2];
+      const Row rows[2] = {row(m, 0), row(m, 1)};
+      [&]<int... group>(std::integer_sequence<int, group...>) {
+        (start_group<group>(sums[m], rows), ...);
+      }(std::make_integer_sequence<int, S::kGroups>());
+    }
+  }
+  template <int group>
+  DEVICE void start_group(float (&sums)[S::kColumns / 8][4], const Row (&rows)[2]) const {
+    constexpr int U = S::template kOfLane<group>;
+    uint32_t x[2][G][2];
+    if constexpr (kSumsX) {
+      load_x<group>(x[0], rows[0]);
+      load_x<group>(x[1], rows[1]);
+    }
 #pragma unroll
-      for (int half = 0; half < 2 * kSumsX; ++half) {
-        const Row row = this->row(m, half);
+    for (int g = 0; g < G; ++g) {
+      float bias[U];
+      load_bias<S>(bias, work, at, g == G - 1 ? R - 1 : g, unit_of<group>());
 #pragma unroll
-        for (int group = 0; group < S::kGroups; ++group) load_x(x[half][group], row, group);
-      }
+      for (int pair = 0; pair < U / 2; ++pair) {
+        float (&to)[4] = sums[2 * G * group + g * (U / 2) + pair];
 #pragma unroll
-      for (int group = 0; group < S::kGroups; ++group) {
-#pragma unroll
-        for (int g = 0; g < G; ++g) {
-          const int j = 2 * (G * group + g);
-          const float4 b = load_bias(work, at, g == G - 1 ? R - 1 : g, group * 16 + unit);
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            float2 low{}, high{};
-            if constexpr (kSumsX) {
-              low = Pair<IO>{{x[half][group][g][0]}}.floats();
-              high = Pair<IO>{{x[half][group][g][1]}}.floats();
-            }
-            sums[m][j][2 * half] = b.x + low.x, sums[m][j][2 * half + 1] = b.y + low.y;
-            sums[m][j + 1][2 * half] = b.z + high.x, sums[m][j + 1][2 * half + 1] = b.w + high.y;
-          }
+        for (int half = 0; half < 2; ++half) {
+          float2 given{};
+          if constexpr (kSumsX) given = Pair<IO>{{x[half][g][pair]}}.floats();
+          to[2 * half] = bias[2 * pair] + given.x, to[2 * half + 1] = bias[2 * pair + 1] + given.y;
         }
       }
     }
@@ -77,18 +116,29 @@ struct Cells {
   const ForwardParams& p;
   const Work& work;
   const Position<S>& at;
+  // Whether the tile's state stays in shared memory: not with `hold`, after whose steps a sequence
+  // may end that has no step of its own to write the last state in.
+  bool keeps;
+  uint32_t states;  // of the tile, in shared memory
   Row now, after;
-  static constexpr int kAhead = S::kGroups > 1 && S::kBlocks* S::kColumns <= 256 ? 2 : 1;
+  // Groups whose inputs are loaded ahead: one where they are a kept state alone.
+  static constexpr bool kShared = S::kKeeps && kSumsX;
+  static constexpr int kAhead =
+      !kShared && S::kGroups > 1 && S::kBlocks* S::kColumns <= 256 ? 2 : 1;
   Inputs in[kAhead + 1];  // of this group and the next
 
-  DEVICE Cells(const ForwardParams& p, const Work& work, const Position<S>& at)
-      : p(p), work(work), at(at) {}
+  DEVICE Cells(const ForwardParams& p, const Work& work, const Position<S>& at, uint32_t states)
+      : p(p),
+        work(work),
+        at(at),
+        keeps(S::kKeeps && p.hold == nullptr && at.own < S::kKeptTiles),
+        states(states + at.own * S::kStateBytes) {}
 
   // Returns row 8 `half` of block m of the warp's rows, plus the lane's.
   DEVICE Row row(int m, int half) const {
     const Column column(p, at.row0 + at.own_row() + m * 64 + half * 8, p.x_batch);
     const int64_t ND = int64_t(work.N) * work.D;
-    const int first = at.unit0 + threadIdx.x % 4 * 4, unit = at.head * work.D + first, t = at.t;
+    const int first = at.unit0, unit = at.head * work.D + first, t = at.t;
     const bool held = column.holds(p, t);
     Row row;
     row.carries = column.runs(t), row.runs = row.carries && !held;
@@ -98,89 +148,123 @@ struct Cells {
     row.x = static_cast<const char*>(p.x) + 2 * x;
     row.h = 2 * ((column.row + t) * ND + unit);
     row.state = 4 * uint32_t(int(column.index) * int(ND) + unit);
+    const int own = at.own_row() + m * 64 + half * 8;
+    row.kept = states + own * S::kUnits * 4;
     return row;
   }
-  DEVICE bool inside(int group) const {  // whether the lane's units of this group exist
-    return at.unit0 + group * 16 + int(threadIdx.x % 4) * 4 < work.D;
+  template <int group>
+  DEVICE bool inside() const {  // whether the lane's units of this group exist
+    return at.unit0 + unit_of<group>() < work.D;
+  }
+  // Where the lane's state of a group is kept. In every other row the groups lie otherwise, so that
+  // two rows share no bank: of 32 units they change places, of 40 the last group comes first.
+  template <int group>
+  DEVICE uint32_t kept(const Row& row) const {
+    constexpr int U = S::template kOfLane<group>;
+    const uint32_t odd = threadIdx.x / 4 % 2, own = threadIdx.x % 4 * U * 4;
+    if constexpr (S::kUnits % 32 == 0) return row.kept + ((group ^ odd) * 64 + own);
+    if constexpr (S::kUnits == 40)
+      return row.kept + (group * 64 + odd * (U == 4 ? 32 : -128) + own);
+    return row.kept + (group * 64 + own);
   }
   DEVICE int64_t state_bytes() const { return 4 * p.S * work.N * work.D; }
 
   // Where the lane's part of a group of row(m, half) lies in h after step t, as an operand. Its
-  // 16-byte piece is 2 (unit / 16) + q / 2, swizzled by the row, which is r modulo 8.
-  DEVICE char* operand(int t, int m, int half, int group) const {
-    const unsigned lane = threadIdx.x % 32, q = lane % 4, place = unsigned(at.unit0) / 16 + group;
-    char* panel = at.operand(work, t) + place / 4 * at.panel_bytes(work);
-    const unsigned swizzled = (q / 2 ^ lane / 4) * 16 ^ place % 4 * 32;
-    return panel + (swizzled + at.own_row() * kRowBytes + q % 2 * 8) +
+  // 16-byte piece is unit / 8, swizzled by the row, which is r modulo 8.
+  template <int group>
+  DEVICE char* operand(int t, int m, int half) const {
+    const unsigned lane = threadIdx.x % 32, unit = unsigned(at.unit0) + unit_of<group>();
+    char* panel = at.operand(work, t) + unit / 64 * at.panel_bytes(work);
+    const unsigned swizzled = (unit / 8 % 8 ^ lane / 4) * 16;
+    return panel + (swizzled + at.own_row() * kRowBytes + unit % 8 * 2) +
            (m * 64 + half * 8) * kRowBytes;
   }
   // The place in a tensor [B, T, values, N, D] of the row and of a group.
-  DEVICE char* output(void* tensor, const Row& row, int values, int group) const {
-    const int unit = at.head * work.D + at.unit0 + threadIdx.x % 4 * 4;
-    return static_cast<char*>(tensor) + (row.h * values - 2 * (values - 1) * unit) + group * 32;
+  template <int group>
+  DEVICE char* output(void* tensor, const Row& row, int values) const {
+    const int first = at.head * work.D + at.unit0;
+    return static_cast<char*>(tensor) + (row.h * values - 2 * (values - 1) * first) +
+           unit_of<group>() * 2;
   }
-  DEVICE static void put(void* to, uint2 words) { *static_cast<uint2*>(to) = words; }
 
   // Starts to load x of a group, if its units exist; in rows that do not run, values that nobody
   // uses.
-  DEVICE void load_x(uint32_t (&x)[G][2], const Row& row, int group) const {
+  template <int group>
+  DEVICE void load_x(uint32_t (&x)[G][2], const Row& row) const {
 #pragma unroll
     for (int g = 0; g < G; ++g) {
-      load_constant_if(x[g], row.x + 2 * g * p.x_gate + group * 32, inside(group));
+      const char* from = row.x + 2 * g * p.x_gate + unit_of<group>() * 2;
+      if constexpr (S::template kOfLane<group> == 4) {
+        load_constant_if(x[g], from, inside<group>());
+      } else {
+        load_constant_if(x[g][0], from, inside<group>());
+      }
     }
   }
-  DEVICE void load(Inputs& in, Row& row, int group) const {
+  template <int group>
+  DEVICE void load(Inputs& in, Row& row) const {
     if constexpr (!kSumsX) {
       // Keeps the compiler from holding a pointer for every gate, for which there are no registers.
       keep_pointer(row.x);
-      load_x(in.x, row, group);
+      load_x<group>(in.x, row);
     }
 #pragma unroll
-    for (int k = kReadsH<Cell> ? 0 : 1; k < K; ++k) {
-      const char* last = static_cast<const char*>(p.last) + k * state_bytes() + row.state;
-      load_if(in.states[k], last + group * 64, inside(group));
+    for (int k = S::kFirst; k < K; ++k) {
+      float (&state)[4] = in.states[k];
+      const char* last =
+          static_cast<const char*>(p.last) + k * state_bytes() + row.state + unit_of<group>() * 4;
+      if constexpr (S::template kOfLane<group> == 4) {
+        if (keeps && at.t > 0) {
+          load_shared(state, kept<group>(row));
+        } else {
+          load_if(state, last, inside<group>());
+        }
+      } else if (keeps && at.t > 0) {
+        load_shared(state[0], state[1], kept<group>(row));
+      } else {
+        load_if(state[0], state[1], last, inside<group>());
+      }
     }
   }
 
   DEVICE void begin() {
     after = row(0, 0);
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) load(in[i], after, i);
+    [&]<int... i>(std::integer_sequence<int, i...>) {
+      (load<i>(in[i], after), ...);
+    }(std::make_integer_sequence<int, kAhead>());
   }
   template <int i>
   DEVICE void run(const typename S::Sums& sums) {
     constexpr int m = i / S::kGroups / 2, half = i / S::kGroups % 2, group = i % S::kGroups;
+    constexpr int U = S::template kOfLane<group>;
     if constexpr (group == 0) now = after;
     if constexpr (constexpr int next = i + kAhead; next < kCount) {
       if constexpr (next % S::kGroups == 0) {
         after = row(next / S::kGroups / 2, next / S::kGroups % 2);
       }
-      load(in[next % (kAhead + 1)], after, next % S::kGroups);
+      load<next % S::kGroups>(in[next % (kAhead + 1)], after);
     }
-    if (!now.runs || !inside(group)) return;
-    float products[G][4];
+    if (!now.runs || !inside<group>()) return;
+    float products[G][U];
 #pragma unroll
     for (int g = 0; g < G; ++g) {
 #pragma unroll
-      for (int u = 0; u < 4; ++u) {
-        products[g][u] = sums[m][2 * (G * group + g) + u / 2][2 * half + u % 2];
+      for (int u = 0; u < U; ++u) {
+        products[g][u] = sums[m][2 * G * group + g * (U / 2) + u / 2][2 * half + u % 2];
       }
     }
-    run_units(m, half, group, in[i % (kAhead + 1)], products);
+    run_units<group>(m, half, in[i % (kAhead + 1)], products);
   }
 
-  // Runs four units of a sequence.
-  DEVICE void run_units(int m, int half, int group, const Inputs& in,
-                        const float (&products)[G][4]) const {
+  // Runs U units of a sequence.
+  template <int group, int U>
+  DEVICE void run_units(int m, int half, const Inputs& in, const float (&products)[G][U]) const {
     const int64_t ND = int64_t(work.N) * work.D;
-    float own[4] = {};  // the last gate's own bias
-    if constexpr (R > G) {
-      const float4 b = load_bias(work, at, G - 1, group * 16 + threadIdx.x % 4 * 4);
-      own[0] = b.x, own[1] = b.y, own[2] = b.z, own[3] = b.w;
-    }
-    float values[kSaved][4], state[K][4];
+    float own[U] = {};  // the last gate's own bias
+    if constexpr (R > G) load_bias<S>(own, work, at, G - 1, unit_of<group>());
+    float values[kSaved][U], state[K][U];
 #pragma unroll
-    for (int u = 0; u < 4; ++u) {
+    for (int u = 0; u < U; ++u) {
       V xs[G], rs[G], from[K], to[K], kept[kSaved];
 #pragma unroll
       for (int g = 0; g < G; ++g) {
@@ -201,53 +285,75 @@ struct Cells {
 #pragma unroll
       for (int v = 0; v < kSaved; ++v) values[v][u] = to_float(kept[v]);
     }
-    const auto rounded = [](const float (&v)[4]) {
-      return make_uint2(Pair<IO>::of(v[0], v[1]).word[0], Pair<IO>::of(v[2], v[3]).word[0]);
+    struct Words {
+      uint32_t of[U / 2];
     };
-    const uint2 h = rounded(state[0]);
-    put(operand(at.t, m, half, group), now.clears ? make_uint2(0, 0) : h);
-    put(output(p.h, now, 1, group), h);
+    const auto rounded = [](const float (&v)[U]) {
+      Words words;
+#pragma unroll
+      for (int u = 0; u < U; u += 2) words.of[u / 2] = Pair<IO>::of(v[u], v[u + 1]).word[0];
+      return words;
+    };
+    const Words h = rounded(state[0]);
+    Words shown;
+#pragma unroll
+    for (int u = 0; u < U / 2; ++u) shown.of[u] = now.clears ? 0 : h.of[u];
+    store_global(operand<group>(at.t, m, half), shown.of);
+    store_global(output<group>(p.h, now, 1), h.of);
 #pragma unroll
     for (int k = 0; k < K; ++k) {
-      if (k == 0 && !kReadsH<Cell> && !now.ends && p.hold == nullptr) continue;
-      char* last = static_cast<char*>(p.last) + k * state_bytes() + now.state + group * 64;
-      *reinterpret_cast<float4*>(last) =
-          now.clears ? float4{} : make_float4(state[k][0], state[k][1], state[k][2], state[k][3]);
+      float next[U];
+#pragma unroll
+      for (int u = 0; u < U; ++u) next[u] = now.clears ? 0.f : state[k][u];
+      if (k >= S::kFirst && keeps) store_shared(kept<group>(now), next);
+      const bool is_read = k >= S::kFirst && !keeps;  // by the next step
+      if (!is_read && !now.ends && p.hold == nullptr) continue;
+      char* last = static_cast<char*>(p.last) + k * state_bytes() + now.state;
+      store_global(last + unit_of<group>() * 4, next);
     }
     if constexpr (S::kSaves) {
-      const void* before = operand(at.t + 1, m, half, group);  // of step t - 1
-      put(output(p.h_prev, now, 1, group), __ldcg(static_cast<const uint2*>(before)));
-      char* saved = output(p.saved, now, kSaved, group);
+      using Loaded = typename WordsOf<2 * U>::type;
+      const void* before = operand<group>(at.t + 1, m, half);  // of step t - 1
+      *reinterpret_cast<Loaded*>(output<group>(p.h_prev, now, 1)) =
+          __ldcg(static_cast<const Loaded*>(before));
+      char* saved = output<group>(p.saved, now, kSaved);
 #pragma unroll
-      for (int v = 0; v < kSaved; ++v) put(saved + 2 * v * ND, rounded(values[v]));
+      for (int v = 0; v < kSaved; ++v) store_global(saved + 2 * v * ND, rounded(values[v]).of);
     }
   }
 
   // Writes the zeros of padding and of held steps, which only pass the states on.
   DEVICE void pass_states_on() const {
-    const int64_t ND = int64_t(work.N) * work.D;
-    const uint2 zeros = make_uint2(0, 0);
 #pragma unroll 1
     for (int i = 0; i < S::kBlocks * 2; ++i) {
       const Row row = this->row(i / 2, i % 2);
       if (!row.zeros) continue;
-#pragma unroll 1
-      for (int group = 0; group < S::kGroups && inside(group); ++group) {
-        put(output(p.h, row, 1, group), zeros);
-        if constexpr (S::kSaves) {
-          put(output(p.h_prev, row, 1, group), zeros);
-          char* saved = output(p.saved, row, kSaved, group);
-          for (int v = 0; v < kSaved; ++v) put(saved + 2 * v * ND, zeros);
-        }
-        if (!row.carries) continue;
-        const void* before = operand(at.t + 1, i / 2, i % 2, group);
-        put(operand(at.t, i / 2, i % 2, group),
-            row.clears ? zeros : __ldcg(static_cast<const uint2*>(before)));
-        for (int k = 0; row.clears && k < K; ++k) {
-          char* last = static_cast<char*>(p.last) + k * state_bytes() + row.state + group * 64;
-          *reinterpret_cast<float4*>(last) = float4{};
-        }
-      }
+      [&]<int... group>(std::integer_sequence<int, group...>) {
+        (pass_group_on<group>(row, i / 2, i % 2), ...);
+      }(std::make_integer_sequence<int, S::kGroups>());
+    }
+  }
+  template <int group>
+  DEVICE void pass_group_on(const Row& row, int m, int half) const {
+    constexpr int U = S::template kOfLane<group>;
+    using Words = typename WordsOf<2 * U>::type;
+    if (!inside<group>()) return;
+    const int64_t ND = int64_t(work.N) * work.D;
+    const auto put = [](void* to, Words words) { *static_cast<Words*>(to) = words; };
+    put(output<group>(p.h, row, 1), Words{});
+    if constexpr (S::kSaves) {
+      put(output<group>(p.h_prev, row, 1), Words{});
+      char* saved = output<group>(p.saved, row, kSaved);
+      for (int v = 0; v < kSaved; ++v) put(saved + 2 * v * ND, Words{});
+    }
+    if (!row.carries) return;
+    const void* before = operand<group>(at.t + 1, m, half);
+    put(operand<group>(at.t, m, half),
+        row.clears ? Words{} : __ldcg(static_cast<const Words*>(before)));
+    const float zeros[U] = {};
+    for (int k = 0; row.clears && k < K; ++k) {
+      char* last = static_cast<char*>(p.last) + k * state_bytes() + row.state;
+      store_global(last + unit_of<group>() * 4, zeros);
     }
   }
 

@@ -17,7 +17,7 @@ struct Consumer {
 
   template <int... i>
   DEVICE void run_tile(std::integer_sequence<int, i...>, const Position<S>& at) {
-    Cells<S> cells(p, work, at);
+    Cells<S> cells(p, work, at, ring.states());
     if (at.runs()) {
       typename S::Sums sums;
       cells.start(sums);

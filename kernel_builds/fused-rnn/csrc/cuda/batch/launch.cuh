@@ -28,9 +28,12 @@ void run_forward(const ForwardParams& p, const Launch& launch) {
       p, work, kThis.units);
   check(cudaGetLastError());
 
-  const auto kernel = p.saved != nullptr ? forward_kernel<Shape<Cell, IO, kTile, true>>
-                                         : forward_kernel<Shape<Cell, IO, kTile, false>>;
-  const int bytes = kThis.shared_bytes(Cell::kGates);
+  using Plain = Shape<Cell, IO, kTile, false>;
+  auto kernel = forward_kernel<Plain>;
+  if constexpr (kTile != kWideTile) {
+    if (p.saved != nullptr) kernel = forward_kernel<Shape<Cell, IO, kTile, true>>;
+  }
+  const int bytes = kThis.shared_bytes(Cell::kGates, Plain::kKeeps);
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
   int of_sm = 0;
   check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&of_sm, kernel, kThreads, size_t(bytes)));
@@ -51,10 +54,12 @@ void run_forward(const ForwardParams& p, const Launch& launch) {
 template <typename Cell, typename IO>
 void forward_batch(const ForwardParams& p, const Launch& launch) {
   if (p.S == 0) return;
-  const int best = batch::best_tile({p.S, p.N, p.D, Cell::kGates}, launch.device);
+  constexpr bool kKeeps = batch::keeps_state(kSizesOf<Cell>);
+  const bool has_wide = kKeeps && p.saved == nullptr;
+  const int best = batch::best_tile({p.S, p.N, p.D, Cell::kGates, has_wide}, launch.device);
   [&]<int... i>(std::integer_sequence<int, i...>) {
     ((i == best ? batch::run_forward<Cell, IO, i>(p, launch) : void()), ...);
-  }(std::make_integer_sequence<int, batch::tile_count(Cell::kGates)>());
+  }(std::make_integer_sequence<int, batch::tile_count(Cell::kGates, kKeeps)>());
 }
 
 }  // namespace flashcell::cuda

@@ -23,7 +23,7 @@ constexpr int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 struct Tile {
   int blocks;  // of 64 sequences, for each warpgroup
-  int units;   // a multiple of 16
+  int units;   // a multiple of 8
   // Whether the two warpgroups take turns with tiles of their own: one multiplies while the other
   // runs cells and waits. Otherwise they have halves of the same tile.
   bool turns;
@@ -31,25 +31,37 @@ struct Tile {
   constexpr int warpgroups() const { return turns ? 1 : 2; }  // of a tile
   constexpr int rows() const { return 64 * blocks * warpgroups(); }
   constexpr int stage_bytes(int gates) const { return (rows() + units * gates) * kRowBytes; }
-  constexpr int stages(int gates) const {
-    return std::min(kMostStages, kMostShared / stage_bytes(gates));
+  // Tiles of a thread block whose state stays in shared memory, and the bytes of one.
+  constexpr int kept_tiles() const { return turns ? 4 : 1; }
+  constexpr int state_bytes() const { return rows() * units * int(sizeof(float)); }
+  constexpr int kept_bytes(bool keeps) const { return keeps ? kept_tiles() * state_bytes() : 0; }
+  constexpr int stages(int gates, bool keeps) const {
+    return std::min(kMostStages, (kMostShared - kept_bytes(keeps)) / stage_bytes(gates));
   }
-  constexpr int shared_bytes(int gates) const {
-    return 1024 + stages(gates) * (stage_bytes(gates) + 16) + 16;
+  constexpr int shared_bytes(int gates, bool keeps) const {
+    return 1024 + stages(gates, keeps) * (stage_bytes(gates) + 16) + 16 + kept_bytes(keeps);
   }
 };
 
-// The tiles that are compiled for a cell; the last one for four gates only. Their products have
-// 128, 96 or 64 columns, the last one's 64.
-constexpr std::array<Tile, 4> tiles(int gates) {
+// Whether the state of some tiles stays in shared memory: that of cells whose step reads one.
+constexpr bool keeps_state(const CellSizes& cell) { return cell.states - !cell.reads_h == 1; }
+
+// The tiles that are compiled for a cell; the last two for four gates only, and the last one for
+// cells whose state stays in shared memory, where nothing is saved. Their products have 128, 96 or
+// 64 columns, the last two's 64 and 160.
+constexpr std::array<Tile, 5> tiles(int gates) {
   const int units = gates > 1 ? 32 : 64;
-  return {{{2, units, true}, {2, units, false}, {1, units, false}, {1, 16, false}}};
+  return {{{2, units, true}, {2, units, false}, {1, units, false}, {1, 16, false}, {2, 40, false}}};
 }
-constexpr int tile_count(int gates) { return gates == 4 ? 4 : 3; }
+constexpr int kWideTile = 4;
+constexpr int tile_count(int gates, bool has_wide) {
+  return gates != 4 ? 3 : has_wide ? kWideTile + 1 : kWideTile;
+}
 
 struct Sizes {
   int64_t S, N, D;
   int gates;
+  bool has_wide = false;  // whether kWideTile may be taken
 };
 
 constexpr int64_t count_tiles(const Tile& tile, const Sizes& z) {
@@ -73,7 +85,7 @@ constexpr double step_us(const Tile& tile, const Sizes& z, const Device& device)
     us = rounds > 1 ? rounds * (0.32 * depth + 3) : 0.44 * depth + 4.6;
     bytes_of_us = 8.2e6;
   } else if (tile.blocks == 2) {
-    us = rounds * (0.58 * depth + 6);
+    us = rounds * (tile.units == 40 ? 0.82 * depth + 11 : 0.58 * depth + 8);
     bytes_of_us = 6.6e6;
   } else if (tile.units == 16) {
     us = rounds * (0.355 * panels + 1.7) + 0.8;
@@ -86,7 +98,7 @@ constexpr double step_us(const Tile& tile, const Sizes& z, const Device& device)
 // The index in `tiles` of the tile that takes the least time.
 constexpr int best_tile(const Sizes& z, const Device& device) {
   int best = 0;
-  for (int i = 1; i < tile_count(z.gates); ++i) {
+  for (int i = 1; i < tile_count(z.gates, z.has_wide); ++i) {
     const double least = step_us(tiles(z.gates)[best], z, device);
     if (step_us(tiles(z.gates)[i], z, device) < least) best = i;
   }
@@ -157,8 +169,11 @@ struct Work {
 };
 
 inline int64_t scratch_bytes(const SequenceParams& p, const CellSizes& cell, const Device& device) {
-  const Tile tile = tiles(cell.gates)[best_tile({p.S, p.N, p.D, cell.gates}, device)];
-  return Work(p, cell.gates, cell.bias_rows, tile, nullptr).bytes;
+  const auto bytes = [&](bool has_wide) {
+    const int best = best_tile({p.S, p.N, p.D, cell.gates, has_wide}, device);
+    return Work(p, cell.gates, cell.bias_rows, tiles(cell.gates)[best], nullptr).bytes;
+  };
+  return std::max(bytes(false), bytes(keeps_state(cell)));  // with values to save, and without
 }
 
 }  // namespace flashcell::cuda::batch

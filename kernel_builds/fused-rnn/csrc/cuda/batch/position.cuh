@@ -15,19 +15,28 @@ struct Shape {
   static constexpr int kBlocks = kTile.blocks, kUnits = kTile.units;
   static constexpr bool kTurns = kTile.turns, kSaves = kSaves_;
   static constexpr int kWarpgroups = kTile.warpgroups();
-  static constexpr int kRows = kTile.rows(), kColumns = kUnits * G, kGroups = kUnits / 16;
-  static constexpr int kStages = kTile.stages(G);
+  static constexpr int kRows = kTile.rows(), kColumns = kUnits * G;
+  static constexpr int kGroups = (kUnits + 15) / 16;  // of 16 units; the last one may have 8
+  // The units of a group that a lane has.
+  template <int group>
+  static constexpr int kOfLane = kUnits - group * 16 >= 16 ? 4 : 2;
+  static constexpr int kFirst = kReadsH<Cell> ? 0 : 1;  // the first state that a step reads
+  static constexpr bool kKeeps = keeps_state(kSizesOf<Cell>);
+  static constexpr int kStages = kTile.stages(G, kKeeps), kKeptBytes = kTile.kept_bytes(kKeeps);
+  static constexpr int kKeptTiles = kTile.kept_tiles(), kStateBytes = kTile.state_bytes();
   using Sums = float[kBlocks][kColumns / 8][4];
 };
 
 template <typename S>
 struct Position {
   int t, head, unit0, steps;  // `steps` of the tile's longest sequence
+  int own;                    // the tile's index among those of the thread block
   int64_t row0;               // the tile's first sequence
   unsigned* published;        // counts those of the tile's sequences
   const char* weight;
 
-  DEVICE Position(const SequenceParams& p, const Work& work, int t, int tile) : t(t) {
+  DEVICE Position(const SequenceParams& p, const Work& work, int t, int tile)
+      : t(t), own(tile / int(gridDim.x)) {
     const int unit_tile = tile % work.unit_tiles;
     const int row_tile = tile / work.unit_tiles % work.row_tiles;
     head = tile / work.unit_tiles / work.row_tiles;

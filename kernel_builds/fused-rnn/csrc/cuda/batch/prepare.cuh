@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare_kernel(const
   Threads::for_each(rows * 8, [&](int64_t i) {
     const int piece = int(i % 8), column = int(i / 8 % columns);
     const int64_t block = i / 8 / columns, tile = block / work.panels;
-    const Place place = place_of_column(column, G);
+    const Place place = place_of_column(column, G, tile_units);
     const int64_t head = tile / work.unit_tiles;
     const int64_t unit = tile % work.unit_tiles * tile_units + place.unit;
     const int64_t depth = block % work.panels * kDepth + piece * 8;

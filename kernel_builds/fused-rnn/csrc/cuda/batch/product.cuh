@@ -9,7 +9,7 @@
 namespace flashcell::cuda::batch {
 
 // A position in the ring. A stage holds the rows of the operand, then those of the weight; `full`
-// and `empty` are its barriers.
+// and `empty` are its barriers. Behind the stages lie the states that stay in shared memory.
 template <typename S>
 struct Ring {
   static constexpr int kBytes = (S::kRows + S::kColumns) * kRowBytes, kStages = S::kStages;
@@ -19,11 +19,12 @@ struct Ring {
   DEVICE explicit Ring(uint32_t memory) : memory(memory) {}
   DEVICE uint32_t rows() const { return memory + index * kBytes; }
   DEVICE uint32_t columns() const { return rows() + S::kRows * kRowBytes; }
-  DEVICE uint32_t full() const { return memory + kStages * kBytes + index * 16; }
+  DEVICE uint32_t states() const { return memory + kStages * kBytes; }
+  DEVICE uint32_t full() const { return states() + S::kKeptBytes + index * 16; }
   DEVICE uint32_t empty() const { return full() + 8; }
   // The barrier at which a warpgroup waits for its turn.
   DEVICE uint32_t turn(int warpgroup) const {
-    return memory + kStages * (kBytes + 16) + warpgroup * 8;
+    return states() + S::kKeptBytes + kStages * 16 + warpgroup * 8;
   }
   DEVICE void init() {
     for (int i = 0; i < 2; ++i) mbarrier_init(turn(i), kWarpgroup / 32);
@@ -100,7 +101,7 @@ template <typename S>
 DEVICE void prefetch_units(const Work& work, const Position<S>& at, const void* from) {
   constexpr int kSector = 32;
 #pragma unroll
-  for (int i = 0; i < S::kUnits * 2 / kSector; ++i) {
+  for (int i = 0; i < (S::kUnits * 2 + kSector - 1) / kSector; ++i) {
     if (at.unit0 + i * 16 < work.D) prefetch_l2(static_cast<const char*>(from) + i * kSector);
   }
 }

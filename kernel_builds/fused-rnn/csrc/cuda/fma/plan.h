@@ -137,7 +137,7 @@ constexpr int64_t at_once(int64_t D, int gates, const Device& device) {
 // The most sequences of a block, by shared memory: one, or a multiple of four. Of all cells an
 // slstm needs most: 4 states and 7 saved values.
 constexpr int most_sequences(int64_t D, int gates, const Device& device) {
-  const CellSizes largest{gates, 4, gates + 1, 7, true};
+  const CellSizes largest{gates, 4, gates + 1, 7, true, true};
   int most = 16;
   while (most > 1 && (backward_memory(largest, D, most).bytes() > device.shared_bytes ||
                       forward_memory(largest, D, most).bytes() > device.shared_bytes)) {
