@@ -264,15 +264,16 @@ void barrier() {
   }
 }
 
-void barrier(int name, unsigned threads) {
+void arrive(int name, unsigned threads) {
   machine.idle = 0;
   auto& own = machine.named[name];
-  const uint64_t here = own.generation;
-  if (++own.arrived == threads) {
-    own.arrived = 0, ++own.generation;
-  } else {
-    while (own.generation == here) yield_to_block();
-  }
+  if (++own.arrived == threads) own.arrived = 0, ++own.generation;
+}
+
+void barrier(int name, unsigned threads) {
+  const uint64_t here = machine.named[name].generation;
+  arrive(name, threads);
+  while (machine.named[name].generation == here) yield_to_block();
 }
 
 char* shared_at(uint32_t address, int bytes) {

@@ -93,6 +93,7 @@ void yield(unsigned first, unsigned count);
 void yield_to_block();
 void barrier();  // waits for all threads of the block that have not returned
 void barrier(int name, unsigned threads);
+void arrive(int name, unsigned threads);  // at such a barrier, without waiting
 char* shared_at(uint32_t address, int bytes);
 void issue_copy(const Copy& copy);
 void commit_copies();

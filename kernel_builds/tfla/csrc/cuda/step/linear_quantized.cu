@@ -5,18 +5,15 @@ namespace flashcell::cuda {
 
 template <typename IO, Format kFormat>
 void run_quantized(const LinearStepParams& p, const Device& device, cudaStream_t stream) {
+  constexpr bool kInt4 = kFormat == Format::kInt4;
+  constexpr int kSteps = kInt4 ? kInt4Steps : kShortSteps;
   if (device.code.is_turing()) {
     launch_linear_step<IO, kFormat, kTuringSteps>(p, device, stream);
-  } else if constexpr (kFormat == Format::kInt4) {
-    if (device.shared_bytes >= kSharedOfLong) {
-      launch_linear_step<IO, kFormat, kInt4Steps, kInt4Stages>(p, device, stream);
-    } else {
-      launch_linear_step<IO, kFormat, kInt4Steps, kShortInt4Stages>(p, device, stream);
-    }
-  } else if (device.shared_bytes >= kSharedOfEight) {
-    launch_linear_step<IO, kFormat, kShortSteps, kStagesOfEight>(p, device, stream);
+  } else if (device.shared_bytes >= kSharedOfTeams) {
+    constexpr int kStages = kInt4 ? kInt4Stages : kStagesOfEight;
+    launch_linear_step<IO, kFormat, kSteps, kStages, kTeamsOfWidening>(p, device, stream);
   } else {
-    launch_linear_step<IO, kFormat, kShortSteps>(p, device, stream);
+    launch_linear_step<IO, kFormat, kSteps, kInt4 ? kShortInt4Stages : 2>(p, device, stream);
   }
 }
 #define FLASHCELL_RUN(IO, kind) \

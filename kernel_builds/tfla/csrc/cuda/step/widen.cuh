@@ -3,6 +3,7 @@
 // again. That rounds nothing: bf16 and fp16 hold all values of int8, float8_e4m3fn and int4.
 #pragma once
 #include "../../params.h"
+#include "common/cuda/ptx/logic.cuh"
 #include "common/cuda/ptx/mma.cuh"
 
 namespace flashcell::cuda {
@@ -15,11 +16,12 @@ template <typename IO>
 DEVICE uint32_t widen_int8(uint32_t bytes) {
   if constexpr (std::is_same_v<IO, bf16>) {
     // 128 + the low 7 bits, less 128 or, with a sign, 256
-    const uint32_t low = (bytes & twice(0x7f)) | twice(0x4300);
-    return multiply_add<IO>(low, twice(0x3f80), (bytes & twice(0x80)) | twice(0xc300));
+    const uint32_t low = and_or(bytes, twice(0x7f), twice(0x4300));
+    return multiply_add<IO>(low, twice(0x3f80), and_or(bytes, twice(0x80), twice(0xc300)));
   } else {
     // 1024 + 128 + the value, less 1152
-    return multiply_add<IO>(bytes ^ twice(0x6480), twice(0x3c00), twice(0xe480));
+    const uint32_t value = and_xor(bytes, twice(0xff), twice(0x6480));
+    return multiply_add<IO>(value, twice(0x3c00), twice(0xe480));
   }
 }
 
@@ -30,22 +32,25 @@ template <typename IO>
 DEVICE uint32_t widen_fp8(uint32_t bytes) {
   const uint32_t sign = bytes & twice(0x8000);
   if constexpr (std::is_same_v<IO, bf16>) {
-    return multiply_add<IO>(sign | (bytes >> 4 & twice(0x07f0)), twice(0x7b80), twice(0x8000));
+    return multiply_add<IO>(and_or(bytes >> 4, twice(0x07f0), sign), twice(0x7b80), twice(0x8000));
   } else {
-    return multiply_add<IO>(sign | (bytes >> 1 & twice(0x3f80)), twice(0x5c00), twice(0x8000));
+    return multiply_add<IO>(and_or(bytes >> 1, twice(0x3f80), sign), twice(0x5c00), twice(0x8000));
   }
 }
 
-// Returns the four values of a word, first to last, as two words of IO.
+// Returns the four values of a word as two words of IO: the first and third, the second and fourth.
 template <typename IO, Format kFormat>
 DEVICE uint2 widen(uint32_t word) {
   if constexpr (kFormat == Format::kInt8) {
-    return {widen_int8<IO>(__byte_perm(word, 0, 0x4140)),
-            widen_int8<IO>(__byte_perm(word, 0, 0x4342))};
+    return {widen_int8<IO>(word), widen_int8<IO>(word >> 8)};
   } else {
-    return {widen_fp8<IO>(__byte_perm(word, 0, 0x1404)),
-            widen_fp8<IO>(__byte_perm(word, 0, 0x3424))};
+    return {widen_fp8<IO>(word << 8), widen_fp8<IO>(word)};
   }
+}
+// Returns x in the same order.
+DEVICE uint4 every_other(const uint4& x) {
+  return {__byte_perm(x.x, x.y, 0x5410), __byte_perm(x.x, x.y, 0x7632),
+          __byte_perm(x.z, x.w, 0x5410), __byte_perm(x.z, x.w, 0x7632)};
 }
 
 // Returns both elements of a word the factor of a group, which comes as the bits of a bf16. That of
