@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import linear
 
+from ..generation.captured_step import StepLayer
 from ..generation.decode_path import ROWS, Decision, decide_linears
 from ..quantization.linear import QuantizedLinear
 from ..state.boundaries import Boundaries
@@ -27,10 +28,11 @@ StepLinear = Callable[..., tuple[torch.Tensor, ...]]
 
 
 def find_step_linear(
-    x: torch.Tensor, backend: str, modules: Sequence[nn.Module], around: Sequence[nn.Module] = ()
-) -> StepLinear | None:
+    x: torch.Tensor, backend: str, modules: Sequence[nn.Module], around: Sequence[nn.Module] = (),
+    overwrites: bool = False,
+) -> StepLinear | None:  # fmt: skip
     """Returns the fused replacement for calling `modules` on x [B, 1, H], or None: call the
-    modules. What decides is decode_path.decide_linears."""
+    modules. What decides is decode_path.decide_linears. `overwrites`: as in `many_rows`."""
     if (
         torch.compiler.is_compiling()
     ):  # a trace leaves the batch size open, so it cannot be compared
@@ -39,7 +41,7 @@ def find_step_linear(
     if kernel is None:
         return None
     quantized = any(isinstance(m, QuantizedLinear) for m in modules)
-    return kernel.linear_step if x.shape[0] <= ROWS or quantized else many_rows(kernel)
+    return kernel.linear_step if x.shape[0] <= ROWS or quantized else many_rows(kernel, overwrites)
 
 
 class StepParts(NamedTuple):
@@ -63,7 +65,9 @@ class FusedStep:
         T, rows = x.shape[1], few_rows(x, cache)
         if rows is None or not boundaries.none() or isinstance(parts := self.step_parts, str):
             return None
-        step_linear = find_step_linear(rows, parts.backend, parts.modules, parts.around)
+        # In a recording nothing else reads the hidden states.
+        overwrites = isinstance(cache, StepLayer)
+        step_linear = find_step_linear(rows, parts.backend, parts.modules, parts.around, overwrites)
         if step_linear is None:
             return None
         y = self.step(step_linear, rows[:, 0], cache, T)
@@ -176,10 +180,11 @@ def is_movable(weight: torch.Tensor) -> bool:
     return not several and weight.untyped_storage().nbytes() == weight.nbytes
 
 
-def many_rows(kernel: Any) -> StepLinear:
+def many_rows(kernel: Any, overwrites: bool = False) -> StepLinear:
     """Returns a replacement for linear_step that uses cuBLAS, for batches of more than ROWS rows.
 
-    Norms, SwiGLU and the gates' narrow projections stay with the kernel."""
+    Norms, SwiGLU and the gates' narrow projections stay with the kernel. With `overwrites` the
+    residual gets the result, which saves a launch."""
 
     def run(
         x: torch.Tensor, weights: list[torch.Tensor], biases: Any = (), *, capped: int = 0,
@@ -193,6 +198,8 @@ def many_rows(kernel: Any) -> StepLinear:
             bounded = tuple(others)
         elif gates:
             bounded = kernel.linear_step(x, gates, biases, capped=capped, cap=cap)
+        if residual is not None and overwrites:
+            return (residual.addmm_(x, plain[0].mT),)
         if residual is not None:  # addmm would copy the residual first, and be slower
             return (linear(x, plain[0]).add_(residual),)
         matrices = packed(plain)

@@ -85,6 +85,7 @@ def replace_linears(model: Any, config: QuantizationConfig, make: Any) -> None:
     made = {name: make(module, dtypes[name]) for name, module in found.items()}
     for name, layer in made.items():  # now, so that a weight that is refused changes nothing
         owner, _, own = name.rpartition(".")
+        layer.config = model.config
         setattr(model.get_submodule(owner), own, layer)
         if model.all_tied_weights_keys.pop(f"{name}.weight", None) is not None:
             model.config.tie_word_embeddings = False

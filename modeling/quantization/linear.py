@@ -7,16 +7,14 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
+from ..hub.kernel_loader import load_kernel
 from ..kernels.tfla.int4 import GROUP, pack_int4, unpack_int4
 
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
-# Up to which linear_step is used on a GPU: it reads a weight once for 16 rows, where the module reads
-# it, writes it in 16 bits, and reads that.
-ROWS = 64
+# Up to which linear_step is used on a GPU (NOTEBOOK.md, "Weights of 8 and 4 bits"): it reads a weight
+# once for 16 rows, where the module reads it, writes it in 16 bits, and reads that.
+ROWS, ROWS_OF_INT4 = 64, 128
 INT4 = torch.uint8  # of weights of 4 bits, two in a byte
-ROWS_OF_INT4 = (
-    256  # the module's way moves six times the bytes that it moves of 8 bits; by arithmetic
-)
 INPUTS_OF_INT4 = 64  # those of a layer are a multiple: on a GPU two scales are read at once
 FACTORS = 1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7  # of the scale that reaches the largest weight
 
@@ -27,8 +25,11 @@ class QuantizedLinear(nn.Linear):
 
     x [..., K] -> x W^T + bias [..., N], where W is scale[:, None] weight, or unpack_int4(weight, scale);
     gradients pass to x. `.to(dtype)`, `.half()` and the like leave weight and scale as they are, and
-    cast the bias.
+    cast the bias. On a GPU few rows of x are multiplied by tfla's `linear_step`, as in a decoding step,
+    unless config.backend is "reference".
     """
+
+    config: Any = None  # of the model that it is part of
 
     def __init__(
         self, inputs: int, outputs: int, kept: torch.dtype, bias: bool = False, device: Any = None,
@@ -81,10 +82,31 @@ class QuantizedLinear(nn.Linear):
         bias = self.bias is None or self.bias.dtype == dtype
         return bias and self.scale.dtype == (torch.bfloat16 if packed else torch.float32)
 
+    def kernel_for(self, x: torch.Tensor) -> Any:
+        """Returns the kernel that multiplies x [..., K], which has few rows, or None."""
+        records = torch.is_grad_enabled() and x.requires_grad
+        if not x.is_cuda or records or torch.compiler.is_compiling():
+            return None
+        if x.dtype not in (torch.bfloat16, torch.float16) or x.shape[-1] != self.in_features:
+            return None
+        rows, most = x[..., 0].numel(), ROWS_OF_INT4 if self.weight.dtype == INT4 else ROWS
+        backend = getattr(self.config, "backend", "auto")
+        if not 0 < rows <= most or backend == "reference" or not self.fits(x.dtype):
+            return None
+        if why_not_readable(self.weight) is not None:
+            return None
+        kernel = load_kernel("tfla", "cuda", backend)
+        return kernel if kernel.BACKEND == "cuda" else None
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # [..., K] -> [..., N]
         kind = x.device.type
         if torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
             x = x.to(torch.get_autocast_dtype(kind))
+        if (kernel := self.kernel_for(x)) is not None:
+            rows = x.reshape(-1, self.in_features).contiguous()
+            biases = [] if self.bias is None else [self.bias]
+            y = kernel.linear_step(rows, [self.weight], biases, scales=[self.scale])[0]
+            return y.view(*x.shape[:-1], -1)
         if self.weight.dtype == INT4:
             y = linear(x, self.dequantized(x.dtype))
         else:

@@ -37,12 +37,12 @@ def taken(monkeypatch):
     """Records the steps taken, by the reference wherever the tests run."""
     steps = []
 
-    def find(x, backend, modules, around=()):
+    def find(x, backend, modules, around=(), overwrites=False):
         plain = not any(map(why_called, around)) and all(is_plain(m, x) for m in modules)
         if x.shape[1] != 1 or torch.is_grad_enabled() or not plain:
             return None
         steps.append(len(modules))
-        return reference.linear_step if x.shape[0] <= ROWS else many_rows(reference)
+        return reference.linear_step if x.shape[0] <= ROWS else many_rows(reference, overwrites)
 
     for place in PLACES:
         monkeypatch.setattr(place, "find_step_linear", find)
@@ -60,6 +60,16 @@ def test_is_the_same_model(make_model, tokens, taken, monkeypatch, case, batch):
     head = not case.startswith("flash_mlstm") or batch <= ROWS
     assert len(taken) == 6 * (model.config.num_hidden_layers + head)
     assert_close("logits", got, by_the_modules(monkeypatch, model, ids), 1e-6)
+
+
+@pytest.mark.parametrize("overwrites", [False, True])
+def test_many_rows_give_the_residual_its_sum_where_they_may(overwrites):
+    x, weight, residual = torch.randn(20, 24), torch.randn(16, 24), torch.randn(20, 16)
+    before = residual.clone()
+    got = many_rows(reference, overwrites)(x, [weight], residual=residual)[0]
+    assert_close("sum", got, torch.nn.functional.linear(x, weight) + before, 1e-6)
+    assert (got is residual) == overwrites
+    assert torch.equal(residual, before) != overwrites
 
 
 OWN_WAYS = {
