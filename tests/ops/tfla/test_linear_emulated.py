@@ -16,19 +16,21 @@ LINEARS += [(40, 200, [20]), (2, 0, [24])]
 EIGHT_BITS = [(1, 16, [24]), (3, 48, [24, 17]), (8, 1104, [40]), (17, 2320, [33]), (2, 0, [24])]
 INT4 = [(1, 64, [24]), (3, 192, [24, 17]), (8, 1088, [40]), (17, 2368, [33]), (2, 0, [24])]
 
+# Three SMs, so that a thread block takes several tiles, and 16 rows of x one pass, with the shared
+# memory of an H200 and of sm_86 and sm_120; and more SMs than tiles, so that 9 rows take two passes.
+MACHINES = ["processors=3 shared=227", "processors=3 shared=99", "processors=40 shared=227"]
 
-@pytest.mark.parametrize("shared", [227, 99])
+
+@pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("B", "K", "rows"), LINEARS)
-def test_linear_step(tfla, order, dtype, B, K, rows, shared):  # noqa: F811
-    """Tests several matrices, bounded ones, the norm, the sum and the gate: on three SMs, so that a
-    thread block takes several tiles, for 16 rows of x also in one pass, and with the shared memory
-    of an H200 and of sm_86 and sm_120."""
+def test_linear_step(tfla, order, dtype, B, K, rows, machine):  # noqa: F811
+    """Tests several matrices, bounded ones, the norm, the sum and the gate."""
     draw = lambda n: (torch.randn(n, K) / (K + 1) ** 0.5).to(dtype)
-    check_linear_step(tfla, order, dtype, B, K, rows, shared, draw, lambda n: None)
+    check_linear_step(tfla, order, dtype, B, K, rows, machine, draw, lambda n: None)
 
 
-def check_linear_step(tfla, order, dtype, B, K, rows, shared, draw, scale_of):  # noqa: F811
+def check_linear_step(tfla, order, dtype, B, K, rows, machine, draw, scale_of):  # noqa: F811
     op = tfla.dispatch.ops.linear_step
     x, norm = torch.randn(B, K).to(dtype), torch.randn(K).to(dtype)
     plain, scales = [draw(n) for n in rows], [scale_of(n) for n in rows]
@@ -48,7 +50,7 @@ def check_linear_step(tfla, order, dtype, B, K, rows, shared, draw, scale_of):  
     for call in calls:
         results = []
         for words in ORDERS[:2]:
-            order(f"{words} processors=3 shared={shared}")
+            order(f"{words} {machine}")
             results.append(op(*call))
         for one, other in zip(*results, strict=True):
             assert_bitwise("the other order", other, one)
@@ -94,11 +96,11 @@ def test_between_products(tfla, order, dtype, B, K):  # noqa: F811
     assert_close("gate", ops.gate_step(*halves), want, 1.5 * EPS[dtype])
 
 
-@pytest.mark.parametrize("shared", [227, 99])
+@pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("eight", [torch.int8, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize(("B", "K", "rows"), EIGHT_BITS)
-def test_eight_bits(tfla, order, eight, dtype, B, K, rows, shared):  # noqa: F811
+def test_eight_bits(tfla, order, eight, dtype, B, K, rows, machine):  # noqa: F811
     """The same with weights of 8 bits, and gates of 16 beside them. All values of 8 bits occur if
     there are as many; they are exact."""
 
@@ -110,13 +112,13 @@ def test_eight_bits(tfla, order, eight, dtype, B, K, rows, shared):  # noqa: F81
         return bits.view(eight)
 
     scale = lambda n: torch.rand(n) / (300 if eight.is_floating_point else 100) / (K + 1) ** 0.5
-    check_linear_step(tfla, order, dtype, B, K, rows, shared, draw, scale)
+    check_linear_step(tfla, order, dtype, B, K, rows, machine, draw, scale)
 
 
-@pytest.mark.parametrize("shared", [227, 99])
+@pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("B", "K", "rows"), INT4)
-def test_int4(tfla, order, dtype, B, K, rows, shared):  # noqa: F811
+def test_int4(tfla, order, dtype, B, K, rows, machine):  # noqa: F811
     """The same with weights of 4 bits, which are rounded to x's dtype after their scale."""
 
     def draw(n):
@@ -125,4 +127,4 @@ def test_int4(tfla, order, dtype, B, K, rows, shared):  # noqa: F811
         return bits
 
     scale = lambda n: (torch.randn(n, K // 32) / (4 * (K + 1) ** 0.5)).bfloat16()
-    check_linear_step(tfla, order, dtype, B, K, rows, shared, draw, scale)
+    check_linear_step(tfla, order, dtype, B, K, rows, machine, draw, scale)

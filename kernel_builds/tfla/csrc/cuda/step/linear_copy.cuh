@@ -12,7 +12,8 @@ template <Format kFormat, typename Own>
 struct Copier {
   const LinearStepParams& p;
   const Tiles& tiles;
-  int first, piece = first, stage = 0, tile = tiles.first, pass = 0;
+  int first, piece = first, stage = 0, tile = tiles.first;
+  int pass = tiles.first < tiles.count ? 0 : tiles.passes;  // a team may have no tiles
   // The matrices of the tile's first 8 rows and of its last 8, and in both the lane's first row of
   // a whole tile. The same of the factors of int4's groups, or null.
   const char *low = nullptr, *high = nullptr, *low_row = nullptr, *high_row = nullptr;
