@@ -1,6 +1,7 @@
 // Launches kernels and checks the result. The including kernel project defines kKernelName first,
 // with which error messages begin.
 #pragma once
+#include <algorithm>
 #include <cstdint>
 #include <stdexcept>
 #include <string>
@@ -15,6 +16,9 @@ struct Grid {
   cudaStream_t stream;
   bool pdl = false;  // programmatic dependent launch: starts before the preceding kernel has ended
   int cluster = 1;   // thread blocks in a cluster
+  // The most shared memory that a launch of the kernel asks for, where that differs by the call:
+  // what is allowed is the kernel's, and other threads launch it too.
+  int most_shared_bytes = 0;
 };
 
 template <typename... Params, typename... Args>
@@ -25,8 +29,8 @@ void launch(void (*kernel)(Params...), const Grid& grid, const Args&... args) {
   }
   // A kernel may use 48 KB without opting in; its static arrays may take up to 16 KB of them.
   if (grid.shared_bytes > 32 << 10) {
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               grid.shared_bytes));
+    const int most = std::max(grid.shared_bytes, grid.most_shared_bytes);
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most));
   }
   cudaLaunchAttribute attributes[2]{};
   unsigned count = 0;

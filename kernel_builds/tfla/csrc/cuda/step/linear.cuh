@@ -85,17 +85,17 @@ DEVICE void multiply(const char* from, int s, const Vectors<kFormat, Own::kSteps
 
 template <typename IO, Format kFormat, typename Own, bool kNorm>
 __global__ void __launch_bounds__(Own::kTeams* Own::kThreads, 1) linear_step_kernel(
-    const __grid_constant__ LinearStepParams p, int count, bool keeps) {
+    const __grid_constant__ LinearStepParams p, int count, int blocks, bool keeps) {
   constexpr int kSteps = Own::kSteps, kTiles = Own::kTiles, kTeams = Own::kTeams;
   constexpr int kWarps = Own::kWarps, kStages = Own::kStages, kBuffers = Own::kBuffers;
-  __shared__ float all_sums[kTeams][kBuffers][kWarps][kTiles * kSums];
-  __shared__ float all_squares[kTeams][kBuffers][kWarps][kTiles * kColumns];
+  __shared__ __align__(16) float all_sums[kTeams][kBuffers][kWarps][kTiles * kSums];
+  __shared__ __align__(16) float all_squares[kTeams][kBuffers][kWarps][kTiles * kColumns];
   if constexpr (kIsTuring != Own::kTuring) {
     __trap();  // run_linear_step chooses by the code
     return;
   }
   const int team = threadIdx.x / Own::kThreads, thread = threadIdx.x % Own::kThreads;
-  const int warp = thread / 32, lane = thread % 32, row = lane / 4, quarter = lane % 4;
+  const int warp = thread / 32, lane = thread % 32;
   const int K = int(p.K);
   auto& sums = all_sums[team];
   auto& squares = all_squares[team];
@@ -103,7 +103,12 @@ __global__ void __launch_bounds__(Own::kTeams* Own::kThreads, 1) linear_step_ker
   const uint32_t ring_address = shared_address(ring);
 
   constexpr int kMostColumns = kTiles * kColumns;
-  const Tiles tiles{team * int(gridDim.x) + int(blockIdx.x), kTeams * int(gridDim.x), count,
+  const int block = blockIdx.x % blocks;  // among those of the same passes
+  const Tiles tiles{team * blocks + block,
+                    kTeams * blocks,
+                    count,
+                    int(blockIdx.x) / blocks,
+                    int(gridDim.x) / blocks,
                     (int(p.B) + kMostColumns - 1) / kMostColumns};
   Copier<kFormat, Own> copier{p, tiles, warp};
   copier.find_rows();
@@ -119,11 +124,12 @@ __global__ void __launch_bounds__(Own::kTeams* Own::kThreads, 1) linear_step_ker
   const int own_column = own_output / kSums * kColumns + own_output / 4 % 4 * 2 + element % 2;
 
   int stage = 0, buffer = 0, turn = 0;
-  for (int pass = 0; pass < tiles.passes; ++pass) {
+  for (int pass = tiles.first_pass; pass < tiles.passes; pass += tiles.pass_stride) {
     const int first_column = pass * kMostColumns;
     const int B = smaller(int(p.B) - first_column, kMostColumns);
     if (keeps) {
-      if (pass > 0) __syncthreads();
+      __syncwarp();
+      if (pass > tiles.first_pass) __syncthreads();
       float square[kTiles] = {};
       kept.write_zeros();
       keep_x<IO, kFormat, Own, kNorm>(p, kept, first_column, B, square);
@@ -201,6 +207,7 @@ __global__ void __launch_bounds__(Own::kTeams* Own::kThreads, 1) linear_step_ker
       const bool writes = thread / Own::kOutputs == turn;
       buffer = buffer + 1 == kBuffers ? 0 : buffer + 1;
       turn = turn + 1 == Own::kGroups ? 0 : turn + 1;
+      __syncwarp();  // lanes that had no output may still be behind
       if (!writes) {
         named_barrier_arrive<Own::kThreads>(barrier);
         continue;
@@ -244,13 +251,22 @@ void launch_tiles(const LinearStepParams& p, int64_t tiles, const Device& device
                   cudaStream_t stream) {
   const int64_t columns = Own::kTiles * kColumns, rows = p.B < columns ? p.B : columns;
   const int64_t kept = Kept<kFormat, Own::kSteps, Own::kTiles>::bytes(p.K, rows);
-  const bool keeps = Own::kRingBytes + Own::kSumBytes + kept <= device.shared_bytes;
-  const Grid grid{tiles < device.sms ? tiles : device.sms, Own::kTeams * Own::kThreads,
-                  int(Own::kRingBytes + (keeps ? kept : 0)), stream, device.code.arch >= 90};
+  const int64_t most = device.shared_bytes - Own::kSumBytes;
+  const bool keeps = Own::kRingBytes + kept <= most;
+  // Passes over a small matrix run side by side.
+  const int64_t blocks = tiles < device.sms ? tiles : device.sms;
+  const int64_t passes = (p.B + columns - 1) / columns, most_at_once = device.sms / blocks;
+  const int64_t at_once = passes < most_at_once ? passes : most_at_once;
+  const Grid grid{.blocks = blocks * at_once,
+                  .threads = Own::kTeams * Own::kThreads,
+                  .shared_bytes = int(Own::kRingBytes + (keeps ? kept : 0)),
+                  .stream = stream,
+                  .pdl = device.code.arch >= 90,
+                  .most_shared_bytes = int(most)};
   const bool norm = p.norm != nullptr && p.K > 0;  // zero columns have no mean
   const auto kernel = norm ? linear_step_kernel<IO, kFormat, Own, true>
                            : linear_step_kernel<IO, kFormat, Own, false>;
-  launch(kernel, grid, p, int(tiles), keeps);
+  launch(kernel, grid, p, int(tiles), int(blocks), keeps);
 }
 
 template <typename IO, Format kFormat, int kSteps, int kStages = 2, int kTeams = 1>
@@ -259,16 +275,13 @@ void launch_linear_step(const LinearStepParams& p, const Device& device, cudaStr
   int64_t tiles = 0;
   const int rows = p.gated ? kRows / 2 : kRows;
   for (int s = 0; s < (p.gated ? 1 : p.count); ++s) tiles += (p.linears[s].rows + rows - 1) / rows;
+  if (tiles == 0 || p.B == 0) return;
   if constexpr (!Narrow::kTuring) {
     // 16 rows of x take shared memory, which the ring of short pieces leaves.
     using Wide = std::conditional_t<kFormat == Format::kInt4,
                                     Shape<kFormat, kInt4Steps, kShortInt4Stages, 2, 1>,
                                     Shape<kFormat, kShortSteps, 2, 2, 1>>;
-    // Two passes over a small matrix, which stays in L2, are better than idle SMs.
-    const int64_t wide = 2 * kColumns;
-    if (p.B > kColumns && (p.B + wide - 1) / wide * tiles >= device.sms) {
-      return launch_tiles<IO, kFormat, Wide>(p, tiles, device, stream);
-    }
+    if (p.B > kColumns) return launch_tiles<IO, kFormat, Wide>(p, tiles, device, stream);
   }
   launch_tiles<IO, kFormat, Narrow>(p, tiles, device, stream);
 }

@@ -13,7 +13,8 @@ struct Copier {
   const LinearStepParams& p;
   const Tiles& tiles;
   int first, piece = first, stage = 0, tile = tiles.first;
-  int pass = tiles.first < tiles.count ? 0 : tiles.passes;  // a team may have no tiles
+  int pass =
+      tiles.first < tiles.count ? tiles.first_pass : tiles.passes;  // a team may have no tiles
   // The matrices of the tile's first 8 rows and of its last 8, and in both the lane's first row of
   // a whole tile. The same of the factors of int4's groups, or null.
   const char *low = nullptr, *high = nullptr, *low_row = nullptr, *high_row = nullptr;
@@ -28,7 +29,7 @@ struct Copier {
   DEVICE void find_rows() {
     const int lane = threadIdx.x % 32, lane_row = lane / Own::kLanes;
     for (;; tile += tiles.stride) {
-      if (tile >= tiles.count) tile = tiles.first, ++pass;
+      if (tile >= tiles.count) tile = tiles.first, pass += tiles.pass_stride;
       if (pass >= tiles.passes) return;
       const Place place = find(p, tile);
       const Linear& linear = p.linears[place.which];

@@ -91,9 +91,10 @@ DEVICE int pieces_of(const Linear& linear, int K) {
   return (bytes_of<kFormat>(linear, K) + kRowBytes - 1) / kRowBytes;
 }
 
-// The tiles of a team: every `stride`th from `first` on, once for each pass over the rows of x.
+// The tiles of a team: every `stride`th from `first` on, once for each of its passes over the rows
+// of x: every `pass_stride`th from `first_pass` on.
 struct Tiles {
-  int first, stride, count, passes;
+  int first, stride, count, first_pass, pass_stride, passes;
 };
 
 }  // namespace
