@@ -22,7 +22,7 @@ from .text import Text
 logger = logging.getLogger(__name__)
 # The threads of a step and of the loop change places often: a step has hundreds of short ops.
 SWITCH_SECONDS = 2e-4
-PAUSE = 12
+PAUSE = 12  # times as long as the loop wrote, before it gets more: at most 1 / PAUSE of the time
 LONGEST_PAUSE = 0.25  # seconds
 FAILURES = 3  # steps that fail one after another, after which the server gives up
 
