@@ -27,6 +27,7 @@ from ops.tfla.test_linear_emulated import LINEARS
 from ops.tfla.test_validation import op_arguments
 
 TURING = "arch=75 processors=40 shared=64"  # a T4
+TURINGS = [TURING, "arch=75 processors=3 shared=64"]  # the second has more tiles than SMs
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 HOPPER = "arch=90 code=80"  # 9.0 runs PTX for 8.0: no wgmma, no clusters, no overlapping launches
 
@@ -62,24 +63,25 @@ def test_a_step_on_turing(tfla_turing, order, cell, dtype):  # noqa: F811
     tests.test_step(tfla_turing, cell, dtype)
 
 
+@pytest.mark.parametrize("machine", TURINGS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("B", "K", "rows"), LINEARS, ids=str)
-def test_linear_steps_on_turing(tfla_turing, order, dtype, B, K, rows):  # noqa: F811
-    there = lambda words: order(f"{words} arch=75")
-    test_linear_emulated.test_linear_step(tfla_turing, there, dtype, B, K, rows, shared=64)
+def test_linear_steps_on_turing(tfla_turing, order, dtype, B, K, rows, machine):  # noqa: F811
+    test_linear_emulated.test_linear_step(tfla_turing, order, dtype, B, K, rows, machine)
 
 
+@pytest.mark.parametrize("machine", TURINGS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("eight", [torch.int8, torch.float8_e4m3fn], ids=str)
-def test_eight_bits_on_turing(tfla_turing, order, eight, dtype):  # noqa: F811
-    there = lambda words: order(f"{words} arch=75")
-    test_linear_emulated.test_eight_bits(tfla_turing, there, eight, dtype, 9, 1104, [40], shared=64)
+def test_eight_bits_on_turing(tfla_turing, order, eight, dtype, machine):  # noqa: F811
+    case = eight, dtype, 9, 1104, [40], machine
+    test_linear_emulated.test_eight_bits(tfla_turing, order, *case)
 
 
+@pytest.mark.parametrize("machine", TURINGS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_int4_on_turing(tfla_turing, order, dtype):  # noqa: F811
-    there = lambda words: order(f"{words} arch=75")
-    test_linear_emulated.test_int4(tfla_turing, there, dtype, 9, 1088, [40], shared=64)
+def test_int4_on_turing(tfla_turing, order, dtype, machine):  # noqa: F811
+    test_linear_emulated.test_int4(tfla_turing, order, dtype, 9, 1088, [40], machine)
 
 
 def test_code_for_turing_on_hopper(tfla_turing, order, cell):  # noqa: F811
