@@ -93,7 +93,7 @@ def few_rows(x: torch.Tensor, cache: Any) -> torch.Tensor | None:
 
 
 class FusedHead:
-    """Mixin of a language model whose head is fused where it can be."""
+    """Mixin of a language model whose head is fused where it can be, and may be quantised."""
 
     fused_head_rows: int | None = None  # most rows with a fused head; None: any number
 
@@ -111,6 +111,17 @@ class FusedHead:
         if most is not None and x.shape[0] > most:
             return Decision("modules", f"more than {most} rows")
         return decide_linears(x, self.config.backend, [self.lm_head], (), PLAIN)
+
+    def _get_resized_lm_head(
+        self: Any, old_lm_head: nn.Module, *args: Any, **kwargs: Any
+    ) -> nn.Module:
+        """Resizes a head for resize_token_embeddings; of a quantised one the old rows stay as they are."""
+        resize = super()._get_resized_lm_head  # type: ignore[misc]
+        if not isinstance(old_lm_head, QuantizedLinear):
+            return resize(old_lm_head, *args, **kwargs)
+        plain = old_lm_head.floating(self.dtype)
+        resized = resize(plain, *args, **kwargs)
+        return old_lm_head if resized is plain else old_lm_head.with_more_outputs(resized)
 
 
 def operands(*linears: Any) -> dict[str, list[torch.Tensor]]:

@@ -38,6 +38,9 @@ class QuantizationConfig(QuantizationConfigMixin):
                             ones) or "int4" (4.5 bits with scales; the head gets int8)
     modules_to_not_convert  names of linear layers that stay as they are, or of modules around them
 
+    Adapters (peft's LoRA) are trained beside narrow weights, and merged into them only after
+    `model.dequantize()`. `model.resize_token_embeddings` keeps the head's rows, and quantises new ones.
+
     ValueError and TypeError name the argument, what it was and what it must be.
     """
 
@@ -127,12 +130,8 @@ class RecurrentQuantizer(HfQuantizer):
         for name, layer in list(model.named_modules()):
             if not isinstance(layer, QuantizedLinear):
                 continue
-            has_bias = layer.bias is not None
-            made = nn.Linear(layer.in_features, layer.out_features, has_bias, "meta", wide)
-            made.weight = nn.Parameter(layer.dequantized(wide))
-            made.bias = nn.Parameter(layer.bias.to(wide)) if layer.bias is not None else None
             owner, _, own = name.rpartition(".")
-            setattr(model.get_submodule(owner), own, made.train(layer.training))
+            setattr(model.get_submodule(owner), own, layer.floating(wide))
         return model
 
     def is_serializable(self, *_: Any, **__: Any) -> bool:

@@ -75,6 +75,23 @@ class QuantizedLinear(nn.Linear):
             return unpack_int4(self.weight, self.scale, dtype)
         return (self.weight.float() * self.scale[:, None]).to(dtype)
 
+    def floating(self, dtype: torch.dtype) -> nn.Linear:
+        """Returns a layer that computes the same, with a weight in `dtype`."""
+        has_bias = self.bias is not None
+        made = nn.Linear(self.in_features, self.out_features, has_bias, "meta", dtype)
+        made.weight = nn.Parameter(self.dequantized(dtype))
+        made.bias = nn.Parameter(self.bias.to(dtype)) if self.bias is not None else None
+        return made.train(self.training)
+
+    @torch.no_grad()
+    def with_more_outputs(self, module: nn.Linear) -> "QuantizedLinear":
+        """Returns a layer with the outputs of `module`, of which this layer has the first; or has more."""
+        made = self.of(module, self.weight.dtype)
+        kept = min(self.out_features, module.out_features)
+        made.weight.data[:kept], made.scale.data[:kept] = self.weight[:kept], self.scale[:kept]
+        made.config = self.config
+        return made
+
     def fits(self, dtype: torch.dtype) -> bool:
         """Whether kernels take its weight, scale and bias with x of this dtype: other tools cast
         parameters."""
