@@ -174,7 +174,7 @@ class _Cell(_StandIn, RNNCellBase):
         """Runs one step, as torch.nn does: input [B, I] or [I], states [B, D] or [D] -> h' or (h',
         c')."""
         kernel = self.choose_kernel(input, hx)
-        if kernel is None:
+        if kernel is None or self.hidden_size == 0:  # torch.nn's cells may have no units
             return super().forward(input, hx)
         return run_cell(self, kernel, self.kernel_cell, input, hx)
 

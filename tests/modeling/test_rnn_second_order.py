@@ -198,3 +198,18 @@ def test_hessian_vector_products():
         for m in (module, torchs)
     ]
     torch.testing.assert_close(*products)
+
+
+def test_frozen_flags(monkeypatch):
+    """torch.backends.disable_global_flags(), as torch's own tests call it, forbids setting flags."""
+    module, x = flashcell.GRU(I, D), torch.randn(T, B, I, requires_grad=True)
+    (before,) = torch.autograd.grad(module(x)[0].sum(), x, create_graph=True)
+    names = torch.backends.disable_global_flags.__globals__
+    monkeypatch.setitem(names, "__allow_nonbracketed_mutation_flag", False)
+    was = torch.backends.mkldnn.enabled
+    (dx,) = torch.autograd.grad(module(x)[0].sum(), x, create_graph=True)
+    dx.square().sum().backward()
+    assert torch.equal(dx, before)
+    assert torch.backends.mkldnn.enabled == was
+    with pytest.raises(RuntimeError, match="not allowed to set"):
+        torch.backends.mkldnn.enabled = was

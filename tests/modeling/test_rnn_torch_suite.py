@@ -31,7 +31,9 @@ def module_db():
         sys.modules["expecttest"] = stub
     from torch.testing._internal.common_modules import module_db
 
-    torch.backends.__allow_nonbracketed_mutation_flag = True  # the import forbids setting any flag
+    # The import forbids setting any flag.
+    names = torch.backends.disable_global_flags.__globals__
+    names["__allow_nonbracketed_mutation_flag"] = True
     return {info.name.removeprefix("nn."): info for info in module_db}
 
 
@@ -142,6 +144,16 @@ def test_cells_are_torch(kind, backend):
                 hx = torch.randn(2, *shape, 8, dtype=EXACT, requires_grad=True).unbind()
                 args = (x, tuple(hx) if kind == "LSTMCell" else hx[0]) if states else (x,)
                 assert_same(*(differentiate(m, args, {}) for m in (ours, theirs)), SAME)
+
+
+@pytest.mark.parametrize("kind", CELLS)
+def test_cells_without_units(kind):
+    """torch.nn's cells, unlike its layers, may have none."""
+    theirs, ours = getattr(nn, kind)(3, 0), getattr(flashcell, kind)(3, 0, backend=DEVICE)
+    x, state = torch.randn(2, 3), torch.randn(2, 0)
+    for hx in (None, (state, state) if kind == "LSTMCell" else state):
+        found, wanted = flatten(ours(x, hx)), flatten(theirs(x, hx))
+        assert [t.shape for t in found] == [t.shape for t in wanted] != []
 
 
 @pytest.mark.parametrize("kind", CELLS)

@@ -58,6 +58,26 @@ has_level = find("torch.autograd.forward_ad._current_level", f"{LONGER}, {EAGER}
 has_schema = hasattr(torch.ops.aten.clone.default, "_schema")
 if not has_schema:
     warn("OpOverload._schema", f"errors call an argument by its number, {EAGER} on a CPU")
+_NO_BATCHES = (
+    "is_grads_batched, jacobian(vectorize=True) and torch.vmap of gradients raise an error"
+)
+_batched = [
+    find(f"torch._C._functorch.{name}", _NO_BATCHES)
+    for name in ("is_batchedtensor", "is_legacy_batchedtensor")
+]
+
+
+def is_batched(tensor: torch.Tensor) -> bool:
+    """Whether a tensor stands for a batch of tensors under torch.vmap."""
+    return any(test is not None and test(tensor) for test in _batched)
+
+
+# Without it, flags of torch.backends cannot be set for a while in a process that has frozen them.
+may_set_flags: Any = find(
+    "torch.backends.__allow_nonbracketed_mutation",
+    "create_graph=True raises an error after torch.backends.disable_global_flags()",
+)
+may_set_flags = may_set_flags or nullcontext
 FLAT = ("_flat_weights", "_flat_weights_names", "_all_weights")
 has_flat_weights = all(uses(torch.nn.RNNBase, name) for name in FLAT)
 has_flat_weights = has_flat_weights and hasattr(torch.nn.RNNBase, "_update_flat_weights")

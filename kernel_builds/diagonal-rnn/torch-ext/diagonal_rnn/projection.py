@@ -10,6 +10,7 @@ from torch import Tensor
 from .checks import check_input, check_operand, check_tensor
 from .formulas import is_transformed
 from .memory import check_memory
+from .private_names import is_batched
 
 
 def headwise_linear(x: Tensor, weight: Tensor, bias: Optional[Tensor] = None) -> Tensor:
@@ -79,7 +80,8 @@ class _HeadwiseProduct(torch.autograd.Function):
         rows, weight = ctx.saved_tensors
         drows = dweight = None
         if ctx.needs_input_grad[0]:
-            if torch.is_grad_enabled():  # so that the gradient can be differentiated again
+            # Products into a view cannot be differentiated again, nor be those of batches of dy.
+            if torch.is_grad_enabled() or is_batched(dy):
                 drows = torch.bmm(dy, weight).transpose(0, 1)
             else:
                 drows = rows.new_empty(rows.shape)

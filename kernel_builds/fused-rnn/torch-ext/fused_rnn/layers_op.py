@@ -4,10 +4,11 @@ The host limits the speed of a small call. So this file does nothing that the co
 stack.py runs all other cases.
 """
 
-from typing import Any, Dict, NamedTuple, Sequence, Tuple
+from typing import Any, Dict, List, NamedTuple, Sequence, Tuple
 
 import torch
 
+from .batched import any_batched, run_each
 from .cells import CELLS, Cell
 from .dispatch import BACKEND, ops
 from .formulas import is_recorded, register_fake
@@ -75,9 +76,19 @@ class _Layers(EagerFunction):
         if torch.is_grad_enabled():  # create_graph=True
             return (None, None, None, *_differentiate_twice(ctx, dy, dlast))
         wants_dx, wants_dstate = ctx.needs_input_grad[3], any(ctx.needs_input_grad[4 : -ctx.count])
+
+        def differentiate(given: Sequence[Any]) -> List[Any]:
+            dx, dstate, dweights = _differentiate(ctx, given[0], given[1:], wants_dx, wants_dstate)
+            return [dx, *dstate, *dweights]
+
         with BelowAutograd():
-            dx, dstate, dweights = _differentiate(ctx, dy, dlast, wants_dx, wants_dstate)
-        return (None, None, None, dx, *(dstate or [None] * len(ctx.state_dtypes)), *dweights)
+            if any_batched(dy, *dlast):
+                found = run_each(differentiate, [dy, *dlast])
+            else:
+                found = differentiate([dy, *dlast])
+        dx, *rest = found
+        dstate = rest[: -ctx.count] or [None] * len(ctx.state_dtypes)
+        return (None, None, None, dx, *dstate, *rest[-ctx.count :])
 
 
 def _keep(

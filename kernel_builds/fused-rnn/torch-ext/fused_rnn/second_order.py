@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from .dispatch import without_autocast
 from .functional import recurrent
+from .private_names import may_set_flags
 
 Tensors = Sequence[torch.Tensor]
 SLOWER = (
@@ -131,9 +132,13 @@ def _plain_torch() -> Iterator[None]:
     backends: Any = (torch.backends.cudnn, torch.backends.mkldnn)
     before = [backend.enabled for backend in backends]
     try:
-        for backend in backends:
-            backend.enabled = False
+        _enable(backends, [False, False])
         yield
     finally:
-        for backend, enabled in zip(backends, before):
-            backend.enabled = enabled
+        _enable(backends, before)
+
+
+def _enable(backends: Any, values: Sequence[bool]) -> None:
+    with may_set_flags():
+        for backend, value in zip(backends, values):
+            backend.enabled = value

@@ -1,0 +1,58 @@
+"""Runs gradients for a batch of output gradients: is_grads_batched, jacobian(vectorize=True), and
+torch.vmap over torch.autograd.grad.
+
+torch runs an op that has no rule for batches once for each element, but not one that takes lists of
+tensors, as those of layers do. So all tensors pass as one vector through an op that takes no list.
+"""
+
+import itertools
+from typing import Any, Callable, Dict, List, Optional, Sequence
+
+import torch
+
+from .dispatch import BACKEND, ops
+from .private_names import is_batched
+
+_running: Dict[int, Callable] = {}  # what the op run_each calls, by its number
+_numbers = itertools.count()
+
+if BACKEND is not None:
+    _library = torch.library.Library(ops.name, "FRAGMENT")
+    _library.define("run_each(Tensor vector, int number) -> Tensor")
+    _library.impl(
+        "run_each", lambda vector, number: _running[number](vector), "CompositeExplicitAutograd"
+    )
+
+
+def any_batched(*tensors: Optional[torch.Tensor]) -> bool:
+    return any(t is not None and is_batched(t) for t in tensors)
+
+
+def run_each(function: Callable, given: Sequence[Optional[torch.Tensor]]) -> List[Any]:
+    """Returns function(given), a list of tensors and None, where some of `given` are batches: once for
+    each of their elements."""
+    forms: List[Optional[torch.Tensor]] = []
+
+    def run(vector: torch.Tensor) -> torch.Tensor:
+        results = function(_split(vector, given))
+        forms[:] = [r if r is None else torch.empty_like(r, device="meta") for r in results]
+        return _join(results, vector.dtype)
+
+    dtype = next(t.dtype for t in given if t is not None)
+    number = next(_numbers)
+    _running[number] = run
+    try:
+        vector = ops.run_each(_join(given, torch.promote_types(dtype, torch.float32)), number)
+    finally:
+        del _running[number]
+    return _split(vector, forms)
+
+
+def _join(tensors: Sequence[Optional[torch.Tensor]], dtype: torch.dtype) -> torch.Tensor:
+    return torch.cat([t.reshape(-1).to(dtype) for t in tensors if t is not None])
+
+
+def _split(vector: torch.Tensor, forms: Sequence[Optional[torch.Tensor]]) -> List[Any]:
+    """Undoes _join, for tensors of the forms given; None stays None."""
+    parts = iter(vector.split([t.numel() for t in forms if t is not None]))
+    return [None if t is None else next(parts).reshape(t.shape).to(t.dtype) for t in forms]
