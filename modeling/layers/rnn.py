@@ -31,6 +31,7 @@ torch.export takes them as they are, and torch.onnx.export writes ONNX's own ope
 (onnx_export.py).
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -44,6 +45,17 @@ from ..hub.kernel_loader import check_backend, load_kernel
 from ..kernels import fused_rnn
 from ..kernels.fused_rnn.forward import run_cell, run_sequence
 from .onnx_export import export_sequence, is_onnx_export
+
+
+def overrides_torch(data: Any, parameters: Iterable[Tensor]) -> bool:
+    """Whether the input is no tensor and has a __torch_function__, or a parameter has one of its own.
+
+    torch.overrides.has_torch_function would say so under every mode too, as torch.device is one."""
+    if not isinstance(data, Tensor) and hasattr(data, "__torch_function__"):
+        return True
+    handler = lambda kind: getattr(kind.__torch_function__, "__func__", kind.__torch_function__)
+    usual = handler(Tensor), handler(nn.Parameter)
+    return any(handler(type(weight)) not in usual for weight in parameters)
 
 
 class _StandIn(nn.Module):
@@ -72,14 +84,22 @@ class _StandIn(nn.Module):
         """Returns fused-rnn's functions for the device of `input`, or None: run torch.nn's own
         forward.
 
-        None means that "auto" found no kernel for the device and dtype."""
+        None means that "auto" found no kernel for the device and dtype, or that the input or a weight
+        has a __torch_function__ of its own, which knows torch's functions."""
         data = input.data if isinstance(input, PackedSequence) else input
+        auto = self.kernel_backend == "auto"
+        if (
+            auto
+            and not torch.compiler.is_compiling()
+            and overrides_torch(data, self.parameters(False))
+        ):
+            return None
         if not isinstance(data, Tensor):  # raises AttributeError, as torch.nn does
             kind = type(input).__name__
             raise AttributeError(f"input is a {kind}, but must be a tensor or a PackedSequence")
         fallback = "torch.nn's own forward"
         kernel = load_kernel("fused-rnn", data.device.type, self.kernel_backend, fallback)
-        if self.kernel_backend == "auto":
+        if auto:
             exact = data.is_cuda and data.dtype == torch.float64  # no CUDA kernel has it
             return None if exact or kernel is fused_rnn else kernel
         return kernel

@@ -5,6 +5,7 @@ import torch
 from torch.nn.functional import silu
 
 from cases import DEVICE
+from numerics import EPS, assert_as_accurate, assert_close
 from ops.tfla.test_linear import DTYPES, make, normal, normed
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -55,18 +56,23 @@ def test_quantized(tfla, kept, K, dtype, B):
     got = tfla.linear_step(
         x, [first, second, gates], [bias], scales=[s, t], capped=1, cap=3.0, **options
     )
-    y = normed(x.double(), norm.double(), 0.1)
-    bound = lambda z: 3 * torch.tanh(z / 3)
-    want = [y @ one.mT, y @ two.mT, bound(y @ gates.double().mT + bias)]
     got += tfla.linear_step(x, [first], scales=[s], residual=residual)
-    want += [x.double() @ one.mT + residual]
     got += tfla.linear_step(x, [first, second], scales=[s, t], gated=True, **options)
-    want += [silu(y @ one.mT) * (y @ two.mT)]
-    # fp32 sums of exact weights; on a GPU x times the norm's weight is rounded, and so is int4
-    eps = max(torch.finfo(dtype).eps, 2.0**-50) * (2 + K**0.5 / 8 if dtype.itemsize > 2 else 1.5)
-    for i, (z, exact) in enumerate(zip(got, want, strict=True)):
-        error = (z.double() - exact).pow(2).mean().sqrt()
-        assert error <= eps * exact.pow(2).mean().sqrt(), (i, error)
+
+    def compute(x, norm, one, two, gates, bias, residual):
+        y = normed(x, norm, 0.1)
+        bounded = 3 * torch.tanh((y @ gates.mT + bias) / 3)
+        up, down = y @ one.mT, y @ two.mT
+        return [up, down, bounded, x @ one.mT + residual, silu(up) * down]
+
+    tensors = x, norm, one, two, gates, bias, residual
+    wide = torch.promote_types(dtype, torch.float32)
+    exact, peer = (compute(*(t.to(kind) for t in tensors)) for kind in (torch.float64, wide))
+    for number, (z, one, other) in enumerate(zip(got, exact, peer, strict=True)):
+        if dtype.itemsize > 2:  # sums of exact weights
+            assert_as_accurate(str(number), z, one, other, K)
+        else:  # on a GPU x times the norm's weight is rounded, and so is int4
+            assert_close(str(number), z, one, 1.5 * EPS[dtype])
 
 
 def test_what_does_not_fit_is_refused(tfla):

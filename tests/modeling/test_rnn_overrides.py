@@ -1,0 +1,72 @@
+"""Tests the stand-ins for torch.nn's modules with inputs and weights that have a __torch_function__."""
+
+import pytest
+import torch
+from torch import nn
+
+from numerics import EPS, assert_close
+from torch_twins import CELLS, SEQUENCES, flatten, make_twins
+
+I, D, B, T = 3, 8, 4, 5
+LOOSE = 8 * EPS[torch.float32]
+
+
+class Wrapped:
+    """No tensor, but what torch's functions take for one."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+    def __getattr__(self, name):
+        return getattr(self.tensor, name)
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        bare = lambda t: t.tensor if isinstance(t, Wrapped) else t
+        args = torch.utils._pytree.tree_map(bare, args)
+        return function(*args, **torch.utils._pytree.tree_map(bare, kwargs or {}))
+
+
+class Named(torch.Tensor):
+    """A tensor that carries more than its numbers, as fastai's do."""
+
+
+@pytest.mark.parametrize("kind", SEQUENCES + CELLS)
+def test_what_stands_for_a_tensor(kind):
+    theirs, ours = make_twins(kind, I, D, dtype=torch.float32)
+    x = torch.randn(*((B, I) if kind in CELLS else (T, B, I)))
+    for found, wanted in zip(flatten(ours(Wrapped(x))), flatten(theirs(x)), strict=True):
+        assert_close("output", found, wanted, LOOSE)
+    with pytest.raises(AttributeError, match="input is a list, but must be a tensor"):
+        ours(x.tolist())
+
+
+@pytest.mark.parametrize("kind", SEQUENCES + CELLS)
+def test_tensors_of_another_class_run_by_the_kernel(kind, monkeypatch):
+    theirs, ours = make_twins(kind, I, D, dtype=torch.float32)
+    x = torch.randn(*((B, I) if kind in CELLS else (T, B, I)))
+    wanted = flatten(theirs(x))
+    monkeypatch.setattr(getattr(nn, kind), "forward", lambda *_: pytest.fail("torch.nn's forward"))
+    found = flatten(ours(x.as_subclass(Named)))
+    assert type(found[0]) is Named
+    for one, other in zip(found, wanted, strict=True):
+        assert_close("output", one.as_subclass(torch.Tensor), other, LOOSE)
+
+
+@pytest.mark.parametrize("kind", SEQUENCES + CELLS)
+def test_weights_that_know_torch_s_functions(kind):
+    """As those of torch.nn.utils' per-sample gradients, which replace torch.lstm."""
+    theirs, ours = make_twins(kind, I, D, dtype=torch.float32)
+    x, seen = torch.randn(*((B, I) if kind in CELLS else (T, B, I))), set()
+
+    class Watched(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            seen.add(getattr(function, "__name__", ""))
+            return super().__torch_function__(function, types, args, kwargs or {})
+
+    weights = {name: w.detach().as_subclass(Watched) for name, w in ours.named_parameters()}
+    found = flatten(torch.func.functional_call(ours, weights, (x,)))
+    assert {"LSTM": "lstm", "GRU": "gru", "RNN": "rnn_tanh"}.get(kind, "_cell") in str(seen)
+    for one, other in zip(found, flatten(theirs(x)), strict=True):
+        assert_close("output", one.as_subclass(torch.Tensor), other, LOOSE)
