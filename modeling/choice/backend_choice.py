@@ -4,7 +4,7 @@ The decision follows from the call's sizes and a table of measured costs (cost_t
 
 torch.nn's forward runs only where it keeps all that our modules promise. Our kernels stay: under
 autocast, torch.func's transforms, forward-mode derivatives, torch.compile, torch.export and
-torch.jit.trace; for tensor subclasses, parametrized or replaced weights and states of another dtype;
+torch.jit.trace; for inputs of a tensor subclass, parametrized or replaced weights and states of another dtype;
 on a GPU also in a CUDA graph, under torch.use_deterministic_algorithms (cuDNN's gradients may differ
 between runs), where FLASHCELL_CUDA_ENGINE is set, and for weights that cuDNN would copy.
 """
@@ -83,8 +83,12 @@ def explain(module: Any, input: Any, hx: Any = None) -> str:
         )
     kernel = module.kernel_for(input)  # raises for what is no input
     data = _data(input)
+    if kernel is None and module.hidden_size == 0:
+        return "torch: the cell has no units"
     if module.kernel_backend != "auto":
         return f"kernel: backend={module.kernel_backend!r} was asked for"
+    if kernel is None and overrides_torch(module, data):
+        return "torch: the input or the weights have a __torch_function__ of their own"
     if kernel is None:
         return f"torch: no kernel of ours runs {data.dtype} on {data.device.type} here"
     key = _key(module, module.call_kind, input)
@@ -100,6 +104,19 @@ def explain(module: Any, input: Any, hx: Any = None) -> str:
         return f"kernel: {times}"
     obstacle = _obstacle(module, module.call_kind, input, hx)
     return f"torch: {times}" if obstacle is None else f"kernel: {obstacle}, although {times}"
+
+
+def overrides_torch(module: Any, data: Any) -> bool:
+    """Whether the input is no tensor and has a __torch_function__, or the weights have one of their own.
+
+    torch.overrides.has_torch_function also says so while a mode is on, such as `with torch.device(...)`."""
+    if not isinstance(data, Tensor) and hasattr(data, "__torch_function__"):
+        return True
+    kind = type(weight_of(module, "weight_ih" if module.call_kind >= CELLS else "weight_ih_l0"))
+    if kind in (Parameter, type(None)):
+        return False
+    handler = lambda kind: getattr(kind.__torch_function__, "__func__", kind.__torch_function__)
+    return handler(kind) not in (handler(Tensor), handler(Parameter))
 
 
 def _data(input: Any) -> Tensor:

@@ -121,7 +121,7 @@ class FusedHead:
             return resize(old_lm_head, *args, **kwargs)
         plain = old_lm_head.floating(self.dtype)
         resized = resize(plain, *args, **kwargs)
-        return old_lm_head if resized is plain else old_lm_head.with_more_outputs(resized)
+        return old_lm_head if resized is plain else old_lm_head.resized_like(resized)
 
 
 def operands(*linears: Any) -> dict[str, list[torch.Tensor]]:

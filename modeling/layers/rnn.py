@@ -31,7 +31,6 @@ torch.export takes them as they are, and torch.onnx.export writes ONNX's own ope
 (onnx_export.py).
 """
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -39,23 +38,12 @@ from torch import Tensor, nn
 from torch.nn.modules.rnn import RNNBase, RNNCellBase
 from torch.nn.utils.rnn import PackedSequence
 
-from ..choice.backend_choice import choose
+from ..choice.backend_choice import choose, overrides_torch
 from ..choice.cost_model import KINDS
 from ..hub.kernel_loader import check_backend, load_kernel
 from ..kernels import fused_rnn
 from ..kernels.fused_rnn.forward import run_cell, run_sequence
 from .onnx_export import export_sequence, is_onnx_export
-
-
-def overrides_torch(data: Any, parameters: Iterable[Tensor]) -> bool:
-    """Whether the input is no tensor and has a __torch_function__, or a parameter has one of its own.
-
-    torch.overrides.has_torch_function would say so under every mode too, as torch.device is one."""
-    if not isinstance(data, Tensor) and hasattr(data, "__torch_function__"):
-        return True
-    handler = lambda kind: getattr(kind.__torch_function__, "__func__", kind.__torch_function__)
-    usual = handler(Tensor), handler(nn.Parameter)
-    return any(handler(type(weight)) not in usual for weight in parameters)
 
 
 class _StandIn(nn.Module):
@@ -84,15 +72,11 @@ class _StandIn(nn.Module):
         """Returns fused-rnn's functions for the device of `input`, or None: run torch.nn's own
         forward.
 
-        None means that "auto" found no kernel for the device and dtype, or that the input or a weight
-        has a __torch_function__ of its own, which knows torch's functions."""
+        None means that "auto" found no kernel for the device and dtype, or that the input or the weights
+        have a __torch_function__ of their own, which knows torch's functions."""
         data = input.data if isinstance(input, PackedSequence) else input
         auto = self.kernel_backend == "auto"
-        if (
-            auto
-            and not torch.compiler.is_compiling()
-            and overrides_torch(data, self.parameters(False))
-        ):
+        if auto and not torch.compiler.is_compiling() and overrides_torch(self, data):
             return None
         if not isinstance(data, Tensor):  # raises AttributeError, as torch.nn does
             kind = type(input).__name__
@@ -190,11 +174,15 @@ class _Cell(_StandIn, RNNCellBase):
         super().__init__(input_size, hidden_size, bias, device=device, dtype=dtype)  # type: ignore[call-arg]
         self.stand_in(backend)
 
+    def kernel_for(self, input: Any) -> Any:
+        kernel = super().kernel_for(input)
+        return None if self.hidden_size == 0 else kernel  # torch.nn's cells may have no units
+
     def forward(self, input: Tensor, hx: Any = None) -> Any:
         """Runs one step, as torch.nn does: input [B, I] or [I], states [B, D] or [D] -> h' or (h',
         c')."""
         kernel = self.choose_kernel(input, hx)
-        if kernel is None or self.hidden_size == 0:  # torch.nn's cells may have no units
+        if kernel is None:
             return super().forward(input, hx)
         return run_cell(self, kernel, self.kernel_cell, input, hx)
 

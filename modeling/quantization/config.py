@@ -125,6 +125,10 @@ class RecurrentQuantizer(HfQuantizer):
             weight.requires_grad_(name.startswith(f"{CLASSIFIER}."))
         return model
 
+    def dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+        # not config.dtype, which is a text after save_pretrained and the old one after .to()
+        return super().dequantize(model, dtype=dtype or model.dtype)
+
     def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
         wide = dtype or model.dtype
         for name, layer in list(model.named_modules()):

@@ -84,8 +84,8 @@ class QuantizedLinear(nn.Linear):
         return made.train(self.training)
 
     @torch.no_grad()
-    def with_more_outputs(self, module: nn.Linear) -> "QuantizedLinear":
-        """Returns a layer with the outputs of `module`, of which this layer has the first; or has more."""
+    def resized_like(self, module: nn.Linear) -> "QuantizedLinear":
+        """Returns `module` quantised as this layer is; rows that both have are copied from this layer."""
         made = self.of(module, self.weight.dtype)
         kept = min(self.out_features, module.out_features)
         made.weight.data[:kept], made.scale.data[:kept] = self.weight[:kept], self.scale[:kept]

@@ -107,6 +107,7 @@ READ = {
     "that grow with every token",
     (PreTrainedModel, "_can_compile_fullgraph"): "generate does not compile for a static cache",
     (PreTrainedModel, "_can_record_outputs"): "output_hidden_states has no effect",
+    (PreTrainedModel, "_get_resized_lm_head"): "resize_token_embeddings fails for a quantised head",
     (PreTrainedModel, "_no_split_modules"): "device_map may divide a block between devices",
     (PreTrainedModel, "_skip_keys_device_placement"): "device_map copies caches between devices",
     (PreTrainedModel, "_tp_plan"): "tp_plan does not shard the head",

@@ -94,6 +94,8 @@ def cases() -> dict:
             "_C._len_torch_function_stack",
             "_C._push_on_torch_dispatch_stack",
             "_C._pop_torch_dispatch_stack",
+            "_C._functorch.is_batchedtensor",
+            "_C._functorch.is_legacy_batchedtensor",
             "_C._dynamo.guards.GlobalStateGuard",
             "_C._dynamo.guards.TensorGuards",
             "_C._dynamo.guards.dict_version",
@@ -112,6 +114,8 @@ def cases() -> dict:
             "utils._python_dispatch.TorchDispatchMode",
         )
     }
+    flags = "__allow_nonbracketed_mutation"
+    found[f"torch.backends.{flags}"] = functools.partial(attribute, torch.backends.m, flags)
     for name in ("_modules", "_parameters", "_buffers", "_forward_hooks", "_forward_pre_hooks"):
         found[name] = functools.partial(in_instances, name)
     for name in ("_flat_weights", "_flat_weights_names", "_all_weights"):
@@ -136,6 +140,7 @@ def cases() -> dict:
     for name in (
         "_can_compile_fullgraph",
         "_can_record_outputs",
+        "_get_resized_lm_head",
         "_init_weights",
         "_no_split_modules",
         "_skip_keys_device_placement",

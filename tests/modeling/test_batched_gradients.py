@@ -1,10 +1,13 @@
 """Tests gradients of a batch of output gradients: is_grads_batched, jacobian(vectorize=True), and
 torch.vmap over torch.autograd.grad."""
 
+from contextlib import nullcontext as ignored
+
 import pytest
 import torch
 from torch.autograd.functional import jacobian
 from torch.nn.utils.rnn import pack_sequence
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 
 import flashcell
@@ -39,8 +42,14 @@ pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop")
 
 
 def output_of(result):
-    """The output of a module, of which only this is differentiated."""
+    """The output of a module."""
     return result[0] if isinstance(result, tuple) else result
+
+
+def last_of(result):
+    """The last state of a module that has been set apart from its output: c, or h."""
+    last = result[1] if isinstance(result, tuple) else result
+    return last[1] if isinstance(last, tuple) else last
 
 
 def check_each(y, leaves, way):
@@ -60,6 +69,34 @@ def test_each_gradient_is_as_alone(name, way, dtype):
     module = MODULES[name](dtype=dtype, backend=DEVICE)
     x = torch.randn(*((B, I) if "Cell" in name else (T, B, I)), dtype=dtype, requires_grad=True)
     check_each(output_of(module(x)), (x, *module.parameters()), way)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", MODULES)
+def test_states_without_a_gradient_of_x(name, way):
+    module = MODULES[name](backend=DEVICE)
+    layers = (4 if name == "LSTM" else 1,) if "Cell" not in name else ()
+    rows = T if name == "GRU" else B  # the GRU's batch comes first
+    states = [torch.randn(*layers, rows, D, requires_grad=True) for _ in range(2)]
+    hx = tuple(states) if "LSTM" in name else states[0]
+    x = torch.randn(*((B, I) if "Cell" in name else (T, B, I)))
+    leaves = (*(states if "LSTM" in name else states[:1]), *module.parameters())
+    check_each(last_of(module(x, hx)), leaves, way)
+
+
+def test_second_derivatives_and_checkpoints():
+    module, x = flashcell.GRU(I, D, backend=DEVICE), torch.randn(T, B, I, requires_grad=True)
+    given = torch.randn(3, T, B, D)
+    with pytest.warns(RuntimeWarning, match="create_graph=True") if DEVICE == "cpu" else ignored():
+        y = module(x)[0]
+        (found,) = torch.autograd.grad(y, x, given, is_grads_batched=True, create_graph=True)
+    for index, dy in enumerate(given):
+        assert_close("with a graph", found[index], torch.autograd.grad(y, x, dy)[0], 1e-5)
+        y = module(x)[0]
+    y = checkpoint(lambda x: module(x)[0], x, use_reentrant=False)
+    (found,) = torch.autograd.grad(y, x, given, is_grads_batched=True)
+    for index, dy in enumerate(given):
+        assert_close("checkpoint", found[index], torch.autograd.grad(module(x)[0], x, dy)[0], 1e-5)
 
 
 @pytest.mark.parametrize("way", WAYS)

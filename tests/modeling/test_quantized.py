@@ -14,38 +14,23 @@ from transformers import (
 )
 
 from cases import DEVICE
-from flashcell import FlashMLSTMConfig, FlashRNNConfig, QuantizationConfig, quantize_weights
+from decode_cases import (
+    DTYPE,
+    KINDS,
+    QUANTIZED_CONFIGS,
+    QUANTIZED_SIZES,
+    logits,
+    small_model,
+    tokens,
+)
+from flashcell import FlashRNNConfig, QuantizationConfig, quantize_weights
 from flashcell.kernels.tfla.int4 import unpack_int4
 from flashcell.quantization.linear import QuantizedLinear, quantize
 
-SIZES = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, "num_heads": 2}
-CONFIGS = {
-    "lstm": lambda: FlashRNNConfig(**SIZES, cell="lstm", intermediate_size=128),
-    "flash_gru": lambda: FlashRNNConfig(
-        **SIZES, cell="flash_gru", intermediate_size=128, tie_word_embeddings=True
-    ),
-    "flash_mlstm": lambda: FlashMLSTMConfig(**SIZES),
-    "fused": lambda: FlashMLSTMConfig(**SIZES, weight_mode="fused"),
-}
-KINDS = ["int8", "int4"] + ["fp8"] * (DEVICE == "cuda")  # those that a kernel decodes
-DTYPE = torch.float32 if DEVICE == "cpu" else torch.bfloat16
 
-
-@pytest.fixture(params=CONFIGS)
+@pytest.fixture(params=QUANTIZED_CONFIGS)
 def model(request):
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(CONFIGS[request.param](), dtype=DTYPE).eval()
-
-
-def tokens(batch=2, length=7):
-    return torch.randint(
-        3, 60, (batch, length), generator=torch.Generator("cpu").manual_seed(1), device="cpu"
-    ).to(DEVICE)
-
-
-def logits(model):
-    with torch.no_grad():
-        return model(tokens()).logits.float()
+    return small_model(request.param)
 
 
 def test_4_bits_are_the_closest_of_several_scales():
@@ -77,7 +62,7 @@ def test_the_head_of_int4_is_int8(model):
 
 
 def test_a_width_that_int4_cannot_have_is_named():
-    sizes = SIZES | {"intermediate_size": 96}
+    sizes = QUANTIZED_SIZES | {"intermediate_size": 96}
     model = AutoModelForCausalLM.from_config(FlashRNNConfig(**sizes, cell="gru"), dtype=DTYPE)
     says = "down_proj has 96 inputs, which are no multiple of 64: name it in modules_to_not_convert"
     with pytest.raises(ValueError, match=says):

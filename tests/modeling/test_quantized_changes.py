@@ -1,25 +1,37 @@
 """Tests what is done to a model after its weights were quantised: other vocabularies, merged adapters."""
 
+import copy
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from decode_cases import DTYPE, KINDS, QUANTIZED_CONFIGS, logits, small_model, tokens
 from flashcell import QuantizationConfig, quantize_weights
 from flashcell.quantization.linear import QuantizedLinear
-from modeling.test_quantized import DTYPE, KINDS, logits, model, tokens  # noqa: F401  (fixtures)
 from numerics import assert_bitwise, assert_close
 
 EPS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[DTYPE]
 
 
+@pytest.fixture(params=QUANTIZED_CONFIGS)
+def model(request):
+    return small_model(request.param)
+
+
 @pytest.mark.parametrize("size", [80, 40, 64])
 @pytest.mark.parametrize("weights", KINDS)
-def test_another_vocabulary(tmp_path, model, weights, size):  # noqa: F811
+def test_another_vocabulary(tmp_path, model, weights, size):
+    twin = copy.deepcopy(model)
     model = quantize_weights(model, QuantizationConfig(weights))
     x, old = tokens() % 40, model.get_output_embeddings()
+    model.generate(x, max_new_tokens=3, do_sample=False)  # a recorded step has the old head
     with torch.no_grad():
+        twin.get_output_embeddings().weight.copy_(old.dequantized(DTYPE))
         before = model(x).logits
-        model.resize_token_embeddings(size)
+        for one in (twin, model):
+            torch.manual_seed(1)
+            one.resize_token_embeddings(size)
         after, head = model(x).logits, model.get_output_embeddings()
     kept = min(size, 64)
     assert type(head) is QuantizedLinear
@@ -29,6 +41,10 @@ def test_another_vocabulary(tmp_path, model, weights, size):  # noqa: F811
         "weights", head.weight[:kept].view(torch.uint8), old.weight[:kept].view(torch.uint8)
     )
     assert_bitwise("scales", head.scale[:kept], old.scale[:kept])
+    new = [one.get_output_embeddings() for one in (model, twin)]
+    values = new[0].dequantized(DTYPE)[kept:], new[1].weight[kept:]
+    assert_close("new rows", *values, 0.2)  # those that the float model draws, in 8 or 4 bits
+    assert head.config is model.config
     assert_close("logits", after[..., :kept], before[..., :kept], EPS)
     assert after.isfinite().all()
     assert model.generate(x, max_new_tokens=3, do_sample=False).shape == (2, 10)
@@ -39,7 +55,7 @@ def test_another_vocabulary(tmp_path, model, weights, size):  # noqa: F811
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])
-def test_adapters_are_merged_into_dequantized_weights(model, weights):  # noqa: F811
+def test_adapters_are_merged_into_dequantized_weights(model, weights):
     peft = pytest.importorskip("peft")
     model = quantize_weights(model, QuantizationConfig(weights))
     last = "down_proj" if hasattr(model, "model") else "proj_down"

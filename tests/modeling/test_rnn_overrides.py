@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+import flashcell
 from numerics import EPS, assert_close
 from torch_twins import CELLS, SEQUENCES, flatten, make_twins
 
@@ -67,6 +68,8 @@ def test_weights_that_know_torch_s_functions(kind):
 
     weights = {name: w.detach().as_subclass(Watched) for name, w in ours.named_parameters()}
     found = flatten(torch.func.functional_call(ours, weights, (x,)))
-    assert {"LSTM": "lstm", "GRU": "gru", "RNN": "rnn_tanh"}.get(kind, "_cell") in str(seen)
+    names = {"LSTM": "lstm", "GRU": "gru", "RNN": "rnn_tanh", "LSTMCell": "lstm_cell"}
+    assert {**names, "GRUCell": "gru_cell", "RNNCell": "rnn_tanh_cell"}[kind] in seen
+    assert "__torch_function__ of their own" in flashcell.explain(ours, Wrapped(x))
     for one, other in zip(found, flatten(theirs(x)), strict=True):
         assert_close("output", one.as_subclass(torch.Tensor), other, LOOSE)

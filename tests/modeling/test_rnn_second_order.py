@@ -202,7 +202,8 @@ def test_hessian_vector_products():
 
 def test_frozen_flags(monkeypatch):
     """torch.backends.disable_global_flags(), as torch's own tests call it, forbids setting flags."""
-    module, x = flashcell.GRU(I, D), torch.randn(T, B, I, requires_grad=True)
+    module = flashcell.GRU(I, D, backend=DEVICE)
+    x = torch.randn(T, B, I, requires_grad=True)
     (before,) = torch.autograd.grad(module(x)[0].sum(), x, create_graph=True)
     names = torch.backends.disable_global_flags.__globals__
     monkeypatch.setitem(names, "__allow_nonbracketed_mutation_flag", False)

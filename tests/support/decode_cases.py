@@ -1,9 +1,13 @@
-"""Ways to decode, and changes to a model that a recorded step would not notice by itself."""
+"""Ways to decode, changes to a model that a recorded step would not notice by itself, and small models
+for weights of 8 and 4 bits."""
 
 import copy
 
 import torch
-from transformers import DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from cases import DEVICE
+from flashcell import FlashMLSTMConfig, FlashRNNConfig
 
 
 def greedy(model, ids, new=12, **kwargs):
@@ -53,3 +57,33 @@ def decode(model, ids, cache=None):
         for token in ids.split(1, dim=1):
             steps.append(model(token, past_key_values=cache).logits)
     return torch.cat(steps, 1)
+
+
+# Small models whose linear layers get weights of 8 and 4 bits.
+QUANTIZED_SIZES = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, "num_heads": 2}
+QUANTIZED_CONFIGS = {
+    "lstm": lambda: FlashRNNConfig(**QUANTIZED_SIZES, cell="lstm", intermediate_size=128),
+    "flash_gru": lambda: FlashRNNConfig(
+        **QUANTIZED_SIZES, cell="flash_gru", intermediate_size=128, tie_word_embeddings=True
+    ),
+    "flash_mlstm": lambda: FlashMLSTMConfig(**QUANTIZED_SIZES),
+    "fused": lambda: FlashMLSTMConfig(**QUANTIZED_SIZES, weight_mode="fused"),
+}
+KINDS = ["int8", "int4"] + ["fp8"] * (DEVICE == "cuda")  # those that a kernel decodes
+DTYPE = torch.float32 if DEVICE == "cpu" else torch.bfloat16
+
+
+def small_model(kind):
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(QUANTIZED_CONFIGS[kind](), dtype=DTYPE).eval()
+
+
+def tokens(batch=2, length=7):
+    return torch.randint(
+        3, 60, (batch, length), generator=torch.Generator("cpu").manual_seed(1), device="cpu"
+    ).to(DEVICE)
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(tokens()).logits.float()

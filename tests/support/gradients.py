@@ -40,9 +40,10 @@ def overlapping(grads: Iterable[Named], leaves: Iterable[Named] = ()) -> str | N
 
 
 def is_plain(tensor: Any) -> bool:
-    """Whether it has memory of its own to look at; torch.func's and traced tensors do not."""
+    """Whether it has memory of its own to look at; torch.func's, batched and traced tensors do not."""
     plain = isinstance(tensor, Tensor) and tensor.layout == torch.strided and not tensor.is_meta
-    if not plain or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+    if not plain or wrapped(tensor) or torch._C._functorch.is_legacy_batchedtensor(tensor):
         return False
     return type(tensor) in (Tensor, torch.nn.Parameter) and tensor.numel() > 0
 

@@ -58,12 +58,12 @@ has_level = find("torch.autograd.forward_ad._current_level", f"{LONGER}, {EAGER}
 has_schema = hasattr(torch.ops.aten.clone.default, "_schema")
 if not has_schema:
     warn("OpOverload._schema", f"errors call an argument by its number, {EAGER} on a CPU")
-_NO_BATCHES = (
-    "is_grads_batched, jacobian(vectorize=True) and torch.vmap of gradients raise an error"
-)
 _batched = [
-    find(f"torch._C._functorch.{name}", _NO_BATCHES)
-    for name in ("is_batchedtensor", "is_legacy_batchedtensor")
+    find("torch._C._functorch.is_batchedtensor", "torch.vmap over gradients raises an error"),
+    find(
+        "torch._C._functorch.is_legacy_batchedtensor",
+        "is_grads_batched and jacobian(vectorize=True) raise an error",
+    ),
 ]
 
 

@@ -80,7 +80,7 @@ class _HeadwiseProduct(torch.autograd.Function):
         rows, weight = ctx.saved_tensors
         drows = dweight = None
         if ctx.needs_input_grad[0]:
-            # Products into a view cannot be differentiated again, nor be those of batches of dy.
+            # A product written into a view cannot be differentiated again, and dy cannot be a batch.
             if torch.is_grad_enabled() or is_batched(dy):
                 drows = torch.bmm(dy, weight).transpose(0, 1)
             else:

@@ -193,7 +193,7 @@ struct Forward {
       for (int g = 0; g < kGates; ++g, in += p.x_gate, ahead += p.x_gate) {
         x[g] = load_part<Whole>(in, n) + bias[g];
         __builtin_prefetch(ahead);
-        __builtin_prefetch(in + p.x_time);  // the next step, of a sequence that no other precedes
+        __builtin_prefetch(in + p.x_time);  // the next step: none fetches ahead the first kAhead
         r[g] = load(product + g * V::kWidth);
       }
       if (Cell::kBias > kGates) r[kGates - 1] += bias[Cell::kBias - 1];

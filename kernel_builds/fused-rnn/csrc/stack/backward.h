@@ -144,8 +144,10 @@ std::tuple<Tensor, Tensors, Tensors> layers_bwd(OptionalTensor dy, Tensors dlast
     const Tensor saved = take("kept saved", {E, Cell::kSaved, N, P}, saved_dtype(x));
     const Tensor input = l > 0 ? take("kept input", s.inner_shape(I), s.io) : x;
     Tensor dh = upper;
-    const bool is_dense = (place.batch == T * N * O || B == 1) && (place.time == N * O || T == 1) &&
-                          (place.unit == 1 || O == 1);
+    // Of time-first rows, the engine's order is not that of the tensor's own sizes, which dense()
+    // has.
+    const bool is_dense = upper.is_contiguous() && (place.batch == T * N * O || B == 1) &&
+                          (place.time == N * O || T == 1) && (place.unit == 1 || O == 1);
     const int64_t pitch = projects ? O : P;  // from one head's outputs to the next head's
     const bool adds_last = projects && !dlast.empty();
     if (N == 2 || pitch != O || s.is_packed || !is_dense || adds_last || s.steps()) {

@@ -19,9 +19,15 @@ _numbers = itertools.count()
 if BACKEND is not None:
     _library = torch.library.Library(ops.name, "FRAGMENT")
     _library.define("run_each(Tensor vector, int number) -> Tensor")
-    _library.impl(
-        "run_each", lambda vector, number: _running[number](vector), "CompositeExplicitAutograd"
-    )
+
+    def _run(vector: torch.Tensor, number: int) -> torch.Tensor:
+        if number not in _running:
+            raise RuntimeError(
+                "a trace of batched gradients is replayed, but their backward is over"
+            )
+        return _running[number](vector)
+
+    _library.impl("run_each", _run, "CompositeExplicitAutograd")
 
 
 def any_batched(*tensors: Optional[torch.Tensor]) -> bool:
@@ -29,8 +35,8 @@ def any_batched(*tensors: Optional[torch.Tensor]) -> bool:
 
 
 def run_each(function: Callable, given: Sequence[Optional[torch.Tensor]]) -> List[Any]:
-    """Returns function(given), a list of tensors and None, where some of `given` are batches: once for
-    each of their elements."""
+    """Calls function(given), which returns a list of tensors and None, once for each element of the
+    batches in `given`; returns batches of its results."""
     forms: List[Optional[torch.Tensor]] = []
 
     def run(vector: torch.Tensor) -> torch.Tensor:

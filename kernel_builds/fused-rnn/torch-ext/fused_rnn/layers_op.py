@@ -77,8 +77,11 @@ class _Layers(EagerFunction):
             return (None, None, None, *_differentiate_twice(ctx, dy, dlast))
         wants_dx, wants_dstate = ctx.needs_input_grad[3], any(ctx.needs_input_grad[4 : -ctx.count])
 
+        saved = ctx.saved_tensors  # read once: hooks of checkpoints count
+
         def differentiate(given: Sequence[Any]) -> List[Any]:
-            dx, dstate, dweights = _differentiate(ctx, given[0], given[1:], wants_dx, wants_dstate)
+            dy, *dlast = given
+            dx, dstate, dweights = _differentiate(ctx, saved, dy, dlast, wants_dx, wants_dstate)
             return [dx, *dstate, *dweights]
 
         with BelowAutograd():
@@ -103,11 +106,11 @@ def _keep(
 
 
 def _differentiate(
-    ctx: Any, dy: Any, dlast: Sequence[Any], wants_dx: bool, wants_dstate: bool
+    ctx: Any, saved: Tensors, dy: Any, dlast: Sequence[Any], wants_dx: bool, wants_dstate: bool
 ) -> Any:
     """Returns the gradients of x or None, of the states or an empty list, and of the weights."""
-    x, *saved = ctx.saved_tensors
-    weights, kept = saved[: ctx.count], saved[ctx.count :]
+    x, *others = saved
+    weights, kept = others[: ctx.count], others[ctx.count :]
     known = [d for d in dlast if d is not None]
     if len(known) < len(dlast):
         rows, O = weights[1].shape
@@ -213,7 +216,8 @@ def _register(cell: Cell) -> None:
     def backward(ctx, dy, dlast, _):
         x, state, *_ = ctx.needs_input_grad
         wants_dstate = any(state) if isinstance(state, (list, tuple)) else bool(state)
-        dx, dstate, dweights = _differentiate(ctx, dy, dlast, x, wants_dstate)
+        saved = ctx.saved_tensors
+        dx, dstate, dweights = _differentiate(ctx, saved, dy, dlast, x, wants_dstate)
         dstate = dstate or [None] * len(ctx.state_dtypes)
         sizes: Any = None if ctx.options[0] else []  # torch takes an empty list for one of tensors
         return (dx, dstate, dweights, sizes, *(None,) * 9)

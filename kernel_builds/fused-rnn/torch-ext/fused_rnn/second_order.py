@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from .dispatch import without_autocast
 from .functional import recurrent
-from .private_names import may_set_flags
+from .private_names import is_batched, may_set_flags
 
 Tensors = Sequence[torch.Tensor]
 SLOWER = (
@@ -55,7 +55,7 @@ def _in_memory_of_their_own(grads: List[Optional[torch.Tensor]]) -> List[Optiona
     seen, results = set(), []
     for grad in grads:
         if grad is not None:
-            memory = grad.untyped_storage().data_ptr()
+            memory = id(grad) if is_batched(grad) else grad.untyped_storage().data_ptr()
             grad = grad.clone() if memory in seen else grad
             seen.add(memory)
         results.append(grad)
