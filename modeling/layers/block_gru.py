@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..kernels.fused_rnn.formulas import is_eager
+from ..kernels.fused_rnn.formulas import is_eager, views_of
 from .headwise_linear import HeadwiseLinear
 
 NORMS = {"rms": nn.RMSNorm, "layer": nn.LayerNorm, None: None}
@@ -106,13 +106,14 @@ class Recurrence(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dhs, dlast):
         if torch.is_grad_enabled():  # to be differentiated again
-            read, h, *values = ctx.saved_tensors
+            inputs = views_of(ctx.saved_tensors)
+            read, h, *values = inputs
             step = Step(ctx.cell, dict(zip(ctx.names, values, strict=True)))
             outputs = run(step, read, h, ctx.reset)
-            needed = [v for v in ctx.saved_tensors if v.requires_grad]
+            needed = [v for v in inputs if v.requires_grad]
             options: Any = {"create_graph": True, "allow_unused": True}
             again = iter(torch.autograd.grad(outputs, needed, (dhs, dlast), **options))
-            grads = [next(again) if v.requires_grad else None for v in ctx.saved_tensors]
+            grads = [next(again) if v.requires_grad else None for v in inputs]
             return None, None, None, *grads
         others = [n for n in ctx.names if not is_product(n)]
         sources = [*ctx.inner, *(ctx.own[n] for n in others)]

@@ -84,8 +84,9 @@ class _StandIn(nn.Module):
         fallback = "torch.nn's own forward"
         kernel = load_kernel("fused-rnn", data.device.type, self.kernel_backend, fallback)
         if auto:
-            exact = data.is_cuda and data.dtype == torch.float64  # no CUDA kernel has it
-            return None if exact or kernel is fused_rnn else kernel
+            # No CUDA kernel has fp64, and none has complex numbers.
+            no_kernel = data.is_complex() or (data.is_cuda and data.dtype == torch.float64)
+            return None if no_kernel or kernel is fused_rnn else kernel
         return kernel
 
     def choose_kernel(self, input: Any, hx: Any) -> Any:

@@ -136,6 +136,12 @@ def test_second_derivatives():
     rnn, x = draw("2024"), torch.randn(2, 3, INPUT).double().requires_grad_()
     assert torch.autograd.gradgradcheck(lambda x: rnn(x)[0], (x,))
     assert torch.autograd.gradcheck(lambda x: rnn(x)[0], (x,))
+    h, last = rnn(x)
+    loss = rnn(x * h.sum(), last)[0].sum()  # inputs that depend on each other
+    leaves = (x, *rnn.parameters())
+    once = torch.autograd.grad(loss, leaves, retain_graph=True)
+    again = torch.autograd.grad(loss, leaves, create_graph=True)
+    torch.testing.assert_close(again, once)
 
 
 def test_without_gradients_and_with_frozen_weights():

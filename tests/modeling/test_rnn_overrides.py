@@ -1,4 +1,5 @@
-"""Tests the stand-ins for torch.nn's modules with inputs and weights that have a __torch_function__."""
+"""Tests the stand-ins for torch.nn's modules with inputs and weights that our kernels do not take: those
+with a __torch_function__, and complex numbers."""
 
 import pytest
 import torch
@@ -73,3 +74,11 @@ def test_weights_that_know_torch_s_functions(kind):
     assert "__torch_function__ of their own" in flashcell.explain(ours, Wrapped(x))
     for one, other in zip(found, flatten(theirs(x)), strict=True):
         assert_close("output", one.as_subclass(torch.Tensor), other, LOOSE)
+
+
+@pytest.mark.parametrize("kind", SEQUENCES + CELLS)
+def test_complex_numbers(kind):
+    theirs, ours = make_twins(kind, I, D, dtype=torch.complex64)
+    x = torch.randn(*((B, I) if kind in CELLS else (T, B, I)), dtype=torch.complex64)
+    for found, wanted in zip(flatten(ours(x)), flatten(theirs(x)), strict=True):
+        assert torch.equal(found, wanted)

@@ -11,6 +11,8 @@ from torch.nn.utils.rnn import pack_padded_sequence
 
 import flashcell
 from cases import DEVICE
+from numerics import assert_close
+from torch_twins import make_twins
 
 I, D, B, T = 3, 4, 2, 5
 SEQUENCES = {
@@ -198,6 +200,43 @@ def test_hessian_vector_products():
         for m in (module, torchs)
     ]
     torch.testing.assert_close(*products)
+
+
+def chained(module, x):
+    """Calls in which an input depends on another one, or is the same tensor."""
+    first, last = x[0], None
+    if isinstance(module, nn.RNNCellBase):
+        for row in x:
+            last = module(row, last)
+        last = last[0] if isinstance(last, tuple) else last
+        return last, module(
+            first @ first.mT @ last, (last, last) if "LSTM" in str(module) else last
+        )
+    y, last = module(x)
+    again, last = module(y, last)  # as wide as the input
+    pair = isinstance(module, nn.LSTM)
+    same = last[0] if pair else last
+    return again, module(x, (same, same) if pair else same)[0]
+
+
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN", "LSTMCell", "GRUCell", "RNNCell"])
+def test_inputs_that_depend_on_each_other(kind):
+    theirs, ours = make_twins(kind, D, D, backend=DEVICE, gain=1.0)
+    x = torch.randn(T, B, D, requires_grad=True)
+    found = []
+    for module in (theirs, ours):
+        loss = sum(flat_output(t).square().sum() for t in chained(module, x))
+        leaves = (x, *module.parameters())
+        with torch.backends.cudnn.flags(enabled=False):
+            grads = torch.autograd.grad(loss, leaves, create_graph=True)
+            twice = torch.autograd.grad(sum(g.square().sum() for g in grads), leaves)
+        found.append((*grads, *twice))
+    for number, (wanted, one) in enumerate(zip(*found, strict=True)):
+        assert_close(f"gradient {number}", one, wanted, 1e-4)
+
+
+def flat_output(result):
+    return result[0] if isinstance(result, tuple) else result
 
 
 def test_frozen_flags(monkeypatch):

@@ -8,7 +8,7 @@ autograd.Function of another form. The kernels share this file.
 """
 
 import warnings
-from typing import Any, Callable, Dict, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 import torch
 from torch.autograd import forward_ad
@@ -164,6 +164,13 @@ def is_differentiated_again() -> bool:
     return torch.is_grad_enabled() and is_eager()
 
 
+def views_of(inputs: Sequence[Any]) -> List[Any]:
+    """Returns views of the tensors that need gradients. Derivatives by them go no further: by the tensors
+    themselves, they would run on where one depends on another, or is the same."""
+    recorded = lambda t: isinstance(t, torch.Tensor) and t.requires_grad
+    return [t.view_as(t) if recorded(t) else t for t in inputs]
+
+
 def gradients_by(
     reference: Callable, inputs: Sequence[Any], grads: Sequence[Optional[torch.Tensor]]
 ) -> Tuple[Optional[torch.Tensor], ...]:
@@ -176,6 +183,7 @@ def gradients_by(
         stacklevel=2,
     )
     device = next(t for t in inputs if t is not None).device.type
+    inputs = views_of(inputs)
     with without_autocast(device):
         outputs = reference(*inputs)
         pairs = [

@@ -53,8 +53,18 @@ def calls(kernel, backend):
         (draw(B, T, D), draw(D, 4), draw(D)),
     )
 
+    def carried(x, a, s):  # inputs that depend on each other
+        h, (s,) = kernel.flash_gru(x, a, (s,), backend=backend)
+        return kernel.flash_gru(x * h[:, :, None], a, (s,), backend=backend)[0]
 
-@pytest.mark.parametrize("number", range(8))
+    yield carried, (draw(B, T, 3, D), draw(3, D), draw(B, D))
+    yield (
+        lambda a, h: kernel.linear_scan(a, a, h * a[:, 0], backend=backend),
+        (draw(B, T, D), draw(B, D)),
+    )
+
+
+@pytest.mark.parametrize("number", range(10))
 def test_they_are_the_references(diagonal_rnn, number):
     function, inputs = list(calls(diagonal_rnn, DEVICE))[number]
     exact, _ = list(calls(diagonal_rnn, "reference"))[number]
@@ -65,7 +75,7 @@ def test_they_are_the_references(diagonal_rnn, number):
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="the kernels on CUDA have no fp64")
-@pytest.mark.parametrize("number", range(8))
+@pytest.mark.parametrize("number", range(10))
 def test_gradgradcheck(diagonal_rnn, number):
     function, inputs = list(calls(diagonal_rnn, DEVICE))[number]
     assert torch.autograd.gradgradcheck(function, inputs)

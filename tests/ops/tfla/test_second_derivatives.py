@@ -35,6 +35,24 @@ def inputs():
     return *rows, draw(B, H, K, V), draw(B, T, H, V), draw(H, V)
 
 
+@pytest.mark.parametrize("gate", ["exp", "sigmoid"])
+def test_inputs_that_depend_on_each_other(tfla, gate):
+    q, _, _, i, f, C, _, weight = inputs()
+    found = []
+    for backend in (DEVICE, "reference"):
+        torch.manual_seed(0)
+        run = call(tfla, gate, backend)
+        h, last = run(q, q, 1.5 * q, i, f, C, q, weight)
+        y, _ = run(h, q, h, i, i, last, h, weight)
+        leaves = q, i, f, C, weight
+        first = torch.autograd.grad(y.square().sum(), leaves, create_graph=True)
+        second = torch.autograd.grad(sum(g.square().sum() for g in first), leaves)
+        found.append((*first, *second))
+    bound = 1e-10 if torch.float64 == DTYPE else 1e-4
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=bound, atol=bound)
+
+
 @pytest.mark.parametrize("masks", ["none", "masks"])
 @pytest.mark.parametrize("gate", ["exp", "sigmoid"])
 def test_they_are_the_references(tfla, gate, masks):

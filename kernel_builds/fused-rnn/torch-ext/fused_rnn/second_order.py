@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from .dispatch import without_autocast
+from .formulas import views_of
 from .functional import recurrent
 from .private_names import is_batched, may_set_flags
 
@@ -33,12 +34,13 @@ def differentiable_gradients(
     dy: Optional[torch.Tensor], dlast: Sequence[Optional[torch.Tensor]],
 ) -> List[Optional[torch.Tensor]]:  # fmt: skip
     """Returns the gradients of x, of the states and of the weights; None for those that need none."""
-    inputs = [x, *state, *weights]
     batch_sizes, _, projects, *_ = options
     native = x.device.type == "cuda" and not projects and not batch_sizes
     if not native:
         warnings.warn(SLOWER, RuntimeWarning, stacklevel=2)
     with torch.enable_grad(), without_autocast(x.device.type), _plain_torch():
+        inputs = views_of((x, *state, *weights))
+        x, state, weights = inputs[0], inputs[1 : 1 + len(state)], inputs[1 + len(state) :]
         y, last = (run_cells if native else run)(cell, gates, x, state, weights, options)
     pairs = [(o, d) for o, d in zip((y, *last), (dy, *dlast)) if d is not None and o.requires_grad]
     sources = [t for t in inputs if t.requires_grad]
