@@ -239,6 +239,25 @@ def flat_output(result):
     return result[0] if isinstance(result, tuple) else result
 
 
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN", "LSTMCell", "GRUCell", "RNNCell"])
+def test_through_a_gradient_of_torch_func(kind):
+    """The function that torch.func.vjp returns is differentiated by torch.autograd, outside."""
+    theirs, ours = make_twins(kind, I, D, backend=DEVICE, gain=1.0)
+    x = torch.randn(*((B, I) if "Cell" in kind else (T, B, I)), requires_grad=True)
+    found = []
+    for module in (theirs, ours):
+        with torch.backends.cudnn.flags(enabled=False):
+            y, pull = torch.func.vjp(lambda x, m=module: flat_output(m(x)), x)
+            (dx,) = pull(torch.ones_like(y))
+            leaves = [t for t in (x, *module.parameters()) if t.requires_grad]
+            second = torch.autograd.grad(dx.square().sum(), leaves, allow_unused=True)
+        found.append(
+            [torch.zeros_like(x) if g is None else g for g, x in zip(second, leaves, strict=True)]
+        )
+    for number, (wanted, one) in enumerate(zip(*found, strict=True)):
+        assert_close(f"second derivative {number}", one, wanted, 1e-4)
+
+
 def test_frozen_flags(monkeypatch):
     """torch.backends.disable_global_flags(), as torch's own tests call it, forbids setting flags."""
     module = flashcell.GRU(I, D, backend=DEVICE)

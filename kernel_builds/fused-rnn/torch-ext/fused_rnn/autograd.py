@@ -79,7 +79,8 @@ def register(cell: Cell) -> None:
         given = dh, dlast, saved, h_prev, weight, reset, hold, lengths, cu_seqlens
         again = is_differentiated_again()
         if again:  # the node that made `saved` is this one, or that of the forward that ran above
-            saved.grad_fn.again = True  # so its dsaved and dh_prev come from Gradients
+            # So its dsaved and dh_prev come from Gradients. The view is behind what torch.func.vjp wrapped.
+            saved.view_as(saved).grad_fn.next_functions[0][0].again = True
         if again or ctx.again:
             dx, dweight, dbias, dstate = Gradients.apply(
                 cell, ctx.clips, ctx.tf32, needs[1], dsaved, dh_prev, *given
