@@ -94,6 +94,7 @@ def cases() -> dict:
             "_C._len_torch_function_stack",
             "_C._push_on_torch_dispatch_stack",
             "_C._pop_torch_dispatch_stack",
+            "_C._functorch.get_interpreter_stack",
             "_C._functorch.is_batchedtensor",
             "_C._functorch.is_legacy_batchedtensor",
             "_C._dynamo.guards.GlobalStateGuard",

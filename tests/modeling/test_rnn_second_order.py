@@ -258,6 +258,26 @@ def test_through_a_gradient_of_torch_func(kind):
         assert_close(f"second derivative {number}", one, wanted, 1e-4)
 
 
+@pytest.mark.filterwarnings("ignore:the kernel has no second derivatives")
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN", "LSTMCell", "GRUCell", "RNNCell"])
+def test_gradients_of_gradients_by_torch_func(kind):
+    theirs, ours = make_twins(kind, I, D, backend=DEVICE, gain=1.0)
+    x = torch.randn(*((B, I) if "Cell" in kind else (T, B, I)))
+    found = []
+    for module in (theirs, ours):
+
+        def loss(weights, m=module):
+            return flat_output(torch.func.functional_call(m, weights, (x,))).square().sum()
+
+        def penalty(weights, loss=loss):
+            return sum(g.square().sum() for g in torch.func.grad(loss)(weights).values())
+
+        with torch.backends.cudnn.flags(enabled=False), torch.backends.mkldnn.flags(enabled=False):
+            found.append(torch.func.grad(penalty)(dict(module.named_parameters())))
+    for name, wanted in found[0].items():
+        assert_close(name, found[1][name], wanted, 1e-4)
+
+
 def test_frozen_flags(monkeypatch):
     """torch.backends.disable_global_flags(), as torch's own tests call it, forbids setting flags."""
     module = flashcell.GRU(I, D, backend=DEVICE)

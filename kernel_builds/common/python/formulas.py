@@ -19,6 +19,7 @@ from .private_names import (
     any_requires_grad,
     argument_names,
     forward_level,
+    takes_gradients_of_gradients,
     transforms_are_active,
 )
 
@@ -139,14 +140,25 @@ def may_have_tangents(*values: Optional[torch.Tensor]) -> bool:
     return is_transformed() or any(v is not None and has_tangent(v) for v in values)
 
 
+def is_nested() -> bool:
+    """Whether torch.func's gradients of gradients are taken, which no op has."""
+    return is_transformed() and takes_gradients_of_gradients()
+
+
 def fall_back_for_tangents(
     chosen: str, requested: str, *inputs: Optional[torch.Tensor], stacklevel: int = 4
 ) -> str:
-    """Returns the backend of a call: where "auto" chose the binary, which has no derivatives in forward
-    mode, and the call needs them, the reference. A backend asked for by name stays, and refuses."""
-    if chosen == "reference" or requested != "auto" or not may_have_tangents(*inputs):
+    """Returns the backend of a call: where "auto" chose the binary, and the call needs derivatives in
+    forward mode or torch.func's gradients of gradients, the reference. A backend asked for by name
+    stays, and refuses."""
+    if chosen == "reference" or requested != "auto":
         return chosen
-    reason = "the kernel has no derivatives in forward mode"
+    if may_have_tangents(*inputs):
+        reason = "the kernel has no derivatives in forward mode"
+    elif is_nested():
+        reason = "the kernel has no second derivatives by torch.func"
+    else:
+        return chosen
     return fall_back(reason, stacklevel=stacklevel + 1)
 
 

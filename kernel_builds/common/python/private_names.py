@@ -72,6 +72,18 @@ def is_batched(tensor: torch.Tensor) -> bool:
     return any(test is not None and test(tensor) for test in _batched)
 
 
+_interpreters = find(
+    "torch._C._functorch.get_interpreter_stack",
+    "torch.func.grad of torch.func.grad raises an error",
+)
+
+
+def takes_gradients_of_gradients() -> bool:
+    """Whether two of torch.func's grad, vjp and jacrev are active, one in the other."""
+    stack = _interpreters() if _interpreters is not None else None
+    return sum(each.key().name == "Grad" for each in stack or ()) > 1
+
+
 # Without it, flags of torch.backends cannot be set for a while in a process that has frozen them.
 may_set_flags: Any = find(
     "torch.backends.__allow_nonbracketed_mutation",

@@ -74,6 +74,22 @@ def test_they_are_the_references(diagonal_rnn, number):
         torch.testing.assert_close(g, w, rtol=bound, atol=bound)
 
 
+@pytest.mark.filterwarnings("ignore:the kernel has no second derivatives by torch.func")
+@pytest.mark.parametrize("number", range(10))
+def test_gradients_of_gradients_by_torch_func(diagonal_rnn, number):
+    function, inputs = list(calls(diagonal_rnn, "auto"))[number]
+    exact, _ = list(calls(diagonal_rnn, "reference"))[number]
+    inputs, places = tuple(t.detach() for t in inputs), tuple(range(len(inputs)))
+    found = []
+    for run in (function, exact):
+        loss = lambda *given, run=run: run(*given).square().sum()
+        first = torch.func.grad(loss, places)
+        penalty = lambda *given, first=first: sum(g.square().sum() for g in first(*given))
+        found.append(torch.func.grad(penalty, places)(*inputs))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+
+
 @pytest.mark.skipif(DEVICE == "cuda", reason="the kernels on CUDA have no fp64")
 @pytest.mark.parametrize("number", range(10))
 def test_gradgradcheck(diagonal_rnn, number):

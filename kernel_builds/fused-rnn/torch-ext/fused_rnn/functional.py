@@ -59,7 +59,7 @@ from .checks import (
     find_cell,
 )
 from .dispatch import BACKEND, select_backend
-from .formulas import CALLS, may_have_tangents
+from .formulas import CALLS, is_nested, may_have_tangents
 from .memory import check_memory
 from .projection import project
 from .reset_states import check_reset_state, split
@@ -236,7 +236,7 @@ def linear(x, weight, bias=None, *, precision="highest", backend="auto") -> torc
     weight = as_dtype(weight, x.dtype)
     bias = None if bias is None else as_dtype(bias, x.dtype)
     chosen = select_backend(backend, x.device.type, BACKEND, x.dtype)
-    if may_have_tangents(x, weight, bias) and backend == "auto":
+    if backend == "auto" and (may_have_tangents(x, weight, bias) or is_nested()):
         chosen = "reference"  # torch's own, which is not slow
     if chosen == "cpu":
         return CALLS["linear_fwd"](x, weight, bias)
