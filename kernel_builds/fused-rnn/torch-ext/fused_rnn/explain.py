@@ -120,10 +120,12 @@ def explain_layers(
     side, or 0 if they run one after the other.
 
     Arguments otherwise as explain_plan's; ``training``: whether a backward pass follows."""
+    if not isinstance(training, bool):
+        raise TypeError(f"training is {shown(training)}, but must be True or False")
     sizes = {"layers": layers, "width": width, "batch": batch, "steps": steps}
     name, device = _check(cell, sizes, dtype, arch, precision)
     problem = (batch, steps, width, ELEMENT_BYTES[name], precision == "tf32")
-    return _binary().plan_layers(cell, layers, bool(training), *problem, *_gpu(device))
+    return _binary().plan_layers(cell, layers, training, *problem, *_gpu(device))
 
 
 def _check(
