@@ -73,7 +73,7 @@ class _StandIn(nn.Module):
         forward.
 
         None means that "auto" found no kernel for the device and dtype, or that the input or the weights
-        have a __torch_function__ of their own, which knows torch's functions."""
+        have a __torch_function__ of their own, which may know torch's functions only."""
         data = input.data if isinstance(input, PackedSequence) else input
         auto = self.kernel_backend == "auto"
         if auto and not torch.compiler.is_compiling() and overrides_torch(self, data):

@@ -177,8 +177,10 @@ def is_differentiated_again() -> bool:
 
 
 def views_of(inputs: Sequence[Any]) -> List[Any]:
-    """Returns views of the tensors that need gradients. Derivatives by them go no further: by the tensors
-    themselves, they would run on where one depends on another, or is the same."""
+    """Returns `inputs` with a view in place of each tensor that needs a gradient.
+
+    A gradient by views stops there. By the tensors themselves, one that another depends on, or that is
+    given twice, would get the other's gradient too."""
     recorded = lambda t: isinstance(t, torch.Tensor) and t.requires_grad
     return [t.view_as(t) if recorded(t) else t for t in inputs]
 

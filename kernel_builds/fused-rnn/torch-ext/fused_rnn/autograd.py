@@ -79,7 +79,8 @@ def register(cell: Cell) -> None:
         given = dh, dlast, saved, h_prev, weight, reset, hold, lengths, cu_seqlens
         again = is_differentiated_again()
         if again:  # the node that made `saved` is this one, or that of the forward that ran above
-            # So its dsaved and dh_prev come from Gradients. The view is behind what torch.func.vjp wrapped.
+            # Its dsaved and dh_prev come from Gradients then. A view leads to that node also if `saved` is
+            # a wrapper that torch.func.vjp has left.
             saved.view_as(saved).grad_fn.next_functions[0][0].again = True
         if again or ctx.again:
             dx, dweight, dbias, dstate = Gradients.apply(

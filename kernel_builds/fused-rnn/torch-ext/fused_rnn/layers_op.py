@@ -77,7 +77,7 @@ class _Layers(EagerFunction):
             return (None, None, None, *_differentiate_twice(ctx, dy, dlast))
         wants_dx, wants_dstate = ctx.needs_input_grad[3], any(ctx.needs_input_grad[4 : -ctx.count])
 
-        saved = ctx.saved_tensors  # read once: hooks of checkpoints count
+        saved = ctx.saved_tensors  # read once: torch.utils.checkpoint allows no more
 
         def differentiate(given: Sequence[Any]) -> List[Any]:
             dy, *dlast = given
