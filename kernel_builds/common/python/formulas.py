@@ -145,7 +145,7 @@ def is_nested() -> bool:
     return is_transformed() and takes_gradients_of_gradients()
 
 
-def fall_back_for_tangents(
+def fall_back_for_derivatives(
     chosen: str, requested: str, *inputs: Optional[torch.Tensor], stacklevel: int = 4
 ) -> str:
     """Returns the backend of a call: where "auto" chose the binary, and the call needs derivatives in

@@ -15,7 +15,7 @@ from .checks import (
 )
 from .conv_reference import convolve
 from .dispatch import BACKEND, select_backend
-from .formulas import CALLS, fall_back_for_tangents
+from .formulas import CALLS, fall_back_for_derivatives
 from .memory import check_memory
 from .reference import state_dtype
 
@@ -61,7 +61,7 @@ def causal_conv(
     if isinstance(backend, str) and backend == "cpu":
         raise ValueError("backend is 'cpu', but the convolution has 'auto', 'cuda' and 'reference'")
     chosen = select_backend(backend, x.device.type, BACKEND, x.dtype)
-    chosen = fall_back_for_tangents(chosen, backend, x, weight, bias, window, stacklevel=3)
+    chosen = fall_back_for_derivatives(chosen, backend, x, weight, bias, window, stacklevel=3)
     if chosen == "cuda" and past + 1 == TAPS:
         dtype = state_dtype(x.dtype)
         last = weight.new_zeros(1, D) if bias is None else bias[None].to(weight.dtype)

@@ -39,7 +39,7 @@ from .arguments import check_method, check_rows, check_sequence, check_x, sizes
 from .cells import CELLS
 from .checks import check_flag, check_state
 from .dispatch import BACKEND, select_backend
-from .formulas import CALLS, fall_back_for_tangents, is_recorded
+from .formulas import CALLS, fall_back_for_derivatives, is_recorded
 from .memory import check_memory
 from .newton import sequence as parallel_sequence
 from .sequences import stack_states
@@ -154,7 +154,7 @@ def _run(spec, x, weight, state, masks, options, return_states, backend):
     """Chooses backend and method, and runs the op; masks are reset, hold, lengths, cu_seqlens. Returns
     h, the last states, those of every step but h if they are asked for, the method and its report."""
     chosen = select_backend(backend, x.device.type, BACKEND, x.dtype)
-    chosen = fall_back_for_tangents(chosen, backend, x, weight, *(state or ()), stacklevel=5)
+    chosen = fall_back_for_derivatives(chosen, backend, x, weight, *(state or ()), stacklevel=5)
     requested, tol, max_iters = options
     cu_seqlens, (B, T, D) = masks[-1], sizes(x)
     sequences = B if cu_seqlens is None else cu_seqlens.shape[0] - 1

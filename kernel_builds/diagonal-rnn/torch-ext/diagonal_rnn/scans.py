@@ -6,7 +6,7 @@ import torch
 from . import reference
 from .arguments import check_scan
 from .dispatch import BACKEND, select_backend
-from .formulas import CALLS, fall_back_for_tangents
+from .formulas import CALLS, fall_back_for_derivatives
 
 
 def linear_scan(a, b, h0=None, *, reverse=False, backend="auto") -> torch.Tensor:
@@ -27,7 +27,7 @@ def block_scan(a, b, h0=None, *, reverse=False, backend="auto") -> torch.Tensor:
 
 def _scan(op, a, b, h0, reverse, backend) -> torch.Tensor:
     chosen = select_backend(backend, b.device.type, BACKEND, b.dtype)
-    chosen = fall_back_for_tangents(chosen, backend, a, b, h0)
+    chosen = fall_back_for_derivatives(chosen, backend, a, b, h0)
     if a.dtype != b.dtype:
         wide = torch.promote_types(a.dtype, b.dtype)
         h = _scan(op, a.to(wide), b.to(wide), h0, reverse, backend)

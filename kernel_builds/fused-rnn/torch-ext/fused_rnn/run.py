@@ -8,7 +8,7 @@ from . import reference
 from .all_states import AllStates
 from .cells import Cell
 from .dispatch import BACKEND, select_backend, without_autocast
-from .formulas import CALLS, fall_back, fall_back_for_tangents, is_recorded
+from .formulas import CALLS, fall_back, fall_back_for_derivatives, is_recorded
 from .padding import pad_call, padded_width
 from .sequences import lower_masks, stack_states
 
@@ -30,7 +30,7 @@ def run(
     reset, hold, lengths, cu_seqlens."""
     chosen = select_backend(backend, x.device.type, BACKEND, x.dtype)
     inputs = cast(x, weight, bias, state)
-    chosen = fall_back_for_tangents(chosen, backend, *inputs, stacklevel=5)
+    chosen = fall_back_for_derivatives(chosen, backend, *inputs, stacklevel=5)
     if chosen == "cuda" and options.clip_state is not None and backend == "auto":
         chosen = fall_back("the kernel does not clip states on CUDA", stacklevel=5)
     if chosen == "reference":

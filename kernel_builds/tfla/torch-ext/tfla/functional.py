@@ -53,7 +53,7 @@ from .checks import (
 )
 from .cost_model import DEVICES, best_chunk
 from .dispatch import BACKEND, ops, select_backend, without_autocast
-from .formulas import CALLS, fall_back_for_tangents, has_tangent, is_recorded
+from .formulas import CALLS, fall_back_for_derivatives, has_tangent, is_recorded
 from .memory import check_apart, check_memory, check_written
 from .reference import Options, state_dtype
 from .sequences import lower_masks
@@ -125,7 +125,7 @@ def mlstm(
         out_gate = lower_masks(out_gate, None, hold, lengths, None).x
     chosen = select_backend(backend, k.device.type, BACKEND, q.dtype)
     given = q, k, v, i, f, *(state or ()), out_gate, norm_weight
-    chosen = fall_back_for_tangents(chosen, backend, *given, stacklevel=3)
+    chosen = fall_back_for_derivatives(chosen, backend, *given, stacklevel=3)
     options = Options(cell, float(eps), normalizer_grad)
     masks = (reset, hold, lengths, cu_seqlens)
     h, last = run(chosen, q, k, v, i, f, state, masks, options, chunk_size)
@@ -155,7 +155,7 @@ def mlstm_step(
         check_memory(STORED, q, k, v, i, f, out_gate, norm_weight, *(state or ()))
     chosen = select_backend(backend, k.device.type, BACKEND, q.dtype)
     given = q, k, v, i, f, *(state or ()), out_gate, norm_weight
-    chosen = fall_back_for_tangents(chosen, backend, *given, stacklevel=3)
+    chosen = fall_back_for_derivatives(chosen, backend, *given, stacklevel=3)
     epilogue = (out_gate, norm, norm_weight, norm_eps)
     if chosen != "reference" and not _wants_grad(
         q, k, v, i, f, *(state or ()), out_gate, norm_weight
