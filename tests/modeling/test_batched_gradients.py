@@ -103,7 +103,9 @@ def test_second_derivatives_and_checkpoints():
 def test_packed_sequences(way):
     module = flashcell.LSTM(I, D, backend=DEVICE)
     leaves = [torch.randn(n, I, requires_grad=True) for n in (5, 3)]
-    check_each(module(pack_sequence(leaves))[0].data, (*leaves, *module.parameters()), way)
+    with torch.device("cpu"):  # where the lengths must be
+        packed = pack_sequence(leaves)
+    check_each(module(packed)[0].data, (*leaves, *module.parameters()), way)
 
 
 @pytest.mark.parametrize("name", MODULES)

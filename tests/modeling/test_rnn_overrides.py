@@ -1,6 +1,8 @@
 """Tests the stand-ins for torch.nn's modules with inputs and weights that our kernels do not take: those
 with a __torch_function__, and complex numbers."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -11,6 +13,12 @@ from torch_twins import CELLS, SEQUENCES, flatten, make_twins
 
 I, D, B, T = 3, 8, 4, 5
 LOOSE = 8 * EPS[torch.float32]
+
+
+@pytest.fixture(autouse=True)
+def without_tf32():
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        yield
 
 
 class Wrapped:
@@ -80,5 +88,11 @@ def test_weights_that_know_torch_s_functions(kind):
 def test_complex_numbers(kind):
     theirs, ours = make_twins(kind, I, D, dtype=torch.complex64)
     x = torch.randn(*((B, I) if kind in CELLS else (T, B, I)), dtype=torch.complex64)
-    for found, wanted in zip(flatten(ours(x)), flatten(theirs(x)), strict=True):
-        assert torch.equal(found, wanted)
+    try:
+        wanted = flatten(theirs(x))
+    except NotImplementedError as refusal:  # torch's LSTMs and GRUs on CUDA
+        with pytest.raises(NotImplementedError, match=re.escape(str(refusal))):
+            ours(x)
+        return
+    for found, one in zip(flatten(ours(x)), wanted, strict=True):
+        assert torch.equal(found, one)

@@ -1,6 +1,7 @@
 """Tests second derivatives of the stand-ins for torch.nn's modules: create_graph=True."""
 
 import warnings
+from functools import partial
 from importlib import import_module
 
 import pytest
@@ -27,6 +28,7 @@ SEQUENCES = {
 }
 CELLS = {"LSTMCell": flashcell.LSTMCell, "GRUCell": flashcell.GRUCell, "RNNCell": flashcell.RNNCell}
 pytestmark = pytest.mark.filterwarnings("ignore:create_graph=True")
+without_cudnn = partial(torch.backends.cudnn.flags, enabled=False, allow_tf32=False)
 on_cpu = pytest.mark.skipif(DEVICE == "cuda", reason="fp64 on CUDA runs cuDNN, which refuses")
 
 
@@ -160,7 +162,7 @@ def test_a_gradient_penalty_is_torchs():
 
     torch.manual_seed(0)
     critic = Critic()
-    with torch.backends.mkldnn.flags(enabled=False), torch.backends.cudnn.flags(enabled=False):
+    with torch.backends.mkldnn.flags(enabled=False), without_cudnn():
         want = [g.clone() for g in step(critic)]
     critic.zero_grad()
     flashcell.replace(critic, backend=DEVICE)
@@ -225,9 +227,9 @@ def test_inputs_that_depend_on_each_other(kind):
     x = torch.randn(T, B, D, requires_grad=True)
     found = []
     for module in (theirs, ours):
-        loss = sum(flat_output(t).square().sum() for t in chained(module, x))
         leaves = (x, *module.parameters())
-        with torch.backends.cudnn.flags(enabled=False):
+        with without_cudnn():
+            loss = sum(flat_output(t).square().sum() for t in chained(module, x))
             grads = torch.autograd.grad(loss, leaves, create_graph=True)
             twice = torch.autograd.grad(sum(g.square().sum() for g in grads), leaves)
         found.append((*grads, *twice))
@@ -246,7 +248,7 @@ def test_through_a_gradient_of_torch_func(kind):
     x = torch.randn(*((B, I) if "Cell" in kind else (T, B, I)), requires_grad=True)
     found = []
     for module in (theirs, ours):
-        with torch.backends.cudnn.flags(enabled=False):
+        with without_cudnn():
             y, pull = torch.func.vjp(lambda x, m=module: flat_output(m(x)), x)
             (dx,) = pull(torch.ones_like(y))
             leaves = [t for t in (x, *module.parameters()) if t.requires_grad]
@@ -272,7 +274,7 @@ def test_gradients_of_gradients_by_torch_func(kind):
         def penalty(weights, loss=loss):
             return sum(g.square().sum() for g in torch.func.grad(loss)(weights).values())
 
-        with torch.backends.cudnn.flags(enabled=False), torch.backends.mkldnn.flags(enabled=False):
+        with without_cudnn(), torch.backends.mkldnn.flags(enabled=False):
             found.append(torch.func.grad(penalty)(dict(module.named_parameters())))
     for name, wanted in found[0].items():
         assert_close(name, found[1][name], wanted, 1e-4)
