@@ -3,7 +3,7 @@ hold."""
 
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -14,6 +14,8 @@ from transformers.cache_utils import Cache
 from ..state.cache import Change, RecurrentStateLayer, States, StaticRecurrentStateLayer
 from ..utils.private_names import copy_all
 from .op_tape import Tape, Unrecordable
+
+Take = Callable[[torch.Tensor], torch.Tensor]  # must return an ordinary tensor of its own
 
 
 def _groups(layers: Iterable[RecurrentStateLayer]) -> list[States]:
@@ -227,9 +229,9 @@ class Recording:
         except Unrecordable as error:
             raise Refused(f"the step cannot be put on a tape: {error}") from error
 
-    def run(self, tokens: torch.Tensor, cache: Cache) -> torch.Tensor:
-        """Replays the step for `tokens`, and returns the logits; `cache` is the one that has the
-        buffers."""
+    def run(self, tokens: torch.Tensor, cache: Cache, take: Take) -> torch.Tensor:
+        """Replays the step for `tokens`, and returns what `take` makes of the logits, which the next
+        replay of a graph overwrites; `cache` is the one that has the buffers."""
         assert self.loan is not None
         self.loan.stream = self.loan.turns.stream
         self.tokens.copy_(tokens)
@@ -241,8 +243,7 @@ class Recording:
             logits = self.logits
         for layer in cache.layers:  # after the step, so that a failed one is not counted
             layer.length += 1
-        # The next replay of a graph overwrites them; a copy is an ordinary tensor wherever the caller is.
-        return logits.clone()
+        return take(logits)
 
 
 def _buffers_like(group: States) -> States:

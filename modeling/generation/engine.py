@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
-from .captured_step import Recording, Refused, Turns
+from .captured_step import Recording, Refused, Take, Turns
 from .decode_path import Decision, decide_token, decodes
 from .explain import explain
 from .fingerprint import Fingerprint
@@ -109,19 +109,20 @@ class DecodeEngine:
             promise.given, promise.seen, promise.recording = outer, None, None
 
     def step(
-        self, model: Any, input_ids: Any, cache: Any, rest: dict[str, Any], *, alone: bool = False
+        self, model: Any, input_ids: Any, cache: Any, rest: dict[str, Any], take: Take | None = None
     ) -> torch.Tensor | None:
         """Returns the logits [B, 1, V] after one more token per row, or None: call the model as
         usual.
 
-        input_ids [B, 1] and `rest` are the arguments that forward was given. Set `alone` when
-        calling this without the model's `__call__`: then hooks or wrappers around forward also give
-        None.
+        input_ids [B, 1] and `rest` are the arguments that forward was given. Give `take` when calling
+        this without the model's `__call__`: then hooks or wrappers around forward also give None, and
+        the result is what `take` returns for the logits, which are only valid during that call.
         """
+        alone, take = take is not None, take or torch.clone
         if torch.compiler.is_compiling():
             return None
         if alone and self._promise.given:
-            logits = self._step_again(input_ids, cache)
+            logits = self._step_again(input_ids, cache, take)
             if logits is not None:
                 return logits
         if not decodes(input_ids, cache):
@@ -137,7 +138,7 @@ class DecodeEngine:
             decision = self.decide(model, input_ids, cache, rest, refuses)
             if decision.path != "plain":
                 try:
-                    logits = self._run(model, input_ids, cache, alone)
+                    logits = self._run(model, input_ids, cache, alone, take)
                 except Refused as refusal:
                     decision = Decision("plain", str(refusal))
         if logits is None and alone:
@@ -168,18 +169,18 @@ class DecodeEngine:
             why_model_refuses=refuses,
         )  # fmt: skip
 
-    def _run(self, model: Any, tokens: torch.Tensor, cache: Cache, alone: bool) -> Any:
+    def _run(self, model: Any, tokens: torch.Tensor, cache: Cache, alone: bool, take: Take) -> Any:
         if alone and self._fingerprint is not None and not self._fingerprint.alone:
             return None
         self._turns.take(tokens.device)
         recording = self._find(model, tokens, cache)
         if not recording.holds(cache.layers):
             recording.bind(cache.layers, self._turns)
-        logits = recording.run(tokens, cache)
+        logits = recording.run(tokens, cache, take)
         self._promise.recording = recording if alone else None
         return logits
 
-    def _step_again(self, tokens: torch.Tensor, cache: Cache) -> torch.Tensor | None:
+    def _step_again(self, tokens: torch.Tensor, cache: Cache, take: Take) -> torch.Tensor | None:
         """Replays the step that this thread replayed last, or returns None: decide anew.
 
         For a small model, the decision takes a tenth of the step."""
@@ -193,7 +194,7 @@ class DecodeEngine:
             promise.steps += 1
             with torch.cuda.device(tokens.device) if tokens.is_cuda else nullcontext():
                 self._turns.take(tokens.device)
-                return last.run(tokens, cache)
+                return last.run(tokens, cache, take)
 
     def _why_model_refuses(self, model: Any, device: torch.device) -> str | None:
         """Returns why the model's step cannot be replayed now; makes a new fingerprint of a model

@@ -15,6 +15,7 @@ from ..state.rollback import takes_back
 from ..state.serialization import load_state, save_state
 from ..utils.private_names import DeferredStopCheck, StopCheck, pad_token_of, prefill
 from .call_checks import check_call
+from .captured_step import Take
 from .decode_path import decide_loop, runs_only_known_code
 
 
@@ -238,40 +239,45 @@ class RecurrentGeneration(AssistedGeneration):
                 check = DeferredStopCheck(
                     input_ids, stopping_criteria.max_length, None, False, streamer
                 )
+        greedy = not draws and not logits_processor
+
+        def take(logits: torch.Tensor) -> torch.Tensor:
+            """Returns the tokens [B] if nothing else decides them, or the scores [B, V]."""
+            last = logits[:, -1].to(input_ids.device)
+            return last.argmax(-1) if greedy else last.to(torch.float32, copy=True)
+
         outputs = prefill(self, input_ids, generation_config, model_kwargs)
         model_kwargs = self._update_model_kwargs_for_generation(outputs, model_kwargs)
-        logits = outputs.logits
+        taken = take(outputs.logits)
         rest = {k: v for k, v in model_kwargs.items() if k not in (*PROMPT_ONLY, "inputs_embeds")}
         device = device_of_tokens(self, input_ids)
         while True:
-            logits = logits[:, -1].to(input_ids.device, torch.float32, copy=bool(logits_processor))
-            scores = logits
             for process in logits_processor:  # LogitsProcessorList would inspect each signature
-                scores = process(text.read(), scores)
+                taken = process(text.read(), taken)
             if draws:
-                tokens = torch.multinomial(scores.softmax(-1), num_samples=1)[:, 0]
+                tokens = torch.multinomial(taken.softmax(-1), num_samples=1)[:, 0]
             else:
-                tokens = scores.argmax(-1)
+                tokens = taken if greedy else taken.argmax(-1)
             if pads:
                 tokens = torch.where(going, tokens, pad)
             text.add(tokens)
             going = ends.go_on(going, tokens, text)
             if check(going, tokens, text.length) or ends.full(text):
                 break
-            logits = self._next_logits(tokens[:, None].to(device), rest)
+            taken = self._take_next(tokens[:, None].to(device), rest, take)
         late = check.finish()
         if streamer is not None:
             streamer.end()
         return text.read()[:, : text.length - late]
 
-    def _next_logits(self, tokens: torch.Tensor, rest: dict[str, Any]) -> torch.Tensor:
-        """Returns `self(tokens, **rest).logits` [B, 1, V], calling the engine directly where that
-        is the same.
+    def _take_next(self, tokens: torch.Tensor, rest: dict[str, Any], take: Take) -> torch.Tensor:
+        """Returns take(self(tokens, **rest).logits) of [B, 1, V], calling the engine directly where
+        that is the same.
 
         For a small model, the calls around the engine's step take as long as the step itself."""
         others = {k: v for k, v in rest.items() if k != CACHE}
-        logits = self.decoder.step(self, tokens, rest[CACHE], others, alone=True)
-        return self(tokens, **rest, return_dict=True).logits if logits is None else logits
+        taken = self.decoder.step(self, tokens, rest[CACHE], others, take)
+        return take(self(tokens, **rest, return_dict=True).logits) if taken is None else taken
 
     @staticmethod
     def create_masks_for_generate(

@@ -25,9 +25,9 @@ def steps(monkeypatch):
     """Records the batch sizes of the steps that the engine ran."""
     sizes, run = [], captured_step.Recording.run
 
-    def counted(self, tokens, cache):
+    def counted(self, tokens, cache, take):
         sizes.append(len(tokens))
-        return run(self, tokens, cache)
+        return run(self, tokens, cache, take)
 
     monkeypatch.setattr(captured_step.Recording, "run", counted)
     return sizes
