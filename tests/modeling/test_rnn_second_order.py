@@ -170,11 +170,8 @@ def test_a_gradient_penalty_is_torchs():
 
 
 def test_what_cannot_be_differentiated_twice_is_refused():
-    module = flashcell.LSTM(I, D, num_layers=2, dropout=0.5)
+    module = flashcell.LSTM(I, D, num_layers=2)
     x = torch.randn(T, B, I, requires_grad=True)
-    with pytest.raises(RuntimeError, match=r"dropout is 0\.5 between layers, but must be 0"):
-        torch.autograd.grad(module(x)[0].sum(), x, create_graph=True)
-    torch.autograd.grad(module.eval()(x)[0].sum(), x, create_graph=True)
     h, c = torch.zeros(2, B, D), torch.zeros(2, B, D)
     y, _ = module(x, (h, c))
     h.add_(1)

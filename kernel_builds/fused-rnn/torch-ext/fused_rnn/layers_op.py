@@ -14,7 +14,7 @@ from .dispatch import BACKEND, ops
 from .formulas import is_recorded, register_fake
 from .private_names import BelowAutograd, EagerFunction, any_requires_grad
 from .second_order import differentiable_gradients, versions
-from .wavefront import Sizes, aligned, chunk_of, kept_of_chunks
+from .wavefront import Sizes, aligned, chunk_of, kept_of_chunks, masks_of_chunks
 
 Tensors = Sequence[torch.Tensor]
 # The arguments of the ops that are no tensors: batch_sizes, has_bias, projects, directions, batch_first,
@@ -126,21 +126,28 @@ def _differentiate(
 
 def _differentiate_twice(ctx: Any, dy: Any, dlast: Sequence[Any]) -> Sequence[Any]:
     """Returns the gradients of x, states and weights, differentiable."""
-    dropout = ctx.options[6]
-    if dropout > 0:
-        raise RuntimeError(
-            f"dropout is {dropout} between layers, but must be 0 for create_graph=True: call eval(), or "
-            "torch.nn's module"
-        )
     if versions(ctx.state) != ctx.versions:
         raise RuntimeError(
             "an initial state was changed in place after the forward, but create_graph=True needs it "
             "as it was: pass a clone"
         )
     x, *saved = ctx.saved_tensors
+    weights, masks = saved[: ctx.count], _masks(ctx, saved, x)
     cell, gates = ctx.layer_ops.cell, ctx.layer_ops.gates
-    given = x, ctx.state, saved[: ctx.count], ctx.options
-    return differentiable_gradients(cell, gates, *given, dy, dlast)
+    given = x, ctx.state, weights, ctx.options
+    return differentiable_gradients(cell, gates, *given, masks, dy, dlast)
+
+
+def _masks(ctx: Any, saved: Tensors, x: torch.Tensor) -> Tensors:
+    """Returns what the forward's dropout left of the outputs of each layer but the last: [B, T, N O], of a
+    PackedSequence [rows, N O]."""
+    masks = [k for k in saved[ctx.count :] if k.dtype is torch.bool]
+    if not masks or ctx.chunk == 0:
+        return masks
+    _, has_bias, _, _, batch_first, *_ = ctx.options
+    B, T = x.shape[0 if batch_first else 1], x.shape[1 if batch_first else 0]
+    L, D = ctx.count // (4 if has_bias else 2), saved[1].shape[1]
+    return masks_of_chunks(masks, L, B, T, D, ctx.chunk)
 
 
 def _register(cell: Cell) -> None:

@@ -31,9 +31,10 @@ def versions(state: Tensors) -> List[Optional[int]]:
 
 def differentiable_gradients(
     cell: str, gates: int, x: torch.Tensor, state: Tensors, weights: Tensors, options: Any,
-    dy: Optional[torch.Tensor], dlast: Sequence[Optional[torch.Tensor]],
+    masks: Tensors, dy: Optional[torch.Tensor], dlast: Sequence[Optional[torch.Tensor]],
 ) -> List[Optional[torch.Tensor]]:  # fmt: skip
-    """Returns the gradients of x, of the states and of the weights; None for those that need none."""
+    """Returns the gradients of x, of the states and of the weights; None for those that need none. `masks`
+    is what the forward's dropout left between the layers."""
     batch_sizes, _, projects, *_ = options
     native = x.device.type == "cuda" and not projects and not batch_sizes
     if not native:
@@ -41,7 +42,7 @@ def differentiable_gradients(
     with torch.enable_grad(), without_autocast(x.device.type), _plain_torch():
         inputs = views_of((x, *state, *weights))
         x, state, weights = inputs[0], inputs[1 : 1 + len(state)], inputs[1 + len(state) :]
-        y, last = (run_cells if native else run)(cell, gates, x, state, weights, options)
+        y, last = (run_cells if native else run)(cell, gates, x, state, weights, options, masks)
     pairs = [(o, d) for o, d in zip((y, *last), (dy, *dlast)) if d is not None and o.requires_grad]
     sources = [t for t in inputs if t.requires_grad]
     if not pairs:
@@ -65,13 +66,26 @@ def _in_memory_of_their_own(grads: List[Optional[torch.Tensor]]) -> List[Optiona
 
 
 def run(
-    cell: str, gates: int, x: torch.Tensor, state: Tensors, weights: Tensors, options: Any
-) -> Tuple[torch.Tensor, Tensors]:
+    cell: str, gates: int, x: torch.Tensor, state: Tensors, weights: Tensors, options: Any,
+    masks: Tensors = (),
+) -> Tuple[torch.Tensor, Tensors]:  # fmt: skip
     """Does what layers_op.run_layers does, by torch's functions."""
-    batch_sizes, has_bias, projects, directions, batch_first, _, _, _ = options
+    batch_sizes, has_bias, projects, directions, batch_first, _, dropout, _ = options
     weights = [w.to(x.dtype) for w in weights]
     state = [s.to(x.dtype) for s in state]
     layers = len(weights) // (((4 if has_bias else 2) + projects) * directions)
+    if masks:  # one layer after the other
+        each, y, lasts = len(weights) // layers, x, []
+        for layer in range(layers):
+            of_layer = slice(layer * directions, (layer + 1) * directions)
+            own = weights[layer * each : (layer + 1) * each]
+            y, last = run(cell, gates, y, [s[of_layer] for s in state], own, options)
+            lasts.append(last)
+            if layer < layers - 1:
+                mask = masks[layer]
+                by_time = not batch_sizes and not batch_first
+                y = _drop(y, mask.transpose(0, 1) if by_time else mask, dropout)
+        return y, [torch.cat(s) for s in zip(*lasts)]
     rows, O = weights[1].shape
     is_cell = x.dim() == 2 and not batch_sizes
     if not state:
@@ -92,11 +106,16 @@ def run(
     return y, last
 
 
+def _drop(y: torch.Tensor, mask: torch.Tensor, dropout: float) -> torch.Tensor:
+    return y * mask * (1 / (1 - dropout) if dropout < 1 else 0)
+
+
 def run_cells(
-    cell: str, gates: int, x: torch.Tensor, state: Tensors, weights: Tensors, options: Any
-) -> Tuple[torch.Tensor, Tensors]:
+    cell: str, gates: int, x: torch.Tensor, state: Tensors, weights: Tensors, options: Any,
+    masks: Tensors = (),
+) -> Tuple[torch.Tensor, Tensors]:  # fmt: skip
     """Does what `run` does, by the cells' ops, without projections and packed sequences."""
-    _, has_bias, _, directions, batch_first, _, _, _ = options
+    _, has_bias, _, directions, batch_first, _, dropout, _ = options
     is_cell = x.dim() == 2
     y = x[:, None] if is_cell else x if batch_first else x.transpose(0, 1)
     given = iter(w.to(x.dtype) for w in weights)
@@ -116,6 +135,8 @@ def run_cells(
         lasts.append(last)
         if len(outputs) == directions:
             y, outputs = torch.cat(outputs, -1), []
+            if masks and k + 1 < count:
+                y = _drop(y, masks[k // directions], dropout)
     if is_cell:
         return y.squeeze(1), [s.squeeze(1).to(x.dtype) for s in lasts[0][1:]]
     last = [torch.stack(s).squeeze(2).to(x.dtype) for s in zip(*lasts)]

@@ -70,6 +70,22 @@ def kept_of_chunks(
     return kept
 
 
+def masks_of_chunks(
+    kept: Sequence[torch.Tensor], L: int, B: int, T: int, D: int, chunk: int
+) -> List[torch.Tensor]:
+    """Returns the masks of all layers' outputs but the last one's, [B, T, D], from those that the forward
+    keeps: of each layer's rest, and of each wave, in which layer l has chunk `wave - l`."""
+    rest, chunks = T % chunk, T // chunk
+    waves = kept[L - 1 if rest else 0 :]
+    masks = []
+    for layer in range(L - 1):
+        parts = [kept[layer]] if rest else []
+        parts += waves[layer : layer + chunks]
+        units = (part[:, L - 1 - layer, :D] for part in parts)
+        masks.append(torch.cat([part.reshape(B, -1, D) for part in units], 1))
+    return masks
+
+
 def aligned(elements: int) -> int:
     """Returns where the next weight begins, in elements, behind so many."""
     return (elements + 63) // 64 * 64
