@@ -4,7 +4,9 @@ The host limits the speed of a small call. So this file does nothing that the co
 stack.py runs all other cases.
 """
 
-from typing import Any, Dict, List, NamedTuple, Sequence, Tuple
+import itertools
+from functools import lru_cache
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 
@@ -67,8 +69,10 @@ class _Layers(EagerFunction):
         chunk = chunk_of(layer_ops.cell, x, weights, options, True)
         with BelowAutograd():
             y, last, kept = layer_ops.forward(x, state, weights, *options, True, chunk)
-        _keep(ctx, layer_ops, x, state, weights, options, kept, chunk)
-        ctx.state, ctx.versions = state, versions(state)
+        reads = _reads(ctx.needs_input_grad, K, *options[1:4], _has_steps(x, options))
+        _keep(ctx, layer_ops, x, state, weights, options, kept, chunk, reads)
+        ctx.state = state
+        ctx.versions = versions((*state, *ctx.unread))
         return (y, *last)
 
     @staticmethod
@@ -77,7 +81,7 @@ class _Layers(EagerFunction):
             return (None, None, None, *_differentiate_twice(ctx, dy, dlast))
         wants_dx, wants_dstate = ctx.needs_input_grad[3], any(ctx.needs_input_grad[4 : -ctx.count])
 
-        saved = ctx.saved_tensors  # read once: torch.utils.checkpoint allows no more
+        saved = _saved(ctx)
 
         def differentiate(given: Sequence[Any]) -> List[Any]:
             dy, *dlast = given
@@ -94,15 +98,62 @@ class _Layers(EagerFunction):
         return (None, None, None, dx, *dstate, *rest[-ctx.count :])
 
 
+def _has_steps(x: torch.Tensor, options: Options) -> bool:
+    """Whether there is a step after the first."""
+    batch_sizes, _, _, _, batch_first, *_ = options
+    if x.dim() == 2:
+        return len(batch_sizes) > 1
+    return x.shape[1 if batch_first else 0] > 1
+
+
+@lru_cache(maxsize=1024)
+def _reads(
+    needs: Tuple[bool, ...],
+    K: int,
+    has_bias: bool,
+    projects: bool,
+    directions: int,
+    has_steps: bool,
+) -> Tuple[bool, ...]:
+    """Whether the gradients that are needed depend on the values of x, and of each of the weights: those of
+    a weight on its operand, and those of an operand on the weight. They are what torch.nn's own code
+    saves, so that the others may be changed in place."""
+    x, state, weights = needs[3], needs[4 : 4 + K], needs[4 + K :]
+    h = K > 0 and state[0]
+    each = (4 if has_bias else 2) + projects
+    found = [False] * len(weights)
+    upstream = x  # whether the input of a layer needs a gradient
+    for layer in range(0, len(weights), each * directions):
+        heads = range(layer, layer + each * directions, each)
+        moves = [upstream or any(state) or any(weights[at : at + each]) for at in heads]
+        for at, moved in zip(heads, moves):
+            found[at], found[at + 1] = upstream, h or (has_steps and moved)
+            if projects:
+                found[at + each - 1] = moved
+        upstream = any(moves)
+    return (any(weights[: each * directions : each]), *found)
+
+
 def _keep(
     ctx: Any, layer_ops: LayerOps, x: torch.Tensor, state: Tensors, weights: Tensors,
-    options: Options, kept: Tensors, chunk: int,
+    options: Options, kept: Tensors, chunk: int, reads: Optional[Tuple[bool, ...]] = None,
 ) -> None:  # fmt: skip
-    """Keeps in an autograd context what the backward reads."""
+    """Keeps in an autograd context what the backward reads. Of x and the weights it saves those that `reads`
+    names, or all: autograd refuses changes in place of these alone."""
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(x, *weights, *kept)
+    given = x, *weights
+    ctx.reads = reads or (True,) * len(given)
+    ctx.save_for_backward(*itertools.compress(given, ctx.reads), *kept)
+    ctx.unread = [t for t, read in zip(given, ctx.reads) if not read]
     ctx.layer_ops, ctx.options, ctx.count, ctx.chunk = layer_ops, options, len(weights), chunk
     ctx.state_dtypes = [s.dtype for s in state]
+
+
+def _saved(ctx: Any) -> Tensors:
+    """Returns x, the weights and what the forward kept."""
+    saved = iter(ctx.saved_tensors)  # read once: torch.utils.checkpoint allows no more
+    unread = iter(ctx.unread)
+    return [*[next(saved if read else unread) for read in ctx.reads], *saved]
 
 
 def _differentiate(
@@ -126,12 +177,14 @@ def _differentiate(
 
 def _differentiate_twice(ctx: Any, dy: Any, dlast: Sequence[Any]) -> Sequence[Any]:
     """Returns the gradients of x, states and weights, differentiable."""
-    if versions(ctx.state) != ctx.versions:
+    x, *saved = _saved(ctx)
+    found, K = versions((*ctx.state, *ctx.unread)), len(ctx.state)
+    if found != ctx.versions:
+        changed = "an initial state" if found[:K] != ctx.versions[:K] else "the input or a weight"
         raise RuntimeError(
-            "an initial state was changed in place after the forward, but create_graph=True needs it "
-            "as it was: pass a clone"
+            f"{changed} was changed in place after the forward, but create_graph=True needs it as it was: "
+            "pass a clone"
         )
-    x, *saved = ctx.saved_tensors
     weights, masks = saved[: ctx.count], _masks(ctx, saved, x)
     cell, gates = ctx.layer_ops.cell, ctx.layer_ops.gates
     given = x, ctx.state, weights, ctx.options
@@ -223,8 +276,7 @@ def _register(cell: Cell) -> None:
     def backward(ctx, dy, dlast, _):
         x, state, *_ = ctx.needs_input_grad
         wants_dstate = any(state) if isinstance(state, (list, tuple)) else bool(state)
-        saved = ctx.saved_tensors
-        dx, dstate, dweights = _differentiate(ctx, saved, dy, dlast, x, wants_dstate)
+        dx, dstate, dweights = _differentiate(ctx, _saved(ctx), dy, dlast, x, wants_dstate)
         dstate = dstate or [None] * len(ctx.state_dtypes)
         sizes: Any = None if ctx.options[0] else []  # torch takes an empty list for one of tensors
         return (dx, dstate, dweights, sizes, *(None,) * 9)

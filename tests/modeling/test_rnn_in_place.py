@@ -1,0 +1,138 @@
+"""Tests changes in place between a forward and its backward: allowed wherever torch.nn's own code allows them.
+
+torch saves a value only for a gradient that depends on it: an operand of a product for the gradient of the
+weight, and a weight for the gradient of the operand."""
+
+from importlib import import_module
+
+import pytest
+import torch
+from torch.nn.utils.rnn import PackedSequence
+
+from cases import DEVICE
+from torch_twins import EXACT, SEQUENCES, flatten, make_twins
+
+I, D, B = 3, 4, 2
+KINDS = {
+    "LSTMCell": ("LSTMCell", {}),
+    "GRUCell": ("GRUCell", {}),
+    "RNNCell": ("RNNCell", {}),
+    "LSTM": ("LSTM", {}),
+    "GRU of 2 layers": ("GRU", {"num_layers": 2, "bias": False}),
+    "RNN both ways": ("RNN", {"num_layers": 2, "bidirectional": True}),
+    "LSTM both ways": ("LSTM", {"num_layers": 2, "bidirectional": True}),
+    "LSTM with a projection": ("LSTM", {"proj_size": 2, "num_layers": 2}),
+}
+NEEDS = {  # which tensors need gradients, by name
+    "all": lambda name: True,
+    "parameters": lambda name: name[0] not in "xs",
+    "input": lambda name: name == "x",
+    "input and states": lambda name: name[0] in "xs",
+    "all but the input's weights": lambda name: "weight_ih" not in name,
+    "all but the recurrent weights": lambda name: "weight_hh" not in name,
+    "biases": lambda name: "bias" in name,
+    "second layer": lambda name: "_l1" in name,
+    "second direction": lambda name: "_reverse" in name,
+    "last state": lambda name: name == "s1",
+}
+
+
+def gradients(module, T, states, needs, changed=None):
+    """Returns the gradients that are needed, with the tensor `changed` changed between the passes: None if
+    autograd refuses, an empty list without gradients."""
+    generator = torch.Generator("cpu").manual_seed(1)
+    draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=EXACT, device="cpu").to(
+        DEVICE
+    )
+    is_cell, pair = not hasattr(module, "mode"), "LSTM" in type(module).__name__
+    first = not is_cell and module.batch_first
+    leaves = {"x": draw(*((B, I) if is_cell else (B, T, I) if first else (T, B, I)))}
+    rows = () if is_cell else (module.num_layers * (1 + module.bidirectional),)
+    widths = [getattr(module, "proj_size", 0) or D, D][: 1 + pair]
+    leaves |= {f"s{k}": draw(*rows, B, w) for k, w in enumerate(widths) if states}
+    own = {n: t.requires_grad_(needs(n)) for n, t in leaves.items()}
+    given = {n: t.clone() for n, t in own.items()}  # no leaves, which cannot be changed
+    parameters = {n: p.requires_grad_(needs(n)) for n, p in module.named_parameters()}
+    hx = tuple(t for n, t in given.items() if n != "x")
+    y = flatten(module(given["x"], (hx if pair else hx[0]) if states else None))[0]
+    sources = [t for t in (own | parameters).values() if t.requires_grad]
+    if not y.requires_grad:
+        return []
+    if changed is not None:
+        tensor = (given | parameters)[changed]
+        with torch.no_grad():
+            tensor.add_(1)
+    try:
+        return torch.autograd.grad(y.square().sum(), sources, allow_unused=True)
+    except RuntimeError as error:
+        if "inplace" not in str(error):
+            raise
+        return None
+    finally:
+        if changed in parameters:
+            with torch.no_grad():
+                tensor.sub_(1)
+
+
+@pytest.mark.thin(pairs=True)
+@pytest.mark.parametrize("needs", NEEDS)
+@pytest.mark.parametrize("states", [False, True], ids=["", "states"])
+@pytest.mark.parametrize("name", KINDS)
+def test_what_torch_allows(name, states, needs):
+    kind, options = KINDS[name]
+    theirs, ours = make_twins(kind, I, D, dtype=EXACT, backend=DEVICE, **options)
+    names = ["x", *(n for n, _ in theirs.named_parameters()), *["s0", "s1"][: 2 * states]]
+    if "LSTM" not in kind:
+        names = [n for n in names if n != "s1"]
+    for T in (1,) if kind.endswith("Cell") else (1, 3):
+        call = T, states, NEEDS[needs]
+        want = gradients(ours, *call)
+        for changed in names:
+            with (
+                torch.backends.mkldnn.flags(enabled=False),
+                torch.backends.cudnn.flags(enabled=False),
+            ):
+                allowed = gradients(theirs, *call, changed)
+            found = gradients(ours, *call, changed)
+            if allowed is not None:
+                assert found is not None, f"T {T}: {changed} must not change"
+            if found is not None:
+                torch.testing.assert_close(found, want, msg=f"T {T}: {changed} is used")
+
+
+@pytest.mark.parametrize("kind", SEQUENCES)
+def test_packed(kind):
+    _, ours = make_twins(kind, I, D, 2, dtype=EXACT, backend=DEVICE)
+    data, sizes = torch.randn(5, I, dtype=EXACT), torch.tensor([3, 2], device="cpu")
+    ours.weight_ih_l0.requires_grad_(False)
+    sources = [p for p in ours.parameters() if p.requires_grad]
+    found = []
+    for change in (0, 1):
+        y = ours(PackedSequence(data, sizes))[0].data
+        data.add_(change)
+        found.append(torch.autograd.grad(y.square().sum(), sources))
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.filterwarnings("ignore:create_graph=True")
+def test_second_derivatives_need_all_values():
+    _, ours = make_twins("GRU", I, D, dtype=EXACT, backend=DEVICE)
+    x = torch.randn(3, B, I, dtype=EXACT)
+    y = ours(x)[0].square().sum()
+    with torch.no_grad():
+        ours.bias_ih_l0.add_(1)
+    torch.autograd.grad(y, ours.weight_hh_l0, retain_graph=True)
+    with pytest.raises(RuntimeError, match="the input or a weight was changed in place after"):
+        torch.autograd.grad(y, ours.weight_hh_l0, create_graph=True)
+
+
+def test_what_a_module_reads(fused_rnn):
+    """A module that is trained reads its biases' values never, and w_ih for the gradient of x."""
+    reads = import_module(f"{fused_rnn.__name__}.layers_op")._reads
+    trained = (True,) * 8
+    nothing = (False,) * 3  # what is no tensor
+    assert reads((*nothing, False, *trained), 0, True, False, 1, True) == (
+        *(True, False, True, False, False),
+        *(True, True, False, False),
+    )
+    assert reads((*nothing, False, *trained), 0, True, False, 1, False)[2] is False  # R of zeros
