@@ -88,6 +88,7 @@ def cases() -> dict:
         for name in (
             "_C._AutoDispatchBelowAutograd",
             "_C._any_requires_grad",
+            "_C._autograd._get_current_graph_task_keep_graph",
             "_C._are_functorch_transforms_active",
             "_C._get_fp32_precision_getter",
             "_C._len_torch_dispatch_stack",

@@ -3,6 +3,7 @@
 torch saves a value only for a gradient that depends on it: an operand of a product for the gradient of the
 weight, and a weight for the gradient of the operand."""
 
+import weakref
 from importlib import import_module
 
 import pytest
@@ -124,6 +125,27 @@ def test_second_derivatives_need_all_values():
     torch.autograd.grad(y, ours.weight_hh_l0, retain_graph=True)
     with pytest.raises(RuntimeError, match="the input or a weight was changed in place after"):
         torch.autograd.grad(y, ours.weight_hh_l0, create_graph=True)
+
+
+@pytest.mark.filterwarnings("ignore:create_graph=True")
+@pytest.mark.parametrize("kind", SEQUENCES)
+def test_what_only_second_derivatives_need_goes_with_the_graph(kind):
+    """A loss that is kept after its backward keeps the node alive, but neither states nor biases."""
+    _, cell = make_twins(f"{kind}Cell", I, D, dtype=EXACT, backend=DEVICE)
+    state = torch.zeros(B, D, dtype=EXACT)
+    alive = weakref.ref(state)
+    loss = flatten(cell(torch.randn(B, I, dtype=EXACT), (state, state) if "L" in kind else state))[
+        0
+    ]
+    loss = loss.square().sum()
+    del state
+    torch.autograd.grad(loss, cell.weight_hh, retain_graph=True)
+    torch.autograd.grad(loss, cell.weight_hh, create_graph=True)
+    assert alive() is not None
+    loss.backward()
+    assert alive() is None
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        torch.autograd.grad(loss, cell.weight_hh, create_graph=True)
 
 
 def test_what_a_module_reads(fused_rnn):

@@ -84,6 +84,13 @@ def takes_gradients_of_gradients() -> bool:
     return sum(each.key().name == "Grad" for each in stack or ()) > 1
 
 
+# Without it, tensors that a second derivative would need live as long as the loss.
+graph_stays: Any = find(
+    "torch._C._autograd._get_current_graph_task_keep_graph",
+    "a loss that is kept after its backward keeps initial states alive",
+)
+graph_stays = graph_stays or (lambda: True)  # whether the backward that runs may run again
+
 # Without it, flags of torch.backends cannot be set for a while in a process that has frozen them.
 may_set_flags: Any = find(
     "torch.backends.__allow_nonbracketed_mutation",

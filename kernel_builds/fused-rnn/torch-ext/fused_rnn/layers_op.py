@@ -14,7 +14,7 @@ from .batched import any_batched, run_each
 from .cells import CELLS, Cell
 from .dispatch import BACKEND, ops
 from .formulas import is_recorded, register_fake
-from .private_names import BelowAutograd, EagerFunction, any_requires_grad
+from .private_names import BelowAutograd, EagerFunction, any_requires_grad, graph_stays
 from .second_order import differentiable_gradients, versions
 from .wavefront import Sizes, aligned, chunk_of, kept_of_chunks, masks_of_chunks
 
@@ -82,6 +82,8 @@ class _Layers(EagerFunction):
         wants_dx, wants_dstate = ctx.needs_input_grad[3], any(ctx.needs_input_grad[4 : -ctx.count])
 
         saved = _saved(ctx)
+        if not graph_stays():
+            ctx.state = ctx.unread = ()  # the node lives as long as the loss does
 
         def differentiate(given: Sequence[Any]) -> List[Any]:
             dy, *dlast = given
