@@ -21,7 +21,7 @@ from .functional import (
 from .layers_op import run_layers as run_layers  # which torch.nn's stand-ins call
 
 if BACKEND is not None:
-    from . import autograd  # noqa: F401  (registers fakes and gradients of the binary's ops)
+    from . import autograd, flops  # noqa: F401  (registers fakes, gradients and costs of the ops)
 
 __all__ = [
     "BACKEND",
