@@ -21,6 +21,7 @@ from torch_twins import (
     flatten,
     make_inputs,
     make_twins,
+    outputs,
 )
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="test_rnn_cuda.py is about the GPU")
@@ -258,3 +259,26 @@ def test_second_derivatives_of_the_reference():
     ours = flashcell.LSTM(2, 3, 2, bidirectional=True, dtype=torch.float64, backend="reference")
     x = torch.randn(3, 2, 2, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradgradcheck(lambda x: ours(x)[0], (x,))
+
+
+@pytest.mark.parametrize("kind", SEQUENCES)
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("batch", [3, None])
+def test_num_layers_set_later(kind, packed, batch):
+    """As many layers run as the attribute says, as of oneDNN's LSTM; for more there are no weights."""
+    _, ours = make_twins(kind, 6, 8, 3, bidirectional=True, dtype=EXACT, backend="cpu")
+    few = getattr(flashcell, kind)(6, 8, 2, bidirectional=True, dtype=EXACT, backend="cpu")
+    few.load_state_dict(ours.state_dict(), strict=False)
+    ours.num_layers = 2
+    if packed and batch is None:
+        pytest.skip("a packed sequence has a batch")
+    for states in (False, True):
+        x, hx = make_inputs(few, batch, states=states)
+        given = pack_padded_sequence(x, [5, 5, 2]) if packed else x
+        found, wanted = outputs(ours, given, hx), outputs(few, given, hx)
+        assert found.keys() == wanted.keys()
+        for k, want in wanted.items():
+            assert_bitwise(f"output {k}", found[k], want)
+    ours.num_layers = 4
+    with pytest.raises(RuntimeError, match="Expected more weights in stacked_rnn: num_layers is 4"):
+        ours(pack_padded_sequence(x, [5, 5, 2]) if packed else x)

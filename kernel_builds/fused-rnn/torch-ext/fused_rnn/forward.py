@@ -27,6 +27,7 @@ from .plain import (
     run_ordinary_sequence,
     run_plain,
     run_plain_cell,
+    used_weights,
 )
 from .private_names import (
     autocast_is_on_anywhere,
@@ -136,9 +137,9 @@ def _parameters(module: Any) -> list[Tensor]:
     """Returns the parameters of all layers and directions, each read once, as torch.nn does when it
     looks for changes: computed parameters (spectral_norm's iteration) are then computed as often
     as there."""
-    if torch.compiler.is_compiling():
-        return [w for layer in module.all_weights for w in layer]
-    return weights_of(module)
+    compiling = torch.compiler.is_compiling()
+    weights = [w for ws in module.all_weights for w in ws] if compiling else weights_of(module)
+    return used_weights(module, weights)
 
 
 def run_cell(module: Any, kernel: Any, cell: str, input: Tensor, hx: Any = None) -> Any:

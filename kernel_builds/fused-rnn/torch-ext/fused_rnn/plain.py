@@ -148,12 +148,25 @@ def run_ordinary_sequence(module: Any, kernel: Any, input: Any, hx: Any) -> Any:
         module.check_forward_args(x, hx, None)
     else:
         module.check_input(x, None)
+    weights = used_weights(module, weights)
     tf32 = x.dtype is torch.float32 and x.is_cuda and recurrent_precision() == "tf32"
     y, last = _run_layers(module, kernel, x, states, weights, batch_sizes, tf32)
     if not packed:
         return y, last
     output = PackedSequence(y, input.batch_sizes, input.sorted_indices, input.unsorted_indices)
     return output, module.permute_hidden(last, input.unsorted_indices)
+
+
+def used_weights(module: Any, weights: list[Tensor]) -> list[Tensor]:
+    """Returns the weights of the first `num_layers` layers: somebody may have set the attribute since."""
+    each = (4 if module.bias else 2) + (module.proj_size > 0)
+    count = module.num_layers * (2 * each if module.bidirectional else each)
+    if len(weights) < count:
+        raise RuntimeError(
+            f"Expected more weights in stacked_rnn: num_layers is {module.num_layers}, which takes "
+            f"{count}, but the module has {len(weights)}"
+        )
+    return weights if len(weights) == count else weights[:count]
 
 
 def run_plain(
