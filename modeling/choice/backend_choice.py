@@ -4,9 +4,10 @@ The decision follows from the call's sizes and a table of measured costs (cost_t
 
 torch.nn's forward runs only where it keeps all that our modules promise. Our kernels stay: under
 autocast, torch.func's transforms, forward-mode derivatives, torch.compile, torch.export and
-torch.jit.trace; for inputs of a tensor subclass, parametrized or replaced weights and states of another dtype;
-on a GPU also in a CUDA graph, under torch.use_deterministic_algorithms (cuDNN's gradients may differ
-between runs), where FLASHCELL_CUDA_ENGINE is set, and for weights that cuDNN would copy.
+torch.jit.trace; for inputs of a tensor subclass without a __torch_function__ of its own (overrides.py),
+parametrized or replaced weights and states of another dtype; on a GPU also in a CUDA graph, under
+torch.use_deterministic_algorithms (cuDNN's gradients may differ between runs), where
+FLASHCELL_CUDA_ENGINE is set, and for weights that cuDNN would copy.
 """
 
 import os
@@ -38,6 +39,7 @@ from .cost_model import (
     nearest,
     predict,
 )
+from .overrides import overrides_torch, states_override_torch
 
 MOST_CALLS = 4096  # decisions that are kept
 CODES = {
@@ -58,7 +60,11 @@ _lock = threading.Lock()
 def choose(module: Any, kind: int, input: Any, hx: Any) -> Any:
     """Returns the kernel that runs a call of `module`, whose place in cost_model.KINDS is `kind`, or
     None: torch.nn's forward runs."""
-    key = None if torch.compiler.is_compiling() else _key(module, kind, input)
+    if torch.compiler.is_compiling():
+        return module.kernel_for(input)
+    if hx is not None and type(hx) is not Tensor and states_override_torch(hx):
+        return None
+    key = _key(module, kind, input)
     if key is None:
         return module.kernel_for(input)
     try:
@@ -87,8 +93,8 @@ def explain(module: Any, input: Any, hx: Any = None) -> str:
         return "torch: the cell has no units"
     if module.kernel_backend != "auto":
         return f"kernel: backend={module.kernel_backend!r} was asked for"
-    if kernel is None and overrides_torch(module, data):
-        return "torch: the input or the weights have a __torch_function__ of their own"
+    if states_override_torch(hx) or (kernel is None and overrides_torch(module, data)):
+        return "torch: the input, a state or the weights have a __torch_function__ of their own"
     if kernel is None:
         return f"torch: no kernel of ours runs {data.dtype} on {data.device.type} here"
     key = _key(module, module.call_kind, input)
@@ -104,19 +110,6 @@ def explain(module: Any, input: Any, hx: Any = None) -> str:
         return f"kernel: {times}"
     obstacle = _obstacle(module, module.call_kind, input, hx)
     return f"torch: {times}" if obstacle is None else f"kernel: {obstacle}, although {times}"
-
-
-def overrides_torch(module: Any, data: Any) -> bool:
-    """Whether the input is no tensor and has a __torch_function__, or the weights have one of their own.
-
-    torch.overrides.has_torch_function also says so while a mode is on, such as `with torch.device(...)`."""
-    if not isinstance(data, Tensor) and hasattr(data, "__torch_function__"):
-        return True
-    kind = type(weight_of(module, "weight_ih" if module.call_kind >= CELLS else "weight_ih_l0"))
-    if kind in (Parameter, type(None)):
-        return False
-    handler = lambda kind: getattr(kind.__torch_function__, "__func__", kind.__torch_function__)
-    return handler(kind) not in (handler(Tensor), handler(Parameter))
 
 
 def _data(input: Any) -> Tensor:

@@ -37,8 +37,9 @@ from torch import Tensor, nn
 from torch.nn.modules.rnn import RNNBase, RNNCellBase
 from torch.nn.utils.rnn import PackedSequence
 
-from ..choice.backend_choice import choose, overrides_torch
+from ..choice.backend_choice import choose
 from ..choice.cost_model import KINDS
+from ..choice.overrides import overrides_torch
 from ..hub.kernel_loader import check_backend, load_kernel
 from ..kernels import fused_rnn
 from ..kernels.fused_rnn.forward import run_cell, run_sequence
@@ -72,7 +73,8 @@ class _StandIn(nn.Module):
         forward.
 
         None means that "auto" found no kernel for the device and dtype, or that the input or the weights
-        have a __torch_function__ of their own, which may know torch's functions only."""
+        have a __torch_function__ of their own, which may know torch's functions only; of states `choose`
+        says so."""
         data = input.data if isinstance(input, PackedSequence) else input
         auto = self.kernel_backend == "auto"
         if auto and not torch.compiler.is_compiling() and overrides_torch(self, data):

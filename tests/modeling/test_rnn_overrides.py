@@ -51,6 +51,36 @@ def test_what_stands_for_a_tensor(kind):
         ours(x.tolist())
 
 
+class Limited(torch.Tensor):
+    """A tensor whose __torch_function__ knows torch's functions, and no op of ours."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if type(function).__name__.startswith("OpOverload"):
+            return NotImplemented
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+@pytest.mark.parametrize("kind", SEQUENCES + CELLS)
+@pytest.mark.parametrize("which", ["input", "states", "both"])
+@pytest.mark.parametrize("training", [False, True])
+def test_tensors_that_know_torch_s_functions(kind, which, training):
+    theirs, ours = make_twins(kind, I, D, dtype=torch.float32)
+    wrap = lambda t, name: t.as_subclass(Limited) if which in (name, "both") else t
+    x = torch.randn(*((B, I) if kind in CELLS else (T, B, I)), requires_grad=training)
+    s = torch.randn(*((B, D) if kind in CELLS else (1, B, D)))
+    found = []
+    for module in (theirs, ours):
+        own = wrap(s, "states")
+        given = wrap(x, "input"), (own, own) if "LSTM" in kind else own
+        y = flatten(module(*given))
+        grads = torch.autograd.grad(y[0].sum(), x) if training else ()
+        found.append([t.as_subclass(torch.Tensor) for t in (*y, *grads)])
+    assert "__torch_function__ of their own" in flashcell.explain(ours, *given)
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize("kind", SEQUENCES + CELLS)
 def test_tensors_of_another_class_run_by_the_kernel(kind, monkeypatch):
     theirs, ours = make_twins(kind, I, D, dtype=torch.float32)
