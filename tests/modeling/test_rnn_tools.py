@@ -203,3 +203,25 @@ def test_tangents_are_those_of_differences(kind, frozen):
             got.append(torch.func.jvp(run, (x,), (t,))[1])
     for tangent in got:
         torch.testing.assert_close(tangent, want, rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize("states", [False, True], ids=["", "states"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_export_leaves_the_batch_open(kind, states):
+    """No size in the program is bounded, as none is in torch.nn's."""
+    module = getattr(flashcell, kind)(4, 6, backend="cpu")
+    at = 0 if kind in CELLS else 1
+
+    def arguments(batch):
+        s = torch.randn(*(() if kind in CELLS else (1,)), batch, 6)
+        hx = ((s, s + 1) if "LSTM" in kind else s,) if states else ()
+        return make_input(kind, batch), *hx
+
+    shapes = torch.utils._pytree.tree_map(lambda _: {at: torch.export.Dim("batch")}, arguments(3))
+    program = torch.export.export(module, arguments(3), dynamic_shapes=shapes)
+    (bounds,) = program.range_constraints.values()
+    assert bounds.upper > 2**60
+    for batch in (2, 3, 17):
+        given = arguments(batch)
+        want, found = flatten(module(*given)), flatten(program.module()(*given))
+        assert_same(dict(enumerate(found)), dict(enumerate(want)), 1e-6)

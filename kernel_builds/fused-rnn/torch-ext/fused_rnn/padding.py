@@ -30,13 +30,20 @@ def padded_width(
     A single step is padded if the products of its `rows` are large. `state`: whether it has an h."""
     if device_type != "cuda" or dtype == torch.float64:
         return width
-    least = LEAST_PRODUCTS if state else LEAST_WITHOUT_STATE
-    if steps == 1 and 8 * rows * width * width < least:
+    if steps == 1 and not _reaches(8 * rows * width * width, state):
         return width
     units = VECTOR_BYTES // dtype.itemsize
     if width % units != 0 and width > WIDEST_BY_VECTORS:
         units = 8
     return -(-width // units) * units
+
+
+def _reaches(products: Any, state: bool = True) -> bool:
+    """Whether so many products are worth padding. A number that torch.export leaves open is not asked for
+    its size: the answer would bound the batch of the exported program."""
+    if isinstance(products, torch.SymInt):
+        return False
+    return products >= (LEAST_PRODUCTS if state else LEAST_WITHOUT_STATE)
 
 
 def pad_weight(weight: torch.Tensor, width: int) -> torch.Tensor:
@@ -87,9 +94,10 @@ def pad_heads(heads: Any, gates: int, width: int, inner: int = 0) -> Any:
 def rows_are_padded(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether x [..., I] and weight [..., O, I] are padded before their product on CUDA: it is so large
     that this saves more time than the copies take."""
-    if x.numel() * weight.shape[-2] < LEAST_PRODUCTS:
+    width = x.shape[-1]
+    if padded_width(x.device.type, x.dtype, SEVERAL_STEPS, width) == width:
         return False
-    return padded_width(x.device.type, x.dtype, SEVERAL_STEPS, x.shape[-1]) != x.shape[-1]
+    return _reaches(x.numel() * weight.shape[-2])
 
 
 def pad_rows(x: torch.Tensor, weight: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
