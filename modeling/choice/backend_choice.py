@@ -23,6 +23,7 @@ from ..hub.kernel_loader import load_kernel
 from ..kernels.fused_rnn.padding import padded_width
 from ..kernels.fused_rnn.private_names import (
     forward_level,
+    is_tracing,
     product_precision,
     recurrent_precision,
     transforms_are_active,
@@ -119,23 +120,26 @@ def _data(input: Any) -> Tensor:
 def _key(module: Any, kind: int, input: Any) -> _Key | None:
     """Returns what the decision depends on, or None for a call about which no table says anything."""
     packed = 0
-    if type(input) is PackedSequence:
-        packed, input = input.batch_sizes.shape[0], input.data
     if type(input) is not Tensor:
-        return None
+        if type(input) is not PackedSequence:
+            return None
+        packed, input = input.batch_sizes.shape[0], input.data
+        if type(input) is not Tensor:
+            return None
     weight = weight_of(module, "weight_ih" if kind >= CELLS else "weight_ih_l0")
     if type(weight) is not Parameter:
         return None
     code = CODES.get(input.dtype)
     if code is None:
         return None
-    device = input.get_device()
     if input.is_cpu:
         device = -torch.get_num_threads()
-    elif not input.is_cuda:
+    elif input.is_cuda:
+        device = input.get_device()
+        if code == CODES[torch.float32] and _fp32_precision(kind) == "tf32":
+            code = TF32
+    else:
         return None
-    elif code == CODES[torch.float32] and _fp32_precision(kind) == "tf32":
-        code = TF32
     trains = torch.is_grad_enabled() and (weight.requires_grad or input.requires_grad)
     sizes = kind, input.shape, module.hidden_size, code, trains, device
     if kind >= CELLS:
@@ -226,7 +230,7 @@ def _obstacle(module: Any, kind: int, input: Any, hx: Any) -> str | None:
         return "a transform of torch.func is active"
     if forward_level() >= 0:
         return "forward-mode derivatives are taken"
-    if torch.jit.is_tracing():
+    if is_tracing():
         return "the call is traced"
     index, dtype = (
         data.get_device(),

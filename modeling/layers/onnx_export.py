@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.fused_rnn.plain import as_tuple, compute_dtype
+from ..kernels.fused_rnn.private_names import is_tracing
 
 # For each gate of ONNX its place in torch.nn: LSTM i, o, f, c of i, f, g, o; GRU z, r, h of r, z, n.
 GATES = {"LSTM": (0, 3, 1, 2), "GRU": (1, 0, 2), "RNN": (0,)}
@@ -28,7 +29,7 @@ def is_onnx_export() -> bool:
 
     With dynamo=False torch.nn's forward is what gives ONNX's operators, otherwise
     `export_sequence`."""
-    captured = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    captured = torch.compiler.is_compiling() or is_tracing()
     return captured and torch.onnx.is_in_onnx_export()
 
 

@@ -23,6 +23,7 @@ from ..kernels.fused_rnn.private_names import (
     uses,
     warn,
 )
+from ..kernels.fused_rnn.private_names import op_of as op_of  # for op_tape.py
 
 
 class Path:
@@ -72,9 +73,6 @@ TorchDispatchMode: Any = TAPE.find("torch.utils._python_dispatch.TorchDispatchMo
 push_dispatch_mode = TAPE.find("torch._C._push_on_torch_dispatch_stack")
 pop_dispatch_mode = TAPE.find("torch._C._pop_torch_dispatch_stack")
 TAPE.note(has_schema, "OpOverload._schema", torch)
-has_op = hasattr(torch.ops.aten.clone.default, "_op")
-if not has_op:
-    warn("OpOverload._op", "a recorded step takes longer on a CPU")
 
 # torch.compile's guards, which compare all dicts, all tensors' layouts and all of torch's flags at once.
 GUARDS = Path("a recorded step's values are compared one by one, which takes longer")
@@ -171,11 +169,6 @@ def parameters_of(module: nn.Module) -> list[nn.Parameter]:
 
 def schema_of(op: Any) -> Any:
     return op._schema
-
-
-def op_of(op: Any) -> Any:
-    """Returns what OpOverload.__call__ calls, or the OpOverload."""
-    return op._op if has_op else op
 
 
 def pad_token_of(generation_config: Any) -> Any:

@@ -91,6 +91,7 @@ def cases() -> dict:
             "_C._autograd._get_current_graph_task_keep_graph",
             "_C._are_functorch_transforms_active",
             "_C._get_fp32_precision_getter",
+            "_C._is_tracing",
             "_C._len_torch_dispatch_stack",
             "_C._len_torch_function_stack",
             "_C._push_on_torch_dispatch_stack",

@@ -19,6 +19,7 @@ from .private_names import (
     any_requires_grad,
     argument_names,
     forward_level,
+    is_tracing,
     takes_gradients_of_gradients,
     transforms_are_active,
 )
@@ -118,7 +119,7 @@ def is_transformed() -> bool:
 
 def is_eager() -> bool:
     """Whether nothing is active that follows tensors from op to op: a trace, or a transform."""
-    traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    traced = torch.compiler.is_compiling() or is_tracing()
     return not (traced or transforms_are_active() or forward_level() >= 0)
 
 

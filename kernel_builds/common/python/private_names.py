@@ -6,7 +6,7 @@ instead. The kernels share this file.
 
 import warnings
 from contextlib import nullcontext
-from typing import Any, List, Optional, Sequence
+from typing import Any, List, Optional
 
 import torch
 
@@ -55,6 +55,10 @@ transforms_are_active: Any = find("torch._C._are_functorch_transforms_active", f
 transforms_are_known = transforms_are_active is not None
 transforms_are_active = transforms_are_active or (lambda: True)
 has_level = find("torch.autograd.forward_ad._current_level", f"{LONGER}, {EAGER}") is not None
+is_tracing: Any = find("torch._C._is_tracing", LONGER) or torch.jit.is_tracing
+has_op = hasattr(torch.ops.aten.clone.default, "_op")
+if not has_op:
+    warn("OpOverload._op", f"{LONGER}, and a recorded step takes longer on a CPU")
 has_schema = hasattr(torch.ops.aten.clone.default, "_schema")
 if not has_schema:
     warn("OpOverload._schema", f"errors call an argument by its number, {EAGER} on a CPU")
@@ -110,6 +114,11 @@ if not has_flat_weights:
 def forward_level() -> int:
     """The number of forward-mode levels less one: -1 outside; 0 where torch does not say it."""
     return getattr(torch.autograd.forward_ad, "_current_level", 0) if has_level else 0
+
+
+def op_of(op: Any) -> Any:
+    """Returns what OpOverload.__call__ calls, or the OpOverload."""
+    return op._op if has_op else op
 
 
 def argument_names(op: Any) -> List[str]:
@@ -178,14 +187,17 @@ def weight_of(module: Any, name: str) -> Any:
     return module._parameters.get(name)
 
 
-def parameters_of(module: Any, names: Sequence[str]) -> List[torch.Tensor]:
-    """Returns getattr(module, name) of each name, which takes several times as long for
-    parameters."""
-    found = [module._parameters.get(name) for name in names]
-    for parameter in found:
-        if parameter is None:
-            return [getattr(module, name) for name in names]
-    return found
+def parameters_of_cell(module: Any) -> List[torch.Tensor]:
+    """Returns weight_ih, weight_hh, and bias_ih, bias_hh of a torch.nn cell that has a bias; getattr takes
+    several times as long for parameters."""
+    own = module._parameters
+    try:
+        if module.bias:
+            return [own["weight_ih"], own["weight_hh"], own["bias_ih"], own["bias_hh"]]
+        return [own["weight_ih"], own["weight_hh"]]
+    except KeyError:  # one is computed
+        names = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+        return [getattr(module, name) for name in names[: 4 if module.bias else 2]]
 
 
 def weights_are_flat(module: Any) -> bool:

@@ -32,13 +32,11 @@ from .plain import (
 from .private_names import (
     autocast_is_on_anywhere,
     first_weight,
-    parameters_of,
+    parameters_of_cell,
     update_weights,
     weights_of,
 )
 from .stack import Engine, make_heads, project
-
-CELL_PARAMETERS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
 
 
 def run_sequence(module: Any, kernel: Any, input: Any, hx: Any = None) -> Any:
@@ -144,7 +142,7 @@ def _parameters(module: Any) -> list[Tensor]:
 
 def run_cell(module: Any, kernel: Any, cell: str, input: Tensor, hx: Any = None) -> Any:
     """Runs the forward of a torch.nn.LSTMCell, GRUCell or RNNCell; returns h' or (h', c')."""
-    weights = parameters_of(module, CELL_PARAMETERS if module.bias else CELL_PARAMETERS[:2])
+    weights = parameters_of_cell(module)
     next_state = run_ordinary_cell(module, kernel, cell, input, hx, weights)
     if next_state is not None:
         return next_state

@@ -14,7 +14,7 @@ from .batched import any_batched, run_each
 from .cells import CELLS, Cell
 from .dispatch import BACKEND, ops
 from .formulas import is_recorded, register_fake
-from .private_names import BelowAutograd, EagerFunction, any_requires_grad, graph_stays
+from .private_names import BelowAutograd, EagerFunction, any_requires_grad, graph_stays, op_of
 from .second_order import differentiable_gradients, versions
 from .wavefront import Sizes, aligned, chunk_of, kept_of_chunks, masks_of_chunks
 
@@ -25,9 +25,10 @@ Options = Tuple[Sequence[int], bool, bool, int, bool, int, float, bool]
 
 
 class LayerOps(NamedTuple):
-    """The ops of a cell."""
+    """The ops of a cell. `run` is the forward for calls that nothing compiles."""
 
     forward: Any
+    run: Any
     backward: Any
     gates: int
     cell: str
@@ -54,9 +55,9 @@ def run_layers(
     if torch.is_grad_enabled() and any_requires_grad(x, *state, *weights):
         y, *last = _Layers.apply(layer_ops, options, len(state), x, *state, *weights)
         return y, last
-    chunk = chunk_of(cell, x, weights, options, False)
+    chunk = chunk_of(cell, x, weights, options, False) if x.is_cuda else 0
     with BelowAutograd():
-        y, last, _ = layer_ops.forward(x, state, weights, *options, False, chunk)
+        y, last, _ = layer_ops.run(x, state, weights, *options, False, chunk)
     return y, last
 
 
@@ -66,9 +67,9 @@ class _Layers(EagerFunction):
         ctx: Any, layer_ops: LayerOps, options: Options, K: int, x: Any, *tensors: Any
     ) -> Any:
         state, weights = tensors[:K], tensors[K:]
-        chunk = chunk_of(layer_ops.cell, x, weights, options, True)
+        chunk = chunk_of(layer_ops.cell, x, weights, options, True) if x.is_cuda else 0
         with BelowAutograd():
-            y, last, kept = layer_ops.forward(x, state, weights, *options, True, chunk)
+            y, last, kept = layer_ops.run(x, state, weights, *options, True, chunk)
         reads = _reads(ctx.needs_input_grad, K, *options[1:4], _has_steps(x, options))
         _keep(ctx, layer_ops, x, state, weights, options, kept, chunk, reads)
         ctx.state = state
@@ -288,8 +289,10 @@ def _register(cell: Cell) -> None:
 
 if BACKEND is not None:
     for _cell in CELLS.values():
+        _forward = getattr(ops, f"{_cell.name}_layers_fwd").default
         OPS[_cell.name] = LayerOps(
-            getattr(ops, f"{_cell.name}_layers_fwd").default,
+            _forward,
+            op_of(_forward),
             getattr(ops, f"{_cell.name}_layers_bwd").default,
             _cell.gates,
             _cell.name,

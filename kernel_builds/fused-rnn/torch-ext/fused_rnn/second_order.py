@@ -26,7 +26,10 @@ SLOWER = (
 
 def versions(state: Tensors) -> List[Optional[int]]:
     """Returns what tells later whether a tensor was changed in place; None of inference tensors."""
-    return [None if s.is_inference() else s._version for s in state]
+    try:
+        return [s._version for s in state]
+    except RuntimeError:  # of an inference tensor
+        return [None if s.is_inference() else s._version for s in state]
 
 
 def differentiable_gradients(
