@@ -43,7 +43,10 @@ def test_another_vocabulary(tmp_path, model, weights, size):
     assert_bitwise("scales", head.scale[:kept], old.scale[:kept])
     new = [one.get_output_embeddings() for one in (model, twin)]
     values = new[0].dequantized(DTYPE)[kept:], new[1].weight[kept:]
-    assert_close("new rows", *values, 0.2)  # those that the float model draws, in 8 or 4 bits
+    if not twin.config.tie_word_embeddings:  # a head that shared them draws rows of its own
+        assert_close("new rows", *values, 0.2)  # those that the float model draws, in 8 or 4 bits
+    elif size > kept:
+        assert 0.8 < values[0].std() / values[1].std() < 1.25
     assert head.config is model.config
     assert_close("logits", after[..., :kept], before[..., :kept], EPS)
     assert after.isfinite().all()

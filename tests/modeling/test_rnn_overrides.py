@@ -8,11 +8,12 @@ import torch
 from torch import nn
 
 import flashcell
+from cases import DEVICE
 from numerics import EPS, assert_close
 from torch_twins import CELLS, SEQUENCES, flatten, make_twins
 
 I, D, B, T = 3, 8, 4, 5
-LOOSE = 8 * EPS[torch.float32]
+LOOSE = 8 * EPS[torch.float32] if DEVICE == "cpu" else 1e-5  # cuDNN's own functions
 
 
 @pytest.fixture(autouse=True)

@@ -60,7 +60,7 @@ def check_linear_step(tfla, order, dtype, B, K, rows, machine, draw, scale_of): 
         wide.pop("scales")
         for at, (w, s) in enumerate(zip(call[1], call[2], strict=False)):
             if w.dtype == torch.uint8:
-                wide["weights"][at] = reference.int4.unpack_int4(w, s).to(dtype).double()
+                wide["weights"][at] = reference.int4.unpack_int4(w, s).double()
             else:
                 wide["weights"][at] *= s.double()[:, None]
         wide["biases"] = [b.double() for b in arguments["biases"]]

@@ -71,7 +71,7 @@ def test_quantized(tfla, kept, K, dtype, B):
     for number, (z, one, other) in enumerate(zip(got, exact, peer, strict=True)):
         if dtype.itemsize > 2:  # sums of exact weights
             assert_as_accurate(str(number), z, one, other, K)
-        else:  # on a GPU x times the norm's weight is rounded, and so is int4
+        else:  # on a GPU x times the norm's weight is rounded
             assert_close(str(number), z, one, 1.5 * EPS[dtype])
 
 

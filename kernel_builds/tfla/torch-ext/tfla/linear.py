@@ -45,11 +45,12 @@ def linear_step(
     gated              of two matrices: silu(weight_0 x) * (weight_1 x) [B, N] alone
 
     At most 8 matrices, contiguous, of x's dtype if they have no scales; sums in fp32 (fp64), rounded once.
-    Values of 8 bits are exact in every dtype of x, so a scale is the only rounding of theirs; weights of 4
-    bits are rounded to x's dtype on CUDA. On CUDA in 16 bits every weight is read once for 16 rows of x, at
-    the memory's speed; more rows are a product for cuBLAS. There weights and scales may be read before the
-    kernel ahead on the stream has ended: that must not write them. The reference computes float8_e4m3fn on a
-    CPU, and on CUDA 8 bits where K is no multiple of 16, and 4 bits where it is none of 64.
+    Values of 8 and 4 bits are exact in every dtype of x, and scales multiply sums. On CUDA in 16 bits every
+    weight is read once for 16 rows of x, at the memory's speed; more rows are a product for cuBLAS. There
+    weights and scales may be read before the kernel ahead on the stream has ended: that must not write them.
+    The reference computes float8_e4m3fn on a CPU, and on CUDA 8 bits where K is no multiple of 16, and 4
+    bits where it is none of 64. int4 on CUDA adds 136 or 72 times x before it takes that away, so an
+    infinite x is NaN there.
     ValueError and TypeError name the argument.
     """
     _check("linear_step", x, weights, biases, norm_weight, residual, scales=scales)

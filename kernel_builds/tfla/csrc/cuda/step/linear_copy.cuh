@@ -7,108 +7,114 @@ namespace flashcell::cuda {
 
 namespace {
 
-// Copies a warp's pieces, tile after tile, into its ring.
-template <Format kFormat, typename Own>
+// Copies a warp's pieces, once for each pass over the rows of x, into its ring.
+template <typename Own>
 struct Copier {
+  static constexpr Format kFormat = Own::kFormat;
   const LinearStepParams& p;
-  const Tiles& tiles;
-  int first, piece = first, stage = 0, tile = tiles.first;
-  int pass =
-      tiles.first < tiles.count ? tiles.first_pass : tiles.passes;  // a team may have no tiles
-  // The matrices of the tile's first 8 rows and of its last 8, and in both the lane's first row of
-  // a whole tile. The same of the factors of int4's groups, or null.
-  const char *low = nullptr, *high = nullptr, *low_row = nullptr, *high_row = nullptr;
-  const char *low_scale = nullptr, *high_scale = nullptr;
-  const char *low_scale_row = nullptr, *high_scale_row = nullptr;
-  int row = 0, rows = 0, next = 0;  // first row, number of rows, and ninth row
-  bool whole = false;               // whether there are 16 rows
-  int pieces = 0;
-  int64_t bytes = 0;  // of a row
+  const Order& order;
+  const Place first;  // of the pieces
+  const int count;    // of the pieces, in each pass
+  int passes;
+  Place place = first;
+  int left = passes > 0 ? count : 0, stage = 0;
+  // The lane's first row of the tile's first 8 rows and of its last 8, if the tile has 16, and the
+  // row of factors of int4's groups that the lane copies, or null.
+  const char *low_row = nullptr, *high_row = nullptr, *scale_row = nullptr;
+  bool whole = false;  // whether there are 16 rows
+  bool scales_of_16_bytes = false;
+  int bytes = 0;  // of a row
 
-  // Finds the rows of the tile, or of the next that has pieces for this warp.
+  // Returns row `own` of the tile, of so many bytes in `low` or `high`; rows past the end repeat
+  // the last.
+  DEVICE const char* row_of(int own, const void* low, const void* high, int64_t row_bytes) const {
+    const bool is_low = own < kRows / 2;
+    const int row = place.row + (is_low || p.gated ? own % (kRows / 2) : own);
+    const int last = int(p.linears[place.which].rows) - 1;
+    return static_cast<const char*>(is_low ? low : high) + smaller(row, last) * row_bytes;
+  }
   DEVICE void find_rows() {
+    if (left == 0) return;
     const int lane = threadIdx.x % 32, lane_row = lane / Own::kLanes;
-    for (;; tile += tiles.stride) {
-      if (tile >= tiles.count) tile = tiles.first, pass += tiles.pass_stride;
-      if (pass >= tiles.passes) return;
-      const Place place = find(p, tile);
-      const Linear& linear = p.linears[place.which];
-      low = static_cast<const char*>(linear.weight);
-      high = p.gated ? static_cast<const char*>(p.linears[1].weight) : low;
-      row = place.row, rows = int(linear.rows), next = p.gated ? row : row + kRows / 2;
-      whole = next + kRows / 2 <= rows;
-      bytes = bytes_of<kFormat>(linear, int(p.K));
-      low_row = low + (row + lane_row) * bytes, high_row = high + (next + lane_row) * bytes;
-      if constexpr (Own::kInt4) {
-        low_scale = static_cast<const char*>(linear.scale);
-        high_scale = p.gated ? static_cast<const char*>(p.linears[1].scale) : low_scale;
-        const int own = lane / kWords;
-        low_scale_row = low_scale + (row + own) * (bytes / 8);
-        high_scale_row = high_scale + (next + own) * (bytes / 8);
-      }
-      pieces = pieces_of<kFormat, Own::kRowBytes>(linear, int(p.K));
-      if (first < pieces) return;
+    const Linear& linear = p.linears[place.which];
+    const Linear& other = p.gated ? p.linears[1] : linear;
+    bytes = bytes_of<kFormat>(linear, int(p.K));
+    whole = place.row + order.rows_of_tile <= int(linear.rows);
+    low_row = row_of(lane_row, linear.weight, other.weight, bytes);
+    high_row = row_of(lane_row + kRows / 2, linear.weight, other.weight, bytes);
+    if (!Own::kPlain && !Own::kInt4 && linear.scale != nullptr && lane < 2) {
+      fetch(static_cast<const float*>((lane == 0 ? linear : other).scale) + place.row);
+    }
+    if constexpr (Own::kInt4) {
+      static_assert(Own::kScaleBytes == 16);
+      scale_row = nullptr;
+      if (linear.scale == nullptr) return;
+      scale_row = row_of(lane % kRows, linear.scale, other.scale, bytes / 8);
+      const uintptr_t both = uintptr_t(linear.scale) | uintptr_t(other.scale);
+      scales_of_16_bytes = bytes % 128 == 0 && both % 16 == 0;
     }
   }
   DEVICE void copy(uint32_t ring) {
-    if (pass < tiles.passes) {
+    if (left > 0) {
       const int lane = threadIdx.x % 32, lane_row = lane / Own::kLanes;
-      const int vector = lane % Own::kLanes * 16, at = piece * Own::kRowBytes + vector;
+      const int vector = lane % Own::kLanes * 16, at = place.piece * Own::kRowBytes + vector;
       const bool exists = at < bytes;
+      const int offset = exists ? at : 0;
       const uint32_t to = ring + stage * Own::kBytes;
       const auto copy_row = [&](int own, const char* source) {
         const int swap = own % 2 * Own::kSwap;
         copy_async_or_zero(to + own * Own::kStride + (vector ^ swap), source, exists);
       };
       if (whole) {
-        const int64_t step = Own::kRowsAtOnce * bytes;
+        const int64_t step = int64_t(Own::kRowsAtOnce) * bytes;
 #pragma unroll
         for (int half = 0; half < kRows; half += kRows / 2) {
-          const char* source = (half ? high_row : low_row) + (exists ? at : 0);
+          const char* source = (half ? high_row : low_row) + offset;
 #pragma unroll
           for (int r = 0; r < kRows / 2; r += Own::kRowsAtOnce, source += step) {
             copy_row(half + r + lane_row, source);
           }
         }
       } else {
-#pragma unroll
-        for (int r = 0; r < kRows; r += Own::kRowsAtOnce) {
-          const int own = r + lane_row;
-          const char* source = (own < kRows / 2 ? low : high) + row_of(own) * bytes;
-          copy_row(own, exists ? source + at : source);
+        const Linear& linear = p.linears[place.which];
+        const void* other = p.gated ? p.linears[1].weight : linear.weight;
+        for (int own = lane_row; own < kRows; own += Own::kRowsAtOnce) {
+          copy_row(own, row_of(own, linear.weight, other, bytes) + offset);
         }
       }
       if constexpr (Own::kInt4) {
-        if (low_scale != nullptr) copy_scales(to + Own::kRowBytes);
+        if (scale_row != nullptr && lane < kRows)
+          copy_scales(to + lane * Own::kStride + Own::kRowBytes);
       }
       stage = stage + 1 == Own::kStages ? 0 : stage + 1;
-      if ((piece += Own::kWarps) >= pieces) {
-        piece = first, tile += tiles.stride;
-        find_rows();
-      }
+      step_on();
     }
     copy_commit();
   }
-  // Returns the row of its matrix that is row `own` of the tile; rows past the end repeat the last.
-  DEVICE int row_of(int own) const {
-    return smaller(own < kRows / 2 ? row + own : next + own - kRows / 2, rows - 1);
-  }
-  // Copies the factors of the piece's groups, two at a time.
+  // Copies the factors of a row of the piece.
   DEVICE void copy_scales(uint32_t to) {
-    static_assert(!Own::kInt4 || kWords == 4);  // so that a half takes all lanes once
-    const int lane = threadIdx.x % 32, word = lane % kWords * 4;
-    const int64_t all_bytes = bytes / 8;
-    const int at = piece * Own::kScaleBytes + word;
-    const bool exists = at < all_bytes;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int own = half * kRows / 2 + lane / kWords;
-      const char* source = half ? high_scale_row : low_scale_row;
-      if (!whole) source = (half ? high_scale : low_scale) + row_of(own) * all_bytes;
-      copy_word_or_zero(to + own * Own::kStride + word, exists ? source + at : source, exists);
+    const int at = place.piece * Own::kScaleBytes;
+    if (scales_of_16_bytes) {
+      copy_async(to, scale_row + at);
+      return;
+    }
+    for (int word = at; word < at + Own::kScaleBytes; word += 4) {
+      const bool exists = word < bytes / 8;
+      copy_word_or_zero(to + word - at, scale_row + (exists ? word : 0), exists);
     }
   }
-  static constexpr int kWords = Own::kScaleBytes > 0 ? Own::kScaleBytes / 4 : 1;  // of a row
+  DEVICE void step_on() {
+    ++place.piece;
+    if (--left == 0) {
+      if (--passes == 0) return;
+      place = first, left = count;
+    } else if (place.piece == place.pieces) {
+      order.next_tile(place);
+    } else {
+      return;
+    }
+    find_rows();
+  }
 };
 
 }  // namespace

@@ -1,4 +1,4 @@
-// The shapes of linear.cuh: tiles of a matrix, the pieces that warps copy, and what a thread block
+// The shapes of linear.cuh: what a warp takes at a time, in which order, and what a thread block
 // has in shared memory.
 #pragma once
 #include "../launch.h"
@@ -14,87 +14,109 @@ constexpr int kStep = 64;    // bytes of a row that four lanes take at once
 constexpr int kColumns = 8;  // columns of the matrix instruction: rows of x
 constexpr int kSums = kRows * kColumns;
 
-// A warp copies 512 bytes of a row at once, or 256 where a block has only 99 KB of shared memory:
-// sm_86, sm_89, sm_120.
-constexpr int kLongSteps = 8, kShortSteps = 4;
-constexpr int kSharedOfLong = 163 << 10, kSharedOfShort = 99 << 10;
-// 256 bytes of a row of 8 bits, and 128 of int4, meet as many values of x as 512 of 16. Where there
-// is much shared memory, two teams widen them.
-constexpr int kSharedOfTeams = 227 << 10, kTeamsOfWidening = 2, kStagesOfEight = 4;
-constexpr int kInt4Steps = 2, kInt4Stages = 6, kShortInt4Stages = 4;
+// A warp copies 256 bytes of a row at once; of int4 128, which meet as many values of x as 256 of 8
+// bits and 512 of 16. Where a thread block may have 163 KB of shared memory there are sixteen
+// warps, which hides the latency of instructions; sm_86, sm_89 and sm_120 have 99 KB, and eight.
+constexpr int kSteps = 4, kStages = 2, kInt4Steps = 2, kInt4Stages = 3;
+constexpr int kSharedOfMany = 163 << 10, kSharedOfFew = 99 << 10;
+constexpr int kManyWarps = 16, kFewWarps = 8;
 // Turing's 64 KB hold 128 bytes of a row, and the sums of 8 rows of x.
 constexpr int kTuringSteps = 2, kTuringStages = 2;
 
-// What a kernel is compiled for. A team is eight warps with tiles of their own: widening weights
-// takes so many instructions that two teams are needed to hide their latency. They share kStages_.
-template <Format kFormat, int kSteps_, int kStages_, int kTiles_, int kTeams_>
+// What a kernel is compiled for.
+template <Format kFormat_, int kSteps_, int kStages_, int kTiles_, int kWarps_>
 struct Shape {
-  static constexpr int kSteps = kSteps_, kTiles = kTiles_;
-  static constexpr bool kTuring = kSteps == kTuringSteps && kStages_ == kTuringStages;
+  static constexpr Format kFormat = kFormat_;
+  static constexpr int kSteps = kSteps_, kStages = kStages_, kTiles = kTiles_, kWarps = kWarps_;
+  static constexpr bool kTuring = kSteps == kTuringSteps && kStages == kTuringStages;
   static constexpr bool kPlain = kFormat == Format::kPlain, kInt4 = kFormat == Format::kInt4;
-  static constexpr int kTeams = kTiles == 1 ? kTeams_ : 1, kStages = kStages_ / kTeams;
-  static constexpr int kWarps = 8, kThreads = 32 * kWarps;  // of a team
+  static constexpr int kThreads = 32 * kWarps;
 
   // A piece of a tile: its 16 rows by kSteps steps of the depth. Bytes from row to row: two rows at
   // once share no bank, with scales by their stride (but where 16-bit weights of the same call use
   // rings of int4), or else because every other row swaps the steps of a pair.
   static constexpr int kRowBytes = kStep * kSteps, kScaleBytes = kInt4 ? kRowBytes / 8 : 0;
   static constexpr int kStride = kRowBytes + kScaleBytes, kSwap = kScaleBytes ? 0 : kStep;
-  static constexpr int kBytes = kRows * kStride, kRingBytes = kTeams * kWarps * kStages * kBytes;
+  static constexpr int kBytes = kRows * kStride, kRingBytes = kWarps * kStages * kBytes;
   static constexpr int kLanes = kRowBytes / 16;  // lanes that copy a row
   static constexpr int kRowsAtOnce = 32 / kLanes;
-
-  // The outputs of a tile, one a thread, take a group of warps. Groups take turns, and only the one
-  // whose turn it is waits for all sums: with one buffer more than groups, none is overwritten.
-  static constexpr int kOutputs = kTiles * kSums, kGroups = kThreads / kOutputs;
-  static constexpr int kBuffers = kGroups + 1;
-  static constexpr int kSumBytes = kTeams * kBuffers * kWarps * kTiles * (kSums + kColumns) * 4;
-  static_assert(kRingBytes + kSumBytes <= (kTuring                ? kTuringSharedBytes
-                                           : kTeams > 1           ? kSharedOfTeams
-                                           : kSteps == kLongSteps ? kSharedOfLong
-                                                                  : kSharedOfShort));
+  static constexpr int kSumBytes = kWarps * kTiles * (kSums + kColumns) * 4;
+  static_assert(kRingBytes + kSumBytes <= (kTuring              ? kTuringSharedBytes
+                                           : kWarps > kFewWarps ? kSharedOfMany
+                                                                : kSharedOfFew));
 };
 
 template <auto kValue>
 struct Constant {};
 
-DEVICE int smaller(int a, int b) { return a < b ? a : b; }
-
-// The first row of a tile: 16 rows of one matrix, or 8 of each of two gated matrices.
-struct Place {
-  int which, row;
-};
-
-DEVICE Place find(const LinearStepParams& p, int tile) {
-  Place place{0, tile};
-  if (p.gated) {
-    place.row *= kRows / 2;
-    return place;
-  }
-  for (int own; place.row >= (own = int((p.linears[place.which].rows + kRows - 1) / kRows));) {
-    place.row -= own, ++place.which;
-  }
-  place.row *= kRows;
-  return place;
+// Asks for the line at an address, which will be read.
+DEVICE void fetch([[maybe_unused]] const void* at) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
+#endif
 }
+
+DEVICE int smaller(int a, int b) { return a < b ? a : b; }
 
 // Returns the bytes of a row of a matrix, which is of the format if it has scales.
 template <Format kFormat>
-DEVICE int bytes_of(const Linear& linear, int K) {
+__host__ DEVICE int bytes_of(const Linear& linear, int K) {
   if (kFormat == Format::kPlain || linear.scale == nullptr) return 2 * K;
   return kFormat == Format::kInt4 ? K / 2 : K;
 }
 
-// Returns the number of pieces of a row of a matrix.
-template <Format kFormat, int kRowBytes>
-DEVICE int pieces_of(const Linear& linear, int K) {
-  return (bytes_of<kFormat>(linear, K) + kRowBytes - 1) / kRowBytes;
-}
+// A piece of a tile: 16 rows of one matrix, or 8 of each of two gated matrices.
+struct Place {
+  int which, row, piece, pieces;  // the matrix, the tile's first row, and its number of pieces
+};
 
-// The tiles of a team: every `stride`th from `first` on, once for each of its passes over the rows
-// of x: every `pass_stride`th from `first_pass` on.
-struct Tiles {
-  int first, stride, count, first_pass, pass_stride, passes;
+// The order in which pieces are multiplied: a tile's one after the other, and tiles as they lie in
+// memory. Every thread block has an equal part, up to a whole tile, and every warp a part of that.
+struct Order {
+  int blocks, each, rest;  // pieces of a block: `each`, and of the first `rest` blocks one more
+  int rows_of_tile;
+  struct {
+    int rows, tiles, pieces;  // pieces of a tile
+  } of[kLinears];
+
+  template <typename Own>
+  static Order make(const LinearStepParams& p, int64_t processors) {
+    Order order{.rows_of_tile = p.gated ? kRows / 2 : kRows};
+    int64_t tiles = 0, pieces = 0;
+    for (int which = 0; which < (p.gated ? 1 : p.count); ++which) {
+      auto& own = order.of[which];
+      const int bytes = bytes_of<Own::kFormat>(p.linears[which], int(p.K));
+      own.rows = int(p.linears[which].rows);
+      own.tiles = (own.rows + order.rows_of_tile - 1) / order.rows_of_tile;
+      // no columns are a piece of zeros
+      own.pieces = bytes > 0 ? (bytes + Own::kRowBytes - 1) / Own::kRowBytes : 1;
+      tiles += own.tiles, pieces += int64_t(own.tiles) * own.pieces;
+    }
+    order.blocks = int(tiles < processors ? tiles : processors);
+    if (tiles == 0) return order;
+    order.each = int(pieces / order.blocks), order.rest = int(pieces % order.blocks);
+    return order;
+  }
+
+  DEVICE Place find(int at) const {
+    int which = 0;
+    for (int own; at >= (own = of[which].tiles * of[which].pieces); ++which) at -= own;
+    const int pieces = of[which].pieces, tile = int(uint32_t(at) / uint32_t(pieces));
+    return {which, tile * rows_of_tile, at - tile * pieces, pieces};
+  }
+  // Returns a block's first piece, with which a tile begins.
+  DEVICE int start(int block) const {
+    const int at = each * block + smaller(rest, block);
+    if (block == blocks) return at;
+    const Place place = find(at);
+    return place.piece == 0 ? at : at + place.pieces - place.piece;
+  }
+  DEVICE void next_tile(Place& place) const {
+    place.row += rows_of_tile, place.piece = 0;
+    while (place.row >= of[place.which].rows) {
+      place.row = 0, place.pieces = of[++place.which].pieces;
+    }
+  }
 };
 
 }  // namespace

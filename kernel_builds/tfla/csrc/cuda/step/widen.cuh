@@ -1,6 +1,7 @@
 // Widens weights of 8 and 4 bits to the 16-bit operands of the matrix instruction. Their bits
-// become part of a 16-bit number whose exponent is known, and one multiply-add takes that away
-// again. That rounds nothing: bf16 and fp16 hold all values of int8, float8_e4m3fn and int4.
+// become part of a 16-bit number whose exponent is known. Of 8 bits one multiply-add takes that
+// away again; of int4 the matrix instruction does. That rounds nothing: bf16 and fp16 hold all
+// values of int8, float8_e4m3fn and int4.
 #pragma once
 #include "../../params.h"
 #include "common/cuda/ptx/logic.cuh"
@@ -53,32 +54,20 @@ DEVICE uint4 every_other(const uint4& x) {
           __byte_perm(x.z, x.w, 0x5410), __byte_perm(x.z, x.w, 0x7632)};
 }
 
-// Returns both elements of a word the factor of a group, which comes as the bits of a bf16. That of
-// fp16 is 32 times as large, so that factors from 2e-6 on lose no bits; widen_int4 takes it back.
-template <typename IO>
-DEVICE uint32_t twice_scale(uint32_t bits) {
-  if constexpr (std::is_same_v<IO, bf16>) return bits | bits << 16;
-  const float scale = __uint_as_float(bits << 16) * 32;
-  return Pair<IO>::of(scale, scale).word[0];
+// Returns the weights in bits 4 k and 16 + 4 k of a word of int4, plus a constant: four bits become
+// part of a number from 128 to 143 (bf16) or 64 to 79 (fp16), and stand for themselves less 8.
+template <typename IO, int k>
+DEVICE uint32_t widen_int4(uint32_t word) {
+  if constexpr (std::is_same_v<IO, bf16>) {
+    return and_or(word >> 4 * k, twice(0xf), twice(0x4300));
+  } else {
+    return and_or(k > 0 ? word >> 4 * (k - 1) : word << 4, twice(0xf0), twice(0x5400));
+  }
 }
-
-// Returns the weights in the low four bits of the word's bytes, first to last, times their group's
-// factor, rounded to IO.
+// Returns what takes the constant and the 8 away: -136 or -72, twice.
 template <typename IO>
-DEVICE uint2 widen_int4(uint32_t word, uint32_t scale) {
-  constexpr bool kIsBf16 = std::is_same_v<IO, bf16>;
-  // The high byte of 128 (bf16) or 1024 (fp16): with the four bits below it the number is that,
-  // plus 8, plus the weight.
-  constexpr uint32_t kBits = kIsBf16 ? 0x43 : 0x64;
-  constexpr uint32_t kFactor = kIsBf16 ? 0x3f80 : 0x2800;  // 1, or 1 / 32
-  constexpr uint32_t kLess = kIsBf16 ? 0xc308 : 0xd008;    // -136, or -1032 / 32
-  constexpr uint32_t kMinusZero = 0x8000;
-  word &= 0x0f0f0f0f;
-  const auto two = [&](uint32_t bytes) {
-    const uint32_t weights = multiply_add<IO>(bytes, twice(kFactor), twice(kLess));
-    return multiply_add<IO>(weights, scale, twice(kMinusZero));
-  };
-  return {two(__byte_perm(word, kBits, 0x4140)), two(__byte_perm(word, kBits, 0x4342))};
+DEVICE constexpr uint32_t less_of_int4() {
+  return twice(std::is_same_v<IO, bf16> ? 0xc308 : 0xd480);
 }
 
 }  // namespace flashcell::cuda
