@@ -57,6 +57,7 @@ def test_torch_nn_counts_the_same(name, form, wants_dx):
     ours.kernel_backend = DEVICE
     with torch.backends.mkldnn.flags(enabled=False), torch.backends.cudnn.flags(enabled=False):
         want = count(theirs, form, wants_dx)
+    count(ours, form, wants_dx)  # a process's first call loads the kernel, with what it costs
     assert count(ours, form, wants_dx) == want
     assert want[1] > want[0] > 0
 
