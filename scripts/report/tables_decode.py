@@ -6,6 +6,8 @@ from pathlib import Path
 from report.tables_training import Row, read, stamp
 
 TARGETS = {("flash_mlstm_7b", 1): 240, ("flash_mlstm_7b", 8): 1600, ("flash_mlstm_7b", 64): 6500}
+TARGETS |= {(f"flash_mlstm_7b, {kept}", 1): 430 for kept in ("int8", "int4")}
+NARROW = "int8", "fp8", "int4"  # dtypes of weights that are a part of a model's name here
 PREFILL_TARGETS = {("flash_mlstm_7b", 32768): 0.7}
 ASKED_OF_SERVING = 3
 MEASURED = {
@@ -20,6 +22,8 @@ def newest(path: Path, what: str, *keys: str) -> list[Row]:
     cases: dict[tuple[str, ...], Row] = {}
     for row in read(path):
         if row["what"] == what:
+            if row.get("dtype") in NARROW:
+                row = {**row, "model": f"{row['model']}, {row['dtype']}"}
             cases[tuple(row[key] for key in keys)] = row
     models = list(dict.fromkeys(row["model"] for row in cases.values()))
     size = lambda row: [int(row[key]) for key in keys if row[key].isdigit()]
