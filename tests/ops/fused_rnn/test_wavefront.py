@@ -101,9 +101,11 @@ def test_chunks_are_as_accurate_as_single_layers(fused_rnn, name, kind, size):
     exact = exactly(name, x, state, weights, dy, dlast)
     for key, value in got.items():
         assert_bitwise(key, again[key], value)
-        if kind == "tf32":  # fewer layers at once may run in exact fp32
+        # Fewer layers at once may run in exact fp32. A product of rounded operands, in float64, gave dx of
+        # six tanh layers errors up to 2.7e-3 (8 seeds).
+        if kind == "tf32":
             error = rms(value.cpu().double() - exact[key]) / rms(exact[key])
-            assert error < 1e-3, (key, error)
+            assert error < (4e-3 if name == "rnn_tanh" else 1e-3), (key, error)
             continue
         terms = x.shape[0] * x.shape[1] if "dweights" in key else weights[1].shape[1]
         gradient = (dtype, key.startswith("d"))
