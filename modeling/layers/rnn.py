@@ -24,10 +24,11 @@ Errors are torch.nn's: RuntimeError and ValueError for shapes and dtypes that do
 What differs: dropout draws other numbers from the same seed; outputs of our kernels are contiguous
 with batch_first too, those of torch.nn's forward are not; gradients that are to be differentiated
 again (create_graph=True) are computed by torch's own code, which takes longer and gives a warning;
-derivatives in forward mode (torch.func.jvp) are those of plain PyTorch code, also with a warning; there is no torch.jit.script (an error says so). torch.compile
-breaks the graph at every module that is an nn.LSTM, nn.GRU or nn.RNN, these too; with torch._dynamo.config.allow_rnn = True these compile with fullgraph=True.
-torch.export takes them as they are, and torch.onnx.export writes ONNX's own operators
-(onnx_export.py).
+derivatives in forward mode (torch.func.jvp) are those of plain PyTorch code, also with a warning;
+there is no torch.jit.script (an error says so). torch.compile breaks the graph at every module that
+is an nn.LSTM, nn.GRU or nn.RNN, these too; with torch._dynamo.config.allow_rnn = True these compile
+with fullgraph=True. torch.export takes them as they are, and torch.onnx.export writes ONNX's own
+operators (onnx_export.py).
 """
 
 from typing import Any

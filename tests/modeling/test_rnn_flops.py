@@ -1,5 +1,8 @@
 """Tests what torch.utils.flop_counter counts: the products of torch.nn's own modules."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -57,7 +60,7 @@ def test_torch_nn_counts_the_same(name, form, wants_dx):
     ours.kernel_backend = DEVICE
     with torch.backends.mkldnn.flags(enabled=False), torch.backends.cudnn.flags(enabled=False):
         want = count(theirs, form, wants_dx)
-    count(ours, form, wants_dx)  # a process's first call loads the kernel, with what it costs
+    count(ours, form, wants_dx)  # a process's first call loads the kernel, and the formulas with it
     assert count(ours, form, wants_dx) == want
     assert want[1] > want[0] > 0
 
@@ -82,3 +85,19 @@ def test_a_linear_layer(fused_rnn):
             linear(x, weight).sum().backward()
         counts.append(counter.get_total_flops())
     assert counts == [3 * 2 * B * T * D * I] * 2
+
+
+def test_the_counter_may_be_imported_late():
+    """The formulas are registered when it is, in a process that has run a kernel before."""
+    code = """if True:
+        import sys, torch, flashcell
+        module, x = flashcell.GRUCell(3, 4, backend="cpu"), torch.randn(2, 3)
+        module(x)
+        assert "torch.utils.flop_counter" not in sys.modules
+        from torch.utils.flop_counter import FlopCounterMode
+        with FlopCounterMode(display=False) as counter:
+            module(x)
+        print(counter.get_total_flops())
+    """
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(run.stdout) == 2 * 2 * 12 * (3 + 4)

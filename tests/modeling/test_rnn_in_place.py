@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
+import flashcell
 from cases import DEVICE
 from torch_twins import EXACT, SEQUENCES, flatten, make_twins
 
@@ -152,7 +153,7 @@ def test_what_only_second_derivatives_need_goes_with_the_graph(kind):
 
 
 def test_what_a_module_reads(fused_rnn):
-    """A module that is trained reads its biases' values never, and w_ih for the gradient of x."""
+    """A module that is trained never reads its biases' values, and w_ih for the gradient of x only."""
     reads = import_module(f"{fused_rnn.__name__}.layers_op")._reads
     trained = (True,) * 8
     nothing = (False,) * 3  # what is no tensor
@@ -161,3 +162,18 @@ def test_what_a_module_reads(fused_rnn):
         *(True, True, False, False),
     )
     assert reads((*nothing, False, *trained), 0, True, False, 1, False)[2] is False  # R of zeros
+
+
+def test_a_failed_backward_may_be_run_again(monkeypatch):
+    kernel = flashcell.load_kernel("fused-rnn", DEVICE)
+    layers_op = import_module(f"{kernel.__name__}.layers_op")
+    _, ours = make_twins("GRU", I, D, dtype=EXACT, backend=DEVICE)
+    ours.weight_ih_l0.requires_grad_(False)
+    loss = ours(torch.randn(3, B, I, dtype=EXACT))[0].sum()
+    with monkeypatch.context() as patch:
+        patch.setattr(layers_op, "run_each", None)
+        patch.setattr(layers_op, "any_batched", lambda *_: True)
+        with pytest.raises(TypeError):
+            loss.backward()
+    loss.backward()
+    assert ours.weight_hh_l0.grad.isfinite().all()

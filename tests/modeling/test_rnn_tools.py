@@ -205,9 +205,10 @@ def test_tangents_are_those_of_differences(kind, frozen):
         torch.testing.assert_close(tangent, want, rtol=0, atol=1e-7)
 
 
+@pytest.mark.parametrize("strict", [False, True], ids=["", "strict"])
 @pytest.mark.parametrize("states", [False, True], ids=["", "states"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_export_leaves_the_batch_open(kind, states):
+def test_export_leaves_the_batch_open(kind, states, strict):
     """No size in the program is bounded, as none is in torch.nn's."""
     module = getattr(flashcell, kind)(4, 6, backend="cpu")
     at = 0 if kind in CELLS else 1
@@ -218,7 +219,7 @@ def test_export_leaves_the_batch_open(kind, states):
         return make_input(kind, batch), *hx
 
     shapes = torch.utils._pytree.tree_map(lambda _: {at: torch.export.Dim("batch")}, arguments(3))
-    program = torch.export.export(module, arguments(3), dynamic_shapes=shapes)
+    program = torch.export.export(module, arguments(3), dynamic_shapes=shapes, strict=strict)
     (bounds,) = program.range_constraints.values()
     assert bounds.upper > 2**60
     for batch in (2, 3, 17):

@@ -6,16 +6,20 @@ initial states of zeros too, so these count. It multiplies no gradient of a firs
 of an input that needs none. The gradients of all weights count, which the ops compute always. torch counts 0
 for an LSTM that oneDNN or cuDNN runs.
 
+The kernel is loaded by the first call of a module. A FlopCounterMode that was made before counts 0.
 The arguments are shapes in the place of tensors.
 """
 
-from importlib import import_module
+import sys
+from importlib.abc import MetaPathFinder
+from importlib.util import find_spec
 from math import prod
 from typing import Any, Sequence, Tuple
 
 from .cells import CELLS
 from .dispatch import BACKEND, ops
 
+COUNTER = "torch.utils.flop_counter"
 Shape = Tuple[int, ...]
 
 
@@ -27,7 +31,7 @@ def product(rows: int, *shape: int) -> int:
 def rows_of(
     x: Shape, batch_sizes: Sequence[int], batch_first: bool, reverse: bool
 ) -> Tuple[int, int]:
-    """Returns the rows of x, and how many of them are first steps in a direction."""
+    """Returns the rows of x, and how many of them torch.nn multiplies first in a direction."""
     if batch_sizes:
         return x[0], batch_sizes[-1 if reverse else 0]
     rows = prod(x[:-1])
@@ -88,13 +92,6 @@ def tf32_matmul(a: Shape, b: Shape, **out: Any) -> int:
     return product(prod(a[:-1]), *b[1:])
 
 
-def find_counter() -> Any:
-    try:
-        return import_module("torch.utils.flop_counter")
-    except ImportError:  # a part of torch that it needs is not there
-        return None
-
-
 def register_all(counter: Any) -> None:
     of_cells = {f"{n}_{f.__name__}": f for n in CELLS for f in (layers_fwd, layers_bwd, fwd, bwd)}
     others = {"linear_fwd": linear_fwd, "linear_bwd": linear_bwd}
@@ -104,6 +101,26 @@ def register_all(counter: Any) -> None:
         counter.register_flop_formula(getattr(ops, name))(formula)
 
 
-_counter = find_counter()
-if BACKEND is not None and _counter is not None:
-    register_all(_counter)
+class WhenImported(MetaPathFinder):
+    """Registers the formulas when somebody imports the counter, which imports Triton on a GPU."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        if name != COUNTER:
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(name)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: Any) -> None:
+                execute(module)
+                register_all(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+if COUNTER in sys.modules:
+    register_all(sys.modules[COUNTER])
+else:
+    sys.meta_path.insert(0, WhenImported())

@@ -83,8 +83,6 @@ class _Layers(EagerFunction):
         wants_dx, wants_dstate = ctx.needs_input_grad[3], any(ctx.needs_input_grad[4 : -ctx.count])
 
         saved = _saved(ctx)
-        if not graph_stays():
-            ctx.state = ctx.unread = ()  # the node lives as long as the loss does
 
         def differentiate(given: Sequence[Any]) -> List[Any]:
             dy, *dlast = given
@@ -96,6 +94,8 @@ class _Layers(EagerFunction):
                 found = run_each(differentiate, [dy, *dlast])
             else:
                 found = differentiate([dy, *dlast])
+        if not graph_stays():
+            ctx.state = ctx.unread = ()  # the node lives as long as the loss does
         dx, *rest = found
         dstate = rest[: -ctx.count] or [None] * len(ctx.state_dtypes)
         return (None, None, None, dx, *dstate, *rest[-ctx.count :])
@@ -118,9 +118,8 @@ def _reads(
     directions: int,
     has_steps: bool,
 ) -> Tuple[bool, ...]:
-    """Whether the gradients that are needed depend on the values of x, and of each of the weights: those of
-    a weight on its operand, and those of an operand on the weight. They are what torch.nn's own code
-    saves, so that the others may be changed in place."""
+    """Whether the backward reads x, and each of the weights: the gradient of an operand depends on its weight.
+    torch.nn's own code saves the same, so that the others may be changed in place."""
     x, state, weights = needs[3], needs[4 : 4 + K], needs[4 + K :]
     h = K > 0 and state[0]
     each = (4 if has_bias else 2) + projects

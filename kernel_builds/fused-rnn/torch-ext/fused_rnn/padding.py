@@ -41,7 +41,7 @@ def padded_width(
 def _reaches(products: Any, state: bool = True) -> bool:
     """Whether so many products are worth padding. A number that torch.export leaves open is not asked for
     its size: the answer would bound the batch of the exported program."""
-    if isinstance(products, torch.SymInt):
+    if isinstance(products, torch.SymInt) or torch.compiler.is_exporting():
         return False
     return products >= (LEAST_PRODUCTS if state else LEAST_WITHOUT_STATE)
 

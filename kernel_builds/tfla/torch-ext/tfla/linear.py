@@ -46,7 +46,7 @@ def linear_step(
 
     At most 8 matrices, contiguous, of x's dtype if they have no scales; sums in fp32 (fp64), rounded once.
     Values of 8 and 4 bits are exact in every dtype of x, and scales multiply sums. On CUDA in 16 bits every
-    weight is read once for 16 rows of x, at the memory's speed; more rows are a product for cuBLAS. There
+    weight is read once for 16 rows of x (on Turing 8), at the memory's speed; more rows are a product for cuBLAS. There
     weights and scales may be read before the kernel ahead on the stream has ended: that must not write them.
     The reference computes float8_e4m3fn on a CPU, and on CUDA 8 bits where K is no multiple of 16, and 4
     bits where it is none of 64. int4 on CUDA adds 136 or 72 times x before it takes that away, so an

@@ -1,13 +1,14 @@
-// y = W x for few rows of x, as fast as W can be read: it is read once for every 16 rows.
+// y = W x for few rows of x, as fast as W can be read: it is read once for every 16 rows of x, on
+// Turing for every 8.
 //
 // W is tiles of 16 rows, and tiles are pieces of the depth. Every thread block has an equal number
-// of tiles, and every warp an equal number of their pieces, one after the other (linear_shape.cuh).
-// It copies its own pieces to shared memory, up to 512 bytes of a row at once, and waits for no
-// other warp. Copies run ahead across tiles and start before the preceding kernel has ended,
-// because no kernel of a decoding step writes weights. The order in which the depth is summed is
-// free, so a lane's operands are 16 contiguous bytes of a row, where the layout of the matrix
-// instruction would be 4 times 4. The few rows of x are the right operand, most of whose columns
-// stay empty.
+// of pieces, up to a whole tile, and every warp an equal number of these, one after the other
+// (linear_shape.cuh). It copies its own pieces to shared memory, up to 256 bytes of a row at once,
+// and waits for no other warp. Copies run ahead across tiles and start before the preceding kernel
+// has ended, because no kernel of a decoding step writes weights. The order in which the depth is
+// summed is free, so a lane's operands are 16 contiguous bytes of a row (of int4 4), where the
+// layout of the matrix instruction would be 4 times 4. The few rows of x are the right operand,
+// most of whose columns stay empty.
 //
 // The sums of a tile are in the registers of the warp that begins it. A warp that goes on with a
 // tile leaves its own in shared memory, and at the end of its pieces the first warp adds them.

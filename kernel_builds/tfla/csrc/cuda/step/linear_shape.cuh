@@ -16,7 +16,8 @@ constexpr int kSums = kRows * kColumns;
 
 // A warp copies 256 bytes of a row at once; of int4 128, which meet as many values of x as 256 of 8
 // bits and 512 of 16. Where a thread block may have 163 KB of shared memory there are sixteen
-// warps, which hides the latency of instructions; sm_86, sm_89 and sm_120 have 99 KB, and eight.
+// warps for up to 8 rows of x, which hides the latency of instructions; sm_86, sm_89 and sm_120
+// have 99 KB, and eight.
 constexpr int kSteps = 4, kStages = 2, kInt4Steps = 2, kInt4Stages = 3;
 constexpr int kSharedOfMany = 163 << 10, kSharedOfFew = 99 << 10;
 constexpr int kManyWarps = 16, kFewWarps = 8;

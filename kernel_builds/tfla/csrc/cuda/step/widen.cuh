@@ -1,6 +1,6 @@
 // Widens weights of 8 and 4 bits to the 16-bit operands of the matrix instruction. Their bits
 // become part of a 16-bit number whose exponent is known. Of 8 bits one multiply-add takes that
-// away again; of int4 the matrix instruction does. That rounds nothing: bf16 and fp16 hold all
+// away again; of int4 the matrix instruction does. That rounds no weight: bf16 and fp16 hold all
 // values of int8, float8_e4m3fn and int4.
 #pragma once
 #include "../../params.h"
