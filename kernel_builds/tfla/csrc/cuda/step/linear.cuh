@@ -156,7 +156,7 @@ __global__ void __launch_bounds__(Own::kThreads, 1) linear_step_kernel(
 
   const Kept<kFormat, kSteps, kTiles> kept{memory + Own::kRingBytes,
                                            smaller(int(p.B), kMostColumns)};
-  uint32_t less[4];  // of int4's widened weights
+  uint32_t less[4];  // takes away what widened int4 weights have too much
 #pragma unroll
   for (uint32_t& word : less) word = keep(less_of_int4<IO>());
   int stage = 0;
@@ -164,7 +164,7 @@ __global__ void __launch_bounds__(Own::kThreads, 1) linear_step_kernel(
     const int first_column = pass * kMostColumns;
     const int B = smaller(int(p.B) - first_column, kMostColumns);
     [[maybe_unused]] float factor[kTiles][2];  // of the norm, for the lane's columns
-    if (pass > first_pass) __syncthreads();    // x and sums of others are still read
+    if (pass > first_pass) __syncthreads();    // until then x and sums are read
     if (keeps || kNorm) {
       if (keeps) kept.write_zeros();
       read_x<IO, Own, kNorm>(p, kept, keeps, first_column, B, squares[warp]);
@@ -209,7 +209,7 @@ __global__ void __launch_bounds__(Own::kThreads, 1) linear_step_kernel(
         static_cast<IO*>(linear.out)[out] = from_float<IO>(value);
       }
     };
-    // Where the lane's sums of a tile are that other warps began.
+    // Where the lane leaves its sums of a tile that another warp began.
     const auto others_of = [&](int warp, int t) {
       return reinterpret_cast<float4*>(&others[warp][t * kSums + 4 * lane]);
     };

@@ -13,8 +13,8 @@ struct Copier {
   static constexpr Format kFormat = Own::kFormat;
   const LinearStepParams& p;
   const Order& order;
-  const Place first;  // of the pieces
-  const int count;    // of the pieces, in each pass
+  const Place first;  // the warp's first piece
+  const int count;    // its pieces in a pass
   int passes;
   Place place = first;
   int left = passes > 0 ? count : 0, stage = 0;
