@@ -104,17 +104,23 @@ def register_all(counter: Any) -> None:
 class WhenImported(MetaPathFinder):
     """Registers the formulas when somebody imports the counter, which imports Triton on a GPU."""
 
+    finds = False  # whether it asks the other finders
+
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        if name != COUNTER:
+        if name != COUNTER or self.finds:
             return None
-        sys.meta_path.remove(self)
-        spec = find_spec(name)
+        self.finds = True
+        try:
+            spec = find_spec(name)
+        finally:
+            self.finds = False
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
             def exec_module(module: Any) -> None:
                 execute(module)
                 register_all(module)
+                sys.meta_path.remove(self)
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
