@@ -90,7 +90,7 @@ void print_plan(Problem p, const Device& d) {
     print("backward", names[int(select_backward(p, d))]);
     print("tile", rows), print("units", t.units), print("tiles", count);
     print("thread_blocks", (count + rounds - 1) / rounds);
-    const long kept = keeps ? (t.turns ? 4 : 1) * rows * t.units * 4 : 0;
+    const long kept = keeps ? (!t.turns ? 1 : t.units > 32 ? 2 : 4) * rows * t.units * 4 : 0;
     const long stages = std::min(8l, ((225 << 10) - kept) / stage);
     print("forward.shared_bytes", 1040 + stages * (stage + 16) + kept);
   }

@@ -144,7 +144,7 @@ class Explanation {
 
   void explain_batch() {
     batch::Sizes sizes = batch_sizes(p_);
-    sizes.has_wide = batch::keeps_state(cell_);
+    sizes.keeps = batch::keeps_state(cell_);
     const batch::Tile tile = batch::tiles(p_.gates)[batch::best_tile(sizes, device_)];
     const int64_t tiles = batch::count_tiles(tile, sizes);
     add("backward", kEngineNames[int(backward_)]);

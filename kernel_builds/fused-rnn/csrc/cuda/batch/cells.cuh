@@ -164,7 +164,7 @@ struct Cells {
     const uint32_t odd = threadIdx.x / 4 % 2, own = threadIdx.x % 4 * U * 4;
     if constexpr (S::kUnits % 32 == 0) return row.kept + ((group ^ odd) * 64 + own);
     if constexpr (S::kUnits == 40)
-      return row.kept + (group * 64 + odd * (U == 4 ? 32 : -128) + own);
+      return row.kept + (group * 64 + odd * uint32_t(U == 4 ? 32 : -128) + own);
     return row.kept + (group * 64 + own);
   }
   DEVICE int64_t state_bytes() const { return 4 * p.S * work.N * work.D; }
@@ -178,6 +178,13 @@ struct Cells {
     const unsigned swizzled = (unit / 8 % 8 ^ lane / 4) * 16;
     return panel + (swizzled + at.own_row() * kRowBytes + unit % 8 * 2) +
            (m * 64 + half * 8) * kRowBytes;
+  }
+  template <int group>
+  using Loaded = typename WordsOf<2 * S::template kOfLane<group>>::type;
+  // The lane's part of a group in h before this step, as an operand.
+  template <int group>
+  DEVICE Loaded<group> h_before(int m, int half) const {
+    return __ldcg(reinterpret_cast<const Loaded<group>*>(operand<group>(at.t + 1, m, half)));
   }
   // The place in a tensor [B, T, values, N, D] of the row and of a group.
   template <int group>
@@ -312,10 +319,10 @@ struct Cells {
       store_global(last + unit_of<group>() * 4, next);
     }
     if constexpr (S::kSaves) {
-      using Loaded = typename WordsOf<2 * U>::type;
-      const void* before = operand<group>(at.t + 1, m, half);  // of step t - 1
-      *reinterpret_cast<Loaded*>(output<group>(p.h_prev, now, 1)) =
-          __ldcg(static_cast<const Loaded*>(before));
+      // What a later step reads is written now: loading it there would wait for L2.
+      char* h_prev = output<group>(p.h_prev, now, 1);
+      if (!now.ends) store_global(h_prev + 2 * ND, shown.of);
+      if (at.t == 0) *reinterpret_cast<Loaded<group>*>(h_prev) = h_before<group>(m, half);
       char* saved = output<group>(p.saved, now, kSaved);
 #pragma unroll
       for (int v = 0; v < kSaved; ++v) store_global(saved + 2 * v * ND, rounded(values[v]).of);
@@ -336,7 +343,7 @@ struct Cells {
   template <int group>
   DEVICE void pass_group_on(const Row& row, int m, int half) const {
     constexpr int U = S::template kOfLane<group>;
-    using Words = typename WordsOf<2 * U>::type;
+    using Words = Loaded<group>;
     if (!inside<group>()) return;
     const int64_t ND = int64_t(work.N) * work.D;
     const auto put = [](void* to, Words words) { *static_cast<Words*>(to) = words; };
@@ -347,9 +354,9 @@ struct Cells {
       for (int v = 0; v < kSaved; ++v) put(saved + 2 * v * ND, Words{});
     }
     if (!row.carries) return;
-    const void* before = operand<group>(at.t + 1, m, half);
-    put(operand<group>(at.t, m, half),
-        row.clears ? Words{} : __ldcg(static_cast<const Words*>(before)));
+    const Words h = row.clears ? Words{} : h_before<group>(m, half);
+    put(operand<group>(at.t, m, half), h);
+    if (S::kSaves && !row.ends) put(output<group>(p.h_prev, row, 1) + 2 * ND, h);
     const float zeros[U] = {};
     for (int k = 0; row.clears && k < K; ++k) {
       char* last = static_cast<char*>(p.last) + k * state_bytes() + row.state;

@@ -55,8 +55,8 @@ template <typename Cell, typename IO>
 void forward_batch(const ForwardParams& p, const Launch& launch) {
   if (p.S == 0) return;
   constexpr bool kKeeps = batch::keeps_state(kSizesOf<Cell>);
-  const bool has_wide = kKeeps && p.saved == nullptr;
-  const int best = batch::best_tile({p.S, p.N, p.D, Cell::kGates, has_wide}, launch.device);
+  const batch::Sizes sizes{p.S, p.N, p.D, Cell::kGates, kKeeps, p.saved != nullptr};
+  const int best = batch::best_tile(sizes, launch.device);
   [&]<int... i>(std::integer_sequence<int, i...>) {
     ((i == best ? batch::run_forward<Cell, IO, i>(p, launch) : void()), ...);
   }(std::make_integer_sequence<int, batch::tile_count(Cell::kGates, kKeeps)>());

@@ -31,8 +31,9 @@ struct Tile {
   constexpr int warpgroups() const { return turns ? 1 : 2; }  // of a tile
   constexpr int rows() const { return 64 * blocks * warpgroups(); }
   constexpr int stage_bytes(int gates) const { return (rows() + units * gates) * kRowBytes; }
-  // Tiles of a thread block whose state stays in shared memory, and the bytes of one.
-  constexpr int kept_tiles() const { return turns ? 4 : 1; }
+  // Tiles of a thread block whose state stays in shared memory, and the bytes of one. What is left
+  // holds stages, of which wider tiles need more.
+  constexpr int kept_tiles() const { return !turns ? 1 : units > 32 ? 2 : 4; }
   constexpr int state_bytes() const { return rows() * units * int(sizeof(float)); }
   constexpr int kept_bytes(bool keeps) const { return keeps ? kept_tiles() * state_bytes() : 0; }
   constexpr int stages(int gates, bool keeps) const {
@@ -51,7 +52,7 @@ constexpr bool keeps_state(const CellSizes& cell) { return cell.states - !cell.r
 // 64 columns, the last two's 64 and 160.
 constexpr std::array<Tile, 5> tiles(int gates) {
   const int units = gates > 1 ? 32 : 64;
-  return {{{2, units, true}, {2, units, false}, {1, units, false}, {1, 16, false}, {2, 40, false}}};
+  return {{{2, units, true}, {2, units, false}, {1, units, false}, {1, 16, false}, {2, 40, true}}};
 }
 constexpr int kWideTile = 4;
 constexpr int tile_count(int gates, bool has_wide) {
@@ -61,7 +62,8 @@ constexpr int tile_count(int gates, bool has_wide) {
 struct Sizes {
   int64_t S, N, D;
   int gates;
-  bool has_wide = false;  // whether kWideTile may be taken
+  bool keeps = false;  // the cell's keeps_state
+  bool saves = false;  // the forward pass saves values for a backward pass
 };
 
 constexpr int64_t count_tiles(const Tile& tile, const Sizes& z) {
@@ -73,34 +75,45 @@ constexpr int64_t count_blocks(int64_t tiles, const Device& device) {
   return divide_up(tiles, divide_up(tiles, device.sms));
 }
 
-// The time of a step in us, fitted to measurements of an LSTM and a GRU on an H200 (NOTEBOOK.md,
-// "The batch engine"). The blocks with the most tiles take for each of them a time per panel of the
-// depth, and a time for the cells and the exchange; or the loads from L2 are the limit.
-constexpr double step_us(const Tile& tile, const Sizes& z, const Device& device) {
+// What a step takes, in us: for each tile of a thread block a time per panel of the depth, and a
+// time for the cells and the exchange, other ones where tiles would take turns and a block has one;
+// or the loads from L2 are the limit.
+struct Cost {
+  double panel, tile, panel_alone, tile_alone;
+  double bytes;  // from L2 in a us
+};
+// Of `tiles`, for LSTMs on an H200, without values to save and with them (NOTEBOOK.md, "The batch
+// engine"). A GRU's panels take less.
+constexpr Cost kCosts[2][5] = {{{0.32, 3, 0.44, 4.6, 8.2e6},
+                                {0.58, 8, 0.58, 8, 6.6e6},
+                                {0.42, 3.3, 0.42, 3.3, 7.6e6},
+                                {0.335, 2.25, 0.335, 2.25, 7.6e6},
+                                {0.41, 3.6, 0.43, 6.3, 8.6e6}},
+                               {{0.3, 4.3, 0.42, 5.6, 9.1e6},
+                                {0.54, 8.1, 0.54, 8.1, 6.0e6},
+                                {0.41, 4.6, 0.41, 4.6, 6.3e6},
+                                {0.3, 3.1, 0.3, 3.1, 6.6e6},
+                                {}}};
+
+constexpr double step_us(int index, const Sizes& z, const Device& device) {
+  const Tile tile = tiles(z.gates)[size_t(index)];
+  const Cost cost = kCosts[z.saves][index];
   const double rounds = double(divide_up(count_tiles(tile, z), device.sms));
   const double panels = double(divide_up(z.D, kDepth)), gates = double(z.gates) / 4;
   const double depth = panels * (0.3 + 0.7 * gates);
-  double us = rounds * (0.42 * depth + 3.3), bytes_of_us = 7.6e6;
-  if (tile.turns) {
-    us = rounds > 1 ? rounds * (0.32 * depth + 3) : 0.44 * depth + 4.6;
-    bytes_of_us = 8.2e6;
-  } else if (tile.blocks == 2) {
-    us = rounds * (tile.units == 40 ? 0.82 * depth + 11 : 0.58 * depth + 8);
-    bytes_of_us = 6.6e6;
-  } else if (tile.units == 16) {
-    us = rounds * (0.355 * panels + 1.7) + 0.8;
-  }
+  const bool alone = tile.turns && rounds == 1;
+  const double us = rounds * ((alone ? cost.panel_alone : cost.panel) * depth +
+                              (alone ? cost.tile_alone : cost.tile));
   const double cells = double(z.S * z.N) * double(z.D) * gates;
-  const double bytes = rounds * device.sms * tile.stage_bytes(z.gates) * panels + 20 * cells;
-  return std::max(us, bytes / bytes_of_us);
+  const double bytes = rounds * device.sms * tile.stage_bytes(z.gates) * panels;
+  return std::max(us, (bytes + (z.saves ? 34 : 20) * cells) / cost.bytes);
 }
 
 // The index in `tiles` of the tile that takes the least time.
 constexpr int best_tile(const Sizes& z, const Device& device) {
   int best = 0;
-  for (int i = 1; i < tile_count(z.gates, z.has_wide); ++i) {
-    const double least = step_us(tiles(z.gates)[best], z, device);
-    if (step_us(tiles(z.gates)[i], z, device) < least) best = i;
+  for (int i = 1; i < tile_count(z.gates, z.keeps && !z.saves); ++i) {
+    if (step_us(i, z, device) < step_us(best, z, device)) best = i;
   }
   return best;
 }
@@ -131,7 +144,7 @@ constexpr double gemm_us(const Sizes& z) {
 // were not measured.
 constexpr bool is_faster(const Sizes& z, int64_t T, Engine other, const Device& device) {
   if (T < 16 || z.D <= 256 || z.D * z.D * z.N * z.gates > 20'000'000 || z.gates < 3) return false;
-  const double us = step_us(tiles(z.gates)[best_tile(z, device)], z, device);
+  const double us = step_us(best_tile(z, device), z, device);
   if (other == Engine::kGrid || other == Engine::kCluster) return us < 0.9 * grid_us(z, device);
   return other == Engine::kGemm && us < 0.9 * gemm_us(z);
 }
@@ -169,11 +182,11 @@ struct Work {
 };
 
 inline int64_t scratch_bytes(const SequenceParams& p, const CellSizes& cell, const Device& device) {
-  const auto bytes = [&](bool has_wide) {
-    const int best = best_tile({p.S, p.N, p.D, cell.gates, has_wide}, device);
-    return Work(p, cell.gates, cell.bias_rows, tiles(cell.gates)[best], nullptr).bytes;
+  const auto bytes = [&](bool saves) {
+    const int best = best_tile({p.S, p.N, p.D, cell.gates, keeps_state(cell), saves}, device);
+    return Work(p, cell.gates, cell.bias_rows, tiles(cell.gates)[size_t(best)], nullptr).bytes;
   };
-  return std::max(bytes(false), bytes(keeps_state(cell)));  // with values to save, and without
+  return std::max(bytes(false), bytes(true));
 }
 
 }  // namespace flashcell::cuda::batch
