@@ -71,6 +71,31 @@ def test_the_fit_finds_the_costs():
         assert found.kernel_us == pytest.approx(one.kernel_us, rel=1e-2)
 
 
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_a_call_by_its_name(device):
+    for call in draw.draw(5, 50, device):
+        assert draw.Call.parse(str(call)) == call
+    for name in ("", "lstm B1 T2 H3 bf16", "lstm B1 T0 H3 bf16 training", "lstm T1 B1 H1 bf16 training",
+                 "gru B1 T1 H1 fp64 training", "net B1 T1 H1 bf16 training"):  # fmt: skip
+        with pytest.raises(ValueError, match="must be a net, B, T, H, a precision and a mode"):
+            draw.Call.parse(name)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--call", "lstm"], "--call 'lstm' must be a net"),
+        (["--call", "lstm B1 T1 H1 fp32 training", "--append"], "--append and --folder must not"),
+        (["--graph", "--device", "cpu"], "--graph needs --device cuda"),
+    ],
+)
+def test_calls_that_are_refused(run, capsys, arguments, said):
+    with pytest.raises(SystemExit) as error:
+        run("bench_grid", *arguments)
+    assert error.value.code == 2
+    assert said in capsys.readouterr().err
+
+
 def test_noise_is_not_fitted(monkeypatch):
     monkeypatch.setattr(fit, "CHOICE_US", 0.0)  # many of these calls are as short as a choice
     those = measured(900, noise=0.2)

@@ -55,6 +55,26 @@ class Call(NamedTuple):
     def __str__(self) -> str:
         return f"{self.net} B{self.batch} T{self.steps} H{self.width} {self.precision} {self.mode}"
 
+    @classmethod
+    def parse(cls, name: str) -> "Call":
+        """Returns the call that str() names; raises ValueError if there is none."""
+        words = name.split()
+        try:
+            net, *letters, precision, mode = words
+            batch, steps, width = (
+                int(word.removeprefix(letter)) for letter, word in zip("BTH", letters, strict=True)
+            )
+            call = cls(net, batch, steps, width, precision, mode)
+        except ValueError:
+            call = None
+        known = call is not None and call.net in NETS and call.precision in DTYPES
+        if not known or call.mode not in MODES or str(call) != name or min(call[1:4]) < 1:
+            raise ValueError(
+                f"{name!r} must be a net, B, T, H, a precision and a mode, such as "
+                '"lstm B16 T100 H256 bf16 training"'
+            )
+        return call
+
     def gates(self) -> int:
         """Returns the number of gates, summed over layers and directions."""
         kind, options = NETS[self.net]
