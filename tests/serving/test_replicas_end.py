@@ -166,7 +166,9 @@ def kill_under_load(one: Replicated, prompt: str, want: str, kill: int) -> dict[
     with ThreadPoolExecutor(4) as threads:
         begun = [threading.Event() for _ in range(4)]
         streams = [
-            threads.submit(one.stream, event, prompt=f"def f{kill}_{number}(): # " * 9)
+            threads.submit(
+                one.stream, event, prompt=f"def f{kill}_{number}(): # " * 9, max_tokens=4000
+            )
             for number, event in enumerate(begun)
         ]
         assert all(event.wait(60) for event in begun)
