@@ -8,27 +8,45 @@
 
 namespace flashcell::cuda::gemm {
 
-// Sums this step's bias gradients over the sequences of the thread block, and adds the sums to the
-// block's row of dbias_partial; the last time step, which runs first, sets that row.
+// Adds this step's bias gradients, summed over the sequences of the thread block, to the block's
+// row of dbias_partial. It is loaded early, while the block waits for the product; the last time
+// step, which runs first, begins with 0.
 template <typename Cell>
-DEVICE void add_dbias(const BackwardParams& p, const Step& step, int t,
-                      float (&sums)[Cell::kBias][kSequences][kQuads * kQuad]) {
-  for (int i = threadIdx.x; i < Cell::kBias * kQuads * kQuad; i += kSequences * kQuads) {
-    const int row = i / (kQuads * kQuad), of = i % (kQuads * kQuad);
-    const int at = blockIdx.x * kQuads * kQuad + of;
-    if (at >= step.ND) continue;
-    float* to = static_cast<float*>(p.dbias_partial) +
-                (int64_t(blockIdx.y) * Cell::kBias + row) * step.ND + at;
-    float sum = t == p.T - 1 ? 0.0f : *to;
-#pragma unroll
-    for (int s = 0; s < kSequences; ++s) sum += sums[row][s][of];
-    *to = sum;
+struct BiasGradient {
+  static constexpr int kUnits = kQuads * kQuad, kThreads = kSequences * kQuads;
+  static constexpr int kOfThread = (Cell::kBias * kUnits + kThreads - 1) / kThreads;
+  float* row;
+  int ND;
+  float sums[kOfThread] = {};
+
+  DEVICE BiasGradient(const BackwardParams& p, const Step& step, int t)
+      : row(static_cast<float*>(p.dbias_partial) + int64_t(blockIdx.y) * Cell::kBias * step.ND),
+        ND(step.ND) {
+    if (t == p.T - 1) return;
+    for_each([&](int j, int at, int, int) { sums[j] = row[at]; });
   }
-}
+  // Calls body(j, place in the row, bias row, unit of the block) for the thread's elements.
+  template <typename Body>
+  DEVICE void for_each(Body body) const {
+#pragma unroll
+    for (int j = 0; j < kOfThread; ++j) {
+      const int i = threadIdx.x + j * kThreads, bias = i / kUnits, unit = i % kUnits;
+      const int at = int(blockIdx.x) * kUnits + unit;
+      if (bias < Cell::kBias && at < ND) body(j, bias * ND + at, bias, unit);
+    }
+  }
+  DEVICE void add(const float (&given)[Cell::kBias][kSequences][kUnits]) {
+    for_each([&](int j, int at, int bias, int unit) {
+#pragma unroll
+      for (int s = 0; s < kSequences; ++s) sums[j] += given[bias][s][unit];
+      row[at] = sums[j];
+    });
+  }
+};
 
 template <typename Cell, typename IO, typename V>
-__global__ void __launch_bounds__(kSequences* kQuads) backward_cells_kernel(
-    const __grid_constant__ BackwardParams p, const Step step) {
+__global__ void __launch_bounds__(kSequences* kQuads, Cell::kStates > 2 ? 3 : 4)
+backward_cells_kernel(const __grid_constant__ BackwardParams p, const Step step) {
   constexpr int kGates = Cell::kGates, kStates = Cell::kStates, kSaved = Cell::kSaved;
   __shared__ float sums[Cell::kBias][kSequences][kQuads * kQuad];
   const int place = threadIdx.x % kQuads, sequence = threadIdx.x / kQuads;
@@ -68,6 +86,7 @@ __global__ void __launch_bounds__(kSequences* kQuads) backward_cells_kernel(
       }
     }
   }
+  BiasGradient<Cell> bias_gradient(p, step, t);
   step.wait();
   if (carries) {
     if (column.runs(t + 1) && !clears && !column.holds(p, t + 1)) {
@@ -121,7 +140,7 @@ __global__ void __launch_bounds__(kSequences* kQuads) backward_cells_kernel(
     store_quad(&sums[row][sequence][place * kQuad], dbias[row]);
   }
   __syncthreads();
-  add_dbias<Cell>(p, step, t, sums);
+  bias_gradient.add(sums);
 }
 
 }  // namespace flashcell::cuda::gemm
