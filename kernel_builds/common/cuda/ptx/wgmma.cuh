@@ -1,5 +1,6 @@
 // Hopper's matrix instruction wgmma: a warpgroup (128 threads, the first a multiple of 128)
-// multiplies 64 rows by up to 256 columns of 16-bit types with fp32 sums. It needs sm_90a.
+// multiplies 64 rows by up to 256 columns of 16-bit types, or of fp32 as TF32, with fp32 sums. It
+// needs sm_90a.
 //
 // Lane 4 r + q of warp w of the warpgroup holds in sums[j][e] column 8 j + 2 q + e % 2 of row 16 w
 // + r (e < 2) or 16 w + r + 8 (e >= 2). A left operand in registers has the layout described in
@@ -66,6 +67,11 @@ DEVICE void wgmma_wait(Registers&... registers) {
   FLASHCELL_TEN("")       \
   FLASHCELL_TEN("1") FLASHCELL_TEN("2") FLASHCELL_TEN("3") "%40, %41, %42, %43, %44, %45, %46, " \
                                                            "%47"
+#define FLASHCELL_LIST_120 \
+  FLASHCELL_TEN("")        \
+  FLASHCELL_TEN("1")       \
+  FLASHCELL_TEN("2")       \
+  FLASHCELL_TEN("3") FLASHCELL_TEN("4") "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59"
 #define FLASHCELL_LIST_128 FLASHCELL_SIXTY "%60, %61, %62, %63"
 #define FLASHCELL_LIST_160 \
   FLASHCELL_SIXTY FLASHCELL_TEN("6") "%70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
@@ -80,23 +86,39 @@ DEVICE void wgmma_wait(Registers&... registers) {
   FLASHCELL_SUMS_8(j), FLASHCELL_SUMS_8(j + 1), FLASHCELL_SUMS_8(j + 2), FLASHCELL_SUMS_8(j + 3)
 #define FLASHCELL_SUMS_64(j) FLASHCELL_SUMS_32(j), FLASHCELL_SUMS_32(j + 4)
 #define FLASHCELL_SUMS_96(j) FLASHCELL_SUMS_64(j), FLASHCELL_SUMS_32(j + 8)
+#define FLASHCELL_SUMS_120(j) \
+  FLASHCELL_SUMS_96(j), FLASHCELL_SUMS_8(j + 12), FLASHCELL_SUMS_8(j + 13), FLASHCELL_SUMS_8(j + 14)
 #define FLASHCELL_SUMS_128(j) FLASHCELL_SUMS_64(j), FLASHCELL_SUMS_64(j + 8)
 #define FLASHCELL_SUMS_160(j) FLASHCELL_SUMS_128(j), FLASHCELL_SUMS_32(j + 16)
 #define FLASHCELL_SUMS_192(j) FLASHCELL_SUMS_128(j), FLASHCELL_SUMS_64(j + 16)
 #define FLASHCELL_SUMS_256(j) FLASHCELL_SUMS_128(j), FLASHCELL_SUMS_128(j + 16)
-#define FLASHCELL_WGMMA(n, type, left, right, add, across, ...)                          \
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " add                                   \
-               ", 0;\nwgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type     \
-               " {" FLASHCELL_LIST_##n "}, " left ", " right ", p, 1, 1, " across ";\n}" \
-               : FLASHCELL_SUMS_##n(0)                                                   \
+#define FLASHCELL_WGMMA(n, shape, left, right, add, across, ...)                          \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " add                                    \
+               ", 0;\nwgmma.mma_async.sync.aligned.m64n" #n shape " {" FLASHCELL_LIST_##n \
+               "}, " left ", " right ", p, 1, 1" across ";\n}"                            \
+               : FLASHCELL_SUMS_##n(0)                                                    \
                : __VA_ARGS__)
-#define FLASHCELL_WGMMA_SHARED(n, type, i0, i1, i2, i3, i4)                                        \
-  FLASHCELL_WGMMA(n, type, i0, i1, i2, i3 ", " i4, "l"(left.bits), "l"(right.bits), "r"(int(add)), \
-                  "n"(kLeft == Major::kWidth), "n"(kRight == Major::kWidth))
-#define FLASHCELL_WGMMA_REGISTERS(n, type, i0, i1, i2, i3, i4, i5, i6)                      \
-  FLASHCELL_WGMMA(n, type, "{" i0 ", " i1 ", " i2 ", " i3 "}", i4, i5, i6, "r"(left[0]),    \
-                  "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right.bits), "r"(int(add)), \
+#define FLASHCELL_16(type) "k16.f32." type "." type
+#define FLASHCELL_TF32 "k8.f32.tf32.tf32"
+#define FLASHCELL_WGMMA_SHARED(n, type, i0, i1, i2, i3, i4)                           \
+  FLASHCELL_WGMMA(n, FLASHCELL_16(type), i0, i1, i2, ", " i3 ", " i4, "l"(left.bits), \
+                  "l"(right.bits), "r"(int(add)), "n"(kLeft == Major::kWidth),        \
                   "n"(kRight == Major::kWidth))
+#define FLASHCELL_WGMMA_REGISTERS(n, type, i0, i1, i2, i3, i4, i5, i6)                        \
+  FLASHCELL_WGMMA(n, FLASHCELL_16(type), "{" i0 ", " i1 ", " i2 ", " i3 "}", i4, i5, ", " i6, \
+                  "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right.bits),    \
+                  "r"(int(add)), "n"(kRight == Major::kWidth))
+#define FLASHCELL_WGMMA_TF32_SHARED(n, i0, i1, i2)                                      \
+  if constexpr (kColumns == n) {                                                        \
+    FLASHCELL_WGMMA(n, FLASHCELL_TF32, i0, i1, i2, "", "l"(left.bits), "l"(right.bits), \
+                    "r"(int(add)));                                                     \
+  }
+#define FLASHCELL_WGMMA_TF32_REGISTERS(n, i0, i1, i2, i3, i4, i5)                            \
+  if constexpr (kColumns == n) {                                                             \
+    FLASHCELL_WGMMA(n, FLASHCELL_TF32, "{" i0 ", " i1 ", " i2 ", " i3 "}", i4, i5, "",       \
+                    "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right.bits), \
+                    "r"(int(add)));                                                          \
+  }
 #define FLASHCELL_BY_TYPE(product, n, ...)    \
   if constexpr (kColumns == n) {              \
     if constexpr (std::is_same_v<IO, bf16>) { \
@@ -135,37 +157,43 @@ DEVICE void wgmma(float (&d)[kN][4], const uint32_t (&left)[4], SharedOperand<kR
                     "%134")
 }
 
-#define FLASHCELL_WGMMA_TF32(n, i0, i1, i2, i3, i4, i5)                                            \
-  if constexpr (kColumns == n) {                                                                   \
-    asm volatile(                                                                                  \
-        "{\n.reg .pred p;\nsetp.ne.b32 p, " i5 ", 0;\nwgmma.mma_async.sync.aligned.m64n" #n        \
-        "k8.f32.tf32.tf32"                                                                         \
-        " {" FLASHCELL_LIST_##n "}, {" i0 ", " i1 ", " i2 ", " i3 "}, " i4 ", p, 1, 1;\n}"         \
-        : FLASHCELL_SUMS_##n(0)                                                                    \
-        : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right.bits), "r"(int(add))); \
-  }
-
 // The same over a depth of 8 elements of fp32, of whose bits the instruction reads those of TF32. A
-// row of 128 bytes in shared memory holds 32 of them. Lane 4 r + q of warp w holds of the left
-// operand rows 16 w + r and 16 w + r + 8 of column q, then those of column q + 4.
+// row of 128 bytes in shared memory holds 32 of them. Lane 4 r + q of warp w holds of a left
+// operand in registers rows 16 w + r and 16 w + r + 8 of column q, then those of column q + 4.
+template <int kN>
+DEVICE void wgmma_tf32(float (&d)[kN][4], SharedOperand<Major::kDepth> left,
+                       SharedOperand<Major::kDepth> right, bool add = true) {
+  constexpr int kColumns = 8 * kN;
+  static_assert(kColumns == 64 || kColumns == 96 || kColumns == 120 || kColumns == 128 ||
+                kColumns == 160);
+  FLASHCELL_WGMMA_TF32_SHARED(64, "%32", "%33", "%34")
+  FLASHCELL_WGMMA_TF32_SHARED(96, "%48", "%49", "%50")
+  FLASHCELL_WGMMA_TF32_SHARED(120, "%60", "%61", "%62")
+  FLASHCELL_WGMMA_TF32_SHARED(128, "%64", "%65", "%66")
+  FLASHCELL_WGMMA_TF32_SHARED(160, "%80", "%81", "%82")
+}
 template <int kN>
 DEVICE void wgmma_tf32(float (&d)[kN][4], const uint32_t (&left)[4],
                        SharedOperand<Major::kDepth> right, bool add = true) {
   constexpr int kColumns = 8 * kN;
   static_assert(kColumns == 64 || kColumns == 128);
-  FLASHCELL_WGMMA_TF32(64, "%32", "%33", "%34", "%35", "%36", "%37")
-  FLASHCELL_WGMMA_TF32(128, "%64", "%65", "%66", "%67", "%68", "%69")
+  FLASHCELL_WGMMA_TF32_REGISTERS(64, "%32", "%33", "%34", "%35", "%36", "%37")
+  FLASHCELL_WGMMA_TF32_REGISTERS(128, "%64", "%65", "%66", "%67", "%68", "%69")
 }
 
-#undef FLASHCELL_WGMMA_TF32
+#undef FLASHCELL_WGMMA_TF32_REGISTERS
+#undef FLASHCELL_WGMMA_TF32_SHARED
 #undef FLASHCELL_BY_TYPE
 #undef FLASHCELL_WGMMA_REGISTERS
 #undef FLASHCELL_WGMMA_SHARED
+#undef FLASHCELL_TF32
+#undef FLASHCELL_16
 #undef FLASHCELL_WGMMA
 #undef FLASHCELL_SUMS_256
 #undef FLASHCELL_SUMS_192
 #undef FLASHCELL_SUMS_160
 #undef FLASHCELL_SUMS_128
+#undef FLASHCELL_SUMS_120
 #undef FLASHCELL_SUMS_96
 #undef FLASHCELL_SUMS_64
 #undef FLASHCELL_SUMS_32
@@ -174,6 +202,7 @@ DEVICE void wgmma_tf32(float (&d)[kN][4], const uint32_t (&left)[4],
 #undef FLASHCELL_LIST_192
 #undef FLASHCELL_LIST_160
 #undef FLASHCELL_LIST_128
+#undef FLASHCELL_LIST_120
 #undef FLASHCELL_LIST_96
 #undef FLASHCELL_SIXTY
 #undef FLASHCELL_LIST_64
