@@ -46,7 +46,8 @@ template <typename Cell>
 void print_plan(Problem p, const Device& d) {
   constexpr int G = Cell::kGates, K = Cell::kStates, V = Cell::kSaved, R = Cell::kBias;
   const int e = p.io_bytes;
-  p.gates = G;
+  const bool keeps = K - !kSizesOf<Cell>.reads_h == 1;
+  p.gates = G, p.keeps_state = keeps;
   const char* names[] = {"block", "cluster", "grid", "step", "gemm", "fma", "batch"};
   const Engine engine = select_engine(p, d);
   const int tile = tile_of(engine, p, d);
@@ -66,7 +67,8 @@ void print_plan(Problem p, const Device& d) {
   const long blocks = (p.D + own_units - 1) / own_units;
   const bool fma = e == 4 && p.T > 1 && p.D % 4 == 0 && p.D <= 256;
   if (fma && (blocks == 1 || d.code.arch >= 90)) runs += ",fma";
-  const bool batch = e == 2 && p.T > 1 && p.D % 8 == 0 && d.code.sm_90a;
+  const bool rounds = e == 2 || (p.tf32 && d.code.arch >= 80 && G > 1);
+  const bool batch = rounds && p.T > 1 && p.D * e % 16 == 0 && d.code.sm_90a;
   print("runs", runs + (batch && p.S * p.N * p.D < 1l << 30 ? ",batch" : ""));
   constexpr CellSizes sizes = kSizesOf<Cell>;
   if (engine == Engine::kFma) {
@@ -81,9 +83,8 @@ void print_plan(Problem p, const Device& d) {
     print("backward.shared_bytes", fma::backward_memory(sizes, p.D, tile).bytes());
   }
   if (engine == Engine::kBatch) {
-    const bool keeps = kSizesOf<Cell>.states - !kSizesOf<Cell>.reads_h == 1;
-    const batch::Sizes sizes{p.S, p.N, p.D, G, keeps};
-    const batch::Tile t = batch::tiles(G)[batch::best_tile(sizes, d)];
+    const batch::Sizes sizes{p.S, p.N, p.D, G, e, keeps};
+    const batch::Tile t = batch::tiles(G, e)[batch::best_tile(sizes, d)];
     const long rows = 64 * t.blocks * (t.turns ? 1 : 2), stage = 128 * (rows + t.units * G);
     const long count = p.N * ((p.S + rows - 1) / rows) * ((p.D + t.units - 1) / t.units);
     const long rounds = (count + d.sms - 1) / d.sms;

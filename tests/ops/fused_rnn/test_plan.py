@@ -142,6 +142,15 @@ def test_it_names_engine_and_binding_limit(fused_rnn):
     assert "backward pass: gemm engine" in str(large)
     assert explain_plan("lstm", 1, 1152, 1024, "bfloat16", "A100").engine == "gemm"
     assert explain_plan("lstm", 1, 1152, 1024, "float32", "H100").engine == "gemm"
+    tf32 = explain_plan("lstm", 1, 1152, 1024, "float32", "H100", precision="tf32")
+    assert (tf32.engine, tf32.fields["instead_of"]) == ("batch", "gemm")
+    assert "232 of 128 sequences x 40 units" in str(tf32)
+    tf32 = explain_plan("gru", 1, 768, 1024, "float32", "H100", precision="tf32")
+    assert (tf32.engine, tf32.fields["units"]) == ("batch", "32")
+    few = explain_plan("lstm", 1, 1024, 256, "float32", "H100", precision="tf32")
+    assert (few.engine, few.fields["tile"], few.fields["units"]) == ("batch", "128", "16")
+    tf32 = explain_plan("rnn_tanh", 1, 1152, 1024, "float32", "H100", precision="tf32")
+    assert (tf32.engine, tf32.engines) == ("gemm", ("grid", "step", "gemm"))
     old = explain_plan("lstm", 1, 200, 2, "float32", "A100")
     assert (old.engine, old.refused[-1].name) == ("step", "thread blocks of a cluster")
     wide = explain_plan("lstm", 1, 260, 2, "float32", 90)

@@ -6,24 +6,38 @@
 
 namespace flashcell::cuda {
 
-// Loads from memory that nothing writes meanwhile, if `wanted`; otherwise the words stay as they
-// are.
-DEVICE void load_constant_if(uint32_t (&words)[2], const void* from, bool wanted) {
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %3, 0;\n@p ld.global.nc.v2.b32 {%0, %1}, [%2];\n}"
-               : "+r"(words[0]), "+r"(words[1])
-               : "l"(from), "r"(int(wanted)));
-}
-DEVICE void load_constant_if(uint32_t& word, const void* from, bool wanted) {
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\n@p ld.global.nc.b32 %0, [%1];\n}"
-               : "+r"(word)
-               : "l"(from), "r"(int(wanted)));
+// Loads kLoaded words (1, 2 or 4) from memory that nothing writes meanwhile, if `wanted`; otherwise
+// they become 0. (If they stayed as they are, registers would hold them from one call to the next.)
+template <int kLoaded, int kCount>
+DEVICE void load_constant_if(uint32_t (&words)[kCount], const void* from, bool wanted) {
+  static_assert(kLoaded <= kCount && (kLoaded == 1 || kLoaded == 2 || kLoaded == 4));
+#pragma unroll
+  for (int i = 0; i < kLoaded; ++i) words[i] = 0;
+  if constexpr (kLoaded == 1) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\n@p ld.global.nc.b32 %0, [%1];\n}"
+                 : "+r"(words[0])
+                 : "l"(from), "r"(int(wanted)));
+  } else if constexpr (kLoaded == 2) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %3, 0;\n@p ld.global.nc.v2.b32 {%0, %1}, [%2];\n}"
+        : "+r"(words[0]), "+r"(words[1])
+        : "l"(from), "r"(int(wanted)));
+  } else {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n"
+        "@p ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];\n}"
+        : "+r"(words[0]), "+r"(words[1]), "+r"(words[2]), "+r"(words[3])
+        : "l"(from), "r"(int(wanted)));
+  }
 }
 DEVICE void load_if(float& a, float& b, const void* from, bool wanted) {
+  a = b = 0;
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %3, 0;\n@p ld.global.v2.f32 {%0, %1}, [%2];\n}"
                : "+f"(a), "+f"(b)
                : "l"(from), "r"(int(wanted)));
 }
 DEVICE void load_if(float (&values)[4], const void* from, bool wanted) {
+  values[0] = values[1] = values[2] = values[3] = 0;
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n@p ld.global.v4.f32 {%0, %1, %2, %3}, [%4];\n}"
       : "+f"(values[0]), "+f"(values[1]), "+f"(values[2]), "+f"(values[3])

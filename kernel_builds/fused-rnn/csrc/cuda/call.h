@@ -85,7 +85,9 @@ cuda::Launch prepare(const SequenceParams& p, Dtype dtype, bool tf32, bool align
   const bool is_part = p.heads < p.N;
   // The engines that run a part of the heads run one step like any other.
   const int64_t steps = is_part ? std::max<int64_t>(p.T, 2) : p.T;
-  const cuda::Problem problem{p.S, steps, p.heads, p.D, Cell::kGates, io_bytes, tf32, aligned};
+  const bool keeps_state = cuda::batch::keeps_state(cuda::kSizesOf<Cell>);
+  const cuda::Problem problem{p.S,      steps, p.heads, p.D,        Cell::kGates,
+                              io_bytes, tf32,  aligned, keeps_state};
   launch.engine = is_part ? cuda::select_own(problem, launch.device)
                           : engine_for(problem, launch.device, backward);
   STD_TORCH_CHECK(!is_part || launch.engine != cuda::Engine::kStep,

@@ -143,9 +143,8 @@ class Explanation {
   }
 
   void explain_batch() {
-    batch::Sizes sizes = batch_sizes(p_);
-    sizes.keeps = batch::keeps_state(cell_);
-    const batch::Tile tile = batch::tiles(p_.gates)[batch::best_tile(sizes, device_)];
+    const batch::Sizes sizes = batch_sizes(p_);
+    const batch::Tile tile = batch::tiles(p_.gates, p_.io_bytes)[batch::best_tile(sizes, device_)];
     const int64_t tiles = batch::count_tiles(tile, sizes);
     add("backward", kEngineNames[int(backward_)]);
     add("tile", tile.rows());

@@ -17,7 +17,8 @@ struct Problem {
   int gates;
   int io_bytes;  // 2 or 4
   bool tf32;
-  bool aligned;  // x can be read 16 bytes at a time
+  bool aligned;      // x can be read 16 bytes at a time
+  bool keeps_state;  // of the cell: batch::keeps_state
 };
 
 // Sequences of a thread block of the block engine. With four, half of the matrix instruction's
@@ -47,7 +48,7 @@ constexpr bool is_exact(const Problem& p, const Device& device) {
   return p.io_bytes == 4 && !(p.tf32 && has_tf32(device));
 }
 
-// The limit that the engines with matrix instructions have: block, cluster and grid.
+// The limit that the engines with matrix instructions have: block, cluster, grid and batch.
 constexpr Limit limit_of_matrix(const Problem& p, const Device& device) {
   return {"exact fp32, which no matrix instruction has", is_exact(p, device), 0, ""};
 }
@@ -99,10 +100,13 @@ constexpr Engine select_backward(const Problem& p, const Device& device) {
   return select_other(p, device, true);
 }
 
-constexpr batch::Sizes batch_sizes(const Problem& p) { return {p.S, p.N, p.D, p.gates}; }
+constexpr batch::Sizes batch_sizes(const Problem& p) {
+  return {p.S, p.N, p.D, p.gates, p.io_bytes, p.keeps_state};
+}
 
 constexpr bool batch_can_run(const Problem& p, const Device& device) {
-  return all_hold(limits_of_all(p)) && all_hold(batch::limits(batch_sizes(p), p.io_bytes, device));
+  return all_hold(limits_of_all(p)) && limit_of_matrix(p, device).holds() &&
+         all_hold(batch::limits(batch_sizes(p), device));
 }
 
 constexpr Engine select_engine(const Problem& p, const Device& device) {

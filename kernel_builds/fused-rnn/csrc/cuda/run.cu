@@ -77,7 +77,7 @@ int64_t forward_scratch(int cell, const ForwardParams& p, Dtype dtype, const Lau
   if (launch.engine == Engine::kGemm)
     return gemm::Scratch(p, sizes_of(cell).gates, io_bytes, false, launch).bytes;
   if (launch.engine == Engine::kBatch)
-    return batch::scratch_bytes(p, sizes_of(cell), launch.device);
+    return batch::scratch_bytes(p, sizes_of(cell), io_bytes, launch.device);
   const bool rounds = launch.engine == Engine::kGrid && p.initial != nullptr;
   return rounds ? p.S * p.N * p.D * io_bytes : 0;  // memory for the first operand
 }
@@ -100,7 +100,9 @@ void forward(int cell, const ForwardParams& p, Dtype dtype, const Launch& launch
         if constexpr (sizeof(IO) == 4) return forward_fma<Cell, IO>(p, launch);
         break;
       case Engine::kBatch:
-        if constexpr (sizeof(IO) == 2) return forward_batch<Cell, IO>(p, launch);
+        if constexpr (batch::tiles(Cell::kGates, sizeof(IO)).count > 0) {
+          return forward_batch<Cell, IO>(p, launch);
+        }
         break;
     }
   });

@@ -28,6 +28,12 @@ DEVICE void store_global(void* to, const T (&values)[kCount]) {
   memcpy(&words, values, sizeof words);
   *static_cast<Words*>(to) = words;
 }
+template <typename T, int kCount>
+DEVICE void load_global(T (&values)[kCount], const void* from) {
+  using Words = typename WordsOf<int(sizeof(T)) * kCount>::type;
+  const Words words = *static_cast<const Words*>(from);
+  memcpy(&values, &words, sizeof words);
+}
 
 template <typename S, int U>
 DEVICE void load_bias(float (&bias)[U], const Work& work, const Position<S>& at, int row,
@@ -52,6 +58,7 @@ struct Cells {
   using IO = typename S::IO;
   using V = typename S::V;
   static constexpr int G = S::G, K = S::K, R = S::R, kSaved = S::kSaved;
+  static constexpr int kIo = S::kIo;
   static constexpr int kCount = S::kBlocks * 2 * S::kGroups;  // groups of a lane
   // Whether x is a part of the sums: then dr equals dx, as the cell reads only x + r. Otherwise it
   // is loaded with the states.
@@ -67,8 +74,15 @@ struct Cells {
     bool runs, zeros, ends;
     bool clears;  // the next step resets: the states after this one are 0
   };
+  using Quad = uint32_t[kIo];  // four units in the I/O type, or the first two
+  DEVICE static float2 floats_of(const Quad& words, int pair) {
+    Pair<IO> both;
+#pragma unroll
+    for (int i = 0; i < kIo / 2; ++i) both.word[i] = words[pair * (kIo / 2) + i];
+    return both.floats();
+  }
   struct Inputs {  // of four units, or of the first two
-    uint32_t x[G][2];
+    Quad x[G];
     float states[K][4];
   };
   // The lane's first unit of a group, in the tile.
@@ -91,7 +105,7 @@ struct Cells {
   template <int group>
   DEVICE void start_group(float (&sums)[S::kColumns / 8][4], const Row (&rows)[2]) const {
     constexpr int U = S::template kOfLane<group>;
-    uint32_t x[2][G][2];
+    Quad x[2][G];
     if constexpr (kSumsX) {
       load_x<group>(x[0], rows[0]);
       load_x<group>(x[1], rows[1]);
@@ -106,7 +120,7 @@ struct Cells {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           float2 given{};
-          if constexpr (kSumsX) given = Pair<IO>{{x[half][g][pair]}}.floats();
+          if constexpr (kSumsX) given = floats_of(x[half][g], pair);
           to[2 * half] = bias[2 * pair] + given.x, to[2 * half + 1] = bias[2 * pair + 1] + given.y;
         }
       }
@@ -136,7 +150,8 @@ struct Cells {
 
   // Returns row 8 `half` of block m of the warp's rows, plus the lane's.
   DEVICE Row row(int m, int half) const {
-    const Column column(p, at.row0 + at.own_row() + m * 64 + half * 8, p.x_batch);
+    const int own = at.own_row() + m * 64 + half * 8;
+    const Column column(p, at.row0 + own, p.x_batch);
     const int64_t ND = int64_t(work.N) * work.D;
     const int first = at.unit0, unit = at.head * work.D + first, t = at.t;
     const bool held = column.holds(p, t);
@@ -145,10 +160,9 @@ struct Cells {
     row.zeros = held || (t >= column.length && t < column.length + column.padding);
     row.clears = column.resets(p, t + 1), row.ends = t + 1 == column.length;
     const int64_t x = (row.runs ? column.x_offset + t * p.x_time : 0) + at.head * p.x_head + first;
-    row.x = static_cast<const char*>(p.x) + 2 * x;
-    row.h = 2 * ((column.row + t) * ND + unit);
+    row.x = static_cast<const char*>(p.x) + kIo * x;
+    row.h = kIo * ((column.row + t) * ND + unit);
     row.state = 4 * uint32_t(int(column.index) * int(ND) + unit);
-    const int own = at.own_row() + m * 64 + half * 8;
     row.kept = states + own * S::kUnits * 4;
     return row;
   }
@@ -170,42 +184,31 @@ struct Cells {
   DEVICE int64_t state_bytes() const { return 4 * p.S * work.N * work.D; }
 
   // Where the lane's part of a group of row(m, half) lies in h after step t, as an operand. Its
-  // 16-byte piece is unit / 8, swizzled by the row, which is r modulo 8.
+  // 16-byte piece is swizzled by the row, which is r modulo 8.
   template <int group>
   DEVICE char* operand(int t, int m, int half) const {
     const unsigned lane = threadIdx.x % 32, unit = unsigned(at.unit0) + unit_of<group>();
-    char* panel = at.operand(work, t) + unit / 64 * at.panel_bytes(work);
-    const unsigned swizzled = (unit / 8 % 8 ^ lane / 4) * 16;
-    return panel + (swizzled + at.own_row() * kRowBytes + unit % 8 * 2) +
+    char* panel = at.operand(work, t) + unit / S::kDepth * at.panel_bytes(work);
+    const unsigned swizzled = (unit / S::kPiece % 8 ^ lane / 4) * 16;
+    return panel + (swizzled + at.own_row() * kRowBytes + unit % S::kPiece * kIo) +
            (m * 64 + half * 8) * kRowBytes;
-  }
-  template <int group>
-  using Loaded = typename WordsOf<2 * S::template kOfLane<group>>::type;
-  // The lane's part of a group in h before this step, as an operand.
-  template <int group>
-  DEVICE Loaded<group> h_before(int m, int half) const {
-    return __ldcg(reinterpret_cast<const Loaded<group>*>(operand<group>(at.t + 1, m, half)));
   }
   // The place in a tensor [B, T, values, N, D] of the row and of a group.
   template <int group>
   DEVICE char* output(void* tensor, const Row& row, int values) const {
     const int first = at.head * work.D + at.unit0;
-    return static_cast<char*>(tensor) + (row.h * values - 2 * (values - 1) * first) +
-           unit_of<group>() * 2;
+    return static_cast<char*>(tensor) + (row.h * values - kIo * (values - 1) * first) +
+           unit_of<group>() * kIo;
   }
 
   // Starts to load x of a group, if its units exist; in rows that do not run, values that nobody
   // uses.
   template <int group>
-  DEVICE void load_x(uint32_t (&x)[G][2], const Row& row) const {
+  DEVICE void load_x(Quad (&x)[G], const Row& row) const {
 #pragma unroll
     for (int g = 0; g < G; ++g) {
-      const char* from = row.x + 2 * g * p.x_gate + unit_of<group>() * 2;
-      if constexpr (S::template kOfLane<group> == 4) {
-        load_constant_if(x[g], from, inside<group>());
-      } else {
-        load_constant_if(x[g][0], from, inside<group>());
-      }
+      const char* from = row.x + kIo * g * p.x_gate + unit_of<group>() * kIo;
+      load_constant_if<S::template kOfLane<group> * kIo / 4>(x[g], from, inside<group>());
     }
   }
   template <int group>
@@ -234,10 +237,17 @@ struct Cells {
     }
   }
 
+  template <int i>
+  DEVICE void load_inputs() {
+    if constexpr (i < kCount) {
+      constexpr int group = i % S::kGroups;
+      if constexpr (group == 0) after = row(i / S::kGroups / 2, i / S::kGroups % 2);
+      load<group>(in[i % (kAhead + 1)], after);
+    }
+  }
   DEVICE void begin() {
-    after = row(0, 0);
     [&]<int... i>(std::integer_sequence<int, i...>) {
-      (load<i>(in[i], after), ...);
+      (load_inputs<i>(), ...);
     }(std::make_integer_sequence<int, kAhead>());
   }
   template <int i>
@@ -245,12 +255,7 @@ struct Cells {
     constexpr int m = i / S::kGroups / 2, half = i / S::kGroups % 2, group = i % S::kGroups;
     constexpr int U = S::template kOfLane<group>;
     if constexpr (group == 0) now = after;
-    if constexpr (constexpr int next = i + kAhead; next < kCount) {
-      if constexpr (next % S::kGroups == 0) {
-        after = row(next / S::kGroups / 2, next / S::kGroups % 2);
-      }
-      load<next % S::kGroups>(in[next % (kAhead + 1)], after);
-    }
+    load_inputs<i + kAhead>();
     if (!now.runs || !inside<group>()) return;
     float products[G][U];
 #pragma unroll
@@ -279,7 +284,7 @@ struct Cells {
         if constexpr (kSumsX) {
           xs[g] = V(0.f);
         } else {
-          const float2 x = Pair<IO>{{in.x[g][u / 2]}}.floats();
+          const float2 x = floats_of(in.x[g], u / 2);
           xs[g] = V(u % 2 ? x.y : x.x);
         }
       }
@@ -292,21 +297,42 @@ struct Cells {
 #pragma unroll
       for (int v = 0; v < kSaved; ++v) values[v][u] = to_float(kept[v]);
     }
-    struct Words {
-      uint32_t of[U / 2];
-    };
-    const auto rounded = [](const float (&v)[U]) {
-      Words words;
+    struct Rounded {
+      uint32_t of[U * kIo / 4];
+      DEVICE explicit Rounded(const float (&v)[U]) {
 #pragma unroll
-      for (int u = 0; u < U; u += 2) words.of[u / 2] = Pair<IO>::of(v[u], v[u + 1]).word[0];
-      return words;
-    };
-    const Words h = rounded(state[0]);
-    Words shown;
+        for (int u = 0; u < U; u += 2) {
+          const Pair<IO> pair = Pair<IO>::of(v[u], v[u + 1]);
 #pragma unroll
-    for (int u = 0; u < U / 2; ++u) shown.of[u] = now.clears ? 0 : h.of[u];
-    store_global(operand<group>(at.t, m, half), shown.of);
+          for (int i = 0; i < kIo / 2; ++i) of[u / 2 * (kIo / 2) + i] = pair.word[i];
+        }
+      }
+    };
+    if constexpr (S::kSaves) {
+      char* saved = output<group>(p.saved, now, kSaved);
+#pragma unroll
+      for (int v = 0; v < kSaved; ++v) store_global(saved + kIo * v * ND, Rounded(values[v]).of);
+    }
+    const Rounded h(state[0]);
+    Rounded shown = h, multiplied = h;  // what the next step sees, and what it multiplies
+#pragma unroll
+    for (int i = 0; i < U * kIo / 4; ++i) {
+      shown.of[i] = now.clears ? 0 : h.of[i];
+      multiplied.of[i] = cuda::operand<IO>(shown.of[i]);
+    }
+    store_global(operand<group>(at.t, m, half), multiplied.of);
     store_global(output<group>(p.h, now, 1), h.of);
+    if constexpr (S::kSaves) {
+      // That of the next step is written now: loading h there would wait for L2. Held steps may lie
+      // between, so with `hold` it is loaded from `last`, before that is overwritten below.
+      char* before = output<group>(p.h_prev, now, 1);
+      if (at.t == 0 || p.hold != nullptr) {
+        float from[U];
+        load_global(from, static_cast<const char*>(p.last) + now.state + unit_of<group>() * 4);
+        store_global(before, Rounded(from).of);
+      }
+      if (p.hold == nullptr && !now.ends) store_global(before + kIo * ND, shown.of);
+    }
 #pragma unroll
     for (int k = 0; k < K; ++k) {
       float next[U];
@@ -317,15 +343,6 @@ struct Cells {
       if (!is_read && !now.ends && p.hold == nullptr) continue;
       char* last = static_cast<char*>(p.last) + k * state_bytes() + now.state;
       store_global(last + unit_of<group>() * 4, next);
-    }
-    if constexpr (S::kSaves) {
-      // What a later step reads is written now: loading it there would wait for L2.
-      char* h_prev = output<group>(p.h_prev, now, 1);
-      if (!now.ends) store_global(h_prev + 2 * ND, shown.of);
-      if (at.t == 0) *reinterpret_cast<Loaded<group>*>(h_prev) = h_before<group>(m, half);
-      char* saved = output<group>(p.saved, now, kSaved);
-#pragma unroll
-      for (int v = 0; v < kSaved; ++v) store_global(saved + 2 * v * ND, rounded(values[v]).of);
     }
   }
 
@@ -343,7 +360,7 @@ struct Cells {
   template <int group>
   DEVICE void pass_group_on(const Row& row, int m, int half) const {
     constexpr int U = S::template kOfLane<group>;
-    using Words = Loaded<group>;
+    using Words = typename WordsOf<kIo * U>::type;
     if (!inside<group>()) return;
     const int64_t ND = int64_t(work.N) * work.D;
     const auto put = [](void* to, Words words) { *static_cast<Words*>(to) = words; };
@@ -351,12 +368,12 @@ struct Cells {
     if constexpr (S::kSaves) {
       put(output<group>(p.h_prev, row, 1), Words{});
       char* saved = output<group>(p.saved, row, kSaved);
-      for (int v = 0; v < kSaved; ++v) put(saved + 2 * v * ND, Words{});
+      for (int v = 0; v < kSaved; ++v) put(saved + kIo * v * ND, Words{});
     }
     if (!row.carries) return;
-    const Words h = row.clears ? Words{} : h_before<group>(m, half);
-    put(operand<group>(at.t, m, half), h);
-    if (S::kSaves && !row.ends) put(output<group>(p.h_prev, row, 1) + 2 * ND, h);
+    const void* before = operand<group>(at.t + 1, m, half);
+    put(operand<group>(at.t, m, half),
+        row.clears ? Words{} : __ldcg(static_cast<const Words*>(before)));
     const float zeros[U] = {};
     for (int k = 0; row.clears && k < K; ++k) {
       char* last = static_cast<char*>(p.last) + k * state_bytes() + row.state;

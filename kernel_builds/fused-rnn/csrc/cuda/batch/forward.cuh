@@ -43,16 +43,17 @@ struct Consumer {
   }
 };
 
-// Fetches x of the next step and a row of the tile into L2.
+// Fetches x of the next step and a part of a row of the tile into L2.
 template <typename S>
-DEVICE void prefetch_x(const ForwardParams& p, const Work& work, const Position<S>& at, int row) {
+DEVICE void prefetch_x(const ForwardParams& p, const Work& work, const Position<S>& at, int row,
+                       int part) {
   const Column column(p, at.row0 + row, p.x_batch);
   const int t = at.t + 1;
   if (!column.runs(t)) return;
   const auto* from = static_cast<const typename S::IO*>(p.x) + column.x_offset + t * p.x_time +
                      at.head * p.x_head + at.unit0;
 #pragma unroll
-  for (int g = 0; g < S::G; ++g) prefetch_units<S>(work, at, from + g * p.x_gate);
+  for (int g = 0; g < S::G; ++g) prefetch_units<S>(work, at, from + g * p.x_gate, part);
 }
 
 template <typename S>
@@ -68,7 +69,9 @@ __global__ void __launch_bounds__(kThreads, 1) forward_kernel(const
   const int warpgroup = __shfl_sync(~0u, int(threadIdx.x) / kWarpgroup, 0);
   if (warpgroup == 0) {
     setmaxnreg_dec<40>();
-    const auto prefetch = [&](const Position<S>& at, int row) { prefetch_x(p, work, at, row); };
+    const auto prefetch = [&](const Position<S>& at, int row, int part) {
+      prefetch_x(p, work, at, row, part);
+    };
     if (threadIdx.x < 32) Copies<S, decltype(prefetch)>{p, work, ring, prefetch}.run();
   } else {
     setmaxnreg_inc<232>();

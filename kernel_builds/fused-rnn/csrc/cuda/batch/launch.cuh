@@ -3,6 +3,7 @@
 // and the units' weights from L2 into a ring of stages in shared memory (product.cuh), wgmma
 // multiplies them, and the same threads run the cells on the sums (cells.cuh), write h for the next
 // step, and count up. The blocks of the same sequences wait for that count, and for nothing else.
+// Of fp32 the operands are rounded to TF32, and nothing else is.
 //
 // What a step needs at least, of an LSTM of 1024 units and sequences: 9.3 us for the products of a
 // tile of 256 sequences by 32 units, and 1.5 us for the 5 tanh of its cells. The loads from L2, 100
@@ -21,8 +22,8 @@ namespace batch {
 
 template <typename Cell, typename IO, int kTile>
 void run_forward(const ForwardParams& p, const Launch& launch) {
-  constexpr Tile kThis = tiles(Cell::kGates)[kTile];
-  Work work(p, Cell::kGates, Cell::kBias, kThis, launch.scratch);
+  constexpr Tile kThis = tiles(Cell::kGates, sizeof(IO))[kTile];
+  Work work(p, Cell::kGates, Cell::kBias, sizeof(IO), kThis, launch.scratch);
   work.has_initial = p.initial != nullptr;
   prepare_kernel<Cell, IO><<<unsigned(8 * launch.device.sms), kPrepareThreads, 0, launch.stream>>>(
       p, work, kThis.units);
@@ -30,7 +31,7 @@ void run_forward(const ForwardParams& p, const Launch& launch) {
 
   using Plain = Shape<Cell, IO, kTile, false>;
   auto kernel = forward_kernel<Plain>;
-  if constexpr (kTile != kWideTile) {
+  if constexpr (kThis.units != kWideUnits || saves_wide(sizeof(IO))) {
     if (p.saved != nullptr) kernel = forward_kernel<Shape<Cell, IO, kTile, true>>;
   }
   const int bytes = kThis.shared_bytes(Cell::kGates, Plain::kKeeps);
@@ -55,11 +56,11 @@ template <typename Cell, typename IO>
 void forward_batch(const ForwardParams& p, const Launch& launch) {
   if (p.S == 0) return;
   constexpr bool kKeeps = batch::keeps_state(kSizesOf<Cell>);
-  const batch::Sizes sizes{p.S, p.N, p.D, Cell::kGates, kKeeps, p.saved != nullptr};
+  const batch::Sizes sizes{p.S, p.N, p.D, Cell::kGates, sizeof(IO), kKeeps, p.saved != nullptr};
   const int best = batch::best_tile(sizes, launch.device);
   [&]<int... i>(std::integer_sequence<int, i...>) {
     ((i == best ? batch::run_forward<Cell, IO, i>(p, launch) : void()), ...);
-  }(std::make_integer_sequence<int, batch::tile_count(Cell::kGates, kKeeps)>());
+  }(std::make_integer_sequence<int, batch::tiles(Cell::kGates, sizeof(IO)).count_with(kKeeps)>());
 }
 
 }  // namespace flashcell::cuda

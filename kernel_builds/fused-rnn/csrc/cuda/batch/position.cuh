@@ -4,14 +4,19 @@
 
 namespace flashcell::cuda::batch {
 
+// Bytes of a row's units that the warp that copies fetches into L2 at a time: it has few registers.
+constexpr int kPartBytes = 64;
+
 // kSaves is whether the forward pass writes h_prev and the saved values.
 template <typename Cell_, typename IO_, int kIndex, bool kSaves_>
 struct Shape {
   using Cell = Cell_;
   using IO = IO_;
   using V = typename IoTraits<IO>::Value;
+  static constexpr int kIo = sizeof(IO);
+  static constexpr int kDepth = depth_of_panel(kIo), kPiece = 16 / kIo;  // elements
   static constexpr int G = Cell::kGates, K = Cell::kStates, R = Cell::kBias, kSaved = Cell::kSaved;
-  static constexpr Tile kTile = tiles(G)[kIndex];
+  static constexpr Tile kTile = tiles(G, kIo)[kIndex];
   static constexpr int kBlocks = kTile.blocks, kUnits = kTile.units;
   static constexpr bool kTurns = kTile.turns, kSaves = kSaves_;
   static constexpr int kWarpgroups = kTile.warpgroups();
@@ -24,6 +29,7 @@ struct Shape {
   static constexpr bool kKeeps = keeps_state(kSizesOf<Cell>);
   static constexpr int kStages = kTile.stages(G, kKeeps), kKeptBytes = kTile.kept_bytes(kKeeps);
   static constexpr int kKeptTiles = kTile.kept_tiles(), kStateBytes = kTile.state_bytes();
+  static constexpr int kParts = (kUnits * kIo + kPartBytes - 1) / kPartBytes;
   using Sums = float[kBlocks][kColumns / 8][4];
 };
 

@@ -6,24 +6,36 @@ namespace flashcell::cuda::batch {
 
 constexpr int kPrepareThreads = 256;
 
-// Loads 8 elements of a tensor of the caller's, which need not be aligned.
+// 16 bytes of elements of an operand.
 template <typename IO>
-DEVICE uint4 load_piece(const IO* from) {
-  if (reinterpret_cast<uintptr_t>(from) % 16 == 0) return *reinterpret_cast<const uint4*>(from);
-  const uint16_t* words = reinterpret_cast<const uint16_t*>(from);
-  uint32_t v[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) v[i] = words[2 * i] | uint32_t(words[2 * i + 1]) << 16;
-  return make_uint4(v[0], v[1], v[2], v[3]);
-}
+union Piece {
+  static constexpr int kCount = 16 / sizeof(IO), kOfPanel = depth_of_panel(sizeof(IO));
+  uint4 whole;
+  uint32_t words[4];
+  IO elements[kCount];
 
-template <typename IO>
-DEVICE uint4 round_piece(const float* from) {
-  uint32_t v[4];
+  // Reads a tensor of the caller's, which need not be aligned.
+  DEVICE static Piece load(const IO* from) {
+    Piece piece;
+    if (reinterpret_cast<uintptr_t>(from) % 16 == 0) {
+      piece.whole = *reinterpret_cast<const uint4*>(from);
+    } else {
 #pragma unroll
-  for (int i = 0; i < 4; ++i) v[i] = Pair<IO>::of(from[2 * i], from[2 * i + 1]).word[0];
-  return make_uint4(v[0], v[1], v[2], v[3]);
-}
+      for (int i = 0; i < kCount; ++i) piece.elements[i] = from[i];
+    }
+    return piece;
+  }
+  DEVICE static Piece round(const float* from) {
+    Piece piece;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) piece.elements[i] = from_float<IO>(from[i]);
+    return piece;
+  }
+  DEVICE uint4 operand() const {
+    return make_uint4(cuda::operand<IO>(words[0]), cuda::operand<IO>(words[1]),
+                      cuda::operand<IO>(words[2]), cuda::operand<IO>(words[3]));
+  }
+};
 
 struct Threads {  // of a launch; calls body(i) for all i below count
   template <typename Body>
@@ -40,6 +52,7 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare_kernel(const
                                                                   __grid_constant__ ForwardParams p,
                                                                   const Work work, int tile_units) {
   constexpr int G = Cell::kGates, R = Cell::kBias;
+  constexpr int kPiece = Piece<IO>::kCount, kDepth = Piece<IO>::kOfPanel;
   const int64_t D = work.D, ND = work.N * D;
   const uint4 zeros = make_uint4(0, 0, 0, 0);
   const int columns = tile_units * G;
@@ -50,22 +63,22 @@ __global__ void __launch_bounds__(kPrepareThreads) prepare_kernel(const
     const Place place = place_of_column(column, G, tile_units);
     const int64_t head = tile / work.unit_tiles;
     const int64_t unit = tile % work.unit_tiles * tile_units + place.unit;
-    const int64_t depth = block % work.panels * kDepth + piece * 8;
+    const int64_t depth = block % work.panels * kDepth + piece * kPiece;
     const IO* from =
         static_cast<const IO*>(p.weight) + ((place.gate * work.N + head) * D + unit) * D + depth;
     char* to = work.weight + i / 8 * kRowBytes + (piece ^ column % 8) * 16;
-    *reinterpret_cast<uint4*>(to) = unit < D && depth < D ? load_piece(from) : zeros;
+    *reinterpret_cast<uint4*>(to) = unit < D && depth < D ? Piece<IO>::load(from).operand() : zeros;
   });
   Threads::for_each(work.operand_bytes / 16, [&](int64_t i) {
     const int piece = int(i % 8);
     const int64_t s = i / 8 % work.row_capacity, panel = i / 8 / work.row_capacity;
-    const int unit = int(panel % work.panels) * kDepth + piece * 8;
+    const int unit = int(panel % work.panels) * kDepth + piece * kPiece;
     const int64_t head = panel / work.panels;
     uint4 before = zeros;
     const Column column(p, s);
     if (p.initial != nullptr && s < p.S && unit < D && !column.resets(p, 0)) {
-      before = round_piece<IO>(static_cast<const float*>(p.initial) + column.index * ND + head * D +
-                               unit);
+      const int64_t from = column.index * ND + head * D + unit;
+      before = Piece<IO>::round(static_cast<const float*>(p.initial) + from).operand();
     }
     char* to = work.operand + i / 8 * kRowBytes + (piece ^ int(s % 8)) * 16;
     *reinterpret_cast<uint4*>(to) = zeros;

@@ -46,7 +46,7 @@ struct Ring {
 };
 
 // One warp, which copies; its first lane waits and starts the copies. Between them the warp fetches
-// what the cells read of a row of the tile into L2: prefetch(position, row).
+// what the cells read of the tile's rows into L2: prefetch(position, row, part) of a row's kParts.
 template <typename S, typename Prefetch>
 struct Copies {
   const SequenceParams& p;
@@ -71,7 +71,11 @@ struct Copies {
       if (at.t > 0) wait_acquired(at.published, at.t * tiles);
       fence_proxy_async_global();
     }
-    int row = lane;
+    int part = lane;
+    const auto prefetch_next = [&] {
+      if (part < S::kRows * S::kParts) prefetch(at, part / S::kParts, part % S::kParts);
+      part += 32;
+    };
     for (int panel = 0; panel < work.panels; ++panel) {
       if (lane == 0) {
         if (panel >= ahead) start(early, at, panel);
@@ -80,10 +84,9 @@ struct Copies {
       }
       ring.advance();
       __syncwarp();
-      if (row < S::kRows) prefetch(at, row);
-      row += 32;
+      if (panel >= ahead - 1) prefetch_next();  // what the product waits for comes first
     }
-    for (; row < S::kRows; row += 32) prefetch(at, row);
+    while (part < S::kRows * S::kParts) prefetch_next();
   }
 
   // Begins a stage with the weight, which does not wait for the operand.
@@ -96,13 +99,16 @@ struct Copies {
   }
 };
 
-// Fetches a row's units of the tile into L2.
+// Fetches a part of a row's units of the tile into L2.
 template <typename S>
-DEVICE void prefetch_units(const Work& work, const Position<S>& at, const void* from) {
-  constexpr int kSector = 32;
+DEVICE void prefetch_units(const Work& work, const Position<S>& at, const void* from, int part) {
+  constexpr int kSector = 32, kUnits = kSector / S::kIo;
 #pragma unroll
-  for (int i = 0; i < (S::kUnits * 2 + kSector - 1) / kSector; ++i) {
-    if (at.unit0 + i * 16 < work.D) prefetch_l2(static_cast<const char*>(from) + i * kSector);
+  for (int i = 0; i < kPartBytes / kSector; ++i) {
+    const int unit = part * (kPartBytes / S::kIo) + i * kUnits;
+    if (unit < S::kUnits && at.unit0 + unit < work.D) {
+      prefetch_l2(static_cast<const char*>(from) + unit * S::kIo);
+    }
   }
 }
 
@@ -141,7 +147,12 @@ DEVICE void multiply(typename S::Sums& sums, Ring<S>& ring, Turns<S>& turns, int
     for (int k = 0; k < 4; ++k) {  // the depth is padded with zeros
 #pragma unroll
       for (int m = 0; m < S::kBlocks; ++m) {
-        wgmma<typename S::IO>(sums[m], rows.at(m * 64 * kRowBytes).step(k), columns.step(k));
+        const auto left = rows.at(m * 64 * kRowBytes).step(k), right = columns.step(k);
+        if constexpr (S::kIo == 4) {
+          wgmma_tf32(sums[m], left, right);
+        } else {
+          wgmma<typename S::IO>(sums[m], left, right);
+        }
       }
     }
     wgmma_commit();

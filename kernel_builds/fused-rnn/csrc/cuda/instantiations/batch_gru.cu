@@ -2,5 +2,5 @@
 #include "../batch/launch.cuh"
 
 namespace flashcell::cuda {
-FLASHCELL_INSTANTIATE_FORWARD_16(batch, Gru)
+FLASHCELL_INSTANTIATE_FORWARD(batch, Gru)
 }  // namespace flashcell::cuda

@@ -2,5 +2,5 @@
 #include "../batch/launch.cuh"
 
 namespace flashcell::cuda {
-FLASHCELL_INSTANTIATE_FORWARD_16(batch, Lstm)
+FLASHCELL_INSTANTIATE_FORWARD(batch, Lstm)
 }  // namespace flashcell::cuda

@@ -2,5 +2,5 @@
 #include "../batch/launch.cuh"
 
 namespace flashcell::cuda {
-FLASHCELL_INSTANTIATE_FORWARD_16(batch, Slstm)
+FLASHCELL_INSTANTIATE_FORWARD(batch, Slstm)
 }  // namespace flashcell::cuda
