@@ -51,6 +51,20 @@ BATCH = [
     Case(2048, 3, 1, 1152, ("state",)),  # tiles whose state is not kept
     Case(512, 16, 1, 512, ("state",)),  # chosen by the planner
 ]
+# The same for its tiles in fp32, whose panels are 32 elements deep, and whose widths are multiples of 4.
+BATCH_TF32 = [
+    Case(3, 7, 2, 16, MASKS),
+    Case(70, 9, 1, 136, (*MASKS, "clip")),
+    Case(4, 6, 2, 64, ("state", "cu", "reset", "hold")),
+    Case(300, 5, 1, 300, MASKS),
+    Case(600, 3, 3, 384, ("state", "lengths")),
+    Case(128, 5, 1, 768, ("state", "reset")),  # 64 x 16
+    Case(128, 5, 1, 1152, ("state", "lengths")),  # 64 x 24
+    Case(256, 5, 1, 1024, ("state", "hold")),  # 128 x 16
+    Case(1024, 3, 1, 1024, ("state",)),  # 128 x 32
+    Case(1024, 5, 1, 1148, ("state", "lengths", "reset")),  # 128 x 40, the last of 28 units
+    Case(512, 16, 1, 656, ("state",)),  # chosen by the planner
+]
 # Widths of every compiled width, in one block or a cluster; tiles of one, four and more sequences.
 FMA = [
     Case(3, 7, 2, 16, MASKS),

@@ -9,6 +9,7 @@ from flashcell.kernels import fused_rnn as reference
 from numerics import assert_as_accurate, assert_bitwise, assert_close
 from ops.fused_rnn.engine_cases import (
     BATCH,
+    BATCH_TF32,
     BLOCK,
     CLUSTER,
     FMA,
@@ -129,6 +130,27 @@ def test_tf32(fused_rnn, name, case):
         assert_close(f"{name} {case} {key}", got[key].double(), exact[key], 2e-3)
     if name == "rnn_relu":
         assert exact["h"][exact["h"] > 0].min() > 0.5
+
+
+@pytest.mark.parametrize("saves", [True, False], ids=["saves", "saves nothing"])
+@pytest.mark.parametrize("case", BATCH_TF32, ids=str)
+@pytest.mark.parametrize("name", ["lstm", "gru", "slstm"])
+def test_batch_engine_in_tf32(fused_rnn, monkeypatch, name, case, saves):
+    skip_unless_offered(fused_rnn, "batch", name, case, torch.float32, tf32=True)
+    monkeypatch.setenv("FLASHCELL_CUDA_ENGINE", "batch")
+    if saves:
+        got, _, exact = compare(fused_rnn, name, case, torch.float32, precision="tf32")
+    else:
+        call = make(CELLS[name], case, torch.float32)
+        got, exact = (
+            {"h": h, **{f"last[{i}]": s for i, s in enumerate(last)}}
+            for h, last in (
+                fused_rnn.recurrent(name, **call, backend="cuda", precision="tf32"),
+                reference.recurrent(name, **upcast(call)),
+            )
+        )
+    for key in exact:
+        assert_close(f"{name} {case} {key}", got[key].double(), exact[key], 2e-3)
 
 
 def far_from_zero(call):
