@@ -49,6 +49,9 @@ BATCH = [
     Case(1024, 4, 1, 1128, ("state",)),  # a last tile of 8 units
     Case(1024, 4, 1, 1536, ("state", "lengths")),  # warpgroups take turns
     Case(2048, 3, 1, 1152, ("state",)),  # tiles whose state is not kept
+    Case(256, 5, 1, 1024, ("state", "lengths")),  # resident weights
+    Case(100, 6, 1, 1216, (*MASKS, "clip")),  # as wide as they may be
+    Case(100, 4, 1, 1224, ("state",)),  # and wider
     Case(512, 16, 1, 512, ("state",)),  # chosen by the planner
 ]
 # The same for its tiles in fp32, whose panels are 32 elements deep, and whose widths are multiples of 4.

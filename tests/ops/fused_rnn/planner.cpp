@@ -85,15 +85,17 @@ void print_plan(Problem p, const Device& d) {
   if (engine == Engine::kBatch) {
     const batch::Sizes sizes{p.S, p.N, p.D, G, e, keeps};
     const batch::Tile t = batch::tiles(G, e)[batch::best_tile(sizes, d)];
-    const long rows = 64 * t.blocks * (t.turns ? 1 : 2), stage = 128 * (rows + t.units * G);
+    const long rows = 64 * t.blocks * (t.turns ? 1 : 2);
+    const long stage = 128 * (rows + (t.resident ? 0 : t.units * G));
+    const long resident = t.resident ? (p.D * e + 127) / 128 * 128 * t.units * G : 0;
     const long count = p.N * ((p.S + rows - 1) / rows) * ((p.D + t.units - 1) / t.units);
     const long rounds = (count + d.sms - 1) / d.sms;
     print("backward", names[int(select_backward(p, d))]);
     print("tile", rows), print("units", t.units), print("tiles", count);
     print("thread_blocks", (count + rounds - 1) / rounds);
     const long kept = keeps ? (!t.turns ? 1 : t.units > 32 ? 2 : 4) * rows * t.units * 4 : 0;
-    const long stages = std::min(8l, ((225 << 10) - kept) / stage);
-    print("forward.shared_bytes", 1040 + stages * (stage + 16) + kept);
+    const long stages = std::min(8l, ((225 << 10) - kept - resident) / stage);
+    print("forward.shared_bytes", 1056 + stages * (stage + 16) + kept + resident);
   }
   if (engine == Engine::kBlock) {
     const bool turing = d.code.arch < 80;

@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(kThreads, 1) forward_kernel(const
                                                               const __grid_constant__ Work work) {
 #if FLASHCELL_WGMMA_CODE
   extern __shared__ __align__(1024) char memory[];
-  const Ring<S> ring((shared_address(memory) + 1023) / 1024 * 1024);
+  const Ring<S> ring((shared_address(memory) + 1023) / 1024 * 1024, work);
   if (threadIdx.x == 0) Ring<S>(ring).init(), mbarrier_init_fence();
   __syncthreads();
   // The shuffle tells the compiler that it is the same for a whole warp.

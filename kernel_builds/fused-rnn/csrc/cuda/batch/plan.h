@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <limits>
 
 #include "../../params.h"
 #include "../engine.h"
@@ -31,22 +32,33 @@ struct Tile {
   // Whether the two warpgroups take turns with tiles of their own: one multiplies while the other
   // runs cells and waits. Otherwise they have halves of the same tile.
   bool turns;
+  // Whether the weights of the units stay in shared memory. A thread block then has one tile.
+  bool resident = false;
 
   constexpr int warpgroups() const { return turns ? 1 : 2; }  // of a tile
   constexpr int rows() const { return 64 * blocks * warpgroups(); }
-  constexpr int stage_bytes(int gates) const { return (rows() + units * gates) * kRowBytes; }
+  constexpr int stage_bytes(int gates) const {
+    return (rows() + (resident ? 0 : units * gates)) * kRowBytes;
+  }
+  constexpr int resident_bytes(int gates, int panels) const {
+    return resident ? panels * units * gates * kRowBytes : 0;
+  }
   // Tiles of a thread block whose state stays in shared memory, and the bytes of one. What is left
   // holds stages, of which wider tiles need more.
   constexpr int kept_tiles() const { return !turns ? 1 : units > 32 ? 2 : 4; }
   constexpr int state_bytes() const { return rows() * units * int(sizeof(float)); }
   constexpr int kept_bytes(bool keeps) const { return keeps ? kept_tiles() * state_bytes() : 0; }
-  constexpr int stages(int gates, bool keeps) const {
-    return std::min(kMostStages, (kMostShared - kept_bytes(keeps)) / stage_bytes(gates));
+  // `panels` of the depth matter where weights are resident.
+  constexpr int stages(int gates, bool keeps, int panels) const {
+    const int rest = kMostShared - kept_bytes(keeps) - resident_bytes(gates, panels);
+    return std::min(kMostStages, rest / stage_bytes(gates));
   }
-  constexpr int shared_bytes(int gates, bool keeps) const {
-    return 1024 + stages(gates, keeps) * (stage_bytes(gates) + 16) + 16 + kept_bytes(keeps);
+  constexpr int shared_bytes(int gates, bool keeps, int panels) const {
+    return 1024 + stages(gates, keeps, panels) * (stage_bytes(gates) + 16) + 32 +
+           kept_bytes(keeps) + resident_bytes(gates, panels);
   }
 };
+constexpr int kLeastStages = 4;  // where weights are resident: 1216 units of an LSTM at most
 
 // Whether the state of some tiles stays in shared memory: that of cells whose step reads one.
 constexpr bool keeps_state(const CellSizes& cell) { return cell.states - !cell.reads_h == 1; }
@@ -58,7 +70,7 @@ constexpr int kWideUnits = 40;
 constexpr bool saves_wide(int io_bytes) { return io_bytes == 4; }
 struct Tiles {
   int count;
-  Tile list[5];
+  Tile list[6];
 
   constexpr const Tile& operator[](int i) const { return list[i]; }
   constexpr int count_with(bool has_wide) const {
@@ -73,8 +85,13 @@ constexpr Tiles tiles(int gates, int io_bytes) {
     return {5, {turns, {1, 16, false}, {1, 16, true}, {1, 24, true}, wide}};
   }
   const int units = gates > 1 ? 32 : 64;
-  return {gates == 4 ? 5 : 3,
-          {{2, units, true}, {2, units, false}, {1, units, false}, {1, 16, false}, wide}};
+  return {gates == 4 ? 6 : 3,
+          {{2, units, true},
+           {2, units, false},
+           {1, units, false},
+           {1, 16, false},
+           {1, 16, false, true},
+           wide}};
 }
 
 struct Sizes {
@@ -102,17 +119,19 @@ struct Cost {
   double panel, tile, panel_alone, tile_alone;
   double bytes;  // from L2 in a us
 };
-// Of `tiles` in 16 bits, for LSTMs on an H200, without values to save and with them (NOTEBOOK.md,
-// "The batch engine"). A GRU's panels take less.
-constexpr Cost kCosts[2][5] = {{{0.32, 3, 0.44, 4.6, 8.2e6},
+// Of `tiles` in 16 bits, for LSTMs on an H200, without values to save and with them: see
+// NOTEBOOK.md, "The batch engine". A GRU's panels take less.
+constexpr Cost kCosts[2][6] = {{{0.32, 3, 0.44, 4.6, 8.2e6},
                                 {0.58, 8, 0.58, 8, 6.6e6},
                                 {0.42, 3.3, 0.42, 3.3, 7.6e6},
                                 {0.335, 2.25, 0.335, 2.25, 7.6e6},
+                                {0.27, 2.75, 0.27, 2.75, 7.6e6},
                                 {0.41, 3.6, 0.43, 6.3, 8.6e6}},
                                {{0.3, 4.3, 0.42, 5.6, 9.1e6},
                                 {0.54, 8.1, 0.54, 8.1, 6.0e6},
                                 {0.41, 4.6, 0.41, 4.6, 6.3e6},
                                 {0.3, 3.1, 0.3, 3.1, 6.6e6},
+                                {0.3, 3.05, 0.3, 3.05, 6.6e6},
                                 {}}};
 
 // The same in fp32, of an LSTM and of a GRU.
@@ -144,6 +163,9 @@ constexpr double step_us(int index, const Sizes& z, const Device& device) {
   const Cost cost = cost_of(index, z);
   const double rounds = double(divide_up(count_tiles(tile, z), device.sms));
   const double panels = double(panels_of(z.D, z.io_bytes)), gates = double(z.gates) / 4;
+  if (tile.resident && (rounds > 1 || tile.stages(z.gates, z.keeps, int(panels)) < kLeastStages)) {
+    return std::numeric_limits<double>::infinity();
+  }
   const double depth = z.io_bytes == 2 ? panels * (0.3 + 0.7 * gates) : panels;
   const bool alone = tile.turns && rounds == 1;
   const double us = rounds * ((alone ? cost.panel_alone : cost.panel) * depth +
@@ -202,6 +224,7 @@ constexpr bool is_faster(const Sizes& z, int64_t T, Engine other, const Device& 
 struct Work {
   int D, N, unit_tiles, row_tiles;
   int panels;             // of the depth
+  int stages;             // where weights are resident
   bool has_initial;       // whether the first step has a product
   int64_t row_capacity;   // rows of a panel of h: S rounded up to whole tiles
   int64_t operand_bytes;  // of one buffer of h
@@ -215,7 +238,7 @@ struct Work {
        void* scratch) {
     D = int(p.D), N = int(p.N), has_initial = false;
     unit_tiles = int(divide_up(p.D, tile.units)), row_tiles = int(divide_up(p.S, tile.rows()));
-    panels = int(panels_of(p.D, io_bytes));
+    panels = int(panels_of(p.D, io_bytes)), stages = 0;
     row_capacity = int64_t(row_tiles) * tile.rows();
     operand_bytes = int64_t(N) * panels * row_capacity * kRowBytes;
     const auto next = [](int64_t size) { return (size + 255) / 256 * 256; };

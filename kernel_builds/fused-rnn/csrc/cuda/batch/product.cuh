@@ -8,36 +8,46 @@
 
 namespace flashcell::cuda::batch {
 
-// A position in the ring. A stage holds the rows of the operand, then those of the weight; `full`
-// and `empty` are its barriers. Behind the stages lie the states that stay in shared memory.
+// A position in the ring. A stage holds the rows of the operand, then those of the weight, if they
+// are not resident; `full` and `empty` are its barriers. Behind the stages lie the states that stay
+// in shared memory, and before them resident weights.
 template <typename S>
 struct Ring {
-  static constexpr int kBytes = (S::kRows + S::kColumns) * kRowBytes, kStages = S::kStages;
+  static constexpr int kBytes = S::kTile.stage_bytes(S::G);
+  static constexpr int kPanelBytes = S::kColumns * kRowBytes;  // of the weight
   uint32_t memory;
+  int stages;
   int index = 0, round = 0;
 
-  DEVICE explicit Ring(uint32_t memory) : memory(memory) {}
+  DEVICE Ring(uint32_t memory, const Work& work)
+      : memory(S::kResident ? memory + work.panels * kPanelBytes : memory),
+        stages(S::kResident ? work.stages : S::kStages) {}
+  DEVICE int count() const { return S::kResident ? stages : S::kStages; }
   DEVICE uint32_t rows() const { return memory + index * kBytes; }
-  DEVICE uint32_t columns() const { return rows() + S::kRows * kRowBytes; }
-  DEVICE uint32_t states() const { return memory + kStages * kBytes; }
+  DEVICE uint32_t columns(int panel, int panels) const {
+    return S::kResident ? memory - (panels - panel) * kPanelBytes : rows() + S::kRows * kRowBytes;
+  }
+  DEVICE uint32_t states() const { return memory + count() * kBytes; }
   DEVICE uint32_t full() const { return states() + S::kKeptBytes + index * 16; }
   DEVICE uint32_t empty() const { return full() + 8; }
   // The barrier at which a warpgroup waits for its turn.
   DEVICE uint32_t turn(int warpgroup) const {
-    return states() + S::kKeptBytes + kStages * 16 + warpgroup * 8;
+    return states() + S::kKeptBytes + count() * 16 + warpgroup * 8;
   }
+  DEVICE uint32_t resident() const { return turn(2); }  // the barrier of resident weights
   DEVICE void init() {
+    mbarrier_init(resident(), 1);
     for (int i = 0; i < 2; ++i) mbarrier_init(turn(i), kWarpgroup / 32);
-    for (; index < kStages; ++index) {
+    for (; index < count(); ++index) {
       mbarrier_init(full(), 1), mbarrier_init(empty(), S::kWarpgroups * kWarpgroup / 32);
     }
   }
   DEVICE void advance() {
-    if (++index == kStages) index = 0, ++round;
+    if (++index == count()) index = 0, ++round;
   }
-  DEVICE void skip(int stages) {
-    index += stages;
-    round += index / kStages, index %= kStages;
+  DEVICE void skip(int panels) {
+    index += panels;
+    round += index / count(), index %= count();
   }
   DEVICE void release() const {  // reports that the warp has finished with the stage
     __syncwarp();
@@ -55,15 +65,29 @@ struct Copies {
   Prefetch prefetch;
 
   DEVICE void run() {
+    if constexpr (S::kResident) load_weights();
     for_positions<S>(p, work, [&](const Position<S>& at) {
       if (at.has_product(work)) copy(at);
     });
+    // No copy may be running when the block ends; a tile without a product has not waited for it.
+    if (S::kResident && threadIdx.x % 32 == 0) mbarrier_wait(ring.resident(), 0);
+  }
+
+  DEVICE void load_weights() const {
+    const Position<S> at(p, work, 0, blockIdx.x);  // by the whole warp
+    if (threadIdx.x % 32 != 0) return;
+    constexpr int kBytes = Ring<S>::kPanelBytes;
+    mbarrier_arrive_expect_tx(ring.resident(), work.panels * kBytes);
+    for (int panel = 0; panel < work.panels; ++panel) {
+      bulk_copy(ring.columns(panel, work.panels), at.weight + int64_t(panel) * kBytes, kBytes,
+                ring.resident());
+    }
   }
 
   DEVICE void copy(const Position<S>& at) {
     const int lane = threadIdx.x % 32;
     const char* operand = at.operand(work, at.t + 1);  // of step t - 1, with the same parity
-    const int ahead = min(S::kStages, work.panels);
+    const int ahead = min(ring.count(), work.panels);
     Ring<S> early = ring;
     if (lane == 0) {
       for (int panel = 0; panel < ahead; ++panel) start(early, at, panel);
@@ -91,10 +115,13 @@ struct Copies {
 
   // Begins a stage with the weight, which does not wait for the operand.
   DEVICE void start(Ring<S>& stage, const Position<S>& at, int panel) const {
-    constexpr int kBytes = S::kColumns * kRowBytes;
+    constexpr int kBytes = Ring<S>::kPanelBytes;
     mbarrier_wait(stage.empty(), stage.round - 1);
     mbarrier_arrive_expect_tx(stage.full(), Ring<S>::kBytes);
-    bulk_copy(stage.columns(), at.weight + int64_t(panel) * kBytes, kBytes, stage.full());
+    if constexpr (!S::kResident) {
+      bulk_copy(stage.columns(panel, work.panels), at.weight + int64_t(panel) * kBytes, kBytes,
+                stage.full());
+    }
     stage.advance();
   }
 };
@@ -136,12 +163,14 @@ struct Turns {
 template <typename S>
 DEVICE void multiply(typename S::Sums& sums, Ring<S>& ring, Turns<S>& turns, int panels) {
   turns.wait();
+  if (S::kResident && panels > 0) mbarrier_wait(ring.resident(), 0);
   const int own = Position<S>::own_blocks() * 64 * kRowBytes;
   wgmma_fence(sums[0], sums[S::kBlocks - 1]);
   Ring<S> before = ring;
   for (int panel = 0; panel < panels; ++panel) {
     mbarrier_wait(ring.full(), ring.round);
-    const SharedOperand<Major::kDepth> rows(ring.rows() + own), columns(ring.columns());
+    const SharedOperand<Major::kDepth> rows(ring.rows() + own);
+    const SharedOperand<Major::kDepth> columns(ring.columns(panel, panels));
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < 4; ++k) {  // the depth is padded with zeros
