@@ -120,6 +120,7 @@ TINY = {
     "batch": [
         Case(3, 3, 2, 40, MASKS),
         Case(130, 3, 1, 136, ("state",)),
+        Case(2100, 2, 1, 264, MASKS),  # larger tiles
     ],
     "fma": [
         *(Case(1, 3, 1, D, MASKS) for D in (16, 48, 96)),

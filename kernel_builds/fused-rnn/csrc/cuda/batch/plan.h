@@ -63,7 +63,7 @@ constexpr int kLeastStages = 4;  // where weights are resident: 1216 units of an
 // Whether the state of some tiles stays in shared memory: that of cells whose step reads one.
 constexpr bool keeps_state(const CellSizes& cell) { return cell.states - !cell.reads_h == 1; }
 
-// The tiles that are compiled for a cell of so many gates; none for cells of one gate in fp32. The
+// The tiles that are compiled for a cell of so many gates; in fp32 of three and four alone. The
 // last one, of kWideUnits units, is for cells whose state stays in shared memory, and in 16 bits
 // for passes that save nothing: in others it is slower.
 constexpr int kWideUnits = 40;
@@ -80,9 +80,9 @@ struct Tiles {
 constexpr Tiles tiles(int gates, int io_bytes) {
   const Tile turns{2, 32, true}, wide{2, kWideUnits, true};
   if (io_bytes == 4) {
-    if (gates == 1) return {};
     if (gates == 3) return {4, {turns, {1, 32, false}, {1, 32, true}, wide}};
-    return {5, {turns, {1, 16, false}, {1, 16, true}, {1, 24, true}, wide}};
+    if (gates == 4) return {5, {turns, {1, 16, false}, {1, 16, true}, {1, 24, true}, wide}};
+    return {};
   }
   const int units = gates > 1 ? 32 : 64;
   return {gates == 4 ? 6 : 3,
@@ -188,9 +188,10 @@ constexpr std::array<Limit, 3> limits(const Sizes& z, const Device& device) {
   constexpr int64_t kMostElements = (int64_t(1) << 30) - 1;  // offsets in a state fit in 32 bits
   const bool overflows = z.S * z.N > kMostElements / z.D;
   const int64_t elements = overflows ? kMostElements + 1 : z.S * z.N * z.D;
-  return {{{"instructions of code for 9.0a", !device.code.sm_90a, 0, ""},
-           {"fp32 of a cell of one gate", z.io_bytes == 4 && z.gates == 1, 0, ""},
-           {"a state", elements, kMostElements, "elements"}}};
+  return {
+      {{"instructions of code for 9.0a", !device.code.sm_90a, 0, ""},
+       {"fp32 of a cell of other than 3 or 4 gates", tiles(z.gates, z.io_bytes).count == 0, 0, ""},
+       {"a state", elements, kMostElements, "elements"}}};
 }
 
 // The same for the engines that would run the call otherwise. In one pass the grid engine runs 64

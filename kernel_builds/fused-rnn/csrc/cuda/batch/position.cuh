@@ -74,10 +74,12 @@ struct Position {
   DEVICE static int64_t panel_bytes(const Work& work) { return work.row_capacity * kRowBytes; }
 };
 
+DEVICE int tile_count(const Work& work) { return work.N * work.row_tiles * work.unit_tiles; }
+
 // Calls body(position) for every tile of the block, step after step.
 template <typename S, typename Body>
 DEVICE void for_positions(const SequenceParams& p, const Work& work, Body body) {
-  const int tiles = work.N * work.row_tiles * work.unit_tiles;
+  const int tiles = tile_count(work);
   for (int t = 0; t < p.T; ++t) {
     for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
       body(Position<S>(p, work, t, tile));

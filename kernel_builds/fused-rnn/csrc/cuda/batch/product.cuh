@@ -100,6 +100,10 @@ struct Copies {
       if (part < S::kRows * S::kParts) prefetch(at, part / S::kParts, part % S::kParts);
       part += 32;
     };
+    // The product of a block's only tile waits for these copies, so they come first. With several
+    // tiles another tile's product runs now, and later copies must not wait for the fetches.
+    const bool alone = tile_count(work) <= int(gridDim.x);
+    const int first = alone ? ahead - 1 : 0, parts = alone ? 1 : S::kParts;
     for (int panel = 0; panel < work.panels; ++panel) {
       if (lane == 0) {
         if (panel >= ahead) start(early, at, panel);
@@ -108,7 +112,7 @@ struct Copies {
       }
       ring.advance();
       __syncwarp();
-      if (panel >= ahead - 1) prefetch_next();  // what the product waits for comes first
+      for (int i = 0; panel >= first && i < parts; ++i) prefetch_next();
     }
     while (part < S::kRows * S::kParts) prefetch_next();
   }
