@@ -76,8 +76,9 @@ def test_a_call_by_its_name(device):
     for call in draw.draw(5, 50, device):
         assert draw.Call.parse(str(call)) == call
     for name in ("", "lstm B1 T2 H3 bf16", "lstm B1 T0 H3 bf16 training", "lstm T1 B1 H1 bf16 training",
-                 "gru B1 T1 H1 fp64 training", "net B1 T1 H1 bf16 training"):  # fmt: skip
-        with pytest.raises(ValueError, match="must be a net, B, T, H, a precision and a mode"):
+                 "gru B1 T1 H1 fp64 training", "net B1 T1 H1 bf16 training",
+                 "lstm-cell B1 T2 H3 bf16 training"):  # fmt: skip
+        with pytest.raises(ValueError, match=r"of a cell 1.*a precision and a mode"):
             draw.Call.parse(name)
 
 
@@ -87,6 +88,7 @@ def test_a_call_by_its_name(device):
         (["--call", "lstm"], "--call 'lstm' must be a net"),
         (["--call", "lstm B1 T1 H1 fp32 training", "--append"], "--append and --folder must not"),
         (["--graph", "--device", "cpu"], "--graph needs --device cuda"),
+        (["--graph", "--call", "gru B1 T9 H1 fp32 inference"], "--graph times inference of lstm"),
     ],
 )
 def test_calls_that_are_refused(run, capsys, arguments, said):

@@ -165,7 +165,7 @@ def kill_under_load(one: Replicated, prompt: str, want: str, kill: int) -> dict[
     assert replicas
     with ThreadPoolExecutor(4) as threads:
         begun = [threading.Event() for _ in range(4)]
-        streams = [
+        streams = [  # of so many tokens that they still run at the kill
             threads.submit(
                 one.stream, event, prompt=f"def f{kill}_{number}(): # " * 9, max_tokens=4000
             )

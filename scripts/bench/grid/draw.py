@@ -69,9 +69,12 @@ class Call(NamedTuple):
             call = None
         known = call is not None and call.net in NETS and call.precision in DTYPES
         if not known or call.mode not in MODES or str(call) != name or min(call[1:4]) < 1:
+            call = None
+        if call is None or (call.net in CELLS and call.steps > 1):
             raise ValueError(
-                f"{name!r} must be a net, B, T, H, a precision and a mode, such as "
-                '"lstm B16 T100 H256 bf16 training"'
+                f"{name!r} must be a net, B, T (of a cell 1), H, a precision and a mode, such as "
+                f'"lstm B16 T100 H256 bf16 training". Nets are {", ".join(NETS)}; precisions '
+                f"{', '.join(DTYPES)}; modes {', '.join(MODES)}"
             )
         return call
 

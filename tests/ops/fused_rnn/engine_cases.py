@@ -50,6 +50,11 @@ BATCH = [
     Case(1024, 4, 1, 1536, ("state", "lengths")),  # warpgroups take turns
     Case(2048, 3, 1, 1152, ("state",)),  # tiles whose state is not kept
     Case(256, 5, 1, 1024, ("state", "lengths")),  # resident weights
+    Case(256, 5, 1, 1024, ()),
+    Case(1024, 3, 1, 1152, ("lengths",)),
+    Case(512, 3, 1, 1024, ("state",)),  # 128 x 32, where warpgroups take turns
+    Case(4, 9, 2, 64, ("state", "cu")),
+    Case(4, 9, 2, 64, ("state", "cu", "reset")),
     Case(100, 6, 1, 1216, (*MASKS, "clip")),  # as wide as they may be
     Case(100, 4, 1, 1224, ("state",)),  # and wider
     Case(512, 16, 1, 512, ("state",)),  # chosen by the planner
@@ -64,6 +69,10 @@ BATCH_TF32 = [
     Case(128, 5, 1, 768, ("state", "reset")),  # 64 x 16
     Case(128, 5, 1, 1152, ("state", "lengths")),  # 64 x 24
     Case(256, 5, 1, 1024, ("state", "hold")),  # 128 x 16
+    Case(256, 5, 1, 1024, ()),
+    Case(1024, 3, 1, 1152, ("lengths",)),
+    Case(4, 9, 2, 64, ("state", "cu")),
+    Case(4, 9, 2, 64, ("state", "cu", "reset")),
     Case(1024, 3, 1, 1024, ("state",)),  # 128 x 32
     Case(1024, 5, 1, 1148, ("state", "lengths", "reset")),  # 128 x 40, the last of 28 units
     Case(512, 16, 1, 656, ("state",)),  # chosen by the planner

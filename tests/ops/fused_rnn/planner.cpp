@@ -67,8 +67,8 @@ void print_plan(Problem p, const Device& d) {
   const long blocks = (p.D + own_units - 1) / own_units;
   const bool fma = e == 4 && p.T > 1 && p.D % 4 == 0 && p.D <= 256;
   if (fma && (blocks == 1 || d.code.arch >= 90)) runs += ",fma";
-  const bool rounds = e == 2 || (p.tf32 && d.code.arch >= 80 && G > 1);
-  const bool batch = rounds && p.T > 1 && p.D * e % 16 == 0 && d.code.sm_90a;
+  const bool multiplies = e == 2 || (p.tf32 && d.code.arch >= 80 && (G == 3 || G == 4));
+  const bool batch = multiplies && p.T > 1 && p.D * e % 16 == 0 && d.code.sm_90a;
   print("runs", runs + (batch && p.S * p.N * p.D < 1l << 30 ? ",batch" : ""));
   constexpr CellSizes sizes = kSizesOf<Cell>;
   if (engine == Engine::kFma) {

@@ -52,7 +52,8 @@ DEVICE Coarse tanh(Coarse x) {
   return y;
 }
 DEVICE Coarse sigmoid(Coarse x) { return fmaf(0.5f, tanh(Coarse(0.5f * x.v)).v, 0.5f); }
-// One instruction each: results below 2^-126 become 0.
+
+// One instruction each; results below 2^-126 become 0.
 DEVICE float fast_exp2(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -5,7 +5,7 @@
 
 namespace flashcell::cuda::batch {
 
-// N elements of a type of kBytes as one access.
+// A type of kBytes, for one access of several elements.
 template <int kBytes>
 struct WordsOf;
 template <>
@@ -74,7 +74,8 @@ struct Cells {
     bool runs, zeros, ends;
     bool clears;  // the next step resets: the states after this one are 0
   };
-  using Quad = uint32_t[kIo];  // four units in the I/O type, or the first two
+  // The words of four units in the I/O type, of kIo bytes each, or of the first two.
+  using Quad = uint32_t[kIo];
   DEVICE static float2 floats_of(const Quad& words, int pair) {
     Pair<IO> both;
 #pragma unroll
@@ -170,8 +171,9 @@ struct Cells {
   DEVICE bool inside() const {  // whether the lane's units of this group exist
     return at.unit0 + unit_of<group>() < work.D;
   }
-  // Where the lane's state of a group is kept. In every other row the groups lie otherwise, so that
-  // two rows share no bank: of 32 units they change places, of 40 the last group comes first.
+  // Where the lane's state of a group is kept. So that two rows share no bank, the groups lie
+  // otherwise in every other row: of 32 and 64 units they change places, of 40 the last comes
+  // first.
   template <int group>
   DEVICE uint32_t kept(const Row& row) const {
     constexpr int U = S::template kOfLane<group>;

@@ -1,7 +1,8 @@
 // Decides whether the batch engine runs a call, and with which tiles.
 //
 // A thread block computes tiles of sequences by hidden units: a matrix product over the whole depth
-// D, then the cells. It reads (sequences + G units) D elements from L2 for a tile.
+// D, then the cells. It reads (sequences + G units) D elements from L2 for a tile at every step, or
+// sequences D where the weights stay in shared memory.
 #pragma once
 #include <algorithm>
 #include <array>
@@ -63,9 +64,10 @@ constexpr int kLeastStages = 4;  // where weights are resident: 1216 units of an
 // Whether the state of some tiles stays in shared memory: that of cells whose step reads one.
 constexpr bool keeps_state(const CellSizes& cell) { return cell.states - !cell.reads_h == 1; }
 
-// The tiles that are compiled for a cell of so many gates; in fp32 of three and four alone. The
-// last one, of kWideUnits units, is for cells whose state stays in shared memory, and in 16 bits
-// for passes that save nothing: in others it is slower.
+// The tiles that are compiled for a cell of so many gates: the first `count` of `list`; in fp32
+// only of three and four gates. Where the last one has kWideUnits units, it is for cells whose
+// state stays in shared memory, and in 16 bits for passes that save nothing: in others it is
+// slower.
 constexpr int kWideUnits = 40;
 constexpr bool saves_wide(int io_bytes) { return io_bytes == 4; }
 struct Tiles {
@@ -125,13 +127,13 @@ constexpr Cost kCosts[2][6] = {{{0.32, 3, 0.44, 4.6, 8.2e6},
                                 {0.58, 8, 0.58, 8, 6.6e6},
                                 {0.42, 3.3, 0.42, 3.3, 7.6e6},
                                 {0.335, 2.25, 0.335, 2.25, 7.6e6},
-                                {0.27, 2.75, 0.27, 2.75, 7.6e6},
-                                {0.41, 3.6, 0.43, 6.3, 8.6e6}},
+                                {0.335, 1.95, 0.335, 1.95, 7.6e6},
+                                {0.43, 4.7, 0.59, 5.4, 8.6e6}},
                                {{0.3, 4.3, 0.42, 5.6, 9.1e6},
                                 {0.54, 8.1, 0.54, 8.1, 6.0e6},
                                 {0.41, 4.6, 0.41, 4.6, 6.3e6},
                                 {0.3, 3.1, 0.3, 3.1, 6.6e6},
-                                {0.3, 3.05, 0.3, 3.05, 6.6e6},
+                                {0.385, 2.05, 0.385, 2.05, 6.6e6},
                                 {}}};
 
 // The same in fp32, of an LSTM and of a GRU.
@@ -209,9 +211,9 @@ constexpr double gemm_us(const Sizes& z) {
   return 8 + product / 700e6 + std::max(0.0, large) * 3.1;
 }
 
-// Whether this engine is faster than `other`, which runs the call otherwise. The weights of wider
-// heads do not stay in L2; narrower ones are faster in clusters; short calls and cells of one gate
-// were not measured.
+// Whether this engine is faster than `other`, which runs the call otherwise, by more than the costs
+// are wrong. The weights of wider heads do not stay in L2; narrower ones are faster in clusters;
+// short calls and cells of one or two gates were not measured.
 constexpr bool is_faster(const Sizes& z, int64_t T, Engine other, const Device& device) {
   const int64_t weights = z.D * z.D * z.N * z.gates;
   if (T < 16 || z.D <= 256 || weights > 40'000'000 / z.io_bytes || z.gates < 3) return false;

@@ -9,8 +9,8 @@
 namespace flashcell::cuda::gemm {
 
 // Adds this step's bias gradients, summed over the sequences of the thread block, to the block's
-// row of dbias_partial. It is loaded early, while the block waits for the product; the last time
-// step, which runs first, begins with 0.
+// row of dbias_partial. The row is loaded early, while the block waits for the product; the last
+// time step, which runs first, begins with 0.
 template <typename Cell>
 struct BiasGradient {
   static constexpr int kUnits = kQuads * kQuad, kThreads = kSequences * kQuads;
@@ -44,6 +44,7 @@ struct BiasGradient {
   }
 };
 
+// As many thread blocks run on an SM as without the row's elements, which are loaded early.
 template <typename Cell, typename IO, typename V>
 __global__ void __launch_bounds__(kSequences* kQuads, Cell::kStates > 2 ? 3 : 4)
 backward_cells_kernel(const __grid_constant__ BackwardParams p, const Step step) {
