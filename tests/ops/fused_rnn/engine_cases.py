@@ -35,6 +35,15 @@ GEMM = [
     Case(64, 5, 1, 1152, ()),
     Case(200, 4, 2, 264, ("state", "lengths")),  # two tiles of sequences
 ]
+# Sequences and units for which the planner takes each kind of tile of the batch engine, of all cells
+# in 16 bits and in TF32.
+TILES = [
+    (64, 1152), (200, 1536), (200, 896), (384, 1536), (200, 1152), (640, 1152), (1300, 1312), (4096, 264),
+]  # fmt: skip
+_TILED = [
+    Case(B, 3, 1, D, options)
+    for (B, D), options in zip(TILES, [("state", "lengths"), MASKS, (), ("hold",)] * 2, strict=True)
+]
 # One tile of sequences and several, the last with fewer; units that do not fill their tiles; a depth
 # that ends within a panel of 64; a block with one tile, and with several.
 BATCH = [
@@ -42,21 +51,13 @@ BATCH = [
     Case(70, 9, 1, 136, (*MASKS, "clip")),
     Case(140, 6, 2, 200, ("state",)),
     Case(4, 6, 2, 64, ("state", "cu", "reset", "hold")),
+    Case(4, 9, 2, 64, ("state", "cu")),
     Case(300, 4, 1, 264, MASKS),
     Case(600, 3, 3, 384, ("state", "lengths")),
-    Case(1024, 3, 1, 1152, ("hold",)),
     Case(1024, 4, 1, 1152, ("state", "lengths", "reset")),  # states kept; a last tile of 32 units
     Case(1024, 4, 1, 1128, ("state",)),  # a last tile of 8 units
-    Case(1024, 4, 1, 1536, ("state", "lengths")),  # warpgroups take turns
     Case(2048, 3, 1, 1152, ("state",)),  # tiles whose state is not kept
-    Case(256, 5, 1, 1024, ("state", "lengths")),  # resident weights
-    Case(256, 5, 1, 1024, ()),
-    Case(1024, 3, 1, 1152, ("lengths",)),
-    Case(512, 3, 1, 1024, ("state",)),  # 128 x 32, where warpgroups take turns
-    Case(4, 9, 2, 64, ("state", "cu")),
-    Case(4, 9, 2, 64, ("state", "cu", "reset")),
-    Case(100, 6, 1, 1216, (*MASKS, "clip")),  # as wide as they may be
-    Case(100, 4, 1, 1224, ("state",)),  # and wider
+    *_TILED,
     Case(512, 16, 1, 512, ("state",)),  # chosen by the planner
 ]
 # The same for its tiles in fp32, whose panels are 32 elements deep, and whose widths are multiples of 4.
@@ -64,17 +65,11 @@ BATCH_TF32 = [
     Case(3, 7, 2, 16, MASKS),
     Case(70, 9, 1, 136, (*MASKS, "clip")),
     Case(4, 6, 2, 64, ("state", "cu", "reset", "hold")),
+    Case(4, 9, 2, 64, ("state", "cu")),
     Case(300, 5, 1, 300, MASKS),
     Case(600, 3, 3, 384, ("state", "lengths")),
-    Case(128, 5, 1, 768, ("state", "reset")),  # 64 x 16
-    Case(128, 5, 1, 1152, ("state", "lengths")),  # 64 x 24
-    Case(256, 5, 1, 1024, ("state", "hold")),  # 128 x 16
-    Case(256, 5, 1, 1024, ()),
-    Case(1024, 3, 1, 1152, ("lengths",)),
-    Case(4, 9, 2, 64, ("state", "cu")),
-    Case(4, 9, 2, 64, ("state", "cu", "reset")),
-    Case(1024, 3, 1, 1024, ("state",)),  # 128 x 32
     Case(1024, 5, 1, 1148, ("state", "lengths", "reset")),  # 128 x 40, the last of 28 units
+    *_TILED,
     Case(512, 16, 1, 656, ("state",)),  # chosen by the planner
 ]
 # Widths of every compiled width, in one block or a cluster; tiles of one, four and more sequences.

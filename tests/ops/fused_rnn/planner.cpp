@@ -67,7 +67,7 @@ void print_plan(Problem p, const Device& d) {
   const long blocks = (p.D + own_units - 1) / own_units;
   const bool fma = e == 4 && p.T > 1 && p.D % 4 == 0 && p.D <= 256;
   if (fma && (blocks == 1 || d.code.arch >= 90)) runs += ",fma";
-  const bool multiplies = e == 2 || (p.tf32 && d.code.arch >= 80 && (G == 3 || G == 4));
+  const bool multiplies = e == 2 || (p.tf32 && d.code.arch >= 80);
   const bool batch = multiplies && p.T > 1 && p.D * e % 16 == 0 && d.code.sm_90a;
   print("runs", runs + (batch && p.S * p.N * p.D < 1l << 30 ? ",batch" : ""));
   constexpr CellSizes sizes = kSizesOf<Cell>;
@@ -86,16 +86,16 @@ void print_plan(Problem p, const Device& d) {
     const batch::Sizes sizes{p.S, p.N, p.D, G, e, keeps};
     const batch::Tile t = batch::tiles(G, e)[batch::best_tile(sizes, d)];
     const long rows = 64 * t.blocks * (t.turns ? 1 : 2);
-    const long stage = 128 * (rows + (t.resident ? 0 : t.units * G));
-    const long resident = t.resident ? (p.D * e + 127) / 128 * 128 * t.units * G : 0;
+    const long stage = 128 * (rows + t.units * G);
     const long count = p.N * ((p.S + rows - 1) / rows) * ((p.D + t.units - 1) / t.units);
     const long rounds = (count + d.sms - 1) / d.sms;
     print("backward", names[int(select_backward(p, d))]);
-    print("tile", rows), print("units", t.units), print("tiles", count);
+    print("tile", rows), print("units", t.units);
+    print("takes_turns", t.turns ? "yes" : "no"), print("tiles", count);
     print("thread_blocks", (count + rounds - 1) / rounds);
     const long kept = keeps ? (!t.turns ? 1 : t.units > 32 ? 2 : 4) * rows * t.units * 4 : 0;
-    const long stages = std::min(8l, ((225 << 10) - kept - resident) / stage);
-    print("forward.shared_bytes", 1056 + stages * (stage + 16) + kept + resident);
+    const long stages = std::min(8l, ((225 << 10) - kept) / stage);
+    print("forward.shared_bytes", 1040 + stages * (stage + 16) + kept);
   }
   if (engine == Engine::kBlock) {
     const bool turing = d.code.arch < 80;

@@ -134,14 +134,14 @@ def test_tf32(fused_rnn, name, case):
 
 @pytest.mark.parametrize("saves", [True, False], ids=["saves", "saves nothing"])
 @pytest.mark.parametrize("case", BATCH_TF32, ids=str)
-@pytest.mark.parametrize("name", ["lstm", "gru", "slstm"])
 def test_batch_engine_in_tf32(fused_rnn, monkeypatch, name, case, saves):
     skip_unless_offered(fused_rnn, "batch", name, case, torch.float32, tf32=True)
     monkeypatch.setenv("FLASHCELL_CUDA_ENGINE", "batch")
+    change = far_from_zero if name == "rnn_relu" else dict
     if saves:
-        got, _, exact = compare(fused_rnn, name, case, torch.float32, precision="tf32")
+        got, _, exact = compare(fused_rnn, name, case, torch.float32, change, precision="tf32")
     else:
-        call = make(CELLS[name], case, torch.float32)
+        call = change(make(CELLS[name], case, torch.float32))
         got, exact = (
             {"h": h, **{f"last[{i}]": s for i, s in enumerate(last)}}
             for h, last in (

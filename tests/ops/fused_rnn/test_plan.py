@@ -12,6 +12,7 @@ from flashcell.kernels import fused_rnn as reference
 from flashcell.kernels.fused_rnn.cells import CELLS
 from flashcell.kernels.fused_rnn.devices import DEVICES, Device, find_device, with_code
 from flashcell.kernels.fused_rnn.explain import Limit, explain_with
+from ops.fused_rnn.engine_cases import TILES
 
 BUILDS = Path(__file__).resolve().parents[3] / "kernel_builds"
 H200, B200, RTX_5090 = (find_device(name) for name in ("H200", "B200", "RTX 5090"))
@@ -25,7 +26,7 @@ FOREIGN = (  # GPUs with a library that has no code of its own for them
 WIDTHS = (1, 7, 8, 32, 60, 64, 65, 72, 128, 136, 256, 320, 512)
 WIDTHS += (768, 1024, 1312, 1408, 2048, 2112, 2304)
 ALL = ("engine", "runs", "instead_of", "tile", "thread_blocks", "width", "clusters", "members")
-ALL += ("units", "backward", "tiles")
+ALL += ("units", "backward", "tiles", "takes_turns")
 ALL_PASSES = ("threads", "shared_bytes", "units", "warps", "split", "tile", "members", "launches")
 ALL_PASSES += ("heads", "groups", "tiles", "chunks_held", "chunks_shared")
 
@@ -138,7 +139,7 @@ def test_it_names_engine_and_binding_limit(fused_rnn):
     assert "2 clusters of 7 thread blocks" in str(explain_plan("lstm", 1, 200, 2, "float32", 90))
     large = explain_plan("lstm", 1, 1152, 1024, "bfloat16", "H100")
     assert (large.engine, large.fields["instead_of"]) == ("batch", "gemm")
-    assert "232 of 128 sequences x 40 units" in str(large)
+    assert "232 of 128 sequences x 40 units, two at a time in a thread block" in str(large)
     assert "backward pass: gemm engine" in str(large)
     assert explain_plan("lstm", 1, 1152, 1024, "bfloat16", "A100").engine == "gemm"
     assert explain_plan("lstm", 1, 1152, 1024, "float32", "H100").engine == "gemm"
@@ -149,8 +150,8 @@ def test_it_names_engine_and_binding_limit(fused_rnn):
     assert (tf32.engine, tf32.fields["units"]) == ("batch", "32")
     few = explain_plan("lstm", 1, 1024, 256, "float32", "H100", precision="tf32")
     assert (few.engine, few.fields["tile"], few.fields["units"]) == ("batch", "128", "16")
-    tf32 = explain_plan("rnn_tanh", 1, 1152, 1024, "float32", "H100", precision="tf32")
-    assert (tf32.engine, tf32.engines) == ("gemm", ("grid", "step", "gemm"))
+    elman = explain_plan("rnn_tanh", 1, 1152, 1024, "float32", "H100", precision="tf32")
+    assert (elman.engine, elman.fields["instead_of"]) == ("batch", "gemm")
     old = explain_plan("lstm", 1, 200, 2, "float32", "A100")
     assert (old.engine, old.refused[-1].name) == ("step", "thread blocks of a cluster")
     wide = explain_plan("lstm", 1, 260, 2, "float32", 90)
@@ -272,3 +273,21 @@ def test_the_guides_table_of_engines(fused_rnn):
             for engine, said in zip(("block", "cluster", "grid"), cells, strict=True):
                 both = f"{half.get(engine, '-')} ({tf32.get(engine, '-')})"
                 assert said == both.replace("- (-)", "-"), (gpu, engine)
+
+
+def test_every_kind_of_tile_is_tested(fused_rnn):
+    """Each kind of tile that the batch engine takes for some size, it takes for a size in TILES."""
+
+    def kinds(sizes):
+        found = set()
+        for cell, dtype in product(CELLS, ("bfloat16", "float32")):
+            for B, D in sizes:
+                plan = fused_rnn.explain_plan(cell, 1, D, B, dtype, "H200", precision="tf32")
+                tile = [plan.fields.get(key) for key in ("tile", "units", "takes_turns")]
+                if plan.engine == "batch":
+                    found.add((cell, dtype, *tile))
+        return found
+
+    widths = (264, 304, 512, 656, 896, 1024, 1152, 1312, 1536)
+    batches = (64, 200, 320, 512, 640, 768, 1024, 1300, 2048, 4096)
+    assert kinds(TILES) == kinds(list(product(batches, widths)))

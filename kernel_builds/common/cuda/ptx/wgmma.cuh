@@ -22,6 +22,7 @@ namespace flashcell::cuda {
 #define FLASHCELL_TEN(t) \
   "%" t "0, %" t "1, %" t "2, %" t "3, %" t "4, %" t "5, %" t "6, %" t "7, %" t "8, %" t "9, "
 #define FLASHCELL_LIST_8 "%0, %1, %2, %3"
+#define FLASHCELL_LIST_48 FLASHCELL_TEN("") FLASHCELL_TEN("1") "%20, %21, %22, %23"
 #define FLASHCELL_LIST_64 FLASHCELL_TEN("") FLASHCELL_TEN("1") FLASHCELL_TEN("2") "%30, %31"
 #define FLASHCELL_SIXTY \
   FLASHCELL_TEN("")     \
@@ -47,6 +48,7 @@ namespace flashcell::cuda {
 #define FLASHCELL_SUMS_8(j) "+f"(d[j][0]), "+f"(d[j][1]), "+f"(d[j][2]), "+f"(d[j][3])
 #define FLASHCELL_SUMS_32(j) \
   FLASHCELL_SUMS_8(j), FLASHCELL_SUMS_8(j + 1), FLASHCELL_SUMS_8(j + 2), FLASHCELL_SUMS_8(j + 3)
+#define FLASHCELL_SUMS_48(j) FLASHCELL_SUMS_32(j), FLASHCELL_SUMS_8(j + 4), FLASHCELL_SUMS_8(j + 5)
 #define FLASHCELL_SUMS_64(j) FLASHCELL_SUMS_32(j), FLASHCELL_SUMS_32(j + 4)
 #define FLASHCELL_SUMS_96(j) FLASHCELL_SUMS_64(j), FLASHCELL_SUMS_32(j + 8)
 #define FLASHCELL_SUMS_120(j) \
@@ -100,8 +102,10 @@ DEVICE void wgmma(float (&d)[kN][4], SharedOperand<kLeft> left, SharedOperand<kR
   constexpr int kColumns = 8 * kN;
   static_assert(kHasWgmma<kColumns> && sizeof(IO) == 2);
   FLASHCELL_BY_TYPE(FLASHCELL_WGMMA_SHARED, 8, "%4", "%5", "%6", "%7", "%8")
+  FLASHCELL_BY_TYPE(FLASHCELL_WGMMA_SHARED, 48, "%24", "%25", "%26", "%27", "%28")
   FLASHCELL_BY_TYPE(FLASHCELL_WGMMA_SHARED, 64, "%32", "%33", "%34", "%35", "%36")
   FLASHCELL_BY_TYPE(FLASHCELL_WGMMA_SHARED, 96, "%48", "%49", "%50", "%51", "%52")
+  FLASHCELL_BY_TYPE(FLASHCELL_WGMMA_SHARED, 120, "%60", "%61", "%62", "%63", "%64")
   FLASHCELL_BY_TYPE(FLASHCELL_WGMMA_SHARED, 128, "%64", "%65", "%66", "%67", "%68")
   FLASHCELL_BY_TYPE(FLASHCELL_WGMMA_SHARED, 160, "%80", "%81", "%82", "%83", "%84")
   FLASHCELL_BY_TYPE(FLASHCELL_WGMMA_SHARED, 192, "%96", "%97", "%98", "%99", "%100")
@@ -111,7 +115,7 @@ template <typename IO, Major kRight, int kN>
 DEVICE void wgmma(float (&d)[kN][4], const uint32_t (&left)[4], SharedOperand<kRight> right,
                   bool add = true) {
   constexpr int kColumns = 8 * kN;
-  static_assert(kHasWgmma<kColumns> && kColumns != 96 && kColumns != 160 && kColumns != 192 &&
+  static_assert((kColumns == 8 || kColumns == 64 || kColumns == 128 || kColumns == 256) &&
                 sizeof(IO) == 2);
   FLASHCELL_BY_TYPE(FLASHCELL_WGMMA_REGISTERS, 8, "%4", "%5", "%6", "%7", "%8", "%9", "%10")
   FLASHCELL_BY_TYPE(FLASHCELL_WGMMA_REGISTERS, 64, "%32", "%33", "%34", "%35", "%36", "%37", "%38")
@@ -127,8 +131,8 @@ template <int kN>
 DEVICE void wgmma_tf32(float (&d)[kN][4], SharedOperand<Major::kDepth> left,
                        SharedOperand<Major::kDepth> right, bool add = true) {
   constexpr int kColumns = 8 * kN;
-  static_assert(kColumns == 64 || kColumns == 96 || kColumns == 120 || kColumns == 128 ||
-                kColumns == 160);
+  static_assert(kHasWgmma<kColumns> && 48 <= kColumns && kColumns <= 160);
+  FLASHCELL_WGMMA_TF32_SHARED(48, "%24", "%25", "%26")
   FLASHCELL_WGMMA_TF32_SHARED(64, "%32", "%33", "%34")
   FLASHCELL_WGMMA_TF32_SHARED(96, "%48", "%49", "%50")
   FLASHCELL_WGMMA_TF32_SHARED(120, "%60", "%61", "%62")
@@ -159,6 +163,7 @@ DEVICE void wgmma_tf32(float (&d)[kN][4], const uint32_t (&left)[4],
 #undef FLASHCELL_SUMS_120
 #undef FLASHCELL_SUMS_96
 #undef FLASHCELL_SUMS_64
+#undef FLASHCELL_SUMS_48
 #undef FLASHCELL_SUMS_32
 #undef FLASHCELL_SUMS_8
 #undef FLASHCELL_LIST_256
@@ -169,6 +174,7 @@ DEVICE void wgmma_tf32(float (&d)[kN][4], const uint32_t (&left)[4],
 #undef FLASHCELL_LIST_96
 #undef FLASHCELL_SIXTY
 #undef FLASHCELL_LIST_64
+#undef FLASHCELL_LIST_48
 #undef FLASHCELL_LIST_8
 #undef FLASHCELL_TEN
 

@@ -94,9 +94,8 @@ template <typename Cell, typename IO>
 void backward_fma(const BackwardParams&, const Launch&);
 
 // The batch engine: thread blocks compute the products of large tiles of sequences and units with
-// wgmma, and their cells, and exchange h through L2 after every step. 16-bit I/O, and TF32 of cells
-// of three or four gates, on sm_90a, and the forward pass only: another engine runs the backward
-// pass.
+// wgmma, and their cells, and exchange h through L2 after every step. 16-bit I/O and TF32, on
+// sm_90a, and the forward pass only: another engine runs the backward pass.
 template <typename Cell, typename IO>
 void forward_batch(const ForwardParams&, const Launch&);
 

@@ -146,13 +146,13 @@ class Explanation {
     const batch::Sizes sizes = batch_sizes(p_);
     const batch::Tile tile = batch::tiles(p_.gates, p_.io_bytes)[batch::best_tile(sizes, device_)];
     const int64_t tiles = batch::count_tiles(tile, sizes);
-    const int panels = int(batch::panels_of(p_.D, p_.io_bytes));
     add("backward", kEngineNames[int(backward_)]);
     add("tile", tile.rows());
     add("units", tile.units);
+    add("takes_turns", tile.turns ? "yes" : "no");
     add("tiles", tiles);
     add("thread_blocks", batch::count_blocks(tiles, device_));
-    add_shared_bytes("forward", tile.shared_bytes(p_.gates, sizes.keeps, panels));
+    add_shared_bytes("forward", tile.shared_bytes(p_.gates, sizes.keeps));
   }
 
   void explain_grid() {

@@ -13,11 +13,9 @@ namespace flashcell::cuda {
 
 // Instantiates both directions of an engine for a cell, with 16-bit I/O types, fp32, or all of
 // them; or the forward direction with 16-bit I/O types, or all of them.
-#define FLASHCELL_INSTANTIATE_FORWARD_16(engine, Cell)                             \
+#define FLASHCELL_INSTANTIATE_FORWARD(engine, Cell)                                \
   template void forward_##engine<Cell, bf16>(const ForwardParams&, const Launch&); \
-  template void forward_##engine<Cell, fp16>(const ForwardParams&, const Launch&);
-#define FLASHCELL_INSTANTIATE_FORWARD(engine, Cell) \
-  FLASHCELL_INSTANTIATE_FORWARD_16(engine, Cell)    \
+  template void forward_##engine<Cell, fp16>(const ForwardParams&, const Launch&); \
   template void forward_##engine<Cell, float>(const ForwardParams&, const Launch&);
 #define FLASHCELL_INSTANTIATE_16(engine, Cell)                                       \
   template void forward_##engine<Cell, bf16>(const ForwardParams&, const Launch&);   \

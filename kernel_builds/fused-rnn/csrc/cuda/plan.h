@@ -109,7 +109,7 @@ constexpr bool batch_can_run(const Problem& p, const Device& device) {
          all_hold(batch::limits(batch_sizes(p), device));
 }
 
-constexpr Engine select_engine(const Problem& p, const Device& device) {
+inline Engine select_engine(const Problem& p, const Device& device) {
   const Engine other = select_other(p, device, false);
   const bool faster =
       batch_can_run(p, device) && batch::is_faster(batch_sizes(p), p.T, other, device);

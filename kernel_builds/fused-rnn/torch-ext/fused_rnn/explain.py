@@ -214,6 +214,8 @@ def _of_fma(fields: Dict[str, str]) -> Dict[str, str]:
 
 def _of_batch(fields: Dict[str, str]) -> Dict[str, str]:
     tiles = f"{fields['tiles']} of {fields['tile']} sequences x {fields['units']} units"
+    if fields["takes_turns"] == "yes":
+        tiles += ", two at a time in a thread block"
     return {
         "grid": f"{fields['thread_blocks']} thread blocks",
         "tiles": tiles,

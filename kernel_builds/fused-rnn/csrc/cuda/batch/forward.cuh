@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "cells.cuh"
+#include "common/cuda/ptx/prefetch.cuh"
 #include "common/cuda/ptx/registers.cuh"
 
 namespace flashcell::cuda::batch {
@@ -43,17 +44,27 @@ struct Consumer {
   }
 };
 
-// Fetches x of the next step and a part of a row of the tile into L2.
+// The warp that fetches x of the tile's next step into L2 while the operand is copied.
 template <typename S>
-DEVICE void prefetch_x(const ForwardParams& p, const Work& work, const Position<S>& at, int row,
-                       int part) {
-  const Column column(p, at.row0 + row, p.x_batch);
-  const int t = at.t + 1;
-  if (!column.runs(t)) return;
-  const auto* from = static_cast<const typename S::IO*>(p.x) + column.x_offset + t * p.x_time +
-                     at.head * p.x_head + at.unit0;
+DEVICE void fetch_inputs(const ForwardParams& p, const Work& work) {
+  constexpr int kUnits = 32 / S::kIo;  // of the 32 bytes that a lane fetches of every gate
+  constexpr int kLanes = (S::kUnits + kUnits - 1) / kUnits;  // for a row
+  for_positions<S>(p, work, [&](const Position<S>& at) {
+    if (!at.has_product(work)) return;
+    named_barrier_sync<kTileThreads>(kTileBarrier);
+    const int t = at.t + 1;
+#pragma unroll 1  // the warp has too few registers for more
+    for (int i = threadIdx.x % 32; i < S::kRows * kLanes; i += 32) {
+      const Column column(p, at.row0 + i / kLanes, p.x_batch);
+      const int unit = at.unit0 + i % kLanes * kUnits;
+      if (!column.runs(t) || unit >= work.D) continue;
+      const auto* from = static_cast<const typename S::IO*>(p.x) + column.x_offset + t * p.x_time +
+                         at.head * p.x_head + unit;
 #pragma unroll
-  for (int g = 0; g < S::G; ++g) prefetch_units<S>(work, at, from + g * p.x_gate, part);
+      for (int g = 0; g < S::G; ++g) prefetch_l2(from + g * p.x_gate);
+    }
+    __syncwarp();
+  });
 }
 
 template <typename S>
@@ -62,17 +73,17 @@ __global__ void __launch_bounds__(kThreads, 1) forward_kernel(const
                                                               const __grid_constant__ Work work) {
 #if FLASHCELL_WGMMA_CODE
   extern __shared__ __align__(1024) char memory[];
-  const Ring<S> ring((shared_address(memory) + 1023) / 1024 * 1024, work);
+  const Ring<S> ring((shared_address(memory) + 1023) / 1024 * 1024);
   if (threadIdx.x == 0) Ring<S>(ring).init(), mbarrier_init_fence();
   __syncthreads();
   // The shuffle tells the compiler that it is the same for a whole warp.
   const int warpgroup = __shfl_sync(~0u, int(threadIdx.x) / kWarpgroup, 0);
   if (warpgroup == 0) {
     setmaxnreg_dec<40>();
-    const auto prefetch = [&](const Position<S>& at, int row, int part) {
-      prefetch_x(p, work, at, row, part);
-    };
-    if (threadIdx.x < 32) Copies<S, decltype(prefetch)>{p, work, ring, prefetch}.run();
+    const int warp = __shfl_sync(~0u, int(threadIdx.x) / 32, 0);
+    if (warp == kOperandWarp) copy_operand(p, work, ring);
+    if (warp == kWeightWarp) copy_weights(p, work, ring);
+    if (warp == kInputWarp) fetch_inputs<S>(p, work);
   } else {
     setmaxnreg_inc<232>();
     Consumer<S>{p, work, ring, {ring, warpgroup - 1}}.run();

@@ -1,9 +1,8 @@
 // The batch engine, for large batches on Hopper: one persistent kernel for the whole pass. A thread
-// block owns tiles of sequences by units. At every step one warp copies h of the tile's sequences
-// and the units' weights from L2 into a ring of stages in shared memory (product.cuh); the weights
-// of few units stay there if they fit. wgmma multiplies them, and the same threads run the cells on
-// the sums (cells.cuh), write h for the next step, and count up. The blocks of the same sequences
-// wait for that count, and for nothing else.
+// block owns tiles of sequences by units. At every step two warps copy h of the tile's sequences
+// and the units' weights from L2 into a ring of stages in shared memory (product.cuh). wgmma
+// multiplies them, and the same threads run the cells on the sums (cells.cuh), write h for the next
+// step, and count up. The blocks of the same sequences wait for that count, and for nothing else.
 // Of fp32 the operands are rounded to TF32, and nothing else is.
 //
 // What a step needs at least, of an LSTM of 1024 units and sequences: 9.3 us for the products of a
@@ -26,7 +25,6 @@ void run_forward(const ForwardParams& p, const Launch& launch) {
   constexpr Tile kThis = tiles(Cell::kGates, sizeof(IO))[kTile];
   Work work(p, Cell::kGates, Cell::kBias, sizeof(IO), kThis, launch.scratch);
   work.has_initial = p.initial != nullptr;
-  work.stages = kThis.stages(Cell::kGates, batch::keeps_state(kSizesOf<Cell>), work.panels);
   prepare_kernel<Cell, IO><<<unsigned(8 * launch.device.sms), kPrepareThreads, 0, launch.stream>>>(
       p, work, kThis.units);
   check(cudaGetLastError());
@@ -36,7 +34,7 @@ void run_forward(const ForwardParams& p, const Launch& launch) {
   if constexpr (kThis.units != kWideUnits || saves_wide(sizeof(IO))) {
     if (p.saved != nullptr) kernel = forward_kernel<Shape<Cell, IO, kTile, true>>;
   }
-  const int bytes = kThis.shared_bytes(Cell::kGates, Plain::kKeeps, work.panels);
+  const int bytes = kThis.shared_bytes(Cell::kGates, Plain::kKeeps);
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
   int of_sm = 0;
   check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&of_sm, kernel, kThreads, size_t(bytes)));

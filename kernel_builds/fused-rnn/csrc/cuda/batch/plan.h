@@ -1,13 +1,12 @@
 // Decides whether the batch engine runs a call, and with which tiles.
 //
 // A thread block computes tiles of sequences by hidden units: a matrix product over the whole depth
-// D, then the cells. It reads (sequences + G units) D elements from L2 for a tile at every step, or
-// sequences D where the weights stay in shared memory.
+// D, then the cells. It reads (sequences + G units) D elements from L2 for a tile at every step.
 #pragma once
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstdint>
-#include <limits>
 
 #include "../../params.h"
 #include "../engine.h"
@@ -33,46 +32,34 @@ struct Tile {
   // Whether the two warpgroups take turns with tiles of their own: one multiplies while the other
   // runs cells and waits. Otherwise they have halves of the same tile.
   bool turns;
-  // Whether the weights of the units stay in shared memory. A thread block then has one tile.
-  bool resident = false;
 
   constexpr int warpgroups() const { return turns ? 1 : 2; }  // of a tile
   constexpr int rows() const { return 64 * blocks * warpgroups(); }
-  constexpr int stage_bytes(int gates) const {
-    return (rows() + (resident ? 0 : units * gates)) * kRowBytes;
-  }
-  constexpr int resident_bytes(int gates, int panels) const {
-    return resident ? panels * units * gates * kRowBytes : 0;
-  }
+  constexpr int stage_bytes(int gates) const { return (rows() + units * gates) * kRowBytes; }
   // Tiles of a thread block whose state stays in shared memory, and the bytes of one. What is left
   // holds stages, of which wider tiles need more.
   constexpr int kept_tiles() const { return !turns ? 1 : units > 32 ? 2 : 4; }
   constexpr int state_bytes() const { return rows() * units * int(sizeof(float)); }
   constexpr int kept_bytes(bool keeps) const { return keeps ? kept_tiles() * state_bytes() : 0; }
-  // `panels` of the depth matter where weights are resident.
-  constexpr int stages(int gates, bool keeps, int panels) const {
-    const int rest = kMostShared - kept_bytes(keeps) - resident_bytes(gates, panels);
-    return std::min(kMostStages, rest / stage_bytes(gates));
+  constexpr int stages(int gates, bool keeps) const {
+    return std::min(kMostStages, (kMostShared - kept_bytes(keeps)) / stage_bytes(gates));
   }
-  constexpr int shared_bytes(int gates, bool keeps, int panels) const {
-    return 1024 + stages(gates, keeps, panels) * (stage_bytes(gates) + 16) + 32 +
-           kept_bytes(keeps) + resident_bytes(gates, panels);
+  constexpr int shared_bytes(int gates, bool keeps) const {
+    return 1024 + stages(gates, keeps) * (stage_bytes(gates) + 16) + 16 + kept_bytes(keeps);
   }
 };
-constexpr int kLeastStages = 4;  // where weights are resident: 1216 units of an LSTM at most
 
 // Whether the state of some tiles stays in shared memory: that of cells whose step reads one.
 constexpr bool keeps_state(const CellSizes& cell) { return cell.states - !cell.reads_h == 1; }
 
-// The tiles that are compiled for a cell of so many gates: the first `count` of `list`; in fp32
-// only of three and four gates. Where the last one has kWideUnits units, it is for cells whose
-// state stays in shared memory, and in 16 bits for passes that save nothing: in others it is
-// slower.
-constexpr int kWideUnits = 40;
+// The tiles that are compiled for a cell of so many gates: the first `count` of `list`. Where the
+// last one has kWideUnits units, it is for cells whose state stays in shared memory, and in 16 bits
+// for passes that save nothing: in others it is slower.
+constexpr int kWideUnits = 40, kMostTiles = 6;
 constexpr bool saves_wide(int io_bytes) { return io_bytes == 4; }
 struct Tiles {
   int count;
-  Tile list[6];
+  Tile list[kMostTiles];
 
   constexpr const Tile& operator[](int i) const { return list[i]; }
   constexpr int count_with(bool has_wide) const {
@@ -81,19 +68,11 @@ struct Tiles {
 };
 constexpr Tiles tiles(int gates, int io_bytes) {
   const Tile turns{2, 32, true}, wide{2, kWideUnits, true};
-  if (io_bytes == 4) {
-    if (gates == 3) return {4, {turns, {1, 32, false}, {1, 32, true}, wide}};
-    if (gates == 4) return {5, {turns, {1, 16, false}, {1, 16, true}, {1, 24, true}, wide}};
-    return {};
-  }
-  const int units = gates > 1 ? 32 : 64;
-  return {gates == 4 ? 6 : 3,
-          {{2, units, true},
-           {2, units, false},
-           {1, units, false},
-           {1, 16, false},
-           {1, 16, false, true},
-           wide}};
+  if (gates == 1) return {4, {{2, 64, true}, {1, 64, true}, {1, 128, true}, {1, 128, false}}};
+  if (gates == 3) return {5, {turns, {1, 32, false}, {1, 16, false}, {1, 32, true}, wide}};
+  if (gates != 4) return {};
+  if (io_bytes == 4) return {5, {turns, {1, 16, false}, {1, 16, true}, {1, 24, true}, wide}};
+  return {6, {turns, {1, 32, false}, {1, 16, false}, {1, 24, true}, {1, 48, false}, wide}};
 }
 
 struct Sizes {
@@ -103,6 +82,7 @@ struct Sizes {
   bool saves = false;  // the forward pass saves values for a backward pass
 
   constexpr bool has_wide() const { return keeps && (!saves || saves_wide(io_bytes)); }
+  constexpr int64_t weight_bytes() const { return N * D * D * gates * io_bytes; }
 };
 
 constexpr int64_t count_tiles(const Tile& tile, const Sizes& z) {
@@ -116,69 +96,88 @@ constexpr int64_t count_blocks(int64_t tiles, const Device& device) {
 
 // What a step takes, in us: for each tile of a thread block a time per panel of the depth, and a
 // time for the cells and the exchange, other ones where tiles would take turns and a block has one;
-// or the loads from L2 are the limit.
+// or, of large calls, what their loads from L2 take. Between the two the longer one counts most.
 struct Cost {
   double panel, tile, panel_alone, tile_alone;
   double bytes;  // from L2 in a us
 };
-// Of `tiles` in 16 bits, for LSTMs on an H200, without values to save and with them: see
-// NOTEBOOK.md, "The batch engine". A GRU's panels take less.
-constexpr Cost kCosts[2][6] = {{{0.32, 3, 0.44, 4.6, 8.2e6},
-                                {0.58, 8, 0.58, 8, 6.6e6},
-                                {0.42, 3.3, 0.42, 3.3, 7.6e6},
-                                {0.335, 2.25, 0.335, 2.25, 7.6e6},
-                                {0.335, 1.95, 0.335, 1.95, 7.6e6},
-                                {0.43, 4.7, 0.59, 5.4, 8.6e6}},
-                               {{0.3, 4.3, 0.42, 5.6, 9.1e6},
-                                {0.54, 8.1, 0.54, 8.1, 6.0e6},
-                                {0.41, 4.6, 0.41, 4.6, 6.3e6},
-                                {0.36, 3.4, 0.36, 3.4, 6.6e6},
-                                {0.385, 2.05, 0.385, 2.05, 6.6e6},
-                                {}}};
+// Of `tiles`, for LSTMs, GRUs and Elman cells on an H200, without values to save and with them, in
+// 16 bits and in fp32: see NOTEBOOK.md, "The batch engine".
+constexpr Cost kCosts16[3][2][kMostTiles] = {{{{0.199, 3.41, 0.318, 4.69, 12.7e6},
+                                               {0.29, 3.79, 0.29, 3.79, 11.0e6},
+                                               {0.157, 2.92, 0.157, 2.92, 10.3e6},
+                                               {0.13, 1.63, 0.161, 2.72, 12.8e6},
+                                               {0.473, 4.79, 0.473, 4.79, 9.4e6},
+                                               {0.247, 5.04, 0.409, 5.94, 11.6e6}},
+                                              {{0.167, 5.18, 0.319, 5.46, 11.2e6},
+                                               {0.286, 4.73, 0.286, 4.73, 8.0e6},
+                                               {0.153, 3.51, 0.153, 3.51, 8.3e6},
+                                               {0.0724, 3.33, 0.169, 3.64, 10.6e6},
+                                               {0.512, 6.04, 0.512, 6.04, 7.1e6}}},
+                                             {{{0.171, 3.32, 0.228, 5.68, 12.6e6},
+                                               {0.22, 4.25, 0.22, 4.25, 10.4e6},
+                                               {0.155, 3.14, 0.155, 3.14, 11.2e6},
+                                               {0.122, 1.72, 0.17, 3.16, 11.8e6},
+                                               {0.197, 4.64, 0.297, 6.99, 11.4e6}},
+                                              {{0.0979, 5.57, 0.265, 6.1, 10.1e6},
+                                               {0.257, 5.08, 0.257, 5.08, 7.8e6},
+                                               {0.166, 3.63, 0.166, 3.63, 9.1e6},
+                                               {0.102, 2.48, 0.2, 3.46, 11.6e6}}},
+                                             {{{0.132, 2.5, 0.164, 3.56, 14.3e6},
+                                               {0.125, 1.31, 0.141, 2.44, 15.3e6},
+                                               {0.0851, 2.64, 0.164, 3.17, 11.4e6},
+                                               {0.286, 4.3, 0.286, 4.3, 9.8e6}},
+                                              {{0.106, 4.1, 0.17, 4.56, 11.5e6},
+                                               {0.101, 1.84, 0.15, 2.75, 12.8e6},
+                                               {0.0611, 3.89, 0.167, 4.17, 10.7e6},
+                                               {0.383, 5.39, 0.383, 5.39, 7.0e6}}}};
+constexpr Cost kCosts32[3][2][kMostTiles] = {{{{0.224, 3.86, 0.32, 5.34, 13.0e6},
+                                               {0.179, 3.18, 0.179, 3.18, 11.7e6},
+                                               {0.127, 1.13, 0.141, 2.3, 13.9e6},
+                                               {0.149, 1.22, 0.172, 2.8, 12.1e6},
+                                               {0.219, 7.3, 0.395, 7.03, 12.3e6}},
+                                              {{0.174, 6.72, 0.297, 7.21, 10.5e6},
+                                               {0.171, 4.14, 0.171, 4.14, 10.1e6},
+                                               {0.113, 1.64, 0.139, 2.68, 13.3e6},
+                                               {0.123, 2.3, 0.176, 3.27, 11.9e6},
+                                               {0.256, 10.5, 0.349, 9.5, 9.4e6}}},
+                                             {{{0.189, 3.67, 0.275, 5.94, 12.8e6},
+                                               {0.234, 4.81, 0.234, 4.81, 10.1e6},
+                                               {0.157, 3.41, 0.157, 3.41, 12.7e6},
+                                               {0.12, 1.99, 0.163, 3.71, 11.8e6},
+                                               {0.225, 4.75, 0.31, 7.81, 13.2e6}},
+                                              {{0.155, 6.15, 0.296, 6.57, 10.3e6},
+                                               {0.233, 6.45, 0.233, 6.45, 8.4e6},
+                                               {0.149, 4.23, 0.149, 4.23, 10.5e6},
+                                               {0.117, 2.68, 0.19, 4, 11.9e6},
+                                               {0.191, 8.18, 0.315, 9.45, 9.5e6}}},
+                                             {{{0.121, 3.69, 0.159, 4.24, 14.6e6},
+                                               {0.139, 1.32, 0.134, 2.75, 16.3e6},
+                                               {0.171, 2.28, 0.155, 3.95, 11.8e6},
+                                               {0.268, 6.56, 0.268, 6.56, 11.1e6}},
+                                              {{0.129, 5.07, 0.167, 5.13, 13.3e6},
+                                               {0.0864, 2.42, 0.137, 3.25, 12.8e6},
+                                               {0.128, 4.09, 0.152, 5, 11.4e6},
+                                               {0.307, 7.79, 0.307, 7.79, 8.1e6}}}};
 
-// The same in fp32, of an LSTM and of a GRU.
-constexpr Cost kLstmCosts32[2][5] = {{{0.384, 3.9, 0.38, 5.9, 9.7e6},
-                                      {0.391, 1.9, 0.391, 1.9, 7.4e6},
-                                      {0.33, 1.1, 0.338, 1.5, 6.3e6},
-                                      {0.339, 2, 0.358, 2.5, 7.6e6},
-                                      {0.45, 5.7, 0.454, 7.9, 9.3e6}},
-                                     {{0.208, 8.4, 0.403, 8.2, 9.6e6},
-                                      {0.444, 2, 0.444, 2, 7e6},
-                                      {0.332, 1.1, 0.355, 1.6, 7.5e6},
-                                      {0.343, 2, 0.384, 2.7, 7.7e6},
-                                      {0.377, 9.8, 0.474, 10.6, 8.4e6}}};
-constexpr Cost kGruCosts32[2][4] = {{{0.359, 3.5, 0.398, 6.6, 9.3e6},
-                                     {0.443, 3.9, 0.443, 3.9, 7.5e6},
-                                     {0.342, 1.8, 0.365, 3.2, 7.6e6},
-                                     {0.419, 4, 0.479, 6.9, 9e6}},
-                                    {{0.251, 6.4, 0.403, 7.9, 9.1e6},
-                                     {0.439, 6.1, 0.439, 6.1, 7.1e6},
-                                     {0.345, 1.7, 0.381, 4.1, 7.8e6},
-                                     {0.292, 7.7, 0.466, 9.3, 9e6}}};
-constexpr const Cost& cost_of(int index, const Sizes& z) {
-  if (z.io_bytes == 2) return kCosts[z.saves][index];
-  return z.gates == 3 ? kGruCosts32[z.saves][index] : kLstmCosts32[z.saves][index];
-}
-
-constexpr double step_us(int index, const Sizes& z, const Device& device) {
+inline double step_us(int index, const Sizes& z, const Device& device) {
   const Tile tile = tiles(z.gates, z.io_bytes)[index];
-  const Cost cost = cost_of(index, z);
-  const double rounds = double(divide_up(count_tiles(tile, z), device.sms));
-  const double panels = double(panels_of(z.D, z.io_bytes)), gates = double(z.gates) / 4;
-  if (tile.resident && (rounds > 1 || tile.stages(z.gates, z.keeps, int(panels)) < kLeastStages)) {
-    return std::numeric_limits<double>::infinity();
-  }
-  const double depth = z.io_bytes == 2 ? panels * (0.3 + 0.7 * gates) : panels;
+  const int cell = z.gates == 4 ? 0 : z.gates == 3 ? 1 : 2;
+  const Cost& cost = (z.io_bytes == 2 ? kCosts16 : kCosts32)[cell][z.saves][index];
+  const double count = double(count_tiles(tile, z)), rounds = std::ceil(count / device.sms);
+  const double panels = double(panels_of(z.D, z.io_bytes));
   const bool alone = tile.turns && rounds == 1;
-  const double us = rounds * ((alone ? cost.panel_alone : cost.panel) * depth +
-                              (alone ? cost.tile_alone : cost.tile));
-  const double cells = double(z.S * z.N) * double(z.D) * gates;
-  const double bytes = rounds * device.sms * tile.stage_bytes(z.gates) * panels;
-  return std::max(us, (bytes + (z.saves ? 17 : 10) * z.io_bytes * cells) / cost.bytes);
+  const double blocks = rounds * ((alone ? cost.panel_alone : cost.panel) * panels +
+                                  (alone ? cost.tile_alone : cost.tile));
+  const double values = double(z.S * z.N) * double(z.D) * z.gates / 4;
+  const double bytes =
+      count * tile.stage_bytes(z.gates) * panels + (z.saves ? 17 : 10) * z.io_bytes * values;
+  const auto fourth = [](double x) { return x * x * x * x; };
+  return std::sqrt(std::sqrt(fourth(blocks) + fourth(bytes / cost.bytes)));
 }
 
 // The index in `tiles` of the tile that takes the least time.
-constexpr int best_tile(const Sizes& z, const Device& device) {
+inline int best_tile(const Sizes& z, const Device& device) {
   int best = 0;
   for (int i = 1; i < tiles(z.gates, z.io_bytes).count_with(z.has_wide()); ++i) {
     if (step_us(i, z, device) < step_us(best, z, device)) best = i;
@@ -190,36 +189,61 @@ constexpr std::array<Limit, 3> limits(const Sizes& z, const Device& device) {
   constexpr int64_t kMostElements = (int64_t(1) << 30) - 1;  // offsets in a state fit in 32 bits
   const bool overflows = z.S * z.N > kMostElements / z.D;
   const int64_t elements = overflows ? kMostElements + 1 : z.S * z.N * z.D;
-  return {
-      {{"instructions of code for 9.0a", !device.code.sm_90a, 0, ""},
-       {"fp32 of a cell of other than 3 or 4 gates", tiles(z.gates, z.io_bytes).count == 0, 0, ""},
-       {"a state", elements, kMostElements, "elements"}}};
+  return {{{"instructions of code for 9.0a", !device.code.sm_90a, 0, ""},
+           {"a cell of 2 gates", tiles(z.gates, z.io_bytes).count == 0, 0, ""},
+           {"a state", elements, kMostElements, "elements"}}};
 }
 
-// The same for the engines that would run the call otherwise. In one pass the grid engine runs 64
-// sequences (32 in fp32) of as many heads as fit on the GPU at once.
-constexpr double grid_us(const Sizes& z, const Device& device) {
-  const int64_t heads = std::max<int64_t>(1, device.sms / divide_up(z.D, 16));
-  const double passes = double(divide_up(divide_up(z.S, 128 / z.io_bytes) * z.N, heads));
-  if (z.io_bytes == 4) return passes * (z.D > 896 ? 5 : z.D > 640 ? 5.35 : z.D > 512 ? 4 : 2.2);
-  return passes * (z.D > 1056 ? 9 : z.D > 768 ? 4.8 : 3.0);
+// What a step of the other engines takes, in us, measured on an H200 with 16 to 4096 sequences and
+// heads of 64 to 2048 units. The first two run the sequences in passes.
+constexpr double grid_us(const Sizes& z) {
+  const double D = double(z.D), rows = double(z.S * z.N) * (z.gates == 1 ? 0.8 : 1);
+  double row;
+  if (z.io_bytes == 2) {
+    row = D <= 256 ? 22e-6 * D : D <= 512 ? 0.0125 : D <= 768 ? 0.022 : D <= 1056 ? 0.037 : 0.15;
+    return std::max(1.8, row * rows + 0.5);
+  }
+  row = D <= 256    ? 28e-6 * D
+        : D <= 384  ? 0.0145
+        : D <= 512  ? 0.019
+        : D <= 640  ? 0.055
+        : D <= 1056 ? 0.08
+                    : 0.18;
+  return std::max(2.2, row * rows + 0.5);
 }
+constexpr double cluster_us(const Sizes& z) {
+  const double row = z.D <= 256 ? 12.5e-6 * double(z.D) : 0.0145;
+  return std::max(1.5, row * double(z.S * z.N) * (z.gates == 1 ? 0.55 : 1));
+}
+constexpr double kMemoryRate = 4.3e6;  // bytes in a us
 constexpr double gemm_us(const Sizes& z) {
   const double sums = double(z.S * z.N) * double(z.D) * z.gates, large = sums / 1e6 - 1;
-  const double product = sums * double(z.D) * 2;
-  if (z.io_bytes == 4) return 9.5 + product / 300e6 + std::max(0.0, large) * 4.3;
-  return 8 + product / 700e6 + std::max(0.0, large) * 3.1;
+  const double product = sums * double(z.D) * 2, weights = double(z.weight_bytes());
+  if (z.io_bytes == 4) {
+    const double least = z.gates == 4 ? 9.2 : z.gates == 3 ? 8 : 6.8;
+    return std::max(least, 7.5 + weights / kMemoryRate) + product / 310e6 +
+           std::max(0.0, large) * 3.8;
+  }
+  const double least = z.gates > 1 || z.D <= 384 ? 7 : 8.5;
+  return std::max(least, 4 + weights / kMemoryRate) + product / 720e6 + std::max(0.0, large) * 3.1;
 }
 
 // Whether this engine is faster than `other`, which runs the call otherwise, by more than the costs
-// are wrong. The weights of wider heads do not stay in L2; narrower ones are faster in clusters;
-// short calls and cells of one or two gates were not measured.
-constexpr bool is_faster(const Sizes& z, int64_t T, Engine other, const Device& device) {
-  const int64_t weights = z.D * z.D * z.N * z.gates;
-  if (T < 16 || z.D <= 256 || weights > 40'000'000 / z.io_bytes || z.gates < 3) return false;
-  const double us = step_us(best_tile(z, device), z, device) / (z.io_bytes == 4 ? 0.95 : 0.9);
-  if (other == Engine::kGrid || other == Engine::kCluster) return us < grid_us(z, device);
-  return other == Engine::kGemm && us < gemm_us(z);
+// are wrong. fp32 weights that do not stay in L2 come from memory at every step; larger ones than
+// these were not measured.
+constexpr int64_t kMostInL2 = 45'000'000, kMostWeights = 70'000'000;  // bytes
+constexpr double kLeastStep = 3.5, kPreparation = 12;                 // us
+inline bool is_faster(const Sizes& z, int64_t T, Engine other, const Device& device) {
+  const bool in_passes = other == Engine::kGrid || other == Engine::kCluster;
+  if (!in_passes && other != Engine::kGemm) return false;
+  const int64_t weights = z.weight_bytes();
+  if (weights > (z.io_bytes == 4 ? kMostWeights : kMostInL2)) return false;
+  const double others = other == Engine::kGrid      ? grid_us(z)
+                        : other == Engine::kCluster ? cluster_us(z)
+                                                    : gemm_us(z);
+  double us = std::max(kLeastStep, step_us(best_tile(z, device), z, device));
+  if (weights > kMostInL2) us = std::max(us, double(weights) / 3.7e6);
+  return us + kPreparation / double(T) < 0.95 * others;
 }
 
 // What a launch works on. The operands are stored as their stages will lie in shared memory: for
@@ -227,7 +251,6 @@ constexpr bool is_faster(const Sizes& z, int64_t T, Engine other, const Device& 
 struct Work {
   int D, N, unit_tiles, row_tiles;
   int panels;             // of the depth
-  int stages;             // where weights are resident
   bool has_initial;       // whether the first step has a product
   int64_t row_capacity;   // rows of a panel of h: S rounded up to whole tiles
   int64_t operand_bytes;  // of one buffer of h
@@ -241,7 +264,7 @@ struct Work {
        void* scratch) {
     D = int(p.D), N = int(p.N), has_initial = false;
     unit_tiles = int(divide_up(p.D, tile.units)), row_tiles = int(divide_up(p.S, tile.rows()));
-    panels = int(panels_of(p.D, io_bytes)), stages = 0;
+    panels = int(panels_of(p.D, io_bytes));
     row_capacity = int64_t(row_tiles) * tile.rows();
     operand_bytes = int64_t(N) * panels * row_capacity * kRowBytes;
     const auto next = [](int64_t size) { return (size + 255) / 256 * 256; };

@@ -4,9 +4,6 @@
 
 namespace flashcell::cuda::batch {
 
-// Bytes of a row's units that the warp that copies fetches into L2 at a time: it has few registers.
-constexpr int kPartBytes = 64;
-
 // kSaves is whether the forward pass writes h_prev and the saved values.
 template <typename Cell_, typename IO_, int kIndex, bool kSaves_>
 struct Shape {
@@ -27,12 +24,9 @@ struct Shape {
   static constexpr int kOfLane = kUnits - group * 16 >= 16 ? 4 : 2;
   static constexpr int kFirst = kReadsH<Cell> ? 0 : 1;  // the first state that a step reads
   static constexpr bool kKeeps = keeps_state(kSizesOf<Cell>);
-  static constexpr bool kResident = kTile.resident;
-  static constexpr int kStages =
-      kTile.stages(G, kKeeps, 0);  // the most, where weights are resident
+  static constexpr int kStages = kTile.stages(G, kKeeps);
   static constexpr int kKeptBytes = kTile.kept_bytes(kKeeps);
   static constexpr int kKeptTiles = kTile.kept_tiles(), kStateBytes = kTile.state_bytes();
-  static constexpr int kParts = (kUnits * kIo + kPartBytes - 1) / kPartBytes;
   using Sums = float[kBlocks][kColumns / 8][4];
 };
 

@@ -2,6 +2,6 @@
 #include "../batch/launch.cuh"
 
 namespace flashcell::cuda {
-FLASHCELL_INSTANTIATE_FORWARD_16(batch, RnnTanh)
-FLASHCELL_INSTANTIATE_FORWARD_16(batch, RnnRelu)
+FLASHCELL_INSTANTIATE_FORWARD(batch, RnnTanh)
+FLASHCELL_INSTANTIATE_FORWARD(batch, RnnRelu)
 }  // namespace flashcell::cuda

@@ -101,7 +101,7 @@ struct Module {
   constexpr Engine engine_together() const { return select_own(together(), device); }
 
   // Whether the layers may run side by side: all launches run on the same engine.
-  constexpr bool may_join() const {
+  bool may_join() const {
     // A block of several sequences takes longer in ways that these costs do not describe.
     if (engine() == Engine::kFma && p.S * layers > fma::at_once(p.D, p.gates, device)) return false;
     for (const Problem& q : {p, together()}) {
@@ -146,7 +146,7 @@ struct Module {
 
 // Returns the steps of a chunk of `layers` layers, each of which is p (p.N = 1), or 0 for one layer
 // after the other. `saves`: whether a backward pass will follow.
-constexpr int64_t chunk_of(const Problem& p, int64_t layers, bool saves, const Device& device) {
+inline int64_t chunk_of(const Problem& p, int64_t layers, bool saves, const Device& device) {
   const Module module{p, layers, saves, device};
   if (!module.may_join()) return 0;
   const Costs& one = kCosts[int(module.engine())][saves];
