@@ -10,6 +10,7 @@ from transformers import GenerationMixin
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from ..state.assisted import PROMPT_ONLY, AssistedGeneration
+from ..state.boundaries import is_full
 from ..state.cache import CACHE, NAMES, is_recurrent
 from ..state.rollback import takes_back
 from ..state.serialization import load_state, save_state
@@ -107,6 +108,14 @@ class RecurrentGeneration(AssistedGeneration):
         names = dict.fromkeys(NAMES, CACHE)
         return super().generate(*args, **{names.get(n, n): v for n, v in kwargs.items()})
 
+    def _prepare_position_ids_for_generation(
+        self, inputs_tensor: torch.Tensor, model_kwargs: dict[str, Any]
+    ) -> torch.Tensor | None:
+        """Returns positions only where there is padding, behind which they tell that a text begins."""
+        plain = is_full(model_kwargs.get("attention_mask"))
+        base = super()._prepare_position_ids_for_generation
+        return None if plain else base(inputs_tensor, model_kwargs)
+
     def prepare_inputs_for_generation(
         self,
         input_ids: torch.LongTensor,
@@ -116,7 +125,7 @@ class RecurrentGeneration(AssistedGeneration):
         **kwargs: Any,
     ) -> dict[str, Any]:
         """Prepares the inputs of one forward call; for a single decoded token, drops mask and
-        positions.
+        positions, and for a prompt without padding both too.
 
         In a batch, rows that have ended go on reading padding until the last one ends: continue
         such a conversation from its text, not from the returned cache.
@@ -137,13 +146,17 @@ class RecurrentGeneration(AssistedGeneration):
             token = input_ids[:, -1:].to(device_of_tokens(self, input_ids))
             token = token.clone(memory_format=torch.contiguous_format)
             return {"input_ids": token, **{k: v for k, v in kwargs.items() if k not in PROMPT_ONLY}}
-        return super().prepare_inputs_for_generation(
+        plain = kwargs.get("position_ids") is None and is_full(kwargs.get("attention_mask"))
+        kwargs = {k: v for k, v in kwargs.items() if not plain or k != "attention_mask"}
+        inputs = super().prepare_inputs_for_generation(
             input_ids,
             next_sequence_length=next_sequence_length,
             inputs_embeds=inputs_embeds,
             is_first_iteration=is_first_iteration,
             **kwargs,
         )
+        # older versions of the base class count positions here
+        return {k: v for k, v in inputs.items() if not plain or k != "position_ids"}
 
     def _update_model_kwargs_for_generation(
         self, outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any

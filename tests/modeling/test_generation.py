@@ -77,6 +77,25 @@ def test_left_padded_batch_is_each_prompt_alone(case, make_model, tokens):
         assert torch.equal(greedy(model, ids, attention_mask=mask, **kwargs)[:, 9:], alone), kwargs
 
 
+@pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"use_cache": False}])
+def test_a_prompt_without_padding_runs_without_a_mask(make_model, tokens, monkeypatch, options):
+    model, ids = make_model("flash_mlstm"), tokens(2, 9)
+    given, kind = [], type(model.backbone)
+    forward = kind.forward
+
+    def run(self, *args, **kwargs):
+        given.append((kwargs.get("attention_mask"), kwargs.get("position_ids")))
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(kind, "forward", run)
+    padded = torch.ones_like(ids)
+    padded[0, :3] = 0
+    for mask, has_mask in ((torch.ones_like(ids), False), (padded, True)):
+        given.clear()
+        greedy(model, ids, new=3, attention_mask=mask, **options)
+        assert [value is not None for value in given[0]] == [has_mask, has_mask]
+
+
 def test_beam_search(case, make_model, tokens):
     model, ids = make_model(case), tokens(2, 5)
     beams = {"num_beams": 3, "num_return_sequences": 2, "new": 10}
