@@ -27,9 +27,12 @@ struct ForwardParams : SequenceParams {
   bool bias_is_io;
   const void* initial;  // [K, S, N, D] state, or null for 0
   void* h;              // [B, T, N, D] io
-  void* last;           // [K, S, N, D] state
-  void* saved;          // [B, T, V, N, D] state (CUDA: io), or null
-  void* h_prev;         // [B, T, N, D] io, or null: the operand of the recurrent product
+  // CUDA: of one head, the strides of h [B, T, h_units] in elements, or 0 if they are as above.
+  // Only the batch engine takes others, for whole sequences and an even number of units.
+  int64_t h_batch, h_time, h_units;
+  void* last;    // [K, S, N, D] state
+  void* saved;   // [B, T, V, N, D] state (CUDA: io), or null
+  void* h_prev;  // [B, T, N, D] io, or null: the operand of the recurrent product
   // CPU: whether a single step of many sequences may pack the weights. Its products are then summed
   // in another order than those of few sequences, so that decoding does without.
   bool packs_one_step;

@@ -22,6 +22,11 @@ inline const Backend& backend() {
 }
 
 template <typename Cell>
+bool writes_strided_h(const ForwardParams&, Dtype, bool, const Tensor&) {
+  return false;
+}
+
+template <typename Cell>
 void run(const ForwardParams& params, Dtype dtype, bool /*tf32*/, const Tensor& /*like*/) {
   backend().forward(AllCells::index_of<Cell>(), dtype, params, host());
 }

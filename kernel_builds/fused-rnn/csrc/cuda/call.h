@@ -98,12 +98,27 @@ cuda::Launch prepare(const SequenceParams& p, Dtype dtype, bool tf32, bool align
 }
 
 template <typename Cell>
+cuda::Launch prepare(const ForwardParams& p, Dtype dtype, bool tf32, const Tensor& x) {
+  const bool aligned = is_aligned(p.x, x.element_size(), {p.S, p.x_batch}, {p.T, p.x_time},
+                                  {Cell::kGates, p.x_gate}, {p.N, p.x_head});
+  return prepare<Cell>(p, dtype, tf32, aligned, false, x);
+}
+
+// Whether the engine that will run the call can write h with strides and fewer units.
+template <typename Cell>
+bool writes_strided_h(ForwardParams p, Dtype dtype, bool tf32, const Tensor& x) {
+  choose_heads(p);
+  return p.N == 1 && p.sequences == nullptr &&
+         prepare<Cell>(p, dtype, tf32, x).engine == cuda::Engine::kBatch;
+}
+
+template <typename Cell>
 void run(ForwardParams p, Dtype dtype, bool tf32, const Tensor& x) {
   choose_heads(p);
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
-  const bool aligned = is_aligned(p.x, x.element_size(), {p.S, p.x_batch}, {p.T, p.x_time},
-                                  {Cell::kGates, p.x_gate}, {p.N, p.x_head});
-  cuda::Launch launch = prepare<Cell>(p, dtype, tf32, aligned, false, x);
+  cuda::Launch launch = prepare<Cell>(p, dtype, tf32, x);
+  STD_TORCH_CHECK(p.h_units == 0 || launch.engine == cuda::Engine::kBatch,
+                  "only the batch engine writes h with strides");
   const int cell = AllCells::index_of<Cell>();
   Tensor scratch;
   if (const int64_t bytes = cuda::forward_scratch(cell, p, dtype, launch)) {

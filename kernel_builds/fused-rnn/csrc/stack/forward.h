@@ -129,16 +129,6 @@ std::tuple<Tensor, Tensors, Tensors> layers_fwd(Tensor x, Tensors state, Tensors
     if (projects && !state.empty()) {
       add_projected(s, copies, gates, at_gates, projected, l, tf32);
     }
-    // Whether the outputs of the recurrence, or of its projection, are those of the layer.
-    const bool has_rows = N == 1 && !s.is_packed && (!is_top || s.has_engine_rows());
-    const bool is_done = has_rows && (projects || P == D);
-    const Shape done = is_top ? s.shape(O) : s.inner_shape(O);
-    Tensor h = new_tensor(x, is_done && !projects ? done : Shape{E, N * P}, s.io);
-    Tensor saved, h_prev;
-    if (save) {
-      saved = new_tensor(x, {E, Cell::kSaved, N, P}, saved_dtype(x));
-      if (!s.steps()) h_prev = new_tensor(x, {s.has_h_prev(!state.empty()) ? E : 0, N, P}, s.io);
-    }
     ForwardParams p{};
     p.S = s.B, p.N = N, p.D = P, p.T = s.T;
     p.weight = s.w_hh(packed, l), p.x = gates.const_data_ptr();
@@ -147,6 +137,23 @@ std::tuple<Tensor, Tensors, Tensors> layers_fwd(Tensor x, Tensors state, Tensors
     p.sequences = list.data();
     if (has_bias) p.bias = at(bias, l * Cell::kBias * N * P);
     if (!state.empty()) p.initial = at(initial, l * s.states());
+    // Whether the outputs of the recurrence, or of its projection, are those of the layer.
+    const bool has_rows = N == 1 && !s.is_packed && (!is_top || s.has_engine_rows());
+    const bool is_dense = has_rows && (projects || P == D);
+    const bool is_strided = !is_dense && !projects && !s.is_packed && D % 2 == 0 &&
+                            writes_strided_h<Cell>(p, s.dtype, tf32, gates);
+    const bool is_done = is_dense || is_strided;
+    const Shape done = is_top ? s.shape(O) : s.inner_shape(O);
+    Tensor h = new_tensor(x, is_done && !projects ? done : Shape{E, N * P}, s.io);
+    if (is_strided) {
+      const Rows to = is_top ? s.outer(D) : s.inner(D);
+      p.h_batch = to.batch, p.h_time = to.time, p.h_units = D;
+    }
+    Tensor saved, h_prev;
+    if (save) {
+      saved = new_tensor(x, {E, Cell::kSaved, N, P}, saved_dtype(x));
+      if (!s.steps()) h_prev = new_tensor(x, {s.has_h_prev(!state.empty()) ? E : 0, N, P}, s.io);
+    }
     p.packs_one_step = true;
     p.h = h.mutable_data_ptr(), p.last = at(last, l * s.states());
     p.saved = save ? saved.mutable_data_ptr() : nullptr;

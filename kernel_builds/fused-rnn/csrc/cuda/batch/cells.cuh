@@ -2,38 +2,9 @@
 #pragma once
 #include "common/cuda/ptx/named_barrier.cuh"
 #include "product.cuh"
+#include "words.cuh"
 
 namespace flashcell::cuda::batch {
-
-// A type of kBytes, for one access of several elements.
-template <int kBytes>
-struct WordsOf;
-template <>
-struct WordsOf<4> {
-  using type = uint32_t;
-};
-template <>
-struct WordsOf<8> {
-  using type = uint2;
-};
-template <>
-struct WordsOf<16> {
-  using type = uint4;
-};
-template <typename T, int kCount>
-DEVICE void store_global(void* to, const T (&values)[kCount]) {
-  using Words = typename WordsOf<int(sizeof(T)) * kCount>::type;
-  Words words;
-  static_assert(sizeof words == sizeof values);
-  memcpy(&words, values, sizeof words);
-  *static_cast<Words*>(to) = words;
-}
-template <typename T, int kCount>
-DEVICE void load_global(T (&values)[kCount], const void* from) {
-  using Words = typename WordsOf<int(sizeof(T)) * kCount>::type;
-  const Words words = *static_cast<const Words*>(from);
-  memcpy(&values, &words, sizeof words);
-}
 
 template <typename S, int U>
 DEVICE void load_bias(float (&bias)[U], const Work& work, const Position<S>& at, int row,
@@ -68,6 +39,7 @@ struct Cells {
   struct Row {
     const char* x;
     int64_t h;       // offset in h
+    uint32_t step;   // the number of the row in h_prev and the saved values
     uint32_t state;  // offset in a state
     uint32_t kept;   // where the state is kept, in shared memory
     bool carries;    // the step is one of the sequence's
@@ -162,7 +134,9 @@ struct Cells {
     row.clears = column.resets(p, t + 1), row.ends = t + 1 == column.length;
     const int64_t x = (row.runs ? column.x_offset + t * p.x_time : 0) + at.head * p.x_head + first;
     row.x = static_cast<const char*>(p.x) + kIo * x;
-    row.h = kIo * ((column.row + t) * ND + unit);
+    const int64_t begin = p.sequences == nullptr ? column.index * work.h_batch : column.row * ND;
+    row.h = kIo * (begin + t * work.h_time + unit);
+    row.step = uint32_t(column.row) + uint32_t(t);
     row.state = 4 * uint32_t(int(column.index) * int(ND) + unit);
     row.kept = states + own * S::kUnits * 4;
     return row;
@@ -198,9 +172,23 @@ struct Cells {
   // The place in a tensor [B, T, values, N, D] of the row and of a group.
   template <int group>
   DEVICE char* output(void* tensor, const Row& row, int values) const {
-    const int first = at.head * work.D + at.unit0;
-    return static_cast<char*>(tensor) + (row.h * values - kIo * (values - 1) * first) +
-           unit_of<group>() * kIo;
+    const int64_t begin = int64_t(row.step) * (values * int64_t(work.N) * work.D);
+    const int unit = at.head * work.D + at.unit0 + unit_of<group>();
+    return static_cast<char*>(tensor) + kIo * (begin + unit);
+  }
+  // Writes the lane's units of a group to h, which may have fewer units than the tile.
+  template <int group, int kWords>
+  DEVICE void store_h(const Row& row, const uint32_t (&words)[kWords]) const {
+    constexpr int kPairs = S::template kOfLane<group> / 2, kOfPair = kWords / kPairs;
+    char* to = static_cast<char*>(p.h) + row.h + unit_of<group>() * kIo;
+    if (work.h_units == work.D) return store_global(to, words);
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      uint32_t pair[kOfPair];
+      memcpy(pair, words + i * kOfPair, sizeof pair);
+      const bool exists = at.unit0 + unit_of<group>() + 2 * i < work.h_units;
+      if (exists) store_global(to + i * 2 * kIo, pair);
+    }
   }
 
   // Starts to load x of a group, if its units exist; in rows that do not run, values that nobody
@@ -323,7 +311,7 @@ struct Cells {
       multiplied.of[i] = cuda::operand<IO>(shown.of[i]);
     }
     store_global(operand<group>(at.t, m, half), multiplied.of);
-    store_global(output<group>(p.h, now, 1), h.of);
+    store_h<group>(now, h.of);
     if constexpr (S::kSaves) {
       // That of the next step is written now: loading h there would wait for L2. Held steps may lie
       // between, so with `hold` it is loaded from `last`, before that is overwritten below.
@@ -366,7 +354,8 @@ struct Cells {
     if (!inside<group>()) return;
     const int64_t ND = int64_t(work.N) * work.D;
     const auto put = [](void* to, Words words) { *static_cast<Words*>(to) = words; };
-    put(output<group>(p.h, row, 1), Words{});
+    const uint32_t none[kIo * U / 4] = {};
+    store_h<group>(row, none);
     if constexpr (S::kSaves) {
       put(output<group>(p.h_prev, row, 1), Words{});
       char* saved = output<group>(p.saved, row, kSaved);

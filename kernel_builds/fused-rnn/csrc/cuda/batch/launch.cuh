@@ -25,6 +25,10 @@ void run_forward(const ForwardParams& p, const Launch& launch) {
   constexpr Tile kThis = tiles(Cell::kGates, sizeof(IO))[kTile];
   Work work(p, Cell::kGates, Cell::kBias, sizeof(IO), kThis, launch.scratch);
   work.has_initial = p.initial != nullptr;
+  const bool is_dense = p.h_units == 0;
+  work.h_units = int(is_dense ? p.D : p.h_units);
+  work.h_time = is_dense ? p.N * p.D : p.h_time;
+  work.h_batch = is_dense ? p.T * p.N * p.D : p.h_batch;
   prepare_kernel<Cell, IO><<<unsigned(8 * launch.device.sms), kPrepareThreads, 0, launch.stream>>>(
       p, work, kThis.units);
   check(cudaGetLastError());

@@ -228,19 +228,30 @@ constexpr double gemm_us(const Sizes& z) {
   return std::max(least, 4 + weights / kMemoryRate) + product / 720e6 + std::max(0.0, large) * 3.1;
 }
 
+constexpr double step_engine_us(const Sizes& z) {
+  return 3.5 + 0.09e-6 * double(z.S) * double(z.weight_bytes()) / z.io_bytes;
+}
+
 // Whether this engine is faster than `other`, which runs the call otherwise, by more than the costs
 // are wrong. fp32 weights that do not stay in L2 come from memory at every step; larger ones than
 // these were not measured.
 constexpr int64_t kMostInL2 = 45'000'000, kMostWeights = 70'000'000;  // bytes
 constexpr double kLeastStep = 3.5, kPreparation = 12;                 // us
 inline bool is_faster(const Sizes& z, int64_t T, Engine other, const Device& device) {
-  const bool in_passes = other == Engine::kGrid || other == Engine::kCluster;
-  if (!in_passes && other != Engine::kGemm) return false;
+  double others;
+  if (other == Engine::kGrid) {
+    others = grid_us(z);
+  } else if (other == Engine::kCluster) {
+    others = cluster_us(z);
+  } else if (other == Engine::kGemm) {
+    others = gemm_us(z);
+  } else if (other == Engine::kStep && z.io_bytes == 4) {
+    others = step_engine_us(z);
+  } else {
+    return false;
+  }
   const int64_t weights = z.weight_bytes();
   if (weights > (z.io_bytes == 4 ? kMostWeights : kMostInL2)) return false;
-  const double others = other == Engine::kGrid      ? grid_us(z)
-                        : other == Engine::kCluster ? cluster_us(z)
-                                                    : gemm_us(z);
   double us = std::max(kLeastStep, step_us(best_tile(z, device), z, device));
   if (weights > kMostInL2) us = std::max(us, double(weights) / 3.7e6);
   return us + kPreparation / double(T) < 0.95 * others;
@@ -250,15 +261,17 @@ inline bool is_faster(const Sizes& z, int64_t T, Engine other, const Device& dev
 // every head a panel for every kRowBytes of the depth, swizzled; fp32 is rounded to TF32.
 struct Work {
   int D, N, unit_tiles, row_tiles;
-  int panels;             // of the depth
-  bool has_initial;       // whether the first step has a product
-  int64_t row_capacity;   // rows of a panel of h: S rounded up to whole tiles
-  int64_t operand_bytes;  // of one buffer of h
-  char* weight;           // [N, unit tiles, panels, columns] rows
-  char* operand;          // [2, N, panels, row_capacity] rows: h after even and after odd steps
-  float* bias;            // [N, bias rows, units of all tiles]
-  unsigned* published;    // [N, row tiles], counts the warpgroups that have published their tile
-  int64_t bytes;          // of the buffers
+  int panels;               // of the depth
+  bool has_initial;         // whether the first step has a product
+  int h_units;              // of a head that h has
+  int64_t h_batch, h_time;  // strides of h
+  int64_t row_capacity;     // rows of a panel of h: S rounded up to whole tiles
+  int64_t operand_bytes;    // of one buffer of h
+  char* weight;             // [N, unit tiles, panels, columns] rows
+  char* operand;            // [2, N, panels, row_capacity] rows: h after even and after odd steps
+  float* bias;              // [N, bias rows, units of all tiles]
+  unsigned* published;      // [N, row tiles], counts the warpgroups that have published their tile
+  int64_t bytes;            // of the buffers
 
   Work(const SequenceParams& p, int gates, int bias_rows, int io_bytes, const Tile& tile,
        void* scratch) {
