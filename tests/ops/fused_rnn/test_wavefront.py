@@ -266,7 +266,7 @@ def measured_modules():
 
 
 @pytest.mark.parametrize(
-    ("mode", "worst", "mean"), [("inference", 0.8, 1.06), ("training", 0.84, 1.02)]
+    ("mode", "worst", "mean"), [("inference", 0.8, 1.1), ("training", 0.84, 1.03)]
 )
 def test_plan_on_measured_times(fused_rnn, mode, worst, mean):
     """The plan makes almost no measured module slower, and their times shorter by the mean."""
