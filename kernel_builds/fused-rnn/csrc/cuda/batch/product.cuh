@@ -48,8 +48,8 @@ struct Ring {
 };
 
 // Three warps load: one copies the operand, one the weights, which wait for no other thread block,
-// and one fetches x into L2. One warp starts a copy every 70 ns, as much time as wgmma needs for
-// half a stage, so two of them copy.
+// and one fetches x into L2. One warp that did all of it would make a step up to a third longer
+// (NOTEBOOK.md, "The batch engine").
 enum LoadingWarp { kOperandWarp, kWeightWarp, kInputWarp };
 // Where the first and the last of these begin a tile together.
 constexpr int kTileBarrier = 3, kTileThreads = 64;
