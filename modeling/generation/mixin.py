@@ -112,9 +112,9 @@ class RecurrentGeneration(AssistedGeneration):
         self, inputs_tensor: torch.Tensor, model_kwargs: dict[str, Any]
     ) -> torch.Tensor | None:
         """Returns positions only where there is padding, behind which they tell that a text begins."""
-        plain = is_full(model_kwargs.get("attention_mask"))
-        base = super()._prepare_position_ids_for_generation
-        return None if plain else base(inputs_tensor, model_kwargs)
+        if is_full(model_kwargs.get("attention_mask")):
+            return None
+        return super()._prepare_position_ids_for_generation(inputs_tensor, model_kwargs)
 
     def prepare_inputs_for_generation(
         self,
@@ -146,17 +146,15 @@ class RecurrentGeneration(AssistedGeneration):
             token = input_ids[:, -1:].to(device_of_tokens(self, input_ids))
             token = token.clone(memory_format=torch.contiguous_format)
             return {"input_ids": token, **{k: v for k, v in kwargs.items() if k not in PROMPT_ONLY}}
-        plain = kwargs.get("position_ids") is None and is_full(kwargs.get("attention_mask"))
-        kwargs = {k: v for k, v in kwargs.items() if not plain or k != "attention_mask"}
-        inputs = super().prepare_inputs_for_generation(
+        if kwargs.get("position_ids") is None and is_full(kwargs.get("attention_mask")):
+            kwargs["attention_mask"] = None
+        return super().prepare_inputs_for_generation(
             input_ids,
             next_sequence_length=next_sequence_length,
             inputs_embeds=inputs_embeds,
             is_first_iteration=is_first_iteration,
             **kwargs,
         )
-        # older versions of the base class count positions here
-        return {k: v for k, v in inputs.items() if not plain or k != "position_ids"}
 
     def _update_model_kwargs_for_generation(
         self, outputs: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any

@@ -99,6 +99,8 @@ READ = {
         "_beam_search",
     ): "the model is compared with its recorded step at every token of a beam search",
     (GenerationMixin, "_assisted_decoding"): "assisted decoding fails when it takes tokens back",
+    (GenerationMixin, "_prepare_position_ids_for_generation"): "a prompt without padding runs with "
+    "positions, which takes longer",
     (GenerationMixin, "_supports_default_dynamic_cache"): "generate makes no cache for FlashXLSTM, "
     "and runs transformers' loop",
     (GenerationMixin, "_update_model_kwargs_for_generation"): "generate keeps a mask and positions "

@@ -135,9 +135,8 @@ def cases() -> dict:
         "_supports_default_dynamic_cache",
     ):
         found[name] = functools.partial(attribute, GenerationMixin, name)
-    found["_update_model_kwargs_for_generation"] = functools.partial(
-        attribute, GenerationMixin, "_update_model_kwargs_for_generation"
-    )
+    for name in ("_prepare_position_ids_for_generation", "_update_model_kwargs_for_generation"):
+        found[name] = functools.partial(attribute, GenerationMixin, name)
     for name in ("StopCheck", "DeferredStopCheck"):
         found[name] = functools.partial(attribute, generation_utils, name)
     for name in (

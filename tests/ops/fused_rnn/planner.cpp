@@ -93,6 +93,10 @@ void print_plan(Problem p, const Device& d) {
     print("tile", rows), print("units", t.units);
     print("takes_turns", t.turns ? "yes" : "no"), print("tiles", count);
     print("thread_blocks", (count + rounds - 1) / rounds);
+    const batch::Sizes saving{p.S, p.N, p.D, G, e, keeps, true};
+    const batch::Tile saves = batch::tiles(G, e)[batch::best_tile(saving, d)];
+    print("saving.tile", 64 * saves.blocks * (saves.turns ? 1 : 2));
+    print("saving.units", saves.units), print("saving.takes_turns", saves.turns ? "yes" : "no");
     const long kept = keeps ? (!t.turns ? 1 : t.units > 32 ? 2 : 4) * rows * t.units * 4 : 0;
     const long stages = std::min(8l, ((225 << 10) - kept) / stage);
     print("forward.shared_bytes", 1040 + stages * (stage + 16) + kept);

@@ -261,36 +261,3 @@ def test_scratch_stays_for_the_next_call(fused_rnn):
                 fused_rnn.linear(x, weight)
             rounds.append(faults() - before)
     assert min(rounds) < 50, rounds
-
-
-@pytest.mark.skipif(DEVICE != "cuda", reason="CUDA alone has the batch engine")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("D", [64, 52, 50, 51])
-@pytest.mark.parametrize("name", ["lstm", "gru", "rnn_tanh"])
-def test_the_batch_engine_writes_outputs_where_they_belong(fused_rnn, monkeypatch, name, D, dtype):
-    """Outputs whose rows have the order of time, or fewer units than the engine computes, are bit for bit
-    those in its own layout."""
-    monkeypatch.setenv("FLASHCELL_CUDA_ENGINE", "batch")
-    gates, P, tf32 = fused_rnn.CELLS[name].gates, -(-D // 8) * 8, dtype == torch.float32
-    x, _, weights, _ = make(gates, 0, I=24, D=D, B=140, T=5, batch_first=True, dtype=dtype)
-    pad = lambda w: torch.nn.functional.pad(
-        w.view(gates, D, -1), (0, P - D if w.shape[1:] == (D,) else 0, 0, P - D)
-    ).reshape(gates * P, *([-1] if w.dim() > 1 else []))
-
-    def outputs(x, weights, batch_first, width):
-        options = ((), True, False, 1, batch_first, width, 0.0, tf32)
-        weights = [w.to(dtype) for w in weights]
-        with torch.no_grad():
-            y, last = fused_rnn.run_layers(name, x, (), weights, options)
-        saved = fused_rnn.run_layers(name, x.requires_grad_(), (), weights, options)[0]
-        assert_bitwise("saved", saved.detach(), y)
-        return (y if batch_first else y.transpose(0, 1)), last
-
-    own, last = outputs(x.detach(), [pad(w) for w in weights], True, P)
-    for batch_first in (True, False):
-        given = x.detach() if batch_first else x.detach().transpose(0, 1).contiguous()
-        y, states = outputs(given, weights, batch_first, P)
-        assert y.shape == (140, 5, D)
-        assert_bitwise("y", y, own[..., :D])
-        for state, wanted in zip(states, last, strict=True):
-            assert_bitwise("state", state, wanted[..., :D])

@@ -12,7 +12,6 @@ from flashcell.kernels import fused_rnn as reference
 from flashcell.kernels.fused_rnn.cells import CELLS
 from flashcell.kernels.fused_rnn.devices import DEVICES, Device, find_device, with_code
 from flashcell.kernels.fused_rnn.explain import Limit, explain_with
-from ops.fused_rnn.engine_cases import TILES
 
 BUILDS = Path(__file__).resolve().parents[3] / "kernel_builds"
 H200, B200, RTX_5090 = (find_device(name) for name in ("H200", "B200", "RTX 5090"))
@@ -26,7 +25,7 @@ FOREIGN = (  # GPUs with a library that has no code of its own for them
 WIDTHS = (1, 7, 8, 32, 60, 64, 65, 72, 128, 136, 256, 320, 512)
 WIDTHS += (768, 1024, 1312, 1408, 2048, 2112, 2304)
 ALL = ("engine", "runs", "instead_of", "tile", "thread_blocks", "width", "clusters", "members")
-ALL += ("units", "backward", "tiles", "takes_turns")
+ALL += ("units", "backward", "tiles", "takes_turns", "saving.tile", "saving.units")
 ALL_PASSES = ("threads", "shared_bytes", "units", "warps", "split", "tile", "members", "launches")
 ALL_PASSES += ("heads", "groups", "tiles", "chunks_held", "chunks_shared")
 
@@ -275,19 +274,9 @@ def test_the_guides_table_of_engines(fused_rnn):
                 assert said == both.replace("- (-)", "-"), (gpu, engine)
 
 
-def test_every_kind_of_tile_is_tested(fused_rnn):
-    """Each kind of tile that the batch engine takes for some size, it takes for a size in TILES."""
-
-    def kinds(sizes):
-        found = set()
-        for cell, dtype in product(CELLS, ("bfloat16", "float32")):
-            for B, D in sizes:
-                plan = fused_rnn.explain_plan(cell, 1, D, B, dtype, "H200", precision="tf32")
-                tile = [plan.fields.get(key) for key in ("tile", "units", "takes_turns")]
-                if plan.engine == "batch":
-                    found.add((cell, dtype, *tile))
-        return found
-
-    widths = (264, 304, 512, 656, 896, 1024, 1152, 1312, 1536)
-    batches = (64, 200, 320, 512, 640, 768, 1024, 1300, 2048, 4096)
-    assert kinds(TILES) == kinds(list(product(batches, widths)))
+def test_a_gpu_with_few_multiprocessors_has_a_plan(fused_rnn):
+    """Fewer than a cluster needs, as a part of a GPU may have."""
+    for cell, exact, width in product(("lstm", "gru"), (False, True), (64, 128, 200, 256)):
+        size = 4 if exact else 2
+        call = (cell, 4, False, 100, 1000, width, size, not exact, 90, 90, True, 16, 232448)
+        assert fused_rnn.dispatch.ops.plan_layers(*call) >= 0

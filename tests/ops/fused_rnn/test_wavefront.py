@@ -31,6 +31,7 @@ SIZES = {
     "one chunk": (2, 4, 5, 8, 64, 64, 5),
     "chunks of one step": (2, 4, 5, 8, 64, 64, 1),
     "six layers": (6, 2, 20, 3, 40, 40, 6),
+    "blocks of several sequences": (3, 100, 24, 8, 128, 128, 6),
 }
 
 

@@ -15,8 +15,8 @@ template <int kThreads>
 DEVICE void named_barrier_sync(int id) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(kThreads) : "memory");
 }
-// The same for warps that reach the barrier at different instructions; bar.sync requires all to
-// execute the same one.
+// The same where the threads of a warp reach the barrier at different instructions; bar.sync
+// requires those of a warp to execute the same one.
 template <int kThreads>
 DEVICE void named_barrier_sync_diverged(int id) {
   asm volatile("barrier.sync %0, %1;" ::"r"(id), "n"(kThreads) : "memory");

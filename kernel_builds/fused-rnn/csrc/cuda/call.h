@@ -117,8 +117,12 @@ void run(ForwardParams p, Dtype dtype, bool tf32, const Tensor& x) {
   choose_heads(p);
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   cuda::Launch launch = prepare<Cell>(p, dtype, tf32, x);
-  STD_TORCH_CHECK(p.h_units == 0 || launch.engine == cuda::Engine::kBatch,
-                  "only the batch engine writes h with strides");
+  const bool fits = launch.engine == cuda::Engine::kBatch && p.N == 1 && p.sequences == nullptr;
+  STD_TORCH_CHECK(
+      p.h_units == 0 || (fits && p.h_units % 2 == 0),
+      "h may have strides only in the batch engine, of one head, of whole sequences and "
+      "an even number of units, got ",
+      p.h_units, " units");
   const int cell = AllCells::index_of<Cell>();
   Tensor scratch;
   if (const int64_t bytes = cuda::forward_scratch(cell, p, dtype, launch)) {

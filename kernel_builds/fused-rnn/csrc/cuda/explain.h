@@ -152,6 +152,13 @@ class Explanation {
     add("takes_turns", tile.turns ? "yes" : "no");
     add("tiles", tiles);
     add("thread_blocks", batch::count_blocks(tiles, device_));
+    batch::Sizes saving = sizes;
+    saving.saves = true;
+    const batch::Tile saves =
+        batch::tiles(p_.gates, p_.io_bytes)[batch::best_tile(saving, device_)];
+    add("saving.tile", saves.rows());
+    add("saving.units", saves.units);
+    add("saving.takes_turns", saves.turns ? "yes" : "no");
     add_shared_bytes("forward", tile.shared_bytes(p_.gates, sizes.keeps));
   }
 

@@ -194,10 +194,13 @@ constexpr std::array<Limit, 3> limits(const Sizes& z, const Device& device) {
            {"a state", elements, kMostElements, "elements"}}};
 }
 
-// What a step of the other engines takes, in us, measured on an H200 with 16 to 4096 sequences and
-// heads of 64 to 2048 units. The first two run the sequences in passes.
-constexpr double grid_us(const Sizes& z) {
-  const double D = double(z.D), rows = double(z.S * z.N) * (z.gates == 1 ? 0.8 : 1);
+// What a step of the other engines takes, in us, measured on an H200, which has 132 SMs, with 16 to
+// 4096 sequences and heads of 64 to 2048 units. The first two run the sequences in passes.
+constexpr double rows_of(const Sizes& z, const Device& device) {
+  return double(z.S * z.N) * 132 / double(device.sms);
+}
+constexpr double grid_us(const Sizes& z, const Device& device) {
+  const double D = double(z.D), rows = rows_of(z, device) * (z.gates == 1 ? 0.8 : 1);
   double row;
   if (z.io_bytes == 2) {
     row = D <= 256 ? 22e-6 * D : D <= 512 ? 0.0125 : D <= 768 ? 0.022 : D <= 1056 ? 0.037 : 0.15;
@@ -211,9 +214,9 @@ constexpr double grid_us(const Sizes& z) {
                     : 0.18;
   return std::max(2.2, row * rows + 0.5);
 }
-constexpr double cluster_us(const Sizes& z) {
+constexpr double cluster_us(const Sizes& z, const Device& device) {
   const double row = z.D <= 256 ? 12.5e-6 * double(z.D) : 0.0145;
-  return std::max(1.5, row * double(z.S * z.N) * (z.gates == 1 ? 0.55 : 1));
+  return std::max(1.5, row * rows_of(z, device) * (z.gates == 1 ? 0.55 : 1));
 }
 constexpr double kMemoryRate = 4.3e6;  // bytes in a us
 constexpr double gemm_us(const Sizes& z) {
@@ -240,9 +243,9 @@ constexpr double kLeastStep = 3.5, kPreparation = 12;                 // us
 inline bool is_faster(const Sizes& z, int64_t T, Engine other, const Device& device) {
   double others;
   if (other == Engine::kGrid) {
-    others = grid_us(z);
+    others = grid_us(z, device);
   } else if (other == Engine::kCluster) {
-    others = cluster_us(z);
+    others = cluster_us(z, device);
   } else if (other == Engine::kGemm) {
     others = gemm_us(z);
   } else if (other == Engine::kStep && z.io_bytes == 4) {

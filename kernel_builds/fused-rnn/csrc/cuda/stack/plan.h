@@ -54,12 +54,12 @@ constexpr Load load_of(Engine engine, const Problem& p, const Device& device) {
   }
   if (engine == Engine::kCluster) {
     const int64_t clusters = p.N * ceil(p.S, cluster::tile(p.S, p.N, p.D, device));
-    return {1, double(ceil(clusters, cluster::at_once(p.D, device)))};
+    return {1, double(ceil(clusters, std::max<int64_t>(1, cluster::at_once(p.D, device))))};
   }
   if (engine == Engine::kFma) {  // a block of one sequence, or of several in passes of four
     const int tile = fma::tile(p.S, p.N, p.D, p.gates, device);
-    const int64_t blocks = p.N * ceil(p.S, tile);
-    return {ceil(blocks, fma::at_once(p.D, p.gates, device)), tile == 1 ? 1 : 1 + tile / 4.0};
+    const int64_t together = std::max<int64_t>(1, fma::at_once(p.D, p.gates, device));
+    return {ceil(p.N * ceil(p.S, tile), together), tile == 1 ? 1 : 1 + tile / 4.0};
   }
   Load best{0, 0};
   double least = 0;
