@@ -215,7 +215,7 @@ def _of_fma(fields: Dict[str, str]) -> Dict[str, str]:
 def _of_batch(fields: Dict[str, str]) -> Dict[str, str]:
     tiles = f"{fields['tiles']} of {fields['tile']} sequences x {fields['units']} units"
     if fields["takes_turns"] == "yes":
-        tiles += ", two at a time in a thread block"
+        tiles += ", which two warpgroups take in turns"
     return {
         "grid": f"{fields['thread_blocks']} thread blocks",
         "tiles": tiles,
