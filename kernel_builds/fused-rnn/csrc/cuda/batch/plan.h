@@ -194,11 +194,14 @@ constexpr std::array<Limit, 3> limits(const Sizes& z, const Device& device) {
            {"a state", elements, kMostElements, "elements"}}};
 }
 
-// What a step of the other engines takes, in us, measured on an H200, which has 132 SMs, with 16 to
-// 4096 sequences and heads of 64 to 2048 units. The first two run the sequences in passes.
+// The sequences of all heads; on a GPU with fewer SMs than an H200's 132, a number that takes as
+// long on the H200.
 constexpr double rows_of(const Sizes& z, const Device& device) {
   return double(z.S * z.N) * 132 / double(device.sms);
 }
+
+// What a step of the other engines takes, in us, measured on an H200 with 16 to 4096 sequences and
+// heads of 64 to 2048 units. The first two run the sequences in passes.
 constexpr double grid_us(const Sizes& z, const Device& device) {
   const double D = double(z.D), rows = rows_of(z, device) * (z.gates == 1 ? 0.8 : 1);
   double row;

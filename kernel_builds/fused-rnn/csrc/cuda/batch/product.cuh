@@ -48,13 +48,14 @@ struct Ring {
 };
 
 // Three warps load: one copies the operand, one the weights, which wait for no other thread block,
-// and one fetches x into L2. One warp that did all of it would make a step up to a third longer
-// (NOTEBOOK.md, "The batch engine").
+// and one fetches x into L2. One warp that did all of it would make a step up to two thirds
+// longer (NOTEBOOK.md, "The batch engine").
 enum LoadingWarp { kOperandWarp, kWeightWarp, kInputWarp };
-// Where the first and the last of these begin a tile together.
+// The barrier at which the operand's and the input's warp begin a tile together, and its threads.
 constexpr int kTileBarrier = 3, kTileThreads = 64;
 
-// The warp that copies the weights. They are counted together with the operand.
+// The warp that copies the weights. A stage's barrier counts their bytes and the operand's
+// together.
 template <typename S>
 DEVICE void copy_weights(const SequenceParams& p, const Work& work, Ring<S> ring) {
   for_positions<S>(p, work, [&](const Position<S>& at) {
