@@ -51,7 +51,7 @@ DEVICE void fetch_inputs(const ForwardParams& p, const Work& work) {
   constexpr int kLanes = (S::kUnits + kUnits - 1) / kUnits;  // for a row
   for_positions<S>(p, work, [&](const Position<S>& at) {
     if (!at.has_product(work)) return;
-    named_barrier_sync<kTileThreads>(kTileBarrier);
+    named_barrier_sync_diverged<kTileThreads>(kTileBarrier);
     const int t = at.t + 1;
 #pragma unroll 1  // the warp has too few registers for more
     for (int i = threadIdx.x % 32; i < S::kRows * kLanes; i += 32) {

@@ -13,13 +13,14 @@ namespace flashcell::cuda::batch {
 template <typename S>
 struct Ring {
   static constexpr int kBytes = S::kTile.stage_bytes(S::G);
-  static constexpr int kPanelBytes = S::kColumns * kRowBytes;  // of the weight
+  static constexpr int kOperandBytes = S::kRows * kRowBytes;
+  static constexpr int kWeightBytes = S::kColumns * kRowBytes;
   uint32_t memory;
   int index = 0, round = 0;
 
   DEVICE explicit Ring(uint32_t memory) : memory(memory) {}
   DEVICE uint32_t rows() const { return memory + index * kBytes; }
-  DEVICE uint32_t columns() const { return rows() + S::kRows * kRowBytes; }
+  DEVICE uint32_t columns() const { return rows() + kOperandBytes; }
   DEVICE uint32_t states() const { return memory + S::kStages * kBytes; }
   DEVICE uint32_t full() const { return states() + S::kKeptBytes + index * 16; }
   DEVICE uint32_t empty() const { return full() + 8; }
@@ -30,7 +31,8 @@ struct Ring {
   DEVICE void init() {
     for (int i = 0; i < 2; ++i) mbarrier_init(turn(i), kWarpgroup / 32);
     for (; index < S::kStages; ++index) {
-      mbarrier_init(full(), 1), mbarrier_init(empty(), S::kWarpgroups * kWarpgroup / 32);
+      mbarrier_init(full(), 2);  // the warp of the operand and that of the weights
+      mbarrier_init(empty(), S::kWarpgroups * kWarpgroup / 32);
     }
   }
   DEVICE void advance() {
@@ -40,7 +42,12 @@ struct Ring {
     index += panels;
     round += index / S::kStages, index %= S::kStages;
   }
-  DEVICE void wait_empty() const { mbarrier_wait(empty(), round - 1); }
+  // Copies `bytes` into the stage once it is empty.
+  DEVICE void fill(uint32_t to, const char* from, int bytes) const {
+    mbarrier_wait(empty(), round - 1);
+    mbarrier_arrive_expect_tx(full(), bytes);
+    bulk_copy(to, from, bytes, full());
+  }
   DEVICE void release() const {  // reports that the warp has finished with the stage
     __syncwarp();
     if (threadIdx.x % 32 == 0) mbarrier_arrive(empty());
@@ -54,22 +61,20 @@ enum LoadingWarp { kOperandWarp, kWeightWarp, kInputWarp };
 // The barrier at which the operand's and the input's warp begin a tile together, and its threads.
 constexpr int kTileBarrier = 3, kTileThreads = 64;
 
-// The warp that copies the weights. A stage's barrier counts their bytes and the operand's
-// together.
+// The warp that copies the weights.
 template <typename S>
 DEVICE void copy_weights(const SequenceParams& p, const Work& work, Ring<S> ring) {
   for_positions<S>(p, work, [&](const Position<S>& at) {
     if (!at.has_product(work) || threadIdx.x % 32 != 0) return;
     for (int panel = 0; panel < work.panels; ++panel, ring.advance()) {
-      ring.wait_empty();
-      mbarrier_arrive_expect_tx(ring.full(), Ring<S>::kBytes);
-      bulk_copy(ring.columns(), at.weight + int64_t(panel) * Ring<S>::kPanelBytes,
-                Ring<S>::kPanelBytes, ring.full());
+      constexpr int kBytes = Ring<S>::kWeightBytes;
+      ring.fill(ring.columns(), at.weight + int64_t(panel) * kBytes, kBytes);
     }
   });
 }
 
-// The warp that copies the operand, once all blocks have written it.
+// The warp that copies the operand, once all blocks have written it. Its arrivals at the stages'
+// barriers also order what a warpgroup keeps in shared memory before what the other one reads.
 template <typename S>
 DEVICE void copy_operand(const SequenceParams& p, const Work& work, Ring<S> ring) {
   for_positions<S>(p, work, [&](const Position<S>& at) {
@@ -81,11 +86,9 @@ DEVICE void copy_operand(const SequenceParams& p, const Work& work, Ring<S> ring
       fence_proxy_async_global();
     }
     __syncwarp();
-    named_barrier_sync<kTileThreads>(kTileBarrier);
+    named_barrier_sync_diverged<kTileThreads>(kTileBarrier);
     for (int panel = 0; copies && panel < work.panels; ++panel, ring.advance()) {
-      ring.wait_empty();
-      bulk_copy(ring.rows(), operand + panel * at.panel_bytes(work), S::kRows * kRowBytes,
-                ring.full());
+      ring.fill(ring.rows(), operand + panel * at.panel_bytes(work), Ring<S>::kOperandBytes);
     }
     __syncwarp();
   });

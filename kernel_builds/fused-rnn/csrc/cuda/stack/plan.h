@@ -5,39 +5,50 @@
 
 namespace flashcell::cuda::wavefront {
 
-// Times in us, or how many of each a call takes: its time is the sum of the products. Those of a
-// step grow with the load, which is how often its thread blocks would fill the GPU, or a group's
-// tiles, and with what it reads of the weight. `width` and `load_width` are those of 1024 units of
-// a cell with four gates, `product` that of a matrix product of 1e6 fp16 multiplications.
-struct Costs {
+// What a call does, or what each of it takes on the GPU in us. What a step takes grows with the
+// load, which is how often its thread blocks would fill the GPU, or a group's tiles, and with what
+// it reads of the weight. `width` and `load_width` are those of 1024 units of a cell with four
+// gates, `product` that of a matrix product of 1e6 fp16 multiplications.
+struct Work {
   double step, load, width, load_width, product;
   double layer, wave, call;  // a layer that runs alone; a wave; and a call with waves
 };
 
-constexpr double total(const Costs& n, const Costs& each) {
-  return n.step * each.step + n.load * each.load + n.width * each.width +
-         n.load_width * each.load_width + n.product * each.product + n.layer * each.layer +
-         n.wave * each.wave + n.call * each.call;
+struct Costs {
+  Work gpu;
+  double start, host_layer, host_wave;  // of a call; and what the host takes to launch, in us
+};
+
+// The time of a call: the GPU waits for the host where that takes longer.
+constexpr double total(const Work& n, const Costs& each) {
+  const Work& gpu = each.gpu;
+  const double busy = n.step * gpu.step + n.load * gpu.load + n.width * gpu.width +
+                      n.load_width * gpu.load_width + n.product * gpu.product +
+                      n.layer * gpu.layer + n.wave * gpu.wave;
+  const double launches = n.layer * each.host_layer + n.wave * each.host_wave;
+  return each.start + n.call * gpu.call + std::max(busy, launches);
 }
 
-// Fitted to 7,129 times of random modules on an H200 (scripts/plan_chunks): of an inference, and of
-// a forward and a backward pass. A fit cannot tell the passes of the fma engine's blocks from the
-// products, which grow alike, so the loads and products of its row are those with which the plan
-// takes the fastest of the measured ways most often.
+// Fitted to the times of random modules on an H200 (scripts/plan_chunks): of an inference, and of a
+// forward and a backward pass.
 constexpr Costs kCosts[kEngineCount][2] = {
-    {{0.09, 0.107, 2.89, 0.00, 4.32, 57, 18, 147}, {0.06, 0.406, 3.91, 7.99, 3.56, 358, 52, 1011}},
-    {{0.31, 0.086, 0.66, 0.00, 2.63, 56, 16, 126}, {0.40, 0.208, 1.12, 0.13, 2.44, 344, 47, 889}},
-    {{0.50, 0.128, 0.47, 0.00, 3.36, 77, 26, 148}, {0.66, 0.353, 1.09, 0.00, 2.41, 345, 73, 773}},
+    {{{0.112, 0.311, 3.3, 0.0913, 4.6, 31, 11.1, 70.6}, 97.5, 18.6, 24.7},
+     {{0.0973, 1.28, 4.45, 0.0246, 3.54, 191, 37.1, 455}, 655, 113, 58}},
+    {{{0.299, 0.0853, 0.712, 0.0831, 2.43, 21.2, 13.2, 28.6}, 117, 30, 24.6},
+     {{0.569, 0.151, 1.11, 0.163, 2.64, 86.6, 25.7, 366}, 658, 235, 66.7}},
+    {{{0.856, 0.0794, 0.181, 0, 3.47, 50, 26.2, 33.9}, 111, 30, 42},
+     {{1.29, 0.164, 0.685, 0.00593, 2.57, 187, 70.3, 198}, 553, 200, 113}},
     {},  // step
     {},  // gemm
-    {{0.25, 0.50, 2.44, 2.00, 2.5, 47, 17, 135}, {0.19, 2.00, 3.93, 7.00, 2.0, 340, 55, 895}},
+    {{{0.195, 0.277, 2.27, 0.00904, 6.27, 26.8, 15.1, 42.5}, 95.7, 44.7, 25.1},
+     {{0.209, 0.398, 4.01, 0.0179, 4.63, 91.8, 34.4, 227}, 818, 184, 62.7}},
     {},  // batch
 };
 
 // Side by side has to take less than kShare of the time of one layer after the other, and to save
-// so many us more, because 1 in 10 estimates is off by a third.
-constexpr double kShare[2] = {0.9, 0.8}, kLeastSaved[2] = {100, 250};
-constexpr int64_t kShortestChunk = 4, kMostChunks = 64;
+// so many us more, because one estimate in ten is off by a third.
+constexpr double kShare[2] = {0.95, 0.9}, kLeastSaved[2] = {60, 100};
+constexpr int64_t kShortestChunk = 16, kMostChunks = 64;
 // The outputs of all layers are there at once, in a backward pass their gradients too: so many
 // bytes at most.
 constexpr int64_t kMostBytes = int64_t(4) << 30;
@@ -82,7 +93,7 @@ constexpr Load load_of(Engine engine, const Problem& p, const Device& device) {
 }
 
 // Adds `steps` steps of p.N layers, without the products of inputs and of weights' gradients.
-constexpr void add_steps(Costs& n, double steps, Engine engine, const Problem& p,
+constexpr void add_steps(Work& n, double steps, Engine engine, const Problem& p,
                          const Device& device) {
   const Load at = load_of(engine, p, device);
   const double count = steps * double(at.launches), more = at.load - 1;
@@ -122,8 +133,8 @@ struct Module {
     return multiplied / 1e6 / rate * (saves ? 4 : 1) * double(layers);
   }
 
-  constexpr Costs alone() const {
-    Costs n{};
+  constexpr Work alone() const {
+    Work n{};
     add_steps(n, double(p.T * layers), engine(), p, device);
     n.product = double(p.T) * products(), n.layer = double(layers);
     return n;
@@ -131,8 +142,8 @@ struct Module {
 
   constexpr int64_t waves(int64_t steps) const { return p.T / steps + layers - 1; }
   // Side by side in chunks of `steps` steps. The first T % steps run one layer after the other.
-  constexpr Costs chunked(int64_t steps) const {
-    Costs n{};
+  constexpr Work chunked(int64_t steps) const {
+    Work n{};
     const int64_t rest = p.T % steps;
     add_steps(n, double(waves(steps) * steps), engine_together(), together(), device);
     add_steps(n, double(layers * rest), engine(), p, device);
