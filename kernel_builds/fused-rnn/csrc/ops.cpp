@@ -24,7 +24,7 @@ namespace flashcell {
 // [K,S,N,D] in the state dtype · reset, hold [B,T] bool · lengths [B] · cu_seqlens [S+1]
 // -> h [B,T,N,D] · last [K,S,N,D] · saved [B,T,V,N,D], h_prev [B,T,N,D] (both [0] unless `save`)
 // grad_clip is for the autograd formula only: the forward does not read it. tf32 concerns fp32 on
-// CUDA. clip_state bounds the state that a step adds up (cells/bound.h); the CPU alone takes it.
+// CUDA. clip_state bounds the state that a step adds up (cells/bound.h).
 inline constexpr char kForwardSchema[] =
     "_fwd(Tensor x, Tensor weight, Tensor? bias, Tensor? state, Tensor? reset, Tensor? hold, "
     "Tensor? lengths, Tensor? cu_seqlens, float? grad_clip, bool tf32, bool save, "
@@ -54,9 +54,6 @@ double bound_of(std::optional<double> clip_state) {
   STD_TORCH_CHECK(kHasBound<Cell>, "clip_state must be None for ", Cell::kName, ", got ",
                   *clip_state);
   STD_TORCH_CHECK(*clip_state > 0, "clip_state must be more than 0, got ", *clip_state);
-#if defined(CUDA_KERNEL)
-  STD_TORCH_CHECK(false, "clip_state must be None on CUDA, got ", *clip_state);
-#endif
   return *clip_state;
 }
 
@@ -128,6 +125,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   dlast = operand(dlast, "dlast", {Cell::kStates, S, N, D}, unrounded);
   STD_TORCH_CHECK(!grad_clip || *grad_clip >= 0, "grad_clip must not be negative, got ",
                   grad_clip.value_or(0));
+  STD_TORCH_CHECK(!clip_state || saved_dtype(dh) == unrounded,
+                  "clip_state must be None where saved values have 16 bits, got ", *clip_state);
 
   Tensor dx = new_tensor(dh, {B, T, Cell::kGates, N, D}, io);
   Tensor dr = new_tensor(dh, Cell::kSplitGrad ? Shape{B, T, Cell::kGates, N, D} : Shape{0}, io);

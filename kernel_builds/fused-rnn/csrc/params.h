@@ -15,6 +15,8 @@ struct SequenceParams {
   // CUDA: the heads that run, of those that the tensors have; run() (cuda/call.h) makes 0 heads all
   // of them. The step, gemm and batch engines run all heads.
   int64_t first_head, heads;
+  double bound;  // on the state that a step adds up (cells/bound.h); 0 for none. On CUDA the step
+                 // engine alone has it
 };
 
 struct ForwardParams : SequenceParams {
@@ -37,7 +39,6 @@ struct ForwardParams : SequenceParams {
   // in another order than those of few sequences, so that decoding does without.
   bool packs_one_step;
   bool h_begins_as_zero;  // CPU: the first state of `initial` is 0
-  double bound;           // CPU: on the state that a step adds up (cells/bound.h); 0 for none
 };
 
 struct BackwardParams : SequenceParams {
@@ -51,7 +52,6 @@ struct BackwardParams : SequenceParams {
   void* dbias_partial;  // CUDA: [tiles of sequences][R, N, D] state
   void* dstate;         // [K, S, N, D] state
   bool skips_initial;   // dstate is not read, and may stay undefined
-  double bound;         // CPU: the forward's
 };
 
 }  // namespace flashcell

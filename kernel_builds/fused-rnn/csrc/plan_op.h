@@ -41,7 +41,8 @@ inline cuda::Problem problem_of(const cuda::CellSizes& sizes, int64_t sequences,
           int(element_bytes),
           tf32,
           true,
-          cuda::batch::keeps_state(sizes)};
+          cuda::batch::keeps_state(sizes),
+          false};
 }
 
 inline cuda::Device device_of(int64_t arch, int64_t code_arch, bool code_is_sm_90a, int64_t sms,

@@ -15,11 +15,15 @@ from ops.fused_rnn.test_sequence import CELLS, DTYPES, run, upstream
 
 pytestmark = [
     pytest.mark.usefixtures("poisoned"),
-    pytest.mark.filterwarnings("ignore:the kernel does not clip states:RuntimeWarning"),
+    pytest.mark.filterwarnings(
+        "ignore:the kernel has no gradients of clipped states:RuntimeWarning"
+    ),
 ]
 BOUNDED = [name for name, cell in CELLS.items() if cell.bounded]
 CLIP = 0.25  # a power of two: the same in every dtype
-on_the_cpu = pytest.mark.skipif(DEVICE != "cpu", reason="states are clipped on the CPU")
+on_the_cpu = pytest.mark.skipif(DEVICE != "cpu", reason="the same code as on the CPU")
+# The dtypes in which the kernels have gradients of clipped states.
+WITH_GRADIENTS = DTYPES if DEVICE == "cpu" else [torch.float32]
 short = lambda dtype: str(dtype)[6:]
 
 
@@ -55,9 +59,8 @@ def test_the_reference_is_a_clamp():
     torch.testing.assert_close(second, first, rtol=1e-12, atol=1e-12)
 
 
-@on_the_cpu
 @pytest.mark.parametrize("save", ["gates", "recompute"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+@pytest.mark.parametrize("dtype", WITH_GRADIENTS, ids=short)
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("name", BOUNDED)
 def test_kernel_is_as_exact_as_the_reference(fused_rnn, name, case, dtype, save):
@@ -72,7 +75,21 @@ def test_kernel_is_as_exact_as_the_reference(fused_rnn, name, case, dtype, save)
         assert_as_accurate(f"{name} {case} {key}", got[key], exact[key], peer[key], case.D)
 
 
-@on_the_cpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=short)
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("name", BOUNDED)
+def test_inference_in_16_bits(fused_rnn, name, case, dtype):
+    call = make(CELLS[name], case, dtype) | {"clip_state": CLIP}
+    on_cuda = (dtype, False) if DEVICE == "cuda" else None
+    h, last = fused_rnn.recurrent(name, **call, backend=DEVICE)
+    peer, peer_last = reference.recurrent(name, **call)
+    exact, exact_last = reference.recurrent(name, **upcast(call))
+    free, _ = fused_rnn.recurrent(name, **call | {"clip_state": None}, backend=DEVICE)
+    assert not torch.equal(h, free)
+    for got, right, other in zip((h, *last), (exact, *exact_last), (peer, *peer_last), strict=True):
+        assert_as_accurate(f"{name} {case}", got, right, other, case.D, on_cuda)
+
+
 @pytest.mark.parametrize("case", EMPTY, ids=str)
 @pytest.mark.parametrize("name", BOUNDED)
 def test_empty_sizes(fused_rnn, name, case):
@@ -84,8 +101,7 @@ def test_empty_sizes(fused_rnn, name, case):
         torch.testing.assert_close(got[key], want[key], rtol=0, atol=0)
 
 
-@on_the_cpu
-@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+@pytest.mark.parametrize("dtype", WITH_GRADIENTS, ids=short)
 @pytest.mark.parametrize("case", [c for c in CASES if "clip" not in c.options], ids=str)
 def test_gradients_by_way_of_all_states(fused_rnn, case, dtype):
     call = make(CELLS["lstm"], case, dtype) | {"clip_state": CLIP}
@@ -180,10 +196,12 @@ def test_what_is_refused(fused_rnn):
     with pytest.raises(ValueError, match=r"clip_state is 1\.0, but must be None for slstm"):
         fused_rnn.recurrent_step("slstm", call["x"][:, 0], call["weight"], clip_state=1.0)
     if DEVICE == "cuda":
+        half = make(CELLS["lstm"], Case(1, 3, 1, 4), torch.float16)
+        half["x"].requires_grad_()
         with pytest.raises(ValueError, match=r"clip_state is 1\.0, but must be None with backend="):
-            fused_rnn.lstm(**call, clip_state=1.0, backend="cuda")
-        with pytest.warns(RuntimeWarning, match="does not clip states on CUDA"):
-            fused_rnn.lstm(**call, clip_state=1.0)
+            fused_rnn.lstm(**half, clip_state=1.0, backend="cuda")
+        with pytest.warns(RuntimeWarning, match="no gradients of clipped states in 16 bits"):
+            fused_rnn.lstm(**half, clip_state=1.0)
 
 
 def test_the_op_refuses_what_the_engine_has_not(fused_rnn):
@@ -194,8 +212,15 @@ def test_the_op_refuses_what_the_engine_has_not(fused_rnn):
     with pytest.raises(RuntimeError, match="clip_state must be"):
         fused_rnn.dispatch.ops.lstm_fwd(*given, 0.0)
     if DEVICE == "cuda":
-        with pytest.raises(RuntimeError, match="clip_state must be None on CUDA"):
-            fused_rnn.dispatch.ops.lstm_fwd(*given, 1.0)
+        half = [t.half() if isinstance(t, torch.Tensor) else t for t in given[:2]]
+        given = *half, *given[2:9], True  # saves
+        h, _, saved, h_prev = fused_rnn.dispatch.ops.lstm_fwd(*given, 1.0)
+        with pytest.raises(
+            RuntimeError, match="clip_state must be None where saved values have 16"
+        ):
+            fused_rnn.dispatch.ops.lstm_bwd(
+                h, None, saved, h_prev, half[1], *(None,) * 5, False, True, 1.0
+            )
 
 
 CUT = [

@@ -1,6 +1,8 @@
 // Bounds on the state that a step adds up: none, or [-most, most] (clip_state), applied before
 // anything reads the state. Gradients are those of a clamp: they pass inside of it alone.
 #pragma once
+#include <cmath>
+
 #include "common/cells/math.h"
 
 namespace flashcell {
@@ -21,8 +23,14 @@ struct Bound {
   V most;
 
   FN V clip(V v) const { return select(most < v, most, select(v < -most, -most, v)); }  // keeps NaN
-  FN V gradient(V v, V d) const { return select(absolute(v) <= most, d, V(0)); }
+  FN V gradient(V v, V d) const { return select(most < absolute(v), V(0), d); }
 };
+
+// For code that has no second copy without a bound: `most` is 0 for none.
+template <typename V>
+FN Bound<V> bound_or_none(double most) {
+  return {V(most > 0 ? float(most) : INFINITY)};
+}
 
 // Whether a cell takes a bound: its forward and backward have one more argument then.
 template <typename Cell>

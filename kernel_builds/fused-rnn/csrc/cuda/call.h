@@ -59,6 +59,8 @@ inline cuda::Engine engine_for(const cuda::Problem& problem, const cuda::Device&
   STD_TORCH_CHECK(index < cuda::kEngineCount, "FLASHCELL_CUDA_ENGINE is ", wanted,
                   ", but must be block, cluster, grid, step, gemm, fma or batch");
   const Engine asked = Engine(index);
+  STD_TORCH_CHECK(!problem.clips || asked == Engine::kStep, "FLASHCELL_CUDA_ENGINE is ", wanted,
+                  ", but must be step where states are clipped");
   if (asked == Engine::kCluster && device.arch >= 90 && !cuda::cluster::has_code(device)) {
     cuda::refuse_cluster();
   }
@@ -86,8 +88,8 @@ cuda::Launch prepare(const SequenceParams& p, Dtype dtype, bool tf32, bool align
   // The engines that run a part of the heads run one step like any other.
   const int64_t steps = is_part ? std::max<int64_t>(p.T, 2) : p.T;
   const bool keeps_state = cuda::batch::keeps_state(cuda::kSizesOf<Cell>);
-  const cuda::Problem problem{p.S,      steps, p.heads, p.D,        Cell::kGates,
-                              io_bytes, tf32,  aligned, keeps_state};
+  const cuda::Problem problem{p.S,      steps, p.heads, p.D,         Cell::kGates,
+                              io_bytes, tf32,  aligned, keeps_state, p.bound > 0};
   launch.engine = is_part ? cuda::select_own(problem, launch.device)
                           : engine_for(problem, launch.device, backward);
   STD_TORCH_CHECK(!is_part || launch.engine != cuda::Engine::kStep,

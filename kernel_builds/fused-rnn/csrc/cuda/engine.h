@@ -79,10 +79,10 @@ void forward_gemm(const ForwardParams&, const Launch&);
 template <typename Cell, typename IO>
 void backward_gemm(const BackwardParams&, const Launch&);
 
-// The backward pass of every engine if grad_clip is 0: nothing is multiplied by the weight, and one
-// launch runs all steps. Of any width.
+// The backward pass of every engine if grad_clip is 0 and no state is clipped: nothing is
+// multiplied by the weight, and one launch runs all steps. Of any width.
 constexpr int kCutTile = 8;  // sequences that share a row of dbias_partial
-inline bool is_cut(const BackwardParams& p) { return p.grad_clip == 0; }
+inline bool is_cut(const BackwardParams& p) { return p.grad_clip == 0 && p.bound == 0; }
 template <typename Cell, typename IO>
 void backward_cut(const BackwardParams&, const Launch&);
 

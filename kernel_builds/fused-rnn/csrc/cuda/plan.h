@@ -19,6 +19,7 @@ struct Problem {
   bool tf32;
   bool aligned;      // x can be read 16 bytes at a time
   bool keeps_state;  // of the cell: batch::keeps_state
+  bool clips;        // states
 };
 
 // Sequences of a thread block of the block engine. With four, half of the matrix instruction's
@@ -36,10 +37,11 @@ constexpr int tile_of(Engine engine, const Problem& p, const Device& device) {
 }
 
 // The limits that every engine except the step engine has.
-constexpr std::array<Limit, 3> limits_of_all(const Problem& p) {
+constexpr std::array<Limit, 4> limits_of_all(const Problem& p) {
   return {{{"steps less than two", p.T <= 1, 0, ""},
            {"row in whole vectors, bytes over", p.D * p.io_bytes % 16, 0, "bytes"},
-           {"x not aligned to 16 bytes", !p.aligned, 0, ""}}};
+           {"x not aligned to 16 bytes", !p.aligned, 0, ""},
+           {"states that are clipped", p.clips, 0, ""}}};
 }
 
 // Whether fp32 products are exact, because the caller wants it or because code for Turing has no
@@ -79,7 +81,7 @@ constexpr gemm::Sizes gemm_sizes(const Problem& p, const Device& device) {
 }
 
 constexpr bool gemm_can_run(const Problem& p) {
-  return p.D * p.io_bytes % 16 == 0 && p.aligned && p.S <= gemm::kMostSequences;
+  return p.D * p.io_bytes % 16 == 0 && p.aligned && !p.clips && p.S <= gemm::kMostSequences;
 }
 
 // The engine that would run the call if there were no gemm engine.

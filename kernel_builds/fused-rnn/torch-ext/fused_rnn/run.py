@@ -31,16 +31,18 @@ def run(
     chosen = select_backend(backend, x.device.type, BACKEND, x.dtype)
     inputs = cast(x, weight, bias, state)
     chosen = fall_back_for_derivatives(chosen, backend, *inputs, stacklevel=5)
-    if chosen == "cuda" and options.clip_state is not None and backend == "auto":
-        chosen = fall_back("the kernel does not clip states on CUDA", stacklevel=5)
+    if chosen == "cuda" and options.clip_state is not None and not _clips(*inputs):
+        if backend != "auto":
+            raise ValueError(
+                f"clip_state is {options.clip_state}, but must be None with backend='cuda' for gradients in "
+                "16 bits: backend='reference' has them"
+            )
+        chosen = fall_back(
+            "the kernel has no gradients of clipped states in 16 bits on CUDA", stacklevel=5
+        )
     if chosen == "reference":
         h, last, states = _reference(spec, inputs, masks, options)
         return h, _unstack(spec, last), states
-    if chosen == "cuda" and options.clip_state is not None:
-        raise ValueError(
-            f"clip_state is {options.clip_state}, but must be None with backend='cuda': the CPU and "
-            "backend='reference' clip states"
-        )
     width, states = x.shape[-1], []
     padded = padded_width(x.device.type, x.dtype, x.shape[1], width)
     if padded != width:
@@ -59,6 +61,12 @@ def run(
         h, last = h[..., :width].contiguous(), last[..., :width]
         states = [s[..., :width] for s in states]
     return h, _unstack(spec, last), states
+
+
+def _clips(x, *others) -> bool:
+    """Whether the CUDA kernel clips states: not in 16 bits where the gradient is asked for, because it
+    depends on values that would be rounded."""
+    return x.dtype == torch.float32 or not is_recorded(x, *others)
 
 
 def cast(x, weight, bias, state):

@@ -77,7 +77,11 @@ class BackwardCell {
 #pragma unroll
       for (int v = 0; v < Cell::kSaved; ++v) saved[v] = V(to_float(saved_[v]));
       d[0] += V(to_float(dh_));
-      Cell::backward(saved, d, dxs, drs);
+      if constexpr (kHasBound<Cell>) {
+        Cell::backward(saved, d, dxs, drs, bound_or_none<V>(p.bound));
+      } else {
+        Cell::backward(saved, d, dxs, drs);
+      }
 #pragma unroll
       for (int g = 0; g < Cell::kGates; ++g) {
         dbias[g] = to_float(dxs[g]);

@@ -66,7 +66,11 @@ class ForwardCell {
         x[g] = V(to_float(x_[g])) + V(bias(g)), r[g] = V(product[g]);
       }
       if (Cell::kBias > Cell::kGates) r[Cell::kGates - 1] += V(bias(Cell::kBias - 1));
-      Cell::forward(x, r, state, next, values);
+      if constexpr (kHasBound<Cell>) {
+        Cell::forward(x, r, state, next, values, bound_or_none<V>(p.bound));
+      } else {
+        Cell::forward(x, r, state, next, values);
+      }
       *h = from_float<IO>(to_float(next[0]));
       if (p.h_prev) *h_prev = from_float<IO>(state_[0]);
       if (p.saved) {
