@@ -140,6 +140,15 @@ void print_plan_of(CellList<Cells...>, const std::string& name, const Problem& p
   ((name == Cells::kName ? print_plan<Cells>(p, d) : void()), ...);
 }
 
+// Whether the step engine alone runs a call that clips states.
+bool only_step_clips(Problem p, const Device& d) {
+  p.gates = 4, p.clips = true;
+  for (int engine = 0; engine < kEngineCount; ++engine) {
+    if (Engine(engine) != Engine::kStep && can_run(Engine(engine), p, d)) return false;
+  }
+  return select_engine(p, d) == Engine::kStep && select_backward(p, d) == Engine::kStep;
+}
+
 int main() {
   std::string cell;
   Problem p{};
@@ -147,6 +156,7 @@ int main() {
   p.aligned = true;
   while (std::cin >> cell >> p.S >> p.T >> p.N >> p.D >> p.io_bytes >> p.tf32 >> d.arch >>
          d.code.arch >> d.code.sm_90a >> d.sms >> d.shared_bytes) {
+    if (!only_step_clips(p, d)) return 1;
     print_plan_of(AllCells(), cell, p, d);
   }
 }

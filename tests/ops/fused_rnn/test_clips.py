@@ -8,20 +8,15 @@ import torch
 
 from cases import CASES, DEVICE, EMPTY, Case, make, upcast
 from flashcell.kernels import fused_rnn as reference
-from numerics import assert_as_accurate, assert_bitwise
+from numerics import assert_as_accurate, assert_bitwise, assert_close
 from ops.fused_rnn.test_all_states import draw
 from ops.fused_rnn.test_all_states import run as run_all_states
 from ops.fused_rnn.test_sequence import CELLS, DTYPES, run, upstream
 
-pytestmark = [
-    pytest.mark.usefixtures("poisoned"),
-    pytest.mark.filterwarnings(
-        "ignore:the kernel has no gradients of clipped states:RuntimeWarning"
-    ),
-]
+pytestmark = pytest.mark.usefixtures("poisoned")
 BOUNDED = [name for name, cell in CELLS.items() if cell.bounded]
 CLIP = 0.25  # a power of two: the same in every dtype
-on_the_cpu = pytest.mark.skipif(DEVICE != "cpu", reason="the same code as on the CPU")
+on_the_cpu = pytest.mark.skipif(DEVICE != "cpu", reason="a test of the CPU's code")
 # The dtypes in which the kernels have gradients of clipped states.
 WITH_GRADIENTS = DTYPES if DEVICE == "cpu" else [torch.float32]
 short = lambda dtype: str(dtype)[6:]
@@ -213,7 +208,7 @@ def test_the_op_refuses_what_the_engine_has_not(fused_rnn):
         fused_rnn.dispatch.ops.lstm_fwd(*given, 0.0)
     if DEVICE == "cuda":
         half = [t.half() if isinstance(t, torch.Tensor) else t for t in given[:2]]
-        given = *half, *given[2:9], True  # saves
+        given = *half, *given[2:10], True  # saves
         h, _, saved, h_prev = fused_rnn.dispatch.ops.lstm_fwd(*given, 1.0)
         with pytest.raises(
             RuntimeError, match="clip_state must be None where saved values have 16"
@@ -221,6 +216,27 @@ def test_the_op_refuses_what_the_engine_has_not(fused_rnn):
             fused_rnn.dispatch.ops.lstm_bwd(
                 h, None, saved, h_prev, half[1], *(None,) * 5, False, True, 1.0
             )
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU and FLASHCELL_TEST_DEVICE=cuda")
+@pytest.mark.parametrize("engine", ["block", "cluster", "grid", "gemm", "fma", "batch"])
+def test_engines_without_a_bound_refuse(fused_rnn, engine, monkeypatch):
+    call = make(CELLS["lstm"], Case(3, 4, 1, 64), torch.float32)
+    monkeypatch.setenv("FLASHCELL_CUDA_ENGINE", engine)
+    with pytest.raises(RuntimeError, match=f"is {engine}, but must be step where states are clip"):
+        fused_rnn.lstm(**call, clip_state=1.0)
+
+
+@pytest.mark.parametrize("precision", ["highest", "tf32"])
+@pytest.mark.parametrize("name", BOUNDED)
+def test_many_sequences_of_many_units(fused_rnn, name, precision):
+    call = make(CELLS[name], Case(300, 3, 1, 520, ("state",)), torch.float32) | {"clip_state": CLIP}
+    with torch.no_grad():
+        h, last = fused_rnn.recurrent(name, **call, precision=precision, backend=DEVICE)
+        exact, exact_last = reference.recurrent(name, **upcast(call))
+    assert last[-1].abs().max() <= CLIP
+    for got, want in zip((h, *last), (exact, *exact_last), strict=True):
+        assert_close(name, got, want, 2e-3 if (precision, DEVICE) == ("tf32", "cuda") else 1e-6)
 
 
 CUT = [

@@ -1,5 +1,6 @@
 // Bounds on the state that a step adds up: none, or [-most, most] (clip_state), applied before
-// anything reads the state. Gradients are those of a clamp: they pass inside of it alone.
+// anything reads the state. Gradients are those of a clamp, which pass inside of it alone, but for
+// NaN, where they pass too.
 #pragma once
 #include <cmath>
 

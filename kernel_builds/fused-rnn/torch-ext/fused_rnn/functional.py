@@ -21,8 +21,8 @@ Every sequence function takes, besides what its docstring says,
     clip_state  float            clips what every step adds up, c of lstm and h of gru and rnn, to
                                  [-clip_state, clip_state] before anything reads it, as TensorFlow's
                                  cell_clip does; gradients pass where it lies inside. Not for slstm.
-                                 On CUDA it takes a launch a step; gradients of an x in 16 bits are
-                                 the reference's there
+                                 On CUDA it takes a launch a step; in 16 bits the reference runs calls
+                                 that record gradients there
     precision   "highest"|"tf32" fp32 products on tensor cores; the CPU always computes "highest"
     save        "gates"|"recompute"  keep the gates for the backward, or run the forward again there
     return_states  bool          return a third value, the K states of every step [B, T, N, D], h first;

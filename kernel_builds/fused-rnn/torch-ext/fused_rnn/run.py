@@ -8,7 +8,7 @@ from . import reference
 from .all_states import AllStates
 from .cells import Cell
 from .dispatch import BACKEND, select_backend, without_autocast
-from .formulas import CALLS, fall_back, fall_back_for_derivatives, is_recorded
+from .formulas import CALLS, fall_back, fall_back_for_derivatives, is_recorded, is_transformed
 from .padding import pad_call, padded_width
 from .sequences import lower_masks, stack_states
 
@@ -34,8 +34,8 @@ def run(
     if chosen == "cuda" and options.clip_state is not None and not _clips(*inputs):
         if backend != "auto":
             raise ValueError(
-                f"clip_state is {options.clip_state}, but must be None with backend='cuda' for gradients in "
-                "16 bits: backend='reference' has them"
+                f"clip_state is {options.clip_state}, but must be None with backend='cuda' for gradients "
+                "in 16 bits: backend='reference' has them"
             )
         chosen = fall_back(
             "the kernel has no gradients of clipped states in 16 bits on CUDA", stacklevel=5
@@ -64,9 +64,11 @@ def run(
 
 
 def _clips(x, *others) -> bool:
-    """Whether the CUDA kernel clips states: not in 16 bits where the gradient is asked for, because it
-    depends on values that would be rounded."""
-    return x.dtype == torch.float32 or not is_recorded(x, *others)
+    """Whether the CUDA kernel clips states: not in 16 bits where a gradient may be asked for, because
+    it depends on values that would be rounded."""
+    if x.dtype == torch.float32 or not torch.is_grad_enabled():
+        return True
+    return not (is_recorded(x, *others) or is_transformed() or torch.jit.is_tracing())
 
 
 def cast(x, weight, bias, state):

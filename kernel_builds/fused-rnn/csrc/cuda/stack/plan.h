@@ -5,10 +5,10 @@
 
 namespace flashcell::cuda::wavefront {
 
-// What a call does, or what each of it takes on the GPU in us. What a step takes grows with the
-// load, which is how often its thread blocks would fill the GPU, or a group's tiles, and with what
-// it reads of the weight. `width` and `load_width` are those of 1024 units of a cell with four
-// gates, `product` that of a matrix product of 1e6 fp16 multiplications.
+// How many of each a call has, or what one of each takes on the GPU in us. A step takes longer the
+// larger its load is, which is how often its thread blocks would fill the GPU, or a group's tiles,
+// and the more it reads of the weight: `width` and `load_width` count 1024 units of a cell with
+// four gates. `product` counts the us of all matrix products at their nominal rate.
 struct Work {
   double step, load, width, load_width, product;
   double layer, wave, call;  // a layer that runs alone; a wave; and a call with waves
