@@ -45,9 +45,14 @@ struct Values {
     return {fours[0].x, fours[0].y, fours[4].x, fours[4].y};
   }
 };
-// The values of x that a lane takes in a step.
+// The values of x that a lane takes in a step. The array is a class's member because nvcc 12.4
+// aborts at an alias template of one.
 template <Format kFormat, int kSteps, int kTiles>
-using Vectors = uint4[Values<kFormat, kSteps>::kVectors][kTiles];
+struct StepVectors {
+  using Array = uint4[Values<kFormat, kSteps>::kVectors][kTiles];
+};
+template <Format kFormat, int kSteps, int kTiles>
+using Vectors = typename StepVectors<kFormat, kSteps, kTiles>::Array;
 
 // Loads x of step s of the piece that begins at value k, times the norm's weight.
 template <typename IO, Format kFormat, int kSteps, int kTiles, bool kNorm>
