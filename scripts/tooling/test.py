@@ -103,6 +103,9 @@ def run_steps(args: argparse.Namespace, home: Path) -> list[Step]:
         options = ["--backend", "cuda", "--archs", archs, "--home", home, "--kernel", *cuda]
         options += ["--out", home / "cuda"] if args.all else ["--check"]
         steps.append(("build cuda", [*build[:2], *options]))
+        if args.all:  # the oldest compiler that a release uses
+            options = ["--backend", "cuda", "--cuda", "12.6", "--archs", "9.0a", "--home", home]
+            steps.append(("build cuda 12", [*build[:2], *options, "--kernel", *cuda, "--check"]))
     steps.append(("repository", [sys.executable, ROOT / "scripts" / "check_repo"]))
     if args.ci:
         versions = [sys.executable, ROOT / "scripts", "tooling.test", "--versions", "today"]

@@ -163,6 +163,7 @@ def test_what_each_tier_runs(tmp_path, option, cuda, slow):
     assert list(steps) == [
         "build",
         *(["build cuda"] if cuda else []),
+        *(["build cuda 12"] if option == "all" else []),
         "repository",
         *versions,
         "tests",
