@@ -223,8 +223,8 @@ def leave_products_out(want: dict, without: dict, got: dict, weight: torch.Tenso
 
     A kernel leaves its product out where h is 0: without a state and after a reset. So where a result
     is NaN in the reference alone, that of a weight with zeros instead, in `without`, counts. Where the
-    weight has inf, later steps may then be finite, too, and no value is required. Gradients at values
-    that differ so are others, and none is required then."""
+    weight has inf, later steps may then be finite, too, and no value is required. Gradients depend on
+    such values, so then none is compared."""
     differ = False
     for name, value in want.items():
         if name.startswith("gradient") or value.dtype not in EPS:

@@ -27,7 +27,7 @@ struct Bound {
   FN V gradient(V v, V d) const { return select(most < absolute(v), V(0), d); }
 };
 
-// For code that has no second copy without a bound: `most` is 0 for none.
+// For code that is compiled once, for calls with a bound and without: `most` is 0 for none.
 template <typename V>
 FN Bound<V> bound_or_none(double most) {
   return {V(most > 0 ? float(most) : INFINITY)};
