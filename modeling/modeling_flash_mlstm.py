@@ -70,18 +70,20 @@ class FlashMLSTMMixer(nn.Module):
     def __init__(self, config: FlashMLSTMConfig):
         super().__init__()
         self.config = config
-        width, qk, v, heads = (
-            config.hidden_size, config.qk_dim, config.v_dim, config.num_heads
-        )  # fmt: skip
+        # What the weights' shapes follow from. A configuration is slow to read, so a call does not.
+        width, heads = config.hidden_size, config.num_heads
+        self.heads, self.widths = heads, (config.qk_dim, config.qk_dim, config.v_dim, config.v_dim)
+        self.fused, self.has_input_gate = config.weight_mode == "fused", config.learnable_input_gate
+        _, qk, _, v = self.widths
         forget = torch.linspace(*FORGET_GATE_BIAS, heads, device="cpu")
         enter = torch.full_like(forget, config.input_gate_bias_init)
-        if config.weight_mode == "fused":
+        if self.fused:
             self.qkv_opreact = linear(width, 2 * qk + 2 * v)
             self.ifgate_preact = GateLinear(width, torch.cat([enter, forget]))
         else:
             self.q, self.k = linear(width, qk), linear(width, qk)
             self.v, self.ogate_preact = linear(width, v), linear(width, v)
-            if config.learnable_input_gate:
+            if self.has_input_gate:
                 self.igate_preact = GateLinear(width, enter)
             self.fgate_preact = GateLinear(width, forget)
         self.multihead_norm = HeadNorm(heads, v, config.norm_eps, config.head_norm)
@@ -93,10 +95,9 @@ class FlashMLSTMMixer(nn.Module):
         cache: RecurrentStateLayer | None = None,
         boundaries: Boundaries = NO_BOUNDARIES,
     ) -> torch.Tensor:  # [B, T, H]
-        config = self.config
         *operands, i, f = self.project(hidden_states)
-        i, f = soft_cap(i, config.gate_soft_cap), soft_cap(f, config.gate_soft_cap)
-        return self.out_proj(self.mix([*operands, i, f], cache, boundaries))
+        gates = soft_cap(torch.stack((i, f)), self.config.gate_soft_cap)
+        return self.out_proj(self.mix([*operands, *gates.unbind()], cache, boundaries))
 
     def mix(
         self,
@@ -104,11 +105,11 @@ class FlashMLSTMMixer(nn.Module):
         cache: RecurrentStateLayer | None,
         boundaries: Boundaries,
     ) -> torch.Tensor:  # [B, T, v_dim]
-        config = self.config
-        q, k, v, o = (split_heads(x, config.num_heads) for x in operands[:4])
+        config, input_gate = self.config, self.config.input_gate
+        q, k, v, o = (split_heads(x, self.heads) for x in operands[:4])
         h, state = run_mlstm(
             config, (q, k, v, *operands[4:]), self.multihead_norm, cache, boundaries, o,
-            input_gate=config.input_gate, eps=config.eps if config.input_gate == "exp" else 0.0,
+            input_gate=input_gate, eps=config.eps if input_gate == "exp" else 0.0,
         )  # fmt: skip
         if cache is not None:
             cache.update_states(q.shape[1], cell=state)
@@ -117,9 +118,9 @@ class FlashMLSTMMixer(nn.Module):
     @property
     def projections(self) -> tuple[list[nn.Linear], list[nn.Linear]]:
         """The projection modules: those whose outputs join to q, k, v, o, and those for i, f."""
-        if self.config.weight_mode == "fused":
+        if self.fused:
             return [self.qkv_opreact], [self.ifgate_preact]
-        gates = [self.igate_preact] if self.config.learnable_input_gate else []
+        gates = [self.igate_preact] if self.has_input_gate else []
         return [self.q, self.k, self.v, self.ogate_preact], [*gates, self.fgate_preact]
 
     def project(self, x: torch.Tensor) -> list[torch.Tensor]:
@@ -130,10 +131,9 @@ class FlashMLSTMMixer(nn.Module):
 
     def divide(self, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Splits the outputs of the modules in `projections` into q, k, v, o, i, f."""
-        qk, v = self.config.qk_dim, self.config.v_dim
-        if self.config.weight_mode == "fused":
-            return [*outputs[0].split([qk, qk, v, v], dim=-1), *outputs[1].chunk(2, dim=-1)]
-        if self.config.learnable_input_gate:
+        if self.fused:
+            return [*outputs[0].split(self.widths, dim=-1), *outputs[1].chunk(2, dim=-1)]
+        if self.has_input_gate:
             return list(outputs)
         *operands, f = outputs
         return [*operands, torch.full_like(f, self.config.input_gate_bias_init), f]
@@ -185,14 +185,14 @@ class FlashMLSTMBlock(FusedStep, RecurrentBlock):
 
     @property
     def step_parts(self) -> StepParts | str:
-        mixer, ffn, config = self.mlstm_layer, self.ffn, self.mlstm_layer.config
+        mixer, ffn = self.mlstm_layer, self.ffn
         if type(mixer) is not FlashMLSTMMixer or type(ffn) is not FlashMLSTMFeedForward:
             return "the mixer or the MLP is another class"
-        if not config.learnable_input_gate:
+        if not mixer.has_input_gate:
             return "the input gate is not learned"
         wide, gates = mixer.projections
         layers = [*wide, *gates, mixer.out_proj, *ffn.projections, ffn.proj_down]
-        return StepParts([*layers, self.norm_mlstm, self.norm_ffn], (mixer, ffn), config.backend)
+        return StepParts([*layers, self.norm_mlstm, self.norm_ffn], (mixer, ffn), mixer.config.backend)
 
     def step(
         self,
@@ -202,11 +202,11 @@ class FlashMLSTMBlock(FusedStep, RecurrentBlock):
         T: int = 1,
     ) -> torch.Tensor:  # [B T, H]
         """Does what `run` does for T tokens per row, x [B T, H], in few launches."""
-        mixer, ffn, config = self.mlstm_layer, self.ffn, self.mlstm_layer.config
+        mixer, ffn = self.mlstm_layer, self.ffn
         wide, gates = mixer.projections
         outputs = step_linear(
             x, **operands(*wide, *gates), biases=[m.bias for m in gates], capped=len(gates),
-            cap=config.gate_soft_cap, **norm_options(self.norm_mlstm),
+            cap=mixer.config.gate_soft_cap, **norm_options(self.norm_mlstm),
         )  # fmt: skip
         inputs = [y.unflatten(0, (-1, T)) for y in mixer.divide(outputs)]
         h = mixer.mix(inputs, cache, NO_BOUNDARIES)

@@ -90,12 +90,9 @@ def run_mlstm(
 
     Decoding one token into a static cache updates its states in place.
     """
-    q = operands[0]
-    options.update(
-        norm=norm.kind, norm_weight=norm(), norm_eps=norm.eps,
-        backend=config.backend,
-    )  # fmt: skip
-    kernel = load_kernel("tfla", q.device.type, config.backend)
+    q, backend = operands[0], config.backend
+    options.update(norm=norm.kind, norm_weight=norm(), norm_eps=norm.eps, backend=backend)
+    kernel = load_kernel("tfla", q.device.type, backend)
     state: Any = None if cache is None else boundaries.first(cache.get_states())
     if q.shape[1] == 1 and boundaries.none():
         buffers = isinstance(cache, StaticRecurrentStateLayer) and not torch.is_grad_enabled()
