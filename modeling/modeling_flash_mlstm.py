@@ -192,7 +192,9 @@ class FlashMLSTMBlock(FusedStep, RecurrentBlock):
             return "the input gate is not learned"
         wide, gates = mixer.projections
         layers = [*wide, *gates, mixer.out_proj, *ffn.projections, ffn.proj_down]
-        return StepParts([*layers, self.norm_mlstm, self.norm_ffn], (mixer, ffn), mixer.config.backend)
+        return StepParts(
+            [*layers, self.norm_mlstm, self.norm_ffn], (mixer, ffn), mixer.config.backend
+        )
 
     def step(
         self,

@@ -60,9 +60,7 @@ _lock = threading.Lock()
 
 def choose(module: Any, kind: int, input: Any, hx: Any) -> Any:
     """Returns the kernel that runs a call of `module`, whose place in cost_model.KINDS is `kind`, or
-    None: torch.nn's forward runs."""
-    if torch.compiler.is_compiling():
-        return module.kernel_for(input)
+    None: torch.nn's forward runs. torch.compile must not be at work."""
     if hx is not None and type(hx) is not Tensor and states_override_torch(hx):
         return None
     key = _key(module, kind, input)

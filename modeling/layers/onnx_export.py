@@ -24,13 +24,13 @@ GATES = {"LSTM": (0, 3, 1, 2), "GRU": (1, 0, 2), "RNN": (0,)}
 _Head = list[Tensor]  # the parameters of one layer and direction, in torch.nn's order
 
 
-def is_onnx_export() -> bool:
-    """Whether the call is captured by one of the two exporters of torch.onnx.export.
+def is_onnx_export(compiles: bool) -> bool:
+    """Whether the call is captured by one of the two exporters of torch.onnx.export. `compiles` is
+    torch.compiler.is_compiling().
 
     With dynamo=False torch.nn's forward is what gives ONNX's operators, otherwise
     `export_sequence`."""
-    captured = torch.compiler.is_compiling() or is_tracing()
-    return captured and torch.onnx.is_in_onnx_export()
+    return (compiles or is_tracing()) and torch.onnx.is_in_onnx_export()
 
 
 def export_sequence(module: Any, input: Any, hx: Any) -> Any:

@@ -93,11 +93,12 @@ class _StandIn(nn.Module):
 
     def choose_kernel(self, input: Any, hx: Any) -> Any:
         """Returns the kernel that runs a call, or None: run torch.nn's own forward."""
-        if is_onnx_export():
+        compiles = torch.compiler.is_compiling()
+        if is_onnx_export(compiles):
             return None
-        if self.kernel_backend == "auto":
-            return choose(self, self.call_kind, input, hx)
-        return self.kernel_for(input)
+        if compiles or self.kernel_backend != "auto":
+            return self.kernel_for(input)
+        return choose(self, self.call_kind, input, hx)
 
 
 class _Sequence(_StandIn, RNNBase):
@@ -114,7 +115,7 @@ class _Sequence(_StandIn, RNNBase):
     def forward(self, input: Any, hx: Any = None) -> Any:
         """Runs the layers, as torch.nn does: input, hx -> output, h_n or (h_n, c_n)."""
         kernel = self.choose_kernel(input, hx)
-        if kernel is None and torch.compiler.is_compiling() and is_onnx_export():
+        if kernel is None and torch.compiler.is_compiling() and is_onnx_export(True):
             return export_sequence(self, input, hx)
         if kernel is None:
             return super().forward(input, hx)

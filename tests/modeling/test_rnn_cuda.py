@@ -94,10 +94,11 @@ def cell_results(cell, x, hx, weight):
     return [*out, *gradients]
 
 
-# Sizes that the kernel multiplies by itself, with vectors and without, and that cuBLAS multiplies.
-@pytest.mark.parametrize(
-    ("B", "I", "D"), [(1, 64, 48), (7, 33, 50), (24, 64, 1000), (300, 350, 350)]
-)
+# Sizes that the kernels multiply by themselves, with vectors and without, and that cuBLAS multiplies.
+SIZES = [(1, 64, 48), (7, 33, 50), (24, 64, 1000), (128, 700, 130), (50, 24, 600), (300, 350, 350)]
+
+
+@pytest.mark.parametrize(("B", "I", "D"), SIZES)
 @pytest.mark.parametrize("state", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", ["LSTMCell", "GRUCell", "RNNCell"])
@@ -117,9 +118,25 @@ def test_cells_are_as_exact_as_torchs(fused_rnn, kind, dtype, state, B, I, D):
         assert rms(double(a) - c) <= 2 * rms(double(b) - c) + least * rms(c), f"result {k}"
 
 
-@pytest.mark.parametrize(
-    ("B", "I", "D"), [(1, 64, 48), (7, 33, 50), (24, 64, 1000), (300, 350, 350)]
-)
+@pytest.mark.parametrize(("B", "I", "D"), SIZES)
+@pytest.mark.parametrize("state", [False, True])
+@pytest.mark.parametrize("kind", ["LSTMCell", "GRUCell", "RNNCell"])
+def test_gradients_of_weights_do_not_depend_on_others(fused_rnn, kind, state, B, I, D):
+    """Whether x and the states need gradients, too."""
+    cell = getattr(flashcell, kind)(I, D, dtype=torch.bfloat16, backend="cuda")
+    x, dy = (torch.randn(B, n, dtype=torch.bfloat16) for n in (I, D))
+    hx = [torch.randn(B, D, dtype=torch.bfloat16) for _ in range(2 if kind == "LSTMCell" else 1)]
+    found = []
+    for needed in (False, True):
+        given = [t.clone().requires_grad_(needed) for t in (x, *hx)]
+        pair = tuple(given[1:]) if kind == "LSTMCell" else given[1]
+        y = cell(given[0], pair if state else None)
+        y = y[0] if isinstance(y, tuple) else y
+        found.append(torch.autograd.grad(y, [*cell.parameters()], dy))
+    assert all(a.equal(b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize(("B", "I", "D"), SIZES)
 @pytest.mark.parametrize("state", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])

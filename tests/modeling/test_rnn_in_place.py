@@ -153,14 +153,10 @@ def test_what_only_second_derivatives_need_goes_with_the_graph(kind):
 
 def test_what_a_module_reads(fused_rnn):
     """A module that is trained never reads its biases' values, and w_ih for the gradient of x only."""
-    reads = import_module(f"{fused_rnn.__name__}.layers_op")._reads
-    trained = (True,) * 8
-    nothing = (False,) * 3  # what is no tensor
-    assert reads((*nothing, False, *trained), 0, True, False, 1, True) == (
-        *(True, False, True, False, False),
-        *(True, True, False, False),
-    )
-    assert reads((*nothing, False, *trained), 0, True, False, 1, False)[2] is False  # R of zeros
+    unread = import_module(f"{fused_rnn.__name__}.unread").unread_places  # in x, *weights
+    needs = (*(False,) * 3, False, *(True,) * 8)  # the first three are no tensors, then comes x
+    assert unread(needs, 0, True, False, 1, True) == (1, 3, 4, 7, 8)
+    assert unread(needs, 0, True, False, 1, False) == (1, 2, 3, 4, 6, 7, 8)  # both R of zeros
 
 
 def test_a_failed_backward_may_be_run_again(monkeypatch):

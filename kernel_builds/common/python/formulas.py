@@ -119,8 +119,12 @@ def is_transformed() -> bool:
 
 def is_eager() -> bool:
     """Whether nothing is active that follows tensors from op to op: a trace, or a transform."""
-    traced = torch.compiler.is_compiling() or is_tracing()
-    return not (traced or transforms_are_active() or forward_level() >= 0)
+    return not torch.compiler.is_compiling() and not is_followed()
+
+
+def is_followed() -> bool:
+    """Whether torch.jit.trace or a transform follows tensors; of torch.compile it says nothing."""
+    return is_tracing() or transforms_are_active() or forward_level() >= 0
 
 
 def in_forward_mode() -> bool:

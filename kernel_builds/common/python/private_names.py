@@ -73,7 +73,10 @@ _batched = [
 
 def is_batched(tensor: torch.Tensor) -> bool:
     """Whether a tensor stands for a batch of tensors under torch.vmap."""
-    return any(test is not None and test(tensor) for test in _batched)
+    for test in _batched:  # noqa: SIM110 (a generator would take longer)
+        if test is not None and test(tensor):
+            return True
+    return False
 
 
 _interpreters = find(

@@ -31,6 +31,15 @@ void refuse_cluster() {
                                    "unset FLASHCELL_CUDA_ENGINE"));
 }
 
+bool is_recording(cudaStream_t stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusActive;
+  if (cudaStreamIsCapturing(stream, &status) != cudaSuccess) {
+    cudaGetLastError();
+    return true;
+  }
+  return status != cudaStreamCaptureStatusNone;
+}
+
 template <typename Function>
 static void with_io(Dtype dtype, Function function) {
   switch (dtype) {

@@ -7,6 +7,7 @@ namespace flashcell::cuda {
 
 Device current_device();             // throws if the library has no code for the GPU
 [[noreturn]] void refuse_cluster();  // for GPUs that have clusters while the code they run does not
+bool is_recording(cudaStream_t stream);  // whether the caller records a CUDA graph
 
 // Runs the engine that launch.engine names; `cell` is the index in AllCells. T may be 0.
 int64_t forward_scratch(int cell, const ForwardParams&, Dtype, const Launch&);

@@ -7,6 +7,7 @@
 #include <optional>
 
 #include "../cuda/cell/call.h"
+#include "../cuda/run.h"
 #include "layers.h"
 
 namespace flashcell {
@@ -17,6 +18,12 @@ namespace flashcell {
 inline constexpr int64_t kFewSequences = 8, kSomeSequences = 32;
 inline constexpr int64_t kMostProducts = 70'000'000, kSomeProducts = 30'000'000;
 inline constexpr int64_t kUnalignedProducts = 8'000'000;
+
+// The same for calls whose backward pass follows, and for the gradients of their weights, unless a
+// CUDA graph is recorded. Autograd takes the host longer than all this takes the GPU, so a launch
+// less is worth more multiplications.
+inline constexpr int64_t kSavedProducts = 60'000'000, kUnalignedSavedProducts = 12'000'000;
+inline constexpr int64_t kWeightProducts = 300'000'000;
 
 // Products of rows that are no whole vectors go through padded copies from this many
 // multiplications on: below it, the host takes longer to launch the copies than the GPU saves.
@@ -193,7 +200,8 @@ class OneStep {
       p.h_prev = has_state ? kept.back().mutable_data_ptr() : nullptr;
     }
     Tensor gates, rounded;  // alive until the launch
-    if (!is_small(width_of(l), has_state)) multiply_gates(p, gates, rounded, x);
+    const bool waits = save && !cuda::is_recording(current_stream(x));
+    if (!is_small(width_of(l), has_state, waits)) multiply_gates(p, gates, rounded, x);
     cuda::cell_forward(AllCells::index_of<Cell>(), p, dtype, launch(x));
   }
 
@@ -211,9 +219,15 @@ class OneStep {
     for (size_t k = 0; k < dstate.size(); ++k) {
       p.dstate[k] = reinterpret_cast<float*>(at(dstate[k], l * B * D));
     }
-    Tensor dgates = new_tensor(x, {B * G * D}, io), dr, partial;
-    p.dx = dgates.mutable_data_ptr();
-    if (Cell::kSplitGrad && has_state) {
+    const bool multiplies = B <= cuda::kMostSummed &&
+                            products(width, has_state) <= kWeightProducts &&
+                            !cuda::is_recording(current_stream(x));
+    Tensor dgates, dr, partial;
+    if (!multiplies || !dstate.empty() || dx != nullptr) {
+      dgates = new_tensor(x, {B * G * D}, io);
+      p.dx = dgates.mutable_data_ptr();
+    }
+    if (Cell::kSplitGrad && has_state && (!multiplies || !dstate.empty())) {
       dr = new_tensor(x, {B * G * D}, io);
       p.dr = dr.mutable_data_ptr();
     }
@@ -224,17 +238,22 @@ class OneStep {
         p.partial = static_cast<float*>(partial.mutable_data_ptr());
       }
     }
-    if (!has_state) {
+    if (multiplies) {
+      p.weights = {dweights[0].mutable_data_ptr(), dweights[1].mutable_data_ptr(), rows, {}, width};
+      if (has_state) p.weights.h = {h_prev.const_data_ptr(), D, 1, true};
+    } else if (!has_state) {
       p.zeros = dweights[1].mutable_data_ptr();
       p.zero_bytes = G * D * D * dweights[1].element_size();
     }
     cuda::cell_backward(AllCells::index_of<Cell>(), p, dtype, launch(x));
 
     const void* recurrent = p.dr != nullptr ? p.dr : p.dx;
-    multiply_rounded({G * D, width, B, 1, p.dx, 0, 1, G * D, rows.data, rows.row, 1,
-                      dweights[0].mutable_data_ptr(), 0, width},
-                     x);
-    if (has_state) {
+    if (!multiplies) {
+      multiply_rounded({G * D, width, B, 1, p.dx, 0, 1, G * D, rows.data, rows.row, 1,
+                        dweights[0].mutable_data_ptr(), 0, width},
+                       x);
+    }
+    if (has_state && !multiplies) {
       multiply_rounded({G * D, D, B, 1, recurrent, 0, 1, G * D, h_prev.const_data_ptr(), D, 1,
                         dweights[1].mutable_data_ptr(), 0, D},
                        x);
@@ -251,12 +270,17 @@ class OneStep {
     }
   }
 
-  bool is_small(int64_t width, bool has_state) const {
-    const int64_t products = B * G * D * (width + (has_state ? D : 0)), vector = io_vector();
-    if (width % vector != 0 || D % vector != 0) {
-      return B <= kSomeSequences && products <= kUnalignedProducts;
-    }
-    return B <= kSomeSequences && products <= (B <= kFewSequences ? kMostProducts : kSomeProducts);
+  int64_t products(int64_t width, bool has_state) const {
+    return B * G * D * (width + (has_state ? D : 0));
+  }
+  // Whether our kernel multiplies by itself; `waits`: the GPU waits for the host.
+  bool is_small(int64_t width, bool has_state, bool waits) const {
+    const bool has_vectors = width % io_vector() == 0 && D % io_vector() == 0;
+    const int64_t count = products(width, has_state);
+    if (waits && count <= (has_vectors ? kSavedProducts : kUnalignedSavedProducts)) return true;
+    if (B > kSomeSequences) return false;
+    if (!has_vectors) return count <= kUnalignedProducts;
+    return count <= (B <= kFewSequences ? kMostProducts : kSomeProducts);
   }
   int64_t io_vector() const { return io == ScalarType::Float ? 4 : 8; }  // elements of 16 bytes
 

@@ -31,7 +31,10 @@ if BACKEND is not None:
 
 
 def any_batched(*tensors: Optional[torch.Tensor]) -> bool:
-    return any(t is not None and is_batched(t) for t in tensors)
+    for t in tensors:  # noqa: SIM110 (a generator would take longer)
+        if t is not None and is_batched(t):
+            return True
+    return False
 
 
 def run_each(function: Callable, given: Sequence[Optional[torch.Tensor]]) -> List[Any]:

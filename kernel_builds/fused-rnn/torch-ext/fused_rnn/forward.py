@@ -143,9 +143,10 @@ def _parameters(module: Any) -> list[Tensor]:
 def run_cell(module: Any, kernel: Any, cell: str, input: Tensor, hx: Any = None) -> Any:
     """Runs the forward of a torch.nn.LSTMCell, GRUCell or RNNCell; returns h' or (h', c')."""
     weights = parameters_of_cell(module)
-    next_state = run_ordinary_cell(module, kernel, cell, input, hx, weights)
-    if next_state is not None:
-        return next_state
+    if not torch.compiler.is_compiling():
+        next_state = run_ordinary_cell(module, kernel, cell, input, hx, weights)
+        if next_state is not None:
+            return next_state
     _check_cell_dimensions(f"{cell.partition('_')[0].upper()}Cell", input, hx)
     batched = input.dim() == 2
     if not batched:

@@ -4,9 +4,7 @@ The host limits the speed of a small call. So this file does nothing that the co
 stack.py runs all other cases.
 """
 
-import itertools
-from functools import lru_cache
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, List, NamedTuple, Sequence, Tuple
 
 import torch
 
@@ -16,6 +14,7 @@ from .dispatch import BACKEND, ops
 from .formulas import is_recorded, register_fake
 from .private_names import BelowAutograd, EagerFunction, any_requires_grad, graph_stays, op_of
 from .second_order import differentiable_gradients, versions
+from .unread import unread_places
 from .wavefront import Sizes, aligned, chunk_of, kept_of_chunks, masks_of_chunks
 
 Tensors = Sequence[torch.Tensor]
@@ -25,11 +24,13 @@ Options = Tuple[Sequence[int], bool, bool, int, bool, int, float, bool]
 
 
 class LayerOps(NamedTuple):
-    """The ops of a cell. `run` is the forward for calls that nothing compiles."""
+    """The ops of a cell. `run` and `run_back` are forward and backward for calls that nothing
+    compiles."""
 
     forward: Any
     run: Any
     backward: Any
+    run_back: Any
     gates: int
     cell: str
 
@@ -38,17 +39,18 @@ OPS: Dict[str, LayerOps] = {}
 
 
 def run_layers(
-    cell: str, x: torch.Tensor, state: Tensors, weights: Tensors, options: Options
-) -> Tuple[torch.Tensor, Tensors]:
+    cell: str, x: torch.Tensor, state: Tensors, weights: Tensors, options: Options,
+    eager: bool = False,
+) -> Tuple[torch.Tensor, Tensors]:  # fmt: skip
     """Returns the outputs, with rows as those of x, and the K last states, [layers * directions, B, D],
     in the dtype of x; of a cell without h, which is the output.
 
     x is [B, T, I], [T, B, I] or the data of a PackedSequence, or [B, I] for one step of a cell, whose
     states are [B, D]; `state` is empty or has K tensors as the last states, in the dtype of x or in the states'; `weights` are the parameters of a torch.nn module
     in its order, in the dtype of x or in fp32. torch.compile follows it, but no other trace or
-    transform does (formulas.is_eager)."""
+    transform does (formulas.is_followed); `eager`: torch.compile does not either, as the caller knows."""
     layer_ops = OPS[cell]
-    if torch.compiler.is_compiling():
+    if not eager and torch.compiler.is_compiling():
         save = is_recorded(x, *state, *weights)
         y, last, _ = layer_ops.forward(x, state, weights, *options, save, 0)
         return y, last
@@ -67,11 +69,12 @@ class _Layers(EagerFunction):
         ctx: Any, layer_ops: LayerOps, options: Options, K: int, x: Any, *tensors: Any
     ) -> Any:
         state, weights = tensors[:K], tensors[K:]
-        chunk = chunk_of(layer_ops.cell, x, weights, options, True) if x.is_cuda else 0
+        has_chunks = x.is_cuda and x.dim() == 3
+        chunk = chunk_of(layer_ops.cell, x, weights, options, True) if has_chunks else 0
         with BelowAutograd():
             y, last, kept = layer_ops.run(x, state, weights, *options, True, chunk)
-        reads = _reads(ctx.needs_input_grad, K, *options[1:4], _has_steps(x, options))
-        _keep(ctx, layer_ops, x, state, weights, options, kept, chunk, reads)
+        unread = unread_places(ctx.needs_input_grad, K, *options[1:4], _has_steps(x, options))
+        _keep(ctx, layer_ops, x, state, weights, options, kept, chunk, unread)
         ctx.state = state
         ctx.versions = versions((*state, *ctx.unread))
         return (y, *last)
@@ -80,25 +83,18 @@ class _Layers(EagerFunction):
     def backward(ctx: Any, dy: Any, *dlast: Any) -> Any:
         if torch.is_grad_enabled():  # create_graph=True
             return (None, None, None, *_differentiate_twice(ctx, dy, dlast))
-        wants_dx, wants_dstate = ctx.needs_input_grad[3], any(ctx.needs_input_grad[4 : -ctx.count])
-
-        saved = _saved(ctx)
-
-        def differentiate(given: Sequence[Any]) -> List[Any]:
-            dy, *dlast = given
-            dx, dstate, dweights = _differentiate(ctx, saved, dy, dlast, wants_dx, wants_dstate)
-            return [dx, *dstate, *dweights]
-
+        needs, saved = ctx.needs_input_grad, _saved(ctx)
+        wants = needs[3], True in needs[4 : -ctx.count]
+        op = ctx.layer_ops.run_back
         with BelowAutograd():
             if any_batched(dy, *dlast):
-                found = run_each(differentiate, [dy, *dlast])
+                one = lambda given: _differentiate(ctx, op, saved, given[0], given[1:], *wants)
+                found = run_each(one, [dy, *dlast])
             else:
-                found = differentiate([dy, *dlast])
+                found = _differentiate(ctx, op, saved, dy, dlast, *wants)
         if not graph_stays():
             ctx.state = ctx.unread = ()  # the node lives as long as the loss does
-        dx, *rest = found
-        dstate = rest[: -ctx.count] or [None] * len(ctx.state_dtypes)
-        return (None, None, None, dx, *dstate, *rest[-ctx.count :])
+        return (None, None, None, *found)
 
 
 def _has_steps(x: torch.Tensor, options: Options) -> bool:
@@ -109,72 +105,57 @@ def _has_steps(x: torch.Tensor, options: Options) -> bool:
     return x.shape[1 if batch_first else 0] > 1
 
 
-@lru_cache(maxsize=1024)
-def _reads(
-    needs: Tuple[bool, ...],
-    K: int,
-    has_bias: bool,
-    projects: bool,
-    directions: int,
-    has_steps: bool,
-) -> Tuple[bool, ...]:
-    """Whether the backward reads x, and each of the weights: the gradient of an operand depends on its weight.
-    torch.nn's own code saves the same, so that the others may be changed in place."""
-    x, state, weights = needs[3], needs[4 : 4 + K], needs[4 + K :]
-    h = K > 0 and state[0]
-    each = (4 if has_bias else 2) + projects
-    found = [False] * len(weights)
-    upstream = x  # whether the input of a layer needs a gradient
-    for layer in range(0, len(weights), each * directions):
-        heads = range(layer, layer + each * directions, each)
-        moves = [upstream or any(state) or any(weights[at : at + each]) for at in heads]
-        for at, moved in zip(heads, moves):
-            found[at], found[at + 1] = upstream, h or (has_steps and moved)
-            if projects:
-                found[at + each - 1] = moved
-        upstream = any(moves)
-    return (any(weights[: each * directions : each]), *found)
-
-
 def _keep(
     ctx: Any, layer_ops: LayerOps, x: torch.Tensor, state: Tensors, weights: Tensors,
-    options: Options, kept: Tensors, chunk: int, reads: Optional[Tuple[bool, ...]] = None,
+    options: Options, kept: Tensors, chunk: int, unread: Tuple[int, ...] = (),
 ) -> None:  # fmt: skip
-    """Keeps in an autograd context what the backward reads. Of x and the weights it saves those that `reads`
-    names, or all: autograd refuses changes in place of these alone."""
+    """Keeps in an autograd context what the backward reads. It saves x and the weights but for those at the
+    places `unread`, because autograd refuses changes in place of what is saved."""
     ctx.set_materialize_grads(False)
-    given = x, *weights
-    ctx.reads = reads or (True,) * len(given)
-    ctx.save_for_backward(*itertools.compress(given, ctx.reads), *kept)
-    ctx.unread = [t for t, read in zip(given, ctx.reads) if not read]
+    saved, ctx.unread, ctx.places = [x, *weights], [], unread
+    for place in reversed(unread):
+        ctx.unread.append(saved.pop(place))
+    ctx.save_for_backward(*saved, *kept)
     ctx.layer_ops, ctx.options, ctx.count, ctx.chunk = layer_ops, options, len(weights), chunk
-    ctx.state_dtypes = [s.dtype for s in state]
+    ctx.state_dtypes = [s.dtype for s in state] if state else ()
 
 
 def _saved(ctx: Any) -> Tensors:
     """Returns x, the weights and what the forward kept."""
-    saved = iter(ctx.saved_tensors)  # read once: torch.utils.checkpoint allows no more
-    unread = iter(ctx.unread)
-    return [*[next(saved if read else unread) for read in ctx.reads], *saved]
+    saved = [*ctx.saved_tensors]  # read once: torch.utils.checkpoint allows no more
+    for place, tensor in zip(ctx.places, reversed(ctx.unread)):
+        saved.insert(place, tensor)
+    return saved
 
 
 def _differentiate(
-    ctx: Any, saved: Tensors, dy: Any, dlast: Sequence[Any], wants_dx: bool, wants_dstate: bool
-) -> Any:
-    """Returns the gradients of x or None, of the states or an empty list, and of the weights."""
-    x, *others = saved
-    weights, kept = others[: ctx.count], others[ctx.count :]
-    known = [d for d in dlast if d is not None]
-    if len(known) < len(dlast):
-        rows, O = weights[1].shape
-        widths = O, *[rows // ctx.layer_ops.gates] * (len(dlast) - 1)
-        zeros = (known[0].new_zeros(*known[0].shape[:-1], width) for width in widths if known)
-        dlast = [z if d is None else d for d, z in zip(dlast, zeros)]
-    dx, dstate, dweights = ctx.layer_ops.backward(
+    ctx: Any, op: Any, saved: Tensors, dy: Any, dlast: Sequence[Any], wants_dx: bool,
+    wants_dstate: bool,
+) -> List[Any]:  # fmt: skip
+    """Returns the gradients of x and the states, None where none are wanted, and of the weights."""
+    end = 1 + ctx.count
+    x, weights, kept = saved[0], saved[1:end], saved[end:]
+    if dlast:
+        dlast = _without_none(ctx, dlast, weights)
+    dx, dstate, dweights = op(
         dy, dlast, x, weights, kept, *ctx.options, wants_dx, wants_dstate, ctx.chunk
     )
-    dstate = [d.to(dtype) for d, dtype in zip(dstate, ctx.state_dtypes)]
-    return dx if wants_dx else None, dstate, dweights
+    if wants_dstate:
+        dstate = [d.to(dtype) for d, dtype in zip(dstate, ctx.state_dtypes)]
+    else:
+        dstate = [None] * len(ctx.state_dtypes)
+    return [dx if wants_dx else None, *dstate, *dweights]
+
+
+def _without_none(ctx: Any, dlast: Sequence[Any], weights: Tensors) -> Sequence[Any]:
+    """Returns the gradients of the last states with zeros for None, and an empty list if all are None."""
+    known = [d for d in dlast if d is not None]
+    if not known or len(known) == len(dlast):
+        return known
+    rows, O = weights[1].shape
+    widths = O, *[rows // ctx.layer_ops.gates] * (len(dlast) - 1)
+    zeros = (known[0].new_zeros(*known[0].shape[:-1], width) for width in widths)
+    return [z if d is None else d for d, z in zip(dlast, zeros)]
 
 
 def _differentiate_twice(ctx: Any, dy: Any, dlast: Sequence[Any]) -> Sequence[Any]:
@@ -278,8 +259,9 @@ def _register(cell: Cell) -> None:
     def backward(ctx, dy, dlast, _):
         x, state, *_ = ctx.needs_input_grad
         wants_dstate = any(state) if isinstance(state, (list, tuple)) else bool(state)
-        dx, dstate, dweights = _differentiate(ctx, _saved(ctx), dy, dlast, x, wants_dstate)
-        dstate = dstate or [None] * len(ctx.state_dtypes)
+        saved, op = _saved(ctx), layer_ops.backward
+        dx, *rest = _differentiate(ctx, op, saved, dy, dlast, x, wants_dstate)
+        dstate, dweights = rest[: -ctx.count], rest[-ctx.count :]
         sizes: Any = None if ctx.options[0] else []  # torch takes an empty list for one of tensors
         return (dx, dstate, dweights, sizes, *(None,) * 9)
 
@@ -289,10 +271,12 @@ def _register(cell: Cell) -> None:
 if BACKEND is not None:
     for _cell in CELLS.values():
         _forward = getattr(ops, f"{_cell.name}_layers_fwd").default
+        _backward = getattr(ops, f"{_cell.name}_layers_bwd").default
         OPS[_cell.name] = LayerOps(
             _forward,
             op_of(_forward),
-            getattr(ops, f"{_cell.name}_layers_bwd").default,
+            _backward,
+            op_of(_backward),
             _cell.gates,
             _cell.name,
         )

@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from .checks import DTYPES
 from .dispatch import has_autocast
-from .formulas import is_eager
+from .formulas import is_eager, is_followed
 from .packed import fits_rows
 from .padding import padded_width
 from .private_names import product_precision, recurrent_precision, unchanged_weights
@@ -55,8 +55,8 @@ def run_ordinary_cell(
     module: Any, kernel: Any, cell: str, x: Tensor, hx: Any, weights: list[Tensor]
 ) -> Any:
     """Runs the call of a cell that has a batch, passes all checks and needs no conversion; returns h'
-    or (h', c'), and None for other calls. Nothing is asked twice, because the host limits the speed
-    of one step."""
+    or (h', c'), and None for other calls. torch.compile must not be at work. Nothing is asked twice,
+    because the host limits the speed of one step."""
     pair = cell == "lstm"
     states = _as_states(hx, pair)
     if states is None or not _are_ordinary(kernel.BACKEND, x, states, weights) or x.dim() != 2:
@@ -71,7 +71,7 @@ def run_ordinary_cell(
     # torch.nn's cells are products of torch, and follow their setting.
     tf32 = x.dtype is torch.float32 and x.is_cuda and product_precision() == "tf32"
     options = ((), len(weights) > 2, False, 1, True, size[1], 0.0, tf32)
-    h, last = kernel.run_layers(cell, x, states, weights, options)
+    h, last = kernel.run_layers(cell, x, states, weights, options, True)
     return (h, *last) if pair else h
 
 
@@ -88,7 +88,7 @@ def _are_ordinary(
     kind: str | None, x: Tensor, states: tuple[Any, ...], weights: list[Tensor]
 ) -> bool:
     """Whether all are tensors of one dtype on one device, and nothing converts or follows them: no
-    autocast, trace or transform."""
+    autocast, torch.jit.trace or transform."""
     dtype, index = x.dtype, x.get_device()
     if kind is None or dtype not in DTYPES or x.layout is not torch.strided or x.is_meta:
         return False
@@ -102,7 +102,7 @@ def _are_ordinary(
             return False
         if s.layout is not torch.strided or s.is_meta:
             return False
-    return not torch.is_autocast_enabled(kind) and is_eager()
+    return not torch.is_autocast_enabled(kind) and not is_followed()
 
 
 def run_plain_cell(
@@ -150,7 +150,7 @@ def run_ordinary_sequence(module: Any, kernel: Any, input: Any, hx: Any) -> Any:
         module.check_input(x, None)
     weights = used_weights(module, weights)
     tf32 = x.dtype is torch.float32 and x.is_cuda and recurrent_precision() == "tf32"
-    y, last = _run_layers(module, kernel, x, states, weights, batch_sizes, tf32)
+    y, last = _run_layers(module, kernel, x, states, weights, batch_sizes, tf32, True)
     if not packed:
         return y, last
     output = PackedSequence(y, input.batch_sizes, input.sorted_indices, input.unsorted_indices)
@@ -181,7 +181,7 @@ def run_plain(
 
 def _run_layers(
     module: Any, kernel: Any, x: Tensor, states: tuple[Tensor, ...], weights: list[Tensor],
-    batch_sizes: Any, tf32: bool,
+    batch_sizes: Any, tf32: bool, eager: bool = False,
 ) -> tuple[Tensor, Any]:  # fmt: skip
     directions, width = 2 if module.bidirectional else 1, module.hidden_size
     steps = len(batch_sizes) or x.shape[1 if module.batch_first else 0]
@@ -195,7 +195,7 @@ def _run_layers(
         batch_sizes, module.bias, module.proj_size > 0, directions, module.batch_first, width,
         dropout, tf32,
     )  # fmt: skip
-    y, last = kernel.run_layers(module.mode.lower(), x, states, weights, options)
+    y, last = kernel.run_layers(module.mode.lower(), x, states, weights, options, eager)
     return y, tuple(last) if len(last) > 1 else last[0]
 
 

@@ -21,9 +21,11 @@ DEVICE void write_bias(const CellBackward& p, int row, int64_t d, float sum) {
   if (row >= kGates) store<IO>(p.db_hh, (row - kGates + kSummed) * p.D + d, sum);
 }
 
+// Computes the gradients of a cell's gates, and of the last gate's recurrent product if the cell
+// keeps that apart; writes them and those of the states if `writes`.
 template <typename Cell, typename IO>
-DEVICE void differentiate_cell(const CellBackward& p, int64_t b, int64_t d,
-                               float (&sums)[Cell::kBias]) {
+DEVICE void differentiate_cell(const CellBackward& p, int64_t b, int64_t d, bool writes,
+                               float (&found)[Cell::kBias]) {
   using V = CellValue<IO>;
   constexpr int kGates = Cell::kGates, kStates = Cell::kStates;
   V d_state[kStates], saved[Cell::kSaved], dx[kGates], dr[kGates];
@@ -41,11 +43,12 @@ DEVICE void differentiate_cell(const CellBackward& p, int64_t b, int64_t d,
 #pragma unroll
   for (int g = 0; g < kGates; ++g) {
     const int64_t at = (b * kGates + g) * p.D + d;
-    store<IO>(p.dx, at, to_float(dx[g]));
-    if (p.dr != nullptr) store<IO>(p.dr, at, to_float(dr[g]));
-    sums[g] += to_float(dx[g]);
+    if (writes && p.dx != nullptr) store<IO>(p.dx, at, to_float(dx[g]));
+    if (writes && p.dr != nullptr) store<IO>(p.dr, at, to_float(dr[g]));
+    found[g] = to_float(dx[g]);
   }
-  if (Cell::kBias > kGates) sums[Cell::kBias - 1] += to_float(dr[kGates - 1]);
+  if (Cell::kBias > kGates) found[Cell::kBias - 1] = to_float(dr[kGates - 1]);
+  if (!writes) return;
 #pragma unroll
   for (int k = 0; k < kStates; ++k) {
     if (p.dstate[k] != nullptr) p.dstate[k][b * p.D + d] = to_float(d_state[k]);
@@ -82,7 +85,10 @@ __global__ void __launch_bounds__(kGradientThreads) gradient_kernel(
   float sums[kBias] = {};
   if (d < p.D) {
     for (int64_t b = begin + first; b < end; b += kGradientRows) {
-      differentiate_cell<Cell, IO>(p, b, d, sums);
+      float found[kBias];
+      differentiate_cell<Cell, IO>(p, b, d, true, found);
+#pragma unroll
+      for (int row = 0; row < kBias; ++row) sums[row] += found[row];
     }
   }
   if (p.db_ih == nullptr) return;

@@ -37,17 +37,27 @@ struct CellForward {
   void* h_prev;                    // [B, D] io: h before the step, or null
 };
 
+// What the kernel for the gradients of the weights reads and writes, of at most kMostSummed
+// sequences. It does all that the other kernel does, but for filling memory with zeros.
+struct CellWeights {
+  void *dw_ih, *dw_hh;  // [G, D, depth of the operand] io; null: the caller computes them
+  StateView x, h;       // the operands: their units are next to each other; h null: dw_hh is 0
+  int64_t width;        // of x
+};
+constexpr int64_t kMostSummed = 256;
+
 struct CellBackward {
   int64_t B, D;
   StateView dh;                  // of the first copy of h
   StateView dlast[kMostStates];  // K
   const void* saved;             // [B, V, D] io
-  void *dx, *dr;                 // [B, G, D] io; dr null: it equals dx, or is not wanted
+  void *dx, *dr;                 // [B, G, D] io, or null: not wanted; dr also where it equals dx
   float* dstate[kMostStates];    // K of [B, D], without the product of dr, or null
   void *db_ih, *db_hh;           // [G, D] io, or null
   float* partial;                // [cell_chunks(B), R, D]; not read if there is one chunk
   void* zeros;                   // filled with zeros: a gradient that nothing contributes to
   int64_t zero_bytes;
+  CellWeights weights;
 };
 
 // Rows whose bias gradients one thread block adds up: up to here no second kernel is launched.

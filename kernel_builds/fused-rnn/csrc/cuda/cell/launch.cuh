@@ -4,6 +4,7 @@
 #include "backward.cuh"
 #include "common/cuda/launch.cuh"
 #include "forward.cuh"
+#include "weights.cuh"
 
 namespace flashcell::cuda {
 
@@ -46,7 +47,18 @@ void forward_cell(const CellForward& p, const Launch& launch_of) {
 }
 
 template <typename Cell, typename IO>
+void backward_with_weights(const CellBackward& p, const Launch& launch_of) {
+  constexpr int kUnits = SumTile<Cell>::kUnits;
+  const auto tiles_of = [](int64_t width) { return (width + kSumColumns - 1) / kSumColumns; };
+  const int64_t blocks = (p.D + kUnits - 1) / kUnits, tiles = tiles_of(p.weights.width);
+  const Grid grid{blocks * (tiles + tiles_of(p.D)), kSumThreads, 0, launch_of.stream,
+                  overlaps(launch_of)};
+  launch(&weight_kernel<Cell, IO>, grid, p, int(blocks), int(tiles));
+}
+
+template <typename Cell, typename IO>
 void backward_cell(const CellBackward& p, const Launch& launch_of) {
+  if (p.weights.dw_ih != nullptr) return backward_with_weights<Cell, IO>(p, launch_of);
   const int64_t blocks = (p.D + kGradientUnits - 1) / kGradientUnits;
   const int64_t chunks = cell_chunks(p.B);
   const int64_t zero_blocks = (p.zero_bytes + kZeroBytes - 1) / kZeroBytes;

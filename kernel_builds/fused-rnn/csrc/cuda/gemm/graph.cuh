@@ -2,6 +2,7 @@
 // host a fraction of the time of single launches. A graph's arguments cannot change, so its steps
 // read the current time from GPU memory (`clock`).
 #pragma once
+#include "../run.h"
 #include "cublas.cuh"
 
 namespace flashcell::cuda::gemm {
@@ -27,15 +28,6 @@ inline cudaStream_t recording_stream() {
   cudaStream_t& stream = streams.of_device[device];
   if (stream == nullptr) check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
   return stream;
-}
-
-inline bool is_recording(cudaStream_t stream) {  // whether the caller records a graph
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusActive;
-  if (cudaStreamIsCapturing(stream, &status) != cudaSuccess) {
-    cudaGetLastError();
-    return true;
-  }
-  return status != cudaStreamCaptureStatusNone;
 }
 
 // Records what `record(launch)` launches; returns it as a CUDA graph, or null without a stream.
