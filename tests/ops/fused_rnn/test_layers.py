@@ -216,6 +216,25 @@ def test_one_step_is_a_sequence_of_one(name, with_state, fused_rnn):
     assert all(a.equal(b) for a, b in zip(grads, of_cell, strict=True))
 
 
+@pytest.mark.skipif(DEVICE != "cuda", reason="about kernels on a GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", ["lstm", "gru", "rnn_tanh"])
+def test_tiny_one_step(fused_rnn, name, dtype):
+    """Runs every kernel of a cell's call and of its gradients, for scripts/check_cuda."""
+    cell = fused_rnn.CELLS[name]
+    for B, states in product((1, 11, 300), (False, True)):
+        sizes = {"I": 9, "D": 11, "B": B, "T": 0, "states": states}
+        *given, options = make(cell.gates, cell.states, **sizes)
+        x, state, weights = given[0].to(dtype), *([t.to(dtype) for t in ts] for ts in given[1:])
+        for leaves in (weights, [x, *state, *weights]):
+            for leaf in leaves:
+                leaf.requires_grad_()
+            h, last = fused_rnn.run_layers(name, x, state, weights, options)
+            dys = [torch.ones_like(y) for y in (h, *last)]
+            found = torch.autograd.grad([h, *last], leaves, dys)
+            assert all(value.isfinite().all() for value in (h, *last, *found))
+
+
 @pytest.mark.skipif(DEVICE != "cuda", reason="about products of cuBLAS")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("options", [{}, {"batch_first": True}, {"bidirectional": True}])

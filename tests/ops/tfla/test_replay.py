@@ -105,6 +105,25 @@ def test_as_exact_as_steps_without_a_ring(tfla, cell, case, dtype):
     check(tfla, cell, case, dtype)
 
 
+@pytest.mark.skipif(DEVICE != "cuda", reason="about thread blocks on a GPU")
+@pytest.mark.parametrize("dtype", DTYPES, ids=short)
+@pytest.mark.parametrize(("K", "V"), [(256, 512), (128, 256)])
+def test_enough_heads_for_a_thread_block_each(tfla, cell, K, V, dtype):
+    check(tfla, cell, Case(100, 6, 3, K, V, ("state", "layer"), 4), dtype)
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="about kernels on a GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=short)
+def test_tiny_ring(tfla, cell, dtype):
+    """Runs every kernel of a step with a ring, for scripts/check_cuda."""
+    for case in (Case(2, 5, 1, 24, 40, ("state", "layer"), 2),
+                 Case(100, 5, 2, 128, 256, ("state", "layer"), 2)):  # fmt: skip
+        call = make(cell, case, dtype)
+        call.pop("chunk_size")
+        results = run_replay(tfla, call, case.chunk, backend=DEVICE)
+        assert all(value.isfinite().all() for value in results.values())
+
+
 def test_steps_are_taken_back(tfla, cell):
     """Bitwise: two steps that are taken back leave no trace, wherever the ring is."""
     call = make(cell, Case(2, 9, 2, 16, 24, ("state",)), torch.bfloat16)

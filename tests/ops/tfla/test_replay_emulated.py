@@ -27,6 +27,20 @@ def test_as_exact_as_steps_without_a_ring(tfla, order, cell, case, dtype):  # no
             assert_bitwise(key, other[key], value)
 
 
+@pytest.mark.parametrize("dtype", FEW, ids=tests.short)
+@pytest.mark.parametrize(
+    "case", [c for c in tests.CASES if (c.K, c.V) in ((128, 256), (256, 512))], ids=str
+)
+def test_enough_heads_for_a_thread_block_each(tfla, order, cell, case, dtype):  # noqa: F811
+    results = []
+    for words in ("processors=1", "processors=1 backwards", "processors=1 arch=80"):
+        order(words)
+        results.append(tests.check(tfla, cell, case, dtype))
+    for other in results[1:]:
+        for key, value in results[0].items():
+            assert_bitwise(key, other[key], value)
+
+
 def test_steps_are_taken_back(tfla, order, cell):  # noqa: F811
     order("backwards")
     tests.test_steps_are_taken_back(tfla, cell)
