@@ -42,25 +42,6 @@ DEVICE float warp_sum(float sum) {
   return sum;
 }
 
-// Asks for the norm's weights and, of the gates' rows, for those that fall to the block, which no
-// kernel of the step writes. What a step read a block of the model ago has left the L2 cache.
-DEVICE void fetch_weights([[maybe_unused]] const NormStepParams& p, [[maybe_unused]] int bytes) {
-#if __CUDA_ARCH__ >= 900
-  const auto fetch = [&](const void* row) {
-    for (int at = int(threadIdx.x) * 128; at < bytes; at += kThreads * 128) {
-      asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const char*>(row) + at));
-    }
-  };
-  fetch(p.norm);
-  int row = int(blockIdx.x);  // counts through the rows of all matrices
-  for (int s = 0; s < p.count; row -= int(p.linears[s++].rows)) {
-    for (; row < p.linears[s].rows; row += int(gridDim.x)) {
-      fetch(static_cast<const char*>(p.linears[s].weight) + int64_t(row) * bytes);
-    }
-  }
-#endif
-}
-
 // A thread block has one row of x. Its normed values stay in shared memory for the gates, which the
 // warps compute one each.
 template <typename IO>
@@ -72,7 +53,6 @@ __global__ void __launch_bounds__(kThreads) norm_step_kernel(const
   const int64_t b = blockIdx.x;
   const IO* x = static_cast<const IO*>(p.x) + b * p.x_stride;
   IO* out = static_cast<IO*>(p.out) + b * p.K;
-  fetch_weights(p, K * int(sizeof(IO)));
   pdl_wait();
   pdl_launch_dependents();
   float sum = 0, row[kVector], scale[kVector];
