@@ -24,7 +24,7 @@ ENOUGH = 20  # calls from which a group has costs of its own; fewer share those 
 ROUNDS = 5  # of weights that turn a least-squares fit into one of relative errors
 PARTS = 5  # of the calls; each is predicted from the others to choose the margin
 LOSS = 5  # how much more a loss counts than a gain of the same factor
-MARGINS = (0.8, 0.9, 1.0, 1.05, 1.1, 1.15, 1.2, 1.3, 1.4, 1.5, 1.75, 2.0)
+MARGINS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.05, 1.1, 1.15, 1.2, 1.3, 1.4, 1.5, 1.75, 2.0)
 SLOWER = 0.97  # a ratio below is a loss
 # What a module with backend="auto" adds to torch.nn's forward where it chooses it: 30 to 45 us on a
 # GPU's host and on a CPU.
