@@ -122,7 +122,7 @@ def test_cells_are_as_exact_as_torchs(fused_rnn, kind, dtype, state, B, I, D):
 @pytest.mark.parametrize("state", [False, True])
 @pytest.mark.parametrize("kind", ["LSTMCell", "GRUCell", "RNNCell"])
 def test_gradients_of_weights_do_not_depend_on_others(fused_rnn, kind, state, B, I, D):
-    """Whether x and the states need gradients, too."""
+    """They have the same bits whether or not x and the states need gradients."""
     cell = getattr(flashcell, kind)(I, D, dtype=torch.bfloat16, backend="cuda")
     x, dy = (torch.randn(B, n, dtype=torch.bfloat16) for n in (I, D))
     hx = [torch.randn(B, D, dtype=torch.bfloat16) for _ in range(2 if kind == "LSTMCell" else 1)]

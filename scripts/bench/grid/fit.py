@@ -214,10 +214,10 @@ def outcome(choices: Iterable[tuple[Measured, bool]]) -> Outcome:
 
 def best_margin(guesses: Guesses) -> float:
     """Returns the margin with the largest mean of the logarithms of the held-out calls' ratios, of
-    which those below 1 count LOSS times."""
+    which those below 1 count LOSS times; of several equal ones that nearest to 1."""
 
     def value(margin: float) -> float:
         logs = [math.log(m.torch_ratio if r < margin else m.ratio) for m, r in guesses]
         return statistics.fmean(x if x > 0 else LOSS * x for x in logs)
 
-    return max(MARGINS, key=value)
+    return max(sorted(MARGINS, key=lambda margin: abs(math.log(margin))), key=value)

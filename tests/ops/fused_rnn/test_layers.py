@@ -222,10 +222,14 @@ def test_one_step_is_a_sequence_of_one(name, with_state, fused_rnn):
 def test_tiny_one_step(fused_rnn, name, dtype):
     """Runs every kernel of a cell's call and of its gradients, for scripts/check_cuda."""
     cell = fused_rnn.CELLS[name]
-    for B, states in product((1, 11, 300), (False, True)):
-        sizes = {"I": 9, "D": 11, "B": B, "T": 0, "states": states}
-        *given, options = make(cell.gates, cell.states, **sizes)
+    # Rows with whole vectors and without, two columns of thread blocks, cuBLAS, sums in two parts.
+    shapes = [(1, 9, 11), (11, 16, 16), (5, 1030, 11), (300, 9, 11), (1030, 16, 16)]
+    for (B, I, D), states in product(shapes, (False, True)):
+        *given, options = make(cell.gates, cell.states, I=I, D=D, B=B, T=0, states=states)
         x, state, weights = given[0].to(dtype), *([t.to(dtype) for t in ts] for ts in given[1:])
+        with torch.no_grad():
+            h, last = fused_rnn.run_layers(name, x, state, weights, options)
+        assert all(value.isfinite().all() for value in (h, *last))
         for leaves in (weights, [x, *state, *weights]):
             for leaf in leaves:
                 leaf.requires_grad_()

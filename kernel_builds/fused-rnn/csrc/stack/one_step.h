@@ -12,16 +12,16 @@
 
 namespace flashcell {
 
-// Our kernel multiplies by itself for at most kSomeSequences, while the products have few
-// multiplications; otherwise cuBLAS's products are faster. For kFewSequences, whose rows it reads
-// once, these may be more. Rows that are no whole vectors are read slowly.
+// Up to these numbers of multiplications our kernel multiplies by itself, for at most
+// kSomeSequences; otherwise cuBLAS's products are faster. For kFewSequences, whose rows it reads
+// once, there may be more of them. Rows that are no whole vectors are read slowly.
 inline constexpr int64_t kFewSequences = 8, kSomeSequences = 32;
 inline constexpr int64_t kMostProducts = 70'000'000, kSomeProducts = 30'000'000;
 inline constexpr int64_t kUnalignedProducts = 8'000'000;
 
-// The same for calls whose backward pass follows, and for the gradients of their weights, unless a
-// CUDA graph is recorded. Autograd takes the host longer than all this takes the GPU, so a launch
-// less is worth more multiplications.
+// The limits for a call whose backward pass follows, for any number of sequences, and for the
+// gradients of its weights, for kMostSummed; not while a CUDA graph is recorded. Autograd takes the
+// host longer than all this takes the GPU, so a launch less is worth more multiplications.
 inline constexpr int64_t kSavedProducts = 60'000'000, kUnalignedSavedProducts = 12'000'000;
 inline constexpr int64_t kWeightProducts = 300'000'000;
 
@@ -273,7 +273,7 @@ class OneStep {
   int64_t products(int64_t width, bool has_state) const {
     return B * G * D * (width + (has_state ? D : 0));
   }
-  // Whether our kernel multiplies by itself; `waits`: the GPU waits for the host.
+  // Whether our kernel multiplies by itself. If the GPU waits for the host, it may take longer.
   bool is_small(int64_t width, bool has_state, bool waits) const {
     const bool has_vectors = width % io_vector() == 0 && D % io_vector() == 0;
     const int64_t count = products(width, has_state);

@@ -46,9 +46,10 @@ def run_layers(
     in the dtype of x; of a cell without h, which is the output.
 
     x is [B, T, I], [T, B, I] or the data of a PackedSequence, or [B, I] for one step of a cell, whose
-    states are [B, D]; `state` is empty or has K tensors as the last states, in the dtype of x or in the states'; `weights` are the parameters of a torch.nn module
-    in its order, in the dtype of x or in fp32. torch.compile follows it, but no other trace or
-    transform does (formulas.is_followed); `eager`: torch.compile does not either, as the caller knows."""
+    states are [B, D]; `state` is empty or has K tensors as the last states, in the dtype of x or in
+    the states'; `weights` are the parameters of a torch.nn module in its order, in the dtype of x or in
+    fp32. torch.compile follows it, but no other trace or transform does (formulas.is_followed);
+    `eager`: the caller has checked that torch.compile is not at work."""
     layer_ops = OPS[cell]
     if not eager and torch.compiler.is_compiling():
         save = is_recorded(x, *state, *weights)

@@ -37,8 +37,8 @@ struct CellForward {
   void* h_prev;                    // [B, D] io: h before the step, or null
 };
 
-// What the kernel for the gradients of the weights reads and writes, of at most kMostSummed
-// sequences. It does all that the other kernel does, but for filling memory with zeros.
+// What the kernel for the gradients of the weights reads and writes besides, of at most kMostSummed
+// sequences. It does all that the other kernel does, but leaves CellBackward::zeros alone.
 struct CellWeights {
   void *dw_ih, *dw_hh;  // [G, D, depth of the operand] io; null: the caller computes them
   StateView x, h;       // the operands: their units are next to each other; h null: dw_hh is 0

@@ -26,38 +26,38 @@ DEVICE float sum_of_row(const float (&gates)[kMostSummed][kAll], int B, int row)
   return sum;
 }
 
-// Blocks of the first `tiles` columns read x, the others h. Only those of the first column write
-// what has no columns.
+// The weights' columns lie in tiles of kSumColumns: `x_tiles` of W, then those of R. The thread
+// blocks of tile 0 also write the gradients of biases, gates and states.
 template <typename Cell, typename IO>
 __global__ void __launch_bounds__(kSumThreads) weight_kernel(const __grid_constant__ CellBackward p,
-                                                             int unit_blocks, int tiles) {
+                                                             int unit_blocks, int x_tiles) {
   using Tile = SumTile<Cell>;
   constexpr int kUnits = Tile::kUnits, kRows = Tile::kRows, kAll = Tile::kAll;
   __shared__ __align__(16) float gates[kMostSummed][kAll];
   pdl_wait();
-  const int column = int(blockIdx.x) / unit_blocks, warp = threadIdx.x / 32;
+  const int tile = int(blockIdx.x) / unit_blocks, warp = threadIdx.x / 32;
   const int64_t begin = int64_t(blockIdx.x % unit_blocks) * kUnits;
   const int B = int(p.B);
-  const bool of_h = column >= tiles;
+  const bool of_h = tile >= x_tiles;
   const StateView& operand = of_h ? p.weights.h : p.weights.x;
   const int64_t width = of_h ? p.D : p.weights.width;
   IO* const weight = static_cast<IO*>(of_h ? p.weights.dw_hh : p.weights.dw_ih);
-  const int64_t first = int64_t(of_h ? column - tiles : column) * kSumColumns + threadIdx.x;
+  const int64_t first = int64_t(of_h ? tile - x_tiles : tile) * kSumColumns + threadIdx.x;
   const bool has_product = operand.data != nullptr;
 
-  if (column == 0 || has_product) {
+  if (tile == 0 || has_product) {
     for (int i = threadIdx.x; i < B * kUnits; i += kSumThreads) {
       const int unit = i % kUnits, b = i / kUnits;
       float found[Cell::kBias] = {};
       if (begin + unit < p.D) {
-        differentiate_cell<Cell, IO>(p, b, begin + unit, column == 0, found);
+        differentiate_cell<Cell, IO>(p, b, begin + unit, tile == 0, found);
       }
 #pragma unroll
       for (int g = 0; g < Cell::kBias; ++g) gates[b][g * kUnits + unit] = found[g];
     }
     __syncthreads();
   }
-  if (column == 0 && p.db_ih != nullptr) {
+  if (tile == 0 && p.db_ih != nullptr) {
     for (int row = warp; row < kAll; row += kSumThreads / 32) {
       const float sum = sum_of_row(gates, B, row);
       const int64_t d = begin + row % kUnits;

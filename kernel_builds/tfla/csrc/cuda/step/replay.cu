@@ -15,7 +15,8 @@ namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
 constexpr int kMostSteps = 16;
-constexpr int kPadded = 128;  // q is followed by zeros up to a multiple of it
+constexpr int kPadded = 128;              // q is followed by zeros up to a multiple of it
+constexpr int kTwoBlocks = 2 * 52 << 10;  // shared memory of two blocks with whole heads, at most
 using Four = Row<32, 4, 1>;
 
 // A thread block has kParts times 128 columns; each lane has four of each part, of kRows
@@ -84,7 +85,7 @@ struct Replay {
 };
 
 // Writes a head's n and m if its ring is folded, then the step's entry, and then the epilogue.
-// `weights` are those of the ring's entries. No thread may read the ring, n or m any more.
+// `weights` are those of the ring's entries. All other reads of the ring, n and m must be over.
 template <typename IO>
 DEVICE void finish_replay(const StepParams& p, const Head<IO>& head, const RingGates& gates,
                           const Replay& ring, const float* weights, const float* unrounded) {
@@ -318,7 +319,8 @@ template <typename IO>
 void run_replay(const StepParams& p, const Device& device, void* scratch, cudaStream_t stream) {
   const bool pdl = device.code.arch >= 90;  // older code does not wait in its kernels
   float* unrounded = p.epilogue.any() ? static_cast<float*>(scratch) : nullptr;
-  const bool many = 2 * p.B * p.H >= 3 * int64_t(device.sms);  // heads for two blocks of each SM
+  // A thread block has a whole head where each SM has at least 1.5 heads, and room for two blocks.
+  const bool many = 2 * p.B * p.H >= 3 * int64_t(device.sms) && device.shared_bytes >= kTwoBlocks;
   if (p.K == 256 && p.V == 512) {
     if (many) return launch_replay<IO, 256, 512, 4>(p, pdl, unrounded, stream);
     return launch_replay<IO, 256, 512, 1>(p, pdl, unrounded, stream);
