@@ -105,7 +105,7 @@ def test_ray_listens_on_this_machine_alone(replicated):
 
 def test_a_chat_stays_where_its_states_are(replicated):
     """Several at once, spread over the replicas: each turn reads only its new tokens."""
-    talks = [[] for _ in range(6)]
+    talks = [[] for _ in range(12)]  # a replica is drawn for each: all get one in 0.05 % of runs
     for turn in range(3):
         for number, talk in enumerate(talks):
             said = f"# talk {number}: " + "x = y + z\n" * 20 if turn == 0 else f"turn {turn}"
