@@ -13,18 +13,22 @@ pytestmark = emulated.pytestmark
 FEW = (torch.bfloat16, torch.float32)
 
 
-@pytest.mark.thin(pairs=True)
-@pytest.mark.parametrize("dtype", FEW, ids=tests.short)
-@pytest.mark.parametrize("case", tests.CASES, ids=str)
-def test_as_exact_as_steps_without_a_ring(tfla, order, cell, case, dtype):  # noqa: F811
+def check_orders(tfla, order, cell, case, dtype, device=""):  # noqa: F811
     """Both orders of threads and blocks, bitwise, and also without launches that overlap."""
     results = []
-    for words in ("", "backwards", "arch=80"):
-        order(words)
+    for words in ("", " backwards", " arch=80"):
+        order(device + words)
         results.append(tests.check(tfla, cell, case, dtype))
     for other in results[1:]:
         for key, value in results[0].items():
             assert_bitwise(key, other[key], value)
+
+
+@pytest.mark.thin(pairs=True)
+@pytest.mark.parametrize("dtype", FEW, ids=tests.short)
+@pytest.mark.parametrize("case", tests.CASES, ids=str)
+def test_as_exact_as_steps_without_a_ring(tfla, order, cell, case, dtype):  # noqa: F811
+    check_orders(tfla, order, cell, case, dtype)
 
 
 @pytest.mark.parametrize("dtype", FEW, ids=tests.short)
@@ -32,13 +36,7 @@ def test_as_exact_as_steps_without_a_ring(tfla, order, cell, case, dtype):  # no
     "case", [c for c in tests.CASES if (c.K, c.V) in ((128, 256), (256, 512))], ids=str
 )
 def test_enough_heads_for_a_thread_block_each(tfla, order, cell, case, dtype):  # noqa: F811
-    results = []
-    for words in ("processors=1", "processors=1 backwards", "processors=1 arch=80"):
-        order(words)
-        results.append(tests.check(tfla, cell, case, dtype))
-    for other in results[1:]:
-        for key, value in results[0].items():
-            assert_bitwise(key, other[key], value)
+    check_orders(tfla, order, cell, case, dtype, "processors=1")
 
 
 def test_steps_are_taken_back(tfla, order, cell):  # noqa: F811

@@ -20,8 +20,8 @@ inline constexpr int64_t kMostProducts = 70'000'000, kSomeProducts = 30'000'000;
 inline constexpr int64_t kUnalignedProducts = 8'000'000;
 
 // The limits for a call whose backward pass follows, for any number of sequences, and for the
-// gradients of its weights, for kMostSummed; not while a CUDA graph is recorded. Autograd takes the
-// host longer than all this takes the GPU, so a launch less is worth more multiplications.
+// gradients of its weights, for kMostSummed; not while a CUDA graph is recorded. In training the
+// GPU waits for the host, so that one launch less is worth more multiplications.
 inline constexpr int64_t kSavedProducts = 60'000'000, kUnalignedSavedProducts = 12'000'000;
 inline constexpr int64_t kWeightProducts = 300'000'000;
 
